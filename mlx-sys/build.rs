@@ -1,0 +1,199 @@
+//! Compiles the mlx-c sources of the published mlx-sys against the headers of a
+//! pip-installed MLX, links that MLX dynamically, and generates the bindings.
+//!
+//! Environment:
+//! - `ETKV_PYTHON`: the Python whose packages to use (default: `.venv/bin/python`
+//!   of the workspace, then `python3`).
+//! - `ETKV_MLX_DIR`: the folder `mlx` of an installed MLX, instead of asking Python.
+//! - `LIBCLANG_PATH`: libclang for bindgen, instead of Python's `libclang` package.
+
+use std::env;
+use std::path::{Path, PathBuf};
+use std::process::Command;
+
+/// The release that the bound mlx-c is written for.
+const MLX_VERSION: &str = "0.32.2";
+
+fn main() {
+    for name in ["ETKV_PYTHON", "ETKV_MLX_DIR", "LIBCLANG_PATH"] {
+        println!("cargo:rerun-if-env-changed={name}");
+    }
+    println!("cargo:rerun-if-changed=build.rs");
+    println!("cargo:rerun-if-changed=shim");
+    println!("cargo:rerun-if-changed=published/Cargo.toml");
+
+    let python = python();
+    let mlx = mlx_dir(&python);
+    check_version(&mlx);
+    let mlx_c = published_mlx_c();
+
+    compile_mlx_c(&mlx_c, &mlx.join("include"));
+    generate_bindings(&mlx_c, &python);
+    link_mlx(&mlx);
+}
+
+fn workspace() -> PathBuf {
+    let manifest = PathBuf::from(env::var_os("CARGO_MANIFEST_DIR").expect("cargo sets it"));
+    manifest.parent().expect("mlx-sys is in the workspace").to_owned()
+}
+
+fn python() -> PathBuf {
+    if let Some(python) = env::var_os("ETKV_PYTHON") {
+        return python.into();
+    }
+    let venv = workspace().join(".venv/bin/python");
+    if venv.exists() {
+        venv
+    } else {
+        "python3".into()
+    }
+}
+
+/// The folder of an importable Python package, or `None`.
+fn python_package(python: &Path, name: &str) -> Option<PathBuf> {
+    let script = format!(
+        "import importlib.util as u; s = u.find_spec('{name}'); \
+         print(list(s.submodule_search_locations)[0] if s else '')"
+    );
+    let output = Command::new(python).args(["-c", &script]).output().ok()?;
+    let path = String::from_utf8(output.stdout).ok()?;
+    let path = path.trim();
+    (output.status.success() && !path.is_empty()).then(|| PathBuf::from(path))
+}
+
+fn mlx_dir(python: &Path) -> PathBuf {
+    let dir = env::var_os("ETKV_MLX_DIR").map(PathBuf::from).or_else(|| python_package(python, "mlx"));
+    match dir {
+        Some(dir) if dir.join("include/mlx/version.h").exists() => dir,
+        Some(dir) => panic!("{} holds no MLX: include/mlx/version.h is missing", dir.display()),
+        None => panic!(
+            "no MLX found: `{} -c 'import mlx'` fails; run `make setup`, or set ETKV_MLX_DIR",
+            python.display()
+        ),
+    }
+}
+
+/// mlx-c follows MLX's C++ interface release by release, so another version
+/// would compile by luck only.
+fn check_version(mlx: &Path) {
+    let header = mlx.join("include/mlx/version.h");
+    let text = std::fs::read_to_string(&header).expect("version.h is readable");
+    let number = |name: &str| {
+        text.lines()
+            .find_map(|line| line.strip_prefix("#define ")?.strip_prefix(name)?.trim().parse::<u32>().ok())
+            .unwrap_or_else(|| panic!("{} does not define {name}", header.display()))
+    };
+    let found = format!(
+        "{}.{}.{}",
+        number("MLX_VERSION_MAJOR"),
+        number("MLX_VERSION_MINOR"),
+        number("MLX_VERSION_PATCH")
+    );
+    assert_eq!(found, MLX_VERSION, "MLX in {} is {found}, this build needs {MLX_VERSION}", mlx.display());
+}
+
+/// The folder `mlx-c` inside the unpacked published crate.
+fn published_mlx_c() -> PathBuf {
+    let manifest = Path::new("published/Cargo.toml");
+    let cargo = env::var_os("CARGO").expect("cargo sets it");
+    let output = Command::new(cargo)
+        .args(["metadata", "--format-version=1", "--locked", "--manifest-path"])
+        .arg(manifest)
+        .output()
+        .expect("cargo runs");
+    assert!(
+        output.status.success(),
+        "cargo metadata could not unpack the published mlx-sys:\n{}",
+        String::from_utf8_lossy(&output.stderr)
+    );
+    let metadata: serde_json::Value =
+        serde_json::from_slice(&output.stdout).expect("cargo metadata prints JSON");
+    let package = metadata["packages"]
+        .as_array()
+        .into_iter()
+        .flatten()
+        .find(|package| package["name"] == "mlx-sys")
+        .and_then(|package| package["manifest_path"].as_str())
+        .expect("mlx-sys is a dependency of published/Cargo.toml");
+    Path::new(package).parent().expect("a manifest has a folder").join("src/mlx-c")
+}
+
+fn compile_mlx_c(mlx_c: &Path, mlx_include: &Path) {
+    let mut sources: Vec<PathBuf> = std::fs::read_dir(mlx_c.join("mlx/c"))
+        .expect("mlx-c is unpacked")
+        .map(|entry| entry.expect("the folder is readable").path())
+        .filter(|path| path.extension().is_some_and(|extension| extension == "cpp"))
+        .collect();
+    sources.sort();
+    if env::var("CARGO_CFG_TARGET_ARCH").as_deref() != Ok("aarch64") {
+        sources.push("shim/half.cpp".into());
+    }
+    cc::Build::new()
+        .cpp(true)
+        .std("c++20")
+        // The library is thin glue over MLX; it is never what one debugs.
+        .opt_level(2)
+        .debug(false)
+        .warnings(false)
+        .include(mlx_c)
+        .include(mlx_include)
+        .flag("-include")
+        .flag(workspace().join("mlx-sys/shim/format.h").to_str().expect("the path is UTF-8"))
+        .files(&sources)
+        .compile("mlxc");
+}
+
+fn generate_bindings(mlx_c: &Path, python: &Path) {
+    if env::var_os("LIBCLANG_PATH").is_none() {
+        if let Some(clang) = python_package(python, "clang") {
+            env::set_var("LIBCLANG_PATH", clang.join("native"));
+        }
+    }
+    let mut headers: Vec<PathBuf> = std::fs::read_dir(mlx_c.join("mlx/c"))
+        .expect("mlx-c is unpacked")
+        .map(|entry| entry.expect("the folder is readable").path())
+        .filter(|path| path.extension().is_some_and(|extension| extension == "h"))
+        .collect();
+    headers.sort();
+    let mut builder = bindgen::Builder::default()
+        .clang_arg(format!("-I{}", mlx_c.display()))
+        // pip's libclang brings no headers of its own; the compiler's will do.
+        .clang_args(compiler_include().map(|dir| format!("-isystem{}", dir.display())))
+        .blocklist_function("malloc")
+        .blocklist_function("realloc");
+    for header in &headers {
+        builder = builder.header(header.to_string_lossy());
+    }
+    let out = PathBuf::from(env::var_os("OUT_DIR").expect("cargo sets it")).join("bindings.rs");
+    builder
+        .generate()
+        .expect("bindgen reads mlx-c's headers")
+        .write_to_file(out)
+        .expect("OUT_DIR is writable");
+}
+
+/// Where the C compiler keeps `stddef.h` and its like.
+fn compiler_include() -> Option<PathBuf> {
+    let compiler = cc::Build::new().get_compiler();
+    let output = Command::new(compiler.path()).arg("-print-file-name=include").output().ok()?;
+    let path = PathBuf::from(String::from_utf8(output.stdout).ok()?.trim());
+    path.join("stddef.h").exists().then_some(path)
+}
+
+fn link_mlx(mlx: &Path) {
+    let lib = mlx.join("lib");
+    println!("cargo:rustc-link-search=native={}", lib.display());
+    println!("cargo:rustc-link-lib=dylib=mlx");
+    let apple = env::var("CARGO_CFG_TARGET_VENDOR").as_deref() == Ok("apple");
+    println!("cargo:rustc-link-lib=dylib={}", if apple { "c++" } else { "stdc++" });
+
+    // Dependents read these as DEP_MLX_*: they have to repeat the run path, since
+    // cargo passes link arguments of a build script to its own package only.
+    println!("cargo:root={}", mlx.display());
+    println!("cargo:include={}", mlx.join("include").display());
+    println!("cargo:lib={}", lib.display());
+    println!("cargo:version={MLX_VERSION}");
+    // GNU ld resolves the libraries that libmlx itself needs at link time.
+    let site = mlx.parent().unwrap_or(mlx);
+    println!("cargo:rpath_link={}", site.join("mlx_cpu.libs").display());
+}

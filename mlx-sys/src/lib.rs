@@ -1,0 +1,57 @@
+//! Raw bindings to mlx-c, linked to the MLX that pip installs.
+//!
+//! A stand-in for the published crate of the same name and version, which
+//! builds MLX from source and only on Apple's systems. The workspace puts it in
+//! place with `[patch.crates-io]`; `mlx-rs` cannot tell the difference.
+#![allow(non_upper_case_globals, non_camel_case_types, non_snake_case)]
+#![allow(clippy::all)]
+
+include!(concat!(env!("OUT_DIR"), "/bindings.rs"));
+
+/// Half types and the functions that take them: mlx-c declares these only where
+/// the C compiler has them, which on x86-64 it does not.
+#[cfg(not(target_arch = "aarch64"))]
+mod half {
+    use super::mlx_array;
+
+    /// IEEE binary16, as bits.
+    #[repr(transparent)]
+    #[derive(Debug, Default, Copy, Clone, PartialEq)]
+    pub struct float16_t(pub u16);
+
+    /// bfloat16, as bits.
+    pub type bfloat16_t = u16;
+
+    extern "C" {
+        pub fn mlx_array_item_float16(res: *mut float16_t, arr: mlx_array) -> ::std::os::raw::c_int;
+        pub fn mlx_array_item_bfloat16(
+            res: *mut bfloat16_t,
+            arr: mlx_array,
+        ) -> ::std::os::raw::c_int;
+        pub fn mlx_array_data_float16(arr: mlx_array) -> *const float16_t;
+        pub fn mlx_array_data_bfloat16(arr: mlx_array) -> *const bfloat16_t;
+    }
+}
+#[cfg(not(target_arch = "aarch64"))]
+pub use half::*;
+
+/// The clock that mlx-rs seeds its random state from; Apple's kernel has it,
+/// others do not.
+///
+/// Returns nanoseconds since the first call, plus the process's start as Unix
+/// time, so that two processes differ.
+#[cfg(not(target_vendor = "apple"))]
+#[no_mangle]
+pub extern "C" fn mach_approximate_time() -> u64 {
+    use std::sync::OnceLock;
+    use std::time::{Instant, SystemTime, UNIX_EPOCH};
+
+    static START: OnceLock<(Instant, u64)> = OnceLock::new();
+    let (start, unix) = START.get_or_init(|| {
+        let unix = SystemTime::now()
+            .duration_since(UNIX_EPOCH)
+            .map_or(0, |elapsed| elapsed.as_nanos() as u64);
+        (Instant::now(), unix)
+    });
+    unix.wrapping_add(start.elapsed().as_nanos() as u64)
+}
