@@ -1,0 +1,38 @@
+//! What can go wrong with text, in sentences for people.
+
+use std::path::PathBuf;
+
+#[derive(Debug, thiserror::Error)]
+pub enum Error {
+    #[error("there is no tokenizer at {}", .0.display())]
+    Missing(PathBuf),
+
+    #[error("cannot read the tokenizer {}: {reason}", path.display())]
+    Tokenizer { path: PathBuf, reason: String },
+
+    #[error("cannot read {}: {reason}", path.display())]
+    File { path: PathBuf, reason: String },
+
+    #[error("the tokenizer cannot encode this text: {0}")]
+    Encode(String),
+
+    #[error("the tokenizer cannot decode token {id}: {reason}")]
+    Decode { id: u32, reason: String },
+
+    #[error("{} has no chat template", .0.display())]
+    NoTemplate(PathBuf),
+
+    #[error("the chat template cannot render this conversation: {0}")]
+    Template(String),
+
+    #[error("{what} is not valid UTF-8 from byte {at} on")]
+    Utf8 { what: &'static str, at: usize },
+
+    #[error("{0} is NULL")]
+    Null(&'static str),
+
+    #[error("a defect in the text library: {0}")]
+    Panic(String),
+}
+
+pub type Result<T> = std::result::Result<T, Error>;

@@ -1,0 +1,133 @@
+//! Text from ids, one at a time: whole characters only, however the tokens cut
+//! them.
+
+use std::sync::Arc;
+
+use tokenizers::tokenizer::step_decode_stream;
+use tokenizers::Tokenizer;
+
+use crate::error::{Error, Result};
+
+/// One answer as it is made. Special tokens are left out.
+pub struct Stream {
+    tokenizer: Arc<Tokenizer>,
+    /// The ids that still bear on the text to come, and what they decode to:
+    /// the state that `step_decode_stream` keeps between calls.
+    ids: Vec<u32>,
+    prefix: String,
+    prefix_index: usize,
+    /// What the last call returned.
+    pub piece: String,
+}
+
+impl Stream {
+    pub fn new(tokenizer: Arc<Tokenizer>) -> Self {
+        Self {
+            tokenizer,
+            ids: Vec::new(),
+            prefix: String::new(),
+            prefix_index: 0,
+            piece: String::new(),
+        }
+    }
+
+    /// Takes the next id; the text that it completes, which may be empty.
+    pub fn next(&mut self, id: u32) -> Result<&str> {
+        self.piece.clear();
+        let piece = step_decode_stream(
+            &self.tokenizer,
+            vec![id],
+            true,
+            &mut self.ids,
+            &mut self.prefix,
+            &mut self.prefix_index,
+        )
+        .map_err(|error| Error::Decode {
+            id,
+            reason: error.to_string(),
+        })?;
+        self.piece.push_str(piece.as_deref().unwrap_or_default());
+        Ok(&self.piece)
+    }
+
+    /// Ends the answer: the text that was held back, in which U+FFFD stands for
+    /// a character that never came to its end. The next answer may begin.
+    pub fn finish(&mut self) -> Result<&str> {
+        self.piece.clear();
+        let last = self.ids.last().copied().unwrap_or_default();
+        let text = self
+            .tokenizer
+            .decode(&self.ids, true)
+            .map_err(|error| Error::Decode {
+                id: last,
+                reason: error.to_string(),
+            })?;
+        self.piece
+            .push_str(text.strip_prefix(&self.prefix).unwrap_or_default());
+        self.ids.clear();
+        self.prefix.clear();
+        self.prefix_index = 0;
+        Ok(&self.piece)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::fixture;
+    use crate::text::Text;
+
+    /// Streams `text` byte by byte, as the fixture's tokens are.
+    fn pieces(text: &Text, ids: &[u32]) -> Vec<String> {
+        let mut stream = Stream::new(Arc::clone(&text.tokenizer));
+        let mut pieces: Vec<String> = ids
+            .iter()
+            .map(|&id| stream.next(id).unwrap().to_owned())
+            .collect();
+        pieces.push(stream.finish().unwrap().to_owned());
+        pieces
+    }
+
+    #[test]
+    fn whole_characters_only() {
+        let text = Text::open(fixture::folder().path()).unwrap();
+        let ids = text.encode("a é🙂.", false).unwrap();
+        let pieces = pieces(&text, &ids);
+        assert_eq!(pieces.concat(), "a é🙂.");
+        assert!(pieces.iter().all(|piece| !piece.contains('\u{fffd}')));
+        assert_eq!(pieces.last().unwrap(), "");
+    }
+
+    #[test]
+    fn a_character_cut_short_comes_out_at_the_end() {
+        let text = Text::open(fixture::folder().path()).unwrap();
+        let mut ids = text.encode("ok🙂", false).unwrap();
+        ids.pop();
+        let pieces = pieces(&text, &ids);
+        assert_eq!(pieces[..2].concat(), "ok");
+        assert!(pieces[2..pieces.len() - 1].iter().all(String::is_empty));
+        assert_eq!(pieces.last().unwrap(), "\u{fffd}");
+    }
+
+    #[test]
+    fn special_tokens_are_left_out_and_a_stream_starts_over() {
+        let text = Text::open(fixture::folder().path()).unwrap();
+        let a = text.encode("a", false).unwrap()[0];
+        let mut stream = Stream::new(Arc::clone(&text.tokenizer));
+        for _ in 0..3 {
+            assert_eq!(stream.next(fixture::START).unwrap(), "");
+            assert_eq!(stream.next(a).unwrap(), "a");
+            assert_eq!(stream.next(fixture::END).unwrap(), "");
+            assert_eq!(stream.next(a).unwrap(), "a");
+            assert_eq!(stream.finish().unwrap(), "");
+        }
+    }
+
+    #[test]
+    fn an_unknown_id_is_no_text() {
+        let text = Text::open(fixture::folder().path()).unwrap();
+        let mut stream = Stream::new(Arc::clone(&text.tokenizer));
+        assert_eq!(stream.next(1_000_000).unwrap(), "");
+        assert_eq!(stream.finish().unwrap(), "");
+    }
+}
