@@ -1,0 +1,224 @@
+"""Supplies the serialization modules that ExecuTorch's Linux wheel leaves out.
+
+The wheel ships the MLX ahead-of-time code but not the files that its build generates from ``schema.fbs``:
+``mlx_graph_schema``, ``_generated_serializers``, the flatbuffer classes under ``_generated`` and
+``_generated_inspector``. Without them ``import executorch.backends.mlx`` fails.
+
+:func:`ensure_available` makes them with the wheel's own generator and the wheel's own ``flatc``, in a folder of the
+user's cache named by a digest of every input, and puts an import hook in place that finds them there. The installed
+wheel is never written to: it may be read-only or shared, and a package manager would not know the extra files.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import importlib.abc
+import importlib.machinery
+import importlib.util
+import io
+import os
+import shutil
+import sys
+import tempfile
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from types import ModuleType
+
+from etkv.errors import EtkvError
+
+_PACKAGE = "executorch.backends.mlx"
+_SERIALIZATION = f"{_PACKAGE}.serialization"
+_INSPECTOR = f"{_PACKAGE}._generated_inspector"
+
+# Raised when what is written into the cache folder changes without any of its inputs changing.
+_LAYOUT = "1"
+
+
+def ensure_available() -> Path | None:
+    """Make ``executorch.backends.mlx`` importable; safe to call again and from several processes at once.
+
+    Returns the folder that holds the generated modules, or ``None`` where the wheel has its own (the macOS wheel, or
+    an ExecuTorch built from source).
+
+    Raises :class:`EtkvError` if ExecuTorch is not installed or the generator fails.
+    """
+    wheel = _wheel_folder()
+    if _is_complete(wheel):
+        return None
+    for finder in sys.meta_path:
+        if isinstance(finder, _GeneratedFinder):
+            return finder.folder
+    folder = _generated_folder(wheel)
+    sys.meta_path.insert(0, _GeneratedFinder(folder))
+    return folder
+
+
+class _GeneratedFinder(importlib.abc.MetaPathFinder):
+    """Finds the two modules of the wheel that have a generated stand-in; everything else is left to other finders."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+
+    def find_spec(
+        self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
+    ) -> importlib.machinery.ModuleSpec | None:
+        if fullname == _SERIALIZATION:
+            package = self.folder / "serialization"
+            return importlib.util.spec_from_file_location(
+                fullname, package / "__init__.py", submodule_search_locations=[str(package)]
+            )
+        if fullname == _INSPECTOR:
+            return importlib.util.spec_from_file_location(fullname, self.folder / "_generated_inspector.py")
+        return None
+
+
+def _wheel_folder() -> Path:
+    """The folder of the installed ``executorch.backends.mlx``, found without importing it."""
+    try:
+        spec = importlib.util.find_spec(_PACKAGE)
+    except ModuleNotFoundError:
+        spec = None
+    if spec is None or spec.origin is None:
+        raise EtkvError(f"{_PACKAGE} is not installed in {sys.prefix}; run pip install -r requirements.txt")
+    return Path(spec.origin).parent
+
+
+def _is_complete(wheel: Path) -> bool:
+    serialization = wheel / "serialization"
+    return all(
+        path.exists()
+        for path in (
+            serialization / "mlx_graph_schema.py",
+            serialization / "_generated_serializers.py",
+            serialization / "_generated" / "mlx_delegate" / "__init__.py",
+            wheel / "_generated_inspector.py",
+        )
+    )
+
+
+def _flatc() -> Path:
+    spec = importlib.util.find_spec("executorch.data.bin")
+    if spec is not None and spec.origin is not None:
+        flatc = Path(spec.origin).parent / ("flatc.exe" if os.name == "nt" else "flatc")
+        if flatc.exists():
+            return flatc
+    raise EtkvError("the installed executorch package has no data/bin/flatc, which the MLX serialization code needs")
+
+
+def _generated_folder(wheel: Path) -> Path:
+    """The folder with the generated modules for this wheel, made now if no process has made it before."""
+    flatc = _flatc()
+    name = f"mlx-serialization-{_digest(wheel, flatc)}"
+    root = _cache_root()
+    if root is not None:
+        folder = root / name
+        if folder.is_dir():
+            return folder
+        with contextlib.suppress(OSError):
+            root.mkdir(parents=True, exist_ok=True)
+            with _scratch(root, name) as scratch:
+                _generate(wheel, flatc, scratch)
+                _publish(scratch, folder)
+            return folder
+    # Nowhere to keep it: a private folder for this process. A shared temporary folder with a predictable name would
+    # let another user supply the code.
+    folder = Path(tempfile.mkdtemp(prefix="etkv-"))
+    _generate(wheel, flatc, folder)
+    _remove_at_exit(folder)
+    return folder
+
+
+def _cache_root() -> Path | None:
+    """The cache folder of this library: ``$ETKV_CACHE_DIR``, or the platform's place for caches."""
+    explicit = os.environ.get("ETKV_CACHE_DIR")
+    if explicit:
+        return Path(explicit)
+    if sys.platform == "darwin":
+        base = Path("~/Library/Caches")
+    else:
+        base = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache")
+    try:
+        return base.expanduser() / "etkv"
+    except RuntimeError:  # no home folder
+        return None
+
+
+def _digest(wheel: Path, flatc: Path) -> str:
+    """Names one combination of wheel, generator and schema, so that another version never reads stale files."""
+    digest = hashlib.sha256(_LAYOUT.encode())
+    serialization = wheel / "serialization"
+    for path in (*sorted(serialization.glob("*.py")), serialization / "schema.fbs", flatc):
+        digest.update(path.name.encode())
+        digest.update(hashlib.sha256(path.read_bytes()).digest())
+    return digest.hexdigest()[:16]
+
+
+@contextlib.contextmanager
+def _scratch(root: Path, name: str) -> Iterator[Path]:
+    folder = Path(tempfile.mkdtemp(prefix=f".{name}-", dir=root))
+    try:
+        yield folder
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def _publish(scratch: Path, folder: Path) -> None:
+    """Move a finished folder into place; if another process was first, its result is the same and stays."""
+    try:
+        scratch.rename(folder)
+    except OSError:
+        if not folder.is_dir():
+            raise
+
+
+def _remove_at_exit(folder: Path) -> None:
+    import atexit
+
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)
+
+
+def _generate(wheel: Path, flatc: Path, out: Path) -> None:
+    """Run the wheel's generator with its output folders pointed at ``out``, C++ loader left out.
+
+    The C++ loader needs two templates that are not in the wheel, and nothing in Python reads it.
+    """
+    source = wheel / "serialization"
+    package = out / "serialization"
+    package.mkdir()
+    # The package's __init__ looks for the schema module beside itself, so the hand-written modules come along.
+    for path in source.glob("*.py"):
+        shutil.copyfile(path, package / path.name)
+    runtime = out / "runtime"
+    runtime.mkdir()
+
+    generator = _load_generator(source / "generate.py")
+    generator.GENERATED_DIR = package / "_generated"
+    generator.RUNTIME_DIR = runtime
+    log = io.StringIO()
+    with contextlib.redirect_stdout(log):
+        if not generator.run_flatc(str(flatc)):
+            raise EtkvError(f"{flatc} failed on {source / 'schema.fbs'}: {' '.join(log.getvalue().split())}")
+        generator._fixup_flatc_imports()
+        schema = generator.parse_fbs(source / "schema.fbs")
+        (package / "mlx_graph_schema.py").write_text(generator.generate_python_schema(schema))
+        (package / "_generated_serializers.py").write_text(generator.generate_python_serializers(schema))
+        (out / "_generated_inspector.py").write_text(generator.generate_inspector(schema))
+    (package / "_generated" / "__init__.py").touch()
+    shutil.rmtree(runtime)
+
+
+def _load_generator(path: Path) -> ModuleType:
+    """Load the generator on its own: importing it through its package would import what it is to generate."""
+    name = "_etkv_mlx_generate"
+    spec = importlib.util.spec_from_file_location(name, path)
+    if spec is None or spec.loader is None:
+        raise EtkvError(f"{path} cannot be loaded")
+    module = importlib.util.module_from_spec(spec)
+    # Its dataclasses look their module up by name while the body runs.
+    sys.modules[name] = module
+    try:
+        spec.loader.exec_module(module)
+    finally:
+        del sys.modules[name]
+    return module

@@ -1,0 +1,100 @@
+"""Exports a causal language model as an ExecuTorch program whose KV caches live outside the graph.
+
+:func:`export_program` is the library; ``python -m etkv.export`` is the command.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import tempfile
+from pathlib import Path
+
+from etkv import _mlx_serialization
+from etkv.errors import EtkvError
+from etkv.export import companions, hf_folder, limits, lowering, manifest, source
+from etkv.export.progress import Progress
+from etkv.export.request import ExportRequest
+
+__all__ = ["EtkvError", "ExportRequest", "Progress", "export_program", "is_current"]
+
+
+def is_current(request: ExportRequest) -> bool:
+    """Whether ``request.output`` is what exporting ``request`` now would write. Imports none of the large packages.
+
+    Raises :class:`EtkvError` if the request is wrong in itself.
+    """
+    request = request.validated()
+    return manifest.is_current(request, source.find(request.model))
+
+
+def export_program(request: ExportRequest, progress: Progress | None = None) -> Path:
+    """Export ``request.model`` to ``request.output`` and return the absolute path of the program.
+
+    The files that a runner needs and ``export.json`` are written beside it. Nothing appears under its final name
+    before all of it is complete: a failed export leaves what was there before.
+
+    Raises :class:`EtkvError` if the request or the model is wrong; the message is one line.
+    """
+    progress = progress or Progress()
+    request = request.validated()
+    origin = source.find(request.model)
+
+    with progress.step("importing torch, transformers and ExecuTorch"):
+        _import_tools()
+    with progress.step(f"reading {origin.path}"):
+        config = source.read_config(origin)
+        settled = limits.settle(request, config)
+        tokenizer = source.read_tokenizer(origin)
+        model = source.read_model(origin, request.dtype)
+        generation = source.generation_settings(origin, model, tokenizer)
+    if request.quantize is not None:
+        with progress.step(f"quantizing to {request.quantize}"):
+            lowering.quantize(model, request.quantize, settled.group_size)
+    if request.keep_hf is not None:
+        with progress.step(f"writing the weights to {request.keep_hf}"):
+            hf_folder.write(request.keep_hf, model, tokenizer, generation)
+
+    methods = lowering.constant_methods(settled, generation)
+    program = lowering.lower(model, settled, methods, progress)
+
+    folder = request.output.parent
+    scratch = Path(tempfile.mkdtemp(prefix=f".{request.output.name}-", dir=folder))
+    try:
+        with progress.step(f"writing {request.output}"):
+            with (scratch / request.output.name).open("wb") as file:
+                program.write_to_file(file)
+                file.flush()
+                os.fsync(file.fileno())
+            size = (scratch / request.output.name).stat().st_size
+            names = companions.write(scratch, tokenizer, generation)
+            manifest.write(scratch, request, origin, settled, size, names)
+            _publish(scratch, folder, [*names, request.output.name, manifest.NAME])
+    except OSError as error:
+        raise EtkvError(f"{request.output} cannot be written: {error.strerror}") from error
+    finally:
+        shutil.rmtree(scratch, ignore_errors=True)
+    progress.note(f"wrote {request.output} ({size / 1e6:.1f} MB)")
+    return request.output
+
+
+def _import_tools() -> None:
+    """Import what takes seconds to import, so that the step that does so has a name."""
+    try:
+        import transformers  # noqa: F401
+
+        _mlx_serialization.ensure_available()
+        import executorch.backends.mlx
+        import executorch.exir  # noqa: F401
+    except ImportError as error:
+        raise EtkvError(f"{error}; run pip install -r requirements.txt") from error
+
+
+def _publish(scratch: Path, folder: Path, names: list[str]) -> None:
+    """Move the finished files into place, the manifest, which vouches for the others, last of all."""
+    (folder / manifest.NAME).unlink(missing_ok=True)
+    for name in companions.OPTIONAL:
+        if name not in names:
+            (folder / name).unlink(missing_ok=True)
+    for name in names:
+        (scratch / name).replace(folder / name)

@@ -1,0 +1,126 @@
+"""The command ``python -m etkv.export``."""
+
+from __future__ import annotations
+
+import argparse
+import signal
+import sys
+import traceback
+from pathlib import Path
+from typing import NoReturn
+
+from etkv.errors import EtkvError
+from etkv.export import export_program, is_current
+from etkv.export.progress import Progress, third_party_noise
+from etkv.export.request import (
+    DEFAULT_MAX_CONTEXT,
+    DEFAULT_PREFILL_CHUNK,
+    DTYPES,
+    GROUP_SIZES,
+    QUANTIZATIONS,
+    ExportRequest,
+)
+
+_WRONG_USE = 2
+_INTERRUPTED = 130
+
+
+class _Parser(argparse.ArgumentParser):
+    """Reports wrong arguments like every other error: in one line."""
+
+    def error(self, message: str) -> NoReturn:
+        raise EtkvError(message)
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = _Parser(
+        prog="python -m etkv.export",
+        description="Export a causal language model as an ExecuTorch program (.pte) for the MLX delegate, with its KV "
+        "caches outside the graph. The tokenizer, its configuration, the chat template, the generation settings and "
+        "export.json, a record of the export, are written beside it.",
+    )
+    parser.add_argument(
+        "--model",
+        required=True,
+        type=Path,
+        metavar="DIR|FILE.gguf",
+        help="a Hugging Face model folder or a GGUF file, whose weights are dequantized",
+    )
+    parser.add_argument("--output", required=True, type=Path, metavar="X.pte", help="the program to write")
+    parser.add_argument(
+        "--dtype",
+        default="float32",
+        metavar="NAME",
+        help=f"type of activations and of weights that are not quantized: {', '.join(DTYPES)} (default: float32)",
+    )
+    parser.add_argument(
+        "--quantize",
+        metavar="NAME",
+        help=f"quantize linear and embedding weights: {', '.join(QUANTIZATIONS)} (default: not quantized)",
+    )
+    parser.add_argument(
+        "--group-size",
+        type=int,
+        metavar="N",
+        help=f"weights that share a scale: {', '.join(map(str, GROUP_SIZES))} "
+        f"(default: {QUANTIZATIONS['4w']} for 4w, a whole row for 8w)",
+    )
+    parser.add_argument(
+        "--max-context",
+        type=int,
+        metavar="N",
+        help="tokens of context that the program declares, at most what the model was made for "
+        f"(default: that, or {DEFAULT_MAX_CONTEXT} where it is more)",
+    )
+    parser.add_argument(
+        "--prefill-chunk",
+        type=int,
+        metavar="N",
+        help="tokens in one execution, at most the context and the smallest sliding window "
+        f"(default: {DEFAULT_PREFILL_CHUNK}, or that where it is less)",
+    )
+    parser.add_argument(
+        "--keep-hf",
+        type=Path,
+        metavar="DIR",
+        help="also write the exported weights, dequantized, as a Hugging Face folder for comparisons",
+    )
+    parser.add_argument(
+        "--if-changed",
+        action="store_true",
+        help="do nothing if the program was made from the same model and arguments with the same versions",
+    )
+    parser.add_argument(
+        "--verbose", action="store_true", help="let through what torch, transformers and ExecuTorch print"
+    )
+    return parser
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Run the command; returns its exit status: 0, or 2 after an error in what was asked for."""
+    arguments = sys.argv[1:] if arguments is None else arguments
+    verbose = "--verbose" in arguments
+    try:
+        options = vars(_parser().parse_args(arguments))
+        if_changed, verbose = options.pop("if_changed"), options.pop("verbose")
+        request = ExportRequest(**options)
+        if if_changed and is_current(request):
+            print(f"{request.output} is current", file=sys.stderr)
+            return 0
+        # An export that is told to end cleans up like one that is interrupted.
+        signal.signal(signal.SIGTERM, signal.default_int_handler)
+        with third_party_noise(allowed=verbose):
+            export_program(request, Progress(sys.stderr))
+    except EtkvError as error:
+        if verbose:
+            traceback.print_exc()
+        print(f"error: {error}", file=sys.stderr)
+        return _WRONG_USE
+    except KeyboardInterrupt:
+        print("interrupted; nothing was written", file=sys.stderr)
+        return _INTERRUPTED
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

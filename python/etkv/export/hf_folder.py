@@ -1,0 +1,70 @@
+"""Writes the exported weights as a Hugging Face folder that transformers and mlx-lm both read."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import tempfile
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+
+def write(folder: Path, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, generation: dict[str, Any]) -> None:
+    """Write configuration, weights, tokenizer and generation settings to ``folder``.
+
+    Quantized weights are written dequantized in the model's dtype, so that the folder holds the numbers that the
+    program computes with. Files of an earlier export are replaced one by one, each of them whole.
+    """
+    scratch = Path(tempfile.mkdtemp(prefix=".export-", dir=folder))
+    try:
+        _write(scratch, model, tokenizer, generation)
+        written = {file.name for file in scratch.iterdir()}
+        for stale in (*folder.glob("*.safetensors"), *folder.glob("*.safetensors.index.json")):
+            if stale.name not in written:
+                stale.unlink()
+        for name in written:
+            (scratch / name).replace(folder / name)
+    finally:
+        shutil.rmtree(scratch, ignore_errors=True)
+
+
+def _write(
+    folder: Path, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, generation: dict[str, Any]
+) -> None:
+    model.save_pretrained(folder, state_dict=_plain_weights(model))
+    tokenizer.save_pretrained(folder)
+    for file in folder.glob("*.safetensors"):
+        # safetensors creates its files readable by their owner only, whatever the umask says.
+        file.chmod((folder / "config.json").stat().st_mode)
+    (folder / "generation_config.json").write_text(json.dumps(generation, indent=2) + "\n", encoding="utf-8")
+    name_rope_for_mlx_lm(folder / "config.json")
+
+
+def name_rope_for_mlx_lm(config_file: Path) -> None:
+    """Repeat the rotary parameters under their former names.
+
+    transformers 5 writes ``rope_parameters``; mlx-lm reads ``rope_theta`` and ``rope_scaling`` at the top level and
+    takes a default for what it does not find.
+    """
+    config = json.loads(config_file.read_text(encoding="utf-8"))
+    rope = config.get("rope_parameters")
+    if isinstance(rope, dict) and "rope_theta" in rope:
+        config["rope_theta"] = rope["rope_theta"]
+        if rope.get("rope_type", "default") != "default":
+            config["rope_scaling"] = {key: value for key, value in rope.items() if key != "rope_theta"}
+    config_file.write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+
+
+def _plain_weights(model: PreTrainedModel) -> dict[str, Any]:
+    """The state of ``model`` with every weight an ordinary tensor; a weight that is tied to another is left out."""
+    from torchao.utils import TorchAOBaseTensor
+
+    state = {}
+    tied = set(model.all_tied_weights_keys) if model.config.get_text_config().tie_word_embeddings else set()
+    for name, tensor in model.state_dict().items():
+        if name not in tied:
+            state[name] = tensor.dequantize() if isinstance(tensor, TorchAOBaseTensor) else tensor
+    return state

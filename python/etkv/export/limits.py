@@ -1,0 +1,109 @@
+"""Settles what a request leaves open and checks it against the model, before any weight is read."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from etkv.errors import EtkvError
+from etkv.export.request import (
+    DEFAULT_MAX_CONTEXT,
+    DEFAULT_PREFILL_CHUNK,
+    GROUP_SIZES,
+    MIN_STEP,
+    QUANTIZATIONS,
+    ExportRequest,
+)
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedConfig
+
+
+@dataclass(frozen=True)
+class CacheLayout:
+    """One entry for each KV cache of the program, in the order of their ids.
+
+    ``kv_heads`` counts heads, ``head_dims`` elements of a head, ``windows`` positions (0 keeps the full history).
+    """
+
+    kv_heads: list[int]
+    head_dims: list[int]
+    windows: list[int]
+
+
+@dataclass(frozen=True)
+class Limits:
+    """What the program declares: tokens of context, tokens in one execution, and its caches.
+
+    ``group_size`` counts elements; ``None`` is one scale a row, or no quantization at all.
+    """
+
+    max_context: int
+    prefill_chunk: int
+    group_size: int | None
+    layout: CacheLayout
+
+
+def settle(request: ExportRequest, config: PreTrainedConfig) -> Limits:
+    """The limits of the program that ``request`` asks for. Raises :class:`EtkvError` where the model has less."""
+    layout = _layout(config)
+    own = getattr(config.get_text_config(), "max_position_embeddings", None)
+    max_context = request.max_context
+    if max_context is None:
+        max_context = min(own or DEFAULT_MAX_CONTEXT, DEFAULT_MAX_CONTEXT)
+    elif own is not None and max_context > own:
+        raise EtkvError(f"max-context {max_context} is above the {own} positions of the model")
+
+    windows = [window for window in layout.windows if window]
+    ceiling = min([max_context, *windows])
+    if ceiling < MIN_STEP:
+        raise EtkvError(f"the model's sliding window of {ceiling} is below the minimum step of {MIN_STEP}")
+    chunk = request.prefill_chunk
+    if chunk is None:
+        chunk = min(DEFAULT_PREFILL_CHUNK, ceiling)
+    elif chunk > ceiling:
+        limit = "sliding window" if ceiling < max_context else "max-context"
+        raise EtkvError(f"prefill-chunk {chunk} is above the {limit} of {ceiling}")
+
+    return Limits(max_context, chunk, _group_size(request, config), layout)
+
+
+def _layout(config: PreTrainedConfig) -> CacheLayout:
+    from executorch.backends.mlx.llm.cache import resolve_hf_cache_layout
+
+    try:
+        kinds, kv_heads, head_dims = resolve_hf_cache_layout(config)
+    except AttributeError as error:
+        raise EtkvError(f"model family {config.model_type!r} has no KV cache that can be described: {error}") from error
+    unknown = sorted(set(kinds) - {"full_attention", "sliding_attention"})
+    if unknown:
+        raise EtkvError(f"model family {config.model_type!r} has layers of kind {unknown[0]!r}, which keep no KV cache")
+    text_config = config.get_text_config()
+    # A family whose head size follows from its hidden size may leave it out.
+    derived = text_config.hidden_size // text_config.num_attention_heads
+    window = getattr(text_config, "sliding_window", None) or 0
+    return CacheLayout(
+        kv_heads=[int(heads) for heads in kv_heads],
+        head_dims=[int(size or derived) for size in head_dims],
+        windows=[window if kind == "sliding_attention" else 0 for kind in kinds],
+    )
+
+
+def _group_size(request: ExportRequest, config: PreTrainedConfig) -> int | None:
+    """The group size, once it is known to divide every row that is quantized."""
+    if request.quantize is None:
+        return None
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    size = request.group_size or QUANTIZATIONS[request.quantize]
+    # Even a scale for a whole row has to be spread over groups that MLX takes.
+    divisor = size or min(GROUP_SIZES)
+    with torch.device("meta"):
+        skeleton = AutoModelForCausalLM.from_config(config)
+    for name, module in skeleton.named_modules():
+        if isinstance(module, torch.nn.Linear | torch.nn.Embedding):
+            width = module.weight.shape[-1]
+            if width % divisor:
+                raise EtkvError(f"group-size {divisor} does not divide {width}, the width of {name}")
+    return size

@@ -1,0 +1,156 @@
+"""Turns a model in memory into an ExecuTorch program with one MLX delegate and its KV caches outside the graph."""
+
+from __future__ import annotations
+
+import operator
+from typing import TYPE_CHECKING, Any
+
+from etkv.errors import EtkvError, root_line
+from etkv.export.limits import Limits
+from etkv.export.progress import Progress
+
+if TYPE_CHECKING:
+    from executorch.exir import EdgeProgramManager, ExecutorchProgramManager
+    from torch.export import ExportedProgram
+    from transformers import PreTrainedModel
+
+METHOD = "forward"
+
+
+def quantize(model: PreTrainedModel, name: str, group_size: int | None) -> None:
+    """Quantize every linear and embedding weight of ``model`` in place; a tied output layer stays tied."""
+    from executorch.backends.mlx.llm.quantization import quantize_model_
+
+    # 0 asks for one scale a row; None would take the default of ExecuTorch, which need not be ours.
+    size = group_size or 0
+    quantize_model_(
+        model,
+        qlinear_config=name,
+        qlinear_group_size=size,
+        qembedding_config=name,
+        qembedding_group_size=size,
+        tie_word_embeddings=bool(model.config.get_text_config().tie_word_embeddings),
+    )
+
+
+def constant_methods(limits: Limits, generation: dict[str, Any]) -> dict[str, Any]:
+    """The constant methods of the program: name -> value.
+
+    The first six are those of ExecuTorch's MLX exporter, the last two those that ExecuTorch's own LLM runner reads.
+    """
+    import torch
+
+    layout = limits.layout
+    methods: dict[str, Any] = {
+        "get_n_caches": len(layout.kv_heads),
+        "get_kv_heads": torch.tensor(layout.kv_heads, dtype=torch.int32),
+        "get_head_dims": torch.tensor(layout.head_dims, dtype=torch.int32),
+        "get_windows": torch.tensor(layout.windows, dtype=torch.int32),
+        "get_prefill_chunk_size": limits.prefill_chunk,
+        "get_max_ctx_len": limits.max_context,
+    }
+    if generation.get("bos_token_id") is not None:
+        methods["get_bos_id"] = generation["bos_token_id"]
+    if generation["eos_token_id"]:
+        methods["get_eos_ids"] = generation["eos_token_id"]
+    return methods
+
+
+def lower(
+    model: PreTrainedModel, limits: Limits, methods: dict[str, Any], progress: Progress
+) -> ExecutorchProgramManager:
+    """The program for ``model``: ``forward(input_ids [1, T], cache_position [T]) -> logits [1, T, vocabulary]``.
+
+    T is anything from 1 to ``limits.prefill_chunk``. Raises :class:`EtkvError` if the family cannot be traced, does
+    not route its attention through the KV cache op, or has an operator that the MLX backend lacks.
+    """
+    family = model.config.model_type
+    with progress.step("tracing the graph"):
+        try:
+            traced = _trace(model, limits.prefill_chunk)
+        except Exception as error:
+            raise EtkvError(f"model family {family!r} cannot be traced: {root_line(error)}") from error
+        _check_caches(traced, limits, family)
+    with progress.step("delegating to MLX"):
+        edge = _delegate(traced, methods)
+        _check_delegation(edge, family)
+    with progress.step("serializing"):
+        return _serialize(edge)
+
+
+def _trace(model: PreTrainedModel, chunk: int) -> ExportedProgram:
+    import torch
+    from executorch.backends.mlx.llm.hf_attention import OffGraphExportWrapper
+
+    # An example of one token would be taken for a static shape.
+    length = min(3, chunk)
+    tokens = torch.export.Dim("tokens", min=1, max=chunk)
+    with torch.no_grad():
+        return torch.export.export(
+            OffGraphExportWrapper(model),
+            args=(),
+            kwargs={
+                "input_ids": torch.zeros((1, length), dtype=torch.long),
+                "cache_position": torch.arange(length, dtype=torch.long),
+            },
+            dynamic_shapes={"input_ids": {1: tokens}, "cache_position": {0: tokens}},
+            strict=True,
+        )
+
+
+def _check_caches(traced: ExportedProgram, limits: Limits, family: str) -> None:
+    """Every cache that the program declares is used, and no other."""
+    import torch
+
+    op = torch.ops.kvcache.update_and_attend.default
+    used = {
+        node.kwargs["layer_id"] if "layer_id" in node.kwargs else node.args[4]
+        for node in traced.graph.nodes
+        if node.target is op
+    }
+    declared = len(limits.layout.kv_heads)
+    if used != set(range(declared)):
+        raise EtkvError(
+            f"model family {family!r} cannot be exported: it declares {declared} KV caches, "
+            f"and its attention uses {len(used)}"
+        )
+
+
+def _delegate(traced: ExportedProgram, methods: dict[str, Any]) -> EdgeProgramManager:
+    from executorch import exir
+    from executorch.backends.mlx import MLXPartitioner
+    from executorch.backends.mlx.passes import get_default_passes
+
+    return exir.to_edge_transform_and_lower(
+        {METHOD: traced},
+        transform_passes=get_default_passes(),
+        partitioner=[MLXPartitioner()],
+        constant_methods=methods,
+        # The KV cache op is not part of the edge dialect, and MLX has its own dimension order.
+        compile_config=exir.EdgeCompileConfig(_check_ir_validity=False, _skip_dim_order=True),
+    )
+
+
+def _check_delegation(edge: EdgeProgramManager, family: str) -> None:
+    """The whole graph is one delegate: nothing is left to portable kernels, which do not know the KV cache op."""
+    from executorch.exir.delegate import executorch_call_delegate
+
+    calls = [node.target for node in edge.exported_program(METHOD).graph.nodes if node.op == "call_function"]
+    delegates = [call for call in calls if call is executorch_call_delegate]
+    left = sorted({call.__name__ for call in calls if call not in (executorch_call_delegate, operator.getitem)})
+    if left:
+        raise EtkvError(f"model family {family!r} has operators that the MLX backend lacks: {', '.join(left)}")
+    if len(delegates) != 1:
+        raise EtkvError(f"model family {family!r} splits into {len(delegates)} delegates, and a program has one")
+
+
+def _serialize(edge: EdgeProgramManager) -> ExecutorchProgramManager:
+    from executorch.exir import ExecutorchBackendConfig
+    from executorch.exir.passes import MemoryPlanningPass
+
+    return edge.to_executorch(
+        config=ExecutorchBackendConfig(
+            extract_delegate_segments=True,
+            memory_planning_pass=MemoryPlanningPass(alloc_graph_input=True),
+        )
+    )

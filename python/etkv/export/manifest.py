@@ -1,0 +1,92 @@
+"""``export.json``: what a program was made from, so that it is made again only when that changes."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import hashlib
+import importlib.metadata
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+from etkv.export.limits import Limits
+from etkv.export.request import ExportRequest
+from etkv.export.source import Source
+
+NAME = "export.json"
+
+_PACKAGES = ("executorch", "torch", "torchao", "transformers", "gguf")
+
+
+def describe(request: ExportRequest, source: Source) -> dict[str, Any]:
+    """Everything that decides what an export writes. Two exports with equal descriptions write the same program."""
+    return {
+        "request": {
+            field.name: _plain(getattr(request, field.name))
+            for field in dataclasses.fields(request)
+            # The folder can be moved: what is in it stays current.
+            if field.name != "output"
+        },
+        "source": [[file.name, *_stamp(file)] for file in source.files()],
+        "versions": {
+            "python": f"{sys.version_info.major}.{sys.version_info.minor}",
+            **{package: _version(package) for package in _PACKAGES},
+            "exporter": _exporter_digest(),
+        },
+    }
+
+
+def is_current(request: ExportRequest, source: Source) -> bool:
+    """Whether everything that ``request`` would write is there and was made from the same things."""
+    file = request.output.parent / NAME
+    try:
+        manifest = json.loads(file.read_text(encoding="utf-8"))
+        wanted = {"program": request.output.name, **describe(request, source)}
+        return (
+            all(manifest.get(key) == value for key, value in wanted.items())
+            and request.output.stat().st_size == manifest["bytes"]
+            and all((request.output.parent / name).is_file() for name in manifest["companions"])
+            and (request.keep_hf is None or (request.keep_hf / "config.json").is_file())
+        )
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        return False
+
+
+def write(
+    folder: Path, request: ExportRequest, source: Source, limits: Limits, size: int, companions: list[str]
+) -> None:
+    """Write the manifest to ``folder``; ``size`` is that of the program in bytes."""
+    manifest = {
+        "program": request.output.name,
+        "bytes": size,
+        "companions": companions,
+        "limits": dataclasses.asdict(limits),
+        **describe(request, source),
+    }
+    (folder / NAME).write_text(json.dumps(manifest, indent=2) + "\n", encoding="utf-8")
+
+
+def _plain(value: Any) -> Any:
+    return str(value) if isinstance(value, Path) else value
+
+
+def _stamp(file: Path) -> tuple[int, int]:
+    status = file.stat()
+    return status.st_size, status.st_mtime_ns
+
+
+def _version(package: str) -> str | None:
+    with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+        return importlib.metadata.version(package)
+    return None
+
+
+def _exporter_digest() -> str:
+    """Changes with the code that writes the program."""
+    digest = hashlib.sha256()
+    for file in sorted(Path(__file__).parent.glob("*.py")):
+        digest.update(file.name.encode())
+        digest.update(file.read_bytes())
+    return digest.hexdigest()[:16]

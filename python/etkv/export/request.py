@@ -1,0 +1,126 @@
+"""What to export, and the limits that can be checked before anything is loaded."""
+
+from __future__ import annotations
+
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+
+from etkv.errors import EtkvError
+
+DTYPES = {
+    "float32": "float32",
+    "f32": "float32",
+    "float16": "float16",
+    "f16": "float16",
+    "bfloat16": "bfloat16",
+    "bf16": "bfloat16",
+}
+"""Accepted spelling -> torch's name of the dtype."""
+
+QUANTIZATIONS = {"4w": 32, "8w": None}
+"""Quantization of weights -> default group size in elements; ``None`` is one scale a row."""
+
+GROUP_SIZES = (32, 64, 128)
+"""Group sizes, in elements, that MLX's quantized matrix products take."""
+
+DEFAULT_MAX_CONTEXT = 8192
+"""Context, in tokens, that a program declares unless told: a longer one than the model's own is never declared."""
+
+DEFAULT_PREFILL_CHUNK = 512
+"""Tokens in one execution, at most, unless told."""
+
+MIN_STEP = 2
+"""A dynamic dimension spans at least two lengths, so a program takes steps of one *and* of two tokens."""
+
+
+@dataclass(frozen=True)
+class ExportRequest:
+    """One export.
+
+    ``model`` is a Hugging Face model folder or a ``.gguf`` file. ``output`` is the ``.pte`` to write; the files that a
+    runner needs beside it go into its folder. ``dtype`` is the type of activations and of weights that are not
+    quantized. ``quantize`` names the quantization of linear and embedding weights. ``group_size`` counts elements,
+    ``max_context`` and ``prefill_chunk`` count tokens; ``None`` takes the default. ``keep_hf`` is a folder that
+    receives the exported weights, dequantized, as a Hugging Face model.
+    """
+
+    model: Path
+    output: Path
+    dtype: str = "float32"
+    quantize: str | None = None
+    group_size: int | None = None
+    max_context: int | None = None
+    prefill_chunk: int | None = None
+    keep_hf: Path | None = None
+
+    def validated(self) -> ExportRequest:
+        """This request with the dtype spelled in full and absolute paths.
+
+        Raises :class:`EtkvError` for everything that is wrong whatever the model holds. Limits that depend on the
+        model are checked once its configuration is read.
+        """
+        return ExportRequest(
+            model=_existing(self.model),
+            output=_writable_program(self.output),
+            dtype=_dtype(self.dtype),
+            quantize=_quantization(self.quantize),
+            group_size=_group_size(self.group_size, self.quantize),
+            max_context=_at_least("max-context", self.max_context, MIN_STEP),
+            prefill_chunk=_at_least("prefill-chunk", self.prefill_chunk, MIN_STEP),
+            keep_hf=_writable_folder(self.keep_hf) if self.keep_hf is not None else None,
+        )
+
+
+def _existing(model: Path) -> Path:
+    if not model.exists():
+        raise EtkvError(f"model {model} does not exist; it has to be a Hugging Face model folder or a .gguf file")
+    return model.absolute()
+
+
+def _writable_program(output: Path) -> Path:
+    if output.suffix != ".pte":
+        raise EtkvError(f"output {output} has to be a file name that ends in .pte")
+    if output.is_dir():
+        raise EtkvError(f"output {output} is a folder; it has to be a file name that ends in .pte")
+    _writable_folder(output.absolute().parent)
+    return output.absolute()
+
+
+def _writable_folder(folder: Path) -> Path:
+    """Make ``folder`` and try a file in it, so that an export does not fail at its very end."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=folder):
+            pass
+    except OSError as error:
+        raise EtkvError(f"folder {folder} is not writable: {error.strerror}") from error
+    return folder.absolute()
+
+
+def _dtype(name: str) -> str:
+    if name not in DTYPES:
+        raise EtkvError(f"dtype {name!r} is not one of {', '.join(DTYPES)}")
+    return DTYPES[name]
+
+
+def _quantization(name: str | None) -> str | None:
+    if name is not None and name not in QUANTIZATIONS:
+        raise EtkvError(f"quantize {name!r} is not one of {', '.join(QUANTIZATIONS)}")
+    return name
+
+
+def _group_size(size: int | None, quantize: str | None) -> int | None:
+    if size is None:
+        return None
+    if quantize is None:
+        raise EtkvError(f"group-size {size} needs --quantize {' or '.join(QUANTIZATIONS)}")
+    if size not in GROUP_SIZES:
+        raise EtkvError(f"group-size {size} is not one of {', '.join(map(str, GROUP_SIZES))}")
+    return size
+
+
+def _at_least(name: str, value: int | None, minimum: int) -> int | None:
+    if value is not None and value < minimum:
+        raise EtkvError(f"{name} {value} is below the minimum of {minimum}")
+    return value

@@ -1,0 +1,155 @@
+"""Reads the model to export: a Hugging Face folder or a GGUF file."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from etkv.errors import EtkvError, first_line
+from etkv.export import gguf
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
+
+_WEIGHTS = ("*.safetensors", "*.bin")
+
+ATTENTION = "mlx_offgraph"
+"""The name under which ExecuTorch registers attention that calls ``kvcache::update_and_attend``."""
+
+
+@dataclass(frozen=True)
+class Source:
+    """Where a model is read from.
+
+    ``folder`` holds the files; ``gguf_file`` is the name of the one that holds everything, ``None`` for a Hugging Face
+    folder.
+    """
+
+    folder: Path
+    gguf_file: str | None
+
+    @property
+    def path(self) -> Path:
+        """The path that the user names."""
+        return self.folder / self.gguf_file if self.gguf_file else self.folder
+
+    def files(self) -> list[Path]:
+        """The files that the export reads, in a fixed order."""
+        if self.gguf_file:
+            return [self.path]
+        wanted = (*_WEIGHTS, "*.json", "*.jinja", "*.model", "*.txt")
+        return sorted({file for pattern in wanted for file in self.folder.glob(pattern) if file.is_file()})
+
+    def arguments(self) -> dict[str, Any]:
+        """Keyword arguments that make ``from_pretrained`` read this source and nothing else."""
+        return {"gguf_file": self.gguf_file} if self.gguf_file else {"local_files_only": True}
+
+
+def find(model: Path) -> Source:
+    """The source at ``model``, after a look at its files. Raises :class:`EtkvError` if it holds no model."""
+    if model.is_dir():
+        if not (model / "config.json").is_file():
+            raise EtkvError(f"folder {model} has no config.json; it has to be a Hugging Face model folder")
+        if not any(file for pattern in _WEIGHTS for file in model.glob(pattern)):
+            raise EtkvError(f"folder {model} has no weights ({' or '.join(_WEIGHTS)})")
+        return Source(model, None)
+    if model.suffix.lower() != ".gguf":
+        raise EtkvError(f"file {model} does not end in .gguf; a model is a Hugging Face folder or a .gguf file")
+    gguf.check_magic(model)
+    return Source(model.parent, model.name)
+
+
+def read_config(source: Source) -> PreTrainedConfig:
+    """The model's configuration.
+
+    Raises :class:`EtkvError` if it cannot be read or is of a family that is not a causal language model.
+    """
+    from transformers import AutoConfig
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
+
+    try:
+        config = AutoConfig.from_pretrained(source.folder, **source.arguments())
+    except Exception as error:
+        raise EtkvError(f"the configuration of {source.path} cannot be read: {first_line(error)}") from error
+    if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
+        raise EtkvError(f"model family {config.model_type!r} of {source.path} is not a causal language model")
+    return config
+
+
+def read_tokenizer(source: Source) -> PreTrainedTokenizerBase:
+    """The model's tokenizer, one that can be written as ``tokenizer.json``."""
+    from transformers import AutoTokenizer
+
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(source.folder, **source.arguments())
+    except Exception as error:
+        raise EtkvError(f"the tokenizer of {source.path} cannot be read: {first_line(error)}") from error
+    if not tokenizer.is_fast:
+        raise EtkvError(f"the tokenizer of {source.path} has no tokenizer.json form ({type(tokenizer).__name__})")
+    if source.gguf_file:
+        gguf.restore_pre_tokenizer(source.path, tokenizer)
+    return tokenizer
+
+
+def read_model(source: Source, dtype: str) -> PreTrainedModel:
+    """The model with weights of ``dtype`` and attention that calls the KV cache op, ready to trace.
+
+    Raises :class:`EtkvError` if weights are missing or cannot be read, or if the family's attention cannot be replaced.
+    """
+    import torch
+    from executorch.backends.mlx.llm.hf_attention import register_mlx_offgraph_attention
+    from transformers import AutoModelForCausalLM
+
+    register_mlx_offgraph_attention(ATTENTION)
+    try:
+        model, report = AutoModelForCausalLM.from_pretrained(
+            source.folder,
+            dtype=getattr(torch, dtype),
+            attn_implementation=ATTENTION,
+            output_loading_info=True,
+            **source.arguments(),
+        )
+    except Exception as error:
+        raise EtkvError(f"the weights of {source.path} cannot be loaded: {first_line(error)}") from error
+    missing = sorted(report["missing_keys"])
+    if missing:
+        raise EtkvError(f"{source.path} lacks {len(missing)} weights of its model, the first is {missing[0]}")
+    if source.gguf_file:
+        gguf.forget_quantization(model)
+    return model.eval()
+
+
+def generation_settings(source: Source, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> dict[str, Any]:
+    """The contents of ``generation_config.json``, with every end token that model and tokenizer know.
+
+    A chat model often ends its turn with a token that only one of the two names. ``eos_token_id`` is a list, the
+    model's own ids first; ``bos_token_id`` is there if any of the two has one.
+    """
+    file = source.folder / "generation_config.json"
+    if source.gguf_file is None and file.is_file():
+        settings = json.loads(file.read_text(encoding="utf-8"))
+    else:
+        settings = {
+            key: value
+            for key, value in model.generation_config.to_dict().items()
+            if key in ("bos_token_id", "eos_token_id", "pad_token_id") and value is not None
+        }
+    text_config = model.config.get_text_config()
+    ends = [
+        *_ids(settings.get("eos_token_id")),
+        *_ids(getattr(text_config, "eos_token_id", None)),
+        *_ids(tokenizer.eos_token_id),
+    ]
+    settings["eos_token_id"] = list(dict.fromkeys(ends))
+    for start in (getattr(text_config, "bos_token_id", None), tokenizer.bos_token_id):
+        if settings.get("bos_token_id") is None and start is not None:
+            settings["bos_token_id"] = start
+    return settings
+
+
+def _ids(value: int | list[int] | None) -> list[int]:
+    if value is None:
+        return []
+    return [value] if isinstance(value, int) else [int(item) for item in value]

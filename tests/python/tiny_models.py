@@ -1,0 +1,135 @@
+"""Tiny random-weight models of the families that the exporter supports, built in seconds.
+
+Each one is a complete Hugging Face folder: configuration, float32 safetensors weights, a byte-level tokenizer and a
+chat template, so that everything that works on a published model works on it.
+
+From a shell, ``python tests/python/tiny_models.py OUTDIR`` writes every model to ``OUTDIR/<name>/``.
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+VOCABULARY = 320
+"""256 bytes, three special tokens, the rest unused; a multiple of 64 so that every group size divides."""
+
+BOS, EOS, IM_START = 256, 257, 258
+
+_SHAPE = {
+    "vocab_size": VOCABULARY,
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 256,
+    "bos_token_id": BOS,
+    "eos_token_id": EOS,
+    "pad_token_id": EOS,
+    # Random weights this large keep the logits of different tokens apart, so that greedy choices do not hang on the
+    # last bit.
+    "initializer_range": 0.2,
+}
+
+_CHAT_TEMPLATE = (
+    "{% for message in messages %}<|im_start|>{{ message['role'] }}\n{{ message['content'] }}<|im_end|>\n"
+    "{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+
+
+def _llama(**overrides):
+    from transformers import LlamaConfig
+
+    return LlamaConfig(**{**_SHAPE, **overrides})
+
+
+def _qwen2(**overrides):
+    from transformers import Qwen2Config
+
+    return Qwen2Config(**{**_SHAPE, **overrides})
+
+
+def _qwen3(**overrides):
+    from transformers import Qwen3Config
+
+    return Qwen3Config(**{**_SHAPE, "head_dim": 32, **overrides})
+
+
+CONFIGS = {
+    "tiny-llama": lambda: _llama(tie_word_embeddings=True),
+    "tiny-llama-untied": lambda: _llama(tie_word_embeddings=False, num_hidden_layers=3, num_key_value_heads=1),
+    "tiny-llama3": lambda: _llama(
+        tie_word_embeddings=True,
+        rope_parameters={
+            "rope_type": "llama3",
+            "rope_theta": 500000.0,
+            "factor": 8.0,
+            "low_freq_factor": 1.0,
+            "high_freq_factor": 4.0,
+            "original_max_position_embeddings": 64,
+        },
+    ),
+    "tiny-qwen2": lambda: _qwen2(tie_word_embeddings=True),
+    "tiny-qwen3": lambda: _qwen3(tie_word_embeddings=True),
+    "tiny-qwen3-untied": lambda: _qwen3(tie_word_embeddings=False, num_hidden_layers=3),
+}
+"""Model name -> function that returns its transformers configuration."""
+
+
+def write(name: str, folder: Path, seed: int = 0) -> Path:
+    """Write the model ``name`` (a key of :data:`CONFIGS`) with weights from ``seed`` to ``folder`` and return it."""
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    torch.manual_seed(seed)
+    model = AutoModelForCausalLM.from_config(CONFIGS[name](), dtype=torch.float32).eval()
+    with torch.no_grad():
+        for parameter_name, parameter in model.named_parameters():
+            # Norms and biases start as ones and zeros, which would hide a norm or a bias applied wrongly.
+            if parameter.dim() == 1:
+                start = 0.0 if parameter_name.endswith("bias") else 1.0
+                parameter.copy_(start + 0.1 * torch.randn_like(parameter))
+    folder.mkdir(parents=True, exist_ok=True)
+    model.save_pretrained(folder)
+    tokenizer().save_pretrained(folder)
+    return folder
+
+
+def tokenizer():
+    """A tokenizer whose ids are the bytes of the text, with ChatML's two special tokens."""
+    from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    letters = pre_tokenizers.ByteLevel.alphabet()
+    byte_level = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    # The byte-level alphabet in the order of the bytes it stands for.
+    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    order = {byte: chr(byte) for byte in printable}
+    for offset, byte in enumerate(sorted(set(range(256)) - set(printable))):
+        order[byte] = chr(256 + offset)
+    assert set(order.values()) == set(letters)
+    raw = Tokenizer(models.BPE(vocab={order[byte]: byte for byte in range(256)}, merges=[]))
+    raw.pre_tokenizer = byte_level
+    raw.decoder = decoders.ByteLevel()
+    raw.add_special_tokens([AddedToken(text, special=True) for text in ("<|endoftext|>", "<|im_end|>", "<|im_start|>")])
+    return PreTrainedTokenizerFast(
+        tokenizer_object=raw,
+        bos_token="<|endoftext|>",
+        eos_token="<|im_end|>",
+        pad_token="<|im_end|>",
+        chat_template=_CHAT_TEMPLATE,
+    )
+
+
+def main(arguments: list[str]) -> int:
+    if len(arguments) != 1:
+        print("usage: tiny_models.py OUTDIR", file=sys.stderr)
+        return 2
+    for name in CONFIGS:
+        print(write(name, Path(arguments[0]) / name))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
