@@ -3,8 +3,8 @@
  * model is published with. A part of the examples, not of etkv.
  *
  * Conventions
- *   Errors      A function that can fail returns NULL for success, or a sentence
- *               that the caller gives back with etkv_text_error_free().
+ *   Errors      A function that can fail returns NULL for success, or a
+ * sentence that the caller gives back with etkv_text_error_free().
  *               Out-parameters are written on success only.
  *   Strings     are UTF-8. Where a length is passed they may hold zero bytes.
  *   Threads     A tokenizer may be used from several threads at once, a stream
@@ -76,8 +76,8 @@ bool etkv_text_has_chat_template(const etkv_text* text);
 /**
  * The ids of a conversation, as the model's chat template writes it.
  *
- * @param add_generation_prompt  whether to end with the beginning of the model's
- *                               next message.
+ * @param add_generation_prompt  whether to end with the beginning of the
+ * model's next message.
  */
 char* etkv_text_encode_chat(
     const etkv_text* text,

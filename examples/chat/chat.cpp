@@ -1,0 +1,181 @@
+#include "examples/chat/chat.hpp"
+
+#include <optional>
+#include <string_view>
+#include <utility>
+
+#include "examples/chat/terminal.hpp"
+#include "examples/common/format.hpp"
+#include "examples/common/interrupt.hpp"
+
+namespace etkv::examples {
+namespace {
+
+constexpr char kCommands[] =
+    "/undo   take back the last exchange\n"
+    "/reset  begin a new conversation\n"
+    "/stats  what this one took so far\n"
+    "/help   this list\n"
+    "/quit   leave, as does the end of the input";
+
+} // namespace
+
+Chat::Chat(Parts parts, const Options& options)
+    : parts_(std::move(parts)),
+      options_(options),
+      generator_(parts_.program, parts_.cache, parts_.end_ids),
+      conversation_(parts_.text, options.raw, options.system) {}
+
+Result<Answer> Chat::ask(const std::string& said) {
+  arm_interrupt();
+  auto prompt = conversation_.prompt(said);
+  if (!prompt.ok()) {
+    return prompt.error();
+  }
+
+  std::string text;
+  const auto write = [&text](std::string_view piece) {
+    text += piece;
+    write_piece(piece);
+  };
+  TextStream stream = parts_.text.stream();
+  std::optional<PrefillProgress> progress(
+      static_cast<size_t>(parts_.program.params().prefill_chunk_size));
+  Listener listener;
+  listener.on_prefill = [&](size_t done, size_t total) {
+    progress->show(done, total);
+  };
+  listener.on_token = [&](int64_t id) -> Result<void> {
+    const auto piece = stream.next(id);
+    if (!piece.ok()) {
+      return piece.error();
+    }
+    write(piece.value());
+    return {};
+  };
+  const auto answer =
+      generator_.answer(*prompt, options_.max_new_tokens, listener);
+  progress.reset();
+  if (const auto rest = stream.finish(); answer.ok() && rest.ok()) {
+    write(rest.value());
+  }
+  if (!text.empty() && text.back() != '\n') {
+    write_piece("\n");
+  }
+  if (!answer.ok()) {
+    return answer.error();
+  }
+
+  const Answer& made = answer.value();
+  if (!made.ids.empty()) {
+    conversation_.add(
+        said, std::move(*prompt), made.ids, text, made.reused_tokens);
+  }
+  tokens_made_ += static_cast<int64_t>(made.ids.size());
+  tokens_read_ += static_cast<int64_t>(made.prefill_tokens);
+  decode_steps_ += made.decode_steps;
+  decode_seconds_ += made.decode_seconds;
+  report(made);
+  return answer;
+}
+
+void Chat::report(const Answer& answer) const {
+  if (answer.stop == Stop::capacity) {
+    say("stopped: the cache is full at " +
+        std::to_string(parts_.cache.capacity()) + " positions (--capacity)");
+  } else if (answer.stop == Stop::interrupted) {
+    say("stopped: interrupted");
+  }
+  say(describe(answer, parts_.cache.memory(), parts_.format));
+  if (options_.ids) {
+    std::string line = "ids:";
+    for (const int64_t id : answer.ids) {
+      line += " " + std::to_string(id);
+    }
+    write_piece(line + "\n");
+  }
+}
+
+void Chat::converse() {
+  say("/help lists the commands");
+  for (;;) {
+    arm_interrupt();
+    const auto line = read_line();
+    if (!line) {
+      return;
+    }
+    if (line->empty()) {
+      continue;
+    }
+    if (line->front() == '/') {
+      if (!follow(*line)) {
+        return;
+      }
+    } else if (const auto answer = ask(*line); !answer.ok()) {
+      say(answer.error().message());
+      if (answer.error().status() == ETKV_ERROR_CAPACITY) {
+        say("/undo and /reset make room");
+      }
+    }
+  }
+}
+
+bool Chat::follow(const std::string& command) {
+  if (command == "/quit") {
+    return false;
+  }
+  if (command == "/undo") {
+    undo();
+  } else if (command == "/reset") {
+    reset();
+  } else if (command == "/stats") {
+    stats();
+  } else if (command == "/help") {
+    say(kCommands);
+  } else {
+    say("there is no command " + command + "; /help lists them");
+  }
+  return true;
+}
+
+void Chat::undo() {
+  const auto kept = conversation_.undo();
+  if (!kept) {
+    say("there is nothing to take back");
+    return;
+  }
+  if (const auto rewound = generator_.rewind(*kept); !rewound.ok()) {
+    say(rewound.error().message());
+    return;
+  }
+  say("took back the last exchange; the cache holds " +
+      counted(parts_.cache.length(), "position"));
+}
+
+void Chat::reset() {
+  conversation_.reset();
+  if (const auto rewound = generator_.rewind(0); !rewound.ok()) {
+    say(rewound.error().message());
+    return;
+  }
+  say("a new conversation");
+}
+
+void Chat::stats() const {
+  const Memory memory = parts_.cache.memory();
+  std::string line =
+      counted(static_cast<int64_t>(conversation_.exchanges()), "exchange") +
+      " · " + counted(tokens_read_, "token") + " read, " +
+      std::to_string(tokens_made_) + " made";
+  if (decode_steps_ > 0) {
+    line += " at " + rate(decode_steps_, decode_seconds_);
+  }
+  say(line);
+  say("cache " + std::to_string(parts_.cache.length()) + " of " +
+      counted(parts_.cache.capacity(), "position") + " · " +
+      mebibytes(memory.used) + " in use, " + mebibytes(memory.allocated) +
+      " held, " + mebibytes(memory.at_capacity) + " at capacity (" +
+      format_name(parts_.format) + ")");
+}
+
+} // namespace etkv::examples

@@ -1,0 +1,62 @@
+// What was said so far, and the ids that a model reads it as.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <optional>
+#include <string>
+#include <vector>
+
+#include "etkv/etkv.hpp"
+#include "examples/text/text.hpp"
+
+namespace etkv::examples {
+
+/// Exchanges of a person and a model. With `raw` there are no messages, only a
+/// text that both go on writing.
+class Conversation {
+ public:
+  Conversation(const Text& text, bool raw, std::optional<std::string> system);
+
+  /// The ids of everything so far and `said` after it. Changes nothing.
+  Result<std::vector<int64_t>> prompt(const std::string& said) const;
+
+  /// Adds an exchange.
+  ///
+  /// @param prompt  what prompt(said) returned
+  /// @param ids     the model's ids, and
+  /// @param answer  their text
+  /// @param kept    ids that the cache shares with the prompt before it
+  void add(
+      const std::string& said,
+      std::vector<int64_t> prompt,
+      const std::vector<int64_t>& ids,
+      const std::string& answer,
+      size_t kept);
+
+  /// Takes back the last exchange: what the cache may still hold after it, or
+  /// nothing if there is none.
+  std::optional<size_t> undo();
+
+  /// Takes back every exchange.
+  void reset();
+
+  size_t exchanges() const {
+    return exchanges_.size();
+  }
+
+ private:
+  struct Exchange {
+    std::string said;
+    std::string answer;
+    std::vector<int64_t> ids; // of everything up to here
+    size_t kept = 0;
+  };
+
+  const Text& text_;
+  bool raw_;
+  std::optional<std::string> system_;
+  std::vector<Exchange> exchanges_;
+};
+
+} // namespace etkv::examples

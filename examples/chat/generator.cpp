@@ -1,0 +1,158 @@
+#include "examples/chat/generator.hpp"
+
+#include <algorithm>
+#include <string>
+#include <utility>
+
+#include "examples/common/clock.hpp"
+#include "examples/common/interrupt.hpp"
+
+namespace etkv::examples {
+
+Generator::Generator(
+    Program& program,
+    Cache& cache,
+    std::vector<int64_t> end_ids)
+    : program_(program), cache_(cache), end_ids_(std::move(end_ids)) {}
+
+Result<Answer> Generator::answer(
+    const std::vector<int64_t>& prompt,
+    int64_t max_new_tokens,
+    const Listener& listener) {
+  if (prompt.empty()) {
+    return Error(ETKV_ERROR_INVALID_ARGUMENT, "the prompt has no tokens");
+  }
+  const auto capacity = static_cast<size_t>(cache_.capacity());
+  if (prompt.size() > capacity) {
+    return Error(
+        ETKV_ERROR_CAPACITY,
+        "the prompt is " + std::to_string(prompt.size()) +
+            " tokens long, and the cache holds " + std::to_string(capacity) +
+            " (--capacity)");
+  }
+
+  const auto differs =
+      std::mismatch(prompt.begin(), prompt.end(), held_.begin(), held_.end());
+  // The last token runs even if it is held: its logits are not kept.
+  const size_t shared = std::min<size_t>(
+      static_cast<size_t>(differs.first - prompt.begin()), prompt.size() - 1);
+  if (auto rewound = rewind(shared); !rewound.ok()) {
+    return rewound.error();
+  }
+
+  Answer answer;
+  answer.reused_tokens = shared;
+  const auto ran = run(prompt, max_new_tokens, listener, answer);
+  if (!ran.ok() || answer.ids.empty()) {
+    if (auto rewound = rewind(shared); !rewound.ok()) {
+      return rewound.error();
+    }
+  }
+  if (!ran.ok()) {
+    return ran.error();
+  }
+  return answer;
+}
+
+Result<void> Generator::run(
+    const std::vector<int64_t>& prompt,
+    int64_t max_new_tokens,
+    const Listener& listener,
+    Answer& answer) {
+  const size_t start = answer.reused_tokens;
+  const auto on_chunk = [&](size_t done, size_t total, const LogitsView&) {
+    const auto* chunk = prompt.data() + held_.size();
+    held_.insert(held_.end(), chunk, prompt.data() + start + done);
+    if (listener.on_prefill) {
+      listener.on_prefill(done, total);
+    }
+    return !interrupted();
+  };
+  if (listener.on_prefill) {
+    listener.on_prefill(0, prompt.size() - start);
+  }
+  Stopwatch watch;
+  const auto logits = prefill(
+      program_,
+      prompt.data() + start,
+      static_cast<int64_t>(start),
+      prompt.size() - start,
+      /*chunk=*/0,
+      on_chunk);
+  answer.prefill_tokens = prompt.size() - start;
+  answer.prefill_seconds = watch.lap();
+  if (!logits.ok()) {
+    return logits.error();
+  }
+  if (!logits.value()) {
+    answer.stop = Stop::interrupted;
+    return {};
+  }
+  return decode(*logits.value(), max_new_tokens, listener, answer);
+}
+
+Result<void> Generator::decode(
+    LogitsView logits,
+    int64_t max_new_tokens,
+    const Listener& listener,
+    Answer& answer) {
+  Stopwatch watch;
+  for (;;) {
+    const auto chosen = argmax(logits, logits.last_row());
+    if (!chosen.ok()) {
+      return chosen.error();
+    }
+    const int64_t id = chosen.value();
+    answer.ids.push_back(id);
+    if (ends(id)) {
+      answer.stop = Stop::end;
+      break;
+    }
+    if (listener.on_token) {
+      if (auto heard = listener.on_token(id); !heard.ok()) {
+        return heard;
+      }
+    }
+    if (static_cast<int64_t>(answer.ids.size()) >= max_new_tokens) {
+      answer.stop = Stop::limit;
+      break;
+    }
+    if (interrupted()) {
+      answer.stop = Stop::interrupted;
+      break;
+    }
+    if (!cache_.can_extend()) {
+      answer.stop = Stop::capacity;
+      break;
+    }
+    auto next =
+        program_.step_at(&id, static_cast<int64_t>(held_.size()), /*n=*/1);
+    if (!next.ok()) {
+      return next.error();
+    }
+    held_.push_back(id);
+    ++answer.decode_steps;
+    logits = *next;
+  }
+  answer.decode_seconds = watch.lap();
+  return {};
+}
+
+Result<void> Generator::rewind(size_t length) {
+  // The cache's own length, not that of `held_`: a step that failed may have
+  // been undone, or not have been.
+  if (static_cast<size_t>(cache_.length()) > length) {
+    if (auto rewound = cache_.rewind(static_cast<int32_t>(length));
+        !rewound.ok()) {
+      return rewound;
+    }
+  }
+  held_.resize(std::min(held_.size(), length));
+  return {};
+}
+
+bool Generator::ends(int64_t id) const {
+  return std::find(end_ids_.begin(), end_ids_.end(), id) != end_ids_.end();
+}
+
+} // namespace etkv::examples

@@ -1,0 +1,124 @@
+#include "examples/chat/options.hpp"
+
+#include <filesystem>
+#include <limits>
+#include <utility>
+
+#include "examples/common/arguments.hpp"
+#include "examples/common/format.hpp"
+
+namespace etkv::examples {
+namespace {
+
+/// Options as they are written; what follows from them is worked out after.
+struct Given {
+  std::optional<std::string> model;
+  std::optional<std::string> tokenizer;
+  std::optional<std::string> kv_dtype;
+  std::optional<int64_t> max_new_tokens;
+  Options options;
+};
+
+Arguments arguments_into(Given& given) {
+  Arguments arguments(
+      "usage: etkv_chat --model MODEL.pte [options]\n"
+      "Answers with a language model that keeps its KV cache in etkv: one\n"
+      "--prompt, or a conversation if there is none.\n");
+  arguments.text("--model", "FILE", "the program (.pte) to run", &given.model);
+  arguments.text(
+      "--tokenizer",
+      "FILE",
+      "its tokenizer.json, or the folder that holds it;\n"
+      "by default tokenizer.json beside the model",
+      &given.tokenizer);
+  arguments.text(
+      "--prompt", "TEXT", "answer this and leave", &given.options.prompt);
+  arguments.text(
+      "--system",
+      "TEXT",
+      "the system message that the conversation begins with",
+      &given.options.system);
+  arguments.integer(
+      "--max-new-tokens",
+      "N",
+      "stop an answer after so many tokens (256)",
+      1,
+      std::numeric_limits<int32_t>::max(),
+      &given.max_new_tokens);
+  arguments.integer(
+      "--capacity",
+      "N",
+      "positions that the cache may hold; by default all\n"
+      "that the model was exported for",
+      1,
+      std::numeric_limits<int32_t>::max(),
+      &given.options.capacity);
+  arguments.choice(
+      "--kv-dtype",
+      {"f32", "f16", "bf16"},
+      "how keys and values are stored; by default as the\n"
+      "model computes",
+      &given.kv_dtype);
+  arguments.flag(
+      "--raw",
+      "take the prompt as it is, without the chat template",
+      &given.options.raw);
+  arguments.flag(
+      "--ids",
+      "end with a line `ids: …` of the generated ids, the\n"
+      "one that ended the answer among them",
+      &given.options.ids);
+  arguments.flag("--help", "print this and leave", &given.options.help);
+  arguments.flag(
+      "--version", "print the versions and leave", &given.options.version);
+  return arguments;
+}
+
+Error refuse(std::string sentence) {
+  return Error(ETKV_ERROR_INVALID_ARGUMENT, std::move(sentence));
+}
+
+} // namespace
+
+Result<Options> parse_options(int argc, const char* const* argv) {
+  Given given;
+  const Arguments arguments = arguments_into(given);
+  if (auto parsed = arguments.parse(argc, argv); !parsed.ok()) {
+    return parsed.error();
+  }
+  Options options = std::move(given.options);
+  if (options.help || options.version) {
+    return options;
+  }
+  if (!given.model) {
+    return refuse("--model is missing: the .pte file to run");
+  }
+  if (options.raw && options.system) {
+    return refuse(
+        "--system is a part of the chat template, which --raw leaves out");
+  }
+  if (options.prompt && options.prompt->empty()) {
+    return refuse("the prompt is empty");
+  }
+  options.model = *given.model;
+  options.tokenizer = given.tokenizer.value_or(
+      std::filesystem::path(options.model)
+          .replace_filename("tokenizer.json")
+          .string());
+  options.max_new_tokens =
+      given.max_new_tokens.value_or(options.max_new_tokens);
+  if (given.kv_dtype) {
+    options.kv_format = format_named(*given.kv_dtype);
+  }
+  return options;
+}
+
+std::string help_text() {
+  Given unused;
+  return arguments_into(unused).help() +
+         "\nIn a conversation: /undo, /reset, /stats, /help, /quit; Ctrl-C "
+         "stops "
+         "an answer.\nETKV_VERBOSE=1 shows ExecuTorch's log.\n";
+}
+
+} // namespace etkv::examples

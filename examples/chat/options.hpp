@@ -1,0 +1,33 @@
+// What etkv_chat is asked to do.
+#pragma once
+
+#include <cstdint>
+#include <optional>
+#include <string>
+
+#include "etkv/etkv.hpp"
+
+namespace etkv::examples {
+
+struct Options {
+  std::string model;
+  std::string tokenizer;
+  /// One question; none for a conversation at the terminal.
+  std::optional<std::string> prompt;
+  std::optional<std::string> system;
+  int64_t max_new_tokens = 256;
+  /// None for all that the program was exported for.
+  std::optional<int64_t> capacity;
+  /// None for the model's own dtype.
+  std::optional<etkv_format> kv_format;
+  bool raw = false;
+  bool ids = false;
+  bool help = false;
+  bool version = false;
+};
+
+Result<Options> parse_options(int argc, const char* const* argv);
+
+std::string help_text();
+
+} // namespace etkv::examples

@@ -1,0 +1,108 @@
+#include "examples/chat/terminal.hpp"
+
+#include <unistd.h>
+
+#include <cstdio>
+#include <cstdlib>
+
+#include "examples/common/format.hpp"
+
+namespace etkv::examples {
+namespace {
+
+constexpr char kEraseLine[] = "\r\033[K";
+
+bool watched(FILE* stream) {
+  return isatty(fileno(stream)) != 0;
+}
+
+} // namespace
+
+void say(const std::string& sentence) {
+  std::fprintf(stderr, "%s\n", sentence.c_str());
+}
+
+void write_piece(std::string_view piece) {
+  std::fwrite(piece.data(), 1, piece.size(), stdout);
+  std::fflush(stdout);
+}
+
+std::optional<std::string> read_line() {
+  if (watched(stdin)) {
+    std::fputs("> ", stderr);
+  }
+  // The C function: a C++ stream would read on after Ctrl-C.
+  char* line = nullptr;
+  size_t room = 0;
+  const ssize_t length = getline(&line, &room, stdin);
+  std::optional<std::string> text;
+  if (length >= 0) {
+    text.emplace(line, static_cast<size_t>(length));
+    if (!text->empty() && text->back() == '\n') {
+      text->pop_back();
+    }
+  } else if (watched(stdin)) {
+    std::fputc('\n', stderr);
+  }
+  std::free(line);
+  return text;
+}
+
+PrefillProgress::~PrefillProgress() {
+  erase();
+}
+
+void PrefillProgress::show(size_t done, size_t total) {
+  if (total <= step_) {
+    return;
+  }
+  const std::string line = "prefill " + std::to_string(done) + " of " +
+                           std::to_string(total) + " tokens";
+  if (!watched(stderr)) {
+    if (done * 10 / total > tenth_) {
+      tenth_ = done * 10 / total;
+      say(line);
+    }
+  } else if (done == total) {
+    erase();
+  } else {
+    std::fprintf(stderr, "%s%s", kEraseLine, line.c_str());
+    std::fflush(stderr);
+    drawn_ = true;
+  }
+}
+
+void PrefillProgress::erase() {
+  if (drawn_) {
+    std::fputs(kEraseLine, stderr);
+    std::fflush(stderr);
+    drawn_ = false;
+  }
+}
+
+std::string
+describe(const Answer& answer, const Memory& memory, etkv_format format) {
+  std::string text =
+      counted(static_cast<int64_t>(answer.ids.size()), "token") +
+      " · prefill " +
+      counted(static_cast<int64_t>(answer.prefill_tokens), "token") + " in " +
+      fixed(answer.prefill_seconds, 2) + " s (" +
+      rate(
+          static_cast<int64_t>(answer.prefill_tokens), answer.prefill_seconds) +
+      ")";
+  if (answer.reused_tokens > 0) {
+    text += ", " + std::to_string(answer.reused_tokens) + " cached";
+  }
+  if (answer.decode_steps > 0 && answer.decode_seconds > 0.0) {
+    text +=
+        " · decode " +
+        fixed(
+            static_cast<double>(answer.decode_steps) / answer.decode_seconds,
+            1) +
+        " tokens/s";
+  }
+  return text + " · cache " + mebibytes(memory.allocated) + " of " +
+         mebibytes(memory.at_capacity) + " (" + format_name(format) + ")";
+}
+
+} // namespace etkv::examples

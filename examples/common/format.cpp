@@ -1,0 +1,49 @@
+#include "examples/common/format.hpp"
+
+#include <cstdio>
+
+namespace etkv::examples {
+
+const char* format_name(etkv_format format) {
+  switch (format) {
+    case ETKV_FORMAT_F32:
+      return "f32";
+    case ETKV_FORMAT_BF16:
+      return "bf16";
+    default:
+      return "f16";
+  }
+}
+
+etkv_format format_named(const std::string& name) {
+  for (const etkv_format format :
+       {ETKV_FORMAT_F32, ETKV_FORMAT_F16, ETKV_FORMAT_BF16}) {
+    if (name == format_name(format)) {
+      return format;
+    }
+  }
+  return ETKV_FORMAT_DEFAULT;
+}
+
+std::string mebibytes(uint64_t bytes) {
+  return fixed(static_cast<double>(bytes) / (1024.0 * 1024.0), 1) + " MiB";
+}
+
+std::string fixed(double number, int digits) {
+  char text[64];
+  std::snprintf(text, sizeof(text), "%.*f", digits, number);
+  return text;
+}
+
+std::string rate(int64_t count, double seconds) {
+  if (seconds <= 0.0) {
+    return "-";
+  }
+  return fixed(static_cast<double>(count) / seconds, 1) + "/s";
+}
+
+std::string counted(int64_t count, const std::string& noun) {
+  return std::to_string(count) + " " + noun + (count == 1 ? "" : "s");
+}
+
+} // namespace etkv::examples

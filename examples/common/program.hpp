@@ -1,0 +1,82 @@
+// A language model's program: opened, told which cache is its own, and run one
+// step at a time.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <functional>
+#include <memory>
+#include <optional>
+#include <string>
+#include <vector>
+
+#include "etkv/executorch.hpp"
+#include "examples/common/logits.hpp"
+
+namespace etkv::examples {
+
+class Program {
+ public:
+  /// Opens a .pte file, and reads what it says of itself. Nothing of the model
+  /// is loaded yet.
+  static Result<Program> open(const std::string& path);
+
+  /// Loads the model, bound to the cache with this key. A program that cannot
+  /// leave out rows of logits computes all of them.
+  Result<void> load(const char* cache_key, Logits rows);
+
+  /// Runs the model on `n` tokens at these positions, in the cache that it is
+  /// bound to. The logits are valid until the next step.
+  Result<LogitsView>
+  step(const int64_t* tokens, const int64_t* positions, size_t n);
+
+  /// A step at `position` and those that follow it.
+  Result<LogitsView> step_at(const int64_t* tokens, int64_t position, size_t n);
+
+  const ModelCacheParams& params() const {
+    return params_;
+  }
+  int64_t vocabulary() const {
+    return vocabulary_;
+  }
+  /// The KV format that loses nothing of what the model computes.
+  etkv_format native_format() const {
+    return native_format_;
+  }
+  /// The ids that end an answer, where the program tells them.
+  const std::optional<std::vector<int64_t>>& end_ids() const {
+    return end_ids_;
+  }
+
+ private:
+  Program() = default;
+  Result<void> read_signature();
+  Result<void> read_end_ids();
+
+  std::unique_ptr<executorch::extension::Module> module_;
+  ModelCacheParams params_;
+  int64_t vocabulary_ = 0;
+  etkv_format native_format_ = ETKV_FORMAT_DEFAULT;
+  std::optional<std::vector<int64_t>> end_ids_;
+  std::vector<int64_t> positions_;
+};
+
+/// Hears of each chunk of a prompt: the tokens done of how many, and the
+/// chunk's logits. Returns whether to go on.
+using OnChunk =
+    std::function<bool(size_t done, size_t total, const LogitsView& logits)>;
+
+/// Runs `n` tokens, at least one, from `position` on in steps of at most
+/// `chunk`, or of the program's own size if that is 0.
+///
+/// @returns the logits of the last step; nothing if `on_chunk` stopped it. What
+///          was done until then, or until an error, stays in the cache.
+Result<std::optional<LogitsView>> prefill(
+    Program& program,
+    const int64_t* tokens,
+    int64_t position,
+    size_t n,
+    size_t chunk,
+    const OnChunk& on_chunk);
+
+} // namespace etkv::examples

@@ -1,0 +1,396 @@
+// etkv_forward: runs a program on ids from a file, for tests and benchmarks:
+// a prompt in chunks, then greedy steps; logits as raw float32, times as JSON.
+
+#include <cstdint>
+#include <cstdio>
+#include <fstream>
+#include <limits>
+#include <optional>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "etkv/executorch.hpp"
+#include "examples/common/arguments.hpp"
+#include "examples/common/clock.hpp"
+#include "examples/common/format.hpp"
+#include "examples/common/log.hpp"
+#include "examples/common/program.hpp"
+
+namespace etkv::examples {
+namespace {
+
+struct Options {
+  std::optional<std::string> model;
+  std::optional<std::string> ids_file;
+  std::optional<std::string> kv_dtype;
+  std::optional<std::string> rows;
+  std::optional<std::string> logits_file;
+  std::optional<std::string> all_logits_file;
+  std::optional<int64_t> capacity;
+  std::optional<int64_t> chunk;
+  std::optional<int64_t> decode;
+  std::optional<int64_t> repeat;
+  bool json = false;
+  bool help = false;
+};
+
+Arguments arguments_into(Options& options) {
+  constexpr int64_t kMost = std::numeric_limits<int32_t>::max();
+  Arguments arguments(
+      "usage: etkv_forward --model MODEL.pte --ids-file FILE [options]\n"
+      "Runs a program on the ids of a file, then greedily on its own.\n");
+  arguments.text("--model", "FILE", "the program (.pte)", &options.model);
+  arguments.text(
+      "--ids-file",
+      "FILE",
+      "the prompt: ids with white space between them",
+      &options.ids_file);
+  arguments.choice(
+      "--kv-dtype",
+      {"f32", "f16", "bf16"},
+      "how keys and values are stored; by default as the\n"
+      "model computes",
+      &options.kv_dtype);
+  arguments.integer(
+      "--capacity",
+      "N",
+      "positions of the cache; by default all that the\n"
+      "program was exported for",
+      1,
+      kMost,
+      &options.capacity);
+  arguments.integer(
+      "--chunk",
+      "N",
+      "tokens of a prefill step; 0, the default, for the\n"
+      "program's own size",
+      0,
+      kMost,
+      &options.chunk);
+  arguments.integer(
+      "--decode",
+      "N",
+      "greedy steps after the prompt (0)",
+      0,
+      kMost,
+      &options.decode);
+  arguments.choice(
+      "--rows",
+      {"last", "all"},
+      "rows of logits that a step computes (last)",
+      &options.rows);
+  arguments.text(
+      "--logits",
+      "FILE",
+      "write the prompt's last row, as float32",
+      &options.logits_file);
+  arguments.text(
+      "--all-logits",
+      "FILE",
+      "write every row of the prompt, as float32; implies\n"
+      "--rows all",
+      &options.all_logits_file);
+  arguments.integer(
+      "--repeat",
+      "N",
+      "runs, each on the cleared cache (1)",
+      1,
+      kMost,
+      &options.repeat);
+  arguments.flag(
+      "--json",
+      "print one line of JSON instead of a table; a run's ids\n"
+      "are the token after the prompt and one for each step",
+      &options.json);
+  arguments.flag("--help", "print this and leave", &options.help);
+  return arguments;
+}
+
+Error refuse(std::string sentence) {
+  return Error(ETKV_ERROR_INVALID_ARGUMENT, std::move(sentence));
+}
+
+Result<std::vector<int64_t>> read_ids(const std::string& path) {
+  std::ifstream file(path);
+  if (!file) {
+    return refuse("cannot read the ids " + path);
+  }
+  std::vector<int64_t> ids;
+  for (int64_t id = 0; file >> id;) {
+    ids.push_back(id);
+  }
+  if (!file.eof()) {
+    return refuse(
+        path + " has something else than an id after " +
+        counted(static_cast<int64_t>(ids.size()), "id"));
+  }
+  if (ids.empty()) {
+    return refuse(path + " has no ids");
+  }
+  return ids;
+}
+
+/// A file of raw float32 rows.
+class RowFile {
+ public:
+  static Result<RowFile> create(const std::string& path) {
+    RowFile rows;
+    rows.path_ = path;
+    rows.file_.open(path, std::ios::binary | std::ios::trunc);
+    if (!rows.file_) {
+      return refuse("cannot write " + path);
+    }
+    return rows;
+  }
+
+  void write(const LogitsView& logits, int64_t row) {
+    row_.resize(static_cast<size_t>(logits.vocabulary));
+    copy_row(logits, row, row_.data());
+    file_.write(
+        reinterpret_cast<const char*>(row_.data()),
+        static_cast<std::streamsize>(row_.size() * sizeof(float)));
+  }
+
+  Result<void> close() {
+    file_.close();
+    if (!file_) {
+      return refuse("cannot write " + path_);
+    }
+    return {};
+  }
+
+ private:
+  std::string path_;
+  std::ofstream file_;
+  std::vector<float> row_;
+};
+
+/// What one run took.
+struct Run {
+  double prefill_seconds = 0.0;
+  std::vector<double> decode_seconds;
+  std::vector<int64_t> ids;
+  Memory memory;
+  uint64_t peak_memory = 0;
+};
+
+/// A program, its cache, and the prompt.
+class Forward {
+ public:
+  Forward(Program& program, Cache& cache, std::vector<int64_t> prompt)
+      : program_(program), cache_(cache), prompt_(std::move(prompt)) {}
+
+  /// Runs once. The row files are written where they are given.
+  Result<Run>
+  run(size_t chunk, int64_t decode, RowFile* last_row, RowFile* all_rows) {
+    Run run;
+    const auto on_chunk = [&](size_t, size_t, const LogitsView& logits) {
+      for (int64_t row = 0; all_rows != nullptr && row < logits.rows; ++row) {
+        all_rows->write(logits, row);
+      }
+      return true;
+    };
+    Stopwatch watch;
+    const auto filled = prefill(
+        program_,
+        prompt_.data(),
+        /*position=*/0,
+        prompt_.size(),
+        chunk,
+        on_chunk);
+    if (!filled.ok()) {
+      return filled.error();
+    }
+    LogitsView logits = *filled.value();
+    auto id = argmax(logits, logits.last_row());
+    if (!id.ok()) {
+      return id.error();
+    }
+    run.prefill_seconds = watch.lap();
+    run.ids.push_back(*id);
+    if (last_row != nullptr) {
+      last_row->write(logits, logits.last_row());
+    }
+
+    auto position = static_cast<int64_t>(prompt_.size());
+    for (int64_t i = 0; i < decode; ++i, ++position) {
+      watch.lap();
+      const auto next = program_.step_at(&run.ids.back(), position, /*n=*/1);
+      if (!next.ok()) {
+        return next.error();
+      }
+      id = argmax(next.value(), next.value().last_row());
+      if (!id.ok()) {
+        return id.error();
+      }
+      run.decode_seconds.push_back(watch.lap());
+      run.ids.push_back(*id);
+    }
+    run.memory = cache_.memory();
+    run.peak_memory = peak_memory_bytes();
+    return run;
+  }
+
+ private:
+  Program& program_;
+  Cache& cache_;
+  std::vector<int64_t> prompt_;
+};
+
+template <typename T, typename Write>
+std::string json_list(const std::vector<T>& values, Write write) {
+  std::string text = "[";
+  for (const T& value : values) {
+    text += (text.size() > 1 ? ", " : "") + write(value);
+  }
+  return text + "]";
+}
+
+std::string seconds_text(double seconds) {
+  return fixed(seconds, 9);
+}
+
+std::string json(
+    const std::vector<Run>& runs,
+    size_t prompt_tokens,
+    etkv_format format,
+    double load_seconds) {
+  const auto one = [](const Run& run) {
+    return "{\"prefill_seconds\": " + seconds_text(run.prefill_seconds) +
+           ", \"decode_seconds\": " +
+           json_list(run.decode_seconds, seconds_text) + ", \"ids\": " +
+           json_list(run.ids, [](int64_t id) { return std::to_string(id); }) +
+           ", \"cache_allocated_bytes\": " +
+           std::to_string(run.memory.allocated) +
+           ", \"cache_used_bytes\": " + std::to_string(run.memory.used) +
+           ", \"peak_memory_bytes\": " + std::to_string(run.peak_memory) + "}";
+  };
+  return "{\"kv_dtype\": \"" + std::string(format_name(format)) +
+         "\", \"prompt_tokens\": " + std::to_string(prompt_tokens) +
+         ", \"load_seconds\": " + seconds_text(load_seconds) +
+         ", \"runs\": " + json_list(runs, one) + "}\n";
+}
+
+std::string table(const std::vector<Run>& runs, size_t prompt_tokens) {
+  std::string text;
+  for (const Run& run : runs) {
+    double decode_seconds = 0.0;
+    for (const double seconds : run.decode_seconds) {
+      decode_seconds += seconds;
+    }
+    const auto steps = static_cast<int64_t>(run.decode_seconds.size());
+    text += "prefill " +
+            rate(static_cast<int64_t>(prompt_tokens), run.prefill_seconds) +
+            " · decode " + rate(steps, decode_seconds) + " · cache " +
+            mebibytes(run.memory.allocated) + " · peak " +
+            mebibytes(run.peak_memory) + "\nids:";
+    for (const int64_t id : run.ids) {
+      text += " " + std::to_string(id);
+    }
+    text += "\n";
+  }
+  return text;
+}
+
+Result<void> run(const Options& options) {
+  if (!options.model || !options.ids_file) {
+    return refuse("--model and --ids-file are needed; --help lists the rest");
+  }
+  auto prompt = read_ids(*options.ids_file);
+  if (!prompt.ok()) {
+    return prompt.error();
+  }
+  const size_t prompt_tokens = prompt->size();
+  std::optional<RowFile> last_row;
+  std::optional<RowFile> all_rows;
+  for (auto [path, rows] :
+       {std::pair(&options.logits_file, &last_row),
+        std::pair(&options.all_logits_file, &all_rows)}) {
+    if (*path) {
+      auto created = RowFile::create(**path);
+      if (!created.ok()) {
+        return created.error();
+      }
+      rows->emplace(std::move(created.value()));
+    }
+  }
+
+  Stopwatch watch;
+  auto program = Program::open(*options.model);
+  if (!program.ok()) {
+    return program.error();
+  }
+  const etkv_format format = options.kv_dtype ? format_named(*options.kv_dtype)
+                                              : program->native_format();
+  const auto capacity = static_cast<int32_t>(
+      options.capacity.value_or(program->params().max_context_length));
+  auto session = make_decode_session(
+      kMLXBackend, make_config(program->params(), capacity, format));
+  if (!session.ok()) {
+    return session.error();
+  }
+  const bool all = all_rows || options.rows == "all";
+  if (auto loaded =
+          program->load(session->key(), all ? Logits::all : Logits::last);
+      !loaded.ok()) {
+    return loaded;
+  }
+  const double load_seconds = watch.lap();
+
+  Forward forward(*program, session->cache(), std::move(*prompt));
+  std::vector<Run> runs;
+  for (int64_t i = 0; i < options.repeat.value_or(1); ++i) {
+    if (auto cleared = session->cache().clear(); !cleared.ok()) {
+      return cleared;
+    }
+    // The rows are the same each time; writing them once leaves the times of
+    // the other runs alone.
+    auto run = forward.run(
+        static_cast<size_t>(options.chunk.value_or(0)),
+        options.decode.value_or(0),
+        i == 0 && last_row ? &*last_row : nullptr,
+        i == 0 && all_rows ? &*all_rows : nullptr);
+    if (!run.ok()) {
+      return run.error();
+    }
+    runs.push_back(std::move(*run));
+  }
+  for (auto* rows : {&last_row, &all_rows}) {
+    if (*rows) {
+      if (auto closed = (*rows)->close(); !closed.ok()) {
+        return closed;
+      }
+    }
+  }
+  const std::string report =
+      options.json ? json(runs, prompt_tokens, format, load_seconds)
+                   : table(runs, prompt_tokens);
+  std::fputs(report.c_str(), stdout);
+  return {};
+}
+
+int fail(const Error& error, int status) {
+  std::fprintf(stderr, "etkv_forward: %s\n", error.message().c_str());
+  return status;
+}
+
+} // namespace
+} // namespace etkv::examples
+
+int main(int argc, char** argv) {
+  using namespace etkv::examples;
+
+  quiet_executorch();
+  Options options;
+  const auto arguments = arguments_into(options);
+  if (const auto parsed = arguments.parse(argc, argv); !parsed.ok()) {
+    return fail(parsed.error(), 2);
+  }
+  if (options.help) {
+    std::fputs(arguments.help().c_str(), stdout);
+    return 0;
+  }
+  const auto ran = run(options);
+  return ran.ok() ? 0 : fail(ran.error(), 1);
+}
