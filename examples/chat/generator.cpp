@@ -79,7 +79,7 @@ Result<void> Generator::run(
       prompt.size() - start,
       /*chunk=*/0,
       on_chunk);
-  answer.prefill_tokens = prompt.size() - start;
+  answer.prefill_tokens = held_.size() - start;
   answer.prefill_seconds = watch.lap();
   if (!logits.ok()) {
     return logits.error();

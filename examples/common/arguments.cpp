@@ -71,7 +71,8 @@ void Arguments::choice(
                   const std::string& given) -> Result<void> {
     if (std::find(words.begin(), words.end(), given) == words.end()) {
       return refuse(
-          name + " takes " + joined(words, ", ") + ", not \"" + given + "\"");
+          name + " takes one of " + joined(words, ", ") + ", not \"" + given +
+          "\"");
     }
     *value = given;
     return {};

@@ -1,6 +1,7 @@
 #include "examples/common/program.hpp"
 
 #include <algorithm>
+#include <cerrno>
 #include <cstring>
 #include <filesystem>
 #include <fstream>
@@ -50,9 +51,9 @@ Error damaged(const std::string& path, executorch::runtime::Error code) {
   std::error_code ignored;
   return Error(
       ETKV_ERROR_PROGRAM,
-      "the program " + path + " is truncated or damaged: ExecuTorch says " +
-          executorch::runtime::to_string(code) + " of its " +
-          std::to_string(std::filesystem::file_size(path, ignored)) + " bytes");
+      "the program " + path + " is truncated or damaged (" +
+          std::to_string(std::filesystem::file_size(path, ignored)) +
+          " bytes, " + executorch::runtime::to_string(code) + ")");
 }
 
 etkv_format format_of(ScalarType type) {
