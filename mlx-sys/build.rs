@@ -11,18 +11,20 @@ use std::env;
 use std::path::{Path, PathBuf};
 use std::process::Command;
 
+use pip_packages::package as python_package;
+
 /// The release that the bound mlx-c is written for.
 const MLX_VERSION: &str = "0.32.2";
 
 fn main() {
-    for name in ["ETKV_PYTHON", "ETKV_MLX_DIR", "LIBCLANG_PATH"] {
+    for name in ["ETKV_MLX_DIR", "LIBCLANG_PATH"] {
         println!("cargo:rerun-if-env-changed={name}");
     }
     println!("cargo:rerun-if-changed=build.rs");
     println!("cargo:rerun-if-changed=shim");
     println!("cargo:rerun-if-changed=published/Cargo.toml");
 
-    let python = python();
+    let python = pip_packages::python();
     let mlx = mlx_dir(&python);
     check_version(&mlx);
     let mlx_c = published_mlx_c();
@@ -35,30 +37,6 @@ fn main() {
 fn workspace() -> PathBuf {
     let manifest = PathBuf::from(env::var_os("CARGO_MANIFEST_DIR").expect("cargo sets it"));
     manifest.parent().expect("mlx-sys is in the workspace").to_owned()
-}
-
-fn python() -> PathBuf {
-    if let Some(python) = env::var_os("ETKV_PYTHON") {
-        return python.into();
-    }
-    let venv = workspace().join(".venv/bin/python");
-    if venv.exists() {
-        venv
-    } else {
-        "python3".into()
-    }
-}
-
-/// The folder of an importable Python package, or `None`.
-fn python_package(python: &Path, name: &str) -> Option<PathBuf> {
-    let script = format!(
-        "import importlib.util as u; s = u.find_spec('{name}'); \
-         print(list(s.submodule_search_locations)[0] if s else '')"
-    );
-    let output = Command::new(python).args(["-c", &script]).output().ok()?;
-    let path = String::from_utf8(output.stdout).ok()?;
-    let path = path.trim();
-    (output.status.success() && !path.is_empty()).then(|| PathBuf::from(path))
 }
 
 fn mlx_dir(python: &Path) -> PathBuf {

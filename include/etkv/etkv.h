@@ -8,21 +8,20 @@
  *   Names       etkv_<type>_<verb>. `_new` makes a handle, `_free` gives it
  *               back; freeing NULL does nothing.
  *   Results     Every function that can fail returns an etkv_status and takes,
- *               last, `etkv_error** error`. On failure it stores an error object
- *               there, which the caller frees; pass NULL to ignore it. Nothing
- *               else changes: out-parameters are written on success only, and
- *               the object acted on is as it was.
- *   Structs     begin with `struct_size`, which the caller sets to the size it
- *               was compiled with. They only ever grow at the end; what a
- *               caller does not know of is zero, and zero means the default.
- *   Strings     are UTF-8 and end in a zero byte.
- *   Panics      A defect inside becomes ETKV_ERROR_INTERNAL, and the handle it
- *               happened in refuses everything afterwards but being freed.
+ *               last, `etkv_error** error`. On failure it stores an error
+ * object there, which the caller frees; pass NULL to ignore it. Nothing else
+ * changes: out-parameters are written on success only, and the object acted on
+ * is as it was. Structs     begin with `struct_size`, which the caller sets to
+ * the size it was compiled with. They only ever grow at the end; what a caller
+ * does not know of is zero, and zero means the default. Strings     are UTF-8
+ * and end in a zero byte. Panics      A defect inside becomes
+ * ETKV_ERROR_INTERNAL, and the handle it happened in refuses everything
+ * afterwards but being freed.
  *
  * Ownership
- *   A session owns an entry of the process-wide cache registry, under a key that
- *   is unique in the process. A program that is loaded with that key shares the
- *   cache. The cache lives until the session, every handle from
+ *   A session owns an entry of the process-wide cache registry, under a key
+ * that is unique in the process. A program that is loaded with that key shares
+ * the cache. The cache lives until the session, every handle from
  *   etkv_session_cache(), and every program bound to it are gone, in any order.
  *
  * Threads
@@ -114,7 +113,8 @@ ETKV_API etkv_error* etkv_delegate_take_error(void);
 
 /* ---- Configuration ------------------------------------------------------ */
 
-/** How keys and values are stored. Independent of what the model computes in. */
+/** How keys and values are stored. Independent of what the model computes in.
+ */
 typedef int32_t etkv_format;
 enum {
   /** The default: ETKV_FORMAT_F16. */
@@ -167,8 +167,10 @@ ETKV_API etkv_status etkv_cache_can_extend(
     etkv_error** error);
 
 /** Stores the most positions that it holds. */
-ETKV_API etkv_status
-etkv_cache_capacity(const etkv_cache* cache, int32_t* capacity, etkv_error** error);
+ETKV_API etkv_status etkv_cache_capacity(
+    const etkv_cache* cache,
+    int32_t* capacity,
+    etkv_error** error);
 
 /** Stores the positions that it holds now. */
 ETKV_API etkv_status
@@ -183,7 +185,8 @@ etkv_cache_length(const etkv_cache* cache, int32_t* length, etkv_error** error);
 ETKV_API etkv_status
 etkv_cache_clear(etkv_cache* cache, bool release, etkv_error** error);
 
-/** Forgets the positions from `length` on; 0 <= length <= the current length. */
+/** Forgets the positions from `length` on; 0 <= length <= the current length.
+ */
 ETKV_API etkv_status
 etkv_cache_rewind(etkv_cache* cache, int32_t length, etkv_error** error);
 
@@ -199,8 +202,10 @@ typedef struct etkv_memory {
 } etkv_memory;
 
 /** Fills `memory`, whose `struct_size` the caller has set. */
-ETKV_API etkv_status
-etkv_cache_memory(const etkv_cache* cache, etkv_memory* memory, etkv_error** error);
+ETKV_API etkv_status etkv_cache_memory(
+    const etkv_cache* cache,
+    etkv_memory* memory,
+    etkv_error** error);
 
 /* ---- Sessions ----------------------------------------------------------- */
 

@@ -100,8 +100,8 @@ class [[nodiscard]] Result<void> {
 
 /// Bytes of a cache's buffers.
 struct Memory {
-  uint64_t allocated = 0; ///< held now
-  uint64_t used = 0; ///< of these, in use by positions
+  uint64_t allocated = 0;   ///< held now
+  uint64_t used = 0;        ///< of these, in use by positions
   uint64_t at_capacity = 0; ///< what it would hold at capacity
 };
 

@@ -27,7 +27,7 @@ inline constexpr char kMLXBackend[] = "MLXBackend";
 
 /// Which rows of a program's logits are computed.
 enum class Logits {
-  all, ///< as exported: [1, T, vocabulary]
+  all,  ///< as exported: [1, T, vocabulary]
   last, ///< of the last token only: [1, 1, vocabulary]
 };
 
@@ -66,8 +66,7 @@ inline Error executorch_error(
     return Error::adopt(etkv_error_status(error), error);
   }
   return Error(
-      ETKV_ERROR_PROGRAM,
-      what + ": " + executorch::runtime::to_string(code));
+      ETKV_ERROR_PROGRAM, what + ": " + executorch::runtime::to_string(code));
 }
 } // namespace detail
 
@@ -145,8 +144,7 @@ inline Result<std::vector<int32_t>> constant_ints(
     return value.error();
   }
   if (!value->isTensor() ||
-      value->toTensor().scalar_type() !=
-          executorch::aten::ScalarType::Int ||
+      value->toTensor().scalar_type() != executorch::aten::ScalarType::Int ||
       value->toTensor().numel() != n) {
     return Error(
         ETKV_ERROR_PROGRAM,

@@ -1,0 +1,59 @@
+//! Generates what is generated: the reader of MLX program payloads, from the
+//! schema of the installed ExecuTorch, and the cxx bridge to the backend.
+
+fn main() {
+    println!("cargo:rerun-if-changed=build.rs");
+    if std::env::var_os("CARGO_FEATURE_MLX").is_some() {
+        link::mlx();
+    }
+    #[cfg(feature = "delegate")]
+    {
+        delegate::schema();
+        delegate::bridge();
+    }
+}
+
+mod link {
+    /// Passes on what `mlx-sys` knows: cargo applies a build script's linker
+    /// arguments to its own package only.
+    pub fn mlx() {
+        let of_mlx = |name: &str| std::env::var(format!("DEP_MLX_{name}")).unwrap_or_default();
+        println!("cargo:rustc-env=ETKV_MLX_VERSION={}", of_mlx("VERSION"));
+        println!("cargo:rustc-link-arg=-Wl,-rpath,{}", of_mlx("LIB"));
+        if std::env::var("CARGO_CFG_TARGET_OS").as_deref() == Ok("linux") {
+            println!("cargo:rustc-link-arg=-Wl,-rpath-link,{}", of_mlx("RPATH_LINK"));
+        }
+    }
+}
+
+#[cfg(feature = "delegate")]
+mod delegate {
+    use std::path::{Path, PathBuf};
+    use std::process::Command;
+
+    /// Reads the payload of a delegate as the installed ExecuTorch writes it.
+    pub fn schema() {
+        let python = pip_packages::python();
+        let executorch = pip_packages::package(&python, "executorch").unwrap_or_else(|| {
+            panic!("no ExecuTorch found: `{} -c 'import executorch'` fails; run `make setup`", python.display())
+        });
+        let schema = executorch.join("backends/mlx/serialization/schema.fbs");
+        let flatc = executorch.join("data/bin/flatc");
+        println!("cargo:rerun-if-changed={}", schema.display());
+        let out = PathBuf::from(std::env::var_os("OUT_DIR").expect("cargo sets it"));
+        let status = Command::new(&flatc)
+            .args(["--rust", "-o"])
+            .args([out.as_path(), schema.as_path()])
+            .status()
+            .unwrap_or_else(|error| panic!("{} does not run: {error}", flatc.display()));
+        assert!(status.success(), "{} cannot read {}", flatc.display(), schema.display());
+    }
+
+    /// Compiles the C++ half of the bridge; the headers land under
+    /// `<target>/cxxbridge`, where CMake finds them.
+    pub fn bridge() {
+        println!("cargo:rerun-if-changed=src/bridge.rs");
+        println!("cargo:rerun-if-changed=cpp/bridge_types.hpp");
+        cxx_build::bridge("src/bridge.rs").include(Path::new(".")).std("c++17").compile("etkv_bridge");
+    }
+}

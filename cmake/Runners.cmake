@@ -1,0 +1,31 @@
+# The example runners and the test tools: C++ on ExecuTorch's Module, against
+# etkv as an application would use it.
+
+etkv_rust_library(etkv_text PACKAGE etkv-text LIBRARY libetkv_text${CMAKE_SHARED_LIBRARY_SUFFIX})
+# Beside the other library, so that one run path serves.
+add_custom_command(
+  TARGET etkv_text_build POST_BUILD
+  COMMAND ${CMAKE_COMMAND} -E copy_if_different
+          $<TARGET_FILE:etkv_text> ${CMAKE_LIBRARY_OUTPUT_DIRECTORY}/)
+
+file(GLOB ETKV_COMMON CONFIGURE_DEPENDS examples/common/*.cpp)
+add_library(etkv_examples_common STATIC ${ETKV_COMMON})
+target_include_directories(etkv_examples_common PUBLIC ${PROJECT_SOURCE_DIR})
+target_link_libraries(etkv_examples_common PUBLIC etkv pip::executorch)
+
+# etkv_runner(NAME sources...)
+function(etkv_runner name)
+  add_executable(${name} ${ARGN})
+  target_compile_options(${name} PRIVATE -Wall -Wextra -Werror)
+  target_link_libraries(${name} PRIVATE etkv_examples_common)
+  # The delegate registers itself when it is loaded; nothing names it.
+  if(NOT APPLE)
+    target_link_options(${name} PRIVATE -Wl,--no-as-needed)
+  endif()
+endfunction()
+
+file(GLOB ETKV_CHAT CONFIGURE_DEPENDS examples/chat/*.cpp)
+etkv_runner(etkv_chat ${ETKV_CHAT})
+target_link_libraries(etkv_chat PRIVATE etkv_text)
+
+etkv_runner(etkv_forward tests/cpp/forward.cpp)

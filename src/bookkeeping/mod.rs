@@ -1,0 +1,5 @@
+//! Which position lies in which slot: integers only, no tensors.
+
+mod contiguous;
+
+pub use contiguous::{ContiguousBookkeeping, ContiguousPlan};

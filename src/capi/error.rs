@@ -1,0 +1,74 @@
+//! `etkv_error`: an error that the caller owns.
+
+use std::cell::RefCell;
+use std::ffi::{c_char, CString};
+
+use crate::error::{Error, Status};
+
+/// An error: a status and a message.
+#[allow(non_camel_case_types)]
+pub struct etkv_error {
+    status: i32,
+    message: CString,
+}
+
+impl etkv_error {
+    /// Moves an error to the caller's side.
+    pub(crate) fn boxed(error: Error) -> *mut Self {
+        Box::into_raw(Box::new(Self::new(error.status() as i32, error.message())))
+    }
+
+    fn new(status: i32, message: &str) -> Self {
+        let message = CString::new(message.replace('\0', " ")).unwrap_or_default();
+        Self { status, message }
+    }
+}
+
+/// The status of `error`; ETKV_OK if it is NULL.
+///
+/// # Safety
+/// `error` is NULL or an error that is not freed.
+#[no_mangle]
+pub unsafe extern "C" fn etkv_error_status(error: *const etkv_error) -> i32 {
+    // SAFETY: the caller says so.
+    unsafe { error.as_ref() }.map_or(super::boundary::OK, |error| error.status)
+}
+
+/// The message of `error`; "" if it is NULL.
+///
+/// # Safety
+/// `error` is NULL or an error that is not freed.
+#[no_mangle]
+pub unsafe extern "C" fn etkv_error_message(error: *const etkv_error) -> *const c_char {
+    // SAFETY: the caller says so.
+    unsafe { error.as_ref() }.map_or(c"".as_ptr(), |error| error.message.as_ptr())
+}
+
+/// Frees an error.
+///
+/// # Safety
+/// `error` is NULL or an error that is not freed.
+#[no_mangle]
+pub unsafe extern "C" fn etkv_error_free(error: *mut etkv_error) {
+    if !error.is_null() {
+        // SAFETY: it came from `boxed`.
+        drop(unsafe { Box::from_raw(error) });
+    }
+}
+
+thread_local! {
+    static REPORTED: RefCell<Option<Box<etkv_error>>> = const { RefCell::new(None) };
+}
+
+/// Keeps the delegate's error for [`etkv_delegate_take_error`] on this thread.
+#[cfg_attr(not(feature = "delegate"), allow(dead_code))]
+pub(crate) fn report(status: i32, message: &str) {
+    let status = if status == 0 { Status::Internal as i32 } else { status };
+    REPORTED.with_borrow_mut(|kept| *kept = Some(Box::new(etkv_error::new(status, message))));
+}
+
+/// Takes the error that the delegate last reported on the calling thread.
+#[no_mangle]
+pub extern "C" fn etkv_delegate_take_error() -> *mut etkv_error {
+    REPORTED.with_borrow_mut(Option::take).map_or(std::ptr::null_mut(), Box::into_raw)
+}

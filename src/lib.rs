@@ -1,0 +1,47 @@
+//! The KV cache of an ExecuTorch program, as a library.
+//!
+//! A cache is a *bookkeeping* (which position lies in which slot: integers) and
+//! its *pools* (how rows are kept: MLX arrays). A runner holds its [`Cache`] face;
+//! a program's attention drives its [`AttendCache`] face, one [`Step`] a forward.
+//! The two meet by the key of a [`Session`].
+//!
+//! Without the feature `mlx` there is the bookkeeping alone.
+
+pub mod bookkeeping;
+mod config;
+mod error;
+
+pub use config::{CacheConfig, KvFormat, LayerConfig};
+pub use error::{Error, Result, Status};
+
+#[cfg(feature = "mlx")]
+mod attend;
+#[cfg(feature = "mlx")]
+mod cache;
+#[cfg(feature = "mlx")]
+pub mod mlx;
+#[cfg(feature = "mlx")]
+pub mod pool;
+#[cfg(feature = "mlx")]
+mod registry;
+#[cfg(feature = "mlx")]
+mod session;
+#[cfg(feature = "mlx")]
+mod step;
+
+#[cfg(feature = "mlx")]
+pub use {
+    attend::{attend, AttendSpec, Mask},
+    cache::{AttendCache, Cache, ContiguousCache, Memory},
+    registry::{Builder, BuilderRegistry, CacheRegistry, Entry, SharedCache, MLX_BACKEND},
+    session::Session,
+    step::Step,
+};
+
+#[cfg(feature = "mlx")]
+mod capi;
+
+#[cfg(feature = "delegate")]
+mod bridge;
+#[cfg(feature = "delegate")]
+pub mod program;

@@ -1,0 +1,296 @@
+//! The one door to MLX: a process-wide lock, the stream that all work runs on,
+//! and the few operations that mlx-rs does not offer.
+//!
+//! MLX's graph is not thread-safe, and its ordinary streams belong to the thread
+//! that made them. A host may load on one thread, execute on a second and destroy
+//! on a third, so everything here runs on one stream that belongs to no thread,
+//! under one lock.
+
+use std::cell::RefCell;
+use std::ffi::{c_char, c_void, CStr};
+use std::sync::OnceLock;
+
+use mlx_rs::{Array, Device, DeviceType, Dtype, Stream};
+use parking_lot::ReentrantMutex;
+
+use crate::error::{fail, Error, Result, Status};
+
+/// The MLX release that this build is made for.
+pub const MLX_VERSION: &str = env!("ETKV_MLX_VERSION");
+
+struct Runtime {
+    stream: Stream,
+    on_gpu: bool,
+}
+
+// SAFETY: the stream is one that belongs to no thread, and it is reached through
+// `LOCK` only, one thread at a time.
+unsafe impl Send for Runtime {}
+// SAFETY: as above.
+unsafe impl Sync for Runtime {}
+
+static LOCK: ReentrantMutex<()> = ReentrantMutex::new(());
+static RUNTIME: OnceLock<Result<Runtime>> = OnceLock::new();
+
+/// Runs `work` alone in MLX, on the shared stream. Calls may nest.
+///
+/// # Errors
+/// What `work` returns, or [`Unsupported`](Status::Unsupported) where the MLX of
+/// the process is of another release than [`MLX_VERSION`].
+pub fn run<T>(work: impl FnOnce() -> Result<T>) -> Result<T> {
+    let _lock = LOCK.lock();
+    let runtime = RUNTIME.get_or_init(start).as_ref().map_err(Clone::clone)?;
+    mlx_rs::with_stream(&runtime.stream, work)
+}
+
+/// Whether the shared stream runs on a GPU.
+pub fn on_gpu() -> Result<bool> {
+    let _lock = LOCK.lock();
+    RUNTIME.get_or_init(start).as_ref().map(|runtime| runtime.on_gpu).map_err(Clone::clone)
+}
+
+/// The version of the MLX in this process.
+pub fn version() -> String {
+    // SAFETY: the string is made, read and freed here.
+    unsafe {
+        let mut string = mlx_sys::mlx_string_new();
+        let text = if mlx_sys::mlx_version(&mut string) == 0 {
+            CStr::from_ptr(mlx_sys::mlx_string_data(string)).to_string_lossy().into_owned()
+        } else {
+            String::from("unknown")
+        };
+        mlx_sys::mlx_string_free(string);
+        text
+    }
+}
+
+fn start() -> Result<Runtime> {
+    let found = version();
+    if found != MLX_VERSION {
+        fail!(
+            Unsupported,
+            "this process runs on MLX {found}, but this library is built for {MLX_VERSION}"
+        );
+    }
+    // The first call through mlx-rs replaces mlx-c's error handler, which ends
+    // the process; ours then takes its place and passes on to it.
+    let device = default_device()?;
+    // SAFETY: the handler is a function without state.
+    unsafe { mlx_sys::mlx_set_error_handler(Some(on_error), std::ptr::null_mut(), None) };
+    let on_gpu = matches!(device.get_type()?, DeviceType::Gpu);
+    Ok(Runtime { stream: unowned_stream(&device)?, on_gpu })
+}
+
+/// The device that `ETKV_DEVICE` names (`cpu` or `gpu`), else MLX's own choice.
+fn default_device() -> Result<Device> {
+    let device = Device::try_default()?;
+    match std::env::var("ETKV_DEVICE").as_deref() {
+        Ok("cpu") => Ok(Device::cpu()),
+        Ok("gpu") => match device.get_type()? {
+            DeviceType::Gpu => Ok(device),
+            DeviceType::Cpu => {
+                Err(Error::new(Status::Unsupported, "ETKV_DEVICE is gpu, but this MLX has none"))
+            }
+        },
+        Ok(other) => Err(Error::new(
+            Status::InvalidArgument,
+            format!("ETKV_DEVICE is `{other}`, it may be cpu or gpu"),
+        )),
+        Err(_) => Ok(device),
+    }
+}
+
+/// A stream that any thread may use, one at a time. mlx-rs makes streams from a
+/// device's default only, so it is the default for a moment.
+fn unowned_stream(device: &Device) -> Result<Stream> {
+    let before = Stream::try_default_on_device(device)?;
+    let (kind, index) = (device.get_type()?, device.get_index()?);
+    // SAFETY: handles are made and freed here; `stream` outlives its use because
+    // the wrapper below holds its own.
+    let made = unsafe {
+        let raw_device = mlx_sys::mlx_device_new_type(kind.into(), index);
+        let raw = mlx_sys::mlx_stream_new_thread_unsafe(raw_device);
+        mlx_sys::mlx_device_free(raw_device);
+        let set = mlx_sys::mlx_set_default_stream(raw);
+        let made = check(set).and_then(|()| Ok(Stream::try_default_on_device(device)?));
+        mlx_sys::mlx_stream_free(raw);
+        made
+    };
+    // SAFETY: `before` is a live stream.
+    check(unsafe { mlx_sys::mlx_set_default_stream(before.as_ptr()) })?;
+    made
+}
+
+thread_local! {
+    static MESSAGE: RefCell<String> = const { RefCell::new(String::new()) };
+}
+
+extern "C" {
+    // mlx-rs's own handler, which its wrappers read their messages from.
+    fn default_mlx_error_handler(message: *const c_char, data: *mut c_void);
+}
+
+extern "C" fn on_error(message: *const c_char, data: *mut c_void) {
+    if !message.is_null() {
+        // SAFETY: mlx-c passes a string that ends in a zero byte.
+        let text = unsafe { CStr::from_ptr(message) }.to_string_lossy();
+        MESSAGE.with_borrow_mut(|kept| {
+            kept.clear();
+            kept.push_str(&text);
+        });
+    }
+    // SAFETY: the arguments are the handler's own.
+    unsafe { default_mlx_error_handler(message, data) };
+}
+
+fn check(status: i32) -> Result<()> {
+    if status == 0 {
+        return Ok(());
+    }
+    Err(Error::new(Status::Mlx, MESSAGE.with_borrow(|kept| kept.clone())))
+}
+
+/// Calls a function of mlx-c that makes an array, on the stream of the
+/// enclosing [`run`].
+pub(crate) fn call(
+    function: impl FnOnce(*mut mlx_sys::mlx_array, mlx_sys::mlx_stream) -> i32,
+) -> Result<Array> {
+    let stream = Stream::thread_local_or_default();
+    // SAFETY: an empty handle, which `function` fills or leaves.
+    let mut made = unsafe { mlx_sys::mlx_array_new() };
+    let status = function(&mut made, stream.as_ptr());
+    // SAFETY: the handle is owned by nobody else.
+    let array = unsafe { Array::from_ptr(made) };
+    check(status).map(|()| array)
+}
+
+/// The handle of an optional array; an empty one stands for none.
+pub(crate) fn or_empty(array: Option<&Array>) -> mlx_sys::mlx_array {
+    match array {
+        Some(array) => array.as_ptr(),
+        // SAFETY: an empty handle holds nothing.
+        None => unsafe { mlx_sys::mlx_array_new() },
+    }
+}
+
+/// A view of `array` from `start` to `stop` along `axis`, by `step`.
+pub(crate) fn slice_axis(array: &Array, axis: usize, start: i32, stop: i32, step: i32) -> Result<Array> {
+    let (from, to, strides) = axis_range(array, axis, start, stop, step);
+    let n = from.len();
+    // SAFETY: the three lists have `n` elements each.
+    call(|made, stream| unsafe {
+        mlx_sys::mlx_slice(
+            made,
+            array.as_ptr(),
+            from.as_ptr(),
+            n,
+            to.as_ptr(),
+            n,
+            strides.as_ptr(),
+            n,
+            stream,
+        )
+    })
+}
+
+/// `array` with the rows from `start` to `stop` along `axis` replaced. In place
+/// where nothing but this call's result holds the buffer when it is evaluated.
+pub(crate) fn update_axis(
+    array: &Array,
+    update: &Array,
+    axis: usize,
+    start: i32,
+    stop: i32,
+    step: i32,
+) -> Result<Array> {
+    let (from, to, strides) = axis_range(array, axis, start, stop, step);
+    let n = from.len();
+    // SAFETY: the three lists have `n` elements each.
+    call(|made, stream| unsafe {
+        mlx_sys::mlx_slice_update(
+            made,
+            array.as_ptr(),
+            update.as_ptr(),
+            from.as_ptr(),
+            n,
+            to.as_ptr(),
+            n,
+            strides.as_ptr(),
+            n,
+            stream,
+        )
+    })
+}
+
+type Corner = smallvec::SmallVec<[i32; 8]>;
+
+fn axis_range(array: &Array, axis: usize, start: i32, stop: i32, step: i32) -> (Corner, Corner, Corner) {
+    let mut to = Corner::from_slice(array.shape());
+    let mut from = smallvec::smallvec![0; to.len()];
+    let mut strides = smallvec::smallvec![1; to.len()];
+    if axis < to.len() {
+        from[axis] = start;
+        to[axis] = stop;
+        strides[axis] = step;
+    }
+    (from, to, strides)
+}
+
+/// The elements of an evaluated, row-contiguous array, as bytes.
+pub(crate) fn bytes(array: &Array) -> Result<&[u8]> {
+    let n = array.nbytes();
+    if n == 0 {
+        return Ok(&[]);
+    }
+    // SAFETY: the accessor reads nothing; it waits for the buffer and points to it.
+    let data = unsafe { mlx_sys::mlx_array_data_uint8(array.as_ptr()) };
+    if data.is_null() {
+        fail!(Internal, "an array has no data");
+    }
+    // SAFETY: an evaluated array has `n` bytes there, and keeps them while it is
+    // borrowed.
+    Ok(unsafe { std::slice::from_raw_parts(data, n) })
+}
+
+/// `array` as `dtype`; the same array where it is already.
+pub(crate) fn cast(array: &Array, dtype: Dtype) -> Result<Array> {
+    if array.dtype() == dtype {
+        Ok(array.clone())
+    } else {
+        Ok(array.as_dtype(dtype)?)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_process_runs_on_the_mlx_that_was_built_for() {
+        assert_eq!(version(), MLX_VERSION);
+    }
+
+    #[test]
+    fn arrays_cross_threads() {
+        let make = || run(|| Ok(Array::from_slice(&[1.0f32, 2.0], &[2]).add(Array::from_f32(1.0))?));
+        let lazy = std::thread::spawn(make).join().unwrap().unwrap();
+        let values = std::thread::spawn(move || {
+            run(|| {
+                lazy.eval()?;
+                Ok(lazy.as_slice::<f32>().to_vec())
+            })
+        });
+        assert_eq!(values.join().unwrap().unwrap(), [2.0, 3.0]);
+    }
+
+    #[test]
+    fn errors_of_raw_calls_carry_mlx_words() {
+        let error = run(|| {
+            let array = Array::from_slice(&[0.0f32; 4], &[4]);
+            update_axis(&array, &Array::from_slice(&[0.0f32; 3], &[3]), 0, 0, 2, 1)
+        })
+        .unwrap_err();
+        assert_eq!(error.status(), Status::Mlx);
+        assert!(error.message().contains("slice_update"), "{error}");
+    }
+}

@@ -1,0 +1,361 @@
+//! A program, ready to run: loaded once, run once a step.
+
+use std::collections::BTreeSet;
+
+use mlx_rs::transforms::eval;
+use mlx_rs::{Array, Dtype};
+
+use super::constants::{self, ConstantSource, Layout};
+use super::decode::decode;
+use super::dtype::{self, dtype_of};
+use super::interpreter::{Frame, Output, Schedule, StepState};
+use super::ir::{Dim, Graph, InputSpec, Op, Value};
+use super::passes::{self, Target};
+use super::payload;
+use crate::error::{fail, Error, Result, Status};
+use crate::mlx;
+use crate::registry::{CacheRegistry, SharedCache, MLX_BACKEND};
+
+/// Which rows of the logits a program computes.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+pub enum LogitsRows {
+    /// As exported.
+    #[default]
+    All,
+    /// That of the last token.
+    Last,
+}
+
+/// How a program is loaded.
+#[derive(Debug, Clone, Default)]
+pub struct LoadOptions {
+    /// The key of the cache to bind.
+    pub cache_key: Option<String>,
+    /// Which rows of the output to compute.
+    pub logits: LogitsRows,
+}
+
+impl LoadOptions {
+    /// Reads options as a backend gets them; empty strings are absent ones.
+    ///
+    /// # Errors
+    /// [`InvalidArgument`](Status::InvalidArgument).
+    pub fn parse(cache_key: &str, logits: &str) -> Result<Self> {
+        let logits = match logits {
+            "" | "all" => LogitsRows::All,
+            "last" => LogitsRows::Last,
+            other => fail!(InvalidArgument, "option `logits` is `{other}`, it may be all or last"),
+        };
+        let cache_key = (!cache_key.is_empty()).then(|| cache_key.to_owned());
+        Ok(Self { cache_key, logits })
+    }
+}
+
+/// An argument of a program.
+#[derive(Debug, Clone, Copy)]
+pub enum Input<'a> {
+    /// A contiguous tensor.
+    Tensor {
+        /// ExecuTorch's number of its dtype.
+        scalar_type: i8,
+        /// Its shape.
+        shape: &'a [i32],
+        /// Its elements, row-major.
+        bytes: &'a [u8],
+    },
+    /// An integer.
+    Integer(i64),
+}
+
+/// Where a program's outputs go.
+pub trait OutputSink {
+    /// ExecuTorch's number of the dtype that output `index` is to have.
+    fn scalar_type(&self, index: usize) -> i8;
+
+    /// Takes the shape and the row-major elements of a tensor output.
+    ///
+    /// # Errors
+    /// Where they do not fit; the step is then undone.
+    fn write(&mut self, index: usize, shape: &[i32], bytes: &[u8]) -> Result<()>;
+
+    /// Takes an integer output.
+    fn write_integer(&mut self, index: usize, value: i64);
+}
+
+/// A loaded program.
+pub struct Program {
+    inputs: Vec<InputSpec>,
+    constants: Vec<Option<Array>>,
+    main: Schedule,
+    n_values: u32,
+    n_ints: u32,
+    cache: Option<SharedCache>,
+}
+
+impl Program {
+    /// Decodes a payload, loads its constants and binds its cache.
+    ///
+    /// # Errors
+    /// - [`Program`](Status::Program) for a payload that is damaged or foreign.
+    /// - [`Unsupported`](Status::Unsupported) for one that needs what this build
+    ///   lacks.
+    /// - [`NoCache`](Status::NoCache), [`Kind`](Status::Kind) and
+    ///   [`Shape`](Status::Shape) for a key that is unknown, of another
+    ///   backend's cache, or of a cache with other layers.
+    pub fn load(
+        payload: &[u8],
+        source: &mut dyn ConstantSource,
+        options: &LoadOptions,
+    ) -> Result<Self> {
+        let mut graph = decode(payload::read(payload)?)?;
+        // Before the weights are read, which takes longest.
+        let cache = options.cache_key.as_deref().map(|key| bind(&graph, key)).transpose()?;
+        mlx::run(|| {
+            let target = Target {
+                on_gpu: mlx::on_gpu()?,
+                last_token_only: options.logits == LogitsRows::Last,
+            };
+            let layouts = passes::run(&mut graph, target)?;
+            let constants = load_constants(&mut graph, &layouts, source)?;
+            let n_kept = (graph.constants.len() + tensor_inputs(&graph.inputs)) as u32;
+            Ok(Self {
+                inputs: graph.inputs,
+                constants,
+                main: Schedule::new(graph.main, n_kept),
+                n_values: graph.n_values,
+                n_ints: graph.n_ints,
+                cache,
+            })
+        })
+    }
+
+    /// Arguments that are inputs.
+    pub fn n_inputs(&self) -> usize {
+        self.inputs.len()
+    }
+
+    /// Arguments that are outputs.
+    pub fn n_outputs(&self) -> usize {
+        self.main.chain().outputs.len()
+    }
+
+    /// Runs the program once. Where it has a cache, this is one step on it: it
+    /// counts only if every output was written.
+    ///
+    /// # Errors
+    /// [`InvalidArgument`](Status::InvalidArgument), [`Shape`](Status::Shape) and
+    /// [`Dtype`](Status::Dtype) for inputs that do not fit, the cache's own for
+    /// positions that it cannot take, [`NoCache`](Status::NoCache) where the
+    /// program needs one and has none, and [`Mlx`](Status::Mlx).
+    pub fn execute(&mut self, inputs: &[Input], outputs: &mut dyn OutputSink) -> Result<()> {
+        mlx::run(|| {
+            let mut cache = self.cache.as_ref().map(|cache| cache.lock());
+            let step = match cache.as_deref_mut() {
+                Some(cache) => StepState::Ready(cache),
+                None => StepState::NoCache,
+            };
+            let mut frame = Frame::new(self.n_values, self.n_ints, &self.constants, step);
+            bind_inputs(&self.inputs, inputs, &mut frame)?;
+            self.main.run(&mut frame)?;
+            let (made, step) = frame.finish(&self.main.chain().outputs)?;
+
+            let made = made
+                .into_iter()
+                .enumerate()
+                .map(|(index, output)| prepare(output, outputs.scalar_type(index)))
+                .collect::<Result<Vec<_>>>()?;
+            let tensors: Vec<&Array> = made
+                .iter()
+                .filter_map(|output| match output {
+                    Output::Tensor(array) => Some(array),
+                    Output::Int(_) => None,
+                })
+                .collect();
+            match &step {
+                Some(step) => step.eval(&tensors)?,
+                None => eval(tensors)?,
+            }
+            for (index, output) in made.iter().enumerate() {
+                match output {
+                    Output::Tensor(array) => {
+                        outputs.write(index, array.shape(), mlx::bytes(array)?)?;
+                    }
+                    Output::Int(number) => outputs.write_integer(index, i64::from(*number)),
+                }
+            }
+            step.map_or(Ok(()), |step| step.commit(&[]))
+        })
+    }
+}
+
+fn prepare(output: Output, scalar_type: i8) -> Result<Output> {
+    Ok(match output {
+        Output::Tensor(array) => {
+            Output::Tensor(mlx::cast(&array, dtype_of(scalar_type)?)?.contiguous()?)
+        }
+        int => int,
+    })
+}
+
+/// The cache under `key`, if the program can use it.
+fn bind(graph: &Graph, key: &str) -> Result<SharedCache> {
+    let entry = CacheRegistry::global().get(key)?;
+    if entry.backend_id != MLX_BACKEND {
+        fail!(
+            Kind,
+            "the cache `{key}` was made for backend `{}`, not `{MLX_BACKEND}`",
+            entry.backend_id
+        );
+    }
+    let layers: BTreeSet<usize> = graph
+        .main
+        .instructions
+        .iter()
+        .filter_map(|instruction| match instruction.op {
+            Op::UpdateAndAttend { layer, .. } => Some(layer),
+            _ => None,
+        })
+        .collect();
+    let n_layers = entry.cache.lock().config().layers.len();
+    if !layers.iter().copied().eq(0..n_layers) {
+        fail!(
+            Shape,
+            "the program attends in {} layers, the cache `{key}` has {n_layers}",
+            layers.len()
+        );
+    }
+    Ok(entry.cache)
+}
+
+fn tensor_inputs(inputs: &[InputSpec]) -> usize {
+    inputs.iter().filter(|input| matches!(input, InputSpec::Tensor { .. })).count()
+}
+
+/// Loads what is used, and lets the program's init chain have its way with it.
+fn load_constants(
+    graph: &mut Graph,
+    layouts: &[Layout],
+    source: &mut dyn ConstantSource,
+) -> Result<Vec<Option<Array>>> {
+    let is_target =
+        |index: usize| graph.init_targets.iter().any(|target| target.0 as usize == index);
+    let read_by_init: BTreeSet<Value> =
+        graph.init.instructions.iter().flat_map(|instruction| instruction.op.reads()).collect();
+    let mut constants = graph
+        .constants
+        .iter()
+        .enumerate()
+        .map(|(index, constant)| {
+            // What init replaces ships as a scalar to be thrown away.
+            let replaced = is_target(index) && !read_by_init.contains(&Value(index as u32));
+            match layouts[index] {
+                Layout::Absent => Ok(None),
+                _ if replaced => Ok(None),
+                layout => constants::load(constant, layout, source).map(Some),
+            }
+        })
+        .collect::<Result<Vec<_>>>()?;
+    if graph.init.instructions.is_empty() {
+        return Ok(constants);
+    }
+
+    let init = Schedule::new(std::mem::take(&mut graph.init), graph.constants.len() as u32);
+    let mut frame = Frame::new(graph.n_values, graph.n_ints, &constants, StepState::NoCache);
+    init.run(&mut frame).map_err(|error| error.at("init chain"))?;
+    let (made, _) = frame.finish(&init.chain().outputs)?;
+    for (output, target) in made.into_iter().zip(&graph.init_targets) {
+        if let Output::Tensor(array) = output {
+            array.eval()?;
+            constants[target.0 as usize] = Some(array);
+        }
+    }
+    let main_reads: BTreeSet<Value> =
+        graph.main.instructions.iter().flat_map(|instruction| instruction.op.reads()).collect();
+    for (index, constant) in constants.iter_mut().enumerate() {
+        if !main_reads.contains(&Value(index as u32)) {
+            *constant = None;
+        }
+    }
+    Ok(constants)
+}
+
+fn bind_inputs(specs: &[InputSpec], inputs: &[Input], frame: &mut Frame) -> Result<()> {
+    if inputs.len() != specs.len() {
+        fail!(InvalidArgument, "the program takes {} inputs, {} are given", specs.len(), inputs.len());
+    }
+    for (index, (spec, input)) in specs.iter().zip(inputs).enumerate() {
+        match (spec, input) {
+            (InputSpec::Int(value), Input::Integer(number)) => match i32::try_from(*number) {
+                Ok(number) => frame.set_int(*value, number),
+                Err(_) => fail!(InvalidArgument, "input {index} is {number}, past 32 bits"),
+            },
+            (
+                InputSpec::Tensor { value, name, shape, scalar_type },
+                Input::Tensor { scalar_type: found, shape: found_shape, bytes },
+            ) => {
+                let place = || format!("input {index}, {name}");
+                let dtype = dtype_of(*scalar_type)?;
+                if found != scalar_type {
+                    let found = dtype_of(*found).map_or("another dtype", dtype::name);
+                    fail!(Dtype, "{}: {found} is given, {} is taken", place(), dtype::name(dtype));
+                }
+                check_shape(found_shape, shape).map_err(|error| error.at(place()))?;
+                let n: usize = found_shape.iter().map(|&dim| dim as usize).product();
+                if n * dtype::item_size(dtype) != bytes.len() {
+                    fail!(Internal, "{}: {} bytes for shape {found_shape:?}", place(), bytes.len());
+                }
+                // SAFETY: the bytes are as many as shape and dtype say; MLX
+                // copies them.
+                let array =
+                    unsafe { Array::from_raw_data(bytes.as_ptr().cast(), found_shape, dtype) };
+                if let Some(numbers) = integers(dtype, bytes) {
+                    frame.set_host_ints(*value, numbers);
+                }
+                frame.set(*value, array);
+            }
+            (InputSpec::Int(_), _) => fail!(InvalidArgument, "input {index} is to be an integer"),
+            (InputSpec::Tensor { name, .. }, _) => {
+                fail!(InvalidArgument, "input {index}, {name}, is to be a tensor")
+            }
+        }
+    }
+    Ok(())
+}
+
+fn check_shape(found: &[i32], expected: &[Dim]) -> Result<()> {
+    let fits = |(&size, dim): (&i32, &Dim)| match *dim {
+        Dim::Static(expected) => size == expected,
+        Dim::UpTo(limit) => size >= 1 && limit.is_none_or(|limit| size <= limit),
+    };
+    if found.len() == expected.len() && found.iter().zip(expected).all(fits) {
+        return Ok(());
+    }
+    let expected: Vec<String> = expected
+        .iter()
+        .map(|dim| match dim {
+            Dim::Static(size) => size.to_string(),
+            Dim::UpTo(Some(limit)) => format!("1 to {limit}"),
+            Dim::UpTo(None) => String::from("1 or more"),
+        })
+        .collect();
+    Err(Error::new(
+        Status::Shape,
+        format!("shape {found:?} is given, [{}] is taken", expected.join(", ")),
+    ))
+}
+
+/// The elements of an integer tensor.
+fn integers(dtype: Dtype, bytes: &[u8]) -> Option<Vec<i64>> {
+    let chunks = |size: usize| bytes.chunks_exact(size);
+    match dtype {
+        Dtype::Int64 => Some(
+            chunks(8).map(|chunk| i64::from_ne_bytes(chunk.try_into().unwrap_or_default())).collect(),
+        ),
+        Dtype::Int32 => Some(
+            chunks(4)
+                .map(|chunk| i64::from(i32::from_ne_bytes(chunk.try_into().unwrap_or_default())))
+                .collect(),
+        ),
+        _ => None,
+    }
+}

@@ -1,0 +1,40 @@
+//! Programs of ExecuTorch's MLX delegate: from the payload in a `.pte` file to a
+//! forward on a cache.
+//!
+//! ```text
+//! payload (verified flatbuffer) -> decode -> ir -> passes -> load -> interpreter
+//! ```
+//!
+//! The payload is read once. What runs is [`ir`]: typed instructions over values
+//! that are each written once, with what can be known beforehand done
+//! beforehand.
+
+mod constants;
+mod decode;
+mod dtype;
+mod execute;
+mod interpreter;
+pub mod ir;
+mod ops;
+mod passes;
+mod payload;
+
+pub use constants::ConstantSource;
+pub use execute::{Input, LoadOptions, LogitsRows, OutputSink, Program};
+
+/// The reader that `flatc` makes of ExecuTorch's schema.
+#[allow(
+    clippy::all,
+    clippy::pedantic,
+    clippy::undocumented_unsafe_blocks,
+    clippy::unwrap_used,
+    elided_lifetimes_in_paths,
+    missing_docs,
+    mismatched_lifetime_syntaxes,
+    unsafe_op_in_unsafe_fn,
+    unused_imports
+)]
+mod schema {
+    include!(concat!(env!("OUT_DIR"), "/schema_generated.rs"));
+}
+use schema::mlx_delegate as fb;

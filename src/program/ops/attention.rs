@@ -1,0 +1,71 @@
+//! The op that the cache is behind.
+
+use mlx_rs::{Array, Dtype};
+
+use super::instruction;
+use crate::attend::{attend, Mask};
+use crate::error::{fail, Result};
+use crate::mlx::slice_axis;
+use crate::program::decode::Decoder;
+use crate::program::dtype::dtype_of;
+use crate::program::fb;
+use crate::program::interpreter::Frame;
+use crate::program::ir::{Instruction, Op, Value};
+
+pub fn update_and_attend(
+    decoder: &mut Decoder,
+    node: fb::UpdateAndAttendNode,
+) -> Result<Instruction> {
+    // The schema cannot require scalars, so it makes them optional.
+    let Some(layer) = node.layer_id() else {
+        fail!(Program, "UpdateAndAttend has no layer_id");
+    };
+    let Ok(layer) = usize::try_from(layer) else {
+        fail!(Program, "UpdateAndAttend has layer_id {layer}, the least is 0");
+    };
+    let Some(scale) = node.scale() else {
+        fail!(Program, "UpdateAndAttend of layer {layer} has no scale");
+    };
+    let op = Op::UpdateAndAttend {
+        q: decoder.read(node.q())?,
+        k: decoder.read(node.k())?,
+        v: decoder.read(node.v())?,
+        position: decoder.read(node.position())?,
+        layer,
+        scale,
+        out_dtype: node.out_dtype().map(dtype_of).transpose()?,
+        last_query: false,
+    };
+    Ok(instruction(op, decoder.write(node.out())?))
+}
+
+/// What is fixed about one call of the op.
+pub struct Call {
+    pub layer: usize,
+    pub scale: f32,
+    pub out_dtype: Option<Dtype>,
+    pub last_query: bool,
+}
+
+/// `q` is `[1, n_heads, T, head_dim]`; `k` and `v` have the cache's heads.
+pub fn run_update_and_attend(
+    frame: &mut Frame,
+    [q, k, v]: [Value; 3],
+    position: Value,
+    call: Call,
+) -> Result<Array> {
+    frame.begin_step(position)?;
+    let mut spec = frame.update_and_fetch(call.layer, k, v)?;
+    let q = frame.tensor(q)?;
+    if !call.last_query {
+        return attend(q, &spec, call.scale, call.out_dtype);
+    }
+    const TOKENS: usize = 2;
+    let n = q.dim(TOKENS as i32);
+    let q = slice_axis(q, TOKENS, n - 1, n, 1)?;
+    if let Mask::Causal = spec.mask {
+        // The last query is the one that sees everything.
+        spec.mask = Mask::None;
+    }
+    attend(&q, &spec, call.scale, call.out_dtype)
+}

@@ -1,0 +1,148 @@
+//! The operations: how each is decoded, and how each runs.
+//!
+//! A new operation is a variant of [`Op`], one function that decodes it, one that
+//! runs it, and a line in each of the two tables here.
+
+mod attention;
+mod elementwise;
+mod indexing;
+mod integers;
+mod linear;
+mod norm;
+mod shape;
+
+use mlx_rs::Array;
+
+use super::decode::Decoder;
+use super::fb::{self, OpNode};
+use super::interpreter::Frame;
+use super::ir::{Instruction, Int, Op, Out};
+use crate::error::{fail, Result};
+
+/// What an instruction makes when it runs.
+pub enum Made {
+    /// A tensor.
+    Tensor(Array),
+    /// An integer.
+    Int(i32),
+}
+
+/// The decoding table: node type, accessor of the schema's union, function.
+macro_rules! decoding {
+    ($($kind:ident: $accessor:ident => $decode:expr,)+) => {
+        /// Whether this build has the operation.
+        pub fn is_known(kind: OpNode) -> bool {
+            matches!(kind, OpNode::NoopNode | OpNode::IdCopyNode $(| OpNode::$kind)+)
+        }
+
+        fn decode_node(decoder: &mut Decoder, instruction: fb::Instruction) -> Result<Instruction> {
+            match instruction.op_type() {
+                $(OpNode::$kind => match instruction.$accessor() {
+                    Some(node) => $decode(decoder, node),
+                    None => fail!(Program, "{} is empty", stringify!($kind)),
+                },)+
+                other => fail!(Unsupported, "{other:?}"),
+            }
+        }
+    };
+}
+
+decoding! {
+    AddIntNode: op_as_add_int_node => integers::add,
+    AddNode: op_as_add_node => elementwise::add,
+    AddmmNode: op_as_addmm_node => linear::addmm,
+    AsTypeNode: op_as_as_type_node => elementwise::as_type,
+    ConcatenateNode: op_as_concatenate_node => shape::concatenate,
+    CosNode: op_as_cos_node => elementwise::cos,
+    DequantizeNode: op_as_dequantize_node => linear::dequantize,
+    DivideNode: op_as_divide_node => elementwise::divide,
+    ExpandDimsNode: op_as_expand_dims_node => shape::expand_dims,
+    FloorDivideIntNode: op_as_floor_divide_int_node => integers::floor_divide,
+    ModIntNode: op_as_mod_int_node => integers::modulo,
+    MultiplyIntNode: op_as_multiply_int_node => integers::multiply,
+    MultiplyNode: op_as_multiply_node => elementwise::multiply,
+    NegNode: op_as_neg_node => elementwise::neg,
+    QuantizedMatmulNode: op_as_quantized_matmul_node => linear::quantized_matmul,
+    RMSNormNode: op_as_rmsnorm_node => norm::rms_norm,
+    ReshapeNode: op_as_reshape_node => shape::reshape,
+    SigmoidNode: op_as_sigmoid_node => elementwise::sigmoid,
+    SiluNode: op_as_silu_node => elementwise::silu,
+    SinNode: op_as_sin_node => elementwise::sin,
+    SliceNode: op_as_slice_node => shape::slice,
+    SubtractIntNode: op_as_subtract_int_node => integers::subtract,
+    SubtractNode: op_as_subtract_node => elementwise::subtract,
+    SymSizeNode: op_as_sym_size_node => shape::sym_size,
+    TakeNode: op_as_take_node => indexing::take,
+    TransposeNode: op_as_transpose_node => shape::transpose,
+    UpdateAndAttendNode: op_as_update_and_attend_node => attention::update_and_attend,
+}
+
+/// Decodes an instruction; `None` for one that only renames.
+pub fn decode(decoder: &mut Decoder, instruction: fb::Instruction) -> Result<Option<Instruction>> {
+    if instruction.op_type() == OpNode::NoopNode {
+        return Ok(None);
+    }
+    if let Some(node) = instruction.op_as_id_copy_node() {
+        decoder.copy(node.x(), node.out())?;
+        return Ok(None);
+    }
+    decode_node(decoder, instruction).map(Some)
+}
+
+/// Runs an operation.
+pub fn run(op: &Op, frame: &mut Frame) -> Result<Made> {
+    Ok(Made::Tensor(match op {
+        Op::Unary { function, x } => elementwise::run_unary(*function, frame.tensor(*x)?)?,
+        Op::Binary { function, a, b } => {
+            elementwise::run_binary(*function, frame.tensor(*a)?, frame.tensor(*b)?)?
+        }
+        Op::AsType { x, dtype } => crate::mlx::cast(frame.tensor(*x)?, *dtype)?,
+        Op::ExpandDims { x, axis } => frame.tensor(*x)?.expand_dims(*axis)?,
+        Op::Reshape { x, shape } => shape::run_reshape(frame, *x, shape)?,
+        Op::Transpose { x, perm } => frame.tensor(*x)?.transpose_axes(perm)?,
+        Op::Slice { x, axis, start, stop, step } => {
+            shape::run_slice(frame, *x, *axis, [*start, *stop], *step)?
+        }
+        Op::Concatenate { tensors, axis } => shape::run_concatenate(frame, tensors, *axis)?,
+        Op::Take { x, index, axis } => indexing::run_take(frame, *x, *index, *axis)?,
+        Op::TakeTransposed { x, index } => indexing::run_take_transposed(frame, *x, *index)?,
+        Op::RmsNorm { x, weight, eps } => norm::run_rms_norm(frame, *x, *weight, *eps)?,
+        Op::Addmm { mat1, mat2, bias, alpha, beta } => {
+            linear::run_addmm(frame, [*mat1, *mat2], *bias, *alpha, *beta)?
+        }
+        Op::Linear { x, weight, bias, transposed } => {
+            linear::run_linear(frame, *x, *weight, *bias, *transposed)?
+        }
+        Op::QuantizedMatmul { x, w, scales, biases, packing, transpose } => {
+            linear::run_quantized_matmul(frame, *x, *w, [Some(*scales), *biases], *packing, *transpose)?
+        }
+        Op::Dequantize { w, scales, biases, packing, dtype } => {
+            linear::run_dequantize(frame, *w, *scales, *biases, *packing, *dtype)?
+        }
+        Op::UpdateAndAttend { q, k, v, position, layer, scale, out_dtype, last_query } => {
+            let call = attention::Call {
+                layer: *layer,
+                scale: *scale,
+                out_dtype: *out_dtype,
+                last_query: *last_query,
+            };
+            attention::run_update_and_attend(frame, [*q, *k, *v], *position, call)?
+        }
+        Op::LastToken { x } => shape::run_last_token(frame.tensor(*x)?)?,
+        Op::SymSize { x, dim } => return shape::run_sym_size(frame.tensor(*x)?, *dim).map(Made::Int),
+        Op::IntBinary { function, a, b } => {
+            return integers::run(*function, frame.int(*a)?, frame.int(*b)?).map(Made::Int)
+        }
+    }))
+}
+
+fn ints(
+    decoder: &Decoder,
+    list: flatbuffers::Vector<'_, flatbuffers::ForwardsUOffset<fb::IntOrVid<'_>>>,
+) -> Result<Vec<Int>> {
+    list.iter().map(|argument| decoder.int(argument)).collect()
+}
+
+fn instruction(op: Op, out: Out) -> Instruction {
+    Instruction { op, out }
+}

@@ -1,0 +1,112 @@
+//! Views and shapes.
+
+use mlx_rs::ops::concatenate as mlx_concatenate;
+use mlx_rs::Array;
+
+use super::{instruction, ints};
+use crate::error::{fail, Result};
+use crate::mlx::slice_axis;
+use crate::program::decode::Decoder;
+use crate::program::fb;
+use crate::program::interpreter::Frame;
+use crate::program::ir::{Instruction, Int, Op, Value};
+
+/// The axis of tokens in `[1, T, ...]`.
+const TOKENS: usize = 1;
+
+pub fn expand_dims(decoder: &mut Decoder, node: fb::ExpandDimsNode) -> Result<Instruction> {
+    let op = Op::ExpandDims { x: decoder.read(node.x())?, axis: node.axis() };
+    Ok(instruction(op, decoder.write(node.out())?))
+}
+
+pub fn reshape(decoder: &mut Decoder, node: fb::ReshapeNode) -> Result<Instruction> {
+    let op = Op::Reshape { x: decoder.read(node.x())?, shape: ints(decoder, node.shape())? };
+    Ok(instruction(op, decoder.write(node.out())?))
+}
+
+pub fn transpose(decoder: &mut Decoder, node: fb::TransposeNode) -> Result<Instruction> {
+    let op = Op::Transpose { x: decoder.read(node.x())?, perm: node.perm().iter().collect() };
+    Ok(instruction(op, decoder.write(node.out())?))
+}
+
+pub fn slice(decoder: &mut Decoder, node: fb::SliceNode) -> Result<Instruction> {
+    let op = Op::Slice {
+        x: decoder.read(node.x())?,
+        axis: decoder.int(node.axis())?,
+        start: decoder.int(node.start())?,
+        stop: decoder.int(node.stop())?,
+        step: node.step(),
+    };
+    Ok(instruction(op, decoder.write(node.out())?))
+}
+
+pub fn concatenate(decoder: &mut Decoder, node: fb::ConcatenateNode) -> Result<Instruction> {
+    let tensors =
+        node.tensors().iter().map(|tid| decoder.read(tid)).collect::<Result<Vec<_>>>()?;
+    let op = Op::Concatenate { tensors, axis: node.axis() };
+    Ok(instruction(op, decoder.write(node.out())?))
+}
+
+pub fn sym_size(decoder: &mut Decoder, node: fb::SymSizeNode) -> Result<Instruction> {
+    let op = Op::SymSize { x: decoder.read(node.a())?, dim: node.dim() };
+    Ok(instruction(op, decoder.write_int(node.out())?))
+}
+
+pub fn run_reshape(frame: &Frame, x: Value, shape: &[Int]) -> Result<Array> {
+    let shape = shape.iter().map(|&dim| frame.int(dim)).collect::<Result<Vec<_>>>()?;
+    Ok(frame.tensor(x)?.reshape(&shape)?)
+}
+
+/// Python's slice along one axis: bounds below zero count from the end, and are
+/// brought within the axis.
+pub fn run_slice(
+    frame: &Frame,
+    x: Value,
+    axis: Int,
+    [start, stop]: [Int; 2],
+    step: i32,
+) -> Result<Array> {
+    let x = frame.tensor(x)?;
+    let axis = normalize_axis(frame.int(axis)?, x.ndim())?;
+    if step < 1 {
+        fail!(Unsupported, "a slice with step {step}");
+    }
+    let size = x.dim(axis as i32);
+    let bound = |bound: i32| {
+        if bound < 0 {
+            bound.saturating_add(size).max(0)
+        } else {
+            bound.min(size)
+        }
+    };
+    let start = bound(frame.int(start)?);
+    let stop = bound(frame.int(stop)?).max(start);
+    slice_axis(x, axis, start, stop, step)
+}
+
+pub fn run_concatenate(frame: &Frame, tensors: &[Value], axis: i32) -> Result<Array> {
+    let tensors = tensors.iter().map(|&value| frame.tensor(value)).collect::<Result<Vec<_>>>()?;
+    Ok(mlx_concatenate(&tensors, axis)?)
+}
+
+pub fn run_sym_size(x: &Array, dim: i32) -> Result<i32> {
+    let axis = normalize_axis(dim, x.ndim())?;
+    Ok(x.dim(axis as i32))
+}
+
+pub fn run_last_token(x: &Array) -> Result<Array> {
+    if x.ndim() <= TOKENS {
+        fail!(Program, "a tensor of shape {:?} has no axis of tokens", x.shape());
+    }
+    let n = x.dim(TOKENS as i32);
+    slice_axis(x, TOKENS, (n - 1).max(0), n, 1)
+}
+
+/// An axis counted from the front; below zero it counts from the end.
+pub fn normalize_axis(axis: i32, ndim: usize) -> Result<usize> {
+    let n = ndim as i32;
+    if axis < -n || axis >= n {
+        fail!(Program, "axis {axis} of a tensor with {ndim} axes");
+    }
+    Ok(if axis < 0 { axis + n } else { axis } as usize)
+}

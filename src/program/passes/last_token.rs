@@ -1,0 +1,174 @@
+//! Narrows a program to the last token's row of its output.
+//!
+//! A prompt's rows matter through the cache alone: of its logits one row is
+//! read. The output's last product, which is the widest of all, then runs on one
+//! row, and so does everything that works row by row before it, up to the last
+//! layer's attention.
+
+use std::collections::{HashMap, HashSet};
+
+use super::{insert, makers};
+use crate::error::{fail, Result};
+use crate::program::ir::{Graph, Instruction, Int, IntValue, Op, Out, Value};
+
+/// Narrows the one output of `graph`, `[1, T, ...]`, to `[1, 1, ...]`.
+///
+/// # Errors
+/// [`Unsupported`](crate::Status::Unsupported) where the program has other
+/// outputs, or where its output is not made row by row.
+pub fn narrow(graph: &mut Graph) -> Result<()> {
+    let [Out::Tensor(output)] = graph.main.outputs[..] else {
+        fail!(
+            Unsupported,
+            "logits of the last token only: the program has {} outputs, this works with one \
+             tensor",
+            graph.main.outputs.len()
+        );
+    };
+    let tokens = token_counts(graph);
+    let narrow = narrowed(graph, output, &tokens);
+    if !narrow.contains(&output) {
+        fail!(Unsupported, "logits of the last token only: the output is not made row by row");
+    }
+    rewrite(graph, &narrow, &tokens);
+    Ok(())
+}
+
+/// The integers that count the tokens: the second size of an input `[1, T]`.
+fn token_counts(graph: &Graph) -> HashSet<IntValue> {
+    use crate::program::ir::{Dim, InputSpec};
+    let is_token_input = |x: &Value| {
+        graph.inputs.iter().any(|input| {
+            matches!(input, InputSpec::Tensor { value, shape, .. }
+                if value == x && matches!(shape[..], [Dim::Static(1), Dim::UpTo(_)]))
+        })
+    };
+    graph
+        .main
+        .instructions
+        .iter()
+        .filter_map(|instruction| match (&instruction.op, instruction.out) {
+            (Op::SymSize { x, dim: 1 | -1 }, Out::Int(value)) if is_token_input(x) => Some(value),
+            _ => None,
+        })
+        .collect()
+}
+
+/// The tensors that an instruction reads row by row, `[1, T, ...]` each, where
+/// it makes its own rows from theirs alone. `None` where it does not.
+fn row_wise(op: &Op, graph: &Graph, tokens: &HashSet<IntValue>) -> Option<Vec<Value>> {
+    match op {
+        Op::Unary { x, .. } | Op::AsType { x, .. } => Some(vec![*x]),
+        Op::RmsNorm { x, .. } => Some(vec![*x]),
+        Op::Binary { a, b, .. } => {
+            // A constant broadcasts over rows only where it has none of its own.
+            let rows: Vec<Value> =
+                [*a, *b].into_iter().filter(|value| !is_row_constant(graph, *value)).collect();
+            (!rows.is_empty()).then_some(rows)
+        }
+        Op::Linear { x, bias, .. } => {
+            bias.is_none_or(|bias| is_row_constant(graph, bias)).then(|| vec![*x])
+        }
+        Op::QuantizedMatmul { x, w, .. } => graph.is_constant(*w).then(|| vec![*x]),
+        // [1, T, heads, head_dim] to [1, T, features].
+        Op::Reshape { x, shape } => match shape[..] {
+            [Int::Literal(1), Int::Value(count), Int::Literal(_)] if tokens.contains(&count) => {
+                Some(vec![*x])
+            }
+            _ => None,
+        },
+        // [1, heads, T, head_dim], as attention makes it, to [1, T, heads, head_dim].
+        Op::Transpose { x, perm } if perm[..] == [0, 2, 1, 3] => Some(vec![*x]),
+        _ => None,
+    }
+}
+
+fn is_row_constant(graph: &Graph, value: Value) -> bool {
+    graph.is_constant(value) && graph.constants[value.0 as usize].shape.len() <= 1
+}
+
+/// The values of which only the last row is ever wanted: from the output up, as
+/// long as all readers are narrowed themselves.
+fn narrowed(graph: &Graph, output: Value, tokens: &HashSet<IntValue>) -> HashSet<Value> {
+    let mut readers = HashMap::<Value, Vec<usize>>::new();
+    for (index, instruction) in graph.main.instructions.iter().enumerate() {
+        for value in instruction.op.reads() {
+            readers.entry(value).or_default().push(index);
+        }
+    }
+    let made = makers(graph);
+    let mut narrow = HashSet::new();
+    let mut attended = HashSet::new();
+    // Backwards, each value after all of its readers.
+    for (index, instruction) in graph.main.instructions.iter().enumerate().rev() {
+        let Out::Tensor(value) = instruction.out else { continue };
+        if made.get(&value) != Some(&index) {
+            continue;
+        }
+        let wanted = if value == output {
+            !readers.contains_key(&value)
+        } else {
+            readers.get(&value).is_some_and(|readers| {
+                readers.iter().all(|&reader| {
+                    let reader = &graph.main.instructions[reader];
+                    let narrowed = matches!(reader.out, Out::Tensor(out) if narrow.contains(&out));
+                    narrowed
+                        && row_wise(&reader.op, graph, tokens)
+                            .is_some_and(|rows| rows.contains(&value))
+                })
+            })
+        };
+        if !wanted {
+            continue;
+        }
+        if let Op::UpdateAndAttend { .. } = instruction.op {
+            attended.insert(value);
+            narrow.insert(value);
+        } else if row_wise(&instruction.op, graph, tokens).is_some() {
+            narrow.insert(value);
+        }
+    }
+    narrow
+}
+
+/// Makes the narrowed values narrow: attention answers its last query only, and
+/// what else enters from wide values passes through `LastToken`.
+fn rewrite(graph: &mut Graph, narrow: &HashSet<Value>, tokens: &HashSet<IntValue>) {
+    let mut inserted: Vec<(usize, Instruction)> = Vec::new();
+    let mut last_rows = HashMap::<Value, Value>::new();
+    for index in 0..graph.main.instructions.len() {
+        let instruction = graph.main.instructions[index].clone();
+        if !matches!(instruction.out, Out::Tensor(value) if narrow.contains(&value)) {
+            continue;
+        }
+        let mut op = instruction.op;
+        if let Op::UpdateAndAttend { last_query, .. } = &mut op {
+            *last_query = true;
+            graph.main.instructions[index].op = op;
+            continue;
+        }
+        let rows = row_wise(&op, graph, tokens).unwrap_or_default();
+        for wide in rows.into_iter().filter(|value| !narrow.contains(value)) {
+            let row = *last_rows.entry(wide).or_insert_with(|| {
+                let row = graph.new_value();
+                let op = Op::LastToken { x: wide };
+                inserted.push((index, Instruction { op, out: Out::Tensor(row) }));
+                row
+            });
+            op.for_each_read(|value| {
+                if *value == wide {
+                    *value = row;
+                }
+            });
+        }
+        if let Op::Reshape { shape, .. } = &mut op {
+            for dim in shape {
+                if matches!(dim, Int::Value(count) if tokens.contains(count)) {
+                    *dim = Int::Literal(1);
+                }
+            }
+        }
+        graph.main.instructions[index].op = op;
+    }
+    insert(graph, inserted);
+}

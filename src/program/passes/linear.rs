@@ -1,0 +1,95 @@
+//! Linear layers: recognised, and their weights laid out for the device.
+
+use std::collections::HashMap;
+
+use mlx_rs::Dtype;
+
+use super::{maker, makers, Target};
+use crate::program::constants::Layout;
+use crate::program::ir::{Graph, Index, Op, Value};
+
+/// Makes one `Linear` of a product with a transposed constant.
+pub fn fuse(graph: &mut Graph) {
+    let makers = makers(graph);
+    let fused: Vec<Option<Op>> = graph
+        .main
+        .instructions
+        .iter()
+        .map(|instruction| {
+            let Op::Addmm { mat1, mat2, bias, alpha, beta } = instruction.op else {
+                return None;
+            };
+            let Some(Op::Transpose { x, perm }) = maker(graph, &makers, mat2) else {
+                return None;
+            };
+            let plain = bias.is_none() || (alpha == 1.0 && beta == 1.0);
+            (plain && graph.is_constant(*x) && perm[..] == [1, 0]).then_some(Op::Linear {
+                x: mat1,
+                weight: *x,
+                bias,
+                transposed: false,
+            })
+        })
+        .collect();
+    for (instruction, op) in graph.main.instructions.iter_mut().zip(fused) {
+        if let Some(op) = op {
+            instruction.op = op;
+        }
+    }
+}
+
+/// Decides how each constant is kept, and makes the instructions fit.
+pub fn choose_layouts(graph: &mut Graph, target: Target) -> Vec<Layout> {
+    let mut layouts = vec![Layout::Absent; graph.constants.len()];
+    let mut transposable = HashMap::<Value, bool>::new();
+    let mut linear = HashMap::<Value, bool>::new();
+    let init = graph.init.instructions.iter();
+    for read in init.flat_map(|instruction| instruction.op.reads()) {
+        if graph.is_constant(read) {
+            layouts[read.0 as usize] = Layout::Stored;
+            transposable.insert(read, false);
+        }
+    }
+    for instruction in &graph.main.instructions {
+        for read in instruction.op.reads() {
+            if !graph.is_constant(read) {
+                continue;
+            }
+            layouts[read.0 as usize] = Layout::Stored;
+            let fits = match &instruction.op {
+                Op::Linear { x, weight, bias, .. } => {
+                    linear.insert(*weight, true);
+                    *weight == read && *x != read && *bias != Some(read)
+                }
+                Op::Take { x, index: Index::Many(index), axis: 0 } => *x == read && *index != read,
+                _ => false,
+            };
+            *transposable.entry(read).or_insert(true) &= fits;
+        }
+    }
+    // MLX's CPU build hands float32 products to a BLAS that streams through the
+    // rows of [in, out], but walks [out, in] with dot products, which the
+    // compiler may not reorder: half as fast again, or more, one way or the other.
+    if !target.on_gpu {
+        for (&constant, _) in &linear {
+            let kept = &graph.constants[constant.0 as usize];
+            if transposable[&constant] && kept.dtype == Dtype::Float32 && kept.shape.len() == 2 {
+                layouts[constant.0 as usize] = Layout::Transposed;
+            }
+        }
+    }
+    for instruction in &mut graph.main.instructions {
+        match &mut instruction.op {
+            Op::Linear { weight, transposed, .. } => {
+                *transposed = layouts.get(weight.0 as usize) == Some(&Layout::Transposed);
+            }
+            Op::Take { x, index: Index::Many(index), axis: 0 }
+                if layouts.get(x.0 as usize) == Some(&Layout::Transposed) =>
+            {
+                instruction.op = Op::TakeTransposed { x: *x, index: *index };
+            }
+            _ => {}
+        }
+    }
+    layouts
+}

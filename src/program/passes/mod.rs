@@ -1,0 +1,70 @@
+//! What can be done to a program before it runs.
+
+mod dead;
+mod last_token;
+mod linear;
+mod positions;
+
+use super::constants::Layout;
+use super::ir::{Graph, Instruction, Op, Out, Value};
+use crate::error::Result;
+use std::collections::HashMap;
+
+/// What the passes need to know.
+#[derive(Debug, Clone, Copy)]
+pub struct Target {
+    /// Whether the program runs on a GPU.
+    pub on_gpu: bool,
+    /// Whether only the last token's row of the output is wanted.
+    pub last_token_only: bool,
+}
+
+/// Improves a program for a target, and tells how to keep each constant.
+///
+/// # Errors
+/// [`Unsupported`](crate::Status::Unsupported) where the target asks for what
+/// the program cannot give.
+pub fn run(graph: &mut Graph, target: Target) -> Result<Vec<Layout>> {
+    positions::trace(graph);
+    linear::fuse(graph);
+    if target.last_token_only {
+        last_token::narrow(graph)?;
+    }
+    dead::eliminate(graph);
+    Ok(linear::choose_layouts(graph, target))
+}
+
+/// Which instruction of the main chain makes each value.
+fn makers(graph: &Graph) -> HashMap<Value, usize> {
+    graph
+        .main
+        .instructions
+        .iter()
+        .enumerate()
+        .filter_map(|(index, instruction)| match instruction.out {
+            Out::Tensor(value) => Some((value, index)),
+            Out::Int(_) => None,
+        })
+        .collect()
+}
+
+fn maker<'a>(
+    graph: &'a Graph,
+    makers: &HashMap<Value, usize>,
+    value: Value,
+) -> Option<&'a Op> {
+    makers.get(&value).map(|&index| &graph.main.instructions[index].op)
+}
+
+/// Puts instructions in, each before the one at its index. Indices ascend.
+fn insert(graph: &mut Graph, new: Vec<(usize, Instruction)>) {
+    let old = std::mem::take(&mut graph.main.instructions);
+    let mut new = new.into_iter().peekable();
+    for (index, instruction) in old.into_iter().enumerate() {
+        while let Some((_, inserted)) = new.next_if(|(at, _)| *at <= index) {
+            graph.main.instructions.push(inserted);
+        }
+        graph.main.instructions.push(instruction);
+    }
+    graph.main.instructions.extend(new.map(|(_, inserted)| inserted));
+}

@@ -1,0 +1,101 @@
+//! The payload of the delegate in a `.pte` file: a header and a flatbuffer.
+
+use flatbuffers::VerifierOptions;
+
+use super::fb;
+use crate::error::{fail, Error, Result, Status};
+
+/// 4 bytes of padding, the magic, and where the data after the flatbuffer lies.
+const HEADER: usize = 24;
+const MAGIC: &[u8] = b"MLX0";
+/// The newest format that this reads.
+const MAX_VERSION: u32 = 1;
+
+/// Verifies a payload, and returns the program in it.
+///
+/// # Errors
+/// [`Program`](Status::Program) for a payload that is damaged, foreign, or of a
+/// newer format.
+pub fn read(payload: &[u8]) -> Result<fb::MLXGraph<'_>> {
+    if payload.len() < HEADER {
+        fail!(Program, "the payload has {} bytes, its header alone has {HEADER}", payload.len());
+    }
+    if &payload[4..8] != MAGIC {
+        fail!(Program, "the payload is not one of the MLX delegate: its mark is not MLX0");
+    }
+    let number = |at: usize| {
+        payload[at..at + 8].iter().rev().fold(0u64, |number, &byte| number << 8 | u64::from(byte))
+    };
+    let data = number(8);
+    let end = match usize::try_from(data) {
+        // Without data of its own the flatbuffer goes to the end.
+        Ok(0) => payload.len(),
+        Ok(end) if end >= HEADER && end <= payload.len() => end,
+        _ => fail!(
+            Program,
+            "the payload has {} bytes, but its data are said to start at {data}",
+            payload.len()
+        ),
+    };
+    // The flatbuffer holds lists of a few thousand instructions, each a few
+    // tables: far below these limits, which bound what a damaged one costs.
+    let options =
+        VerifierOptions { max_tables: 20_000_000, max_depth: 64, ..VerifierOptions::default() };
+    let graph = flatbuffers::root_with_opts::<fb::MLXGraph>(&options, &payload[HEADER..end])
+        .map_err(|error| {
+            let words = error.to_string();
+            let first = words.lines().next().unwrap_or_default();
+            Error::new(Status::Program, format!("the payload is damaged: {first}"))
+        })?;
+    check_version(graph.version())?;
+    Ok(graph)
+}
+
+fn check_version(version: Option<&str>) -> Result<()> {
+    match version.filter(|text| !text.is_empty()).map(str::parse::<u32>) {
+        None => Ok(()),
+        Some(Ok(number)) if number <= MAX_VERSION => Ok(()),
+        Some(Ok(number)) => {
+            fail!(Program, "the program has format {number}, this build reads up to {MAX_VERSION}")
+        }
+        Some(Err(_)) => {
+            fail!(Program, "the program's format `{}` is not a number", version.unwrap_or_default())
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn message(payload: &[u8]) -> String {
+        match read(payload) {
+            Ok(_) => panic!("{payload:?} was read"),
+            Err(error) => {
+                assert_eq!(error.status(), Status::Program);
+                error.to_string()
+            }
+        }
+    }
+
+    #[test]
+    fn what_is_no_program_is_refused() {
+        assert!(message(b"").contains("0 bytes"));
+        assert!(message(&[0; 100]).contains("MLX0"));
+        let mut payload = vec![0u8; 100];
+        payload[4..8].copy_from_slice(MAGIC);
+        assert!(message(&payload).contains("damaged"));
+        payload[8..16].copy_from_slice(&1000u64.to_le_bytes());
+        assert!(message(&payload).contains("start at 1000"));
+        payload[8..16].copy_from_slice(&u64::MAX.to_le_bytes());
+        assert!(message(&payload).contains("100 bytes"));
+    }
+
+    #[test]
+    fn newer_formats_are_refused() {
+        assert!(check_version(None).is_ok());
+        assert!(check_version(Some("1")).is_ok());
+        assert!(check_version(Some("2")).unwrap_err().message().contains("format 2"));
+        assert!(check_version(Some("x")).unwrap_err().message().contains("`x`"));
+    }
+}

@@ -1,0 +1,47 @@
+//! A cache of one's own, and the key by which programs find it.
+
+use crate::config::CacheConfig;
+use crate::error::Result;
+use crate::registry::{BuilderRegistry, CacheRegistry, Entry, SharedCache};
+
+/// A cache in the registry, for as long as this lives.
+///
+/// Programs that were bound to the cache keep it when the session is dropped.
+pub struct Session {
+    key: String,
+    cache: SharedCache,
+}
+
+impl Session {
+    /// Makes a cache of this kind and registers it under a new key.
+    ///
+    /// # Errors
+    /// [`Kind`](crate::Status::Kind) for a kind that nobody makes, and the
+    /// builder's own.
+    pub fn new(backend_id: &str, kind: &str, config: CacheConfig) -> Result<Self> {
+        let cache = BuilderRegistry::global().build(backend_id, kind, config)?;
+        let registry = CacheRegistry::global();
+        let key = registry.unique_key();
+        let entry = Entry { backend_id: backend_id.to_owned(), cache: cache.clone() };
+        registry.install(&key, entry)?;
+        Ok(Self { key, cache })
+    }
+
+    /// The key that a program is loaded with.
+    pub fn key(&self) -> &str {
+        &self.key
+    }
+
+    /// The cache, to share.
+    pub fn cache(&self) -> SharedCache {
+        self.cache.clone()
+    }
+}
+
+impl Drop for Session {
+    fn drop(&mut self) {
+        // The entry is dropped here, outside the registry's lock: the last owner
+        // of a cache frees its buffers.
+        drop(CacheRegistry::global().erase(&self.key));
+    }
+}
