@@ -88,8 +88,8 @@ Arguments arguments_into(Options& options) {
   arguments.text(
       "--all-logits",
       "FILE",
-      "write every row of the prompt, as float32; implies\n"
-      "--rows all",
+      "write every row of the prompt, then the row of each\n"
+      "greedy step, as float32; implies --rows all",
       &options.all_logits_file);
   arguments.integer(
       "--repeat",
@@ -226,6 +226,9 @@ class Forward {
       }
       run.decode_seconds.push_back(watch.lap());
       run.ids.push_back(*id);
+      if (all_rows != nullptr) {
+        all_rows->write(next.value(), next.value().last_row());
+      }
     }
     run.memory = cache_.memory();
     run.peak_memory = peak_memory_bytes();

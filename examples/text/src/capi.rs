@@ -77,10 +77,7 @@ unsafe fn utf8<'a>(bytes: *const c_char, length: usize, what: &'static str) -> R
     }
     // SAFETY: not NULL, and as the caller promises.
     let bytes = unsafe { slice::from_raw_parts(bytes.cast::<u8>(), length) };
-    str::from_utf8(bytes).map_err(|error| Error::Utf8 {
-        what,
-        at: error.valid_up_to(),
-    })
+    str::from_utf8(bytes).map_err(|error| Error::Utf8 { what, at: error.valid_up_to() })
 }
 
 /// # Safety
@@ -95,10 +92,7 @@ unsafe fn c_str<'a>(string: *const c_char, what: &'static str) -> Result<&'a CSt
 
 fn owned(ids: &[u32]) -> Ids {
     let mut boxed: Box<[u32]> = ids.into();
-    let ids = Ids {
-        data: boxed.as_mut_ptr(),
-        length: boxed.len(),
-    };
+    let ids = Ids { data: boxed.as_mut_ptr(), length: boxed.len() };
     std::mem::forget(boxed);
     ids
 }
@@ -137,10 +131,8 @@ fn os_str(path: &CStr) -> Result<&OsStr> {
 
 #[cfg(not(unix))]
 fn os_str(path: &CStr) -> Result<&OsStr> {
-    let path = path.to_str().map_err(|error| Error::Utf8 {
-        what: "the path",
-        at: error.valid_up_to(),
-    })?;
+    let path =
+        path.to_str().map_err(|error| Error::Utf8 { what: "the path", at: error.valid_up_to() })?;
     Ok(OsStr::new(path))
 }
 
@@ -247,14 +239,9 @@ unsafe fn read_message(message: &RawMessage) -> Result<Message> {
     let role = unsafe { c_str(message.role, "the role") }?;
     // SAFETY: as the caller promises.
     let content = unsafe { utf8(message.content, message.content_length, "the text") }?;
-    let role = role.to_str().map_err(|error| Error::Utf8 {
-        what: "the role",
-        at: error.valid_up_to(),
-    })?;
-    Ok(Message {
-        role: role.to_owned(),
-        content: content.to_owned(),
-    })
+    let role =
+        role.to_str().map_err(|error| Error::Utf8 { what: "the role", at: error.valid_up_to() })?;
+    Ok(Message { role: role.to_owned(), content: content.to_owned() })
 }
 
 /// # Safety
@@ -346,10 +333,7 @@ mod tests {
     fn take(error: *mut c_char) -> String {
         assert!(!error.is_null());
         // SAFETY: the library made it.
-        let sentence = unsafe { CStr::from_ptr(error) }
-            .to_str()
-            .unwrap()
-            .to_owned();
+        let sentence = unsafe { CStr::from_ptr(error) }.to_str().unwrap().to_owned();
         // SAFETY: given back once.
         unsafe { etkv_text_error_free(error) };
         sentence
@@ -398,11 +382,8 @@ mod tests {
     fn a_conversation_and_its_end() {
         let text = open();
         let mut ids = owned(&[]);
-        let message = RawMessage {
-            role: c"user".as_ptr(),
-            content: c"hi".as_ptr(),
-            content_length: 2,
-        };
+        let message =
+            RawMessage { role: c"user".as_ptr(), content: c"hi".as_ptr(), content_length: 2 };
         // SAFETY: every pointer is what the header asks for, and freed once.
         unsafe {
             assert!(etkv_text_has_chat_template(text));
@@ -419,36 +400,18 @@ mod tests {
     #[test]
     fn bad_arguments_are_errors() {
         let text = open();
-        let mut ids = Ids {
-            data: ptr::null_mut(),
-            length: 7,
-        };
+        let mut ids = Ids { data: ptr::null_mut(), length: 7 };
         // SAFETY: NULL is allowed everywhere, and 2 bytes are 2 bytes.
         unsafe {
             let mut none = ptr::null_mut();
+            assert_eq!(take(etkv_text_open(ptr::null(), &mut none)), "the path is NULL");
             assert_eq!(
-                take(etkv_text_open(ptr::null(), &mut none)),
-                "the path is NULL"
-            );
-            assert_eq!(
-                take(etkv_text_encode(
-                    text,
-                    [b'a', 0xff].as_ptr().cast(),
-                    2,
-                    false,
-                    &mut ids
-                )),
+                take(etkv_text_encode(text, [b'a', 0xff].as_ptr().cast(), 2, false, &mut ids)),
                 "the text is not valid UTF-8 from byte 1 on"
             );
             assert_eq!(ids.length, 7);
             assert_eq!(
-                take(etkv_text_encode(
-                    text,
-                    c"a".as_ptr(),
-                    1,
-                    false,
-                    ptr::null_mut()
-                )),
+                take(etkv_text_encode(text, c"a".as_ptr(), 1, false, ptr::null_mut())),
                 "ids is NULL"
             );
             assert_eq!(

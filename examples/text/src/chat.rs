@@ -24,10 +24,7 @@ pub struct ChatTemplate {
 
 impl ChatTemplate {
     pub fn new(source: &str, special_tokens: BTreeMap<String, String>) -> Self {
-        Self {
-            source: without_generation_marks(source),
-            special_tokens,
-        }
+        Self { source: without_generation_marks(source), special_tokens }
     }
 
     /// Renders the conversation, and the start of the model's next message if
@@ -54,12 +51,7 @@ impl ChatTemplate {
 /// on, `break` and `continue` work in loops, and values have Python's methods.
 fn environment() -> std::result::Result<Environment<'static>, TemplateError> {
     let mut environment = Environment::new();
-    environment.set_syntax(
-        SyntaxConfig::builder()
-            .trim_blocks(true)
-            .lstrip_blocks(true)
-            .build()?,
-    );
+    environment.set_syntax(SyntaxConfig::builder().trim_blocks(true).lstrip_blocks(true).build()?);
     environment.set_unknown_method_callback(unknown_method_callback);
     environment.add_filter("tojson", tojson);
     environment.add_function("raise_exception", raise_exception);
@@ -83,10 +75,7 @@ fn without_generation_marks(source: &str) -> String {
     for open in ["{%", "{%-"] {
         for close in ["%}", "-%}"] {
             source = source
-                .replace(
-                    &format!("{open} generation {close}"),
-                    &format!("{open} if true {close}"),
-                )
+                .replace(&format!("{open} generation {close}"), &format!("{open} if true {close}"))
                 .replace(
                     &format!("{open} endgeneration {close}"),
                     &format!("{open} endif {close}"),
@@ -114,17 +103,11 @@ mod tests {
 
     fn template(source: &str) -> ChatTemplate {
         let tokens = [("bos_token", "<s>"), ("eos_token", "</s>")];
-        ChatTemplate::new(
-            source,
-            tokens.map(|(k, v)| (k.to_owned(), v.to_owned())).into(),
-        )
+        ChatTemplate::new(source, tokens.map(|(k, v)| (k.to_owned(), v.to_owned())).into())
     }
 
     fn said(role: &str, content: &str) -> Message {
-        Message {
-            role: role.to_owned(),
-            content: content.to_owned(),
-        }
+        Message { role: role.to_owned(), content: content.to_owned() }
     }
 
     #[test]
@@ -133,25 +116,15 @@ mod tests {
             "{{ bos_token }}{% for m in messages %}\n  {% if m.role == 'user' %}\nQ: {{ m['content'] | trim }}\n  {% else %}\nA: {{ m.content }}{{ eos_token }}\n  {% endif %}\n{% endfor %}\n{%- if add_generation_prompt %}A:{% endif %}",
         );
         let messages = [said("user", " hi "), said("assistant", "yo")];
-        assert_eq!(
-            chatml.render(&messages, false).unwrap(),
-            "<s>Q: hi\nA: yo</s>\n"
-        );
+        assert_eq!(chatml.render(&messages, false).unwrap(), "<s>Q: hi\nA: yo</s>\n");
         assert_eq!(chatml.render(&messages[..1], true).unwrap(), "<s>Q: hi\nA:");
     }
 
     #[test]
     fn python_methods_namespaces_and_loop_controls() {
         let source = "{% set ns = namespace(n=0) %}{% for m in messages %}{% if m.content.startswith('skip') %}{% continue %}{% endif %}{% set ns.n = ns.n + 1 %}{{ m.content.split('|')[-1].strip().upper() }};{% endfor %}{{ ns.n }}{{ messages[::-1][0].role }}{{ messages[1:] | length }}";
-        let messages = [
-            said("user", "a| b "),
-            said("user", "skip"),
-            said("tool", "c"),
-        ];
-        assert_eq!(
-            template(source).render(&messages, false).unwrap(),
-            "B;C;2tool2"
-        );
+        let messages = [said("user", "a| b "), said("user", "skip"), said("tool", "c")];
+        assert_eq!(template(source).render(&messages, false).unwrap(), "B;C;2tool2");
     }
 
     #[test]
@@ -184,9 +157,7 @@ mod tests {
 
     #[test]
     fn the_date() {
-        let year = template("{{ strftime_now('%Y') }}")
-            .render(&[], false)
-            .unwrap();
+        let year = template("{{ strftime_now('%Y') }}").render(&[], false).unwrap();
         assert!(year.parse::<i32>().unwrap() > 2000, "{year}");
     }
 }

@@ -12,11 +12,8 @@ pub const END: u32 = 257;
 pub fn folder() -> TempDir {
     let mut alphabet: Vec<char> = ByteLevel::alphabet().into_iter().collect();
     alphabet.sort_unstable();
-    let vocab: serde_json::Map<_, _> = alphabet
-        .into_iter()
-        .zip(0..)
-        .map(|(byte, id)| (byte.to_string(), json!(id)))
-        .collect();
+    let vocab: serde_json::Map<_, _> =
+        alphabet.into_iter().zip(0..).map(|(byte, id)| (byte.to_string(), json!(id))).collect();
     let added = |id: u32, content: &str| {
         json!({"id": id, "content": content, "special": true, "single_word": false,
                "lstrip": false, "rstrip": false, "normalized": false})

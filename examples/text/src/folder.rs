@@ -40,10 +40,7 @@ fn read_text(path: &Path) -> Result<Option<String>> {
     match fs::read_to_string(path) {
         Ok(text) => Ok(Some(text)),
         Err(error) if error.kind() == ErrorKind::NotFound => Ok(None),
-        Err(error) => Err(Error::File {
-            path: path.to_owned(),
-            reason: error.to_string(),
-        }),
+        Err(error) => Err(Error::File { path: path.to_owned(), reason: error.to_string() }),
     }
 }
 
@@ -53,10 +50,7 @@ fn read_json(path: &Path) -> Result<Option<Value>> {
     };
     serde_json::from_str(&text)
         .map(Some)
-        .map_err(|error| Error::File {
-            path: path.to_owned(),
-            reason: error.to_string(),
-        })
+        .map_err(|error| Error::File { path: path.to_owned(), reason: error.to_string() })
 }
 
 /// One template, or the one named "default" of several.
@@ -120,11 +114,7 @@ mod tests {
             "pad_token": null,
             "add_bos_token": true,
         });
-        fs::write(
-            folder.path().join("tokenizer_config.json"),
-            config.to_string(),
-        )
-        .unwrap();
+        fs::write(folder.path().join("tokenizer_config.json"), config.to_string()).unwrap();
         let read = Folder::read(folder.path()).unwrap();
         assert_eq!(read.chat_template.as_deref(), Some("old"));
         assert_eq!(read.special_tokens["bos_token"], "<s>");

@@ -61,9 +61,7 @@ mod tests {
     fn render(source: &str) -> String {
         let mut environment = Environment::new();
         environment.add_filter("tojson", super::tojson);
-        environment
-            .render_str(source, context! { text => "a<b>'é\"" })
-            .unwrap()
+        environment.render_str(source, context! { text => "a<b>'é\"" }).unwrap()
     }
 
     #[test]

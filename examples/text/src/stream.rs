@@ -42,10 +42,7 @@ impl Stream {
             &mut self.prefix,
             &mut self.prefix_index,
         )
-        .map_err(|error| Error::Decode {
-            id,
-            reason: error.to_string(),
-        })?;
+        .map_err(|error| Error::Decode { id, reason: error.to_string() })?;
         self.piece.push_str(piece.as_deref().unwrap_or_default());
         Ok(&self.piece)
     }
@@ -58,12 +55,8 @@ impl Stream {
         let text = self
             .tokenizer
             .decode(&self.ids, true)
-            .map_err(|error| Error::Decode {
-                id: last,
-                reason: error.to_string(),
-            })?;
-        self.piece
-            .push_str(text.strip_prefix(&self.prefix).unwrap_or_default());
+            .map_err(|error| Error::Decode { id: last, reason: error.to_string() })?;
+        self.piece.push_str(text.strip_prefix(&self.prefix).unwrap_or_default());
         self.ids.clear();
         self.prefix.clear();
         self.prefix_index = 0;
@@ -80,10 +73,8 @@ mod tests {
     /// Streams `text` byte by byte, as the fixture's tokens are.
     fn pieces(text: &Text, ids: &[u32]) -> Vec<String> {
         let mut stream = Stream::new(Arc::clone(&text.tokenizer));
-        let mut pieces: Vec<String> = ids
-            .iter()
-            .map(|&id| stream.next(id).unwrap().to_owned())
-            .collect();
+        let mut pieces: Vec<String> =
+            ids.iter().map(|&id| stream.next(id).unwrap().to_owned()).collect();
         pieces.push(stream.finish().unwrap().to_owned());
         pieces
     }

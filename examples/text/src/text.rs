@@ -19,18 +19,12 @@ pub struct Text {
 impl Text {
     /// Opens a `tokenizer.json`, or the folder that holds one.
     pub fn open(path: &Path) -> Result<Self> {
-        let file = if path.is_dir() {
-            path.join("tokenizer.json")
-        } else {
-            path.to_owned()
-        };
+        let file = if path.is_dir() { path.join("tokenizer.json") } else { path.to_owned() };
         if !file.exists() {
             return Err(Error::Missing(file));
         }
-        let tokenizer = Tokenizer::from_file(&file).map_err(|error| Error::Tokenizer {
-            path: file.clone(),
-            reason: error.to_string(),
-        })?;
+        let tokenizer = Tokenizer::from_file(&file)
+            .map_err(|error| Error::Tokenizer { path: file.clone(), reason: error.to_string() })?;
 
         let folder = Folder::read(file.parent().unwrap_or(Path::new(".")))?;
         let template = folder
@@ -46,12 +40,7 @@ impl Text {
                 .into_iter()
                 .collect(),
         };
-        Ok(Self {
-            tokenizer: Arc::new(tokenizer),
-            folder,
-            template,
-            end_ids,
-        })
+        Ok(Self { tokenizer: Arc::new(tokenizer), folder, template, end_ids })
     }
 
     /// The ids of `text`; with the tokens that the tokenizer puts around a text
@@ -70,10 +59,8 @@ impl Text {
         messages: &[Message],
         add_generation_prompt: bool,
     ) -> Result<Vec<u32>> {
-        let template = self
-            .template
-            .as_ref()
-            .ok_or_else(|| Error::NoTemplate(self.folder.path.clone()))?;
+        let template =
+            self.template.as_ref().ok_or_else(|| Error::NoTemplate(self.folder.path.clone()))?;
         // The template writes the special tokens itself.
         self.encode(&template.render(messages, add_generation_prompt)?, false)
     }
@@ -116,21 +103,15 @@ mod tests {
     fn end_ids_of_the_generation_config_go_first() {
         let folder = fixture::folder();
         assert_eq!(Text::open(folder.path()).unwrap().end_ids(), [fixture::END]);
-        fs::write(
-            folder.path().join("generation_config.json"),
-            r#"{"eos_token_id": [5, 6]}"#,
-        )
-        .unwrap();
+        fs::write(folder.path().join("generation_config.json"), r#"{"eos_token_id": [5, 6]}"#)
+            .unwrap();
         assert_eq!(Text::open(folder.path()).unwrap().end_ids(), [5, 6]);
     }
 
     #[test]
     fn a_conversation() {
         let text = Text::open(fixture::folder().path()).unwrap();
-        let messages = [Message {
-            role: "user".to_owned(),
-            content: "hi".to_owned(),
-        }];
+        let messages = [Message { role: "user".to_owned(), content: "hi".to_owned() }];
         let ids = text.encode_chat(&messages, true).unwrap();
         assert_eq!(ids[0], fixture::START);
         assert_eq!(
@@ -154,10 +135,7 @@ mod tests {
         let folder = tempfile::tempdir().unwrap();
         let path = folder.path().join("tokenizer.json");
         let missing = Text::open(folder.path()).err().unwrap().to_string();
-        assert_eq!(
-            missing,
-            format!("there is no tokenizer at {}", path.display())
-        );
+        assert_eq!(missing, format!("there is no tokenizer at {}", path.display()));
 
         fs::write(&path, "{\"version\": 1").unwrap();
         let unreadable = Text::open(&path).err().unwrap().to_string();
