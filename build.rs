@@ -35,7 +35,10 @@ mod delegate {
     pub fn schema() {
         let python = pip_packages::python();
         let executorch = pip_packages::package(&python, "executorch").unwrap_or_else(|| {
-            panic!("no ExecuTorch found: `{} -c 'import executorch'` fails; run `make setup`", python.display())
+            panic!(
+                "no ExecuTorch found: `{} -c 'import executorch'` fails; run `make setup`",
+                python.display()
+            )
         });
         let schema = executorch.join("backends/mlx/serialization/schema.fbs");
         let flatc = executorch.join("data/bin/flatc");
@@ -54,6 +57,9 @@ mod delegate {
     pub fn bridge() {
         println!("cargo:rerun-if-changed=src/bridge.rs");
         println!("cargo:rerun-if-changed=cpp/bridge_types.hpp");
-        cxx_build::bridge("src/bridge.rs").include(Path::new(".")).std("c++17").compile("etkv_bridge");
+        cxx_build::bridge("src/bridge.rs")
+            .include(Path::new("."))
+            .std("c++17")
+            .compile("etkv_bridge");
     }
 }

@@ -40,7 +40,8 @@ fn workspace() -> PathBuf {
 }
 
 fn mlx_dir(python: &Path) -> PathBuf {
-    let dir = env::var_os("ETKV_MLX_DIR").map(PathBuf::from).or_else(|| python_package(python, "mlx"));
+    let dir =
+        env::var_os("ETKV_MLX_DIR").map(PathBuf::from).or_else(|| python_package(python, "mlx"));
     match dir {
         Some(dir) if dir.join("include/mlx/version.h").exists() => dir,
         Some(dir) => panic!("{} holds no MLX: include/mlx/version.h is missing", dir.display()),
@@ -58,7 +59,9 @@ fn check_version(mlx: &Path) {
     let text = std::fs::read_to_string(&header).expect("version.h is readable");
     let number = |name: &str| {
         text.lines()
-            .find_map(|line| line.strip_prefix("#define ")?.strip_prefix(name)?.trim().parse::<u32>().ok())
+            .find_map(|line| {
+                line.strip_prefix("#define ")?.strip_prefix(name)?.trim().parse::<u32>().ok()
+            })
             .unwrap_or_else(|| panic!("{} does not define {name}", header.display()))
     };
     let found = format!(
@@ -67,7 +70,12 @@ fn check_version(mlx: &Path) {
         number("MLX_VERSION_MINOR"),
         number("MLX_VERSION_PATCH")
     );
-    assert_eq!(found, MLX_VERSION, "MLX in {} is {found}, this build needs {MLX_VERSION}", mlx.display());
+    assert_eq!(
+        found,
+        MLX_VERSION,
+        "MLX in {} is {found}, this build needs {MLX_VERSION}",
+        mlx.display()
+    );
 }
 
 /// The folder `mlx-c` inside the unpacked published crate.

@@ -44,7 +44,8 @@ mod ffi {
         ) -> Outcome;
 
         /// Runs the program on its inputs and hands the outputs over.
-        fn execute(self: &mut Delegate, inputs: &[Argument], outputs: Pin<&mut Outputs>) -> Outcome;
+        fn execute(self: &mut Delegate, inputs: &[Argument], outputs: Pin<&mut Outputs>)
+            -> Outcome;
 
         fn n_inputs(self: &Delegate) -> usize;
         fn n_outputs(self: &Delegate) -> usize;

@@ -136,8 +136,7 @@ mod tests {
 
     #[test]
     fn slots_do_not_overflow() {
-        let config =
-            CacheConfig { min_chunk: i32::MAX, ..CacheConfig::uniform(1, 1, 1, i32::MAX) };
+        let config = CacheConfig { min_chunk: i32::MAX, ..CacheConfig::uniform(1, 1, 1, i32::MAX) };
         assert_eq!(config.slots_for(i32::MAX), i32::MAX);
     }
 

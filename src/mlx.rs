@@ -174,7 +174,13 @@ pub(crate) fn or_empty(array: Option<&Array>) -> mlx_sys::mlx_array {
 }
 
 /// A view of `array` from `start` to `stop` along `axis`, by `step`.
-pub(crate) fn slice_axis(array: &Array, axis: usize, start: i32, stop: i32, step: i32) -> Result<Array> {
+pub(crate) fn slice_axis(
+    array: &Array,
+    axis: usize,
+    start: i32,
+    stop: i32,
+    step: i32,
+) -> Result<Array> {
     let (from, to, strides) = axis_range(array, axis, start, stop, step);
     let n = from.len();
     // SAFETY: the three lists have `n` elements each.
@@ -224,7 +230,13 @@ pub(crate) fn update_axis(
 
 type Corner = smallvec::SmallVec<[i32; 8]>;
 
-fn axis_range(array: &Array, axis: usize, start: i32, stop: i32, step: i32) -> (Corner, Corner, Corner) {
+fn axis_range(
+    array: &Array,
+    axis: usize,
+    start: i32,
+    stop: i32,
+    step: i32,
+) -> (Corner, Corner, Corner) {
     let mut to = Corner::from_slice(array.shape());
     let mut from = smallvec::smallvec![0; to.len()];
     let mut strides = smallvec::smallvec![1; to.len()];
@@ -272,7 +284,8 @@ mod tests {
 
     #[test]
     fn arrays_cross_threads() {
-        let make = || run(|| Ok(Array::from_slice(&[1.0f32, 2.0], &[2]).add(Array::from_f32(1.0))?));
+        let make =
+            || run(|| Ok(Array::from_slice(&[1.0f32, 2.0], &[2]).add(Array::from_f32(1.0))?));
         let lazy = std::thread::spawn(make).join().unwrap().unwrap();
         let values = std::thread::spawn(move || {
             run(|| {

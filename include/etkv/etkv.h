@@ -111,6 +111,23 @@ ETKV_API void etkv_error_free(etkv_error* error);
  */
 ETKV_API etkv_error* etkv_delegate_take_error(void);
 
+/* ---- The process ----------------------------------------------------- */
+
+/** Bytes that MLX holds in this process, caches and programs together. */
+typedef struct etkv_mlx_memory {
+  size_t struct_size;
+  /** In use. */
+  uint64_t active;
+  /** Kept for reuse. */
+  uint64_t cached;
+  /** The most that was ever in use. */
+  uint64_t peak;
+} etkv_mlx_memory;
+
+/** Fills `memory`, whose `struct_size` the caller has set. */
+ETKV_API etkv_status
+etkv_mlx_memory_read(etkv_mlx_memory* memory, etkv_error** error);
+
 /* ---- Configuration ------------------------------------------------------ */
 
 /** How keys and values are stored. Independent of what the model computes in.

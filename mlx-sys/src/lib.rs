@@ -23,7 +23,8 @@ mod half {
     pub type bfloat16_t = u16;
 
     extern "C" {
-        pub fn mlx_array_item_float16(res: *mut float16_t, arr: mlx_array) -> ::std::os::raw::c_int;
+        pub fn mlx_array_item_float16(res: *mut float16_t, arr: mlx_array)
+            -> ::std::os::raw::c_int;
         pub fn mlx_array_item_bfloat16(
             res: *mut bfloat16_t,
             arr: mlx_array,

@@ -74,11 +74,7 @@ impl ContiguousBookkeeping {
             fail!(Position, "position {start} is negative");
         }
         if start > self.length {
-            fail!(
-                Position,
-                "position {start} leaves a gap: the next is {}",
-                self.length
-            );
+            fail!(Position, "position {start} leaves a gap: the next is {}", self.length);
         }
         for (offset, &position) in positions.iter().enumerate() {
             let expected = i64::from(start) + offset as i64;

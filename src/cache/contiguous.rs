@@ -141,7 +141,8 @@ impl Cache for ContiguousCache {
 
     fn memory(&self) -> Memory {
         let length = self.book.length().max(0) as u64;
-        let mut memory = Memory { at_capacity: self.config.bytes(self.capacity()), ..Memory::default() };
+        let mut memory =
+            Memory { at_capacity: self.config.bytes(self.capacity()), ..Memory::default() };
         for pool in self.layers.iter().flat_map(|layer| [&layer.k, &layer.v]) {
             memory.allocated += pool.slots() as u64 * pool.slot_bytes();
             memory.used += length * pool.slot_bytes();
@@ -194,7 +195,11 @@ impl AttendCache for ContiguousCache {
     }
 
     fn buffers(&self) -> Vec<&Array> {
-        self.layers.iter().flat_map(|layer| [layer.k.buffers(), layer.v.buffers()]).flatten().collect()
+        self.layers
+            .iter()
+            .flat_map(|layer| [layer.k.buffers(), layer.v.buffers()])
+            .flatten()
+            .collect()
     }
 
     fn commit(&mut self) -> Result<()> {

@@ -19,7 +19,8 @@ pub(crate) unsafe fn boundary(
     error: *mut *mut etkv_error,
     body: impl FnOnce() -> Result<()>,
 ) -> i32 {
-    let result = catch_unwind(AssertUnwindSafe(body)).unwrap_or_else(|panic| Err(panic_error(&*panic)));
+    let result =
+        catch_unwind(AssertUnwindSafe(body)).unwrap_or_else(|panic| Err(panic_error(&*panic)));
     match result {
         Ok(()) => OK,
         Err(failure) => {

@@ -3,8 +3,8 @@
 mod boundary;
 mod cache;
 mod error;
+mod process;
 mod session;
-mod version;
 
 pub(crate) use boundary::panic_error;
 #[cfg(feature = "delegate")]

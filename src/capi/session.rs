@@ -137,7 +137,12 @@ unsafe fn read_layers(config: &etkv_cache_config) -> Result<Vec<LayerConfig>> {
         .map(|id| {
             // SAFETY: within the caller's list.
             let layer = unsafe {
-                config.layers.cast::<u8>().add(id * stride).cast::<etkv_layer_config>().read_unaligned()
+                config
+                    .layers
+                    .cast::<u8>()
+                    .add(id * stride)
+                    .cast::<etkv_layer_config>()
+                    .read_unaligned()
             };
             if layer.struct_size != stride {
                 fail!(

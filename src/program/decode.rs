@@ -5,7 +5,7 @@ use std::collections::BTreeMap;
 
 use super::dtype::dtype_of;
 use super::fb;
-use super::ir::{Chain, Constant, Dim, Graph, InputSpec, IntValue, Int, Out, Value};
+use super::ir::{Chain, Constant, Dim, Graph, InputSpec, Int, IntValue, Out, Value};
 use super::ops;
 use crate::error::{fail, Result};
 
@@ -22,13 +22,8 @@ pub fn decode(graph: fb::MLXGraph) -> Result<Graph> {
     let slots = Slots::read(graph)?;
     refuse_unknown_ops(graph)?;
 
-    let mut decoder = Decoder {
-        slots,
-        tensors: BTreeMap::new(),
-        ints: BTreeMap::new(),
-        n_values: 0,
-        n_ints: 0,
-    };
+    let mut decoder =
+        Decoder { slots, tensors: BTreeMap::new(), ints: BTreeMap::new(), n_values: 0, n_ints: 0 };
     let constants = decoder.constants(graph)?;
     let inputs = decoder.inputs(graph)?;
 
@@ -280,9 +275,7 @@ impl Decoder {
         let mut chain = self.chain(graph, graph.main_chain_idx() as usize)?;
         for slot in graph.output_map().into_iter().flatten() {
             chain.outputs.push(match slot.slot_type() {
-                fb::SlotType::TensorSlot => {
-                    Out::Tensor(self.read(&fb::Tid::new(slot.idx()))?)
-                }
+                fb::SlotType::TensorSlot => Out::Tensor(self.read(&fb::Tid::new(slot.idx()))?),
                 fb::SlotType::IntValueSlot => Out::Int(self.read_int(&fb::Vid::new(slot.idx()))?),
                 other => fail!(Unsupported, "an output of kind {other:?}"),
             });

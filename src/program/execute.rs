@@ -281,7 +281,12 @@ fn load_constants(
 
 fn bind_inputs(specs: &[InputSpec], inputs: &[Input], frame: &mut Frame) -> Result<()> {
     if inputs.len() != specs.len() {
-        fail!(InvalidArgument, "the program takes {} inputs, {} are given", specs.len(), inputs.len());
+        fail!(
+            InvalidArgument,
+            "the program takes {} inputs, {} are given",
+            specs.len(),
+            inputs.len()
+        );
     }
     for (index, (spec, input)) in specs.iter().zip(inputs).enumerate() {
         match (spec, input) {
@@ -349,7 +354,9 @@ fn integers(dtype: Dtype, bytes: &[u8]) -> Option<Vec<i64>> {
     let chunks = |size: usize| bytes.chunks_exact(size);
     match dtype {
         Dtype::Int64 => Some(
-            chunks(8).map(|chunk| i64::from_ne_bytes(chunk.try_into().unwrap_or_default())).collect(),
+            chunks(8)
+                .map(|chunk| i64::from_ne_bytes(chunk.try_into().unwrap_or_default()))
+                .collect(),
         ),
         Dtype::Int32 => Some(
             chunks(4)

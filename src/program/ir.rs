@@ -79,17 +79,59 @@ pub struct Affine {
 #[derive(Debug, Clone, PartialEq)]
 #[allow(missing_docs)]
 pub enum Op {
-    Unary { function: Unary, x: Value },
-    Binary { function: Binary, a: Value, b: Value },
-    AsType { x: Value, dtype: Dtype },
-    ExpandDims { x: Value, axis: i32 },
-    Reshape { x: Value, shape: Vec<Int> },
-    Transpose { x: Value, perm: Vec<i32> },
-    Slice { x: Value, axis: Int, start: Int, stop: Int, step: i32 },
-    Concatenate { tensors: Vec<Value>, axis: i32 },
-    Take { x: Value, index: Index, axis: i32 },
-    RmsNorm { x: Value, weight: Option<Value>, eps: f32 },
-    Addmm { mat1: Value, mat2: Value, bias: Option<Value>, alpha: f32, beta: f32 },
+    Unary {
+        function: Unary,
+        x: Value,
+    },
+    Binary {
+        function: Binary,
+        a: Value,
+        b: Value,
+    },
+    AsType {
+        x: Value,
+        dtype: Dtype,
+    },
+    ExpandDims {
+        x: Value,
+        axis: i32,
+    },
+    Reshape {
+        x: Value,
+        shape: Vec<Int>,
+    },
+    Transpose {
+        x: Value,
+        perm: Vec<i32>,
+    },
+    Slice {
+        x: Value,
+        axis: Int,
+        start: Int,
+        stop: Int,
+        step: i32,
+    },
+    Concatenate {
+        tensors: Vec<Value>,
+        axis: i32,
+    },
+    Take {
+        x: Value,
+        index: Index,
+        axis: i32,
+    },
+    RmsNorm {
+        x: Value,
+        weight: Option<Value>,
+        eps: f32,
+    },
+    Addmm {
+        mat1: Value,
+        mat2: Value,
+        bias: Option<Value>,
+        alpha: f32,
+        beta: f32,
+    },
     QuantizedMatmul {
         x: Value,
         w: Value,
@@ -118,13 +160,30 @@ pub enum Op {
     },
     /// Made by a pass: `x` by the transpose of a weight `[out, in]`, or by one
     /// that is kept transposed already, `[in, out]`.
-    Linear { x: Value, weight: Value, bias: Option<Value>, transposed: bool },
+    Linear {
+        x: Value,
+        weight: Value,
+        bias: Option<Value>,
+        transposed: bool,
+    },
     /// Made by a pass: rows of a weight that is kept transposed.
-    TakeTransposed { x: Value, index: Value },
+    TakeTransposed {
+        x: Value,
+        index: Value,
+    },
     /// Made by a pass: the last row of the tokens' axis, the second of `x`.
-    LastToken { x: Value },
-    SymSize { x: Value, dim: i32 },
-    IntBinary { function: IntBinary, a: Int, b: Int },
+    LastToken {
+        x: Value,
+    },
+    SymSize {
+        x: Value,
+        dim: i32,
+    },
+    IntBinary {
+        function: IntBinary,
+        a: Int,
+        b: Int,
+    },
 }
 
 impl Op {

@@ -173,6 +173,7 @@ struct Run {
   std::vector<int64_t> ids;
   Memory memory;
   uint64_t peak_memory = 0;
+  uint64_t peak_mlx = 0;
 };
 
 /// A program, its cache, and the prompt.
@@ -232,6 +233,10 @@ class Forward {
     }
     run.memory = cache_.memory();
     run.peak_memory = peak_memory_bytes();
+    etkv_mlx_memory mlx{};
+    mlx.struct_size = sizeof(mlx);
+    etkv_mlx_memory_read(&mlx, nullptr);
+    run.peak_mlx = mlx.peak;
     return run;
   }
 
@@ -267,7 +272,8 @@ std::string json(
            ", \"cache_allocated_bytes\": " +
            std::to_string(run.memory.allocated) +
            ", \"cache_used_bytes\": " + std::to_string(run.memory.used) +
-           ", \"peak_memory_bytes\": " + std::to_string(run.peak_memory) + "}";
+           ", \"peak_memory_bytes\": " + std::to_string(run.peak_memory) +
+           ", \"peak_mlx_bytes\": " + std::to_string(run.peak_mlx) + "}";
   };
   return "{\"kv_dtype\": \"" + std::string(format_name(format)) +
          "\", \"prompt_tokens\": " + std::to_string(prompt_tokens) +

@@ -23,7 +23,10 @@ pub fn addmm(decoder: &mut Decoder, node: fb::AddmmNode) -> Result<Instruction> 
     Ok(instruction(op, decoder.write(node.out())?))
 }
 
-pub fn quantized_matmul(decoder: &mut Decoder, node: fb::QuantizedMatmulNode) -> Result<Instruction> {
+pub fn quantized_matmul(
+    decoder: &mut Decoder,
+    node: fb::QuantizedMatmulNode,
+) -> Result<Instruction> {
     let biases = decoder.read_optional(node.biases())?;
     let packing = affine(node.mode(), node.group_size(), node.bits(), biases)?;
     let op = Op::QuantizedMatmul {

@@ -114,7 +114,14 @@ pub fn run(op: &Op, frame: &mut Frame) -> Result<Made> {
             linear::run_linear(frame, *x, *weight, *bias, *transposed)?
         }
         Op::QuantizedMatmul { x, w, scales, biases, packing, transpose } => {
-            linear::run_quantized_matmul(frame, *x, *w, [Some(*scales), *biases], *packing, *transpose)?
+            linear::run_quantized_matmul(
+                frame,
+                *x,
+                *w,
+                [Some(*scales), *biases],
+                *packing,
+                *transpose,
+            )?
         }
         Op::Dequantize { w, scales, biases, packing, dtype } => {
             linear::run_dequantize(frame, *w, *scales, *biases, *packing, *dtype)?
@@ -129,7 +136,9 @@ pub fn run(op: &Op, frame: &mut Frame) -> Result<Made> {
             attention::run_update_and_attend(frame, [*q, *k, *v], *position, call)?
         }
         Op::LastToken { x } => shape::run_last_token(frame.tensor(*x)?)?,
-        Op::SymSize { x, dim } => return shape::run_sym_size(frame.tensor(*x)?, *dim).map(Made::Int),
+        Op::SymSize { x, dim } => {
+            return shape::run_sym_size(frame.tensor(*x)?, *dim).map(Made::Int)
+        }
         Op::IntBinary { function, a, b } => {
             return integers::run(*function, frame.int(*a)?, frame.int(*b)?).map(Made::Int)
         }

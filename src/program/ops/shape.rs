@@ -41,8 +41,7 @@ pub fn slice(decoder: &mut Decoder, node: fb::SliceNode) -> Result<Instruction> 
 }
 
 pub fn concatenate(decoder: &mut Decoder, node: fb::ConcatenateNode) -> Result<Instruction> {
-    let tensors =
-        node.tensors().iter().map(|tid| decoder.read(tid)).collect::<Result<Vec<_>>>()?;
+    let tensors = node.tensors().iter().map(|tid| decoder.read(tid)).collect::<Result<Vec<_>>>()?;
     let op = Op::Concatenate { tensors, axis: node.axis() };
     Ok(instruction(op, decoder.write(node.out())?))
 }

@@ -48,11 +48,7 @@ fn makers(graph: &Graph) -> HashMap<Value, usize> {
         .collect()
 }
 
-fn maker<'a>(
-    graph: &'a Graph,
-    makers: &HashMap<Value, usize>,
-    value: Value,
-) -> Option<&'a Op> {
+fn maker<'a>(graph: &'a Graph, makers: &HashMap<Value, usize>, value: Value) -> Option<&'a Op> {
     makers.get(&value).map(|&index| &graph.main.instructions[index].op)
 }
 

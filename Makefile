@@ -1,0 +1,84 @@
+# Everything from a fresh machine with Rust, a C++20 compiler, make and Python
+# 3.10 or newer. Python's packages go to .venv/, all that is made to build/.
+
+PYTHON ?= python3
+BIN := .venv/bin
+MODEL := build/models/smollm2-135m
+# Cargo and CMake build against the packages of this Python.
+export ETKV_PYTHON := $(CURDIR)/$(BIN)/python
+export PATH := $(CURDIR)/$(BIN):$(HOME)/.cargo/bin:$(PATH)
+# Nothing is looked for on a hub: models are folders, files or packages.
+export HF_HUB_OFFLINE := 1
+
+.DEFAULT_GOAL := help
+.PHONY: help setup build demo model test test-rust test-cpp test-python lint format bench clean
+
+help: ## Show this list
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+
+# ---- Setting up -------------------------------------------------------------
+
+setup: .venv/.ready ## Install the pinned Python packages into .venv/
+
+.venv/.ready: requirements.txt requirements-nodeps.txt pyproject.toml
+	@command -v cargo >/dev/null || { echo "etkv needs Rust: no cargo in PATH" >&2; exit 1; }
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10))' || \
+	  { echo "etkv needs Python 3.10 or newer: set PYTHON=..., $$($(PYTHON) --version 2>&1) is too old" >&2; exit 1; }
+	@test -x $(BIN)/python || $(PYTHON) -m venv .venv || \
+	  { echo "$(PYTHON) cannot make a virtual environment; set PYTHON=... to one that can" >&2; rm -rf .venv; exit 1; }
+	@echo "Installing Python packages into .venv/ (5 GB, a minute or two)"
+	@$(BIN)/python -m pip install --disable-pip-version-check --progress-bar on -r requirements.txt
+	@$(BIN)/python -m pip install --disable-pip-version-check --no-deps -r requirements-nodeps.txt
+	@$(BIN)/python -m pip install --disable-pip-version-check --no-deps --no-build-isolation --quiet -e .
+	@touch $@
+
+build: .venv/.ready ## Build libetkv, the runners and the test tools
+	@test -f build/cmake/build.ninja || cmake -S . -B build/cmake -G Ninja -DETKV_PYTHON=$(ETKV_PYTHON)
+	@cmake --build build/cmake
+
+# ---- Trying it --------------------------------------------------------------
+
+model: .venv/.ready ## Export SmolLM2-135M-Instruct
+	@python -m etkv.export --if-changed --model "$$(python -m etkv.models smollm2-135m)" \
+	  --output $(MODEL)/model.pte --keep-hf $(MODEL)/hf
+
+demo: model build ## Ask the exported model a question
+	@build/bin/etkv_chat --model $(MODEL)/model.pte --prompt "What is the capital of France?"
+
+# ---- Checking it ------------------------------------------------------------
+
+# One profile for all but the bookkeeping: MLX's bindings are compiled once.
+CARGO_FLAGS := --release --locked
+
+test: lint test-rust test-cpp test-python ## Run every check and test
+
+lint: .venv/.ready ## Check formats, lints and docs
+	cargo fmt --all --check
+	cargo clippy $(CARGO_FLAGS) --workspace --all-targets -- -D warnings
+	cargo clippy --locked --no-default-features --lib --tests -- -D warnings
+	RUSTDOCFLAGS="-D warnings" cargo doc $(CARGO_FLAGS) --workspace --no-deps --quiet
+	git ls-files -- '*.h' '*.hpp' '*.cpp' | xargs clang-format --dry-run -Werror
+	ruff check --quiet .
+	ruff format --check --quiet .
+
+test-rust: .venv/.ready ## Run Rust's tests; the bookkeeping also without MLX
+	cargo test --locked --no-default-features --lib
+	cargo test $(CARGO_FLAGS) --workspace
+
+test-cpp: build ## Run the tests of the C and C++ faces
+	ctest --test-dir build/cmake --output-on-failure
+
+test-python: build model ## Run the exporter's tests, and models against transformers
+	python -m pytest
+
+format: .venv/.ready ## Format every file
+	cargo fmt --all
+	git ls-files -- '*.h' '*.hpp' '*.cpp' | xargs clang-format -i
+	ruff check --fix --quiet .
+	ruff format --quiet .
+
+bench: build model ## Compare speed and memory with mlx-lm
+	python benches/mlx_lm.py
+
+clean: ## Remove what was built; .venv/ and exported models stay
+	rm -rf build/cargo build/cmake build/bin build/lib

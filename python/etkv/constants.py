@@ -1,0 +1,39 @@
+"""Reads the constants of an exported ``.pte``: the weights as the program ships them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from etkv.errors import EtkvError
+from etkv.pte import mlx_program
+
+def read_constants(path: Path, index: int = 0) -> dict[str, Any]:
+    """The constants of MLX delegate number ``index``, as torch tensors by their name in the source program.
+
+    Packed quantized weights are uint32; what the program computes when it is loaded is as it ships, a scalar to be
+    replaced.
+    """
+    import numpy as np
+    import torch
+    from executorch.exir._serialize._program import deserialize_pte_binary
+
+    program = mlx_program(path, index)
+    file = deserialize_pte_binary(path.read_bytes())
+    if file.named_data is None:
+        raise EtkvError(f"{path} has no constants")
+    entries, buffers = file.named_data.pte_data, file.named_data.buffers
+    constants: dict[str, Any] = {}
+    for tensor_id in range(program.graph["num_constant_tensors"]):
+        name = program.names[tensor_id]
+        dtype, shape = _dtype_and_shape(program.tensors[tensor_id])
+        data = np.frombuffer(bytes(buffers[entries[name].buffer_index]), "uint8").copy()
+        tensor = torch.from_numpy(data).view(getattr(torch, dtype)).reshape(shape)
+        constants[name.split("/", 1)[-1]] = tensor
+    return constants
+
+
+def _dtype_and_shape(text: str) -> tuple[str, list[int]]:
+    """The parts of a tensor's description, such as ``float32[320, 64]``."""
+    dtype, _, dims = text.rstrip("]").partition("[")
+    return dtype, [int(dim) for dim in dims.split(",") if dim.strip()]

@@ -1,0 +1,67 @@
+//! What the process runs on: versions, and MLX's memory.
+
+use std::ffi::{c_char, CString};
+use std::sync::LazyLock;
+
+use super::boundary::{boundary, check_struct, out};
+use super::error::etkv_error;
+use crate::mlx;
+
+/// The interface that this library has.
+#[no_mangle]
+pub extern "C" fn etkv_abi_version() -> u32 {
+    1
+}
+
+/// The library's version.
+#[no_mangle]
+pub extern "C" fn etkv_version() -> *const c_char {
+    concat!(env!("CARGO_PKG_VERSION"), "\0").as_ptr().cast()
+}
+
+/// The version of the MLX that the process runs on.
+#[no_mangle]
+pub extern "C" fn etkv_mlx_version() -> *const c_char {
+    static VERSION: LazyLock<CString> =
+        LazyLock::new(|| CString::new(crate::mlx::version()).unwrap_or_default());
+    VERSION.as_ptr()
+}
+
+/// Bytes that MLX holds in this process; see the header.
+#[allow(non_camel_case_types)]
+#[repr(C)]
+pub struct etkv_mlx_memory {
+    struct_size: usize,
+    active: u64,
+    cached: u64,
+    peak: u64,
+}
+
+/// Fills `memory`.
+///
+/// # Safety
+/// Pointers are NULL or as the header says.
+#[no_mangle]
+pub unsafe extern "C" fn etkv_mlx_memory_read(
+    memory: *mut etkv_mlx_memory,
+    error: *mut *mut etkv_error,
+) -> i32 {
+    // SAFETY: the caller says so.
+    unsafe {
+        boundary(error, || {
+            let memory = out(memory, "memory")?;
+            check_struct((*memory).struct_size, std::mem::size_of::<etkv_mlx_memory>(), "memory")?;
+            let [active, cached, peak] = mlx::run(|| {
+                Ok([
+                    mlx_rs::memory::active_memory()?,
+                    mlx_rs::memory::cache_memory()?,
+                    mlx_rs::memory::peak_memory()?,
+                ])
+            })?;
+            (*memory).active = active as u64;
+            (*memory).cached = cached as u64;
+            (*memory).peak = peak as u64;
+            Ok(())
+        })
+    }
+}
