@@ -8,6 +8,7 @@ from typing import Any
 from etkv.errors import EtkvError
 from etkv.pte import mlx_program
 
+
 def read_constants(path: Path, index: int = 0) -> dict[str, Any]:
     """The constants of MLX delegate number ``index``, as torch tensors by their name in the source program.
 

@@ -6,7 +6,8 @@
 from __future__ import annotations
 
 import argparse
-import mmap
+import contextlib
+import json
 import sys
 from collections import Counter
 from collections.abc import Iterator
@@ -15,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from etkv._mlx_serialization import ensure_available
-from etkv.errors import EtkvError
+from etkv.errors import EtkvError, first_line
 from etkv.export.progress import third_party_noise
 
 _LISTS = frozenset({"get_eos_ids"})
@@ -99,8 +100,8 @@ def mlx_program(path: Path, index: int = 0) -> MlxProgram:
     ensure_available()
     from executorch.backends.mlx import pte_inspector
 
-    with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
-        payload = pte_inspector.extract_delegate_payload(bytes(data), "mlx", delegate_index=index)
+    with _damage_told(path):
+        payload = pte_inspector.extract_delegate_payload(_read(path), "mlx", delegate_index=index)
     if payload is None:
         raise EtkvError(f"{path} has no MLX delegate number {index}")
     graph = pte_inspector.parse_mlx_payload(payload)["graph"]
@@ -137,14 +138,31 @@ def instruction_text(program: MlxProgram, instruction: dict[str, Any]) -> str:
 
 
 def _program(path: Path) -> dict[str, Any]:
-    import json
-
     from executorch.exir._serialize._flatbuffer import _program_flatbuffer_to_json
 
-    data = path.read_bytes()
+    with _damage_told(path):
+        return json.loads(_program_flatbuffer_to_json(_read(path)))
+
+
+def _read(path: Path) -> bytes:
+    try:
+        data = path.read_bytes()
+    except OSError as error:
+        raise EtkvError(f"{path} cannot be read: {error.strerror}") from error
     if data[4:6] != b"ET":
         raise EtkvError(f"{path} is not an ExecuTorch program")
-    return json.loads(_program_flatbuffer_to_json(data))
+    return data
+
+
+@contextlib.contextmanager
+def _damage_told(path: Path) -> Iterator[None]:
+    """Tell what readers of flatbuffers raise on a damaged file, which is of many types, as an :class:`EtkvError`."""
+    try:
+        yield
+    except EtkvError:
+        raise
+    except Exception as error:
+        raise EtkvError(f"{path} is damaged: {first_line(error)}") from error
 
 
 def _plain(name: str, outputs: Any) -> Any:
@@ -218,8 +236,6 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def _report(path: Path, instructions: bool) -> Iterator[str]:
-    if not path.is_file():
-        raise EtkvError(f"{path} is not a file")
     for method, ids in delegates(path).items():
         yield f"method {method}: {', '.join(ids) if ids else 'constant'}"
     for name, value in constant_methods(path).items():

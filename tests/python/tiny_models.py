@@ -11,12 +11,14 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
+from etkv.export import hf_folder
+
 VOCABULARY = 320
 """256 bytes, three special tokens, the rest unused; a multiple of 64 so that every group size divides."""
 
 BOS, EOS, IM_START = 256, 257, 258
 
-_SHAPE = {
+SHAPE = {
     "vocab_size": VOCABULARY,
     "hidden_size": 64,
     "intermediate_size": 128,
@@ -31,6 +33,7 @@ _SHAPE = {
     # last bit.
     "initializer_range": 0.2,
 }
+"""Arguments that the configurations of all families have in common."""
 
 _CHAT_TEMPLATE = (
     "{% for message in messages %}<|im_start|>{{ message['role'] }}\n{{ message['content'] }}<|im_end|>\n"
@@ -41,24 +44,24 @@ _CHAT_TEMPLATE = (
 def _llama(**overrides):
     from transformers import LlamaConfig
 
-    return LlamaConfig(**{**_SHAPE, **overrides})
+    return LlamaConfig(**{**SHAPE, **overrides})
 
 
 def _qwen2(**overrides):
     from transformers import Qwen2Config
 
-    return Qwen2Config(**{**_SHAPE, **overrides})
+    return Qwen2Config(**{**SHAPE, **overrides})
 
 
 def _qwen3(**overrides):
     from transformers import Qwen3Config
 
-    return Qwen3Config(**{**_SHAPE, "head_dim": 32, **overrides})
+    return Qwen3Config(**{**SHAPE, "head_dim": 32, **overrides})
 
 
 CONFIGS = {
     "tiny-llama": lambda: _llama(tie_word_embeddings=True),
-    "tiny-llama-untied": lambda: _llama(tie_word_embeddings=False, num_hidden_layers=3, num_key_value_heads=1),
+    "tiny-llama-untied": lambda: _llama(tie_word_embeddings=False, num_key_value_heads=1),
     "tiny-llama3": lambda: _llama(
         tie_word_embeddings=True,
         rope_parameters={
@@ -72,7 +75,7 @@ CONFIGS = {
     ),
     "tiny-qwen2": lambda: _qwen2(tie_word_embeddings=True),
     "tiny-qwen3": lambda: _qwen3(tie_word_embeddings=True),
-    "tiny-qwen3-untied": lambda: _qwen3(tie_word_embeddings=False, num_hidden_layers=3),
+    "tiny-qwen3-untied": lambda: _qwen3(tie_word_embeddings=False),
 }
 """Model name -> function that returns its transformers configuration."""
 
@@ -93,6 +96,7 @@ def write(name: str, folder: Path, seed: int = 0) -> Path:
     folder.mkdir(parents=True, exist_ok=True)
     model.save_pretrained(folder)
     tokenizer().save_pretrained(folder)
+    hf_folder.name_rope_for_mlx_lm(folder / "config.json")
     return folder
 
 

@@ -42,11 +42,13 @@ def export_program(request: ExportRequest, progress: Progress | None = None) -> 
 
     with progress.step("importing torch, transformers and ExecuTorch"):
         _import_tools()
-    with progress.step(f"reading {origin.path}"):
+    with progress.step(f"reading the configuration of {origin.path}"):
         config = source.read_config(origin)
         settled = limits.settle(request, config)
+    with progress.step("reading the tokenizer"):
         tokenizer = source.read_tokenizer(origin)
-        model = source.read_model(origin, request.dtype)
+    with progress.step("reading the weights"):
+        model = source.read_model(origin, config, request.dtype)
         generation = source.generation_settings(origin, model, tokenizer)
     if request.quantize is not None:
         with progress.step(f"quantizing to {request.quantize}"):

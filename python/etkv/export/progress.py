@@ -61,7 +61,8 @@ def third_party_noise(allowed: bool) -> Iterator[None]:
     if allowed:
         yield
         return
-    os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
+    for switch in ("HF_HUB_DISABLE_PROGRESS_BARS", "TQDM_DISABLE"):
+        os.environ.setdefault(switch, "1")
     previous = logging.root.manager.disable
     logging.disable(logging.WARNING)
     try:

@@ -93,8 +93,8 @@ def read_tokenizer(source: Source) -> PreTrainedTokenizerBase:
     return tokenizer
 
 
-def read_model(source: Source, dtype: str) -> PreTrainedModel:
-    """The model with weights of ``dtype`` and attention that calls the KV cache op, ready to trace.
+def read_model(source: Source, config: PreTrainedConfig, dtype: str) -> PreTrainedModel:
+    """The model of ``config`` with weights of ``dtype`` and attention that calls the KV cache op, ready to trace.
 
     Raises :class:`EtkvError` if weights are missing or cannot be read, or if the family's attention cannot be replaced.
     """
@@ -106,6 +106,7 @@ def read_model(source: Source, dtype: str) -> PreTrainedModel:
     try:
         model, report = AutoModelForCausalLM.from_pretrained(
             source.folder,
+            config=config,
             dtype=getattr(torch, dtype),
             attn_implementation=ATTENTION,
             output_loading_info=True,

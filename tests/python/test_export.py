@@ -1,0 +1,332 @@
+"""Exports of tiny models: what the program holds, what stands beside it, what is refused."""
+
+from __future__ import annotations
+
+import json
+import shutil
+
+import pytest
+
+import tiny_models
+from etkv import pte
+from etkv.errors import EtkvError
+from etkv.export import ExportRequest, export_program, is_current, limits, lowering, source
+
+_COMBINATIONS = [
+    *((name, "float32", None) for name in tiny_models.CONFIGS),
+    *(("tiny-llama", dtype, quantize) for dtype in ("float16", "bfloat16") for quantize in (None, "4w", "8w")),
+    ("tiny-llama", "float32", "4w"),
+    ("tiny-llama", "float32", "8w"),
+    ("tiny-qwen2", "bfloat16", "4w"),
+    ("tiny-qwen3-untied", "float32", "4w"),
+    ("tiny-qwen3-untied", "float32", "8w"),
+]
+
+
+@pytest.mark.parametrize(("name", "dtype", "quantize"), _COMBINATIONS)
+def test_program(exported, name, dtype, quantize):
+    folder = exported(name, dtype, quantize)
+    file = folder / "model.pte"
+    config = json.loads((folder / "hf" / "config.json").read_text())
+    layers = config["num_hidden_layers"]
+
+    called = pte.delegates(file)
+    assert called["forward"] == ["MLXBackend"]
+    assert pte.undelegated_operators(file) == []
+    assert pte.constant_methods(file) == {
+        "get_n_caches": layers,
+        "get_kv_heads": [config["num_key_value_heads"]] * layers,
+        "get_head_dims": [config.get("head_dim", 16)] * layers,
+        "get_windows": [0] * layers,
+        "get_prefill_chunk_size": 64,
+        "get_max_ctx_len": 256,
+        "get_bos_id": tiny_models.BOS,
+        "get_eos_ids": [tiny_models.EOS],
+    }
+
+    program = pte.mlx_program(file)
+    ops = [instruction["op_name"] for instruction in program.main_chain]
+    attention = [node for node in program.main_chain if node["op_name"] == "UpdateAndAttendNode"]
+    assert [node["layer_id"] for node in attention] == list(range(layers))
+    products = 7 * layers + 1
+    assert ops.count("AddmmNode") == (0 if quantize else products)
+    assert ops.count("QuantizedMatmulNode") == (products if quantize else 0)
+    assert ops.count("DequantizeNode") == (1 if quantize else 0)
+    assert program.graph["num_mutable_buffer_tensors"] == 0
+    assert len(program.graph["input_map"]) == 2
+    logits = program.tensors[program.graph["output_map"][0]["idx"]]
+    assert logits.startswith(f"{dtype}[1, ")
+    assert logits.endswith(f", {tiny_models.VOCABULARY}]")
+
+
+def test_tied_weights_are_kept_once(exported):
+    tied = pte.mlx_program(exported("tiny-qwen3") / "model.pte")
+    assert [name for name in tied.names.values() if name.endswith("lm_head.weight")] == []
+    untied = pte.mlx_program(exported("tiny-qwen3-untied") / "model.pte")
+    assert len([name for name in untied.names.values() if name.endswith("lm_head.weight")]) == 1
+
+
+def test_companions(exported, tiny):
+    folder = exported("tiny-llama")
+    assert {file.name for file in folder.iterdir()} == {
+        "model.pte",
+        "tokenizer.json",
+        "tokenizer_config.json",
+        "chat_template.jinja",
+        "generation_config.json",
+        "export.json",
+        "hf",
+    }
+    assert json.loads((folder / "generation_config.json").read_text())["eos_token_id"] == [tiny_models.EOS]
+    template = (tiny("tiny-llama") / "chat_template.jinja").read_text()
+    assert (folder / "chat_template.jinja").read_text() == template
+
+    from tokenizers import Tokenizer
+
+    text = "<|im_start|>user\nhé 12<|im_end|>\n"
+    expected = [tiny_models.IM_START, *b"user\n", *"hé 12".encode(), tiny_models.EOS, *b"\n"]
+    assert Tokenizer.from_file(str(folder / "tokenizer.json")).encode(text).ids == expected
+
+
+def test_manifest(exported, tiny):
+    manifest = json.loads((exported("tiny-llama") / "export.json").read_text())
+    assert manifest["program"] == "model.pte"
+    assert manifest["bytes"] == (exported("tiny-llama") / "model.pte").stat().st_size
+    assert manifest["request"]["model"] == str(tiny("tiny-llama"))
+    assert manifest["request"]["dtype"] == "float32"
+    assert manifest["limits"]["max_context"] == 256
+    assert manifest["versions"]["executorch"]
+
+
+def test_is_current(exported, tiny, tmp_path):
+    shutil.copytree(exported("tiny-llama"), tmp_path / "out")
+    model = shutil.copytree(tiny("tiny-llama"), tmp_path / "model")
+
+    def current(**changes) -> bool:
+        arguments = {"model": tiny("tiny-llama"), "prefill_chunk": 64, "keep_hf": exported("tiny-llama") / "hf"}
+        return is_current(ExportRequest(output=tmp_path / "out" / "model.pte", **{**arguments, **changes}))
+
+    assert current()
+    assert not current(dtype="bfloat16")
+    assert not current(quantize="4w")
+    assert not current(max_context=128)
+    assert not current(model=model), "another model"
+    (tmp_path / "out" / "tokenizer.json").rename(tmp_path / "tokenizer.json")
+    assert not current(), "a file beside the program is gone"
+    (tmp_path / "tokenizer.json").rename(tmp_path / "out" / "tokenizer.json")
+    assert current()
+    with (tmp_path / "out" / "model.pte").open("ab") as file:
+        file.write(b"x")
+    assert not current(), "the program is not the one that was written"
+    (tmp_path / "out" / "export.json").write_text("[]")
+    assert not current()
+
+
+def test_a_changed_model_is_not_current(exported, tiny, tmp_path):
+    model = shutil.copytree(tiny("tiny-llama"), tmp_path / "model")
+    out = shutil.copytree(exported("tiny-llama"), tmp_path / "out")
+    manifest = json.loads((out / "export.json").read_text())
+    manifest["request"] |= {"model": str(model), "keep_hf": None}
+    (out / "export.json").write_text(json.dumps(manifest))
+    request = ExportRequest(model=model, output=out / "model.pte", prefill_chunk=64)
+    assert is_current(request)
+    (model / "model.safetensors").touch()
+    assert not is_current(request)
+
+
+def test_a_failed_export_leaves_the_previous_one(exported, tiny, tmp_path, monkeypatch):
+    out = shutil.copytree(exported("tiny-llama"), tmp_path / "out")
+    before = {file.name: file.read_bytes() for file in out.iterdir() if file.is_file()}
+
+    def full(folder, tokenizer, generation):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("etkv.export.companions.write", full)
+    with pytest.raises(EtkvError, match="cannot be written: No space left on device"):
+        export_program(ExportRequest(model=tiny("tiny-llama"), output=out / "model.pte", dtype="float16"))
+    assert {file.name: file.read_bytes() for file in out.iterdir() if file.is_file()} == before
+    assert {file.name for file in out.iterdir()} == {*before, "hf"}
+
+
+def test_companions_of_an_earlier_model_go(tiny, tmp_path):
+    model = shutil.copytree(tiny("tiny-llama"), tmp_path / "model")
+    (model / "chat_template.jinja").unlink()
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out" / "chat_template.jinja").write_text("of another model")
+    export_program(ExportRequest(model=model, output=tmp_path / "out" / "model.pte"))
+    assert not (tmp_path / "out" / "chat_template.jinja").exists()
+
+
+def test_every_end_token_is_known(tiny, tmp_path):
+    """Ids of the generation settings come first, then what configuration and tokenizer add."""
+    folder = shutil.copytree(tiny("tiny-llama"), tmp_path / "model")
+    settings = folder / "generation_config.json"
+    settings.write_text(json.dumps({"eos_token_id": [tiny_models.BOS, 300], "temperature": 0.6, "do_sample": True}))
+    origin = source.find(folder)
+    config = source.read_config(origin)
+    model = source.read_model(origin, config, "float32")
+    generation = source.generation_settings(origin, model, source.read_tokenizer(origin))
+    assert generation["eos_token_id"] == [tiny_models.BOS, 300, tiny_models.EOS]
+    assert generation["bos_token_id"] == tiny_models.BOS
+    assert generation["temperature"] == 0.6, "the rest of the model's settings stays"
+
+
+# What depends on the model.
+
+
+def _error(model, tmp_path, **arguments) -> str:
+    with pytest.raises(EtkvError) as caught:
+        export_program(ExportRequest(model=model, output=tmp_path / "model.pte", **arguments))
+    assert list(tmp_path.iterdir()) == [], "nothing is written"
+    assert "\n" not in str(caught.value)
+    return str(caught.value)
+
+
+def test_context_beyond_the_model(tiny, tmp_path):
+    assert _error(tiny("tiny-llama"), tmp_path, max_context=257) == (
+        "max-context 257 is above the 256 positions of the model"
+    )
+
+
+def test_chunk_beyond_the_context(tiny, tmp_path):
+    assert _error(tiny("tiny-llama"), tmp_path, max_context=100, prefill_chunk=101) == (
+        "prefill-chunk 101 is above the max-context of 100"
+    )
+
+
+def test_group_that_does_not_divide(tiny, tmp_path):
+    assert _error(tiny("tiny-llama"), tmp_path, quantize="4w", group_size=128) == (
+        "group-size 128 does not divide 64, the width of model.embed_tokens"
+    )
+
+
+def test_smallest_program_and_group_size(tiny, tmp_path):
+    """The least context and chunk there can be, and a group size other than the default."""
+    file = export_program(
+        ExportRequest(
+            model=tiny("tiny-llama"),
+            output=tmp_path / "model.pte",
+            quantize="4w",
+            group_size=64,
+            max_context=2,
+            prefill_chunk=2,
+        )
+    )
+    methods = pte.constant_methods(file)
+    assert methods["get_max_ctx_len"] == methods["get_prefill_chunk_size"] == 2
+    groups = {
+        node["group_size"] for node in pte.mlx_program(file).main_chain if node["op_name"] == "QuantizedMatmulNode"
+    }
+    assert groups == {64}
+
+
+def _write_model(config, folder):
+    from transformers import AutoModelForCausalLM
+
+    AutoModelForCausalLM.from_config(config).save_pretrained(folder)
+    tiny_models.tokenizer().save_pretrained(folder)
+    return folder
+
+
+def test_sliding_windows_are_declared_and_bound_the_chunk(tmp_path):
+    from transformers import MistralConfig
+
+    model = _write_model(MistralConfig(**tiny_models.SHAPE, sliding_window=32), tmp_path / "model")
+    (tmp_path / "out").mkdir()
+    assert _error(model, tmp_path / "out", prefill_chunk=33) == "prefill-chunk 33 is above the sliding window of 32"
+    settled = limits.settle(ExportRequest(model, tmp_path / "x.pte"), source.read_config(source.find(model)))
+    assert settled.layout.windows == [32, 32]
+    assert settled.prefill_chunk == 32
+    assert settled.max_context == 256
+
+
+def test_family_without_kv_cache(tmp_path):
+    from transformers import MambaConfig
+
+    config = MambaConfig(vocab_size=320, hidden_size=64, num_hidden_layers=2, state_size=8)
+    said = _error(_write_model(config, tmp_path / "model"), _folder(tmp_path / "out"))
+    assert said.startswith("model family 'mamba' has no KV cache that can be described")
+
+
+def test_family_whose_attention_the_op_cannot_do(tmp_path):
+    from transformers import Gemma2Config
+
+    config = Gemma2Config(**tiny_models.SHAPE, head_dim=16, sliding_window=32)
+    said = _error(_write_model(config, tmp_path / "model"), _folder(tmp_path / "out"))
+    assert said.startswith("model family 'gemma2' cannot be traced")
+    assert "softcap" in said
+
+
+def test_family_with_operators_that_mlx_lacks(tmp_path):
+    from transformers import BertConfig
+
+    config = BertConfig(
+        vocab_size=320, hidden_size=64, num_hidden_layers=1, num_attention_heads=4, intermediate_size=64
+    )
+    said = _error(_write_model(config, tmp_path / "model"), _folder(tmp_path / "out"))
+    assert said == "model family 'bert' has operators that the MLX backend lacks: aten.gather.default"
+
+
+def test_family_that_is_not_a_language_model(tiny, tmp_path):
+    model = shutil.copytree(tiny("tiny-llama"), tmp_path / "model")
+    (model / "config.json").write_text(json.dumps({"model_type": "vit"}))
+    said = _error(model, _folder(tmp_path / "out"))
+    assert said == f"model family 'vit' of {model} is not a causal language model"
+
+
+def test_unreadable_configuration(tiny, tmp_path):
+    model = shutil.copytree(tiny("tiny-llama"), tmp_path / "model")
+    (model / "config.json").write_text("not JSON")
+    assert "cannot be read" in _error(model, _folder(tmp_path / "out"))
+
+
+def test_truncated_weights(tiny, tmp_path):
+    model = shutil.copytree(tiny("tiny-llama"), tmp_path / "model")
+    weights = (model / "model.safetensors").read_bytes()
+    (model / "model.safetensors").write_bytes(weights[: len(weights) // 2])
+    assert f"the weights of {model} cannot be loaded" in _error(model, _folder(tmp_path / "out"))
+
+
+def test_missing_weights(tiny, tmp_path):
+    from safetensors.torch import load_file, save_file
+
+    model = shutil.copytree(tiny("tiny-llama"), tmp_path / "model")
+    weights = load_file(model / "model.safetensors")
+    del weights["model.layers.1.mlp.up_proj.weight"]
+    save_file(weights, model / "model.safetensors", metadata={"format": "pt"})
+    assert _error(model, _folder(tmp_path / "out")) == (
+        f"{model} lacks 1 weights of its model, the first is model.layers.1.mlp.up_proj.weight"
+    )
+
+
+def test_missing_tokenizer(tiny, tmp_path):
+    model = shutil.copytree(tiny("tiny-llama"), tmp_path / "model")
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        (model / name).unlink()
+    assert "the tokenizer of" in _error(model, _folder(tmp_path / "out"))
+
+
+def _folder(path):
+    path.mkdir()
+    return path
+
+
+def test_an_undelegated_operator_is_named(monkeypatch):
+    """The check itself, whatever the wheel's backend supports."""
+    import operator
+
+    from executorch.exir.delegate import executorch_call_delegate
+
+    def node(target):
+        return type("Node", (), {"op": "call_function", "target": target})
+
+    def edge(*targets):
+        graph = type("Graph", (), {"nodes": [node(target) for target in targets]})
+        program = type("Program", (), {"graph": graph})
+        return type("Edge", (), {"exported_program": lambda self, method: program})()
+
+    lowering._check_delegation(edge(executorch_call_delegate, operator.getitem), "x")
+    with pytest.raises(EtkvError, match="lacks: len, sum"):
+        lowering._check_delegation(edge(executorch_call_delegate, sum, len), "x")
+    with pytest.raises(EtkvError, match="splits into 2 delegates"):
+        lowering._check_delegation(edge(executorch_call_delegate, executorch_call_delegate), "x")

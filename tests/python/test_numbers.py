@@ -1,0 +1,119 @@
+"""The traced graph with the reference cache, and the kept weights, give the numbers of the source model."""
+
+from __future__ import annotations
+
+import pytest
+
+import tiny_models
+from etkv.export import ExportRequest, limits, lowering, source
+
+_PROMPT = [tiny_models.IM_START, *b"user\nhow far is it?", tiny_models.EOS, *b"\n"]
+_LENGTH = len(_PROMPT)
+
+
+def _reference(folder, dtype="float32"):
+    """Logits [T, vocabulary] of transformers' own attention over the whole prompt."""
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=getattr(torch, dtype), attn_implementation="eager")
+    with torch.no_grad():
+        return model(torch.tensor([_PROMPT])).logits[0].float()
+
+
+def _traced(request: ExportRequest):
+    origin = source.find(request.model)
+    config = source.read_config(origin)
+    settled = limits.settle(request, config)
+    model = source.read_model(origin, config, request.dtype)
+    if request.quantize:
+        lowering.quantize(model, request.quantize, settled.group_size)
+    return lowering._trace(model, settled.prefill_chunk).module(), settled
+
+
+def _run(module, settled: limits.Limits, steps: list[int], dtype: str):
+    """Logits of the traced graph, fed in ``steps`` tokens at a time, its cache the wheel's reference."""
+    import torch
+    from executorch.extension.llm.cache.reference_cache import CacheConfig, ContiguousReferenceCache
+    from executorch.extension.llm.cache.update_and_attend import REGISTRY
+
+    layout = settled.layout
+    REGISTRY.install(
+        "test",
+        ContiguousReferenceCache(
+            CacheConfig(
+                n_layers=len(layout.kv_heads),
+                n_kv_heads=layout.kv_heads[0],
+                head_dim=layout.head_dims[0],
+                capacity=settled.max_context,
+                dtype=getattr(torch, dtype),
+            )
+        ),
+    )
+    logits, start = [], 0
+    try:
+        with torch.no_grad(), REGISTRY.active("test"):
+            for step in steps:
+                tokens = torch.tensor([_PROMPT[start : start + step]])
+                positions = torch.arange(start, start + step)
+                logits.append(module(input_ids=tokens, cache_position=positions)[0].float())
+                start += step
+    finally:
+        REGISTRY.uninstall("test")
+    assert start == _LENGTH
+    return torch.cat(logits)
+
+
+@pytest.mark.parametrize("name", tiny_models.CONFIGS)
+def test_graph_equals_transformers(tiny, tmp_path, name):
+    import torch
+
+    expected = _reference(tiny(name))
+    request = ExportRequest(tiny(name), tmp_path / "x.pte", prefill_chunk=64)
+    module, settled = _traced(request)
+    for steps in ([_LENGTH], [1] * _LENGTH, [7, 2, 1, _LENGTH - 10]):
+        torch.testing.assert_close(_run(module, settled, steps, "float32"), expected, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("quantize", ["4w", "8w"])
+@pytest.mark.parametrize("name", ["tiny-llama", "tiny-qwen3-untied"])
+def test_kept_weights_are_the_exported_ones(tiny, exported, tmp_path, name, quantize):
+    """transformers on the kept folder computes what the quantized graph computes."""
+    import torch
+
+    kept = exported(name, "float32", quantize) / "hf"
+    module, settled = _traced(ExportRequest(tiny(name), tmp_path / "x.pte", quantize=quantize, prefill_chunk=64))
+    actual = _run(module, settled, [_LENGTH], "float32")
+    torch.testing.assert_close(actual, _reference(kept), rtol=1e-4, atol=1e-4)
+    assert (actual - _reference(tiny(name))).abs().max() > 1e-3, "quantization changes something"
+
+
+def test_kept_weights_have_the_dtype_of_the_program(exported):
+    from safetensors import safe_open
+
+    kept = exported("tiny-llama", "bfloat16") / "hf"
+    with safe_open(kept / "model.safetensors", "pt") as weights:
+        assert {weights.get_slice(name).get_dtype() for name in weights.keys()} == {"BF16"}  # noqa: SIM118
+
+
+@pytest.mark.parametrize("name", tiny_models.CONFIGS)
+def test_mlx_lm_reads_the_kept_folder(exported, name):
+    """Another reader of the folder agrees, rotary parameters included."""
+    mx = pytest.importorskip("mlx.core")
+    from mlx_lm.utils import load_model
+
+    kept = exported(name) / "hf"
+    model, _ = load_model(kept)
+    logits = model(mx.array([_PROMPT]))[0].astype(mx.float32)
+
+    import torch
+
+    torch.testing.assert_close(torch.tensor(logits.tolist()), _reference(kept), rtol=1e-3, atol=1e-3)
+
+
+def test_gguf_equals_its_source(tiny, tiny_llama_gguf, tmp_path):
+    import torch
+
+    module, settled = _traced(ExportRequest(tiny_llama_gguf, tmp_path / "x.pte", prefill_chunk=64))
+    actual = _run(module, settled, [5, _LENGTH - 5], "float32")
+    torch.testing.assert_close(actual, _reference(tiny("tiny-llama")), rtol=1e-4, atol=1e-4)

@@ -1,0 +1,141 @@
+"""What is refused before anything is loaded, and how the commands say so."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from etkv import models
+from etkv.errors import EtkvError
+from etkv.export import ExportRequest, source
+from etkv.export.__main__ import main
+
+
+def _run(capsys, *arguments) -> str:
+    """Run the command, which has to fail; returns what it says."""
+    assert main([str(argument) for argument in arguments]) == 2
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    lines = captured.err.splitlines()
+    assert len(lines) == 1, "an error is one line"
+    assert lines[0].startswith("error: ")
+    return lines[0].removeprefix("error: ")
+
+
+@pytest.fixture
+def model(tmp_path) -> Path:
+    """A folder that passes for a model until it is read."""
+    folder = tmp_path / "model"
+    folder.mkdir()
+    (folder / "config.json").write_text("{}")
+    (folder / "model.safetensors").touch()
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["--dtype", "f8"], "dtype 'f8' is not one of float32, f32, float16, f16, bfloat16, bf16"),
+        (["--quantize", "2w"], "quantize '2w' is not one of 4w, 8w"),
+        (["--group-size", "32"], "group-size 32 needs --quantize 4w or 8w"),
+        (["--quantize", "4w", "--group-size", "48"], "group-size 48 is not one of 32, 64, 128"),
+        (["--group-size", "many"], "argument --group-size: invalid int value: 'many'"),
+        (["--max-context", "1"], "max-context 1 is below the minimum of 2"),
+        (["--max-context", "-5"], "max-context -5 is below the minimum of 2"),
+        (["--prefill-chunk", "0"], "prefill-chunk 0 is below the minimum of 2"),
+        (["--no-such-option"], "unrecognized arguments: --no-such-option"),
+    ],
+)
+def test_wrong_arguments(capsys, tmp_path, model, arguments, said):
+    assert _run(capsys, "--model", model, "--output", tmp_path / "x.pte", *arguments) == said
+
+
+def test_missing_arguments(capsys):
+    assert "--model" in _run(capsys, "--output", "x.pte")
+
+
+def test_missing_model(capsys, tmp_path):
+    said = _run(capsys, "--model", tmp_path / "none", "--output", tmp_path / "x.pte")
+    assert said.startswith(f"model {tmp_path / 'none'} does not exist")
+
+
+def test_output_without_suffix(capsys, tmp_path, model):
+    assert "has to be a file name that ends in .pte" in _run(capsys, "--model", model, "--output", tmp_path / "x")
+
+
+def test_output_is_a_folder(capsys, tmp_path, model):
+    (tmp_path / "x.pte").mkdir()
+    assert "is a folder" in _run(capsys, "--model", model, "--output", tmp_path / "x.pte")
+
+
+@pytest.mark.parametrize("option", ["--output", "--keep-hf"])
+def test_unwritable_folder(capsys, tmp_path, model, option):
+    (tmp_path / "file").touch()
+    arguments = {"--output": tmp_path / "x.pte", option: tmp_path / "file" / "x.pte"}
+    said = _run(capsys, "--model", model, *(part for pair in arguments.items() for part in pair))
+    assert "is not writable" in said
+    assert str(tmp_path / "file") in said
+
+
+def test_aliases_and_relative_paths(model, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    request = ExportRequest(Path("model"), Path("out/x.pte"), dtype="bf16").validated()
+    assert request.dtype == "bfloat16"
+    assert request.model == model
+    assert request.output == tmp_path / "out" / "x.pte"
+
+
+def test_folder_without_config(tmp_path):
+    with pytest.raises(EtkvError, match=r"has no config\.json"):
+        source.find(tmp_path)
+
+
+def test_folder_without_weights(tmp_path):
+    (tmp_path / "config.json").write_text("{}")
+    with pytest.raises(EtkvError, match="has no weights"):
+        source.find(tmp_path)
+
+
+def test_file_that_is_not_gguf(tmp_path):
+    file = tmp_path / "model.gguf"
+    file.write_bytes(b"something else")
+    with pytest.raises(EtkvError, match="is not a GGUF file: it begins with b'some'"):
+        source.find(file)
+    file.write_bytes(b"")
+    with pytest.raises(EtkvError, match="is not a GGUF file"):
+        source.find(file)
+
+
+def test_file_of_another_kind(tmp_path):
+    file = tmp_path / "model.bin"
+    file.touch()
+    with pytest.raises(EtkvError, match=r"does not end in \.gguf"):
+        source.find(file)
+
+
+def test_help_is_complete_and_needs_no_large_package():
+    """``--help`` comes at once: none of the packages that take seconds is imported."""
+    program = (
+        "import sys; from etkv.export.__main__ import main\n"
+        "try: main(['--help'])\n"
+        "except SystemExit as end: assert not end.code\n"
+        "assert not {'torch', 'transformers', 'executorch.exir'} & set(sys.modules)"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    for option in ("--model", "--dtype", "--quantize", "--group-size", "--max-context", "--prefill-chunk", "--keep-hf"):
+        assert option in done.stdout
+
+
+def test_models_command(capsys):
+    assert models.main(["no-such-model"]) == 2
+    assert capsys.readouterr().err == "error: model 'no-such-model' is not one of smollm2-135m\n"
+    assert models.main([]) == 2
+
+
+def test_models_command_without_the_package(capsys, monkeypatch):
+    monkeypatch.setitem(models._PACKAGES, "smollm2-135m", "no_such_package")
+    assert models.main(["smollm2-135m"]) == 2
+    assert "requirements-nodeps.txt" in capsys.readouterr().err
