@@ -117,7 +117,7 @@ def main(arguments: list[str] | None = None) -> int:
         print(f"error: {error}", file=sys.stderr)
         return _WRONG_USE
     except KeyboardInterrupt:
-        print("interrupted; nothing was written", file=sys.stderr)
+        print("interrupted; the program was not written", file=sys.stderr)
         return _INTERRUPTED
     return 0
 
