@@ -78,7 +78,7 @@ format: .venv/.ready ## Format every file
 	ruff format --quiet .
 
 bench: build model ## Compare speed and memory with mlx-lm
-	python benches/mlx_lm.py
+	python benches/against_mlx_lm.py
 
 clean: ## Remove what was built; .venv/ and exported models stay
 	rm -rf build/cargo build/cmake build/bin build/lib

@@ -7,6 +7,9 @@
 //! - `ETKV_MLX_DIR`: the folder `mlx` of an installed MLX, instead of asking Python.
 //! - `LIBCLANG_PATH`: libclang for bindgen, instead of Python's `libclang` package.
 
+// A build script has nobody to return an error to.
+#![allow(clippy::expect_used, clippy::panic, clippy::unwrap_used)]
+
 use std::env;
 use std::path::{Path, PathBuf};
 use std::process::Command;

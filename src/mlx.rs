@@ -164,15 +164,6 @@ pub(crate) fn call(
     check(status).map(|()| array)
 }
 
-/// The handle of an optional array; an empty one stands for none.
-pub(crate) fn or_empty(array: Option<&Array>) -> mlx_sys::mlx_array {
-    match array {
-        Some(array) => array.as_ptr(),
-        // SAFETY: an empty handle holds nothing.
-        None => unsafe { mlx_sys::mlx_array_new() },
-    }
-}
-
 /// A view of `array` from `start` to `stop` along `axis`, by `step`.
 pub(crate) fn slice_axis(
     array: &Array,

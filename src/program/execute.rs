@@ -154,7 +154,7 @@ impl Program {
                 Some(cache) => StepState::Ready(cache),
                 None => StepState::NoCache,
             };
-            let mut frame = Frame::new(self.n_values, self.n_ints, &self.constants, step);
+            let mut frame = Frame::new(self.n_values, self.n_ints, &self.constants, step)?;
             bind_inputs(&self.inputs, inputs, &mut frame)?;
             self.main.run(&mut frame)?;
             let (made, step) = frame.finish(&self.main.chain().outputs)?;
@@ -260,7 +260,7 @@ fn load_constants(
     }
 
     let init = Schedule::new(std::mem::take(&mut graph.init), graph.constants.len() as u32);
-    let mut frame = Frame::new(graph.n_values, graph.n_ints, &constants, StepState::NoCache);
+    let mut frame = Frame::new(graph.n_values, graph.n_ints, &constants, StepState::NoCache)?;
     init.run(&mut frame).map_err(|error| error.at("init chain"))?;
     let (made, _) = frame.finish(&init.chain().outputs)?;
     for (output, target) in made.into_iter().zip(&graph.init_targets) {

@@ -6,6 +6,7 @@ use super::ir::{Chain, Int, IntValue, Out, Value};
 use super::ops::{self, Made};
 use crate::attend::AttendSpec;
 use crate::error::{fail, Result};
+use crate::mlx;
 use crate::step::Step;
 
 /// A chain, and after which instruction each value has had its last use.
@@ -69,6 +70,7 @@ pub struct Frame<'a> {
     tensors: Vec<Option<Array>>,
     ints: Vec<Option<i32>>,
     constants: &'a [Option<Array>],
+    on_gpu: bool,
     /// The inputs that hold integers, as the host passed them.
     host: Vec<(Value, Vec<i64>)>,
     /// After the tensors: a step that is dropped is aborted, and views of its
@@ -93,14 +95,20 @@ impl<'a> Frame<'a> {
         n_ints: u32,
         constants: &'a [Option<Array>],
         step: StepState<'a>,
-    ) -> Self {
-        Self {
+    ) -> Result<Self> {
+        Ok(Self {
             tensors: (0..n_values).map(|_| None).collect(),
             ints: vec![None; n_ints as usize],
             constants,
+            on_gpu: mlx::on_gpu()?,
             host: Vec::new(),
             step,
-        }
+        })
+    }
+
+    /// Whether the run is on a GPU.
+    pub fn on_gpu(&self) -> bool {
+        self.on_gpu
     }
 
     /// The tensor of a value.

@@ -9,6 +9,7 @@ mod indexing;
 mod integers;
 mod linear;
 mod norm;
+mod quantized;
 mod shape;
 
 use mlx_rs::Array;
@@ -54,7 +55,7 @@ decoding! {
     AsTypeNode: op_as_as_type_node => elementwise::as_type,
     ConcatenateNode: op_as_concatenate_node => shape::concatenate,
     CosNode: op_as_cos_node => elementwise::cos,
-    DequantizeNode: op_as_dequantize_node => linear::dequantize,
+    DequantizeNode: op_as_dequantize_node => quantized::dequantize,
     DivideNode: op_as_divide_node => elementwise::divide,
     ExpandDimsNode: op_as_expand_dims_node => shape::expand_dims,
     FloorDivideIntNode: op_as_floor_divide_int_node => integers::floor_divide,
@@ -62,7 +63,7 @@ decoding! {
     MultiplyIntNode: op_as_multiply_int_node => integers::multiply,
     MultiplyNode: op_as_multiply_node => elementwise::multiply,
     NegNode: op_as_neg_node => elementwise::neg,
-    QuantizedMatmulNode: op_as_quantized_matmul_node => linear::quantized_matmul,
+    QuantizedMatmulNode: op_as_quantized_matmul_node => quantized::quantized_matmul,
     RMSNormNode: op_as_rmsnorm_node => norm::rms_norm,
     ReshapeNode: op_as_reshape_node => shape::reshape,
     SigmoidNode: op_as_sigmoid_node => elementwise::sigmoid,
@@ -114,17 +115,17 @@ pub fn run(op: &Op, frame: &mut Frame) -> Result<Made> {
             linear::run_linear(frame, *x, *weight, *bias, *transposed)?
         }
         Op::QuantizedMatmul { x, w, scales, biases, packing, transpose } => {
-            linear::run_quantized_matmul(
+            quantized::run_quantized_matmul(
                 frame,
                 *x,
-                *w,
-                [Some(*scales), *biases],
+                [*w, *scales],
+                *biases,
                 *packing,
                 *transpose,
             )?
         }
         Op::Dequantize { w, scales, biases, packing, dtype } => {
-            linear::run_dequantize(frame, *w, *scales, *biases, *packing, *dtype)?
+            quantized::run_dequantize(frame, *w, *scales, *biases, *packing, *dtype)?
         }
         Op::UpdateAndAttend { q, k, v, position, layer, scale, out_dtype, last_query } => {
             let call = attention::Call {

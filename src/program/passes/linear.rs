@@ -1,6 +1,6 @@
 //! Linear layers: recognised, and their weights laid out for the device.
 
-use std::collections::HashMap;
+use std::collections::{HashMap, HashSet};
 
 use mlx_rs::Dtype;
 
@@ -42,7 +42,7 @@ pub fn fuse(graph: &mut Graph) {
 pub fn choose_layouts(graph: &mut Graph, target: Target) -> Vec<Layout> {
     let mut layouts = vec![Layout::Absent; graph.constants.len()];
     let mut transposable = HashMap::<Value, bool>::new();
-    let mut linear = HashMap::<Value, bool>::new();
+    let mut linear = HashSet::<Value>::new();
     let init = graph.init.instructions.iter();
     for read in init.flat_map(|instruction| instruction.op.reads()) {
         if graph.is_constant(read) {
@@ -58,7 +58,7 @@ pub fn choose_layouts(graph: &mut Graph, target: Target) -> Vec<Layout> {
             layouts[read.0 as usize] = Layout::Stored;
             let fits = match &instruction.op {
                 Op::Linear { x, weight, bias, .. } => {
-                    linear.insert(*weight, true);
+                    linear.insert(*weight);
                     *weight == read && *x != read && *bias != Some(read)
                 }
                 Op::Take { x, index: Index::Many(index), axis: 0 } => *x == read && *index != read,
@@ -71,7 +71,7 @@ pub fn choose_layouts(graph: &mut Graph, target: Target) -> Vec<Layout> {
     // rows of [in, out], but walks [out, in] with dot products, which the
     // compiler may not reorder: half as fast again, or more, one way or the other.
     if !target.on_gpu {
-        for (&constant, _) in &linear {
+        for constant in linear {
             let kept = &graph.constants[constant.0 as usize];
             if transposable[&constant] && kept.dtype == Dtype::Float32 && kept.shape.len() == 2 {
                 layouts[constant.0 as usize] = Layout::Transposed;

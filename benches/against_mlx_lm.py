@@ -30,19 +30,15 @@ class Variant:
     """One kind of weights: what the exporter is asked for, and what mlx-lm loads."""
 
     name: str
+    folder: Path
     dtype: str
     quantize: str | None = None
 
-    @property
-    def folder(self) -> Path:
-        """Where the exported program is."""
-        return MODELS / f"bench-{self.name}"
-
 
 VARIANTS = [
-    Variant("float32", "float32"),
-    Variant("bfloat16", "bfloat16"),
-    Variant("4-bit", "float32", "4w"),
+    Variant("float32", MODELS / "smollm2-135m", "float32"),
+    Variant("bfloat16", MODELS / "smollm2-135m-bf16", "bfloat16"),
+    Variant("4-bit", MODELS / "smollm2-135m-4w", "float32", "4w"),
 ]
 
 

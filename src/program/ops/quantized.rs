@@ -1,0 +1,153 @@
+//! Weights of a few bits: products with them, and rows of them.
+
+use mlx_rs::ops::matmul;
+use mlx_rs::{Array, Dtype};
+
+use super::instruction;
+use crate::error::{fail, Result};
+use crate::mlx::{call, cast};
+use crate::program::decode::Decoder;
+use crate::program::dtype::dtype_of;
+use crate::program::fb;
+use crate::program::interpreter::Frame;
+use crate::program::ir::{Affine, Instruction, Op, Value};
+
+pub fn quantized_matmul(
+    decoder: &mut Decoder,
+    node: fb::QuantizedMatmulNode,
+) -> Result<Instruction> {
+    let biases = decoder.read_optional(node.biases())?;
+    let packing = affine(node.mode(), node.group_size(), node.bits(), biases)?;
+    let op = Op::QuantizedMatmul {
+        x: decoder.read(node.x())?,
+        w: decoder.read(node.w())?,
+        scales: decoder.read(node.scales())?,
+        biases,
+        packing,
+        transpose: node.transpose(),
+    };
+    Ok(instruction(op, decoder.write(node.out())?))
+}
+
+pub fn dequantize(decoder: &mut Decoder, node: fb::DequantizeNode) -> Result<Instruction> {
+    let biases = decoder.read_optional(node.biases())?;
+    let packing = affine(node.mode(), node.group_size(), node.bits(), biases)?;
+    if node.global_scale().is_some() {
+        fail!(Unsupported, "affine quantization with a scale for the whole tensor");
+    }
+    let op = Op::Dequantize {
+        w: decoder.read(node.w())?,
+        scales: decoder.read(node.scales())?,
+        biases,
+        packing,
+        dtype: node.dtype().map(dtype_of).transpose()?,
+    };
+    Ok(instruction(op, decoder.write(node.out())?))
+}
+
+fn affine(mode: &str, group_size: i32, bits: i32, biases: Option<Value>) -> Result<Affine> {
+    if mode != "affine" {
+        fail!(Unsupported, "quantization of kind `{mode}`; this build has `affine`");
+    }
+    if biases.is_none() {
+        fail!(Program, "affine quantization without biases");
+    }
+    Ok(Affine { group_size, bits })
+}
+
+/// A packed matrix: `bits` bits an element, a scale and a bias a group.
+struct Packed<'a> {
+    w: &'a Array,
+    scales: &'a Array,
+    biases: &'a Array,
+    packing: Affine,
+}
+
+pub fn run_quantized_matmul(
+    frame: &Frame,
+    x: Value,
+    [w, scales]: [Value; 2],
+    biases: Option<Value>,
+    packing: Affine,
+    transpose: bool,
+) -> Result<Array> {
+    let Some(biases) = biases else {
+        fail!(Program, "affine quantization without biases");
+    };
+    let x = frame.tensor(x)?;
+    let packed = Packed {
+        w: frame.tensor(w)?,
+        scales: frame.tensor(scales)?,
+        biases: frame.tensor(biases)?,
+        packing,
+    };
+    // [1, T, features], by the rows of a weight: what a linear layer is.
+    if frame.on_gpu() || !transpose || x.ndim() != 3 || x.dim(0) != 1 || packed.w.ndim() != 2 {
+        return packed_product(x, &packed, transpose);
+    }
+    linear_on_cpu(x, &packed)
+}
+
+/// MLX's packed product on the CPU runs row by row, unpacking the weight for
+/// each, and is an order of magnitude slower in half precision than in float32.
+/// A token or a few go through it in float32; for more rows it is faster to
+/// unpack the weight once, and multiply.
+///
+/// How many are more was measured on x86-64 with MLX 0.32.2, for 4 and 8 bits:
+/// the two ways meet between 8 and 16 rows in float32, between 4 and 8 in half
+/// precision.
+fn linear_on_cpu(x: &Array, packed: &Packed) -> Result<Array> {
+    let (rows, dtype) = (x.dim(1), x.dtype());
+    let unpack_from = if dtype == Dtype::Float32 { 12 } else { 8 };
+    if rows < unpack_from {
+        let wide = Packed {
+            scales: &cast(packed.scales, Dtype::Float32)?,
+            biases: &cast(packed.biases, Dtype::Float32)?,
+            ..*packed
+        };
+        let product = packed_product(&cast(x, Dtype::Float32)?, &wide, true)?;
+        return cast(&product, dtype);
+    }
+    let Packed { w, scales, biases, packing } = *packed;
+    let w = mlx_rs::ops::dequantize(w, scales, biases, packing.group_size, packing.bits)?;
+    // The weight on the left, as it is: the other way round BLAS would walk it
+    // along its short side.
+    let columns = x.reshape(&[rows, -1])?.transpose_axes(&[1, 0])?.contiguous()?;
+    Ok(matmul(w, columns)?.transpose_axes(&[1, 0])?.expand_dims(0)?)
+}
+
+fn packed_product(x: &Array, packed: &Packed, transpose: bool) -> Result<Array> {
+    let some = |value| mlx_sys::mlx_optional_int { value, has_value: true };
+    // SAFETY: the handles outlive the call.
+    call(|made, stream| unsafe {
+        mlx_sys::mlx_quantized_matmul(
+            made,
+            x.as_ptr(),
+            packed.w.as_ptr(),
+            packed.scales.as_ptr(),
+            packed.biases.as_ptr(),
+            transpose,
+            some(packed.packing.group_size),
+            some(packed.packing.bits),
+            c"affine".as_ptr(),
+            stream,
+        )
+    })
+}
+
+pub fn run_dequantize(
+    frame: &Frame,
+    w: Value,
+    scales: Value,
+    biases: Option<Value>,
+    packing: Affine,
+    dtype: Option<Dtype>,
+) -> Result<Array> {
+    let (w, scales) = (frame.tensor(w)?, frame.tensor(scales)?);
+    let biases = biases.map(|value| frame.tensor(value)).transpose()?;
+    let values = mlx_rs::ops::dequantize(w, scales, biases, packing.group_size, packing.bits)?;
+    match dtype {
+        Some(dtype) => cast(&values, dtype),
+        None => Ok(values),
+    }
+}
