@@ -70,7 +70,7 @@ impl Error {
 #[cfg(feature = "mlx")]
 impl From<mlx_rs::error::Exception> for Error {
     fn from(exception: mlx_rs::error::Exception) -> Self {
-        Self::new(Status::Mlx, exception.what())
+        crate::mlx::error_of(exception.what())
     }
 }
 

@@ -326,3 +326,89 @@ fn slot_name(graph: fb::MLXGraph, slot: u32) -> String {
             |named| named.name().rsplit('/').next().unwrap_or_default().to_owned(),
         )
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::Status;
+    use flatbuffers::FlatBufferBuilder;
+
+    /// A program of one chain with these instructions, none of which does much.
+    fn program(
+        build: impl Fn(
+            &mut FlatBufferBuilder,
+        )
+            -> Vec<(fb::OpNode, flatbuffers::WIPOffset<flatbuffers::UnionWIPOffset>)>,
+        n_temporaries: u32,
+    ) -> Vec<u8> {
+        let mut builder = FlatBufferBuilder::new();
+        let ops = build(&mut builder);
+        let instructions: Vec<_> = ops
+            .into_iter()
+            .map(|(op_type, op)| {
+                fb::Instruction::create(
+                    &mut builder,
+                    &fb::InstructionArgs { op_type, op: Some(op) },
+                )
+            })
+            .collect();
+        let instructions = builder.create_vector(&instructions);
+        let chain = fb::InstructionChain::create(
+            &mut builder,
+            &fb::InstructionChainArgs { instructions: Some(instructions) },
+        );
+        let chains = builder.create_vector(&[chain]);
+        let graph = fb::MLXGraph::create(
+            &mut builder,
+            &fb::MLXGraphArgs {
+                instruction_chains: Some(chains),
+                num_temp_tensors: n_temporaries,
+                ..Default::default()
+            },
+        );
+        builder.finish(graph, None);
+        let mut payload = vec![0; 24];
+        payload[4..8].copy_from_slice(b"MLX0");
+        payload.extend_from_slice(builder.finished_data());
+        payload
+    }
+
+    fn error(payload: &[u8]) -> crate::Error {
+        decode(crate::program::payload::read(payload).unwrap()).unwrap_err()
+    }
+
+    #[test]
+    fn every_operation_that_is_missing_is_named_at_once() {
+        let payload = program(
+            |builder| {
+                let tid = fb::Tid::new(0);
+                let tan = |builder: &mut FlatBufferBuilder| {
+                    let args = fb::TanNodeArgs { x: Some(&tid), out: Some(&tid) };
+                    (fb::OpNode::TanNode, fb::TanNode::create(builder, &args).as_union_value())
+                };
+                let floor = fb::FloorNodeArgs { x: Some(&tid), out: Some(&tid) };
+                let floor = fb::FloorNode::create(builder, &floor).as_union_value();
+                vec![tan(builder), (fb::OpNode::FloorNode, floor), tan(builder)]
+            },
+            1,
+        );
+        let error = error(&payload);
+        assert_eq!(error.status(), Status::Unsupported);
+        assert!(error.message().contains("Floor (1 times), Tan (2 times)"), "{error}");
+    }
+
+    #[test]
+    fn slots_are_read_after_they_are_written() {
+        let payload = program(
+            |builder| {
+                let (x, out) = (fb::Tid::new(1), fb::Tid::new(0));
+                let args = fb::CosNodeArgs { x: Some(&x), out: Some(&out) };
+                vec![(fb::OpNode::CosNode, fb::CosNode::create(builder, &args).as_union_value())]
+            },
+            2,
+        );
+        let error = error(&payload);
+        assert_eq!(error.status(), Status::Program);
+        assert_eq!(error.message(), "instruction 0: tensor 1 is read before it is written");
+    }
+}

@@ -172,3 +172,115 @@ fn rewrite(graph: &mut Graph, narrow: &HashSet<Value>, tokens: &HashSet<IntValue
     }
     insert(graph, inserted);
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::program::ir::{Binary, Chain, Constant, Dim, InputSpec};
+    use crate::Status;
+    use mlx_rs::Dtype;
+
+    const WEIGHT: Value = Value(0);
+    const TOKENS: Value = Value(1);
+    const COUNT: IntValue = IntValue(0);
+
+    /// A program over `[1, T]` inputs with one weight; values from 2 on are made
+    /// by `ops`, the last of them its output.
+    fn graph(ops: Vec<Op>) -> Graph {
+        let shape = vec![8, 8];
+        let mut instructions =
+            vec![Instruction { op: Op::SymSize { x: TOKENS, dim: 1 }, out: Out::Int(COUNT) }];
+        let n_values = 2 + ops.len() as u32;
+        instructions.extend(
+            (2..).zip(ops).map(|(value, op)| Instruction { op, out: Out::Tensor(Value(value)) }),
+        );
+        Graph {
+            constants: vec![Constant { name: "weight".into(), shape, dtype: Dtype::Float32 }],
+            inputs: vec![InputSpec::Tensor {
+                value: TOKENS,
+                name: "tokens".into(),
+                shape: vec![Dim::Static(1), Dim::UpTo(None)],
+                scalar_type: 4,
+            }],
+            init: Chain::default(),
+            init_targets: Vec::new(),
+            main: Chain { instructions, outputs: vec![Out::Tensor(Value(n_values - 1))] },
+            n_values,
+            n_ints: 1,
+        }
+    }
+
+    fn embed() -> Op {
+        Op::Take { x: WEIGHT, index: crate::program::ir::Index::Many(TOKENS), axis: 0 }
+    }
+
+    fn linear(x: u32) -> Op {
+        Op::Linear { x: Value(x), weight: WEIGHT, bias: None, transposed: false }
+    }
+
+    fn attend(q: u32) -> Op {
+        Op::UpdateAndAttend {
+            q: Value(q),
+            k: Value(q),
+            v: Value(q),
+            position: TOKENS,
+            layer: 0,
+            scale: 1.0,
+            out_dtype: None,
+            last_query: false,
+        }
+    }
+
+    fn ops(graph: &Graph) -> Vec<&Op> {
+        graph.main.instructions.iter().map(|instruction| &instruction.op).collect()
+    }
+
+    #[test]
+    fn the_last_product_runs_on_one_row() {
+        // 2: embedding, 3: logits.
+        let mut graph = graph(vec![embed(), linear(2)]);
+        narrow(&mut graph).unwrap();
+        let made = ops(&graph);
+        assert_eq!(*made[2], Op::LastToken { x: Value(2) });
+        assert!(matches!(made[3], Op::Linear { x: Value(4), .. }));
+    }
+
+    #[test]
+    fn rows_are_dropped_at_the_last_attention() {
+        // 2: embedding, 3: attention, 4: heads back, 5: merged, 6: residual, 7: logits.
+        let merged = Op::Reshape {
+            x: Value(4),
+            shape: vec![Int::Literal(1), Int::Value(COUNT), Int::Literal(-1)],
+        };
+        let residual = Op::Binary { function: Binary::Add, a: Value(2), b: Value(5) };
+        let heads = Op::Transpose { x: Value(3), perm: vec![0, 2, 1, 3] };
+        let mut graph = graph(vec![embed(), attend(2), heads, merged, residual, linear(6)]);
+        narrow(&mut graph).unwrap();
+        let made = ops(&graph);
+        assert!(matches!(made[2], Op::UpdateAndAttend { last_query: true, .. }));
+        assert!(made
+            .iter()
+            .any(|op| matches!(op, Op::Reshape { shape, .. } if shape[1] == Int::Literal(1))));
+        assert!(
+            made.contains(&&Op::LastToken { x: Value(2) }),
+            "the residual enters by its last row"
+        );
+    }
+
+    #[test]
+    fn a_value_that_others_read_stays_whole() {
+        // 2: embedding, 3: hidden, 4: attention over all of hidden, 5: sum, 6: logits.
+        let sum = Op::Binary { function: Binary::Add, a: Value(3), b: Value(3) };
+        let mut graph = graph(vec![embed(), linear(2), attend(3), sum, linear(5)]);
+        narrow(&mut graph).unwrap();
+        let made = ops(&graph);
+        assert!(matches!(made[2], Op::Linear { x: Value(2), .. }), "hidden is made for every row");
+        assert!(matches!(made[3], Op::UpdateAndAttend { last_query: false, .. }));
+    }
+
+    #[test]
+    fn what_is_not_made_row_by_row_is_refused() {
+        let mut graph = graph(vec![embed(), Op::Transpose { x: Value(2), perm: vec![1, 0, 2] }]);
+        assert_eq!(narrow(&mut graph).unwrap_err().status(), Status::Unsupported);
+    }
+}

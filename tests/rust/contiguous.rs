@@ -1,0 +1,290 @@
+//! The contiguous cache against a slow and obvious one, over generated
+//! operations.
+//!
+//! A failure prints its seed; `ETKV_SEED=<seed>` runs that one alone.
+//! `ETKV_RUNS=<n>` runs more.
+
+mod support;
+
+use etkv::{AttendCache, Cache, CacheConfig, ContiguousCache, KvFormat, LayerConfig, Status, Step};
+use support::oracle::{self, Rows};
+use support::Rng;
+
+const N_HEADS: usize = 4;
+const SCALE: f32 = 0.3;
+
+/// What a cache is to hold: rows by position, no slots, no buffers.
+struct Model {
+    layers: Vec<(LayerConfig, Rows, Rows)>,
+    capacity: usize,
+}
+
+impl Model {
+    fn length(&self) -> usize {
+        self.layers[0].1.len()
+    }
+
+    fn truncate(&mut self, length: usize) {
+        for (_, k, v) in &mut self.layers {
+            k.truncate(length);
+            v.truncate(length);
+        }
+    }
+}
+
+struct Run {
+    rng: Rng,
+    cache: ContiguousCache,
+    model: Model,
+    format: KvFormat,
+}
+
+impl Run {
+    fn new(seed: u64) -> Self {
+        let mut rng = Rng::new(seed);
+        let format = rng.pick(&[KvFormat::F32, KvFormat::F16, KvFormat::Bf16]);
+        let layers: Vec<LayerConfig> = (0..rng.below(3) + 1)
+            .map(|_| LayerConfig {
+                n_kv_heads: rng.pick(&[1, 2, 4]),
+                k_head_dim: rng.pick(&[4, 8, 16]),
+                v_head_dim: rng.pick(&[4, 8, 16]),
+            })
+            .collect();
+        let config = CacheConfig {
+            layers: layers.clone(),
+            capacity: rng.pick(&[1, 7, 64, 200]),
+            min_chunk: rng.pick(&[1, 5, 16, 500]),
+            k_format: format,
+            v_format: format,
+        };
+        let capacity = config.capacity as usize;
+        Self {
+            rng,
+            cache: ContiguousCache::new(config).unwrap(),
+            model: Model {
+                layers: layers.into_iter().map(|layer| (layer, vec![], vec![])).collect(),
+                capacity,
+            },
+            format,
+        }
+    }
+
+    /// A step that is committed, or dropped on the way.
+    fn step(&mut self) {
+        let length = self.model.length();
+        let start = if self.rng.chance(0.2) { self.rng.below(length + 1) } else { length };
+        let room = self.model.capacity - start;
+        if room == 0 {
+            return self.refused(&[start as i32], Status::Capacity);
+        }
+        let n = if self.rng.chance(0.5) { 1 } else { 1 + self.rng.below(room.min(40)) };
+        let positions: Vec<i32> = (start..start + n).map(|position| position as i32).collect();
+        let stop_after = self.rng.chance(0.25).then(|| self.rng.below(self.model.layers.len() + 1));
+
+        let mut step = Step::begin(&mut self.cache, &positions).unwrap();
+        let mut written = Vec::new();
+        for (id, (layer, k_rows, v_rows)) in self.model.layers.iter().enumerate() {
+            if stop_after == Some(id) {
+                break;
+            }
+            let heads = layer.n_kv_heads as usize;
+            let k = oracle::random_rows(&mut self.rng, n, heads, layer.k_head_dim as usize);
+            let v = oracle::random_rows(&mut self.rng, n, heads, layer.v_head_dim as usize);
+            let q = oracle::random_rows(&mut self.rng, n, N_HEADS, layer.k_head_dim as usize);
+            let spec = step.update_and_fetch(id, &oracle::array(&k), &oracle::array(&v)).unwrap();
+            let out = etkv::attend(&oracle::array(&q), &spec, SCALE, None).unwrap();
+            drop(spec);
+            step.eval(&[&out]).unwrap();
+
+            let stored = |rows: &Rows, new: &Rows| -> Rows {
+                let new = new.iter().map(|row| oracle::rounded(row, self.format));
+                rows[..start].iter().cloned().chain(new).collect()
+            };
+            let (all_k, all_v) = (stored(k_rows, &k), stored(v_rows, &v));
+            for (query, row) in q.iter().enumerate() {
+                let seen = start + query + 1;
+                let expected = oracle::attention(row, &all_k[..seen], &all_v[..seen], SCALE);
+                oracle::assert_close(&oracle::row(&out, query), &expected, 2e-5);
+            }
+            written.push((all_k, all_v));
+        }
+        if stop_after.is_some() {
+            // Not committed: as if it had not been, even where it wrote over rows.
+            drop(step);
+        } else {
+            step.commit(&[]).unwrap();
+            for (layer, (k, v)) in self.model.layers.iter_mut().zip(written) {
+                (layer.1, layer.2) = (k, v);
+            }
+        }
+    }
+
+    fn refused(&mut self, positions: &[i32], status: Status) {
+        assert_eq!(self.cache.begin(positions).unwrap_err().status(), status, "{positions:?}");
+    }
+
+    fn bad_positions(&mut self) {
+        let length = self.model.length() as i32;
+        match self.rng.below(4) {
+            0 => self.refused(&[length + 1], Status::Position),
+            1 => self.refused(&[-1], Status::Position),
+            2 => self.refused(&[], Status::InvalidArgument),
+            _ => self.refused(&[length, length], Status::Position),
+        }
+    }
+
+    fn rewind(&mut self) {
+        let length = self.model.length();
+        let to = self.rng.below(length + 3);
+        let result = self.cache.rewind(to as i32);
+        if to <= length {
+            result.unwrap();
+            self.model.truncate(to);
+        } else {
+            assert_eq!(result.unwrap_err().status(), Status::Position);
+        }
+    }
+
+    fn clear(&mut self) {
+        let release = self.rng.chance(0.5);
+        self.cache.clear(release).unwrap();
+        self.model.truncate(0);
+        if release {
+            assert_eq!(self.cache.memory().allocated, 0);
+        }
+    }
+
+    fn check(&self) {
+        let (length, capacity) = (self.model.length(), self.model.capacity);
+        assert_eq!(self.cache.length() as usize, length);
+        for n in [0, 1, capacity - length, capacity - length + 1] {
+            assert_eq!(self.cache.can_extend(n as i32), length + n <= capacity, "{n}");
+        }
+        let memory = self.cache.memory();
+        assert_eq!(memory.used, self.cache.config().bytes(length as i32));
+        assert_eq!(memory.at_capacity, self.cache.config().bytes(capacity as i32));
+        assert!(memory.allocated >= memory.used && memory.allocated <= memory.at_capacity);
+    }
+}
+
+#[test]
+fn equals_a_list_of_rows_over_generated_operations() {
+    support::for_seeds(40, |seed| {
+        etkv::mlx::run(|| {
+            let mut run = Run::new(seed);
+            for _ in 0..40 {
+                match run.rng.below(20) {
+                    0 => run.clear(),
+                    1 | 2 => run.rewind(),
+                    3 => run.bad_positions(),
+                    _ => run.step(),
+                }
+                run.check();
+            }
+            Ok(())
+        })
+        .unwrap();
+    });
+}
+
+fn one_layer(capacity: i32, min_chunk: i32) -> ContiguousCache {
+    let config = CacheConfig {
+        min_chunk,
+        k_format: KvFormat::F32,
+        v_format: KvFormat::F32,
+        ..CacheConfig::uniform(1, 2, 64, capacity)
+    };
+    ContiguousCache::new(config).unwrap()
+}
+
+fn append(cache: &mut ContiguousCache, n: usize) {
+    let rows = mlx_rs::Array::ones::<f32>(&[1, 2, n as i32, 64]).unwrap();
+    let q = mlx_rs::Array::ones::<f32>(&[1, 4, n as i32, 64]).unwrap();
+    let length = cache.length();
+    let positions: Vec<i32> = (length..length + n as i32).collect();
+    let mut step = Step::begin(cache, &positions).unwrap();
+    let spec = step.update_and_fetch(0, &rows, &rows).unwrap();
+    let out = etkv::attend(&q, &spec, 0.1, None).unwrap();
+    drop(spec);
+    step.commit(&[&out]).unwrap();
+}
+
+/// Alone in its process would be best; the lock of `run` keeps others out.
+#[test]
+fn decoding_copies_no_history() {
+    etkv::mlx::run(|| {
+        let mut cache = one_layer(16_384, 16_384);
+        append(&mut cache, 8_000);
+        mlx_rs::memory::clear_cache()?;
+        let before = mlx_rs::memory::active_memory()?;
+        mlx_rs::memory::reset_peak_memory()?;
+        for _ in 0..200 {
+            append(&mut cache, 1);
+        }
+        assert_eq!(mlx_rs::memory::active_memory()?, before, "decoding holds on to memory");
+        let step = mlx_rs::memory::peak_memory()?.saturating_sub(before);
+        // Scores of 4 heads over 8,200 keys, twice, and small things: a copy of
+        // the history would be 4 MiB.
+        assert!(step < 1 << 20, "a decode step takes {step} bytes");
+        Ok(())
+    })
+    .unwrap();
+}
+
+#[test]
+fn buffers_are_what_was_estimated_at_every_growth() {
+    etkv::mlx::run(|| {
+        let mut cache = one_layer(100, 8);
+        for length in 1..=100 {
+            append(&mut cache, 1);
+            let slots = cache.config().slots_for(length);
+            assert_eq!(cache.memory().allocated, cache.config().bytes(slots), "at {length}");
+        }
+        assert_eq!(cache.begin(&[100]).unwrap_err().status(), Status::Capacity);
+        cache.clear(true)
+    })
+    .unwrap();
+}
+
+#[test]
+fn one_step_at_a_time_and_every_layer_once() {
+    let mut cache = ContiguousCache::new(CacheConfig::uniform(2, 1, 4, 8)).unwrap();
+    let rows = mlx_rs::Array::ones::<f32>(&[1, 1, 1, 4]).unwrap();
+    etkv::mlx::run(|| {
+        let status = |result: etkv::Result<()>| result.unwrap_err().status();
+        assert_eq!(status(cache.update_and_fetch(0, &rows, &rows).map(drop)), Status::Step);
+        assert_eq!(status(cache.commit()), Status::Step);
+        cache.begin(&[0])?;
+        assert_eq!(status(cache.begin(&[0])), Status::Step);
+        assert_eq!(status(cache.clear(false)), Status::Step);
+        assert_eq!(status(cache.rewind(0)), Status::Step);
+        cache.update_and_fetch(0, &rows, &rows)?;
+        assert_eq!(status(cache.update_and_fetch(0, &rows, &rows).map(drop)), Status::Step);
+        assert_eq!(status(cache.update_and_fetch(2, &rows, &rows).map(drop)), Status::Shape);
+        assert_eq!(status(cache.commit()), Status::Step);
+        let wide = mlx_rs::Array::ones::<f32>(&[1, 2, 1, 4])?;
+        assert_eq!(status(cache.update_and_fetch(1, &wide, &rows).map(drop)), Status::Shape);
+        cache.update_and_fetch(1, &rows, &rows)?;
+        cache.commit()
+    })
+    .unwrap();
+    assert_eq!(cache.length(), 1);
+}
+
+#[test]
+fn threads_may_take_turns() {
+    let cache = std::sync::Arc::new(std::sync::Mutex::new(one_layer(64, 8)));
+    for _ in 0..10 {
+        let cache = cache.clone();
+        std::thread::spawn(move || {
+            etkv::mlx::run(|| {
+                append(&mut cache.lock().unwrap(), 3);
+                Ok(())
+            })
+            .unwrap();
+        })
+        .join()
+        .unwrap();
+    }
+    assert_eq!(cache.lock().unwrap().length(), 30);
+}

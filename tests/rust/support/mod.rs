@@ -1,0 +1,52 @@
+//! What the tests share: random numbers that a seed repeats, and the oracle.
+
+pub mod oracle;
+
+/// xorshift64*: small, and the same everywhere.
+pub struct Rng(u64);
+
+impl Rng {
+    pub fn new(seed: u64) -> Self {
+        Self(seed.wrapping_mul(0x9e37_79b9_7f4a_7c15) | 1)
+    }
+
+    pub fn next(&mut self) -> u64 {
+        self.0 ^= self.0 >> 12;
+        self.0 ^= self.0 << 25;
+        self.0 ^= self.0 >> 27;
+        self.0.wrapping_mul(0x2545_f491_4f6c_dd1d)
+    }
+
+    /// Below `n`, which is at least 1.
+    pub fn below(&mut self, n: usize) -> usize {
+        ((self.next() >> 33) % n as u64) as usize
+    }
+
+    pub fn chance(&mut self, probability: f64) -> bool {
+        self.unit() < probability
+    }
+
+    pub fn pick<T: Copy>(&mut self, choices: &[T]) -> T {
+        choices[self.below(choices.len())]
+    }
+
+    /// In [0, 1).
+    pub fn unit(&mut self) -> f64 {
+        (self.next() >> 11) as f64 / (1u64 << 53) as f64
+    }
+}
+
+/// Runs a test for many seeds, and says which one failed.
+pub fn for_seeds(default_runs: u64, test: impl Fn(u64) + std::panic::RefUnwindSafe) {
+    let number = |name: &str| std::env::var(name).ok().and_then(|text| text.parse::<u64>().ok());
+    let seeds = match number("ETKV_SEED") {
+        Some(seed) => seed..seed + 1,
+        None => 0..number("ETKV_RUNS").unwrap_or(default_runs),
+    };
+    for seed in seeds {
+        if let Err(panic) = std::panic::catch_unwind(|| test(seed)) {
+            eprintln!("failed with ETKV_SEED={seed}");
+            std::panic::resume_unwind(panic);
+        }
+    }
+}
