@@ -1,0 +1,380 @@
+"""What the tests that run models share: programs to run, the tools that run them, and transformers to compare with.
+
+Programs are exported to ``build/models/`` when they are missing or were made from something else; a second run finds
+them. Set ``ETKV_TEST_KEEP_PROGRAMS=1`` to take every program that is there as it is, while the exporter changes.
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+import hashlib
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterable, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import dataclass
+from multiprocessing import get_context
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+import tiny_models
+from etkv import models
+from etkv.constants import read_constants
+from etkv.export import ExportRequest, export_program, is_current
+from etkv.export.progress import third_party_noise
+
+if TYPE_CHECKING:
+    import torch
+    from transformers import PreTrainedModel
+
+ROOT = Path(__file__).resolve().parents[2]
+BUILD = ROOT / "build"
+MODELS = BUILD / "models"
+CHAT = BUILD / "bin" / "etkv_chat"
+FORWARD = BUILD / "bin" / "etkv_forward"
+
+DTYPES = {"f32": "float32", "f16": "float16", "bf16": "bfloat16"}
+UNIT_ROUNDOFF = {"f32": 2.0**-24, "f16": 2.0**-11, "bf16": 2.0**-8}
+"""The largest relative error of rounding to the dtype."""
+
+TINY_CHUNK = 64
+"""Tokens in one execution of a tiny model's program, at most."""
+
+_TIMEOUT_SECONDS = 300
+
+
+STORY = """\
+A cache is a promise about the future made from the past. A library that keeps the books which were asked \
+for yesterday near the door is betting that they will be asked for again tomorrow, and most days it wins \
+the bet. A river keeps no such account: what flows past the mill at noon was rain in the hills on \
+Tuesday, and the miller who wants to know how much there will be in August has to walk up and look at the \
+snow.
+
+In the autumn of 1887 the miller's daughter, Ada, began to write the height of the water on the wall \
+beside the wheel, once in the morning and once in the evening, with a piece of chalk. After a month there \
+were 60 numbers, and after a year there were 730, in columns that ran from the floor to the beam. Her \
+father complained that the wall looked like a bank. Her mother, who could do sums, noticed that the \
+numbers of one week were nearly always the numbers of the week before, moved a little up or a little \
+down, and that the moves themselves had a habit: three days of rising were followed by one of rest.
+
+"If that is so," said Ada, "then I need not write down every number. I can write the first, and then only \
+what is surprising." She rubbed out the wall and began again. The new account took a tenth of the room; \
+it was harder to read, and when a storm washed away the chalk of a single day, everything after that day \
+was wrong until she climbed down to the river and measured afresh.
+"""
+"""A text of some three hundred tokens."""
+
+
+# ---- Programs -------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Variant:
+    """A model in a dtype, quantized or not: what makes one program."""
+
+    model: str
+    dtype: str = "f32"
+    quantize: str | None = None
+
+    @property
+    def name(self) -> str:
+        """The name of the program's folder."""
+        parts = [self.model, self.dtype, self.quantize]
+        if self.model not in tiny_models.CONFIGS and self.dtype == "f32":
+            parts.remove("f32")
+        return "-".join(part for part in parts if part)
+
+    def __str__(self) -> str:
+        return self.name
+
+
+@dataclass(frozen=True)
+class Program:
+    """An exported program and the Hugging Face folder with the weights that it computes with."""
+
+    variant: Variant
+    path: Path
+    hf: Path
+
+
+def program(variant: Variant) -> Program:
+    """The program of ``variant``, exported if need be."""
+    return programs([variant])[variant]
+
+
+def programs(variants: Iterable[Variant]) -> dict[Variant, Program]:
+    """The programs of ``variants``; those to be exported are, two at a time."""
+    requests = {variant: _request(variant) for variant in variants}
+    stale = [request for request in requests.values() if not _is_usable(request)]
+    if stale:
+        with ProcessPoolExecutor(min(2, len(stale)), mp_context=get_context("spawn")) as pool:
+            list(pool.map(_export, stale))
+    return {variant: Program(variant, request.output, request.keep_hf) for variant, request in requests.items()}
+
+
+def _request(variant: Variant) -> ExportRequest:
+    folder = MODELS / variant.name
+    tiny = variant.model in tiny_models.CONFIGS
+    return ExportRequest(
+        model=_tiny_source(variant.model) if tiny else models.path(variant.model),
+        output=folder / "model.pte",
+        dtype=DTYPES[variant.dtype],
+        quantize=variant.quantize,
+        prefill_chunk=TINY_CHUNK if tiny else None,
+        keep_hf=folder / "hf",
+    )
+
+
+@functools.cache
+def _tiny_source(name: str) -> Path:
+    """The folder of a tiny model, written if it is missing or if the code that writes it has changed."""
+    folder = MODELS / name
+    stamp = folder / "made-by.txt"
+    made_by = hashlib.sha256(Path(tiny_models.__file__).read_bytes()).hexdigest()
+    if not stamp.is_file() or stamp.read_text() != made_by:
+        tiny_models.write(name, folder)
+        stamp.write_text(made_by)
+    return folder
+
+
+def _is_usable(request: ExportRequest) -> bool:
+    if os.environ.get("ETKV_TEST_KEEP_PROGRAMS") == "1" and request.output.is_file():
+        return True
+    return is_current(request)
+
+
+def _export(request: ExportRequest) -> None:
+    with third_party_noise(allowed=False):
+        export_program(request)
+
+
+# ---- Running them ---------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Ran:
+    """What ``etkv_forward`` made of a prompt: the greedy ids, and rows of logits where they were asked for.
+
+    ``logits`` has a row for each token of the prompt and for each step after it, or the prompt's last row only.
+    """
+
+    ids: list[int]
+    logits: np.ndarray | None
+    cache_bytes: int
+
+
+def forward(
+    program: Program,
+    prompt: Sequence[int],
+    *,
+    decode: int = 0,
+    chunk: int = 0,
+    kv_dtype: str | None = None,
+    rows: str | None = None,
+) -> Ran:
+    """Run ``prompt`` in chunks, then ``decode`` greedy steps; ``rows`` is ``all`` or ``last`` to get logits."""
+    with tempfile.TemporaryDirectory() as scratch:
+        ids_file, logits_file = Path(scratch, "ids.txt"), Path(scratch, "logits.bin")
+        ids_file.write_text(" ".join(map(str, prompt)))
+        command = [FORWARD, "--json", "--model", program.path, "--ids-file", ids_file]
+        command += ["--decode", decode, "--chunk", chunk]
+        if kv_dtype:
+            command += ["--kv-dtype", kv_dtype]
+        if rows:
+            command += ["--all-logits" if rows == "all" else "--logits", logits_file]
+        done = run(command)
+        assert done.returncode == 0, f"{done.args}: {done.stderr}"
+        result = json.loads(done.stdout)["runs"][0]
+        count = {"all": len(prompt) + decode, "last": 1, None: 0}[rows]
+        logits = np.fromfile(logits_file, np.float32).reshape(count, -1) if rows else None
+    return Ran(result["ids"], logits, result["cache_allocated_bytes"])
+
+
+def run(command: Sequence[Any], timeout: float = _TIMEOUT_SECONDS, **options: Any) -> subprocess.CompletedProcess[str]:
+    """Run a tool to its end, its output as text. What is not UTF-8 in it fails the test that asked."""
+    words = [str(word) for word in command]
+    options = {"stdin": subprocess.DEVNULL, "check": False, **options}
+    return subprocess.run(words, capture_output=True, text=True, encoding="utf-8", timeout=timeout, **options)
+
+
+# ---- transformers ---------------------------------------------------------------------------------------------------
+
+
+def load_hf(folder: Path, dtype: str = "f32") -> PreTrainedModel:
+    """The model in ``folder``, computing in ``dtype``."""
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    with third_party_noise(allowed=False):
+        model = AutoModelForCausalLM.from_pretrained(folder, dtype=getattr(torch, DTYPES[dtype]), local_files_only=True)
+    return model.eval()
+
+
+def logits(model: PreTrainedModel, ids: Sequence[int], dtype: str = "f32") -> np.ndarray:
+    """A row of logits for each of ``ids``, computed in one pass in ``dtype`` on a model that is float32."""
+    import torch
+
+    if dtype != "f32":
+        model = copy.deepcopy(model).to(getattr(torch, DTYPES[dtype]))
+    with torch.inference_mode():
+        return model(input_ids=torch.tensor([list(ids)]), use_cache=False).logits[0].float().numpy()
+
+
+def tokenize(program: Program, text: str) -> list[int]:
+    """The ids of ``text`` as it is, without a template."""
+    from transformers import AutoTokenizer
+
+    return AutoTokenizer.from_pretrained(program.hf, local_files_only=True)(text).input_ids
+
+
+@dataclass(frozen=True)
+class Greedy:
+    """Greedy ids, and for each of them by how much its logit leads the next best one."""
+
+    ids: list[int]
+    margins: list[float]
+
+
+def greedy(folder: Path, prompts: dict[str, list[int]], count: int) -> dict[str, Greedy]:
+    """What transformers generates greedily in float32 with its cache: ``count`` ids for each prompt, past end tokens.
+
+    Results are kept in ``build/reference/`` by the weights, the prompt and the versions.
+    """
+    model: PreTrainedModel | None = None
+    answers = {}
+    for name, prompt in prompts.items():
+        file = BUILD / "reference" / f"{_greedy_key(folder, prompt, count)}.json"
+        if not file.is_file():
+            model = model or load_hf(folder)
+            answer = _generate(model, prompt, count)
+            file.parent.mkdir(parents=True, exist_ok=True)
+            scratch = file.with_suffix(f".{os.getpid()}")
+            scratch.write_text(json.dumps({"prompt": prompt, "ids": answer.ids, "margins": answer.margins}))
+            scratch.replace(file)
+        stored = json.loads(file.read_text())
+        answers[name] = Greedy(stored["ids"], stored["margins"])
+    return answers
+
+
+def _generate(model: PreTrainedModel, prompt: list[int], count: int) -> Greedy:
+    import torch
+    from transformers import GenerationConfig
+
+    # What a call leaves open is taken from here, end tokens among them.
+    model.generation_config = GenerationConfig(do_sample=False, use_cache=True, pad_token_id=0)
+    ids = torch.tensor([prompt])
+    made = model.generate(
+        ids,
+        attention_mask=torch.ones_like(ids),
+        max_new_tokens=count,
+        return_dict_in_generate=True,
+        output_logits=True,
+    )
+    best = torch.cat(made.logits).float().topk(2, dim=-1).values
+    ids = made.sequences[0, len(prompt) :].tolist()
+    assert len(ids) == count
+    return Greedy(ids, (best[:, 0] - best[:, 1]).tolist())
+
+
+def _greedy_key(folder: Path, prompt: list[int], count: int) -> str:
+    import torch
+    import transformers
+
+    parts = [_weights_digest(folder), prompt, count, torch.__version__, transformers.__version__]
+    return hashlib.sha256(json.dumps(parts).encode()).hexdigest()[:24]
+
+
+@functools.cache
+def _weights_digest(folder: Path) -> str:
+    digest = hashlib.sha256((folder / "config.json").read_bytes())
+    for file in sorted(folder.glob("*.safetensors")):
+        with file.open("rb") as data:
+            digest.update(hashlib.file_digest(data, "sha256").digest())
+    return digest.hexdigest()
+
+
+# ---- mlx-lm ---------------------------------------------------------------------------------------------------------
+
+
+def mlx_lm_logits(folder: Path, ids: Sequence[int]) -> np.ndarray:
+    """A row of float32 logits for each of ``ids``: mlx-lm with the weights in ``folder``, their dtype and its cache."""
+    import mlx.core as mx
+    from mlx_lm.models.cache import make_prompt_cache
+    from mlx_lm.utils import load_model
+
+    model, _ = load_model(folder)
+    rows = model(mx.array([list(ids)]), cache=make_prompt_cache(model))[0]
+    return np.array(rows.astype(mx.float32))
+
+
+# ---- What a program holds -------------------------------------------------------------------------------------------
+
+
+def weights(program: Program) -> dict[str, torch.Tensor]:
+    """The weights of ``program`` by their Hugging Face names, read from the .pte, dequantized, as float32.
+
+    A quantized weight is kept as unsigned integers of 4 or 8 bits, packed into words from the lowest bits on, and
+    scales for groups of a row; its zero is the middle of the range.
+    """
+    constants = read_constants(program.path)
+    state = {}
+    for name, tensor in constants.items():
+        if name.endswith(_PACKED):
+            base = name.removesuffix(_PACKED)
+            scales = constants.get(f"{base}1_regrouped", constants.get(f"{base}1"))
+            assert f"{base}2" not in constants, f"{name}: a zero for each group"
+            state[_hf_name(base)] = _dequantize(tensor, scales.float(), int(program.variant.quantize.removesuffix("w")))
+        elif ".parametrizations." not in name and name.endswith((".weight", ".bias")):
+            state[_hf_name(name)] = tensor.float()
+    return state
+
+
+def from_weights(program: Program) -> PreTrainedModel:
+    """transformers' model of ``program``'s configuration with the very weights that the .pte holds, in float32."""
+    model = load_hf(program.hf)
+    missing, unexpected = model.load_state_dict(weights(program), strict=False)
+    assert not unexpected, unexpected
+    assert set(missing) <= set(model.all_tied_weights_keys), missing
+    return model
+
+
+_PACKED = "0_to_packed"
+
+
+def _dequantize(packed: torch.Tensor, scales: torch.Tensor, bits: int) -> torch.Tensor:
+    import torch
+
+    values = packed.view(torch.uint8)
+    if bits == 4:
+        values = torch.stack([values & 15, values >> 4], dim=-1).flatten(1)
+    values = values.float() - 2 ** (bits - 1)
+    groups = values.reshape(len(values), scales.shape[1], -1)
+    return (groups * scales[..., None]).reshape(values.shape)
+
+
+def _hf_name(name: str) -> str:
+    return name.removeprefix("model.").replace(".parametrizations.weight.original", ".weight")
+
+
+# ---- Comparing ------------------------------------------------------------------------------------------------------
+
+
+def rms(values: np.ndarray) -> float:
+    """Root of the mean square."""
+    return float(np.sqrt(np.mean(np.square(values, dtype=np.float64))))
+
+
+def spread(rows: np.ndarray) -> float:
+    """How far logits are apart within a row, as a standard deviation: what errors of logits are measured against."""
+    return rms(rows - rows.mean(axis=-1, keepdims=True))
+
+
+def note(text: str) -> None:
+    """Print a measured figure; ``pytest -s`` or ``-rP`` shows it."""
+    print(text, file=sys.stderr)

@@ -1,0 +1,126 @@
+"""SmolLM2-135M-Instruct in float32 answers through etkv as it does in transformers, id by id."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import pytest
+
+import reference
+from reference import STORY, UNIT_ROUNDOFF, Variant
+
+pytestmark = pytest.mark.real_model
+
+NEW_TOKENS = 64
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """What is said, as a chat under the model's template or, if ``raw``, as it is; cut to ``tokens`` if that is set."""
+
+    text: str
+    raw: bool = False
+    system: str | None = None
+    tokens: int | None = None
+
+    def ids(self, tokenizer) -> list[int]:
+        if self.raw:
+            return tokenizer(self.text).input_ids[: self.tokens]
+        messages = [{"role": "system", "content": self.system}] if self.system else []
+        messages.append({"role": "user", "content": self.text})
+        return tokenizer.apply_chat_template(messages, add_generation_prompt=True).input_ids
+
+
+PROMPTS = {
+    "capital": Prompt("What is the capital of France?"),
+    "sky": Prompt("Explain why the sky is blue, in three short paragraphs."),
+    "rhymes": Prompt("Tell me about the sea.", system="You are a poet who answers in rhymes."),
+    "one token": Prompt("The", raw=True),
+    "code": Prompt('def fibonacci(n):\n    """Return the n-th Fibonacci number."""\n', raw=True),
+    "accents": Prompt("Les élèves ont demandé : « Où est la bibliothèque ? » 図書館は 25 km 先です。 →", raw=True),
+    "story": Prompt(STORY, raw=True),
+    "half a story": Prompt(STORY, raw=True, tokens=100),
+}
+
+
+@pytest.fixture(scope="module")
+def program() -> reference.Program:
+    return reference.program(Variant("smollm2-135m"))
+
+
+@pytest.fixture(scope="module")
+def tokenizer(program):
+    from transformers import AutoTokenizer
+
+    return AutoTokenizer.from_pretrained(program.hf, local_files_only=True)
+
+
+@pytest.fixture(scope="module")
+def expected(program, tokenizer) -> dict[str, reference.Greedy]:
+    ids = {name: prompt.ids(tokenizer) for name, prompt in PROMPTS.items()}
+    return reference.greedy(program.hf, ids, NEW_TOKENS)
+
+
+def assert_same(ids: list[int], expected: reference.Greedy) -> None:
+    """``ids`` begin what is expected; if not, say where they part and how close a decision it was."""
+    assert ids
+    for step, (got, want, margin) in enumerate(zip(ids, expected.ids, expected.margins, strict=False)):
+        assert got == want, (
+            f"id {step} is {got}, not {want}, which leads the next best by {margin:.3g} in transformers; "
+            f"float32 logits of tens differ by some 1e-5 from one order of sums to another"
+        )
+
+
+@pytest.mark.parametrize("name", PROMPTS)
+def test_ids_equal_those_of_transformers(program, tokenizer, expected, name):
+    ran = reference.forward(program, PROMPTS[name].ids(tokenizer), decode=NEW_TOKENS - 1)
+    assert len(ran.ids) == NEW_TOKENS
+    assert_same(ran.ids, expected[name])
+    reference.note(f"{name}: {len(ran.ids)} ids equal, the closest decision by {min(expected[name].margins):.3g}")
+
+
+@pytest.mark.parametrize("chunk", [1, 7, 64])
+@pytest.mark.parametrize("name", ["sky", "half a story"])
+def test_prefill_in_chunks(program, tokenizer, expected, name, chunk):
+    """Chunks change what a step sees, not the answer; the first half of it tells."""
+    ran = reference.forward(program, PROMPTS[name].ids(tokenizer), decode=NEW_TOKENS // 2 - 1, chunk=chunk)
+    assert_same(ran.ids, expected[name])
+
+
+@pytest.mark.parametrize("name", ["capital", "rhymes", "accents"])
+def test_chat_reads_and_answers_the_same(program, tokenizer, expected, name):
+    """From text to text: the runner's own tokenizer and template, its end tokens, its cache."""
+    prompt, most = PROMPTS[name], 24
+    command = [reference.CHAT, "--model", program.path, "--ids", "--max-new-tokens", most, "--prompt", prompt.text]
+    command += ["--raw"] if prompt.raw else []
+    command += ["--system", prompt.system] if prompt.system else []
+    done = reference.run(command)
+    assert done.returncode == 0, done.stderr
+
+    want = expected[name].ids[:most]
+    if tokenizer.eos_token_id in want:
+        want = want[: want.index(tokenizer.eos_token_id) + 1]
+    text, _, ids = done.stdout.rpartition("ids: ")
+    assert [int(word) for word in ids.split()] == want
+    assert text.rstrip("\n") == tokenizer.decode(want, skip_special_tokens=True).rstrip("\n")
+    assert f"prefill {len(prompt.ids(tokenizer))} tokens" in done.stderr
+
+
+def test_kv_dtypes(program, tokenizer):
+    """Keys and values rounded to 16 bits cost half the memory and some of the last digits.
+
+    Rounding them moves each output of attention by about one unit roundoff of its size, whatever the number of layers,
+    since what a layer adds is a part of the whole only. Four units leave room for an unlucky prompt, and are a tenth
+    of what one misplaced position costs.
+    """
+    ids, decode = PROMPTS["sky"].ids(tokenizer), 16
+    exact = reference.forward(program, ids, decode=decode, rows="all")
+    errors = {}
+    for dtype in ("f16", "bf16"):
+        ran = reference.forward(program, ids, decode=decode, rows="all", kv_dtype=dtype)
+        assert ran.ids == exact.ids
+        assert ran.cache_bytes * 2 == exact.cache_bytes
+        errors[dtype] = reference.rms(ran.logits - exact.logits) / reference.spread(exact.logits)
+        reference.note(f"KV in {dtype}: rms error {errors[dtype]:.2e} of the spread of logits")
+        assert errors[dtype] < 4 * UNIT_ROUNDOFF[dtype]
+    assert 0 < errors["f16"] < errors["bf16"] / 4, "bfloat16 keeps 3 bits fewer"

@@ -1,0 +1,165 @@
+"""Logits of programs on etkv against transformers in float32 on the weights that the .pte holds.
+
+What is allowed depends on the dtype of the arithmetic. Float32 differs from one order of sums to another only. Float16
+and bfloat16 are as good as transformers in the same dtype, with quantized weights a little worse, since MLX unpacks
+them in that dtype. What rounding or quantizing the weights costs is no part of it: both sides have the same weights.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+import reference
+from reference import DTYPES, STORY, TINY_CHUNK, Program, Variant
+
+FAMILIES = ("tiny-llama", "tiny-qwen2", "tiny-qwen3")
+VARIANTS = [
+    *(Variant(family, dtype, quantize) for family in FAMILIES for dtype in DTYPES for quantize in (None, "4w", "8w")),
+    # What these add to their family does not depend on the dtype.
+    Variant("tiny-llama-untied"),
+    Variant("tiny-llama-untied", "f32", "4w"),
+    Variant("tiny-llama3"),
+    Variant("tiny-qwen3-untied"),
+    Variant("tiny-qwen3-untied", "f32", "8w"),
+]
+DECODE = 8
+PROMPT = [256, 258, *b"user\nhow far is it to the mill, and back?", 257, 10, 258]
+
+
+@pytest.fixture(scope="module")
+def programs() -> dict[Variant, Program]:
+    return reference.programs(VARIANTS)
+
+
+@pytest.fixture(scope="module")
+def exact(programs):
+    """Function: variant, ids -> the rows of logits that transformers computes in float32 on the program's weights."""
+    models = {}
+
+    def rows(variant: Variant, ids: list[int], dtype: str = "f32") -> np.ndarray:
+        if variant not in models:
+            models.clear()
+            models[variant] = reference.from_weights(programs[variant])
+        return reference.logits(models[variant], ids, dtype)
+
+    return rows
+
+
+def greedy_of(rows: np.ndarray) -> list[int]:
+    return rows.argmax(axis=-1).tolist()
+
+
+def worst(rows: np.ndarray, expected: np.ndarray) -> float:
+    """The largest error of a logit, as a part of the range of logits."""
+    return float(np.abs(rows - expected).max() / np.ptp(expected))
+
+
+@pytest.mark.parametrize("variant", [v for v in VARIANTS if v.dtype == "f32"], ids=str)
+def test_float32_equals_transformers(programs, exact, variant):
+    """Every row of a prompt and of the steps after it, quantized or not, in one chunk and in several."""
+    for chunk in (0, 1, 7):
+        ran = reference.forward(programs[variant], PROMPT, decode=DECODE, rows="all", chunk=chunk)
+        expected = exact(variant, PROMPT + ran.ids[:-1])
+        np.testing.assert_allclose(ran.logits, expected, rtol=1e-4, atol=1e-4)
+        assert ran.ids == greedy_of(expected)[-DECODE - 1 :]
+        reference.note(f"{variant}, chunk {chunk}: max error {np.abs(ran.logits - expected).max():.1e}")
+
+
+@pytest.mark.parametrize("variant", [v for v in VARIANTS if v.dtype != "f32"], ids=str)
+def test_half_precision_is_as_good_as_that_of_transformers(programs, exact, variant):
+    """The rms error against float32 is at most 1.5 times that of transformers in the same dtype: two ways through the
+    same roundings differ by luck. With quantized weights it is at most 2.5 times that: MLX multiplies an unsigned
+    integer by its scale before it takes away the zero, and rounds in between, where transformers rounds the weight.
+    """
+    ran = reference.forward(programs[variant], PROMPT, decode=DECODE, rows="all")
+    ids = PROMPT + ran.ids[:-1]
+    expected = exact(variant, ids)
+    error = reference.rms(ran.logits - expected)
+    usual = reference.rms(exact(variant, ids, variant.dtype) - expected)
+    reference.note(f"{variant}: rms error {error:.2e}, transformers' own {usual:.2e}, ratio {error / usual:.2f}")
+    assert error < (2.5 if variant.quantize else 1.5) * usual
+    # Rounding is no more than that: whole chunks and single tokens agree as closely.
+    single = reference.forward(programs[variant], ids, rows="all", chunk=1).logits
+    assert reference.rms(single - ran.logits) < 2 * error
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_kv_dtype_is_that_of_the_program_by_default(programs, dtype):
+    variant = Variant("tiny-llama", dtype)
+    default = reference.forward(programs[variant], PROMPT, decode=DECODE, rows="all")
+    chosen = reference.forward(programs[variant], PROMPT, decode=DECODE, rows="all", kv_dtype=dtype)
+    assert (chosen.ids, chosen.cache_bytes) == (default.ids, default.cache_bytes)
+    np.testing.assert_array_equal(chosen.logits, default.logits)
+    for other in DTYPES:
+        ran = reference.forward(programs[variant], PROMPT, decode=DECODE, kv_dtype=other)
+        assert ran.cache_bytes == default.cache_bytes * (4 if other == "f32" else 2) // (4 if dtype == "f32" else 2)
+
+
+@pytest.mark.parametrize("variant", [Variant("tiny-llama", "f32"), Variant("tiny-qwen3", "bf16", "4w")], ids=str)
+def test_a_long_prompt_outgrows_the_first_allocation(programs, exact, variant):
+    """200 tokens take several chunks of the program and several growths of the cache."""
+    ids = np.random.default_rng(7).integers(0, 256, 200).tolist()
+    assert len(ids) > 3 * TINY_CHUNK
+    rows = reference.forward(programs[variant], ids, rows="all").logits
+    # A program that computes the last row only has another sum for it.
+    last = reference.forward(programs[variant], ids, rows="last").logits
+    expected = exact(variant, ids)
+    if variant.dtype == "f32":
+        np.testing.assert_allclose(rows, expected, rtol=1e-4, atol=1e-4)
+        np.testing.assert_allclose(last, expected[-1:], rtol=1e-4, atol=1e-4)
+    else:
+        usual = reference.rms(exact(variant, ids, variant.dtype) - expected)
+        assert reference.rms(rows - expected) < 2.5 * usual
+        assert reference.rms(last - rows[-1:]) < 2.5 * usual
+
+
+# ---- SmolLM2 --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.real_model
+def test_smollm2_bfloat16_is_as_good_as_mlx_lm():
+    """A row is the last row of the prompt that ends there, so a prompt of 200 tokens measures 200 prompts.
+
+    A single row does not tell: where a rotary cosine is as close to one bfloat16 as to the next, one of two equally
+    exact programs picks the better of the two, and the rows from there on differ by half their error.
+    """
+    program = reference.program(Variant("smollm2-135m", "bf16"))
+    ids = reference.tokenize(program, STORY)[:200]
+    assert len(ids) == 200
+    expected = reference.logits(reference.load_hf(program.hf), ids)
+    ours = reference.forward(program, ids, rows="all").logits
+    theirs = reference.mlx_lm_logits(program.hf, ids)
+
+    error, usual = reference.rms(ours - expected), reference.rms(theirs - expected)
+    last, usual_last = reference.rms(ours[-1] - expected[-1]), reference.rms(theirs[-1] - expected[-1])
+    same = float(np.mean((ours == theirs).all(axis=-1)))
+    reference.note(
+        f"rms error over all rows {error:.4f}, mlx-lm {usual:.4f}; of the last row {last:.4f}, "
+        f"mlx-lm {usual_last:.4f}; {same:.0%} of the rows are equal bit by bit; "
+        f"the spread of logits is {reference.spread(expected):.2f}"
+    )
+    assert error <= 1.05 * usual
+    assert last <= 2 * usual_last
+
+
+@pytest.mark.real_model
+@pytest.mark.parametrize("quantize", ["4w", "8w"])
+def test_smollm2_quantized_equals_transformers_on_the_dequantized_weights(quantize):
+    """The weights are what the .pte holds, and the arithmetic is float32 on both sides.
+
+    A sum of n products in float32 is off by about 2^-24 times the root of n, of its own size: 2e-6 for the widest sum
+    here, of 1536. 30 layers of four such sums one after the other make it the root of 120 times that, 3e-5 of the
+    range of logits, if none of it is lost on the way. 1e-5 is what the norms between the layers leave at most, and a
+    hundredth of what one unit of a 4-bit weight in every row moves.
+    """
+    program = reference.program(Variant("smollm2-135m", "f32", quantize))
+    ids = reference.tokenize(program, STORY)[:48]
+    ran = reference.forward(program, ids, decode=DECODE, rows="all")
+    expected = reference.logits(reference.from_weights(program), ids + ran.ids[:-1])
+    error = worst(ran.logits, expected)
+    reference.note(
+        f"{quantize}: max error {np.abs(ran.logits - expected).max():.1e}, {error:.1e} of the range of logits"
+    )
+    assert error < 1e-5
+    assert greedy_of(ran.logits) == greedy_of(expected)
