@@ -29,3 +29,5 @@ etkv_runner(etkv_chat ${ETKV_CHAT})
 target_link_libraries(etkv_chat PRIVATE etkv_text)
 
 etkv_runner(etkv_forward tests/cpp/forward.cpp)
+
+etkv_runner(etkv_minimal examples/minimal.cpp)

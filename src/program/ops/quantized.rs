@@ -63,6 +63,13 @@ struct Packed<'a> {
     packing: Affine,
 }
 
+impl Packed<'_> {
+    fn unpack(&self) -> Result<Array> {
+        let Affine { group_size, bits } = self.packing;
+        Ok(mlx_rs::ops::dequantize(self.w, self.scales, self.biases, group_size, bits)?)
+    }
+}
+
 pub fn run_quantized_matmul(
     frame: &Frame,
     x: Value,
@@ -82,10 +89,26 @@ pub fn run_quantized_matmul(
         packing,
     };
     // [1, T, features], by the rows of a weight: what a linear layer is.
-    if frame.on_gpu() || !transpose || x.ndim() != 3 || x.dim(0) != 1 || packed.w.ndim() != 2 {
+    let is_linear = transpose && x.ndim() == 3 && x.dim(0) == 1 && packed.w.ndim() == 2;
+    if !is_linear {
         return packed_product(x, &packed, transpose);
     }
-    linear_on_cpu(x, &packed)
+    if frame.on_gpu() {
+        linear_on_gpu(x, &packed)
+    } else {
+        linear_on_cpu(x, &packed)
+    }
+}
+
+/// MLX's packed product, but for weights of one group a row, whose product with
+/// several rows is wrong on CUDA: 8 bits, 64 features in a group of 64, MLX
+/// 0.32.2.
+fn linear_on_gpu(x: &Array, packed: &Packed) -> Result<Array> {
+    let (rows, groups) = (x.dim(1), packed.scales.dim(-1));
+    if rows > 1 && groups == 1 {
+        return Ok(matmul(x, packed.unpack()?.transpose_axes(&[1, 0])?)?);
+    }
+    packed_product(x, packed, true)
 }
 
 /// MLX's packed product on the CPU runs row by row, unpacking the weight for
@@ -108,8 +131,7 @@ fn linear_on_cpu(x: &Array, packed: &Packed) -> Result<Array> {
         let product = packed_product(&cast(x, Dtype::Float32)?, &wide, true)?;
         return cast(&product, dtype);
     }
-    let Packed { w, scales, biases, packing } = *packed;
-    let w = mlx_rs::ops::dequantize(w, scales, biases, packing.group_size, packing.bits)?;
+    let w = packed.unpack()?;
     // The weight on the left, as it is: the other way round BLAS would walk it
     // along its short side.
     let columns = x.reshape(&[rows, -1])?.transpose_axes(&[1, 0])?.contiguous()?;
