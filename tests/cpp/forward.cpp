@@ -1,12 +1,14 @@
 // etkv_forward: runs a program on ids from a file, for tests and benchmarks:
 // a prompt in chunks, then greedy steps; logits as raw float32, times as JSON.
 
+#include <charconv>
 #include <cstdint>
 #include <cstdio>
 #include <fstream>
 #include <limits>
 #include <optional>
 #include <string>
+#include <system_error>
 #include <utility>
 #include <vector>
 
@@ -117,13 +119,19 @@ Result<std::vector<int64_t>> read_ids(const std::string& path) {
     return refuse("cannot read the ids " + path);
   }
   std::vector<int64_t> ids;
-  for (int64_t id = 0; file >> id;) {
+  for (std::string word; file >> word;) {
+    int64_t id = 0;
+    const char* end = word.data() + word.size();
+    const auto [stop, code] = std::from_chars(word.data(), end, id);
+    if (code != std::errc() || stop != end) {
+      return refuse(
+          path + " has \"" + word + "\" after " +
+          counted(static_cast<int64_t>(ids.size()), "id") + ", not an id");
+    }
     ids.push_back(id);
   }
-  if (!file.eof()) {
-    return refuse(
-        path + " has something else than an id after " +
-        counted(static_cast<int64_t>(ids.size()), "id"));
+  if (file.bad()) {
+    return refuse("cannot read the ids " + path);
   }
   if (ids.empty()) {
     return refuse(path + " has no ids");
@@ -303,9 +311,6 @@ std::string table(const std::vector<Run>& runs, size_t prompt_tokens) {
 }
 
 Result<void> run(const Options& options) {
-  if (!options.model || !options.ids_file) {
-    return refuse("--model and --ids-file are needed; --help lists the rest");
-  }
   auto prompt = read_ids(*options.ids_file);
   if (!prompt.ok()) {
     return prompt.error();
@@ -399,6 +404,10 @@ int main(int argc, char** argv) {
   if (options.help) {
     std::fputs(arguments.help().c_str(), stdout);
     return 0;
+  }
+  if (!options.model || !options.ids_file) {
+    return fail(
+        refuse("--model and --ids-file are needed; --help lists the rest"), 2);
   }
   const auto ran = run(options);
   return ran.ok() ? 0 : fail(ran.error(), 1);
