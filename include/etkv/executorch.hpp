@@ -25,6 +25,9 @@ namespace etkv {
 /// The backend that etkv's delegate registers as.
 inline constexpr char kMLXBackend[] = "MLXBackend";
 
+/// The dtype of token ids and positions.
+inline constexpr auto kLong = executorch::aten::ScalarType::Long;
+
 /// Which rows of a program's logits are computed.
 enum class Logits {
   all,  ///< as exported: [1, T, vocabulary]
@@ -161,6 +164,9 @@ inline Result<std::vector<int32_t>> constant_ints(
 /// get_max_ctx_len.
 inline Result<ModelCacheParams> read_kv_cache_metadata(
     executorch::extension::Module& module) {
+  if (const auto code = module.load(); code != executorch::runtime::Error::Ok) {
+    return detail::executorch_error(code, "cannot open the program");
+  }
   auto n_layers = detail::constant_int(module, "get_n_caches");
   if (!n_layers.ok()) {
     return n_layers.error();
