@@ -186,9 +186,9 @@ def main() -> None:
     """Parses the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--variants", nargs="*", default=[v.name for v in VARIANTS], help="float32, bfloat16, 4-bit")
-    parser.add_argument("--prompt", type=int, default=256, metavar="N", help="prompt tokens (256)")
-    parser.add_argument("--decode", type=int, default=64, metavar="N", help="tokens decoded after it (64)")
-    parser.add_argument("--rounds", type=int, default=5, metavar="N", help="rounds of each (5)")
+    parser.add_argument("--prompt", type=int, default=128, metavar="N", help="prompt tokens (128)")
+    parser.add_argument("--decode", type=int, default=48, metavar="N", help="tokens decoded after it (48)")
+    parser.add_argument("--rounds", type=int, default=3, metavar="N", help="rounds of each (3)")
     parser.add_argument("--workload", type=Path, help=argparse.SUPPRESS)
     parser.add_argument("--convert", help=argparse.SUPPRESS)
     parser.add_argument("--ids-file", type=Path, help=argparse.SUPPRESS)
