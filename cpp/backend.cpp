@@ -175,7 +175,9 @@ Error read_argument(const EValue& value, bridge::Argument& argument) {
         "an input is neither a tensor nor an integer");
   }
   const Tensor& tensor = value.toTensor();
-  if (!::executorch::runtime::tensor_is_contiguous(tensor)) {
+  // ExecuTorch gives an empty tensor strides that it does not take itself.
+  if (tensor.numel() != 0 &&
+      !::executorch::runtime::tensor_is_contiguous(tensor)) {
     return fail(
         ETKV_ERROR_INVALID_ARGUMENT, "an input tensor is not contiguous");
   }

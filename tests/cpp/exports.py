@@ -1,0 +1,48 @@
+"""What libetkv exports is what etkv.h declares, and the tests of the C interface call all of it.
+
+``exports.py NM LIBRARY HEADER TEST.c``
+"""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+
+def declared(header: Path) -> set[str]:
+    """The functions that the header marks as exported."""
+    text = re.sub(r"/\*.*?\*/|^#.*?$", "", header.read_text(), flags=re.DOTALL | re.MULTILINE)
+    return set(re.findall(r"\bETKV_API\b[^;(]*?\b(\w+)\s*\(", text))
+
+
+def exported(nm: str, library: Path) -> set[str]:
+    """The symbols that others can link to; Mach-O's have an underscore before them."""
+    if sys.platform == "darwin":
+        listing = [nm, "-gU", "-j", str(library)]
+    else:
+        listing = [nm, "-D", "--defined-only", "--format=just-symbols", str(library)]
+    symbols = subprocess.run(listing, check=True, capture_output=True, text=True).stdout.split()
+    return {symbol.removeprefix("_") if sys.platform == "darwin" else symbol for symbol in symbols}
+
+
+def main(nm: str, library: Path, header: Path, test: Path) -> int:
+    functions = declared(header)
+    symbols = exported(nm, library)
+    called = set(re.findall(r"\b(etkv_\w+)\s*\(", test.read_text()))
+    failures = [
+        *(f"{name} is declared, but not exported" for name in sorted(functions - symbols)),
+        *(f"{name} is exported, but not declared" for name in sorted(symbols - functions)),
+        *(f"{name} is not called in {test.name}" for name in sorted(functions - called)),
+    ]
+    if not functions:
+        failures.append(f"no function is found in {header}")
+    for failure in failures:
+        print(f"failed: {failure}")
+    print(f"{len(functions & symbols & called)} passed, {len(failures)} failed")
+    return 1 if failures else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1], *map(Path, sys.argv[2:])))

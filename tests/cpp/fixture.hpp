@@ -1,0 +1,253 @@
+// What the C++ tests share: tiny programs by name, run one step at a time on a
+// cache, with their logits as numbers to compare.
+#pragma once
+
+#include <cstdint>
+#include <cstdlib>
+#include <cstring>
+#include <initializer_list>
+#include <memory>
+#include <numeric>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "check.h"
+#include "etkv/executorch.hpp"
+#include "examples/common/log.hpp"
+#include "examples/common/logits.hpp"
+
+namespace etkv::tests {
+
+using ::executorch::aten::ScalarType;
+using ::executorch::extension::from_blob;
+using ::executorch::extension::Module;
+using ::executorch::runtime::EValue;
+
+using Session = CacheSession<Cache>;
+using Ids = std::vector<int64_t>;
+
+/// What models.py exports: 320 tokens, at most 32 of them in a step.
+inline constexpr int64_t kVocabulary = 320;
+inline constexpr int64_t kMostTokens = 32;
+
+inline std::string program_path(const std::string& name) {
+  return std::string(ETKV_TEST_MODELS) + "/" + name + "/model.pte";
+}
+
+/// The value; ends the test with the error's words where there is none.
+template <typename T>
+T must(Result<T> result) {
+  if (!result.ok()) {
+    std::printf("unexpected error: %s\n", result.error().message().c_str());
+  }
+  REQUIRE(result.ok());
+  return std::move(result.value());
+}
+inline void must(Result<void> result) {
+  if (!result.ok()) {
+    std::printf("unexpected error: %s\n", result.error().message().c_str());
+  }
+  REQUIRE(result.ok());
+}
+
+/// `n` tokens of a text that `seed` picks.
+inline Ids text(int64_t n, uint32_t seed = 1) {
+  Ids ids;
+  for (int64_t i = 0; i < n; ++i) {
+    seed = seed * 1664525U + 1013904223U;
+    ids.push_back((seed >> 8) % static_cast<uint32_t>(kVocabulary));
+  }
+  return ids;
+}
+
+/// `n` positions from `start` on.
+inline Ids run(int64_t start, int64_t n) {
+  Ids positions(static_cast<size_t>(n));
+  std::iota(positions.begin(), positions.end(), start);
+  return positions;
+}
+
+inline Ids slice(const Ids& ids, size_t start, size_t n) {
+  const auto from = ids.begin() + static_cast<std::ptrdiff_t>(start);
+  return Ids(from, from + static_cast<std::ptrdiff_t>(n));
+}
+
+/// Rows of logits. Equal where they are so bit for bit.
+struct Rows {
+  int64_t count = 0;
+  int64_t vocabulary = 0;
+  std::vector<float> values;
+
+  Rows last() const {
+    return {1, vocabulary, {values.end() - vocabulary, values.end()}};
+  }
+  int64_t best() const {
+    const auto row = last();
+    const auto* least = row.values.data();
+    for (const float& value : row.values) {
+      least = value > *least ? &value : least;
+    }
+    return least - row.values.data();
+  }
+};
+
+inline bool operator==(const Rows& a, const Rows& b) {
+  return a.count == b.count && a.vocabulary == b.vocabulary &&
+         a.values.size() == b.values.size() &&
+         std::memcmp(
+             a.values.data(),
+             b.values.data(),
+             a.values.size() * sizeof(float)) == 0;
+}
+
+/// The largest difference; infinite where the shapes differ.
+inline double distance(const Rows& a, const Rows& b) {
+  if (a.count != b.count || a.values.size() != b.values.size()) {
+    return HUGE_VAL;
+  }
+  double most = 0.0;
+  for (size_t i = 0; i < a.values.size(); ++i) {
+    const double apart = std::abs(double{a.values[i]} - double{b.values[i]});
+    // Not-a-number is far from everything.
+    most = apart <= most ? most : (apart == apart ? apart : HUGE_VAL);
+  }
+  return most;
+}
+
+inline Result<Rows> rows_of(const std::vector<EValue>& outputs) {
+  REQUIRE(outputs.size() == 1 && outputs[0].isTensor());
+  auto view = examples::view_logits(outputs[0].toTensor());
+  if (!view.ok()) {
+    return view.error();
+  }
+  Rows rows{view->rows, view->vocabulary, {}};
+  rows.values.resize(static_cast<size_t>(rows.count * rows.vocabulary));
+  for (int64_t row = 0; row < rows.count; ++row) {
+    examples::copy_row(*view, row, rows.values.data() + row * rows.vocabulary);
+  }
+  return rows;
+}
+
+/// A program of its own, not loaded yet.
+class Model {
+ public:
+  explicit Model(const std::string& name)
+      : module_(
+            std::make_unique<Module>(
+                program_path(name),
+                Module::LoadMode::Mmap)) {}
+
+  /// Bound to the cache with this key.
+  Result<void> load(const char* key, Logits rows = Logits::all) {
+    LoadOptions options(key);
+    options.logits(rows);
+    return load_method(*module_, "forward", options);
+  }
+
+  /// One step. Ids and positions are passed on as they are.
+  Result<Rows> step(Ids ids, Ids positions) {
+    const auto ids_tensor = from_blob(
+        ids.data(), {1, static_cast<int32_t>(ids.size())}, ScalarType::Long);
+    const auto positions_tensor = from_blob(
+        positions.data(),
+        {static_cast<int32_t>(positions.size())},
+        ScalarType::Long);
+    auto outputs = execute(
+        *module_, "forward", {EValue(*ids_tensor), EValue(*positions_tensor)});
+    if (!outputs.ok()) {
+      return outputs.error();
+    }
+    return rows_of(*outputs);
+  }
+
+  /// Steps that have to work: the ids from `position` on.
+  Rows at(int64_t position, const Ids& ids) {
+    return must(step(ids, run(position, static_cast<int64_t>(ids.size()))));
+  }
+
+  Module& module() {
+    return *module_;
+  }
+  ModelCacheParams params() {
+    return must(read_kv_cache_metadata(*module_));
+  }
+
+ private:
+  std::unique_ptr<Module> module_;
+};
+
+/// A float32 cache with 4 slots in its first allocation, so that tests cross
+/// the places where it grows.
+inline Session session_for(
+    Model& model,
+    int32_t capacity = 64,
+    etkv_format format = ETKV_FORMAT_F32,
+    int32_t min_chunk = 4) {
+  return must(make_decode_session(
+      kMLXBackend, make_config(model.params(), capacity, format, min_chunk)));
+}
+
+/// A program on a cache of its own.
+struct Bound {
+  explicit Bound(
+      const std::string& name = "llama-f32",
+      int32_t capacity = 64,
+      etkv_format format = ETKV_FORMAT_F32,
+      int32_t min_chunk = 4,
+      Logits rows = Logits::all)
+      : model(name), session(session_for(model, capacity, format, min_chunk)) {
+    must(model.load(session.key(), rows));
+  }
+
+  Rows at(int64_t position, const Ids& ids) {
+    return model.at(position, ids);
+  }
+  Cache& cache() {
+    return session.cache();
+  }
+
+  Model model;
+  Session session;
+};
+
+inline bool operator==(const Memory& a, const Memory& b) {
+  return a.allocated == b.allocated && a.used == b.used &&
+         a.at_capacity == b.at_capacity;
+}
+
+/// What a runner can see of a cache.
+struct Seen {
+  explicit Seen(const Cache& cache)
+      : length(cache.length()),
+        capacity(cache.capacity()),
+        memory(cache.memory()) {}
+
+  bool operator==(const Seen& other) const {
+    return length == other.length && capacity == other.capacity &&
+           memory == other.memory;
+  }
+
+  int32_t length;
+  int32_t capacity;
+  Memory memory;
+};
+
+/// A result's refusal: its status, and a message that says `words`.
+template <typename T>
+void check_refused(
+    const char* file,
+    int line,
+    const Result<T>& result,
+    etkv_status status,
+    const char* words) {
+  check_holds(file, line, "it is refused", !result.ok());
+  if (!result.ok()) {
+    check_int(file, line, "status", result.error().status(), status);
+    check_has(file, line, "message", result.error().message().c_str(), words);
+  }
+}
+#define CHECK_REFUSED(result, status, words) \
+  check_refused(__FILE__, __LINE__, (result), (status), (words))
+
+} // namespace etkv::tests

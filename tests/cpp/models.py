@@ -1,0 +1,59 @@
+"""Exports the programs that the C++ tests run, where they are not there yet or are no longer what would be exported.
+
+``models.py TINY_MODELS.py OUTDIR`` writes ``OUTDIR/<name>/model.pte`` for every name in PROGRAMS.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import sys
+from pathlib import Path
+
+PROGRAMS = {
+    "llama-f32": ("tiny-llama", "float32"),
+    "llama-bf16": ("tiny-llama", "bfloat16"),
+    # As many layers and KV heads as the others, and a larger head_dim.
+    "qwen3-f32": ("tiny-qwen3", "float32"),
+}
+"""Name -> tiny model and dtype."""
+
+PREFILL_CHUNK = 32
+
+
+def _tiny_models(path: Path):
+    spec = importlib.util.spec_from_file_location("tiny_models", path)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def main(tiny_models: Path, outdir: Path) -> int:
+    # Nothing is looked for on a hub.
+    os.environ.setdefault("HF_HUB_OFFLINE", "1")
+    from etkv.export import ExportRequest, Progress, export_program, is_current
+    from etkv.export.progress import third_party_noise
+
+    tiny = _tiny_models(tiny_models)
+    written = 0
+    for name, (model, dtype) in PROGRAMS.items():
+        weights = outdir / "hf" / model
+        stamp = weights / ".written"
+        if not stamp.exists() or stamp.stat().st_mtime < tiny_models.stat().st_mtime:
+            with third_party_noise(allowed=False):
+                tiny.write(model, weights)
+            stamp.touch()
+        output = outdir / name / "model.pte"
+        output.parent.mkdir(parents=True, exist_ok=True)
+        request = ExportRequest(model=weights, output=output, dtype=dtype, prefill_chunk=PREFILL_CHUNK)
+        if is_current(request):
+            continue
+        with third_party_noise(allowed=False):
+            export_program(request, Progress(sys.stderr))
+        written += 1
+    print(f"{written} written, {len(PROGRAMS) - written} current")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(*map(Path, sys.argv[1:])))

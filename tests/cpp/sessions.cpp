@@ -1,0 +1,390 @@
+// Sessions, keys and programs: who finds whose cache, and who keeps it alive.
+
+#include <algorithm>
+#include <set>
+
+#include "fixture.hpp"
+
+namespace etkv::tests {
+namespace {
+
+uint64_t mlx_bytes() {
+  etkv_mlx_memory memory{};
+  memory.struct_size = sizeof(memory);
+  REQUIRE(etkv_mlx_memory_read(&memory, nullptr) == ETKV_OK);
+  return memory.active;
+}
+
+CacheConfig small_config(size_t n_layers, int32_t kv_heads, int32_t head_dim) {
+  CacheConfig config;
+  config.layers.assign(n_layers, LayerConfig{kv_heads, head_dim, head_dim, 0});
+  config.capacity = 16;
+  config.k_format = ETKV_FORMAT_F32;
+  config.v_format = ETKV_FORMAT_F32;
+  return config;
+}
+
+void what_a_program_tells() {
+  Model model("llama-f32");
+  const auto params = model.params();
+  CHECK_INT(params.layers.size(), 2);
+  for (const auto& layer : params.layers) {
+    CHECK_INT(layer.n_kv_heads, 2);
+    CHECK_INT(layer.k_head_dim, 16);
+    CHECK_INT(layer.v_head_dim, 16);
+    CHECK_INT(layer.window, 0);
+  }
+  CHECK_INT(params.prefill_chunk_size, kMostTokens);
+  CHECK_INT(params.max_context_length, 256);
+
+  Module absent("/nowhere/model.pte");
+  CHECK_REFUSED(
+      read_kv_cache_metadata(absent), ETKV_ERROR_PROGRAM, "cannot open");
+  LoadOptions options("cache");
+  CHECK_REFUSED(
+      load_method(absent, "forward", options), ETKV_ERROR_PROGRAM, "forward");
+  CHECK_REFUSED(
+      load_method(model.module(), "backward", options),
+      ETKV_ERROR_PROGRAM,
+      "backward");
+}
+
+void faces_in_cpp() {
+  Model model("llama-f32");
+  Session session = session_for(model, 16);
+  const std::string key = session.key();
+
+  // Moving keeps the key and the cache; what is left behind is empty.
+  Session moved = std::move(session);
+  CHECK(key == moved.key());
+  CHECK_INT(moved->capacity(), 16);
+  CHECK(session.key() == nullptr); // NOLINT: on purpose
+  CHECK_INT(session.cache().capacity(), 0);
+  CHECK(!session.cache().can_extend(0));
+  CHECK_REFUSED(
+      session.cache().rewind(0), ETKV_ERROR_INVALID_ARGUMENT, "cache is NULL");
+  session = std::move(moved);
+  CHECK(key == session.key());
+
+  CHECK(session->can_extend() && session->can_extend(16));
+  CHECK(!session->can_extend(17) && !session->can_extend(-1));
+  CHECK_INT(session.cache().memory().allocated, 0);
+
+  auto refused = make_decode_session("Nobody", small_config(1, 1, 1));
+  CHECK(!refused);
+  CHECK_REFUSED(refused, ETKV_ERROR_KIND, "Nobody");
+  CHECK_REFUSED(
+      make_decode_session(kMLXBackend, CacheConfig{}),
+      ETKV_ERROR_INVALID_ARGUMENT,
+      "layer");
+}
+
+void keys_are_unique() {
+  std::set<std::string> keys;
+  std::vector<Session> sessions;
+  for (int i = 0; i < 100; ++i) {
+    sessions.push_back(
+        must(make_decode_session(kMLXBackend, small_config(1, 1, 1))));
+    keys.insert(sessions.back().key());
+  }
+  CHECK_INT(keys.size(), 100);
+  // Nor does a key come back after its session.
+  sessions.clear();
+  auto later = must(make_decode_session(kMLXBackend, small_config(1, 1, 1)));
+  CHECK(keys.count(later.key()) == 0);
+}
+
+void unknown_keys() {
+  Model model("llama-f32");
+  CHECK_REFUSED(model.load("cache-none"), ETKV_ERROR_NO_CACHE, "cache-none");
+  CHECK_REFUSED(model.load(" "), ETKV_ERROR_NO_CACHE, "` `");
+  CHECK_REFUSED(
+      model.load(std::string(1000, 'k').c_str()), ETKV_ERROR_NO_CACHE, "kkk");
+
+  std::string key;
+  {
+    const Session gone = session_for(model);
+    key = gone.key();
+  }
+  CHECK_REFUSED(model.load(key.c_str()), ETKV_ERROR_NO_CACHE, "session alive");
+
+  // A program that could not be loaded can be loaded still.
+  const Session session = session_for(model);
+  must(model.load(session.key()));
+  model.at(0, text(3));
+  CHECK_INT(session.cache().length(), 3);
+}
+
+void unknown_options() {
+  Model model("llama-f32");
+  const Session session = session_for(model);
+  executorch::runtime::BackendOptions<2> options;
+  REQUIRE(
+      options.set_option("cache_key", session.key()) ==
+      executorch::runtime::Error::Ok);
+  REQUIRE(
+      options.set_option("logits", "some") == executorch::runtime::Error::Ok);
+  executorch::runtime::LoadBackendOptionsMap map;
+  REQUIRE(
+      map.set_options(kMLXBackend, options.view()) ==
+      executorch::runtime::Error::Ok);
+  CHECK(
+      model.module().load_method("forward", nullptr, nullptr, &map) ==
+      executorch::runtime::Error::InvalidArgument);
+  etkv_error* error = etkv_delegate_take_error();
+  CHECK_INT(etkv_error_status(error), ETKV_ERROR_INVALID_ARGUMENT);
+  CHECK_HAS(etkv_error_message(error), "some");
+  etkv_error_free(error);
+}
+
+void no_key() {
+  const auto check = [](Model& model) {
+    const auto ran = model.step(text(3), run(0, 3));
+    CHECK_REFUSED(ran, ETKV_ERROR_NO_CACHE, "cache_key");
+    // It stays so.
+    CHECK_REFUSED(
+        model.step(text(1), run(0, 1)), ETKV_ERROR_NO_CACHE, "cache_key");
+  };
+  // Loaded by its first run, as Module does where nobody loads it.
+  Model by_itself("llama-f32");
+  check(by_itself);
+  // Loaded without a key.
+  Model without("llama-f32");
+  REQUIRE(
+      without.module().load_method("forward") ==
+      executorch::runtime::Error::Ok);
+  check(without);
+  // An empty key is none.
+  Model empty("llama-f32");
+  must(empty.load(""));
+  check(empty);
+}
+
+void another_number_of_layers() {
+  for (const size_t n_layers : {1, 3}) {
+    auto session =
+        must(make_decode_session(kMLXBackend, small_config(n_layers, 2, 16)));
+    Model model("llama-f32");
+    const auto words = "has " + std::to_string(n_layers);
+    CHECK_REFUSED(model.load(session.key()), ETKV_ERROR_SHAPE, words.c_str());
+    CHECK_INT(session->length(), 0);
+    CHECK_INT(session->memory().allocated, 0);
+  }
+}
+
+void other_sizes() {
+  struct Case {
+    CacheConfig config;
+    const char* words;
+  };
+  auto last_layer = small_config(2, 2, 16);
+  last_layer.layers[1].v_head_dim = 8;
+  const Case cases[] = {
+      {small_config(2, 2, 32), "layer 0"},
+      {small_config(2, 4, 16), "layer 0"},
+      {small_config(2, 1, 16), "layer 0"},
+      // Found out when the first layer has been written.
+      {last_layer, "values of layer 1"},
+  };
+  for (const auto& [config, words] : cases) {
+    auto session = must(make_decode_session(kMLXBackend, config));
+    const Seen before(session.cache());
+    Model model("llama-f32");
+    if (const auto loaded = model.load(session.key()); !loaded.ok()) {
+      CHECK_REFUSED(loaded, ETKV_ERROR_SHAPE, words);
+      continue;
+    }
+    for (int i = 0; i < 2; ++i) {
+      CHECK_REFUSED(model.step(text(3), run(0, 3)), ETKV_ERROR_SHAPE, words);
+      CHECK_INT(session->length(), 0);
+      CHECK_INT(session->memory().used, 0);
+      CHECK(session->can_extend(16));
+    }
+    // Slots of the layers before the one that refuses may stay until then.
+    must(session->clear(/*release=*/true));
+    CHECK(Seen(session.cache()) == before);
+  }
+}
+
+/// A session by the C interface, whose handles are free to outlive it.
+etkv_session* raw_session(Model& model) {
+  const auto params = model.params();
+  std::vector<etkv_layer_config> layers;
+  for (const auto& layer : params.layers) {
+    layers.push_back(
+        {sizeof(etkv_layer_config),
+         layer.n_kv_heads,
+         layer.k_head_dim,
+         layer.v_head_dim,
+         layer.window});
+  }
+  etkv_cache_config config{};
+  config.struct_size = sizeof(config);
+  config.layers = layers.data();
+  config.n_layers = layers.size();
+  config.capacity = 64;
+  config.min_chunk = 4;
+  config.k_format = ETKV_FORMAT_F32;
+  config.v_format = ETKV_FORMAT_F32;
+  etkv_session* session = nullptr;
+  REQUIRE(
+      etkv_session_new(kMLXBackend, Cache::kKind, &config, &session, nullptr) ==
+      ETKV_OK);
+  return session;
+}
+
+/// A session, a handle and a program leave in any order; the cache leaves with
+/// the last of them.
+void any_order_of_leaving() {
+  const Ids ids = text(9);
+  Bound fresh;
+  fresh.at(0, slice(ids, 0, 6));
+  const Rows wanted = fresh.at(6, slice(ids, 6, 3));
+
+  // The cache's eight slots, and the first bytes of the program.
+  const uint64_t bytes = fresh.cache().memory().allocated;
+  CHECK(bytes > 0);
+
+  std::string order = "hps";
+  do {
+    const uint64_t before = mlx_bytes();
+    auto model = std::make_unique<Model>("llama-f32");
+    etkv_session* session = raw_session(*model);
+    const std::string key = etkv_session_key(session);
+    auto handle = std::make_unique<Cache>(etkv_session_cache(session));
+    must(model->load(key.c_str()));
+    model->at(0, slice(ids, 0, 6));
+
+    for (const char leaving : order) {
+      // Whoever is left finds the cache as it was.
+      switch (leaving) {
+        case 'h':
+          handle.reset();
+          break;
+        case 'p':
+          model.reset();
+          break;
+        default:
+          etkv_session_free(std::exchange(session, nullptr));
+      }
+      if (handle) {
+        must(handle->rewind(6));
+        CHECK_INT(handle->length(), 6);
+      }
+      if (model) {
+        // Over the rows of an earlier turn, where the handle did not forget
+        // them.
+        CHECK(model->at(6, slice(ids, 6, 3)) == wanted);
+      }
+      Model next("llama-f32");
+      if (session != nullptr) {
+        must(next.load(key.c_str()));
+        CHECK(next.at(6, slice(ids, 6, 3)) == wanted);
+      } else {
+        CHECK_REFUSED(next.load(key.c_str()), ETKV_ERROR_NO_CACHE, key.c_str());
+      }
+    }
+    CHECK_INT(mlx_bytes(), before);
+  } while (std::next_permutation(order.begin(), order.end()));
+}
+
+void two_programs_on_one_cache() {
+  const Ids ids = text(20);
+  Bound alone;
+  std::vector<Rows> wanted;
+  wanted.push_back(alone.at(0, slice(ids, 0, 7)));
+  for (size_t i = 7; i < ids.size(); ++i) {
+    wanted.push_back(alone.at(static_cast<int64_t>(i), {ids[i]}));
+  }
+
+  Bound first;
+  Model second("llama-f32");
+  must(second.load(first.session.key()));
+  CHECK(first.at(0, slice(ids, 0, 7)) == wanted[0]);
+  for (size_t i = 7; i < ids.size(); ++i) {
+    Model& turn = i % 2 == 0 ? first.model : second;
+    CHECK(turn.at(static_cast<int64_t>(i), {ids[i]}) == wanted[i - 6]);
+  }
+  CHECK_INT(first.cache().length(), 20);
+
+  // One of another dtype reads the same storage.
+  Model half("llama-bf16");
+  must(half.load(first.session.key()));
+  must(first.cache().rewind(7));
+  const Rows close = half.at(7, {ids[7]});
+  CHECK(distance(close, wanted[1]) < 0.5);
+  CHECK_INT(first.cache().length(), 8);
+
+  // One with other shapes is refused, and the first goes on.
+  Model other("qwen3-f32");
+  if (auto loaded = other.load(first.session.key()); loaded.ok()) {
+    CHECK_REFUSED(other.step({ids[8]}, run(8, 1)), ETKV_ERROR_SHAPE, "layer 0");
+  }
+  CHECK_INT(first.cache().length(), 8);
+  must(first.cache().rewind(7));
+  CHECK(first.at(7, {ids[7]}) == wanted[1]);
+  CHECK(first.at(8, {ids[8]}) == wanted[2]);
+}
+
+void two_sessions_of_one_file() {
+  const Ids a = text(12, 1);
+  const Ids b = text(12, 2);
+  const auto serially = [](const Ids& ids) {
+    Bound bound;
+    std::vector<Rows> rows;
+    for (size_t i = 0; i < ids.size(); i += 3) {
+      rows.push_back(bound.at(static_cast<int64_t>(i), slice(ids, i, 3)));
+    }
+    return rows;
+  };
+  const auto wanted_a = serially(a);
+  const auto wanted_b = serially(b);
+  CHECK(!(wanted_a.back() == wanted_b.back()));
+
+  Bound first;
+  Bound second;
+  for (size_t i = 0; i < a.size(); i += 3) {
+    const auto at = static_cast<int64_t>(i);
+    CHECK(first.at(at, slice(a, i, 3)) == wanted_a[i / 3]);
+    CHECK(second.at(at, slice(b, i, 3)) == wanted_b[i / 3]);
+  }
+}
+
+void a_session_serves_one_program_after_another() {
+  const Ids ids = text(9);
+  Model setup("llama-f32");
+  const Session session = session_for(setup);
+  Rows last;
+  for (size_t i = 0; i < ids.size(); i += 3) {
+    Model model("llama-f32");
+    must(model.load(session.key()));
+    last = model.at(static_cast<int64_t>(i), slice(ids, i, 3));
+  }
+  Bound one;
+  Rows wanted;
+  for (size_t i = 0; i < ids.size(); i += 3) {
+    wanted = one.at(static_cast<int64_t>(i), slice(ids, i, 3));
+  }
+  CHECK(last == wanted);
+}
+
+} // namespace
+} // namespace etkv::tests
+
+int main() {
+  using namespace etkv::tests;
+  etkv::examples::quiet_executorch();
+  what_a_program_tells();
+  faces_in_cpp();
+  keys_are_unique();
+  unknown_keys();
+  unknown_options();
+  no_key();
+  another_number_of_layers();
+  other_sizes();
+  any_order_of_leaving();
+  two_programs_on_one_cache();
+  two_sessions_of_one_file();
+  a_session_serves_one_program_after_another();
+  return check_report();
+}

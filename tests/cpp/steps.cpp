@@ -1,0 +1,433 @@
+// Steps through ExecuTorch's Module: what is refused leaves no trace, going
+// back is a fresh start from there, and chunks, formats and growth change
+// nothing that they should not.
+
+#include <limits>
+
+#include "fixture.hpp"
+
+namespace etkv::tests {
+namespace {
+
+// ---- What is refused --------------------------------------------------------
+
+struct Refused {
+  const char* what;
+  Ids ids;
+  Ids positions;
+  etkv_status status;
+  const char* words;
+};
+
+/// Steps that a cache of 9 of 12 positions refuses.
+std::vector<Refused> refused_steps() {
+  constexpr int64_t kBig = std::numeric_limits<int32_t>::max();
+  constexpr int64_t kHuge = std::numeric_limits<int64_t>::max();
+  constexpr int64_t kLeast = std::numeric_limits<int64_t>::min();
+  const auto position = ETKV_ERROR_POSITION;
+  const auto invalid = ETKV_ERROR_INVALID_ARGUMENT;
+  return {
+      {"a gap", {1}, {10}, position, "position 10"},
+      {"a gap past the capacity", {1}, {13}, position, "position 13"},
+      {"a large gap", {1}, {kBig}, position, "2147483647"},
+      {"past 32 bits", {1}, {kBig + 1}, position, "2147483648"},
+      {"9 in 32 bits", {1}, {(int64_t{1} << 32) + 9}, position, "4294967305"},
+      {"the greatest", {1}, {kHuge}, position, "9223372036854775807"},
+      {"negative", {1}, {-1}, position, "position -1"},
+      {"negative later", {1, 2}, {9, -1}, position, "-1"},
+      {"from below zero", {1, 2}, {-1, 0}, position, "position -1"},
+      {"the least", {1}, {kLeast}, position, "-9223372036854775808"},
+      {"a hole", {1, 2}, {9, 11}, position, "11"},
+      {"one twice", {1, 2}, {9, 9}, position, "position 9"},
+      {"backwards", {1, 2}, {9, 8}, position, "position 8"},
+      {"backwards, below", {1, 2, 3}, {4, 3, 2}, position, "position 3"},
+      {"over capacity", text(4), run(9, 4), ETKV_ERROR_CAPACITY, "is 12"},
+      {"far over", text(32), run(9, 32), ETKV_ERROR_CAPACITY, "is 12"},
+      {"over from below", text(13), run(0, 13), ETKV_ERROR_CAPACITY, "is 12"},
+      {"token -1", {-1}, {9}, invalid, "-1"},
+      {"token 320", {kVocabulary}, {9}, invalid, "320"},
+      {"a large token", {1, kHuge}, {9, 10}, invalid, "9223372036854775807"},
+      {"a bad token below", {1, kVocabulary}, {4, 5}, invalid, "320"},
+  };
+}
+
+/// Prefill of 6 and 3, then `steps` refused ones, then 3 more tokens.
+Rows with_refusals(const std::vector<Refused>& steps, Ids ids) {
+  Bound bound("llama-f32", 12);
+  bound.at(0, slice(ids, 0, 6));
+  bound.at(6, slice(ids, 6, 3));
+  for (const auto& step : steps) {
+    const Seen before(bound.cache());
+    const auto result = bound.model.step(step.ids, step.positions);
+    if (result.ok() || !(Seen(bound.cache()) == before)) {
+      std::printf("%s:\n", step.what);
+    }
+    CHECK_REFUSED(result, step.status, step.words);
+    CHECK(Seen(bound.cache()) == before);
+  }
+  return bound.at(9, slice(ids, 9, 3));
+}
+
+void refused_steps_leave_no_trace() {
+  const Ids ids = text(12);
+  const Rows wanted = with_refusals({}, ids);
+  const auto steps = refused_steps();
+  for (const auto& step : steps) {
+    CHECK(with_refusals({step}, ids) == wanted);
+  }
+  CHECK(with_refusals(steps, ids) == wanted);
+}
+
+/// Ids and positions that are not as many fail in the first layer, when the
+/// step is open, and the first of them when it is about to write over rows.
+void lengths_that_differ() {
+  const Ids ids = text(12);
+  const Rows wanted = with_refusals({}, ids);
+  for (const int64_t start : {9, 4, 0}) {
+    for (const auto& [n_ids, n_positions] :
+         {std::pair<int64_t, int64_t>{3, 1}, {1, 3}, {2, 3}, {3, 2}}) {
+      Bound bound("llama-f32", 12);
+      bound.at(0, slice(ids, 0, 6));
+      bound.at(6, slice(ids, 6, 3));
+      const Seen before(bound.cache());
+      const auto result =
+          bound.model.step(text(n_ids, 3), run(start, n_positions));
+      CHECK(!result.ok());
+      CHECK(Seen(bound.cache()) == before);
+      CHECK(bound.at(9, slice(ids, 9, 3)) == wanted);
+    }
+  }
+}
+
+/// What ExecuTorch itself refuses does not reach the cache.
+void inputs_that_executorch_refuses() {
+  const Ids ids = text(12);
+  const Rows wanted = with_refusals({}, ids);
+  Bound bound("llama-f32", 12);
+  bound.at(0, slice(ids, 0, 6));
+  bound.at(6, slice(ids, 6, 3));
+  const Seen before(bound.cache());
+
+  Ids one = {1};
+  Ids at = {9};
+  std::vector<int32_t> narrow = {1, 9};
+  std::vector<float> real = {9.0F};
+  const auto id = from_blob(one.data(), {1, 1}, ScalarType::Long);
+  const auto position = from_blob(at.data(), {1}, ScalarType::Long);
+  const auto narrow_id = from_blob(narrow.data(), {1, 1}, ScalarType::Int);
+  const auto narrow_at = from_blob(narrow.data() + 1, {1}, ScalarType::Int);
+  const auto real_at = from_blob(real.data(), {1}, ScalarType::Float);
+  const auto flat_id = from_blob(one.data(), {1}, ScalarType::Long);
+  const auto deep_at = from_blob(at.data(), {1, 1}, ScalarType::Long);
+  const auto none = from_blob(one.data(), {1, 0}, ScalarType::Long);
+  const auto nowhere = from_blob(at.data(), {0}, ScalarType::Long);
+  const std::vector<std::vector<EValue>> inputs = {
+      {},
+      {EValue(*id)},
+      {EValue(*id), EValue(*position), EValue(*position)},
+      {EValue(*narrow_id), EValue(*position)},
+      {EValue(*id), EValue(*narrow_at)},
+      {EValue(*id), EValue(*real_at)},
+      {EValue(*flat_id), EValue(*position)},
+      {EValue(*id), EValue(*deep_at)},
+      {EValue(*none), EValue(*nowhere)},
+      {EValue(int64_t{1}), EValue(*position)},
+      {EValue(*id), EValue(9.0)},
+  };
+  for (const auto& input : inputs) {
+    // Inputs that are left out are those of an earlier run to Module, so that
+    // this may be a step; it is taken back.
+    const auto ran = execute(bound.model.module(), "forward", input);
+    if (ran.ok()) {
+      CHECK(input.size() < 2);
+      must(bound.cache().rewind(9));
+    }
+    CHECK(Seen(bound.cache()) == before);
+  }
+  const auto many = bound.model.step(text(33), run(0, 33));
+  CHECK(!many.ok());
+  CHECK(Seen(bound.cache()) == before);
+  CHECK(bound.at(9, slice(ids, 9, 3)) == wanted);
+}
+
+void full() {
+  Bound bound("llama-f32", 6);
+  const Ids ids = text(7);
+  bound.at(0, slice(ids, 0, 5));
+  CHECK(bound.cache().can_extend() && !bound.cache().can_extend(2));
+  const Rows wanted = bound.at(5, {ids[5]});
+  CHECK(!bound.cache().can_extend() && bound.cache().can_extend(0));
+  CHECK_REFUSED(
+      bound.model.step({ids[6]}, {6}), ETKV_ERROR_CAPACITY, "capacity is 6");
+  CHECK_INT(bound.cache().length(), 6);
+  CHECK(bound.cache().memory().allocated == bound.cache().memory().at_capacity);
+  // What is full can still go back.
+  CHECK(bound.at(5, {ids[5]}) == wanted);
+  CHECK_INT(bound.cache().length(), 6);
+}
+
+// ---- Going back -------------------------------------------------------------
+
+void explicit_rewind() {
+  const Ids ids = text(10);
+  const Ids other = text(6, 2);
+  for (const int32_t length : {0, 1, 4, 6}) {
+    const auto kept = static_cast<size_t>(length);
+    Bound fresh;
+    if (kept > 0) {
+      fresh.at(0, slice(ids, 0, kept));
+    }
+    const Rows wanted = fresh.at(length, other);
+
+    // The rows that stay are written by a step of their own: a product of more
+    // rows need not round alike.
+    Bound bound;
+    if (kept > 0) {
+      bound.at(0, slice(ids, 0, kept));
+    }
+    bound.at(length, slice(ids, kept, 10 - kept));
+    CHECK_REFUSED(
+        bound.cache().rewind(11), ETKV_ERROR_POSITION, "10 positions");
+    CHECK_REFUSED(bound.cache().rewind(-1), ETKV_ERROR_POSITION, "-1");
+    CHECK_INT(bound.cache().length(), 10);
+    const Memory before = bound.cache().memory();
+    must(bound.cache().rewind(length));
+    CHECK_INT(bound.cache().length(), length);
+    // Slots stay for what comes next.
+    CHECK_INT(bound.cache().memory().allocated, before.allocated);
+    CHECK_INT(bound.cache().memory().used, before.used / 10 * kept);
+    CHECK(bound.at(length, other) == wanted);
+    CHECK_INT(bound.cache().length(), length + 6);
+  }
+}
+
+void implicit_rewind() {
+  const Ids ids = text(10);
+  for (const size_t n : {1, 3, 6, 9}) {
+    for (const int64_t start : {0, 1, 4, 9}) {
+      const auto kept = static_cast<size_t>(start);
+      const Ids other = text(static_cast<int64_t>(n), 2);
+      Bound fresh;
+      if (kept > 0) {
+        fresh.at(0, slice(ids, 0, kept));
+      }
+      const Rows wanted = fresh.at(start, other);
+      const Rows next = fresh.at(start + static_cast<int64_t>(n), {7});
+
+      Bound bound;
+      if (kept > 0) {
+        bound.at(0, slice(ids, 0, kept));
+      }
+      bound.at(start, slice(ids, kept, 10 - kept));
+      CHECK(bound.at(start, other) == wanted);
+      CHECK_INT(bound.cache().length(), start + static_cast<int64_t>(n));
+      CHECK(bound.at(start + static_cast<int64_t>(n), {7}) == next);
+    }
+  }
+}
+
+// ---- Chunks and rows --------------------------------------------------------
+
+void chunks() {
+  const Ids ids = text(31);
+  Bound whole;
+  const Rows all = whole.at(0, ids);
+  CHECK_INT(all.count, 31);
+  CHECK_INT(all.vocabulary, kVocabulary);
+  for (const size_t chunk : {1, 2, 7, 16, 30}) {
+    Bound bound;
+    Rows pieces{0, kVocabulary, {}};
+    for (size_t i = 0; i < ids.size(); i += chunk) {
+      const size_t n = std::min(chunk, ids.size() - i);
+      const Rows rows = bound.at(static_cast<int64_t>(i), slice(ids, i, n));
+      CHECK_INT(bound.cache().length(), i + n);
+      pieces.count += rows.count;
+      pieces.values.insert(
+          pieces.values.end(), rows.values.begin(), rows.values.end());
+    }
+    const double apart = distance(pieces, all);
+    CHECK(apart < 1e-4);
+    CHECK_INT(pieces.best(), all.best());
+  }
+  // As many as the program takes.
+  Bound most;
+  CHECK_INT(most.at(0, text(kMostTokens)).count, kMostTokens);
+}
+
+void last_row() {
+  const Ids ids = text(20);
+  for (const char* name : {"llama-f32", "llama-bf16", "qwen3-f32"}) {
+    const bool half = std::string(name) == "llama-bf16";
+    Bound all(name);
+    Bound last(name, 64, ETKV_FORMAT_F32, 4, Logits::last);
+    for (const auto& [start, n] :
+         {std::pair<size_t, size_t>{0, 13}, {13, 1}, {14, 6}}) {
+      const auto at = static_cast<int64_t>(start);
+      const Rows wanted = all.at(at, slice(ids, start, n)).last();
+      const Rows found = last.at(at, slice(ids, start, n));
+      CHECK_INT(found.count, 1);
+      CHECK(distance(found, wanted) < (half ? 0.1 : 1e-5));
+      CHECK_INT(last.cache().length(), start + n);
+    }
+  }
+}
+
+// ---- Storage ----------------------------------------------------------------
+
+/// Bytes of one slot of the tiny llama: 2 layers of 2 KV heads, keys and values
+/// of 16 elements.
+constexpr uint64_t slot_bytes(uint64_t element) {
+  return uint64_t{2} * 2 * (16 + 16) * element;
+}
+
+void growth() {
+  for (const auto& [format, element] :
+       {std::pair<etkv_format, uint64_t>{ETKV_FORMAT_F32, 4},
+        {ETKV_FORMAT_F16, 2},
+        {ETKV_FORMAT_BF16, 2}}) {
+    const uint64_t slot = slot_bytes(element);
+    Bound bound("llama-f32", 22, format);
+    const Ids ids = text(22);
+    CHECK_INT(bound.cache().memory().allocated, 0);
+    CHECK_INT(bound.cache().memory().at_capacity, 22 * slot);
+    for (uint64_t length = 1; length <= 22; ++length) {
+      bound.at(static_cast<int64_t>(length) - 1, {ids[length - 1]});
+      // Four slots, doubled, and never more than the capacity.
+      const uint64_t slots = length <= 4    ? 4
+                             : length <= 8  ? 8
+                             : length <= 16 ? 16
+                                            : 22;
+      const Memory memory = bound.cache().memory();
+      CHECK_INT(memory.allocated, slots * slot);
+      CHECK_INT(memory.used, length * slot);
+      CHECK_INT(memory.at_capacity, 22 * slot);
+    }
+    // In one step, past several of those places.
+    must(bound.cache().clear(/*release=*/true));
+    bound.at(0, slice(ids, 0, 9));
+    CHECK_INT(bound.cache().memory().allocated, 16 * slot);
+  }
+  // The first allocation is no more than the capacity, either.
+  Bound small("llama-f32", 3, ETKV_FORMAT_F32, 100);
+  small.at(0, {1});
+  CHECK_INT(small.cache().memory().allocated, 3 * slot_bytes(4));
+}
+
+/// Where a cache grows makes no difference to what it answers.
+void growth_changes_nothing() {
+  const Ids ids = text(30);
+  const auto answers = [&](int32_t min_chunk) {
+    Bound bound("llama-f32", 64, ETKV_FORMAT_F32, min_chunk);
+    std::vector<Rows> rows;
+    rows.push_back(bound.at(0, slice(ids, 0, 3)));
+    for (size_t i = 3; i < ids.size(); ++i) {
+      rows.push_back(bound.at(static_cast<int64_t>(i), {ids[i]}));
+    }
+    return rows;
+  };
+  const auto wanted = answers(64);
+  for (const int32_t min_chunk : {1, 3, 4, 29}) {
+    CHECK(answers(min_chunk) == wanted);
+  }
+}
+
+void clearing() {
+  const Ids ids = text(12);
+  Bound bound;
+  const Rows first = bound.at(0, ids);
+  const Memory full = bound.cache().memory();
+
+  must(bound.cache().clear());
+  CHECK_INT(bound.cache().length(), 0);
+  CHECK_INT(bound.cache().memory().allocated, full.allocated);
+  CHECK_INT(bound.cache().memory().used, 0);
+  CHECK_REFUSED(
+      bound.model.step({1}, {12}), ETKV_ERROR_POSITION, "the next is 0");
+  CHECK(bound.at(0, ids) == first);
+
+  must(bound.cache().clear(/*release=*/true));
+  CHECK_INT(bound.cache().length(), 0);
+  CHECK_INT(bound.cache().memory().allocated, 0);
+  CHECK_INT(bound.cache().memory().used, 0);
+  CHECK_INT(bound.cache().memory().at_capacity, full.at_capacity);
+  CHECK(bound.at(0, ids) == first);
+  CHECK(bound.cache().memory() == full);
+}
+
+/// MLX's own count follows the cache's.
+void memory_is_given_back() {
+  const auto active = [] {
+    etkv_mlx_memory memory{};
+    memory.struct_size = sizeof(memory);
+    REQUIRE(etkv_mlx_memory_read(&memory, nullptr) == ETKV_OK);
+    return memory.active;
+  };
+  // A row a slot and 4,096 slots: more than MLX's rounding.
+  Bound bound("llama-f32", 4096, ETKV_FORMAT_F32, 4096);
+  bound.at(0, text(8));
+  must(bound.cache().clear(/*release=*/true));
+  const uint64_t empty = active();
+  bound.at(0, text(8));
+  const uint64_t held = bound.cache().memory().allocated;
+  CHECK_INT(held, 4096 * slot_bytes(4));
+  CHECK(active() >= empty + held && active() <= empty + held + held / 8);
+  must(bound.cache().clear(/*release=*/true));
+  CHECK(active() <= empty);
+}
+
+void formats() {
+  const Ids ids = text(20);
+  for (const char* name : {"llama-f32", "llama-bf16"}) {
+    const auto answer = [&](etkv_format format) {
+      Bound bound(name, 64, format);
+      bound.at(0, slice(ids, 0, 12));
+      return bound.at(12, slice(ids, 12, 8));
+    };
+    const bool half = std::string(name) == "llama-bf16";
+    const Rows exact = answer(half ? ETKV_FORMAT_BF16 : ETKV_FORMAT_F32);
+    const double f32 = distance(answer(ETKV_FORMAT_F32), exact);
+    const double f16 = distance(answer(ETKV_FORMAT_F16), exact);
+    const double bf16 = distance(answer(ETKV_FORMAT_BF16), exact);
+    std::printf(
+        "%s: distance of f32 %g, f16 %g, bf16 %g\n", name, f32, f16, bf16);
+    // A storage that holds what the program computes loses nothing of it.
+    CHECK(f32 == 0.0);
+    CHECK(f16 < (half ? 0.3 : 0.05));
+    CHECK(bf16 < 0.3);
+    CHECK(half ? bf16 == 0.0 : f16 < bf16);
+    CHECK(answer(ETKV_FORMAT_DEFAULT) == answer(ETKV_FORMAT_F16));
+  }
+}
+
+void keys_and_values_apart() {
+  Model model("llama-f32");
+  auto config = make_config(model.params(), 8, ETKV_FORMAT_F32, 8);
+  config.v_format = ETKV_FORMAT_F16;
+  auto session = must(make_decode_session(kMLXBackend, config));
+  must(model.load(session.key()));
+  model.at(0, text(3));
+  CHECK_INT(session->memory().allocated, 8 * 2 * 2 * 16 * (4 + 2));
+}
+
+} // namespace
+} // namespace etkv::tests
+
+int main() {
+  using namespace etkv::tests;
+  etkv::examples::quiet_executorch();
+  refused_steps_leave_no_trace();
+  lengths_that_differ();
+  inputs_that_executorch_refuses();
+  full();
+  explicit_rewind();
+  implicit_rewind();
+  chunks();
+  last_row();
+  growth();
+  growth_changes_nothing();
+  clearing();
+  memory_is_given_back();
+  formats();
+  keys_and_values_apart();
+  return check_report();
+}

@@ -1,0 +1,159 @@
+// A backend between ExecuTorch and MLXBackend, so that a test can hand the
+// delegate arguments that ExecuTorch itself would not let through.
+#pragma once
+
+#include <cstdint>
+#include <fstream>
+#include <functional>
+#include <iterator>
+#include <memory>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include <executorch/extension/data_loader/buffer_data_loader.h>
+#include <executorch/runtime/backend/interface.h>
+
+#include "fixture.hpp"
+
+namespace etkv::tests {
+
+/// Changes the delegate's arguments: inputs, then outputs.
+using Tamper = std::function<void(std::vector<EValue*>&)>;
+
+class Tap final : public ::executorch::runtime::BackendInterface {
+ public:
+  /// As long as kMLXBackend, whose place it takes in a program.
+  static constexpr char kName[] = "TapBackend";
+
+  static Tap& get() {
+    static Tap tap;
+    return tap;
+  }
+
+  /// Registers the tap. Once, before the first program.
+  static void open() {
+    REQUIRE(
+        ::executorch::runtime::register_backend({kName, &get()}) ==
+        ::executorch::runtime::Error::Ok);
+  }
+
+  /// Applies to the next execution, and to that alone.
+  void tamper_once(Tamper tamper) {
+    tamper_ = std::move(tamper);
+  }
+
+  bool is_available() const override {
+    return behind().is_available();
+  }
+
+  ::executorch::runtime::Result<::executorch::runtime::DelegateHandle*> init(
+      ::executorch::runtime::BackendInitContext& context,
+      ::executorch::runtime::FreeableBuffer* processed,
+      ::executorch::runtime::ArrayRef<::executorch::runtime::CompileSpec> specs)
+      const override {
+    return behind().init(context, processed, specs);
+  }
+
+  ::executorch::runtime::Error execute(
+      ::executorch::runtime::BackendExecutionContext& context,
+      ::executorch::runtime::DelegateHandle* handle,
+      ::executorch::runtime::Span<EValue*> arguments) const override {
+    std::vector<EValue*> copy(arguments.begin(), arguments.end());
+    if (const Tamper tamper = std::exchange(tamper_, nullptr)) {
+      tamper(copy);
+    }
+    return behind().execute(context, handle, {copy.data(), copy.size()});
+  }
+
+  void destroy(::executorch::runtime::DelegateHandle* handle) const override {
+    behind().destroy(handle);
+  }
+
+ private:
+  static const BackendInterface& behind() {
+    const auto* backend = ::executorch::runtime::get_backend_class(kMLXBackend);
+    REQUIRE(backend != nullptr);
+    return *backend;
+  }
+
+  mutable Tamper tamper_;
+};
+
+/// A program whose delegate is behind the tap, on a cache of its own.
+class Tapped {
+ public:
+  explicit Tapped(
+      int32_t capacity = 64,
+      const std::function<void(CacheConfig&)>& change = nullptr)
+      : program_(read_and_redirect("llama-f32")),
+        module_(
+            std::make_unique<::executorch::extension::BufferDataLoader>(
+                program_.data(),
+                program_.size())) {
+    auto config = make_config(
+        must(read_kv_cache_metadata(module_)), capacity, ETKV_FORMAT_F32, 4);
+    if (change) {
+      change(config);
+    }
+    session_ = std::make_unique<Session>(
+        must(make_decode_session(kMLXBackend, config)));
+
+    ::executorch::runtime::BackendOptions<1> options;
+    REQUIRE(
+        options.set_option("cache_key", session_->key()) ==
+        ::executorch::runtime::Error::Ok);
+    ::executorch::runtime::LoadBackendOptionsMap map;
+    REQUIRE(
+        map.set_options(Tap::kName, options.view()) ==
+        ::executorch::runtime::Error::Ok);
+    REQUIRE(
+        module_.load_method("forward", nullptr, nullptr, &map) ==
+        ::executorch::runtime::Error::Ok);
+  }
+
+  Result<Rows> step(Ids ids, int64_t position, Tamper tamper = nullptr) {
+    Ids positions = run(position, static_cast<int64_t>(ids.size()));
+    const auto ids_tensor = from_blob(
+        ids.data(), {1, static_cast<int32_t>(ids.size())}, ScalarType::Long);
+    const auto positions_tensor = from_blob(
+        positions.data(),
+        {static_cast<int32_t>(positions.size())},
+        ScalarType::Long);
+    Tap::get().tamper_once(std::move(tamper));
+    auto outputs = execute(
+        module_, "forward", {EValue(*ids_tensor), EValue(*positions_tensor)});
+    if (!outputs.ok()) {
+      return outputs.error();
+    }
+    return rows_of(*outputs);
+  }
+
+  Rows at(int64_t position, const Ids& ids) {
+    return must(step(ids, position));
+  }
+  Cache& cache() {
+    return session_->cache();
+  }
+
+ private:
+  static std::vector<char> read_and_redirect(const std::string& name) {
+    std::ifstream file(program_path(name), std::ios::binary);
+    std::vector<char> bytes(
+        (std::istreambuf_iterator<char>(file)),
+        std::istreambuf_iterator<char>());
+    static_assert(sizeof(kMLXBackend) == sizeof(Tap::kName));
+    const std::string from = kMLXBackend;
+    const auto at =
+        std::search(bytes.begin(), bytes.end(), from.begin(), from.end());
+    REQUIRE(at != bytes.end());
+    std::copy_n(Tap::kName, from.size(), at);
+    return bytes;
+  }
+
+  std::vector<char> program_;
+  Module module_;
+  std::unique_ptr<Session> session_;
+};
+
+} // namespace etkv::tests

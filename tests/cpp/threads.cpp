@@ -1,0 +1,304 @@
+// Programs and caches on several threads: each object is used by one thread at
+// a time, caches may be shared.
+
+#include <atomic>
+#include <set>
+#include <thread>
+
+#include "fixture.hpp"
+
+namespace etkv::tests {
+namespace {
+
+/// Runs `work` on a thread of its own, and waits for it.
+template <typename Work>
+void on_a_thread(Work work) {
+  std::thread(work).join();
+}
+
+/// `n` greedy ids after a prompt.
+Ids greedy(Bound& bound, const Ids& prompt, size_t n) {
+  Ids ids;
+  Rows rows = bound.at(0, prompt);
+  auto position = static_cast<int64_t>(prompt.size());
+  while (ids.size() < n) {
+    ids.push_back(rows.best());
+    rows = bound.at(position++, {ids.back()});
+  }
+  return ids;
+}
+
+void load_execute_destroy() {
+  const Ids prompt = text(7);
+  Bound here;
+  const Rows first = here.at(0, prompt);
+  const Rows second = here.at(7, {3});
+  for (int round = 0; round < 20; ++round) {
+    std::unique_ptr<Bound> bound;
+    on_a_thread([&] { bound = std::make_unique<Bound>(); });
+    on_a_thread([&] { CHECK(bound->at(0, prompt) == first); });
+    // Another one goes on where the first was.
+    on_a_thread([&] { CHECK(bound->at(7, {3}) == second); });
+    on_a_thread([&] { must(bound->cache().rewind(7)); });
+    CHECK(bound->at(7, {3}) == second);
+    on_a_thread([&] { bound.reset(); });
+  }
+}
+
+/// Session, handle and program each leave on a thread that has done nothing
+/// else, in the order of their making and against it.
+void parts_on_their_own_threads() {
+  for (int round = 0; round < 6; ++round) {
+    std::unique_ptr<Model> model;
+    std::unique_ptr<Session> session;
+    on_a_thread([&] { model = std::make_unique<Model>("llama-f32"); });
+    on_a_thread(
+        [&] { session = std::make_unique<Session>(session_for(*model)); });
+    on_a_thread([&] { must(model->load(session->key())); });
+    on_a_thread([&] { model->at(0, text(9)); });
+    on_a_thread([&] { must(session->cache().clear(round % 3 == 0)); });
+    on_a_thread([&] { model->at(0, text(5)); });
+    if (round % 2 == 0) {
+      on_a_thread([&] { session.reset(); });
+      on_a_thread([&] { model->at(5, text(5)); });
+      on_a_thread([&] { model.reset(); });
+    } else {
+      on_a_thread([&] { model.reset(); });
+      CHECK_INT(session->cache().length(), 5);
+      on_a_thread([&] { session.reset(); });
+    }
+  }
+}
+
+void programs_side_by_side() {
+  constexpr size_t kThreads = 4;
+  constexpr size_t kIds = 40;
+  const auto prompt = [](size_t i) {
+    return text(5 + static_cast<int64_t>(i), static_cast<uint32_t>(i) + 1);
+  };
+  const auto generate = [&](size_t i) {
+    Bound bound(i % 2 == 0 ? "llama-f32" : "qwen3-f32");
+    return greedy(bound, prompt(i), kIds);
+  };
+  std::vector<Ids> serially;
+  for (size_t i = 0; i < kThreads; ++i) {
+    serially.push_back(generate(i));
+  }
+  CHECK(serially[0] != serially[2]);
+
+  std::vector<Ids> together(kThreads);
+  std::vector<std::thread> threads;
+  for (size_t i = 0; i < kThreads; ++i) {
+    threads.emplace_back([&, i] { together[i] = generate(i); });
+  }
+  for (auto& thread : threads) {
+    thread.join();
+  }
+  for (size_t i = 0; i < kThreads; ++i) {
+    CHECK(together[i] == serially[i]);
+  }
+}
+
+/// Steps of several threads on one cache: each of them works or is refused.
+void one_cache() {
+  constexpr int32_t kCapacity = 40;
+  Bound first("llama-f32", kCapacity);
+  const Ids ids = text(20);
+  const Rows wanted = [&] {
+    Bound alone("llama-f32", kCapacity);
+    return alone.at(0, ids);
+  }();
+
+  std::atomic<long> worked{0};
+  std::atomic<long> refused{0};
+  const auto stepping = [&](Model& model, uint32_t seed) {
+    for (int i = 0; i < 150; ++i) {
+      seed = seed * 1664525U + 1013904223U;
+      const int64_t n = 1 + (seed >> 10) % 5;
+      // Somewhere near the end; the other thread moves it meanwhile.
+      const int64_t at = first.cache().length() + int64_t((seed >> 20) % 4) - 2;
+      const auto result = model.step(text(n, seed), run(at, n));
+      if (result.ok()) {
+        ++worked;
+        CHECK_INT(result.value().count, n);
+      } else {
+        ++refused;
+        const auto status = result.error().status();
+        CHECK(status == ETKV_ERROR_POSITION || status == ETKV_ERROR_CAPACITY);
+      }
+      const int32_t length = first.cache().length();
+      CHECK(length >= 0 && length <= kCapacity);
+      if (length > kCapacity - 6) {
+        // Refused where the other one has already cleared it.
+        (void)first.cache().rewind(3).ok();
+      }
+    }
+  };
+  Model second("llama-f32");
+  must(second.load(first.session.key()));
+  std::thread other([&] { stepping(second, 7); });
+  stepping(first.model, 8);
+  other.join();
+  CHECK_INT(worked + refused, 300);
+  CHECK(worked > 0);
+
+  // And it is a cache as any other.
+  must(first.cache().clear());
+  CHECK(first.at(0, ids) == wanted);
+  must(first.cache().clear());
+  CHECK(second.at(0, ids) == wanted);
+}
+
+/// Control calls wait for a step to end, and see the cache before or after it.
+void control_during_steps() {
+  constexpr int32_t kCapacity = 64;
+  const Ids ids = text(48);
+  const auto steps = [&](Bound& bound) {
+    std::vector<Rows> rows;
+    for (size_t i = 0; i < ids.size(); i += 4) {
+      rows.push_back(bound.at(static_cast<int64_t>(i), slice(ids, i, 4)));
+    }
+    return rows;
+  };
+  const auto wanted = [&] {
+    Bound alone("llama-f32", kCapacity);
+    return steps(alone);
+  }();
+
+  Bound bound("llama-f32", kCapacity);
+  const uint64_t slot = bound.cache().memory().at_capacity / kCapacity;
+  std::atomic<bool> done{false};
+  std::atomic<long> asked{0};
+  std::atomic<bool> consistent{true};
+  std::thread watcher([&] {
+    int32_t last = 0;
+    while (!done) {
+      const int32_t length = bound.cache().length();
+      const Memory memory = bound.cache().memory();
+      const bool holds =
+          length % 4 == 0 && length >= last && memory.used % (4 * slot) == 0 &&
+          memory.used <= memory.allocated && bound.cache().can_extend(0) &&
+          !bound.cache().can_extend(kCapacity - length + 1) &&
+          bound.cache().capacity() == kCapacity &&
+          // Beyond what is there: changes nothing.
+          !bound.cache().rewind(kCapacity + 1).ok();
+      consistent = consistent && holds;
+      last = length;
+      ++asked;
+    }
+  });
+  while (asked == 0) {
+    std::this_thread::yield();
+  }
+  CHECK(steps(bound) == wanted);
+  done = true;
+  watcher.join();
+  CHECK(consistent);
+}
+
+/// Caches and programs come and go while another program runs.
+void coming_and_going() {
+  const Ids prompt = text(6);
+  Bound steady;
+  const Ids wanted = greedy(steady, prompt, 50);
+  must(steady.cache().clear());
+
+  std::atomic<bool> done{false};
+  std::vector<std::thread> threads;
+  threads.emplace_back([&] {
+    while (!done) {
+      Bound bound("qwen3-f32");
+      bound.at(0, text(9));
+    }
+  });
+  threads.emplace_back([&] {
+    Model model("llama-f32");
+    while (!done) {
+      Session session = session_for(model);
+      Model other("llama-f32");
+      must(other.load(session.key()));
+      other.at(0, text(5));
+      // The program is the cache's last owner, and this thread frees both.
+      Session gone = std::move(session);
+    }
+  });
+  CHECK(greedy(steady, prompt, 50) == wanted);
+  done = true;
+  for (auto& thread : threads) {
+    thread.join();
+  }
+}
+
+void keys_of_many_threads() {
+  constexpr int kThreads = 4;
+  std::vector<std::vector<std::string>> made(kThreads);
+  std::vector<std::thread> threads;
+  for (int i = 0; i < kThreads; ++i) {
+    threads.emplace_back([&, i] {
+      CacheConfig config;
+      config.layers = {{1, 1, 1, 0}};
+      config.capacity = 1;
+      for (int k = 0; k < 200; ++k) {
+        made[i].push_back(must(make_decode_session(kMLXBackend, config)).key());
+      }
+    });
+  }
+  std::set<std::string> keys;
+  for (int i = 0; i < kThreads; ++i) {
+    threads[i].join();
+    keys.insert(made[i].begin(), made[i].end());
+  }
+  CHECK_INT(keys.size(), kThreads * 200);
+}
+
+/// Whose step failed hears why, and nobody else.
+void errors_of_a_thread() {
+  Bound bound;
+  bound.at(0, text(3));
+  const auto fail = [&](int64_t position) {
+    Ids id = {1};
+    const auto ids = from_blob(id.data(), {1, 1}, ScalarType::Long);
+    const auto at = from_blob(&position, {1}, ScalarType::Long);
+    CHECK(!bound.model.module()
+               .execute("forward", {EValue(*ids), EValue(*at)})
+               .ok());
+  };
+  const auto taken = [] {
+    etkv_error* error = etkv_delegate_take_error();
+    const std::string words = etkv_error_message(error);
+    etkv_error_free(error);
+    return words;
+  };
+  etkv_error_free(etkv_delegate_take_error());
+
+  fail(11);
+  on_a_thread([&] {
+    CHECK(taken().empty());
+    fail(12);
+    fail(13);
+    // The last one.
+    CHECK_HAS(taken().c_str(), "position 13");
+    CHECK(taken().empty());
+    // Left untaken, it goes with its thread.
+    fail(14);
+  });
+  CHECK_HAS(taken().c_str(), "position 11");
+  CHECK(taken().empty());
+}
+
+} // namespace
+} // namespace etkv::tests
+
+int main() {
+  using namespace etkv::tests;
+  etkv::examples::quiet_executorch();
+  load_execute_destroy();
+  parts_on_their_own_threads();
+  programs_side_by_side();
+  one_cache();
+  control_during_steps();
+  coming_and_going();
+  keys_of_many_threads();
+  errors_of_a_thread();
+  return check_report();
+}

@@ -1,0 +1,349 @@
+// A step that fails when it is already under way has not been: whatever the
+// delegate is handed, and wherever in the step it finds out.
+
+#include <algorithm>
+
+#include "tap.hpp"
+
+namespace etkv::tests {
+namespace {
+
+using ::executorch::aten::Device;
+using ::executorch::aten::DeviceType;
+using ::executorch::aten::DimOrderType;
+using ::executorch::aten::SizesType;
+using ::executorch::aten::StridesType;
+using ::executorch::aten::Tensor;
+using ::executorch::aten::TensorImpl;
+using ::executorch::aten::TensorShapeDynamism;
+using ::executorch::extension::TensorPtr;
+
+/// A way to make a step fail.
+struct Fault {
+  const char* what;
+  etkv_status status;
+  const char* words;
+  Tamper tamper;
+};
+
+// Arguments of `forward`.
+constexpr size_t kIds = 0;
+constexpr size_t kPositions = 1;
+constexpr size_t kLogits = 2;
+constexpr size_t kArguments = 3;
+
+/// Puts `value` in place of an argument. It lives as long as the tamper.
+Tamper replace(size_t index, EValue value, TensorPtr keep = nullptr) {
+  auto held = std::make_shared<EValue>(std::move(value));
+  return [=](std::vector<EValue*>& arguments) {
+    (void)keep;
+    REQUIRE(arguments.size() == kArguments);
+    arguments[index] = held.get();
+  };
+}
+
+Tamper replace(size_t index, const TensorPtr& tensor) {
+  return replace(index, EValue(*tensor), tensor);
+}
+
+int64_t integers[64];
+int32_t narrow_integers[64];
+float reals[64 * kVocabulary];
+
+/// Faults that show when the step's rows have been written: the logits have
+/// nowhere to go.
+std::vector<Fault> output_faults() {
+  const auto shape = ETKV_ERROR_SHAPE;
+  return {
+      {"a fixed output",
+       shape,
+       "output 0 does not take",
+       replace(
+           kLogits,
+           from_blob(
+               reals,
+               {1, 1, 2},
+               ScalarType::Float,
+               Device(DeviceType::CPU),
+               TensorShapeDynamism::STATIC))},
+      {"a small output",
+       shape,
+       "output 0 does not take",
+       replace(
+           kLogits,
+           from_blob(
+               reals,
+               {1, 1, kVocabulary - 1},
+               ScalarType::Float,
+               Device(DeviceType::CPU),
+               TensorShapeDynamism::DYNAMIC_BOUND))},
+      {"another rank",
+       shape,
+       "output 0 does not take",
+       replace(
+           kLogits, from_blob(reals, {64, kVocabulary}, ScalarType::Float))},
+      {"no memory",
+       shape,
+       "no memory",
+       replace(
+           kLogits,
+           from_blob(
+               nullptr, {1, kMostTokens, kVocabulary}, ScalarType::Float))},
+      {"a dtype that MLX lacks",
+       ETKV_ERROR_UNSUPPORTED,
+       "dtype",
+       replace(
+           kLogits,
+           from_blob(reals, {1, kMostTokens, kVocabulary}, ScalarType::QInt8))},
+      {"no tensor", shape, "no tensor", replace(kLogits, EValue(int64_t{1}))},
+  };
+}
+
+/// Every second of six ids. ExecuTorch's helpers make contiguous tensors only.
+TensorImpl* strided_ids() {
+  static SizesType sizes[] = {1, 3};
+  static DimOrderType order[] = {0, 1};
+  static StridesType strides[] = {6, 2};
+  static TensorImpl ids(ScalarType::Long, 2, sizes, integers, order, strides);
+  return &ids;
+}
+
+/// Faults in the arguments themselves.
+std::vector<Fault> argument_faults() {
+  const auto invalid = ETKV_ERROR_INVALID_ARGUMENT;
+  const auto dtype = ETKV_ERROR_DTYPE;
+  const auto shape = ETKV_ERROR_SHAPE;
+  const auto longs = [](std::vector<int32_t> sizes) {
+    return from_blob(integers, std::move(sizes), ScalarType::Long);
+  };
+  return {
+      {"an argument too few",
+       invalid,
+       "2 arguments",
+       [](std::vector<EValue*>& arguments) { arguments.pop_back(); }},
+      {"no arguments",
+       invalid,
+       "0 arguments",
+       [](std::vector<EValue*>& arguments) { arguments.clear(); }},
+      {"an argument too many",
+       invalid,
+       "4 arguments",
+       [](std::vector<EValue*>& arguments) {
+         arguments.push_back(arguments.back());
+       }},
+      {"int32 ids",
+       dtype,
+       "int32",
+       replace(kIds, from_blob(narrow_integers, {1, 3}, ScalarType::Int))},
+      {"float positions",
+       dtype,
+       "float32",
+       replace(kPositions, from_blob(reals, {3}, ScalarType::Float))},
+      {"a dtype that MLX lacks",
+       dtype,
+       "another dtype",
+       replace(kIds, from_blob(reals, {1, 3}, ScalarType::QInt8))},
+      {"flat ids", shape, "[3] is given", replace(kIds, longs({3}))},
+      {"deep ids", shape, "[1, 1, 3]", replace(kIds, longs({1, 1, 3}))},
+      {"two sequences", shape, "[2, 3]", replace(kIds, longs({2, 3}))},
+      {"no ids", shape, "[1, 0]", replace(kIds, longs({1, 0}))},
+      {"too many ids", shape, "1 to 32", replace(kIds, longs({1, 33}))},
+      {"no positions", shape, "[0]", replace(kPositions, longs({0}))},
+      {"deep positions", shape, "[1, 3]", replace(kPositions, longs({1, 3}))},
+      {"an integer for ids",
+       invalid,
+       "is to be a tensor",
+       replace(kIds, EValue(int64_t{3}))},
+      {"a number for positions",
+       invalid,
+       "neither a tensor nor an integer",
+       replace(kPositions, EValue(3.0))},
+      {"nothing for ids", invalid, "neither", replace(kIds, EValue())},
+      {"ids without data",
+       invalid,
+       "no data",
+       replace(kIds, from_blob(nullptr, {1, 3}, ScalarType::Long))},
+      {"strided ids",
+       invalid,
+       "not contiguous",
+       replace(kIds, EValue(Tensor(strided_ids())))},
+  };
+}
+
+/// Where a step may be when it fails: after `rows` rows in steps of their own,
+/// at `position`, with `n` tokens.
+struct Place {
+  const char* what;
+  std::vector<int64_t> rows;
+  int64_t position;
+  int64_t n;
+};
+
+std::vector<Place> places() {
+  return {
+      {"the first step", {}, 0, 3},
+      {"appends", {5}, 5, 3},
+      {"appends and grows", {5}, 5, 6},
+      {"grows twice", {3}, 3, 8},
+      {"one token", {5}, 5, 1},
+      {"goes back within", {3, 4}, 3, 2},
+      {"goes back to the start", {3, 4}, 0, 3},
+      {"goes back and past the end", {3, 4}, 5, 5},
+      {"goes back, and grows", {3, 4}, 3, 8},
+  };
+}
+
+void fill(Tapped& tapped, const Place& place) {
+  int64_t at = 0;
+  for (const int64_t n : place.rows) {
+    tapped.at(at, text(n, static_cast<uint32_t>(at) + 9));
+    at += n;
+  }
+}
+
+/// The answers that show what rows a cache has: of the step itself, and of one
+/// more token after the rows that were there before.
+struct Answers {
+  Rows more;
+  Rows again;
+  Rows after;
+};
+
+Answers answers(Tapped& tapped, const Place& place) {
+  const auto length = static_cast<int64_t>(tapped.cache().length());
+  Answers answers;
+  answers.more = tapped.at(length, {42});
+  answers.again = tapped.at(place.position, text(place.n, 77));
+  answers.after = tapped.at(place.position + place.n, {43});
+  return answers;
+}
+
+bool operator==(const Answers& a, const Answers& b) {
+  return a.more == b.more && a.again == b.again && a.after == b.after;
+}
+
+/// A step that fails on arguments as they are needs no growth to be told.
+void check_fault(const Place& place, const Fault& fault, bool may_have_grown) {
+  Tapped clean;
+  fill(clean, place);
+  const Answers wanted = answers(clean, place);
+
+  Tapped tapped;
+  fill(tapped, place);
+  const Seen before(tapped.cache());
+  // Twice: the first leaves nothing that the second would trip over.
+  for (int i = 0; i < 2; ++i) {
+    const auto result =
+        tapped.step(text(place.n, 77), place.position, fault.tamper);
+    CHECK_REFUSED(result, fault.status, fault.words);
+    const Seen after(tapped.cache());
+    const bool same =
+        after.length == before.length &&
+        after.memory.used == before.memory.used &&
+        (may_have_grown ? after.memory.allocated >= before.memory.allocated
+                        : after.memory.allocated == before.memory.allocated);
+    CHECK(same);
+    if (result.ok() || !same) {
+      std::printf("  %s, %s\n", place.what, fault.what);
+    }
+  }
+  const bool same = answers(tapped, place) == wanted;
+  CHECK(same);
+  if (!same) {
+    std::printf("  %s, %s\n", place.what, fault.what);
+  }
+}
+
+void outputs_that_take_nothing() {
+  for (const auto& place : places()) {
+    for (const auto& fault : output_faults()) {
+      // The slots that the step grew by stay; no position is in them.
+      check_fault(place, fault, /*may_have_grown=*/true);
+    }
+  }
+}
+
+void arguments_that_cannot_be() {
+  const auto all = places();
+  for (const auto& fault : argument_faults()) {
+    check_fault(all[0], fault, /*may_have_grown=*/false);
+    check_fault(all.back(), fault, /*may_have_grown=*/false);
+  }
+}
+
+/// Every place where a step can fail, one after the other on one cache.
+void one_fault_after_the_other() {
+  const Ids ids = text(40);
+  std::vector<Rows> wanted;
+  Tapped clean;
+  for (size_t i = 0; i < ids.size(); i += 4) {
+    wanted.push_back(clean.at(static_cast<int64_t>(i), slice(ids, i, 4)));
+  }
+
+  auto faults = output_faults();
+  for (auto& fault : argument_faults()) {
+    faults.push_back(std::move(fault));
+  }
+  Tapped tapped;
+  size_t next = 0;
+  for (size_t i = 0; i < ids.size(); i += 4) {
+    for (int k = 0; k < 3; ++k) {
+      const auto& fault = faults[next++ % faults.size()];
+      const int64_t back = std::min<int64_t>(k * 3, static_cast<int64_t>(i));
+      const auto refused =
+          tapped.step(text(5, 5), static_cast<int64_t>(i) - back, fault.tamper);
+      CHECK_REFUSED(refused, fault.status, fault.words);
+    }
+    CHECK_INT(tapped.cache().length(), i);
+    CHECK(
+        tapped.at(static_cast<int64_t>(i), slice(ids, i, 4)) == wanted[i / 4]);
+  }
+}
+
+/// The first layer has been written, and grown, when the second refuses.
+void a_layer_that_does_not_fit() {
+  Tapped tapped(
+      64, [](CacheConfig& config) { config.layers[1].v_head_dim = 8; });
+  const Seen before(tapped.cache());
+  CHECK_REFUSED(
+      tapped.step(text(6), 0), ETKV_ERROR_SHAPE, "the values of layer 1");
+  CHECK_INT(tapped.cache().length(), before.length);
+  CHECK_INT(tapped.cache().memory().used, before.memory.used);
+  must(tapped.cache().clear(/*release=*/true));
+  CHECK(Seen(tapped.cache()) == before);
+}
+
+/// A step over capacity that fails for another reason first, and the reverse.
+void at_the_capacity() {
+  const Place place{"up to the capacity", {5}, 5, 5};
+  Tapped clean(10);
+  fill(clean, place);
+  const Rows wanted = clean.at(5, text(5, 77));
+
+  Tapped tapped(10);
+  fill(tapped, place);
+  for (const auto& fault : output_faults()) {
+    CHECK_REFUSED(
+        tapped.step(text(6, 77), 5, fault.tamper),
+        ETKV_ERROR_CAPACITY,
+        "capacity is 10");
+    CHECK_REFUSED(
+        tapped.step(text(5, 77), 5, fault.tamper), fault.status, fault.words);
+  }
+  CHECK(tapped.at(5, text(5, 77)) == wanted);
+}
+
+} // namespace
+} // namespace etkv::tests
+
+int main() {
+  using namespace etkv::tests;
+  etkv::examples::quiet_executorch();
+  Tap::open();
+  outputs_that_take_nothing();
+  arguments_that_cannot_be();
+  one_fault_after_the_other();
+  a_layer_that_does_not_fit();
+  at_the_capacity();
+  return check_report();
+}
