@@ -48,6 +48,8 @@ def export(variant: Variant) -> None:
 
     command = [sys.executable, "-m", "etkv.export", "--if-changed", "--model", str(path("smollm2-135m"))]
     command += ["--output", str(variant.folder / "model.pte"), "--dtype", variant.dtype]
+    # As the tests ask for it, so that one export serves both.
+    command += ["--keep-hf", str(variant.folder / "hf")]
     if variant.quantize:
         command += ["--quantize", variant.quantize]
     subprocess.run(command, check=True)

@@ -67,13 +67,6 @@ impl Error {
     }
 }
 
-#[cfg(feature = "mlx")]
-impl From<mlx_rs::error::Exception> for Error {
-    fn from(exception: mlx_rs::error::Exception) -> Self {
-        crate::mlx::error_of(exception.what())
-    }
-}
-
 /// Returns early with an error of the given kind.
 macro_rules! fail {
     ($status:ident, $($message:tt)+) => {

@@ -143,6 +143,12 @@ extern "C" fn on_error(message: *const c_char, data: *mut c_void) {
     unsafe { default_mlx_error_handler(message, data) };
 }
 
+impl From<mlx_rs::error::Exception> for Error {
+    fn from(exception: mlx_rs::error::Exception) -> Self {
+        error_of(exception.what())
+    }
+}
+
 fn check(status: i32) -> Result<()> {
     if status == 0 {
         return Ok(());
@@ -151,7 +157,7 @@ fn check(status: i32) -> Result<()> {
 }
 
 /// MLX's words as an error, without the place in mlx-c's source that mlx-c adds.
-pub(crate) fn error_of(message: &str) -> Error {
+fn error_of(message: &str) -> Error {
     let words = message.rsplit_once(" at ").map_or(message, |(words, place)| {
         let is_place = place.rsplit_once(':').is_some_and(|(_, line)| line.parse::<u32>().is_ok());
         if is_place {
@@ -185,21 +191,11 @@ pub(crate) fn slice_axis(
     stop: i32,
     step: i32,
 ) -> Result<Array> {
-    let (from, to, strides) = axis_range(array, axis, start, stop, step);
-    let n = from.len();
-    // SAFETY: the three lists have `n` elements each.
+    let [from, to, by] = corners(array, axis, start, stop, step);
+    let (from, to, by, n) = (from.as_ptr(), to.as_ptr(), by.as_ptr(), from.len());
+    // SAFETY: the three lists have `n` elements each, and outlive the call.
     call(|made, stream| unsafe {
-        mlx_sys::mlx_slice(
-            made,
-            array.as_ptr(),
-            from.as_ptr(),
-            n,
-            to.as_ptr(),
-            n,
-            strides.as_ptr(),
-            n,
-            stream,
-        )
+        mlx_sys::mlx_slice(made, array.as_ptr(), from, n, to, n, by, n, stream)
     })
 }
 
@@ -211,45 +207,27 @@ pub(crate) fn update_axis(
     axis: usize,
     start: i32,
     stop: i32,
-    step: i32,
 ) -> Result<Array> {
-    let (from, to, strides) = axis_range(array, axis, start, stop, step);
-    let n = from.len();
-    // SAFETY: the three lists have `n` elements each.
+    let [from, to, by] = corners(array, axis, start, stop, 1);
+    let (from, to, by, n) = (from.as_ptr(), to.as_ptr(), by.as_ptr(), from.len());
+    let (array, update) = (array.as_ptr(), update.as_ptr());
+    // SAFETY: the three lists have `n` elements each, and outlive the call.
     call(|made, stream| unsafe {
-        mlx_sys::mlx_slice_update(
-            made,
-            array.as_ptr(),
-            update.as_ptr(),
-            from.as_ptr(),
-            n,
-            to.as_ptr(),
-            n,
-            strides.as_ptr(),
-            n,
-            stream,
-        )
+        mlx_sys::mlx_slice_update(made, array, update, from, n, to, n, by, n, stream)
     })
 }
 
 type Corner = smallvec::SmallVec<[i32; 8]>;
 
-fn axis_range(
-    array: &Array,
-    axis: usize,
-    start: i32,
-    stop: i32,
-    step: i32,
-) -> (Corner, Corner, Corner) {
+/// The first and the last corner of a part of `array`, and the steps between.
+fn corners(array: &Array, axis: usize, start: i32, stop: i32, step: i32) -> [Corner; 3] {
     let mut to = Corner::from_slice(array.shape());
-    let mut from = smallvec::smallvec![0; to.len()];
-    let mut strides = smallvec::smallvec![1; to.len()];
+    let mut from: Corner = smallvec::smallvec![0; to.len()];
+    let mut by: Corner = smallvec::smallvec![1; to.len()];
     if axis < to.len() {
-        from[axis] = start;
-        to[axis] = stop;
-        strides[axis] = step;
+        (from[axis], to[axis], by[axis]) = (start, stop, step);
     }
-    (from, to, strides)
+    [from, to, by]
 }
 
 /// The elements of an evaluated, row-contiguous array, as bytes.
@@ -304,7 +282,7 @@ mod tests {
     fn errors_of_raw_calls_carry_mlx_words() {
         let error = run(|| {
             let array = Array::from_slice(&[0.0f32; 4], &[4]);
-            update_axis(&array, &Array::from_slice(&[0.0f32; 3], &[3]), 0, 0, 2, 1)
+            update_axis(&array, &Array::from_slice(&[0.0f32; 3], &[3]), 0, 0, 2)
         })
         .unwrap_err();
         assert_eq!(error.status(), Status::Mlx);

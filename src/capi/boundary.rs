@@ -4,11 +4,8 @@ use std::any::Any;
 use std::ffi::{c_char, CStr};
 use std::panic::{catch_unwind, AssertUnwindSafe};
 
-use super::error::etkv_error;
+use super::error::{etkv_error, OK};
 use crate::error::{fail, Error, Result, Status};
-
-/// ETKV_OK.
-pub(crate) const OK: i32 = 0;
 
 /// Runs the body of a C function: turns an error or a panic into a status, and
 /// into an error object where the caller wants one.

@@ -5,6 +5,9 @@ use std::ffi::{c_char, CString};
 
 use crate::error::{Error, Status};
 
+/// ETKV_OK.
+pub(crate) const OK: i32 = 0;
+
 /// An error: a status and a message.
 #[allow(non_camel_case_types)]
 pub struct etkv_error {
@@ -31,7 +34,7 @@ impl etkv_error {
 #[no_mangle]
 pub unsafe extern "C" fn etkv_error_status(error: *const etkv_error) -> i32 {
     // SAFETY: the caller says so.
-    unsafe { error.as_ref() }.map_or(super::boundary::OK, |error| error.status)
+    unsafe { error.as_ref() }.map_or(OK, |error| error.status)
 }
 
 /// The message of `error`; "" if it is NULL.

@@ -75,7 +75,7 @@ impl Pool for FloatPool {
         };
         let stop = start + rows.dim(SLOTS as i32);
         let rows = cast(rows, self.dtype)?;
-        self.buffer = Some(update_axis(buffer, &rows, SLOTS, start, stop, 1)?);
+        self.buffer = Some(update_axis(buffer, &rows, SLOTS, start, stop)?);
         Ok(())
     }
 

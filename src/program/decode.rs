@@ -5,12 +5,10 @@ use std::collections::BTreeMap;
 
 use super::dtype::dtype_of;
 use super::fb;
-use super::ir::{Chain, Constant, Dim, Graph, InputSpec, Int, IntValue, Out, Value};
+use super::ir::{Chain, Constant, Dim, Graph, InputSpec, Out, Value};
 use super::ops;
+use super::slots::{Counts, Slots};
 use crate::error::{fail, Result};
-
-/// More slots than any program has, and few enough to allocate for.
-const MAX_SLOTS: u32 = 1_000_000;
 
 /// Decodes a program.
 ///
@@ -19,68 +17,21 @@ const MAX_SLOTS: u32 = 1_000_000;
 /// - [`Unsupported`](crate::Status::Unsupported) for one that needs what this
 ///   build does not have; the message names all operations that it lacks.
 pub fn decode(graph: fb::MLXGraph) -> Result<Graph> {
-    let slots = Slots::read(graph)?;
+    let mut slots = Slots::new(Counts::read(graph)?);
     refuse_unknown_ops(graph)?;
-
-    let mut decoder =
-        Decoder { slots, tensors: BTreeMap::new(), ints: BTreeMap::new(), n_values: 0, n_ints: 0 };
-    let constants = decoder.constants(graph)?;
-    let inputs = decoder.inputs(graph)?;
-
-    let (init, init_targets) = decoder.init(graph)?;
-    let main = decoder.main(graph)?;
+    let constants = constants(&mut slots, graph)?;
+    let inputs = inputs(&mut slots, graph)?;
+    let (init, init_targets) = init(&mut slots, graph)?;
+    let main = main_chain(&mut slots, graph)?;
     Ok(Graph {
         constants,
         inputs,
         init,
         init_targets,
         main,
-        n_values: decoder.n_values,
-        n_ints: decoder.n_ints,
+        n_values: slots.n_values(),
+        n_ints: slots.n_ints(),
     })
-}
-
-/// How many tensor slots of each kind there are: their numbers follow each other
-/// in this order, temporaries last.
-struct Slots {
-    constants: u32,
-    inputs: u32,
-    all: u32,
-    ints: u32,
-}
-
-impl Slots {
-    fn read(graph: fb::MLXGraph) -> Result<Self> {
-        let kinds = [
-            graph.num_constant_tensors(),
-            graph.num_input_tensors(),
-            graph.num_output_tensors(),
-            graph.num_mutable_buffer_tensors(),
-            graph.num_temp_tensors(),
-        ];
-        let all: u64 = kinds.iter().map(|&n| u64::from(n)).sum();
-        if all > u64::from(MAX_SLOTS) || graph.num_values() > MAX_SLOTS {
-            fail!(
-                Program,
-                "the program has {all} tensors and {} values, the most is {MAX_SLOTS}",
-                graph.num_values()
-            );
-        }
-        if graph.num_mutable_buffer_tensors() > 0 {
-            fail!(
-                Unsupported,
-                "the program keeps {} buffers of its own, such as an in-graph KV cache; export it \
-                 with an off-graph one",
-                graph.num_mutable_buffer_tensors()
-            );
-        }
-        Ok(Self {
-            constants: kinds[0],
-            inputs: kinds[1],
-            all: all as u32,
-            ints: graph.num_values(),
-        })
-    }
 }
 
 /// All at once, so that one look tells what is missing.
@@ -106,196 +57,95 @@ fn refuse_unknown_ops(graph: fb::MLXGraph) -> Result<()> {
     fail!(Unsupported, "the program needs operations that this build lacks: {}", list.join(", "))
 }
 
-/// Follows which value each slot holds.
-pub struct Decoder {
-    slots: Slots,
-    tensors: BTreeMap<u32, Value>,
-    ints: BTreeMap<u32, IntValue>,
-    n_values: u32,
-    n_ints: u32,
+fn constants(slots: &mut Slots, graph: fb::MLXGraph) -> Result<Vec<Constant>> {
+    let mut names = BTreeMap::new();
+    for slot in graph.named_slots().into_iter().flatten() {
+        if slot.slot().slot_type() == fb::SlotType::TensorSlot {
+            names.insert(slot.slot().idx(), slot.name());
+        }
+    }
+    (0..slots.counts().constants)
+        .map(|slot| {
+            let Some(&name) = names.get(&slot) else {
+                fail!(Program, "constant {slot} has no name");
+            };
+            let meta = meta(graph, slot)?;
+            let shape = meta
+                .shape()
+                .iter()
+                .map(|dim| match dim.value() {
+                    size if size >= 0 => Ok(size),
+                    _ => fail!(Program, "constant `{name}` has no fixed shape"),
+                })
+                .collect::<Result<Vec<_>>>()?;
+            slots.bind(slot);
+            Ok(Constant { name: name.to_owned(), shape, dtype: dtype_of(meta.scalar_type())? })
+        })
+        .collect()
 }
 
-impl Decoder {
-    /// The value in a slot.
-    pub fn read(&self, tid: &fb::Tid) -> Result<Value> {
-        match self.tensors.get(&tid.idx()) {
-            Some(&value) => Ok(value),
-            None => fail!(Program, "tensor {} is read before it is written", tid.idx()),
-        }
-    }
-
-    /// The value in a slot, where one is named.
-    pub fn read_optional(&self, tid: Option<&fb::Tid>) -> Result<Option<Value>> {
-        tid.map(|tid| self.read(tid)).transpose()
-    }
-
-    /// An integer argument.
-    pub fn int(&self, argument: fb::IntOrVid) -> Result<Int> {
-        if !argument.is_vid() {
-            return Ok(Int::Literal(argument.literal()));
-        }
-        let Some(vid) = argument.vid() else {
-            fail!(Program, "an integer argument names no value");
-        };
-        Ok(Int::Value(self.read_int(vid)?))
-    }
-
-    /// The value in an integer slot.
-    pub fn read_int(&self, vid: &fb::Vid) -> Result<IntValue> {
-        match self.ints.get(&vid.idx()) {
-            Some(&value) => Ok(value),
-            None => fail!(Program, "value {} is read before it is written", vid.idx()),
-        }
-    }
-
-    /// Puts a new value in a slot.
-    pub fn write(&mut self, tid: &fb::Tid) -> Result<Out> {
-        if tid.idx() >= self.slots.all {
-            fail!(Program, "tensor {} is written, the program has {}", tid.idx(), self.slots.all);
-        }
-        let value = self.new_value();
-        self.tensors.insert(tid.idx(), value);
-        Ok(Out::Tensor(value))
-    }
-
-    /// Puts a new value in an integer slot.
-    pub fn write_int(&mut self, vid: &fb::Vid) -> Result<Out> {
-        if vid.idx() >= self.slots.ints {
-            fail!(Program, "value {} is written, the program has {}", vid.idx(), self.slots.ints);
-        }
-        Ok(Out::Int(self.bind_int(vid.idx())))
-    }
-
-    /// Puts the value of one slot in another.
-    pub fn copy(&mut self, from: &fb::Tid, to: &fb::Tid) -> Result<()> {
-        let value = self.read(from)?;
-        if to.idx() >= self.slots.all {
-            fail!(Program, "tensor {} is written, the program has {}", to.idx(), self.slots.all);
-        }
-        self.tensors.insert(to.idx(), value);
-        Ok(())
-    }
-
-    fn new_value(&mut self) -> Value {
-        self.n_values += 1;
-        Value(self.n_values - 1)
-    }
-
-    fn bind_int(&mut self, slot: u32) -> IntValue {
-        let value = IntValue(self.n_ints);
-        self.n_ints += 1;
-        self.ints.insert(slot, value);
-        value
-    }
-
-    fn constants(&mut self, graph: fb::MLXGraph) -> Result<Vec<Constant>> {
-        let mut names = BTreeMap::new();
-        for slot in graph.named_slots().into_iter().flatten() {
-            if slot.slot().slot_type() == fb::SlotType::TensorSlot {
-                names.insert(slot.slot().idx(), slot.name());
-            }
-        }
-        (0..self.slots.constants)
-            .map(|slot| {
-                let Some(&name) = names.get(&slot) else {
-                    fail!(Program, "constant {slot} has no name");
-                };
-                let meta = meta(graph, slot)?;
-                let shape = meta
-                    .shape()
-                    .iter()
-                    .map(|dim| match dim.value() {
-                        size if size >= 0 => Ok(size),
-                        _ => fail!(Program, "constant `{name}` has no fixed shape"),
-                    })
-                    .collect::<Result<Vec<_>>>()?;
-                let value = self.new_value();
-                self.tensors.insert(slot, value);
-                Ok(Constant { name: name.to_owned(), shape, dtype: dtype_of(meta.scalar_type())? })
-            })
-            .collect()
-    }
-
-    fn inputs(&mut self, graph: fb::MLXGraph) -> Result<Vec<InputSpec>> {
-        let first = self.slots.constants;
-        graph
-            .input_map()
-            .into_iter()
-            .flatten()
-            .map(|slot| match slot.slot_type() {
-                fb::SlotType::TensorSlot => {
-                    if slot.idx() < first || slot.idx() >= first + self.slots.inputs {
-                        fail!(Program, "tensor {} is no input", slot.idx());
-                    }
-                    let meta = meta(graph, slot.idx())?;
-                    // Known dtypes only, so that running need not ask.
-                    dtype_of(meta.scalar_type())?;
-                    let value = self.new_value();
-                    self.tensors.insert(slot.idx(), value);
-                    Ok(InputSpec::Tensor {
-                        value,
-                        name: slot_name(graph, slot.idx()),
-                        shape: meta.shape().iter().map(dim).collect(),
-                        scalar_type: meta.scalar_type(),
-                    })
+fn inputs(slots: &mut Slots, graph: fb::MLXGraph) -> Result<Vec<InputSpec>> {
+    let first = slots.counts().constants;
+    graph
+        .input_map()
+        .into_iter()
+        .flatten()
+        .map(|slot| match slot.slot_type() {
+            fb::SlotType::TensorSlot => {
+                if slot.idx() < first || slot.idx() >= first + slots.counts().inputs {
+                    fail!(Program, "tensor {} is no input", slot.idx());
                 }
-                fb::SlotType::IntValueSlot => Ok(InputSpec::Int(self.bind_int(slot.idx()))),
-                other => fail!(Unsupported, "an input of kind {other:?}"),
-            })
-            .collect()
-    }
-
-    fn init(&mut self, graph: fb::MLXGraph) -> Result<(Chain, Vec<Value>)> {
-        let Ok(index) = usize::try_from(graph.init_chain_idx()) else {
-            return Ok((Chain::default(), Vec::new()));
-        };
-        let constant_slots = 0..self.slots.constants;
-        let before: Vec<Value> = constant_slots.clone().map(Value).collect();
-        let mut chain = self.chain(graph, index)?;
-        // What it writes over constants is what it leaves behind; afterwards
-        // their slots mean the constants again, with new contents.
-        let mut targets = Vec::new();
-        for (slot, constant) in constant_slots.zip(before) {
-            if let Some(&value) = self.tensors.get(&slot) {
-                if value != constant {
-                    chain.outputs.push(Out::Tensor(value));
-                    targets.push(constant);
-                    self.tensors.insert(slot, constant);
-                }
+                let meta = meta(graph, slot.idx())?;
+                // Known dtypes only, so that running need not ask.
+                dtype_of(meta.scalar_type())?;
+                let value = slots.bind(slot.idx());
+                Ok(InputSpec::Tensor {
+                    value,
+                    name: slot_name(graph, slot.idx()),
+                    shape: meta.shape().iter().map(dim).collect(),
+                    scalar_type: meta.scalar_type(),
+                })
             }
-        }
-        // Nothing else of it is visible to the main chain.
-        let constants = self.slots.constants;
-        let inputs_end = constants + self.slots.inputs;
-        self.tensors.retain(|&slot, _| slot < inputs_end);
-        Ok((chain, targets))
-    }
+            fb::SlotType::IntValueSlot => Ok(InputSpec::Int(slots.bind_int(slot.idx()))),
+            other => fail!(Unsupported, "an input of kind {other:?}"),
+        })
+        .collect()
+}
 
-    fn main(&mut self, graph: fb::MLXGraph) -> Result<Chain> {
-        let mut chain = self.chain(graph, graph.main_chain_idx() as usize)?;
-        for slot in graph.output_map().into_iter().flatten() {
-            chain.outputs.push(match slot.slot_type() {
-                fb::SlotType::TensorSlot => Out::Tensor(self.read(&fb::Tid::new(slot.idx()))?),
-                fb::SlotType::IntValueSlot => Out::Int(self.read_int(&fb::Vid::new(slot.idx()))?),
-                other => fail!(Unsupported, "an output of kind {other:?}"),
-            });
-        }
-        Ok(chain)
-    }
+fn init(slots: &mut Slots, graph: fb::MLXGraph) -> Result<(Chain, Vec<Value>)> {
+    let Ok(index) = usize::try_from(graph.init_chain_idx()) else {
+        return Ok((Chain::default(), Vec::new()));
+    };
+    let mut chain = chain(slots, graph, index)?;
+    let (targets, values): (Vec<Value>, Vec<Value>) = slots.end_init().into_iter().unzip();
+    chain.outputs.extend(values.into_iter().map(Out::Tensor));
+    Ok((chain, targets))
+}
 
-    fn chain(&mut self, graph: fb::MLXGraph, index: usize) -> Result<Chain> {
-        let chains = graph.instruction_chains();
-        if index >= chains.len() {
-            fail!(Program, "chain {index} is to run, the program has {}", chains.len());
-        }
-        let mut chain = Chain::default();
-        for (number, instruction) in chains.get(index).instructions().iter().enumerate() {
-            let decoded = ops::decode(self, instruction)
-                .map_err(|error| error.at(format_args!("instruction {number}")))?;
-            chain.instructions.extend(decoded);
-        }
-        Ok(chain)
+fn main_chain(slots: &mut Slots, graph: fb::MLXGraph) -> Result<Chain> {
+    let mut chain = chain(slots, graph, graph.main_chain_idx() as usize)?;
+    for slot in graph.output_map().into_iter().flatten() {
+        chain.outputs.push(match slot.slot_type() {
+            fb::SlotType::TensorSlot => Out::Tensor(slots.read(&fb::Tid::new(slot.idx()))?),
+            fb::SlotType::IntValueSlot => Out::Int(slots.read_int(&fb::Vid::new(slot.idx()))?),
+            other => fail!(Unsupported, "an output of kind {other:?}"),
+        });
     }
+    Ok(chain)
+}
+
+fn chain(slots: &mut Slots, graph: fb::MLXGraph, index: usize) -> Result<Chain> {
+    let chains = graph.instruction_chains();
+    if index >= chains.len() {
+        fail!(Program, "chain {index} is to run, the program has {}", chains.len());
+    }
+    let mut chain = Chain::default();
+    for (number, instruction) in chains.get(index).instructions().iter().enumerate() {
+        let decoded = ops::decode(slots, instruction)
+            .map_err(|error| error.at(format_args!("instruction {number}")))?;
+        chain.instructions.extend(decoded);
+    }
+    Ok(chain)
 }
 
 fn meta(graph: fb::MLXGraph, slot: u32) -> Result<fb::TensorMeta> {

@@ -13,11 +13,13 @@ mod constants;
 mod decode;
 mod dtype;
 mod execute;
+mod frame;
 mod interpreter;
 pub mod ir;
 mod ops;
 mod passes;
 mod payload;
+mod slots;
 
 pub use constants::ConstantSource;
 pub use execute::{Input, LoadOptions, LogitsRows, OutputSink, Program};

@@ -6,16 +6,13 @@ use super::instruction;
 use crate::attend::{attend, Mask};
 use crate::error::{fail, Result};
 use crate::mlx::slice_axis;
-use crate::program::decode::Decoder;
 use crate::program::dtype::dtype_of;
 use crate::program::fb;
-use crate::program::interpreter::Frame;
+use crate::program::frame::Frame;
 use crate::program::ir::{Instruction, Op, Value};
+use crate::program::slots::Slots;
 
-pub fn update_and_attend(
-    decoder: &mut Decoder,
-    node: fb::UpdateAndAttendNode,
-) -> Result<Instruction> {
+pub fn update_and_attend(slots: &mut Slots, node: fb::UpdateAndAttendNode) -> Result<Instruction> {
     // The schema cannot require scalars, so it makes them optional.
     let Some(layer) = node.layer_id() else {
         fail!(Program, "UpdateAndAttend has no layer_id");
@@ -27,16 +24,16 @@ pub fn update_and_attend(
         fail!(Program, "UpdateAndAttend of layer {layer} has no scale");
     };
     let op = Op::UpdateAndAttend {
-        q: decoder.read(node.q())?,
-        k: decoder.read(node.k())?,
-        v: decoder.read(node.v())?,
-        position: decoder.read(node.position())?,
+        q: slots.read(node.q())?,
+        k: slots.read(node.k())?,
+        v: slots.read(node.v())?,
+        position: slots.read(node.position())?,
         layer,
         scale,
         out_dtype: node.out_dtype().map(dtype_of).transpose()?,
         last_query: false,
     };
-    Ok(instruction(op, decoder.write(node.out())?))
+    Ok(instruction(op, slots.write(node.out())?))
 }
 
 /// What is fixed about one call of the op.

@@ -5,17 +5,17 @@ use mlx_rs::Array;
 
 use super::instruction;
 use crate::error::Result;
-use crate::program::decode::Decoder;
 use crate::program::dtype::dtype_of;
 use crate::program::fb;
 use crate::program::ir::{Binary, Instruction, Op, Unary};
+use crate::program::slots::Slots;
 
 macro_rules! unary {
     ($($decode:ident: $node:ident => $function:ident,)+) => {$(
-        pub fn $decode(decoder: &mut Decoder, node: fb::$node) -> Result<Instruction> {
-            let x = decoder.read(node.x())?;
+        pub fn $decode(slots: &mut Slots, node: fb::$node) -> Result<Instruction> {
+            let x = slots.read(node.x())?;
             let op = Op::Unary { function: Unary::$function, x };
-            Ok(instruction(op, decoder.write(node.out())?))
+            Ok(instruction(op, slots.write(node.out())?))
         }
     )+};
 }
@@ -30,10 +30,10 @@ unary! {
 
 macro_rules! binary {
     ($($decode:ident: $node:ident => $function:ident,)+) => {$(
-        pub fn $decode(decoder: &mut Decoder, node: fb::$node) -> Result<Instruction> {
-            let (a, b) = (decoder.read(node.a())?, decoder.read(node.b())?);
+        pub fn $decode(slots: &mut Slots, node: fb::$node) -> Result<Instruction> {
+            let (a, b) = (slots.read(node.a())?, slots.read(node.b())?);
             let op = Op::Binary { function: Binary::$function, a, b };
-            Ok(instruction(op, decoder.write(node.out())?))
+            Ok(instruction(op, slots.write(node.out())?))
         }
     )+};
 }
@@ -45,9 +45,9 @@ binary! {
     subtract: SubtractNode => Subtract,
 }
 
-pub fn as_type(decoder: &mut Decoder, node: fb::AsTypeNode) -> Result<Instruction> {
-    let op = Op::AsType { x: decoder.read(node.x())?, dtype: dtype_of(node.scalar_type())? };
-    Ok(instruction(op, decoder.write(node.out())?))
+pub fn as_type(slots: &mut Slots, node: fb::AsTypeNode) -> Result<Instruction> {
+    let op = Op::AsType { x: slots.read(node.x())?, dtype: dtype_of(node.scalar_type())? };
+    Ok(instruction(op, slots.write(node.out())?))
 }
 
 pub fn run_unary(function: Unary, x: &Array) -> Result<Array> {

@@ -5,21 +5,21 @@ use mlx_rs::Array;
 use super::instruction;
 use super::shape::normalize_axis;
 use crate::error::{fail, Result};
-use crate::program::decode::Decoder;
 use crate::program::fb;
-use crate::program::interpreter::Frame;
+use crate::program::frame::Frame;
 use crate::program::ir::{Index, Instruction, Int, Op, Value};
+use crate::program::slots::Slots;
 
-pub fn take(decoder: &mut Decoder, node: fb::TakeNode) -> Result<Instruction> {
+pub fn take(slots: &mut Slots, node: fb::TakeNode) -> Result<Instruction> {
     let argument = node.index();
     let index = match (argument.kind(), argument.vid(), argument.tid()) {
         (0, _, _) => Index::One(Int::Literal(argument.literal())),
-        (1, Some(vid), _) => Index::One(Int::Value(decoder.read_int(vid)?)),
-        (2, _, Some(tid)) => Index::Many(decoder.read(tid)?),
+        (1, Some(vid), _) => Index::One(Int::Value(slots.read_int(vid)?)),
+        (2, _, Some(tid)) => Index::Many(slots.read(tid)?),
         (kind, _, _) => fail!(Program, "an index of kind {kind}"),
     };
-    let op = Op::Take { x: decoder.read(node.x())?, index, axis: node.axis() };
-    Ok(instruction(op, decoder.write(node.out())?))
+    let op = Op::Take { x: slots.read(node.x())?, index, axis: node.axis() };
+    Ok(instruction(op, slots.write(node.out())?))
 }
 
 pub fn run_take(frame: &Frame, x: Value, index: Index, axis: i32) -> Result<Array> {

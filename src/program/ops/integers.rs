@@ -2,16 +2,16 @@
 
 use super::instruction;
 use crate::error::{fail, Result};
-use crate::program::decode::Decoder;
 use crate::program::fb;
 use crate::program::ir::{Instruction, IntBinary, Op};
+use crate::program::slots::Slots;
 
 macro_rules! binary {
     ($($decode:ident: $node:ident => $function:ident,)+) => {$(
-        pub fn $decode(decoder: &mut Decoder, node: fb::$node) -> Result<Instruction> {
-            let (a, b) = (decoder.int(node.a())?, decoder.int(node.b())?);
+        pub fn $decode(slots: &mut Slots, node: fb::$node) -> Result<Instruction> {
+            let (a, b) = (slots.int(node.a())?, slots.int(node.b())?);
             let op = Op::IntBinary { function: IntBinary::$function, a, b };
-            Ok(instruction(op, decoder.write_int(node.out())?))
+            Ok(instruction(op, slots.write_int(node.out())?))
         }
     )+};
 }

@@ -5,20 +5,20 @@ use mlx_rs::Array;
 
 use super::instruction;
 use crate::error::Result;
-use crate::program::decode::Decoder;
 use crate::program::fb;
-use crate::program::interpreter::Frame;
+use crate::program::frame::Frame;
 use crate::program::ir::{Instruction, Op, Value};
+use crate::program::slots::Slots;
 
-pub fn addmm(decoder: &mut Decoder, node: fb::AddmmNode) -> Result<Instruction> {
+pub fn addmm(slots: &mut Slots, node: fb::AddmmNode) -> Result<Instruction> {
     let op = Op::Addmm {
-        mat1: decoder.read(node.mat1())?,
-        mat2: decoder.read(node.mat2())?,
-        bias: decoder.read_optional(node.bias())?,
+        mat1: slots.read(node.mat1())?,
+        mat2: slots.read(node.mat2())?,
+        bias: slots.read_optional(node.bias())?,
         alpha: node.alpha(),
         beta: node.beta(),
     };
-    Ok(instruction(op, decoder.write(node.out())?))
+    Ok(instruction(op, slots.write(node.out())?))
 }
 
 pub fn run_addmm(

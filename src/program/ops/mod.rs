@@ -14,10 +14,10 @@ mod shape;
 
 use mlx_rs::Array;
 
-use super::decode::Decoder;
 use super::fb::{self, OpNode};
-use super::interpreter::Frame;
+use super::frame::Frame;
 use super::ir::{Instruction, Int, Op, Out};
+use super::slots::Slots;
 use crate::error::{fail, Result};
 
 /// What an instruction makes when it runs.
@@ -36,10 +36,10 @@ macro_rules! decoding {
             matches!(kind, OpNode::NoopNode | OpNode::IdCopyNode $(| OpNode::$kind)+)
         }
 
-        fn decode_node(decoder: &mut Decoder, instruction: fb::Instruction) -> Result<Instruction> {
+        fn decode_node(slots: &mut Slots, instruction: fb::Instruction) -> Result<Instruction> {
             match instruction.op_type() {
                 $(OpNode::$kind => match instruction.$accessor() {
-                    Some(node) => $decode(decoder, node),
+                    Some(node) => $decode(slots, node),
                     None => fail!(Program, "{} is empty", stringify!($kind)),
                 },)+
                 other => fail!(Unsupported, "{other:?}"),
@@ -79,15 +79,15 @@ decoding! {
 }
 
 /// Decodes an instruction; `None` for one that only renames.
-pub fn decode(decoder: &mut Decoder, instruction: fb::Instruction) -> Result<Option<Instruction>> {
+pub fn decode(slots: &mut Slots, instruction: fb::Instruction) -> Result<Option<Instruction>> {
     if instruction.op_type() == OpNode::NoopNode {
         return Ok(None);
     }
     if let Some(node) = instruction.op_as_id_copy_node() {
-        decoder.copy(node.x(), node.out())?;
+        slots.copy(node.x(), node.out())?;
         return Ok(None);
     }
-    decode_node(decoder, instruction).map(Some)
+    decode_node(slots, instruction).map(Some)
 }
 
 /// Runs an operation.
@@ -147,10 +147,10 @@ pub fn run(op: &Op, frame: &mut Frame) -> Result<Made> {
 }
 
 fn ints(
-    decoder: &Decoder,
+    slots: &Slots,
     list: flatbuffers::Vector<'_, flatbuffers::ForwardsUOffset<fb::IntOrVid<'_>>>,
 ) -> Result<Vec<Int>> {
-    list.iter().map(|argument| decoder.int(argument)).collect()
+    list.iter().map(|argument| slots.int(argument)).collect()
 }
 
 fn instruction(op: Op, out: Out) -> Instruction {

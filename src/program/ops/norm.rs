@@ -4,18 +4,18 @@ use mlx_rs::Array;
 
 use super::instruction;
 use crate::error::Result;
-use crate::program::decode::Decoder;
 use crate::program::fb;
-use crate::program::interpreter::Frame;
+use crate::program::frame::Frame;
 use crate::program::ir::{Instruction, Op, Value};
+use crate::program::slots::Slots;
 
-pub fn rms_norm(decoder: &mut Decoder, node: fb::RMSNormNode) -> Result<Instruction> {
+pub fn rms_norm(slots: &mut Slots, node: fb::RMSNormNode) -> Result<Instruction> {
     let op = Op::RmsNorm {
-        x: decoder.read(node.x())?,
-        weight: decoder.read_optional(node.weight())?,
+        x: slots.read(node.x())?,
+        weight: slots.read_optional(node.weight())?,
         eps: node.eps(),
     };
-    Ok(instruction(op, decoder.write(node.out())?))
+    Ok(instruction(op, slots.write(node.out())?))
 }
 
 pub fn run_rms_norm(frame: &Frame, x: Value, weight: Option<Value>, eps: f32) -> Result<Array> {

@@ -6,43 +6,40 @@ use mlx_rs::{Array, Dtype};
 use super::instruction;
 use crate::error::{fail, Result};
 use crate::mlx::{call, cast};
-use crate::program::decode::Decoder;
 use crate::program::dtype::dtype_of;
 use crate::program::fb;
-use crate::program::interpreter::Frame;
+use crate::program::frame::Frame;
 use crate::program::ir::{Affine, Instruction, Op, Value};
+use crate::program::slots::Slots;
 
-pub fn quantized_matmul(
-    decoder: &mut Decoder,
-    node: fb::QuantizedMatmulNode,
-) -> Result<Instruction> {
-    let biases = decoder.read_optional(node.biases())?;
+pub fn quantized_matmul(slots: &mut Slots, node: fb::QuantizedMatmulNode) -> Result<Instruction> {
+    let biases = slots.read_optional(node.biases())?;
     let packing = affine(node.mode(), node.group_size(), node.bits(), biases)?;
     let op = Op::QuantizedMatmul {
-        x: decoder.read(node.x())?,
-        w: decoder.read(node.w())?,
-        scales: decoder.read(node.scales())?,
+        x: slots.read(node.x())?,
+        w: slots.read(node.w())?,
+        scales: slots.read(node.scales())?,
         biases,
         packing,
         transpose: node.transpose(),
     };
-    Ok(instruction(op, decoder.write(node.out())?))
+    Ok(instruction(op, slots.write(node.out())?))
 }
 
-pub fn dequantize(decoder: &mut Decoder, node: fb::DequantizeNode) -> Result<Instruction> {
-    let biases = decoder.read_optional(node.biases())?;
+pub fn dequantize(slots: &mut Slots, node: fb::DequantizeNode) -> Result<Instruction> {
+    let biases = slots.read_optional(node.biases())?;
     let packing = affine(node.mode(), node.group_size(), node.bits(), biases)?;
     if node.global_scale().is_some() {
         fail!(Unsupported, "affine quantization with a scale for the whole tensor");
     }
     let op = Op::Dequantize {
-        w: decoder.read(node.w())?,
-        scales: decoder.read(node.scales())?,
+        w: slots.read(node.w())?,
+        scales: slots.read(node.scales())?,
         biases,
         packing,
         dtype: node.dtype().map(dtype_of).transpose()?,
     };
-    Ok(instruction(op, decoder.write(node.out())?))
+    Ok(instruction(op, slots.write(node.out())?))
 }
 
 fn affine(mode: &str, group_size: i32, bits: i32, biases: Option<Value>) -> Result<Affine> {

@@ -6,49 +6,49 @@ use mlx_rs::Array;
 use super::{instruction, ints};
 use crate::error::{fail, Result};
 use crate::mlx::slice_axis;
-use crate::program::decode::Decoder;
 use crate::program::fb;
-use crate::program::interpreter::Frame;
+use crate::program::frame::Frame;
 use crate::program::ir::{Instruction, Int, Op, Value};
+use crate::program::slots::Slots;
 
 /// The axis of tokens in `[1, T, ...]`.
 const TOKENS: usize = 1;
 
-pub fn expand_dims(decoder: &mut Decoder, node: fb::ExpandDimsNode) -> Result<Instruction> {
-    let op = Op::ExpandDims { x: decoder.read(node.x())?, axis: node.axis() };
-    Ok(instruction(op, decoder.write(node.out())?))
+pub fn expand_dims(slots: &mut Slots, node: fb::ExpandDimsNode) -> Result<Instruction> {
+    let op = Op::ExpandDims { x: slots.read(node.x())?, axis: node.axis() };
+    Ok(instruction(op, slots.write(node.out())?))
 }
 
-pub fn reshape(decoder: &mut Decoder, node: fb::ReshapeNode) -> Result<Instruction> {
-    let op = Op::Reshape { x: decoder.read(node.x())?, shape: ints(decoder, node.shape())? };
-    Ok(instruction(op, decoder.write(node.out())?))
+pub fn reshape(slots: &mut Slots, node: fb::ReshapeNode) -> Result<Instruction> {
+    let op = Op::Reshape { x: slots.read(node.x())?, shape: ints(slots, node.shape())? };
+    Ok(instruction(op, slots.write(node.out())?))
 }
 
-pub fn transpose(decoder: &mut Decoder, node: fb::TransposeNode) -> Result<Instruction> {
-    let op = Op::Transpose { x: decoder.read(node.x())?, perm: node.perm().iter().collect() };
-    Ok(instruction(op, decoder.write(node.out())?))
+pub fn transpose(slots: &mut Slots, node: fb::TransposeNode) -> Result<Instruction> {
+    let op = Op::Transpose { x: slots.read(node.x())?, perm: node.perm().iter().collect() };
+    Ok(instruction(op, slots.write(node.out())?))
 }
 
-pub fn slice(decoder: &mut Decoder, node: fb::SliceNode) -> Result<Instruction> {
+pub fn slice(slots: &mut Slots, node: fb::SliceNode) -> Result<Instruction> {
     let op = Op::Slice {
-        x: decoder.read(node.x())?,
-        axis: decoder.int(node.axis())?,
-        start: decoder.int(node.start())?,
-        stop: decoder.int(node.stop())?,
+        x: slots.read(node.x())?,
+        axis: slots.int(node.axis())?,
+        start: slots.int(node.start())?,
+        stop: slots.int(node.stop())?,
         step: node.step(),
     };
-    Ok(instruction(op, decoder.write(node.out())?))
+    Ok(instruction(op, slots.write(node.out())?))
 }
 
-pub fn concatenate(decoder: &mut Decoder, node: fb::ConcatenateNode) -> Result<Instruction> {
-    let tensors = node.tensors().iter().map(|tid| decoder.read(tid)).collect::<Result<Vec<_>>>()?;
+pub fn concatenate(slots: &mut Slots, node: fb::ConcatenateNode) -> Result<Instruction> {
+    let tensors = node.tensors().iter().map(|tid| slots.read(tid)).collect::<Result<Vec<_>>>()?;
     let op = Op::Concatenate { tensors, axis: node.axis() };
-    Ok(instruction(op, decoder.write(node.out())?))
+    Ok(instruction(op, slots.write(node.out())?))
 }
 
-pub fn sym_size(decoder: &mut Decoder, node: fb::SymSizeNode) -> Result<Instruction> {
-    let op = Op::SymSize { x: decoder.read(node.a())?, dim: node.dim() };
-    Ok(instruction(op, decoder.write_int(node.out())?))
+pub fn sym_size(slots: &mut Slots, node: fb::SymSizeNode) -> Result<Instruction> {
+    let op = Op::SymSize { x: slots.read(node.a())?, dim: node.dim() };
+    Ok(instruction(op, slots.write_int(node.out())?))
 }
 
 pub fn run_reshape(frame: &Frame, x: Value, shape: &[Int]) -> Result<Array> {

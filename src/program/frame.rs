@@ -1,0 +1,204 @@
+//! What one run of a program holds: its values so far, and its step.
+
+use mlx_rs::Array;
+
+use super::ir::{Int, IntValue, Out, Value};
+use crate::attend::AttendSpec;
+use crate::error::{fail, Result};
+use crate::mlx;
+use crate::step::Step;
+
+/// What one run of a chain holds.
+pub struct Frame<'a> {
+    tensors: Vec<Option<Array>>,
+    ints: Vec<Option<i32>>,
+    constants: &'a [Option<Array>],
+    on_gpu: bool,
+    /// The inputs that hold integers, as the host passed them.
+    host: Vec<(Value, Vec<i64>)>,
+    /// After the tensors: a step that is dropped is aborted, and views of its
+    /// buffers would turn that into copies.
+    step: StepState<'a>,
+}
+
+/// The step of a run: none is asked for, or it is open.
+pub enum StepState<'a> {
+    /// The program has no cache.
+    NoCache,
+    /// The program has one; the first layer opens the step.
+    Ready(&'a mut dyn crate::cache::AttendCache),
+    /// Open, with these positions, which this value holds.
+    Open(Step<'a>, Value, Vec<i32>),
+}
+
+impl<'a> Frame<'a> {
+    /// An empty frame for values below `n_values` and integers below `n_ints`.
+    pub fn new(
+        n_values: u32,
+        n_ints: u32,
+        constants: &'a [Option<Array>],
+        step: StepState<'a>,
+    ) -> Result<Self> {
+        Ok(Self {
+            tensors: (0..n_values).map(|_| None).collect(),
+            ints: vec![None; n_ints as usize],
+            constants,
+            on_gpu: mlx::on_gpu()?,
+            host: Vec::new(),
+            step,
+        })
+    }
+
+    /// Whether the run is on a GPU.
+    pub fn on_gpu(&self) -> bool {
+        self.on_gpu
+    }
+
+    /// The tensor of a value.
+    pub fn tensor(&self, value: Value) -> Result<&Array> {
+        let index = value.0 as usize;
+        let found = match self.constants.get(index) {
+            Some(constant) => constant.as_ref(),
+            None => self.tensors.get(index).and_then(Option::as_ref),
+        };
+        match found {
+            Some(array) => Ok(array),
+            None => fail!(Internal, "value {index} is read before it is made"),
+        }
+    }
+
+    /// The number of an integer argument, within 32 bits: "to the end" is the
+    /// largest.
+    pub fn int(&self, argument: Int) -> Result<i32> {
+        match argument {
+            Int::Literal(literal) => {
+                Ok(literal.clamp(i64::from(i32::MIN), i64::from(i32::MAX)) as i32)
+            }
+            Int::Value(value) => self.int_value(value),
+        }
+    }
+
+    /// The number of an integer value.
+    pub fn int_value(&self, value: IntValue) -> Result<i32> {
+        match self.ints.get(value.0 as usize).copied().flatten() {
+            Some(number) => Ok(number),
+            None => fail!(Internal, "integer {} is read before it is made", value.0),
+        }
+    }
+
+    /// Lets go of a value that nobody reads any more.
+    pub fn forget(&mut self, value: Value) {
+        self.tensors[value.0 as usize] = None;
+    }
+
+    /// Binds a value.
+    pub fn set(&mut self, value: Value, array: Array) {
+        self.tensors[value.0 as usize] = Some(array);
+    }
+
+    /// Binds an integer value.
+    pub fn set_int(&mut self, value: IntValue, number: i32) {
+        self.ints[value.0 as usize] = Some(number);
+    }
+
+    /// Keeps the elements of an integer input, for those who look at them on the
+    /// host.
+    pub fn set_host_ints(&mut self, value: Value, numbers: Vec<i64>) {
+        self.host.push((value, numbers));
+    }
+
+    /// The elements of an integer input, if `value` is one.
+    pub fn host_ints(&self, value: Value) -> Option<&[i64]> {
+        self.host.iter().find(|(input, _)| *input == value).map(|(_, numbers)| &numbers[..])
+    }
+
+    /// Opens the step with the positions in `position`, at the first layer;
+    /// later layers have to agree with it.
+    pub fn begin_step(&mut self, position: Value) -> Result<()> {
+        if matches!(self.step, StepState::Open(_, opened, _) if opened == position) {
+            return Ok(());
+        }
+        let positions = self.positions(position)?;
+        match std::mem::replace(&mut self.step, StepState::NoCache) {
+            StepState::NoCache => fail!(
+                NoCache,
+                "the program keeps its KV cache outside, and was loaded without one; pass \
+                 `cache_key` when loading it"
+            ),
+            StepState::Ready(cache) => {
+                let step = Step::begin(cache, &positions)?;
+                self.step = StepState::Open(step, position, positions);
+                Ok(())
+            }
+            StepState::Open(step, value, opened) => {
+                let agrees = opened == positions;
+                self.step = StepState::Open(step, value, opened);
+                if !agrees {
+                    fail!(Position, "layers of one step have different positions");
+                }
+                Ok(())
+            }
+        }
+    }
+
+    /// The positions in `position`, `[T]` or `[T, 1]`. An input's are at hand;
+    /// others have to be computed and waited for.
+    fn positions(&self, position: Value) -> Result<Vec<i32>> {
+        let array = self.tensor(position)?;
+        let shape = array.shape();
+        if !matches!(shape, [_] | [_, 1]) {
+            fail!(Shape, "positions have shape {shape:?}, they may be [T] or [T, 1]");
+        }
+        let computed;
+        let numbers = match self.host_ints(position) {
+            Some(numbers) => numbers,
+            None => {
+                let flat = array.as_dtype(mlx_rs::Dtype::Int64)?.contiguous()?;
+                computed = flat
+                    .to_vec_exact::<i64>()
+                    .map_err(|error| crate::Error::new(crate::Status::Mlx, error))?;
+                &computed
+            }
+        };
+        numbers
+            .iter()
+            .map(|&number| match i32::try_from(number) {
+                Ok(position) => Ok(position),
+                Err(_) => fail!(Position, "position {number} is past 32 bits"),
+            })
+            .collect()
+    }
+
+    /// Writes a layer's rows to the cache, and tells what its queries attend to.
+    pub fn update_and_fetch(&mut self, layer: usize, k: Value, v: Value) -> Result<AttendSpec> {
+        let (k, v) = (self.tensor(k)?.clone(), self.tensor(v)?.clone());
+        match &mut self.step {
+            StepState::Open(step, ..) => step.update_and_fetch(layer, &k, &v),
+            _ => fail!(Step, "no step is open"),
+        }
+    }
+
+    /// Ends the run: what the chain made, and the step if one was opened.
+    pub fn finish(mut self, outputs: &[Out]) -> Result<(Vec<Output>, Option<Step<'a>>)> {
+        let made = outputs
+            .iter()
+            .map(|out| match *out {
+                Out::Tensor(value) => Ok(Output::Tensor(self.tensor(value)?.clone())),
+                Out::Int(value) => Ok(Output::Int(self.int_value(value)?)),
+            })
+            .collect::<Result<Vec<_>>>()?;
+        let step = match std::mem::replace(&mut self.step, StepState::NoCache) {
+            StepState::Open(step, ..) => Some(step),
+            _ => None,
+        };
+        Ok((made, step))
+    }
+}
+
+/// What a chain made for others.
+pub enum Output {
+    /// A tensor.
+    Tensor(Array),
+    /// An integer.
+    Int(i32),
+}

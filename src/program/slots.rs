@@ -1,0 +1,182 @@
+//! The payload's slots, and which value each holds while a program is decoded.
+
+use std::collections::BTreeMap;
+
+use super::fb;
+use super::ir::{Int, IntValue, Out, Value};
+use crate::error::{fail, Result};
+
+/// More slots than any program has, and few enough to allocate for.
+const MAX_SLOTS: u32 = 1_000_000;
+
+/// How many tensor slots of each kind there are: their numbers follow each other
+/// in this order, temporaries last.
+pub struct Counts {
+    pub constants: u32,
+    pub inputs: u32,
+    all: u32,
+    ints: u32,
+}
+
+impl Counts {
+    /// Reads them.
+    pub fn read(graph: fb::MLXGraph) -> Result<Self> {
+        let kinds = [
+            graph.num_constant_tensors(),
+            graph.num_input_tensors(),
+            graph.num_output_tensors(),
+            graph.num_mutable_buffer_tensors(),
+            graph.num_temp_tensors(),
+        ];
+        let all: u64 = kinds.iter().map(|&n| u64::from(n)).sum();
+        if all > u64::from(MAX_SLOTS) || graph.num_values() > MAX_SLOTS {
+            fail!(
+                Program,
+                "the program has {all} tensors and {} values, the most is {MAX_SLOTS}",
+                graph.num_values()
+            );
+        }
+        if graph.num_mutable_buffer_tensors() > 0 {
+            fail!(
+                Unsupported,
+                "the program keeps {} buffers of its own, such as an in-graph KV cache; export it \
+                 with an off-graph one",
+                graph.num_mutable_buffer_tensors()
+            );
+        }
+        Ok(Self {
+            constants: kinds[0],
+            inputs: kinds[1],
+            all: all as u32,
+            ints: graph.num_values(),
+        })
+    }
+}
+
+/// Follows which value each slot holds.
+pub struct Slots {
+    counts: Counts,
+    tensors: BTreeMap<u32, Value>,
+    ints: BTreeMap<u32, IntValue>,
+    n_values: u32,
+    n_ints: u32,
+}
+
+impl Slots {
+    /// Slots that hold nothing yet.
+    pub fn new(counts: Counts) -> Self {
+        Self { counts, tensors: BTreeMap::new(), ints: BTreeMap::new(), n_values: 0, n_ints: 0 }
+    }
+
+    /// How many slots there are.
+    pub fn counts(&self) -> &Counts {
+        &self.counts
+    }
+
+    /// Tensor values made so far.
+    pub fn n_values(&self) -> u32 {
+        self.n_values
+    }
+
+    /// Integer values made so far.
+    pub fn n_ints(&self) -> u32 {
+        self.n_ints
+    }
+
+    /// The value in a slot.
+    pub fn read(&self, tid: &fb::Tid) -> Result<Value> {
+        match self.tensors.get(&tid.idx()) {
+            Some(&value) => Ok(value),
+            None => fail!(Program, "tensor {} is read before it is written", tid.idx()),
+        }
+    }
+
+    /// The value in a slot, where one is named.
+    pub fn read_optional(&self, tid: Option<&fb::Tid>) -> Result<Option<Value>> {
+        tid.map(|tid| self.read(tid)).transpose()
+    }
+
+    /// An integer argument.
+    pub fn int(&self, argument: fb::IntOrVid) -> Result<Int> {
+        if !argument.is_vid() {
+            return Ok(Int::Literal(argument.literal()));
+        }
+        let Some(vid) = argument.vid() else {
+            fail!(Program, "an integer argument names no value");
+        };
+        Ok(Int::Value(self.read_int(vid)?))
+    }
+
+    /// The value in an integer slot.
+    pub fn read_int(&self, vid: &fb::Vid) -> Result<IntValue> {
+        match self.ints.get(&vid.idx()) {
+            Some(&value) => Ok(value),
+            None => fail!(Program, "value {} is read before it is written", vid.idx()),
+        }
+    }
+
+    /// Puts a new value in a slot.
+    pub fn write(&mut self, tid: &fb::Tid) -> Result<Out> {
+        if tid.idx() >= self.counts.all {
+            fail!(Program, "tensor {} is written, the program has {}", tid.idx(), self.counts.all);
+        }
+        let value = self.new_value();
+        self.tensors.insert(tid.idx(), value);
+        Ok(Out::Tensor(value))
+    }
+
+    /// Puts a new value in an integer slot.
+    pub fn write_int(&mut self, vid: &fb::Vid) -> Result<Out> {
+        if vid.idx() >= self.counts.ints {
+            fail!(Program, "value {} is written, the program has {}", vid.idx(), self.counts.ints);
+        }
+        Ok(Out::Int(self.bind_int(vid.idx())))
+    }
+
+    /// Puts the value of one slot in another.
+    pub fn copy(&mut self, from: &fb::Tid, to: &fb::Tid) -> Result<()> {
+        let value = self.read(from)?;
+        if to.idx() >= self.counts.all {
+            fail!(Program, "tensor {} is written, the program has {}", to.idx(), self.counts.all);
+        }
+        self.tensors.insert(to.idx(), value);
+        Ok(())
+    }
+
+    /// A new value in the slot of a constant or an input.
+    pub fn bind(&mut self, slot: u32) -> Value {
+        let value = self.new_value();
+        self.tensors.insert(slot, value);
+        value
+    }
+
+    /// A new value in an integer slot.
+    pub fn bind_int(&mut self, slot: u32) -> IntValue {
+        let value = IntValue(self.n_ints);
+        self.n_ints += 1;
+        self.ints.insert(slot, value);
+        value
+    }
+
+    /// Ends the init chain: what it has written over constants, as pairs of the
+    /// constant and its new contents. Afterwards the constants' slots mean the
+    /// constants again, and nothing else of the chain is to be seen.
+    pub fn end_init(&mut self) -> Vec<(Value, Value)> {
+        let mut written = Vec::new();
+        for slot in 0..self.counts.constants {
+            let constant = Value(slot);
+            match self.tensors.insert(slot, constant) {
+                Some(value) if value != constant => written.push((constant, value)),
+                _ => {}
+            }
+        }
+        let inputs_end = self.counts.constants + self.counts.inputs;
+        self.tensors.retain(|&slot, _| slot < inputs_end);
+        written
+    }
+
+    fn new_value(&mut self) -> Value {
+        self.n_values += 1;
+        Value(self.n_values - 1)
+    }
+}
