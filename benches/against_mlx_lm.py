@@ -94,6 +94,7 @@ def quantized_weights(program: Path, bits: int) -> dict:
     The program ships no biases: they are the scales by the value of a code in the middle.
     """
     import mlx.core as mx
+
     from etkv.constants import read_constants
 
     weights = {}

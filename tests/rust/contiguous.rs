@@ -4,6 +4,8 @@
 //! A failure prints its seed; `ETKV_SEED=<seed>` runs that one alone.
 //! `ETKV_RUNS=<n>` runs more.
 
+#![allow(clippy::unwrap_used)]
+
 mod support;
 
 use etkv::{AttendCache, Cache, CacheConfig, ContiguousCache, KvFormat, LayerConfig, Status, Step};
