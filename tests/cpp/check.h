@@ -6,6 +6,7 @@
  *   CHECK_INT(length, 3);            prints both numbers
  *   CHECK_HAS(message, "capacity");  prints the text
  *   REQUIRE(session != NULL);        ends the program: what follows needs it
+ *                                    (at once, as other threads may be running)
  *   return check_report();           prints "12 passed, 0 failed"
  */
 #ifndef ETKV_TESTS_CPP_CHECK_H
@@ -85,6 +86,6 @@ static inline int check_has(
 #define REQUIRE(...)                                                      \
   ((void)(check_holds(                                                    \
               __FILE__, __LINE__, #__VA_ARGS__, (__VA_ARGS__) ? 1 : 0) || \
-          (check_report(), exit(1), 0)))
+          (check_report(), _Exit(1), 0)))
 
 #endif /* ETKV_TESTS_CPP_CHECK_H */
