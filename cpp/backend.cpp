@@ -197,9 +197,18 @@ struct Handle {
   rust::Box<bridge::Delegate> delegate = bridge::new_delegate();
 };
 
-std::string option(const BackendInitContext& context, const char* key) {
+/// Reads a backend option that is text; "" where it is not given.
+Result<std::string> option(const BackendInitContext& context, const char* key) {
   const auto value = context.get_runtime_spec<const char*>(key);
-  return value.ok() && value.get() != nullptr ? value.get() : "";
+  if (value.ok()) {
+    return std::string(value.get());
+  }
+  if (value.error() == Error::NotFound) {
+    return std::string();
+  }
+  return fail(
+      ETKV_ERROR_INVALID_ARGUMENT,
+      std::string("the option `") + key + "` is not text");
 }
 
 class MLXBackend final : public ::executorch::runtime::BackendInterface {
@@ -219,14 +228,18 @@ class MLXBackend final : public ::executorch::runtime::BackendInterface {
     }
     auto handle = std::make_unique<Handle>();
     FileConstants constants(context.get_named_data_map());
-    const std::string cache_key = option(context, "cache_key");
-    const std::string logits = option(context, "logits");
+    const auto cache_key = option(context, "cache_key");
+    const auto logits = option(context, "logits");
+    if (!cache_key.ok() || !logits.ok()) {
+      processed->Free();
+      return Error::InvalidArgument;
+    }
     const auto outcome = handle->delegate->load(
         {static_cast<const std::uint8_t*>(processed->data()),
          processed->size()},
         constants,
-        cache_key,
-        logits);
+        *cache_key,
+        *logits);
     processed->Free();
     if (const Error error = check(outcome); error != Error::Ok) {
       return error;

@@ -93,6 +93,13 @@ impl CacheConfig {
                 }
             }
         }
+        if self.checked_bytes(self.capacity).is_none() {
+            fail!(
+                InvalidArgument,
+                "a capacity of {} needs more than 2^64 bytes for these layers",
+                self.capacity
+            );
+        }
         Ok(())
     }
 
@@ -110,15 +117,20 @@ impl CacheConfig {
         slots.min(i64::from(self.capacity)) as i32
     }
 
-    /// Bytes of `slots` slots of every layer, keys and values.
+    /// Bytes of `slots` slots of every layer, keys and values; at most
+    /// `u64::MAX`, which no config that is valid reaches.
     pub fn bytes(&self, slots: i32) -> u64 {
-        self.layers.iter().map(|layer| self.layer_bytes(layer, slots)).sum()
+        self.checked_bytes(slots).unwrap_or(u64::MAX)
     }
 
-    fn layer_bytes(&self, layer: &LayerConfig, slots: i32) -> u64 {
-        let row = self.k_format.row_bytes(layer.k_head_dim as usize)
-            + self.v_format.row_bytes(layer.v_head_dim as usize);
-        slots.max(0) as u64 * layer.n_kv_heads as u64 * row as u64
+    fn checked_bytes(&self, slots: i32) -> Option<u64> {
+        self.layers.iter().try_fold(0u64, |total, layer| {
+            let row = self.k_format.row_bytes(layer.k_head_dim as usize)
+                + self.v_format.row_bytes(layer.v_head_dim as usize);
+            // A row is at most 8 times 2^31 bytes, heads at most 2^31.
+            let slot = (row as u64).checked_mul(layer.n_kv_heads as u64)?;
+            total.checked_add(slot.checked_mul(slots.max(0) as u64)?)
+        })
     }
 }
 
@@ -145,6 +157,14 @@ mod tests {
         let mut config = CacheConfig::uniform(2, 3, 64, 10);
         config.k_format = KvFormat::F32;
         assert_eq!(config.bytes(10), 2 * 10 * 3 * (64 * 4 + 64 * 2));
+    }
+
+    #[test]
+    fn what_no_memory_can_hold_is_refused() {
+        let mut config = CacheConfig::uniform(1, i32::MAX, i32::MAX, i32::MAX);
+        assert!(config.validate().unwrap_err().message().contains("2^64"));
+        config.capacity = 1;
+        assert!(config.validate().is_ok());
     }
 
     #[test]

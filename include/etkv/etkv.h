@@ -5,23 +5,24 @@
  * names ExecuTorch.
  *
  * Conventions
- *   Names       etkv_<type>_<verb>. `_new` makes a handle, `_free` gives it
- *               back; freeing NULL does nothing.
- *   Results     Every function that can fail returns an etkv_status and takes,
- *               last, `etkv_error** error`. On failure it stores an error
- * object there, which the caller frees; pass NULL to ignore it. Nothing else
- * changes: out-parameters are written on success only, and the object acted on
- * is as it was. Structs     begin with `struct_size`, which the caller sets to
- * the size it was compiled with. They only ever grow at the end; what a caller
- * does not know of is zero, and zero means the default. Strings     are UTF-8
- * and end in a zero byte. Panics      A defect inside becomes
- * ETKV_ERROR_INTERNAL, and the handle it happened in refuses everything
- * afterwards but being freed.
+ *   Names     etkv_<type>_<verb>. `_new` makes a handle, `_free` gives it back;
+ *             freeing NULL does nothing.
+ *   Results   Every function that can fail returns an etkv_status and takes,
+ *             last, `etkv_error** error`. On failure it stores an error object
+ *             there, which the caller frees; pass NULL to ignore it. Nothing
+ *             else changes: out-parameters are written on success only, and the
+ *             object acted on is as it was.
+ *   Structs   begin with `struct_size`, which the caller sets to the size it was
+ *             compiled with. They only ever grow at the end.
+ *   Strings   are UTF-8 and end in a zero byte.
+ *   Defects   inside become ETKV_ERROR_INTERNAL. A program that one happened in
+ *             refuses everything afterwards but being destroyed; a step that was
+ *             open is undone.
  *
  * Ownership
- *   A session owns an entry of the process-wide cache registry, under a key
- * that is unique in the process. A program that is loaded with that key shares
- * the cache. The cache lives until the session, every handle from
+ *   A session owns an entry of the process-wide cache registry, under a key that
+ *   is unique in the process. A program that is loaded with that key shares the
+ *   cache. The cache lives until the session, every handle from
  *   etkv_session_cache(), and every program bound to it are gone, in any order.
  *
  * Threads

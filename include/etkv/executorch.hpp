@@ -74,10 +74,19 @@ inline Error executorch_error(
 } // namespace detail
 
 /// Loads a method of `module` with `options`, with the delegate's own error.
+///
+/// A method that is loaded already stays bound to the cache it has, so that is
+/// an error: unload it first.
 inline Result<void> load_method(
     executorch::extension::Module& module,
     const std::string& method,
     LoadOptions& options) {
+  if (module.is_method_loaded(method)) {
+    return Error(
+        ETKV_ERROR_INVALID_ARGUMENT,
+        "the method " + method +
+            " is loaded already, with the cache it had then; unload it first");
+  }
   // An earlier failure on this thread is not this one's reason.
   etkv_error_free(etkv_delegate_take_error());
   const auto map = options.map();

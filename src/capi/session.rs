@@ -151,6 +151,9 @@ unsafe fn read_layers(config: &etkv_cache_config) -> Result<Vec<LayerConfig>> {
                     layer.struct_size
                 );
             }
+            if layer.window < 0 {
+                fail!(InvalidArgument, "layer {id}: window is {}, the least is 0", layer.window);
+            }
             if layer.window != 0 {
                 fail!(
                     Unsupported,

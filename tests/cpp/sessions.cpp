@@ -111,6 +111,9 @@ void unknown_keys() {
   // A program that could not be loaded can be loaded still.
   const Session session = session_for(model);
   must(model.load(session.key()));
+  // Loaded once, it keeps its cache; another key is not quietly passed over.
+  CHECK_REFUSED(
+      model.load(session.key()), ETKV_ERROR_INVALID_ARGUMENT, "loaded already");
   model.at(0, text(3));
   CHECK_INT(session.cache().length(), 3);
 }

@@ -68,8 +68,9 @@ pub fn choose_layouts(graph: &mut Graph, target: Target) -> Vec<Layout> {
         }
     }
     // MLX's CPU build hands float32 products to a BLAS that streams through the
-    // rows of [in, out], but walks [out, in] with dot products, which the
-    // compiler may not reorder: half as fast again, or more, one way or the other.
+    // rows of [in, out], but walks [out, in] with dot products, which a compiler
+    // may not reorder. Measured on x86-64: 1.5 times as fast for the rows of a
+    // prompt, 0.9 to 1.2 times for one row.
     if !target.on_gpu {
         for constant in linear {
             let kept = &graph.constants[constant.0 as usize];
