@@ -1,4 +1,5 @@
-// A runner at its shortest: token ids in, 16 greedy token ids out.
+// A runner at its shortest: token ids in, 16 greedy token ids out. For a
+// float32 program, and a prompt of one step.
 //
 //   etkv_minimal MODEL.pte ID...
 #include <algorithm>
@@ -23,7 +24,8 @@ int main(int argc, char** argv) {
   Module module(argc > 1 ? argv[1] : "", Module::LoadMode::Mmap);
   auto params = etkv::read_kv_cache_metadata(module);
   must(params);
-  auto config = etkv::make_config(*params, /*capacity=*/4096, ETKV_FORMAT_F32);
+  auto config =
+      etkv::make_config(*params, params->max_context_length, ETKV_FORMAT_F32);
   auto session = etkv::make_decode_session(etkv::kMLXBackend, config);
   must(session);
   etkv::LoadOptions options(session->key());

@@ -43,6 +43,12 @@ pub fn run<T>(work: impl FnOnce() -> Result<T>) -> Result<T> {
     mlx_rs::with_stream(&runtime.stream, work)
 }
 
+/// Keeps others out of MLX until it is dropped: for letting arrays go, which
+/// must be possible also where MLX could not be started.
+pub(crate) fn alone() -> parking_lot::ReentrantMutexGuard<'static, ()> {
+    LOCK.lock()
+}
+
 /// Whether the shared stream runs on a GPU.
 pub fn on_gpu() -> Result<bool> {
     let _lock = LOCK.lock();

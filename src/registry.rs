@@ -14,7 +14,8 @@ use crate::error::{fail, Error, Result, Status};
 pub const MLX_BACKEND: &str = "MLXBackend";
 
 /// A cache that several owners share: sessions, programs, handles. The lock is
-/// held for the whole of a step.
+/// held for the whole of a step, and taken inside [`mlx::run`](crate::mlx::run): MLX
+/// first, the cache second, everywhere.
 pub type SharedCache = Arc<Mutex<dyn AttendCache>>;
 
 /// Makes a cache of one kind.

@@ -154,6 +154,11 @@ void Chat::undo() {
 
 void Chat::reset() {
   conversation_.reset();
+  // Cleared, not rewound: that works also for a cache that a step has broken.
+  if (const auto cleared = parts_.cache.clear(); !cleared.ok()) {
+    say(cleared.error().message());
+    return;
+  }
   if (const auto rewound = generator_.rewind(0); !rewound.ok()) {
     say(rewound.error().message());
     return;

@@ -173,6 +173,7 @@ inline Result<std::vector<int32_t>> constant_ints(
 /// get_max_ctx_len.
 inline Result<ModelCacheParams> read_kv_cache_metadata(
     executorch::extension::Module& module) {
+  etkv_error_free(etkv_delegate_take_error());
   if (const auto code = module.load(); code != executorch::runtime::Error::Ok) {
     return detail::executorch_error(code, "cannot open the program");
   }

@@ -125,7 +125,8 @@ impl Cache for ContiguousCache {
         self.refuse_in_step("clear the cache")?;
         self.book.clear();
         // Buffers with unfinished work in them are of no use to anybody.
-        if release || self.lost.take().is_some() {
+        let lost = self.lost.take().is_some();
+        if release || lost {
             for layer in &mut self.layers {
                 layer.k.release();
                 layer.v.release();
@@ -223,6 +224,14 @@ impl AttendCache for ContiguousCache {
     }
 }
 
+impl Drop for ContiguousCache {
+    fn drop(&mut self) {
+        let _alone = mlx::alone();
+        self.layers.clear();
+        self.step = None;
+    }
+}
+
 fn check_rows(what: &str, layer: usize, rows: &Array, expected: [i32; 4]) -> Result<()> {
     if rows.shape() != expected {
         return Err(Error::new(
@@ -234,4 +243,24 @@ fn check_rows(what: &str, layer: usize, rows: &Array, expected: [i32; 4]) -> Res
         ));
     }
     Ok(())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_lost_cache_refuses_steps_until_it_is_cleared() {
+        for release in [false, true] {
+            let mut cache = ContiguousCache::new(CacheConfig::uniform(1, 1, 4, 8)).unwrap();
+            cache.lost = Some(Error::new(Status::Mlx, "out of memory"));
+            assert!(!cache.can_extend(1));
+            let error = cache.begin(&[0]).unwrap_err();
+            assert!(error.message().contains("out of memory"), "{error}");
+            cache.clear(release).unwrap();
+            assert!(cache.can_extend(1));
+            cache.begin(&[0]).unwrap();
+            cache.abort();
+        }
+    }
 }

@@ -176,6 +176,6 @@ fn format(number: i32, name: &str) -> Result<KvFormat> {
         1 => Ok(KvFormat::F32),
         2 => Ok(KvFormat::F16),
         3 => Ok(KvFormat::Bf16),
-        _ => fail!(InvalidArgument, "{name} is {number}, which is no format"),
+        _ => fail!(InvalidArgument, "{name} is {number}, formats are 0 to 3"),
     }
 }

@@ -56,16 +56,13 @@ impl Pool for FloatPool {
             return Ok(());
         }
         let zeros = zeros_dtype(&[1, self.n_kv_heads, added, self.head_dim], self.dtype)?;
-        self.buffer = Some(match self.buffer.take() {
+        let grown = match &self.buffer {
             None => zeros,
-            Some(buffer) => match concatenate(&[&buffer, &zeros], SLOTS as i32) {
-                Ok(grown) => grown,
-                Err(error) => {
-                    self.buffer = Some(buffer);
-                    return Err(error.into());
-                }
-            },
-        });
+            Some(buffer) => concatenate(&[buffer, &zeros], SLOTS as i32)?,
+        };
+        // Now, while the old buffer is there: where memory runs out, it stays.
+        grown.eval()?;
+        self.buffer = Some(grown);
         Ok(())
     }
 

@@ -189,6 +189,14 @@ impl Program {
     }
 }
 
+impl Drop for Program {
+    fn drop(&mut self) {
+        let _alone = mlx::alone();
+        self.constants.clear();
+        self.cache = None;
+    }
+}
+
 fn prepare(output: Output, scalar_type: i8) -> Result<Output> {
     Ok(match output {
         Output::Tensor(array) => {

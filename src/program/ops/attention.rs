@@ -36,6 +36,9 @@ pub fn update_and_attend(slots: &mut Slots, node: fb::UpdateAndAttendNode) -> Re
     Ok(instruction(op, slots.write(node.out())?))
 }
 
+/// The axis of tokens in `[1, heads, T, head_dim]`.
+const TOKENS: usize = 2;
+
 /// What is fixed about one call of the op.
 pub struct Call {
     pub layer: usize,
@@ -52,12 +55,16 @@ pub fn run_update_and_attend(
     call: Call,
 ) -> Result<Array> {
     frame.begin_step(position)?;
+    let n_tokens = frame.tensor(k)?.shape().get(TOKENS).copied();
+    let queries = frame.tensor(q)?.shape();
+    if queries.len() != 4 || queries.get(TOKENS).copied() != n_tokens {
+        fail!(Shape, "queries of shape {queries:?} for keys of {n_tokens:?} tokens");
+    }
     let mut spec = frame.update_and_fetch(call.layer, k, v)?;
     let q = frame.tensor(q)?;
     if !call.last_query {
         return attend(q, &spec, call.scale, call.out_dtype);
     }
-    const TOKENS: usize = 2;
     let n = q.dim(TOKENS as i32);
     let q = slice_axis(q, TOKENS, n - 1, n, 1)?;
     if let Mask::Causal = spec.mask {

@@ -1,10 +1,10 @@
 //! Rows by index: the embedding.
 
-use mlx_rs::Array;
+use mlx_rs::{Array, Dtype};
 
 use super::instruction;
 use super::shape::normalize_axis;
-use crate::error::{fail, Result};
+use crate::error::{fail, Error, Result, Status};
 use crate::program::fb;
 use crate::program::frame::Frame;
 use crate::program::ir::{Index, Instruction, Int, Op, Value};
@@ -52,18 +52,31 @@ pub fn run_take_transposed(frame: &Frame, x: Value, index: Value) -> Result<Arra
     Ok(columns.transpose_axes(&perm)?)
 }
 
-/// MLX reads whatever lies at an index past the end. Where the indices are an
-/// input, such as tokens, they are here to look at.
+/// MLX reads whatever lies at an index past the end. An input's indices, such as
+/// tokens, are here to look at; others have to be computed first.
 fn check_range(frame: &Frame, index: Value, size: i32) -> Result<()> {
-    let Some(indices) = frame.host_ints(index) else {
-        return Ok(());
+    let (least, most) = match frame.host_ints(index) {
+        Some(indices) => (indices.iter().min().copied(), indices.iter().max().copied()),
+        None => {
+            let indices = frame.tensor(index)?.as_dtype(Dtype::Int64)?;
+            if indices.size() == 0 {
+                return Ok(());
+            }
+            let one = |array: Array| -> Result<Option<i64>> {
+                let number = array.try_item_exact::<i64>();
+                number.map(Some).map_err(|error| Error::new(Status::Mlx, error))
+            };
+            (one(indices.min(None)?)?, one(indices.max(None)?)?)
+        }
     };
-    match indices.iter().find(|&&index| index < 0 || index >= i64::from(size)) {
-        None => Ok(()),
-        Some(index) => fail!(
-            InvalidArgument,
-            "an index (of a token, say) is {index}, it may be 0 to {}",
-            size - 1
-        ),
+    for index in [least, most].into_iter().flatten() {
+        if index < 0 || index >= i64::from(size) {
+            fail!(
+                InvalidArgument,
+                "an index (of a token, say) is {index}, it may be 0 to {}",
+                size - 1
+            );
+        }
     }
+    Ok(())
 }

@@ -4,7 +4,7 @@ use mlx_rs::ops::{addmm as mlx_addmm, matmul};
 use mlx_rs::Array;
 
 use super::instruction;
-use crate::error::Result;
+use crate::error::{fail, Result};
 use crate::program::fb;
 use crate::program::frame::Frame;
 use crate::program::ir::{Instruction, Op, Value};
@@ -18,6 +18,9 @@ pub fn addmm(slots: &mut Slots, node: fb::AddmmNode) -> Result<Instruction> {
         alpha: node.alpha(),
         beta: node.beta(),
     };
+    if node.bias().is_none() && node.alpha() != 1.0 {
+        fail!(Unsupported, "Addmm without a bias has alpha {}, it may be 1", node.alpha());
+    }
     Ok(instruction(op, slots.write(node.out())?))
 }
 
@@ -58,8 +61,6 @@ fn product(
     beta: f32,
 ) -> Result<Array> {
     Ok(match bias {
-        // The weight of a bias that is not there does not count, nor does alpha:
-        // the exporter leaves both at 1.
         None => matmul(mat1, mat2)?,
         Some(bias) => mlx_addmm(bias, mat1, mat2, alpha, beta)?,
     })

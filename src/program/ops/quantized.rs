@@ -49,6 +49,12 @@ fn affine(mode: &str, group_size: i32, bits: i32, biases: Option<Value>) -> Resu
     if biases.is_none() {
         fail!(Program, "affine quantization without biases");
     }
+    if !matches!(bits, 2 | 3 | 4 | 5 | 6 | 8) {
+        fail!(Unsupported, "weights of {bits} bits; there are 2, 3, 4, 5, 6 and 8");
+    }
+    if !matches!(group_size, 32 | 64 | 128) {
+        fail!(Unsupported, "quantization in groups of {group_size}; there are 32, 64 and 128");
+    }
     Ok(Affine { group_size, bits })
 }
 
@@ -132,7 +138,8 @@ fn linear_on_cpu(x: &Array, packed: &Packed) -> Result<Array> {
     // The weight on the left, as it is: the other way round BLAS would walk it
     // along its short side.
     let columns = x.reshape(&[rows, -1])?.transpose_axes(&[1, 0])?.contiguous()?;
-    Ok(matmul(w, columns)?.transpose_axes(&[1, 0])?.expand_dims(0)?)
+    let product = matmul(w, columns)?.transpose_axes(&[1, 0])?.expand_dims(0)?;
+    cast(&product, dtype)
 }
 
 fn packed_product(x: &Array, packed: &Packed, transpose: bool) -> Result<Array> {

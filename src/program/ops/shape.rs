@@ -53,7 +53,21 @@ pub fn sym_size(slots: &mut Slots, node: fb::SymSizeNode) -> Result<Instruction>
 
 pub fn run_reshape(frame: &Frame, x: Value, shape: &[Int]) -> Result<Array> {
     let shape = shape.iter().map(|&dim| frame.int(dim)).collect::<Result<Vec<_>>>()?;
-    Ok(frame.tensor(x)?.reshape(&shape)?)
+    let x = frame.tensor(x)?;
+    let open = shape.iter().filter(|&&dim| dim == -1).count();
+    let product = shape
+        .iter()
+        .filter(|&&dim| dim != -1)
+        .try_fold(1usize, |product, &dim| product.checked_mul(usize::try_from(dim).ok()?));
+    let fits = match (product, open) {
+        (Some(product), 0) => product == x.size(),
+        (Some(product), 1) => product != 0 && x.size() % product == 0,
+        _ => false,
+    };
+    if !fits {
+        fail!(Program, "a tensor of shape {:?} cannot have shape {shape:?}", x.shape());
+    }
+    Ok(x.reshape(&shape)?)
 }
 
 /// Python's slice along one axis: bounds below zero count from the end, and are

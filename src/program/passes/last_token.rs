@@ -9,7 +9,9 @@ use std::collections::{HashMap, HashSet};
 
 use super::{insert, makers};
 use crate::error::{fail, Result};
-use crate::program::ir::{Graph, Instruction, Int, IntValue, Op, Out, Value};
+use crate::program::ir::{
+    Dim, Graph, Index, InputSpec, Instruction, Int, IntValue, Op, Out, Value,
+};
 
 /// Narrows the one output of `graph`, `[1, T, ...]`, to `[1, 1, ...]`.
 ///
@@ -25,61 +27,104 @@ pub fn narrow(graph: &mut Graph) -> Result<()> {
             graph.main.outputs.len()
         );
     };
-    let tokens = token_counts(graph);
-    let narrow = narrowed(graph, output, &tokens);
+    let rows = Rows::find(graph);
+    let narrow = narrowed(graph, output, &rows);
     if !narrow.contains(&output) {
         fail!(Unsupported, "logits of the last token only: the output is not made row by row");
     }
-    rewrite(graph, &narrow, &tokens);
+    rewrite(graph, &narrow, &rows);
     Ok(())
 }
 
-/// The integers that count the tokens: the second size of an input `[1, T]`.
-fn token_counts(graph: &Graph) -> HashSet<IntValue> {
-    use crate::program::ir::{Dim, InputSpec};
-    let is_token_input = |x: &Value| {
-        graph.inputs.iter().any(|input| {
-            matches!(input, InputSpec::Tensor { value, shape, .. }
-                if value == x && matches!(shape[..], [Dim::Static(1), Dim::UpTo(_)]))
-        })
-    };
-    graph
-        .main
-        .instructions
-        .iter()
-        .filter_map(|instruction| match (&instruction.op, instruction.out) {
-            (Op::SymSize { x, dim: 1 | -1 }, Out::Int(value)) if is_token_input(x) => Some(value),
-            _ => None,
-        })
-        .collect()
+/// What is known of the program's rows.
+struct Rows {
+    /// The integers that count the tokens.
+    counts: HashSet<IntValue>,
+    /// The values whose second axis is the tokens', `[1, T, ...]`.
+    by_row: HashSet<Value>,
+    /// What attention makes, `[1, heads, T, head_dim]`, where one instruction
+    /// alone reads it.
+    attended: HashSet<Value>,
 }
 
-/// The tensors that an instruction reads row by row, `[1, T, ...]` each, where
-/// it makes its own rows from theirs alone. `None` where it does not.
-fn row_wise(op: &Op, graph: &Graph, tokens: &HashSet<IntValue>) -> Option<Vec<Value>> {
-    match op {
-        Op::Unary { x, .. } | Op::AsType { x, .. } => Some(vec![*x]),
-        Op::RmsNorm { x, .. } => Some(vec![*x]),
-        Op::Binary { a, b, .. } => {
-            // A constant broadcasts over rows only where it has none of its own.
-            let rows: Vec<Value> =
-                [*a, *b].into_iter().filter(|value| !is_row_constant(graph, *value)).collect();
-            (!rows.is_empty()).then_some(rows)
+impl Rows {
+    fn find(graph: &Graph) -> Self {
+        let is_tokens = |x: &Value| {
+            graph.inputs.iter().any(|input| {
+                matches!(input, InputSpec::Tensor { value, shape, .. }
+                    if value == x && matches!(shape[..], [Dim::Static(1), Dim::UpTo(_)]))
+            })
+        };
+        let mut n_readers = HashMap::<Value, usize>::new();
+        for value in graph.main.instructions.iter().flat_map(|instruction| instruction.op.reads()) {
+            *n_readers.entry(value).or_default() += 1;
         }
-        Op::Linear { x, bias, .. } => {
-            bias.is_none_or(|bias| is_row_constant(graph, bias)).then(|| vec![*x])
+        let mut rows =
+            Self { counts: HashSet::new(), by_row: HashSet::new(), attended: HashSet::new() };
+        for instruction in &graph.main.instructions {
+            match (&instruction.op, instruction.out) {
+                (Op::SymSize { x, dim: 1 | -1 }, Out::Int(value)) if is_tokens(x) => {
+                    rows.counts.insert(value);
+                }
+                (Op::UpdateAndAttend { .. }, Out::Tensor(value)) => {
+                    if n_readers.get(&value) == Some(&1) {
+                        rows.attended.insert(value);
+                    }
+                }
+                (op, Out::Tensor(value)) => {
+                    let embeds = match op {
+                        Op::Take { x, index: Index::Many(index), axis: 0 } => {
+                            graph.is_constant(*x) && is_tokens(index)
+                        }
+                        Op::Dequantize { w, .. } => rows.by_row.contains(w),
+                        _ => false,
+                    };
+                    if embeds || rows.read_by(op, graph).is_some() {
+                        rows.by_row.insert(value);
+                    }
+                }
+                _ => {}
+            }
         }
-        Op::QuantizedMatmul { x, w, .. } => graph.is_constant(*w).then(|| vec![*x]),
-        // [1, T, heads, head_dim] to [1, T, features].
-        Op::Reshape { x, shape } => match shape[..] {
-            [Int::Literal(1), Int::Value(count), Int::Literal(_)] if tokens.contains(&count) => {
-                Some(vec![*x])
+        rows
+    }
+
+    /// The tensors that an instruction reads row by row, where it makes rows of
+    /// its own, `[1, T, ...]`, from theirs alone. `None` where it does not.
+    fn read_by(&self, op: &Op, graph: &Graph) -> Option<Vec<Value>> {
+        let by_row = |value: &Value| self.by_row.contains(value);
+        match op {
+            Op::Unary { x, .. } | Op::AsType { x, .. } | Op::RmsNorm { x, .. } => {
+                by_row(x).then(|| vec![*x])
+            }
+            Op::Binary { a, b, .. } => {
+                let (rows, others): (Vec<Value>, Vec<Value>) =
+                    [*a, *b].iter().partition(|x| by_row(x));
+                let others_have_none = others.iter().all(|&value| is_row_constant(graph, value));
+                (!rows.is_empty() && others_have_none).then_some(rows)
+            }
+            Op::Linear { x, bias, .. } => {
+                let plain = bias.is_none_or(|bias| is_row_constant(graph, bias));
+                (plain && by_row(x)).then(|| vec![*x])
+            }
+            Op::QuantizedMatmul { x, w, .. } => {
+                (graph.is_constant(*w) && by_row(x)).then(|| vec![*x])
+            }
+            // [1, T, heads, head_dim] to [1, T, features].
+            Op::Reshape { x, shape } => match shape[..] {
+                [Int::Literal(1), Int::Value(count), Int::Literal(_)]
+                    if self.counts.contains(&count) && by_row(x) =>
+                {
+                    Some(vec![*x])
+                }
+                _ => None,
+            },
+            // What attention makes, to [1, T, heads, head_dim].
+            Op::Transpose { x, perm } if perm[..] == [0, 2, 1, 3] => {
+                self.attended.contains(x).then(|| vec![*x])
             }
             _ => None,
-        },
-        // [1, heads, T, head_dim], as attention makes it, to [1, T, heads, head_dim].
-        Op::Transpose { x, perm } if perm[..] == [0, 2, 1, 3] => Some(vec![*x]),
-        _ => None,
+        }
     }
 }
 
@@ -89,7 +134,7 @@ fn is_row_constant(graph: &Graph, value: Value) -> bool {
 
 /// The values of which only the last row is ever wanted: from the output up, as
 /// long as all readers are narrowed themselves.
-fn narrowed(graph: &Graph, output: Value, tokens: &HashSet<IntValue>) -> HashSet<Value> {
+fn narrowed(graph: &Graph, output: Value, rows: &Rows) -> HashSet<Value> {
     let mut readers = HashMap::<Value, Vec<usize>>::new();
     for (index, instruction) in graph.main.instructions.iter().enumerate() {
         for value in instruction.op.reads() {
@@ -98,7 +143,6 @@ fn narrowed(graph: &Graph, output: Value, tokens: &HashSet<IntValue>) -> HashSet
     }
     let made = makers(graph);
     let mut narrow = HashSet::new();
-    let mut attended = HashSet::new();
     // Backwards, each value after all of its readers.
     for (index, instruction) in graph.main.instructions.iter().enumerate().rev() {
         let Out::Tensor(value) = instruction.out else { continue };
@@ -113,18 +157,16 @@ fn narrowed(graph: &Graph, output: Value, tokens: &HashSet<IntValue>) -> HashSet
                     let reader = &graph.main.instructions[reader];
                     let narrowed = matches!(reader.out, Out::Tensor(out) if narrow.contains(&out));
                     narrowed
-                        && row_wise(&reader.op, graph, tokens)
-                            .is_some_and(|rows| rows.contains(&value))
+                        && rows.read_by(&reader.op, graph).is_some_and(|read| read.contains(&value))
                 })
             })
         };
         if !wanted {
             continue;
         }
-        if let Op::UpdateAndAttend { .. } = instruction.op {
-            attended.insert(value);
-            narrow.insert(value);
-        } else if row_wise(&instruction.op, graph, tokens).is_some() {
+        if matches!(instruction.op, Op::UpdateAndAttend { .. })
+            || rows.read_by(&instruction.op, graph).is_some()
+        {
             narrow.insert(value);
         }
     }
@@ -133,7 +175,7 @@ fn narrowed(graph: &Graph, output: Value, tokens: &HashSet<IntValue>) -> HashSet
 
 /// Makes the narrowed values narrow: attention answers its last query only, and
 /// what else enters from wide values passes through `LastToken`.
-fn rewrite(graph: &mut Graph, narrow: &HashSet<Value>, tokens: &HashSet<IntValue>) {
+fn rewrite(graph: &mut Graph, narrow: &HashSet<Value>, rows: &Rows) {
     let mut inserted: Vec<(usize, Instruction)> = Vec::new();
     let mut last_rows = HashMap::<Value, Value>::new();
     for index in 0..graph.main.instructions.len() {
@@ -147,8 +189,8 @@ fn rewrite(graph: &mut Graph, narrow: &HashSet<Value>, tokens: &HashSet<IntValue
             graph.main.instructions[index].op = op;
             continue;
         }
-        let rows = row_wise(&op, graph, tokens).unwrap_or_default();
-        for wide in rows.into_iter().filter(|value| !narrow.contains(value)) {
+        let read = rows.read_by(&op, graph).unwrap_or_default();
+        for wide in read.into_iter().filter(|value| !narrow.contains(value)) {
             let row = *last_rows.entry(wide).or_insert_with(|| {
                 let row = graph.new_value();
                 let op = Op::LastToken { x: wide };
@@ -163,7 +205,7 @@ fn rewrite(graph: &mut Graph, narrow: &HashSet<Value>, tokens: &HashSet<IntValue
         }
         if let Op::Reshape { shape, .. } = &mut op {
             for dim in shape {
-                if matches!(dim, Int::Value(count) if tokens.contains(count)) {
+                if matches!(dim, Int::Value(count) if rows.counts.contains(count)) {
                     *dim = Int::Literal(1);
                 }
             }
@@ -176,7 +218,7 @@ fn rewrite(graph: &mut Graph, narrow: &HashSet<Value>, tokens: &HashSet<IntValue
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::program::ir::{Binary, Chain, Constant, Dim, InputSpec};
+    use crate::program::ir::{Binary, Chain, Constant};
     use crate::Status;
     use mlx_rs::Dtype;
 
@@ -211,7 +253,7 @@ mod tests {
     }
 
     fn embed() -> Op {
-        Op::Take { x: WEIGHT, index: crate::program::ir::Index::Many(TOKENS), axis: 0 }
+        Op::Take { x: WEIGHT, index: Index::Many(TOKENS), axis: 0 }
     }
 
     fn linear(x: u32) -> Op {
@@ -276,6 +318,18 @@ mod tests {
         let made = ops(&graph);
         assert!(matches!(made[2], Op::Linear { x: Value(2), .. }), "hidden is made for every row");
         assert!(matches!(made[3], Op::UpdateAndAttend { last_query: false, .. }));
+    }
+
+    #[test]
+    fn a_gate_on_the_heads_is_not_cut_along_the_wrong_axis() {
+        // 2: embedding, 3: attention, 4: gate, 5: gated, 6: heads back, 7: merged, 8: logits.
+        let gate = Op::Transpose { x: Value(2), perm: vec![0, 2, 1, 3] };
+        let gated = Op::Binary { function: Binary::Multiply, a: Value(3), b: Value(4) };
+        let heads = Op::Transpose { x: Value(5), perm: vec![0, 2, 1, 3] };
+        let shape = vec![Int::Literal(1), Int::Value(COUNT), Int::Literal(-1)];
+        let merged = Op::Reshape { x: Value(6), shape };
+        let mut graph = graph(vec![embed(), attend(2), gate, gated, heads, merged, linear(7)]);
+        assert_eq!(narrow(&mut graph).unwrap_err().status(), Status::Unsupported);
     }
 
     #[test]

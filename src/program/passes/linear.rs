@@ -6,7 +6,7 @@ use mlx_rs::Dtype;
 
 use super::{maker, makers, Target};
 use crate::program::constants::Layout;
-use crate::program::ir::{Graph, Index, Op, Value};
+use crate::program::ir::{Graph, Index, Op, Out, Value};
 
 /// Makes one `Linear` of a product with a transposed constant.
 pub fn fuse(graph: &mut Graph) {
@@ -48,6 +48,19 @@ pub fn choose_layouts(graph: &mut Graph, target: Target) -> Vec<Layout> {
         if graph.is_constant(read) {
             layouts[read.0 as usize] = Layout::Stored;
             transposable.insert(read, false);
+        }
+    }
+    // What init makes is kept as init makes it, and so is what it hands on.
+    let handed_on = graph.init.outputs.iter().filter_map(|out| match out {
+        Out::Tensor(value) => Some(*value),
+        Out::Int(_) => None,
+    });
+    for value in graph.init_targets.iter().copied().chain(handed_on) {
+        if graph.is_constant(value) {
+            transposable.insert(value, false);
+            if !graph.init_targets.contains(&value) {
+                layouts[value.0 as usize] = Layout::Stored;
+            }
         }
     }
     for instruction in &graph.main.instructions {
