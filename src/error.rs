@@ -48,7 +48,9 @@ pub struct Error {
 impl Error {
     /// An error of this kind, with a sentence for people.
     pub fn new(status: Status, message: impl fmt::Display) -> Self {
-        Self { status, message: message.to_string() }
+        // Names out of a file may hold anything; a message is one line of text.
+        let message = message.to_string().replace(char::is_control, "?");
+        Self { status, message }
     }
 
     /// Its kind.
@@ -63,7 +65,7 @@ impl Error {
 
     /// The same error, telling where it happened: `place: sentence`.
     pub fn at(self, place: impl fmt::Display) -> Self {
-        Self { status: self.status, message: format!("{place}: {}", self.message) }
+        Self::new(self.status, format_args!("{place}: {}", self.message))
     }
 }
 

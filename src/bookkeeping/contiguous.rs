@@ -90,8 +90,11 @@ impl ContiguousBookkeeping {
         if end > i64::from(self.capacity) {
             fail!(
                 Capacity,
-                "{} tokens from position {start} need {end} positions, the capacity is {}",
-                positions.len(),
+                "{} from position {start} on need {end} positions, the capacity is {}",
+                match positions.len() {
+                    1 => String::from("1 token"),
+                    n => format!("{n} tokens"),
+                },
                 self.capacity
             );
         }
