@@ -66,10 +66,10 @@ impl Rows {
                 (Op::SymSize { x, dim: 1 | -1 }, Out::Int(value)) if is_tokens(x) => {
                     rows.counts.insert(value);
                 }
-                (Op::UpdateAndAttend { .. }, Out::Tensor(value)) => {
-                    if n_readers.get(&value) == Some(&1) {
-                        rows.attended.insert(value);
-                    }
+                (Op::UpdateAndAttend { .. }, Out::Tensor(value))
+                    if n_readers.get(&value) == Some(&1) =>
+                {
+                    rows.attended.insert(value);
                 }
                 (op, Out::Tensor(value)) => {
                     let embeds = match op {
