@@ -10,9 +10,13 @@
 pub mod bookkeeping;
 mod config;
 mod error;
+mod format;
+mod memory;
 
-pub use config::{CacheConfig, KvFormat, LayerConfig};
+pub use config::{CacheConfig, Growth, LayerConfig, LayerPolicy};
 pub use error::{Error, Result, Status};
+pub use format::KvFormat;
+pub use memory::{Bytes, LayerMemory, Memory};
 
 #[cfg(feature = "mlx")]
 mod attend;

@@ -1,24 +1,35 @@
 //! One growing sequence: position `p` lies in slot `p`, so a length says all.
+//! Layers with a sliding window drop positions at the front, and shift.
 
 use std::ops::Range;
 
+use super::{LanePlan, MaskPlan, Move, Slots, Window};
 use crate::error::{fail, Result};
 
-/// The length of one sequence in a pool of `capacity` slots.
+/// The length of one sequence of at most `capacity` positions, and what its lanes
+/// still hold of it.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct ContiguousBookkeeping {
     capacity: i32,
     length: i32,
+    lanes: Vec<Lane>,
+}
+
+/// The layers of one policy.
+#[derive(Debug, Clone, PartialEq, Eq)]
+struct Lane {
+    window: Option<Window>,
+    /// Positions that are gone, between the sinks and what is held.
+    dropped: i32,
 }
 
 /// What a step writes and reads. Made by [`ContiguousBookkeeping::plan`], which
 /// changes nothing; [`ContiguousBookkeeping::commit`] makes it so.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct ContiguousPlan {
-    /// The first slot written, which is the step's first position.
+    /// The step's first position.
     pub start: i32,
-    /// One past the last slot written: the length afterwards, and the number of
-    /// slots that the last query sees.
+    /// One past the last position: the length afterwards.
     pub end: i32,
     /// The length before. Where it is more than `start`, the step rewinds.
     pub length: i32,
@@ -30,16 +41,18 @@ impl ContiguousPlan {
         self.end - self.start
     }
 
-    /// The slots whose present rows the step writes over.
+    /// The positions whose present rows the step writes over.
     pub fn displaced(&self) -> Range<i32> {
         self.start..self.end.min(self.length).max(self.start)
     }
 }
 
 impl ContiguousBookkeeping {
-    /// An empty sequence of at most `capacity` positions.
-    pub fn new(capacity: i32) -> Self {
-        Self { capacity, length: 0 }
+    /// An empty sequence of at most `capacity` positions, in lanes of full history
+    /// (none) or of a window.
+    pub fn new(capacity: i32, lanes: impl IntoIterator<Item = Option<Window>>) -> Self {
+        let lanes = lanes.into_iter().map(|window| Lane { window, dropped: 0 }).collect();
+        Self { capacity, length: 0, lanes }
     }
 
     /// The most positions that it holds.
@@ -57,6 +70,12 @@ impl ContiguousBookkeeping {
         n >= 0 && n <= self.capacity - self.length
     }
 
+    /// The least length, apart from 0, that the sequence can go back to with every
+    /// lane holding all that a query there sees.
+    pub fn rewindable_to(&self) -> i32 {
+        self.lanes.iter().map(Lane::rewindable_to).max().unwrap_or(0)
+    }
+
     /// Plans a step whose tokens have these positions. They are one run of
     /// consecutive positions; the first is at most the length. At the length
     /// the step appends; below it, the step first rewinds to there.
@@ -64,8 +83,10 @@ impl ContiguousBookkeeping {
     /// # Errors
     /// - [`InvalidArgument`](crate::Status::InvalidArgument): no tokens.
     /// - [`Position`](crate::Status::Position): a negative position, a gap after
-    ///   the sequence, or positions that are not consecutive.
-    /// - [`Capacity`](crate::Status::Capacity): the run ends past the capacity.
+    ///   the sequence, positions that are not consecutive, or a rewind below
+    ///   [`rewindable_to`](Self::rewindable_to).
+    /// - [`Capacity`](crate::Status::Capacity): the run ends past the capacity, or
+    ///   is more than window lanes take in a step.
     pub fn plan(&self, positions: &[i32]) -> Result<ContiguousPlan> {
         let Some(&start) = positions.first() else {
             fail!(InvalidArgument, "a step needs at least 1 token");
@@ -98,20 +119,85 @@ impl ContiguousBookkeeping {
                 self.capacity
             );
         }
+        if start < self.length {
+            self.check_rewind(start)?;
+        }
         // `end` is at most `capacity`, an i32.
-        Ok(ContiguousPlan { start, end: end as i32, length: self.length })
+        let plan = ContiguousPlan { start, end: end as i32, length: self.length };
+        for window in self.lanes.iter().filter_map(|lane| lane.window) {
+            window.check_step(plan.n_tokens())?;
+        }
+        Ok(plan)
     }
 
-    /// Makes a plan so: the sequence ends where its step ended.
-    pub fn commit(&mut self, plan: &ContiguousPlan) {
+    /// What a plan does to the slots of one lane.
+    pub fn lane(&self, lane: usize, plan: &ContiguousPlan) -> LanePlan {
+        let dropped = self.dropped(lane, plan);
+        let write = Slots::Run(plan.start - dropped..plan.end - dropped);
+        let causal = if plan.n_tokens() == 1 { MaskPlan::None } else { MaskPlan::Causal };
+        let Some(window) = self.lanes[lane].window else {
+            return LanePlan { write, read: 0..plan.end, mask: causal };
+        };
+        if window.first_seen(plan.end - 1) <= window.sinks() {
+            return LanePlan { write, read: 0..plan.end - dropped, mask: causal };
+        }
+        let first = window.first_seen(plan.start);
+        let read = match window.sinks() {
+            0 => first - dropped..plan.end - dropped,
+            _ => 0..plan.end - dropped,
+        };
+        if window.sinks() == 0 && plan.n_tokens() == 1 {
+            return LanePlan { write, read, mask: MaskPlan::None };
+        }
+        let mut mask = vec![0; read.len() * plan.n_tokens() as usize];
+        for (position, row) in (plan.start..plan.end).zip(mask.chunks_exact_mut(read.len())) {
+            // Where there are sinks, slots are read from 0 on.
+            row[..window.sinks().min(position + 1) as usize].fill(1);
+            let seen = window.first_seen(position).max(window.sinks());
+            let slot = |position: i32| (position - dropped - read.start) as usize;
+            if seen <= position {
+                row[slot(seen)..=slot(position)].fill(1);
+            }
+        }
+        LanePlan { write, read, mask: MaskPlan::Explicit(mask) }
+    }
+
+    /// The slots of one lane whose present rows a plan writes over.
+    pub fn displaced(&self, lane: usize, plan: &ContiguousPlan) -> Range<i32> {
+        let dropped = self.dropped(lane, plan);
+        let positions = plan.displaced();
+        positions.start - dropped..positions.end - dropped
+    }
+
+    /// A step from 0 on has all the slots.
+    fn dropped(&self, lane: usize, plan: &ContiguousPlan) -> i32 {
+        if plan.start == 0 {
+            0
+        } else {
+            self.lanes[lane].dropped
+        }
+    }
+
+    /// Makes a plan so: the sequence ends where its step ended. Lanes without room
+    /// for another step drop what they need no more; their rows move as returned.
+    pub fn commit(&mut self, plan: &ContiguousPlan) -> Vec<Move> {
+        if plan.start == 0 {
+            self.restart();
+        }
         self.length = plan.end;
+        let slide = |(lane, state): (usize, &mut Lane)| {
+            let Move { from, to, .. } = state.slide(plan.end)?;
+            Some(Move { lane, from, to })
+        };
+        self.lanes.iter_mut().enumerate().filter_map(slide).collect()
     }
 
     /// Forgets the positions from `length` on.
     ///
     /// # Errors
-    /// [`Position`](crate::Status::Position) if `length` is negative or more than
-    /// the present length.
+    /// [`Position`](crate::Status::Position) if `length` is negative, more than
+    /// the present length, or neither 0 nor at least
+    /// [`rewindable_to`](Self::rewindable_to).
     pub fn rewind(&mut self, length: i32) -> Result<()> {
         if length < 0 || length > self.length {
             fail!(
@@ -120,13 +206,55 @@ impl ContiguousBookkeeping {
                 self.length
             );
         }
+        self.check_rewind(length)?;
         self.length = length;
+        if length == 0 {
+            self.restart();
+        }
+        Ok(())
+    }
+
+    fn check_rewind(&self, length: i32) -> Result<()> {
+        let least = self.rewindable_to();
+        if length < least && length != 0 {
+            fail!(
+                Position,
+                "cannot rewind to length {length}: the window layers have dropped what a query \
+                 there sees; {least} is the least"
+            );
+        }
         Ok(())
     }
 
     /// Forgets every position.
     pub fn clear(&mut self) {
         self.length = 0;
+        self.restart();
+    }
+
+    fn restart(&mut self) {
+        self.lanes.iter_mut().for_each(|lane| lane.dropped = 0);
+    }
+}
+
+impl Lane {
+    fn rewindable_to(&self) -> i32 {
+        match self.window {
+            Some(window) if self.dropped > 0 => {
+                window.rewindable_to(window.sinks() + self.dropped)
+            }
+            _ => 0,
+        }
+    }
+
+    /// Drops what a sequence of `length` needs no more, if the lane is full.
+    fn slide(&mut self, length: i32) -> Option<Move> {
+        let window = self.window.filter(|window| window.is_full(length - self.dropped))?;
+        let first = window.first_needed(length).max(window.sinks());
+        let from = first - self.dropped..length - self.dropped;
+        self.dropped = first - window.sinks();
+        let to = first - self.dropped..length - self.dropped;
+        Some(Move { lane: 0, from: Slots::Run(from), to: Slots::Run(to) })
     }
 }
 
@@ -136,7 +264,7 @@ mod tests {
     use crate::Status;
 
     fn of_length(capacity: i32, length: i32) -> ContiguousBookkeeping {
-        ContiguousBookkeeping { capacity, length }
+        ContiguousBookkeeping { length, ..ContiguousBookkeeping::new(capacity, [None]) }
     }
 
     fn run(start: i32, n: i32) -> Vec<i32> {
@@ -145,7 +273,7 @@ mod tests {
 
     #[test]
     fn appends_at_the_length() {
-        let mut book = ContiguousBookkeeping::new(10);
+        let mut book = ContiguousBookkeeping::new(10, [None]);
         let plan = book.plan(&run(0, 4)).unwrap();
         assert_eq!((plan.start, plan.end, plan.displaced()), (0, 4, 0..0));
         assert_eq!(book.length(), 0, "a plan changes nothing");

@@ -1,5 +1,12 @@
-//! Which position lies in which slot: integers only, no tensors.
+//! Which position lies in which slot: integers only.
+//!
+//! Nothing here knows arrays, formats or layers. A cache asks for a plan, lets
+//! its pools do as it says, and commits it.
 
 mod contiguous;
+mod plan;
+mod window;
 
 pub use contiguous::{ContiguousBookkeeping, ContiguousPlan};
+pub use plan::{LanePlan, MaskPlan, Move, Slots};
+pub use window::Window;

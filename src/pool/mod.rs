@@ -9,6 +9,7 @@ pub use float::FloatPool;
 
 use mlx_rs::Array;
 
+use crate::bookkeeping::Slots;
 use crate::config::KvFormat;
 use crate::error::Result;
 
@@ -17,6 +18,9 @@ use crate::error::Result;
 /// Rows are shaped `[1, n_kv_heads, n, head_dim]`. Slots that were never written
 /// are zero.
 pub trait Pool: Send {
+    /// How the rows are stored.
+    fn format(&self) -> KvFormat;
+
     /// Slots allocated.
     fn slots(&self) -> i32;
 
@@ -29,32 +33,36 @@ pub trait Pool: Send {
     /// [`Mlx`](crate::Status::Mlx).
     fn grow(&mut self, slots: i32) -> Result<()>;
 
-    /// Writes rows to the slots from `start` on, in place. They are allocated.
+    /// Writes rows to these slots, in place. They are allocated.
     ///
     /// # Errors
     /// [`Mlx`](crate::Status::Mlx).
-    fn write(&mut self, start: i32, rows: &Array) -> Result<()>;
+    fn write(&mut self, slots: &Slots, rows: &Array) -> Result<()>;
 
-    /// The rows of the slots from `start` to `stop`, as a view.
+    /// The slots from `start` to `stop` as attention reads them: a view.
     ///
-    /// The view keeps the buffer: writes copy all of it until the view is gone.
+    /// The view keeps the buffers: writes copy all of them until it is gone.
     ///
     /// # Errors
     /// [`Mlx`](crate::Status::Mlx).
-    fn read(&self, start: i32, stop: i32) -> Result<Array>;
+    fn read(&self, start: i32, stop: i32) -> Result<Rows>;
+
+    /// Copies of what is stored in these slots, bit for bit, to be evaluated
+    /// before the next write.
+    ///
+    /// # Errors
+    /// [`Mlx`](crate::Status::Mlx).
+    fn copy(&self, slots: &Slots) -> Result<StoredRows>;
+
+    /// Puts copies into as many other slots, or back into the same.
+    ///
+    /// # Errors
+    /// [`Mlx`](crate::Status::Mlx).
+    fn put(&mut self, slots: &Slots, rows: &StoredRows) -> Result<()>;
 
     /// The buffers, for evaluation.
     fn buffers(&self) -> Vec<&Array>;
 
     /// Gives the buffers back.
     fn release(&mut self);
-}
-
-/// An empty pool of this format.
-pub fn pool_for(format: KvFormat, n_kv_heads: i32, head_dim: i32) -> Box<dyn Pool> {
-    match format {
-        KvFormat::F32 | KvFormat::F16 | KvFormat::Bf16 => {
-            Box::new(FloatPool::new(format, n_kv_heads, head_dim))
-        }
-    }
 }

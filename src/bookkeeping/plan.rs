@@ -1,0 +1,99 @@
+//! What a step does to the slots of one lane: integers that a cache hands to its
+//! pools.
+//!
+//! A *lane* is the layers of one policy. They keep the same positions in the same
+//! slots, so they share one plan and one mask.
+
+use std::ops::Range;
+
+/// Slots that rows are written to, read from or moved to.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub enum Slots {
+    /// One run of slots.
+    Run(Range<i32>),
+    /// These slots, in this order.
+    List(Vec<i32>),
+}
+
+impl Slots {
+    /// The slots as the simplest form that they have.
+    pub fn of(slots: &[i32]) -> Self {
+        let start = slots.first().copied().unwrap_or(0);
+        let is_run = slots.iter().zip(start..).all(|(&slot, expected)| slot == expected);
+        if is_run {
+            Self::Run(start..start + slots.len() as i32)
+        } else {
+            Self::List(slots.to_vec())
+        }
+    }
+
+    /// How many there are.
+    pub fn len(&self) -> usize {
+        match self {
+            Self::Run(run) => run.len(),
+            Self::List(list) => list.len(),
+        }
+    }
+
+    /// Whether there are none.
+    pub fn is_empty(&self) -> bool {
+        self.len() == 0
+    }
+
+    /// One past the last of them; 0 where there are none.
+    pub fn end(&self) -> i32 {
+        match self {
+            Self::Run(run) => run.end,
+            Self::List(list) => list.iter().max().map_or(0, |slot| slot + 1),
+        }
+    }
+
+    /// Each of them.
+    pub fn iter(&self) -> Box<dyn Iterator<Item = i32> + '_> {
+        match self {
+            Self::Run(run) => Box::new(run.clone()),
+            Self::List(list) => Box::new(list.iter().copied()),
+        }
+    }
+}
+
+/// Which of the slots that are read a query sees.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub enum MaskPlan {
+    /// All of them.
+    None,
+    /// Query `i` of `T` all but the last `T - 1 - i`.
+    Causal,
+    /// Those with a 1: `T` rows, one byte a slot that is read.
+    Explicit(Vec<u8>),
+}
+
+/// What a step does to the slots of one lane.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct LanePlan {
+    /// Where the rows of the step's tokens go, in their order.
+    pub write: Slots,
+    /// What attention reads.
+    pub read: Range<i32>,
+    /// Which of it each query sees.
+    pub mask: MaskPlan,
+}
+
+impl LanePlan {
+    /// Slots that have to be allocated.
+    pub fn needed(&self) -> i32 {
+        self.read.end.max(self.write.end())
+    }
+}
+
+/// Rows of one lane that move from some slots to others; the two lists may
+/// overlap, and name no slot twice.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Move {
+    /// The lane.
+    pub lane: usize,
+    /// Where they are.
+    pub from: Slots,
+    /// Where they go, in the same order.
+    pub to: Slots,
+}

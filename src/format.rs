@@ -1,0 +1,192 @@
+//! How keys or values are stored, independent of what the model computes in.
+
+use std::fmt;
+use std::str::FromStr;
+
+use crate::error::{fail, Error, Result, Status};
+
+/// A storage format. Every row, which is one position of one KV head, is stored
+/// alone: no format mixes rows.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Default)]
+#[non_exhaustive]
+pub enum KvFormat {
+    /// IEEE binary32.
+    F32,
+    /// IEEE binary16.
+    #[default]
+    F16,
+    /// bfloat16.
+    Bf16,
+    /// Integers of `bits` bits with a float16 scale and offset for every `group`
+    /// elements: the affine quantization of MLX.
+    Affine {
+        /// 2, 3, 4, 5, 6 or 8.
+        bits: u8,
+        /// 32, 64 or 128; the head_dim is a multiple of it.
+        group: u8,
+    },
+    /// OCP microscaling: E4M3 elements, an E8M0 scale for every 32.
+    Mxfp8,
+    /// OCP microscaling: E2M1 elements, an E8M0 scale for every 32.
+    Mxfp4,
+    /// NVIDIA's block float: E2M1 elements, an E4M3 scale for every 16.
+    Nvfp4,
+    /// Symmetric integers from -8 to 7 with one float16 scale a row, the largest
+    /// magnitude over 7.
+    RowInt4,
+    /// E2M1 elements (0, 0.5, 1, 1.5, 2, 3, 4, 6 and their negatives) with one
+    /// float16 scale a row, the largest magnitude over 6.
+    RowFp4,
+}
+
+impl KvFormat {
+    /// Whether rows are stored as the numbers that they are, in a float dtype.
+    pub const fn is_float(self) -> bool {
+        matches!(self, Self::F32 | Self::F16 | Self::Bf16)
+    }
+
+    /// Elements that share a scale, and so what head_dim is a multiple of; for
+    /// formats with a scale a row, elements that share a word of 32 bits.
+    pub const fn granule(self) -> usize {
+        match self {
+            Self::F32 | Self::F16 | Self::Bf16 => 1,
+            Self::Affine { group, .. } => group as usize,
+            Self::Mxfp8 | Self::Mxfp4 => 32,
+            Self::Nvfp4 => 16,
+            Self::RowInt4 | Self::RowFp4 => 8,
+        }
+    }
+
+    /// Bytes of one row of `head_dim` elements, its scales among them.
+    pub const fn row_bytes(self, head_dim: usize) -> usize {
+        match self {
+            Self::F32 => 4 * head_dim,
+            Self::F16 | Self::Bf16 => 2 * head_dim,
+            Self::Affine { bits, group } => {
+                head_dim * bits as usize / 8 + 4 * (head_dim / group as usize)
+            }
+            Self::Mxfp8 => head_dim + head_dim / 32,
+            Self::Mxfp4 => head_dim / 2 + head_dim / 32,
+            Self::Nvfp4 => head_dim / 2 + head_dim / 16,
+            Self::RowInt4 | Self::RowFp4 => head_dim / 2 + 2,
+        }
+    }
+
+    /// Refuses a format that is none, or that rows of `head_dim` do not fit.
+    ///
+    /// # Errors
+    /// [`InvalidArgument`](Status::InvalidArgument), naming the value.
+    pub fn check(self, head_dim: i32) -> Result<()> {
+        if let Self::Affine { bits, group } = self {
+            if !matches!(bits, 2..=6 | 8) {
+                fail!(InvalidArgument, "affine storage of {bits} bits: it is 2, 3, 4, 5, 6 or 8");
+            }
+            if !matches!(group, 32 | 64 | 128) {
+                fail!(InvalidArgument, "affine groups of {group}: they are 32, 64 or 128");
+            }
+        }
+        let granule = self.granule();
+        if usize::try_from(head_dim).map_or(true, |dim| dim % granule != 0) {
+            fail!(
+                InvalidArgument,
+                "{self} stores {granule} elements at a time, which head_dim {head_dim} is not a \
+                 multiple of"
+            );
+        }
+        Ok(())
+    }
+}
+
+impl fmt::Display for KvFormat {
+    fn fmt(&self, out: &mut fmt::Formatter) -> fmt::Result {
+        match self {
+            Self::F32 => out.write_str("f32"),
+            Self::F16 => out.write_str("f16"),
+            Self::Bf16 => out.write_str("bf16"),
+            Self::Affine { bits, group } => write!(out, "affine{bits}g{group}"),
+            Self::Mxfp8 => out.write_str("mxfp8"),
+            Self::Mxfp4 => out.write_str("mxfp4"),
+            Self::Nvfp4 => out.write_str("nvfp4"),
+            Self::RowInt4 => out.write_str("row-int4"),
+            Self::RowFp4 => out.write_str("row-fp4"),
+        }
+    }
+}
+
+impl FromStr for KvFormat {
+    type Err = Error;
+
+    /// Reads what `Display` writes; `affine8` is `affine8g64`, and so on.
+    fn from_str(name: &str) -> Result<Self> {
+        let affine = || {
+            let (bits, group) = name.strip_prefix("affine")?.split_once('g').unwrap_or((
+                name.strip_prefix("affine")?,
+                "64",
+            ));
+            Some(Self::Affine { bits: bits.parse().ok()?, group: group.parse().ok()? })
+        };
+        let found = match name {
+            "f32" => Some(Self::F32),
+            "f16" => Some(Self::F16),
+            "bf16" => Some(Self::Bf16),
+            "mxfp8" => Some(Self::Mxfp8),
+            "mxfp4" => Some(Self::Mxfp4),
+            "nvfp4" => Some(Self::Nvfp4),
+            "row-int4" => Some(Self::RowInt4),
+            "row-fp4" => Some(Self::RowFp4),
+            _ => affine(),
+        };
+        // Any multiple of 128 fits every group, so this checks the rest.
+        match found.filter(|format| format.check(128).is_ok()) {
+            Some(format) => Ok(format),
+            None => Err(Error::new(
+                Status::InvalidArgument,
+                format!(
+                    "no storage format `{name}`: there are f32, f16, bf16, affine<2|3|4|5|6|8>\
+                     [g<32|64|128>], mxfp8, mxfp4, nvfp4, row-int4 and row-fp4"
+                ),
+            )),
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn names_are_read_back() {
+        for name in
+            ["f32", "f16", "bf16", "affine3g32", "mxfp8", "mxfp4", "nvfp4", "row-int4", "row-fp4"]
+        {
+            assert_eq!(name.parse::<KvFormat>().unwrap().to_string(), name);
+        }
+        let affine8 = KvFormat::Affine { bits: 8, group: 64 };
+        assert_eq!("affine8".parse::<KvFormat>().unwrap(), affine8);
+        for name in ["", "affine", "affine7", "affine4g16", "f64", "affine4g"] {
+            let message = name.parse::<KvFormat>().unwrap_err().to_string();
+            assert!(message.contains(&format!("`{name}`")), "{message}");
+        }
+    }
+
+    #[test]
+    fn head_dims_are_whole_groups() {
+        let affine = KvFormat::Affine { bits: 4, group: 64 };
+        assert!(affine.check(128).is_ok());
+        assert_eq!(
+            affine.check(96).unwrap_err().message(),
+            "affine4g64 stores 64 elements at a time, which head_dim 96 is not a multiple of"
+        );
+        assert!(KvFormat::RowInt4.check(80).is_ok());
+        assert!(KvFormat::Affine { bits: 7, group: 64 }.check(64).is_err());
+    }
+
+    #[test]
+    fn rows_have_the_bytes_of_their_codes_and_scales() {
+        assert_eq!(KvFormat::Affine { bits: 4, group: 64 }.row_bytes(128), 64 + 8);
+        assert_eq!(KvFormat::Affine { bits: 3, group: 32 }.row_bytes(64), 24 + 8);
+        assert_eq!(KvFormat::Mxfp8.row_bytes(64), 66);
+        assert_eq!(KvFormat::Nvfp4.row_bytes(64), 36);
+        assert_eq!(KvFormat::RowInt4.row_bytes(64), 34);
+    }
+}
