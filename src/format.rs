@@ -119,10 +119,10 @@ impl FromStr for KvFormat {
     /// Reads what `Display` writes; `affine8` is `affine8g64`, and so on.
     fn from_str(name: &str) -> Result<Self> {
         let affine = || {
-            let (bits, group) = name.strip_prefix("affine")?.split_once('g').unwrap_or((
-                name.strip_prefix("affine")?,
-                "64",
-            ));
+            let (bits, group) = name
+                .strip_prefix("affine")?
+                .split_once('g')
+                .unwrap_or((name.strip_prefix("affine")?, "64"));
             Some(Self::Affine { bits: bits.parse().ok()?, group: group.parse().ok()? })
         };
         let found = match name {

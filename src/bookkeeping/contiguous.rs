@@ -240,9 +240,7 @@ impl ContiguousBookkeeping {
 impl Lane {
     fn rewindable_to(&self) -> i32 {
         match self.window {
-            Some(window) if self.dropped > 0 => {
-                window.rewindable_to(window.sinks() + self.dropped)
-            }
+            Some(window) if self.dropped > 0 => window.rewindable_to(window.sinks() + self.dropped),
             _ => 0,
         }
     }

@@ -1,0 +1,260 @@
+//! The cells of one lane: who owns which, and which are handed out next.
+
+use std::ops::Range;
+
+use super::occupancy::Occupancy;
+use super::runs::{Run, Runs};
+use crate::bookkeeping::Window;
+
+/// Cells left free behind the last one of another sequence where a new sequence
+/// begins, so that both go on in one run for a while.
+pub const ROOM: i32 = 64;
+
+/// What a lane holds of one sequence.
+#[derive(Debug, Clone, Default)]
+pub struct Held {
+    /// Its cells.
+    pub runs: Runs,
+    /// Positions below this one, sinks apart, are gone.
+    pub first: i32,
+}
+
+/// The cells of the layers of one policy.
+#[derive(Debug, Clone)]
+pub struct Lane {
+    pub window: Option<Window>,
+    capacity: i32,
+    /// Cells are handed out below this one; grows where there are too few.
+    size: i32,
+    pub occupancy: Occupancy,
+    /// How many sequences own each cell; none beyond the end.
+    owners: Vec<u16>,
+    held: Vec<Held>,
+}
+
+impl Lane {
+    /// Without a window it has `capacity` cells.
+    pub fn new(window: Option<Window>, capacity: i32) -> Self {
+        Self {
+            window,
+            capacity,
+            size: window.map_or(capacity, |window| window.slots()),
+            occupancy: Occupancy::default(),
+            owners: Vec::new(),
+            held: Vec::new(),
+        }
+    }
+
+    /// What it holds of a sequence.
+    pub fn held(&self, sequence: i32) -> &Held {
+        static NOTHING: Held = Held { runs: Runs::EMPTY, first: 0 };
+        self.held.get(sequence as usize).unwrap_or(&NOTHING)
+    }
+
+    fn held_mut(&mut self, sequence: i32) -> &mut Held {
+        let index = sequence as usize;
+        if index >= self.held.len() {
+            self.held.resize_with(index + 1, Held::default);
+        }
+        &mut self.held[index]
+    }
+
+    /// Cells that sequences or trees own.
+    pub fn taken(&self) -> i32 {
+        self.occupancy.taken()
+    }
+
+    /// Cells below which all are handed out.
+    pub fn size(&self) -> i32 {
+        self.size
+    }
+
+    /// Sequences that own cells.
+    pub fn owners(&self) -> impl Iterator<Item = i32> + '_ {
+        let owns = |(_, held): &(usize, &Held)| held.runs.count() > 0;
+        self.held.iter().enumerate().filter(owns).map(|(sequence, _)| sequence as i32)
+    }
+
+    /// Hands out `n` cells, of which there are enough: behind `after` as far as
+    /// these are free, else the first run that has room for all, else the first
+    /// ones. Without `after` it is the beginning of a new sequence.
+    pub fn allocate(&mut self, n: i32, after: Option<i32>, cells: &mut Vec<i32>) {
+        while self.size - self.taken() < n && self.size < self.capacity {
+            let more = self.window.map_or(self.capacity, |window| window.slots());
+            self.size = self.size.saturating_add(more).min(self.capacity);
+        }
+        let mut left = n;
+        if let Some(cell) = after {
+            let end = self.occupancy.next_taken(cell, self.size.min(cell.saturating_add(left)));
+            left -= (end - cell).max(0);
+            self.take(cell..end, cells);
+        }
+        if left > 0 {
+            if let Some(cell) = self.run_for(left, after.is_none()) {
+                self.take(cell..cell + left, cells);
+                left = 0;
+            }
+        }
+        while left > 0 {
+            let start = self.occupancy.next_free(0);
+            let end = self.occupancy.next_taken(start, start + left);
+            left -= end - start;
+            self.take(start..end, cells);
+        }
+    }
+
+    /// The start of the first free run of `n` cells, for a new sequence with room
+    /// before it where that can be had.
+    fn run_for(&self, n: i32, is_new: bool) -> Option<i32> {
+        let mut found = None;
+        let mut start = self.occupancy.next_free(0);
+        while start < self.size {
+            let end = self.occupancy.next_taken(start, self.size);
+            if end - start >= n {
+                if !is_new || start == 0 || !self.is_tail(start - 1) {
+                    return Some(start);
+                }
+                if end - start >= n + 2 * ROOM {
+                    return Some(start + ROOM);
+                }
+                found = found.or(Some(start));
+            }
+            start = self.occupancy.next_free(end);
+        }
+        found
+    }
+
+    /// Whether a sequence would go on behind this cell.
+    fn is_tail(&self, cell: i32) -> bool {
+        self.held.iter().any(|held| held.runs.cell_after() == Some(cell + 1))
+    }
+
+    fn take(&mut self, range: Range<i32>, cells: &mut Vec<i32>) {
+        for cell in range {
+            self.occupancy.take(cell);
+            cells.push(cell);
+        }
+    }
+
+    /// Gives a cell back that was handed out.
+    pub fn free(&mut self, cell: i32) {
+        self.occupancy.free(cell);
+    }
+
+    /// Takes this very cell, which is free.
+    pub fn hold(&mut self, cell: i32) {
+        self.occupancy.take(cell);
+    }
+
+    /// Makes a cell that was handed out a tree's: nobody else will own it.
+    pub fn own_as_node(&mut self, cell: i32) {
+        self.own(&Run { position: 0, cell, len: 1 });
+    }
+
+    /// Gives back a tree's cell.
+    pub fn release(&mut self, cell: i32) {
+        self.owners[cell as usize] = 0;
+        self.occupancy.free(cell);
+    }
+
+    /// Makes a cell that was handed out `sequence`'s, at its next position.
+    pub fn append(&mut self, sequence: i32, position: i32, cell: i32) {
+        self.own(&Run { position, cell, len: 1 });
+        self.held_mut(sequence).runs.push(Run { position, cell, len: 1 });
+    }
+
+    fn own(&mut self, run: &Run) {
+        let cells = run.cells();
+        if self.owners.len() < cells.end as usize {
+            self.owners.resize(cells.end as usize, 0);
+        }
+        for owners in &mut self.owners[cells.start as usize..cells.end as usize] {
+            *owners += 1;
+        }
+    }
+
+    /// Makes the cells of `source`'s `positions` those of `target`, too.
+    pub fn share(&mut self, source: i32, target: i32, positions: Range<i32>) {
+        let (runs, first) = {
+            let held = self.held(source);
+            (held.runs.clipped(positions).collect::<Vec<_>>(), held.first)
+        };
+        let known = self.held(target).runs.clone();
+        // Positions that both have lie in the same cells already.
+        let mut fresh = Vec::new();
+        for run in runs {
+            let mut position = run.position;
+            for other in known.clipped(run.positions()) {
+                fresh.extend(run.clipped(&(position..other.position)));
+                position = other.position + other.len;
+            }
+            fresh.extend(run.clipped(&(position..run.position + run.len)));
+        }
+        fresh.iter().for_each(|run| self.own(run));
+        let held = self.held_mut(target);
+        held.runs.insert_all(fresh);
+        held.first = held.first.max(first);
+    }
+
+    /// Takes `positions` from a sequence; cells that nobody owns then are free.
+    pub fn remove(&mut self, sequence: i32, positions: &Range<i32>) {
+        let (owners, occupancy) = (&mut self.owners, &mut self.occupancy);
+        let Some(held) = self.held.get_mut(sequence as usize) else {
+            return;
+        };
+        held.runs.remove(positions, |run| {
+            for cell in run.cells() {
+                owners[cell as usize] -= 1;
+                if owners[cell as usize] == 0 {
+                    occupancy.free(cell);
+                }
+            }
+        });
+        if held.runs.count() == 0 {
+            held.first = 0;
+        }
+    }
+
+    /// Drops what a sequence of `next` positions needs no more, if its window is
+    /// full; whether it was.
+    pub fn trim(&mut self, sequence: i32, next: i32) -> bool {
+        let Some(window) = self.window else {
+            return false;
+        };
+        if !window.is_full(self.held(sequence).runs.count()) {
+            return false;
+        }
+        let first = window.first_needed(next).max(window.sinks());
+        self.remove(sequence, &(window.sinks()..first));
+        self.held_mut(sequence).first = first;
+        true
+    }
+
+    /// The least length, apart from 0, at which a sequence has all that a query
+    /// there sees.
+    pub fn rewindable_to(&self, sequence: i32) -> i32 {
+        self.window.map_or(0, |window| window.rewindable_to(self.held(sequence).first))
+    }
+
+    /// Puts every cell elsewhere. `moved` tells the new cell of each.
+    pub fn remap(&mut self, moved: impl Fn(i32) -> i32) {
+        let owners = std::mem::take(&mut self.owners);
+        self.occupancy.clear();
+        for (cell, &count) in owners.iter().enumerate().filter(|(_, &count)| count > 0) {
+            let cell = moved(cell as i32);
+            self.occupancy.take(cell);
+            if self.owners.len() <= cell as usize {
+                self.owners.resize(cell as usize + 1, 0);
+            }
+            self.owners[cell as usize] = count;
+        }
+        for held in &mut self.held {
+            held.runs = held.runs.mapped(&moved);
+        }
+    }
+
+    /// Forgets every sequence.
+    pub fn clear(&mut self) {
+        *self = Self::new(self.window, self.capacity);
+    }
+}

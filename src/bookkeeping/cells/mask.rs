@@ -1,0 +1,193 @@
+//! What the queries of a step see of a lane: the whole of one run of cells where
+//! that is so, and otherwise a mask over the cells.
+
+use std::collections::BTreeMap;
+use std::ops::Range;
+
+use super::lane::Lane;
+use super::runs::{Run, Runs};
+use super::step::Segments;
+use super::tree::Tree;
+use super::CellsBookkeeping;
+use crate::bookkeeping::{LanePlan, MaskPlan, Slots};
+
+impl CellsBookkeeping {
+    /// The plan of one lane, whose tokens have these positions and cells.
+    pub(super) fn lane_plan(
+        &self,
+        lane: usize,
+        segments: &Segments,
+        positions: &[i32],
+        cells: &[i32],
+    ) -> LanePlan {
+        let write = Slots::of(cells);
+        let single = segments
+            .only_member()
+            .and_then(|sequence| self.single(lane, sequence, positions, &write));
+        if let Some(read) = single {
+            let mask = if positions.len() == 1 { MaskPlan::None } else { MaskPlan::Causal };
+            return LanePlan { write, read, mask };
+        }
+        let (read, mask) = self.explicit(lane, segments, positions, cells);
+        LanePlan { write, read, mask: MaskPlan::Explicit(mask) }
+    }
+
+    /// The cells that the step reads where it is one sequence, or a chain of
+    /// candidates behind one, in one run of cells, all of which the last query
+    /// sees: then the order of the step is the only mask.
+    fn single(
+        &self,
+        lane: usize,
+        sequence: i32,
+        positions: &[i32],
+        write: &Slots,
+    ) -> Option<Range<i32>> {
+        let nodes: &[i32] = match self.trees.get(&sequence) {
+            None => &[],
+            Some(tree) if tree.is_chain() => &tree.cells[lane],
+            Some(_) => return None,
+        };
+        let Slots::Run(write) = write else {
+            return None;
+        };
+        let held = &self.lanes[lane].held(sequence).runs;
+        if !held.is_contiguous() {
+            return None;
+        }
+        let start = match (held.count(), nodes.first()) {
+            (0, Some(&node)) => node,
+            (0, None) => write.start,
+            _ => held.extent().start,
+        };
+        let behind = start + held.count();
+        let follow = nodes.iter().zip(behind..).all(|(&node, cell)| node == cell);
+        if !follow || write.start != behind + nodes.len() as i32 {
+            return None;
+        }
+        let (&first, &last) = (positions.first()?, positions.last()?);
+        let Some(window) = self.lanes[lane].window else {
+            return Some(start..write.end);
+        };
+        let seen = window.first_seen(last);
+        let unseen = window.sinks()..seen;
+        let first_fresh = first - nodes.len() as i32;
+        if held.clipped(unseen.clone()).next().is_none() && !unseen.contains(&first_fresh) {
+            return Some(start..write.end);
+        }
+        // A single query's window is one run where positions lie in order.
+        let in_order = held.n_runs() == 1 && nodes.is_empty() && window.sinks() == 0;
+        let first_held = held.first()?;
+        (positions.len() == 1 && in_order).then(|| start + (seen - first_held)..write.end)
+    }
+
+    /// The cells that the step reads, and for each token a byte a cell.
+    fn explicit(
+        &self,
+        lane: usize,
+        segments: &Segments,
+        positions: &[i32],
+        cells: &[i32],
+    ) -> (Range<i32>, Vec<u8>) {
+        let state = &self.lanes[lane];
+        let read = self.extent(lane, segments, cells);
+        let width = read.len();
+        let mut mask = vec![0; width * cells.len()];
+        let mut rows = mask.chunks_exact_mut(width.max(1));
+        let mut tokens = cells.iter().zip(positions);
+        let mut fresh: BTreeMap<i32, Runs> = BTreeMap::new();
+        let mut nodes: BTreeMap<i32, Vec<i32>> = BTreeMap::new();
+        for (members, n_tokens) in segments.iter() {
+            for _ in 0..n_tokens {
+                let (Some(row), Some((&cell, &position))) = (rows.next(), tokens.next()) else {
+                    break;
+                };
+                let mut row = Row { row, start: read.start };
+                for &sequence in members {
+                    let seen = Seen { lane: state, position };
+                    seen.mark(&state.held(sequence).runs, &mut row);
+                    if let Some(tree) = self.trees.get(&sequence) {
+                        let nodes = nodes.entry(sequence).or_default();
+                        seen.mark_chain(tree, &tree.cells[lane], nodes, &mut row);
+                        nodes.push(cell);
+                    } else {
+                        let fresh = fresh.entry(sequence).or_default();
+                        seen.mark(fresh, &mut row);
+                        fresh.push(Run { position, cell, len: 1 });
+                    }
+                }
+                row.fill(cell..cell + 1);
+            }
+        }
+        (read, mask)
+    }
+
+    /// From the first to the last cell of all that the step may see.
+    fn extent(&self, lane: usize, segments: &Segments, cells: &[i32]) -> Range<i32> {
+        let mut extent = i32::MAX..0;
+        let mut widen = |cells: Range<i32>| {
+            if !cells.is_empty() {
+                extent = extent.start.min(cells.start)..extent.end.max(cells.end);
+            }
+        };
+        for (members, _) in segments.iter() {
+            for &sequence in members {
+                widen(self.lanes[lane].held(sequence).runs.extent());
+                if let Some(tree) = self.trees.get(&sequence) {
+                    tree.cells[lane].iter().for_each(|&cell| widen(cell..cell + 1));
+                }
+            }
+        }
+        cells.iter().for_each(|&cell| widen(cell..cell + 1));
+        extent
+    }
+}
+
+/// One token's row of the mask, whose first byte stands for the cell `start`.
+struct Row<'a> {
+    row: &'a mut [u8],
+    start: i32,
+}
+
+impl Row<'_> {
+    fn fill(&mut self, cells: Range<i32>) {
+        self.row[(cells.start - self.start) as usize..(cells.end - self.start) as usize].fill(1);
+    }
+}
+
+/// What a query at `position` sees.
+struct Seen<'a> {
+    lane: &'a Lane,
+    position: i32,
+}
+
+impl Seen<'_> {
+    fn mark(&self, runs: &Runs, row: &mut Row) {
+        let (sinks, first) = match self.lane.window {
+            None => (0, 0),
+            Some(window) => (window.sinks(), window.first_seen(self.position)),
+        };
+        for range in [0..sinks.min(first), first..self.position + 1] {
+            runs.clipped(range).for_each(|run| row.fill(run.cells()));
+        }
+    }
+
+    /// Marks the ancestors of the next node of `tree`, of which `written` nodes
+    /// have cells from earlier steps, and `fresh` ones from this step.
+    fn mark_chain(&self, tree: &Tree, written: &[i32], fresh: &[i32], row: &mut Row) {
+        let node = written.len() + fresh.len();
+        let base = self.position - tree.depth(node);
+        for ancestor in tree.chain_up(node).skip(1) {
+            let position = base + tree.depth(ancestor);
+            let is_seen = self.lane.window.map_or(true, |window| {
+                position < window.sinks() || position >= window.first_seen(self.position)
+            });
+            if is_seen {
+                let cell = match written.get(ancestor) {
+                    Some(&cell) => cell,
+                    None => fresh[ancestor - written.len()],
+                };
+                row.fill(cell..cell + 1);
+            }
+        }
+    }
+}

@@ -1,0 +1,206 @@
+//! The cells of one sequence, as runs.
+
+use std::ops::Range;
+
+/// Consecutive positions in consecutive cells.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Run {
+    /// The first position.
+    pub position: i32,
+    /// The cell that it lies in.
+    pub cell: i32,
+    /// How many there are.
+    pub len: i32,
+}
+
+impl Run {
+    /// Its positions.
+    pub fn positions(&self) -> Range<i32> {
+        self.position..self.position + self.len
+    }
+
+    /// Its cells.
+    pub fn cells(&self) -> Range<i32> {
+        self.cell..self.cell + self.len
+    }
+
+    /// The part of it in `positions`.
+    pub fn clipped(&self, positions: &Range<i32>) -> Option<Self> {
+        let start = self.position.max(positions.start);
+        let end = (self.position + self.len).min(positions.end);
+        (start < end).then(|| Self {
+            position: start,
+            cell: self.cell + (start - self.position),
+            len: end - start,
+        })
+    }
+
+    /// Whether `next` continues it.
+    fn continues_with(&self, next: &Self) -> bool {
+        self.position + self.len == next.position && self.cell + self.len == next.cell
+    }
+}
+
+/// The cells of one sequence in one lane, by position, each position once.
+#[derive(Debug, Clone, Default, PartialEq, Eq)]
+pub struct Runs {
+    runs: Vec<Run>,
+    count: i32,
+    /// From the first to the last cell; empty where there are none.
+    extent: Range<i32>,
+}
+
+impl Runs {
+    /// None.
+    pub const EMPTY: Self = Self { runs: Vec::new(), count: 0, extent: 0..0 };
+
+    /// The runs, by position.
+    pub fn iter(&self) -> std::slice::Iter<'_, Run> {
+        self.runs.iter()
+    }
+
+    /// How many runs there are.
+    pub fn n_runs(&self) -> usize {
+        self.runs.len()
+    }
+
+    /// How many positions there are.
+    pub fn count(&self) -> i32 {
+        self.count
+    }
+
+    /// From the first to the last cell.
+    pub fn extent(&self) -> Range<i32> {
+        self.extent.clone()
+    }
+
+    /// Whether no foreign cell lies between the first and the last.
+    pub fn is_contiguous(&self) -> bool {
+        self.count == self.extent.end - self.extent.start
+    }
+
+    /// The first position.
+    pub fn first(&self) -> Option<i32> {
+        self.runs.first().map(|run| run.position)
+    }
+
+    /// One past the last position; 0 where there are none.
+    pub fn next(&self) -> i32 {
+        self.runs.last().map_or(0, |run| run.position + run.len)
+    }
+
+    /// The cell behind that of the last position.
+    pub fn cell_after(&self) -> Option<i32> {
+        self.runs.last().map(|run| run.cell + run.len)
+    }
+
+    /// The parts of the runs in `positions`.
+    pub fn clipped(&self, positions: Range<i32>) -> impl Iterator<Item = Run> + '_ {
+        let first = self.runs.partition_point(|run| run.position + run.len <= positions.start);
+        self.runs[first..]
+            .iter()
+            .take_while({
+                let end = positions.end;
+                move |run| run.position < end
+            })
+            .filter_map(move |run| run.clipped(&positions))
+    }
+
+    /// Appends a run of positions that are all greater than those there are.
+    pub fn push(&mut self, run: Run) {
+        self.widen(&run);
+        match self.runs.last_mut() {
+            Some(last) if last.continues_with(&run) => last.len += run.len,
+            _ => self.runs.push(run),
+        }
+    }
+
+    /// Adds positions, none of which are there, from anywhere.
+    pub fn insert_all(&mut self, other: impl IntoIterator<Item = Run>) {
+        let mut all = std::mem::take(&mut self.runs);
+        all.extend(other);
+        all.sort_unstable_by_key(|run| run.position);
+        *self = Self::default();
+        all.into_iter().for_each(|run| self.push(run));
+    }
+
+    /// Removes the positions in `range`, and tells of each piece that goes.
+    pub fn remove(&mut self, range: &Range<i32>, mut gone: impl FnMut(Run)) {
+        let before = std::mem::take(self);
+        for run in before.runs {
+            let Some(piece) = run.clipped(range) else {
+                self.push(run);
+                continue;
+            };
+            gone(piece);
+            for kept in [i32::MIN..range.start, range.end..i32::MAX] {
+                if let Some(rest) = run.clipped(&kept) {
+                    self.push(rest);
+                }
+            }
+        }
+    }
+
+    /// The same positions in other cells.
+    pub fn mapped(&self, cell: impl Fn(i32) -> i32) -> Self {
+        let mut moved = Self::default();
+        for run in &self.runs {
+            for (position, old) in run.positions().zip(run.cells()) {
+                moved.push(Run { position, cell: cell(old), len: 1 });
+            }
+        }
+        moved
+    }
+
+    fn widen(&mut self, run: &Run) {
+        self.extent = match self.count {
+            0 => run.cells(),
+            _ => self.extent.start.min(run.cell)..self.extent.end.max(run.cell + run.len),
+        };
+        self.count += run.len;
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn run(position: i32, cell: i32, len: i32) -> Run {
+        Run { position, cell, len }
+    }
+
+    #[test]
+    fn appending_extends_the_last_run() {
+        let mut runs = Runs::default();
+        runs.push(run(0, 5, 3));
+        runs.push(run(3, 8, 1));
+        assert_eq!((runs.n_runs(), runs.count(), runs.extent()), (1, 4, 5..9));
+        runs.push(run(4, 20, 1));
+        assert_eq!((runs.n_runs(), runs.next(), runs.cell_after()), (2, 5, Some(21)));
+        assert!(!runs.is_contiguous());
+    }
+
+    #[test]
+    fn removing_from_the_middle_splits() {
+        let mut runs = Runs::default();
+        runs.push(run(0, 10, 10));
+        let mut gone = Vec::new();
+        runs.remove(&(3..6), |piece| gone.push(piece));
+        assert_eq!(gone, [run(3, 13, 3)]);
+        assert_eq!(runs.iter().copied().collect::<Vec<_>>(), [run(0, 10, 3), run(6, 16, 4)]);
+        assert_eq!((runs.count(), runs.next(), runs.extent()), (7, 10, 10..20));
+        runs.remove(&(0..i32::MAX), |_| {});
+        assert_eq!((runs.count(), runs.next(), runs.extent()), (0, 0, 0..0));
+    }
+
+    #[test]
+    fn clipping_finds_the_parts_of_a_range() {
+        let mut runs = Runs::default();
+        for (position, cell) in [(0, 0), (4, 10), (8, 20)] {
+            runs.push(run(position, cell, 4));
+        }
+        let found: Vec<Run> = runs.clipped(2..9).collect();
+        assert_eq!(found, [run(2, 2, 2), run(4, 10, 4), run(8, 20, 1)]);
+        assert_eq!(runs.clipped(4..4).count(), 0);
+    }
+}

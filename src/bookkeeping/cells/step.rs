@@ -1,0 +1,361 @@
+//! One step over sequences and trees: whose tokens they are, which cells they
+//! get, and what becomes of these.
+
+use super::tree::Tree;
+use super::{check_sequence, CellsBookkeeping, MAX_SEQUENCES};
+use crate::bookkeeping::{LanePlan, Move};
+use crate::error::{fail, Result};
+
+/// Tokens of a step that follow each other and belong to the same sequences.
+#[derive(Debug, Clone, Copy)]
+pub struct Segment {
+    first_member: usize,
+    n_members: usize,
+    pub n_tokens: usize,
+}
+
+/// Whose the tokens of a step are.
+#[derive(Debug, Clone, Default)]
+pub struct Segments {
+    members: Vec<i32>,
+    list: Vec<Segment>,
+}
+
+impl Segments {
+    /// Adds `n_tokens` tokens of these sequences.
+    fn push(&mut self, members: &[i32], n_tokens: usize) {
+        if let Some(last) = self.list.last().copied() {
+            if self.members(&last) == members {
+                if let Some(last) = self.list.last_mut() {
+                    last.n_tokens += n_tokens;
+                }
+                return;
+            }
+        }
+        let first_member = self.members.len();
+        self.members.extend_from_slice(members);
+        self.list.push(Segment { first_member, n_members: members.len(), n_tokens });
+    }
+
+    pub fn n_tokens(&self) -> usize {
+        self.list.iter().map(|segment| segment.n_tokens).sum()
+    }
+
+    pub fn members(&self, segment: &Segment) -> &[i32] {
+        &self.members[segment.first_member..segment.first_member + segment.n_members]
+    }
+
+    pub fn iter(&self) -> impl Iterator<Item = (&[i32], usize)> {
+        self.list.iter().map(|segment| (self.members(segment), segment.n_tokens))
+    }
+
+    /// The sequence that all tokens belong to alone, where there is one.
+    pub fn only_member(&self) -> Option<i32> {
+        match (self.list.as_slice(), self.members.as_slice()) {
+            ([_], &[only]) => Some(only),
+            _ => None,
+        }
+    }
+}
+
+/// A step that was planned and is neither committed nor aborted.
+#[derive(Debug, Clone)]
+pub struct OpenStep {
+    segments: Segments,
+    positions: Vec<i32>,
+    declared: bool,
+}
+
+/// A number for each sequence.
+type PerSequence = [i32; MAX_SEQUENCES as usize];
+
+impl CellsBookkeeping {
+    /// Says which sequence each token of the next step belongs to. Without it, the
+    /// tokens are those of the frontiers that wait, by the number of their
+    /// sequence; and without those, of the only sequence.
+    ///
+    /// What is said holds for the next step that is committed.
+    ///
+    /// # Errors
+    /// [`InvalidArgument`](crate::Status::InvalidArgument) for a number that no
+    /// sequence has; [`Step`](crate::Status::Step) while a step is open.
+    pub fn begin_step(&mut self, sequences: &[i32]) -> Result<()> {
+        self.refuse_in_step("say whose tokens come next")?;
+        let mut segments = Segments::default();
+        for &sequence in sequences {
+            check_sequence(sequence)?;
+            segments.push(&[sequence], 1);
+        }
+        self.declared = Some(segments);
+        Ok(())
+    }
+
+    /// The same for tokens that belong to several sequences each.
+    ///
+    /// # Errors
+    /// As [`begin_step`](Self::begin_step), and for a token of no sequence or
+    /// twice of the same.
+    pub fn begin_step_shared(&mut self, sequences: &[&[i32]]) -> Result<()> {
+        self.refuse_in_step("say whose tokens come next")?;
+        let mut segments = Segments::default();
+        for (token, members) in sequences.iter().enumerate() {
+            if members.is_empty() {
+                fail!(InvalidArgument, "token {token} of the step belongs to no sequence");
+            }
+            for (index, &member) in members.iter().enumerate() {
+                check_sequence(member)?;
+                if members[..index].contains(&member) {
+                    fail!(
+                        InvalidArgument,
+                        "token {token} of the step belongs to sequence {member} twice"
+                    );
+                }
+            }
+            segments.push(members, 1);
+        }
+        self.declared = Some(segments);
+        Ok(())
+    }
+
+    /// Plans a step whose tokens have these positions, and opens it: what each lane
+    /// writes, reads and masks. [`commit`](Self::commit) or
+    /// [`abort`](Self::abort) ends it.
+    ///
+    /// A token's position is the next of each of its sequences; a candidate's lies
+    /// as far behind that as its depth in the tree.
+    ///
+    /// # Errors
+    /// - [`InvalidArgument`](crate::Status::InvalidArgument): no tokens, more or
+    ///   fewer than were declared, or several sequences and none declared.
+    /// - [`Position`](crate::Status::Position): another position than the next.
+    /// - [`Capacity`](crate::Status::Capacity): too few free cells, or more tokens
+    ///   of a sequence than window lanes take in a step.
+    /// - [`Step`](crate::Status::Step): a step is open; tokens for a sequence that
+    ///   carries a tree, other than its frontier.
+    pub fn plan(&mut self, positions: &[i32]) -> Result<&[LanePlan]> {
+        self.refuse_in_step("begin another")?;
+        let declared = self.declared.take();
+        let was_declared = declared.is_some();
+        let planned = match declared {
+            Some(segments) => Ok(segments),
+            None => self.undeclared(positions.len()),
+        };
+        let planned = planned.and_then(|segments| match self.check(&segments, positions) {
+            Ok(()) => Ok(segments),
+            Err(error) => {
+                self.declared = was_declared.then_some(segments);
+                Err(error)
+            }
+        });
+        let segments = planned?;
+        let mut plans = std::mem::take(&mut self.plans);
+        let mut cells = std::mem::take(&mut self.cells);
+        plans.clear();
+        for (lane, cells) in cells.iter_mut().enumerate() {
+            cells.clear();
+            self.allocate(lane, &segments, cells);
+            plans.push(self.lane_plan(lane, &segments, positions, cells));
+        }
+        (self.plans, self.cells) = (plans, cells);
+        let positions = positions.to_vec();
+        self.step = Some(OpenStep { segments, positions, declared: was_declared });
+        Ok(&self.plans)
+    }
+
+    /// The plans of the open step, one a lane; empty outside a step.
+    pub fn plans(&self) -> &[LanePlan] {
+        if self.step.is_some() {
+            &self.plans
+        } else {
+            &[]
+        }
+    }
+
+    fn undeclared(&self, n_tokens: usize) -> Result<Segments> {
+        let mut segments = Segments::default();
+        for (&sequence, tree) in &self.trees {
+            if tree.n_pending() > 0 {
+                segments.push(&[sequence], tree.n_pending());
+            }
+        }
+        if segments.list.is_empty() {
+            segments.push(&[self.only_sequence()?], n_tokens);
+        }
+        Ok(segments)
+    }
+
+    fn check(&self, segments: &Segments, positions: &[i32]) -> Result<()> {
+        if positions.is_empty() {
+            fail!(InvalidArgument, "a step needs at least 1 token");
+        }
+        if segments.n_tokens() != positions.len() {
+            fail!(
+                InvalidArgument,
+                "the step has {} tokens, but sequences were named for {}",
+                positions.len(),
+                segments.n_tokens()
+            );
+        }
+        let mut ahead: PerSequence = [0; MAX_SEQUENCES as usize];
+        let mut tokens = positions.iter().enumerate();
+        for (members, n_tokens) in segments.iter() {
+            for (token, &position) in tokens.by_ref().take(n_tokens) {
+                for &sequence in members {
+                    let ahead = &mut ahead[sequence as usize];
+                    let expected = self.expected(sequence, *ahead, members)?;
+                    if i64::from(position) != expected || position == i32::MAX {
+                        fail!(
+                            Position,
+                            "token {token} of the step has position {position}, but the next of \
+                             sequence {sequence} is {expected}"
+                        );
+                    }
+                    *ahead += 1;
+                }
+            }
+        }
+        for (sequence, &n_tokens) in (0..).zip(&ahead).filter(|(_, &n_tokens)| n_tokens > 0) {
+            if let Some(tree) = self.trees.get(&sequence) {
+                if n_tokens as usize != tree.n_pending() {
+                    fail!(
+                        InvalidArgument,
+                        "the step has {n_tokens} of the {} candidates of sequence {sequence}",
+                        tree.n_pending()
+                    );
+                }
+            }
+            for window in self.lanes.iter().filter_map(|lane| lane.window) {
+                window.check_step(n_tokens)?;
+            }
+        }
+        let free = self.capacity - self.length();
+        if positions.len() > free as usize {
+            fail!(
+                Capacity,
+                "a step of {} tokens: {free} of {} cells are free",
+                positions.len(),
+                self.capacity
+            );
+        }
+        Ok(())
+    }
+
+    /// The position of the token after `ahead` others of this step.
+    fn expected(&self, sequence: i32, ahead: i32, members: &[i32]) -> Result<i64> {
+        let next = i64::from(self.next(sequence));
+        let Some(tree) = self.trees.get(&sequence) else {
+            return Ok(next + i64::from(ahead));
+        };
+        let node = tree.n_written() + ahead as usize;
+        if members.len() > 1 || node >= tree.len() {
+            fail!(
+                Step,
+                "sequence {sequence} carries a tree of {} nodes, {} of them for this step; it \
+                 takes no other tokens before the tree is committed",
+                tree.len(),
+                tree.n_pending()
+            );
+        }
+        Ok(next + i64::from(tree.depth(node)))
+    }
+
+    /// Takes cells of a lane for each token.
+    fn allocate(&mut self, lane: usize, segments: &Segments, cells: &mut Vec<i32>) {
+        let mut behind: PerSequence = [-1; MAX_SEQUENCES as usize];
+        for (members, n_tokens) in segments.iter() {
+            let Some(&sequence) = members.first() else {
+                continue;
+            };
+            let after = match behind[sequence as usize] {
+                -1 => {
+                    let nodes = self.trees.get(&sequence).and_then(|tree| tree.cells[lane].last());
+                    nodes
+                        .map(|cell| cell + 1)
+                        .or_else(|| self.lanes[lane].held(sequence).runs.cell_after())
+                }
+                cell => Some(cell),
+            };
+            self.lanes[lane].allocate(n_tokens as i32, after, cells);
+            if let Some(&last) = cells.last() {
+                members.iter().for_each(|&member| behind[member as usize] = last + 1);
+            }
+        }
+    }
+
+    /// Makes the open step so. Rows of window lanes move as returned.
+    ///
+    /// # Errors
+    /// [`Step`](crate::Status::Step) where none is open.
+    pub fn commit(&mut self) -> Result<Vec<Move>> {
+        let Some(OpenStep { segments, positions, .. }) = self.step.take() else {
+            fail!(Step, "no step is open on this cache");
+        };
+        let mut first = 0;
+        for (members, n_tokens) in segments.iter() {
+            let tokens = first..first + n_tokens;
+            first = tokens.end;
+            match members {
+                &[sequence] if self.trees.contains_key(&sequence) => {
+                    for (index, lane) in self.lanes.iter_mut().enumerate() {
+                        let cells = &self.cells[index][tokens.clone()];
+                        cells.iter().for_each(|&cell| lane.own_as_node(cell));
+                        if let Some(tree) = self.trees.get_mut(&sequence) {
+                            tree.cells[index].extend_from_slice(cells);
+                        }
+                    }
+                }
+                _ => {
+                    for (lane, cells) in self.lanes.iter_mut().zip(&self.cells) {
+                        for (&cell, &position) in
+                            cells[tokens.clone()].iter().zip(&positions[tokens.clone()])
+                        {
+                            members.iter().for_each(|&member| lane.append(member, position, cell));
+                        }
+                    }
+                }
+            }
+        }
+        self.trees.values_mut().filter(|tree| is_written(tree)).for_each(Tree::written);
+        Ok(self.slide(&segments.members))
+    }
+
+    /// Ends the open step as if it had not been. Does nothing outside one.
+    pub fn abort(&mut self) {
+        if let Some(OpenStep { segments, declared, .. }) = self.step.take() {
+            for (lane, cells) in self.lanes.iter_mut().zip(&self.cells) {
+                cells.iter().for_each(|&cell| lane.free(cell));
+            }
+            if declared {
+                self.declared = Some(segments);
+            }
+        }
+    }
+
+    /// Lets window lanes drop what these sequences need no more. A lane that holds
+    /// one sequence is packed to its front then, in order of positions.
+    pub(super) fn slide(&mut self, sequences: &[i32]) -> Vec<Move> {
+        let mut moves = Vec::new();
+        if self.lanes.len() == 1 {
+            return moves;
+        }
+        let nexts: Vec<(i32, i32)> = sequences
+            .iter()
+            .filter(|sequence| !self.trees.contains_key(sequence))
+            .map(|&sequence| (sequence, self.next(sequence)))
+            .collect();
+        for (index, lane) in self.lanes.iter_mut().enumerate() {
+            let mut trimmed = false;
+            for &(sequence, next) in &nexts {
+                trimmed |= lane.trim(sequence, next);
+            }
+            if trimmed && self.trees.is_empty() && lane.owners().nth(1).is_none() {
+                moves.extend(lane.pack(index));
+            }
+        }
+        moves
+    }
+}
+
+fn is_written(tree: &Tree) -> bool {
+    tree.cells.first().is_some_and(|cells| cells.len() == tree.len())
+}
