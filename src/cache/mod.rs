@@ -1,10 +1,17 @@
 //! Caches: a bookkeeping and its pools, behind two faces.
 //!
-//! [`Cache`] is what a runner controls, in integers. [`AttendCache`] is what a
-//! program's `update_and_attend` drives, in arrays. One object has both.
+//! [`Cache`] is what a runner controls, in integers; [`SeqCache`] and
+//! [`TreeCache`] add to it what caches of several sequences and of candidates can
+//! do. [`AttendCache`] is what a program's `update_and_attend` drives, in arrays.
+//! One object has both.
 
+mod cells;
 mod contiguous;
+mod storage;
 
+use std::ops::Range;
+
+pub use cells::CellsCache;
 pub use contiguous::ContiguousCache;
 
 use mlx_rs::Array;
@@ -12,17 +19,8 @@ use mlx_rs::Array;
 use crate::attend::AttendSpec;
 use crate::config::CacheConfig;
 use crate::error::Result;
-
-/// Bytes of a cache's buffers.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
-pub struct Memory {
-    /// Held now.
-    pub allocated: u64,
-    /// Of these, in use by positions.
-    pub used: u64,
-    /// What it would hold at capacity.
-    pub at_capacity: u64,
-}
+use crate::format::KvFormat;
+use crate::memory::Memory;
 
 /// The runner's face of a cache.
 pub trait Cache: Send {
@@ -35,28 +33,156 @@ pub trait Cache: Send {
     /// The most positions that it holds.
     fn capacity(&self) -> i32;
 
-    /// The positions that it holds.
+    /// The positions that it holds; one that several sequences share counts once.
     fn length(&self) -> i32;
 
     /// Whether `n` more positions fit; negative `n` never do.
     fn can_extend(&self, n: i32) -> bool;
 
-    /// Forgets every position, and gives the buffers back if `release`.
+    /// Forgets every position, and gives the buffers back if `release`. The cache
+    /// is as new then: conversions are undone as well.
     ///
     /// # Errors
     /// [`Step`](crate::Status::Step) while a step is open.
     fn clear(&mut self, release: bool) -> Result<()>;
 
-    /// Forgets the positions from `length` on.
+    /// Forgets the positions from `length` on, of the one sequence that there is.
     ///
     /// # Errors
-    /// - [`Position`](crate::Status::Position) if `length` is negative or more
-    ///   than the present length.
+    /// - [`Position`](crate::Status::Position) if `length` is negative, more than
+    ///   the next position, or neither 0 nor at least what
+    ///   [`rewindable_to`](Self::rewindable_to) says.
+    /// - [`InvalidArgument`](crate::Status::InvalidArgument) where there are
+    ///   several sequences.
     /// - [`Step`](crate::Status::Step) while a step is open.
     fn rewind(&mut self, length: i32) -> Result<()>;
 
+    /// The least length, apart from 0, that the one sequence that there is can be
+    /// rewound to: window layers have dropped what a query further back would see.
+    ///
+    /// # Errors
+    /// [`InvalidArgument`](crate::Status::InvalidArgument) where there are several
+    /// sequences.
+    fn rewindable_to(&self) -> Result<i32>;
+
     /// Bytes of the buffers.
     fn memory(&self) -> Memory;
+
+    /// The formats that keys and values are stored in now.
+    fn formats(&self) -> [KvFormat; 2];
+
+    /// Stores what is there, and what comes, in other formats, until the cache is
+    /// cleared. One layer's keys or values at a time: it takes the memory of one
+    /// of them besides.
+    ///
+    /// # Errors
+    /// - [`InvalidArgument`](crate::Status::InvalidArgument) for a format that some
+    ///   layer's rows do not fit; nothing has changed.
+    /// - [`Step`](crate::Status::Step) while a step is open.
+    /// - [`Mlx`](crate::Status::Mlx): some layers may be converted and others not,
+    ///   all of them whole; call again to go on.
+    fn convert(&mut self, k_format: KvFormat, v_format: KvFormat) -> Result<()>;
+
+    /// The face for several sequences, where the cache has it.
+    fn sequences(&mut self) -> Option<&mut dyn SeqCache> {
+        None
+    }
+
+    /// The face for trees of candidates, where the cache has it.
+    fn trees(&mut self) -> Option<&mut dyn TreeCache> {
+        None
+    }
+}
+
+/// The runner's face of a cache that many sequences share. Sequences have numbers
+/// from 0 to [`MAX_SEQUENCES`](crate::bookkeeping::MAX_SEQUENCES) - 1, and need not
+/// be made: one that holds nothing is empty.
+///
+/// Ranges are of positions; `i32::MAX` as the end means all that follow. Every
+/// call is refused with [`Step`](crate::Status::Step) while a step is open, and with
+/// [`InvalidArgument`](crate::Status::InvalidArgument) for a number or range that
+/// cannot be.
+pub trait SeqCache: Cache {
+    /// Says which sequence each token of the next step belongs to. Without it, the
+    /// tokens are those of the frontiers that were proposed, by the number of their
+    /// sequence; and without those, of the only sequence there is. What is said
+    /// holds until a step is committed.
+    fn begin_step(&mut self, sequences: &[i32]) -> Result<()>;
+
+    /// The same for tokens that belong to several sequences each, which share
+    /// their cells.
+    fn begin_step_shared(&mut self, sequences: &[&[i32]]) -> Result<()>;
+
+    /// Lets `target` have `source`'s positions as well, in the same cells: no bytes
+    /// move.
+    ///
+    /// # Errors
+    /// [`Position`](crate::Status::Position) where `target` has other cells for
+    /// some of them, or where window layers have dropped what its next query
+    /// would see. [`Step`](crate::Status::Step) where `target` carries a tree.
+    fn seq_cp(&mut self, source: i32, target: i32, positions: Range<i32>) -> Result<()>;
+
+    /// Takes positions from a sequence. A cell that no sequence has is free.
+    ///
+    /// # Errors
+    /// [`Position`](crate::Status::Position) where the sequence would go on below
+    /// what [`seq_rewindable_to`](Self::seq_rewindable_to) says.
+    /// [`Step`](crate::Status::Step) where it carries a tree, and something stays.
+    fn seq_rm(&mut self, sequence: i32, positions: Range<i32>) -> Result<()>;
+
+    /// Removes every sequence but one.
+    fn seq_keep(&mut self, sequence: i32) -> Result<()>;
+
+    /// Positions that a sequence holds.
+    fn seq_len(&self, sequence: i32) -> Result<i32>;
+
+    /// The position of a sequence's next token: one past its last. After a removal
+    /// at the front that is more than it holds.
+    fn seq_next(&self, sequence: i32) -> Result<i32>;
+
+    /// The positions that a sequence holds, as ranges in order.
+    fn seq_positions(&self, sequence: i32) -> Result<Vec<Range<i32>>>;
+
+    /// As [`Cache::rewindable_to`], for one of several sequences.
+    fn seq_rewindable_to(&self, sequence: i32) -> Result<i32>;
+
+    /// The sequences that hold positions or carry trees, in order.
+    fn live_sequences(&self) -> Vec<i32>;
+
+    /// Makes each sequence one run of cells as far as what they share lets it, so
+    /// that it is read without a mask again. Moves only what has to.
+    ///
+    /// # Errors
+    /// [`Mlx`](crate::Status::Mlx): where rows were moved already, the cache is lost
+    /// until it is cleared.
+    fn compact(&mut self) -> Result<()>;
+}
+
+/// The runner's face of a cache whose sequences carry trees of candidates.
+pub trait TreeCache: SeqCache {
+    /// Appends a frontier of candidates to the tree behind a sequence: queries of
+    /// its next step. Each sees the sequence, its ancestors and itself. A parent is
+    /// the number of an earlier node of the tree, over all its frontiers, or -1 for
+    /// the sequence itself. A node's position is the sequence's next and its depth.
+    ///
+    /// # Errors
+    /// [`InvalidArgument`](crate::Status::InvalidArgument) for no nodes or a parent
+    /// that is no node before; [`Step`](crate::Status::Step) where the last frontier
+    /// has not been run; [`Capacity`](crate::Status::Capacity).
+    fn propose(&mut self, sequence: i32, parents: &[i32]) -> Result<()>;
+
+    /// Makes a chain of candidates, from a child of the sequence down, part of it,
+    /// and forgets the rest of its tree; no nodes forget all of it.
+    ///
+    /// # Errors
+    /// [`InvalidArgument`](crate::Status::InvalidArgument) where there is no tree,
+    /// or the nodes are no chain of nodes that were run.
+    /// [`Mlx`](crate::Status::Mlx): where rows were moved already, the cache is lost
+    /// until it is cleared.
+    fn commit_tree(&mut self, sequence: i32, accepted: &[i32]) -> Result<()>;
+
+    /// Nodes of the tree behind a sequence.
+    fn tree_len(&self, sequence: i32) -> Result<usize>;
 }
 
 /// The program's face of a cache. Drive it through a [`Step`](crate::Step),
@@ -88,8 +214,10 @@ pub trait AttendCache: Cache {
     /// Makes the step's positions visible.
     ///
     /// # Errors
-    /// [`Step`](crate::Status::Step) if no step is open or a layer is missing;
-    /// the step stays open.
+    /// - [`Step`](crate::Status::Step) if no step is open or a layer is missing;
+    ///   the step stays open.
+    /// - [`Mlx`](crate::Status::Mlx) where window layers could not move their rows:
+    ///   the cache is lost until it is cleared.
     fn commit(&mut self) -> Result<()>;
 
     /// Ends the step as if it had not been. Does nothing outside one.

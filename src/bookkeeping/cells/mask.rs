@@ -123,10 +123,10 @@ impl CellsBookkeeping {
 
     /// From the first to the last cell of all that the step may see.
     fn extent(&self, lane: usize, segments: &Segments, cells: &[i32]) -> Range<i32> {
-        let mut extent = i32::MAX..0;
+        let (mut start, mut end) = (i32::MAX, 0);
         let mut widen = |cells: Range<i32>| {
             if !cells.is_empty() {
-                extent = extent.start.min(cells.start)..extent.end.max(cells.end);
+                (start, end) = (start.min(cells.start), end.max(cells.end));
             }
         };
         for (members, _) in segments.iter() {
@@ -138,7 +138,7 @@ impl CellsBookkeeping {
             }
         }
         cells.iter().for_each(|&cell| widen(cell..cell + 1));
-        extent
+        start..end
     }
 }
 
@@ -178,7 +178,7 @@ impl Seen<'_> {
         let base = self.position - tree.depth(node);
         for ancestor in tree.chain_up(node).skip(1) {
             let position = base + tree.depth(ancestor);
-            let is_seen = self.lane.window.map_or(true, |window| {
+            let is_seen = self.lane.window.is_none_or(|window| {
                 position < window.sinks() || position >= window.first_seen(self.position)
             });
             if is_seen {

@@ -1,0 +1,243 @@
+//! Many sequences in one pool of cells, and trees of candidates behind them.
+
+use std::ops::Range;
+
+use mlx_rs::Array;
+
+use super::storage::Storage;
+use super::{AttendCache, Cache, SeqCache, TreeCache};
+use crate::attend::AttendSpec;
+use crate::bookkeeping::{CellsBookkeeping, Move};
+use crate::config::CacheConfig;
+use crate::error::{fail, Result};
+use crate::format::KvFormat;
+use crate::memory::Memory;
+
+/// Sequences that share cells; a single one is read like a contiguous cache.
+pub struct CellsCache {
+    kind: &'static str,
+    book: CellsBookkeeping,
+    storage: Storage,
+    open: bool,
+}
+
+impl CellsCache {
+    /// The name of the kind whose sequences carry no trees.
+    pub const SEQ: &'static str = "seq";
+    /// The name of the kind whose sequences carry trees.
+    pub const TREE: &'static str = "tree";
+
+    /// An empty cache of kind [`SEQ`](Self::SEQ).
+    ///
+    /// # Errors
+    /// [`InvalidArgument`](crate::Status::InvalidArgument) for a config that cannot
+    /// be.
+    pub fn new(config: CacheConfig) -> Result<Self> {
+        Self::of_kind(Self::SEQ, config)
+    }
+
+    /// An empty cache of kind [`TREE`](Self::TREE).
+    ///
+    /// # Errors
+    /// As [`new`](Self::new).
+    pub fn with_trees(config: CacheConfig) -> Result<Self> {
+        Self::of_kind(Self::TREE, config)
+    }
+
+    fn of_kind(kind: &'static str, config: CacheConfig) -> Result<Self> {
+        config.validate()?;
+        let capacity = config.capacity;
+        let storage = Storage::new(config)?;
+        let book = CellsBookkeeping::new(capacity, storage.windows());
+        Ok(Self { kind, book, storage, open: false })
+    }
+
+    /// Moves rows where the bookkeeping has put their positions.
+    fn apply(&mut self, moves: Result<Vec<Move>>) -> Result<()> {
+        let moves = moves?;
+        self.storage.apply(&moves)
+    }
+}
+
+impl Cache for CellsCache {
+    fn kind(&self) -> &'static str {
+        self.kind
+    }
+
+    fn config(&self) -> &CacheConfig {
+        self.storage.config()
+    }
+
+    fn capacity(&self) -> i32 {
+        self.book.capacity()
+    }
+
+    fn length(&self) -> i32 {
+        self.book.length()
+    }
+
+    fn can_extend(&self, n: i32) -> bool {
+        self.storage.check().is_ok() && self.book.can_extend(n)
+    }
+
+    fn clear(&mut self, release: bool) -> Result<()> {
+        if self.open {
+            fail!(Step, "cannot clear the cache in the middle of a step");
+        }
+        self.book.clear();
+        self.storage.clear(release);
+        Ok(())
+    }
+
+    fn rewind(&mut self, length: i32) -> Result<()> {
+        let sequence = self.book.only_sequence()?;
+        let next = self.book.seq_next(sequence)?;
+        if length < 0 || length > next {
+            fail!(
+                Position,
+                "cannot rewind to length {length}: the sequence goes on at position {next}"
+            );
+        }
+        self.book.seq_rm(sequence, length..i32::MAX)
+    }
+
+    fn rewindable_to(&self) -> Result<i32> {
+        self.book.rewindable_to(self.book.only_sequence()?)
+    }
+
+    fn memory(&self) -> Memory {
+        self.storage.memory(|lane| self.book.used(lane), self.config().every_slot())
+    }
+
+    fn formats(&self) -> [KvFormat; 2] {
+        self.storage.formats()
+    }
+
+    fn convert(&mut self, k_format: KvFormat, v_format: KvFormat) -> Result<()> {
+        if self.open {
+            fail!(Step, "cannot convert the cache in the middle of a step");
+        }
+        self.storage.check()?;
+        self.storage.convert([k_format, v_format])
+    }
+
+    fn sequences(&mut self) -> Option<&mut dyn SeqCache> {
+        Some(self)
+    }
+
+    fn trees(&mut self) -> Option<&mut dyn TreeCache> {
+        if self.kind == Self::TREE {
+            Some(self)
+        } else {
+            None
+        }
+    }
+}
+
+impl SeqCache for CellsCache {
+    fn begin_step(&mut self, sequences: &[i32]) -> Result<()> {
+        self.book.begin_step(sequences)
+    }
+
+    fn begin_step_shared(&mut self, sequences: &[&[i32]]) -> Result<()> {
+        self.book.begin_step_shared(sequences)
+    }
+
+    fn seq_cp(&mut self, source: i32, target: i32, positions: Range<i32>) -> Result<()> {
+        self.book.seq_cp(source, target, positions)
+    }
+
+    fn seq_rm(&mut self, sequence: i32, positions: Range<i32>) -> Result<()> {
+        self.book.seq_rm(sequence, positions)
+    }
+
+    fn seq_keep(&mut self, sequence: i32) -> Result<()> {
+        self.book.seq_keep(sequence)
+    }
+
+    fn seq_len(&self, sequence: i32) -> Result<i32> {
+        self.book.seq_len(sequence)
+    }
+
+    fn seq_next(&self, sequence: i32) -> Result<i32> {
+        self.book.seq_next(sequence)
+    }
+
+    fn seq_positions(&self, sequence: i32) -> Result<Vec<Range<i32>>> {
+        self.book.seq_positions(sequence)
+    }
+
+    fn seq_rewindable_to(&self, sequence: i32) -> Result<i32> {
+        self.book.rewindable_to(sequence)
+    }
+
+    fn live_sequences(&self) -> Vec<i32> {
+        self.book.sequences()
+    }
+
+    fn compact(&mut self) -> Result<()> {
+        self.storage.check()?;
+        let moves = self.book.compact();
+        self.apply(moves)
+    }
+}
+
+impl TreeCache for CellsCache {
+    fn propose(&mut self, sequence: i32, parents: &[i32]) -> Result<()> {
+        self.storage.check()?;
+        self.book.propose(sequence, parents)
+    }
+
+    fn commit_tree(&mut self, sequence: i32, accepted: &[i32]) -> Result<()> {
+        self.storage.check()?;
+        let moves = self.book.commit_tree(sequence, accepted);
+        self.apply(moves)
+    }
+
+    fn tree_len(&self, sequence: i32) -> Result<usize> {
+        self.book.tree_len(sequence)
+    }
+}
+
+impl AttendCache for CellsCache {
+    fn begin(&mut self, positions: &[i32]) -> Result<()> {
+        if self.open {
+            fail!(Step, "a step is open on this cache");
+        }
+        self.storage.check()?;
+        self.book.plan(positions)?;
+        self.storage.begin_appending();
+        self.open = true;
+        Ok(())
+    }
+
+    fn update_and_fetch(&mut self, layer: usize, k: &Array, v: &Array) -> Result<AttendSpec> {
+        let lane = self.storage.lane(layer)?;
+        let Some(plan) = self.book.plans().get(lane) else {
+            fail!(Step, "no step is open on this cache");
+        };
+        self.storage.update_and_fetch(layer, k, v, plan)
+    }
+
+    fn buffers(&self) -> Vec<&Array> {
+        self.storage.buffers()
+    }
+
+    fn commit(&mut self) -> Result<()> {
+        if !self.open {
+            fail!(Step, "no step is open on this cache");
+        }
+        self.storage.check_done()?;
+        let moves = self.book.commit()?;
+        self.open = false;
+        self.storage.commit(&moves, self.book.length())
+    }
+
+    fn abort(&mut self) {
+        if self.open {
+            self.open = false;
+            self.book.abort();
+            self.storage.abort();
+        }
+    }
+}

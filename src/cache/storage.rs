@@ -1,0 +1,355 @@
+//! The bytes of a cache: each layer's pools, driven by the plans of its lane.
+//! What every kind of cache does with arrays is here, once.
+
+use mlx_rs::transforms::eval;
+use mlx_rs::Array;
+
+use crate::attend::{AttendSpec, Mask};
+use crate::bookkeeping::{LanePlan, MaskPlan, Move, Slots, Window};
+use crate::config::{CacheConfig, Growth, LayerConfig, LayerPolicy};
+use crate::error::{fail, Error, Result, Status};
+use crate::format::KvFormat;
+use crate::memory::{Bytes, LayerMemory, Memory};
+use crate::mlx;
+use crate::pool::{convert, pool_for, Pool, StoredRows};
+
+/// Keys and values of one layer.
+struct Layer {
+    config: LayerConfig,
+    lane: usize,
+    k: Box<dyn Pool>,
+    v: Box<dyn Pool>,
+}
+
+/// Rows that a step writes over although somebody still needs them.
+type Displaced = Vec<(Slots, StoredRows, StoredRows)>;
+
+/// The pools of all layers, and the state of the open step that is arrays.
+pub struct Storage {
+    config: CacheConfig,
+    /// The policy of each lane. The first is full history, with layers or without.
+    policies: Vec<LayerPolicy>,
+    layers: Vec<Layer>,
+    /// Which layers the open step has had; empty outside one.
+    done: Vec<bool>,
+    /// The masks of the open step, made when a layer first needs them.
+    masks: Vec<Option<Array>>,
+    displaced: Displaced,
+    /// The formats that the pools have.
+    formats: [KvFormat; 2],
+    /// Why the buffers hold what nobody knows, until they are cleared.
+    lost: Option<Error>,
+}
+
+impl Storage {
+    /// Pools for a config that is valid. They allocate as positions come, or now
+    /// where the config says so.
+    pub fn new(config: CacheConfig) -> Result<Self> {
+        let mut policies = vec![LayerPolicy::Full];
+        for layer in &config.layers {
+            if !policies.contains(&layer.policy) {
+                policies.push(layer.policy);
+            }
+        }
+        let formats = config.formats_at(0);
+        let layers = config
+            .layers
+            .iter()
+            .map(|&layer| Layer {
+                config: layer,
+                lane: policies.iter().position(|&policy| policy == layer.policy).unwrap_or(0),
+                k: pool_for(formats[0], layer.n_kv_heads, layer.k_head_dim),
+                v: pool_for(formats[1], layer.n_kv_heads, layer.v_head_dim),
+            })
+            .collect();
+        let masks = vec![None; policies.len()];
+        let mut storage = Self {
+            config,
+            policies,
+            layers,
+            done: Vec::new(),
+            masks,
+            displaced: Vec::new(),
+            formats,
+            lost: None,
+        };
+        if storage.config.growth == Growth::Upfront {
+            mlx::run(|| storage.grow_all())?;
+        }
+        Ok(storage)
+    }
+
+    fn grow_all(&mut self) -> Result<()> {
+        for index in 0..self.layers.len() {
+            let slots = self.allocated(self.layers[index].lane, 0);
+            self.layers[index].k.grow(slots)?;
+            self.layers[index].v.grow(slots)?;
+        }
+        Ok(())
+    }
+
+    pub fn config(&self) -> &CacheConfig {
+        &self.config
+    }
+
+    /// The windows of the lanes, behind that of full history.
+    pub fn windows(&self) -> impl Iterator<Item = Window> + '_ {
+        self.policies.iter().filter_map(|&policy| self.config.window(policy))
+    }
+
+    pub fn formats(&self) -> [KvFormat; 2] {
+        self.formats
+    }
+
+    /// Refuses everything after the buffers were lost.
+    pub fn check(&self) -> Result<()> {
+        match &self.lost {
+            Some(error) => {
+                fail!(Mlx, "the cache was lost when a step failed ({error}); clear it to go on")
+            }
+            None => Ok(()),
+        }
+    }
+
+    /// Opens a step. The rows in `displaced`, slots of each lane, come back should
+    /// it be aborted.
+    pub fn begin(&mut self, displaced: impl Fn(usize) -> Slots) -> Result<()> {
+        let mut saved = Vec::new();
+        for layer in &self.layers {
+            let slots = displaced(layer.lane);
+            if !slots.is_empty() {
+                saved.push((slots.clone(), layer.k.copy(&slots)?, layer.v.copy(&slots)?));
+            }
+        }
+        // Now, while the rows are there: a copy that is still to be made would
+        // hold the buffer, and turn the writes into copies of all of it.
+        eval(saved.iter().flat_map(|(_, k, v)| k.arrays().chain(v.arrays())))?;
+        self.displaced = saved;
+        self.done = vec![false; self.layers.len()];
+        Ok(())
+    }
+
+    /// Opens a step that writes to slots which nobody needs.
+    pub fn begin_appending(&mut self) {
+        self.done.clear();
+        self.done.resize(self.layers.len(), false);
+    }
+
+    /// The lane of a layer.
+    pub fn lane(&self, layer: usize) -> Result<usize> {
+        match self.layers.get(layer) {
+            Some(layer) => Ok(layer.lane),
+            None => {
+                fail!(Shape, "layer {layer} is asked for, the cache has {}", self.layers.len())
+            }
+        }
+    }
+
+    /// Writes a layer's new rows as its lane's plan says, and reads what the plan
+    /// says.
+    pub fn update_and_fetch(
+        &mut self,
+        layer: usize,
+        k: &Array,
+        v: &Array,
+        plan: &LanePlan,
+    ) -> Result<AttendSpec> {
+        let lane = self.lane(layer)?;
+        match self.done.get(layer) {
+            None => fail!(Step, "no step is open on this cache"),
+            Some(true) => fail!(Step, "layer {layer} is written twice in one step"),
+            Some(false) => {}
+        }
+        let slots = self.allocated(lane, plan.needed());
+        let target = &mut self.layers[layer];
+        let (heads, n) = (target.config.n_kv_heads, plan.write.len() as i32);
+        check_rows("keys", layer, k, [1, heads, n, target.config.k_head_dim])?;
+        check_rows("values", layer, v, [1, heads, n, target.config.v_head_dim])?;
+        target.k.grow(slots)?;
+        target.v.grow(slots)?;
+        target.k.write(&plan.write, k)?;
+        target.v.write(&plan.write, v)?;
+        let (start, stop) = (plan.read.start, plan.read.end);
+        let (k, v) = (target.k.read(start, stop)?, target.v.read(start, stop)?);
+        self.done[layer] = true;
+        Ok(AttendSpec { k, v, mask: self.mask(lane, plan, n) })
+    }
+
+    fn mask(&mut self, lane: usize, plan: &LanePlan, n_tokens: i32) -> Mask {
+        match &plan.mask {
+            MaskPlan::None => Mask::None,
+            MaskPlan::Causal => Mask::Causal,
+            MaskPlan::Explicit(bytes) => {
+                let width = plan.read.end - plan.read.start;
+                let made = self.masks[lane].get_or_insert_with(|| {
+                    let seen: Vec<bool> = bytes.iter().map(|&byte| byte != 0).collect();
+                    Array::from_slice(&seen, &[n_tokens, width])
+                });
+                Mask::Explicit(made.clone())
+            }
+        }
+    }
+
+    /// Slots that a lane has allocated where `needed` are.
+    fn allocated(&self, lane: usize, needed: i32) -> i32 {
+        let (growth, capacity) = (self.config.growth, self.config.capacity);
+        match self.config.window(self.policies[lane]) {
+            Some(window) if needed <= window.slots() => window.allocated(growth, needed),
+            // Several sequences, or trees, need more than one does.
+            _ => growth.slots(needed, capacity),
+        }
+    }
+
+    pub fn buffers(&self) -> Vec<&Array> {
+        self.layers
+            .iter()
+            .flat_map(|layer| [layer.k.buffers(), layer.v.buffers()])
+            .flatten()
+            .collect()
+    }
+
+    /// Refuses to end a step that some layer has not had.
+    pub fn check_done(&self) -> Result<()> {
+        if let Some(layer) = self.done.iter().position(|done| !done) {
+            fail!(Step, "the step ends without layer {layer}");
+        }
+        Ok(())
+    }
+
+    /// Ends the step that was committed; the cache holds `length` positions now.
+    pub fn commit(&mut self, moves: &[Move], length: i32) -> Result<()> {
+        self.end();
+        self.apply(moves)?;
+        let formats = self.config.formats_at(length);
+        let was_float = self.formats.iter().all(|format| format.is_float());
+        if self.config.quantize_after.is_some() && was_float && formats != self.formats {
+            // Without the memory for it the floats stay, and the next step tries
+            // again; what is stored is right either way.
+            let _ = self.convert(formats);
+        }
+        Ok(())
+    }
+
+    /// Ends the step as if it had not been: puts back what it displaced, and makes
+    /// sure that the buffers hold values and no unfinished work.
+    pub fn abort(&mut self) {
+        let displaced = std::mem::take(&mut self.displaced);
+        self.end();
+        let undone = mlx::run(|| {
+            for (layer, (slots, k, v)) in self.layers.iter_mut().zip(&displaced) {
+                layer.k.put(slots, k)?;
+                layer.v.put(slots, v)?;
+            }
+            Ok(eval(self.buffers())?)
+        });
+        if let Err(error) = undone {
+            self.lost = Some(error);
+        }
+    }
+
+    fn end(&mut self) {
+        self.done.clear();
+        self.displaced.clear();
+        self.masks.iter_mut().for_each(|mask| *mask = None);
+    }
+
+    /// Moves rows, one buffer at a time. Where that fails on the way, the buffers
+    /// are lost.
+    pub fn apply(&mut self, moves: &[Move]) -> Result<()> {
+        let moved = self.try_apply(moves);
+        if let Err(error) = &moved {
+            self.lost = Some(error.clone());
+        }
+        moved
+    }
+
+    fn try_apply(&mut self, moves: &[Move]) -> Result<()> {
+        for Move { lane, from, to } in moves {
+            for layer in self.layers.iter_mut().filter(|layer| layer.lane == *lane) {
+                for pool in [&mut layer.k, &mut layer.v] {
+                    let rows = pool.copy(from)?;
+                    eval(rows.arrays())?;
+                    pool.put(to, &rows)?;
+                    eval(pool.buffers())?;
+                }
+            }
+        }
+        Ok(())
+    }
+
+    /// Stores all rows in other formats.
+    pub fn convert(&mut self, [k_format, v_format]: [KvFormat; 2]) -> Result<()> {
+        for (id, layer) in self.layers.iter().enumerate() {
+            let at = |what: &'static str| move |error: Error| error.at(format!("layer {id}: {what}"));
+            k_format.check(layer.config.k_head_dim).map_err(at("keys"))?;
+            v_format.check(layer.config.v_head_dim).map_err(at("values"))?;
+        }
+        for layer in &mut self.layers {
+            convert(&mut layer.k, k_format, layer.config.n_kv_heads, layer.config.k_head_dim)?;
+            convert(&mut layer.v, v_format, layer.config.n_kv_heads, layer.config.v_head_dim)?;
+        }
+        self.formats = [k_format, v_format];
+        Ok(())
+    }
+
+    /// Makes the pools new, or leaves them their buffers.
+    pub fn clear(&mut self, release: bool) {
+        let formats = self.config.formats_at(0);
+        let is_stale = |pool: &dyn Pool, format| pool.format() != format;
+        // Buffers with unfinished work in them are of no use to anybody.
+        let lost = self.lost.take().is_some();
+        for layer in &mut self.layers {
+            let LayerConfig { n_kv_heads, k_head_dim, v_head_dim, .. } = layer.config;
+            if release || lost || is_stale(&*layer.k, formats[0]) {
+                layer.k = pool_for(formats[0], n_kv_heads, k_head_dim);
+            }
+            if release || lost || is_stale(&*layer.v, formats[1]) {
+                layer.v = pool_for(formats[1], n_kv_heads, v_head_dim);
+            }
+        }
+        self.formats = formats;
+    }
+
+    /// Bytes held, of which each lane uses `used` slots.
+    pub fn memory(&self, used: impl Fn(usize) -> i32, at_capacity: u64) -> Memory {
+        let layers = self
+            .layers
+            .iter()
+            .map(|layer| {
+                let used = used(layer.lane).max(0) as u64;
+                let bytes = |pool: &dyn Pool| Bytes {
+                    allocated: pool.slots() as u64 * pool.slot_bytes(),
+                    used: used * pool.slot_bytes(),
+                };
+                LayerMemory { k: bytes(&*layer.k), v: bytes(&*layer.v) }
+            })
+            .collect();
+        Memory::of(layers, at_capacity)
+    }
+
+    #[cfg(test)]
+    pub fn lose(&mut self, error: Error) {
+        self.lost = Some(error);
+    }
+}
+
+impl Drop for Storage {
+    fn drop(&mut self) {
+        let _alone = mlx::alone();
+        self.layers.clear();
+        self.end();
+    }
+}
+
+fn check_rows(what: &str, layer: usize, rows: &Array, expected: [i32; 4]) -> Result<()> {
+    if rows.shape() != expected {
+        return Err(Error::new(
+            Status::Shape,
+            format!(
+                "the {what} of layer {layer} have shape {:?}, the cache takes {expected:?} here",
+                rows.shape()
+            ),
+        ));
+    }
+    Ok(())
+}
