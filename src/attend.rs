@@ -1,10 +1,13 @@
 //! What a step attends to, and the one place that calls MLX's attention.
 
 use mlx_rs::fast::{scaled_dot_product_attention, ScaledDotProductAttentionMask};
+use mlx_rs::ops::{arange, concatenate, select, softmax_axis};
+use mlx_rs::transforms::eval;
 use mlx_rs::{Array, Dtype};
 
-use crate::error::Result;
-use crate::mlx::cast;
+use crate::error::{fail, Result};
+use crate::mlx::{self, cast, slice_axis};
+use crate::pool::Rows;
 
 /// Which keys a query sees.
 #[derive(Debug, Clone)]
@@ -14,15 +17,18 @@ pub enum Mask {
     /// Query `i` of `T` sees all keys but the last `T - 1 - i`: the queries are
     /// the tail of the keys.
     Causal,
+    /// Those that are true in this boolean array, `[T, L]` or what broadcasts to
+    /// `[1, n_heads, T, L]`.
+    Explicit(Array),
 }
 
 /// A layer's keys and values as a step reads them, and how to mask them.
 #[derive(Debug, Clone)]
 pub struct AttendSpec {
-    /// `[1, n_kv_heads, L, k_head_dim]`, in storage dtype.
-    pub k: Array,
-    /// `[1, n_kv_heads, L, v_head_dim]`, in storage dtype.
-    pub v: Array,
+    /// `[1, n_kv_heads, L, k_head_dim]`, as they are stored.
+    pub k: Rows,
+    /// `[1, n_kv_heads, L, v_head_dim]`, as they are stored.
+    pub v: Rows,
     /// The mask.
     pub mask: Mask,
 }
@@ -30,20 +36,119 @@ pub struct AttendSpec {
 /// Attention of `q`, `[1, n_heads, T, k_head_dim]`, over `spec`.
 ///
 /// Returns `[1, n_heads, T, v_head_dim]` in `out_dtype`, or in the dtype of `q`
-/// where there is none. Storage in another dtype than `q` is read as `q`'s.
+/// where there is none.
+///
+/// Rows in a float dtype are read in that of `q`. Of packed rows, few queries read
+/// the codes themselves; for many the keys and values of one KV head at a time are
+/// unpacked, which is the most that is ever unpacked at once.
 ///
 /// # Errors
 /// [`Mlx`](crate::Status::Mlx) where the shapes do not fit each other.
 pub fn attend(q: &Array, spec: &AttendSpec, scale: f32, out_dtype: Option<Dtype>) -> Result<Array> {
-    let k = cast(&spec.k, q.dtype())?;
-    let v = cast(&spec.v, q.dtype())?;
-    let mask = match spec.mask {
+    let out = match (spec.k.float(), spec.v.float()) {
+        (Some(k), Some(v)) => by_mlx(q, k, v, &spec.mask, scale)?,
+        _ => {
+            let group = group_of(q, spec)?;
+            let rows = group.saturating_mul(q.dim(2));
+            if spec.k.packed_is_better(rows) && spec.v.packed_is_better(rows) {
+                packed(q, spec, group, scale)?
+            } else {
+                by_head(q, spec, group, scale)?
+            }
+        }
+    };
+    cast(&out, out_dtype.unwrap_or(q.dtype()))
+}
+
+/// MLX's own attention.
+fn by_mlx(q: &Array, k: &Array, v: &Array, mask: &Mask, scale: f32) -> Result<Array> {
+    let k = cast(k, q.dtype())?;
+    let v = cast(v, q.dtype())?;
+    let mask = match mask {
         Mask::None => None,
         Mask::Causal => Some(ScaledDotProductAttentionMask::Causal),
+        Mask::Explicit(mask) => Some(ScaledDotProductAttentionMask::Array(mask)),
     };
-    let out = scaled_dot_product_attention(q, k, v, scale, mask, None)?;
-    match out_dtype {
-        Some(dtype) => cast(&out, dtype),
-        None => Ok(out),
+    Ok(scaled_dot_product_attention(q, k, v, scale, mask, None)?)
+}
+
+/// Query heads of one KV head.
+fn group_of(q: &Array, spec: &AttendSpec) -> Result<i32> {
+    let heads = spec.k.n_kv_heads();
+    if q.ndim() != 4 || heads <= 0 || q.dim(1) % heads != 0 || spec.v.n_kv_heads() != heads {
+        fail!(
+            Shape,
+            "queries of shape {:?} attend to keys of {heads} and values of {} heads",
+            q.shape(),
+            spec.v.n_kv_heads()
+        );
     }
+    Ok(q.dim(1) / heads)
+}
+
+/// Attention that multiplies with the rows as they are stored. The queries of a KV
+/// head are rows of one matrix, so that nothing is repeated.
+fn packed(q: &Array, spec: &AttendSpec, group: i32, scale: f32) -> Result<Array> {
+    let (heads, t, n) = (spec.k.n_kv_heads(), q.dim(2), spec.k.len());
+    // In half precision MLX's packed products take ten times as long on the CPU.
+    let dtype = if mlx::on_gpu()? { q.dtype() } else { Dtype::Float32 };
+    let rows = cast(q, dtype)?.multiply(Array::from_f32(scale).as_dtype(dtype)?)?;
+    let rows = rows.reshape(&[1, heads, group * t, q.dim(3)])?;
+    let scores = spec.k.scores(&rows)?;
+    let scores = scores.reshape(&[1, heads, group, t, n])?;
+    let scores = masked(&scores, &spec.mask)?;
+    let p = softmax_axis(scores, -1, true)?;
+    let p = p.reshape(&[1, heads, group * t, n])?;
+    let out = spec.v.weighted(&cast(&p, dtype)?)?;
+    Ok(out.reshape(&[1, heads * group, t, spec.v.head_dim()])?)
+}
+
+/// `scores`, `[1, n_kv_heads, group, T, L]`, with the least number in place of what
+/// is not seen, as MLX's own attention has it.
+fn masked(scores: &Array, mask: &Mask) -> Result<Array> {
+    let [heads, group, t, n] = [1, 2, 3, 4].map(|axis| scores.dim(axis));
+    let seen = match mask {
+        Mask::None => return Ok(scores.clone()),
+        Mask::Causal => {
+            let last = arange::<_, i32>(n - t, n, None)?.reshape(&[t, 1])?;
+            arange::<_, i32>(0, n, None)?.reshape(&[1, n])?.le(last)?
+        }
+        // Heads apart, as in the scores; what has no heads broadcasts.
+        Mask::Explicit(mask) if mask.ndim() >= 3 && mask.dim(-3) != 1 => {
+            mask.reshape(&[1, heads, group, mask.dim(-2), mask.dim(-1)])?
+        }
+        Mask::Explicit(mask) => mask.clone(),
+    };
+    let seen = match seen.ndim() {
+        4 => seen.expand_dims(1)?,
+        _ => seen,
+    };
+    let least = match scores.dtype() {
+        Dtype::Float16 => -65504.0,
+        // The most that bfloat16 holds.
+        Dtype::Bfloat16 => -3.389_531_4e38,
+        _ => f32::MIN,
+    };
+    Ok(select(seen, scores, Array::from_f32(least).as_dtype(scores.dtype())?)?)
+}
+
+/// MLX's attention one KV head at a time, each of them unpacked for itself.
+fn by_head(q: &Array, spec: &AttendSpec, group: i32, scale: f32) -> Result<Array> {
+    let mut outs: Vec<Array> = Vec::new();
+    for head in 0..spec.k.n_kv_heads() {
+        let (from, to) = (head * group, (head + 1) * group);
+        let k = spec.k.head(head)?.dequantized(q.dtype())?;
+        let v = spec.v.head(head)?.dequantized(q.dtype())?;
+        let mask = match &spec.mask {
+            Mask::Explicit(mask) if mask.ndim() >= 3 && mask.dim(-3) != 1 => {
+                Mask::Explicit(slice_axis(mask, mask.ndim() - 3, from, to, 1)?)
+            }
+            mask => mask.clone(),
+        };
+        let out = by_mlx(&slice_axis(q, 1, from, to, 1)?, &k, &v, &mask, scale)?;
+        // Now: MLX would unpack every head before it attends to the first.
+        eval([&out])?;
+        outs.push(out);
+    }
+    Ok(concatenate(&outs, 1)?)
 }

@@ -1,93 +1,60 @@
-//! Rows in float32, float16 or bfloat16, one buffer.
+//! Rows in float32, float16 or bfloat16: one plane, of the rows themselves.
 
-use mlx_rs::ops::{concatenate, zeros_dtype};
 use mlx_rs::{Array, Dtype};
+use smallvec::smallvec;
 
-use super::Pool;
-use crate::config::KvFormat;
+use super::codec::Codec;
+use super::planes::{Layout, Parts, Plane};
 use crate::error::{fail, Result};
-use crate::mlx::{cast, slice_axis, update_axis};
+use crate::format::KvFormat;
+use crate::mlx::cast;
 
-/// The axis of the slots in `[1, n_kv_heads, slots, head_dim]`. Heads come
-/// first, so that the rows of a head are one run of memory, as attention reads
-/// them, and a prefix of the slots is a view.
-const SLOTS: usize = 2;
-
-/// Rows in a float dtype: one buffer `[1, n_kv_heads, slots, head_dim]`.
-pub struct FloatPool {
+/// Rows in a float dtype. What does not fit float16 becomes infinite.
+#[derive(Debug)]
+pub(super) struct Float {
+    format: KvFormat,
     dtype: Dtype,
-    row_bytes: usize,
-    n_kv_heads: i32,
     head_dim: i32,
-    /// The only handle on the buffer, so that writes happen in place.
-    buffer: Option<Array>,
 }
 
-impl FloatPool {
-    /// A pool without slots.
-    pub fn new(format: KvFormat, n_kv_heads: i32, head_dim: i32) -> Self {
+impl Float {
+    /// The codec of a float format.
+    pub fn new(format: KvFormat, head_dim: i32) -> Result<Self> {
         let dtype = match format {
             KvFormat::F32 => Dtype::Float32,
             KvFormat::F16 => Dtype::Float16,
             KvFormat::Bf16 => Dtype::Bfloat16,
+            other => fail!(Internal, "{other} is no float format"),
         };
-        Self {
-            dtype,
-            row_bytes: format.row_bytes(head_dim as usize),
-            n_kv_heads,
-            head_dim,
-            buffer: None,
-        }
+        Ok(Self { format, dtype, head_dim })
     }
 }
 
-impl Pool for FloatPool {
-    fn slots(&self) -> i32 {
-        self.buffer.as_ref().map_or(0, |buffer| buffer.dim(SLOTS as i32))
+impl Codec for Float {
+    fn format(&self) -> KvFormat {
+        self.format
     }
 
-    fn slot_bytes(&self) -> u64 {
-        self.n_kv_heads as u64 * self.row_bytes as u64
+    fn head_dim(&self) -> i32 {
+        self.head_dim
     }
 
-    fn grow(&mut self, slots: i32) -> Result<()> {
-        let added = slots - self.slots();
-        if added <= 0 {
-            return Ok(());
-        }
-        let zeros = zeros_dtype(&[1, self.n_kv_heads, added, self.head_dim], self.dtype)?;
-        let grown = match &self.buffer {
-            None => zeros,
-            Some(buffer) => concatenate(&[buffer, &zeros], SLOTS as i32)?,
-        };
-        // Now, while the old buffer is there: where memory runs out, it stays.
-        grown.eval()?;
-        self.buffer = Some(grown);
-        Ok(())
+    fn layout(&self) -> Layout {
+        smallvec![Plane { width: self.head_dim, dtype: self.dtype }]
     }
 
-    fn write(&mut self, start: i32, rows: &Array) -> Result<()> {
-        let Some(buffer) = &self.buffer else {
-            fail!(Internal, "a pool without slots is written to");
-        };
-        let stop = start + rows.dim(SLOTS as i32);
-        let rows = cast(rows, self.dtype)?;
-        self.buffer = Some(update_axis(buffer, &rows, SLOTS, start, stop)?);
-        Ok(())
+    fn encode(&self, rows: &Array) -> Result<Parts> {
+        Ok(smallvec![cast(rows, self.dtype)?])
     }
 
-    fn read(&self, start: i32, stop: i32) -> Result<Array> {
-        match &self.buffer {
-            Some(buffer) => slice_axis(buffer, SLOTS, start, stop, 1),
-            None => fail!(Internal, "a pool without slots is read"),
+    fn decode(&self, parts: &[Array], dtype: Dtype) -> Result<Array> {
+        match parts {
+            [rows] => cast(rows, dtype),
+            _ => fail!(Internal, "{} planes of float rows", parts.len()),
         }
     }
 
-    fn buffers(&self) -> Vec<&Array> {
-        self.buffer.iter().collect()
-    }
-
-    fn release(&mut self) {
-        self.buffer = None;
+    fn most_packed(&self) -> i32 {
+        i32::MAX
     }
 }

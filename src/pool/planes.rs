@@ -1,0 +1,174 @@
+//! The buffers of a pool, whatever its format: each is `[1, n_kv_heads, slots,
+//! width]`, and each is written in place.
+
+use mlx_rs::ops::indexing::{scatter_single, take_axis};
+use mlx_rs::ops::zeros_dtype;
+use mlx_rs::transforms::eval;
+use mlx_rs::{Array, Dtype};
+use smallvec::SmallVec;
+
+use crate::bookkeeping::Slots;
+use crate::error::{fail, Result};
+use crate::mlx::{slice_axis, update_axis};
+
+/// The axis of the slots. Heads come first, so that the rows of a head are one
+/// run of memory, as attention reads them, and a range of the slots is a view.
+pub(crate) const SLOTS: usize = 2;
+
+/// Runs of slots that are written one by one. More are scattered, which moves
+/// one row of one head at a time.
+const MAX_RUNS: usize = 8;
+
+/// What a format keeps of a row: codes, scales, offsets.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Plane {
+    /// Elements a row.
+    pub width: i32,
+    /// Their dtype.
+    pub dtype: Dtype,
+}
+
+/// The planes of one pool.
+pub type Layout = SmallVec<[Plane; 3]>;
+
+/// One array a plane, `[1, n_kv_heads, n, width]` each.
+pub type Parts = SmallVec<[Array; 3]>;
+
+/// Buffers of one size.
+pub(super) struct Planes {
+    n_kv_heads: i32,
+    layout: Layout,
+    /// One a plane, or none without slots. The only handles on the buffers, so
+    /// that writes happen in place.
+    buffers: Parts,
+}
+
+impl Planes {
+    pub fn new(n_kv_heads: i32, layout: Layout) -> Self {
+        Self { n_kv_heads, layout, buffers: Parts::new() }
+    }
+
+    pub fn n_kv_heads(&self) -> i32 {
+        self.n_kv_heads
+    }
+
+    pub fn slots(&self) -> i32 {
+        self.buffers.first().map_or(0, |buffer| buffer.dim(SLOTS as i32))
+    }
+
+    pub fn buffers(&self) -> &[Array] {
+        &self.buffers
+    }
+
+    pub fn release(&mut self) {
+        self.buffers.clear();
+    }
+
+    /// New slots are zero. The old buffers are there until the new ones are.
+    pub fn grow(&mut self, slots: i32) -> Result<()> {
+        let before = self.slots();
+        if slots <= before {
+            return Ok(());
+        }
+        let grown = self
+            .layout
+            .iter()
+            .enumerate()
+            .map(|(at, plane)| {
+                let zeros = zeros_dtype(&[1, self.n_kv_heads, slots, plane.width], plane.dtype)?;
+                match self.buffers.get(at) {
+                    // Into the zeros, in place: joining two arrays would hold a third.
+                    Some(buffer) => update_axis(&zeros, buffer, SLOTS, 0, before),
+                    None => Ok(zeros),
+                }
+            })
+            .collect::<Result<Parts>>()?;
+        // Now, while the old buffers are there: where memory runs out, they stay.
+        eval(&grown)?;
+        self.buffers = grown;
+        Ok(())
+    }
+
+    /// Writes one array a plane, of as many rows as there are slots.
+    pub fn write(&mut self, slots: &Slots, parts: &[Array]) -> Result<()> {
+        if slots.is_empty() {
+            return Ok(());
+        }
+        if slots.end() > self.slots() || parts.len() != self.layout.len() {
+            fail!(
+                Internal,
+                "{} planes of rows for slots up to {}; the pool has {} and {}",
+                parts.len(),
+                slots.end(),
+                self.layout.len(),
+                self.slots()
+            );
+        }
+        let written = self
+            .buffers
+            .iter()
+            .zip(parts)
+            .map(|(buffer, rows)| match slots {
+                Slots::Run(run) => update_axis(buffer, rows, SLOTS, run.start, run.end),
+                Slots::List(list) => update_list(buffer, rows, list),
+            })
+            .collect::<Result<Parts>>()?;
+        self.buffers = written;
+        Ok(())
+    }
+
+    /// Views of the slots from `start` to `stop`.
+    pub fn slice(&self, start: i32, stop: i32) -> Result<Parts> {
+        if start < 0 || stop < start || stop > self.slots() || self.buffers.is_empty() {
+            fail!(Internal, "slots {start} to {stop} of a pool of {} are read", self.slots());
+        }
+        self.buffers.iter().map(|buffer| slice_axis(buffer, SLOTS, start, stop, 1)).collect()
+    }
+
+    /// Copies of these slots, still to be evaluated.
+    pub fn copy(&self, slots: &Slots) -> Result<Parts> {
+        if slots.is_empty() || slots.end() > self.slots() {
+            fail!(Internal, "slots up to {} of a pool of {} are copied", slots.end(), self.slots());
+        }
+        let copy = |buffer| match slots {
+            Slots::Run(run) => Ok(slice_axis(buffer, SLOTS, run.start, run.end, 1)?.contiguous()?),
+            Slots::List(list) => Ok(take_axis(buffer, indices(list), SLOTS as i32)?),
+        };
+        self.buffers.iter().map(copy).collect()
+    }
+}
+
+fn indices(list: &[i32]) -> Array {
+    Array::from_slice(list, &[list.len() as i32])
+}
+
+/// `buffer` with the slots of `list` replaced, in place.
+fn update_list(buffer: &Array, rows: &Array, list: &[i32]) -> Result<Array> {
+    let runs = runs(list);
+    if runs.len() > MAX_RUNS {
+        // Scattered updates carry the axis of the slots in front.
+        let rows = rows.transpose_axes(&[2, 0, 1, 3])?.expand_dims(3)?;
+        return Ok(scatter_single(buffer, indices(list), rows, SLOTS as i32)?);
+    }
+    let mut buffer = buffer.clone();
+    for (first, n) in runs {
+        let (first, n) = (first as i32, n as i32);
+        let start = list[first as usize];
+        let part = slice_axis(rows, SLOTS, first, first + n, 1)?;
+        buffer = update_axis(&buffer, &part, SLOTS, start, start + n)?;
+    }
+    Ok(buffer)
+}
+
+/// The runs of consecutive slots in `list`: where they begin in it, and their
+/// lengths.
+fn runs(list: &[i32]) -> Vec<(usize, usize)> {
+    let mut runs: Vec<(usize, usize)> = Vec::new();
+    for (at, &slot) in list.iter().enumerate() {
+        match runs.last_mut() {
+            Some((_, n)) if list[at - 1] + 1 == slot => *n += 1,
+            _ => runs.push((at, 1)),
+        }
+    }
+    runs
+}

@@ -1,0 +1,142 @@
+//! Rows as attention reads them, and as they are taken out and put back.
+
+use std::fmt;
+use std::sync::Arc;
+
+use mlx_rs::{Array, Dtype};
+
+use super::codec::Codec;
+use super::planes::{Parts, SLOTS};
+use crate::error::Result;
+use crate::format::KvFormat;
+use crate::mlx::slice_axis;
+
+/// The axis of the KV heads.
+const HEADS: usize = 1;
+
+/// Some slots of a pool, as views in the form in which they are stored.
+#[derive(Clone)]
+pub struct Rows {
+    pub(super) codec: Arc<dyn Codec>,
+    pub(super) parts: Parts,
+}
+
+impl Rows {
+    /// How they are stored.
+    pub fn format(&self) -> KvFormat {
+        self.codec.format()
+    }
+
+    /// How many slots there are.
+    pub fn len(&self) -> i32 {
+        self.parts.first().map_or(0, |part| part.dim(SLOTS as i32))
+    }
+
+    /// Whether there are none.
+    pub fn is_empty(&self) -> bool {
+        self.len() == 0
+    }
+
+    /// KV heads.
+    pub fn n_kv_heads(&self) -> i32 {
+        self.parts.first().map_or(0, |part| part.dim(HEADS as i32))
+    }
+
+    /// Elements of one row.
+    pub fn head_dim(&self) -> i32 {
+        self.codec.head_dim()
+    }
+
+    /// The rows as they are, where they are stored in a float dtype.
+    pub fn float(&self) -> Option<&Array> {
+        self.parts.first().filter(|_| self.format().is_float())
+    }
+
+    /// All of the rows, `[1, n_kv_heads, n, head_dim]` in `dtype`.
+    ///
+    /// # Errors
+    /// [`Mlx`](crate::Status::Mlx).
+    pub fn dequantized(&self, dtype: Dtype) -> Result<Array> {
+        self.codec.decode(&self.parts, dtype)
+    }
+
+    /// The slots from `start` to `stop` of these.
+    ///
+    /// # Errors
+    /// [`Mlx`](crate::Status::Mlx).
+    pub fn slice(&self, start: i32, stop: i32) -> Result<Self> {
+        self.along(SLOTS, start, stop)
+    }
+
+    /// The rows of one KV head.
+    ///
+    /// # Errors
+    /// [`Mlx`](crate::Status::Mlx).
+    pub fn head(&self, head: i32) -> Result<Self> {
+        self.along(HEADS, head, head + 1)
+    }
+
+    fn along(&self, axis: usize, start: i32, stop: i32) -> Result<Self> {
+        let parts = self
+            .parts
+            .iter()
+            .map(|part| slice_axis(part, axis, start, stop, 1))
+            .collect::<Result<_>>()?;
+        Ok(Self { codec: Arc::clone(&self.codec), parts })
+    }
+
+    /// Products of `q`, `[1, n_kv_heads, m, head_dim]` in float32 or the like,
+    /// with every row: `[1, n_kv_heads, m, n]`.
+    ///
+    /// # Errors
+    /// [`Mlx`](crate::Status::Mlx).
+    pub(crate) fn scores(&self, q: &Array) -> Result<Array> {
+        self.codec.scores(q, self)
+    }
+
+    /// Sums of the rows weighted by `p`, `[1, n_kv_heads, m, n]`:
+    /// `[1, n_kv_heads, m, head_dim]`.
+    ///
+    /// # Errors
+    /// [`Mlx`](crate::Status::Mlx).
+    pub(crate) fn weighted(&self, p: &Array) -> Result<Array> {
+        self.codec.weighted(p, self)
+    }
+
+    /// Whether multiplying `m` rows a KV head with the rows as they are stored is
+    /// better than unpacking them first.
+    pub(crate) fn packed_is_better(&self, m: i32) -> bool {
+        m <= self.codec.most_packed()
+    }
+}
+
+impl fmt::Debug for Rows {
+    fn fmt(&self, out: &mut fmt::Formatter) -> fmt::Result {
+        let [heads, n, dim] = [self.n_kv_heads(), self.len(), self.head_dim()];
+        write!(out, "Rows({}, [1, {heads}, {n}, {dim}])", self.format())
+    }
+}
+
+/// What is stored in some slots, bit for bit.
+#[derive(Debug, Clone)]
+pub struct StoredRows {
+    pub(super) format: KvFormat,
+    pub(super) parts: Parts,
+}
+
+impl StoredRows {
+    /// The copies, for evaluation.
+    pub fn arrays(&self) -> &[Array] {
+        &self.parts
+    }
+
+    /// How many slots there are.
+    pub fn len(&self) -> usize {
+        self.parts.first().map_or(0, |part| part.dim(SLOTS as i32) as usize)
+    }
+
+    /// Whether there are none.
+    pub fn is_empty(&self) -> bool {
+        self.len() == 0
+    }
+}
