@@ -171,7 +171,7 @@ impl CacheConfig {
         for (id, layer) in self.layers.iter().enumerate() {
             self.validate_layer(layer).map_err(|error| error.at(format_args!("layer {id}")))?;
         }
-        if self.most_bytes().is_none() {
+        if self.at_capacity_shared() == u64::MAX {
             fail!(
                 InvalidArgument,
                 "a capacity of {} needs more than 2^64 bytes for these layers",
@@ -270,20 +270,11 @@ impl CacheConfig {
         })
     }
 
-    fn most_bytes(&self) -> Option<u64> {
-        let every_slot = |k_format, v_format| {
-            let full = Self {
-                layers: self
-                    .layers
-                    .iter()
-                    .map(|layer| LayerConfig { policy: LayerPolicy::Full, ..*layer })
-                    .collect(),
-                ..self.clone()
-            };
-            full.bytes_at(self.capacity, k_format, v_format)
-        };
-        every_slot(self.k_format, self.v_format)?;
-        every_slot(self.float_format, self.float_format)
+    /// The most bytes that any number of sequences need: windows that do not
+    /// overlap may come to need a slot for every position.
+    pub fn at_capacity_shared(&self) -> u64 {
+        let full = |layer: &LayerConfig| LayerConfig { policy: LayerPolicy::Full, ..*layer };
+        Self { layers: self.layers.iter().map(full).collect(), ..self.clone() }.at_capacity()
     }
 }
 
@@ -302,4 +293,128 @@ fn at_least(least: i32, name: &str, value: i32) -> Result<()> {
         fail!(InvalidArgument, "{name} is {value}, the least is {least}");
     }
     Ok(())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn windowed(window: i32, sinks: i32) -> LayerConfig {
+        let policy = LayerPolicy::Window { window, sinks };
+        LayerConfig { n_kv_heads: 1, k_head_dim: 4, v_head_dim: 4, policy }
+    }
+
+    #[test]
+    fn slots_grow_as_the_config_says_and_end_at_capacity() {
+        let of = |growth: Growth| [0, 1, 16, 17, 33, 64, 65, 100].map(|n| growth.slots(n, 100));
+        assert_eq!(of(Growth::Doubling { first: 16 }), [0, 16, 16, 32, 64, 64, 100, 100]);
+        assert_eq!(of(Growth::Step { step: 30 }), [0, 30, 30, 30, 60, 90, 90, 100]);
+        assert_eq!(of(Growth::Exact), [0, 1, 16, 17, 33, 64, 65, 100]);
+        assert_eq!(of(Growth::Upfront), [100; 8]);
+    }
+
+    #[test]
+    fn slots_do_not_overflow() {
+        for growth in [Growth::Doubling { first: i32::MAX }, Growth::Step { step: i32::MAX - 1 }] {
+            assert_eq!(growth.slots(i32::MAX, i32::MAX), i32::MAX);
+        }
+        let config = CacheConfig {
+            layers: vec![windowed(i32::MAX, i32::MAX)],
+            max_step: i32::MAX,
+            ..CacheConfig::uniform(1, 1, 1, i32::MAX)
+        };
+        assert_eq!(config.slots_for(config.layers[0].policy, i32::MAX), i32::MAX);
+    }
+
+    #[test]
+    fn estimates_count_keys_and_values_of_every_layer() {
+        let config = CacheConfig {
+            k_format: KvFormat::F32,
+            growth: Growth::Exact,
+            ..CacheConfig::uniform(2, 3, 64, 10)
+        };
+        let layer = LayerMemory {
+            k: Bytes { allocated: 10 * 3 * 256, used: 10 * 3 * 256 },
+            v: Bytes { allocated: 10 * 3 * 128, used: 10 * 3 * 128 },
+        };
+        assert_eq!(config.estimate(10).layers, [layer, layer]);
+        assert_eq!(config.estimate(10).allocated, 2 * 10 * 3 * 384);
+        assert_eq!(config.estimate(99), config.estimate(10), "no more than the capacity");
+    }
+
+    #[test]
+    fn a_window_ends_its_layers_growth() {
+        let config = CacheConfig {
+            layers: vec![windowed(100, 4)],
+            max_step: 10,
+            ..CacheConfig::uniform(1, 1, 1, 10_000)
+        };
+        let slots = |length| config.slots_for(config.layers[0].policy, length);
+        // Sinks, window, two steps, and room for as many as a quarter of a window.
+        assert_eq!(slots(10_000), 4 + 99 + 20 + 25);
+        assert_eq!(slots(149), 148);
+    }
+
+    #[test]
+    fn floats_count_until_they_are_converted() {
+        let config = CacheConfig {
+            quantize_after: Some(100),
+            growth: Growth::Exact,
+            ..CacheConfig::uniform(1, 1, 64, 1000).stored_as(KvFormat::RowInt4)
+        };
+        assert_eq!(config.estimate(99).allocated, 2 * 99 * 128);
+        assert_eq!(config.estimate(100).allocated, 2 * 100 * 34);
+        assert_eq!(config.at_capacity(), 2 * 1000 * 34);
+        assert_eq!(CacheConfig { capacity: 101, ..config }.at_capacity(), 2 * 99 * 128);
+    }
+
+    #[test]
+    fn what_no_memory_can_hold_is_refused() {
+        let mut config = CacheConfig::uniform(1, i32::MAX, i32::MAX, i32::MAX);
+        assert!(config.validate().unwrap_err().message().contains("2^64"));
+        config.capacity = 1;
+        assert!(config.validate().is_ok());
+    }
+
+    #[test]
+    fn what_cannot_be_is_named() {
+        let good = CacheConfig::uniform(2, 1, 64, 8);
+        assert!(good.validate().is_ok());
+        let message = |change: fn(&mut CacheConfig)| {
+            let mut config = good.clone();
+            change(&mut config);
+            config.validate().unwrap_err().to_string()
+        };
+        assert_eq!(message(|c| c.capacity = 0), "capacity is 0, the least is 1");
+        assert_eq!(message(|c| c.max_step = 0), "max_step is 0, the least is 1");
+        assert_eq!(
+            message(|c| c.growth = Growth::Doubling { first: -1 }),
+            "the first chunk is -1, the least is 1"
+        );
+        assert_eq!(message(|c| c.layers.clear()), "a cache needs at least 1 layer");
+        assert_eq!(
+            message(|c| c.layers[1].v_head_dim = 0),
+            "layer 1: v_head_dim is 0, the least is 1"
+        );
+        assert_eq!(
+            message(|c| c.layers[1] = windowed(0, 0)),
+            "layer 1: window is 0, the least is 1"
+        );
+        assert_eq!(
+            message(|c| c.layers[0] = windowed(9, -1)),
+            "layer 0: sinks is -1, the least is 0"
+        );
+        assert_eq!(
+            message(|c| c.k_format = KvFormat::Affine { bits: 4, group: 128 }),
+            "layer 0: keys: affine4g128 stores 128 elements at a time, which head_dim 64 is not a \
+             multiple of"
+        );
+        assert_eq!(
+            message(|c| {
+                c.quantize_after = Some(8);
+                c.float_format = KvFormat::Mxfp8;
+            }),
+            "float_format is mxfp8, it is f32, f16 or bf16"
+        );
+    }
 }

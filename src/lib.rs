@@ -36,7 +36,7 @@ mod step;
 #[cfg(feature = "mlx")]
 pub use {
     attend::{attend, AttendSpec, Mask},
-    cache::{AttendCache, Cache, ContiguousCache, Memory},
+    cache::{AttendCache, Cache, CellsCache, ContiguousCache, SeqCache, TreeCache},
     registry::{Builder, BuilderRegistry, CacheRegistry, Entry, SharedCache, MLX_BACKEND},
     session::Session,
     step::Step,

@@ -6,7 +6,7 @@ use std::sync::{Arc, LazyLock};
 
 use parking_lot::{Mutex, RwLock};
 
-use crate::cache::{AttendCache, ContiguousCache};
+use crate::cache::{AttendCache, CellsCache, ContiguousCache};
 use crate::config::CacheConfig;
 use crate::error::{fail, Error, Result, Status};
 
@@ -35,6 +35,12 @@ impl BuilderRegistry {
             let registry = BuilderRegistry { builders: RwLock::new(HashMap::new()) };
             registry.register(MLX_BACKEND, ContiguousCache::KIND, |config| {
                 Ok(Arc::new(Mutex::new(ContiguousCache::new(config)?)))
+            });
+            registry.register(MLX_BACKEND, CellsCache::SEQ, |config| {
+                Ok(Arc::new(Mutex::new(CellsCache::new(config)?)))
+            });
+            registry.register(MLX_BACKEND, CellsCache::TREE, |config| {
+                Ok(Arc::new(Mutex::new(CellsCache::with_trees(config)?)))
             });
             registry
         });

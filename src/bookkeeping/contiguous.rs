@@ -65,6 +65,11 @@ impl ContiguousBookkeeping {
         self.length
     }
 
+    /// Positions of one lane that it promises to hold.
+    pub fn used(&self, lane: usize) -> i32 {
+        self.lanes[lane].window.map_or(self.length, |window| window.held(self.length))
+    }
+
     /// Whether `n` more positions fit; negative `n` never do.
     pub fn can_extend(&self, n: i32) -> bool {
         n >= 0 && n <= self.capacity - self.length

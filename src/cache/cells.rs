@@ -84,8 +84,8 @@ impl Cache for CellsCache {
         if self.open {
             fail!(Step, "cannot clear the cache in the middle of a step");
         }
+        self.storage.clear(release)?;
         self.book.clear();
-        self.storage.clear(release);
         Ok(())
     }
 
@@ -106,7 +106,7 @@ impl Cache for CellsCache {
     }
 
     fn memory(&self) -> Memory {
-        self.storage.memory(|lane| self.book.used(lane), self.config().every_slot())
+        self.storage.memory(|lane| self.book.used(lane), self.config().at_capacity_shared())
     }
 
     fn formats(&self) -> [KvFormat; 2] {

@@ -67,8 +67,8 @@ impl Cache for ContiguousCache {
 
     fn clear(&mut self, release: bool) -> Result<()> {
         self.refuse_in_step("clear the cache")?;
+        self.storage.clear(release)?;
         self.book.clear();
-        self.storage.clear(release);
         Ok(())
     }
 

@@ -52,16 +52,15 @@ impl Storage {
             }
         }
         let formats = config.formats_at(0);
-        let layers = config
-            .layers
-            .iter()
-            .map(|&layer| Layer {
+        let new_layer = |&layer: &LayerConfig| {
+            Ok(Layer {
                 config: layer,
                 lane: policies.iter().position(|&policy| policy == layer.policy).unwrap_or(0),
-                k: pool_for(formats[0], layer.n_kv_heads, layer.k_head_dim),
-                v: pool_for(formats[1], layer.n_kv_heads, layer.v_head_dim),
+                k: pool_for(formats[0], layer.n_kv_heads, layer.k_head_dim)?,
+                v: pool_for(formats[1], layer.n_kv_heads, layer.v_head_dim)?,
             })
-            .collect();
+        };
+        let layers = config.layers.iter().map(new_layer).collect::<Result<_>>()?;
         let masks = vec![None; policies.len()];
         let mut storage = Self {
             config,
@@ -123,7 +122,7 @@ impl Storage {
         }
         // Now, while the rows are there: a copy that is still to be made would
         // hold the buffer, and turn the writes into copies of all of it.
-        eval(saved.iter().flat_map(|(_, k, v)| k.arrays().chain(v.arrays())))?;
+        eval(saved.iter().flat_map(|(_, k, v)| [k.arrays(), v.arrays()]).flatten())?;
         self.displaced = saved;
         self.done = vec![false; self.layers.len()];
         Ok(())
@@ -280,34 +279,37 @@ impl Storage {
     /// Stores all rows in other formats.
     pub fn convert(&mut self, [k_format, v_format]: [KvFormat; 2]) -> Result<()> {
         for (id, layer) in self.layers.iter().enumerate() {
-            let at = |what: &'static str| move |error: Error| error.at(format!("layer {id}: {what}"));
+            let at =
+                |what: &'static str| move |error: Error| error.at(format!("layer {id}: {what}"));
             k_format.check(layer.config.k_head_dim).map_err(at("keys"))?;
             v_format.check(layer.config.v_head_dim).map_err(at("values"))?;
         }
         for layer in &mut self.layers {
-            convert(&mut layer.k, k_format, layer.config.n_kv_heads, layer.config.k_head_dim)?;
-            convert(&mut layer.v, v_format, layer.config.n_kv_heads, layer.config.v_head_dim)?;
+            for (pool, format) in [(&mut layer.k, k_format), (&mut layer.v, v_format)] {
+                let slots = pool.slots();
+                convert(pool, format, slots)?;
+            }
         }
         self.formats = [k_format, v_format];
         Ok(())
     }
 
     /// Makes the pools new, or leaves them their buffers.
-    pub fn clear(&mut self, release: bool) {
+    pub fn clear(&mut self, release: bool) -> Result<()> {
         let formats = self.config.formats_at(0);
-        let is_stale = |pool: &dyn Pool, format| pool.format() != format;
-        // Buffers with unfinished work in them are of no use to anybody.
-        let lost = self.lost.take().is_some();
         for layer in &mut self.layers {
-            let LayerConfig { n_kv_heads, k_head_dim, v_head_dim, .. } = layer.config;
-            if release || lost || is_stale(&*layer.k, formats[0]) {
-                layer.k = pool_for(formats[0], n_kv_heads, k_head_dim);
-            }
-            if release || lost || is_stale(&*layer.v, formats[1]) {
-                layer.v = pool_for(formats[1], n_kv_heads, v_head_dim);
+            for (pool, format) in [(&mut layer.k, formats[0]), (&mut layer.v, formats[1])] {
+                if pool.format() != format {
+                    *pool = pool_for(format, pool.n_kv_heads(), pool.head_dim())?;
+                } else if release || self.lost.is_some() {
+                    // Buffers with unfinished work in them are of no use to anybody.
+                    pool.release();
+                }
             }
         }
         self.formats = formats;
+        self.lost = None;
+        Ok(())
     }
 
     /// Bytes held, of which each lane uses `used` slots.

@@ -5,8 +5,9 @@ use std::ffi::{c_char, CString};
 use super::boundary::{boundary, check_struct, object, out, text};
 use super::cache::etkv_cache;
 use super::error::etkv_error;
-use crate::config::{CacheConfig, KvFormat, LayerConfig};
+use crate::config::{CacheConfig, Growth, LayerConfig, LayerPolicy};
 use crate::error::{fail, Result};
+use crate::format::KvFormat;
 use crate::session::Session;
 
 /// A session; see the header.
@@ -109,12 +110,17 @@ unsafe fn read_config(config: &etkv_cache_config) -> Result<CacheConfig> {
         // SAFETY: the caller says so.
         layers: unsafe { read_layers(config)? },
         capacity: config.capacity,
-        min_chunk: match config.min_chunk {
-            0 => CacheConfig::DEFAULT_MIN_CHUNK,
-            slots => slots,
+        growth: Growth::Doubling {
+            first: match config.min_chunk {
+                0 => Growth::DEFAULT_CHUNK,
+                slots => slots,
+            },
         },
+        max_step: CacheConfig::DEFAULT_MAX_STEP,
         k_format: format(config.k_format, "k_format")?,
         v_format: format(config.v_format, "v_format")?,
+        quantize_after: None,
+        float_format: KvFormat::default(),
     })
 }
 
@@ -154,17 +160,14 @@ unsafe fn read_layers(config: &etkv_cache_config) -> Result<Vec<LayerConfig>> {
             if layer.window < 0 {
                 fail!(InvalidArgument, "layer {id}: window is {}, the least is 0", layer.window);
             }
-            if layer.window != 0 {
-                fail!(
-                    Unsupported,
-                    "layer {id} has a sliding window of {}; these caches keep full history only",
-                    layer.window
-                );
-            }
             Ok(LayerConfig {
                 n_kv_heads: layer.n_kv_heads,
                 k_head_dim: layer.k_head_dim,
                 v_head_dim: if layer.v_head_dim == 0 { layer.k_head_dim } else { layer.v_head_dim },
+                policy: match layer.window {
+                    0 => LayerPolicy::Full,
+                    window => LayerPolicy::Window { window, sinks: 0 },
+                },
             })
         })
         .collect()

@@ -4,7 +4,10 @@
 //! A failure prints its seed; `ETKV_SEED=<seed>` runs that one alone.
 //! `ETKV_RUNS=<n>` runs more.
 
-use etkv::{AttendCache, Cache, CacheConfig, ContiguousCache, KvFormat, LayerConfig, Status, Step};
+use etkv::{
+    AttendCache, Cache, CacheConfig, ContiguousCache, Growth, KvFormat, LayerConfig, LayerPolicy,
+    Status, Step,
+};
 use etkv_tests::oracle::{self, Rows};
 use etkv_tests::{for_seeds, Rng};
 
@@ -46,14 +49,14 @@ impl Run {
                 n_kv_heads: rng.pick(&[1, 2, 4]),
                 k_head_dim: rng.pick(&[4, 8, 16]),
                 v_head_dim: rng.pick(&[4, 8, 16]),
+                policy: LayerPolicy::Full,
             })
             .collect();
         let config = CacheConfig {
             layers: layers.clone(),
             capacity: rng.pick(&[1, 7, 64, 200]),
-            min_chunk: rng.pick(&[1, 5, 16, 500]),
-            k_format: format,
-            v_format: format,
+            growth: Growth::Doubling { first: rng.pick(&[1, 5, 16, 500]) },
+            ..CacheConfig::uniform(1, 1, 1, 1).stored_as(format)
         };
         let capacity = config.capacity as usize;
         Self {
@@ -159,8 +162,8 @@ impl Run {
             assert_eq!(self.cache.can_extend(n as i32), length + n <= capacity, "{n}");
         }
         let memory = self.cache.memory();
-        assert_eq!(memory.used, self.cache.config().bytes(length as i32));
-        assert_eq!(memory.at_capacity, self.cache.config().bytes(capacity as i32));
+        assert_eq!(memory.used, self.cache.config().estimate(length as i32).used);
+        assert_eq!(memory.at_capacity, self.cache.config().estimate(capacity as i32).allocated);
         assert!(memory.allocated >= memory.used && memory.allocated <= memory.at_capacity);
     }
 }
@@ -187,10 +190,8 @@ fn equals_a_list_of_rows_over_generated_operations() {
 
 fn one_layer(capacity: i32, min_chunk: i32) -> ContiguousCache {
     let config = CacheConfig {
-        min_chunk,
-        k_format: KvFormat::F32,
-        v_format: KvFormat::F32,
-        ..CacheConfig::uniform(1, 2, 64, capacity)
+        growth: Growth::Doubling { first: min_chunk },
+        ..CacheConfig::uniform(1, 2, 64, capacity).stored_as(KvFormat::F32)
     };
     ContiguousCache::new(config).unwrap()
 }
@@ -239,8 +240,7 @@ fn buffers_are_what_was_estimated_at_every_growth() {
         let mut cache = one_layer(100, 8);
         for length in 1..=100 {
             append(&mut cache, 1);
-            let slots = cache.config().slots_for(length);
-            assert_eq!(cache.memory().allocated, cache.config().bytes(slots), "at {length}");
+            assert_eq!(cache.memory(), cache.config().estimate(length), "at {length}");
         }
         assert_eq!(cache.begin(&[100]).unwrap_err().status(), Status::Capacity);
         cache.clear(true)

@@ -67,9 +67,14 @@ pub fn run_update_and_attend(
     }
     let n = q.dim(TOKENS as i32);
     let q = slice_axis(q, TOKENS, n - 1, n, 1)?;
-    if let Mask::Causal = spec.mask {
+    spec.mask = match spec.mask {
         // The last query is the one that sees everything.
-        spec.mask = Mask::None;
-    }
+        Mask::None | Mask::Causal => Mask::None,
+        Mask::Explicit(mask) => {
+            // `[T, L]` or more; the queries are next to last.
+            let queries = mask.ndim().saturating_sub(2);
+            Mask::Explicit(slice_axis(&mask, queries, n - 1, n, 1)?)
+        }
+    };
     attend(&q, &spec, call.scale, call.out_dtype)
 }
