@@ -38,6 +38,7 @@ pub struct CellsBookkeeping {
     /// Kept from step to step, for its memory.
     plans: Vec<LanePlan>,
     cells: Vec<Vec<i32>>,
+    positions: Vec<i32>,
 }
 
 impl CellsBookkeeping {
@@ -54,6 +55,7 @@ impl CellsBookkeeping {
             step: None,
             plans: Vec::new(),
             cells,
+            positions: Vec::new(),
         }
     }
 
@@ -103,15 +105,16 @@ impl CellsBookkeeping {
     /// # Errors
     /// [`InvalidArgument`](crate::Status::InvalidArgument) where there are several.
     pub fn only_sequence(&self) -> Result<i32> {
-        match *self.sequences() {
-            [] => Ok(0),
-            [only] => Ok(only),
-            ref several => fail!(
+        let mut live = self.full().owners().chain(self.trees.keys().copied());
+        let only = live.next().unwrap_or(0);
+        if live.any(|other| other != only) {
+            fail!(
                 InvalidArgument,
                 "the cache holds {} sequences, and nothing says which is meant",
-                several.len()
-            ),
+                self.sequences().len()
+            );
         }
+        Ok(only)
     }
 
     /// Positions that a sequence holds.

@@ -1,6 +1,8 @@
 //! One step over sequences and trees: whose tokens they are, which cells they
 //! get, and what becomes of these.
 
+use std::ops::Range;
+
 use super::tree::Tree;
 use super::{check_sequence, CellsBookkeeping, MAX_SEQUENCES};
 use crate::bookkeeping::{LanePlan, Move};
@@ -11,49 +13,87 @@ use crate::error::{fail, Result};
 pub struct Segment {
     first_member: usize,
     n_members: usize,
-    pub n_tokens: usize,
+    n_tokens: usize,
+}
+
+impl Segment {
+    fn members(&self) -> Range<usize> {
+        self.first_member..self.first_member + self.n_members
+    }
 }
 
 /// Whose the tokens of a step are.
-#[derive(Debug, Clone, Default)]
-pub struct Segments {
-    members: Vec<i32>,
-    list: Vec<Segment>,
+#[derive(Debug, Clone)]
+pub enum Segments {
+    /// All of them one sequence's: the single-stream path, which allocates nothing.
+    One { sequence: i32, n_tokens: usize },
+    /// Segment after segment, and the members of all of them.
+    Many { members: Vec<i32>, list: Vec<Segment> },
 }
 
 impl Segments {
+    fn none() -> Self {
+        Self::Many { members: Vec::new(), list: Vec::new() }
+    }
+
     /// Adds `n_tokens` tokens of these sequences.
-    fn push(&mut self, members: &[i32], n_tokens: usize) {
-        if let Some(last) = self.list.last().copied() {
-            if self.members(&last) == members {
-                if let Some(last) = self.list.last_mut() {
-                    last.n_tokens += n_tokens;
+    fn push(&mut self, added: &[i32], n_tokens: usize) {
+        if let Self::One { sequence, n_tokens: before } = *self {
+            *self = Self::none();
+            self.push(&[sequence], before);
+        }
+        if let Self::Many { members, list } = self {
+            match list.last_mut() {
+                Some(last) if &members[last.members()] == added => last.n_tokens += n_tokens,
+                _ => {
+                    let first_member = members.len();
+                    members.extend_from_slice(added);
+                    list.push(Segment { first_member, n_members: added.len(), n_tokens });
                 }
-                return;
             }
         }
-        let first_member = self.members.len();
-        self.members.extend_from_slice(members);
-        self.list.push(Segment { first_member, n_members: members.len(), n_tokens });
+    }
+
+    /// The same in the simplest form that it has.
+    fn simplified(self) -> Self {
+        match &self {
+            Self::Many { members, list } => match (members.as_slice(), list.as_slice()) {
+                (&[sequence], [segment]) => Self::One { sequence, n_tokens: segment.n_tokens },
+                _ => self,
+            },
+            Self::One { .. } => self,
+        }
     }
 
     pub fn n_tokens(&self) -> usize {
-        self.list.iter().map(|segment| segment.n_tokens).sum()
+        self.iter().map(|(_, n_tokens)| n_tokens).sum()
     }
 
-    pub fn members(&self, segment: &Segment) -> &[i32] {
-        &self.members[segment.first_member..segment.first_member + segment.n_members]
-    }
-
+    /// The members of each segment, and how many tokens it has.
     pub fn iter(&self) -> impl Iterator<Item = (&[i32], usize)> {
-        self.list.iter().map(|segment| (self.members(segment), segment.n_tokens))
+        let (one, members, list): (_, &[i32], &[Segment]) = match self {
+            Self::One { sequence, n_tokens } => {
+                (Some((std::slice::from_ref(sequence), *n_tokens)), &[], &[])
+            }
+            Self::Many { members, list } => (None, members, list),
+        };
+        let many = list.iter().map(|segment| (&members[segment.members()], segment.n_tokens));
+        one.into_iter().chain(many)
+    }
+
+    /// The sequences of all segments.
+    fn members(&self) -> &[i32] {
+        match self {
+            Self::One { sequence, .. } => std::slice::from_ref(sequence),
+            Self::Many { members, .. } => members,
+        }
     }
 
     /// The sequence that all tokens belong to alone, where there is one.
     pub fn only_member(&self) -> Option<i32> {
-        match (self.list.as_slice(), self.members.as_slice()) {
-            ([_], &[only]) => Some(only),
-            _ => None,
+        match self {
+            Self::One { sequence, .. } => Some(*sequence),
+            Self::Many { .. } => None,
         }
     }
 }
@@ -62,7 +102,6 @@ impl Segments {
 #[derive(Debug, Clone)]
 pub struct OpenStep {
     segments: Segments,
-    positions: Vec<i32>,
     declared: bool,
 }
 
@@ -81,12 +120,12 @@ impl CellsBookkeeping {
     /// sequence has; [`Step`](crate::Status::Step) while a step is open.
     pub fn begin_step(&mut self, sequences: &[i32]) -> Result<()> {
         self.refuse_in_step("say whose tokens come next")?;
-        let mut segments = Segments::default();
+        let mut segments = Segments::none();
         for &sequence in sequences {
             check_sequence(sequence)?;
             segments.push(&[sequence], 1);
         }
-        self.declared = Some(segments);
+        self.declared = Some(segments.simplified());
         Ok(())
     }
 
@@ -97,7 +136,7 @@ impl CellsBookkeeping {
     /// twice of the same.
     pub fn begin_step_shared(&mut self, sequences: &[&[i32]]) -> Result<()> {
         self.refuse_in_step("say whose tokens come next")?;
-        let mut segments = Segments::default();
+        let mut segments = Segments::none();
         for (token, members) in sequences.iter().enumerate() {
             if members.is_empty() {
                 fail!(InvalidArgument, "token {token} of the step belongs to no sequence");
@@ -113,7 +152,7 @@ impl CellsBookkeeping {
             }
             segments.push(members, 1);
         }
-        self.declared = Some(segments);
+        self.declared = Some(segments.simplified());
         Ok(())
     }
 
@@ -157,8 +196,9 @@ impl CellsBookkeeping {
             plans.push(self.lane_plan(lane, &segments, positions, cells));
         }
         (self.plans, self.cells) = (plans, cells);
-        let positions = positions.to_vec();
-        self.step = Some(OpenStep { segments, positions, declared: was_declared });
+        self.positions.clear();
+        self.positions.extend_from_slice(positions);
+        self.step = Some(OpenStep { segments, declared: was_declared });
         Ok(&self.plans)
     }
 
@@ -172,16 +212,14 @@ impl CellsBookkeeping {
     }
 
     fn undeclared(&self, n_tokens: usize) -> Result<Segments> {
-        let mut segments = Segments::default();
-        for (&sequence, tree) in &self.trees {
-            if tree.n_pending() > 0 {
-                segments.push(&[sequence], tree.n_pending());
-            }
+        let mut frontiers = Segments::none();
+        for (&sequence, tree) in self.trees.iter().filter(|(_, tree)| tree.n_pending() > 0) {
+            frontiers.push(&[sequence], tree.n_pending());
         }
-        if segments.list.is_empty() {
-            segments.push(&[self.only_sequence()?], n_tokens);
+        if frontiers.members().is_empty() {
+            return Ok(Segments::One { sequence: self.only_sequence()?, n_tokens });
         }
-        Ok(segments)
+        Ok(frontiers.simplified())
     }
 
     fn check(&self, segments: &Segments, positions: &[i32]) -> Result<()> {
@@ -196,37 +234,13 @@ impl CellsBookkeeping {
                 segments.n_tokens()
             );
         }
-        let mut ahead: PerSequence = [0; MAX_SEQUENCES as usize];
-        let mut tokens = positions.iter().enumerate();
-        for (members, n_tokens) in segments.iter() {
-            for (token, &position) in tokens.by_ref().take(n_tokens) {
-                for &sequence in members {
-                    let ahead = &mut ahead[sequence as usize];
-                    let expected = self.expected(sequence, *ahead, members)?;
-                    if i64::from(position) != expected || position == i32::MAX {
-                        fail!(
-                            Position,
-                            "token {token} of the step has position {position}, but the next of \
-                             sequence {sequence} is {expected}"
-                        );
-                    }
-                    *ahead += 1;
-                }
+        if let Some(sequence) = segments.only_member() {
+            for (ahead, &position) in (0..).zip(positions) {
+                self.check_position(ahead as usize, position, sequence, ahead, &[sequence])?;
             }
-        }
-        for (sequence, &n_tokens) in (0..).zip(&ahead).filter(|(_, &n_tokens)| n_tokens > 0) {
-            if let Some(tree) = self.trees.get(&sequence) {
-                if n_tokens as usize != tree.n_pending() {
-                    fail!(
-                        InvalidArgument,
-                        "the step has {n_tokens} of the {} candidates of sequence {sequence}",
-                        tree.n_pending()
-                    );
-                }
-            }
-            for window in self.lanes.iter().filter_map(|lane| lane.window) {
-                window.check_step(n_tokens)?;
-            }
+            self.check_count(sequence, positions.len() as i32)?;
+        } else {
+            self.check_each(segments, positions)?;
         }
         let free = self.capacity - self.length();
         if positions.len() > free as usize {
@@ -236,6 +250,60 @@ impl CellsBookkeeping {
                 positions.len(),
                 self.capacity
             );
+        }
+        Ok(())
+    }
+
+    fn check_each(&self, segments: &Segments, positions: &[i32]) -> Result<()> {
+        let mut ahead: PerSequence = [0; MAX_SEQUENCES as usize];
+        let mut tokens = positions.iter().enumerate();
+        for (members, n_tokens) in segments.iter() {
+            for (token, &position) in tokens.by_ref().take(n_tokens) {
+                for &sequence in members {
+                    let ahead = &mut ahead[sequence as usize];
+                    self.check_position(token, position, sequence, *ahead, members)?;
+                    *ahead += 1;
+                }
+            }
+        }
+        for &sequence in segments.members() {
+            self.check_count(sequence, ahead[sequence as usize])?;
+        }
+        Ok(())
+    }
+
+    fn check_position(
+        &self,
+        token: usize,
+        position: i32,
+        sequence: i32,
+        ahead: i32,
+        members: &[i32],
+    ) -> Result<()> {
+        let expected = self.expected(sequence, ahead, members)?;
+        if i64::from(position) != expected || position == i32::MAX {
+            fail!(
+                Position,
+                "token {token} of the step has position {position}, but the next of sequence \
+                 {sequence} is {expected}"
+            );
+        }
+        Ok(())
+    }
+
+    /// Refuses a part of a frontier, and more tokens than window lanes take.
+    fn check_count(&self, sequence: i32, n_tokens: i32) -> Result<()> {
+        if let Some(tree) = self.trees.get(&sequence) {
+            if n_tokens as usize != tree.n_pending() {
+                fail!(
+                    InvalidArgument,
+                    "the step has {n_tokens} of the {} candidates of sequence {sequence}",
+                    tree.n_pending()
+                );
+            }
+        }
+        for window in self.lanes.iter().filter_map(|lane| lane.window) {
+            window.check_step(n_tokens)?;
         }
         Ok(())
     }
@@ -261,18 +329,17 @@ impl CellsBookkeeping {
 
     /// Takes cells of a lane for each token.
     fn allocate(&mut self, lane: usize, segments: &Segments, cells: &mut Vec<i32>) {
+        if let Segments::One { sequence, n_tokens } = *segments {
+            let after = self.cell_after(lane, sequence);
+            return self.lanes[lane].allocate(n_tokens as i32, after, cells);
+        }
         let mut behind: PerSequence = [-1; MAX_SEQUENCES as usize];
         for (members, n_tokens) in segments.iter() {
             let Some(&sequence) = members.first() else {
                 continue;
             };
             let after = match behind[sequence as usize] {
-                -1 => {
-                    let nodes = self.trees.get(&sequence).and_then(|tree| tree.cells[lane].last());
-                    nodes
-                        .map(|cell| cell + 1)
-                        .or_else(|| self.lanes[lane].held(sequence).runs.cell_after())
-                }
+                -1 => self.cell_after(lane, sequence),
                 cell => Some(cell),
             };
             self.lanes[lane].allocate(n_tokens as i32, after, cells);
@@ -282,12 +349,20 @@ impl CellsBookkeeping {
         }
     }
 
+    /// The cell behind the last one of a sequence and its tree.
+    fn cell_after(&self, lane: usize, sequence: i32) -> Option<i32> {
+        match self.trees.get(&sequence).and_then(|tree| tree.cells[lane].last()) {
+            Some(&node) => Some(node + 1),
+            None => self.lanes[lane].held(sequence).runs.cell_after(),
+        }
+    }
+
     /// Makes the open step so. Rows of window lanes move as returned.
     ///
     /// # Errors
     /// [`Step`](crate::Status::Step) where none is open.
     pub fn commit(&mut self) -> Result<Vec<Move>> {
-        let Some(OpenStep { segments, positions, .. }) = self.step.take() else {
+        let Some(OpenStep { segments, .. }) = self.step.take() else {
             fail!(Step, "no step is open on this cache");
         };
         let mut first = 0;
@@ -307,7 +382,7 @@ impl CellsBookkeeping {
                 _ => {
                     for (lane, cells) in self.lanes.iter_mut().zip(&self.cells) {
                         for (&cell, &position) in
-                            cells[tokens.clone()].iter().zip(&positions[tokens.clone()])
+                            cells[tokens.clone()].iter().zip(&self.positions[tokens.clone()])
                         {
                             members.iter().for_each(|&member| lane.append(member, position, cell));
                         }
@@ -316,7 +391,7 @@ impl CellsBookkeeping {
             }
         }
         self.trees.values_mut().filter(|tree| is_written(tree)).for_each(Tree::written);
-        Ok(self.slide(&segments.members))
+        Ok(self.slide(segments.members()))
     }
 
     /// Ends the open step as if it had not been. Does nothing outside one.

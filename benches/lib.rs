@@ -1,0 +1,44 @@
+//! What the benchmarks share: medians, and tables of cost against length.
+
+use std::hint::black_box;
+use std::time::{Duration, Instant};
+
+/// Prints one row a length and one column a case: the median time of each, with
+/// the cases measured in turns.
+pub fn table(title: &str, lengths: &[i32], cases: &mut [(&str, Box<dyn FnMut(i32) -> Duration>)]) {
+    println!("\n{title}");
+    print!("{:>10}", "length");
+    cases.iter().for_each(|(name, _)| print!("{name:>24}"));
+    println!();
+    for &length in lengths {
+        const ROUNDS: usize = 9;
+        let mut times = vec![Vec::new(); cases.len()];
+        for _ in 0..ROUNDS {
+            for ((_, measure), times) in cases.iter_mut().zip(&mut times) {
+                times.push(measure(length));
+            }
+        }
+        print!("{length:>10}");
+        for times in &mut times {
+            times.sort_unstable();
+            print!("{:>24}", format!("{:.3?}", times[ROUNDS / 2]));
+        }
+        println!();
+    }
+}
+
+/// The time of one call, over as many as take a few milliseconds.
+pub fn time_of<T>(mut call: impl FnMut() -> T) -> Duration {
+    let mut n = 1;
+    loop {
+        let start = Instant::now();
+        for _ in 0..n {
+            black_box(call());
+        }
+        let spent = start.elapsed();
+        if spent > Duration::from_millis(3) || n >= 1 << 24 {
+            return spent / n;
+        }
+        n *= 2;
+    }
+}
