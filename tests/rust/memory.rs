@@ -1,0 +1,166 @@
+//! What steps, forks and clears do to MLX's memory.
+//!
+//! MLX counts for the whole process, so each test holds `mlx::run` throughout.
+
+use etkv::{
+    AttendCache, Cache, CacheConfig, CellsCache, ContiguousCache, Growth, KvFormat, LayerConfig,
+    LayerPolicy, Step,
+};
+use mlx_rs::memory::{active_memory, clear_cache, peak_memory, reset_peak_memory};
+use mlx_rs::{Array, Dtype};
+
+const N_HEADS: i32 = 4;
+const N_KV_HEADS: i32 = 2;
+const HEAD_DIM: i32 = 64;
+
+fn config(format: KvFormat, capacity: i32, policies: &[LayerPolicy]) -> CacheConfig {
+    let layer = |&policy: &LayerPolicy| LayerConfig {
+        n_kv_heads: N_KV_HEADS,
+        k_head_dim: HEAD_DIM,
+        v_head_dim: HEAD_DIM,
+        policy,
+    };
+    CacheConfig {
+        layers: policies.iter().map(layer).collect(),
+        growth: Growth::Upfront,
+        max_step: 512,
+        ..CacheConfig::uniform(1, 1, 1, capacity).stored_as(format)
+    }
+}
+
+/// One forward of a program whose layers all have the same keys and queries.
+fn step(cache: &mut dyn AttendCache, positions: &[i32], dtype: Dtype) {
+    let n = positions.len() as i32;
+    let ones =
+        |heads| Array::ones::<f32>(&[1, heads, n, HEAD_DIM]).unwrap().as_dtype(dtype).unwrap();
+    let (rows, mut x) = (ones(N_KV_HEADS), ones(N_HEADS));
+    let n_layers = cache.config().layers.len();
+    let mut step = Step::begin(cache, positions).unwrap();
+    for layer in 0..n_layers {
+        let spec = step.update_and_fetch(layer, &rows, &rows).unwrap();
+        // Layers depend on each other, as in a program.
+        x = etkv::attend(&x, &spec, 0.1, None).unwrap();
+    }
+    step.commit(&[&x]).unwrap();
+}
+
+fn fill(cache: &mut dyn AttendCache, length: i32, dtype: Dtype) {
+    for start in (0..length).step_by(512) {
+        let positions: Vec<i32> = (start..(start + 512).min(length)).collect();
+        step(cache, &positions, dtype);
+    }
+}
+
+/// How far `steps` decode steps raise active memory, and its peak, in bytes.
+fn raised(cache: &mut dyn AttendCache, steps: i32, dtype: Dtype) -> (i64, i64) {
+    let length = cache.length();
+    // A GPU gives the prompt's buffers back a little later than it is done.
+    (length..length + 8).for_each(|position| step(cache, &[position], dtype));
+    clear_cache().unwrap();
+    let before = active_memory().unwrap() as i64;
+    reset_peak_memory().unwrap();
+    (length + 8..length + 8 + steps).for_each(|position| step(cache, &[position], dtype));
+    (active_memory().unwrap() as i64 - before, peak_memory().unwrap() as i64 - before)
+}
+
+const LENGTH: i32 = 32_768;
+/// What one layer's keys take; a copy of them would show.
+const LAYER_ELEMENTS: i64 = LENGTH as i64 * (N_KV_HEADS * HEAD_DIM) as i64;
+
+#[test]
+fn decoding_copies_no_history() {
+    let kinds: [(&str, fn(CacheConfig) -> Box<dyn AttendCache>); 3] = [
+        ("contiguous", |config| Box::new(ContiguousCache::new(config).unwrap())),
+        ("seq", |config| Box::new(CellsCache::new(config).unwrap())),
+        ("tree", |config| Box::new(CellsCache::with_trees(config).unwrap())),
+    ];
+    etkv::mlx::run(|| {
+        for (kind, new) in kinds {
+            for (format, dtype) in
+                [(KvFormat::F32, Dtype::Float32), (KvFormat::F16, Dtype::Float16)]
+            {
+                let mut cache = new(config(format, LENGTH + 2000, &[LayerPolicy::Full; 2]));
+                fill(&mut *cache, LENGTH, dtype);
+                let steps = if kind == "contiguous" { 1000 } else { 100 };
+                let (active, peak) = raised(&mut *cache, steps, dtype);
+                assert_eq!(active, 0, "{kind} {format}: decoding holds on to memory");
+                // Scores of one layer, and what softmax makes of them.
+                let scores = i64::from(N_HEADS * (LENGTH + 2000)) * 4;
+                println!("{kind} {format}: a step takes {peak} bytes, scores are {scores}");
+                assert!(peak < 4 * scores, "{kind} {format}: a decode step takes {peak} bytes");
+                assert!(4 * scores < LAYER_ELEMENTS * format.row_bytes(64) as i64 / 64);
+            }
+        }
+        Ok(())
+    })
+    .unwrap();
+}
+
+#[test]
+fn windows_slide_without_growing() {
+    let window = LayerPolicy::Window { window: 1024, sinks: 0 };
+    let sinks = LayerPolicy::Window { window: 1024, sinks: 4 };
+    etkv::mlx::run(|| {
+        let config = config(KvFormat::F32, 40_000, &[window, sinks, window]);
+        let mut caches: [Box<dyn AttendCache>; 2] = [
+            Box::new(ContiguousCache::new(config.clone()).unwrap()),
+            Box::new(CellsCache::new(config.clone()).unwrap()),
+        ];
+        for cache in &mut caches {
+            fill(&mut **cache, 8192, Dtype::Float32);
+            let (active, peak) = raised(&mut **cache, 1200, Dtype::Float32);
+            assert_eq!(active, 0, "{}: sliding holds on to memory", cache.kind());
+            // The rows of one buffer on their way to the front.
+            let moved = 4 * i64::from((1023 + 512 + 4) * N_KV_HEADS * HEAD_DIM);
+            assert!(peak < 2 * moved, "{}: sliding takes {peak} bytes", cache.kind());
+            assert_eq!(cache.memory().allocated, config.estimate(9400).allocated);
+        }
+        Ok(())
+    })
+    .unwrap();
+}
+
+#[test]
+fn forks_and_removals_move_no_bytes() {
+    etkv::mlx::run(|| {
+        let mut cache = CellsCache::new(config(KvFormat::F16, 4096, &[LayerPolicy::Full])).unwrap();
+        fill(&mut cache, 2048, Dtype::Float16);
+        let held = cache.memory();
+        clear_cache()?;
+        let before = active_memory()?;
+        reset_peak_memory()?;
+        let sequences = cache.sequences().unwrap();
+        for branch in 1..=64 {
+            sequences.seq_cp(0, branch, 0..i32::MAX)?;
+        }
+        (1..=32).for_each(|branch| sequences.seq_rm(branch, 0..i32::MAX).unwrap());
+        assert_eq!((active_memory()?, peak_memory()?), (before, before));
+        assert_eq!(cache.memory(), held, "branches count once");
+        Ok(())
+    })
+    .unwrap();
+}
+
+#[test]
+fn clearing_and_dropping_give_the_buffers_back() {
+    etkv::mlx::run(|| {
+        clear_cache()?;
+        let before = active_memory()?;
+        let mut cache = CellsCache::with_trees(config(
+            KvFormat::F32,
+            4096,
+            &[LayerPolicy::Full, LayerPolicy::Window { window: 64, sinks: 1 }],
+        ))?;
+        fill(&mut cache, 1024, Dtype::Float32);
+        let held = cache.memory().allocated;
+        assert_eq!(active_memory()? - before, held as usize);
+        cache.clear(true)?;
+        assert_eq!((active_memory()?, cache.memory().allocated), (before, 0));
+        fill(&mut cache, 1024, Dtype::Float32);
+        assert_eq!(cache.memory().allocated, held);
+        drop(cache);
+        assert_eq!(active_memory()?, before);
+        Ok(())
+    })
+    .unwrap();
+}
