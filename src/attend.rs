@@ -50,7 +50,7 @@ pub fn attend(q: &Array, spec: &AttendSpec, scale: f32, out_dtype: Option<Dtype>
         _ => {
             let group = group_of(q, spec)?;
             let rows = group.saturating_mul(q.dim(2));
-            if spec.k.packed_is_better(rows) && spec.v.packed_is_better(rows) {
+            if spec.k.packed_is_better(rows)? && spec.v.packed_is_better(rows)? {
                 packed(q, spec, group, scale)?
             } else {
                 by_head(q, spec, group, scale)?

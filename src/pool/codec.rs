@@ -53,8 +53,18 @@ pub trait Codec: Send + Sync {
 
     /// The most rows a KV head for which [`scores`](Self::scores) and
     /// [`weighted`](Self::weighted) are better than unpacking all.
-    fn most_packed(&self) -> i32;
+    ///
+    /// # Errors
+    /// [`Unsupported`](crate::Status::Unsupported) where MLX cannot be started.
+    fn most_packed(&self) -> Result<i32>;
 }
+
+/// The largest float16, which no stored scale and offset goes beyond.
+pub(super) const F16_MAX: f32 = 65504.0;
+
+/// The most rows a KV head for which unpacking in blocks is better than unpacking
+/// one KV head at a time.
+pub(super) const MOST_IN_BLOCKS: i32 = 64;
 
 /// Bytes of rows that are unpacked at a time.
 const BLOCK_BYTES: i64 = 4 << 20;

@@ -54,7 +54,7 @@ impl Codec for Float {
         }
     }
 
-    fn most_packed(&self) -> i32 {
-        i32::MAX
+    fn most_packed(&self) -> Result<i32> {
+        Ok(i32::MAX)
     }
 }

@@ -6,9 +6,14 @@
 //! A format is a [`Codec`]: planes of a row, and how to compute with them. The
 //! buffers of all formats are the same [`Planes`].
 
+mod affine;
+mod bits;
+mod block_float;
 mod codec;
 mod float;
+mod packed;
 mod planes;
+mod row;
 mod rows;
 
 pub use codec::Codec;
@@ -22,7 +27,9 @@ use mlx_rs::{Array, Dtype};
 use crate::bookkeeping::Slots;
 use crate::error::{fail, Result};
 use crate::format::KvFormat;
+use block_float::BlockFloat;
 use planes::Planes;
+use row::{Element, Row};
 
 /// Rows of one layer's keys, or of its values, in slots.
 ///
@@ -103,7 +110,12 @@ fn codec_for(format: KvFormat, head_dim: i32) -> Result<Arc<dyn Codec>> {
         KvFormat::F32 | KvFormat::F16 | KvFormat::Bf16 => {
             Arc::new(float::Float::new(format, head_dim)?)
         }
-        other => fail!(Unsupported, "no pool stores {other}"),
+        KvFormat::Affine { bits, group } => Arc::new(affine::Affine::new(bits, group, head_dim)),
+        KvFormat::Mxfp8 => Arc::new(BlockFloat::new(packed::Layout::Mxfp8, head_dim)),
+        KvFormat::Mxfp4 => Arc::new(BlockFloat::new(packed::Layout::Mxfp4, head_dim)),
+        KvFormat::Nvfp4 => Arc::new(BlockFloat::new(packed::Layout::Nvfp4, head_dim)),
+        KvFormat::RowInt4 => Arc::new(Row::new(Element::Int4, head_dim)),
+        KvFormat::RowFp4 => Arc::new(Row::new(Element::Fp4, head_dim)),
     })
 }
 

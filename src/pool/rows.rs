@@ -105,8 +105,8 @@ impl Rows {
 
     /// Whether multiplying `m` rows a KV head with the rows as they are stored is
     /// better than unpacking them first.
-    pub(crate) fn packed_is_better(&self, m: i32) -> bool {
-        m <= self.codec.most_packed()
+    pub(crate) fn packed_is_better(&self, m: i32) -> Result<bool> {
+        Ok(m <= self.codec.most_packed()?)
     }
 }
 

@@ -1,0 +1,90 @@
+//! Integers with a float16 scale and offset a group: MLX's affine quantization.
+
+use mlx_rs::ops::{clip, quantize};
+use mlx_rs::{Array, Dtype};
+use smallvec::smallvec;
+
+use super::codec::{Codec, F16_MAX};
+use super::packed::{exactly, Layout, Packed};
+use super::planes::{self, Parts, Plane};
+use super::rows::Rows;
+use crate::error::Result;
+use crate::format::KvFormat;
+use crate::mlx::cast;
+
+/// Affine groups. Codes, scales and offsets are MLX's, from the rows in float32;
+/// scales and offsets are then rounded to float16.
+///
+/// An element is off by at most one step of its group, and half a step for all but
+/// those at the far end: MLX fits the scale so that the end of larger magnitude and
+/// zero are exact. Rounding adds the 2048th part of the offset and of the distance
+/// to it. Elements beyond what float16 holds are stored as the nearest that it does,
+/// so that no group comes to hold an infinity.
+pub(super) struct Affine {
+    bits: u8,
+    group: u8,
+    head_dim: i32,
+}
+
+impl Affine {
+    /// `head_dim` is a multiple of `group`.
+    pub fn new(bits: u8, group: u8, head_dim: i32) -> Self {
+        Self { bits, group, head_dim }
+    }
+
+    fn packed(&self, parts: &[Array]) -> Result<Packed> {
+        let [codes, scales, offsets] = exactly::<3>(parts)?;
+        Ok(Packed {
+            layout: self.mlx_layout(),
+            codes: codes.clone(),
+            scales: scales.clone(),
+            offsets: Some(offsets.clone()),
+        })
+    }
+
+    fn mlx_layout(&self) -> Layout {
+        Layout::Affine { bits: self.bits.into(), group: self.group.into() }
+    }
+}
+
+impl Codec for Affine {
+    fn format(&self) -> KvFormat {
+        KvFormat::Affine { bits: self.bits, group: self.group }
+    }
+
+    fn head_dim(&self) -> i32 {
+        self.head_dim
+    }
+
+    fn layout(&self) -> planes::Layout {
+        let groups = self.head_dim / i32::from(self.group);
+        let words = self.head_dim / 32 * i32::from(self.bits);
+        smallvec![
+            Plane { width: words, dtype: Dtype::Uint32 },
+            Plane { width: groups, dtype: Dtype::Float16 },
+            Plane { width: groups, dtype: Dtype::Float16 },
+        ]
+    }
+
+    fn encode(&self, rows: &Array) -> Result<Parts> {
+        let rows = clip(cast(rows, Dtype::Float32)?, (-F16_MAX, F16_MAX))?;
+        let (codes, scales, offsets) = quantize(rows, i32::from(self.group), i32::from(self.bits))?;
+        Ok(smallvec![codes, cast(&scales, Dtype::Float16)?, cast(&offsets, Dtype::Float16)?])
+    }
+
+    fn decode(&self, parts: &[Array], dtype: Dtype) -> Result<Array> {
+        self.packed(parts)?.unpacked(dtype)
+    }
+
+    fn scores(&self, q: &Array, rows: &Rows) -> Result<Array> {
+        self.packed(&rows.parts)?.product(q, true)
+    }
+
+    fn weighted(&self, p: &Array, rows: &Rows) -> Result<Array> {
+        self.packed(&rows.parts)?.product(p, false)
+    }
+
+    fn most_packed(&self) -> Result<i32> {
+        self.mlx_layout().most_packed()
+    }
+}

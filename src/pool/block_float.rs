@@ -1,0 +1,142 @@
+//! Floats of four and eight bits with a scale a block: OCP microscaling, and
+//! NVIDIA's.
+
+use mlx_rs::ops::{from_fp8, minimum, select, to_fp8};
+use mlx_rs::{Array, Dtype};
+use smallvec::smallvec;
+
+use super::bits::{e8m0, from_e4m3, from_e8m0, pack_nibbles, to_e2m1};
+use super::codec::{scores_in_blocks, weighted_in_blocks, Codec, MOST_IN_BLOCKS};
+use super::packed::{exactly, Layout, Packed};
+use super::planes::{self, Parts, Plane};
+use super::rows::Rows;
+use crate::error::Result;
+use crate::format::KvFormat;
+use crate::mlx::{self, cast};
+
+/// Block floats in MLX's layouts.
+///
+/// Scales are powers of two in mxfp8 and mxfp4, which hold any float32; an element
+/// is off by at most 2^-4 of its magnitude in mxfp8, and half a step of E2M1 in mxfp4
+/// and nvfp4. The scale of nvfp4 is an E4M3 number: blocks that go beyond 2688, 6
+/// times its largest, are stored as what is nearest, and those below 0.006 as zeros.
+pub(super) struct BlockFloat {
+    layout: Layout,
+    head_dim: i32,
+}
+
+impl BlockFloat {
+    /// `head_dim` is a multiple of the block.
+    pub fn new(layout: Layout, head_dim: i32) -> Self {
+        Self { layout, head_dim }
+    }
+
+    fn block(&self) -> i32 {
+        match self.layout {
+            Layout::Nvfp4 => 16,
+            _ => 32,
+        }
+    }
+
+    fn packed(&self, parts: &[Array]) -> Result<Packed> {
+        let [codes, scales] = exactly::<2>(parts)?;
+        Ok(Packed {
+            layout: self.layout,
+            codes: codes.clone(),
+            scales: scales.clone(),
+            offsets: None,
+        })
+    }
+
+    /// MLX's CPU unpacks E4M3 by arithmetic for every row that it multiplies, which
+    /// takes eight times as long as the other layouts.
+    fn in_blocks(&self) -> Result<bool> {
+        Ok(self.layout == Layout::Mxfp8 && !mlx::on_gpu()?)
+    }
+}
+
+impl Codec for BlockFloat {
+    fn format(&self) -> KvFormat {
+        match self.layout {
+            Layout::Mxfp8 => KvFormat::Mxfp8,
+            Layout::Nvfp4 => KvFormat::Nvfp4,
+            _ => KvFormat::Mxfp4,
+        }
+    }
+
+    fn head_dim(&self) -> i32 {
+        self.head_dim
+    }
+
+    fn layout(&self) -> planes::Layout {
+        let words = match self.layout {
+            Layout::Mxfp8 => self.head_dim / 4,
+            _ => self.head_dim / 8,
+        };
+        smallvec![
+            Plane { width: words, dtype: Dtype::Uint32 },
+            Plane { width: self.head_dim / self.block(), dtype: Dtype::Uint8 },
+        ]
+    }
+
+    fn encode(&self, rows: &Array) -> Result<Parts> {
+        let shape = rows.shape();
+        let mut blocks = shape[..3].to_vec();
+        blocks.extend([self.head_dim / self.block(), self.block()]);
+        let rows_in_blocks = cast(rows, Dtype::Float32)?.reshape(&blocks)?;
+        let peaks = rows_in_blocks.abs()?.max_axis(-1, true)?;
+        let [scales, inverse] = match self.layout {
+            Layout::Mxfp8 => e8m0(&peaks, 8)?,
+            Layout::Nvfp4 => {
+                let wanted = peaks.divide(Array::from_f32(6.0))?;
+                let codes = to_fp8(minimum(wanted, Array::from_f32(448.0))?)?;
+                let scales = from_fp8(&codes, Dtype::Float32)?;
+                // Blocks whose scale is 0 are zeros.
+                let none = scales.eq(Array::from_f32(0.0))?;
+                let inverse = scales.reciprocal()?;
+                [codes, select(none, Array::from_f32(0.0), inverse)?]
+            }
+            _ => e8m0(&peaks, 2)?,
+        };
+        let steps = rows_in_blocks.multiply(inverse)?.reshape(shape)?;
+        let codes = match self.layout {
+            Layout::Mxfp8 => to_fp8(steps)?.view_dtype(Dtype::Uint32)?,
+            _ => pack_nibbles(&to_e2m1(&steps)?)?,
+        };
+        Ok(smallvec![codes, scales.squeeze_axes(&[-1])?])
+    }
+
+    fn decode(&self, parts: &[Array], dtype: Dtype) -> Result<Array> {
+        if !self.in_blocks()? {
+            return self.packed(parts)?.unpacked(dtype);
+        }
+        let [codes, scales] = exactly::<2>(parts)?;
+        let codes = codes.view_dtype(Dtype::Uint8)?;
+        let mut blocks = codes.shape()[..3].to_vec();
+        blocks.extend([self.head_dim / self.block(), self.block()]);
+        let steps = from_e4m3(&codes)?.reshape(&blocks)?;
+        let rows = steps.multiply(from_e8m0(scales)?.expand_dims(-1)?)?;
+        cast(&rows.reshape(codes.shape())?, dtype)
+    }
+
+    fn scores(&self, q: &Array, rows: &Rows) -> Result<Array> {
+        match self.in_blocks()? {
+            true => scores_in_blocks(q, rows),
+            false => self.packed(&rows.parts)?.product(q, true),
+        }
+    }
+
+    fn weighted(&self, p: &Array, rows: &Rows) -> Result<Array> {
+        match self.in_blocks()? {
+            true => weighted_in_blocks(p, rows),
+            false => self.packed(&rows.parts)?.product(p, false),
+        }
+    }
+
+    fn most_packed(&self) -> Result<i32> {
+        match self.in_blocks()? {
+            true => Ok(MOST_IN_BLOCKS),
+            false => self.layout.most_packed(),
+        }
+    }
+}

@@ -1,0 +1,178 @@
+//! MLX's own packed layouts: the one place that multiplies them and unpacks them.
+
+use std::ffi::CStr;
+
+use mlx_rs::ops::repeat_axis;
+use mlx_rs::{Array, Dtype};
+use mlx_sys::{mlx_optional_dtype, mlx_optional_int};
+
+use crate::error::{fail, Result};
+use crate::mlx::{self, call, cast};
+
+/// A packed layout of MLX.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) enum Layout {
+    /// Codes of `bits` bits, a scale and an offset for every `group`.
+    Affine { bits: i32, group: i32 },
+    /// E4M3 elements, an E8M0 scale for every 32.
+    Mxfp8,
+    /// E2M1 elements, an E8M0 scale for every 32.
+    Mxfp4,
+    /// E2M1 elements, an E4M3 scale for every 16.
+    Nvfp4,
+}
+
+/// Codes with their scales, and in the affine layout their offsets.
+#[derive(Debug, Clone)]
+pub(super) struct Packed {
+    pub layout: Layout,
+    /// `[1, n_kv_heads, n, words]` of 32 bits.
+    pub codes: Array,
+    /// `[1, n_kv_heads, n, groups]`.
+    pub scales: Array,
+    /// Likewise.
+    pub offsets: Option<Array>,
+}
+
+impl Layout {
+    fn mode(self) -> &'static CStr {
+        match self {
+            Self::Affine { .. } => c"affine",
+            Self::Mxfp8 => c"mxfp8",
+            Self::Mxfp4 => c"mxfp4",
+            Self::Nvfp4 => c"nvfp4",
+        }
+    }
+
+    fn bits(self) -> i32 {
+        match self {
+            Self::Affine { bits, .. } => bits,
+            Self::Mxfp8 => 8,
+            Self::Mxfp4 | Self::Nvfp4 => 4,
+        }
+    }
+
+    fn group(self) -> i32 {
+        match self {
+            Self::Affine { group, .. } => group,
+            Self::Mxfp8 | Self::Mxfp4 => 32,
+            Self::Nvfp4 => 16,
+        }
+    }
+
+    /// The most rows a KV head for which the packed product is better than
+    /// unpacking. On two x86-64 cores, L 256 to 8192, head_dim 64 and 128: 8, 4 and
+    /// FP4 codes multiply as fast as float32 matrices for any number of rows, so
+    /// that past some hundred what counts is that the scores of one head are smaller
+    /// than those of all; codes that cross bytes unpack one by one for each row.
+    pub fn most_packed(self) -> Result<i32> {
+        Ok(match self {
+            _ if mlx::on_gpu()? => 32,
+            Self::Affine { bits: 4 | 8, .. } | Self::Mxfp4 | Self::Nvfp4 => 256,
+            Self::Affine { .. } => 16,
+            Self::Mxfp8 => super::codec::MOST_IN_BLOCKS,
+        })
+    }
+}
+
+impl Packed {
+    /// `x`, `[1, n_kv_heads, m, head_dim]`, times the rows transposed, or `x`,
+    /// `[1, n_kv_heads, m, n]`, times the rows.
+    pub fn product(&self, x: &Array, transposed: bool) -> Result<Array> {
+        let fit = self.fit_for_device()?;
+        let (group, bits) = (some(fit.layout.group()), some(fit.layout.bits()));
+        // SAFETY: an empty handle, which stands for none and owns nothing.
+        let none = unsafe { mlx_sys::mlx_array_new() };
+        let offsets = fit.offsets.as_ref().map_or(none, Array::as_ptr);
+        // SAFETY: the handles outlive the call.
+        call(|made, stream| unsafe {
+            mlx_sys::mlx_quantized_matmul(
+                made,
+                x.as_ptr(),
+                fit.codes.as_ptr(),
+                fit.scales.as_ptr(),
+                offsets,
+                transposed,
+                group,
+                bits,
+                fit.layout.mode().as_ptr(),
+                stream,
+            )
+        })
+    }
+
+    /// All of the rows in `dtype`.
+    pub fn unpacked(&self, dtype: Dtype) -> Result<Array> {
+        let (group, bits) = (some(self.layout.group()), some(self.layout.bits()));
+        // The affine layout is unpacked in the dtype of its scales.
+        let (scales, offsets) = match &self.offsets {
+            Some(offsets) if dtype != offsets.dtype() => {
+                (cast(&self.scales, Dtype::Float32)?, Some(cast(offsets, Dtype::Float32)?))
+            }
+            offsets => (self.scales.clone(), offsets.clone()),
+        };
+        let wanted = match offsets {
+            Some(_) => scales.dtype(),
+            None => dtype,
+        };
+        let wanted = mlx_optional_dtype { value: wanted.into(), has_value: true };
+        // SAFETY: empty handles, which stand for none and own nothing.
+        let (none, no_scale) = unsafe { (mlx_sys::mlx_array_new(), mlx_sys::mlx_array_new()) };
+        let offsets = offsets.as_ref().map_or(none, Array::as_ptr);
+        // SAFETY: the handles outlive the call.
+        let rows = call(|made, stream| unsafe {
+            mlx_sys::mlx_dequantize(
+                made,
+                self.codes.as_ptr(),
+                scales.as_ptr(),
+                offsets,
+                group,
+                bits,
+                self.layout.mode().as_ptr(),
+                no_scale,
+                wanted,
+                stream,
+            )
+        })?;
+        cast(&rows, dtype)
+    }
+
+    /// The same in a form that the device multiplies.
+    ///
+    /// MLX 0.32.2 on CUDA has kernels only for codes whose rows lie one after the
+    /// other through all heads, which a range of the slots of several heads is not,
+    /// and throws for others: it gets a copy of the packed rows. Its kernel for one
+    /// group a row is wrong for several rows of 8 bits, so that no row is left with
+    /// one group: two with the same scale are the same numbers.
+    fn fit_for_device(&self) -> Result<Self> {
+        if !mlx::on_gpu()? || cfg!(target_os = "macos") {
+            return Ok(self.clone());
+        }
+        let mut fit = Self {
+            layout: self.layout,
+            codes: self.codes.contiguous()?,
+            scales: self.scales.contiguous()?,
+            offsets: self.offsets.as_ref().map(Array::contiguous).transpose()?,
+        };
+        if let (Layout::Affine { bits, group: group @ (64 | 128) }, Some(offsets), 1) =
+            (fit.layout, &fit.offsets, fit.scales.dim(-1))
+        {
+            fit.offsets = Some(repeat_axis::<half::f16>(offsets.clone(), 2, -1)?);
+            fit.scales = repeat_axis::<half::f16>(fit.scales, 2, -1)?;
+            fit.layout = Layout::Affine { bits, group: group / 2 };
+        }
+        Ok(fit)
+    }
+}
+
+fn some(value: i32) -> mlx_optional_int {
+    mlx_optional_int { value, has_value: true }
+}
+
+/// Exactly these planes.
+pub(super) fn exactly<const N: usize>(parts: &[Array]) -> Result<&[Array; N]> {
+    match parts.try_into() {
+        Ok(planes) => Ok(planes),
+        Err(_) => fail!(Internal, "{} planes of rows that have {N}", parts.len()),
+    }
+}

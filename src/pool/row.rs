@@ -1,0 +1,175 @@
+//! Four bits an element with one float16 scale a row: integers, or E2M1.
+
+use mlx_rs::ops::{broadcast_to, clip, full, maximum, select};
+use mlx_rs::{Array, Dtype};
+use smallvec::smallvec;
+
+use super::bits::{from_e2m1, pack_nibbles, to_e2m1, unpack_nibbles};
+use super::codec::{scores_in_blocks, weighted_in_blocks, Codec, F16_MAX};
+use super::packed::{exactly, Layout, Packed};
+use super::planes::{self, Parts, Plane};
+use super::rows::Rows;
+use crate::error::Result;
+use crate::format::KvFormat;
+use crate::mlx::cast;
+
+/// What the codes of a row are.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) enum Element {
+    /// Integers from -8 to 7, stored with 8 added. The largest magnitude of a row
+    /// becomes 7.
+    Int4,
+    /// E2M1. The largest magnitude becomes 6.
+    Fp4,
+}
+
+/// Rows of 4-bit codes, eight a word of 32 bits with the first lowest, and a scale.
+///
+/// An element is off by at most half a step of its row: half the scale for
+/// integers; a quarter, half or all of it for E2M1, growing with the magnitude. Codes
+/// are made with the scale as float16 holds it, which is at most 65504: rows that go
+/// beyond 7 or 6 times as much are stored as what is nearest.
+pub(super) struct Row {
+    element: Element,
+    head_dim: i32,
+}
+
+impl Row {
+    /// `head_dim` is a multiple of 8.
+    pub fn new(element: Element, head_dim: i32) -> Self {
+        Self { element, head_dim }
+    }
+
+    /// Integers as MLX's affine layout: the scale of the row, and an offset of -8 of
+    /// it. None where head_dim is no multiple of 32.
+    fn integers(&self, codes: &Array, scales: &Array) -> Result<Option<Packed>> {
+        let Some(group) = [128, 64, 32].into_iter().find(|group| self.head_dim % group == 0) else {
+            return Ok(None);
+        };
+        let mut shape = scales.shape().to_vec();
+        shape[3] = self.head_dim / group;
+        let scales = cast(scales, Dtype::Float32)?;
+        let offsets = scales.multiply(Array::from_f32(-8.0))?;
+        Ok(Some(Packed {
+            layout: Layout::Affine { bits: 4, group },
+            codes: codes.clone(),
+            scales: broadcast_to(scales, &shape)?,
+            offsets: Some(broadcast_to(offsets, &shape)?),
+        }))
+    }
+
+    /// E2M1 elements as MLX's mxfp4 layout, every scale of which is 1. None where
+    /// head_dim is no multiple of 32.
+    fn fp4(&self, codes: &Array) -> Result<Option<Packed>> {
+        if self.head_dim % 32 != 0 {
+            return Ok(None);
+        }
+        let mut shape = codes.shape().to_vec();
+        shape[3] = self.head_dim / 32;
+        Ok(Some(Packed {
+            layout: Layout::Mxfp4,
+            codes: codes.clone(),
+            scales: full::<u8>(&shape, Array::from_slice(&[127u8], &[1]))?,
+            offsets: None,
+        }))
+    }
+}
+
+impl Codec for Row {
+    fn format(&self) -> KvFormat {
+        match self.element {
+            Element::Int4 => KvFormat::RowInt4,
+            Element::Fp4 => KvFormat::RowFp4,
+        }
+    }
+
+    fn head_dim(&self) -> i32 {
+        self.head_dim
+    }
+
+    fn layout(&self) -> planes::Layout {
+        smallvec![
+            Plane { width: self.head_dim / 8, dtype: Dtype::Uint32 },
+            Plane { width: 1, dtype: Dtype::Float16 },
+        ]
+    }
+
+    fn encode(&self, rows: &Array) -> Result<Parts> {
+        let rows = cast(rows, Dtype::Float32)?;
+        let most = match self.element {
+            Element::Int4 => 7.0,
+            Element::Fp4 => 6.0,
+        };
+        let peaks = rows.abs()?.max_axis(-1, true)?;
+        let scales = clip(peaks.divide(Array::from_f32(most))?, ((), F16_MAX))?;
+        let stored = cast(&scales, Dtype::Float16)?;
+        let scales = cast(&stored, Dtype::Float32)?;
+        // A row of zeros has scale 0, and any code.
+        let none = scales.eq(Array::from_f32(0.0))?;
+        let steps = rows.divide(select(none, Array::from_f32(1.0), &scales)?)?;
+        let codes = match self.element {
+            Element::Fp4 => to_e2m1(&steps)?,
+            Element::Int4 => {
+                let shifted = clip(steps.round(None)?, (-8.0, 7.0))?.add(Array::from_f32(8.0))?;
+                // A float that is no number has no integer; the least is one.
+                let shifted = maximum(shifted, Array::from_f32(0.0))?;
+                super::bits::and(
+                    &cast(&shifted, Dtype::Uint32)?,
+                    &Array::from_slice(&[15u32], &[1]),
+                )?
+            }
+        };
+        Ok(smallvec![pack_nibbles(&codes)?, stored])
+    }
+
+    fn decode(&self, parts: &[Array], dtype: Dtype) -> Result<Array> {
+        let [codes, scales] = exactly::<2>(parts)?;
+        let codes = unpack_nibbles(codes)?;
+        let steps = match self.element {
+            Element::Int4 => cast(&codes, Dtype::Float32)?.subtract(Array::from_f32(8.0))?,
+            Element::Fp4 => from_e2m1(&codes)?,
+        };
+        cast(&steps.multiply(cast(scales, Dtype::Float32)?)?, dtype)
+    }
+
+    fn scores(&self, q: &Array, rows: &Rows) -> Result<Array> {
+        let [codes, scales] = exactly::<2>(&rows.parts)?;
+        match self.element {
+            Element::Int4 => match self.integers(codes, scales)? {
+                Some(packed) => packed.product(q, true),
+                None => scores_in_blocks(q, rows),
+            },
+            Element::Fp4 => match self.fp4(codes)? {
+                Some(packed) => {
+                    let scales = cast(scales, q.dtype())?.transpose_axes(&[0, 1, 3, 2])?;
+                    Ok(packed.product(q, true)?.multiply(scales)?)
+                }
+                None => scores_in_blocks(q, rows),
+            },
+        }
+    }
+
+    fn weighted(&self, p: &Array, rows: &Rows) -> Result<Array> {
+        let [codes, scales] = exactly::<2>(&rows.parts)?;
+        match self.element {
+            Element::Int4 => match self.integers(codes, scales)? {
+                Some(packed) => packed.product(p, false),
+                None => weighted_in_blocks(p, rows),
+            },
+            Element::Fp4 => match self.fp4(codes)? {
+                Some(packed) => {
+                    let scales = cast(scales, p.dtype())?.transpose_axes(&[0, 1, 3, 2])?;
+                    packed.product(&p.multiply(scales)?, false)
+                }
+                None => weighted_in_blocks(p, rows),
+            },
+        }
+    }
+
+    fn most_packed(&self) -> Result<i32> {
+        match self.head_dim % 32 {
+            0 => Layout::Mxfp4.most_packed(),
+            _ => Ok(super::codec::MOST_IN_BLOCKS),
+        }
+    }
+}
