@@ -90,8 +90,7 @@ fn group_of(q: &Array, spec: &AttendSpec) -> Result<i32> {
 /// head are rows of one matrix, so that nothing is repeated.
 fn packed(q: &Array, spec: &AttendSpec, group: i32, scale: f32) -> Result<Array> {
     let (heads, t, n) = (spec.k.n_kv_heads(), q.dim(2), spec.k.len());
-    // In half precision MLX's packed products take ten times as long on the CPU.
-    let dtype = if mlx::on_gpu()? { q.dtype() } else { Dtype::Float32 };
+    let dtype = dtype_of_products(q)?;
     let rows = cast(q, dtype)?.multiply(Array::from_f32(scale).as_dtype(dtype)?)?;
     let rows = rows.reshape(&[1, heads, group * t, q.dim(3)])?;
     let scores = spec.k.scores(&rows)?;
@@ -101,6 +100,13 @@ fn packed(q: &Array, spec: &AttendSpec, group: i32, scale: f32) -> Result<Array>
     let p = p.reshape(&[1, heads, group * t, n])?;
     let out = spec.v.weighted(&cast(&p, dtype)?)?;
     Ok(out.reshape(&[1, heads * group, t, spec.v.head_dim()])?)
+}
+
+/// The dtype in which queries multiply packed or unpacked rows. In half precision
+/// MLX's packed products take ten times as long on the CPU, and its attention
+/// longer than in float32.
+fn dtype_of_products(q: &Array) -> Result<Dtype> {
+    Ok(if mlx::on_gpu()? { q.dtype() } else { Dtype::Float32 })
 }
 
 /// `scores`, `[1, n_kv_heads, group, T, L]`, with the least number in place of what
@@ -134,6 +140,7 @@ fn masked(scores: &Array, mask: &Mask) -> Result<Array> {
 
 /// MLX's attention one KV head at a time, each of them unpacked for itself.
 fn by_head(q: &Array, spec: &AttendSpec, group: i32, scale: f32) -> Result<Array> {
+    let q = cast(q, dtype_of_products(q)?)?;
     let mut outs: Vec<Array> = Vec::new();
     for head in 0..spec.k.n_kv_heads() {
         let (from, to) = (head * group, (head + 1) * group);
@@ -145,7 +152,7 @@ fn by_head(q: &Array, spec: &AttendSpec, group: i32, scale: f32) -> Result<Array
             }
             mask => mask.clone(),
         };
-        let out = by_mlx(&slice_axis(q, 1, from, to, 1)?, &k, &v, &mask, scale)?;
+        let out = by_mlx(&slice_axis(&q, 1, from, to, 1)?, &k, &v, &mask, scale)?;
         // Now: MLX would unpack every head before it attends to the first.
         eval([&out])?;
         outs.push(out);

@@ -110,8 +110,8 @@ pub(super) fn e8m0(peaks: &Array, top: u32) -> Result<[Array; 2]> {
     // One more in the exponent where the mantissa is above 1.75.
     let bits = peaks.view_dtype(Dtype::Uint32)?.add(word(0x001f_ffff))?;
     let exponent = shr(&bits, &word(23))?;
-    // At most 253, so that its inverse is a normal number.
-    let code = minimum(maximum(exponent, word(top))?.subtract(word(top))?, word(253))?;
+    // At most that with which the largest element is finite.
+    let code = minimum(maximum(exponent, word(top))?.subtract(word(top))?, word(254 - top))?;
     let inverse = shl(&word(254).subtract(&code)?, &word(23))?.view_dtype(Dtype::Float32)?;
     Ok([cast(&code, Dtype::Uint8)?, inverse])
 }

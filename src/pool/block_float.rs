@@ -1,11 +1,11 @@
 //! Floats of four and eight bits with a scale a block: OCP microscaling, and
 //! NVIDIA's.
 
-use mlx_rs::ops::{from_fp8, minimum, select, to_fp8};
+use mlx_rs::ops::{clip, from_fp8, minimum, select, to_fp8};
 use mlx_rs::{Array, Dtype};
 use smallvec::smallvec;
 
-use super::bits::{e8m0, from_e4m3, from_e8m0, pack_nibbles, to_e2m1};
+use super::bits::{e8m0, from_e2m1, from_e4m3, from_e8m0, pack_nibbles, to_e2m1, unpack_nibbles};
 use super::codec::{scores_in_blocks, weighted_in_blocks, Codec, MOST_IN_BLOCKS};
 use super::packed::{exactly, Layout, Packed};
 use super::planes::{self, Parts, Plane};
@@ -36,6 +36,14 @@ impl BlockFloat {
             Layout::Nvfp4 => 16,
             _ => 32,
         }
+    }
+
+    /// The shape of `rows` with the blocks apart.
+    fn apart(&self, rows: &Array) -> Vec<i32> {
+        let mut shape = rows.shape().to_vec();
+        shape.truncate(3);
+        shape.extend([self.head_dim / self.block(), self.block()]);
+        shape
     }
 
     fn packed(&self, parts: &[Array]) -> Result<Packed> {
@@ -80,11 +88,8 @@ impl Codec for BlockFloat {
     }
 
     fn encode(&self, rows: &Array) -> Result<Parts> {
-        let shape = rows.shape();
-        let mut blocks = shape[..3].to_vec();
-        blocks.extend([self.head_dim / self.block(), self.block()]);
-        let rows_in_blocks = cast(rows, Dtype::Float32)?.reshape(&blocks)?;
-        let peaks = rows_in_blocks.abs()?.max_axis(-1, true)?;
+        let blocks = cast(rows, Dtype::Float32)?.reshape(&self.apart(rows))?;
+        let peaks = blocks.abs()?.max_axis(-1, true)?;
         let [scales, inverse] = match self.layout {
             Layout::Mxfp8 => e8m0(&peaks, 8)?,
             Layout::Nvfp4 => {
@@ -98,25 +103,30 @@ impl Codec for BlockFloat {
             }
             _ => e8m0(&peaks, 2)?,
         };
-        let steps = rows_in_blocks.multiply(inverse)?.reshape(shape)?;
+        let steps = blocks.multiply(inverse)?.reshape(rows.shape())?;
         let codes = match self.layout {
-            Layout::Mxfp8 => to_fp8(steps)?.view_dtype(Dtype::Uint32)?,
+            Layout::Mxfp8 => to_fp8(clip(steps, (-448.0, 448.0))?)?.view_dtype(Dtype::Uint32)?,
             _ => pack_nibbles(&to_e2m1(&steps)?)?,
         };
         Ok(smallvec![codes, scales.squeeze_axes(&[-1])?])
     }
 
     fn decode(&self, parts: &[Array], dtype: Dtype) -> Result<Array> {
-        if !self.in_blocks()? {
+        if mlx::on_gpu()? {
             return self.packed(parts)?.unpacked(dtype);
         }
+        // What MLX's CPU composes for this refuses some head_dims.
         let [codes, scales] = exactly::<2>(parts)?;
-        let codes = codes.view_dtype(Dtype::Uint8)?;
-        let mut blocks = codes.shape()[..3].to_vec();
-        blocks.extend([self.head_dim / self.block(), self.block()]);
-        let steps = from_e4m3(&codes)?.reshape(&blocks)?;
-        let rows = steps.multiply(from_e8m0(scales)?.expand_dims(-1)?)?;
-        cast(&rows.reshape(codes.shape())?, dtype)
+        let steps = match self.layout {
+            Layout::Mxfp8 => from_e4m3(&codes.view_dtype(Dtype::Uint8)?)?,
+            _ => from_e2m1(&unpack_nibbles(codes)?)?,
+        };
+        let scales = match self.layout {
+            Layout::Nvfp4 => from_e4m3(scales)?,
+            _ => from_e8m0(scales)?,
+        };
+        let rows = steps.reshape(&self.apart(codes))?.multiply(scales.expand_dims(-1)?)?;
+        cast(&rows.reshape(steps.shape())?, dtype)
     }
 
     fn scores(&self, q: &Array, rows: &Rows) -> Result<Array> {

@@ -1,0 +1,173 @@
+//! Attention over pools against attention in float64 over what they hold.
+
+use super::*;
+use crate::attend::{attend, AttendSpec, Mask};
+use crate::mlx::run;
+
+struct Case {
+    k: (KvFormat, i32),
+    v: (KvFormat, i32),
+    heads: i32,
+    group: i32,
+    t: i32,
+    /// Slots that are read.
+    read: (i32, i32),
+}
+
+/// Which of `n` keys query `i` of head `head` sees.
+type Sees = dyn Fn(usize, usize, usize) -> bool;
+
+fn oracle(q: &[f32], k: &[f32], v: &[f32], case: &Case, sees: &Sees) -> Vec<f64> {
+    let n = (case.read.1 - case.read.0) as usize;
+    let (dk, dv, t) = (case.k.1 as usize, case.v.1 as usize, case.t as usize);
+    let mut out = Vec::new();
+    for head in 0..(case.heads * case.group) as usize {
+        let kv = head / case.group as usize;
+        for i in 0..t {
+            let q = &q[(head * t + i) * dk..][..dk];
+            let score = |j: usize| {
+                let k = &k[(kv * n + j) * dk..][..dk];
+                q.iter().zip(k).map(|(a, b)| f64::from(*a) * f64::from(*b)).sum::<f64>() * 0.25
+            };
+            let seen: Vec<usize> = (0..n).filter(|&j| sees(head, i, j)).collect();
+            let scores: Vec<f64> = seen.iter().map(|&j| score(j)).collect();
+            let most = scores.iter().fold(f64::MIN, |a, &b| a.max(b));
+            let weights: Vec<f64> = scores.iter().map(|s| (s - most).exp()).collect();
+            let total: f64 = weights.iter().sum();
+            for d in 0..dv {
+                let sum = |(&j, w): (&usize, &f64)| w * f64::from(v[(kv * n + j) * dv + d]);
+                out.push(seen.iter().zip(&weights).map(sum).sum::<f64>() / total);
+            }
+        }
+    }
+    out
+}
+
+fn check(case: &Case) -> Result<()> {
+    let (start, stop) = case.read;
+    let (n, t) = (stop - start, case.t);
+    let n_heads = case.heads * case.group;
+    let slots = stop + 3;
+    let k = pool_of(case.k.0, &rows(20, case.heads, slots, case.k.1))?.read(start, stop)?;
+    let v = pool_of(case.v.0, &rows(21, case.heads, slots, case.v.1))?.read(start, stop)?;
+    let q = rows(22, n_heads, t, case.k.1);
+    let [held_k, held_v] =
+        [&k, &v].map(|rows| values(&rows.dequantized(Dtype::Float32).unwrap()).unwrap());
+
+    // Every query sees itself at least, some see others here and there.
+    let offset = (n - t) as usize;
+    let scattered =
+        move |head: usize, i: usize, j: usize| j == offset + i || (j * 7 + i * 3 + head) % 5 < 2;
+    let shared = move |_: usize, i: usize, j: usize| scattered(0, i, j);
+    let array_of = |heads: usize, sees: &Sees, shape: &[i32]| {
+        let mut mask = Vec::new();
+        for head in 0..heads {
+            for i in 0..t as usize {
+                mask.extend((0..n as usize).map(|j| sees(head, i, j)));
+            }
+        }
+        Array::from_slice(&mask, shape)
+    };
+    let masks: [(Mask, &Sees); 5] = [
+        (Mask::None, &|_, _, _| true),
+        (Mask::Causal, &move |_, i, j| j <= offset + i),
+        (Mask::Explicit(array_of(1, &shared, &[t, n])), &shared),
+        (Mask::Explicit(array_of(1, &shared, &[1, 1, t, n])), &shared),
+        (Mask::Explicit(array_of(n_heads as usize, &scattered, &[1, n_heads, t, n])), &scattered),
+    ];
+    let tolerances = [(Dtype::Float32, 2e-5), (Dtype::Float16, 4e-3), (Dtype::Bfloat16, 4e-2)];
+    for (mask, sees) in masks {
+        for (dtype, tolerance) in tolerances {
+            let q = q.as_dtype(dtype)?;
+            let expected = oracle(&values(&q)?, &held_k, &held_v, case, sees);
+            let spec = AttendSpec { k: k.clone(), v: v.clone(), mask: mask.clone() };
+            let out = attend(&q, &spec, 0.25, None)?;
+            assert_eq!(out.dtype(), dtype);
+            assert_eq!(out.shape(), [1, n_heads, t, case.v.1]);
+            for (at, (x, y)) in values(&out)?.iter().zip(&expected).enumerate() {
+                assert!(
+                    (f64::from(*x) - y).abs() <= tolerance * (1.0 + y.abs()),
+                    "{:?} {:?}, {} heads of {}, {t} queries, {:?}, {dtype:?}: {x}, not {y}, at {at}",
+                    case.k,
+                    case.v,
+                    case.heads,
+                    case.group,
+                    if let Mask::Explicit(mask) = &mask { mask.shape() } else { &[] },
+                );
+            }
+        }
+    }
+    Ok(())
+}
+
+#[test]
+fn attention_over_every_format_is_attention_over_its_rows() {
+    run(|| {
+        for form in formats() {
+            for (t, heads, group) in [(1, 2, 4), (3, 3, 1), (40, 2, 2)] {
+                check(&Case { k: form, v: form, heads, group, t, read: (2, 47) })?;
+            }
+        }
+        Ok(())
+    })
+    .unwrap();
+}
+
+#[test]
+fn keys_and_values_differ_in_format_and_in_head_dim() {
+    let affine = |bits| KvFormat::Affine { bits, group: 32 };
+    let pairs = [
+        ((KvFormat::F16, 48), (affine(4), 64)),
+        ((affine(8), 64), (KvFormat::F32, 40)),
+        ((KvFormat::RowInt4, 80), (KvFormat::Nvfp4, 32)),
+        ((KvFormat::Mxfp8, 32), (affine(3), 96)),
+        ((KvFormat::RowFp4, 64), (KvFormat::Bf16, 64)),
+        ((affine(2), 128), (KvFormat::RowFp4, 40)),
+        ((KvFormat::F32, 16), (KvFormat::F16, 24)),
+    ];
+    run(|| {
+        for (k, v) in pairs {
+            for (t, heads, group) in [(1, 1, 3), (5, 2, 2), (150, 2, 2)] {
+                check(&Case { k, v, heads, group, t, read: (0, 160) })?;
+            }
+        }
+        Ok(())
+    })
+    .unwrap();
+}
+
+/// Reads that are more than one block of what is unpacked at a time.
+#[test]
+fn blocks_join() {
+    run(|| {
+        for format in [KvFormat::Mxfp8, KvFormat::RowInt4, KvFormat::RowFp4] {
+            let dim = if format == KvFormat::Mxfp8 { 64 } else { 40 };
+            let case = Case {
+                k: (format, dim),
+                v: (format, dim),
+                heads: 8,
+                group: 1,
+                t: 2,
+                read: (1, 6000),
+            };
+            check(&case)?;
+        }
+        Ok(())
+    })
+    .unwrap();
+}
+
+#[test]
+fn a_query_that_sees_nothing_is_still_a_number() {
+    run(|| {
+        for (format, dim) in formats() {
+            let pool = pool_of(format, &rows(1, 1, 8, dim))?;
+            let mask = Mask::Explicit(Array::from_slice(&[false; 8], &[1, 8]));
+            let spec = AttendSpec { k: pool.read(0, 8)?, v: pool.read(0, 8)?, mask };
+            let out = values(&attend(&rows(2, 1, 1, dim), &spec, 1.0, None)?)?;
+            assert!(out.iter().all(|x| x.is_finite()), "{format}");
+        }
+        Ok(())
+    })
+    .unwrap();
+}

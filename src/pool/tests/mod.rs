@@ -1,0 +1,75 @@
+//! Pools of every format against plain Rust.
+
+mod attention;
+mod memory;
+mod storage;
+
+use mlx_rs::{Array, Dtype};
+
+use super::{pool_for, Pool};
+use crate::bookkeeping::Slots;
+use crate::error::Result;
+use crate::format::KvFormat;
+
+/// Every format, with head_dims that it takes.
+fn formats() -> Vec<(KvFormat, i32)> {
+    let mut formats = vec![
+        (KvFormat::F32, 24),
+        (KvFormat::F16, 24),
+        (KvFormat::Bf16, 24),
+        (KvFormat::Mxfp8, 64),
+        (KvFormat::Mxfp8, 96),
+        (KvFormat::Mxfp4, 64),
+        (KvFormat::Mxfp4, 96),
+        (KvFormat::Nvfp4, 48),
+        (KvFormat::Nvfp4, 128),
+    ];
+    for format in [KvFormat::RowInt4, KvFormat::RowFp4] {
+        formats.extend([24, 64, 80, 96, 256].map(|dim| (format, dim)));
+    }
+    for bits in [2, 3, 4, 5, 6, 8] {
+        for (group, dims) in [(32, [32, 96]), (64, [64, 192]), (128, [128, 256])] {
+            formats.extend(dims.map(|dim| (KvFormat::Affine { bits, group }, dim)));
+        }
+    }
+    formats
+}
+
+/// Numbers from about a normal distribution, the same in every run.
+fn normal(seed: u64, n: usize) -> Vec<f32> {
+    let mut state = seed.wrapping_mul(0x9e37_79b9_7f4a_7c15) | 1;
+    let mut uniform = || {
+        state =
+            state.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1_442_695_040_888_963_407);
+        (state >> 40) as f32 / (1u64 << 24) as f32 - 0.5
+    };
+    (0..n).map(|_| (0..6).map(|_| uniform()).sum::<f32>() * 1.4).collect()
+}
+
+fn array(values: &[f32], shape: &[i32]) -> Array {
+    Array::from_slice(values, shape)
+}
+
+fn rows(seed: u64, heads: i32, n: i32, dim: i32) -> Array {
+    array(&normal(seed, (heads * n * dim) as usize), &[1, heads, n, dim])
+}
+
+fn values(array: &Array) -> Result<Vec<f32>> {
+    let flat = array.as_dtype(Dtype::Float32)?.contiguous()?;
+    flat.eval()?;
+    Ok(flat.as_slice::<f32>().to_vec())
+}
+
+fn bytes_of(array: &Array) -> Result<Vec<u8>> {
+    let flat = array.contiguous()?;
+    flat.eval()?;
+    Ok(crate::mlx::bytes(&flat)?.to_vec())
+}
+
+fn pool_of(format: KvFormat, rows: &Array) -> Result<Box<dyn Pool>> {
+    let mut pool = pool_for(format, rows.dim(1), rows.dim(3))?;
+    pool.grow(rows.dim(2))?;
+    pool.write(&Slots::Run(0..rows.dim(2)), rows)?;
+    mlx_rs::transforms::eval(pool.buffers())?;
+    Ok(pool)
+}
