@@ -2,6 +2,12 @@
 
 fn main() {
     println!("cargo:rerun-if-changed=build.rs");
+    #[cfg(feature = "mlx")]
+    link_mlx();
+}
+
+#[cfg(feature = "mlx")]
+fn link_mlx() {
     let mlx = pip_packages::package(&pip_packages::python(), "mlx");
     if let Some(mlx) = mlx {
         println!("cargo:rustc-link-arg=-Wl,-rpath,{}", mlx.join("lib").display());

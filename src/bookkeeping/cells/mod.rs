@@ -252,7 +252,8 @@ impl CellsBookkeeping {
         let stays = |range: Range<i32>| runs.clipped(range).last();
         let last = stays(positions.end..i32::MAX).or_else(|| stays(0..positions.start));
         match last {
-            None if positions.start == 0 => self.drop_tree(sequence),
+            // A tree behind nothing begins at 0.
+            None if runs.count() > 0 || positions.start == 0 => self.drop_tree(sequence),
             None => {}
             Some(run) => {
                 self.refuse_under_tree(sequence, "remove a part of it")?;

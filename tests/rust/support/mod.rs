@@ -1,6 +1,10 @@
-//! What the tests share: random numbers that a seed repeats, and the oracle.
+//! What the tests share: random numbers that a seed repeats, and the oracles.
 
+pub mod model;
+#[cfg(feature = "mlx")]
 pub mod oracle;
+pub mod shrink;
+pub mod slots;
 
 /// xorshift64*: small, and the same everywhere.
 pub struct Rng(u64);
@@ -38,15 +42,19 @@ impl Rng {
 
 /// Runs a test for many seeds, and says which one failed.
 pub fn for_seeds(default_runs: u64, test: impl Fn(u64) + std::panic::RefUnwindSafe) {
-    let number = |name: &str| std::env::var(name).ok().and_then(|text| text.parse::<u64>().ok());
-    let seeds = match number("ETKV_SEED") {
-        Some(seed) => seed..seed + 1,
-        None => 0..number("ETKV_RUNS").unwrap_or(default_runs),
-    };
-    for seed in seeds {
+    for seed in seeds(default_runs) {
         if let Err(panic) = std::panic::catch_unwind(|| test(seed)) {
             eprintln!("failed with ETKV_SEED={seed}");
             std::panic::resume_unwind(panic);
         }
+    }
+}
+
+/// The one of `ETKV_SEED`, or as many as `ETKV_RUNS` says.
+fn seeds(default_runs: u64) -> std::ops::Range<u64> {
+    let number = |name: &str| std::env::var(name).ok().and_then(|text| text.parse::<u64>().ok());
+    match number("ETKV_SEED") {
+        Some(seed) => seed..seed + 1,
+        None => 0..number("ETKV_RUNS").unwrap_or(default_runs),
     }
 }

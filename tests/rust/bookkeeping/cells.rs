@@ -1,0 +1,468 @@
+//! Sequences in a pool of cells, and trees behind them.
+
+use std::ops::Range;
+
+use etkv::bookkeeping::{CellsBookkeeping, Move, Window};
+use etkv::Status;
+use etkv_tests::model::{Members, Model, Sight};
+use etkv_tests::shrink::{check, Case};
+use etkv_tests::slots::{Id, LaneSlots};
+use etkv_tests::Rng;
+
+use super::agreed;
+
+/// `windows` has `(window, sinks)` for each lane but the first, which is full.
+#[derive(Debug, Clone)]
+pub struct Config {
+    pub capacity: i32,
+    pub max_step: i32,
+    pub windows: Vec<(i32, i32)>,
+}
+
+/// Numbers are taken modulo what is possible when the operation runs.
+#[derive(Debug, Clone)]
+pub enum Op {
+    /// `n` tokens for each of these sequences, in turns or one after the other.
+    Step {
+        sequences: Vec<i32>,
+        n: i32,
+        in_turns: bool,
+        abort: bool,
+    },
+    /// `n` tokens that all of these sequences share.
+    Shared {
+        sequences: Vec<i32>,
+        n: i32,
+        abort: bool,
+    },
+    /// Nobody says whose the `n` tokens are.
+    Undeclared {
+        n: i32,
+        abort: bool,
+    },
+    /// One of the positions is elsewhere by `by`.
+    Skewed {
+        sequence: i32,
+        n: i32,
+        odd: usize,
+        by: i32,
+    },
+    Copy {
+        source: i32,
+        target: i32,
+        start: i32,
+        end: i32,
+    },
+    Remove {
+        sequence: i32,
+        start: i32,
+        end: i32,
+    },
+    /// To a position that differs by `by` from the least that it can go back to.
+    BackToLeast {
+        sequence: i32,
+        by: i32,
+    },
+    Keep {
+        sequence: i32,
+    },
+    /// Parents are taken modulo two more than the nodes before, less one.
+    Propose {
+        sequence: i32,
+        parents: Vec<i32>,
+    },
+    /// A node and its ancestors, or, where `chain` is false, nodes as they come.
+    Accept {
+        sequence: i32,
+        node: i32,
+        chain: bool,
+    },
+    Compact,
+    Clear,
+}
+
+fn generate(rng: &mut Rng) -> Case<Config, Op> {
+    let window = |rng: &mut Rng| (rng.pick(&[1, 2, 3, 8, 20, 64]), rng.pick(&[0, 0, 1, 4, 9]));
+    let config = Config {
+        capacity: rng.pick(&[1, 8, 30, 100, 300]),
+        max_step: rng.pick(&[1, 2, 7, 40]),
+        windows: (0..rng.below(3)).map(|_| window(rng)).collect(),
+    };
+    let n_sequences = rng.pick(&[1, 2, 4, 12]);
+    let longest = rng.pick(&[1, 3, config.max_step as usize, 40]);
+    let trees = rng.chance(0.6);
+    let op = |rng: &mut Rng| {
+        let any = |rng: &mut Rng| match rng.below(60) {
+            0 => rng.pick(&[-1, 256, i32::MAX, i32::MIN]),
+            _ => (rng.below(n_sequences) * rng.pick(&[1, 1, 21])) as i32,
+        };
+        let several = |rng: &mut Rng| -> Vec<i32> {
+            (0..1 + rng.below(n_sequences)).map(|_| any(rng)).collect()
+        };
+        let (place, other) = (rng.below(1000) as i32, rng.below(1000) as i32);
+        let n = 1 + rng.below(longest) as i32;
+        let abort = rng.chance(0.2);
+        let tree_op = rng.below(10);
+        match rng.below(if trees { 50 } else { 32 }) {
+            0 if rng.chance(0.2) => Op::Clear,
+            0 | 1 => Op::Compact,
+            2 => Op::Skewed {
+                sequence: any(rng),
+                n,
+                odd: rng.below(longest),
+                by: rng.pick(&[-1, 1, 2, i32::MAX, i32::MIN]),
+            },
+            3..=6 => Op::Copy {
+                source: any(rng),
+                target: any(rng),
+                start: if rng.chance(0.7) { 0 } else { place },
+                end: if rng.chance(0.6) { i32::MAX } else { other },
+            },
+            7..=10 => Op::Remove {
+                sequence: any(rng),
+                start: if rng.chance(0.4) { 0 } else { place },
+                end: if rng.chance(0.6) { i32::MAX } else { other },
+            },
+            11 | 12 => Op::BackToLeast { sequence: any(rng), by: rng.pick(&[0, 0, 1, -1]) },
+            13 if rng.chance(0.3) => Op::Keep { sequence: any(rng) },
+            14 | 15 => Op::Shared { sequences: several(rng), n, abort },
+            16..=21 => Op::Undeclared { n, abort },
+            32..=41 if tree_op < 6 => Op::Propose {
+                sequence: any(rng),
+                parents: (0..rng.below(12)).map(|_| rng.below(1000) as i32).collect(),
+            },
+            32..=41 => Op::Accept { sequence: any(rng), node: place, chain: rng.chance(0.9) },
+            42..=49 => Op::Undeclared { n, abort },
+            _ => Op::Step { sequences: several(rng), n, in_turns: rng.chance(0.5), abort },
+        }
+    };
+    let ops = (0..150).map(|_| op(rng)).collect();
+    Case { config, ops }
+}
+
+struct Run {
+    book: CellsBookkeeping,
+    model: Model,
+    sights: Vec<Sight>,
+    windows: Vec<Window>,
+    lanes: Vec<LaneSlots>,
+}
+
+impl Run {
+    fn new(config: &Config) -> Self {
+        let &Config { capacity, max_step, ref windows } = config;
+        let step = max_step.min(capacity);
+        let window = |&(window, sinks): &(i32, i32)| Window::new(window, sinks, step, capacity);
+        let windows: Vec<Window> = windows.iter().map(window).collect();
+        let limits = windows.iter().any(Window::slides);
+        let sights = std::iter::once(None).chain(config.windows.iter().copied().map(Some));
+        Self {
+            book: CellsBookkeeping::new(capacity, windows.iter().copied()),
+            model: Model::new(capacity, limits.then_some(step)),
+            sights: sights.collect(),
+            lanes: vec![LaneSlots::new(capacity); windows.len() + 1],
+            windows,
+        }
+    }
+
+    fn apply(&mut self, op: &Op) {
+        match op {
+            Op::Step { sequences, n, in_turns, abort } => {
+                let of = |sequence: &i32| vec![vec![*sequence]; *n as usize];
+                let members: Vec<Members> = match in_turns {
+                    false => sequences.iter().flat_map(of).collect(),
+                    true => (0..*n).flat_map(|_| sequences.iter().map(|&s| vec![s])).collect(),
+                };
+                self.declare(members);
+                self.step(None, *abort);
+            }
+            Op::Shared { sequences, n, abort } => {
+                self.declare(vec![sequences.clone(); *n as usize]);
+                self.step(None, *abort);
+            }
+            Op::Undeclared { n, abort } => self.step(Some(*n as usize), *abort),
+            Op::Skewed { sequence, n, odd, by } => {
+                self.declare(vec![vec![*sequence]; *n as usize]);
+                self.skewed(*odd, *by);
+            }
+            Op::Copy { source, target, start, end } => {
+                let range = self.range(*source, *start, *end);
+                self.copy([*source, *target], range);
+            }
+            Op::Remove { sequence, start, end } => {
+                let range = self.range(*sequence, *start, *end);
+                self.remove(*sequence, range);
+            }
+            Op::BackToLeast { sequence, by } => {
+                if is_known(*sequence) {
+                    let start = (self.book.rewindable_to(*sequence).unwrap() + by).max(0);
+                    self.remove(*sequence, start..i32::MAX);
+                }
+            }
+            Op::Keep { sequence } => {
+                let refusals = unknown(&[*sequence]);
+                if agreed(self.book.seq_keep(*sequence), &refusals).is_some() {
+                    self.model.keep(*sequence);
+                }
+            }
+            Op::Propose { sequence, parents } => self.propose(*sequence, parents),
+            Op::Accept { sequence, node, chain } => self.accept(*sequence, *node, *chain),
+            Op::Compact => self.compact(),
+            Op::Clear => {
+                self.book.clear();
+                self.model.clear();
+            }
+        }
+    }
+
+    fn range(&self, sequence: i32, start: i32, end: i32) -> Range<i32> {
+        let next = if is_known(sequence) { self.model.next(sequence) } else { 0 };
+        let place = |at: i32| if at == i32::MAX { at } else { at % (next + 2) };
+        place(start)..place(end)
+    }
+
+    fn declare(&mut self, members: Vec<Members>) {
+        let mut refusals = unknown(&members.concat());
+        let twice = |members: &Members| {
+            (1..members.len()).any(|index| members[..index].contains(&members[index]))
+        };
+        if members.iter().any(|members| twice(members) || members.is_empty()) {
+            refusals.push(Status::InvalidArgument);
+        }
+        let alone: Option<Vec<i32>> = members
+            .iter()
+            .map(|members| <[i32; 1]>::try_from(&members[..]).ok().map(|[one]| one))
+            .collect();
+        let result = match alone {
+            Some(alone) => self.book.begin_step(&alone),
+            None => {
+                let sets: Vec<&[i32]> = members.iter().map(Vec::as_slice).collect();
+                self.book.begin_step_shared(&sets)
+            }
+        };
+        if agreed(result, &refusals).is_some() {
+            self.model.declared = Some(members);
+        }
+    }
+
+    /// A step of the positions that are right, where there are such.
+    fn step(&mut self, n: Option<usize>, abort: bool) {
+        let n = n.unwrap_or_else(|| self.model.declared.as_ref().map_or(1, Vec::len));
+        let owners = self.model.owners(n);
+        let positions: Vec<i32> = match &owners {
+            Err(_) => vec![0; n],
+            Ok(owners) => (0..owners.len())
+                .map(|token| self.model.expected(owners, token, owners[token][0]).unwrap_or(0))
+                .collect(),
+        };
+        self.run_step(owners, &positions, abort);
+    }
+
+    fn skewed(&mut self, odd: usize, by: i32) {
+        let Some(n) = self.model.declared.as_ref().map(Vec::len) else {
+            return;
+        };
+        let Ok(owners) = self.model.owners(n) else {
+            return;
+        };
+        let mut positions: Vec<i32> = (0..owners.len())
+            .map(|token| self.model.expected(&owners, token, owners[token][0]).unwrap_or(0))
+            .collect();
+        let n = positions.len();
+        positions[odd % n] = positions[odd % n].wrapping_add(by);
+        self.run_step(Ok(owners), &positions, false);
+    }
+
+    fn run_step(&mut self, owners: Result<Vec<Members>, Status>, positions: &[i32], abort: bool) {
+        let refusals = match &owners {
+            Err(status) => vec![*status],
+            Ok(owners) => self.model.step_refusals(owners, positions),
+        };
+        let before = self.book.clone();
+        let Some(plans) = agreed(self.book.plan(positions).map(<[_]>::to_vec), &refusals) else {
+            return;
+        };
+        let owners = owners.unwrap();
+        let ids = self.model.write(positions);
+        for (lane, plan) in plans.iter().enumerate() {
+            assert!(plan.needed() <= self.model.capacity, "lane {lane} reads past the capacity");
+            self.lanes[lane].write(plan, &ids);
+            for query in 0..ids.len() {
+                let expected = self.model.visible(self.sights[lane], &owners, &ids, query);
+                let shown = self.lanes[lane].shown(plan, query, ids.len());
+                assert_eq!(shown, expected, "lane {lane}, query {query}: {plan:?}");
+            }
+        }
+        if abort {
+            self.book.abort();
+            self.check_same(&before);
+            return;
+        }
+        let moves = self.book.commit().unwrap();
+        self.relocate(&moves);
+        self.model.commit(&owners, &ids);
+    }
+
+    fn check_same(&self, before: &CellsBookkeeping) {
+        for sequence in before.sequences() {
+            assert_eq!(before.rewindable_to(sequence), self.book.rewindable_to(sequence));
+            assert_eq!(before.is_contiguous(sequence), self.book.is_contiguous(sequence));
+        }
+        for lane in 0..self.lanes.len() {
+            assert_eq!(before.used(lane), self.book.used(lane));
+        }
+    }
+
+    fn relocate(&mut self, moves: &[Move]) {
+        for Move { lane, from, to } in moves {
+            self.lanes[*lane].relocate(from, to);
+        }
+    }
+
+    fn copy(&mut self, pair: [i32; 2], range: Range<i32>) {
+        let mut refusals = unknown(&pair);
+        if range.end < range.start {
+            refusals.push(Status::InvalidArgument);
+        }
+        if refusals.is_empty() {
+            let least = pair.map(|one| self.book.rewindable_to(one).unwrap());
+            refusals = self.model.copy_refusals(pair, &range, least[0].max(least[1]));
+        }
+        if agreed(self.book.seq_cp(pair[0], pair[1], range.clone()), &refusals).is_some() {
+            self.model.copy(pair, &range);
+        }
+    }
+
+    fn remove(&mut self, sequence: i32, range: Range<i32>) {
+        let mut refusals = unknown(&[sequence]);
+        if range.end < range.start {
+            refusals.push(Status::InvalidArgument);
+        }
+        if refusals.is_empty() {
+            let least = self.book.rewindable_to(sequence).unwrap();
+            refusals = self.model.remove_refusals(sequence, &range, least);
+        }
+        if agreed(self.book.seq_rm(sequence, range.clone()), &refusals).is_some() {
+            self.model.remove(sequence, &range);
+        }
+    }
+
+    fn propose(&mut self, sequence: i32, parents: &[i32]) {
+        if !is_known(sequence) {
+            agreed(self.book.propose(sequence, parents), &unknown(&[sequence]));
+            return;
+        }
+        let nodes = self.model.sequence(sequence).tree.len() as i32;
+        let parents: Vec<i32> = (nodes..).zip(parents).map(|(n, p)| p % (n + 2) - 1).collect();
+        let refusals = self.model.propose_refusals(sequence, &parents);
+        if agreed(self.book.propose(sequence, &parents), &refusals).is_some() {
+            self.model.propose(sequence, &parents);
+        }
+    }
+
+    fn accept(&mut self, sequence: i32, node: i32, chain: bool) {
+        if !is_known(sequence) {
+            agreed(self.book.commit_tree(sequence, &[]), &unknown(&[sequence]));
+            return;
+        }
+        let held = self.model.sequence(sequence);
+        let mut accepted: Vec<i32> = match held.tree.len() {
+            0 => Vec::new(),
+            n => {
+                let up = held.chain_up(node as usize % n);
+                up.into_iter().rev().map(|node| node as i32).collect()
+            }
+        };
+        match node % 5 {
+            _ if !chain => accepted.reverse(),
+            0 => accepted.clear(),
+            _ => {}
+        }
+        let refusals = self.model.accept_refusals(sequence, &accepted);
+        if let Some(moves) = agreed(self.book.commit_tree(sequence, &accepted), &refusals) {
+            self.relocate(&moves);
+            self.model.accept(sequence, &accepted);
+        }
+    }
+
+    fn compact(&mut self) {
+        let live = self.model.live().len();
+        let moves = self.book.compact().unwrap();
+        assert!(moves.iter().all(|one| one.from.len() <= live), "{moves:?}");
+        self.relocate(&moves);
+        assert_eq!(self.book.compact().unwrap(), [], "what is compact moves again");
+        if let [only] = self.book.sequences()[..] {
+            assert!(self.book.is_contiguous(only).unwrap());
+        }
+    }
+
+    fn check(&self) {
+        let live: Vec<i32> = self.model.sequences().keys().copied().collect();
+        assert_eq!(self.book.sequences(), live);
+        assert_eq!(self.book.length(), self.model.live().len() as i32);
+        let free = self.model.free();
+        for n in [0, 1, free, free + 1] {
+            assert_eq!(self.book.can_extend(n), n <= free, "{n} of {free}");
+        }
+        for (&sequence, held) in self.model.sequences() {
+            assert_eq!(self.book.seq_len(sequence).unwrap(), held.tokens.len() as i32);
+            assert_eq!(self.book.seq_next(sequence).unwrap(), self.model.next(sequence));
+            assert_eq!(self.book.tree_len(sequence).unwrap(), held.tree.len());
+            let ranges = self.book.seq_positions(sequence).unwrap();
+            let positions: Vec<i32> = ranges.into_iter().flatten().collect();
+            assert_eq!(positions, self.model.positions_of(sequence));
+            let least = self.book.rewindable_to(sequence).unwrap();
+            // A step of the greatest size can be taken back.
+            let promised = self.windows.iter().map(|window| held.peak - window.max_step()).max();
+            assert!(least <= promised.unwrap_or(0).max(0), "sequence {sequence}: {least}");
+        }
+    }
+}
+
+fn is_known(sequence: i32) -> bool {
+    (0..256).contains(&sequence)
+}
+
+fn unknown(sequences: &[i32]) -> Vec<Status> {
+    match sequences.iter().all(|&sequence| is_known(sequence)) {
+        true => Vec::new(),
+        false => vec![Status::InvalidArgument],
+    }
+}
+
+/// Runs operations, comparing after each.
+pub fn replay(config: Config, ops: &[Op]) {
+    let mut run = Run::new(&config);
+    for op in ops {
+        run.apply(op);
+        run.check();
+    }
+}
+
+#[test]
+fn equals_lists_of_tokens_over_generated_operations() {
+    check(1200, generate, |config, ops| replay(config.clone(), ops));
+}
+
+/// The path of a runner with one sequence: never a mask.
+#[test]
+fn one_sequence_is_read_without_a_mask() {
+    use etkv::bookkeeping::MaskPlan;
+    let mut book = CellsBookkeeping::new(200, []);
+    let mut next = 0;
+    for n in [5, 1, 1, 7, 1] {
+        let positions: Vec<i32> = (next..next + n).collect();
+        let plan = &book.plan(&positions).unwrap()[0];
+        assert_eq!(plan.read, 0..next + n);
+        assert_eq!(plan.mask, if n == 1 { MaskPlan::None } else { MaskPlan::Causal });
+        book.commit().unwrap();
+        next += n;
+        // A tree whose chain is accepted, and a step that is taken back.
+        book.propose(0, &[-1, 0, 0, 2, 1]).unwrap();
+        book.plan(&[next, next + 1, next + 1, next + 2, next + 2]).unwrap();
+        book.commit().unwrap();
+        book.commit_tree(0, &[0, 2, 3]).unwrap();
+        next += 2;
+        book.seq_rm(0, next..i32::MAX).unwrap();
+    }
+}

@@ -1,0 +1,266 @@
+//! One growing sequence.
+
+use etkv::bookkeeping::{ContiguousBookkeeping, MaskPlan, Window};
+use etkv::{Growth, Status};
+use etkv_tests::model::is_seen;
+use etkv_tests::shrink::{check, Case};
+use etkv_tests::slots::{Id, LaneSlots};
+use etkv_tests::Rng;
+
+use super::agreed;
+
+/// `windows` has an entry a lane: none for full history, or `(window, sinks)`.
+#[derive(Debug, Clone)]
+pub struct Config {
+    pub capacity: i32,
+    pub max_step: i32,
+    pub windows: Vec<Option<(i32, i32)>>,
+}
+
+#[derive(Debug, Clone)]
+pub enum Op {
+    /// `n` tokens at the end.
+    Append {
+        n: i32,
+        abort: bool,
+    },
+    /// `n` tokens from `start` on, modulo one more than the length.
+    Rewrite {
+        start: i32,
+        n: i32,
+        abort: bool,
+    },
+    /// Tokens from `start` on, modulo one more than the length, the `odd`th of
+    /// which is elsewhere by `by`.
+    Skewed {
+        start: i32,
+        n: i32,
+        odd: usize,
+        by: i32,
+    },
+    /// To a length, modulo two more than the present one.
+    Rewind {
+        length: i32,
+    },
+    /// To one that differs by `by` from the least that it can go back to.
+    RewindToLeast {
+        by: i32,
+    },
+    Clear,
+}
+
+pub fn generate(rng: &mut Rng) -> Case<Config, Op> {
+    let capacity = rng.pick(&[1, 5, 30, 64, 150, 400]);
+    let lane = |rng: &mut Rng| {
+        rng.chance(0.7).then(|| (rng.pick(&[1, 2, 3, 8, 20, 64]), rng.pick(&[0, 0, 1, 4, 9])))
+    };
+    let windows = (0..1 + rng.below(3)).map(|_| lane(rng)).collect();
+    let config = Config { capacity, max_step: rng.pick(&[1, 2, 7, 40]), windows };
+    let longest = rng.pick(&[1, 3, config.max_step as usize, 40]);
+    let op = |rng: &mut Rng| {
+        let n = 1 + rng.below(longest) as i32;
+        let place = rng.below(1000) as i32;
+        let abort = rng.chance(0.2);
+        match rng.below(40) {
+            0 => Op::Clear,
+            1..=3 => Op::Rewind { length: place },
+            4..=7 => Op::RewindToLeast { by: rng.pick(&[0, 0, 0, 1, -1]) },
+            8..=10 => Op::Rewrite { start: place, n, abort },
+            11 | 12 => {
+                let by = rng.pick(&[-1, 1, 2, i32::MAX, i32::MIN]);
+                Op::Skewed { start: place, n, odd: rng.below(longest), by }
+            }
+            _ => Op::Append { n, abort },
+        }
+    };
+    let ops = (0..200).map(|_| op(rng)).collect();
+    Case { config, ops }
+}
+
+struct Run {
+    book: ContiguousBookkeeping,
+    capacity: i32,
+    windows: Vec<Option<(i32, i32)>>,
+    slides: Vec<Option<Window>>,
+    lanes: Vec<LaneSlots>,
+    max_step: i32,
+    /// The sequence: the token at each position.
+    tokens: Vec<Id>,
+    written: Id,
+    /// The greatest length since it was last empty.
+    peak: i32,
+}
+
+impl Run {
+    fn new(config: &Config) -> Self {
+        let Config { capacity, max_step, windows } = config.clone();
+        let slides: Vec<Option<Window>> = windows
+            .iter()
+            .map(|window| {
+                window.map(|(window, sinks)| Window::new(window, sinks, max_step, capacity))
+            })
+            .collect();
+        Self {
+            book: ContiguousBookkeeping::new(capacity, slides.clone()),
+            capacity,
+            lanes: vec![LaneSlots::new(capacity); windows.len()],
+            windows,
+            slides,
+            max_step,
+            tokens: Vec::new(),
+            written: 0,
+            peak: 0,
+        }
+    }
+
+    fn length(&self) -> i32 {
+        self.tokens.len() as i32
+    }
+
+    fn any_slides(&self) -> bool {
+        self.slides.iter().flatten().any(Window::slides)
+    }
+
+    fn refusals(&self, positions: &[i32]) -> Vec<Status> {
+        let Some(&start) = positions.first() else {
+            return vec![Status::InvalidArgument];
+        };
+        let mut refusals = Vec::new();
+        let runs_on = positions.windows(2).all(|pair| pair[0].checked_add(1) == Some(pair[1]));
+        let least = self.book.rewindable_to();
+        if start < 0 || start > self.length() || !runs_on || (start > 0 && start < least) {
+            refusals.push(Status::Position);
+        }
+        let n = positions.len() as i32;
+        let fits = i64::from(start) + i64::from(n) <= i64::from(self.capacity);
+        if !fits || (self.any_slides() && n > self.max_step) {
+            refusals.push(Status::Capacity);
+        }
+        refusals
+    }
+
+    fn step(&mut self, positions: &[i32], abort: bool) {
+        let before = self.book.clone();
+        let Some(plan) = agreed(self.book.plan(positions), &self.refusals(positions)) else {
+            return assert_eq!(self.book, before);
+        };
+        let ids: Vec<Id> = (self.written..).take(positions.len()).collect();
+        self.written += ids.len();
+        let mut after = self.tokens[..positions[0] as usize].to_vec();
+        after.extend(&ids);
+
+        let mut saved = Vec::new();
+        for (lane, slots) in self.lanes.iter_mut().enumerate() {
+            let displaced = self.book.displaced(lane, &plan);
+            saved.push((displaced.start, slots.saved(displaced)));
+            let todo = self.book.lane(lane, &plan);
+            slots.write(&todo, &ids);
+            for (query, &at) in positions.iter().enumerate() {
+                let sight = self.windows[lane];
+                let seen = |position: &usize| is_seen(sight, at, *position as i32);
+                let mut expected: Vec<Id> =
+                    (0..after.len()).filter(seen).map(|position| after[position]).collect();
+                expected.sort_unstable();
+                let shown = slots.shown(&todo, query, ids.len());
+                assert_eq!(shown, expected, "query {query} of {positions:?} in lane {lane}");
+            }
+            let is_explicit = matches!(todo.mask, MaskPlan::Explicit(_));
+            let end = after.len() as i32;
+            match self.slides[lane] {
+                None => {
+                    assert!(!is_explicit && todo.needed() <= end, "{todo:?}");
+                }
+                Some(window) => {
+                    let is_one_run = ids.len() == 1 && window.sinks() == 0;
+                    assert!(!(is_explicit && is_one_run), "{todo:?}");
+                    let most = window.allocated(Growth::Exact, self.peak.max(end));
+                    assert!(todo.needed() <= most, "{todo:?}, {most} slots");
+                }
+            }
+        }
+        if abort {
+            for (slots, (start, rows)) in self.lanes.iter_mut().zip(saved) {
+                slots.restore(start, &rows);
+            }
+            return assert_eq!(self.book, before);
+        }
+        for moved in self.book.commit(&plan) {
+            self.lanes[moved.lane].relocate(&moved.from, &moved.to);
+        }
+        let peak = if positions[0] == 0 { 0 } else { self.peak };
+        self.tokens = after;
+        self.peak = peak.max(self.length());
+    }
+
+    fn run_of(start: i32, n: i32) -> Vec<i32> {
+        (start..start + n).collect()
+    }
+
+    fn rewind(&mut self, length: i32) {
+        let before = self.book.clone();
+        let least = self.book.rewindable_to();
+        let possible = length == 0 || (least..=self.length()).contains(&length);
+        let refusals: &[Status] = if possible { &[] } else { &[Status::Position] };
+        if agreed(self.book.rewind(length), refusals).is_none() {
+            return assert_eq!(self.book, before);
+        }
+        self.tokens.truncate(length as usize);
+        if length == 0 {
+            self.peak = 0;
+        }
+    }
+
+    fn apply(&mut self, op: &Op) {
+        let length = self.length();
+        match *op {
+            Op::Append { n, abort } => self.step(&Self::run_of(length, n), abort),
+            Op::Rewrite { start, n, abort } => {
+                self.step(&Self::run_of(start % (length + 1), n), abort);
+            }
+            Op::Skewed { start, n, odd, by } => {
+                let mut positions = Self::run_of(start % (length + 1), n);
+                let odd = odd % positions.len();
+                positions[odd] = positions[odd].wrapping_add(by);
+                self.step(&positions, false);
+            }
+            Op::Rewind { length: to } => self.rewind(to % (length + 2)),
+            Op::RewindToLeast { by } => self.rewind(self.book.rewindable_to() + by),
+            Op::Clear => {
+                self.book.clear();
+                self.tokens.clear();
+                self.peak = 0;
+            }
+        }
+        self.check();
+    }
+
+    fn check(&mut self) {
+        let length = self.length();
+        assert_eq!(self.book.length(), length);
+        assert_eq!(self.book.capacity(), self.capacity);
+        for n in [i32::MIN, -1, 0, 1, self.capacity - length, i32::MAX] {
+            let fits = n >= 0 && i64::from(length) + i64::from(n) <= i64::from(self.capacity);
+            assert_eq!(self.book.can_extend(n), fits, "{n} more than {length}");
+        }
+        let promised = if self.any_slides() { (self.peak - self.max_step).max(0) } else { 0 };
+        let least = self.book.rewindable_to();
+        assert!((0..=promised).contains(&least), "{least}, promised are {promised}");
+        self.step(&[], false);
+        // What the next tokens will see.
+        for n in [1, 3.min(self.max_step)] {
+            if self.book.can_extend(n) {
+                self.step(&Self::run_of(length, n), true);
+            }
+        }
+    }
+}
+
+pub fn replay(config: Config, ops: &[Op]) {
+    let mut run = Run::new(&config);
+    ops.iter().for_each(|op| run.apply(op));
+}
+
+#[test]
+fn contiguous_equals_a_list_of_tokens() {
+    check(500, generate, |config, ops| replay(config.clone(), ops));
+}

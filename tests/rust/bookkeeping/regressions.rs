@@ -1,0 +1,1 @@
+//! What generated runs have found, in short.

@@ -1,0 +1,106 @@
+//! Generated runs of operations: a failing one is made as short as it can be, and
+//! printed so that it can be pasted into a test.
+//!
+//! `ETKV_SEED=<n>` replays one seed, `ETKV_RUNS=<n>` runs that many.
+
+use std::cell::Cell;
+use std::fmt::Debug;
+use std::panic::{catch_unwind, set_hook, take_hook, AssertUnwindSafe};
+use std::sync::Once;
+
+use crate::{seeds, Rng};
+
+/// What a run starts with, and what is done then. Operations are generated without
+/// knowledge of the state, and mean something in every state: any part of a run
+/// is a run as well.
+#[derive(Debug, Clone)]
+pub struct Case<C, O> {
+    pub config: C,
+    pub ops: Vec<O>,
+}
+
+/// Runs generated cases, and fails with the shortest form of the first that fails.
+pub fn check<C: Debug + Clone, O: Debug + Clone>(
+    default_runs: u64,
+    generate: impl Fn(&mut Rng) -> Case<C, O>,
+    run: impl Fn(&C, &[O]),
+) {
+    for seed in seeds(default_runs) {
+        let Case { config, ops } = generate(&mut Rng::new(seed));
+        let fails = |ops: &[O]| {
+            let result = catch_unwind(AssertUnwindSafe(|| run(&config, ops)));
+            result.err().map(|panic| message(panic.as_ref()))
+        };
+        let Some(first) = quietly(|| fails(&ops)) else {
+            continue;
+        };
+        let shortest = quietly(|| shrink(&ops, |ops| fails(ops).is_some()));
+        let why = quietly(|| fails(&shortest)).unwrap_or(first);
+        panic!(
+            "ETKV_SEED={seed} fails after {} operations, and in short so: {why}\n\n{}",
+            ops.len(),
+            pasteable(&config, &shortest)
+        );
+    }
+}
+
+/// Removes operations for as long as what is left fails: first large chunks of
+/// them, then smaller ones, then one at a time, until none can go.
+pub fn shrink<O: Clone>(ops: &[O], fails: impl Fn(&[O]) -> bool) -> Vec<O> {
+    let mut ops = ops.to_vec();
+    let mut chunk = ops.len().div_ceil(2).max(1);
+    loop {
+        let mut removed = false;
+        // From the end: what comes after the failure goes first.
+        let mut end = ops.len();
+        while end > 0 {
+            let start = end.saturating_sub(chunk);
+            let rest = [&ops[..start], &ops[end..]].concat();
+            if fails(&rest) {
+                ops = rest;
+                removed = true;
+            }
+            end = start;
+        }
+        if chunk == 1 && !removed {
+            return ops;
+        }
+        if !removed || chunk > ops.len() {
+            chunk = (chunk / 2).max(1);
+        }
+    }
+}
+
+/// A call of `replay`, as source.
+fn pasteable<C: Debug, O: Debug>(config: &C, ops: &[O]) -> String {
+    // Every list in it is a vector.
+    let source = |value: &dyn Debug| format!("{value:?}").replace('[', "vec![");
+    let ops: Vec<String> = ops.iter().map(|op| format!("        {},\n", source(op))).collect();
+    format!("replay(\n    {},\n    &[\n{}    ],\n);\n", source(config), ops.concat())
+}
+
+fn message(panic: &(dyn std::any::Any + Send)) -> String {
+    let text = panic.downcast_ref::<String>().map(String::as_str);
+    text.or_else(|| panic.downcast_ref::<&str>().copied()).unwrap_or("a panic").to_owned()
+}
+
+thread_local! {
+    static QUIET: Cell<bool> = const { Cell::new(false) };
+}
+
+/// Without a message for each of the panics that shrinking makes.
+fn quietly<T>(work: impl FnOnce() -> T) -> T {
+    static HOOK: Once = Once::new();
+    HOOK.call_once(|| {
+        let usual = take_hook();
+        set_hook(Box::new(move |panic| {
+            if !QUIET.get() {
+                usual(panic);
+            }
+        }));
+    });
+    QUIET.set(true);
+    let result = work();
+    QUIET.set(false);
+    result
+}

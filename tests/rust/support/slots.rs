@@ -1,0 +1,85 @@
+//! What a cache does with plans, on the ids of tokens in place of their rows.
+
+use etkv::bookkeeping::{LanePlan, MaskPlan, Slots};
+
+/// The number of a token that was ever written; no two have the same.
+pub type Id = usize;
+
+/// The slots of one lane.
+#[derive(Clone)]
+pub struct LaneSlots {
+    slots: Vec<Option<Id>>,
+}
+
+impl LaneSlots {
+    pub fn new(n: i32) -> Self {
+        Self { slots: vec![None; n as usize] }
+    }
+
+    /// Writes the rows of a step.
+    pub fn write(&mut self, plan: &LanePlan, ids: &[Id]) {
+        let targets = distinct(&plan.write);
+        assert_eq!(targets.len(), ids.len(), "a slot for each token");
+        if let MaskPlan::Explicit(mask) = &plan.mask {
+            assert_eq!(mask.len(), ids.len() * plan.read.len(), "a byte for each query and slot");
+            assert!(mask.iter().all(|&byte| byte <= 1), "a mask of zeros and ones");
+        }
+        for (&slot, &id) in targets.iter().zip(ids) {
+            self.slots[slot] = Some(id);
+        }
+    }
+
+    /// Moves rows: all are read before any is written.
+    pub fn relocate(&mut self, from: &Slots, to: &Slots) {
+        let (from, to) = (distinct(from), distinct(to));
+        assert_eq!(from.len(), to.len(), "a target for each source");
+        let gathered: Vec<Option<Id>> = from.iter().map(|&slot| self.slots[slot]).collect();
+        for (&slot, id) in to.iter().zip(gathered) {
+            assert!(id.is_some(), "a row moves to slot {slot} that was never written");
+            self.slots[slot] = id;
+        }
+    }
+
+    /// Rows to put back later.
+    pub fn saved(&self, slots: std::ops::Range<i32>) -> Vec<Option<Id>> {
+        self.slots[slots.start as usize..slots.end as usize].to_vec()
+    }
+
+    /// Puts saved rows back.
+    pub fn restore(&mut self, start: i32, saved: &[Option<Id>]) {
+        self.slots[start as usize..][..saved.len()].copy_from_slice(saved);
+    }
+
+    /// The tokens that a plan shows to query `query` of `n_queries`, sorted.
+    pub fn shown(&self, plan: &LanePlan, query: usize, n_queries: usize) -> Vec<Id> {
+        let read = &self.slots[plan.read.start as usize..plan.read.end as usize];
+        let is_shown = |offset: usize| match &plan.mask {
+            MaskPlan::None => true,
+            // Aligned at the lower right: the last query sees all.
+            MaskPlan::Causal => offset + (n_queries - 1 - query) < read.len(),
+            MaskPlan::Explicit(mask) => mask[query * read.len() + offset] == 1,
+        };
+        let mut shown: Vec<Id> = read
+            .iter()
+            .enumerate()
+            .filter(|(offset, _)| is_shown(*offset))
+            .map(|(offset, id)| {
+                let slot = plan.read.start as usize + offset;
+                id.unwrap_or_else(|| panic!("slot {slot} is shown and was never written"))
+            })
+            .collect();
+        shown.sort_unstable();
+        shown
+    }
+}
+
+/// The slots as indices; none of them twice.
+fn distinct(slots: &Slots) -> Vec<usize> {
+    let list: Vec<usize> = slots.iter().map(|slot| slot as usize).collect();
+    assert_eq!(list.len(), slots.len());
+    let mut sorted = list.clone();
+    sorted.sort_unstable();
+    sorted.dedup();
+    assert_eq!(sorted.len(), list.len(), "a slot is named twice: {list:?}");
+    list
+}
