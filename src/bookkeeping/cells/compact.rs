@@ -69,30 +69,32 @@ impl Layout {
         sequences.sort_unstable();
         sequences.dedup();
         for sequence in sequences {
-            let mut cells = cells_of(lane, sequence);
-            for (_, nodes) in trees.iter().filter(|(owner, _)| *owner == sequence) {
-                cells.extend_from_slice(nodes);
-            }
-            blocks.extend(Block::of(cells));
+            let tree = trees.iter().find(|(owner, _)| *owner == sequence);
+            let nodes = tree.map_or(&[][..], |(_, nodes)| nodes);
+            blocks.extend(Block::of(cells_of(lane, sequence), nodes));
         }
-        if blocks.iter().all(|block| block.is_run(ordered)) {
+        let n_runs = blocks.iter().filter(|block| block.is_run(ordered)).count();
+        if n_runs == blocks.len() {
             return None;
         }
         blocks.sort_by_key(|block| block.start);
         // With room between the sequences where there is enough of it, and without
         // any where there is not.
-        Self::arranged(&blocks, lane, ordered, ROOM)
+        let layout = Self::arranged(&blocks, lane, ordered, ROOM)
             .or_else(|| Self::arranged(&blocks, lane, ordered, 0))
-            .or_else(|| Self::packed(&blocks, ordered))
+            .unwrap_or_else(|| Self::packed(&blocks, ordered));
+        // Sequences that share cells cannot all be runs: rows move for a gain only.
+        let becomes_run = |block: &&Block| block.moved(&layout).is_run(ordered);
+        (blocks.iter().filter(becomes_run).count() > n_runs).then_some(layout)
     }
 
-    fn arranged(blocks: &[Block], lane: &Lane, ordered: bool, room: i32) -> Option<Self> {
+    fn arranged(blocks: &[Block<'_>], lane: &Lane, ordered: bool, room: i32) -> Option<Self> {
         let mut layout = Self { targets: Vec::new() };
         let mut end = 0;
         let mut last = -1;
         for block in blocks {
             let rest: Vec<i32> = block.rest(&layout);
-            if rest.is_empty() {
+            if rest.is_empty() && block.nodes.is_empty() {
                 continue;
             }
             let shares = rest.len() < block.cells.len();
@@ -100,27 +102,30 @@ impl Layout {
             let follows =
                 shares && layout.target(block.cells[block.cells.len() - rest.len() - 1]) == last;
             let least = if follows || end == 0 { end } else { end + room };
-            let start = if follows { least } else { least.max(rest.iter().copied().min()?) };
+            let start = if follows { least } else { least.max(block.first_of(&rest)) };
             let start = if whole && block.start >= end { block.start } else { start };
-            if start + rest.len() as i32 > lane.size() {
+            if start + (rest.len() + block.nodes.len()) as i32 > lane.size() {
                 return None;
             }
+            last = start + rest.len() as i32 - 1;
             layout.assign(&rest, start, ordered);
-            end = start + rest.len() as i32;
-            last = end - 1;
+            layout.assign(block.nodes, last + 1, true);
+            end = last + 1 + block.nodes.len() as i32;
         }
         Some(layout)
     }
 
-    fn packed(blocks: &[Block], ordered: bool) -> Option<Self> {
+    fn packed(blocks: &[Block], ordered: bool) -> Self {
         let mut layout = Self { targets: Vec::new() };
         let mut end = 0;
         for block in blocks {
             let rest = block.rest(&layout);
             layout.assign(&rest, end, ordered);
             end += rest.len() as i32;
+            layout.assign(block.nodes, end, true);
+            end += block.nodes.len() as i32;
         }
-        Some(layout)
+        layout
     }
 
     /// Gives `cells` the places from `start` on. Where order does not matter, those
@@ -170,22 +175,41 @@ impl Layout {
     }
 }
 
-/// The cells of one sequence and its tree, by position.
-struct Block {
+/// The cells of one sequence, by position, and those of the tree behind it.
+struct Block<'a> {
     cells: Vec<i32>,
+    nodes: &'a [i32],
+    /// From the first to the last of `cells`; of `nodes` where there are none.
     start: i32,
     end: i32,
 }
 
-impl Block {
-    fn of(cells: Vec<i32>) -> Option<Self> {
-        let (start, end) = (cells.iter().copied().min()?, cells.iter().copied().max()? + 1);
-        Some(Self { cells, start, end })
+impl<'a> Block<'a> {
+    fn of(cells: Vec<i32>, nodes: &'a [i32]) -> Option<Self> {
+        let extent = if cells.is_empty() { nodes } else { &cells };
+        let (start, end) = (extent.iter().copied().min()?, extent.iter().copied().max()? + 1);
+        Some(Self { cells, nodes, start, end })
+    }
+
+    /// The first of `rest`, or of the nodes where that is empty.
+    fn first_of(&self, rest: &[i32]) -> i32 {
+        let cells = if rest.is_empty() { self.nodes } else { rest };
+        cells.iter().copied().min().unwrap_or(self.start)
+    }
+
+    /// The same after a move.
+    fn moved(&self, layout: &Layout) -> Self {
+        let cells: Vec<i32> = self.cells.iter().map(|&cell| layout.target(cell)).collect();
+        let (start, end) = cells
+            .iter()
+            .fold((i32::MAX, 0), |(start, end), &cell| (start.min(cell), end.max(cell + 1)));
+        Self { cells, nodes: self.nodes, start, end }
     }
 
     fn is_run(&self, ordered: bool) -> bool {
-        self.end - self.start == self.cells.len() as i32
-            && (!ordered || self.cells.windows(2).all(|pair| pair[1] == pair[0] + 1))
+        self.cells.is_empty()
+            || self.end - self.start == self.cells.len() as i32
+                && (!ordered || self.cells.windows(2).all(|pair| pair[1] == pair[0] + 1))
     }
 
     /// Those of its cells that have no place yet.

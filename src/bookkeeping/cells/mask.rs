@@ -69,9 +69,10 @@ impl CellsBookkeeping {
             return Some(start..write.end);
         };
         let seen = window.first_seen(last);
+        // Positions that the last query does not see: none may be held, nor come now.
         let unseen = window.sinks()..seen;
-        let first_fresh = first - nodes.len() as i32;
-        if held.clipped(unseen.clone()).next().is_none() && !unseen.contains(&first_fresh) {
+        let first_fresh = (first - nodes.len() as i32).max(unseen.start);
+        if held.clipped(unseen.clone()).next().is_none() && first_fresh >= unseen.end {
             return Some(start..write.end);
         }
         // A single query's window is one run where positions lie in order.

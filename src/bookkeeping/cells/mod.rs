@@ -253,7 +253,7 @@ impl CellsBookkeeping {
         let last = stays(positions.end..i32::MAX).or_else(|| stays(0..positions.start));
         match last {
             // A tree behind nothing begins at 0.
-            None if runs.count() > 0 || positions.start == 0 => self.drop_tree(sequence),
+            None if runs.count() > 0 || positions.contains(&0) => self.drop_tree(sequence),
             None => {}
             Some(run) => {
                 self.refuse_under_tree(sequence, "remove a part of it")?;
