@@ -44,10 +44,18 @@ fn step(cache: &mut dyn AttendCache, positions: &[i32], dtype: Dtype) {
     step.commit(&[&x]).unwrap();
 }
 
+/// Appends rows that nobody attends to.
 fn fill(cache: &mut dyn AttendCache, length: i32, dtype: Dtype) {
     for start in (0..length).step_by(512) {
         let positions: Vec<i32> = (start..(start + 512).min(length)).collect();
-        step(cache, &positions, dtype);
+        let shape = [1, N_KV_HEADS, positions.len() as i32, HEAD_DIM];
+        let rows = Array::ones::<f32>(&shape).unwrap().as_dtype(dtype).unwrap();
+        let n_layers = cache.config().layers.len();
+        let mut step = Step::begin(cache, &positions).unwrap();
+        for layer in 0..n_layers {
+            step.update_and_fetch(layer, &rows, &rows).unwrap();
+        }
+        step.commit(&[]).unwrap();
     }
 }
 
@@ -81,7 +89,7 @@ fn decoding_copies_no_history() {
             {
                 let mut cache = new(config(format, LENGTH + 2000, &[LayerPolicy::Full; 2]));
                 fill(&mut *cache, LENGTH, dtype);
-                let steps = if kind == "contiguous" { 1000 } else { 100 };
+                let steps = if kind == "contiguous" && format == KvFormat::F32 { 1000 } else { 50 };
                 let (active, peak) = raised(&mut *cache, steps, dtype);
                 assert_eq!(active, 0, "{kind} {format}: decoding holds on to memory");
                 // Scores of one layer, and what softmax makes of them.
@@ -90,6 +98,37 @@ fn decoding_copies_no_history() {
                 assert!(peak < 4 * scores, "{kind} {format}: a decode step takes {peak} bytes");
                 assert!(4 * scores < LAYER_ELEMENTS * format.row_bytes(64) as i64 / 64);
             }
+        }
+        Ok(())
+    })
+    .unwrap();
+}
+
+/// Packed rows are multiplied as they are.
+#[test]
+fn decoding_unpacks_no_history() {
+    let formats = [
+        "affine8g64",
+        "affine6g32",
+        "affine4g32",
+        "affine3g64",
+        "affine2g32",
+        "mxfp8",
+        "mxfp4",
+        "nvfp4",
+        "row-int4",
+        "row-fp4",
+    ];
+    etkv::mlx::run(|| {
+        for name in formats {
+            let format: KvFormat = name.parse()?;
+            let mut cache =
+                ContiguousCache::new(config(format, LENGTH + 64, &[LayerPolicy::Full; 2]))?;
+            fill(&mut cache, LENGTH, Dtype::Float32);
+            let (active, peak) = raised(&mut cache, 8, Dtype::Float32);
+            println!("{name}: a step takes {peak} bytes, unpacked keys {}", 4 * LAYER_ELEMENTS);
+            assert_eq!(active, 0, "{name}: decoding holds on to memory");
+            assert!(peak < 4 * LAYER_ELEMENTS / 3, "{name}: a decode step takes {peak} bytes");
         }
         Ok(())
     })
@@ -134,7 +173,9 @@ fn forks_and_removals_move_no_bytes() {
             sequences.seq_cp(0, branch, 0..i32::MAX)?;
         }
         (1..=32).for_each(|branch| sequences.seq_rm(branch, 0..i32::MAX).unwrap());
-        assert_eq!((active_memory()?, peak_memory()?), (before, before));
+        assert_eq!(active_memory()?, before);
+        // Nothing was allocated since it was reset.
+        assert!(peak_memory()? <= before);
         assert_eq!(cache.memory(), held, "branches count once");
         Ok(())
     })

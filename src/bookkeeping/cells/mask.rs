@@ -77,8 +77,9 @@ impl CellsBookkeeping {
         }
         // A single query's window is one run where positions lie in order.
         let in_order = held.n_runs() == 1 && nodes.is_empty() && window.sinks() == 0;
-        let first_held = held.first()?;
-        (positions.len() == 1 && in_order).then(|| start + (seen - first_held)..write.end)
+        // What was copied here may end long before it.
+        let hidden = (seen - held.first()?).min(held.count());
+        (positions.len() == 1 && in_order).then(|| start + hidden..write.end)
     }
 
     /// The cells that the step reads, and for each token a byte a cell.
