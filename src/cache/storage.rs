@@ -264,10 +264,13 @@ impl Storage {
 
     fn try_apply(&mut self, moves: &[Move]) -> Result<()> {
         for Move { lane, from, to } in moves {
+            let slots = self.allocated(*lane, to.end());
             for layer in self.layers.iter_mut().filter(|layer| layer.lane == *lane) {
                 for pool in [&mut layer.k, &mut layer.v] {
                     let rows = pool.copy(from)?;
                     eval(rows.arrays())?;
+                    // Sequences may go apart, to slots that nobody had.
+                    pool.grow(slots)?;
                     pool.put(to, &rows)?;
                     eval(pool.buffers())?;
                 }

@@ -2,12 +2,12 @@
 
 use std::ffi::CStr;
 
-use mlx_rs::ops::repeat_axis;
+use mlx_rs::ops::{concatenate, repeat_axis};
 use mlx_rs::{Array, Dtype};
 use mlx_sys::{mlx_optional_dtype, mlx_optional_int};
 
 use crate::error::{fail, Result};
-use crate::mlx::{self, call, cast};
+use crate::mlx::{self, call, cast, slice_axis};
 
 /// A packed layout of MLX.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -78,8 +78,32 @@ impl Layout {
 impl Packed {
     /// `x`, `[1, n_kv_heads, m, head_dim]`, times the rows transposed, or `x`,
     /// `[1, n_kv_heads, m, n]`, times the rows.
+    ///
+    /// MLX copies codes whose rows do not lie one after the other through all heads,
+    /// which a range of the slots of several heads does not. Those of one head do:
+    /// where there are many, heads are multiplied one by one and nothing is copied.
     pub fn product(&self, x: &Array, transposed: bool) -> Result<Array> {
-        let fit = self.fit_for_device()?;
+        let heads = self.codes.dim(1);
+        if heads == 1 || self.codes.nbytes() < COPIED_BYTES {
+            return self.fit_for_device()?.whole_product(x, transposed);
+        }
+        let products = (0..heads)
+            .map(|head| {
+                let of = |array: &Array| slice_axis(array, 1, head, head + 1, 1);
+                let packed = Self {
+                    layout: self.layout,
+                    codes: of(&self.codes)?,
+                    scales: of(&self.scales)?,
+                    offsets: self.offsets.as_ref().map(of).transpose()?,
+                };
+                packed.fit_for_device()?.whole_product(&of(x)?, transposed)
+            })
+            .collect::<Result<Vec<_>>>()?;
+        Ok(concatenate(&products, 1)?)
+    }
+
+    fn whole_product(&self, x: &Array, transposed: bool) -> Result<Array> {
+        let fit = self;
         let (group, bits) = (some(fit.layout.group()), some(fit.layout.bits()));
         // SAFETY: an empty handle, which stands for none and owns nothing.
         let none = unsafe { mlx_sys::mlx_array_new() };
@@ -164,6 +188,9 @@ impl Packed {
         Ok(fit)
     }
 }
+
+/// Bytes of codes up to which a copy is cheaper than a product for each head.
+const COPIED_BYTES: usize = 64 << 10;
 
 fn some(value: i32) -> mlx_optional_int {
     mlx_optional_int { value, has_value: true }

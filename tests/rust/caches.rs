@@ -1,0 +1,271 @@
+//! Caches of sequences and trees, in every format, against attention from first
+//! principles over the rows that the model of tokens says are seen.
+//!
+//! Formats that round are compared over what they make of the rows. A failure
+//! prints its seed; `ETKV_SEED=<seed>` runs that one alone, `ETKV_RUNS=<n>` more.
+
+use etkv::bookkeeping::Slots;
+use etkv::pool::pool_for;
+use etkv::{
+    AttendCache, Cache, CacheConfig, CellsCache, Growth, KvFormat, LayerConfig, LayerPolicy, Step,
+};
+use etkv_tests::model::{Members, Model, Sight};
+use etkv_tests::oracle::{self, Row, Rows};
+use etkv_tests::slots::Id;
+use etkv_tests::{for_seeds, Rng};
+use mlx_rs::Dtype;
+
+const N_HEADS: usize = 4;
+const SCALE: f32 = 0.2;
+
+const FORMATS: [&str; 14] = [
+    "f32",
+    "f16",
+    "bf16",
+    "affine8g64",
+    "affine6g32",
+    "affine5g32",
+    "affine4g64",
+    "affine3g32",
+    "affine2g64",
+    "mxfp8",
+    "mxfp4",
+    "nvfp4",
+    "row-int4",
+    "row-fp4",
+];
+
+/// What a format makes of rows.
+fn stored(rows: &Rows, format: KvFormat) -> Rows {
+    let (heads, dim) = (rows[0].len() as i32, rows[0][0].len() as i32);
+    let mut pool = pool_for(format, heads, dim).unwrap();
+    let n = rows.len() as i32;
+    pool.grow(n).unwrap();
+    pool.write(&Slots::Run(0..n), &oracle::array(rows)).unwrap();
+    let read = pool.read(0, n).unwrap().dequantized(Dtype::Float32).unwrap();
+    read.eval().unwrap();
+    (0..rows.len()).map(|index| oracle::row(&read, index)).collect()
+}
+
+/// Keys and values of one layer, by token.
+#[derive(Default)]
+struct Stored {
+    k: Vec<Row>,
+    v: Vec<Row>,
+}
+
+struct Run {
+    rng: Rng,
+    cache: CellsCache,
+    model: Model,
+    layers: Vec<(LayerConfig, Sight, Stored)>,
+    formats: [KvFormat; 2],
+    n_sequences: usize,
+}
+
+impl Run {
+    fn new(seed: u64) -> Self {
+        let mut rng = Rng::new(seed);
+        let format = |rng: &mut Rng| -> KvFormat { rng.pick(&FORMATS).parse().unwrap() };
+        let formats = [format(&mut rng), format(&mut rng)];
+        let max_step = rng.pick(&[3, 12, 40]);
+        let layers: Vec<LayerConfig> = (0..1 + rng.below(3))
+            .map(|_| LayerConfig {
+                n_kv_heads: rng.pick(&[1, 2, 4]),
+                k_head_dim: rng.pick(&[64, 128]),
+                v_head_dim: 64,
+                policy: match rng.below(2) {
+                    0 => LayerPolicy::Full,
+                    _ => LayerPolicy::Window {
+                        window: rng.pick(&[1, 4, 16]),
+                        sinks: rng.pick(&[0, 3]),
+                    },
+                },
+            })
+            .collect();
+        let config = CacheConfig {
+            layers: layers.clone(),
+            capacity: rng.pick(&[40, 120]),
+            max_step,
+            growth: rng.pick(&[
+                Growth::Doubling { first: 8 },
+                Growth::Step { step: 16 },
+                Growth::Exact,
+                Growth::Upfront,
+            ]),
+            k_format: formats[0],
+            v_format: formats[1],
+            quantize_after: None,
+            float_format: KvFormat::F32,
+        };
+        let windowed =
+            layers.iter().any(|layer| config.window(layer.policy).is_some_and(|w| w.slides()));
+        let sight = |policy| match policy {
+            LayerPolicy::Full => None,
+            LayerPolicy::Window { window, sinks } => Some((window, sinks)),
+        };
+        Self {
+            n_sequences: rng.pick(&[1, 2, 5]),
+            model: Model::new(config.capacity, windowed.then_some(max_step.min(config.capacity))),
+            layers: layers.iter().map(|&l| (l, sight(l.policy), Stored::default())).collect(),
+            cache: CellsCache::with_trees(config).unwrap(),
+            formats,
+            rng,
+        }
+    }
+
+    fn sequence(&mut self) -> i32 {
+        self.rng.below(self.n_sequences) as i32
+    }
+
+    /// A step of some tokens, or of the frontiers that wait, committed or not.
+    fn step(&mut self) {
+        let pending = self.model.sequences().values().any(|held| held.pending() > 0);
+        if !pending {
+            let free: Vec<i32> = (0..self.n_sequences as i32)
+                .filter(|&one| self.model.sequence(one).tree.is_empty())
+                .collect();
+            if free.is_empty() {
+                return;
+            }
+            let most = self.model.max_step.unwrap_or(40) as usize;
+            let n = if self.rng.chance(0.5) { 1 } else { 1 + self.rng.below(most) };
+            let members: Vec<i32> = (0..n).map(|_| self.rng.pick(&free)).collect();
+            self.cache.sequences().unwrap().begin_step(&members).unwrap();
+            self.model.declared = Some(members.into_iter().map(|one| vec![one]).collect());
+        }
+        let Ok(owners) = self.model.owners(1) else {
+            return;
+        };
+        let positions: Vec<i32> = (0..owners.len())
+            .filter_map(|token| self.model.expected(&owners, token, owners[token][0]))
+            .collect();
+        if positions.len() != owners.len()
+            || !self.model.step_refusals(&owners, &positions).is_empty()
+        {
+            assert!(self.cache.begin(&positions).is_err() || positions.len() != owners.len());
+            return;
+        }
+        self.run_step(&owners, &positions);
+    }
+
+    fn run_step(&mut self, owners: &[Members], positions: &[i32]) {
+        let n = positions.len();
+        let ids: Vec<Id> = self.model.write(positions);
+        let stop_after = self.rng.chance(0.2).then(|| self.rng.below(self.layers.len() + 1));
+        let mut step = Step::begin(&mut self.cache, positions).unwrap();
+        for (index, (layer, sight, rows)) in self.layers.iter_mut().enumerate() {
+            let heads = layer.n_kv_heads as usize;
+            let (kd, vd) = (layer.k_head_dim as usize, layer.v_head_dim as usize);
+            let k = oracle::random_rows(&mut self.rng, n, heads, kd);
+            let v = oracle::random_rows(&mut self.rng, n, heads, vd);
+            rows.k.extend(stored(&k, self.formats[0]));
+            rows.v.extend(stored(&v, self.formats[1]));
+            if stop_after.is_some_and(|stop| index >= stop) {
+                continue;
+            }
+            let q = oracle::random_rows(&mut self.rng, n, N_HEADS, kd);
+            let spec =
+                step.update_and_fetch(index, &oracle::array(&k), &oracle::array(&v)).unwrap();
+            let out = etkv::attend(&oracle::array(&q), &spec, SCALE, None).unwrap();
+            drop(spec);
+            step.eval(&[&out]).unwrap();
+            for (query, row) in q.iter().enumerate() {
+                let seen = self.model.visible(*sight, owners, &ids, query);
+                let of = |rows: &[Row]| seen.iter().map(|&id| rows[id].clone()).collect::<Vec<_>>();
+                let expected = oracle::attention(row, &of(&rows.k), &of(&rows.v), SCALE);
+                oracle::assert_close(&oracle::row(&out, query), &expected, 5e-5);
+            }
+        }
+        if stop_after.is_some() {
+            drop(step);
+        } else {
+            step.commit(&[]).unwrap();
+            self.model.commit(owners, &ids);
+        }
+    }
+
+    fn fork_or_remove(&mut self) {
+        let (source, target) = (self.sequence(), self.sequence());
+        let next = self.model.next(source);
+        let at = self.rng.below(next as usize + 1) as i32;
+        let sequences = self.cache.sequences().unwrap();
+        match self.rng.below(4) {
+            0 => {
+                if sequences.seq_cp(source, target, 0..i32::MAX).is_ok() {
+                    self.model.copy([source, target], &(0..i32::MAX));
+                }
+            }
+            1 => {
+                if sequences.seq_rm(source, at..i32::MAX).is_ok() {
+                    self.model.remove(source, &(at..i32::MAX));
+                }
+            }
+            2 => {
+                if sequences.seq_rm(source, 0..at).is_ok() {
+                    self.model.remove(source, &(0..at));
+                }
+            }
+            _ => sequences.compact().unwrap(),
+        }
+    }
+
+    fn tree(&mut self) {
+        let sequence = self.sequence();
+        let held = self.model.sequence(sequence);
+        let trees = self.cache.trees().unwrap();
+        if held.pending() == 0 && (held.tree.is_empty() || self.rng.chance(0.5)) {
+            let nodes = held.tree.len();
+            let parents: Vec<i32> = (0..1 + self.rng.below(6))
+                .map(|offset| self.rng.below(nodes + offset + 1) as i32 - 1)
+                .collect();
+            if trees.propose(sequence, &parents).is_ok() {
+                self.model.propose(sequence, &parents);
+            }
+        } else if !held.tree.is_empty() {
+            let mut accepted: Vec<i32> = Vec::new();
+            if held.written() > 0 {
+                let node = self.rng.below(held.written());
+                accepted = held.chain_up(node).into_iter().rev().map(|node| node as i32).collect();
+            }
+            trees.commit_tree(sequence, &accepted).unwrap();
+            self.model.accept(sequence, &accepted);
+        }
+    }
+
+    /// What was stored is stored anew.
+    fn convert(&mut self) {
+        let formats = [0, 1].map(|_| self.rng.pick(&FORMATS).parse::<KvFormat>().unwrap());
+        self.cache.convert(formats[0], formats[1]).unwrap();
+        for (_, _, rows) in self.layers.iter_mut().filter(|(_, _, rows)| !rows.k.is_empty()) {
+            if formats[0] != self.formats[0] {
+                rows.k = stored(&rows.k, formats[0]);
+            }
+            if formats[1] != self.formats[1] {
+                rows.v = stored(&rows.v, formats[1]);
+            }
+        }
+        self.formats = formats;
+        assert_eq!(self.cache.formats(), formats);
+    }
+}
+
+#[test]
+fn attention_is_over_what_the_model_sees() {
+    for_seeds(400, |seed| {
+        etkv::mlx::run(|| {
+            let mut run = Run::new(seed);
+            for _ in 0..40 {
+                match run.rng.below(20) {
+                    0 => run.convert(),
+                    1..=4 => run.fork_or_remove(),
+                    5..=8 => run.tree(),
+                    _ => run.step(),
+                }
+                assert_eq!(run.cache.length(), run.model.live().len() as i32);
+            }
+            Ok(())
+        })
+        .unwrap();
+    });
+}
