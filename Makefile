@@ -63,6 +63,7 @@ lint: .venv/.ready ## Check formats, lints and docs
 
 test-rust: .venv/.ready ## Run Rust's tests; the bookkeeping also without MLX
 	cargo test --locked --no-default-features --lib
+	cargo test --release --locked -p etkv-tests --no-default-features
 	cargo test $(CARGO_FLAGS) --workspace
 
 test-cpp: build ## Run the tests of the C and C++ faces

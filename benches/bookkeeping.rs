@@ -97,7 +97,7 @@ fn fork(book: &mut CellsBookkeeping) {
 fn tree(book: &mut CellsBookkeeping, length: i32) {
     let parents: Vec<i32> = (0..32).map(|node| (node - 1) / 2 - i32::from(node == 0)).collect();
     book.propose(0, &parents).expect("a tree");
-    let mut depths = vec![0; 32];
+    let mut depths = [0; 32];
     (1..32).for_each(|node: usize| depths[node] = depths[parents[node] as usize] + 1);
     let positions: Vec<i32> = depths.iter().map(|depth| length + depth).collect();
     book.plan(&positions).expect("a step");

@@ -3,9 +3,12 @@
 use std::hint::black_box;
 use std::time::{Duration, Instant};
 
+/// What is measured: its name, and the time that it takes at a length.
+pub type Case<'a> = (&'a str, Box<dyn FnMut(i32) -> Duration>);
+
 /// Prints one row a length and one column a case: the median time of each, with
 /// the cases measured in turns.
-pub fn table(title: &str, lengths: &[i32], cases: &mut [(&str, Box<dyn FnMut(i32) -> Duration>)]) {
+pub fn table(title: &str, lengths: &[i32], cases: &mut [Case]) {
     println!("\n{title}");
     print!("{:>10}", "length");
     cases.iter().for_each(|(name, _)| print!("{name:>24}"));

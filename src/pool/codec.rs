@@ -34,7 +34,7 @@ pub trait Codec: Send + Sync {
     /// [`Mlx`](crate::Status::Mlx).
     fn decode(&self, parts: &[Array], dtype: Dtype) -> Result<Array>;
 
-    /// [`Rows::scores`]. Where the format has no product of its own, rows are
+    /// `Rows::scores`. Where the format has no product of its own, rows are
     /// unpacked in blocks of a constant number of bytes.
     ///
     /// # Errors
@@ -43,7 +43,7 @@ pub trait Codec: Send + Sync {
         scores_in_blocks(q, rows)
     }
 
-    /// [`Rows::weighted`], likewise.
+    /// `Rows::weighted`, likewise.
     ///
     /// # Errors
     /// [`Mlx`](crate::Status::Mlx).
@@ -81,7 +81,7 @@ fn blocks(rows: &Rows, dtype: Dtype) -> impl Iterator<Item = (i32, i32)> {
     (0..n).step_by(step as usize).map(move |start| (start, start.saturating_add(step).min(n)))
 }
 
-/// [`Rows::scores`] with no more than a block of rows unpacked at a time. With
+/// `Rows::scores` with no more than a block of rows unpacked at a time. With
 /// more than one, each is evaluated before the next: MLX would unpack them all
 /// before it multiplies.
 pub(super) fn scores_in_blocks(q: &Array, rows: &Rows) -> Result<Array> {
@@ -102,7 +102,7 @@ pub(super) fn scores_in_blocks(q: &Array, rows: &Rows) -> Result<Array> {
     }
 }
 
-/// [`Rows::weighted`], likewise.
+/// `Rows::weighted`, likewise.
 pub(super) fn weighted_in_blocks(p: &Array, rows: &Rows) -> Result<Array> {
     let mut sum: Option<Array> = None;
     let all = rows.len();

@@ -4,7 +4,7 @@
 //! steps; a cache drives one pool for keys and one for values of each layer.
 //!
 //! A format is a [`Codec`]: planes of a row, and how to compute with them. The
-//! buffers of all formats are the same [`Planes`].
+//! buffers of all formats are the same planes.
 
 mod affine;
 mod bits;

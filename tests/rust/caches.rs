@@ -252,7 +252,7 @@ impl Run {
 
 #[test]
 fn attention_is_over_what_the_model_sees() {
-    for_seeds(400, |seed| {
+    for_seeds(250, |seed| {
         etkv::mlx::run(|| {
             let mut run = Run::new(seed);
             for _ in 0..40 {
