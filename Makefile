@@ -81,5 +81,12 @@ format: .venv/.ready ## Format every file
 bench: build model ## Compare speed and memory with mlx-lm
 	python benches/against_mlx_lm.py
 
+bench-caches: .venv/.ready ## Measure plans, forks and decode steps of every kind and format
+	cargo bench --locked -p etkv-benches
+
+test-long: .venv/.ready ## Millions of generated operations against the oracles
+	ETKV_RUNS=40000 cargo test --release --locked -p etkv-tests --no-default-features
+	ETKV_RUNS=4000 cargo test --release --locked -p etkv-tests --test caches
+
 clean: ## Remove what was built; .venv/ and exported models stay
 	rm -rf build/cargo build/cmake build/bin build/lib

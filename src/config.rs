@@ -116,7 +116,7 @@ pub struct CacheConfig {
 
 impl CacheConfig {
     /// The most tokens of a step where nothing else is asked for.
-    pub const DEFAULT_MAX_STEP: i32 = 256;
+    pub const DEFAULT_MAX_STEP: i32 = 512;
 
     /// A config of `n_layers` equal layers of full history with float16 storage.
     pub fn uniform(n_layers: usize, n_kv_heads: i32, head_dim: i32, capacity: i32) -> Self {
@@ -154,7 +154,7 @@ impl CacheConfig {
         at_least(1, "capacity", self.capacity)?;
         at_least(1, "max_step", self.max_step)?;
         match self.growth {
-            Growth::Doubling { first } => at_least(1, "the first chunk", first)?,
+            Growth::Doubling { first } => at_least(1, "min_chunk", first)?,
             Growth::Step { step } => at_least(1, "the growth step", step)?,
             Growth::Exact | Growth::Upfront => {}
         }
@@ -389,7 +389,7 @@ mod tests {
         assert_eq!(message(|c| c.max_step = 0), "max_step is 0, the least is 1");
         assert_eq!(
             message(|c| c.growth = Growth::Doubling { first: -1 }),
-            "the first chunk is -1, the least is 1"
+            "min_chunk is -1, the least is 1"
         );
         assert_eq!(message(|c| c.layers.clear()), "a cache needs at least 1 layer");
         assert_eq!(

@@ -151,7 +151,11 @@ typedef struct etkv_layer_config {
   int32_t k_head_dim;
   /** Elements of one value; 0 for the same as a key. */
   int32_t v_head_dim;
-  /** Positions that a query sees, itself among them; 0 for full history. */
+  /**
+   * Positions that a query sees, itself among them; 0 for full history. Layers
+   * with a window keep little more than that, and take at most 512 tokens in a
+   * step.
+   */
   int32_t window;
 } etkv_layer_config;
 
@@ -203,7 +207,10 @@ etkv_cache_length(const etkv_cache* cache, int32_t* length, etkv_error** error);
 ETKV_API etkv_status
 etkv_cache_clear(etkv_cache* cache, bool release, etkv_error** error);
 
-/** Forgets the positions from `length` on; 0 <= length <= the current length.
+/**
+ * Forgets the positions from `length` on; 0 <= length <= the current length.
+ * Where layers have windows, what they have dropped cannot be gone back to: that
+ * is refused with ETKV_ERROR_POSITION, naming the least length.
  */
 ETKV_API etkv_status
 etkv_cache_rewind(etkv_cache* cache, int32_t length, etkv_error** error);
@@ -234,7 +241,9 @@ typedef struct etkv_session etkv_session;
  * Makes a cache and registers it under a new key.
  *
  * @param backend_id  the backend that will use it: "MLXBackend".
- * @param kind        "contiguous": one growing sequence.
+ * @param kind        "contiguous": one growing sequence. "seq" and "tree" are
+ *                    caches of several sequences; what this interface has for
+ *                    them is that of one.
  * @param config      what it is to be; copied.
  */
 ETKV_API etkv_status etkv_session_new(

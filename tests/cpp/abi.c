@@ -349,7 +349,6 @@ static void config_fields(void) {
   CHECK_FIELD(layers[1].v_head_dim, -8, invalid, "layer 1: v_head_dim is -8");
   CHECK_FIELD(
       layers[1].window, -1, ETKV_ERROR_INVALID_ARGUMENT, "window is -1");
-  CHECK_FIELD(layers[1].window, 16, ETKV_ERROR_UNSUPPORTED, "window of 16");
 #undef CHECK_FIELD
 
   /* Zero means the default. */

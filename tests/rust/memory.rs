@@ -71,13 +71,15 @@ fn raised(cache: &mut dyn AttendCache, steps: i32, dtype: Dtype) -> (i64, i64) {
     (active_memory().unwrap() as i64 - before, peak_memory().unwrap() as i64 - before)
 }
 
+type New = fn(CacheConfig) -> Box<dyn AttendCache>;
+
 const LENGTH: i32 = 32_768;
 /// What one layer's keys take; a copy of them would show.
 const LAYER_ELEMENTS: i64 = LENGTH as i64 * (N_KV_HEADS * HEAD_DIM) as i64;
 
 #[test]
 fn decoding_copies_no_history() {
-    let kinds: [(&str, fn(CacheConfig) -> Box<dyn AttendCache>); 3] = [
+    let kinds: [(&str, New); 3] = [
         ("contiguous", |config| Box::new(ContiguousCache::new(config).unwrap())),
         ("seq", |config| Box::new(CellsCache::new(config).unwrap())),
         ("tree", |config| Box::new(CellsCache::with_trees(config).unwrap())),
