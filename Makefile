@@ -11,7 +11,7 @@ export PATH := $(CURDIR)/$(BIN):$(HOME)/.cargo/bin:$(PATH)
 export HF_HUB_OFFLINE := 1
 
 .DEFAULT_GOAL := help
-.PHONY: help setup build demo model test test-rust test-cpp test-python lint format bench clean
+.PHONY: help setup build demo model test test-rust test-cpp test-python test-long lint format bench bench-caches clean
 
 help: ## Show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
