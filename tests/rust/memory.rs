@@ -209,3 +209,44 @@ fn clearing_and_dropping_give_the_buffers_back() {
     })
     .unwrap();
 }
+
+/// Every layer policy, growth and kind, before and after the conversion.
+#[test]
+fn memory_is_what_was_estimated_at_every_length() {
+    let policies = [
+        LayerPolicy::Full,
+        LayerPolicy::Window { window: 8, sinks: 0 },
+        LayerPolicy::Window { window: 5, sinks: 2 },
+    ];
+    let growths =
+        [Growth::Doubling { first: 8 }, Growth::Step { step: 6 }, Growth::Exact, Growth::Upfront];
+    etkv::mlx::run(|| {
+        for (growth, quantize_after) in
+            growths.into_iter().flat_map(|growth| [(growth, None), (growth, Some(30))])
+        {
+            let config = CacheConfig {
+                growth,
+                quantize_after,
+                max_step: 4,
+                ..config("affine4g32".parse()?, 90, &policies)
+            };
+            let caches: [Box<dyn AttendCache>; 2] = [
+                Box::new(ContiguousCache::new(config.clone())?),
+                Box::new(CellsCache::new(config.clone())?),
+            ];
+            for mut cache in caches {
+                let kind = cache.kind();
+                for length in 0..90 {
+                    let (found, expected) = (cache.memory(), config.estimate(length));
+                    assert_eq!(found.layers, expected.layers, "{kind} {growth:?} at {length}");
+                    assert_eq!(cache.formats(), config.formats_at(length));
+                    step(&mut *cache, &[length], Dtype::Float32);
+                }
+                cache.clear(false)?;
+                assert_eq!(cache.formats(), config.formats_at(0), "{kind}: as new");
+            }
+        }
+        Ok(())
+    })
+    .unwrap();
+}
