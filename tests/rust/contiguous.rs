@@ -49,12 +49,19 @@ impl Run {
                 n_kv_heads: rng.pick(&[1, 2, 4]),
                 k_head_dim: rng.pick(&[4, 8, 16]),
                 v_head_dim: rng.pick(&[4, 8, 16]),
-                policy: LayerPolicy::Full,
+                policy: match rng.below(2) {
+                    0 => LayerPolicy::Full,
+                    _ => LayerPolicy::Window {
+                        window: rng.pick(&[1, 5, 30]),
+                        sinks: rng.pick(&[0, 0, 3]),
+                    },
+                },
             })
             .collect();
         let config = CacheConfig {
             layers: layers.clone(),
             capacity: rng.pick(&[1, 7, 64, 200]),
+            max_step: 40,
             growth: Growth::Doubling { first: rng.pick(&[1, 5, 16, 500]) },
             ..CacheConfig::uniform(1, 1, 1, 1).stored_as(format)
         };
@@ -74,6 +81,8 @@ impl Run {
     fn step(&mut self) {
         let length = self.model.length();
         let start = if self.rng.chance(0.2) { self.rng.below(length + 1) } else { length };
+        let least = self.cache.rewindable_to().unwrap() as usize;
+        let start = if start == 0 { 0 } else { start.max(least) };
         let room = self.model.capacity - start;
         if room == 0 {
             return self.refused(&[start as i32], Status::Capacity);
@@ -103,8 +112,14 @@ impl Run {
             };
             let (all_k, all_v) = (stored(k_rows, &k), stored(v_rows, &v));
             for (query, row) in q.iter().enumerate() {
-                let seen = start + query + 1;
-                let expected = oracle::attention(row, &all_k[..seen], &all_v[..seen], SCALE);
+                let of = |rows: &Rows| -> Rows {
+                    let at = start + query;
+                    (0..=at)
+                        .filter(|&p| sees(layer.policy, at, p))
+                        .map(|p| rows[p].clone())
+                        .collect()
+                };
+                let expected = oracle::attention(row, &of(&all_k), &of(&all_v), SCALE);
                 oracle::assert_close(&oracle::row(&out, query), &expected, 2e-5);
             }
             written.push((all_k, all_v));
@@ -137,8 +152,9 @@ impl Run {
     fn rewind(&mut self) {
         let length = self.model.length();
         let to = self.rng.below(length + 3);
+        let least = self.cache.rewindable_to().unwrap() as usize;
         let result = self.cache.rewind(to as i32);
-        if to <= length {
+        if to <= length && (to == 0 || to >= least) {
             result.unwrap();
             self.model.truncate(to);
         } else {
@@ -165,6 +181,14 @@ impl Run {
         assert_eq!(memory.used, self.cache.config().estimate(length as i32).used);
         assert_eq!(memory.at_capacity, self.cache.config().estimate(capacity as i32).allocated);
         assert!(memory.allocated >= memory.used && memory.allocated <= memory.at_capacity);
+    }
+}
+
+/// Whether a query at position `at` sees position `p` before it.
+fn sees(policy: LayerPolicy, at: usize, p: usize) -> bool {
+    match policy {
+        LayerPolicy::Full => true,
+        LayerPolicy::Window { window, sinks } => at - p < window as usize || p < sinks as usize,
     }
 }
 
