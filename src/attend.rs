@@ -38,32 +38,40 @@ pub struct AttendSpec {
 /// Returns `[1, n_heads, T, v_head_dim]` in `out_dtype`, or in the dtype of `q`
 /// where there is none.
 ///
-/// Rows in a float dtype are read in that of `q`. Of packed rows, few queries read
-/// the codes themselves; for many the keys and values of one KV head at a time are
-/// unpacked, which is the most that is ever unpacked at once.
+/// Rows in the dtype of `q` are read where they are. Of packed rows, and of those
+/// in another dtype, few queries read what is stored, or a block of it at a time;
+/// for many the keys and values of one KV head at a time are unpacked, which is the
+/// most that is ever unpacked at once.
 ///
 /// # Errors
 /// [`Mlx`](crate::Status::Mlx) where the shapes do not fit each other.
 pub fn attend(q: &Array, spec: &AttendSpec, scale: f32, out_dtype: Option<Dtype>) -> Result<Array> {
-    let out = match (spec.k.float(), spec.v.float()) {
+    let out = match (spec.k.as_dtype(q.dtype()), spec.v.as_dtype(q.dtype())) {
         (Some(k), Some(v)) => by_mlx(q, k, v, &spec.mask, scale)?,
         _ => {
-            let group = group_of(q, spec)?;
-            let rows = group.saturating_mul(q.dim(2));
-            if spec.k.packed_is_better(rows)? && spec.v.packed_is_better(rows)? {
-                packed(q, spec, group, scale)?
-            } else {
-                by_head(q, spec, group, scale)?
-            }
+            let rows = group_of(q, spec)?.saturating_mul(q.dim(2));
+            let dtype = dtype_of_products(q)?;
+            let packed = spec.k.packed_is_better(rows, dtype)?;
+            attend_stored(q, spec, scale, packed && spec.v.packed_is_better(rows, dtype)?)?
         }
     };
     cast(&out, out_dtype.unwrap_or(q.dtype()))
 }
 
+/// [`attend`] by what is stored (`packed`) or by what is unpacked, for the
+/// benchmark from which the choice between them comes.
+#[doc(hidden)]
+pub fn attend_stored(q: &Array, spec: &AttendSpec, scale: f32, packed: bool) -> Result<Array> {
+    let group = group_of(q, spec)?;
+    if packed {
+        by_products(q, spec, group, scale)
+    } else {
+        by_head(q, spec, group, scale)
+    }
+}
+
 /// MLX's own attention.
 fn by_mlx(q: &Array, k: &Array, v: &Array, mask: &Mask, scale: f32) -> Result<Array> {
-    let k = cast(k, q.dtype())?;
-    let v = cast(v, q.dtype())?;
     let mask = match mask {
         Mask::None => None,
         Mask::Causal => Some(ScaledDotProductAttentionMask::Causal),
@@ -88,7 +96,7 @@ fn group_of(q: &Array, spec: &AttendSpec) -> Result<i32> {
 
 /// Attention that multiplies with the rows as they are stored. The queries of a KV
 /// head are rows of one matrix, so that nothing is repeated.
-fn packed(q: &Array, spec: &AttendSpec, group: i32, scale: f32) -> Result<Array> {
+fn by_products(q: &Array, spec: &AttendSpec, group: i32, scale: f32) -> Result<Array> {
     let (heads, t, n) = (spec.k.n_kv_heads(), q.dim(2), spec.k.len());
     let dtype = dtype_of_products(q)?;
     let rows = cast(q, dtype)?.multiply(Array::from_f32(scale).as_dtype(dtype)?)?;

@@ -35,7 +35,7 @@ mod step;
 
 #[cfg(feature = "mlx")]
 pub use {
-    attend::{attend, AttendSpec, Mask},
+    attend::{attend, attend_stored, AttendSpec, Mask},
     cache::{AttendCache, Cache, CellsCache, ContiguousCache, SeqCache, TreeCache},
     registry::{Builder, BuilderRegistry, CacheRegistry, Entry, SharedCache, MLX_BACKEND},
     session::Session,

@@ -9,7 +9,7 @@ use super::planes::{Layout, Parts};
 use super::rows::Rows;
 use crate::error::{fail, Result};
 use crate::format::KvFormat;
-use crate::mlx::slice_axis;
+use crate::mlx::{self, slice_axis};
 
 /// A storage format for rows of one head_dim.
 pub trait Codec: Send + Sync {
@@ -66,19 +66,24 @@ pub(super) const F16_MAX: f32 = 65504.0;
 /// one KV head at a time.
 pub(super) const MOST_IN_BLOCKS: i32 = 64;
 
-/// Bytes of rows that are unpacked at a time.
-const BLOCK_BYTES: i64 = 4 << 20;
+/// Bytes of rows that are unpacked at a time: what a CPU's caches hold.
+const CPU_BLOCK: i64 = 4 << 20;
+/// Likewise on a GPU, which waits for each block.
+const GPU_BLOCK: i64 = 32 << 20;
 
 /// Slots of a block of rows that are unpacked to `dtype`.
-fn block_slots(rows: &Rows, dtype: Dtype) -> i32 {
+fn block_slots(rows: &Rows, dtype: Dtype) -> Result<i32> {
     let width = if dtype == Dtype::Float32 { 4 } else { 2 };
     let slot = i64::from(rows.n_kv_heads()) * i64::from(rows.head_dim()) * width;
-    (BLOCK_BYTES / slot.max(1)).clamp(16, i64::from(i32::MAX)) as i32
+    let block = if mlx::on_gpu()? { GPU_BLOCK } else { CPU_BLOCK };
+    Ok((block / slot.max(1)).clamp(16, i64::from(i32::MAX)) as i32)
 }
 
-fn blocks(rows: &Rows, dtype: Dtype) -> impl Iterator<Item = (i32, i32)> {
-    let (n, step) = (rows.len(), block_slots(rows, dtype));
-    (0..n).step_by(step as usize).map(move |start| (start, start.saturating_add(step).min(n)))
+/// Rows that are stored in `dtype` are one block: they are not unpacked.
+fn blocks(rows: &Rows, dtype: Dtype) -> Result<impl Iterator<Item = (i32, i32)>> {
+    let n = rows.len();
+    let step = if rows.as_dtype(dtype).is_some() { n.max(1) } else { block_slots(rows, dtype)? };
+    Ok((0..n).step_by(step as usize).map(move |start| (start, start.saturating_add(step).min(n))))
 }
 
 /// `Rows::scores` with no more than a block of rows unpacked at a time. With
@@ -87,7 +92,7 @@ fn blocks(rows: &Rows, dtype: Dtype) -> impl Iterator<Item = (i32, i32)> {
 pub(super) fn scores_in_blocks(q: &Array, rows: &Rows) -> Result<Array> {
     let mut scores: Vec<Array> = Vec::new();
     let all = rows.len();
-    for (start, stop) in blocks(rows, q.dtype()) {
+    for (start, stop) in blocks(rows, q.dtype())? {
         let block = rows.slice(start, stop)?.dequantized(q.dtype())?;
         let part = matmul(q, block.transpose_axes(&[0, 1, 3, 2])?)?;
         if stop - start < all {
@@ -106,7 +111,7 @@ pub(super) fn scores_in_blocks(q: &Array, rows: &Rows) -> Result<Array> {
 pub(super) fn weighted_in_blocks(p: &Array, rows: &Rows) -> Result<Array> {
     let mut sum: Option<Array> = None;
     let all = rows.len();
-    for (start, stop) in blocks(rows, p.dtype()) {
+    for (start, stop) in blocks(rows, p.dtype())? {
         let block = rows.slice(start, stop)?.dequantized(p.dtype())?;
         let part = matmul(slice_axis(p, 3, start, stop, 1)?, block)?;
         let total = match sum {

@@ -84,7 +84,9 @@ impl Packed {
     /// where there are many, heads are multiplied one by one and nothing is copied.
     pub fn product(&self, x: &Array, transposed: bool) -> Result<Array> {
         let heads = self.codes.dim(1);
-        if heads == 1 || self.codes.nbytes() < COPIED_BYTES {
+        let copied = std::env::var("ETKV_COPIED")
+            .map_or(if mlx::on_gpu()? { GPU_COPIED } else { CPU_COPIED }, |v| v.parse().unwrap());
+        if heads == 1 || self.codes.nbytes() < copied {
             return self.fit_for_device()?.whole_product(x, transposed);
         }
         let products = (0..heads)
@@ -164,20 +166,15 @@ impl Packed {
     /// The same in a form that the device multiplies.
     ///
     /// MLX 0.32.2 on CUDA has kernels only for codes whose rows lie one after the
-    /// other through all heads, which a range of the slots of several heads is not,
-    /// and throws for others: it gets a copy of the packed rows. Its kernel for one
-    /// group a row is wrong for several rows of 8 bits, so that no row is left with
-    /// one group: two with the same scale are the same numbers.
+    /// other, which a range of the slots of several heads is not, and throws for
+    /// others: they are copied, those of one head are not. Its kernel for one group a
+    /// row is wrong for several rows of 8 bits, so that no row is left with one group:
+    /// two with the same scale are the same numbers.
     fn fit_for_device(&self) -> Result<Self> {
         if !mlx::on_gpu()? || cfg!(target_os = "macos") {
             return Ok(self.clone());
         }
-        let mut fit = Self {
-            layout: self.layout,
-            codes: self.codes.contiguous()?,
-            scales: self.scales.contiguous()?,
-            offsets: self.offsets.as_ref().map(Array::contiguous).transpose()?,
-        };
+        let mut fit = self.clone();
         if let (Layout::Affine { bits, group: group @ (64 | 128) }, Some(offsets), 1) =
             (fit.layout, &fit.offsets, fit.scales.dim(-1))
         {
@@ -185,12 +182,20 @@ impl Packed {
             fit.scales = repeat_axis::<half::f16>(fit.scales, 2, -1)?;
             fit.layout = Layout::Affine { bits, group: group / 2 };
         }
+        if fit.codes.dim(1) > 1 {
+            fit.codes = fit.codes.contiguous()?;
+        }
+        // Also where one scale was repeated or broadcast.
+        fit.scales = fit.scales.contiguous()?;
+        fit.offsets = fit.offsets.as_ref().map(Array::contiguous).transpose()?;
         Ok(fit)
     }
 }
 
 /// Bytes of codes up to which a copy is cheaper than a product for each head.
-const COPIED_BYTES: usize = 64 << 10;
+const CPU_COPIED: usize = 64 << 10;
+/// Likewise on a GPU.
+const GPU_COPIED: usize = 1 << 20;
 
 fn some(value: i32) -> mlx_optional_int {
     mlx_optional_int { value, has_value: true }

@@ -47,9 +47,9 @@ impl Rows {
         self.codec.head_dim()
     }
 
-    /// The rows as they are, where they are stored in a float dtype.
-    pub fn float(&self) -> Option<&Array> {
-        self.parts.first().filter(|_| self.format().is_float())
+    /// The rows as they are, where they are stored in `dtype`.
+    pub fn as_dtype(&self, dtype: Dtype) -> Option<&Array> {
+        self.parts.first().filter(|part| self.format().is_float() && part.dtype() == dtype)
     }
 
     /// All of the rows, `[1, n_kv_heads, n, head_dim]` in `dtype`.
@@ -103,10 +103,10 @@ impl Rows {
         self.codec.weighted(p, self)
     }
 
-    /// Whether multiplying `m` rows a KV head with the rows as they are stored is
-    /// better than unpacking them first.
-    pub(crate) fn packed_is_better(&self, m: i32) -> Result<bool> {
-        Ok(m <= self.codec.most_packed()?)
+    /// Whether multiplying `m` rows a KV head, in `dtype`, with the rows as they are
+    /// stored is better than unpacking them first.
+    pub(crate) fn packed_is_better(&self, m: i32, dtype: Dtype) -> Result<bool> {
+        Ok(self.as_dtype(dtype).is_some() || m <= self.codec.most_packed()?)
     }
 }
 

@@ -1,0 +1,112 @@
+//! Attention over stored rows against attention over the same rows unpacked: from
+//! these tables comes the number of queries up to which a pool multiplies what it
+//! stores.
+
+use std::time::{Duration, Instant};
+
+use etkv::{
+    AttendCache, AttendSpec, Cache, CacheConfig, ContiguousCache, Growth, KvFormat, Mask, Step,
+};
+use mlx_rs::{random, Array, Dtype};
+
+const N_KV_HEADS: i32 = 2;
+const GROUP: i32 = 4;
+const LENGTHS: [i32; 3] = [512, 2048, 8192];
+/// Queries a step: times `GROUP` they are the rows that a KV head is multiplied by.
+const STEPS: [i32; 8] = [1, 2, 4, 8, 16, 32, 64, 128];
+const FORMATS: [&str; 12] = [
+    "f16",
+    "bf16",
+    "affine8g64",
+    "affine6g64",
+    "affine5g64",
+    "affine4g64",
+    "affine3g64",
+    "affine2g64",
+    "mxfp8",
+    "mxfp4",
+    "nvfp4",
+    "row-int4",
+];
+
+fn rows(heads: i32, n: i32, head_dim: i32) -> etkv::Result<Array> {
+    Ok(random::normal::<f32>(&[1, heads, n, head_dim], None, None, None)?)
+}
+
+/// A layer of `length` random rows.
+fn filled(
+    format: KvFormat,
+    length: i32,
+    head_dim: i32,
+) -> etkv::Result<(ContiguousCache, AttendSpec)> {
+    let config = CacheConfig::uniform(1, N_KV_HEADS, head_dim, length).stored_as(format);
+    let config = CacheConfig { growth: Growth::Upfront, max_step: length, ..config };
+    let mut cache = ContiguousCache::new(config)?;
+    let positions: Vec<i32> = (0..length).collect();
+    let rows = rows(N_KV_HEADS, length, head_dim)?;
+    let mut step = Step::begin(&mut cache as &mut dyn AttendCache, &positions)?;
+    let spec = step.update_and_fetch(0, &rows, &rows)?;
+    step.commit(&[])?;
+    assert_eq!(cache.length(), length);
+    Ok((cache, spec))
+}
+
+fn time(q: &Array, spec: &AttendSpec, packed: bool) -> etkv::Result<Duration> {
+    let start = Instant::now();
+    etkv::attend_stored(q, spec, 0.1, packed)?.eval()?;
+    Ok(start.elapsed())
+}
+
+fn median(times: &mut [Duration]) -> f64 {
+    times.sort_unstable();
+    times[times.len() / 2].as_secs_f64()
+}
+
+/// One line: the time of unpacking over that of packed products, for each number of
+/// queries.
+fn line(format: &str, length: i32, head_dim: i32, dtype: Dtype) -> etkv::Result<()> {
+    let (_cache, mut spec) = filled(format.parse()?, length, head_dim)?;
+    print!("{format:>12}{length:>8}{head_dim:>6}");
+    for t in STEPS {
+        let q = rows(N_KV_HEADS * GROUP, t, head_dim)?.as_dtype(dtype)?;
+        spec.mask = Mask::Causal;
+        let (mut packed, mut unpacked) = (Vec::new(), Vec::new());
+        for round in 0..8 {
+            let times = (time(&q, &spec, true)?, time(&q, &spec, false)?);
+            // The first warms what is compiled and allocated.
+            if round > 0 {
+                packed.push(times.0);
+                unpacked.push(times.1);
+            }
+        }
+        print!("{:>8.2}", median(&mut unpacked) / median(&mut packed));
+    }
+    println!();
+    Ok(())
+}
+
+fn main() {
+    let measured = etkv::mlx::run(|| {
+        // As arguments the formats to measure, else all; `--half` for bfloat16 queries.
+        let words: Vec<String> = std::env::args().skip(1).collect();
+        let named = |format: &&str| words.iter().any(|word| word == format);
+        let all = !FORMATS.iter().any(named);
+        let dtype = match words.iter().any(|word| word == "--half") {
+            true => Dtype::Bfloat16,
+            false => Dtype::Float32,
+        };
+        println!("Unpacking over packed products ({GROUP} query heads a KV head, {dtype:?}): above 1, packed is faster");
+        print!("{:>12}{:>8}{:>6}", "format", "length", "dim");
+        STEPS.iter().for_each(|t| print!("{:>8}", format!("T={t}")));
+        println!();
+        for format in FORMATS.into_iter().filter(|format| all || named(&format)) {
+            for head_dim in [64, 128] {
+                for length in LENGTHS {
+                    line(format, length, head_dim, dtype)?;
+                }
+            }
+        }
+        Ok(())
+    });
+    measured.expect("MLX");
+}
