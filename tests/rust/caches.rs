@@ -60,6 +60,8 @@ struct Run {
     model: Model,
     layers: Vec<(LayerConfig, Sight, Stored)>,
     formats: [KvFormat; 2],
+    /// Whether `quantize_after` is still to come.
+    awaits: bool,
     n_sequences: usize,
 }
 
@@ -95,9 +97,10 @@ impl Run {
             ]),
             k_format: formats[0],
             v_format: formats[1],
-            quantize_after: None,
-            float_format: KvFormat::F32,
+            quantize_after: rng.chance(0.3).then(|| rng.pick(&[1, 10, 25])),
+            float_format: rng.pick(&["f32", "f16", "bf16"]).parse().unwrap(),
         };
+        let formats = config.formats_at(0);
         let windowed =
             layers.iter().any(|layer| config.window(layer.policy).is_some_and(|w| w.slides()));
         let sight = |policy| match policy {
@@ -108,10 +111,23 @@ impl Run {
             n_sequences: rng.pick(&[1, 2, 5]),
             model: Model::new(config.capacity, windowed.then_some(max_step.min(config.capacity))),
             layers: layers.iter().map(|&l| (l, sight(l.policy), Stored::default())).collect(),
+            awaits: config.quantize_after.is_some(),
             cache: CellsCache::with_trees(config).unwrap(),
             formats,
             rng,
         }
+    }
+
+    /// The cache quantizes by itself at some length, once.
+    fn quantize(&mut self) {
+        let config = self.cache.config();
+        let committed = self.model.committed();
+        if self.awaits && config.quantize_after.is_some_and(|tokens| committed >= tokens as usize) {
+            self.awaits = false;
+            let formats = [config.k_format, config.v_format];
+            self.store_anew(formats);
+        }
+        assert_eq!(self.cache.formats(), self.formats);
     }
 
     fn sequence(&mut self) -> i32 {
@@ -133,6 +149,17 @@ impl Run {
             let members: Vec<i32> = (0..n).map(|_| self.rng.pick(&free)).collect();
             self.cache.sequences().unwrap().begin_step(&members).unwrap();
             self.model.declared = Some(members.into_iter().map(|one| vec![one]).collect());
+            // Tokens of two sequences, where these go on at the same position.
+            let other = self.rng.pick(&free);
+            let all = self.model.declared.iter().flatten().flatten();
+            let all: Vec<i32> = all.copied().filter(|&one| one != other).collect();
+            let alone = all.windows(2).all(|pair| pair[0] == pair[1]);
+            if alone && all.len() == n && self.model.next(all[0]) == self.model.next(other) {
+                let pair: Vec<i32> = vec![all[0].min(other), all[0].max(other)];
+                let both: Vec<&[i32]> = vec![&pair; n];
+                self.cache.sequences().unwrap().begin_step_shared(&both).unwrap();
+                self.model.declared = Some(vec![pair.clone(); n]);
+            }
         }
         let Ok(owners) = self.model.owners(1) else {
             return;
@@ -140,8 +167,13 @@ impl Run {
         let positions: Vec<i32> = (0..owners.len())
             .filter_map(|token| self.model.expected(&owners, token, owners[token][0]))
             .collect();
+        let config = self.cache.config();
+        let most = config.quantize_after.map(|tokens| tokens - 1 + config.max_step);
         if positions.len() != owners.len()
             || !self.model.step_refusals(&owners, &positions).is_empty()
+            || self.awaits
+                && most
+                    .is_some_and(|most| self.model.live().len() + positions.len() > most as usize)
         {
             assert!(self.cache.begin(&positions).is_err() || positions.len() != owners.len());
             return;
@@ -182,6 +214,7 @@ impl Run {
         } else {
             step.commit(&[]).unwrap();
             self.model.commit(owners, &ids);
+            self.quantize();
         }
     }
 
@@ -190,11 +223,20 @@ impl Run {
         let next = self.model.next(source);
         let at = self.rng.below(next as usize + 1) as i32;
         let sequences = self.cache.sequences().unwrap();
-        match self.rng.below(4) {
+        match self.rng.below(6) {
             0 => {
                 if sequences.seq_cp(source, target, 0..i32::MAX).is_ok() {
                     self.model.copy([source, target], &(0..i32::MAX));
                 }
+            }
+            3 => {
+                if sequences.seq_cp(source, target, 0..at).is_ok() {
+                    self.model.copy([source, target], &(0..at));
+                }
+            }
+            4 => {
+                sequences.seq_keep(source).unwrap();
+                self.model.keep(source);
             }
             1 => {
                 if sequences.seq_rm(source, at..i32::MAX).is_ok() {
@@ -230,6 +272,7 @@ impl Run {
             }
             trees.commit_tree(sequence, &accepted).unwrap();
             self.model.accept(sequence, &accepted);
+            self.quantize();
         }
     }
 
@@ -237,6 +280,20 @@ impl Run {
     fn convert(&mut self) {
         let formats = [0, 1].map(|_| self.rng.pick(&FORMATS).parse::<KvFormat>().unwrap());
         self.cache.convert(formats[0], formats[1]).unwrap();
+        self.awaits = false;
+        self.store_anew(formats);
+        assert_eq!(self.cache.formats(), formats);
+    }
+
+    fn clear(&mut self) {
+        self.cache.clear(self.rng.chance(0.5)).unwrap();
+        self.model.clear();
+        self.formats = self.cache.formats();
+        assert_eq!(self.formats, self.cache.config().formats_at(0));
+        self.awaits = self.cache.config().quantize_after.is_some();
+    }
+
+    fn store_anew(&mut self, formats: [KvFormat; 2]) {
         for (_, _, rows) in self.layers.iter_mut().filter(|(_, _, rows)| !rows.k.is_empty()) {
             if formats[0] != self.formats[0] {
                 rows.k = stored(&rows.k, formats[0]);
@@ -246,7 +303,6 @@ impl Run {
             }
         }
         self.formats = formats;
-        assert_eq!(self.cache.formats(), formats);
     }
 }
 
@@ -256,8 +312,9 @@ fn attention_is_over_what_the_model_sees() {
         etkv::mlx::run(|| {
             let mut run = Run::new(seed);
             for _ in 0..40 {
-                match run.rng.below(20) {
+                match run.rng.below(24) {
                     0 => run.convert(),
+                    20 if run.rng.chance(0.3) => run.clear(),
                     1..=4 => run.fork_or_remove(),
                     5..=8 => run.tree(),
                     _ => run.step(),
