@@ -55,9 +55,7 @@ impl CellsCache {
     /// Quantizes if it is time to; candidates do not count.
     fn quantize(&mut self) {
         if self.storage.awaits() {
-            let trees = self.book.sequences().into_iter().map(|id| self.book.tree_len(id));
-            let candidates: usize = trees.filter_map(Result::ok).sum();
-            self.storage.quantize_at(self.book.length() - candidates as i32);
+            self.storage.quantize_at(self.book.length() - self.book.candidates());
         }
     }
 

@@ -4,48 +4,16 @@
 //! Formats that round are compared over what they make of the rows. A failure
 //! prints its seed; `ETKV_SEED=<seed>` runs that one alone, `ETKV_RUNS=<n>` more.
 
-use etkv::bookkeeping::Slots;
-use etkv::pool::pool_for;
 use etkv::{
     AttendCache, Cache, CacheConfig, CellsCache, Growth, KvFormat, LayerConfig, LayerPolicy, Step,
 };
 use etkv_tests::model::{Members, Model, Sight};
-use etkv_tests::oracle::{self, Row, Rows};
+use etkv_tests::oracle::{self, Row};
 use etkv_tests::slots::Id;
 use etkv_tests::{for_seeds, Rng};
-use mlx_rs::Dtype;
 
 const N_HEADS: usize = 4;
 const SCALE: f32 = 0.2;
-
-const FORMATS: [&str; 14] = [
-    "f32",
-    "f16",
-    "bf16",
-    "affine8g64",
-    "affine6g32",
-    "affine5g32",
-    "affine4g64",
-    "affine3g32",
-    "affine2g64",
-    "mxfp8",
-    "mxfp4",
-    "nvfp4",
-    "row-int4",
-    "row-fp4",
-];
-
-/// What a format makes of rows.
-fn stored(rows: &Rows, format: KvFormat) -> Rows {
-    let (heads, dim) = (rows[0].len() as i32, rows[0][0].len() as i32);
-    let mut pool = pool_for(format, heads, dim).unwrap();
-    let n = rows.len() as i32;
-    pool.grow(n).unwrap();
-    pool.write(&Slots::Run(0..n), &oracle::array(rows)).unwrap();
-    let read = pool.read(0, n).unwrap().dequantized(Dtype::Float32).unwrap();
-    read.eval().unwrap();
-    (0..rows.len()).map(|index| oracle::row(&read, index)).collect()
-}
 
 /// Keys and values of one layer, by token.
 #[derive(Default)]
@@ -68,7 +36,7 @@ struct Run {
 impl Run {
     fn new(seed: u64) -> Self {
         let mut rng = Rng::new(seed);
-        let format = |rng: &mut Rng| -> KvFormat { rng.pick(&FORMATS).parse().unwrap() };
+        let format = |rng: &mut Rng| -> KvFormat { rng.pick(&oracle::FORMATS).parse().unwrap() };
         let formats = [format(&mut rng), format(&mut rng)];
         let max_step = rng.pick(&[3, 12, 40]);
         let layers: Vec<LayerConfig> = (0..1 + rng.below(3))
@@ -191,8 +159,8 @@ impl Run {
             let (kd, vd) = (layer.k_head_dim as usize, layer.v_head_dim as usize);
             let k = oracle::random_rows(&mut self.rng, n, heads, kd);
             let v = oracle::random_rows(&mut self.rng, n, heads, vd);
-            rows.k.extend(stored(&k, self.formats[0]));
-            rows.v.extend(stored(&v, self.formats[1]));
+            rows.k.extend(oracle::stored(&k, self.formats[0]));
+            rows.v.extend(oracle::stored(&v, self.formats[1]));
             if stop_after.is_some_and(|stop| index >= stop) {
                 continue;
             }
@@ -278,7 +246,7 @@ impl Run {
 
     /// What was stored is stored anew.
     fn convert(&mut self) {
-        let formats = [0, 1].map(|_| self.rng.pick(&FORMATS).parse::<KvFormat>().unwrap());
+        let formats = [0, 1].map(|_| self.rng.pick(&oracle::FORMATS).parse::<KvFormat>().unwrap());
         self.cache.convert(formats[0], formats[1]).unwrap();
         self.awaits = false;
         self.store_anew(formats);
@@ -296,10 +264,10 @@ impl Run {
     fn store_anew(&mut self, formats: [KvFormat; 2]) {
         for (_, _, rows) in self.layers.iter_mut().filter(|(_, _, rows)| !rows.k.is_empty()) {
             if formats[0] != self.formats[0] {
-                rows.k = stored(&rows.k, formats[0]);
+                rows.k = oracle::stored(&rows.k, formats[0]);
             }
             if formats[1] != self.formats[1] {
-                rows.v = stored(&rows.v, formats[1]);
+                rows.v = oracle::stored(&rows.v, formats[1]);
             }
         }
         self.formats = formats;
