@@ -23,6 +23,8 @@ mod attend;
 #[cfg(feature = "mlx")]
 mod cache;
 #[cfg(feature = "mlx")]
+mod layers;
+#[cfg(feature = "mlx")]
 pub mod mlx;
 #[cfg(feature = "mlx")]
 pub mod pool;
@@ -37,7 +39,8 @@ mod step;
 pub use {
     attend::{attend, attend_stored, AttendSpec, Mask},
     cache::{AttendCache, Cache, CellsCache, ContiguousCache, SeqCache, TreeCache},
-    registry::{Builder, BuilderRegistry, CacheRegistry, Entry, SharedCache, MLX_BACKEND},
+    layers::{layer_caches, Forwards, KeyValueCache, LayerCache},
+    registry::{shared, Builder, BuilderRegistry, CacheRegistry, Entry, SharedCache, MLX_BACKEND},
     session::Session,
     step::Step,
 };

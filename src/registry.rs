@@ -18,6 +18,11 @@ pub const MLX_BACKEND: &str = "MLXBackend";
 /// first, the cache second, everywhere.
 pub type SharedCache = Arc<Mutex<dyn AttendCache>>;
 
+/// A cache for several owners.
+pub fn shared(cache: impl AttendCache + 'static) -> SharedCache {
+    Arc::new(Mutex::new(cache))
+}
+
 /// Makes a cache of one kind.
 pub type Builder = fn(CacheConfig) -> Result<SharedCache>;
 
@@ -34,13 +39,13 @@ impl BuilderRegistry {
         static GLOBAL: LazyLock<BuilderRegistry> = LazyLock::new(|| {
             let registry = BuilderRegistry { builders: RwLock::new(HashMap::new()) };
             registry.register(MLX_BACKEND, ContiguousCache::KIND, |config| {
-                Ok(Arc::new(Mutex::new(ContiguousCache::new(config)?)))
+                Ok(shared(ContiguousCache::new(config)?))
             });
             registry.register(MLX_BACKEND, CellsCache::SEQ, |config| {
-                Ok(Arc::new(Mutex::new(CellsCache::new(config)?)))
+                Ok(shared(CellsCache::new(config)?))
             });
             registry.register(MLX_BACKEND, CellsCache::TREE, |config| {
-                Ok(Arc::new(Mutex::new(CellsCache::with_trees(config)?)))
+                Ok(shared(CellsCache::with_trees(config)?))
             });
             registry
         });

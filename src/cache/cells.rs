@@ -83,6 +83,10 @@ impl Cache for CellsCache {
         self.book.length()
     }
 
+    fn next_position(&self) -> Result<i32> {
+        self.book.seq_next(self.book.only_sequence()?)
+    }
+
     fn can_extend(&self, n: i32) -> bool {
         self.storage.check().is_ok() && self.book.can_extend(n)
     }

@@ -36,14 +36,25 @@ pub trait Cache: Send {
     /// The positions that it holds; one that several sequences share counts once.
     fn length(&self) -> i32;
 
+    /// The position of the next token, where there is one sequence.
+    ///
+    /// # Errors
+    /// [`InvalidArgument`](crate::Status::InvalidArgument) where there are several.
+    fn next_position(&self) -> Result<i32> {
+        Ok(self.length())
+    }
+
     /// Whether `n` more positions fit; negative `n` never do.
     fn can_extend(&self, n: i32) -> bool;
 
     /// Forgets every position, and gives the buffers back if `release`. The cache
-    /// is as new then: conversions are undone as well.
+    /// is as new then: conversions are undone as well. Buffers that were given back
+    /// come again with the next step, whatever the growth.
     ///
     /// # Errors
-    /// [`Step`](crate::Status::Step) while a step is open.
+    /// - [`Step`](crate::Status::Step) while a step is open.
+    /// - [`Mlx`](crate::Status::Mlx) where there is no memory for buffers that are to
+    ///   be there from the start.
     fn clear(&mut self, release: bool) -> Result<()>;
 
     /// Forgets the positions from `length` on, of the one sequence that there is.
