@@ -472,3 +472,15 @@ fn one_sequence_is_read_without_a_mask() {
         book.seq_rm(0, next..i32::MAX).unwrap();
     }
 }
+
+#[test]
+fn clearing_forgets_the_open_step() {
+    let mut book = CellsBookkeeping::new(8, []);
+    book.plan(&[0, 1]).unwrap();
+    book.clear();
+    book.abort();
+    assert!(book.commit().is_err());
+    assert_eq!((book.length(), book.plans().len()), (0, 0));
+    let all: Vec<i32> = (0..8).collect();
+    assert_eq!(book.plan(&all).unwrap()[0].read, 0..8);
+}
