@@ -289,11 +289,13 @@ impl CellsBookkeeping {
         Ok(())
     }
 
-    /// Forgets every sequence and every tree.
+    /// Forgets every sequence and every tree, and a step that is open.
     pub fn clear(&mut self) {
         self.lanes.iter_mut().for_each(Lane::clear);
         self.trees.clear();
         self.declared = None;
+        // Its cells are free again, so that there is nothing to commit or abort.
+        self.step = None;
     }
 
     /// Appends a frontier of candidates to the tree behind a sequence: the queries

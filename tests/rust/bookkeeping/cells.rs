@@ -1,12 +1,13 @@
 //! Sequences in a pool of cells, and trees behind them.
 
+use std::collections::{BTreeMap, BTreeSet};
 use std::ops::Range;
 
-use etkv::bookkeeping::{CellsBookkeeping, Move, Window};
+use etkv::bookkeeping::{CellsBookkeeping, LanePlan, MaskPlan, Move, Slots, Window};
 use etkv::Status;
-use etkv_tests::model::{Members, Model, Sight};
+use etkv_tests::model::{is_seen, Members, Model, Sight};
 use etkv_tests::shrink::{check, Case};
-use etkv_tests::slots::LaneSlots;
+use etkv_tests::slots::{Id, LaneSlots};
 use etkv_tests::Rng;
 
 use super::agreed;
@@ -66,7 +67,8 @@ pub enum Op {
     Keep {
         sequence: i32,
     },
-    /// Parents are taken modulo two more than the nodes before, less one.
+    /// Parents are taken modulo two more than the nodes before, less one;
+    /// `i32::MAX` is the node before.
     Propose {
         sequence: i32,
         parents: Vec<i32>,
@@ -93,7 +95,7 @@ fn generate(rng: &mut Rng) -> Case<Config, Op> {
     let trees = rng.chance(0.6);
     let op = |rng: &mut Rng| {
         let any = |rng: &mut Rng| match rng.below(60) {
-            0 => rng.pick(&[-1, 256, i32::MAX, i32::MIN]),
+            0 => rng.pick(&[-1, 255, 256, i32::MAX, i32::MIN]),
             _ => (rng.below(n_sequences) * rng.pick(&[1, 1, 21])) as i32,
         };
         let several = |rng: &mut Rng| -> Vec<i32> {
@@ -115,12 +117,12 @@ fn generate(rng: &mut Rng) -> Case<Config, Op> {
             3..=6 => Op::Copy {
                 source: any(rng),
                 target: any(rng),
-                start: if rng.chance(0.7) { 0 } else { place },
+                start: if rng.chance(0.7) { -i32::from(rng.chance(0.02)) } else { place },
                 end: if rng.chance(0.6) { i32::MAX } else { other },
             },
             7..=10 => Op::Remove {
                 sequence: any(rng),
-                start: if rng.chance(0.4) { 0 } else { place },
+                start: if rng.chance(0.4) { -i32::from(rng.chance(0.02)) } else { place },
                 end: if rng.chance(0.6) { i32::MAX } else { other },
             },
             11 | 12 => Op::BackToLeast { sequence: any(rng), by: rng.pick(&[0, 0, 1, -1]) },
@@ -129,7 +131,10 @@ fn generate(rng: &mut Rng) -> Case<Config, Op> {
             16..=21 => Op::Undeclared { n, abort },
             32..=41 if tree_op < 6 => Op::Propose {
                 sequence: any(rng),
-                parents: (0..rng.below(12)).map(|_| rng.below(1000) as i32).collect(),
+                parents: match rng.chance(0.3) {
+                    true => vec![i32::MAX; 1 + rng.below(3)],
+                    false => (0..rng.below(12)).map(|_| rng.below(1000) as i32).collect(),
+                },
             },
             32..=41 => Op::Accept { sequence: any(rng), node: place, chain: rng.chance(0.9) },
             42..=49 => Op::Undeclared { n, abort },
@@ -217,7 +222,7 @@ impl Run {
 
     fn range(&self, sequence: i32, start: i32, end: i32) -> Range<i32> {
         let next = if is_known(sequence) { self.model.next(sequence) } else { 0 };
-        let place = |at: i32| if at == i32::MAX { at } else { at % (next + 2) };
+        let place = |at: i32| if at == i32::MAX || at < 0 { at } else { at % (next + 2) };
         place(start)..place(end)
     }
 
@@ -283,10 +288,12 @@ impl Run {
             return;
         };
         let owners = owners.unwrap();
+        self.check_cells(&owners, &plans[0].write);
         let ids = self.model.write(positions);
         for (lane, plan) in plans.iter().enumerate() {
             assert!(plan.needed() <= self.model.capacity, "lane {lane} reads past the capacity");
             self.lanes[lane].write(plan, &ids);
+            self.check_read(lane, plan, &owners, &ids);
             for query in 0..ids.len() {
                 let expected = self.model.visible(self.sights[lane], &owners, &ids, query);
                 let shown = self.lanes[lane].shown(plan, query, ids.len());
@@ -294,13 +301,121 @@ impl Run {
             }
         }
         if abort {
+            self.refuses_in_step();
             self.book.abort();
+            assert_eq!(self.book.plans(), []);
             self.check_same(&before);
             return;
         }
         let moves = self.book.commit().unwrap();
         self.relocate(&moves);
         self.model.commit(&owners, &ids);
+    }
+
+    /// Sequences go on behind themselves where all of them can; else what does not
+    /// fit behind the one of the step is one run where there is a free one.
+    fn check_cells(&self, owners: &[Members], write: &Slots) {
+        let live = self.model.live();
+        let is_live = |id: &Option<Id>| id.is_some_and(|id| live.contains(&id));
+        let taken: Vec<bool> = self.lanes[0].ids().iter().map(is_live).collect();
+        let is_free = |mut cells: Range<usize>| cells.all(|at| taken.get(at) == Some(&false));
+        let mut shares: BTreeMap<i32, Vec<i32>> = BTreeMap::new();
+        for (members, cell) in owners.iter().zip(write.iter()) {
+            let &[sequence] = &members[..] else {
+                return;
+            };
+            shares.entry(sequence).or_default().push(cell);
+        }
+        let behind = |(sequence, cells): (&i32, &Vec<i32>)| {
+            let start = self.tail(*sequence)? + 1;
+            Some(start..start + cells.len())
+        };
+        if let Some(mut wanted) = shares.iter().map(behind).collect::<Option<Vec<_>>>() {
+            wanted.sort_unstable_by_key(|cells| cells.start);
+            let apart = wanted.windows(2).all(|pair| pair[0].end <= pair[1].start);
+            if apart && wanted.iter().cloned().all(is_free) {
+                for share in &shares {
+                    let wanted = behind(share).unwrap();
+                    let expected = Slots::Run(wanted.start as i32..wanted.end as i32);
+                    assert_eq!(Slots::of(share.1), expected, "{share:?}, all of it fits behind");
+                }
+            }
+        }
+        let (Some((&sequence, cells)), 1) = (shares.first_key_value(), shares.len()) else {
+            return;
+        };
+        let start = self.tail(sequence).map_or(taken.len(), |tail| tail + 1);
+        let fits = (0..=cells.len()).rev().find(|&n| is_free(start..start + n)).unwrap_or(0);
+        let rest = cells.len() - fits;
+        let behind = start..start + fits;
+        let is_run = |from: usize| {
+            let run = from..from + rest;
+            is_free(run.clone()) && (run.end <= behind.start || behind.end <= run.start)
+        };
+        if let Some(from) = (0..taken.len()).find(|&from| is_run(from)) {
+            if start < taken.len() && rest > 0 {
+                assert_eq!(cells[fits] as usize, from, "{cells:?} are not in the first run");
+            }
+            let breaks = cells.windows(2).filter(|pair| pair[1] != pair[0] + 1).count();
+            let most = usize::from(fits > 0 && rest > 0);
+            assert!(breaks <= most, "{cells:?}, of which {fits} fit behind");
+        }
+    }
+
+    /// The cell of the last token of a sequence, or of its tree, in the first lane.
+    fn tail(&self, sequence: i32) -> Option<usize> {
+        let last = *self.model.sequences().get(&sequence)?.all().last()?;
+        self.lanes[0].slot_of(last)
+    }
+
+    /// Reads begin and end with what sequences of the step hold, or write. One
+    /// sequence in one run, all of which the last query sees, takes no mask.
+    fn check_read(&self, lane: usize, plan: &LanePlan, owners: &[Members], ids: &[Id]) {
+        let slots = self.lanes[lane].ids();
+        let (start, end) = (plan.read.start as usize, plan.read.end as usize);
+        let members: BTreeSet<i32> = owners.iter().flatten().copied().collect();
+        let held = members.iter().flat_map(|&sequence| self.model.sequence(sequence).all());
+        let known: Vec<Id> = held.chain(ids.iter().copied()).collect();
+        for edge in [start, end - 1] {
+            let is_known = slots[edge].is_some_and(|id| known.contains(&id));
+            assert!(is_known, "lane {lane} reads slot {edge} for nobody: {plan:?}");
+        }
+        let (Some(&sequence), 1) = (members.first(), members.len()) else {
+            return;
+        };
+        let Some(first) = end.checked_sub(known.len()) else {
+            return;
+        };
+        let mut run: Vec<Id> = slots[first..end].iter().flatten().copied().collect();
+        // Nodes and the step's tokens have to lie in order, what is before them not.
+        let n_tokens = self.model.sequence(sequence).tokens.len();
+        let is_tail_in_order = run.get(n_tokens..) == Some(&known[n_tokens..]);
+        run.sort_unstable();
+        let seen = || self.model.visible(self.sights[lane], owners, ids, ids.len() - 1);
+        let is_known = known.iter().all(|id| run.binary_search(id).is_ok());
+        if is_known && is_tail_in_order && seen() == run {
+            let mask = if ids.len() == 1 { MaskPlan::None } else { MaskPlan::Causal };
+            assert_eq!((&plan.mask, plan.read.len()), (&mask, run.len()), "lane {lane}");
+        }
+    }
+
+    /// In the middle of a step nothing but its end is taken.
+    fn refuses_in_step(&mut self) {
+        let book = &mut self.book;
+        let refused = [
+            book.plan(&[0]).map(drop),
+            book.begin_step(&[0]),
+            book.begin_step_shared(&[&[0, 1]]),
+            book.seq_cp(0, 1, 0..i32::MAX),
+            book.seq_rm(0, 0..i32::MAX),
+            book.seq_keep(0),
+            book.propose(0, &[-1]),
+            book.commit_tree(0, &[]).map(drop),
+            book.compact().map(drop),
+        ];
+        for result in refused {
+            assert_eq!(result.unwrap_err().status(), Status::Step);
+        }
     }
 
     fn check_same(&self, before: &CellsBookkeeping) {
@@ -321,7 +436,7 @@ impl Run {
 
     fn copy(&mut self, pair: [i32; 2], range: Range<i32>) {
         let mut refusals = unknown(&pair);
-        if range.end < range.start {
+        if range.start < 0 || range.end < range.start {
             refusals.push(Status::InvalidArgument);
         }
         if refusals.is_empty() {
@@ -335,7 +450,7 @@ impl Run {
 
     fn remove(&mut self, sequence: i32, range: Range<i32>) {
         let mut refusals = unknown(&[sequence]);
-        if range.end < range.start {
+        if range.start < 0 || range.end < range.start {
             refusals.push(Status::InvalidArgument);
         }
         if refusals.is_empty() {
@@ -353,7 +468,11 @@ impl Run {
             return;
         }
         let nodes = self.model.sequence(sequence).tree.len() as i32;
-        let parents: Vec<i32> = (nodes..).zip(parents).map(|(n, p)| p % (n + 2) - 1).collect();
+        let parent = |(node, &parent): (i32, &i32)| match parent {
+            i32::MAX => node - 1,
+            parent => parent % (node + 2) - 1,
+        };
+        let parents: Vec<i32> = (nodes..).zip(parents).map(parent).collect();
         let refusals = self.model.propose_refusals(sequence, &parents);
         if agreed(self.book.propose(sequence, &parents), &refusals).is_some() {
             self.model.propose(sequence, &parents);
@@ -379,17 +498,26 @@ impl Run {
             _ => {}
         }
         let refusals = self.model.accept_refusals(sequence, &accepted);
+        let nodes: Vec<Id> = held.tree.iter().filter_map(|node| node.token).collect();
+        let mut cells: Vec<_> = nodes.iter().map(|&id| self.lanes[0].slot_of(id)).collect();
+        cells.sort_unstable();
         if let Some(moves) = agreed(self.book.commit_tree(sequence, &accepted), &refusals) {
             self.relocate(&moves);
             self.model.accept(sequence, &accepted);
+            for (&node, cell) in accepted.iter().zip(cells) {
+                let now = self.lanes[0].slot_of(nodes[node as usize]);
+                assert_eq!(now, cell, "node {node} is not in the first of the tree's cells");
+            }
         }
     }
 
     fn compact(&mut self) {
         let live = self.model.live().len();
+        self.check_contiguous();
         let moves = self.book.compact().unwrap();
         assert!(moves.iter().all(|one| one.from.len() <= live), "{moves:?}");
         self.relocate(&moves);
+        self.check_contiguous();
         let all = self.book.sequences();
         let counted: i32 = all.iter().map(|&one| self.book.seq_len(one).unwrap()).sum();
         let nodes: usize = self.model.sequences().values().map(|held| held.written()).sum();
@@ -402,19 +530,55 @@ impl Run {
         }
     }
 
+    fn check_contiguous(&self) {
+        for (&sequence, held) in self.model.sequences() {
+            let is_held = |id: &Option<Id>| id.is_some_and(|id| held.tokens.contains(&id));
+            let slots = self.lanes[0].ids();
+            let first = slots.iter().position(is_held).unwrap_or(0);
+            let run = slots[first..].iter().take_while(|id| is_held(id)).count();
+            let is_run = run == held.tokens.len();
+            assert_eq!(self.book.is_contiguous(sequence).unwrap(), is_run, "{sequence}");
+        }
+    }
+
+    /// At least what the next query of each sequence sees is promised to be held,
+    /// and the nodes of trees; at most so many positions of each.
+    fn check_used(&self, lane: usize) {
+        let live = self.model.live().len() as i32;
+        let used = self.book.used(lane);
+        let Some((window, sinks)) = self.sights[lane] else {
+            return assert_eq!(used, live);
+        };
+        let (mut seen, mut nodes, mut most) = (BTreeSet::new(), 0, 0);
+        for (&sequence, held) in self.model.sequences() {
+            let at = self.model.next(sequence);
+            let is_seen = |id: &Id| is_seen(Some((window, sinks)), at, self.model.position(*id));
+            seen.extend(held.tokens.iter().copied().filter(is_seen));
+            nodes += held.written() as i32;
+            let slides = self.windows[lane - 1].slides();
+            let promised = sinks + window - 1 + self.windows[lane - 1].max_step();
+            most += (held.tokens.len() as i32).min(if slides { promised } else { i32::MAX });
+        }
+        let least = seen.len() as i32 + nodes;
+        let range = least..=(most + nodes).min(live);
+        assert!(range.contains(&used), "lane {lane}: {used} of {range:?}");
+    }
+
     fn check(&self) {
+        (0..self.lanes.len()).for_each(|lane| self.check_used(lane));
         let live: Vec<i32> = self.model.sequences().keys().copied().collect();
         assert_eq!(self.book.sequences(), live);
         assert_eq!(self.book.length(), self.model.live().len() as i32);
         let free = self.model.free();
-        for n in [0, 1, free, free + 1] {
-            assert_eq!(self.book.can_extend(n), n <= free, "{n} of {free}");
+        for n in [i32::MIN, -1, 0, 1, free, free + 1, i32::MAX] {
+            assert_eq!(self.book.can_extend(n), (0..=free).contains(&n), "{n} of {free}");
         }
         for (&sequence, held) in self.model.sequences() {
             assert_eq!(self.book.seq_len(sequence).unwrap(), held.tokens.len() as i32);
             assert_eq!(self.book.seq_next(sequence).unwrap(), self.model.next(sequence));
             assert_eq!(self.book.tree_len(sequence).unwrap(), held.tree.len());
             let ranges = self.book.seq_positions(sequence).unwrap();
+            assert!(ranges.windows(2).all(|pair| pair[0].end < pair[1].start), "{ranges:?}");
             let positions: Vec<i32> = ranges.into_iter().flatten().collect();
             assert_eq!(positions, self.model.positions_of(sequence));
             let least = self.book.rewindable_to(sequence).unwrap();
@@ -453,7 +617,6 @@ fn equals_lists_of_tokens_over_generated_operations() {
 /// The path of a runner with one sequence: never a mask.
 #[test]
 fn one_sequence_is_read_without_a_mask() {
-    use etkv::bookkeeping::MaskPlan;
     let mut book = CellsBookkeeping::new(200, []);
     let mut next = 0;
     for n in [5, 1, 1, 7, 1] {
@@ -471,4 +634,16 @@ fn one_sequence_is_read_without_a_mask() {
         next += 2;
         book.seq_rm(0, next..i32::MAX).unwrap();
     }
+}
+
+#[test]
+fn clearing_forgets_the_open_step() {
+    let mut book = CellsBookkeeping::new(8, []);
+    book.plan(&[0, 1]).unwrap();
+    book.clear();
+    book.abort();
+    assert!(book.commit().is_err());
+    assert_eq!((book.length(), book.plans().len()), (0, 0));
+    let all: Vec<i32> = (0..8).collect();
+    assert_eq!(book.plan(&all).unwrap()[0].read, 0..8);
 }

@@ -6,6 +6,7 @@
 
 mod cells;
 mod contiguous;
+mod layout;
 mod regressions;
 
 use etkv::{Result, Status};

@@ -50,6 +50,12 @@ impl Sequence {
         self.tree.len() - self.pending()
     }
 
+    /// Its tokens, and those of its tree.
+    pub fn all(&self) -> Vec<Id> {
+        let nodes = self.tree.iter().filter_map(|node| node.token);
+        self.tokens.iter().copied().chain(nodes).collect()
+    }
+
     /// A node and its ancestors, from the node up.
     pub fn chain_up(&self, node: usize) -> Vec<usize> {
         let mut chain = vec![node];
@@ -114,12 +120,7 @@ impl Model {
 
     /// Tokens that somebody holds, each once.
     pub fn live(&self) -> BTreeSet<Id> {
-        let nodes = |held: &Sequence| held.tree.iter().filter_map(|node| node.token).collect();
-        self.sequences
-            .values()
-            .flat_map(|held| [held.tokens.clone(), nodes(held)])
-            .flatten()
-            .collect()
+        self.sequences.values().flat_map(Sequence::all).collect()
     }
 
     pub fn free(&self) -> i32 {
