@@ -219,5 +219,5 @@ impl<'a> Block<'a> {
 }
 
 fn cells_of(lane: &Lane, sequence: i32) -> Vec<i32> {
-    lane.held(sequence).runs.iter().flat_map(|run| run.cells()).collect()
+    lane.held(sequence).iter().flat_map(|run| run.cells()).collect()
 }

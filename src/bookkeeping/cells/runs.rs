@@ -106,6 +106,22 @@ impl Runs {
             .filter_map(move |run| run.clipped(&positions))
     }
 
+    /// The last position in `range` that `other` has not.
+    pub fn last_missing_in(&self, other: &Self, range: &Range<i32>) -> Option<i32> {
+        let mut others = other.runs.iter().rev().peekable();
+        for run in self.runs.iter().rev().filter_map(|run| run.clipped(range)) {
+            let mut end = run.position + run.len;
+            while end > run.position {
+                while others.next_if(|other| other.position >= end).is_some() {}
+                match others.peek() {
+                    Some(other) if other.position + other.len >= end => end = other.position,
+                    _ => return Some(end - 1),
+                }
+            }
+        }
+        None
+    }
+
     /// Appends a run of positions that are all greater than those there are.
     pub fn push(&mut self, run: Run) {
         self.widen(&run);
@@ -202,5 +218,24 @@ mod tests {
         let found: Vec<Run> = runs.clipped(2..9).collect();
         assert_eq!(found, [run(2, 2, 2), run(4, 10, 4), run(8, 20, 1)]);
         assert_eq!(runs.clipped(4..4).count(), 0);
+    }
+
+    #[test]
+    fn the_last_missing_position_is_found_over_any_runs() {
+        let of = |list: &[(i32, i32)]| {
+            let mut runs = Runs::default();
+            list.iter().for_each(|&(position, len)| runs.push(run(position, 10 * position, len)));
+            runs
+        };
+        let all = of(&[(0, 4), (6, 10), (20, 5)]);
+        let missing = |other: &[(i32, i32)], range| all.last_missing_in(&of(other), &range);
+        assert_eq!(missing(&[(0, 4), (6, 10), (20, 5)], 0..i32::MAX), None);
+        assert_eq!(missing(&[(0, 30)], 0..i32::MAX), None);
+        assert_eq!(missing(&[], 0..i32::MAX), Some(24));
+        assert_eq!(missing(&[], 0..20), Some(15));
+        assert_eq!(missing(&[(0, 2), (9, 1), (10, 6), (20, 5)], 0..i32::MAX), Some(8));
+        assert_eq!(missing(&[(0, 2), (9, 1), (10, 6), (20, 5)], 0..6), Some(3));
+        assert_eq!(missing(&[(0, 2), (9, 1), (10, 6), (20, 5)], 9..30), None);
+        assert_eq!(missing(&[(0, 23)], 0..i32::MAX), Some(24));
     }
 }

@@ -5,6 +5,7 @@ use std::ops::Range;
 
 use etkv::bookkeeping::{CellsBookkeeping, LanePlan, MaskPlan, Move, Slots, Window};
 use etkv::Status;
+use etkv_tests::kept::Kept;
 use etkv_tests::model::{is_seen, Members, Model, Sight};
 use etkv_tests::shrink::{check, Case};
 use etkv_tests::slots::{Id, LaneSlots};
@@ -99,7 +100,8 @@ fn generate(rng: &mut Rng) -> Case<Config, Op> {
             _ => (rng.below(n_sequences) * rng.pick(&[1, 1, 21])) as i32,
         };
         let several = |rng: &mut Rng| -> Vec<i32> {
-            (0..1 + rng.below(n_sequences)).map(|_| any(rng)).collect()
+            let n = if rng.chance(0.02) { 0 } else { 1 + rng.below(n_sequences) };
+            (0..n).map(|_| any(rng)).collect()
         };
         let (place, other) = (rng.below(1000) as i32, rng.below(1000) as i32);
         let n = 1 + rng.below(longest) as i32;
@@ -151,6 +153,8 @@ struct Run {
     sights: Vec<Sight>,
     windows: Vec<Window>,
     lanes: Vec<LaneSlots>,
+    /// For each lane but the first.
+    kept: Vec<Kept>,
 }
 
 impl Run {
@@ -158,6 +162,7 @@ impl Run {
         let &Config { capacity, max_step, ref windows } = config;
         let step = max_step.min(capacity);
         let window = |&(window, sinks): &(i32, i32)| Window::new(window, sinks, step, capacity);
+        let kept = |&(window, sinks): &(i32, i32)| Kept::new(window, sinks, step, capacity);
         let windows: Vec<Window> = windows.iter().map(window).collect();
         let limits = windows.iter().any(Window::slides);
         let sights = std::iter::once(None).chain(config.windows.iter().copied().map(Some));
@@ -166,6 +171,7 @@ impl Run {
             model: Model::new(capacity, limits.then_some(step)),
             sights: sights.collect(),
             lanes: vec![LaneSlots::new(capacity); windows.len() + 1],
+            kept: config.windows.iter().map(kept).collect(),
             windows,
         }
     }
@@ -200,14 +206,16 @@ impl Run {
             }
             Op::BackToLeast { sequence, by } => {
                 if is_known(*sequence) {
-                    let start = (self.book.rewindable_to(*sequence).unwrap() + by).max(0);
-                    self.remove(*sequence, start..i32::MAX);
+                    let least = self.least(*sequence);
+                    self.check_held_at(*sequence, least);
+                    self.remove(*sequence, (least + by).max(0)..i32::MAX);
                 }
             }
             Op::Keep { sequence } => {
                 let refusals = unknown(&[*sequence]);
                 if agreed(self.book.seq_keep(*sequence), &refusals).is_some() {
                     self.model.keep(*sequence);
+                    self.settle();
                 }
             }
             Op::Propose { sequence, parents } => self.propose(*sequence, parents),
@@ -216,6 +224,7 @@ impl Run {
             Op::Clear => {
                 self.book.clear();
                 self.model.clear();
+                self.settle();
             }
         }
     }
@@ -231,7 +240,8 @@ impl Run {
         let twice = |members: &Members| {
             (1..members.len()).any(|index| members[..index].contains(&members[index]))
         };
-        if members.iter().any(|members| twice(members) || members.is_empty()) {
+        let bad = |members: &Members| twice(members) || members.is_empty();
+        if members.is_empty() || members.iter().any(bad) {
             refusals.push(Status::InvalidArgument);
         }
         let alone: Option<Vec<i32>> = members
@@ -287,6 +297,7 @@ impl Run {
         let Some(plans) = agreed(self.book.plan(positions).map(<[_]>::to_vec), &refusals) else {
             return;
         };
+        self.check_same(&before);
         let owners = owners.unwrap();
         self.check_cells(&owners, &plans[0].write);
         let ids = self.model.write(positions);
@@ -310,6 +321,53 @@ impl Run {
         let moves = self.book.commit().unwrap();
         self.relocate(&moves);
         self.model.commit(&owners, &ids);
+        self.keep(&owners, &ids);
+    }
+
+    fn settle(&mut self) {
+        self.kept.iter_mut().for_each(|kept| kept.settle(&self.model));
+    }
+
+    /// Window lanes hold what a step wrote, and slide. Those of trees do neither.
+    fn keep(&mut self, owners: &[Members], ids: &[Id]) {
+        let carries_none = |sequence: &&i32| self.model.sequence(**sequence).tree.is_empty();
+        for kept in &mut self.kept {
+            for (members, &id) in owners.iter().zip(ids) {
+                members.iter().filter(carries_none).for_each(|&member| kept.add(member, [id]));
+            }
+            let all: BTreeSet<&i32> = owners.iter().flatten().filter(carries_none).collect();
+            all.into_iter().for_each(|&sequence| kept.slide(&self.model, sequence));
+        }
+    }
+
+    /// The least position at which no window lane lacks something of `range`.
+    fn exact_from(&self, sequence: i32, range: &Range<i32>) -> i32 {
+        let exact_from = |kept: &Kept| kept.exact_from(&self.model, sequence, range);
+        self.kept.iter().map(exact_from).max().unwrap_or(0)
+    }
+
+    /// The least position that a sequence can go back to, so that it goes on there
+    /// and its query has all that it sees; 0 where it can to each.
+    fn least(&self, sequence: i32) -> i32 {
+        let least = self.exact_from(sequence, &(0..i32::MAX));
+        let positions = self.model.positions_of(sequence);
+        if least == 0 && positions.first() == Some(&0) {
+            return 0;
+        }
+        positions.into_iter().map(|at| at + 1).find(|&next| next >= least).unwrap_or(0)
+    }
+
+    /// The rows that a query of a sequence at `least` sees are where they were
+    /// written or moved.
+    fn check_held_at(&self, sequence: i32, least: i32) {
+        for (&sight, slots) in self.sights.iter().zip(&self.lanes) {
+            for id in self.model.sequence(sequence).tokens {
+                let at = self.model.position(id);
+                if at < least && is_seen(sight, least, at) {
+                    assert!(slots.slot_of(id).is_some(), "position {at} is gone at {least}");
+                }
+            }
+        }
     }
 
     /// Sequences go on behind themselves where all of them can; else what does not
@@ -419,7 +477,14 @@ impl Run {
     }
 
     fn check_same(&self, before: &CellsBookkeeping) {
+        let answers = |book: &CellsBookkeeping| {
+            let fit = (-1..=self.model.capacity + 1).filter(|&n| book.can_extend(n)).max();
+            (book.length(), fit, book.sequences())
+        };
+        assert_eq!(answers(before), answers(&self.book));
         for sequence in before.sequences() {
+            let ranges = [before, &self.book].map(|book| book.seq_positions(sequence).unwrap());
+            assert_eq!(ranges[0], ranges[1]);
             assert_eq!(before.rewindable_to(sequence), self.book.rewindable_to(sequence));
             assert_eq!(before.is_contiguous(sequence), self.book.is_contiguous(sequence));
         }
@@ -440,11 +505,16 @@ impl Run {
             refusals.push(Status::InvalidArgument);
         }
         if refusals.is_empty() {
-            let least = pair.map(|one| self.book.rewindable_to(one).unwrap());
-            refusals = self.model.copy_refusals(pair, &range, least[0].max(least[1]));
+            let [source, target] = pair;
+            let least = self.exact_from(source, &range);
+            let least = least.max(self.exact_from(target, &(0..i32::MAX)));
+            refusals = self.model.copy_refusals(pair, &range, least);
         }
         if agreed(self.book.seq_cp(pair[0], pair[1], range.clone()), &refusals).is_some() {
             self.model.copy(pair, &range);
+            if pair[0] != pair[1] {
+                self.kept.iter_mut().for_each(|kept| kept.copy(&self.model, pair, &range));
+            }
         }
     }
 
@@ -454,11 +524,12 @@ impl Run {
             refusals.push(Status::InvalidArgument);
         }
         if refusals.is_empty() {
-            let least = self.book.rewindable_to(sequence).unwrap();
+            let least = self.exact_from(sequence, &(0..i32::MAX));
             refusals = self.model.remove_refusals(sequence, &range, least);
         }
         if agreed(self.book.seq_rm(sequence, range.clone()), &refusals).is_some() {
             self.model.remove(sequence, &range);
+            self.settle();
         }
     }
 
@@ -504,6 +575,10 @@ impl Run {
         if let Some(moves) = agreed(self.book.commit_tree(sequence, &accepted), &refusals) {
             self.relocate(&moves);
             self.model.accept(sequence, &accepted);
+            for kept in &mut self.kept {
+                kept.add(sequence, accepted.iter().map(|&node| nodes[node as usize]));
+                kept.slide(&self.model, sequence);
+            }
             for (&node, cell) in accepted.iter().zip(cells) {
                 let now = self.lanes[0].slot_of(nodes[node as usize]);
                 assert_eq!(now, cell, "node {node} is not in the first of the tree's cells");
@@ -581,10 +656,8 @@ impl Run {
             assert!(ranges.windows(2).all(|pair| pair[0].end < pair[1].start), "{ranges:?}");
             let positions: Vec<i32> = ranges.into_iter().flatten().collect();
             assert_eq!(positions, self.model.positions_of(sequence));
-            let least = self.book.rewindable_to(sequence).unwrap();
-            // A step of the greatest size can be taken back.
-            let promised = self.windows.iter().map(|window| held.peak - window.max_step()).max();
-            assert!(least <= promised.unwrap_or(0).max(0), "sequence {sequence}: {least}");
+            let least = self.least(sequence);
+            assert_eq!(self.book.rewindable_to(sequence).unwrap(), least, "sequence {sequence}");
         }
     }
 }

@@ -83,6 +83,8 @@ struct Run {
     windows: Vec<Option<(i32, i32)>>,
     slides: Vec<Option<Window>>,
     lanes: Vec<LaneSlots>,
+    /// For each lane, how far rows lie before where they were written.
+    moved: Vec<i32>,
     /// For each lane, the tokens that were written since it moved.
     since_moved: Vec<i32>,
     max_step: i32,
@@ -106,6 +108,7 @@ impl Run {
             book: ContiguousBookkeeping::new(capacity, slides.clone()),
             capacity,
             lanes: vec![LaneSlots::new(capacity); windows.len()],
+            moved: vec![0; windows.len()],
             since_moved: vec![i32::MAX; windows.len()],
             windows,
             slides,
@@ -124,13 +127,31 @@ impl Run {
         self.slides.iter().flatten().any(Window::slides)
     }
 
+    /// The least length whose next query finds the rows that it sees, counted from
+    /// those that are there; 0 where it can be each.
+    fn least(&self) -> i32 {
+        let least = |lane: usize| {
+            let (window, sinks) = self.windows[lane]?;
+            let is_there = |&at: &i32| {
+                let slot = usize::try_from(at - self.moved[lane]).ok();
+                slot.is_some_and(|slot| {
+                    self.lanes[lane].ids()[slot] == Some(self.tokens[at as usize])
+                })
+            };
+            let n = (sinks..self.length()).rev().take_while(is_there).count() as i32;
+            let first = self.length() - n;
+            (first > sinks).then_some(first + window - 1)
+        };
+        (0..self.lanes.len()).filter_map(least).max().unwrap_or(0)
+    }
+
     fn refusals(&self, positions: &[i32]) -> Vec<Status> {
         let Some(&start) = positions.first() else {
             return vec![Status::InvalidArgument];
         };
         let mut refusals = Vec::new();
         let runs_on = positions.windows(2).all(|pair| pair[0].checked_add(1) == Some(pair[1]));
-        let least = self.book.rewindable_to();
+        let least = self.least();
         if start < 0 || start > self.length() || !runs_on || (start > 0 && start < least) {
             refusals.push(Status::Position);
         }
@@ -194,11 +215,16 @@ impl Run {
             }
             return assert_eq!(self.book, before);
         }
-        let moves = self.book.commit(&plan);
+        let moves = self.book.commit(&plan).unwrap();
         for since in &mut self.since_moved {
             *since = since.saturating_add(plan.n_tokens());
         }
+        if positions[0] == 0 {
+            self.moved.fill(0);
+        }
         for moved in moves {
+            self.moved[moved.lane] +=
+                moved.from.iter().next().unwrap() - moved.to.iter().next().unwrap();
             self.lanes[moved.lane].relocate(&moved.from, &moved.to);
             self.check_move(&moved, after.len() as i32);
         }
@@ -235,7 +261,7 @@ impl Run {
 
     fn rewind(&mut self, length: i32) {
         let before = self.book.clone();
-        let least = self.book.rewindable_to();
+        let least = self.least();
         let possible = length == 0 || (least..=self.length()).contains(&length);
         let refusals: &[Status] = if possible { &[] } else { &[Status::Position] };
         if agreed(self.book.rewind(length), refusals).is_none() {
@@ -244,6 +270,7 @@ impl Run {
         self.tokens.truncate(length as usize);
         if length == 0 {
             self.peak = 0;
+            self.moved.fill(0);
         }
     }
 
@@ -261,11 +288,12 @@ impl Run {
                 self.step(&positions, false);
             }
             Op::Rewind { length: to } => self.rewind(to % (length + 2)),
-            Op::RewindToLeast { by } => self.rewind(self.book.rewindable_to() + by),
+            Op::RewindToLeast { by } => self.rewind(self.least() + by),
             Op::Clear => {
                 self.book.clear();
                 self.tokens.clear();
                 self.peak = 0;
+                self.moved.fill(0);
             }
         }
         self.check();
@@ -283,7 +311,8 @@ impl Run {
             assert_eq!(self.book.used(lane), self.promised(lane, length), "lane {lane}");
         }
         let promised = if self.any_slides() { (self.peak - self.max_step).max(0) } else { 0 };
-        let least = self.book.rewindable_to();
+        let least = self.least();
+        assert_eq!(self.book.rewindable_to(), least);
         assert!((0..=promised).contains(&least), "{least}, promised are {promised}");
         self.step(&[], false);
         // What the next tokens will see.

@@ -80,7 +80,7 @@ fn a_window_of_one_sequence_is_one_run_that_moves_once_in_room_tokens() {
         let moves: Vec<(Slots, Slots)> =
             book.commit().unwrap().into_iter().map(|one| (one.from, one.to)).collect();
         let expected: Vec<(Slots, Slots)> =
-            plain.commit(&plan).into_iter().map(|one| (one.from, one.to)).collect();
+            plain.commit(&plan).unwrap().into_iter().map(|one| (one.from, one.to)).collect();
         assert_eq!(moves, expected, "position {position}");
     }
 }

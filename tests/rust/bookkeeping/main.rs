@@ -8,6 +8,7 @@ mod cells;
 mod contiguous;
 mod layout;
 mod regressions;
+mod steps;
 
 use etkv::{Result, Status};
 

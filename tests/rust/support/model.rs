@@ -37,8 +37,6 @@ pub struct Sequence {
     /// By position.
     pub tokens: Vec<Id>,
     pub tree: Vec<Node>,
-    /// The greatest `next` since it last held nothing.
-    pub peak: i32,
 }
 
 impl Sequence {
@@ -290,13 +288,10 @@ impl Model {
         if source == target || copied.is_empty() {
             return;
         }
-        let peak = self.sequences[&source].peak;
         let held = self.sequences.entry(target).or_default();
         held.tokens.extend(copied);
         held.tokens.sort_unstable_by_key(|&id| self.positions[id]);
         held.tokens.dedup();
-        // What windows dropped of the source the target has not either.
-        held.peak = held.peak.max(peak);
         self.settle();
     }
 
@@ -388,9 +383,5 @@ impl Model {
 
     fn settle(&mut self) {
         self.sequences.retain(|_, held| !held.tokens.is_empty() || !held.tree.is_empty());
-        for held in self.sequences.values_mut() {
-            let next = held.tokens.last().map_or(0, |&id| self.positions[id] + 1);
-            held.peak = if next == 0 { 0 } else { held.peak.max(next) };
-        }
     }
 }
