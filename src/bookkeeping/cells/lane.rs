@@ -67,6 +67,11 @@ impl Lane {
         self.held.iter().enumerate().filter(owns).map(|(sequence, _)| sequence as i32)
     }
 
+    /// How many sequences own a cell.
+    pub fn n_owners(&self, cell: i32) -> u16 {
+        self.owners.get(cell as usize).copied().unwrap_or(0)
+    }
+
     /// Hands out `n` cells, of which there are enough: behind `after` as far as
     /// these are free, else the first run that has room for all, else the first
     /// ones. Without `after` it is the beginning of a new sequence.

@@ -5,8 +5,10 @@
 //! The first lane holds every position of every sequence; it says what is there.
 //! The others hold what their windows need.
 
+mod block;
 mod compact;
 mod lane;
+mod layout;
 mod mask;
 mod occupancy;
 mod runs;

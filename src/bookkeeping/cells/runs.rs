@@ -59,6 +59,11 @@ impl Runs {
         self.runs.iter()
     }
 
+    /// Each cell, by position.
+    pub fn cells(&self) -> impl Iterator<Item = i32> + '_ {
+        self.runs.iter().flat_map(Run::cells)
+    }
+
     /// How many runs there are.
     pub fn n_runs(&self) -> usize {
         self.runs.len()
@@ -89,9 +94,11 @@ impl Runs {
         self.runs.last().map_or(0, |run| run.position + run.len)
     }
 
-    /// The cell behind that of the last position.
+    /// The cell that the next position should have: behind all of them where they
+    /// are one run, in any order, so that they stay one; else behind the last.
     pub fn cell_after(&self) -> Option<i32> {
-        self.runs.last().map(|run| run.cell + run.len)
+        let last = self.runs.last()?;
+        Some(if self.is_contiguous() { self.extent.end } else { last.cell + last.len })
     }
 
     /// The parts of the runs in `positions`.
@@ -194,6 +201,10 @@ mod tests {
         runs.push(run(4, 20, 1));
         assert_eq!((runs.n_runs(), runs.next(), runs.cell_after()), (2, 5, Some(21)));
         assert!(!runs.is_contiguous());
+        // The last position is not in the last cell, but no foreign cell is between.
+        runs.push(run(5, 9, 11));
+        assert!(runs.is_contiguous());
+        assert_eq!(runs.cell_after(), Some(21));
     }
 
     #[test]

@@ -1,7 +1,7 @@
 //! Sequences in a pool of cells, and trees behind them.
 
 use std::collections::{BTreeMap, BTreeSet};
-use std::ops::Range;
+use std::ops::{Range, RangeInclusive};
 
 use etkv::bookkeeping::{CellsBookkeeping, LanePlan, MaskPlan, Move, Slots, Window};
 use etkv::Status;
@@ -146,6 +146,9 @@ fn generate(rng: &mut Rng) -> Case<Config, Op> {
     let ops = (0..150).map(|_| op(rng)).collect();
     Case { config, ops }
 }
+
+/// Cells behind a sequence that are worth as many moves.
+const ROOM: i32 = 64;
 
 struct Run {
     book: CellsBookkeeping,
@@ -420,10 +423,15 @@ impl Run {
         }
     }
 
-    /// The cell of the last token of a sequence, or of its tree, in the first lane.
+    /// The cell of the last node of a sequence's tree in the first lane; without
+    /// one its last cell where it is one run, and else that of its last token.
     fn tail(&self, sequence: i32) -> Option<usize> {
-        let last = *self.model.sequences().get(&sequence)?.all().last()?;
-        self.lanes[0].slot_of(last)
+        let held = self.model.sequences().get(&sequence)?;
+        let last = *held.all().last()?;
+        if held.written() > 0 || !self.book.is_contiguous(sequence).unwrap() {
+            return self.lanes[0].slot_of(last);
+        }
+        held.tokens.iter().filter_map(|&id| self.lanes[0].slot_of(id)).max()
     }
 
     /// Reads begin and end with what sequences of the step hold, or write. One
@@ -589,8 +597,15 @@ impl Run {
     fn compact(&mut self) {
         let live = self.model.live().len();
         self.check_contiguous();
+        let fewest: Vec<_> = (0..self.lanes.len()).map(|lane| self.fewest(lane)).collect();
         let moves = self.book.compact().unwrap();
-        assert!(moves.iter().all(|one| one.from.len() <= live), "{moves:?}");
+        for (lane, fewest) in fewest.into_iter().enumerate() {
+            let of_lane = moves.iter().filter(|one| one.lane == lane);
+            let moved: usize = of_lane.map(|one| one.from.len()).sum();
+            if let Some(range) = fewest {
+                assert!(range.contains(&moved), "lane {lane}: {moved} of {range:?} rows move");
+            }
+        }
         self.relocate(&moves);
         self.check_contiguous();
         let all = self.book.sequences();
@@ -602,6 +617,59 @@ impl Run {
                 assert!(self.book.is_contiguous(sequence).unwrap(), "sequence {sequence}");
             }
             assert_eq!(self.book.compact().unwrap(), [], "what is compact moves again");
+        }
+    }
+
+    /// How many rows of a lane move where at most one sequence is no run, and none
+    /// shares cells: the fewest that make it one, beside the others, with some room
+    /// behind it. Those others make way if that is less, or leaves more room.
+    fn fewest(&self, lane: usize) -> Option<RangeInclusive<usize>> {
+        let sequences = self.model.sequences();
+        let slots: Vec<Vec<i32>> = sequences
+            .iter()
+            .map(|(&sequence, held)| {
+                let kept = |id: &&Id| lane == 0 || self.kept[lane - 1].holds(sequence, **id);
+                let slot = |&id: &Id| self.lanes[lane].slot_of(id).unwrap() as i32;
+                held.tokens.iter().filter(kept).map(slot).collect()
+            })
+            .collect();
+        let taken: BTreeSet<i32> = slots.iter().flatten().copied().collect();
+        let all: usize = slots.iter().map(Vec::len).sum();
+        if taken.len() < all || sequences.values().any(|held| !held.tree.is_empty()) {
+            return None;
+        }
+        let stays = |slots: &[i32], start: i32| {
+            let end = start + slots.len() as i32;
+            // Windows are read without a mask where positions lie in order.
+            let stays = |(slot, place): &(&i32, i32)| match lane {
+                0 => (start..end).contains(*slot),
+                _ => *slot == place,
+            };
+            slots.iter().zip(start..).filter(stays).count()
+        };
+        let is_run = |slots: &&Vec<i32>| {
+            let start = slots.iter().copied().min().unwrap_or(0);
+            stays(slots, start) == slots.len()
+        };
+        let broken: Vec<&Vec<i32>> = slots.iter().filter(|slots| !is_run(slots)).collect();
+        let &[broken] = &broken[..] else {
+            return broken.is_empty().then_some(0..=0);
+        };
+        // A lane of several sequences may have grown.
+        if lane > 0 && slots.iter().filter(|slots| !slots.is_empty()).count() > 1 {
+            return None;
+        }
+        let (len, size) = (broken.len() as i32, self.model.capacity);
+        let end = size - ROOM.min((size - all as i32) / 2);
+        let foreign = |cell: i32| taken.contains(&cell) && !broken.contains(&cell);
+        let starts = (0..=end - len).filter(|&start| !(start..start + len).any(foreign));
+        let most = starts.map(|start| (stays(broken, start), -start)).max()?;
+        let fewest = broken.len() - most.0;
+        match all == broken.len() {
+            true if lane == 0 => Some(fewest..=fewest),
+            true if len - most.1 + ROOM <= self.kept[lane - 1].slots() => Some(fewest..=fewest),
+            true => None,
+            false => Some(1..=fewest + ROOM as usize),
         }
     }
 

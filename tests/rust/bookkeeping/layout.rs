@@ -179,7 +179,7 @@ fn windows_stay_in_order() {
     step(&mut book, &[0], 5);
     step(&mut book, &[0], 5);
     book.seq_rm(0, 2..4).unwrap();
-    let window = Move { lane: 1, from: Slots::Run(4..10), to: Slots::Run(2..8) };
+    let window = Move { lane: 1, from: Slots::Run(0..2), to: Slots::Run(2..4) };
     assert_eq!(book.compact().unwrap(), [moved(&[8, 9], &[2, 3]), vec![window]].concat());
 }
 
@@ -218,4 +218,37 @@ fn a_chain_of_candidates_keeps_its_order_when_it_moves() {
     book.seq_rm(2, 0..i32::MAX).unwrap();
     let plan = node(&mut book, 1);
     assert_eq!((plan.write, plan.read, plan.mask), (Slots::Run(5..6), 0..6, MaskPlan::None));
+}
+
+/// How many rows a compaction moves.
+fn n_moved(book: &mut CellsBookkeeping) -> usize {
+    book.compact().unwrap().iter().map(|one| one.from.len()).sum()
+}
+
+#[test]
+fn what_is_left_behind_a_hole_moves_and_not_the_rest() {
+    for (capacity, moves) in [(4096, 4), (2100, 4), (2048, 4 + 16), (2000, 4 + 64)] {
+        let mut book = CellsBookkeeping::new(capacity, []);
+        cells(&mut book, 0, 2000);
+        book.seq_rm(0, 4..1000).unwrap();
+        assert_eq!(n_moved(&mut book), moves, "of {capacity} cells");
+        assert!(book.is_contiguous(0).unwrap());
+        // What comes next does not break it again.
+        let plan = &book.plan(&[2000]).unwrap()[0];
+        assert_eq!(plan.mask, MaskPlan::None);
+    }
+}
+
+#[test]
+fn a_long_run_does_not_make_way_for_a_short_sequence() {
+    let mut book = CellsBookkeeping::new(4096, []);
+    cells(&mut book, 0, 300);
+    cells(&mut book, 1, 2000);
+    // The first fills the room before the second, and goes on behind it.
+    cells(&mut book, 0, 70);
+    book.seq_rm(0, 0..294).unwrap();
+    assert!(!book.is_contiguous(0).unwrap());
+    assert!(n_moved(&mut book) <= 76);
+    assert!(book.is_contiguous(0).unwrap() && book.is_contiguous(1).unwrap());
+    assert_eq!(n_moved(&mut book), 0);
 }

@@ -25,6 +25,10 @@ impl Kept {
         Self { window, sinks, max_step, slots, capacity, held: BTreeMap::new() }
     }
 
+    pub fn slots(&self) -> i32 {
+        self.slots
+    }
+
     pub fn add(&mut self, sequence: i32, ids: impl IntoIterator<Item = Id>) {
         self.held.entry(sequence).or_default().extend(ids);
     }
