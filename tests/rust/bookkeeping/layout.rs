@@ -137,6 +137,17 @@ fn runs_stay_where_they_are() {
     }
 }
 
+/// Without space for room between sequences they still begin where they did.
+#[test]
+fn tight_sequences_close_their_holes_in_place() {
+    let mut book = CellsBookkeeping::new(20, []);
+    for sequence in [0, 1] {
+        cells(&mut book, sequence, 4);
+        book.seq_rm(sequence, 1..2).unwrap();
+    }
+    assert_eq!(book.compact().unwrap(), moved(&[3, 7], &[1, 5]));
+}
+
 #[test]
 fn compaction_leaves_room_where_there_is_enough() {
     let mut book = CellsBookkeeping::new(400, []);
