@@ -230,3 +230,16 @@ fn a_chain_of_candidates_keeps_its_order_when_it_moves() {
     let plan = node(&mut book, 1);
     assert_eq!((plan.write, plan.read, plan.mask), (Slots::Run(5..6), 0..6, MaskPlan::None));
 }
+
+/// Room between sequences is for full history: it would cost windows memory.
+#[test]
+fn a_window_lane_takes_the_slots_of_its_sequences() {
+    let window = Window::new(8, 0, 3, 1000);
+    let mut book = CellsBookkeeping::new(1000, [window]);
+    for _ in 0..100 {
+        for sequence in [0, 1] {
+            let end = step(&mut book, &[sequence], 1).0[1].end();
+            assert!(end <= 2 * window.slots(), "{end}");
+        }
+    }
+}
