@@ -137,6 +137,17 @@ fn runs_stay_where_they_are() {
     }
 }
 
+/// Without space for room between sequences they still begin where they did.
+#[test]
+fn tight_sequences_close_their_holes_in_place() {
+    let mut book = CellsBookkeeping::new(20, []);
+    for sequence in [0, 1] {
+        cells(&mut book, sequence, 4);
+        book.seq_rm(sequence, 1..2).unwrap();
+    }
+    assert_eq!(book.compact().unwrap(), moved(&[3, 7], &[1, 5]));
+}
+
 #[test]
 fn compaction_leaves_room_where_there_is_enough() {
     let mut book = CellsBookkeeping::new(400, []);
@@ -251,4 +262,17 @@ fn a_long_run_does_not_make_way_for_a_short_sequence() {
     assert!(n_moved(&mut book) <= 76);
     assert!(book.is_contiguous(0).unwrap() && book.is_contiguous(1).unwrap());
     assert_eq!(n_moved(&mut book), 0);
+}
+
+/// Room between sequences is for full history: it would cost windows memory.
+#[test]
+fn a_window_lane_takes_the_slots_of_its_sequences() {
+    let window = Window::new(8, 0, 3, 1000);
+    let mut book = CellsBookkeeping::new(1000, [window]);
+    for _ in 0..100 {
+        for sequence in [0, 1] {
+            let end = step(&mut book, &[sequence], 1).0[1].end();
+            assert!(end <= 2 * window.slots(), "{end}");
+        }
+    }
 }

@@ -91,7 +91,7 @@ fn a_copy_that_ends_before_the_window_is_read_from_where_it_goes_on() {
 }
 
 #[test]
-fn a_second_copy_brings_nothing_back_that_windows_dropped() {
+fn a_second_copy_leaves_gone_what_windows_dropped_behind_it() {
     replay(
         Config { capacity: 60, max_step: 2, windows: vec![(2, 0)] },
         &[
@@ -100,8 +100,10 @@ fn a_second_copy_brings_nothing_back_that_windows_dropped() {
             Copy { source: 0, target: 1, start: 0, end: i32::MAX },
             Step { sequences: vec![1], n: 2, in_turns: false, abort: false },
             Step { sequences: vec![1], n: 2, in_turns: false, abort: false },
+            Step { sequences: vec![1], n: 2, in_turns: false, abort: false },
+            // Behind these four positions three are gone.
             Copy { source: 0, target: 1, start: 0, end: i32::MAX },
-            Remove { sequence: 1, start: 5, end: i32::MAX },
+            Remove { sequence: 1, start: 6, end: i32::MAX },
             Step { sequences: vec![1], n: 1, in_turns: false, abort: false },
         ],
     );
