@@ -111,7 +111,7 @@ impl CellsBookkeeping {
                 let mut row = Row { row, start: read.start };
                 for &sequence in members {
                     let seen = Seen { lane: state, position };
-                    seen.mark(&state.held(sequence), &mut row);
+                    seen.mark(state.held(sequence), &mut row);
                     if let Some(tree) = self.trees.get(&sequence) {
                         let nodes = nodes.entry(sequence).or_default();
                         seen.mark_chain(tree, &tree.cells[lane], nodes, &mut row);

@@ -55,7 +55,7 @@ impl CellsBookkeeping {
         if source == target {
             return Ok(());
         }
-        let (from, to) = (&self.full().held(source), &self.full().held(target));
+        let (from, to) = (self.full().held(source), self.full().held(target));
         let mut copied = from.clipped(positions.clone()).peekable();
         if copied.peek().is_none() {
             return Ok(());
@@ -105,7 +105,7 @@ impl CellsBookkeeping {
         self.refuse_in_step("remove from a sequence")?;
         check_sequence(sequence)?;
         check_range(&positions)?;
-        let runs = &self.full().held(sequence);
+        let runs = self.full().held(sequence);
         let stays = |range: Range<i32>| runs.clipped(range).last();
         let last = stays(positions.end..i32::MAX).or_else(|| stays(0..positions.start));
         match last {
