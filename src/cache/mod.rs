@@ -196,8 +196,8 @@ pub trait SeqCache: Cache {
     ///
     /// # Errors
     /// [`Step`](crate::Status::Step) while a step is open.
-    /// [`Mlx`](crate::Status::Mlx): where rows were moved already, the cache is lost
-    /// until it is cleared.
+    /// [`Mlx`](crate::Status::Mlx) where the rows could not be moved: the cache is
+    /// lost until it is cleared.
     fn compact(&mut self) -> Result<()>;
 }
 
@@ -220,8 +220,8 @@ pub trait TreeCache: SeqCache {
     /// # Errors
     /// [`InvalidArgument`](crate::Status::InvalidArgument) where there is no tree,
     /// or the nodes are no chain of nodes that were run.
-    /// [`Mlx`](crate::Status::Mlx): where rows were moved already, the cache is lost
-    /// until it is cleared.
+    /// [`Mlx`](crate::Status::Mlx) where the rows could not be moved: the cache is
+    /// lost until it is cleared.
     fn commit_tree(&mut self, sequence: i32, accepted: &[i32]) -> Result<()>;
 
     /// Nodes of the tree behind a sequence; 0 where there is none.
