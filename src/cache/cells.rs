@@ -101,15 +101,7 @@ impl Cache for CellsCache {
     }
 
     fn rewind(&mut self, length: i32) -> Result<()> {
-        let sequence = self.book.only_sequence()?;
-        let next = self.book.seq_next(sequence)?;
-        if length < 0 || length > next {
-            fail!(
-                Position,
-                "cannot rewind to length {length}: the sequence goes on at position {next}"
-            );
-        }
-        self.book.seq_rm(sequence, length..i32::MAX)
+        self.book.rewind(length)
     }
 
     fn rewindable_to(&self) -> Result<i32> {
