@@ -1,4 +1,4 @@
-"""What libetkv exports is what etkv.h declares, and one symbol of the delegate's; the tests of the C interface call all of it.
+"""libetkv exports what etkv.h declares and one symbol for the delegate, and the tests of the C interface call all of it.
 
 ``exports.py NM LIBRARY HEADER TEST.c``
 """
