@@ -52,8 +52,8 @@ class BridgedProgram final : public Program {
       });
     }
     bridge::Outputs bridged_outputs(outputs);
-    return outcome(delegate_->execute(
-        {bridged.data(), bridged.size()}, bridged_outputs));
+    return outcome(
+        delegate_->execute({bridged.data(), bridged.size()}, bridged_outputs));
   }
 
   std::size_t n_inputs() const override {

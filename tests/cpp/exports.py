@@ -1,4 +1,4 @@
-"""libetkv exports what etkv.h declares and one symbol for the delegate, and the tests of the C interface call all of it.
+"""libetkv exports what etkv.h declares and one symbol for the delegate, and the tests of the C interface call it all.
 
 ``exports.py NM LIBRARY HEADER TEST.c``
 """
