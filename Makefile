@@ -11,7 +11,7 @@ export PATH := $(CURDIR)/$(BIN):$(HOME)/.cargo/bin:$(PATH)
 export HF_HUB_OFFLINE := 1
 
 .DEFAULT_GOAL := help
-.PHONY: help setup build demo model test test-rust test-cpp test-package test-python test-long lint format bench bench-caches clean
+.PHONY: help setup build demo model test test-rust test-cpp test-package test-sanitize test-python test-long lint format bench bench-caches clean
 
 help: ## Show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -72,6 +72,12 @@ test-cpp: build ## Run the tests of the C and C++ faces
 test-package: build ## Build and run what others build on etkv: installed, within, by the docs
 	python tests/package/run.py build/cmake
 
+test-sanitize: .venv/.ready ## Run the tests of the C and C++ faces with address and undefined-behaviour checks
+	@test -f build/sanitize/build.ninja || \
+	  cmake -S . -B build/sanitize -G Ninja -DETKV_PYTHON=$(ETKV_PYTHON) -DETKV_SANITIZE=ON
+	@cmake --build build/sanitize
+	ctest --test-dir build/sanitize --output-on-failure
+
 test-python: build model ## Run the exporter's tests, and models against transformers
 	python -m pytest
 
@@ -92,4 +98,4 @@ test-long: .venv/.ready ## Millions of generated operations against the oracles
 	ETKV_RUNS=4000 cargo test --release --locked -p etkv-tests --test caches
 
 clean: ## Remove what was built; .venv/ and exported models stay
-	rm -rf build/cargo build/cmake build/bin build/lib
+	rm -rf build/cargo build/cmake build/sanitize build/bin build/lib
