@@ -31,14 +31,17 @@ mod registry;
 #[cfg(feature = "mlx")]
 mod session;
 #[cfg(feature = "mlx")]
+mod shared;
+#[cfg(feature = "mlx")]
 mod step;
 
 #[cfg(feature = "mlx")]
 pub use {
     attend::{attend, attend_stored, AttendSpec, Mask},
     cache::{AttendCache, Cache, CellsCache, ContiguousCache, SeqCache, TreeCache},
-    registry::{Builder, BuilderRegistry, CacheRegistry, Entry, SharedCache, MLX_BACKEND},
+    registry::{Builder, BuilderRegistry, CacheRegistry, Entry, MLX_BACKEND},
     session::Session,
+    shared::SharedCache,
     step::Step,
 };
 

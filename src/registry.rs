@@ -6,20 +6,16 @@ use std::sync::{Arc, LazyLock};
 
 use parking_lot::{Mutex, RwLock};
 
-use crate::cache::{AttendCache, CellsCache, ContiguousCache};
+use crate::cache::{CellsCache, ContiguousCache};
 use crate::config::CacheConfig;
 use crate::error::{fail, Error, Result, Status};
+use crate::shared::SharedCache;
 
 /// The backend id of ExecuTorch's MLX delegate.
 pub const MLX_BACKEND: &str = "MLXBackend";
 
-/// A cache that several owners share: sessions, programs, handles. The lock is
-/// held for the whole of a step, and taken inside [`mlx::run`](crate::mlx::run): MLX
-/// first, the cache second, everywhere.
-pub type SharedCache = Arc<Mutex<dyn AttendCache>>;
-
 /// Makes a cache of one kind.
-pub type Builder = fn(CacheConfig) -> Result<SharedCache>;
+pub type Builder = Arc<dyn Fn(CacheConfig) -> Result<SharedCache> + Send + Sync>;
 
 /// Makes caches by backend id and kind.
 ///
@@ -34,22 +30,31 @@ impl BuilderRegistry {
         static GLOBAL: LazyLock<BuilderRegistry> = LazyLock::new(|| {
             let registry = BuilderRegistry { builders: RwLock::new(HashMap::new()) };
             registry.register(MLX_BACKEND, ContiguousCache::KIND, |config| {
-                Ok(Arc::new(Mutex::new(ContiguousCache::new(config)?)))
+                Ok(SharedCache::new(ContiguousCache::new(config)?))
             });
             registry.register(MLX_BACKEND, CellsCache::SEQ, |config| {
-                Ok(Arc::new(Mutex::new(CellsCache::new(config)?)))
+                Ok(SharedCache::new(CellsCache::new(config)?))
             });
             registry.register(MLX_BACKEND, CellsCache::TREE, |config| {
-                Ok(Arc::new(Mutex::new(CellsCache::with_trees(config)?)))
+                Ok(SharedCache::new(CellsCache::with_trees(config)?))
             });
             registry
         });
         &GLOBAL
     }
 
-    /// Registers a kind, in place of what was there.
-    pub fn register(&self, backend_id: &str, kind: &str, builder: Builder) {
-        self.builders.write().insert((backend_id.to_owned(), kind.to_owned()), builder);
+    /// Registers a kind, in place of what was there. Caches that were made already
+    /// stay what they are.
+    pub fn register(
+        &self,
+        backend_id: &str,
+        kind: &str,
+        builder: impl Fn(CacheConfig) -> Result<SharedCache> + Send + Sync + 'static,
+    ) {
+        let key = (backend_id.to_owned(), kind.to_owned());
+        // What was there is dropped outside the lock: it may be anybody's.
+        let before = self.builders.write().insert(key, Arc::new(builder));
+        drop(before);
     }
 
     /// Makes a cache of this kind.
@@ -58,7 +63,7 @@ impl BuilderRegistry {
     /// [`Kind`](Status::Kind) where nobody makes it, and the builder's own.
     pub fn build(&self, backend_id: &str, kind: &str, config: CacheConfig) -> Result<SharedCache> {
         let key = (backend_id.to_owned(), kind.to_owned());
-        let builder = self.builders.read().get(&key).copied();
+        let builder = self.builders.read().get(&key).cloned();
         match builder {
             Some(builder) => builder(config),
             None => Err(Error::new(
@@ -71,11 +76,19 @@ impl BuilderRegistry {
         }
     }
 
+    /// The kinds that there are, each with its backend id before it, in order.
+    pub fn kinds(&self) -> Vec<(String, String)> {
+        let mut kinds: Vec<_> = self.builders.read().keys().cloned().collect();
+        kinds.sort();
+        kinds
+    }
+
     fn known(&self) -> String {
-        let builders = self.builders.read();
-        let mut known: Vec<String> =
-            builders.keys().map(|(backend, kind)| format!("`{kind}` for `{backend}`")).collect();
-        known.sort();
+        let known: Vec<String> = self
+            .kinds()
+            .iter()
+            .map(|(backend, kind)| format!("`{kind}` for `{backend}`"))
+            .collect();
         known.join(", ")
     }
 }
@@ -137,5 +150,15 @@ impl CacheRegistry {
     /// Forgets `key`; those who share its cache keep it.
     pub fn erase(&self, key: &str) -> Option<Entry> {
         self.entries.lock().remove(key)
+    }
+
+    /// Forgets `key` if it is this cache's: whoever erased it before may have given
+    /// the key to another.
+    pub fn erase_own(&self, key: &str, cache: &SharedCache) -> Option<Entry> {
+        let mut entries = self.entries.lock();
+        if entries.get(key).is_some_and(|entry| entry.cache.is(cache)) {
+            return entries.remove(key);
+        }
+        None
     }
 }

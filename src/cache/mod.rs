@@ -25,7 +25,7 @@ use crate::memory::Memory;
 /// The runner's face of a cache.
 pub trait Cache: Send {
     /// The kind's name, as sessions ask for it.
-    fn kind(&self) -> &'static str;
+    fn kind(&self) -> &str;
 
     /// What the cache was made from.
     fn config(&self) -> &CacheConfig;

@@ -182,7 +182,7 @@ class Model {
 inline Session session_for(
     Model& model,
     int32_t capacity = 64,
-    etkv_format format = ETKV_FORMAT_F32,
+    const std::string& format = "f32",
     int32_t min_chunk = 4) {
   return must(make_decode_session(
       kMLXBackend, make_config(model.params(), capacity, format, min_chunk)));
@@ -193,7 +193,7 @@ struct Bound {
   explicit Bound(
       const std::string& name = "llama-f32",
       int32_t capacity = 64,
-      etkv_format format = ETKV_FORMAT_F32,
+      const std::string& format = "f32",
       int32_t min_chunk = 4,
       Logits rows = Logits::all)
       : model(name), session(session_for(model, capacity, format, min_chunk)) {

@@ -91,8 +91,8 @@ class Tapped {
             std::make_unique<::executorch::extension::BufferDataLoader>(
                 program_.data(),
                 program_.size())) {
-    auto config = make_config(
-        must(read_kv_cache_metadata(module_)), capacity, ETKV_FORMAT_F32, 4);
+    auto config =
+        make_config(must(read_kv_cache_metadata(module_)), capacity, "f32", 4);
     if (change) {
       change(config);
     }
