@@ -99,7 +99,7 @@ fn main() {
         print!("{:>12}{:>8}{:>6}", "format", "length", "dim");
         STEPS.iter().for_each(|t| print!("{:>8}", format!("T={t}")));
         println!();
-        for format in FORMATS.into_iter().filter(|format| all || named(&format)) {
+        for format in FORMATS.into_iter().filter(|format| all || named(format)) {
             for head_dim in [64, 128] {
                 for length in LENGTHS {
                     line(format, length, head_dim, dtype)?;

@@ -99,7 +99,8 @@ pub struct CacheConfig {
     /// The most positions that the cache holds.
     pub capacity: i32,
     /// The most tokens of one step in a cache with window layers, which keep so
-    /// much besides the window that a step can be taken back.
+    /// much besides the window that a step can be taken back; and of the step that
+    /// passes `quantize_after`, which is stored in float before all is converted.
     pub max_step: i32,
     /// How buffers grow.
     pub growth: Growth,
@@ -222,15 +223,30 @@ impl CacheConfig {
     }
 
     /// What a cache of this config holds when one sequence has grown to `length`
-    /// positions, to the byte: before it is made, the memory it will report.
+    /// positions, to the byte: before it is made, the memory it will report. For the
+    /// kind "contiguous".
     pub fn estimate(&self, length: i32) -> Memory {
+        self.estimate_of(length, false)
+    }
+
+    /// [`estimate`](Self::estimate) for the kinds "seq" and "tree", while one
+    /// sequence lives in them.
+    pub fn estimate_shared(&self, length: i32) -> Memory {
+        self.estimate_of(length, true)
+    }
+
+    fn estimate_of(&self, length: i32, shared: bool) -> Memory {
         let length = length.clamp(0, self.capacity);
         let [k_format, v_format] = self.formats_at(length);
         let layers = self
             .layers
             .iter()
             .map(|layer| {
-                let allocated = self.slots_for(layer.policy, length);
+                // Sequences apart from each other may need a slot for every position.
+                let allocated = match self.growth {
+                    Growth::Upfront if shared => self.capacity,
+                    _ => self.slots_for(layer.policy, length),
+                };
                 let used = self.window(layer.policy).map_or(length, |window| window.held(length));
                 let bytes = |format: KvFormat, head_dim| {
                     let slot = slot_bytes(layer, format, head_dim);
@@ -245,20 +261,28 @@ impl CacheConfig {
                 }
             })
             .collect();
-        Memory::of(layers, self.at_capacity())
+        let at_capacity = if shared { self.at_capacity_shared() } else { self.at_capacity() };
+        Memory::of(layers, at_capacity)
     }
 
     /// The most bytes that one sequence of any length needs.
     pub fn at_capacity(&self) -> u64 {
-        let at = |length| {
-            let [k_format, v_format] = self.formats_at(length);
+        let at = |length, [k_format, v_format]: [KvFormat; 2]| {
             self.bytes_at(length, k_format, v_format).unwrap_or(u64::MAX)
         };
+        let whole = at(self.capacity, self.formats_at(self.capacity));
         match self.quantize_after {
             // The floats may be larger than all that comes after them.
-            Some(tokens) => at(self.capacity).max(at((tokens - 1).min(self.capacity))),
-            None => at(self.capacity),
+            Some(_) => whole.max(at(self.most_floats(), [self.float_format; 2])),
+            None => whole,
         }
+    }
+
+    /// The most positions that are ever stored in `float_format` before
+    /// `quantize_after`: a step is stored before it is converted.
+    pub(crate) fn most_floats(&self) -> i32 {
+        let before = self.quantize_after.map_or(0, |tokens| tokens.saturating_sub(1));
+        before.saturating_add(self.max_step).min(self.capacity)
     }
 
     fn bytes_at(&self, length: i32, k_format: KvFormat, v_format: KvFormat) -> Option<u64> {
@@ -364,8 +388,10 @@ mod tests {
         };
         assert_eq!(config.estimate(99).allocated, 2 * 99 * 128);
         assert_eq!(config.estimate(100).allocated, 2 * 100 * 34);
-        assert_eq!(config.at_capacity(), 2 * 1000 * 34);
-        assert_eq!(CacheConfig { capacity: 101, ..config }.at_capacity(), 2 * 99 * 128);
+        // A step of 512 tokens is stored as floats before all is converted.
+        assert_eq!(config.at_capacity(), 2 * (99 + 512) * 128);
+        assert_eq!(CacheConfig { max_step: 1, ..config.clone() }.at_capacity(), 2 * 1000 * 34);
+        assert_eq!(CacheConfig { capacity: 101, ..config }.at_capacity(), 2 * 101 * 128);
     }
 
     #[test]

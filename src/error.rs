@@ -29,7 +29,7 @@ pub enum Status {
     Program = 8,
     /// The program needs something that this build does not have.
     Unsupported = 9,
-    /// MLX reported an error, out of memory among them.
+    /// MLX reported an error, or there is no memory for buffers.
     Mlx = 10,
     /// A step is open on this cache, or none is.
     Step = 11,

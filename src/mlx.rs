@@ -223,6 +223,17 @@ pub(crate) fn update_axis(
     })
 }
 
+/// `array` without the writes to it that were not carried out; none where it is
+/// the result of something else that was not.
+pub(crate) fn before_writes(array: &Array) -> Result<Option<Array>> {
+    let mut found = false;
+    let before = call(|before, _| {
+        // SAFETY: the handles are live; `found` outlives the call.
+        unsafe { mlx_sys::etkv_mlx_array_before_writes(before, &mut found, array.as_ptr()) }
+    })?;
+    Ok(found.then_some(before))
+}
+
 type Corner = smallvec::SmallVec<[i32; 8]>;
 
 /// The first and the last corner of a part of `array`, and the steps between.

@@ -66,9 +66,12 @@ impl<'a> Step<'a> {
     /// step's positions visible.
     ///
     /// # Errors
-    /// [`Mlx`](crate::Status::Mlx) if evaluating fails,
-    /// [`Step`](crate::Status::Step) if a layer is missing. Either way the step
-    /// has not been.
+    /// - [`Mlx`](crate::Status::Mlx) if evaluating fails,
+    ///   [`Step`](crate::Status::Step) if a layer is missing,
+    ///   [`InvalidArgument`](crate::Status::InvalidArgument) where values that are no
+    ///   numbers would reach other sequences. The step has not been.
+    /// - [`Mlx`](crate::Status::Mlx) where rows that slide could not be moved: the
+    ///   cache is lost until it is cleared.
     pub fn commit(mut self, outputs: &[&Array]) -> Result<()> {
         self.eval(outputs)?;
         self.cache.commit()?;

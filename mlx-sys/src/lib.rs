@@ -36,6 +36,17 @@ mod half {
 #[cfg(not(target_arch = "aarch64"))]
 pub use half::*;
 
+extern "C" {
+    /// Stores the array that `written` becomes when the writes to it that were not
+    /// carried out are left away. Not found, and nothing stored, where something
+    /// else than writes is still to be carried out.
+    pub fn etkv_mlx_array_before_writes(
+        before: *mut mlx_array,
+        found: *mut bool,
+        written: mlx_array,
+    ) -> ::std::os::raw::c_int;
+}
+
 /// The clock that mlx-rs seeds its random state from; Apple's kernel has it,
 /// others do not.
 ///

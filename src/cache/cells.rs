@@ -47,9 +47,16 @@ impl CellsCache {
     fn of_kind(kind: &'static str, config: CacheConfig) -> Result<Self> {
         config.validate()?;
         let capacity = config.capacity;
-        let storage = Storage::new(config)?;
+        let storage = Storage::new(config, true)?;
         let book = CellsBookkeeping::new(capacity, storage.windows());
         Ok(Self { kind, book, storage, open: false })
+    }
+
+    /// Quantizes if it is time to; candidates do not count.
+    fn quantize(&mut self) {
+        if self.storage.awaits() {
+            self.storage.quantize_at(self.book.length() - self.book.candidates());
+        }
     }
 
     /// Moves rows where the bookkeeping has put their positions.
@@ -191,7 +198,9 @@ impl TreeCache for CellsCache {
     fn commit_tree(&mut self, sequence: i32, accepted: &[i32]) -> Result<()> {
         self.storage.check()?;
         let moves = self.book.commit_tree(sequence, accepted);
-        self.apply(moves)
+        self.apply(moves)?;
+        self.quantize();
+        Ok(())
     }
 
     fn tree_len(&self, sequence: i32) -> Result<usize> {
@@ -205,6 +214,8 @@ impl AttendCache for CellsCache {
             fail!(Step, "a step is open on this cache");
         }
         self.storage.check()?;
+        let length = self.book.length().saturating_add(positions.len() as i32);
+        self.storage.check_floats(positions.len(), length)?;
         self.book.plan(positions)?;
         self.storage.begin_appending();
         self.open = true;
@@ -230,14 +241,17 @@ impl AttendCache for CellsCache {
         self.storage.check_done()?;
         let moves = self.book.commit()?;
         self.open = false;
-        self.storage.commit(&moves, self.book.length())
+        self.storage.commit(&moves)?;
+        self.quantize();
+        Ok(())
     }
 
     fn abort(&mut self) {
         if self.open {
             self.open = false;
+            let plans = self.book.plans();
+            self.storage.abort(|lane| plans.get(lane).map(|plan| plan.write.clone()));
             self.book.abort();
-            self.storage.abort();
         }
     }
 }

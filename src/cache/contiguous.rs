@@ -31,7 +31,7 @@ impl ContiguousCache {
     pub fn new(config: CacheConfig) -> Result<Self> {
         config.validate()?;
         let capacity = config.capacity;
-        let storage = Storage::new(config)?;
+        let storage = Storage::new(config, false)?;
         let lanes = std::iter::once(None).chain(storage.windows().map(Some));
         Ok(Self { book: ContiguousBookkeeping::new(capacity, lanes), storage, step: None })
     }
@@ -103,6 +103,9 @@ impl AttendCache for ContiguousCache {
         }
         self.storage.check()?;
         let plan = self.book.plan(positions)?;
+        if let Some(last) = positions.last() {
+            self.storage.check_floats(positions.len(), last + 1)?;
+        }
         if plan.displaced().is_empty() {
             self.storage.begin_appending();
         } else {
@@ -131,12 +134,14 @@ impl AttendCache for ContiguousCache {
         self.storage.check_done()?;
         let moves = self.book.commit(&plan);
         self.step = None;
-        self.storage.commit(&moves, self.book.length())
+        self.storage.commit(&moves)?;
+        self.storage.quantize_at(self.book.length());
+        Ok(())
     }
 
     fn abort(&mut self) {
         if self.step.take().is_some() {
-            self.storage.abort();
+            self.storage.abort(|_| None);
         }
     }
 }

@@ -153,8 +153,8 @@ pub trait SeqCache: Cache {
     /// that it is read without a mask again. Moves only what has to.
     ///
     /// # Errors
-    /// [`Mlx`](crate::Status::Mlx): where rows were moved already, the cache is lost
-    /// until it is cleared.
+    /// [`Mlx`](crate::Status::Mlx) where the rows could not be moved: the cache is
+    /// lost until it is cleared.
     fn compact(&mut self) -> Result<()>;
 }
 
@@ -177,8 +177,8 @@ pub trait TreeCache: SeqCache {
     /// # Errors
     /// [`InvalidArgument`](crate::Status::InvalidArgument) where there is no tree,
     /// or the nodes are no chain of nodes that were run.
-    /// [`Mlx`](crate::Status::Mlx): where rows were moved already, the cache is lost
-    /// until it is cleared.
+    /// [`Mlx`](crate::Status::Mlx) where the rows could not be moved: the cache is
+    /// lost until it is cleared.
     fn commit_tree(&mut self, sequence: i32, accepted: &[i32]) -> Result<()>;
 
     /// Nodes of the tree behind a sequence.

@@ -1,8 +1,9 @@
 //! The bytes of a cache: each layer's pools, driven by the plans of its lane.
 //! What every kind of cache does with arrays is here, once.
 
+use mlx_rs::ops::zeros_dtype;
 use mlx_rs::transforms::eval;
-use mlx_rs::Array;
+use mlx_rs::{Array, Dtype};
 
 use crate::attend::{AttendSpec, Mask};
 use crate::bookkeeping::{LanePlan, MaskPlan, Move, Slots, Window};
@@ -10,8 +11,8 @@ use crate::config::{CacheConfig, Growth, LayerConfig, LayerPolicy};
 use crate::error::{fail, Error, Result, Status};
 use crate::format::KvFormat;
 use crate::memory::{Bytes, LayerMemory, Memory};
-use crate::mlx;
-use crate::pool::{convert, pool_for, Pool, StoredRows};
+use crate::mlx::{self, cast};
+use crate::pool::{convert, float_dtype, pool_for, Pool, StoredRows};
 
 /// Keys and values of one layer.
 struct Layer {
@@ -35,16 +36,24 @@ pub struct Storage {
     /// The masks of the open step, made when a layer first needs them.
     masks: Vec<Option<Array>>,
     displaced: Displaced,
+    /// Whether sequences share the slots, so that queries come to read rows which
+    /// a mask hides from them.
+    shared: bool,
+    /// For each layer of the open step, where they are shared: a number that is 0
+    /// if all of its new values are finite.
+    finite: Vec<Array>,
     /// The formats that the pools have.
     formats: [KvFormat; 2],
+    /// Whether `quantize_after` is still to come.
+    awaits: bool,
     /// Why the buffers hold what nobody knows, until they are cleared.
     lost: Option<Error>,
 }
 
 impl Storage {
     /// Pools for a config that is valid. They allocate as positions come, or now
-    /// where the config says so.
-    pub fn new(config: CacheConfig) -> Result<Self> {
+    /// where the config says so. `shared` if several sequences will live in them.
+    pub fn new(config: CacheConfig, shared: bool) -> Result<Self> {
         let mut policies = vec![LayerPolicy::Full];
         for layer in &config.layers {
             if !policies.contains(&layer.policy) {
@@ -62,6 +71,7 @@ impl Storage {
         };
         let layers = config.layers.iter().map(new_layer).collect::<Result<_>>()?;
         let masks = vec![None; policies.len()];
+        let awaits = config.quantize_after.is_some();
         let mut storage = Self {
             config,
             policies,
@@ -69,16 +79,20 @@ impl Storage {
             done: Vec::new(),
             masks,
             displaced: Vec::new(),
+            shared,
+            finite: Vec::new(),
             formats,
+            awaits,
             lost: None,
         };
-        if storage.config.growth == Growth::Upfront {
-            mlx::run(|| storage.grow_all())?;
-        }
+        mlx::run(|| storage.grow_upfront())?;
         Ok(storage)
     }
 
-    fn grow_all(&mut self) -> Result<()> {
+    fn grow_upfront(&mut self) -> Result<()> {
+        if self.config.growth != Growth::Upfront {
+            return Ok(());
+        }
         for index in 0..self.layers.len() {
             let slots = self.allocated(self.layers[index].lane, 0);
             self.layers[index].k.grow(slots)?;
@@ -104,10 +118,32 @@ impl Storage {
     pub fn check(&self) -> Result<()> {
         match &self.lost {
             Some(error) => {
-                fail!(Mlx, "the cache was lost when a step failed ({error}); clear it to go on")
+                fail!(Mlx, "the cache was lost when rows were moved ({error}); clear it to go on")
             }
             None => Ok(()),
         }
+    }
+
+    /// Whether `quantize_after` is still to come.
+    pub fn awaits(&self) -> bool {
+        self.awaits
+    }
+
+    /// Refuses a step of `n_tokens` after which the cache holds `length` positions,
+    /// where so many more in float would pass `quantize_after` that the estimate
+    /// would not hold.
+    pub fn check_floats(&self, n_tokens: usize, length: i32) -> Result<()> {
+        let most = self.config.most_floats();
+        if self.awaits && length > most {
+            fail!(
+                Capacity,
+                "a step of {n_tokens} tokens would keep {length} positions in {}, the most is {most}: \
+                 quantize_after less 1, and max_step {}; take smaller steps",
+                self.config.float_format,
+                self.config.max_step
+            );
+        }
+        Ok(())
     }
 
     /// Opens a step. The rows in `displaced`, slots of each lane, come back should
@@ -168,6 +204,12 @@ impl Storage {
         target.v.grow(slots)?;
         target.k.write(&plan.write, k)?;
         target.v.write(&plan.write, v)?;
+        if self.shared {
+            // What a mask hides has weight 0, and 0 times infinity is no number.
+            let stored = cast(v, float_dtype(self.formats[1]).unwrap_or(v.dtype()))?;
+            let zero = Array::from_f32(0.0).as_dtype(stored.dtype())?;
+            self.finite.push(stored.multiply(zero)?.sum(None)?);
+        }
         let (start, stop) = (plan.read.start, plan.read.end);
         let (k, v) = (target.k.read(start, stop)?, target.v.read(start, stop)?);
         self.done[layer] = true;
@@ -181,8 +223,11 @@ impl Storage {
             MaskPlan::Explicit(bytes) => {
                 let width = plan.read.end - plan.read.start;
                 let made = self.masks[lane].get_or_insert_with(|| {
-                    let seen: Vec<bool> = bytes.iter().map(|&byte| byte != 0).collect();
-                    Array::from_slice(&seen, &[n_tokens, width])
+                    let shape = [n_tokens, width];
+                    debug_assert_eq!(bytes.len() as i64, i64::from(n_tokens) * i64::from(width));
+                    // SAFETY: there are as many bytes as the shape says, each of them 0
+                    // or 1, which is how MLX keeps booleans; they are copied.
+                    unsafe { Array::from_raw_data(bytes.as_ptr().cast(), &shape, Dtype::Bool) }
                 });
                 Mask::Explicit(made.clone())
             }
@@ -193,6 +238,9 @@ impl Storage {
     fn allocated(&self, lane: usize, needed: i32) -> i32 {
         let (growth, capacity) = (self.config.growth, self.config.capacity);
         match self.config.window(self.policies[lane]) {
+            Some(window) if self.shared && growth == Growth::Upfront => {
+                growth.slots(needed.max(window.slots()), capacity)
+            }
             Some(window) if needed <= window.slots() => window.allocated(growth, needed),
             // Several sequences, or trees, need more than one does.
             _ => growth.slots(needed, capacity),
@@ -204,37 +252,66 @@ impl Storage {
             .iter()
             .flat_map(|layer| [layer.k.buffers(), layer.v.buffers()])
             .flatten()
+            .chain(&self.finite)
             .collect()
     }
 
-    /// Refuses to end a step that some layer has not had.
+    /// Refuses to end a step that some layer has not had, or that brought values
+    /// which other sequences could not be kept apart from.
     pub fn check_done(&self) -> Result<()> {
         if let Some(layer) = self.done.iter().position(|done| !done) {
             fail!(Step, "the step ends without layer {layer}");
         }
-        Ok(())
-    }
-
-    /// Ends the step that was committed; the cache holds `length` positions now.
-    pub fn commit(&mut self, moves: &[Move], length: i32) -> Result<()> {
-        self.end();
-        self.apply(moves)?;
-        let formats = self.config.formats_at(length);
-        let was_float = self.formats.iter().all(|format| format.is_float());
-        if self.config.quantize_after.is_some() && was_float && formats != self.formats {
-            // Without the memory for it the floats stay, and the next step tries
-            // again; what is stored is right either way.
-            let _ = self.convert(formats);
+        let odd = self.finite.iter().position(|sum| !is_zero(sum));
+        if let Some(layer) = odd {
+            fail!(
+                InvalidArgument,
+                "a value of this step is infinite or no number as {} (attention layer {layer} of \
+                 those that ran); other sequences would come to read it",
+                self.formats[1]
+            );
         }
         Ok(())
     }
 
-    /// Ends the step as if it had not been: puts back what it displaced, and makes
-    /// sure that the buffers hold values and no unfinished work.
-    pub fn abort(&mut self) {
+    /// Ends the step that was committed.
+    ///
+    /// # Errors
+    /// [`Mlx`](Status::Mlx): the moves failed, and the cache is lost.
+    pub fn commit(&mut self, moves: &[Move]) -> Result<()> {
+        self.end();
+        self.apply(moves)
+    }
+
+    /// Converts what is stored if `quantize_after` has come with `length` positions.
+    pub fn quantize_at(&mut self, length: i32) {
+        if self.awaits && self.config.quantize_after.is_some_and(|tokens| length >= tokens) {
+            // Without the memory for it the floats stay, and the next step tries
+            // again; what is stored is right either way.
+            let _ = self.convert([self.config.k_format, self.config.v_format]);
+        }
+    }
+
+    /// Ends the step as if it had not been. `written` are the slots of each lane
+    /// that it wrote.
+    ///
+    /// What was never evaluated is taken back without being evaluated: if that
+    /// failed once, it would fail again. What was evaluated is of no use to
+    /// anybody, and nothing of it may stay that a mask cannot hide.
+    pub fn abort(&mut self, written: impl Fn(usize) -> Option<Slots>) {
         let displaced = std::mem::take(&mut self.displaced);
+        let done = std::mem::take(&mut self.done);
         self.end();
         let undone = mlx::run(|| {
+            for (layer, done) in self.layers.iter_mut().zip(done) {
+                layer.k.take_back()?;
+                layer.v.take_back()?;
+                if let Some(slots) = written(layer.lane).filter(|_| done && self.shared) {
+                    let (heads, dim) = (layer.v.n_kv_heads(), layer.v.head_dim());
+                    let shape = [1, heads, slots.len() as i32, dim];
+                    layer.v.write(&slots, &zeros_dtype(&shape, Dtype::Float32)?)?;
+                }
+            }
             for (layer, (slots, k, v)) in self.layers.iter_mut().zip(&displaced) {
                 layer.k.put(slots, k)?;
                 layer.v.put(slots, v)?;
@@ -248,6 +325,7 @@ impl Storage {
 
     fn end(&mut self) {
         self.done.clear();
+        self.finite.clear();
         self.displaced.clear();
         self.masks.iter_mut().for_each(|mask| *mask = None);
     }
@@ -255,7 +333,10 @@ impl Storage {
     /// Moves rows, one buffer at a time. Where that fails on the way, the buffers
     /// are lost.
     pub fn apply(&mut self, moves: &[Move]) -> Result<()> {
-        let moved = self.try_apply(moves);
+        if moves.is_empty() {
+            return Ok(());
+        }
+        let moved = mlx::run(|| self.try_apply(moves));
         if let Err(error) = &moved {
             self.lost = Some(error.clone());
         }
@@ -287,18 +368,25 @@ impl Storage {
             k_format.check(layer.config.k_head_dim).map_err(at("keys"))?;
             v_format.check(layer.config.v_head_dim).map_err(at("values"))?;
         }
-        for layer in &mut self.layers {
-            for (pool, format) in [(&mut layer.k, k_format), (&mut layer.v, v_format)] {
-                let slots = pool.slots();
-                convert(pool, format, slots)?;
+        mlx::run(|| {
+            for layer in &mut self.layers {
+                for (pool, format) in [(&mut layer.k, k_format), (&mut layer.v, v_format)] {
+                    let slots = pool.slots();
+                    convert(pool, format, slots)?;
+                }
             }
-        }
+            Ok(())
+        })?;
         self.formats = [k_format, v_format];
+        // What was asked for by hand is not undone later.
+        self.awaits = false;
         Ok(())
     }
 
-    /// Makes the pools new, or leaves them their buffers.
+    /// Makes the pools new, or leaves them their buffers. Those that are given back
+    /// are allocated again with the next step, whatever the growth.
     pub fn clear(&mut self, release: bool) -> Result<()> {
+        let _alone = mlx::alone();
         let formats = self.config.formats_at(0);
         for layer in &mut self.layers {
             for (pool, format) in [(&mut layer.k, formats[0]), (&mut layer.v, formats[1])] {
@@ -311,8 +399,12 @@ impl Storage {
             }
         }
         self.formats = formats;
+        self.awaits = self.config.quantize_after.is_some();
         self.lost = None;
-        Ok(())
+        if release {
+            return Ok(());
+        }
+        mlx::run(|| self.grow_upfront())
     }
 
     /// Bytes held, of which each lane uses `used` slots.
@@ -343,6 +435,15 @@ impl Drop for Storage {
         let _alone = mlx::alone();
         self.layers.clear();
         self.end();
+    }
+}
+
+/// Whether a scalar in a float dtype is 0.
+fn is_zero(scalar: &Array) -> bool {
+    match scalar.dtype() {
+        Dtype::Float16 => scalar.try_item_exact().is_ok_and(|x: half::f16| x == half::f16::ZERO),
+        Dtype::Bfloat16 => scalar.try_item_exact().is_ok_and(|x: half::bf16| x == half::bf16::ZERO),
+        _ => scalar.try_item_exact().is_ok_and(|x: f32| x == 0.0),
     }
 }
 

@@ -20,13 +20,20 @@ pub(super) struct Float {
 impl Float {
     /// The codec of a float format.
     pub fn new(format: KvFormat, head_dim: i32) -> Result<Self> {
-        let dtype = match format {
-            KvFormat::F32 => Dtype::Float32,
-            KvFormat::F16 => Dtype::Float16,
-            KvFormat::Bf16 => Dtype::Bfloat16,
-            other => fail!(Internal, "{other} is no float format"),
-        };
-        Ok(Self { format, dtype, head_dim })
+        match float_dtype(format) {
+            Some(dtype) => Ok(Self { format, dtype, head_dim }),
+            None => fail!(Internal, "{format} is no float format"),
+        }
+    }
+}
+
+/// The dtype of the rows of a float format.
+pub fn float_dtype(format: KvFormat) -> Option<Dtype> {
+    match format {
+        KvFormat::F32 => Some(Dtype::Float32),
+        KvFormat::F16 => Some(Dtype::Float16),
+        KvFormat::Bf16 => Some(Dtype::Bfloat16),
+        _ => None,
     }
 }
 

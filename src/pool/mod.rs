@@ -17,6 +17,7 @@ mod row;
 mod rows;
 
 pub use codec::Codec;
+pub(crate) use float::float_dtype;
 pub use planes::{Layout, Parts, Plane};
 pub use rows::{Rows, StoredRows};
 
@@ -88,6 +89,13 @@ pub trait Pool: Send {
 
     /// The buffers, for evaluation.
     fn buffers(&self) -> Vec<&Array>;
+
+    /// Takes back what was written since the buffers were evaluated. What of it
+    /// was evaluated stays in its slots.
+    ///
+    /// # Errors
+    /// [`Mlx`](crate::Status::Mlx).
+    fn take_back(&mut self) -> Result<()>;
 
     /// Gives the buffers back.
     fn release(&mut self);
@@ -217,6 +225,10 @@ impl Pool for CodecPool {
 
     fn buffers(&self) -> Vec<&Array> {
         self.planes.buffers().iter().collect()
+    }
+
+    fn take_back(&mut self) -> Result<()> {
+        self.planes.take_back()
     }
 
     fn release(&mut self) {

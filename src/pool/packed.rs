@@ -61,15 +61,15 @@ impl Layout {
     }
 
     /// The most rows a KV head for which the packed product is better than
-    /// unpacking. On two x86-64 cores, L 256 to 8192, head_dim 64 and 128: 8, 4 and
-    /// FP4 codes multiply as fast as float32 matrices for any number of rows, so
-    /// that past some hundred what counts is that the scores of one head are smaller
-    /// than those of all; codes that cross bytes unpack one by one for each row.
+    /// unpacking: where the two take the same time on two x86-64 cores and on an H100,
+    /// by the table of `cargo bench --bench products` in docs/performance.md. Codes of
+    /// 3 and 5 bits cross bytes and are unpacked one by one for each row.
     pub fn most_packed(self) -> Result<i32> {
         Ok(match self {
             _ if mlx::on_gpu()? => 32,
-            Self::Affine { bits: 4 | 8, .. } | Self::Mxfp4 | Self::Nvfp4 => 256,
-            Self::Affine { .. } => 16,
+            Self::Affine { bits: 3 | 5, .. } => 8,
+            Self::Affine { .. } => 64,
+            Self::Mxfp4 | Self::Nvfp4 => 256,
             Self::Mxfp8 => super::codec::MOST_IN_BLOCKS,
         })
     }
@@ -84,8 +84,7 @@ impl Packed {
     /// where there are many, heads are multiplied one by one and nothing is copied.
     pub fn product(&self, x: &Array, transposed: bool) -> Result<Array> {
         let heads = self.codes.dim(1);
-        let copied = std::env::var("ETKV_COPIED")
-            .map_or(if mlx::on_gpu()? { GPU_COPIED } else { CPU_COPIED }, |v| v.parse().unwrap());
+        let copied = if mlx::on_gpu()? { GPU_COPIED } else { CPU_COPIED };
         if heads == 1 || self.codes.nbytes() < copied {
             return self.fit_for_device()?.whole_product(x, transposed);
         }

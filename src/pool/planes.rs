@@ -9,7 +9,7 @@ use smallvec::SmallVec;
 
 use crate::bookkeeping::Slots;
 use crate::error::{fail, Result};
-use crate::mlx::{slice_axis, update_axis};
+use crate::mlx::{self, slice_axis, update_axis};
 
 /// The axis of the slots. Heads come first, so that the rows of a head are one
 /// run of memory, as attention reads them, and a range of the slots is a view.
@@ -26,6 +26,17 @@ pub struct Plane {
     pub width: i32,
     /// Their dtype.
     pub dtype: Dtype,
+}
+
+impl Plane {
+    fn row_bytes(&self) -> u64 {
+        let width = match self.dtype {
+            Dtype::Uint8 => 1,
+            Dtype::Float16 | Dtype::Bfloat16 => 2,
+            _ => 4,
+        };
+        u64::from(self.width.unsigned_abs()) * width
+    }
 }
 
 /// The planes of one pool.
@@ -64,18 +75,23 @@ impl Planes {
         self.buffers.clear();
     }
 
+    fn zeros(&self, plane: &Plane, slots: i32) -> Result<Array> {
+        Ok(zeros_dtype(&[1, self.n_kv_heads, slots, plane.width], plane.dtype)?)
+    }
+
     /// New slots are zero. The old buffers are there until the new ones are.
     pub fn grow(&mut self, slots: i32) -> Result<()> {
         let before = self.slots();
         if slots <= before {
             return Ok(());
         }
+        self.check_memory(slots)?;
         let grown = self
             .layout
             .iter()
             .enumerate()
             .map(|(at, plane)| {
-                let zeros = zeros_dtype(&[1, self.n_kv_heads, slots, plane.width], plane.dtype)?;
+                let zeros = self.zeros(plane, slots)?;
                 match self.buffers.get(at) {
                     // Into the zeros, in place: joining two arrays would hold a third.
                     Some(buffer) => update_axis(&zeros, buffer, SLOTS, 0, before),
@@ -83,9 +99,44 @@ impl Planes {
                 }
             })
             .collect::<Result<Parts>>()?;
-        // Now, while the old buffers are there: where memory runs out, they stay.
+        // Now, while the old buffers are there: where that fails, they stay.
         eval(&grown)?;
         self.buffers = grown;
+        Ok(())
+    }
+
+    /// Refuses what the system does not give: MLX's CPU would write to address 0.
+    fn check_memory(&self, slots: i32) -> Result<()> {
+        if mlx::on_gpu()? {
+            return Ok(());
+        }
+        let width: u64 = self.layout.iter().map(Plane::row_bytes).sum();
+        let rows = u64::from(self.n_kv_heads.unsigned_abs()) * u64::from(slots.unsigned_abs());
+        let bytes = usize::try_from(rows.saturating_mul(width)).unwrap_or(usize::MAX);
+        if Vec::<u8>::new().try_reserve_exact(bytes).is_err() {
+            fail!(
+                Mlx,
+                "out of memory: {slots} slots of {} KV heads are {bytes} bytes",
+                self.n_kv_heads
+            );
+        }
+        Ok(())
+    }
+
+    /// Takes back what was written and not evaluated.
+    pub fn take_back(&mut self) -> Result<()> {
+        let slots = self.slots();
+        let before = self
+            .layout
+            .iter()
+            .zip(&self.buffers)
+            .map(|(plane, buffer)| match mlx::before_writes(buffer)? {
+                Some(before) => Ok(before),
+                // Every slot was written, so that nobody needs one.
+                None => self.zeros(plane, slots),
+            })
+            .collect::<Result<Parts>>()?;
+        self.buffers = before;
         Ok(())
     }
 

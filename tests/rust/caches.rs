@@ -4,48 +4,16 @@
 //! Formats that round are compared over what they make of the rows. A failure
 //! prints its seed; `ETKV_SEED=<seed>` runs that one alone, `ETKV_RUNS=<n>` more.
 
-use etkv::bookkeeping::Slots;
-use etkv::pool::pool_for;
 use etkv::{
     AttendCache, Cache, CacheConfig, CellsCache, Growth, KvFormat, LayerConfig, LayerPolicy, Step,
 };
 use etkv_tests::model::{Members, Model, Sight};
-use etkv_tests::oracle::{self, Row, Rows};
+use etkv_tests::oracle::{self, Row};
 use etkv_tests::slots::Id;
 use etkv_tests::{for_seeds, Rng};
-use mlx_rs::Dtype;
 
 const N_HEADS: usize = 4;
 const SCALE: f32 = 0.2;
-
-const FORMATS: [&str; 14] = [
-    "f32",
-    "f16",
-    "bf16",
-    "affine8g64",
-    "affine6g32",
-    "affine5g32",
-    "affine4g64",
-    "affine3g32",
-    "affine2g64",
-    "mxfp8",
-    "mxfp4",
-    "nvfp4",
-    "row-int4",
-    "row-fp4",
-];
-
-/// What a format makes of rows.
-fn stored(rows: &Rows, format: KvFormat) -> Rows {
-    let (heads, dim) = (rows[0].len() as i32, rows[0][0].len() as i32);
-    let mut pool = pool_for(format, heads, dim).unwrap();
-    let n = rows.len() as i32;
-    pool.grow(n).unwrap();
-    pool.write(&Slots::Run(0..n), &oracle::array(rows)).unwrap();
-    let read = pool.read(0, n).unwrap().dequantized(Dtype::Float32).unwrap();
-    read.eval().unwrap();
-    (0..rows.len()).map(|index| oracle::row(&read, index)).collect()
-}
 
 /// Keys and values of one layer, by token.
 #[derive(Default)]
@@ -60,13 +28,15 @@ struct Run {
     model: Model,
     layers: Vec<(LayerConfig, Sight, Stored)>,
     formats: [KvFormat; 2],
+    /// Whether `quantize_after` is still to come.
+    awaits: bool,
     n_sequences: usize,
 }
 
 impl Run {
     fn new(seed: u64) -> Self {
         let mut rng = Rng::new(seed);
-        let format = |rng: &mut Rng| -> KvFormat { rng.pick(&FORMATS).parse().unwrap() };
+        let format = |rng: &mut Rng| -> KvFormat { rng.pick(&oracle::FORMATS).parse().unwrap() };
         let formats = [format(&mut rng), format(&mut rng)];
         let max_step = rng.pick(&[3, 12, 40]);
         let layers: Vec<LayerConfig> = (0..1 + rng.below(3))
@@ -95,9 +65,10 @@ impl Run {
             ]),
             k_format: formats[0],
             v_format: formats[1],
-            quantize_after: None,
-            float_format: KvFormat::F32,
+            quantize_after: rng.chance(0.3).then(|| rng.pick(&[1, 10, 25])),
+            float_format: rng.pick(&["f32", "f16", "bf16"]).parse().unwrap(),
         };
+        let formats = config.formats_at(0);
         let windowed =
             layers.iter().any(|layer| config.window(layer.policy).is_some_and(|w| w.slides()));
         let sight = |policy| match policy {
@@ -108,10 +79,23 @@ impl Run {
             n_sequences: rng.pick(&[1, 2, 5]),
             model: Model::new(config.capacity, windowed.then_some(max_step.min(config.capacity))),
             layers: layers.iter().map(|&l| (l, sight(l.policy), Stored::default())).collect(),
+            awaits: config.quantize_after.is_some(),
             cache: CellsCache::with_trees(config).unwrap(),
             formats,
             rng,
         }
+    }
+
+    /// The cache quantizes by itself at some length, once.
+    fn quantize(&mut self) {
+        let config = self.cache.config();
+        let committed = self.model.committed();
+        if self.awaits && config.quantize_after.is_some_and(|tokens| committed >= tokens as usize) {
+            self.awaits = false;
+            let formats = [config.k_format, config.v_format];
+            self.store_anew(formats);
+        }
+        assert_eq!(self.cache.formats(), self.formats);
     }
 
     fn sequence(&mut self) -> i32 {
@@ -133,6 +117,17 @@ impl Run {
             let members: Vec<i32> = (0..n).map(|_| self.rng.pick(&free)).collect();
             self.cache.sequences().unwrap().begin_step(&members).unwrap();
             self.model.declared = Some(members.into_iter().map(|one| vec![one]).collect());
+            // Tokens of two sequences, where these go on at the same position.
+            let other = self.rng.pick(&free);
+            let all = self.model.declared.iter().flatten().flatten();
+            let all: Vec<i32> = all.copied().filter(|&one| one != other).collect();
+            let alone = all.windows(2).all(|pair| pair[0] == pair[1]);
+            if alone && all.len() == n && self.model.next(all[0]) == self.model.next(other) {
+                let pair: Vec<i32> = vec![all[0].min(other), all[0].max(other)];
+                let both: Vec<&[i32]> = vec![&pair; n];
+                self.cache.sequences().unwrap().begin_step_shared(&both).unwrap();
+                self.model.declared = Some(vec![pair.clone(); n]);
+            }
         }
         let Ok(owners) = self.model.owners(1) else {
             return;
@@ -140,8 +135,13 @@ impl Run {
         let positions: Vec<i32> = (0..owners.len())
             .filter_map(|token| self.model.expected(&owners, token, owners[token][0]))
             .collect();
+        let config = self.cache.config();
+        let most = config.quantize_after.map(|tokens| tokens - 1 + config.max_step);
         if positions.len() != owners.len()
             || !self.model.step_refusals(&owners, &positions).is_empty()
+            || self.awaits
+                && most
+                    .is_some_and(|most| self.model.live().len() + positions.len() > most as usize)
         {
             assert!(self.cache.begin(&positions).is_err() || positions.len() != owners.len());
             return;
@@ -159,8 +159,8 @@ impl Run {
             let (kd, vd) = (layer.k_head_dim as usize, layer.v_head_dim as usize);
             let k = oracle::random_rows(&mut self.rng, n, heads, kd);
             let v = oracle::random_rows(&mut self.rng, n, heads, vd);
-            rows.k.extend(stored(&k, self.formats[0]));
-            rows.v.extend(stored(&v, self.formats[1]));
+            rows.k.extend(oracle::stored(&k, self.formats[0]));
+            rows.v.extend(oracle::stored(&v, self.formats[1]));
             if stop_after.is_some_and(|stop| index >= stop) {
                 continue;
             }
@@ -182,6 +182,7 @@ impl Run {
         } else {
             step.commit(&[]).unwrap();
             self.model.commit(owners, &ids);
+            self.quantize();
         }
     }
 
@@ -190,11 +191,20 @@ impl Run {
         let next = self.model.next(source);
         let at = self.rng.below(next as usize + 1) as i32;
         let sequences = self.cache.sequences().unwrap();
-        match self.rng.below(4) {
+        match self.rng.below(6) {
             0 => {
                 if sequences.seq_cp(source, target, 0..i32::MAX).is_ok() {
                     self.model.copy([source, target], &(0..i32::MAX));
                 }
+            }
+            3 => {
+                if sequences.seq_cp(source, target, 0..at).is_ok() {
+                    self.model.copy([source, target], &(0..at));
+                }
+            }
+            4 => {
+                sequences.seq_keep(source).unwrap();
+                self.model.keep(source);
             }
             1 => {
                 if sequences.seq_rm(source, at..i32::MAX).is_ok() {
@@ -230,23 +240,37 @@ impl Run {
             }
             trees.commit_tree(sequence, &accepted).unwrap();
             self.model.accept(sequence, &accepted);
+            self.quantize();
         }
     }
 
     /// What was stored is stored anew.
     fn convert(&mut self) {
-        let formats = [0, 1].map(|_| self.rng.pick(&FORMATS).parse::<KvFormat>().unwrap());
+        let formats = [0, 1].map(|_| self.rng.pick(&oracle::FORMATS).parse::<KvFormat>().unwrap());
         self.cache.convert(formats[0], formats[1]).unwrap();
+        self.awaits = false;
+        self.store_anew(formats);
+        assert_eq!(self.cache.formats(), formats);
+    }
+
+    fn clear(&mut self) {
+        self.cache.clear(self.rng.chance(0.5)).unwrap();
+        self.model.clear();
+        self.formats = self.cache.formats();
+        assert_eq!(self.formats, self.cache.config().formats_at(0));
+        self.awaits = self.cache.config().quantize_after.is_some();
+    }
+
+    fn store_anew(&mut self, formats: [KvFormat; 2]) {
         for (_, _, rows) in self.layers.iter_mut().filter(|(_, _, rows)| !rows.k.is_empty()) {
             if formats[0] != self.formats[0] {
-                rows.k = stored(&rows.k, formats[0]);
+                rows.k = oracle::stored(&rows.k, formats[0]);
             }
             if formats[1] != self.formats[1] {
-                rows.v = stored(&rows.v, formats[1]);
+                rows.v = oracle::stored(&rows.v, formats[1]);
             }
         }
         self.formats = formats;
-        assert_eq!(self.cache.formats(), formats);
     }
 }
 
@@ -256,8 +280,9 @@ fn attention_is_over_what_the_model_sees() {
         etkv::mlx::run(|| {
             let mut run = Run::new(seed);
             for _ in 0..40 {
-                match run.rng.below(20) {
+                match run.rng.below(24) {
                     0 => run.convert(),
+                    20 if run.rng.chance(0.3) => run.clear(),
                     1..=4 => run.fork_or_remove(),
                     5..=8 => run.tree(),
                     _ => run.step(),

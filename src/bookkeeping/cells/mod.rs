@@ -341,6 +341,11 @@ impl CellsBookkeeping {
         Ok(self.trees.get(&sequence).map_or(0, Tree::len))
     }
 
+    /// Cells of candidates, over all trees.
+    pub fn candidates(&self) -> i32 {
+        self.trees.values().map(|tree| tree.n_written() as i32).sum()
+    }
+
     /// Makes a chain of candidates part of their sequence, and forgets the rest of
     /// the tree. The chain's rows move to the first of the tree's cells, as
     /// returned: behind a sequence that is one run, that stays so.

@@ -122,6 +122,13 @@ impl Model {
             .collect()
     }
 
+    /// Tokens of sequences, each once; candidates are none.
+    pub fn committed(&self) -> usize {
+        let tokens: BTreeSet<Id> =
+            self.sequences.values().flat_map(|held| held.tokens.iter().copied()).collect();
+        tokens.len()
+    }
+
     pub fn free(&self) -> i32 {
         self.capacity - self.live().len() as i32
     }

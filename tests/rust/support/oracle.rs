@@ -1,8 +1,10 @@
 //! Attention from first principles, in float64, one query at a time.
 
+use etkv::bookkeeping::Slots;
+use etkv::pool::pool_for;
 use etkv::KvFormat;
 use half::{bf16, f16};
-use mlx_rs::Array;
+use mlx_rs::{Array, Dtype};
 
 use super::Rng;
 
@@ -19,7 +21,7 @@ pub fn random_rows(rng: &mut Rng, n: usize, heads: usize, dim: usize) -> Rows {
 }
 
 /// `[1, heads, rows, dim]`, as a program passes it.
-pub fn array(rows: &Rows) -> Array {
+pub fn array(rows: &[Row]) -> Array {
     let (heads, dim) = (rows[0].len(), rows[0][0].len());
     let values: Vec<f32> = (0..heads)
         .flat_map(|head| rows.iter().flat_map(move |row| row[head].iter().copied()))
@@ -36,8 +38,41 @@ pub fn row(array: &Array, index: usize) -> Row {
     (0..heads).map(|head| values[(head * rows + index) * dim..][..dim].to_vec()).collect()
 }
 
-/// What storing a row in `format` leaves of it.
-pub fn rounded(row: &Row, format: KvFormat) -> Row {
+/// A format of every kind and size.
+pub const FORMATS: [&str; 14] = [
+    "f32",
+    "f16",
+    "bf16",
+    "affine8g64",
+    "affine6g32",
+    "affine5g32",
+    "affine4g64",
+    "affine3g32",
+    "affine2g64",
+    "mxfp8",
+    "mxfp4",
+    "nvfp4",
+    "row-int4",
+    "row-fp4",
+];
+
+/// What storing rows in `format` leaves of them: for formats that quantize what a
+/// pool gives back, which the pools' own tests compare with their bounds.
+pub fn stored(rows: &[Row], format: KvFormat) -> Rows {
+    if format.is_float() || rows.is_empty() {
+        return rows.iter().map(|row| rounded(row, format)).collect();
+    }
+    let (heads, dim) = (rows[0].len() as i32, rows[0][0].len() as i32);
+    let mut pool = pool_for(format, heads, dim).unwrap();
+    let n = rows.len() as i32;
+    pool.grow(n).unwrap();
+    pool.write(&Slots::Run(0..n), &array(rows)).unwrap();
+    let read = pool.read(0, n).unwrap().dequantized(Dtype::Float32).unwrap();
+    read.eval().unwrap();
+    (0..rows.len()).map(|index| row(&read, index)).collect()
+}
+
+fn rounded(row: &Row, format: KvFormat) -> Row {
     let round = |&value: &f32| match format {
         KvFormat::F16 => f16::from_f32(value).to_f32(),
         KvFormat::Bf16 => bf16::from_f32(value).to_f32(),

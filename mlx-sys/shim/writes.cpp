@@ -1,0 +1,36 @@
+// What a buffer was before the writes to it that MLX has not carried out. mlx-c
+// shows no inputs of an array, and nothing else leads back to a buffer that was
+// given up so that a write could happen in place.
+
+#include <cstring>
+#include <exception>
+
+#include "mlx/c/array.h"
+#include "mlx/c/error.h"
+#include "mlx/c/private/mlx.h"
+#include "mlx/primitives.h"
+
+extern "C" int etkv_mlx_array_before_writes(
+    mlx_array* before,
+    bool* found,
+    const mlx_array written) {
+  try {
+    auto array = mlx_array_get_(written);
+    while (array.status() == mlx::core::array::Status::unscheduled && array.has_primitive()) {
+      const char* name = array.primitive().name();
+      if (std::strcmp(name, "SliceUpdate") != 0 && std::strcmp(name, "Scatter") != 0) {
+        *found = false;
+        return 0;
+      }
+      // A copy: the array that it is an input of goes when the variable does.
+      auto target = array.inputs().at(0);
+      array = target;
+    }
+    mlx_array_set_(*before, array);
+    *found = true;
+    return 0;
+  } catch (const std::exception& error) {
+    mlx_error(error.what());
+    return 1;
+  }
+}
