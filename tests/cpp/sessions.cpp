@@ -377,5 +377,6 @@ int main() {
   two_programs_on_one_cache();
   two_sessions_of_one_file();
   a_session_serves_one_program_after_another();
+  CHECK_INT(etkv_live_handles(), 0);
   return check_report();
 }

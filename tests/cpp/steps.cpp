@@ -427,5 +427,6 @@ int main() {
   memory_is_given_back();
   formats();
   keys_and_values_apart();
+  CHECK_INT(etkv_live_handles(), 0);
   return check_report();
 }
