@@ -41,7 +41,7 @@ pub use {
     cache::{AttendCache, Cache, CellsCache, ContiguousCache, SeqCache, TreeCache},
     registry::{Builder, BuilderRegistry, CacheRegistry, Entry, MLX_BACKEND},
     session::Session,
-    shared::SharedCache,
+    shared::{CacheGuard, SharedCache},
     step::Step,
 };
 

@@ -1,5 +1,6 @@
 //! Where a runner's cache and a program meet, by key; and who makes which kind.
 
+use std::collections::hash_map::Entry as Slot;
 use std::collections::HashMap;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, LazyLock};
@@ -55,6 +56,33 @@ impl BuilderRegistry {
         // What was there is dropped outside the lock: it may be anybody's.
         let before = self.builders.write().insert(key, Arc::new(builder));
         drop(before);
+    }
+
+    /// As [`register`](Self::register), where there is no such kind yet.
+    ///
+    /// # Errors
+    /// [`InvalidArgument`](Status::InvalidArgument) where there is.
+    pub fn register_new(
+        &self,
+        backend_id: &str,
+        kind: &str,
+        builder: impl Fn(CacheConfig) -> Result<SharedCache> + Send + Sync + 'static,
+    ) -> Result<()> {
+        let key = (backend_id.to_owned(), kind.to_owned());
+        match self.builders.write().entry(key) {
+            Slot::Occupied(_) => {
+                fail!(InvalidArgument, "there are caches of kind `{kind}` for `{backend_id}`")
+            }
+            Slot::Vacant(place) => {
+                place.insert(Arc::new(builder));
+                Ok(())
+            }
+        }
+    }
+
+    /// Whether caches of this kind can be made.
+    pub fn knows(&self, backend_id: &str, kind: &str) -> bool {
+        self.builders.read().contains_key(&(backend_id.to_owned(), kind.to_owned()))
     }
 
     /// Makes a cache of this kind.

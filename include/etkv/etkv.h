@@ -57,8 +57,10 @@
  *   etkv_cache_can_extend() and the step, or etkv_seq_cache_begin_step() and the
  *   step that it is about, another thread may have its turn.
  *
- *   Callbacks are called on the thread, and within the call, that they were
- *   given to, without locks.
+ *   The callback of etkv_kinds() is called on its thread, within the call,
+ *   without locks. Those of an etkv_cache_vtable may be called on any thread, one
+ *   at a time for a cache, while that cache is taken: a call on it from there is
+ *   refused with ETKV_ERROR_STEP. None of them may leave by an exception.
  */
 #ifndef ETKV_ETKV_H
 #define ETKV_ETKV_H
@@ -133,6 +135,12 @@ ETKV_API etkv_status etkv_error_status(const etkv_error* error);
 ETKV_API const char* etkv_error_message(const etkv_error* error);
 
 ETKV_API void etkv_error_free(etkv_error* error);
+
+/**
+ * Makes an error, for a callback to store. NULL where `status` is that of no
+ * error, or `message` is NULL or not UTF-8.
+ */
+ETKV_API etkv_error* etkv_error_new(etkv_status status, const char* message);
 
 /**
  * Takes the error that the delegate last reported on the calling thread, or
@@ -688,6 +696,79 @@ etkv_registry_get(const char* key, etkv_cache** cache, etkv_error** error);
 
 /** Forgets a key; who shares its cache keeps it. Else ETKV_ERROR_NO_CACHE. */
 ETKV_API etkv_status etkv_registry_erase(const char* key, etkv_error** error);
+
+/* ---- Kinds of the host's own ---------------------------------------------- */
+
+/**
+ * A kind that the host makes of one that is there: the inner cache keeps rows and
+ * positions, and the host's callbacks are around it. That is enough to ration, to
+ * evict, to write down what happens, or to refuse; not to store rows another way.
+ *
+ * `inner` is the host's handle on the inner cache: every function of this header
+ * takes it, etkv_cache_as_seq() and others among them. It lives from `create`
+ * until `destroy` has returned, and is not to be freed. While a step is open, the
+ * inner cache refuses to be changed.
+ *
+ * A callback that fails returns its status and stores an error of
+ * etkv_error_new(), or none; it is taken over, and told to who made the call. One
+ * that is NULL leaves the inner cache to it.
+ */
+typedef struct etkv_cache_vtable {
+  size_t struct_size;
+  /** A cache of the kind is made: stores in `state` what the others get. */
+  etkv_status (*create)(
+      void* context,
+      etkv_cache* inner,
+      void** state,
+      etkv_error** error);
+  /** The last owner of the cache is gone. Not called where `create` failed. */
+  void (*destroy)(void* state);
+  /** In place of the inner cache's; `n` is at least 0. */
+  etkv_status (*can_extend)(
+      void* state,
+      etkv_cache* inner,
+      int32_t n,
+      bool* fits,
+      etkv_error** error);
+  /**
+   * A program is about to make a step of `n` tokens with these positions. The
+   * inner cache can still be changed, to make room for them.
+   */
+  etkv_status (*begin_step)(
+      void* state,
+      etkv_cache* inner,
+      const int32_t* positions,
+      size_t n,
+      etkv_error** error);
+  /** The step has been, or has not: once for each `begin_step` that worked. */
+  void (*end_step)(void* state, etkv_cache* inner, bool committed);
+  /** In place of the inner cache's. */
+  etkv_status (
+      *clear)(void* state, etkv_cache* inner, bool release, etkv_error** error);
+  /** In place of the inner cache's. */
+  etkv_status (*rewind)(
+      void* state,
+      etkv_cache* inner,
+      int32_t length,
+      etkv_error** error);
+} etkv_cache_vtable;
+
+/**
+ * Makes a kind known, for as long as the process lives. Its caches have the faces
+ * that those of `base` have.
+ *
+ * @param backend_id  the backend that will use it: "MLXBackend".
+ * @param kind        its name, which no kind of that backend has yet.
+ * @param base        the kind of "MLXBackend" that it is made of.
+ * @param vtable      copied; its functions, and `context`, are to live as long.
+ */
+ETKV_API etkv_status etkv_builder_register(
+    const char* backend_id,
+    const char* kind,
+    const char* base,
+    const etkv_cache_vtable* vtable,
+    void* context,
+    etkv_error** error);
 
 #ifdef __cplusplus
 } /* extern "C" */

@@ -16,6 +16,7 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <initializer_list>
 #include <string>
 #include <utility>
 #include <variant>
@@ -494,6 +495,12 @@ class TreeCache : public SeqCache {
       int32_t sequence = 0) {
     return propose(parents.data(), parents.size(), sequence);
   }
+  // Or `{0}` might be a pointer.
+  Result<void> propose(
+      std::initializer_list<int32_t> parents,
+      int32_t sequence = 0) {
+    return propose(std::vector<int32_t>(parents), sequence);
+  }
   /// Makes a chain of candidates part of the sequence, and forgets the rest.
   Result<void>
   commit(const int32_t* accepted, size_t n_nodes, int32_t sequence = 0) {
@@ -506,6 +513,11 @@ class TreeCache : public SeqCache {
       const std::vector<int32_t>& accepted,
       int32_t sequence = 0) {
     return commit(accepted.data(), accepted.size(), sequence);
+  }
+  Result<void> commit(
+      std::initializer_list<int32_t> accepted,
+      int32_t sequence = 0) {
+    return commit(std::vector<int32_t>(accepted), sequence);
   }
   /// Nodes of the tree behind a sequence.
   Result<size_t> tree_len(int32_t sequence = 0) const {

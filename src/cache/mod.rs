@@ -211,6 +211,14 @@ pub trait AttendCache: Cache {
     /// outputs.
     fn buffers(&self) -> Vec<&Array>;
 
+    /// Evaluates `outputs` together with what the open step wrote.
+    ///
+    /// # Errors
+    /// [`Mlx`](crate::Status::Mlx).
+    fn eval(&self, outputs: &[&Array]) -> Result<()> {
+        Ok(mlx_rs::transforms::eval(outputs.iter().copied().chain(self.buffers()))?)
+    }
+
     /// Makes the step's positions visible.
     ///
     /// # Errors

@@ -5,7 +5,7 @@ use std::ffi::{c_char, CString};
 
 use super::boundary;
 use super::handle::{self, Object};
-use crate::error::{Error, Status};
+use crate::error::{fail, Error, Result, Status};
 
 /// ETKV_OK.
 pub(crate) const OK: i32 = 0;
@@ -31,6 +31,60 @@ impl etkv_error {
         let message = CString::new(message.replace('\0', " ")).unwrap_or_default();
         Self { status, message }
     }
+}
+
+/// The statuses that there are, and with them their numbers.
+const STATUSES: [Status; 12] = [
+    Status::InvalidArgument,
+    Status::Capacity,
+    Status::Position,
+    Status::NoCache,
+    Status::Kind,
+    Status::Shape,
+    Status::Dtype,
+    Status::Program,
+    Status::Unsupported,
+    Status::Mlx,
+    Status::Step,
+    Status::Internal,
+];
+
+fn status_of(number: i32) -> Option<Status> {
+    STATUSES.into_iter().find(|&status| status as i32 == number)
+}
+
+/// What a callback of the host's returned: its status, and its error object,
+/// which is taken over.
+pub(super) fn from_host(status: i32, error: *mut etkv_error, what: &str) -> Result<()> {
+    let message = handle::look_up(error, "error")
+        .ok()
+        .map(|error| error.message.to_string_lossy().into_owned());
+    boundary::free(error);
+    if status == OK {
+        return Ok(());
+    }
+    let words = message.unwrap_or_else(|| format!("the host's {what} failed with status {status}"));
+    Err(Error::new(status_of(status).unwrap_or(Status::Internal), words))
+}
+
+/// Makes an error, for a callback to return; NULL for a status that is none.
+///
+/// # Safety
+/// `message` is NULL or points to a string that ends in a zero byte.
+#[no_mangle]
+pub unsafe extern "C" fn etkv_error_new(status: i32, message: *const c_char) -> *mut etkv_error {
+    let mut made = std::ptr::null_mut();
+    // SAFETY: the place is there, and the caller says so of the string.
+    unsafe {
+        boundary::boundary(std::ptr::null_mut(), || {
+            let Some(status) = status_of(status) else {
+                fail!(InvalidArgument, "status is {status}, that of no error");
+            };
+            made = etkv_error::give(&Error::new(status, boundary::text(message, "message")?));
+            Ok(())
+        })
+    };
+    made
 }
 
 /// The status of `error`; ETKV_OK if it is NULL.

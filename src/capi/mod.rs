@@ -3,6 +3,7 @@
 mod boundary;
 mod cache;
 mod config;
+mod custom;
 mod error;
 mod handle;
 mod memory;
