@@ -59,6 +59,12 @@ def _qwen3(**overrides):
     return Qwen3Config(**{**SHAPE, "head_dim": 32, **overrides})
 
 
+def _mistral(**overrides):
+    from transformers import MistralConfig
+
+    return MistralConfig(**{**SHAPE, "head_dim": 16, **overrides})
+
+
 CONFIGS = {
     "tiny-llama": lambda: _llama(tie_word_embeddings=True),
     "tiny-llama-untied": lambda: _llama(tie_word_embeddings=False, num_key_value_heads=1),
@@ -75,6 +81,11 @@ CONFIGS = {
     ),
     "tiny-qwen2": lambda: _qwen2(tie_word_embeddings=True),
     "tiny-qwen3": lambda: _qwen3(tie_word_embeddings=True),
+    # Windows in every layer, and in the second alone.
+    "tiny-mistral-window": lambda: _mistral(tie_word_embeddings=True, sliding_window=64),
+    "tiny-qwen2-mixed": lambda: _qwen2(
+        tie_word_embeddings=True, use_sliding_window=True, sliding_window=64, max_window_layers=1
+    ),
     "tiny-qwen3-untied": lambda: _qwen3(tie_word_embeddings=False),
 }
 """Model name -> function that returns its transformers configuration."""
