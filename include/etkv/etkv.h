@@ -59,8 +59,10 @@
  *
  *   The callback of etkv_kinds() is called on its thread, within the call,
  *   without locks. Those of an etkv_cache_vtable may be called on any thread, one
- *   at a time for a cache, while that cache is taken: a call on it from there is
- *   refused with ETKV_ERROR_STEP. None of them may leave by an exception.
+ *   at a time for a cache, while that cache is taken, and mostly MLX as well: a
+ *   call on that cache from there is refused with ETKV_ERROR_STEP, and waiting
+ *   there for another thread's call may have no end. None of them may leave by an
+ *   exception.
  */
 #ifndef ETKV_ETKV_H
 #define ETKV_ETKV_H

@@ -271,7 +271,7 @@ fn memory_is_what_was_estimated_at_every_length() {
             ];
             for mut cache in caches {
                 let kind = cache.kind().to_owned();
-                let estimate = |length| match kind {
+                let estimate = |length| match kind.as_str() {
                     "contiguous" => config.estimate(length),
                     _ => config.estimate_shared(length),
                 };
