@@ -52,17 +52,17 @@
  *   Calls on one cache are serialised inside, and with the steps of programs: a
  *   call made while a program is in the middle of a step on that cache waits for
  *   the step to end, and sees the cache before or after it, never in between.
- *   Calls that change a cache also wait for MLX, which works for one thread at a
- *   time. What has to go together takes a lock of the caller's: between
- *   etkv_cache_can_extend() and the step, or etkv_seq_cache_begin_step() and the
- *   step that it is about, another thread may have its turn.
+ *   Calls that change a cache, and etkv_cache_can_extend(), also wait for MLX,
+ *   which works for one thread at a time. What has to go together takes a lock of
+ *   the caller's: between etkv_cache_can_extend() and the step, or
+ *   etkv_seq_cache_begin_step() and the step that it is about, another thread may
+ *   have its turn.
  *
  *   The callback of etkv_kinds() is called on its thread, within the call,
  *   without locks. Those of an etkv_cache_vtable may be called on any thread, one
- *   at a time for a cache, while that cache is taken, and mostly MLX as well: a
- *   call on that cache from there is refused with ETKV_ERROR_STEP, and waiting
- *   there for another thread's call may have no end. None of them may leave by an
- *   exception.
+ *   at a time for a cache, while that cache and MLX are taken: a call on that
+ *   cache from there is refused with ETKV_ERROR_STEP, and waiting there for
+ *   another thread's call may have no end. None of them may leave by an exception.
  */
 #ifndef ETKV_ETKV_H
 #define ETKV_ETKV_H
@@ -725,7 +725,7 @@ typedef struct etkv_cache_vtable {
       etkv_error** error);
   /** The last owner of the cache is gone. Not called where `create` failed. */
   void (*destroy)(void* state);
-  /** In place of the inner cache's; `n` is at least 0. */
+  /** In place of the inner cache's, which it may change; `n` is at least 0. */
   etkv_status (*can_extend)(
       void* state,
       etkv_cache* inner,

@@ -64,14 +64,19 @@ pub unsafe extern "C" fn etkv_cache_can_extend(
     fits: *mut bool,
     error: *mut *mut etkv_error,
 ) -> i32 {
-    let ask = |cache: &dyn AttendCache| {
-        if n < 0 {
-            fail!(InvalidArgument, "n is {n}, the least is 0");
-        }
-        Ok(cache.can_extend(n))
-    };
     // SAFETY: the caller says so.
-    unsafe { read(cache, fits, "fits", error, ask) }
+    unsafe {
+        boundary(error, || {
+            let fits = out(fits, "fits")?;
+            let cache = handle::look_up(cache, "cache")?;
+            if n < 0 {
+                fail!(InvalidArgument, "n is {n}, the least is 0");
+            }
+            // A kind of the host's may make room when it is asked, with MLX.
+            fits.write(crate::mlx::run(|| Ok(cache.cache.lock()?.can_extend(n)))?);
+            Ok(())
+        })
+    }
 }
 
 /// Stores the most positions that the cache holds.

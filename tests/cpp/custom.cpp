@@ -1,5 +1,8 @@
 // Kinds of the host's own, by callbacks around one that is there.
 
+#include <atomic>
+#include <thread>
+
 #include "tap.hpp"
 
 namespace etkv::tests {
@@ -248,6 +251,37 @@ void a_kind_that_cannot_be_made() {
   CHECK_INT(broken.created, 1);
 }
 
+/// A kind that makes room when it is asked, while another thread makes steps.
+void asked_during_steps() {
+  static Host eager;
+  auto v = callbacks();
+  v.can_extend =
+      [](void*, etkv_cache* inner, int32_t n, bool* fits, etkv_error** error) {
+        *fits = true;
+        return make_room(inner, static_cast<size_t>(n), error);
+      };
+  register_kind("eager", "seq", v, eager);
+  Model model("llama-f32");
+  auto session = session_of<SeqCache>(model, "eager", 12);
+  std::atomic<bool> done{false};
+  std::atomic<long> asked{0};
+  std::thread other([&] {
+    while (!done) {
+      CHECK(session->can_extend(4));
+      ++asked;
+    }
+  });
+  for (int64_t at = 0; at < 200;) {
+    // Refused where it was not asked since the last.
+    at += model.step({at % kVocabulary}, {at}).ok() ? 1 : 0;
+  }
+  done = true;
+  other.join();
+  CHECK(asked > 0);
+  CHECK(session->length() <= 12);
+  CHECK_INT(must(session->seq_next(0)), 200);
+}
+
 /// A step that fails when its rows are written, and one that works.
 void undone_steps() {
   static Host watched;
@@ -283,6 +317,7 @@ int main() {
   a_kind_that_evicts();
   a_kind_that_refuses();
   a_kind_that_cannot_be_made();
+  asked_during_steps();
   undone_steps();
   CHECK_INT(etkv_live_handles(), 0);
   return check_report();
