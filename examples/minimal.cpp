@@ -24,8 +24,7 @@ int main(int argc, char** argv) {
   Module module(argc > 1 ? argv[1] : "", Module::LoadMode::Mmap);
   auto params = etkv::read_kv_cache_metadata(module);
   must(params);
-  auto config =
-      etkv::make_config(*params, params->max_context_length, ETKV_FORMAT_F32);
+  auto config = etkv::make_config(*params, params->max_context_length, "f32");
   auto session = etkv::make_decode_session(etkv::kMLXBackend, config);
   must(session);
   etkv::LoadOptions options(session->key());

@@ -10,7 +10,7 @@ use crate::attend::{AttendSpec, Mask};
 use crate::config::LayerPolicy;
 use crate::error::{fail, Result};
 use crate::mlx;
-use crate::registry::SharedCache;
+use crate::shared::SharedCache;
 
 /// The forwards of a host on a cache: opens a step when a layer comes, and commits
 /// it when all have been.
@@ -31,17 +31,23 @@ pub struct Forwards {
 
 impl Forwards {
     /// Forwards on `cache`, which nothing else brings rows to meanwhile.
-    pub fn new(cache: SharedCache) -> Self {
-        let n_layers = cache.lock().config().layers.len();
-        Self { cache, positions: Vec::new(), done: vec![false; n_layers], masks: true }
+    ///
+    /// # Errors
+    /// Those of [`SharedCache::lock`].
+    pub fn new(cache: SharedCache) -> Result<Self> {
+        let n_layers = cache.lock()?.config().layers.len();
+        Ok(Self { cache, positions: Vec::new(), done: vec![false; n_layers], masks: true })
     }
 
     /// The same for a host that knows causal attention only: what needs a mask is
     /// refused with [`Unsupported`](crate::Status::Unsupported).
-    pub fn without_masks(cache: SharedCache) -> Self {
-        let mut forwards = Self::new(cache);
+    ///
+    /// # Errors
+    /// Those of [`SharedCache::lock`].
+    pub fn without_masks(cache: SharedCache) -> Result<Self> {
+        let mut forwards = Self::new(cache)?;
         forwards.masks = false;
-        forwards
+        Ok(forwards)
     }
 
     /// The cache.
@@ -57,7 +63,7 @@ impl Forwards {
         match (self.positions.first(), self.positions.last(), self.done.get(layer)) {
             (_, Some(last), Some(true)) => Ok(last + 1),
             (Some(first), _, _) => Ok(*first),
-            _ => self.cache.lock().next_position(),
+            _ => self.cache.lock()?.next_position(),
         }
     }
 
@@ -91,7 +97,10 @@ impl Forwards {
         if !self.positions.is_empty() {
             // MLX first, the cache second, as everywhere.
             let _alone = mlx::alone();
-            self.cache.lock().abort();
+            // A cache that is broken has no step to take back.
+            if let Ok(mut cache) = self.cache.lock() {
+                cache.abort();
+            }
             self.close();
         }
     }
@@ -103,7 +112,7 @@ impl Forwards {
         k: &Array,
         v: &Array,
     ) -> Result<AttendSpec> {
-        let mut cache = self.cache.lock();
+        let mut cache = self.cache.lock()?;
         if self.positions.is_empty() {
             cache.begin(positions)?;
             self.positions.extend_from_slice(positions);
@@ -159,12 +168,12 @@ pub trait KeyValueCache {
 /// One layer of a cache of any kind, as a [`KeyValueCache`].
 ///
 /// ```
-/// use etkv::{layer_caches, shared, CacheConfig, ContiguousCache, KeyValueCache};
+/// use etkv::{layer_caches, CacheConfig, ContiguousCache, KeyValueCache, SharedCache};
 /// use mlx_rs::Array;
 ///
 /// # fn main() -> etkv::Result<()> {
 /// let config = CacheConfig::uniform(2, 4, 64, 4096).stored_as("affine8g64".parse()?);
-/// let mut layers = layer_caches(shared(ContiguousCache::new(config)?));
+/// let mut layers = layer_caches(SharedCache::new(ContiguousCache::new(config)?))?;
 /// etkv::mlx::run(|| {
 ///     let rows = Array::ones::<f32>(&[1, 4, 3, 64])?;
 ///     for layer in &mut layers {
@@ -184,10 +193,13 @@ pub struct LayerCache {
 }
 
 /// The layers of a cache, in order. They are of one forward at a time.
-pub fn layer_caches(cache: SharedCache) -> Vec<LayerCache> {
+///
+/// # Errors
+/// Those of [`SharedCache::lock`].
+pub fn layer_caches(cache: SharedCache) -> Result<Vec<LayerCache>> {
     let policies: Vec<LayerPolicy> =
-        cache.lock().config().layers.iter().map(|layer| layer.policy).collect();
-    let forwards = Arc::new(Mutex::new(Forwards::without_masks(cache)));
+        cache.lock()?.config().layers.iter().map(|layer| layer.policy).collect();
+    let forwards = Arc::new(Mutex::new(Forwards::without_masks(cache)?));
     let of = |(layer, policy)| LayerCache {
         forwards: Arc::clone(&forwards),
         layer,
@@ -196,7 +208,7 @@ pub fn layer_caches(cache: SharedCache) -> Vec<LayerCache> {
             LayerPolicy::Window { window, .. } => Some(window),
         },
     };
-    policies.into_iter().enumerate().map(of).collect()
+    Ok(policies.into_iter().enumerate().map(of).collect())
 }
 
 impl KeyValueCache for LayerCache {

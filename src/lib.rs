@@ -33,6 +33,8 @@ mod registry;
 #[cfg(feature = "mlx")]
 mod session;
 #[cfg(feature = "mlx")]
+mod shared;
+#[cfg(feature = "mlx")]
 mod step;
 
 #[cfg(feature = "mlx")]
@@ -40,8 +42,9 @@ pub use {
     attend::{attend, attend_stored, AttendSpec, Mask},
     cache::{AttendCache, Cache, CellsCache, ContiguousCache, SeqCache, TreeCache},
     layers::{layer_caches, Forwards, KeyValueCache, LayerCache},
-    registry::{shared, Builder, BuilderRegistry, CacheRegistry, Entry, SharedCache, MLX_BACKEND},
+    registry::{Builder, BuilderRegistry, CacheRegistry, Entry, MLX_BACKEND},
     session::Session,
+    shared::{CacheGuard, SharedCache},
     step::Step,
 };
 

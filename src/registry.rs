@@ -1,30 +1,22 @@
 //! Where a runner's cache and a program meet, by key; and who makes which kind.
 
+use std::collections::hash_map::Entry as Slot;
 use std::collections::HashMap;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, LazyLock};
 
 use parking_lot::{Mutex, RwLock};
 
-use crate::cache::{AttendCache, CellsCache, ContiguousCache};
+use crate::cache::{CellsCache, ContiguousCache};
 use crate::config::CacheConfig;
 use crate::error::{fail, Error, Result, Status};
+use crate::shared::SharedCache;
 
 /// The backend id of ExecuTorch's MLX delegate.
 pub const MLX_BACKEND: &str = "MLXBackend";
 
-/// A cache that several owners share: sessions, programs, handles. The lock is
-/// held for the whole of a step, and taken inside [`mlx::run`](crate::mlx::run): MLX
-/// first, the cache second, everywhere.
-pub type SharedCache = Arc<Mutex<dyn AttendCache>>;
-
-/// A cache for several owners.
-pub fn shared(cache: impl AttendCache + 'static) -> SharedCache {
-    Arc::new(Mutex::new(cache))
-}
-
 /// Makes a cache of one kind.
-pub type Builder = fn(CacheConfig) -> Result<SharedCache>;
+pub type Builder = Arc<dyn Fn(CacheConfig) -> Result<SharedCache> + Send + Sync>;
 
 /// Makes caches by backend id and kind.
 ///
@@ -39,22 +31,58 @@ impl BuilderRegistry {
         static GLOBAL: LazyLock<BuilderRegistry> = LazyLock::new(|| {
             let registry = BuilderRegistry { builders: RwLock::new(HashMap::new()) };
             registry.register(MLX_BACKEND, ContiguousCache::KIND, |config| {
-                Ok(shared(ContiguousCache::new(config)?))
+                Ok(SharedCache::new(ContiguousCache::new(config)?))
             });
             registry.register(MLX_BACKEND, CellsCache::SEQ, |config| {
-                Ok(shared(CellsCache::new(config)?))
+                Ok(SharedCache::new(CellsCache::new(config)?))
             });
             registry.register(MLX_BACKEND, CellsCache::TREE, |config| {
-                Ok(shared(CellsCache::with_trees(config)?))
+                Ok(SharedCache::new(CellsCache::with_trees(config)?))
             });
             registry
         });
         &GLOBAL
     }
 
-    /// Registers a kind, in place of what was there.
-    pub fn register(&self, backend_id: &str, kind: &str, builder: Builder) {
-        self.builders.write().insert((backend_id.to_owned(), kind.to_owned()), builder);
+    /// Registers a kind, in place of what was there. Caches that were made already
+    /// stay what they are.
+    pub fn register(
+        &self,
+        backend_id: &str,
+        kind: &str,
+        builder: impl Fn(CacheConfig) -> Result<SharedCache> + Send + Sync + 'static,
+    ) {
+        let key = (backend_id.to_owned(), kind.to_owned());
+        // What was there is dropped outside the lock: it may be anybody's.
+        let before = self.builders.write().insert(key, Arc::new(builder));
+        drop(before);
+    }
+
+    /// As [`register`](Self::register), where there is no such kind yet.
+    ///
+    /// # Errors
+    /// [`InvalidArgument`](Status::InvalidArgument) where there is.
+    pub fn register_new(
+        &self,
+        backend_id: &str,
+        kind: &str,
+        builder: impl Fn(CacheConfig) -> Result<SharedCache> + Send + Sync + 'static,
+    ) -> Result<()> {
+        let key = (backend_id.to_owned(), kind.to_owned());
+        match self.builders.write().entry(key) {
+            Slot::Occupied(_) => {
+                fail!(InvalidArgument, "there are caches of kind `{kind}` for `{backend_id}`")
+            }
+            Slot::Vacant(place) => {
+                place.insert(Arc::new(builder));
+                Ok(())
+            }
+        }
+    }
+
+    /// Whether caches of this kind can be made.
+    pub fn knows(&self, backend_id: &str, kind: &str) -> bool {
+        self.builders.read().contains_key(&(backend_id.to_owned(), kind.to_owned()))
     }
 
     /// Makes a cache of this kind.
@@ -63,7 +91,7 @@ impl BuilderRegistry {
     /// [`Kind`](Status::Kind) where nobody makes it, and the builder's own.
     pub fn build(&self, backend_id: &str, kind: &str, config: CacheConfig) -> Result<SharedCache> {
         let key = (backend_id.to_owned(), kind.to_owned());
-        let builder = self.builders.read().get(&key).copied();
+        let builder = self.builders.read().get(&key).cloned();
         match builder {
             Some(builder) => builder(config),
             None => Err(Error::new(
@@ -76,11 +104,19 @@ impl BuilderRegistry {
         }
     }
 
+    /// The kinds that there are, each with its backend id before it, in order.
+    pub fn kinds(&self) -> Vec<(String, String)> {
+        let mut kinds: Vec<_> = self.builders.read().keys().cloned().collect();
+        kinds.sort();
+        kinds
+    }
+
     fn known(&self) -> String {
-        let builders = self.builders.read();
-        let mut known: Vec<String> =
-            builders.keys().map(|(backend, kind)| format!("`{kind}` for `{backend}`")).collect();
-        known.sort();
+        let known: Vec<String> = self
+            .kinds()
+            .iter()
+            .map(|(backend, kind)| format!("`{kind}` for `{backend}`"))
+            .collect();
         known.join(", ")
     }
 }
@@ -142,5 +178,15 @@ impl CacheRegistry {
     /// Forgets `key`; those who share its cache keep it.
     pub fn erase(&self, key: &str) -> Option<Entry> {
         self.entries.lock().remove(key)
+    }
+
+    /// Forgets `key` if it is this cache's: whoever erased it before may have given
+    /// the key to another.
+    pub fn erase_own(&self, key: &str, cache: &SharedCache) -> Option<Entry> {
+        let mut entries = self.entries.lock();
+        if entries.get(key).is_some_and(|entry| entry.cache.is(cache)) {
+            return entries.remove(key);
+        }
+        None
     }
 }

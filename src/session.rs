@@ -2,7 +2,8 @@
 
 use crate::config::CacheConfig;
 use crate::error::Result;
-use crate::registry::{BuilderRegistry, CacheRegistry, Entry, SharedCache};
+use crate::registry::{BuilderRegistry, CacheRegistry, Entry};
+use crate::shared::SharedCache;
 
 /// A cache in the registry, for as long as this lives.
 ///
@@ -42,6 +43,6 @@ impl Drop for Session {
     fn drop(&mut self) {
         // The entry is dropped here, outside the registry's lock: the last owner
         // of a cache frees its buffers.
-        drop(CacheRegistry::global().erase(&self.key));
+        drop(CacheRegistry::global().erase_own(&self.key, &self.cache));
     }
 }

@@ -1,6 +1,5 @@
 //! A step is a transaction: dropped before its commit, it has not been.
 
-use mlx_rs::transforms::eval;
 use mlx_rs::Array;
 
 use crate::attend::AttendSpec;
@@ -58,8 +57,7 @@ impl<'a> Step<'a> {
     /// # Errors
     /// [`Mlx`](crate::Status::Mlx) if evaluating fails.
     pub fn eval(&self, outputs: &[&Array]) -> Result<()> {
-        let buffers = self.cache.buffers();
-        Ok(eval(outputs.iter().copied().chain(buffers))?)
+        self.cache.eval(outputs)
     }
 
     /// Evaluates `outputs` together with what the step wrote, and makes the

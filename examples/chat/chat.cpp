@@ -180,7 +180,7 @@ void Chat::stats() const {
       counted(parts_.cache.capacity(), "position") + " · " +
       mebibytes(memory.used) + " in use, " + mebibytes(memory.allocated) +
       " held, " + mebibytes(memory.at_capacity) + " at capacity (" +
-      format_name(parts_.format) + ")");
+      parts_.format + ")");
 }
 
 } // namespace etkv::examples

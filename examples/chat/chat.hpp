@@ -21,7 +21,7 @@ class Chat {
     Program& program;
     Cache& cache;
     const Text& text;
-    etkv_format format;
+    std::string format;
     std::vector<int64_t> end_ids;
   };
 

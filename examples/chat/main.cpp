@@ -70,7 +70,7 @@ Result<int> run(const Options& options) {
     return end_ids.error();
   }
 
-  const etkv_format format =
+  const std::string format =
       options.kv_format.value_or(program->native_format());
   auto session = make_decode_session(
       kMLXBackend, make_config(program->params(), capacity.value(), format));

@@ -108,7 +108,7 @@ Result<Options> parse_options(int argc, const char* const* argv) {
   options.max_new_tokens =
       given.max_new_tokens.value_or(options.max_new_tokens);
   if (given.kv_dtype) {
-    options.kv_format = format_named(*given.kv_dtype);
+    options.kv_format = given.kv_dtype;
   }
   return options;
 }

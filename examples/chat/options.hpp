@@ -19,7 +19,7 @@ struct Options {
   /// None for all that the program was exported for.
   std::optional<int64_t> capacity;
   /// None for the model's own dtype.
-  std::optional<etkv_format> kv_format;
+  std::optional<std::string> kv_format;
   bool raw = false;
   bool ids = false;
   bool help = false;

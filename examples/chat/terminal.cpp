@@ -80,8 +80,10 @@ void PrefillProgress::erase() {
   }
 }
 
-std::string
-describe(const Answer& answer, const Memory& memory, etkv_format format) {
+std::string describe(
+    const Answer& answer,
+    const Memory& memory,
+    const std::string& format) {
   std::string text =
       counted(static_cast<int64_t>(answer.ids.size()), "token") +
       " · prefill " +
@@ -102,7 +104,7 @@ describe(const Answer& answer, const Memory& memory, etkv_format format) {
         " tokens/s";
   }
   return text + " · cache " + mebibytes(memory.allocated) + " of " +
-         mebibytes(memory.at_capacity) + " (" + format_name(format) + ")";
+         mebibytes(memory.at_capacity) + " (" + format + ")";
 }
 
 } // namespace etkv::examples

@@ -4,27 +4,6 @@
 
 namespace etkv::examples {
 
-const char* format_name(etkv_format format) {
-  switch (format) {
-    case ETKV_FORMAT_F32:
-      return "f32";
-    case ETKV_FORMAT_BF16:
-      return "bf16";
-    default:
-      return "f16";
-  }
-}
-
-etkv_format format_named(const std::string& name) {
-  for (const etkv_format format :
-       {ETKV_FORMAT_F32, ETKV_FORMAT_F16, ETKV_FORMAT_BF16}) {
-    if (name == format_name(format)) {
-      return format;
-    }
-  }
-  return ETKV_FORMAT_DEFAULT;
-}
-
 std::string mebibytes(uint64_t bytes) {
   return fixed(static_cast<double>(bytes) / (1024.0 * 1024.0), 1) + " MiB";
 }

@@ -1,18 +1,10 @@
-// Sizes, rates and KV formats, in words.
+// Sizes and rates, in words.
 #pragma once
 
 #include <cstdint>
 #include <string>
 
-#include "etkv/etkv.hpp"
-
 namespace etkv::examples {
-
-/// "f32", "f16" or "bf16".
-const char* format_name(etkv_format format);
-
-/// The format of that name; ETKV_FORMAT_DEFAULT if there is none.
-etkv_format format_named(const std::string& name);
 
 /// "4.4 MiB".
 std::string mebibytes(uint64_t bytes);

@@ -56,14 +56,14 @@ Error damaged(const std::string& path, executorch::runtime::Error code) {
           " bytes, " + executorch::runtime::to_string(code) + ")");
 }
 
-etkv_format format_of(ScalarType type) {
+const char* format_of(ScalarType type) {
   switch (type) {
     case ScalarType::Half:
-      return ETKV_FORMAT_F16;
+      return "f16";
     case ScalarType::BFloat16:
-      return ETKV_FORMAT_BF16;
+      return "bf16";
     default:
-      return ETKV_FORMAT_F32;
+      return "f32";
   }
 }
 

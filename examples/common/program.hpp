@@ -40,7 +40,7 @@ class Program {
     return vocabulary_;
   }
   /// The KV format that loses nothing of what the model computes.
-  etkv_format native_format() const {
+  const std::string& native_format() const {
     return native_format_;
   }
   /// The ids that end an answer, where the program tells them.
@@ -56,7 +56,7 @@ class Program {
   std::unique_ptr<executorch::extension::Module> module_;
   ModelCacheParams params_;
   int64_t vocabulary_ = 0;
-  etkv_format native_format_ = ETKV_FORMAT_DEFAULT;
+  std::string native_format_;
   std::optional<std::vector<int64_t>> end_ids_;
   std::vector<int64_t> positions_;
 };

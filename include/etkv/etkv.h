@@ -13,23 +13,56 @@
  *             else changes: out-parameters are written on success only, and the
  *             object acted on is as it was.
  *   Structs   begin with `struct_size`, which the caller sets to the size it was
- *             compiled with. They only ever grow at the end.
- *   Strings   are UTF-8 and end in a zero byte.
- *   Defects   inside become ETKV_ERROR_INTERNAL. A program that one happened in
- *             refuses everything afterwards but being destroyed; a step that was
- *             open is undone.
+ *             compiled with. They only ever grow at the end. A field that is
+ *             zero has its default, so a struct is set to zero first.
+ *   Strings   are UTF-8 and end in a zero byte. Those that functions take are
+ *             copied.
+ *   Arrays    are a pointer and a number of elements; NULL is fine for none.
+ *   Defects   inside become ETKV_ERROR_INTERNAL. A program or a cache that one
+ *             happened in refuses everything afterwards but being freed, through
+ *             every handle on it, with that status.
  *
  * Ownership
- *   A session owns an entry of the process-wide cache registry, under a key that
- *   is unique in the process. A program that is loaded with that key shares the
- *   cache. The cache lives until the session, every handle from
- *   etkv_session_cache(), and every program bound to it are gone, in any order.
+ *   Who gets a pointer to a handle type of this header from a function owns it,
+ *   and frees it once, with the function named after its type. Handles are
+ *   numbers that only look like pointers: one that was freed, one of another
+ *   type and what never was one are refused with ETKV_ERROR_INVALID_ARGUMENT,
+ *   and freeing them does nothing. No number is given twice. As memory they are
+ *   unknown to leak checkers: etkv_live_handles() counts them.
+ *
+ *   A cache is not a handle. It is shared by its handles (etkv_cache and the
+ *   faces etkv_seq_cache and etkv_tree_cache), its session, its entries in the
+ *   registry, and the programs that were loaded with its key, and lives until
+ *   the last of them is gone, in any order. Freeing a handle never takes a cache
+ *   from others.
+ *
+ *   A session owns one entry of the process-wide registry, under a key that is
+ *   unique in the process. An entry of etkv_registry_install() stays until it is
+ *   erased.
+ *
+ *   Strings that functions return are said to be static, or to live as long as
+ *   the handle that they were asked of.
  *
  * Threads
- *   Handles may be used and freed on any thread, one call at a time for each.
- *   Several handles may share one cache and be used from several threads: calls
- *   on one cache are serialised inside. A call made while a program is in the
- *   middle of a step on that cache waits for the step to end.
+ *   Every function may be called on any thread, also on one handle from several
+ *   at a time, and a handle may be freed while another thread uses it: the call
+ *   under way ends as if the handle were freed after it. The strings of a handle
+ *   are gone then, though.
+ *
+ *   Calls on one cache are serialised inside, and with the steps of programs: a
+ *   call made while a program is in the middle of a step on that cache waits for
+ *   the step to end, and sees the cache before or after it, never in between.
+ *   Calls that change a cache, and etkv_cache_can_extend(), also wait for MLX,
+ *   which works for one thread at a time. What has to go together takes a lock of
+ *   the caller's: between etkv_cache_can_extend() and the step, or
+ *   etkv_seq_cache_begin_step() and the step that it is about, another thread may
+ *   have its turn.
+ *
+ *   The callback of etkv_kinds() is called on its thread, within the call,
+ *   without locks. Those of an etkv_cache_vtable may be called on any thread, one
+ *   at a time for a cache, while that cache and MLX are taken: a call on that
+ *   cache from there is refused with ETKV_ERROR_STEP, and waiting there for
+ *   another thread's call may have no end. None of them may leave by an exception.
  */
 #ifndef ETKV_ETKV_H
 #define ETKV_ETKV_H
@@ -106,6 +139,12 @@ ETKV_API const char* etkv_error_message(const etkv_error* error);
 ETKV_API void etkv_error_free(etkv_error* error);
 
 /**
+ * Makes an error, for a callback to store. NULL where `status` is that of no
+ * error, or `message` is NULL or not UTF-8.
+ */
+ETKV_API etkv_error* etkv_error_new(etkv_status status, const char* message);
+
+/**
  * Takes the error that the delegate last reported on the calling thread, or
  * NULL. A host that runs programs is told a bare code of its own; the sentence
  * behind it is here. The caller frees it.
@@ -129,18 +168,40 @@ typedef struct etkv_mlx_memory {
 ETKV_API etkv_status
 etkv_mlx_memory_read(etkv_mlx_memory* memory, etkv_error** error);
 
+/** Handles of every type that were made and not freed: 0 without a leak. */
+ETKV_API size_t etkv_live_handles(void);
+
 /* ---- Configuration ------------------------------------------------------ */
 
-/** How keys and values are stored. Independent of what the model computes in.
+/*
+ * How keys or values are stored, by name. Independent of what the model computes
+ * in; keys and values need not have the same.
+ *
+ *   "f32", "f16", "bf16"
+ *       floats; "f16" where nothing is said
+ *   "affine<bits>g<group>", as in "affine4g64"
+ *       integers of 2, 3, 4, 5, 6 or 8 bits with a scale and an offset for every
+ *       32, 64 or 128 elements; "affine4" is "affine4g64"
+ *   "mxfp8", "mxfp4"
+ *       OCP microscaling: a scale for every 32 elements
+ *   "nvfp4"
+ *       NVIDIA's block float: a scale for every 16 elements
+ *   "row-int4", "row-fp4"
+ *       4 bits an element and one scale a row
+ *
+ * A row is one position of one KV head. Its head_dim is a multiple of the
+ * format's group; of 8 for those with a scale a row.
  */
-typedef int32_t etkv_format;
-enum {
-  /** The default: ETKV_FORMAT_F16. */
-  ETKV_FORMAT_DEFAULT = 0,
-  ETKV_FORMAT_F32 = 1,
-  ETKV_FORMAT_F16 = 2,
-  ETKV_FORMAT_BF16 = 3,
-};
+
+/**
+ * Stores the bytes of one row of `head_dim` elements, its scales among them.
+ * Also tells whether there is a format of that name, and whether rows fit it.
+ */
+ETKV_API etkv_status etkv_format_row_bytes(
+    const char* format,
+    int32_t head_dim,
+    uint64_t* bytes,
+    etkv_error** error);
 
 /** What one attention layer stores. An architecture fact, from the program. */
 typedef struct etkv_layer_config {
@@ -153,11 +214,27 @@ typedef struct etkv_layer_config {
   int32_t v_head_dim;
   /**
    * Positions that a query sees, itself among them; 0 for full history. Layers
-   * with a window keep little more than that, and take at most 512 tokens in a
-   * step.
+   * with a window keep little more than that.
    */
   int32_t window;
+  /** First positions that a query sees besides its window; 0 without one. */
+  int32_t sinks;
+  /** 0. */
+  int32_t reserved;
 } etkv_layer_config;
+
+/** How buffers grow as positions come: up to what the capacity needs. */
+typedef int32_t etkv_growth;
+enum {
+  /** `min_chunk` slots, doubled as needed. */
+  ETKV_GROWTH_DOUBLING = 0,
+  /** By `min_chunk` slots at a time. */
+  ETKV_GROWTH_STEP = 1,
+  /** To the slots that a step needs: least memory, a copy at each step. */
+  ETKV_GROWTH_EXACT = 2,
+  /** To the capacity, when the cache is made. */
+  ETKV_GROWTH_UPFRONT = 3,
+};
 
 /** What a cache is to be. */
 typedef struct etkv_cache_config {
@@ -165,18 +242,108 @@ typedef struct etkv_cache_config {
   /** `n_layers` layers, `layers->struct_size` bytes apart. */
   const etkv_layer_config* layers;
   size_t n_layers;
+  /** Storage of keys and of values, by name; NULL for "f16". */
+  const char* k_format;
+  const char* v_format;
+  /** Storage of both before `quantize_after`: a float format. */
+  const char* float_format;
   /** The most positions that it holds: the session's context length. */
   int32_t capacity;
-  /** Slots of the first allocation, doubled as needed; 0 for 256. */
+  /**
+   * The most tokens of one step, where layers have windows: they keep so much
+   * more that a step can be taken back. 0 for 512.
+   */
+  int32_t max_step;
+  etkv_growth growth;
+  /** Slots of a growth that has chunks; 0 for 256. */
   int32_t min_chunk;
-  etkv_format k_format;
-  etkv_format v_format;
+  /**
+   * Where it is more than 0: positions are stored in `float_format` until there
+   * are so many, and are then converted to `k_format` and `v_format`, once.
+   */
+  int32_t quantize_after;
+  /** 0. */
+  int32_t reserved;
 } etkv_cache_config;
+
+/** Bytes of one layer's buffers. */
+typedef struct etkv_layer_memory {
+  size_t struct_size;
+  uint64_t k_allocated;
+  uint64_t k_used;
+  uint64_t v_allocated;
+  uint64_t v_used;
+} etkv_layer_memory;
+
+/** Bytes of a cache's buffers. */
+typedef struct etkv_memory {
+  size_t struct_size;
+  /** Held. */
+  uint64_t allocated;
+  /** Of these, in use by positions. */
+  uint64_t used;
+  /** The most that it may come to hold. */
+  uint64_t at_capacity;
+  /**
+   * Where the caller wants the same layer by layer: as many structs as there are
+   * layers, `layers->struct_size` bytes apart, and their number. The first has
+   * its `struct_size` set. NULL and 0 where not.
+   */
+  etkv_layer_memory* layers;
+  size_t n_layers;
+} etkv_memory;
+
+/**
+ * Fills `memory` with what a cache of this config will hold when one sequence
+ * has grown to `length` positions, to the byte, before any is made.
+ *
+ * `at_capacity` is that of one sequence, too. Caches of kinds "seq" and "tree"
+ * may come to hold more where layers have windows: several sequences have a
+ * window each.
+ */
+ETKV_API etkv_status etkv_cache_config_estimate(
+    const etkv_cache_config* config,
+    int32_t length,
+    etkv_memory* memory,
+    etkv_error** error);
+
+/* ---- Kinds ---------------------------------------------------------------- */
+
+/*
+ * What a cache can do is its kind, which is fixed when it is made:
+ *
+ *   "contiguous"  one growing sequence; the shortest way for one
+ *   "seq"         up to 256 sequences that share cells: forks, removal, batches
+ *   "tree"        the same, with trees of candidates behind sequences
+ */
+
+/**
+ * Calls `visit` with each kind that caches can be made of, and the backend id
+ * that it is registered under, in order. The names live for the call.
+ */
+ETKV_API etkv_status etkv_kinds(
+    void (*visit)(void* context, const char* backend_id, const char* kind),
+    void* context,
+    etkv_error** error);
 
 /* ---- Caches ------------------------------------------------------------- */
 
 /** A cache: the face that every kind has. */
 typedef struct etkv_cache etkv_cache;
+
+/**
+ * Makes a cache that no key leads to yet. Most callers want a session.
+ *
+ * @param backend_id  the backend that will use it: "MLXBackend".
+ * @param kind        a name of etkv_kinds().
+ * @param config      what it is to be.
+ */
+ETKV_API etkv_status etkv_cache_new(
+    const char* backend_id,
+    const char* kind,
+    const etkv_cache_config* config,
+    etkv_cache** cache,
+    etkv_error** error);
 
 /** Gives back the handle; the cache lives on while others hold it. */
 ETKV_API void etkv_cache_free(etkv_cache* cache);
@@ -194,12 +361,46 @@ ETKV_API etkv_status etkv_cache_capacity(
     int32_t* capacity,
     etkv_error** error);
 
-/** Stores the positions that it holds now. */
+/**
+ * Stores the positions that it holds now. One that several sequences share
+ * counts once.
+ */
 ETKV_API etkv_status
 etkv_cache_length(const etkv_cache* cache, int32_t* length, etkv_error** error);
 
+/** Stores the number of its layers. */
+ETKV_API etkv_status etkv_cache_n_layers(
+    const etkv_cache* cache,
+    size_t* n_layers,
+    etkv_error** error);
+
+/** Stores the name of its kind. Static. */
+ETKV_API etkv_status
+etkv_cache_kind(const etkv_cache* cache, const char** kind, etkv_error** error);
+
+/** Stores the names of the formats that its rows have now. Static. */
+ETKV_API etkv_status etkv_cache_formats(
+    const etkv_cache* cache,
+    const char** k_format,
+    const char** v_format,
+    etkv_error** error);
+
 /**
- * Forgets every position.
+ * Stores what is there, and what comes, in other formats, until the cache is
+ * cleared. One layer's keys or values at a time: it takes the memory of one of
+ * them besides.
+ *
+ * After ETKV_ERROR_MLX some layers may be converted and others not, all of them
+ * whole; call again to go on.
+ */
+ETKV_API etkv_status etkv_cache_convert(
+    etkv_cache* cache,
+    const char* k_format,
+    const char* v_format,
+    etkv_error** error);
+
+/**
+ * Forgets every position. The formats are those of the config again.
  *
  * @param release  whether to give the buffers back, too; otherwise the next
  *                 sequence reuses them.
@@ -208,23 +409,19 @@ ETKV_API etkv_status
 etkv_cache_clear(etkv_cache* cache, bool release, etkv_error** error);
 
 /**
- * Forgets the positions from `length` on; 0 <= length <= the current length.
- * Where layers have windows, what they have dropped cannot be gone back to: that
- * is refused with ETKV_ERROR_POSITION, naming the least length.
+ * Forgets the positions from `length` on, of the one sequence that there is;
+ * 0 <= length <= the current length. Where layers have windows, what they have
+ * dropped cannot be gone back to: that is refused with ETKV_ERROR_POSITION,
+ * naming the least length. Several sequences are ETKV_ERROR_INVALID_ARGUMENT.
  */
 ETKV_API etkv_status
 etkv_cache_rewind(etkv_cache* cache, int32_t length, etkv_error** error);
 
-/** Bytes of a cache's buffers. */
-typedef struct etkv_memory {
-  size_t struct_size;
-  /** Held now. */
-  uint64_t allocated;
-  /** Of these, in use by positions. */
-  uint64_t used;
-  /** What it would hold at capacity. */
-  uint64_t at_capacity;
-} etkv_memory;
+/** Stores the least length, apart from 0, that it can be rewound to now. */
+ETKV_API etkv_status etkv_cache_rewindable_to(
+    const etkv_cache* cache,
+    int32_t* length,
+    etkv_error** error);
 
 /** Fills `memory`, whose `struct_size` the caller has set. */
 ETKV_API etkv_status etkv_cache_memory(
@@ -232,20 +429,218 @@ ETKV_API etkv_status etkv_cache_memory(
     etkv_memory* memory,
     etkv_error** error);
 
+/* ---- Several sequences ---------------------------------------------------- */
+
+/**
+ * The face of a cache that many sequences share. Sequences have numbers from 0
+ * to 255 and need not be made: one that holds nothing is empty.
+ *
+ * Ranges of positions are from `begin` up to, and without, `end`; INT32_MAX as
+ * the end means all that follow. Every change is refused with ETKV_ERROR_STEP
+ * while a step is open, and with ETKV_ERROR_INVALID_ARGUMENT for a number or
+ * range that cannot be.
+ */
+typedef struct etkv_seq_cache etkv_seq_cache;
+
+/**
+ * Makes a handle for sequences on the same cache; ETKV_ERROR_KIND, naming its
+ * kind, where it has one sequence only. The other handle stays.
+ */
+ETKV_API etkv_status etkv_cache_as_seq(
+    const etkv_cache* cache,
+    etkv_seq_cache** sequences,
+    etkv_error** error);
+
+/** Gives back the handle; the cache lives on while others hold it. */
+ETKV_API void etkv_seq_cache_free(etkv_seq_cache* cache);
+
+/**
+ * Says which sequence each of the `n_tokens` tokens of the next step belongs to.
+ * Without it, the tokens are those of the frontiers that were proposed, by the
+ * number of their sequence; and without those, of the only sequence there is.
+ * What is said holds until a step has worked.
+ */
+ETKV_API etkv_status etkv_seq_cache_begin_step(
+    etkv_seq_cache* cache,
+    const int32_t* sequences,
+    size_t n_tokens,
+    etkv_error** error);
+
+/**
+ * The same for tokens that belong to several sequences each, which share their
+ * cells: the first counts[0] of the `n_sequences` numbers are the first token's,
+ * the next counts[1] the second's. Every count is at least 1.
+ */
+ETKV_API etkv_status etkv_seq_cache_begin_step_shared(
+    etkv_seq_cache* cache,
+    const int32_t* sequences,
+    size_t n_sequences,
+    const int32_t* counts,
+    size_t n_tokens,
+    etkv_error** error);
+
+/**
+ * Lets `target` have the positions of `source` in a range as well, in the same
+ * cells: no bytes move.
+ *
+ * ETKV_ERROR_POSITION where `target` has other cells for some of them, or where
+ * layers with windows have dropped what its next query would see.
+ */
+ETKV_API etkv_status etkv_seq_cache_cp(
+    etkv_seq_cache* cache,
+    int32_t source,
+    int32_t target,
+    int32_t begin,
+    int32_t end,
+    etkv_error** error);
+
+/**
+ * Takes the positions in a range from a sequence. A cell that no sequence has is
+ * free. All of them take its tree away as well; a part of a sequence that
+ * carries a tree is ETKV_ERROR_STEP.
+ *
+ * ETKV_ERROR_POSITION where the sequence would go on below what
+ * etkv_seq_cache_rewindable_to() says.
+ */
+ETKV_API etkv_status etkv_seq_cache_rm(
+    etkv_seq_cache* cache,
+    int32_t sequence,
+    int32_t begin,
+    int32_t end,
+    etkv_error** error);
+
+/** Removes every sequence but one. */
+ETKV_API etkv_status etkv_seq_cache_keep(
+    etkv_seq_cache* cache,
+    int32_t sequence,
+    etkv_error** error);
+
+/** Stores how many positions a sequence holds. */
+ETKV_API etkv_status etkv_seq_cache_len(
+    const etkv_seq_cache* cache,
+    int32_t sequence,
+    int32_t* length,
+    etkv_error** error);
+
+/**
+ * Stores the position of a sequence's next token: one past its last. After a
+ * removal at the front that is more than it holds.
+ */
+ETKV_API etkv_status etkv_seq_cache_next(
+    const etkv_seq_cache* cache,
+    int32_t sequence,
+    int32_t* position,
+    etkv_error** error);
+
+/** As etkv_cache_rewindable_to(), for one of several sequences. */
+ETKV_API etkv_status etkv_seq_cache_rewindable_to(
+    const etkv_seq_cache* cache,
+    int32_t sequence,
+    int32_t* length,
+    etkv_error** error);
+
+/** Positions from `begin` up to, and without, `end`. */
+typedef struct etkv_range {
+  int32_t begin;
+  int32_t end;
+} etkv_range;
+
+/**
+ * Stores the positions that a sequence holds, as ranges in order, and in `n` how
+ * many ranges there are. `ranges` has room for `room`, which is to be enough;
+ * NULL and 0 ask for `n` alone.
+ */
+ETKV_API etkv_status etkv_seq_cache_positions(
+    const etkv_seq_cache* cache,
+    int32_t sequence,
+    etkv_range* ranges,
+    size_t room,
+    size_t* n,
+    etkv_error** error);
+
+/**
+ * Stores the numbers of the sequences that hold positions or carry trees, in
+ * order, and in `n` how many there are; 256 at most. As above.
+ */
+ETKV_API etkv_status etkv_seq_cache_sequences(
+    const etkv_seq_cache* cache,
+    int32_t* sequences,
+    size_t room,
+    size_t* n,
+    etkv_error** error);
+
+/**
+ * Makes each sequence one run of cells as far as what they share lets it, so
+ * that it is read without a mask again. Moves only what has to.
+ *
+ * After ETKV_ERROR_MLX, where rows were moved already, the cache is lost until
+ * it is cleared.
+ */
+ETKV_API etkv_status
+etkv_seq_cache_compact(etkv_seq_cache* cache, etkv_error** error);
+
+/* ---- Trees of candidates -------------------------------------------------- */
+
+/** The face of a cache whose sequences carry trees of candidates. */
+typedef struct etkv_tree_cache etkv_tree_cache;
+
+/**
+ * Makes a handle for trees on the same cache; ETKV_ERROR_KIND, naming its kind,
+ * where it has none. The other handle stays.
+ */
+ETKV_API etkv_status etkv_cache_as_tree(
+    const etkv_cache* cache,
+    etkv_tree_cache** trees,
+    etkv_error** error);
+
+/** Gives back the handle; the cache lives on while others hold it. */
+ETKV_API void etkv_tree_cache_free(etkv_tree_cache* cache);
+
+/**
+ * Appends a frontier of candidates to the tree behind a sequence: the queries of
+ * its next step. Each sees the sequence, its ancestors and itself. A parent is
+ * the number of an earlier node of the tree, over all its frontiers, or -1 for
+ * the sequence itself. A node's position is the sequence's next and its depth.
+ *
+ * ETKV_ERROR_INVALID_ARGUMENT for no nodes or a parent that is no node before,
+ * ETKV_ERROR_STEP where the last frontier has not been run, and
+ * ETKV_ERROR_CAPACITY.
+ */
+ETKV_API etkv_status etkv_tree_cache_propose(
+    etkv_tree_cache* cache,
+    int32_t sequence,
+    const int32_t* parents,
+    size_t n_nodes,
+    etkv_error** error);
+
+/**
+ * Makes a chain of candidates, from a child of the sequence down, part of it,
+ * and forgets the rest of its tree; no nodes forget all of it.
+ *
+ * ETKV_ERROR_INVALID_ARGUMENT where there is no tree, or the nodes are no chain
+ * of nodes that were run. After ETKV_ERROR_MLX, where rows were moved already,
+ * the cache is lost until it is cleared.
+ */
+ETKV_API etkv_status etkv_tree_cache_commit(
+    etkv_tree_cache* cache,
+    int32_t sequence,
+    const int32_t* accepted,
+    size_t n_nodes,
+    etkv_error** error);
+
+/** Stores the nodes of the tree behind a sequence; 0 where there is none. */
+ETKV_API etkv_status etkv_tree_cache_len(
+    const etkv_tree_cache* cache,
+    int32_t sequence,
+    size_t* n_nodes,
+    etkv_error** error);
+
 /* ---- Sessions ----------------------------------------------------------- */
 
 /** A cache, and the key under which programs find it. */
 typedef struct etkv_session etkv_session;
 
-/**
- * Makes a cache and registers it under a new key.
- *
- * @param backend_id  the backend that will use it: "MLXBackend".
- * @param kind        "contiguous": one growing sequence. "seq" and "tree" are
- *                    caches of several sequences; what this interface has for
- *                    them is that of one.
- * @param config      what it is to be; copied.
- */
+/** Makes a cache, as etkv_cache_new() does, and registers it under a new key. */
 ETKV_API etkv_status etkv_session_new(
     const char* backend_id,
     const char* kind,
@@ -256,11 +651,126 @@ ETKV_API etkv_status etkv_session_new(
 /** Takes the key out of the registry. Programs bound to the cache keep it. */
 ETKV_API void etkv_session_free(etkv_session* session);
 
-/** The key, valid until the session is freed; NULL if `session` is NULL. */
+/**
+ * The key, valid until the session is freed; NULL if `session` is no session. A
+ * program is loaded with it as the backend option `cache_key`.
+ */
 ETKV_API const char* etkv_session_key(const etkv_session* session);
 
-/** Makes a handle on the session's cache; NULL if `session` is NULL. */
-ETKV_API etkv_cache* etkv_session_cache(const etkv_session* session);
+/** Makes a handle on the session's cache. */
+ETKV_API etkv_status etkv_session_cache(
+    const etkv_session* session,
+    etkv_cache** cache,
+    etkv_error** error);
+
+/** The same as the face for sequences: see etkv_cache_as_seq(). */
+ETKV_API etkv_status etkv_session_seq(
+    const etkv_session* session,
+    etkv_seq_cache** cache,
+    etkv_error** error);
+
+/** The same as the face for trees: see etkv_cache_as_tree(). */
+ETKV_API etkv_status etkv_session_tree(
+    const etkv_session* session,
+    etkv_tree_cache** cache,
+    etkv_error** error);
+
+/* ---- The registry --------------------------------------------------------- */
+
+/*
+ * Caches by key, for the whole process: where programs find theirs. Sessions do
+ * all of this; it is here for hosts that name keys themselves.
+ */
+
+/**
+ * Makes a cache known under a key, for programs of this backend.
+ * ETKV_ERROR_INVALID_ARGUMENT where the key is taken or empty.
+ */
+ETKV_API etkv_status etkv_registry_install(
+    const char* key,
+    const char* backend_id,
+    const etkv_cache* cache,
+    etkv_error** error);
+
+/** Makes a handle on the cache under a key; else ETKV_ERROR_NO_CACHE. */
+ETKV_API etkv_status
+etkv_registry_get(const char* key, etkv_cache** cache, etkv_error** error);
+
+/** Forgets a key; who shares its cache keeps it. Else ETKV_ERROR_NO_CACHE. */
+ETKV_API etkv_status etkv_registry_erase(const char* key, etkv_error** error);
+
+/* ---- Kinds of the host's own ---------------------------------------------- */
+
+/**
+ * A kind that the host makes of one that is there: the inner cache keeps rows and
+ * positions, and the host's callbacks are around it. That is enough to ration, to
+ * evict, to write down what happens, or to refuse; not to store rows another way.
+ *
+ * `inner` is the host's handle on the inner cache: every function of this header
+ * takes it, etkv_cache_as_seq() and others among them. It lives from `create`
+ * until `destroy` has returned, and is not to be freed. While a step is open, the
+ * inner cache refuses to be changed.
+ *
+ * A callback that fails returns its status and stores an error of
+ * etkv_error_new(), or none; it is taken over, and told to who made the call. One
+ * that is NULL leaves the inner cache to it.
+ */
+typedef struct etkv_cache_vtable {
+  size_t struct_size;
+  /** A cache of the kind is made: stores in `state` what the others get. */
+  etkv_status (*create)(
+      void* context,
+      etkv_cache* inner,
+      void** state,
+      etkv_error** error);
+  /** The last owner of the cache is gone. Not called where `create` failed. */
+  void (*destroy)(void* state);
+  /** In place of the inner cache's, which it may change; `n` is at least 0. */
+  etkv_status (*can_extend)(
+      void* state,
+      etkv_cache* inner,
+      int32_t n,
+      bool* fits,
+      etkv_error** error);
+  /**
+   * A program is about to make a step of `n` tokens with these positions. The
+   * inner cache can still be changed, to make room for them.
+   */
+  etkv_status (*begin_step)(
+      void* state,
+      etkv_cache* inner,
+      const int32_t* positions,
+      size_t n,
+      etkv_error** error);
+  /** The step has been, or has not: once for each `begin_step` that worked. */
+  void (*end_step)(void* state, etkv_cache* inner, bool committed);
+  /** In place of the inner cache's. */
+  etkv_status (
+      *clear)(void* state, etkv_cache* inner, bool release, etkv_error** error);
+  /** In place of the inner cache's. */
+  etkv_status (*rewind)(
+      void* state,
+      etkv_cache* inner,
+      int32_t length,
+      etkv_error** error);
+} etkv_cache_vtable;
+
+/**
+ * Makes a kind known, for as long as the process lives. Its caches have the faces
+ * that those of `base` have.
+ *
+ * @param backend_id  the backend that will use it: "MLXBackend".
+ * @param kind        its name, which no kind of that backend has yet.
+ * @param base        the kind of "MLXBackend" that it is made of.
+ * @param vtable      copied; its functions, and `context`, are to live as long.
+ */
+ETKV_API etkv_status etkv_builder_register(
+    const char* backend_id,
+    const char* kind,
+    const char* base,
+    const etkv_cache_vtable* vtable,
+    void* context,
+    etkv_error** error);
 
 #ifdef __cplusplus
 } /* extern "C" */

@@ -3,20 +3,25 @@
 //
 //   Module module("model.pte", Module::LoadMode::Mmap);
 //   auto facts = etkv::read_kv_cache_metadata(module);
-//   auto session = etkv::make_decode_session(
+//   auto made = etkv::make_decode_session_and_options(
 //       etkv::kMLXBackend, etkv::make_config(*facts, /*capacity=*/4096));
-//   etkv::LoadOptions options(session->key());
+//   auto& [session, options] = *made;
 //   etkv::load_method(module, "forward", options);
 #pragma once
 
+#include <algorithm>
 #include <cstdint>
+#include <functional>
+#include <optional>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include <executorch/extension/module/module.h>
 #include <executorch/extension/tensor/tensor.h>
 #include <executorch/runtime/backend/backend_options_map.h>
 #include <executorch/runtime/backend/options.h>
+#include <executorch/runtime/executor/method_meta.h>
 
 #include "etkv/etkv.hpp"
 
@@ -37,9 +42,12 @@ enum class Logits {
 /// The backend options that a program is loaded with.
 class LoadOptions {
  public:
-  /// Binds the cache of the session with this key.
-  explicit LoadOptions(const char* cache_key) {
-    options_.set_option("cache_key", cache_key);
+  /// Binds the cache of the session with this key, in programs of this backend.
+  explicit LoadOptions(
+      const char* cache_key,
+      const std::string& backend_id = kMLXBackend)
+      : backend_id_(backend_id) {
+    options_.set_option("cache_key", cache_key == nullptr ? "" : cache_key);
   }
 
   /// `Logits::last` spares a prompt the wide last product on every row but one.
@@ -52,13 +60,58 @@ class LoadOptions {
   /// For Module::load_method; valid while this object is.
   executorch::runtime::LoadBackendOptionsMap map() {
     executorch::runtime::LoadBackendOptionsMap map;
-    map.set_options(kMLXBackend, options_.view());
+    map.set_options(backend_id_.c_str(), options_.view());
     return map;
   }
 
  private:
+  std::string backend_id_;
   executorch::runtime::BackendOptions<4> options_;
 };
+
+/// A session, and what a program is loaded with to find its cache.
+template <typename Face>
+struct SessionAndOptions {
+  CacheSession<Face> session;
+  LoadOptions options;
+};
+
+namespace detail {
+template <typename Face>
+Result<SessionAndOptions<Face>> with_options(
+    const std::string& backend_id,
+    Result<CacheSession<Face>> session) {
+  if (!session.ok()) {
+    return session.error();
+  }
+  LoadOptions options(session->key(), backend_id);
+  return SessionAndOptions<Face>{
+      std::move(session.value()), std::move(options)};
+}
+} // namespace detail
+
+/// As make_decode_session, with the backend options that carry the key.
+inline Result<SessionAndOptions<Cache>> make_decode_session_and_options(
+    const std::string& backend_id,
+    const CacheConfig& config) {
+  return detail::with_options(
+      backend_id, make_decode_session(backend_id, config));
+}
+
+/// As make_seq_session, with the backend options that carry the key.
+inline Result<SessionAndOptions<SeqCache>> make_seq_session_and_options(
+    const std::string& backend_id,
+    const CacheConfig& config) {
+  return detail::with_options(backend_id, make_seq_session(backend_id, config));
+}
+
+/// As make_tree_session, with the backend options that carry the key.
+inline Result<SessionAndOptions<TreeCache>> make_tree_session_and_options(
+    const std::string& backend_id,
+    const CacheConfig& config) {
+  return detail::with_options(
+      backend_id, make_tree_session(backend_id, config));
+}
 
 namespace detail {
 /// The delegate's own words for a code of ExecuTorch's, if it had any.
@@ -116,118 +169,358 @@ inline Result<std::vector<executorch::runtime::EValue>> execute(
 /// was exported for.
 struct ModelCacheParams {
   std::vector<LayerConfig> layers;
-  int32_t prefill_chunk_size = 0; ///< most tokens of one step
-  int32_t max_context_length = 0; ///< positions that it was exported for
+  /// Most tokens of one step; 0 where the program does not tell.
+  int32_t prefill_chunk_size = 0;
+  /// Positions that it was exported for; 0 where the program does not tell.
+  int32_t max_context_length = 0;
 };
 
+/// The version of the `kv_cache.*` metadata that this header reads.
+inline constexpr int32_t kMetadataVersion = 1;
+
+/// The value of a program's constant method of this name: nothing where there is
+/// none, an error where it cannot be run. Tensors live as long as the program.
+using ConstantMethods =
+    std::function<Result<std::optional<executorch::runtime::EValue>>(
+        const std::string&)>;
+
 namespace detail {
-inline Result<executorch::runtime::EValue> constant(
-    executorch::extension::Module& module,
-    const std::string& name) {
-  auto values = module.execute(name);
-  if (!values.ok() || values->empty()) {
+/// Constant methods, as the numbers that they are.
+class Metadata {
+ public:
+  explicit Metadata(const ConstantMethods& constants) : constants_(constants) {}
+
+  /// The count of that name; nothing where there is none.
+  Result<std::optional<int32_t>> find(const std::string& name) const {
+    auto value = constants_(name);
+    if (!value.ok()) {
+      return value.error();
+    }
+    if (!value->has_value()) {
+      return std::optional<int32_t>();
+    }
+    return as_count(name, **value);
+  }
+
+  /// The count of that name, which has to be there.
+  Result<int32_t> get(const std::string& name) const {
+    auto found = find(name);
+    if (!found.ok()) {
+      return found.error();
+    }
+    if (!found->has_value()) {
+      return absent(name);
+    }
+    return **found;
+  }
+
+  /// The first of these counts that is there; 0 where none is.
+  Result<int32_t> first(const std::vector<const char*>& names) const {
+    for (const char* name : names) {
+      auto found = find(name);
+      if (!found.ok()) {
+        return found.error();
+      }
+      if (found->has_value()) {
+        return **found;
+      }
+    }
+    return 0;
+  }
+
+  /// One count for each layer: a tensor of them, or one count for all.
+  Result<std::vector<int32_t>> each(
+      const char* name,
+      int32_t n_layers,
+      std::optional<std::vector<int32_t>> otherwise = std::nullopt) const {
+    if (name == nullptr && otherwise) {
+      return std::move(*otherwise);
+    }
+    auto value = constants_(name);
+    if (!value.ok()) {
+      return value.error();
+    }
+    if (!value->has_value()) {
+      if (otherwise) {
+        return std::move(*otherwise);
+      }
+      return absent(name);
+    }
+    return as_counts(name, **value, n_layers);
+  }
+
+ private:
+  using EValue = executorch::runtime::EValue;
+
+  static Error absent(const std::string& name) {
     return Error(
         ETKV_ERROR_PROGRAM,
         "the program does not tell `" + name +
             "`; export it with an off-graph KV cache");
   }
-  return (*values)[0];
-}
 
-inline Result<int32_t> constant_int(
-    executorch::extension::Module& module,
-    const std::string& name) {
-  auto value = constant(module, name);
-  if (!value.ok()) {
-    return value.error();
+  static Result<std::optional<int32_t>> as_count(
+      const std::string& name,
+      const EValue& value) {
+    if (!value.isInt() || value.toInt() < 0 || value.toInt() > INT32_MAX) {
+      return Error(ETKV_ERROR_PROGRAM, "`" + name + "` is not a 32-bit count");
+    }
+    return std::optional<int32_t>(static_cast<int32_t>(value.toInt()));
   }
-  if (!value->isInt() || value->toInt() < 0 || value->toInt() > INT32_MAX) {
-    return Error(ETKV_ERROR_PROGRAM, "`" + name + "` is not a 32-bit count");
-  }
-  return static_cast<int32_t>(value->toInt());
-}
 
-inline Result<std::vector<int32_t>> constant_ints(
-    executorch::extension::Module& module,
-    const std::string& name,
-    int32_t n) {
-  auto value = constant(module, name);
-  if (!value.ok()) {
-    return value.error();
+  static Result<std::vector<int32_t>>
+  as_counts(const std::string& name, const EValue& value, int32_t n_layers) {
+    const auto n = static_cast<size_t>(n_layers);
+    if (value.isInt()) {
+      auto count = as_count(name, value);
+      if (!count.ok()) {
+        return count.error();
+      }
+      return std::vector<int32_t>(n, **count);
+    }
+    using executorch::aten::ScalarType;
+    std::vector<int64_t> found;
+    if (value.isTensor()) {
+      const auto& tensor = value.toTensor();
+      const auto numel = static_cast<size_t>(tensor.numel());
+      if (numel == n && tensor.scalar_type() == ScalarType::Int) {
+        const auto* data = tensor.const_data_ptr<int32_t>();
+        found.assign(data, data + n);
+      } else if (numel == n && tensor.scalar_type() == ScalarType::Long) {
+        const auto* data = tensor.const_data_ptr<int64_t>();
+        found.assign(data, data + n);
+      }
+    }
+    if (found.size() != n) {
+      return Error(
+          ETKV_ERROR_PROGRAM,
+          "`" + name + "` is not one integer for each of " + std::to_string(n) +
+              " layers");
+    }
+    std::vector<int32_t> counts;
+    for (const int64_t count : found) {
+      if (count < 0 || count > INT32_MAX) {
+        return Error(
+            ETKV_ERROR_PROGRAM,
+            "`" + name + "` has " + std::to_string(count) +
+                ", which is not a 32-bit count");
+      }
+      counts.push_back(static_cast<int32_t>(count));
+    }
+    return counts;
   }
-  if (!value->isTensor() ||
-      value->toTensor().scalar_type() != executorch::aten::ScalarType::Int ||
-      value->toTensor().numel() != n) {
-    return Error(
-        ETKV_ERROR_PROGRAM,
-        "`" + name + "` is not one int32 for each of " + std::to_string(n) +
-            " layers");
-  }
-  const auto* data = value->toTensor().const_data_ptr<int32_t>();
-  return std::vector<int32_t>(data, data + n);
-}
-} // namespace detail
 
-/// Reads the constant methods that ExecuTorch's exporter writes: get_n_caches,
-/// get_kv_heads, get_head_dims, get_windows, get_prefill_chunk_size and
-/// get_max_ctx_len.
-inline Result<ModelCacheParams> read_kv_cache_metadata(
-    executorch::extension::Module& module) {
-  etkv_error_free(etkv_delegate_take_error());
-  if (const auto code = module.load(); code != executorch::runtime::Error::Ok) {
-    return detail::executorch_error(code, "cannot open the program");
-  }
-  auto n_layers = detail::constant_int(module, "get_n_caches");
+  const ConstantMethods& constants_;
+};
+
+/// Which constant methods tell what: those of `kv_cache.*`, or those of
+/// ExecuTorch's exporter. NULL for what none tells.
+struct MetadataNames {
+  const char* n_layers;
+  const char* n_kv_heads;
+  const char* head_dim;
+  const char* v_head_dim;
+  const char* window;
+  const char* sinks;
+  /// Whether no word of windows means that there are none.
+  bool windows_optional;
+};
+
+inline constexpr MetadataNames kVersionedNames = {
+    "kv_cache.n_layers",
+    "kv_cache.n_kv_heads",
+    "kv_cache.head_dim",
+    "kv_cache.v_head_dim",
+    "kv_cache.window",
+    "kv_cache.sinks",
+    true};
+inline constexpr MetadataNames kExporterNames = {
+    "get_n_caches",
+    "get_kv_heads",
+    "get_head_dims",
+    nullptr,
+    "get_windows",
+    nullptr,
+    false};
+
+inline Result<std::vector<LayerConfig>> read_layers(
+    const Metadata& metadata,
+    const MetadataNames& names) {
+  auto n_layers = metadata.get(names.n_layers);
   if (!n_layers.ok()) {
     return n_layers.error();
   }
-  auto kv_heads = detail::constant_ints(module, "get_kv_heads", *n_layers);
+  // More than that is damage, and not looked for.
+  constexpr int32_t kMostLayers = 65536;
+  if (*n_layers < 1 || *n_layers > kMostLayers) {
+    return Error(
+        ETKV_ERROR_PROGRAM,
+        std::string("`") + names.n_layers + "` is " +
+            std::to_string(*n_layers) + ", it is 1 to " +
+            std::to_string(kMostLayers));
+  }
+  auto kv_heads = metadata.each(names.n_kv_heads, *n_layers);
   if (!kv_heads.ok()) {
     return kv_heads.error();
   }
-  auto head_dims = detail::constant_ints(module, "get_head_dims", *n_layers);
+  auto head_dims = metadata.each(names.head_dim, *n_layers);
   if (!head_dims.ok()) {
     return head_dims.error();
   }
-  auto windows = detail::constant_ints(module, "get_windows", *n_layers);
+  const std::vector<int32_t> zeros(static_cast<size_t>(*n_layers), 0);
+  auto v_head_dims =
+      metadata.each(names.v_head_dim, *n_layers, head_dims.value());
+  if (!v_head_dims.ok()) {
+    return v_head_dims.error();
+  }
+  using Counts = std::optional<std::vector<int32_t>>;
+  auto windows = metadata.each(
+      names.window,
+      *n_layers,
+      names.windows_optional ? Counts(zeros) : Counts());
   if (!windows.ok()) {
     return windows.error();
   }
-  auto chunk = detail::constant_int(module, "get_prefill_chunk_size");
+  auto sinks = metadata.each(names.sinks, *n_layers, zeros);
+  if (!sinks.ok()) {
+    return sinks.error();
+  }
+  std::vector<LayerConfig> layers;
+  for (size_t i = 0; i < zeros.size(); ++i) {
+    layers.push_back(
+        {(*kv_heads)[i],
+         (*head_dims)[i],
+         (*v_head_dims)[i],
+         (*windows)[i],
+         (*sinks)[i]});
+  }
+  return layers;
+}
+} // namespace detail
+
+/// Reads what a program tells of its caches from its constant methods.
+///
+/// Where there is `kv_cache.schema_version`, it is 1, and the layers are
+/// `kv_cache.n_layers`, and `kv_cache.n_kv_heads`, `head_dim`, `v_head_dim`,
+/// `window` and `sinks` for each: an integer for all layers, or a tensor of one
+/// integer a layer. The last three may be absent. Another version is refused.
+///
+/// Where there is none, the layers are what ExecuTorch's exporter writes:
+/// get_n_caches, get_kv_heads, get_head_dims and get_windows.
+///
+/// The step and the context are get_prefill_chunk_size and get_max_ctx_len, or
+/// get_max_context_len, or get_max_seq_len.
+inline Result<ModelCacheParams> read_kv_cache_metadata(
+    const ConstantMethods& constants) {
+  const detail::Metadata metadata(constants);
+  auto version = metadata.find("kv_cache.schema_version");
+  if (!version.ok()) {
+    return version.error();
+  }
+  if (version->has_value() && **version != kMetadataVersion) {
+    return Error(
+        ETKV_ERROR_PROGRAM,
+        "the program's kv_cache.schema_version is " +
+            std::to_string(**version) + "; this etkv reads version " +
+            std::to_string(kMetadataVersion));
+  }
+  auto layers = detail::read_layers(
+      metadata,
+      version->has_value() ? detail::kVersionedNames : detail::kExporterNames);
+  if (!layers.ok()) {
+    return layers.error();
+  }
+  auto chunk = metadata.first({"get_prefill_chunk_size"});
   if (!chunk.ok()) {
     return chunk.error();
   }
-  auto context = detail::constant_int(module, "get_max_ctx_len");
+  auto context = metadata.first(
+      {"get_max_ctx_len", "get_max_context_len", "get_max_seq_len"});
   if (!context.ok()) {
     return context.error();
   }
-  ModelCacheParams params;
-  params.prefill_chunk_size = *chunk;
-  params.max_context_length = *context;
-  for (int32_t i = 0; i < *n_layers; ++i) {
-    LayerConfig layer;
-    layer.n_kv_heads = (*kv_heads)[i];
-    layer.k_head_dim = (*head_dims)[i];
-    layer.v_head_dim = (*head_dims)[i];
-    layer.window = (*windows)[i];
-    params.layers.push_back(layer);
+  return ModelCacheParams{std::move(layers.value()), *chunk, *context};
+}
+
+/// The same, for a program's method: one that the backend runs.
+///
+/// A MethodMeta of release 1.5 has no values, so those come from the program's
+/// constant methods. What it has is the most tokens of a step, where the program
+/// tells no less: the length of the method's first one-dimensional int64 input.
+inline Result<ModelCacheParams> read_kv_cache_metadata(
+    const executorch::runtime::MethodMeta& method,
+    const ConstantMethods& constants,
+    const std::string& backend_id = kMLXBackend) {
+  if (!method.uses_backend(backend_id.c_str())) {
+    return Error(
+        ETKV_ERROR_PROGRAM,
+        std::string("the method ") + method.name() + " does not run on " +
+            backend_id);
+  }
+  auto params = read_kv_cache_metadata(constants);
+  if (!params.ok() || params->prefill_chunk_size > 0) {
+    return params;
+  }
+  for (size_t i = 0; i < method.num_inputs(); ++i) {
+    const auto input = method.input_tensor_meta(i);
+    if (input.ok() && input->scalar_type() == kLong &&
+        input->sizes().size() == 1) {
+      params->prefill_chunk_size = input->sizes()[0];
+      break;
+    }
   }
   return params;
 }
 
-/// The program's facts and the caller's policy, as one configuration.
+/// The same, for a program that is a Module. `method` is run by nobody here: it
+/// tells the most tokens of a step where the constant methods do not.
+inline Result<ModelCacheParams> read_kv_cache_metadata(
+    executorch::extension::Module& module,
+    const std::string& method = "forward") {
+  using Value = std::optional<executorch::runtime::EValue>;
+  etkv_error_free(etkv_delegate_take_error());
+  if (const auto code = module.load(); code != executorch::runtime::Error::Ok) {
+    return detail::executorch_error(code, "cannot open the program");
+  }
+  const auto names = module.method_names();
+  if (!names.ok()) {
+    return detail::executorch_error(names.error(), "cannot open the program");
+  }
+  const ConstantMethods constants =
+      [&](const std::string& name) -> Result<Value> {
+    if (names->count(name) == 0) {
+      return Value();
+    }
+    auto values = module.execute(name);
+    if (!values.ok() || values->empty()) {
+      return Error(ETKV_ERROR_PROGRAM, "cannot read `" + name + "`");
+    }
+    return Value((*values)[0]);
+  };
+  if (names->count(method) != 0) {
+    const auto meta = module.method_meta(method);
+    if (meta.ok() && meta->uses_backend(kMLXBackend)) {
+      return read_kv_cache_metadata(*meta, constants);
+    }
+  }
+  return read_kv_cache_metadata(constants);
+}
+
+/// The program's facts and the caller's policy, as one configuration. What else
+/// there is to choose, the caller sets in it.
 ///
 /// @param capacity   positions, the session's context length
-/// @param format     storage of keys and values
+/// @param format     storage of keys and values; empty for the default
 /// @param min_chunk  slots of the first allocation; 0 for the default
 inline CacheConfig make_config(
     const ModelCacheParams& params,
     int32_t capacity,
-    etkv_format format = ETKV_FORMAT_DEFAULT,
+    const std::string& format = {},
     int32_t min_chunk = 0) {
   CacheConfig config;
   config.layers = params.layers;
   config.capacity = capacity;
+  config.max_step = params.prefill_chunk_size;
   config.min_chunk = min_chunk;
   config.k_format = format;
   config.v_format = format;

@@ -25,7 +25,7 @@ use crate::memory::Memory;
 /// The runner's face of a cache.
 pub trait Cache: Send {
     /// The kind's name, as sessions ask for it.
-    fn kind(&self) -> &'static str;
+    fn kind(&self) -> &str;
 
     /// What the cache was made from.
     fn config(&self) -> &CacheConfig;
@@ -268,6 +268,14 @@ pub trait AttendCache: Cache {
     /// The buffers that the open step writes to: evaluate them with the step's
     /// outputs.
     fn buffers(&self) -> Vec<&Array>;
+
+    /// Evaluates `outputs` together with what the open step wrote.
+    ///
+    /// # Errors
+    /// [`Mlx`](crate::Status::Mlx).
+    fn eval(&self, outputs: &[&Array]) -> Result<()> {
+        Ok(mlx_rs::transforms::eval(outputs.iter().copied().chain(self.buffers()))?)
+    }
 
     /// Makes the step's positions visible.
     ///

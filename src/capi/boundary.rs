@@ -1,10 +1,15 @@
 //! Where Rust ends: no panic and no error gets past here except as a status.
 
 use std::any::Any;
-use std::ffi::{c_char, CStr};
+use std::collections::HashSet;
+use std::ffi::{c_char, CStr, CString};
 use std::panic::{catch_unwind, AssertUnwindSafe};
+use std::sync::LazyLock;
+
+use parking_lot::Mutex;
 
 use super::error::{etkv_error, OK};
+use super::handle::{self, Object};
 use crate::error::{fail, Error, Result, Status};
 
 /// Runs the body of a C function: turns an error or a panic into a status, and
@@ -24,7 +29,7 @@ pub(crate) unsafe fn boundary(
             let status = failure.status() as i32;
             if !error.is_null() {
                 // SAFETY: the caller says so.
-                unsafe { *error = etkv_error::boxed(failure) };
+                unsafe { error.write(etkv_error::give(&failure)) };
             }
             status
         }
@@ -41,16 +46,9 @@ pub(crate) fn panic_error(panic: &(dyn Any + Send)) -> Error {
     Error::new(Status::Internal, format!("a defect in etkv: {words}"))
 }
 
-/// The object behind a handle.
-///
-/// # Safety
-/// `pointer` is NULL or points to a live `T` that nobody changes meanwhile.
-pub(crate) unsafe fn object<'a, T>(pointer: *const T, name: &str) -> Result<&'a T> {
-    // SAFETY: the caller says so.
-    match unsafe { pointer.as_ref() } {
-        Some(object) => Ok(object),
-        None => fail!(InvalidArgument, "{name} is NULL"),
-    }
+/// The body of a function that frees: there is nobody to tell of a panic.
+pub(crate) fn free<T: Object>(handle: *mut T) {
+    let _ = catch_unwind(AssertUnwindSafe(|| handle::take_back(handle)));
 }
 
 /// The text behind a C string.
@@ -68,6 +66,52 @@ pub(crate) unsafe fn text<'a>(pointer: *const c_char, name: &str) -> Result<&'a 
     }
 }
 
+/// The elements of a C array; NULL may stand for none.
+///
+/// # Safety
+/// `pointer` is NULL or points to `n` elements that nobody changes meanwhile.
+pub(crate) unsafe fn list<'a, T>(pointer: *const T, n: usize, name: &str) -> Result<&'a [T]> {
+    if n == 0 {
+        return Ok(&[]);
+    }
+    if pointer.is_null() {
+        fail!(InvalidArgument, "{name} is NULL, with {n} elements");
+    }
+    if n > isize::MAX as usize / std::mem::size_of::<T>() {
+        fail!(InvalidArgument, "{name} has {n} elements, which no memory can hold");
+    }
+    // SAFETY: the caller says so, and the size is one that can be.
+    Ok(unsafe { std::slice::from_raw_parts(pointer, n) })
+}
+
+/// Copies `found` to an array of the caller's with room for `room` elements, and
+/// their number to `n`. No array and no room ask for the number alone.
+///
+/// # Safety
+/// `array` is NULL or has room for `room` elements, `n` is NULL or for one.
+pub(crate) unsafe fn fill<T: Copy>(
+    found: &[T],
+    array: *mut T,
+    room: usize,
+    n: *mut usize,
+    name: &str,
+) -> Result<()> {
+    let n = out(n, "n")?;
+    if array.is_null() && room > 0 {
+        fail!(InvalidArgument, "{name} is NULL, with room for {room}");
+    }
+    if !array.is_null() {
+        if room < found.len() {
+            fail!(InvalidArgument, "{name} has room for {room}, there are {}", found.len());
+        }
+        // SAFETY: the caller says so.
+        unsafe { array.copy_from_nonoverlapping(found.as_ptr(), found.len()) };
+    }
+    // SAFETY: the caller says so.
+    unsafe { n.write(found.len()) };
+    Ok(())
+}
+
 /// Refuses an out-parameter that is NULL, before anything is done.
 pub(crate) fn out<T>(pointer: *mut T, name: &str) -> Result<*mut T> {
     if pointer.is_null() {
@@ -76,11 +120,37 @@ pub(crate) fn out<T>(pointer: *mut T, name: &str) -> Result<*mut T> {
     Ok(pointer)
 }
 
-/// Refuses a struct of a caller that was compiled with less than `needed` bytes
-/// of it.
-pub(crate) fn check_struct(found: usize, needed: usize, name: &str) -> Result<()> {
-    if found < needed {
-        fail!(InvalidArgument, "{name}.struct_size is {found}, the least is {needed}");
+/// Copies a struct of the caller's, who may have been compiled with another
+/// version of it.
+///
+/// # Safety
+/// `pointer` is NULL or points to a struct that begins with its size, and has it.
+pub(crate) unsafe fn read_struct<T: Copy>(pointer: *const T, name: &str) -> Result<T> {
+    if pointer.is_null() {
+        fail!(InvalidArgument, "{name} is NULL");
     }
-    Ok(())
+    // SAFETY: it begins with its size.
+    let size = unsafe { pointer.cast::<usize>().read() };
+    let needed = std::mem::size_of::<T>();
+    if size < needed {
+        fail!(InvalidArgument, "{name}.struct_size is {size}, the least is {needed}");
+    }
+    // SAFETY: it is as long as that.
+    Ok(unsafe { pointer.read() })
+}
+
+/// A string that stays for as long as the process does. For names, of which there
+/// are few.
+pub(crate) fn lasting(name: &str) -> *const c_char {
+    static KEPT: LazyLock<Mutex<HashSet<&'static CStr>>> = LazyLock::new(Mutex::default);
+    let name = CString::new(name.replace('\0', " ")).unwrap_or_default();
+    let mut kept = KEPT.lock();
+    match kept.get(name.as_c_str()) {
+        Some(known) => known.as_ptr(),
+        None => {
+            let new: &'static CStr = Box::leak(name.into_boxed_c_str());
+            kept.insert(new);
+            new.as_ptr()
+        }
+    }
 }

@@ -1,49 +1,56 @@
 //! `etkv_cache`: a handle on a shared cache.
 
-use parking_lot::MutexGuard;
+use std::ffi::c_char;
 
-use super::boundary::{boundary, check_struct, object, out};
+use super::boundary::{boundary, free, lasting, out, text};
+use super::config::{etkv_cache_config, given_format, read_config};
 use super::error::etkv_error;
+use super::handle::{self, Object};
+use super::memory::{etkv_memory, fill_memory};
 use crate::cache::AttendCache;
 use crate::error::{fail, Result};
-use crate::registry::SharedCache;
+use crate::registry::BuilderRegistry;
+use crate::shared::SharedCache;
 
 /// A handle on a cache that others may share.
 #[allow(non_camel_case_types)]
 pub struct etkv_cache {
-    cache: SharedCache,
+    pub(super) cache: SharedCache,
 }
 
-impl etkv_cache {
-    pub(crate) fn boxed(cache: SharedCache) -> *mut Self {
-        Box::into_raw(Box::new(Self { cache }))
-    }
-
-    fn lock(&self) -> MutexGuard<'_, dyn AttendCache + 'static> {
-        self.cache.lock()
-    }
+impl Object for etkv_cache {
+    const NAME: &'static str = "etkv_cache";
 }
 
-/// Bytes of a cache's buffers; see the header.
-#[allow(non_camel_case_types)]
-#[repr(C)]
-pub struct etkv_memory {
-    struct_size: usize,
-    allocated: u64,
-    used: u64,
-    at_capacity: u64,
+/// Makes a cache that no key leads to.
+///
+/// # Safety
+/// Pointers are NULL or as the header says.
+#[no_mangle]
+pub unsafe extern "C" fn etkv_cache_new(
+    backend_id: *const c_char,
+    kind: *const c_char,
+    config: *const etkv_cache_config,
+    cache: *mut *mut etkv_cache,
+    error: *mut *mut etkv_error,
+) -> i32 {
+    // SAFETY: the caller says so.
+    unsafe {
+        boundary(error, || {
+            let target = out(cache, "cache")?;
+            let backend_id = text(backend_id, "backend_id")?;
+            let kind = text(kind, "kind")?;
+            let cache = BuilderRegistry::global().build(backend_id, kind, read_config(config)?)?;
+            target.write(handle::give(etkv_cache { cache }));
+            Ok(())
+        })
+    }
 }
 
 /// Gives back a handle.
-///
-/// # Safety
-/// `cache` is NULL or a handle that is not freed.
 #[no_mangle]
-pub unsafe extern "C" fn etkv_cache_free(cache: *mut etkv_cache) {
-    if !cache.is_null() {
-        // SAFETY: it came from `boxed`.
-        drop(unsafe { Box::from_raw(cache) });
-    }
+pub extern "C" fn etkv_cache_free(cache: *mut etkv_cache) {
+    free(cache);
 }
 
 /// Stores whether `n` more positions fit.
@@ -61,11 +68,12 @@ pub unsafe extern "C" fn etkv_cache_can_extend(
     unsafe {
         boundary(error, || {
             let fits = out(fits, "fits")?;
-            let cache = object(cache, "cache")?;
+            let cache = handle::look_up(cache, "cache")?;
             if n < 0 {
                 fail!(InvalidArgument, "n is {n}, the least is 0");
             }
-            *fits = cache.lock().can_extend(n);
+            // A kind of the host's may make room when it is asked, with MLX.
+            fits.write(crate::mlx::run(|| Ok(cache.cache.lock()?.can_extend(n)))?);
             Ok(())
         })
     }
@@ -82,7 +90,7 @@ pub unsafe extern "C" fn etkv_cache_capacity(
     error: *mut *mut etkv_error,
 ) -> i32 {
     // SAFETY: the caller says so.
-    unsafe { read(cache, capacity, "capacity", error, |cache| cache.capacity()) }
+    unsafe { read(cache, capacity, "capacity", error, |cache| Ok(cache.capacity())) }
 }
 
 /// Stores the positions that the cache holds.
@@ -96,7 +104,78 @@ pub unsafe extern "C" fn etkv_cache_length(
     error: *mut *mut etkv_error,
 ) -> i32 {
     // SAFETY: the caller says so.
-    unsafe { read(cache, length, "length", error, |cache| cache.length()) }
+    unsafe { read(cache, length, "length", error, |cache| Ok(cache.length())) }
+}
+
+/// Stores the number of layers.
+///
+/// # Safety
+/// Pointers are NULL or as the header says.
+#[no_mangle]
+pub unsafe extern "C" fn etkv_cache_n_layers(
+    cache: *const etkv_cache,
+    n_layers: *mut usize,
+    error: *mut *mut etkv_error,
+) -> i32 {
+    // SAFETY: the caller says so.
+    unsafe { read(cache, n_layers, "n_layers", error, |cache| Ok(cache.config().layers.len())) }
+}
+
+/// Stores the name of the cache's kind.
+///
+/// # Safety
+/// Pointers are NULL or as the header says.
+#[no_mangle]
+pub unsafe extern "C" fn etkv_cache_kind(
+    cache: *const etkv_cache,
+    kind: *mut *const c_char,
+    error: *mut *mut etkv_error,
+) -> i32 {
+    // SAFETY: the caller says so.
+    unsafe { read(cache, kind, "kind", error, |cache| Ok(lasting(cache.kind()))) }
+}
+
+/// Stores the names of the formats that keys and values have now.
+///
+/// # Safety
+/// Pointers are NULL or as the header says.
+#[no_mangle]
+pub unsafe extern "C" fn etkv_cache_formats(
+    cache: *const etkv_cache,
+    k_format: *mut *const c_char,
+    v_format: *mut *const c_char,
+    error: *mut *mut etkv_error,
+) -> i32 {
+    // SAFETY: the caller says so.
+    unsafe {
+        boundary(error, || {
+            let (k, v) = (out(k_format, "k_format")?, out(v_format, "v_format")?);
+            let found = handle::look_up(cache, "cache")?.cache.lock()?.formats();
+            k.write(lasting(&found[0].to_string()));
+            v.write(lasting(&found[1].to_string()));
+            Ok(())
+        })
+    }
+}
+
+/// Stores all rows in other formats.
+///
+/// # Safety
+/// Pointers are NULL or as the header says.
+#[no_mangle]
+pub unsafe extern "C" fn etkv_cache_convert(
+    cache: *mut etkv_cache,
+    k_format: *const c_char,
+    v_format: *const c_char,
+    error: *mut *mut etkv_error,
+) -> i32 {
+    // SAFETY: the caller says so.
+    unsafe {
+        change(cache, error, |cache| {
+            let k_format = given_format(k_format, "k_format")?;
+            cache.convert(k_format, given_format(v_format, "v_format")?)
+        })
+    }
 }
 
 /// Forgets every position.
@@ -127,6 +206,20 @@ pub unsafe extern "C" fn etkv_cache_rewind(
     unsafe { change(cache, error, |cache| cache.rewind(length)) }
 }
 
+/// Stores the least length, apart from 0, that the cache can be rewound to.
+///
+/// # Safety
+/// Pointers are NULL or as the header says.
+#[no_mangle]
+pub unsafe extern "C" fn etkv_cache_rewindable_to(
+    cache: *const etkv_cache,
+    length: *mut i32,
+    error: *mut *mut etkv_error,
+) -> i32 {
+    // SAFETY: the caller says so.
+    unsafe { read(cache, length, "length", error, |cache| cache.rewindable_to()) }
+}
+
 /// Fills `memory`.
 ///
 /// # Safety
@@ -141,13 +234,8 @@ pub unsafe extern "C" fn etkv_cache_memory(
     unsafe {
         boundary(error, || {
             let memory = out(memory, "memory")?;
-            let cache = object(cache, "cache")?;
-            check_struct((*memory).struct_size, std::mem::size_of::<etkv_memory>(), "memory")?;
-            let found = cache.lock().memory();
-            (*memory).allocated = found.allocated;
-            (*memory).used = found.used;
-            (*memory).at_capacity = found.at_capacity;
-            Ok(())
+            let cache = handle::look_up(cache, "cache")?;
+            fill_memory(memory, || Ok(cache.cache.lock()?.memory()))
         })
     }
 }
@@ -159,20 +247,20 @@ unsafe fn read<T>(
     value: *mut T,
     name: &str,
     error: *mut *mut etkv_error,
-    ask: impl FnOnce(&dyn AttendCache) -> T,
+    ask: impl FnOnce(&dyn AttendCache) -> Result<T>,
 ) -> i32 {
     // SAFETY: the caller says so.
     unsafe {
         boundary(error, || {
             let value = out(value, name)?;
-            *value = ask(&*object(cache, "cache")?.lock());
+            value.write(ask(&*handle::look_up(cache, "cache")?.cache.lock()?)?);
             Ok(())
         })
     }
 }
 
 /// # Safety
-/// Pointers are NULL or as the header says.
+/// `error` is NULL or as the header says.
 unsafe fn change(
     cache: *const etkv_cache,
     error: *mut *mut etkv_error,
@@ -181,9 +269,9 @@ unsafe fn change(
     // SAFETY: the caller says so.
     unsafe {
         boundary(error, || {
-            let cache = object(cache, "cache")?;
+            let cache = handle::look_up(cache, "cache")?;
             // Buffers may go: MLX first, then the cache, as a step takes them.
-            crate::mlx::run(|| act(&mut *cache.lock()))
+            crate::mlx::run(|| act(&mut *cache.cache.lock()?))
         })
     }
 }

@@ -3,7 +3,9 @@
 use std::cell::RefCell;
 use std::ffi::{c_char, CString};
 
-use crate::error::{Error, Status};
+use super::boundary;
+use super::handle::{self, Object};
+use crate::error::{fail, Error, Result, Status};
 
 /// ETKV_OK.
 pub(crate) const OK: i32 = 0;
@@ -15,10 +17,14 @@ pub struct etkv_error {
     message: CString,
 }
 
+impl Object for etkv_error {
+    const NAME: &'static str = "etkv_error";
+}
+
 impl etkv_error {
     /// Moves an error to the caller's side.
-    pub(crate) fn boxed(error: Error) -> *mut Self {
-        Box::into_raw(Box::new(Self::new(error.status() as i32, error.message())))
+    pub(crate) fn give(error: &Error) -> *mut Self {
+        handle::give(Self::new(error.status() as i32, error.message()))
     }
 
     fn new(status: i32, message: &str) -> Self {
@@ -27,51 +33,101 @@ impl etkv_error {
     }
 }
 
-/// The status of `error`; ETKV_OK if it is NULL.
+/// The statuses that there are, and with them their numbers.
+const STATUSES: [Status; 12] = [
+    Status::InvalidArgument,
+    Status::Capacity,
+    Status::Position,
+    Status::NoCache,
+    Status::Kind,
+    Status::Shape,
+    Status::Dtype,
+    Status::Program,
+    Status::Unsupported,
+    Status::Mlx,
+    Status::Step,
+    Status::Internal,
+];
+
+fn status_of(number: i32) -> Option<Status> {
+    STATUSES.into_iter().find(|&status| status as i32 == number)
+}
+
+/// What a callback of the host's returned: its status, and its error object,
+/// which is taken over.
+pub(super) fn from_host(status: i32, error: *mut etkv_error, what: &str) -> Result<()> {
+    let message = handle::look_up(error, "error")
+        .ok()
+        .map(|error| error.message.to_string_lossy().into_owned());
+    boundary::free(error);
+    if status == OK {
+        return Ok(());
+    }
+    let words = message.unwrap_or_else(|| format!("the host's {what} failed with status {status}"));
+    Err(Error::new(status_of(status).unwrap_or(Status::Internal), words))
+}
+
+/// Makes an error, for a callback to return; NULL for a status that is none.
 ///
 /// # Safety
-/// `error` is NULL or an error that is not freed.
+/// `message` is NULL or points to a string that ends in a zero byte.
 #[no_mangle]
-pub unsafe extern "C" fn etkv_error_status(error: *const etkv_error) -> i32 {
-    // SAFETY: the caller says so.
-    unsafe { error.as_ref() }.map_or(OK, |error| error.status)
+pub unsafe extern "C" fn etkv_error_new(status: i32, message: *const c_char) -> *mut etkv_error {
+    let mut made = std::ptr::null_mut();
+    // SAFETY: the place is there, and the caller says so of the string.
+    unsafe {
+        boundary::boundary(std::ptr::null_mut(), || {
+            let Some(status) = status_of(status) else {
+                fail!(InvalidArgument, "status is {status}, that of no error");
+            };
+            made = etkv_error::give(&Error::new(status, boundary::text(message, "message")?));
+            Ok(())
+        })
+    };
+    made
+}
+
+/// The status of `error`; ETKV_OK if it is NULL.
+#[no_mangle]
+pub extern "C" fn etkv_error_status(error: *const etkv_error) -> i32 {
+    if error.is_null() {
+        return OK;
+    }
+    handle::look_up(error, "error").map_or(Status::InvalidArgument as i32, |error| error.status)
 }
 
 /// The message of `error`; "" if it is NULL.
-///
-/// # Safety
-/// `error` is NULL or an error that is not freed.
 #[no_mangle]
-pub unsafe extern "C" fn etkv_error_message(error: *const etkv_error) -> *const c_char {
-    // SAFETY: the caller says so.
-    unsafe { error.as_ref() }.map_or(c"".as_ptr(), |error| error.message.as_ptr())
-}
-
-/// Frees an error.
-///
-/// # Safety
-/// `error` is NULL or an error that is not freed.
-#[no_mangle]
-pub unsafe extern "C" fn etkv_error_free(error: *mut etkv_error) {
-    if !error.is_null() {
-        // SAFETY: it came from `boxed`.
-        drop(unsafe { Box::from_raw(error) });
+pub extern "C" fn etkv_error_message(error: *const etkv_error) -> *const c_char {
+    if error.is_null() {
+        return c"".as_ptr();
+    }
+    match handle::look_up(error, "error") {
+        // The table keeps what the string is in until the handle is freed.
+        Ok(error) => error.message.as_ptr(),
+        Err(_) => c"this is no etkv_error, or no longer".as_ptr(),
     }
 }
 
+/// Frees an error.
+#[no_mangle]
+pub extern "C" fn etkv_error_free(error: *mut etkv_error) {
+    boundary::free(error);
+}
+
 thread_local! {
-    static REPORTED: RefCell<Option<Box<etkv_error>>> = const { RefCell::new(None) };
+    static REPORTED: RefCell<Option<etkv_error>> = const { RefCell::new(None) };
 }
 
 /// Keeps the delegate's error for [`etkv_delegate_take_error`] on this thread.
 #[cfg_attr(not(feature = "delegate"), allow(dead_code))]
 pub(crate) fn report(status: i32, message: &str) {
     let status = if status == 0 { Status::Internal as i32 } else { status };
-    REPORTED.with_borrow_mut(|kept| *kept = Some(Box::new(etkv_error::new(status, message))));
+    REPORTED.with_borrow_mut(|kept| *kept = Some(etkv_error::new(status, message)));
 }
 
 /// Takes the error that the delegate last reported on the calling thread.
 #[no_mangle]
 pub extern "C" fn etkv_delegate_take_error() -> *mut etkv_error {
-    REPORTED.with_borrow_mut(Option::take).map_or(std::ptr::null_mut(), Box::into_raw)
+    REPORTED.with_borrow_mut(Option::take).map_or(std::ptr::null_mut(), handle::give)
 }

@@ -2,9 +2,16 @@
 
 mod boundary;
 mod cache;
+mod config;
+mod custom;
 mod error;
+mod handle;
+mod memory;
 mod process;
+mod registry;
+mod seq;
 mod session;
+mod tree;
 
 pub(crate) use boundary::panic_error;
 #[cfg(feature = "delegate")]

@@ -3,8 +3,9 @@
 use std::ffi::{c_char, CString};
 use std::sync::LazyLock;
 
-use super::boundary::{boundary, check_struct, out};
+use super::boundary::{boundary, out, read_struct};
 use super::error::etkv_error;
+use super::handle;
 use crate::mlx;
 
 /// The interface that this library has.
@@ -30,6 +31,7 @@ pub extern "C" fn etkv_mlx_version() -> *const c_char {
 /// Bytes that MLX holds in this process; see the header.
 #[allow(non_camel_case_types)]
 #[repr(C)]
+#[derive(Clone, Copy)]
 pub struct etkv_mlx_memory {
     struct_size: usize,
     active: u64,
@@ -49,8 +51,8 @@ pub unsafe extern "C" fn etkv_mlx_memory_read(
     // SAFETY: the caller says so.
     unsafe {
         boundary(error, || {
-            let memory = out(memory, "memory")?;
-            check_struct((*memory).struct_size, std::mem::size_of::<etkv_mlx_memory>(), "memory")?;
+            let target = out(memory, "memory")?;
+            let memory = read_struct(target, "memory")?;
             let [active, cached, peak] = mlx::run(|| {
                 Ok([
                     mlx_rs::memory::active_memory()?,
@@ -58,10 +60,19 @@ pub unsafe extern "C" fn etkv_mlx_memory_read(
                     mlx_rs::memory::peak_memory()?,
                 ])
             })?;
-            (*memory).active = active as u64;
-            (*memory).cached = cached as u64;
-            (*memory).peak = peak as u64;
+            target.write(etkv_mlx_memory {
+                active: active as u64,
+                cached: cached as u64,
+                peak: peak as u64,
+                ..memory
+            });
             Ok(())
         })
     }
+}
+
+/// Handles that were made and not freed.
+#[no_mangle]
+pub extern "C" fn etkv_live_handles() -> usize {
+    handle::count()
 }

@@ -2,13 +2,16 @@
 
 use std::ffi::{c_char, CString};
 
-use super::boundary::{boundary, check_struct, object, out, text};
+use super::boundary::{boundary, free, out, text};
 use super::cache::etkv_cache;
+use super::config::{etkv_cache_config, read_config};
 use super::error::etkv_error;
-use crate::config::{CacheConfig, Growth, LayerConfig, LayerPolicy};
-use crate::error::{fail, Result};
-use crate::format::KvFormat;
+use super::handle::{self, Object};
+use super::seq::etkv_seq_cache;
+use super::tree::etkv_tree_cache;
+use crate::error::Result;
 use crate::session::Session;
+use crate::shared::SharedCache;
 
 /// A session; see the header.
 #[allow(non_camel_case_types)]
@@ -17,29 +20,8 @@ pub struct etkv_session {
     key: CString,
 }
 
-/// What one layer stores; see the header.
-#[allow(non_camel_case_types)]
-#[repr(C)]
-#[derive(Clone, Copy)]
-pub struct etkv_layer_config {
-    struct_size: usize,
-    n_kv_heads: i32,
-    k_head_dim: i32,
-    v_head_dim: i32,
-    window: i32,
-}
-
-/// What a cache is to be; see the header.
-#[allow(non_camel_case_types)]
-#[repr(C)]
-pub struct etkv_cache_config {
-    struct_size: usize,
-    layers: *const etkv_layer_config,
-    n_layers: usize,
-    capacity: i32,
-    min_chunk: i32,
-    k_format: i32,
-    v_format: i32,
+impl Object for etkv_session {
+    const NAME: &'static str = "etkv_session";
 }
 
 /// Makes a cache and registers it under a new key.
@@ -57,128 +39,86 @@ pub unsafe extern "C" fn etkv_session_new(
     // SAFETY: the caller says so.
     unsafe {
         boundary(error, || {
-            let session = out(session, "session")?;
+            let target = out(session, "session")?;
             let backend_id = text(backend_id, "backend_id")?;
             let kind = text(kind, "kind")?;
-            let made = Session::new(backend_id, kind, read_config(object(config, "config")?)?)?;
-            let key = CString::new(made.key()).unwrap_or_default();
-            *session = Box::into_raw(Box::new(etkv_session { session: made, key }));
+            let session = Session::new(backend_id, kind, read_config(config)?)?;
+            let key = CString::new(session.key()).unwrap_or_default();
+            target.write(handle::give(etkv_session { session, key }));
             Ok(())
         })
     }
 }
 
 /// Takes the key out of the registry.
+#[no_mangle]
+pub extern "C" fn etkv_session_free(session: *mut etkv_session) {
+    free(session);
+}
+
+/// The key; NULL if `session` is no session.
+#[no_mangle]
+pub extern "C" fn etkv_session_key(session: *const etkv_session) -> *const c_char {
+    // The table keeps what the string is in until the handle is freed.
+    handle::look_up(session, "session").map_or(std::ptr::null(), |session| session.key.as_ptr())
+}
+
+/// Makes a handle on the session's cache.
 ///
 /// # Safety
-/// `session` is NULL or a session that is not freed.
+/// Pointers are NULL or as the header says.
 #[no_mangle]
-pub unsafe extern "C" fn etkv_session_free(session: *mut etkv_session) {
-    if !session.is_null() {
-        // SAFETY: it came from `etkv_session_new`.
-        drop(unsafe { Box::from_raw(session) });
-    }
+pub unsafe extern "C" fn etkv_session_cache(
+    session: *const etkv_session,
+    cache: *mut *mut etkv_cache,
+    error: *mut *mut etkv_error,
+) -> i32 {
+    // SAFETY: the caller says so.
+    unsafe { face(session, cache, error, |cache| Ok(handle::give(etkv_cache { cache }))) }
 }
 
-/// The key; NULL if `session` is NULL.
+/// Makes a handle for sequences on the session's cache.
 ///
 /// # Safety
-/// `session` is NULL or a session that is not freed.
+/// Pointers are NULL or as the header says.
 #[no_mangle]
-pub unsafe extern "C" fn etkv_session_key(session: *const etkv_session) -> *const c_char {
+pub unsafe extern "C" fn etkv_session_seq(
+    session: *const etkv_session,
+    cache: *mut *mut etkv_seq_cache,
+    error: *mut *mut etkv_error,
+) -> i32 {
     // SAFETY: the caller says so.
-    unsafe { session.as_ref() }.map_or(std::ptr::null(), |session| session.key.as_ptr())
+    unsafe { face(session, cache, error, etkv_seq_cache::give) }
 }
 
-/// A new handle on the session's cache; NULL if `session` is NULL.
+/// Makes a handle for trees on the session's cache.
 ///
 /// # Safety
-/// `session` is NULL or a session that is not freed.
+/// Pointers are NULL or as the header says.
 #[no_mangle]
-pub unsafe extern "C" fn etkv_session_cache(session: *const etkv_session) -> *mut etkv_cache {
+pub unsafe extern "C" fn etkv_session_tree(
+    session: *const etkv_session,
+    cache: *mut *mut etkv_tree_cache,
+    error: *mut *mut etkv_error,
+) -> i32 {
     // SAFETY: the caller says so.
-    unsafe { session.as_ref() }
-        .map_or(std::ptr::null_mut(), |session| etkv_cache::boxed(session.session.cache()))
+    unsafe { face(session, cache, error, etkv_tree_cache::give) }
 }
 
 /// # Safety
-/// `config.layers` points to `config.n_layers` structs, `layers->struct_size`
-/// bytes apart.
-unsafe fn read_config(config: &etkv_cache_config) -> Result<CacheConfig> {
-    check_struct(config.struct_size, std::mem::size_of::<etkv_cache_config>(), "config")?;
-    Ok(CacheConfig {
-        // SAFETY: the caller says so.
-        layers: unsafe { read_layers(config)? },
-        capacity: config.capacity,
-        growth: Growth::Doubling {
-            first: match config.min_chunk {
-                0 => Growth::DEFAULT_CHUNK,
-                slots => slots,
-            },
-        },
-        max_step: CacheConfig::DEFAULT_MAX_STEP,
-        k_format: format(config.k_format, "k_format")?,
-        v_format: format(config.v_format, "v_format")?,
-        quantize_after: None,
-        float_format: KvFormat::default(),
-    })
-}
-
-/// # Safety
-/// As [`read_config`].
-unsafe fn read_layers(config: &etkv_cache_config) -> Result<Vec<LayerConfig>> {
-    const MAX_LAYERS: usize = 65_536;
-    if config.n_layers > MAX_LAYERS {
-        fail!(InvalidArgument, "n_layers is {}, the most is {MAX_LAYERS}", config.n_layers);
-    }
-    if config.n_layers == 0 {
-        return Ok(Vec::new());
-    }
+/// Pointers are NULL or as the header says.
+unsafe fn face<T>(
+    session: *const etkv_session,
+    cache: *mut *mut T,
+    error: *mut *mut etkv_error,
+    give: impl FnOnce(SharedCache) -> Result<*mut T>,
+) -> i32 {
     // SAFETY: the caller says so.
-    let first = unsafe { object(config.layers, "config.layers")? };
-    // Callers of another version have structs of another size.
-    let stride = first.struct_size;
-    check_struct(stride, std::mem::size_of::<etkv_layer_config>(), "layers")?;
-    (0..config.n_layers)
-        .map(|id| {
-            // SAFETY: within the caller's list.
-            let layer = unsafe {
-                config
-                    .layers
-                    .cast::<u8>()
-                    .add(id * stride)
-                    .cast::<etkv_layer_config>()
-                    .read_unaligned()
-            };
-            if layer.struct_size != stride {
-                fail!(
-                    InvalidArgument,
-                    "layer {id}: struct_size is {}, that of layer 0 is {stride}",
-                    layer.struct_size
-                );
-            }
-            if layer.window < 0 {
-                fail!(InvalidArgument, "layer {id}: window is {}, the least is 0", layer.window);
-            }
-            Ok(LayerConfig {
-                n_kv_heads: layer.n_kv_heads,
-                k_head_dim: layer.k_head_dim,
-                v_head_dim: if layer.v_head_dim == 0 { layer.k_head_dim } else { layer.v_head_dim },
-                policy: match layer.window {
-                    0 => LayerPolicy::Full,
-                    window => LayerPolicy::Window { window, sinks: 0 },
-                },
-            })
+    unsafe {
+        boundary(error, || {
+            let target = out(cache, "cache")?;
+            target.write(give(handle::look_up(session, "session")?.session.cache())?);
+            Ok(())
         })
-        .collect()
-}
-
-fn format(number: i32, name: &str) -> Result<KvFormat> {
-    match number {
-        0 => Ok(KvFormat::default()),
-        1 => Ok(KvFormat::F32),
-        2 => Ok(KvFormat::F16),
-        3 => Ok(KvFormat::Bf16),
-        _ => fail!(InvalidArgument, "{name} is {number}, formats are 0 to 3"),
     }
 }

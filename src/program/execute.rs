@@ -15,7 +15,8 @@ use super::passes::{self, Target};
 use super::payload;
 use crate::error::{fail, Error, Result, Status};
 use crate::mlx;
-use crate::registry::{CacheRegistry, SharedCache, MLX_BACKEND};
+use crate::registry::{CacheRegistry, MLX_BACKEND};
+use crate::shared::SharedCache;
 
 /// Which rows of the logits a program computes.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
@@ -150,7 +151,7 @@ impl Program {
     /// program needs one and has none, and [`Mlx`](Status::Mlx).
     pub fn execute(&mut self, inputs: &[Input], outputs: &mut dyn OutputSink) -> Result<()> {
         mlx::run(|| {
-            let mut cache = self.cache.as_ref().map(|cache| cache.lock());
+            let mut cache = self.cache.as_ref().map(SharedCache::lock).transpose()?;
             let step = match cache.as_deref_mut() {
                 Some(cache) => StepState::Ready(cache),
                 None => StepState::NoCache,
@@ -225,7 +226,7 @@ fn bind(graph: &Graph, key: &str) -> Result<SharedCache> {
             _ => None,
         })
         .collect();
-    let n_layers = entry.cache.lock().config().layers.len();
+    let n_layers = entry.cache.lock()?.config().layers.len();
     if !layers.iter().copied().eq(0..n_layers) {
         fail!(
             Shape,

@@ -2,38 +2,54 @@
  * The C interface, from C: what etkv.h says of arguments, structs, errors and
  * handles. Needs no program.
  */
-#include <stddef.h>
-#include <stdint.h>
-
-#include "check.h"
-#include "etkv/etkv.h"
+#include "abi.h"
 
 /* ---- Layout ---------------------------------------------------------------
  */
 
 /* Structs only grow at the end, so what is here stays. */
 #if UINTPTR_MAX == UINT64_MAX
-_Static_assert(sizeof(etkv_layer_config) >= 24, "etkv_layer_config");
+_Static_assert(sizeof(etkv_layer_config) >= 32, "etkv_layer_config");
 _Static_assert(offsetof(etkv_layer_config, struct_size) == 0, "");
 _Static_assert(offsetof(etkv_layer_config, n_kv_heads) == 8, "");
 _Static_assert(offsetof(etkv_layer_config, k_head_dim) == 12, "");
 _Static_assert(offsetof(etkv_layer_config, v_head_dim) == 16, "");
 _Static_assert(offsetof(etkv_layer_config, window) == 20, "");
+_Static_assert(offsetof(etkv_layer_config, sinks) == 24, "");
+_Static_assert(offsetof(etkv_layer_config, reserved) == 28, "");
 
-_Static_assert(sizeof(etkv_cache_config) >= 40, "etkv_cache_config");
+_Static_assert(sizeof(etkv_cache_config) >= 72, "etkv_cache_config");
 _Static_assert(offsetof(etkv_cache_config, struct_size) == 0, "");
 _Static_assert(offsetof(etkv_cache_config, layers) == 8, "");
 _Static_assert(offsetof(etkv_cache_config, n_layers) == 16, "");
-_Static_assert(offsetof(etkv_cache_config, capacity) == 24, "");
-_Static_assert(offsetof(etkv_cache_config, min_chunk) == 28, "");
-_Static_assert(offsetof(etkv_cache_config, k_format) == 32, "");
-_Static_assert(offsetof(etkv_cache_config, v_format) == 36, "");
+_Static_assert(offsetof(etkv_cache_config, k_format) == 24, "");
+_Static_assert(offsetof(etkv_cache_config, v_format) == 32, "");
+_Static_assert(offsetof(etkv_cache_config, float_format) == 40, "");
+_Static_assert(offsetof(etkv_cache_config, capacity) == 48, "");
+_Static_assert(offsetof(etkv_cache_config, max_step) == 52, "");
+_Static_assert(offsetof(etkv_cache_config, growth) == 56, "");
+_Static_assert(offsetof(etkv_cache_config, min_chunk) == 60, "");
+_Static_assert(offsetof(etkv_cache_config, quantize_after) == 64, "");
+_Static_assert(offsetof(etkv_cache_config, reserved) == 68, "");
 
-_Static_assert(sizeof(etkv_memory) >= 32, "etkv_memory");
+_Static_assert(sizeof(etkv_layer_memory) >= 40, "etkv_layer_memory");
+_Static_assert(offsetof(etkv_layer_memory, struct_size) == 0, "");
+_Static_assert(offsetof(etkv_layer_memory, k_allocated) == 8, "");
+_Static_assert(offsetof(etkv_layer_memory, k_used) == 16, "");
+_Static_assert(offsetof(etkv_layer_memory, v_allocated) == 24, "");
+_Static_assert(offsetof(etkv_layer_memory, v_used) == 32, "");
+
+_Static_assert(sizeof(etkv_memory) >= 48, "etkv_memory");
 _Static_assert(offsetof(etkv_memory, struct_size) == 0, "");
 _Static_assert(offsetof(etkv_memory, allocated) == 8, "");
 _Static_assert(offsetof(etkv_memory, used) == 16, "");
 _Static_assert(offsetof(etkv_memory, at_capacity) == 24, "");
+_Static_assert(offsetof(etkv_memory, layers) == 32, "");
+_Static_assert(offsetof(etkv_memory, n_layers) == 40, "");
+
+_Static_assert(sizeof(etkv_range) >= 8, "etkv_range");
+_Static_assert(offsetof(etkv_range, begin) == 0, "");
+_Static_assert(offsetof(etkv_range, end) == 4, "");
 
 _Static_assert(sizeof(etkv_mlx_memory) >= 32, "etkv_mlx_memory");
 _Static_assert(offsetof(etkv_mlx_memory, struct_size) == 0, "");
@@ -43,7 +59,7 @@ _Static_assert(offsetof(etkv_mlx_memory, peak) == 24, "");
 #endif
 
 _Static_assert(sizeof(etkv_status) == 4, "etkv_status");
-_Static_assert(sizeof(etkv_format) == 4, "etkv_format");
+_Static_assert(sizeof(etkv_growth) == 4, "etkv_growth");
 /* Numbers are never reused. */
 _Static_assert(ETKV_OK == 0, "");
 _Static_assert(ETKV_ERROR_INVALID_ARGUMENT == 1, "");
@@ -58,92 +74,10 @@ _Static_assert(ETKV_ERROR_UNSUPPORTED == 9, "");
 _Static_assert(ETKV_ERROR_MLX == 10, "");
 _Static_assert(ETKV_ERROR_STEP == 11, "");
 _Static_assert(ETKV_ERROR_INTERNAL == 12, "");
-_Static_assert(ETKV_FORMAT_DEFAULT == 0, "");
-_Static_assert(ETKV_FORMAT_F32 == 1, "");
-_Static_assert(ETKV_FORMAT_F16 == 2, "");
-_Static_assert(ETKV_FORMAT_BF16 == 3, "");
-
-/* ---- Helpers --------------------------------------------------------------
- */
-
-enum { LAYERS = 2, HEADS = 3, K_DIM = 8, V_DIM = 4, CAPACITY = 10 };
-
-typedef struct {
-  etkv_layer_config layers[LAYERS];
-  etkv_cache_config config;
-} setup;
-
-/* A config that is fine, for tests to spoil. Not to be copied: it points to
- * itself. */
-static void set_up(setup* s) {
-  memset(s, 0, sizeof(*s));
-  for (int i = 0; i < LAYERS; ++i) {
-    s->layers[i].struct_size = sizeof(s->layers[i]);
-    s->layers[i].n_kv_heads = HEADS;
-    s->layers[i].k_head_dim = K_DIM;
-    s->layers[i].v_head_dim = V_DIM;
-  }
-  s->config.struct_size = sizeof(s->config);
-  s->config.layers = s->layers;
-  s->config.n_layers = LAYERS;
-  s->config.capacity = CAPACITY;
-}
-
-static const char* const BACKEND = "MLXBackend";
-static const char* const KIND = "contiguous";
-
-static etkv_session* new_session(const etkv_cache_config* config) {
-  etkv_session* session = NULL;
-  etkv_error* error = NULL;
-  const etkv_status status =
-      etkv_session_new(BACKEND, KIND, config, &session, &error);
-  if (status != ETKV_OK) {
-    printf("etkv_session_new: %s\n", etkv_error_message(error));
-  }
-  REQUIRE(status == ETKV_OK && session != NULL && error == NULL);
-  return session;
-}
-
-/* Where a call is to write nothing. */
-static char untouched;
-#define UNTOUCHED ((void*)&untouched)
-
-/* A call's refusal: its status, and a message that says `words`. */
-static void check_refused(
-    int line,
-    etkv_status status,
-    etkv_error* error,
-    etkv_status wanted,
-    const char* words) {
-  check_int(__FILE__, line, "status", status, wanted);
-  check_holds(__FILE__, line, "an error object", error != NULL);
-  check_int(__FILE__, line, "its status", etkv_error_status(error), wanted);
-  check_has(__FILE__, line, "its message", etkv_error_message(error), words);
-  etkv_error_free(error);
-}
-
-/* `call` stores its error object in `error`. It is made once more without one,
- * which has to give the same status. */
-#define CHECK_REFUSED(call, wanted, words)                          \
-  do {                                                              \
-    etkv_error* error_object = NULL;                                \
-    etkv_error** error = &error_object;                             \
-    const etkv_status status = (call);                              \
-    check_refused(__LINE__, status, error_object, (wanted), words); \
-    error = NULL;                                                   \
-    CHECK_INT(call, wanted);                                        \
-  } while (0)
-
-/* Refused, and no session made. */
-#define CHECK_NO_SESSION(backend, kind, config, wanted, words)          \
-  do {                                                                  \
-    etkv_session* session = UNTOUCHED;                                  \
-    CHECK_REFUSED(                                                      \
-        etkv_session_new((backend), (kind), (config), &session, error), \
-        wanted,                                                         \
-        words);                                                         \
-    CHECK(session == UNTOUCHED);                                        \
-  } while (0)
+_Static_assert(ETKV_GROWTH_DOUBLING == 0, "");
+_Static_assert(ETKV_GROWTH_STEP == 1, "");
+_Static_assert(ETKV_GROWTH_EXACT == 2, "");
+_Static_assert(ETKV_GROWTH_UPFRONT == 3, "");
 
 /* ---- Tests ----------------------------------------------------------------
  */
@@ -177,58 +111,19 @@ static void errors(void) {
   CHECK_HAS(etkv_error_message(second), "backend_id is NULL");
   etkv_error_free(second);
 
+  /* Of the caller's own, for callbacks. */
+  etkv_error* own = etkv_error_new(ETKV_ERROR_POSITION, "not there");
+  CHECK_INT(etkv_error_status(own), ETKV_ERROR_POSITION);
+  CHECK(strcmp(etkv_error_message(own), "not there") == 0);
+  etkv_error_free(own);
+  CHECK(etkv_error_new(ETKV_OK, "no error") == NULL);
+  CHECK(etkv_error_new(ETKV_ERROR_INTERNAL + 1, "none") == NULL);
+  CHECK(etkv_error_new(-1, "none") == NULL);
+  CHECK(etkv_error_new(ETKV_ERROR_STEP, "\xff") == NULL);
+
   /* The delegate has done nothing here, and errors of other calls are not its.
    */
   CHECK(etkv_delegate_take_error() == NULL);
-}
-
-static void null_arguments(void) {
-  setup s;
-  set_up(&s);
-  const etkv_status invalid = ETKV_ERROR_INVALID_ARGUMENT;
-
-  CHECK_NO_SESSION(NULL, KIND, &s.config, invalid, "backend_id is NULL");
-  CHECK_NO_SESSION(BACKEND, NULL, &s.config, invalid, "kind is NULL");
-  CHECK_NO_SESSION(BACKEND, KIND, NULL, invalid, "config is NULL");
-  CHECK_REFUSED(
-      etkv_session_new(BACKEND, KIND, &s.config, NULL, error),
-      invalid,
-      "session is NULL");
-
-  bool fits = true;
-  int32_t number = 7;
-  etkv_memory memory = {sizeof(memory), 1, 2, 3};
-  CHECK_REFUSED(
-      etkv_cache_can_extend(NULL, 1, &fits, error), invalid, "cache is NULL");
-  CHECK_REFUSED(
-      etkv_cache_capacity(NULL, &number, error), invalid, "cache is NULL");
-  CHECK_REFUSED(
-      etkv_cache_length(NULL, &number, error), invalid, "cache is NULL");
-  CHECK_REFUSED(etkv_cache_clear(NULL, true, error), invalid, "cache is NULL");
-  CHECK_REFUSED(etkv_cache_rewind(NULL, 0, error), invalid, "cache is NULL");
-  CHECK_REFUSED(
-      etkv_cache_memory(NULL, &memory, error), invalid, "cache is NULL");
-  CHECK(fits && number == 7 && memory.allocated == 1);
-
-  etkv_session* session = new_session(&s.config);
-  etkv_cache* cache = etkv_session_cache(session);
-  REQUIRE(cache != NULL);
-  CHECK_REFUSED(
-      etkv_cache_can_extend(cache, 1, NULL, error), invalid, "fits is NULL");
-  CHECK_REFUSED(
-      etkv_cache_capacity(cache, NULL, error), invalid, "capacity is NULL");
-  CHECK_REFUSED(
-      etkv_cache_length(cache, NULL, error), invalid, "length is NULL");
-  CHECK_REFUSED(
-      etkv_cache_memory(cache, NULL, error), invalid, "memory is NULL");
-  CHECK_REFUSED(etkv_mlx_memory_read(NULL, error), invalid, "memory is NULL");
-  etkv_cache_free(cache);
-  etkv_session_free(session);
-
-  CHECK(etkv_session_key(NULL) == NULL);
-  CHECK(etkv_session_cache(NULL) == NULL);
-  etkv_session_free(NULL);
-  etkv_cache_free(NULL);
 }
 
 static void struct_sizes(void) {
@@ -279,7 +174,7 @@ static void struct_sizes(void) {
   config.known.struct_size = sizeof(config);
   config.known.layers = &layers[0].known;
   etkv_session* session = new_session(&config.known);
-  etkv_cache* cache = etkv_session_cache(session);
+  etkv_cache* cache = cache_of(session);
 
   struct {
     etkv_memory known;
@@ -287,6 +182,8 @@ static void struct_sizes(void) {
   } memory;
   memset(&memory, 0xff, sizeof(memory));
   memory.known.struct_size = sizeof(memory);
+  memory.known.layers = NULL;
+  memory.known.n_layers = 0;
   CHECK_INT(etkv_cache_memory(cache, &memory.known, NULL), ETKV_OK);
   CHECK(memory.known.struct_size == sizeof(memory));
   CHECK_INT(memory.known.allocated, 0);
@@ -297,7 +194,7 @@ static void struct_sizes(void) {
   CHECK(memory.later == UINT64_MAX);
 
   snprintf(words, sizeof(words), "the least is %zu", sizeof(etkv_memory));
-  etkv_memory small = {sizeof(small) - 1, 7, 8, 9};
+  etkv_memory small = {sizeof(small) - 1, 7, 8, 9, NULL, 0};
   CHECK_REFUSED(etkv_cache_memory(cache, &small, error), invalid, words);
   small.struct_size = 0;
   CHECK_REFUSED(etkv_cache_memory(cache, &small, error), invalid, words);
@@ -333,9 +230,19 @@ static void config_fields(void) {
   CHECK_FIELD(config.capacity, -1, invalid, "capacity is -1");
   CHECK_FIELD(config.capacity, INT32_MIN, invalid, "capacity is -2147483648");
   CHECK_FIELD(config.min_chunk, -3, invalid, "min_chunk is -3");
-  CHECK_FIELD(config.k_format, 77, invalid, "k_format is 77");
-  CHECK_FIELD(config.v_format, -88, invalid, "v_format is -88");
-  CHECK_FIELD(config.k_format, ETKV_FORMAT_BF16 + 1, invalid, "k_format is 4");
+  CHECK_FIELD(config.max_step, -2, invalid, "max_step is -2");
+  CHECK_FIELD(config.growth, 4, invalid, "growth is 4");
+  CHECK_FIELD(config.growth, -1, invalid, "growth is -1");
+  CHECK_FIELD(config.quantize_after, -4, invalid, "quantize_after is -4");
+  CHECK_FIELD(config.reserved, 9, invalid, "config.reserved is 9");
+  CHECK_FIELD(config.k_format, "f24", invalid, "k_format: no storage format");
+  CHECK_FIELD(config.v_format, "affine7", invalid, "v_format: no storage");
+  CHECK_FIELD(config.v_format, "", invalid, "no storage format ``");
+  CHECK_FIELD(config.k_format, "F16", invalid, "`F16`");
+  CHECK_FIELD(config.k_format, "\xff", invalid, "k_format is not UTF-8");
+  CHECK_FIELD(config.float_format, "f8", invalid, "float_format: no storage");
+  /* Rows of 8 elements are no whole groups of 64. */
+  CHECK_FIELD(config.k_format, "affine4g64", invalid, "layer 0: keys");
   CHECK_FIELD(config.layers, NULL, invalid, "layers is NULL");
   CHECK_FIELD(config.n_layers, 0, invalid, "at least 1 layer");
   /* Refused before that many are looked for. */
@@ -347,24 +254,235 @@ static void config_fields(void) {
   CHECK_FIELD(layers[1].k_head_dim, 0, invalid, "layer 1: k_head_dim is 0");
   CHECK_FIELD(layers[1].k_head_dim, -6, invalid, "layer 1: k_head_dim is -6");
   CHECK_FIELD(layers[1].v_head_dim, -8, invalid, "layer 1: v_head_dim is -8");
-  CHECK_FIELD(
-      layers[1].window, -1, ETKV_ERROR_INVALID_ARGUMENT, "window is -1");
+  CHECK_FIELD(layers[1].window, -1, invalid, "layer 1: window is -1");
+  CHECK_FIELD(layers[1].sinks, 2, invalid, "layer 1: sinks is 2");
+  CHECK_FIELD(layers[0].reserved, -7, invalid, "layer 0: layer.reserved is -7");
 #undef CHECK_FIELD
+
+  /* Fields that do not go together. */
+  set_up(&s);
+  s.layers[1].window = 4;
+  s.layers[1].sinks = -1;
+  CHECK_NO_SESSION(BACKEND, KIND, &s.config, invalid, "sinks is -1");
+  set_up(&s);
+  s.config.growth = ETKV_GROWTH_EXACT;
+  s.config.min_chunk = 8;
+  CHECK_NO_SESSION(BACKEND, KIND, &s.config, invalid, "min_chunk is 8");
+  set_up(&s);
+  s.config.growth = ETKV_GROWTH_STEP;
+  s.config.min_chunk = -6;
+  CHECK_NO_SESSION(BACKEND, KIND, &s.config, invalid, "growth step is -6");
+  set_up(&s);
+  s.config.quantize_after = 4;
+  s.config.float_format = "row-int4";
+  CHECK_NO_SESSION(
+      BACKEND, KIND, &s.config, invalid, "float_format is row-int4");
 
   /* Zero means the default. */
   set_up(&s);
   s.layers[0].v_head_dim = 0;
   s.layers[1].v_head_dim = 0;
-  s.config.k_format = ETKV_FORMAT_F32;
+  s.config.k_format = "f32";
   etkv_session* session = new_session(&s.config);
-  etkv_cache* cache = etkv_session_cache(session);
-  etkv_memory memory = {sizeof(memory), 1, 1, 1};
+  etkv_cache* cache = cache_of(session);
+  etkv_memory memory = {sizeof(memory), 1, 1, 1, NULL, 0};
   CHECK_INT(etkv_cache_memory(cache, &memory, NULL), ETKV_OK);
   CHECK_INT(
       memory.at_capacity,
       (uint64_t)LAYERS * CAPACITY * HEADS * (K_DIM * 4 + K_DIM * 2));
   etkv_cache_free(cache);
   etkv_session_free(session);
+}
+
+/* What a config will take is known before, and is what it takes. */
+static void estimates(void) {
+  setup s;
+  set_up(&s);
+  s.config.k_format = "row-int4";
+  s.config.growth = ETKV_GROWTH_UPFRONT;
+  s.layers[1].window = 2;
+  s.layers[1].sinks = 1;
+  s.config.max_step = 1;
+
+  etkv_layer_memory layers[LAYERS];
+  memset(layers, 0, sizeof(layers));
+  layers[0].struct_size = sizeof(layers[0]);
+  etkv_memory memory = {sizeof(memory), 0, 0, 0, layers, LAYERS};
+  CHECK_INT(
+      etkv_cache_config_estimate(&s.config, CAPACITY, &memory, NULL), ETKV_OK);
+  /* Half a byte an element and two for the scale; two bytes an element. */
+  const uint64_t k_row = K_DIM / 2 + 2;
+  const uint64_t v_row = V_DIM * 2;
+  CHECK_INT(layers[0].k_allocated, CAPACITY * HEADS * k_row);
+  CHECK_INT(layers[0].v_allocated, CAPACITY * HEADS * v_row);
+  CHECK_INT(layers[0].k_used, CAPACITY * HEADS * k_row);
+  /* A sink and the window. */
+  CHECK_INT(layers[1].v_used, 3 * HEADS * v_row);
+  CHECK(layers[1].k_allocated < layers[0].k_allocated);
+  CHECK_INT(layers[1].struct_size, sizeof(layers[1]));
+  CHECK_INT(
+      memory.allocated,
+      layers[0].k_allocated + layers[0].v_allocated + layers[1].k_allocated +
+          layers[1].v_allocated);
+
+  etkv_session* session = new_session(&s.config);
+  etkv_cache* cache = cache_of(session);
+  etkv_layer_memory made[LAYERS];
+  memset(made, 0, sizeof(made));
+  made[0].struct_size = sizeof(made[0]);
+  etkv_memory now = {sizeof(now), 0, 0, 0, made, LAYERS};
+  CHECK_INT(etkv_cache_memory(cache, &now, NULL), ETKV_OK);
+  CHECK_INT(now.allocated, memory.allocated);
+  CHECK_INT(now.at_capacity, memory.at_capacity);
+  CHECK_INT(now.used, 0);
+  for (int i = 0; i < LAYERS; ++i) {
+    CHECK_INT(made[i].k_allocated, layers[i].k_allocated);
+    CHECK_INT(made[i].v_allocated, layers[i].v_allocated);
+    CHECK_INT(made[i].k_used, 0);
+  }
+
+  /* Room for another number of layers, or of another size. */
+  const etkv_status invalid = ETKV_ERROR_INVALID_ARGUMENT;
+  now.n_layers = LAYERS + 1;
+  CHECK_REFUSED(
+      etkv_cache_memory(cache, &now, error), invalid, "n_layers is 3");
+  now.n_layers = 0;
+  CHECK_REFUSED(etkv_cache_memory(cache, &now, error), invalid, "room for 0");
+  now.layers = NULL;
+  now.n_layers = LAYERS;
+  CHECK_REFUSED(
+      etkv_cache_memory(cache, &now, error), invalid, "layers is NULL");
+  now.layers = made;
+  made[0].struct_size = sizeof(made[0]) - 1;
+  CHECK_REFUSED(
+      etkv_cache_memory(cache, &now, error), invalid, "layers.struct_size is");
+  etkv_cache_free(cache);
+  etkv_session_free(session);
+
+  CHECK_REFUSED(
+      etkv_cache_config_estimate(&s.config, -1, &memory, error),
+      invalid,
+      "length is -1");
+  CHECK_REFUSED(
+      etkv_cache_config_estimate(&s.config, CAPACITY + 1, &memory, error),
+      invalid,
+      "length is 11");
+  s.config.capacity = 0;
+  CHECK_REFUSED(
+      etkv_cache_config_estimate(&s.config, 0, &memory, error),
+      invalid,
+      "capacity is 0");
+}
+
+static void formats(void) {
+  static const struct {
+    const char* name;
+    const char* found;
+    uint64_t bytes;
+  } known[] = {
+      {"f32", "f32", 512},
+      {"f16", "f16", 256},
+      {"bf16", "bf16", 256},
+      {"affine2g32", "affine2g32", 32 + 16},
+      {"affine3", "affine3g64", 48 + 8},
+      {"affine4g64", "affine4g64", 64 + 8},
+      {"affine5g128", "affine5g128", 80 + 4},
+      {"affine6g64", "affine6g64", 96 + 8},
+      {"affine8", "affine8g64", 128 + 8},
+      {"mxfp8", "mxfp8", 128 + 4},
+      {"mxfp4", "mxfp4", 64 + 4},
+      {"nvfp4", "nvfp4", 64 + 8},
+      {"row-int4", "row-int4", 66},
+      {"row-fp4", "row-fp4", 66},
+  };
+  setup s;
+  set_up(&s);
+  for (int i = 0; i < LAYERS; ++i) {
+    s.layers[i].k_head_dim = 128;
+    s.layers[i].v_head_dim = 128;
+  }
+  const char* k = NULL;
+  const char* v = NULL;
+  for (size_t i = 0; i < sizeof(known) / sizeof(known[0]); ++i) {
+    uint64_t bytes = 0;
+    CHECK_INT(etkv_format_row_bytes(known[i].name, 128, &bytes, NULL), ETKV_OK);
+    CHECK_INT(bytes, known[i].bytes);
+    s.config.k_format = known[i].name;
+    s.config.v_format = known[sizeof(known) / sizeof(known[0]) - 1 - i].name;
+    etkv_session* session = new_session(&s.config);
+    etkv_cache* cache = cache_of(session);
+    CHECK_INT(etkv_cache_formats(cache, &k, &v, NULL), ETKV_OK);
+    CHECK(strcmp(k, known[i].found) == 0);
+    etkv_cache_free(cache);
+    etkv_session_free(session);
+  }
+  /* Static: there after their cache. */
+  CHECK(strcmp(k, "row-fp4") == 0 && strcmp(v, "f32") == 0);
+
+  const etkv_status invalid = ETKV_ERROR_INVALID_ARGUMENT;
+  uint64_t bytes = 7;
+  CHECK_REFUSED(
+      etkv_format_row_bytes("mxfp6", 128, &bytes, error), invalid, "`mxfp6`");
+  CHECK_REFUSED(
+      etkv_format_row_bytes("affine4g64", 96, &bytes, error),
+      invalid,
+      "head_dim 96");
+  CHECK_REFUSED(
+      etkv_format_row_bytes("f16", 0, &bytes, error), invalid, "head_dim is 0");
+  CHECK_REFUSED(
+      etkv_format_row_bytes("f16", -1, &bytes, error), invalid, "is -1");
+  CHECK(bytes == 7);
+
+  set_up(&s);
+  s.config.quantize_after = 5;
+  s.config.k_format = "row-int4";
+  s.config.float_format = "bf16";
+  etkv_session* session = new_session(&s.config);
+  etkv_cache* cache = cache_of(session);
+  CHECK_INT(etkv_cache_formats(cache, &k, &v, NULL), ETKV_OK);
+  CHECK(strcmp(k, "bf16") == 0 && strcmp(v, "bf16") == 0);
+  CHECK_INT(etkv_cache_convert(cache, "f32", "f16", NULL), ETKV_OK);
+  CHECK_INT(etkv_cache_formats(cache, &k, &v, NULL), ETKV_OK);
+  CHECK(strcmp(k, "f32") == 0 && strcmp(v, "f16") == 0);
+  CHECK_REFUSED(
+      etkv_cache_convert(cache, "f32", "f1", error), invalid, "v_format: no");
+  CHECK_REFUSED(
+      etkv_cache_convert(cache, "affine4", "f32", error), invalid, "layer 0");
+  CHECK_INT(etkv_cache_formats(cache, &k, &v, NULL), ETKV_OK);
+  CHECK(strcmp(k, "f32") == 0 && strcmp(v, "f16") == 0);
+  /* Clearing undoes it. */
+  CHECK_INT(etkv_cache_clear(cache, false, NULL), ETKV_OK);
+  CHECK_INT(etkv_cache_formats(cache, &k, &v, NULL), ETKV_OK);
+  CHECK(strcmp(k, "bf16") == 0 && strcmp(v, "bf16") == 0);
+  etkv_cache_free(cache);
+  etkv_session_free(session);
+}
+
+typedef struct {
+  int n;
+  char last[64];
+} visited;
+
+static void visit(void* context, const char* backend_id, const char* kind) {
+  visited* found = context;
+  CHECK(strcmp(backend_id, BACKEND) == 0);
+  /* In order, and so each once. */
+  CHECK(found->n == 0 || strcmp(kind, found->last) > 0);
+  snprintf(found->last, sizeof(found->last), "%s", kind);
+  ++found->n;
+
+  /* Without locks: a kind that is listed can be made. */
+  setup s;
+  set_up(&s);
+  etkv_cache* cache = NULL;
+  CHECK_INT(etkv_cache_new(BACKEND, kind, &s.config, &cache, NULL), ETKV_OK);
+  const char* name = NULL;
+  CHECK_INT(etkv_cache_kind(cache, &name, NULL), ETKV_OK);
+  CHECK(strcmp(name, kind) == 0);
+  size_t n_layers = 0;
+  CHECK_INT(etkv_cache_n_layers(cache, &n_layers, NULL), ETKV_OK);
+  CHECK_INT(n_layers, LAYERS);
+  etkv_cache_free(cache);
 }
 
 static void kinds(void) {
@@ -379,6 +497,65 @@ static void kinds(void) {
       BACKEND, "\xff\xfe", &s.config, ETKV_ERROR_INVALID_ARGUMENT, "UTF-8");
   CHECK_NO_SESSION(
       "\xc3", KIND, &s.config, ETKV_ERROR_INVALID_ARGUMENT, "UTF-8");
+
+  visited found = {0, ""};
+  CHECK_INT(etkv_kinds(visit, &found, NULL), ETKV_OK);
+  CHECK_INT(found.n, 3);
+  CHECK(strcmp(found.last, "tree") == 0);
+}
+
+/* Kinds of the caller's own: what cannot be is refused, and is not there. */
+static void own_kinds(void) {
+  const etkv_status invalid = ETKV_ERROR_INVALID_ARGUMENT;
+  etkv_cache_vtable v;
+  memset(&v, 0, sizeof(v));
+  v.struct_size = sizeof(v) - 1;
+  CHECK_REFUSED(
+      etkv_builder_register(BACKEND, "own", KIND, &v, NULL, error),
+      invalid,
+      "vtable.struct_size is");
+  v.struct_size = sizeof(v);
+  CHECK_REFUSED(
+      etkv_builder_register(BACKEND, KIND, KIND, &v, NULL, error),
+      invalid,
+      "caches of kind `contiguous`");
+  CHECK_REFUSED(
+      etkv_builder_register(BACKEND, "own", "tapestry", &v, NULL, error),
+      ETKV_ERROR_KIND,
+      "base is `tapestry`");
+  CHECK_REFUSED(
+      etkv_builder_register(BACKEND, "", KIND, &v, NULL, error),
+      invalid,
+      "kind is empty");
+  setup s;
+  set_up(&s);
+  CHECK_NO_SESSION(BACKEND, "own", &s.config, ETKV_ERROR_KIND, "`own`");
+
+  /* Without a callback it is what it is made of, under another name. */
+  CHECK_INT(
+      etkv_builder_register(BACKEND, "own", "seq", &v, NULL, NULL), ETKV_OK);
+  CHECK_REFUSED(
+      etkv_builder_register(BACKEND, "own", KIND, &v, NULL, error),
+      invalid,
+      "`own`");
+  etkv_session* session = new_session_of("own", &s.config);
+  etkv_cache* cache = cache_of(session);
+  const char* kind = "";
+  CHECK_INT(etkv_cache_kind(cache, &kind, NULL), ETKV_OK);
+  CHECK(strcmp(kind, "own") == 0);
+  bool fits = false;
+  CHECK_INT(etkv_cache_can_extend(cache, CAPACITY, &fits, NULL), ETKV_OK);
+  CHECK(fits);
+  etkv_seq_cache* sequences = NULL;
+  CHECK_INT(etkv_session_seq(session, &sequences, NULL), ETKV_OK);
+  CHECK_INT(etkv_seq_cache_rm(sequences, 0, 0, INT32_MAX, NULL), ETKV_OK);
+  etkv_seq_cache_free(sequences);
+  etkv_tree_cache* trees = NULL;
+  CHECK_INT(etkv_session_tree(session, &trees, NULL), ETKV_ERROR_KIND);
+  CHECK_INT(etkv_cache_clear(cache, true, NULL), ETKV_OK);
+  CHECK_INT(etkv_cache_rewind(cache, 0, NULL), ETKV_OK);
+  etkv_cache_free(cache);
+  etkv_session_free(session);
 }
 
 static void an_empty_cache(void) {
@@ -387,7 +564,7 @@ static void an_empty_cache(void) {
   etkv_session* session = new_session(&s.config);
   /* The config is copied. */
   memset(&s, 0xff, sizeof(s));
-  etkv_cache* cache = etkv_session_cache(session);
+  etkv_cache* cache = cache_of(session);
   etkv_error* error = UNTOUCHED;
 
   int32_t number = -1;
@@ -408,6 +585,9 @@ static void an_empty_cache(void) {
   CHECK_INT(etkv_cache_can_extend(cache, INT32_MAX, &fits, &error), ETKV_OK);
   CHECK(!fits);
   CHECK_INT(etkv_cache_rewind(cache, 0, &error), ETKV_OK);
+  number = -1;
+  CHECK_INT(etkv_cache_rewindable_to(cache, &number, &error), ETKV_OK);
+  CHECK_INT(number, 0);
   CHECK_INT(etkv_cache_clear(cache, false, &error), ETKV_OK);
   CHECK_INT(etkv_cache_clear(cache, true, &error), ETKV_OK);
   CHECK_INT(etkv_cache_clear(cache, true, &error), ETKV_OK);
@@ -456,8 +636,8 @@ static void keys_and_handles(void) {
     }
   }
   /* Handles of one cache are each their own, and outlive the session. */
-  etkv_cache* one = etkv_session_cache(sessions[0]);
-  etkv_cache* two = etkv_session_cache(sessions[0]);
+  etkv_cache* one = cache_of(sessions[0]);
+  etkv_cache* two = cache_of(sessions[0]);
   REQUIRE(one != NULL && two != NULL);
   CHECK(one != two);
   char first_key[64];
@@ -483,11 +663,14 @@ static void keys_and_handles(void) {
 int main(void) {
   versions();
   errors();
-  null_arguments();
   struct_sizes();
   config_fields();
+  estimates();
+  formats();
   kinds();
+  own_kinds();
   an_empty_cache();
   keys_and_handles();
+  CHECK_INT(etkv_live_handles(), 0);
   return check_report();
 }

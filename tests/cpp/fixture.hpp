@@ -2,9 +2,11 @@
 // cache, with their logits as numbers to compare.
 #pragma once
 
+#include <algorithm>
 #include <cstdint>
 #include <cstdlib>
 #include <cstring>
+#include <functional>
 #include <initializer_list>
 #include <memory>
 #include <numeric>
@@ -80,7 +82,11 @@ struct Rows {
   std::vector<float> values;
 
   Rows last() const {
-    return {1, vocabulary, {values.end() - vocabulary, values.end()}};
+    return row(count - 1);
+  }
+  Rows row(int64_t index) const {
+    const auto* begin = values.data() + index * vocabulary;
+    return {1, vocabulary, {begin, begin + vocabulary}};
   }
   int64_t best() const {
     const auto row = last();
@@ -182,10 +188,60 @@ class Model {
 inline Session session_for(
     Model& model,
     int32_t capacity = 64,
-    etkv_format format = ETKV_FORMAT_F32,
+    const std::string& format = "f32",
     int32_t min_chunk = 4) {
   return must(make_decode_session(
       kMLXBackend, make_config(model.params(), capacity, format, min_chunk)));
+}
+
+/// A program on a cache of its own, of the kind that the face is named after.
+template <typename Face>
+struct On {
+  explicit On(
+      const std::function<void(CacheConfig&)>& change = nullptr,
+      const std::string& name = "llama-f32")
+      : model(name), session(make(model, change)) {
+    must(model.load(session.key()));
+  }
+
+  static CacheSession<Face> make(
+      Model& model,
+      const std::function<void(CacheConfig&)>& change) {
+    auto config = make_config(model.params(), 64, "f32", 4);
+    if (change) {
+      change(config);
+    }
+    return must(CacheSession<Face>::make(kMLXBackend, config));
+  }
+
+  Face* operator->() {
+    return &session.cache();
+  }
+
+  Model model;
+  CacheSession<Face> session;
+};
+
+/// The rows of `ids` on a contiguous cache, a few in each step.
+inline Rows alone(
+    const Ids& ids,
+    const std::function<void(CacheConfig&)>& change = nullptr,
+    size_t chunk = 5) {
+  On<Cache> bound(change);
+  Rows all;
+  for (size_t i = 0; i < ids.size(); i += chunk) {
+    const size_t n = std::min(chunk, ids.size() - i);
+    const Rows rows = bound.model.at(static_cast<int64_t>(i), slice(ids, i, n));
+    all.count += rows.count;
+    all.vocabulary = rows.vocabulary;
+    all.values.insert(all.values.end(), rows.values.begin(), rows.values.end());
+  }
+  return all;
+}
+
+/// Attention with a mask adds up in another order than without.
+inline bool close(const Rows& a, const Rows& b) {
+  return distance(a, b) < 1e-4;
 }
 
 /// A program on a cache of its own.
@@ -193,7 +249,7 @@ struct Bound {
   explicit Bound(
       const std::string& name = "llama-f32",
       int32_t capacity = 64,
-      etkv_format format = ETKV_FORMAT_F32,
+      const std::string& format = "f32",
       int32_t min_chunk = 4,
       Logits rows = Logits::all)
       : model(name), session(session_for(model, capacity, format, min_chunk)) {

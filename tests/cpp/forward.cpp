@@ -270,7 +270,7 @@ std::string seconds_text(double seconds) {
 std::string json(
     const std::vector<Run>& runs,
     size_t prompt_tokens,
-    etkv_format format,
+    const std::string& format,
     double load_seconds) {
   const auto one = [](const Run& run) {
     return "{\"prefill_seconds\": " + seconds_text(run.prefill_seconds) +
@@ -283,7 +283,7 @@ std::string json(
            ", \"peak_memory_bytes\": " + std::to_string(run.peak_memory) +
            ", \"peak_mlx_bytes\": " + std::to_string(run.peak_mlx) + "}";
   };
-  return "{\"kv_dtype\": \"" + std::string(format_name(format)) +
+  return "{\"kv_dtype\": \"" + format +
          "\", \"prompt_tokens\": " + std::to_string(prompt_tokens) +
          ", \"load_seconds\": " + seconds_text(load_seconds) +
          ", \"runs\": " + json_list(runs, one) + "}\n";
@@ -335,8 +335,8 @@ Result<void> run(const Options& options) {
   if (!program.ok()) {
     return program.error();
   }
-  const etkv_format format = options.kv_dtype ? format_named(*options.kv_dtype)
-                                              : program->native_format();
+  const std::string format =
+      options.kv_dtype.value_or(program->native_format());
   const auto capacity = static_cast<int32_t>(
       options.capacity.value_or(program->params().max_context_length));
   auto session = make_decode_session(

@@ -19,8 +19,8 @@ CacheConfig small_config(size_t n_layers, int32_t kv_heads, int32_t head_dim) {
   CacheConfig config;
   config.layers.assign(n_layers, LayerConfig{kv_heads, head_dim, head_dim, 0});
   config.capacity = 16;
-  config.k_format = ETKV_FORMAT_F32;
-  config.v_format = ETKV_FORMAT_F32;
+  config.k_format = "f32";
+  config.v_format = "f32";
   return config;
 }
 
@@ -212,28 +212,20 @@ void other_sizes() {
 /// A session by the C interface, whose handles are free to outlive it.
 etkv_session* raw_session(Model& model) {
   const auto params = model.params();
-  std::vector<etkv_layer_config> layers;
-  for (const auto& layer : params.layers) {
-    layers.push_back(
-        {sizeof(etkv_layer_config),
-         layer.n_kv_heads,
-         layer.k_head_dim,
-         layer.v_head_dim,
-         layer.window});
-  }
-  etkv_cache_config config{};
-  config.struct_size = sizeof(config);
-  config.layers = layers.data();
-  config.n_layers = layers.size();
-  config.capacity = 64;
-  config.min_chunk = 4;
-  config.k_format = ETKV_FORMAT_F32;
-  config.v_format = ETKV_FORMAT_F32;
+  auto made = make_config(params, 64, "f32", 4);
+  const detail::RawConfig config(made);
   etkv_session* session = nullptr;
   REQUIRE(
-      etkv_session_new(kMLXBackend, Cache::kKind, &config, &session, nullptr) ==
+      etkv_session_new(
+          kMLXBackend, Cache::kKind, config.get(), &session, nullptr) ==
       ETKV_OK);
   return session;
+}
+
+etkv_cache* raw_cache(const etkv_session* session) {
+  etkv_cache* cache = nullptr;
+  REQUIRE(etkv_session_cache(session, &cache, nullptr) == ETKV_OK);
+  return cache;
 }
 
 /// A session, a handle and a program leave in any order; the cache leaves with
@@ -250,7 +242,7 @@ void any_order_of_leaving() {
     auto model = std::make_unique<Model>("llama-f32");
     etkv_session* session = raw_session(*model);
     const std::string key = etkv_session_key(session);
-    auto handle = std::make_unique<Cache>(etkv_session_cache(session));
+    auto handle = std::make_unique<Cache>(raw_cache(session));
     must(model->load(key.c_str()));
     model->at(0, slice(ids, 0, 6));
 
@@ -385,5 +377,6 @@ int main() {
   two_programs_on_one_cache();
   two_sessions_of_one_file();
   a_session_serves_one_program_after_another();
+  CHECK_INT(etkv_live_handles(), 0);
   return check_report();
 }

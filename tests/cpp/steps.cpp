@@ -259,7 +259,7 @@ void last_row() {
   for (const char* name : {"llama-f32", "llama-bf16", "qwen3-f32"}) {
     const bool half = std::string(name) == "llama-bf16";
     Bound all(name);
-    Bound last(name, 64, ETKV_FORMAT_F32, 4, Logits::last);
+    Bound last(name, 64, "f32", 4, Logits::last);
     for (const auto& [start, n] :
          {std::pair<size_t, size_t>{0, 13}, {13, 1}, {14, 6}}) {
       const auto at = static_cast<int64_t>(start);
@@ -282,9 +282,7 @@ constexpr uint64_t slot_bytes(uint64_t element) {
 
 void growth() {
   for (const auto& [format, element] :
-       {std::pair<etkv_format, uint64_t>{ETKV_FORMAT_F32, 4},
-        {ETKV_FORMAT_F16, 2},
-        {ETKV_FORMAT_BF16, 2}}) {
+       {std::pair<const char*, uint64_t>{"f32", 4}, {"f16", 2}, {"bf16", 2}}) {
     const uint64_t slot = slot_bytes(element);
     Bound bound("llama-f32", 22, format);
     const Ids ids = text(22);
@@ -308,7 +306,7 @@ void growth() {
     CHECK_INT(bound.cache().memory().allocated, 16 * slot);
   }
   // The first allocation is no more than the capacity, either.
-  Bound small("llama-f32", 3, ETKV_FORMAT_F32, 100);
+  Bound small("llama-f32", 3, "f32", 100);
   small.at(0, {1});
   CHECK_INT(small.cache().memory().allocated, 3 * slot_bytes(4));
 }
@@ -317,7 +315,7 @@ void growth() {
 void growth_changes_nothing() {
   const Ids ids = text(30);
   const auto answers = [&](int32_t min_chunk) {
-    Bound bound("llama-f32", 64, ETKV_FORMAT_F32, min_chunk);
+    Bound bound("llama-f32", 64, "f32", min_chunk);
     std::vector<Rows> rows;
     rows.push_back(bound.at(0, slice(ids, 0, 3)));
     for (size_t i = 3; i < ids.size(); ++i) {
@@ -363,7 +361,7 @@ void memory_is_given_back() {
     return memory.active;
   };
   // A row a slot and 4,096 slots: more than MLX's rounding.
-  Bound bound("llama-f32", 4096, ETKV_FORMAT_F32, 4096);
+  Bound bound("llama-f32", 4096, "f32", 4096);
   bound.at(0, text(8));
   must(bound.cache().clear(/*release=*/true));
   const uint64_t empty = active();
@@ -378,16 +376,16 @@ void memory_is_given_back() {
 void formats() {
   const Ids ids = text(20);
   for (const char* name : {"llama-f32", "llama-bf16"}) {
-    const auto answer = [&](etkv_format format) {
+    const auto answer = [&](const char* format) {
       Bound bound(name, 64, format);
       bound.at(0, slice(ids, 0, 12));
       return bound.at(12, slice(ids, 12, 8));
     };
     const bool half = std::string(name) == "llama-bf16";
-    const Rows exact = answer(half ? ETKV_FORMAT_BF16 : ETKV_FORMAT_F32);
-    const double f32 = distance(answer(ETKV_FORMAT_F32), exact);
-    const double f16 = distance(answer(ETKV_FORMAT_F16), exact);
-    const double bf16 = distance(answer(ETKV_FORMAT_BF16), exact);
+    const Rows exact = answer(half ? "bf16" : "f32");
+    const double f32 = distance(answer("f32"), exact);
+    const double f16 = distance(answer("f16"), exact);
+    const double bf16 = distance(answer("bf16"), exact);
     std::printf(
         "%s: distance of f32 %g, f16 %g, bf16 %g\n", name, f32, f16, bf16);
     // A storage that holds what the program computes loses nothing of it. Where it
@@ -396,14 +394,14 @@ void formats() {
     CHECK(f16 < (half ? 0.3 : 0.05));
     CHECK(bf16 < 0.3);
     CHECK(half ? bf16 == 0.0 : f16 < bf16);
-    CHECK(answer(ETKV_FORMAT_DEFAULT) == answer(ETKV_FORMAT_F16));
+    CHECK(answer("") == answer("f16"));
   }
 }
 
 void keys_and_values_apart() {
   Model model("llama-f32");
-  auto config = make_config(model.params(), 8, ETKV_FORMAT_F32, 8);
-  config.v_format = ETKV_FORMAT_F16;
+  auto config = make_config(model.params(), 8, "f32", 8);
+  config.v_format = "f16";
   auto session = must(make_decode_session(kMLXBackend, config));
   must(model.load(session.key()));
   model.at(0, text(3));
@@ -430,5 +428,6 @@ int main() {
   memory_is_given_back();
   formats();
   keys_and_values_apart();
+  CHECK_INT(etkv_live_handles(), 0);
   return check_report();
 }

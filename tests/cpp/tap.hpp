@@ -85,19 +85,20 @@ class Tapped {
  public:
   explicit Tapped(
       int32_t capacity = 64,
-      const std::function<void(CacheConfig&)>& change = nullptr)
+      const std::function<void(CacheConfig&)>& change = nullptr,
+      const std::string& kind = Cache::kKind)
       : program_(read_and_redirect("llama-f32")),
         module_(
             std::make_unique<::executorch::extension::BufferDataLoader>(
                 program_.data(),
                 program_.size())) {
-    auto config = make_config(
-        must(read_kv_cache_metadata(module_)), capacity, ETKV_FORMAT_F32, 4);
+    auto config =
+        make_config(must(read_kv_cache_metadata(module_)), capacity, "f32", 4);
     if (change) {
       change(config);
     }
     session_ = std::make_unique<Session>(
-        must(make_decode_session(kMLXBackend, config)));
+        must(Session::make(kMLXBackend, kind, config)));
 
     ::executorch::runtime::BackendOptions<1> options;
     REQUIRE(
@@ -113,7 +114,10 @@ class Tapped {
   }
 
   Result<Rows> step(Ids ids, int64_t position, Tamper tamper = nullptr) {
-    Ids positions = run(position, static_cast<int64_t>(ids.size()));
+    const auto n = static_cast<int64_t>(ids.size());
+    return step(std::move(ids), run(position, n), std::move(tamper));
+  }
+  Result<Rows> step(Ids ids, Ids positions, Tamper tamper) {
     const auto ids_tensor = from_blob(
         ids.data(), {1, static_cast<int32_t>(ids.size())}, ScalarType::Long);
     const auto positions_tensor = from_blob(
@@ -134,6 +138,9 @@ class Tapped {
   }
   Cache& cache() {
     return session_->cache();
+  }
+  const char* key() const {
+    return session_->key();
   }
 
  private:

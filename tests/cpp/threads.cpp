@@ -2,6 +2,7 @@
 // a time, caches may be shared.
 
 #include <atomic>
+#include <mutex>
 #include <set>
 #include <thread>
 
@@ -196,6 +197,116 @@ void control_during_steps() {
   CHECK(consistent);
 }
 
+/// Each thread decodes sequences of its own in one cache, by a program of its
+/// own. What belongs to a step is said under a lock of theirs.
+void sequences_of_two_threads() {
+  constexpr int64_t kIds = 14;
+  On<SeqCache> on;
+  std::mutex turn;
+  const auto decode = [&](Model& model, int32_t sequence, bool& same) {
+    const Ids ids = text(kIds, static_cast<uint32_t>(sequence));
+    const Rows wanted = alone(ids);
+    for (int round = 0; round < 5; ++round) {
+      for (int64_t at = 0; at < kIds; ++at) {
+        const std::lock_guard<std::mutex> lock(turn);
+        must(on->begin_step({sequence}));
+        const Rows rows = must(model.step({ids[at]}, {at}));
+        same = same && close(rows, wanted.row(at));
+      }
+      must(on->seq_rm(sequence));
+    }
+  };
+  Model second("llama-f32");
+  must(second.load(on.session.key()));
+  bool same[2] = {true, true};
+  std::thread other([&] { decode(second, 3, same[0]); });
+  decode(on.model, 200, same[1]);
+  other.join();
+  CHECK(same[0]);
+  CHECK(same[1]);
+  CHECK_INT(on->length(), 0);
+}
+
+/// Without a lock of theirs, what one says of its step may meet the other's:
+/// then it is refused, and never another's sequence that is written.
+void sequences_without_a_lock() {
+  On<SeqCache> on;
+  Model second("llama-f32");
+  must(second.load(on.session.key()));
+  std::atomic<long> worked{0};
+  const auto decode = [&](Model& model, int32_t first) {
+    for (int i = 0; i < 100; ++i) {
+      const int32_t sequence = first + i % 3;
+      const auto at = on->seq_next(sequence);
+      if (!at.ok() || !on->begin_step({sequence}).ok()) {
+        continue;
+      }
+      const auto result = model.step({i % kVocabulary}, {at.value()});
+      if (result.ok()) {
+        ++worked;
+      } else {
+        const auto status = result.error().status();
+        CHECK(
+            status == ETKV_ERROR_POSITION || status == ETKV_ERROR_CAPACITY ||
+            status == ETKV_ERROR_INVALID_ARGUMENT);
+      }
+      if (i % 10 == 9) {
+        must(on->seq_rm(sequence));
+        must(on->compact());
+      }
+    }
+  };
+  std::thread other([&] { decode(second, 0); });
+  decode(on.model, 10);
+  other.join();
+  CHECK(worked > 0);
+  int64_t held = 0;
+  for (const int32_t sequence : must(on->sequences())) {
+    const auto ranges = must(on->seq_positions(sequence));
+    CHECK_INT(ranges.size(), 1);
+    CHECK_INT(ranges[0].begin, 0);
+    held += must(on->seq_len(sequence));
+  }
+  CHECK_INT(held, on->length());
+}
+
+/// One handle on several threads, and freed while they use it: a call works as
+/// if the handle were freed after it, or is refused.
+void one_handle() {
+  Model model("llama-f32");
+  const Session session = session_for(model);
+  for (int round = 0; round < 30; ++round) {
+    etkv_cache* handle = nullptr;
+    REQUIRE(etkv_registry_get(session.key(), &handle, nullptr) == ETKV_OK);
+    std::atomic<int> running{0};
+    std::vector<std::thread> threads;
+    for (int i = 0; i < 3; ++i) {
+      threads.emplace_back([&] {
+        ++running;
+        for (;;) {
+          int32_t capacity = 0;
+          etkv_error* error = nullptr;
+          const auto status = etkv_cache_capacity(handle, &capacity, &error);
+          if (status != ETKV_OK) {
+            CHECK_INT(status, ETKV_ERROR_INVALID_ARGUMENT);
+            CHECK_HAS(etkv_error_message(error), "it was freed");
+            etkv_error_free(error);
+            return;
+          }
+          CHECK_INT(capacity, 64);
+        }
+      });
+    }
+    while (running < 3) {
+      std::this_thread::yield();
+    }
+    etkv_cache_free(handle);
+    for (auto& thread : threads) {
+      thread.join();
+    }
+  }
+}
+
 /// Caches and programs come and go while another program runs.
 void coming_and_going() {
   const Ids prompt = text(6);
@@ -297,8 +408,12 @@ int main() {
   programs_side_by_side();
   one_cache();
   control_during_steps();
+  sequences_of_two_threads();
+  sequences_without_a_lock();
+  one_handle();
   coming_and_going();
   keys_of_many_threads();
   errors_of_a_thread();
+  CHECK_INT(etkv_live_handles(), 0);
   return check_report();
 }

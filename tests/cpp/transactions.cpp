@@ -345,5 +345,6 @@ int main() {
   one_fault_after_the_other();
   a_layer_that_does_not_fit();
   at_the_capacity();
+  CHECK_INT(etkv_live_handles(), 0);
   return check_report();
 }

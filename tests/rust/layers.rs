@@ -1,8 +1,8 @@
 //! Caches driven layer by layer, without steps.
 
 use etkv::{
-    layer_caches, shared, AttendCache, CacheConfig, CellsCache, ContiguousCache, Forwards,
-    KeyValueCache, KvFormat, LayerPolicy, Mask, Status, Step,
+    layer_caches, AttendCache, CacheConfig, CellsCache, ContiguousCache, Forwards, KeyValueCache,
+    KvFormat, LayerPolicy, Mask, SharedCache, Status, Step,
 };
 use etkv_tests::{oracle, Rng};
 use mlx_rs::Array;
@@ -33,9 +33,9 @@ fn layers_return_what_a_step_reads() {
             ];
             for (index, mut stepped) in caches.into_iter().enumerate() {
                 let mut layers = layer_caches(match index {
-                    0 => shared(ContiguousCache::new(config(format))?),
-                    _ => shared(CellsCache::new(config(format))?),
-                });
+                    0 => SharedCache::new(ContiguousCache::new(config(format))?),
+                    _ => SharedCache::new(CellsCache::new(config(format))?),
+                })?;
                 let mut length = 0;
                 for n in [5, 1, 1, 8, 3] {
                     let positions: Vec<i32> = (length..length + n).collect();
@@ -65,8 +65,8 @@ fn layers_return_what_a_step_reads() {
 #[test]
 fn a_layer_that_comes_again_begins_anew() {
     etkv::mlx::run(|| {
-        let cache = shared(ContiguousCache::new(config(KvFormat::F32))?);
-        let mut forwards = Forwards::new(cache.clone());
+        let cache = SharedCache::new(ContiguousCache::new(config(KvFormat::F32))?);
+        let mut forwards = Forwards::new(cache.clone())?;
         let [first, second] = [rows(1, 2), rows(2, 2)];
         forwards.update_and_fetch(0, &[0, 1], &first, &first)?;
         forwards.update_and_fetch(1, &[0, 1], &first, &first)?;
@@ -76,14 +76,14 @@ fn a_layer_that_comes_again_begins_anew() {
             assert!(matches!(spec.mask, Mask::Causal));
             assert_eq!(flat(&spec.k.dequantized(second.dtype())?), flat(&second));
         }
-        assert_eq!(cache.lock().length(), 2);
+        assert_eq!(cache.lock()?.length(), 2);
         // A step that was begun is open for others, and over when it is dropped.
         forwards.update_and_fetch(0, &[2, 3], &first, &first)?;
-        assert_eq!(cache.lock().begin(&[2]).unwrap_err().status(), Status::Step);
+        assert_eq!(cache.lock()?.begin(&[2]).unwrap_err().status(), Status::Step);
         drop(forwards);
-        assert_eq!(cache.lock().length(), 2);
-        cache.lock().begin(&[2])?;
-        cache.lock().abort();
+        assert_eq!(cache.lock()?.length(), 2);
+        cache.lock()?.begin(&[2])?;
+        cache.lock()?.abort();
         Ok(())
     })
     .unwrap();
@@ -94,8 +94,8 @@ fn what_is_refused_changes_nothing() {
     etkv::mlx::run(|| {
         let mut windowed = config(KvFormat::F32);
         windowed.layers[N_LAYERS - 1].policy = LayerPolicy::Window { window: 2, sinks: 1 };
-        let cache = shared(ContiguousCache::new(windowed)?);
-        let mut layers = layer_caches(cache.clone());
+        let cache = SharedCache::new(ContiguousCache::new(windowed)?);
+        let mut layers = layer_caches(cache.clone())?;
         assert_eq!(layers[N_LAYERS - 1].max_size(), Some(2));
         let five = rows(1, 5);
         for layer in &mut layers[..N_LAYERS - 1] {
@@ -105,7 +105,7 @@ fn what_is_refused_changes_nothing() {
         let error = layers[N_LAYERS - 1].update_and_fetch(five.clone(), five.clone()).unwrap_err();
         assert_eq!(error.status(), Status::Unsupported, "{error}");
         assert!(error.message().contains("5 queries from position 0 of layer 2"), "{error}");
-        assert_eq!(cache.lock().length(), 0);
+        assert_eq!(cache.lock()?.length(), 0);
         assert_eq!(layers[0].offset(), 0);
 
         let wrong = Array::ones::<f32>(&[1, 3, 5, 64])?;
@@ -113,7 +113,7 @@ fn what_is_refused_changes_nothing() {
         assert_eq!(error.status(), Status::Shape, "{error}");
         let flat = Array::ones::<f32>(&[64])?;
         assert!(layers[0].update_and_fetch(flat.clone(), flat).is_err());
-        assert_eq!(cache.lock().length(), 0);
+        assert_eq!(cache.lock()?.length(), 0);
         Ok(())
     })
     .unwrap();
@@ -123,20 +123,20 @@ fn what_is_refused_changes_nothing() {
 #[test]
 fn offsets_are_positions() {
     etkv::mlx::run(|| {
-        let cache = shared(CellsCache::new(config(KvFormat::F32))?);
-        let mut layers = layer_caches(cache.clone());
+        let cache = SharedCache::new(CellsCache::new(config(KvFormat::F32))?);
+        let mut layers = layer_caches(cache.clone())?;
         let five = rows(1, 5);
         for layer in &mut layers {
             layer.update_and_fetch(five.clone(), five.clone())?;
         }
-        cache.lock().sequences().unwrap().seq_rm(0, 0..2)?;
+        cache.lock()?.sequences().unwrap().seq_rm(0, 0..2)?;
         let one = rows(2, 1);
         for layer in &mut layers {
             assert_eq!(layer.offset(), 5);
             let (keys, _) = layer.update_and_fetch(one.clone(), one.clone())?;
             assert_eq!(keys.dim(2), 4);
         }
-        assert_eq!(cache.lock().next_position()?, 6);
+        assert_eq!(cache.lock()?.next_position()?, 6);
         Ok(())
     })
     .unwrap();

@@ -270,8 +270,8 @@ fn memory_is_what_was_estimated_at_every_length() {
                 Box::new(CellsCache::with_trees(config.clone())?),
             ];
             for mut cache in caches {
-                let kind = cache.kind();
-                let estimate = |length| match kind {
+                let kind = cache.kind().to_owned();
+                let estimate = |length| match kind.as_str() {
                     "contiguous" => config.estimate(length),
                     _ => config.estimate_shared(length),
                 };

@@ -1,0 +1,222 @@
+//! `etkv_cache_config`: what a cache is to be, as C says it.
+
+use std::ffi::c_char;
+
+use super::boundary::{boundary, out, read_struct, text};
+use super::error::etkv_error;
+use super::memory::{etkv_memory, fill_memory};
+use crate::config::{CacheConfig, Growth, LayerConfig, LayerPolicy};
+use crate::error::{fail, Result};
+use crate::format::KvFormat;
+
+/// What one layer stores; see the header.
+#[allow(non_camel_case_types)]
+#[repr(C)]
+#[derive(Clone, Copy)]
+pub struct etkv_layer_config {
+    struct_size: usize,
+    n_kv_heads: i32,
+    k_head_dim: i32,
+    v_head_dim: i32,
+    window: i32,
+    sinks: i32,
+    reserved: i32,
+}
+
+/// What a cache is to be; see the header.
+#[allow(non_camel_case_types)]
+#[repr(C)]
+#[derive(Clone, Copy)]
+pub struct etkv_cache_config {
+    struct_size: usize,
+    layers: *const etkv_layer_config,
+    n_layers: usize,
+    k_format: *const c_char,
+    v_format: *const c_char,
+    float_format: *const c_char,
+    capacity: i32,
+    max_step: i32,
+    growth: i32,
+    min_chunk: i32,
+    quantize_after: i32,
+    reserved: i32,
+}
+
+/// Stores the bytes of one row of a format.
+///
+/// # Safety
+/// Pointers are NULL or as the header says.
+#[no_mangle]
+pub unsafe extern "C" fn etkv_format_row_bytes(
+    format: *const c_char,
+    head_dim: i32,
+    bytes: *mut u64,
+    error: *mut *mut etkv_error,
+) -> i32 {
+    // SAFETY: the caller says so.
+    unsafe {
+        boundary(error, || {
+            let bytes = out(bytes, "bytes")?;
+            let format: KvFormat = text(format, "format")?.parse()?;
+            if head_dim < 1 {
+                fail!(InvalidArgument, "head_dim is {head_dim}, the least is 1");
+            }
+            format.check(head_dim)?;
+            bytes.write(format.row_bytes(head_dim as usize) as u64);
+            Ok(())
+        })
+    }
+}
+
+/// Fills `memory` with what a cache would hold.
+///
+/// # Safety
+/// Pointers are NULL or as the header says.
+#[no_mangle]
+pub unsafe extern "C" fn etkv_cache_config_estimate(
+    config: *const etkv_cache_config,
+    length: i32,
+    memory: *mut etkv_memory,
+    error: *mut *mut etkv_error,
+) -> i32 {
+    // SAFETY: the caller says so.
+    unsafe {
+        boundary(error, || {
+            let memory = out(memory, "memory")?;
+            let config = read_config(config)?;
+            config.validate()?;
+            if !(0..=config.capacity).contains(&length) {
+                fail!(
+                    InvalidArgument,
+                    "length is {length}, it is 0 to the capacity of {}",
+                    config.capacity
+                );
+            }
+            fill_memory(memory, || Ok(config.estimate(length)))
+        })
+    }
+}
+
+/// # Safety
+/// `config` is NULL or points to a struct as the header says.
+pub(super) unsafe fn read_config(config: *const etkv_cache_config) -> Result<CacheConfig> {
+    // SAFETY: the caller says so.
+    unsafe {
+        let config = read_struct(config, "config")?;
+        refuse_reserved(config.reserved, "config")?;
+        if config.quantize_after < 0 {
+            fail!(
+                InvalidArgument,
+                "quantize_after is {}, the least is 0, for never",
+                config.quantize_after
+            );
+        }
+        Ok(CacheConfig {
+            layers: read_layers(&config)?,
+            capacity: config.capacity,
+            max_step: match config.max_step {
+                0 => CacheConfig::DEFAULT_MAX_STEP,
+                tokens => tokens,
+            },
+            growth: growth(config.growth, config.min_chunk)?,
+            k_format: format(config.k_format, "k_format")?,
+            v_format: format(config.v_format, "v_format")?,
+            quantize_after: (config.quantize_after > 0).then_some(config.quantize_after),
+            float_format: format(config.float_format, "float_format")?,
+        })
+    }
+}
+
+/// # Safety
+/// `config.layers` points to `config.n_layers` structs, `layers->struct_size`
+/// bytes apart.
+unsafe fn read_layers(config: &etkv_cache_config) -> Result<Vec<LayerConfig>> {
+    const MAX_LAYERS: usize = 65_536;
+    if config.n_layers > MAX_LAYERS {
+        fail!(InvalidArgument, "n_layers is {}, the most is {MAX_LAYERS}", config.n_layers);
+    }
+    if config.n_layers == 0 {
+        return Ok(Vec::new());
+    }
+    // SAFETY: the caller says so.
+    let first = unsafe { read_struct(config.layers, "layers")? };
+    (0..config.n_layers)
+        .map(|id| {
+            // SAFETY: within the caller's list, whose structs have the size of the
+            // first: callers of another version have structs of another size.
+            let layer = unsafe {
+                let at = config.layers.byte_add(id * first.struct_size);
+                if at.cast::<usize>().read() != first.struct_size {
+                    fail!(
+                        InvalidArgument,
+                        "layer {id}: struct_size is {}, that of layer 0 is {}",
+                        at.cast::<usize>().read(),
+                        first.struct_size
+                    );
+                }
+                at.read()
+            };
+            read_layer(&layer).map_err(|error| error.at(format_args!("layer {id}")))
+        })
+        .collect()
+}
+
+fn read_layer(layer: &etkv_layer_config) -> Result<LayerConfig> {
+    refuse_reserved(layer.reserved, "layer")?;
+    let policy = match (layer.window, layer.sinks) {
+        (0, 0) => LayerPolicy::Full,
+        (0, sinks) => fail!(InvalidArgument, "sinks is {sinks}, for a layer without a window"),
+        (window, _) if window < 0 => fail!(InvalidArgument, "window is {window}, the least is 0"),
+        (window, sinks) => LayerPolicy::Window { window, sinks },
+    };
+    Ok(LayerConfig {
+        n_kv_heads: layer.n_kv_heads,
+        k_head_dim: layer.k_head_dim,
+        v_head_dim: if layer.v_head_dim == 0 { layer.k_head_dim } else { layer.v_head_dim },
+        policy,
+    })
+}
+
+/// Callers of a later version may mean something by it.
+fn refuse_reserved(reserved: i32, name: &str) -> Result<()> {
+    if reserved != 0 {
+        fail!(InvalidArgument, "{name}.reserved is {reserved}, it is 0 in this version");
+    }
+    Ok(())
+}
+
+fn growth(growth: i32, min_chunk: i32) -> Result<Growth> {
+    let slots = if min_chunk == 0 { Growth::DEFAULT_CHUNK } else { min_chunk };
+    let growth = match growth {
+        0 => return Ok(Growth::Doubling { first: slots }),
+        1 => return Ok(Growth::Step { step: slots }),
+        2 => Growth::Exact,
+        3 => Growth::Upfront,
+        _ => fail!(InvalidArgument, "growth is {growth}, ways to grow are 0 to 3"),
+    };
+    if min_chunk != 0 {
+        fail!(InvalidArgument, "min_chunk is {min_chunk}, for a growth that has no chunks");
+    }
+    Ok(growth)
+}
+
+/// The format of that name, or the default for NULL.
+///
+/// # Safety
+/// `name` is NULL or points to a string that ends in a zero byte.
+unsafe fn format(name: *const c_char, field: &str) -> Result<KvFormat> {
+    if name.is_null() {
+        return Ok(KvFormat::default());
+    }
+    // SAFETY: the caller says so.
+    unsafe { text(name, field)? }.parse().map_err(|error: crate::Error| error.at(field))
+}
+
+/// As [`format`], where the caller has to say it.
+///
+/// # Safety
+/// As [`format`].
+pub(super) unsafe fn given_format(name: *const c_char, field: &str) -> Result<KvFormat> {
+    // SAFETY: the caller says so.
+    unsafe { text(name, field)? }.parse().map_err(|error: crate::Error| error.at(field))
+}

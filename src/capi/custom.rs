@@ -1,0 +1,385 @@
+//! Kinds of the host's own: a kind that is there, with callbacks around it.
+
+use std::ffi::{c_char, c_void};
+use std::ops::Range;
+use std::ptr::{null_mut, NonNull};
+
+use mlx_rs::Array;
+
+use super::boundary::{boundary, free, read_struct, text};
+use super::cache::etkv_cache;
+use super::error::{etkv_error, from_host};
+use super::handle;
+use crate::attend::AttendSpec;
+use crate::cache::{AttendCache, Cache, SeqCache, TreeCache};
+use crate::config::CacheConfig;
+use crate::error::{fail, Result};
+use crate::format::KvFormat;
+use crate::memory::Memory;
+use crate::registry::{BuilderRegistry, MLX_BACKEND};
+use crate::shared::SharedCache;
+
+type State = *mut c_void;
+type Inner = *mut etkv_cache;
+type Place = *mut *mut etkv_error;
+
+/// What a kind of the host's does; see the header.
+#[allow(non_camel_case_types)]
+#[repr(C)]
+#[derive(Clone, Copy)]
+pub struct etkv_cache_vtable {
+    struct_size: usize,
+    create: Option<unsafe extern "C" fn(*mut c_void, Inner, *mut State, Place) -> i32>,
+    destroy: Option<unsafe extern "C" fn(State)>,
+    can_extend: Option<unsafe extern "C" fn(State, Inner, i32, *mut bool, Place) -> i32>,
+    begin_step: Option<unsafe extern "C" fn(State, Inner, *const i32, usize, Place) -> i32>,
+    end_step: Option<unsafe extern "C" fn(State, Inner, bool)>,
+    clear: Option<unsafe extern "C" fn(State, Inner, bool, Place) -> i32>,
+    rewind: Option<unsafe extern "C" fn(State, Inner, i32, Place) -> i32>,
+}
+
+/// What the host wants back, which is its own affair.
+#[derive(Clone, Copy)]
+struct Context(*mut c_void);
+
+// SAFETY: the host says that its callbacks may be called on any thread.
+unsafe impl Send for Context {}
+// SAFETY: as above.
+unsafe impl Sync for Context {}
+
+/// Makes a kind known.
+///
+/// # Safety
+/// Pointers are NULL or as the header says.
+#[no_mangle]
+pub unsafe extern "C" fn etkv_builder_register(
+    backend_id: *const c_char,
+    kind: *const c_char,
+    base: *const c_char,
+    vtable: *const etkv_cache_vtable,
+    context: *mut c_void,
+    error: *mut *mut etkv_error,
+) -> i32 {
+    // SAFETY: the caller says so.
+    unsafe {
+        boundary(error, || {
+            let registry = BuilderRegistry::global();
+            let backend_id = text(backend_id, "backend_id")?;
+            let kind = text(kind, "kind")?.to_owned();
+            let base = text(base, "base")?.to_owned();
+            let vtable = read_struct(vtable, "vtable")?;
+            let context = Context(context);
+            if kind.is_empty() {
+                fail!(InvalidArgument, "kind is empty");
+            }
+            if !registry.knows(MLX_BACKEND, &base) {
+                fail!(Kind, "base is `{base}`, which nobody makes for `{MLX_BACKEND}`");
+            }
+            registry.register_new(backend_id, &kind.clone(), move |config| {
+                let inner = BuilderRegistry::global().build(MLX_BACKEND, &base, config)?;
+                Ok(SharedCache::new(Custom::new(&kind, inner, vtable, context)?))
+            })
+        })
+    }
+}
+
+/// A cache whose bytes and positions another one keeps.
+struct Custom {
+    kind: String,
+    config: CacheConfig,
+    has_sequences: bool,
+    has_trees: bool,
+    inner: SharedCache,
+    /// The host's handle on `inner`.
+    handle: Option<NonNull<etkv_cache>>,
+    vtable: etkv_cache_vtable,
+    state: State,
+    /// Between a `begin_step` that the host took and its `end_step`.
+    open: bool,
+}
+
+// SAFETY: the state is the host's, who says that its callbacks may be called on
+// any thread; the handle is a number.
+unsafe impl Send for Custom {}
+
+impl Custom {
+    fn new(
+        kind: &str,
+        inner: SharedCache,
+        vtable: etkv_cache_vtable,
+        context: Context,
+    ) -> Result<Self> {
+        let (config, has_sequences, has_trees) = {
+            let mut cache = inner.lock()?;
+            (cache.config().clone(), cache.sequences().is_some(), cache.trees().is_some())
+        };
+        let handle = NonNull::new(handle::give(etkv_cache { cache: inner.clone() }));
+        let mut made = Self {
+            kind: kind.to_owned(),
+            config,
+            has_sequences,
+            has_trees,
+            inner,
+            handle,
+            // Not before there is a state to destroy.
+            vtable: etkv_cache_vtable { destroy: None, ..vtable },
+            state: null_mut(),
+            open: false,
+        };
+        if let Some(create) = vtable.create {
+            let (handle, mut state) = (made.handle(), null_mut());
+            // SAFETY: the host says that it can be called so.
+            call("create", |error| unsafe { create(context.0, handle, &mut state, error) })?;
+            made.state = state;
+        }
+        made.vtable.destroy = vtable.destroy;
+        Ok(made)
+    }
+
+    fn handle(&self) -> Inner {
+        self.handle.map_or(null_mut(), NonNull::as_ptr)
+    }
+
+    fn refuse_in_step(&self, what: &str) -> Result<()> {
+        if self.open {
+            fail!(Step, "cannot {what} in the middle of a step");
+        }
+        Ok(())
+    }
+
+    fn end(&mut self, committed: bool) {
+        if std::mem::take(&mut self.open) {
+            if let Some(end_step) = self.vtable.end_step {
+                // SAFETY: the host says that it can be called so.
+                unsafe { end_step(self.state, self.handle(), committed) };
+            }
+        }
+    }
+
+    /// Asks the inner cache; a broken one answers with nothing.
+    fn ask<T: Default>(&self, question: impl FnOnce(&dyn AttendCache) -> T) -> T {
+        self.inner.lock().map(|cache| question(&*cache)).unwrap_or_default()
+    }
+
+    fn with_sequences<T>(&self, work: impl FnOnce(&mut dyn SeqCache) -> Result<T>) -> Result<T> {
+        match self.inner.lock()?.sequences() {
+            Some(sequences) => work(sequences),
+            None => fail!(Kind, "the kind below `{}` has one sequence only", self.kind),
+        }
+    }
+
+    fn with_trees<T>(&self, work: impl FnOnce(&mut dyn TreeCache) -> Result<T>) -> Result<T> {
+        match self.inner.lock()?.trees() {
+            Some(trees) => work(trees),
+            None => fail!(Kind, "the kind below `{}` carries no trees", self.kind),
+        }
+    }
+}
+
+/// Calls the host, and takes what it says of an error.
+fn call(what: &str, callback: impl FnOnce(Place) -> i32) -> Result<()> {
+    let mut error = null_mut();
+    let status = callback(&mut error);
+    from_host(status, error, what)
+}
+
+impl Drop for Custom {
+    fn drop(&mut self) {
+        self.end(false);
+        if let Some(destroy) = self.vtable.destroy {
+            // SAFETY: the host says that it can be called so, and this is once.
+            unsafe { destroy(self.state) };
+        }
+        free(self.handle());
+    }
+}
+
+impl Cache for Custom {
+    fn kind(&self) -> &str {
+        &self.kind
+    }
+
+    fn config(&self) -> &CacheConfig {
+        &self.config
+    }
+
+    fn capacity(&self) -> i32 {
+        self.ask(|cache| cache.capacity())
+    }
+
+    fn length(&self) -> i32 {
+        self.ask(|cache| cache.length())
+    }
+
+    fn can_extend(&self, n: i32) -> bool {
+        let Some(can_extend) = self.vtable.can_extend else {
+            return self.ask(|cache| cache.can_extend(n));
+        };
+        let mut fits = false;
+        // SAFETY: the host says that it can be called so.
+        let asked = call("can_extend", |error| unsafe {
+            can_extend(self.state, self.handle(), n, &mut fits, error)
+        });
+        asked.is_ok() && fits
+    }
+
+    fn clear(&mut self, release: bool) -> Result<()> {
+        self.refuse_in_step("clear the cache")?;
+        match self.vtable.clear {
+            Some(clear) => call("clear", |error| {
+                // SAFETY: the host says that it can be called so.
+                unsafe { clear(self.state, self.handle(), release, error) }
+            }),
+            None => self.inner.lock()?.clear(release),
+        }
+    }
+
+    fn rewind(&mut self, length: i32) -> Result<()> {
+        self.refuse_in_step("rewind the cache")?;
+        match self.vtable.rewind {
+            Some(rewind) => call("rewind", |error| {
+                // SAFETY: the host says that it can be called so.
+                unsafe { rewind(self.state, self.handle(), length, error) }
+            }),
+            None => self.inner.lock()?.rewind(length),
+        }
+    }
+
+    fn rewindable_to(&self) -> Result<i32> {
+        self.inner.lock()?.rewindable_to()
+    }
+
+    fn memory(&self) -> Memory {
+        self.ask(|cache| cache.memory())
+    }
+
+    fn formats(&self) -> [KvFormat; 2] {
+        self.ask(|cache| cache.formats())
+    }
+
+    fn convert(&mut self, k_format: KvFormat, v_format: KvFormat) -> Result<()> {
+        self.inner.lock()?.convert(k_format, v_format)
+    }
+
+    fn sequences(&mut self) -> Option<&mut dyn SeqCache> {
+        if self.has_sequences {
+            Some(self)
+        } else {
+            None
+        }
+    }
+
+    fn trees(&mut self) -> Option<&mut dyn TreeCache> {
+        if self.has_trees {
+            Some(self)
+        } else {
+            None
+        }
+    }
+}
+
+impl SeqCache for Custom {
+    fn begin_step(&mut self, sequences: &[i32]) -> Result<()> {
+        self.with_sequences(|cache| cache.begin_step(sequences))
+    }
+
+    fn begin_step_shared(&mut self, sequences: &[&[i32]]) -> Result<()> {
+        self.with_sequences(|cache| cache.begin_step_shared(sequences))
+    }
+
+    fn seq_cp(&mut self, source: i32, target: i32, positions: Range<i32>) -> Result<()> {
+        self.with_sequences(|cache| cache.seq_cp(source, target, positions))
+    }
+
+    fn seq_rm(&mut self, sequence: i32, positions: Range<i32>) -> Result<()> {
+        self.with_sequences(|cache| cache.seq_rm(sequence, positions))
+    }
+
+    fn seq_keep(&mut self, sequence: i32) -> Result<()> {
+        self.with_sequences(|cache| cache.seq_keep(sequence))
+    }
+
+    fn seq_len(&self, sequence: i32) -> Result<i32> {
+        self.with_sequences(|cache| cache.seq_len(sequence))
+    }
+
+    fn seq_next(&self, sequence: i32) -> Result<i32> {
+        self.with_sequences(|cache| cache.seq_next(sequence))
+    }
+
+    fn seq_positions(&self, sequence: i32) -> Result<Vec<Range<i32>>> {
+        self.with_sequences(|cache| cache.seq_positions(sequence))
+    }
+
+    fn seq_rewindable_to(&self, sequence: i32) -> Result<i32> {
+        self.with_sequences(|cache| cache.seq_rewindable_to(sequence))
+    }
+
+    fn live_sequences(&self) -> Vec<i32> {
+        self.with_sequences(|cache| Ok(cache.live_sequences())).unwrap_or_default()
+    }
+
+    fn compact(&mut self) -> Result<()> {
+        self.with_sequences(|cache| cache.compact())
+    }
+}
+
+impl TreeCache for Custom {
+    fn propose(&mut self, sequence: i32, parents: &[i32]) -> Result<()> {
+        self.with_trees(|cache| cache.propose(sequence, parents))
+    }
+
+    fn commit_tree(&mut self, sequence: i32, accepted: &[i32]) -> Result<()> {
+        self.with_trees(|cache| cache.commit_tree(sequence, accepted))
+    }
+
+    fn tree_len(&self, sequence: i32) -> Result<usize> {
+        self.with_trees(|cache| cache.tree_len(sequence))
+    }
+}
+
+impl AttendCache for Custom {
+    fn begin(&mut self, positions: &[i32]) -> Result<()> {
+        if self.open {
+            fail!(Step, "a step is open on this cache");
+        }
+        if let Some(begin_step) = self.vtable.begin_step {
+            // SAFETY: the host says that it can be called so.
+            call("begin_step", |error| unsafe {
+                begin_step(self.state, self.handle(), positions.as_ptr(), positions.len(), error)
+            })?;
+        }
+        self.open = true;
+        let begun = self.inner.lock().and_then(|mut cache| cache.begin(positions));
+        if begun.is_err() {
+            self.end(false);
+        }
+        begun
+    }
+
+    fn update_and_fetch(&mut self, layer: usize, k: &Array, v: &Array) -> Result<AttendSpec> {
+        self.inner.lock()?.update_and_fetch(layer, k, v)
+    }
+
+    /// The inner cache has them, and keeps them to itself: see `eval`.
+    fn buffers(&self) -> Vec<&Array> {
+        Vec::new()
+    }
+
+    fn eval(&self, outputs: &[&Array]) -> Result<()> {
+        self.inner.lock()?.eval(outputs)
+    }
+
+    fn commit(&mut self) -> Result<()> {
+        self.inner.lock()?.commit()?;
+        self.end(true);
+        Ok(())
+    }
+
+    fn abort(&mut self) {
+        if let Ok(mut inner) = self.inner.lock() {
+            inner.abort();
+        }
+        self.end(false);
+    }
+}

@@ -1,0 +1,71 @@
+//! Handles: numbers in the clothes of pointers.
+//!
+//! What C holds is never followed as a pointer, only looked up here. So a handle
+//! that was freed, one of another type, and what never was a handle are found out
+//! without a read of memory that may be gone. No number is given twice.
+
+use std::any::Any;
+use std::collections::HashMap;
+use std::ptr::without_provenance_mut;
+use std::sync::atomic::{AtomicUsize, Ordering};
+use std::sync::{Arc, LazyLock};
+
+use parking_lot::RwLock;
+
+use crate::error::{fail, Result};
+
+/// What may be behind a handle. A type of C's is the Rust type of the same name.
+pub(crate) trait Object: Any + Send + Sync {
+    /// Its name in the header.
+    const NAME: &'static str;
+}
+
+struct Entry {
+    name: &'static str,
+    object: Arc<dyn Any + Send + Sync>,
+}
+
+static LIVE: LazyLock<RwLock<HashMap<usize, Entry>>> = LazyLock::new(RwLock::default);
+
+/// Set in every handle: no address of an object has these bits, where there is
+/// room for them.
+const MARK: usize = if usize::BITS == 64 { 0xE74B << (usize::BITS - 16) } else { 0 };
+
+/// Gives an object to the caller.
+pub(crate) fn give<T: Object>(object: T) -> *mut T {
+    static NEXT: AtomicUsize = AtomicUsize::new(1);
+    let number = MARK | NEXT.fetch_add(1, Ordering::Relaxed);
+    LIVE.write().insert(number, Entry { name: T::NAME, object: Arc::new(object) });
+    without_provenance_mut(number)
+}
+
+/// The object behind a handle. It stays while the caller has it, also where the
+/// handle is freed meanwhile.
+pub(crate) fn look_up<T: Object>(handle: *const T, name: &str) -> Result<Arc<T>> {
+    if handle.is_null() {
+        fail!(InvalidArgument, "{name} is NULL");
+    }
+    let (object, found) = match LIVE.read().get(&handle.addr()) {
+        Some(entry) => (entry.object.clone(), entry.name),
+        None => fail!(InvalidArgument, "{name} is no handle: it was freed, or is not of etkv"),
+    };
+    match object.downcast() {
+        Ok(object) => Ok(object),
+        Err(_) => fail!(InvalidArgument, "{name} is an {found}, not an {}", T::NAME),
+    }
+}
+
+/// Takes an object back. Does nothing for what is no handle of its type.
+pub(crate) fn take_back<T: Object>(handle: *mut T) {
+    let mut live = LIVE.write();
+    let known = live.get(&handle.addr()).is_some_and(|entry| entry.name == T::NAME);
+    let taken = if known { live.remove(&handle.addr()) } else { None };
+    // The last owner of a cache frees its buffers, which takes time and locks.
+    drop(live);
+    drop(taken);
+}
+
+/// Handles that were made and not freed.
+pub(crate) fn count() -> usize {
+    LIVE.read().len()
+}

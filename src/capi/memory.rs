@@ -1,0 +1,82 @@
+//! `etkv_memory`: bytes of a cache's buffers.
+
+use super::boundary::{out, read_struct};
+use crate::error::{fail, Result};
+use crate::memory::Memory;
+
+/// Bytes of one layer's buffers; see the header.
+#[allow(non_camel_case_types)]
+#[repr(C)]
+#[derive(Clone, Copy)]
+pub struct etkv_layer_memory {
+    struct_size: usize,
+    k_allocated: u64,
+    k_used: u64,
+    v_allocated: u64,
+    v_used: u64,
+}
+
+/// Bytes of a cache's buffers; see the header.
+#[allow(non_camel_case_types)]
+#[repr(C)]
+#[derive(Clone, Copy)]
+pub struct etkv_memory {
+    struct_size: usize,
+    allocated: u64,
+    used: u64,
+    at_capacity: u64,
+    layers: *mut etkv_layer_memory,
+    n_layers: usize,
+}
+
+/// Fills `memory`, and its layers where the caller has room for them.
+///
+/// # Safety
+/// `memory` points to a struct as the header says.
+pub(super) unsafe fn fill_memory(
+    memory: *mut etkv_memory,
+    find: impl FnOnce() -> Result<Memory>,
+) -> Result<()> {
+    // SAFETY: the caller says so.
+    let mut filled = unsafe { read_struct(memory, "memory")? };
+    let found = find()?;
+    if filled.n_layers == 0 {
+        if !filled.layers.is_null() {
+            fail!(
+                InvalidArgument,
+                "memory.layers has room for 0, there are {}",
+                found.layers.len()
+            );
+        }
+    } else {
+        out(filled.layers, "memory.layers")?;
+        if filled.n_layers != found.layers.len() {
+            fail!(
+                InvalidArgument,
+                "memory.n_layers is {}, the cache has {}",
+                filled.n_layers,
+                found.layers.len()
+            );
+        }
+        // SAFETY: the caller says so.
+        let first = unsafe { read_struct(filled.layers, "memory.layers")? };
+        for (id, layer) in found.layers.iter().enumerate() {
+            // SAFETY: within the caller's list, whose structs have the size of the first.
+            unsafe {
+                filled.layers.byte_add(id * first.struct_size).write(etkv_layer_memory {
+                    struct_size: first.struct_size,
+                    k_allocated: layer.k.allocated,
+                    k_used: layer.k.used,
+                    v_allocated: layer.v.allocated,
+                    v_used: layer.v.used,
+                });
+            }
+        }
+    }
+    filled.allocated = found.allocated;
+    filled.used = found.used;
+    filled.at_capacity = found.at_capacity;
+    // SAFETY: the caller says so.
+    unsafe { memory.write(filled) };
+    Ok(())
+}

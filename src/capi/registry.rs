@@ -1,0 +1,107 @@
+//! Where caches are found by key, and which kinds there are.
+
+use std::ffi::{c_char, c_void, CString};
+
+use super::boundary::{boundary, out, text};
+use super::cache::etkv_cache;
+use super::error::etkv_error;
+use super::handle;
+use crate::error::{fail, Result};
+use crate::registry::{BuilderRegistry, CacheRegistry, Entry};
+
+/// Makes a cache known under a key.
+///
+/// # Safety
+/// Pointers are NULL or as the header says.
+#[no_mangle]
+pub unsafe extern "C" fn etkv_registry_install(
+    key: *const c_char,
+    backend_id: *const c_char,
+    cache: *const etkv_cache,
+    error: *mut *mut etkv_error,
+) -> i32 {
+    // SAFETY: the caller says so.
+    unsafe {
+        boundary(error, || {
+            let key = text(key, "key")?;
+            if key.is_empty() {
+                fail!(InvalidArgument, "key is empty, which programs take for none");
+            }
+            let backend_id = text(backend_id, "backend_id")?.to_owned();
+            let cache = handle::look_up(cache, "cache")?.cache.clone();
+            CacheRegistry::global().install(key, Entry { backend_id, cache })
+        })
+    }
+}
+
+/// Makes a handle on the cache under a key.
+///
+/// # Safety
+/// Pointers are NULL or as the header says.
+#[no_mangle]
+pub unsafe extern "C" fn etkv_registry_get(
+    key: *const c_char,
+    cache: *mut *mut etkv_cache,
+    error: *mut *mut etkv_error,
+) -> i32 {
+    // SAFETY: the caller says so.
+    unsafe {
+        boundary(error, || {
+            let target = out(cache, "cache")?;
+            let entry = CacheRegistry::global().get(text(key, "key")?)?;
+            target.write(handle::give(etkv_cache { cache: entry.cache }));
+            Ok(())
+        })
+    }
+}
+
+/// Forgets a key.
+///
+/// # Safety
+/// Pointers are NULL or as the header says.
+#[no_mangle]
+pub unsafe extern "C" fn etkv_registry_erase(
+    key: *const c_char,
+    error: *mut *mut etkv_error,
+) -> i32 {
+    // SAFETY: the caller says so.
+    unsafe {
+        boundary(error, || {
+            let key = text(key, "key")?;
+            match CacheRegistry::global().erase(key) {
+                Some(_) => Ok(()),
+                None => fail!(NoCache, "no cache is known by the key `{key}`"),
+            }
+        })
+    }
+}
+
+/// Calls `visit` for each kind that caches can be made of.
+///
+/// # Safety
+/// Pointers are NULL or as the header says.
+#[no_mangle]
+pub unsafe extern "C" fn etkv_kinds(
+    visit: Option<extern "C" fn(*mut c_void, *const c_char, *const c_char)>,
+    context: *mut c_void,
+    error: *mut *mut etkv_error,
+) -> i32 {
+    // SAFETY: the caller says so.
+    unsafe {
+        boundary(error, || {
+            let Some(visit) = visit else {
+                fail!(InvalidArgument, "visit is NULL");
+            };
+            let as_c = |name: String| CString::new(name).unwrap_or_default();
+            let kinds: Vec<(CString, CString)> = BuilderRegistry::global()
+                .kinds()
+                .into_iter()
+                .map(|(backend_id, kind)| (as_c(backend_id), as_c(kind)))
+                .collect();
+            for (backend_id, kind) in &kinds {
+                visit(context, backend_id.as_ptr(), kind.as_ptr());
+            }
+            Result::Ok(())
+        })
+    }
+}

@@ -1,0 +1,331 @@
+//! `etkv_seq_cache`: the face of a cache that many sequences share.
+
+use super::boundary::{boundary, fill, free, list, out};
+use super::cache::etkv_cache;
+use super::error::etkv_error;
+use super::handle::{self, Object};
+use crate::cache::SeqCache;
+use crate::error::{fail, Result};
+use crate::shared::SharedCache;
+
+/// A handle on a cache of several sequences.
+#[allow(non_camel_case_types)]
+pub struct etkv_seq_cache {
+    cache: SharedCache,
+}
+
+impl Object for etkv_seq_cache {
+    const NAME: &'static str = "etkv_seq_cache";
+}
+
+impl etkv_seq_cache {
+    /// A handle on this cache, if it can do what the handle is for.
+    pub(super) fn give(cache: SharedCache) -> Result<*mut Self> {
+        with_sequences(&cache, |_| Ok(()))?;
+        Ok(handle::give(Self { cache }))
+    }
+}
+
+/// Positions from `begin` up to, and without, `end`; see the header.
+#[allow(non_camel_case_types)]
+#[repr(C)]
+#[derive(Clone, Copy)]
+pub struct etkv_range {
+    begin: i32,
+    end: i32,
+}
+
+fn with_sequences<T>(
+    cache: &SharedCache,
+    work: impl FnOnce(&mut dyn SeqCache) -> Result<T>,
+) -> Result<T> {
+    let mut cache = cache.lock()?;
+    match cache.sequences() {
+        Some(sequences) => work(sequences),
+        None => fail!(
+            Kind,
+            "a cache of kind `{}` holds one sequence and has no others; kinds `seq` and `tree` do",
+            cache.kind()
+        ),
+    }
+}
+
+/// Makes a handle for sequences on the same cache.
+///
+/// # Safety
+/// Pointers are NULL or as the header says.
+#[no_mangle]
+pub unsafe extern "C" fn etkv_cache_as_seq(
+    cache: *const etkv_cache,
+    sequences: *mut *mut etkv_seq_cache,
+    error: *mut *mut etkv_error,
+) -> i32 {
+    // SAFETY: the caller says so.
+    unsafe {
+        boundary(error, || {
+            let target = out(sequences, "sequences")?;
+            let cache = handle::look_up(cache, "cache")?;
+            target.write(etkv_seq_cache::give(cache.cache.clone())?);
+            Ok(())
+        })
+    }
+}
+
+/// Gives back a handle.
+#[no_mangle]
+pub extern "C" fn etkv_seq_cache_free(cache: *mut etkv_seq_cache) {
+    free(cache);
+}
+
+/// Says which sequence each token of the next step belongs to.
+///
+/// # Safety
+/// Pointers are NULL or as the header says.
+#[no_mangle]
+pub unsafe extern "C" fn etkv_seq_cache_begin_step(
+    cache: *mut etkv_seq_cache,
+    sequences: *const i32,
+    n_tokens: usize,
+    error: *mut *mut etkv_error,
+) -> i32 {
+    // SAFETY: the caller says so.
+    unsafe {
+        change(cache, error, |cache| cache.begin_step(list(sequences, n_tokens, "sequences")?))
+    }
+}
+
+/// Says which sequences each token of the next step belongs to.
+///
+/// # Safety
+/// Pointers are NULL or as the header says.
+#[no_mangle]
+pub unsafe extern "C" fn etkv_seq_cache_begin_step_shared(
+    cache: *mut etkv_seq_cache,
+    sequences: *const i32,
+    n_sequences: usize,
+    counts: *const i32,
+    n_tokens: usize,
+    error: *mut *mut etkv_error,
+) -> i32 {
+    // SAFETY: the caller says so.
+    unsafe {
+        change(cache, error, |cache| {
+            let all = list(sequences, n_sequences, "sequences")?;
+            let counts = list(counts, n_tokens, "counts")?;
+            cache.begin_step_shared(&split(all, counts)?)
+        })
+    }
+}
+
+/// The members of each token, from the list of all of them.
+fn split<'a>(mut all: &'a [i32], counts: &[i32]) -> Result<Vec<&'a [i32]>> {
+    let n_sequences = all.len();
+    let mut tokens = Vec::with_capacity(counts.len());
+    for (token, &count) in counts.iter().enumerate() {
+        let split = usize::try_from(count).ok().and_then(|count| all.split_at_checked(count));
+        let Some((members, rest)) = split else {
+            fail!(
+                InvalidArgument,
+                "token {token} has a count of {count}, of {n_sequences} sequences {} are left",
+                all.len()
+            );
+        };
+        tokens.push(members);
+        all = rest;
+    }
+    if !all.is_empty() {
+        fail!(
+            InvalidArgument,
+            "the counts of {} tokens leave {} of {n_sequences} sequences over",
+            counts.len(),
+            all.len()
+        );
+    }
+    Ok(tokens)
+}
+
+/// Lets a sequence have positions of another.
+///
+/// # Safety
+/// Pointers are NULL or as the header says.
+#[no_mangle]
+pub unsafe extern "C" fn etkv_seq_cache_cp(
+    cache: *mut etkv_seq_cache,
+    source: i32,
+    target: i32,
+    begin: i32,
+    end: i32,
+    error: *mut *mut etkv_error,
+) -> i32 {
+    // SAFETY: the caller says so.
+    unsafe { change(cache, error, |cache| cache.seq_cp(source, target, begin..end)) }
+}
+
+/// Takes positions from a sequence.
+///
+/// # Safety
+/// Pointers are NULL or as the header says.
+#[no_mangle]
+pub unsafe extern "C" fn etkv_seq_cache_rm(
+    cache: *mut etkv_seq_cache,
+    sequence: i32,
+    begin: i32,
+    end: i32,
+    error: *mut *mut etkv_error,
+) -> i32 {
+    // SAFETY: the caller says so.
+    unsafe { change(cache, error, |cache| cache.seq_rm(sequence, begin..end)) }
+}
+
+/// Removes every sequence but one.
+///
+/// # Safety
+/// Pointers are NULL or as the header says.
+#[no_mangle]
+pub unsafe extern "C" fn etkv_seq_cache_keep(
+    cache: *mut etkv_seq_cache,
+    sequence: i32,
+    error: *mut *mut etkv_error,
+) -> i32 {
+    // SAFETY: the caller says so.
+    unsafe { change(cache, error, |cache| cache.seq_keep(sequence)) }
+}
+
+/// Makes each sequence one run of cells.
+///
+/// # Safety
+/// Pointers are NULL or as the header says.
+#[no_mangle]
+pub unsafe extern "C" fn etkv_seq_cache_compact(
+    cache: *mut etkv_seq_cache,
+    error: *mut *mut etkv_error,
+) -> i32 {
+    // SAFETY: the caller says so.
+    unsafe { change(cache, error, |cache| cache.compact()) }
+}
+
+/// Stores the positions that a sequence holds.
+///
+/// # Safety
+/// Pointers are NULL or as the header says.
+#[no_mangle]
+pub unsafe extern "C" fn etkv_seq_cache_len(
+    cache: *const etkv_seq_cache,
+    sequence: i32,
+    length: *mut i32,
+    error: *mut *mut etkv_error,
+) -> i32 {
+    // SAFETY: the caller says so.
+    unsafe { read(cache, length, "length", error, |cache| cache.seq_len(sequence)) }
+}
+
+/// Stores the position of a sequence's next token.
+///
+/// # Safety
+/// Pointers are NULL or as the header says.
+#[no_mangle]
+pub unsafe extern "C" fn etkv_seq_cache_next(
+    cache: *const etkv_seq_cache,
+    sequence: i32,
+    position: *mut i32,
+    error: *mut *mut etkv_error,
+) -> i32 {
+    // SAFETY: the caller says so.
+    unsafe { read(cache, position, "position", error, |cache| cache.seq_next(sequence)) }
+}
+
+/// Stores the least length, apart from 0, that a sequence can be rewound to.
+///
+/// # Safety
+/// Pointers are NULL or as the header says.
+#[no_mangle]
+pub unsafe extern "C" fn etkv_seq_cache_rewindable_to(
+    cache: *const etkv_seq_cache,
+    sequence: i32,
+    length: *mut i32,
+    error: *mut *mut etkv_error,
+) -> i32 {
+    // SAFETY: the caller says so.
+    unsafe { read(cache, length, "length", error, |cache| cache.seq_rewindable_to(sequence)) }
+}
+
+/// Stores the positions that a sequence holds, as ranges in order.
+///
+/// # Safety
+/// Pointers are NULL or as the header says.
+#[no_mangle]
+pub unsafe extern "C" fn etkv_seq_cache_positions(
+    cache: *const etkv_seq_cache,
+    sequence: i32,
+    ranges: *mut etkv_range,
+    room: usize,
+    n: *mut usize,
+    error: *mut *mut etkv_error,
+) -> i32 {
+    // SAFETY: the caller says so.
+    unsafe {
+        change(cache, error, |cache| {
+            let found = cache.seq_positions(sequence)?;
+            let found: Vec<etkv_range> = found
+                .iter()
+                .map(|range| etkv_range { begin: range.start, end: range.end })
+                .collect();
+            fill(&found, ranges, room, n, "ranges")
+        })
+    }
+}
+
+/// Stores the sequences that hold positions or carry trees, in order.
+///
+/// # Safety
+/// Pointers are NULL or as the header says.
+#[no_mangle]
+pub unsafe extern "C" fn etkv_seq_cache_sequences(
+    cache: *const etkv_seq_cache,
+    sequences: *mut i32,
+    room: usize,
+    n: *mut usize,
+    error: *mut *mut etkv_error,
+) -> i32 {
+    // SAFETY: the caller says so.
+    unsafe {
+        change(cache, error, |cache| fill(&cache.live_sequences(), sequences, room, n, "sequences"))
+    }
+}
+
+/// # Safety
+/// Pointers are NULL or as the header says.
+unsafe fn read<T>(
+    cache: *const etkv_seq_cache,
+    value: *mut T,
+    name: &str,
+    error: *mut *mut etkv_error,
+    ask: impl FnOnce(&dyn SeqCache) -> Result<T>,
+) -> i32 {
+    // SAFETY: the caller says so.
+    unsafe {
+        boundary(error, || {
+            let value = out(value, name)?;
+            let cache = handle::look_up(cache, "cache")?;
+            value.write(with_sequences(&cache.cache, |cache| ask(cache))?);
+            Ok(())
+        })
+    }
+}
+
+/// # Safety
+/// `error` is NULL or as the header says.
+unsafe fn change(
+    cache: *const etkv_seq_cache,
+    error: *mut *mut etkv_error,
+    act: impl FnOnce(&mut dyn SeqCache) -> Result<()>,
+) -> i32 {
+    // SAFETY: the caller says so.
+    unsafe {
+        boundary(error, || {
+            let cache = handle::look_up(cache, "cache")?;
+            // Rows may move: MLX first, then the cache, as a step takes them.
+            crate::mlx::run(|| with_sequences(&cache.cache, act))
+        })
+    }
+}

@@ -1,0 +1,258 @@
+// What a program tells of its caches: versioned metadata, what ExecuTorch's
+// exporter writes, and what is neither.
+
+#include <map>
+
+#include "fixture.hpp"
+
+namespace etkv::tests {
+namespace {
+
+using ::executorch::extension::TensorPtr;
+using Value = std::optional<EValue>;
+
+/// Constant methods that a test makes up.
+struct Facts {
+  std::map<std::string, EValue> values;
+  std::vector<TensorPtr> tensors;
+
+  Facts& set(const std::string& name, int64_t value) {
+    values.insert_or_assign(name, EValue(value));
+    return *this;
+  }
+  template <typename T>
+  Facts& set(const std::string& name, std::vector<T> list) {
+    tensors.push_back(
+        ::executorch::extension::make_tensor_ptr(std::move(list)));
+    values.insert_or_assign(name, EValue(*tensors.back()));
+    return *this;
+  }
+  Result<ModelCacheParams> read() const {
+    return read_kv_cache_metadata(
+        [this](const std::string& name) -> Result<Value> {
+          CHECK(!name.empty());
+          const auto found = values.find(name);
+          return found == values.end() ? Value() : Value(found->second);
+        });
+  }
+};
+
+Facts versioned() {
+  Facts facts;
+  facts.set("kv_cache.schema_version", 1)
+      .set("kv_cache.n_layers", 2)
+      .set("kv_cache.n_kv_heads", 8)
+      .set("kv_cache.head_dim", 64);
+  return facts;
+}
+
+Facts exporters() {
+  Facts facts;
+  facts.set("get_n_caches", 2)
+      .set("get_kv_heads", std::vector<int32_t>{4, 2})
+      .set("get_head_dims", std::vector<int32_t>{64, 128})
+      .set("get_windows", std::vector<int32_t>{0, 512})
+      .set("get_prefill_chunk_size", 256)
+      .set("get_max_ctx_len", 4096);
+  return facts;
+}
+
+void of_our_version() {
+  const auto uniform = must(versioned().read());
+  CHECK_INT(uniform.layers.size(), 2);
+  for (const auto& layer : uniform.layers) {
+    CHECK_INT(layer.n_kv_heads, 8);
+    CHECK_INT(layer.k_head_dim, 64);
+    CHECK_INT(layer.v_head_dim, 64);
+    CHECK_INT(layer.window, 0);
+    CHECK_INT(layer.sinks, 0);
+  }
+  CHECK_INT(uniform.prefill_chunk_size, 0);
+  CHECK_INT(uniform.max_context_length, 0);
+
+  // Layer by layer, in either integer; and it goes before what others write.
+  auto facts = exporters();
+  for (const auto& [name, value] : versioned().values) {
+    facts.values.insert_or_assign(name, value);
+  }
+  facts.set("kv_cache.n_kv_heads", std::vector<int64_t>{8, 4})
+      .set("kv_cache.v_head_dim", std::vector<int32_t>{32, 48})
+      .set("kv_cache.window", std::vector<int32_t>{0, 1024})
+      .set("kv_cache.sinks", std::vector<int64_t>{0, 4});
+  const auto params = must(facts.read());
+  CHECK_INT(params.layers[0].n_kv_heads, 8);
+  CHECK_INT(params.layers[1].n_kv_heads, 4);
+  CHECK_INT(params.layers[1].k_head_dim, 64);
+  CHECK_INT(params.layers[0].v_head_dim, 32);
+  CHECK_INT(params.layers[1].v_head_dim, 48);
+  CHECK_INT(params.layers[0].window, 0);
+  CHECK_INT(params.layers[1].window, 1024);
+  CHECK_INT(params.layers[1].sinks, 4);
+  CHECK_INT(params.prefill_chunk_size, 256);
+  CHECK_INT(params.max_context_length, 4096);
+
+  // As a config: the facts, and the caller's choice.
+  const auto config = make_config(params, 100, "affine8g32", 16);
+  CHECK_INT(config.layers.size(), 2);
+  CHECK_INT(config.capacity, 100);
+  CHECK_INT(config.max_step, 256);
+  CHECK_INT(config.min_chunk, 16);
+  CHECK(config.k_format == "affine8g32" && config.v_format == "affine8g32");
+  // Values of 48 elements are no whole groups of 32.
+  CHECK_REFUSED(
+      make_decode_session(kMLXBackend, config),
+      ETKV_ERROR_INVALID_ARGUMENT,
+      "layer 1: values");
+}
+
+void of_another_version() {
+  for (const int64_t version : {0, 2, 1000}) {
+    // Refused also where the exporter's are there: they may mean another thing.
+    auto facts = exporters();
+    facts.set("kv_cache.schema_version", version);
+    CHECK_REFUSED(
+        facts.read(), ETKV_ERROR_PROGRAM, std::to_string(version).c_str());
+    CHECK_REFUSED(facts.read(), ETKV_ERROR_PROGRAM, "reads version 1");
+  }
+  auto facts = versioned();
+  facts.set("kv_cache.schema_version", -1);
+  CHECK_REFUSED(facts.read(), ETKV_ERROR_PROGRAM, "kv_cache.schema_version");
+  facts.set("kv_cache.schema_version", std::vector<int32_t>{1});
+  CHECK_REFUSED(facts.read(), ETKV_ERROR_PROGRAM, "kv_cache.schema_version");
+}
+
+void of_executorchs_exporter() {
+  const auto params = must(exporters().read());
+  CHECK_INT(params.layers.size(), 2);
+  CHECK_INT(params.layers[0].n_kv_heads, 4);
+  CHECK_INT(params.layers[1].k_head_dim, 128);
+  CHECK_INT(params.layers[1].v_head_dim, 128);
+  CHECK_INT(params.layers[0].window, 0);
+  CHECK_INT(params.layers[1].window, 512);
+  CHECK_INT(params.prefill_chunk_size, 256);
+  CHECK_INT(params.max_context_length, 4096);
+
+  // Of its other exporters, the context has other names.
+  auto facts = exporters();
+  facts.values.erase("get_max_ctx_len");
+  facts.set("get_max_seq_len", 128);
+  CHECK_INT(must(facts.read()).max_context_length, 128);
+  facts.set("get_max_context_len", 2048);
+  CHECK_INT(must(facts.read()).max_context_length, 2048);
+}
+
+void what_is_missing_or_wrong() {
+  CHECK_REFUSED(Facts().read(), ETKV_ERROR_PROGRAM, "get_n_caches");
+  for (const char* name :
+       {"get_n_caches", "get_kv_heads", "get_head_dims", "get_windows"}) {
+    auto facts = exporters();
+    facts.values.erase(name);
+    CHECK_REFUSED(facts.read(), ETKV_ERROR_PROGRAM, name);
+  }
+  for (const char* name :
+       {"kv_cache.n_layers", "kv_cache.n_kv_heads", "kv_cache.head_dim"}) {
+    auto facts = versioned();
+    facts.values.erase(name);
+    CHECK_REFUSED(facts.read(), ETKV_ERROR_PROGRAM, name);
+    facts.set(name, -3);
+    CHECK_REFUSED(facts.read(), ETKV_ERROR_PROGRAM, name);
+    facts.set(name, int64_t{1} << 40);
+    CHECK_REFUSED(facts.read(), ETKV_ERROR_PROGRAM, name);
+    facts.values.insert_or_assign(name, EValue(1.5));
+    CHECK_REFUSED(facts.read(), ETKV_ERROR_PROGRAM, name);
+    facts.set(name, std::vector<int32_t>{1, 2, 3});
+    CHECK_REFUSED(facts.read(), ETKV_ERROR_PROGRAM, name);
+    facts.set(name, std::vector<float>{1, 2});
+    CHECK_REFUSED(facts.read(), ETKV_ERROR_PROGRAM, name);
+  }
+  auto facts = versioned();
+  facts.set("kv_cache.n_layers", 0);
+  CHECK_REFUSED(facts.read(), ETKV_ERROR_PROGRAM, "is 0, it is 1 to");
+  facts.set("kv_cache.n_layers", INT32_MAX);
+  CHECK_REFUSED(facts.read(), ETKV_ERROR_PROGRAM, "2147483647");
+  facts = versioned();
+  facts.set("kv_cache.window", std::vector<int64_t>{0, -5});
+  CHECK_REFUSED(facts.read(), ETKV_ERROR_PROGRAM, "has -5");
+  facts = exporters();
+  facts.set("get_prefill_chunk_size", -1);
+  CHECK_REFUSED(facts.read(), ETKV_ERROR_PROGRAM, "get_prefill_chunk_size");
+
+  // A host's own error is passed on.
+  CHECK_REFUSED(
+      read_kv_cache_metadata([](const std::string&) -> Result<Value> {
+        return Error(ETKV_ERROR_UNSUPPORTED, "no constants here");
+      }),
+      ETKV_ERROR_UNSUPPORTED,
+      "no constants here");
+}
+
+/// By the method alone, and what its inputs tell.
+void of_a_method() {
+  Model model("llama-f32");
+  REQUIRE(model.module().load() == executorch::runtime::Error::Ok);
+  const auto meta = model.module().method_meta("forward");
+  REQUIRE(meta.ok());
+  const ConstantMethods constants =
+      [](const std::string& name) -> Result<Value> {
+    static auto facts = versioned();
+    const auto found = facts.values.find(name);
+    return found == facts.values.end() ? Value() : Value(found->second);
+  };
+  const auto params = must(read_kv_cache_metadata(*meta, constants));
+  CHECK_INT(params.layers.size(), 2);
+  CHECK_INT(params.prefill_chunk_size, kMostTokens);
+  CHECK_REFUSED(
+      read_kv_cache_metadata(*meta, constants, "NobodysBackend"),
+      ETKV_ERROR_PROGRAM,
+      "does not run on NobodysBackend");
+}
+
+/// What a session will hold is known before it is made.
+void estimates() {
+  Model model("llama-f32");
+  auto config = make_config(model.params(), 48, "", 4);
+  config.k_format = "row-int4";
+  config.v_format = "mxfp8";
+  // Values of 16 elements are no whole groups of 32.
+  CHECK_REFUSED(
+      estimate(config, 1), ETKV_ERROR_INVALID_ARGUMENT, "layer 0: values");
+  config.v_format = "nvfp4";
+  config.quantize_after = 10;
+  config.layers[1].window = 4;
+  config.max_step = 8;
+  On<Cache> on([&](CacheConfig& own) { own = config; });
+  const Ids ids = text(40);
+  for (int32_t length = 0; length < 40; length += 5) {
+    const Memory wanted = must(estimate(config, length));
+    const Memory found = on->memory();
+    CHECK(wanted == found);
+    CHECK_INT(found.layers.size(), 2);
+    for (size_t i = 0; i < found.layers.size(); ++i) {
+      CHECK_INT(found.layers[i].k_allocated, wanted.layers[i].k_allocated);
+      CHECK_INT(found.layers[i].k_used, wanted.layers[i].k_used);
+      CHECK_INT(found.layers[i].v_allocated, wanted.layers[i].v_allocated);
+      CHECK_INT(found.layers[i].v_used, wanted.layers[i].v_used);
+    }
+    CHECK(on->formats().k == (length < 10 ? "f16" : "row-int4"));
+    CHECK(on->formats().v == (length < 10 ? "f16" : "nvfp4"));
+    on.model.at(length, slice(ids, static_cast<size_t>(length), 5));
+  }
+  CHECK_REFUSED(
+      estimate(config, 49), ETKV_ERROR_INVALID_ARGUMENT, "length is 49");
+}
+
+} // namespace
+} // namespace etkv::tests
+
+int main() {
+  using namespace etkv::tests;
+  etkv::examples::quiet_executorch();
+  of_our_version();
+  of_another_version();
+  of_executorchs_exporter();
+  what_is_missing_or_wrong();
+  of_a_method();
+  estimates();
+  CHECK_INT(etkv_live_handles(), 0);
+  return check_report();
+}

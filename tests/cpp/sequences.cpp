@@ -1,0 +1,408 @@
+// Many sequences in one program's steps: what each of them computes is what it
+// computes alone, on a contiguous cache of its own.
+
+#include "tap.hpp"
+
+namespace etkv::tests {
+namespace {
+
+using Change = std::function<void(CacheConfig&)>;
+
+/// The tokens of one step.
+struct Batch {
+  Ids ids;
+  Ids positions;
+  std::vector<int32_t> sequences;
+
+  void add(int64_t id, int64_t position, int32_t sequence) {
+    ids.push_back(id);
+    positions.push_back(position);
+    sequences.push_back(sequence);
+  }
+};
+
+Rows step(On<SeqCache>& on, const Batch& batch) {
+  must(on->begin_step(batch.sequences));
+  return must(on.model.step(batch.ids, batch.positions));
+}
+
+/// Layers of full history and with windows, in formats that keep every bit of
+/// what they are given and in those that do not.
+std::vector<Change> configs() {
+  return {
+      [](CacheConfig&) {},
+      [](CacheConfig& config) { config.layers[1].window = 6; },
+      [](CacheConfig& config) {
+        for (auto& layer : config.layers) {
+          layer.window = 5;
+          layer.sinks = 2;
+        }
+        config.max_step = 8;
+      },
+      [](CacheConfig& config) {
+        config.k_format = "f16";
+        config.v_format = "row-int4";
+        config.growth = Growth::step;
+        config.min_chunk = 7;
+      },
+      [](CacheConfig& config) {
+        config.growth = Growth::upfront;
+        config.min_chunk = 0;
+      },
+  };
+}
+
+void batches(const Change& change) {
+  constexpr int32_t kSequences = 3;
+  std::vector<Ids> texts;
+  std::vector<Rows> wanted;
+  for (uint32_t i = 0; i < kSequences; ++i) {
+    texts.push_back(text(16, i + 1));
+    wanted.push_back(alone(texts.back(), change));
+  }
+  On<SeqCache> on(change);
+  // Prompts of 2, 3 and 4 tokens, mixed token by token.
+  std::vector<int64_t> done(kSequences, 0);
+  const auto add = [&](Batch& batch, int32_t s) {
+    batch.add(texts[s][done[s]], done[s], s);
+    ++done[s];
+  };
+  const auto check = [&](const Batch& batch, const Rows& rows) {
+    for (size_t i = 0; i < batch.ids.size(); ++i) {
+      CHECK(close(
+          rows.row(static_cast<int64_t>(i)),
+          wanted[batch.sequences[i]].row(batch.positions[i])));
+    }
+  };
+  Batch prompt;
+  for (int64_t t = 0; t < 4; ++t) {
+    for (int32_t s = 0; s < kSequences; ++s) {
+      if (t < s + 2) {
+        add(prompt, s);
+      }
+    }
+  }
+  // At most 8 tokens of a sequence in a step, and more of all together.
+  check(prompt, step(on, prompt));
+  CHECK_INT(on->length(), 9);
+  for (int32_t s = 0; s < kSequences; ++s) {
+    CHECK_INT(must(on->seq_len(s)), s + 2);
+    CHECK_INT(must(on->seq_next(s)), s + 2);
+  }
+  CHECK(must(on->sequences()) == std::vector<int32_t>({0, 1, 2}));
+  // Then a token of each, and at last two of one and one of another.
+  while (done[2] < 12) {
+    Batch batch;
+    for (int32_t s = kSequences; s-- > 0;) {
+      add(batch, s);
+    }
+    check(batch, step(on, batch));
+  }
+  Batch uneven;
+  add(uneven, 1);
+  add(uneven, 0);
+  add(uneven, 1);
+  check(uneven, step(on, uneven));
+}
+
+/// A trunk that branches share, and the branch that wins.
+void forks(const Change& change) {
+  const Ids trunk = text(10);
+  On<SeqCache> on(change);
+  for (size_t i = 0; i < trunk.size(); i += 5) {
+    on.model.at(static_cast<int64_t>(i), slice(trunk, i, 5));
+  }
+  const uint64_t used = on->memory().used;
+  for (int32_t branch = 1; branch <= 3; ++branch) {
+    must(on->seq_cp(0, branch));
+    CHECK_INT(must(on->seq_len(branch)), 10);
+  }
+  // No bytes and no positions of their own.
+  CHECK_INT(on->length(), 10);
+  CHECK(change != nullptr || on->memory().used == used);
+
+  std::vector<Ids> branches;
+  for (uint32_t branch = 1; branch <= 3; ++branch) {
+    Ids ids = trunk;
+    const Ids own = text(6, branch + 10);
+    ids.insert(ids.end(), own.begin(), own.end());
+    branches.push_back(std::move(ids));
+  }
+  for (size_t at = 10; at < 16; ++at) {
+    Batch batch;
+    for (int32_t branch = 1; branch <= 3; ++branch) {
+      batch.add(branches[branch - 1][at], static_cast<int64_t>(at), branch);
+    }
+    const Rows rows = step(on, batch);
+    for (int64_t branch = 0; branch < 3; ++branch) {
+      const Rows wanted = alone(branches[branch], change);
+      CHECK(close(rows.row(branch), wanted.row(static_cast<int64_t>(at))));
+    }
+  }
+  CHECK_INT(on->length(), 10 + 3 * 6);
+  must(on->seq_keep(2));
+  CHECK(must(on->sequences()) == std::vector<int32_t>({2}));
+  CHECK_INT(on->length(), 16);
+  must(on->compact());
+
+  // The only sequence there is: nothing has to be said of the next step.
+  Ids winner = branches[1];
+  const Ids more = text(4, 99);
+  winner.insert(winner.end(), more.begin(), more.end());
+  const Rows rows = on.model.at(16, more);
+  const Rows wanted = alone(winner, change);
+  for (int64_t i = 0; i < 4; ++i) {
+    CHECK(close(rows.row(i), wanted.row(16 + i)));
+  }
+}
+
+/// A prompt joins while others decode.
+void admission() {
+  const Ids old = text(12, 1);
+  const Ids fresh = text(9, 2);
+  const Rows wanted_old = alone(old);
+  const Rows wanted_fresh = alone(fresh);
+  On<SeqCache> on;
+  Batch first;
+  for (int64_t i = 0; i < 8; ++i) {
+    first.add(old[i], i, 7);
+  }
+  step(on, first);
+  Batch mixed;
+  mixed.add(old[8], 8, 7);
+  for (int64_t i = 0; i < 5; ++i) {
+    mixed.add(fresh[i], i, 200);
+  }
+  const Rows rows = step(on, mixed);
+  CHECK(close(rows.row(0), wanted_old.row(8)));
+  for (int64_t i = 0; i < 5; ++i) {
+    CHECK(close(rows.row(1 + i), wanted_fresh.row(i)));
+  }
+  // The old one leaves; its cells are taken again.
+  must(on->seq_rm(7));
+  CHECK_INT(on->length(), 5);
+  const Rows rest = on.model.at(5, slice(fresh, 5, 4));
+  for (int64_t i = 0; i < 4; ++i) {
+    CHECK(close(rest.row(i), wanted_fresh.row(5 + i)));
+  }
+}
+
+bool is(const std::vector<Range>& found, std::initializer_list<Range> wanted) {
+  return found.size() == wanted.size() &&
+         std::equal(
+             found.begin(),
+             found.end(),
+             wanted.begin(),
+             [](const Range& a, const Range& b) {
+               return a.begin == b.begin && a.end == b.end;
+             });
+}
+
+void removal() {
+  const Ids ids = text(20);
+  On<SeqCache> on;
+  on.model.at(0, slice(ids, 0, 12));
+  // Backtracking: the last answer once more, with other words.
+  must(on->seq_rm(0, 8));
+  CHECK_INT(must(on->seq_next(0)), 8);
+  Ids other = slice(ids, 0, 8);
+  const Ids more = text(5, 7);
+  other.insert(other.end(), more.begin(), more.end());
+  const Rows rows = on.model.at(8, more);
+  const Rows wanted = alone(other);
+  for (int64_t i = 0; i < 5; ++i) {
+    CHECK(close(rows.row(i), wanted.row(8 + i)));
+  }
+  // From the middle and from the front: what is left keeps its positions.
+  must(on->seq_rm(0, 4, 6));
+  CHECK(is(must(on->seq_positions(0)), {{0, 4}, {6, 13}}));
+  must(on->seq_rm(0, 0, 2));
+  CHECK(is(must(on->seq_positions(0)), {{2, 4}, {6, 13}}));
+  CHECK_INT(must(on->seq_len(0)), 9);
+  CHECK_INT(must(on->seq_next(0)), 13);
+  CHECK_INT(on->length(), 9);
+  const Rows before = on.model.at(13, {ids[13]});
+  must(on->seq_rm(0, 13));
+  must(on->compact());
+  CHECK(close(on.model.at(13, {ids[13]}), before));
+  must(on->rewind(7));
+  CHECK(is(must(on->seq_positions(0)), {{2, 4}, {6, 7}}));
+  must(on->clear());
+  CHECK(is(must(on->seq_positions(0)), {}));
+  CHECK(must(on->sequences()).empty());
+
+  // What windows have dropped is not gone back to.
+  On<SeqCache> windowed([](CacheConfig& config) {
+    config.layers[0].window = 4;
+    config.max_step = 4;
+  });
+  for (int64_t i = 0; i < 40; i += 4) {
+    windowed.model.at(i, slice(ids, static_cast<size_t>(i) % 16, 4));
+  }
+  const int32_t least = must(windowed->seq_rewindable_to(0));
+  CHECK_INT(must(windowed->rewindable_to()), least);
+  CHECK(least > 0 && least < 40);
+  CHECK_REFUSED(
+      windowed->seq_rm(0, least - 1),
+      ETKV_ERROR_POSITION,
+      std::to_string(least).c_str());
+  CHECK_INT(must(windowed->seq_next(0)), 40);
+  must(windowed->seq_rm(0, least));
+  CHECK_INT(must(windowed->seq_next(0)), least);
+  must(windowed->seq_rm(0));
+}
+
+/// Tokens that belong to two sequences at once lie in one cell.
+void shared_tokens() {
+  const Ids trunk = text(6);
+  On<SeqCache> on;
+  must(on->begin_step_shared(
+      std::vector<std::vector<int32_t>>(trunk.size(), {4, 9})));
+  const Rows rows = must(on.model.step(trunk, run(0, 6)));
+  CHECK(close(rows, alone(trunk)));
+  CHECK_INT(on->length(), 6);
+  CHECK_INT(must(on->seq_len(4)), 6);
+  CHECK_INT(must(on->seq_len(9)), 6);
+
+  Batch apart;
+  apart.add(11, 6, 9);
+  apart.add(12, 6, 4);
+  const Rows two = step(on, apart);
+  Ids nine = trunk;
+  nine.push_back(11);
+  Ids four = trunk;
+  four.push_back(12);
+  CHECK(close(two.row(0), alone(nine).row(6)));
+  CHECK(close(two.row(1), alone(four).row(6)));
+  // Taken from one, they are the other's still.
+  must(on->seq_rm(9));
+  CHECK_INT(on->length(), 7);
+  CHECK_INT(must(on->seq_len(4)), 7);
+}
+
+/// What is refused has not been, and what was said of the step still holds.
+void refusals() {
+  const Ids ids = text(12);
+  On<SeqCache> on([](CacheConfig& config) { config.capacity = 12; });
+  Batch first;
+  for (int64_t i = 0; i < 4; ++i) {
+    first.add(ids[i], i, static_cast<int32_t>(i % 2));
+    first.positions.back() = i / 2;
+  }
+  step(on, first);
+  const Seen before(on.session.cache());
+
+  // Several sequences, and nothing says which.
+  CHECK_REFUSED(
+      on.model.step({1}, {2}), ETKV_ERROR_INVALID_ARGUMENT, "2 sequences");
+  CHECK_REFUSED(on->rewind(1), ETKV_ERROR_INVALID_ARGUMENT, "2 sequences");
+  CHECK_REFUSED(
+      on->rewindable_to(), ETKV_ERROR_INVALID_ARGUMENT, "2 sequences");
+  must(on->begin_step({0, 1}));
+  CHECK_REFUSED(
+      on.model.step({1}, {2}), ETKV_ERROR_INVALID_ARGUMENT, "named for 2");
+  CHECK_REFUSED(
+      on.model.step({1, 2}, {2, 3}), ETKV_ERROR_POSITION, "position 3");
+  CHECK(Seen(on.session.cache()) == before);
+  // Still said.
+  must(on.model.step({1, 2}, {2, 2}));
+  CHECK_INT(on->length(), 6);
+
+  must(on->begin_step(std::vector<int32_t>(7, 1)));
+  CHECK_REFUSED(
+      on.model.step(slice(ids, 0, 7), run(3, 7)),
+      ETKV_ERROR_CAPACITY,
+      "6 of 12 cells");
+  // A sequence that has cells of its own there takes no others.
+  CHECK_REFUSED(on->seq_cp(0, 1), ETKV_ERROR_POSITION, "sequence 1");
+  CHECK_INT(on->length(), 6);
+}
+
+/// The face is found out when the session is made.
+void faces() {
+  Model model("llama-f32");
+  const auto config = make_config(model.params(), 64);
+  const auto refused =
+      CacheSession<SeqCache>::make(kMLXBackend, Cache::kKind, config);
+  CHECK_REFUSED(refused, ETKV_ERROR_KIND, "`contiguous`");
+  const auto no_trees =
+      CacheSession<TreeCache>::make(kMLXBackend, SeqCache::kKind, config);
+  CHECK_REFUSED(no_trees, ETKV_ERROR_KIND, "`seq`");
+
+  auto made = must(make_seq_session_and_options(kMLXBackend, config));
+  auto& [session, options] = made;
+  must(load_method(model.module(), "forward", options));
+  model.at(0, text(3));
+  CHECK_INT(must(session->seq_len(0)), 3);
+  CHECK(session->kind() == "seq");
+  // The same cache by its key, with less of a face and with as much.
+  auto plain = must(CacheRegistry::get(session.key()));
+  CHECK_INT(plain.length(), 3);
+  auto again = must(CacheRegistry::get<SeqCache>(session.key()));
+  must(again.seq_rm(0, 2));
+  CHECK_INT(session->length(), 2);
+  CHECK_REFUSED(
+      CacheRegistry::get<TreeCache>(session.key()), ETKV_ERROR_KIND, "`seq`");
+
+  auto moved = std::move(session);
+  CHECK_INT(must(moved->seq_len(0)), 2);
+  CHECK_REFUSED(
+      session->seq_len(0), // NOLINT: on purpose
+      ETKV_ERROR_INVALID_ARGUMENT,
+      "cache is NULL");
+  const auto found = kinds();
+  CHECK_INT(found.size(), 3);
+  for (const auto& kind : found) {
+    CHECK(kind.backend_id == kMLXBackend);
+    auto cache = must(make_cache<Cache>(kind.backend_id, kind.name, config));
+    CHECK(cache.kind() == kind.name);
+  }
+}
+
+/// A step of several sequences that fails when its rows are written has not been.
+void undone_steps() {
+  const Ids ids = text(12);
+  Tapped tapped(64, nullptr, SeqCache::kKind);
+  auto cache = must(CacheRegistry::get<SeqCache>(tapped.key()));
+  must(cache.begin_step({0, 0, 0, 1, 1}));
+  must(tapped.step(slice(ids, 0, 5), {0, 1, 2, 0, 1}, nullptr));
+  must(cache.seq_cp(0, 2));
+  const Seen before(tapped.cache());
+  must(cache.begin_step({2, 1, 0}));
+  const auto no_output = [](std::vector<EValue*>& arguments) {
+    static EValue nothing(int64_t{1});
+    arguments[2] = &nothing;
+  };
+  CHECK_REFUSED(
+      tapped.step({7, 8, 9}, {3, 2, 3}, no_output),
+      ETKV_ERROR_SHAPE,
+      "no tensor");
+  CHECK_INT(cache.length(), before.length);
+  CHECK_INT(must(cache.seq_len(2)), 3);
+  const Rows rows = must(tapped.step({7, 8, 9}, {3, 2, 3}, nullptr));
+  CHECK(close(rows.row(0), alone({ids[0], ids[1], ids[2], 7}).row(3)));
+  CHECK(close(rows.row(1), alone({ids[3], ids[4], 8}).row(2)));
+  CHECK(close(rows.row(2), alone({ids[0], ids[1], ids[2], 9}).row(3)));
+}
+
+} // namespace
+} // namespace etkv::tests
+
+int main() {
+  using namespace etkv::tests;
+  etkv::examples::quiet_executorch();
+  Tap::open();
+  for (const auto& change : configs()) {
+    batches(change);
+    forks(change);
+  }
+  forks(nullptr);
+  admission();
+  removal();
+  shared_tokens();
+  refusals();
+  faces();
+  undone_steps();
+  CHECK_INT(etkv_live_handles(), 0);
+  return check_report();
+}

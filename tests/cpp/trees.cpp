@@ -1,0 +1,326 @@
+// Trees of candidates in a program's steps: what a node computes is what its
+// chain computes alone, and what is accepted is as if it had been decoded.
+
+#include "tap.hpp"
+
+namespace etkv::tests {
+namespace {
+
+using Parents = std::vector<int32_t>;
+
+/// How far behind the sequence each node lies.
+std::vector<int64_t> depths(const Parents& parents) {
+  std::vector<int64_t> found;
+  for (const int32_t parent : parents) {
+    found.push_back(parent < 0 ? 0 : found[parent] + 1);
+  }
+  return found;
+}
+
+Ids positions(int64_t base, const Parents& parents, size_t first, size_t n) {
+  Ids found;
+  const auto all = depths(parents);
+  for (size_t node = first; node < first + n; ++node) {
+    found.push_back(base + all[node]);
+  }
+  return found;
+}
+
+/// A text, a node and all that it follows.
+Ids chain(
+    const Ids& prefix,
+    const Parents& parents,
+    const Ids& ids,
+    int32_t node) {
+  Ids up;
+  for (; node >= 0; node = parents[node]) {
+    up.push_back(ids[node]);
+  }
+  Ids all = prefix;
+  all.insert(all.end(), up.rbegin(), up.rend());
+  return all;
+}
+
+using Change = std::function<void(CacheConfig&)>;
+
+std::vector<Change> configs() {
+  return {
+      nullptr,
+      [](CacheConfig& config) {
+        config.layers[0].window = 5;
+        config.max_step = 16;
+      },
+      [](CacheConfig& config) {
+        config.k_format = "row-int4";
+        config.v_format = "f16";
+      },
+      [](CacheConfig& config) {
+        config.layers[1].window = 4;
+        config.layers[1].sinks = 1;
+        config.max_step = 16;
+        config.growth = Growth::exact;
+        config.min_chunk = 0;
+      },
+  };
+}
+
+/// Verified whole: all nodes in one step.
+void whole(const Change& change) {
+  const Ids prompt = text(9);
+  const Parents parents = {-1, 0, 0, 1, -1, 4, 3};
+  const Ids nodes = text(7, 5);
+  On<TreeCache> on(change);
+  on.model.at(0, prompt);
+  must(on->propose(parents));
+  CHECK_INT(must(on->tree_len()), 7);
+  CHECK_INT(on->length(), 9);
+  const Rows rows = must(on.model.step(nodes, positions(9, parents, 0, 7)));
+  for (int32_t node = 0; node < 7; ++node) {
+    const Ids ids = chain(prompt, parents, nodes, node);
+    CHECK(close(rows.row(node), alone(ids, change).last()));
+  }
+  // Candidates take cells; they are no part of the sequence yet.
+  CHECK_INT(must(on->seq_len(0)), 9);
+  CHECK(!on->can_extend(64 - 9));
+
+  must(on->commit({0, 1, 3}));
+  CHECK_INT(must(on->tree_len()), 0);
+  CHECK_INT(on->length(), 12);
+  CHECK_INT(must(on->seq_next(0)), 12);
+  Ids all = chain(prompt, parents, nodes, 3);
+  const Ids more = text(4, 8);
+  all.insert(all.end(), more.begin(), more.end());
+  const Rows after = on.model.at(12, more);
+  const Rows wanted = alone(all, change);
+  for (int64_t i = 0; i < 4; ++i) {
+    CHECK(close(after.row(i), wanted.row(12 + i)));
+  }
+}
+
+/// Drafted level by level: a step for each.
+void levels(const Change& change) {
+  const Ids prompt = text(7);
+  const Parents parents = {-1, -1, 0, 1, 1, 3, 2};
+  const Ids nodes = text(7, 6);
+  const size_t ends[] = {2, 5, 7};
+  On<TreeCache> on(change);
+  on.model.at(0, prompt);
+  size_t first = 0;
+  for (const size_t end : ends) {
+    const size_t n = end - first;
+    must(on->propose(parents.data() + first, n));
+    const Rows rows = must(
+        on.model.step(slice(nodes, first, n), positions(7, parents, first, n)));
+    for (size_t i = 0; i < n; ++i) {
+      const Ids ids =
+          chain(prompt, parents, nodes, static_cast<int32_t>(first + i));
+      CHECK(
+          close(rows.row(static_cast<int64_t>(i)), alone(ids, change).last()));
+    }
+    first = end;
+  }
+  must(on->commit({1, 3, 5}));
+  Ids all = chain(prompt, parents, nodes, 5);
+  all.push_back(17);
+  CHECK(close(on.model.at(10, {17}), alone(all, change).last()));
+}
+
+/// Nothing is accepted: the sequence is as it was.
+void rejected() {
+  const Ids prompt = text(7);
+  On<TreeCache> on;
+  on.model.at(0, prompt);
+  must(on->propose({-1, 0, 1}));
+  must(on.model.step({1, 2, 3}, {7, 8, 9}));
+  must(on->commit({}));
+  CHECK_INT(on->length(), 7);
+  Ids all = prompt;
+  all.push_back(5);
+  CHECK(close(on.model.at(7, {5}), alone(all).last()));
+  // Forgotten before it was run, too.
+  must(on->propose({-1, 0, 1}));
+  must(on->commit({}));
+  on.model.at(8, {6});
+  CHECK_INT(on->length(), 9);
+}
+
+/// Trees behind several sequences, verified in one step.
+void several() {
+  const Ids a = text(6, 1);
+  const Ids b = text(4, 2);
+  On<TreeCache> on;
+  must(on->begin_step({3, 3, 3, 3, 3, 3}));
+  must(on.model.step(a, run(0, 6)));
+  must(on->begin_step({8, 8, 8, 8}));
+  must(on.model.step(b, run(0, 4)));
+  const Parents one = {-1, 0, 0};
+  const Parents two = {-1, -1};
+  must(on->propose(two, 8));
+  must(on->propose(one, 3));
+  // Without a word, in the order of their sequences.
+  const Ids nodes = {10, 11, 12, 20, 21};
+  const Rows rows = must(on.model.step(nodes, {6, 7, 7, 4, 4}));
+  for (int32_t node = 0; node < 3; ++node) {
+    CHECK(
+        close(rows.row(node), alone(chain(a, one, {10, 11, 12}, node)).last()));
+  }
+  for (int32_t node = 0; node < 2; ++node) {
+    CHECK(
+        close(rows.row(3 + node), alone(chain(b, two, {20, 21}, node)).last()));
+  }
+  must(on->commit({0, 2}, 3));
+  CHECK_INT(must(on->seq_len(3)), 8);
+  must(on->commit({1}, 8));
+  CHECK_INT(must(on->seq_len(8)), 5);
+  CHECK_INT(on->length(), 13);
+}
+
+/// Speculative decoding gives the ids of plain decoding, whatever the draft.
+void speculative(const Change& change) {
+  constexpr size_t kIds = 30;
+  const Ids prompt = text(6, 3);
+  Ids wanted;
+  {
+    On<Cache> plain(change);
+    Rows rows = plain.model.at(0, prompt);
+    while (wanted.size() < kIds) {
+      wanted.push_back(rows.best());
+      rows = plain.model.at(
+          static_cast<int64_t>(5 + wanted.size()), {wanted.back()});
+    }
+  }
+  On<TreeCache> on(change);
+  int64_t root = on.model.at(0, prompt).best();
+  Ids ids = {root};
+  uint32_t seed = 1;
+  size_t steps = 0;
+  while (ids.size() < kIds) {
+    ++steps;
+    const auto base = static_cast<int64_t>(on->length());
+    // The root, then a draft that is sometimes right: two chains, one of them
+    // with what comes, as far as chance lets it.
+    Parents parents = {-1};
+    Ids nodes = {root};
+    const size_t at = ids.size();
+    for (size_t depth = 0; depth < 3; ++depth) {
+      seed = seed * 1664525U + 1013904223U;
+      const bool right = seed >> 31 == 0 && at + depth < wanted.size();
+      parents.push_back(depth == 0 ? 0 : static_cast<int32_t>(2 * depth - 1));
+      nodes.push_back(right ? wanted[at + depth] : int64_t{7});
+      parents.push_back(depth == 0 ? 0 : static_cast<int32_t>(2 * depth));
+      nodes.push_back(static_cast<int64_t>(seed % kVocabulary));
+    }
+    must(on->propose(parents));
+    const Rows rows =
+        must(on.model.step(nodes, positions(base, parents, 0, parents.size())));
+    std::vector<int32_t> accepted = {0};
+    for (;;) {
+      root = rows.row(accepted.back()).best();
+      ids.push_back(root);
+      int32_t next = -1;
+      for (size_t node = 1; node < nodes.size(); ++node) {
+        if (parents[node] == accepted.back() && nodes[node] == root) {
+          next = static_cast<int32_t>(node);
+          break;
+        }
+      }
+      if (next < 0) {
+        break;
+      }
+      accepted.push_back(next);
+    }
+    must(on->commit(accepted));
+  }
+  ids.resize(kIds);
+  CHECK(ids == wanted);
+  // Some of the draft was taken.
+  CHECK(steps < kIds - 5);
+}
+
+/// Where nothing is proposed it is a cache as any other, to the bit.
+void without_trees() {
+  const Ids ids = text(14);
+  On<Cache> plain;
+  On<TreeCache> on;
+  CHECK(
+      on.model.at(0, slice(ids, 0, 6)) == plain.model.at(0, slice(ids, 0, 6)));
+  for (int64_t i = 6; i < 14; ++i) {
+    CHECK(on.model.at(i, {ids[i]}) == plain.model.at(i, {ids[i]}));
+  }
+  must(on->rewind(9));
+  must(plain->rewind(9));
+  CHECK(on.model.at(9, {5}) == plain.model.at(9, {5}));
+}
+
+void refusals() {
+  const Ids prompt = text(6);
+  On<TreeCache> on([](CacheConfig& config) { config.capacity = 10; });
+  on.model.at(0, prompt);
+  must(on->propose({-1, 0, 0}));
+  const Seen before(on.session.cache());
+  CHECK_REFUSED(
+      on.model.step({1, 2}, {6, 7}), ETKV_ERROR_INVALID_ARGUMENT, "3");
+  CHECK_REFUSED(
+      on.model.step({1, 2, 3}, {6, 7, 8}), ETKV_ERROR_POSITION, "position 8");
+  CHECK_REFUSED(on->propose({-1}), ETKV_ERROR_STEP, "still to be run");
+  CHECK_REFUSED(on->seq_rm(0, 4), ETKV_ERROR_STEP, "tree");
+  CHECK_REFUSED(
+      on->commit({0}), ETKV_ERROR_INVALID_ARGUMENT, "0 written nodes");
+  CHECK(Seen(on.session.cache()) == before);
+  must(on.model.step({1, 2, 3}, {6, 7, 7}));
+  CHECK_REFUSED(
+      on->propose({2, 3}), ETKV_ERROR_CAPACITY, "1 of 10 cells are free");
+  CHECK_REFUSED(
+      on->commit({0, 1, 2}), ETKV_ERROR_INVALID_ARGUMENT, "parent is 0");
+  CHECK_REFUSED(on->commit({1}), ETKV_ERROR_INVALID_ARGUMENT, "node 1");
+  CHECK_INT(must(on->tree_len()), 3);
+  must(on->commit({0, 2}));
+  CHECK_INT(on->length(), 8);
+}
+
+/// A step of candidates that fails when its rows are written can be made again.
+void undone_steps() {
+  const Ids prompt = text(6);
+  const Parents parents = {-1, 0, 0};
+  Tapped tapped(64, nullptr, TreeCache::kKind);
+  auto cache = must(CacheRegistry::get<TreeCache>(tapped.key()));
+  tapped.at(0, prompt);
+  must(cache.propose(parents));
+  const auto no_output = [](std::vector<EValue*>& arguments) {
+    static EValue nothing(int64_t{1});
+    arguments[2] = &nothing;
+  };
+  CHECK_REFUSED(
+      tapped.step({1, 2, 3}, {6, 7, 7}, no_output),
+      ETKV_ERROR_SHAPE,
+      "no tensor");
+  CHECK_INT(must(cache.tree_len()), 3);
+  CHECK_REFUSED(
+      cache.commit({0}), ETKV_ERROR_INVALID_ARGUMENT, "0 written nodes");
+  const Rows rows = must(tapped.step({1, 2, 3}, {6, 7, 7}, nullptr));
+  for (int32_t node = 0; node < 3; ++node) {
+    CHECK(close(
+        rows.row(node), alone(chain(prompt, parents, {1, 2, 3}, node)).last()));
+  }
+}
+
+} // namespace
+} // namespace etkv::tests
+
+int main() {
+  using namespace etkv::tests;
+  etkv::examples::quiet_executorch();
+  Tap::open();
+  for (const auto& change : configs()) {
+    whole(change);
+    levels(change);
+    speculative(change);
+  }
+  rejected();
+  several();
+  without_trees();
+  refusals();
+  undone_steps();
+  CHECK_INT(etkv_live_handles(), 0);
+  return check_report();
+}

@@ -1,0 +1,288 @@
+//! The C interface where etkv itself fails: a panic inside, in every call.
+//!
+//! A kind that panics is registered as any other from outside the crate is, and
+//! driven through the functions that C calls.
+
+use std::ffi::{c_char, c_int, c_void, CStr, CString};
+use std::panic::{set_hook, take_hook};
+use std::ptr::{null, null_mut};
+use std::sync::atomic::{AtomicBool, Ordering};
+
+use etkv::{
+    AttendCache, AttendSpec, BuilderRegistry, Cache, CacheConfig, CellsCache, KvFormat, Memory,
+    Result, SeqCache, SharedCache, TreeCache, MLX_BACKEND,
+};
+use mlx_rs::Array;
+
+/// What C sees: handles are opaque.
+type Handle = *mut c_void;
+
+#[repr(C)]
+struct Layer {
+    struct_size: usize,
+    fields: [i32; 6],
+}
+
+#[repr(C)]
+struct Config {
+    struct_size: usize,
+    layers: *const Layer,
+    n_layers: usize,
+    formats: [*const c_char; 3],
+    fields: [i32; 6],
+}
+
+extern "C" {
+    fn etkv_session_new(
+        backend_id: *const c_char,
+        kind: *const c_char,
+        config: *const Config,
+        session: *mut Handle,
+        error: *mut Handle,
+    ) -> c_int;
+    fn etkv_session_cache(session: Handle, cache: *mut Handle, error: *mut Handle) -> c_int;
+    fn etkv_session_seq(session: Handle, cache: *mut Handle, error: *mut Handle) -> c_int;
+    fn etkv_session_tree(session: Handle, cache: *mut Handle, error: *mut Handle) -> c_int;
+    fn etkv_session_key(session: Handle) -> *const c_char;
+    fn etkv_session_free(session: Handle);
+    fn etkv_cache_length(cache: Handle, length: *mut i32, error: *mut Handle) -> c_int;
+    fn etkv_cache_rewind(cache: Handle, length: i32, error: *mut Handle) -> c_int;
+    fn etkv_cache_clear(cache: Handle, release: bool, error: *mut Handle) -> c_int;
+    fn etkv_cache_free(cache: Handle);
+    fn etkv_seq_cache_rm(c: Handle, seq: i32, begin: i32, end: i32, error: *mut Handle) -> c_int;
+    fn etkv_seq_cache_free(cache: Handle);
+    fn etkv_tree_cache_len(cache: Handle, seq: i32, n: *mut usize, error: *mut Handle) -> c_int;
+    fn etkv_tree_cache_free(cache: Handle);
+    fn etkv_registry_get(key: *const c_char, cache: *mut Handle, error: *mut Handle) -> c_int;
+    fn etkv_error_message(error: Handle) -> *const c_char;
+    fn etkv_error_free(error: Handle);
+    fn etkv_live_handles() -> usize;
+}
+
+const INTERNAL: c_int = 12;
+
+/// Panics in the verbs of whichever face is asked for.
+struct Breaking {
+    inner: CellsCache,
+    armed: &'static AtomicBool,
+}
+
+impl Breaking {
+    fn trip(&self, what: &str) {
+        assert!(!self.armed.load(Ordering::Relaxed), "tripped in {what}");
+    }
+}
+
+impl Cache for Breaking {
+    fn kind(&self) -> &str {
+        "breaking"
+    }
+    fn config(&self) -> &CacheConfig {
+        self.inner.config()
+    }
+    fn capacity(&self) -> i32 {
+        self.inner.capacity()
+    }
+    fn length(&self) -> i32 {
+        self.trip("length");
+        self.inner.length()
+    }
+    fn can_extend(&self, n: i32) -> bool {
+        self.inner.can_extend(n)
+    }
+    fn clear(&mut self, release: bool) -> Result<()> {
+        self.inner.clear(release)
+    }
+    fn rewind(&mut self, length: i32) -> Result<()> {
+        self.trip("rewind");
+        self.inner.rewind(length)
+    }
+    fn rewindable_to(&self) -> Result<i32> {
+        self.inner.rewindable_to()
+    }
+    fn memory(&self) -> Memory {
+        self.inner.memory()
+    }
+    fn formats(&self) -> [KvFormat; 2] {
+        self.inner.formats()
+    }
+    fn convert(&mut self, k_format: KvFormat, v_format: KvFormat) -> Result<()> {
+        self.inner.convert(k_format, v_format)
+    }
+    fn sequences(&mut self) -> Option<&mut dyn SeqCache> {
+        self.trip("sequences");
+        self.inner.sequences()
+    }
+    fn trees(&mut self) -> Option<&mut dyn TreeCache> {
+        self.trip("trees");
+        self.inner.trees()
+    }
+}
+
+impl AttendCache for Breaking {
+    fn begin(&mut self, positions: &[i32]) -> Result<()> {
+        self.inner.begin(positions)
+    }
+    fn update_and_fetch(&mut self, layer: usize, k: &Array, v: &Array) -> Result<AttendSpec> {
+        self.inner.update_and_fetch(layer, k, v)
+    }
+    fn buffers(&self) -> Vec<&Array> {
+        self.inner.buffers()
+    }
+    fn commit(&mut self) -> Result<()> {
+        self.inner.commit()
+    }
+    fn abort(&mut self) {
+        self.inner.abort();
+    }
+}
+
+/// All handles on one cache of the kind.
+struct Handles {
+    session: Handle,
+    cache: Handle,
+    sequences: Handle,
+    trees: Handle,
+}
+
+fn try_session(kind: &CStr) -> (c_int, Handle, Handle) {
+    let layer = Layer { struct_size: size_of::<Layer>(), fields: [1, 4, 4, 0, 0, 0] };
+    let config = Config {
+        struct_size: size_of::<Config>(),
+        layers: &layer,
+        n_layers: 1,
+        formats: [null(); 3],
+        fields: [16, 0, 0, 0, 0, 0],
+    };
+    let backend = CString::new(MLX_BACKEND).unwrap();
+    let (mut session, mut error) = (null_mut(), null_mut());
+    // SAFETY: structs and strings are as the header has them.
+    let status = unsafe {
+        etkv_session_new(backend.as_ptr(), kind.as_ptr(), &config, &mut session, &mut error)
+    };
+    (status, session, error)
+}
+
+impl Handles {
+    fn new(kind: &CStr) -> Self {
+        let (status, session, _) = try_session(kind);
+        assert_eq!(status, 0);
+        let mut all = Self { session, cache: null_mut(), sequences: null_mut(), trees: null_mut() };
+        // SAFETY: the handles are live, the places are there.
+        unsafe {
+            assert_eq!(etkv_session_cache(session, &mut all.cache, null_mut()), 0);
+            assert_eq!(etkv_session_seq(session, &mut all.sequences, null_mut()), 0);
+            assert_eq!(etkv_session_tree(session, &mut all.trees, null_mut()), 0);
+        }
+        all
+    }
+}
+
+impl Drop for Handles {
+    fn drop(&mut self) {
+        // SAFETY: each is freed once.
+        unsafe {
+            etkv_tree_cache_free(self.trees);
+            etkv_seq_cache_free(self.sequences);
+            etkv_cache_free(self.cache);
+            etkv_session_free(self.session);
+        }
+    }
+}
+
+/// The message of an error, which is freed.
+fn take(error: Handle) -> String {
+    // SAFETY: the error is live, and its message as long as it is.
+    unsafe {
+        let message = CStr::from_ptr(etkv_error_message(error)).to_str().unwrap().to_owned();
+        etkv_error_free(error);
+        message
+    }
+}
+
+fn tripped(call: impl FnOnce(*mut Handle) -> c_int, words: &str) {
+    let mut error = null_mut();
+    assert_eq!(call(&mut error), INTERNAL, "{words}");
+    let message = take(error);
+    assert!(message.contains(words), "{message}");
+}
+
+/// Everything but freeing is refused, on every face.
+fn broken(all: &Handles) {
+    let words = "it can only be freed";
+    let (mut number, mut size, mut handle) = (7i32, 7usize, null_mut());
+    // SAFETY: the handles are live, the places are there.
+    unsafe {
+        tripped(|error| etkv_cache_length(all.cache, &mut number, error), words);
+        tripped(|error| etkv_cache_rewind(all.cache, 0, error), words);
+        tripped(|error| etkv_cache_clear(all.cache, true, error), words);
+        tripped(|error| etkv_seq_cache_rm(all.sequences, 0, 0, i32::MAX, error), words);
+        tripped(|error| etkv_tree_cache_len(all.trees, 0, &mut size, error), words);
+        tripped(|error| etkv_session_seq(all.session, &mut handle, error), words);
+        tripped(|error| etkv_session_tree(all.session, &mut handle, error), words);
+        assert!(handle.is_null());
+        // Who finds it by its key meets the same.
+        let key = etkv_session_key(all.session);
+        assert_eq!(etkv_registry_get(key, &mut handle, null_mut()), 0);
+        tripped(|error| etkv_cache_length(handle, &mut number, error), words);
+        etkv_cache_free(handle);
+    }
+    assert_eq!((number, size), (7, 7));
+}
+
+// One test, since the handles of the process are counted.
+#[test]
+fn a_panic_inside_breaks_the_cache_and_nothing_else() {
+    static ARMED: AtomicBool = AtomicBool::new(false);
+    let registry = BuilderRegistry::global();
+    registry.register(MLX_BACKEND, "breaking", |config| {
+        Ok(SharedCache::new(Breaking { inner: CellsCache::with_trees(config)?, armed: &ARMED }))
+    });
+    registry.register(MLX_BACKEND, "unmakable", |_| panic!("tripped in the builder"));
+    // The panics are meant; their messages are checked instead.
+    let usual = take_hook();
+    set_hook(Box::new(move |panic| {
+        if !panic.to_string().contains("tripped in") {
+            usual(panic);
+        }
+    }));
+
+    let (status, session, error) = try_session(c"unmakable");
+    assert!(session.is_null());
+    tripped(
+        |place| {
+            // SAFETY: the place is there.
+            unsafe { *place = error };
+            status
+        },
+        "a defect in etkv: tripped in the builder",
+    );
+
+    let other = Handles::new(c"breaking");
+    type Call = fn(&Handles, *mut Handle) -> c_int;
+    // SAFETY: the handles are live, the places are there.
+    let calls: [(&str, Call); 5] = unsafe {
+        [
+            ("length", |all, error| etkv_cache_length(all.cache, &mut 7, error)),
+            ("rewind", |all, error| etkv_cache_rewind(all.cache, 0, error)),
+            ("sequences", |all, error| etkv_seq_cache_rm(all.sequences, 0, 0, 1, error)),
+            ("sequences", |all, error| etkv_session_seq(all.session, &mut null_mut(), error)),
+            ("trees", |all, error| etkv_tree_cache_len(all.trees, 0, &mut 7, error)),
+        ]
+    };
+    for (what, call) in calls {
+        let all = Handles::new(c"breaking");
+        ARMED.store(true, Ordering::Relaxed);
+        tripped(|error| call(&all, error), &format!("a defect in etkv: tripped in {what}"));
+        ARMED.store(false, Ordering::Relaxed);
+        broken(&all);
+    }
+
+    let mut length = 7;
+    // SAFETY: the handle is live, the place is there.
+    assert_eq!(unsafe { etkv_cache_length(other.cache, &mut length, null_mut()) }, 0);
+    assert_eq!(length, 0);
+    drop(other);
+    // SAFETY: it takes nothing.
+    assert_eq!(unsafe { etkv_live_handles() }, 0);
+}
