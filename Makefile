@@ -11,7 +11,7 @@ export PATH := $(CURDIR)/$(BIN):$(HOME)/.cargo/bin:$(PATH)
 export HF_HUB_OFFLINE := 1
 
 .DEFAULT_GOAL := help
-.PHONY: help setup build demo model test test-rust test-cpp test-python test-long lint format bench bench-caches clean
+.PHONY: help setup build demo model test test-rust test-cpp test-package test-sanitize test-python test-long lint format bench bench-caches clean
 
 help: ## Show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -32,7 +32,7 @@ setup: .venv/.ready ## Install the pinned Python packages into .venv/
 	@$(BIN)/python -m pip install --disable-pip-version-check --no-deps --no-build-isolation --quiet -e .
 	@touch $@
 
-build: .venv/.ready ## Build libetkv, the runners and the test tools
+build: .venv/.ready ## Build the libraries, the runners and the test tools
 	@test -f build/cmake/build.ninja || cmake -S . -B build/cmake -G Ninja -DETKV_PYTHON=$(ETKV_PYTHON)
 	@cmake --build build/cmake
 
@@ -50,7 +50,7 @@ demo: model build ## Ask the exported model a question
 # One profile for all but the bookkeeping: MLX's bindings are compiled once.
 CARGO_FLAGS := --release --locked
 
-test: lint test-rust test-cpp test-python ## Run every check and test
+test: lint test-rust test-cpp test-package test-python ## Run every check and test
 
 lint: .venv/.ready ## Check formats, lints and docs
 	cargo fmt --all --check
@@ -68,6 +68,15 @@ test-rust: .venv/.ready ## Run Rust's tests; the bookkeeping also without MLX
 
 test-cpp: build ## Run the tests of the C and C++ faces
 	ctest --test-dir build/cmake --output-on-failure
+
+test-package: build ## Build and run what others build on etkv: installed, within, by the docs
+	python tests/package/run.py build/cmake
+
+test-sanitize: .venv/.ready ## Run the tests of the C and C++ faces with address and undefined-behaviour checks
+	@test -f build/sanitize/build.ninja || \
+	  cmake -S . -B build/sanitize -G Ninja -DETKV_PYTHON=$(ETKV_PYTHON) -DETKV_SANITIZE=ON
+	@cmake --build build/sanitize
+	ctest --test-dir build/sanitize --output-on-failure
 
 test-python: build model ## Run the exporter's tests, and models against transformers
 	python -m pytest
@@ -89,4 +98,4 @@ test-long: .venv/.ready ## Millions of generated operations against the oracles
 	ETKV_RUNS=4000 cargo test --release --locked -p etkv-tests --test caches
 
 clean: ## Remove what was built; .venv/ and exported models stay
-	rm -rf build/cargo build/cmake build/bin build/lib
+	rm -rf build/cargo build/cmake build/sanitize build/bin build/lib

@@ -60,8 +60,11 @@ mod delegate {
     pub fn bridge() {
         println!("cargo:rerun-if-changed=src/bridge.rs");
         println!("cargo:rerun-if-changed=cpp/bridge_types.hpp");
+        println!("cargo:rerun-if-changed=cpp/interpreter.hpp");
+        println!("cargo:rerun-if-changed=include/etkv/etkv.h");
         cxx_build::bridge("src/bridge.rs")
             .include(Path::new("."))
+            .include(Path::new("include"))
             .std("c++17")
             .compile("etkv_bridge");
     }

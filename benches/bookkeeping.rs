@@ -11,7 +11,7 @@ const CAPACITY: i32 = 131_072;
 fn contiguous(length: i32) -> ContiguousBookkeeping {
     let mut book = ContiguousBookkeeping::new(CAPACITY, [None]);
     let plan = book.plan(&(0..length).collect::<Vec<_>>()).expect("a first step");
-    book.commit(&plan);
+    book.commit(&plan).expect("a first step");
     book
 }
 

@@ -1,26 +1,38 @@
 # Cargo's libraries as CMake targets. Cargo decides what is out of date.
 
-find_program(ETKV_CARGO cargo HINTS $ENV{HOME}/.cargo/bin REQUIRED)
-cmake_path(SET ETKV_CARGO_TARGET NORMALIZE ${CMAKE_BINARY_DIR}/../cargo)
+find_program(ETKV_CARGO cargo HINTS $ENV{HOME}/.cargo/bin)
+if(NOT ETKV_CARGO)
+  message(FATAL_ERROR "etkv needs Rust, and no cargo is in PATH: install it from https://rustup.rs, or set ETKV_CARGO")
+endif()
 
-# etkv_rust_library(TARGET PACKAGE package LIBRARY libname.a|.so)
+# etkv_rust_library(TARGET PACKAGE package LIBRARY libname.a|.so [FEATURES name...])
+# FEATURES stand for the package's default ones.
 function(etkv_rust_library target)
-  cmake_parse_arguments(PARSE_ARGV 1 arg "" "PACKAGE;LIBRARY" "")
-  set(library ${ETKV_CARGO_TARGET}/release/${arg_LIBRARY})
+  cmake_parse_arguments(PARSE_ARGV 1 arg "" "PACKAGE;LIBRARY" "FEATURES")
+  set(library ${ETKV_CARGO_TARGET_DIR}/release/${arg_LIBRARY})
+  set(features "")
+  if(arg_FEATURES)
+    list(JOIN arg_FEATURES "," features)
+    set(features --no-default-features --features ${features})
+  endif()
+  # Cargo builds again what was built in another environment, so it is given
+  # what was given here and no more.
+  set(environment ETKV_PYTHON=${ETKV_PYTHON})
+  if(ETKV_MLX_DIR)
+    list(APPEND environment ETKV_MLX_DIR=${ETKV_MLX_DIR})
+  endif()
   add_custom_target(
     ${target}_build
     COMMAND
-      ${CMAKE_COMMAND} -E env ETKV_PYTHON=${ETKV_PYTHON} ${ETKV_CARGO} build
-      --release --locked --package ${arg_PACKAGE} --target-dir ${ETKV_CARGO_TARGET}
+      ${CMAKE_COMMAND} -E env ${environment} ${ETKV_CARGO} build --release
+      --locked --package ${arg_PACKAGE} ${features}
+      --target-dir ${ETKV_CARGO_TARGET_DIR}
     WORKING_DIRECTORY ${PROJECT_SOURCE_DIR}
     BYPRODUCTS ${library}
     USES_TERMINAL
     COMMENT "Building ${arg_PACKAGE} with cargo")
   if(arg_LIBRARY MATCHES "\\.a$")
     add_library(${target} STATIC IMPORTED GLOBAL)
-    if(NOT APPLE)
-      target_link_libraries(${target} INTERFACE dl pthread m)
-    endif()
   else()
     add_library(${target} SHARED IMPORTED GLOBAL)
     set_property(TARGET ${target} PROPERTY IMPORTED_NO_SONAME ON)

@@ -1,10 +1,10 @@
-// MLXBackend of ExecuTorch, on the interpreter in Rust. This file knows
-// ExecuTorch and translates; what a program means is decided behind the bridge.
+// MLXBackend of ExecuTorch, on libetkv's interpreter. This file knows ExecuTorch
+// and translates; what a program means is decided behind interpreter.hpp.
 #include <cstring>
-#include <limits>
-#include <new>
+#include <memory>
 #include <optional>
 #include <string>
+#include <string_view>
 #include <utility>
 #include <vector>
 
@@ -14,9 +14,8 @@
 #include <executorch/runtime/core/exec_aten/util/tensor_util.h>
 #include <executorch/runtime/core/named_data_map.h>
 
-#include "cpp/bridge_types.hpp"
+#include "cpp/interpreter.hpp"
 #include "etkv/etkv.h"
-#include "etkv/src/bridge.rs.h"
 
 namespace etkv::executorch_backend {
 namespace {
@@ -34,6 +33,7 @@ using ::executorch::runtime::FreeableBuffer;
 using ::executorch::runtime::NamedDataMap;
 using ::executorch::runtime::Result;
 using ::executorch::runtime::Span;
+using interpreter::View;
 
 /// ExecuTorch's code for a status of etkv.h. The sentence goes to the log, and
 /// to whoever asks etkv_delegate_take_error.
@@ -63,33 +63,33 @@ Error to_executorch(etkv_status status) {
   }
 }
 
-Error fail(etkv_status status, rust::Str message) {
+Error fail(etkv_status status, std::string_view message) {
   ET_LOG(
       Error,
       "MLXBackend: %.*s",
       static_cast<int>(message.size()),
       message.data());
-  bridge::report(status, message);
+  etkv_private_interpreter_1().report(status, message);
   return to_executorch(status);
 }
 
-Error check(const bridge::Outcome& outcome) {
+Error check(const interpreter::Outcome& outcome) {
   return outcome.status == ETKV_OK ? Error::Ok
                                    : fail(outcome.status, outcome.message);
 }
 
 /// Constants from the program's file. Each is unmapped when the next is asked
 /// for: its bytes have been copied by then.
-class FileConstants final : public bridge::Constants {
+class FileConstants final : public interpreter::Constants {
  public:
   explicit FileConstants(const NamedDataMap* data) : data_(data) {}
 
-  bool find(rust::Str name) override {
+  bool find(std::string_view name) override {
     found_.reset();
     if (data_ == nullptr) {
       return false;
     }
-    auto buffer = data_->get_data(std::string_view(name.data(), name.size()));
+    auto buffer = data_->get_data(name);
     if (!buffer.ok()) {
       return false;
     }
@@ -97,7 +97,7 @@ class FileConstants final : public bridge::Constants {
     return true;
   }
 
-  rust::Slice<const std::uint8_t> bytes() const override {
+  View<std::uint8_t> bytes() const override {
     if (!found_ || found_->data() == nullptr) {
       return {};
     }
@@ -110,7 +110,7 @@ class FileConstants final : public bridge::Constants {
 };
 
 /// The delegate's arguments after its inputs.
-class ArgumentOutputs final : public bridge::Outputs {
+class ArgumentOutputs final : public interpreter::Outputs {
  public:
   explicit ArgumentOutputs(Span<EValue*> outputs) : outputs_(outputs) {}
 
@@ -121,10 +121,10 @@ class ArgumentOutputs final : public bridge::Outputs {
                : 0;
   }
 
-  rust::String write(
+  std::string write(
       std::size_t index,
-      rust::Slice<const std::int32_t> shape,
-      rust::Slice<const std::uint8_t> bytes) override {
+      View<std::int32_t> shape,
+      View<std::uint8_t> bytes) override {
     EValue& value = *outputs_[index];
     if (!value.isTensor()) {
       return "output " + std::to_string(index) + " is no tensor to the host";
@@ -132,16 +132,16 @@ class ArgumentOutputs final : public bridge::Outputs {
     Tensor& tensor = value.toTensor();
     static_assert(sizeof(SizesType) == sizeof(std::int32_t));
     const auto resized = ::executorch::runtime::resize_tensor(
-        tensor, ArrayRef<SizesType>(shape.data(), shape.size()));
-    if (resized != Error::Ok || tensor.nbytes() != bytes.size()) {
+        tensor, ArrayRef<SizesType>(shape.data, shape.size));
+    if (resized != Error::Ok || tensor.nbytes() != bytes.size) {
       return "output " + std::to_string(index) + " does not take " +
-             describe(shape) + ", " + std::to_string(bytes.size()) + " bytes";
+             describe(shape) + ", " + std::to_string(bytes.size) + " bytes";
     }
-    if (!bytes.empty()) {
+    if (bytes.size != 0) {
       if (tensor.mutable_data_ptr() == nullptr) {
         return "output " + std::to_string(index) + " has no memory";
       }
-      std::memcpy(tensor.mutable_data_ptr(), bytes.data(), bytes.size());
+      std::memcpy(tensor.mutable_data_ptr(), bytes.data, bytes.size);
     }
     return {};
   }
@@ -151,10 +151,10 @@ class ArgumentOutputs final : public bridge::Outputs {
   }
 
  private:
-  static std::string describe(rust::Slice<const std::int32_t> shape) {
+  static std::string describe(View<std::int32_t> shape) {
     std::string text = "shape [";
-    for (std::size_t i = 0; i < shape.size(); ++i) {
-      text += (i == 0 ? "" : ", ") + std::to_string(shape[i]);
+    for (std::size_t i = 0; i < shape.size; ++i) {
+      text += (i == 0 ? "" : ", ") + std::to_string(shape.data[i]);
     }
     return text + "]";
   }
@@ -162,8 +162,8 @@ class ArgumentOutputs final : public bridge::Outputs {
   Span<EValue*> outputs_;
 };
 
-/// Makes a bridge argument of one of the host's.
-Error read_argument(const EValue& value, bridge::Argument& argument) {
+/// Makes an argument for the interpreter of one of the host's.
+Error read_argument(const EValue& value, interpreter::Argument& argument) {
   if (value.isInt()) {
     argument.is_tensor = false;
     argument.integer = value.toInt();
@@ -183,19 +183,22 @@ Error read_argument(const EValue& value, bridge::Argument& argument) {
   }
   argument.is_tensor = true;
   argument.scalar_type = static_cast<std::int8_t>(tensor.scalar_type());
-  argument.shape.reserve(tensor.dim());
-  for (const auto size : tensor.sizes()) {
-    argument.shape.push_back(static_cast<std::int32_t>(size));
-  }
-  argument.data = static_cast<const std::uint8_t*>(tensor.const_data_ptr());
-  argument.n_bytes = tensor.nbytes();
+  static_assert(sizeof(SizesType) == sizeof(std::int32_t));
+  argument.shape = {tensor.sizes().data(), tensor.sizes().size()};
+  argument.bytes = {
+      static_cast<const std::uint8_t*>(tensor.const_data_ptr()),
+      tensor.nbytes()};
   return Error::Ok;
 }
 
 /// What ExecuTorch holds of us for one delegate.
-struct Handle {
-  rust::Box<bridge::Delegate> delegate = bridge::new_delegate();
-};
+DelegateHandle* to_handle(std::unique_ptr<interpreter::Program> program) {
+  return reinterpret_cast<DelegateHandle*>(program.release());
+}
+
+interpreter::Program* to_program(DelegateHandle* handle) {
+  return reinterpret_cast<interpreter::Program*>(handle);
+}
 
 /// Reads a backend option that is text; "" where it is not given.
 Result<std::string> option(const BackendInitContext& context, const char* key) {
@@ -226,7 +229,7 @@ class MLXBackend final : public ::executorch::runtime::BackendInterface {
     if (processed == nullptr || processed->data() == nullptr) {
       return fail(ETKV_ERROR_PROGRAM, "the delegate has no payload");
     }
-    auto handle = std::make_unique<Handle>();
+    auto program = etkv_private_interpreter_1().new_program();
     FileConstants constants(context.get_named_data_map());
     const auto cache_key = option(context, "cache_key");
     const auto logits = option(context, "logits");
@@ -234,7 +237,7 @@ class MLXBackend final : public ::executorch::runtime::BackendInterface {
       processed->Free();
       return Error::InvalidArgument;
     }
-    const auto outcome = handle->delegate->load(
+    const auto outcome = program->load(
         {static_cast<const std::uint8_t*>(processed->data()),
          processed->size()},
         constants,
@@ -244,16 +247,16 @@ class MLXBackend final : public ::executorch::runtime::BackendInterface {
     if (const Error error = check(outcome); error != Error::Ok) {
       return error;
     }
-    return reinterpret_cast<DelegateHandle*>(handle.release());
+    return to_handle(std::move(program));
   }
 
   Error execute(
       BackendExecutionContext&,
-      DelegateHandle* raw,
+      DelegateHandle* handle,
       Span<EValue*> args) const override {
-    bridge::Delegate& delegate = *reinterpret_cast<Handle*>(raw)->delegate;
-    const std::size_t n_inputs = delegate.n_inputs();
-    const std::size_t n_outputs = delegate.n_outputs();
+    interpreter::Program& program = *to_program(handle);
+    const std::size_t n_inputs = program.n_inputs();
+    const std::size_t n_outputs = program.n_outputs();
     if (args.size() != n_inputs + n_outputs) {
       return fail(
           ETKV_ERROR_INVALID_ARGUMENT,
@@ -261,7 +264,7 @@ class MLXBackend final : public ::executorch::runtime::BackendInterface {
               std::to_string(n_outputs) + " outputs, " +
               std::to_string(args.size()) + " arguments are given");
     }
-    std::vector<bridge::Argument> inputs(n_inputs);
+    std::vector<interpreter::Argument> inputs(n_inputs);
     for (std::size_t i = 0; i < n_inputs; ++i) {
       if (const Error error = read_argument(*args[i], inputs[i]);
           error != Error::Ok) {
@@ -269,11 +272,11 @@ class MLXBackend final : public ::executorch::runtime::BackendInterface {
       }
     }
     ArgumentOutputs outputs({args.data() + n_inputs, n_outputs});
-    return check(delegate.execute({inputs.data(), inputs.size()}, outputs));
+    return check(program.execute(inputs, outputs));
   }
 
-  void destroy(DelegateHandle* raw) const override {
-    delete reinterpret_cast<Handle*>(raw);
+  void destroy(DelegateHandle* handle) const override {
+    delete to_program(handle);
   }
 };
 

@@ -1,4 +1,5 @@
-//! The private bridge to the ExecuTorch backend in `cpp/`.
+//! The private bridge to `cpp/interpreter.cpp`, through which the ExecuTorch
+//! backend runs programs.
 //!
 //! Nothing throws across it, in either direction: every call tells how it went
 //! in an [`ffi::Outcome`].
@@ -18,11 +19,11 @@ mod ffi {
     }
 
     /// An argument of the program: a tensor, or an integer.
-    struct Argument {
+    struct Argument<'a> {
         is_tensor: bool,
         /// ExecuTorch's number of the dtype.
         scalar_type: i8,
-        shape: Vec<i32>,
+        shape: &'a [i32],
         data: *const u8,
         n_bytes: usize,
         integer: i64,
@@ -142,7 +143,7 @@ impl Delegate {
     }
 }
 
-fn input(argument: &ffi::Argument) -> Result<Input<'_>> {
+fn input<'a>(argument: &'a ffi::Argument<'a>) -> Result<Input<'a>> {
     if !argument.is_tensor {
         return Ok(Input::Integer(argument.integer));
     }
@@ -156,7 +157,7 @@ fn input(argument: &ffi::Argument) -> Result<Input<'_>> {
         // keeps the tensor for the call.
         unsafe { std::slice::from_raw_parts(argument.data, argument.n_bytes) }
     };
-    Ok(Input::Tensor { scalar_type: argument.scalar_type, shape: &argument.shape, bytes })
+    Ok(Input::Tensor { scalar_type: argument.scalar_type, shape: argument.shape, bytes })
 }
 
 fn outcome(result: Result<()>) -> ffi::Outcome {

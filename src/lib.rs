@@ -23,6 +23,8 @@ mod attend;
 #[cfg(feature = "mlx")]
 mod cache;
 #[cfg(feature = "mlx")]
+mod layers;
+#[cfg(feature = "mlx")]
 pub mod mlx;
 #[cfg(feature = "mlx")]
 pub mod pool;
@@ -39,6 +41,7 @@ mod step;
 pub use {
     attend::{attend, attend_stored, AttendSpec, Mask},
     cache::{AttendCache, Cache, CellsCache, ContiguousCache, SeqCache, TreeCache},
+    layers::{layer_caches, Forwards, KeyValueCache, LayerCache},
     registry::{Builder, BuilderRegistry, CacheRegistry, Entry, MLX_BACKEND},
     session::Session,
     shared::{CacheGuard, SharedCache},

@@ -10,15 +10,19 @@
 #include "mlx/c/private/mlx.h"
 #include "mlx/primitives.h"
 
-extern "C" int etkv_mlx_array_before_writes(
+// Hidden: for the Rust beside it, and no part of what libetkv exports.
+extern "C" __attribute__((visibility("hidden"))) int
+etkv_mlx_array_before_writes(
     mlx_array* before,
     bool* found,
     const mlx_array written) {
   try {
     auto array = mlx_array_get_(written);
-    while (array.status() == mlx::core::array::Status::unscheduled && array.has_primitive()) {
+    while (array.status() == mlx::core::array::Status::unscheduled &&
+           array.has_primitive()) {
       const char* name = array.primitive().name();
-      if (std::strcmp(name, "SliceUpdate") != 0 && std::strcmp(name, "Scatter") != 0) {
+      if (std::strcmp(name, "SliceUpdate") != 0 &&
+          std::strcmp(name, "Scatter") != 0) {
         *found = false;
         return 0;
       }

@@ -3,6 +3,7 @@
 
 use std::ops::Range;
 
+use super::plan::mask_len;
 use super::{LanePlan, MaskPlan, Move, Slots, Window};
 use crate::error::{fail, Result};
 
@@ -13,6 +14,8 @@ pub struct ContiguousBookkeeping {
     capacity: i32,
     length: i32,
     lanes: Vec<Lane>,
+    /// Counts what was done to it, so that a plan knows whether it is still one.
+    changes: u64,
 }
 
 /// The layers of one policy.
@@ -23,8 +26,18 @@ struct Lane {
     dropped: i32,
 }
 
+/// What the queries of a step see of what they read.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Sight {
+    All,
+    Causal,
+    /// A window each.
+    Windows,
+}
+
 /// What a step writes and reads. Made by [`ContiguousBookkeeping::plan`], which
-/// changes nothing; [`ContiguousBookkeeping::commit`] makes it so.
+/// changes nothing; [`ContiguousBookkeeping::commit`] makes it so, unless the
+/// sequence has changed in between.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct ContiguousPlan {
     /// The step's first position.
@@ -33,6 +46,7 @@ pub struct ContiguousPlan {
     pub end: i32,
     /// The length before. Where it is more than `start`, the step rewinds.
     pub length: i32,
+    changes: u64,
 }
 
 impl ContiguousPlan {
@@ -52,7 +66,7 @@ impl ContiguousBookkeeping {
     /// (none) or of a window.
     pub fn new(capacity: i32, lanes: impl IntoIterator<Item = Option<Window>>) -> Self {
         let lanes = lanes.into_iter().map(|window| Lane { window, dropped: 0 }).collect();
-        Self { capacity, length: 0, lanes }
+        Self { capacity, length: 0, lanes, changes: 0 }
     }
 
     /// The most positions that it holds.
@@ -66,6 +80,9 @@ impl ContiguousBookkeeping {
     }
 
     /// Positions of one lane that it promises to hold.
+    ///
+    /// # Panics
+    /// For a lane that there is not.
     pub fn used(&self, lane: usize) -> i32 {
         self.lanes[lane].window.map_or(self.length, |window| window.held(self.length))
     }
@@ -90,8 +107,9 @@ impl ContiguousBookkeeping {
     /// - [`Position`](crate::Status::Position): a negative position, a gap after
     ///   the sequence, positions that are not consecutive, or a rewind below
     ///   [`rewindable_to`](Self::rewindable_to).
-    /// - [`Capacity`](crate::Status::Capacity): the run ends past the capacity, or
-    ///   is more than window lanes take in a step.
+    /// - [`Capacity`](crate::Status::Capacity): the run ends past the capacity, is
+    ///   more than window lanes take in a step, or takes a mask of more elements
+    ///   than an array has.
     pub fn plan(&self, positions: &[i32]) -> Result<ContiguousPlan> {
         let Some(&start) = positions.first() else {
             fail!(InvalidArgument, "a step needs at least 1 token");
@@ -128,32 +146,67 @@ impl ContiguousBookkeeping {
             self.check_rewind(start)?;
         }
         // `end` is at most `capacity`, an i32.
-        let plan = ContiguousPlan { start, end: end as i32, length: self.length };
-        for window in self.lanes.iter().filter_map(|lane| lane.window) {
+        let plan =
+            ContiguousPlan { start, end: end as i32, length: self.length, changes: self.changes };
+        for (lane, state) in self.lanes.iter().enumerate() {
+            let Some(window) = state.window else {
+                continue;
+            };
             window.check_step(plan.n_tokens())?;
+            if let (read, Sight::Windows) = self.read(lane, &plan) {
+                mask_len(plan.n_tokens() as usize, read.len())?;
+            }
         }
         Ok(plan)
     }
 
-    /// What a plan does to the slots of one lane.
+    /// What a plan that is not stale does to the slots of one lane. Lanes have the
+    /// numbers in which they were given to [`new`](Self::new), from 0 on.
+    ///
+    /// # Panics
+    /// For a lane that there is not, as [`used`](Self::used) and
+    /// [`displaced`](Self::displaced) do.
     pub fn lane(&self, lane: usize, plan: &ContiguousPlan) -> LanePlan {
         let dropped = self.dropped(lane, plan);
         let write = Slots::Run(plan.start - dropped..plan.end - dropped);
-        let causal = if plan.n_tokens() == 1 { MaskPlan::None } else { MaskPlan::Causal };
+        let (read, sight) = self.read(lane, plan);
+        let mask = match sight {
+            Sight::All => MaskPlan::None,
+            Sight::Causal => MaskPlan::Causal,
+            Sight::Windows => MaskPlan::Explicit(self.windows(lane, plan, &read)),
+        };
+        LanePlan { write, read, mask }
+    }
+
+    /// [`lane`](Self::lane) for all of them.
+    pub fn lanes<'a>(&'a self, plan: &'a ContiguousPlan) -> impl Iterator<Item = LanePlan> + 'a {
+        (0..self.lanes.len()).map(|lane| self.lane(lane, plan))
+    }
+
+    /// The slots of a lane that a plan reads, and what of them its queries see.
+    fn read(&self, lane: usize, plan: &ContiguousPlan) -> (Range<i32>, Sight) {
+        let end = plan.end - self.dropped(lane, plan);
+        let causal = if plan.n_tokens() == 1 { Sight::All } else { Sight::Causal };
         let Some(window) = self.lanes[lane].window else {
-            return LanePlan { write, read: 0..plan.end, mask: causal };
+            return (0..end, causal);
         };
         if window.first_seen(plan.end - 1) <= window.sinks() {
-            return LanePlan { write, read: 0..plan.end - dropped, mask: causal };
+            return (0..end, causal);
         }
-        let first = window.first_seen(plan.start);
-        let read = match window.sinks() {
-            0 => first - dropped..plan.end - dropped,
-            _ => 0..plan.end - dropped,
+        if window.sinks() > 0 {
+            return (0..end, Sight::Windows);
+        }
+        let first = window.first_seen(plan.start) - self.dropped(lane, plan);
+        let sight = if plan.n_tokens() == 1 { Sight::All } else { Sight::Windows };
+        (first..end, sight)
+    }
+
+    /// The mask of a window over the slots in `read`.
+    fn windows(&self, lane: usize, plan: &ContiguousPlan, read: &Range<i32>) -> Vec<u8> {
+        let dropped = self.dropped(lane, plan);
+        let Some(window) = self.lanes[lane].window else {
+            return Vec::new();
         };
-        if window.sinks() == 0 && plan.n_tokens() == 1 {
-            return LanePlan { write, read, mask: MaskPlan::None };
-        }
         let mut mask = vec![0; read.len() * plan.n_tokens() as usize];
         for (position, row) in (plan.start..plan.end).zip(mask.chunks_exact_mut(read.len())) {
             // Where there are sinks, slots are read from 0 on.
@@ -164,10 +217,14 @@ impl ContiguousBookkeeping {
                 row[slot(seen)..=slot(position)].fill(1);
             }
         }
-        LanePlan { write, read, mask: MaskPlan::Explicit(mask) }
+        mask
     }
 
-    /// The slots of one lane whose present rows a plan writes over.
+    /// The slots of one lane whose present rows a plan that is not stale writes
+    /// over.
+    ///
+    /// # Panics
+    /// For a lane that there is not.
     pub fn displaced(&self, lane: usize, plan: &ContiguousPlan) -> Range<i32> {
         let dropped = self.dropped(lane, plan);
         let positions = plan.displaced();
@@ -185,7 +242,22 @@ impl ContiguousBookkeeping {
 
     /// Makes a plan so: the sequence ends where its step ended. Lanes without room
     /// for another step drop what they need no more; their rows move as returned.
-    pub fn commit(&mut self, plan: &ContiguousPlan) -> Vec<Move> {
+    ///
+    /// # Errors
+    /// [`Step`](crate::Status::Step) for a stale plan: since it was made, another
+    /// was committed, or the sequence was rewound or cleared. Nothing has changed.
+    pub fn commit(&mut self, plan: &ContiguousPlan) -> Result<Vec<Move>> {
+        if plan.changes != self.changes {
+            fail!(
+                Step,
+                "a step from position {} on was planned at length {}, and the sequence, of length \
+                 {} now, has changed since: plan it again",
+                plan.start,
+                plan.length,
+                self.length
+            );
+        }
+        self.changes += 1;
         if plan.start == 0 {
             self.restart();
         }
@@ -194,7 +266,7 @@ impl ContiguousBookkeeping {
             let Move { from, to, .. } = state.slide(plan.end)?;
             Some(Move { lane, from, to })
         };
-        self.lanes.iter_mut().enumerate().filter_map(slide).collect()
+        Ok(self.lanes.iter_mut().enumerate().filter_map(slide).collect())
     }
 
     /// Forgets the positions from `length` on.
@@ -212,6 +284,7 @@ impl ContiguousBookkeeping {
             );
         }
         self.check_rewind(length)?;
+        self.changes += 1;
         self.length = length;
         if length == 0 {
             self.restart();
@@ -233,6 +306,7 @@ impl ContiguousBookkeeping {
 
     /// Forgets every position.
     pub fn clear(&mut self) {
+        self.changes += 1;
         self.length = 0;
         self.restart();
     }
@@ -280,7 +354,7 @@ mod tests {
         let plan = book.plan(&run(0, 4)).unwrap();
         assert_eq!((plan.start, plan.end, plan.displaced()), (0, 4, 0..0));
         assert_eq!(book.length(), 0, "a plan changes nothing");
-        book.commit(&plan);
+        book.commit(&plan).unwrap();
         assert_eq!(book.length(), 4);
         let plan = book.plan(&[4]).unwrap();
         assert_eq!((plan.start, plan.end, plan.n_tokens()), (4, 5, 1));
@@ -291,7 +365,7 @@ mod tests {
         let mut book = of_length(10, 8);
         let plan = book.plan(&run(3, 2)).unwrap();
         assert_eq!(plan.displaced(), 3..5);
-        book.commit(&plan);
+        book.commit(&plan).unwrap();
         assert_eq!(book.length(), 5);
     }
 

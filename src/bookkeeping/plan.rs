@@ -6,6 +6,8 @@
 
 use std::ops::Range;
 
+use crate::error::{fail, Result};
+
 /// Slots that rows are written to, read from or moved to.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum Slots {
@@ -66,6 +68,24 @@ pub enum MaskPlan {
     Causal,
     /// Those with a 1: `T` rows, one byte a slot that is read.
     Explicit(Vec<u8>),
+}
+
+/// The most elements of a mask: arrays count theirs in 32 bits.
+const MAX_MASK: usize = i32::MAX as usize;
+
+/// Bytes of the mask of `n_tokens` queries over `width` slots.
+///
+/// # Errors
+/// [`Capacity`](crate::Status::Capacity) where an array cannot have so many.
+pub fn mask_len(n_tokens: usize, width: usize) -> Result<usize> {
+    match n_tokens.checked_mul(width) {
+        Some(len) if len <= MAX_MASK => Ok(len),
+        _ => fail!(
+            Capacity,
+            "a step of {n_tokens} tokens that reads {width} slots takes a mask of \
+             {n_tokens} x {width} elements, the most are {MAX_MASK}: take fewer tokens at a time"
+        ),
+    }
 }
 
 /// What a step does to the slots of one lane.

@@ -91,7 +91,7 @@ impl Window {
         if first_held <= self.sinks {
             0
         } else {
-            first_held + self.window - 1
+            first_held.saturating_add(self.window - 1)
         }
     }
 

@@ -83,6 +83,10 @@ impl Cache for CellsCache {
         self.book.length()
     }
 
+    fn next_position(&self) -> Result<i32> {
+        self.book.seq_next(self.book.only_sequence()?)
+    }
+
     fn can_extend(&self, n: i32) -> bool {
         self.storage.check().is_ok() && self.book.can_extend(n)
     }
@@ -97,15 +101,7 @@ impl Cache for CellsCache {
     }
 
     fn rewind(&mut self, length: i32) -> Result<()> {
-        let sequence = self.book.only_sequence()?;
-        let next = self.book.seq_next(sequence)?;
-        if length < 0 || length > next {
-            fail!(
-                Position,
-                "cannot rewind to length {length}: the sequence goes on at position {next}"
-            );
-        }
-        self.book.seq_rm(sequence, length..i32::MAX)
+        self.book.rewind(length)
     }
 
     fn rewindable_to(&self) -> Result<i32> {

@@ -5,7 +5,7 @@ use mlx_rs::Array;
 use super::storage::Storage;
 use super::{AttendCache, Cache};
 use crate::attend::AttendSpec;
-use crate::bookkeeping::{ContiguousBookkeeping, ContiguousPlan, Slots};
+use crate::bookkeeping::{ContiguousBookkeeping, ContiguousPlan, LanePlan, Slots};
 use crate::config::CacheConfig;
 use crate::error::{fail, Result};
 use crate::format::KvFormat;
@@ -16,6 +16,8 @@ pub struct ContiguousCache {
     book: ContiguousBookkeeping,
     storage: Storage,
     step: Option<ContiguousPlan>,
+    /// What the open step does to each lane: made once, for all layers of it.
+    plans: Vec<LanePlan>,
 }
 
 impl ContiguousCache {
@@ -33,7 +35,8 @@ impl ContiguousCache {
         let capacity = config.capacity;
         let storage = Storage::new(config, false)?;
         let lanes = std::iter::once(None).chain(storage.windows().map(Some));
-        Ok(Self { book: ContiguousBookkeeping::new(capacity, lanes), storage, step: None })
+        let book = ContiguousBookkeeping::new(capacity, lanes);
+        Ok(Self { book, storage, step: None, plans: Vec::new() })
     }
 
     fn refuse_in_step(&self, what: &str) -> Result<()> {
@@ -111,16 +114,17 @@ impl AttendCache for ContiguousCache {
         } else {
             self.storage.begin(|lane| Slots::Run(self.book.displaced(lane, &plan)))?;
         }
+        self.plans.extend(self.book.lanes(&plan));
         self.step = Some(plan);
         Ok(())
     }
 
     fn update_and_fetch(&mut self, layer: usize, k: &Array, v: &Array) -> Result<AttendSpec> {
-        let Some(step) = &self.step else {
+        let lane = self.storage.lane(layer)?;
+        let Some(plan) = self.plans.get(lane) else {
             fail!(Step, "no step is open on this cache");
         };
-        let plan = self.book.lane(self.storage.lane(layer)?, step);
-        self.storage.update_and_fetch(layer, k, v, &plan)
+        self.storage.update_and_fetch(layer, k, v, plan)
     }
 
     fn buffers(&self) -> Vec<&Array> {
@@ -132,8 +136,9 @@ impl AttendCache for ContiguousCache {
             fail!(Step, "no step is open on this cache");
         };
         self.storage.check_done()?;
-        let moves = self.book.commit(&plan);
+        let moves = self.book.commit(&plan)?;
         self.step = None;
+        self.plans.clear();
         self.storage.commit(&moves)?;
         self.storage.quantize_at(self.book.length());
         Ok(())
@@ -141,6 +146,7 @@ impl AttendCache for ContiguousCache {
 
     fn abort(&mut self) {
         if self.step.take().is_some() {
+            self.plans.clear();
             self.storage.abort(|_| None);
         }
     }

@@ -36,29 +36,43 @@ pub trait Cache: Send {
     /// The positions that it holds; one that several sequences share counts once.
     fn length(&self) -> i32;
 
+    /// The position of the next token, where there is one sequence.
+    ///
+    /// # Errors
+    /// [`InvalidArgument`](crate::Status::InvalidArgument) where there are several.
+    fn next_position(&self) -> Result<i32> {
+        Ok(self.length())
+    }
+
     /// Whether `n` more positions fit; negative `n` never do.
     fn can_extend(&self, n: i32) -> bool;
 
     /// Forgets every position, and gives the buffers back if `release`. The cache
-    /// is as new then: conversions are undone as well.
+    /// is as new then: conversions are undone as well. Buffers that were given back
+    /// come again with the next step, whatever the growth.
     ///
     /// # Errors
-    /// [`Step`](crate::Status::Step) while a step is open.
+    /// - [`Step`](crate::Status::Step) while a step is open.
+    /// - [`Mlx`](crate::Status::Mlx) where there is no memory for buffers that are to
+    ///   be there from the start.
     fn clear(&mut self, release: bool) -> Result<()>;
 
     /// Forgets the positions from `length` on, of the one sequence that there is.
     ///
     /// # Errors
-    /// - [`Position`](crate::Status::Position) if `length` is negative, more than
-    ///   the next position, or neither 0 nor at least what
-    ///   [`rewindable_to`](Self::rewindable_to) says.
+    /// - [`Position`](crate::Status::Position) if `length` is negative or more than
+    ///   the next position; or if it is not 0, and is less than what
+    ///   [`rewindable_to`](Self::rewindable_to) says or the position before it was
+    ///   removed, so that the sequence could not go on there.
     /// - [`InvalidArgument`](crate::Status::InvalidArgument) where there are
     ///   several sequences.
-    /// - [`Step`](crate::Status::Step) while a step is open.
+    /// - [`Step`](crate::Status::Step) while a step is open, or where the sequence
+    ///   carries a tree and some of it would stay.
     fn rewind(&mut self, length: i32) -> Result<()>;
 
     /// The least length, apart from 0, that the one sequence that there is can be
-    /// rewound to: window layers have dropped what a query further back would see.
+    /// rewound to: window layers have dropped what a query further back would see,
+    /// or the positions before were removed.
     ///
     /// # Errors
     /// [`InvalidArgument`](crate::Status::InvalidArgument) where there are several
@@ -98,19 +112,32 @@ pub trait Cache: Send {
 /// from 0 to [`MAX_SEQUENCES`](crate::bookkeeping::MAX_SEQUENCES) - 1, and need not
 /// be made: one that holds nothing is empty.
 ///
-/// Ranges are of positions; `i32::MAX` as the end means all that follow. Every
-/// call is refused with [`Step`](crate::Status::Step) while a step is open, and with
-/// [`InvalidArgument`](crate::Status::InvalidArgument) for a number or range that
-/// cannot be.
+/// Ranges are of positions; `i32::MAX` as the end means all that follow.
+///
+/// While a step is open, every call that changes something is refused with
+/// [`Step`](crate::Status::Step), and those that ask answer as before the step.
+/// [`InvalidArgument`](crate::Status::InvalidArgument) is every call's answer to a
+/// number that no sequence has, or a range that ends before it starts or starts
+/// below 0.
 pub trait SeqCache: Cache {
     /// Says which sequence each token of the next step belongs to. Without it, the
     /// tokens are those of the frontiers that were proposed, by the number of their
     /// sequence; and without those, of the only sequence there is. What is said
-    /// holds until a step is committed.
+    /// holds until a step is committed, or something else is said.
+    ///
+    /// # Errors
+    /// [`InvalidArgument`](crate::Status::InvalidArgument) for no tokens, or a
+    /// number that no sequence has; [`Step`](crate::Status::Step) while a step is
+    /// open. What was said before holds then.
     fn begin_step(&mut self, sequences: &[i32]) -> Result<()>;
 
     /// The same for tokens that belong to several sequences each, which share
     /// their cells.
+    ///
+    /// # Errors
+    /// As [`begin_step`](Self::begin_step), and
+    /// [`InvalidArgument`](crate::Status::InvalidArgument) for a token of no
+    /// sequence, or twice of the same.
     fn begin_step_shared(&mut self, sequences: &[&[i32]]) -> Result<()>;
 
     /// Lets `target` have `source`'s positions as well, in the same cells: no bytes
@@ -119,31 +146,57 @@ pub trait SeqCache: Cache {
     /// # Errors
     /// [`Position`](crate::Status::Position) where `target` has other cells for
     /// some of them, or where window layers have dropped what its next query
-    /// would see. [`Step`](crate::Status::Step) where `target` carries a tree.
+    /// would see. [`Step`](crate::Status::Step) where `target` carries a tree, or
+    /// while a step is open. [`InvalidArgument`](crate::Status::InvalidArgument) for
+    /// numbers or a range that cannot be.
     fn seq_cp(&mut self, source: i32, target: i32, positions: Range<i32>) -> Result<()>;
 
-    /// Takes positions from a sequence. A cell that no sequence has is free.
+    /// Takes positions from a sequence. A cell that no sequence has is free. A
+    /// sequence of which nothing is left begins at 0 again, also where its first
+    /// position was another.
     ///
     /// # Errors
     /// [`Position`](crate::Status::Position) where the sequence would go on below
     /// what [`seq_rewindable_to`](Self::seq_rewindable_to) says.
-    /// [`Step`](crate::Status::Step) where it carries a tree, and something stays.
+    /// [`Step`](crate::Status::Step) where it carries a tree, and something stays,
+    /// or while a step is open. [`InvalidArgument`](crate::Status::InvalidArgument)
+    /// for a number or range that cannot be.
     fn seq_rm(&mut self, sequence: i32, positions: Range<i32>) -> Result<()>;
 
     /// Removes every sequence but one.
+    ///
+    /// # Errors
+    /// [`InvalidArgument`](crate::Status::InvalidArgument) for a number that no
+    /// sequence has; [`Step`](crate::Status::Step) while a step is open.
     fn seq_keep(&mut self, sequence: i32) -> Result<()>;
 
     /// Positions that a sequence holds.
+    ///
+    /// # Errors
+    /// [`InvalidArgument`](crate::Status::InvalidArgument) for a number that no
+    /// sequence has.
     fn seq_len(&self, sequence: i32) -> Result<i32>;
 
     /// The position of a sequence's next token: one past its last. After a removal
     /// at the front that is more than it holds.
+    ///
+    /// # Errors
+    /// [`InvalidArgument`](crate::Status::InvalidArgument) for a number that no
+    /// sequence has.
     fn seq_next(&self, sequence: i32) -> Result<i32>;
 
     /// The positions that a sequence holds, as ranges in order.
+    ///
+    /// # Errors
+    /// [`InvalidArgument`](crate::Status::InvalidArgument) for a number that no
+    /// sequence has.
     fn seq_positions(&self, sequence: i32) -> Result<Vec<Range<i32>>>;
 
     /// As [`Cache::rewindable_to`], for one of several sequences.
+    ///
+    /// # Errors
+    /// [`InvalidArgument`](crate::Status::InvalidArgument) for a number that no
+    /// sequence has.
     fn seq_rewindable_to(&self, sequence: i32) -> Result<i32>;
 
     /// The sequences that hold positions or carry trees, in order.
@@ -153,6 +206,7 @@ pub trait SeqCache: Cache {
     /// that it is read without a mask again. Moves only what has to.
     ///
     /// # Errors
+    /// [`Step`](crate::Status::Step) while a step is open.
     /// [`Mlx`](crate::Status::Mlx) where the rows could not be moved: the cache is
     /// lost until it is cleared.
     fn compact(&mut self) -> Result<()>;
@@ -181,7 +235,11 @@ pub trait TreeCache: SeqCache {
     /// lost until it is cleared.
     fn commit_tree(&mut self, sequence: i32, accepted: &[i32]) -> Result<()>;
 
-    /// Nodes of the tree behind a sequence.
+    /// Nodes of the tree behind a sequence; 0 where there is none.
+    ///
+    /// # Errors
+    /// [`InvalidArgument`](crate::Status::InvalidArgument) for a number that no
+    /// sequence has.
     fn tree_len(&self, sequence: i32) -> Result<usize>;
 }
 

@@ -1,11 +1,9 @@
-# AddressSanitizer and UndefinedBehaviorSanitizer for what is written in C++:
-# libetkv's half of the delegate, the runners and the tests. Rust and MLX are as
+# AddressSanitizer and UndefinedBehaviorSanitizer for what is written in C++: the
+# delegate, libetkv's side of it, the runners and the tests. Rust and MLX are as
 # in the ordinary build, and Cargo's outputs are shared with it: their memory is
 # watched where they allocate and free, not where they read and write.
 #
-#   cmake -S . -B build/sanitize -G Ninja -DETKV_SANITIZE=ON
-#   cmake --build build/sanitize
-#   ctest --test-dir build/sanitize --output-on-failure
+# `make test-sanitize` builds it in build/sanitize and runs the tests.
 
 add_compile_options(
   -fsanitize=address,undefined -fno-sanitize-recover=all

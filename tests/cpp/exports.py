@@ -1,4 +1,4 @@
-"""What libetkv exports is what etkv.h declares, and the tests of the C interface call all of it.
+"""libetkv exports what etkv.h declares and one symbol for the delegate, and the tests of the C interface call it all.
 
 ``exports.py NM LIBRARY HEADER TEST.c...``
 """
@@ -9,6 +9,9 @@ import re
 import subprocess
 import sys
 from pathlib import Path
+
+PRIVATE = "etkv_private_"
+"""What libetkv_mlx_backend asks for, which the two agree on between them."""
 
 
 def declared(header: Path) -> set[str]:
@@ -24,7 +27,8 @@ def exported(nm: str, library: Path) -> set[str]:
     else:
         listing = [nm, "-D", "--defined-only", "--format=just-symbols", str(library)]
     symbols = subprocess.run(listing, check=True, capture_output=True, text=True).stdout.split()
-    return {symbol.removeprefix("_") if sys.platform == "darwin" else symbol for symbol in symbols}
+    names = {symbol.removeprefix("_") if sys.platform == "darwin" else symbol for symbol in symbols}
+    return {name for name in names if not name.startswith(PRIVATE)}
 
 
 def main(nm: str, library: Path, header: Path, *tests: Path) -> int:

@@ -10,15 +10,6 @@ use crate::bookkeeping::Window;
 /// begins, so that both go on in one run for a while.
 pub const ROOM: i32 = 64;
 
-/// What a lane holds of one sequence.
-#[derive(Debug, Clone, Default)]
-pub struct Held {
-    /// Its cells.
-    pub runs: Runs,
-    /// Positions below this one, sinks apart, are gone.
-    pub first: i32,
-}
-
 /// The cells of the layers of one policy.
 #[derive(Debug, Clone)]
 pub struct Lane {
@@ -29,7 +20,8 @@ pub struct Lane {
     pub occupancy: Occupancy,
     /// How many sequences own each cell; none beyond the end.
     owners: Vec<u16>,
-    held: Vec<Held>,
+    /// The cells of each sequence.
+    held: Vec<Runs>,
 }
 
 impl Lane {
@@ -46,15 +38,15 @@ impl Lane {
     }
 
     /// What it holds of a sequence.
-    pub fn held(&self, sequence: i32) -> &Held {
-        static NOTHING: Held = Held { runs: Runs::EMPTY, first: 0 };
+    pub fn held(&self, sequence: i32) -> &Runs {
+        static NOTHING: Runs = Runs::EMPTY;
         self.held.get(sequence as usize).unwrap_or(&NOTHING)
     }
 
-    fn held_mut(&mut self, sequence: i32) -> &mut Held {
+    fn held_mut(&mut self, sequence: i32) -> &mut Runs {
         let index = sequence as usize;
         if index >= self.held.len() {
-            self.held.resize_with(index + 1, Held::default);
+            self.held.resize_with(index + 1, Runs::default);
         }
         &mut self.held[index]
     }
@@ -71,8 +63,13 @@ impl Lane {
 
     /// Sequences that own cells.
     pub fn owners(&self) -> impl Iterator<Item = i32> + '_ {
-        let owns = |(_, held): &(usize, &Held)| held.runs.count() > 0;
+        let owns = |(_, held): &(usize, &Runs)| held.count() > 0;
         self.held.iter().enumerate().filter(owns).map(|(sequence, _)| sequence as i32)
+    }
+
+    /// How many sequences own a cell.
+    pub fn n_owners(&self, cell: i32) -> u16 {
+        self.owners.get(cell as usize).copied().unwrap_or(0)
     }
 
     /// Hands out `n` cells, of which there are enough: behind `after` as far as
@@ -126,7 +123,7 @@ impl Lane {
 
     /// Whether a sequence would go on behind this cell.
     fn is_tail(&self, cell: i32) -> bool {
-        self.held.iter().any(|held| held.runs.cell_after() == Some(cell + 1))
+        self.held.iter().any(|held| held.cell_after() == Some(cell + 1))
     }
 
     fn take(&mut self, range: Range<i32>, cells: &mut Vec<i32>) {
@@ -160,7 +157,7 @@ impl Lane {
     /// Makes a cell that was handed out `sequence`'s, at its next position.
     pub fn append(&mut self, sequence: i32, position: i32, cell: i32) {
         self.own(&Run { position, cell, len: 1 });
-        self.held_mut(sequence).runs.push(Run { position, cell, len: 1 });
+        self.held_mut(sequence).push(Run { position, cell, len: 1 });
     }
 
     fn own(&mut self, run: &Run) {
@@ -175,11 +172,8 @@ impl Lane {
 
     /// Makes the cells of `source`'s `positions` those of `target`, too.
     pub fn share(&mut self, source: i32, target: i32, positions: Range<i32>) {
-        let (runs, first) = {
-            let held = self.held(source);
-            (held.runs.clipped(positions).collect::<Vec<_>>(), held.first)
-        };
-        let known = self.held(target).runs.clone();
+        let runs: Vec<Run> = self.held(source).clipped(positions).collect();
+        let known = self.held(target).clone();
         // Positions that both have lie in the same cells already.
         let mut fresh = Vec::new();
         for run in runs {
@@ -191,9 +185,7 @@ impl Lane {
             fresh.extend(run.clipped(&(position..run.position + run.len)));
         }
         fresh.iter().for_each(|run| self.own(run));
-        let held = self.held_mut(target);
-        held.runs.insert_all(fresh);
-        held.first = held.first.max(first);
+        self.held_mut(target).insert_all(fresh);
     }
 
     /// Takes `positions` from a sequence; cells that nobody owns then are free.
@@ -202,7 +194,7 @@ impl Lane {
         let Some(held) = self.held.get_mut(sequence as usize) else {
             return;
         };
-        held.runs.remove(positions, |run| {
+        held.remove(positions, |run| {
             for cell in run.cells() {
                 owners[cell as usize] -= 1;
                 if owners[cell as usize] == 0 {
@@ -210,9 +202,6 @@ impl Lane {
                 }
             }
         });
-        if held.runs.count() == 0 {
-            held.first = 0;
-        }
     }
 
     /// Drops what a sequence of `next` positions needs no more, if its window is
@@ -221,19 +210,12 @@ impl Lane {
         let Some(window) = self.window else {
             return false;
         };
-        if !window.is_full(self.held(sequence).runs.count()) {
+        if !window.is_full(self.held(sequence).count()) {
             return false;
         }
         let first = window.first_needed(next).max(window.sinks());
         self.remove(sequence, &(window.sinks()..first));
-        self.held_mut(sequence).first = first;
         true
-    }
-
-    /// The least length, apart from 0, at which a sequence has all that a query
-    /// there sees.
-    pub fn rewindable_to(&self, sequence: i32) -> i32 {
-        self.window.map_or(0, |window| window.rewindable_to(self.held(sequence).first))
     }
 
     /// Puts every cell elsewhere. `moved` tells the new cell of each.
@@ -249,7 +231,7 @@ impl Lane {
             self.owners[cell as usize] = count;
         }
         for held in &mut self.held {
-            held.runs = held.runs.mapped(&moved);
+            *held = held.mapped(&moved);
         }
     }
 

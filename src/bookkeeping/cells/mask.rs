@@ -6,30 +6,35 @@ use std::ops::Range;
 
 use super::lane::Lane;
 use super::runs::{Run, Runs};
-use super::step::Segments;
+use super::segments::Segments;
 use super::tree::Tree;
 use super::CellsBookkeeping;
+use crate::bookkeeping::plan::mask_len;
 use crate::bookkeeping::{LanePlan, MaskPlan, Slots};
+use crate::error::Result;
 
 impl CellsBookkeeping {
     /// The plan of one lane, whose tokens have these positions and cells.
+    ///
+    /// # Errors
+    /// [`Capacity`](crate::Status::Capacity) for a mask that is too large.
     pub(super) fn lane_plan(
         &self,
         lane: usize,
         segments: &Segments,
         positions: &[i32],
         cells: &[i32],
-    ) -> LanePlan {
+    ) -> Result<LanePlan> {
         let write = Slots::of(cells);
         let single = segments
             .only_member()
             .and_then(|sequence| self.single(lane, sequence, positions, &write));
         if let Some(read) = single {
             let mask = if positions.len() == 1 { MaskPlan::None } else { MaskPlan::Causal };
-            return LanePlan { write, read, mask };
+            return Ok(LanePlan { write, read, mask });
         }
-        let (read, mask) = self.explicit(lane, segments, positions, cells);
-        LanePlan { write, read, mask: MaskPlan::Explicit(mask) }
+        let (read, mask) = self.explicit(lane, segments, positions, cells)?;
+        Ok(LanePlan { write, read, mask: MaskPlan::Explicit(mask) })
     }
 
     /// The cells that the step reads where it is one sequence, or a chain of
@@ -50,7 +55,7 @@ impl CellsBookkeeping {
         let Slots::Run(write) = write else {
             return None;
         };
-        let held = &self.lanes[lane].held(sequence).runs;
+        let held = &self.lanes[lane].held(sequence);
         if !held.is_contiguous() {
             return None;
         }
@@ -89,11 +94,11 @@ impl CellsBookkeeping {
         segments: &Segments,
         positions: &[i32],
         cells: &[i32],
-    ) -> (Range<i32>, Vec<u8>) {
+    ) -> Result<(Range<i32>, Vec<u8>)> {
         let state = &self.lanes[lane];
         let read = self.extent(lane, segments, cells);
         let width = read.len();
-        let mut mask = vec![0; width * cells.len()];
+        let mut mask = vec![0; mask_len(cells.len(), width)?];
         let mut rows = mask.chunks_exact_mut(width.max(1));
         let mut tokens = cells.iter().zip(positions);
         let mut fresh: BTreeMap<i32, Runs> = BTreeMap::new();
@@ -106,7 +111,7 @@ impl CellsBookkeeping {
                 let mut row = Row { row, start: read.start };
                 for &sequence in members {
                     let seen = Seen { lane: state, position };
-                    seen.mark(&state.held(sequence).runs, &mut row);
+                    seen.mark(state.held(sequence), &mut row);
                     if let Some(tree) = self.trees.get(&sequence) {
                         let nodes = nodes.entry(sequence).or_default();
                         seen.mark_chain(tree, &tree.cells[lane], nodes, &mut row);
@@ -120,7 +125,7 @@ impl CellsBookkeeping {
                 row.fill(cell..cell + 1);
             }
         }
-        (read, mask)
+        Ok((read, mask))
     }
 
     /// From the first to the last cell of all that the step may see.
@@ -133,7 +138,7 @@ impl CellsBookkeeping {
         };
         for (members, _) in segments.iter() {
             for &sequence in members {
-                widen(self.lanes[lane].held(sequence).runs.extent());
+                widen(self.lanes[lane].held(sequence).extent());
                 if let Some(tree) = self.trees.get(&sequence) {
                     tree.cells[lane].iter().for_each(|&cell| widen(cell..cell + 1));
                 }

@@ -59,6 +59,11 @@ impl Runs {
         self.runs.iter()
     }
 
+    /// Each cell, by position.
+    pub fn cells(&self) -> impl Iterator<Item = i32> + '_ {
+        self.runs.iter().flat_map(Run::cells)
+    }
+
     /// How many runs there are.
     pub fn n_runs(&self) -> usize {
         self.runs.len()
@@ -89,9 +94,11 @@ impl Runs {
         self.runs.last().map_or(0, |run| run.position + run.len)
     }
 
-    /// The cell behind that of the last position.
+    /// The cell that the next position should have: behind all of them where they
+    /// are one run, in any order, so that they stay one; else behind the last.
     pub fn cell_after(&self) -> Option<i32> {
-        self.runs.last().map(|run| run.cell + run.len)
+        let last = self.runs.last()?;
+        Some(if self.is_contiguous() { self.extent.end } else { last.cell + last.len })
     }
 
     /// The parts of the runs in `positions`.
@@ -104,6 +111,22 @@ impl Runs {
                 move |run| run.position < end
             })
             .filter_map(move |run| run.clipped(&positions))
+    }
+
+    /// The last position in `range` that `other` has not.
+    pub fn last_missing_in(&self, other: &Self, range: &Range<i32>) -> Option<i32> {
+        let mut others = other.runs.iter().rev().peekable();
+        for run in self.runs.iter().rev().filter_map(|run| run.clipped(range)) {
+            let mut end = run.position + run.len;
+            while end > run.position {
+                while others.next_if(|other| other.position >= end).is_some() {}
+                match others.peek() {
+                    Some(other) if other.position + other.len >= end => end = other.position,
+                    _ => return Some(end - 1),
+                }
+            }
+        }
+        None
     }
 
     /// Appends a run of positions that are all greater than those there are.
@@ -178,6 +201,10 @@ mod tests {
         runs.push(run(4, 20, 1));
         assert_eq!((runs.n_runs(), runs.next(), runs.cell_after()), (2, 5, Some(21)));
         assert!(!runs.is_contiguous());
+        // The last position is not in the last cell, but no foreign cell is between.
+        runs.push(run(5, 9, 11));
+        assert!(runs.is_contiguous());
+        assert_eq!(runs.cell_after(), Some(21));
     }
 
     #[test]
@@ -202,5 +229,24 @@ mod tests {
         let found: Vec<Run> = runs.clipped(2..9).collect();
         assert_eq!(found, [run(2, 2, 2), run(4, 10, 4), run(8, 20, 1)]);
         assert_eq!(runs.clipped(4..4).count(), 0);
+    }
+
+    #[test]
+    fn the_last_missing_position_is_found_over_any_runs() {
+        let of = |list: &[(i32, i32)]| {
+            let mut runs = Runs::default();
+            list.iter().for_each(|&(position, len)| runs.push(run(position, 10 * position, len)));
+            runs
+        };
+        let all = of(&[(0, 4), (6, 10), (20, 5)]);
+        let missing = |other: &[(i32, i32)], range| all.last_missing_in(&of(other), &range);
+        assert_eq!(missing(&[(0, 4), (6, 10), (20, 5)], 0..i32::MAX), None);
+        assert_eq!(missing(&[(0, 30)], 0..i32::MAX), None);
+        assert_eq!(missing(&[], 0..i32::MAX), Some(24));
+        assert_eq!(missing(&[], 0..20), Some(15));
+        assert_eq!(missing(&[(0, 2), (9, 1), (10, 6), (20, 5)], 0..i32::MAX), Some(8));
+        assert_eq!(missing(&[(0, 2), (9, 1), (10, 6), (20, 5)], 0..6), Some(3));
+        assert_eq!(missing(&[(0, 2), (9, 1), (10, 6), (20, 5)], 9..30), None);
+        assert_eq!(missing(&[(0, 23)], 0..i32::MAX), Some(24));
     }
 }

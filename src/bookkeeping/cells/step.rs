@@ -1,102 +1,11 @@
 //! One step over sequences and trees: whose tokens they are, which cells they
 //! get, and what becomes of these.
 
-use std::ops::Range;
-
+use super::segments::Segments;
 use super::tree::Tree;
 use super::{check_sequence, CellsBookkeeping, MAX_SEQUENCES};
 use crate::bookkeeping::{LanePlan, Move};
 use crate::error::{fail, Result};
-
-/// Tokens of a step that follow each other and belong to the same sequences.
-#[derive(Debug, Clone, Copy)]
-pub struct Segment {
-    first_member: usize,
-    n_members: usize,
-    n_tokens: usize,
-}
-
-impl Segment {
-    fn members(&self) -> Range<usize> {
-        self.first_member..self.first_member + self.n_members
-    }
-}
-
-/// Whose the tokens of a step are.
-#[derive(Debug, Clone)]
-pub enum Segments {
-    /// All of them one sequence's: the single-stream path, which allocates nothing.
-    One { sequence: i32, n_tokens: usize },
-    /// Segment after segment, and the members of all of them.
-    Many { members: Vec<i32>, list: Vec<Segment> },
-}
-
-impl Segments {
-    fn none() -> Self {
-        Self::Many { members: Vec::new(), list: Vec::new() }
-    }
-
-    /// Adds `n_tokens` tokens of these sequences.
-    fn push(&mut self, added: &[i32], n_tokens: usize) {
-        if let Self::One { sequence, n_tokens: before } = *self {
-            *self = Self::none();
-            self.push(&[sequence], before);
-        }
-        if let Self::Many { members, list } = self {
-            match list.last_mut() {
-                Some(last) if &members[last.members()] == added => last.n_tokens += n_tokens,
-                _ => {
-                    let first_member = members.len();
-                    members.extend_from_slice(added);
-                    list.push(Segment { first_member, n_members: added.len(), n_tokens });
-                }
-            }
-        }
-    }
-
-    /// The same in the simplest form that it has.
-    fn simplified(self) -> Self {
-        match &self {
-            Self::Many { members, list } => match (members.as_slice(), list.as_slice()) {
-                (&[sequence], [segment]) => Self::One { sequence, n_tokens: segment.n_tokens },
-                _ => self,
-            },
-            Self::One { .. } => self,
-        }
-    }
-
-    pub fn n_tokens(&self) -> usize {
-        self.iter().map(|(_, n_tokens)| n_tokens).sum()
-    }
-
-    /// The members of each segment, and how many tokens it has.
-    pub fn iter(&self) -> impl Iterator<Item = (&[i32], usize)> {
-        let (one, members, list): (_, &[i32], &[Segment]) = match self {
-            Self::One { sequence, n_tokens } => {
-                (Some((std::slice::from_ref(sequence), *n_tokens)), &[], &[])
-            }
-            Self::Many { members, list } => (None, members, list),
-        };
-        let many = list.iter().map(|segment| (&members[segment.members()], segment.n_tokens));
-        one.into_iter().chain(many)
-    }
-
-    /// The sequences of all segments.
-    fn members(&self) -> &[i32] {
-        match self {
-            Self::One { sequence, .. } => std::slice::from_ref(sequence),
-            Self::Many { members, .. } => members,
-        }
-    }
-
-    /// The sequence that all tokens belong to alone, where there is one.
-    pub fn only_member(&self) -> Option<i32> {
-        match self {
-            Self::One { sequence, .. } => Some(*sequence),
-            Self::Many { .. } => None,
-        }
-    }
-}
 
 /// A step that was planned and is neither committed nor aborted.
 #[derive(Debug, Clone)]
@@ -116,10 +25,12 @@ impl CellsBookkeeping {
     /// What is said holds for the next step that is committed.
     ///
     /// # Errors
-    /// [`InvalidArgument`](crate::Status::InvalidArgument) for a number that no
-    /// sequence has; [`Step`](crate::Status::Step) while a step is open.
+    /// [`InvalidArgument`](crate::Status::InvalidArgument) for no tokens, and for a
+    /// number that no sequence has; [`Step`](crate::Status::Step) while a step is
+    /// open. What was said before holds then.
     pub fn begin_step(&mut self, sequences: &[i32]) -> Result<()> {
         self.refuse_in_step("say whose tokens come next")?;
+        refuse_none(sequences.len())?;
         let mut segments = Segments::none();
         for &sequence in sequences {
             check_sequence(sequence)?;
@@ -136,6 +47,7 @@ impl CellsBookkeeping {
     /// twice of the same.
     pub fn begin_step_shared(&mut self, sequences: &[&[i32]]) -> Result<()> {
         self.refuse_in_step("say whose tokens come next")?;
+        refuse_none(sequences.len())?;
         let mut segments = Segments::none();
         for (token, members) in sequences.iter().enumerate() {
             if members.is_empty() {
@@ -167,8 +79,9 @@ impl CellsBookkeeping {
     /// - [`InvalidArgument`](crate::Status::InvalidArgument): no tokens, more or
     ///   fewer than were declared, or several sequences and none declared.
     /// - [`Position`](crate::Status::Position): another position than the next.
-    /// - [`Capacity`](crate::Status::Capacity): too few free cells, or more tokens
-    ///   of a sequence than window lanes take in a step.
+    /// - [`Capacity`](crate::Status::Capacity): too few free cells, more tokens of
+    ///   a sequence than window lanes take in a step, or a mask of more elements
+    ///   than an array has.
     /// - [`Step`](crate::Status::Step): a step is open; tokens for a sequence that
     ///   carries a tree, other than its frontier.
     pub fn plan(&mut self, positions: &[i32]) -> Result<&[LanePlan]> {
@@ -179,27 +92,41 @@ impl CellsBookkeeping {
             Some(segments) => Ok(segments),
             None => self.undeclared(positions.len()),
         };
-        let planned = planned.and_then(|segments| match self.check(&segments, positions) {
-            Ok(()) => Ok(segments),
-            Err(error) => {
-                self.declared = was_declared.then_some(segments);
-                Err(error)
-            }
-        });
         let segments = planned?;
-        let mut plans = std::mem::take(&mut self.plans);
-        let mut cells = std::mem::take(&mut self.cells);
-        plans.clear();
-        for (lane, cells) in cells.iter_mut().enumerate() {
-            cells.clear();
-            self.allocate(lane, &segments, cells);
-            plans.push(self.lane_plan(lane, &segments, positions, cells));
+        let checked = self.check(&segments, positions);
+        if let Err(error) = checked.and_then(|()| self.plan_lanes(&segments, positions)) {
+            self.declared = was_declared.then_some(segments);
+            return Err(error);
         }
-        (self.plans, self.cells) = (plans, cells);
         self.positions.clear();
         self.positions.extend_from_slice(positions);
         self.step = Some(OpenStep { segments, declared: was_declared });
         Ok(&self.plans)
+    }
+
+    /// Takes cells for the tokens of a step and plans every lane, or takes none.
+    fn plan_lanes(&mut self, segments: &Segments, positions: &[i32]) -> Result<()> {
+        let mut plans = std::mem::take(&mut self.plans);
+        let mut all = std::mem::take(&mut self.cells);
+        plans.clear();
+        all.iter_mut().for_each(Vec::clear);
+        let planned = all.iter_mut().enumerate().try_for_each(|(lane, cells)| {
+            self.allocate(lane, segments, cells);
+            plans.push(self.lane_plan(lane, segments, positions, cells)?);
+            Ok(())
+        });
+        (self.plans, self.cells) = (plans, all);
+        if planned.is_err() {
+            self.free_planned();
+        }
+        planned
+    }
+
+    /// Gives back the cells that were taken for a step.
+    fn free_planned(&mut self) {
+        for (lane, cells) in self.lanes.iter_mut().zip(&self.cells) {
+            cells.iter().for_each(|&cell| lane.free(cell));
+        }
     }
 
     /// The plans of the open step, one a lane; empty outside a step.
@@ -353,7 +280,7 @@ impl CellsBookkeeping {
     fn cell_after(&self, lane: usize, sequence: i32) -> Option<i32> {
         match self.trees.get(&sequence).and_then(|tree| tree.cells[lane].last()) {
             Some(&node) => Some(node + 1),
-            None => self.lanes[lane].held(sequence).runs.cell_after(),
+            None => self.lanes[lane].held(sequence).cell_after(),
         }
     }
 
@@ -397,9 +324,7 @@ impl CellsBookkeeping {
     /// Ends the open step as if it had not been. Does nothing outside one.
     pub fn abort(&mut self) {
         if let Some(OpenStep { segments, declared, .. }) = self.step.take() {
-            for (lane, cells) in self.lanes.iter_mut().zip(&self.cells) {
-                cells.iter().for_each(|&cell| lane.free(cell));
-            }
+            self.free_planned();
             if declared {
                 self.declared = Some(segments);
             }
@@ -433,4 +358,16 @@ impl CellsBookkeeping {
 
 fn is_written(tree: &Tree) -> bool {
     tree.cells.first().is_some_and(|cells| cells.len() == tree.len())
+}
+
+/// Refuses to begin a step of no tokens, which nothing could end.
+fn refuse_none(n_tokens: usize) -> Result<()> {
+    if n_tokens == 0 {
+        fail!(
+            InvalidArgument,
+            "sequences were named for 0 tokens, a step needs at least 1 token: name the sequence \
+             of each, or begin none"
+        );
+    }
+    Ok(())
 }

@@ -1,5 +1,7 @@
 //! Candidate tokens that grow behind a sequence, some of which it will accept.
 
+use super::{check_sequence, CellsBookkeeping};
+use crate::bookkeeping::{Move, Slots};
 use crate::error::{fail, Result};
 
 /// A tree of candidates behind one sequence. Its nodes are numbered as they are
@@ -110,6 +112,120 @@ impl Tree {
                 );
             }
             before = node;
+        }
+        Ok(())
+    }
+}
+
+impl CellsBookkeeping {
+    /// Appends a frontier of candidates to the tree behind a sequence: the queries
+    /// of its next step. A parent is the number of a node before, or -1 for the
+    /// sequence itself.
+    ///
+    /// # Errors
+    /// - [`InvalidArgument`](crate::Status::InvalidArgument): no nodes, or a parent
+    ///   that is no node before.
+    /// - [`Step`](crate::Status::Step): a step is open, or the last frontier is
+    ///   still to be run.
+    /// - [`Capacity`](crate::Status::Capacity): the frontier does not fit.
+    pub fn propose(&mut self, sequence: i32, parents: &[i32]) -> Result<()> {
+        self.refuse_in_step("propose a tree")?;
+        check_sequence(sequence)?;
+        let waiting: usize = self.trees.values().map(Tree::n_pending).sum();
+        let room = (self.capacity - self.length()) as usize;
+        if waiting + parents.len() > room {
+            fail!(
+                Capacity,
+                "a frontier of {} nodes does not fit: {room} of {} cells are free, {waiting} of \
+                 them for other frontiers",
+                parents.len(),
+                self.capacity
+            );
+        }
+        let n_lanes = self.lanes.len();
+        match self.trees.get_mut(&sequence) {
+            Some(tree) => tree.propose(parents)?,
+            None => {
+                let mut tree = Tree::new(n_lanes);
+                tree.propose(parents)?;
+                self.trees.insert(sequence, tree);
+            }
+        }
+        Ok(())
+    }
+
+    /// Nodes of the tree behind a sequence; 0 where there is none.
+    ///
+    /// # Errors
+    /// As [`seq_len`](Self::seq_len).
+    pub fn tree_len(&self, sequence: i32) -> Result<usize> {
+        check_sequence(sequence)?;
+        Ok(self.trees.get(&sequence).map_or(0, Tree::len))
+    }
+
+    /// Cells of candidates, over all trees.
+    pub fn candidates(&self) -> i32 {
+        self.trees.values().map(|tree| tree.n_written() as i32).sum()
+    }
+
+    /// Makes a chain of candidates part of their sequence, and forgets the rest of
+    /// the tree. The chain's rows move to the first of the tree's cells, as
+    /// returned: behind a sequence that is one run, that stays so.
+    ///
+    /// # Errors
+    /// - [`InvalidArgument`](crate::Status::InvalidArgument): no tree, or nodes that
+    ///   are no chain from the sequence on.
+    /// - [`Step`](crate::Status::Step): a step is open.
+    pub fn commit_tree(&mut self, sequence: i32, accepted: &[i32]) -> Result<Vec<Move>> {
+        self.refuse_in_step("commit a tree")?;
+        check_sequence(sequence)?;
+        match self.trees.get(&sequence) {
+            None => fail!(InvalidArgument, "sequence {sequence} carries no tree"),
+            Some(tree) => tree.check_chain(accepted)?,
+        }
+        let next = self.next(sequence);
+        let Some(tree) = self.trees.remove(&sequence) else {
+            return Ok(Vec::new());
+        };
+        let mut moves = Vec::new();
+        for (index, (lane, cells)) in self.lanes.iter_mut().zip(&tree.cells).enumerate() {
+            let mut sorted = cells.clone();
+            sorted.sort_unstable();
+            sorted.iter().for_each(|&cell| lane.release(cell));
+            let (mut from, mut to) = (Vec::new(), Vec::new());
+            for ((&node, &target), position) in accepted.iter().zip(&sorted).zip(next..) {
+                lane.hold(target);
+                lane.append(sequence, position, target);
+                let source = cells[node as usize];
+                if source != target {
+                    from.push(source);
+                    to.push(target);
+                }
+            }
+            if !from.is_empty() {
+                moves.push(Move { lane: index, from: Slots::of(&from), to: Slots::of(&to) });
+            }
+        }
+        moves.extend(self.slide(&[sequence]));
+        Ok(moves)
+    }
+
+    pub(super) fn drop_tree(&mut self, sequence: i32) {
+        let Some(tree) = self.trees.remove(&sequence) else {
+            return;
+        };
+        for (lane, cells) in self.lanes.iter_mut().zip(&tree.cells) {
+            cells.iter().for_each(|&cell| lane.release(cell));
+        }
+    }
+
+    pub(super) fn refuse_under_tree(&self, sequence: i32, what: &str) -> Result<()> {
+        if let Some(tree) = self.trees.get(&sequence) {
+            fail!(
+                Step,
+                "sequence {sequence} carries a tree of {} nodes: commit it before you {what}",
+                tree.len()
+            );
         }
         Ok(())
     }

@@ -1,12 +1,14 @@
 //! Sequences in a pool of cells, and trees behind them.
 
-use std::ops::Range;
+use std::collections::{BTreeMap, BTreeSet};
+use std::ops::{Range, RangeInclusive};
 
-use etkv::bookkeeping::{CellsBookkeeping, Move, Window};
+use etkv::bookkeeping::{CellsBookkeeping, LanePlan, MaskPlan, Move, Slots, Window};
 use etkv::Status;
-use etkv_tests::model::{Members, Model, Sight};
+use etkv_tests::kept::Kept;
+use etkv_tests::model::{is_seen, Members, Model, Sight};
 use etkv_tests::shrink::{check, Case};
-use etkv_tests::slots::LaneSlots;
+use etkv_tests::slots::{Id, LaneSlots};
 use etkv_tests::Rng;
 
 use super::agreed;
@@ -66,7 +68,8 @@ pub enum Op {
     Keep {
         sequence: i32,
     },
-    /// Parents are taken modulo two more than the nodes before, less one.
+    /// Parents are taken modulo two more than the nodes before, less one;
+    /// `i32::MAX` is the node before.
     Propose {
         sequence: i32,
         parents: Vec<i32>,
@@ -93,11 +96,12 @@ fn generate(rng: &mut Rng) -> Case<Config, Op> {
     let trees = rng.chance(0.6);
     let op = |rng: &mut Rng| {
         let any = |rng: &mut Rng| match rng.below(60) {
-            0 => rng.pick(&[-1, 256, i32::MAX, i32::MIN]),
+            0 => rng.pick(&[-1, 255, 256, i32::MAX, i32::MIN]),
             _ => (rng.below(n_sequences) * rng.pick(&[1, 1, 21])) as i32,
         };
         let several = |rng: &mut Rng| -> Vec<i32> {
-            (0..1 + rng.below(n_sequences)).map(|_| any(rng)).collect()
+            let n = if rng.chance(0.02) { 0 } else { 1 + rng.below(n_sequences) };
+            (0..n).map(|_| any(rng)).collect()
         };
         let (place, other) = (rng.below(1000) as i32, rng.below(1000) as i32);
         let n = 1 + rng.below(longest) as i32;
@@ -115,12 +119,12 @@ fn generate(rng: &mut Rng) -> Case<Config, Op> {
             3..=6 => Op::Copy {
                 source: any(rng),
                 target: any(rng),
-                start: if rng.chance(0.7) { 0 } else { place },
+                start: if rng.chance(0.7) { -i32::from(rng.chance(0.02)) } else { place },
                 end: if rng.chance(0.6) { i32::MAX } else { other },
             },
             7..=10 => Op::Remove {
                 sequence: any(rng),
-                start: if rng.chance(0.4) { 0 } else { place },
+                start: if rng.chance(0.4) { -i32::from(rng.chance(0.02)) } else { place },
                 end: if rng.chance(0.6) { i32::MAX } else { other },
             },
             11 | 12 => Op::BackToLeast { sequence: any(rng), by: rng.pick(&[0, 0, 1, -1]) },
@@ -129,7 +133,10 @@ fn generate(rng: &mut Rng) -> Case<Config, Op> {
             16..=21 => Op::Undeclared { n, abort },
             32..=41 if tree_op < 6 => Op::Propose {
                 sequence: any(rng),
-                parents: (0..rng.below(12)).map(|_| rng.below(1000) as i32).collect(),
+                parents: match rng.chance(0.3) {
+                    true => vec![i32::MAX; 1 + rng.below(3)],
+                    false => (0..rng.below(12)).map(|_| rng.below(1000) as i32).collect(),
+                },
             },
             32..=41 => Op::Accept { sequence: any(rng), node: place, chain: rng.chance(0.9) },
             42..=49 => Op::Undeclared { n, abort },
@@ -140,12 +147,17 @@ fn generate(rng: &mut Rng) -> Case<Config, Op> {
     Case { config, ops }
 }
 
+/// Cells behind a sequence that are worth as many moves.
+const ROOM: i32 = 64;
+
 struct Run {
     book: CellsBookkeeping,
     model: Model,
     sights: Vec<Sight>,
     windows: Vec<Window>,
     lanes: Vec<LaneSlots>,
+    /// For each lane but the first.
+    kept: Vec<Kept>,
 }
 
 impl Run {
@@ -153,6 +165,7 @@ impl Run {
         let &Config { capacity, max_step, ref windows } = config;
         let step = max_step.min(capacity);
         let window = |&(window, sinks): &(i32, i32)| Window::new(window, sinks, step, capacity);
+        let kept = |&(window, sinks): &(i32, i32)| Kept::new(window, sinks, step, capacity);
         let windows: Vec<Window> = windows.iter().map(window).collect();
         let limits = windows.iter().any(Window::slides);
         let sights = std::iter::once(None).chain(config.windows.iter().copied().map(Some));
@@ -161,6 +174,7 @@ impl Run {
             model: Model::new(capacity, limits.then_some(step)),
             sights: sights.collect(),
             lanes: vec![LaneSlots::new(capacity); windows.len() + 1],
+            kept: config.windows.iter().map(kept).collect(),
             windows,
         }
     }
@@ -195,14 +209,16 @@ impl Run {
             }
             Op::BackToLeast { sequence, by } => {
                 if is_known(*sequence) {
-                    let start = (self.book.rewindable_to(*sequence).unwrap() + by).max(0);
-                    self.remove(*sequence, start..i32::MAX);
+                    let least = self.least(*sequence);
+                    self.check_held_at(*sequence, least);
+                    self.remove(*sequence, (least + by).max(0)..i32::MAX);
                 }
             }
             Op::Keep { sequence } => {
                 let refusals = unknown(&[*sequence]);
                 if agreed(self.book.seq_keep(*sequence), &refusals).is_some() {
                     self.model.keep(*sequence);
+                    self.settle();
                 }
             }
             Op::Propose { sequence, parents } => self.propose(*sequence, parents),
@@ -211,13 +227,14 @@ impl Run {
             Op::Clear => {
                 self.book.clear();
                 self.model.clear();
+                self.settle();
             }
         }
     }
 
     fn range(&self, sequence: i32, start: i32, end: i32) -> Range<i32> {
         let next = if is_known(sequence) { self.model.next(sequence) } else { 0 };
-        let place = |at: i32| if at == i32::MAX { at } else { at % (next + 2) };
+        let place = |at: i32| if at == i32::MAX || at < 0 { at } else { at % (next + 2) };
         place(start)..place(end)
     }
 
@@ -226,7 +243,8 @@ impl Run {
         let twice = |members: &Members| {
             (1..members.len()).any(|index| members[..index].contains(&members[index]))
         };
-        if members.iter().any(|members| twice(members) || members.is_empty()) {
+        let bad = |members: &Members| twice(members) || members.is_empty();
+        if members.is_empty() || members.iter().any(bad) {
             refusals.push(Status::InvalidArgument);
         }
         let alone: Option<Vec<i32>> = members
@@ -282,11 +300,14 @@ impl Run {
         let Some(plans) = agreed(self.book.plan(positions).map(<[_]>::to_vec), &refusals) else {
             return;
         };
+        self.check_same(&before);
         let owners = owners.unwrap();
+        self.check_cells(&owners, &plans[0].write);
         let ids = self.model.write(positions);
         for (lane, plan) in plans.iter().enumerate() {
             assert!(plan.needed() <= self.model.capacity, "lane {lane} reads past the capacity");
             self.lanes[lane].write(plan, &ids);
+            self.check_read(lane, plan, &owners, &ids);
             for query in 0..ids.len() {
                 let expected = self.model.visible(self.sights[lane], &owners, &ids, query);
                 let shown = self.lanes[lane].shown(plan, query, ids.len());
@@ -294,17 +315,184 @@ impl Run {
             }
         }
         if abort {
+            self.refuses_in_step();
             self.book.abort();
+            assert_eq!(self.book.plans(), []);
             self.check_same(&before);
             return;
         }
         let moves = self.book.commit().unwrap();
         self.relocate(&moves);
         self.model.commit(&owners, &ids);
+        self.keep(&owners, &ids);
+    }
+
+    fn settle(&mut self) {
+        self.kept.iter_mut().for_each(|kept| kept.settle(&self.model));
+    }
+
+    /// Window lanes hold what a step wrote, and slide. Those of trees do neither.
+    fn keep(&mut self, owners: &[Members], ids: &[Id]) {
+        let carries_none = |sequence: &&i32| self.model.sequence(**sequence).tree.is_empty();
+        for kept in &mut self.kept {
+            for (members, &id) in owners.iter().zip(ids) {
+                members.iter().filter(carries_none).for_each(|&member| kept.add(member, [id]));
+            }
+            let all: BTreeSet<&i32> = owners.iter().flatten().filter(carries_none).collect();
+            all.into_iter().for_each(|&sequence| kept.slide(&self.model, sequence));
+        }
+    }
+
+    /// The least position at which no window lane lacks something of `range`.
+    fn exact_from(&self, sequence: i32, range: &Range<i32>) -> i32 {
+        let exact_from = |kept: &Kept| kept.exact_from(&self.model, sequence, range);
+        self.kept.iter().map(exact_from).max().unwrap_or(0)
+    }
+
+    /// The least position that a sequence can go back to, so that it goes on there
+    /// and its query has all that it sees; 0 where it can to each.
+    fn least(&self, sequence: i32) -> i32 {
+        let least = self.exact_from(sequence, &(0..i32::MAX));
+        let positions = self.model.positions_of(sequence);
+        if least == 0 && positions.first() == Some(&0) {
+            return 0;
+        }
+        positions.into_iter().map(|at| at + 1).find(|&next| next >= least).unwrap_or(0)
+    }
+
+    /// The rows that a query of a sequence at `least` sees are where they were
+    /// written or moved.
+    fn check_held_at(&self, sequence: i32, least: i32) {
+        for (&sight, slots) in self.sights.iter().zip(&self.lanes) {
+            for id in self.model.sequence(sequence).tokens {
+                let at = self.model.position(id);
+                if at < least && is_seen(sight, least, at) {
+                    assert!(slots.slot_of(id).is_some(), "position {at} is gone at {least}");
+                }
+            }
+        }
+    }
+
+    /// Sequences go on behind themselves where all of them can; else what does not
+    /// fit behind the one of the step is one run where there is a free one.
+    fn check_cells(&self, owners: &[Members], write: &Slots) {
+        let live = self.model.live();
+        let is_live = |id: &Option<Id>| id.is_some_and(|id| live.contains(&id));
+        let taken: Vec<bool> = self.lanes[0].ids().iter().map(is_live).collect();
+        let is_free = |mut cells: Range<usize>| cells.all(|at| taken.get(at) == Some(&false));
+        let mut shares: BTreeMap<i32, Vec<i32>> = BTreeMap::new();
+        for (members, cell) in owners.iter().zip(write.iter()) {
+            let &[sequence] = &members[..] else {
+                return;
+            };
+            shares.entry(sequence).or_default().push(cell);
+        }
+        let behind = |(sequence, cells): (&i32, &Vec<i32>)| {
+            let start = self.tail(*sequence)? + 1;
+            Some(start..start + cells.len())
+        };
+        if let Some(mut wanted) = shares.iter().map(behind).collect::<Option<Vec<_>>>() {
+            wanted.sort_unstable_by_key(|cells| cells.start);
+            let apart = wanted.windows(2).all(|pair| pair[0].end <= pair[1].start);
+            if apart && wanted.iter().cloned().all(is_free) {
+                for share in &shares {
+                    let wanted = behind(share).unwrap();
+                    let expected = Slots::Run(wanted.start as i32..wanted.end as i32);
+                    assert_eq!(Slots::of(share.1), expected, "{share:?}, all of it fits behind");
+                }
+            }
+        }
+        let (Some((&sequence, cells)), 1) = (shares.first_key_value(), shares.len()) else {
+            return;
+        };
+        let start = self.tail(sequence).map_or(taken.len(), |tail| tail + 1);
+        let fits = (0..=cells.len()).rev().find(|&n| is_free(start..start + n)).unwrap_or(0);
+        let rest = cells.len() - fits;
+        let behind = start..start + fits;
+        let is_run = |from: usize| {
+            let run = from..from + rest;
+            is_free(run.clone()) && (run.end <= behind.start || behind.end <= run.start)
+        };
+        if let Some(from) = (0..taken.len()).find(|&from| is_run(from)) {
+            if start < taken.len() && rest > 0 {
+                assert_eq!(cells[fits] as usize, from, "{cells:?} are not in the first run");
+            }
+            let breaks = cells.windows(2).filter(|pair| pair[1] != pair[0] + 1).count();
+            let most = usize::from(fits > 0 && rest > 0);
+            assert!(breaks <= most, "{cells:?}, of which {fits} fit behind");
+        }
+    }
+
+    /// The cell of the last node of a sequence's tree in the first lane; without
+    /// one its last cell where it is one run, and else that of its last token.
+    fn tail(&self, sequence: i32) -> Option<usize> {
+        let held = self.model.sequences().get(&sequence)?;
+        let last = *held.all().last()?;
+        if held.written() > 0 || !self.book.is_contiguous(sequence).unwrap() {
+            return self.lanes[0].slot_of(last);
+        }
+        held.tokens.iter().filter_map(|&id| self.lanes[0].slot_of(id)).max()
+    }
+
+    /// Reads begin and end with what sequences of the step hold, or write. One
+    /// sequence in one run, all of which the last query sees, takes no mask.
+    fn check_read(&self, lane: usize, plan: &LanePlan, owners: &[Members], ids: &[Id]) {
+        let slots = self.lanes[lane].ids();
+        let (start, end) = (plan.read.start as usize, plan.read.end as usize);
+        let members: BTreeSet<i32> = owners.iter().flatten().copied().collect();
+        let held = members.iter().flat_map(|&sequence| self.model.sequence(sequence).all());
+        let known: Vec<Id> = held.chain(ids.iter().copied()).collect();
+        for edge in [start, end - 1] {
+            let is_known = slots[edge].is_some_and(|id| known.contains(&id));
+            assert!(is_known, "lane {lane} reads slot {edge} for nobody: {plan:?}");
+        }
+        let (Some(&sequence), 1) = (members.first(), members.len()) else {
+            return;
+        };
+        let Some(first) = end.checked_sub(known.len()) else {
+            return;
+        };
+        let mut run: Vec<Id> = slots[first..end].iter().flatten().copied().collect();
+        // Nodes and the step's tokens have to lie in order, what is before them not.
+        let n_tokens = self.model.sequence(sequence).tokens.len();
+        let is_tail_in_order = run.get(n_tokens..) == Some(&known[n_tokens..]);
+        run.sort_unstable();
+        let seen = || self.model.visible(self.sights[lane], owners, ids, ids.len() - 1);
+        let is_known = known.iter().all(|id| run.binary_search(id).is_ok());
+        if is_known && is_tail_in_order && seen() == run {
+            let mask = if ids.len() == 1 { MaskPlan::None } else { MaskPlan::Causal };
+            assert_eq!((&plan.mask, plan.read.len()), (&mask, run.len()), "lane {lane}");
+        }
+    }
+
+    /// In the middle of a step nothing but its end is taken.
+    fn refuses_in_step(&mut self) {
+        let book = &mut self.book;
+        let refused = [
+            book.plan(&[0]).map(drop),
+            book.begin_step(&[0]),
+            book.begin_step_shared(&[&[0, 1]]),
+            book.seq_cp(0, 1, 0..i32::MAX),
+            book.seq_rm(0, 0..i32::MAX),
+            book.seq_keep(0),
+            book.propose(0, &[-1]),
+            book.commit_tree(0, &[]).map(drop),
+            book.compact().map(drop),
+        ];
+        for result in refused {
+            assert_eq!(result.unwrap_err().status(), Status::Step);
+        }
     }
 
     fn check_same(&self, before: &CellsBookkeeping) {
+        let answers = |book: &CellsBookkeeping| {
+            let fit = (-1..=self.model.capacity + 1).filter(|&n| book.can_extend(n)).max();
+            (book.length(), fit, book.sequences())
+        };
+        assert_eq!(answers(before), answers(&self.book));
         for sequence in before.sequences() {
+            let ranges = [before, &self.book].map(|book| book.seq_positions(sequence).unwrap());
+            assert_eq!(ranges[0], ranges[1]);
             assert_eq!(before.rewindable_to(sequence), self.book.rewindable_to(sequence));
             assert_eq!(before.is_contiguous(sequence), self.book.is_contiguous(sequence));
         }
@@ -321,29 +509,35 @@ impl Run {
 
     fn copy(&mut self, pair: [i32; 2], range: Range<i32>) {
         let mut refusals = unknown(&pair);
-        if range.end < range.start {
+        if range.start < 0 || range.end < range.start {
             refusals.push(Status::InvalidArgument);
         }
         if refusals.is_empty() {
-            let least = pair.map(|one| self.book.rewindable_to(one).unwrap());
-            refusals = self.model.copy_refusals(pair, &range, least[0].max(least[1]));
+            let [source, target] = pair;
+            let least = self.exact_from(source, &range);
+            let least = least.max(self.exact_from(target, &(0..i32::MAX)));
+            refusals = self.model.copy_refusals(pair, &range, least);
         }
         if agreed(self.book.seq_cp(pair[0], pair[1], range.clone()), &refusals).is_some() {
             self.model.copy(pair, &range);
+            if pair[0] != pair[1] {
+                self.kept.iter_mut().for_each(|kept| kept.copy(&self.model, pair, &range));
+            }
         }
     }
 
     fn remove(&mut self, sequence: i32, range: Range<i32>) {
         let mut refusals = unknown(&[sequence]);
-        if range.end < range.start {
+        if range.start < 0 || range.end < range.start {
             refusals.push(Status::InvalidArgument);
         }
         if refusals.is_empty() {
-            let least = self.book.rewindable_to(sequence).unwrap();
+            let least = self.exact_from(sequence, &(0..i32::MAX));
             refusals = self.model.remove_refusals(sequence, &range, least);
         }
         if agreed(self.book.seq_rm(sequence, range.clone()), &refusals).is_some() {
             self.model.remove(sequence, &range);
+            self.settle();
         }
     }
 
@@ -353,7 +547,11 @@ impl Run {
             return;
         }
         let nodes = self.model.sequence(sequence).tree.len() as i32;
-        let parents: Vec<i32> = (nodes..).zip(parents).map(|(n, p)| p % (n + 2) - 1).collect();
+        let parent = |(node, &parent): (i32, &i32)| match parent {
+            i32::MAX => node - 1,
+            parent => parent % (node + 2) - 1,
+        };
+        let parents: Vec<i32> = (nodes..).zip(parents).map(parent).collect();
         let refusals = self.model.propose_refusals(sequence, &parents);
         if agreed(self.book.propose(sequence, &parents), &refusals).is_some() {
             self.model.propose(sequence, &parents);
@@ -379,17 +577,37 @@ impl Run {
             _ => {}
         }
         let refusals = self.model.accept_refusals(sequence, &accepted);
+        let nodes: Vec<Id> = held.tree.iter().filter_map(|node| node.token).collect();
+        let mut cells: Vec<_> = nodes.iter().map(|&id| self.lanes[0].slot_of(id)).collect();
+        cells.sort_unstable();
         if let Some(moves) = agreed(self.book.commit_tree(sequence, &accepted), &refusals) {
             self.relocate(&moves);
             self.model.accept(sequence, &accepted);
+            for kept in &mut self.kept {
+                kept.add(sequence, accepted.iter().map(|&node| nodes[node as usize]));
+                kept.slide(&self.model, sequence);
+            }
+            for (&node, cell) in accepted.iter().zip(cells) {
+                let now = self.lanes[0].slot_of(nodes[node as usize]);
+                assert_eq!(now, cell, "node {node} is not in the first of the tree's cells");
+            }
         }
     }
 
     fn compact(&mut self) {
         let live = self.model.live().len();
+        self.check_contiguous();
+        let fewest: Vec<_> = (0..self.lanes.len()).map(|lane| self.fewest(lane)).collect();
         let moves = self.book.compact().unwrap();
-        assert!(moves.iter().all(|one| one.from.len() <= live), "{moves:?}");
+        for (lane, fewest) in fewest.into_iter().enumerate() {
+            let of_lane = moves.iter().filter(|one| one.lane == lane);
+            let moved: usize = of_lane.map(|one| one.from.len()).sum();
+            if let Some(range) = fewest {
+                assert!(range.contains(&moved), "lane {lane}: {moved} of {range:?} rows move");
+            }
+        }
         self.relocate(&moves);
+        self.check_contiguous();
         let all = self.book.sequences();
         let counted: i32 = all.iter().map(|&one| self.book.seq_len(one).unwrap()).sum();
         let nodes: usize = self.model.sequences().values().map(|held| held.written()).sum();
@@ -402,25 +620,112 @@ impl Run {
         }
     }
 
+    /// How many rows of a lane move where at most one sequence is no run, and none
+    /// shares cells: the fewest that make it one, beside the others, with some room
+    /// behind it. Those others make way if that is less, or leaves more room.
+    fn fewest(&self, lane: usize) -> Option<RangeInclusive<usize>> {
+        let sequences = self.model.sequences();
+        let slots: Vec<Vec<i32>> = sequences
+            .iter()
+            .map(|(&sequence, held)| {
+                let kept = |id: &&Id| lane == 0 || self.kept[lane - 1].holds(sequence, **id);
+                let slot = |&id: &Id| self.lanes[lane].slot_of(id).unwrap() as i32;
+                held.tokens.iter().filter(kept).map(slot).collect()
+            })
+            .collect();
+        let taken: BTreeSet<i32> = slots.iter().flatten().copied().collect();
+        let all: usize = slots.iter().map(Vec::len).sum();
+        if taken.len() < all || sequences.values().any(|held| !held.tree.is_empty()) {
+            return None;
+        }
+        let stays = |slots: &[i32], start: i32| {
+            let end = start + slots.len() as i32;
+            // Windows are read without a mask where positions lie in order.
+            let stays = |(slot, place): &(&i32, i32)| match lane {
+                0 => (start..end).contains(*slot),
+                _ => *slot == place,
+            };
+            slots.iter().zip(start..).filter(stays).count()
+        };
+        let is_run = |slots: &&Vec<i32>| {
+            let start = slots.iter().copied().min().unwrap_or(0);
+            stays(slots, start) == slots.len()
+        };
+        let broken: Vec<&Vec<i32>> = slots.iter().filter(|slots| !is_run(slots)).collect();
+        let &[broken] = &broken[..] else {
+            return broken.is_empty().then_some(0..=0);
+        };
+        // A lane of several sequences may have grown.
+        if lane > 0 && slots.iter().filter(|slots| !slots.is_empty()).count() > 1 {
+            return None;
+        }
+        let (len, size) = (broken.len() as i32, self.model.capacity);
+        let end = size - ROOM.min((size - all as i32) / 2);
+        let foreign = |cell: i32| taken.contains(&cell) && !broken.contains(&cell);
+        let starts = (0..=end - len).filter(|&start| !(start..start + len).any(foreign));
+        let most = starts.map(|start| (stays(broken, start), -start)).max()?;
+        let fewest = broken.len() - most.0;
+        match all == broken.len() {
+            true if lane == 0 => Some(fewest..=fewest),
+            true if len - most.1 + ROOM <= self.kept[lane - 1].slots() => Some(fewest..=fewest),
+            true => None,
+            false => Some(1..=fewest + ROOM as usize),
+        }
+    }
+
+    fn check_contiguous(&self) {
+        for (&sequence, held) in self.model.sequences() {
+            let is_held = |id: &Option<Id>| id.is_some_and(|id| held.tokens.contains(&id));
+            let slots = self.lanes[0].ids();
+            let first = slots.iter().position(is_held).unwrap_or(0);
+            let run = slots[first..].iter().take_while(|id| is_held(id)).count();
+            let is_run = run == held.tokens.len();
+            assert_eq!(self.book.is_contiguous(sequence).unwrap(), is_run, "{sequence}");
+        }
+    }
+
+    /// At least what the next query of each sequence sees is promised to be held,
+    /// and the nodes of trees; at most so many positions of each.
+    fn check_used(&self, lane: usize) {
+        let live = self.model.live().len() as i32;
+        let used = self.book.used(lane);
+        let Some((window, sinks)) = self.sights[lane] else {
+            return assert_eq!(used, live);
+        };
+        let (mut seen, mut nodes, mut most) = (BTreeSet::new(), 0, 0);
+        for (&sequence, held) in self.model.sequences() {
+            let at = self.model.next(sequence);
+            let is_seen = |id: &Id| is_seen(Some((window, sinks)), at, self.model.position(*id));
+            seen.extend(held.tokens.iter().copied().filter(is_seen));
+            nodes += held.written() as i32;
+            let slides = self.windows[lane - 1].slides();
+            let promised = sinks + window - 1 + self.windows[lane - 1].max_step();
+            most += (held.tokens.len() as i32).min(if slides { promised } else { i32::MAX });
+        }
+        let least = seen.len() as i32 + nodes;
+        let range = least..=(most + nodes).min(live);
+        assert!(range.contains(&used), "lane {lane}: {used} of {range:?}");
+    }
+
     fn check(&self) {
+        (0..self.lanes.len()).for_each(|lane| self.check_used(lane));
         let live: Vec<i32> = self.model.sequences().keys().copied().collect();
         assert_eq!(self.book.sequences(), live);
         assert_eq!(self.book.length(), self.model.live().len() as i32);
         let free = self.model.free();
-        for n in [0, 1, free, free + 1] {
-            assert_eq!(self.book.can_extend(n), n <= free, "{n} of {free}");
+        for n in [i32::MIN, -1, 0, 1, free, free + 1, i32::MAX] {
+            assert_eq!(self.book.can_extend(n), (0..=free).contains(&n), "{n} of {free}");
         }
         for (&sequence, held) in self.model.sequences() {
             assert_eq!(self.book.seq_len(sequence).unwrap(), held.tokens.len() as i32);
             assert_eq!(self.book.seq_next(sequence).unwrap(), self.model.next(sequence));
             assert_eq!(self.book.tree_len(sequence).unwrap(), held.tree.len());
             let ranges = self.book.seq_positions(sequence).unwrap();
+            assert!(ranges.windows(2).all(|pair| pair[0].end < pair[1].start), "{ranges:?}");
             let positions: Vec<i32> = ranges.into_iter().flatten().collect();
             assert_eq!(positions, self.model.positions_of(sequence));
-            let least = self.book.rewindable_to(sequence).unwrap();
-            // A step of the greatest size can be taken back.
-            let promised = self.windows.iter().map(|window| held.peak - window.max_step()).max();
-            assert!(least <= promised.unwrap_or(0).max(0), "sequence {sequence}: {least}");
+            let least = self.least(sequence);
+            assert_eq!(self.book.rewindable_to(sequence).unwrap(), least, "sequence {sequence}");
         }
     }
 }
@@ -453,7 +758,6 @@ fn equals_lists_of_tokens_over_generated_operations() {
 /// The path of a runner with one sequence: never a mask.
 #[test]
 fn one_sequence_is_read_without_a_mask() {
-    use etkv::bookkeeping::MaskPlan;
     let mut book = CellsBookkeeping::new(200, []);
     let mut next = 0;
     for n in [5, 1, 1, 7, 1] {
@@ -471,4 +775,16 @@ fn one_sequence_is_read_without_a_mask() {
         next += 2;
         book.seq_rm(0, next..i32::MAX).unwrap();
     }
+}
+
+#[test]
+fn clearing_forgets_the_open_step() {
+    let mut book = CellsBookkeeping::new(8, []);
+    book.plan(&[0, 1]).unwrap();
+    book.clear();
+    book.abort();
+    assert!(book.commit().is_err());
+    assert_eq!((book.length(), book.plans().len()), (0, 0));
+    let all: Vec<i32> = (0..8).collect();
+    assert_eq!(book.plan(&all).unwrap()[0].read, 0..8);
 }

@@ -1,6 +1,6 @@
 //! One growing sequence.
 
-use etkv::bookkeeping::{ContiguousBookkeeping, MaskPlan, Window};
+use etkv::bookkeeping::{ContiguousBookkeeping, MaskPlan, Move, Window};
 use etkv::{Growth, Status};
 use etkv_tests::model::is_seen;
 use etkv_tests::shrink::{check, Case};
@@ -83,6 +83,10 @@ struct Run {
     windows: Vec<Option<(i32, i32)>>,
     slides: Vec<Option<Window>>,
     lanes: Vec<LaneSlots>,
+    /// For each lane, how far rows lie before where they were written.
+    moved: Vec<i32>,
+    /// For each lane, the tokens that were written since it moved.
+    since_moved: Vec<i32>,
     max_step: i32,
     /// The sequence: the token at each position.
     tokens: Vec<Id>,
@@ -104,6 +108,8 @@ impl Run {
             book: ContiguousBookkeeping::new(capacity, slides.clone()),
             capacity,
             lanes: vec![LaneSlots::new(capacity); windows.len()],
+            moved: vec![0; windows.len()],
+            since_moved: vec![i32::MAX; windows.len()],
             windows,
             slides,
             max_step,
@@ -121,13 +127,31 @@ impl Run {
         self.slides.iter().flatten().any(Window::slides)
     }
 
+    /// The least length whose next query finds the rows that it sees, counted from
+    /// those that are there; 0 where it can be each.
+    fn least(&self) -> i32 {
+        let least = |lane: usize| {
+            let (window, sinks) = self.windows[lane]?;
+            let is_there = |&at: &i32| {
+                let slot = usize::try_from(at - self.moved[lane]).ok();
+                slot.is_some_and(|slot| {
+                    self.lanes[lane].ids()[slot] == Some(self.tokens[at as usize])
+                })
+            };
+            let n = (sinks..self.length()).rev().take_while(is_there).count() as i32;
+            let first = self.length() - n;
+            (first > sinks).then_some(first + window - 1)
+        };
+        (0..self.lanes.len()).filter_map(least).max().unwrap_or(0)
+    }
+
     fn refusals(&self, positions: &[i32]) -> Vec<Status> {
         let Some(&start) = positions.first() else {
             return vec![Status::InvalidArgument];
         };
         let mut refusals = Vec::new();
         let runs_on = positions.windows(2).all(|pair| pair[0].checked_add(1) == Some(pair[1]));
-        let least = self.book.rewindable_to();
+        let least = self.least();
         if start < 0 || start > self.length() || !runs_on || (start > 0 && start < least) {
             refusals.push(Status::Position);
         }
@@ -164,6 +188,7 @@ impl Run {
                 let shown = slots.shown(&todo, query, ids.len());
                 assert_eq!(shown, expected, "query {query} of {positions:?} in lane {lane}");
             }
+            assert!(!(ids.len() == 1 && todo.mask == MaskPlan::Causal), "{todo:?}");
             let is_explicit = matches!(todo.mask, MaskPlan::Explicit(_));
             let end = after.len() as i32;
             match self.slides[lane] {
@@ -173,6 +198,12 @@ impl Run {
                 Some(window) => {
                     let is_one_run = ids.len() == 1 && window.sinks() == 0;
                     assert!(!(is_explicit && is_one_run), "{todo:?}");
+                    let last = end - 1;
+                    let sees_all = (0..end).all(|at| is_seen(self.windows[lane], last, at));
+                    assert!(!(is_explicit && sees_all), "a mask that hides nothing: {todo:?}");
+                    let first = slots.shown(&todo, 0, ids.len());
+                    let start = slots.ids()[todo.read.start as usize].unwrap();
+                    assert!(first.contains(&start), "{todo:?} reads what no query sees");
                     let most = window.allocated(Growth::Exact, self.peak.max(end));
                     assert!(todo.needed() <= most, "{todo:?}, {most} slots");
                 }
@@ -184,12 +215,44 @@ impl Run {
             }
             return assert_eq!(self.book, before);
         }
-        for moved in self.book.commit(&plan) {
+        let moves = self.book.commit(&plan).unwrap();
+        for since in &mut self.since_moved {
+            *since = since.saturating_add(plan.n_tokens());
+        }
+        if positions[0] == 0 {
+            self.moved.fill(0);
+        }
+        for moved in moves {
+            self.moved[moved.lane] +=
+                moved.from.iter().next().unwrap() - moved.to.iter().next().unwrap();
             self.lanes[moved.lane].relocate(&moved.from, &moved.to);
+            self.check_move(&moved, after.len() as i32);
         }
         let peak = if positions[0] == 0 { 0 } else { self.peak };
         self.tokens = after;
         self.peak = peak.max(self.length());
+    }
+
+    /// A lane moves where the next step may not fit, no more than it has to hold,
+    /// and not again before as many tokens as `room` says.
+    fn check_move(&mut self, moved: &Move, length: i32) {
+        let (window, sinks) = self.windows[moved.lane].unwrap();
+        let slots = self.slides[moved.lane].unwrap().slots();
+        assert!(moved.from.end() + self.max_step > slots, "{moved:?}: there is room");
+        assert_eq!(moved.to.end(), self.promised(moved.lane, length), "{moved:?}");
+        let room = self.max_step.max(window / 4);
+        let since = std::mem::take(&mut self.since_moved[moved.lane]);
+        assert!(since > room, "{moved:?} after {since} tokens, sinks: {sinks}");
+    }
+
+    /// Positions of a sequence of `length` that a lane has to hold.
+    fn promised(&self, lane: usize, length: i32) -> i32 {
+        match (self.slides[lane], self.windows[lane]) {
+            (Some(slides), Some((window, sinks))) if slides.slides() => {
+                length.min(sinks + window - 1 + self.max_step)
+            }
+            _ => length,
+        }
     }
 
     fn run_of(start: i32, n: i32) -> Vec<i32> {
@@ -198,7 +261,7 @@ impl Run {
 
     fn rewind(&mut self, length: i32) {
         let before = self.book.clone();
-        let least = self.book.rewindable_to();
+        let least = self.least();
         let possible = length == 0 || (least..=self.length()).contains(&length);
         let refusals: &[Status] = if possible { &[] } else { &[Status::Position] };
         if agreed(self.book.rewind(length), refusals).is_none() {
@@ -207,6 +270,7 @@ impl Run {
         self.tokens.truncate(length as usize);
         if length == 0 {
             self.peak = 0;
+            self.moved.fill(0);
         }
     }
 
@@ -224,11 +288,12 @@ impl Run {
                 self.step(&positions, false);
             }
             Op::Rewind { length: to } => self.rewind(to % (length + 2)),
-            Op::RewindToLeast { by } => self.rewind(self.book.rewindable_to() + by),
+            Op::RewindToLeast { by } => self.rewind(self.least() + by),
             Op::Clear => {
                 self.book.clear();
                 self.tokens.clear();
                 self.peak = 0;
+                self.moved.fill(0);
             }
         }
         self.check();
@@ -242,8 +307,12 @@ impl Run {
             let fits = n >= 0 && i64::from(length) + i64::from(n) <= i64::from(self.capacity);
             assert_eq!(self.book.can_extend(n), fits, "{n} more than {length}");
         }
+        for lane in 0..self.lanes.len() {
+            assert_eq!(self.book.used(lane), self.promised(lane, length), "lane {lane}");
+        }
         let promised = if self.any_slides() { (self.peak - self.max_step).max(0) } else { 0 };
-        let least = self.book.rewindable_to();
+        let least = self.least();
+        assert_eq!(self.book.rewindable_to(), least);
         assert!((0..=promised).contains(&least), "{least}, promised are {promised}");
         self.step(&[], false);
         // What the next tokens will see.

@@ -6,7 +6,9 @@
 
 mod cells;
 mod contiguous;
+mod layout;
 mod regressions;
+mod steps;
 
 use etkv::{Result, Status};
 

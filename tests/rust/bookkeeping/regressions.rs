@@ -1,4 +1,4 @@
-//! What generated operations found once.
+//! What generated operations found once, or come upon too seldom.
 
 use super::cells::{replay, Config, Op::*};
 
@@ -51,6 +51,78 @@ fn compaction_puts_trees_behind_their_sequences() {
             Propose { sequence: 1, parents: vec![808, 501, 56, 625, 874] },
             Undeclared { n: 2, abort: false },
             Compact,
+        ],
+    );
+}
+
+#[test]
+fn a_chain_of_candidates_in_cells_elsewhere_takes_a_mask() {
+    replay(
+        Config { capacity: 12, max_step: 4, windows: vec![] },
+        &[
+            Step { sequences: vec![0], n: 3, in_turns: false, abort: false },
+            Step { sequences: vec![1], n: 1, in_turns: false, abort: false },
+            Step { sequences: vec![2], n: 1, in_turns: false, abort: false },
+            Propose { sequence: 0, parents: vec![0] },
+            Undeclared { n: 1, abort: false },
+            Step { sequences: vec![3], n: 1, in_turns: false, abort: false },
+            Remove { sequence: 2, start: 0, end: i32::MAX },
+            Propose { sequence: 0, parents: vec![i32::MAX] },
+            // The cell behind three tokens and one candidate, but not behind them.
+            Undeclared { n: 1, abort: false },
+        ],
+    );
+}
+
+#[test]
+fn a_copy_that_ends_before_the_window_is_read_from_where_it_goes_on() {
+    replay(
+        Config { capacity: 30, max_step: 2, windows: vec![(1, 0)] },
+        &[
+            Step { sequences: vec![0], n: 1, in_turns: false, abort: false },
+            Step { sequences: vec![1], n: 1, in_turns: false, abort: false },
+            Step { sequences: vec![0], n: 2, in_turns: false, abort: false },
+            Step { sequences: vec![0], n: 2, in_turns: false, abort: false },
+            // Of these positions the window layer holds none any more.
+            Copy { source: 0, target: 1, start: 1, end: 3 },
+            Step { sequences: vec![1], n: 1, in_turns: false, abort: false },
+        ],
+    );
+}
+
+#[test]
+fn a_second_copy_leaves_gone_what_windows_dropped_behind_it() {
+    replay(
+        Config { capacity: 60, max_step: 2, windows: vec![(2, 0)] },
+        &[
+            Step { sequences: vec![0], n: 2, in_turns: false, abort: false },
+            Step { sequences: vec![0], n: 2, in_turns: false, abort: false },
+            Copy { source: 0, target: 1, start: 0, end: i32::MAX },
+            Step { sequences: vec![1], n: 2, in_turns: false, abort: false },
+            Step { sequences: vec![1], n: 2, in_turns: false, abort: false },
+            Step { sequences: vec![1], n: 2, in_turns: false, abort: false },
+            // Behind these four positions three are gone.
+            Copy { source: 0, target: 1, start: 0, end: i32::MAX },
+            Remove { sequence: 1, start: 6, end: i32::MAX },
+            Step { sequences: vec![1], n: 1, in_turns: false, abort: false },
+        ],
+    );
+}
+
+#[test]
+fn a_window_moves_nothing_onto_a_tree_behind_no_sequence() {
+    let step = || Step { sequences: vec![0], n: 2, in_turns: false, abort: false };
+    replay(
+        Config { capacity: 30, max_step: 2, windows: vec![(3, 0)] },
+        &[
+            Propose { sequence: 1, parents: vec![0] },
+            Undeclared { n: 1, abort: false },
+            step(),
+            step(),
+            step(),
+            step(),
+            Propose { sequence: 1, parents: vec![i32::MAX] },
+            Undeclared { n: 1, abort: false },
         ],
     );
 }

@@ -1,5 +1,6 @@
 //! What the tests share: random numbers that a seed repeats, and the oracles.
 
+pub mod kept;
 pub mod model;
 #[cfg(feature = "mlx")]
 pub mod oracle;

@@ -37,8 +37,6 @@ pub struct Sequence {
     /// By position.
     pub tokens: Vec<Id>,
     pub tree: Vec<Node>,
-    /// The greatest `next` since it last held nothing.
-    pub peak: i32,
 }
 
 impl Sequence {
@@ -48,6 +46,12 @@ impl Sequence {
 
     pub fn written(&self) -> usize {
         self.tree.len() - self.pending()
+    }
+
+    /// Its tokens, and those of its tree.
+    pub fn all(&self) -> Vec<Id> {
+        let nodes = self.tree.iter().filter_map(|node| node.token);
+        self.tokens.iter().copied().chain(nodes).collect()
     }
 
     /// A node and its ancestors, from the node up.
@@ -114,12 +118,7 @@ impl Model {
 
     /// Tokens that somebody holds, each once.
     pub fn live(&self) -> BTreeSet<Id> {
-        let nodes = |held: &Sequence| held.tree.iter().filter_map(|node| node.token).collect();
-        self.sequences
-            .values()
-            .flat_map(|held| [held.tokens.clone(), nodes(held)])
-            .flatten()
-            .collect()
+        self.sequences.values().flat_map(Sequence::all).collect()
     }
 
     /// Tokens of sequences, each once; candidates are none.
@@ -296,13 +295,10 @@ impl Model {
         if source == target || copied.is_empty() {
             return;
         }
-        let peak = self.sequences[&source].peak;
         let held = self.sequences.entry(target).or_default();
         held.tokens.extend(copied);
         held.tokens.sort_unstable_by_key(|&id| self.positions[id]);
         held.tokens.dedup();
-        // What windows dropped of the source the target has not either.
-        held.peak = held.peak.max(peak);
         self.settle();
     }
 
@@ -394,9 +390,5 @@ impl Model {
 
     fn settle(&mut self) {
         self.sequences.retain(|_, held| !held.tokens.is_empty() || !held.tree.is_empty());
-        for held in self.sequences.values_mut() {
-            let next = held.tokens.last().map_or(0, |&id| self.positions[id] + 1);
-            held.peak = if next == 0 { 0 } else { held.peak.max(next) };
-        }
     }
 }

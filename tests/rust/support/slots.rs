@@ -33,11 +33,24 @@ impl LaneSlots {
     pub fn relocate(&mut self, from: &Slots, to: &Slots) {
         let (from, to) = (distinct(from), distinct(to));
         assert_eq!(from.len(), to.len(), "a target for each source");
+        assert!(from.iter().zip(&to).all(|(from, to)| from != to), "a row moves nowhere");
         let gathered: Vec<Option<Id>> = from.iter().map(|&slot| self.slots[slot]).collect();
+        // So that a token that somebody holds lies in one slot.
+        from.iter().for_each(|&slot| self.slots[slot] = None);
         for (&slot, id) in to.iter().zip(gathered) {
             assert!(id.is_some(), "a row moves to slot {slot} that was never written");
             self.slots[slot] = id;
         }
+    }
+
+    /// The token in each slot that was written and not moved away.
+    pub fn ids(&self) -> &[Option<Id>] {
+        &self.slots
+    }
+
+    /// Where a token that somebody holds lies.
+    pub fn slot_of(&self, id: Id) -> Option<usize> {
+        self.slots.iter().position(|&at| at == Some(id))
     }
 
     /// Rows to put back later.

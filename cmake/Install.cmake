@@ -1,0 +1,50 @@
+# `cmake --install`: a tree that can be moved, with a CMake package and a
+# pkg-config file.
+
+include(CMakePackageConfigHelpers)
+
+set(package_dir ${CMAKE_INSTALL_LIBDIR}/cmake/etkv)
+
+install(DIRECTORY ${PROJECT_SOURCE_DIR}/include/etkv DESTINATION ${CMAKE_INSTALL_INCLUDEDIR})
+install(FILES ${ETKV_CARGO_TARGET_DIR}/release/libetkv.a DESTINATION ${CMAKE_INSTALL_LIBDIR})
+install(TARGETS etkv etkv_static EXPORT etkvTargets)
+install(EXPORT etkvTargets NAMESPACE etkv:: DESTINATION ${package_dir})
+# Apart, so that a program without ExecuTorch can load the one above.
+if(ETKV_BUILD_MLX_BACKEND)
+  install(
+    TARGETS etkv_mlx_backend etkv_mlx_backend_archive etkv_mlx_backend_static
+    EXPORT etkv_mlx_backendTargets)
+  install(EXPORT etkv_mlx_backendTargets NAMESPACE etkv:: DESTINATION ${package_dir})
+endif()
+
+write_basic_package_version_file(
+  ${CMAKE_CURRENT_BINARY_DIR}/etkvConfigVersion.cmake COMPATIBILITY SameMinorVersion)
+install(
+  FILES cmake/etkvConfig.cmake cmake/EtkvPackages.cmake
+        ${CMAKE_CURRENT_BINARY_DIR}/etkvConfigVersion.cmake
+  DESTINATION ${package_dir})
+
+# Without CMake nothing finds MLX, so the file has the one that was built
+# against, as a variable that can be defined anew.
+get_target_property(ETKV_MLX_LIBRARY etkv::mlx IMPORTED_LOCATION)
+cmake_path(GET ETKV_MLX_LIBRARY PARENT_PATH ETKV_MLX_LIBDIR)
+get_property(ETKV_MLX_VERSION GLOBAL PROPERTY ETKV_MLX_VERSION)
+set(libdir ${CMAKE_INSTALL_LIBDIR})
+string(REGEX REPLACE "[^/]+" ".." up ${libdir}/pkgconfig)
+if(APPLE)
+  set(ETKV_PC_MLX "-L\${mlxlibdir} -lmlx")
+  set(ETKV_PC_PRIVATE "-lc++")
+else()
+  # As for CMake: the program itself needs MLX, so that its run path is used.
+  set(ETKV_PC_MLX "-Wl,--push-state,--no-as-needed,\${mlxlibdir}/libmlx.so,--pop-state")
+  set(ETKV_PC_PRIVATE "-lstdc++ -ldl -lpthread -lm")
+endif()
+# GNU ld looks at what libmlx itself needs.
+cmake_path(SET mlx_cpu_libs NORMALIZE ${ETKV_MLX_LIBDIR}/../../mlx_cpu.libs)
+if(EXISTS ${mlx_cpu_libs})
+  string(APPEND ETKV_PC_MLX " -Wl,-rpath-link,\${mlxlibdir}/../../mlx_cpu.libs")
+endif()
+configure_file(cmake/etkv.pc.in etkv.pc @ONLY)
+install(
+  FILES ${CMAKE_CURRENT_BINARY_DIR}/etkv.pc
+  DESTINATION ${CMAKE_INSTALL_LIBDIR}/pkgconfig)

@@ -1,0 +1,86 @@
+// libetkv's side of interpreter.hpp: from its classes to the bridge's.
+#include "cpp/interpreter.hpp"
+
+#include <utility>
+
+#include "cpp/bridge_types.hpp"
+#include "etkv/src/bridge.rs.h"
+
+namespace etkv::interpreter {
+namespace {
+
+template <typename T>
+rust::Slice<const T> slice(View<T> view) {
+  // A slice of nothing still wants an address.
+  return view.size == 0 ? rust::Slice<const T>()
+                        : rust::Slice<const T>(view.data, view.size);
+}
+
+/// Text from outside may be no UTF-8; what it names is then not found.
+rust::String text(std::string_view view) {
+  return rust::String::lossy(view.data(), view.size());
+}
+
+Outcome outcome(const bridge::Outcome& outcome) {
+  return {outcome.status, std::string(outcome.message)};
+}
+
+class BridgedProgram final : public Program {
+ public:
+  Outcome load(
+      View<std::uint8_t> payload,
+      Constants& constants,
+      std::string_view cache_key,
+      std::string_view logits) override {
+    bridge::Constants bridged(constants);
+    return outcome(delegate_->load(
+        slice(payload), bridged, text(cache_key), text(logits)));
+  }
+
+  Outcome execute(const std::vector<Argument>& inputs, Outputs& outputs)
+      override {
+    std::vector<bridge::Argument> bridged;
+    bridged.reserve(inputs.size());
+    for (const Argument& input : inputs) {
+      bridged.push_back({
+          input.is_tensor,
+          input.scalar_type,
+          slice(input.shape),
+          input.bytes.data,
+          input.bytes.size,
+          input.integer,
+      });
+    }
+    bridge::Outputs bridged_outputs(outputs);
+    return outcome(
+        delegate_->execute({bridged.data(), bridged.size()}, bridged_outputs));
+  }
+
+  std::size_t n_inputs() const override {
+    return delegate_->n_inputs();
+  }
+  std::size_t n_outputs() const override {
+    return delegate_->n_outputs();
+  }
+
+ private:
+  rust::Box<bridge::Delegate> delegate_ = bridge::new_delegate();
+};
+
+class BridgedInterpreter final : public Interpreter {
+ public:
+  std::unique_ptr<Program> new_program() const override {
+    return std::make_unique<BridgedProgram>();
+  }
+  void report(etkv_status status, std::string_view message) const override {
+    bridge::report(status, text(message));
+  }
+};
+
+} // namespace
+} // namespace etkv::interpreter
+
+const etkv::interpreter::Interpreter& etkv_private_interpreter_1() {
+  static const etkv::interpreter::BridgedInterpreter interpreter;
+  return interpreter;
+}

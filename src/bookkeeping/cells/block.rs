@@ -1,0 +1,99 @@
+//! The cells of one sequence and its tree, which are to be one run.
+
+use std::collections::BTreeMap;
+
+use super::lane::Lane;
+use super::layout::Layout;
+
+/// The cells of one sequence, by position, and those of the tree behind it.
+pub struct Block<'a> {
+    pub cells: Vec<i32>,
+    pub nodes: &'a [i32],
+    /// Whether its cells have to lie in the order of their positions.
+    pub ordered: bool,
+    /// Whether other sequences have some of its cells as well.
+    pub shares: bool,
+    /// The first of `cells`; of `nodes` where there are none.
+    pub start: i32,
+    /// Whether `cells` are one run, in order where they have to be, and the nodes
+    /// lie behind it in theirs.
+    pub is_run: bool,
+}
+
+impl<'a> Block<'a> {
+    /// Those of all sequences that hold cells of a lane or carry trees.
+    pub fn all(lane: &Lane, trees: &'a [(i32, Vec<i32>)], ordered: bool) -> Vec<Self> {
+        let mut sequences: Vec<i32> = lane.owners().collect();
+        sequences.extend(trees.iter().map(|(sequence, _)| *sequence));
+        sequences.sort_unstable();
+        sequences.dedup();
+        let block = |sequence: i32| {
+            let tree = trees.iter().find(|(owner, _)| *owner == sequence);
+            let nodes = tree.map_or(&[][..], |(_, nodes)| nodes);
+            let cells: Vec<i32> = lane.held(sequence).cells().collect();
+            let shares = cells.iter().any(|&cell| lane.n_owners(cell) > 1);
+            Self::of(cells, nodes, ordered, shares)
+        };
+        sequences.into_iter().filter_map(block).collect()
+    }
+
+    fn of(cells: Vec<i32>, nodes: &'a [i32], ordered: bool, shares: bool) -> Option<Self> {
+        let extent = if cells.is_empty() { nodes } else { &cells };
+        let (start, last) = (extent.iter().copied().min()?, extent.iter().copied().max()?);
+        let behind = start + cells.len() as i32;
+        let is_run = (cells.is_empty() || last == behind - 1)
+            && (!ordered || cells.iter().zip(start..).all(|(&cell, place)| cell == place))
+            && nodes.iter().zip(behind..).all(|(&node, place)| node == place);
+        Some(Self { cells, nodes, ordered, shares, start, is_run })
+    }
+
+    /// Whether its cells are one run after a move.
+    pub fn becomes_run(&self, layout: &Layout) -> bool {
+        let moved = |cells: &[i32]| cells.iter().map(|&cell| layout.target(cell)).collect();
+        let (cells, nodes): (Vec<i32>, Vec<i32>) = (moved(&self.cells), moved(self.nodes));
+        Block::of(cells, &nodes, self.ordered, self.shares).is_some_and(|moved| moved.is_run)
+    }
+
+    /// Its cells and nodes.
+    pub fn len(&self) -> i32 {
+        (self.cells.len() + self.nodes.len()) as i32
+    }
+
+    /// Of the places from `least` to `most`, the first from which on a run of `cells`,
+    /// and of the nodes behind them, leaves the most where they are; and how many.
+    pub fn window(&self, cells: &[i32], least: i32, most: i32) -> Option<(i32, i32)> {
+        if most < least {
+            return None;
+        }
+        let len = cells.len() as i32;
+        // What stays for one start alone: all that has to lie in order.
+        let mut at: BTreeMap<i32, i32> = BTreeMap::new();
+        let in_order = if self.ordered { cells } else { &[] };
+        let behind = self.nodes.iter().zip(len..);
+        for (&cell, offset) in in_order.iter().zip(0..).chain(behind) {
+            *at.entry(cell - offset).or_default() += 1;
+        }
+        let mut sorted = if self.ordered { Vec::new() } else { cells.to_vec() };
+        sorted.sort_unstable();
+        // Between these a run loses what it leaves, and gains nothing for it.
+        let mut starts: Vec<i32> = sorted.iter().copied().chain(at.keys().copied()).collect();
+        starts.retain(|start| (least..=most).contains(start));
+        starts.extend([least, most]);
+        starts.sort_unstable();
+        let (mut first, mut end) = (0, 0);
+        let mut best: Option<(i32, i32)> = None;
+        for start in starts {
+            while sorted.get(first).is_some_and(|&cell| cell < start) {
+                first += 1;
+            }
+            while sorted.get(end).is_some_and(|&cell| cell < start + len) {
+                end += 1;
+            }
+            let stays = (end - first) as i32 + at.get(&start).copied().unwrap_or(0);
+            if best.is_none_or(|(_, most)| stays > most) {
+                best = Some((start, stays));
+            }
+        }
+        best
+    }
+}

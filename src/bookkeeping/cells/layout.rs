@@ -1,0 +1,175 @@
+//! Where the cells of a lane go, so that sequences are runs and few rows move.
+
+use super::block::Block;
+use super::lane::{Lane, ROOM};
+use super::occupancy::Occupancy;
+use crate::bookkeeping::{Move, Slots};
+
+/// Where each cell goes.
+#[derive(Default)]
+pub struct Layout {
+    /// By cell; -1 where it has no place yet.
+    targets: Vec<i32>,
+    /// Cells that go elsewhere.
+    n_moved: i32,
+}
+
+impl Layout {
+    /// Where all cells of a lane go; none where no more sequences would be runs than
+    /// are as it is. An `ordered` lane keeps positions in order.
+    pub fn of(lane: &Lane, trees: &[(i32, Vec<i32>)], ordered: bool) -> Option<Self> {
+        let mut blocks = Block::all(lane, trees, ordered);
+        let n_runs = blocks.iter().filter(|block| block.is_run).count();
+        if n_runs == blocks.len() {
+            return None;
+        }
+        blocks.sort_by_key(|block| block.start);
+        // Without room behind it a sequence is a run until its next token: that is
+        // worth moving as many rows as the room has.
+        let candidates = [(ROOM, 0), (0, ROOM)].into_iter().flat_map(|(room, price)| {
+            let layouts = [Self::around(&blocks, lane, room), Self::in_turn(&blocks, lane, room)];
+            layouts.into_iter().flatten().map(move |layout| (layout, price))
+        });
+        let n_runs_in =
+            |layout: &Self| blocks.iter().filter(|block| block.becomes_run(layout)).count();
+        // Sequences that share cells cannot all be runs: rows move for a gain only.
+        candidates
+            .map(|(layout, price)| (n_runs_in(&layout), layout.n_moved + price, layout))
+            .filter(|&(n, ..)| n > n_runs)
+            .min_by_key(|&(n, cost, _)| (std::cmp::Reverse(n), cost))
+            .map(|(.., layout)| layout)
+    }
+
+    /// Puts what is no run, the largest first, beside what is one, or shares cells:
+    /// that stays. None where there is no free run for some of it.
+    fn around(blocks: &[Block], lane: &Lane, room: i32) -> Option<Self> {
+        let mut layout = Self::default();
+        let mut taken = Occupancy::default();
+        let moves = |block: &&Block| !block.shares && !block.is_run;
+        for block in blocks.iter().filter(|block| !moves(block)) {
+            for cell in block.cells.iter().chain(block.nodes) {
+                if !taken.is_taken(*cell) {
+                    taken.take(*cell);
+                }
+            }
+        }
+        let mut moving: Vec<&Block> = blocks.iter().filter(moves).collect();
+        moving.sort_by_key(|block| -block.len());
+        let end = lane.size() - tail(lane);
+        for block in moving {
+            let mut best: Option<(i32, i32)> = None;
+            let mut from = taken.next_free(0);
+            while from < end {
+                let to = taken.next_taken(from, lane.size());
+                let least = if from == 0 { 0 } else { from + room };
+                let most = if to == lane.size() { end } else { to - room };
+                if let Some((start, stays)) = block.window(&block.cells, least, most - block.len())
+                {
+                    if best.is_none_or(|(_, most)| stays > most) {
+                        best = Some((start, stays));
+                    }
+                }
+                from = taken.next_free(to);
+            }
+            let (start, _) = best?;
+            layout.put(block, &block.cells, start);
+            (start..start + block.len()).for_each(|cell| taken.take(cell));
+        }
+        Some(layout)
+    }
+
+    /// Puts one after the other, each behind what it shares with those before.
+    /// None where there is too little room; without any there never is.
+    fn in_turn(blocks: &[Block], lane: &Lane, room: i32) -> Option<Self> {
+        let mut layout = Self::default();
+        let mut left = lane.taken();
+        let (mut end, mut last) = (0, -1);
+        for block in blocks {
+            let rest = layout.rest(block);
+            let len = (rest.len() + block.nodes.len()) as i32;
+            if len == 0 {
+                continue;
+            }
+            let shares = rest.len() < block.cells.len();
+            let follows =
+                shares && layout.target(block.cells[block.cells.len() - rest.len() - 1]) == last;
+            let least = if follows || end == 0 { end } else { end + room };
+            // So that those that come after fit as well.
+            let most = lane.size() - left;
+            let start = if follows {
+                least
+            } else if !shares && block.is_run && (end..=most).contains(&block.start) {
+                block.start
+            } else {
+                let roomy = (most - tail(lane)).max(least);
+                block.window(&rest, least, most.min(roomy))?.0
+            };
+            if start > most {
+                return None;
+            }
+            layout.put(block, &rest, start);
+            left -= len;
+            end = start + len;
+            last = end - block.nodes.len() as i32 - 1;
+        }
+        Some(layout)
+    }
+
+    /// Gives cells of a block the places from `start` on, and its nodes those behind.
+    /// Where order does not matter, cells that lie there already stay.
+    fn put(&mut self, block: &Block, cells: &[i32], start: i32) {
+        let places = start..start + cells.len() as i32;
+        block.nodes.iter().zip(places.end..).for_each(|(&node, place)| self.place(node, place));
+        if block.ordered {
+            return cells.iter().zip(places).for_each(|(&cell, place)| self.place(cell, place));
+        }
+        let mut kept = Occupancy::default();
+        for &cell in cells.iter().filter(|cell| places.contains(cell)) {
+            self.place(cell, cell);
+            kept.take(cell);
+        }
+        let mut place = start;
+        for &cell in cells.iter().filter(|cell| !places.contains(cell)) {
+            place = kept.next_free(place);
+            self.place(cell, place);
+            place += 1;
+        }
+    }
+
+    /// Gives a cell that has no place yet one.
+    pub fn place(&mut self, cell: i32, target: i32) {
+        let index = cell as usize;
+        if self.targets.len() <= index {
+            self.targets.resize(index + 1, -1);
+        }
+        self.targets[index] = target;
+        self.n_moved += i32::from(cell != target);
+    }
+
+    /// The new cell of each.
+    pub fn target(&self, cell: i32) -> i32 {
+        match self.targets.get(cell as usize) {
+            Some(&target) if target >= 0 => target,
+            _ => cell,
+        }
+    }
+
+    /// The cells of a block that have no place yet.
+    fn rest(&self, block: &Block) -> Vec<i32> {
+        let is_placed =
+            |cell: i32| self.targets.get(cell as usize).is_some_and(|&target| target >= 0);
+        block.cells.iter().copied().filter(|&cell| !is_placed(cell)).collect()
+    }
+
+    /// The rows that move.
+    pub fn into_move(self, lane: usize) -> Option<Move> {
+        let moved = |(cell, target): &(i32, i32)| *target >= 0 && cell != target;
+        let (from, to): (Vec<i32>, Vec<i32>) = (0..).zip(self.targets).filter(moved).unzip();
+        (!from.is_empty()).then(|| Move { lane, from: Slots::of(&from), to: Slots::of(&to) })
+    }
+}
+
+/// Cells that stay free at the end of a lane, for whatever comes to lie before them.
+fn tail(lane: &Lane) -> i32 {
+    ROOM.min((lane.size() - lane.taken()) / 2)
+}

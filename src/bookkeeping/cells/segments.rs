@@ -1,0 +1,93 @@
+//! Whose the tokens of a step are.
+
+use std::ops::Range;
+
+/// Tokens of a step that follow each other and belong to the same sequences.
+#[derive(Debug, Clone, Copy)]
+pub struct Segment {
+    first_member: usize,
+    n_members: usize,
+    n_tokens: usize,
+}
+
+impl Segment {
+    fn members(&self) -> Range<usize> {
+        self.first_member..self.first_member + self.n_members
+    }
+}
+
+/// Whose the tokens of a step are.
+#[derive(Debug, Clone)]
+pub enum Segments {
+    /// All of them one sequence's: the single-stream path, which allocates nothing.
+    One { sequence: i32, n_tokens: usize },
+    /// Segment after segment, and the members of all of them.
+    Many { members: Vec<i32>, list: Vec<Segment> },
+}
+
+impl Segments {
+    pub fn none() -> Self {
+        Self::Many { members: Vec::new(), list: Vec::new() }
+    }
+
+    /// Adds `n_tokens` tokens of these sequences.
+    pub fn push(&mut self, added: &[i32], n_tokens: usize) {
+        if let Self::One { sequence, n_tokens: before } = *self {
+            *self = Self::none();
+            self.push(&[sequence], before);
+        }
+        if let Self::Many { members, list } = self {
+            match list.last_mut() {
+                Some(last) if &members[last.members()] == added => last.n_tokens += n_tokens,
+                _ => {
+                    let first_member = members.len();
+                    members.extend_from_slice(added);
+                    list.push(Segment { first_member, n_members: added.len(), n_tokens });
+                }
+            }
+        }
+    }
+
+    /// The same in the simplest form that it has.
+    pub fn simplified(self) -> Self {
+        match &self {
+            Self::Many { members, list } => match (members.as_slice(), list.as_slice()) {
+                (&[sequence], [segment]) => Self::One { sequence, n_tokens: segment.n_tokens },
+                _ => self,
+            },
+            Self::One { .. } => self,
+        }
+    }
+
+    pub fn n_tokens(&self) -> usize {
+        self.iter().map(|(_, n_tokens)| n_tokens).sum()
+    }
+
+    /// The members of each segment, and how many tokens it has.
+    pub fn iter(&self) -> impl Iterator<Item = (&[i32], usize)> {
+        let (one, members, list): (_, &[i32], &[Segment]) = match self {
+            Self::One { sequence, n_tokens } => {
+                (Some((std::slice::from_ref(sequence), *n_tokens)), &[], &[])
+            }
+            Self::Many { members, list } => (None, members, list),
+        };
+        let many = list.iter().map(|segment| (&members[segment.members()], segment.n_tokens));
+        one.into_iter().chain(many)
+    }
+
+    /// The sequences of all segments.
+    pub fn members(&self) -> &[i32] {
+        match self {
+            Self::One { sequence, .. } => std::slice::from_ref(sequence),
+            Self::Many { members, .. } => members,
+        }
+    }
+
+    /// The sequence that all tokens belong to alone, where there is one.
+    pub fn only_member(&self) -> Option<i32> {
+        match self {
+            Self::One { sequence, .. } => Some(*sequence),
+            Self::Many { .. } => None,
+        }
+    }
+}

@@ -1,0 +1,195 @@
+//! What is done to sequences between steps: copies, removals, going back.
+
+use std::ops::Range;
+
+use super::lane::Lane;
+use super::{check_sequence, CellsBookkeeping};
+use crate::error::{fail, Result};
+
+impl CellsBookkeeping {
+    /// The least position, apart from 0, that a sequence can go back to: it holds
+    /// the position before, and every lane all that a query there sees.
+    ///
+    /// # Errors
+    /// As [`seq_len`](Self::seq_len).
+    pub fn rewindable_to(&self, sequence: i32) -> Result<i32> {
+        check_sequence(sequence)?;
+        let held = self.full().held(sequence);
+        let least = self.exact_from(sequence, 0..i32::MAX);
+        if least == 0 && held.first() == Some(0) {
+            return Ok(0);
+        }
+        let reachable = held.clipped((least - 1).max(0)..i32::MAX).next();
+        Ok(reachable.map_or(0, |run| run.position + 1))
+    }
+
+    /// The least position at which a query sees nothing of `positions` that some
+    /// lane has dropped of a sequence; 0 where none has.
+    fn exact_from(&self, sequence: i32, positions: Range<i32>) -> i32 {
+        let exact_from = |lane: &Lane| {
+            let window = lane.window?;
+            let behind_sinks = positions.start.max(window.sinks())..positions.end;
+            let all = self.full().held(sequence);
+            let dropped = all.last_missing_in(lane.held(sequence), &behind_sinks)?;
+            Some(window.rewindable_to(dropped + 1))
+        };
+        self.lanes.iter().filter_map(exact_from).max().unwrap_or(0)
+    }
+
+    /// Lets `target` have `source`'s positions from `positions`, too, in the same
+    /// cells. `i32::MAX` as the end means all that follow.
+    ///
+    /// # Errors
+    /// - [`InvalidArgument`](crate::Status::InvalidArgument): a sequence or range
+    ///   that cannot be.
+    /// - [`Position`](crate::Status::Position): `target` has other cells for some
+    ///   of these positions, or window lanes have dropped what its next query
+    ///   would see.
+    /// - [`Step`](crate::Status::Step): a step is open, or `target` carries a tree.
+    pub fn seq_cp(&mut self, source: i32, target: i32, positions: Range<i32>) -> Result<()> {
+        self.refuse_in_step("copy a sequence")?;
+        check_sequence(source)?;
+        check_sequence(target)?;
+        check_range(&positions)?;
+        self.refuse_under_tree(target, "copy onto it")?;
+        if source == target {
+            return Ok(());
+        }
+        let (from, to) = (self.full().held(source), self.full().held(target));
+        let mut copied = from.clipped(positions.clone()).peekable();
+        if copied.peek().is_none() {
+            return Ok(());
+        }
+        let mut end = to.next();
+        for run in copied {
+            end = end.max(run.position + run.len);
+            for other in to.clipped(run.positions()) {
+                if other.cell - other.position != run.cell - run.position {
+                    fail!(
+                        Position,
+                        "sequence {target} holds a position {} of its own, which sequence \
+                         {source} has, too",
+                        other.position
+                    );
+                }
+            }
+        }
+        let dropped = self.exact_from(target, 0..i32::MAX);
+        let least = dropped.max(self.exact_from(source, positions.clone()));
+        if end < least {
+            fail!(
+                Position,
+                "sequence {target} would go on at {end}, but the window layers have dropped \
+                 what a query there sees; {least} is the least"
+            );
+        }
+        for lane in &mut self.lanes {
+            lane.share(source, target, positions.clone());
+        }
+        Ok(())
+    }
+
+    /// Takes positions from a sequence. Cells that belong to nobody then are free.
+    /// `i32::MAX` as the end means all that follow. All of them take its tree away
+    /// as well, and the sequence begins at 0 again, also where its first position
+    /// was another.
+    ///
+    /// # Errors
+    /// - [`InvalidArgument`](crate::Status::InvalidArgument): a sequence or range
+    ///   that cannot be.
+    /// - [`Position`](crate::Status::Position): the sequence would go on below what
+    ///   [`rewindable_to`](Self::rewindable_to) says.
+    /// - [`Step`](crate::Status::Step): a step is open, or the sequence carries a
+    ///   tree and some of it would stay.
+    pub fn seq_rm(&mut self, sequence: i32, positions: Range<i32>) -> Result<()> {
+        self.refuse_in_step("remove from a sequence")?;
+        check_sequence(sequence)?;
+        check_range(&positions)?;
+        let runs = self.full().held(sequence);
+        let stays = |range: Range<i32>| runs.clipped(range).last();
+        let last = stays(positions.end..i32::MAX).or_else(|| stays(0..positions.start));
+        match last {
+            // A tree behind nothing begins at 0.
+            None if runs.count() > 0 || positions.contains(&0) => self.drop_tree(sequence),
+            None => {}
+            Some(run) => {
+                self.refuse_under_tree(sequence, "remove a part of it")?;
+                let (next, least) =
+                    (run.position + run.len, self.exact_from(sequence, 0..i32::MAX));
+                if next < least && next < self.next(sequence) {
+                    fail!(
+                        Position,
+                        "sequence {sequence} would go on at {next}, but the window layers have \
+                         dropped what a query there sees; {least} is the least"
+                    );
+                }
+            }
+        }
+        for lane in &mut self.lanes {
+            lane.remove(sequence, &positions);
+        }
+        Ok(())
+    }
+
+    /// Forgets the positions from `length` on, of the only sequence, which goes on
+    /// there then. 0 forgets all of them.
+    ///
+    /// # Errors
+    /// - [`InvalidArgument`](crate::Status::InvalidArgument) where there are several
+    ///   sequences.
+    /// - [`Position`](crate::Status::Position): `length` is negative or more than
+    ///   the next position; or it is not 0, and the position before it was removed
+    ///   or it is below what [`rewindable_to`](Self::rewindable_to) says.
+    /// - [`Step`](crate::Status::Step): a step is open, or the sequence carries a
+    ///   tree and some of it would stay.
+    pub fn rewind(&mut self, length: i32) -> Result<()> {
+        self.refuse_in_step("rewind the cache")?;
+        let sequence = self.only_sequence()?;
+        let next = self.next(sequence);
+        if length < 0 || length > next {
+            fail!(
+                Position,
+                "cannot rewind to length {length}: the sequence goes on at position {next}"
+            );
+        }
+        // Else the sequence would go on at another position than it was told.
+        let before = length - 1;
+        if length > 0 && self.full().held(sequence).clipped(before..length).next().is_none() {
+            fail!(
+                Position,
+                "cannot rewind to length {length}: position {before} was removed; {} is the least, \
+                 and 0 forgets all",
+                self.rewindable_to(sequence)?
+            );
+        }
+        self.seq_rm(sequence, length..i32::MAX)
+    }
+
+    /// Removes every sequence but one.
+    ///
+    /// # Errors
+    /// [`Step`](crate::Status::Step) while a step is open, and for a number that
+    /// no sequence has [`InvalidArgument`](crate::Status::InvalidArgument).
+    pub fn seq_keep(&mut self, sequence: i32) -> Result<()> {
+        self.refuse_in_step("remove sequences")?;
+        check_sequence(sequence)?;
+        for other in self.sequences() {
+            if other != sequence {
+                self.seq_rm(other, 0..i32::MAX)?;
+            }
+        }
+        Ok(())
+    }
+}
+
+fn check_range(positions: &Range<i32>) -> Result<()> {
+    if positions.start < 0 || positions.end < positions.start {
+        fail!(
+            InvalidArgument,
+            "positions from {} to {} are no range",
+            positions.start,
+            positions.end
+        );
+    }
+    Ok(())
+}

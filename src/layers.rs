@@ -1,0 +1,237 @@
+//! A cache for hosts that know no steps: each layer brings its rows and takes what
+//! it attends to, and the forward is over when the last layer had its turn.
+
+use std::sync::Arc;
+
+use mlx_rs::Array;
+use parking_lot::Mutex;
+
+use crate::attend::{AttendSpec, Mask};
+use crate::config::LayerPolicy;
+use crate::error::{fail, Result};
+use crate::mlx;
+use crate::shared::SharedCache;
+
+/// The forwards of a host on a cache: opens a step when a layer comes, and commits
+/// it when all have been.
+///
+/// A layer that comes a second time, or with other positions, begins anew: what the
+/// host had not finished is taken back. The step is committed before the host
+/// evaluates its outputs. Where that fails, the positions are there with rows that
+/// nobody knows: rewind them, or clear the cache.
+pub struct Forwards {
+    cache: SharedCache,
+    /// Of the open step; empty outside one.
+    positions: Vec<i32>,
+    /// Layers that the open step has had.
+    done: Vec<bool>,
+    /// Whether the host can apply a mask.
+    masks: bool,
+}
+
+impl Forwards {
+    /// Forwards on `cache`, which nothing else brings rows to meanwhile.
+    ///
+    /// # Errors
+    /// Those of [`SharedCache::lock`].
+    pub fn new(cache: SharedCache) -> Result<Self> {
+        let n_layers = cache.lock()?.config().layers.len();
+        Ok(Self { cache, positions: Vec::new(), done: vec![false; n_layers], masks: true })
+    }
+
+    /// The same for a host that knows causal attention only: what needs a mask is
+    /// refused with [`Unsupported`](crate::Status::Unsupported).
+    ///
+    /// # Errors
+    /// Those of [`SharedCache::lock`].
+    pub fn without_masks(cache: SharedCache) -> Result<Self> {
+        let mut forwards = Self::new(cache)?;
+        forwards.masks = false;
+        Ok(forwards)
+    }
+
+    /// The cache.
+    pub fn cache(&self) -> &SharedCache {
+        &self.cache
+    }
+
+    /// The position of a layer's next token, where there is one sequence.
+    ///
+    /// # Errors
+    /// [`InvalidArgument`](crate::Status::InvalidArgument) where there are several.
+    pub fn offset(&self, layer: usize) -> Result<i32> {
+        match (self.positions.first(), self.positions.last(), self.done.get(layer)) {
+            (_, Some(last), Some(true)) => Ok(last + 1),
+            (Some(first), _, _) => Ok(*first),
+            _ => self.cache.lock()?.next_position(),
+        }
+    }
+
+    /// Writes a layer's new rows and tells what its queries attend to; see
+    /// [`AttendCache::update_and_fetch`](crate::AttendCache::update_and_fetch).
+    ///
+    /// # Errors
+    /// Those of [`AttendCache::begin`](crate::AttendCache::begin), `update_and_fetch`
+    /// and `commit`; the forward is taken back.
+    pub fn update_and_fetch(
+        &mut self,
+        layer: usize,
+        positions: &[i32],
+        k: &Array,
+        v: &Array,
+    ) -> Result<AttendSpec> {
+        let had = self.done.get(layer).copied().unwrap_or(false);
+        if had || self.positions != positions {
+            self.abandon();
+        }
+        let result = mlx::run(|| self.in_step(layer, positions, k, v));
+        if result.is_err() {
+            self.abandon();
+        }
+        result
+    }
+
+    /// Takes back the forward that is not finished, if there is one. Dropping does
+    /// so as well.
+    pub fn abandon(&mut self) {
+        if !self.positions.is_empty() {
+            // MLX first, the cache second, as everywhere.
+            let _alone = mlx::alone();
+            // A cache that broke has no step to take back.
+            if let Ok(mut cache) = self.cache.lock() {
+                cache.abort();
+            }
+            self.close();
+        }
+    }
+
+    fn in_step(
+        &mut self,
+        layer: usize,
+        positions: &[i32],
+        k: &Array,
+        v: &Array,
+    ) -> Result<AttendSpec> {
+        let mut cache = self.cache.lock()?;
+        if self.positions.is_empty() {
+            cache.begin(positions)?;
+            self.positions.extend_from_slice(positions);
+        }
+        let spec = cache.update_and_fetch(layer, k, v)?;
+        if !self.masks && matches!(spec.mask, Mask::Explicit(_)) {
+            fail!(
+                Unsupported,
+                "{} queries from position {} of layer {layer} need a mask, which this face has no \
+                 place for",
+                positions.len(),
+                positions[0]
+            );
+        }
+        self.done[layer] = true;
+        if self.done.iter().all(|&done| done) {
+            cache.commit()?;
+            drop(cache);
+            self.close();
+        }
+        Ok(spec)
+    }
+
+    fn close(&mut self) {
+        self.positions.clear();
+        self.done.fill(false);
+    }
+}
+
+impl Drop for Forwards {
+    fn drop(&mut self) {
+        self.abandon();
+    }
+}
+
+/// What model code for mlx-rs takes for a cache, one a layer.
+pub trait KeyValueCache {
+    /// The position of the next token.
+    fn offset(&self) -> i32;
+
+    /// The most positions that the layer sees, where it has a window.
+    fn max_size(&self) -> Option<i32>;
+
+    /// Appends rows, `[1, n_kv_heads, T, head_dim]`, and returns all keys and values
+    /// that there are, in the dtype of the new ones. Attention over them is causal:
+    /// the queries are the tail of the keys.
+    ///
+    /// # Errors
+    /// Those of the cache behind it.
+    fn update_and_fetch(&mut self, keys: Array, values: Array) -> Result<(Array, Array)>;
+}
+
+/// One layer of a cache of any kind, as a [`KeyValueCache`].
+///
+/// ```
+/// use etkv::{layer_caches, CacheConfig, ContiguousCache, KeyValueCache, SharedCache};
+/// use mlx_rs::Array;
+///
+/// # fn main() -> etkv::Result<()> {
+/// let config = CacheConfig::uniform(2, 4, 64, 4096).stored_as("affine8g64".parse()?);
+/// let mut layers = layer_caches(SharedCache::new(ContiguousCache::new(config)?))?;
+/// etkv::mlx::run(|| {
+///     let rows = Array::ones::<f32>(&[1, 4, 3, 64])?;
+///     for layer in &mut layers {
+///         assert_eq!(layer.offset(), 0);
+///         let (keys, _values) = layer.update_and_fetch(rows.clone(), rows.clone())?;
+///         assert_eq!(keys.shape(), [1, 4, 3, 64]);
+///     }
+///     assert_eq!(layers[0].offset(), 3);
+///     Ok(())
+/// })
+/// # }
+/// ```
+pub struct LayerCache {
+    forwards: Arc<Mutex<Forwards>>,
+    layer: usize,
+    window: Option<i32>,
+}
+
+/// The layers of a cache, in order. They are of one forward at a time.
+///
+/// # Errors
+/// Those of [`SharedCache::lock`].
+pub fn layer_caches(cache: SharedCache) -> Result<Vec<LayerCache>> {
+    let policies: Vec<LayerPolicy> =
+        cache.lock()?.config().layers.iter().map(|layer| layer.policy).collect();
+    let forwards = Arc::new(Mutex::new(Forwards::without_masks(cache)?));
+    let of = |(layer, policy)| LayerCache {
+        forwards: Arc::clone(&forwards),
+        layer,
+        window: match policy {
+            LayerPolicy::Full => None,
+            LayerPolicy::Window { window, .. } => Some(window),
+        },
+    };
+    Ok(policies.into_iter().enumerate().map(of).collect())
+}
+
+impl KeyValueCache for LayerCache {
+    /// 0 as well where several sequences have no one next position.
+    fn offset(&self) -> i32 {
+        self.forwards.lock().offset(self.layer).unwrap_or(0)
+    }
+
+    fn max_size(&self) -> Option<i32> {
+        self.window
+    }
+
+    /// # Errors
+    /// [`Unsupported`](crate::Status::Unsupported) where the queries do not see all
+    /// that was read, as at the edge of a window: use a [`Step`](crate::Step).
+    fn update_and_fetch(&mut self, keys: Array, values: Array) -> Result<(Array, Array)> {
+        mlx::run(|| {
+            let mut forwards = self.forwards.lock();
+            let offset = forwards.offset(self.layer)?;
+            let n = if keys.ndim() == 4 { keys.dim(2) } else { 0 };
+            let positions: Vec<i32> = (offset..offset.saturating_add(n)).collect();
+            let spec = forwards.update_and_fetch(self.layer, &positions, &keys, &values)?;
+            Ok((spec.k.dequantized(keys.dtype())?, spec.v.dequantized(values.dtype())?))
+        })
+    }
+}

@@ -1,0 +1,103 @@
+"""Follows a page of instructions: writes its files, runs its commands, compares what they print.
+
+A file is a fenced block after a line that ends in its name, as in ``... `app/main.cpp`:``. Commands are the lines of
+```` ```console ```` blocks that begin with ``$ ``, with those that a backslash continues; what stands below one is
+what it prints. Other blocks are for reading.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+from dataclasses import dataclass, field
+from pathlib import Path
+
+FENCE = re.compile(r"^```(\w*)$")
+FILE = re.compile(r"`([\w./-]+)`:$")
+
+
+@dataclass
+class Command:
+    text: str
+    prints: list[str] = field(default_factory=list)
+
+
+@dataclass
+class Content:
+    path: str
+    text: str
+
+
+def steps(page: str) -> list[Command | Content]:
+    """The page's files and commands, in its order."""
+    found: list[Command | Content] = []
+    language, block, above = None, [], ""
+    for line in page.splitlines():
+        fence = FENCE.match(line)
+        if language is None:
+            if fence:
+                language, block = fence[1], []
+            elif line.strip():
+                above = line
+        elif not fence:
+            block.append(line)
+        else:
+            if language == "console":
+                found += commands(block)
+            elif name := FILE.search(above):
+                found.append(Content(name[1], "\n".join(block) + "\n"))
+            language, above = None, ""
+    return found
+
+
+def commands(block: list[str]) -> list[Command]:
+    found: list[Command] = []
+    continued = False
+    for line in block:
+        if line.startswith("$ "):
+            found.append(Command(line[2:]))
+        elif continued:
+            found[-1].text += f"\n{line}"
+        elif found:
+            found[-1].prints.append(line)
+        continued = line.endswith("\\")
+    return found
+
+
+def follow(page: Path, home: Path, without: str = "") -> str | None:
+    """Follows `page` in the folder `home`; None, or the first thing that is not as it says.
+
+    Commands that name the tool `without` are left out.
+    """
+    todo = steps(page.read_text())
+    n_commands = sum(isinstance(step, Command) for step in todo)
+    if n_commands == 0 or n_commands == len(todo):
+        return f"{page.name} has {n_commands} commands and {len(todo) - n_commands} files"
+    # Rust's tools are found below the home folder of whoever runs this.
+    rust = {"CARGO_HOME": str(Path.home() / ".cargo"), "RUSTUP_HOME": str(Path.home() / ".rustup")}
+    environment = {**rust, **os.environ, "HOME": str(home)}
+    folder = str(home)
+    for step in todo:
+        if isinstance(step, Content):
+            path = home / step.path
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_text(step.text)
+            continue
+        if without and without in step.text:
+            continue
+        # Where a command leaves off is where the next begins.
+        done = subprocess.run(
+            ["bash", "-ec", f"{step.text}\npwd > ~/.folder"],
+            cwd=folder,
+            env=environment,
+            capture_output=True,
+            text=True,
+        )
+        if done.returncode != 0:
+            return f"`{step.text}` ended with {done.returncode}:\n{(done.stdout + done.stderr)[-4000:]}"
+        printed = done.stdout.splitlines()
+        if step.prints and printed != step.prints:
+            return f"`{step.text}` printed\n" + "\n".join(printed) + "\nand not\n" + "\n".join(step.prints)
+        folder = (home / ".folder").read_text().strip()
+    return None

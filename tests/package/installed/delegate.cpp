@@ -1,0 +1,42 @@
+// Runs a program on a cache, where nothing here names the delegate: that the
+// program loads says that it has registered itself, and that the cache grows
+// says that both have one registry.
+#include <cstdint>
+#include <cstdio>
+#include <cstdlib>
+#include <numeric>
+#include <vector>
+
+#include <etkv/executorch.hpp>
+
+template <typename T>
+void must(const etkv::Result<T>& result) {
+  if (!result) {
+    std::fprintf(stderr, "%s\n", result.error().message().c_str());
+    std::exit(1);
+  }
+}
+
+int main(int argc, char** argv) {
+  executorch::extension::Module module(argc > 1 ? argv[1] : "");
+  auto params = etkv::read_kv_cache_metadata(module);
+  must(params);
+  auto session = etkv::make_decode_session(
+      etkv::kMLXBackend, etkv::make_config(*params, 64, "f32"));
+  must(session);
+  etkv::LoadOptions options(session->key());
+  must(etkv::load_method(module, "forward", options));
+
+  std::vector<std::int64_t> tokens{1, 2, 3, 4};
+  std::vector<std::int64_t> positions(tokens.size());
+  std::iota(positions.begin(), positions.end(), 0);
+  const int T = static_cast<int>(tokens.size());
+  auto ids = executorch::extension::from_blob(
+      tokens.data(), {1, T}, executorch::aten::ScalarType::Long);
+  auto at = executorch::extension::from_blob(
+      positions.data(), {T}, executorch::aten::ScalarType::Long);
+  must(etkv::execute(module, "forward", {ids, at}));
+
+  std::printf("%d positions of %d\n", session->cache().length(), T);
+  return session->cache().length() == T ? 0 : 1;
+}

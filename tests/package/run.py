@@ -1,0 +1,197 @@
+"""Builds and runs what others build on etkv: against an installed tree that has been moved, with pkg-config, with
+etkv's sources within, and as docs/embedding.md says.
+
+``run.py CMAKE_BUILD``: the folder that etkv is built in; Cargo's output is reused from there.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterable
+from pathlib import Path
+
+import document
+
+HERE = Path(__file__).resolve().parent
+SOURCE = HERE.parent.parent
+MODELS = SOURCE / "build/models/cpp-tests"
+PROGRAM = MODELS / "llama-f32/model.pte"
+DARWIN = sys.platform == "darwin"
+
+# A linker that drops what is not named, as some systems have it set by default.
+AS_NEEDED = [] if DARWIN else ["-DCMAKE_EXE_LINKER_FLAGS=-Wl,--as-needed"]
+
+
+class Failed(Exception):  # noqa: N818
+    """A check that did not hold, with what was seen."""
+
+
+def run(*command: object, env: dict[str, str] | None = None, fails: bool = False) -> str:
+    """What `command` prints; it has to succeed, or to fail if `fails`."""
+    arguments = [str(argument) for argument in command]
+    done = subprocess.run(
+        arguments, env={**os.environ, **(env or {})}, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+    )
+    if (done.returncode != 0) != fails:
+        raise Failed(f"{' '.join(arguments)}\nended with {done.returncode}:\n{done.stdout[-6000:]}")
+    return done.stdout
+
+
+def expect(condition: bool, what: str) -> None:
+    if not condition:
+        raise Failed(what)
+
+
+def package(name: str) -> Path:
+    """The folder of a Python package, without importing it."""
+    spec = importlib.util.find_spec(name)
+    expect(spec is not None and bool(spec.submodule_search_locations), f"this Python has no {name}")
+    return Path(next(iter(spec.submodule_search_locations)))
+
+
+def configure(source: Path, build: Path, *options: object, fails: bool = False) -> str:
+    return run("cmake", "-S", source, "-B", build, "-G", "Ninja", *options, fails=fails)
+
+
+def libraries(program: Path) -> str:
+    """The libraries that a program or library loads."""
+    return run(*(["otool", "-L"] if DARWIN else ["ldd"]), program)
+
+
+class Package:
+    def __init__(self, build: Path, scratch: Path) -> None:
+        self.build = build
+        self.scratch = scratch
+        self.prefix = scratch / "moved/to/etkv"
+        self.python = os.environ.get("ETKV_PYTHON", sys.executable)
+
+    def install(self) -> None:
+        """The installed tree names no folder that it was built in, and is moved."""
+        first = self.scratch / "installed"
+        run("cmake", "--install", self.build, "--prefix", first)
+        self.prefix.parent.mkdir(parents=True)
+        shutil.move(first, self.prefix)
+        texts = [*self.prefix.rglob("*.cmake"), *self.prefix.rglob("*.pc")]
+        expect(len(texts) > 4, f"CMake's package has only {texts}")
+        for text in texts:
+            for line in text.read_text().splitlines():
+                named = [path for path in (SOURCE, self.build, first) if str(path) in line]
+                # The MLX that was built against, which whoever uses the file may name anew.
+                expect(not named or line.startswith("mlxlibdir="), f"{text.name}: {line}")
+        if not DARWIN:
+            for library in self.prefix.glob("lib*/*.so"):
+                runpath = [line for line in run("readelf", "-d", library).splitlines() if "PATH)" in line]
+                expect([line.split()[-1] for line in runpath] == ["[$ORIGIN]"], f"{library.name}: {runpath}")
+
+    def installed(self) -> None:
+        """find_package: C and C++, caches and delegate, shared and static."""
+        build = self.scratch / "installed-build"
+        options = [f"-DCMAKE_PREFIX_PATH={self.prefix}", f"-DETKV_PYTHON={self.python}", *AS_NEEDED]
+        configure(HERE / "installed", build, *options)
+        run("cmake", "--build", build)
+        for kind in ("", "_static"):
+            expect("MLX" in run(build / f"caches_c{kind}"), "caches_c tells no version of MLX")
+            expect(run(build / f"caches_cpp{kind}") == "0 of 64 positions\n", "caches_cpp")
+            expect(run(build / f"delegate{kind}", PROGRAM) == "4 positions of 4\n", "delegate")
+            loaded = libraries(build / f"delegate{kind}")
+            expect(DARWIN or loaded.count("libmlx.so =>") == 1, f"one MLX a process, not:\n{loaded}")
+            expect(("libetkv" in loaded) == (kind == ""), f"delegate{kind} loads:\n{loaded}")
+            expect(DARWIN or kind != "" or str(self.prefix) in loaded, f"not the moved tree:\n{loaded}")
+            expect("executorch" not in libraries(build / f"caches_c{kind}"), "caches alone load ExecuTorch")
+
+    def caches_only(self) -> None:
+        """find_package where there is no ExecuTorch and no Python, and what it says where things are missing."""
+        build = self.scratch / "caches-only"
+        source = HERE / "installed"
+        mlx, nothing = package("mlx"), shutil.which("false")
+        given = [f"-DCMAKE_PREFIX_PATH={self.prefix}", f"-DETKV_PYTHON={nothing}"]
+        said = configure(source, build, *given, "-DCACHES_ONLY=ON", f"-DETKV_MLX_DIR={mlx}", *AS_NEEDED)
+        expect("etkv::mlx_backend is left out" in said, said)
+        run("cmake", "--build", build)
+        for program in ("caches_c", "caches_cpp", "caches_c_static", "caches_cpp_static"):
+            run(build / program)
+
+        def refused(words: Iterable[str], *options: str) -> None:
+            said = " ".join(configure(source, build, *given, *options, fails=True).split())
+            for word in words:
+                expect(word in said, f"{options}: no `{word}` in:\n{said}")
+
+        refused(["executorch==1.5.1", "ETKV_EXECUTORCH_DIR", f"{nothing} has none"], "-DCACHES_ONLY=OFF")
+        refused(["==0.32.2", "ETKV_PYTHON", f"{nothing} has none"], "-DCACHES_ONLY=ON", "-DETKV_MLX_DIR=")
+        other = self.scratch / "mlx/include/mlx"
+        other.mkdir(parents=True)
+        numbers = zip(("MAJOR", "MINOR", "PATCH"), (0, 31, 0), strict=True)
+        (other / "version.h").write_text("".join(f"#define MLX_VERSION_{name} {number}\n" for name, number in numbers))
+        refused(["needs mlx 0.32.2", "is mlx 0.31.0", "==0.32.2"], f"-DETKV_MLX_DIR={other.parent.parent}")
+        refused(["has no include/mlx"], f"-DETKV_MLX_DIR={self.scratch}")
+
+    def pkg_config(self) -> None:
+        """pkg-config: a C program, in one line."""
+        if shutil.which("pkg-config") is None:
+            print("    there is no pkg-config here: left out")
+            return
+        found = list(self.prefix.rglob("etkv.pc"))
+        expect(len(found) == 1, f"etkv.pc: {found}")
+        env = {"PKG_CONFIG_PATH": str(found[0].parent)}
+        flags = run("pkg-config", "--cflags", "--libs", "etkv", env=env).split()
+        program = self.scratch / "with-pkg-config"
+        run("cc", HERE / "installed/caches.c", "-o", program, *flags)
+        run(program)
+
+    def subdirectory(self) -> None:
+        """add_subdirectory: shared and static."""
+        build = self.scratch / "subdirectory-build"
+        options = [f"-DETKV_SOURCE={SOURCE}", f"-DETKV_PYTHON={self.python}", *AS_NEEDED]
+        configure(HERE / "subdirectory", build, *options, f"-DETKV_CARGO_TARGET_DIR={SOURCE / 'build/cargo'}")
+        run("cmake", "--build", build)
+        for program in ("delegate", "delegate_static"):
+            expect(run(build / program, PROGRAM) == "4 positions of 4\n", program)
+
+    def documentation(self) -> None:
+        """docs/embedding.md: its files, its commands and what they print."""
+        home = self.scratch / "home"
+        home.mkdir()
+        (home / "etkv").symlink_to(SOURCE)
+        (home / "model.pte").symlink_to(PROGRAM)
+        without = "" if shutil.which("pkg-config") else "pkg-config"
+        problem = document.follow(SOURCE / "docs/embedding.md", home, without)
+        expect(problem is None, str(problem))
+
+
+def main(build: Path) -> int:
+    if not PROGRAM.exists():
+        run(sys.executable, SOURCE / "tests/cpp/models.py", SOURCE / "tests/python/tiny_models.py", MODELS)
+    passed = failed = 0
+    # The parent's settings would reach every project below.
+    for name in ("CMAKE_PREFIX_PATH", "LD_LIBRARY_PATH", "PKG_CONFIG_PATH", "MAKEFLAGS", "MAKELEVEL"):
+        os.environ.pop(name, None)
+    with tempfile.TemporaryDirectory(prefix="etkv-package-") as scratch:
+        tests = Package(build.resolve(), Path(scratch).resolve())
+        for test in (
+            tests.install,
+            tests.installed,
+            tests.caches_only,
+            tests.pkg_config,
+            tests.subdirectory,
+            tests.documentation,
+        ):
+            started = time.monotonic()
+            try:
+                test()
+                passed += 1
+            except Failed as problem:
+                failed += 1
+                print(f"failed: {test.__name__}: {problem}")
+            print(f"{time.monotonic() - started:6.1f} s  {test.__name__}", flush=True)
+    print(f"{passed} passed, {failed} failed")
+    return 1 if failed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(Path(sys.argv[1])))

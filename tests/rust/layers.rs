@@ -1,0 +1,143 @@
+//! Caches driven layer by layer, without steps.
+
+use etkv::{
+    layer_caches, AttendCache, CacheConfig, CellsCache, ContiguousCache, Forwards, KeyValueCache,
+    KvFormat, LayerPolicy, Mask, SharedCache, Status, Step,
+};
+use etkv_tests::{oracle, Rng};
+use mlx_rs::Array;
+
+const N_LAYERS: usize = 3;
+
+fn config(format: KvFormat) -> CacheConfig {
+    CacheConfig { max_step: 8, ..CacheConfig::uniform(N_LAYERS, 2, 64, 64).stored_as(format) }
+}
+
+fn rows(seed: u64, n: usize) -> Array {
+    oracle::array(&oracle::random_rows(&mut Rng::new(seed), n, 2, 64))
+}
+
+fn flat(array: &Array) -> Vec<f32> {
+    array.contiguous().unwrap().as_slice::<f32>().to_vec()
+}
+
+/// What a step of its own reads is what the layers return.
+#[test]
+fn layers_return_what_a_step_reads() {
+    etkv::mlx::run(|| {
+        for format in ["f32", "f16", "affine4g64", "row-int4"] {
+            let format: KvFormat = format.parse()?;
+            let caches: [Box<dyn AttendCache>; 2] = [
+                Box::new(ContiguousCache::new(config(format))?),
+                Box::new(CellsCache::with_trees(config(format))?),
+            ];
+            for (index, mut stepped) in caches.into_iter().enumerate() {
+                let mut layers = layer_caches(match index {
+                    0 => SharedCache::new(ContiguousCache::new(config(format))?),
+                    _ => SharedCache::new(CellsCache::new(config(format))?),
+                })?;
+                let mut length = 0;
+                for n in [5, 1, 1, 8, 3] {
+                    let positions: Vec<i32> = (length..length + n).collect();
+                    let mut step = Step::begin(&mut *stepped, &positions)?;
+                    for (id, layer) in layers.iter_mut().enumerate() {
+                        let k = rows(length as u64 * 10 + id as u64, n as usize);
+                        let v = k.negative()?;
+                        assert_eq!((layer.offset(), layer.max_size()), (length, None));
+                        let (keys, values) = layer.update_and_fetch(k.clone(), v.clone())?;
+                        assert_eq!(layer.offset(), length + n);
+                        let spec = step.update_and_fetch(id, &k, &v)?;
+                        assert_eq!(keys.shape(), [1, 2, length + n, 64]);
+                        assert_eq!(flat(&keys), flat(&spec.k.dequantized(keys.dtype())?));
+                        assert_eq!(flat(&values), flat(&spec.v.dequantized(keys.dtype())?));
+                    }
+                    step.commit(&[])?;
+                    length += n;
+                }
+            }
+        }
+        Ok(())
+    })
+    .unwrap();
+}
+
+/// A forward that the host gave up has not been when the next one begins.
+#[test]
+fn a_layer_that_comes_again_begins_anew() {
+    etkv::mlx::run(|| {
+        let cache = SharedCache::new(ContiguousCache::new(config(KvFormat::F32))?);
+        let mut forwards = Forwards::new(cache.clone())?;
+        let [first, second] = [rows(1, 2), rows(2, 2)];
+        forwards.update_and_fetch(0, &[0, 1], &first, &first)?;
+        forwards.update_and_fetch(1, &[0, 1], &first, &first)?;
+        // Again from the start, with other rows.
+        for layer in 0..N_LAYERS {
+            let spec = forwards.update_and_fetch(layer, &[0, 1], &second, &second)?;
+            assert!(matches!(spec.mask, Mask::Causal));
+            assert_eq!(flat(&spec.k.dequantized(second.dtype())?), flat(&second));
+        }
+        assert_eq!(cache.lock()?.length(), 2);
+        // A step that was begun is open for others, and over when it is dropped.
+        forwards.update_and_fetch(0, &[2, 3], &first, &first)?;
+        assert_eq!(cache.lock()?.begin(&[2]).unwrap_err().status(), Status::Step);
+        drop(forwards);
+        assert_eq!(cache.lock()?.length(), 2);
+        cache.lock()?.begin(&[2])?;
+        cache.lock()?.abort();
+        Ok(())
+    })
+    .unwrap();
+}
+
+#[test]
+fn what_is_refused_changes_nothing() {
+    etkv::mlx::run(|| {
+        let mut windowed = config(KvFormat::F32);
+        windowed.layers[N_LAYERS - 1].policy = LayerPolicy::Window { window: 2, sinks: 1 };
+        let cache = SharedCache::new(ContiguousCache::new(windowed)?);
+        let mut layers = layer_caches(cache.clone())?;
+        assert_eq!(layers[N_LAYERS - 1].max_size(), Some(2));
+        let five = rows(1, 5);
+        for layer in &mut layers[..N_LAYERS - 1] {
+            layer.update_and_fetch(five.clone(), five.clone())?;
+        }
+        // Queries at the edge of a window see less than was read.
+        let error = layers[N_LAYERS - 1].update_and_fetch(five.clone(), five.clone()).unwrap_err();
+        assert_eq!(error.status(), Status::Unsupported, "{error}");
+        assert!(error.message().contains("5 queries from position 0 of layer 2"), "{error}");
+        assert_eq!(cache.lock()?.length(), 0);
+        assert_eq!(layers[0].offset(), 0);
+
+        let wrong = Array::ones::<f32>(&[1, 3, 5, 64])?;
+        let error = layers[0].update_and_fetch(wrong.clone(), wrong).unwrap_err();
+        assert_eq!(error.status(), Status::Shape, "{error}");
+        let flat = Array::ones::<f32>(&[64])?;
+        assert!(layers[0].update_and_fetch(flat.clone(), flat).is_err());
+        assert_eq!(cache.lock()?.length(), 0);
+        Ok(())
+    })
+    .unwrap();
+}
+
+/// After a removal at the front the next position is not the count.
+#[test]
+fn offsets_are_positions() {
+    etkv::mlx::run(|| {
+        let cache = SharedCache::new(CellsCache::new(config(KvFormat::F32))?);
+        let mut layers = layer_caches(cache.clone())?;
+        let five = rows(1, 5);
+        for layer in &mut layers {
+            layer.update_and_fetch(five.clone(), five.clone())?;
+        }
+        cache.lock()?.sequences().unwrap().seq_rm(0, 0..2)?;
+        let one = rows(2, 1);
+        for layer in &mut layers {
+            assert_eq!(layer.offset(), 5);
+            let (keys, _) = layer.update_and_fetch(one.clone(), one.clone())?;
+            assert_eq!(keys.dim(2), 4);
+        }
+        assert_eq!(cache.lock()?.next_position()?, 6);
+        Ok(())
+    })
+    .unwrap();
+}

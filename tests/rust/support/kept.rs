@@ -1,0 +1,78 @@
+//! What the layers of one window still hold of each sequence, told as plainly as
+//! can be: a set of tokens.
+
+use std::collections::{BTreeMap, BTreeSet};
+use std::ops::Range;
+
+use crate::model::Model;
+use crate::slots::Id;
+
+#[derive(Debug, Clone)]
+pub struct Kept {
+    window: i32,
+    sinks: i32,
+    max_step: i32,
+    /// One sequence never takes more.
+    slots: i32,
+    capacity: i32,
+    held: BTreeMap<i32, BTreeSet<Id>>,
+}
+
+impl Kept {
+    pub fn new(window: i32, sinks: i32, max_step: i32, capacity: i32) -> Self {
+        let room = max_step.max(window / 4);
+        let slots = (sinks + window - 1 + 2 * max_step + room).min(capacity);
+        Self { window, sinks, max_step, slots, capacity, held: BTreeMap::new() }
+    }
+
+    pub fn slots(&self) -> i32 {
+        self.slots
+    }
+
+    pub fn add(&mut self, sequence: i32, ids: impl IntoIterator<Item = Id>) {
+        self.held.entry(sequence).or_default().extend(ids);
+    }
+
+    /// A step of this sequence is done. Where another of the greatest size may not
+    /// fit, what the window needs no more goes, and not what is in the way of
+    /// taking a step back.
+    pub fn slide(&mut self, model: &Model, sequence: i32) {
+        let Some(held) = self.held.get_mut(&sequence) else {
+            return;
+        };
+        let room = self.slots - held.len() as i32;
+        if self.slots < self.capacity && room < self.max_step {
+            let first = model.next(sequence) - (self.window - 1) - self.max_step;
+            let gone = self.sinks..first.max(self.sinks);
+            held.retain(|&id| !gone.contains(&model.position(id)));
+        }
+    }
+
+    pub fn copy(&mut self, model: &Model, [source, target]: [i32; 2], range: &Range<i32>) {
+        let held = self.held.get(&source).cloned().unwrap_or_default();
+        self.add(target, held.into_iter().filter(|&id| range.contains(&model.position(id))));
+    }
+
+    /// Forgets what sequences do not have any more.
+    pub fn settle(&mut self, model: &Model) {
+        self.held.retain(|sequence, held| {
+            let tokens = model.sequences().get(sequence).map_or(&[][..], |held| &held.tokens);
+            let all: BTreeSet<Id> = tokens.iter().copied().collect();
+            held.retain(|id| all.contains(id));
+            !held.is_empty()
+        });
+    }
+
+    pub fn holds(&self, sequence: i32, id: Id) -> bool {
+        self.held.get(&sequence).is_some_and(|held| held.contains(&id))
+    }
+
+    /// The least position at which the window of a query holds nothing of `range`
+    /// that is gone.
+    pub fn exact_from(&self, model: &Model, sequence: i32, range: &Range<i32>) -> i32 {
+        let tokens = model.sequence(sequence).tokens;
+        let gone = tokens.into_iter().filter(|&id| !self.holds(sequence, id));
+        let positions = gone.map(|id| model.position(id)).filter(|at| range.contains(at));
+        positions.filter(|&at| at >= self.sinks).max().map_or(0, |last| last + self.window)
+    }
+}
