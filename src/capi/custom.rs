@@ -211,6 +211,10 @@ impl Cache for Custom {
         self.ask(|cache| cache.length())
     }
 
+    fn next_position(&self) -> Result<i32> {
+        self.inner.lock()?.next_position()
+    }
+
     fn can_extend(&self, n: i32) -> bool {
         let Some(can_extend) = self.vtable.can_extend else {
             return self.ask(|cache| cache.can_extend(n));
