@@ -43,6 +43,33 @@ pub fn run<T>(work: impl FnOnce() -> Result<T>) -> Result<T> {
     mlx_rs::with_stream(&runtime.stream, work)
 }
 
+/// [`run`] on a stream of the caller's, on which arrays of the shared one may be
+/// used as well: MLX waits where it has to.
+///
+/// # Safety
+/// `stream` is a live stream of MLX.
+pub(crate) unsafe fn run_on<T>(
+    stream: mlx_sys::mlx_stream,
+    work: impl FnOnce() -> Result<T>,
+) -> Result<T> {
+    run(|| {
+        let mut raw_device = mlx_sys::mlx_device { ctx: std::ptr::null_mut() };
+        let mut kind = 0;
+        // SAFETY: the caller says that the stream is live; the device is freed here.
+        unsafe {
+            check(mlx_sys::mlx_stream_get_device(&mut raw_device, stream))?;
+            let asked = check(mlx_sys::mlx_device_get_type(&mut kind, raw_device));
+            mlx_sys::mlx_device_free(raw_device);
+            asked?;
+        }
+        let gpu: mlx_sys::mlx_device_type = DeviceType::Gpu.into();
+        let device = if kind == gpu { Device::gpu() } else { Device::cpu() };
+        // SAFETY: as above.
+        let stream = unsafe { adopted(&device, stream) }?;
+        mlx_rs::with_stream(&stream, work)
+    })
+}
+
 /// Keeps others out of MLX until it is dropped: for letting arrays go, which
 /// must be possible also where MLX could not be started.
 pub(crate) fn alone() -> parking_lot::ReentrantMutexGuard<'static, ()> {
@@ -106,25 +133,35 @@ fn default_device() -> Result<Device> {
     }
 }
 
-/// A stream that any thread may use, one at a time. mlx-rs makes streams from a
-/// device's default only, so it is the default for a moment.
+/// A stream that any thread may use, one at a time.
 fn unowned_stream(device: &Device) -> Result<Stream> {
-    let before = Stream::try_default_on_device(device)?;
     let (kind, index) = (device.get_type()?, device.get_index()?);
-    // SAFETY: handles are made and freed here; `stream` outlives its use because
-    // the wrapper below holds its own.
-    let made = unsafe {
+    // SAFETY: handles are made and freed here; the stream outlives its use because
+    // the wrapper holds its own.
+    unsafe {
         let raw_device = mlx_sys::mlx_device_new_type(kind.into(), index);
         let raw = mlx_sys::mlx_stream_new_thread_unsafe(raw_device);
         mlx_sys::mlx_device_free(raw_device);
-        let set = mlx_sys::mlx_set_default_stream(raw);
-        let made = check(set).and_then(|()| Ok(Stream::try_default_on_device(device)?));
+        let made = adopted(device, raw);
         mlx_sys::mlx_stream_free(raw);
         made
-    };
-    // SAFETY: `before` is a live stream.
-    check(unsafe { mlx_sys::mlx_set_default_stream(before.as_ptr()) })?;
-    made
+    }
+}
+
+/// A stream as mlx-rs has it, which makes streams from a device's default only: so
+/// it is the default for a moment.
+///
+/// # Safety
+/// `raw` is a live stream on `device`.
+unsafe fn adopted(device: &Device, raw: mlx_sys::mlx_stream) -> Result<Stream> {
+    let before = Stream::try_default_on_device(device)?;
+    // SAFETY: both are live streams.
+    unsafe {
+        let made = check(mlx_sys::mlx_set_default_stream(raw))
+            .and_then(|()| Ok(Stream::try_default_on_device(device)?));
+        check(mlx_sys::mlx_set_default_stream(before.as_ptr()))?;
+        made
+    }
 }
 
 thread_local! {
@@ -155,7 +192,7 @@ impl From<mlx_rs::error::Exception> for Error {
     }
 }
 
-fn check(status: i32) -> Result<()> {
+pub(crate) fn check(status: i32) -> Result<()> {
     if status == 0 {
         return Ok(());
     }

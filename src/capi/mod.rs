@@ -5,6 +5,7 @@ mod cache;
 mod config;
 mod custom;
 mod error;
+mod forwards;
 mod handle;
 mod memory;
 mod process;

@@ -1,6 +1,6 @@
 """Each public header compiles on its own, twice over, and in two files of one library, with every warning an error.
 
-``headers.py INCLUDE CC CXX FLAG...``: FLAGs are what executorch.hpp needs to find ExecuTorch.
+``headers.py INCLUDE CC CXX FLAG...``: FLAGs are what the headers need to find ExecuTorch and MLX.
 """
 
 from __future__ import annotations
@@ -16,7 +16,10 @@ CPP17 = ["-std=c++17"]
 CPP20 = ["-std=c++20"]
 NEITHER = ["-fno-exceptions", "-fno-rtti"]
 
-# Beyond C++17, which every header takes.
+# What MLX's headers take: all that these need.
+MLX = {"mlx_cache.hpp", "executorch_mlx_cache.hpp"}
+
+# Beyond C++17, which every other header takes.
 ALSO = {
     "etkv.h": [("C11", C), ("C++20", CPP20)],
     "etkv.hpp": [("C++17 without exceptions and RTTI", CPP17 + NEITHER), ("C++20", CPP20)],
@@ -39,7 +42,8 @@ def main(include: Path, cc: str, cxx: str, flags: list[str]) -> int:
     with tempfile.TemporaryDirectory() as scratch:
         for header in headers:
             line = f'#include "etkv/{header.name}"\n'
-            for name, standard in [("C++17", CPP17), *ALSO.get(header.name, [])]:
+            least = ("C++20", CPP20) if header.name in MLX else ("C++17", CPP17)
+            for name, standard in [least, *ALSO.get(header.name, [])]:
                 compiler, suffix = (cc, "c") if standard is C else (cxx, "cpp")
                 # The repeated line is what an include guard is for.
                 source = Path(scratch) / f"{header.stem}_{header.suffix[1:]}.{suffix}"
@@ -56,7 +60,7 @@ def main(include: Path, cc: str, cxx: str, flags: list[str]) -> int:
             source.write_text(everything)
         compile_with(
             "every header in two files of one library",
-            [cxx, *CPP17, *WARNINGS, f"-I{include}", *flags, "-fPIC", "-shared", "-o", f"{scratch}/both"]
+            [cxx, *CPP20, *WARNINGS, f"-I{include}", *flags, "-fPIC", "-shared", "-o", f"{scratch}/both"]
             + (["-undefined", "dynamic_lookup"] if sys.platform == "darwin" else [])
             + [str(source) for source in sources],
         )

@@ -1,0 +1,98 @@
+// etkv's caches for ExecuTorch's own MLX backend: a class with the faces that the
+// caches of that backend have.
+//
+// For code inside ExecuTorch's tree: `MLXCache.h` and `extension/llm/cache/cache.h`
+// are in its repository and not in its wheel. Matches both as of commit
+// 9c609a62f7316677c9e6de0eaa4d072cada838e4 (1.5). That backend runs one sequence;
+// positions come as the first of a run.
+//
+//   auto session = etkv::make_decode_session("MLXBackend", config);
+//   etkv::ExecuTorchMLXCache cache(session->cache());
+//   state.cache = &cache;            // what ExecutionState takes
+//   cache.as_control()->rewind(12);  // what a runner does
+#pragma once
+
+#include <numeric>
+#include <optional>
+#include <stdexcept>
+#include <utility>
+#include <vector>
+
+#include <executorch/backends/mlx/runtime/MLXCache.h>
+#include <executorch/extension/llm/cache/cache.h>
+
+#include "etkv/mlx_cache.hpp"
+
+namespace etkv {
+
+/// One sequence of an etkv cache, as ExecuTorch's MLX backend and its runners take
+/// it. The cache itself is shared and may outlive this.
+class ExecuTorchMLXCache
+    : public ::executorch::extension::llm::cache::CacheBase,
+      public ::executorch::extension::llm::cache::SequenceControl,
+      public ::executorch::backends::mlx::MLXCache {
+ public:
+  /// Throws std::runtime_error where the cache broke, as that backend does.
+  explicit ExecuTorchMLXCache(Cache& cache)
+      : cache_(cache), forwards_(MLXForwards::make(cache)) {
+    if (!forwards_.ok()) {
+      throw std::runtime_error(forwards_.error().message());
+    }
+  }
+
+  ::executorch::extension::llm::cache::SequenceControl* as_control() override {
+    return this;
+  }
+  /// None: the rows are etkv's own to plan.
+  ::executorch::extension::llm::cache::SequencePlanner* as_planner() override {
+    return nullptr;
+  }
+
+  bool can_extend(int n = 1) const override {
+    return cache_.can_extend(n);
+  }
+  int capacity() const override {
+    return cache_.capacity();
+  }
+  bool rewind(int new_len) override {
+    return forwards_->abandon().ok() && cache_.rewind(new_len).ok();
+  }
+  void clear() override {
+    static_cast<void>(forwards_->abandon());
+    static_cast<void>(cache_.clear());
+  }
+
+  /// Throws std::runtime_error with etkv's sentence where the rows cannot be taken.
+  ::executorch::backends::mlx::AttendSpec update_and_fetch(
+      int layer,
+      int position,
+      const ::mlx::core::array& k,
+      const ::mlx::core::array& v,
+      ::mlx::core::StreamOrDevice s) override {
+    std::vector<int32_t> positions(k.ndim() == 4 ? k.shape(2) : 0);
+    std::iota(positions.begin(), positions.end(), position);
+    auto found = forwards_->update_and_fetch(
+        static_cast<std::size_t>(layer), positions, k, v, s);
+    if (!found.ok()) {
+      throw std::runtime_error(found.error().message());
+    }
+    using Spec = ::executorch::backends::mlx::AttendSpec;
+    const auto kind = [&] {
+      switch (found->kind) {
+        case AttendSpec::Mask::Causal:
+          return Spec::Mask::Causal;
+        case AttendSpec::Mask::Explicit:
+          return Spec::Mask::Explicit;
+        default:
+          return Spec::Mask::None;
+      }
+    }();
+    return Spec{found->k, found->v, kind, found->mask};
+  }
+
+ private:
+  Cache& cache_;
+  Result<MLXForwards> forwards_;
+};
+
+} // namespace etkv

@@ -1,0 +1,151 @@
+// etkv for hosts that compute with MLX themselves: a cache as what its attention
+// takes, in `mlx::core::array`. Needs MLX's headers, and the very MLX that the
+// library is linked to; C++20, as they do.
+//
+//   auto cache = etkv::make_decode_session("MLXBackend", config);
+//   auto forwards = etkv::MLXForwards::make(cache->cache());
+//   for (each layer)
+//     x = forwards->update_and_attend(layer, positions, q, k, v, scale);
+//
+// A forward has been when every layer was called once. Ownership, threads and what
+// a failure means are as etkv.h says.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <optional>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include <mlx/mlx.h>
+
+#include "etkv/etkv.hpp"
+
+namespace etkv {
+
+/// What a layer's queries attend to, and how to mask it.
+struct AttendSpec {
+  /// In the form that MLX's scaled_dot_product_attention takes.
+  enum class Mask {
+    None,    ///< every query sees all keys
+    Causal,  ///< the queries are the tail of the keys
+    Explicit ///< as `mask` says
+  };
+  mlx::core::array k; ///< [1, n_kv_heads, L, k_head_dim]
+  mlx::core::array v; ///< [1, n_kv_heads, L, v_head_dim]
+  Mask kind = Mask::None;
+  std::optional<mlx::core::array> mask; ///< bool, [T, L]; for Explicit only
+};
+
+/// The forwards of a host on a cache; see etkv_forwards.
+class MLXForwards {
+ public:
+  /// Fails where `cache` broke.
+  static Result<MLXForwards> make(const Cache& cache) {
+    etkv_forwards* raw = nullptr;
+    etkv_error* error = nullptr;
+    const auto status = etkv_forwards_new(cache.raw(), &raw, &error);
+    if (status != ETKV_OK) {
+      return Error::adopt(status, error);
+    }
+    return MLXForwards(raw);
+  }
+
+  /// Writes a layer's rows and gives what its queries attend to, all of it in the
+  /// dtype of `k` and of `v`.
+  ///
+  /// `positions` are one a token; `k` is [1, n_kv_heads, T, k_head_dim], `v`
+  /// likewise, both in a float dtype. Work is put on the stream of `s`, or of its
+  /// device; without one on the library's own.
+  Result<AttendSpec> update_and_fetch(
+      std::size_t layer,
+      const std::vector<int32_t>& positions,
+      const mlx::core::array& k,
+      const mlx::core::array& v,
+      mlx::core::StreamOrDevice s = {}) {
+    const auto stream = stream_of(s);
+    const auto rows = rows_of(layer, positions, k, v, stream);
+    const mlx::core::array nothing(0.0f);
+    AttendSpec spec{nothing, nothing, AttendSpec::Mask::None, std::nullopt};
+    mlx::core::array mask = nothing;
+    etkv_mask kind = ETKV_MASK_NONE;
+    etkv_error* error = nullptr;
+    const auto status = etkv_forwards_update_and_fetch(
+        handle_.get(), &rows, &spec.k, &spec.v, &kind, &mask, &error);
+    if (status != ETKV_OK) {
+      return Error::adopt(status, error);
+    }
+    if (kind == ETKV_MASK_CAUSAL) {
+      spec.kind = AttendSpec::Mask::Causal;
+    } else if (kind == ETKV_MASK_EXPLICIT) {
+      spec.kind = AttendSpec::Mask::Explicit;
+      spec.mask = std::move(mask);
+    }
+    return spec;
+  }
+
+  /// Writes a layer's rows and attends to what is there, as it is stored: what is
+  /// quantized is not unpacked for few queries.
+  ///
+  /// `q` is [1, n_heads, T, k_head_dim]; the result [1, n_heads, T, v_head_dim] in
+  /// its dtype.
+  Result<mlx::core::array> update_and_attend(
+      std::size_t layer,
+      const std::vector<int32_t>& positions,
+      const mlx::core::array& q,
+      const mlx::core::array& k,
+      const mlx::core::array& v,
+      float scale,
+      mlx::core::StreamOrDevice s = {}) {
+    const auto stream = stream_of(s);
+    const auto rows = rows_of(layer, positions, k, v, stream);
+    mlx::core::array attended(0.0f);
+    etkv_error* error = nullptr;
+    const auto status = etkv_forwards_update_and_attend(
+        handle_.get(), &rows, &q, scale, &attended, &error);
+    if (status != ETKV_OK) {
+      return Error::adopt(status, error);
+    }
+    return attended;
+  }
+
+  /// The forward that is not finished, if there is one, has not been.
+  Result<void> abandon() {
+    etkv_error* error = nullptr;
+    const auto status = etkv_forwards_abandon(handle_.get(), &error);
+    return detail::check(status, error);
+  }
+
+ private:
+  explicit MLXForwards(etkv_forwards* raw) : handle_(raw) {}
+
+  static std::optional<mlx::core::Stream> stream_of(
+      const mlx::core::StreamOrDevice& s) {
+    if (std::holds_alternative<std::monostate>(s)) {
+      return std::nullopt;
+    }
+    return mlx::core::to_stream(s);
+  }
+
+  static etkv_mlx_rows rows_of(
+      std::size_t layer,
+      const std::vector<int32_t>& positions,
+      const mlx::core::array& k,
+      const mlx::core::array& v,
+      const std::optional<mlx::core::Stream>& stream) {
+    etkv_mlx_rows rows{};
+    rows.struct_size = sizeof(rows);
+    rows.layer = layer;
+    rows.positions = positions.data();
+    rows.n_positions = positions.size();
+    rows.k = &k;
+    rows.v = &v;
+    rows.stream = stream ? &*stream : nullptr;
+    return rows;
+  }
+
+  detail::Handle<etkv_forwards, etkv_forwards_free> handle_;
+};
+
+} // namespace etkv

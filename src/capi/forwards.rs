@@ -1,0 +1,259 @@
+//! `etkv_forwards`: a cache for a host that computes with MLX itself.
+
+use std::ffi::c_void;
+
+use mlx_rs::{Array, Dtype};
+use parking_lot::Mutex;
+
+use super::boundary::{boundary, free, list, out};
+use super::cache::etkv_cache;
+use super::error::etkv_error;
+use super::handle::{self, Object};
+use crate::attend::{attend, Mask};
+use crate::error::{fail, Result};
+use crate::layers::Forwards;
+use crate::mlx;
+
+/// A handle on the forwards of a host.
+#[allow(non_camel_case_types)]
+pub struct etkv_forwards {
+    forwards: Mutex<Forwards>,
+}
+
+impl Object for etkv_forwards {
+    const NAME: &'static str = "etkv_forwards";
+}
+
+/// The rows of a layer and the stream to work on, as C passes them.
+#[repr(C)]
+#[derive(Clone, Copy)]
+#[allow(non_camel_case_types)]
+pub struct etkv_mlx_rows {
+    pub struct_size: usize,
+    pub layer: usize,
+    pub positions: *const i32,
+    pub n_positions: usize,
+    pub k: *const c_void,
+    pub v: *const c_void,
+    pub stream: *const c_void,
+}
+
+/// Makes the forwards of a host on a cache.
+///
+/// # Safety
+/// Pointers are NULL or as the header says.
+#[no_mangle]
+pub unsafe extern "C" fn etkv_forwards_new(
+    cache: *const etkv_cache,
+    forwards: *mut *mut etkv_forwards,
+    error: *mut *mut etkv_error,
+) -> i32 {
+    // SAFETY: the caller says so.
+    unsafe {
+        boundary(error, || {
+            let target = out(forwards, "forwards")?;
+            let cache = handle::look_up(cache, "cache")?;
+            let forwards = Mutex::new(Forwards::new(cache.cache.clone())?);
+            target.write(handle::give(etkv_forwards { forwards }));
+            Ok(())
+        })
+    }
+}
+
+/// Gives back a handle; a forward that is not finished is taken back.
+#[no_mangle]
+pub extern "C" fn etkv_forwards_free(forwards: *mut etkv_forwards) {
+    free(forwards);
+}
+
+/// Takes back the forward that is not finished.
+///
+/// # Safety
+/// Pointers are NULL or as the header says.
+#[no_mangle]
+pub unsafe extern "C" fn etkv_forwards_abandon(
+    forwards: *mut etkv_forwards,
+    error: *mut *mut etkv_error,
+) -> i32 {
+    // SAFETY: the caller says so.
+    unsafe {
+        boundary(error, || {
+            let forwards = handle::look_up(forwards, "forwards")?;
+            // MLX first, as everywhere.
+            mlx::run(|| {
+                forwards.forwards.lock().abandon();
+                Ok(())
+            })
+        })
+    }
+}
+
+/// Writes a layer's rows and gives what its queries attend to.
+///
+/// # Safety
+/// Pointers are NULL or as the header says.
+#[no_mangle]
+pub unsafe extern "C" fn etkv_forwards_update_and_fetch(
+    forwards: *mut etkv_forwards,
+    rows: *const etkv_mlx_rows,
+    k: *mut c_void,
+    v: *mut c_void,
+    mask_kind: *mut i32,
+    mask: *mut c_void,
+    error: *mut *mut etkv_error,
+) -> i32 {
+    // SAFETY: the caller says so.
+    unsafe {
+        boundary(error, || {
+            let [k, v, mask] = [(k, "k"), (v, "v"), (mask, "mask")].map(target);
+            let (k, v, mask, kind) = (k?, v?, mask?, out(mask_kind, "mask_kind")?);
+            let forwards = handle::look_up(forwards, "forwards")?;
+            let rows = Rows::read(rows)?;
+            rows.on_stream(|| {
+                let spec = forwards.forwards.lock().update_and_fetch(
+                    rows.layer,
+                    rows.positions,
+                    &rows.k,
+                    &rows.v,
+                )?;
+                let keys = spec.k.dequantized(rows.k.dtype())?;
+                let values = spec.v.dequantized(rows.v.dtype())?;
+                let found = match &spec.mask {
+                    Mask::None => 0,
+                    Mask::Causal => 1,
+                    Mask::Explicit(seen) => {
+                        give(mask, seen)?;
+                        2
+                    }
+                };
+                give(k, &keys)?;
+                give(v, &values)?;
+                kind.write(found);
+                Ok(())
+            })
+        })
+    }
+}
+
+/// Writes a layer's rows and attends to what is there.
+///
+/// # Safety
+/// Pointers are NULL or as the header says.
+#[no_mangle]
+pub unsafe extern "C" fn etkv_forwards_update_and_attend(
+    forwards: *mut etkv_forwards,
+    rows: *const etkv_mlx_rows,
+    q: *const c_void,
+    scale: f32,
+    attended: *mut c_void,
+    error: *mut *mut etkv_error,
+) -> i32 {
+    // SAFETY: the caller says so.
+    unsafe {
+        boundary(error, || {
+            let attended = target((attended, "attended"))?;
+            let forwards = handle::look_up(forwards, "forwards")?;
+            let q = array(q, "q")?;
+            let rows = Rows::read(rows)?;
+            if !scale.is_finite() {
+                fail!(InvalidArgument, "scale is {scale}");
+            }
+            let expected = [1, rows.k.dim(1), rows.k.dim(2), rows.k.dim(3)];
+            let fits = q.ndim() == 4
+                && [0, 2, 3].iter().all(|&axis| q.dim(axis) == expected[axis as usize])
+                && q.dim(1) > 0
+                && q.dim(1) % expected[1].max(1) == 0;
+            if !fits {
+                fail!(
+                    Shape,
+                    "q has shape {:?}, the keys have {expected:?}: the heads of q are a multiple of \
+                     theirs, and the rest is equal",
+                    q.shape()
+                );
+            }
+            rows.on_stream(|| {
+                let mut forwards = forwards.forwards.lock();
+                let spec =
+                    forwards.update_and_fetch(rows.layer, rows.positions, &rows.k, &rows.v)?;
+                give(attended, &attend(&q, &spec, scale, None)?)
+            })
+        })
+    }
+}
+
+/// What a call brings, checked.
+struct Rows<'a> {
+    layer: usize,
+    positions: &'a [i32],
+    k: Array,
+    v: Array,
+    stream: *const c_void,
+}
+
+impl Rows<'_> {
+    /// # Safety
+    /// `rows` is NULL or as the header says.
+    unsafe fn read(rows: *const etkv_mlx_rows) -> Result<Self> {
+        // SAFETY: the caller says so.
+        unsafe {
+            let rows = super::boundary::read_struct(rows, "rows")?;
+            let read = Self {
+                layer: rows.layer,
+                positions: list(rows.positions, rows.n_positions, "positions")?,
+                k: array(rows.k, "rows.k")?,
+                v: array(rows.v, "rows.v")?,
+                stream: rows.stream,
+            };
+            let float = |dtype| matches!(dtype, Dtype::Float32 | Dtype::Float16 | Dtype::Bfloat16);
+            for (name, rows) in [("k", &read.k), ("v", &read.v)] {
+                if !float(rows.dtype()) || rows.ndim() != 4 {
+                    fail!(
+                        Shape,
+                        "{name} is {:?} of shape {:?}, it is float32, float16 or bfloat16 and \
+                         [1, n_kv_heads, T, head_dim]",
+                        rows.dtype(),
+                        rows.shape()
+                    );
+                }
+            }
+            Ok(read)
+        }
+    }
+
+    fn on_stream<T>(&self, work: impl FnOnce() -> Result<T>) -> Result<T> {
+        if self.stream.is_null() {
+            return mlx::run(work);
+        }
+        let stream = mlx_sys::mlx_stream { ctx: self.stream.cast_mut() };
+        // SAFETY: who made the struct says that it is a stream of MLX.
+        unsafe { mlx::run_on(stream, work) }
+    }
+}
+
+/// An array of the host's, shared.
+///
+/// # Safety
+/// `pointer` is NULL or points to an `mlx::core::array`.
+unsafe fn array(pointer: *const c_void, name: &str) -> Result<Array> {
+    if pointer.is_null() {
+        fail!(InvalidArgument, "{name} is NULL");
+    }
+    // SAFETY: the caller says so; the handle made here is owned by nobody else.
+    unsafe {
+        let mut copy = mlx_sys::mlx_array_new();
+        let status =
+            mlx_sys::mlx_array_set(&mut copy, mlx_sys::mlx_array { ctx: pointer.cast_mut() });
+        let array = Array::from_ptr(copy);
+        mlx::check(status).map(|()| array)
+    }
+}
+
+fn target((pointer, name): (*mut c_void, &str)) -> Result<mlx_sys::mlx_array> {
+    Ok(mlx_sys::mlx_array { ctx: out(pointer, name)? })
+}
+
+/// Assigns to an array of the host's.
+fn give(mut target: mlx_sys::mlx_array, array: &Array) -> Result<()> {
+    // SAFETY: `target` is an `mlx::core::array`, as who called says.
+    mlx::check(unsafe { mlx_sys::mlx_array_set(&mut target, array.as_ptr()) })
+}
