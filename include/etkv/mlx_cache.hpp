@@ -43,13 +43,14 @@ class MLXForwards {
  public:
   /// Fails where `cache` broke.
   static Result<MLXForwards> make(const Cache& cache) {
-    etkv_forwards* raw = nullptr;
-    etkv_error* error = nullptr;
-    const auto status = etkv_forwards_new(cache.raw(), &raw, &error);
-    if (status != ETKV_OK) {
-      return Error::adopt(status, error);
+    auto made = detail::ask<etkv_forwards*>(
+        [&](etkv_forwards** forwards, etkv_error** error) {
+          return etkv_forwards_new(cache.raw(), forwards, error);
+        });
+    if (!made.ok()) {
+      return made.error();
     }
-    return MLXForwards(raw);
+    return MLXForwards(*made);
   }
 
   /// Writes a layer's rows and gives what its queries attend to, all of it in the
@@ -70,11 +71,12 @@ class MLXForwards {
     AttendSpec spec{nothing, nothing, AttendSpec::Mask::None, std::nullopt};
     mlx::core::array mask = nothing;
     etkv_mask kind = ETKV_MASK_NONE;
-    etkv_error* error = nullptr;
-    const auto status = etkv_forwards_update_and_fetch(
-        handle_.get(), &rows, &spec.k, &spec.v, &kind, &mask, &error);
-    if (status != ETKV_OK) {
-      return Error::adopt(status, error);
+    const auto done = detail::run([&](etkv_error** error) {
+      return etkv_forwards_update_and_fetch(
+          handle_.get(), &rows, &spec.k, &spec.v, &kind, &mask, error);
+    });
+    if (!done.ok()) {
+      return done.error();
     }
     if (kind == ETKV_MASK_CAUSAL) {
       spec.kind = AttendSpec::Mask::Causal;
@@ -101,20 +103,21 @@ class MLXForwards {
     const auto stream = stream_of(s);
     const auto rows = rows_of(layer, positions, k, v, stream);
     mlx::core::array attended(0.0f);
-    etkv_error* error = nullptr;
-    const auto status = etkv_forwards_update_and_attend(
-        handle_.get(), &rows, &q, scale, &attended, &error);
-    if (status != ETKV_OK) {
-      return Error::adopt(status, error);
+    const auto done = detail::run([&](etkv_error** error) {
+      return etkv_forwards_update_and_attend(
+          handle_.get(), &rows, &q, scale, &attended, error);
+    });
+    if (!done.ok()) {
+      return done.error();
     }
     return attended;
   }
 
   /// The forward that is not finished, if there is one, has not been.
   Result<void> abandon() {
-    etkv_error* error = nullptr;
-    const auto status = etkv_forwards_abandon(handle_.get(), &error);
-    return detail::check(status, error);
+    return detail::run([&](etkv_error** error) {
+      return etkv_forwards_abandon(handle_.get(), error);
+    });
   }
 
  private:

@@ -82,7 +82,8 @@ attention(const mx::array& q, const mx::array& k, const mx::array& v) {
 // Steps of several sizes, on streams of several owners.
 void rows_come_back() {
   for (const char* kind : {"contiguous", "seq", "tree"}) {
-    auto cache = must(etkv::Cache::make("MLXBackend", kind, config("f32")));
+    auto cache =
+        must(etkv::make_cache<etkv::Cache>("MLXBackend", kind, config("f32")));
     auto forwards = must(etkv::MLXForwards::make(cache));
     const std::vector<mx::StreamOrDevice> streams = {
         {}, mx::default_device(), mx::new_stream(mx::default_device())};
@@ -109,8 +110,9 @@ void attention_is_over_what_is_stored() {
   const std::pair<const char*, double> formats[] = {
       {"f32", 1e-5}, {"f16", 1e-2}, {"affine8g64", 5e-2}, {"row-int4", 1.0}};
   for (const auto& [format, bound] : formats) {
-    auto cache =
-        must(etkv::Cache::make("MLXBackend", "contiguous", config(format)));
+    auto cache = must(
+        etkv::make_cache<etkv::Cache>(
+            "MLXBackend", "contiguous", config(format)));
     auto forwards = must(etkv::MLXForwards::make(cache));
     Kept kept;
     int32_t length = 0;
@@ -135,8 +137,9 @@ void attention_is_over_what_is_stored() {
 }
 
 void a_window_comes_with_its_mask() {
-  auto cache =
-      must(etkv::Cache::make("MLXBackend", "contiguous", config("f32", 3)));
+  auto cache = must(
+      etkv::make_cache<etkv::Cache>(
+          "MLXBackend", "contiguous", config("f32", 3)));
   auto forwards = must(etkv::MLXForwards::make(cache));
   const auto rows = random_rows(kKvHeads, 6);
   must(forwards.update_and_fetch(0, positions(0, 6), rows, rows));
@@ -148,12 +151,13 @@ void a_window_comes_with_its_mask() {
       mx::subtract(mx::expand_dims(at, 1), mx::expand_dims(at, 0));
   const auto seen = mx::logical_and(
       mx::greater_equal(back, mx::array(0)), mx::less(back, mx::array(3)));
-  CHECK(mx::array_equal(mx::reshape(*spec.mask, {6, 6}), seen).item<bool>());
+  auto same = mx::array_equal(mx::reshape(*spec.mask, {6, 6}), seen);
+  CHECK(same.item<bool>());
 }
 
 void what_cannot_be_is_refused() {
-  auto cache =
-      must(etkv::Cache::make("MLXBackend", "contiguous", config("f32")));
+  auto cache = must(
+      etkv::make_cache<etkv::Cache>("MLXBackend", "contiguous", config("f32")));
   auto forwards = must(etkv::MLXForwards::make(cache));
   const auto rows = random_rows(kKvHeads, 2);
   const auto says = [&](std::size_t layer,
@@ -226,8 +230,8 @@ void what_cannot_be_is_refused() {
 
 // As ExecuTorch's own backend would drive it.
 void inside_executorch() {
-  auto cache =
-      must(etkv::Cache::make("MLXBackend", "contiguous", config("f32")));
+  auto cache = must(
+      etkv::make_cache<etkv::Cache>("MLXBackend", "contiguous", config("f32")));
   etkv::ExecuTorchMLXCache in_tree(cache);
   executorch::backends::mlx::MLXCache& backend = in_tree;
   auto* control = in_tree.as_control();
