@@ -97,7 +97,7 @@ impl Forwards {
         if !self.positions.is_empty() {
             // MLX first, the cache second, as everywhere.
             let _alone = mlx::alone();
-            // A cache that broke has no step to take back.
+            // A cache that is broken has no step to take back.
             if let Ok(mut cache) = self.cache.lock() {
                 cache.abort();
             }
