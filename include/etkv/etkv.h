@@ -497,8 +497,9 @@ ETKV_API etkv_status etkv_seq_cache_cp(
 
 /**
  * Takes the positions in a range from a sequence. A cell that no sequence has is
- * free; a sequence of which nothing is left begins at 0 again. All of them take its tree away as well; a part of a sequence that
- * carries a tree is ETKV_ERROR_STEP.
+ * free; a sequence of which nothing is left begins at 0 again. All of them take
+ * its tree away as well; a part of a sequence that carries a tree is
+ * ETKV_ERROR_STEP.
  *
  * ETKV_ERROR_POSITION where the sequence would go on below what
  * etkv_seq_cache_rewindable_to() says.
