@@ -410,7 +410,7 @@ etkv_cache_clear(etkv_cache* cache, bool release, etkv_error** error);
 
 /**
  * Forgets the positions from `length` on, of the one sequence that there is;
- * 0 <= length <= the current length. Where layers have windows, what they have
+ * 0 <= length <= its next position. Where layers have windows, what they have
  * dropped cannot be gone back to: that is refused with ETKV_ERROR_POSITION,
  * naming the least length. Several sequences are ETKV_ERROR_INVALID_ARGUMENT.
  */
@@ -458,7 +458,8 @@ ETKV_API void etkv_seq_cache_free(etkv_seq_cache* cache);
  * Says which sequence each of the `n_tokens` tokens of the next step belongs to.
  * Without it, the tokens are those of the frontiers that were proposed, by the
  * number of their sequence; and without those, of the only sequence there is.
- * What is said holds until a step has worked.
+ * What is said holds until a step has worked, or something else is said. No
+ * tokens are ETKV_ERROR_INVALID_ARGUMENT.
  */
 ETKV_API etkv_status etkv_seq_cache_begin_step(
     etkv_seq_cache* cache,
@@ -496,8 +497,9 @@ ETKV_API etkv_status etkv_seq_cache_cp(
 
 /**
  * Takes the positions in a range from a sequence. A cell that no sequence has is
- * free. All of them take its tree away as well; a part of a sequence that
- * carries a tree is ETKV_ERROR_STEP.
+ * free; a sequence of which nothing is left begins at 0 again. All of them take
+ * its tree away as well; a part of a sequence that carries a tree is
+ * ETKV_ERROR_STEP.
  *
  * ETKV_ERROR_POSITION where the sequence would go on below what
  * etkv_seq_cache_rewindable_to() says.

@@ -100,9 +100,7 @@ static void empty_sequences(void) {
   CHECK_INT(etkv_seq_cache_begin_step(c, tokens, 4, NULL), ETKV_OK);
   CHECK_INT(
       etkv_seq_cache_begin_step_shared(c, tokens, 4, counts, 3, NULL), ETKV_OK);
-  /* A step of nothing would never be made. */
-  CHECK_INT(
-      etkv_seq_cache_begin_step(c, NULL, 0, NULL), ETKV_ERROR_INVALID_ARGUMENT);
+  CHECK_REFUSED(etkv_seq_cache_begin_step(c, NULL, 0, error), INVALID, "token");
   etkv_seq_cache_free(c);
   etkv_session_free(session);
 }
