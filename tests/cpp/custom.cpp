@@ -62,9 +62,7 @@ void register_kind(
     const char* base,
     const etkv_cache_vtable& v,
     Host& host) {
-  must(detail::run([&](etkv_error** error) {
-    return etkv_builder_register(kMLXBackend, kind, base, &v, &host, error);
-  }));
+  must(BuilderRegistry::add(kMLXBackend, kind, base, v, &host));
 }
 
 template <typename Face>
