@@ -205,7 +205,7 @@ pub fn layer_caches(cache: SharedCache) -> Result<Vec<LayerCache>> {
         layer,
         window: match policy {
             LayerPolicy::Full => None,
-            LayerPolicy::Window { window, .. } => Some(window),
+            LayerPolicy::Window { window, sinks } => Some(window.saturating_add(sinks)),
         },
     };
     Ok(policies.into_iter().enumerate().map(of).collect())

@@ -260,6 +260,14 @@ pub(crate) fn update_axis(
     })
 }
 
+/// Whether an array is computed.
+pub(crate) fn is_available(array: &Array) -> bool {
+    let mut available = false;
+    // SAFETY: the handle is live, and the result outlives the call.
+    let asked = unsafe { mlx_sys::_mlx_array_is_available(&mut available, array.as_ptr()) };
+    asked == 0 && available
+}
+
 /// `array` without the writes to it that were not carried out; none where it is
 /// the result of something else that was not.
 pub(crate) fn before_writes(array: &Array) -> Result<Option<Array>> {

@@ -130,6 +130,9 @@ pub struct Entry {
     pub cache: SharedCache,
 }
 
+/// Bytes of a key at most: what an option of ExecuTorch holds, without its end.
+const MAX_KEY: usize = 255;
+
 /// Caches by key, for the whole process.
 pub struct CacheRegistry {
     entries: Mutex<HashMap<String, Entry>>,
@@ -146,19 +149,39 @@ impl CacheRegistry {
         &GLOBAL
     }
 
-    /// A key that no other call returns.
-    pub fn unique_key(&self) -> String {
-        format!("cache-{}", self.next.fetch_add(1, Ordering::Relaxed))
+    /// Makes `entry` known under a key that nobody has, and that no other call
+    /// returns.
+    pub fn install_new(&self, entry: Entry) -> String {
+        let mut entries = self.entries.lock();
+        loop {
+            let key = format!("cache-{}", self.next.fetch_add(1, Ordering::Relaxed));
+            // A host may have named one of its own like it.
+            if !entries.contains_key(&key) {
+                entries.insert(key.clone(), entry);
+                return key;
+            }
+        }
     }
 
     /// Makes `entry` known under `key`.
     ///
     /// # Errors
-    /// [`InvalidArgument`](Status::InvalidArgument) where the key is taken.
+    /// [`InvalidArgument`](Status::InvalidArgument) where the key is taken, empty, or
+    /// longer than the 255 bytes that ExecuTorch's options hold.
     pub fn install(&self, key: &str, entry: Entry) -> Result<()> {
+        if key.is_empty() || key.len() > MAX_KEY {
+            fail!(
+                InvalidArgument,
+                "a cache key of {} bytes: programs are loaded with one of 1 to {MAX_KEY}",
+                key.len()
+            );
+        }
         let mut entries = self.entries.lock();
         if entries.contains_key(key) {
-            fail!(InvalidArgument, "the cache key `{key}` is taken");
+            fail!(
+                InvalidArgument,
+                "the cache key `{key}` is taken; erase it first, or name another"
+            );
         }
         entries.insert(key.to_owned(), entry);
         Ok(())

@@ -21,10 +21,8 @@ impl Session {
     /// builder's own.
     pub fn new(backend_id: &str, kind: &str, config: CacheConfig) -> Result<Self> {
         let cache = BuilderRegistry::global().build(backend_id, kind, config)?;
-        let registry = CacheRegistry::global();
-        let key = registry.unique_key();
         let entry = Entry { backend_id: backend_id.to_owned(), cache: cache.clone() };
-        registry.install(&key, entry)?;
+        let key = CacheRegistry::global().install_new(entry);
         Ok(Self { key, cache })
     }
 

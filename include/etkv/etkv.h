@@ -348,6 +348,12 @@ ETKV_API etkv_status etkv_cache_new(
 /** Gives back the handle; the cache lives on while others hold it. */
 ETKV_API void etkv_cache_free(etkv_cache* cache);
 
+/** Makes another handle on the same cache, for another owner. */
+ETKV_API etkv_status etkv_cache_share(
+    const etkv_cache* cache,
+    etkv_cache** shared,
+    etkv_error** error);
+
 /** Stores whether `n` (at least 0) more positions fit. */
 ETKV_API etkv_status etkv_cache_can_extend(
     const etkv_cache* cache,
@@ -719,8 +725,12 @@ ETKV_API etkv_status etkv_registry_erase(const char* key, etkv_error** error);
  * that fails after the last layer was called, the forward's positions are there
  * with rows that nobody knows: rewind them, or clear the cache.
  *
+ * A call that is refused, or fails, ends the forward as well: it has not been.
+ *
  * MLX works for one thread at a time. These calls wait for each other and for
- * programs; the host keeps its own work in MLX off other threads meanwhile.
+ * programs; the host keeps its own work in MLX off other threads meanwhile. While a
+ * forward is under way, what would change the cache is refused with
+ * ETKV_ERROR_STEP rather than kept waiting.
  */
 typedef struct etkv_forwards etkv_forwards;
 
@@ -823,7 +833,10 @@ typedef struct etkv_cache_vtable {
       etkv_error** error);
   /** The last owner of the cache is gone. Not called where `create` failed. */
   void (*destroy)(void* state);
-  /** In place of the inner cache's, which it may change; `n` is at least 0. */
+  /**
+   * In place of the inner cache's, which it may change; `n` is at least 0. Where it
+   * fails they do not fit, and nobody is told why.
+   */
   etkv_status (*can_extend)(
       void* state,
       etkv_cache* inner,

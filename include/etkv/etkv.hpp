@@ -142,7 +142,8 @@ class Handle {
   explicit Handle(T* raw) : raw_(raw) {}
   Handle(Handle&& other) noexcept : raw_(std::exchange(other.raw_, nullptr)) {}
   Handle& operator=(Handle&& other) noexcept {
-    std::swap(raw_, other.raw_);
+    Handle taken(std::move(other));
+    std::swap(raw_, taken.raw_);
     return *this;
   }
   Handle(const Handle&) = delete;
@@ -322,6 +323,18 @@ class Cache {
           return etkv_cache_memory(raw(), raw_memory, error);
         });
     return memory.ok() ? std::move(memory.value()) : Memory{};
+  }
+
+  /// Another face on the same cache, for another owner.
+  Result<Cache> share() const {
+    auto shared =
+        detail::ask<etkv_cache*>([&](etkv_cache** made, etkv_error** error) {
+          return etkv_cache_share(raw(), made, error);
+        });
+    if (!shared.ok()) {
+      return shared.error();
+    }
+    return Cache(*shared);
   }
 
   /// The handle of the C interface, which stays this object's.

@@ -2,9 +2,9 @@
 // caches of that backend have.
 //
 // For code inside ExecuTorch's tree: `MLXCache.h` and `extension/llm/cache/cache.h`
-// are in its repository and not in its wheel. Matches both as of commit
-// 9c609a62f7316677c9e6de0eaa4d072cada838e4 (1.5). That backend runs one sequence;
-// positions come as the first of a run.
+// are in its repository and not in its wheel. Matches both as they are on its main
+// branch of 2026-08-22, before 1.5.1, whose own state was not at hand. That backend
+// runs one sequence; positions come as the first of a run.
 //
 //   auto session = etkv::make_decode_session("MLXBackend", config);
 //   etkv::ExecuTorchMLXCache cache(session->cache());
@@ -33,12 +33,9 @@ class ExecuTorchMLXCache
       public ::executorch::backends::mlx::MLXCache {
  public:
   /// Throws std::runtime_error where the cache broke, as that backend does.
-  explicit ExecuTorchMLXCache(Cache& cache)
-      : cache_(cache), forwards_(MLXForwards::make(cache)) {
-    if (!forwards_.ok()) {
-      throw std::runtime_error(forwards_.error().message());
-    }
-  }
+  explicit ExecuTorchMLXCache(const Cache& cache)
+      : cache_(taken(cache.share())),
+        forwards_(taken(MLXForwards::make(cache))) {}
 
   ::executorch::extension::llm::cache::SequenceControl* as_control() override {
     return this;
@@ -55,10 +52,10 @@ class ExecuTorchMLXCache
     return cache_.capacity();
   }
   bool rewind(int new_len) override {
-    return forwards_->abandon().ok() && cache_.rewind(new_len).ok();
+    return forwards_.abandon().ok() && cache_.rewind(new_len).ok();
   }
   void clear() override {
-    static_cast<void>(forwards_->abandon());
+    static_cast<void>(forwards_.abandon());
     static_cast<void>(cache_.clear());
   }
 
@@ -71,14 +68,11 @@ class ExecuTorchMLXCache
       ::mlx::core::StreamOrDevice s) override {
     std::vector<int32_t> positions(k.ndim() == 4 ? k.shape(2) : 0);
     std::iota(positions.begin(), positions.end(), position);
-    auto found = forwards_->update_and_fetch(
-        static_cast<std::size_t>(layer), positions, k, v, s);
-    if (!found.ok()) {
-      throw std::runtime_error(found.error().message());
-    }
+    const auto found = taken(forwards_.update_and_fetch(
+        static_cast<std::size_t>(layer), positions, k, v, s));
     using Spec = ::executorch::backends::mlx::AttendSpec;
     const auto kind = [&] {
-      switch (found->kind) {
+      switch (found.kind) {
         case AttendSpec::Mask::Causal:
           return Spec::Mask::Causal;
         case AttendSpec::Mask::Explicit:
@@ -87,12 +81,20 @@ class ExecuTorchMLXCache
           return Spec::Mask::None;
       }
     }();
-    return Spec{found->k, found->v, kind, found->mask};
+    return Spec{found.k, found.v, kind, found.mask};
   }
 
  private:
-  Cache& cache_;
-  Result<MLXForwards> forwards_;
+  template <typename T>
+  static T taken(Result<T> result) {
+    if (!result.ok()) {
+      throw std::runtime_error(result.error().message());
+    }
+    return std::move(result.value());
+  }
+
+  Cache cache_;
+  MLXForwards forwards_;
 };
 
 } // namespace etkv

@@ -212,8 +212,8 @@ impl AttendCache for CellsCache {
         self.storage.check()?;
         let length = self.book.length().saturating_add(positions.len() as i32);
         self.storage.check_floats(positions.len(), length)?;
+        self.storage.begin_appending()?;
         self.book.plan(positions)?;
-        self.storage.begin_appending();
         self.open = true;
         Ok(())
     }

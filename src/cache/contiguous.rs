@@ -110,7 +110,7 @@ impl AttendCache for ContiguousCache {
             self.storage.check_floats(positions.len(), last + 1)?;
         }
         if plan.displaced().is_empty() {
-            self.storage.begin_appending();
+            self.storage.begin_appending()?;
         } else {
             self.storage.begin(|lane| Slots::Run(self.book.displaced(lane, &plan)))?;
         }

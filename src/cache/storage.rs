@@ -149,6 +149,7 @@ impl Storage {
     /// Opens a step. The rows in `displaced`, slots of each lane, come back should
     /// it be aborted.
     pub fn begin(&mut self, displaced: impl Fn(usize) -> Slots) -> Result<()> {
+        self.finish_writes()?;
         let mut saved = Vec::new();
         for layer in &self.layers {
             let slots = displaced(layer.lane);
@@ -165,9 +166,21 @@ impl Storage {
     }
 
     /// Opens a step that writes to slots which nobody needs.
-    pub fn begin_appending(&mut self) {
+    pub fn begin_appending(&mut self) -> Result<()> {
+        self.finish_writes()?;
         self.done.clear();
         self.done.resize(self.layers.len(), false);
+        Ok(())
+    }
+
+    /// Carries out what earlier steps wrote, where whoever committed them has not:
+    /// all that is not carried out is the open step's, should it be aborted.
+    fn finish_writes(&self) -> Result<()> {
+        let buffers = self.buffers();
+        if !buffers.iter().all(|buffer| mlx::is_available(buffer)) {
+            eval(buffers)?;
+        }
+        Ok(())
     }
 
     /// The lane of a layer.

@@ -131,9 +131,14 @@ pub(crate) unsafe fn read_struct<T: Copy>(pointer: *const T, name: &str) -> Resu
     }
     // SAFETY: it begins with its size.
     let size = unsafe { pointer.cast::<usize>().read() };
-    let needed = std::mem::size_of::<T>();
-    if size < needed {
-        fail!(InvalidArgument, "{name}.struct_size is {size}, the least is {needed}");
+    let (needed, step) = (std::mem::size_of::<T>(), std::mem::align_of::<T>());
+    // No version of a struct is that large, so a wild number is not followed.
+    let possible = size >= needed && size <= needed + 4096 && size % step == 0;
+    if !possible {
+        fail!(
+            InvalidArgument,
+            "{name}.struct_size is {size}, the least is {needed}: set it to sizeof the struct"
+        );
     }
     // SAFETY: it is as long as that.
     Ok(unsafe { pointer.read() })

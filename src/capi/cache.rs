@@ -47,6 +47,27 @@ pub unsafe extern "C" fn etkv_cache_new(
     }
 }
 
+/// Makes another handle on the same cache.
+///
+/// # Safety
+/// Pointers are NULL or as the header says.
+#[no_mangle]
+pub unsafe extern "C" fn etkv_cache_share(
+    cache: *const etkv_cache,
+    shared: *mut *mut etkv_cache,
+    error: *mut *mut etkv_error,
+) -> i32 {
+    // SAFETY: the caller says so.
+    unsafe {
+        boundary(error, || {
+            let target = out(shared, "shared")?;
+            let cache = handle::look_up(cache, "cache")?.cache.clone();
+            target.write(handle::give(etkv_cache { cache }));
+            Ok(())
+        })
+    }
+}
+
 /// Gives back a handle.
 #[no_mangle]
 pub extern "C" fn etkv_cache_free(cache: *mut etkv_cache) {

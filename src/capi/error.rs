@@ -123,11 +123,13 @@ thread_local! {
 #[cfg_attr(not(feature = "delegate"), allow(dead_code))]
 pub(crate) fn report(status: i32, message: &str) {
     let status = if status == 0 { Status::Internal as i32 } else { status };
-    REPORTED.with_borrow_mut(|kept| *kept = Some(etkv_error::new(status, message)));
+    // A thread that ends may have nothing left to keep it in.
+    let _ = REPORTED.try_with(|kept| kept.replace(Some(etkv_error::new(status, message))));
 }
 
 /// Takes the error that the delegate last reported on the calling thread.
 #[no_mangle]
 pub extern "C" fn etkv_delegate_take_error() -> *mut etkv_error {
-    REPORTED.with_borrow_mut(Option::take).map_or(std::ptr::null_mut(), handle::give)
+    let taken = REPORTED.try_with(RefCell::take).ok().flatten();
+    taken.map_or(std::ptr::null_mut(), handle::give)
 }

@@ -3,7 +3,7 @@
 use std::ffi::c_void;
 
 use mlx_rs::{Array, Dtype};
-use parking_lot::Mutex;
+use parking_lot::{Mutex, MutexGuard};
 
 use super::boundary::{boundary, free, list, out};
 use super::cache::etkv_cache;
@@ -18,6 +18,17 @@ use crate::mlx;
 #[allow(non_camel_case_types)]
 pub struct etkv_forwards {
     forwards: Mutex<Forwards>,
+}
+
+impl etkv_forwards {
+    /// The forwards, for who has MLX: then nobody else has them, unless it is this
+    /// very thread, in a callback of a call on them.
+    fn take(&self) -> Result<MutexGuard<'_, Forwards>> {
+        match self.forwards.try_lock() {
+            Some(forwards) => Ok(forwards),
+            None => fail!(Step, "the forwards are asked from inside a call on them"),
+        }
+    }
 }
 
 impl Object for etkv_forwards {
@@ -81,7 +92,7 @@ pub unsafe extern "C" fn etkv_forwards_abandon(
             let forwards = handle::look_up(forwards, "forwards")?;
             // MLX first, as everywhere.
             mlx::run(|| {
-                forwards.forwards.lock().abandon();
+                forwards.take()?.abandon();
                 Ok(())
             })
         })
@@ -109,13 +120,9 @@ pub unsafe extern "C" fn etkv_forwards_update_and_fetch(
             let (k, v, mask, kind) = (k?, v?, mask?, out(mask_kind, "mask_kind")?);
             let forwards = handle::look_up(forwards, "forwards")?;
             let rows = Rows::read(rows)?;
-            rows.on_stream(|| {
-                let spec = forwards.forwards.lock().update_and_fetch(
-                    rows.layer,
-                    rows.positions,
-                    &rows.k,
-                    &rows.v,
-                )?;
+            rows.on_stream(&forwards, |forwards| {
+                let spec =
+                    forwards.update_and_fetch(rows.layer, rows.positions, &rows.k, &rows.v)?;
                 let keys = spec.k.dequantized(rows.k.dtype())?;
                 let values = spec.v.dequantized(rows.v.dtype())?;
                 let found = match &spec.mask {
@@ -158,21 +165,17 @@ pub unsafe extern "C" fn etkv_forwards_update_and_attend(
             if !scale.is_finite() {
                 fail!(InvalidArgument, "scale is {scale}");
             }
-            let expected = [1, rows.k.dim(1), rows.k.dim(2), rows.k.dim(3)];
-            let fits = q.ndim() == 4
-                && [0, 2, 3].iter().all(|&axis| q.dim(axis) == expected[axis as usize])
-                && q.dim(1) > 0
-                && q.dim(1) % expected[1].max(1) == 0;
-            if !fits {
+            check_float("q", &q)?;
+            let [heads, n, dim] = [1, 2, 3].map(|axis| rows.k.dim(axis));
+            let fits = q.dim(0) == 1 && q.dim(2) == n && q.dim(3) == dim;
+            if !fits || q.dim(1) <= 0 || q.dim(1) % heads.max(1) != 0 {
                 fail!(
                     Shape,
-                    "q has shape {:?}, the keys have {expected:?}: the heads of q are a multiple of \
-                     theirs, and the rest is equal",
+                    "q has shape {:?}, it is [1, n_heads, {n}, {dim}] with a multiple of {heads} heads",
                     q.shape()
                 );
             }
-            rows.on_stream(|| {
-                let mut forwards = forwards.forwards.lock();
+            rows.on_stream(&forwards, |forwards| {
                 let spec =
                     forwards.update_and_fetch(rows.layer, rows.positions, &rows.k, &rows.v)?;
                 give(attended, &attend(&q, &spec, scale, None)?)
@@ -204,23 +207,26 @@ impl Rows<'_> {
                 v: array(rows.v, "rows.v")?,
                 stream: rows.stream,
             };
-            let float = |dtype| matches!(dtype, Dtype::Float32 | Dtype::Float16 | Dtype::Bfloat16);
-            for (name, rows) in [("k", &read.k), ("v", &read.v)] {
-                if !float(rows.dtype()) || rows.ndim() != 4 {
-                    fail!(
-                        Shape,
-                        "{name} is {:?} of shape {:?}, it is float32, float16 or bfloat16 and \
-                         [1, n_kv_heads, T, head_dim]",
-                        rows.dtype(),
-                        rows.shape()
-                    );
-                }
-            }
+            check_float("k", &read.k)?;
+            check_float("v", &read.v)?;
             Ok(read)
         }
     }
 
-    fn on_stream<T>(&self, work: impl FnOnce() -> Result<T>) -> Result<T> {
+    /// Works on the forwards, on the host's stream; what fails ends the forward.
+    fn on_stream(
+        &self,
+        forwards: &etkv_forwards,
+        work: impl FnOnce(&mut Forwards) -> Result<()>,
+    ) -> Result<()> {
+        let work = || {
+            let mut forwards = forwards.take()?;
+            let worked = work(&mut forwards);
+            if worked.is_err() {
+                forwards.abandon();
+            }
+            worked
+        };
         if self.stream.is_null() {
             return mlx::run(work);
         }
@@ -228,6 +234,16 @@ impl Rows<'_> {
         // SAFETY: who made the struct says that it is a stream of MLX.
         unsafe { mlx::run_on(stream, work) }
     }
+}
+
+fn check_float(name: &str, rows: &Array) -> Result<()> {
+    if !matches!(rows.dtype(), Dtype::Float32 | Dtype::Float16 | Dtype::Bfloat16) {
+        fail!(Dtype, "{name} is {:?}, it is float32, float16 or bfloat16", rows.dtype());
+    }
+    if rows.ndim() != 4 {
+        fail!(Shape, "{name} has shape {:?}, it is [1, heads, T, head_dim]", rows.shape());
+    }
+    Ok(())
 }
 
 /// An array of the host's, shared.

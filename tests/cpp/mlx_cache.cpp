@@ -2,6 +2,7 @@
 // that it keeps on its own.
 #include <cmath>
 #include <cstdint>
+#include <memory>
 #include <stdexcept>
 #include <string>
 #include <utility>
@@ -176,7 +177,7 @@ void what_cannot_be_is_refused() {
   says(0, {}, rows, ETKV_ERROR_INVALID_ARGUMENT, "");
   says(0, {0, 1, 2}, rows, ETKV_ERROR_SHAPE, "3");
   says(0, {0, 1}, mx::array(1.0f), ETKV_ERROR_SHAPE, "[]");
-  says(0, {0, 1}, mx::astype(rows, mx::int32), ETKV_ERROR_SHAPE, "Int32");
+  says(0, {0, 1}, mx::astype(rows, mx::int32), ETKV_ERROR_DTYPE, "Int32");
   const auto q = random_rows(3, 2);
   const auto odd = forwards.update_and_attend(0, {0, 1}, q, rows, rows, kScale);
   REQUIRE(!odd.ok());
@@ -228,6 +229,28 @@ void what_cannot_be_is_refused() {
   etkv_forwards_free(nullptr);
 }
 
+// What was not evaluated yet is there after a forward that was given up.
+void lazy_forwards_stay() {
+  auto cache = must(
+      etkv::make_cache<etkv::Cache>("MLXBackend", "contiguous", config("f32")));
+  auto forwards = must(etkv::MLXForwards::make(cache));
+  const auto rows = random_rows(kKvHeads, 3);
+  for (std::size_t layer = 0; layer < kLayers; ++layer) {
+    must(forwards.update_and_fetch(layer, {0, 1, 2}, rows, rows));
+  }
+  const auto one = random_rows(kKvHeads, 1);
+  must(forwards.update_and_fetch(0, {3}, one, one));
+  CHECK(forwards.abandon().ok());
+  CHECK(!forwards.update_and_fetch(0, {5}, one, one).ok());
+  const auto spec = must(forwards.update_and_fetch(0, {3}, one, one));
+  CHECK(distance(spec.k, mx::concatenate({rows, one}, 2)) == 0.0);
+  // A refusal ends the forward, whatever is wrong.
+  const auto wrong = mx::astype(random_rows(kHeads, 1), mx::int32);
+  const auto odd = forwards.update_and_attend(1, {3}, wrong, one, one, kScale);
+  REQUIRE(!odd.ok());
+  CHECK_INT(odd.error().status(), ETKV_ERROR_DTYPE);
+}
+
 // As ExecuTorch's own backend would drive it.
 void inside_executorch() {
   auto cache = must(
@@ -257,6 +280,39 @@ void inside_executorch() {
   CHECK_INT(cache.length(), 0);
 }
 
+// The adapter is an owner of the cache like others.
+void the_adapter_outlives_the_session() {
+  auto session = std::make_unique<etkv::CacheSession<etkv::Cache>>(
+      must(etkv::make_decode_session("MLXBackend", config("f32"))));
+  etkv::ExecuTorchMLXCache in_tree(session->cache());
+  session.reset();
+  CHECK(in_tree.can_extend(64) && !in_tree.can_extend(65));
+  const auto rows = random_rows(kKvHeads, 2);
+  for (int layer = 0; layer < kLayers; ++layer) {
+    in_tree.update_and_fetch(layer, 0, rows, rows, {});
+  }
+  CHECK(in_tree.rewind(1));
+
+  auto cache = must(
+      etkv::make_cache<etkv::Cache>("MLXBackend", "contiguous", config("f32")));
+  auto other = must(cache.share());
+  auto forwards = must(etkv::MLXForwards::make(cache));
+  for (std::size_t layer = 0; layer < kLayers; ++layer) {
+    must(forwards.update_and_fetch(layer, {0, 1}, rows, rows));
+  }
+  CHECK_INT(other.length(), 2);
+  etkv_cache* raw = nullptr;
+  CHECK_INT(
+      etkv_cache_share(nullptr, &raw, nullptr), ETKV_ERROR_INVALID_ARGUMENT);
+  CHECK_INT(
+      etkv_cache_share(cache.raw(), nullptr, nullptr),
+      ETKV_ERROR_INVALID_ARGUMENT);
+  // A handle that is assigned to gives back what it had.
+  const size_t live = etkv_live_handles();
+  other = std::move(cache);
+  CHECK_INT(etkv_live_handles(), live - 1);
+}
+
 } // namespace
 
 int main() {
@@ -264,6 +320,8 @@ int main() {
   attention_is_over_what_is_stored();
   a_window_comes_with_its_mask();
   what_cannot_be_is_refused();
+  lazy_forwards_stay();
   inside_executorch();
+  the_adapter_outlives_the_session();
   return check_report();
 }

@@ -29,6 +29,9 @@ def test_program(exported, name, dtype, quantize):
     file = folder / "model.pte"
     config = json.loads((folder / "hf" / "config.json").read_text())
     layers = config["num_hidden_layers"]
+    # A configuration that names no types has its window in every layer.
+    window = config.get("sliding_window") or 0
+    kinds = config.get("layer_types") or ["sliding_attention" if window else "full_attention"] * layers
 
     called = pte.delegates(file)
     assert called["forward"] == ["MLXBackend"]
@@ -37,7 +40,7 @@ def test_program(exported, name, dtype, quantize):
         "get_n_caches": layers,
         "get_kv_heads": [config["num_key_value_heads"]] * layers,
         "get_head_dims": [config.get("head_dim", 16)] * layers,
-        "get_windows": [0] * layers,
+        "get_windows": [window if kind == "sliding_attention" else 0 for kind in kinds],
         "get_prefill_chunk_size": 64,
         "get_max_ctx_len": 256,
         "get_bos_id": tiny_models.BOS,

@@ -89,6 +89,50 @@ fn a_layer_that_comes_again_begins_anew() {
     .unwrap();
 }
 
+/// Forwards that nobody has evaluated yet stay when the next one is given up.
+#[test]
+fn what_was_before_stays() {
+    etkv::mlx::run(|| {
+        for format in ["f32", "affine8g64"] {
+            let format: KvFormat = format.parse()?;
+            for (kind, cache) in [
+                SharedCache::new(ContiguousCache::new(config(format))?),
+                SharedCache::new(CellsCache::new(config(format))?),
+            ]
+            .into_iter()
+            .enumerate()
+            {
+                let mut forwards = Forwards::new(cache.clone())?;
+                for position in 0..4 {
+                    let row = Array::full::<f32>(&[1, 2, 1, 64], Array::from_int(position + 1))?;
+                    for layer in 0..N_LAYERS {
+                        forwards.update_and_fetch(layer, &[position], &row, &row)?;
+                    }
+                }
+                let row = Array::full::<f32>(&[1, 2, 1, 64], Array::from_int(9))?;
+                // Given up, refused, and begun anew.
+                forwards.update_and_fetch(0, &[4], &row, &row)?;
+                forwards.abandon();
+                forwards.update_and_fetch(0, &[4], &row, &row)?;
+                forwards.update_and_fetch(1, &[6], &row, &row).unwrap_err();
+                forwards.update_and_fetch(0, &[4], &row, &row)?;
+                let spec = forwards.update_and_fetch(0, &[4], &row, &row)?;
+                let keys = flat(&spec.k.dequantized(mlx_rs::Dtype::Float32)?);
+                for (position, expected) in [1.0, 2.0, 3.0, 4.0, 9.0].into_iter().enumerate() {
+                    let found = keys[position * 64];
+                    assert!(
+                        (found - expected).abs() < 0.1,
+                        "{kind} {format}: {found} at {position}"
+                    );
+                }
+                assert_eq!(cache.lock()?.length(), 4);
+            }
+        }
+        Ok(())
+    })
+    .unwrap();
+}
+
 #[test]
 fn what_is_refused_changes_nothing() {
     etkv::mlx::run(|| {
@@ -96,7 +140,7 @@ fn what_is_refused_changes_nothing() {
         windowed.layers[N_LAYERS - 1].policy = LayerPolicy::Window { window: 2, sinks: 1 };
         let cache = SharedCache::new(ContiguousCache::new(windowed)?);
         let mut layers = layer_caches(cache.clone())?;
-        assert_eq!(layers[N_LAYERS - 1].max_size(), Some(2));
+        assert_eq!(layers[N_LAYERS - 1].max_size(), Some(3));
         let five = rows(1, 5);
         for layer in &mut layers[..N_LAYERS - 1] {
             layer.update_and_fetch(five.clone(), five.clone())?;
