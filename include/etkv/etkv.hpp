@@ -239,6 +239,10 @@ Result<Memory> ask_memory(size_t n_layers, Call call) {
 } // namespace detail
 
 /// The face that every cache has: admission, length, rollback, memory.
+///
+/// What is returned as it is and not as a Result is zero, empty or false for a face
+/// that was moved from, and where the cache broke by a defect: the next change or
+/// step says so.
 class Cache {
  public:
   /// The kind that carries this face and no other.

@@ -264,7 +264,7 @@ pub unsafe extern "C" fn etkv_seq_cache_positions(
 ) -> i32 {
     // SAFETY: the caller says so.
     unsafe {
-        change(cache, error, |cache| {
+        look(cache, error, |cache| {
             let found = cache.seq_positions(sequence)?;
             let found: Vec<etkv_range> = found
                 .iter()
@@ -289,7 +289,7 @@ pub unsafe extern "C" fn etkv_seq_cache_sequences(
 ) -> i32 {
     // SAFETY: the caller says so.
     unsafe {
-        change(cache, error, |cache| fill(&cache.live_sequences(), sequences, room, n, "sequences"))
+        look(cache, error, |cache| fill(&cache.live_sequences(), sequences, room, n, "sequences"))
     }
 }
 
@@ -309,6 +309,24 @@ unsafe fn read<T>(
             let cache = handle::look_up(cache, "cache")?;
             value.write(with_sequences(&cache.cache, |cache| ask(cache))?);
             Ok(())
+        })
+    }
+}
+
+/// Asks the cache something whose answer is an array.
+///
+/// # Safety
+/// Pointers are NULL or as the header says.
+unsafe fn look(
+    cache: *const etkv_seq_cache,
+    error: *mut *mut etkv_error,
+    ask: impl FnOnce(&dyn SeqCache) -> Result<()>,
+) -> i32 {
+    // SAFETY: the caller says so.
+    unsafe {
+        boundary(error, || {
+            let cache = handle::look_up(cache, "cache")?;
+            with_sequences(&cache.cache, |cache| ask(cache))
         })
     }
 }

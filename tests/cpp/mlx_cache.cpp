@@ -224,8 +224,14 @@ void what_cannot_be_is_refused() {
   CHECK_INT(
       etkv_forwards_new(cache.raw(), nullptr, nullptr),
       ETKV_ERROR_INVALID_ARGUMENT);
+  // Freed, and of another type.
   etkv_forwards_free(bare);
   CHECK_INT(etkv_forwards_abandon(bare, nullptr), ETKV_ERROR_INVALID_ARGUMENT);
+  CHECK_INT(fetch(bare, &raw, &out), ETKV_ERROR_INVALID_ARGUMENT);
+  auto* odd_one = reinterpret_cast<etkv_forwards*>(cache.raw());
+  CHECK_INT(fetch(odd_one, &raw, &out), ETKV_ERROR_INVALID_ARGUMENT);
+  etkv_forwards_free(odd_one);
+  CHECK_INT(cache.length(), 0);
   etkv_forwards_free(nullptr);
 }
 
