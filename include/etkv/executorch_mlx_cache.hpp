@@ -3,8 +3,8 @@
 //
 // For code inside ExecuTorch's tree: `MLXCache.h` and `extension/llm/cache/cache.h`
 // are in its repository and not in its wheel. Matches both as they are on its main
-// branch of 2026-08-22, before 1.5.1, whose own state was not at hand. That backend
-// runs one sequence; positions come as the first of a run.
+// branch of 2026-08-22, where a step's positions come as the first of a run, and a
+// state of it where they come as a list; release 1.5.1's own was not at hand.
 //
 //   auto session = etkv::make_decode_session("MLXBackend", config);
 //   etkv::ExecuTorchMLXCache cache(session->cache());
@@ -59,15 +59,28 @@ class ExecuTorchMLXCache
     static_cast<void>(cache_.clear());
   }
 
-  /// Throws std::runtime_error with etkv's sentence where the rows cannot be taken.
+  /// What the backend calls, by the position of the first token or by those of all:
+  /// which of the two it declares differs between its states, and the one that it
+  /// does overrides it. Throws std::runtime_error with etkv's sentence where the rows
+  /// cannot be taken.
   ::executorch::backends::mlx::AttendSpec update_and_fetch(
       int layer,
       int position,
       const ::mlx::core::array& k,
       const ::mlx::core::array& v,
-      ::mlx::core::StreamOrDevice s) override {
+      ::mlx::core::StreamOrDevice s) {
     std::vector<int32_t> positions(k.ndim() == 4 ? k.shape(2) : 0);
     std::iota(positions.begin(), positions.end(), position);
+    return update_and_fetch(layer, positions, k, v, s);
+  }
+
+  /// The same.
+  ::executorch::backends::mlx::AttendSpec update_and_fetch(
+      int layer,
+      const std::vector<int32_t>& positions,
+      const ::mlx::core::array& k,
+      const ::mlx::core::array& v,
+      ::mlx::core::StreamOrDevice s) {
     const auto found = taken(forwards_.update_and_fetch(
         static_cast<std::size_t>(layer), positions, k, v, s));
     using Spec = ::executorch::backends::mlx::AttendSpec;
