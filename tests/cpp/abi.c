@@ -146,6 +146,11 @@ static void struct_sizes(void) {
   CHECK_NO_SESSION(BACKEND, KIND, &s.config, invalid, words);
   s.layers[0].struct_size = sizeof(s.layers[0]) - 1;
   CHECK_NO_SESSION(BACKEND, KIND, &s.config, invalid, words);
+  /* Sizes that no struct has are not followed to where they lead. */
+  s.layers[0].struct_size = sizeof(s.layers[0]) + 1;
+  CHECK_NO_SESSION(BACKEND, KIND, &s.config, invalid, "sizeof");
+  s.layers[0].struct_size = (size_t)1 << 40;
+  CHECK_NO_SESSION(BACKEND, KIND, &s.config, invalid, "sizeof");
 
   /* Layers lie one size apart. */
   set_up(&s);
