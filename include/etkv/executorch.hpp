@@ -43,6 +43,8 @@ enum class Logits {
 class LoadOptions {
  public:
   /// Binds the cache of the session with this key, in programs of this backend.
+  /// ExecuTorch holds backend ids of at most 63 characters, and passes no options
+  /// to a longer one.
   explicit LoadOptions(
       const char* cache_key,
       const std::string& backend_id = kMLXBackend)

@@ -54,9 +54,7 @@ impl CellsCache {
 
     /// Quantizes if it is time to; candidates do not count.
     fn quantize(&mut self) {
-        if self.storage.awaits() {
-            self.storage.quantize_at(self.book.length() - self.book.candidates());
-        }
+        self.storage.quantize_at(self.book.length() - self.book.candidates());
     }
 
     /// Moves rows where the bookkeeping has put their positions.

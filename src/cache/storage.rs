@@ -85,20 +85,23 @@ impl Storage {
             awaits,
             lost: None,
         };
-        mlx::run(|| storage.grow_upfront())?;
+        storage.grow_upfront()?;
         Ok(storage)
     }
 
+    /// Allocates all of it, where the config says so.
     fn grow_upfront(&mut self) -> Result<()> {
         if self.config.growth != Growth::Upfront {
             return Ok(());
         }
-        for index in 0..self.layers.len() {
-            let slots = self.allocated(self.layers[index].lane, 0);
-            self.layers[index].k.grow(slots)?;
-            self.layers[index].v.grow(slots)?;
-        }
-        Ok(())
+        mlx::run(|| {
+            for index in 0..self.layers.len() {
+                let slots = self.allocated(self.layers[index].lane, 0);
+                self.layers[index].k.grow(slots)?;
+                self.layers[index].v.grow(slots)?;
+            }
+            Ok(())
+        })
     }
 
     pub fn config(&self) -> &CacheConfig {
@@ -122,11 +125,6 @@ impl Storage {
             }
             None => Ok(()),
         }
-    }
-
-    /// Whether `quantize_after` is still to come.
-    pub fn awaits(&self) -> bool {
-        self.awaits
     }
 
     /// Refuses a step of `n_tokens` after which the cache holds `length` positions,
@@ -250,11 +248,11 @@ impl Storage {
     /// Slots that a lane has allocated where `needed` are.
     fn allocated(&self, lane: usize, needed: i32) -> i32 {
         let (growth, capacity) = (self.config.growth, self.config.capacity);
+        let everything = self.shared && growth == Growth::Upfront;
         match self.config.window(self.policies[lane]) {
-            Some(window) if self.shared && growth == Growth::Upfront => {
-                growth.slots(needed.max(window.slots()), capacity)
+            Some(window) if needed <= window.slots() && !everything => {
+                window.allocated(growth, needed)
             }
-            Some(window) if needed <= window.slots() => window.allocated(growth, needed),
             // Several sequences, or trees, need more than one does.
             _ => growth.slots(needed, capacity),
         }
@@ -417,7 +415,7 @@ impl Storage {
         if release {
             return Ok(());
         }
-        mlx::run(|| self.grow_upfront())
+        self.grow_upfront()
     }
 
     /// Bytes held, of which each lane uses `used` slots.
