@@ -12,7 +12,7 @@ from pathlib import Path
 
 from etkv import _mlx_serialization
 from etkv.errors import EtkvError
-from etkv.export import companions, hf_folder, layers, limits, lowering, manifest, source
+from etkv.export import companions, hf_folder, layers, limits, lowering, manifest, rope, source
 from etkv.export.progress import Progress
 from etkv.export.request import ExportRequest
 
@@ -51,6 +51,7 @@ def export_program(request: ExportRequest, progress: Progress | None = None) -> 
         tokenizer = source.read_tokenizer(origin)
     with progress.step("reading the weights"):
         model = source.read_model(origin, config, request.dtype)
+        rope.settle(model, settled.max_context)
         generation = source.generation_settings(origin, model, tokenizer)
     if request.quantize is not None:
         with progress.step(f"quantizing to {request.quantize}"):
