@@ -45,9 +45,7 @@ def _parser() -> argparse.ArgumentParser:
     generate.add_argument("--raw", action="store_true", help="continue the text as it is, without the chat template")
     generate.add_argument("--max-new-tokens", type=int, default=256, metavar="N", help="at most (default: 256)")
     generate.add_argument("--capacity", type=int, metavar="N", help="positions of the cache (default: the program's)")
-    generate.add_argument(
-        "--format", default="f16", metavar="NAME", help="how keys and values are stored (default: f16)"
-    )
+    generate.add_argument("--format", default="f16", metavar="NAME", help="storage of keys and values (default: f16)")
     generate.add_argument("--temperature", type=float, default=0.0, metavar="T", help="0 is greedy (default: 0)")
     generate.add_argument("--seed", type=int, metavar="N", help="of the draws at a temperature")
     generate.add_argument("--progress", action="store_true", help="show bars on stderr")

@@ -1,4 +1,4 @@
-"""The C interface, read from ``etkv.h``: :func:`lib` has its functions, :func:`call` turns their errors into exceptions.
+"""The C interface, read from ``etkv.h``: :func:`lib` has its functions, :func:`call` makes exceptions of their errors.
 
 Signatures come from the header that the library was built with, so there is no second list of them to go stale.
 """
@@ -107,7 +107,7 @@ def text(pointer: Any) -> str:
 
 
 def raise_delegate_error(otherwise: Callable[[], EtkvError], cause: BaseException) -> NoReturn:
-    """Raise what the delegate last reported on this thread, or else ``otherwise()``; ``cause`` is what the host said."""
+    """Raise what the delegate last reported on this thread, or else ``otherwise()``; ``cause`` is ExecuTorch's."""
     error = lib().etkv_delegate_take_error()
     if error == ffi.NULL:
         raise otherwise() from cause

@@ -48,7 +48,7 @@ def mlx_backend() -> None:
     _load(folder() / f"libetkv_mlx_backend{_SUFFIX}")
     if not portable_lib._is_available("MLXBackend"):
         raise EtkvError(
-            "libetkv_mlx_backend was loaded, and ExecuTorch knows no MLXBackend: two copies of libexecutorch"
+            "libetkv_mlx_backend is loaded, and ExecuTorch knows no MLXBackend: libexecutorch is there twice"
         )
 
 

@@ -83,7 +83,7 @@ class Cache:
         return ask("etkv_cache_can_extend", "bool", self._raw(), int32(n, "n"))
 
     def clear(self, release: bool = False) -> None:
-        """Forget every position, and give the buffers back if ``release``. The formats are those of the config again."""
+        """Forget every position, and give the buffers back if ``release``. The formats are the config's again."""
         call("etkv_cache_clear", self._raw(), bool(release))
 
     def rewind(self, length: int) -> None:
@@ -211,7 +211,7 @@ class TreeCache(SeqCache):
         call("etkv_tree_cache_propose", self._tree(), int32(sequence, "sequence"), int32s(parents, "parents"), n)
 
     def commit(self, accepted: Sequence[int], sequence: int = 0) -> None:
-        """Make a chain of candidates part of the sequence, and forget the rest of its tree; ``[]`` forgets all of it."""
+        """Make a chain of candidates part of the sequence, and forget the rest of its tree; ``[]`` forgets it all."""
         n = len(accepted)
         call("etkv_tree_cache_commit", self._tree(), int32(sequence, "sequence"), int32s(accepted, "accepted"), n)
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, TypeAlias, Union
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 from etkv import _capi, _library
 from etkv.errors import EtkvError, ProgramError, first_line
@@ -21,9 +21,9 @@ if TYPE_CHECKING:
 
     from etkv.metadata import ModelCacheParams
 
-    Ids: TypeAlias = Union[torch.Tensor, np.ndarray, Sequence[int]]
+    Ids: TypeAlias = torch.Tensor | np.ndarray | Sequence[int]
     """Integers: a tensor or array of any integer type, or a list."""
-    Rows: TypeAlias = Union[torch.Tensor, np.ndarray]
+    Rows: TypeAlias = torch.Tensor | np.ndarray
     """Rows of logits: a tensor where the ids were one, else an array."""
 
 METHOD = "forward"
@@ -93,8 +93,8 @@ class Program:
         """Run one step: the logits of ``tokens`` [T] or [1, T] at ``positions`` [T] or [T, n], all of them or the last.
 
         The rows are [T, vocabulary] or [1, vocabulary]: a torch tensor in the program's dtype where ``tokens`` is one,
-        else a numpy array (bfloat16, which numpy lacks, as float32). Without ``copy`` they are the program's own memory,
-        valid until its next step.
+        else a numpy array (bfloat16, which numpy lacks, as float32). Without ``copy`` they are the program's own
+        memory, valid until its next step.
 
         The step counts only if it works: otherwise the cache is as it was before.
         """
@@ -133,7 +133,7 @@ class Program:
         return list(self.constant("get_eos_ids") or [])
 
     def constant(self, name: str) -> Any:
-        """The outputs of a constant method, such as ``get_eos_ids``; ``None`` where the program has none of the name."""
+        """The outputs of a constant method, such as ``get_eos_ids``; ``None`` where there is none of the name."""
         if self._program is None or name not in self._program.method_names:
             return None
         return self._program.load_method(name).execute([])
