@@ -42,14 +42,16 @@ def _declarations(header: str) -> str:
 
 def call(function: str, *arguments: Any) -> None:
     """Call a function that returns a status and takes ``etkv_error**`` last. Raises what it reports."""
+    library = lib()
     error = ffi.new("etkv_error**")
-    status = getattr(lib(), function)(*arguments, error)
+    status = getattr(library, function)(*arguments, error)
     if status:
         raise _taken(error[0], status)
 
 
 def ask(function: str, kind: str, *arguments: Any) -> Any:
     """The value that such a function stores in its last parameter before ``error``, of C type ``kind``."""
+    lib()
     out = ffi.new(f"{kind}*")
     call(function, *arguments, out)
     return out[0]

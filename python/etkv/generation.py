@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
@@ -39,8 +40,9 @@ def generate(
     from the ``top_k`` best (0: all) and of those from the fewest that have ``top_p`` of the probability. ``end_ids``
     end the answer; ``None`` takes those of the program. ``progress`` shows bars on stderr.
 
-    Nothing runs until the first token is asked for. An interruption (Ctrl-C, a ``break``) loses no more than the step
-    under way: the session holds whole tokens, and :attr:`Generation.held` says how many of the answer.
+    Nothing runs until the first token is asked for. A ``break`` and an interruption (Ctrl-C) leave the session usable:
+    it holds the prompt and all of the answer but what :attr:`Generation.held` excludes. A prompt that is interrupted is
+    taken back.
     """
     if program.session is None:
         raise EtkvError(f"{program.path.name} was loaded without a session: pass one to etkv.load")
@@ -97,7 +99,7 @@ class Generation(Iterator[int]):
     def held(self) -> int:
         """Tokens of the answer that the cache holds; the last one is not run until the next is asked for.
 
-        What continues this answer begins with ``ids[held:]``.
+        What continues this answer begins with ``ids[held:]``, which is one token at least.
         """
         if self._start is None:
             return 0
@@ -121,7 +123,11 @@ class Generation(Iterator[int]):
             )
         self._start = self._next()
         try:
-            row = self._prefill(prompt)
+            try:
+                row = self._prefill(prompt)
+            except BaseException:
+                self._forget(self._start)
+                raise
             while len(self.ids) < self._max_new_tokens:
                 token = self._sampler.choose(row)
                 if token in self._ends:
@@ -137,7 +143,12 @@ class Generation(Iterator[int]):
                     self.stop = "capacity"
                     return
                 began = time.perf_counter()
-                row = self._step([token])
+                try:
+                    row = self._step([token])
+                except BaseException:
+                    # It may have been, and its logits be lost: it is to be run again.
+                    self._forget(self._start + self.n_prompt + len(self.ids) - 1)
+                    raise
                 self.decode_seconds += time.perf_counter() - began
             self.stop = "limit"
         finally:
@@ -154,6 +165,14 @@ class Generation(Iterator[int]):
                 self._bars.prefilled(len(part))
         self.prefill_seconds = time.perf_counter() - began
         return row
+
+    def _forget(self, position: int) -> None:
+        """Take back the positions from ``position`` on, as far as layers with windows let it."""
+        with contextlib.suppress(EtkvError):
+            if isinstance(self._session, SeqCache):
+                self._session.seq_rm(self._sequence, position)
+            elif self._session.length > position:
+                self._session.rewind(position)
 
     def _step(self, ids: list[int]) -> np.ndarray:
         """Run ``ids`` behind what is there; the logits [vocabulary] of the last, until the next step."""

@@ -66,8 +66,8 @@ def _methods(file: PteFile) -> dict[str, Any]:
 def _program(program: MlxProgram) -> dict[str, Any]:
     graph = program.graph
     return {
-        "inputs": [_slot_text(program, slot) for slot in graph["input_map"]],
-        "outputs": [_slot_text(program, slot) for slot in graph["output_map"]],
+        "inputs": [_argument_text(program, slot) for slot in graph["input_map"]],
+        "outputs": [_argument_text(program, slot) for slot in graph["output_map"]],
         "operations": _counts(program.main_chain),
         "operations_at_load": _counts(program.init_chain),
     }
@@ -101,9 +101,12 @@ def _layer(layer: LayerConfig) -> dict[str, int]:
     }
 
 
-def _cache_bytes(layers: tuple[LayerConfig, ...], chunk: int, capacity: int, name: str) -> dict[str, int]:
+def _cache_bytes(layers: tuple[LayerConfig, ...], chunk: int, capacity: int, name: str) -> dict[str, Any]:
     config = CacheConfig(layers, capacity, k_format=name, v_format=name, max_step=chunk)
-    return {"at_capacity": estimate(config, capacity).allocated, "a_position": estimate(config, 1).used}
+    try:
+        return {"at_capacity": estimate(config, capacity).allocated, "a_position": estimate(config, 1).used}
+    except NativeError as error:
+        return {"not_possible": str(error)}
 
 
 # ---- As text --------------------------------------------------------------------------------------------------------
@@ -144,6 +147,9 @@ def _cache_lines(found: dict[str, Any]) -> Iterator[str]:
         n = len(list(same))
         yield f"cache: {n} {'layer' if n == 1 else 'layers'} of {_layer_text(layer)}"
     for name, size in found["cache"]["bytes"].items():
+        if "not_possible" in size:
+            yield f"cache in {name}: not possible: {size['not_possible']}"
+            continue
         at_capacity, a_position = _bytes(size["at_capacity"]), _bytes(size["a_position"])
         yield (
             f"cache in {name}: {at_capacity} at {found['cache']['capacity']} positions, {a_position} for the first one"
@@ -187,9 +193,12 @@ def instruction_lines(program: MlxProgram) -> Iterator[str]:
             yield f"{instruction['instr_idx']:5} {instruction['op_name']} " + " ".join(fields)
 
 
-def _slot_text(program: MlxProgram, slot: dict[str, int]) -> str:
+def _argument_text(program: MlxProgram, slot: dict[str, int]) -> str:
+    """An argument by its name in the source program, without the prefix that keeps methods apart."""
+    if slot["slot_type"] != 0:
+        return "integer"
     index = slot["idx"]
-    return _tensor_text(program, index) if slot["slot_type"] == 0 else f"v{index}"
+    return f"{program.names.get(index, '').rpartition('/')[2]} {program.tensors[index]}"
 
 
 def _tensor_text(program: MlxProgram, index: int) -> str:

@@ -135,9 +135,15 @@ def constant_methods(path: Path) -> dict[str, Any]:
     names = PteFile(path).constant_names
     try:
         program = Runtime.get().load_program(path, verification=Verification.Minimal)
-        return {name: _plain(name, program.load_method(name).execute([])) for name in names}
+        return {name: constant(program, name) for name in names}
     except RuntimeError as error:
         raise EtkvError(f"{path} is damaged: {first_line(error)}") from error
+
+
+def constant(program: Any, name: str) -> Any:
+    """The value of the constant method ``name`` of a program that ``executorch.runtime`` has loaded."""
+    values = [_plain(output) for output in program.load_method(name).execute([])]
+    return values if name in _LISTS else values[0]
 
 
 @dataclass(frozen=True)
@@ -187,9 +193,8 @@ def decode_mlx(payload: bytes, path: Path) -> MlxProgram:
     return MlxProgram(graph, _tensor_texts(payload), names)
 
 
-def _plain(name: str, outputs: Any) -> Any:
-    values = [output.tolist() if hasattr(output, "tolist") else output for output in outputs]
-    return values if name in _LISTS else values[0]
+def _plain(output: Any) -> Any:
+    return output.tolist() if hasattr(output, "tolist") else output
 
 
 def _tensor_texts(payload: bytes) -> list[str]:

@@ -11,7 +11,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, TypeAlias
 
-from etkv import _capi, _library
+from etkv import _capi, _library, pte
 from etkv.errors import EtkvError, ProgramError, first_line
 from etkv.session import Session
 
@@ -85,12 +85,13 @@ class Program:
             else:
                 with session.bound(logits):
                     self._method = self._program.load_method(method)
+            self._max_tokens = _max_tokens(self._method.metadata)
         except RuntimeError as error:
             reason = f"the method {method} of {path} cannot be loaded: {first_line(error)}"
             _capi.raise_delegate_error(lambda: ProgramError(reason), error)
 
     def forward(self, tokens: Ids, positions: Ids, *, copy: bool = True) -> Rows:
-        """Run one step: the logits of ``tokens`` [T] or [1, T] at ``positions`` [T] or [T, n], all of them or the last.
+        """Run one step: the logits of ``tokens`` [T] or [1, T] at ``positions`` [T] or [T, 1], all of them or the last.
 
         The rows are [T, vocabulary] or [1, vocabulary]: a torch tensor in the program's dtype where ``tokens`` is one,
         else a numpy array (bfloat16, which numpy lacks, as float32). Without ``copy`` they are the program's own
@@ -99,8 +100,13 @@ class Program:
         The step counts only if it works: otherwise the cache is as it was before.
         """
         as_tensor = _is_tensor(tokens)
-        ids = _integers(tokens, "tokens")
-        rows = self.execute(ids.reshape(1, -1), _integers(positions, "positions"), copy=copy)[0]
+        ids = _integers(tokens, "tokens").reshape(1, -1)
+        at = _integers(positions, "positions").reshape(-1)
+        if ids.numel() != at.numel():
+            raise EtkvError(f"there are {at.numel()} positions for {ids.numel()} tokens")
+        if self._max_tokens is not None and ids.numel() > self._max_tokens:
+            raise EtkvError(f"the step has {ids.numel()} tokens, the program takes at most {self._max_tokens}")
+        rows = self.execute(ids, at, copy=copy)[0]
         rows = rows.reshape(rows.shape[-2:])
         return rows if as_tensor else _array(rows)
 
@@ -124,19 +130,18 @@ class Program:
         if self._metadata is None:
             from etkv.metadata import read_kv_cache_metadata
 
-            self._metadata = read_kv_cache_metadata(self.path)
+            wanted = [name for name in self.method_names if name.startswith(("kv_cache.", "get_"))]
+            self._metadata = read_kv_cache_metadata({name: self.constant(name) for name in wanted})
         return self._metadata
 
     @property
     def end_ids(self) -> list[int]:
         """The ids that end an answer, as the program tells them; none where it does not."""
-        return list(self.constant("get_eos_ids") or [])
+        return self.constant("get_eos_ids") or []
 
     def constant(self, name: str) -> Any:
-        """The outputs of a constant method, such as ``get_eos_ids``; ``None`` where there is none of the name."""
-        if self._program is None or name not in self._program.method_names:
-            return None
-        return self._program.load_method(name).execute([])
+        """The value of a constant method, such as ``get_max_ctx_len``; ``None`` where there is none of the name."""
+        return pte.constant(self._program, name) if name in self.method_names else None
 
     @property
     def method_names(self) -> set[str]:
@@ -155,6 +160,14 @@ class Program:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close()
+
+
+def _max_tokens(method: Any) -> int | None:
+    """Tokens of one step, at most; None for a method whose first input is not [1, T]."""
+    if method.num_inputs() == 0:
+        return None
+    sizes = method.input_tensor_meta(0).sizes()
+    return sizes[1] if len(sizes) == 2 else None
 
 
 def _is_tensor(value: Any) -> bool:
