@@ -44,6 +44,8 @@ class ReferenceCache(ABC):
     """
 
     kind: ClassVar[str]
+    shares_rows: ClassVar[bool] = False
+    """Whether its queries come to read rows of others, which a mask hides from them."""
 
     def __init__(self, config: CacheConfig) -> None:
         """Raises :class:`CacheError` with ``INVALID_ARGUMENT`` for a config that cannot be."""
@@ -142,10 +144,10 @@ class ReferenceCache(ABC):
         the new ones last, in float32, and a mask ``[T, L]``, true where a query sees a key. Layers of equal windows get
         the same mask.
         """
-        positions = [integer("a position", position) for position in positions]
-        if self._step is not None and (layer in self._step.rows or self._step.positions != positions):
-            self.abandon()
         try:
+            positions = [integer("a position", position) for position in positions]
+            if self._step is not None and (layer in self._step.rows or self._step.positions != positions):
+                self.abandon()
             return self._in_step(layer, k, v, positions)
         except Exception:
             self.abandon()
@@ -163,6 +165,8 @@ class ReferenceCache(ABC):
         if not 0 <= integer("layer_id", layer) < n_layers:
             raise CacheError(Status.SHAPE, f"layer {layer} is asked for, the cache has {n_layers}")
         fresh = self._store.encode(layer, k, v, len(positions))
+        if self.shares_rows:
+            self._store.check_values(layer, v)
         keys, values = stack([*self._store.get(layer, step.history), *fresh])
         step.rows[layer] = fresh
         mask = self._mask(step, self._limits.sights[layer])
@@ -183,7 +187,6 @@ class ReferenceCache(ABC):
         return step.masks[sight]
 
     def _finish(self, step: Step) -> None:
-        self._check_rows(step)
         for layer, rows in step.rows.items():
             self._store.put(layer, step.tokens, rows)
         self._positions.update(zip(step.tokens, step.positions, strict=True))
@@ -215,9 +218,6 @@ class ReferenceCache(ABC):
     def _committed(self) -> int:
         """The positions that it holds and will not be asked to forget: candidates are none."""
         return self.length()
-
-    def _check_rows(self, step: Step) -> None:
-        """Refuses rows for what is in them."""
 
     # ---- What kinds share ------------------------------------------------
 

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-import torch
-
 from etkv.config import CacheConfig
 from etkv.reference.cache import ReferenceCache, Step, refuse_empty
 from etkv.reference.errors import CacheError, Status, integer, invalid
@@ -25,6 +23,7 @@ class SeqCache(ReferenceCache):
     """
 
     kind = "seq"
+    shares_rows = True
 
     def __init__(self, config: CacheConfig) -> None:
         super().__init__(config)
@@ -87,8 +86,8 @@ class SeqCache(ReferenceCache):
     def seq_cp(self, source: int, target: int, begin: int = 0, end: int | None = None) -> None:
         """Lets ``target`` have the positions of ``source`` from ``begin`` up to ``end`` as well.
 
-        ``POSITION`` where ``target`` holds other tokens for some of them, or where layers with windows have dropped what
-        its next query would see.
+        ``POSITION`` where ``target`` holds other tokens for some of them, or where layers with windows have dropped
+        what its next query would see.
         """
         self._refuse_in_step("copy a sequence")
         source, target = self._number(source), self._number(target)
@@ -247,15 +246,6 @@ class SeqCache(ReferenceCache):
     def _trim(self, sequence: int) -> None:
         for lane in self._lanes.values():
             lane.trim(sequence, self._next(sequence))
-
-    def _check_rows(self, step: Step) -> None:
-        # The native caches read what a mask hides with weight 0, and 0 times infinity is no number.
-        for layer, rows in sorted(step.rows.items()):
-            if not all(torch.isfinite(value).all() for _, value in rows):
-                raise invalid(
-                    f"a value of this step is infinite or no number as {self.formats()[1]} (layer {layer}); other "
-                    "sequences would come to read it"
-                )
 
     # ---- Inside ----------------------------------------------------------
 

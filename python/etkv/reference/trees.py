@@ -57,8 +57,8 @@ class TreeCache(SeqCache):
     def propose(self, parents: Sequence[int], sequence: int = 0) -> None:
         """Appends a frontier of candidates to the tree behind a sequence: the queries of its next step.
 
-        Each sees the sequence, its ancestors and itself. A parent is the number of an earlier node of the tree, over all
-        its frontiers, or -1 for the sequence itself. A node's position is the sequence's next and its depth.
+        Each sees the sequence, its ancestors and itself. A parent is the number of an earlier node of the tree, over
+        all its frontiers, or -1 for the sequence itself. A node's position is the sequence's next and its depth.
         """
         self._refuse_in_step("propose a tree")
         sequence = self._number(sequence)
@@ -68,8 +68,8 @@ class TreeCache(SeqCache):
         if waiting + len(parents) > room:
             raise CacheError(
                 Status.CAPACITY,
-                f"a frontier of {len(parents)} nodes does not fit: {room} of {self.capacity()} cells are free, {waiting} "
-                "of them for other frontiers",
+                f"a frontier of {len(parents)} nodes does not fit: {room} of {self.capacity()} cells are free, "
+                f"{waiting} of them for other frontiers",
             )
         tree = self._trees.get(sequence, Tree())
         if not parents:
@@ -171,7 +171,7 @@ class TreeCache(SeqCache):
         if sequence in self._trees:
             raise CacheError(
                 Status.STEP,
-                f"sequence {sequence} carries a tree of {len(self._trees[sequence])} nodes: commit it before you {what}",
+                f"sequence {sequence} carries a tree of {self.tree_len(sequence)} nodes: commit it before you {what}",
             )
 
     def _drop_tree(self, sequence: int) -> None:
