@@ -7,11 +7,11 @@ the reference cache that is active::
     with etkv.op.active(cache):
         logits = model(tokens, positions)
 
-ExecuTorch has an op of that name and signature. Where it was registered first, it stays; otherwise this module registers
-its own, which ExecuTorch's replaces when it is imported later. Either way ``active`` is what decides: a kernel for each
-device goes before the one that came with the op, and leaves the call to ExecuTorch's caches where no cache is active
-here. That kernel also keeps the dispatcher's entry of the op alive while the op is replaced, so that graphs which were
-traced before still run.
+ExecuTorch has an op of that name and signature. Where it was registered first, it stays; otherwise this module
+registers its own, which ExecuTorch's replaces when it is imported later. Either way ``active`` is what decides: a
+kernel for each device goes before the one that came with the op, and leaves the call to ExecuTorch's caches where no
+cache is active here. That kernel also keeps the dispatcher's entry of the op alive while the op is replaced, so that
+graphs which were traced before still run.
 """
 
 from __future__ import annotations
@@ -140,7 +140,7 @@ def _positions(position: Tensor, q: Tensor) -> list[int]:
         raise CacheError(
             Status.DTYPE, f"position is {str(position.dtype).removeprefix('torch.')}, it is int32 or int64"
         )
-    if position.dim() not in (1, 2) or position.dim() == 2 and position.shape[1] == 0:
+    if position.dim() not in (1, 2) or (position.dim() == 2 and position.shape[1] == 0):
         raise CacheError(Status.SHAPE, f"position has shape {list(position.shape)}, it is [q_len] or [q_len, n]")
     if q.dim() == 4 and position.shape[0] != q.shape[2]:
         raise CacheError(Status.SHAPE, f"position has {position.shape[0]} entries for {q.shape[2]} queries")

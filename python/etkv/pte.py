@@ -85,12 +85,14 @@ def undelegated_operators(path: Path, method: str = "forward") -> list[str]:
 def constant_methods(path: Path) -> dict[str, Any]:
     """Constant method name -> its value: an int, a bool, a float or a list of ints.
 
-    Runs each method with the wheel's runtime, so what comes back is what a runner in C++ reads. A list of ints, which
-    a program keeps as one output an element, is a list here even if it has one element only.
+    A constant method takes no inputs and calls no delegate. Runs each with the wheel's runtime, so what comes back is
+    what a runner in C++ reads. A list of ints, which a program keeps as one output an element, is a list here even if
+    it has one element only.
     """
     from executorch.runtime import Runtime, Verification
 
-    names = [name for name, ids in delegates(path).items() if not ids]
+    plans = _program(path)["execution_plan"]
+    names = [plan["name"] for plan in plans if not plan.get("inputs") and not plan.get("delegates")]
     program = Runtime.get().load_program(path, verification=Verification.Minimal)
     return {name: _plain(name, program.load_method(name).execute([])) for name in names}
 
