@@ -172,7 +172,7 @@ with etkv.DecodeSession(config(tiny, 200)) as session, etkv.load(tiny.path, sess
         except KeyboardInterrupt:
             caught += 1
             held, length = answer.held, session.length
-            next_ids = answer.ids[held:] if answer.ids else PROMPT
+            next_ids = answer.ids[held:] if length else PROMPT
             rest = list(etkv.generate(program, next_ids, max_new_tokens=3, end_ids=[]))
             print(json.dumps({"held": held, "length": length, "ids": answer.ids[:held], "rest": rest}), flush=True)
 """
