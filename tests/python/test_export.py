@@ -33,9 +33,9 @@ def test_program(exported, name, dtype, quantize):
     window = config.get("sliding_window") or 0
     kinds = config.get("layer_types") or ["sliding_attention" if window else "full_attention"] * layers
 
-    called = pte.delegates(file)
+    called = pte.PteFile(file).delegates
     assert called["forward"] == ["MLXBackend"]
-    assert pte.undelegated_operators(file) == []
+    assert pte.PteFile(file).operators("forward") == []
     assert pte.constant_methods(file) == {
         "get_n_caches": layers,
         "get_kv_heads": [config["num_key_value_heads"]] * layers,
