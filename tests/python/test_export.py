@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import shutil
+import types
 
 import pytest
 
@@ -12,7 +13,7 @@ import reference
 import tiny_models
 from etkv import pte
 from etkv.errors import EtkvError
-from etkv.export import ExportRequest, export_program, is_current, limits, lowering, source
+from etkv.export import ExportRequest, attention, export_program, is_current, limits, lowering, source
 from reference import Program, Variant
 
 _VARIANTS = [
@@ -300,6 +301,53 @@ def test_family_whose_attention_the_op_cannot_do(tmp_path):
     said = _error(_write_model(config, tmp_path / "model"), _folder(tmp_path / "out"))
     assert said.startswith("model family 'gemma2' cannot be traced")
     assert "softcap" in said
+
+
+def test_family_that_sees_what_comes_after(tmp_path):
+    from transformers import Gemma3TextConfig
+
+    config = Gemma3TextConfig(**tiny_models.SHAPE, sliding_window=128, use_bidirectional_attention=True)
+    assert _error(_write_model(config, tmp_path / "model"), _folder(tmp_path / "out")) == (
+        "model family 'gemma3_text' cannot be traced: its tokens see those after them, and the KV cache op is causal"
+    )
+
+
+def test_family_of_experts(tmp_path):
+    from transformers import MixtralConfig
+
+    config = MixtralConfig(**tiny_models.SHAPE, num_local_experts=4)
+    assert _error(_write_model(config, tmp_path / "model"), _folder(tmp_path / "out")) == (
+        "model family 'mixtral' is a mixture of 4 experts, and their routing cannot be exported"
+    )
+
+
+def test_families_with_attention_of_their_own(tmp_path):
+    from transformers import BloomConfig, FalconConfig
+
+    for config in (
+        BloomConfig(vocab_size=320, hidden_size=64, n_layer=1, n_head=4),
+        FalconConfig(vocab_size=320, hidden_size=64, num_hidden_layers=1, num_attention_heads=4),
+    ):
+        family = config.model_type
+        assert _error(_write_model(config, tmp_path / family), _folder(tmp_path / f"{family}-out")) == (
+            f"model family {family!r} cannot be exported: the KV cache op cannot take its attention's place"
+        )
+
+
+def test_a_window_that_the_model_does_not_heed(tmp_path):
+    from transformers import LlamaConfig
+
+    config = LlamaConfig(**tiny_models.SHAPE, sliding_window=64)
+    assert _error(_write_model(config, tmp_path / "model"), _folder(tmp_path / "out")) == (
+        "model family 'llama' cannot be traced: layer 0 has a window of 0, and its configuration says 64"
+    )
+
+
+def test_learned_sinks_are_refused():
+    """The families that have them are mixtures of experts."""
+    module = types.SimpleNamespace(is_causal=True)
+    with pytest.raises(ValueError, match="its attention has learned sinks, which the KV cache op lacks"):
+        attention._attend(module, None, None, None, None, s_aux=[0.0])
 
 
 def test_family_with_operators_that_mlx_lacks(tmp_path):

@@ -10,6 +10,9 @@ if TYPE_CHECKING:
 NAME = "etkv_offgraph"
 """The name under which transformers finds this attention."""
 
+_LACKED = {"softcap": "a softcap", "s_aux": "learned sinks"}
+"""Arguments of attention functions that the op does not have -> what they are."""
+
 
 def register() -> None:
     """Make transformers know the attention :data:`NAME`, with no masks: the cache answers for what is seen."""
@@ -49,8 +52,9 @@ def _attend(
 
     if not getattr(module, "is_causal", True) or arguments.get("is_causal") is False:
         raise ValueError("its tokens see those after them, and the KV cache op is causal")
-    if arguments.get("s_aux") is not None:
-        raise ValueError("its attention has learned sinks, which the KV cache op lacks")
+    for name, meaning in _LACKED.items():
+        if arguments.get(name) is not None:
+            raise ValueError(f"its attention has {meaning}, which the KV cache op lacks")
     declared = layer_windows(module.config)[module.layer_idx]
     used = arguments.get("sliding_window") or 0
     if used != declared:

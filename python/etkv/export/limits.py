@@ -20,6 +20,10 @@ if TYPE_CHECKING:
     from transformers import PreTrainedConfig
 
 
+_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
+"""What families call the number of their experts."""
+
+
 @dataclass(frozen=True)
 class CacheLayout:
     """One entry for each KV cache of the program, in the order of their ids.
@@ -72,6 +76,13 @@ def settle(request: ExportRequest, config: PreTrainedConfig) -> Limits:
 def _layout(config: PreTrainedConfig) -> CacheLayout:
     from executorch.backends.mlx.llm.cache import resolve_hf_cache_layout
 
+    text_config = config.get_text_config()
+    for name in _EXPERTS:
+        if (getattr(text_config, name, None) or 1) > 1:
+            raise EtkvError(
+                f"model family {config.model_type!r} is a mixture of {getattr(text_config, name)} experts, and their "
+                "routing cannot be exported"
+            )
     try:
         kinds, kv_heads, head_dims = resolve_hf_cache_layout(config)
     except AttributeError as error:
@@ -79,7 +90,6 @@ def _layout(config: PreTrainedConfig) -> CacheLayout:
     unknown = sorted(set(kinds) - {"full_attention", "sliding_attention"})
     if unknown:
         raise EtkvError(f"model family {config.model_type!r} has layers of kind {unknown[0]!r}, which keep no KV cache")
-    text_config = config.get_text_config()
     # A family whose head size follows from its hidden size may leave it out.
     derived = text_config.hidden_size // text_config.num_attention_heads
     return CacheLayout(

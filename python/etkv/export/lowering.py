@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import operator
+import re
 from typing import TYPE_CHECKING, Any
 
 from etkv.errors import EtkvError, root_line
@@ -91,7 +92,7 @@ def lower(
         try:
             traced = _trace(model, request, limits.prefill_chunk)
         except Exception as error:
-            raise EtkvError(f"model family {family!r} cannot be traced: {root_line(error)}") from error
+            raise EtkvError(f"model family {family!r} cannot be traced: {_reason(error)}") from error
         _check_caches(traced, limits, family)
     with progress.step("delegating to MLX"):
         edge = _delegate(traced, methods)
@@ -121,6 +122,13 @@ def _trace(model: PreTrainedModel, request: ExportRequest, chunk: int) -> Export
         )
 
 
+def _reason(error: Exception) -> str:
+    """What stopped the tracer; what the traced code raised stands in its message as it would be typed."""
+    line = root_line(error)
+    raised = re.fullmatch(r"raised exception \w+\((['\"])(.*)\1\)", line)
+    return raised[2] if raised else line
+
+
 def _check_caches(traced: ExportedProgram, limits: Limits, family: str) -> None:
     """Every cache that the program declares is used, and no other."""
     import torch
@@ -132,6 +140,10 @@ def _check_caches(traced: ExportedProgram, limits: Limits, family: str) -> None:
         if node.target is op
     }
     declared = len(limits.layout.kv_heads)
+    if not used:
+        raise EtkvError(
+            f"model family {family!r} cannot be exported: the KV cache op cannot take its attention's place"
+        )
     if used != set(range(declared)):
         raise EtkvError(
             f"model family {family!r} cannot be exported: it declares {declared} KV caches, "

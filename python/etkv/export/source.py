@@ -108,6 +108,12 @@ def read_model(source: Source, config: PreTrainedConfig, dtype: str) -> PreTrain
             output_loading_info=True,
             **source.arguments(),
         )
+    except KeyError as error:
+        if error.args != (attention.NAME,):
+            raise EtkvError(f"the weights of {source.path} cannot be loaded: {first_line(error)} is missing") from error
+        raise EtkvError(
+            f"model family {config.model_type!r} cannot be exported: the KV cache op cannot take its attention's place"
+        ) from error
     except Exception as error:
         raise EtkvError(f"the weights of {source.path} cannot be loaded: {first_line(error)}") from error
     missing = sorted(report["missing_keys"])
