@@ -11,7 +11,7 @@
 Importing this package imports neither torch nor ExecuTorch: its functions do so when they are called.
 """
 
-from etkv.cache import ALL, Cache, Memory, SeqCache, TreeCache, estimate, row_bytes
+from etkv.cache import Cache, Memory, SeqCache, TreeCache, estimate, row_bytes
 from etkv.config import CacheConfig, LayerConfig
 from etkv.errors import (
     CapacityError,
@@ -32,7 +32,6 @@ from etkv.session import DecodeSession, SeqSession, Session, TreeSession
 from etkv.tokenizer import Tokenizer
 
 __all__ = [
-    "ALL",
     "Cache",
     "CacheConfig",
     "CapacityError",

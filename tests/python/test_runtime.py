@@ -137,7 +137,7 @@ def test_many_sequences_in_a_step(tiny, expected):
 
 def test_a_token_of_two_sequences(tiny, expected):
     with etkv.SeqSession(config(tiny)) as session, etkv.load(tiny.path, session) as program:
-        session.begin_step([[0, 3]] * 4)
+        session.begin_step_shared([[0, 3]] * 4)
         run(program, PROMPT[:4])
         assert (session.length, session.seq_len(0), session.seq_len(3)) == (4, 4, 4)
         session.begin_step([3, 3, 3])
