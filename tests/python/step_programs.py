@@ -27,7 +27,8 @@ refused with, the outputs of every layer, and what the cache answers afterwards.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -39,7 +40,19 @@ from etkv.config import CacheConfig
 from etkv.errors import EtkvError
 from step_generator import SEQUENCES, Call, Operation, Step
 
-__all__ = ["SEQUENCES", "Call", "Operation", "Outcome", "Step", "answers", "declare", "generate", "run", "step_rows"]
+__all__ = [
+    "SEQUENCES",
+    "Call",
+    "Operation",
+    "Outcome",
+    "Step",
+    "answers",
+    "declare",
+    "generate",
+    "one_thread",
+    "run",
+    "step_rows",
+]
 
 Attend = Callable[[int, Tensor, Tensor, Tensor, Sequence[int]], Tensor]
 """Layer, queries, keys, values and positions to the attention: ``[1, n_heads, T, v_head_dim]``."""
@@ -73,21 +86,34 @@ def run(program: Sequence[Operation], cache: Any, attend: Attend, group: int = 2
     Steps call ``attend`` once a layer, in order. It raises what the cache refuses, an :class:`EtkvError` with a
     ``status``; the layers that follow are not called then. There are ``group`` query heads for each KV head.
     """
-    outcomes = []
-    for operation in program:
-        action, outputs, refused, message = operation.action, [], None, ""
-        try:
-            if isinstance(action, Call):
-                getattr(cache, action.name)(*action.arguments)
-            else:
-                declare(cache, action)
-                for layer in range(len(cache.config.layers)):
-                    rows = step_rows(cache.config, action, layer, group)
-                    outputs.append(attend(layer, *rows, action.positions))
-        except EtkvError as error:
-            refused, message, outputs = int(error.status), str(error), []
-        outcomes.append(Outcome(refused, message, outputs, answers(cache)))
-    return outcomes
+    with one_thread():
+        return [_outcome(operation.action, cache, attend, group) for operation in program]
+
+
+def _outcome(action: Call | Step, cache: Any, attend: Attend, group: int) -> Outcome:
+    outputs, refused, message = [], None, ""
+    try:
+        if isinstance(action, Call):
+            getattr(cache, action.name)(*action.arguments)
+        else:
+            declare(cache, action)
+            for layer in range(len(cache.config.layers)):
+                rows = step_rows(cache.config, action, layer, group)
+                outputs.append(attend(layer, *rows, action.positions))
+    except EtkvError as error:
+        refused, message, outputs = int(error.status), str(error), []
+    return Outcome(refused, message, outputs, answers(cache))
+
+
+@contextmanager
+def one_thread() -> Iterator[None]:
+    """Keeps torch on one thread: to hand it rows as small as these takes several times as long as the work."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
 
 
 def declare(cache: Any, step: Step) -> None:
