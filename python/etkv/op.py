@@ -147,14 +147,22 @@ def _positions(position: Tensor, q: Tensor) -> list[int]:
     return (position if position.dim() == 1 else position[:, 0]).tolist()
 
 
-def _register() -> torch.library.Library:
+def _register() -> tuple[object, ...]:
+    """Registers the op where nobody has, and the kernels that go before its own; what holds them."""
+    held: list[object] = []
     if not hasattr(torch.ops.kvcache, "update_and_attend"):
-        torch.library.custom_op(NAME, _kernel, mutates_args=()).register_fake(_fake)
+        ours = torch.library.custom_op(NAME, _kernel, mutates_args=())
+        ours.register_fake(_fake)
+        # Where another op takes the name, torch has torch.ops forget what this library defined, and make a new object.
+        # The dispatcher goes on giving the old one to tracers, and who looks for the op in a graph would not find it. A
+        # library that tells of no definitions leaves it one object.
+        getattr(getattr(ours, "_lib", None), "_op_defs", set()).clear()
+        held.append(ours)
     kernels = torch.library.Library("kvcache", "IMPL")
     for device in _DEVICES:
         kernels.impl("update_and_attend", _kernel, device)
-    return kernels
+    return *held, kernels
 
 
-# The kernels are gone with the object that registered them.
-_KERNELS = _register()
+# For as long as the process lives: they are gone with the objects that registered them.
+_REGISTERED = _register()
