@@ -25,7 +25,8 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from etkv.reference.errors import CacheError, NoActiveCacheError, Status
+from etkv.errors import Status, StatusError, status_error
+from etkv.reference.errors import NoActiveCacheError
 
 NAME = "kvcache::update_and_attend"
 """The op's name; :func:`update_and_attend` calls whichever op has it."""
@@ -93,7 +94,7 @@ def update_and_attend(
 
     Raises:
         NoActiveCacheError: where it runs and no cache is active.
-        CacheError: what the cache refuses, which leaves it as it was.
+        StatusError: what the cache refuses, which leaves it as it was.
     """
     return torch.ops.kvcache.update_and_attend(q, k, v, position, layer_id, scale, out_dtype)
 
@@ -106,7 +107,7 @@ def _kernel(
         return _without_cache(q, k, v, position, layer_id, scale, out_dtype)
     try:
         positions = _positions(position, q)
-    except CacheError:
+    except StatusError:
         cache.abandon()
         raise
     # The reference keeps its rows on the CPU.
@@ -137,13 +138,13 @@ def _without_cache(
 
 def _positions(position: Tensor, q: Tensor) -> list[int]:
     if position.dtype not in (torch.int32, torch.int64):
-        raise CacheError(
+        raise status_error(
             Status.DTYPE, f"position is {str(position.dtype).removeprefix('torch.')}, it is int32 or int64"
         )
     if position.dim() not in (1, 2) or (position.dim() == 2 and position.shape[1] == 0):
-        raise CacheError(Status.SHAPE, f"position has shape {list(position.shape)}, it is [q_len] or [q_len, n]")
+        raise status_error(Status.SHAPE, f"position has shape {list(position.shape)}, it is [q_len] or [q_len, n]")
     if q.dim() == 4 and position.shape[0] != q.shape[2]:
-        raise CacheError(Status.SHAPE, f"position has {position.shape[0]} entries for {q.shape[2]} queries")
+        raise status_error(Status.SHAPE, f"position has {position.shape[0]} entries for {q.shape[2]} queries")
     return (position if position.dim() == 1 else position[:, 0]).tolist()
 
 

@@ -66,7 +66,7 @@ from etkv.reference.sequences import MAX_SEQUENCES  # noqa: E402
 def their_errors() -> Iterator[None]:
     try:
         yield
-    except reference.CacheError as error:
+    except reference.StatusError as error:
         if error.status in (reference.Status.CAPACITY, reference.Status.STEP):
             raise RuntimeError(str(error)) from error
         raise
@@ -162,7 +162,7 @@ class CellAdapter(Adapter):
 
     def free_cells(self) -> int:
         self.finish()
-        return self.cache.capacity() - self.cache.length()
+        return self.cache.capacity - self.cache.length
 
     def seq_len(self, sequence: int) -> int:
         self.finish()

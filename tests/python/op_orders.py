@@ -52,7 +52,7 @@ def check(traced):
     for run in runs:
         with op.active(cache):
             torch.testing.assert_close(run(ROWS, POSITION), EXPECTED)
-        assert cache.length() == 3
+        assert cache.length == 3
         cache.clear()
         try:
             run(ROWS, POSITION)
@@ -76,7 +76,7 @@ def check_theirs(theirs, cache, runs):
             torch.testing.assert_close(run(ROWS, POSITION.unsqueeze(1)), EXPECTED)
             with op.active(cache):  # the one that is active here goes first
                 run(ROWS, POSITION)
-        assert (other.used(0), cache.length()) == (3, 3)
+        assert (other.used(0), cache.length) == (3, 3)
         cache.clear()
 
 

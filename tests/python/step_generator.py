@@ -10,7 +10,8 @@ from typing import Any
 import torch
 
 from etkv.config import CacheConfig, LayerConfig
-from etkv.reference import CacheError, make_cache
+from etkv.errors import StatusError
+from etkv.reference import make_cache
 
 SEQUENCES = (0, 1, 2, 7, 255)
 """The sequences that programs use."""
@@ -72,7 +73,7 @@ class Generator:
                 getattr(self.cache, action.name)(*action.arguments)
             else:
                 self._do_step(action)
-        except CacheError as error:
+        except StatusError as error:
             refused = int(error.status)
         self._remember(action, refused)
         return Operation(action, refused)
@@ -138,24 +139,24 @@ class Generator:
 
     def _n_tokens(self) -> int:
         """A number of tokens that fit, most often; none, where nothing does."""
-        room = self.cache.capacity() - self.cache.length()
+        room = self.cache.capacity - self.cache.length
         return self.random.randint(0, min(self.most_tokens, self.max_step, room))
 
     # ---- One sequence ----------------------------------------------------
 
     def _append(self) -> Step | None:
-        start, n = self.cache.length(), self._n_tokens()
+        start, n = self.cache.length, self._n_tokens()
         return self._step(list(range(start, start + n))) if n else None
 
     def _step_back(self) -> Step | None:
-        length = self.cache.length()
+        length = self.cache.length
         least = min(self.cache.rewindable_to(), length)
         start = self.random.choice([0, self.random.randint(least, length), max(length - 1, 0)])
-        n = min(self.random.randint(1, self.most_tokens), self.cache.capacity() - start)
+        n = min(self.random.randint(1, self.most_tokens), self.cache.capacity - start)
         return self._step(list(range(start, start + n))) if n > 0 else None
 
     def _bad_run(self) -> Step:
-        length, n = self.cache.length(), self.random.randint(2, self.most_tokens)
+        length, n = self.cache.length, self.random.randint(2, self.most_tokens)
         run = list(range(length, length + n))
         return self._step(
             self.random.choice(
@@ -164,7 +165,7 @@ class Generator:
                     [at - length - 1 for at in run],
                     [*run[:-1], run[-1] + 1],
                     [*run[:-1], run[0]],
-                    list(range(length, self.cache.capacity() + 1)),
+                    list(range(length, self.cache.capacity + 1)),
                     list(range(max(length - self.max_step - 1, 0), length + 1)),
                 ]
             )
@@ -181,7 +182,7 @@ class Generator:
 
     def _next_of_only(self) -> int:
         if self.kind == "contiguous":
-            return self.cache.length()
+            return self.cache.length
         return self.cache.seq_next(self.random.choice(self.cache.sequences() or [0]))
 
     def _clear(self) -> Call:
@@ -244,7 +245,7 @@ class Generator:
         positions, token = self._positions(owners), self.random.randrange(len(owners))
         wrong = positions[:]
         wrong[token] += self.random.choice([-1, 1, 5])
-        many = [(owners[0][0],)] * (self.cache.capacity() - self.cache.length() + 1)
+        many = [(owners[0][0],)] * (self.cache.capacity - self.cache.length + 1)
         return self.random.choice(
             [
                 lambda: self._step(wrong, owners),
@@ -336,7 +337,7 @@ class Generator:
                 Call("propose", ([], sequence)),
                 Call("propose", ([-2], sequence)),
                 Call("propose", ([-1, nodes + 1], sequence)),
-                Call("propose", ([-1] * (self.cache.capacity() + 1), sequence)),
+                Call("propose", ([-1] * (self.cache.capacity + 1), sequence)),
                 Call("propose", ([-1], 256)),
                 Call("commit", ([nodes], sequence)),
                 Call("commit", ([-1], sequence)),

@@ -145,11 +145,11 @@ def step_rows(
 
 def answers(cache: Any) -> dict[str, Any]:
     """What a cache says of itself, by question."""
-    length, capacity = cache.length(), cache.capacity()
+    length, capacity = cache.length, cache.capacity
     found = {
         "length": length,
-        "can_extend": [cache.can_extend(n) for n in (-1, 0, 1, capacity - length, capacity - length + 1)],
-        "formats": tuple(cache.formats()),
+        "can_extend": [cache.can_extend(n) for n in (0, 1, capacity - length, capacity - length + 1)],
+        "formats": tuple(cache.formats),
     }
     if not hasattr(cache, "seq_len"):
         return {**found, "rewindable_to": cache.rewindable_to()}
@@ -159,7 +159,7 @@ def answers(cache: Any) -> dict[str, Any]:
             cache.seq_len(sequence),
             cache.seq_next(sequence),
             cache.seq_rewindable_to(sequence),
-            [tuple(positions) for positions in cache.seq_positions(sequence)],
+            cache.seq_positions(sequence),
             cache.tree_len(sequence) if hasattr(cache, "tree_len") else 0,
         )
     return found

@@ -6,7 +6,8 @@ import numpy as np
 import pytest
 import torch
 
-from etkv.reference import CacheError, formats
+from etkv.errors import StatusError
+from etkv.reference import formats
 from etkv.reference.formats import E2M1, format_of
 
 mx = pytest.importorskip("mlx.core")
@@ -182,7 +183,7 @@ def test_rows_are_stored_alone(name):
 def test_names():
     assert format_of("affine4").name == "affine4g64"
     for name in ("", "affine", "affine7", "affine4g16", "f64", "affine4g", "affine4g64 "):
-        with pytest.raises(CacheError, match=f"no storage format `{name}`"):
+        with pytest.raises(StatusError, match=f"no storage format `{name}`"):
             format_of(name)
-    with pytest.raises(CacheError, match="nvfp4 stores 16 elements at a time, which head_dim 40 is not a multiple of"):
+    with pytest.raises(StatusError, match="nvfp4 stores 16 elements at a time, which head_dim 40 is not a multiple of"):
         format_of("nvfp4").check(40)

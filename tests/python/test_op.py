@@ -18,8 +18,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 import step_programs
 from etkv import op
 from etkv.config import CacheConfig, LayerConfig
-from etkv.errors import EtkvError
-from etkv.reference import CacheError, ContiguousCache, NoActiveCacheError, Status
+from etkv.errors import EtkvError, Status, StatusError
+from etkv.reference import ContiguousCache, NoActiveCacheError
 
 CONFIG = CacheConfig([LayerConfig(2, 8), LayerConfig(1, 4, 6)], 16, "f32", "f32")
 
@@ -89,10 +89,10 @@ def test_tracing_leaves_the_active_cache_alone():
     cache = ContiguousCache(CONFIG)
     with op.active(cache):
         exported = torch.export.export(Layers(), (torch.arange(5),))
-        assert cache.length() == 0
+        assert cache.length == 0
         for layer, found in enumerate(exported.module()(torch.arange(5))):
             torch.testing.assert_close(found, causal(layer, 5))
-        assert cache.length() == 5
+        assert cache.length == 5
 
 
 def test_the_dispatcher_has_no_complaint():
@@ -122,7 +122,7 @@ def test_the_innermost_cache_counts():
         with pytest.raises(KeyError), op.active(inner):
             raise KeyError
         forward([2])
-    assert (outer.length(), inner.length()) == (3, 2)
+    assert (outer.length, inner.length) == (3, 2)
     with pytest.raises(NoActiveCacheError):
         forward([3])
 
@@ -135,9 +135,9 @@ def test_a_forward_that_ends_with_its_block_has_not_been():
         with op.active(cache):
             pass  # the outer block is not over
         op.update_and_attend(*inputs(1, 1), torch.tensor([1]), 1, 0.5, torch.float32)
-        assert cache.length() == 2
+        assert cache.length == 2
         op.update_and_attend(*inputs(0, 1), torch.tensor([2]), 0, 0.5, torch.float32)
-        with pytest.raises(CacheError, match="in the middle of a step"):
+        with pytest.raises(StatusError, match="in the middle of a step"):
             cache.clear()
     cache.clear()
 
@@ -154,7 +154,7 @@ def test_each_thread_has_its_own():
                 if at < 3:
                     barrier.wait(60)
                 forward([at])
-        return cache.length()
+        return cache.length
 
     with op.active(ContiguousCache(CONFIG)), ThreadPoolExecutor(n_threads) as threads:
         assert list(threads.map(work, range(n_threads))) == [3, 4, 5, 6]
@@ -167,7 +167,7 @@ def test_each_task_has_its_own():
             for at in range(n):
                 forward([at])
                 await asyncio.sleep(0)
-        return cache.length()
+        return cache.length
 
     async def together():
         return await asyncio.gather(work(2), work(5))
@@ -217,7 +217,7 @@ def test_what_is_refused_changes_nothing(name):
         before = step_programs.answers(cache)
         q, k, v = inputs(0, 2)
         good = {"q": q, "k": k, "v": v, "position": torch.tensor([2, 3]), "layer_id": 0, "scale": 0.5}
-        with pytest.raises(CacheError, match=words) as caught:
+        with pytest.raises(StatusError, match=words) as caught:
             op.update_and_attend(**{**good, "out_dtype": torch.float32, **changes})
         assert caught.value.status == status
         assert step_programs.answers(cache) == before

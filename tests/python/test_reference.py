@@ -157,7 +157,7 @@ def check(kind: str, config: CacheConfig, program: list[Operation], cache: Refer
         return op.update_and_attend(q, k, v, torch.tensor(positions), layer, SCALE, torch.float32)
 
     texts, n_steps = Texts(), 0
-    formats = cache.formats()
+    formats = cache.formats
     before = step_programs.answers(cache)
     with op.active(cache):
         outcomes = step_programs.run(program, cache, attend, GROUP)

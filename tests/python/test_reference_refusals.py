@@ -9,8 +9,8 @@ import torch
 
 import step_programs
 from etkv.config import CacheConfig, LayerConfig
-from etkv.errors import EtkvError
-from etkv.reference import CacheError, ContiguousCache, SeqCache, Status, TreeCache, make_cache
+from etkv.errors import EtkvError, Status, StatusError
+from etkv.reference import ContiguousCache, SeqCache, TreeCache, make_cache
 from etkv.reference.formats import format_of
 
 ONE = CacheConfig([LayerConfig(1, 8)], 16, "f32", "f32")
@@ -43,7 +43,7 @@ def grown(cache, length):
 def assert_refused(cache, call, status, words):
     """The call is refused with these words, and the cache says and gives what it did."""
     before = step_programs.answers(cache)
-    with pytest.raises(CacheError, match=words) as caught:
+    with pytest.raises(StatusError, match=words) as caught:
         call()
     assert caught.value.status == status
     assert step_programs.answers(cache) == before
@@ -75,7 +75,7 @@ def assert_refused(cache, call, status, words):
 @pytest.mark.parametrize("kind", ["contiguous", "tree"])
 def test_configs_that_cannot_be(kind, change, words):
     config = CacheConfig(**{"layers": ONE.layers, "capacity": 16, **change})
-    with pytest.raises(CacheError, match=words) as caught:
+    with pytest.raises(StatusError, match=words) as caught:
         make_cache(kind, config)
     assert caught.value.status == Status.INVALID_ARGUMENT
 
@@ -98,7 +98,7 @@ def test_configs_of_wrong_types(arguments, words):
 
 
 def test_there_are_three_kinds():
-    with pytest.raises(CacheError, match="no kind 'ring': there are contiguous, seq, tree"):
+    with pytest.raises(StatusError, match="no kind 'ring': there are contiguous, seq, tree"):
         make_cache("ring", ONE)
 
 
@@ -108,12 +108,12 @@ def test_there_are_three_kinds():
 def test_a_forward_is_done_when_every_layer_was_called():
     cache = ContiguousCache(TWO)
     cache.update_and_fetch(1, *rows(TWO, 1, 3), [0, 1, 2])
-    assert cache.length() == 0
+    assert cache.length == 0
     assert_refused(cache, cache.clear, Status.STEP, "cannot clear the cache in the middle of a step")
     assert_refused(cache, lambda: cache.rewind(0), Status.STEP, "in the middle of a step")
     assert_refused(cache, lambda: cache.convert("f16", "f16"), Status.STEP, "in the middle of a step")
     cache.update_and_fetch(0, *rows(TWO, 0, 3), [0, 1, 2])
-    assert cache.length() == 3
+    assert cache.length == 3
 
 
 def test_a_forward_that_begins_anew_forgets_what_was_not_finished():
@@ -126,7 +126,7 @@ def test_a_forward_that_begins_anew_forgets_what_was_not_finished():
     assert torch.equal(keys[:, :, 2], -k[:, :, 0])
     cache.update_and_fetch(1, *rows(TWO, 1, 1), [0])  # another position: a rewind that never ends
     cache.abandon()
-    assert cache.length() == 3
+    assert cache.length == 3
 
 
 def test_a_refused_call_ends_the_forward():
@@ -134,9 +134,9 @@ def test_a_refused_call_ends_the_forward():
     cache.update_and_fetch(0, *rows(TWO, 0, 1), [2])
     assert_refused(cache, lambda: cache.update_and_fetch(2, *rows(TWO, 1, 1), [2]), Status.SHAPE, "layer 2 is asked")
     cache.rewind(1)  # no step is open
-    with pytest.raises(CacheError, match=r"the values of layer 1 have shape \[1, 2, 1, 4\].*\[1, 2, 1, 6\] here"):
+    with pytest.raises(StatusError, match=r"the values of layer 1 have shape \[1, 2, 1, 4\].*\[1, 2, 1, 6\] here"):
         cache.update_and_fetch(1, rows(TWO, 1, 1)[0], rows(TWO, 1, 1)[0], [1])
-    assert cache.length() == 1
+    assert cache.length == 1
 
 
 def test_an_implicit_rewind_that_is_given_up_keeps_what_was_there():
@@ -177,7 +177,7 @@ def test_what_windows_dropped_cannot_be_gone_back_to():
     assert_refused(cache, lambda: forward(cache, range(40, 43)), Status.CAPACITY, "3 tokens: .* at most max_step, 2")
     cache.rewind(least)
     forward(cache, [0])
-    assert (cache.length(), cache.rewindable_to()) == (1, 0)
+    assert (cache.length, cache.rewindable_to()) == (1, 0)
 
 
 def test_forks_of_what_windows_dropped_go_on_where_they_can():
@@ -188,7 +188,7 @@ def test_forks_of_what_windows_dropped_go_on_where_they_can():
     words = f"sequence 0 would go on at 20, .* {least} is the least"
     assert_refused(cache, lambda: cache.seq_rm(0, 20), Status.POSITION, words)
     cache.seq_cp(0, 1)
-    assert (cache.length(), cache.seq_next(1), cache.seq_rewindable_to(1)) == (40, 40, least)
+    assert (cache.length, cache.seq_next(1), cache.seq_rewindable_to(1)) == (40, 40, least)
 
 
 # ---- Several sequences ---------------------------------------------------
@@ -211,7 +211,7 @@ def test_what_was_removed_is_not_gone_back_to():
     cache = SeqCache(ONE)
     forward(cache, range(8))
     cache.seq_rm(0, 2, 5)
-    assert (cache.seq_len(0), cache.seq_next(0), cache.seq_positions(0)) == (5, 8, [(0, 2), (5, 8)])
+    assert (cache.seq_len(0), cache.seq_next(0), cache.seq_positions(0)) == (5, 8, [range(0, 2), range(5, 8)])
     words = "position 3 was removed; 0 is the least, and 0 forgets all"
     assert_refused(cache, lambda: cache.rewind(4), Status.POSITION, words)
     cache.seq_rm(0, 0, 2)
@@ -227,7 +227,7 @@ def test_a_copy_does_not_write_over_other_tokens():
     words = "sequence 1 holds a position 0 of its own, which sequence 0 has, too"
     assert_refused(cache, lambda: cache.seq_cp(0, 1), Status.POSITION, words)
     cache.seq_cp(0, 1, 1)
-    assert cache.seq_positions(1) == [(0, 2)]
+    assert cache.seq_positions(1) == [range(0, 2)]
 
 
 def test_values_that_are_no_numbers_do_not_reach_others():
@@ -276,7 +276,7 @@ def test_frontiers_in_turn():
     assert mask.tolist() == [[True, True, False, False, True, True, False], [True] * 4 + [False, False, True]]
     assert_refused(cache, lambda: cache.commit([0, 2]), Status.INVALID_ARGUMENT, "node 2 .* after 0, .* parent is -1")
     cache.commit([0, 1, 4])
-    assert (cache.seq_next(0), cache.length(), cache.tree_len()) == (5, 5, 0)
+    assert (cache.seq_next(0), cache.length, cache.tree_len()) == (5, 5, 0)
     assert_refused(cache, lambda: cache.commit([]), Status.INVALID_ARGUMENT, "carries no tree")
 
 
@@ -304,15 +304,15 @@ def test_rows_are_quantized_once_there_are_so_many():
     cache.propose([-1, -1])
     k, v = (torch.cat(pair, dim=2) for pair in zip(written[5], written[5], strict=True))
     cache.update_and_fetch(0, k, v, [5, 5])
-    assert cache.formats() == ("f32", "f32"), "candidates do not count"
+    assert cache.formats == ("f32", "f32"), "candidates do not count"
     cache.commit([1])
-    assert cache.formats() == ("mxfp4", "affine2g32")
+    assert cache.formats == ("mxfp4", "affine2g32")
     k, v, _ = cache.update_and_fetch(0, *written[6], [6])
     for found, name, which in ((k, "mxfp4", 0), (v, "affine2g32", 1)):
         raw = torch.cat([pair[which] for pair in written[:7]], dim=2)
         assert torch.equal(found, format_of(name).stored(raw))
     cache.clear()
-    assert cache.formats() == ("f32", "f32")
+    assert cache.formats == ("f32", "f32")
 
 
 def test_a_step_brings_no_more_floats_than_were_reckoned_with():
@@ -321,7 +321,7 @@ def test_a_step_brings_no_more_floats_than_were_reckoned_with():
     words = "9 positions in f16, the most is 8: quantize_after less 1, and max_step 3; take smaller steps"
     assert_refused(cache, lambda: forward(cache, range(5, 9)), Status.CAPACITY, words)
     forward(cache, range(5, 8))
-    assert cache.formats() == ("mxfp8", "mxfp8")
+    assert cache.formats == ("mxfp8", "mxfp8")
     forward(cache, range(8, 20))
 
 
@@ -336,4 +336,4 @@ def test_conversion_by_hand_lasts_until_the_cache_is_cleared():
     assert torch.equal(k, format_of("mxfp8").stored(raw[0]))
     assert torch.equal(v, format_of("nvfp4").stored(raw[1]))
     cache.clear()
-    assert cache.formats() == ("f32", "f32")
+    assert cache.formats == ("f32", "f32")
