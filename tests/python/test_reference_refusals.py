@@ -180,6 +180,16 @@ def test_what_windows_dropped_cannot_be_gone_back_to():
     assert (cache.length, cache.rewindable_to()) == (1, 0)
 
 
+def test_windows_drop_what_a_native_cache_drops():
+    """Its window layer has 10 slots: a sink, the 3 positions before a query, two steps of 2, and room for another. With
+    more than 8 in use, what is left is the sink and the last 5, the first of which a query has to be 3 ahead of."""
+    cache, found = ContiguousCache(SLIDING), []
+    for at in range(20):
+        forward(cache, [at])
+        found.append(cache.rewindable_to())
+    assert found == [0] * 8 + [7] * 3 + [10] * 3 + [13] * 3 + [16] * 3
+
+
 def test_forks_of_what_windows_dropped_go_on_where_they_can():
     cache = grown(SeqCache(SLIDING), 40)
     least = cache.seq_rewindable_to(0)

@@ -30,7 +30,7 @@ class Step:
     history: list[int]
     """Tokens that its queries may see, besides its own."""
     seen: list[set[int]]
-    """For each of its queries the tokens that it sees, windows apart."""
+    """For each of its queries the tokens of its text: of those it sees what its position and the window leave."""
     commit: Callable[[], None]
     """Makes its tokens part of the cache."""
     rows: dict[int, list[Rows]] = field(default_factory=dict)

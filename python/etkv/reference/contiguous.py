@@ -66,7 +66,7 @@ class ContiguousCache(ReferenceCache):
         self._check_floats(len(positions), end)
 
         tokens, history = self._new_tokens(len(positions)), self._tokens[:start]
-        seen = [{*history, *tokens[: query + 1]} for query in range(len(tokens))]
+        seen = [{*history, *tokens}] * len(tokens)
 
         def commit() -> None:
             self._cut(start)

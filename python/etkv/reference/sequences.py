@@ -230,8 +230,8 @@ class SeqCache(ReferenceCache):
         self._check_count(n_tokens)
 
     def _seen(self, owners: list[Members], tokens: list[int], query: int, sequence: int) -> set[int]:
-        """The tokens of a sequence that a query of a step sees, windows apart."""
-        fresh = (token for token, members in zip(tokens[: query + 1], owners, strict=False) if sequence in members)
+        """The tokens of a sequence that are the text of a query of a step."""
+        fresh = (token for token, members in zip(tokens, owners, strict=True) if sequence in members)
         return {*self._tokens(sequence).values(), *fresh}
 
     def _append(self, sequence: int, position: int, token: int) -> None:
