@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -38,11 +39,11 @@ def tiny_llama_gguf(tiny, tmp_path_factory) -> Path:
 
 @pytest.fixture(scope="session")
 def exported(tiny, tmp_path_factory) -> Callable[..., Path]:
-    """Function: name, dtype, quantization -> folder with ``model.pte`` and, in ``hf/``, the exported weights."""
+    """Function: name, what is asked for -> folder with ``model.pte`` and, in ``hf/``, the exported weights."""
     root = tmp_path_factory.mktemp("exports")
 
-    def export(name: str, dtype: str = "float32", quantize: str | None = None) -> Path:
-        folder = root / f"{name}-{dtype}-{quantize}"
+    def export(name: str, dtype: str = "float32", quantize: str | None = None, **more: Any) -> Path:
+        folder = root / "-".join(str(part) for part in (name, dtype, quantize, *more.items()))
         if not folder.exists():
             export_program(
                 ExportRequest(
@@ -52,6 +53,7 @@ def exported(tiny, tmp_path_factory) -> Callable[..., Path]:
                     quantize=quantize,
                     prefill_chunk=64,
                     keep_hf=folder / "hf",
+                    **more,
                 )
             )
         return folder

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import shutil
 
@@ -32,6 +33,8 @@ def test_program(exported, name, dtype, quantize):
     # A configuration that names no types has its window in every layer.
     window = config.get("sliding_window") or 0
     kinds = config.get("layer_types") or ["sliding_attention" if window else "full_attention"] * layers
+    windows = [window if kind == "sliding_attention" else 0 for kind in kinds]
+    head_dim = config.get("head_dim", 16)
 
     called = pte.PteFile(file).delegates
     assert called["forward"] == ["MLXBackend"]
@@ -39,12 +42,20 @@ def test_program(exported, name, dtype, quantize):
     assert pte.constant_methods(file) == {
         "get_n_caches": layers,
         "get_kv_heads": [config["num_key_value_heads"]] * layers,
-        "get_head_dims": [config.get("head_dim", 16)] * layers,
-        "get_windows": [window if kind == "sliding_attention" else 0 for kind in kinds],
+        "get_head_dims": [head_dim] * layers,
+        "get_windows": windows,
         "get_prefill_chunk_size": 64,
         "get_max_ctx_len": 256,
+        "get_logits_rows": 0,
         "get_bos_id": tiny_models.BOS,
         "get_eos_ids": [tiny_models.EOS],
+        "kv_cache.schema_version": 1,
+        "kv_cache.n_layers": layers,
+        "kv_cache.n_kv_heads": config["num_key_value_heads"],
+        "kv_cache.head_dim": head_dim,
+        "kv_cache.v_head_dim": head_dim,
+        "kv_cache.window": windows[0] if len(set(windows)) == 1 else windows,
+        "kv_cache.sinks": 0,
     }
 
     program = pte.mlx_program(file)
@@ -113,6 +124,9 @@ def test_is_current(exported, tiny, tmp_path):
     assert not current(dtype="bfloat16")
     assert not current(quantize="4w")
     assert not current(max_context=128)
+    assert not current(layers=1)
+    assert not current(logits="last")
+    assert not current(tap_layers=(0,))
     assert not current(model=model), "another model"
     (tmp_path / "out" / "tokenizer.json").rename(tmp_path / "tokenizer.json")
     assert not current(), "a file beside the program is gone"
@@ -123,6 +137,14 @@ def test_is_current(exported, tiny, tmp_path):
     assert not current(), "the program is not the one that was written"
     (tmp_path / "out" / "export.json").write_text("[]")
     assert not current()
+
+
+def test_what_was_tapped_is_current(exported, tiny):
+    folder = exported("tiny-llama", tap_layers=(1, 0))
+    request = ExportRequest(tiny("tiny-llama"), folder / "model.pte", prefill_chunk=64, keep_hf=folder / "hf")
+    assert is_current(dataclasses.replace(request, tap_layers=(1, 0)))
+    assert not is_current(dataclasses.replace(request, tap_layers=(0, 1)))
+    assert not is_current(request)
 
 
 def test_a_changed_model_is_not_current(exported, tiny, tmp_path):
@@ -195,6 +217,17 @@ def test_chunk_beyond_the_context(tiny, tmp_path):
     assert _error(tiny("tiny-llama"), tmp_path, max_context=100, prefill_chunk=101) == (
         "prefill-chunk 101 is above the max-context of 100"
     )
+
+
+def test_layers_beyond_the_model(tiny, tmp_path):
+    assert _error(tiny("tiny-llama"), tmp_path, layers=3) == "layers 3 is above the 2 layers of the model"
+
+
+def test_taps_beyond_the_model(tiny, tmp_path):
+    said = "tap-layers 2 is above 1, the last layer of the model"
+    assert _error(tiny("tiny-llama"), tmp_path, tap_layers=(0, 2)) == said
+    said = "tap-layers 1 is above 0, the last layer of the model"
+    assert _error(tiny("tiny-llama"), tmp_path, layers=1, tap_layers=(1,)) == said
 
 
 def test_group_that_does_not_divide(tiny, tmp_path):

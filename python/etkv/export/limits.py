@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from etkv.errors import EtkvError
+from etkv.export import attention
 from etkv.export.request import (
     DEFAULT_MAX_CONTEXT,
     DEFAULT_PREFILL_CHUNK,
@@ -81,11 +82,10 @@ def _layout(config: PreTrainedConfig) -> CacheLayout:
     text_config = config.get_text_config()
     # A family whose head size follows from its hidden size may leave it out.
     derived = text_config.hidden_size // text_config.num_attention_heads
-    window = getattr(text_config, "sliding_window", None) or 0
     return CacheLayout(
         kv_heads=[int(heads) for heads in kv_heads],
         head_dims=[int(size or derived) for size in head_dims],
-        windows=[window if kind == "sliding_attention" else 0 for kind in kinds],
+        windows=attention.layer_windows(text_config),
     )
 
 
