@@ -172,7 +172,7 @@ def _operation_lines(title: str, counts: dict[str, int]) -> Iterator[str]:
         yield f"  {count:6} {name}"
 
 
-def _bytes(n: int) -> str:
+def _bytes(n: float) -> str:
     for unit in ("bytes", "KiB", "MiB"):
         if n < 1024:
             return f"{n} {unit}" if unit == "bytes" else f"{n:.1f} {unit}"
