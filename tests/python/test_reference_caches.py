@@ -212,7 +212,7 @@ def compare_answers(texts: Texts, answers: dict) -> None:
     for sequence in step_programs.SEQUENCES if "sequences" in answers else ():
         length, following, _, ranges, nodes = answers[f"sequence {sequence}"]
         positions = [token.position for token in texts.sequences.get(sequence, [])]
-        assert [at for begin, end in ranges for at in range(begin, end)] == positions
+        assert [at for held in ranges for at in held] == positions
         assert (length, following) == (len(positions), texts.next(sequence))
         assert nodes == len(texts.trees.get(sequence, []))
 
