@@ -8,26 +8,34 @@ import shutil
 
 import pytest
 
+import reference
 import tiny_models
 from etkv import pte
 from etkv.errors import EtkvError
 from etkv.export import ExportRequest, export_program, is_current, limits, lowering, source
+from reference import Program, Variant
 
-_COMBINATIONS = [
-    *((name, "float32", None) for name in tiny_models.CONFIGS),
-    *(("tiny-llama", dtype, quantize) for dtype in ("float16", "bfloat16") for quantize in (None, "4w", "8w")),
-    ("tiny-llama", "float32", "4w"),
-    ("tiny-llama", "float32", "8w"),
-    ("tiny-qwen2", "bfloat16", "4w"),
-    ("tiny-qwen3-untied", "float32", "4w"),
-    ("tiny-qwen3-untied", "float32", "8w"),
+_VARIANTS = [
+    *(Variant(name) for name in tiny_models.CONFIGS),
+    *(Variant("tiny-llama", dtype, quantize) for dtype in ("f16", "bf16") for quantize in (None, "4w", "8w")),
+    Variant("tiny-llama", "f32", "4w"),
+    Variant("tiny-llama", "f32", "8w"),
+    Variant("tiny-qwen2", "bf16", "4w"),
+    Variant("tiny-gemma3", "f32", "4w"),
+    Variant("tiny-qwen3-untied", "f32", "4w"),
+    Variant("tiny-qwen3-untied", "f32", "8w"),
 ]
 
 
-@pytest.mark.parametrize(("name", "dtype", "quantize"), _COMBINATIONS)
-def test_program(exported, name, dtype, quantize):
-    folder = exported(name, dtype, quantize)
-    file = folder / "model.pte"
+@pytest.fixture(scope="module")
+def programs() -> dict[Variant, Program]:
+    return reference.programs(_VARIANTS)
+
+
+@pytest.mark.parametrize("variant", _VARIANTS, ids=str)
+def test_program(programs, variant):
+    file, folder = programs[variant].path, programs[variant].path.parent
+    dtype, quantize = reference.DTYPES[variant.dtype], variant.quantize
     config = json.loads((folder / "hf" / "config.json").read_text())
     layers = config["num_hidden_layers"]
     # A configuration that names no types has its window in every layer.
@@ -62,7 +70,8 @@ def test_program(exported, name, dtype, quantize):
     ops = [instruction["op_name"] for instruction in program.main_chain]
     attention = [node for node in program.main_chain if node["op_name"] == "UpdateAndAttendNode"]
     assert [node["layer_id"] for node in attention] == list(range(layers))
-    products = 7 * layers + 1
+    # Phi has no gate, Phi-3 makes several products at once.
+    products = {"phi": 6, "phi3": 4}.get(config["model_type"], 7) * layers + 1
     assert ops.count("AddmmNode") == (0 if quantize else products)
     assert ops.count("QuantizedMatmulNode") == (products if quantize else 0)
     assert ops.count("DequantizeNode") == (1 if quantize else 0)
@@ -297,7 +306,12 @@ def test_family_with_operators_that_mlx_lacks(tmp_path):
     from transformers import BertConfig
 
     config = BertConfig(
-        vocab_size=320, hidden_size=64, num_hidden_layers=1, num_attention_heads=4, intermediate_size=64
+        vocab_size=320,
+        hidden_size=64,
+        num_hidden_layers=1,
+        num_attention_heads=4,
+        intermediate_size=64,
+        is_decoder=True,
     )
     said = _error(_write_model(config, tmp_path / "model"), _folder(tmp_path / "out"))
     assert said == "model family 'bert' has operators that the MLX backend lacks: aten.gather.default"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 import tiny_models
+from etkv import _mlx_serialization
 from etkv.export import ExportRequest, limits, lowering, source
 
 _PROMPT = [tiny_models.IM_START, *b"user\nhow far is it?", tiny_models.EOS, *b"\n"]
@@ -22,13 +23,14 @@ def _reference(folder, dtype="float32"):
 
 
 def _traced(request: ExportRequest):
+    _mlx_serialization.ensure_available()
     origin = source.find(request.model)
     config = source.read_config(origin)
     settled = limits.settle(request, config)
     model = source.read_model(origin, config, request.dtype)
     if request.quantize:
         lowering.quantize(model, request.quantize, settled.group_size)
-    return lowering._trace(model, settled.prefill_chunk).module(), settled
+    return lowering._trace(model, request, settled.prefill_chunk).module(), settled
 
 
 def _run(module, settled: limits.Limits, steps: list[int], dtype: str):
@@ -81,7 +83,7 @@ def test_kept_weights_are_the_exported_ones(tiny, exported, tmp_path, name, quan
     """transformers on the kept folder computes what the quantized graph computes."""
     import torch
 
-    kept = exported(name, "float32", quantize) / "hf"
+    kept = exported(name, "f32", quantize) / "hf"
     module, settled = _traced(ExportRequest(tiny(name), tmp_path / "x.pte", quantize=quantize, prefill_chunk=64))
     actual = _run(module, settled, [_LENGTH], "float32")
     torch.testing.assert_close(actual, _reference(kept), rtol=1e-4, atol=1e-4)
@@ -91,7 +93,7 @@ def test_kept_weights_are_the_exported_ones(tiny, exported, tmp_path, name, quan
 def test_kept_weights_have_the_dtype_of_the_program(exported):
     from safetensors import safe_open
 
-    kept = exported("tiny-llama", "bfloat16") / "hf"
+    kept = exported("tiny-llama", "bf16") / "hf"
     with safe_open(kept / "model.safetensors", "pt") as weights:
         assert {weights.get_slice(name).get_dtype() for name in weights.keys()} == {"BF16"}  # noqa: SIM118
 
