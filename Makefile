@@ -69,7 +69,7 @@ test-rust: .venv/.ready ## Run Rust's tests; the bookkeeping also without MLX
 test-cpp: build ## Run the tests of the C and C++ faces
 	ctest --test-dir build/cmake --output-on-failure
 
-test-package: build ## Build and run what others build on etkv: installed, within, by the docs
+test-package: build model ## Build and run what others build on etkv: installed, within, from a wheel, by the docs
 	python tests/package/run.py build/cmake
 
 test-sanitize: .venv/.ready ## Run the tests of the C and C++ faces with address and undefined-behaviour checks

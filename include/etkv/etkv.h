@@ -172,10 +172,8 @@ ETKV_API etkv_status etkv_delegate_set_load_options(
  * `n_bytes` alone: ETKV_ERROR_UNSUPPORTED names every operation that it lacks, and
  * ETKV_ERROR_PROGRAM is for a payload that is damaged or foreign.
  */
-ETKV_API etkv_status etkv_delegate_check(
-    const uint8_t* payload,
-    size_t n_bytes,
-    etkv_error** error);
+ETKV_API etkv_status
+etkv_delegate_check(const uint8_t* payload, size_t n_bytes, etkv_error** error);
 
 /* ---- The process ----------------------------------------------------- */
 

@@ -11,17 +11,17 @@
 Importing this package imports neither torch nor ExecuTorch: its functions do so when they are called.
 """
 
-from etkv.cache import ALL, Cache, Memory, SeqCache, TreeCache, estimate, row_bytes
+from etkv.cache import Cache, Memory, SeqCache, TreeCache, estimate, row_bytes
 from etkv.config import CacheConfig, LayerConfig
 from etkv.errors import (
     CapacityError,
     EtkvError,
     KindError,
-    NativeError,
     NoCacheError,
     PositionError,
     ProgramError,
     Status,
+    StatusError,
     StepError,
     UnsupportedError,
 )
@@ -32,7 +32,6 @@ from etkv.session import DecodeSession, SeqSession, Session, TreeSession
 from etkv.tokenizer import Tokenizer
 
 __all__ = [
-    "ALL",
     "Cache",
     "CacheConfig",
     "CapacityError",
@@ -43,7 +42,6 @@ __all__ = [
     "LayerConfig",
     "Memory",
     "ModelCacheParams",
-    "NativeError",
     "NoCacheError",
     "PositionError",
     "Program",
@@ -52,6 +50,7 @@ __all__ = [
     "SeqSession",
     "Session",
     "Status",
+    "StatusError",
     "StepError",
     "Tokenizer",
     "TreeCache",

@@ -13,7 +13,7 @@ from typing import Any, NoReturn
 import cffi
 
 from etkv import _library
-from etkv.errors import EtkvError, native_error
+from etkv.errors import EtkvError, status_error
 
 ABI_VERSION = 2
 """The least ``etkv_abi_version()`` that this package works with."""
@@ -124,4 +124,4 @@ def forget_delegate_error() -> None:
 def _taken(error: Any, status: int) -> EtkvError:
     message = text(lib().etkv_error_message(error))
     lib().etkv_error_free(error)
-    return native_error(status, message)
+    return status_error(status, message)

@@ -26,7 +26,13 @@ EXECUTORCH_VERSION = "1.5.1"
 def etkv() -> Path:
     """The file of libetkv, loaded: the caches, and MLX below them. Needs neither torch nor ExecuTorch."""
     _require("mlx", MLX_VERSION, "pip install 'mlx[cpu]==%s'" if sys.platform != "darwin" else "pip install mlx==%s")
-    _load(_installed("mlx", f"mlx/lib/libmlx{_SUFFIX}"))
+    mlx = _installed("mlx", f"mlx/lib/libmlx{_SUFFIX}")
+    if not mlx.is_file():
+        raise EtkvError(
+            f"mlx {MLX_VERSION} is installed without the part that computes: pip install 'mlx[cpu]=={MLX_VERSION}', "
+            "or mlx[cuda13] for NVIDIA GPUs"
+        )
+    _load(mlx)
     library = folder() / f"libetkv{_SUFFIX}"
     _load(library)
     return library

@@ -5,7 +5,7 @@ They are the verbs of ``etkv.h``, whose threads chapter holds here, too. Session
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -13,9 +13,6 @@ from etkv import _capi
 from etkv._capi import ask, ask_list, call, ffi, int32, int32s, lib, struct
 from etkv.config import GROWTHS, CacheConfig
 from etkv.errors import EtkvError
-
-ALL = _capi.INT32_MAX
-"""The end of a range that takes in all positions that follow."""
 
 
 class LayerMemory(NamedTuple):
@@ -119,7 +116,7 @@ class SeqCache(Cache):
     """The face of a cache that many sequences share.
 
     Sequences have numbers from 0 to 255 and need not be made: one that holds nothing is empty. Ranges of positions are
-    from ``begin`` up to, and without, ``end``.
+    from ``begin`` up to, and without, ``end``; None takes in all that follow.
     """
 
     def __init__(self, handle: Any) -> None:
@@ -130,18 +127,17 @@ class SeqCache(Cache):
         self._raw()
         return self._sequences
 
-    def begin_step(self, sequences: Sequence[int] | Sequence[Iterable[int]]) -> None:
-        """Say which sequence each token of the next step belongs to; or which sequences, that then share its cell.
+    def begin_step(self, sequences: Sequence[int]) -> None:
+        """Say which sequence each token of the next step belongs to.
 
         Holds until a step has worked, or something else is said.
         """
-        members = list(sequences)
-        if not any(hasattr(member, "__iter__") for member in members):
-            call("etkv_seq_cache_begin_step", self._seq(), int32s(members, "sequences"), len(members))
-            return
-        each = [list(member) if hasattr(member, "__iter__") else [member] for member in members]
-        numbers = [number for member in each for number in member]
-        counts = [len(member) for member in each]
+        call("etkv_seq_cache_begin_step", self._seq(), int32s(sequences, "sequences"), len(sequences))
+
+    def begin_step_shared(self, sequences: Sequence[Sequence[int]]) -> None:
+        """The same for tokens that belong to several sequences each, which share their cells."""
+        numbers = [number for members in sequences for number in members]
+        counts = [len(members) for members in sequences]
         call(
             "etkv_seq_cache_begin_step_shared",
             self._seq(),
@@ -151,14 +147,14 @@ class SeqCache(Cache):
             len(counts),
         )
 
-    def seq_cp(self, source: int, target: int, begin: int = 0, end: int = ALL) -> None:
+    def seq_cp(self, source: int, target: int, begin: int = 0, end: int | None = None) -> None:
         """Let ``target`` have ``source``'s positions in a range as well, in the same cells: no bytes move."""
-        numbers = int32(source, "source"), int32(target, "target"), int32(begin, "begin"), int32(end, "end")
+        numbers = int32(source, "source"), int32(target, "target"), int32(begin, "begin"), _end(end)
         call("etkv_seq_cache_cp", self._seq(), *numbers)
 
-    def seq_rm(self, sequence: int, begin: int = 0, end: int = ALL) -> None:
+    def seq_rm(self, sequence: int, begin: int = 0, end: int | None = None) -> None:
         """Take the positions in a range from a sequence. A cell that no sequence has is free."""
-        numbers = int32(sequence, "sequence"), int32(begin, "begin"), int32(end, "end")
+        numbers = int32(sequence, "sequence"), int32(begin, "begin"), _end(end)
         call("etkv_seq_cache_rm", self._seq(), *numbers)
 
     def seq_keep(self, sequence: int) -> None:
@@ -267,6 +263,10 @@ def raw_config(config: CacheConfig) -> tuple[Any, Any]:
         **names,
     )
     return raw, (layers, names)
+
+
+def _end(end: int | None) -> int:
+    return _capi.INT32_MAX if end is None else int32(end, "end")
 
 
 def _name(value: str, name: str) -> bytes:

@@ -13,7 +13,7 @@ class EtkvError(ValueError):
 
 
 class Status(IntEnum):
-    """What went wrong inside the native library: the numbers of ``etkv_status`` in ``etkv.h``."""
+    """What went wrong: the numbers of ``etkv_status`` in ``etkv.h``."""
 
     INVALID_ARGUMENT = 1
     CAPACITY = 2
@@ -29,8 +29,8 @@ class Status(IntEnum):
     INTERNAL = 12
 
 
-class NativeError(EtkvError):
-    """An error of the native library; ``status`` is its code. Nothing has changed where one is raised."""
+class StatusError(EtkvError):
+    """What a cache or a program refuses; ``status`` is the code of ``etkv.h``. Nothing has changed then."""
 
     status: Status = Status.INTERNAL
 
@@ -40,43 +40,43 @@ class NativeError(EtkvError):
             self.status = status
 
 
-class CapacityError(NativeError):
+class CapacityError(StatusError):
     """The step or the sequence does not fit in the cache."""
 
     status = Status.CAPACITY
 
 
-class PositionError(NativeError):
+class PositionError(StatusError):
     """A position is negative, leaves a gap, breaks the run of its step, or is gone."""
 
     status = Status.POSITION
 
 
-class NoCacheError(NativeError):
+class NoCacheError(StatusError):
     """A program ran without a cache, or no cache is known by a key."""
 
     status = Status.NO_CACHE
 
 
-class KindError(NativeError):
+class KindError(StatusError):
     """The cache is of a kind that cannot do this."""
 
     status = Status.KIND
 
 
-class ProgramError(NativeError):
+class ProgramError(StatusError):
     """The program is damaged, foreign or of a newer format."""
 
     status = Status.PROGRAM
 
 
-class UnsupportedError(NativeError):
+class UnsupportedError(StatusError):
     """The program needs something that this build does not have."""
 
     status = Status.UNSUPPORTED
 
 
-class StepError(NativeError):
+class StepError(StatusError):
     """A step is open on the cache, or none is."""
 
     status = Status.STEP
@@ -88,10 +88,10 @@ _CLASSES = {
 }
 
 
-def native_error(status: int, message: str) -> NativeError:
-    """The exception for a status of the native library."""
+def status_error(status: int, message: str) -> StatusError:
+    """The exception for a status."""
     known = Status(status) if status in Status._value2member_map_ else Status.INTERNAL
-    return _CLASSES.get(known, NativeError)(message, known)
+    return _CLASSES.get(known, StatusError)(message, known)
 
 
 def first_line(error: BaseException) -> str:

@@ -179,7 +179,8 @@ class Generation(Iterator[int]):
         position = self._next()
         if isinstance(self._session, SeqCache):
             self._session.begin_step([self._sequence] * len(ids))
-        return self._program.forward(ids, list(range(position, position + len(ids))), copy=False)[-1]
+        rows: Any = self._program.forward(ids, list(range(position, position + len(ids))), copy=False)
+        return rows[-1]
 
 
 class _Sampler:

@@ -14,7 +14,7 @@ from etkv import pte
 from etkv._capi import call, ffi, lib, text
 from etkv.cache import estimate
 from etkv.config import CacheConfig, LayerConfig
-from etkv.errors import EtkvError, NativeError
+from etkv.errors import EtkvError, StatusError
 from etkv.metadata import read_kv_cache_metadata
 from etkv.pte import MlxProgram, PteFile
 
@@ -84,7 +84,7 @@ def _runs_here(payload: bytes, file: PteFile) -> dict[str, Any]:
     left = sorted({name for method in file.delegates for name in file.operators(method)})
     try:
         call("etkv_delegate_check", ffi.from_buffer("uint8_t[]", payload), len(payload))
-    except NativeError as error:
+    except StatusError as error:
         return {**build, "runs": False, "why": str(error)}
     if left:
         return {**build, "runs": True, "why": f"if ExecuTorch has these operators: {', '.join(left)}"}
@@ -105,7 +105,7 @@ def _cache_bytes(layers: tuple[LayerConfig, ...], chunk: int, capacity: int, nam
     config = CacheConfig(layers, capacity, k_format=name, v_format=name, max_step=chunk)
     try:
         return {"at_capacity": estimate(config, capacity).allocated, "a_position": estimate(config, 1).used}
-    except NativeError as error:
+    except StatusError as error:
         return {"not_possible": str(error)}
 
 
@@ -172,7 +172,7 @@ def _operation_lines(title: str, counts: dict[str, int]) -> Iterator[str]:
         yield f"  {count:6} {name}"
 
 
-def _bytes(n: int) -> str:
+def _bytes(n: float) -> str:
     for unit in ("bytes", "KiB", "MiB"):
         if n < 1024:
             return f"{n} {unit}" if unit == "bytes" else f"{n:.1f} {unit}"

@@ -25,7 +25,8 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from etkv.reference.errors import CacheError, NoActiveCacheError, Status
+from etkv.errors import Status, StatusError, status_error
+from etkv.reference.errors import NoActiveCacheError
 
 NAME = "kvcache::update_and_attend"
 """The op's name; :func:`update_and_attend` calls whichever op has it."""
@@ -93,7 +94,7 @@ def update_and_attend(
 
     Raises:
         NoActiveCacheError: where it runs and no cache is active.
-        CacheError: what the cache refuses, which leaves it as it was.
+        StatusError: what the cache refuses, which leaves it as it was.
     """
     return torch.ops.kvcache.update_and_attend(q, k, v, position, layer_id, scale, out_dtype)
 
@@ -106,7 +107,7 @@ def _kernel(
         return _without_cache(q, k, v, position, layer_id, scale, out_dtype)
     try:
         positions = _positions(position, q)
-    except CacheError:
+    except StatusError:
         cache.abandon()
         raise
     # The reference keeps its rows on the CPU.
@@ -137,24 +138,32 @@ def _without_cache(
 
 def _positions(position: Tensor, q: Tensor) -> list[int]:
     if position.dtype not in (torch.int32, torch.int64):
-        raise CacheError(
+        raise status_error(
             Status.DTYPE, f"position is {str(position.dtype).removeprefix('torch.')}, it is int32 or int64"
         )
     if position.dim() not in (1, 2) or (position.dim() == 2 and position.shape[1] == 0):
-        raise CacheError(Status.SHAPE, f"position has shape {list(position.shape)}, it is [q_len] or [q_len, n]")
+        raise status_error(Status.SHAPE, f"position has shape {list(position.shape)}, it is [q_len] or [q_len, n]")
     if q.dim() == 4 and position.shape[0] != q.shape[2]:
-        raise CacheError(Status.SHAPE, f"position has {position.shape[0]} entries for {q.shape[2]} queries")
+        raise status_error(Status.SHAPE, f"position has {position.shape[0]} entries for {q.shape[2]} queries")
     return (position if position.dim() == 1 else position[:, 0]).tolist()
 
 
-def _register() -> torch.library.Library:
+def _register() -> tuple[object, ...]:
+    """Registers the op where nobody has, and the kernels that go before its own; what holds them."""
+    held: list[object] = []
     if not hasattr(torch.ops.kvcache, "update_and_attend"):
-        torch.library.custom_op(NAME, _kernel, mutates_args=()).register_fake(_fake)
+        ours = torch.library.custom_op(NAME, _kernel, mutates_args=())
+        ours.register_fake(_fake)
+        # Where another op takes the name, torch has torch.ops forget what this library defined, and make a new object.
+        # The dispatcher goes on giving the old one to tracers, and who looks for the op in a graph would not find it. A
+        # library that tells of no definitions leaves it one object.
+        getattr(getattr(ours, "_lib", None), "_op_defs", set()).clear()
+        held.append(ours)
     kernels = torch.library.Library("kvcache", "IMPL")
     for device in _DEVICES:
         kernels.impl("update_and_attend", _kernel, device)
-    return kernels
+    return *held, kernels
 
 
-# The kernels are gone with the object that registered them.
-_KERNELS = _register()
+# For as long as the process lives: they are gone with the objects that registered them.
+_REGISTERED = _register()

@@ -137,7 +137,7 @@ def test_many_sequences_in_a_step(tiny, expected):
 
 def test_a_token_of_two_sequences(tiny, expected):
     with etkv.SeqSession(config(tiny)) as session, etkv.load(tiny.path, session) as program:
-        session.begin_step([[0, 3]] * 4)
+        session.begin_step_shared([[0, 3]] * 4)
         run(program, PROMPT[:4])
         assert (session.length, session.seq_len(0), session.seq_len(3)) == (4, 4, 4)
         session.begin_step([3, 3, 3])
@@ -165,7 +165,7 @@ def test_a_tree_of_candidates(tiny, expected):
         ([1], [9], etkv.PositionError, "position 9 leaves a gap: the next is 7"),
         ([1], [-1], etkv.PositionError, "-1"),
         ([1, 2], [7], etkv.EtkvError, "there are 1 positions for 2 tokens"),
-        ([320], [7], etkv.NativeError, "320, it may be 0 to 319"),
+        ([320], [7], etkv.StatusError, "320, it may be 0 to 319"),
         ([1] * 58, range(7, 65), etkv.CapacityError, "64"),
         ([1] * 65, range(7, 72), etkv.EtkvError, "the step has 65 tokens, the program takes at most 64"),
         ([], [], etkv.EtkvError, "tokens is empty"),
@@ -203,7 +203,7 @@ def test_after_close(tiny):
 
 def test_a_cache_of_other_layers(tiny):
     with etkv.DecodeSession(etkv.CacheConfig([etkv.LayerConfig(2, 16)] * 3, 10)) as session:
-        with pytest.raises(etkv.NativeError) as caught:
+        with pytest.raises(etkv.StatusError) as caught:
             etkv.load(tiny.path, session)
         assert caught.value.status == etkv.Status.SHAPE
         assert "3" in str(caught.value)

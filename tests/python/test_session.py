@@ -88,7 +88,7 @@ def test_a_closed_session_says_so(session_class, kind):
     ],
 )
 def test_a_config_that_cannot_be(changes, status, told):
-    with pytest.raises(etkv.NativeError) as caught:
+    with pytest.raises(etkv.StatusError) as caught:
         SeqSession(config(**changes))
     assert caught.value.status == status
     for word in told:
@@ -116,7 +116,7 @@ def test_errors_have_a_class_and_a_status():
         with pytest.raises(etkv.PositionError) as caught:
             session.rewind(1)
         assert caught.value.status is etkv.Status.POSITION
-        with pytest.raises(etkv.NativeError, match="256") as caught:
+        with pytest.raises(etkv.StatusError, match="256") as caught:
             session.seq_len(256)
         assert caught.value.status is etkv.Status.INVALID_ARGUMENT
     with TreeSession(config()) as session:

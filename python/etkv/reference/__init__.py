@@ -10,7 +10,7 @@ from __future__ import annotations
 from etkv.config import CacheConfig
 from etkv.reference.cache import ReferenceCache
 from etkv.reference.contiguous import ContiguousCache
-from etkv.reference.errors import CacheError, NoActiveCacheError, Status, invalid
+from etkv.reference.errors import NoActiveCacheError, invalid
 from etkv.reference.sequences import SeqCache
 from etkv.reference.trees import TreeCache
 
@@ -27,12 +27,10 @@ def make_cache(kind: str, config: CacheConfig) -> ReferenceCache:
 
 __all__ = [
     "KINDS",
-    "CacheError",
     "ContiguousCache",
     "NoActiveCacheError",
     "ReferenceCache",
     "SeqCache",
-    "Status",
     "TreeCache",
     "make_cache",
 ]

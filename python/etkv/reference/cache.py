@@ -12,8 +12,9 @@ import torch
 from torch import Tensor
 
 from etkv.config import CacheConfig
+from etkv.errors import Status, StatusError, status_error
 from etkv.reference.attention import attention, check_dtypes, check_queries
-from etkv.reference.errors import CacheError, Status, integer, invalid
+from etkv.reference.errors import at_least, integer, invalid
 from etkv.reference.limits import limits_of
 from etkv.reference.rows import Rows, RowStore, stack
 from etkv.reference.window import Sight, WindowLane
@@ -29,7 +30,7 @@ class Step:
     history: list[int]
     """Tokens that its queries may see, besides its own."""
     seen: list[set[int]]
-    """For each of its queries the tokens that it sees, windows apart."""
+    """For each of its queries the tokens of its text: of those it sees what its position and the window leave."""
     commit: Callable[[], None]
     """Makes its tokens part of the cache."""
     rows: dict[int, list[Rows]] = field(default_factory=dict)
@@ -48,7 +49,7 @@ class ReferenceCache(ABC):
     """Whether its queries come to read rows of others, which a mask hides from them."""
 
     def __init__(self, config: CacheConfig) -> None:
-        """Raises :class:`CacheError` with ``INVALID_ARGUMENT`` for a config that cannot be."""
+        """Raises :class:`StatusError` with ``INVALID_ARGUMENT`` for a config that cannot be."""
         self.config = config
         self._limits = limits_of(config)
         self._store = RowStore(config, self._limits)
@@ -64,18 +65,23 @@ class ReferenceCache(ABC):
 
     # ---- What a runner asks ----------------------------------------------
 
+    @property
     def capacity(self) -> int:
         """The most positions that it holds."""
         return self.config.capacity
 
+    @property
     @abstractmethod
     def length(self) -> int:
         """The positions that it holds now. One that several sequences share counts once."""
 
     def can_extend(self, n: int = 1) -> bool:
-        """Whether ``n`` more positions fit; never for a negative ``n``."""
-        return 0 <= integer("n", n) <= self.capacity() - self.length()
+        """Whether ``n`` more positions fit."""
+        n = integer("n", n)
+        at_least(0, "n", n)
+        return n <= self.capacity - self.length
 
+    @property
     def formats(self) -> tuple[str, str]:
         """The formats that keys and values have now."""
         k_format, v_format = self._store.formats
@@ -129,7 +135,7 @@ class ReferenceCache(ABC):
         try:
             check_dtypes(q=q.dtype, k=k.dtype, v=v.dtype, out_dtype=out_dtype)
             check_queries(q, k, v)
-        except CacheError:
+        except StatusError:
             self.abandon()
             raise
         keys, values, mask = self.update_and_fetch(layer, k, v, positions)
@@ -163,7 +169,7 @@ class ReferenceCache(ABC):
             step = self._step = self._plan(positions)
         n_layers = len(self.config.layers)
         if not 0 <= integer("layer_id", layer) < n_layers:
-            raise CacheError(Status.SHAPE, f"layer {layer} is asked for, the cache has {n_layers}")
+            raise status_error(Status.SHAPE, f"layer {layer} is asked for, the cache has {n_layers}")
         fresh = self._store.encode(layer, k, v, len(positions))
         if self.shares_rows:
             self._store.check_values(layer, v)
@@ -217,7 +223,7 @@ class ReferenceCache(ABC):
 
     def _committed(self) -> int:
         """The positions that it holds and will not be asked to forget: candidates are none."""
-        return self.length()
+        return self.length
 
     # ---- What kinds share ------------------------------------------------
 
@@ -226,13 +232,13 @@ class ReferenceCache(ABC):
 
     def _refuse_in_step(self, what: str) -> None:
         if self._step is not None:
-            raise CacheError(Status.STEP, f"cannot {what} in the middle of a step")
+            raise status_error(Status.STEP, f"cannot {what} in the middle of a step")
 
     def _check_count(self, n_tokens: int) -> None:
         """Refuses more tokens of a sequence than window layers can take back."""
         for lane in self._lanes.values():
             if lane.drops and n_tokens > lane.max_step:
-                raise CacheError(
+                raise status_error(
                     Status.CAPACITY,
                     f"a step of {n_tokens} tokens: the window layers take at most max_step, {lane.max_step}",
                 )
@@ -241,7 +247,7 @@ class ReferenceCache(ABC):
         """Refuses a step after which more positions would be stored in float than ever should be."""
         most = self._limits.most_floats
         if self._store.awaits_conversion and length > most:
-            raise CacheError(
+            raise status_error(
                 Status.CAPACITY,
                 f"a step of {n_tokens} tokens would keep {length} positions in {self._limits.float_format.name}, the "
                 f"most is {most}: quantize_after less 1, and max_step {self._limits.max_step}; take smaller steps",

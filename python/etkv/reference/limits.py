@@ -5,7 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from etkv.config import GROWTHS, CacheConfig, LayerConfig
-from etkv.reference.errors import CacheError, at_least, invalid
+from etkv.errors import StatusError
+from etkv.reference.errors import at_least, invalid
 from etkv.reference.formats import Format, format_of
 from etkv.reference.window import Sight
 
@@ -55,7 +56,7 @@ def limits_of(config: CacheConfig) -> Limits:
         try:
             _check_layer(layer)
             check_formats(formats, layer)
-        except CacheError as error:
+        except StatusError as error:
             raise invalid(f"layer {index}: {error}") from None
     return Limits(
         config.capacity,
@@ -71,7 +72,7 @@ def check_formats(formats: tuple[Format, Format], layer: LayerConfig) -> None:
     for what, stored_as, head_dim in zip(("keys", "values"), formats, (layer.k_head_dim, layer.value_dim), strict=True):
         try:
             stored_as.check(head_dim)
-        except CacheError as error:
+        except StatusError as error:
             raise invalid(f"{what}: {error}") from None
 
 
@@ -93,7 +94,7 @@ def _check_layer(layer: LayerConfig) -> None:
 def _format(field: str, name: str) -> Format:
     try:
         return format_of(name)
-    except CacheError as error:
+    except StatusError as error:
         raise invalid(f"{field}: {error}") from None
 
 

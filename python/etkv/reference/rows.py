@@ -8,7 +8,8 @@ import torch
 from torch import Tensor
 
 from etkv.config import CacheConfig
-from etkv.reference.errors import CacheError, Status, invalid
+from etkv.errors import Status, StatusError, status_error
+from etkv.reference.errors import invalid
 from etkv.reference.formats import Format, format_of
 from etkv.reference.limits import Limits, check_formats
 
@@ -40,7 +41,7 @@ class RowStore:
         for what, rows, head_dim in (("keys", k, config.k_head_dim), ("values", v, config.value_dim)):
             expected = (1, config.n_kv_heads, n_tokens, head_dim)
             if tuple(rows.shape) != expected:
-                raise CacheError(
+                raise status_error(
                     Status.SHAPE,
                     f"the {what} of layer {layer} have shape {list(rows.shape)}, the cache takes {list(expected)} here",
                 )
@@ -78,7 +79,7 @@ class RowStore:
         for index, layer in enumerate(self._config.layers):
             try:
                 check_formats(wanted, layer)
-            except CacheError as error:
+            except StatusError as error:
                 raise invalid(f"layer {index}: {error}") from None
         self._convert(wanted)
 

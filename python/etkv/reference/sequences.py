@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 
 from etkv.config import CacheConfig
+from etkv.errors import Status, status_error
 from etkv.reference.cache import ReferenceCache, Step, refuse_empty
-from etkv.reference.errors import CacheError, Status, integer, invalid
+from etkv.reference.errors import integer, invalid
 
 MAX_SEQUENCES = 256
 """Sequences have numbers from 0 to one less than this."""
@@ -34,6 +35,7 @@ class SeqCache(ReferenceCache):
 
     # ---- What a runner asks ----------------------------------------------
 
+    @property
     def length(self) -> int:
         return len(self._held())
 
@@ -46,12 +48,12 @@ class SeqCache(ReferenceCache):
         holds."""
         return self._next(self._number(sequence))
 
-    def seq_positions(self, sequence: int) -> list[tuple[int, int]]:
-        """The positions that a sequence holds, as ranges ``(begin, end)`` in order."""
-        ranges: list[tuple[int, int]] = []
+    def seq_positions(self, sequence: int) -> list[range]:
+        """The positions that a sequence holds, as ranges in order."""
+        ranges: list[range] = []
         for position in sorted(self._tokens(self._number(sequence))):
-            begin = ranges.pop()[0] if ranges and ranges[-1][1] == position else position
-            ranges.append((begin, position + 1))
+            begin = ranges.pop().start if ranges and ranges[-1].stop == position else position
+            ranges.append(range(begin, position + 1))
         return ranges
 
     def sequences(self) -> list[int]:
@@ -99,14 +101,14 @@ class SeqCache(ReferenceCache):
             return
         for position, token in sorted(copied.items()):
             if known.get(position, token) != token:
-                raise CacheError(
+                raise status_error(
                     Status.POSITION,
                     f"sequence {target} holds a position {position} of its own, which sequence {source} has, too",
                 )
         following = max(self._next(target), max(copied) + 1)
         least = max(self._exact_from(target, list(known)), self._exact_from(source, list(copied)))
         if following < least:
-            raise CacheError(
+            raise status_error(
                 Status.POSITION,
                 f"sequence {target} would go on at {following}, but the window layers have dropped what a query there "
                 f"sees; {least} is the least",
@@ -130,7 +132,7 @@ class SeqCache(ReferenceCache):
             self._refuse_under_tree(sequence, "remove a part of it")
             following, least = max(left) + 1, self._exact_from(sequence, list(before))
             if following < least and following < self._next(sequence):
-                raise CacheError(
+                raise status_error(
                     Status.POSITION,
                     f"sequence {sequence} would go on at {following}, but the window layers have dropped what a query "
                     f"there sees; {least} is the least",
@@ -157,13 +159,13 @@ class SeqCache(ReferenceCache):
         length = integer("length", length)
         sequence = self._only_sequence()
         if not 0 <= length <= self._next(sequence):
-            raise CacheError(
+            raise status_error(
                 Status.POSITION,
                 f"cannot rewind to length {length}: the sequence goes on at position {self._next(sequence)}",
             )
         # Else the sequence would go on at another position than it was told.
         if length > 0 and length - 1 not in self._tokens(sequence):
-            raise CacheError(
+            raise status_error(
                 Status.POSITION,
                 f"cannot rewind to length {length}: position {length - 1} was removed; "
                 f"{self.seq_rewindable_to(sequence)} is the least, and 0 forgets all",
@@ -177,7 +179,7 @@ class SeqCache(ReferenceCache):
     # ---- A step ----------------------------------------------------------
 
     def _plan(self, positions: list[int]) -> Step:
-        self._check_floats(len(positions), self.length() + len(positions))
+        self._check_floats(len(positions), self.length + len(positions))
         owners = self._owners(len(positions))
         refuse_empty(positions)
         if len(owners) != len(positions):
@@ -186,18 +188,18 @@ class SeqCache(ReferenceCache):
             for sequence in members:
                 expected = self._expected(owners, token, sequence)
                 if position != expected:
-                    raise CacheError(
+                    raise status_error(
                         Status.POSITION,
                         f"token {token} of the step has position {position}, but the next of sequence {sequence} is "
                         f"{expected}",
                     )
         for sequence in dict.fromkeys(member for members in owners for member in members):
             self._check_tokens(sequence, sum(sequence in members for members in owners))
-        free = self.capacity() - self.length()
+        free = self.capacity - self.length
         if len(positions) > free:
-            raise CacheError(
+            raise status_error(
                 Status.CAPACITY,
-                f"a step of {len(positions)} tokens: {free} of {self.capacity()} cells are free",
+                f"a step of {len(positions)} tokens: {free} of {self.capacity} cells are free",
             )
         tokens = self._new_tokens(len(positions))
         seen = [
@@ -228,8 +230,8 @@ class SeqCache(ReferenceCache):
         self._check_count(n_tokens)
 
     def _seen(self, owners: list[Members], tokens: list[int], query: int, sequence: int) -> set[int]:
-        """The tokens of a sequence that a query of a step sees, windows apart."""
-        fresh = (token for token, members in zip(tokens[: query + 1], owners, strict=False) if sequence in members)
+        """The tokens of a sequence that are the text of a query of a step."""
+        fresh = (token for token, members in zip(tokens, owners, strict=True) if sequence in members)
         return {*self._tokens(sequence).values(), *fresh}
 
     def _append(self, sequence: int, position: int, token: int) -> None:

@@ -6,7 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from etkv.config import CacheConfig
-from etkv.reference.errors import CacheError, Status, integer, invalid
+from etkv.errors import Status, status_error
+from etkv.reference.errors import integer, invalid
 from etkv.reference.sequences import Members, SeqCache, _before
 
 ROOT = -1
@@ -64,18 +65,18 @@ class TreeCache(SeqCache):
         sequence = self._number(sequence)
         parents = [integer("a parent", parent) for parent in parents]
         waiting = sum(tree.n_pending for tree in self._trees.values())
-        room = self.capacity() - self.length()
+        room = self.capacity - self.length
         if waiting + len(parents) > room:
-            raise CacheError(
+            raise status_error(
                 Status.CAPACITY,
-                f"a frontier of {len(parents)} nodes does not fit: {room} of {self.capacity()} cells are free, "
+                f"a frontier of {len(parents)} nodes does not fit: {room} of {self.capacity} cells are free, "
                 f"{waiting} of them for other frontiers",
             )
         tree = self._trees.get(sequence, Tree())
         if not parents:
             raise invalid("a frontier needs at least 1 node")
         if tree.n_pending:
-            raise CacheError(Status.STEP, f"a frontier of {tree.n_pending} nodes is still to be run")
+            raise status_error(Status.STEP, f"a frontier of {tree.n_pending} nodes is still to be run")
         for node, parent in enumerate(parents, start=len(tree)):
             if not ROOT <= parent < node:
                 raise invalid(f"node {node} has parent {parent}: a parent is a node before it, or {ROOT}")
@@ -118,7 +119,7 @@ class TreeCache(SeqCache):
             return super()._expected(owners, token, sequence)
         node = self._node(owners, token, sequence)
         if len(owners[token]) > 1 or node >= len(tree):
-            raise CacheError(
+            raise status_error(
                 Status.STEP,
                 f"sequence {sequence} carries a tree of {len(tree)} nodes, {tree.n_pending} of them for this step; it "
                 "takes no other tokens before the tree is committed",
@@ -169,7 +170,7 @@ class TreeCache(SeqCache):
 
     def _refuse_under_tree(self, sequence: int, what: str) -> None:
         if sequence in self._trees:
-            raise CacheError(
+            raise status_error(
                 Status.STEP,
                 f"sequence {sequence} carries a tree of {self.tree_len(sequence)} nodes: commit it before you {what}",
             )
