@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 from etkv.cache import SeqCache
@@ -52,8 +52,11 @@ def generate(
     for name, value, least in (("max_new_tokens", max_new_tokens, 0), ("top_k", top_k, 0)):
         if value < least:
             raise EtkvError(f"{name} is {value}, the least is {least}")
-    if temperature < 0:
+    # Written so that a NaN, which is neither, is refused.
+    if not temperature >= 0:
         raise EtkvError(f"temperature is {temperature}, the least is 0")
+    if seed is not None and seed < 0:
+        raise EtkvError(f"seed is {seed}, the least is 0")
     if not 0 < top_p <= 1:
         raise EtkvError(f"top_p is {top_p}, it is above 0 and at most 1")
     if sequence and not isinstance(program.session, SeqCache):
@@ -123,13 +126,8 @@ class Generation(Iterator[int]):
             )
         self._start = self._next()
         try:
-            try:
-                row = self._prefill(prompt)
-            except BaseException:
-                self._forget(self._start)
-                raise
+            token = self._chosen(self._start, self._prefill, prompt)
             while len(self.ids) < self._max_new_tokens:
-                token = self._sampler.choose(row)
                 if token in self._ends:
                     self.stop = "end"
                     return
@@ -142,18 +140,26 @@ class Generation(Iterator[int]):
                 if not session.can_extend(1):
                     self.stop = "capacity"
                     return
-                began = time.perf_counter()
-                try:
-                    row = self._step([token])
-                except BaseException:
-                    # It may have been, and its logits be lost: it is to be run again.
-                    self._forget(self._start + self.n_prompt + len(self.ids) - 1)
-                    raise
-                self.decode_seconds += time.perf_counter() - began
+                token = self._chosen(self._start + self.n_prompt + len(self.ids) - 1, self._decode, [token])
             self.stop = "limit"
         finally:
             if self._bars:
                 self._bars.close()
+
+    def _chosen(self, position: int, run: Callable[[list[int]], np.ndarray], ids: list[int]) -> int:
+        """The token behind ``ids``, which are run from ``position`` on."""
+        try:
+            return self._sampler.choose(run(ids))
+        except BaseException:
+            # They may have been run, and what follows them be lost: they are to be run again.
+            self._forget(position)
+            raise
+
+    def _decode(self, ids: list[int]) -> np.ndarray:
+        began = time.perf_counter()
+        row = self._step(ids)
+        self.decode_seconds += time.perf_counter() - began
+        return row
 
     def _prefill(self, prompt: list[int]) -> np.ndarray:
         chunk = self._program.metadata.prefill_chunk_size or DEFAULT_CHUNK
@@ -197,7 +203,9 @@ class _Sampler:
 
         if self._temperature == 0:
             return int(row.argmax())
-        scaled = row.astype(np.float64) / self._temperature
+        # At a temperature next to 0 all but the best are at minus infinity.
+        with np.errstate(over="ignore"):
+            scaled = (row.astype(np.float64) - row.max()) / self._temperature
         order = np.argsort(-scaled, kind="stable")
         if self._top_k:
             order = order[: self._top_k]

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
+import textwrap
 import threading
+import warnings
 
 import numpy as np
 import pytest
@@ -252,3 +255,101 @@ def test_the_cache_outlives_the_session_for_the_program(tiny):
     program = etkv.load(tiny.path, etkv.DecodeSession(config(tiny)))
     assert run(program, PROMPT).shape[0] == len(PROMPT)
     assert program.session.length == len(PROMPT)
+
+
+@pytest.mark.parametrize(
+    ("ids", "positions", "told"),
+    [
+        ([[1, 2], [3, 4]], [0, 1, 2, 3], r"tokens has shape \[2, 2\], it is \[T\] or \[1, T\]"),
+        ([[1], [2]], [0, 1], r"tokens has shape \[2, 1\]"),
+        ([1, 2], [[0, 0], [1, 1]], r"positions has shape \[2, 2\], it is \[T\], \[T, 1\] or \[1, T\]"),
+        (["a"], [0], r"tokens is \['a'\], it has 64-bit integers"),
+        ([1], None, "positions is None, it has 64-bit integers"),
+        ([[1], [2, 3]], [0], r"tokens is \[\[1\], \[2, 3\]\]"),
+        ([2**63], [0], rf"tokens is \[{2**63}\]"),
+        (torch.zeros(1, dtype=torch.long, device="meta"), [0], "tokens is a tensor without rows in memory"),
+        (torch.tensor([1]).to_sparse(), [0], "tokens is a tensor without rows in memory: torch.sparse_coo on cpu"),
+    ],
+)
+def test_what_is_no_row_of_integers(tiny, session, ids, positions, told):
+    with etkv.load(tiny.path, session) as program, pytest.raises(etkv.EtkvError, match=told):
+        program.forward(ids, positions)
+    assert session.length == 0
+
+
+def test_arrays_however_they_lie_in_memory(tiny, session, expected):
+    read_only = np.array(PROMPT)
+    read_only.setflags(write=False)
+    with etkv.load(tiny.path, session) as program:
+        for ids in (np.array(PROMPT[::-1])[::-1], np.repeat(PROMPT, 3)[::3], np.array(PROMPT, ">i8"), read_only):
+            session.clear()
+            with warnings.catch_warnings():
+                warnings.simplefilter("error")
+                rows = program.forward(ids, np.arange(len(PROMPT)))
+            np.testing.assert_allclose(rows, expected, atol=2e-4)
+
+
+def test_a_closed_program_tells_nothing(tiny, session):
+    program = etkv.load(tiny.path, session)
+    program.close()
+    for use in (
+        lambda: program.metadata,
+        lambda: program.end_ids,
+        lambda: program.method_names,
+        lambda: etkv.generate(program, PROMPT),
+    ):
+        with pytest.raises(etkv.EtkvError, match=r"model.pte is closed: load it again"):
+            use()
+
+
+def script(code: str, *arguments: str) -> subprocess.CompletedProcess:
+    """Runs code in a process of its own: a crash and a hang are its."""
+    begin = "import sys, etkv\npath = sys.argv[1]\n"
+    begin += "config = etkv.CacheConfig(etkv.read_kv_cache_metadata(path).layers, 64)\n"
+    command = [sys.executable, "-c", begin + textwrap.dedent(code), *arguments]
+    return subprocess.run(command, capture_output=True, text=True, timeout=120)
+
+
+def test_failures_on_several_threads_at_once(tiny):
+    """ExecuTorch logs each failure, and its log is one for the process."""
+    done = script(
+        """
+        import threading
+        refused = []
+        def fail():
+            with etkv.DecodeSession(config) as session, etkv.load(path, session) as program:
+                for _ in range(300):
+                    try:
+                        program.forward([1], [9])
+                    except etkv.PositionError:
+                        refused.append(1)
+        threads = [threading.Thread(target=fail) for _ in range(3)]
+        for thread in threads: thread.start()
+        for thread in threads: thread.join()
+        print(len(refused))
+        """,
+        str(tiny.path),
+    )
+    assert (done.returncode, done.stdout) == (0, "900\n"), done.stderr[-1000:]
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="the system does not fork")
+def test_a_forked_process_is_refused(tiny):
+    done = script(
+        """
+        import os
+        session = etkv.DecodeSession(config)
+        program = etkv.load(path, session)
+        if os.fork() == 0:
+            for use in (lambda: program.forward([1], [0]), lambda: etkv.load(path, session)):
+                try:
+                    use()
+                except etkv.EtkvError as error:
+                    print("was forked from" in str(error), flush=True)
+            os._exit(0)
+        os.wait()
+        print(program.forward([1], [0]).shape[0])
+        """,
+        str(tiny.path),
+    )
+    assert (done.returncode, done.stdout) == (0, "True\nTrue\n1\n"), done.stderr[-1000:]
