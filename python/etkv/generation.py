@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import time
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -42,7 +43,7 @@ def generate(
 
     Nothing runs until the first token is asked for. A ``break`` and an interruption (Ctrl-C) leave the session usable:
     it holds the prompt and all of the answer but what :attr:`Generation.held` excludes. A prompt that is interrupted is
-    taken back.
+    taken back, as far as layers with windows still hold what was before it.
     """
     if program.session is None:
         raise EtkvError(f"{program.path.name} was loaded without a session: pass one to etkv.load")
@@ -93,7 +94,8 @@ class Generation(Iterator[int]):
         self._max_new_tokens = max_new_tokens
         self._bars = _Bars(len(prompt), max_new_tokens) if progress else None
         self._start: int | None = None
-        self._steps = self._run(prompt)
+        # Not held by its own steps, so that an answer that is dropped lets go of the session at once.
+        self._steps = Generation._run(weakref.proxy(self), prompt, self._bars)
 
     def __next__(self) -> int:
         return next(self._steps)
@@ -102,7 +104,7 @@ class Generation(Iterator[int]):
     def held(self) -> int:
         """Tokens of the answer that the cache holds; the last one is not run until the next is asked for.
 
-        What continues this answer begins with ``ids[held:]``, which is one token at least.
+        What continues this answer begins with ``ids[held:]``: its last token, and nothing where the model ended it.
         """
         if self._start is None:
             return 0
@@ -117,7 +119,7 @@ class Generation(Iterator[int]):
         session = self._session
         return session.seq_next(self._sequence) if isinstance(session, SeqCache) else session.length
 
-    def _run(self, prompt: list[int]) -> Iterator[int]:
+    def _run(self, prompt: list[int], bars: _Bars | None) -> Iterator[int]:
         session = self._session
         if not session.can_extend(len(prompt)):
             free = session.capacity - session.length
@@ -132,8 +134,8 @@ class Generation(Iterator[int]):
                     self.stop = "end"
                     return
                 self.ids.append(token)
-                if self._bars:
-                    self._bars.answered(1)
+                if bars:
+                    bars.answered(1)
                 yield token
                 if len(self.ids) == self._max_new_tokens:
                     break
@@ -143,8 +145,8 @@ class Generation(Iterator[int]):
                 token = self._chosen(self._start + self.n_prompt + len(self.ids) - 1, self._decode, [token])
             self.stop = "limit"
         finally:
-            if self._bars:
-                self._bars.close()
+            if bars:
+                bars.close()
 
     def _chosen(self, position: int, run: Callable[[list[int]], np.ndarray], ids: list[int]) -> int:
         """The token behind ``ids``, which are run from ``position`` on."""
@@ -162,7 +164,7 @@ class Generation(Iterator[int]):
         return row
 
     def _prefill(self, prompt: list[int]) -> np.ndarray:
-        chunk = self._program.metadata.prefill_chunk_size or DEFAULT_CHUNK
+        chunk = self._most_tokens()
         began = time.perf_counter()
         for start in range(0, len(prompt), chunk):
             part = prompt[start : start + chunk]
@@ -171,6 +173,14 @@ class Generation(Iterator[int]):
                 self._bars.prefilled(len(part))
         self.prefill_seconds = time.perf_counter() - began
         return row
+
+    def _most_tokens(self) -> int:
+        """Tokens of a step, at most: what the program takes, and what the cache takes where layers have windows."""
+        most = self._program.constant("get_prefill_chunk_size") or DEFAULT_CHUNK
+        config = self._session.config
+        if any(layer.window for layer in config.layers):
+            most = min(most, config.max_step or DEFAULT_CHUNK)
+        return most
 
     def _forget(self, position: int) -> None:
         """Take back the positions from ``position`` on, as far as layers with windows let it."""

@@ -108,7 +108,7 @@ class Program:
 
         The rows are [T, vocabulary] or [1, vocabulary]: a torch tensor in the program's dtype where ``tokens`` is one,
         else a numpy array (bfloat16, which numpy lacks, as float32). Without ``copy`` they are the program's own
-        memory, valid until its next step or its close.
+        memory, valid until its next step.
 
         The step counts only if it works: otherwise the cache is as it was before.
         """
@@ -125,6 +125,9 @@ class Program:
             raise EtkvError(f"the step has {ids.numel()} tokens, the program takes at most {self._max_tokens}")
         rows = self.execute(ids, at, copy=copy)[0]
         rows = rows.reshape(rows.shape[-2:])
+        if not copy:
+            # The memory is the program's: who holds the rows holds that.
+            rows.owners = (self._method, self._program)
         return rows if as_tensor else _array(rows)
 
     def execute(self, *inputs: Any, copy: bool = True) -> list[Any]:
@@ -135,6 +138,7 @@ class Program:
             raise EtkvError(f"the session of {self.path.name} is closed: make a new one, and load the program with it")
         with _library.EXECUTORCH_CALLS:
             loaded = self._opened(self._method)
+            _check_inputs(inputs, loaded.metadata, self.path.name)
             _capi.forget_delegate_error()
             try:
                 # The public execute always copies what it returns.
@@ -198,6 +202,21 @@ def _require_one_process() -> None:
         )
 
 
+def _check_inputs(inputs: Sequence[Any], method: Any, name: str) -> None:
+    """Refuse what ExecuTorch would refuse with a number: another count, a rank, a length beyond the declared one."""
+    import torch
+
+    if len(inputs) != method.num_inputs():
+        raise EtkvError(f"{name} has {method.num_inputs()} inputs, {len(inputs)} are given")
+    for index, given in enumerate(inputs):
+        if not isinstance(given, torch.Tensor):
+            continue
+        most = list(method.input_tensor_meta(index).sizes())
+        sizes = list(given.shape)
+        if len(sizes) != len(most) or any(size > limit for size, limit in zip(sizes, most, strict=True)):
+            raise EtkvError(f"input {index} of {name} has shape {sizes}, it is at most {most}")
+
+
 def _max_tokens(method: Any) -> int | None:
     """Tokens of one step, at most; None for a method whose first input is not [1, T]."""
     if method.num_inputs() == 0:
@@ -244,7 +263,18 @@ def _short(value: object) -> str:
     return told if len(told) <= 80 else f"{told[:80]}…"
 
 
+class _Memory:
+    """What an array is a view of, and whose memory that is: the array holds this, torch's own would not."""
+
+    def __init__(self, array: np.ndarray, owners: Any) -> None:
+        self.__array_interface__ = array.__array_interface__
+        self._held = array, owners
+
+
 def _array(tensor: torch.Tensor) -> np.ndarray:
+    import numpy as np
     import torch
 
-    return (tensor.float() if tensor.dtype == torch.bfloat16 else tensor).numpy()
+    array = (tensor.float() if tensor.dtype == torch.bfloat16 else tensor).numpy()
+    owners = getattr(tensor, "owners", None)
+    return array if owners is None else np.asarray(_Memory(array, owners))

@@ -58,7 +58,7 @@ assert not hasattr(torch.ops.kvcache, "update_and_attend"), "somebody has regist
 
 from etkv import op, reference  # noqa: E402
 from etkv.config import CacheConfig, LayerConfig  # noqa: E402
-from etkv.errors import Status, StatusError
+from etkv.errors import Status, StatusError  # noqa: E402
 from etkv.reference.attention import attention  # noqa: E402
 from etkv.reference.sequences import MAX_SEQUENCES  # noqa: E402
 

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import signal
 import subprocess
 import sys
 import time
+import weakref
 
 import pytest
 
@@ -164,6 +166,57 @@ def test_text(tiny, program):
     assert list(tokenizer.stream(tokenizer.encode("aß€"))) == ["a", "ß", "€"]
     with pytest.raises(etkv.EtkvError, match="the chat template does not take these messages"):
         tokenizer.chat([3])
+
+
+def test_a_chat_runs_what_is_new(tiny, program):
+    """Each turn equals one that runs the whole conversation on an empty cache."""
+    tokenizer = etkv.Tokenizer.beside(tiny.path)
+    chat = etkv.Chat(program, tokenizer, system="Be brief.")
+    for text in ("Hi", "And you?"):
+        messages = [*chat.messages, {"role": "user", "content": text}]
+        whole = tokenizer.chat(messages)
+        said = "".join(chat.say(text, max_new_tokens=12))
+        assert chat.messages == [*messages, {"role": "assistant", "content": said}]
+        ids, prefilled = chat.answer.ids, chat.answer.n_prompt
+        with etkv.DecodeSession(config(tiny, 200)) as alone, etkv.load(tiny.path, alone, logits="last") as other:
+            assert list(etkv.generate(other, whole, max_new_tokens=12)) == ids
+    first = tokenizer.chat(chat.messages[:2])
+    assert prefilled <= len(whole) - len(first), "the first turn was not run again"
+    # A message that is changed: what comes before it is kept.
+    chat.messages[1:] = []
+    assert "".join(chat.say("Hello?", max_new_tokens=3))
+    assert chat.answer.n_prompt < len(tokenizer.chat(chat.messages[:-1]))
+    for _ in chat.say("x", max_new_tokens=30):
+        break
+    assert [message["role"] for message in chat.messages[-2:]] == ["user", "assistant"]
+    assert "".join(chat.say("y", max_new_tokens=3))
+
+
+def test_an_answer_that_is_dropped_lets_go(program):
+    """At once, not when the collector comes by."""
+    answer = etkv.generate(program, PROMPT, end_ids=[])
+    next(answer)
+    watched = weakref.ref(answer)
+    gc.disable()
+    try:
+        del answer
+        assert watched() is None
+    finally:
+        gc.enable()
+
+
+def test_steps_of_window_layers_are_those_of_the_cache():
+    """50 tokens where the cache takes steps of 16: as one step of them all."""
+    windowed = reference.program(Variant("tiny-mistral-window"))
+    prompt = [(7 * i) % 250 for i in range(50)]
+    answers = []
+    for max_step in (16, 64):
+        with (
+            etkv.DecodeSession(config(windowed, 200, max_step=max_step)) as session,
+            etkv.load(windowed.path, session, logits="last") as program,
+        ):
+            answers.append(list(etkv.generate(program, prompt, max_new_tokens=8, end_ids=[])))
+    assert answers[0] == answers[1]
 
 
 def test_missing_tokenizer(tmp_path):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import subprocess
 import sys
@@ -89,6 +90,25 @@ def test_rows_are_copied_unless_told_otherwise(tiny, session):
         assert again.ctypes.data == shared.ctypes.data, "the program's own memory"
         assert not np.array_equal(shared, seen)
         np.testing.assert_array_equal(kept, before)
+        seen = again.copy()
+    # The rows hold the memory that they are in.
+    gc.collect()
+    np.testing.assert_array_equal(again, seen)
+
+
+def test_inputs_that_the_method_does_not_take(tiny, session):
+    with etkv.load(tiny.path, session) as program:
+        ids, at = torch.tensor([PROMPT]), torch.arange(len(PROMPT))
+        for inputs, told in [
+            ((ids,), "model.pte has 2 inputs, 1 are given"),
+            ((ids[0], at), r"input 0 of model.pte has shape \[7\], it is at most \[1, 64\]"),
+            ((ids, torch.arange(65)), r"input 1 of model.pte has shape \[65\], it is at most \[64\]"),
+        ]:
+            with pytest.raises(etkv.EtkvError, match=told):
+                program.execute(*inputs)
+        with pytest.raises(etkv.EtkvError):
+            program.execute(ids.float(), at)
+        assert session.length == 0
 
 
 def test_bfloat16_rows_are_tensors_or_widened():
@@ -115,6 +135,37 @@ def test_the_runtime_of_executorch_runs_it_too(tiny, expected):
         alone = runtime.load_program(tiny.path).load_method("forward")
         with pytest.raises(RuntimeError):
             alone.execute([torch.tensor([PROMPT]), torch.arange(len(PROMPT))])
+
+
+def test_what_is_bound_is_the_thread_s_and_nests(tiny):
+    """What a block binds is undone where it ends, also by an error, and no other thread sees it."""
+    from executorch.runtime import Runtime
+
+    etkv.register_backend()
+
+    def loads(into: etkv.Session | None) -> bool:
+        """Whether what is loaded now runs on the cache of ``into``."""
+        before = into.length if into else 0
+        method = Runtime.get().load_program(tiny.path).load_method("forward")
+        try:
+            method.execute([torch.tensor([[60]]), torch.tensor([before])])
+        except RuntimeError:
+            return into is None
+        return into is not None and into.length == before + 1
+
+    with etkv.DecodeSession(config(tiny)) as outer, etkv.DecodeSession(config(tiny)) as inner:
+        with outer.bound():
+            with pytest.raises(RuntimeError, match="within"), inner.bound():
+                assert loads(inner)
+                raise RuntimeError("within")
+            assert loads(outer)
+            elsewhere = []
+            thread = threading.Thread(target=lambda: elsewhere.append(loads(None)))
+            thread.start()
+            thread.join()
+            assert elsewhere == [True]
+        assert loads(None)
+        assert (outer.length, inner.length) == (1, 1)
 
 
 def test_many_sequences_in_a_step(tiny, expected):
