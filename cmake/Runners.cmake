@@ -22,7 +22,7 @@ add_custom_command(
 file(GLOB ETKV_COMMON CONFIGURE_DEPENDS examples/common/*.cpp)
 add_library(etkv_examples_common STATIC ${ETKV_COMMON})
 target_include_directories(etkv_examples_common PUBLIC ${PROJECT_SOURCE_DIR})
-target_link_libraries(etkv_examples_common PUBLIC etkv::mlx_backend)
+target_link_libraries(etkv_examples_common PUBLIC etkv::mlx_backend etkv_text)
 set_target_properties(
   etkv_examples_common PROPERTIES
   CXX_STANDARD 17
@@ -37,7 +37,11 @@ endfunction()
 
 file(GLOB ETKV_CHAT CONFIGURE_DEPENDS examples/chat/*.cpp)
 etkv_runner(etkv_chat ${ETKV_CHAT})
-target_link_libraries(etkv_chat PRIVATE etkv_text)
+
+# One file a use case.
+foreach(runner batch)
+  etkv_runner(etkv_${runner} examples/${runner}.cpp)
+endforeach()
 
 etkv_runner(etkv_forward tests/cpp/forward.cpp)
 

@@ -3,29 +3,19 @@
 
 #include <cstdint>
 #include <string>
-#include <vector>
 
 #include "etkv/etkv.hpp"
 #include "examples/chat/conversation.hpp"
-#include "examples/chat/generator.hpp"
 #include "examples/chat/options.hpp"
-#include "examples/common/program.hpp"
-#include "examples/text/text.hpp"
+#include "examples/common/generator.hpp"
+#include "examples/common/model.hpp"
 
 namespace etkv::examples {
 
 class Chat {
  public:
-  /// What a chat borrows: opened, loaded and bound to each other.
-  struct Parts {
-    Program& program;
-    Cache& cache;
-    const Text& text;
-    std::string format;
-    std::vector<int64_t> end_ids;
-  };
-
-  Chat(Parts parts, const Options& options);
+  /// Borrows all of them: a model that is loaded, and bound to the cache.
+  Chat(Model& model, Cache& cache, const Options& options);
 
   /// Writes the model's answer to `said` as it is made, and then how it went.
   /// After an error the conversation is as it was.
@@ -42,7 +32,8 @@ class Chat {
   void stats() const;
   void report(const Answer& answer) const;
 
-  Parts parts_;
+  Model& model_;
+  Cache& cache_;
   const Options& options_;
   Generator generator_;
   Conversation conversation_;

@@ -5,6 +5,7 @@
 #include <cstdio>
 #include <cstdlib>
 
+#include "examples/common/console.hpp"
 #include "examples/common/format.hpp"
 
 namespace etkv::examples {
@@ -17,15 +18,6 @@ bool watched(FILE* stream) {
 }
 
 } // namespace
-
-void say(const std::string& sentence) {
-  std::fprintf(stderr, "%s\n", sentence.c_str());
-}
-
-void write_piece(std::string_view piece) {
-  std::fwrite(piece.data(), 1, piece.size(), stdout);
-  std::fflush(stdout);
-}
 
 std::optional<std::string> read_line() {
   if (watched(stdin)) {

@@ -1,4 +1,4 @@
-#include "examples/chat/generator.hpp"
+#include "examples/common/generator.hpp"
 
 #include <algorithm>
 #include <string>
@@ -8,6 +8,21 @@
 #include "examples/common/interrupt.hpp"
 
 namespace etkv::examples {
+
+Result<void> check_length(size_t prompt_tokens, const Cache& cache) {
+  if (prompt_tokens == 0) {
+    return Error(ETKV_ERROR_INVALID_ARGUMENT, "the prompt has no tokens");
+  }
+  const auto capacity = static_cast<size_t>(cache.capacity());
+  if (prompt_tokens > capacity) {
+    return Error(
+        ETKV_ERROR_CAPACITY,
+        "the prompt is " + std::to_string(prompt_tokens) +
+            " tokens long, and the cache holds " + std::to_string(capacity) +
+            " (--capacity)");
+  }
+  return {};
+}
 
 Generator::Generator(
     Program& program,
@@ -19,18 +34,9 @@ Result<Answer> Generator::answer(
     const std::vector<int64_t>& prompt,
     int64_t max_new_tokens,
     const Listener& listener) {
-  if (prompt.empty()) {
-    return Error(ETKV_ERROR_INVALID_ARGUMENT, "the prompt has no tokens");
+  if (auto checked = check_length(prompt.size(), cache_); !checked.ok()) {
+    return checked.error();
   }
-  const auto capacity = static_cast<size_t>(cache_.capacity());
-  if (prompt.size() > capacity) {
-    return Error(
-        ETKV_ERROR_CAPACITY,
-        "the prompt is " + std::to_string(prompt.size()) +
-            " tokens long, and the cache holds " + std::to_string(capacity) +
-            " (--capacity)");
-  }
-
   const auto differs =
       std::mismatch(prompt.begin(), prompt.end(), held_.begin(), held_.end());
   // The last token runs even if it is held: its logits are not kept.

@@ -34,6 +34,9 @@ struct Answer {
   double decode_seconds = 0.0;
 };
 
+/// Refuses a prompt that is empty, or longer than the cache.
+Result<void> check_length(size_t prompt_tokens, const Cache& cache);
+
 /// Follows an answer as it is made.
 struct Listener {
   /// So much of the prompt is done; 0 before the first chunk.

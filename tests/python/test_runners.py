@@ -1,0 +1,253 @@
+"""The example runners: their answers are those of plain decoding, and they leave nothing behind."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import subprocess
+import time
+from pathlib import Path
+
+import pytest
+
+import reference
+import tiny_models
+from reference import Program, Variant
+
+FAILED, MISUSED, INTERRUPTED = 1, 2, 130
+
+RUNNERS = {"batch": []}
+"""Name -> what it is asked besides, so that it is done soon on a tiny model."""
+
+EACH = pytest.mark.parametrize("name", RUNNERS)
+
+FORMATS = [
+    *("f32", "f16", "bf16", "mxfp8", "mxfp4", "nvfp4", "row-int4", "row-fp4"),
+    *(f"affine{bits}g32" for bits in (2, 3, 4, 5, 6, 8)),
+]
+"""Those that fit rows of 32 elements."""
+
+QUESTIONS = [f"Question {i}: what comes after {'abcdefghij'[i] * (i + 1)}?" for i in range(10)]
+MOST = 64
+"""Tokens of an answer."""
+
+
+def runner(name: str) -> Path:
+    return reference.BUILD / "bin" / f"etkv_{name}"
+
+
+@pytest.fixture(scope="module")
+def programs() -> dict[str, Program]:
+    found = reference.programs([Variant("tiny-llama"), Variant("tiny-qwen3")])
+    return {program.variant.name: program for program in found.values()}
+
+
+@pytest.fixture(scope="module")
+def llama(programs) -> Program:
+    return programs["tiny-llama-f32"]
+
+
+@pytest.fixture(scope="module")
+def qwen3(programs) -> Program:
+    """Rows of 32 elements, which every format takes."""
+    return programs["tiny-qwen3-f32"]
+
+
+def command(name: str, program: Program, *options: object) -> list[object]:
+    return [runner(name), "--model", program.path, *RUNNERS[name], *options]
+
+
+def succeed(name: str, program: Program, *options: object, **how) -> subprocess.CompletedProcess[str]:
+    done = reference.run(command(name, program, *options), **how)
+    assert done.returncode == 0, (done.args, done.returncode, done.stderr)
+    return done
+
+
+def answers(output: str) -> list[list[int]]:
+    """The ids of every answer, in the order they were written in."""
+    return [[int(word) for word in line.split()] for line in re.findall(r"^ids:(.*)$", output, re.MULTILINE)]
+
+
+def checked(done: subprocess.CompletedProcess[str]) -> tuple[int, int]:
+    """How many answers and tokens the runner has found to be those of plain decoding, all of them."""
+    (found,) = re.findall(r"^check: (\d+) answers?, (\d+) tokens? as plain decoding chooses them$", done.stderr, re.M)
+    return int(found[0]), int(found[1])
+
+
+# ---- Answers --------------------------------------------------------------------------------------------------------
+
+
+@EACH
+def test_answers_are_those_of_plain_decoding(llama, name):
+    """By the runner's own check."""
+    done = succeed(name, llama, "--max-new-tokens", MOST, "--check", "--ids")
+    n_answers, n_tokens = checked(done)
+    assert n_answers == len(answers(done.stdout)) >= 3
+    assert n_tokens == sum(map(len, answers(done.stdout)))
+    reference.note(f"{name}: {n_answers} answers, {n_tokens} tokens")
+
+
+@EACH
+@pytest.mark.parametrize("kv_format", FORMATS)
+def test_answers_in_every_format(qwen3, name, kv_format):
+    """Keys and values that are stored in few bits make the same answer whichever way they came in."""
+    done = succeed(name, qwen3, "--max-new-tokens", 24, "--check", "--ids", "--kv-format", kv_format)
+    assert checked(done)[1] == sum(map(len, answers(done.stdout)))
+
+
+def test_batch_answers_are_those_of_transformers(llama):
+    """By another implementation altogether."""
+    done = succeed("batch", llama, "--max-new-tokens", MOST, "--ids", *prompts(QUESTIONS))
+    assert by_title(done.stdout) == expected(llama, QUESTIONS)
+
+
+def prompts(texts: list[str]) -> list[str]:
+    return [word for text in texts for word in ("--prompt", text)]
+
+
+def by_title(output: str) -> dict[str, list[int]]:
+    """The ids of every answer by what it answers."""
+    found = {}
+    for block in re.split(r"^## ", output, flags=re.M)[1:]:
+        title, _, rest = block.partition("\n")
+        (found[title],) = answers(rest)
+    return found
+
+
+def encoded(program: Program, questions: list[str]) -> dict[str, list[int]]:
+    """The ids of questions, as transformers reads them."""
+    from transformers import AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(program.hf, local_files_only=True)
+    messages = {question: [{"role": "user", "content": question}] for question in questions}
+    return {
+        question: tokenizer.apply_chat_template(said, add_generation_prompt=True).input_ids
+        for question, said in messages.items()
+    }
+
+
+def expected(program: Program, questions: list[str]) -> dict[str, list[int]]:
+    """The greedy ids of transformers, up to the id that ends an answer."""
+    ids = encoded(program, questions)
+    found = {question: greedy.ids for question, greedy in reference.greedy(program.hf, ids, MOST).items()}
+    end = tiny_models.EOS
+    return {title: ids[: ids.index(end) + 1] if end in ids else ids for title, ids in found.items()}
+
+
+# ---- Capacity -------------------------------------------------------------------------------------------------------
+
+
+def test_batch_at_capacity(llama):
+    """What does not fit at once goes in rounds; an answer that does not fit at all ends with a word, the rest go on."""
+    free = by_title(succeed("batch", llama, "--max-new-tokens", MOST, "--ids", *prompts(QUESTIONS)).stdout)
+    lengths = sorted(map(len, encoded(llama, QUESTIONS).values()))
+    capacity = lengths[4] + MOST - 1
+    done = succeed("batch", llama, "--max-new-tokens", MOST, "--ids", "--capacity", capacity, *prompts(QUESTIONS))
+    full = by_title(done.stdout)
+    cut = {title for title in free if full[title] != free[title]}
+    assert len(cut) == 5
+    assert done.stderr.count(f"stopped: the cache is full at {capacity} positions (--capacity)") == len(cut)
+    for title in cut:
+        assert 0 < len(full[title]) < len(free[title])
+        assert full[title] == free[title][: len(full[title])]
+
+
+@EACH
+def test_a_prompt_longer_than_the_capacity(llama, name):
+    done = reference.run(command(name, llama, "--capacity", 10, "--prompt", "Where?"))
+    assert done.returncode == FAILED
+    assert re.fullmatch(
+        rf"etkv_{name}: the prompt is \d+ tokens long, and the cache holds 10 \(--capacity\)\n", done.stderr
+    )
+
+
+# ---- The command line -----------------------------------------------------------------------------------------------
+
+
+@EACH
+@pytest.mark.parametrize(
+    ("options", "told"),
+    [
+        (["--capacity", 0], ["--capacity takes a whole number from 1"]),
+        (["--capcity", 5], ["no option --capcity", "did you mean --capacity?"]),
+        (["--kv-format", "int4"], ["--kv-format: no storage format `int4`", "row-int4"]),
+        (["--max-new-tokens", "few"], ["--max-new-tokens", '"few"']),
+        (["--prompt", ""], ["a prompt is empty"]),
+        (["--prompt"], ["--prompt needs a value"]),
+        (["extra"], ['"extra"']),
+    ],
+)
+def test_command_lines_that_cannot_be(llama, name, options, told):
+    refused(command(name, llama, *options), MISUSED, *told)
+
+
+def refused(words: list[object], status: int, *told: str, **how) -> None:
+    """A runner refuses with one line that tells each of ``told``."""
+    done = reference.run(words, timeout=60, **how)
+    assert (done.returncode, done.stdout) == (status, ""), done.stderr
+    line = done.stderr.removesuffix("\n")
+    assert line.startswith(f"{Path(str(words[0])).name}: "), line
+    assert line.isprintable(), line
+    for word in told:
+        assert word in line
+
+
+@EACH
+def test_files_that_cannot_be(llama, name, tmp_path):
+    refused([runner(name)], FAILED, "no model at build/models", "`make model`", "--model", cwd=tmp_path)
+    refused([runner(name), "--model", tmp_path / "no.pte"], FAILED, "there is no program at")
+    refused(command(name, llama, "--tokenizer", tmp_path), FAILED, "there is no tokenizer at")
+    refused(command(name, llama, "--capacity", 257), FAILED, "--capacity 257 is above 256")
+    # Rows of 16 elements are no whole group.
+    refused(command(name, llama, "--kv-format", "affine4g64"), FAILED, "affine4g64", "head_dim 16")
+
+
+@EACH
+def test_help_and_version(name):
+    told = reference.run([runner(name), "--help"])
+    assert told.returncode == 0
+    assert told.stdout.startswith(f"usage: etkv_{name} [options]\n")
+    for option in ("--model", "--tokenizer", "--capacity", "--kv-format", "--prompt", "--max-new-tokens", "--check"):
+        assert option in told.stdout
+    assert max(map(len, told.stdout.splitlines())) <= 80
+    assert reference.run([runner(name), "--version"]).stdout.startswith(f"etkv_{name} ")
+
+
+# ---- What is left behind --------------------------------------------------------------------------------------------
+
+
+@EACH
+def test_memory_returns_to_where_it_was(llama, name):
+    done = succeed(name, llama, "--max-new-tokens", 4, "--repeat", 50)
+    line = r"^round \d+: (\d+) handles, (\d+) bytes in MLX, ([\d.]+) MiB in the process$"
+    rounds = re.findall(line, done.stderr, re.M)
+    assert len(rounds) == 50
+    assert {(handles, in_mlx) for handles, in_mlx, _ in rounds} == {("0", "0")}
+    process = [float(mebibytes) for _, _, mebibytes in rounds]
+    reference.note(f"{name}: {process[0]} MiB after one round, {process[-1]} after 50")
+    # What a heap has in pieces may move a little; a cache or a program would be seen, tiny as they are.
+    assert process[-1] < process[4] + 1.0
+
+
+@EACH
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGINT])
+def test_stopped_within_a_step(llama, name, tmp_path, number):
+    """No file is left, and Ctrl-C ends a runner in its own words."""
+    environment = {**os.environ, "TMPDIR": str(tmp_path), "HOME": str(tmp_path)}
+    words = [str(word) for word in command(name, llama, "--repeat", 100_000, "--max-new-tokens", 8)]
+    streams = {"stdout": subprocess.DEVNULL, "stderr": subprocess.PIPE}
+    with subprocess.Popen(words, cwd=tmp_path, env=environment, **streams) as run:
+        # In the middle of a round: the first is over, and so many more are to come.
+        told = run.stderr.readline()
+        while not told.startswith(b"round"):
+            told = run.stderr.readline()
+        time.sleep(0.1)
+        run.send_signal(number)
+        rest = run.stderr.read().decode()
+    if number == signal.SIGINT:
+        assert run.returncode == INTERRUPTED, rest
+        assert rest.endswith("stopped: interrupted\n")
+    else:
+        assert run.returncode == -signal.SIGKILL
+    assert list(tmp_path.iterdir()) == []
