@@ -39,7 +39,7 @@ file(GLOB ETKV_CHAT CONFIGURE_DEPENDS examples/chat/*.cpp)
 etkv_runner(etkv_chat ${ETKV_CHAT})
 
 # One file a use case.
-foreach(runner batch)
+foreach(runner admission agent_fork batch prefix rollback)
   etkv_runner(etkv_${runner} examples/${runner}.cpp)
 endforeach()
 

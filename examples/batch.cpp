@@ -1,7 +1,6 @@
 // etkv_batch: several prompts decoded together in one sequence cache, one forward
 // a step. Answers end at different times; what one held is free for the others.
 
-#include <algorithm>
 #include <string>
 #include <vector>
 
@@ -32,60 +31,49 @@ class Together {
   Together(Model& model, SeqCache& cache, const RunnerOptions& options)
       : model_(model), cache_(cache), options_(options) {}
 
-  /// How many of `waiting`, at least one, fit in the empty cache together, with
-  /// the longest answers that they may get.
-  size_t fitting(const Decoding* waiting, size_t n) const {
+  /// How many prompts from `first` on, at least one, fit in the empty cache
+  /// together, with the longest answers that they may get.
+  size_t fitting(const std::vector<Decoding>& all, size_t first) const {
     const auto most =
         static_cast<size_t>(model_.program().params().prefill_chunk_size);
     int64_t needed = 0;
-    for (size_t i = 0; i < std::min(n, most); ++i) {
-      needed += static_cast<int64_t>(waiting[i].prompt.size()) +
-                options_.max_new_tokens - 1;
-      if (i > 0 && needed > cache_.capacity()) {
-        return i;
+    size_t last = first;
+    for (; last < all.size() && last - first < most; ++last) {
+      needed += static_cast<int64_t>(all[last].prompt.size()) +
+                all[last].max_new_tokens - 1;
+      if (last > first && needed > cache_.capacity()) {
+        break;
       }
     }
-    return std::min(n, most);
+    return last - first;
   }
 
   /// Answers prompts in the empty cache, and leaves it empty.
-  Result<void> answer(Decoding* all, size_t n) {
+  Result<void> answer(std::vector<Decoding>& all) {
     Stopwatch watch;
-    std::vector<Decoding*> active;
-    for (size_t i = 0; i < n; ++i) {
-      active.push_back(&all[i]);
-      all[i].sequence = static_cast<int32_t>(i);
-      ASSIGN_OR_RETURN(const bool read, read_prompt(all[i]));
-      if (!read) {
+    for (auto& one : all) {
+      RETURN_IF_ERROR(check_length(one.prompt.size(), cache_));
+      one.sequence = static_cast<int32_t>(&one - all.data());
+      ASSIGN_OR_RETURN(
+          const bool begun, begin(model_, cache_, one, /*held=*/0));
+      if (!begun) {
         return {};
       }
+      took_.prefill_tokens += static_cast<int64_t>(one.prompt.size());
     }
     took_.prefill_seconds += watch.lap();
-    for (;;) {
-      RETURN_IF_ERROR(retire(active));
-      if (active.empty() || interrupted()) {
-        break;
-      }
-      if (!cache_.can_extend(static_cast<int32_t>(active.size()))) {
+    // One token of each sequence, one forward for all of them.
+    RETURN_IF_ERROR(retire(all));
+    for (auto active = unfinished(all); !active.empty() && !interrupted();
+         active = unfinished(all)) {
+      if (cache_.can_extend(static_cast<int32_t>(active.size()))) {
+        RETURN_IF_ERROR(step_together(model_, cache_, active));
+        took_.decode_tokens += static_cast<int64_t>(active.size());
+        ++took_.decode_steps;
+      } else {
         active.back()->stop = Stop::capacity;
-        continue;
       }
-      // One token of each sequence, one forward for all of them.
-      Batch batch;
-      for (const Decoding* one : active) {
-        batch.add(one->ids.back(), one->position(), one->sequence);
-      }
-      ASSIGN_OR_RETURN(const auto logits, batch.step(model_.program(), cache_));
-      for (size_t row = 0; row < active.size(); ++row) {
-        RETURN_IF_ERROR(
-            active[row]->take(
-                model_,
-                logits,
-                static_cast<int64_t>(row),
-                options_.max_new_tokens));
-      }
-      took_.decode_tokens += static_cast<int64_t>(active.size());
-      ++took_.decode_steps;
+      RETURN_IF_ERROR(retire(all));
     }
     took_.decode_seconds += watch.lap();
     return {};
@@ -103,39 +91,16 @@ class Together {
   }
 
  private:
-  /// Puts a prompt into its sequence; false after Ctrl-C.
-  Result<bool> read_prompt(Decoding& one) {
-    RETURN_IF_ERROR(check_length(one.prompt.size(), cache_));
-    ASSIGN_OR_RETURN(
-        const auto logits,
-        prefill(
-            model_.program(),
-            cache_,
-            one.sequence,
-            /*position=*/0,
-            one.prompt.data(),
-            one.prompt.size()));
-    if (!logits) {
-      return false;
-    }
-    took_.prefill_tokens += static_cast<int64_t>(one.prompt.size());
-    RETURN_IF_ERROR(
-        one.take(model_, *logits, logits->last_row(), options_.max_new_tokens));
-    return true;
-  }
-
-  /// Shows the answers that are done; what they held is free for the others.
-  Result<void> retire(std::vector<Decoding*>& active) {
-    for (const Decoding* one : active) {
-      if (one->stop) {
-        RETURN_IF_ERROR(show(model_, options_, one->title, one->ids));
-        say_stop(*one->stop, cache_);
-        RETURN_IF_ERROR(cache_.seq_rm(one->sequence));
+  /// Shows answers that have just ended; what they held is free for the others.
+  Result<void> retire(std::vector<Decoding>& all) {
+    for (auto& one : all) {
+      ASSIGN_OR_RETURN(const auto held, cache_.seq_len(one.sequence));
+      if (one.stop && held > 0) {
+        RETURN_IF_ERROR(show(model_, options_, one.title, one.ids));
+        say_stop(*one.stop, cache_);
+        RETURN_IF_ERROR(cache_.seq_rm(one.sequence));
       }
     }
-    const auto done = [](const Decoding* one) { return one->stop.has_value(); };
-    active.erase(
-        std::remove_if(active.begin(), active.end(), done), active.end());
     return {};
   }
 
@@ -153,17 +118,21 @@ Result<void> run(const RunnerOptions& options) {
   std::vector<Decoding> all;
   for (const auto& prompt : options.prompts_or(questions())) {
     ASSIGN_OR_RETURN(auto ids, model.encode(prompt));
-    all.push_back({prompt, std::move(ids)});
+    all.push_back({prompt, std::move(ids), options.max_new_tokens});
   }
   Together together(model, session.cache(), options);
-  for (size_t done = 0; done < all.size() && !interrupted();) {
-    const size_t n = together.fitting(all.data() + done, all.size() - done);
-    RETURN_IF_ERROR(together.answer(all.data() + done, n));
-    done += n;
+  std::vector<Decoding> answers;
+  while (answers.size() < all.size() && !interrupted()) {
+    const auto first =
+        all.begin() + static_cast<std::ptrdiff_t>(answers.size());
+    const size_t n = together.fitting(all, answers.size());
+    std::vector<Decoding> some(first, first + static_cast<std::ptrdiff_t>(n));
+    RETURN_IF_ERROR(together.answer(some));
+    answers.insert(answers.end(), some.begin(), some.end());
   }
   together.report();
-  return options.check ? check_answers(model, all, options.max_new_tokens)
-                       : Result<void>();
+  return options.check && !interrupted() ? check_answers(model, answers)
+                                         : Result<void>();
 }
 
 } // namespace

@@ -52,25 +52,17 @@ class Batch {
   std::vector<int32_t> sequences_;
 };
 
-/// Runs ids of one sequence, at least one, from `position` on in steps of
-/// Program::prefill_size() tokens. Returns the logits of the last step; nothing
-/// after Ctrl-C. What was done until then, or until an error, stays.
-Result<std::optional<LogitsView>> prefill(
-    Program& program,
-    SeqCache& cache,
-    int32_t sequence,
-    int64_t position,
-    const int64_t* tokens,
-    size_t n);
-
 /// A prompt in a sequence, and what the model chose after it.
 struct Decoding {
   std::string title;
   std::vector<int64_t> prompt;
+  int64_t max_new_tokens = 0;
   int32_t sequence = 0;
   /// Chosen so far. The last of them is not in the cache: it is what the next
   /// step runs.
   std::vector<int64_t> ids = {};
+  /// Of all of them together, as a natural logarithm.
+  double log_probability = 0.0;
   /// Why it ended; nothing while it goes on.
   std::optional<Stop> stop = std::nullopt;
 
@@ -80,11 +72,20 @@ struct Decoding {
   }
 
   /// Takes the greatest logit of a row as the next id.
-  Result<void> take(
-      const Model& model,
-      const LogitsView& logits,
-      int64_t row,
-      int64_t max_new_tokens);
+  Result<void> take(const Model& model, const LogitsView& logits, int64_t row);
 };
+
+/// Runs what `one` has behind the first `held` ids of its prompt, which its
+/// sequence holds, and takes its first id; false after Ctrl-C.
+Result<bool> begin(Model& model, SeqCache& cache, Decoding& one, size_t held);
+
+/// One step: the last id of each, and the next one for each.
+Result<void> step_together(
+    Model& model,
+    SeqCache& cache,
+    const std::vector<Decoding*>& active);
+
+/// Those that go on.
+std::vector<Decoding*> unfinished(std::vector<Decoding>& all);
 
 } // namespace etkv::examples

@@ -112,8 +112,7 @@ class Plain {
 };
 
 /// An answer ends where the model ends it, and else where it was to.
-Result<void>
-check_end(const Model& model, const Decoding& answer, int64_t max_new_tokens) {
+Result<void> check_end(const Model& model, const Decoding& answer) {
   const auto end =
       std::find_if(answer.ids.begin(), answer.ids.end(), [&](int64_t id) {
         return model.ends(id);
@@ -128,7 +127,7 @@ check_end(const Model& model, const Decoding& answer, int64_t max_new_tokens) {
             std::to_string(n));
   }
   if (ended != (*answer.stop == Stop::end) ||
-      (*answer.stop == Stop::limit && n != max_new_tokens)) {
+      (*answer.stop == Stop::limit && n != answer.max_new_tokens)) {
     return differs(
         answer, "ended after " + counted(n, "token") + " for no reason");
   }
@@ -140,7 +139,6 @@ check_end(const Model& model, const Decoding& answer, int64_t max_new_tokens) {
 Result<void> check_answers(
     Model& model,
     const std::vector<Decoding>& answers,
-    int64_t max_new_tokens,
     const std::function<void(CacheConfig&)>& change) {
   auto config = model.config();
   if (change) {
@@ -155,7 +153,7 @@ Result<void> check_answers(
     if (interrupted()) {
       return {};
     }
-    RETURN_IF_ERROR(check_end(model, answer, max_new_tokens));
+    RETURN_IF_ERROR(check_end(model, answer));
     ASSIGN_OR_RETURN(const auto found, plain.compare(answer));
     all.equal += found.equal;
     all.ties += found.ties;

@@ -24,12 +24,10 @@ namespace etkv::examples {
 /// counted and told, and plain decoding goes on behind them. Anything else is an
 /// error that names the answer, the step, both ids and the margin.
 ///
-/// @param max_new_tokens  what the answers were limited to
-/// @param change          makes the config of the cache another, as for a window
+/// @param change  makes the config of the cache another, as for a window
 Result<void> check_answers(
     Model& model,
     const std::vector<Decoding>& answers,
-    int64_t max_new_tokens,
     const std::function<void(CacheConfig&)>& change = nullptr);
 
 /// The most by which two logits of a row, the greatest of which has this

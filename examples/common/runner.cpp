@@ -33,7 +33,7 @@ void say_memory(int64_t round) {
 
 Runner::Runner(std::string name, const std::string& about)
     : name_(std::move(name)),
-      arguments_("usage: " + name_ + " [options]\n" + about + "\n") {
+      arguments_("usage: " + name_ + " [options]\n" + about) {
   add_model_arguments(arguments_, options_.model);
   arguments_.texts(
       "--prompt",
