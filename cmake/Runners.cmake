@@ -19,7 +19,9 @@ add_custom_command(
   COMMAND ${CMAKE_COMMAND} -E copy_if_different
           $<TARGET_FILE:etkv_text> $<TARGET_FILE_DIR:etkv>/)
 
-file(GLOB ETKV_COMMON CONFIGURE_DEPENDS examples/common/*.cpp)
+file(
+  GLOB ETKV_COMMON CONFIGURE_DEPENDS
+  examples/common/*.cpp examples/speculation/*.cpp)
 add_library(etkv_examples_common STATIC ${ETKV_COMMON})
 target_include_directories(etkv_examples_common PUBLIC ${PROJECT_SOURCE_DIR})
 target_link_libraries(etkv_examples_common PUBLIC etkv::mlx_backend etkv_text)
@@ -39,7 +41,7 @@ file(GLOB ETKV_CHAT CONFIGURE_DEPENDS examples/chat/*.cpp)
 etkv_runner(etkv_chat ${ETKV_CHAT})
 
 # One file a use case.
-foreach(runner admission agent_fork batch prefix rollback)
+foreach(runner admission agent_fork batch prefix rollback speculative)
   etkv_runner(etkv_${runner} examples/${runner}.cpp)
 endforeach()
 

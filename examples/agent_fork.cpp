@@ -223,8 +223,8 @@ class Fork {
     size_t longest = 0;
     uint64_t bytes_apart = 0;
     for (const auto& branch : branches_) {
-      if (branch.ids.empty()) {
-        continue;
+      if (*branch.stop == Stop::capacity) {
+        continue; // It holds nothing any more.
       }
       // The last id is not in the cache.
       const size_t length = branch.prompt.size() + branch.ids.size() - 1;

@@ -21,11 +21,16 @@ constexpr char kCommands[] =
 
 } // namespace
 
-Chat::Chat(Model& model, Cache& cache, const Options& options)
+Chat::Chat(
+    Model& model,
+    Cache& cache,
+    const Options& options,
+    Speculator* speculator)
     : model_(model),
       cache_(cache),
       options_(options),
-      generator_(model.program(), cache, model.end_ids()),
+      speculator_(speculator),
+      generator_(model.program(), cache, model.end_ids(), speculator),
       conversation_(model.text(), options.model.raw, options.system) {}
 
 Result<Answer> Chat::ask(const std::string& said) {
@@ -74,7 +79,7 @@ Result<Answer> Chat::ask(const std::string& said) {
   }
   tokens_made_ += static_cast<int64_t>(made.ids.size());
   tokens_read_ += static_cast<int64_t>(made.prefill_tokens);
-  decode_steps_ += made.decode_steps;
+  decode_tokens_ += made.decode_tokens;
   decode_seconds_ += made.decode_seconds;
   report(made);
   return answer;
@@ -88,6 +93,9 @@ void Chat::report(const Answer& answer) const {
     say("stopped: interrupted");
   }
   say(describe(answer, cache_.memory(), model_.format()));
+  if (speculator_ != nullptr && answer.decode_steps > 0) {
+    say(describe(speculator_->take_statistics()));
+  }
   if (options_.ids) {
     std::string line = "ids:";
     for (const int64_t id : answer.ids) {
@@ -173,8 +181,8 @@ void Chat::stats() const {
       counted(static_cast<int64_t>(conversation_.exchanges()), "exchange") +
       " · " + counted(tokens_read_, "token") + " read, " +
       std::to_string(tokens_made_) + " made";
-  if (decode_steps_ > 0) {
-    line += " at " + rate(decode_steps_, decode_seconds_);
+  if (decode_tokens_ > 0) {
+    line += " at " + rate(decode_tokens_, decode_seconds_);
   }
   say(line);
   say("cache " + std::to_string(cache_.length()) + " of " +

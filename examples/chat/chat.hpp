@@ -14,8 +14,13 @@ namespace etkv::examples {
 
 class Chat {
  public:
-  /// Borrows all of them: a model that is loaded, and bound to the cache.
-  Chat(Model& model, Cache& cache, const Options& options);
+  /// Borrows all of them: a model that is loaded, and bound to the cache, and who
+  /// steps where that is not one token at a time.
+  Chat(
+      Model& model,
+      Cache& cache,
+      const Options& options,
+      Speculator* speculator = nullptr);
 
   /// Writes the model's answer to `said` as it is made, and then how it went.
   /// After an error the conversation is as it was.
@@ -35,11 +40,12 @@ class Chat {
   Model& model_;
   Cache& cache_;
   const Options& options_;
+  Speculator* speculator_;
   Generator generator_;
   Conversation conversation_;
   int64_t tokens_made_ = 0;
   int64_t tokens_read_ = 0;
-  int64_t decode_steps_ = 0;
+  int64_t decode_tokens_ = 0;
   double decode_seconds_ = 0.0;
 };
 

@@ -18,19 +18,51 @@ constexpr int kMisused = 2;
 /// What shells report of a program that Ctrl-C ended.
 constexpr int kInterrupted = 130;
 
-Result<int> run(const Options& options) {
-  ASSIGN_OR_RETURN(auto model, Model::open(options.model));
-  ASSIGN_OR_RETURN(
-      auto session, make_decode_session(kMLXBackend, model.config()));
-  RETURN_IF_ERROR(model.program().load(session.key(), Logits::last));
-
-  Chat chat(model, session.cache(), options);
+/// Answers the one prompt, or converses.
+Result<int> talk(Chat chat, const Options& options) {
   if (!options.prompt) {
     chat.converse();
     return 0;
   }
   ASSIGN_OR_RETURN(const auto answer, chat.ask(*options.prompt));
   return answer.stop == Stop::interrupted ? kInterrupted : 0;
+}
+
+/// One token a step, on a cache of whatever kind.
+template <typename Face>
+Result<int> run_on(Model& model, const Options& options) {
+  ASSIGN_OR_RETURN(
+      auto session, CacheSession<Face>::make(kMLXBackend, model.config()));
+  RETURN_IF_ERROR(model.program().load(session.key(), Logits::last));
+  return talk(Chat(model, session.cache(), options), options);
+}
+
+/// What a draft guesses, verified in trees.
+Result<int> run_with_draft(Model& model, const Options& options) {
+  ASSIGN_OR_RETURN(
+      auto session, make_tree_session(kMLXBackend, model.config()));
+  RETURN_IF_ERROR(model.program().load(session.key(), Logits::all));
+  ASSIGN_OR_RETURN(
+      const auto draft,
+      make_draft(
+          *options.speculation.draft, options.model, model, session.cache()));
+  Speculator speculator(model, session.cache(), *draft, options.speculation);
+  return talk(Chat(model, session.cache(), options, &speculator), options);
+}
+
+Result<int> run(const Options& options) {
+  ASSIGN_OR_RETURN(auto model, Model::open(options.model));
+  if (options.speculation.draft) {
+    return run_with_draft(model, options);
+  }
+  const std::string kind = options.session.value_or(Cache::kKind);
+  if (kind == SeqCache::kKind) {
+    return run_on<SeqCache>(model, options);
+  }
+  if (kind == TreeCache::kKind) {
+    return run_on<TreeCache>(model, options);
+  }
+  return run_on<Cache>(model, options);
 }
 
 int fail(const Error& error, int status) {

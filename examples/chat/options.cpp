@@ -35,6 +35,14 @@ Arguments arguments_into(Given& given) {
       1,
       std::numeric_limits<int32_t>::max(),
       &given.max_new_tokens);
+  add_speculation_arguments(
+      arguments, given.options.speculation, "; nobody otherwise");
+  arguments.choice(
+      "--session",
+      {"contiguous", "seq", "tree"},
+      "the kind of cache; the answers are the same\n"
+      "(contiguous, or tree with --draft)",
+      &given.options.session);
   arguments.flag(
       "--ids",
       "end with a line `ids: …` of the generated ids, the\n"
@@ -66,6 +74,11 @@ Result<Options> parse_options(int argc, const char* const* argv) {
   if (options.model.raw && options.system) {
     return refuse(
         "--system is a part of the chat template, which --raw leaves out");
+  }
+  if (options.speculation.draft && options.session.value_or("tree") != "tree") {
+    return refuse(
+        "--draft takes --session tree, not " + *options.session +
+        ": guesses are trees");
   }
   if (options.prompt && options.prompt->empty()) {
     return refuse("the prompt is empty");

@@ -7,6 +7,7 @@
 
 #include "etkv/etkv.hpp"
 #include "examples/common/model.hpp"
+#include "examples/speculation/speculator.hpp"
 
 namespace etkv::examples {
 
@@ -16,6 +17,9 @@ struct Options {
   std::optional<std::string> prompt;
   std::optional<std::string> system;
   int64_t max_new_tokens = 256;
+  SpeculationOptions speculation;
+  /// The kind of cache; none for "contiguous", or "tree" with a draft.
+  std::optional<std::string> session;
   bool ids = false;
   bool help = false;
   bool version = false;

@@ -87,11 +87,11 @@ std::string describe(
   if (answer.reused_tokens > 0) {
     text += ", " + std::to_string(answer.reused_tokens) + " cached";
   }
-  if (answer.decode_steps > 0 && answer.decode_seconds > 0.0) {
+  if (answer.decode_tokens > 0 && answer.decode_seconds > 0.0) {
     text +=
         " · decode " +
         fixed(
-            static_cast<double>(answer.decode_steps) / answer.decode_seconds,
+            static_cast<double>(answer.decode_tokens) / answer.decode_seconds,
             1) +
         " tokens/s";
   }

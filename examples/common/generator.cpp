@@ -6,6 +6,7 @@
 
 #include "examples/common/clock.hpp"
 #include "examples/common/interrupt.hpp"
+#include "examples/common/try.hpp"
 
 namespace etkv::examples {
 
@@ -24,11 +25,31 @@ Result<void> check_length(size_t prompt_tokens, const Cache& cache) {
   return {};
 }
 
+Result<int64_t> GreedyStepper::first(const LogitsView& logits) {
+  return argmax(logits, logits.last_row());
+}
+
+Result<std::vector<int64_t>> GreedyStepper::next(
+    const std::vector<int64_t>& text,
+    size_t) {
+  ASSIGN_OR_RETURN(
+      const auto logits,
+      program_.step_at(
+          &text.back(), static_cast<int64_t>(text.size()) - 1, /*n=*/1));
+  ASSIGN_OR_RETURN(const int64_t id, argmax(logits, logits.last_row()));
+  return std::vector<int64_t>{id};
+}
+
 Generator::Generator(
     Program& program,
     Cache& cache,
-    std::vector<int64_t> end_ids)
-    : program_(program), cache_(cache), end_ids_(std::move(end_ids)) {}
+    std::vector<int64_t> end_ids,
+    Stepper* stepper)
+    : program_(program),
+      cache_(cache),
+      end_ids_(std::move(end_ids)),
+      greedy_(program),
+      stepper_(stepper == nullptr ? &greedy_ : stepper) {}
 
 Result<Answer> Generator::answer(
     const std::vector<int64_t>& prompt,
@@ -98,28 +119,29 @@ Result<void> Generator::run(
 }
 
 Result<void> Generator::decode(
-    LogitsView logits,
+    const LogitsView& logits,
     int64_t max_new_tokens,
     const Listener& listener,
     Answer& answer) {
   Stopwatch watch;
+  const auto most = static_cast<size_t>(max_new_tokens);
+  ASSIGN_OR_RETURN(const int64_t first, stepper_->first(logits));
+  std::vector<int64_t> ids = {first};
+  // What the cache holds, and the last id, which it does not.
+  std::vector<int64_t> text = held_;
   for (;;) {
-    const auto chosen = argmax(logits, logits.last_row());
-    if (!chosen.ok()) {
-      return chosen.error();
+    for (const int64_t id : ids) {
+      answer.ids.push_back(id);
+      text.push_back(id);
+      if (!ends(id) && listener.on_token) {
+        RETURN_IF_ERROR(listener.on_token(id));
+      }
     }
-    const int64_t id = chosen.value();
-    answer.ids.push_back(id);
-    if (ends(id)) {
+    if (ends(ids.back())) {
       answer.stop = Stop::end;
       break;
     }
-    if (listener.on_token) {
-      if (auto heard = listener.on_token(id); !heard.ok()) {
-        return heard;
-      }
-    }
-    if (static_cast<int64_t>(answer.ids.size()) >= max_new_tokens) {
+    if (answer.ids.size() >= most) {
       answer.stop = Stop::limit;
       break;
     }
@@ -131,14 +153,11 @@ Result<void> Generator::decode(
       answer.stop = Stop::capacity;
       break;
     }
-    auto next =
-        program_.step_at(&id, static_cast<int64_t>(held_.size()), /*n=*/1);
-    if (!next.ok()) {
-      return next.error();
-    }
-    held_.push_back(id);
+    ASSIGN_OR_RETURN(ids, stepper_->next(text, most - answer.ids.size()));
+    held_ = text;
+    held_.insert(held_.end(), ids.begin(), ids.end() - 1);
+    answer.decode_tokens += static_cast<int64_t>(ids.size());
     ++answer.decode_steps;
-    logits = *next;
   }
   answer.decode_seconds = watch.lap();
   return {};

@@ -77,6 +77,10 @@ class Model {
   const std::vector<int64_t>& end_ids() const {
     return end_ids_;
   }
+  /// Has other ids end answers than those that the model's files name.
+  void end_with(std::vector<int64_t> ids) {
+    end_ids_ = std::move(ids);
+  }
   /// How keys and values are stored.
   const std::string& format() const {
     return format_;

@@ -1,5 +1,6 @@
 #include "examples/common/runner.hpp"
 
+#include <algorithm>
 #include <limits>
 #include <utility>
 
@@ -64,6 +65,14 @@ Runner::Runner(std::string name, const std::string& about)
       &repeat_);
   arguments_.flag("--help", "print this and leave", &help_);
   arguments_.flag("--version", "print the versions and leave", &version_);
+  require([this] { return check_format(options_.model.kv_format); });
+  require([this]() -> Result<void> {
+    const auto& prompts = options_.prompts;
+    if (std::find(prompts.begin(), prompts.end(), "") != prompts.end()) {
+      return Error(ETKV_ERROR_INVALID_ARGUMENT, "a prompt is empty");
+    }
+    return {};
+  });
 }
 
 int Runner::main(
@@ -85,14 +94,9 @@ int Runner::main(
     write_piece(versions(name_));
     return 0;
   }
-  if (const auto checked = check_format(options_.model.kv_format);
-      !checked.ok()) {
-    return fail(checked.error(), kMisused);
-  }
-  for (const auto& prompt : options_.prompts) {
-    if (prompt.empty()) {
-      return fail(
-          Error(ETKV_ERROR_INVALID_ARGUMENT, "a prompt is empty"), kMisused);
+  for (const auto& check : checks_) {
+    if (const auto met = check(); !met.ok()) {
+      return fail(met.error(), kMisused);
     }
   }
   options_.max_new_tokens = max_new_tokens_.value_or(options_.max_new_tokens);

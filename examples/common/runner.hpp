@@ -45,6 +45,11 @@ class Runner {
     return options_;
   }
 
+  /// Adds something that a command line has to meet.
+  void require(std::function<Result<void>()> check) {
+    checks_.push_back(std::move(check));
+  }
+
   /// Reads the command line and runs `body`, from opening the model to closing
   /// it, as often as was asked for. Returns what main() does: 0, 1 after an
   /// error, 2 for a command line that cannot be, 130 after Ctrl-C.
@@ -59,6 +64,7 @@ class Runner {
   std::string name_;
   Arguments arguments_;
   RunnerOptions options_;
+  std::vector<std::function<Result<void>()>> checks_;
   std::optional<int64_t> max_new_tokens_;
   std::optional<int64_t> repeat_;
   bool help_ = false;

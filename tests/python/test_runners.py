@@ -20,7 +20,14 @@ from reference import Program, Variant
 
 FAILED, MISUSED, INTERRUPTED = 1, 2, 130
 
-RUNNERS = {"admission": [], "agent_fork": ["--context-tokens", 100], "batch": [], "prefix": [], "rollback": []}
+RUNNERS = {
+    "admission": [],
+    "agent_fork": ["--context-tokens", 100],
+    "batch": [],
+    "prefix": [],
+    "rollback": [],
+    "speculative": ["--depth", 3, "--width", 2],
+}
 """Name -> what it is asked besides, so that it is done soon on a tiny model."""
 
 EACH = pytest.mark.parametrize("name", RUNNERS)
@@ -57,9 +64,10 @@ def with_longer_context(name: str) -> Program:
     short = reference.program(Variant(name))
     folder = reference.MODELS / f"{name}-long"
     hf = folder / "hf"
-    shutil.copytree(short.hf, hf, dirs_exist_ok=True)
-    config = json.loads((hf / "config.json").read_text())
-    (hf / "config.json").write_text(json.dumps({**config, "max_position_embeddings": CONTEXT}))
+    file = hf / "config.json"
+    if not file.is_file() or file.stat().st_mtime < (short.hf / "config.json").stat().st_mtime:
+        shutil.copytree(short.hf, hf, dirs_exist_ok=True)
+        file.write_text(json.dumps({**json.loads(file.read_text()), "max_position_embeddings": CONTEXT}))
     request = ExportRequest(
         model=hf, output=folder / "model.pte", dtype="float32", prefill_chunk=reference.TINY_CHUNK, keep_hf=None
     )
@@ -72,8 +80,8 @@ def command(name: str, program: Program, *options: object) -> list[object]:
     return [runner(name), "--model", program.path, *RUNNERS[name], *options]
 
 
-def succeed(name: str, program: Program, *options: object, **how) -> subprocess.CompletedProcess[str]:
-    done = reference.run(command(name, program, *options), **how)
+def succeed(name: str, program: Program, *options: object) -> subprocess.CompletedProcess[str]:
+    done = reference.run(command(name, program, *options))
     assert done.returncode == 0, (done.args, done.returncode, done.stderr)
     return done
 
@@ -103,8 +111,13 @@ def test_answers_are_those_of_plain_decoding(llama, name):
     reference.note(f"{name}: {n_answers} answers, {n_tokens} tokens")
 
 
-@EACH
-@pytest.mark.parametrize("kv_format", FORMATS)
+@pytest.mark.parametrize(
+    ("name", "kv_format"),
+    [
+        *(("batch", kv_format) for kv_format in FORMATS),
+        *((name, kv_format) for name in RUNNERS if name != "batch" for kv_format in ("f16", "affine4g32", "row-int4")),
+    ],
+)
 def test_answers_in_every_format(qwen3, name, kv_format):
     """Keys and values that are stored in few bits make the same answer whichever way they came in."""
     done = succeed(name, qwen3, "--max-new-tokens", 24, "--check", "--ids", "--kv-format", kv_format)
@@ -168,6 +181,34 @@ def test_batch_at_capacity(llama):
         assert full[title] == free[title][: len(full[title])]
 
 
+LONG = [word for letter in "abc" for word in ("--prompt", 30 * letter)]
+
+
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [
+        ("admission", ["--capacity", 90]),
+        ("agent_fork", ["--capacity", 400]),
+        ("batch", ["--capacity", 90]),
+        ("prefix", ["--capacity", 220, *LONG]),
+        (
+            "rollback",
+            ["--capacity", 155, "--max-new-tokens", 40, *(word for x in "abc" for word in ("--prompt", 30 * x))],
+        ),
+        ("speculative", ["--capacity", 110]),
+    ],
+)
+def test_a_full_cache_ends_an_answer_and_not_the_runner(llama, name, options):
+    """It is told, what is taken back makes room, and all that there is of every answer is right."""
+    words = [str(word) for word in command(name, llama, "--max-new-tokens", MOST, "--check", *options)]
+    # Both streams as they come, for the order of things.
+    streams = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
+    done = subprocess.run(words, **streams, encoding="utf-8", timeout=60, check=True)
+    _, _, after = done.stdout.partition(f"stopped: the cache is full at {options[1]} positions (--capacity)\n")
+    assert "## " in after, "there are more answers"
+    assert re.search(r"^check: \d+ answers, \d+ tokens as plain decoding chooses them$", after, re.M)
+
+
 @EACH
 def test_a_prompt_longer_than_the_capacity(llama, name):
     done = reference.run(command(name, llama, "--capacity", 10, "--prompt", "Where?"))
@@ -175,6 +216,116 @@ def test_a_prompt_longer_than_the_capacity(llama, name):
     assert re.fullmatch(
         rf"etkv_{name}: the prompt is \d+ tokens long, and the cache holds 10 \(--capacity\)\n", done.stderr
     )
+
+
+# ---- Forks ----------------------------------------------------------------------------------------------------------
+
+
+def test_a_fork_costs_what_its_branches_have_for_themselves(llama):
+    """Eight branches on a context of 1024 tokens: it is read once, and held once."""
+    done = succeed("agent_fork", llama, "--context-tokens", 1024, "--max-new-tokens", 16)
+    (prefill,) = re.findall(
+        r"^prefill: (\d+) tokens, (\d+) of them shared; 8 runs would read (\d+), (\d+) are spared$", done.stderr, re.M
+    )
+    read, shared, apart, spared = map(int, prefill)
+    assert shared >= 1024
+    assert spared == apart - read == 7 * shared
+    (held,) = re.findall(
+        r"^cache: (\d+) positions, (\d+) of them the branches' own, the longest of (\d+); "
+        r"([\d.]+) MiB in use, ([\d.]+) MiB held; 8 runs would use ([\d.]+) MiB",
+        done.stderr,
+        re.M,
+    )
+    positions, own, longest = map(int, held[:3])
+    used, allocated, used_apart = map(float, held[3:])
+    assert positions == shared + own
+    bytes_each = (allocated + 0.05) / positions
+    assert used <= allocated < 1.2 * longest * bytes_each + own * bytes_each
+    assert used_apart > 4 * used
+    reference.note(f"{held[0]} positions in {allocated} MiB; one branch is {longest} long, all have {own} of their own")
+
+
+# ---- Guesses --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("shape", [[], ["--depth", 5, "--width", 3]], ids=["auto", "fixed"])
+@pytest.mark.parametrize("kv_format", ["f32", "affine4g32", "row-int4"])
+@pytest.mark.parametrize("draft", ["itself", "another", "ngram"])
+def test_guesses_leave_the_answer_alone(llama, qwen3, draft, kv_format, shape):
+    path = {"itself": qwen3.path, "another": llama.path, "ngram": "ngram"}[draft]
+    own = ["--kv-format", kv_format] if draft != "another" or kv_format == "f32" else ["--kv-format", "row-int4"]
+    words = [
+        runner("speculative"),
+        "--model",
+        qwen3.path,
+        "--draft",
+        path,
+        "--max-new-tokens",
+        MOST,
+        "--check",
+        "--ids",
+    ]
+    done = reference.run([*words, *own, *shape])
+    assert done.returncode == 0, done.stderr
+    assert checked(done) == (3, sum(map(len, answers(done.stdout))))
+    steps = [float(found) for found in re.findall(r"([\d.]+) a step, ", done.stderr)]
+    assert len(steps) == 3
+    if draft == "itself" and shape:
+        assert min(steps) > 5.5, "its own guesses are all right"
+
+
+def test_chance_is_repeatable(llama):
+    words = ["--draft", llama.path, "--temperature", 0.8, "--ids", "--max-new-tokens", 16, "--seed"]
+    first, same, other = (succeed("speculative", llama, *words, seed).stdout for seed in (1, 1, 2))
+    assert first == same
+    assert first != other
+
+
+def test_guesses_that_cannot_be(llama, tmp_path):
+    refused(command("speculative", llama, "--temperature", -1), MISUSED, "--temperature", "from 0.0 to 100.0", '"-1"')
+    refused(command("speculative", llama, "--temperature", "nan"), MISUSED, '"nan"')
+    refused(command("speculative", llama, "--temperature", 1, "--check"), MISUSED, "--check", "--temperature")
+    refused(command("speculative", llama, "--depth", "deep"), MISUSED, "--depth takes auto or a whole number from 0")
+    refused(command("speculative", llama, "--width", 0), MISUSED, "--width takes auto or a whole number from 1")
+    refused(command("speculative", llama, "--draft", tmp_path / "no.pte"), FAILED, "there is no program at")
+    refused(command("speculative", llama, "--draft", tmp_path), FAILED, "is a folder")
+
+
+# ---- etkv_chat ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kv_format", ["f32", "nvfp4", "row-int4", "affine8g32"])
+def test_chat_answers_the_same_on_every_kind_of_cache(qwen3, llama, kv_format):
+    words = [reference.CHAT, "--model", qwen3.path, "--prompt", "Well?", "--ids", "--max-new-tokens", 40]
+    words += ["--kv-format", kv_format]
+    kinds = [[], *(["--session", kind] for kind in ("contiguous", "seq", "tree"))]
+    drafts = [["--draft", "ngram"], ["--draft", qwen3.path, "--depth", 4, "--session", "tree"]]
+    done = [reference.run([*words, *more]) for more in (*kinds, *drafts)]
+    assert [one.returncode for one in done] == [0] * len(done), [one.stderr for one in done]
+    assert len({one.stdout for one in done}) == 1
+    assert "a step" in done[-1].stderr
+    assert f"({kv_format})" in done[0].stderr
+
+
+def test_chat_goes_on_with_a_draft(llama):
+    """What is taken back is taken back from the draft, too."""
+    lines = "hi\nand then?\n/undo\nand now?\n/reset\nhi\n"
+    words = [reference.CHAT, "--model", llama.path, "--ids", "--max-new-tokens", 24]
+    plain, guessed = (
+        reference.run([*words, *more], input=lines, stdin=None)
+        for more in ([], ["--draft", llama.path, "--depth", 3, "--width", 2])
+    )
+    assert (plain.returncode, guessed.returncode) == (0, 0)
+    assert guessed.stdout == plain.stdout
+    ids = answers(plain.stdout)
+    assert len(ids) == 4
+    assert ids[0] == ids[3]
+
+
+def test_chat_with_a_draft_on_another_kind_of_cache(llama):
+    words = [reference.CHAT, "--model", llama.path, "--prompt", "hi", "--draft", "ngram", "--session", "seq"]
+    refused(words, MISUSED, "--draft takes --session tree, not seq")
+    refused([*words[:-1], "ring"], MISUSED, "--session takes one of contiguous, seq, tree", '"ring"')
 
 
 # ---- The command line -----------------------------------------------------------------------------------------------
