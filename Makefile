@@ -69,7 +69,7 @@ test-rust: .venv/.ready ## Run Rust's tests; the bookkeeping also without MLX
 test-cpp: build ## Run the tests of the C and C++ faces
 	ctest --test-dir build/cmake --output-on-failure
 
-test-package: build ## Build and run what others build on etkv: installed, within, by the docs
+test-package: build model ## Build and run what others build on etkv: installed, within, from a wheel, by the docs
 	python tests/package/run.py build/cmake
 
 test-sanitize: .venv/.ready ## Run the tests of the C and C++ faces with address and undefined-behaviour checks
@@ -93,9 +93,10 @@ bench: build model ## Compare speed and memory with mlx-lm
 bench-caches: .venv/.ready ## Measure plans, forks and decode steps of every kind and format
 	cargo bench --locked -p etkv-benches
 
-test-long: .venv/.ready ## Millions of generated operations against the oracles
+test-long: build ## Millions of generated operations against the oracles
 	ETKV_RUNS=40000 cargo test --release --locked -p etkv-tests --no-default-features
 	ETKV_RUNS=4000 cargo test --release --locked -p etkv-tests --test caches
+	ETKV_STEP_SEEDS=40 python -m pytest tests/python/test_native_steps.py
 
 clean: ## Remove what was built; .venv/ and exported models stay
 	rm -rf build/cargo build/cmake build/sanitize build/bin build/lib

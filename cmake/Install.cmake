@@ -1,6 +1,13 @@
 # `cmake --install`: a tree that can be moved, with a CMake package and a
 # pkg-config file.
 
+if(SKBUILD)
+  # Of a wheel: what Python loads, and the header that it reads signatures from.
+  install(TARGETS etkv etkv_mlx_backend LIBRARY DESTINATION lib COMPONENT python)
+  install(FILES include/etkv/etkv.h DESTINATION include/etkv COMPONENT python)
+  return()
+endif()
+
 include(CMakePackageConfigHelpers)
 
 set(package_dir ${CMAKE_INSTALL_LIBDIR}/cmake/etkv)

@@ -31,11 +31,14 @@ endfunction()
 
 # etkv_shared(NAME EXPORTS): what is common to the shared libraries.
 function(etkv_shared name exports)
-  set_target_properties(
-    ${name} PROPERTIES
-    LINKER_LANGUAGE CXX
-    VERSION ${PROJECT_VERSION}
-    SOVERSION ${PROJECT_VERSION_MAJOR})
+  set_target_properties(${name} PROPERTIES LINKER_LANGUAGE CXX)
+  if(NOT SKBUILD)
+    # A wheel has no symbolic links, and no second version beside its own.
+    set_target_properties(
+      ${name} PROPERTIES
+      VERSION ${PROJECT_VERSION}
+      SOVERSION ${PROJECT_VERSION_MAJOR})
+  endif()
   if(APPLE)
     target_link_options(
       ${name} PRIVATE

@@ -21,6 +21,11 @@ function(etkv_rust_library target)
   if(ETKV_MLX_DIR)
     list(APPEND environment ETKV_MLX_DIR=${ETKV_MLX_DIR})
   endif()
+  if(SKBUILD)
+    # It names the compilers that Python was built with; Cargo finds those that a
+    # plain build finds.
+    list(PREPEND environment --unset=CC --unset=CXX)
+  endif()
   add_custom_target(
     ${target}_build
     COMMAND

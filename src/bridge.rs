@@ -99,7 +99,8 @@ impl Delegate {
         logits: &str,
     ) -> ffi::Outcome {
         self.guarded(|delegate| {
-            let options = LoadOptions::parse(cache_key, logits)?;
+            let texts = capi::or_of_thread(cache_key, logits);
+            let options = LoadOptions::parse(&texts.cache_key, &texts.logits)?;
             delegate.program = Some(Program::load(payload, &mut constants.as_mut(), &options)?);
             Ok(())
         })

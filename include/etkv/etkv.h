@@ -84,7 +84,7 @@ extern "C" {
 /* ---- Version ------------------------------------------------------------ */
 
 /** The interface that this header describes; grows with every addition. */
-#define ETKV_ABI_VERSION 1
+#define ETKV_ABI_VERSION 2
 
 /** The interface that the linked library has; at least ETKV_ABI_VERSION. */
 ETKV_API uint32_t etkv_abi_version(void);
@@ -150,6 +150,30 @@ ETKV_API etkv_error* etkv_error_new(etkv_status status, const char* message);
  * behind it is here. The caller frees it.
  */
 ETKV_API etkv_error* etkv_delegate_take_error(void);
+
+/* ---- The delegate --------------------------------------------------------- */
+
+/**
+ * Sets how the calling thread loads programs from now on, for hosts whose
+ * ExecuTorch passes no backend options, as its Python runtime does not. Options
+ * that it does pass go before these.
+ *
+ * @param cache_key  a session's key, or one of the registry; NULL for none.
+ * @param logits     "all" or "last": which rows of the logits to compute; NULL
+ *                   for "all".
+ */
+ETKV_API etkv_status etkv_delegate_set_load_options(
+    const char* cache_key,
+    const char* logits,
+    etkv_error** error);
+
+/**
+ * Tells whether this build can run a program, from the delegate's payload of
+ * `n_bytes` alone: ETKV_ERROR_UNSUPPORTED names every operation that it lacks, and
+ * ETKV_ERROR_PROGRAM is for a payload that is damaged or foreign.
+ */
+ETKV_API etkv_status
+etkv_delegate_check(const uint8_t* payload, size_t n_bytes, etkv_error** error);
 
 /* ---- The process ----------------------------------------------------- */
 

@@ -1,6 +1,70 @@
 """The KV cache of an ExecuTorch program, from Python.
 
-Importing this package imports neither torch nor ExecuTorch; its modules do so when they are used.
+.. code-block:: python
+
+    config = etkv.CacheConfig(etkv.read_kv_cache_metadata("model.pte").layers, capacity=4096)
+    with etkv.DecodeSession(config) as session, etkv.load("model.pte", session, logits="last") as program:
+        tokenizer = etkv.Tokenizer.beside("model.pte")
+        for piece in tokenizer.stream(etkv.generate(program, tokenizer.chat("What is a KV cache?"))):
+            print(piece, end="", flush=True)
+
+Importing this package imports neither torch nor ExecuTorch: its functions do so when they are called.
 """
+
+from etkv.cache import Cache, Memory, SeqCache, TreeCache, estimate, row_bytes
+from etkv.chat import Chat
+from etkv.config import CacheConfig, LayerConfig
+from etkv.errors import (
+    CapacityError,
+    EtkvError,
+    KindError,
+    NoCacheError,
+    PositionError,
+    ProgramError,
+    Status,
+    StatusError,
+    StepError,
+    UnsupportedError,
+)
+from etkv.generation import Generation, generate
+from etkv.metadata import ModelCacheParams, read_kv_cache_metadata, write_kv_cache_metadata
+from etkv.runtime import Program, load, register_backend
+from etkv.session import DecodeSession, SeqSession, Session, TreeSession
+from etkv.tokenizer import Tokenizer
+
+__all__ = [
+    "Cache",
+    "CacheConfig",
+    "CapacityError",
+    "Chat",
+    "DecodeSession",
+    "EtkvError",
+    "Generation",
+    "KindError",
+    "LayerConfig",
+    "Memory",
+    "ModelCacheParams",
+    "NoCacheError",
+    "PositionError",
+    "Program",
+    "ProgramError",
+    "SeqCache",
+    "SeqSession",
+    "Session",
+    "Status",
+    "StatusError",
+    "StepError",
+    "Tokenizer",
+    "TreeCache",
+    "TreeSession",
+    "UnsupportedError",
+    "estimate",
+    "generate",
+    "load",
+    "read_kv_cache_metadata",
+    "register_backend",
+    "row_bytes",
+    "write_kv_cache_metadata",
+]
 
 __version__ = "0.1.0"

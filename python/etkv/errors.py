@@ -1,11 +1,97 @@
 """Errors that a user can put right, and how errors of other packages are told."""
 
+from __future__ import annotations
+
+from enum import IntEnum
+
 
 class EtkvError(ValueError):
     """Something the caller can put right: the message names the value and the limit it breaks, in one line.
 
     The commands of this package print it to stderr and end with status 2.
     """
+
+
+class Status(IntEnum):
+    """What went wrong: the numbers of ``etkv_status`` in ``etkv.h``."""
+
+    INVALID_ARGUMENT = 1
+    CAPACITY = 2
+    POSITION = 3
+    NO_CACHE = 4
+    KIND = 5
+    SHAPE = 6
+    DTYPE = 7
+    PROGRAM = 8
+    UNSUPPORTED = 9
+    MLX = 10
+    STEP = 11
+    INTERNAL = 12
+
+
+class StatusError(EtkvError):
+    """What a cache or a program refuses; ``status`` is the code of ``etkv.h``. Nothing has changed then."""
+
+    status: Status = Status.INTERNAL
+
+    def __init__(self, message: str, status: Status | None = None) -> None:
+        super().__init__(message)
+        if status is not None:
+            self.status = status
+
+
+class CapacityError(StatusError):
+    """The step or the sequence does not fit in the cache."""
+
+    status = Status.CAPACITY
+
+
+class PositionError(StatusError):
+    """A position is negative, leaves a gap, breaks the run of its step, or is gone."""
+
+    status = Status.POSITION
+
+
+class NoCacheError(StatusError):
+    """A program ran without a cache, or no cache is known by a key."""
+
+    status = Status.NO_CACHE
+
+
+class KindError(StatusError):
+    """The cache is of a kind that cannot do this."""
+
+    status = Status.KIND
+
+
+class ProgramError(StatusError):
+    """The program is damaged, foreign or of a newer format."""
+
+    status = Status.PROGRAM
+
+
+class UnsupportedError(StatusError):
+    """The program needs something that this build does not have."""
+
+    status = Status.UNSUPPORTED
+
+
+class StepError(StatusError):
+    """A step is open on the cache, or none is."""
+
+    status = Status.STEP
+
+
+_CLASSES = {
+    cls.status: cls
+    for cls in (CapacityError, PositionError, NoCacheError, KindError, ProgramError, UnsupportedError, StepError)
+}
+
+
+def status_error(status: int, message: str) -> StatusError:
+    """The exception for a status."""
+    known = Status(status) if status in Status._value2member_map_ else Status.INTERNAL
+    return _CLASSES.get(known, StatusError)(message, known)
 
 
 def first_line(error: BaseException) -> str:

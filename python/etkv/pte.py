@@ -1,26 +1,29 @@
-"""Reads what an exported ``.pte`` holds: its delegates, its constant methods and the MLX instructions.
+"""Reads what an exported ``.pte`` holds: its methods, its constants and the MLX instructions.
 
-``python -m etkv.pte MODEL.pte`` prints a summary; ``--instructions`` adds every instruction with its fields.
+Only tables are read, and what is asked for: a file of many gigabytes of weights is opened at the price of a small one.
 """
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import json
-import sys
-from collections import Counter
+import struct
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from etkv import _library
 from etkv._mlx_serialization import ensure_available
 from etkv.errors import EtkvError, first_line
-from etkv.export.progress import third_party_noise
 
 _LISTS = frozenset({"get_eos_ids"})
 """Constant methods with one output an element."""
+
+_MLX = "MLXBackend"
+
+_HEAD = struct.Struct("<8x4sIQQ")
+"""Flatbuffer's own head, then the extended header: its mark, its length, bytes of the tables, where segments begin."""
 
 _SCALAR_TYPES = {
     0: "uint8",
@@ -34,6 +37,116 @@ _SCALAR_TYPES = {
     15: "bfloat16",
     28: "uint32",
 }
+
+
+class PteFile:
+    """The tables of a program, and its segments on demand.
+
+    Raises :class:`EtkvError` where ``path`` cannot be read, is no program, or is damaged.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        try:
+            with path.open("rb") as file:
+                self.size = path.stat().st_size
+                head = file.read(_HEAD.size)
+                if head[4:6] != b"ET":
+                    raise EtkvError(f"{path} is not an ExecuTorch program")
+                n_tables, self._segments_at = self.size, 0
+                if len(head) == _HEAD.size and head[8:12] == b"eh00":
+                    _, _, n_tables, self._segments_at = _HEAD.unpack(head)
+                file.seek(0)
+                tables = file.read(min(n_tables, self.size))
+        except OSError as error:
+            raise EtkvError(f"{path} cannot be read: {error.strerror}") from error
+        with self._damage_told():
+            from executorch.exir._serialize._flatbuffer import _program_flatbuffer_to_json
+
+            self._tables = json.loads(_program_flatbuffer_to_json(tables))
+            self._plans = {plan["name"]: plan for plan in self._tables["execution_plan"]}
+
+    @property
+    def delegates(self) -> dict[str, list[str]]:
+        """Method name -> ids of the delegates that it calls, in order."""
+        return {name: [delegate["id"] for delegate in plan.get("delegates", [])] for name, plan in self._plans.items()}
+
+    @property
+    def constant_names(self) -> list[str]:
+        """The methods that take no input and call no delegate: facts that the exporter wrote down."""
+        return [name for name, plan in self._plans.items() if not plan.get("delegates") and not plan.get("inputs")]
+
+    def operators(self, method: str) -> list[str]:
+        """Names of the operators of ``method`` that run outside any delegate."""
+        if method not in self._plans:
+            raise EtkvError(f"{self.path} has no method {method}")
+        return [operator["name"] for operator in self._plans[method].get("operators", [])]
+
+    @property
+    def named_data(self) -> dict[str, int]:
+        """Names of the constants that delegates read -> their bytes."""
+        segments = self._tables.get("segments", [])
+        return {item["key"]: segments[item["segment_index"]]["size"] for item in self._tables.get("named_data", [])}
+
+    def mlx_payload(self, index: int = 0) -> bytes:
+        """The payload of the MLX delegate number ``index``, over all methods."""
+        found = [
+            delegate
+            for plan in self._plans.values()
+            for delegate in plan.get("delegates", [])
+            if delegate["id"] == _MLX
+        ]
+        if not 0 <= index < len(found):
+            raise EtkvError(f"{self.path} has no MLX delegate number {index}")
+        with self._damage_told():
+            place = found[index]["processed"]
+            if place["location"] == "SEGMENT":
+                segment = self._tables["segments"][place["index"]]
+                return self._read(self._segments_at + segment["offset"], segment["size"])
+            return bytes(self._tables["backend_delegate_data"][place["index"]]["data"])
+
+    def _read(self, offset: int, n_bytes: int) -> bytes:
+        if offset + n_bytes > self.size:
+            raise EtkvError(
+                f"{self.path} is damaged: it has {self.size} bytes, a segment goes up to {offset + n_bytes}"
+            )
+        with self.path.open("rb") as file:
+            file.seek(offset)
+            return file.read(n_bytes)
+
+    @contextlib.contextmanager
+    def _damage_told(self) -> Iterator[None]:
+        """Tell what readers of flatbuffers raise on a damaged file, which is of many types, as :class:`EtkvError`."""
+        try:
+            yield
+        except EtkvError:
+            raise
+        except Exception as error:
+            raise EtkvError(f"{self.path} is damaged: {first_line(error)}") from error
+
+
+def constant_methods(path: Path) -> dict[str, Any]:
+    """Constant method name -> its value: an int, a bool, a float or a list of ints.
+
+    Runs each method with the wheel's runtime, so what comes back is what a runner in C++ reads. A list of ints, which
+    a program keeps as one output an element, is a list here even if it has one element only.
+    """
+    from executorch.runtime import Runtime, Verification
+
+    names = PteFile(path).constant_names
+    try:
+        with _library.EXECUTORCH_CALLS:
+            program = Runtime.get().load_program(path, verification=Verification.Minimal)
+            return {name: constant(program, name) for name in names}
+    except RuntimeError as error:
+        raise EtkvError(f"{path} is damaged: {first_line(error)}") from error
+
+
+def constant(program: Any, name: str) -> Any:
+    """The value of the constant method ``name`` of a program that ``executorch.runtime`` has loaded."""
+    with _library.EXECUTORCH_CALLS:
+        values = [_plain(output) for output in program.load_method(name).execute([])]
+    return values if name in _LISTS else values[0]
 
 
 @dataclass(frozen=True)
@@ -63,111 +176,28 @@ class MlxProgram:
         return chains[index]["instructions"] if 0 <= index < len(chains) else []
 
 
-def delegates(path: Path) -> dict[str, list[str]]:
-    """Method name -> ids of the delegates that it calls, in order.
-
-    Raises :class:`EtkvError` if ``path`` is not an ExecuTorch program.
-    """
-    return {
-        plan["name"]: [delegate["id"] for delegate in plan.get("delegates", [])]
-        for plan in _program(path)["execution_plan"]
-    }
-
-
-def undelegated_operators(path: Path, method: str = "forward") -> list[str]:
-    """Names of the operators of ``method`` that run outside any delegate."""
-    for plan in _program(path)["execution_plan"]:
-        if plan["name"] == method:
-            return [operator["name"] for operator in plan.get("operators", [])]
-    raise EtkvError(f"{path} has no method {method}")
-
-
-def constant_methods(path: Path) -> dict[str, Any]:
-    """Constant method name -> its value: an int, a bool, a float or a list of ints.
-
-    Runs each method with the wheel's runtime, so what comes back is what a runner in C++ reads. A list of ints, which
-    a program keeps as one output an element, is a list here even if it has one element only.
-    """
-    from executorch.runtime import Runtime, Verification
-
-    names = [name for name, ids in delegates(path).items() if not ids]
-    program = Runtime.get().load_program(path, verification=Verification.Minimal)
-    return {name: _plain(name, program.load_method(name).execute([])) for name in names}
-
-
 def mlx_program(path: Path, index: int = 0) -> MlxProgram:
     """The MLX delegate number ``index`` of the program at ``path``."""
+    return decode_mlx(PteFile(path).mlx_payload(index), path)
+
+
+def decode_mlx(payload: bytes, path: Path) -> MlxProgram:
+    """The instructions of a payload; ``path`` names it in errors."""
     ensure_available()
     from executorch.backends.mlx import pte_inspector
 
-    with _damage_told(path):
-        payload = pte_inspector.extract_delegate_payload(_read(path), "mlx", delegate_index=index)
-    if payload is None:
-        raise EtkvError(f"{path} has no MLX delegate number {index}")
-    graph = pte_inspector.parse_mlx_payload(payload)["graph"]
+    try:
+        graph = pte_inspector.parse_mlx_payload(payload)["graph"]
+    except Exception as error:
+        raise EtkvError(f"{path} is damaged: {first_line(error)}") from error
     if "error" in graph:
         raise EtkvError(f"{path}: the MLX delegate cannot be read: {graph['error']}")
     names = {slot["slot_idx"]: slot["name"] for slot in graph["named_slots"] if slot["slot_type"] == 0}
     return MlxProgram(graph, _tensor_texts(payload), names)
 
 
-def describe(program: MlxProgram) -> Iterator[str]:
-    """The summary of a program, line by line."""
-    graph = program.graph
-    yield (
-        f"tensors: {graph['num_constant_tensors']} constants, {graph['num_input_tensors']} inputs, "
-        f"{graph['num_output_tensors']} outputs, {graph['num_mutable_buffer_tensors']} mutable buffers, "
-        f"{graph['num_temp_tensors']} temporaries; {graph['num_values']} values"
-    )
-    for label, slots in (("inputs", graph["input_map"]), ("outputs", graph["output_map"])):
-        yield f"{label}: " + ", ".join(_slot_text(program, slot) for slot in slots)
-    for label, chain in (("init chain", program.init_chain), ("main chain", program.main_chain)):
-        yield f"{label}: {len(chain)} instructions"
-        for name, count in Counter(instruction["op_name"] for instruction in chain).most_common():
-            yield f"  {count:6} {name}"
-
-
-def instruction_text(program: MlxProgram, instruction: dict[str, Any]) -> str:
-    """One instruction as a line: its name, then each field; ``t7`` is a tensor, ``v2`` an integer value slot."""
-    fields = (
-        f"{key}={_field_text(program, value)}"
-        for key, value in instruction.items()
-        if key not in ("instr_idx", "op_type", "op_name")
-    )
-    return f"{instruction['instr_idx']:5} {instruction['op_name']} " + " ".join(fields)
-
-
-def _program(path: Path) -> dict[str, Any]:
-    from executorch.exir._serialize._flatbuffer import _program_flatbuffer_to_json
-
-    with _damage_told(path):
-        return json.loads(_program_flatbuffer_to_json(_read(path)))
-
-
-def _read(path: Path) -> bytes:
-    try:
-        data = path.read_bytes()
-    except OSError as error:
-        raise EtkvError(f"{path} cannot be read: {error.strerror}") from error
-    if data[4:6] != b"ET":
-        raise EtkvError(f"{path} is not an ExecuTorch program")
-    return data
-
-
-@contextlib.contextmanager
-def _damage_told(path: Path) -> Iterator[None]:
-    """Tell what readers of flatbuffers raise on a damaged file, which is of many types, as an :class:`EtkvError`."""
-    try:
-        yield
-    except EtkvError:
-        raise
-    except Exception as error:
-        raise EtkvError(f"{path} is damaged: {first_line(error)}") from error
-
-
-def _plain(name: str, outputs: Any) -> Any:
-    values = [output.tolist() if hasattr(output, "tolist") else output for output in outputs]
-    return values if name in _LISTS else values[0]
+def _plain(output: Any) -> Any:
+    return output.tolist() if hasattr(output, "tolist") else output
 
 
 def _tensor_texts(payload: bytes) -> list[str]:
@@ -191,63 +221,3 @@ def _dim_text(dim: Any) -> str:
     if dim.Value() != -1:
         return str(dim.Value())
     return f"{dim.MinValue()}..{dim.MaxValue() if dim.MaxValue() != -1 else ''}"
-
-
-def _slot_text(program: MlxProgram, slot: dict[str, int]) -> str:
-    index = slot["idx"]
-    return _tensor_text(program, index) if slot["slot_type"] == 0 else f"v{index}"
-
-
-def _tensor_text(program: MlxProgram, index: int) -> str:
-    name = program.names.get(index, "")
-    meta = program.tensors[index] if index < len(program.tensors) else ""
-    note = ":".join(part for part in (name, meta) if part)
-    return f"t{index}({note})" if note else f"t{index}"
-
-
-def _field_text(program: MlxProgram, value: Any) -> str:
-    if isinstance(value, dict):
-        if "tid" in value:
-            return _tensor_text(program, value["tid"])
-        if "vid" in value:
-            return f"v{value['vid']}"
-        if "literal" in value:
-            return str(value["literal"])
-    if isinstance(value, list):
-        return "[" + ", ".join(_field_text(program, item) for item in value) + "]"
-    if isinstance(value, str) and value.startswith("tid "):
-        return _tensor_text(program, int(value[4:]))
-    return str(value)
-
-
-def main(arguments: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="python -m etkv.pte", description="Show what an exported .pte holds.")
-    parser.add_argument("program", type=Path, metavar="MODEL.pte")
-    parser.add_argument("--instructions", action="store_true", help="also print every instruction with its fields")
-    options = parser.parse_args(arguments)
-    try:
-        with third_party_noise(allowed=False):
-            lines = list(_report(options.program, options.instructions))
-    except EtkvError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
-    print("\n".join(lines))
-    return 0
-
-
-def _report(path: Path, instructions: bool) -> Iterator[str]:
-    for method, ids in delegates(path).items():
-        yield f"method {method}: {', '.join(ids) if ids else 'constant'}"
-    for name, value in constant_methods(path).items():
-        yield f"{name}: {value}"
-    program = mlx_program(path)
-    yield from describe(program)
-    if instructions:
-        for label, chain in (("init chain", program.init_chain), ("main chain", program.main_chain)):
-            yield f"{label}:"
-            for instruction in chain:
-                yield instruction_text(program, instruction)
-
-
-if __name__ == "__main__":
-    sys.exit(main())

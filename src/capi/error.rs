@@ -1,6 +1,5 @@
 //! `etkv_error`: an error that the caller owns.
 
-use std::cell::RefCell;
 use std::ffi::{c_char, CString};
 
 use super::boundary;
@@ -27,7 +26,7 @@ impl etkv_error {
         handle::give(Self::new(error.status() as i32, error.message()))
     }
 
-    fn new(status: i32, message: &str) -> Self {
+    pub(super) fn new(status: i32, message: &str) -> Self {
         let message = CString::new(message.replace('\0', " ")).unwrap_or_default();
         Self { status, message }
     }
@@ -113,23 +112,4 @@ pub extern "C" fn etkv_error_message(error: *const etkv_error) -> *const c_char 
 #[no_mangle]
 pub extern "C" fn etkv_error_free(error: *mut etkv_error) {
     boundary::free(error);
-}
-
-thread_local! {
-    static REPORTED: RefCell<Option<etkv_error>> = const { RefCell::new(None) };
-}
-
-/// Keeps the delegate's error for [`etkv_delegate_take_error`] on this thread.
-#[cfg_attr(not(feature = "delegate"), allow(dead_code))]
-pub(crate) fn report(status: i32, message: &str) {
-    let status = if status == 0 { Status::Internal as i32 } else { status };
-    // A thread that ends may have nothing left to keep it in.
-    let _ = REPORTED.try_with(|kept| kept.replace(Some(etkv_error::new(status, message))));
-}
-
-/// Takes the error that the delegate last reported on the calling thread.
-#[no_mangle]
-pub extern "C" fn etkv_delegate_take_error() -> *mut etkv_error {
-    let taken = REPORTED.try_with(RefCell::take).ok().flatten();
-    taken.map_or(std::ptr::null_mut(), handle::give)
 }

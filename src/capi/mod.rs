@@ -4,6 +4,7 @@ mod boundary;
 mod cache;
 mod config;
 mod custom;
+mod delegate;
 mod error;
 mod forwards;
 mod handle;
@@ -16,4 +17,4 @@ mod tree;
 
 pub(crate) use boundary::panic_error;
 #[cfg(feature = "delegate")]
-pub(crate) use error::report;
+pub(crate) use delegate::{or_of_thread, report};

@@ -11,7 +11,7 @@ use crate::mlx;
 /// The interface that this library has.
 #[no_mangle]
 pub extern "C" fn etkv_abi_version() -> u32 {
-    1
+    2
 }
 
 /// The library's version.

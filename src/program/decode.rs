@@ -261,4 +261,58 @@ mod tests {
         assert_eq!(error.status(), Status::Program);
         assert_eq!(error.message(), "instruction 0: tensor 1 is read before it is written");
     }
+
+    fn split(n_sizes: usize, n_outs: u32) -> crate::Error {
+        let payload = program(
+            |builder| {
+                let sizes: Vec<_> = (0..n_sizes)
+                    .map(|_| {
+                        let args = fb::IntOrVidArgs { literal: 2, ..Default::default() };
+                        fb::IntOrVid::create(builder, &args)
+                    })
+                    .collect();
+                let sizes = builder.create_vector(&sizes);
+                let outs: Vec<_> = (0..n_outs).map(fb::Tid::new).collect();
+                let outs = builder.create_vector(&outs);
+                let args = fb::SplitNodeArgs {
+                    x: Some(&fb::Tid::new(0)),
+                    outs: Some(outs),
+                    sizes: Some(sizes),
+                    axis: -1,
+                };
+                let node = fb::SplitNode::create(builder, &args).as_union_value();
+                vec![(fb::OpNode::SplitNode, node)]
+            },
+            3,
+        );
+        error(&payload)
+    }
+
+    #[test]
+    fn splits_that_contradict_themselves_are_refused() {
+        let error = split(2, 3);
+        assert_eq!(error.status(), Status::Program);
+        assert_eq!(error.message(), "instruction 0: a split of 2 sizes has 3 outputs");
+        assert!(split(2, 2).message().contains("tensor 0 is read before it is written"));
+    }
+
+    #[test]
+    fn a_gelu_of_another_kind_is_refused() {
+        let payload = program(
+            |builder| {
+                let (tid, approximate) = (fb::Tid::new(0), builder.create_string("quick"));
+                let args = fb::GeluNodeArgs {
+                    x: Some(&tid),
+                    out: Some(&tid),
+                    approximate: Some(approximate),
+                };
+                let node = fb::GeluNode::create(builder, &args).as_union_value();
+                vec![(fb::OpNode::GeluNode, node)]
+            },
+            1,
+        );
+        let error = error(&payload);
+        assert_eq!(error.status(), Status::Unsupported);
+        assert!(error.message().contains("Gelu by `quick`"), "{error}");
+    }
 }

@@ -131,6 +131,15 @@ impl Program {
         })
     }
 
+    /// Verifies and decodes a payload, as [`load`](Self::load) does, and no more: no
+    /// constant is read, and MLX is not asked.
+    ///
+    /// # Errors
+    /// [`Program`](Status::Program) and [`Unsupported`](Status::Unsupported).
+    pub fn check(payload: &[u8]) -> Result<()> {
+        decode(payload::read(payload)?).map(|_| ())
+    }
+
     /// Arguments that are inputs.
     pub fn n_inputs(&self) -> usize {
         self.inputs.len()

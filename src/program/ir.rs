@@ -4,6 +4,8 @@
 //! reads. Here every write makes a new value, so that "the value that linear 12
 //! makes" means one thing, and passes can reason about uses.
 
+use std::ops::RangeInclusive;
+
 use mlx_rs::Dtype;
 
 /// A tensor value: a constant, an input, or what one instruction makes.
@@ -28,10 +30,14 @@ pub enum Int {
 #[allow(missing_docs)]
 pub enum Unary {
     Cos,
+    Gelu,
+    /// With a tangent in the place of the error function.
+    GeluTanh,
     Neg,
     Sigmoid,
     Silu,
     Sin,
+    Tanh,
 }
 
 /// Element-wise functions of two tensors, which broadcast.
@@ -41,6 +47,7 @@ pub enum Binary {
     Add,
     Divide,
     Multiply,
+    Power,
     Subtract,
 }
 
@@ -111,6 +118,15 @@ pub enum Op {
         stop: Int,
         step: i32,
     },
+    /// One of the pieces that a Split makes: `start..stop` of an axis whose size
+    /// is in `sizes`, or the program contradicts itself.
+    Piece {
+        x: Value,
+        axis: i32,
+        start: i32,
+        stop: i32,
+        sizes: RangeInclusive<i32>,
+    },
     Concatenate {
         tensors: Vec<Value>,
         axis: i32,
@@ -123,6 +139,12 @@ pub enum Op {
     RmsNorm {
         x: Value,
         weight: Option<Value>,
+        eps: f32,
+    },
+    LayerNorm {
+        x: Value,
+        weight: Option<Value>,
+        bias: Option<Value>,
         eps: f32,
     },
     Addmm {
@@ -196,6 +218,7 @@ impl Op {
             | Op::Reshape { x, .. }
             | Op::Transpose { x, .. }
             | Op::Slice { x, .. }
+            | Op::Piece { x, .. }
             | Op::LastToken { x }
             | Op::SymSize { x, .. } => visit(x),
             Op::Binary { a, b, .. } => {
@@ -216,6 +239,11 @@ impl Op {
             Op::RmsNorm { x, weight, .. } => {
                 visit(x);
                 weight.iter_mut().for_each(visit);
+            }
+            Op::LayerNorm { x, weight, bias, .. } => {
+                visit(x);
+                weight.iter_mut().for_each(&mut visit);
+                bias.iter_mut().for_each(visit);
             }
             Op::Addmm { mat1, mat2, bias, .. } => {
                 visit(mat1);

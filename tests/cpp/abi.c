@@ -126,6 +126,19 @@ static void errors(void) {
   CHECK(etkv_delegate_take_error() == NULL);
 }
 
+/* What they do to programs is in sessions.cpp. */
+static void the_delegate(void) {
+  const etkv_status invalid = ETKV_ERROR_INVALID_ARGUMENT;
+  const uint8_t payload[24] = {0};
+
+  CHECK_INT(etkv_delegate_set_load_options("a", "some", NULL), invalid);
+  CHECK_INT(etkv_delegate_set_load_options("a", "last", NULL), ETKV_OK);
+  CHECK_INT(etkv_delegate_set_load_options(NULL, NULL, NULL), ETKV_OK);
+  CHECK_INT(etkv_delegate_check(NULL, 1, NULL), invalid);
+  CHECK_INT(etkv_delegate_check(payload, 24, NULL), ETKV_ERROR_PROGRAM);
+  CHECK_INT(etkv_delegate_check(payload, 0, NULL), ETKV_ERROR_PROGRAM);
+}
+
 static void struct_sizes(void) {
   setup s;
   const etkv_status invalid = ETKV_ERROR_INVALID_ARGUMENT;
@@ -668,6 +681,7 @@ static void keys_and_handles(void) {
 int main(void) {
   versions();
   errors();
+  the_delegate();
   struct_sizes();
   config_fields();
   estimates();

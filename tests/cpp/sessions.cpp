@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <set>
+#include <thread>
 
 #include "fixture.hpp"
 
@@ -161,6 +162,65 @@ void no_key() {
   Model empty("llama-f32");
   must(empty.load(""));
   check(empty);
+}
+
+/// What a host that passes no options sets for its thread instead.
+void options_of_the_thread() {
+  using executorch::runtime::Error;
+  const auto set = [](const char* key, const char* logits) {
+    return detail::run([&](etkv_error** error) {
+      return etkv_delegate_set_load_options(key, logits, error);
+    });
+  };
+  Model model("llama-f32");
+  const Session session = session_for(model);
+  CHECK_REFUSED(set("cache-0", "some"), ETKV_ERROR_INVALID_ARGUMENT, "some");
+  CHECK_REFUSED(set("\xff", nullptr), ETKV_ERROR_INVALID_ARGUMENT, "UTF-8");
+
+  must(set(session.key(), "last"));
+  // Another thread's loads are its own.
+  std::thread([] {
+    Model other("llama-f32");
+    REQUIRE(other.module().load_method("forward") == Error::Ok);
+    CHECK_REFUSED(
+        other.step(text(1), run(0, 1)), ETKV_ERROR_NO_CACHE, "cache_key");
+  }).join();
+  REQUIRE(model.module().load_method("forward") == Error::Ok);
+  CHECK_INT(must(model.step(text(3), run(0, 3))).count, 1);
+  CHECK_INT(session.cache().length(), 3);
+
+  // What ExecuTorch passes on goes first, each for itself.
+  Model second("llama-f32");
+  const Session own = session_for(second);
+  must(second.load(own.key()));
+  must(second.step(text(2), run(0, 2)));
+  CHECK_INT(own.cache().length(), 2);
+  CHECK_INT(session.cache().length(), 3);
+
+  must(set("no such key", nullptr));
+  Model third("llama-f32");
+  CHECK(third.module().load_method("forward") == Error::NotFound);
+  must(set(nullptr, nullptr));
+  REQUIRE(third.module().load_method("forward") == Error::Ok);
+  CHECK_REFUSED(
+      third.step(text(1), run(0, 1)), ETKV_ERROR_NO_CACHE, "cache_key");
+}
+
+/// A payload is judged without its constants.
+void a_payload_alone() {
+  const auto check = [](const std::vector<uint8_t>& payload) {
+    return detail::run([&](etkv_error** error) {
+      return etkv_delegate_check(payload.data(), payload.size(), error);
+    });
+  };
+  CHECK_REFUSED(check({}), ETKV_ERROR_PROGRAM, "0 bytes");
+  CHECK_REFUSED(
+      check(std::vector<uint8_t>(100)), ETKV_ERROR_PROGRAM, "not MLX0");
+  etkv_error* error = nullptr;
+  CHECK_INT(
+      etkv_delegate_check(nullptr, 5, &error), ETKV_ERROR_INVALID_ARGUMENT);
+  CHECK_HAS(etkv_error_message(error), "payload is NULL");
+  etkv_error_free(error);
 }
 
 void another_number_of_layers() {
@@ -370,6 +430,8 @@ int main() {
   keys_are_unique();
   unknown_keys();
   unknown_options();
+  options_of_the_thread();
+  a_payload_alone();
   no_key();
   another_number_of_layers();
   other_sizes();

@@ -1,5 +1,5 @@
 """Builds and runs what others build on etkv: against an installed tree that has been moved, with pkg-config, with
-etkv's sources within, and as docs/embedding.md says.
+etkv's sources within, as docs/embedding.md says, and from Python's wheel, as docs/python.md says.
 
 ``run.py CMAKE_BUILD``: the folder that etkv is built in; Cargo's output is reused from there.
 """
@@ -32,11 +32,16 @@ class Failed(Exception):  # noqa: N818
     """A check that did not hold, with what was seen."""
 
 
-def run(*command: object, env: dict[str, str] | None = None, fails: bool = False) -> str:
+def run(*command: object, env: dict[str, str] | None = None, cwd: Path | None = None, fails: bool = False) -> str:
     """What `command` prints; it has to succeed, or to fail if `fails`."""
     arguments = [str(argument) for argument in command]
     done = subprocess.run(
-        arguments, env={**os.environ, **(env or {})}, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+        arguments,
+        cwd=cwd,
+        env={**os.environ, **(env or {})},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
     )
     if (done.returncode != 0) != fails:
         raise Failed(f"{' '.join(arguments)}\nended with {done.returncode}:\n{done.stdout[-6000:]}")
@@ -163,6 +168,29 @@ class Package:
         problem = document.follow(SOURCE / "docs/embedding.md", home, without)
         expect(problem is None, str(problem))
 
+    def wheel(self) -> None:
+        """The wheel of Python's package, where nothing else of the checkout is, and docs/python.md on it."""
+        wheels = self.scratch / "wheels"
+        settings = {"build-dir": self.scratch / "wheel", "cmake.define.ETKV_CARGO_TARGET_DIR": SOURCE / "build/cargo"}
+        options = [f"--config-settings={name}={value}" for name, value in settings.items()]
+        offline = ["--no-deps", "--no-build-isolation", "--disable-pip-version-check"]
+        run(self.python, "-m", "pip", "wheel", SOURCE, *offline, "--wheel-dir", wheels, *options)
+        (wheel,) = wheels.glob("*.whl")
+        expect(wheel.name.startswith("etkv-") and "-py3-none-" in wheel.name, wheel.name)
+
+        venv = self.scratch / "venv"
+        run(self.python, "-m", "venv", venv)
+        python = venv / "bin/python"
+        # What it depends on, from where it is installed already: a path in a .pth brings no .pth files of its own, and
+        # so not the checkout.
+        (site,) = venv.glob("lib/python3*/site-packages")
+        (site / "dependencies.pth").write_text(f"{package('executorch').parent}\n")
+        run(python, "-m", "pip", "install", *offline[:1], *offline[2:], wheel)
+        told = run(python, "-c", "import etkv, etkv._library as at; print(etkv.__file__, at.folder(), at.header())")
+        expect(told.count(str(site)) == 3, f"not from the wheel alone: {told}")
+        said = run(python, SOURCE / "tests/python/document.py", SOURCE / "docs/python.md", cwd=SOURCE)
+        expect(said.endswith("the page is right\n"), said)
+
 
 def main(build: Path) -> int:
     if not PROGRAM.exists():
@@ -180,6 +208,7 @@ def main(build: Path) -> int:
             tests.pkg_config,
             tests.subdirectory,
             tests.documentation,
+            tests.wheel,
         ):
             started = time.monotonic()
             try:

@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 
+import reference
 import tiny_gguf
-import tiny_models
-from etkv.export import ExportRequest, export_program
 from etkv.export.progress import third_party_noise
+from reference import Variant
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -20,15 +20,9 @@ def quiet():
 
 
 @pytest.fixture(scope="session")
-def tiny(tmp_path_factory) -> Callable[[str], Path]:
+def tiny() -> Callable[[str], Path]:
     """Function: name of a tiny model -> its Hugging Face folder."""
-    root = tmp_path_factory.mktemp("models")
-
-    def folder(name: str) -> Path:
-        path = root / name
-        return path if path.exists() else tiny_models.write(name, path)
-
-    return folder
+    return reference.tiny_source
 
 
 @pytest.fixture(scope="session")
@@ -37,23 +31,6 @@ def tiny_llama_gguf(tiny, tmp_path_factory) -> Path:
 
 
 @pytest.fixture(scope="session")
-def exported(tiny, tmp_path_factory) -> Callable[..., Path]:
-    """Function: name, dtype, quantization -> folder with ``model.pte`` and, in ``hf/``, the exported weights."""
-    root = tmp_path_factory.mktemp("exports")
-
-    def export(name: str, dtype: str = "float32", quantize: str | None = None) -> Path:
-        folder = root / f"{name}-{dtype}-{quantize}"
-        if not folder.exists():
-            export_program(
-                ExportRequest(
-                    model=tiny(name),
-                    output=folder / "model.pte",
-                    dtype=dtype,
-                    quantize=quantize,
-                    prefill_chunk=64,
-                    keep_hf=folder / "hf",
-                )
-            )
-        return folder
-
-    return export
+def exported() -> Callable[..., Path]:
+    """Function: what makes a program -> the folder with ``model.pte`` and, in ``hf/``, the exported weights."""
+    return lambda *parts, **more: reference.program(Variant(*parts, **more)).path.parent

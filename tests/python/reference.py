@@ -76,11 +76,14 @@ was wrong until she climbed down to the river and measured afresh.
 
 @dataclass(frozen=True)
 class Variant:
-    """A model in a dtype, quantized or not: what makes one program."""
+    """A model in a dtype, quantized or not, and what else makes one program."""
 
     model: str
     dtype: str = "f32"
     quantize: str | None = None
+    layers: int | None = None
+    logits: str = "all"
+    tap_layers: tuple[int, ...] = ()
 
     @property
     def name(self) -> str:
@@ -88,6 +91,9 @@ class Variant:
         parts = [self.model, self.dtype, self.quantize]
         if self.model not in tiny_models.CONFIGS and self.dtype == "f32":
             parts.remove("f32")
+        parts.append(f"draft{self.layers}" if self.layers else None)
+        parts.append(self.logits if self.logits != "all" else None)
+        parts.append("-".join(["taps", *map(str, self.tap_layers)]) if self.tap_layers else None)
         return "-".join(part for part in parts if part)
 
     def __str__(self) -> str:
@@ -113,26 +119,34 @@ def programs(variants: Iterable[Variant]) -> dict[Variant, Program]:
     requests = {variant: _request(variant) for variant in variants}
     stale = [request for request in requests.values() if not _is_usable(request)]
     if stale:
-        with ProcessPoolExecutor(min(2, len(stale)), mp_context=get_context("spawn")) as pool:
-            list(pool.map(_export, stale))
+        list(_exporters().map(_export, stale))
     return {variant: Program(variant, request.output, request.keep_hf) for variant, request in requests.items()}
+
+
+@functools.cache
+def _exporters() -> ProcessPoolExecutor:
+    """Two processes, for as long as the tests run: importing what they need takes longer than a tiny export."""
+    return ProcessPoolExecutor(2, mp_context=get_context("spawn"))
 
 
 def _request(variant: Variant) -> ExportRequest:
     folder = MODELS / variant.name
     tiny = variant.model in tiny_models.CONFIGS
     return ExportRequest(
-        model=_tiny_source(variant.model) if tiny else models.path(variant.model),
+        model=tiny_source(variant.model) if tiny else models.path(variant.model),
         output=folder / "model.pte",
         dtype=DTYPES[variant.dtype],
         quantize=variant.quantize,
         prefill_chunk=TINY_CHUNK if tiny else None,
         keep_hf=folder / "hf",
+        layers=variant.layers,
+        logits=variant.logits,
+        tap_layers=variant.tap_layers,
     )
 
 
 @functools.cache
-def _tiny_source(name: str) -> Path:
+def tiny_source(name: str) -> Path:
     """The folder of a tiny model, written if it is missing or if the code that writes it has changed."""
     folder = MODELS / name
     stamp = folder / "made-by.txt"

@@ -134,7 +134,7 @@ def test_a_program_that_is_no_language_model(tool, folder, tmp_path):
         (b"MLX0", b"MLX7", ["payload", "MLX0"]),
         (b"MLXBackend", b"XLMBackend", ["forward"]),
         (b"forward\0", b"foreword"[:7] + b"\0", ["no method `forward`"]),
-        (b"get_n_caches", b"get_a_caches", ["does not tell `get_n_caches`", "off-graph"]),
+        (b"kv_cache.n_layers", b"kv_cache.a_layers", ["does not tell `kv_cache.n_layers`", "off-graph"]),
         (b"layers.1.mlp.up_proj", b"layers.9.mlp.up_proj", ["no constant", "layers.9.mlp.up_proj"]),
     ],
     ids=["payload", "backend", "method", "caches", "constant"],

@@ -2,56 +2,77 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import shutil
+import types
 
 import pytest
 
+import reference
 import tiny_models
 from etkv import pte
 from etkv.errors import EtkvError
-from etkv.export import ExportRequest, export_program, is_current, limits, lowering, source
+from etkv.export import ExportRequest, attention, export_program, is_current, limits, lowering, source
+from reference import Program, Variant
 
-_COMBINATIONS = [
-    *((name, "float32", None) for name in tiny_models.CONFIGS),
-    *(("tiny-llama", dtype, quantize) for dtype in ("float16", "bfloat16") for quantize in (None, "4w", "8w")),
-    ("tiny-llama", "float32", "4w"),
-    ("tiny-llama", "float32", "8w"),
-    ("tiny-qwen2", "bfloat16", "4w"),
-    ("tiny-qwen3-untied", "float32", "4w"),
-    ("tiny-qwen3-untied", "float32", "8w"),
+_VARIANTS = [
+    *(Variant(name) for name in tiny_models.CONFIGS),
+    *(Variant("tiny-llama", dtype, quantize) for dtype in ("f16", "bf16") for quantize in (None, "4w", "8w")),
+    Variant("tiny-llama", "f32", "4w"),
+    Variant("tiny-llama", "f32", "8w"),
+    Variant("tiny-qwen2", "bf16", "4w"),
+    Variant("tiny-gemma3", "f32", "4w"),
+    Variant("tiny-qwen3-untied", "f32", "4w"),
+    Variant("tiny-qwen3-untied", "f32", "8w"),
 ]
 
 
-@pytest.mark.parametrize(("name", "dtype", "quantize"), _COMBINATIONS)
-def test_program(exported, name, dtype, quantize):
-    folder = exported(name, dtype, quantize)
-    file = folder / "model.pte"
+@pytest.fixture(scope="module")
+def programs() -> dict[Variant, Program]:
+    return reference.programs(_VARIANTS)
+
+
+@pytest.mark.parametrize("variant", _VARIANTS, ids=str)
+def test_program(programs, variant):
+    file, folder = programs[variant].path, programs[variant].path.parent
+    dtype, quantize = reference.DTYPES[variant.dtype], variant.quantize
     config = json.loads((folder / "hf" / "config.json").read_text())
     layers = config["num_hidden_layers"]
     # A configuration that names no types has its window in every layer.
     window = config.get("sliding_window") or 0
     kinds = config.get("layer_types") or ["sliding_attention" if window else "full_attention"] * layers
+    windows = [window if kind == "sliding_attention" else 0 for kind in kinds]
+    head_dim = config.get("head_dim", 16)
 
-    called = pte.delegates(file)
+    called = pte.PteFile(file).delegates
     assert called["forward"] == ["MLXBackend"]
-    assert pte.undelegated_operators(file) == []
+    assert pte.PteFile(file).operators("forward") == []
     assert pte.constant_methods(file) == {
         "get_n_caches": layers,
         "get_kv_heads": [config["num_key_value_heads"]] * layers,
-        "get_head_dims": [config.get("head_dim", 16)] * layers,
-        "get_windows": [window if kind == "sliding_attention" else 0 for kind in kinds],
+        "get_head_dims": [head_dim] * layers,
+        "get_windows": windows,
         "get_prefill_chunk_size": 64,
         "get_max_ctx_len": 256,
+        "get_logits_rows": 0,
         "get_bos_id": tiny_models.BOS,
         "get_eos_ids": [tiny_models.EOS],
+        "kv_cache.schema_version": 1,
+        "kv_cache.n_layers": layers,
+        "kv_cache.n_kv_heads": config["num_key_value_heads"],
+        "kv_cache.head_dim": head_dim,
+        "kv_cache.v_head_dim": head_dim,
+        "kv_cache.window": windows[0] if len(set(windows)) == 1 else windows,
+        "kv_cache.sinks": 0,
     }
 
     program = pte.mlx_program(file)
     ops = [instruction["op_name"] for instruction in program.main_chain]
     attention = [node for node in program.main_chain if node["op_name"] == "UpdateAndAttendNode"]
     assert [node["layer_id"] for node in attention] == list(range(layers))
-    products = 7 * layers + 1
+    # Phi has no gate, Phi-3 makes several products at once.
+    products = {"phi": 6, "phi3": 4}.get(config["model_type"], 7) * layers + 1
     assert ops.count("AddmmNode") == (0 if quantize else products)
     assert ops.count("QuantizedMatmulNode") == (products if quantize else 0)
     assert ops.count("DequantizeNode") == (1 if quantize else 0)
@@ -113,6 +134,9 @@ def test_is_current(exported, tiny, tmp_path):
     assert not current(dtype="bfloat16")
     assert not current(quantize="4w")
     assert not current(max_context=128)
+    assert not current(layers=1)
+    assert not current(logits="last")
+    assert not current(tap_layers=(0,))
     assert not current(model=model), "another model"
     (tmp_path / "out" / "tokenizer.json").rename(tmp_path / "tokenizer.json")
     assert not current(), "a file beside the program is gone"
@@ -123,6 +147,14 @@ def test_is_current(exported, tiny, tmp_path):
     assert not current(), "the program is not the one that was written"
     (tmp_path / "out" / "export.json").write_text("[]")
     assert not current()
+
+
+def test_what_was_tapped_is_current(exported, tiny):
+    folder = exported("tiny-llama", tap_layers=(1, 0))
+    request = ExportRequest(tiny("tiny-llama"), folder / "model.pte", prefill_chunk=64, keep_hf=folder / "hf")
+    assert is_current(dataclasses.replace(request, tap_layers=(1, 0)))
+    assert not is_current(dataclasses.replace(request, tap_layers=(0, 1)))
+    assert not is_current(request)
 
 
 def test_a_changed_model_is_not_current(exported, tiny, tmp_path):
@@ -197,6 +229,17 @@ def test_chunk_beyond_the_context(tiny, tmp_path):
     )
 
 
+def test_layers_beyond_the_model(tiny, tmp_path):
+    assert _error(tiny("tiny-llama"), tmp_path, layers=3) == "layers 3 is above the 2 layers of the model"
+
+
+def test_taps_beyond_the_model(tiny, tmp_path):
+    said = "tap-layers 2 is above 1, the last layer of the model"
+    assert _error(tiny("tiny-llama"), tmp_path, tap_layers=(0, 2)) == said
+    said = "tap-layers 1 is above 0, the last layer of the model"
+    assert _error(tiny("tiny-llama"), tmp_path, layers=1, tap_layers=(1,)) == said
+
+
 def test_group_that_does_not_divide(tiny, tmp_path):
     assert _error(tiny("tiny-llama"), tmp_path, quantize="4w", group_size=128) == (
         "group-size 128 does not divide 64, the width of model.embed_tokens"
@@ -260,11 +303,63 @@ def test_family_whose_attention_the_op_cannot_do(tmp_path):
     assert "softcap" in said
 
 
+def test_family_that_sees_what_comes_after(tmp_path):
+    from transformers import Gemma3TextConfig
+
+    config = Gemma3TextConfig(**tiny_models.SHAPE, sliding_window=128, use_bidirectional_attention=True)
+    assert _error(_write_model(config, tmp_path / "model"), _folder(tmp_path / "out")) == (
+        "model family 'gemma3_text' cannot be traced: its tokens see those after them, and the KV cache op is causal"
+    )
+
+
+def test_family_of_experts(tmp_path):
+    from transformers import MixtralConfig
+
+    config = MixtralConfig(**tiny_models.SHAPE, num_local_experts=4)
+    assert _error(_write_model(config, tmp_path / "model"), _folder(tmp_path / "out")) == (
+        "model family 'mixtral' is a mixture of 4 experts, and their routing cannot be exported"
+    )
+
+
+def test_families_with_attention_of_their_own(tmp_path):
+    from transformers import BloomConfig, FalconConfig
+
+    for config in (
+        BloomConfig(vocab_size=320, hidden_size=64, n_layer=1, n_head=4),
+        FalconConfig(vocab_size=320, hidden_size=64, num_hidden_layers=1, num_attention_heads=4),
+    ):
+        family = config.model_type
+        assert _error(_write_model(config, tmp_path / family), _folder(tmp_path / f"{family}-out")) == (
+            f"model family {family!r} cannot be exported: the KV cache op cannot take its attention's place"
+        )
+
+
+def test_a_window_that_the_model_does_not_heed(tmp_path):
+    from transformers import LlamaConfig
+
+    config = LlamaConfig(**tiny_models.SHAPE, sliding_window=64)
+    assert _error(_write_model(config, tmp_path / "model"), _folder(tmp_path / "out")) == (
+        "model family 'llama' cannot be traced: layer 0 has a window of 0, and its configuration says 64"
+    )
+
+
+def test_learned_sinks_are_refused():
+    """The families that have them are mixtures of experts."""
+    module = types.SimpleNamespace(is_causal=True)
+    with pytest.raises(ValueError, match="its attention has learned sinks, which the KV cache op lacks"):
+        attention._attend(module, None, None, None, None, s_aux=[0.0])
+
+
 def test_family_with_operators_that_mlx_lacks(tmp_path):
     from transformers import BertConfig
 
     config = BertConfig(
-        vocab_size=320, hidden_size=64, num_hidden_layers=1, num_attention_heads=4, intermediate_size=64
+        vocab_size=320,
+        hidden_size=64,
+        num_hidden_layers=1,
+        num_attention_heads=4,
+        intermediate_size=64,
+        is_decoder=True,
     )
     said = _error(_write_model(config, tmp_path / "model"), _folder(tmp_path / "out"))
     assert said == "model family 'bert' has operators that the MLX backend lacks: aten.gather.default"

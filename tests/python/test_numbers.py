@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 
 import tiny_models
-from etkv.export import ExportRequest, limits, lowering, source
+from etkv import _mlx_serialization
+from etkv.export import ExportRequest, limits, lowering, rope, source
 
 _PROMPT = [tiny_models.IM_START, *b"user\nhow far is it?", tiny_models.EOS, *b"\n"]
 _LENGTH = len(_PROMPT)
@@ -22,13 +23,15 @@ def _reference(folder, dtype="float32"):
 
 
 def _traced(request: ExportRequest):
+    _mlx_serialization.ensure_available()
     origin = source.find(request.model)
     config = source.read_config(origin)
     settled = limits.settle(request, config)
     model = source.read_model(origin, config, request.dtype)
+    rope.settle(model, settled.max_context)
     if request.quantize:
         lowering.quantize(model, request.quantize, settled.group_size)
-    return lowering._trace(model, settled.prefill_chunk).module(), settled
+    return lowering._trace(model, request, settled.prefill_chunk).module(), settled
 
 
 def _run(module, settled: limits.Limits, steps: list[int], dtype: str):
@@ -75,13 +78,43 @@ def test_graph_equals_transformers(tiny, tmp_path, name):
         torch.testing.assert_close(_run(module, settled, steps, "float32"), expected, rtol=1e-4, atol=1e-4)
 
 
+def test_long_rope_is_that_of_the_context(tmp_path):
+    """transformers takes the long frequencies for a text past 16 positions, a program for every text if it may get so
+    long.
+    """
+    import torch
+    from transformers import AutoModelForCausalLM, Phi3Config
+
+    frequencies = {"short_factor": [1.0, 1.1, 1.2, 1.3], "long_factor": [1.0, 2.0, 4.0, 8.0]}
+    lengths = {"original_max_position_embeddings": 16, "rope_theta": 10000.0, "partial_rotary_factor": 0.5}
+    config = Phi3Config(**tiny_models.SHAPE, rope_parameters={"rope_type": "longrope", **frequencies, **lengths})
+    config.original_max_position_embeddings = 16
+    AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path / "long")
+    request = ExportRequest(tmp_path / "long", tmp_path / "x.pte", prefill_chunk=16)
+
+    module, settled = _traced(request)
+    assert settled.max_context == 256
+    expected = _reference(tmp_path / "long")
+    torch.testing.assert_close(_run(module, settled, [16, _LENGTH - 16], "float32"), expected, rtol=1e-4, atol=1e-4)
+
+    def start(context: int | None) -> torch.Tensor:
+        model = AutoModelForCausalLM.from_pretrained(tmp_path / "long").eval()
+        if context:
+            rope.settle(model, context)
+        with torch.no_grad():
+            return model(torch.tensor([_PROMPT[:16]])).logits
+
+    torch.testing.assert_close(start(16), start(None))
+    assert (start(256) - start(None)).abs().max() > 1e-3
+
+
 @pytest.mark.parametrize("quantize", ["4w", "8w"])
 @pytest.mark.parametrize("name", ["tiny-llama", "tiny-qwen3-untied"])
 def test_kept_weights_are_the_exported_ones(tiny, exported, tmp_path, name, quantize):
     """transformers on the kept folder computes what the quantized graph computes."""
     import torch
 
-    kept = exported(name, "float32", quantize) / "hf"
+    kept = exported(name, "f32", quantize) / "hf"
     module, settled = _traced(ExportRequest(tiny(name), tmp_path / "x.pte", quantize=quantize, prefill_chunk=64))
     actual = _run(module, settled, [_LENGTH], "float32")
     torch.testing.assert_close(actual, _reference(kept), rtol=1e-4, atol=1e-4)
@@ -91,7 +124,7 @@ def test_kept_weights_are_the_exported_ones(tiny, exported, tmp_path, name, quan
 def test_kept_weights_have_the_dtype_of_the_program(exported):
     from safetensors import safe_open
 
-    kept = exported("tiny-llama", "bfloat16") / "hf"
+    kept = exported("tiny-llama", "bf16") / "hf"
     with safe_open(kept / "model.safetensors", "pt") as weights:
         assert {weights.get_slice(name).get_dtype() for name in weights.keys()} == {"BF16"}  # noqa: SIM118
 

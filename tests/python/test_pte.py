@@ -1,38 +1,108 @@
-"""The inspector."""
+"""What a program holds: its tables, and the report of ``python -m etkv inspect``."""
 
 from __future__ import annotations
 
+import json
+
 import pytest
 
-from etkv import pte
+from etkv import __main__ as command
+from etkv import inspection, pte
 from etkv.errors import EtkvError
 
 
-def test_command(exported, capsys):
-    assert pte.main([str(exported("tiny-llama") / "model.pte"), "--instructions"]) == 0
-    lines = capsys.readouterr().out.splitlines()
+@pytest.fixture(scope="module")
+def program(exported):
+    return exported("tiny-llama") / "model.pte"
+
+
+def inspect(capsys, *arguments) -> str:
+    assert command.main(["inspect", *map(str, arguments)]) == 0
+    return capsys.readouterr().out
+
+
+def test_report(program, capsys):
+    lines = inspect(capsys, program, "--capacity", 100, "--format", "f16", "--format", "affine4").splitlines()
     assert "method forward: MLXBackend" in lines
+    assert "runs here (etkv 0.1.0, MLX 0.32.2)" in lines
     assert "get_eos_ids: [257]" in lines
+    assert "cache: 2 layers of 2 KV heads, head_dim 16, full history" in lines
+    # 2 layers x keys and values x 2 heads x 16 elements x 2 bytes, for 100 positions.
+    assert "cache in f16: 25.0 KiB at 100 positions, 256 bytes for the first one" in lines
+    assert "2 UpdateAndAttend" in [line.strip() for line in lines]
+    assert any(line.startswith("cache in affine4: not possible: layer 0") for line in lines), lines
+    assert "inputs: input_ids int64[1, 2..64], cache_position int64[2..64]" in lines
+    assert not any(line.startswith("instructions") for line in lines)
+
+
+def test_report_as_json(program, capsys):
+    found = json.loads(inspect(capsys, program, "--json"))
+    assert found["runs_here"]["runs"] is True
+    assert found["program"]["operations"]["UpdateAndAttend"] == 2
+    assert found["layers"] == [{"n_kv_heads": 2, "k_head_dim": 16, "v_head_dim": 16, "window": 0, "sinks": 0}] * 2
+    assert found["cache"]["capacity"] == 256
+    assert found["cache"]["bytes"]["f32"] == {"at_capacity": 256 * 512, "a_position": 512}
+    assert found["constants"]["bytes"] > 0
+
+
+def test_instructions(program, capsys):
+    lines = inspect(capsys, program, "--instructions").splitlines()
     assert sum("UpdateAndAttendNode q=" in line for line in lines) == 2
 
 
-def test_file_of_another_kind(tmp_path, capsys):
+def test_a_program_that_does_not_run_here(tmp_path, capsys):
+    """Every operation that is lacking is named, with how often it is there."""
+    import torch
+    from executorch.exir import to_edge_transform_and_lower
+
+    from etkv import _mlx_serialization
+
+    _mlx_serialization.ensure_available()
+    from executorch.backends.mlx import MLXPartitioner
+
+    class Model(torch.nn.Module):
+        def forward(self, x):
+            return torch.cumsum(torch.cumsum(x, 0), 0) + torch.sort(x, 0).values
+
+    traced = torch.export.export(Model(), (torch.ones(3),))
+    lowered = to_edge_transform_and_lower(traced, partitioner=[MLXPartitioner()]).to_executorch()
     file = tmp_path / "x.pte"
-    assert pte.main([str(file)]) == 2
+    file.write_bytes(lowered.buffer)
+    found = inspection.report(file)
+    assert found["runs_here"]["runs"] is False
+    assert "2 times" in found["runs_here"]["why"]
+    assert "get_n_caches" in found["cache"]["unknown"]
+    text = inspect(capsys, file)
+    assert "does not run here (etkv" in text
+    assert "cache: the program does not tell `get_n_caches`" in text
+
+
+def test_wrong_use(program, tmp_path, capsys):
+    file = tmp_path / "x.pte"
+    assert command.main(["inspect", str(file)]) == 2
     file.write_bytes(b"0123456789")
-    assert pte.main([str(file)]) == 2
+    assert command.main(["inspect", str(file)]) == 2
+    assert command.main(["inspect", str(program), "--capacity", "0"]) == 2
+    assert command.main(["inspect"]) == 2
+    assert command.main(["what"]) == 2
     assert capsys.readouterr().err.splitlines() == [
         f"error: {file} cannot be read: No such file or directory",
         f"error: {file} is not an ExecuTorch program",
+        "error: capacity is 0, the least is 1",
+        "error: the following arguments are required: MODEL.pte",
+        "error: argument COMMAND: invalid choice: 'what' (choose from 'inspect', 'generate', 'export')",
     ]
 
 
-def test_truncated_program(exported, tmp_path):
+def test_truncated_program(program, tmp_path):
     """The file is refused where its tables end early, and never crashes the reader."""
-    whole = (exported("tiny-llama") / "model.pte").read_bytes()
+    whole = program.read_bytes()
     file = tmp_path / "x.pte"
     for length in (8, 100, 1000, 5000):
         file.write_bytes(whole[:length])
-        for reader in (pte.delegates, pte.mlx_program):
+        for reader in (pte.PteFile, pte.mlx_program, inspection.report):
             with pytest.raises(EtkvError, match="is damaged"):
                 reader(file)
+    file.write_bytes(whole[: pte.PteFile(program)._segments_at + 500])
+    with pytest.raises(EtkvError, match="is damaged: it has"):
+        pte.mlx_program(file)

@@ -46,6 +46,11 @@ def model(tmp_path) -> Path:
         (["--max-context", "1"], "max-context 1 is below the minimum of 2"),
         (["--max-context", "-5"], "max-context -5 is below the minimum of 2"),
         (["--prefill-chunk", "0"], "prefill-chunk 0 is below the minimum of 2"),
+        (["--layers", "0"], "layers 0 is below the minimum of 1"),
+        (["--logits", "first"], "logits 'first' is not one of all, last"),
+        (["--tap-layers", "-1"], "tap-layers -1 is below the minimum of 0"),
+        (["--tap-layers", "1,0,1"], "tap-layers 1 is there twice"),
+        (["--tap-layers", "1,two"], "argument --tap-layers: '1,two' is not a list of layers, such as 5,11,17"),
         (["--no-such-option"], "unrecognized arguments: --no-such-option"),
     ],
 )
@@ -125,7 +130,10 @@ def test_help_is_complete_and_needs_no_large_package():
         "assert not {'torch', 'transformers', 'executorch.exir'} & set(sys.modules)"
     )
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
-    for option in ("--model", "--dtype", "--quantize", "--group-size", "--max-context", "--prefill-chunk", "--keep-hf"):
+    for option in (
+        *("--model", "--dtype", "--quantize", "--group-size", "--max-context", "--prefill-chunk"),
+        *("--layers", "--logits", "--tap-layers", "--keep-hf"),
+    ):
         assert option in done.stdout
 
 

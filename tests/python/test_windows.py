@@ -8,7 +8,7 @@ import pytest
 import reference
 from reference import STORY, Variant
 
-MODELS = ("tiny-mistral-window", "tiny-qwen2-mixed")
+MODELS = ("tiny-mistral-window", "tiny-qwen2-mixed", "tiny-gemma3", "tiny-phi3")
 WINDOW, PROMPT, DECODE = 64, 150, 80
 
 

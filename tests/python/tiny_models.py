@@ -65,6 +65,30 @@ def _mistral(**overrides):
     return MistralConfig(**{**SHAPE, "head_dim": 16, **overrides})
 
 
+def _gemma3(**overrides):
+    from transformers import Gemma3TextConfig
+
+    return Gemma3TextConfig(**{**SHAPE, "head_dim": 32, "query_pre_attn_scalar": 24, "sliding_window": 64, **overrides})
+
+
+def _phi(**overrides):
+    from transformers import PhiConfig
+
+    return PhiConfig(**{**SHAPE, **overrides})
+
+
+def _phi3(**overrides):
+    from transformers import Phi3Config
+
+    return Phi3Config(**{**SHAPE, **overrides})
+
+
+def _smollm3(**overrides):
+    from transformers import SmolLM3Config
+
+    return SmolLM3Config(**{**SHAPE, **overrides})
+
+
 CONFIGS = {
     "tiny-llama": lambda: _llama(tie_word_embeddings=True),
     "tiny-llama-untied": lambda: _llama(tie_word_embeddings=False, num_key_value_heads=1),
@@ -87,6 +111,16 @@ CONFIGS = {
         tie_word_embeddings=True, use_sliding_window=True, sliding_window=64, max_window_layers=1
     ),
     "tiny-qwen3-untied": lambda: _qwen3(tie_word_embeddings=False),
+    # A window in the first layer, everything in the second, each with a rotary base of its own.
+    "tiny-gemma3": lambda: _gemma3(sliding_window_pattern=2),
+    "tiny-phi": lambda: _phi(tie_word_embeddings=False),
+    "tiny-phi3": lambda: _phi3(
+        tie_word_embeddings=False,
+        sliding_window=64,
+        rope_parameters={"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.5},
+    ),
+    # The second layer has no positions.
+    "tiny-smollm3": lambda: _smollm3(no_rope_layer_interval=2),
 }
 """Model name -> function that returns its transformers configuration."""
 
@@ -99,11 +133,10 @@ def write(name: str, folder: Path, seed: int = 0) -> Path:
     torch.manual_seed(seed)
     model = AutoModelForCausalLM.from_config(CONFIGS[name](), dtype=torch.float32).eval()
     with torch.no_grad():
-        for parameter_name, parameter in model.named_parameters():
+        for parameter in model.parameters():
             # Norms and biases start as ones and zeros, which would hide a norm or a bias applied wrongly.
             if parameter.dim() == 1:
-                start = 0.0 if parameter_name.endswith("bias") else 1.0
-                parameter.copy_(start + 0.1 * torch.randn_like(parameter))
+                parameter.add_(0.1 * torch.randn_like(parameter))
     folder.mkdir(parents=True, exist_ok=True)
     model.save_pretrained(folder)
     tokenizer().save_pretrained(folder)

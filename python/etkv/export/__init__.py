@@ -12,7 +12,7 @@ from pathlib import Path
 
 from etkv import _mlx_serialization
 from etkv.errors import EtkvError
-from etkv.export import companions, hf_folder, limits, lowering, manifest, source
+from etkv.export import companions, hf_folder, layers, limits, lowering, manifest, rope, source
 from etkv.export.progress import Progress
 from etkv.export.request import ExportRequest
 
@@ -44,11 +44,14 @@ def export_program(request: ExportRequest, progress: Progress | None = None) -> 
         _import_tools()
     with progress.step(f"reading the configuration of {origin.path}"):
         config = source.read_config(origin)
+        layers.keep_first(config, request.layers)
+        layers.check_taps(request.tap_layers, config)
         settled = limits.settle(request, config)
     with progress.step("reading the tokenizer"):
         tokenizer = source.read_tokenizer(origin)
     with progress.step("reading the weights"):
         model = source.read_model(origin, config, request.dtype)
+        rope.settle(model, settled.max_context)
         generation = source.generation_settings(origin, model, tokenizer)
     if request.quantize is not None:
         with progress.step(f"quantizing to {request.quantize}"):
@@ -57,8 +60,8 @@ def export_program(request: ExportRequest, progress: Progress | None = None) -> 
         with progress.step(f"writing the weights to {request.keep_hf}"):
             hf_folder.write(request.keep_hf, model, tokenizer, generation)
 
-    methods = lowering.constant_methods(settled, generation)
-    program = lowering.lower(model, settled, methods, progress)
+    methods = lowering.constant_methods(request, settled, generation)
+    program = lowering.lower(model, request, settled, methods, progress)
 
     folder = request.output.parent
     scratch = Path(tempfile.mkdtemp(prefix=f".{request.output.name}-", dir=folder))

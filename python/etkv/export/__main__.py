@@ -17,6 +17,7 @@ from etkv.export.request import (
     DEFAULT_PREFILL_CHUNK,
     DTYPES,
     GROUP_SIZES,
+    LOGITS,
     QUANTIZATIONS,
     ExportRequest,
 )
@@ -30,6 +31,14 @@ class _Parser(argparse.ArgumentParser):
 
     def error(self, message: str) -> NoReturn:
         raise EtkvError(message)
+
+
+def _indices(text: str) -> tuple[int, ...]:
+    """The numbers in ``text``, such as ``5,11,17``."""
+    try:
+        return tuple(int(word) for word in text.split(","))
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a list of layers, such as 5,11,17") from None
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -78,6 +87,27 @@ def _parser() -> argparse.ArgumentParser:
         metavar="N",
         help="tokens in one execution, at most the context and the smallest sliding window "
         f"(default: {DEFAULT_PREFILL_CHUNK}, or that where it is less)",
+    )
+    parser.add_argument(
+        "--layers",
+        type=int,
+        metavar="N",
+        help="export the model's first N layers only, with its final norm and its head: a draft of the model for "
+        "speculative decoding (default: all)",
+    )
+    parser.add_argument(
+        "--logits",
+        default="all",
+        metavar="ROWS",
+        help=f"rows of logits that a step gives, {' or '.join(LOGITS)}: one for each of its tokens, or the last "
+        "token's, which is all that plain decoding reads (default: all)",
+    )
+    parser.add_argument(
+        "--tap-layers",
+        type=_indices,
+        default=(),
+        metavar="I,J,...",
+        help="layers, from 0, whose outputs the program gives as well, side by side: features for a draft model",
     )
     parser.add_argument(
         "--keep-hf",

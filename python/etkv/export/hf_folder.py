@@ -46,13 +46,13 @@ def _write(
 def name_rope_for_mlx_lm(config_file: Path) -> None:
     """Repeat the rotary parameters under their former names.
 
-    transformers 5 writes ``rope_parameters``; mlx-lm reads ``rope_theta`` and ``rope_scaling`` at the top level and
-    takes a default for what it does not find.
+    transformers 5 writes ``rope_parameters``; mlx-lm reads ``rope_theta``, ``partial_rotary_factor`` and
+    ``rope_scaling`` at the top level and takes a default for what it does not find.
     """
     config = json.loads(config_file.read_text(encoding="utf-8"))
     rope = config.get("rope_parameters")
     if isinstance(rope, dict) and "rope_theta" in rope:
-        config["rope_theta"] = rope["rope_theta"]
+        config |= {key: rope[key] for key in ("rope_theta", "partial_rotary_factor") if key in rope}
         if rope.get("rope_type", "default") != "default":
             config["rope_scaling"] = {key: value for key, value in rope.items() if key != "rope_theta"}
     config_file.write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from etkv.errors import EtkvError
+from etkv.export import attention
 from etkv.export.request import (
     DEFAULT_MAX_CONTEXT,
     DEFAULT_PREFILL_CHUNK,
@@ -17,6 +18,10 @@ from etkv.export.request import (
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
+
+
+_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
+"""What families call the number of their experts."""
 
 
 @dataclass(frozen=True)
@@ -71,6 +76,13 @@ def settle(request: ExportRequest, config: PreTrainedConfig) -> Limits:
 def _layout(config: PreTrainedConfig) -> CacheLayout:
     from executorch.backends.mlx.llm.cache import resolve_hf_cache_layout
 
+    text_config = config.get_text_config()
+    for name in _EXPERTS:
+        if (getattr(text_config, name, None) or 1) > 1:
+            raise EtkvError(
+                f"model family {config.model_type!r} is a mixture of {getattr(text_config, name)} experts, and their "
+                "routing cannot be exported"
+            )
     try:
         kinds, kv_heads, head_dims = resolve_hf_cache_layout(config)
     except AttributeError as error:
@@ -78,14 +90,12 @@ def _layout(config: PreTrainedConfig) -> CacheLayout:
     unknown = sorted(set(kinds) - {"full_attention", "sliding_attention"})
     if unknown:
         raise EtkvError(f"model family {config.model_type!r} has layers of kind {unknown[0]!r}, which keep no KV cache")
-    text_config = config.get_text_config()
     # A family whose head size follows from its hidden size may leave it out.
     derived = text_config.hidden_size // text_config.num_attention_heads
-    window = getattr(text_config, "sliding_window", None) or 0
     return CacheLayout(
         kv_heads=[int(heads) for heads in kv_heads],
         head_dims=[int(size or derived) for size in head_dims],
-        windows=[window if kind == "sliding_attention" else 0 for kind in kinds],
+        windows=attention.layer_windows(text_config),
     )
 
 

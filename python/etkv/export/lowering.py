@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import operator
+import re
 from typing import TYPE_CHECKING, Any
 
 from etkv.errors import EtkvError, root_line
 from etkv.export.limits import Limits
 from etkv.export.progress import Progress
+from etkv.export.request import ExportRequest
+from etkv.metadata import write_kv_cache_metadata
 
 if TYPE_CHECKING:
     from executorch.exir import EdgeProgramManager, ExecutorchProgramManager
@@ -33,10 +36,13 @@ def quantize(model: PreTrainedModel, name: str, group_size: int | None) -> None:
     )
 
 
-def constant_methods(limits: Limits, generation: dict[str, Any]) -> dict[str, Any]:
+def constant_methods(request: ExportRequest, limits: Limits, generation: dict[str, Any]) -> dict[str, Any]:
     """The constant methods of the program: name -> value.
 
-    The first six are those of ExecuTorch's MLX exporter, the last two those that ExecuTorch's own LLM runner reads.
+    The first six are those of ExecuTorch's MLX exporter, ``get_bos_id`` and ``get_eos_ids`` those that ExecuTorch's own
+    LLM runner reads. ``get_logits_rows`` is 0 for a row of logits a token, 1 for the last token's row alone;
+    ``get_tap_layers`` is there if there is an output of features. ``kv_cache.*`` says of the caches what the first four
+    do, and has a version.
     """
     import torch
 
@@ -48,28 +54,45 @@ def constant_methods(limits: Limits, generation: dict[str, Any]) -> dict[str, An
         "get_windows": torch.tensor(layout.windows, dtype=torch.int32),
         "get_prefill_chunk_size": limits.prefill_chunk,
         "get_max_ctx_len": limits.max_context,
+        "get_logits_rows": 1 if request.logits == "last" else 0,
     }
+    if request.tap_layers:
+        methods["get_tap_layers"] = torch.tensor(request.tap_layers, dtype=torch.int32)
     if generation.get("bos_token_id") is not None:
         methods["get_bos_id"] = generation["bos_token_id"]
     if generation["eos_token_id"]:
         methods["get_eos_ids"] = generation["eos_token_id"]
-    return methods
+    return write_kv_cache_metadata(
+        methods,
+        n_layers=len(layout.kv_heads),
+        n_kv_heads=_once(layout.kv_heads),
+        head_dim=_once(layout.head_dims),
+        v_head_dim=_once(layout.head_dims),
+        window=_once(layout.windows),
+        sinks=0,
+    )
+
+
+def _once(facts: list[int]) -> int | list[int]:
+    """What is the same for all layers, as one number."""
+    return facts[0] if len(set(facts)) == 1 else facts
 
 
 def lower(
-    model: PreTrainedModel, limits: Limits, methods: dict[str, Any], progress: Progress
+    model: PreTrainedModel, request: ExportRequest, limits: Limits, methods: dict[str, Any], progress: Progress
 ) -> ExecutorchProgramManager:
     """The program for ``model``: ``forward(input_ids [1, T], cache_position [T]) -> logits [1, T, vocabulary]``.
 
-    T is anything from 1 to ``limits.prefill_chunk``. Raises :class:`EtkvError` if the family cannot be traced, does
+    T is anything from 1 to ``limits.prefill_chunk``; :class:`etkv.export.forward.Forward` tells what ``request`` makes
+    of the outputs. Raises :class:`EtkvError` if the family cannot be traced, does
     not route its attention through the KV cache op, or has an operator that the MLX backend lacks.
     """
     family = model.config.model_type
     with progress.step("tracing the graph"):
         try:
-            traced = _trace(model, limits.prefill_chunk)
+            traced = _trace(model, request, limits.prefill_chunk)
         except Exception as error:
-            raise EtkvError(f"model family {family!r} cannot be traced: {root_line(error)}") from error
+            raise EtkvError(f"model family {family!r} cannot be traced: {_reason(error)}") from error
         _check_caches(traced, limits, family)
     with progress.step("delegating to MLX"):
         edge = _delegate(traced, methods)
@@ -78,16 +101,17 @@ def lower(
         return _serialize(edge)
 
 
-def _trace(model: PreTrainedModel, chunk: int) -> ExportedProgram:
+def _trace(model: PreTrainedModel, request: ExportRequest, chunk: int) -> ExportedProgram:
     import torch
-    from executorch.backends.mlx.llm.hf_attention import OffGraphExportWrapper
+
+    from etkv.export.forward import Forward
 
     # An example of one token would be taken for a static shape.
     length = min(3, chunk)
     tokens = torch.export.Dim("tokens", min=1, max=chunk)
     with torch.no_grad():
         return torch.export.export(
-            OffGraphExportWrapper(model),
+            Forward(model, request.tap_layers, request.logits == "last"),
             args=(),
             kwargs={
                 "input_ids": torch.zeros((1, length), dtype=torch.long),
@@ -96,6 +120,13 @@ def _trace(model: PreTrainedModel, chunk: int) -> ExportedProgram:
             dynamic_shapes={"input_ids": {1: tokens}, "cache_position": {0: tokens}},
             strict=True,
         )
+
+
+def _reason(error: Exception) -> str:
+    """What stopped the tracer; what the traced code raised stands in its message as it would be typed."""
+    line = root_line(error)
+    raised = re.fullmatch(r"raised exception \w+\((['\"])(.*)\1\)", line)
+    return raised[2] if raised else line
 
 
 def _check_caches(traced: ExportedProgram, limits: Limits, family: str) -> None:
@@ -109,6 +140,10 @@ def _check_caches(traced: ExportedProgram, limits: Limits, family: str) -> None:
         if node.target is op
     }
     declared = len(limits.layout.kv_heads)
+    if not used:
+        raise EtkvError(
+            f"model family {family!r} cannot be exported: the KV cache op cannot take its attention's place"
+        )
     if used != set(range(declared)):
         raise EtkvError(
             f"model family {family!r} cannot be exported: it declares {declared} KV caches, "

@@ -72,6 +72,8 @@ def write(
 
 
 def _plain(value: Any) -> Any:
+    if isinstance(value, tuple):
+        return list(value)
     return str(value) if isinstance(value, Path) else value
 
 
@@ -89,7 +91,8 @@ def _version(package: str) -> str | None:
 def _exporter_digest() -> str:
     """Changes with the code that decides what is written."""
     digest = hashlib.sha256()
-    for file in sorted(Path(__file__).parent.glob("*.py")):
+    package = Path(__file__).parent
+    for file in (*sorted(package.glob("*.py")), package.parent / "metadata.py"):
         if file.name in _OUTWARD:
             continue
         digest.update(file.name.encode())

@@ -30,6 +30,9 @@ DEFAULT_MAX_CONTEXT = 8192
 DEFAULT_PREFILL_CHUNK = 512
 """Tokens in one execution, at most, unless told."""
 
+LOGITS = ("all", "last")
+"""Rows of logits that a step gives: one for each of its tokens, or the last token's."""
+
 MIN_STEP = 2
 """A dynamic dimension spans at least two lengths, so a program takes steps of one *and* of two tokens."""
 
@@ -43,6 +46,10 @@ class ExportRequest:
     quantized. ``quantize`` names the quantization of linear and embedding weights. ``group_size`` counts elements,
     ``max_context`` and ``prefill_chunk`` count tokens; ``None`` takes the default. ``keep_hf`` is a folder that
     receives the exported weights, dequantized, as a Hugging Face model.
+
+    ``layers`` exports the model's first layers only, with its final norm and its head: a draft of the model.
+    ``logits`` tells the rows of logits that a step gives, ``all`` or ``last``. ``tap_layers`` are indices of layers,
+    from 0; what these hand on becomes a second output of the program, side by side.
     """
 
     model: Path
@@ -53,6 +60,9 @@ class ExportRequest:
     max_context: int | None = None
     prefill_chunk: int | None = None
     keep_hf: Path | None = None
+    layers: int | None = None
+    logits: str = "all"
+    tap_layers: tuple[int, ...] = ()
 
     def validated(self) -> ExportRequest:
         """This request with the dtype spelled in full and absolute paths.
@@ -69,6 +79,9 @@ class ExportRequest:
             max_context=_at_least("max-context", self.max_context, MIN_STEP),
             prefill_chunk=_at_least("prefill-chunk", self.prefill_chunk, MIN_STEP),
             keep_hf=_writable_folder(self.keep_hf) if self.keep_hf is not None else None,
+            layers=_at_least("layers", self.layers, 1),
+            logits=_logits(self.logits),
+            tap_layers=_tap_layers(self.tap_layers),
         )
 
 
@@ -124,3 +137,18 @@ def _at_least(name: str, value: int | None, minimum: int) -> int | None:
     if value is not None and value < minimum:
         raise EtkvError(f"{name} {value} is below the minimum of {minimum}")
     return value
+
+
+def _logits(name: str) -> str:
+    if name not in LOGITS:
+        raise EtkvError(f"logits {name!r} is not one of {', '.join(LOGITS)}")
+    return name
+
+
+def _tap_layers(indices: tuple[int, ...]) -> tuple[int, ...]:
+    indices = tuple(indices)
+    for place, index in enumerate(indices):
+        _at_least("tap-layers", index, 0)
+        if index in indices[:place]:
+            raise EtkvError(f"tap-layers {index} is there twice")
+    return indices

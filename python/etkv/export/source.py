@@ -8,15 +8,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from etkv.errors import EtkvError, first_line
-from etkv.export import gguf
+from etkv.export import attention, gguf
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 _WEIGHTS = ("*.safetensors", "*.bin")
-
-ATTENTION = "mlx_offgraph"
-"""The name under which ExecuTorch registers attention that calls ``kvcache::update_and_attend``."""
 
 
 @dataclass(frozen=True)
@@ -99,19 +96,24 @@ def read_model(source: Source, config: PreTrainedConfig, dtype: str) -> PreTrain
     Raises :class:`EtkvError` if weights are missing or cannot be read, or if the family's attention cannot be replaced.
     """
     import torch
-    from executorch.backends.mlx.llm.hf_attention import register_mlx_offgraph_attention
     from transformers import AutoModelForCausalLM
 
-    register_mlx_offgraph_attention(ATTENTION)
+    attention.register()
     try:
         model, report = AutoModelForCausalLM.from_pretrained(
             source.folder,
             config=config,
             dtype=getattr(torch, dtype),
-            attn_implementation=ATTENTION,
+            attn_implementation=attention.NAME,
             output_loading_info=True,
             **source.arguments(),
         )
+    except KeyError as error:
+        if error.args != (attention.NAME,):
+            raise EtkvError(f"the weights of {source.path} cannot be loaded: {first_line(error)} is missing") from error
+        raise EtkvError(
+            f"model family {config.model_type!r} cannot be exported: the KV cache op cannot take its attention's place"
+        ) from error
     except Exception as error:
         raise EtkvError(f"the weights of {source.path} cannot be loaded: {first_line(error)}") from error
     missing = sorted(report["missing_keys"])

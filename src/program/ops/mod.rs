@@ -33,7 +33,10 @@ macro_rules! decoding {
     ($($kind:ident: $accessor:ident => $decode:expr,)+) => {
         /// Whether this build has the operation.
         pub fn is_known(kind: OpNode) -> bool {
-            matches!(kind, OpNode::NoopNode | OpNode::IdCopyNode $(| OpNode::$kind)+)
+            matches!(
+                kind,
+                OpNode::NoopNode | OpNode::IdCopyNode | OpNode::SplitNode $(| OpNode::$kind)+
+            )
         }
 
         fn decode_node(slots: &mut Slots, instruction: fb::Instruction) -> Result<Instruction> {
@@ -59,10 +62,13 @@ decoding! {
     DivideNode: op_as_divide_node => elementwise::divide,
     ExpandDimsNode: op_as_expand_dims_node => shape::expand_dims,
     FloorDivideIntNode: op_as_floor_divide_int_node => integers::floor_divide,
+    GeluNode: op_as_gelu_node => elementwise::gelu,
+    LayerNormNode: op_as_layer_norm_node => norm::layer_norm,
     ModIntNode: op_as_mod_int_node => integers::modulo,
     MultiplyIntNode: op_as_multiply_int_node => integers::multiply,
     MultiplyNode: op_as_multiply_node => elementwise::multiply,
     NegNode: op_as_neg_node => elementwise::neg,
+    PowerNode: op_as_power_node => elementwise::power,
     QuantizedMatmulNode: op_as_quantized_matmul_node => quantized::quantized_matmul,
     RMSNormNode: op_as_rmsnorm_node => norm::rms_norm,
     ReshapeNode: op_as_reshape_node => shape::reshape,
@@ -74,20 +80,25 @@ decoding! {
     SubtractNode: op_as_subtract_node => elementwise::subtract,
     SymSizeNode: op_as_sym_size_node => shape::sym_size,
     TakeNode: op_as_take_node => indexing::take,
+    TanhNode: op_as_tanh_node => elementwise::tanh,
     TransposeNode: op_as_transpose_node => shape::transpose,
     UpdateAndAttendNode: op_as_update_and_attend_node => attention::update_and_attend,
 }
 
-/// Decodes an instruction; `None` for one that only renames.
-pub fn decode(slots: &mut Slots, instruction: fb::Instruction) -> Result<Option<Instruction>> {
+/// Decodes an instruction: one of ours as a rule, none for one that only renames,
+/// and one for each output of a split.
+pub fn decode(slots: &mut Slots, instruction: fb::Instruction) -> Result<Vec<Instruction>> {
     if instruction.op_type() == OpNode::NoopNode {
-        return Ok(None);
+        return Ok(Vec::new());
     }
     if let Some(node) = instruction.op_as_id_copy_node() {
         slots.copy(node.x(), node.out())?;
-        return Ok(None);
+        return Ok(Vec::new());
     }
-    decode_node(slots, instruction).map(Some)
+    if let Some(node) = instruction.op_as_split_node() {
+        return shape::split(slots, node);
+    }
+    Ok(vec![decode_node(slots, instruction)?])
 }
 
 /// Runs an operation.
@@ -104,10 +115,16 @@ pub fn run(op: &Op, frame: &mut Frame) -> Result<Made> {
         Op::Slice { x, axis, start, stop, step } => {
             shape::run_slice(frame, *x, *axis, [*start, *stop], *step)?
         }
+        Op::Piece { x, axis, start, stop, sizes } => {
+            shape::run_piece(frame.tensor(*x)?, *axis, [*start, *stop], sizes)?
+        }
         Op::Concatenate { tensors, axis } => shape::run_concatenate(frame, tensors, *axis)?,
         Op::Take { x, index, axis } => indexing::run_take(frame, *x, *index, *axis)?,
         Op::TakeTransposed { x, index } => indexing::run_take_transposed(frame, *x, *index)?,
         Op::RmsNorm { x, weight, eps } => norm::run_rms_norm(frame, *x, *weight, *eps)?,
+        Op::LayerNorm { x, weight, bias, eps } => {
+            norm::run_layer_norm(frame, *x, *weight, *bias, *eps)?
+        }
         Op::Addmm { mat1, mat2, bias, alpha, beta } => {
             linear::run_addmm(frame, [*mat1, *mat2], *bias, *alpha, *beta)?
         }

@@ -1,5 +1,7 @@
 //! Views and shapes.
 
+use std::ops::RangeInclusive;
+
 use mlx_rs::ops::concatenate as mlx_concatenate;
 use mlx_rs::Array;
 
@@ -38,6 +40,58 @@ pub fn slice(slots: &mut Slots, node: fb::SliceNode) -> Result<Instruction> {
         step: node.step(),
     };
     Ok(instruction(op, slots.write(node.out())?))
+}
+
+/// A split is a piece of the same tensor for each output. One size is that of all
+/// pieces but the last, which may be smaller; several are the pieces' own.
+pub fn split(slots: &mut Slots, node: fb::SplitNode) -> Result<Vec<Instruction>> {
+    let sizes = ints(slots, node.sizes())?
+        .into_iter()
+        .map(|size| match size {
+            Int::Literal(size) => Ok(size),
+            Int::Value(_) => fail!(Unsupported, "a split whose sizes are known only when it runs"),
+        })
+        .collect::<Result<Vec<_>>>()?;
+    let pieces = pieces(&sizes, node.outs().len())?;
+    let x = slots.read(node.x())?;
+    let (least, most) = match (&sizes[..], pieces.last()) {
+        (_, None) => return Ok(Vec::new()),
+        // The last piece has one element at least.
+        ([_], Some(&(start, stop))) => (start + 1, stop),
+        (_, Some(&(_, stop))) => (stop, stop),
+    };
+    node.outs()
+        .iter()
+        .zip(pieces)
+        .map(|(out, (start, stop))| {
+            let op = Op::Piece { x, axis: node.axis(), start, stop, sizes: least..=most };
+            Ok(instruction(op, slots.write(out)?))
+        })
+        .collect()
+}
+
+/// Where each of `n` pieces starts and stops.
+fn pieces(sizes: &[i64], n: usize) -> Result<Vec<(i32, i32)>> {
+    let each = match sizes {
+        [size] => vec![*size; n],
+        sizes if sizes.len() == n => sizes.to_vec(),
+        sizes => fail!(Program, "a split of {} sizes has {n} outputs", sizes.len()),
+    };
+    let mut start = 0i32;
+    each.into_iter()
+        .map(|size| {
+            let stop = i32::try_from(size)
+                .ok()
+                .filter(|&size| size > 0)
+                .and_then(|size| start.checked_add(size));
+            match stop {
+                Some(stop) => Ok((std::mem::replace(&mut start, stop), stop)),
+                None => {
+                    fail!(Program, "a split into {sizes:?}: a piece has 1 to 2^31 - 1 elements")
+                }
+            }
+        })
+        .collect()
 }
 
 pub fn concatenate(slots: &mut Slots, node: fb::ConcatenateNode) -> Result<Instruction> {
@@ -97,6 +151,25 @@ pub fn run_slice(
     slice_axis(x, axis, start, stop, step)
 }
 
+pub fn run_piece(
+    x: &Array,
+    axis: i32,
+    [start, stop]: [i32; 2],
+    sizes: &RangeInclusive<i32>,
+) -> Result<Array> {
+    let axis = normalize_axis(axis, x.ndim())?;
+    let size = x.dim(axis as i32);
+    if !sizes.contains(&size) {
+        fail!(
+            Program,
+            "an axis of {size} is split into pieces of {} to {} in all",
+            sizes.start(),
+            sizes.end()
+        );
+    }
+    slice_axis(x, axis, start, stop.min(size), 1)
+}
+
 pub fn run_concatenate(frame: &Frame, tensors: &[Value], axis: i32) -> Result<Array> {
     let tensors = tensors.iter().map(|&value| frame.tensor(value)).collect::<Result<Vec<_>>>()?;
     Ok(mlx_concatenate(&tensors, axis)?)
@@ -122,4 +195,45 @@ pub fn normalize_axis(axis: i32, ndim: usize) -> Result<usize> {
         fail!(Program, "axis {axis} of a tensor with {ndim} axes");
     }
     Ok(if axis < 0 { axis + n } else { axis } as usize)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn pieces_lie_side_by_side() {
+        assert_eq!(pieces(&[2, 3, 4], 3).unwrap(), [(0, 2), (2, 5), (5, 9)]);
+        assert_eq!(pieces(&[4], 3).unwrap(), [(0, 4), (4, 8), (8, 12)]);
+        assert_eq!(pieces(&[4], 0).unwrap(), []);
+    }
+
+    #[test]
+    fn splits_that_cannot_be_are_refused() {
+        for (sizes, n) in [
+            (&[2, 3][..], 3),
+            (&[], 1),
+            (&[0], 2),
+            (&[-1, 2], 2),
+            (&[1 << 40], 1),
+            (&[i64::from(i32::MAX), 1], 2),
+        ] {
+            assert!(pieces(sizes, n).is_err(), "{sizes:?} for {n} outputs");
+        }
+    }
+
+    #[test]
+    fn a_piece_is_of_an_axis_of_the_right_size() {
+        crate::mlx::run(|| {
+            let x = Array::from_slice(&[0, 1, 2, 3, 4, 5, 6], &[1, 7]);
+            let piece = |start, stop, sizes| run_piece(&x, -1, [start, stop], &sizes);
+            assert_eq!(piece(2, 5, 7..=7)?.shape(), [1, 3]);
+            assert_eq!(piece(6, 9, 7..=9)?.contiguous()?.as_slice::<i32>(), [6]);
+            assert!(piece(0, 3, 6..=6).is_err());
+            assert!(piece(0, 3, 8..=9).is_err());
+            assert!(run_piece(&x, 2, [0, 1], &(1..=7)).is_err());
+            Ok(())
+        })
+        .unwrap();
+    }
 }

@@ -1,140 +1,46 @@
-//! Narrows a program to the last token's row of its output.
+//! Narrows a program to the last token's row of its logits.
 //!
 //! A prompt's rows matter through the cache alone: of its logits one row is
 //! read. The output's last product, which is the widest of all, then runs on one
 //! row, and so does everything that works row by row before it, up to the last
-//! layer's attention.
+//! layer's attention. A program that was exported to give the last row alone has
+//! a slice before that product, and what feeds it can be narrowed in any case.
 
 use std::collections::{HashMap, HashSet};
 
+use super::rows::Rows;
 use super::{insert, makers};
 use crate::error::{fail, Result};
-use crate::program::ir::{
-    Dim, Graph, Index, InputSpec, Instruction, Int, IntValue, Op, Out, Value,
-};
+use crate::program::ir::{Graph, Instruction, Int, Op, Out, Value};
 
-/// Narrows the one output of `graph`, `[1, T, ...]`, to `[1, 1, ...]`.
+/// Leaves out rows that nobody reads. Where `last_only`, nobody reads the rows of
+/// the first output, the logits, but the last: `[1, T, ...]` becomes `[1, 1, ...]`.
+/// Other outputs stay whole.
 ///
 /// # Errors
-/// [`Unsupported`](crate::Status::Unsupported) where the program has other
-/// outputs, or where its output is not made row by row.
-pub fn narrow(graph: &mut Graph) -> Result<()> {
-    let [Out::Tensor(output)] = graph.main.outputs[..] else {
-        fail!(
-            Unsupported,
-            "logits of the last token only: the program has {} outputs, this works with one \
-             tensor",
-            graph.main.outputs.len()
-        );
-    };
+/// [`Unsupported`](crate::Status::Unsupported) where `last_only` and the first
+/// output is no tensor or not made row by row.
+pub fn narrow(graph: &mut Graph, last_only: bool) -> Result<()> {
     let rows = Rows::find(graph);
-    let narrow = narrowed(graph, output, &rows);
-    if !narrow.contains(&output) {
-        fail!(Unsupported, "logits of the last token only: the output is not made row by row");
+    let mut logits = None;
+    if last_only {
+        let Some(Out::Tensor(output)) = graph.main.outputs.first().copied() else {
+            fail!(Unsupported, "logits of the last token only: the first output is no tensor");
+        };
+        // What has one row has the last one only.
+        logits = (!rows.single.contains(&output)).then_some(output);
+    }
+    let narrow = narrowed(graph, logits, &rows);
+    if logits.is_some_and(|logits| !narrow.contains(&logits)) {
+        fail!(Unsupported, "logits of the last token only: the logits are not made row by row");
     }
     rewrite(graph, &narrow, &rows);
     Ok(())
 }
 
-/// What is known of the program's rows.
-struct Rows {
-    /// The integers that count the tokens.
-    counts: HashSet<IntValue>,
-    /// The values whose second axis is the tokens', `[1, T, ...]`.
-    by_row: HashSet<Value>,
-    /// What attention makes, `[1, heads, T, head_dim]`, where one instruction
-    /// alone reads it.
-    attended: HashSet<Value>,
-}
-
-impl Rows {
-    fn find(graph: &Graph) -> Self {
-        let is_tokens = |x: &Value| {
-            graph.inputs.iter().any(|input| {
-                matches!(input, InputSpec::Tensor { value, shape, .. }
-                    if value == x && matches!(shape[..], [Dim::Static(1), Dim::UpTo(_)]))
-            })
-        };
-        let mut n_readers = HashMap::<Value, usize>::new();
-        for value in graph.main.instructions.iter().flat_map(|instruction| instruction.op.reads()) {
-            *n_readers.entry(value).or_default() += 1;
-        }
-        let mut rows =
-            Self { counts: HashSet::new(), by_row: HashSet::new(), attended: HashSet::new() };
-        for instruction in &graph.main.instructions {
-            match (&instruction.op, instruction.out) {
-                (Op::SymSize { x, dim: 1 | -1 }, Out::Int(value)) if is_tokens(x) => {
-                    rows.counts.insert(value);
-                }
-                (Op::UpdateAndAttend { .. }, Out::Tensor(value))
-                    if n_readers.get(&value) == Some(&1) =>
-                {
-                    rows.attended.insert(value);
-                }
-                (op, Out::Tensor(value)) => {
-                    let embeds = match op {
-                        Op::Take { x, index: Index::Many(index), axis: 0 } => {
-                            graph.is_constant(*x) && is_tokens(index)
-                        }
-                        Op::Dequantize { w, .. } => rows.by_row.contains(w),
-                        _ => false,
-                    };
-                    if embeds || rows.read_by(op, graph).is_some() {
-                        rows.by_row.insert(value);
-                    }
-                }
-                _ => {}
-            }
-        }
-        rows
-    }
-
-    /// The tensors that an instruction reads row by row, where it makes rows of
-    /// its own, `[1, T, ...]`, from theirs alone. `None` where it does not.
-    fn read_by(&self, op: &Op, graph: &Graph) -> Option<Vec<Value>> {
-        let by_row = |value: &Value| self.by_row.contains(value);
-        match op {
-            Op::Unary { x, .. } | Op::AsType { x, .. } | Op::RmsNorm { x, .. } => {
-                by_row(x).then(|| vec![*x])
-            }
-            Op::Binary { a, b, .. } => {
-                let (rows, others): (Vec<Value>, Vec<Value>) =
-                    [*a, *b].iter().partition(|x| by_row(x));
-                let others_have_none = others.iter().all(|&value| is_row_constant(graph, value));
-                (!rows.is_empty() && others_have_none).then_some(rows)
-            }
-            Op::Linear { x, bias, .. } => {
-                let plain = bias.is_none_or(|bias| is_row_constant(graph, bias));
-                (plain && by_row(x)).then(|| vec![*x])
-            }
-            Op::QuantizedMatmul { x, w, .. } => {
-                (graph.is_constant(*w) && by_row(x)).then(|| vec![*x])
-            }
-            // [1, T, heads, head_dim] to [1, T, features].
-            Op::Reshape { x, shape } => match shape[..] {
-                [Int::Literal(1), Int::Value(count), Int::Literal(_)]
-                    if self.counts.contains(&count) && by_row(x) =>
-                {
-                    Some(vec![*x])
-                }
-                _ => None,
-            },
-            // What attention makes, to [1, T, heads, head_dim].
-            Op::Transpose { x, perm } if perm[..] == [0, 2, 1, 3] => {
-                self.attended.contains(x).then(|| vec![*x])
-            }
-            _ => None,
-        }
-    }
-}
-
-fn is_row_constant(graph: &Graph, value: Value) -> bool {
-    graph.is_constant(value) && graph.constants[value.0 as usize].shape.len() <= 1
-}
-
-/// The values of which only the last row is ever wanted: from the output up, as
-/// long as all readers are narrowed themselves.
-fn narrowed(graph: &Graph, output: Value, rows: &Rows) -> HashSet<Value> {
+/// The values of which only the last row is ever wanted: from `logits` and from
+/// slices up, as long as all readers are narrowed themselves.
+fn narrowed(graph: &Graph, logits: Option<Value>, rows: &Rows) -> HashSet<Value> {
     let mut readers = HashMap::<Value, Vec<usize>>::new();
     for (index, instruction) in graph.main.instructions.iter().enumerate() {
         for value in instruction.op.reads() {
@@ -149,19 +55,19 @@ fn narrowed(graph: &Graph, output: Value, rows: &Rows) -> HashSet<Value> {
         if made.get(&value) != Some(&index) {
             continue;
         }
-        let wanted = if value == output {
-            !readers.contains_key(&value)
-        } else {
-            readers.get(&value).is_some_and(|readers| {
-                readers.iter().all(|&reader| {
-                    let reader = &graph.main.instructions[reader];
-                    let narrowed = matches!(reader.out, Out::Tensor(out) if narrow.contains(&out));
-                    narrowed
-                        && rows.read_by(&reader.op, graph).is_some_and(|read| read.contains(&value))
-                })
-            })
-        };
-        if !wanted {
+        let is_logits = logits == Some(value);
+        let n_outputs = graph.main.outputs.iter().filter(|&&out| out == instruction.out).count();
+        if n_outputs > usize::from(is_logits) {
+            continue;
+        }
+        let readers = readers.get(&value).map_or(&[][..], |readers| &readers[..]);
+        let last_row_will_do = readers.iter().all(|&reader| {
+            let reader = &graph.main.instructions[reader];
+            let narrowed = matches!(reader.out, Out::Tensor(out) if narrow.contains(&out))
+                && rows.read_by(&reader.op, graph).is_some_and(|read| read.contains(&value));
+            narrowed || rows.is_last_row(&reader.op)
+        });
+        if !last_row_will_do || (readers.is_empty() && !is_logits) {
             continue;
         }
         if matches!(instruction.op, Op::UpdateAndAttend { .. })
@@ -218,7 +124,7 @@ fn rewrite(graph: &mut Graph, narrow: &HashSet<Value>, rows: &Rows) {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::program::ir::{Binary, Chain, Constant};
+    use crate::program::ir::{Binary, Chain, Constant, Dim, Index, InputSpec, IntValue};
     use crate::Status;
     use mlx_rs::Dtype;
 
@@ -281,7 +187,7 @@ mod tests {
     fn the_last_product_runs_on_one_row() {
         // 2: embedding, 3: logits.
         let mut graph = graph(vec![embed(), linear(2)]);
-        narrow(&mut graph).unwrap();
+        narrow(&mut graph, true).unwrap();
         let made = ops(&graph);
         assert_eq!(*made[2], Op::LastToken { x: Value(2) });
         assert!(matches!(made[3], Op::Linear { x: Value(4), .. }));
@@ -297,7 +203,7 @@ mod tests {
         let residual = Op::Binary { function: Binary::Add, a: Value(2), b: Value(5) };
         let heads = Op::Transpose { x: Value(3), perm: vec![0, 2, 1, 3] };
         let mut graph = graph(vec![embed(), attend(2), heads, merged, residual, linear(6)]);
-        narrow(&mut graph).unwrap();
+        narrow(&mut graph, true).unwrap();
         let made = ops(&graph);
         assert!(matches!(made[2], Op::UpdateAndAttend { last_query: true, .. }));
         assert!(made
@@ -314,7 +220,7 @@ mod tests {
         // 2: embedding, 3: hidden, 4: attention over all of hidden, 5: sum, 6: logits.
         let sum = Op::Binary { function: Binary::Add, a: Value(3), b: Value(3) };
         let mut graph = graph(vec![embed(), linear(2), attend(3), sum, linear(5)]);
-        narrow(&mut graph).unwrap();
+        narrow(&mut graph, true).unwrap();
         let made = ops(&graph);
         assert!(matches!(made[2], Op::Linear { x: Value(2), .. }), "hidden is made for every row");
         assert!(matches!(made[3], Op::UpdateAndAttend { last_query: false, .. }));
@@ -329,12 +235,85 @@ mod tests {
         let shape = vec![Int::Literal(1), Int::Value(COUNT), Int::Literal(-1)];
         let merged = Op::Reshape { x: Value(6), shape };
         let mut graph = graph(vec![embed(), attend(2), gate, gated, heads, merged, linear(7)]);
-        assert_eq!(narrow(&mut graph).unwrap_err().status(), Status::Unsupported);
+        assert_eq!(narrow(&mut graph, true).unwrap_err().status(), Status::Unsupported);
     }
 
     #[test]
     fn what_is_not_made_row_by_row_is_refused() {
         let mut graph = graph(vec![embed(), Op::Transpose { x: Value(2), perm: vec![1, 0, 2] }]);
-        assert_eq!(narrow(&mut graph).unwrap_err().status(), Status::Unsupported);
+        assert_eq!(narrow(&mut graph, true).unwrap_err().status(), Status::Unsupported);
+    }
+
+    fn last_row(x: u32) -> Op {
+        Op::Slice {
+            x: Value(x),
+            axis: Int::Literal(1),
+            start: Int::Literal(-1),
+            stop: Int::Literal(i64::MAX),
+            step: 1,
+        }
+    }
+
+    #[test]
+    fn what_only_feeds_an_exported_last_row_is_narrowed_in_any_case() {
+        // 2: embedding, 3: hidden, 4: its last row, 5: logits.
+        for last_only in [false, true] {
+            let mut graph = graph(vec![embed(), linear(2), last_row(3), linear(4)]);
+            narrow(&mut graph, last_only).unwrap();
+            let made = ops(&graph);
+            assert_eq!(*made[2], Op::LastToken { x: Value(2) });
+            assert!(matches!(made[3], Op::Linear { x: Value(6), .. }));
+            assert_eq!(*made[4], last_row(3), "of one row, that row");
+            assert_eq!(*made[5], linear(4));
+        }
+    }
+
+    #[test]
+    fn nothing_is_narrowed_unless_asked_for() {
+        let mut graph = graph(vec![embed(), linear(2)]);
+        let before = ops(&graph).into_iter().cloned().collect::<Vec<_>>();
+        narrow(&mut graph, false).unwrap();
+        assert_eq!(ops(&graph), before.iter().collect::<Vec<_>>());
+    }
+
+    #[test]
+    fn other_outputs_stay_whole() {
+        // 2: embedding, 3: hidden, the features, 4: final, 5: logits.
+        for exported_last in [false, true] {
+            let (rows, logits) = if exported_last { (last_row(4), 6) } else { (linear(4), 5) };
+            let mut ops = vec![embed(), linear(2), linear(3), rows];
+            ops.extend(exported_last.then(|| linear(5)));
+            let mut graph = graph(ops);
+            graph.main.outputs = vec![Out::Tensor(Value(logits)), Out::Tensor(Value(3))];
+            narrow(&mut graph, true).unwrap();
+            let made = self::ops(&graph);
+            assert_eq!(*made[2], linear(2), "the features have every row");
+            assert_eq!(*made[3], Op::LastToken { x: Value(3) });
+            assert!(matches!(made[4], Op::Linear { x, .. } if x.0 > logits));
+        }
+    }
+
+    #[test]
+    fn an_output_that_is_both_is_refused() {
+        let mut graph = graph(vec![embed(), linear(2)]);
+        graph.main.outputs = vec![Out::Tensor(Value(3)), Out::Tensor(Value(3))];
+        assert_eq!(narrow(&mut graph, true).unwrap_err().status(), Status::Unsupported);
+    }
+
+    #[test]
+    fn pieces_of_rows_are_narrowed() {
+        // 2: embedding, 3: gate and up, 4 and 5: their pieces, 6: gated, 7: logits.
+        let piece = |axis, start, stop| Op::Piece { x: Value(3), axis, start, stop, sizes: 8..=8 };
+        let gated = Op::Binary { function: Binary::Multiply, a: Value(4), b: Value(5) };
+        let program = |axis| {
+            let pieces = [piece(axis, 0, 4), piece(axis, 4, 8)];
+            let [first, second] = pieces;
+            graph(vec![embed(), linear(2), first, second, gated.clone(), linear(6)])
+        };
+        let mut features = program(-1);
+        narrow(&mut features, true).unwrap();
+        assert_eq!(*ops(&features)[2], Op::LastToken { x: Value(2) });
+        let mut tokens = program(1);
+        assert_eq!(narrow(&mut tokens, true).unwrap_err().status(), Status::Unsupported);
     }
 }

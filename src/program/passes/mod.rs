@@ -4,6 +4,7 @@ mod dead;
 mod last_token;
 mod linear;
 mod positions;
+mod rows;
 
 use super::constants::Layout;
 use super::ir::{Graph, Instruction, Op, Out, Value};
@@ -27,9 +28,7 @@ pub struct Target {
 pub fn run(graph: &mut Graph, target: Target) -> Result<Vec<Layout>> {
     positions::trace(graph);
     linear::fuse(graph);
-    if target.last_token_only {
-        last_token::narrow(graph)?;
-    }
+    last_token::narrow(graph, target.last_token_only)?;
     dead::eliminate(graph);
     Ok(linear::choose_layouts(graph, target))
 }

@@ -1,0 +1,133 @@
+"""The command ``python -m etkv``: inspect and run programs; ``export`` is :mod:`etkv.export`'s."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import logging
+import os
+import sys
+import warnings
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NoReturn
+
+from etkv import __version__
+from etkv.errors import EtkvError
+
+_WRONG_USE = 2
+_INTERRUPTED = 130
+
+
+class _Parser(argparse.ArgumentParser):
+    """Reports wrong arguments like every other error: in one line."""
+
+    def error(self, message: str) -> NoReturn:
+        raise EtkvError(message)
+
+
+def _parser() -> argparse.ArgumentParser:
+    from etkv import inspection
+
+    parser = _Parser(prog="python -m etkv", description="The KV cache of an ExecuTorch program, as a library.")
+    parser.add_argument("--version", action="version", version=f"etkv {__version__}")
+    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    inspect = commands.add_parser(
+        "inspect",
+        help="tell what a program holds, whether this build runs it, and what its cache takes",
+        description="Tell what a program holds, whether this build runs it, and what its cache takes.",
+    )
+    inspection.add_arguments(inspect)
+    generate = commands.add_parser(
+        "generate", help="answer a prompt", description="Answer a prompt with a program and the tokenizer beside it."
+    )
+    generate.add_argument("program", type=Path, metavar="MODEL.pte")
+    generate.add_argument("prompt", metavar="TEXT")
+    generate.add_argument("--raw", action="store_true", help="continue the text as it is, without the chat template")
+    generate.add_argument("--max-new-tokens", type=int, default=256, metavar="N", help="at most (default: 256)")
+    generate.add_argument("--capacity", type=int, metavar="N", help="positions of the cache (default: the program's)")
+    generate.add_argument("--format", default="f16", metavar="NAME", help="storage of keys and values (default: f16)")
+    generate.add_argument("--temperature", type=float, default=0.0, metavar="T", help="0 is greedy (default: 0)")
+    generate.add_argument("--seed", type=int, metavar="N", help="of the draws at a temperature")
+    generate.add_argument("--progress", action="store_true", help="show bars on stderr")
+    # For the list of commands only: its arguments are read by etkv.export.
+    commands.add_parser("export", help="export a model; the same as python -m etkv.export", add_help=False)
+    return parser
+
+
+@contextlib.contextmanager
+def _import_noise_off() -> Iterator[None]:
+    """Keep what torch and ExecuTorch warn of when they are imported off the terminal."""
+    previous = logging.root.manager.disable
+    logging.disable(logging.WARNING)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        logging.disable(previous)
+
+
+def _generate(options: argparse.Namespace) -> None:
+    import etkv
+
+    with _import_noise_off():
+        etkv.register_backend()
+        facts = etkv.read_kv_cache_metadata(options.program)
+    config = etkv.CacheConfig(
+        facts.layers,
+        (facts.max_context_length or 4096) if options.capacity is None else options.capacity,
+        k_format=options.format,
+        v_format=options.format,
+        max_step=facts.prefill_chunk_size,
+    )
+    tokenizer = etkv.Tokenizer.beside(options.program)
+    prompt = tokenizer.encode(options.prompt) if options.raw else tokenizer.chat(options.prompt)
+    with etkv.DecodeSession(config) as session, etkv.load(options.program, session, logits="last") as program:
+        answer = etkv.generate(
+            program,
+            prompt,
+            max_new_tokens=options.max_new_tokens,
+            temperature=options.temperature,
+            seed=options.seed,
+            progress=options.progress,
+        )
+        for piece in tokenizer.stream(answer):
+            print(piece, end="", flush=True)
+        print()
+        if answer.stop == "capacity":
+            print(f"the cache is full: {session.capacity} positions", file=sys.stderr)
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Run the command; returns its exit status: 0, or 2 after an error in what was asked for."""
+    arguments = sys.argv[1:] if arguments is None else arguments
+    if arguments[:1] == ["export"]:
+        from etkv.export.__main__ import main as export
+
+        return export(arguments[1:])
+    from etkv import inspection
+    from etkv.export.progress import third_party_noise
+
+    try:
+        options = _parser().parse_args(arguments)
+        if options.command == "inspect":
+            with third_party_noise(allowed=False):
+                told = inspection.run(options)
+            print("\n".join(told), flush=True)
+        else:
+            _generate(options)
+    except EtkvError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return _WRONG_USE
+    except BrokenPipeError:
+        # Who read the output has enough, as `head` does. Python flushes it once more at the end.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    except KeyboardInterrupt:
+        print(file=sys.stderr)
+        return _INTERRUPTED
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,140 @@
+"""The C interface, read from ``etkv.h``: :func:`lib` has its functions, :func:`call` makes exceptions of their errors.
+
+Signatures come from the header that the library was built with, so there is no second list of them to go stale.
+"""
+
+from __future__ import annotations
+
+import functools
+import re
+import threading
+from collections.abc import Callable, Sequence
+from typing import Any, NoReturn
+
+import cffi
+
+from etkv import _library
+from etkv.errors import EtkvError, status_error
+
+ABI_VERSION = 2
+"""The least ``etkv_abi_version()`` that this package works with."""
+
+INT32_MAX = 2**31 - 1
+
+ffi = cffi.FFI()
+
+_loading = threading.Lock()
+
+
+def lib() -> Any:
+    """The loaded library, with a function for each of ``etkv.h``."""
+    return _loaded() if _loaded.cache_info().currsize else _load()
+
+
+def _load() -> Any:
+    # Of threads that ask at once, the second finds what the first has loaded.
+    with _loading:
+        return _loaded()
+
+
+@functools.cache
+def _loaded() -> Any:
+    ffi.cdef(_declarations(_library.header().read_text(encoding="utf-8")))
+    library = ffi.dlopen(str(_library.etkv()))
+    found = library.etkv_abi_version()
+    if found < ABI_VERSION:
+        raise EtkvError(f"{_library.etkv()} has interface {found}, this package needs {ABI_VERSION}: build it again")
+    return library
+
+
+def _declarations(header: str) -> str:
+    """What a reader of C without a preprocessor takes: no directives, no macros."""
+    header = re.sub(r"#ifdef __cplusplus.*?#endif", "", header, flags=re.DOTALL)
+    return re.sub(r"^\s*#.*$", "", header, flags=re.MULTILINE).replace("ETKV_API ", "")
+
+
+def call(function: str, *arguments: Any) -> None:
+    """Call a function that returns a status and takes ``etkv_error**`` last. Raises what it reports."""
+    library = lib()
+    error = ffi.new("etkv_error**")
+    status = getattr(library, function)(*arguments, error)
+    if status:
+        raise _taken(error[0], status)
+
+
+def ask(function: str, kind: str, *arguments: Any) -> Any:
+    """The value that such a function stores in its last parameter before ``error``, of C type ``kind``."""
+    lib()
+    out = ffi.new(f"{kind}*")
+    call(function, *arguments, out)
+    return out[0]
+
+
+def ask_list(function: str, kind: str, *arguments: Any) -> list[Any]:
+    """The values that a function of ``(…, array, room, n, error)`` stores."""
+    n = ffi.new("size_t*")
+    call(function, *arguments, ffi.NULL, 0, n)
+    while True:
+        room = n[0]
+        array = ffi.new(f"{kind}[]", room)
+        try:
+            call(function, *arguments, array, room, n)
+        except EtkvError:
+            # Another thread may have added to them since.
+            call(function, *arguments, ffi.NULL, 0, n)
+            if n[0] <= room:
+                raise
+            continue
+        return list(array[0 : n[0]])
+
+
+def struct(kind: str, **fields: Any) -> Any:
+    """A struct of the interface that knows its size."""
+    made = ffi.new(f"{kind}*")
+    made.struct_size = ffi.sizeof(kind)
+    for name, value in fields.items():
+        setattr(made, name, value)
+    return made
+
+
+def int32s(values: Sequence[int], name: str) -> Any:
+    """A C array of these. Raises :class:`EtkvError` for what is no 32-bit integer."""
+    try:
+        return ffi.new("int32_t[]", [int32(value, name) for value in values])
+    except TypeError as error:
+        raise EtkvError(f"{name} is {values!r}, it is a list of integers") from error
+
+
+def int32(value: int, name: str) -> int:
+    """``value``, once it is known to be a 32-bit integer."""
+    try:
+        number = value.__index__()
+    except AttributeError:
+        raise EtkvError(f"{name} is {value!r}, it is an integer") from None
+    if not -INT32_MAX - 1 <= number <= INT32_MAX:
+        raise EtkvError(f"{name} is {number}, it is a 32-bit integer")
+    return number
+
+
+def text(pointer: Any) -> str:
+    """The text behind a C string; "" for NULL."""
+    return "" if pointer == ffi.NULL else ffi.string(pointer).decode("utf-8", "replace")
+
+
+def raise_delegate_error(otherwise: Callable[[], EtkvError], cause: BaseException) -> NoReturn:
+    """Raise what the delegate last reported on this thread, or else ``otherwise()``; ``cause`` is ExecuTorch's."""
+    error = lib().etkv_delegate_take_error()
+    if error == ffi.NULL:
+        raise otherwise() from cause
+    raise _taken(error, lib().etkv_error_status(error)) from cause
+
+
+def forget_delegate_error() -> None:
+    """An earlier failure on this thread is not the reason of the next one."""
+    lib().etkv_error_free(lib().etkv_delegate_take_error())
+
+
+def _taken(error: Any, status: int) -> EtkvError:
+    message = text(lib().etkv_error_message(error))
+    lib().etkv_error_free(error)
+    return status_error(status, message)

@@ -1,0 +1,120 @@
+"""Finds and loads the native libraries, and the MLX and ExecuTorch that they run on.
+
+libetkv and libetkv_mlx_backend name no folder of MLX or ExecuTorch. Both are loaded from the installed packages first,
+so that there is one copy of each in the process: the one that ``import mlx`` and ``import executorch`` use.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import importlib.metadata
+import os
+import sys
+import threading
+from pathlib import Path
+
+from etkv.errors import EtkvError
+
+_PACKAGE = Path(__file__).resolve().parent
+_SUFFIX = ".dylib" if sys.platform == "darwin" else ".so"
+
+MLX_VERSION = "0.32.2"
+EXECUTORCH_VERSION = "1.5.1"
+
+EXECUTORCH_CALLS = threading.RLock()
+"""Held while ExecuTorch's Python module loads or runs anything.
+
+It redirects the process's ``std::cerr`` for the time of each call. Two calls at once leave it pointing to a buffer that
+is gone, and the next line that is logged ends the process.
+"""
+
+
+@functools.cache
+def etkv() -> Path:
+    """The file of libetkv, loaded: the caches, and MLX below them. Needs neither torch nor ExecuTorch."""
+    _require("mlx", MLX_VERSION, "pip install 'mlx[cpu]==%s'" if sys.platform != "darwin" else "pip install mlx==%s")
+    mlx = _installed("mlx", f"mlx/lib/libmlx{_SUFFIX}")
+    if not mlx.is_file():
+        raise EtkvError(
+            f"mlx {MLX_VERSION} is installed without the part that computes: pip install 'mlx[cpu]=={MLX_VERSION}', "
+            "or mlx[cuda13] for NVIDIA GPUs"
+        )
+    _load(mlx)
+    library = folder() / f"libetkv{_SUFFIX}"
+    _load(library)
+    return library
+
+
+@functools.cache
+def mlx_backend() -> None:
+    """Load the delegate into the runtime of the installed ExecuTorch: ``MLXBackend`` is registered once this returns.
+
+    Imports torch and ExecuTorch, which takes seconds.
+    """
+    _require("executorch", EXECUTORCH_VERSION, "pip install executorch==%s")
+    etkv()
+    # Its extension module brings libexecutorch, whose registry the backend enters itself into.
+    import executorch.extension.pybindings.portable_lib as portable_lib
+
+    if portable_lib._is_available("MLXBackend"):
+        raise EtkvError("another MLXBackend is registered in this process's ExecuTorch already; etkv's needs its place")
+    _load(folder() / f"libetkv_mlx_backend{_SUFFIX}")
+    if not portable_lib._is_available("MLXBackend"):
+        raise EtkvError(
+            "libetkv_mlx_backend is loaded, and ExecuTorch knows no MLXBackend: libexecutorch is there twice"
+        )
+
+
+@functools.cache
+def folder() -> Path:
+    """The folder of the native libraries: the wheel's, or that of a checkout's build.
+
+    The environment variable ``ETKV_LIBRARY_DIR`` goes before both.
+    """
+    given = os.environ.get("ETKV_LIBRARY_DIR")
+    candidates = [Path(given)] if given else [_PACKAGE / "lib", _checkout() / "build" / "lib"]
+    for candidate in candidates:
+        if (candidate / f"libetkv{_SUFFIX}").is_file():
+            return candidate
+    if given:
+        raise EtkvError(f"ETKV_LIBRARY_DIR is {given}, which has no libetkv{_SUFFIX}")
+    raise EtkvError(
+        f"{_PACKAGE} has no native library: install a wheel (pip install .), or in a checkout run `make build`"
+    )
+
+
+@functools.cache
+def header() -> Path:
+    """``etkv.h``, the C interface that the library was built with."""
+    for candidate in (_PACKAGE / "include" / "etkv" / "etkv.h", _checkout() / "include" / "etkv" / "etkv.h"):
+        if candidate.is_file():
+            return candidate
+    raise EtkvError(f"{_PACKAGE} has no etkv.h beside its libraries: install it again")
+
+
+def _checkout() -> Path:
+    """The root of a checkout, where this file lies in python/etkv/."""
+    return _PACKAGE.parents[1]
+
+
+def _require(package: str, version: str, install: str) -> None:
+    """C++ interfaces of both packages change from release to release, so the releases are exact."""
+    try:
+        found = importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        raise EtkvError(f"etkv needs {package} {version}, which is not installed: {install % version}") from None
+    if found != version:
+        raise EtkvError(f"etkv needs {package} {version}, {found} is installed: {install % version}")
+
+
+def _installed(package: str, file: str) -> Path:
+    return Path(str(importlib.metadata.distribution(package).locate_file(file)))
+
+
+def _load(library: Path) -> None:
+    try:
+        # Global, so that the delegate finds the runtime, and both find MLX.
+        ctypes.CDLL(str(library), mode=ctypes.RTLD_GLOBAL)
+    except OSError as error:
+        raise EtkvError(f"{library} cannot be loaded: {error}") from error

@@ -1,0 +1,289 @@
+"""The faces of a cache: :class:`Cache`, which every kind has, :class:`SeqCache` and :class:`TreeCache`.
+
+They are the verbs of ``etkv.h``, whose threads chapter holds here, too. Sessions carry them: see :mod:`etkv.session`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple, NoReturn
+
+from etkv import _capi
+from etkv._capi import ask, ask_list, call, ffi, int32, int32s, lib, struct
+from etkv.config import GROWTHS, CacheConfig
+from etkv.errors import EtkvError
+
+
+class LayerMemory(NamedTuple):
+    """Bytes of one layer's buffers."""
+
+    k_allocated: int
+    k_used: int
+    v_allocated: int
+    v_used: int
+
+
+@dataclass(frozen=True)
+class Memory:
+    """Bytes of a cache's buffers."""
+
+    allocated: int
+    """Held."""
+    used: int
+    """Of these, in use by positions."""
+    at_capacity: int
+    """The most that it may come to hold."""
+    layers: tuple[LayerMemory, ...]
+    """The same layer by layer."""
+
+
+class Cache:
+    """The face that every cache has: admission, length, rollback, memory."""
+
+    def __init__(self, handle: Any) -> None:
+        """Take over an ``etkv_cache*``. Users make sessions instead."""
+        self._cache = ffi.gc(handle, lib().etkv_cache_free)
+
+    def _raw(self) -> Any:
+        return self._cache
+
+    @property
+    def capacity(self) -> int:
+        """The most positions that it holds."""
+        return ask("etkv_cache_capacity", "int32_t", self._raw())
+
+    @property
+    def length(self) -> int:
+        """The positions that it holds now; one that several sequences share counts once."""
+        return ask("etkv_cache_length", "int32_t", self._raw())
+
+    @property
+    def n_layers(self) -> int:
+        """The number of its layers."""
+        return ask("etkv_cache_n_layers", "size_t", self._raw())
+
+    @property
+    def kind(self) -> str:
+        """``contiguous``, ``seq`` or ``tree``, or the name of a kind of the host's own."""
+        return _capi.text(ask("etkv_cache_kind", "const char*", self._raw()))
+
+    @property
+    def formats(self) -> tuple[str, str]:
+        """The formats that keys and values have now."""
+        k, v = ffi.new("const char**"), ffi.new("const char**")
+        call("etkv_cache_formats", self._raw(), k, v)
+        return _capi.text(k[0]), _capi.text(v[0])
+
+    def can_extend(self, n: int = 1) -> bool:
+        """Whether ``n`` more positions fit."""
+        return ask("etkv_cache_can_extend", "bool", self._raw(), int32(n, "n"))
+
+    def clear(self, release: bool = False) -> None:
+        """Forget every position, and give the buffers back if ``release``. The formats are the config's again."""
+        call("etkv_cache_clear", self._raw(), bool(release))
+
+    def rewind(self, length: int) -> None:
+        """Forget the positions from ``length`` on, of the one sequence that there is.
+
+        :class:`~etkv.PositionError` where that is beyond what is there, or where layers with windows have dropped what
+        the next query would see.
+        """
+        call("etkv_cache_rewind", self._raw(), int32(length, "length"))
+
+    def rewindable_to(self) -> int:
+        """The least length, apart from 0, that it can be rewound to now."""
+        return ask("etkv_cache_rewindable_to", "int32_t", self._raw())
+
+    def convert(self, k_format: str, v_format: str | None = None) -> None:
+        """Store what is there, and what comes, in other formats, until the cache is cleared."""
+        v_format = k_format if v_format is None else v_format
+        call("etkv_cache_convert", self._raw(), _name(k_format, "k_format"), _name(v_format, "v_format"))
+
+    def memory(self) -> Memory:
+        """Bytes of its buffers."""
+        return _read_memory(self.n_layers, lambda memory: call("etkv_cache_memory", self._raw(), memory))
+
+    def __reduce_ex__(self, protocol: Any) -> NoReturn:
+        raise EtkvError(f"a {type(self).__name__} is neither copied nor sent to another process: make one of its own")
+
+    def __repr__(self) -> str:
+        k, v = self.formats
+        stored = k if k == v else f"{k} and {v}"
+        return (
+            f"<{type(self).__name__}: {self.length} of {self.capacity} positions in {self.n_layers} layers, {stored}>"
+        )
+
+
+class SeqCache(Cache):
+    """The face of a cache that many sequences share.
+
+    Sequences have numbers from 0 to 255 and need not be made: one that holds nothing is empty. Ranges of positions are
+    from ``begin`` up to, and without, ``end``; None takes in all that follow.
+    """
+
+    def __init__(self, handle: Any) -> None:
+        super().__init__(handle)
+        self._sequences = ffi.gc(ask("etkv_cache_as_seq", "etkv_seq_cache*", handle), lib().etkv_seq_cache_free)
+
+    def _seq(self) -> Any:
+        self._raw()
+        return self._sequences
+
+    def begin_step(self, sequences: Sequence[int]) -> None:
+        """Say which sequence each token of the next step belongs to.
+
+        Holds until a step has worked, or something else is said.
+        """
+        call("etkv_seq_cache_begin_step", self._seq(), int32s(sequences, "sequences"), len(sequences))
+
+    def begin_step_shared(self, sequences: Sequence[Sequence[int]]) -> None:
+        """The same for tokens that belong to several sequences each, which share their cells."""
+        numbers = [number for members in sequences for number in members]
+        counts = [len(members) for members in sequences]
+        call(
+            "etkv_seq_cache_begin_step_shared",
+            self._seq(),
+            int32s(numbers, "sequences"),
+            len(numbers),
+            int32s(counts, "counts"),
+            len(counts),
+        )
+
+    def seq_cp(self, source: int, target: int, begin: int = 0, end: int | None = None) -> None:
+        """Let ``target`` have ``source``'s positions in a range as well, in the same cells: no bytes move."""
+        numbers = int32(source, "source"), int32(target, "target"), int32(begin, "begin"), _end(end)
+        call("etkv_seq_cache_cp", self._seq(), *numbers)
+
+    def seq_rm(self, sequence: int, begin: int = 0, end: int | None = None) -> None:
+        """Take the positions in a range from a sequence. A cell that no sequence has is free."""
+        numbers = int32(sequence, "sequence"), int32(begin, "begin"), _end(end)
+        call("etkv_seq_cache_rm", self._seq(), *numbers)
+
+    def seq_keep(self, sequence: int) -> None:
+        """Remove every sequence but one."""
+        call("etkv_seq_cache_keep", self._seq(), int32(sequence, "sequence"))
+
+    def seq_len(self, sequence: int) -> int:
+        """How many positions a sequence holds."""
+        return ask("etkv_seq_cache_len", "int32_t", self._seq(), int32(sequence, "sequence"))
+
+    def seq_next(self, sequence: int) -> int:
+        """The position of a sequence's next token. After a removal at the front that is more than it holds."""
+        return ask("etkv_seq_cache_next", "int32_t", self._seq(), int32(sequence, "sequence"))
+
+    def seq_rewindable_to(self, sequence: int) -> int:
+        """As :meth:`rewindable_to`, for one of several sequences."""
+        return ask("etkv_seq_cache_rewindable_to", "int32_t", self._seq(), int32(sequence, "sequence"))
+
+    def seq_positions(self, sequence: int) -> list[range]:
+        """The positions that a sequence holds, as ranges in order."""
+        found = ask_list("etkv_seq_cache_positions", "etkv_range", self._seq(), int32(sequence, "sequence"))
+        return [range(item.begin, item.end) for item in found]
+
+    def sequences(self) -> list[int]:
+        """The sequences that hold positions or carry trees, in order."""
+        return ask_list("etkv_seq_cache_sequences", "int32_t", self._seq())
+
+    def compact(self) -> None:
+        """Make each sequence one run of cells as far as what they share lets it, so that it is read without a mask."""
+        call("etkv_seq_cache_compact", self._seq())
+
+
+class TreeCache(SeqCache):
+    """The face of a cache whose sequences carry trees of candidates. Without a number, sequence 0 is meant."""
+
+    def __init__(self, handle: Any) -> None:
+        super().__init__(handle)
+        self._trees = ffi.gc(ask("etkv_cache_as_tree", "etkv_tree_cache*", handle), lib().etkv_tree_cache_free)
+
+    def _tree(self) -> Any:
+        self._raw()
+        return self._trees
+
+    def propose(self, parents: Sequence[int], sequence: int = 0) -> None:
+        """Append a frontier of candidates: the queries of the next step.
+
+        A parent is the number of an earlier node of the tree, over all its frontiers, or -1 for the sequence itself.
+        """
+        n = len(parents)
+        call("etkv_tree_cache_propose", self._tree(), int32(sequence, "sequence"), int32s(parents, "parents"), n)
+
+    def commit(self, accepted: Sequence[int], sequence: int = 0) -> None:
+        """Make a chain of candidates part of the sequence, and forget the rest of its tree; ``[]`` forgets it all."""
+        n = len(accepted)
+        call("etkv_tree_cache_commit", self._tree(), int32(sequence, "sequence"), int32s(accepted, "accepted"), n)
+
+    def tree_len(self, sequence: int = 0) -> int:
+        """Nodes of the tree behind a sequence; 0 where there is none."""
+        return ask("etkv_tree_cache_len", "size_t", self._tree(), int32(sequence, "sequence"))
+
+
+def estimate(config: CacheConfig, length: int) -> Memory:
+    """What a cache of ``config`` will hold when one sequence has grown to ``length`` positions, to the byte.
+
+    Nothing is made. ``at_capacity`` is that of one sequence: caches of several may hold more where layers have windows.
+    """
+    raw, _keep = raw_config(config)
+    return _read_memory(
+        len(config.layers), lambda memory: call("etkv_cache_config_estimate", raw, int32(length, "length"), memory)
+    )
+
+
+def row_bytes(format: str, head_dim: int) -> int:
+    """Bytes of one row of ``head_dim`` elements in a storage format, its scales among them."""
+    return ask("etkv_format_row_bytes", "uint64_t", _name(format, "format"), int32(head_dim, "head_dim"))
+
+
+def raw_config(config: CacheConfig) -> tuple[Any, Any]:
+    """``config`` as C has it, and what has to be kept while that is used."""
+    if not isinstance(config, CacheConfig):
+        raise EtkvError(f"config is {config!r}, it is a CacheConfig")
+    lib()
+    layers = ffi.new("etkv_layer_config[]", max(1, len(config.layers)))
+    for raw, layer in zip(layers, config.layers, strict=False):
+        raw.struct_size = ffi.sizeof("etkv_layer_config")
+        raw.n_kv_heads = int32(layer.n_kv_heads, "n_kv_heads")
+        raw.k_head_dim = int32(layer.k_head_dim, "k_head_dim")
+        raw.v_head_dim = int32(layer.v_head_dim or 0, "v_head_dim")
+        raw.window = int32(layer.window, "window")
+        raw.sinks = int32(layer.sinks, "sinks")
+    if config.growth not in GROWTHS:
+        raise EtkvError(f"growth is {config.growth!r}, it is one of {', '.join(GROWTHS)}")
+    names = {
+        field: ffi.new("char[]", _name(getattr(config, field), field))
+        for field in ("k_format", "v_format", "float_format")
+    }
+    raw = struct(
+        "etkv_cache_config",
+        layers=layers,
+        n_layers=len(config.layers),
+        capacity=int32(config.capacity, "capacity"),
+        max_step=int32(config.max_step, "max_step"),
+        growth=GROWTHS.index(config.growth),
+        min_chunk=int32(config.min_chunk, "min_chunk"),
+        quantize_after=int32(config.quantize_after, "quantize_after"),
+        **names,
+    )
+    return raw, (layers, names)
+
+
+def _end(end: int | None) -> int:
+    return _capi.INT32_MAX if end is None else int32(end, "end")
+
+
+def _name(value: str, name: str) -> bytes:
+    if not isinstance(value, str) or "\0" in value:
+        raise EtkvError(f"{name} is {value!r}, it is a name")
+    return value.encode("utf-8")
+
+
+def _read_memory(n_layers: int, fill: Any) -> Memory:
+    layers = ffi.new("etkv_layer_memory[]", max(1, n_layers))
+    layers[0].struct_size = ffi.sizeof("etkv_layer_memory")
+    memory = struct("etkv_memory", layers=layers if n_layers else ffi.NULL, n_layers=n_layers)
+    fill(memory)
+    each = tuple(
+        LayerMemory(layer.k_allocated, layer.k_used, layer.v_allocated, layer.v_used) for layer in layers[0:n_layers]
+    )
+    return Memory(memory.allocated, memory.used, memory.at_capacity, each)

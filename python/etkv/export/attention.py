@@ -1,0 +1,62 @@
+"""Attention that calls the KV cache op, and refuses what the op would leave out."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    import torch
+
+NAME = "etkv_offgraph"
+"""The name under which transformers finds this attention."""
+
+_LACKED = {"softcap": "a softcap", "s_aux": "learned sinks"}
+"""Arguments of attention functions that the op does not have -> what they are."""
+
+
+def register() -> None:
+    """Make transformers know the attention :data:`NAME`, with no masks: the cache answers for what is seen."""
+    from executorch.backends.mlx.llm.hf_attention import register_mlx_offgraph_attention, sdpa_mask_passthrough
+    from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
+    from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+    # Imports the op, and with it what is to be registered once.
+    register_mlx_offgraph_attention()
+    ALL_ATTENTION_FUNCTIONS.register(NAME, _attend)
+    ALL_MASK_ATTENTION_FUNCTIONS.register(NAME, sdpa_mask_passthrough)
+
+
+def layer_windows(config: Any) -> list[int]:
+    """The window of each layer of a model in positions, as its configuration has them; 0 sees everything."""
+    window = getattr(config, "sliding_window", None) or 0
+    kinds = (
+        getattr(config, "layer_types", None)
+        or ["sliding_attention" if window else "full_attention"] * config.num_hidden_layers
+    )
+    return [window if kind == "sliding_attention" else 0 for kind in kinds]
+
+
+def _attend(
+    module: torch.nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    **arguments: Any,
+) -> tuple[torch.Tensor, None]:
+    """Attention of one layer, ``[1, heads, T, head_dim]`` in and ``[1, T, heads, head_dim]`` out.
+
+    Raises :class:`ValueError` for what the op cannot do. Many arguments mean nothing here; these change the result.
+    """
+    from executorch.backends.mlx.llm.hf_attention import mlx_offgraph_attention_forward
+
+    if not getattr(module, "is_causal", True) or arguments.get("is_causal") is False:
+        raise ValueError("its tokens see those after them, and the KV cache op is causal")
+    for name, meaning in _LACKED.items():
+        if arguments.get(name) is not None:
+            raise ValueError(f"its attention has {meaning}, which the KV cache op lacks")
+    declared = layer_windows(module.config)[module.layer_idx]
+    used = arguments.get("sliding_window") or 0
+    if used != declared:
+        raise ValueError(f"layer {module.layer_idx} has a window of {used}, and its configuration says {declared}")
+    return mlx_offgraph_attention_forward(module, query, key, value, attention_mask, **arguments)

@@ -1,0 +1,46 @@
+"""What is traced: one step of a model whose KV caches are outside the graph."""
+
+from __future__ import annotations
+
+import torch
+from transformers import PreTrainedModel
+
+from etkv.export import layers
+
+
+class Forward(torch.nn.Module):
+    """``forward(input_ids [1, T], cache_position [T])`` -> logits, or logits and features.
+
+    Logits are ``[1, T, vocabulary]``, or ``[1, 1, vocabulary]`` for the last token if ``last_logits`` is set. Features
+    are there if there are ``taps``: ``[1, T, hidden * taps]``, what the layers of these indices hand on, side by side,
+    before any final norm.
+    """
+
+    def __init__(self, model: PreTrainedModel, taps: tuple[int, ...] = (), last_logits: bool = False) -> None:
+        super().__init__()
+        self.model = model
+        self._taps = taps
+        self._rows = 1 if last_logits else 0
+        self._tapped: dict[int, torch.Tensor] = {}
+        for index in taps:
+            layers.modules(model)[index].register_forward_hook(self._tap(index))
+
+    def _tap(self, index: int):
+        def keep(module: torch.nn.Module, arguments: object, output: object) -> None:
+            self._tapped[index] = output[0] if isinstance(output, tuple) else output
+
+        return keep
+
+    def forward(self, input_ids: torch.Tensor, cache_position: torch.Tensor):
+        made = self.model(
+            input_ids=input_ids,
+            cache_position=cache_position,
+            # The model would count from the cache that it does not have.
+            position_ids=cache_position.unsqueeze(0),
+            use_cache=False,
+            past_key_values=None,
+            **({"logits_to_keep": self._rows} if self._rows else {}),
+        )
+        if not self._taps:
+            return made.logits
+        return made.logits, torch.cat([self._tapped[index] for index in self._taps], dim=-1)

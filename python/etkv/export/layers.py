@@ -1,0 +1,46 @@
+"""The layers of a model: how many of them are exported, and which are tapped."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from etkv.errors import EtkvError
+
+if TYPE_CHECKING:
+    import torch
+    from transformers import PreTrainedConfig, PreTrainedModel
+
+_ONE_A_LAYER = ("layer_types", "no_rope_layers")
+"""Entries of a configuration that are lists with an element for each layer."""
+
+
+def keep_first(config: PreTrainedConfig, count: int | None) -> None:
+    """Make ``config`` one of a model with the first ``count`` layers only; ``None`` keeps all.
+
+    Raises :class:`EtkvError` if the model has fewer.
+    """
+    if count is None:
+        return
+    text_config = config.get_text_config()
+    if count > text_config.num_hidden_layers:
+        raise EtkvError(f"layers {count} is above the {text_config.num_hidden_layers} layers of the model")
+    text_config.num_hidden_layers = count
+    for name in _ONE_A_LAYER:
+        if getattr(text_config, name, None) is not None:
+            setattr(text_config, name, list(getattr(text_config, name))[:count])
+
+
+def check_taps(taps: tuple[int, ...], config: PreTrainedConfig) -> None:
+    """Raise :class:`EtkvError` if ``config`` has no layer of one of the indices ``taps``."""
+    last = config.get_text_config().num_hidden_layers - 1
+    for tap in taps:
+        if tap > last:
+            raise EtkvError(f"tap-layers {tap} is above {last}, the last layer of the model")
+
+
+def modules(model: PreTrainedModel) -> torch.nn.ModuleList:
+    """The decoder layers of ``model``. Raises :class:`EtkvError` where the family keeps them elsewhere."""
+    layers = getattr(model.get_decoder(), "layers", None)
+    if layers is None:
+        raise EtkvError(f"tap-layers: model family {model.config.model_type!r} has no list of layers to tap")
+    return layers

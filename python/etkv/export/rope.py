@@ -1,0 +1,49 @@
+"""Rotary embeddings that change with the length of a text, settled for the context of a program.
+
+A graph cannot change its frequencies, and what is in a cache was rotated by those of its time.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    import torch
+    from transformers import PreTrainedModel
+
+_FIXED = "default"
+"""The kind of rotary embedding that keeps its frequencies."""
+
+
+def settle(model: PreTrainedModel, max_context: int) -> None:
+    """Give every rotary embedding of ``model`` the frequencies that it has at ``max_context`` positions.
+
+    Long RoPE has two sets of frequencies, and takes the second for texts longer than those of the first training.
+    Dynamic scaling begins past the positions that the model was made for, where no program goes.
+    """
+    for module in model.modules():
+        kind = getattr(module, "rope_type", None)
+        if isinstance(kind, str):
+            _settle(module, kind, None, max_context)
+            module.rope_type = _FIXED
+        elif isinstance(kind, dict):
+            for layer_type, own in kind.items():
+                _settle(module, own, layer_type, max_context)
+            module.rope_type = dict.fromkeys(kind, _FIXED)
+
+
+def _settle(module: torch.nn.Module, kind: str, layer_type: str | None, max_context: int) -> None:
+    if kind != "longrope":
+        return
+    from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+    parameters: dict[str, Any] = module.config.rope_parameters
+    name = "inv_freq"
+    if layer_type is not None:
+        parameters, name = parameters[layer_type], f"{layer_type}_inv_freq"
+    if max_context > parameters["original_max_position_embeddings"]:
+        frequencies = getattr(module, name)
+        long, _ = ROPE_INIT_FUNCTIONS[kind](
+            module.config, frequencies.device, seq_len=max_context, layer_type=layer_type
+        )
+        frequencies.copy_(long)

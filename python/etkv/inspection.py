@@ -1,0 +1,259 @@
+"""Tells what a ``.pte`` holds, whether this build runs it, and what its cache will take: ``python -m etkv inspect``."""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import json
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from etkv import pte
+from etkv._capi import call, ffi, lib, text
+from etkv.cache import estimate
+from etkv.config import CacheConfig, LayerConfig
+from etkv.errors import EtkvError, StatusError
+from etkv.metadata import read_kv_cache_metadata
+from etkv.pte import MlxProgram, PteFile
+
+DEFAULT_FORMATS = ("f32", "f16", "affine4")
+"""Storage formats whose bytes are told where none is named."""
+
+_FACTS = ("kv_cache.", "get_kv_heads", "get_head_dims", "get_windows", "get_n_caches")
+"""Constant methods that are told as the layers they describe."""
+
+
+def report(
+    path: str | Path, *, capacity: int | None = None, formats: tuple[str, ...] = DEFAULT_FORMATS
+) -> dict[str, Any]:
+    """What there is to know of the program at ``path``, as JSON has it.
+
+    ``cache`` tells bytes at ``capacity`` positions (those that the program was exported for, or 4,096) in each of
+    ``formats``. Raises :class:`EtkvError` where the file is no program.
+    """
+    path = Path(path)
+    file = PteFile(path)
+    found: dict[str, Any] = {"path": str(path), "bytes": file.size, "methods": _methods(file)}
+    found["constants"] = {"count": len(file.named_data), "bytes": sum(file.named_data.values())}
+    constants = pte.constant_methods(path)
+    found["tells"] = {name: value for name, value in constants.items() if not name.startswith(_FACTS)}
+    if any("MLXBackend" in ids for ids in file.delegates.values()):
+        payload = file.mlx_payload()
+        found["program"] = _program(pte.decode_mlx(payload, path))
+        found["runs_here"] = _runs_here(payload, file)
+    try:
+        facts = read_kv_cache_metadata(constants)
+    except EtkvError as error:
+        found["layers"], found["cache"] = None, {"unknown": str(error)}
+        return found
+    found["layers"] = [_layer(layer) for layer in facts.layers]
+    positions = capacity or facts.max_context_length or 4096
+    found["cache"] = {
+        "capacity": positions,
+        "bytes": {name: _cache_bytes(facts.layers, facts.prefill_chunk_size, positions, name) for name in formats},
+    }
+    return found
+
+
+def _methods(file: PteFile) -> dict[str, Any]:
+    constant = set(file.constant_names)
+    return {
+        name: {"delegates": ids, "operators": file.operators(name)}
+        for name, ids in file.delegates.items()
+        if name not in constant
+    }
+
+
+def _program(program: MlxProgram) -> dict[str, Any]:
+    graph = program.graph
+    return {
+        "inputs": [_argument_text(program, slot) for slot in graph["input_map"]],
+        "outputs": [_argument_text(program, slot) for slot in graph["output_map"]],
+        "operations": _counts(program.main_chain),
+        "operations_at_load": _counts(program.init_chain),
+    }
+
+
+def _counts(chain: list[dict[str, Any]]) -> dict[str, int]:
+    names = (instruction["op_name"].removesuffix("Node") for instruction in chain)
+    return dict(Counter(names).most_common())
+
+
+def _runs_here(payload: bytes, file: PteFile) -> dict[str, Any]:
+    """Whether this build runs the program, and if not, why."""
+    build = {"etkv": text(lib().etkv_version()), "mlx": text(lib().etkv_mlx_version())}
+    left = sorted({name for method in file.delegates for name in file.operators(method)})
+    try:
+        call("etkv_delegate_check", ffi.from_buffer("uint8_t[]", payload), len(payload))
+    except StatusError as error:
+        return {**build, "runs": False, "why": str(error)}
+    if left:
+        return {**build, "runs": True, "why": f"if ExecuTorch has these operators: {', '.join(left)}"}
+    return {**build, "runs": True}
+
+
+def _layer(layer: LayerConfig) -> dict[str, int]:
+    return {
+        "n_kv_heads": layer.n_kv_heads,
+        "k_head_dim": layer.k_head_dim,
+        "v_head_dim": layer.value_dim,
+        "window": layer.window,
+        "sinks": layer.sinks,
+    }
+
+
+def _cache_bytes(layers: tuple[LayerConfig, ...], chunk: int, capacity: int, name: str) -> dict[str, Any]:
+    config = CacheConfig(layers, capacity, k_format=name, v_format=name, max_step=chunk)
+    try:
+        return {"at_capacity": estimate(config, capacity).allocated, "a_position": estimate(config, 1).used}
+    except StatusError as error:
+        return {"not_possible": str(error)}
+
+
+# ---- As text --------------------------------------------------------------------------------------------------------
+
+
+def lines(found: dict[str, Any]) -> Iterator[str]:
+    """A report as text, line by line."""
+    yield f"{found['path']}: {_bytes(found['bytes'])}"
+    for name, method in found["methods"].items():
+        parts = [*method["delegates"], *method["operators"]]
+        yield f"method {name}: {', '.join(parts)}"
+    if "runs_here" in found:
+        yield _runs_text(found["runs_here"])
+    yield f"constants: {found['constants']['count']}, {_bytes(found['constants']['bytes'])}"
+    for name, value in found["tells"].items():
+        yield f"{name}: {value}"
+    yield from _cache_lines(found)
+    if "program" in found:
+        program = found["program"]
+        yield f"inputs: {', '.join(program['inputs'])}"
+        yield f"outputs: {', '.join(program['outputs'])}"
+        yield from _operation_lines("operations at load", program["operations_at_load"])
+        yield from _operation_lines("operations a step", program["operations"])
+
+
+def _runs_text(runs: dict[str, Any]) -> str:
+    build = f"etkv {runs['etkv']}, MLX {runs['mlx']}"
+    if not runs["runs"]:
+        return f"does not run here ({build}): {runs['why']}"
+    return f"runs here ({build}){', ' + runs['why'] if 'why' in runs else ''}"
+
+
+def _cache_lines(found: dict[str, Any]) -> Iterator[str]:
+    if found["layers"] is None:
+        yield f"cache: {found['cache']['unknown']}"
+        return
+    for layer, same in itertools.groupby(found["layers"]):
+        n = len(list(same))
+        yield f"cache: {n} {'layer' if n == 1 else 'layers'} of {_layer_text(layer)}"
+    for name, size in found["cache"]["bytes"].items():
+        if "not_possible" in size:
+            yield f"cache in {name}: not possible: {size['not_possible']}"
+            continue
+        at_capacity, a_position = _bytes(size["at_capacity"]), _bytes(size["a_position"])
+        yield (
+            f"cache in {name}: {at_capacity} at {found['cache']['capacity']} positions, {a_position} for the first one"
+        )
+
+
+def _layer_text(layer: dict[str, int]) -> str:
+    k, v = layer["k_head_dim"], layer["v_head_dim"]
+    heads = f"{layer['n_kv_heads']} KV {'head' if layer['n_kv_heads'] == 1 else 'heads'}"
+    size = f"head_dim {k}" if k == v else f"head_dim {k} (keys) and {v} (values)"
+    if not layer["window"]:
+        return f"{heads}, {size}, full history"
+    sinks = f" and the first {layer['sinks']}" if layer["sinks"] else ""
+    return f"{heads}, {size}, a window of {layer['window']}{sinks}"
+
+
+def _operation_lines(title: str, counts: dict[str, int]) -> Iterator[str]:
+    yield f"{title}: {sum(counts.values())}"
+    for name, count in counts.items():
+        yield f"  {count:6} {name}"
+
+
+def _bytes(n: float) -> str:
+    for unit in ("bytes", "KiB", "MiB"):
+        if n < 1024:
+            return f"{n} {unit}" if unit == "bytes" else f"{n:.1f} {unit}"
+        n /= 1024
+    return f"{n:.1f} GiB"
+
+
+def instruction_lines(program: MlxProgram) -> Iterator[str]:
+    """Every instruction with its fields; ``t7`` is a tensor, ``v2`` an integer value slot."""
+    for label, chain in (("at load", program.init_chain), ("a step", program.main_chain)):
+        yield f"instructions {label}:"
+        for instruction in chain:
+            fields = (
+                f"{key}={_field_text(program, value)}"
+                for key, value in instruction.items()
+                if key not in ("instr_idx", "op_type", "op_name")
+            )
+            yield f"{instruction['instr_idx']:5} {instruction['op_name']} " + " ".join(fields)
+
+
+def _argument_text(program: MlxProgram, slot: dict[str, int]) -> str:
+    """An argument by its name in the source program, without the prefix that keeps methods apart."""
+    if slot["slot_type"] != 0:
+        return "integer"
+    index = slot["idx"]
+    return f"{program.names.get(index, '').rpartition('/')[2]} {program.tensors[index]}"
+
+
+def _tensor_text(program: MlxProgram, index: int) -> str:
+    name = program.names.get(index, "")
+    meta = program.tensors[index] if index < len(program.tensors) else ""
+    note = ":".join(part for part in (name, meta) if part)
+    return f"t{index}({note})" if note else f"t{index}"
+
+
+def _field_text(program: MlxProgram, value: Any) -> str:
+    if isinstance(value, dict):
+        if "tid" in value:
+            return _tensor_text(program, value["tid"])
+        if "vid" in value:
+            return f"v{value['vid']}"
+        if "literal" in value:
+            return str(value["literal"])
+    if isinstance(value, list):
+        return "[" + ", ".join(_field_text(program, item) for item in value) + "]"
+    if isinstance(value, str) and value.startswith("tid "):
+        return _tensor_text(program, int(value[4:]))
+    return str(value)
+
+
+# ---- The command ----------------------------------------------------------------------------------------------------
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The options of ``python -m etkv inspect``."""
+    parser.add_argument("program", type=Path, metavar="MODEL.pte")
+    parser.add_argument(
+        "--capacity", type=int, metavar="N", help="positions of the cache (default: those the program was exported for)"
+    )
+    parser.add_argument(
+        "--format",
+        action="append",
+        metavar="NAME",
+        help="how keys and values are stored, such as f16 or affine4g64; may be given again "
+        f"(default: {', '.join(DEFAULT_FORMATS)})",
+    )
+    parser.add_argument("--json", action="store_true", help="print JSON")
+    parser.add_argument("--instructions", action="store_true", help="also print every instruction with its fields")
+
+
+def run(options: argparse.Namespace) -> list[str]:
+    """The lines that the options ask for."""
+    if options.capacity is not None and options.capacity < 1:
+        raise EtkvError(f"capacity is {options.capacity}, the least is 1")
+    found = report(options.program, capacity=options.capacity, formats=tuple(options.format or DEFAULT_FORMATS))
+    if options.json:
+        return [json.dumps(found, indent=2)]
+    told = list(lines(found))
+    if options.instructions:
+        told += instruction_lines(pte.mlx_program(options.program))
+    return told

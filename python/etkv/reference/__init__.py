@@ -1,0 +1,36 @@
+"""KV caches in plain PyTorch, one for each kind: what the native caches are compared with.
+
+They answer, and refuse, as the native ones do, and keep rows as the same storage formats leave them. They are written
+to be read: a sequence is a dictionary from positions to tokens, a mask is made from what a query may see, and attention
+is the softmax in float64. Run a model on one within ``etkv.op.active(cache)``.
+"""
+
+from __future__ import annotations
+
+from etkv.config import CacheConfig
+from etkv.reference.cache import ReferenceCache
+from etkv.reference.contiguous import ContiguousCache
+from etkv.reference.errors import NoActiveCacheError, invalid
+from etkv.reference.sequences import SeqCache
+from etkv.reference.trees import TreeCache
+
+KINDS: dict[str, type[ReferenceCache]] = {cache.kind: cache for cache in (ContiguousCache, SeqCache, TreeCache)}
+"""The caches by the names of their kinds."""
+
+
+def make_cache(kind: str, config: CacheConfig) -> ReferenceCache:
+    """An empty cache of the kind ``contiguous``, ``seq`` or ``tree``."""
+    if kind not in KINDS:
+        raise invalid(f"there is no kind {kind!r}: there are {', '.join(KINDS)}")
+    return KINDS[kind](config)
+
+
+__all__ = [
+    "KINDS",
+    "ContiguousCache",
+    "NoActiveCacheError",
+    "ReferenceCache",
+    "SeqCache",
+    "TreeCache",
+    "make_cache",
+]

@@ -1,0 +1,263 @@
+"""What every reference cache does: forwards as transactions, admission, formats."""
+
+from __future__ import annotations
+
+import itertools
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from etkv.config import CacheConfig
+from etkv.errors import Status, StatusError, status_error
+from etkv.reference.attention import attention, check_dtypes, check_queries
+from etkv.reference.errors import at_least, integer, invalid
+from etkv.reference.limits import limits_of
+from etkv.reference.rows import Rows, RowStore, stack
+from etkv.reference.window import Sight, WindowLane
+
+
+@dataclass
+class Step:
+    """A forward that is under way. It changes nothing before every layer has had its turn."""
+
+    positions: list[int]
+    tokens: list[int]
+    """The numbers of its tokens."""
+    history: list[int]
+    """Tokens that its queries may see, besides its own."""
+    seen: list[set[int]]
+    """For each of its queries the tokens of its text: of those it sees what its position and the window leave."""
+    commit: Callable[[], None]
+    """Makes its tokens part of the cache."""
+    rows: dict[int, list[Rows]] = field(default_factory=dict)
+    """By layer, for those that were called."""
+    masks: dict[Sight, Tensor] = field(default_factory=dict)
+
+
+class ReferenceCache(ABC):
+    """A KV cache in plain PyTorch, the yardstick of the native caches: it answers, and refuses, as they do.
+
+    It is for one thread. Nothing about it is fast: a step costs a Python object a token of the history and layer.
+    """
+
+    kind: ClassVar[str]
+    shares_rows: ClassVar[bool] = False
+    """Whether its queries come to read rows of others, which a mask hides from them."""
+
+    def __init__(self, config: CacheConfig) -> None:
+        """Raises :class:`StatusError` with ``INVALID_ARGUMENT`` for a config that cannot be."""
+        self.config = config
+        self._limits = limits_of(config)
+        self._store = RowStore(config, self._limits)
+        self._lanes = {
+            sight: WindowLane(sight, self._limits.max_step, config.capacity)
+            for sight in dict.fromkeys(self._limits.sights)
+            if sight.window
+        }
+        self._positions: dict[int, int] = {}
+        """Of each token that the cache holds."""
+        self._numbers = itertools.count()
+        self._step: Step | None = None
+
+    # ---- What a runner asks ----------------------------------------------
+
+    @property
+    def capacity(self) -> int:
+        """The most positions that it holds."""
+        return self.config.capacity
+
+    @property
+    @abstractmethod
+    def length(self) -> int:
+        """The positions that it holds now. One that several sequences share counts once."""
+
+    def can_extend(self, n: int = 1) -> bool:
+        """Whether ``n`` more positions fit."""
+        n = integer("n", n)
+        at_least(0, "n", n)
+        return n <= self.capacity - self.length
+
+    @property
+    def formats(self) -> tuple[str, str]:
+        """The formats that keys and values have now."""
+        k_format, v_format = self._store.formats
+        return k_format.name, v_format.name
+
+    @abstractmethod
+    def rewindable_to(self) -> int:
+        """The least length, apart from 0, that the one sequence that there is can be rewound to now."""
+
+    # ---- What a runner changes -------------------------------------------
+
+    @abstractmethod
+    def rewind(self, length: int) -> None:
+        """Forgets the positions from ``length`` on, of the one sequence that there is."""
+
+    def clear(self, release: bool = False) -> None:
+        """Forgets every position. The formats are those of the config again. There are no buffers to ``release``."""
+        self._refuse_in_step("clear the cache")
+        self._forget_all()
+        self._store.clear()
+        self._positions.clear()
+        for lane in self._lanes.values():
+            lane.clear()
+
+    def convert(self, k_format: str, v_format: str) -> None:
+        """Stores what is there, and what comes, in other formats, until the cache is cleared."""
+        self._refuse_in_step("convert the cache")
+        self._store.convert(k_format, v_format)
+
+    # ---- What a program calls --------------------------------------------
+
+    def update_and_attend(
+        self,
+        layer: int,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        positions: Sequence[int],
+        scale: float,
+        out_dtype: torch.dtype,
+    ) -> Tensor:
+        """Writes a layer's rows, and attends to what is there.
+
+        ``q`` is ``[1, n_heads, T, k_head_dim]``, ``k`` ``[1, n_kv_heads, T, k_head_dim]`` and ``v``
+        ``[1, n_kv_heads, T, v_head_dim]``; the result is ``[1, n_heads, T, v_head_dim]`` in ``out_dtype``.
+
+        A forward begins with the call of the first layer, and has been when every layer was called, once, with the same
+        positions; in any order. A layer that comes again, or with other positions, begins a new one, and so does a call
+        that was refused: what was not finished has not been.
+        """
+        try:
+            check_dtypes(q=q.dtype, k=k.dtype, v=v.dtype, out_dtype=out_dtype)
+            check_queries(q, k, v)
+        except StatusError:
+            self.abandon()
+            raise
+        keys, values, mask = self.update_and_fetch(layer, k, v, positions)
+        return attention(q, keys, values, mask, scale, out_dtype)
+
+    def update_and_fetch(
+        self, layer: int, k: Tensor, v: Tensor, positions: Sequence[int]
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Writes a layer's rows, and gives what its queries attend to.
+
+        That is every key ``[1, n_kv_heads, L, k_head_dim]`` and value ``[1, n_kv_heads, L, v_head_dim]`` that is there,
+        the new ones last, in float32, and a mask ``[T, L]``, true where a query sees a key. Layers of equal windows get
+        the same mask.
+        """
+        try:
+            positions = [integer("a position", position) for position in positions]
+            if self._step is not None and (layer in self._step.rows or self._step.positions != positions):
+                self.abandon()
+            return self._in_step(layer, k, v, positions)
+        except Exception:
+            self.abandon()
+            raise
+
+    def abandon(self) -> None:
+        """The forward that is not finished, if there is one, has not been."""
+        self._step = None
+
+    def _in_step(self, layer: int, k: Tensor, v: Tensor, positions: list[int]) -> tuple[Tensor, Tensor, Tensor]:
+        step = self._step
+        if step is None:
+            step = self._step = self._plan(positions)
+        n_layers = len(self.config.layers)
+        if not 0 <= integer("layer_id", layer) < n_layers:
+            raise status_error(Status.SHAPE, f"layer {layer} is asked for, the cache has {n_layers}")
+        fresh = self._store.encode(layer, k, v, len(positions))
+        if self.shares_rows:
+            self._store.check_values(layer, v)
+        keys, values = stack([*self._store.get(layer, step.history), *fresh])
+        step.rows[layer] = fresh
+        mask = self._mask(step, self._limits.sights[layer])
+        if len(step.rows) == n_layers:
+            self._finish(step)
+        return keys, values, mask
+
+    def _mask(self, step: Step, sight: Sight) -> Tensor:
+        """Which of the tokens that are read each query sees."""
+        if sight not in step.masks:
+            at = {**self._positions, **dict(zip(step.tokens, step.positions, strict=True))}
+            step.masks[sight] = torch.tensor(
+                [
+                    [token in seen and sight.sees(position, at[token]) for token in [*step.history, *step.tokens]]
+                    for position, seen in zip(step.positions, step.seen, strict=True)
+                ]
+            )
+        return step.masks[sight]
+
+    def _finish(self, step: Step) -> None:
+        for layer, rows in step.rows.items():
+            self._store.put(layer, step.tokens, rows)
+        self._positions.update(zip(step.tokens, step.positions, strict=True))
+        self._step = None
+        step.commit()
+        self._settle()
+
+    def _settle(self) -> None:
+        """Forgets what nobody holds any more, and converts the rest if it is time to."""
+        held = self._held()
+        self._store.keep(held)
+        self._positions = {token: self._positions[token] for token in held}
+        self._store.convert_at(self._committed())
+
+    # ---- What kinds differ in --------------------------------------------
+
+    @abstractmethod
+    def _plan(self, positions: list[int]) -> Step:
+        """A step of these positions, or the refusal of one."""
+
+    @abstractmethod
+    def _held(self) -> list[int]:
+        """The tokens that the cache holds."""
+
+    @abstractmethod
+    def _forget_all(self) -> None:
+        """Forgets every token."""
+
+    def _committed(self) -> int:
+        """The positions that it holds and will not be asked to forget: candidates are none."""
+        return self.length
+
+    # ---- What kinds share ------------------------------------------------
+
+    def _new_tokens(self, n: int) -> list[int]:
+        return list(itertools.islice(self._numbers, n))
+
+    def _refuse_in_step(self, what: str) -> None:
+        if self._step is not None:
+            raise status_error(Status.STEP, f"cannot {what} in the middle of a step")
+
+    def _check_count(self, n_tokens: int) -> None:
+        """Refuses more tokens of a sequence than window layers can take back."""
+        for lane in self._lanes.values():
+            if lane.drops and n_tokens > lane.max_step:
+                raise status_error(
+                    Status.CAPACITY,
+                    f"a step of {n_tokens} tokens: the window layers take at most max_step, {lane.max_step}",
+                )
+
+    def _check_floats(self, n_tokens: int, length: int) -> None:
+        """Refuses a step after which more positions would be stored in float than ever should be."""
+        most = self._limits.most_floats
+        if self._store.awaits_conversion and length > most:
+            raise status_error(
+                Status.CAPACITY,
+                f"a step of {n_tokens} tokens would keep {length} positions in {self._limits.float_format.name}, the "
+                f"most is {most}: quantize_after less 1, and max_step {self._limits.max_step}; take smaller steps",
+            )
+
+    def _exact_from(self, sequence: int, positions: Sequence[int]) -> int:
+        """The least position at which a query sees nothing of these positions of a sequence that is gone."""
+        return max((lane.exact_from(sequence, positions) for lane in self._lanes.values()), default=0)
+
+
+def refuse_empty(positions: Sequence[int]) -> None:
+    if not positions:
+        raise invalid("a step needs at least 1 token")

@@ -1,0 +1,197 @@
+"""What storing rows in a format leaves of them.
+
+A row is one position of one KV head: the last axis of a tensor. No format mixes rows. Codes, scales and offsets are
+those that the native caches keep, so :func:`stored` gives the numbers that their attention reads, in float32.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from etkv.reference.errors import invalid
+
+FLOATS = {"f32": torch.float32, "f16": torch.float16, "bf16": torch.bfloat16}
+"""Formats that keep rows as the numbers that they are."""
+
+F16_MAX = 65504.0
+"""The largest float16: no stored scale or offset goes beyond it."""
+
+E4M3_MAX = 448.0
+"""The largest of the eight-bit floats with three bits of mantissa."""
+
+E2M1 = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0])
+"""The four-bit floats by their code, signs apart."""
+
+
+@dataclass(frozen=True)
+class Planes:
+    """What is kept of rows: one code an element, and for every group of elements a scale, and an offset or none.
+
+    ``codes`` have the shape of the rows; ``scales`` and ``offsets`` have one element a group in place of the last axis.
+    """
+
+    codes: Tensor
+    scales: Tensor
+    offsets: Tensor | None = None
+
+
+@dataclass(frozen=True)
+class Format:
+    """How rows are stored."""
+
+    name: str
+    granule: int
+    """head_dim is a multiple of it."""
+    encode: Callable[[Tensor], Planes] | None = None
+    decode: Callable[[Planes], Tensor] | None = None
+
+    @property
+    def is_float(self) -> bool:
+        return self.name in FLOATS
+
+    def check(self, head_dim: int) -> None:
+        if head_dim % self.granule:
+            raise invalid(
+                f"{self.name} stores {self.granule} elements at a time, which head_dim {head_dim} is not a multiple of"
+            )
+
+    def stored(self, rows: Tensor) -> Tensor:
+        """Rows in any float dtype as they are read back: float32, ``[..., head_dim]``.
+
+        What a float16 cannot hold becomes infinite as ``f16``, as in the native caches.
+        """
+        if self.encode is None or self.decode is None:
+            return rows.to(FLOATS[self.name]).float()
+        return self.decode(self.encode(rows.float()))
+
+
+def format_of(name: str) -> Format:
+    """The format of this name. ``affine4`` is ``affine4g64``."""
+    if name in FLOATS:
+        return Format(name, 1)
+    if name in _OTHERS:
+        granule, encode, decode = _OTHERS[name]
+        return Format(name, granule, encode, decode)
+    affine = re.fullmatch(r"affine([234568])(?:g(32|64|128))?", name)
+    if affine is None:
+        raise invalid(
+            f"no storage format `{name}`: there are f32, f16, bf16, affine<2|3|4|5|6|8>[g<32|64|128>], mxfp8, mxfp4, "
+            "nvfp4, row-int4 and row-fp4"
+        )
+    bits, group = int(affine[1]), int(affine[2] or 64)
+    return Format(f"affine{bits}g{group}", group, lambda rows: affine_planes(rows, bits, group), affine_rows)
+
+
+def affine_planes(rows: Tensor, bits: int, group: int) -> Planes:
+    """Integers from 0 to 2^bits - 1, and a float16 scale and offset a group: MLX's affine quantization.
+
+    The end of the group with the larger magnitude becomes its offset, and the scale, negative where that is the upper
+    end, is moved a little so that zero is a whole number of steps away from it. Both are rounded to float16 after the
+    codes are made.
+    """
+    groups = rows.clamp(-F16_MAX, F16_MAX).unflatten(-1, (-1, group))
+    low, high = groups.amin(-1, keepdim=True), groups.amax(-1, keepdim=True)
+    most = float(2**bits - 1)
+    low_is_larger = low.abs() > high.abs()
+    scale = ((high - low) / most).clamp(min=1e-7)
+    scale = torch.where(low_is_larger, scale, -scale)
+    edge = torch.where(low_is_larger, low, high)
+    steps_to_zero = (edge / scale).round()
+    exact_zero = steps_to_zero != 0
+    scale = torch.where(exact_zero, edge / steps_to_zero, scale)
+    offset = torch.where(exact_zero, edge, torch.zeros_like(edge))
+    codes = ((groups - offset) / scale).round().clamp(0.0, most)
+    return Planes(codes.flatten(-2), scale.squeeze(-1).half(), offset.squeeze(-1).half())
+
+
+def affine_rows(planes: Planes) -> Tensor:
+    assert planes.offsets is not None
+    groups = planes.codes.unflatten(-1, (planes.scales.shape[-1], -1))
+    scales, offsets = planes.scales.float().unsqueeze(-1), planes.offsets.float().unsqueeze(-1)
+    return (groups * scales + offsets).flatten(-2)
+
+
+def mx_planes(rows: Tensor, top: int, to_element: Callable[[Tensor], Tensor]) -> Planes:
+    """Elements with a power of two as the scale of every 32: the layouts of OCP microscaling.
+
+    The scale is the least power of two that brings the largest magnitude of the group to at most 1.75 * 2^``top``:
+    448 for E4M3, and 7 for E2M1, whose largest is 6, which 7 is nearer to than to the 8 of the next power.
+    """
+    groups = rows.unflatten(-1, (-1, 32))
+    peaks = groups.abs().amax(-1)
+    # The bits of a positive float32 are 23 of mantissa below its exponent: what is above 1.75 carries into that.
+    exponents = (peaks.view(torch.int32) + 0x001F_FFFF) >> 23
+    codes = (exponents.clamp(min=top) - top).clamp(max=254 - top)
+    inverse = ((254 - codes) << 23).view(torch.float32)
+    elements = to_element(groups * inverse.unsqueeze(-1))
+    return Planes(elements.flatten(-2), codes.to(torch.uint8))
+
+
+def mx_rows(planes: Planes) -> Tensor:
+    scales = (planes.scales.to(torch.int32) << 23).view(torch.float32)
+    return _scaled(planes.codes, scales)
+
+
+def nvfp4_planes(rows: Tensor) -> Planes:
+    """E2M1 elements with an E4M3 scale for every 16, the largest magnitude over 6."""
+    groups = rows.unflatten(-1, (-1, 16))
+    scales = to_e4m3((groups.abs().amax(-1) / 6.0).clamp(max=E4M3_MAX))
+    inverse = torch.where(scales == 0, torch.zeros_like(scales), scales.reciprocal())
+    return Planes(to_e2m1(groups * inverse.unsqueeze(-1)).flatten(-2), scales)
+
+
+def nvfp4_rows(planes: Planes) -> Tensor:
+    return _scaled(planes.codes, planes.scales)
+
+
+def row_planes(rows: Tensor, most: float, to_element: Callable[[Tensor], Tensor]) -> Planes:
+    """Elements with one float16 scale a row: the largest magnitude, which becomes ``most``."""
+    scales = (rows.abs().amax(-1, keepdim=True) / most).clamp(max=F16_MAX).half()
+    # A row of zeros has scale 0, and any element.
+    divisors = torch.where(scales == 0, torch.ones_like(scales), scales).float()
+    return Planes(to_element(rows / divisors), scales)
+
+
+def row_rows(planes: Planes) -> Tensor:
+    return planes.codes * planes.scales.float()
+
+
+def to_e2m1(values: Tensor) -> Tensor:
+    """The nearest four-bit floats, ties to the even code; what is beyond 6 becomes 6."""
+    distances = (values.abs().unsqueeze(-1) - E2M1).abs()
+    codes = torch.arange(len(E2M1))
+    # Of two codes that are equally near, the even one counts as nearer.
+    nearest = torch.where(distances == distances.amin(-1, keepdim=True), codes % 2, 2).argmin(-1)
+    return E2M1[nearest].copysign(values)
+
+
+def to_e4m3(values: Tensor) -> Tensor:
+    """The nearest eight-bit floats, ties to even, of values of at most 448."""
+    return values.to(torch.float8_e4m3fn).float()
+
+
+def to_int4(values: Tensor) -> Tensor:
+    return values.round().clamp(-8.0, 7.0)
+
+
+def _clamped_e4m3(values: Tensor) -> Tensor:
+    return to_e4m3(values.clamp(-E4M3_MAX, E4M3_MAX))
+
+
+def _scaled(elements: Tensor, scales: Tensor) -> Tensor:
+    return (elements.unflatten(-1, (scales.shape[-1], -1)) * scales.unsqueeze(-1)).flatten(-2)
+
+
+# Elements are kept as the numbers that they stand for, not as bits.
+_OTHERS: dict[str, tuple[int, Callable[[Tensor], Planes], Callable[[Planes], Tensor]]] = {
+    "mxfp8": (32, lambda rows: mx_planes(rows, 8, _clamped_e4m3), mx_rows),
+    "mxfp4": (32, lambda rows: mx_planes(rows, 2, to_e2m1), mx_rows),
+    "nvfp4": (16, nvfp4_planes, nvfp4_rows),
+    "row-int4": (8, lambda rows: row_planes(rows, 7.0, to_int4), row_rows),
+    "row-fp4": (8, lambda rows: row_planes(rows, 6.0, to_e2m1), row_rows),
+}

@@ -1,0 +1,103 @@
+"""What a config can be: the limits that the native caches check, with the defaults filled in."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from etkv.config import GROWTHS, CacheConfig, LayerConfig
+from etkv.errors import StatusError
+from etkv.reference.errors import at_least, invalid
+from etkv.reference.formats import Format, format_of
+from etkv.reference.window import Sight
+
+DEFAULT_MAX_STEP = 512
+"""The most tokens of a step where nothing else is asked for."""
+
+_MOST = 2**31 - 1
+
+
+@dataclass(frozen=True)
+class Limits:
+    """A config that can be, as a cache uses it."""
+
+    capacity: int
+    max_step: int
+    formats: tuple[Format, Format]
+    """Of keys and of values."""
+    float_format: Format
+    quantize_after: int
+    sights: tuple[Sight, ...]
+    """What of a sequence the queries of each layer see."""
+
+    @property
+    def most_floats(self) -> int:
+        """The most positions that are ever stored in ``float_format`` before ``quantize_after``."""
+        return min(max(self.quantize_after - 1, 0) + self.max_step, self.capacity)
+
+
+def limits_of(config: CacheConfig) -> Limits:
+    """Refuses what cannot be with ``INVALID_ARGUMENT``, naming the field, the value and the limit."""
+    if not config.layers:
+        raise invalid("a cache needs at least 1 layer")
+    at_least(1, "capacity", config.capacity)
+    for name in ("max_step", "min_chunk", "quantize_after"):
+        at_least(0, name, getattr(config, name))
+    for name in ("capacity", "max_step", "min_chunk", "quantize_after"):
+        _at_most(name, getattr(config, name))
+    if config.growth not in GROWTHS:
+        raise invalid(f"growth is {config.growth!r}, it is one of {', '.join(GROWTHS)}")
+    if config.min_chunk and config.growth not in ("doubling", "step"):
+        raise invalid(f"min_chunk is {config.min_chunk}, for a growth that has no chunks")
+    named = {name: _format(name, getattr(config, name)) for name in ("k_format", "v_format", "float_format")}
+    if config.quantize_after and not named["float_format"].is_float:
+        raise invalid(f"float_format is {config.float_format}, it is f32, f16 or bf16")
+    formats = (named["k_format"], named["v_format"])
+    for index, layer in enumerate(config.layers):
+        try:
+            _check_layer(layer)
+            check_formats(formats, layer)
+        except StatusError as error:
+            raise invalid(f"layer {index}: {error}") from None
+    return Limits(
+        config.capacity,
+        config.max_step or DEFAULT_MAX_STEP,
+        formats,
+        named["float_format"],
+        config.quantize_after,
+        tuple(Sight(layer.window, layer.sinks) for layer in config.layers),
+    )
+
+
+def check_formats(formats: tuple[Format, Format], layer: LayerConfig) -> None:
+    for what, stored_as, head_dim in zip(("keys", "values"), formats, (layer.k_head_dim, layer.value_dim), strict=True):
+        try:
+            stored_as.check(head_dim)
+        except StatusError as error:
+            raise invalid(f"{what}: {error}") from None
+
+
+def _check_layer(layer: LayerConfig) -> None:
+    for name, value in (
+        ("n_kv_heads", layer.n_kv_heads),
+        ("k_head_dim", layer.k_head_dim),
+        ("v_head_dim", layer.value_dim),
+    ):
+        at_least(1, name, value)
+        _at_most(name, value)
+    for name in ("window", "sinks"):
+        at_least(0, name, getattr(layer, name))
+        _at_most(name, getattr(layer, name))
+    if layer.sinks and not layer.window:
+        raise invalid(f"sinks is {layer.sinks}, for a layer without a window")
+
+
+def _format(field: str, name: str) -> Format:
+    try:
+        return format_of(name)
+    except StatusError as error:
+        raise invalid(f"{field}: {error}") from None
+
+
+def _at_most(name: str, value: int) -> None:
+    if value > _MOST:
+        raise invalid(f"{name} is {value}, the most is {_MOST}")

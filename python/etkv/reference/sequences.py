@@ -1,0 +1,316 @@
+"""Many sequences that share what they have in common."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+from etkv.config import CacheConfig
+from etkv.errors import Status, status_error
+from etkv.reference.cache import ReferenceCache, Step, refuse_empty
+from etkv.reference.errors import integer, invalid
+
+MAX_SEQUENCES = 256
+"""Sequences have numbers from 0 to one less than this."""
+
+Members = tuple[int, ...]
+"""The sequences that a token belongs to."""
+
+
+class SeqCache(ReferenceCache):
+    """Up to 256 sequences. They need not be made: one that holds nothing is empty.
+
+    A sequence is a dictionary from positions to tokens. A fork copies the dictionary, so that both hold the same tokens
+    from then on, and each token counts once.
+    """
+
+    kind = "seq"
+    shares_rows = True
+
+    def __init__(self, config: CacheConfig) -> None:
+        super().__init__(config)
+        self._sequences: dict[int, dict[int, int]] = {}
+        """By number, for those that hold something: position -> token."""
+        self._declared: list[Members] | None = None
+        """Whose the tokens of the next step are, where somebody said so."""
+
+    # ---- What a runner asks ----------------------------------------------
+
+    @property
+    def length(self) -> int:
+        return len(self._held())
+
+    def seq_len(self, sequence: int) -> int:
+        """Positions that a sequence holds."""
+        return len(self._tokens(self._number(sequence)))
+
+    def seq_next(self, sequence: int) -> int:
+        """The position of a sequence's next token: one past its last. After a removal at the front that is more than it
+        holds."""
+        return self._next(self._number(sequence))
+
+    def seq_positions(self, sequence: int) -> list[range]:
+        """The positions that a sequence holds, as ranges in order."""
+        ranges: list[range] = []
+        for position in sorted(self._tokens(self._number(sequence))):
+            begin = ranges.pop().start if ranges and ranges[-1].stop == position else position
+            ranges.append(range(begin, position + 1))
+        return ranges
+
+    def sequences(self) -> list[int]:
+        """The numbers of the sequences that hold something, in order."""
+        return sorted(self._sequences)
+
+    def seq_rewindable_to(self, sequence: int) -> int:
+        """The least length, apart from 0, that a sequence can be cut back to and go on: it holds the position before,
+        and every layer all that a query there sees."""
+        positions = self._tokens(self._number(sequence))
+        least = self._exact_from(sequence, list(positions))
+        if least == 0 and 0 in positions:
+            return 0
+        return min((position + 1 for position in positions if position + 1 >= least), default=0)
+
+    def rewindable_to(self) -> int:
+        return self.seq_rewindable_to(self._only_sequence())
+
+    # ---- What a runner changes -------------------------------------------
+
+    def begin_step(self, sequences: Sequence[int]) -> None:
+        """Says which sequence each token of the next step belongs to. Without it, they are those of the only sequence.
+
+        What is said holds until a step has worked, or something else is said.
+        """
+        self._declare([(sequence,) for sequence in sequences])
+
+    def begin_step_shared(self, sequences: Sequence[Iterable[int]]) -> None:
+        """The same for tokens that belong to several sequences each."""
+        self._declare([tuple(members) for members in sequences])
+
+    def seq_cp(self, source: int, target: int, begin: int = 0, end: int | None = None) -> None:
+        """Lets ``target`` have the positions of ``source`` from ``begin`` up to ``end`` as well.
+
+        ``POSITION`` where ``target`` holds other tokens for some of them, or where layers with windows have dropped
+        what its next query would see.
+        """
+        self._refuse_in_step("copy a sequence")
+        source, target = self._number(source), self._number(target)
+        begin, end = _range(begin, end)
+        self._refuse_under_tree(target, "copy onto it")
+        known = self._tokens(target)
+        copied = {at: token for at, token in self._tokens(source).items() if begin <= at < end}
+        if source == target or not copied:
+            return
+        for position, token in sorted(copied.items()):
+            if known.get(position, token) != token:
+                raise status_error(
+                    Status.POSITION,
+                    f"sequence {target} holds a position {position} of its own, which sequence {source} has, too",
+                )
+        following = max(self._next(target), max(copied) + 1)
+        least = max(self._exact_from(target, list(known)), self._exact_from(source, list(copied)))
+        if following < least:
+            raise status_error(
+                Status.POSITION,
+                f"sequence {target} would go on at {following}, but the window layers have dropped what a query there "
+                f"sees; {least} is the least",
+            )
+        self._sequences[target] = {**known, **copied}
+        for lane in self._lanes.values():
+            lane.copy(source, target, begin, end)
+
+    def seq_rm(self, sequence: int, begin: int = 0, end: int | None = None) -> None:
+        """Takes the positions from ``begin`` up to ``end`` from a sequence, which begins at 0 again when nothing is
+        left.
+
+        ``POSITION`` where it would go on below what :meth:`seq_rewindable_to` says.
+        """
+        self._refuse_in_step("remove from a sequence")
+        sequence = self._number(sequence)
+        begin, end = _range(begin, end)
+        before = self._tokens(sequence)
+        left = {at: token for at, token in before.items() if not begin <= at < end}
+        if left:
+            self._refuse_under_tree(sequence, "remove a part of it")
+            following, least = max(left) + 1, self._exact_from(sequence, list(before))
+            if following < least and following < self._next(sequence):
+                raise status_error(
+                    Status.POSITION,
+                    f"sequence {sequence} would go on at {following}, but the window layers have dropped what a query "
+                    f"there sees; {least} is the least",
+                )
+        elif before or begin <= 0 < end:
+            self._drop_tree(sequence)
+        self._sequences[sequence] = left
+        self._settle()
+
+    def seq_keep(self, sequence: int) -> None:
+        """Removes every sequence but one."""
+        self._refuse_in_step("remove sequences")
+        sequence = self._number(sequence)
+        for other in self.sequences():
+            if other != sequence:
+                self.seq_rm(other)
+
+    def rewind(self, length: int) -> None:
+        """Forgets the positions from ``length`` on, of the one sequence that there is; 0 forgets all of them.
+
+        ``INVALID_ARGUMENT`` where there are several sequences, and ``POSITION`` for a length that it cannot go on at.
+        """
+        self._refuse_in_step("rewind the cache")
+        length = integer("length", length)
+        sequence = self._only_sequence()
+        if not 0 <= length <= self._next(sequence):
+            raise status_error(
+                Status.POSITION,
+                f"cannot rewind to length {length}: the sequence goes on at position {self._next(sequence)}",
+            )
+        # Else the sequence would go on at another position than it was told.
+        if length > 0 and length - 1 not in self._tokens(sequence):
+            raise status_error(
+                Status.POSITION,
+                f"cannot rewind to length {length}: position {length - 1} was removed; "
+                f"{self.seq_rewindable_to(sequence)} is the least, and 0 forgets all",
+            )
+        self.seq_rm(sequence, length)
+
+    def compact(self) -> None:
+        """Nothing: there are no cells here that could lie apart."""
+        self._refuse_in_step("compact the cache")
+
+    # ---- A step ----------------------------------------------------------
+
+    def _plan(self, positions: list[int]) -> Step:
+        self._check_floats(len(positions), self.length + len(positions))
+        owners = self._owners(len(positions))
+        refuse_empty(positions)
+        if len(owners) != len(positions):
+            raise invalid(f"the step has {len(positions)} tokens, but sequences were named for {len(owners)}")
+        for token, (position, members) in enumerate(zip(positions, owners, strict=True)):
+            for sequence in members:
+                expected = self._expected(owners, token, sequence)
+                if position != expected:
+                    raise status_error(
+                        Status.POSITION,
+                        f"token {token} of the step has position {position}, but the next of sequence {sequence} is "
+                        f"{expected}",
+                    )
+        for sequence in dict.fromkeys(member for members in owners for member in members):
+            self._check_tokens(sequence, sum(sequence in members for members in owners))
+        free = self.capacity - self.length
+        if len(positions) > free:
+            raise status_error(
+                Status.CAPACITY,
+                f"a step of {len(positions)} tokens: {free} of {self.capacity} cells are free",
+            )
+        tokens = self._new_tokens(len(positions))
+        seen = [
+            set().union(*(self._seen(owners, tokens, query, sequence) for sequence in members))
+            for query, members in enumerate(owners)
+        ]
+
+        def commit() -> None:
+            for position, members, token in zip(positions, owners, tokens, strict=True):
+                for sequence in members:
+                    self._append(sequence, position, token)
+            self._end_step(owners)
+
+        return Step(positions, tokens, self._held(), seen, commit)
+
+    def _owners(self, n_tokens: int) -> list[Members]:
+        """Whose the tokens of the next step are."""
+        if self._declared is not None:
+            return self._declared
+        return [(self._only_sequence(),)] * n_tokens
+
+    def _expected(self, owners: list[Members], token: int, sequence: int) -> int:
+        """The position that a token of a step has to have for one of its sequences."""
+        return self._next(sequence) + _before(owners, token, sequence)
+
+    def _check_tokens(self, sequence: int, n_tokens: int) -> None:
+        """Refuses as many tokens of a sequence in one step."""
+        self._check_count(n_tokens)
+
+    def _seen(self, owners: list[Members], tokens: list[int], query: int, sequence: int) -> set[int]:
+        """The tokens of a sequence that are the text of a query of a step."""
+        fresh = (token for token, members in zip(tokens, owners, strict=True) if sequence in members)
+        return {*self._tokens(sequence).values(), *fresh}
+
+    def _append(self, sequence: int, position: int, token: int) -> None:
+        """Makes a token of a step that is done part of a sequence."""
+        self._sequences.setdefault(sequence, {})[position] = token
+        for lane in self._lanes.values():
+            lane.append(sequence, [position])
+
+    def _end_step(self, owners: list[Members]) -> None:
+        self._declared = None
+        for sequence in {member for members in owners for member in members}:
+            self._trim(sequence)
+
+    def _trim(self, sequence: int) -> None:
+        for lane in self._lanes.values():
+            lane.trim(sequence, self._next(sequence))
+
+    # ---- Inside ----------------------------------------------------------
+
+    def _declare(self, owners: list[Members]) -> None:
+        self._refuse_in_step("say whose tokens come next")
+        if not owners:
+            raise invalid("sequences were named for 0 tokens, a step needs at least 1 token")
+        for token, members in enumerate(owners):
+            if not members:
+                raise invalid(f"token {token} of the step belongs to no sequence")
+            for sequence in members:
+                self._number(sequence)
+                if members.count(sequence) > 1:
+                    raise invalid(f"token {token} of the step belongs to sequence {sequence} twice")
+        self._declared = owners
+
+    def _number(self, sequence: int) -> int:
+        if not 0 <= integer("a sequence", sequence) < MAX_SEQUENCES:
+            raise invalid(f"there is no sequence {sequence}: they have numbers from 0 to {MAX_SEQUENCES - 1}")
+        return sequence
+
+    def _tokens(self, sequence: int) -> dict[int, int]:
+        return self._sequences.get(sequence, {})
+
+    def _next(self, sequence: int) -> int:
+        return max(self._tokens(sequence), default=-1) + 1
+
+    def _only_sequence(self) -> int:
+        live = self.sequences()
+        if len(live) > 1:
+            raise invalid(f"the cache holds {len(live)} sequences, and nothing says which is meant")
+        return live[0] if live else 0
+
+    def _held(self) -> list[int]:
+        return sorted({token for tokens in self._sequences.values() for token in tokens.values()})
+
+    def _settle(self) -> None:
+        self._sequences = {number: tokens for number, tokens in self._sequences.items() if tokens}
+        for lane in self._lanes.values():
+            for number in list(lane.held):
+                lane.keep(number, self._tokens(number))
+        super()._settle()
+
+    def _forget_all(self) -> None:
+        self._sequences.clear()
+        self._declared = None
+
+    def _refuse_under_tree(self, sequence: int, what: str) -> None:
+        """Refuses ``what`` for a sequence that carries a tree, where there are any."""
+
+    def _drop_tree(self, sequence: int) -> None:
+        """Takes the tree of a sequence away, where there are any."""
+
+
+def _before(owners: list[Members], token: int, sequence: int) -> int:
+    """The tokens of a sequence in a step, before one."""
+    return sum(sequence in members for members in owners[:token])
+
+
+def _range(begin: int, end: int | None) -> tuple[int, int]:
+    """A range of positions, whose end is None where it takes in all that follow."""
+    begin = integer("begin", begin)
+    last = 2**31 - 1 if end is None else integer("end", end)
+    if begin < 0 or last < begin:
+        raise invalid(f"positions from {begin} to {last} are no range")
+    return begin, last

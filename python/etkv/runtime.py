@@ -1,0 +1,280 @@
+"""Programs, run from Python on the installed ExecuTorch's own runtime.
+
+:func:`load` opens a ``.pte`` and binds it to a session. ExecuTorch's ``executorch.runtime`` runs the same programs once
+:func:`register_backend` was called: see :meth:`etkv.Session.bound`.
+"""
+
+from __future__ import annotations
+
+import os
+import warnings
+from collections.abc import Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, TypeAlias
+
+from etkv import _capi, _library, pte
+from etkv.errors import EtkvError, ProgramError, first_line
+from etkv.session import Session
+
+if TYPE_CHECKING:
+    import numpy as np
+    import torch
+
+    from etkv.metadata import ModelCacheParams
+
+    Ids: TypeAlias = torch.Tensor | np.ndarray | Sequence[int]
+    """Integers: a tensor or array of any integer type, or a list."""
+    Rows: TypeAlias = torch.Tensor | np.ndarray
+    """Rows of logits: a tensor where the ids were one, else an array."""
+
+METHOD = "forward"
+
+_process: int | None = None
+"""The process that loaded the first program."""
+
+
+def register_backend() -> None:
+    """Make ``MLXBackend`` known to the installed ExecuTorch's runtime, in this process; again does nothing.
+
+    Raises :class:`EtkvError` where ExecuTorch, MLX or the native libraries are missing or of another release.
+    """
+    with _library.EXECUTORCH_CALLS:
+        _library.mlx_backend()
+
+
+def load(path: str | Path, session: Session | None, *, logits: str = "all", method: str = METHOD) -> Program:
+    """Open the program at ``path`` and bind it to the cache of ``session``.
+
+    ``session`` may be ``None`` for a program that keeps no cache. ``logits`` is ``all`` or ``last``: which rows of the
+    output are computed. A prompt needs the last one only.
+
+    Raises :class:`EtkvError`: the message names what is missing or does not fit.
+    """
+    path = Path(path)
+    if session is not None and not isinstance(session, Session):
+        raise EtkvError(f"session is {session!r}, it is a DecodeSession, SeqSession or TreeSession")
+    try:
+        with path.open("rb") as file:
+            head = file.read(8)
+    except OSError as error:
+        raise EtkvError(f"{path} cannot be read: {error.strerror}") from error
+    if head[4:6] != b"ET":
+        raise EtkvError(f"{path} is not an ExecuTorch program")
+    register_backend()
+    return Program(path, session, logits, method)
+
+
+class Program:
+    """A loaded program. :func:`load` makes them. A context manager: leaving it lets go of weights and cache.
+
+    ``session`` is the one that it is bound to. Any thread may run it; the steps of a process come one after the other.
+    A process that was forked after a program was loaded has the threads of neither ExecuTorch nor MLX, and is refused.
+    """
+
+    def __init__(self, path: Path, session: Session | None, logits: str, method: str) -> None:
+        _require_one_process()
+        self.path = path
+        self.session = session
+        self._metadata: ModelCacheParams | None = None
+        with _library.EXECUTORCH_CALLS:
+            self._load(logits, method)
+
+    def _load(self, logits: str, method: str) -> None:
+        from executorch.runtime import Runtime, Verification
+
+        path, session = self.path, self.session
+        try:
+            self._program = Runtime.get().load_program(path, verification=Verification.Minimal)
+        except RuntimeError as error:
+            raise ProgramError(f"{path} is damaged: {first_line(error)}") from error
+        if method not in self._program.method_names:
+            names = ", ".join(sorted(self._program.method_names))
+            raise EtkvError(f"{path} has no method {method!r}; it has {names}")
+        _capi.forget_delegate_error()
+        try:
+            if session is None:
+                self._method = self._program.load_method(method)
+            else:
+                with session.bound(logits):
+                    self._method = self._program.load_method(method)
+            self._max_tokens = _max_tokens(self._method.metadata)
+        except RuntimeError as error:
+            reason = f"the method {method} of {path} cannot be loaded: {first_line(error)}"
+            _capi.raise_delegate_error(lambda: ProgramError(reason), error)
+
+    def forward(self, tokens: Ids, positions: Ids, *, copy: bool = True) -> Rows:
+        """Run one step: the logits of ``tokens`` [T] or [1, T] at ``positions`` [T], [T, 1] or [1, T], all or the last.
+
+        The rows are [T, vocabulary] or [1, vocabulary]: a torch tensor in the program's dtype where ``tokens`` is one,
+        else a numpy array (bfloat16, which numpy lacks, as float32). Without ``copy`` they are the program's own
+        memory, valid until its next step.
+
+        The step counts only if it works: otherwise the cache is as it was before.
+        """
+        as_tensor = _is_tensor(tokens)
+        ids, at = _integers(tokens, "tokens"), _integers(positions, "positions")
+        if ids.numel() != ids.shape[-1:].numel():
+            raise EtkvError(f"tokens has shape {list(ids.shape)}, it is [T] or [1, T]")
+        if at.numel() != max(at.shape, default=1):
+            raise EtkvError(f"positions has shape {list(at.shape)}, it is [T], [T, 1] or [1, T]")
+        ids, at = ids.reshape(1, -1), at.reshape(-1)
+        if ids.numel() != at.numel():
+            raise EtkvError(f"there are {at.numel()} positions for {ids.numel()} tokens")
+        if self._max_tokens is not None and ids.numel() > self._max_tokens:
+            raise EtkvError(f"the step has {ids.numel()} tokens, the program takes at most {self._max_tokens}")
+        rows = self.execute(ids, at, copy=copy)[0]
+        rows = rows.reshape(rows.shape[-2:])
+        if not copy:
+            # The memory is the program's: who holds the rows holds that.
+            rows.owners = (self._method, self._program)
+        return rows if as_tensor else _array(rows)
+
+    def execute(self, *inputs: Any, copy: bool = True) -> list[Any]:
+        """Run the method on inputs as it declares them, torch tensors or integers; the outputs as it has them."""
+        _require_one_process()
+        self._opened(self._method)
+        if self.session is not None and self.session.closed:
+            raise EtkvError(f"the session of {self.path.name} is closed: make a new one, and load the program with it")
+        with _library.EXECUTORCH_CALLS:
+            loaded = self._opened(self._method)
+            _check_inputs(inputs, loaded.metadata, self.path.name)
+            _capi.forget_delegate_error()
+            try:
+                # The public execute always copies what it returns.
+                return list(loaded._method.call(list(inputs), clone_outputs=copy))
+            except RuntimeError as error:
+                reason = f"{self.path.name}: {first_line(error)}"
+                _capi.raise_delegate_error(lambda: EtkvError(reason), error)
+
+    @property
+    def metadata(self) -> ModelCacheParams:
+        """What the program says of its caches."""
+        if self._metadata is None:
+            from etkv.metadata import read_kv_cache_metadata
+
+            wanted = [name for name in self.method_names if name.startswith(("kv_cache.", "get_"))]
+            self._metadata = read_kv_cache_metadata({name: self.constant(name) for name in wanted})
+        return self._metadata
+
+    @property
+    def end_ids(self) -> list[int]:
+        """The ids that end an answer, as the program tells them; none where it does not."""
+        return self.constant("get_eos_ids") or []
+
+    def constant(self, name: str) -> Any:
+        """The value of a constant method, such as ``get_max_ctx_len``; ``None`` where there is none of the name."""
+        return pte.constant(self._opened(self._program), name) if name in self.method_names else None
+
+    @property
+    def method_names(self) -> set[str]:
+        """The names of its methods."""
+        return self._opened(self._program).method_names
+
+    def _opened(self, part: Any) -> Any:
+        if part is None:
+            raise EtkvError(f"the program {self.path.name} is closed: load it again")
+        return part
+
+    def close(self) -> None:
+        """Let go of the weights and of the cache. Closing twice does nothing."""
+        self._method = None
+        self._program = None
+
+    def __enter__(self) -> Program:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+def _require_one_process() -> None:
+    """Refuse what would wait forever for threads that a fork left behind."""
+    global _process
+    if _process is None:
+        _process = os.getpid()
+    elif _process != os.getpid():
+        raise EtkvError(
+            f"process {os.getpid()} was forked from {_process} after a program was loaded there, and cannot run any: "
+            "start it with multiprocessing's spawn method"
+        )
+
+
+def _check_inputs(inputs: Sequence[Any], method: Any, name: str) -> None:
+    """Refuse what ExecuTorch would refuse with a number: another count, a rank, a length beyond the declared one."""
+    import torch
+
+    if len(inputs) != method.num_inputs():
+        raise EtkvError(f"{name} has {method.num_inputs()} inputs, {len(inputs)} are given")
+    for index, given in enumerate(inputs):
+        if not isinstance(given, torch.Tensor):
+            continue
+        most = list(method.input_tensor_meta(index).sizes())
+        sizes = list(given.shape)
+        if len(sizes) != len(most) or any(size > limit for size, limit in zip(sizes, most, strict=True)):
+            raise EtkvError(f"input {index} of {name} has shape {sizes}, it is at most {most}")
+
+
+def _max_tokens(method: Any) -> int | None:
+    """Tokens of one step, at most; None for a method whose first input is not [1, T]."""
+    if method.num_inputs() == 0:
+        return None
+    sizes = method.input_tensor_meta(0).sizes()
+    return sizes[1] if len(sizes) == 2 else None
+
+
+def _is_tensor(value: Any) -> bool:
+    import torch
+
+    return isinstance(value, torch.Tensor)
+
+
+def _integers(values: Ids, name: str) -> torch.Tensor:
+    """``values`` as the contiguous int64 tensor that programs take; shares their memory where it can."""
+    import numpy as np
+    import torch
+
+    if isinstance(values, torch.Tensor):
+        tensor = values
+    else:
+        try:
+            array = np.asarray(values)
+            # Torch has neither other byte orders nor negative strides.
+            array = np.ascontiguousarray(array, array.dtype.newbyteorder("="))
+            with warnings.catch_warnings():
+                # Of an array that may not be written to; nothing writes here.
+                warnings.filterwarnings("ignore", "The given NumPy array is not writable")
+                tensor = torch.from_numpy(array)
+        except (TypeError, ValueError) as error:
+            raise EtkvError(f"{name} is {_short(values)}, it has 64-bit integers: {first_line(error)}") from error
+    if tensor.layout != torch.strided or tensor.device.type == "meta":
+        raise EtkvError(f"{name} is a tensor without rows in memory: {tensor.layout} on {tensor.device}")
+    if tensor.numel() == 0:
+        raise EtkvError(f"{name} is empty; a step has at least one token")
+    if tensor.is_floating_point() or tensor.is_complex() or tensor.dtype == torch.bool:
+        raise EtkvError(f"{name} has dtype {tensor.dtype}, it has an integer one")
+    return tensor.to(torch.int64).contiguous()
+
+
+def _short(value: object) -> str:
+    told = " ".join(repr(value).split())
+    return told if len(told) <= 80 else f"{told[:80]}…"
+
+
+class _Memory:
+    """What an array is a view of, and whose memory that is: the array holds this, torch's own would not."""
+
+    def __init__(self, array: np.ndarray, owners: Any) -> None:
+        self.__array_interface__ = array.__array_interface__
+        self._held = array, owners
+
+
+def _array(tensor: torch.Tensor) -> np.ndarray:
+    import numpy as np
+    import torch
+
+    array = (tensor.float() if tensor.dtype == torch.bfloat16 else tensor).numpy()
+    owners = getattr(tensor, "owners", None)
+    return array if owners is None else np.asarray(_Memory(array, owners))

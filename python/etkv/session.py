@@ -1,0 +1,131 @@
+"""Sessions: a cache, and the key under which programs find it.
+
+Which one is made decides what a program can do, and the program is the same for all: :class:`DecodeSession` for one
+growing sequence, :class:`SeqSession` for many that share cells, :class:`TreeSession` for trees of candidates as well.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Iterator
+from types import TracebackType
+from typing import Any, TypeVar
+
+from etkv._capi import ask, call, ffi, lib, text
+from etkv.cache import Cache, SeqCache, TreeCache, raw_config
+from etkv.config import CacheConfig
+from etkv.errors import EtkvError
+
+BACKEND = "MLXBackend"
+"""The id of the backend whose programs the caches are for."""
+
+LOGITS = ("all", "last")
+"""Rows of the logits that a program computes: as exported, or of the last token only."""
+
+_Self = TypeVar("_Self", bound="Session")
+
+
+class Session(Cache):
+    """A cache that programs find by :attr:`key`, for as long as the session is open.
+
+    A context manager: leaving it closes the session. Programs that were loaded with it keep the cache until they are
+    closed, too.
+    """
+
+    KIND = "contiguous"
+
+    _open = False
+
+    def __init__(self, config: CacheConfig) -> None:
+        """Make the cache and register it.
+
+        :class:`EtkvError` for a config that cannot be; the message names the value and its limit.
+        """
+        raw, _keep = raw_config(config)
+        made = ask("etkv_session_new", "etkv_session*", BACKEND.encode(), self.KIND.encode(), raw)
+        self._session = ffi.gc(made, lib().etkv_session_free)
+        self.config = config
+        self._open = True
+        super().__init__(ask("etkv_session_cache", "etkv_cache*", made))
+
+    @property
+    def key(self) -> str:
+        """What a program is loaded with as the backend option ``cache_key``; unique in the process."""
+        self._raw()
+        return text(lib().etkv_session_key(self._session))
+
+    def close(self) -> None:
+        """Take the key out of the registry and let go of the cache. Closing twice does nothing."""
+        if self._open:
+            self._open = False
+            for name in ("_session", "_trees", "_sequences", "_cache"):
+                if name in self.__dict__:
+                    ffi.release(self.__dict__[name])
+
+    @property
+    def closed(self) -> bool:
+        """Whether :meth:`close` was called."""
+        return not self._open
+
+    @contextlib.contextmanager
+    def bound(self, logits: str = "all") -> Iterator[None]:
+        """Bind what this thread loads in the block to this session, whoever loads it.
+
+        For ExecuTorch's own runtime, which passes no options to backends:
+
+        .. code-block:: python
+
+            with session.bound():
+                forward = Runtime.get().load_program(path).load_method("forward")
+
+        ``logits`` is ``all`` or ``last``: which rows the program computes.
+        """
+        key = self.key
+        if logits not in LOGITS:
+            raise EtkvError(f"logits is {logits!r}, it is one of {', '.join(LOGITS)}")
+        before = getattr(_of_thread, "options", (ffi.NULL, ffi.NULL))
+        options = ffi.new("char[]", key.encode()), ffi.new("char[]", logits.encode())
+        call("etkv_delegate_set_load_options", *options)
+        _of_thread.options = options
+        try:
+            yield
+        finally:
+            call("etkv_delegate_set_load_options", *before)
+            _of_thread.options = before
+
+    def _raw(self) -> Any:
+        if not self._open:
+            raise EtkvError("the session is closed: make a new one, and load the program with it")
+        return super()._raw()
+
+    def __enter__(self: _Self) -> _Self:
+        self._raw()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def __repr__(self) -> str:
+        return super().__repr__() if self._open else f"<{type(self).__name__}: closed>"
+
+
+class DecodeSession(Session):
+    """One growing sequence: the shortest way for one."""
+
+
+class SeqSession(Session, SeqCache):
+    """Up to 256 sequences in one program's steps: forks that share cells, removal, batches."""
+
+    KIND = "seq"
+
+
+class TreeSession(Session, TreeCache):
+    """The same, with trees of candidates behind sequences."""
+
+    KIND = "tree"
+
+
+_of_thread = threading.local()

@@ -1,0 +1,117 @@
+//! `etkv_delegate`: what hosts ask of the delegate besides what ExecuTorch passes on.
+
+use std::cell::RefCell;
+use std::ffi::c_char;
+
+use super::boundary::{boundary, list, text};
+use super::error::etkv_error;
+use super::handle;
+use crate::error::{Result, Status};
+
+/// The options of a load that are text; empty strings are absent ones.
+#[derive(Debug, Clone, Default)]
+pub(crate) struct LoadTexts {
+    /// The key of the cache to bind.
+    pub cache_key: String,
+    /// Which rows of the logits to compute.
+    pub logits: String,
+}
+
+thread_local! {
+    static REPORTED: RefCell<Option<etkv_error>> = const { RefCell::new(None) };
+    static LOAD_OPTIONS: RefCell<LoadTexts> = RefCell::default();
+}
+
+/// Keeps the delegate's error for [`etkv_delegate_take_error`] on this thread.
+#[cfg_attr(not(feature = "delegate"), allow(dead_code))]
+pub(crate) fn report(status: i32, message: &str) {
+    let status = if status == 0 { Status::Internal as i32 } else { status };
+    // A thread that ends may have nothing left to keep it in.
+    let _ = REPORTED.try_with(|kept| kept.replace(Some(etkv_error::new(status, message))));
+}
+
+/// Options of a load as ExecuTorch passed them, and where it passed none, those
+/// that this thread has set.
+#[cfg_attr(not(feature = "delegate"), allow(dead_code))]
+pub(crate) fn or_of_thread(cache_key: &str, logits: &str) -> LoadTexts {
+    let set = LOAD_OPTIONS.try_with(|set| set.borrow().clone()).unwrap_or_default();
+    let or = |given: &str, set: String| if given.is_empty() { set } else { given.to_owned() };
+    LoadTexts { cache_key: or(cache_key, set.cache_key), logits: or(logits, set.logits) }
+}
+
+/// Takes the error that the delegate last reported on the calling thread.
+#[no_mangle]
+pub extern "C" fn etkv_delegate_take_error() -> *mut etkv_error {
+    let taken = REPORTED.try_with(RefCell::take).ok().flatten();
+    taken.map_or(std::ptr::null_mut(), handle::give)
+}
+
+/// Sets the options of what the calling thread loads from now on.
+///
+/// # Safety
+/// Pointers are NULL or as the header says.
+#[no_mangle]
+pub unsafe extern "C" fn etkv_delegate_set_load_options(
+    cache_key: *const c_char,
+    logits: *const c_char,
+    error: *mut *mut etkv_error,
+) -> i32 {
+    // SAFETY: the caller says so.
+    unsafe {
+        boundary(error, || {
+            let optional = |pointer: *const c_char, name| -> Result<String> {
+                Ok(if pointer.is_null() { String::new() } else { text(pointer, name)?.to_owned() })
+            };
+            let texts = LoadTexts {
+                cache_key: optional(cache_key, "cache_key")?,
+                logits: optional(logits, "logits")?,
+            };
+            program::check_options(&texts)?;
+            LOAD_OPTIONS.with(|set| set.replace(texts));
+            Ok(())
+        })
+    }
+}
+
+/// Tells whether this build can run a program.
+///
+/// # Safety
+/// Pointers are NULL or as the header says.
+#[no_mangle]
+pub unsafe extern "C" fn etkv_delegate_check(
+    payload: *const u8,
+    n_bytes: usize,
+    error: *mut *mut etkv_error,
+) -> i32 {
+    // SAFETY: the caller says so.
+    unsafe { boundary(error, || program::check(list(payload, n_bytes, "payload")?)) }
+}
+
+#[cfg(feature = "delegate")]
+mod program {
+    use super::LoadTexts;
+    use crate::error::Result;
+    use crate::program::{LoadOptions, Program};
+
+    pub fn check_options(texts: &LoadTexts) -> Result<()> {
+        LoadOptions::parse(&texts.cache_key, &texts.logits).map(|_| ())
+    }
+
+    pub fn check(payload: &[u8]) -> Result<()> {
+        Program::check(payload)
+    }
+}
+
+#[cfg(not(feature = "delegate"))]
+mod program {
+    use super::LoadTexts;
+    use crate::error::{fail, Result};
+
+    pub fn check_options(_: &LoadTexts) -> Result<()> {
+        fail!(Unsupported, "this libetkv was built without the interpreter of programs");
+    }
+
+    pub fn check(_: &[u8]) -> Result<()> {
+        fail!(Unsupported, "this libetkv was built without the interpreter of programs");
+    }
+}

@@ -1,0 +1,241 @@
+"""Runs ExecuTorch's own tests of the op against this package's op and reference caches.
+
+    python executorch_adapter.py        prints what became of each test, as JSON
+
+The tests import names of ExecuTorch's modules. Those that are data, or a host's helper, stay ExecuTorch's: configs,
+policies, specs and ``flatten_step``. The op, its registry, the caches and the attention are adapters over ours, and
+translate where the two differ:
+
+* ExecuTorch's caches tell how to mask by a kind and, where that is not enough, a mask; ours give a mask.
+* A step of theirs has been when its first layer was called, and tests leave out the others. One of ours has been when
+  all were: those that a test leaves out are called with zeros.
+* Theirs refuses a step that does not fit in ``begin_step``; ours in the step itself, and ``can_extend`` tells before.
+* Theirs wants ``begin_step`` before every forward, and one for each attempt; ours wants it where sequences are several,
+  and what was said holds until a step has worked.
+* Theirs raises RuntimeError where ours has the status CAPACITY, or STEP.
+* Theirs has 63 sequences; ours has 256.
+* Sizing, which is how theirs allocates, is nothing to ours.
+
+So five of the tests say little about this package: one is of ``flatten_step``, one of the policies, and of the step
+protocol (two) and of admission in ``begin_step`` it is the adapter that does what they ask for.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.util
+import json
+import sys
+import unittest
+import warnings
+from collections.abc import Iterator
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import torch
+
+PACKAGE = "executorch.extension.llm.cache"
+
+
+def source(name: str) -> Path:
+    """The file of a module of ExecuTorch's, which is not imported for that."""
+    spec = importlib.util.find_spec("executorch")
+    folders = spec.submodule_search_locations if spec else []
+    return next(Path(folder, "extension/llm/cache", f"{name}.py") for folder in folders)
+
+
+def load(name: str, alias: str) -> ModuleType:
+    spec = importlib.util.spec_from_file_location(alias, source(name))
+    assert spec is not None and spec.loader is not None
+    module = sys.modules[alias] = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+theirs = load("reference_cache", "executorchs_reference_cache")
+assert not hasattr(torch.ops.kvcache, "update_and_attend"), "somebody has registered the op before"
+
+from etkv import op, reference  # noqa: E402
+from etkv.config import CacheConfig, LayerConfig  # noqa: E402
+from etkv.errors import Status, StatusError  # noqa: E402
+from etkv.reference.attention import attention  # noqa: E402
+from etkv.reference.sequences import MAX_SEQUENCES  # noqa: E402
+
+
+@contextlib.contextmanager
+def their_errors() -> Iterator[None]:
+    try:
+        yield
+    except StatusError as error:
+        if error.status in (Status.CAPACITY, Status.STEP):
+            raise RuntimeError(str(error)) from error
+        raise
+
+
+class Adapter:
+    """A cache of ours with the methods that theirs have in common."""
+
+    kind = "contiguous"
+
+    def __init__(self, config: Any) -> None:
+        layers = [
+            LayerConfig(config.n_kv_heads, config.head_dim, window=config.policy_for(layer).window)
+            for layer in range(config.n_layers)
+        ]
+        # Steps as long as the capacity: nothing that a window does not show is ever dropped.
+        ours = CacheConfig(layers, config.capacity, "f32", "f32", max_step=config.capacity)
+        self.cache: Any = reference.make_cache(self.kind, ours)
+        self.n_layers = config.n_layers
+        self.served: dict[int, tuple[Any, ...]] = {}
+        """The layers of the forward that is under way, and what they were called with."""
+
+    def update_and_fetch(self, layer_id: int, k: Any, v: Any, position: Any) -> tuple[Any, Any, Any]:
+        with self.call(layer_id, k, v, position) as positions:
+            keys, values, mask = self.cache.update_and_fetch(layer_id, k, v, positions)
+        return keys, values, self.spec(mask)
+
+    def update_and_attend(self, layer: int, q: Any, k: Any, v: Any, positions: Any, scale: Any, out_dtype: Any) -> Any:
+        with self.call(layer, k, v, torch.tensor(positions)) as positions:
+            return self.cache.update_and_attend(layer, q, k, v, positions, scale, out_dtype)
+
+    @contextlib.contextmanager
+    def call(self, layer: int, k: Any, v: Any, position: Any) -> Iterator[list[int]]:
+        positions = position.reshape(-1).tolist()
+        with their_errors():
+            yield positions
+        self.served[layer] = (k, v, positions)
+        if len(self.served) == self.n_layers:
+            self.served.clear()
+
+    def finish(self) -> None:
+        """Calls the layers that were left out."""
+        if self.served:
+            k, v, positions = next(iter(self.served.values()))
+            for layer in range(self.n_layers):
+                if layer not in self.served:
+                    self.cache.update_and_fetch(layer, torch.zeros_like(k), torch.zeros_like(v), positions)
+            self.served.clear()
+
+    def spec(self, mask: Any) -> Any:
+        n_queries, n_keys = mask.shape
+        if n_queries == 1 and mask.all():
+            return theirs.AttendSpec(theirs.MaskKind.NONE)
+        if n_queries == n_keys and torch.equal(mask, torch.ones_like(mask).tril()):
+            return theirs.AttendSpec(theirs.MaskKind.CAUSAL)
+        return theirs.AttendSpec(theirs.MaskKind.EXPLICIT, mask)
+
+    def abandon(self) -> None:
+        self.served.clear()
+        self.cache.abandon()
+
+
+class CellAdapter(Adapter):
+    kind = "seq"
+
+    def __init__(self, config: Any) -> None:
+        super().__init__(config)
+        self.declared, self.called = False, set()
+
+    def begin_step(self, sequences: list[int]) -> None:
+        self.finish()
+        with their_errors():
+            self.cache.begin_step(sequences)
+        if not self.can_extend(len(sequences)):
+            raise RuntimeError(f"{len(sequences)} tokens do not fit")
+        self.declared, self.called = True, set()
+
+    @contextlib.contextmanager
+    def call(self, layer: int, k: Any, v: Any, position: Any) -> Iterator[list[int]]:
+        if layer in self.called or not (self.declared or self.served):
+            raise RuntimeError("no begin_step before this forward")
+        self.declared = False
+        with super().call(layer, k, v, position) as positions:
+            yield positions
+        self.called.add(layer)
+
+    def spec(self, mask: Any) -> Any:
+        return theirs.AttendSpec(theirs.MaskKind.EXPLICIT, mask)
+
+    def can_extend(self, n: int = 1) -> bool:
+        self.finish()
+        return self.cache.can_extend(n)
+
+    def free_cells(self) -> int:
+        self.finish()
+        return self.cache.capacity - self.cache.length
+
+    def seq_len(self, sequence: int) -> int:
+        self.finish()
+        return self.cache.seq_len(sequence)
+
+    def seq_cp(self, source: int, target: int, upto: int | None = None) -> None:
+        self.finish()
+        self.cache.seq_cp(source, target, 0, upto)
+
+    def seq_rm(self, sequence: int, begin: int = 0, end: int | None = None) -> None:
+        self.finish()
+        self.cache.seq_rm(sequence, begin, end)
+
+
+def attend(q: Any, k: Any, v: Any, spec: Any, scale: float, out_dtype: Any) -> Any:
+    n_queries, n_keys = q.shape[2], k.shape[2]
+    if spec.kind is theirs.MaskKind.CAUSAL and n_queries != n_keys:
+        raise ValueError("theirs has causal masks of as many queries as keys only")
+    mask = torch.ones(n_queries, n_keys, dtype=torch.bool)
+    if spec.kind is not theirs.MaskKind.NONE:
+        mask = mask.tril() if spec.kind is theirs.MaskKind.CAUSAL else spec.mask
+    return attention(q, k, v, mask, scale, out_dtype)
+
+
+class Registry:
+    def __init__(self) -> None:
+        self.caches: dict[str, Adapter] = {}
+
+    def install(self, key: str, cache: Adapter) -> None:
+        self.caches[key] = cache
+
+    def uninstall(self, key: str) -> None:
+        self.caches.pop(key, None)
+
+    def active(self, key: str) -> Any:
+        return op.active(self.caches[key])
+
+
+def tests() -> ModuleType:
+    """Their file of tests, with our names in place of theirs."""
+    caches = {"CellReferenceCache": CellAdapter, "ContiguousReferenceCache": Adapter, "attend": attend}
+    served = {
+        f"{PACKAGE}.reference_cache": SimpleNamespace(**{**vars(theirs), **caches, "MAX_SEQS": MAX_SEQUENCES}),
+        f"{PACKAGE}.update_and_attend": SimpleNamespace(REGISTRY=Registry(), update_and_attend=op.update_and_attend),
+    }
+    sys.modules.update(served)
+    try:
+        return load("test_update_and_attend", "executorchs_tests")
+    finally:
+        for name in served:
+            del sys.modules[name]
+
+
+class Counting(unittest.TestResult):
+    """Which tests have passed, and what became of the others."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.told = {"passed": [], "not passed": {}}
+
+    def addSuccess(self, test: Any) -> None:  # noqa: N802
+        self.told["passed"].append(test.id().split(".", 1)[1])
+
+    def stopTest(self, test: Any) -> None:  # noqa: N802
+        super().stopTest(test)
+        for other, why in [*self.failures, *self.errors, *self.skipped, *self.expectedFailures]:
+            self.told["not passed"][other.id().split(".", 1)[1]] = why
+
+
+if __name__ == "__main__":
+    warnings.simplefilter("ignore")
+    result = Counting()
+    unittest.defaultTestLoader.loadTestsFromModule(tests()).run(result)
+    assert f"{PACKAGE}.update_and_attend" not in sys.modules, "their op has replaced ours on the way"
+    print(json.dumps(result.told))

@@ -1,0 +1,84 @@
+"""A program that is nothing but ``kvcache::update_and_attend``, once a layer, and what runs it on a native session.
+
+The same operations that a reference cache takes through the op in PyTorch go through the delegate here.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from etkv import CacheConfig, DecodeSession, Program, SeqSession, Session, TreeSession, _mlx_serialization, load
+from etkv.errors import EtkvError
+from step_programs import Call, Operation, Outcome, Step, answers, declare, one_thread, step_rows
+
+SESSIONS: dict[str, type[Session]] = {session.KIND: session for session in (DecodeSession, SeqSession, TreeSession)}
+
+
+class Attention(torch.nn.Module):
+    """``forward(positions, q0, k0, v0, q1, …) -> attended`` of every layer."""
+
+    def __init__(self, config: CacheConfig, out_dtype: torch.dtype) -> None:
+        super().__init__()
+        self.scales = [layer.k_head_dim**-0.5 for layer in config.layers]
+        self.out_dtype = out_dtype
+
+    def forward(self, positions: Tensor, rows: list[Tensor]) -> list[Tensor]:
+        return [
+            torch.ops.kvcache.update_and_attend(
+                *rows[3 * layer : 3 * layer + 3], positions, layer, scale, self.out_dtype
+            )
+            for layer, scale in enumerate(self.scales)
+        ]
+
+
+def export(
+    config: CacheConfig, path: Path, *, group: int = 2, most_tokens: int = 64, out_dtype: torch.dtype = torch.float32
+) -> Path:
+    """Write the program for caches of ``config``, with ``group`` query heads for each KV head, to ``path``."""
+    _mlx_serialization.ensure_available()
+    from executorch import exir
+    from executorch.backends.mlx import MLXPartitioner, ops  # noqa: F401
+
+    example = Step(positions=list(range(3)), owners=None, seed=0)
+    rows = [row for layer in range(len(config.layers)) for row in step_rows(config, example, layer, group)]
+    tokens = torch.export.Dim("tokens", min=1, max=most_tokens)
+    traced = torch.export.export(
+        Attention(config, out_dtype),
+        (torch.arange(3), rows),
+        dynamic_shapes=({0: tokens}, [{2: tokens}] * len(rows)),
+        strict=True,
+    )
+    program = exir.to_edge_transform_and_lower(
+        traced,
+        partitioner=[MLXPartitioner()],
+        compile_config=exir.EdgeCompileConfig(_check_ir_validity=False, _skip_dim_order=True),
+    ).to_executorch()
+    path.write_bytes(program.buffer)
+    return path
+
+
+def run(operations: list[Operation], kind: str, config: CacheConfig, path: Path, group: int = 2) -> list[Outcome]:
+    """What a native session makes of the operations."""
+    with SESSIONS[kind](config) as session, load(path, session) as program, one_thread():
+        return [_outcome(operation.action, session, program, group) for operation in operations]
+
+
+def _outcome(action: Call | Step, session: Session, program: Program, group: int) -> Outcome:
+    outputs, refused, message = [], None, ""
+    try:
+        if isinstance(action, Call):
+            getattr(session, action.name)(*action.arguments)
+        else:
+            declare(session, action)
+            rows = [
+                row
+                for layer in range(len(session.config.layers))
+                for row in step_rows(session.config, action, layer, group)
+            ]
+            outputs = program.execute(torch.tensor(action.positions), *rows)
+    except EtkvError as error:
+        refused, message = int(getattr(error, "status", -1)), str(error)
+    return Outcome(refused, message, outputs, answers(session))

@@ -1,0 +1,56 @@
+"""Every family that the exporter takes: logits of all rows of a prompt in chunks, and of 32 steps after it."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+import reference
+from reference import STORY, Program, Variant
+
+# Qwen2, Llama and Qwen3 in other dtypes are in test_model_precision, windows in test_windows.
+VARIANTS = [
+    Variant("tiny-llama"),
+    Variant("tiny-qwen3"),
+    Variant("tiny-mistral-window"),
+    Variant("tiny-gemma3"),
+    Variant("tiny-gemma3", "f32", "4w"),
+    Variant("tiny-gemma3", "bf16"),
+    Variant("tiny-phi"),
+    Variant("tiny-phi3"),
+    Variant("tiny-smollm3"),
+]
+PROMPT, DECODE = 70, 32
+
+
+@pytest.fixture(scope="module")
+def programs() -> dict[Variant, Program]:
+    return reference.programs(VARIANTS)
+
+
+@pytest.mark.parametrize("variant", VARIANTS, ids=str)
+def test_logits_equal_those_of_transformers(programs, variant):
+    program = programs[variant]
+    hf = reference.from_weights(program)
+    prompt = reference.tokenize(program, STORY)[:PROMPT]
+    for chunk in (0, 7):
+        ran = reference.forward(program, prompt, decode=DECODE, chunk=chunk, rows="all")
+        expected = reference.logits(hf, prompt + ran.ids[:-1])
+        if variant.dtype == "f32":
+            np.testing.assert_allclose(ran.logits, expected, rtol=1e-4, atol=2e-4)
+            assert ran.ids == expected[PROMPT - 1 :].argmax(axis=1).tolist()
+        error = reference.rms(ran.logits - expected)
+        reference.note(f"{variant}, chunk {chunk}: rms error {error:.1e}, spread {reference.spread(expected):.1e}")
+        if variant.dtype != "f32":
+            usual = reference.rms(reference.logits(hf, prompt + ran.ids[:-1], variant.dtype) - expected)
+            assert error < 1.5 * usual
+
+
+@pytest.mark.parametrize("variant", [v for v in VARIANTS if v.dtype == "f32" and not v.quantize], ids=str)
+def test_the_last_row_alone_is_the_same(programs, variant):
+    """Loaded for the last row, programs leave out what feeds the others: to the last layer's attention."""
+    program = programs[variant]
+    prompt = reference.tokenize(program, STORY)[:PROMPT]
+    every = reference.forward(program, prompt, rows="all").logits
+    last = reference.forward(program, prompt, rows="last").logits
+    np.testing.assert_allclose(last[-1], every[-1], rtol=1e-4, atol=1e-4)

@@ -1,0 +1,320 @@
+"""Answers token by token, text to ids and back, and Ctrl-C."""
+
+from __future__ import annotations
+
+import gc
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+import weakref
+
+import pytest
+
+import etkv
+import reference
+from reference import Variant
+from test_runtime import PROMPT, config
+
+
+@pytest.fixture(scope="module")
+def tiny() -> reference.Program:
+    return reference.program(Variant("tiny-llama"))
+
+
+@pytest.fixture
+def program(tiny):
+    with etkv.DecodeSession(config(tiny, 200)) as session, etkv.load(tiny.path, session, logits="last") as program:
+        yield program
+
+
+@pytest.fixture(scope="module")
+def greedy(tiny) -> list[int]:
+    return reference.greedy(tiny.hf, {"prompt": PROMPT}, 24)["prompt"].ids
+
+
+def test_greedy_ids_are_those_of_transformers(program, greedy):
+    answer = etkv.generate(program, PROMPT, max_new_tokens=24, end_ids=[])
+    assert list(answer) == greedy == answer.ids
+    assert answer.stop == "limit"
+    assert (answer.held, program.session.length) == (23, len(PROMPT) + 23)
+    assert answer.prefill_seconds > 0
+    assert answer.tokens_per_second > 0
+
+
+def test_what_goes_on_goes_behind(program, greedy):
+    """A break keeps whole tokens; the rest of the answer begins with what the cache does not hold yet."""
+    answer = etkv.generate(program, PROMPT, max_new_tokens=24, end_ids=[])
+    for _, _token in zip(range(10), answer, strict=False):
+        pass
+    assert answer.stop is None
+    assert program.session.length == len(PROMPT) + answer.held
+    rest = etkv.generate(program, answer.ids[answer.held :], max_new_tokens=24 - len(answer.ids), end_ids=[])
+    assert answer.ids + list(rest) == greedy
+
+
+def test_nothing_runs_before_the_first_token(program):
+    answer = etkv.generate(program, PROMPT)
+    assert (program.session.length, answer.held, answer.ids) == (0, 0, [])
+
+
+def test_ends_and_capacity(tiny, program, greedy):
+    answer = etkv.generate(program, PROMPT, end_ids=[greedy[5]])
+    first = greedy.index(greedy[5])
+    assert list(answer) == greedy[:first]
+    assert answer.stop == "end"
+    with etkv.DecodeSession(config(tiny, 10)) as session, etkv.load(tiny.path, session, logits="last") as small:
+        answer = etkv.generate(small, PROMPT, end_ids=[])
+        assert list(answer) == greedy[:4]
+        assert answer.stop == "capacity"
+        assert session.length == 10
+        session.rewind(7)
+        assert list(etkv.generate(small, [greedy[0]], max_new_tokens=2, end_ids=[])) == greedy[1:3]
+        with pytest.raises(etkv.CapacityError, match="the prompt has 5 tokens, the cache has room for"):
+            list(etkv.generate(small, [1] * 5))
+
+
+def test_a_prompt_longer_than_a_step(program):
+    """150 tokens in chunks of 64 give what one row at a time gives."""
+    prompt = [(7 * i) % 250 for i in range(150)]
+    chunked = list(etkv.generate(program, prompt, max_new_tokens=8, end_ids=[]))
+    program.session.clear()
+    for position, token in enumerate(prompt[:-1]):
+        program.forward([token], [position], copy=False)
+    assert list(etkv.generate(program, prompt[-1:], max_new_tokens=8, end_ids=[])) == chunked
+
+
+@pytest.mark.parametrize("at", [1, 4])
+def test_interrupted_where_a_token_is_chosen(program, greedy, monkeypatch, at):
+    """What was run and led to no token is taken back, so that nothing of the answer is lost."""
+    answer = etkv.generate(program, PROMPT, max_new_tokens=8, end_ids=[])
+    choose, calls = answer._sampler.choose, []
+
+    def interrupted(row):
+        calls.append(1)
+        if len(calls) == at:
+            raise KeyboardInterrupt
+        return choose(row)
+
+    monkeypatch.setattr(answer._sampler, "choose", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        list(answer)
+    assert answer.ids == greedy[: at - 1]
+    assert program.session.length == (len(PROMPT) + answer.held if answer.ids else 0)
+    rest = answer.ids[answer.held :] or PROMPT
+    assert list(etkv.generate(program, rest, max_new_tokens=3, end_ids=[])) == greedy[at - 1 : at + 2]
+
+
+def test_sequences_of_one_session(tiny, greedy):
+    with etkv.SeqSession(config(tiny, 200)) as session, etkv.load(tiny.path, session, logits="last") as program:
+        first = etkv.generate(program, PROMPT, max_new_tokens=12, end_ids=[])
+        second = etkv.generate(program, PROMPT, max_new_tokens=12, end_ids=[], sequence=9)
+        pairs = list(zip(first, second, strict=True))
+        assert pairs == [(token, token) for token in greedy[:12]]
+        assert session.sequences() == [0, 9]
+
+
+def test_draws(program):
+    """A seed repeats, the best one alone is greedy, and a temperature spreads."""
+
+    def draw(**options) -> list[int]:
+        program.session.clear()
+        return list(etkv.generate(program, PROMPT, max_new_tokens=16, end_ids=[], **options))
+
+    best = draw()
+    assert draw(temperature=0.7, top_k=1, seed=1) == best
+    assert draw(temperature=0.7, top_p=1e-9, seed=1) == best
+    assert draw(temperature=1.5, seed=1) == draw(temperature=1.5, seed=1)
+    assert len({tuple(draw(temperature=1.5, seed=seed)) for seed in range(4)}) > 1
+    assert draw(temperature=1e-320, seed=1) == best
+
+
+@pytest.mark.parametrize(
+    ("options", "told"),
+    [
+        ({"max_new_tokens": -1}, "max_new_tokens is -1, the least is 0"),
+        ({"temperature": -0.5}, "temperature is -0.5, the least is 0"),
+        ({"temperature": float("nan")}, "temperature is nan, the least is 0"),
+        ({"seed": -1}, "seed is -1, the least is 0"),
+        ({"top_p": 0}, "top_p is 0, it is above 0 and at most 1"),
+        ({"top_k": -2}, "top_k is -2, the least is 0"),
+        ({"sequence": 3}, "sequence is 3, and the session has one only: use a SeqSession"),
+        ({"prompt": []}, "prompt is empty"),
+        ({"prompt": "Hello"}, "prompt has 'H'; it has token ids, and a tokenizer makes them of text"),
+    ],
+)
+def test_wrong_use(program, options, told):
+    with pytest.raises(etkv.EtkvError) as caught:
+        etkv.generate(program, options.pop("prompt", PROMPT), **options)
+    assert told in str(caught.value)
+
+
+def test_without_a_session(tiny):
+    with etkv.load(tiny.path, None) as program, pytest.raises(etkv.EtkvError, match="without a session"):
+        etkv.generate(program, PROMPT)
+
+
+def test_text(tiny, program):
+    tokenizer = etkv.Tokenizer.beside(tiny.path)
+    assert tokenizer.decode(tokenizer.encode("naïve €")) == "naïve €"
+    ids = tokenizer.chat("Hi")
+    assert tokenizer.hf.decode(ids) == "<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n"
+    assert ids == tokenizer.chat([{"role": "user", "content": "Hi"}])
+    # Characters of several bytes, which are as many tokens here, come whole.
+    assert list(tokenizer.stream(tokenizer.encode("aß€"))) == ["a", "ß", "€"]
+    with pytest.raises(etkv.EtkvError, match="the chat template does not take these messages"):
+        tokenizer.chat([3])
+
+
+def test_a_chat_runs_what_is_new(tiny, program):
+    """Each turn equals one that runs the whole conversation on an empty cache."""
+    tokenizer = etkv.Tokenizer.beside(tiny.path)
+    chat = etkv.Chat(program, tokenizer, system="Be brief.")
+    for text in ("Hi", "And you?"):
+        messages = [*chat.messages, {"role": "user", "content": text}]
+        whole = tokenizer.chat(messages)
+        said = "".join(chat.say(text, max_new_tokens=12))
+        assert chat.messages == [*messages, {"role": "assistant", "content": said}]
+        ids, prefilled = chat.answer.ids, chat.answer.n_prompt
+        with etkv.DecodeSession(config(tiny, 200)) as alone, etkv.load(tiny.path, alone, logits="last") as other:
+            assert list(etkv.generate(other, whole, max_new_tokens=12)) == ids
+    first = tokenizer.chat(chat.messages[:2])
+    assert prefilled <= len(whole) - len(first), "the first turn was not run again"
+    # A message that is changed: what comes before it is kept.
+    chat.messages[1:] = []
+    list(chat.say("Hello?", max_new_tokens=3))
+    assert chat.answer.n_prompt < len(tokenizer.chat(chat.messages[:-1]))
+    for _ in chat.say("x", max_new_tokens=30, end_ids=[]):
+        break
+    assert [message["role"] for message in chat.messages[-2:]] == ["user", "assistant"]
+    list(chat.say("y", max_new_tokens=3, end_ids=[]))
+    assert len(chat.answer.ids) == 3
+
+
+def test_an_answer_that_is_dropped_lets_go(program):
+    """At once, not when the collector comes by."""
+    answer = etkv.generate(program, PROMPT, end_ids=[])
+    next(answer)
+    watched = weakref.ref(answer)
+    gc.disable()
+    try:
+        del answer
+        assert watched() is None
+    finally:
+        gc.enable()
+
+
+def test_steps_of_window_layers_are_those_of_the_cache():
+    """50 tokens where the cache takes steps of 16: as one step of them all."""
+    windowed = reference.program(Variant("tiny-mistral-window"))
+    prompt = [(7 * i) % 250 for i in range(50)]
+    answers = []
+    for max_step in (16, 64):
+        with (
+            etkv.DecodeSession(config(windowed, 200, max_step=max_step)) as session,
+            etkv.load(windowed.path, session, logits="last") as program,
+        ):
+            answers.append(list(etkv.generate(program, prompt, max_new_tokens=8, end_ids=[])))
+    assert answers[0] == answers[1]
+
+
+def test_missing_tokenizer(tmp_path):
+    with pytest.raises(etkv.EtkvError, match=r"has no tokenizer.json: the exporter writes it beside the program"):
+        etkv.Tokenizer.beside(tmp_path / "model.pte")
+    (tmp_path / "tokenizer.json").write_text("{")
+    with pytest.raises(etkv.EtkvError, match="cannot be read"):
+        etkv.Tokenizer(tmp_path)
+
+
+_INTERRUPTED = """
+import json, sys
+import etkv
+from test_generation import PROMPT, config
+import reference
+from reference import Variant
+tiny = reference.program(Variant("tiny-llama"))
+with etkv.DecodeSession(config(tiny, 200)) as session, etkv.load(tiny.path, session, logits="last") as program:
+    caught = 0
+    while caught < 3:
+        session.clear()
+        answer = etkv.generate(program, PROMPT, max_new_tokens=190, end_ids=[])
+        try:
+            print("ready", flush=True)
+            while True:
+                for token in answer:
+                    pass
+                session.rewind(0)
+                answer = etkv.generate(program, PROMPT, max_new_tokens=190, end_ids=[])
+        except KeyboardInterrupt:
+            caught += 1
+            held, length = answer.held, session.length
+            next_ids = answer.ids[held:] if length else PROMPT
+            rest = list(etkv.generate(program, next_ids, max_new_tokens=3, end_ids=[]))
+            print(json.dumps({"held": held, "length": length, "ids": answer.ids[:held], "rest": rest}), flush=True)
+"""
+
+
+def test_an_interruption_leaves_the_cache_usable(tiny):
+    """Ctrl-C at any time: what the session holds is whole, and answering goes on from there."""
+    process = subprocess.Popen(
+        [sys.executable, "-c", _INTERRUPTED],
+        stdout=subprocess.PIPE,
+        text=True,
+        env={**os.environ, "ETKV_TEST_KEEP_PROGRAMS": "1", "PYTHONPATH": os.pathsep.join(sys.path)},
+    )
+    expected = reference.greedy(tiny.hf, {"prompt": PROMPT}, 200)["prompt"].ids
+    try:
+        for pause in (0.01, 0.05, 0.11):
+            assert process.stdout.readline() == "ready\n"
+            time.sleep(pause)
+            process.send_signal(signal.SIGINT)
+            told = json.loads(process.stdout.readline())
+            assert told["length"] == (len(PROMPT) + told["held"] if told["length"] else 0)
+            assert told["ids"] == expected[: told["held"]]
+            after = told["held"] + 1 if told["length"] else 0
+            assert told["rest"] == expected[after : after + 3]
+    finally:
+        process.kill()
+        process.wait()
+
+
+def test_bars(tiny, capfd):
+    """Progress goes to stderr, and not where nobody asked for it."""
+    script = (
+        "import etkv\nfrom test_generation import *\n"
+        "tiny = reference.program(Variant('tiny-llama'))\n"
+        "with etkv.DecodeSession(config(tiny, 200)) as session, etkv.load(tiny.path, session) as program:\n"
+        "    print(list(etkv.generate(program, PROMPT, max_new_tokens=3, end_ids=[], progress=True)))\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", script],
+        capture_output=True,
+        text=True,
+        env={
+            **{name: value for name, value in os.environ.items() if name != "TQDM_DISABLE"},
+            "ETKV_TEST_KEEP_PROGRAMS": "1",
+            "PYTHONPATH": os.pathsep.join(sys.path),
+        },
+    )
+    assert done.stdout.startswith("["), done.stderr
+    assert "prompt" in done.stderr
+    assert "answer" in done.stderr
+
+
+def test_a_reader_that_has_enough_ends_the_command(tiny):
+    command = [sys.executable, "-m", "etkv", "inspect", str(tiny.path), "--instructions"]
+    read, write = os.pipe()
+    os.close(read)
+    path = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    with os.fdopen(write) as output:
+        done = subprocess.run(command, stdout=output, stderr=subprocess.PIPE, text=True, env=path, timeout=60)
+    assert (done.returncode, done.stderr) == (0, "")
+
+
+def test_a_capacity_of_none_is_refused(tiny, capsys):
+    from etkv.__main__ import main
+
+    assert main(["generate", str(tiny.path), "Hi", "--capacity", "0"]) == 2
+    assert "capacity is 0, the least is 1" in capsys.readouterr().err

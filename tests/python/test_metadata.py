@@ -1,0 +1,195 @@
+"""What a program tells of its caches: written, through a real ``.pte`` and back, and what is refused."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+import torch
+
+from etkv import pte
+from etkv.config import LayerConfig
+from etkv.errors import EtkvError
+from etkv.metadata import ModelCacheParams, read_kv_cache_metadata, write_kv_cache_metadata
+
+
+def versioned(**changes):
+    facts = {
+        "kv_cache.schema_version": 1,
+        "kv_cache.n_layers": 2,
+        "kv_cache.n_kv_heads": 8,
+        "kv_cache.head_dim": 64,
+        **{f"kv_cache.{name}": value for name, value in changes.items()},
+    }
+    return {name: value for name, value in facts.items() if value is not None}
+
+
+def exporters(**changes):
+    facts = {
+        "get_n_caches": 2,
+        "get_kv_heads": [4, 2],
+        "get_head_dims": torch.tensor([64, 128], dtype=torch.int32),
+        "get_windows": [0, 512],
+        "get_prefill_chunk_size": 256,
+        "get_max_ctx_len": 4096,
+        **changes,
+    }
+    return {name: value for name, value in facts.items() if value is not None}
+
+
+def saved(tmp_path, metadata):
+    """A program of one addition, on ExecuTorch's portable kernels, with these constant methods."""
+    from executorch.exir import to_edge
+
+    class AddOne(torch.nn.Module):
+        def forward(self, x):
+            return x + 1
+
+    program = to_edge(torch.export.export(AddOne(), (torch.ones(2),)), constant_methods=metadata).to_executorch()
+    path = tmp_path / "model.pte"
+    path.write_bytes(program.buffer)
+    return path
+
+
+def test_one_number_for_all_layers(tmp_path):
+    metadata = {"get_prefill_chunk_size": 32}
+    assert write_kv_cache_metadata(metadata, n_layers=3, n_kv_heads=4, head_dim=64) is metadata
+    assert metadata == {
+        "get_prefill_chunk_size": 32,
+        "kv_cache.schema_version": 1,
+        "kv_cache.n_layers": 3,
+        "kv_cache.n_kv_heads": 4,
+        "kv_cache.head_dim": 64,
+    }
+    expected = ModelCacheParams((LayerConfig(4, 64, 64),) * 3, 32, 0)
+    path = saved(tmp_path, metadata)
+    assert pte.constant_methods(path) == metadata
+    for source in (metadata, path, str(path)):
+        assert read_kv_cache_metadata(source) == expected
+
+
+def test_one_number_for_each_layer(tmp_path):
+    metadata = write_kv_cache_metadata(
+        {"get_max_ctx_len": 2048},
+        n_layers=2,
+        n_kv_heads=[8, np.int64(4)],
+        head_dim=(64, 96),
+        v_head_dim=torch.tensor([32, 48]),
+        window=np.array([0, 1024]),
+        sinks=[0, 4],
+    )
+    assert metadata["kv_cache.window"].dtype == torch.int32
+    layers = (LayerConfig(8, 64, 32), LayerConfig(4, 96, 48, window=1024, sinks=4))
+    for source in (metadata, saved(tmp_path, metadata)):
+        assert read_kv_cache_metadata(source) == ModelCacheParams(layers, 0, 2048)
+
+
+def test_one_layer_with_a_list_of_one(tmp_path):
+    """A tensor of one element is one number for each of one layer, and stays so in the program."""
+    metadata = write_kv_cache_metadata({}, n_layers=1, n_kv_heads=[3], head_dim=[80], window=[16])
+    for source in (metadata, saved(tmp_path, metadata)):
+        assert read_kv_cache_metadata(source).layers == (LayerConfig(3, 80, 80, 16),)
+
+
+def test_what_the_exporter_writes(exported):
+    """A program of this package's exporter, whose layers and steps are those of the tiny model."""
+    params = read_kv_cache_metadata(exported("tiny-llama") / "model.pte")
+    assert params.layers == (LayerConfig(2, 16, 16),) * 2
+    assert (params.prefill_chunk_size, params.max_context_length) == (64, 256)
+
+
+def test_executorchs_exporter():
+    params = read_kv_cache_metadata(exporters())
+    assert params.layers == (LayerConfig(4, 64, 64), LayerConfig(2, 128, 128, 512))
+    assert (params.prefill_chunk_size, params.max_context_length) == (256, 4096)
+    # Of its other exporters, the context has other names.
+    facts = exporters(get_max_ctx_len=None, get_max_seq_len=128)
+    assert read_kv_cache_metadata(facts).max_context_length == 128
+    assert read_kv_cache_metadata({**facts, "get_max_context_len": 2048}).max_context_length == 2048
+    # The version goes before it.
+    assert read_kv_cache_metadata({**exporters(), **versioned()}).layers == (LayerConfig(8, 64, 64),) * 2
+
+
+@pytest.mark.parametrize("version", [0, 2, 1000])
+def test_other_versions(version):
+    words = f"kv_cache.schema_version is {version}; this etkv reads version 1"
+    with pytest.raises(EtkvError, match=words):
+        read_kv_cache_metadata(versioned(schema_version=version))
+    # Also where the exporter's are there: they may mean another thing.
+    with pytest.raises(EtkvError, match=words):
+        read_kv_cache_metadata({**exporters(), "kv_cache.schema_version": version})
+
+
+@pytest.mark.parametrize("version", [-1, [1], True, "1", 1.0])
+def test_versions_that_are_none(version):
+    with pytest.raises(EtkvError, match=r"`kv_cache\.schema_version` is .*, which is not a 32-bit count"):
+        read_kv_cache_metadata(versioned(schema_version=version))
+
+
+@pytest.mark.parametrize("name", ["n_layers", "n_kv_heads", "head_dim"])
+def test_versioned_facts_that_are_absent_or_wrong(name):
+    with pytest.raises(EtkvError, match=f"the program does not tell `kv_cache.{name}`"):
+        read_kv_cache_metadata(versioned(**{name: None}))
+    for value in (-3, 2**40, 1.5, True, [1, 2, 3], [1.0, 2.0], torch.tensor([0.5, 1.0]), "8"):
+        with pytest.raises(EtkvError, match=f"`kv_cache.{name}`"):
+            read_kv_cache_metadata(versioned(**{name: value}))
+
+
+@pytest.mark.parametrize("name", ["get_n_caches", "get_kv_heads", "get_head_dims", "get_windows"])
+def test_facts_of_the_exporter_that_are_absent(name):
+    with pytest.raises(EtkvError, match=f"the program does not tell `{name}`; export it with an off-graph KV cache"):
+        read_kv_cache_metadata(exporters(**{name: None}))
+
+
+@pytest.mark.parametrize(
+    ("facts", "words"),
+    [
+        ({}, "does not tell `get_n_caches`"),
+        (versioned(n_layers=0), "`kv_cache.n_layers` is 0, it is 1 to 65536"),
+        (versioned(n_layers=2**31 - 1), "`kv_cache.n_layers` is 2147483647, it is 1 to 65536"),
+        (versioned(window=[0, -5]), "`kv_cache.window` has -5, which is not a 32-bit count"),
+        (versioned(v_head_dim=[64]), "`kv_cache.v_head_dim` is not one integer for each of 2 layers"),
+        (exporters(get_prefill_chunk_size=-1), "`get_prefill_chunk_size` is -1"),
+        (exporters(get_max_ctx_len=2**31), "`get_max_ctx_len` is 2147483648"),
+    ],
+)
+def test_facts_that_cannot_be(facts, words):
+    with pytest.raises(EtkvError, match=words):
+        read_kv_cache_metadata(facts)
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"n_layers": 0}, "`n_layers` is 0, it is 1 to 65536"),
+        ({"n_layers": 2.0}, "`n_layers` is 2.0, which is not a 32-bit count"),
+        ({"n_kv_heads": -1}, "`n_kv_heads` is -1, which is not a 32-bit count"),
+        ({"head_dim": [64]}, "`head_dim` is not one integer for each of 2 layers"),
+        ({"head_dim": None}, "`head_dim` is not one integer for each of 2 layers"),
+        ({"v_head_dim": [64, 2**31]}, "`v_head_dim` has 2147483648"),
+        ({"window": [True, False]}, "`window` is not one integer for each of 2 layers"),
+        ({"sinks": "44"}, "`sinks` is not one integer for each of 2 layers"),
+    ],
+)
+def test_what_is_not_written(changes, words):
+    metadata = {"get_eos_ids": [2]}
+    with pytest.raises(EtkvError, match=words):
+        write_kv_cache_metadata(metadata, **{"n_layers": 2, "n_kv_heads": 4, "head_dim": 64, **changes})
+    assert metadata == {"get_eos_ids": [2]}
+
+
+def test_files_that_are_no_programs(tmp_path):
+    with pytest.raises(EtkvError, match="cannot be read"):
+        read_kv_cache_metadata(tmp_path / "none.pte")
+    (tmp_path / "other.pte").write_bytes(b"0123456789")
+    with pytest.raises(EtkvError, match="is not an ExecuTorch program"):
+        read_kv_cache_metadata(tmp_path / "other.pte")
+
+
+def test_a_config_and_a_reader_need_no_torch():
+    """Importing them is cheap: nothing but this package and the standard library."""
+    code = "import sys, etkv.config, etkv.metadata; print({'torch', 'numpy', 'executorch'} & set(sys.modules))"
+    ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    assert ran.stdout == "set()\n", ran.stderr

@@ -1,0 +1,119 @@
+"""The native caches, through the delegate, against the reference, through the op in PyTorch.
+
+Random programs of steps run on both: every refusal has the same status, every answer is the same, and what every layer
+attends to is equal up to rounding. ``ETKV_STEP_SEEDS`` sets how many programs each kind, format and layout gets.
+"""
+
+from __future__ import annotations
+
+import os
+from dataclasses import replace
+
+import pytest
+import torch
+
+import op_program
+import step_programs
+from etkv import CacheConfig, LayerConfig, op
+from etkv.reference import make_cache
+
+SEEDS = int(os.environ.get("ETKV_STEP_SEEDS", "2"))
+OPERATIONS = 40
+GROUP = 2
+
+FULL = (LayerConfig(2, 64), LayerConfig(1, 32, 64))
+WINDOWS = (LayerConfig(2, 64, window=5), LayerConfig(1, 32, 64), LayerConfig(2, 32, window=7, sinks=2))
+LAYOUTS = {"full": FULL, "windows": WINDOWS}
+FORMATS = ["f32", "f16", "bf16", "affine8g32", "affine4g32", "affine3g32", "mxfp8", "mxfp4", "nvfp4", "row-int4"]
+FORMATS += ["row-fp4"]
+
+TOLERANCE = 1e-5
+"""Of outputs around 1 in float32; stored rows are the same to the bit, so the format does not matter."""
+
+
+@pytest.fixture(scope="module")
+def program(tmp_path_factory):
+    """Function: layout and dtype -> the program of its layers."""
+    folder = tmp_path_factory.mktemp("op")
+    made = {}
+
+    def find(layout: str, out_dtype: torch.dtype = torch.float32):
+        key = (layout, out_dtype)
+        if key not in made:
+            path = folder / f"{layout}-{len(made)}.pte"
+            # A step of one token too many is refused by the cache, and not before.
+            made[key] = op_program.export(config(layout), path, group=GROUP, most_tokens=64, out_dtype=out_dtype)
+        return made[key]
+
+    return find
+
+
+def config(layout: str, **changes) -> CacheConfig:
+    return CacheConfig(**{"layers": LAYOUTS[layout], "capacity": 40, "max_step": 8, **changes})
+
+
+def compare(kind: str, settings: CacheConfig, path, seed: int, native: CacheConfig | None = None) -> None:
+    """``native`` is what the native cache is made of, where that is to differ."""
+    operations = step_programs.generate(kind, settings, seed, OPERATIONS)
+    cache = make_cache(kind, settings)
+
+    def attend(layer, q, k, v, positions):
+        scale = settings.layers[layer].k_head_dim ** -0.5
+        with op.active(cache):
+            return op.update_and_attend(q, k, v, torch.tensor(positions), layer, scale, torch.float32)
+
+    # Blocks of the op end a forward that is not finished: one block around all layers.
+    with op.active(cache):
+        expected = step_programs.run(operations, cache, attend, GROUP)
+    found = op_program.run(operations, kind, native or settings, path, GROUP)
+    for index, (operation, ours, theirs) in enumerate(zip(operations, expected, found, strict=True)):
+        place = f"seed {seed}, operation {index}, {operation}"
+        assert theirs.refused == ours.refused, f"{place}: {theirs.message or '-'} / {ours.message or '-'}"
+        assert theirs.answers == ours.answers, place
+        for layer, (got, wanted) in enumerate(zip(theirs.outputs, ours.outputs, strict=True)):
+            worst = (got - wanted).abs().max().item()
+            assert worst < TOLERANCE, f"{place}, layer {layer}: {worst}"
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("kind", op_program.SESSIONS)
+@pytest.mark.parametrize("name", FORMATS)
+def test_same_format_for_keys_and_values(program, kind, layout, name):
+    for seed in range(SEEDS):
+        compare(kind, config(layout, k_format=name, v_format=name), program(layout), seed)
+
+
+@pytest.mark.parametrize("kind", op_program.SESSIONS)
+def test_keys_and_values_apart(program, kind):
+    for seed in range(SEEDS):
+        compare(kind, config("windows", k_format="affine8g32", v_format="row-int4"), program("windows"), 100 + seed)
+
+
+@pytest.mark.parametrize("kind", op_program.SESSIONS)
+def test_formats_that_change_on_the_way(program, kind):
+    changes = {"k_format": "affine4g32", "v_format": "mxfp8", "float_format": "f32", "quantize_after": 12}
+    for seed in range(SEEDS):
+        compare(kind, config("full", **changes), program("full"), 200 + seed)
+
+
+def test_outputs_have_the_dtype_of_the_op(program):
+    """float16 out of float32 rows, whatever is stored."""
+    path = program("full", torch.float16)
+    settings = config("full", k_format="f32", v_format="f32")
+    operations = step_programs.generate("contiguous", settings, 7, 10)
+    found = op_program.run(operations, "contiguous", settings, path, GROUP)
+    outputs = [output for outcome in found for output in outcome.outputs]
+    assert outputs
+    assert {output.dtype for output in outputs} == {torch.float16}
+
+
+@pytest.mark.parametrize("kind", op_program.SESSIONS)
+def test_the_comparison_sees_a_difference(program, kind):
+    """A window that is one position shorter, and keys in another format, do not pass for the same."""
+    settings = config("windows", k_format="f32", v_format="f32")
+    first = settings.layers[0]
+    shorter = replace(settings, layers=(replace(first, window=first.window - 1), *settings.layers[1:]))
+    coarser = replace(settings, k_format="affine8g32")
+    for other in (shorter, coarser):
+        with pytest.raises(AssertionError, match="seed 0, operation"):
+            compare(kind, settings, program("windows"), 0, native=other)

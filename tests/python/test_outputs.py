@@ -1,0 +1,81 @@
+"""What a program gives beside a row of logits a token: the last row alone, features of tapped layers, drafts."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+import etkv
+import reference
+from etkv import pte
+from reference import STORY
+
+TOKENS = 90
+"""Tokens of a text: past the window of 64, and more than one step of the program."""
+
+
+@pytest.fixture(scope="module")
+def ids() -> list[int]:
+    return list(STORY.encode())[:TOKENS]
+
+
+def hidden_states(folder, ids, count) -> list[torch.Tensor]:
+    """What each of the first ``count`` layers of transformers' model hands on, ``[T, hidden]``."""
+    model = reference.load_hf(folder)
+    kept = {}
+    for index, layer in enumerate(model.get_decoder().layers):
+        layer.register_forward_hook(lambda module, inputs, output, index=index: kept.update({index: output}))
+    reference.logits(model, ids)
+    return [kept[index][0] for index in range(count)]
+
+
+def run(folder, ids, *, logits="all", step=40) -> list[torch.Tensor]:
+    """Every output of a program, the rows of its steps one after the other."""
+    path = folder / "model.pte"
+    config = etkv.CacheConfig(etkv.read_kv_cache_metadata(path).layers, 128, k_format="f32", v_format="f32")
+    made = []
+    with etkv.DecodeSession(config) as session, etkv.load(path, session, logits=logits) as program:
+        for start in range(0, len(ids), step):
+            tokens = torch.tensor([ids[start : start + step]])
+            made.append(program.execute(tokens, torch.arange(start, start + tokens.shape[1])))
+    return [torch.cat(outputs, dim=1)[0] for outputs in zip(*made, strict=True)]
+
+
+def test_features_are_what_layers_hand_on(exported, ids):
+    """In the order that was asked for, of the last layer before the final norm; every row, whatever the logits."""
+    folder = exported("tiny-llama", tap_layers=(1, 0))
+    assert pte.constant_methods(folder / "model.pte")["get_tap_layers"] == [1, 0]
+    first, second = hidden_states(folder / "hf", ids, 2)
+    expected = reference.logits(reference.load_hf(folder / "hf"), ids)
+    ends = [39, 79, 89]
+    for logits, rows in (("all", slice(None)), ("last", ends)):
+        made, features = run(folder, ids, logits=logits)
+        np.testing.assert_allclose(made, expected[rows], atol=2e-4)
+        np.testing.assert_allclose(features, torch.cat([second, first], dim=-1), atol=1e-4)
+
+
+def test_a_program_of_the_last_row_alone(exported, ids):
+    """One row a step, however it is loaded, and features of every token beside it."""
+    folder = exported("tiny-gemma3", logits="last", tap_layers=(0,))
+    assert pte.constant_methods(folder / "model.pte")["get_logits_rows"] == 1
+    (expected,) = hidden_states(folder / "hf", ids, 1)
+    whole = reference.logits(reference.load_hf(folder / "hf"), ids)
+    for logits in ("all", "last"):
+        made, features = run(folder, ids, logits=logits)
+        np.testing.assert_allclose(made, whole[[39, 79, 89]], atol=2e-4)
+        np.testing.assert_allclose(features, expected, atol=1e-4)
+
+
+def test_a_draft_is_the_first_layers_and_the_head(exported, ids):
+    """With the caches of these layers; the folder beside it is a model of its own."""
+    folder, whole = exported("tiny-gemma3", layers=1), exported("tiny-gemma3")
+    methods = pte.constant_methods(folder / "model.pte")
+    assert (methods["kv_cache.n_layers"], methods["kv_cache.window"]) == (1, 64)
+    model = reference.load_hf(whole / "hf")
+    with torch.inference_mode():
+        (first,) = hidden_states(whole / "hf", ids, 1)
+        expected = model.lm_head(model.model.norm(first))
+    (made,) = run(folder, ids)
+    np.testing.assert_allclose(made, expected, atol=2e-4)
+    np.testing.assert_allclose(made, reference.logits(reference.load_hf(folder / "hf"), ids), atol=2e-4)

@@ -1,0 +1,349 @@
+"""What the reference caches refuse, in words; forwards that come to nothing; formats that change on the way."""
+
+from __future__ import annotations
+
+from functools import partial
+
+import pytest
+import torch
+
+import step_programs
+from etkv.config import CacheConfig, LayerConfig
+from etkv.errors import EtkvError, Status, StatusError
+from etkv.reference import ContiguousCache, SeqCache, TreeCache, make_cache
+from etkv.reference.formats import format_of
+
+ONE = CacheConfig([LayerConfig(1, 8)], 16, "f32", "f32")
+TWO = CacheConfig([LayerConfig(1, 8), LayerConfig(2, 4, 6)], 16, "f32", "f32")
+SLIDING = CacheConfig([LayerConfig(1, 8), LayerConfig(1, 8, window=4, sinks=1)], 100, "f32", "f32", max_step=2)
+
+
+def rows(config, layer, n_tokens, seed=0):
+    random = torch.Generator().manual_seed(seed)
+    facts = config.layers[layer]
+    return tuple(
+        torch.randn(1, facts.n_kv_heads, n_tokens, dim, generator=random) for dim in (facts.k_head_dim, facts.value_dim)
+    )
+
+
+def forward(cache, positions, seed=0):
+    positions = list(positions)
+    return [
+        cache.update_and_fetch(layer, *rows(cache.config, layer, len(positions), seed), positions)
+        for layer in range(len(cache.config.layers))
+    ]
+
+
+def grown(cache, length):
+    for at in range(length):
+        forward(cache, [at], seed=at)
+    return cache
+
+
+def assert_refused(cache, call, status, words):
+    """The call is refused with these words, and the cache says and gives what it did."""
+    before = step_programs.answers(cache)
+    with pytest.raises(StatusError, match=words) as caught:
+        call()
+    assert caught.value.status == status
+    assert step_programs.answers(cache) == before
+
+
+# ---- Configs -------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"layers": ()}, "at least 1 layer"),
+        ({"capacity": 0}, "capacity is 0, the least is 1"),
+        ({"capacity": 2**31}, "capacity is 2147483648, the most is 2147483647"),
+        ({"max_step": -1}, "max_step is -1, the least is 0"),
+        ({"quantize_after": -1}, "quantize_after is -1, the least is 0"),
+        ({"growth": "slow"}, "growth is 'slow', it is one of doubling, step, exact, upfront"),
+        ({"growth": "exact", "min_chunk": 4}, "min_chunk is 4, for a growth that has no chunks"),
+        ({"k_format": "f64"}, "k_format: no storage format `f64`"),
+        ({"k_format": "affine4"}, "layer 0: keys: affine4g64 stores 64 elements at a time, which head_dim 8"),
+        ({"v_format": "affine7g32"}, "v_format: no storage format `affine7g32`"),
+        ({"quantize_after": 3, "float_format": "mxfp8"}, "float_format is mxfp8, it is f32, f16 or bf16"),
+        ({"layers": [LayerConfig(0, 8)]}, "layer 0: n_kv_heads is 0, the least is 1"),
+        ({"layers": [LayerConfig(1, 8), LayerConfig(1, 8, 0)]}, "layer 1: v_head_dim is 0, the least is 1"),
+        ({"layers": [LayerConfig(1, 8, window=-1)]}, "layer 0: window is -1, the least is 0"),
+        ({"layers": [LayerConfig(1, 8, sinks=2)]}, "layer 0: sinks is 2, for a layer without a window"),
+    ],
+)
+@pytest.mark.parametrize("kind", ["contiguous", "tree"])
+def test_configs_that_cannot_be(kind, change, words):
+    config = CacheConfig(**{"layers": ONE.layers, "capacity": 16, **change})
+    with pytest.raises(StatusError, match=words) as caught:
+        make_cache(kind, config)
+    assert caught.value.status == Status.INVALID_ARGUMENT
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        ({"capacity": "8"}, "capacity is '8', it is an integer"),
+        ({"capacity": 8, "max_step": True}, "max_step is True"),
+        ({"capacity": 8, "k_format": None}, "k_format is None, it is a string"),
+        ({"capacity": 8, "layers": LayerConfig(1, 8)}, "it is a sequence of LayerConfig"),
+        ({"capacity": 8, "layers": [(1, 8)]}, r"layers\[0\] is \(1, 8\), it is a LayerConfig"),
+    ],
+)
+def test_configs_of_wrong_types(arguments, words):
+    with pytest.raises(EtkvError, match=words):
+        CacheConfig(**{"layers": [LayerConfig(1, 8)], **arguments})
+    with pytest.raises(EtkvError, match=r"n_kv_heads is 1\.5, it is an integer"):
+        LayerConfig(1.5, 8)
+
+
+def test_there_are_three_kinds():
+    with pytest.raises(StatusError, match="no kind 'ring': there are contiguous, seq, tree"):
+        make_cache("ring", ONE)
+
+
+# ---- Forwards ------------------------------------------------------------
+
+
+def test_a_forward_is_done_when_every_layer_was_called():
+    cache = ContiguousCache(TWO)
+    cache.update_and_fetch(1, *rows(TWO, 1, 3), [0, 1, 2])
+    assert cache.length == 0
+    assert_refused(cache, cache.clear, Status.STEP, "cannot clear the cache in the middle of a step")
+    assert_refused(cache, lambda: cache.rewind(0), Status.STEP, "in the middle of a step")
+    assert_refused(cache, lambda: cache.convert("f16", "f16"), Status.STEP, "in the middle of a step")
+    cache.update_and_fetch(0, *rows(TWO, 0, 3), [0, 1, 2])
+    assert cache.length == 3
+
+
+def test_a_forward_that_begins_anew_forgets_what_was_not_finished():
+    cache = grown(ContiguousCache(TWO), 2)
+    k, v = rows(TWO, 0, 1, seed=7)
+    cache.update_and_fetch(0, k, v, [2])
+    cache.update_and_fetch(0, -k, -v, [2])  # the same layer again
+    cache.update_and_fetch(1, *rows(TWO, 1, 1), [2])
+    keys, _, _ = cache.update_and_fetch(0, k, v, [3])
+    assert torch.equal(keys[:, :, 2], -k[:, :, 0])
+    cache.update_and_fetch(1, *rows(TWO, 1, 1), [0])  # another position: a rewind that never ends
+    cache.abandon()
+    assert cache.length == 3
+
+
+def test_a_refused_call_ends_the_forward():
+    cache = grown(ContiguousCache(TWO), 2)
+    cache.update_and_fetch(0, *rows(TWO, 0, 1), [2])
+    assert_refused(cache, lambda: cache.update_and_fetch(2, *rows(TWO, 1, 1), [2]), Status.SHAPE, "layer 2 is asked")
+    cache.rewind(1)  # no step is open
+    with pytest.raises(StatusError, match=r"the values of layer 1 have shape \[1, 2, 1, 4\].*\[1, 2, 1, 6\] here"):
+        cache.update_and_fetch(1, rows(TWO, 1, 1)[0], rows(TWO, 1, 1)[0], [1])
+    assert cache.length == 1
+
+
+def test_an_implicit_rewind_that_is_given_up_keeps_what_was_there():
+    cache = grown(ContiguousCache(TWO), 5)
+    [(before, _, _), _] = forward(cache, [5], seed=5)
+    cache.update_and_fetch(0, *rows(TWO, 0, 2, seed=9), [1, 2])
+    cache.abandon()
+    [(after, _, _), _] = forward(cache, [6], seed=6)
+    assert torch.equal(after[:, :, :6], before)
+
+
+@pytest.mark.parametrize(
+    ("positions", "status", "words"),
+    [
+        ([], Status.INVALID_ARGUMENT, "at least 1 token"),
+        ([-1], Status.POSITION, "position -1 is negative"),
+        ([5], Status.POSITION, "position 5 leaves a gap: the next is 4"),
+        ([4, 6], Status.POSITION, "token 1 of the step has position 6, .* 5 follows"),
+        ([4, 3], Status.POSITION, "token 1 of the step has position 3"),
+        (range(4, 17), Status.CAPACITY, "13 tokens from position 4 on need 17 positions, the capacity is 16"),
+    ],
+)
+def test_positions_that_cannot_be(positions, status, words):
+    cache = grown(ContiguousCache(ONE), 4)
+    assert_refused(cache, lambda: forward(cache, positions), status, words)
+
+
+# ---- Windows -------------------------------------------------------------
+
+
+def test_what_windows_dropped_cannot_be_gone_back_to():
+    cache = grown(ContiguousCache(SLIDING), 40)
+    least = cache.rewindable_to()
+    assert 30 < least <= 38, "a step of max_step can always be taken back"
+    words = f"cannot rewind to length {least - 1}: .* {least} is the least"
+    assert_refused(cache, lambda: cache.rewind(least - 1), Status.POSITION, words)
+    assert_refused(cache, lambda: forward(cache, [least - 1]), Status.POSITION, words)
+    assert_refused(cache, lambda: forward(cache, range(40, 43)), Status.CAPACITY, "3 tokens: .* at most max_step, 2")
+    cache.rewind(least)
+    forward(cache, [0])
+    assert (cache.length, cache.rewindable_to()) == (1, 0)
+
+
+def test_windows_drop_what_a_native_cache_drops():
+    """Its window layer has 10 slots: a sink, the 3 positions before a query, two steps of 2, and room for another. With
+    more than 8 in use, what is left is the sink and the last 5, the first of which a query has to be 3 ahead of."""
+    cache, found = ContiguousCache(SLIDING), []
+    for at in range(20):
+        forward(cache, [at])
+        found.append(cache.rewindable_to())
+    assert found == [0] * 8 + [7] * 3 + [10] * 3 + [13] * 3 + [16] * 3
+
+
+def test_forks_of_what_windows_dropped_go_on_where_they_can():
+    cache = grown(SeqCache(SLIDING), 40)
+    least = cache.seq_rewindable_to(0)
+    words = "sequence 1 would go on at 20, but the window layers have dropped what a query there sees; 23 is the least"
+    assert_refused(cache, lambda: cache.seq_cp(0, 1, 0, 20), Status.POSITION, words)
+    words = f"sequence 0 would go on at 20, .* {least} is the least"
+    assert_refused(cache, lambda: cache.seq_rm(0, 20), Status.POSITION, words)
+    cache.seq_cp(0, 1)
+    assert (cache.length, cache.seq_next(1), cache.seq_rewindable_to(1)) == (40, 40, least)
+
+
+# ---- Several sequences ---------------------------------------------------
+
+
+def test_whose_tokens_a_step_has_must_be_said_where_it_is_not_plain():
+    cache = SeqCache(ONE)
+    forward(cache, [0, 1])
+    cache.seq_cp(0, 5)
+    assert_refused(cache, lambda: forward(cache, [2]), Status.INVALID_ARGUMENT, "holds 2 sequences")
+    assert_refused(cache, lambda: cache.rewind(1), Status.INVALID_ARGUMENT, "holds 2 sequences")
+    cache.begin_step([5])
+    assert_refused(cache, lambda: forward(cache, [1]), Status.POSITION, "the next of sequence 5 is 2")
+    assert_refused(cache, lambda: forward(cache, [2, 3]), Status.INVALID_ARGUMENT, "2 tokens, .* named for 1")
+    forward(cache, [2])  # what was said holds until a step has worked
+    assert_refused(cache, lambda: forward(cache, [3]), Status.INVALID_ARGUMENT, "holds 2 sequences")
+
+
+def test_what_was_removed_is_not_gone_back_to():
+    cache = SeqCache(ONE)
+    forward(cache, range(8))
+    cache.seq_rm(0, 2, 5)
+    assert (cache.seq_len(0), cache.seq_next(0), cache.seq_positions(0)) == (5, 8, [range(0, 2), range(5, 8)])
+    words = "position 3 was removed; 0 is the least, and 0 forgets all"
+    assert_refused(cache, lambda: cache.rewind(4), Status.POSITION, words)
+    cache.seq_rm(0, 0, 2)
+    assert cache.seq_rewindable_to(0) == 6
+    cache.seq_rm(0)
+    assert cache.seq_next(0) == 0
+
+
+def test_a_copy_does_not_write_over_other_tokens():
+    cache = SeqCache(ONE)
+    cache.begin_step([0, 0, 1])
+    forward(cache, [0, 1, 0])
+    words = "sequence 1 holds a position 0 of its own, which sequence 0 has, too"
+    assert_refused(cache, lambda: cache.seq_cp(0, 1), Status.POSITION, words)
+    cache.seq_cp(0, 1, 1)
+    assert cache.seq_positions(1) == [range(0, 2)]
+
+
+def test_values_that_are_no_numbers_do_not_reach_others():
+    for value, v_format, refused in (
+        (torch.inf, "f32", True),
+        (torch.nan, "affine8g32", True),
+        (1e6, "f16", True),
+        (1e6, "bf16", False),
+        (1e6, "affine8g32", False),
+    ):
+        config = CacheConfig([LayerConfig(1, 32)], 8, "f32", v_format)
+        k, v = rows(config, 0, 1)
+        v[0, 0, 0, 3] = value
+        cache = SeqCache(config)
+        if refused:
+            call = partial(cache.update_and_fetch, 0, k, v, [0])
+            assert_refused(cache, call, Status.INVALID_ARGUMENT, f"infinite or no number as {v_format}")
+        else:
+            cache.update_and_fetch(0, k, v, [0])
+        ContiguousCache(config).update_and_fetch(0, k, v, [0])
+
+
+# ---- Trees ---------------------------------------------------------------
+
+
+def test_frontiers_in_turn():
+    cache = TreeCache(ONE)
+    forward(cache, [0, 1])
+    cache.propose([-1, 0, -1])
+    assert_refused(cache, lambda: cache.propose([2]), Status.STEP, "a frontier of 3 nodes is still to be run")
+    assert_refused(cache, lambda: cache.commit([0]), Status.INVALID_ARGUMENT, "the tree has 0 written nodes")
+    assert_refused(cache, lambda: forward(cache, [2, 3, 3]), Status.POSITION, "token 2 of the step has position 3")
+    cache.begin_step([0, 0])
+    assert_refused(cache, lambda: forward(cache, [2, 3]), Status.INVALID_ARGUMENT, "2 of the 3 candidates")
+    cache.begin_step([0, 0, 0])
+    [(_, _, mask)] = forward(cache, [2, 3, 2])
+    assert mask.tolist() == [
+        [True, True, True, False, False],
+        [True, True, True, True, False],
+        [True, True, False, False, True],
+    ]
+    assert_refused(cache, lambda: forward(cache, [2]), Status.STEP, "carries a tree of 3 nodes, 0 of them for this")
+    assert_refused(cache, lambda: cache.seq_rm(0, 1), Status.STEP, "commit it before you remove a part of it")
+    cache.propose([2, 1])
+    [(_, _, mask)] = forward(cache, [3, 4])
+    assert mask.tolist() == [[True, True, False, False, True, True, False], [True] * 4 + [False, False, True]]
+    assert_refused(cache, lambda: cache.commit([0, 2]), Status.INVALID_ARGUMENT, "node 2 .* after 0, .* parent is -1")
+    cache.commit([0, 1, 4])
+    assert (cache.seq_next(0), cache.length, cache.tree_len()) == (5, 5, 0)
+    assert_refused(cache, lambda: cache.commit([]), Status.INVALID_ARGUMENT, "carries no tree")
+
+
+def test_frontiers_share_the_room_that_there_is():
+    cache = TreeCache(CacheConfig(ONE.layers, 4, "f32", "f32"))
+    cache.propose([-1, -1], 3)
+    words = "3 nodes does not fit: 4 of 4 cells are free, 2 of them for other frontiers"
+    assert_refused(cache, lambda: cache.propose([-1, -1, -1], 9), Status.CAPACITY, words)
+    cache.commit([], 3)
+    cache.propose([-1, -1, -1], 9)
+    assert cache.sequences() == [9]
+
+
+# ---- Formats on the way --------------------------------------------------
+
+
+def test_rows_are_quantized_once_there_are_so_many():
+    config = CacheConfig(
+        [LayerConfig(1, 32)], 40, "mxfp4", "affine2g32", max_step=3, quantize_after=6, float_format="f32"
+    )
+    cache = TreeCache(config)
+    written = [rows(config, 0, 1, seed=at) for at in range(8)]
+    for at in range(5):
+        cache.update_and_fetch(0, *written[at], [at])
+    cache.propose([-1, -1])
+    k, v = (torch.cat(pair, dim=2) for pair in zip(written[5], written[5], strict=True))
+    cache.update_and_fetch(0, k, v, [5, 5])
+    assert cache.formats == ("f32", "f32"), "candidates do not count"
+    cache.commit([1])
+    assert cache.formats == ("mxfp4", "affine2g32")
+    k, v, _ = cache.update_and_fetch(0, *written[6], [6])
+    for found, name, which in ((k, "mxfp4", 0), (v, "affine2g32", 1)):
+        raw = torch.cat([pair[which] for pair in written[:7]], dim=2)
+        assert torch.equal(found, format_of(name).stored(raw))
+    cache.clear()
+    assert cache.formats == ("f32", "f32")
+
+
+def test_a_step_brings_no_more_floats_than_were_reckoned_with():
+    config = CacheConfig([LayerConfig(1, 32)], 40, "mxfp8", "mxfp8", max_step=3, quantize_after=6)
+    cache = grown(ContiguousCache(config), 5)
+    words = "9 positions in f16, the most is 8: quantize_after less 1, and max_step 3; take smaller steps"
+    assert_refused(cache, lambda: forward(cache, range(5, 9)), Status.CAPACITY, words)
+    forward(cache, range(5, 8))
+    assert cache.formats == ("mxfp8", "mxfp8")
+    forward(cache, range(8, 20))
+
+
+def test_conversion_by_hand_lasts_until_the_cache_is_cleared():
+    config = CacheConfig([LayerConfig(1, 32, 16)], 40, "f32", "f32")
+    cache = grown(ContiguousCache(config), 3)
+    words = "layer 0: values: mxfp8 stores 32 elements at a time, which head_dim 16"
+    assert_refused(cache, lambda: cache.convert("mxfp8", "mxfp8"), Status.INVALID_ARGUMENT, words)
+    cache.convert("mxfp8", "nvfp4")
+    [(k, v, _)] = forward(cache, [3], seed=3)
+    raw = [torch.cat(pair, dim=2) for pair in zip(*(rows(config, 0, 1, seed=at) for at in range(4)), strict=True)]
+    assert torch.equal(k, format_of("mxfp8").stored(raw[0]))
+    assert torch.equal(v, format_of("nvfp4").stored(raw[1]))
+    cache.clear()
+    assert cache.formats == ("f32", "f32")

@@ -1,0 +1,406 @@
+"""Programs run from Python: numbers, arrays in and out, errors that change nothing, and what stays usable."""
+
+from __future__ import annotations
+
+import gc
+import os
+import subprocess
+import sys
+import textwrap
+import threading
+import warnings
+
+import numpy as np
+import pytest
+import torch
+
+import etkv
+import reference
+from reference import Variant
+
+PROMPT = [60, 61, 62, 63, 64, 65, 66]
+
+
+@pytest.fixture(scope="module")
+def tiny() -> reference.Program:
+    return reference.program(Variant("tiny-llama"))
+
+
+@pytest.fixture(scope="module")
+def expected(tiny) -> np.ndarray:
+    """A row of logits for each token of the prompt, by transformers."""
+    return reference.logits(reference.load_hf(tiny.hf), PROMPT)
+
+
+def config(program: reference.Program, capacity: int = 64, **changes) -> etkv.CacheConfig:
+    layers = etkv.read_kv_cache_metadata(program.path).layers
+    return etkv.CacheConfig(layers, capacity, **{"k_format": "f32", "v_format": "f32", **changes})
+
+
+@pytest.fixture
+def session(tiny):
+    with etkv.DecodeSession(config(tiny)) as session:
+        yield session
+
+
+def run(program: etkv.Program, ids, start: int = 0) -> np.ndarray:
+    return program.forward(list(ids), list(range(start, start + len(ids))))
+
+
+@pytest.mark.parametrize("kind", [etkv.DecodeSession, etkv.SeqSession, etkv.TreeSession])
+def test_logits_are_those_of_transformers(tiny, expected, kind):
+    with kind(config(tiny)) as session, etkv.load(tiny.path, session) as program:
+        rows = [run(program, PROMPT[:4]), run(program, PROMPT[4:6], 4), run(program, PROMPT[6:], 6)]
+        np.testing.assert_allclose(np.concatenate(rows), expected, atol=2e-4)
+        assert session.length == len(PROMPT)
+
+
+def test_the_last_row_alone(tiny, session, expected):
+    with etkv.load(tiny.path, session, logits="last") as program:
+        rows = run(program, PROMPT)
+        assert rows.shape == (1, expected.shape[1])
+        np.testing.assert_allclose(rows[0], expected[-1], atol=2e-4)
+
+
+def test_what_goes_in_says_what_comes_out(tiny, session, expected):
+    positions = list(range(len(PROMPT)))
+    with etkv.load(tiny.path, session) as program:
+        for ids, at, kind in [
+            (PROMPT, positions, np.ndarray),
+            (np.array(PROMPT), np.array(positions), np.ndarray),
+            (np.array([PROMPT], np.int32), np.array(positions, np.int32)[:, None], np.ndarray),
+            (torch.tensor(PROMPT), torch.tensor(positions), torch.Tensor),
+            (torch.tensor([PROMPT], dtype=torch.int32), np.array(positions), torch.Tensor),
+            (torch.tensor([PROMPT, PROMPT]).T[:, 0], torch.tensor(positions), torch.Tensor),
+        ]:
+            session.clear()
+            rows = program.forward(ids, at)
+            assert isinstance(rows, kind)
+            assert tuple(rows.shape) == expected.shape
+            np.testing.assert_allclose(np.asarray(rows), expected, atol=2e-4)
+
+
+def test_rows_are_copied_unless_told_otherwise(tiny, session):
+    with etkv.load(tiny.path, session, logits="last") as program:
+        kept = run(program, PROMPT)
+        before = kept.copy()
+        shared = program.forward([7], [7], copy=False)
+        seen = shared.copy()
+        again = program.forward([8], [8], copy=False)
+        assert again.ctypes.data == shared.ctypes.data, "the program's own memory"
+        assert not np.array_equal(shared, seen)
+        np.testing.assert_array_equal(kept, before)
+        seen = again.copy()
+    # The rows hold the memory that they are in.
+    gc.collect()
+    np.testing.assert_array_equal(again, seen)
+
+
+def test_inputs_that_the_method_does_not_take(tiny, session):
+    with etkv.load(tiny.path, session) as program:
+        ids, at = torch.tensor([PROMPT]), torch.arange(len(PROMPT))
+        for inputs, told in [
+            ((ids,), "model.pte has 2 inputs, 1 are given"),
+            ((ids[0], at), r"input 0 of model.pte has shape \[7\], it is at most \[1, 64\]"),
+            ((ids, torch.arange(65)), r"input 1 of model.pte has shape \[65\], it is at most \[64\]"),
+        ]:
+            with pytest.raises(etkv.EtkvError, match=told):
+                program.execute(*inputs)
+        with pytest.raises(etkv.EtkvError):
+            program.execute(ids.float(), at)
+        assert session.length == 0
+
+
+def test_bfloat16_rows_are_tensors_or_widened():
+    program = reference.program(Variant("tiny-llama", "bf16"))
+    with etkv.DecodeSession(config(program)) as session, etkv.load(program.path, session) as loaded:
+        assert run(loaded, PROMPT).dtype == np.float32
+        session.clear()
+        assert loaded.forward(torch.tensor(PROMPT), torch.arange(len(PROMPT))).dtype == torch.bfloat16
+
+
+def test_the_runtime_of_executorch_runs_it_too(tiny, expected):
+    from executorch.runtime import Runtime
+
+    etkv.register_backend()
+    runtime = Runtime.get()
+    assert runtime.backend_registry.is_available("MLXBackend")
+    with etkv.SeqSession(config(tiny)) as session:
+        with session.bound(logits="last"):
+            forward = runtime.load_program(tiny.path).load_method("forward")
+        rows = forward.execute([torch.tensor([PROMPT]), torch.arange(len(PROMPT))])[0]
+        np.testing.assert_allclose(rows[0].numpy(), expected[-1:], atol=2e-4)
+        assert session.length == len(PROMPT)
+        # Outside of the block nothing is bound.
+        alone = runtime.load_program(tiny.path).load_method("forward")
+        with pytest.raises(RuntimeError):
+            alone.execute([torch.tensor([PROMPT]), torch.arange(len(PROMPT))])
+
+
+def test_what_is_bound_is_the_thread_s_and_nests(tiny):
+    """What a block binds is undone where it ends, also by an error, and no other thread sees it."""
+    from executorch.runtime import Runtime
+
+    etkv.register_backend()
+
+    def loads(into: etkv.Session | None) -> bool:
+        """Whether what is loaded now runs on the cache of ``into``."""
+        before = into.length if into else 0
+        method = Runtime.get().load_program(tiny.path).load_method("forward")
+        try:
+            method.execute([torch.tensor([[60]]), torch.tensor([before])])
+        except RuntimeError:
+            return into is None
+        return into is not None and into.length == before + 1
+
+    with etkv.DecodeSession(config(tiny)) as outer, etkv.DecodeSession(config(tiny)) as inner:
+        with outer.bound():
+            with pytest.raises(RuntimeError, match="within"), inner.bound():
+                assert loads(inner)
+                raise RuntimeError("within")
+            assert loads(outer)
+            elsewhere = []
+            thread = threading.Thread(target=lambda: elsewhere.append(loads(None)))
+            thread.start()
+            thread.join()
+            assert elsewhere == [True]
+        assert loads(None)
+        assert (outer.length, inner.length) == (1, 1)
+
+
+def test_many_sequences_in_a_step(tiny, expected):
+    """Two sequences in one step, then a fork of the first: each has the rows that it has alone."""
+    other = [9, 8, 7]
+    alone = reference.logits(reference.load_hf(tiny.hf), other)
+    with etkv.SeqSession(config(tiny)) as session, etkv.load(tiny.path, session) as program:
+        session.begin_step([0] * 4 + [5] * 3)
+        rows = program.forward(PROMPT[:4] + other, [0, 1, 2, 3, 0, 1, 2])
+        np.testing.assert_allclose(rows[:4], expected[:4], atol=2e-4)
+        np.testing.assert_allclose(rows[4:], alone, atol=2e-4)
+        session.seq_cp(0, 1)
+        assert (session.length, session.sequences()) == (7, [0, 1, 5])
+        session.begin_step([1, 1, 1])
+        np.testing.assert_allclose(program.forward(PROMPT[4:], [4, 5, 6]), expected[4:], atol=2e-4)
+        assert (session.seq_len(0), session.seq_len(1), session.length) == (4, 7, 10)
+        session.seq_rm(1, 5)
+        assert session.seq_positions(1) == [range(0, 5)]
+        session.seq_keep(1)
+        session.compact()
+        np.testing.assert_allclose(run(program, PROMPT[5:], 5), expected[5:], atol=2e-4)
+
+
+def test_a_token_of_two_sequences(tiny, expected):
+    with etkv.SeqSession(config(tiny)) as session, etkv.load(tiny.path, session) as program:
+        session.begin_step_shared([[0, 3]] * 4)
+        run(program, PROMPT[:4])
+        assert (session.length, session.seq_len(0), session.seq_len(3)) == (4, 4, 4)
+        session.begin_step([3, 3, 3])
+        np.testing.assert_allclose(run(program, PROMPT[4:], 4), expected[4:], atol=2e-4)
+
+
+def test_a_tree_of_candidates(tiny, expected):
+    """Of two branches behind a prompt each sees its own ancestors, and the accepted one goes on."""
+    with etkv.TreeSession(config(tiny)) as session, etkv.load(tiny.path, session) as program:
+        run(program, PROMPT[:4])
+        session.propose([-1, -1, 1])
+        rows = program.forward([11, PROMPT[4], PROMPT[5]], [4, 4, 5])
+        np.testing.assert_allclose(rows[1:], expected[4:6], atol=2e-4)
+        session.commit([1, 2])
+        assert session.length == 6
+        np.testing.assert_allclose(run(program, PROMPT[6:], 6), expected[6:], atol=2e-4)
+
+
+# ---- What goes wrong ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("ids", "positions", "error", "told"),
+    [
+        ([1], [9], etkv.PositionError, "position 9 leaves a gap: the next is 7"),
+        ([1], [-1], etkv.PositionError, "-1"),
+        ([1, 2], [7], etkv.EtkvError, "there are 1 positions for 2 tokens"),
+        ([320], [7], etkv.StatusError, "320, it may be 0 to 319"),
+        ([1] * 58, range(7, 65), etkv.CapacityError, "64"),
+        ([1] * 65, range(7, 72), etkv.EtkvError, "the step has 65 tokens, the program takes at most 64"),
+        ([], [], etkv.EtkvError, "tokens is empty"),
+        ([1.5], [7], etkv.EtkvError, "tokens has dtype torch.float64"),
+        ([True], [7], etkv.EtkvError, "tokens has dtype torch.bool"),
+    ],
+)
+def test_a_bad_step_changes_nothing(tiny, session, expected, ids, positions, error, told):
+    with etkv.load(tiny.path, session) as program:
+        run(program, PROMPT)
+        with pytest.raises(error, match=told):
+            program.forward(ids, list(positions))
+        assert session.length == len(PROMPT)
+        np.testing.assert_allclose(run(program, PROMPT[6:], 6), expected[6:], atol=2e-4)
+
+
+def test_without_a_session(tiny):
+    with etkv.load(tiny.path, None) as program, pytest.raises(etkv.NoCacheError, match="loaded without one"):
+        run(program, PROMPT)
+
+
+def test_after_close(tiny):
+    session = etkv.DecodeSession(config(tiny))
+    program = etkv.load(tiny.path, session)
+    session.close()
+    with pytest.raises(etkv.EtkvError, match=r"the session of model.pte is closed: make a new one"):
+        run(program, PROMPT)
+    program.close()
+    program.close()
+    with pytest.raises(etkv.EtkvError, match=r"model.pte is closed: load it again"):
+        run(program, PROMPT)
+    with pytest.raises(etkv.EtkvError, match="closed"):
+        etkv.load(tiny.path, session)
+
+
+def test_a_cache_of_other_layers(tiny):
+    with etkv.DecodeSession(etkv.CacheConfig([etkv.LayerConfig(2, 16)] * 3, 10)) as session:
+        with pytest.raises(etkv.StatusError) as caught:
+            etkv.load(tiny.path, session)
+        assert caught.value.status == etkv.Status.SHAPE
+        assert "3" in str(caught.value)
+
+
+def test_what_is_no_program(tiny, session, tmp_path):
+    with pytest.raises(etkv.EtkvError, match="cannot be read: No such file"):
+        etkv.load(tmp_path / "nowhere.pte", session)
+    file = tmp_path / "x.pte"
+    file.write_bytes(b"0123456789")
+    with pytest.raises(etkv.EtkvError, match="is not an ExecuTorch program"):
+        etkv.load(file, session)
+    file.write_bytes(tiny.path.read_bytes()[:5000])
+    with pytest.raises(etkv.ProgramError, match="is damaged"):
+        etkv.load(file, session)
+    file.write_bytes(tiny.path.read_bytes().replace(b"MLX0", b"MLX7"))
+    with pytest.raises(etkv.ProgramError, match="MLX0"):
+        etkv.load(file, session)
+    with pytest.raises(etkv.EtkvError, match="has no method 'backward'; it has forward"):
+        etkv.load(tiny.path, session, method="backward")
+    with pytest.raises(etkv.EtkvError, match="logits is 'none', it is one of all, last"):
+        etkv.load(tiny.path, session, logits="none")
+    with pytest.raises(etkv.EtkvError, match="session is 'cache-0', it is a DecodeSession"):
+        etkv.load(tiny.path, "cache-0")
+
+
+def test_a_missing_library_is_told(tiny, tmp_path):
+    script = "import etkv\ntry: etkv.row_bytes('f16', 64)\nexcept etkv.EtkvError as error: print(error)"
+    done = subprocess.run(
+        [sys.executable, "-c", script], env={"ETKV_LIBRARY_DIR": str(tmp_path)}, capture_output=True, text=True
+    )
+    assert done.stdout.strip() == f"ETKV_LIBRARY_DIR is {tmp_path}, which has no libetkv.so"
+
+
+def test_loaded_on_one_thread_and_run_on_another(tiny, session, expected):
+    with etkv.load(tiny.path, session) as program:
+        rows = []
+        thread = threading.Thread(target=lambda: rows.append(run(program, PROMPT)))
+        thread.start()
+        thread.join()
+        np.testing.assert_allclose(rows[0], expected, atol=2e-4)
+
+
+def test_the_cache_outlives_the_session_for_the_program(tiny):
+    """A session that is dropped without a close is closed, and the program keeps its own hold on the cache."""
+    program = etkv.load(tiny.path, etkv.DecodeSession(config(tiny)))
+    assert run(program, PROMPT).shape[0] == len(PROMPT)
+    assert program.session.length == len(PROMPT)
+
+
+@pytest.mark.parametrize(
+    ("ids", "positions", "told"),
+    [
+        ([[1, 2], [3, 4]], [0, 1, 2, 3], r"tokens has shape \[2, 2\], it is \[T\] or \[1, T\]"),
+        ([[1], [2]], [0, 1], r"tokens has shape \[2, 1\]"),
+        ([1, 2], [[0, 0], [1, 1]], r"positions has shape \[2, 2\], it is \[T\], \[T, 1\] or \[1, T\]"),
+        (["a"], [0], r"tokens is \['a'\], it has 64-bit integers"),
+        ([1], None, "positions is None, it has 64-bit integers"),
+        ([[1], [2, 3]], [0], r"tokens is \[\[1\], \[2, 3\]\]"),
+        ([2**63], [0], rf"tokens is \[{2**63}\]"),
+        (torch.zeros(1, dtype=torch.long, device="meta"), [0], "tokens is a tensor without rows in memory"),
+        (torch.tensor([1]).to_sparse(), [0], "tokens is a tensor without rows in memory: torch.sparse_coo on cpu"),
+    ],
+)
+def test_what_is_no_row_of_integers(tiny, session, ids, positions, told):
+    with etkv.load(tiny.path, session) as program, pytest.raises(etkv.EtkvError, match=told):
+        program.forward(ids, positions)
+    assert session.length == 0
+
+
+def test_arrays_however_they_lie_in_memory(tiny, session, expected):
+    read_only = np.array(PROMPT)
+    read_only.setflags(write=False)
+    with etkv.load(tiny.path, session) as program:
+        for ids in (np.array(PROMPT[::-1])[::-1], np.repeat(PROMPT, 3)[::3], np.array(PROMPT, ">i8"), read_only):
+            session.clear()
+            with warnings.catch_warnings():
+                warnings.simplefilter("error")
+                rows = program.forward(ids, np.arange(len(PROMPT)))
+            np.testing.assert_allclose(rows, expected, atol=2e-4)
+
+
+def test_a_closed_program_tells_nothing(tiny, session):
+    program = etkv.load(tiny.path, session)
+    program.close()
+    for use in (
+        lambda: program.metadata,
+        lambda: program.end_ids,
+        lambda: program.method_names,
+        lambda: etkv.generate(program, PROMPT),
+    ):
+        with pytest.raises(etkv.EtkvError, match=r"model.pte is closed: load it again"):
+            use()
+
+
+def script(code: str, *arguments: str) -> subprocess.CompletedProcess:
+    """Runs code in a process of its own: a crash and a hang are its."""
+    begin = "import sys, etkv\npath = sys.argv[1]\n"
+    begin += "config = etkv.CacheConfig(etkv.read_kv_cache_metadata(path).layers, 64)\n"
+    command = [sys.executable, "-c", begin + textwrap.dedent(code), *arguments]
+    return subprocess.run(command, capture_output=True, text=True, timeout=120)
+
+
+def test_failures_on_several_threads_at_once(tiny):
+    """ExecuTorch logs each failure, and its log is one for the process."""
+    done = script(
+        """
+        import threading
+        refused = []
+        def fail():
+            with etkv.DecodeSession(config) as session, etkv.load(path, session) as program:
+                for _ in range(300):
+                    try:
+                        program.forward([1], [9])
+                    except etkv.PositionError:
+                        refused.append(1)
+        threads = [threading.Thread(target=fail) for _ in range(3)]
+        for thread in threads: thread.start()
+        for thread in threads: thread.join()
+        print(len(refused))
+        """,
+        str(tiny.path),
+    )
+    assert (done.returncode, done.stdout) == (0, "900\n"), done.stderr[-1000:]
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="the system does not fork")
+def test_a_forked_process_is_refused(tiny):
+    done = script(
+        """
+        import os
+        session = etkv.DecodeSession(config)
+        program = etkv.load(path, session)
+        if os.fork() == 0:
+            for use in (lambda: program.forward([1], [0]), lambda: etkv.load(path, session)):
+                try:
+                    use()
+                except etkv.EtkvError as error:
+                    print("was forked from" in str(error), flush=True)
+            os._exit(0)
+        os.wait()
+        print(program.forward([1], [0]).shape[0])
+        """,
+        str(tiny.path),
+    )
+    assert (done.returncode, done.stdout) == (0, "True\nTrue\n1\n"), done.stderr[-1000:]

@@ -1,0 +1,150 @@
+"""Sessions of all three kinds: the verbs of the faces, errors with their status, and what is left after close."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import pickle
+
+import pytest
+
+import etkv
+from etkv import CacheConfig, DecodeSession, LayerConfig, SeqSession, TreeSession
+from etkv._capi import lib
+
+LAYERS = (LayerConfig(2, 64), LayerConfig(1, 32, 64, window=8, sinks=2))
+KINDS = [(DecodeSession, "contiguous"), (SeqSession, "seq"), (TreeSession, "tree")]
+
+
+def config(**changes) -> CacheConfig:
+    return CacheConfig(**{"layers": LAYERS, "capacity": 100, **changes})
+
+
+@pytest.mark.parametrize(("session_class", "kind"), KINDS)
+def test_the_face_that_all_have(session_class, kind):
+    with session_class(config(k_format="affine4g32", v_format="f32")) as session:
+        assert (session.kind, session.capacity, session.length, session.n_layers) == (kind, 100, 0, 2)
+        assert session.formats == ("affine4g32", "f32")
+        assert session.can_extend(100)
+        assert not session.can_extend(101)
+        assert session.can_extend(0)
+        session.clear(release=True)
+        session.rewind(0)
+        memory = session.memory()
+        assert memory.allocated == memory.used == 0
+        assert memory.at_capacity > 0
+        assert len(memory.layers) == 2
+        assert kind == "contiguous" or session.sequences() == []
+        assert "0 of 100 positions in 2 layers" in repr(session)
+
+
+def test_keys_are_unique_and_leave_the_registry():
+    with DecodeSession(config()) as first, DecodeSession(config()) as second:
+        assert first.key != second.key
+
+
+def test_nothing_is_left_behind():
+    gc.collect()
+    before = lib().etkv_live_handles()
+    for session_class, _ in KINDS:
+        session = session_class(config())
+        assert lib().etkv_live_handles() > before
+        session.close()
+        session.close()
+    dropped = TreeSession(config())
+    del dropped
+    gc.collect()
+    assert lib().etkv_live_handles() == before
+
+
+@pytest.mark.parametrize(("session_class", "kind"), KINDS)
+def test_a_closed_session_says_so(session_class, kind):
+    session = session_class(config())
+    session.close()
+    assert session.closed
+    assert repr(session) == f"<{session_class.__name__}: closed>"
+    uses = [lambda: session.length, lambda: session.key, lambda: session.clear(), session.__enter__]
+    if kind != "contiguous":
+        uses += [lambda: session.seq_len(0), lambda: session.begin_step([0])]
+    if kind == "tree":
+        uses += [lambda: session.propose([-1]), lambda: session.tree_len()]
+    for use in uses:
+        with pytest.raises(etkv.EtkvError, match="the session is closed: make a new one"):
+            use()
+    with pytest.raises(etkv.EtkvError, match="closed"), session.bound():
+        pass
+
+
+@pytest.mark.parametrize(
+    ("changes", "status", "told"),
+    [
+        ({"k_format": "affine7"}, 1, ["k_format", "affine7", "row-int4"]),
+        ({"v_format": "affine4g128"}, 1, ["128", "64"]),
+        ({"capacity": 0}, 1, ["capacity", "0"]),
+        ({"capacity": -5}, 1, ["capacity", "-5"]),
+        ({"layers": ()}, 1, ["layer"]),
+        ({"layers": (LayerConfig(0, 64),)}, 1, ["0"]),
+        ({"min_chunk": -1}, 1, ["min_chunk", "-1"]),
+        ({"float_format": "affine4", "quantize_after": 4}, 1, ["float_format", "affine4"]),
+    ],
+)
+def test_a_config_that_cannot_be(changes, status, told):
+    with pytest.raises(etkv.StatusError) as caught:
+        SeqSession(config(**changes))
+    assert caught.value.status == status
+    for word in told:
+        assert word in str(caught.value)
+
+
+def test_what_is_wrong_before_it_gets_to_the_library():
+    with pytest.raises(etkv.EtkvError, match="growth is 'never', it is one of doubling"):
+        DecodeSession(config(growth="never"))
+    with pytest.raises(etkv.EtkvError, match="capacity is 2147483648, it is a 32-bit integer"):
+        DecodeSession(config(capacity=2**31))
+    with pytest.raises(etkv.EtkvError, match="it is a CacheConfig"):
+        DecodeSession({"capacity": 3})
+    with SeqSession(config()) as session:
+        with pytest.raises(etkv.EtkvError, match=r"sequence is 1.5, it is an integer"):
+            session.seq_len(1.5)
+        with pytest.raises(etkv.EtkvError, match="sequences is"):
+            session.begin_step("ab")
+        with pytest.raises(etkv.EtkvError, match="logits is 'some', it is one of all, last"), session.bound("some"):
+            pass
+
+
+def test_errors_have_a_class_and_a_status():
+    with SeqSession(config()) as session:
+        with pytest.raises(etkv.PositionError) as caught:
+            session.rewind(1)
+        assert caught.value.status is etkv.Status.POSITION
+        with pytest.raises(etkv.StatusError, match="256") as caught:
+            session.seq_len(256)
+        assert caught.value.status is etkv.Status.INVALID_ARGUMENT
+    with TreeSession(config()) as session:
+        session.propose([-1, 0, 0])
+        with pytest.raises(etkv.StepError):
+            session.propose([-1])
+        assert session.tree_len() == 3
+        with pytest.raises(etkv.CapacityError):
+            session.propose([-1] * 101, sequence=1)
+        session.commit([])
+        assert session.tree_len() == 0
+
+
+def test_estimates_are_those_of_the_cache():
+    small = config(layers=(LayerConfig(2, 64),), capacity=1000)
+    assert etkv.row_bytes("f16", 64) == 128
+    assert etkv.estimate(small, 0).used == 0
+    assert etkv.estimate(small, 1000).used == 1000 * 2 * 2 * 128
+    with DecodeSession(small) as session:
+        assert session.memory().at_capacity == etkv.estimate(small, 0).at_capacity
+    with pytest.raises(etkv.EtkvError, match="1001"):
+        etkv.estimate(small, 1001)
+
+
+def test_a_session_is_not_copied():
+    with SeqSession(config()) as session:
+        for copied in (copy.copy, copy.deepcopy, pickle.dumps):
+            with pytest.raises(etkv.EtkvError, match="a SeqSession is neither copied nor sent to another process"):
+                copied(session)
+        assert session.length == 0
