@@ -14,7 +14,6 @@ from pathlib import Path
 import pytest
 
 import reference
-import tiny_models
 from etkv.export import ExportRequest, export_program, is_current
 from reference import Program, Variant
 
@@ -127,7 +126,7 @@ def test_answers_in_every_format(qwen3, name, kv_format):
 def test_batch_answers_are_those_of_transformers(llama):
     """By another implementation altogether."""
     done = succeed("batch", llama, "--max-new-tokens", MOST, "--ids", *prompts(QUESTIONS))
-    assert by_title(done.stdout) == expected(llama, QUESTIONS)
+    assert by_title(done.stdout) == expected(llama, QUESTIONS, MOST)
 
 
 def prompts(texts: list[str]) -> list[str]:
@@ -143,6 +142,18 @@ def by_title(output: str) -> dict[str, list[int]]:
     return found
 
 
+def expected(program: Program, questions: list[str], most: int) -> dict[str, list[int]]:
+    """The greedy ids of transformers, up to the id that ends an answer."""
+    found = reference.greedy(program.hf, encoded(program, questions), most)
+    ends = json.loads((program.hf / "generation_config.json").read_text())["eos_token_id"]
+    return {question: up_to_end(greedy.ids, ends) for question, greedy in found.items()}
+
+
+def up_to_end(ids: list[int], ends: list[int]) -> list[int]:
+    first = next((i for i, token in enumerate(ids) if token in ends), len(ids))
+    return ids[: first + 1]
+
+
 def encoded(program: Program, questions: list[str]) -> dict[str, list[int]]:
     """The ids of questions, as transformers reads them."""
     from transformers import AutoTokenizer
@@ -155,12 +166,82 @@ def encoded(program: Program, questions: list[str]) -> dict[str, list[int]]:
     }
 
 
-def expected(program: Program, questions: list[str]) -> dict[str, list[int]]:
-    """The greedy ids of transformers, up to the id that ends an answer."""
-    ids = encoded(program, questions)
-    found = {question: greedy.ids for question, greedy in reference.greedy(program.hf, ids, MOST).items()}
-    end = tiny_models.EOS
-    return {title: ids[: ids.index(end) + 1] if end in ids else ids for title, ids in found.items()}
+# ---- The real model -------------------------------------------------------------------------------------------------
+
+EVERYTHING = os.environ.get("ETKV_TEST_LONG") == "1"
+"""As much as can be asked; a part of it otherwise, which takes minutes less."""
+REAL_QUESTIONS = [
+    "What is the capital of France?",
+    "Why is the sky blue?",
+    "What do bees make?",
+    "Name three animals that live in the sea.",
+    "How do you make a cup of tea?",
+    "What is the opposite of cold?",
+    "Who wrote Hamlet?",
+    "Give me a word that rhymes with moon.",
+    "How many days does a week have?",
+    "What is a library?",
+][: 10 if EVERYTHING else 3]
+REAL_MOST = 64 if EVERYTHING else 12
+
+
+@pytest.fixture(scope="module")
+def smollm2() -> Program:
+    return reference.program(Variant("smollm2-135m"))
+
+
+@pytest.mark.real_model
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [
+        ("batch", []),
+        ("admission", []),
+        ("speculative", []),
+        ("speculative", ["--depth", 3, "--width", 2]),
+    ],
+    ids=["batch", "admission", "guesses", "more guesses"],
+)
+def test_the_real_model_answers_as_in_transformers(smollm2, name, options):
+    words = ["--max-new-tokens", REAL_MOST, "--ids", *prompts(REAL_QUESTIONS)]
+    done = reference.run([runner(name), "--model", smollm2.path, *options, *words], timeout=1800)
+    assert done.returncode == 0, done.stderr
+    assert by_title(done.stdout) == expected(smollm2, REAL_QUESTIONS, REAL_MOST)
+    reference.note(done.stderr)
+
+
+@pytest.mark.real_model
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [
+        ("agent_fork", ["--context-tokens", 1024 if EVERYTHING else 64]),
+        ("prefix", []),
+        ("rollback", []),
+        ("batch", ["--kv-format", "affine4g64"]),
+    ],
+    ids=["fork", "prefix", "rollback", "4 bits"],
+)
+def test_the_real_model_answers_as_by_itself(smollm2, name, options):
+    """Conversations, contexts and short storage, which transformers does not have alike."""
+    asked = prompts(REAL_QUESTIONS if EVERYTHING else REAL_QUESTIONS[:2])
+    most = REAL_MOST if EVERYTHING else 8
+    words = [runner(name), "--model", smollm2.path, "--max-new-tokens", most, "--check", "--ids", *asked, *options]
+    done = reference.run(words, timeout=1800)
+    assert done.returncode == 0, done.stderr
+    assert checked(done)[1] == sum(map(len, answers(done.stdout)))
+    reference.note(done.stderr)
+
+
+@pytest.mark.real_model
+def test_repetition_is_guessed_from_the_text(smollm2):
+    """More than two ids a step are right where a text repeats itself."""
+    text = "The cat sat on the mat. The cat sat on the mat. The cat sat on the mat. The cat sat"
+    words = [runner("speculative"), "--model", smollm2.path, "--raw", "--prompt", text, "--draft", "ngram"]
+    done = reference.run([*words, "--depth", 5, "--width", 1, "--max-new-tokens", 24, "--check"])
+    assert done.returncode == 0, done.stderr
+    assert checked(done)[0] == 1
+    ((ids, accepted),) = re.findall(r"([\d.]+) a step, ([\d.]+) of", done.stderr)
+    assert float(accepted) > 2, (ids, accepted)
+    reference.note(done.stderr)
 
 
 # ---- Capacity -------------------------------------------------------------------------------------------------------
@@ -181,7 +262,7 @@ def test_batch_at_capacity(llama):
         assert full[title] == free[title][: len(full[title])]
 
 
-LONG = [word for letter in "abc" for word in ("--prompt", 30 * letter)]
+LETTERS = [word for letter in "abc" for word in ("--prompt", 30 * letter)]
 
 
 @pytest.mark.parametrize(
@@ -190,7 +271,7 @@ LONG = [word for letter in "abc" for word in ("--prompt", 30 * letter)]
         ("admission", ["--capacity", 90]),
         ("agent_fork", ["--capacity", 400]),
         ("batch", ["--capacity", 90]),
-        ("prefix", ["--capacity", 220, *LONG]),
+        ("prefix", ["--capacity", 220, *LETTERS]),
         (
             "rollback",
             ["--capacity", 155, "--max-new-tokens", 40, *(word for x in "abc" for word in ("--prompt", 30 * x))],
