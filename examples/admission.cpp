@@ -77,6 +77,7 @@ class Server {
           request.sequence);
     }
     ASSIGN_OR_RETURN(const auto logits, batch.step(model_.program(), cache_));
+    RETURN_IF_ERROR(check_rows(logits, batch.size()));
     scheduler_.done(parts);
     ++steps_;
     tokens_ += batch.size();

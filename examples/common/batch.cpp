@@ -49,6 +49,7 @@ Result<void> step_together(
     batch.add(one->ids.back(), one->position(), one->sequence);
   }
   ASSIGN_OR_RETURN(const auto logits, batch.step(model.program(), cache));
+  RETURN_IF_ERROR(check_rows(logits, active.size()));
   for (size_t row = 0; row < active.size(); ++row) {
     RETURN_IF_ERROR(
         active[row]->take(model, logits, static_cast<int64_t>(row)));

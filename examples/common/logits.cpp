@@ -96,6 +96,18 @@ Result<LogitsView> view_logits(const executorch::aten::Tensor& tensor) {
   return view;
 }
 
+Result<void> check_rows(const LogitsView& logits, size_t n_tokens) {
+  if (static_cast<size_t>(logits.rows) == n_tokens) {
+    return {};
+  }
+  return Error(
+      ETKV_ERROR_UNSUPPORTED,
+      "the program gives logits of " + std::to_string(logits.rows) + " of " +
+          std::to_string(n_tokens) +
+          " tokens, and this takes all of them: export it without "
+          "`--logits last`");
+}
+
 Result<int64_t> argmax(const LogitsView& logits, int64_t row) {
   const int64_t best = visit_row(logits, row, [&](const auto* values) {
     return first_equal(

@@ -1,6 +1,7 @@
 // A program's logits, read where it left them.
 #pragma once
 
+#include <cstddef>
 #include <cstdint>
 
 #include <executorch/runtime/core/exec_aten/exec_aten.h>
@@ -24,6 +25,10 @@ struct LogitsView {
 
 /// A view of `tensor`, whose last dimension is the vocabulary.
 Result<LogitsView> view_logits(const executorch::aten::Tensor& tensor);
+
+/// Refuses logits that are not one row for each of `n_tokens` tokens: a program may
+/// have been exported to give the last one's only.
+Result<void> check_rows(const LogitsView& logits, size_t n_tokens);
 
 /// The index of the greatest logit of a row, the first of equals. Logits of
 /// which none is a number are an error.

@@ -157,6 +157,7 @@ Result<TokenTree> ModelDraft::propose(
       return tree_;
     }
     ASSIGN_OR_RETURN(logits, run_level(next.size()));
+    RETURN_IF_ERROR(check_rows(logits, next.size()));
     for (size_t i = 0; i < next.size(); ++i) {
       next[i].q = softmax(logits, static_cast<int64_t>(i), temperature);
     }

@@ -119,12 +119,13 @@ Result<Verdict> Speculator::verify_in_one_forward(
   const auto positions = tree.positions(base);
   const auto logits =
       target_.program().step(tree.tokens.data(), positions.data(), tree.size());
-  if (!logits.ok()) {
+  auto verdict = logits.ok() ? verify(tree, logits.value(), sampler_)
+                             : Result<Verdict>(logits.error());
+  if (!verdict.ok()) {
     // The sequence goes on without the tree.
     RETURN_IF_ERROR(cache_.commit({}));
-    return logits.error();
   }
-  return verify(tree, logits.value(), sampler_);
+  return verdict;
 }
 
 /// An id that ends the answer is its last: it is not run, and nothing behind it

@@ -49,6 +49,7 @@ Choice choose_by_chance(
 
 Result<Verdict>
 verify(const TokenTree& tree, const LogitsView& logits, Sampler& sampler) {
+  RETURN_IF_ERROR(check_rows(logits, tree.size()));
   Verdict verdict;
   for (int32_t node = 0; node >= 0;) {
     verdict.accepted.push_back(node);

@@ -58,17 +58,17 @@ def qwen3() -> Program:
     return with_longer_context("tiny-qwen3")
 
 
-def with_longer_context(name: str) -> Program:
+def with_longer_context(name: str, **options) -> Program:
     """The program of a tiny model for conversations of ``CONTEXT`` bytes: its weights do not depend on that."""
     short = reference.program(Variant(name))
-    folder = reference.MODELS / f"{name}-long"
-    hf = folder / "hf"
+    folder = reference.MODELS / "-".join([name, "long", *(f"{key}-{value}" for key, value in options.items())])
+    hf = reference.MODELS / f"{name}-long" / "hf"
     file = hf / "config.json"
     if not file.is_file() or file.stat().st_mtime < (short.hf / "config.json").stat().st_mtime:
         shutil.copytree(short.hf, hf, dirs_exist_ok=True)
         file.write_text(json.dumps({**json.loads(file.read_text()), "max_position_embeddings": CONTEXT}))
     request = ExportRequest(
-        model=hf, output=folder / "model.pte", dtype="float32", prefill_chunk=reference.TINY_CHUNK, keep_hf=None
+        model=hf, output=folder / "model.pte", dtype="float32", prefill_chunk=reference.TINY_CHUNK, **options
     )
     if not is_current(request):
         export_program(request)
@@ -234,7 +234,7 @@ def test_the_real_model_answers_as_by_itself(smollm2, name, options):
 @pytest.mark.real_model
 def test_repetition_is_guessed_from_the_text(smollm2):
     """More than two ids a step are right where a text repeats itself."""
-    text = "The cat sat on the mat. The cat sat on the mat. The cat sat on the mat. The cat sat"
+    text = "x = x + 1\n" * 12 + "x"
     words = [runner("speculative"), "--model", smollm2.path, "--raw", "--prompt", text, "--draft", "ngram"]
     done = reference.run([*words, "--depth", 5, "--width", 1, "--max-new-tokens", 24, "--check"])
     assert done.returncode == 0, done.stderr
@@ -342,6 +342,25 @@ def test_guesses_leave_the_answer_alone(llama, qwen3, draft, kv_format, shape):
     assert len(steps) == 3
     if draft == "itself" and shape:
         assert min(steps) > 5.5, "its own guesses are all right"
+
+
+def test_first_layers_guess_for_all_of_them(qwen3):
+    """A draft that the exporter makes of the model itself."""
+    draft = with_longer_context("tiny-qwen3", layers=1)
+    assert draft.path.stat().st_size < qwen3.path.stat().st_size
+    done = succeed("speculative", qwen3, "--draft", draft.path, "--max-new-tokens", MOST, "--check", "--ids")
+    assert checked(done) == (3, sum(map(len, answers(done.stdout))))
+
+
+def test_a_program_that_gives_one_row_of_logits():
+    """One sequence at a time is decoded with it; where more rows are needed, that is said."""
+    last = with_longer_context("tiny-llama", logits="last")
+    for name in ("prefix", "rollback"):
+        assert checked(succeed(name, last, "--max-new-tokens", 8, "--check"))[0] > 3
+    for name in ("admission", "agent_fork", "batch", "speculative"):
+        done = reference.run(command(name, last, *(["--draft", last.path] if name == "speculative" else [])))
+        assert done.returncode == FAILED, (name, done.stderr)
+        assert re.search(rf"^etkv_{name}: .*logits of 1 of \d+ tokens.*without `--logits last`$", done.stderr, re.M)
 
 
 def test_chance_is_repeatable(llama):
