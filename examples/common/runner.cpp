@@ -45,7 +45,7 @@ Runner::Runner(std::string name, const std::string& about)
   arguments_.integer(
       "--max-new-tokens",
       "N",
-      "stop an answer after so many tokens",
+      "stop an answer after so many tokens (48)",
       1,
       std::numeric_limits<int32_t>::max(),
       &max_new_tokens_);
