@@ -170,6 +170,7 @@ def encoded(program: Program, questions: list[str]) -> dict[str, list[int]]:
 
 EVERYTHING = os.environ.get("ETKV_TEST_LONG") == "1"
 """As much as can be asked; a part of it otherwise, which takes minutes less."""
+only_long = pytest.mark.skipif(not EVERYTHING, reason="takes a minute: make test-long")
 REAL_QUESTIONS = [
     "What is the capital of France?",
     "Why is the sky blue?",
@@ -195,9 +196,9 @@ def smollm2() -> Program:
     ("name", "options"),
     [
         ("batch", []),
-        ("admission", []),
+        pytest.param("admission", [], marks=only_long),
         ("speculative", []),
-        ("speculative", ["--depth", 3, "--width", 2]),
+        pytest.param("speculative", ["--depth", 3, "--width", 2], marks=only_long),
     ],
     ids=["batch", "admission", "guesses", "more guesses"],
 )
@@ -214,8 +215,8 @@ def test_the_real_model_answers_as_in_transformers(smollm2, name, options):
     ("name", "options"),
     [
         ("agent_fork", ["--context-tokens", 1024 if EVERYTHING else 64]),
-        ("prefix", []),
-        ("rollback", []),
+        pytest.param("prefix", [], marks=only_long),
+        pytest.param("rollback", [], marks=only_long),
         ("batch", ["--kv-format", "affine4g64"]),
     ],
     ids=["fork", "prefix", "rollback", "4 bits"],
