@@ -25,8 +25,7 @@ constexpr int32_t kSequences = 256;
 /// What every conversation begins with.
 constexpr char kSystem[] =
     "You answer the letters of a small bookshop. Be polite and brief. If you "
-    "do "
-    "not know the answer, say so.";
+    "do not know the answer, say so.";
 
 /// Whose turn it is, and what they say. Nobody says the same again: that turn is
 /// answered once more.

@@ -21,9 +21,7 @@ namespace {
 const std::vector<std::string>& built_in() {
   static const std::vector<std::string> all = {
       "What is the capital of France?",
-      "Repeat this sentence three times: the quick brown fox jumps over the "
-      "lazy "
-      "dog.",
+      "Copy this: 1, 2, 3, 4, 5, 6, 7, 8",
       "List the numbers from one to twenty.",
   };
   return all;

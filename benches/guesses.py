@@ -1,0 +1,158 @@
+"""Measures what guessing ahead costs and brings: forwards of several tokens, and drafts on questions.
+
+The first table tells what a forward takes by the number of its tokens, all rows of logits among it, as a share of what
+one token takes. The second runs ``etkv_speculative`` on a few questions with every draft, in turns, each in a process
+of its own: answers without guesses, guesses from the text, and first layers of the model, which are exported if need
+be. Figures are of all questions together; speed is a ratio to the answers without guesses of the same round, and the
+median of the rounds.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+import statistics
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+BIN = ROOT / "build" / "bin"
+MODEL = ROOT / "build" / "models" / "smollm2-135m" / "model.pte"
+
+TOKENS = [1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48]
+CONTEXT = 96
+"""Ids that a forward is measured over: a multiple of all of ``TOKENS``."""
+
+QUESTIONS = {
+    "a question": ["Why is the sky blue?", "What is a library?", "Who wrote Hamlet?"],
+    "a list": ["List the numbers from one to twenty.", "Name the days of the week, and then name them once more."],
+    "a copy": [
+        "Copy this: 1, 2, 3, 4, 5, 6, 7, 8",
+        "Correct the spelling, and change nothing else: The fox jumps over the lazi dog. The dog sleeps. The fox "
+        "jumps over the dog again.",
+    ],
+}
+
+
+@dataclass(frozen=True)
+class Draft:
+    """Who guesses, and how far."""
+
+    name: str
+    options: list[str]
+
+
+def export_first_layers(n_layers: int) -> Path:
+    """The program of the model's first layers."""
+    from etkv.models import path
+
+    output = ROOT / "build" / "models" / f"smollm2-135m-first-{n_layers}" / "model.pte"
+    command = [sys.executable, "-m", "etkv.export", "--if-changed", "--model", str(path("smollm2-135m"))]
+    subprocess.run([*command, "--output", str(output), "--layers", str(n_layers)], check=True)
+    return output
+
+
+def forward_seconds(model: Path, n_tokens: int) -> float:
+    """Seconds of a forward of so many tokens, all rows of logits computed: a mean over a short context."""
+    ids_file = ROOT / "build" / "bench-ids.txt"
+    ids_file.write_text(" ".join(str(1 + 7919 * i % 40000) for i in range(CONTEXT)))
+    command = [BIN / "etkv_forward", "--model", model, "--ids-file", ids_file, "--rows", "all"]
+    command += ["--chunk", str(n_tokens), "--repeat", "2", "--json"]
+    done = subprocess.run(command, check=True, capture_output=True, text=True)
+    # The first run reads the weights from the disk.
+    return json.loads(done.stdout.splitlines()[-1])["runs"][-1]["prefill_seconds"] / (CONTEXT / n_tokens)
+
+
+def print_costs(model: Path, rounds: int) -> None:
+    """Prints what a forward takes by its tokens."""
+    times: dict[int, list[float]] = {n_tokens: [] for n_tokens in TOKENS}
+    for number in range(rounds):
+        for n_tokens in TOKENS:
+            print(f"  round {number + 1} of {rounds}: {n_tokens} tokens ", file=sys.stderr, end="\r", flush=True)
+            times[n_tokens].append(forward_seconds(model, n_tokens))
+    one = statistics.median(times[1])
+    print(f"a forward of n tokens, of what one takes ({1000 * one:.1f} ms), {rounds} rounds in turns")
+    print("       n" + "".join(f"{n_tokens:7}" for n_tokens in TOKENS))
+    print("    cost" + "".join(f"{statistics.median(times[n]) / one:7.2f}" for n in TOKENS))
+    print(flush=True)
+
+
+@dataclass
+class Took:
+    """What answers took together."""
+
+    ids: int = 0
+    steps: int = 0
+    seconds: float = 0.0
+    guessing: float = 0.0
+
+
+def answer(model: Path, draft: Draft, questions: list[str], most: int) -> tuple[Took, str]:
+    """The questions with one draft, and what was answered."""
+    command = [BIN / "etkv_speculative", "--model", model, "--ids", "--max-new-tokens", str(most), *draft.options]
+    for question in questions:
+        command += ["--prompt", question]
+    done = subprocess.run(command, check=True, capture_output=True, text=True)
+    took = Took()
+    found = re.findall(r"^(\d+) tokens? in (\d+) steps?: .* ([\d.]+) tokens/s, (\d+)%", done.stderr, re.M)
+    assert len(found) == len(questions), done.stderr
+    for ids, steps, rate, share in found:
+        took.ids += int(ids)
+        took.steps += int(steps)
+        took.seconds += int(ids) / float(rate)
+        took.guessing += int(ids) / float(rate) * int(share) / 100
+    return took, done.stdout
+
+
+def print_drafts(model: Path, drafts: list[Draft], most: int, rounds: int) -> None:
+    """Prints what every draft brings, by the kind of question."""
+    print(f"{most} tokens an answer, {rounds} rounds in turns")
+    print(f"  {'':12}{'draft':24}{'tokens a step':>14}{'forwards a token':>18}{'guessing':>10}{'speed':>8}")
+    for kind, questions in QUESTIONS.items():
+        results: dict[str, list[Took]] = {draft.name: [] for draft in drafts}
+        said = set()
+        for number in range(rounds):
+            for draft in drafts:
+                progress = f"  round {number + 1} of {rounds}: {kind}, {draft.name}"
+                print(f"{progress:60}", file=sys.stderr, end="\r", flush=True)
+                took, text = answer(model, draft, questions, most)
+                results[draft.name].append(took)
+                said.add(text)
+        for draft in drafts:
+            all_rounds = results[draft.name]
+            last = all_rounds[-1]
+            pairs = zip(results[drafts[0].name], all_rounds, strict=True)
+            speed = statistics.median((plain.seconds / plain.ids) / (one.seconds / one.ids) for plain, one in pairs)
+            share = statistics.median(one.guessing / one.seconds for one in all_rounds)
+            print(f"  {kind:12}{draft.name:24}{last.ids / last.steps:14.2f}{last.steps / last.ids:18.2f}", end="")
+            print(f"{100 * share:9.0f}%{speed:8.2f}", flush=True)
+            kind = ""
+        if len(said) > 1:
+            raise SystemExit("the drafts made different answers")
+
+
+def main() -> None:
+    """Parses the command line."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", type=Path, default=MODEL, metavar="FILE", help="the program (that of make model)")
+    parser.add_argument("--layers", type=int, nargs="*", default=[10, 20], metavar="N", help="first layers (10 20)")
+    parser.add_argument("--draft", type=Path, action="append", default=[], metavar="FILE", help="one more draft")
+    parser.add_argument("--tokens", type=int, default=48, metavar="N", help="most tokens of an answer (48)")
+    parser.add_argument("--rounds", type=int, default=3, metavar="N", help="rounds of each (3)")
+    arguments = parser.parse_args()
+    drafts = [Draft("none", ["--depth", "0"]), Draft("ngram, auto", [])]
+    drafts.append(Draft("ngram, 4 x 1", ["--depth", "4", "--width", "1"]))
+    programs = {f"first {n}": export_first_layers(n) for n in arguments.layers}
+    programs.update({path.parent.name: path for path in arguments.draft})
+    for name, path in programs.items():
+        drafts.append(Draft(f"{name}, auto", ["--draft", str(path)]))
+        drafts.append(Draft(f"{name}, 2 x 1", ["--draft", str(path), "--depth", "2", "--width", "1"]))
+    print_costs(arguments.model, arguments.rounds)
+    print_drafts(arguments.model, drafts, arguments.tokens, arguments.rounds)
+
+
+if __name__ == "__main__":
+    main()
