@@ -31,6 +31,10 @@ class Forward(torch.nn.Module):
 
         return keep
 
+    def inputs(self, length: int) -> dict[str, torch.Tensor]:
+        """An example of ``length`` tokens."""
+        return token_inputs(length)
+
     def forward(self, input_ids: torch.Tensor, cache_position: torch.Tensor):
         made = self.model(
             input_ids=input_ids,
@@ -44,3 +48,11 @@ class Forward(torch.nn.Module):
         if not self._taps:
             return made.logits
         return made.logits, torch.cat([self._tapped[index] for index in self._taps], dim=-1)
+
+
+def token_inputs(length: int) -> dict[str, torch.Tensor]:
+    """What every program takes: ids ``[1, T]`` and positions ``[T]``."""
+    return {
+        "input_ids": torch.zeros((1, length), dtype=torch.long),
+        "cache_position": torch.arange(length, dtype=torch.long),
+    }
