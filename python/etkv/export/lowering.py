@@ -86,8 +86,8 @@ def lower(
 ) -> ExecutorchProgramManager:
     """The program whose method is that of ``step``, with T from 1 to ``limits.prefill_chunk``.
 
-    Raises :class:`EtkvError` if the family cannot be traced, does
-    not route its attention through the KV cache op, or has an operator that the MLX backend lacks.
+    Raises :class:`EtkvError` if the family cannot be traced, does not route its attention through the KV cache op, or
+    has an operator that the MLX backend lacks.
     """
     family = step.model.config.model_type
     with progress.step("tracing the graph"):
