@@ -93,9 +93,10 @@ bench: build model ## Compare speed and memory with mlx-lm
 bench-caches: .venv/.ready ## Measure plans, forks and decode steps of every kind and format
 	cargo bench --locked -p etkv-benches
 
-test-long: .venv/.ready ## Millions of generated operations against the oracles
+test-long: build ## Millions of generated operations against the oracles
 	ETKV_RUNS=40000 cargo test --release --locked -p etkv-tests --no-default-features
 	ETKV_RUNS=4000 cargo test --release --locked -p etkv-tests --test caches
+	ETKV_STEP_SEEDS=40 python -m pytest tests/python/test_native_steps.py
 
 clean: ## Remove what was built; .venv/ and exported models stay
 	rm -rf build/cargo build/cmake build/sanitize build/bin build/lib

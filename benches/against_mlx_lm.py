@@ -142,9 +142,9 @@ def run_mlx_lm(variant: Variant, ids_file: Path, n_decode: int) -> dict:
 
 def run_etkv(variant: Variant, ids_file: Path, n_decode: int) -> dict:
     """One round of etkv in a process of its own, keys and values in the model's dtype."""
-    kv_dtype = {"float32": "f32", "bfloat16": "bf16"}[variant.dtype]
+    kv_format = {"float32": "f32", "bfloat16": "bf16"}[variant.dtype]
     command = [str(FORWARD), "--model", str(variant.folder / "model.pte"), "--ids-file", str(ids_file)]
-    command += ["--decode", str(n_decode), "--kv-dtype", kv_dtype, "--json"]
+    command += ["--decode", str(n_decode), "--kv-format", kv_format, "--json"]
     result = json.loads(subprocess.run(command, check=True, capture_output=True, text=True).stdout.splitlines()[-1])
     run = result["runs"][0]
     return {

@@ -19,10 +19,12 @@ add_custom_command(
   COMMAND ${CMAKE_COMMAND} -E copy_if_different
           $<TARGET_FILE:etkv_text> $<TARGET_FILE_DIR:etkv>/)
 
-file(GLOB ETKV_COMMON CONFIGURE_DEPENDS examples/common/*.cpp)
+file(
+  GLOB ETKV_COMMON CONFIGURE_DEPENDS
+  examples/common/*.cpp examples/speculation/*.cpp)
 add_library(etkv_examples_common STATIC ${ETKV_COMMON})
 target_include_directories(etkv_examples_common PUBLIC ${PROJECT_SOURCE_DIR})
-target_link_libraries(etkv_examples_common PUBLIC etkv::mlx_backend)
+target_link_libraries(etkv_examples_common PUBLIC etkv::mlx_backend etkv_text)
 set_target_properties(
   etkv_examples_common PROPERTIES
   CXX_STANDARD 17
@@ -37,7 +39,11 @@ endfunction()
 
 file(GLOB ETKV_CHAT CONFIGURE_DEPENDS examples/chat/*.cpp)
 etkv_runner(etkv_chat ${ETKV_CHAT})
-target_link_libraries(etkv_chat PRIVATE etkv_text)
+
+# One file a use case.
+foreach(runner admission agent_fork batch prefix rollback speculative)
+  etkv_runner(etkv_${runner} examples/${runner}.cpp)
+endforeach()
 
 etkv_runner(etkv_forward tests/cpp/forward.cpp)
 

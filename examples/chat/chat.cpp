@@ -5,6 +5,7 @@
 #include <utility>
 
 #include "examples/chat/terminal.hpp"
+#include "examples/common/console.hpp"
 #include "examples/common/format.hpp"
 #include "examples/common/interrupt.hpp"
 
@@ -20,11 +21,17 @@ constexpr char kCommands[] =
 
 } // namespace
 
-Chat::Chat(Parts parts, const Options& options)
-    : parts_(std::move(parts)),
+Chat::Chat(
+    Model& model,
+    Cache& cache,
+    const Options& options,
+    Speculator* speculator)
+    : model_(model),
+      cache_(cache),
       options_(options),
-      generator_(parts_.program, parts_.cache, parts_.end_ids),
-      conversation_(parts_.text, options.raw, options.system) {}
+      speculator_(speculator),
+      generator_(model.program(), cache, model.end_ids(), speculator),
+      conversation_(model.text(), options.model.raw, options.system) {}
 
 Result<Answer> Chat::ask(const std::string& said) {
   arm_interrupt();
@@ -38,9 +45,8 @@ Result<Answer> Chat::ask(const std::string& said) {
     text += piece;
     write_piece(piece);
   };
-  TextStream stream = parts_.text.stream();
-  std::optional<PrefillProgress> progress(
-      static_cast<size_t>(parts_.program.params().prefill_chunk_size));
+  TextStream stream = model_.text().stream();
+  std::optional<PrefillProgress> progress(model_.program().prefill_size());
   Listener listener;
   listener.on_prefill = [&](size_t done, size_t total) {
     progress->show(done, total);
@@ -73,7 +79,7 @@ Result<Answer> Chat::ask(const std::string& said) {
   }
   tokens_made_ += static_cast<int64_t>(made.ids.size());
   tokens_read_ += static_cast<int64_t>(made.prefill_tokens);
-  decode_steps_ += made.decode_steps;
+  decode_tokens_ += made.decode_tokens;
   decode_seconds_ += made.decode_seconds;
   report(made);
   return answer;
@@ -81,12 +87,15 @@ Result<Answer> Chat::ask(const std::string& said) {
 
 void Chat::report(const Answer& answer) const {
   if (answer.stop == Stop::capacity) {
-    say("stopped: the cache is full at " +
-        std::to_string(parts_.cache.capacity()) + " positions (--capacity)");
+    say("stopped: the cache is full at " + std::to_string(cache_.capacity()) +
+        " positions (--capacity)");
   } else if (answer.stop == Stop::interrupted) {
     say("stopped: interrupted");
   }
-  say(describe(answer, parts_.cache.memory(), parts_.format));
+  say(describe(answer, cache_.memory(), model_.format()));
+  if (speculator_ != nullptr && answer.decode_steps > 0) {
+    say(describe(speculator_->take_statistics()));
+  }
   if (options_.ids) {
     std::string line = "ids:";
     for (const int64_t id : answer.ids) {
@@ -149,13 +158,13 @@ void Chat::undo() {
     return;
   }
   say("took back the last exchange; the cache holds " +
-      counted(parts_.cache.length(), "position"));
+      counted(cache_.length(), "position"));
 }
 
 void Chat::reset() {
   conversation_.reset();
   // Cleared, not rewound: that works also for a cache that a step has broken.
-  if (const auto cleared = parts_.cache.clear(); !cleared.ok()) {
+  if (const auto cleared = cache_.clear(); !cleared.ok()) {
     say(cleared.error().message());
     return;
   }
@@ -167,20 +176,19 @@ void Chat::reset() {
 }
 
 void Chat::stats() const {
-  const Memory memory = parts_.cache.memory();
+  const Memory memory = cache_.memory();
   std::string line =
       counted(static_cast<int64_t>(conversation_.exchanges()), "exchange") +
       " · " + counted(tokens_read_, "token") + " read, " +
       std::to_string(tokens_made_) + " made";
-  if (decode_steps_ > 0) {
-    line += " at " + rate(decode_steps_, decode_seconds_);
+  if (decode_tokens_ > 0) {
+    line += " at " + rate(decode_tokens_, decode_seconds_);
   }
   say(line);
-  say("cache " + std::to_string(parts_.cache.length()) + " of " +
-      counted(parts_.cache.capacity(), "position") + " · " +
-      mebibytes(memory.used) + " in use, " + mebibytes(memory.allocated) +
-      " held, " + mebibytes(memory.at_capacity) + " at capacity (" +
-      parts_.format + ")");
+  say("cache " + std::to_string(cache_.length()) + " of " +
+      counted(cache_.capacity(), "position") + " · " + mebibytes(memory.used) +
+      " in use, " + mebibytes(memory.allocated) + " held, " +
+      mebibytes(memory.at_capacity) + " at capacity (" + model_.format() + ")");
 }
 
 } // namespace etkv::examples

@@ -3,29 +3,24 @@
 
 #include <cstdint>
 #include <string>
-#include <vector>
 
 #include "etkv/etkv.hpp"
 #include "examples/chat/conversation.hpp"
-#include "examples/chat/generator.hpp"
 #include "examples/chat/options.hpp"
-#include "examples/common/program.hpp"
-#include "examples/text/text.hpp"
+#include "examples/common/generator.hpp"
+#include "examples/common/model.hpp"
 
 namespace etkv::examples {
 
 class Chat {
  public:
-  /// What a chat borrows: opened, loaded and bound to each other.
-  struct Parts {
-    Program& program;
-    Cache& cache;
-    const Text& text;
-    std::string format;
-    std::vector<int64_t> end_ids;
-  };
-
-  Chat(Parts parts, const Options& options);
+  /// Borrows all of them: a model that is loaded, and bound to the cache, and who
+  /// steps where that is not one token at a time.
+  Chat(
+      Model& model,
+      Cache& cache,
+      const Options& options,
+      Speculator* speculator = nullptr);
 
   /// Writes the model's answer to `said` as it is made, and then how it went.
   /// After an error the conversation is as it was.
@@ -42,13 +37,15 @@ class Chat {
   void stats() const;
   void report(const Answer& answer) const;
 
-  Parts parts_;
+  Model& model_;
+  Cache& cache_;
   const Options& options_;
+  Speculator* speculator_;
   Generator generator_;
   Conversation conversation_;
   int64_t tokens_made_ = 0;
   int64_t tokens_read_ = 0;
-  int64_t decode_steps_ = 0;
+  int64_t decode_tokens_ = 0;
   double decode_seconds_ = 0.0;
 };
 

@@ -1,20 +1,14 @@
 // etkv_chat: a language model's .pte, answering on a cache that this program
 // makes and hands over.
 
-#include <cstdint>
-#include <cstdio>
-#include <optional>
-#include <string>
-#include <utility>
-#include <vector>
-
 #include "etkv/executorch.hpp"
 #include "examples/chat/chat.hpp"
 #include "examples/chat/options.hpp"
-#include "examples/chat/terminal.hpp"
+#include "examples/common/console.hpp"
+#include "examples/common/format.hpp"
 #include "examples/common/log.hpp"
-#include "examples/common/program.hpp"
-#include "examples/text/text.hpp"
+#include "examples/common/model.hpp"
+#include "examples/common/try.hpp"
 
 namespace etkv::examples {
 namespace {
@@ -24,75 +18,51 @@ constexpr int kMisused = 2;
 /// What shells report of a program that Ctrl-C ended.
 constexpr int kInterrupted = 130;
 
-Result<int32_t> capacity_of(const Options& options, const Program& program) {
-  const int32_t most = program.params().max_context_length;
-  const int64_t capacity = options.capacity.value_or(most);
-  if (capacity > most) {
-    return Error(
-        ETKV_ERROR_INVALID_ARGUMENT,
-        "--capacity " + std::to_string(capacity) + " is above " +
-            std::to_string(most) + ", the context length that " +
-            options.model + " was exported for");
-  }
-  return static_cast<int32_t>(capacity);
-}
-
-Result<std::vector<int64_t>> end_ids_of(
-    const Program& program,
-    const Text& text) {
-  if (program.end_ids()) {
-    return *program.end_ids();
-  }
-  return text.end_ids();
-}
-
-Result<int> run(const Options& options) {
-  auto program = Program::open(options.model);
-  if (!program.ok()) {
-    return program.error();
-  }
-  const auto capacity = capacity_of(options, *program);
-  if (!capacity.ok()) {
-    return capacity.error();
-  }
-  const auto text = Text::open(options.tokenizer);
-  if (!text.ok()) {
-    return text.error();
-  }
-  if (!options.raw && !text.value().has_chat_template()) {
-    return Error(
-        ETKV_ERROR_INVALID_ARGUMENT,
-        "there is no chat template beside " + options.tokenizer +
-            "; --raw takes the prompt as it is");
-  }
-  auto end_ids = end_ids_of(*program, text.value());
-  if (!end_ids.ok()) {
-    return end_ids.error();
-  }
-
-  const std::string format =
-      options.kv_format.value_or(program->native_format());
-  auto session = make_decode_session(
-      kMLXBackend, make_config(program->params(), capacity.value(), format));
-  if (!session.ok()) {
-    return session.error();
-  }
-  if (auto loaded = program->load(session->key(), Logits::last); !loaded.ok()) {
-    return loaded.error();
-  }
-
-  Chat chat(
-      {*program, session->cache(), text.value(), format, std::move(*end_ids)},
-      options);
+/// Answers the one prompt, or converses.
+Result<int> talk(Chat chat, const Options& options) {
   if (!options.prompt) {
     chat.converse();
     return 0;
   }
-  const auto answer = chat.ask(*options.prompt);
-  if (!answer.ok()) {
-    return answer.error();
+  ASSIGN_OR_RETURN(const auto answer, chat.ask(*options.prompt));
+  return answer.stop == Stop::interrupted ? kInterrupted : 0;
+}
+
+/// One token a step, on a cache of whatever kind.
+template <typename Face>
+Result<int> run_on(Model& model, const Options& options) {
+  ASSIGN_OR_RETURN(
+      auto session, CacheSession<Face>::make(kMLXBackend, model.config()));
+  RETURN_IF_ERROR(model.program().load(session.key(), Logits::last));
+  return talk(Chat(model, session.cache(), options), options);
+}
+
+/// What a draft guesses, verified in trees.
+Result<int> run_with_draft(Model& model, const Options& options) {
+  ASSIGN_OR_RETURN(
+      auto session, make_tree_session(kMLXBackend, model.config()));
+  RETURN_IF_ERROR(model.program().load(session.key(), Logits::all));
+  ASSIGN_OR_RETURN(
+      const auto draft,
+      make_draft(
+          *options.speculation.draft, options.model, model, session.cache()));
+  Speculator speculator(model, session.cache(), *draft, options.speculation);
+  return talk(Chat(model, session.cache(), options, &speculator), options);
+}
+
+Result<int> run(const Options& options) {
+  ASSIGN_OR_RETURN(auto model, Model::open(options.model));
+  if (options.speculation.draft) {
+    return run_with_draft(model, options);
   }
-  return answer.value().stop == Stop::interrupted ? kInterrupted : 0;
+  const std::string kind = options.session.value_or(Cache::kKind);
+  if (kind == SeqCache::kKind) {
+    return run_on<SeqCache>(model, options);
+  }
+  if (kind == TreeCache::kKind) {
+    return run_on<TreeCache>(model, options);
+  }
+  return run_on<Cache>(model, options);
 }
 
 int fail(const Error& error, int status) {
@@ -116,9 +86,7 @@ int main(int argc, char** argv) {
     return 0;
   }
   if (options.value().version) {
-    write_piece(
-        std::string("etkv_chat ") + etkv_version() + ", MLX " +
-        etkv_mlx_version() + "\n");
+    write_piece(versions("etkv_chat"));
     return 0;
   }
   const auto status = run(options.value());

@@ -1,36 +1,26 @@
 #include "examples/chat/options.hpp"
 
-#include <filesystem>
 #include <limits>
 #include <utility>
 
 #include "examples/common/arguments.hpp"
-#include "examples/common/format.hpp"
+#include "examples/common/try.hpp"
 
 namespace etkv::examples {
 namespace {
 
 /// Options as they are written; what follows from them is worked out after.
 struct Given {
-  std::optional<std::string> model;
-  std::optional<std::string> tokenizer;
-  std::optional<std::string> kv_dtype;
   std::optional<int64_t> max_new_tokens;
   Options options;
 };
 
 Arguments arguments_into(Given& given) {
   Arguments arguments(
-      "usage: etkv_chat --model MODEL.pte [options]\n"
+      "usage: etkv_chat [options]\n"
       "Answers with a language model that keeps its KV cache in etkv: one\n"
       "--prompt, or a conversation if there is none.\n");
-  arguments.text("--model", "FILE", "the program (.pte) to run", &given.model);
-  arguments.text(
-      "--tokenizer",
-      "FILE",
-      "its tokenizer.json, or the folder that holds it;\n"
-      "by default tokenizer.json beside the model",
-      &given.tokenizer);
+  add_model_arguments(arguments, given.options.model);
   arguments.text(
       "--prompt", "TEXT", "answer this and leave", &given.options.prompt);
   arguments.text(
@@ -45,24 +35,14 @@ Arguments arguments_into(Given& given) {
       1,
       std::numeric_limits<int32_t>::max(),
       &given.max_new_tokens);
-  arguments.integer(
-      "--capacity",
-      "N",
-      "positions that the cache may hold; by default all\n"
-      "that the model was exported for",
-      1,
-      std::numeric_limits<int32_t>::max(),
-      &given.options.capacity);
+  add_speculation_arguments(
+      arguments, given.options.speculation, "; nobody otherwise");
   arguments.choice(
-      "--kv-dtype",
-      {"f32", "f16", "bf16"},
-      "how keys and values are stored; by default as the\n"
-      "model computes",
-      &given.kv_dtype);
-  arguments.flag(
-      "--raw",
-      "take the prompt as it is, without the chat template",
-      &given.options.raw);
+      "--session",
+      {"contiguous", "seq", "tree"},
+      "the kind of cache; the answers are the same\n"
+      "(contiguous, or tree with --draft)",
+      &given.options.session);
   arguments.flag(
       "--ids",
       "end with a line `ids: …` of the generated ids, the\n"
@@ -90,26 +70,21 @@ Result<Options> parse_options(int argc, const char* const* argv) {
   if (options.help || options.version) {
     return options;
   }
-  if (!given.model) {
-    return refuse("--model is missing: the .pte file to run");
-  }
-  if (options.raw && options.system) {
+  RETURN_IF_ERROR(check_format(options.model.kv_format));
+  if (options.model.raw && options.system) {
     return refuse(
         "--system is a part of the chat template, which --raw leaves out");
+  }
+  if (options.speculation.draft && options.session.value_or("tree") != "tree") {
+    return refuse(
+        "--draft takes --session tree, not " + *options.session +
+        ": guesses are trees");
   }
   if (options.prompt && options.prompt->empty()) {
     return refuse("the prompt is empty");
   }
-  options.model = *given.model;
-  options.tokenizer = given.tokenizer.value_or(
-      std::filesystem::path(options.model)
-          .replace_filename("tokenizer.json")
-          .string());
   options.max_new_tokens =
       given.max_new_tokens.value_or(options.max_new_tokens);
-  if (given.kv_dtype) {
-    options.kv_format = given.kv_dtype;
-  }
   return options;
 }
 

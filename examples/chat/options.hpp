@@ -6,21 +6,20 @@
 #include <string>
 
 #include "etkv/etkv.hpp"
+#include "examples/common/model.hpp"
+#include "examples/speculation/speculator.hpp"
 
 namespace etkv::examples {
 
 struct Options {
-  std::string model;
-  std::string tokenizer;
+  ModelOptions model;
   /// One question; none for a conversation at the terminal.
   std::optional<std::string> prompt;
   std::optional<std::string> system;
   int64_t max_new_tokens = 256;
-  /// None for all that the program was exported for.
-  std::optional<int64_t> capacity;
-  /// None for the model's own dtype.
-  std::optional<std::string> kv_format;
-  bool raw = false;
+  SpeculationOptions speculation;
+  /// The kind of cache; none for "contiguous", or "tree" with a draft.
+  std::optional<std::string> session;
   bool ids = false;
   bool help = false;
   bool version = false;

@@ -5,6 +5,7 @@
 #include <cstdio>
 #include <cstdlib>
 
+#include "examples/common/console.hpp"
 #include "examples/common/format.hpp"
 
 namespace etkv::examples {
@@ -17,15 +18,6 @@ bool watched(FILE* stream) {
 }
 
 } // namespace
-
-void say(const std::string& sentence) {
-  std::fprintf(stderr, "%s\n", sentence.c_str());
-}
-
-void write_piece(std::string_view piece) {
-  std::fwrite(piece.data(), 1, piece.size(), stdout);
-  std::fflush(stdout);
-}
 
 std::optional<std::string> read_line() {
   if (watched(stdin)) {
@@ -95,11 +87,11 @@ std::string describe(
   if (answer.reused_tokens > 0) {
     text += ", " + std::to_string(answer.reused_tokens) + " cached";
   }
-  if (answer.decode_steps > 0 && answer.decode_seconds > 0.0) {
+  if (answer.decode_tokens > 0 && answer.decode_seconds > 0.0) {
     text +=
         " · decode " +
         fixed(
-            static_cast<double>(answer.decode_steps) / answer.decode_seconds,
+            static_cast<double>(answer.decode_tokens) / answer.decode_seconds,
             1) +
         " tokens/s";
   }

@@ -4,18 +4,11 @@
 #include <cstddef>
 #include <optional>
 #include <string>
-#include <string_view>
 
 #include "etkv/etkv.hpp"
-#include "examples/chat/generator.hpp"
+#include "examples/common/generator.hpp"
 
 namespace etkv::examples {
-
-/// A message on standard error, on a line of its own.
-void say(const std::string& sentence);
-
-/// Writes a piece of an answer to standard output at once.
-void write_piece(std::string_view piece);
 
 /// The next line that the person types, behind a prompt if someone watches;
 /// nothing at the end of the input and after Ctrl-C.

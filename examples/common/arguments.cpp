@@ -2,8 +2,12 @@
 
 #include <algorithm>
 #include <charconv>
+#include <cstdlib>
+#include <memory>
 #include <numeric>
 #include <utility>
+
+#include "examples/common/format.hpp"
 
 namespace etkv::examples {
 namespace {
@@ -26,6 +30,14 @@ size_t distance(const std::string& from, const std::string& to) {
     }
   }
   return row.back();
+}
+
+std::optional<int64_t> whole_number(const std::string& text) {
+  int64_t number = 0;
+  const char* end = text.data() + text.size();
+  const auto [stop, code] = std::from_chars(text.data(), end, number);
+  return code == std::errc() && stop == end ? std::optional(number)
+                                            : std::nullopt;
 }
 
 std::string joined(const std::vector<std::string>& words, const char* between) {
@@ -57,6 +69,25 @@ void Arguments::text(
        std::move(help),
        [value](const std::string& given) {
          *value = given;
+         return Result<void>();
+       }});
+}
+
+void Arguments::texts(
+    std::string name,
+    std::string placeholder,
+    std::string help,
+    std::vector<std::string>* values) {
+  const auto first = std::make_shared<bool>(true);
+  options_.push_back(
+      {std::move(name),
+       std::move(placeholder),
+       std::move(help),
+       [values, first](const std::string& given) {
+         if (std::exchange(*first, false)) {
+           values->clear();
+         }
+         values->push_back(given);
          return Result<void>();
        }});
 }
@@ -93,10 +124,8 @@ void Arguments::integer(
     std::optional<int64_t>* value) {
   auto take =
       [name, least, most, value](const std::string& given) -> Result<void> {
-    int64_t number = 0;
-    const char* end = given.data() + given.size();
-    const auto [stop, code] = std::from_chars(given.data(), end, number);
-    if (code != std::errc() || stop != end || number < least || number > most) {
+    const auto number = whole_number(given);
+    if (!number || *number < least || *number > most) {
       return refuse(
           name + " takes a whole number from " + std::to_string(least) +
           " to " + std::to_string(most) + ", not \"" + given + "\"");
@@ -111,11 +140,72 @@ void Arguments::integer(
        std::move(take)});
 }
 
+void Arguments::integer_or(
+    std::string word,
+    std::string name,
+    std::string help,
+    int64_t least,
+    int64_t most,
+    std::optional<int64_t>* value) {
+  std::string placeholder = "N|" + word;
+  auto take = [word = std::move(word), name, least, most, value](
+                  const std::string& given) -> Result<void> {
+    const auto number = whole_number(given);
+    if (given != word && (!number || *number < least || *number > most)) {
+      return refuse(
+          name + " takes " + word + " or a whole number from " +
+          std::to_string(least) + " to " + std::to_string(most) + ", not \"" +
+          given + "\"");
+    }
+    *value = number;
+    return {};
+  };
+  options_.push_back(
+      {std::move(name),
+       std::move(placeholder),
+       std::move(help),
+       std::move(take)});
+}
+
+void Arguments::number(
+    std::string name,
+    std::string placeholder,
+    std::string help,
+    double least,
+    double most,
+    double* value) {
+  auto take =
+      [name, least, most, value](const std::string& given) -> Result<void> {
+    char* stop = nullptr;
+    const double number = std::strtod(given.c_str(), &stop);
+    // What is no number is in no range either.
+    if (given.empty() || *stop != '\0' || !(number >= least) ||
+        !(number <= most)) {
+      return refuse(
+          name + " takes a number from " + fixed(least, 1) + " to " +
+          fixed(most, 1) + ", not \"" + given + "\"");
+    }
+    *value = number;
+    return {};
+  };
+  options_.push_back(
+      {std::move(name),
+       std::move(placeholder),
+       std::move(help),
+       std::move(take)});
+}
+
+void Arguments::alias(std::string other, std::string name) {
+  aliases_.emplace(std::move(other), std::move(name));
+}
+
 Result<void> Arguments::parse(int argc, const char* const* argv) const {
   for (int i = 1; i < argc; ++i) {
     const std::string word = argv[i];
     const size_t equals = word.find('=');
-    const std::string name = word.substr(0, equals);
+    const auto other = aliases_.find(word.substr(0, equals));
+    const std::string name =
+        other == aliases_.end() ? word.substr(0, equals) : other->second;
     if (word.rfind("--", 0) != 0) {
       return refuse("\"" + word + "\" belongs to no option; --help lists them");
     }

@@ -3,6 +3,7 @@
 
 #include <cstdint>
 #include <functional>
+#include <map>
 #include <optional>
 #include <string>
 #include <utility>
@@ -29,6 +30,14 @@ class Arguments {
       std::string help,
       std::optional<std::string>* value);
 
+  /// The same for an option that may be given several times: all of its values,
+  /// in order, in place of those that were there.
+  void texts(
+      std::string name,
+      std::string placeholder,
+      std::string help,
+      std::vector<std::string>* values);
+
   /// An option whose value is one of a few words.
   void choice(
       std::string name,
@@ -44,6 +53,27 @@ class Arguments {
       int64_t least,
       int64_t most,
       std::optional<int64_t>* value);
+
+  /// The same where `word` stands for leaving the number open.
+  void integer_or(
+      std::string word,
+      std::string name,
+      std::string help,
+      int64_t least,
+      int64_t most,
+      std::optional<int64_t>* value);
+
+  /// An option whose value is a decimal number from `least` to `most`.
+  void number(
+      std::string name,
+      std::string placeholder,
+      std::string help,
+      double least,
+      double most,
+      double* value);
+
+  /// Another name for an option, which the help does not list.
+  void alias(std::string other, std::string name);
 
   /// Reads the command line. The last of an option that is given twice counts.
   Result<void> parse(int argc, const char* const* argv) const;
@@ -64,6 +94,7 @@ class Arguments {
 
   std::string usage_;
   std::vector<Option> options_;
+  std::map<std::string, std::string> aliases_;
 };
 
 } // namespace etkv::examples

@@ -1,6 +1,7 @@
 #include "examples/common/clock.hpp"
 
 #if defined(__APPLE__)
+#include <mach/mach.h>
 #include <sys/resource.h>
 #else
 #include <fstream>
@@ -10,19 +11,38 @@
 
 namespace etkv::examples {
 
-uint64_t peak_memory_bytes() {
 #if defined(__APPLE__)
+
+uint64_t memory_bytes() {
+  mach_task_basic_info info{};
+  mach_msg_type_number_t count = MACH_TASK_BASIC_INFO_COUNT;
+  const auto code = task_info(
+      mach_task_self(),
+      MACH_TASK_BASIC_INFO,
+      reinterpret_cast<task_info_t>(&info),
+      &count);
+  return code == KERN_SUCCESS ? info.resident_size : 0;
+}
+
+uint64_t peak_memory_bytes() {
   rusage usage{};
   if (getrusage(RUSAGE_SELF, &usage) != 0) {
     return 0;
   }
   return static_cast<uint64_t>(usage.ru_maxrss);
+}
+
 #else
-  // getrusage would also count what the process was before it became this one.
+
+namespace {
+
+/// A line of /proc/self/status. getrusage would also count what the process was
+/// before it became this one.
+uint64_t status_bytes(const char* line) {
   std::ifstream status("/proc/self/status");
   std::string name;
   while (status >> name) {
-    if (name == "VmHWM:") {
+    if (name == line) {
       uint64_t kibibytes = 0;
       status >> kibibytes;
       return kibibytes * 1024;
@@ -30,7 +50,18 @@ uint64_t peak_memory_bytes() {
     status.ignore(std::numeric_limits<std::streamsize>::max(), '\n');
   }
   return 0;
-#endif
 }
+
+} // namespace
+
+uint64_t memory_bytes() {
+  return status_bytes("VmRSS:");
+}
+
+uint64_t peak_memory_bytes() {
+  return status_bytes("VmHWM:");
+}
+
+#endif
 
 } // namespace etkv::examples

@@ -21,6 +21,10 @@ class Stopwatch {
   Clock::time_point since_ = Clock::now();
 };
 
+/// The memory that the process holds now, in bytes; 0 where the system does not
+/// tell.
+uint64_t memory_bytes();
+
 /// The most memory that the process has held so far, in bytes; 0 where the
 /// system does not tell.
 uint64_t peak_memory_bytes();

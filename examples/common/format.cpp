@@ -2,6 +2,8 @@
 
 #include <cstdio>
 
+#include "etkv/etkv.h"
+
 namespace etkv::examples {
 
 std::string mebibytes(uint64_t bytes) {
@@ -23,6 +25,10 @@ std::string rate(int64_t count, double seconds) {
 
 std::string counted(int64_t count, const std::string& noun) {
   return std::to_string(count) + " " + noun + (count == 1 ? "" : "s");
+}
+
+std::string versions(const std::string& name) {
+  return name + " " + etkv_version() + ", MLX " + etkv_mlx_version() + "\n";
 }
 
 } // namespace etkv::examples

@@ -18,4 +18,7 @@ std::string rate(int64_t count, double seconds);
 /// "1 token", "2 tokens".
 std::string counted(int64_t count, const std::string& noun);
 
+/// What `--version` prints of a runner.
+std::string versions(const std::string& name);
+
 } // namespace etkv::examples

@@ -1,5 +1,6 @@
 #include "examples/common/logits.hpp"
 
+#include <cmath>
 #include <limits>
 #include <string>
 
@@ -104,6 +105,17 @@ Result<int64_t> argmax(const LogitsView& logits, int64_t row) {
     return Error(ETKV_ERROR_PROGRAM, "the program's logits are not numbers");
   }
   return best;
+}
+
+double log_probability(const LogitsView& logits, int64_t row, int64_t index) {
+  return visit_row(logits, row, [&](const auto* values) {
+    const double best = greatest(values, logits.vocabulary);
+    double sum = 0.0;
+    for (int64_t i = 0; i < logits.vocabulary; ++i) {
+      sum += std::exp(static_cast<double>(values[i]) - best);
+    }
+    return static_cast<double>(values[index]) - best - std::log(sum);
+  });
 }
 
 void copy_row(const LogitsView& logits, int64_t row, float* out) {

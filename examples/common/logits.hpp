@@ -29,6 +29,10 @@ Result<LogitsView> view_logits(const executorch::aten::Tensor& tensor);
 /// which none is a number are an error.
 Result<int64_t> argmax(const LogitsView& logits, int64_t row);
 
+/// The natural logarithm of the probability that softmax gives to one index of a
+/// row.
+double log_probability(const LogitsView& logits, int64_t row, int64_t index);
+
 /// Writes a row as float32 to `out`, which has room for the vocabulary.
 void copy_row(const LogitsView& logits, int64_t row, float* out);
 

@@ -166,15 +166,27 @@ Result<void> Program::read_end_ids() {
 }
 
 Result<void> Program::load(const char* cache_key, Logits rows) {
+  if (module_->is_method_loaded(kForward)) {
+    module_->unload_method(kForward);
+  }
   LoadOptions options(cache_key);
   options.logits(rows);
+  rows_ = rows;
   auto loaded = load_method(*module_, kForward, options);
   if (loaded.ok() || rows == Logits::all ||
       loaded.error().status() != ETKV_ERROR_UNSUPPORTED) {
     return loaded;
   }
-  options.logits(Logits::all);
+  rows_ = Logits::all;
+  options.logits(rows_);
   return load_method(*module_, kForward, options);
+}
+
+size_t Program::prefill_size() const {
+  constexpr int32_t kRows = 64;
+  const int32_t most = params_.prefill_chunk_size;
+  return static_cast<size_t>(
+      rows_ == Logits::last ? most : std::min(most, kRows));
 }
 
 Result<LogitsView>
@@ -227,7 +239,8 @@ Result<std::optional<LogitsView>> prefill(
     size_t chunk,
     const OnChunk& on_chunk) {
   const auto most = static_cast<size_t>(program.params().prefill_chunk_size);
-  const size_t size = chunk == 0 ? most : std::min(chunk, most);
+  const size_t size =
+      chunk == 0 ? program.prefill_size() : std::min(chunk, most);
   std::optional<LogitsView> last;
   for (size_t done = 0; done < n;) {
     const size_t take = std::min(size, n - done);

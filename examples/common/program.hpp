@@ -21,8 +21,9 @@ class Program {
   /// is loaded yet.
   static Result<Program> open(const std::string& path);
 
-  /// Loads the model, bound to the cache with this key. A program that cannot
-  /// leave out rows of logits computes all of them.
+  /// Loads the model, bound to the cache with this key; one that is loaded
+  /// already is unloaded first, so that its weights are never there twice. A
+  /// program that cannot leave out rows of logits computes all of them.
   Result<void> load(const char* cache_key, Logits rows);
 
   /// Runs the model on `n` tokens at these positions, in the cache that it is
@@ -36,6 +37,11 @@ class Program {
   const ModelCacheParams& params() const {
     return params_;
   }
+  /// Tokens of a prompt that a step takes: as many as the program does, but
+  /// fewer where each of them has a row of logits, which is as wide as the
+  /// vocabulary and held twice.
+  size_t prefill_size() const;
+
   int64_t vocabulary() const {
     return vocabulary_;
   }
@@ -59,6 +65,7 @@ class Program {
   std::string native_format_;
   std::optional<std::vector<int64_t>> end_ids_;
   std::vector<int64_t> positions_;
+  Logits rows_ = Logits::all;
 };
 
 /// Hears of each chunk of a prompt: the tokens done of how many, and the
@@ -67,7 +74,7 @@ using OnChunk =
     std::function<bool(size_t done, size_t total, const LogitsView& logits)>;
 
 /// Runs `n` tokens, at least one, from `position` on in steps of at most
-/// `chunk`, or of the program's own size if that is 0.
+/// `chunk`, or of the program's prefill_size() if that is 0.
 ///
 /// @returns the logits of the last step; nothing if `on_chunk` stopped it. What
 ///          was done until then, or until an error, stays in the cache.

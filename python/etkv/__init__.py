@@ -12,6 +12,7 @@ Importing this package imports neither torch nor ExecuTorch: its functions do so
 """
 
 from etkv.cache import Cache, Memory, SeqCache, TreeCache, estimate, row_bytes
+from etkv.chat import Chat
 from etkv.config import CacheConfig, LayerConfig
 from etkv.errors import (
     CapacityError,
@@ -35,6 +36,7 @@ __all__ = [
     "Cache",
     "CacheConfig",
     "CapacityError",
+    "Chat",
     "DecodeSession",
     "EtkvError",
     "Generation",

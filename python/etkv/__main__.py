@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import logging
+import os
 import sys
 import warnings
 from collections.abc import Iterator
@@ -75,7 +76,7 @@ def _generate(options: argparse.Namespace) -> None:
         facts = etkv.read_kv_cache_metadata(options.program)
     config = etkv.CacheConfig(
         facts.layers,
-        options.capacity or facts.max_context_length or 4096,
+        (facts.max_context_length or 4096) if options.capacity is None else options.capacity,
         k_format=options.format,
         v_format=options.format,
         max_step=facts.prefill_chunk_size,
@@ -113,12 +114,15 @@ def main(arguments: list[str] | None = None) -> int:
         if options.command == "inspect":
             with third_party_noise(allowed=False):
                 told = inspection.run(options)
-            print("\n".join(told))
+            print("\n".join(told), flush=True)
         else:
             _generate(options)
     except EtkvError as error:
         print(f"error: {error}", file=sys.stderr)
         return _WRONG_USE
+    except BrokenPipeError:
+        # Who read the output has enough, as `head` does. Python flushes it once more at the end.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     except KeyboardInterrupt:
         print(file=sys.stderr)
         return _INTERRUPTED

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import functools
 import re
+import threading
 from collections.abc import Callable, Sequence
 from typing import Any, NoReturn
 
@@ -22,10 +23,22 @@ INT32_MAX = 2**31 - 1
 
 ffi = cffi.FFI()
 
+_loading = threading.Lock()
 
-@functools.cache
+
 def lib() -> Any:
     """The loaded library, with a function for each of ``etkv.h``."""
+    return _loaded() if _loaded.cache_info().currsize else _load()
+
+
+def _load() -> Any:
+    # Of threads that ask at once, the second finds what the first has loaded.
+    with _loading:
+        return _loaded()
+
+
+@functools.cache
+def _loaded() -> Any:
     ffi.cdef(_declarations(_library.header().read_text(encoding="utf-8")))
     library = ffi.dlopen(str(_library.etkv()))
     found = library.etkv_abi_version()

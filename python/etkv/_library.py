@@ -11,6 +11,7 @@ import functools
 import importlib.metadata
 import os
 import sys
+import threading
 from pathlib import Path
 
 from etkv.errors import EtkvError
@@ -20,6 +21,13 @@ _SUFFIX = ".dylib" if sys.platform == "darwin" else ".so"
 
 MLX_VERSION = "0.32.2"
 EXECUTORCH_VERSION = "1.5.1"
+
+EXECUTORCH_CALLS = threading.RLock()
+"""Held while ExecuTorch's Python module loads or runs anything.
+
+It redirects the process's ``std::cerr`` for the time of each call. Two calls at once leave it pointing to a buffer that
+is gone, and the next line that is logged ends the process.
+"""
 
 
 @functools.cache

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, NoReturn
 
 from etkv import _capi
 from etkv._capi import ask, ask_list, call, ffi, int32, int32s, lib, struct
@@ -103,6 +103,9 @@ class Cache:
     def memory(self) -> Memory:
         """Bytes of its buffers."""
         return _read_memory(self.n_layers, lambda memory: call("etkv_cache_memory", self._raw(), memory))
+
+    def __reduce_ex__(self, protocol: Any) -> NoReturn:
+        raise EtkvError(f"a {type(self).__name__} is neither copied nor sent to another process: make one of its own")
 
     def __repr__(self) -> str:
         k, v = self.formats

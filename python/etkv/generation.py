@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Iterator, Sequence
+import weakref
+from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 from etkv.cache import SeqCache
@@ -42,7 +43,7 @@ def generate(
 
     Nothing runs until the first token is asked for. A ``break`` and an interruption (Ctrl-C) leave the session usable:
     it holds the prompt and all of the answer but what :attr:`Generation.held` excludes. A prompt that is interrupted is
-    taken back.
+    taken back, as far as layers with windows still hold what was before it.
     """
     if program.session is None:
         raise EtkvError(f"{program.path.name} was loaded without a session: pass one to etkv.load")
@@ -52,8 +53,11 @@ def generate(
     for name, value, least in (("max_new_tokens", max_new_tokens, 0), ("top_k", top_k, 0)):
         if value < least:
             raise EtkvError(f"{name} is {value}, the least is {least}")
-    if temperature < 0:
+    # Written so that a NaN, which is neither, is refused.
+    if not temperature >= 0:
         raise EtkvError(f"temperature is {temperature}, the least is 0")
+    if seed is not None and seed < 0:
+        raise EtkvError(f"seed is {seed}, the least is 0")
     if not 0 < top_p <= 1:
         raise EtkvError(f"top_p is {top_p}, it is above 0 and at most 1")
     if sequence and not isinstance(program.session, SeqCache):
@@ -90,7 +94,8 @@ class Generation(Iterator[int]):
         self._max_new_tokens = max_new_tokens
         self._bars = _Bars(len(prompt), max_new_tokens) if progress else None
         self._start: int | None = None
-        self._steps = self._run(prompt)
+        # Not held by its own steps, so that an answer that is dropped lets go of the session at once.
+        self._steps = Generation._run(weakref.proxy(self), prompt, self._bars)
 
     def __next__(self) -> int:
         return next(self._steps)
@@ -99,7 +104,7 @@ class Generation(Iterator[int]):
     def held(self) -> int:
         """Tokens of the answer that the cache holds; the last one is not run until the next is asked for.
 
-        What continues this answer begins with ``ids[held:]``, which is one token at least.
+        What continues this answer begins with ``ids[held:]``: its last token, and nothing where the model ended it.
         """
         if self._start is None:
             return 0
@@ -114,7 +119,7 @@ class Generation(Iterator[int]):
         session = self._session
         return session.seq_next(self._sequence) if isinstance(session, SeqCache) else session.length
 
-    def _run(self, prompt: list[int]) -> Iterator[int]:
+    def _run(self, prompt: list[int], bars: _Bars | None) -> Iterator[int]:
         session = self._session
         if not session.can_extend(len(prompt)):
             free = session.capacity - session.length
@@ -123,40 +128,43 @@ class Generation(Iterator[int]):
             )
         self._start = self._next()
         try:
-            try:
-                row = self._prefill(prompt)
-            except BaseException:
-                self._forget(self._start)
-                raise
+            token = self._chosen(self._start, self._prefill, prompt)
             while len(self.ids) < self._max_new_tokens:
-                token = self._sampler.choose(row)
                 if token in self._ends:
                     self.stop = "end"
                     return
                 self.ids.append(token)
-                if self._bars:
-                    self._bars.answered(1)
+                if bars:
+                    bars.answered(1)
                 yield token
                 if len(self.ids) == self._max_new_tokens:
                     break
                 if not session.can_extend(1):
                     self.stop = "capacity"
                     return
-                began = time.perf_counter()
-                try:
-                    row = self._step([token])
-                except BaseException:
-                    # It may have been, and its logits be lost: it is to be run again.
-                    self._forget(self._start + self.n_prompt + len(self.ids) - 1)
-                    raise
-                self.decode_seconds += time.perf_counter() - began
+                token = self._chosen(self._start + self.n_prompt + len(self.ids) - 1, self._decode, [token])
             self.stop = "limit"
         finally:
-            if self._bars:
-                self._bars.close()
+            if bars:
+                bars.close()
+
+    def _chosen(self, position: int, run: Callable[[list[int]], np.ndarray], ids: list[int]) -> int:
+        """The token behind ``ids``, which are run from ``position`` on."""
+        try:
+            return self._sampler.choose(run(ids))
+        except BaseException:
+            # They may have been run, and what follows them be lost: they are to be run again.
+            self._forget(position)
+            raise
+
+    def _decode(self, ids: list[int]) -> np.ndarray:
+        began = time.perf_counter()
+        row = self._step(ids)
+        self.decode_seconds += time.perf_counter() - began
+        return row
 
     def _prefill(self, prompt: list[int]) -> np.ndarray:
-        chunk = self._program.metadata.prefill_chunk_size or DEFAULT_CHUNK
+        chunk = self._most_tokens()
         began = time.perf_counter()
         for start in range(0, len(prompt), chunk):
             part = prompt[start : start + chunk]
@@ -165,6 +173,14 @@ class Generation(Iterator[int]):
                 self._bars.prefilled(len(part))
         self.prefill_seconds = time.perf_counter() - began
         return row
+
+    def _most_tokens(self) -> int:
+        """Tokens of a step, at most: what the program takes, and what the cache takes where layers have windows."""
+        most = self._program.constant("get_prefill_chunk_size") or DEFAULT_CHUNK
+        config = self._session.config
+        if any(layer.window for layer in config.layers):
+            most = min(most, config.max_step or DEFAULT_CHUNK)
+        return most
 
     def _forget(self, position: int) -> None:
         """Take back the positions from ``position`` on, as far as layers with windows let it."""
@@ -197,7 +213,9 @@ class _Sampler:
 
         if self._temperature == 0:
             return int(row.argmax())
-        scaled = row.astype(np.float64) / self._temperature
+        # At a temperature next to 0 all but the best are at minus infinity.
+        with np.errstate(over="ignore"):
+            scaled = (row.astype(np.float64) - row.max()) / self._temperature
         order = np.argsort(-scaled, kind="stable")
         if self._top_k:
             order = order[: self._top_k]

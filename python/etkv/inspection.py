@@ -25,12 +25,15 @@ _FACTS = ("kv_cache.", "get_kv_heads", "get_head_dims", "get_windows", "get_n_ca
 """Constant methods that are told as the layers they describe."""
 
 
-def report(path: Path, *, capacity: int | None = None, formats: tuple[str, ...] = DEFAULT_FORMATS) -> dict[str, Any]:
+def report(
+    path: str | Path, *, capacity: int | None = None, formats: tuple[str, ...] = DEFAULT_FORMATS
+) -> dict[str, Any]:
     """What there is to know of the program at ``path``, as JSON has it.
 
     ``cache`` tells bytes at ``capacity`` positions (those that the program was exported for, or 4,096) in each of
     ``formats``. Raises :class:`EtkvError` where the file is no program.
     """
+    path = Path(path)
     file = PteFile(path)
     found: dict[str, Any] = {"path": str(path), "bytes": file.size, "methods": _methods(file)}
     found["constants"] = {"count": len(file.named_data), "bytes": sum(file.named_data.values())}

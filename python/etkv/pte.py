@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from etkv import _library
 from etkv._mlx_serialization import ensure_available
 from etkv.errors import EtkvError, first_line
 
@@ -134,15 +135,17 @@ def constant_methods(path: Path) -> dict[str, Any]:
 
     names = PteFile(path).constant_names
     try:
-        program = Runtime.get().load_program(path, verification=Verification.Minimal)
-        return {name: constant(program, name) for name in names}
+        with _library.EXECUTORCH_CALLS:
+            program = Runtime.get().load_program(path, verification=Verification.Minimal)
+            return {name: constant(program, name) for name in names}
     except RuntimeError as error:
         raise EtkvError(f"{path} is damaged: {first_line(error)}") from error
 
 
 def constant(program: Any, name: str) -> Any:
     """The value of the constant method ``name`` of a program that ``executorch.runtime`` has loaded."""
-    values = [_plain(output) for output in program.load_method(name).execute([])]
+    with _library.EXECUTORCH_CALLS:
+        values = [_plain(output) for output in program.load_method(name).execute([])]
     return values if name in _LISTS else values[0]
 
 

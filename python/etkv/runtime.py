@@ -6,6 +6,8 @@
 
 from __future__ import annotations
 
+import os
+import warnings
 from collections.abc import Sequence
 from pathlib import Path
 from types import TracebackType
@@ -28,13 +30,17 @@ if TYPE_CHECKING:
 
 METHOD = "forward"
 
+_process: int | None = None
+"""The process that loaded the first program."""
+
 
 def register_backend() -> None:
     """Make ``MLXBackend`` known to the installed ExecuTorch's runtime, in this process; again does nothing.
 
     Raises :class:`EtkvError` where ExecuTorch, MLX or the native libraries are missing or of another release.
     """
-    _library.mlx_backend()
+    with _library.EXECUTORCH_CALLS:
+        _library.mlx_backend()
 
 
 def load(path: str | Path, session: Session | None, *, logits: str = "all", method: str = METHOD) -> Program:
@@ -62,15 +68,22 @@ def load(path: str | Path, session: Session | None, *, logits: str = "all", meth
 class Program:
     """A loaded program. :func:`load` makes them. A context manager: leaving it lets go of weights and cache.
 
-    ``session`` is the one that it is bound to. A program runs one step at a time.
+    ``session`` is the one that it is bound to. Any thread may run it; the steps of a process come one after the other.
+    A process that was forked after a program was loaded has the threads of neither ExecuTorch nor MLX, and is refused.
     """
 
     def __init__(self, path: Path, session: Session | None, logits: str, method: str) -> None:
-        from executorch.runtime import Runtime, Verification
-
+        _require_one_process()
         self.path = path
         self.session = session
         self._metadata: ModelCacheParams | None = None
+        with _library.EXECUTORCH_CALLS:
+            self._load(logits, method)
+
+    def _load(self, logits: str, method: str) -> None:
+        from executorch.runtime import Runtime, Verification
+
+        path, session = self.path, self.session
         try:
             self._program = Runtime.get().load_program(path, verification=Verification.Minimal)
         except RuntimeError as error:
@@ -91,7 +104,7 @@ class Program:
             _capi.raise_delegate_error(lambda: ProgramError(reason), error)
 
     def forward(self, tokens: Ids, positions: Ids, *, copy: bool = True) -> Rows:
-        """Run one step: the logits of ``tokens`` [T] or [1, T] at ``positions`` [T] or [T, 1], all of them or the last.
+        """Run one step: the logits of ``tokens`` [T] or [1, T] at ``positions`` [T], [T, 1] or [1, T], all or the last.
 
         The rows are [T, vocabulary] or [1, vocabulary]: a torch tensor in the program's dtype where ``tokens`` is one,
         else a numpy array (bfloat16, which numpy lacks, as float32). Without ``copy`` they are the program's own
@@ -100,29 +113,39 @@ class Program:
         The step counts only if it works: otherwise the cache is as it was before.
         """
         as_tensor = _is_tensor(tokens)
-        ids = _integers(tokens, "tokens").reshape(1, -1)
-        at = _integers(positions, "positions").reshape(-1)
+        ids, at = _integers(tokens, "tokens"), _integers(positions, "positions")
+        if ids.numel() != ids.shape[-1:].numel():
+            raise EtkvError(f"tokens has shape {list(ids.shape)}, it is [T] or [1, T]")
+        if at.numel() != max(at.shape, default=1):
+            raise EtkvError(f"positions has shape {list(at.shape)}, it is [T], [T, 1] or [1, T]")
+        ids, at = ids.reshape(1, -1), at.reshape(-1)
         if ids.numel() != at.numel():
             raise EtkvError(f"there are {at.numel()} positions for {ids.numel()} tokens")
         if self._max_tokens is not None and ids.numel() > self._max_tokens:
             raise EtkvError(f"the step has {ids.numel()} tokens, the program takes at most {self._max_tokens}")
         rows = self.execute(ids, at, copy=copy)[0]
         rows = rows.reshape(rows.shape[-2:])
+        if not copy:
+            # The memory is the program's: who holds the rows holds that.
+            rows.owners = (self._method, self._program)
         return rows if as_tensor else _array(rows)
 
     def execute(self, *inputs: Any, copy: bool = True) -> list[Any]:
         """Run the method on inputs as it declares them, torch tensors or integers; the outputs as it has them."""
-        if self._method is None:
-            raise EtkvError(f"the program {self.path.name} is closed: load it again")
+        _require_one_process()
+        self._opened(self._method)
         if self.session is not None and self.session.closed:
             raise EtkvError(f"the session of {self.path.name} is closed: make a new one, and load the program with it")
-        _capi.forget_delegate_error()
-        try:
-            # The public execute always copies what it returns.
-            return list(self._method._method.call(list(inputs), clone_outputs=copy))
-        except RuntimeError as error:
-            reason = f"{self.path.name}: {first_line(error)}"
-            _capi.raise_delegate_error(lambda: EtkvError(reason), error)
+        with _library.EXECUTORCH_CALLS:
+            loaded = self._opened(self._method)
+            _check_inputs(inputs, loaded.metadata, self.path.name)
+            _capi.forget_delegate_error()
+            try:
+                # The public execute always copies what it returns.
+                return list(loaded._method.call(list(inputs), clone_outputs=copy))
+            except RuntimeError as error:
+                reason = f"{self.path.name}: {first_line(error)}"
+                _capi.raise_delegate_error(lambda: EtkvError(reason), error)
 
     @property
     def metadata(self) -> ModelCacheParams:
@@ -141,12 +164,17 @@ class Program:
 
     def constant(self, name: str) -> Any:
         """The value of a constant method, such as ``get_max_ctx_len``; ``None`` where there is none of the name."""
-        return pte.constant(self._program, name) if name in self.method_names else None
+        return pte.constant(self._opened(self._program), name) if name in self.method_names else None
 
     @property
     def method_names(self) -> set[str]:
         """The names of its methods."""
-        return self._program.method_names if self._program is not None else set()
+        return self._opened(self._program).method_names
+
+    def _opened(self, part: Any) -> Any:
+        if part is None:
+            raise EtkvError(f"the program {self.path.name} is closed: load it again")
+        return part
 
     def close(self) -> None:
         """Let go of the weights and of the cache. Closing twice does nothing."""
@@ -160,6 +188,33 @@ class Program:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close()
+
+
+def _require_one_process() -> None:
+    """Refuse what would wait forever for threads that a fork left behind."""
+    global _process
+    if _process is None:
+        _process = os.getpid()
+    elif _process != os.getpid():
+        raise EtkvError(
+            f"process {os.getpid()} was forked from {_process} after a program was loaded there, and cannot run any: "
+            "start it with multiprocessing's spawn method"
+        )
+
+
+def _check_inputs(inputs: Sequence[Any], method: Any, name: str) -> None:
+    """Refuse what ExecuTorch would refuse with a number: another count, a rank, a length beyond the declared one."""
+    import torch
+
+    if len(inputs) != method.num_inputs():
+        raise EtkvError(f"{name} has {method.num_inputs()} inputs, {len(inputs)} are given")
+    for index, given in enumerate(inputs):
+        if not isinstance(given, torch.Tensor):
+            continue
+        most = list(method.input_tensor_meta(index).sizes())
+        sizes = list(given.shape)
+        if len(sizes) != len(most) or any(size > limit for size, limit in zip(sizes, most, strict=True)):
+            raise EtkvError(f"input {index} of {name} has shape {sizes}, it is at most {most}")
 
 
 def _max_tokens(method: Any) -> int | None:
@@ -181,7 +236,21 @@ def _integers(values: Ids, name: str) -> torch.Tensor:
     import numpy as np
     import torch
 
-    tensor = values if isinstance(values, torch.Tensor) else torch.from_numpy(np.ascontiguousarray(values))
+    if isinstance(values, torch.Tensor):
+        tensor = values
+    else:
+        try:
+            array = np.asarray(values)
+            # Torch has neither other byte orders nor negative strides.
+            array = np.ascontiguousarray(array, array.dtype.newbyteorder("="))
+            with warnings.catch_warnings():
+                # Of an array that may not be written to; nothing writes here.
+                warnings.filterwarnings("ignore", "The given NumPy array is not writable")
+                tensor = torch.from_numpy(array)
+        except (TypeError, ValueError) as error:
+            raise EtkvError(f"{name} is {_short(values)}, it has 64-bit integers: {first_line(error)}") from error
+    if tensor.layout != torch.strided or tensor.device.type == "meta":
+        raise EtkvError(f"{name} is a tensor without rows in memory: {tensor.layout} on {tensor.device}")
     if tensor.numel() == 0:
         raise EtkvError(f"{name} is empty; a step has at least one token")
     if tensor.is_floating_point() or tensor.is_complex() or tensor.dtype == torch.bool:
@@ -189,7 +258,23 @@ def _integers(values: Ids, name: str) -> torch.Tensor:
     return tensor.to(torch.int64).contiguous()
 
 
+def _short(value: object) -> str:
+    told = " ".join(repr(value).split())
+    return told if len(told) <= 80 else f"{told[:80]}…"
+
+
+class _Memory:
+    """What an array is a view of, and whose memory that is: the array holds this, torch's own would not."""
+
+    def __init__(self, array: np.ndarray, owners: Any) -> None:
+        self.__array_interface__ = array.__array_interface__
+        self._held = array, owners
+
+
 def _array(tensor: torch.Tensor) -> np.ndarray:
+    import numpy as np
     import torch
 
-    return (tensor.float() if tensor.dtype == torch.bfloat16 else tensor).numpy()
+    array = (tensor.float() if tensor.dtype == torch.bfloat16 else tensor).numpy()
+    owners = getattr(tensor, "owners", None)
+    return array if owners is None else np.asarray(_Memory(array, owners))

@@ -35,6 +35,8 @@ class Session(Cache):
 
     KIND = "contiguous"
 
+    _open = False
+
     def __init__(self, config: CacheConfig) -> None:
         """Make the cache and register it.
 

@@ -17,6 +17,7 @@
 #include "examples/common/clock.hpp"
 #include "examples/common/format.hpp"
 #include "examples/common/log.hpp"
+#include "examples/common/model.hpp"
 #include "examples/common/program.hpp"
 
 namespace etkv::examples {
@@ -25,7 +26,7 @@ namespace {
 struct Options {
   std::optional<std::string> model;
   std::optional<std::string> ids_file;
-  std::optional<std::string> kv_dtype;
+  std::optional<std::string> kv_format;
   std::optional<std::string> rows;
   std::optional<std::string> logits_file;
   std::optional<std::string> all_logits_file;
@@ -48,12 +49,7 @@ Arguments arguments_into(Options& options) {
       "FILE",
       "the prompt: ids with white space between them",
       &options.ids_file);
-  arguments.choice(
-      "--kv-dtype",
-      {"f32", "f16", "bf16"},
-      "how keys and values are stored; by default as the\n"
-      "model computes",
-      &options.kv_dtype);
+  add_format_argument(arguments, &options.kv_format);
   arguments.integer(
       "--capacity",
       "N",
@@ -283,7 +279,7 @@ std::string json(
            ", \"peak_memory_bytes\": " + std::to_string(run.peak_memory) +
            ", \"peak_mlx_bytes\": " + std::to_string(run.peak_mlx) + "}";
   };
-  return "{\"kv_dtype\": \"" + format +
+  return "{\"kv_format\": \"" + format +
          "\", \"prompt_tokens\": " + std::to_string(prompt_tokens) +
          ", \"load_seconds\": " + seconds_text(load_seconds) +
          ", \"runs\": " + json_list(runs, one) + "}\n";
@@ -336,7 +332,7 @@ Result<void> run(const Options& options) {
     return program.error();
   }
   const std::string format =
-      options.kv_dtype.value_or(program->native_format());
+      options.kv_format.value_or(program->native_format());
   const auto capacity = static_cast<int32_t>(
       options.capacity.value_or(program->params().max_context_length));
   auto session = make_decode_session(
@@ -408,6 +404,9 @@ int main(int argc, char** argv) {
   if (!options.model || !options.ids_file) {
     return fail(
         refuse("--model and --ids-file are needed; --help lists the rest"), 2);
+  }
+  if (const auto checked = check_format(options.kv_format); !checked.ok()) {
+    return fail(checked.error(), 2);
   }
   const auto ran = run(options);
   return ran.ok() ? 0 : fail(ran.error(), 1);

@@ -58,6 +58,7 @@ assert not hasattr(torch.ops.kvcache, "update_and_attend"), "somebody has regist
 
 from etkv import op, reference  # noqa: E402
 from etkv.config import CacheConfig, LayerConfig  # noqa: E402
+from etkv.errors import Status, StatusError  # noqa: E402
 from etkv.reference.attention import attention  # noqa: E402
 from etkv.reference.sequences import MAX_SEQUENCES  # noqa: E402
 
@@ -66,8 +67,8 @@ from etkv.reference.sequences import MAX_SEQUENCES  # noqa: E402
 def their_errors() -> Iterator[None]:
     try:
         yield
-    except reference.StatusError as error:
-        if error.status in (reference.Status.CAPACITY, reference.Status.STEP):
+    except StatusError as error:
+        if error.status in (Status.CAPACITY, Status.STEP):
             raise RuntimeError(str(error)) from error
         raise
 

@@ -189,7 +189,7 @@ def forward(
     *,
     decode: int = 0,
     chunk: int = 0,
-    kv_dtype: str | None = None,
+    kv_format: str | None = None,
     rows: str | None = None,
 ) -> Ran:
     """Run ``prompt`` in chunks, then ``decode`` greedy steps; ``rows`` is ``all`` or ``last`` to get logits."""
@@ -198,8 +198,8 @@ def forward(
         ids_file.write_text(" ".join(map(str, prompt)))
         command = [FORWARD, "--json", "--model", program.path, "--ids-file", ids_file]
         command += ["--decode", decode, "--chunk", chunk]
-        if kv_dtype:
-            command += ["--kv-dtype", kv_dtype]
+        if kv_format:
+            command += ["--kv-format", kv_format]
         if rows:
             command += ["--all-logits" if rows == "all" else "--logits", logits_file]
         done = run(command)

@@ -190,10 +190,10 @@ def test_a_damaged_payload_never_crashes(programs, tmp_path, variant, seed):
 
 
 @TOOLS
-@pytest.mark.parametrize("dtype", ["q4", "float32", "F32", ""])
-def test_unknown_kv_dtype(tool, model, tmp_path, dtype):
-    words = [*command(tool, model, tmp_path), "--kv-dtype", dtype]
-    refused(words, MISUSED, "--kv-dtype", "f32, f16, bf16", f'"{dtype}"')
+@pytest.mark.parametrize("name", ["q4", "float32", "F32", "affine7", ""])
+def test_unknown_kv_format(tool, model, tmp_path, name):
+    words = [*command(tool, model, tmp_path), "--kv-format", name]
+    refused(words, MISUSED, "--kv-format", "f32, f16, bf16", "row-fp4", f"`{name}`")
 
 
 @TOOLS
@@ -211,9 +211,10 @@ def test_unknown_options(tool, model, tmp_path):
     refused([tool, "--model"], MISUSED, "--model needs a value")
 
 
-def test_options_that_are_missing_or_exclude_each_other(model):
+def test_options_that_are_missing_or_exclude_each_other(model, tmp_path):
     refused([FORWARD, "--model", model], MISUSED, "--ids-file", "--help")
-    refused([CHAT, "--prompt", "hi"], MISUSED, "--model is missing")
+    line = refused([CHAT, "--prompt", "hi"], FAILED, "no model at build/models", "--model", cwd=tmp_path)
+    assert "`make model`" in line
     refused([CHAT, "--model", model, "--prompt", ""], MISUSED, "the prompt is empty")
     refused([CHAT, "--model", model, "--prompt", "hi", "--raw", "--system", "x"], MISUSED, "--system", "--raw")
     refused([CHAT, "--model", model, "--prompt", "hi", "--max-new-tokens", 0], MISUSED, "--max-new-tokens", '"0"')

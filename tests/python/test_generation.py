@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import signal
 import subprocess
 import sys
 import time
+import weakref
 
 import pytest
 
@@ -84,6 +86,27 @@ def test_a_prompt_longer_than_a_step(program):
     assert list(etkv.generate(program, prompt[-1:], max_new_tokens=8, end_ids=[])) == chunked
 
 
+@pytest.mark.parametrize("at", [1, 4])
+def test_interrupted_where_a_token_is_chosen(program, greedy, monkeypatch, at):
+    """What was run and led to no token is taken back, so that nothing of the answer is lost."""
+    answer = etkv.generate(program, PROMPT, max_new_tokens=8, end_ids=[])
+    choose, calls = answer._sampler.choose, []
+
+    def interrupted(row):
+        calls.append(1)
+        if len(calls) == at:
+            raise KeyboardInterrupt
+        return choose(row)
+
+    monkeypatch.setattr(answer._sampler, "choose", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        list(answer)
+    assert answer.ids == greedy[: at - 1]
+    assert program.session.length == (len(PROMPT) + answer.held if answer.ids else 0)
+    rest = answer.ids[answer.held :] or PROMPT
+    assert list(etkv.generate(program, rest, max_new_tokens=3, end_ids=[])) == greedy[at - 1 : at + 2]
+
+
 def test_sequences_of_one_session(tiny, greedy):
     with etkv.SeqSession(config(tiny, 200)) as session, etkv.load(tiny.path, session, logits="last") as program:
         first = etkv.generate(program, PROMPT, max_new_tokens=12, end_ids=[])
@@ -105,6 +128,7 @@ def test_draws(program):
     assert draw(temperature=0.7, top_p=1e-9, seed=1) == best
     assert draw(temperature=1.5, seed=1) == draw(temperature=1.5, seed=1)
     assert len({tuple(draw(temperature=1.5, seed=seed)) for seed in range(4)}) > 1
+    assert draw(temperature=1e-320, seed=1) == best
 
 
 @pytest.mark.parametrize(
@@ -112,6 +136,8 @@ def test_draws(program):
     [
         ({"max_new_tokens": -1}, "max_new_tokens is -1, the least is 0"),
         ({"temperature": -0.5}, "temperature is -0.5, the least is 0"),
+        ({"temperature": float("nan")}, "temperature is nan, the least is 0"),
+        ({"seed": -1}, "seed is -1, the least is 0"),
         ({"top_p": 0}, "top_p is 0, it is above 0 and at most 1"),
         ({"top_k": -2}, "top_k is -2, the least is 0"),
         ({"sequence": 3}, "sequence is 3, and the session has one only: use a SeqSession"),
@@ -140,6 +166,58 @@ def test_text(tiny, program):
     assert list(tokenizer.stream(tokenizer.encode("aß€"))) == ["a", "ß", "€"]
     with pytest.raises(etkv.EtkvError, match="the chat template does not take these messages"):
         tokenizer.chat([3])
+
+
+def test_a_chat_runs_what_is_new(tiny, program):
+    """Each turn equals one that runs the whole conversation on an empty cache."""
+    tokenizer = etkv.Tokenizer.beside(tiny.path)
+    chat = etkv.Chat(program, tokenizer, system="Be brief.")
+    for text in ("Hi", "And you?"):
+        messages = [*chat.messages, {"role": "user", "content": text}]
+        whole = tokenizer.chat(messages)
+        said = "".join(chat.say(text, max_new_tokens=12))
+        assert chat.messages == [*messages, {"role": "assistant", "content": said}]
+        ids, prefilled = chat.answer.ids, chat.answer.n_prompt
+        with etkv.DecodeSession(config(tiny, 200)) as alone, etkv.load(tiny.path, alone, logits="last") as other:
+            assert list(etkv.generate(other, whole, max_new_tokens=12)) == ids
+    first = tokenizer.chat(chat.messages[:2])
+    assert prefilled <= len(whole) - len(first), "the first turn was not run again"
+    # A message that is changed: what comes before it is kept.
+    chat.messages[1:] = []
+    list(chat.say("Hello?", max_new_tokens=3))
+    assert chat.answer.n_prompt < len(tokenizer.chat(chat.messages[:-1]))
+    for _ in chat.say("x", max_new_tokens=30, end_ids=[]):
+        break
+    assert [message["role"] for message in chat.messages[-2:]] == ["user", "assistant"]
+    list(chat.say("y", max_new_tokens=3, end_ids=[]))
+    assert len(chat.answer.ids) == 3
+
+
+def test_an_answer_that_is_dropped_lets_go(program):
+    """At once, not when the collector comes by."""
+    answer = etkv.generate(program, PROMPT, end_ids=[])
+    next(answer)
+    watched = weakref.ref(answer)
+    gc.disable()
+    try:
+        del answer
+        assert watched() is None
+    finally:
+        gc.enable()
+
+
+def test_steps_of_window_layers_are_those_of_the_cache():
+    """50 tokens where the cache takes steps of 16: as one step of them all."""
+    windowed = reference.program(Variant("tiny-mistral-window"))
+    prompt = [(7 * i) % 250 for i in range(50)]
+    answers = []
+    for max_step in (16, 64):
+        with (
+            etkv.DecodeSession(config(windowed, 200, max_step=max_step)) as session,
+            etkv.load(windowed.path, session, logits="last") as program,
+        ):
+            answers.append(list(etkv.generate(program, prompt, max_new_tokens=8, end_ids=[])))
+    assert answers[0] == answers[1]
 
 
 def test_missing_tokenizer(tmp_path):
@@ -223,3 +301,20 @@ def test_bars(tiny, capfd):
     assert done.stdout.startswith("["), done.stderr
     assert "prompt" in done.stderr
     assert "answer" in done.stderr
+
+
+def test_a_reader_that_has_enough_ends_the_command(tiny):
+    command = [sys.executable, "-m", "etkv", "inspect", str(tiny.path), "--instructions"]
+    read, write = os.pipe()
+    os.close(read)
+    path = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    with os.fdopen(write) as output:
+        done = subprocess.run(command, stdout=output, stderr=subprocess.PIPE, text=True, env=path, timeout=60)
+    assert (done.returncode, done.stderr) == (0, "")
+
+
+def test_a_capacity_of_none_is_refused(tiny, capsys):
+    from etkv.__main__ import main
+
+    assert main(["generate", str(tiny.path), "Hi", "--capacity", "0"]) == 2
+    assert "capacity is 0, the least is 1" in capsys.readouterr().err

@@ -116,7 +116,7 @@ def test_kv_dtypes(program, tokenizer):
     exact = reference.forward(program, ids, decode=decode, rows="all")
     errors = {}
     for dtype in ("f16", "bf16"):
-        ran = reference.forward(program, ids, decode=decode, rows="all", kv_dtype=dtype)
+        ran = reference.forward(program, ids, decode=decode, rows="all", kv_format=dtype)
         assert ran.ids == exact.ids
         assert ran.cache_bytes * 2 == exact.cache_bytes
         errors[dtype] = reference.rms(ran.logits - exact.logits) / reference.spread(exact.logits)

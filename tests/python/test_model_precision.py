@@ -85,14 +85,14 @@ def test_half_precision_is_as_good_as_that_of_transformers(programs, exact, vari
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_kv_dtype_is_that_of_the_program_by_default(programs, dtype):
+def test_kv_format_is_that_of_the_program_by_default(programs, dtype):
     variant = Variant("tiny-llama", dtype)
     default = reference.forward(programs[variant], PROMPT, decode=DECODE, rows="all")
-    chosen = reference.forward(programs[variant], PROMPT, decode=DECODE, rows="all", kv_dtype=dtype)
+    chosen = reference.forward(programs[variant], PROMPT, decode=DECODE, rows="all", kv_format=dtype)
     assert (chosen.ids, chosen.cache_bytes) == (default.ids, default.cache_bytes)
     np.testing.assert_array_equal(chosen.logits, default.logits)
     for other in DTYPES:
-        ran = reference.forward(programs[variant], PROMPT, decode=DECODE, kv_dtype=other)
+        ran = reference.forward(programs[variant], PROMPT, decode=DECODE, kv_format=other)
         assert ran.cache_bytes == default.cache_bytes * (4 if other == "f32" else 2) // (4 if dtype == "f32" else 2)
 
 

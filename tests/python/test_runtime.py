@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import gc
+import os
 import subprocess
 import sys
+import textwrap
 import threading
+import warnings
 
 import numpy as np
 import pytest
@@ -86,6 +90,25 @@ def test_rows_are_copied_unless_told_otherwise(tiny, session):
         assert again.ctypes.data == shared.ctypes.data, "the program's own memory"
         assert not np.array_equal(shared, seen)
         np.testing.assert_array_equal(kept, before)
+        seen = again.copy()
+    # The rows hold the memory that they are in.
+    gc.collect()
+    np.testing.assert_array_equal(again, seen)
+
+
+def test_inputs_that_the_method_does_not_take(tiny, session):
+    with etkv.load(tiny.path, session) as program:
+        ids, at = torch.tensor([PROMPT]), torch.arange(len(PROMPT))
+        for inputs, told in [
+            ((ids,), "model.pte has 2 inputs, 1 are given"),
+            ((ids[0], at), r"input 0 of model.pte has shape \[7\], it is at most \[1, 64\]"),
+            ((ids, torch.arange(65)), r"input 1 of model.pte has shape \[65\], it is at most \[64\]"),
+        ]:
+            with pytest.raises(etkv.EtkvError, match=told):
+                program.execute(*inputs)
+        with pytest.raises(etkv.EtkvError):
+            program.execute(ids.float(), at)
+        assert session.length == 0
 
 
 def test_bfloat16_rows_are_tensors_or_widened():
@@ -112,6 +135,37 @@ def test_the_runtime_of_executorch_runs_it_too(tiny, expected):
         alone = runtime.load_program(tiny.path).load_method("forward")
         with pytest.raises(RuntimeError):
             alone.execute([torch.tensor([PROMPT]), torch.arange(len(PROMPT))])
+
+
+def test_what_is_bound_is_the_thread_s_and_nests(tiny):
+    """What a block binds is undone where it ends, also by an error, and no other thread sees it."""
+    from executorch.runtime import Runtime
+
+    etkv.register_backend()
+
+    def loads(into: etkv.Session | None) -> bool:
+        """Whether what is loaded now runs on the cache of ``into``."""
+        before = into.length if into else 0
+        method = Runtime.get().load_program(tiny.path).load_method("forward")
+        try:
+            method.execute([torch.tensor([[60]]), torch.tensor([before])])
+        except RuntimeError:
+            return into is None
+        return into is not None and into.length == before + 1
+
+    with etkv.DecodeSession(config(tiny)) as outer, etkv.DecodeSession(config(tiny)) as inner:
+        with outer.bound():
+            with pytest.raises(RuntimeError, match="within"), inner.bound():
+                assert loads(inner)
+                raise RuntimeError("within")
+            assert loads(outer)
+            elsewhere = []
+            thread = threading.Thread(target=lambda: elsewhere.append(loads(None)))
+            thread.start()
+            thread.join()
+            assert elsewhere == [True]
+        assert loads(None)
+        assert (outer.length, inner.length) == (1, 1)
 
 
 def test_many_sequences_in_a_step(tiny, expected):
@@ -252,3 +306,101 @@ def test_the_cache_outlives_the_session_for_the_program(tiny):
     program = etkv.load(tiny.path, etkv.DecodeSession(config(tiny)))
     assert run(program, PROMPT).shape[0] == len(PROMPT)
     assert program.session.length == len(PROMPT)
+
+
+@pytest.mark.parametrize(
+    ("ids", "positions", "told"),
+    [
+        ([[1, 2], [3, 4]], [0, 1, 2, 3], r"tokens has shape \[2, 2\], it is \[T\] or \[1, T\]"),
+        ([[1], [2]], [0, 1], r"tokens has shape \[2, 1\]"),
+        ([1, 2], [[0, 0], [1, 1]], r"positions has shape \[2, 2\], it is \[T\], \[T, 1\] or \[1, T\]"),
+        (["a"], [0], r"tokens is \['a'\], it has 64-bit integers"),
+        ([1], None, "positions is None, it has 64-bit integers"),
+        ([[1], [2, 3]], [0], r"tokens is \[\[1\], \[2, 3\]\]"),
+        ([2**63], [0], rf"tokens is \[{2**63}\]"),
+        (torch.zeros(1, dtype=torch.long, device="meta"), [0], "tokens is a tensor without rows in memory"),
+        (torch.tensor([1]).to_sparse(), [0], "tokens is a tensor without rows in memory: torch.sparse_coo on cpu"),
+    ],
+)
+def test_what_is_no_row_of_integers(tiny, session, ids, positions, told):
+    with etkv.load(tiny.path, session) as program, pytest.raises(etkv.EtkvError, match=told):
+        program.forward(ids, positions)
+    assert session.length == 0
+
+
+def test_arrays_however_they_lie_in_memory(tiny, session, expected):
+    read_only = np.array(PROMPT)
+    read_only.setflags(write=False)
+    with etkv.load(tiny.path, session) as program:
+        for ids in (np.array(PROMPT[::-1])[::-1], np.repeat(PROMPT, 3)[::3], np.array(PROMPT, ">i8"), read_only):
+            session.clear()
+            with warnings.catch_warnings():
+                warnings.simplefilter("error")
+                rows = program.forward(ids, np.arange(len(PROMPT)))
+            np.testing.assert_allclose(rows, expected, atol=2e-4)
+
+
+def test_a_closed_program_tells_nothing(tiny, session):
+    program = etkv.load(tiny.path, session)
+    program.close()
+    for use in (
+        lambda: program.metadata,
+        lambda: program.end_ids,
+        lambda: program.method_names,
+        lambda: etkv.generate(program, PROMPT),
+    ):
+        with pytest.raises(etkv.EtkvError, match=r"model.pte is closed: load it again"):
+            use()
+
+
+def script(code: str, *arguments: str) -> subprocess.CompletedProcess:
+    """Runs code in a process of its own: a crash and a hang are its."""
+    begin = "import sys, etkv\npath = sys.argv[1]\n"
+    begin += "config = etkv.CacheConfig(etkv.read_kv_cache_metadata(path).layers, 64)\n"
+    command = [sys.executable, "-c", begin + textwrap.dedent(code), *arguments]
+    return subprocess.run(command, capture_output=True, text=True, timeout=120)
+
+
+def test_failures_on_several_threads_at_once(tiny):
+    """ExecuTorch logs each failure, and its log is one for the process."""
+    done = script(
+        """
+        import threading
+        refused = []
+        def fail():
+            with etkv.DecodeSession(config) as session, etkv.load(path, session) as program:
+                for _ in range(300):
+                    try:
+                        program.forward([1], [9])
+                    except etkv.PositionError:
+                        refused.append(1)
+        threads = [threading.Thread(target=fail) for _ in range(3)]
+        for thread in threads: thread.start()
+        for thread in threads: thread.join()
+        print(len(refused))
+        """,
+        str(tiny.path),
+    )
+    assert (done.returncode, done.stdout) == (0, "900\n"), done.stderr[-1000:]
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="the system does not fork")
+def test_a_forked_process_is_refused(tiny):
+    done = script(
+        """
+        import os
+        session = etkv.DecodeSession(config)
+        program = etkv.load(path, session)
+        if os.fork() == 0:
+            for use in (lambda: program.forward([1], [0]), lambda: etkv.load(path, session)):
+                try:
+                    use()
+                except etkv.EtkvError as error:
+                    print("was forked from" in str(error), flush=True)
+            os._exit(0)
+        os.wait()
+        print(program.forward([1], [0]).shape[0])
+        """,
+        str(tiny.path),
+    )
+    assert (done.returncode, done.stdout) == (0, "True\nTrue\n1\n"), done.stderr[-1000:]

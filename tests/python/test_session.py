@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import gc
-import threading
+import pickle
 
 import pytest
 
@@ -141,23 +142,9 @@ def test_estimates_are_those_of_the_cache():
         etkv.estimate(small, 1001)
 
 
-def test_load_options_are_the_thread_s_and_nest():
-    """What a block binds is undone where it ends, and no other thread sees it."""
-    from etkv import session as module
-
-    def options():
-        return getattr(module._of_thread, "options", None)
-
-    with DecodeSession(config()) as outer, DecodeSession(config()) as inner:
-        with outer.bound("last"):
-            bound = options()
-            seen = []
-            thread = threading.Thread(target=lambda: seen.append(options()))
-            thread.start()
-            thread.join()
-            assert seen == [None]
-            with pytest.raises(RuntimeError, match="within"), inner.bound():
-                assert options() != bound
-                raise RuntimeError("within")
-            assert options() == bound
-        assert options() != bound
+def test_a_session_is_not_copied():
+    with SeqSession(config()) as session:
+        for copied in (copy.copy, copy.deepcopy, pickle.dumps):
+            with pytest.raises(etkv.EtkvError, match="a SeqSession is neither copied nor sent to another process"):
+                copied(session)
+        assert session.length == 0

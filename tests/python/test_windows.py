@@ -22,7 +22,7 @@ def programs():
 def test_ids_and_logits_equal_those_of_transformers(programs, model, chunk):
     program = programs[Variant(model)]
     prompt = reference.tokenize(program, STORY)[:PROMPT]
-    ran = reference.forward(program, prompt, decode=DECODE, chunk=chunk, rows="all", kv_dtype="f32")
+    ran = reference.forward(program, prompt, decode=DECODE, chunk=chunk, rows="all", kv_format="f32")
 
     whole = reference.logits(reference.load_hf(program.hf), [*prompt, *ran.ids[:DECODE]])
     np.testing.assert_allclose(ran.logits, whole, atol=2e-4)

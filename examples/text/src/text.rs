@@ -23,8 +23,13 @@ impl Text {
         if !file.exists() {
             return Err(Error::Missing(file));
         }
-        let tokenizer = Tokenizer::from_file(&file)
+        let mut tokenizer = Tokenizer::from_file(&file)
             .map_err(|error| Error::Tokenizer { path: file.clone(), reason: error.to_string() })?;
+        // What a tokenizer remembers of words stays with the thread, also when the
+        // tokenizer is gone.
+        let mut model = tokenizer.get_model().clone();
+        model.resize_cache(0);
+        tokenizer.with_model(model);
 
         let folder = Folder::read(file.parent().unwrap_or(Path::new(".")))?;
         let template = folder

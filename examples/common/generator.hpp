@@ -29,10 +29,14 @@ struct Answer {
   size_t reused_tokens = 0;
   size_t prefill_tokens = 0;
   double prefill_seconds = 0.0;
-  /// Steps of one token after the prompt.
+  /// Tokens after the first, and the steps that they took.
+  int64_t decode_tokens = 0;
   int64_t decode_steps = 0;
   double decode_seconds = 0.0;
 };
+
+/// Refuses a prompt that is empty, or longer than the cache.
+Result<void> check_length(size_t prompt_tokens, const Cache& cache);
 
 /// Follows an answer as it is made.
 struct Listener {
@@ -42,12 +46,50 @@ struct Listener {
   std::function<Result<void>(int64_t id)> on_token;
 };
 
-/// Greedy decoding. Knows which ids the cache holds, so that a prompt which
-/// begins like them is read from there on only.
+/// How a text goes on, step by step.
+class Stepper {
+ public:
+  virtual ~Stepper() = default;
+
+  /// The id behind a prompt, by the logits of its last token.
+  virtual Result<int64_t> first(const LogitsView& logits) = 0;
+
+  /// Makes a step behind `text`, of which the cache holds all but the last id.
+  ///
+  /// @returns the ids that follow, at least 1 and at most `most`. One that ends an
+  ///          answer is the last of them. The cache then holds all but the last.
+  virtual Result<std::vector<int64_t>> next(
+      const std::vector<int64_t>& text,
+      size_t most) = 0;
+};
+
+/// One token a step, the greatest logit each time.
+class GreedyStepper : public Stepper {
+ public:
+  explicit GreedyStepper(Program& program) : program_(program) {}
+
+  Result<int64_t> first(const LogitsView& logits) override;
+  Result<std::vector<int64_t>> next(
+      const std::vector<int64_t>& text,
+      size_t most) override;
+
+ private:
+  Program& program_;
+};
+
+/// Answers prompts. Knows which ids the cache holds, so that a prompt which begins
+/// like them is read from there on only.
 class Generator {
  public:
-  /// Borrows both; `end_ids` end an answer.
-  Generator(Program& program, Cache& cache, std::vector<int64_t> end_ids);
+  /// Borrows all of them; `end_ids` end an answer. Steps greedily without a
+  /// stepper.
+  Generator(
+      Program& program,
+      Cache& cache,
+      std::vector<int64_t> end_ids,
+      Stepper* stepper = nullptr);
+  Generator(const Generator&) = delete;
+  Generator& operator=(const Generator&) = delete;
 
   /// Answers `prompt`, the whole conversation from its first token on.
   ///
@@ -73,7 +115,7 @@ class Generator {
       const Listener& listener,
       Answer& answer);
   Result<void> decode(
-      LogitsView logits,
+      const LogitsView& logits,
       int64_t max_new_tokens,
       const Listener& listener,
       Answer& answer);
@@ -82,6 +124,8 @@ class Generator {
   Program& program_;
   Cache& cache_;
   std::vector<int64_t> end_ids_;
+  GreedyStepper greedy_;
+  Stepper* stepper_;
   std::vector<int64_t> held_;
 };
 

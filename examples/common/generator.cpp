@@ -1,4 +1,4 @@
-#include "examples/chat/generator.hpp"
+#include "examples/common/generator.hpp"
 
 #include <algorithm>
 #include <string>
@@ -6,31 +6,58 @@
 
 #include "examples/common/clock.hpp"
 #include "examples/common/interrupt.hpp"
+#include "examples/common/try.hpp"
 
 namespace etkv::examples {
+
+Result<void> check_length(size_t prompt_tokens, const Cache& cache) {
+  if (prompt_tokens == 0) {
+    return Error(ETKV_ERROR_INVALID_ARGUMENT, "the prompt has no tokens");
+  }
+  const auto capacity = static_cast<size_t>(cache.capacity());
+  if (prompt_tokens > capacity) {
+    return Error(
+        ETKV_ERROR_CAPACITY,
+        "the prompt is " + std::to_string(prompt_tokens) +
+            " tokens long, and the cache holds " + std::to_string(capacity) +
+            " (--capacity)");
+  }
+  return {};
+}
+
+Result<int64_t> GreedyStepper::first(const LogitsView& logits) {
+  return argmax(logits, logits.last_row());
+}
+
+Result<std::vector<int64_t>> GreedyStepper::next(
+    const std::vector<int64_t>& text,
+    size_t) {
+  ASSIGN_OR_RETURN(
+      const auto logits,
+      program_.step_at(
+          &text.back(), static_cast<int64_t>(text.size()) - 1, /*n=*/1));
+  ASSIGN_OR_RETURN(const int64_t id, argmax(logits, logits.last_row()));
+  return std::vector<int64_t>{id};
+}
 
 Generator::Generator(
     Program& program,
     Cache& cache,
-    std::vector<int64_t> end_ids)
-    : program_(program), cache_(cache), end_ids_(std::move(end_ids)) {}
+    std::vector<int64_t> end_ids,
+    Stepper* stepper)
+    : program_(program),
+      cache_(cache),
+      end_ids_(std::move(end_ids)),
+      greedy_(program),
+      stepper_(stepper == nullptr ? &greedy_ : stepper) {}
 
 Result<Answer> Generator::answer(
     const std::vector<int64_t>& prompt,
     int64_t max_new_tokens,
     const Listener& listener) {
-  if (prompt.empty()) {
-    return Error(ETKV_ERROR_INVALID_ARGUMENT, "the prompt has no tokens");
+  if (auto checked = check_length(prompt.size(), cache_); !checked.ok()) {
+    return checked.error();
   }
-  const auto capacity = static_cast<size_t>(cache_.capacity());
-  if (prompt.size() > capacity) {
-    return Error(
-        ETKV_ERROR_CAPACITY,
-        "the prompt is " + std::to_string(prompt.size()) +
-            " tokens long, and the cache holds " + std::to_string(capacity) +
-            " (--capacity)");
-  }
-
   const auto differs =
       std::mismatch(prompt.begin(), prompt.end(), held_.begin(), held_.end());
   // The last token runs even if it is held: its logits are not kept.
@@ -92,28 +119,29 @@ Result<void> Generator::run(
 }
 
 Result<void> Generator::decode(
-    LogitsView logits,
+    const LogitsView& logits,
     int64_t max_new_tokens,
     const Listener& listener,
     Answer& answer) {
   Stopwatch watch;
+  const auto most = static_cast<size_t>(max_new_tokens);
+  ASSIGN_OR_RETURN(const int64_t first, stepper_->first(logits));
+  std::vector<int64_t> ids = {first};
+  // What the cache holds, and the last id, which it does not.
+  std::vector<int64_t> text = held_;
   for (;;) {
-    const auto chosen = argmax(logits, logits.last_row());
-    if (!chosen.ok()) {
-      return chosen.error();
+    for (const int64_t id : ids) {
+      answer.ids.push_back(id);
+      text.push_back(id);
+      if (!ends(id) && listener.on_token) {
+        RETURN_IF_ERROR(listener.on_token(id));
+      }
     }
-    const int64_t id = chosen.value();
-    answer.ids.push_back(id);
-    if (ends(id)) {
+    if (ends(ids.back())) {
       answer.stop = Stop::end;
       break;
     }
-    if (listener.on_token) {
-      if (auto heard = listener.on_token(id); !heard.ok()) {
-        return heard;
-      }
-    }
-    if (static_cast<int64_t>(answer.ids.size()) >= max_new_tokens) {
+    if (answer.ids.size() >= most) {
       answer.stop = Stop::limit;
       break;
     }
@@ -125,14 +153,11 @@ Result<void> Generator::decode(
       answer.stop = Stop::capacity;
       break;
     }
-    auto next =
-        program_.step_at(&id, static_cast<int64_t>(held_.size()), /*n=*/1);
-    if (!next.ok()) {
-      return next.error();
-    }
-    held_.push_back(id);
+    ASSIGN_OR_RETURN(ids, stepper_->next(text, most - answer.ids.size()));
+    held_ = text;
+    held_.insert(held_.end(), ids.begin(), ids.end() - 1);
+    answer.decode_tokens += static_cast<int64_t>(ids.size());
     ++answer.decode_steps;
-    logits = *next;
   }
   answer.decode_seconds = watch.lap();
   return {};

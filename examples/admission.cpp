@@ -1,0 +1,227 @@
+// etkv_admission: requests that come while others are answered. Their prompts are
+// read in chunks, in the same forwards as the tokens of the answers under way;
+// who is answered stays until there is need of its cells.
+
+#include <algorithm>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "etkv/executorch.hpp"
+#include "examples/common/batch.hpp"
+#include "examples/common/clock.hpp"
+#include "examples/common/console.hpp"
+#include "examples/common/format.hpp"
+#include "examples/common/interrupt.hpp"
+#include "examples/common/plain.hpp"
+#include "examples/common/runner.hpp"
+#include "examples/common/scheduler.hpp"
+#include "examples/common/try.hpp"
+
+namespace etkv::examples {
+namespace {
+
+/// Sequences have numbers below this.
+constexpr int32_t kSequences = 256;
+
+struct AdmissionOptions {
+  std::optional<int64_t> every;
+  std::optional<int64_t> step;
+};
+
+class Server {
+ public:
+  Server(Model& model, SeqCache& cache, size_t step_tokens)
+      : model_(model),
+        cache_(cache),
+        scheduler_(
+            step_tokens,
+            kSequences,
+            {[this](size_t n) {
+               return cache_.can_extend(static_cast<int32_t>(n));
+             },
+             [this](int32_t sequence) {
+               removed_ = cache_.seq_rm(sequence);
+             }}) {}
+
+  /// A request has come.
+  Result<void> submit(Decoding one) {
+    RETURN_IF_ERROR(check_length(one.prompt.size(), cache_));
+    scheduler_.submit(one.prompt.size());
+    requests_.push_back(std::move(one));
+    return {};
+  }
+
+  /// One forward for all that there is to do; returns who is done with it.
+  Result<std::vector<size_t>> step() {
+    Scheduler::Events events;
+    const auto parts = scheduler_.next(events);
+    RETURN_IF_ERROR(removed_);
+    tell(events);
+    std::vector<size_t> done;
+    if (events.stuck) {
+      requests_[*events.stuck].stop = Stop::capacity;
+      done.push_back(*events.stuck);
+    }
+    if (parts.empty()) {
+      return done;
+    }
+    Batch batch;
+    for (const auto& [number, n] : parts) {
+      const auto text = text_of(number);
+      const auto& request = scheduler_.request(number);
+      batch.add(
+          text.data() + request.held,
+          n,
+          static_cast<int64_t>(request.held),
+          request.sequence);
+    }
+    ASSIGN_OR_RETURN(const auto logits, batch.step(model_.program(), cache_));
+    scheduler_.done(parts);
+    ++steps_;
+    tokens_ += batch.size();
+    mixed_ += parts.back().n > 1 && parts.front().n == 1 ? 1 : 0;
+
+    int64_t row = -1;
+    for (const auto& [number, n] : parts) {
+      row += static_cast<int64_t>(n);
+      const auto& request = scheduler_.request(number);
+      if (request.held < request.length) {
+        continue; // There is more of it to read.
+      }
+      RETURN_IF_ERROR(requests_[number].take(model_, logits, row));
+      scheduler_.grow(number);
+      if (requests_[number].stop) {
+        scheduler_.finish(number);
+        done.push_back(number);
+      }
+    }
+    return done;
+  }
+
+  bool busy() const {
+    return scheduler_.busy();
+  }
+  size_t steps() const {
+    return steps_;
+  }
+  const std::vector<Decoding>& requests() const {
+    return requests_;
+  }
+
+  void report(double seconds) const {
+    const Memory memory = cache_.memory();
+    say(counted(static_cast<int64_t>(tokens_), "token") + " in " +
+        counted(static_cast<int64_t>(steps_), "step") + ", " +
+        std::to_string(mixed_) + " of them read and answered at once (" +
+        rate(static_cast<int64_t>(tokens_), seconds) + ") · cache " +
+        mebibytes(memory.allocated) + " of " + mebibytes(memory.at_capacity) +
+        " (" + model_.format() + ")");
+  }
+
+ private:
+  /// A request's prompt, and its answer so far.
+  std::vector<int64_t> text_of(size_t number) const {
+    auto text = requests_[number].prompt;
+    const auto& ids = requests_[number].ids;
+    text.insert(text.end(), ids.begin(), ids.end());
+    return text;
+  }
+
+  void tell(const Scheduler::Events& events) const {
+    const auto name = [this](size_t number) {
+      return "\"" + requests_[number].title + "\"";
+    };
+    const std::string at = "step " + std::to_string(steps_) + ": ";
+    for (const size_t number : events.evicted) {
+      say(at + "evicted " + name(number));
+    }
+    for (const size_t number : events.deferred) {
+      say(at + "put back " + name(number));
+    }
+    for (const size_t number : events.admitted) {
+      say(at + "admitted " + name(number) + ", " +
+          counted(
+              static_cast<int64_t>(scheduler_.request(number).length),
+              "token"));
+    }
+  }
+
+  Model& model_;
+  SeqCache& cache_;
+  Scheduler scheduler_;
+  Result<void> removed_;
+  std::vector<Decoding> requests_;
+  size_t steps_ = 0;
+  size_t tokens_ = 0;
+  size_t mixed_ = 0;
+};
+
+Result<void> run(const RunnerOptions& options, const AdmissionOptions& more) {
+  ASSIGN_OR_RETURN(auto model, Model::open(options.model));
+  ASSIGN_OR_RETURN(auto session, make_seq_session(kMLXBackend, model.config()));
+  RETURN_IF_ERROR(model.program().load(session.key(), Logits::all));
+  std::vector<Decoding> coming;
+  for (const auto& prompt : options.prompts_or(questions())) {
+    ASSIGN_OR_RETURN(auto ids, model.encode(prompt));
+    coming.push_back({prompt, std::move(ids), options.max_new_tokens});
+  }
+
+  const auto every = static_cast<size_t>(more.every.value_or(4));
+  const size_t most = std::min<size_t>(
+      static_cast<size_t>(more.step.value_or(32)),
+      static_cast<size_t>(model.program().params().prefill_chunk_size));
+  Server server(model, session.cache(), most);
+  Stopwatch watch;
+  size_t next = 0;
+  while ((next < coming.size() || server.busy()) && !interrupted()) {
+    // One request comes every few steps, or as soon as there is nothing to do.
+    if (next < coming.size() &&
+        (!server.busy() || server.steps() >= next * every)) {
+      RETURN_IF_ERROR(server.submit(coming[next++]));
+    }
+    ASSIGN_OR_RETURN(const auto done, server.step());
+    for (const size_t number : done) {
+      const auto& one = server.requests()[number];
+      RETURN_IF_ERROR(show(model, options, one.title, one.ids));
+      say_stop(*one.stop, session.cache());
+    }
+  }
+  server.report(watch.lap());
+  return options.check && !interrupted()
+             ? check_answers(model, server.requests())
+             : Result<void>();
+}
+
+} // namespace
+} // namespace etkv::examples
+
+int main(int argc, char** argv) {
+  using namespace etkv::examples;
+
+  Runner runner(
+      "etkv_admission",
+      "Answers requests that come one after the other, while others are "
+      "answered:\n"
+      "prompts are read in chunks in the same forwards as the tokens of "
+      "answers.\n"
+      "Answers stay in the cache until a request has need of their cells.\n");
+  AdmissionOptions more;
+  runner.arguments().integer(
+      "--every",
+      "N",
+      "steps from one request to the next (4)",
+      0,
+      1 << 20,
+      &more.every);
+  runner.arguments().integer(
+      "--step-tokens",
+      "N",
+      "most tokens of a step (32)",
+      1,
+      1 << 20,
+      &more.step);
+  return runner.main(argc, argv, [&](const RunnerOptions& options) {
+    return run(options, more);
+  });
+}

@@ -1,0 +1,352 @@
+// etkv_agent_fork: a long shared context read once, forked into branches without
+// copying, the branches decoded together, and the best of them kept.
+
+#include <algorithm>
+#include <fstream>
+#include <iterator>
+#include <string>
+#include <vector>
+
+#include "etkv/executorch.hpp"
+#include "examples/common/batch.hpp"
+#include "examples/common/console.hpp"
+#include "examples/common/format.hpp"
+#include "examples/common/interrupt.hpp"
+#include "examples/common/plain.hpp"
+#include "examples/common/prefix.hpp"
+#include "examples/common/runner.hpp"
+#include "examples/common/try.hpp"
+
+namespace etkv::examples {
+namespace {
+
+/// The sequence that holds the context, and nothing else.
+constexpr int32_t kTrunk = 0;
+
+const std::vector<std::string>& tasks() {
+  static const std::vector<std::string> all = {
+      "Who borrowed the first book in the register?",
+      "Name one title from the register.",
+      "On which days were books borrowed?",
+      "How long may a book be kept?",
+      "Write a short note to the reader who borrowed most.",
+      "Which title would you read first?",
+      "What is the register for?",
+      "Sum up the register in one sentence.",
+  };
+  return all;
+}
+
+/// A register of a library, entry by entry.
+std::string entry(size_t i) {
+  static const char* const readers[] = {"Ada", "Ben", "Cleo", "Dan", "Eve"};
+  static const char* const titles[] = {
+      "The Tides",
+      "A Winter Road",
+      "Bees",
+      "The Glass Mill",
+      "Old Maps",
+      "Salt",
+      "Nine Bridges"};
+  static const char* const days[] = {"Monday", "Wednesday", "Friday"};
+  return std::to_string(i + 1) + ". " + readers[i % 5] + " borrowed \"" +
+         titles[i % 7] + "\" on " + days[i % 3] + ", for " +
+         std::to_string(1 + i % 4) + " weeks.\n";
+}
+
+struct ForkOptions {
+  std::optional<std::string> context;
+  std::optional<int64_t> context_tokens;
+};
+
+/// What all branches begin with: a file, or a register of so many tokens.
+Result<std::string> read_context(const ForkOptions& options, const Text& text) {
+  if (options.context) {
+    std::ifstream file(*options.context, std::ios::binary);
+    std::string all{std::istreambuf_iterator<char>(file), {}};
+    if (!file || all.empty()) {
+      return Error(
+          ETKV_ERROR_INVALID_ARGUMENT,
+          "cannot read a context from " + *options.context);
+    }
+    return all;
+  }
+  std::string all = "You help in a small library. This is its register.\n";
+  ASSIGN_OR_RETURN(auto ids, text.encode(all, /*special=*/false));
+  const auto wanted = static_cast<size_t>(options.context_tokens.value_or(256));
+  for (size_t i = 0, n = ids.size(); n < wanted; ++i) {
+    ASSIGN_OR_RETURN(ids, text.encode(entry(i), /*special=*/false));
+    n += ids.size();
+    all += entry(i);
+  }
+  return all;
+}
+
+/// How sure the model is of an answer: the mean over its ids.
+double score(const Decoding& branch) {
+  return branch.log_probability / static_cast<double>(branch.ids.size());
+}
+
+bool less_sure(const Decoding* a, const Decoding* b) {
+  return score(*a) < score(*b);
+}
+
+class Fork {
+ public:
+  Fork(
+      Model& model,
+      SeqCache& cache,
+      const RunnerOptions& options,
+      std::string context)
+      : model_(model),
+        cache_(cache),
+        options_(options),
+        context_(std::move(context)) {}
+
+  /// Asks everything of the context, each in a branch of its own, and goes on
+  /// with the best.
+  Result<void> run(const std::vector<std::string>& tasks) {
+    RETURN_IF_ERROR(encode(tasks));
+    ASSIGN_OR_RETURN(bool going, read_trunk());
+    for (auto& branch : branches_) {
+      if (going) {
+        // No bytes move: the branch has the trunk's cells, and adds its own.
+        RETURN_IF_ERROR(cache_.seq_cp(kTrunk, branch.sequence));
+        ASSIGN_OR_RETURN(going, read_task(branch));
+      }
+    }
+    RETURN_IF_ERROR(decode());
+    if (!going || interrupted()) {
+      return {};
+    }
+    report();
+    for (const auto& branch : branches_) {
+      RETURN_IF_ERROR(show_scored(branch));
+    }
+    return keep_best();
+  }
+
+  const std::vector<Decoding>& answers() const {
+    return answers_;
+  }
+
+ private:
+  Result<void> encode(const std::vector<std::string>& tasks) {
+    for (const auto& task : tasks) {
+      ASSIGN_OR_RETURN(
+          auto ids, model_.encode({{"system", context_}, {"user", task}}));
+      RETURN_IF_ERROR(check_length(ids.size(), cache_));
+      // A branch has at least its last token for itself: its logits are wanted.
+      const size_t most = ids.size() - 1;
+      shared_ = branches_.empty()
+                    ? most
+                    : std::min({shared_, most, shared_prefix(ids, trunk())});
+      branches_.push_back(
+          {task,
+           std::move(ids),
+           options_.max_new_tokens,
+           static_cast<int32_t>(1 + branches_.size())});
+    }
+    return {};
+  }
+
+  const std::vector<int64_t>& trunk() const {
+    return branches_.front().prompt;
+  }
+
+  /// Reads what all branches share, once; false after Ctrl-C.
+  Result<bool> read_trunk() {
+    const auto& ids = trunk();
+    for (size_t done = 0; done < shared_;) {
+      if (interrupted()) {
+        return false;
+      }
+      const size_t n =
+          std::min(model_.program().prefill_size(), shared_ - done);
+      Batch batch;
+      batch.add(ids.data() + done, n, static_cast<int64_t>(done), kTrunk);
+      RETURN_IF_ERROR(batch.step(model_.program(), cache_));
+      done += n;
+    }
+    prefill_tokens_ = shared_;
+    return true;
+  }
+
+  /// Reads what a branch has for itself; false after Ctrl-C.
+  Result<bool> read_task(Decoding& branch) {
+    const size_t rest = branch.prompt.size() - shared_;
+    if (!cache_.can_extend(static_cast<int32_t>(rest))) {
+      RETURN_IF_ERROR(give_up(branch));
+      return true;
+    }
+    prefill_tokens_ += rest;
+    return begin(model_, cache_, branch, shared_);
+  }
+
+  /// One token of each branch a step, until all have ended.
+  Result<void> decode() {
+    for (auto active = unfinished(branches_); !active.empty() && !interrupted();
+         active = unfinished(branches_)) {
+      if (cache_.can_extend(static_cast<int32_t>(active.size()))) {
+        RETURN_IF_ERROR(step_together(model_, cache_, active));
+      } else {
+        // The worst makes room for the others.
+        RETURN_IF_ERROR(give_up(
+            **std::min_element(active.begin(), active.end(), less_sure)));
+      }
+    }
+    return {};
+  }
+
+  Result<void> give_up(Decoding& branch) {
+    branch.stop = Stop::capacity;
+    say_stop(Stop::capacity, cache_);
+    return cache_.seq_rm(branch.sequence);
+  }
+
+  Result<void> show_scored(const Decoding& branch) {
+    if (branch.ids.empty()) {
+      return {};
+    }
+    answers_.push_back(branch);
+    return show(
+        model_,
+        options_,
+        branch.title + " [" + fixed(score(branch), 3) + "]",
+        branch.ids);
+  }
+
+  /// What the fork has spared.
+  void report() const {
+    size_t apart = 0;
+    size_t own = 0;
+    size_t longest = 0;
+    uint64_t bytes_apart = 0;
+    for (const auto& branch : branches_) {
+      if (*branch.stop == Stop::capacity) {
+        continue; // It holds nothing any more.
+      }
+      // The last id is not in the cache.
+      const size_t length = branch.prompt.size() + branch.ids.size() - 1;
+      const auto alone =
+          estimate(model_.config(), static_cast<int32_t>(length));
+      apart += branch.prompt.size();
+      own += length - shared_;
+      longest = std::max(longest, length);
+      bytes_apart += alone.ok() ? alone.value().used : 0;
+    }
+    const std::string runs =
+        counted(static_cast<int64_t>(branches_.size()), "run");
+    const Memory memory = cache_.memory();
+    say("prefill: " + std::to_string(prefill_tokens_) + " tokens, " +
+        std::to_string(shared_) + " of them shared; " + runs + " would read " +
+        std::to_string(apart) + ", " + std::to_string(apart - prefill_tokens_) +
+        " are spared");
+    say("cache: " + counted(cache_.length(), "position") + ", " +
+        std::to_string(own) + " of them the branches' own, the longest of " +
+        std::to_string(longest) + "; " + mebibytes(memory.used) + " in use, " +
+        mebibytes(memory.allocated) + " held; " + runs + " would use " +
+        mebibytes(bytes_apart) + " (" + model_.format() + ")");
+  }
+
+  /// Removes every branch but the best, and asks that once more.
+  Result<void> keep_best() {
+    const Decoding* best = nullptr;
+    for (const auto& branch : branches_) {
+      if (*branch.stop != Stop::capacity &&
+          (best == nullptr || less_sure(best, &branch))) {
+        best = &branch;
+      }
+    }
+    if (best == nullptr) {
+      return {};
+    }
+    const Decoding kept = *best;
+    RETURN_IF_ERROR(cache_.seq_keep(kept.sequence));
+    // Its cells lie among those of the others: one run is read without a mask.
+    RETURN_IF_ERROR(cache_.compact());
+    say("kept: " + kept.title + " (" + counted(cache_.length(), "position") +
+        ")");
+    ASSIGN_OR_RETURN(auto next, follow_up(kept));
+    branches_.assign(1, std::move(next));
+    ASSIGN_OR_RETURN(const bool going, read_task(branches_[0]));
+    RETURN_IF_ERROR(decode());
+    return going && !interrupted() ? show_scored(branches_[0]) : Result<void>();
+  }
+
+  /// The next question to a branch, whose sequence is cut to what it shares.
+  Result<Decoding> follow_up(const Decoding& kept) {
+    static const char kQuestion[] = "Say that again in other words.";
+    ASSIGN_OR_RETURN(const std::string said, model_.decode(kept.ids));
+    ASSIGN_OR_RETURN(
+        auto ids,
+        model_.encode(
+            {{"system", context_},
+             {"user", kept.title},
+             {"assistant", said},
+             {"user", kQuestion}}));
+    auto held = kept.prompt;
+    held.insert(held.end(), kept.ids.begin(), kept.ids.end() - 1);
+    // A text may be read as other ids than it was written in.
+    shared_ = std::min(shared_prefix(ids, held), ids.size() - 1);
+    RETURN_IF_ERROR(
+        cache_.seq_rm(kept.sequence, static_cast<int32_t>(shared_), kAll));
+    return Decoding{
+        kQuestion, std::move(ids), options_.max_new_tokens, kept.sequence};
+  }
+
+  Model& model_;
+  SeqCache& cache_;
+  const RunnerOptions& options_;
+  std::string context_;
+  std::vector<Decoding> branches_;
+  /// Ids that all of them begin with.
+  size_t shared_ = 0;
+  size_t prefill_tokens_ = 0;
+  std::vector<Decoding> answers_;
+};
+
+Result<void> run(const RunnerOptions& options, const ForkOptions& more) {
+  ASSIGN_OR_RETURN(auto model, Model::open(options.model));
+  auto config = model.config();
+  // A context is long, and a buffer that doubles would hold as much again.
+  config.growth = Growth::step;
+  config.min_chunk = 64;
+  ASSIGN_OR_RETURN(auto session, make_seq_session(kMLXBackend, config));
+  RETURN_IF_ERROR(model.program().load(session.key(), Logits::all));
+  ASSIGN_OR_RETURN(const std::string context, read_context(more, model.text()));
+
+  Fork fork(model, session.cache(), options, context);
+  RETURN_IF_ERROR(fork.run(options.prompts_or(tasks())));
+  return options.check && !interrupted() ? check_answers(model, fork.answers())
+                                         : Result<void>();
+}
+
+} // namespace
+} // namespace etkv::examples
+
+int main(int argc, char** argv) {
+  using namespace etkv::examples;
+
+  Runner runner(
+      "etkv_agent_fork",
+      "Asks several things of one long context: read once, forked into a "
+      "branch\n"
+      "for each, decoded together. The branch that the model is surest of is "
+      "kept,\n"
+      "and asked once more.\n");
+  ForkOptions more;
+  runner.arguments().text(
+      "--context", "FILE", "the text that all branches share", &more.context);
+  runner.arguments().integer(
+      "--context-tokens",
+      "N",
+      "without one, a register of so many tokens, or a few\n"
+      "more (256)",
+      1,
+      1 << 20,
+      &more.context_tokens);
+  return runner.main(argc, argv, [&](const RunnerOptions& options) {
+    return run(options, more);
+  });
+}

@@ -1,0 +1,147 @@
+// etkv_batch: several prompts decoded together in one sequence cache, one forward
+// a step. Answers end at different times; what one held is free for the others.
+
+#include <string>
+#include <vector>
+
+#include "etkv/executorch.hpp"
+#include "examples/common/batch.hpp"
+#include "examples/common/clock.hpp"
+#include "examples/common/console.hpp"
+#include "examples/common/format.hpp"
+#include "examples/common/interrupt.hpp"
+#include "examples/common/plain.hpp"
+#include "examples/common/runner.hpp"
+#include "examples/common/try.hpp"
+
+namespace etkv::examples {
+namespace {
+
+/// What the steps took.
+struct Statistics {
+  int64_t prefill_tokens = 0;
+  double prefill_seconds = 0.0;
+  int64_t decode_tokens = 0;
+  int64_t decode_steps = 0;
+  double decode_seconds = 0.0;
+};
+
+class Together {
+ public:
+  Together(Model& model, SeqCache& cache, const RunnerOptions& options)
+      : model_(model), cache_(cache), options_(options) {}
+
+  /// How many prompts from `first` on, at least one, fit in the empty cache
+  /// together, with the longest answers that they may get.
+  size_t fitting(const std::vector<Decoding>& all, size_t first) const {
+    const auto most =
+        static_cast<size_t>(model_.program().params().prefill_chunk_size);
+    int64_t needed = 0;
+    size_t last = first;
+    for (; last < all.size() && last - first < most; ++last) {
+      needed += static_cast<int64_t>(all[last].prompt.size()) +
+                all[last].max_new_tokens - 1;
+      if (last > first && needed > cache_.capacity()) {
+        break;
+      }
+    }
+    return last - first;
+  }
+
+  /// Answers prompts in the empty cache, and leaves it empty.
+  Result<void> answer(std::vector<Decoding>& all) {
+    Stopwatch watch;
+    for (auto& one : all) {
+      RETURN_IF_ERROR(check_length(one.prompt.size(), cache_));
+      one.sequence = static_cast<int32_t>(&one - all.data());
+      ASSIGN_OR_RETURN(
+          const bool begun, begin(model_, cache_, one, /*held=*/0));
+      if (!begun) {
+        return {};
+      }
+      took_.prefill_tokens += static_cast<int64_t>(one.prompt.size());
+    }
+    took_.prefill_seconds += watch.lap();
+    // One token of each sequence, one forward for all of them.
+    RETURN_IF_ERROR(retire(all));
+    for (auto active = unfinished(all); !active.empty() && !interrupted();
+         active = unfinished(all)) {
+      if (cache_.can_extend(static_cast<int32_t>(active.size()))) {
+        RETURN_IF_ERROR(step_together(model_, cache_, active));
+        took_.decode_tokens += static_cast<int64_t>(active.size());
+        ++took_.decode_steps;
+      } else {
+        active.back()->stop = Stop::capacity;
+      }
+      RETURN_IF_ERROR(retire(all));
+    }
+    took_.decode_seconds += watch.lap();
+    return {};
+  }
+
+  void report() const {
+    const Memory memory = cache_.memory();
+    say("prefill " + counted(took_.prefill_tokens, "token") + " (" +
+        rate(took_.prefill_tokens, took_.prefill_seconds) + ") · decode " +
+        counted(took_.decode_tokens, "token") + " in " +
+        counted(took_.decode_steps, "step") + " (" +
+        rate(took_.decode_tokens, took_.decode_seconds) + ") · cache " +
+        mebibytes(memory.allocated) + " of " + mebibytes(memory.at_capacity) +
+        " (" + model_.format() + ")");
+  }
+
+ private:
+  /// Shows answers that have just ended; what they held is free for the others.
+  Result<void> retire(std::vector<Decoding>& all) {
+    for (auto& one : all) {
+      ASSIGN_OR_RETURN(const auto held, cache_.seq_len(one.sequence));
+      if (one.stop && held > 0) {
+        RETURN_IF_ERROR(show(model_, options_, one.title, one.ids));
+        say_stop(*one.stop, cache_);
+        RETURN_IF_ERROR(cache_.seq_rm(one.sequence));
+      }
+    }
+    return {};
+  }
+
+  Model& model_;
+  SeqCache& cache_;
+  const RunnerOptions& options_;
+  Statistics took_;
+};
+
+Result<void> run(const RunnerOptions& options) {
+  ASSIGN_OR_RETURN(auto model, Model::open(options.model));
+  ASSIGN_OR_RETURN(auto session, make_seq_session(kMLXBackend, model.config()));
+  RETURN_IF_ERROR(model.program().load(session.key(), Logits::all));
+
+  std::vector<Decoding> all;
+  for (const auto& prompt : options.prompts_or(questions())) {
+    ASSIGN_OR_RETURN(auto ids, model.encode(prompt));
+    all.push_back({prompt, std::move(ids), options.max_new_tokens});
+  }
+  Together together(model, session.cache(), options);
+  std::vector<Decoding> answers;
+  while (answers.size() < all.size() && !interrupted()) {
+    const auto first =
+        all.begin() + static_cast<std::ptrdiff_t>(answers.size());
+    const size_t n = together.fitting(all, answers.size());
+    std::vector<Decoding> some(first, first + static_cast<std::ptrdiff_t>(n));
+    RETURN_IF_ERROR(together.answer(some));
+    answers.insert(answers.end(), some.begin(), some.end());
+  }
+  together.report();
+  return options.check && !interrupted() ? check_answers(model, answers)
+                                         : Result<void>();
+}
+
+} // namespace
+} // namespace etkv::examples
+
+int main(int argc, char** argv) {
+  etkv::examples::Runner runner(
+      "etkv_batch",
+      "Answers several prompts together: one sequence each in one cache, one\n"
+      "forward of the model a step for all of them.\n");
+  return runner.main(argc, argv, etkv::examples::run);
+}

@@ -1,0 +1,150 @@
+#include "examples/common/model.hpp"
+
+#include <algorithm>
+#include <filesystem>
+#include <limits>
+#include <utility>
+
+#include "examples/common/try.hpp"
+
+namespace etkv::examples {
+namespace {
+
+/// Where `make model` writes.
+constexpr char kDefaultModel[] = "build/models/smollm2-135m/model.pte";
+
+Error refuse(std::string sentence) {
+  return Error(ETKV_ERROR_INVALID_ARGUMENT, std::move(sentence));
+}
+
+Result<std::string> path_of(const ModelOptions& options) {
+  if (options.model) {
+    return *options.model;
+  }
+  if (!std::filesystem::exists(kDefaultModel)) {
+    return refuse(
+        std::string("there is no model at ") + kDefaultModel +
+        ": `make model` writes it there, or --model names another");
+  }
+  return std::string(kDefaultModel);
+}
+
+} // namespace
+
+void add_model_arguments(Arguments& arguments, ModelOptions& options) {
+  arguments.text(
+      "--model",
+      "FILE",
+      "the program (.pte) to run; by default the one that\n"
+      "`make model` writes",
+      &options.model);
+  arguments.text(
+      "--tokenizer",
+      "FILE",
+      "its tokenizer.json, or the folder that holds it;\n"
+      "by default tokenizer.json beside the model",
+      &options.tokenizer);
+  arguments.integer(
+      "--capacity",
+      "N",
+      "positions that the cache may hold; by default all\n"
+      "that the model was exported for",
+      1,
+      std::numeric_limits<int32_t>::max(),
+      &options.capacity);
+  add_format_argument(arguments, &options.kv_format);
+  arguments.flag(
+      "--raw",
+      "take texts as they are, without the chat template",
+      &options.raw);
+}
+
+void add_format_argument(
+    Arguments& arguments,
+    std::optional<std::string>* format) {
+  arguments.text(
+      "--kv-format",
+      "NAME",
+      "how keys and values are stored: f32, f16, bf16,\n"
+      "affine<bits>g<group>, mxfp8, mxfp4, nvfp4, row-int4\n"
+      "or row-fp4; by default as the model computes",
+      format);
+  arguments.alias("--kv-dtype", "--kv-format");
+}
+
+Result<void> check_format(const std::optional<std::string>& format) {
+  if (!format) {
+    return {};
+  }
+  // A multiple of every group, so that the name alone is looked at.
+  constexpr int32_t kHeadDim = 128;
+  uint64_t bytes = 0;
+  etkv_error* error = nullptr;
+  const etkv_status status =
+      etkv_format_row_bytes(format->c_str(), kHeadDim, &bytes, &error);
+  if (status != ETKV_OK) {
+    return refuse("--kv-format: " + Error::adopt(status, error).message());
+  }
+  return {};
+}
+
+Result<Model> Model::open(const ModelOptions& options) {
+  ASSIGN_OR_RETURN(const std::string path, path_of(options));
+  ASSIGN_OR_RETURN(auto program, Program::open(path));
+  const int32_t most = program.params().max_context_length;
+  const int64_t capacity = options.capacity.value_or(most);
+  if (capacity > most) {
+    return refuse(
+        "--capacity " + std::to_string(capacity) + " is above " +
+        std::to_string(most) + ", the context length that " + path +
+        " was exported for");
+  }
+  const std::string tokenizer = options.tokenizer.value_or(
+      std::filesystem::path(path).replace_filename("tokenizer.json").string());
+  ASSIGN_OR_RETURN(auto text, Text::open(tokenizer));
+  if (!options.raw && !text.has_chat_template()) {
+    return refuse(
+        "there is no chat template beside " + tokenizer +
+        "; --raw takes the prompt as it is");
+  }
+  Model model(std::move(program), std::move(text));
+  if (model.program_.end_ids()) {
+    model.end_ids_ = *model.program_.end_ids();
+  } else {
+    ASSIGN_OR_RETURN(model.end_ids_, model.text_.end_ids());
+  }
+  model.format_ = options.kv_format.value_or(model.program_.native_format());
+  model.capacity_ = static_cast<int32_t>(capacity);
+  model.raw_ = options.raw;
+  return model;
+}
+
+Result<std::vector<int64_t>> Model::encode(
+    const std::vector<Message>& messages) const {
+  if (!raw_) {
+    return text_.encode_chat(messages);
+  }
+  std::string all;
+  for (const auto& message : messages) {
+    all += (all.empty() ? "" : "\n") + message.content;
+  }
+  return text_.encode(all, /*special=*/true);
+}
+
+Result<std::string> Model::decode(const std::vector<int64_t>& ids) const {
+  TextStream stream = text_.stream();
+  std::string all;
+  for (const int64_t id : ids) {
+    ASSIGN_OR_RETURN(const std::string_view piece, stream.next(id));
+    all += piece;
+  }
+  ASSIGN_OR_RETURN(const std::string_view rest, stream.finish());
+  all += rest;
+  return all;
+}
+
+bool Model::ends(int64_t id) const {
+  return std::find(end_ids_.begin(), end_ids_.end(), id) != end_ids_.end();
+}
+
+} // namespace etkv::examples

@@ -1,0 +1,167 @@
+#include "examples/common/runner.hpp"
+
+#include <algorithm>
+#include <limits>
+#include <utility>
+
+#include "examples/common/clock.hpp"
+#include "examples/common/console.hpp"
+#include "examples/common/format.hpp"
+#include "examples/common/interrupt.hpp"
+#include "examples/common/log.hpp"
+#include "examples/common/try.hpp"
+
+namespace etkv::examples {
+namespace {
+
+constexpr int kFailed = 1;
+constexpr int kMisused = 2;
+/// What shells report of a program that Ctrl-C ended.
+constexpr int kInterrupted = 130;
+
+/// What is held when a round has closed everything that it opened.
+void say_memory(int64_t round) {
+  etkv_mlx_memory mlx{};
+  mlx.struct_size = sizeof(mlx);
+  etkv_mlx_memory_read(&mlx, nullptr);
+  say("round " + std::to_string(round) + ": " +
+      counted(static_cast<int64_t>(etkv_live_handles()), "handle") + ", " +
+      std::to_string(mlx.active) + " bytes in MLX, " +
+      mebibytes(memory_bytes()) + " in the process");
+}
+
+} // namespace
+
+Runner::Runner(std::string name, const std::string& about)
+    : name_(std::move(name)),
+      arguments_("usage: " + name_ + " [options]\n" + about) {
+  add_model_arguments(arguments_, options_.model);
+  arguments_.texts(
+      "--prompt",
+      "TEXT",
+      "in place of the prompts that are built in; may be\n"
+      "given several times",
+      &options_.prompts);
+  arguments_.integer(
+      "--max-new-tokens",
+      "N",
+      "stop an answer after so many tokens",
+      1,
+      std::numeric_limits<int32_t>::max(),
+      &max_new_tokens_);
+  arguments_.flag(
+      "--check",
+      "compare with plain decoding of one sequence, and\n"
+      "fail where an answer differs",
+      &options_.check);
+  arguments_.flag("--ids", "print the ids of each answer, too", &options_.ids);
+  arguments_.integer(
+      "--repeat",
+      "N",
+      "do all of it so often, and tell after each time what\n"
+      "memory is held once all is closed",
+      1,
+      std::numeric_limits<int32_t>::max(),
+      &repeat_);
+  arguments_.flag("--help", "print this and leave", &help_);
+  arguments_.flag("--version", "print the versions and leave", &version_);
+  require([this] { return check_format(options_.model.kv_format); });
+  require([this]() -> Result<void> {
+    const auto& prompts = options_.prompts;
+    if (std::find(prompts.begin(), prompts.end(), "") != prompts.end()) {
+      return Error(ETKV_ERROR_INVALID_ARGUMENT, "a prompt is empty");
+    }
+    return {};
+  });
+}
+
+int Runner::main(
+    int argc,
+    const char* const* argv,
+    const std::function<Result<void>(const RunnerOptions&)>& body) {
+  quiet_executorch();
+  if (const auto parsed = arguments_.parse(argc, argv); !parsed.ok()) {
+    return fail(parsed.error(), kMisused);
+  }
+  if (help_) {
+    write_piece(
+        arguments_.help() +
+        "\nCtrl-C stops between two steps.\n"
+        "ETKV_VERBOSE=1 shows ExecuTorch's log.\n");
+    return 0;
+  }
+  if (version_) {
+    write_piece(versions(name_));
+    return 0;
+  }
+  for (const auto& check : checks_) {
+    if (const auto met = check(); !met.ok()) {
+      return fail(met.error(), kMisused);
+    }
+  }
+  options_.max_new_tokens = max_new_tokens_.value_or(options_.max_new_tokens);
+
+  arm_interrupt();
+  for (int64_t round = 1; round <= repeat_.value_or(1); ++round) {
+    if (const auto ran = body(options_); !ran.ok()) {
+      return fail(ran.error(), kFailed);
+    }
+    if (interrupted()) {
+      say("stopped: interrupted");
+      return kInterrupted;
+    }
+    if (repeat_) {
+      say_memory(round);
+    }
+  }
+  return 0;
+}
+
+int Runner::fail(const Error& error, int status) const {
+  say(name_ + ": " + error.message());
+  return status;
+}
+
+const std::vector<std::string>& questions() {
+  static const std::vector<std::string> all = {
+      "What is the capital of France?",
+      "Why is the sky blue?",
+      "Name three animals that live in the sea.",
+      "How do you make a cup of tea?",
+      "What is the opposite of cold?",
+      "Who wrote Hamlet?",
+      "Give me a word that rhymes with moon.",
+      "What do bees make?",
+      "How many days does a week have?",
+      "What is a library?",
+  };
+  return all;
+}
+
+Result<void> show(
+    const Model& model,
+    const RunnerOptions& options,
+    const std::string& title,
+    const std::vector<int64_t>& ids) {
+  ASSIGN_OR_RETURN(const std::string text, model.decode(ids));
+  std::string block = "## " + title + "\n" + text;
+  block += block.back() == '\n' ? "" : "\n";
+  if (options.ids) {
+    block += "ids:";
+    for (const int64_t id : ids) {
+      block += " " + std::to_string(id);
+    }
+    block += "\n";
+  }
+  write_piece(block);
+  return {};
+}
+
+void say_stop(Stop stop, const Cache& cache) {
+  if (stop == Stop::capacity) {
+    say("stopped: the cache is full at " +
+        counted(cache.capacity(), "position") + " (--capacity)");
+  }
+}
+
+} // namespace etkv::examples

@@ -1,0 +1,152 @@
+#include "examples/common/scheduler.hpp"
+
+#include <algorithm>
+#include <utility>
+
+namespace etkv::examples {
+namespace {
+
+void erase(std::vector<size_t>& numbers, size_t number) {
+  numbers.erase(
+      std::remove(numbers.begin(), numbers.end(), number), numbers.end());
+}
+
+} // namespace
+
+Scheduler::Scheduler(size_t step_tokens, int32_t sequences, Room room)
+    : step_tokens_(step_tokens),
+      sequences_(sequences),
+      room_(std::move(room)) {}
+
+size_t Scheduler::submit(size_t length) {
+  Request request;
+  request.length = length;
+  requests_.push_back(request);
+  waiting_.push_back(requests_.size() - 1);
+  return requests_.size() - 1;
+}
+
+std::vector<Scheduler::Part> Scheduler::next(Events& events) {
+  events = {};
+  keep_going(events);
+  admit(events);
+  std::vector<Part> parts;
+  size_t left = step_tokens_;
+  // Answers first: they are waited for.
+  for (const bool answering : {true, false}) {
+    for (const size_t number : active_) {
+      if ((rest(number) == 1) == answering && left > 0) {
+        const size_t n = std::min(rest(number), left);
+        parts.push_back({number, n});
+        left -= n;
+      }
+    }
+  }
+  return parts;
+}
+
+void Scheduler::keep_going(Events& events) {
+  const auto needed = [this] {
+    size_t tokens = 0;
+    for (const size_t number : active_) {
+      tokens += rest(number);
+    }
+    return tokens;
+  };
+  while (!evict_until_fits(needed(), events)) {
+    const size_t last = active_.back();
+    if (active_.size() == 1) {
+      events.stuck = last;
+      finish(last);
+      return;
+    }
+    release(last, State::waiting);
+    // Before all others that wait: they came later.
+    waiting_.insert(waiting_.begin(), last);
+    events.deferred.push_back(last);
+  }
+}
+
+void Scheduler::admit(Events& events) {
+  // Who has just made room for others does not take it back at once.
+  while (!waiting_.empty() && events.deferred.empty() && !events.stuck) {
+    const size_t number = waiting_.front();
+    size_t needed = rest(number);
+    for (const size_t other : active_) {
+      // And some tokens of its answer, or it would soon have to be put back.
+      constexpr size_t kAhead = 8;
+      needed += rest(other) + kAhead;
+    }
+    if (!evict_until_fits(needed, events)) {
+      return;
+    }
+    if (active_.size() + idle_.size() == static_cast<size_t>(sequences_)) {
+      if (idle_.empty()) {
+        return;
+      }
+      evict(events);
+    }
+    requests_[number].state = State::active;
+    requests_[number].sequence = unused_sequence();
+    waiting_.erase(waiting_.begin());
+    active_.push_back(number);
+    events.admitted.push_back(number);
+  }
+}
+
+int32_t Scheduler::unused_sequence() const {
+  std::vector<bool> taken(static_cast<size_t>(sequences_), false);
+  for (const auto* numbers : {&active_, &idle_}) {
+    for (const size_t number : *numbers) {
+      taken[static_cast<size_t>(requests_[number].sequence)] = true;
+    }
+  }
+  return static_cast<int32_t>(
+      std::find(taken.begin(), taken.end(), false) - taken.begin());
+}
+
+bool Scheduler::evict_until_fits(size_t tokens, Events& events) {
+  while (!room_.fits(tokens)) {
+    if (idle_.empty()) {
+      return false;
+    }
+    evict(events);
+  }
+  return true;
+}
+
+void Scheduler::evict(Events& events) {
+  events.evicted.push_back(idle_.front());
+  drop(idle_.front());
+}
+
+void Scheduler::done(const std::vector<Part>& parts) {
+  for (const Part& part : parts) {
+    requests_[part.request].held += part.n;
+  }
+}
+
+void Scheduler::finish(size_t request) {
+  requests_[request].state = State::idle;
+  erase(active_, request);
+  idle_.push_back(request);
+}
+
+void Scheduler::drop(size_t request) {
+  release(request, State::gone);
+}
+
+void Scheduler::release(size_t number, State state) {
+  Request& request = requests_[number];
+  room_.remove(request.sequence);
+  request.held = 0;
+  request.state = state;
+  erase(active_, number);
+  erase(idle_, number);
+}
+
+bool Scheduler::busy() const {
+  return !waiting_.empty() || !active_.empty();
+}
+
+} // namespace etkv::examples

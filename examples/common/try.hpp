@@ -1,0 +1,29 @@
+// What a Result is asked after almost every call, in one word, so that the steps
+// of a runner can be read.
+#pragma once
+
+#include <utility>
+
+#include "etkv/etkv.hpp"
+
+#define ETKV_EXAMPLES_JOIN_(a, b) a##b
+#define ETKV_EXAMPLES_JOIN(a, b) ETKV_EXAMPLES_JOIN_(a, b)
+#define ETKV_EXAMPLES_ASSIGN_(result, left, ...) \
+  auto result = (__VA_ARGS__);                   \
+  if (!result.ok()) {                            \
+    return result.error();                       \
+  }                                              \
+  left = std::move(result.value())
+
+/// `ASSIGN_OR_RETURN(auto x, call())`: the value, or the error is returned.
+#define ASSIGN_OR_RETURN(left, ...) \
+  ETKV_EXAMPLES_ASSIGN_(            \
+      ETKV_EXAMPLES_JOIN(result_at_, __LINE__), left, __VA_ARGS__)
+
+/// `RETURN_IF_ERROR(call())`: goes on, or the error is returned.
+#define RETURN_IF_ERROR(...)                           \
+  do {                                                 \
+    if (auto outcome = (__VA_ARGS__); !outcome.ok()) { \
+      return outcome.error();                          \
+    }                                                  \
+  } while (false)

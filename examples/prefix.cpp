@@ -1,0 +1,229 @@
+// etkv_prefix: a chat server's view. Every request is a whole conversation; what
+// a sequence still holds of its beginning is kept, and only the rest is read.
+
+#include <algorithm>
+#include <string>
+#include <vector>
+
+#include "etkv/executorch.hpp"
+#include "examples/common/batch.hpp"
+#include "examples/common/clock.hpp"
+#include "examples/common/console.hpp"
+#include "examples/common/format.hpp"
+#include "examples/common/interrupt.hpp"
+#include "examples/common/plain.hpp"
+#include "examples/common/prefix.hpp"
+#include "examples/common/runner.hpp"
+#include "examples/common/try.hpp"
+
+namespace etkv::examples {
+namespace {
+
+/// Sequences have numbers below this.
+constexpr int32_t kSequences = 256;
+
+/// What every conversation begins with.
+constexpr char kSystem[] =
+    "You answer the letters of a small bookshop. Be polite and brief. If you "
+    "do "
+    "not know the answer, say so.";
+
+/// Whose turn it is, and what they say. Nobody says the same again: that turn is
+/// answered once more.
+struct Turn {
+  size_t client;
+  std::string said;
+};
+
+const std::vector<Turn>& turns() {
+  static const std::vector<Turn> all = {
+      {0, "What is the capital of France?"},
+      {1, "Why is the sky blue?"},
+      {0, "And of Italy?"},
+      {1, "Say that in one short sentence."},
+      {1, ""},
+      {0, "Thank you. Which of the two is larger?"},
+  };
+  return all;
+}
+
+class Server {
+ public:
+  Server(Model& model, SeqCache& cache, const RunnerOptions& options)
+      : model_(model), cache_(cache), options_(options) {}
+
+  /// Answers a conversation, from what is held of it on.
+  Result<Decoding> answer(const std::vector<Message>& conversation) {
+    Decoding one;
+    one.title = conversation.back().content;
+    one.max_new_tokens = options_.max_new_tokens;
+    ASSIGN_OR_RETURN(one.prompt, model_.encode(conversation));
+    RETURN_IF_ERROR(check_length(one.prompt.size(), cache_));
+    ASSIGN_OR_RETURN(const size_t shared, place(one));
+    RETURN_IF_ERROR(make_room(one, one.prompt.size() - shared));
+
+    Stopwatch watch;
+    ASSIGN_OR_RETURN(bool going, begin(model_, cache_, one, shared));
+    const double prefill_seconds = watch.lap();
+    while (going && !one.stop) {
+      if (interrupted()) {
+        going = false;
+      } else if (cache_.can_extend() || evict(one.sequence)) {
+        RETURN_IF_ERROR(step_together(model_, cache_, {&one}));
+      } else {
+        one.stop = Stop::capacity;
+      }
+    }
+    auto held = one.prompt;
+    if (!one.ids.empty()) {
+      // The last id was not run.
+      held.insert(held.end(), one.ids.begin(), one.ids.end() - 1);
+    }
+    held_.hold(one.sequence, std::move(held));
+    if (!going) {
+      return one;
+    }
+    tokens_ += one.prompt.size();
+    reused_ += shared;
+    RETURN_IF_ERROR(show(model_, options_, one.title, one.ids));
+    say_stop(*one.stop, cache_);
+    say(counted(static_cast<int64_t>(one.prompt.size()), "token") + ", " +
+        std::to_string(shared) + " held, " +
+        std::to_string(one.prompt.size() - shared) + " read in " +
+        fixed(prefill_seconds, 2) + " s");
+    return one;
+  }
+
+  void report() const {
+    const Memory memory = cache_.memory();
+    say("reused " + std::to_string(reused_) + " of " +
+        counted(static_cast<int64_t>(tokens_), "token") + " (" +
+        fixed(
+            100.0 * static_cast<double>(reused_) /
+                static_cast<double>(std::max<size_t>(tokens_, 1)),
+            1) +
+        "%) · " + counted(static_cast<int64_t>(held_.size()), "sequence") +
+        " in " + counted(cache_.length(), "position") + " · cache " +
+        mebibytes(memory.allocated) + " of " + mebibytes(memory.at_capacity) +
+        " (" + model_.format() + ")");
+  }
+
+ private:
+  /// Finds a sequence for a prompt; returns how many of its ids that holds.
+  Result<size_t> place(Decoding& one) {
+    const auto match = held_.longest(one.prompt);
+    // The last token is run even where it is held: its logits are not kept.
+    const size_t shared =
+        match ? std::min(match->shared, one.prompt.size() - 1) : 0;
+    if (match && shared == held_.of(match->sequence).size()) {
+      // The same conversation, further on.
+      one.sequence = match->sequence;
+      return shared;
+    }
+    if (held_.unused() == kSequences) {
+      evict(match ? match->sequence : -1);
+    }
+    one.sequence = held_.unused();
+    if (shared == 0) {
+      return shared;
+    }
+    // What the other goes on with stays: a fork takes no bytes. Layers with
+    // windows may have dropped what it would need; then all is read.
+    const auto forked = cache_.seq_cp(
+        match->sequence, one.sequence, 0, static_cast<int32_t>(shared));
+    if (!forked.ok() && forked.error().status() == ETKV_ERROR_POSITION) {
+      return size_t{0};
+    }
+    RETURN_IF_ERROR(forked);
+    const auto& ids = one.prompt;
+    held_.hold(
+        one.sequence,
+        {ids.begin(), ids.begin() + static_cast<std::ptrdiff_t>(shared)});
+    return shared;
+  }
+
+  Result<void> make_room(const Decoding& one, size_t tokens) {
+    while (!cache_.can_extend(static_cast<int32_t>(tokens))) {
+      if (!evict(one.sequence)) {
+        return Error(
+            ETKV_ERROR_CAPACITY,
+            "there is no room for " +
+                counted(static_cast<int64_t>(tokens), "token") + " more in " +
+                counted(cache_.capacity(), "position") + " (--capacity)");
+      }
+    }
+    return {};
+  }
+
+  /// Removes the sequence that was used longest ago, but for one; false if there
+  /// is no other. Cells that others share stay.
+  bool evict(int32_t except) {
+    const auto oldest = held_.oldest(except);
+    if (!oldest || !cache_.seq_rm(*oldest).ok()) {
+      return false;
+    }
+    say("evicted sequence " + std::to_string(*oldest) + " of " +
+        counted(static_cast<int64_t>(held_.of(*oldest).size()), "position"));
+    held_.forget(*oldest);
+    return true;
+  }
+
+  Model& model_;
+  SeqCache& cache_;
+  const RunnerOptions& options_;
+  HeldPrefixes held_;
+  size_t tokens_ = 0;
+  size_t reused_ = 0;
+};
+
+Result<void> run(const RunnerOptions& options) {
+  ASSIGN_OR_RETURN(auto model, Model::open(options.model));
+  ASSIGN_OR_RETURN(auto session, make_seq_session(kMLXBackend, model.config()));
+  // One row of logits a step is enough for one sequence at a time.
+  RETURN_IF_ERROR(model.program().load(session.key(), Logits::last));
+
+  std::vector<Turn> asked;
+  for (const auto& prompt : options.prompts) {
+    asked.push_back({asked.size(), prompt});
+  }
+  if (asked.empty()) {
+    asked = turns();
+  }
+  Server server(model, session.cache(), options);
+  std::vector<std::vector<Message>> conversations(asked.size());
+  std::vector<Decoding> answers;
+  for (const auto& [client, said] : asked) {
+    auto& conversation = conversations[client];
+    if (conversation.empty()) {
+      conversation.push_back({"system", kSystem});
+    }
+    if (said.empty()) {
+      conversation.pop_back();
+    } else {
+      conversation.push_back({"user", said});
+    }
+    ASSIGN_OR_RETURN(auto one, server.answer(conversation));
+    if (interrupted()) {
+      return {};
+    }
+    ASSIGN_OR_RETURN(const std::string text, model.decode(one.ids));
+    conversation.push_back({"assistant", text});
+    answers.push_back(std::move(one));
+  }
+  server.report();
+  return options.check ? check_answers(model, answers) : Result<void>();
+}
+
+} // namespace
+} // namespace etkv::examples
+
+int main(int argc, char** argv) {
+  etkv::examples::Runner runner(
+      "etkv_prefix",
+      "Answers requests that are whole conversations, as a chat server gets "
+      "them:\n"
+      "what a sequence still holds of one is kept, only the rest is read. "
+      "Each\n"
+      "--prompt is a client of its own.\n");
+  return runner.main(argc, argv, etkv::examples::run);
+}

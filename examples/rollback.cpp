@@ -1,0 +1,290 @@
+// etkv_rollback: what seq_rm takes back. An exchange is undone, an answer is made
+// again, a long answer slides through a window, and a call of a tool gives way to
+// what the tool said. No bytes move for any of it.
+
+#include <algorithm>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "etkv/executorch.hpp"
+#include "examples/common/batch.hpp"
+#include "examples/common/console.hpp"
+#include "examples/common/format.hpp"
+#include "examples/common/interrupt.hpp"
+#include "examples/common/plain.hpp"
+#include "examples/common/prefix.hpp"
+#include "examples/common/runner.hpp"
+#include "examples/common/try.hpp"
+
+namespace etkv::examples {
+namespace {
+
+const std::vector<std::string>& built_in() {
+  static const std::vector<std::string> all = {
+      "What is the capital of France?",
+      "What do bees make?",
+      "How many days does a week have?",
+      "Why is the sky blue?",
+  };
+  return all;
+}
+
+/// What a tool is asked for, and what it says.
+struct Tool {
+  const char* name;
+  const char* says;
+};
+constexpr Tool kTools[] = {
+    {"calendar", "Today is Friday."},
+    {"weather", "It will rain until Sunday."},
+};
+/// Tokens of a call, at most.
+constexpr int64_t kCall = 12;
+
+struct WindowOptions {
+  std::optional<int64_t> window;
+  std::optional<int64_t> sinks;
+};
+
+/// One sequence, and the ids that it holds.
+class Thread {
+ public:
+  Thread(Model& model, SeqCache& cache) : model_(model), cache_(cache) {}
+
+  /// Reads a prompt from where it differs from what is held, and answers it. A
+  /// full cache ends the answer; what is taken back then makes room again.
+  Result<Decoding>
+  answer(std::string title, std::vector<int64_t> prompt, int64_t most) {
+    RETURN_IF_ERROR(check_length(prompt.size(), cache_));
+    Decoding one{std::move(title), std::move(prompt), most};
+    const size_t shared =
+        std::min(shared_prefix(one.prompt, held_), one.prompt.size() - 1);
+    RETURN_IF_ERROR(take_back(shared));
+    ASSIGN_OR_RETURN(const bool going, begin(model_, cache_, one, shared));
+    if (!going) {
+      return one;
+    }
+    held_ = one.prompt;
+    while (!one.stop && !interrupted()) {
+      if (!cache_.can_extend()) {
+        one.stop = Stop::capacity;
+        break;
+      }
+      const int64_t id = one.ids.back();
+      RETURN_IF_ERROR(step_together(model_, cache_, {&one}));
+      held_.push_back(id);
+    }
+    return one;
+  }
+
+  /// Forgets what is held beyond `length` ids.
+  Result<void> take_back(size_t length) {
+    RETURN_IF_ERROR(
+        cache_.seq_rm(/*sequence=*/0, static_cast<int32_t>(length), kAll));
+    held_.resize(std::min(held_.size(), length));
+    return {};
+  }
+
+  size_t length() const {
+    return held_.size();
+  }
+
+ private:
+  Model& model_;
+  SeqCache& cache_;
+  std::vector<int64_t> held_;
+};
+
+class Rollback {
+ public:
+  Rollback(Model& model, SeqCache& cache, const RunnerOptions& options)
+      : model_(model),
+        cache_(cache),
+        options_(options),
+        prompts_(options.prompts_or(built_in())),
+        thread_(model, cache) {}
+
+  /// The second question is taken back, and the third asked in its place.
+  Result<void> undo() {
+    std::vector<Message> said;
+    RETURN_IF_ERROR(ask(said, prompts_.front()));
+    const size_t before = thread_.length();
+    for (size_t i = 1; i < prompts_.size(); ++i) {
+      if (i > 1) {
+        said.resize(2);
+        RETURN_IF_ERROR(thread_.take_back(before));
+        say("undo: back to " +
+            counted(static_cast<int64_t>(before), "position"));
+      }
+      RETURN_IF_ERROR(ask(said, prompts_[i]));
+    }
+    return {};
+  }
+
+  /// The first question again, then with another beginning of the answer.
+  Result<void> regenerate() {
+    ASSIGN_OR_RETURN(auto prompt, model_.encode(prompts_.front()));
+    RETURN_IF_ERROR(record("regenerate", prompt, options_.max_new_tokens));
+    const auto first = answers_.back().ids;
+    RETURN_IF_ERROR(thread_.take_back(prompt.size()));
+    RETURN_IF_ERROR(record("regenerate", prompt, options_.max_new_tokens));
+    if (options_.check && !interrupted() && answers_.back().ids != first) {
+      return Error(
+          ETKV_ERROR_INTERNAL,
+          "check: an answer that was made again is another");
+    }
+    RETURN_IF_ERROR(thread_.take_back(prompt.size()));
+    ASSIGN_OR_RETURN(
+        const auto words, model_.text().encode("Well,", /*special=*/false));
+    prompt.insert(prompt.end(), words.begin(), words.end());
+    return record("regenerate: Well,", prompt, options_.max_new_tokens);
+  }
+
+  /// What the model would do before it knows is taken back for what a tool says.
+  Result<void> call_tools() {
+    std::vector<Message> said = {
+        {"user", "Should I take an umbrella tomorrow?"}};
+    for (const Tool& tool : kTools) {
+      ASSIGN_OR_RETURN(auto prompt, model_.encode(said));
+      RETURN_IF_ERROR(record(std::string("call: ") + tool.name, prompt, kCall));
+      const size_t held = thread_.length();
+      RETURN_IF_ERROR(thread_.take_back(std::min(held, prompt.size())));
+      say(std::string("tool: ") + tool.name + " says \"" + tool.says + "\", " +
+          counted(static_cast<int64_t>(held - thread_.length()), "position") +
+          " of the call taken back");
+      said.push_back({"user", tool.says});
+    }
+    ASSIGN_OR_RETURN(auto prompt, model_.encode(said));
+    return record("with tools", prompt, options_.max_new_tokens);
+  }
+
+  /// An answer of any length in a window: the oldest positions but the first
+  /// few are removed, and their cells used again. Widens a window that is less
+  /// than the prompt.
+  Result<Decoding> slide(int32_t* window, int32_t sinks) {
+    RETURN_IF_ERROR(thread_.take_back(0));
+    Decoding one{"window: " + prompts_.back(), {}, options_.max_new_tokens};
+    ASSIGN_OR_RETURN(one.prompt, model_.encode(prompts_.back()));
+    RETURN_IF_ERROR(check_length(one.prompt.size(), cache_));
+    // What is read in one step sees all of it: the window is no less.
+    *window = std::max(*window, static_cast<int32_t>(one.prompt.size()));
+    ASSIGN_OR_RETURN(const bool going, begin(model_, cache_, one, /*held=*/0));
+    while (going && !one.stop && !interrupted()) {
+      // The next token sees itself and what is less than a window before it.
+      const auto oldest = static_cast<int32_t>(one.position()) - *window + 1;
+      if (oldest > sinks) {
+        RETURN_IF_ERROR(cache_.seq_rm(one.sequence, sinks, oldest));
+      }
+      if (!cache_.can_extend()) {
+        one.stop = Stop::capacity;
+        break;
+      }
+      RETURN_IF_ERROR(step_together(model_, cache_, {&one}));
+    }
+    ASSIGN_OR_RETURN(const int32_t next, cache_.seq_next(one.sequence));
+    RETURN_IF_ERROR(tell(one));
+    say("window: " + std::to_string(next) + " positions went by, " +
+        std::to_string(cache_.length()) + " are held");
+    RETURN_IF_ERROR(cache_.seq_rm(one.sequence));
+    return one;
+  }
+
+  const std::vector<Decoding>& answers() const {
+    return answers_;
+  }
+
+ private:
+  Result<void> ask(std::vector<Message>& said, const std::string& question) {
+    said.push_back({"user", question});
+    ASSIGN_OR_RETURN(auto prompt, model_.encode(said));
+    RETURN_IF_ERROR(record(question, prompt, options_.max_new_tokens));
+    ASSIGN_OR_RETURN(
+        const std::string text, model_.decode(answers_.back().ids));
+    said.push_back({"assistant", text});
+    return {};
+  }
+
+  Result<void> record(
+      const std::string& title,
+      const std::vector<int64_t>& prompt,
+      int64_t most) {
+    ASSIGN_OR_RETURN(auto one, thread_.answer(title, prompt, most));
+    RETURN_IF_ERROR(tell(one));
+    answers_.push_back(std::move(one));
+    return {};
+  }
+
+  Result<void> tell(const Decoding& one) const {
+    if (one.stop) {
+      say_stop(*one.stop, cache_);
+    }
+    return show(model_, options_, one.title, one.ids);
+  }
+
+  Model& model_;
+  SeqCache& cache_;
+  const RunnerOptions& options_;
+  const std::vector<std::string>& prompts_;
+  Thread thread_;
+  std::vector<Decoding> answers_;
+};
+
+Result<void> run(const RunnerOptions& options, const WindowOptions& more) {
+  ASSIGN_OR_RETURN(auto model, Model::open(options.model));
+  ASSIGN_OR_RETURN(auto session, make_seq_session(kMLXBackend, model.config()));
+  RETURN_IF_ERROR(model.program().load(session.key(), Logits::last));
+
+  Rollback rollback(model, session.cache(), options);
+  RETURN_IF_ERROR(rollback.undo());
+  RETURN_IF_ERROR(rollback.regenerate());
+  RETURN_IF_ERROR(rollback.call_tools());
+  auto window = static_cast<int32_t>(more.window.value_or(48));
+  const auto sinks = static_cast<int32_t>(more.sinks.value_or(4));
+  ASSIGN_OR_RETURN(const auto windowed, rollback.slide(&window, sinks));
+  if (!options.check || interrupted()) {
+    return {};
+  }
+  RETURN_IF_ERROR(check_answers(model, rollback.answers()));
+  // The same window, kept by the cache itself.
+  return check_answers(model, {windowed}, [&](CacheConfig& config) {
+    for (auto& layer : config.layers) {
+      layer.window = window;
+      layer.sinks = sinks;
+    }
+  });
+}
+
+} // namespace
+} // namespace etkv::examples
+
+int main(int argc, char** argv) {
+  using namespace etkv::examples;
+
+  Runner runner(
+      "etkv_rollback",
+      "Takes back what a sequence holds: undoes exchanges, makes answers "
+      "again,\n"
+      "slides a window over a long one, and lets what tools say take the place "
+      "of\n"
+      "their calls.\n");
+  WindowOptions more;
+  runner.arguments().integer(
+      "--window",
+      "N",
+      "positions that a token of the windowed answer sees,\n"
+      "itself among them (48)",
+      1,
+      1 << 20,
+      &more.window);
+  runner.arguments().integer(
+      "--sinks",
+      "N",
+      "first positions that it sees besides (4)",
+      0,
+      1 << 20,
+      &more.sinks);
+  return runner.main(argc, argv, [&](const RunnerOptions& options) {
+    return run(options, more);
+  });
+}

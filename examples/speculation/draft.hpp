@@ -1,0 +1,31 @@
+// Who guesses how a text goes on.
+#pragma once
+
+#include <cstdint>
+#include <vector>
+
+#include "etkv/etkv.hpp"
+#include "examples/speculation/sampling.hpp"
+#include "examples/speculation/tree.hpp"
+
+namespace etkv::examples {
+
+class Draft {
+ public:
+  virtual ~Draft() = default;
+
+  /// Grows a tree behind `text`, whose last id is the root. The text need not go
+  /// on from the one before.
+  virtual Result<TokenTree> propose(
+      const std::vector<int64_t>& text,
+      const TreeShape& shape,
+      Sampler& sampler) = 0;
+
+  /// A chain of the last tree has become text, the root first.
+  virtual Result<void> commit(const std::vector<int32_t>& accepted) = 0;
+
+  /// Seconds that a tree of this shape takes, as far as that is known.
+  virtual double seconds(int64_t depth, int64_t width) const = 0;
+};
+
+} // namespace etkv::examples

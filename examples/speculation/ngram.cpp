@@ -1,0 +1,128 @@
+#include "examples/speculation/ngram.hpp"
+
+#include <algorithm>
+#include <cstddef>
+#include <map>
+
+namespace etkv::examples {
+namespace {
+
+/// Ids that have to be alike, at least and at most: one alone says little, and
+/// more than this adds nothing.
+constexpr size_t kLeast = 2;
+constexpr size_t kMost = 8;
+
+/// A place of the text that was followed by what is proposed.
+struct Place {
+  size_t next; ///< where it goes on
+  double weight;
+};
+
+/// How many ids before `at` and before the end are alike.
+size_t likeness(const std::vector<int64_t>& text, size_t at) {
+  size_t n = 0;
+  while (n < kMost && n < at && text[at - 1 - n] == text[text.size() - 1 - n]) {
+    ++n;
+  }
+  return n;
+}
+
+std::vector<Place> places(const std::vector<int64_t>& text) {
+  std::vector<Place> found;
+  for (size_t at = kLeast; at < text.size(); ++at) {
+    if (const size_t n = likeness(text, at); n >= kLeast) {
+      // An id more outweighs several places; a later place is a tie's winner.
+      double weight = 1.0 + static_cast<double>(at) /
+                                (4.0 * static_cast<double>(text.size()));
+      for (size_t i = kLeast; i < n; ++i) {
+        weight *= 4.0;
+      }
+      found.push_back({at, weight});
+    }
+  }
+  return found;
+}
+
+/// A node of the tree, the places that agree with it, and the ids on its way.
+struct Branch {
+  int32_t node;
+  std::vector<Place> places;
+  std::vector<int64_t> path;
+};
+
+/// The id at `at` of the text and what is proposed behind it, which is how a
+/// repetition goes on past the end.
+int64_t id_at(
+    const std::vector<int64_t>& text,
+    const std::vector<int64_t>& path,
+    size_t at) {
+  return at < text.size() ? text[at] : path[at - text.size()];
+}
+
+/// A possible child.
+struct Candidate {
+  const Branch* parent;
+  int64_t token;
+  std::vector<Place> places;
+  double weight;
+};
+
+std::vector<Candidate> candidates(
+    const std::vector<int64_t>& text,
+    const std::vector<Branch>& level) {
+  std::vector<Candidate> found;
+  for (const Branch& branch : level) {
+    std::map<int64_t, Candidate> by_token;
+    for (const Place& place : branch.places) {
+      const int64_t token = id_at(text, branch.path, place.next);
+      auto& candidate =
+          by_token.try_emplace(token, Candidate{&branch, token, {}, 0.0})
+              .first->second;
+      candidate.places.push_back({place.next + 1, place.weight});
+      candidate.weight += place.weight;
+    }
+    for (auto& [token, candidate] : by_token) {
+      found.push_back(std::move(candidate));
+    }
+  }
+  std::stable_sort(
+      found.begin(), found.end(), [](const auto& a, const auto& b) {
+        return a.weight > b.weight;
+      });
+  return found;
+}
+
+} // namespace
+
+Result<TokenTree> NgramDraft::propose(
+    const std::vector<int64_t>& text,
+    const TreeShape& shape,
+    Sampler&) {
+  return grow(text, shape);
+}
+
+TokenTree NgramDraft::grow(
+    const std::vector<int64_t>& text,
+    const TreeShape& shape) {
+  TokenTree tree(text.back());
+  std::vector<Branch> level = {{0, places(text), {}}};
+  for (int64_t depth = 0; depth < shape.depth; ++depth) {
+    std::vector<Branch> next;
+    for (auto& candidate : candidates(text, level)) {
+      if (next.size() == static_cast<size_t>(shape.width) ||
+          tree.size() == shape.most) {
+        break;
+      }
+      auto path = candidate.parent->path;
+      path.push_back(candidate.token);
+      next.push_back(
+          {tree.add(candidate.token, candidate.parent->node),
+           std::move(candidate.places),
+           std::move(path)});
+    }
+    level = std::move(next);
+  }
+  return tree;
+}
+
+} // namespace etkv::examples

@@ -1,0 +1,103 @@
+#include "examples/speculation/sampling.hpp"
+
+#include <algorithm>
+#include <cmath>
+
+namespace etkv::examples {
+namespace {
+
+/// Scales to a sum of 1; false where there is nothing to scale.
+bool normalize(Distribution& p) {
+  double sum = 0.0;
+  for (const float value : p) {
+    sum += static_cast<double>(value);
+  }
+  if (!(sum > 0.0)) {
+    return false;
+  }
+  for (float& value : p) {
+    value = static_cast<float>(static_cast<double>(value) / sum);
+  }
+  return true;
+}
+
+} // namespace
+
+Result<int64_t> Sampler::choose(const LogitsView& logits, int64_t row) {
+  if (greedy()) {
+    return argmax(logits, row);
+  }
+  return draw(softmax(logits, row, temperature), chance);
+}
+
+Distribution
+softmax(const LogitsView& logits, int64_t row, double temperature) {
+  Distribution p(static_cast<size_t>(logits.vocabulary));
+  copy_row(logits, row, p.data());
+  const double best = *std::max_element(p.begin(), p.end());
+  for (float& value : p) {
+    value = static_cast<float>(
+        std::exp((static_cast<double>(value) - best) / temperature));
+  }
+  normalize(p);
+  return p;
+}
+
+int64_t draw(const Distribution& p, Chance& chance) {
+  double sum = 0.0;
+  for (const float value : p) {
+    sum += static_cast<double>(value);
+  }
+  // The sum is 1 but for rounding, which must not make the last id likelier.
+  double left = chance.uniform() * sum;
+  int64_t last = 0;
+  for (size_t id = 0; id < p.size(); ++id) {
+    if (p[id] > 0.0F) {
+      last = static_cast<int64_t>(id);
+      left -= static_cast<double>(p[id]);
+      if (left < 0.0) {
+        break;
+      }
+    }
+  }
+  return last;
+}
+
+bool remove(Distribution& p, int64_t id) {
+  p[static_cast<size_t>(id)] = 0.0F;
+  return normalize(p);
+}
+
+bool accept(
+    Distribution& p,
+    const Distribution& q,
+    int64_t id,
+    Chance& chance) {
+  const auto at = static_cast<size_t>(id);
+  const double wanted = p[at];
+  const double offered = q.empty() ? 1.0 : static_cast<double>(q[at]);
+  if (chance.uniform() * offered < wanted) {
+    return true;
+  }
+  if (q.empty()) {
+    // With nothing but this id likely, it is not refused but for rounding.
+    const float before = p[at];
+    if (!remove(p, id)) {
+      p[at] = before;
+      return true;
+    }
+    return false;
+  }
+  Distribution rest(p.size());
+  for (size_t i = 0; i < p.size(); ++i) {
+    rest[i] = std::max(0.0F, p[i] - q[i]);
+  }
+  // Equal but for rounding: there is nothing else to draw from.
+  if (!normalize(rest)) {
+    return true;
+  }
+  p = std::move(rest);
+  return false;
+}
+
+} // namespace etkv::examples

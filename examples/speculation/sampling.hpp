@@ -1,0 +1,66 @@
+// Distributions over a vocabulary: drawing from one, and giving what was drawn
+// from another a chance to be taken for it.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <random>
+#include <vector>
+
+#include "examples/common/logits.hpp"
+
+namespace etkv::examples {
+
+/// Probabilities, one for each id, that sum to 1.
+using Distribution = std::vector<float>;
+
+/// Random numbers that are the same for the same seed on every machine.
+class Chance {
+ public:
+  explicit Chance(uint64_t seed) : bits_(seed) {}
+
+  /// From 0 up to, and without, 1.
+  double uniform() {
+    return static_cast<double>(bits_() >> 11) * 0x1p-53;
+  }
+
+ private:
+  std::mt19937_64 bits_;
+};
+
+/// How ids are chosen from logits.
+struct Sampler {
+  explicit Sampler(double temperature = 0.0, uint64_t seed = 0)
+      : temperature(temperature), chance(seed) {}
+
+  /// Whether the greatest logit is taken, and nothing left to chance.
+  bool greedy() const {
+    return temperature == 0.0;
+  }
+  /// The next id by a row of logits.
+  Result<int64_t> choose(const LogitsView& logits, int64_t row);
+
+  double temperature;
+  Chance chance;
+};
+
+/// The softmax of a row divided by a temperature above 0.
+Distribution softmax(const LogitsView& logits, int64_t row, double temperature);
+
+/// An id, by its probability. What has none is never drawn.
+int64_t draw(const Distribution& p, Chance& chance);
+
+/// Takes an id out of a distribution, and scales the rest up to 1; false where no
+/// rest is left, and all are 0.
+bool remove(Distribution& p, int64_t id);
+
+/// Decides whether an id that was drawn from `q` is taken for one drawn from `p`:
+/// with probability min(1, p/q). Where it is not, `p` becomes what has to be drawn
+/// from instead, the positive part of p - q, scaled to 1. An id that was chosen
+/// without chance has an empty `q`, which stands for certainty.
+///
+/// Whatever `q` is, the id that comes out of this in the end, taken or drawn from
+/// what `p` became, has the distribution that `p` was.
+bool accept(Distribution& p, const Distribution& q, int64_t id, Chance& chance);
+
+} // namespace etkv::examples

@@ -1,0 +1,169 @@
+#include "examples/speculation/speculator.hpp"
+
+#include <algorithm>
+#include <utility>
+
+#include "examples/common/clock.hpp"
+#include "examples/common/format.hpp"
+#include "examples/common/try.hpp"
+#include "examples/speculation/model_draft.hpp"
+#include "examples/speculation/ngram.hpp"
+
+namespace etkv::examples {
+
+void add_speculation_arguments(
+    Arguments& arguments,
+    SpeculationOptions& options,
+    const std::string& otherwise) {
+  arguments.text(
+      "--draft",
+      "FILE|ngram",
+      "who guesses: a program (.pte) with the model's\n"
+      "vocabulary, or the text so far" +
+          otherwise,
+      &options.draft);
+  arguments.integer_or(
+      "auto",
+      "--depth",
+      "ids that a guess goes ahead; auto, the default,\n"
+      "weighs what trees cost and what they bring",
+      0,
+      64,
+      &options.depth);
+  arguments.integer_or(
+      "auto",
+      "--width",
+      "guesses for each of them (auto)",
+      1,
+      64,
+      &options.width);
+}
+
+Result<std::unique_ptr<Draft>> make_draft(
+    const std::string& name,
+    const ModelOptions& options,
+    const Model& target,
+    const Cache& cache) {
+  if (name == "ngram") {
+    return std::unique_ptr<Draft>(new NgramDraft());
+  }
+  return ModelDraft::open(
+      name,
+      {target.program().vocabulary(), cache.capacity(), options.kv_format});
+}
+
+Speculator::Speculator(
+    Model& target,
+    TreeCache& cache,
+    Draft& draft,
+    const SpeculationOptions& options,
+    Sampler sampler)
+    : target_(target),
+      cache_(cache),
+      draft_(draft),
+      tuner_(options.depth, options.width),
+      sampler_(std::move(sampler)) {}
+
+Result<int64_t> Speculator::first(const LogitsView& logits) {
+  return sampler_.choose(logits, logits.last_row());
+}
+
+Result<std::vector<int64_t>> Speculator::next(
+    const std::vector<int64_t>& text,
+    size_t most) {
+  TreeShape shape = tuner_.next([this](int64_t depth, int64_t width) {
+    return draft_.seconds(depth, width);
+  });
+  shape.depth = std::min(shape.depth, static_cast<int64_t>(most) - 1);
+  shape.most = static_cast<size_t>(std::min(
+      cache_.capacity() - cache_.length(),
+      target_.program().params().prefill_chunk_size));
+  if (shape.depth > 0) {
+    // Where the step or the cache has not the room, narrow rather than short.
+    const auto each = static_cast<int64_t>(shape.most - 1) / shape.depth;
+    shape.width = std::min(shape.width, std::max<int64_t>(each, 1));
+  }
+
+  Stopwatch watch;
+  ASSIGN_OR_RETURN(const auto tree, draft_.propose(text, shape, sampler_));
+  const double draft_seconds = watch.lap();
+  const auto base = static_cast<int64_t>(text.size()) - 1;
+  ASSIGN_OR_RETURN(auto verdict, verify_in_one_forward(tree, base));
+  const double verify_seconds = watch.lap();
+  tuner_.observe(shape, tree, verdict, verify_seconds);
+  cut_at_end(tree, verdict);
+  // Both keep the same chain.
+  RETURN_IF_ERROR(cache_.commit(verdict.accepted));
+  RETURN_IF_ERROR(draft_.commit(verdict.accepted));
+
+  std::vector<int64_t> ids;
+  for (const int32_t node : verdict.accepted) {
+    if (node != 0) {
+      ids.push_back(tree.tokens[static_cast<size_t>(node)]);
+    }
+  }
+  ++statistics_.steps;
+  statistics_.accepted += static_cast<int64_t>(ids.size());
+  ids.push_back(verdict.next);
+  statistics_.ids += static_cast<int64_t>(ids.size());
+  statistics_.candidates += static_cast<int64_t>(tree.size()) - 1;
+  statistics_.draft_seconds += draft_seconds;
+  statistics_.seconds += draft_seconds + verify_seconds + watch.lap();
+  return ids;
+}
+
+Result<Verdict> Speculator::verify_in_one_forward(
+    const TokenTree& tree,
+    int64_t base) {
+  RETURN_IF_ERROR(cache_.propose(tree.parents));
+  const auto positions = tree.positions(base);
+  const auto logits =
+      target_.program().step(tree.tokens.data(), positions.data(), tree.size());
+  if (!logits.ok()) {
+    // The sequence goes on without the tree.
+    RETURN_IF_ERROR(cache_.commit({}));
+    return logits.error();
+  }
+  return verify(tree, logits.value(), sampler_);
+}
+
+/// An id that ends the answer is its last: it is not run, and nothing behind it
+/// is kept.
+void Speculator::cut_at_end(const TokenTree& tree, Verdict& verdict) const {
+  auto& accepted = verdict.accepted;
+  for (size_t i = 1; i < accepted.size(); ++i) {
+    const int64_t token = tree.tokens[static_cast<size_t>(accepted[i])];
+    if (target_.ends(token)) {
+      accepted.resize(i);
+      verdict.next = token;
+      return;
+    }
+  }
+}
+
+Speculator::Statistics Speculator::take_statistics() {
+  return std::exchange(statistics_, {});
+}
+
+std::string describe(const Speculator::Statistics& statistics) {
+  const auto steps =
+      static_cast<double>(std::max<int64_t>(statistics.steps, 1));
+  const auto ids = static_cast<double>(std::max<int64_t>(statistics.ids, 1));
+  return counted(statistics.ids, "token") + " in " +
+         counted(statistics.steps, "step") + ": " +
+         fixed(static_cast<double>(statistics.ids) / steps, 2) + " a step, " +
+         fixed(static_cast<double>(statistics.accepted) / steps, 2) + " of " +
+         fixed(static_cast<double>(statistics.candidates) / steps, 1) +
+         " guesses accepted · " +
+         fixed(static_cast<double>(statistics.steps) / ids, 2) +
+         " forwards a token · " + rate(statistics.ids, statistics.seconds) +
+         ", " +
+         fixed(
+             statistics.seconds > 0.0
+                 ? 100.0 * statistics.draft_seconds / statistics.seconds
+                 : 0.0,
+             0) +
+         "% of it for guesses";
+}
+
+} // namespace etkv::examples

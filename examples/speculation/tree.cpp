@@ -1,0 +1,75 @@
+#include "examples/speculation/tree.hpp"
+
+#include <algorithm>
+
+#include "examples/common/try.hpp"
+
+namespace etkv::examples {
+namespace {
+
+/// The child of `node` that is taken, or -1 and the id to go on with instead.
+struct Choice {
+  int32_t child;
+  int64_t next;
+};
+
+Choice choose_greedily(
+    const TokenTree& tree,
+    const std::vector<int32_t>& children,
+    int64_t best) {
+  for (const int32_t child : children) {
+    if (tree.tokens[static_cast<size_t>(child)] == best) {
+      return {child, best};
+    }
+  }
+  return {-1, best};
+}
+
+Choice choose_by_chance(
+    const TokenTree& tree,
+    int32_t node,
+    const std::vector<int32_t>& children,
+    Distribution p,
+    Chance& chance) {
+  Distribution q = tree.drawn_from[static_cast<size_t>(node)];
+  for (const int32_t child : children) {
+    const int64_t token = tree.tokens[static_cast<size_t>(child)];
+    if (accept(p, q, token, chance)) {
+      return {child, token};
+    }
+    // The next child was drawn from what was left.
+    if (!q.empty()) {
+      remove(q, token);
+    }
+  }
+  return {-1, draw(p, chance)};
+}
+
+} // namespace
+
+Result<Verdict>
+verify(const TokenTree& tree, const LogitsView& logits, Sampler& sampler) {
+  Verdict verdict;
+  for (int32_t node = 0; node >= 0;) {
+    verdict.accepted.push_back(node);
+    const auto children = tree.children(node);
+    Choice choice{};
+    // Also finds logits that are no numbers.
+    ASSIGN_OR_RETURN(const int64_t best, argmax(logits, node));
+    if (sampler.greedy()) {
+      choice = choose_greedily(tree, children, best);
+    } else {
+      choice = choose_by_chance(
+          tree,
+          node,
+          children,
+          softmax(logits, node, sampler.temperature),
+          sampler.chance);
+    }
+    node = choice.child;
+    verdict.next = choice.next;
+  }
+  return verdict;
+}
+
+} // namespace etkv::examples

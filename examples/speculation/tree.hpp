@@ -1,0 +1,89 @@
+// A tree of candidates behind a text, and what a model makes of it.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <vector>
+
+#include "etkv/etkv.hpp"
+#include "examples/common/logits.hpp"
+#include "examples/speculation/sampling.hpp"
+
+namespace etkv::examples {
+
+/// Nodes in the order they were added, each behind its parent. Node 0 is the
+/// root: the last id of the text, which is no candidate.
+struct TokenTree {
+  explicit TokenTree(int64_t root) {
+    add(root, -1);
+  }
+
+  /// Adds a node, and returns its number. Children of one node are different.
+  int32_t add(int64_t token, int32_t parent) {
+    tokens.push_back(token);
+    parents.push_back(parent);
+    depths.push_back(parent < 0 ? 0 : depths[static_cast<size_t>(parent)] + 1);
+    drawn_from.emplace_back();
+    return static_cast<int32_t>(tokens.size()) - 1;
+  }
+
+  size_t size() const {
+    return tokens.size();
+  }
+
+  /// Where each node stands, with the root at `base`.
+  std::vector<int64_t> positions(int64_t base) const {
+    std::vector<int64_t> found;
+    for (const int32_t depth : depths) {
+      found.push_back(base + depth);
+    }
+    return found;
+  }
+
+  /// The children of a node, in the order they were added.
+  std::vector<int32_t> children(int32_t node) const {
+    std::vector<int32_t> found;
+    for (size_t i = 0; i < size(); ++i) {
+      if (parents[i] == node) {
+        found.push_back(static_cast<int32_t>(i));
+      }
+    }
+    return found;
+  }
+
+  std::vector<int64_t> tokens;
+  std::vector<int32_t> parents;
+  std::vector<int32_t> depths;
+  /// What a node's children were drawn from, one after the other and none twice;
+  /// empty where they were chosen without chance.
+  std::vector<Distribution> drawn_from;
+};
+
+/// How far a tree may go.
+struct TreeShape {
+  /// Levels below the root, and nodes of a level.
+  int64_t depth = 0;
+  int64_t width = 0;
+  /// Nodes of the whole tree, its root among them; at least 1.
+  size_t most = 1;
+};
+
+/// What came of a tree.
+struct Verdict {
+  /// The chain that is part of the text from now on, the root first.
+  std::vector<int32_t> accepted;
+  /// The id behind it: the model's own.
+  int64_t next = 0;
+};
+
+/// Goes down from the root as long as the model takes a child for its own choice.
+/// `logits` have a row for each node.
+///
+/// Greedily, a child is taken that is the greatest logit behind its parent, so
+/// that the text is the same as without the tree. Else each child in turn is given
+/// its chance, see accept(), so that every id of the text has the probability that
+/// the model gives it.
+Result<Verdict>
+verify(const TokenTree& tree, const LogitsView& logits, Sampler& sampler);
+
+} // namespace etkv::examples

@@ -1,0 +1,112 @@
+#include "examples/speculation/tuner.hpp"
+
+#include <algorithm>
+
+namespace etkv::examples {
+namespace {
+
+/// What is old counts less with every level that is observed.
+constexpr double kFade = 0.97;
+/// What is believed of the candidate of a rank before it was tried, and how many
+/// trials that is worth.
+constexpr double kFirst = 0.5;
+constexpr double kFurther = 0.3;
+constexpr double kBelief = 2.0;
+/// Steps without a tree before one is tried again.
+constexpr int64_t kPatience = 16;
+
+} // namespace
+
+TreeShape Tuner::next(const DraftSeconds& draft_seconds) {
+  TreeShape best;
+  best.depth = depth_.value_or(3);
+  best.width = width_.value_or(2);
+  if (depth_ && width_) {
+    return best;
+  }
+  // What one id costs is known first, and then what a tree does.
+  if (!tried_) {
+    best.depth = verification_.empty() ? depth_.value_or(0) : best.depth;
+    return best;
+  }
+  // A tree is due where there was none for long.
+  const bool due = without_ >= kPatience;
+  double most = -1.0;
+  for (int64_t depth = due ? 1 : 0; depth <= kDeepest; ++depth) {
+    for (int64_t width = 1; width <= (depth == 0 ? 1 : kWidest); ++width) {
+      if ((depth_ && depth != *depth_) ||
+          (depth > 0 && width_ && width != *width_)) {
+        continue;
+      }
+      if (const double found = promise(depth, width, draft_seconds);
+          found > most) {
+        most = found;
+        best.depth = depth;
+        best.width = width;
+      }
+    }
+  }
+  return best;
+}
+
+/// Ids a second.
+double Tuner::promise(
+    int64_t depth,
+    int64_t width,
+    const DraftSeconds& draft_seconds) const {
+  const double each = acceptance(width);
+  double ids = 1.0;
+  double reached = 1.0;
+  for (int64_t level = 0; level < depth; ++level) {
+    reached *= each;
+    ids += reached;
+  }
+  const double nodes =
+      1.0 + filled_ * static_cast<double>(depth) * static_cast<double>(width);
+  const double seconds = verification_.at(nodes) +
+                         (depth == 0 ? 0.0 : draft_seconds(depth, width));
+  // What costs nothing measurable is worth its ids.
+  return ids / std::max(seconds, 1e-9);
+}
+
+void Tuner::observe(
+    const TreeShape& asked,
+    const TokenTree& tree,
+    const Verdict& verdict,
+    double seconds) {
+  verification_.add(tree.size(), seconds);
+  ++without_;
+  if (tree.size() == 1) {
+    // Nobody had a guess, which says nothing of those that they have.
+    return;
+  }
+  tried_ = true;
+  without_ = 0;
+  const auto may = static_cast<double>(asked.depth * asked.width);
+  filled_ += 0.1 * (static_cast<double>(tree.size() - 1) / may - filled_);
+  const auto deepest = static_cast<size_t>(tree.depths.back());
+  for (size_t i = 0; i < std::min(verdict.accepted.size(), deepest); ++i) {
+    const auto children = tree.children(verdict.accepted[i]);
+    const bool went_on = i + 1 < verdict.accepted.size();
+    for (size_t rank = 0; rank < static_cast<size_t>(asked.width); ++rank) {
+      const bool accepted = went_on && rank < children.size() &&
+                            children[rank] == verdict.accepted[i + 1];
+      Rank& found = ranks_[std::min<size_t>(rank, kWidest - 1)];
+      found.tried = kFade * found.tried + 1.0;
+      found.accepted = kFade * found.accepted + (accepted ? 1.0 : 0.0);
+    }
+  }
+}
+
+double Tuner::acceptance(int64_t width) const {
+  double sum = 0.0;
+  double belief = kFirst;
+  for (size_t rank = 0; rank < static_cast<size_t>(width); ++rank) {
+    const Rank& found = ranks_[std::min<size_t>(rank, kWidest - 1)];
+    sum += (found.accepted + kBelief * belief) / (found.tried + kBelief);
+    belief *= kFurther;
+  }
+  return std::min(sum, 0.99);
+}
+
+} // namespace etkv::examples

@@ -1,0 +1,61 @@
+"""A conversation on one session: what the cache holds already is not run again."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+from typing import Any
+
+from etkv.errors import EtkvError
+from etkv.generation import Generation, generate
+from etkv.runtime import Program
+from etkv.session import DecodeSession
+from etkv.tokenizer import Tokenizer
+
+
+class Chat:
+    """Turns of a conversation under the model's chat template.
+
+    ``messages`` are ``{"role": …, "content": …}`` and may be changed between turns: the next one runs what differs from
+    what the cache holds, and no more. ``answer`` is the last :class:`Generation`.
+    """
+
+    def __init__(self, program: Program, tokenizer: Tokenizer, system: str | None = None) -> None:
+        """``program`` is bound to a :class:`DecodeSession` of the conversation's own; what that holds is forgotten."""
+        if not isinstance(program.session, DecodeSession):
+            raise EtkvError(f"a chat needs a program with a DecodeSession, this one has {program.session!r}")
+        self.messages: list[dict[str, str]] = [] if system is None else [{"role": "system", "content": system}]
+        self.answer: Generation | None = None
+        self._program, self._session, self._tokenizer = program, program.session, tokenizer
+        self._held: list[int] = []
+        self._session.clear()
+
+    def say(self, text: str, **options: Any) -> Iterator[str]:
+        """The model's answer to ``text``, piece by piece; ``options`` are those of :func:`etkv.generate`.
+
+        A turn that is broken off stays in ``messages`` as far as it came.
+        """
+        self.messages.append({"role": "user", "content": text})
+        ids = self._tokenizer.chat(self.messages)
+        shared = self._rewind_to_shared(ids)
+        self._held = ids
+        self.answer = answer = generate(self._program, ids[shared:], **options)
+        said = ""
+        try:
+            for piece in self._tokenizer.stream(answer):
+                said += piece
+                yield piece
+        finally:
+            self._held = [*ids, *answer.ids][: self._session.length]
+            self.messages.append({"role": "assistant", "content": said})
+
+    def _rewind_to_shared(self, ids: list[int]) -> int:
+        """Go back to what the cache and ``ids`` have in common, less one: the last token's logits are wanted."""
+        pairs = zip(self._held, ids, strict=False)
+        shared = sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], pairs))
+        shared = min(shared, len(ids) - 1)
+        if shared < self._session.rewindable_to():
+            # Layers with windows have dropped what the next query would see.
+            shared = 0
+        self._session.rewind(shared)
+        return shared

@@ -1,0 +1,272 @@
+// What the example runners decide between steps, without a model: which sequence
+// a prompt goes on from, and which requests the next step is for.
+
+#include <algorithm>
+#include <map>
+#include <random>
+#include <set>
+
+#include "examples/common/prefix.hpp"
+#include "examples/common/scheduler.hpp"
+#include "fixture.hpp"
+
+namespace etkv::tests {
+namespace {
+
+using examples::HeldPrefixes;
+using examples::Scheduler;
+
+void longest_prefix() {
+  HeldPrefixes held;
+  CHECK(!held.longest({1, 2}));
+  CHECK_INT(held.unused(), 0);
+  held.hold(0, {1, 2, 3, 4});
+  held.hold(1, {1, 2, 9});
+  held.hold(2, {7});
+  CHECK_INT(held.unused(), 3);
+  const auto match = held.longest({1, 2, 3, 5});
+  REQUIRE(match.has_value());
+  CHECK_INT(match->sequence, 0);
+  CHECK_INT(match->shared, 3);
+  CHECK(!held.longest({2, 1}));
+  CHECK(!held.longest({}));
+  // Of equals, the one used last.
+  CHECK_INT(held.longest({1, 2})->sequence, 1);
+  held.hold(0, {1, 2, 3, 4});
+  CHECK_INT(held.longest({1, 2})->sequence, 0);
+
+  CHECK_INT(*held.oldest(/*except=*/-1), 1);
+  CHECK_INT(*held.oldest(/*except=*/1), 2);
+  held.forget(1);
+  CHECK_INT(held.unused(), 1);
+  CHECK(held.of(1).empty());
+  held.forget(0);
+  held.forget(2);
+  CHECK(!held.oldest(-1));
+  CHECK_INT(held.size(), 0);
+}
+
+/// Against the obvious search, over random texts of few letters.
+void longest_prefix_of_many() {
+  std::mt19937 chance(1);
+  HeldPrefixes held;
+  std::map<int32_t, Ids> all;
+  const auto text = [&] {
+    Ids ids(chance() % 6);
+    for (auto& id : ids) {
+      id = static_cast<int64_t>(chance() % 2);
+    }
+    return ids;
+  };
+  for (int i = 0; i < 2000; ++i) {
+    const auto sequence = static_cast<int32_t>(chance() % 8);
+    if (chance() % 4 == 0) {
+      held.forget(sequence);
+      all.erase(sequence);
+    } else {
+      all[sequence] = text();
+      held.hold(sequence, all[sequence]);
+    }
+    const Ids prompt = text();
+    size_t most = 0;
+    for (const auto& [_, ids] : all) {
+      size_t n = 0;
+      while (n < std::min(ids.size(), prompt.size()) && ids[n] == prompt[n]) {
+        ++n;
+      }
+      most = std::max(most, n);
+    }
+    const auto match = held.longest(prompt);
+    CHECK_INT(match ? match->shared : 0, most);
+    if (match) {
+      CHECK_INT(examples::shared_prefix(all.at(match->sequence), prompt), most);
+    }
+  }
+}
+
+/// A cache that only counts, and requests with answers of given lengths.
+struct Simulation {
+  Simulation(size_t capacity, size_t step_tokens, int32_t sequences)
+      : capacity(capacity),
+        step_tokens(step_tokens),
+        sequences(sequences),
+        scheduler(
+            step_tokens,
+            sequences,
+            {[this](size_t n) { return used() + n <= this->capacity; },
+             [this](int32_t sequence) { held.erase(sequence); }}) {}
+
+  size_t used() const {
+    size_t sum = 0;
+    for (const auto& [_, n] : held) {
+      sum += n;
+    }
+    return sum;
+  }
+
+  void submit(size_t prompt, size_t answer) {
+    scheduler.submit(prompt);
+    prompts.push_back(prompt);
+    answers.push_back(answer);
+    made.push_back(0);
+  }
+
+  void step() {
+    // The state before: what of it is idle, in the order it became so.
+    auto idle_before = idle;
+    Scheduler::Events events;
+    const auto parts = scheduler.next(events);
+    for (const size_t number : events.evicted) {
+      REQUIRE(!idle_before.empty());
+      CHECK_INT(number, idle_before.front());
+      idle_before.erase(idle_before.begin());
+      CHECK(scheduler.request(number).state == Scheduler::State::gone);
+    }
+    idle = idle_before;
+    for (const size_t number : events.deferred) {
+      CHECK(idle.empty());
+      CHECK_INT(number, active.back());
+      active.pop_back();
+      ++n_deferred;
+    }
+    if (events.stuck) {
+      CHECK_INT(active.size(), 1);
+      CHECK(idle.empty());
+      // Nothing but itself is held, and its next token does not fit.
+      CHECK_INT(used(), scheduler.request(*events.stuck).held);
+      CHECK_INT(used(), capacity);
+      stuck.insert(*events.stuck);
+      active.clear();
+      idle.push_back(*events.stuck);
+    }
+    active.insert(active.end(), events.admitted.begin(), events.admitted.end());
+    n_evicted += events.evicted.size();
+
+    // Answers come first, each has one token, and none is left out unless the
+    // step is full.
+    size_t total = 0;
+    std::set<size_t> answering;
+    for (const size_t number : active) {
+      const auto& request = scheduler.request(number);
+      if (request.length - request.held == 1) {
+        answering.insert(number);
+      }
+    }
+    for (size_t i = 0; i < parts.size(); ++i) {
+      const auto& request = scheduler.request(parts[i].request);
+      CHECK(request.state == Scheduler::State::active);
+      CHECK(request.sequence >= 0 && request.sequence < sequences);
+      CHECK(parts[i].n >= 1 && parts[i].n <= request.length - request.held);
+      CHECK(i >= answering.size() || answering.count(parts[i].request) == 1);
+      total += parts[i].n;
+      held[request.sequence] += parts[i].n;
+      CHECK_INT(held[request.sequence], request.held + parts[i].n);
+    }
+    CHECK(parts.size() >= std::min(answering.size(), step_tokens));
+    CHECK(total <= step_tokens);
+    CHECK(used() <= capacity);
+    // No two have one sequence.
+    CHECK_INT(
+        held.size(),
+        std::count_if(active.begin(), active.end(), [&](size_t number) {
+          return held.count(scheduler.request(number).sequence) != 0 &&
+                 (scheduler.request(number).held > 0 ||
+                  std::any_of(
+                      parts.begin(), parts.end(), [&](const auto& part) {
+                        return part.request == number;
+                      }));
+        }) + static_cast<long>(idle.size()));
+
+    scheduler.done(parts);
+    for (const auto& part : parts) {
+      const auto& request = scheduler.request(part.request);
+      if (request.held == request.length) {
+        ++made[part.request];
+        scheduler.grow(part.request);
+        if (made[part.request] == answers[part.request]) {
+          scheduler.finish(part.request);
+          active.erase(std::find(active.begin(), active.end(), part.request));
+          idle.push_back(part.request);
+        }
+      }
+    }
+  }
+
+  size_t capacity;
+  size_t step_tokens;
+  int32_t sequences;
+  Scheduler scheduler;
+  std::map<int32_t, size_t> held;
+  std::vector<size_t> prompts;
+  std::vector<size_t> answers;
+  std::vector<size_t> made;
+  std::vector<size_t> active;
+  std::vector<size_t> idle;
+  std::set<size_t> stuck;
+  size_t n_deferred = 0;
+  size_t n_evicted = 0;
+};
+
+/// Two that fit together are read and answered in the same steps.
+void mixed_steps() {
+  Simulation run(/*capacity=*/100, /*step_tokens=*/8, /*sequences=*/4);
+  run.submit(6, 20);
+  run.step();
+  CHECK_INT(run.made[0], 1);
+  run.submit(14, 3);
+  Scheduler::Events events;
+  const auto parts = run.scheduler.next(events);
+  REQUIRE(parts.size() == 2);
+  CHECK_INT(parts[0].request, 0);
+  CHECK_INT(parts[0].n, 1);
+  CHECK_INT(parts[1].request, 1);
+  CHECK_INT(parts[1].n, 7);
+}
+
+/// Random requests in random caches: all are answered, whole, in the end.
+void all_are_answered() {
+  size_t deferred = 0;
+  size_t evicted = 0;
+  size_t stuck = 0;
+  for (uint32_t seed = 0; seed < 300; ++seed) {
+    std::mt19937 chance(seed);
+    const size_t capacity = 10 + chance() % 60;
+    Simulation run(
+        capacity, 1 + chance() % 16, 1 + static_cast<int32_t>(chance() % 5));
+    const size_t n = 1 + chance() % 12;
+    size_t steps = 0;
+    for (size_t submitted = 0; submitted < n || run.scheduler.busy();) {
+      if (submitted < n && chance() % 3 == 0) {
+        run.submit(1 + chance() % (capacity / 2), 1 + chance() % (capacity));
+        ++submitted;
+      }
+      run.step();
+      REQUIRE(++steps < 100000);
+    }
+    for (size_t i = 0; i < n; ++i) {
+      // The last id of an answer takes no cell.
+      const bool fits = run.prompts[i] + run.answers[i] - 1 <= capacity;
+      CHECK_INT(run.stuck.count(i), fits ? 0 : 1);
+      CHECK_INT(
+          run.made[i], fits ? run.answers[i] : capacity - run.prompts[i] + 1);
+    }
+    deferred += run.n_deferred;
+    evicted += run.n_evicted;
+    stuck += run.stuck.size();
+  }
+  std::printf(
+      "%zu deferred, %zu evicted, %zu stuck\n", deferred, evicted, stuck);
+  CHECK(deferred > 100 && evicted > 100 && stuck > 10);
+}
+
+} // namespace
+} // namespace etkv::tests
+
+int main() {
+  using namespace etkv::tests;
+  longest_prefix();
+  longest_prefix_of_many();
+  mixed_steps();
+  all_are_answered();
+  return check_report();
+}
