@@ -15,7 +15,7 @@ from transformers import GenerationConfig, PreTrainedModel
 
 from etkv.errors import EtkvError
 from etkv.export import attention, layers
-from etkv.export.forward import token_inputs
+from etkv.export.forward import kept_rows, token_inputs
 from etkv.export.progress import Progress
 
 _TEXTS, _TOKENS, _AT_ONCE = 64, 192, 32
@@ -52,7 +52,7 @@ class DraftForward(torch.nn.Module):
         super().__init__()
         self.model = model
         self.guess = guess
-        self._rows = {"logits_to_keep": 1} if last_logits else {}
+        self._rows = kept_rows(model, last_logits)
 
     def inputs(self, length: int) -> dict[str, torch.Tensor]:
         """An example of ``length`` tokens."""
