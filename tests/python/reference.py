@@ -133,7 +133,7 @@ def _request(variant: Variant) -> ExportRequest:
     folder = MODELS / variant.name
     tiny = variant.model in tiny_models.CONFIGS
     return ExportRequest(
-        model=tiny_source(variant.model) if tiny else models.path(variant.model),
+        model=tiny_source(variant.model) if tiny else _package_source(variant),
         output=folder / "model.pte",
         dtype=DTYPES[variant.dtype],
         quantize=variant.quantize,
@@ -143,6 +143,12 @@ def _request(variant: Variant) -> ExportRequest:
         logits=variant.logits,
         tap_layers=variant.tap_layers,
     )
+
+
+def _package_source(variant: Variant) -> Path:
+    """The GGUF file for the model as it is; for what is made of it the folder of that, which is read in less time."""
+    plain = Variant(variant.model)
+    return models.path(variant.model) if variant == plain else program(plain).hf
 
 
 @functools.cache

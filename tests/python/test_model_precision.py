@@ -117,14 +117,21 @@ def test_a_long_prompt_outgrows_the_first_allocation(programs, exact, variant):
 # ---- SmolLM2 --------------------------------------------------------------------------------------------------------
 
 
+@pytest.fixture(scope="module")
+def smollm2() -> dict[Variant, Program]:
+    return reference.programs(
+        [Variant("smollm2-135m", "bf16"), *(Variant("smollm2-135m", "f32", quantize) for quantize in ("4w", "8w"))]
+    )
+
+
 @pytest.mark.real_model
-def test_smollm2_bfloat16_is_as_good_as_mlx_lm():
+def test_smollm2_bfloat16_is_as_good_as_mlx_lm(smollm2):
     """A row is the last row of the prompt that ends there, so a prompt of 200 tokens measures 200 prompts.
 
     A single row does not tell: where a rotary cosine is as close to one bfloat16 as to the next, one of two equally
     exact programs picks the better of the two, and the rows from there on differ by half their error.
     """
-    program = reference.program(Variant("smollm2-135m", "bf16"))
+    program = smollm2[Variant("smollm2-135m", "bf16")]
     ids = reference.tokenize(program, STORY)[:200]
     assert len(ids) == 200
     expected = reference.logits(reference.load_hf(program.hf), ids)
@@ -145,7 +152,7 @@ def test_smollm2_bfloat16_is_as_good_as_mlx_lm():
 
 @pytest.mark.real_model
 @pytest.mark.parametrize("quantize", ["4w", "8w"])
-def test_smollm2_quantized_equals_transformers_on_the_dequantized_weights(quantize):
+def test_smollm2_quantized_equals_transformers_on_the_dequantized_weights(smollm2, quantize):
     """The weights are what the .pte holds, and the arithmetic is float32 on both sides.
 
     A sum of n products in float32 is off by about 2^-24 times the root of n, of its own size: 2e-6 for the widest sum
@@ -153,7 +160,7 @@ def test_smollm2_quantized_equals_transformers_on_the_dequantized_weights(quanti
     range of logits, if none of it is lost on the way. 1e-5 is what the norms between the layers leave at most, and a
     hundredth of what one unit of a 4-bit weight in every row moves.
     """
-    program = reference.program(Variant("smollm2-135m", "f32", quantize))
+    program = smollm2[Variant("smollm2-135m", "f32", quantize)]
     ids = reference.tokenize(program, STORY)[:48]
     ran = reference.forward(program, ids, decode=DECODE, rows="all")
     expected = reference.logits(reference.from_weights(program), ids + ran.ids[:-1])

@@ -23,6 +23,8 @@ def _reference(folder, dtype="float32"):
 
 
 def _traced(request: ExportRequest):
+    from etkv.export.forward import Forward
+
     _mlx_serialization.ensure_available()
     origin = source.find(request.model)
     config = source.read_config(origin)
@@ -31,7 +33,7 @@ def _traced(request: ExportRequest):
     rope.settle(model, settled.max_context)
     if request.quantize:
         lowering.quantize(model, request.quantize, settled.group_size)
-    return lowering._trace(model, request, settled.prefill_chunk).module(), settled
+    return lowering._trace(Forward(model), settled.prefill_chunk).module(), settled
 
 
 def _run(module, settled: limits.Limits, steps: list[int], dtype: str):

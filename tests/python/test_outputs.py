@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import types
+
 import numpy as np
 import pytest
 import torch
@@ -9,6 +11,7 @@ import torch
 import etkv
 import reference
 from etkv import pte
+from etkv.errors import EtkvError
 from reference import STORY
 
 TOKENS = 90
@@ -65,6 +68,19 @@ def test_a_program_of_the_last_row_alone(exported, ids):
         made, features = run(folder, ids, logits=logits)
         np.testing.assert_allclose(made, whole[[39, 79, 89]], atol=2e-4)
         np.testing.assert_allclose(features, expected, atol=1e-4)
+
+
+def test_a_family_that_computes_every_row():
+    from etkv.export.forward import Forward
+
+    class Model(torch.nn.Module):
+        config = types.SimpleNamespace(model_type="wordy")
+
+        def forward(self, input_ids, **others):
+            """Takes what it does not heed."""
+
+    with pytest.raises(EtkvError, match="logits last: model family 'wordy' computes every row of its logits"):
+        Forward(Model(), last_logits=True)
 
 
 def test_a_draft_is_the_first_layers_and_the_head(exported, ids):

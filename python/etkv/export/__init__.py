@@ -9,12 +9,19 @@ import os
 import shutil
 import tempfile
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 from etkv import _mlx_serialization
 from etkv.errors import EtkvError
 from etkv.export import companions, hf_folder, layers, limits, lowering, manifest, rope, source
 from etkv.export.progress import Progress
 from etkv.export.request import ExportRequest
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+    from etkv.export.draft import DraftForward, Guess
+    from etkv.export.forward import Forward
 
 __all__ = ["EtkvError", "ExportRequest", "Progress", "export_program", "is_current"]
 
@@ -46,13 +53,14 @@ def export_program(request: ExportRequest, progress: Progress | None = None) -> 
         config = source.read_config(origin)
         layers.keep_first(config, request.layers)
         layers.check_taps(request.tap_layers, config)
-        settled = limits.settle(request, config)
+        settled = limits.settle(request, layers.last(config, request.draft) if request.draft else config)
     with progress.step("reading the tokenizer"):
         tokenizer = source.read_tokenizer(origin)
     with progress.step("reading the weights"):
         model = source.read_model(origin, config, request.dtype)
         rope.settle(model, settled.max_context)
         generation = source.generation_settings(origin, model, tokenizer)
+    guess = _guess(model, request.draft, generation, progress) if request.draft else None
     if request.quantize is not None:
         with progress.step(f"quantizing to {request.quantize}"):
             lowering.quantize(model, request.quantize, settled.group_size)
@@ -61,7 +69,9 @@ def export_program(request: ExportRequest, progress: Progress | None = None) -> 
             hf_folder.write(request.keep_hf, model, tokenizer, generation)
 
     methods = lowering.constant_methods(request, settled, generation)
-    program = lowering.lower(model, request, settled, methods, progress)
+    if guess is not None:
+        methods["get_draft_tap"] = config.get_text_config().num_hidden_layers - request.draft - 1
+    program = lowering.lower(_step(request, model, guess), settled, methods, progress)
 
     folder = request.output.parent
     scratch = Path(tempfile.mkdtemp(prefix=f".{request.output.name}-", dir=folder))
@@ -93,6 +103,29 @@ def _import_tools() -> None:
         import executorch.exir  # noqa: F401
     except ImportError as error:
         raise EtkvError(f"{error}; run pip install -r requirements.txt") from error
+
+
+def _guess(model: PreTrainedModel, count: int, generation: dict[str, Any], progress: Progress) -> Guess:
+    """Fit what the last ``count`` layers of ``model`` are given, and leave these."""
+    from etkv.export import draft
+
+    starts = [generation.get("bos_token_id"), *generation["eos_token_id"]]
+    start = next((token for token in starts if token is not None), None)
+    if start is None:
+        raise EtkvError("draft: the model names no token that a text could begin with")
+    with progress.step("fitting the draft on texts of the model"):
+        guess = draft.fit(model, len(layers.modules(model)) - count - 1, start, progress)
+        draft.cut(model, count)
+    return guess
+
+
+def _step(request: ExportRequest, model: PreTrainedModel, guess: Guess | None) -> Forward | DraftForward:
+    """What is traced."""
+    from etkv.export.draft import DraftForward
+    from etkv.export.forward import Forward
+
+    last = request.logits == "last"
+    return Forward(model, request.tap_layers, last) if guess is None else DraftForward(model, guess, last)
 
 
 def _publish(scratch: Path, folder: Path, names: list[str]) -> None:

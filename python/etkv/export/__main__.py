@@ -96,6 +96,14 @@ def _parser() -> argparse.ArgumentParser:
         "speculative decoding (default: all)",
     )
     parser.add_argument(
+        "--draft",
+        type=int,
+        metavar="N",
+        help="export the model's last N layers as a draft that is fed with features: those of the layer below, which "
+        "the whole model gives with --tap-layers. What the layers get for a token that the model has not run is fitted "
+        "on texts that the model makes, which takes minutes",
+    )
+    parser.add_argument(
         "--logits",
         default="all",
         metavar="ROWS",

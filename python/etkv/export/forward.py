@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import inspect
+
 import torch
 from transformers import PreTrainedModel
 
+from etkv.errors import EtkvError
 from etkv.export import layers
 
 
@@ -20,7 +23,7 @@ class Forward(torch.nn.Module):
         super().__init__()
         self.model = model
         self._taps = taps
-        self._rows = 1 if last_logits else 0
+        self._rows = kept_rows(model, last_logits)
         self._tapped: dict[int, torch.Tensor] = {}
         for index in taps:
             layers.modules(model)[index].register_forward_hook(self._tap(index))
@@ -31,6 +34,10 @@ class Forward(torch.nn.Module):
 
         return keep
 
+    def inputs(self, length: int) -> dict[str, torch.Tensor]:
+        """An example of ``length`` tokens."""
+        return token_inputs(length)
+
     def forward(self, input_ids: torch.Tensor, cache_position: torch.Tensor):
         made = self.model(
             input_ids=input_ids,
@@ -39,8 +46,28 @@ class Forward(torch.nn.Module):
             position_ids=cache_position.unsqueeze(0),
             use_cache=False,
             past_key_values=None,
-            **({"logits_to_keep": self._rows} if self._rows else {}),
+            **self._rows,
         )
         if not self._taps:
             return made.logits
         return made.logits, torch.cat([self._tapped[index] for index in self._taps], dim=-1)
+
+
+def token_inputs(length: int) -> dict[str, torch.Tensor]:
+    """What every program takes: ids ``[1, T]`` and positions ``[T]``."""
+    return {
+        "input_ids": torch.zeros((1, length), dtype=torch.long),
+        "cache_position": torch.arange(length, dtype=torch.long),
+    }
+
+
+def kept_rows(model: PreTrainedModel, last_only: bool) -> dict[str, int]:
+    """The argument that makes ``model`` compute its head on the last token only, if ``last_only``.
+
+    Raises :class:`EtkvError` for a family that has none.
+    """
+    if not last_only:
+        return {}
+    if "logits_to_keep" not in inspect.signature(model.forward).parameters:
+        raise EtkvError(f"logits last: model family {model.config.model_type!r} computes every row of its logits")
+    return {"logits_to_keep": 1}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from typing import TYPE_CHECKING
 
 from etkv.errors import EtkvError
@@ -21,13 +22,31 @@ def keep_first(config: PreTrainedConfig, count: int | None) -> None:
     """
     if count is None:
         return
+    there = config.get_text_config().num_hidden_layers
+    if count > there:
+        raise EtkvError(f"layers {count} is above the {there} layers of the model")
+    _keep(config, slice(count))
+
+
+def last(config: PreTrainedConfig, count: int) -> PreTrainedConfig:
+    """``config`` of a model with the last ``count`` layers only.
+
+    Raises :class:`EtkvError` if that leaves none out.
+    """
+    there = config.get_text_config().num_hidden_layers
+    if count >= there:
+        raise EtkvError(f"draft {count} is above {there - 1}, the layers of the model but the first")
+    config = copy.deepcopy(config)
+    _keep(config, slice(there - count, there))
+    return config
+
+
+def _keep(config: PreTrainedConfig, kept: slice) -> None:
     text_config = config.get_text_config()
-    if count > text_config.num_hidden_layers:
-        raise EtkvError(f"layers {count} is above the {text_config.num_hidden_layers} layers of the model")
-    text_config.num_hidden_layers = count
+    text_config.num_hidden_layers = len(range(text_config.num_hidden_layers)[kept])
     for name in _ONE_A_LAYER:
         if getattr(text_config, name, None) is not None:
-            setattr(text_config, name, list(getattr(text_config, name))[:count])
+            setattr(text_config, name, list(getattr(text_config, name))[kept])
 
 
 def check_taps(taps: tuple[int, ...], config: PreTrainedConfig) -> None:

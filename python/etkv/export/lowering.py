@@ -17,6 +17,9 @@ if TYPE_CHECKING:
     from torch.export import ExportedProgram
     from transformers import PreTrainedModel
 
+    from etkv.export.draft import DraftForward
+    from etkv.export.forward import Forward
+
 METHOD = "forward"
 
 
@@ -79,18 +82,17 @@ def _once(facts: list[int]) -> int | list[int]:
 
 
 def lower(
-    model: PreTrainedModel, request: ExportRequest, limits: Limits, methods: dict[str, Any], progress: Progress
+    step: Forward | DraftForward, limits: Limits, methods: dict[str, Any], progress: Progress
 ) -> ExecutorchProgramManager:
-    """The program for ``model``: ``forward(input_ids [1, T], cache_position [T]) -> logits [1, T, vocabulary]``.
+    """The program whose method is that of ``step``, with T from 1 to ``limits.prefill_chunk``.
 
-    T is anything from 1 to ``limits.prefill_chunk``; :class:`etkv.export.forward.Forward` tells what ``request`` makes
-    of the outputs. Raises :class:`EtkvError` if the family cannot be traced, does
-    not route its attention through the KV cache op, or has an operator that the MLX backend lacks.
+    Raises :class:`EtkvError` if the family cannot be traced, does not route its attention through the KV cache op, or
+    has an operator that the MLX backend lacks.
     """
-    family = model.config.model_type
+    family = step.model.config.model_type
     with progress.step("tracing the graph"):
         try:
-            traced = _trace(model, request, limits.prefill_chunk)
+            traced = _trace(step, limits.prefill_chunk)
         except Exception as error:
             raise EtkvError(f"model family {family!r} cannot be traced: {_reason(error)}") from error
         _check_caches(traced, limits, family)
@@ -101,23 +103,19 @@ def lower(
         return _serialize(edge)
 
 
-def _trace(model: PreTrainedModel, request: ExportRequest, chunk: int) -> ExportedProgram:
+def _trace(step: Forward | DraftForward, chunk: int) -> ExportedProgram:
     import torch
 
-    from etkv.export.forward import Forward
-
     # An example of one token would be taken for a static shape.
-    length = min(3, chunk)
+    inputs = step.inputs(min(3, chunk))
     tokens = torch.export.Dim("tokens", min=1, max=chunk)
     with torch.no_grad():
         return torch.export.export(
-            Forward(model, request.tap_layers, request.logits == "last"),
+            step,
             args=(),
-            kwargs={
-                "input_ids": torch.zeros((1, length), dtype=torch.long),
-                "cache_position": torch.arange(length, dtype=torch.long),
-            },
-            dynamic_shapes={"input_ids": {1: tokens}, "cache_position": {0: tokens}},
+            kwargs=inputs,
+            # Tokens are the first axis of positions, the second of all else.
+            dynamic_shapes={name: {min(1, example.dim() - 1): tokens} for name, example in inputs.items()},
             strict=True,
         )
 

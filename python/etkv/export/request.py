@@ -48,8 +48,9 @@ class ExportRequest:
     receives the exported weights, dequantized, as a Hugging Face model.
 
     ``layers`` exports the model's first layers only, with its final norm and its head: a draft of the model.
-    ``logits`` tells the rows of logits that a step gives, ``all`` or ``last``. ``tap_layers`` are indices of layers,
-    from 0; what these hand on becomes a second output of the program, side by side.
+    ``draft`` exports its last layers, fed with the features of the layer below them. ``logits`` tells the rows of
+    logits that a step gives, ``all`` or ``last``. ``tap_layers`` are indices of layers, from 0; what these hand on
+    becomes a second output of the program, side by side.
     """
 
     model: Path
@@ -61,6 +62,7 @@ class ExportRequest:
     prefill_chunk: int | None = None
     keep_hf: Path | None = None
     layers: int | None = None
+    draft: int | None = None
     logits: str = "all"
     tap_layers: tuple[int, ...] = ()
 
@@ -80,6 +82,7 @@ class ExportRequest:
             prefill_chunk=_at_least("prefill-chunk", self.prefill_chunk, MIN_STEP),
             keep_hf=_writable_folder(self.keep_hf) if self.keep_hf is not None else None,
             layers=_at_least("layers", self.layers, 1),
+            draft=_draft(self),
             logits=_logits(self.logits),
             tap_layers=_tap_layers(self.tap_layers),
         )
@@ -152,3 +155,11 @@ def _tap_layers(indices: tuple[int, ...]) -> tuple[int, ...]:
         if index in indices[:place]:
             raise EtkvError(f"tap-layers {index} is there twice")
     return indices
+
+
+def _draft(request: ExportRequest) -> int | None:
+    if request.draft is not None:
+        for name in ("layers", "tap_layers", "keep_hf"):
+            if getattr(request, name):
+                raise EtkvError(f"draft and {name.replace('_', '-')} do not go together")
+    return _at_least("draft", request.draft, 1)

@@ -1,0 +1,169 @@
+"""Drafts that are fed with features: a model's last layers, behind a guess of what reaches them.
+
+A model that is tapped below its last layers hands on, for each token that it has run, all that these layers need. For a
+token that it has not run they are given a guess: a linear function of the token's embedding and of the features of the
+token before it. It is fitted by least squares, on text that the model itself makes.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+
+import torch
+from transformers import GenerationConfig, PreTrainedModel
+
+from etkv.errors import EtkvError
+from etkv.export import attention, layers
+from etkv.export.forward import kept_rows, token_inputs
+from etkv.export.progress import Progress
+
+_TEXTS, _TOKENS, _AT_ONCE = 64, 192, 32
+"""Texts that the guess is fitted on, tokens of each, and texts that are made at the same time."""
+
+_FIRST = 4
+"""Tokens at the start of a text that are not fitted: models keep much in the first that belongs to no token."""
+
+_RIDGE = 1e-3
+"""What is added to the squares of the inputs, as a part of their mean."""
+
+
+class Guess(torch.nn.Module):
+    """What a layer hands on for a token, ``[1, T, hidden]``, from its embedding and its parent's features."""
+
+    def __init__(self, weight: torch.Tensor, bias: torch.Tensor) -> None:
+        super().__init__()
+        self.linear = torch.nn.Linear(weight.shape[1], weight.shape[0])
+        self.linear.weight.data, self.linear.bias.data = weight, bias
+
+    def forward(self, embedding: torch.Tensor, features: torch.Tensor) -> torch.Tensor:
+        return self.linear(_inputs(embedding, features))
+
+
+class DraftForward(torch.nn.Module):
+    """``forward(input_ids [1, T], cache_position [T], features [1, T, hidden], known [1, T, 1])`` -> logits, features.
+
+    A row of ``features`` is the token's own where ``known`` is 1, and that of the token before it where ``known`` is 0.
+    The features that come out are what the layers were given, a guess where the token's own were not known: they are
+    what the tokens after it need.
+    """
+
+    def __init__(self, model: PreTrainedModel, guess: Guess, last_logits: bool = False) -> None:
+        super().__init__()
+        self.model = model
+        self.guess = guess
+        self._rows = kept_rows(model, last_logits)
+
+    def inputs(self, length: int) -> dict[str, torch.Tensor]:
+        """An example of ``length`` tokens."""
+        hidden = self.model.config.get_text_config().hidden_size
+        return {
+            **token_inputs(length),
+            "features": torch.zeros((1, length, hidden), dtype=self.model.dtype),
+            "known": torch.zeros((1, length, 1), dtype=self.model.dtype),
+        }
+
+    def forward(
+        self, input_ids: torch.Tensor, cache_position: torch.Tensor, features: torch.Tensor, known: torch.Tensor
+    ):
+        guessed = self.guess(self.model.get_input_embeddings()(input_ids), features)
+        given = guessed + known * (features - guessed)
+        made = self.model(
+            inputs_embeds=given,
+            cache_position=cache_position,
+            position_ids=cache_position.unsqueeze(0),
+            use_cache=False,
+            past_key_values=None,
+            **self._rows,
+        )
+        return made.logits, given
+
+
+def cut(model: PreTrainedModel, count: int) -> None:
+    """Leave the last ``count`` layers of ``model``, and number their caches from 0."""
+    decoder = model.get_decoder()
+    dropped = len(layers.modules(model)) - count
+    decoder.layers = torch.nn.ModuleList(list(decoder.layers)[dropped:])
+    whole, config = model.config, layers.last(model.config, count)
+    for module in model.modules():
+        if getattr(module, "config", None) is whole:
+            module.config = config
+        if isinstance(getattr(module, "layer_idx", None), int):
+            module.layer_idx -= dropped
+
+
+def fit(model: PreTrainedModel, tap: int, start: int, progress: Progress) -> Guess:
+    """The guess of what layer ``tap`` of ``model`` hands on. Texts begin with the token ``start``.
+
+    Raises :class:`EtkvError` for a family whose layers do not get what is handed to the model as embeddings.
+    """
+    _check_embeddings(model)
+    hidden = model.config.get_text_config().hidden_size
+    squares = torch.zeros(2 * hidden + 1, 2 * hidden + 1, dtype=torch.float64)
+    products = torch.zeros(2 * hidden + 1, hidden, dtype=torch.float64)
+    with torch.inference_mode(), _own_attention(model), torch.random.fork_rng():
+        torch.manual_seed(0)
+        for done in range(0, _TEXTS, _AT_ONCE):
+            progress.note(f"... {done} of {_TEXTS} texts")
+            for text in _texts(model, start).split(4):
+                features = _features(model, tap, text)
+                embeddings = model.get_input_embeddings()(text)
+                x = _inputs(embeddings[:, _FIRST:], features[:, _FIRST - 1 : -1]).flatten(0, 1).double()
+                x = torch.cat([x, torch.ones(len(x), 1, dtype=x.dtype)], dim=1)
+                squares += x.T @ x
+                products += x.T @ features[:, _FIRST:].flatten(0, 1).double()
+    squares += _RIDGE * squares.diagonal().mean() * torch.eye(len(squares), dtype=squares.dtype)
+    solved = torch.linalg.solve(squares, products).to(model.dtype)
+    return Guess(solved[:-1].T.contiguous(), solved[-1])
+
+
+def _inputs(embedding: torch.Tensor, features: torch.Tensor) -> torch.Tensor:
+    """Both at the same scale, side by side."""
+    size = (embedding.shape[-1],)
+    norm = torch.nn.functional.rms_norm
+    return torch.cat([norm(embedding, size, eps=1e-6), norm(features, size, eps=1e-6)], dim=-1)
+
+
+@contextlib.contextmanager
+def _own_attention(model: PreTrainedModel) -> Iterator[None]:
+    """Run ``model`` with transformers' attention, and nothing of its settings for generation."""
+    settings = model.generation_config
+    model.set_attn_implementation("sdpa")
+    model.generation_config = GenerationConfig(do_sample=True, top_k=0, pad_token_id=0)
+    try:
+        yield
+    finally:
+        model.generation_config = settings
+        model.set_attn_implementation(attention.NAME)
+
+
+def _texts(model: PreTrainedModel, start: int) -> torch.Tensor:
+    ids = torch.full((_AT_ONCE, 1), start)
+    longest = getattr(model.config.get_text_config(), "max_position_embeddings", None) or _TOKENS
+    return model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=min(_TOKENS, longest - 1))
+
+
+def _features(model: PreTrainedModel, tap: int, ids: torch.Tensor) -> torch.Tensor:
+    """What layer ``tap`` hands on, ``[texts, tokens, hidden]``."""
+    kept = []
+    hook = layers.modules(model)[tap].register_forward_hook(
+        lambda module, inputs, output: kept.append(output[0] if isinstance(output, tuple) else output)
+    )
+    try:
+        model.get_decoder()(input_ids=ids, use_cache=False)
+    finally:
+        hook.remove()
+    return kept[0]
+
+
+def _check_embeddings(model: PreTrainedModel) -> None:
+    given = torch.randn(1, 2, model.config.get_text_config().hidden_size, dtype=model.dtype)
+    got = []
+    hook = layers.modules(model)[0].register_forward_pre_hook(lambda module, inputs: got.append(inputs[0]))
+    try:
+        with torch.inference_mode(), _own_attention(model):
+            model.get_decoder()(inputs_embeds=given, use_cache=False)
+    finally:
+        hook.remove()
+    if not torch.equal(got[0], given):
+        raise EtkvError(f"draft: model family {model.config.model_type!r} changes embeddings before its first layer")

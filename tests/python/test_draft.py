@@ -1,0 +1,136 @@
+"""Drafts that are fed with features: the last layers of a model, given what reaches them or a guess of it."""
+
+from __future__ import annotations
+
+import json
+
+import numpy as np
+import pytest
+import torch
+
+import etkv
+import reference
+from etkv import pte
+from etkv.constants import read_constants
+from etkv.errors import EtkvError
+from etkv.export import ExportRequest, export_program
+from reference import STORY
+
+IDS = list(STORY.encode())[:90]
+
+
+@pytest.fixture(scope="module")
+def draft(tiny, tmp_path_factory):
+    """The folder of a tiny model of two layers, and the program of the second, fitted on little."""
+    from etkv import _mlx_serialization
+
+    _mlx_serialization.ensure_available()
+    from etkv.export import draft
+
+    output = tmp_path_factory.mktemp("draft") / "model.pte"
+    with pytest.MonkeyPatch.context() as patch:
+        for name, value in (("_TEXTS", 4), ("_TOKENS", 40), ("_AT_ONCE", 4)):
+            patch.setattr(draft, name, value)
+        export_program(ExportRequest(tiny("tiny-gemma3"), output, prefill_chunk=64, draft=1))
+    return tiny("tiny-gemma3"), output
+
+
+def features(model, ids) -> torch.Tensor:
+    """What transformers' first layer hands on, ``[1, T, hidden]``."""
+    kept = []
+    hook = model.get_decoder().layers[0].register_forward_hook(lambda module, inputs, output: kept.append(output))
+    reference.logits(model, ids)
+    hook.remove()
+    return kept[0]
+
+
+def run(path, ids, given, known, step=40) -> list[torch.Tensor]:
+    config = etkv.CacheConfig(etkv.read_kv_cache_metadata(path).layers, 128, k_format="f32", v_format="f32")
+    made = []
+    with etkv.DecodeSession(config) as session, etkv.load(path, session) as program:
+        for start in range(0, len(ids), step):
+            part = slice(start, min(start + step, len(ids)))
+            tokens, at = torch.tensor([ids[part]]), torch.arange(part.start, part.stop)
+            made.append(program.execute(tokens, at, given[:, part].contiguous(), known[:, part].contiguous()))
+    return [torch.cat(outputs, dim=1) for outputs in zip(*made, strict=True)]
+
+
+def test_it_says_what_it_is(draft):
+    folder, path = draft
+    config = json.loads((folder / "config.json").read_text())
+    methods = pte.constant_methods(path)
+    assert methods["get_draft_tap"] == 0
+    assert methods["kv_cache.n_layers"] == 1
+    assert methods["kv_cache.window"] == 0, "the second layer sees everything"
+    assert config["num_hidden_layers"] == 2, "the model is as it was"
+
+
+def test_on_features_of_the_model_it_is_the_model(draft):
+    folder, path = draft
+    model = reference.load_hf(folder)
+    given = features(model, IDS)
+    made, handed_on = run(path, IDS, given, torch.ones(1, len(IDS), 1))
+    np.testing.assert_allclose(made[0], reference.logits(model, IDS), atol=2e-4)
+    np.testing.assert_allclose(handed_on, given, atol=1e-5)
+
+
+def test_what_is_not_known_is_guessed(draft):
+    """From the token's embedding and the features before it; the last tokens of the text, after known ones."""
+    folder, path = draft
+    model = reference.load_hf(folder)
+    own, known = features(model, IDS), torch.ones(1, len(IDS), 1)
+    known[:, -5:] = 0
+    given = torch.where(known == 1, own, own.roll(1, dims=1))
+
+    constants = read_constants(path)
+    weight, bias = constants["guess.linear.weight"], constants["guess.linear.bias"]
+    with torch.inference_mode():
+        embedding = model.get_input_embeddings()(torch.tensor([IDS]))
+        norm = [x / (x.square().mean(-1, keepdim=True) + 1e-6).sqrt() for x in (embedding, given)]
+        expected = torch.where(known == 1, own, torch.cat(norm, dim=-1) @ weight.T + bias)
+        model.get_decoder().layers[0].register_forward_hook(lambda module, inputs, output: expected)
+    logits, handed_on = run(path, IDS, given, known)
+    np.testing.assert_allclose(handed_on, expected, atol=1e-4)
+    np.testing.assert_allclose(logits[0], reference.logits(model, IDS), atol=5e-4)
+
+
+def test_the_guess_is_the_best_linear_one(tiny, monkeypatch):
+    """Least squares over all tokens of the texts but the first four of each, as another solver finds it."""
+    from etkv.export import draft, source
+    from etkv.export.progress import Progress
+
+    origin = source.find(tiny("tiny-llama"))
+    model = source.read_model(origin, source.read_config(origin), "float32")
+    texts = torch.randint(0, 256, (32, 60), generator=torch.Generator().manual_seed(2))
+    for name, value in (("_TEXTS", 32), ("_AT_ONCE", 32), ("_texts", lambda model, start: texts)):
+        monkeypatch.setattr(draft, name, value)
+    guess = draft.fit(model, 0, 256, Progress())
+
+    plain = reference.load_hf(tiny("tiny-llama"))
+    inputs, outputs = [], []
+    for text in texts.tolist():
+        own = features(plain, text)[0].double().numpy()
+        embedding = plain.get_input_embeddings().weight[text].detach().double().numpy()
+        sides = [x / np.sqrt(np.square(x).mean(-1, keepdims=True) + 1e-6) for x in (embedding[4:], own[3:-1])]
+        inputs.append(np.concatenate([*sides, np.ones((len(own) - 4, 1))], axis=1))
+        outputs.append(own[4:])
+    x, y = np.concatenate(inputs), np.concatenate(outputs)
+    ridge = np.sqrt(1e-3 * np.square(x).sum(0).mean()) * np.eye(x.shape[1])
+    expected = np.linalg.lstsq(np.concatenate([x, ridge]), np.concatenate([y, 0 * y[: len(ridge)]]), rcond=None)[0]
+    np.testing.assert_allclose(guess.linear.weight.detach(), expected[:-1].T, atol=1e-3)
+    np.testing.assert_allclose(guess.linear.bias.detach(), expected[-1], atol=1e-3)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        ({"draft": 2}, "draft 2 is above 1, the layers of the model but the first"),
+        ({"draft": 0}, "draft 0 is below the minimum of 1"),
+        ({"draft": 1, "layers": 1}, "draft and layers do not go together"),
+        ({"draft": 1, "tap_layers": (0,)}, "draft and tap-layers do not go together"),
+    ],
+)
+def test_bad_values(tiny, tmp_path, arguments, said):
+    with pytest.raises(EtkvError) as caught:
+        export_program(ExportRequest(tiny("tiny-llama"), tmp_path / "x.pte", **arguments))
+    assert str(caught.value) == said
