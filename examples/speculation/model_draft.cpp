@@ -161,8 +161,8 @@ Result<TokenTree> ModelDraft::grow(
   std::vector<Leaf> leaves = {{0, {}, 0.0}};
   ASSIGN_OR_RETURN(
       leaves[0].q, softmax(logits, logits.last_row(), temperature));
-  const auto widest = static_cast<size_t>(std::min<int64_t>(
-      shape.width, program_.params().prefill_chunk_size));
+  const auto widest = static_cast<size_t>(
+      std::min<int64_t>(shape.width, program_.params().prefill_chunk_size));
   for (int64_t level = 1;; ++level) {
     const size_t left = std::min(shape.most - tree.size(), widest);
     auto children = likeliest(leaves, left);
