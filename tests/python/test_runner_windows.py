@@ -11,8 +11,8 @@ from reference import CHAT, Program
 from runners import EACH, answers, checked, prompts, succeed, with_longer_context
 
 WINDOW = 64
-MOST = 150
-"""Tokens of an answer: more than a window and a step, so that positions are dropped."""
+MOST = 220
+"""Tokens of an answer: more than a window and two steps, so that every kind of cache drops positions."""
 
 MODELS = pytest.mark.parametrize("model", ["tiny-mistral-window", "tiny-gemma3"])
 
@@ -28,7 +28,7 @@ def mistral() -> Program:
 def test_answers_are_those_of_plain_decoding(name, model):
     words = ["--max-new-tokens", MOST, "--check", "--ids", "--prompt", "Well?", "--prompt", "What else is there?"]
     done = succeed(name, with_longer_context(model), *words)
-    assert max(map(len, answers(done.stdout))) > WINDOW + reference.TINY_CHUNK
+    assert max(map(len, answers(done.stdout))) > WINDOW + 2 * reference.TINY_CHUNK
     n_answers, n_tokens = checked(done)
     if name == "rollback":
         assert "the layers' windows have moved past position" in done.stderr
