@@ -3,6 +3,7 @@
 // who is answered stays until there is need of its cells.
 
 #include <algorithm>
+#include <optional>
 #include <string>
 #include <utility>
 #include <vector>
