@@ -84,6 +84,7 @@ Result<void> Generator::run(
     Answer& answer) {
   const size_t start = answer.reused_tokens;
   const auto on_chunk = [&](size_t done, size_t total, const LogitsView&) {
+    stepper_->read(static_cast<int64_t>(held_.size()));
     const auto* chunk = prompt.data() + held_.size();
     held_.insert(held_.end(), chunk, prompt.data() + start + done);
     if (listener.on_prefill) {

@@ -51,6 +51,10 @@ class Stepper {
  public:
   virtual ~Stepper() = default;
 
+  /// A part of a prompt was run, from this position on; the program that ran it
+  /// tells its features.
+  virtual void read(int64_t /*position*/) {}
+
   /// The id behind a prompt, by the logits of its last token.
   virtual Result<int64_t> first(const LogitsView& logits) = 0;
 

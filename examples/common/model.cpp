@@ -87,6 +87,9 @@ Result<void> check_format(const std::optional<std::string>& format) {
 Result<Model> Model::open(const ModelOptions& options) {
   ASSIGN_OR_RETURN(const std::string path, path_of(options));
   ASSIGN_OR_RETURN(auto program, Program::open(path));
+  if (program.draft_tap()) {
+    return refuse(path + " is a draft of a model: give it with --draft");
+  }
   // 0 where the program does not tell.
   const int32_t most = program.params().max_context_length;
   if (most == 0 && !options.capacity) {

@@ -8,16 +8,21 @@
 #include <numeric>
 #include <utility>
 
+#include "examples/common/try.hpp"
+
 namespace etkv::examples {
 namespace {
 
 using executorch::aten::ScalarType;
+using executorch::aten::SizesType;
 using executorch::extension::from_blob;
 using executorch::extension::Module;
 using executorch::runtime::EValue;
 
 constexpr char kForward[] = "forward";
 constexpr char kEndIds[] = "get_eos_ids";
+constexpr char kTapLayers[] = "get_tap_layers";
+constexpr char kDraftTap[] = "get_draft_tap";
 
 /// ExecuTorch answers a file that it cannot use with one code. Tells apart what
 /// a person would do something different about.
@@ -80,9 +85,8 @@ Result<Program> Program::open(const std::string& path) {
   if (code != executorch::runtime::Error::Ok) {
     return damaged(path, code);
   }
-  if (auto read = program.read_signature(); !read.ok()) {
-    return read.error();
-  }
+  RETURN_IF_ERROR(program.read_facts());
+  RETURN_IF_ERROR(program.read_signature());
   auto params = read_kv_cache_metadata(*program.module_);
   if (!params.ok()) {
     return params.error();
@@ -95,9 +99,6 @@ Result<Program> Program::open(const std::string& path) {
             std::to_string(program.params_.prefill_chunk_size) +
             " tokens a step, not at least 1");
   }
-  if (auto read = program.read_end_ids(); !read.ok()) {
-    return read.error();
-  }
   return program;
 }
 
@@ -107,13 +108,18 @@ Result<void> Program::read_signature() {
     return Error(
         ETKV_ERROR_PROGRAM, "the program has no method `forward` to run");
   }
+  const size_t n_inputs = draft_tap_ ? 4 : 2;
   const Error mismatch(
       ETKV_ERROR_PROGRAM,
       "the program's `forward` takes " + std::to_string(meta->num_inputs()) +
           " inputs and returns " + std::to_string(meta->num_outputs()) +
           " outputs; a language model takes input_ids and cache_position, "
-          "both int64, and returns logits");
-  if (meta->num_inputs() != 2 || meta->num_outputs() < 1) {
+          "both int64, and returns logits" +
+          (draft_tap_
+               ? ", and a draft of one takes features and known besides, "
+                 "and returns features"
+               : ""));
+  if (meta->num_inputs() != n_inputs || meta->num_outputs() < n_inputs / 2) {
     return mismatch;
   }
   for (size_t i = 0; i < 2; ++i) {
@@ -128,41 +134,89 @@ Result<void> Program::read_signature() {
   }
   vocabulary_ = output->sizes()[output->sizes().size() - 1];
   native_format_ = format_of(output->scalar_type());
-  return {};
+  return read_features();
 }
 
-Result<void> Program::read_end_ids() {
-  auto names = module_->method_names();
-  if (!names.ok() || names->count(kEndIds) == 0) {
+/// How the second output is stored, and that a draft takes the same.
+Result<void> Program::read_features() {
+  if (tap_layers_.empty() && !draft_tap_) {
     return {};
   }
   const Error unusable(
-      ETKV_ERROR_PROGRAM, "the program's `get_eos_ids` are not integers");
-  auto values = module_->execute(kEndIds);
+      ETKV_ERROR_PROGRAM,
+      "the program says that it has features, and its `forward` has none, or "
+      "not a row of them a token");
+  const auto meta = module_->method_meta(kForward);
+  const auto type_of = [&](const auto& tensor) -> Result<FeatureType> {
+    if (!tensor.ok() || tensor->sizes().size() != 3) {
+      return unusable;
+    }
+    return examples::feature_type(tensor->scalar_type(), tensor->sizes()[2]);
+  };
+  if (meta->num_outputs() < 2) {
+    return unusable;
+  }
+  ASSIGN_OR_RETURN(const auto given, type_of(meta->output_tensor_meta(1)));
+  if (draft_tap_) {
+    ASSIGN_OR_RETURN(const auto taken, type_of(meta->input_tensor_meta(2)));
+    ASSIGN_OR_RETURN(const auto known, type_of(meta->input_tensor_meta(3)));
+    if (!(taken == given) || !(known == FeatureType{given.element, 1})) {
+      return unusable;
+    }
+  }
+  feature_type_ = given;
+  return {};
+}
+
+/// What the program's constant methods say beside its caches.
+Result<void> Program::read_facts() {
+  ASSIGN_OR_RETURN(end_ids_, read_integers(kEndIds));
+  ASSIGN_OR_RETURN(const auto taps, read_integers(kTapLayers));
+  tap_layers_ = taps.value_or(std::vector<int64_t>());
+  ASSIGN_OR_RETURN(const auto tap, read_integers(kDraftTap));
+  if (tap && tap->size() != 1) {
+    return Error(
+        ETKV_ERROR_PROGRAM, "the program's `get_draft_tap` is not one layer");
+  }
+  if (tap) {
+    draft_tap_ = tap->front();
+  }
+  return {};
+}
+
+/// The integers of a constant method; nothing where there is none of that name.
+Result<std::optional<std::vector<int64_t>>> Program::read_integers(
+    const std::string& name) {
+  auto names = module_->method_names();
+  if (!names.ok() || names->count(name) == 0) {
+    return std::optional<std::vector<int64_t>>();
+  }
+  const Error unusable(
+      ETKV_ERROR_PROGRAM, "the program's `" + name + "` are not integers");
+  auto values = module_->execute(name);
   if (!values.ok()) {
     return unusable;
   }
-  std::vector<int64_t> ids;
+  std::vector<int64_t> found;
   for (const EValue& value : *values) {
     if (value.isInt()) {
-      ids.push_back(value.toInt());
+      found.push_back(value.toInt());
     } else if (
         value.isTensor() &&
         value.toTensor().scalar_type() == ScalarType::Long) {
       const auto& tensor = value.toTensor();
       const auto* data = tensor.const_data_ptr<int64_t>();
-      ids.insert(ids.end(), data, data + tensor.numel());
+      found.insert(found.end(), data, data + tensor.numel());
     } else if (
         value.isTensor() && value.toTensor().scalar_type() == ScalarType::Int) {
       const auto& tensor = value.toTensor();
       const auto* data = tensor.const_data_ptr<int32_t>();
-      ids.insert(ids.end(), data, data + tensor.numel());
+      found.insert(found.end(), data, data + tensor.numel());
     } else {
       return unusable;
     }
   }
-  end_ids_ = std::move(ids);
-  return {};
+  return std::optional(std::move(found));
 }
 
 Result<void> Program::load(const char* cache_key, Logits rows) {
@@ -189,8 +243,7 @@ size_t Program::prefill_size() const {
       rows_ == Logits::last ? most : std::min(most, kRows));
 }
 
-Result<LogitsView>
-Program::step(const int64_t* tokens, const int64_t* positions, size_t n) {
+Result<void> Program::check_tokens(const int64_t* tokens, size_t n) const {
   const auto most = static_cast<size_t>(params_.prefill_chunk_size);
   if (n < 1 || n > most) {
     return Error(
@@ -210,16 +263,78 @@ Program::step(const int64_t* tokens, const int64_t* positions, size_t n) {
             " is outside the model's vocabulary of " +
             std::to_string(vocabulary_));
   }
+  return {};
+}
 
+Result<LogitsView>
+Program::step(const int64_t* tokens, const int64_t* positions, size_t n) {
+  if (draft_tap_) {
+    return Error(
+        ETKV_ERROR_INVALID_ARGUMENT,
+        "the program is a draft of a model: give it with --draft");
+  }
+  RETURN_IF_ERROR(check_tokens(tokens, n));
   // The tensors borrow their data, which `forward` only reads.
-  const auto length = static_cast<executorch::aten::SizesType>(n);
+  const auto length = static_cast<SizesType>(n);
   const auto ids =
       from_blob(const_cast<int64_t*>(tokens), {1, length}, ScalarType::Long);
   const auto at =
       from_blob(const_cast<int64_t*>(positions), {length}, ScalarType::Long);
-  auto outputs = execute(*module_, kForward, {EValue(*ids), EValue(*at)});
+  return run({EValue(*ids), EValue(*at)}, n);
+}
+
+Result<LogitsView> Program::step(
+    const int64_t* tokens,
+    const int64_t* positions,
+    size_t n,
+    const GivenFeatures& given) {
+  if (!draft_tap_) {
+    return Error(
+        ETKV_ERROR_INVALID_ARGUMENT,
+        "the program is not one that is fed with features");
+  }
+  RETURN_IF_ERROR(check_tokens(tokens, n));
+  const FeatureType type = *feature_type_;
+  if (given.known.size() != n || given.rows.size() != n * type.bytes()) {
+    return Error(
+        ETKV_ERROR_SHAPE,
+        std::to_string(given.rows.size()) + " bytes of features for " +
+            std::to_string(n) + " tokens; a row of them is " + type.describe());
+  }
+  const auto length = static_cast<SizesType>(n);
+  const auto width = static_cast<SizesType>(type.width);
+  auto known = as_elements(given.known, type.element);
+  const auto ids =
+      from_blob(const_cast<int64_t*>(tokens), {1, length}, ScalarType::Long);
+  const auto at =
+      from_blob(const_cast<int64_t*>(positions), {length}, ScalarType::Long);
+  const auto rows = from_blob(
+      const_cast<std::byte*>(given.rows.data()),
+      {1, length, width},
+      type.element);
+  const auto own = from_blob(known.data(), {1, length, 1}, type.element);
+  return run({EValue(*ids), EValue(*at), EValue(*rows), EValue(*own)}, n);
+}
+
+Result<LogitsView> Program::run(const std::vector<EValue>& inputs, size_t n) {
+  features_.reset();
+  auto outputs = execute(*module_, kForward, inputs);
   if (!outputs.ok()) {
     return outputs.error();
+  }
+  if (feature_type_) {
+    const auto& tensor = outputs.value()[1].toTensor();
+    features_ = FeaturesView{
+        static_cast<const std::byte*>(tensor.const_data_ptr()),
+        *feature_type_,
+        static_cast<int64_t>(n)};
+    if (tensor.nbytes() != n * feature_type_->bytes()) {
+      return Error(
+          ETKV_ERROR_SHAPE,
+          "the program's features are " + std::to_string(tensor.nbytes()) +
+              " bytes for " + std::to_string(n) + " tokens; a row of them is " +
+              feature_type_->describe());
+    }
   }
   return view_logits(outputs->front().toTensor());
 }

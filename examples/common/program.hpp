@@ -11,6 +11,7 @@
 #include <vector>
 
 #include "etkv/executorch.hpp"
+#include "examples/common/features.hpp"
 #include "examples/common/logits.hpp"
 
 namespace etkv::examples {
@@ -27,12 +28,26 @@ class Program {
   Result<void> load(const char* cache_key, Logits rows);
 
   /// Runs the model on `n` tokens at these positions, in the cache that it is
-  /// bound to. The logits are valid until the next step.
+  /// bound to. The logits are valid until the next step. A draft that is fed with
+  /// features takes the other step.
   Result<LogitsView>
   step(const int64_t* tokens, const int64_t* positions, size_t n);
 
+  /// The same for such a draft: a row of `given` for each token.
+  Result<LogitsView> step(
+      const int64_t* tokens,
+      const int64_t* positions,
+      size_t n,
+      const GivenFeatures& given);
+
   /// A step at `position` and those that follow it.
   Result<LogitsView> step_at(const int64_t* tokens, int64_t position, size_t n);
+
+  /// What the last step handed on, a row for each of its tokens; nothing where the
+  /// program gives no features. Valid until the next step.
+  const std::optional<FeaturesView>& features() const {
+    return features_;
+  }
 
   const ModelCacheParams& params() const {
     return params_;
@@ -53,17 +68,42 @@ class Program {
   const std::optional<std::vector<int64_t>>& end_ids() const {
     return end_ids_;
   }
+  /// The layers whose features it gives, side by side in this order.
+  const std::vector<int64_t>& tap_layers() const {
+    return tap_layers_;
+  }
+  /// The layer of the whole model whose features it is fed with, where it is a
+  /// draft of that model and not one by itself.
+  const std::optional<int64_t>& draft_tap() const {
+    return draft_tap_;
+  }
+  /// A row of the features that it gives, and that it takes where it is a draft;
+  /// nothing where it gives none.
+  const std::optional<FeatureType>& feature_type() const {
+    return feature_type_;
+  }
 
  private:
   Program() = default;
+  Result<void> read_facts();
   Result<void> read_signature();
-  Result<void> read_end_ids();
+  Result<void> read_features();
+  Result<std::optional<std::vector<int64_t>>> read_integers(
+      const std::string& name);
+  Result<void> check_tokens(const int64_t* tokens, size_t n) const;
+  Result<LogitsView> run(
+      const std::vector<executorch::runtime::EValue>& inputs,
+      size_t n);
 
   std::unique_ptr<executorch::extension::Module> module_;
   ModelCacheParams params_;
   int64_t vocabulary_ = 0;
   std::string native_format_;
   std::optional<std::vector<int64_t>> end_ids_;
+  std::vector<int64_t> tap_layers_;
+  std::optional<int64_t> draft_tap_;
+  std::optional<FeatureType> feature_type_;
+  std::optional<FeaturesView> features_;
   std::vector<int64_t> positions_;
   Logits rows_ = Logits::all;
 };

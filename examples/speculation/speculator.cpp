@@ -6,7 +6,7 @@
 #include "examples/common/clock.hpp"
 #include "examples/common/format.hpp"
 #include "examples/common/try.hpp"
-#include "examples/speculation/model_draft.hpp"
+#include "examples/speculation/drafts.hpp"
 #include "examples/speculation/ngram.hpp"
 
 namespace etkv::examples {
@@ -47,9 +47,14 @@ Result<std::unique_ptr<Draft>> make_draft(
   if (name == "ngram") {
     return std::unique_ptr<Draft>(new NgramDraft());
   }
-  return ModelDraft::open(
+  const Program& program = target.program();
+  return open_draft(
       name,
-      {target.program().vocabulary(), cache.capacity(), options.kv_format});
+      {program.vocabulary(),
+       cache.capacity(),
+       options.kv_format,
+       program.tap_layers(),
+       program.feature_type()});
 }
 
 Speculator::Speculator(
@@ -63,6 +68,12 @@ Speculator::Speculator(
       draft_(draft),
       tuner_(options.depth, options.width),
       sampler_(std::move(sampler)) {}
+
+void Speculator::read(int64_t position) {
+  if (const auto& features = target_.program().features()) {
+    draft_.saw(position, *features);
+  }
+}
 
 Result<int64_t> Speculator::first(const LogitsView& logits) {
   return sampler_.choose(logits, logits.last_row());
@@ -95,6 +106,12 @@ Result<std::vector<int64_t>> Speculator::next(
   // Both keep the same chain.
   RETURN_IF_ERROR(cache_.commit(verdict.accepted));
   RETURN_IF_ERROR(draft_.commit(verdict.accepted));
+  if (const auto& features = target_.program().features()) {
+    for (size_t i = 0; i < verdict.accepted.size(); ++i) {
+      draft_.saw(
+          base + static_cast<int64_t>(i), features->only(verdict.accepted[i]));
+    }
+  }
 
   std::vector<int64_t> ids;
   for (const int32_t node : verdict.accepted) {

@@ -62,6 +62,7 @@ class Speculator : public Stepper {
       const SpeculationOptions& options,
       Sampler sampler = Sampler());
 
+  void read(int64_t position) override;
   Result<int64_t> first(const LogitsView& logits) override;
   Result<std::vector<int64_t>> next(
       const std::vector<int64_t>& text,

@@ -152,7 +152,7 @@ void without_context() {
   const auto path = std::filesystem::temp_directory_path() /
                     ("etkv-untold-" + std::to_string(std::rand()) + ".pte");
   untold_context(path.string());
-  auto opened = examples::ModelDraft::open(path.string(), {320, 60, {}});
+  auto opened = examples::open_draft(path.string(), {320, 60, {}});
   std::filesystem::remove(path);
   const auto guesses = must(std::move(opened));
   Sampler greedy;
@@ -165,11 +165,11 @@ void without_context() {
 
 void refusals() {
   CHECK_REFUSED(
-      examples::ModelDraft::open(program_path("llama-f32"), {1000, 64, {}}),
+      examples::open_draft(program_path("llama-f32"), {1000, 64, {}}),
       ETKV_ERROR_PROGRAM,
       "a vocabulary of 320 ids, and the model one of 1000");
   CHECK_REFUSED(
-      examples::ModelDraft::open("nowhere.pte", {320, 64, {}}),
+      examples::open_draft("nowhere.pte", {320, 64, {}}),
       ETKV_ERROR_INVALID_ARGUMENT,
       "the draft: there is no program at nowhere.pte");
   // The model's text has an id that the draft cannot know.

@@ -5,7 +5,7 @@
 #include <cmath>
 
 #include "examples/common/model.hpp"
-#include "examples/speculation/model_draft.hpp"
+#include "examples/speculation/drafts.hpp"
 #include "examples/speculation/ngram.hpp"
 #include "examples/speculation/speculator.hpp"
 #include "fixture.hpp"
@@ -69,7 +69,7 @@ draft(const std::string& name, Target& target, int32_t capacity = 200) {
     return std::make_unique<NgramDraft>();
   }
   return must(
-      examples::ModelDraft::open(
+      examples::open_draft(
           program_path(name),
           {target.model.program().vocabulary(), capacity, std::nullopt}));
 }

@@ -1,0 +1,18 @@
+// Which draft a program is.
+#pragma once
+
+#include <memory>
+#include <string>
+
+#include "examples/speculation/program_draft.hpp"
+
+namespace etkv::examples {
+
+/// Opens the program at `path`, a model by itself or one that is fed with the
+/// target's features. Errors of the draft, here and later, say that they are its
+/// own.
+Result<std::unique_ptr<Draft>> open_draft(
+    const std::string& path,
+    const DraftTarget& target);
+
+} // namespace etkv::examples

@@ -1,0 +1,69 @@
+// Guesses of a model's own last layers, fed with the features of the layer below
+// them.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <memory>
+#include <vector>
+
+#include "examples/speculation/program_draft.hpp"
+
+namespace etkv::examples {
+
+/// Keeps the target's features of each position of the text. What its cache holds
+/// was made of these as far as they had come; whatever was guessed instead is
+/// dropped, and read again once they are there.
+class FeatureDraft : public ProgramDraft {
+ public:
+  /// Loads a program, and makes a session for it. Refused where the target does not
+  /// give the features that it takes.
+  static Result<std::unique_ptr<Draft>> make(
+      Program program,
+      const DraftTarget& target);
+
+  void saw(int64_t position, const FeaturesView& features) override;
+
+  Result<void> commit(const std::vector<int32_t>&) override {
+    return ProgramDraft::commit({});
+  }
+
+ private:
+  FeatureDraft(
+      Program program,
+      CacheSession<TreeCache> session,
+      FeatureType given,
+      size_t offset)
+      : ProgramDraft(std::move(program), std::move(session)),
+        type_(*program_.feature_type()),
+        given_type_(given),
+        offset_(offset) {}
+
+  /// Refuses a text whose features have not come, all but those of its last id.
+  Result<size_t> reusable(const std::vector<int64_t>& text) override;
+  Result<LogitsView>
+  run_text(const std::vector<int64_t>& text, size_t first, size_t n) override;
+  Result<LogitsView> run_nodes(
+      const TokenTree& tree,
+      const std::vector<int64_t>& positions,
+      size_t first) override;
+
+  /// Positions whose features are known.
+  size_t seen() const {
+    return features_.size() / type_.bytes();
+  }
+
+  /// A row of the draft's; one of the target's, and where in it the former begins.
+  FeatureType type_;
+  FeatureType given_type_;
+  size_t offset_;
+  /// Of the target, a row for each position of the text from the first on.
+  std::vector<std::byte> features_;
+  /// Ids in the cache, from the first on, that ran with these.
+  size_t known_ = 0;
+  /// What the draft handed on for the nodes of the tree, the root first.
+  std::vector<std::byte> handed_on_;
+  GivenFeatures given_;
+};
+
+} // namespace etkv::examples

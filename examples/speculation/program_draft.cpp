@@ -1,0 +1,272 @@
+#include "examples/speculation/program_draft.hpp"
+
+#include <algorithm>
+#include <cmath>
+#include <utility>
+
+#include "examples/common/clock.hpp"
+#include "examples/common/interrupt.hpp"
+#include "examples/common/prefix.hpp"
+#include "examples/common/try.hpp"
+
+namespace etkv::examples {
+namespace {
+
+/// A node that can have children: what they are drawn from, and how likely the
+/// way to it is.
+struct Leaf {
+  int32_t node;
+  Distribution q;
+  double log_probability;
+};
+
+/// A possible child.
+struct Candidate {
+  size_t leaf;
+  int64_t token;
+  double log_probability;
+};
+
+/// The `n` likeliest ids, likeliest first.
+std::vector<int64_t> likeliest_ids(const Distribution& q, size_t n) {
+  std::vector<int64_t> ids;
+  const auto likelier = [&](int64_t a, int64_t b) {
+    return q[static_cast<size_t>(a)] > q[static_cast<size_t>(b)];
+  };
+  for (size_t i = 0; i < q.size() && n > 0; ++i) {
+    const auto id = static_cast<int64_t>(i);
+    if (!(q[i] > 0.0F) || (ids.size() == n && !likelier(id, ids.back()))) {
+      continue;
+    }
+    // `n` is small: the few are kept in order.
+    ids.insert(std::upper_bound(ids.begin(), ids.end(), id, likelier), id);
+    ids.resize(std::min(ids.size(), n));
+  }
+  return ids;
+}
+
+/// The `n` likeliest children of all leaves together, likeliest first. The first
+/// of them all is the likeliest child of the first leaf: so the chain of likeliest
+/// ids is in the tree, however likely others are together.
+std::vector<Candidate> likeliest(const std::vector<Leaf>& leaves, size_t n) {
+  std::vector<Candidate> all;
+  for (size_t leaf = 0; leaf < leaves.size(); ++leaf) {
+    const auto& [node, q, log_probability] = leaves[leaf];
+    for (const int64_t id : likeliest_ids(q, n)) {
+      const double likelihood = q[static_cast<size_t>(id)];
+      all.push_back({leaf, id, log_probability + std::log(likelihood)});
+    }
+  }
+  if (!all.empty()) {
+    std::stable_sort(
+        all.begin() + 1, all.end(), [](const auto& a, const auto& b) {
+          return a.log_probability > b.log_probability;
+        });
+  }
+  all.resize(std::min(n, all.size()));
+  return all;
+}
+
+/// Puts drawn ids in the place of the likeliest: as many for each leaf, so that
+/// their number hangs on nothing that was drawn for it.
+std::vector<Candidate> drawn(
+    const std::vector<Leaf>& leaves,
+    const std::vector<Candidate>& chosen,
+    Chance& chance) {
+  std::vector<Candidate> all;
+  for (size_t leaf = 0; leaf < leaves.size(); ++leaf) {
+    Distribution left = leaves[leaf].q;
+    for (const auto& candidate : chosen) {
+      if (candidate.leaf != leaf) {
+        continue;
+      }
+      const int64_t token = draw(left, chance);
+      const double q = leaves[leaf].q[static_cast<size_t>(token)];
+      all.push_back({leaf, token, leaves[leaf].log_probability + std::log(q)});
+      if (!remove(left, token)) {
+        break;
+      }
+    }
+  }
+  return all;
+}
+
+} // namespace
+
+Error of_draft(const Error& error) {
+  return Error(error.status(), "the draft: " + error.message());
+}
+
+Result<CacheSession<TreeCache>> ProgramDraft::make_session(
+    Program& program,
+    const DraftTarget& target) {
+  if (program.vocabulary() != target.vocabulary) {
+    return Error(
+        ETKV_ERROR_PROGRAM,
+        "it has a vocabulary of " + std::to_string(program.vocabulary()) +
+            " ids, and the model one of " + std::to_string(target.vocabulary));
+  }
+  // A program that does not tell its context takes what the target takes.
+  const int32_t context = program.params().max_context_length;
+  const int32_t capacity =
+      context > 0 ? std::min(target.capacity, context) : target.capacity;
+  ASSIGN_OR_RETURN(
+      auto session,
+      make_tree_session(
+          kMLXBackend,
+          make_config(
+              program.params(),
+              capacity,
+              target.kv_format.value_or(program.native_format()))));
+  RETURN_IF_ERROR(program.load(session.key(), Logits::all));
+  return session;
+}
+
+Result<TokenTree> ProgramDraft::propose(
+    const std::vector<int64_t>& text,
+    const TreeShape& shape,
+    Sampler& sampler) {
+  auto tree = grow(text, shape, sampler);
+  return tree.ok() ? std::move(tree) : of_draft(tree.error());
+}
+
+Result<TokenTree> ProgramDraft::grow(
+    const std::vector<int64_t>& text,
+    const TreeShape& shape,
+    Sampler& sampler) {
+  // What came of the tree before was never said: nothing.
+  RETURN_IF_ERROR(keep({}));
+  TokenTree tree(text.back());
+  const auto room = static_cast<int64_t>(cache().capacity());
+  if (shape.depth == 0 || static_cast<int64_t>(text.size()) > room) {
+    return tree;
+  }
+  // Greedy decoding knows no temperature; likeliest is likeliest.
+  const double temperature = sampler.greedy() ? 1.0 : sampler.temperature;
+  ASSIGN_OR_RETURN(const auto read_logits, read(text));
+  if (!read_logits) {
+    return tree;
+  }
+  LogitsView logits = *read_logits;
+  std::vector<Leaf> leaves = {{0, {}, 0.0}};
+  ASSIGN_OR_RETURN(
+      leaves[0].q, softmax(logits, logits.last_row(), temperature));
+  const auto widest = static_cast<size_t>(
+      std::min<int64_t>(shape.width, program_.params().prefill_chunk_size));
+  for (int64_t level = 1;; ++level) {
+    const size_t left = std::min(shape.most - tree.size(), widest);
+    auto children = likeliest(leaves, left);
+    if (!sampler.greedy()) {
+      children = drawn(leaves, children, sampler.chance);
+    }
+    std::vector<Leaf> next;
+    for (const auto& child : children) {
+      next.push_back(
+          {tree.add(child.token, leaves[child.leaf].node),
+           {},
+           child.log_probability});
+    }
+    if (!sampler.greedy()) {
+      for (Leaf& leaf : leaves) {
+        tree.drawn_from[static_cast<size_t>(leaf.node)] = std::move(leaf.q);
+      }
+    }
+    // What the last level makes likely is asked by nobody.
+    if (level == shape.depth || next.empty() || interrupted() ||
+        !cache().can_extend(static_cast<int32_t>(next.size()))) {
+      return tree;
+    }
+    ASSIGN_OR_RETURN(logits, run_level(tree, next.size()));
+    RETURN_IF_ERROR(check_rows(logits, next.size()));
+    for (size_t i = 0; i < next.size(); ++i) {
+      ASSIGN_OR_RETURN(
+          next[i].q, softmax(logits, static_cast<int64_t>(i), temperature));
+    }
+    leaves = std::move(next);
+  }
+}
+
+/// Reads what of a text is not held yet, its last id at least; nothing after
+/// Ctrl-C.
+Result<std::optional<LogitsView>> ProgramDraft::read(
+    const std::vector<int64_t>& text) {
+  ASSIGN_OR_RETURN(const size_t lasting, reusable(text));
+  const size_t shared =
+      std::min({shared_prefix(text, held_), lasting, text.size() - 1});
+  if (shared < held_.size()) {
+    ASSIGN_OR_RETURN(const int32_t least, cache().rewindable_to());
+    // Layers with windows may have dropped what would be needed.
+    const size_t kept = shared < static_cast<size_t>(least) ? 0 : shared;
+    RETURN_IF_ERROR(cache().rewind(static_cast<int32_t>(kept)));
+    held_.resize(kept);
+  }
+  while (!interrupted()) {
+    const size_t n =
+        std::min(program_.prefill_size(), text.size() - held_.size());
+    Stopwatch watch;
+    ASSIGN_OR_RETURN(const auto logits, run_text(text, held_.size(), n));
+    costs_.add(n, watch.lap());
+    held_.insert(
+        held_.end(),
+        text.begin() + static_cast<std::ptrdiff_t>(held_.size()),
+        text.begin() + static_cast<std::ptrdiff_t>(held_.size() + n));
+    if (held_.size() == text.size()) {
+      return std::optional(logits);
+    }
+  }
+  return std::optional<LogitsView>();
+}
+
+/// Runs the last `n` nodes of a tree as one frontier. The root is a part of the
+/// text here, so that nodes have one number less in the cache.
+Result<LogitsView> ProgramDraft::run_level(const TokenTree& tree, size_t n) {
+  const auto first = static_cast<std::ptrdiff_t>(tree.size() - n);
+  std::vector<int32_t> parents;
+  for (auto at = tree.parents.begin() + first; at != tree.parents.end(); ++at) {
+    parents.push_back(*at - 1);
+  }
+  const auto positions = tree.positions(static_cast<int64_t>(held_.size()) - 1);
+  Stopwatch watch;
+  RETURN_IF_ERROR(cache().propose(parents));
+  auto logits = run_nodes(tree, positions, tree.size() - n);
+  if (logits.ok()) {
+    costs_.add(n, watch.lap());
+    run_.insert(run_.end(), tree.tokens.begin() + first, tree.tokens.end());
+    return logits;
+  }
+  RETURN_IF_ERROR(cache().commit({}));
+  run_.clear();
+  return logits;
+}
+
+Result<void> ProgramDraft::commit(const std::vector<int32_t>& accepted) {
+  auto kept = keep(accepted);
+  return kept.ok() ? kept : of_draft(kept.error());
+}
+
+Result<void> ProgramDraft::keep(const std::vector<int32_t>& accepted) {
+  if (run_.empty()) {
+    return {};
+  }
+  std::vector<int32_t> nodes;
+  std::vector<int64_t> ids;
+  for (const int32_t node : accepted) {
+    if (node > 0 && static_cast<size_t>(node) <= run_.size()) {
+      nodes.push_back(node - 1);
+      ids.push_back(run_[static_cast<size_t>(node) - 1]);
+    }
+  }
+  RETURN_IF_ERROR(cache().commit(nodes));
+  held_.insert(held_.end(), ids.begin(), ids.end());
+  run_.clear();
+  return {};
+}
+
+double ProgramDraft::seconds(int64_t depth, int64_t width) const {
+  return depth == 0
+             ? 0.0
+             : costs_.at(1.0) + static_cast<double>(depth - 1) *
+                                    costs_.at(static_cast<double>(width));
+}
+
+} // namespace etkv::examples
