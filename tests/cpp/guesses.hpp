@@ -71,7 +71,11 @@ draft(const std::string& name, Target& target, int32_t capacity = 200) {
   return must(
       examples::open_draft(
           program_path(name),
-          {target.model.program().vocabulary(), capacity, std::nullopt}));
+          {target.model.program().vocabulary(),
+           capacity,
+           std::nullopt,
+           target.model.program().tap_layers(),
+           target.model.program().feature_type()}));
 }
 
 /// A prompt with something to guess from in it.

@@ -19,6 +19,13 @@ PROGRAMS = {
     "llama-chunk4": ("tiny-llama", {"prefill_chunk": 4}),
     "llama-last": ("tiny-llama", {"logits": "last"}),
     "mistral-window": ("tiny-mistral-window", {}),
+    # Drafts of their last layer, and targets with the features that these take.
+    "llama-tapped": ("tiny-llama", {"tap_layers": (0,)}),
+    "llama-taps": ("tiny-llama", {"tap_layers": (1, 0)}),
+    "llama-draft": ("tiny-llama", {"draft": 1}),
+    "llama-draft-chunk4": ("tiny-llama", {"draft": 1, "prefill_chunk": 4}),
+    "mistral-window-tapped": ("tiny-mistral-window", {"tap_layers": (0,)}),
+    "mistral-window-draft": ("tiny-mistral-window", {"draft": 1}),
 }
 """Name -> tiny model, and what is not as in :data:`DEFAULTS`."""
 

@@ -1,0 +1,300 @@
+// Drafts that are fed with the target's features: what they propose hangs on these
+// and on the text alone, whatever came before, and is what their program makes of
+// them one id at a time.
+
+#include <algorithm>
+#include <array>
+
+#include "examples/common/generator.hpp"
+#include "guesses.hpp"
+
+namespace etkv::tests {
+namespace {
+
+using examples::Draft;
+using examples::FeaturesView;
+using examples::FeatureType;
+using examples::GivenFeatures;
+using examples::Program;
+
+/// Features of a text in plain decoding, a row for each id.
+struct Features {
+  FeatureType type;
+  std::vector<std::byte> rows;
+
+  FeaturesView view(size_t first, size_t n) const {
+    return {rows.data() + first * type.bytes(), type, static_cast<int64_t>(n)};
+  }
+};
+
+Features features_of(Target& target, const Ids& text) {
+  must(target.cache().clear());
+  Program& program = target.model.program();
+  Features found{*program.feature_type(), {}};
+  for (size_t at = 0; at < text.size(); at += kMostTokens) {
+    const size_t n = std::min<size_t>(kMostTokens, text.size() - at);
+    must(program.step_at(text.data() + at, static_cast<int64_t>(at), n));
+    const auto& made = *program.features();
+    CHECK_INT(made.rows, n);
+    found.rows.insert(
+        found.rows.end(), made.data, made.data + n * found.type.bytes());
+  }
+  return found;
+}
+
+bool same(const TokenTree& a, const TokenTree& b) {
+  return a.tokens == b.tokens && a.parents == b.parents;
+}
+
+/// What a draft proposes that has heard of the features of this text and no other.
+TokenTree fresh(
+    const std::string& name,
+    Target& target,
+    const Ids& text,
+    const TreeShape& shape) {
+  const auto features = features_of(target, text);
+  const auto guesses = draft(name, target);
+  guesses->saw(0, features.view(0, text.size() - 1));
+  Sampler greedy;
+  return must(guesses->propose(text, shape, greedy));
+}
+
+/// Notes what a draft proposes.
+class Recorder : public Draft {
+ public:
+  struct Proposal {
+    Ids text;
+    TreeShape shape;
+    TokenTree tree;
+  };
+  explicit Recorder(std::unique_ptr<Draft> draft) : draft_(std::move(draft)) {}
+
+  Result<TokenTree>
+  propose(const Ids& text, const TreeShape& shape, Sampler& sampler) override {
+    auto tree = draft_->propose(text, shape, sampler);
+    if (tree.ok()) {
+      made.push_back({text, shape, tree.value()});
+    }
+    return tree;
+  }
+  Result<void> commit(const std::vector<int32_t>& accepted) override {
+    return draft_->commit(accepted);
+  }
+  void saw(int64_t position, const FeaturesView& features) override {
+    draft_->saw(position, features);
+  }
+  double seconds(int64_t depth, int64_t width) const override {
+    return draft_->seconds(depth, width);
+  }
+
+  std::vector<Proposal> made;
+
+ private:
+  std::unique_ptr<Draft> draft_;
+};
+
+/// Conversations that go on, go back and begin anew, with trees of every shape: the
+/// answers are those of plain decoding, and each tree that of a fresh draft.
+///
+/// @param untapped  the same model without features
+void as_if_fresh(
+    const std::string& untapped,
+    const std::string& model,
+    const std::string& name) {
+  Target target(model);
+  Recorder guesses(draft(name, target));
+  const Ids long_text = text(90, 5);
+  Ids other = slice(long_text, 0, 20);
+  const Ids rest = text(25, 6);
+  other.insert(other.end(), rest.begin(), rest.end());
+  const std::array<Ids, 5> prompts = {
+      prompt(), long_text, slice(long_text, 0, 40), other, {7}};
+  int64_t turn = 0;
+  for (const Ids& asked : prompts) {
+    const int64_t depth = 1 + turn % 6;
+    const int64_t width = std::array<int64_t, 3>{3, 1, 8}[turn % 3];
+    ++turn;
+    examples::Speculator speculator(
+        target.model, target.cache(), guesses, {{}, depth, width});
+    examples::Generator generator(
+        target.model.program(), target.cache(), {}, &speculator);
+    must(target.cache().clear());
+    auto answer = must(generator.answer(asked, 20, examples::Listener()));
+    CHECK(answer.ids == plain(untapped, asked, 20));
+    // Goes on from within the answer, with another id.
+    Ids longer = asked;
+    longer.insert(longer.end(), answer.ids.begin(), answer.ids.begin() + 9);
+    longer.push_back((answer.ids[9] + 1) % kVocabulary);
+    answer = must(generator.answer(longer, 12, examples::Listener()));
+    CHECK(answer.ids == plain(untapped, longer, 12));
+    CHECK_INT(answer.reused_tokens, longer.size() - 1);
+  }
+  REQUIRE(guesses.made.size() > 40);
+  Target alone(model);
+  size_t nodes = 0;
+  for (const auto& one : guesses.made) {
+    CHECK(same(one.tree, fresh(name, alone, one.text, one.shape)));
+    nodes += one.tree.size() - 1;
+  }
+  std::printf(
+      "%s: %zu trees of %zu guesses\n",
+      name.c_str(),
+      guesses.made.size(),
+      nodes);
+}
+
+/// A chain of likeliest ids, by the draft's program on a contiguous cache: every id
+/// of the text with its own features, and each after it with what came out for the
+/// one before.
+void chains_by_hand() {
+  constexpr int64_t kDepth = 5;
+  Target target("llama-tapped");
+  auto program = must(Program::open(program_path("llama-draft")));
+  auto session = must(make_decode_session(
+      kMLXBackend, make_config(program.params(), 100, "f32", 4)));
+  must(program.load(session.key(), Logits::all));
+  const size_t bytes = program.feature_type()->bytes();
+  for (const size_t n : {1, 2, 18, 40}) {
+    const Ids ids = text(static_cast<int64_t>(n), 11);
+    const auto features = features_of(target, ids);
+    const auto step =
+        [&](int64_t id, size_t at, const std::byte* row, bool own) {
+          GivenFeatures given;
+          given.add(row, bytes, own);
+          const auto position = static_cast<int64_t>(at);
+          return must(
+              examples::argmax(
+                  must(program.step(&id, &position, 1, given)), /*row=*/0));
+        };
+    must(session.cache().clear());
+    for (size_t i = 0; i + 1 < n; ++i) {
+      step(ids[i], i, features.view(i, 1).data, /*own=*/true);
+    }
+    std::vector<std::byte> row(bytes);
+    if (n > 1) {
+      const auto* before = features.view(n - 2, 1).data;
+      row.assign(before, before + bytes);
+    }
+    Ids chain = {ids.back()};
+    while (chain.size() <= kDepth) {
+      chain.push_back(
+          step(chain.back(), n + chain.size() - 2, row.data(), /*own=*/false));
+      const auto* made = program.features()->data;
+      row.assign(made, made + bytes);
+    }
+    CHECK(fresh("llama-draft", target, ids, {kDepth, 1, 32}).tokens == chain);
+  }
+}
+
+/// Features that never came are not guessed from.
+void missing_features() {
+  const TreeShape shape = {2, 2, 32};
+  const Ids ids = text(30, 4);
+  Target target("llama-tapped");
+  const auto features = features_of(target, ids);
+  const auto guesses = draft("llama-draft", target);
+  Sampler greedy;
+  const auto refused = [&](int64_t position) {
+    CHECK_REFUSED(
+        guesses->propose(ids, shape, greedy),
+        ETKV_ERROR_INVALID_ARGUMENT,
+        ("the draft: the model's features of position " +
+         std::to_string(position) + " have not come")
+            .c_str());
+  };
+  refused(0);
+  guesses->saw(0, features.view(0, 10));
+  refused(10);
+  // A gap.
+  guesses->saw(11, features.view(11, 18));
+  refused(10);
+  guesses->saw(10, features.view(10, 19));
+  const auto tree = must(guesses->propose(ids, shape, greedy));
+  CHECK(same(tree, fresh("llama-draft", target, ids, shape)));
+  // What is seen again takes the place of all behind it.
+  guesses->saw(5, features.view(5, 1));
+  refused(6);
+  guesses->saw(6, features.view(6, 23));
+  CHECK(same(must(guesses->propose(ids, shape, greedy)), tree));
+  // Features of a text that went back do not stay for one that goes on.
+  must(guesses->propose(slice(ids, 0, 20), shape, greedy));
+  refused(19);
+}
+
+/// Features of several layers lie side by side, and the draft's own are taken.
+void one_of_several_taps() {
+  const TreeShape shape = {3, 2, 32};
+  Target two("llama-taps");
+  Target one("llama-tapped");
+  CHECK_INT(two.model.program().tap_layers().size(), 2);
+  CHECK(same(
+      fresh("llama-draft", two, prompt(), shape),
+      fresh("llama-draft", one, prompt(), shape)));
+}
+
+void refusals() {
+  const auto path = program_path("llama-draft");
+  const FeatureType type{ScalarType::Float, 64};
+  const auto open = [&](std::vector<int64_t> taps, FeatureType type) {
+    return examples::open_draft(path, {320, 64, {}, std::move(taps), type});
+  };
+  auto program = must(Program::open(path));
+  REQUIRE(*program.feature_type() == type);
+  CHECK_REFUSED(
+      open({}, type),
+      ETKV_ERROR_PROGRAM,
+      "the draft: it takes the features of layer 0, and the model gives none: "
+      "export the model with --tap-layers 0");
+  CHECK_REFUSED(
+      open({1}, type),
+      ETKV_ERROR_PROGRAM,
+      "of layer 0, and the model gives those of layer 1: export");
+  CHECK_REFUSED(
+      open({0}, {ScalarType::BFloat16, 64}),
+      ETKV_ERROR_PROGRAM,
+      "64 elements of Float, and the model gives those of 64 elements of "
+      "BFloat16");
+  CHECK_REFUSED(
+      open({0}, {ScalarType::Float, 32}),
+      ETKV_ERROR_PROGRAM,
+      "the model gives those of 32 elements of Float");
+  CHECK_REFUSED(
+      examples::open_draft(path, {1000, 64, {}, {0}, type}),
+      ETKV_ERROR_PROGRAM,
+      "a vocabulary of 320 ids, and the model one of 1000");
+  const int64_t zero = 0;
+  CHECK_REFUSED(
+      program.step(&zero, &zero, 1),
+      ETKV_ERROR_INVALID_ARGUMENT,
+      "is a draft of a model: give it with --draft");
+  GivenFeatures given;
+  CHECK_REFUSED(
+      program.step(&zero, &zero, 1, given),
+      ETKV_ERROR_SHAPE,
+      "0 bytes of features for 1 tokens; a row of them is 64 elements of "
+      "Float");
+  examples::ModelOptions options;
+  options.model = path;
+  options.raw = true;
+  CHECK_REFUSED(
+      examples::Model::open(options),
+      ETKV_ERROR_INVALID_ARGUMENT,
+      "is a draft of a model: give it with --draft");
+}
+
+} // namespace
+} // namespace etkv::tests
+
+int main() {
+  using namespace etkv::tests;
+  etkv::examples::quiet_executorch();
+  as_if_fresh("llama-f32", "llama-tapped", "llama-draft");
+  as_if_fresh("llama-f32", "llama-tapped", "llama-draft-chunk4");
+  as_if_fresh(
+      "mistral-window", "mistral-window-tapped", "mistral-window-draft");
+  chains_by_hand();
+  missing_features();
+  one_of_several_taps();
+  refusals();
+  return check_report();
+}

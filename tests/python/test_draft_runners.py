@@ -1,0 +1,135 @@
+"""Runners with drafts that are fed with features: answers are those of plain decoding, whatever the draft guesses."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+
+import reference
+from reference import Program
+from runners import EACH, FAILED, answers, checked, command, refused, succeed, with_longer_context
+
+MODELS = ("tiny-gemma3", "tiny-llama", "tiny-qwen3")
+SHAPES = [("--depth", depth, "--width", width) for depth in range(1, 7) for width in (1, 3, 8)]
+
+
+@pytest.fixture(scope="module")
+def pair():
+    """The target of a name, whose first layer of two is tapped, and the draft that is the second."""
+    from etkv import _mlx_serialization
+
+    _mlx_serialization.ensure_available()
+    from etkv.export import draft
+
+    def make(name: str, **options) -> tuple[Program, Program]:
+        with pytest.MonkeyPatch.context() as patch:
+            # Fitted on little: what it guesses is soon no worse on random weights.
+            for constant, value in (("_TEXTS", 4), ("_TOKENS", 40), ("_AT_ONCE", 4)):
+                patch.setattr(draft, constant, value)
+            return with_longer_context(name, tap_layers=(0,)), with_longer_context(name, draft=1, **options)
+
+    return make
+
+
+def check(pair: tuple[Program, Program], *options: object) -> str:
+    """What the runner says of its answers, which it has compared with plain decoding."""
+    target, draft = pair
+    done = succeed("speculative", target, "--draft", draft.path, "--check", "--ids", *options)
+    assert checked(done)[1] == sum(map(len, answers(done.stdout)))
+    return done.stderr
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_guesses_leave_the_answer_alone(pair, name):
+    both = pair(name)
+    for shape in SHAPES if name == "tiny-qwen3" else SHAPES[::5]:
+        check(both, "--max-new-tokens", 32, *shape)
+    said = check(both, "--max-new-tokens", 64, "--depth", "auto", "--width", "auto")
+    reference.note(f"{name}: {said}")
+
+
+@pytest.mark.parametrize("kv_format", ["f16", "affine4g32", "row-int4"])
+def test_in_few_bits(pair, kv_format):
+    check(pair("tiny-qwen3"), "--max-new-tokens", 48, "--kv-format", kv_format, "--depth", 4, "--width", 3)
+
+
+def test_a_draft_of_small_steps(pair):
+    """Prompts of more tokens than it takes at once, and levels that have no more nodes than that."""
+    said = check(pair("tiny-llama", prefill_chunk=4), "--max-new-tokens", 48, "--depth", 2, "--width", 8)
+    guesses = [float(found) for found in re.findall(r"of ([\d.]+) guesses", said)]
+    assert len(guesses) == 3
+    assert 4 < max(guesses) <= 8
+
+
+def test_a_draft_of_another_model(pair):
+    """Nothing tells it from the model's own where all sizes are equal; the answers are right."""
+    check((pair("tiny-qwen3")[0], pair("tiny-llama")[1]), "--max-new-tokens", 32)
+
+
+def test_at_capacity(pair):
+    """The answer ends with a word; what there is of it is right."""
+    said = check(pair("tiny-llama"), "--max-new-tokens", 64, "--capacity", 110)
+    assert "stopped: the cache is full at 110 positions (--capacity)" in said
+
+
+def test_chance_is_repeatable(pair):
+    target, draft = pair("tiny-llama")
+    words = ["--draft", draft.path, "--temperature", 0.8, "--ids", "--max-new-tokens", 16, "--seed"]
+    first, same, other = (succeed("speculative", target, *words, seed).stdout for seed in (1, 1, 2))
+    assert first == same
+    assert first != other
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_chat(pair, name):
+    """What is taken back and begun anew is so for the draft, too."""
+    target, draft = pair(name)
+    lines = "hi\nand then?\n/undo\nand now?\n/reset\nhi\n/undo\nwell?\n"
+    words = [reference.CHAT, "--model", target.path, "--ids", "--max-new-tokens", 24]
+    plain, guessed = (
+        reference.run([*words, *more], input=lines, stdin=None)
+        for more in ([], ["--draft", draft.path, "--depth", 3, "--width", 2])
+    )
+    assert (plain.returncode, guessed.returncode) == (0, 0)
+    assert guessed.stdout == plain.stdout
+    assert len(answers(plain.stdout)) == 5
+    assert guessed.stderr.count(" a step, ") == 5, "every answer was guessed at"
+    assert "draft" not in guessed.stderr
+
+
+def test_memory_returns_to_where_it_was(pair):
+    target, draft = pair("tiny-llama")
+    done = succeed("speculative", target, "--draft", draft.path, "--max-new-tokens", 8, "--repeat", 50)
+    line = r"^round \d+: (\d+) handles, (\d+) bytes in MLX, ([\d.]+) MiB in the process$"
+    rounds = re.findall(line, done.stderr, re.M)
+    assert len(rounds) == 50
+    assert {(handles, in_mlx) for handles, in_mlx, _ in rounds} == {("0", "0")}
+    process = [float(mebibytes) for _, _, mebibytes in rounds]
+    assert process[-1] < process[9] + 0.5
+
+
+def test_a_target_that_does_not_give_the_features(pair):
+    """It is said which layer's are wanted, and how they are had."""
+    draft = pair("tiny-llama")[1]
+    for target, gives in (
+        (with_longer_context("tiny-llama"), "none"),
+        (with_longer_context("tiny-llama", tap_layers=(1,)), "those of layer 1"),
+    ):
+        refused(
+            command("speculative", target, "--draft", draft.path),
+            FAILED,
+            f"the draft: it takes the features of layer 0, and the model gives {gives}: "
+            "export the model with --tap-layers 0",
+        )
+
+
+@EACH
+def test_a_draft_is_not_a_model(pair, name):
+    draft = pair("tiny-llama")[1]
+    refused(command(name, draft), FAILED, f"{draft.path} is a draft of a model: give it with --draft")
+    refused(
+        [reference.CHAT, "--model", draft.path, "--prompt", "hi"],
+        FAILED,
+        "is a draft of a model: give it with --draft",
+    )
