@@ -104,7 +104,7 @@ def test_the_guess_is_the_best_linear_one(tiny, monkeypatch):
     texts = torch.randint(0, 256, (32, 60), generator=torch.Generator().manual_seed(2))
     for name, value in (("_TEXTS", 32), ("_AT_ONCE", 32), ("_texts", lambda model, start: texts)):
         monkeypatch.setattr(draft, name, value)
-    guess = draft.fit(model, 0, 256, Progress())
+    guess = draft.fit(model, 0, [[256]], Progress())
 
     plain = reference.load_hf(tiny("tiny-llama"))
     inputs, outputs = [], []

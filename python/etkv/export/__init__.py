@@ -18,7 +18,7 @@ from etkv.export.progress import Progress
 from etkv.export.request import ExportRequest
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedModel
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
     from etkv.export.draft import DraftForward, Guess
     from etkv.export.forward import Forward
@@ -60,7 +60,7 @@ def export_program(request: ExportRequest, progress: Progress | None = None) -> 
         model = source.read_model(origin, config, request.dtype)
         rope.settle(model, settled.max_context)
         generation = source.generation_settings(origin, model, tokenizer)
-    guess = _guess(model, request.draft, generation, progress) if request.draft else None
+    guess = _guess(model, tokenizer, request.draft, generation, progress) if request.draft else None
     if request.quantize is not None:
         with progress.step(f"quantizing to {request.quantize}"):
             lowering.quantize(model, request.quantize, settled.group_size)
@@ -105,16 +105,19 @@ def _import_tools() -> None:
         raise EtkvError(f"{error}; run pip install -r requirements.txt") from error
 
 
-def _guess(model: PreTrainedModel, count: int, generation: dict[str, Any], progress: Progress) -> Guess:
+def _guess(
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    count: int,
+    generation: dict[str, Any],
+    progress: Progress,
+) -> Guess:
     """Fit what the last ``count`` layers of ``model`` are given, and leave these."""
     from etkv.export import draft
 
-    starts = [generation.get("bos_token_id"), *generation["eos_token_id"]]
-    start = next((token for token in starts if token is not None), None)
-    if start is None:
-        raise EtkvError("draft: the model names no token that a text could begin with")
+    starts = draft.starts(tokenizer, [generation.get("bos_token_id"), *generation["eos_token_id"]])
     with progress.step("fitting the draft on texts of the model"):
-        guess = draft.fit(model, len(layers.modules(model)) - count - 1, start, progress)
+        guess = draft.fit(model, len(layers.modules(model)) - count - 1, starts, progress)
         draft.cut(model, count)
     return guess
 

@@ -11,15 +11,15 @@ import contextlib
 from collections.abc import Iterator
 
 import torch
-from transformers import GenerationConfig, PreTrainedModel
+from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from etkv.errors import EtkvError
 from etkv.export import attention, layers
 from etkv.export.forward import kept_rows, token_inputs
 from etkv.export.progress import Progress
 
-_TEXTS, _TOKENS, _AT_ONCE = 64, 192, 32
-"""Texts that the guess is fitted on, tokens of each, and texts that are made at the same time."""
+_TEXTS, _TOKENS, _AT_ONCE = 96, 192, 32
+"""Texts that the guess is fitted on, tokens that the model makes for each, and texts that are made at the same time."""
 
 _FIRST = 4
 """Tokens at the start of a text that are not fitted: models keep much in the first that belongs to no token."""
@@ -92,8 +92,27 @@ def cut(model: PreTrainedModel, count: int) -> None:
             module.layer_idx -= dropped
 
 
-def fit(model: PreTrainedModel, tap: int, start: int, progress: Progress) -> Guess:
-    """The guess of what layer ``tap`` of ``model`` hands on. Texts begin with the token ``start``.
+def starts(tokenizer: PreTrainedTokenizerBase, first: list[int | None]) -> list[list[int]]:
+    """What texts begin with: a token, and a chat up to where a person speaks, if the tokenizer knows of chats.
+
+    ``first`` are tokens to begin with, the best first. Raises :class:`EtkvError` where none of them is one.
+    """
+    token = next((token for token in first if token is not None), None)
+    if token is None:
+        raise EtkvError("draft: the model names no token that a text could begin with")
+    found = [[token]]
+    said = "etkv"
+    with contextlib.suppress(Exception):  # Templates are programs, and fail in ways of their own.
+        chat = tokenizer.apply_chat_template([{"role": "user", "content": said}], tokenize=False)
+        found.append(tokenizer(chat[: chat.rindex(said)], add_special_tokens=False)["input_ids"])
+    return [start for start in found if start]
+
+
+def fit(model: PreTrainedModel, tap: int, starts: list[list[int]], progress: Progress) -> Guess:
+    """The guess of what layer ``tap`` of ``model`` hands on.
+
+    Of the texts that are made at the same time the first begin with the first of ``starts``, those after them with the
+    next one, and the rest with the last.
 
     Raises :class:`EtkvError` for a family whose layers do not get what is handed to the model as embeddings.
     """
@@ -105,6 +124,7 @@ def fit(model: PreTrainedModel, tap: int, start: int, progress: Progress) -> Gue
         torch.manual_seed(0)
         for done in range(0, _TEXTS, _AT_ONCE):
             progress.note(f"... {done} of {_TEXTS} texts")
+            start = starts[min(done // _AT_ONCE, len(starts) - 1)]
             for text in _texts(model, start).split(4):
                 features = _features(model, tap, text)
                 embeddings = model.get_input_embeddings()(text)
@@ -137,10 +157,12 @@ def _own_attention(model: PreTrainedModel) -> Iterator[None]:
         model.set_attn_implementation(attention.NAME)
 
 
-def _texts(model: PreTrainedModel, start: int) -> torch.Tensor:
-    ids = torch.full((_AT_ONCE, 1), start)
-    longest = getattr(model.config.get_text_config(), "max_position_embeddings", None) or _TOKENS
-    return model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=min(_TOKENS, longest - 1))
+def _texts(model: PreTrainedModel, start: list[int]) -> torch.Tensor:
+    ids = torch.tensor([start]).expand(_AT_ONCE, -1)
+    longest = getattr(model.config.get_text_config(), "max_position_embeddings", None) or len(start) + _TOKENS
+    return model.generate(
+        ids, attention_mask=torch.ones_like(ids), max_new_tokens=max(1, min(_TOKENS, longest - len(start)))
+    )
 
 
 def _features(model: PreTrainedModel, tap: int, ids: torch.Tensor) -> torch.Tensor:
