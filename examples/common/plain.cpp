@@ -3,22 +3,22 @@
 #include <algorithm>
 #include <cmath>
 #include <cstdio>
-#include <utility>
+#include <optional>
 
 #include "examples/common/console.hpp"
 #include "examples/common/format.hpp"
 #include "examples/common/interrupt.hpp"
+#include "examples/common/prefix.hpp"
 #include "examples/common/try.hpp"
 
 namespace etkv::examples {
 namespace {
 
-/// How one answer compares.
+/// How answers compare: ids that are plain decoding's choice, and those that trail
+/// it by rounding.
 struct Comparison {
   size_t equal = 0;
   size_t ties = 0;
-  /// The most by which an id trailed plain decoding's choice.
-  double margin = 0.0;
 };
 
 Error differs(const Decoding& answer, const std::string& how) {
@@ -33,67 +33,84 @@ class Plain {
   Plain(Model& model, Cache& cache) : model_(model), cache_(cache) {}
 
   /// Feeds the ids of an answer to plain decoding, and compares each with what
-  /// that would choose.
-  Result<Comparison> compare(const Decoding& answer) {
+  /// that would choose. Nothing after Ctrl-C.
+  Result<std::optional<Comparison>> compare(const Decoding& answer) {
     Comparison found;
-    ASSIGN_OR_RETURN(auto logits, read(answer.prompt));
+    ASSIGN_OR_RETURN(const auto read_logits, read(answer.prompt));
+    if (!read_logits) {
+      return std::optional<Comparison>();
+    }
+    LogitsView logits = *read_logits;
     for (size_t i = 0; i < answer.ids.size(); ++i) {
       const int64_t id = answer.ids[i];
       ASSIGN_OR_RETURN(const int64_t choice, argmax(logits, logits.last_row()));
       if (id == choice) {
         ++found.equal;
       } else {
-        row_.resize(static_cast<size_t>(logits.vocabulary));
-        copy_row(logits, logits.last_row(), row_.data());
-        const double best = row_[static_cast<size_t>(choice)];
-        const double margin = best - row_[static_cast<size_t>(id)];
-        found.margin = std::max(found.margin, margin);
-        const double most =
-            rounding_margin(model_.program().native_format(), std::abs(best));
-        char told[160];
-        std::snprintf(
-            told,
-            sizeof(told),
-            "parts from plain decoding at token %zu: %lld for %lld, whose "
-            "logit is greater by %.3g; rounding explains %.3g",
-            i,
-            static_cast<long long>(id),
-            static_cast<long long>(choice),
-            margin,
-            most);
-        if (!(margin <= most)) {
-          return differs(answer, told);
-        }
-        say("check: the answer to \"" + answer.title + "\" " + told);
+        RETURN_IF_ERROR(check_tie(answer, i, choice, logits));
         ++found.ties;
       }
       if (i + 1 < answer.ids.size()) {
+        if (interrupted()) {
+          return std::optional<Comparison>();
+        }
         ASSIGN_OR_RETURN(logits, run(&id, 1));
       }
     }
-    return found;
+    return std::optional(found);
   }
 
  private:
-  /// Reads a prompt behind what it shares with the one before.
-  Result<LogitsView> read(const std::vector<int64_t>& prompt) {
-    const auto differs =
-        std::mismatch(prompt.begin(), prompt.end(), held_.begin(), held_.end());
-    const size_t shared = std::min<size_t>(
-        static_cast<size_t>(differs.first - prompt.begin()), prompt.size() - 1);
+  /// Refuses an id that trails plain decoding's choice by more than rounding.
+  Result<void> check_tie(
+      const Decoding& answer,
+      size_t i,
+      int64_t choice,
+      const LogitsView& logits) {
+    const int64_t id = answer.ids[i];
+    row_.resize(static_cast<size_t>(logits.vocabulary));
+    copy_row(logits, logits.last_row(), row_.data());
+    const double best = row_[static_cast<size_t>(choice)];
+    const double margin = best - row_[static_cast<size_t>(id)];
+    const double most = rounding_margin(
+        model_.program().native_format(), model_.format(), std::abs(best));
+    char told[160];
+    std::snprintf(
+        told,
+        sizeof(told),
+        "parts from plain decoding at token %zu: %lld for %lld, whose "
+        "logit is greater by %.3g; rounding explains %.3g",
+        i,
+        static_cast<long long>(id),
+        static_cast<long long>(choice),
+        margin,
+        most);
+    if (!(margin <= most)) {
+      return differs(answer, told);
+    }
+    say("check: the answer to \"" + answer.title + "\" " + told);
+    return {};
+  }
+
+  /// Reads a prompt behind what it shares with the one before; nothing after
+  /// Ctrl-C.
+  Result<std::optional<LogitsView>> read(const std::vector<int64_t>& prompt) {
+    const size_t shared =
+        std::min(shared_prefix(prompt, held_), prompt.size() - 1);
     ASSIGN_OR_RETURN(const int32_t least, cache_.rewindable_to());
     // Layers with windows may have dropped what would be needed.
     const size_t kept = shared < static_cast<size_t>(least) ? 0 : shared;
     RETURN_IF_ERROR(cache_.rewind(static_cast<int32_t>(kept)));
     held_.resize(kept);
     const size_t size = model_.program().prefill_size();
-    for (;;) {
+    while (!interrupted()) {
       const size_t n = std::min(size, prompt.size() - held_.size());
       ASSIGN_OR_RETURN(auto logits, run(prompt.data() + held_.size(), n));
       if (held_.size() == prompt.size()) {
-        return logits;
+        return std::optional(logits);
       }
     }
+    return std::optional<LogitsView>();
   }
 
   Result<LogitsView> run(const int64_t* ids, size_t n) {
@@ -111,8 +128,14 @@ class Plain {
   std::vector<float> row_;
 };
 
-/// An answer ends where the model ends it, and else where it was to.
-Result<void> check_end(const Model& model, const Decoding& answer) {
+/// An answer ends where the model ends it, where it was to, or where the cache is
+/// full.
+///
+/// @param capacity  of a cache that the answer had for itself; else none
+Result<void> check_end(
+    const Model& model,
+    const Decoding& answer,
+    std::optional<int64_t> capacity) {
   const auto end =
       std::find_if(answer.ids.begin(), answer.ids.end(), [&](int64_t id) {
         return model.ends(id);
@@ -131,6 +154,14 @@ Result<void> check_end(const Model& model, const Decoding& answer) {
     return differs(
         answer, "ended after " + counted(n, "token") + " for no reason");
   }
+  // The last id is not in the cache.
+  const int64_t held = answer.position();
+  if (*answer.stop == Stop::capacity && capacity && held != *capacity) {
+    return differs(
+        answer,
+        "ended at a full cache, with " + counted(held, "position") + " of " +
+            std::to_string(*capacity) + " held");
+  }
   return {};
 }
 
@@ -140,9 +171,17 @@ Result<void> check_answers(
     Model& model,
     const std::vector<Decoding>& answers,
     const std::function<void(CacheConfig&)>& change) {
+  if (answers.empty()) {
+    return Error(ETKV_ERROR_INTERNAL, "check: there is no answer to compare");
+  }
   auto config = model.config();
+  std::optional<int64_t> capacity;
   if (change) {
     change(config);
+  } else if (std::all_of(answers.begin(), answers.end(), [](const auto& one) {
+               return one.sequence == 0;
+             })) {
+    capacity = config.capacity;
   }
   ASSIGN_OR_RETURN(auto session, make_decode_session(kMLXBackend, config));
   RETURN_IF_ERROR(model.program().load(session.key(), Logits::last));
@@ -150,14 +189,22 @@ Result<void> check_answers(
   Plain plain(model, session.cache());
   Comparison all;
   for (const auto& answer : answers) {
-    if (interrupted()) {
+    RETURN_IF_ERROR(check_end(model, answer, capacity));
+    ASSIGN_OR_RETURN(const auto found, plain.compare(answer));
+    if (!found) {
       return {};
     }
-    RETURN_IF_ERROR(check_end(model, answer));
-    ASSIGN_OR_RETURN(const auto found, plain.compare(answer));
-    all.equal += found.equal;
-    all.ties += found.ties;
-    all.margin = std::max(all.margin, found.margin);
+    all.equal += found->equal;
+    all.ties += found->ties;
+  }
+  const size_t tokens = all.equal + all.ties;
+  if (const size_t most = allowed_ties(tokens); all.ties > most) {
+    return Error(
+        ETKV_ERROR_INTERNAL,
+        "check: " + std::to_string(all.ties) + " of " +
+            counted(static_cast<int64_t>(tokens), "token") +
+            " trail plain decoding's choice; rounding explains " +
+            std::to_string(most));
   }
   std::string sentence =
       "check: " + counted(static_cast<int64_t>(answers.size()), "answer") +
@@ -171,12 +218,21 @@ Result<void> check_answers(
   return {};
 }
 
-double rounding_margin(const std::string& dtype, double magnitude) {
-  const double unit_roundoff = dtype == "f32"   ? 0x1p-24
-                               : dtype == "f16" ? 0x1p-11
-                                                : 0x1p-8;
-  // Of logits made by hundreds of roundings, as a random walk.
-  return 32.0 * unit_roundoff * magnitude;
+double rounding_margin(
+    const std::string& dtype,
+    const std::string& kv_format,
+    double magnitude) {
+  if (!(magnitude > 0.0) || !std::isfinite(magnitude)) {
+    return 0.0;
+  }
+  // Bits behind the first of a significand.
+  const int bits = dtype == "f32" ? 23 : dtype == "f16" ? 10 : 7;
+  const double units = kv_format == dtype ? 4.0 : 16.0;
+  return std::ldexp(units, std::ilogb(magnitude) - bits);
+}
+
+size_t allowed_ties(size_t tokens) {
+  return 2 + tokens / 20;
 }
 
 } // namespace etkv::examples

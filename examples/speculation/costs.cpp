@@ -1,7 +1,6 @@
 #include "examples/speculation/costs.hpp"
 
 #include <algorithm>
-#include <iterator>
 
 namespace etkv::examples {
 
@@ -15,26 +14,24 @@ void Costs::add(size_t tokens, double seconds) {
 }
 
 double Costs::at(double tokens) const {
-  if (seconds_.empty()) {
-    return 0.0;
+  // The line's last two points so far: their numbers of tokens and seconds.
+  double x0 = 0.0;
+  double y0 = 0.0;
+  double x1 = 0.0;
+  double y1 = 0.0;
+  for (const auto& [n, seconds] : seconds_) {
+    const bool first = x1 == 0.0;
+    x0 = x1;
+    y0 = first ? seconds : y1;
+    x1 = static_cast<double>(n);
+    y1 = std::max(y0, seconds);
+    if (tokens <= x1) {
+      // Below the first, no line is known.
+      return first ? y1 : y0 + (y1 - y0) * (tokens - x0) / (x1 - x0);
+    }
   }
-  if (seconds_.size() == 1) {
-    return seconds_.begin()->second;
-  }
-  // The two measured numbers around it, or the last two before it.
-  auto above = std::find_if(
-      std::next(seconds_.begin()), seconds_.end(), [&](const auto& entry) {
-        return static_cast<double>(entry.first) >= tokens;
-      });
-  if (above == seconds_.end()) {
-    above = std::prev(above);
-  }
-  const auto below = std::prev(above);
-  const auto x0 = static_cast<double>(below->first);
-  const auto x1 = static_cast<double>(above->first);
-  const double slope = (above->second - below->second) / (x1 - x0);
-  // More tokens never take less, whatever one measurement says.
-  return below->second + std::max(0.0, slope) * (tokens - x0);
+  // With a single point the line is level, too.
+  return x1 == 0.0 ? 0.0 : y0 + (y1 - y0) * (tokens - x0) / (x1 - x0);
 }
 
 } // namespace etkv::examples

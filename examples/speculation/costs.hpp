@@ -6,8 +6,10 @@
 
 namespace etkv::examples {
 
-/// Running means of seconds. Between the numbers that were measured it is a line,
-/// and beyond the last one the line goes on.
+/// Running means of seconds. More tokens never take less, whatever one measurement
+/// says: a mean that is below one of fewer tokens counts as that. Between the
+/// numbers that were measured it is a line, beyond the last one the line goes on,
+/// and below the first one it is level.
 class Costs {
  public:
   void add(size_t tokens, double seconds);

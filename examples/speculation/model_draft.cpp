@@ -5,6 +5,7 @@
 #include <utility>
 
 #include "examples/common/clock.hpp"
+#include "examples/common/interrupt.hpp"
 #include "examples/common/prefix.hpp"
 #include "examples/common/try.hpp"
 
@@ -90,21 +91,34 @@ std::vector<Candidate> drawn(
   return all;
 }
 
+/// Which of two programs an error is about is not to be guessed.
+Error of_draft(const Error& error) {
+  return Error(error.status(), "the draft: " + error.message());
+}
+
 } // namespace
 
 Result<std::unique_ptr<Draft>> ModelDraft::open(
+    const std::string& path,
+    const Target& target) {
+  auto draft = open_program(path, target);
+  return draft.ok() ? std::move(draft) : of_draft(draft.error());
+}
+
+Result<std::unique_ptr<Draft>> ModelDraft::open_program(
     const std::string& path,
     const Target& target) {
   ASSIGN_OR_RETURN(auto program, Program::open(path));
   if (program.vocabulary() != target.vocabulary) {
     return Error(
         ETKV_ERROR_PROGRAM,
-        "the draft " + path + " has a vocabulary of " +
-            std::to_string(program.vocabulary()) +
+        path + " has a vocabulary of " + std::to_string(program.vocabulary()) +
             " ids, and the model one of " + std::to_string(target.vocabulary));
   }
+  // A program that does not tell its context takes what the target takes.
+  const int32_t context = program.params().max_context_length;
   const int32_t capacity =
-      std::min(target.capacity, program.params().max_context_length);
+      context > 0 ? std::min(target.capacity, context) : target.capacity;
   ASSIGN_OR_RETURN(
       auto session,
       make_tree_session(
@@ -122,57 +136,79 @@ Result<TokenTree> ModelDraft::propose(
     const std::vector<int64_t>& text,
     const TreeShape& shape,
     Sampler& sampler) {
+  auto tree = grow(text, shape, sampler);
+  return tree.ok() ? std::move(tree) : of_draft(tree.error());
+}
+
+Result<TokenTree> ModelDraft::grow(
+    const std::vector<int64_t>& text,
+    const TreeShape& shape,
+    Sampler& sampler) {
   // What came of the tree before was never said: nothing.
-  RETURN_IF_ERROR(commit({}));
-  tree_ = TokenTree(text.back());
+  RETURN_IF_ERROR(keep({}));
+  TokenTree tree(text.back());
   const auto room = static_cast<int64_t>(cache().capacity());
   if (shape.depth == 0 || static_cast<int64_t>(text.size()) > room) {
-    return tree_;
+    return tree;
   }
   // Greedy decoding knows no temperature; likeliest is likeliest.
   const double temperature = sampler.greedy() ? 1.0 : sampler.temperature;
-  ASSIGN_OR_RETURN(auto logits, read(text));
-  std::vector<Leaf> leaves = {
-      {0, softmax(logits, logits.last_row(), temperature), 0.0}};
+  ASSIGN_OR_RETURN(const auto read_logits, read(text));
+  if (!read_logits) {
+    return tree;
+  }
+  LogitsView logits = *read_logits;
+  std::vector<Leaf> leaves = {{0, {}, 0.0}};
+  ASSIGN_OR_RETURN(
+      leaves[0].q, softmax(logits, logits.last_row(), temperature));
+  const auto widest = static_cast<size_t>(
+      std::min<int64_t>(shape.width, program_.params().prefill_chunk_size));
   for (int64_t level = 1;; ++level) {
-    const size_t left = std::min<size_t>(
-        shape.most - tree_.size(), static_cast<size_t>(shape.width));
+    const size_t left = std::min(shape.most - tree.size(), widest);
     auto children = likeliest(leaves, left);
     if (!sampler.greedy()) {
       children = drawn(leaves, children, sampler.chance);
-      for (const Leaf& leaf : leaves) {
-        tree_.drawn_from[static_cast<size_t>(leaf.node)] = leaf.q;
-      }
     }
     std::vector<Leaf> next;
     for (const auto& child : children) {
       next.push_back(
-          {tree_.add(child.token, leaves[child.leaf].node),
+          {tree.add(child.token, leaves[child.leaf].node),
            {},
            child.log_probability});
     }
-    // What the last level makes likely is asked by nobody.
-    if (level == shape.depth || next.empty() ||
-        !cache().can_extend(static_cast<int32_t>(next.size()))) {
-      return tree_;
+    if (!sampler.greedy()) {
+      for (Leaf& leaf : leaves) {
+        tree.drawn_from[static_cast<size_t>(leaf.node)] = std::move(leaf.q);
+      }
     }
-    ASSIGN_OR_RETURN(logits, run_level(next.size()));
+    // What the last level makes likely is asked by nobody.
+    if (level == shape.depth || next.empty() || interrupted() ||
+        !cache().can_extend(static_cast<int32_t>(next.size()))) {
+      return tree;
+    }
+    ASSIGN_OR_RETURN(logits, run_level(tree, next.size()));
     RETURN_IF_ERROR(check_rows(logits, next.size()));
     for (size_t i = 0; i < next.size(); ++i) {
-      next[i].q = softmax(logits, static_cast<int64_t>(i), temperature);
+      ASSIGN_OR_RETURN(
+          next[i].q, softmax(logits, static_cast<int64_t>(i), temperature));
     }
     leaves = std::move(next);
   }
 }
 
-/// Reads what of a text is not held yet, its last id at least.
-Result<LogitsView> ModelDraft::read(const std::vector<int64_t>& text) {
+/// Reads what of a text is not held yet, its last id at least; nothing after
+/// Ctrl-C.
+Result<std::optional<LogitsView>> ModelDraft::read(
+    const std::vector<int64_t>& text) {
   const size_t shared = std::min(shared_prefix(text, held_), text.size() - 1);
   if (shared < held_.size()) {
-    RETURN_IF_ERROR(cache().rewind(static_cast<int32_t>(shared)));
-    held_.resize(shared);
+    ASSIGN_OR_RETURN(const int32_t least, cache().rewindable_to());
+    // Layers with windows may have dropped what would be needed.
+    const size_t kept = shared < static_cast<size_t>(least) ? 0 : shared;
+    RETURN_IF_ERROR(cache().rewind(static_cast<int32_t>(kept)));
+    held_.resize(kept);
   }
-  for (;;) {
+  while (!interrupted()) {
     const size_t n =
         std::min(program_.prefill_size(), text.size() - held_.size());
     Stopwatch watch;
@@ -186,48 +222,56 @@ Result<LogitsView> ModelDraft::read(const std::vector<int64_t>& text) {
         text.begin() + static_cast<std::ptrdiff_t>(held_.size()),
         text.begin() + static_cast<std::ptrdiff_t>(held_.size() + n));
     if (held_.size() == text.size()) {
-      return logits;
+      return std::optional(logits);
     }
   }
+  return std::optional<LogitsView>();
 }
 
-/// Runs the last `n` nodes of the tree as one frontier. The root is a part of the
+/// Runs the last `n` nodes of a tree as one frontier. The root is a part of the
 /// text here, so that nodes have one number less in the cache.
-Result<LogitsView> ModelDraft::run_level(size_t n) {
-  const size_t first = tree_.size() - n;
+Result<LogitsView> ModelDraft::run_level(const TokenTree& tree, size_t n) {
+  const auto first = static_cast<std::ptrdiff_t>(tree.size() - n);
   std::vector<int32_t> parents;
-  for (size_t node = first; node < tree_.size(); ++node) {
-    parents.push_back(tree_.parents[node] - 1);
+  for (auto at = tree.parents.begin() + first; at != tree.parents.end(); ++at) {
+    parents.push_back(*at - 1);
   }
-  const auto positions =
-      tree_.positions(static_cast<int64_t>(held_.size()) - 1);
+  const auto positions = tree.positions(static_cast<int64_t>(held_.size()) - 1);
   Stopwatch watch;
   RETURN_IF_ERROR(cache().propose(parents));
   auto logits =
-      program_.step(tree_.tokens.data() + first, positions.data() + first, n);
+      program_.step(tree.tokens.data() + first, positions.data() + first, n);
   if (logits.ok()) {
     costs_.add(n, watch.lap());
-    run_ += n;
+    run_.insert(run_.end(), tree.tokens.begin() + first, tree.tokens.end());
     return logits;
   }
-  run_ = 0;
   RETURN_IF_ERROR(cache().commit({}));
+  run_.clear();
   return logits;
 }
 
 Result<void> ModelDraft::commit(const std::vector<int32_t>& accepted) {
-  if (run_ == 0) {
+  auto kept = keep(accepted);
+  return kept.ok() ? kept : of_draft(kept.error());
+}
+
+Result<void> ModelDraft::keep(const std::vector<int32_t>& accepted) {
+  if (run_.empty()) {
     return {};
   }
   std::vector<int32_t> nodes;
+  std::vector<int64_t> ids;
   for (const int32_t node : accepted) {
-    if (node > 0 && static_cast<size_t>(node) <= run_) {
+    if (node > 0 && static_cast<size_t>(node) <= run_.size()) {
       nodes.push_back(node - 1);
-      held_.push_back(tree_.tokens[static_cast<size_t>(node)]);
+      ids.push_back(run_[static_cast<size_t>(node) - 1]);
     }
   }
-  run_ = 0;
-  return cache().commit(nodes);
+  RETURN_IF_ERROR(cache().commit(nodes));
+  held_.insert(held_.end(), ids.begin(), ids.end());
+  run_.clear();
+  return {};
 }
 
 double ModelDraft::seconds(int64_t depth, int64_t width) const {

@@ -4,6 +4,7 @@
 #include <cstddef>
 #include <cstdint>
 #include <memory>
+#include <optional>
 #include <string>
 #include <vector>
 
@@ -24,11 +25,14 @@ class ModelDraft : public Draft {
     std::optional<std::string> kv_format;
   };
 
-  /// Opens the program at `path`, and makes a session for it.
+  /// Opens the program at `path`, and makes a session for it. Errors of the draft,
+  /// here and later, say that they are its own.
   static Result<std::unique_ptr<Draft>> open(
       const std::string& path,
       const Target& target);
 
+  /// No level has more nodes than the draft takes in a step. After Ctrl-C the tree
+  /// is as far as it was.
   Result<TokenTree> propose(
       const std::vector<int64_t>& text,
       const TreeShape& shape,
@@ -45,17 +49,26 @@ class ModelDraft : public Draft {
   TreeCache& cache() {
     return session_.cache();
   }
-  Result<LogitsView> read(const std::vector<int64_t>& text);
-  Result<LogitsView> run_level(size_t n);
+  static Result<std::unique_ptr<Draft>> open_program(
+      const std::string& path,
+      const Target& target);
+  Result<TokenTree> grow(
+      const std::vector<int64_t>& text,
+      const TreeShape& shape,
+      Sampler& sampler);
+  Result<std::optional<LogitsView>> read(const std::vector<int64_t>& text);
+  Result<LogitsView> run_level(const TokenTree& tree, size_t n);
+  Result<void> keep(const std::vector<int32_t>& accepted);
 
-  // Before the program, which is bound to its cache.
   Program program_;
+  /// Destroyed before the program, so that nothing is bound to the cache any more
+  /// when the program, which keeps it alive, lets go of it.
   CacheSession<TreeCache> session_;
-  /// The ids in the cache, and how many nodes of the last tree are there besides:
-  /// its root is an id of the text, and its last level is never run.
+  /// The ids in the cache.
   std::vector<int64_t> held_;
-  TokenTree tree_{0};
-  size_t run_ = 0;
+  /// The ids of the nodes of the last tree that are there besides: its root is an
+  /// id of the text, and its last level is never run.
+  std::vector<int64_t> run_;
   /// Of a forward, by its tokens.
   Costs costs_;
 };

@@ -2,6 +2,9 @@
 
 #include <algorithm>
 #include <cmath>
+#include <string>
+
+#include "examples/common/try.hpp"
 
 namespace etkv::examples {
 namespace {
@@ -21,20 +24,42 @@ bool normalize(Distribution& p) {
   return true;
 }
 
+/// Where the greatest value is, or the first that is no number.
+size_t largest(const std::vector<float>& values) {
+  size_t at = 0;
+  for (size_t i = 0; i < values.size(); ++i) {
+    if (std::isnan(values[i])) {
+      return i;
+    }
+    at = values[i] > values[at] ? i : at;
+  }
+  return at;
+}
+
 } // namespace
 
 Result<int64_t> Sampler::choose(const LogitsView& logits, int64_t row) {
   if (greedy()) {
     return argmax(logits, row);
   }
-  return draw(softmax(logits, row, temperature), chance);
+  ASSIGN_OR_RETURN(const auto p, softmax(logits, row, temperature));
+  return draw(p, chance);
 }
 
-Distribution
+Result<Distribution>
 softmax(const LogitsView& logits, int64_t row, double temperature) {
   Distribution p(static_cast<size_t>(logits.vocabulary));
   copy_row(logits, row, p.data());
-  const double best = *std::max_element(p.begin(), p.end());
+  const auto id = largest(p);
+  const double best = p[id];
+  if (!std::isfinite(best)) {
+    return Error(
+        ETKV_ERROR_PROGRAM,
+        "row " + std::to_string(row) +
+            " of the program's logits has no softmax: logit " +
+            std::to_string(id) + " is " +
+            (std::isnan(best) ? "nan" : std::to_string(best)));
+  }
   for (float& value : p) {
     value = static_cast<float>(
         std::exp((static_cast<double>(value) - best) / temperature));

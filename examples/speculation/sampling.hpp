@@ -44,8 +44,10 @@ struct Sampler {
   Chance chance;
 };
 
-/// The softmax of a row divided by a temperature above 0.
-Distribution softmax(const LogitsView& logits, int64_t row, double temperature);
+/// The softmax of a row divided by a temperature above 0. Logits that are not a
+/// number or +infinity are an error, and so is a row of nothing but -infinity.
+Result<Distribution>
+softmax(const LogitsView& logits, int64_t row, double temperature);
 
 /// An id, by its probability. What has none is never drawn.
 int64_t draw(const Distribution& p, Chance& chance);

@@ -82,7 +82,7 @@ class Speculator : public Stepper {
   Statistics statistics_;
 };
 
-/// "2.78 tokens a step (1.78 of them guessed) · 0.36 forwards a token · …"
+/// "47 tokens in 17 steps: 2.76 a step, 1.76 of 5.9 guesses accepted · …"
 std::string describe(const Speculator::Statistics& statistics);
 
 } // namespace etkv::examples

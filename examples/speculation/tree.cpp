@@ -1,6 +1,6 @@
 #include "examples/speculation/tree.hpp"
 
-#include <algorithm>
+#include <utility>
 
 #include "examples/common/try.hpp"
 
@@ -55,17 +55,13 @@ verify(const TokenTree& tree, const LogitsView& logits, Sampler& sampler) {
     verdict.accepted.push_back(node);
     const auto children = tree.children(node);
     Choice choice{};
-    // Also finds logits that are no numbers.
-    ASSIGN_OR_RETURN(const int64_t best, argmax(logits, node));
     if (sampler.greedy()) {
+      ASSIGN_OR_RETURN(const int64_t best, argmax(logits, node));
       choice = choose_greedily(tree, children, best);
     } else {
-      choice = choose_by_chance(
-          tree,
-          node,
-          children,
-          softmax(logits, node, sampler.temperature),
-          sampler.chance);
+      ASSIGN_OR_RETURN(auto p, softmax(logits, node, sampler.temperature));
+      choice =
+          choose_by_chance(tree, node, children, std::move(p), sampler.chance);
     }
     node = choice.child;
     verdict.next = choice.next;

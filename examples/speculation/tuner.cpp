@@ -30,14 +30,15 @@ TreeShape Tuner::next(const DraftSeconds& draft_seconds) {
     return best;
   }
   // A tree is due where there was none for long.
-  const bool due = without_ >= kPatience;
+  const int64_t shallowest = without_ >= kPatience ? 1 : 0;
+  const int64_t narrowest = width_.value_or(1);
   double most = -1.0;
-  for (int64_t depth = due ? 1 : 0; depth <= kDeepest; ++depth) {
-    for (int64_t width = 1; width <= (depth == 0 ? 1 : kWidest); ++width) {
-      if ((depth_ && depth != *depth_) ||
-          (depth > 0 && width_ && width != *width_)) {
-        continue;
-      }
+  for (int64_t depth = depth_.value_or(shallowest);
+       depth <= depth_.value_or(kDeepest);
+       ++depth) {
+    // No tree has no width.
+    const int64_t widest = depth == 0 ? narrowest : width_.value_or(kWidest);
+    for (int64_t width = narrowest; width <= widest; ++width) {
       if (const double found = promise(depth, width, draft_seconds);
           found > most) {
         most = found;

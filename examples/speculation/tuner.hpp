@@ -13,6 +13,7 @@ namespace etkv::examples {
 
 class Tuner {
  public:
+  /// As far as it looks for itself; what is given may go further.
   static constexpr int64_t kDeepest = 6;
   static constexpr int64_t kWidest = 8;
 

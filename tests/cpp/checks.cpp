@@ -1,6 +1,13 @@
 // What `--check` of the example runners finds: an answer that is not that of plain
 // decoding, or ends for no reason.
 
+#include <chrono>
+#include <cmath>
+#include <csignal>
+#include <thread>
+
+#include "examples/common/clock.hpp"
+#include "examples/common/interrupt.hpp"
 #include "examples/common/plain.hpp"
 #include "fixture.hpp"
 
@@ -10,8 +17,11 @@ namespace {
 using examples::Decoding;
 using examples::Stop;
 
-examples::Model open(const std::string& name) {
+examples::Model open(
+    const std::string& name,
+    std::optional<int64_t> capacity = std::nullopt) {
   examples::ModelOptions options;
+  options.capacity = capacity;
   options.model = program_path(name);
   options.raw = true;
   return must(examples::Model::open(options));
@@ -72,8 +82,6 @@ void ends() {
       check_answers(model, {cut}),
       ETKV_ERROR_INTERNAL,
       "ended after 11 tokens for no reason");
-  cut.stop = Stop::capacity;
-  must(check_answers(model, {cut}));
   cut.stop = Stop::end;
   CHECK_REFUSED(
       check_answers(model, {cut}), ETKV_ERROR_INTERNAL, "for no reason");
@@ -92,6 +100,68 @@ void ends() {
       "goes on after the id that ends it, the 12. of 13");
 }
 
+/// An answer that ended at a full cache has filled it, where it had it for itself.
+void full_caches() {
+  Decoding one = answer(text(7), 12);
+  one.max_new_tokens = 100;
+  one.stop = Stop::capacity;
+  // The last id is not in the cache.
+  auto exact = open("llama-f32", 7 + 12 - 1);
+  exact.end_with({});
+  must(check_answers(exact, {one}));
+  Decoding cut = one;
+  cut.ids.pop_back();
+  CHECK_REFUSED(
+      check_answers(exact, {cut}),
+      ETKV_ERROR_INTERNAL,
+      "ended at a full cache, with 17 positions of 18 held");
+  cut.ids.clear();
+  CHECK(!check_answers(exact, {one, cut}).ok());
+  // What other sequences held is not known.
+  auto shared = open("llama-f32", 100);
+  shared.end_with({});
+  CHECK(!check_answers(shared, {one}).ok());
+  Decoding other = one;
+  other.sequence = 1;
+  must(check_answers(shared, {one, other}));
+}
+
+void no_answers() {
+  auto model = open("llama-f32");
+  CHECK_REFUSED(
+      check_answers(model, {}),
+      ETKV_ERROR_INTERNAL,
+      "check: there is no answer to compare");
+}
+
+/// Ctrl-C is asked for between two steps of one answer.
+void interrupts() {
+  auto model = open("llama-f32");
+  model.end_with({});
+  Decoding wrong = answer(text(7), 56);
+  wrong.ids.back() = (wrong.ids.back() + 1) % kVocabulary;
+  examples::arm_interrupt();
+  examples::Stopwatch watch;
+  CHECK(!check_answers(model, {wrong}).ok());
+  const double whole = watch.lap();
+  // Where the check was stopped it has not come to the wrong id. The machine's
+  // speed is its own: several moments are tried, all of them long after the start.
+  bool stopped = false;
+  for (int i = 1; i < 10 && !stopped; ++i) {
+    examples::arm_interrupt();
+    std::thread person([&] {
+      std::this_thread::sleep_for(
+          std::chrono::duration<double>(whole * (20 - i) / 20.0));
+      std::raise(SIGINT);
+    });
+    const bool found = !check_answers(model, {wrong}).ok();
+    stopped = !found;
+    person.join();
+  }
+  examples::arm_interrupt();
+  CHECK(stopped);
+}
+
 /// Plain decoding on another cache, where that is what an answer was made with.
 void windows() {
   auto model = open("llama-f32");
@@ -108,12 +178,68 @@ void windows() {
 }
 
 void margins() {
+  using examples::allowed_ties;
   using examples::rounding_margin;
-  // Wider for shorter floats, and for greater logits.
-  CHECK(rounding_margin("f32", 20.0) < 1e-2);
-  CHECK(rounding_margin("f32", 20.0) < rounding_margin("f16", 20.0));
-  CHECK(rounding_margin("f16", 20.0) < rounding_margin("bf16", 20.0));
-  CHECK(rounding_margin("f32", 10.0) < rounding_margin("f32", 20.0));
+  // Units in the last place: of the float, and of the greatest logit.
+  CHECK(rounding_margin("bf16", "bf16", 4.0) == 4 * 0x1p-5);
+  CHECK(rounding_margin("bf16", "bf16", 7.9) == 4 * 0x1p-5);
+  CHECK(rounding_margin("f16", "f16", 4.0) == 4 * 0x1p-8);
+  CHECK(rounding_margin("f32", "f32", 4.0) == 4 * 0x1p-21);
+  CHECK(rounding_margin("bf16", "affine4g32", 4.0) == 16 * 0x1p-5);
+  CHECK(rounding_margin("f32", "affine4g32", 20.0) < 1e-4);
+  CHECK(rounding_margin("bf16", "bf16", 0.0) == 0.0);
+  CHECK(rounding_margin("bf16", "bf16", HUGE_VAL) == 0.0);
+  CHECK_INT(allowed_ties(0), 2);
+  CHECK_INT(allowed_ties(40), 4);
+  CHECK_INT(allowed_ties(1000), 52);
+}
+
+/// An answer that takes the worst id at each step that trails the best by no more
+/// than `most` of its logit.
+Decoding worst(const Ids& prompt, size_t n, double (*most)(double best)) {
+  Bound on("llama-bf16", 64, "bf16");
+  Decoding one{"the worst", prompt, static_cast<int64_t>(n)};
+  one.stop = Stop::limit;
+  Rows rows = on.at(0, prompt).last();
+  while (one.ids.size() < n) {
+    const auto& row = rows.values;
+    const auto best = static_cast<size_t>(rows.best());
+    size_t id = best;
+    for (size_t i = 0; i < row.size(); ++i) {
+      if (row[i] < row[id] &&
+          double{row[best]} - double{row[i]} <= most(std::abs(row[best]))) {
+        id = i;
+      }
+    }
+    one.ids.push_back(static_cast<int64_t>(id));
+    rows = on.at(one.position(), {one.ids.back()}).last();
+  }
+  return one;
+}
+
+/// In bfloat16 many ids are near the best, and none of them is let pass for that.
+void short_floats() {
+  auto model = open("llama-bf16");
+  model.end_with({});
+  const auto honest = worst(text(7), 40, [](double) { return -1.0; });
+  must(check_answers(model, {honest, honest}));
+  CHECK_REFUSED(
+      check_answers(
+          model, {worst(text(7), 40, [](double best) { return best / 8.0; })}),
+      ETKV_ERROR_INTERNAL,
+      "parts from plain decoding at token");
+  // However little each id trails, they are too many.
+  CHECK_REFUSED(
+      check_answers(
+          model,
+          {worst(
+              text(7),
+              40,
+              [](double best) {
+                return examples::rounding_margin("bf16", "bf16", best);
+              })}),
+      ETKV_ERROR_INTERNAL,
+      "of 40 tokens trail plain decoding's choice; rounding explains 4");
 }
 
 } // namespace
@@ -123,7 +249,11 @@ int main() {
   using namespace etkv::tests;
   right_and_wrong();
   ends();
+  full_caches();
+  no_answers();
+  interrupts();
   windows();
   margins();
+  short_floats();
   return check_report();
 }

@@ -11,14 +11,18 @@ import sys
 from pathlib import Path
 
 PROGRAMS = {
-    "llama-f32": ("tiny-llama", "float32"),
-    "llama-bf16": ("tiny-llama", "bfloat16"),
+    "llama-f32": ("tiny-llama", {}),
+    "llama-bf16": ("tiny-llama", {"dtype": "bfloat16"}),
     # As many layers and KV heads as the others, and a larger head_dim.
-    "qwen3-f32": ("tiny-qwen3", "float32"),
+    "qwen3-f32": ("tiny-qwen3", {}),
+    # Drafts that take less than their targets, or keep less.
+    "llama-chunk4": ("tiny-llama", {"prefill_chunk": 4}),
+    "llama-last": ("tiny-llama", {"logits": "last"}),
+    "mistral-window": ("tiny-mistral-window", {}),
 }
-"""Name -> tiny model and dtype."""
+"""Name -> tiny model, and what is not as in :data:`DEFAULTS`."""
 
-PREFILL_CHUNK = 32
+DEFAULTS = {"dtype": "float32", "prefill_chunk": 32}
 
 
 def _tiny_models(path: Path):
@@ -36,7 +40,7 @@ def main(tiny_models: Path, outdir: Path) -> int:
 
     tiny = _tiny_models(tiny_models)
     written = 0
-    for name, (model, dtype) in PROGRAMS.items():
+    for name, (model, options) in PROGRAMS.items():
         weights = outdir / "hf" / model
         stamp = weights / ".written"
         if not stamp.exists() or stamp.stat().st_mtime < tiny_models.stat().st_mtime:
@@ -45,7 +49,7 @@ def main(tiny_models: Path, outdir: Path) -> int:
             stamp.touch()
         output = outdir / name / "model.pte"
         output.parent.mkdir(parents=True, exist_ok=True)
-        request = ExportRequest(model=weights, output=output, dtype=dtype, prefill_chunk=PREFILL_CHUNK)
+        request = ExportRequest(model=weights, output=output, **{**DEFAULTS, **options})
         if is_current(request):
             continue
         with third_party_noise(allowed=False):

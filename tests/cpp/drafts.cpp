@@ -1,0 +1,198 @@
+// A smaller model that guesses: what it has not the room, the rows or the past for
+// is its own affair, and no answer ends for it.
+
+#include <csignal>
+#include <filesystem>
+#include <fstream>
+#include <iterator>
+
+#include "examples/common/generator.hpp"
+#include "examples/common/interrupt.hpp"
+#include "guesses.hpp"
+
+namespace etkv::tests {
+namespace {
+
+/// What a draft that has read nothing before proposes.
+TokenTree
+fresh(const std::string& name, const Ids& text, const TreeShape& shape) {
+  Target target;
+  Sampler greedy;
+  return must(draft(name, target)->propose(text, shape, greedy));
+}
+
+bool same(const TokenTree& a, const TokenTree& b) {
+  return a.tokens == b.tokens && a.parents == b.parents;
+}
+
+/// Answers every prompt greedily, one after the other, as plain decoding does.
+void answers_as_plain(
+    const std::string& name,
+    const std::vector<Ids>& prompts,
+    size_t n,
+    int64_t depth,
+    int64_t width) {
+  Target target;
+  const auto guesses = draft(name, target);
+  examples::Speculator speculator(
+      target.model, target.cache(), *guesses, {{}, depth, width});
+  examples::Generator generator(
+      target.model.program(), target.cache(), {}, &speculator);
+  for (const Ids& prompt : prompts) {
+    const auto answer = must(generator.answer(
+        prompt, static_cast<int64_t>(n), examples::Listener()));
+    CHECK(answer.ids == plain("llama-f32", prompt, n));
+  }
+}
+
+/// Layers with windows have dropped what a text that parts early goes on from: it
+/// is read anew.
+void windows() {
+  const TreeShape shape = {3, 2, 32};
+  const Ids before = text(120, 5);
+  Ids other = slice(before, 0, 10);
+  const Ids rest = text(30, 6);
+  other.insert(other.end(), rest.begin(), rest.end());
+
+  Target target;
+  const auto guesses = draft("mistral-window", target);
+  Sampler greedy;
+  must(guesses->propose(before, shape, greedy));
+  const auto tree = must(guesses->propose(other, shape, greedy));
+  CHECK(same(tree, fresh("mistral-window", other, shape)));
+  // What is still there is gone on from.
+  const auto again = must(guesses->propose(slice(other, 0, 35), shape, greedy));
+  CHECK(same(again, fresh("mistral-window", slice(other, 0, 35), shape)));
+
+  answers_as_plain("mistral-window", {before, other, before}, 40, 3, 2);
+}
+
+/// No level is wider than a step of the draft.
+void narrower_steps() {
+  Target target;
+  Sampler greedy;
+  const auto tree = must(
+      draft("llama-chunk4", target)->propose(prompt(), {3, 8, 32}, greedy));
+  CHECK_INT(tree.size(), 1 + 3 * 4);
+  for (int32_t depth = 1; depth <= 3; ++depth) {
+    CHECK_INT(std::count(tree.depths.begin(), tree.depths.end(), depth), 4);
+  }
+  answers_as_plain("llama-chunk4", {prompt()}, 24, 3, 8);
+  answers_as_plain("llama-f32", {prompt()}, 24, 2, 12);
+}
+
+/// A draft that gives one row of logits guesses chains; a tree is an error that
+/// says whose.
+void one_row_of_logits() {
+  answers_as_plain("llama-last", {prompt()}, 24, 3, 1);
+  Target target;
+  Sampler greedy;
+  CHECK_REFUSED(
+      draft("llama-last", target)->propose(prompt(), {3, 2, 32}, greedy),
+      ETKV_ERROR_UNSUPPORTED,
+      "the draft: the program gives logits of 1 of 2 tokens");
+}
+
+/// Ctrl-C is asked for between two steps of the draft, and a text goes on from
+/// what was read until then.
+void interrupts() {
+  const TreeShape shape = {3, 2, 32};
+  const Ids whole = text(100, 5);
+  Target target;
+  const auto guesses = draft("llama-f32", target);
+  Sampler greedy;
+  must(guesses->propose(slice(whole, 0, 40), shape, greedy));
+  examples::arm_interrupt();
+  std::raise(SIGINT);
+  // What is left of the text is not read.
+  CHECK_INT(must(guesses->propose(whole, shape, greedy)).size(), 1);
+  examples::arm_interrupt();
+  CHECK(same(
+      must(guesses->propose(whole, shape, greedy)),
+      fresh("llama-f32", whole, shape)));
+}
+
+/// A chain that is none leaves the draft as it was, and the next text is read
+/// from what there is.
+void commits_that_cannot_be() {
+  const TreeShape shape = {3, 2, 32};
+  Target target;
+  const auto guesses = draft("llama-f32", target);
+  Sampler greedy;
+  const auto tree = must(guesses->propose(prompt(), shape, greedy));
+  REQUIRE(tree.parents[1] == 0 && tree.parents[2] == 0);
+  const auto refused = guesses->commit({0, 1, 2});
+  CHECK_REFUSED(refused, ETKV_ERROR_INVALID_ARGUMENT, "the draft: ");
+  Ids longer = prompt();
+  longer.push_back(tree.tokens[1]);
+  longer.push_back(tree.tokens[2]);
+  longer.push_back(7);
+  CHECK(same(
+      must(guesses->propose(longer, shape, greedy)),
+      fresh("llama-f32", longer, shape)));
+}
+
+/// The program at `path` with another name for what tells its context.
+void untold_context(const std::string& path) {
+  std::ifstream file(program_path("llama-f32"), std::ios::binary);
+  std::string bytes{std::istreambuf_iterator<char>(file), {}};
+  const std::string name = "get_max_ctx_len";
+  size_t found = 0;
+  for (size_t at = bytes.find(name); at != std::string::npos;
+       at = bytes.find(name, at + 1)) {
+    bytes[at] = 'x';
+    ++found;
+  }
+  REQUIRE(found > 0);
+  std::ofstream(path, std::ios::binary) << bytes;
+}
+
+/// Where a draft does not tell how much it holds, it holds what the target does.
+void without_context() {
+  const auto path = std::filesystem::temp_directory_path() /
+                    ("etkv-untold-" + std::to_string(std::rand()) + ".pte");
+  untold_context(path.string());
+  auto opened = examples::ModelDraft::open(path.string(), {320, 60, {}});
+  std::filesystem::remove(path);
+  const auto guesses = must(std::move(opened));
+  Sampler greedy;
+  const TreeShape shape = {2, 2, 32};
+  CHECK(same(
+      must(guesses->propose(prompt(), shape, greedy)),
+      fresh("llama-f32", prompt(), shape)));
+  CHECK_INT(must(guesses->propose(text(61), shape, greedy)).size(), 1);
+}
+
+void refusals() {
+  CHECK_REFUSED(
+      examples::ModelDraft::open(program_path("llama-f32"), {1000, 64, {}}),
+      ETKV_ERROR_PROGRAM,
+      "a vocabulary of 320 ids, and the model one of 1000");
+  CHECK_REFUSED(
+      examples::ModelDraft::open("nowhere.pte", {320, 64, {}}),
+      ETKV_ERROR_INVALID_ARGUMENT,
+      "the draft: there is no program at nowhere.pte");
+  // The model's text has an id that the draft cannot know.
+  Target target;
+  Sampler greedy;
+  CHECK_REFUSED(
+      draft("llama-f32", target)->propose({1, 320}, {2, 2, 32}, greedy),
+      ETKV_ERROR_INVALID_ARGUMENT,
+      "the draft: token 320 is outside");
+}
+
+} // namespace
+} // namespace etkv::tests
+
+int main() {
+  using namespace etkv::tests;
+  etkv::examples::quiet_executorch();
+  windows();
+  narrower_steps();
+  one_row_of_logits();
+  interrupts();
+  commits_that_cannot_be();
+  without_context();
+  refusals();
+  return check_report();
+}

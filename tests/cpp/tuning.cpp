@@ -1,0 +1,139 @@
+// How far guesses go: what steps cost, and the depth and width that pay.
+
+#include <map>
+
+#include "examples/speculation/costs.hpp"
+#include "examples/speculation/tuner.hpp"
+#include "guesses.hpp"
+
+namespace etkv::tests {
+namespace {
+
+using examples::Costs;
+using examples::Tuner;
+
+void costs() {
+  Costs costs;
+  CHECK(costs.empty());
+  CHECK(costs.at(5) == 0.0);
+  costs.add(1, 2.0);
+  CHECK(costs.at(9) == 2.0);
+  costs.add(5, 4.0);
+  CHECK(costs.at(1) == 2.0);
+  CHECK(costs.at(3) == 3.0);
+  CHECK(costs.at(9) == 6.0);
+  costs.add(5, 8.0);
+  CHECK(costs.at(5) == 5.0);
+  // More tokens never take less, whatever is measured, nor do fewer give time back.
+  costs.add(9, 1.0);
+  CHECK(costs.at(9) == 5.0);
+  CHECK(costs.at(20) == 5.0);
+  costs.add(12, 6.0);
+  CHECK(costs.at(9) == 5.0);
+  CHECK(costs.at(10.5) == 5.5);
+  CHECK(costs.at(15) == 7.0);
+  for (double n = 0.0; n < 20.0; n += 0.5) {
+    CHECK(costs.at(n) <= costs.at(n + 0.5));
+  }
+  Costs far;
+  far.add(10, 1.0);
+  far.add(20, 3.0);
+  CHECK(far.at(1) == 1.0);
+  CHECK(far.at(15) == 2.0);
+}
+
+/// Lets a tuner have its way in a world where a forward of n tokens takes
+/// `fixed + each * n`, and candidates of each rank are right so often; returns the
+/// shape that it ends with.
+TreeShape settle(
+    double fixed,
+    double each,
+    const std::vector<double>& ranks,
+    double draft = 0.0,
+    std::optional<int64_t> depth = std::nullopt,
+    std::optional<int64_t> width = std::nullopt) {
+  Tuner tuner(depth, width);
+  Chance chance(1);
+  const auto seconds = [&](int64_t levels, int64_t) {
+    return draft * static_cast<double>(levels);
+  };
+  std::map<std::pair<int64_t, int64_t>, int> chosen;
+  for (int step = 0; step < 600; ++step) {
+    const auto shape = tuner.next(seconds);
+    TokenTree tree(0);
+    Verdict verdict{{0}, 0};
+    std::vector<int32_t> level = {0};
+    for (int64_t i = 0; i < shape.depth; ++i) {
+      // All candidates hang on the first of the level before.
+      const int32_t parent = level[0];
+      level.clear();
+      double at = chance.uniform();
+      for (int64_t rank = 0; rank < shape.width; ++rank) {
+        const int32_t node = tree.add(rank, parent);
+        level.push_back(node);
+        const double right =
+            rank < static_cast<int64_t>(ranks.size()) ? ranks[rank] : 0.0;
+        if (at >= 0.0 && at < right && verdict.accepted.back() == parent) {
+          verdict.accepted.push_back(node);
+        }
+        at -= right;
+      }
+      // The accepted one is the one that goes on.
+      if (verdict.accepted.back() >= level[0]) {
+        level[0] = verdict.accepted.back();
+      }
+    }
+    tuner.observe(
+        shape, tree, verdict, fixed + each * static_cast<double>(tree.size()));
+    if (step >= 300) {
+      ++chosen[{shape.depth, shape.width}];
+    }
+  }
+  const auto most = std::max_element(
+      chosen.begin(), chosen.end(), [](const auto& a, const auto& b) {
+        return a.second < b.second;
+      });
+  return {most->first.first, most->first.second, 0};
+}
+
+void tuning() {
+  // Verification costs next to nothing more: as deep and wide as may be.
+  auto shape = settle(1.0, 0.001, {0.6, 0.3});
+  CHECK(shape.depth >= 5 && shape.width >= 2);
+  // Every token costs the same: nothing pays.
+  shape = settle(0.0, 1.0, {0.6, 0.1});
+  CHECK_INT(shape.depth, 0);
+  // Guesses are never right.
+  shape = settle(1.0, 0.1, {});
+  CHECK_INT(shape.depth, 0);
+  // The second guess is never right, and costs.
+  shape = settle(1.0, 0.1, {0.8});
+  CHECK(shape.depth >= 2 && shape.width == 1);
+  // The draft costs as much as the model.
+  shape = settle(1.0, 0.1, {0.5}, /*draft=*/1.0);
+  CHECK_INT(shape.depth, 0);
+  // What is given stays.
+  shape = settle(0.0, 1.0, {0.6}, 0.0, /*depth=*/4);
+  CHECK_INT(shape.depth, 4);
+  // Also where it is further than the tuner would look.
+  shape = settle(1.0, 0.001, {0.6, 0.3}, 0.0, std::nullopt, /*width=*/9);
+  CHECK(shape.depth >= 3 && shape.width == 9);
+  shape = settle(1.0, 0.001, {0.3, 0.3, 0.3}, 0.0, /*depth=*/7);
+  CHECK(shape.depth == 7 && shape.width >= 3);
+  shape = settle(1.0, 0.001, {0.3, 0.3, 0.3}, 0.0, /*depth=*/64);
+  CHECK(shape.depth == 64 && shape.width >= 3);
+  Tuner fixed(2, 3);
+  const auto both = fixed.next([](int64_t, int64_t) { return 0.0; });
+  CHECK(both.depth == 2 && both.width == 3);
+}
+
+} // namespace
+} // namespace etkv::tests
+
+int main() {
+  using namespace etkv::tests;
+  etkv::examples::quiet_executorch();
+  costs();
+  tuning();
+  return check_report();
+}
