@@ -3,6 +3,7 @@
 // who is answered stays until there is need of its cells.
 
 #include <algorithm>
+#include <optional>
 #include <string>
 #include <utility>
 #include <vector>
@@ -21,9 +22,6 @@
 namespace etkv::examples {
 namespace {
 
-/// Sequences have numbers below this.
-constexpr int32_t kSequences = 256;
-
 struct AdmissionOptions {
   std::optional<int64_t> every;
   std::optional<int64_t> step;
@@ -40,23 +38,20 @@ class Server {
             {[this](size_t n) {
                return cache_.can_extend(static_cast<int32_t>(n));
              },
-             [this](int32_t sequence) {
-               removed_ = cache_.seq_rm(sequence);
-             }}) {}
+             [this](int32_t sequence) { return cache_.seq_rm(sequence); }}) {}
 
-  /// A request has come.
-  Result<void> submit(Decoding one) {
-    RETURN_IF_ERROR(check_length(one.prompt.size(), cache_));
-    scheduler_.submit(one.prompt.size());
-    requests_.push_back(std::move(one));
-    return {};
+  /// A request has come. One that cannot ever fit is refused.
+  void submit(Decoding one) {
+    if (refusals_.admit(one.title, one.prompt.size(), cache_)) {
+      scheduler_.submit(one.prompt.size());
+      requests_.push_back(std::move(one));
+    }
   }
 
   /// One forward for all that there is to do; returns who is done with it.
   Result<std::vector<size_t>> step() {
     Scheduler::Events events;
-    const auto parts = scheduler_.next(events);
-    RETURN_IF_ERROR(removed_);
+    ASSIGN_OR_RETURN(const auto parts, scheduler_.next(events));
     tell(events);
     std::vector<size_t> done;
     if (events.stuck) {
@@ -109,6 +104,9 @@ class Server {
   const std::vector<Decoding>& requests() const {
     return requests_;
   }
+  const Refusals& refusals() const {
+    return refusals_;
+  }
 
   void report(double seconds) const {
     const Memory memory = cache_.memory();
@@ -151,7 +149,7 @@ class Server {
   Model& model_;
   SeqCache& cache_;
   Scheduler scheduler_;
-  Result<void> removed_;
+  Refusals refusals_;
   std::vector<Decoding> requests_;
   size_t steps_ = 0;
   size_t tokens_ = 0;
@@ -179,7 +177,7 @@ Result<void> run(const RunnerOptions& options, const AdmissionOptions& more) {
     // One request comes every few steps, or as soon as there is nothing to do.
     if (next < coming.size() &&
         (!server.busy() || server.steps() >= next * every)) {
-      RETURN_IF_ERROR(server.submit(coming[next++]));
+      server.submit(coming[next++]);
     }
     ASSIGN_OR_RETURN(const auto done, server.step());
     for (const size_t number : done) {
@@ -189,9 +187,13 @@ Result<void> run(const RunnerOptions& options, const AdmissionOptions& more) {
     }
   }
   server.report(watch.lap());
-  return options.check && !interrupted()
-             ? check_answers(model, server.requests())
-             : Result<void>();
+  if (interrupted()) {
+    return {};
+  }
+  if (options.check) {
+    RETURN_IF_ERROR(check_answers(model, server.requests()));
+  }
+  return server.refusals().outcome();
 }
 
 } // namespace

@@ -2,8 +2,11 @@
 // copying, the branches decoded together, and the best of them kept.
 
 #include <algorithm>
-#include <fstream>
-#include <iterator>
+#include <cerrno>
+#include <cstdio>
+#include <cstring>
+#include <memory>
+#include <optional>
 #include <string>
 #include <vector>
 
@@ -59,15 +62,34 @@ struct ForkOptions {
   std::optional<int64_t> context_tokens;
 };
 
+Result<std::string> read_file(const std::string& path) {
+  const auto failed = [&path] {
+    return refuse(
+        "cannot read a context from " + path + ": " + std::strerror(errno));
+  };
+  // The C functions tell why they fail; a C++ stream throws for a folder.
+  const std::unique_ptr<std::FILE, int (*)(std::FILE*)> file(
+      std::fopen(path.c_str(), "rb"), &std::fclose);
+  if (!file) {
+    return failed();
+  }
+  std::string all;
+  char piece[4096];
+  while (const size_t n = std::fread(piece, 1, sizeof(piece), file.get())) {
+    all.append(piece, n);
+  }
+  if (std::ferror(file.get()) != 0) {
+    return failed();
+  }
+  return all;
+}
+
 /// What all branches begin with: a file, or a register of so many tokens.
 Result<std::string> read_context(const ForkOptions& options, const Text& text) {
   if (options.context) {
-    std::ifstream file(*options.context, std::ios::binary);
-    std::string all{std::istreambuf_iterator<char>(file), {}};
-    if (!file || all.empty()) {
-      return Error(
-          ETKV_ERROR_INVALID_ARGUMENT,
-          "cannot read a context from " + *options.context);
+    ASSIGN_OR_RETURN(std::string all, read_file(*options.context));
+    if (all.empty()) {
+      return refuse("the context in " + *options.context + " is empty");
     }
     return all;
   }
@@ -119,7 +141,7 @@ class Fork {
     if (!going || interrupted()) {
       return {};
     }
-    report();
+    RETURN_IF_ERROR(report());
     for (const auto& branch : branches_) {
       RETURN_IF_ERROR(show_scored(branch));
     }
@@ -156,27 +178,19 @@ class Fork {
 
   /// Reads what all branches share, once; false after Ctrl-C.
   Result<bool> read_trunk() {
-    const auto& ids = trunk();
-    for (size_t done = 0; done < shared_;) {
-      if (interrupted()) {
-        return false;
-      }
-      const size_t n =
-          std::min(model_.program().prefill_size(), shared_ - done);
-      Batch batch;
-      batch.add(ids.data() + done, n, static_cast<int64_t>(done), kTrunk);
-      RETURN_IF_ERROR(batch.step(model_.program(), cache_));
-      done += n;
-    }
+    ASSIGN_OR_RETURN(
+        const auto logits,
+        read_ids(model_, cache_, kTrunk, trunk(), /*held=*/0, shared_));
     prefill_tokens_ = shared_;
-    return true;
+    return logits || shared_ == 0;
   }
 
   /// Reads what a branch has for itself; false after Ctrl-C.
   Result<bool> read_task(Decoding& branch) {
     const size_t rest = branch.prompt.size() - shared_;
     if (!cache_.can_extend(static_cast<int32_t>(rest))) {
-      RETURN_IF_ERROR(give_up(branch));
+      stop_full(branch);
+      RETURN_IF_ERROR(cache_.seq_rm(branch.sequence));
       return true;
     }
     prefill_tokens_ += rest;
@@ -189,19 +203,22 @@ class Fork {
          active = unfinished(branches_)) {
       if (cache_.can_extend(static_cast<int32_t>(active.size()))) {
         RETURN_IF_ERROR(step_together(model_, cache_, active));
-      } else {
-        // The worst makes room for the others.
-        RETURN_IF_ERROR(give_up(
-            **std::min_element(active.begin(), active.end(), less_sure)));
+        continue;
+      }
+      Decoding& worst =
+          **std::min_element(active.begin(), active.end(), less_sure);
+      stop_full(worst);
+      if (active.size() > 1) {
+        // It makes room for the others.
+        RETURN_IF_ERROR(cache_.seq_rm(worst.sequence));
       }
     }
     return {};
   }
 
-  Result<void> give_up(Decoding& branch) {
+  void stop_full(Decoding& branch) {
     branch.stop = Stop::capacity;
     say_stop(Stop::capacity, cache_);
-    return cache_.seq_rm(branch.sequence);
   }
 
   Result<void> show_scored(const Decoding& branch) {
@@ -216,27 +233,38 @@ class Fork {
         branch.ids);
   }
 
-  /// What the fork has spared.
-  void report() const {
+  /// Whether a branch's sequence holds anything: it does until it is removed.
+  Result<bool> holds(const Decoding& branch) const {
+    ASSIGN_OR_RETURN(const int32_t length, cache_.seq_len(branch.sequence));
+    return length > 0;
+  }
+
+  /// What the fork has spared, against a run for each branch that was begun.
+  Result<void> report() const {
+    int64_t begun = 0;
     size_t apart = 0;
     size_t own = 0;
     size_t longest = 0;
     uint64_t bytes_apart = 0;
     for (const auto& branch : branches_) {
-      if (*branch.stop == Stop::capacity) {
-        continue; // It holds nothing any more.
+      if (branch.ids.empty()) {
+        continue; // There was no room for its prompt.
       }
+      ++begun;
+      apart += branch.prompt.size();
       // The last id is not in the cache.
       const size_t length = branch.prompt.size() + branch.ids.size() - 1;
-      const auto alone =
-          estimate(model_.config(), static_cast<int32_t>(length));
-      apart += branch.prompt.size();
-      own += length - shared_;
-      longest = std::max(longest, length);
-      bytes_apart += alone.ok() ? alone.value().used : 0;
+      ASSIGN_OR_RETURN(
+          const Memory alone,
+          estimate(model_.config(), static_cast<int32_t>(length)));
+      bytes_apart += alone.used;
+      ASSIGN_OR_RETURN(const bool held, holds(branch));
+      if (held) {
+        own += length - shared_;
+        longest = std::max(longest, length);
+      }
     }
-    const std::string runs =
-        counted(static_cast<int64_t>(branches_.size()), "run");
+    const std::string runs = counted(begun, "run");
     const Memory memory = cache_.memory();
     say("prefill: " + std::to_string(prefill_tokens_) + " tokens, " +
         std::to_string(shared_) + " of them shared; " + runs + " would read " +
@@ -244,17 +272,19 @@ class Fork {
         " are spared");
     say("cache: " + counted(cache_.length(), "position") + ", " +
         std::to_string(own) + " of them the branches' own, the longest of " +
-        std::to_string(longest) + "; " + mebibytes(memory.used) + " in use, " +
-        mebibytes(memory.allocated) + " held; " + runs + " would use " +
-        mebibytes(bytes_apart) + " (" + model_.format() + ")");
+        std::to_string(longest) + "; " + exact_bytes(memory.used) +
+        " in use, " + exact_bytes(memory.allocated) + " held; " + runs +
+        " would use " + exact_bytes(bytes_apart) + " (" + model_.format() +
+        ")");
+    return {};
   }
 
   /// Removes every branch but the best, and asks that once more.
   Result<void> keep_best() {
     const Decoding* best = nullptr;
     for (const auto& branch : branches_) {
-      if (*branch.stop != Stop::capacity &&
-          (best == nullptr || less_sure(best, &branch))) {
+      ASSIGN_OR_RETURN(const bool held, holds(branch));
+      if (held && (best == nullptr || less_sure(best, &branch))) {
         best = &branch;
       }
     }
@@ -288,9 +318,8 @@ class Fork {
     auto held = kept.prompt;
     held.insert(held.end(), kept.ids.begin(), kept.ids.end() - 1);
     // A text may be read as other ids than it was written in.
-    shared_ = std::min(shared_prefix(ids, held), ids.size() - 1);
-    RETURN_IF_ERROR(
-        cache_.seq_rm(kept.sequence, static_cast<int32_t>(shared_), kAll));
+    const size_t same = std::min(shared_prefix(ids, held), ids.size() - 1);
+    ASSIGN_OR_RETURN(shared_, cut(cache_, kept.sequence, same));
     return Decoding{
         kQuestion, std::move(ids), options_.max_new_tokens, kept.sequence};
   }
@@ -346,6 +375,22 @@ int main(int argc, char** argv) {
       1,
       1 << 20,
       &more.context_tokens);
+  runner.require([&]() -> etkv::Result<void> {
+    if (more.context && more.context_tokens) {
+      return refuse(
+          "--context-tokens is the length of a context that is made up, and "
+          "--context names one");
+    }
+    // The trunk is one of the cache's sequences.
+    constexpr size_t kMost = kSequences - 1;
+    const size_t n = runner.options().prompts_or(tasks()).size();
+    if (n > kMost) {
+      return refuse(
+          std::to_string(n) + " prompts are more than the " +
+          std::to_string(kMost) + " branches that a cache has besides a trunk");
+    }
+    return {};
+  });
   return runner.main(argc, argv, [&](const RunnerOptions& options) {
     return run(options, more);
   });

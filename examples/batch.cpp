@@ -1,6 +1,7 @@
 // etkv_batch: several prompts decoded together in one sequence cache, one forward
 // a step. Answers end at different times; what one held is free for the others.
 
+#include <algorithm>
 #include <string>
 #include <vector>
 
@@ -34,8 +35,9 @@ class Together {
   /// How many prompts from `first` on, at least one, fit in the empty cache
   /// together, with the longest answers that they may get.
   size_t fitting(const std::vector<Decoding>& all, size_t first) const {
-    const auto most =
-        static_cast<size_t>(model_.program().params().prefill_chunk_size);
+    // One step takes a token of each.
+    const auto most = static_cast<size_t>(
+        std::min(model_.program().params().prefill_chunk_size, kSequences));
     int64_t needed = 0;
     size_t last = first;
     for (; last < all.size() && last - first < most; ++last) {
@@ -52,7 +54,6 @@ class Together {
   Result<void> answer(std::vector<Decoding>& all) {
     Stopwatch watch;
     for (auto& one : all) {
-      RETURN_IF_ERROR(check_length(one.prompt.size(), cache_));
       one.sequence = static_cast<int32_t>(&one - all.data());
       ASSIGN_OR_RETURN(
           const bool begun, begin(model_, cache_, one, /*held=*/0));
@@ -115,10 +116,13 @@ Result<void> run(const RunnerOptions& options) {
   ASSIGN_OR_RETURN(auto session, make_seq_session(kMLXBackend, model.config()));
   RETURN_IF_ERROR(model.program().load(session.key(), Logits::all));
 
+  Refusals refusals;
   std::vector<Decoding> all;
   for (const auto& prompt : options.prompts_or(questions())) {
     ASSIGN_OR_RETURN(auto ids, model.encode(prompt));
-    all.push_back({prompt, std::move(ids), options.max_new_tokens});
+    if (refusals.admit(prompt, ids.size(), session.cache())) {
+      all.push_back({prompt, std::move(ids), options.max_new_tokens});
+    }
   }
   Together together(model, session.cache(), options);
   std::vector<Decoding> answers;
@@ -131,8 +135,13 @@ Result<void> run(const RunnerOptions& options) {
     answers.insert(answers.end(), some.begin(), some.end());
   }
   together.report();
-  return options.check && !interrupted() ? check_answers(model, answers)
-                                         : Result<void>();
+  if (interrupted()) {
+    return {};
+  }
+  if (options.check) {
+    RETURN_IF_ERROR(check_answers(model, answers));
+  }
+  return refusals.outcome();
 }
 
 } // namespace

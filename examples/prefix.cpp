@@ -2,6 +2,7 @@
 // a sequence still holds of its beginning is kept, and only the rest is read.
 
 #include <algorithm>
+#include <optional>
 #include <string>
 #include <vector>
 
@@ -18,9 +19,6 @@
 
 namespace etkv::examples {
 namespace {
-
-/// Sequences have numbers below this.
-constexpr int32_t kSequences = 256;
 
 /// What every conversation begins with.
 constexpr char kSystem[] =
@@ -51,15 +49,27 @@ class Server {
   Server(Model& model, SeqCache& cache, const RunnerOptions& options)
       : model_(model), cache_(cache), options_(options) {}
 
-  /// Answers a conversation, from what is held of it on.
-  Result<Decoding> answer(const std::vector<Message>& conversation) {
+  /// Answers a conversation, from what is held of it on; nothing where it is
+  /// longer than the cache.
+  Result<std::optional<Decoding>> answer(
+      const std::vector<Message>& conversation) {
     Decoding one;
     one.title = conversation.back().content;
     one.max_new_tokens = options_.max_new_tokens;
     ASSIGN_OR_RETURN(one.prompt, model_.encode(conversation));
-    RETURN_IF_ERROR(check_length(one.prompt.size(), cache_));
+    if (!refusals_.admit(one.title, one.prompt.size(), cache_)) {
+      return std::optional<Decoding>();
+    }
     ASSIGN_OR_RETURN(const size_t shared, place(one));
-    RETURN_IF_ERROR(make_room(one, one.prompt.size() - shared));
+    const size_t rest = one.prompt.size() - shared;
+    ASSIGN_OR_RETURN(const bool has_room, make_room(rest, one.sequence));
+    if (!has_room) {
+      return Error(
+          ETKV_ERROR_CAPACITY,
+          "there is no room for " +
+              counted(static_cast<int64_t>(rest), "token") + " more in " +
+              counted(cache_.capacity(), "position") + " (--capacity)");
+    }
 
     Stopwatch watch;
     ASSIGN_OR_RETURN(bool going, begin(model_, cache_, one, shared));
@@ -67,7 +77,10 @@ class Server {
     while (going && !one.stop) {
       if (interrupted()) {
         going = false;
-      } else if (cache_.can_extend() || evict(one.sequence)) {
+        break;
+      }
+      ASSIGN_OR_RETURN(const bool fits, make_room(1, one.sequence));
+      if (fits) {
         RETURN_IF_ERROR(step_together(model_, cache_, {&one}));
       } else {
         one.stop = Stop::capacity;
@@ -80,17 +93,20 @@ class Server {
     }
     held_.hold(one.sequence, std::move(held));
     if (!going) {
-      return one;
+      return std::optional(std::move(one));
     }
     tokens_ += one.prompt.size();
     reused_ += shared;
     RETURN_IF_ERROR(show(model_, options_, one.title, one.ids));
     say_stop(*one.stop, cache_);
     say(counted(static_cast<int64_t>(one.prompt.size()), "token") + ", " +
-        std::to_string(shared) + " held, " +
-        std::to_string(one.prompt.size() - shared) + " read in " +
-        fixed(prefill_seconds, 2) + " s");
-    return one;
+        std::to_string(shared) + " held, " + std::to_string(rest) +
+        " read in " + fixed(prefill_seconds, 2) + " s");
+    return std::optional(std::move(one));
+  }
+
+  const Refusals& refusals() const {
+    return refusals_;
   }
 
   void report() const {
@@ -120,7 +136,7 @@ class Server {
       return shared;
     }
     if (held_.unused() == kSequences) {
-      evict(match ? match->sequence : -1);
+      RETURN_IF_ERROR(evict(match ? match->sequence : -1));
     }
     one.sequence = held_.unused();
     if (shared == 0) {
@@ -141,26 +157,25 @@ class Server {
     return shared;
   }
 
-  Result<void> make_room(const Decoding& one, size_t tokens) {
+  /// Evicts others until `tokens` more fit; false where that is not enough.
+  Result<bool> make_room(size_t tokens, int32_t sequence) {
     while (!cache_.can_extend(static_cast<int32_t>(tokens))) {
-      if (!evict(one.sequence)) {
-        return Error(
-            ETKV_ERROR_CAPACITY,
-            "there is no room for " +
-                counted(static_cast<int64_t>(tokens), "token") + " more in " +
-                counted(cache_.capacity(), "position") + " (--capacity)");
+      ASSIGN_OR_RETURN(const bool evicted, evict(/*except=*/sequence));
+      if (!evicted) {
+        return false;
       }
     }
-    return {};
+    return true;
   }
 
   /// Removes the sequence that was used longest ago, but for one; false if there
   /// is no other. Cells that others share stay.
-  bool evict(int32_t except) {
+  Result<bool> evict(int32_t except) {
     const auto oldest = held_.oldest(except);
-    if (!oldest || !cache_.seq_rm(*oldest).ok()) {
+    if (!oldest) {
       return false;
     }
+    RETURN_IF_ERROR(cache_.seq_rm(*oldest));
     say("evicted sequence " + std::to_string(*oldest) + " of " +
         counted(static_cast<int64_t>(held_.of(*oldest).size()), "position"));
     held_.forget(*oldest);
@@ -171,6 +186,7 @@ class Server {
   SeqCache& cache_;
   const RunnerOptions& options_;
   HeldPrefixes held_;
+  Refusals refusals_;
   size_t tokens_ = 0;
   size_t reused_ = 0;
 };
@@ -196,21 +212,30 @@ Result<void> run(const RunnerOptions& options) {
     if (conversation.empty()) {
       conversation.push_back({"system", kSystem});
     }
-    if (said.empty()) {
+    if (!said.empty()) {
+      conversation.push_back({"user", said});
+    } else if (conversation.back().role == "assistant") {
       conversation.pop_back();
     } else {
-      conversation.push_back({"user", said});
+      continue; // Nothing of theirs was answered.
     }
     ASSIGN_OR_RETURN(auto one, server.answer(conversation));
     if (interrupted()) {
       return {};
     }
-    ASSIGN_OR_RETURN(const std::string text, model.decode(one.ids));
+    if (!one) {
+      conversation.pop_back();
+      continue;
+    }
+    ASSIGN_OR_RETURN(const std::string text, model.decode(one->ids));
     conversation.push_back({"assistant", text});
-    answers.push_back(std::move(one));
+    answers.push_back(std::move(*one));
   }
   server.report();
-  return options.check ? check_answers(model, answers) : Result<void>();
+  if (options.check) {
+    RETURN_IF_ERROR(check_answers(model, answers));
+  }
+  return server.refusals().outcome();
 }
 
 } // namespace

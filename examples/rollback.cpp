@@ -3,6 +3,7 @@
 // what the tool said. No bytes move for any of it.
 
 #include <algorithm>
+#include <optional>
 #include <string>
 #include <utility>
 #include <vector>
@@ -47,6 +48,41 @@ struct WindowOptions {
   std::optional<int64_t> sinks;
 };
 
+/// What a layer sees of a sequence that keeps its first `sinks` positions and its
+/// last `window`: both that and what its own window shows. Nothing where the two
+/// together are no window.
+std::optional<LayerConfig>
+seen_in(LayerConfig layer, int32_t window, int32_t sinks) {
+  if (layer.window > 0 && layer.window <= window && layer.sinks <= sinks) {
+    return layer;
+  }
+  // A wider window of its own lets go of sinks that the sequence keeps.
+  if (layer.window > 0 && (layer.window <= window || sinks > 0)) {
+    return std::nullopt;
+  }
+  layer.window = window;
+  layer.sinks = sinks;
+  return layer;
+}
+
+Result<void> check_same(
+    const std::string& title,
+    const std::vector<int64_t>& first,
+    const std::vector<int64_t>& again) {
+  if (first == again) {
+    return {};
+  }
+  const size_t at = shared_prefix(first, again);
+  const auto id = [at](const std::vector<int64_t>& ids) {
+    return at < ids.size() ? std::to_string(ids[at]) : "no id";
+  };
+  return Error(
+      ETKV_ERROR_INTERNAL,
+      "check: the answer to \"" + title + "\" parts from itself at token " +
+          std::to_string(at) + ": " + id(again) + " the second time, " +
+          id(first) + " the first");
+}
+
 /// One sequence, and the ids that it holds.
 class Thread {
  public:
@@ -60,8 +96,8 @@ class Thread {
     Decoding one{std::move(title), std::move(prompt), most};
     const size_t shared =
         std::min(shared_prefix(one.prompt, held_), one.prompt.size() - 1);
-    RETURN_IF_ERROR(take_back(shared));
-    ASSIGN_OR_RETURN(const bool going, begin(model_, cache_, one, shared));
+    ASSIGN_OR_RETURN(const size_t kept, take_back(shared));
+    ASSIGN_OR_RETURN(const bool going, begin(model_, cache_, one, kept));
     if (!going) {
       return one;
     }
@@ -78,12 +114,18 @@ class Thread {
     return one;
   }
 
-  /// Forgets what is held beyond `length` ids.
-  Result<void> take_back(size_t length) {
-    RETURN_IF_ERROR(
-        cache_.seq_rm(/*sequence=*/0, static_cast<int32_t>(length), kAll));
-    held_.resize(std::min(held_.size(), length));
-    return {};
+  /// Forgets what is held beyond `length` ids; all of it, and says so, where
+  /// layers with windows have dropped what the next token would see. Returns how
+  /// many are left.
+  Result<size_t> take_back(size_t length) {
+    length = std::min(held_.size(), length);
+    ASSIGN_OR_RETURN(const size_t kept, cut(cache_, /*sequence=*/0, length));
+    if (kept < length) {
+      say("the layers' windows have moved past position " +
+          std::to_string(length) + ": all is read again");
+    }
+    held_.resize(kept);
+    return kept;
   }
 
   size_t length() const {
@@ -105,72 +147,88 @@ class Rollback {
         prompts_(options.prompts_or(built_in())),
         thread_(model, cache) {}
 
-  /// The second question is taken back, and the third asked in its place.
-  Result<void> undo() {
+  /// The second question is taken back, and the third asked in its place. False
+  /// after Ctrl-C, as of the other scenes.
+  Result<bool> undo() {
     std::vector<Message> said;
-    RETURN_IF_ERROR(ask(said, prompts_.front()));
+    ASSIGN_OR_RETURN(bool going, ask(said, prompts_.front()));
     const size_t before = thread_.length();
-    for (size_t i = 1; i < prompts_.size(); ++i) {
+    for (size_t i = 1; going && i < prompts_.size(); ++i) {
       if (i > 1) {
         said.resize(2);
-        RETURN_IF_ERROR(thread_.take_back(before));
-        say("undo: back to " +
-            counted(static_cast<int64_t>(before), "position"));
+        ASSIGN_OR_RETURN(const size_t kept, thread_.take_back(before));
+        say("undo: back to " + counted(static_cast<int64_t>(kept), "position"));
       }
-      RETURN_IF_ERROR(ask(said, prompts_[i]));
+      ASSIGN_OR_RETURN(going, ask(said, prompts_[i]));
     }
-    return {};
+    return going;
   }
 
   /// The first question again, then with another beginning of the answer.
-  Result<void> regenerate() {
+  Result<bool> regenerate() {
     ASSIGN_OR_RETURN(auto prompt, model_.encode(prompts_.front()));
-    RETURN_IF_ERROR(record("regenerate", prompt, options_.max_new_tokens));
+    ASSIGN_OR_RETURN(bool going, record("regenerate", prompt));
+    if (!going) {
+      return false;
+    }
     const auto first = answers_.back().ids;
     RETURN_IF_ERROR(thread_.take_back(prompt.size()));
-    RETURN_IF_ERROR(record("regenerate", prompt, options_.max_new_tokens));
-    if (options_.check && !interrupted() && answers_.back().ids != first) {
-      return Error(
-          ETKV_ERROR_INTERNAL,
-          "check: an answer that was made again is another");
+    ASSIGN_OR_RETURN(going, record("regenerate", prompt));
+    if (!going) {
+      return false;
+    }
+    if (options_.check) {
+      RETURN_IF_ERROR(check_same(prompts_.front(), first, answers_.back().ids));
     }
     RETURN_IF_ERROR(thread_.take_back(prompt.size()));
     ASSIGN_OR_RETURN(
         const auto words, model_.text().encode("Well,", /*special=*/false));
     prompt.insert(prompt.end(), words.begin(), words.end());
-    return record("regenerate: Well,", prompt, options_.max_new_tokens);
+    return record("regenerate: Well,", prompt);
   }
 
   /// What the model would do before it knows is taken back for what a tool says.
-  Result<void> call_tools() {
+  Result<bool> call_tools() {
     std::vector<Message> said = {
         {"user", "Should I take an umbrella tomorrow?"}};
     for (const Tool& tool : kTools) {
       ASSIGN_OR_RETURN(auto prompt, model_.encode(said));
-      RETURN_IF_ERROR(record(std::string("call: ") + tool.name, prompt, kCall));
-      const size_t held = thread_.length();
-      RETURN_IF_ERROR(thread_.take_back(std::min(held, prompt.size())));
+      ASSIGN_OR_RETURN(
+          const bool going,
+          record(std::string("call: ") + tool.name, prompt, kCall));
+      if (!going) {
+        return false;
+      }
+      const size_t call = thread_.length() - prompt.size();
+      RETURN_IF_ERROR(thread_.take_back(prompt.size()));
       say(std::string("tool: ") + tool.name + " says \"" + tool.says + "\", " +
-          counted(static_cast<int64_t>(held - thread_.length()), "position") +
+          counted(static_cast<int64_t>(call), "position") +
           " of the call taken back");
       said.push_back({"user", tool.says});
     }
     ASSIGN_OR_RETURN(auto prompt, model_.encode(said));
-    return record("with tools", prompt, options_.max_new_tokens);
+    return record("with tools", prompt);
   }
 
   /// An answer of any length in a window: the oldest positions but the first
   /// few are removed, and their cells used again. Widens a window that is less
-  /// than the prompt.
-  Result<Decoding> slide(int32_t* window, int32_t sinks) {
+  /// than the prompt. Nothing after Ctrl-C.
+  Result<std::optional<Decoding>> slide(int32_t* window, int32_t sinks) {
     RETURN_IF_ERROR(thread_.take_back(0));
     Decoding one{"window: " + prompts_.back(), {}, options_.max_new_tokens};
     ASSIGN_OR_RETURN(one.prompt, model_.encode(prompts_.back()));
     RETURN_IF_ERROR(check_length(one.prompt.size(), cache_));
     // What is read in one step sees all of it: the window is no less.
-    *window = std::max(*window, static_cast<int32_t>(one.prompt.size()));
-    ASSIGN_OR_RETURN(const bool going, begin(model_, cache_, one, /*held=*/0));
-    while (going && !one.stop && !interrupted()) {
+    if (const auto n = static_cast<int32_t>(one.prompt.size()); *window < n) {
+      say("window: " + std::to_string(n) + " in place of " +
+          std::to_string(*window) + ", as long as the prompt");
+      *window = n;
+    }
+    ASSIGN_OR_RETURN(const bool begun, begin(model_, cache_, one, /*held=*/0));
+    if (!begun) {
+      return std::optional<Decoding>();
+    }
+    while (!one.stop && !interrupted()) {
       // The next token sees itself and what is less than a window before it.
       const auto oldest = static_cast<int32_t>(one.position()) - *window + 1;
       if (oldest > sinks) {
@@ -187,7 +245,7 @@ class Rollback {
     say("window: " + std::to_string(next) + " positions went by, " +
         std::to_string(cache_.length()) + " are held");
     RETURN_IF_ERROR(cache_.seq_rm(one.sequence));
-    return one;
+    return interrupted() ? std::nullopt : std::optional(std::move(one));
   }
 
   const std::vector<Decoding>& answers() const {
@@ -195,24 +253,36 @@ class Rollback {
   }
 
  private:
-  Result<void> ask(std::vector<Message>& said, const std::string& question) {
+  /// Asks, and adds what was said; false after Ctrl-C.
+  Result<bool> ask(std::vector<Message>& said, const std::string& question) {
     said.push_back({"user", question});
     ASSIGN_OR_RETURN(auto prompt, model_.encode(said));
-    RETURN_IF_ERROR(record(question, prompt, options_.max_new_tokens));
-    ASSIGN_OR_RETURN(
-        const std::string text, model_.decode(answers_.back().ids));
-    said.push_back({"assistant", text});
-    return {};
+    ASSIGN_OR_RETURN(const bool going, record(question, prompt));
+    if (going) {
+      ASSIGN_OR_RETURN(
+          const std::string text, model_.decode(answers_.back().ids));
+      said.push_back({"assistant", text});
+    }
+    return going;
   }
 
-  Result<void> record(
+  Result<bool> record(
+      const std::string& title,
+      const std::vector<int64_t>& prompt) {
+    return record(title, prompt, options_.max_new_tokens);
+  }
+
+  /// Answers a prompt, and shows what there is of the answer; false after Ctrl-C.
+  Result<bool> record(
       const std::string& title,
       const std::vector<int64_t>& prompt,
       int64_t most) {
     ASSIGN_OR_RETURN(auto one, thread_.answer(title, prompt, most));
-    RETURN_IF_ERROR(tell(one));
+    if (!one.ids.empty()) {
+      RETURN_IF_ERROR(tell(one));
+    }
     answers_.push_back(std::move(one));
-    return {};
+    return !interrupted();
   }
 
   Result<void> tell(const Decoding& one) const {
@@ -236,23 +306,36 @@ Result<void> run(const RunnerOptions& options, const WindowOptions& more) {
   RETURN_IF_ERROR(model.program().load(session.key(), Logits::last));
 
   Rollback rollback(model, session.cache(), options);
-  RETURN_IF_ERROR(rollback.undo());
-  RETURN_IF_ERROR(rollback.regenerate());
-  RETURN_IF_ERROR(rollback.call_tools());
+  using Scene = Result<bool> (Rollback::*)();
+  for (const Scene scene :
+       {&Rollback::undo, &Rollback::regenerate, &Rollback::call_tools}) {
+    ASSIGN_OR_RETURN(const bool going, (rollback.*scene)());
+    if (!going) {
+      return {};
+    }
+  }
   auto window = static_cast<int32_t>(more.window.value_or(48));
   const auto sinks = static_cast<int32_t>(more.sinks.value_or(4));
   ASSIGN_OR_RETURN(const auto windowed, rollback.slide(&window, sinks));
-  if (!options.check || interrupted()) {
+  if (!options.check || !windowed) {
     return {};
   }
   RETURN_IF_ERROR(check_answers(model, rollback.answers()));
   // The same window, kept by the cache itself.
-  return check_answers(model, {windowed}, [&](CacheConfig& config) {
-    for (auto& layer : config.layers) {
-      layer.window = window;
-      layer.sinks = sinks;
+  auto layers = model.config().layers;
+  for (auto& layer : layers) {
+    const auto seen = seen_in(layer, window, sinks);
+    if (!seen) {
+      say("window: not compared: --window " + std::to_string(window) +
+          " and --sinks " + std::to_string(sinks) +
+          " in a layer's own window of " + std::to_string(layer.window) +
+          " show what no single window does");
+      return {};
     }
-  });
+    layer = *seen;
+  }
+  return check_answers(
+      model, {*windowed}, [&](CacheConfig& config) { config.layers = layers; });
 }
 
 } // namespace

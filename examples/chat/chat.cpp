@@ -8,6 +8,7 @@
 #include "examples/common/console.hpp"
 #include "examples/common/format.hpp"
 #include "examples/common/interrupt.hpp"
+#include "examples/common/runner.hpp"
 
 namespace etkv::examples {
 namespace {
@@ -86,10 +87,8 @@ Result<Answer> Chat::ask(const std::string& said) {
 }
 
 void Chat::report(const Answer& answer) const {
-  if (answer.stop == Stop::capacity) {
-    say("stopped: the cache is full at " + std::to_string(cache_.capacity()) +
-        " positions (--capacity)");
-  } else if (answer.stop == Stop::interrupted) {
+  say_stop(answer.stop, cache_);
+  if (answer.stop == Stop::interrupted) {
     say("stopped: interrupted");
   }
   say(describe(answer, cache_.memory(), model_.format()));
@@ -97,11 +96,7 @@ void Chat::report(const Answer& answer) const {
     say(describe(speculator_->take_statistics()));
   }
   if (options_.ids) {
-    std::string line = "ids:";
-    for (const int64_t id : answer.ids) {
-      line += " " + std::to_string(id);
-    }
-    write_piece(line + "\n");
+    write_piece(ids_line(answer.ids));
   }
 }
 

@@ -8,15 +8,11 @@
 #include "examples/common/format.hpp"
 #include "examples/common/log.hpp"
 #include "examples/common/model.hpp"
+#include "examples/common/runner.hpp"
 #include "examples/common/try.hpp"
 
 namespace etkv::examples {
 namespace {
-
-constexpr int kFailed = 1;
-constexpr int kMisused = 2;
-/// What shells report of a program that Ctrl-C ended.
-constexpr int kInterrupted = 130;
 
 /// Answers the one prompt, or converses.
 Result<int> talk(Chat chat, const Options& options) {

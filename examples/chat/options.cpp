@@ -54,10 +54,6 @@ Arguments arguments_into(Given& given) {
   return arguments;
 }
 
-Error refuse(std::string sentence) {
-  return Error(ETKV_ERROR_INVALID_ARGUMENT, std::move(sentence));
-}
-
 } // namespace
 
 Result<Options> parse_options(int argc, const char* const* argv) {
@@ -79,6 +75,12 @@ Result<Options> parse_options(int argc, const char* const* argv) {
     return refuse(
         "--draft takes --session tree, not " + *options.session +
         ": guesses are trees");
+  }
+  if (!options.speculation.draft &&
+      (options.speculation.depth || options.speculation.width)) {
+    return refuse(
+        std::string(options.speculation.depth ? "--depth" : "--width") +
+        " is the shape of a draft's guesses, and there is no --draft");
   }
   if (options.prompt && options.prompt->empty()) {
     return refuse("the prompt is empty");

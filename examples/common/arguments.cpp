@@ -12,10 +12,6 @@
 namespace etkv::examples {
 namespace {
 
-Error refuse(std::string sentence) {
-  return Error(ETKV_ERROR_INVALID_ARGUMENT, std::move(sentence));
-}
-
 /// The fewest characters to put in, take out or replace to get from one word
 /// to the other.
 size_t distance(const std::string& from, const std::string& to) {
@@ -49,6 +45,10 @@ std::string joined(const std::vector<std::string>& words, const char* between) {
 }
 
 } // namespace
+
+Error refuse(std::string sentence) {
+  return Error(ETKV_ERROR_INVALID_ARGUMENT, std::move(sentence));
+}
 
 void Arguments::flag(std::string name, std::string help, bool* value) {
   options_.push_back(

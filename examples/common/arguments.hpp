@@ -13,6 +13,9 @@
 
 namespace etkv::examples {
 
+/// An error for something that was asked for and cannot be.
+Error refuse(std::string sentence);
+
 /// The options that a runner knows, and where their values go. A value that the
 /// command line does not give stays as it was.
 class Arguments {

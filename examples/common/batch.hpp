@@ -14,6 +14,9 @@
 
 namespace etkv::examples {
 
+/// Sequences of a cache have numbers below this.
+inline constexpr int32_t kSequences = 256;
+
 /// The tokens of one step: what they are, where they stand, whose they are.
 class Batch {
  public:
@@ -75,11 +78,28 @@ struct Decoding {
   Result<void> take(const Model& model, const LogitsView& logits, int64_t row);
 };
 
+/// Runs `ids` from the one numbered `held` on to the one before `end`, in a
+/// sequence that holds those before. Returns the logits of the last step; nothing
+/// after Ctrl-C, and where there is nothing to run.
+Result<std::optional<LogitsView>> read_ids(
+    Model& model,
+    SeqCache& cache,
+    int32_t sequence,
+    const std::vector<int64_t>& ids,
+    size_t held,
+    size_t end);
+
+/// Forgets what a sequence holds beyond its first `length` positions; all of it
+/// where layers with windows have dropped what the next token would see. Returns
+/// how many are left.
+Result<size_t> cut(SeqCache& cache, int32_t sequence, size_t length);
+
 /// Runs what `one` has behind the first `held` ids of its prompt, which its
 /// sequence holds, and takes its first id; false after Ctrl-C.
 Result<bool> begin(Model& model, SeqCache& cache, Decoding& one, size_t held);
 
-/// One step: the last id of each, and the next one for each.
+/// The last id of each is run, and gives the next one of each: in one step, or in
+/// as many as the program needs for so many tokens.
 Result<void> step_together(
     Model& model,
     SeqCache& cache,

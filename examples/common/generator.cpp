@@ -6,6 +6,7 @@
 
 #include "examples/common/clock.hpp"
 #include "examples/common/interrupt.hpp"
+#include "examples/common/prefix.hpp"
 #include "examples/common/try.hpp"
 
 namespace etkv::examples {
@@ -58,26 +59,21 @@ Result<Answer> Generator::answer(
   if (auto checked = check_length(prompt.size(), cache_); !checked.ok()) {
     return checked.error();
   }
-  const auto differs =
-      std::mismatch(prompt.begin(), prompt.end(), held_.begin(), held_.end());
   // The last token runs even if it is held: its logits are not kept.
-  const size_t shared = std::min<size_t>(
-      static_cast<size_t>(differs.first - prompt.begin()), prompt.size() - 1);
-  if (auto rewound = rewind(shared); !rewound.ok()) {
-    return rewound.error();
-  }
+  const size_t shared =
+      std::min(shared_prefix(prompt, held_), prompt.size() - 1);
+  ASSIGN_OR_RETURN(const size_t kept, rewind(shared));
 
   Answer answer;
-  answer.reused_tokens = shared;
+  answer.reused_tokens = kept;
   const auto ran = run(prompt, max_new_tokens, listener, answer);
-  if (!ran.ok() || answer.ids.empty()) {
-    if (auto rewound = rewind(shared); !rewound.ok()) {
-      return rewound.error();
-    }
+  if (ran.ok() && !answer.ids.empty()) {
+    return answer;
   }
-  if (!ran.ok()) {
-    return ran.error();
-  }
+  const auto rewound = rewind(kept);
+  // What went wrong first is the reason for all that follows.
+  RETURN_IF_ERROR(ran);
+  RETURN_IF_ERROR(rewound);
   return answer;
 }
 
@@ -163,17 +159,21 @@ Result<void> Generator::decode(
   return {};
 }
 
-Result<void> Generator::rewind(size_t length) {
+Result<size_t> Generator::rewind(size_t length) {
   // The cache's own length, not that of `held_`: a step that failed may have
   // been undone, or not have been.
   if (static_cast<size_t>(cache_.length()) > length) {
-    if (auto rewound = cache_.rewind(static_cast<int32_t>(length));
-        !rewound.ok()) {
-      return rewound;
+    const auto rewound = cache_.rewind(static_cast<int32_t>(length));
+    if (!rewound.ok() && rewound.error().status() == ETKV_ERROR_POSITION) {
+      // Layers with windows have dropped what the next token would see.
+      length = 0;
+      RETURN_IF_ERROR(cache_.rewind(0));
+    } else {
+      RETURN_IF_ERROR(rewound);
     }
   }
   held_.resize(std::min(held_.size(), length));
-  return {};
+  return held_.size();
 }
 
 bool Generator::ends(int64_t id) const {

@@ -94,14 +94,16 @@ class Generator {
   /// Answers `prompt`, the whole conversation from its first token on.
   ///
   /// After an error, and after an interruption before the first token, the
-  /// cache holds what it shared with the prompt before.
+  /// cache holds what it shared with the prompt before, as far as it can go back.
   Result<Answer> answer(
       const std::vector<int64_t>& prompt,
       int64_t max_new_tokens,
       const Listener& listener);
 
-  /// Forgets what the cache holds beyond its first `length` ids.
-  Result<void> rewind(size_t length);
+  /// Forgets what the cache holds beyond its first `length` ids; all of it where
+  /// layers with windows have dropped what the next token would see. Returns how
+  /// many are left.
+  Result<size_t> rewind(size_t length);
 
   /// The ids whose keys and values the cache holds.
   const std::vector<int64_t>& held() const {

@@ -13,10 +13,6 @@ namespace {
 /// Where `make model` writes.
 constexpr char kDefaultModel[] = "build/models/smollm2-135m/model.pte";
 
-Error refuse(std::string sentence) {
-  return Error(ETKV_ERROR_INVALID_ARGUMENT, std::move(sentence));
-}
-
 Result<std::string> path_of(const ModelOptions& options) {
   if (options.model) {
     return *options.model;
@@ -91,9 +87,16 @@ Result<void> check_format(const std::optional<std::string>& format) {
 Result<Model> Model::open(const ModelOptions& options) {
   ASSIGN_OR_RETURN(const std::string path, path_of(options));
   ASSIGN_OR_RETURN(auto program, Program::open(path));
+  // 0 where the program does not tell.
   const int32_t most = program.params().max_context_length;
+  if (most == 0 && !options.capacity) {
+    return refuse(
+        path +
+        " does not tell the context length that it was exported for: "
+        "--capacity has to say how many positions the cache may hold");
+  }
   const int64_t capacity = options.capacity.value_or(most);
-  if (capacity > most) {
+  if (most > 0 && capacity > most) {
     return refuse(
         "--capacity " + std::to_string(capacity) + " is above " +
         std::to_string(most) + ", the context length that " + path +

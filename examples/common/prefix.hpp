@@ -14,8 +14,8 @@ size_t shared_prefix(
     const std::vector<int64_t>& a,
     const std::vector<int64_t>& b);
 
-/// The ids of each sequence, from the one that was used longest ago on. Knows
-/// numbers only: what happens to the cache is for who keeps this.
+/// The ids that each sequence holds, and which of them was used when. Knows
+/// numbers only: the cache is the caller's to change.
 class HeldPrefixes {
  public:
   /// A sequence, and how many of its first ids a prompt shares.

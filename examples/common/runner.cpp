@@ -14,11 +14,6 @@
 namespace etkv::examples {
 namespace {
 
-constexpr int kFailed = 1;
-constexpr int kMisused = 2;
-/// What shells report of a program that Ctrl-C ended.
-constexpr int kInterrupted = 130;
-
 /// What is held when a round has closed everything that it opened.
 void say_memory(int64_t round) {
   etkv_mlx_memory mlx{};
@@ -147,11 +142,7 @@ Result<void> show(
   std::string block = "## " + title + "\n" + text;
   block += block.back() == '\n' ? "" : "\n";
   if (options.ids) {
-    block += "ids:";
-    for (const int64_t id : ids) {
-      block += " " + std::to_string(id);
-    }
-    block += "\n";
+    block += ids_line(ids);
   }
   write_piece(block);
   return {};
@@ -162,6 +153,29 @@ void say_stop(Stop stop, const Cache& cache) {
     say("stopped: the cache is full at " +
         counted(cache.capacity(), "position") + " (--capacity)");
   }
+}
+
+bool Refusals::admit(
+    const std::string& title,
+    size_t prompt_tokens,
+    const Cache& cache) {
+  const auto checked = check_length(prompt_tokens, cache);
+  if (!checked.ok()) {
+    say("refused \"" + title + "\": " + checked.error().message());
+  }
+  ++(checked.ok() ? admitted_ : refused_);
+  return checked.ok();
+}
+
+Result<void> Refusals::outcome() const {
+  if (refused_ == 0) {
+    return {};
+  }
+  return Error(
+      ETKV_ERROR_CAPACITY,
+      std::to_string(refused_) + " of " +
+          counted(static_cast<int64_t>(admitted_ + refused_), "request") +
+          (refused_ == 1 ? " was" : " were") + " refused");
 }
 
 } // namespace etkv::examples

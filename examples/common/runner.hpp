@@ -4,6 +4,7 @@
 
 #include <cstdint>
 #include <functional>
+#include <optional>
 #include <string>
 #include <vector>
 
@@ -13,6 +14,12 @@
 #include "examples/common/model.hpp"
 
 namespace etkv::examples {
+
+/// Exit statuses, beside 0: an error, a command line that cannot be, and what
+/// shells report of a program that Ctrl-C ended.
+inline constexpr int kFailed = 1;
+inline constexpr int kMisused = 2;
+inline constexpr int kInterrupted = 130;
 
 /// What every runner can be asked.
 struct RunnerOptions {
@@ -83,5 +90,20 @@ Result<void> show(
 
 /// Says that an answer ended because the cache is full, if that is why.
 void say_stop(Stop stop, const Cache& cache);
+
+/// Requests that a server cannot take, while it goes on with the others.
+class Refusals {
+ public:
+  /// Whether a prompt fits in a cache by itself; says so if it does not.
+  bool
+  admit(const std::string& title, size_t prompt_tokens, const Cache& cache);
+
+  /// An error if any of them did not fit.
+  Result<void> outcome() const;
+
+ private:
+  size_t admitted_ = 0;
+  size_t refused_ = 0;
+};
 
 } // namespace etkv::examples

@@ -3,6 +3,8 @@
 #include <algorithm>
 #include <utility>
 
+#include "examples/common/try.hpp"
+
 namespace etkv::examples {
 namespace {
 
@@ -26,10 +28,10 @@ size_t Scheduler::submit(size_t length) {
   return requests_.size() - 1;
 }
 
-std::vector<Scheduler::Part> Scheduler::next(Events& events) {
+Result<std::vector<Scheduler::Part>> Scheduler::next(Events& events) {
   events = {};
-  keep_going(events);
-  admit(events);
+  RETURN_IF_ERROR(keep_going(events));
+  RETURN_IF_ERROR(admit(events));
   std::vector<Part> parts;
   size_t left = step_tokens_;
   // Answers first: they are waited for.
@@ -45,7 +47,7 @@ std::vector<Scheduler::Part> Scheduler::next(Events& events) {
   return parts;
 }
 
-void Scheduler::keep_going(Events& events) {
+Result<void> Scheduler::keep_going(Events& events) {
   const auto needed = [this] {
     size_t tokens = 0;
     for (const size_t number : active_) {
@@ -53,21 +55,25 @@ void Scheduler::keep_going(Events& events) {
     }
     return tokens;
   };
-  while (!evict_until_fits(needed(), events)) {
+  for (;;) {
+    ASSIGN_OR_RETURN(const bool fits, evict_until_fits(needed(), events));
+    if (fits) {
+      return {};
+    }
     const size_t last = active_.back();
     if (active_.size() == 1) {
       events.stuck = last;
       finish(last);
-      return;
+      return {};
     }
-    release(last, State::waiting);
+    RETURN_IF_ERROR(release(last, State::waiting));
     // Before all others that wait: they came later.
     waiting_.insert(waiting_.begin(), last);
     events.deferred.push_back(last);
   }
 }
 
-void Scheduler::admit(Events& events) {
+Result<void> Scheduler::admit(Events& events) {
   // Who has just made room for others does not take it back at once.
   while (!waiting_.empty() && events.deferred.empty() && !events.stuck) {
     const size_t number = waiting_.front();
@@ -77,14 +83,15 @@ void Scheduler::admit(Events& events) {
       constexpr size_t kAhead = 8;
       needed += rest(other) + kAhead;
     }
-    if (!evict_until_fits(needed, events)) {
-      return;
+    ASSIGN_OR_RETURN(const bool fits, evict_until_fits(needed, events));
+    if (!fits) {
+      return {};
     }
     if (active_.size() + idle_.size() == static_cast<size_t>(sequences_)) {
       if (idle_.empty()) {
-        return;
+        return {};
       }
-      evict(events);
+      RETURN_IF_ERROR(evict(events));
     }
     requests_[number].state = State::active;
     requests_[number].sequence = unused_sequence();
@@ -92,6 +99,7 @@ void Scheduler::admit(Events& events) {
     active_.push_back(number);
     events.admitted.push_back(number);
   }
+  return {};
 }
 
 int32_t Scheduler::unused_sequence() const {
@@ -105,19 +113,21 @@ int32_t Scheduler::unused_sequence() const {
       std::find(taken.begin(), taken.end(), false) - taken.begin());
 }
 
-bool Scheduler::evict_until_fits(size_t tokens, Events& events) {
+Result<bool> Scheduler::evict_until_fits(size_t tokens, Events& events) {
   while (!room_.fits(tokens)) {
     if (idle_.empty()) {
       return false;
     }
-    evict(events);
+    RETURN_IF_ERROR(evict(events));
   }
   return true;
 }
 
-void Scheduler::evict(Events& events) {
-  events.evicted.push_back(idle_.front());
-  drop(idle_.front());
+Result<void> Scheduler::evict(Events& events) {
+  const size_t oldest = idle_.front();
+  RETURN_IF_ERROR(drop(oldest));
+  events.evicted.push_back(oldest);
+  return {};
 }
 
 void Scheduler::done(const std::vector<Part>& parts) {
@@ -132,17 +142,18 @@ void Scheduler::finish(size_t request) {
   idle_.push_back(request);
 }
 
-void Scheduler::drop(size_t request) {
-  release(request, State::gone);
+Result<void> Scheduler::drop(size_t request) {
+  return release(request, State::gone);
 }
 
-void Scheduler::release(size_t number, State state) {
+Result<void> Scheduler::release(size_t number, State state) {
   Request& request = requests_[number];
-  room_.remove(request.sequence);
+  RETURN_IF_ERROR(room_.remove(request.sequence));
   request.held = 0;
   request.state = state;
   erase(active_, number);
   erase(idle_, number);
+  return {};
 }
 
 bool Scheduler::busy() const {

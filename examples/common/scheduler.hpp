@@ -8,6 +8,8 @@
 #include <optional>
 #include <vector>
 
+#include "etkv/etkv.hpp"
+
 namespace etkv::examples {
 
 class Scheduler {
@@ -17,7 +19,7 @@ class Scheduler {
     /// Whether so many more positions fit.
     std::function<bool(size_t tokens)> fits;
     /// Gives back what a sequence holds.
-    std::function<void(int32_t sequence)> remove;
+    std::function<Result<void>(int32_t sequence)> remove;
   };
 
   enum class State {
@@ -68,7 +70,10 @@ class Scheduler {
   /// has been idle longest is evicted. Where not even what is left of the admitted
   /// prompts and the next tokens fit, the active request that was admitted last
   /// waits again, and is read anew later.
-  std::vector<Part> next(Events& events);
+  ///
+  /// An error where the cache does not give back what a request holds; that
+  /// request stays as it was.
+  Result<std::vector<Part>> next(Events& events);
 
   /// The step has been.
   void done(const std::vector<Part>& parts);
@@ -82,7 +87,7 @@ class Scheduler {
   void finish(size_t request);
 
   /// Gives back what a request holds; it is no more.
-  void drop(size_t request);
+  Result<void> drop(size_t request);
 
   const Request& request(size_t number) const {
     return requests_[number];
@@ -95,12 +100,12 @@ class Scheduler {
     return requests_[number].length - requests_[number].held;
   }
   /// Makes `tokens` fit by evicting idle requests, longest idle first.
-  bool evict_until_fits(size_t tokens, Events& events);
-  void evict(Events& events);
-  void keep_going(Events& events);
-  void admit(Events& events);
+  Result<bool> evict_until_fits(size_t tokens, Events& events);
+  Result<void> evict(Events& events);
+  Result<void> keep_going(Events& events);
+  Result<void> admit(Events& events);
   int32_t unused_sequence() const;
-  void release(size_t number, State state);
+  Result<void> release(size_t number, State state);
 
   size_t step_tokens_;
   int32_t sequences_;

@@ -105,10 +105,6 @@ Arguments arguments_into(Options& options) {
   return arguments;
 }
 
-Error refuse(std::string sentence) {
-  return Error(ETKV_ERROR_INVALID_ARGUMENT, std::move(sentence));
-}
-
 Result<std::vector<int64_t>> read_ids(const std::string& path) {
   std::ifstream file(path);
   if (!file) {

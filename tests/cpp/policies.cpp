@@ -94,7 +94,10 @@ struct Simulation {
             step_tokens,
             sequences,
             {[this](size_t n) { return used() + n <= this->capacity; },
-             [this](int32_t sequence) { held.erase(sequence); }}) {}
+             [this](int32_t sequence) {
+               held.erase(sequence);
+               return Result<void>();
+             }}) {}
 
   size_t used() const {
     size_t sum = 0;
@@ -115,7 +118,7 @@ struct Simulation {
     // The state before: what of it is idle, in the order it became so.
     auto idle_before = idle;
     Scheduler::Events events;
-    const auto parts = scheduler.next(events);
+    const auto parts = must(scheduler.next(events));
     for (const size_t number : events.evicted) {
       REQUIRE(!idle_before.empty());
       CHECK_INT(number, idle_before.front());
@@ -215,12 +218,40 @@ void mixed_steps() {
   CHECK_INT(run.made[0], 1);
   run.submit(14, 3);
   Scheduler::Events events;
-  const auto parts = run.scheduler.next(events);
+  const auto parts = must(run.scheduler.next(events));
   REQUIRE(parts.size() == 2);
   CHECK_INT(parts[0].request, 0);
   CHECK_INT(parts[0].n, 1);
   CHECK_INT(parts[1].request, 1);
   CHECK_INT(parts[1].n, 7);
+}
+
+/// A cache that does not give back what a sequence holds: the step says so, even
+/// where what is removed next would be given back.
+void a_cache_that_fails() {
+  std::vector<Result<void>> outcomes = {
+      Error(ETKV_ERROR_STEP, "not now"), Result<void>()};
+  size_t removed = 0;
+  size_t room = 100;
+  Scheduler scheduler(
+      /*step_tokens=*/8,
+      /*sequences=*/4,
+      {[&](size_t n) { return n <= room; },
+       [&](int32_t) { return outcomes.at(removed++); }});
+  Scheduler::Events events;
+  for (size_t i = 0; i < 2; ++i) {
+    const size_t number = scheduler.submit(4);
+    scheduler.done(must(scheduler.next(events)));
+    scheduler.finish(number);
+  }
+  // Room for the third when both that are idle have gone.
+  scheduler.submit(4);
+  room = 0;
+  CHECK_REFUSED(scheduler.next(events), ETKV_ERROR_STEP, "not now");
+  CHECK_INT(removed, 1);
+  CHECK(events.evicted.empty());
+  CHECK(scheduler.request(0).state == Scheduler::State::idle);
+  CHECK_INT(scheduler.request(0).held, 4);
 }
 
 /// Random requests in random caches: all are answered, whole, in the end.
@@ -267,6 +298,7 @@ int main() {
   longest_prefix();
   longest_prefix_of_many();
   mixed_steps();
+  a_cache_that_fails();
   all_are_answered();
   return check_report();
 }

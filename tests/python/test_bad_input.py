@@ -218,11 +218,22 @@ def test_options_that_are_missing_or_exclude_each_other(model, tmp_path):
     refused([CHAT, "--model", model, "--prompt", ""], MISUSED, "the prompt is empty")
     refused([CHAT, "--model", model, "--prompt", "hi", "--raw", "--system", "x"], MISUSED, "--system", "--raw")
     refused([CHAT, "--model", model, "--prompt", "hi", "--max-new-tokens", 0], MISUSED, "--max-new-tokens", '"0"')
+    for shape in ("--depth", "--width"):
+        refused([CHAT, "--model", model, "--prompt", "hi", shape, 3], MISUSED, shape, "there is no --draft")
 
 
 def test_a_capacity_above_the_context_of_the_program(model):
     words = [CHAT, "--model", model, "--prompt", "hi", "--capacity", CONTEXT + 1]
     refused(words, FAILED, f"--capacity {CONTEXT + 1}", f"above {CONTEXT}", "exported for", model)
+
+
+def test_a_program_that_does_not_tell_its_context(folder, image):
+    name = b"get_max_ctx_len"
+    assert name in image
+    (folder / "model.pte").write_bytes(image.replace(name, b"get_max_ctx_xxx"))
+    words = [CHAT, "--model", folder / "model.pte", "--prompt", "hi", "--max-new-tokens", 2]
+    refused(words, FAILED, folder / "model.pte", "does not tell the context length", "--capacity")
+    assert reference.run([*words, "--capacity", 100]).returncode == 0
 
 
 # ---- Prompts --------------------------------------------------------------------------------------------------------

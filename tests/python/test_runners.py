@@ -1,50 +1,35 @@
-"""The example runners: their answers are those of plain decoding, and they leave nothing behind."""
+"""The example runners: their answers are those of plain decoding, and a full cache ends none but the last of them."""
 
 from __future__ import annotations
 
 import json
 import os
 import re
-import shutil
-import signal
 import subprocess
-import time
-from pathlib import Path
 
 import pytest
 
 import reference
-from etkv.export import ExportRequest, export_program, is_current
 from reference import Program, Variant
-
-FAILED, MISUSED, INTERRUPTED = 1, 2, 130
-
-RUNNERS = {
-    "admission": [],
-    "agent_fork": ["--context-tokens", 100],
-    "batch": [],
-    "prefix": [],
-    "rollback": [],
-    "speculative": ["--depth", 3, "--width", 2],
-}
-"""Name -> what it is asked besides, so that it is done soon on a tiny model."""
-
-EACH = pytest.mark.parametrize("name", RUNNERS)
-
-FORMATS = [
-    *("f32", "f16", "bf16", "mxfp8", "mxfp4", "nvfp4", "row-int4", "row-fp4"),
-    *(f"affine{bits}g32" for bits in (2, 3, 4, 5, 6, 8)),
-]
-"""Those that fit rows of 32 elements."""
-
-QUESTIONS = [f"Question {i}: what comes after {'abcdefghij'[i] * (i + 1)}?" for i in range(10)]
-MOST = 64
-"""Tokens of an answer."""
-CONTEXT = 2048
-
-
-def runner(name: str) -> Path:
-    return reference.BUILD / "bin" / f"etkv_{name}"
+from runners import (
+    EACH,
+    FAILED,
+    FORMATS,
+    LETTERS,
+    MISUSED,
+    MOST,
+    QUESTIONS,
+    RUNNERS,
+    answers,
+    by_title,
+    checked,
+    command,
+    prompts,
+    refused,
+    runner,
+    succeed,
+    with_longer_context,
+)
 
 
 @pytest.fixture(scope="module")
@@ -58,54 +43,15 @@ def qwen3() -> Program:
     return with_longer_context("tiny-qwen3")
 
 
-def with_longer_context(name: str, **options) -> Program:
-    """The program of a tiny model for conversations of ``CONTEXT`` bytes: its weights do not depend on that."""
-    short = reference.program(Variant(name))
-    folder = reference.MODELS / "-".join([name, "long", *(f"{key}-{value}" for key, value in options.items())])
-    hf = reference.MODELS / f"{name}-long" / "hf"
-    file = hf / "config.json"
-    if not file.is_file() or file.stat().st_mtime < (short.hf / "config.json").stat().st_mtime:
-        shutil.copytree(short.hf, hf, dirs_exist_ok=True)
-        file.write_text(json.dumps({**json.loads(file.read_text()), "max_position_embeddings": CONTEXT}))
-    request = ExportRequest(
-        model=hf, output=folder / "model.pte", dtype="float32", prefill_chunk=reference.TINY_CHUNK, **options
-    )
-    if not is_current(request):
-        export_program(request)
-    return Program(short.variant, request.output, hf)
-
-
-def command(name: str, program: Program, *options: object) -> list[object]:
-    return [runner(name), "--model", program.path, *RUNNERS[name], *options]
-
-
-def succeed(name: str, program: Program, *options: object) -> subprocess.CompletedProcess[str]:
-    done = reference.run(command(name, program, *options))
-    assert done.returncode == 0, (done.args, done.returncode, done.stderr)
-    return done
-
-
-def answers(output: str) -> list[list[int]]:
-    """The ids of every answer, in the order they were written in."""
-    return [[int(word) for word in line.split()] for line in re.findall(r"^ids:(.*)$", output, re.MULTILINE)]
-
-
-def checked(done: subprocess.CompletedProcess[str]) -> tuple[int, int]:
-    """How many answers and tokens the runner has found to be those of plain decoding, all of them."""
-    found = re.findall(r"^check: (\d+) answers?, (\d+) tokens? as plain decoding chooses them$", done.stderr, re.M)
-    assert len(found) == done.stderr.count("check: ") > 0, done.stderr
-    return sum(int(n_answers) for n_answers, _ in found), sum(int(n_tokens) for _, n_tokens in found)
-
-
 # ---- Answers --------------------------------------------------------------------------------------------------------
 
 
 @EACH
 def test_answers_are_those_of_plain_decoding(llama, name):
     """By the runner's own check."""
-    done = succeed(name, llama, "--max-new-tokens", MOST, "--check", "--ids")
+    done = succeed(name, llama, "--max-new-tokens", MOST, "--check", "--ids", *prompts(QUESTIONS))
     n_answers, n_tokens = checked(done)
-    assert n_answers == len(answers(done.stdout)) >= 3
+    assert n_answers == len(answers(done.stdout)) >= len(QUESTIONS) == 10
     assert n_tokens == sum(map(len, answers(done.stdout)))
     reference.note(f"{name}: {n_answers} answers, {n_tokens} tokens")
 
@@ -127,19 +73,6 @@ def test_batch_answers_are_those_of_transformers(llama):
     """By another implementation altogether."""
     done = succeed("batch", llama, "--max-new-tokens", MOST, "--ids", *prompts(QUESTIONS))
     assert by_title(done.stdout) == expected(llama, QUESTIONS, MOST)
-
-
-def prompts(texts: list[str]) -> list[str]:
-    return [word for text in texts for word in ("--prompt", text)]
-
-
-def by_title(output: str) -> dict[str, list[int]]:
-    """The ids of every answer by what it answers."""
-    found = {}
-    for block in re.split(r"^## ", output, flags=re.M)[1:]:
-        title, _, rest = block.partition("\n")
-        (found[title],) = answers(rest)
-    return found
 
 
 def expected(program: Program, questions: list[str], most: int) -> dict[str, list[int]]:
@@ -263,9 +196,6 @@ def test_batch_at_capacity(llama):
         assert full[title] == free[title][: len(full[title])]
 
 
-LETTERS = [word for letter in "abc" for word in ("--prompt", 30 * letter)]
-
-
 @pytest.mark.parametrize(
     ("name", "options"),
     [
@@ -275,7 +205,7 @@ LETTERS = [word for letter in "abc" for word in ("--prompt", 30 * letter)]
         ("prefix", ["--capacity", 220, *LETTERS]),
         (
             "rollback",
-            ["--capacity", 155, "--max-new-tokens", 40, *(word for x in "abc" for word in ("--prompt", 30 * x))],
+            ["--capacity", 155, "--max-new-tokens", 40, *LETTERS],
         ),
         ("speculative", ["--capacity", 110]),
     ],
@@ -291,13 +221,34 @@ def test_a_full_cache_ends_an_answer_and_not_the_runner(llama, name, options):
     assert re.search(r"^check: \d+ answers, \d+ tokens as plain decoding chooses them$", after, re.M)
 
 
+SERVERS = ("admission", "batch", "prefix")
+"""Those that go on with other requests where one cannot be answered."""
+
+
 @EACH
 def test_a_prompt_longer_than_the_capacity(llama, name):
     done = reference.run(command(name, llama, "--capacity", 10, "--prompt", "Where?"))
     assert done.returncode == FAILED
-    assert re.fullmatch(
-        rf"etkv_{name}: the prompt is \d+ tokens long, and the cache holds 10 \(--capacity\)\n", done.stderr
-    )
+    told = r"the prompt is \d+ tokens long, and the cache holds 10 \(--capacity\)\n"
+    if name in SERVERS:
+        assert re.match(rf'refused "Where\?": {told}', done.stderr)
+        assert done.stderr.endswith(f"\netkv_{name}: 1 of 1 request was refused\n")
+    else:
+        assert re.fullmatch(rf"etkv_{name}: {told}", done.stderr)
+
+
+@pytest.mark.parametrize("name", SERVERS)
+def test_a_request_that_is_too_long_is_refused_alone(llama, name):
+    """Those before and after it are answered, reported and checked."""
+    long = "b" * 200
+    words = ["--capacity", 140, "--max-new-tokens", 8, "--check", "--ids", *prompts(["a", long, "c"])]
+    done = reference.run(command(name, llama, *words))
+    assert done.returncode == FAILED
+    assert by_title(done.stdout).keys() == {"a", "c"}
+    assert re.search(rf'^refused "{long}": the prompt is \d+ tokens long, and the cache holds 140', done.stderr, re.M)
+    assert " · cache " in done.stderr, "the report"
+    assert checked(done)[0] == 2
+    assert done.stderr.endswith(f"\netkv_{name}: 1 of 3 requests was refused\n")
 
 
 # ---- Forks ----------------------------------------------------------------------------------------------------------
@@ -314,17 +265,77 @@ def test_a_fork_costs_what_its_branches_have_for_themselves(llama):
     assert spared == apart - read == 7 * shared
     (held,) = re.findall(
         r"^cache: (\d+) positions, (\d+) of them the branches' own, the longest of (\d+); "
-        r"([\d.]+) MiB in use, ([\d.]+) MiB held; 8 runs would use ([\d.]+) MiB",
+        r"[\d.]+ MiB \((\d+) bytes\) in use, [\d.]+ MiB \((\d+) bytes\) held; "
+        r"8 runs would use [\d.]+ MiB \((\d+) bytes\)",
         done.stderr,
         re.M,
     )
-    positions, own, longest = map(int, held[:3])
-    used, allocated, used_apart = map(float, held[3:])
+    positions, own, longest, used, allocated, used_apart = map(int, held)
     assert positions == shared + own
-    bytes_each = (allocated + 0.05) / positions
+    bytes_each = position_bytes(llama)
+    assert used == positions * bytes_each
     assert used <= allocated < 1.2 * longest * bytes_each + own * bytes_each
     assert used_apart > 4 * used
-    reference.note(f"{held[0]} positions in {allocated} MiB; one branch is {longest} long, all have {own} of their own")
+    reference.note(
+        f"{positions} positions in {allocated} bytes; one branch is {longest} long, all have {own} of their own"
+    )
+
+
+def position_bytes(program: Program) -> int:
+    """What a position takes in float32, by the model's own configuration."""
+    config = json.loads((program.hf / "config.json").read_text())
+    head_dim = config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"]
+    keys_and_values, float32 = 2, 4
+    return config["num_hidden_layers"] * config["num_key_value_heads"] * head_dim * keys_and_values * float32
+
+
+PREFILL = r"^prefill: (\d+) tokens, (\d+) of them shared; (\d+) runs? would read (\d+), (\d+) are spared$"
+
+
+def test_a_fork_counts_branches_that_had_to_make_room(llama):
+    words = ["--context-tokens", 20, "--capacity", 150, "--max-new-tokens", 64, "--check", *prompts(["aaaa", "bbbb"])]
+    done = succeed("agent_fork", llama, *words)
+    assert "the cache is full at 150 positions" in done.stderr
+    ((read, shared, runs, apart, spared),) = (map(int, found) for found in re.findall(PREFILL, done.stderr, re.M))
+    assert runs == 2
+    assert spared == apart - read == shared
+    checked(done)
+
+
+def test_a_fork_leaves_out_branches_that_never_began(llama):
+    """There is room for the prompts of two, and for none of their answers."""
+    tail = len("aaaa<|im_end|>\n<|im_start|>assistant\n") - len("<|im_end|><|im_start|>") + 2
+    free = succeed("agent_fork", llama, "--max-new-tokens", 1, *prompts(["aaaa"]))
+    ((read, _, _, _, _),) = (map(int, found) for found in re.findall(PREFILL, free.stderr, re.M))
+    words = ["--capacity", read + tail, "--max-new-tokens", 8, "--check", *prompts(["aaaa", "bbbb", "cccc"])]
+    done = succeed("agent_fork", llama, *words)
+    ((read, shared, runs, apart, spared),) = (map(int, found) for found in re.findall(PREFILL, done.stderr, re.M))
+    assert runs == 2
+    assert spared == apart - read == shared
+    checked(done)
+
+
+def test_a_branch_that_is_alone_keeps_what_it_has(llama):
+    words = ["--context-tokens", 20, "--capacity", 200, "--max-new-tokens", 300, "--check", "--prompt", "aaaa"]
+    done = succeed("agent_fork", llama, *words)
+    assert "cache: 200 positions" in done.stderr
+    assert "kept: aaaa (200 positions)" in done.stderr
+    assert checked(done)[0] == 1
+
+
+def test_more_branches_than_a_step_has_tokens(llama):
+    """The steps of 70 branches are two forwards each."""
+    questions = [f"{i}?" for i in range(reference.TINY_CHUNK + 6)]
+    done = succeed("agent_fork", llama, "--max-new-tokens", 4, "--check", "--ids", *prompts(questions))
+    assert checked(done)[0] == len(answers(done.stdout)) == len(questions) + 1
+
+
+def test_more_prompts_than_a_cache_has_sequences(llama):
+    questions = [chr(ord("a") + i % 26) for i in range(256)]
+    refused(command("agent_fork", llama, *prompts(questions)), MISUSED, "256 prompts", "255 branches")
+    wide = with_longer_context("tiny-llama", prefill_chunk=512)
+    done = succeed("batch", wide, "--raw", "--max-new-tokens", 2, "--check", "--ids", *prompts([*questions, *"xyz"]))
+    assert checked(done)[0] == len(answers(done.stdout)) == 259
 
 
 # ---- Guesses --------------------------------------------------------------------------------------------------------
@@ -416,94 +427,3 @@ def test_chat_with_a_draft_on_another_kind_of_cache(llama):
     words = [reference.CHAT, "--model", llama.path, "--prompt", "hi", "--draft", "ngram", "--session", "seq"]
     refused(words, MISUSED, "--draft takes --session tree, not seq")
     refused([*words[:-1], "ring"], MISUSED, "--session takes one of contiguous, seq, tree", '"ring"')
-
-
-# ---- The command line -----------------------------------------------------------------------------------------------
-
-
-@EACH
-@pytest.mark.parametrize(
-    ("options", "told"),
-    [
-        (["--capacity", 0], ["--capacity takes a whole number from 1"]),
-        (["--capcity", 5], ["no option --capcity", "did you mean --capacity?"]),
-        (["--kv-format", "int4"], ["--kv-format: no storage format `int4`", "row-int4"]),
-        (["--max-new-tokens", "few"], ["--max-new-tokens", '"few"']),
-        (["--prompt", ""], ["a prompt is empty"]),
-        (["--prompt"], ["--prompt needs a value"]),
-        (["extra"], ['"extra"']),
-    ],
-)
-def test_command_lines_that_cannot_be(llama, name, options, told):
-    refused(command(name, llama, *options), MISUSED, *told)
-
-
-def refused(words: list[object], status: int, *told: str, **how) -> None:
-    """A runner refuses with one line that tells each of ``told``."""
-    done = reference.run(words, timeout=60, **how)
-    assert (done.returncode, done.stdout) == (status, ""), done.stderr
-    line = done.stderr.removesuffix("\n")
-    assert line.startswith(f"{Path(str(words[0])).name}: "), line
-    assert line.isprintable(), line
-    for word in told:
-        assert word in line
-
-
-@EACH
-def test_files_that_cannot_be(llama, name, tmp_path):
-    refused([runner(name)], FAILED, "no model at build/models", "`make model`", "--model", cwd=tmp_path)
-    refused([runner(name), "--model", tmp_path / "no.pte"], FAILED, "there is no program at")
-    refused(command(name, llama, "--tokenizer", tmp_path), FAILED, "there is no tokenizer at")
-    refused(command(name, llama, "--capacity", CONTEXT + 1), FAILED, f"--capacity {CONTEXT + 1} is above {CONTEXT}")
-    # Rows of 16 elements are no whole group.
-    refused(command(name, llama, "--kv-format", "affine4g64"), FAILED, "affine4g64", "head_dim 16")
-
-
-@EACH
-def test_help_and_version(name):
-    told = reference.run([runner(name), "--help"])
-    assert told.returncode == 0
-    assert told.stdout.startswith(f"usage: etkv_{name} [options]\n")
-    for option in ("--model", "--tokenizer", "--capacity", "--kv-format", "--prompt", "--max-new-tokens", "--check"):
-        assert option in told.stdout
-    assert max(map(len, told.stdout.splitlines())) <= 80
-    assert reference.run([runner(name), "--version"]).stdout.startswith(f"etkv_{name} ")
-
-
-# ---- What is left behind --------------------------------------------------------------------------------------------
-
-
-@EACH
-def test_memory_returns_to_where_it_was(llama, name):
-    done = succeed(name, llama, "--max-new-tokens", 4, "--repeat", 50)
-    line = r"^round \d+: (\d+) handles, (\d+) bytes in MLX, ([\d.]+) MiB in the process$"
-    rounds = re.findall(line, done.stderr, re.M)
-    assert len(rounds) == 50
-    assert {(handles, in_mlx) for handles, in_mlx, _ in rounds} == {("0", "0")}
-    process = [float(mebibytes) for _, _, mebibytes in rounds]
-    reference.note(f"{name}: {process[0]} MiB after one round, {process[9]} after 10, {process[-1]} after 50")
-    # What a heap has in pieces may move a little; 13 KiB a round would be seen.
-    assert process[-1] < process[9] + 0.5
-
-
-@EACH
-@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGINT])
-def test_stopped_within_a_step(llama, name, tmp_path, number):
-    """No file is left, and Ctrl-C ends a runner in its own words."""
-    environment = {**os.environ, "TMPDIR": str(tmp_path), "HOME": str(tmp_path)}
-    words = [str(word) for word in command(name, llama, "--repeat", 100_000, "--max-new-tokens", 8)]
-    streams = {"stdout": subprocess.DEVNULL, "stderr": subprocess.PIPE}
-    with subprocess.Popen(words, cwd=tmp_path, env=environment, **streams) as run:
-        # In the middle of a round: the first is over, and so many more are to come.
-        told = run.stderr.readline()
-        while not told.startswith(b"round"):
-            told = run.stderr.readline()
-        time.sleep(0.1)
-        run.send_signal(number)
-        rest = run.stderr.read().decode()
-    if number == signal.SIGINT:
-        assert run.returncode == INTERRUPTED, rest
-        assert rest.endswith("stopped: interrupted\n")
-    else:
-        assert run.returncode == -signal.SIGKILL
-    assert list(tmp_path.iterdir()) == []

@@ -1,0 +1,126 @@
+// What a generator keeps of a cache that cannot go back everywhere, and what it
+// tells where a step fails.
+
+#include "examples/common/generator.hpp"
+#include "examples/common/model.hpp"
+#include "fixture.hpp"
+
+namespace etkv::tests {
+namespace {
+
+using examples::Generator;
+using examples::Listener;
+
+/// Tokens of an answer: more than a window and a step, so that positions are
+/// dropped.
+constexpr int64_t kLong = 120;
+
+/// A model on a cache of the kind that the face is named after.
+template <typename Face>
+struct Target {
+  explicit Target(int32_t window = 0)
+      : model(open()), session(make(model, window)) {
+    must(model.program().load(session.key(), Logits::all));
+  }
+  static examples::Model open() {
+    examples::ModelOptions options;
+    options.model = program_path("llama-f32");
+    options.raw = true;
+    return must(examples::Model::open(options));
+  }
+  static CacheSession<Face> make(examples::Model& model, int32_t window) {
+    auto config = make_config(model.program().params(), 200, "f32", 4);
+    for (auto& layer : config.layers) {
+      layer.window = window;
+    }
+    return must(CacheSession<Face>::make(kMLXBackend, config));
+  }
+  Face& cache() {
+    return session.cache();
+  }
+
+  examples::Model model;
+  CacheSession<Face> session;
+};
+
+/// Where windows have moved past the place that two prompts part at, the second
+/// is read from its beginning, and answered as by a cache that never had another.
+template <typename Face>
+void windows() {
+  const Ids first = text(9, 3);
+  Ids second = slice(first, 0, 5);
+  second.push_back(7);
+  Target<Face> fresh(/*window=*/8);
+  Generator alone(fresh.model.program(), fresh.cache(), {});
+  const auto wanted = must(alone.answer(second, kLong, Listener()));
+
+  Target<Face> target(/*window=*/8);
+  Generator generator(target.model.program(), target.cache(), {});
+  const auto before = must(generator.answer(first, kLong, Listener()));
+  CHECK_INT(generator.held().size(), 9 + kLong - 1);
+  const auto again = must(generator.answer(second, kLong, Listener()));
+  CHECK_INT(again.reused_tokens, 0);
+  CHECK_INT(again.prefill_tokens, second.size());
+  CHECK(again.ids == wanted.ids);
+  CHECK(again.ids != before.ids);
+
+  CHECK_INT(must(generator.rewind(1000)), 6 + kLong - 1);
+  CHECK_INT(must(generator.rewind(20)), 0);
+  CHECK(generator.held().empty());
+  CHECK_INT(target.cache().length(), 0);
+  CHECK(must(generator.answer(second, kLong, Listener())).ids == wanted.ids);
+}
+
+/// Forgets no more than it is told to where nothing has been dropped.
+void without_windows() {
+  Target<Cache> target;
+  Generator generator(target.model.program(), target.cache(), {});
+  must(generator.answer(text(9, 3), 60, Listener()));
+  CHECK_INT(must(generator.rewind(20)), 20);
+  CHECK_INT(generator.held().size(), 20);
+  CHECK_INT(target.cache().length(), 20);
+  const auto more = must(generator.answer(text(12, 3), 4, Listener()));
+  CHECK_INT(more.reused_tokens, 9);
+}
+
+/// Fails behind the first id, and leaves the cache so that it cannot go back.
+class Failing : public examples::Stepper {
+ public:
+  explicit Failing(SeqCache& cache) : cache_(cache) {}
+
+  Result<int64_t> first(const examples::LogitsView& logits) override {
+    return argmax(logits, logits.last_row());
+  }
+  Result<std::vector<int64_t>> next(const Ids&, size_t) override {
+    must(cache_.seq_cp(0, 1));
+    REQUIRE(!cache_.rewind(0).ok());
+    return Error(ETKV_ERROR_INTERNAL, "the step failed");
+  }
+
+ private:
+  SeqCache& cache_;
+};
+
+void the_first_error_is_told() {
+  Target<SeqCache> target;
+  Failing failing(target.cache());
+  Generator generator(target.model.program(), target.cache(), {}, &failing);
+  CHECK_REFUSED(
+      generator.answer(text(9), 4, Listener()),
+      ETKV_ERROR_INTERNAL,
+      "the step failed");
+}
+
+} // namespace
+} // namespace etkv::tests
+
+int main() {
+  using namespace etkv::tests;
+  etkv::examples::quiet_executorch();
+  windows<etkv::Cache>();
+  windows<etkv::SeqCache>();
+  windows<etkv::TreeCache>();
+  without_windows();
+  the_first_error_is_told();
+  return check_report();
+}

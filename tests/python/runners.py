@@ -1,0 +1,109 @@
+"""What the tests of the example runners share: how they are run, on what, and how their answers are read."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+
+import reference
+from etkv.export import ExportRequest, export_program, is_current
+from reference import Program, Variant
+
+FAILED, MISUSED, INTERRUPTED = 1, 2, 130
+
+RUNNERS = {
+    "admission": [],
+    "agent_fork": ["--context-tokens", 100],
+    "batch": [],
+    "prefix": [],
+    "rollback": [],
+    "speculative": ["--depth", 3, "--width", 2],
+}
+"""Name -> what it is asked besides, so that it is done soon on a tiny model."""
+
+EACH = pytest.mark.parametrize("name", RUNNERS)
+
+FORMATS = [
+    *("f32", "f16", "bf16", "mxfp8", "mxfp4", "nvfp4", "row-int4", "row-fp4"),
+    *(f"affine{bits}g32" for bits in (2, 3, 4, 5, 6, 8)),
+]
+"""Those that fit rows of 32 elements."""
+
+QUESTIONS = [f"Question {i}: what comes after {'abcdefghij'[i] * (i + 1)}?" for i in range(10)]
+MOST = 64
+"""Tokens of an answer."""
+CONTEXT = 2048
+
+LETTERS = [word for letter in "abc" for word in ("--prompt", 30 * letter)]
+"""Prompts that have little in common."""
+
+
+def runner(name: str) -> Path:
+    return reference.BUILD / "bin" / f"etkv_{name}"
+
+
+def with_longer_context(name: str, **options) -> Program:
+    """The program of a tiny model for conversations of ``CONTEXT`` bytes: its weights do not depend on that."""
+    short = reference.program(Variant(name))
+    folder = reference.MODELS / "-".join([name, "long", *(f"{key}-{value}" for key, value in options.items())])
+    hf = reference.MODELS / f"{name}-long" / "hf"
+    file = hf / "config.json"
+    if not file.is_file() or file.stat().st_mtime < (short.hf / "config.json").stat().st_mtime:
+        shutil.copytree(short.hf, hf, dirs_exist_ok=True)
+        file.write_text(json.dumps({**json.loads(file.read_text()), "max_position_embeddings": CONTEXT}))
+    options = {"prefill_chunk": reference.TINY_CHUNK, **options}
+    request = ExportRequest(model=hf, output=folder / "model.pte", dtype="float32", **options)
+    if not is_current(request):
+        export_program(request)
+    return Program(short.variant, request.output, hf)
+
+
+def command(name: str, program: Program, *options: object) -> list[object]:
+    return [runner(name), "--model", program.path, *RUNNERS[name], *options]
+
+
+def succeed(name: str, program: Program, *options: object) -> subprocess.CompletedProcess[str]:
+    done = reference.run(command(name, program, *options))
+    assert done.returncode == 0, (done.args, done.returncode, done.stderr)
+    return done
+
+
+def answers(output: str) -> list[list[int]]:
+    """The ids of every answer, in the order they were written in."""
+    return [[int(word) for word in line.split()] for line in re.findall(r"^ids:(.*)$", output, re.MULTILINE)]
+
+
+def checked(done: subprocess.CompletedProcess[str]) -> tuple[int, int]:
+    """How many answers and tokens the runner has found to be those of plain decoding, all of them."""
+    found = re.findall(r"^check: (\d+) answers?, (\d+) tokens? as plain decoding chooses them$", done.stderr, re.M)
+    assert len(found) == done.stderr.count("check: ") > 0, done.stderr
+    return sum(int(n_answers) for n_answers, _ in found), sum(int(n_tokens) for _, n_tokens in found)
+
+
+def prompts(texts: list[str]) -> list[str]:
+    return [word for text in texts for word in ("--prompt", text)]
+
+
+def by_title(output: str) -> dict[str, list[int]]:
+    """The ids of every answer by what it answers."""
+    found = {}
+    for block in re.split(r"^## ", output, flags=re.M)[1:]:
+        title, _, rest = block.partition("\n")
+        (found[title],) = answers(rest)
+    return found
+
+
+def refused(words: list[object], status: int, *told: str, **how) -> None:
+    """A runner refuses with one line that tells each of ``told``."""
+    done = reference.run(words, timeout=60, **how)
+    assert (done.returncode, done.stdout) == (status, ""), done.stderr
+    line = done.stderr.removesuffix("\n")
+    assert line.startswith(f"{Path(str(words[0])).name}: "), line
+    assert line.isprintable(), line
+    for word in told:
+        assert word in line

@@ -1,0 +1,148 @@
+"""What the example runners refuse, and what they leave behind where they end."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import subprocess
+import time
+
+import pytest
+
+import reference
+from reference import Program
+from runners import (
+    CONTEXT,
+    EACH,
+    FAILED,
+    INTERRUPTED,
+    MISUSED,
+    command,
+    refused,
+    runner,
+    succeed,
+    with_longer_context,
+)
+
+
+@pytest.fixture(scope="module")
+def llama() -> Program:
+    return with_longer_context("tiny-llama")
+
+
+# ---- The command line -----------------------------------------------------------------------------------------------
+
+
+@EACH
+@pytest.mark.parametrize(
+    ("options", "told"),
+    [
+        (["--capacity", 0], ["--capacity takes a whole number from 1"]),
+        (["--capcity", 5], ["no option --capcity", "did you mean --capacity?"]),
+        (["--kv-format", "int4"], ["--kv-format: no storage format `int4`", "row-int4"]),
+        (["--max-new-tokens", "few"], ["--max-new-tokens", '"few"']),
+        (["--prompt", ""], ["a prompt is empty"]),
+        (["--prompt"], ["--prompt needs a value"]),
+        (["extra"], ['"extra"']),
+    ],
+)
+def test_command_lines_that_cannot_be(llama, name, options, told):
+    refused(command(name, llama, *options), MISUSED, *told)
+
+
+@EACH
+def test_files_that_cannot_be(llama, name, tmp_path):
+    refused([runner(name)], FAILED, "no model at build/models", "`make model`", "--model", cwd=tmp_path)
+    refused([runner(name), "--model", tmp_path / "no.pte"], FAILED, "there is no program at")
+    refused(command(name, llama, "--tokenizer", tmp_path), FAILED, "there is no tokenizer at")
+    refused(command(name, llama, "--capacity", CONTEXT + 1), FAILED, f"--capacity {CONTEXT + 1} is above {CONTEXT}")
+    # Rows of 16 elements are no whole group.
+    refused(command(name, llama, "--kv-format", "affine4g64"), FAILED, "affine4g64", "head_dim 16")
+
+
+def test_contexts_that_cannot_be(llama, tmp_path):
+    words = [runner("agent_fork"), "--model", llama.path, "--context"]
+    refused([*words, tmp_path], FAILED, f"cannot read a context from {tmp_path}: Is a directory")
+    refused([*words, tmp_path / "no"], FAILED, f"cannot read a context from {tmp_path / 'no'}: No such file")
+    empty = tmp_path / "empty.txt"
+    empty.touch()
+    refused([*words, empty], FAILED, f"the context in {empty} is empty")
+    refused([*words, empty, "--context-tokens", 9], MISUSED, "--context", "--context-tokens")
+
+
+def test_a_context_from_a_file(llama, tmp_path):
+    """Longer than one piece of reading."""
+    file = tmp_path / "context.txt"
+    file.write_text("A line of the context.\n" * 60)
+    words = [runner("agent_fork"), "--model", llama.path, "--context", file, "--max-new-tokens", 4, "--check"]
+    done = reference.run([*words, "--prompt", "a", "--prompt", "b"])
+    assert done.returncode == 0, done.stderr
+    ((shared,),) = (map(int, [found]) for found in re.findall(r"(\d+) of them shared", done.stderr))
+    assert shared > file.stat().st_size
+
+
+@EACH
+def test_help_and_version(name):
+    told = reference.run([runner(name), "--help"])
+    assert told.returncode == 0
+    assert told.stdout.startswith(f"usage: etkv_{name} [options]\n")
+    for option in ("--model", "--tokenizer", "--capacity", "--kv-format", "--prompt", "--max-new-tokens", "--check"):
+        assert option in told.stdout
+    assert max(map(len, told.stdout.splitlines())) <= 80
+    assert reference.run([runner(name), "--version"]).stdout.startswith(f"etkv_{name} ")
+
+
+# ---- What is left behind --------------------------------------------------------------------------------------------
+
+
+@EACH
+def test_memory_returns_to_where_it_was(llama, name):
+    done = succeed(name, llama, "--max-new-tokens", 4, "--repeat", 50)
+    line = r"^round \d+: (\d+) handles, (\d+) bytes in MLX, ([\d.]+) MiB in the process$"
+    rounds = re.findall(line, done.stderr, re.M)
+    assert len(rounds) == 50
+    assert {(handles, in_mlx) for handles, in_mlx, _ in rounds} == {("0", "0")}
+    process = [float(mebibytes) for _, _, mebibytes in rounds]
+    reference.note(f"{name}: {process[0]} MiB after one round, {process[9]} after 10, {process[-1]} after 50")
+    # What a heap has in pieces may move a little; 13 KiB a round would be seen.
+    assert process[-1] < process[9] + 0.5
+
+
+@EACH
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGINT])
+def test_stopped_within_a_step(llama, name, tmp_path, number):
+    """No file is left, and Ctrl-C ends a runner in its own words."""
+    environment = {**os.environ, "TMPDIR": str(tmp_path), "HOME": str(tmp_path)}
+    words = [str(word) for word in command(name, llama, "--repeat", 100_000, "--max-new-tokens", 8)]
+    streams = {"stdout": subprocess.DEVNULL, "stderr": subprocess.PIPE}
+    with subprocess.Popen(words, cwd=tmp_path, env=environment, **streams) as run:
+        # In the middle of a round: the first is over, and so many more are to come.
+        told = run.stderr.readline()
+        while not told.startswith(b"round"):
+            told = run.stderr.readline()
+        time.sleep(0.1)
+        run.send_signal(number)
+        rest = run.stderr.read().decode()
+    if number == signal.SIGINT:
+        assert run.returncode == INTERRUPTED, rest
+        assert rest.endswith("stopped: interrupted\n")
+    else:
+        assert run.returncode == -signal.SIGKILL
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_rollback_stops_between_scenes(llama):
+    """Ctrl-C within an answer: no other begins, and no heading of one is printed."""
+    words = [str(word) for word in command("rollback", llama, "--max-new-tokens", 400)]
+    streams = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True, "encoding": "utf-8"}
+    with subprocess.Popen(words, errors="replace", **streams) as run:
+        while not run.stdout.readline().startswith("## "):
+            pass
+        run.send_signal(signal.SIGINT)
+        written, told = run.communicate(timeout=60)
+    assert run.returncode == INTERRUPTED, told
+    headings = re.findall(r"^## .*\n(?=(.?))", written, re.M)
+    assert len(headings) <= 1, written
+    assert all(text.strip() for text in headings), written
+    assert told == "stopped: interrupted\n"

@@ -1,0 +1,80 @@
+"""The example runners on models whose layers have windows: what these have dropped is read again, and right."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+
+import reference
+from reference import CHAT, Program
+from runners import EACH, answers, checked, prompts, succeed, with_longer_context
+
+WINDOW = 64
+MOST = 220
+"""Tokens of an answer: more than a window and two steps, so that every kind of cache drops positions."""
+
+MODELS = pytest.mark.parametrize("model", ["tiny-mistral-window", "tiny-gemma3"])
+
+
+@pytest.fixture(scope="module")
+def mistral() -> Program:
+    """A window in every layer."""
+    return with_longer_context("tiny-mistral-window")
+
+
+@MODELS
+@EACH
+def test_answers_are_those_of_plain_decoding(name, model):
+    words = ["--max-new-tokens", MOST, "--check", "--ids", "--prompt", "Well?", "--prompt", "What else is there?"]
+    done = succeed(name, with_longer_context(model), *words)
+    assert max(map(len, answers(done.stdout))) > WINDOW + 2 * reference.TINY_CHUNK
+    n_answers, n_tokens = checked(done)
+    if name == "rollback":
+        assert "the layers' windows have moved past position" in done.stderr
+        # All but the last, which has another window.
+        assert n_answers == len(answers(done.stdout)) - 1
+    else:
+        assert n_answers == len(answers(done.stdout)) > 1
+        assert n_tokens == sum(map(len, answers(done.stdout)))
+
+
+@MODELS
+@pytest.mark.parametrize("options", [["--session", "contiguous"], ["--session", "seq"], ["--draft", "ngram"]])
+def test_chat_takes_back_what_windows_have_moved_past(model, options):
+    """What follows is what a conversation answers in which it was never said."""
+    words = [CHAT, "--model", with_longer_context(model).path, "--ids", "--max-new-tokens", MOST, *options]
+
+    def converse(*lines: str) -> list[list[int]]:
+        done = reference.run(words, input="\n".join([*lines, ""]), stdin=None)
+        assert done.returncode == 0, done.stderr
+        assert "window" not in done.stderr, "nothing is refused"
+        return answers(done.stdout)
+
+    first, second, again, more = converse("hi", "and then?", "/undo", "and now?", "/undo", "/undo", "well?")
+    assert [first, again] == converse("hi", "and now?")
+    assert [first, second] == converse("hi", "and then?")
+    assert [more] == converse("well?")
+
+
+@pytest.mark.parametrize(
+    ("options", "compared"),
+    [
+        (["--window", 100, "--sinks", 4], True),
+        (["--window", WINDOW, "--sinks", 4], True),
+        (["--window", 48, "--sinks", 0], True),
+        (["--window", 48, "--sinks", 4], False),
+    ],
+    ids=["wider", "as wide", "narrower", "no window"],
+)
+def test_a_window_over_layers_that_have_one(mistral, options, compared):
+    """The answer is compared with what both windows show, where that is a window."""
+    done = succeed("rollback", mistral, "--max-new-tokens", 90, "--check", "--ids", "--prompt", "a", *options)
+    assert len(re.findall("^check: 1 answer,", done.stderr, re.M)) == (1 if compared else 0)
+    assert ("--window 48 and --sinks 4 in a layer's own window of 64" in done.stderr) != compared
+    assert checked(done)[0] == len(answers(done.stdout)) - (0 if compared else 1)
+
+
+def test_a_window_that_is_widened_is_told(mistral):
+    done = succeed("rollback", mistral, "--max-new-tokens", 4, "--window", 1, *prompts(["a"]))
+    assert re.search(r"^window: \d\d in place of 1, as long as the prompt$", done.stderr, re.M)
