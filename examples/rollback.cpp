@@ -326,9 +326,10 @@ Result<void> run(const RunnerOptions& options, const WindowOptions& more) {
   for (auto& layer : layers) {
     const auto seen = seen_in(layer, window, sinks);
     if (!seen) {
-      say("window: compared with nothing: a layer has a window of " +
-          std::to_string(layer.window) +
-          " of its own, and what it sees in this one is no window");
+      say("window: not compared: --window " + std::to_string(window) +
+          " and --sinks " + std::to_string(sinks) +
+          " in a layer's own window of " + std::to_string(layer.window) +
+          " show what no single window does");
       return {};
     }
     layer = *seen;

@@ -114,6 +114,7 @@ fn compile_mlx_c(mlx_c: &Path, mlx_include: &Path) {
         .filter(|path| path.extension().is_some_and(|extension| extension == "cpp"))
         .collect();
     sources.sort();
+    sources.push("shim/exit.cpp".into());
     sources.push("shim/writes.cpp".into());
     if env::var("CARGO_CFG_TARGET_ARCH").as_deref() != Ok("aarch64") {
         sources.push("shim/half.cpp".into());

@@ -7,9 +7,8 @@
 //! under one lock.
 
 use std::cell::RefCell;
-use std::ffi::{c_char, c_int, c_void, CStr};
+use std::ffi::{c_char, c_void, CStr};
 use std::sync::OnceLock;
-use std::time::Duration;
 
 use mlx_rs::{Array, Device, DeviceType, Dtype, Stream};
 use parking_lot::ReentrantMutex;
@@ -113,26 +112,10 @@ fn start() -> Result<Runtime> {
     unsafe { mlx_sys::mlx_set_error_handler(Some(on_error), std::ptr::null_mut(), None) };
     let on_gpu = matches!(device.get_type()?, DeviceType::Gpu);
     let stream = unowned_stream(&device)?;
-    if on_gpu {
-        // What is registered last runs first: the stream is there by now, and with
-        // it all that MLX and the driver have registered. A full table of handlers
-        // leaves things as they are.
-        // SAFETY: the function stays, and this library with it.
-        unsafe { atexit(end) };
-    }
+    // MLX for CUDA has a driver to outlive also where the stream is one of the CPU.
+    // SAFETY: it registers a function without state; the stream is there.
+    unsafe { mlx_sys::etkv_mlx_end_without_driver() };
     Ok(Runtime { stream, on_gpu })
-}
-
-/// How long the end of the process waits for a step of another thread.
-const PATIENCE: Duration = Duration::from_secs(5);
-
-/// Ends the streams while the driver is there. MLX would end them with its other
-/// static objects, after the driver, and that ends the process in an abort.
-extern "C" fn end() {
-    if let Some(_lock) = LOCK.try_lock_for(PATIENCE) {
-        // SAFETY: nobody else is in MLX. A failure has nobody to hear of it.
-        unsafe { mlx_sys::mlx_clear_streams() };
-    }
 }
 
 /// The device that `ETKV_DEVICE` names (`cpu` or `gpu`), else MLX's own choice.
@@ -190,7 +173,6 @@ thread_local! {
 }
 
 extern "C" {
-    fn atexit(function: extern "C" fn()) -> c_int;
     // mlx-rs's own handler, which its wrappers read their messages from.
     fn default_mlx_error_handler(message: *const c_char, data: *mut c_void);
 }

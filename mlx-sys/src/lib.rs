@@ -45,6 +45,10 @@ extern "C" {
         found: *mut bool,
         written: mlx_array,
     ) -> ::std::os::raw::c_int;
+
+    /// From now on, the process ends with its own status where MLX would abort it
+    /// for a CUDA driver that ended first. For after the first stream was made.
+    pub fn etkv_mlx_end_without_driver();
 }
 
 /// The clock that mlx-rs seeds its random state from; Apple's kernel has it,
