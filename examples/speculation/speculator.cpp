@@ -19,7 +19,8 @@ void add_speculation_arguments(
       "--draft",
       "FILE|ngram",
       "who guesses: a program (.pte) with the model's\n"
-      "vocabulary, or the text so far" +
+      "vocabulary, or one that is fed with its features,\n"
+      "or the text so far" +
           otherwise,
       &options.draft);
   arguments.integer_or(

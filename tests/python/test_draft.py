@@ -101,14 +101,21 @@ def test_the_guess_is_the_best_linear_one(tiny, monkeypatch):
 
     origin = source.find(tiny("tiny-llama"))
     model = source.read_model(origin, source.read_config(origin), "float32")
-    texts = torch.randint(0, 256, (32, 60), generator=torch.Generator().manual_seed(2))
-    for name, value in (("_TEXTS", 32), ("_AT_ONCE", 32), ("_texts", lambda model, start: texts)):
+    made = []
+
+    def texts_of(*arguments):
+        made.append(texts(*arguments))
+        return made[-1]
+
+    texts = draft._texts
+    for name, value in (("_TEXTS", 30), ("_TOKENS", 60), ("_AT_ONCE", 10), ("_texts", texts_of)):
         monkeypatch.setattr(draft, name, value)
-    guess = draft.fit(model, 0, [[256]], Progress())
+    guess = draft.fit(model, 0, [[256], [256, 65, 66]], Progress())
+    assert [text[0, :3].tolist() == [256, 65, 66] for text, _ in made] == [False, True, True]
 
     plain = reference.load_hf(tiny("tiny-llama"))
     inputs, outputs = [], []
-    for text in texts.tolist():
+    for text in [row for batch, _ in made for row in batch.tolist()]:
         own = features(plain, text)[0].double().numpy()
         embedding = plain.get_input_embeddings().weight[text].detach().double().numpy()
         sides = [x / np.sqrt(np.square(x).mean(-1, keepdims=True) + 1e-6) for x in (embedding[4:], own[3:-1])]

@@ -125,13 +125,12 @@ def fit(model: PreTrainedModel, tap: int, starts: list[list[int]], progress: Pro
         for done in range(0, _TEXTS, _AT_ONCE):
             progress.note(f"... {done} of {_TEXTS} texts")
             start = starts[min(done // _AT_ONCE, len(starts) - 1)]
-            for text in _texts(model, start).split(4):
-                features = _features(model, tap, text)
-                embeddings = model.get_input_embeddings()(text)
-                x = _inputs(embeddings[:, _FIRST:], features[:, _FIRST - 1 : -1]).flatten(0, 1).double()
-                x = torch.cat([x, torch.ones(len(x), 1, dtype=x.dtype)], dim=1)
-                squares += x.T @ x
-                products += x.T @ features[:, _FIRST:].flatten(0, 1).double()
+            text, features = _texts(model, tap, start)
+            embeddings = model.get_input_embeddings()(text)
+            x = _inputs(embeddings[:, _FIRST:], features[:, _FIRST - 1 : -1]).flatten(0, 1).double()
+            x = torch.cat([x, torch.ones(len(x), 1, dtype=x.dtype)], dim=1)
+            squares += x.T @ x
+            products += x.T @ features[:, _FIRST:].flatten(0, 1).double()
     squares += _RIDGE * squares.diagonal().mean() * torch.eye(len(squares), dtype=squares.dtype)
     solved = torch.linalg.solve(squares, products).to(model.dtype)
     return Guess(solved[:-1].T.contiguous(), solved[-1])
@@ -157,25 +156,23 @@ def _own_attention(model: PreTrainedModel) -> Iterator[None]:
         model.set_attn_implementation(attention.NAME)
 
 
-def _texts(model: PreTrainedModel, start: list[int]) -> torch.Tensor:
+def _texts(model: PreTrainedModel, tap: int, start: list[int]) -> tuple[torch.Tensor, torch.Tensor]:
+    """Texts that the model makes behind ``start``, ``[texts, tokens]``, and what layer ``tap`` handed on for them,
+    ``[texts, tokens, hidden]``.
+    """
     ids = torch.tensor([start]).expand(_AT_ONCE, -1)
     longest = getattr(model.config.get_text_config(), "max_position_embeddings", None) or len(start) + _TOKENS
-    return model.generate(
-        ids, attention_mask=torch.ones_like(ids), max_new_tokens=max(1, min(_TOKENS, longest - len(start)))
-    )
-
-
-def _features(model: PreTrainedModel, tap: int, ids: torch.Tensor) -> torch.Tensor:
-    """What layer ``tap`` hands on, ``[texts, tokens, hidden]``."""
-    kept = []
+    kept: list[torch.Tensor] = []
     hook = layers.modules(model)[tap].register_forward_hook(
         lambda module, inputs, output: kept.append(output[0] if isinstance(output, tuple) else output)
     )
     try:
-        model.get_decoder()(input_ids=ids, use_cache=False)
+        most = max(1, min(_TOKENS, longest - len(start)))
+        made = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=most)
     finally:
         hook.remove()
-    return kept[0]
+    # The last token was made and not run.
+    return made[:, :-1], torch.cat(kept, dim=1)
 
 
 def _check_embeddings(model: PreTrainedModel) -> None:
