@@ -216,6 +216,14 @@ void missing_features() {
   refused(6);
   guesses->saw(6, features.view(6, 23));
   CHECK(same(must(guesses->propose(ids, shape, greedy)), tree));
+  // What the cache holds was made of those from before.
+  const auto others = features_of(target, text(30, 9));
+  guesses->saw(0, others.view(0, 29));
+  const auto newly = draft("llama-draft", target);
+  newly->saw(0, others.view(0, 29));
+  const auto strange = must(guesses->propose(ids, shape, greedy));
+  CHECK(same(strange, must(newly->propose(ids, shape, greedy))));
+  CHECK(!same(strange, tree));
   // Features of a text that went back do not stay for one that goes on.
   must(guesses->propose(slice(ids, 0, 20), shape, greedy));
   refused(19);
