@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 import reference
-from etkv.export import ExportRequest, export_program, is_current
+from etkv.export import ExportRequest
 from reference import Program, Variant
 
 FAILED, MISUSED, INTERRUPTED = 1, 2, 130
@@ -53,13 +53,13 @@ def with_longer_context(name: str, **options) -> Program:
     folder = reference.MODELS / "-".join([name, "long", *(f"{key}-{value}" for key, value in options.items())])
     hf = reference.MODELS / f"{name}-long" / "hf"
     file = hf / "config.json"
-    if not file.is_file() or file.stat().st_mtime < (short.hf / "config.json").stat().st_mtime:
-        shutil.copytree(short.hf, hf, dirs_exist_ok=True)
-        file.write_text(json.dumps({**json.loads(file.read_text()), "max_position_embeddings": CONTEXT}))
+    with reference.alone():
+        if not file.is_file() or file.stat().st_mtime < (short.hf / "config.json").stat().st_mtime:
+            shutil.copytree(short.hf, hf, dirs_exist_ok=True)
+            file.write_text(json.dumps({**json.loads(file.read_text()), "max_position_embeddings": CONTEXT}))
     options = {"prefill_chunk": reference.TINY_CHUNK, **options}
     request = ExportRequest(model=hf, output=folder / "model.pte", dtype="float32", **options)
-    if not is_current(request):
-        export_program(request)
+    reference.export([request])
     return Program(short.variant, request.output, hf)
 
 
