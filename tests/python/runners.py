@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import shutil
 import subprocess
@@ -41,6 +42,10 @@ CONTEXT = 2048
 
 LETTERS = [word for letter in "abc" for word in ("--prompt", 30 * letter)]
 """Prompts that have little in common."""
+
+EVERYTHING = os.environ.get("ETKV_TEST_LONG") == "1"
+"""As much as can be asked; a part of it otherwise, which takes minutes less."""
+only_long = pytest.mark.skipif(not EVERYTHING, reason="takes a minute: make test-long")
 
 
 def runner(name: str) -> Path:
