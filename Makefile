@@ -79,7 +79,7 @@ test-sanitize: .venv/.ready ## Run the tests of the C and C++ faces with address
 	ctest --test-dir build/sanitize --output-on-failure
 
 test-python: build model ## Run the exporter's tests, and models against transformers
-	python -m pytest
+	python -m pytest -n 2 --dist loadfile
 
 format: .venv/.ready ## Format every file
 	cargo fmt --all
@@ -97,7 +97,7 @@ test-long: build model ## Millions of generated operations against the oracles; 
 	ETKV_RUNS=40000 cargo test --release --locked -p etkv-tests --no-default-features
 	ETKV_RUNS=4000 cargo test --release --locked -p etkv-tests --test caches
 	ETKV_STEP_SEEDS=40 python -m pytest tests/python/test_native_steps.py
-	ETKV_TEST_LONG=1 python -m pytest -m real_model tests/python/test_runners.py
+	ETKV_TEST_LONG=1 python -m pytest -m real_model tests/python/test_runners.py tests/python/test_runner_page.py
 
 clean: ## Remove what was built; .venv/ and exported models stay
 	rm -rf build/cargo build/cmake build/sanitize build/bin build/lib

@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+
+# Workers share the cores. Threads of OpenMP wait for each other without sleep: where each worker has as many as there
+# are cores, most of their time goes into waiting.
+if "PYTEST_XDIST_WORKER" in os.environ:
+    os.environ["OMP_NUM_THREADS"] = "1"
 
 import reference
 import tiny_gguf

@@ -6,7 +6,9 @@ them. Set ``ETKV_TEST_KEEP_PROGRAMS=1`` to take every program that is there as i
 
 from __future__ import annotations
 
+import contextlib
 import copy
+import fcntl
 import functools
 import hashlib
 import json
@@ -14,7 +16,7 @@ import os
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
 from multiprocessing import get_context
@@ -117,10 +119,25 @@ def program(variant: Variant) -> Program:
 def programs(variants: Iterable[Variant]) -> dict[Variant, Program]:
     """The programs of ``variants``; those to be exported are, two at a time."""
     requests = {variant: _request(variant) for variant in variants}
-    stale = [request for request in requests.values() if not _is_usable(request)]
-    if stale:
-        list(_exporters().map(_export, stale))
+    export(list(requests.values()))
     return {variant: Program(variant, request.output, request.keep_hf) for variant, request in requests.items()}
+
+
+def export(requests: Sequence[ExportRequest]) -> None:
+    """Make what is missing or stale of ``requests``, two at a time."""
+    if not all(map(_is_usable, requests)):
+        with alone():
+            # Whoever was here before may have made some of them.
+            list(_exporters().map(_export, [request for request in requests if not _is_usable(request)]))
+
+
+@contextlib.contextmanager
+def alone() -> Iterator[None]:
+    """Keep other processes that run tests from writing models meanwhile: they would write the same files."""
+    MODELS.mkdir(parents=True, exist_ok=True)
+    with (MODELS / ".lock").open("w") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        yield
 
 
 @functools.cache
@@ -157,9 +174,10 @@ def tiny_source(name: str) -> Path:
     folder = MODELS / name
     stamp = folder / "made-by.txt"
     made_by = hashlib.sha256(Path(tiny_models.__file__).read_bytes()).hexdigest()
-    if not stamp.is_file() or stamp.read_text() != made_by:
-        tiny_models.write(name, folder)
-        stamp.write_text(made_by)
+    with alone():
+        if not stamp.is_file() or stamp.read_text() != made_by:
+            tiny_models.write(name, folder)
+            stamp.write_text(made_by)
     return folder
 
 

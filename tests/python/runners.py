@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import shutil
 import subprocess
@@ -11,7 +12,7 @@ from pathlib import Path
 import pytest
 
 import reference
-from etkv.export import ExportRequest, export_program, is_current
+from etkv.export import ExportRequest
 from reference import Program, Variant
 
 FAILED, MISUSED, INTERRUPTED = 1, 2, 130
@@ -42,6 +43,10 @@ CONTEXT = 2048
 LETTERS = [word for letter in "abc" for word in ("--prompt", 30 * letter)]
 """Prompts that have little in common."""
 
+EVERYTHING = os.environ.get("ETKV_TEST_LONG") == "1"
+"""As much as can be asked; a part of it otherwise, which takes minutes less."""
+only_long = pytest.mark.skipif(not EVERYTHING, reason="takes a minute: make test-long")
+
 
 def runner(name: str) -> Path:
     return reference.BUILD / "bin" / f"etkv_{name}"
@@ -53,13 +58,13 @@ def with_longer_context(name: str, **options) -> Program:
     folder = reference.MODELS / "-".join([name, "long", *(f"{key}-{value}" for key, value in options.items())])
     hf = reference.MODELS / f"{name}-long" / "hf"
     file = hf / "config.json"
-    if not file.is_file() or file.stat().st_mtime < (short.hf / "config.json").stat().st_mtime:
-        shutil.copytree(short.hf, hf, dirs_exist_ok=True)
-        file.write_text(json.dumps({**json.loads(file.read_text()), "max_position_embeddings": CONTEXT}))
+    with reference.alone():
+        if not file.is_file() or file.stat().st_mtime < (short.hf / "config.json").stat().st_mtime:
+            shutil.copytree(short.hf, hf, dirs_exist_ok=True)
+            file.write_text(json.dumps({**json.loads(file.read_text()), "max_position_embeddings": CONTEXT}))
     options = {"prefill_chunk": reference.TINY_CHUNK, **options}
     request = ExportRequest(model=hf, output=folder / "model.pte", dtype="float32", **options)
-    if not is_current(request):
-        export_program(request)
+    reference.export([request])
     return Program(short.variant, request.output, hf)
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import re
 import subprocess
 
@@ -13,6 +12,7 @@ import reference
 from reference import Program, Variant
 from runners import (
     EACH,
+    EVERYTHING,
     FAILED,
     FORMATS,
     LETTERS,
@@ -24,6 +24,7 @@ from runners import (
     by_title,
     checked,
     command,
+    only_long,
     prompts,
     refused,
     runner,
@@ -101,9 +102,6 @@ def encoded(program: Program, questions: list[str]) -> dict[str, list[int]]:
 
 # ---- The real model -------------------------------------------------------------------------------------------------
 
-EVERYTHING = os.environ.get("ETKV_TEST_LONG") == "1"
-"""As much as can be asked; a part of it otherwise, which takes minutes less."""
-only_long = pytest.mark.skipif(not EVERYTHING, reason="takes a minute: make test-long")
 REAL_QUESTIONS = [
     "What is the capital of France?",
     "Why is the sky blue?",

@@ -1,0 +1,41 @@
+"""The page of the runners shows what they print."""
+
+from __future__ import annotations
+
+import re
+import shlex
+import subprocess
+
+import pytest
+
+import reference
+from runners import only_long
+
+PAGE = reference.ROOT / "examples" / "README.md"
+BLOCK = re.compile(r"^```\n\$ ((?:[^\n]*\\\n)*[^\n]*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+
+
+def blocks() -> list[tuple[list[str], str]]:
+    """The words of each command, and what it prints."""
+    return [(shlex.split(block[1].replace("\\\n", " ")), block[2]) for block in BLOCK.finditer(PAGE.read_text())]
+
+
+def without_times(output: str) -> str:
+    """What does not depend on the machine."""
+    return re.sub(r"[\d.]+(?= s\b|/s\b| tokens/s\b|% of it for guesses)", "*", output)
+
+
+def test_the_page_has_every_runner():
+    shown = {words[0].removeprefix("build/bin/") for words, _ in blocks()}
+    built = {path.name for path in (reference.BUILD / "bin").glob("etkv_*")}
+    assert shown == built - {"etkv_minimal", "etkv_forward"}
+    assert all(output for _, output in blocks())
+
+
+@pytest.mark.real_model
+@only_long
+@pytest.mark.parametrize(("words", "output"), blocks(), ids=lambda value: value[0] if isinstance(value, list) else "")
+def test_the_page_shows_what_runners_print(words, output):
+    streams = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "stdin": subprocess.DEVNULL}
+    done = subprocess.run(words, cwd=reference.ROOT, encoding="utf-8", timeout=1800, check=True, **streams)
+    assert without_times(done.stdout) == without_times(output)
