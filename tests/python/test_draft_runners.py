@@ -14,34 +14,21 @@ MODELS = ("tiny-gemma3", "tiny-llama", "tiny-qwen3")
 SHAPES = [("--depth", depth, "--width", width) for depth in range(1, 7) for width in (1, 3, 8)]
 
 
-@pytest.fixture(scope="module")
-def pair():
+def pair(name: str, **options: object) -> tuple[Program, Program]:
     """The target of a name, whose first layer of two is tapped, and the draft that is the second."""
-    from etkv import _mlx_serialization
-
-    _mlx_serialization.ensure_available()
-    from etkv.export import draft
-
-    def make(name: str, **options) -> tuple[Program, Program]:
-        with pytest.MonkeyPatch.context() as patch:
-            # Fitted on little: what it guesses is soon no worse on random weights.
-            for constant, value in (("_TEXTS", 4), ("_TOKENS", 40), ("_AT_ONCE", 4)):
-                patch.setattr(draft, constant, value)
-            return with_longer_context(name, tap_layers=(0,)), with_longer_context(name, draft=1, **options)
-
-    return make
+    return with_longer_context(name, tap_layers=(0,)), with_longer_context(name, draft=1, **options)
 
 
-def check(pair: tuple[Program, Program], *options: object) -> str:
+def check(programs: tuple[Program, Program], *options: object) -> str:
     """What the runner says of its answers, which it has compared with plain decoding."""
-    target, draft = pair
+    target, draft = programs
     done = succeed("speculative", target, "--draft", draft.path, "--check", "--ids", *options)
     assert checked(done)[1] == sum(map(len, answers(done.stdout)))
     return done.stderr
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_guesses_leave_the_answer_alone(pair, name):
+def test_guesses_leave_the_answer_alone(name):
     both = pair(name)
     for shape in SHAPES if name == "tiny-qwen3" else SHAPES[::5]:
         check(both, "--max-new-tokens", 32, *shape)
@@ -50,11 +37,11 @@ def test_guesses_leave_the_answer_alone(pair, name):
 
 
 @pytest.mark.parametrize("kv_format", ["f16", "affine4g32", "row-int4"])
-def test_in_few_bits(pair, kv_format):
+def test_in_few_bits(kv_format):
     check(pair("tiny-qwen3"), "--max-new-tokens", 48, "--kv-format", kv_format, "--depth", 4, "--width", 3)
 
 
-def test_a_draft_of_small_steps(pair):
+def test_a_draft_of_small_steps():
     """Prompts of more tokens than it takes at once, and levels that have no more nodes than that."""
     said = check(pair("tiny-llama", prefill_chunk=4), "--max-new-tokens", 48, "--depth", 2, "--width", 8)
     guesses = [float(found) for found in re.findall(r"of ([\d.]+) guesses", said)]
@@ -62,18 +49,18 @@ def test_a_draft_of_small_steps(pair):
     assert 4 < max(guesses) <= 8
 
 
-def test_a_draft_of_another_model(pair):
+def test_a_draft_of_another_model():
     """Nothing tells it from the model's own where all sizes are equal; the answers are right."""
     check((pair("tiny-qwen3")[0], pair("tiny-llama")[1]), "--max-new-tokens", 32)
 
 
-def test_at_capacity(pair):
+def test_at_capacity():
     """The answer ends with a word; what there is of it is right."""
     said = check(pair("tiny-llama"), "--max-new-tokens", 64, "--capacity", 110)
     assert "stopped: the cache is full at 110 positions (--capacity)" in said
 
 
-def test_chance_is_repeatable(pair):
+def test_chance_is_repeatable():
     target, draft = pair("tiny-llama")
     words = ["--draft", draft.path, "--temperature", 0.8, "--ids", "--max-new-tokens", 16, "--seed"]
     first, same, other = (succeed("speculative", target, *words, seed).stdout for seed in (1, 1, 2))
@@ -82,7 +69,7 @@ def test_chance_is_repeatable(pair):
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_chat(pair, name):
+def test_chat(name):
     """What is taken back and begun anew is so for the draft, too."""
     target, draft = pair(name)
     lines = "hi\nand then?\n/undo\nand now?\n/reset\nhi\n/undo\nwell?\n"
@@ -98,7 +85,7 @@ def test_chat(pair, name):
     assert "draft" not in guessed.stderr
 
 
-def test_memory_returns_to_where_it_was(pair):
+def test_memory_returns_to_where_it_was():
     target, draft = pair("tiny-llama")
     done = succeed("speculative", target, "--draft", draft.path, "--max-new-tokens", 8, "--repeat", 50)
     line = r"^round \d+: (\d+) handles, (\d+) bytes in MLX, ([\d.]+) MiB in the process$"
@@ -109,7 +96,7 @@ def test_memory_returns_to_where_it_was(pair):
     assert process[-1] < process[9] + 0.5
 
 
-def test_a_target_that_does_not_give_the_features(pair):
+def test_a_target_that_does_not_give_the_features():
     """It is said which layer's are wanted, and how they are had."""
     draft = pair("tiny-llama")[1]
     for target, gives in (
@@ -125,7 +112,7 @@ def test_a_target_that_does_not_give_the_features(pair):
 
 
 @EACH
-def test_a_draft_is_not_a_model(pair, name):
+def test_a_draft_is_not_a_model(name):
     draft = pair("tiny-llama")[1]
     refused(command(name, draft), FAILED, f"{draft.path} is a draft of a model: give it with --draft")
     refused(
