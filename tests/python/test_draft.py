@@ -10,7 +10,7 @@ import torch
 
 import etkv
 import reference
-from etkv import pte
+from etkv import inspection, pte
 from etkv.constants import read_constants
 from etkv.errors import EtkvError
 from etkv.export import ExportRequest, export_program
@@ -63,6 +63,8 @@ def test_it_says_what_it_is(draft):
     assert methods["kv_cache.n_layers"] == 1
     assert methods["kv_cache.window"] == 0, "the second layer sees everything"
     assert config["num_hidden_layers"] == 2, "the model is as it was"
+    said = list(inspection.lines(inspection.report(path)))
+    assert "a draft, which takes the features of its model's layer 0" in said
 
 
 def test_on_features_of_the_model_it_is_the_model(draft):
