@@ -11,7 +11,7 @@ export PATH := $(CURDIR)/$(BIN):$(HOME)/.cargo/bin:$(PATH)
 export HF_HUB_OFFLINE := 1
 
 .DEFAULT_GOAL := help
-.PHONY: help setup build demo model test test-rust test-cpp test-package test-sanitize test-python test-long lint format bench bench-caches clean
+.PHONY: help setup build demo model test test-rust test-cpp test-package test-sanitize test-python test-long lint format bench bench-caches bench-guesses clean
 
 help: ## Show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -92,6 +92,9 @@ bench: build model ## Compare speed and memory with mlx-lm
 
 bench-caches: .venv/.ready ## Measure plans, forks and decode steps of every kind and format
 	cargo bench --locked -p etkv-benches
+
+bench-guesses: build model ## Measure what guessing ahead costs and brings
+	python benches/guesses.py
 
 test-long: build model ## Millions of generated operations against the oracles; runners on long answers
 	ETKV_RUNS=40000 cargo test --release --locked -p etkv-tests --no-default-features

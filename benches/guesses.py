@@ -2,9 +2,9 @@
 
 The first table tells what a forward takes by the number of its tokens, all rows of logits among it, as a share of what
 one token takes. The second runs ``etkv_speculative`` on a few questions with every draft, in turns, each in a process
-of its own: answers without guesses, guesses from the text, and first layers of the model, which are exported if need
-be. Figures are of all questions together; speed is a ratio to the answers without guesses of the same round, and the
-median of the rounds.
+of its own: answers without guesses, guesses from the text, the model's first layers fed with tokens, and its last ones
+fed with features; the programs are exported if need be. Figures are of all questions of a kind together; speed is a
+ratio to the answers without guesses of the same round, and the median of the rounds.
 """
 
 from __future__ import annotations
@@ -37,22 +37,41 @@ QUESTIONS = {
 }
 
 
+LAYERS = 30
+"""Of the model."""
+SHAPES = {"auto": [], "2 x 1": ["--depth", "2", "--width", "1"], "2 x 4": ["--depth", "2", "--width", "4"]}
+
+
 @dataclass(frozen=True)
 class Draft:
-    """Who guesses, and how far."""
+    """Who guesses for which program, and how far."""
 
     name: str
+    model: Path
     options: list[str]
 
 
-def export_first_layers(n_layers: int) -> Path:
-    """The program of the model's first layers."""
+def export(name: str, *options: object) -> Path:
+    """A program of the model, as the exporter makes it with these options."""
     from etkv.models import path
 
-    output = ROOT / "build" / "models" / f"smollm2-135m-first-{n_layers}" / "model.pte"
-    command = [sys.executable, "-m", "etkv.export", "--if-changed", "--model", str(path("smollm2-135m"))]
-    subprocess.run([*command, "--output", str(output), "--layers", str(n_layers)], check=True)
+    output = MODEL.parent.with_name(f"{MODEL.parent.name}-{name}") / "model.pte"
+    command = [sys.executable, "-m", "etkv.export", "--if-changed", "--model", path("smollm2-135m")]
+    subprocess.run([str(word) for word in (*command, "--output", output, *options)], check=True)
     return output
+
+
+def make_drafts(first: list[int], last: list[int]) -> list[Draft]:
+    """Nobody, the text, and programs of so many first and last layers."""
+    drafts = [Draft("none", MODEL, ["--depth", "0"]), Draft("ngram, auto", MODEL, [])]
+    drafts.append(Draft("ngram, 4 x 1", MODEL, ["--depth", "4", "--width", "1"]))
+    programs = [(f"first {n}", MODEL, export(f"first-{n}", "--layers", n)) for n in first]
+    for n in last:
+        tapped = export(f"tapped-{LAYERS - n - 1}", "--tap-layers", LAYERS - n - 1)
+        programs.append((f"last {n}", tapped, export(f"last-{n}", "--draft", n)))
+    for name, model, path in programs:
+        drafts += [Draft(f"{name}, {shape}", model, ["--draft", str(path), *how]) for shape, how in SHAPES.items()]
+    return drafts
 
 
 def forward_seconds(model: Path, n_tokens: int) -> float:
@@ -90,14 +109,14 @@ class Took:
     guessing: float = 0.0
 
 
-def answer(model: Path, draft: Draft, questions: list[str], most: int) -> tuple[Took, str]:
+def answer(draft: Draft, questions: list[str], most: int) -> tuple[Took, str]:
     """The questions with one draft, and what was answered."""
-    command = [BIN / "etkv_speculative", "--model", model, "--ids", "--max-new-tokens", str(most), *draft.options]
+    command = [BIN / "etkv_speculative", "--model", draft.model, "--ids", "--max-new-tokens", str(most), *draft.options]
     for question in questions:
         command += ["--prompt", question]
     done = subprocess.run(command, check=True, capture_output=True, text=True)
     took = Took()
-    found = re.findall(r"^(\d+) tokens? in (\d+) steps?: .* ([\d.]+) tokens/s, (\d+)%", done.stderr, re.M)
+    found = re.findall(r"^(\d+) tokens? in (\d+) steps?: .* ([\d.]+)/s, (\d+)%", done.stderr, re.M)
     assert len(found) == len(questions), done.stderr
     for ids, steps, rate, share in found:
         took.ids += int(ids)
@@ -107,7 +126,7 @@ def answer(model: Path, draft: Draft, questions: list[str], most: int) -> tuple[
     return took, done.stdout
 
 
-def print_drafts(model: Path, drafts: list[Draft], most: int, rounds: int) -> None:
+def print_drafts(drafts: list[Draft], most: int, rounds: int) -> None:
     """Prints what every draft brings, by the kind of question."""
     print(f"{most} tokens an answer, {rounds} rounds in turns")
     print(f"  {'':12}{'draft':24}{'tokens a step':>14}{'forwards a token':>18}{'guessing':>10}{'speed':>8}")
@@ -118,7 +137,7 @@ def print_drafts(model: Path, drafts: list[Draft], most: int, rounds: int) -> No
             for draft in drafts:
                 progress = f"  round {number + 1} of {rounds}: {kind}, {draft.name}"
                 print(f"{progress:60}", file=sys.stderr, end="\r", flush=True)
-                took, text = answer(model, draft, questions, most)
+                took, text = answer(draft, questions, most)
                 results[draft.name].append(took)
                 said.add(text)
         for draft in drafts:
@@ -137,21 +156,14 @@ def print_drafts(model: Path, drafts: list[Draft], most: int, rounds: int) -> No
 def main() -> None:
     """Parses the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", type=Path, default=MODEL, metavar="FILE", help="the program (that of make model)")
-    parser.add_argument("--layers", type=int, nargs="*", default=[10, 20], metavar="N", help="first layers (10 20)")
-    parser.add_argument("--draft", type=Path, action="append", default=[], metavar="FILE", help="one more draft")
+    parser.add_argument("--first", type=int, nargs="*", default=[10], metavar="N", help="first layers (10)")
+    parser.add_argument("--last", type=int, nargs="*", default=[2], metavar="N", help="last layers, fed (2)")
     parser.add_argument("--tokens", type=int, default=48, metavar="N", help="most tokens of an answer (48)")
     parser.add_argument("--rounds", type=int, default=3, metavar="N", help="rounds of each (3)")
     arguments = parser.parse_args()
-    drafts = [Draft("none", ["--depth", "0"]), Draft("ngram, auto", [])]
-    drafts.append(Draft("ngram, 4 x 1", ["--depth", "4", "--width", "1"]))
-    programs = {f"first {n}": export_first_layers(n) for n in arguments.layers}
-    programs.update({path.parent.name: path for path in arguments.draft})
-    for name, path in programs.items():
-        drafts.append(Draft(f"{name}, auto", ["--draft", str(path)]))
-        drafts.append(Draft(f"{name}, 2 x 1", ["--draft", str(path), "--depth", "2", "--width", "1"]))
-    print_costs(arguments.model, arguments.rounds)
-    print_drafts(arguments.model, drafts, arguments.tokens, arguments.rounds)
+    drafts = make_drafts(arguments.first, arguments.last)
+    print_costs(MODEL, arguments.rounds)
+    print_drafts(drafts, arguments.tokens, arguments.rounds)
 
 
 if __name__ == "__main__":
