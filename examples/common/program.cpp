@@ -223,6 +223,7 @@ Result<void> Program::load(const char* cache_key, Logits rows) {
   if (module_->is_method_loaded(kForward)) {
     module_->unload_method(kForward);
   }
+  features_.reset();
   LoadOptions options(cache_key);
   options.logits(rows);
   rows_ = rows;
