@@ -32,8 +32,16 @@ def test_the_page_has_every_runner():
     assert all(output for _, output in blocks())
 
 
+@pytest.fixture(scope="module")
+def programs():
+    """What the page has exported."""
+    for commands in re.findall(r"^```sh\n(.*?)^```$", PAGE.read_text(), re.MULTILINE | re.DOTALL):
+        subprocess.run(commands, shell=True, cwd=reference.ROOT, check=True)
+
+
 @pytest.mark.real_model
 @only_long
+@pytest.mark.usefixtures("programs")
 @pytest.mark.parametrize(("words", "output"), blocks(), ids=lambda value: value[0] if isinstance(value, list) else "")
 def test_the_page_shows_what_runners_print(words, output):
     streams = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "stdin": subprocess.DEVNULL}
