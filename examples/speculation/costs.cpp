@@ -7,24 +7,35 @@ namespace etkv::examples {
 void Costs::add(size_t tokens, double seconds) {
   // The machine changes its mind: what is new counts more than what is old.
   constexpr double kNew = 0.25;
-  const auto [entry, first] = seconds_.try_emplace(tokens, seconds);
+  const auto [entry, first] =
+      means_.try_emplace(tokens, Mean{seconds, /*settled=*/false});
+  Mean& mean = entry->second;
   if (!first) {
-    entry->second += kNew * (seconds - entry->second);
+    mean.seconds += (mean.settled ? kNew : 1.0) * (seconds - mean.seconds);
+    mean.settled = true;
   }
 }
 
 double Costs::at(double tokens) const {
+  // Two points make a line.
+  const bool settled =
+      std::count_if(means_.begin(), means_.end(), [](const auto& entry) {
+        return entry.second.settled;
+      }) >= 2;
   // The line's last two points so far: their numbers of tokens and seconds.
   double x0 = 0.0;
   double y0 = 0.0;
   double x1 = 0.0;
   double y1 = 0.0;
-  for (const auto& [n, seconds] : seconds_) {
+  for (const auto& [n, mean] : means_) {
+    if (settled && !mean.settled) {
+      continue;
+    }
     const bool first = x1 == 0.0;
     x0 = x1;
-    y0 = first ? seconds : y1;
+    y0 = first ? mean.seconds : y1;
     x1 = static_cast<double>(n);
-    y1 = std::max(y0, seconds);
+    y1 = std::max(y0, mean.seconds);
     if (tokens <= x1) {
       // Below the first, no line is known.
       return first ? y1 : y0 + (y1 - y0) * (tokens - x0) / (x1 - x0);

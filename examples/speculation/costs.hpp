@@ -6,10 +6,11 @@
 
 namespace etkv::examples {
 
-/// Running means of seconds. More tokens never take less, whatever one measurement
-/// says: a mean that is below one of fewer tokens counts as that. Between the
-/// numbers that were measured it is a line, beyond the last one the line goes on,
-/// and below the first one it is level.
+/// Running means of seconds. Between the numbers that were measured it is a line,
+/// and beyond the last one the line goes on.
+///
+/// The first forward of a number of tokens also makes what all later ones use, such
+/// as kernels and buffers: it counts as long as there is little else to go by.
 class Costs {
  public:
   void add(size_t tokens, double seconds);
@@ -17,12 +18,13 @@ class Costs {
   /// Seconds for so many tokens; 0 where nothing was measured.
   double at(double tokens) const;
 
-  bool empty() const {
-    return seconds_.empty();
-  }
-
  private:
-  std::map<size_t, double> seconds_;
+  struct Mean {
+    double seconds;
+    /// Whether it is of forwards after the first.
+    bool settled;
+  };
+  std::map<size_t, Mean> means_;
 };
 
 } // namespace etkv::examples

@@ -12,6 +12,9 @@ constexpr double kFade = 0.97;
 constexpr double kFirst = 0.5;
 constexpr double kFurther = 0.3;
 constexpr double kBelief = 2.0;
+/// Steps of a kind that are made before anything is weighed: the first of a size
+/// takes longer than those to come.
+constexpr int64_t kTrials = 2;
 /// Steps without a tree before one is tried again.
 constexpr int64_t kPatience = 16;
 
@@ -25,8 +28,11 @@ TreeShape Tuner::next(const DraftSeconds& draft_seconds) {
     return best;
   }
   // What one id costs is known first, and then what a tree does.
-  if (!tried_) {
-    best.depth = verification_.empty() ? depth_.value_or(0) : best.depth;
+  if (singles_ < kTrials && !depth_) {
+    best.depth = 0;
+    return best;
+  }
+  if (trees_ < kTrials) {
     return best;
   }
   // A tree is due where there was none for long.
@@ -79,9 +85,10 @@ void Tuner::observe(
   ++without_;
   if (tree.size() == 1) {
     // Nobody had a guess, which says nothing of those that they have.
+    ++singles_;
     return;
   }
-  tried_ = true;
+  ++trees_;
   without_ = 0;
   const auto may = static_cast<double>(asked.depth * asked.width);
   filled_ += 0.1 * (static_cast<double>(tree.size() - 1) / may - filled_);

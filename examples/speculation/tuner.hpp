@@ -53,8 +53,9 @@ class Tuner {
   std::array<Rank, kWidest> ranks_;
   /// Nodes that trees have, where they have any, of those that they may have.
   double filled_ = 1.0;
-  /// Whether there was ever a tree, and steps since the last.
-  bool tried_ = false;
+  /// Steps without a tree and with one, and those since the last tree.
+  int64_t singles_ = 0;
+  int64_t trees_ = 0;
   int64_t without_ = 0;
 };
 

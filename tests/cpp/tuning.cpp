@@ -1,6 +1,7 @@
 // How far guesses go: what steps cost, and the depth and width that pay.
 
 #include <map>
+#include <set>
 
 #include "examples/speculation/costs.hpp"
 #include "examples/speculation/tuner.hpp"
@@ -14,7 +15,6 @@ using examples::Tuner;
 
 void costs() {
   Costs costs;
-  CHECK(costs.empty());
   CHECK(costs.at(5) == 0.0);
   costs.add(1, 2.0);
   CHECK(costs.at(9) == 2.0);
@@ -22,18 +22,35 @@ void costs() {
   CHECK(costs.at(1) == 2.0);
   CHECK(costs.at(3) == 3.0);
   CHECK(costs.at(9) == 6.0);
+  // The first of a size is forgotten, and later ones are a mean.
   costs.add(5, 8.0);
-  CHECK(costs.at(5) == 5.0);
+  CHECK(costs.at(5) == 8.0);
+  costs.add(5, 4.0);
+  CHECK(costs.at(5) == 7.0);
+  // One number that has settled is no line; of two, nothing else counts.
+  CHECK(costs.at(1) == 2.0);
+  costs.add(1, 1.0);
+  CHECK(costs.at(1) == 1.0);
+  costs.add(3, 100.0);
+  CHECK(costs.at(3) == 4.0);
+  CHECK(costs.at(9) == 13.0);
+
   // More tokens never take less, whatever is measured, nor do fewer give time back.
-  costs.add(9, 1.0);
-  CHECK(costs.at(9) == 5.0);
-  CHECK(costs.at(20) == 5.0);
-  costs.add(12, 6.0);
-  CHECK(costs.at(9) == 5.0);
-  CHECK(costs.at(10.5) == 5.5);
-  CHECK(costs.at(15) == 7.0);
+  Costs uneven;
+  for (int time = 0; time < 2; ++time) {
+    uneven.add(1, 2.0);
+    uneven.add(5, 5.0);
+    uneven.add(9, 1.0);
+  }
+  CHECK(uneven.at(9) == 5.0);
+  CHECK(uneven.at(20) == 5.0);
+  uneven.add(12, 6.0);
+  uneven.add(12, 6.0);
+  CHECK(uneven.at(9) == 5.0);
+  CHECK(uneven.at(10.5) == 5.5);
+  CHECK(uneven.at(15) == 7.0);
   for (double n = 0.0; n < 20.0; n += 0.5) {
-    CHECK(costs.at(n) <= costs.at(n + 0.5));
+    CHECK(uneven.at(n) <= uneven.at(n + 0.5));
   }
   Costs far;
   far.add(10, 1.0);
@@ -44,20 +61,22 @@ void costs() {
 
 /// Lets a tuner have its way in a world where a forward of n tokens takes
 /// `fixed + each * n`, and candidates of each rank are right so often; returns the
-/// shape that it ends with.
+/// shape that it ends with. The first forward of each n takes `once` more.
 TreeShape settle(
     double fixed,
     double each,
     const std::vector<double>& ranks,
     double draft = 0.0,
     std::optional<int64_t> depth = std::nullopt,
-    std::optional<int64_t> width = std::nullopt) {
+    std::optional<int64_t> width = std::nullopt,
+    double once = 0.0) {
   Tuner tuner(depth, width);
   Chance chance(1);
   const auto seconds = [&](int64_t levels, int64_t) {
     return draft * static_cast<double>(levels);
   };
   std::map<std::pair<int64_t, int64_t>, int> chosen;
+  std::set<size_t> run;
   for (int step = 0; step < 600; ++step) {
     const auto shape = tuner.next(seconds);
     TokenTree tree(0);
@@ -83,8 +102,12 @@ TreeShape settle(
         level[0] = verdict.accepted.back();
       }
     }
+    const double first = run.insert(tree.size()).second ? once : 0.0;
     tuner.observe(
-        shape, tree, verdict, fixed + each * static_cast<double>(tree.size()));
+        shape,
+        tree,
+        verdict,
+        first + fixed + each * static_cast<double>(tree.size()));
     if (step >= 300) {
       ++chosen[{shape.depth, shape.width}];
     }
@@ -112,6 +135,15 @@ void tuning() {
   // The draft costs as much as the model.
   shape = settle(1.0, 0.1, {0.5}, /*draft=*/1.0);
   CHECK_INT(shape.depth, 0);
+  // What is made once, however long that takes, changes none of it.
+  for (const double once : {1.0, 100.0}) {
+    shape = settle(1.0, 0.001, {0.6, 0.3}, 0.0, {}, {}, once);
+    CHECK(shape.depth >= 5 && shape.width >= 2);
+    shape = settle(0.0, 1.0, {0.6, 0.1}, 0.0, {}, {}, once);
+    CHECK_INT(shape.depth, 0);
+    shape = settle(1.0, 0.1, {0.8}, 0.0, {}, {}, once);
+    CHECK(shape.depth >= 2 && shape.width == 1);
+  }
   // What is given stays.
   shape = settle(0.0, 1.0, {0.6}, 0.0, /*depth=*/4);
   CHECK_INT(shape.depth, 4);
