@@ -79,7 +79,7 @@ test-sanitize: .venv/.ready ## Run the tests of the C and C++ faces with address
 	ctest --test-dir build/sanitize --output-on-failure
 
 test-python: build model ## Run the exporter's tests, and models against transformers
-	python -m pytest -n 2 --dist loadfile
+	python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
 
 format: .venv/.ready ## Format every file
 	cargo fmt --all

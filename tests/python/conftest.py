@@ -19,6 +19,12 @@ from etkv.export.progress import third_party_noise
 from reference import Variant
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Files with the real model go first: they take longest, and no worker should be alone with one at the end."""
+    long = {item.path for item in items if item.get_closest_marker("real_model")}
+    items.sort(key=lambda item: item.path not in long)
+
+
 @pytest.fixture(scope="session", autouse=True)
 def quiet():
     with third_party_noise(allowed=False):
