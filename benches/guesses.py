@@ -93,7 +93,7 @@ def print_costs(model: Path, rounds: int) -> None:
             print(f"  round {number + 1} of {rounds}: {n_tokens} tokens ", file=sys.stderr, end="\r", flush=True)
             times[n_tokens].append(forward_seconds(model, n_tokens))
     one = statistics.median(times[1])
-    print(f"a forward of n tokens, of what one takes ({1000 * one:.1f} ms), {rounds} rounds in turns")
+    print(f"a forward of n tokens, of what one takes ({1000 * one:.1f} ms); rounds in turns: {rounds}")
     print("       n" + "".join(f"{n_tokens:7}" for n_tokens in TOKENS))
     print("    cost" + "".join(f"{statistics.median(times[n]) / one:7.2f}" for n in TOKENS))
     print(flush=True)
@@ -128,7 +128,7 @@ def answer(draft: Draft, questions: list[str], most: int) -> tuple[Took, str]:
 
 def print_drafts(drafts: list[Draft], most: int, rounds: int) -> None:
     """Prints what every draft brings, by the kind of question."""
-    print(f"{most} tokens an answer, {rounds} rounds in turns")
+    print(f"at most {most} tokens an answer; rounds in turns: {rounds}")
     print(f"  {'':12}{'draft':24}{'tokens a step':>14}{'forwards a token':>18}{'guessing':>10}{'speed':>8}")
     for kind, questions in QUESTIONS.items():
         results: dict[str, list[Took]] = {draft.name: [] for draft in drafts}
