@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from etkv._mlx_serialization import ensure_available
+
 if TYPE_CHECKING:
     import torch
 
@@ -16,6 +18,7 @@ _LACKED = {"softcap": "a softcap", "s_aux": "learned sinks"}
 
 def register() -> None:
     """Make transformers know the attention :data:`NAME`, with no masks: the cache answers for what is seen."""
+    ensure_available()
     from executorch.backends.mlx.llm.hf_attention import register_mlx_offgraph_attention, sdpa_mask_passthrough
     from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
