@@ -36,7 +36,6 @@ QUESTIONS = {
     ],
 }
 
-
 LAYERS = 30
 """Of the model."""
 SHAPES = {"auto": [], "2 x 1": ["--depth", "2", "--width", "1"], "2 x 4": ["--depth", "2", "--width", "4"]}
@@ -74,10 +73,8 @@ def make_drafts(first: list[int], last: list[int]) -> list[Draft]:
     return drafts
 
 
-def forward_seconds(model: Path, n_tokens: int) -> float:
-    """Seconds of a forward of so many tokens, all rows of logits computed: a mean over a short context."""
-    ids_file = ROOT / "build" / "bench-ids.txt"
-    ids_file.write_text(" ".join(str(1 + 7919 * i % 40000) for i in range(CONTEXT)))
+def forward_seconds(model: Path, ids_file: Path, n_tokens: int) -> float:
+    """Seconds of a forward of so many tokens, all rows of logits computed: a mean over ``CONTEXT`` ids."""
     command = [BIN / "etkv_forward", "--model", model, "--ids-file", ids_file, "--rows", "all"]
     command += ["--chunk", str(n_tokens), "--repeat", "2", "--json"]
     done = subprocess.run(command, check=True, capture_output=True, text=True)
@@ -87,11 +84,13 @@ def forward_seconds(model: Path, n_tokens: int) -> float:
 
 def print_costs(model: Path, rounds: int) -> None:
     """Prints what a forward takes by its tokens."""
+    ids_file = ROOT / "build" / "bench-ids.txt"
+    ids_file.write_text(" ".join(str(1 + 7919 * i % 40000) for i in range(CONTEXT)))
     times: dict[int, list[float]] = {n_tokens: [] for n_tokens in TOKENS}
     for number in range(rounds):
         for n_tokens in TOKENS:
             print(f"  round {number + 1} of {rounds}: {n_tokens} tokens ", file=sys.stderr, end="\r", flush=True)
-            times[n_tokens].append(forward_seconds(model, n_tokens))
+            times[n_tokens].append(forward_seconds(model, ids_file, n_tokens))
     one = statistics.median(times[1])
     print(f"a forward of n tokens, of what one takes ({1000 * one:.1f} ms); rounds in turns: {rounds}")
     print("       n" + "".join(f"{n_tokens:7}" for n_tokens in TOKENS))
