@@ -1,19 +1,14 @@
-//! Generates what is generated: the reader of MLX program payloads, from the
-//! schema of the installed ExecuTorch, and the cxx bridge to the backend.
+//! Generates the reader of MLX program payloads, from the schema of the installed
+//! ExecuTorch.
 
 // A build script has nobody to return an error to.
 #![allow(clippy::expect_used, clippy::panic, clippy::unwrap_used)]
 
 fn main() {
     println!("cargo:rerun-if-changed=build.rs");
-    if std::env::var_os("CARGO_FEATURE_MLX").is_some() {
-        link::mlx();
-    }
+    link::mlx();
     #[cfg(feature = "delegate")]
-    {
-        delegate::schema();
-        delegate::bridge();
-    }
+    delegate::schema();
 }
 
 mod link {
@@ -31,7 +26,7 @@ mod link {
 
 #[cfg(feature = "delegate")]
 mod delegate {
-    use std::path::{Path, PathBuf};
+    use std::path::PathBuf;
     use std::process::Command;
 
     /// Reads the payload of a delegate as the installed ExecuTorch writes it.
@@ -53,19 +48,5 @@ mod delegate {
             .status()
             .unwrap_or_else(|error| panic!("{} does not run: {error}", flatc.display()));
         assert!(status.success(), "{} cannot read {}", flatc.display(), schema.display());
-    }
-
-    /// Compiles the C++ half of the bridge; the headers land under
-    /// `<target>/cxxbridge`, where CMake finds them.
-    pub fn bridge() {
-        println!("cargo:rerun-if-changed=src/bridge.rs");
-        println!("cargo:rerun-if-changed=cpp/bridge_types.hpp");
-        println!("cargo:rerun-if-changed=cpp/interpreter.hpp");
-        println!("cargo:rerun-if-changed=include/etkv/etkv.h");
-        cxx_build::bridge("src/bridge.rs")
-            .include(Path::new("."))
-            .include(Path::new("include"))
-            .std("c++17")
-            .compile("etkv_bridge");
     }
 }

@@ -3,14 +3,15 @@
 
 use std::sync::Arc;
 
+use etkv_core::SharedCache;
 use mlx_rs::Array;
 use parking_lot::Mutex;
 
-use crate::attend::{AttendSpec, Mask};
+use crate::attention::{AttendSpec, Mask};
 use crate::config::LayerPolicy;
 use crate::error::{fail, Result};
 use crate::mlx;
-use crate::shared::SharedCache;
+use crate::backend::ProgramCache;
 
 /// The forwards of a host on a cache: opens a step when a layer comes, and commits
 /// it when all have been.
@@ -21,6 +22,7 @@ use crate::shared::SharedCache;
 /// nobody knows: rewind them, or clear the cache.
 pub struct Forwards {
     cache: SharedCache,
+    program: ProgramCache,
     /// Of the open step; empty outside one.
     positions: Vec<i32>,
     /// Layers that the open step has had.
@@ -33,10 +35,11 @@ impl Forwards {
     /// Forwards on `cache`, which nothing else brings rows to meanwhile.
     ///
     /// # Errors
-    /// Those of [`SharedCache::lock`].
+    /// Those of [`SharedCache::program`] and [`SharedCache::lock`].
     pub fn new(cache: SharedCache) -> Result<Self> {
+        let program = cache.program()?;
         let n_layers = cache.lock()?.config().layers.len();
-        Ok(Self { cache, positions: Vec::new(), done: vec![false; n_layers], masks: true })
+        Ok(Self { cache, program, positions: Vec::new(), done: vec![false; n_layers], masks: true })
     }
 
     /// The same for a host that knows causal attention only: what needs a mask is
@@ -63,7 +66,7 @@ impl Forwards {
         match (self.positions.first(), self.positions.last(), self.done.get(layer)) {
             (_, Some(last), Some(true)) => Ok(last + 1),
             (Some(first), _, _) => Ok(*first),
-            _ => self.cache.lock()?.next_position(),
+            _ => Ok(self.cache.lock()?.next_position()?),
         }
     }
 
@@ -98,7 +101,7 @@ impl Forwards {
             // MLX first, the cache second, as everywhere.
             let _alone = mlx::alone();
             // A cache that is broken has no step to take back.
-            if let Ok(mut cache) = self.cache.lock() {
+            if let Ok(mut cache) = self.program.lock() {
                 cache.abort();
             }
             self.close();
@@ -112,7 +115,7 @@ impl Forwards {
         k: &Array,
         v: &Array,
     ) -> Result<AttendSpec> {
-        let mut cache = self.cache.lock()?;
+        let mut cache = self.program.lock()?;
         if self.positions.is_empty() {
             cache.begin(positions)?;
             self.positions.extend_from_slice(positions);

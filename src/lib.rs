@@ -1,11 +1,13 @@
 //! The KV cache of an ExecuTorch program, as a library.
 //!
 //! A cache is a *bookkeeping* (which position lies in which slot: integers) and
-//! its *pools* (how rows are kept: MLX arrays). A runner holds its [`Cache`] face;
+//! a *store* (how rows lie in slots: MLX arrays). A runner holds its [`Cache`] face;
 //! a program's attention drives its [`AttendCache`] face, one [`Step`] a forward.
 //! The two meet by the key of a [`Session`].
 //!
-//! Without the feature `mlx` there is the bookkeeping alone.
+//! Bookkeeping, kinds, registry and sessions are those of `etkv_core`, which knows no
+//! MLX; this crate is its storage on MLX arrays, attention over it, and the interpreter
+//! of ExecuTorch's MLX programs.
 //!
 //! # Examples
 //!
@@ -13,7 +15,6 @@
 //! three tokens, without copying a row:
 //!
 //! ```
-//! # #[cfg(feature = "mlx")]
 //! # fn main() -> etkv::Result<()> {
 //! use etkv::{attend, Cache, CacheConfig, CellsCache, SeqCache, Step};
 //! use mlx_rs::Array;
@@ -44,55 +45,27 @@
 //! assert_eq!(cache.length(), 4);
 //! # Ok(())
 //! # }
-//! # #[cfg(not(feature = "mlx"))]
-//! # fn main() {}
 //! ```
 
-pub mod bookkeeping;
-mod config;
+pub mod attention;
+mod backend;
 mod error;
-mod format;
-mod memory;
-
-pub use config::{CacheConfig, Growth, LayerConfig, LayerPolicy};
-pub use error::{Error, Result, Status};
-pub use format::KvFormat;
-pub use memory::{Bytes, LayerMemory, Memory};
-
-#[cfg(feature = "mlx")]
-mod attend;
-#[cfg(feature = "mlx")]
-mod cache;
-#[cfg(feature = "mlx")]
 mod layers;
-#[cfg(feature = "mlx")]
 pub mod mlx;
-#[cfg(feature = "mlx")]
-pub mod pool;
-#[cfg(feature = "mlx")]
-mod registry;
-#[cfg(feature = "mlx")]
-mod session;
-#[cfg(feature = "mlx")]
-mod shared;
-#[cfg(feature = "mlx")]
-mod step;
-
-#[cfg(feature = "mlx")]
-pub use {
-    attend::{attend, attend_stored, AttendSpec, Mask},
-    cache::{AttendCache, Cache, CellsCache, ContiguousCache, SeqCache, TreeCache},
-    layers::{layer_caches, Forwards, KeyValueCache, LayerCache},
-    registry::{Builder, BuilderRegistry, CacheRegistry, Entry, MLX_BACKEND},
-    session::Session,
-    shared::{CacheGuard, SharedCache},
-    step::Step,
-};
-
-#[cfg(feature = "mlx")]
-mod capi;
-
-#[cfg(feature = "delegate")]
-mod bridge;
 #[cfg(feature = "delegate")]
 pub mod program;
+pub mod store;
+
+use etkv_core::{config, format};
+pub use etkv_core::{
+    bookkeeping, AttendCache, Builder, BuilderRegistry, Bytes, Cache, CacheConfig, CacheGuard,
+    CacheRegistry, Entry, Growth, KvFormat, LayerConfig, LayerMemory, LayerPolicy, Memory,
+    SeqCache, Session, SharedCache, Status, TreeCache,
+};
+pub use {
+    attention::{attend, attend_stored, AttendSpec, Mask},
+    backend::{builders, CellsCache, ContiguousCache, MlxCache, ProgramCache, Step, MLX_BACKEND},
+    error::{Error, Result},
+    layers::{layer_caches, Forwards, KeyValueCache, LayerCache},
+    store::MlxStore,
+};

@@ -48,7 +48,8 @@ pub fn run<T>(work: impl FnOnce() -> Result<T>) -> Result<T> {
 ///
 /// # Safety
 /// `stream` is a live stream of MLX.
-pub(crate) unsafe fn run_on<T>(
+#[doc(hidden)]
+pub unsafe fn run_on<T>(
     stream: mlx_sys::mlx_stream,
     work: impl FnOnce() -> Result<T>,
 ) -> Result<T> {
@@ -196,7 +197,8 @@ impl From<mlx_rs::error::Exception> for Error {
     }
 }
 
-pub(crate) fn check(status: i32) -> Result<()> {
+#[doc(hidden)]
+pub fn check(status: i32) -> Result<()> {
     if status == 0 {
         return Ok(());
     }

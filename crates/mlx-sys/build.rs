@@ -37,9 +37,9 @@ fn main() {
     link_mlx(&mlx);
 }
 
-fn workspace() -> PathBuf {
-    let manifest = PathBuf::from(env::var_os("CARGO_MANIFEST_DIR").expect("cargo sets it"));
-    manifest.parent().expect("mlx-sys is in the workspace").to_owned()
+/// The folder of this crate.
+fn manifest_dir() -> PathBuf {
+    env::var_os("CARGO_MANIFEST_DIR").expect("cargo sets it").into()
 }
 
 fn mlx_dir(python: &Path) -> PathBuf {
@@ -129,7 +129,7 @@ fn compile_mlx_c(mlx_c: &Path, mlx_include: &Path) {
         .include(mlx_c)
         .include(mlx_include)
         .flag("-include")
-        .flag(workspace().join("mlx-sys/shim/format.h").to_str().expect("the path is UTF-8"))
+        .flag(manifest_dir().join("shim/format.h").to_str().expect("the path is UTF-8"))
         .files(&sources)
         .compile("mlxc");
 }

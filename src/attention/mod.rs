@@ -7,31 +7,13 @@ use mlx_rs::{Array, Dtype};
 
 use crate::error::{fail, Result};
 use crate::mlx::{self, cast, slice_axis};
-use crate::pool::Rows;
+use crate::store::Rows;
 
-/// Which keys a query sees.
-#[derive(Debug, Clone)]
-pub enum Mask {
-    /// All of them: the read is the selection.
-    None,
-    /// Query `i` of `T` sees all keys but the last `T - 1 - i`: the queries are
-    /// the tail of the keys.
-    Causal,
-    /// Those that are true in this boolean array, `[T, L]` or what broadcasts to
-    /// `[1, n_heads, T, L]`.
-    Explicit(Array),
-}
+/// Which keys a query sees; an explicit mask is a boolean array.
+pub type Mask = etkv_core::Mask<Array>;
 
 /// A layer's keys and values as a step reads them, and how to mask them.
-#[derive(Debug, Clone)]
-pub struct AttendSpec {
-    /// `[1, n_kv_heads, L, k_head_dim]`, as they are stored.
-    pub k: Rows,
-    /// `[1, n_kv_heads, L, v_head_dim]`, as they are stored.
-    pub v: Rows,
-    /// The mask.
-    pub mask: Mask,
-}
+pub type AttendSpec = etkv_core::AttendSpec<Rows, Array>;
 
 /// Attention of `q`, `[1, n_heads, T, k_head_dim]`, over `spec`.
 ///

@@ -2,6 +2,7 @@
 
 use std::collections::BTreeSet;
 
+use etkv_core::CacheRegistry;
 use mlx_rs::transforms::eval;
 use mlx_rs::{Array, Dtype};
 
@@ -15,8 +16,7 @@ use super::passes::{self, Target};
 use super::payload;
 use crate::error::{fail, Error, Result, Status};
 use crate::mlx;
-use crate::registry::{CacheRegistry, MLX_BACKEND};
-use crate::shared::SharedCache;
+use crate::backend::{ProgramCache, MLX_BACKEND};
 
 /// Which rows of the logits a program computes.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
@@ -91,7 +91,7 @@ pub struct Program {
     main: Schedule,
     n_values: u32,
     n_ints: u32,
-    cache: Option<SharedCache>,
+    cache: Option<ProgramCache>,
 }
 
 impl Program {
@@ -160,7 +160,7 @@ impl Program {
     /// program needs one and has none, and [`Mlx`](Status::Mlx).
     pub fn execute(&mut self, inputs: &[Input], outputs: &mut dyn OutputSink) -> Result<()> {
         mlx::run(|| {
-            let mut cache = self.cache.as_ref().map(SharedCache::lock).transpose()?;
+            let mut cache = self.cache.as_ref().map(ProgramCache::lock).transpose()?;
             let step = match cache.as_deref_mut() {
                 Some(cache) => StepState::Ready(cache),
                 None => StepState::NoCache,
@@ -194,7 +194,10 @@ impl Program {
                     Output::Int(number) => outputs.write_integer(index, i64::from(*number)),
                 }
             }
-            step.map_or(Ok(()), |step| step.commit(&[]))
+            if let Some(step) = step {
+                step.commit(&[])?;
+            }
+            Ok(())
         })
     }
 }
@@ -217,7 +220,7 @@ fn prepare(output: Output, scalar_type: i8) -> Result<Output> {
 }
 
 /// The cache under `key`, if the program can use it.
-fn bind(graph: &Graph, key: &str) -> Result<SharedCache> {
+fn bind(graph: &Graph, key: &str) -> Result<ProgramCache> {
     let entry = CacheRegistry::global().get(key)?;
     if entry.backend_id != MLX_BACKEND {
         fail!(
@@ -243,7 +246,7 @@ fn bind(graph: &Graph, key: &str) -> Result<SharedCache> {
             layers.len()
         );
     }
-    Ok(entry.cache)
+    Ok(entry.cache.program()?)
 }
 
 fn tensor_inputs(inputs: &[InputSpec]) -> usize {

@@ -3,10 +3,10 @@
 use mlx_rs::Array;
 
 use super::ir::{Int, IntValue, Out, Value};
-use crate::attend::AttendSpec;
+use crate::attention::AttendSpec;
 use crate::error::{fail, Result};
 use crate::mlx;
-use crate::step::Step;
+use crate::backend::{MlxCache, Step};
 
 /// What one run of a chain holds.
 pub struct Frame<'a> {
@@ -26,7 +26,7 @@ pub enum StepState<'a> {
     /// The program has no cache.
     NoCache,
     /// The program has one; the first layer opens the step.
-    Ready(&'a mut dyn crate::cache::AttendCache),
+    Ready(&'a mut MlxCache),
     /// Open, with these positions, which this value holds.
     Open(Step<'a>, Value, Vec<i32>),
 }
@@ -173,7 +173,7 @@ impl<'a> Frame<'a> {
     pub fn update_and_fetch(&mut self, layer: usize, k: Value, v: Value) -> Result<AttendSpec> {
         let (k, v) = (self.tensor(k)?.clone(), self.tensor(v)?.clone());
         match &mut self.step {
-            StepState::Open(step, ..) => step.update_and_fetch(layer, &k, &v),
+            StepState::Open(step, ..) => Ok(step.update_and_fetch(layer, &k, &v)?),
             _ => fail!(Step, "no step is open"),
         }
     }

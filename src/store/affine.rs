@@ -7,7 +7,6 @@ use smallvec::smallvec;
 use super::codec::{Codec, F16_MAX};
 use super::packed::{exactly, Layout, Packed};
 use super::planes::{self, Parts, Plane};
-use super::rows::Rows;
 use crate::error::Result;
 use crate::format::KvFormat;
 use crate::mlx::cast;
@@ -76,12 +75,12 @@ impl Codec for Affine {
         self.packed(parts)?.unpacked(dtype)
     }
 
-    fn scores(&self, q: &Array, rows: &Rows) -> Result<Array> {
-        self.packed(&rows.parts)?.product(q, true)
+    fn scores(&self, q: &Array, parts: &[Array]) -> Result<Array> {
+        self.packed(parts)?.product(q, true)
     }
 
-    fn weighted(&self, p: &Array, rows: &Rows) -> Result<Array> {
-        self.packed(&rows.parts)?.product(p, false)
+    fn weighted(&self, p: &Array, parts: &[Array]) -> Result<Array> {
+        self.packed(parts)?.product(p, false)
     }
 
     fn most_packed(&self) -> Result<i32> {

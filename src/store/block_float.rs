@@ -9,7 +9,6 @@ use super::bits::{e8m0, from_e2m1, from_e4m3, from_e8m0, pack_nibbles, to_e2m1, 
 use super::codec::{scores_in_blocks, weighted_in_blocks, Codec, MOST_IN_BLOCKS};
 use super::packed::{exactly, Layout, Packed};
 use super::planes::{self, Parts, Plane};
-use super::rows::Rows;
 use crate::error::Result;
 use crate::format::KvFormat;
 use crate::mlx::{self, cast};
@@ -129,17 +128,17 @@ impl Codec for BlockFloat {
         cast(&rows.reshape(steps.shape())?, dtype)
     }
 
-    fn scores(&self, q: &Array, rows: &Rows) -> Result<Array> {
+    fn scores(&self, q: &Array, parts: &[Array]) -> Result<Array> {
         match self.in_blocks()? {
-            true => scores_in_blocks(q, rows),
-            false => self.packed(&rows.parts)?.product(q, true),
+            true => scores_in_blocks(self, q, parts),
+            false => self.packed(parts)?.product(q, true),
         }
     }
 
-    fn weighted(&self, p: &Array, rows: &Rows) -> Result<Array> {
+    fn weighted(&self, p: &Array, parts: &[Array]) -> Result<Array> {
         match self.in_blocks()? {
-            true => weighted_in_blocks(p, rows),
-            false => self.packed(&rows.parts)?.product(p, false),
+            true => weighted_in_blocks(self, p, parts),
+            false => self.packed(parts)?.product(p, false),
         }
     }
 

@@ -5,8 +5,7 @@ use mlx_rs::ops::{concatenate, matmul};
 use mlx_rs::transforms::eval;
 use mlx_rs::{Array, Dtype};
 
-use super::planes::{Layout, Parts};
-use super::rows::Rows;
+use super::planes::{self, Layout, Parts, HEADS, SLOTS};
 use crate::error::{fail, Result};
 use crate::format::KvFormat;
 use crate::mlx::{self, slice_axis};
@@ -34,21 +33,28 @@ pub trait Codec: Send + Sync {
     /// [`Mlx`](crate::Status::Mlx).
     fn decode(&self, parts: &[Array], dtype: Dtype) -> Result<Array>;
 
-    /// `Rows::scores`. Where the format has no product of its own, rows are
-    /// unpacked in blocks of a constant number of bytes.
-    ///
-    /// # Errors
-    /// [`Mlx`](crate::Status::Mlx).
-    fn scores(&self, q: &Array, rows: &Rows) -> Result<Array> {
-        scores_in_blocks(q, rows)
+    /// The rows as they are, where they are stored in `dtype`.
+    fn as_dtype<'a>(&self, parts: &'a [Array], dtype: Dtype) -> Option<&'a Array> {
+        parts.first().filter(|part| self.format().is_float() && part.dtype() == dtype)
     }
 
-    /// `Rows::weighted`, likewise.
+    /// Products of `q`, `[1, n_kv_heads, m, head_dim]` in float32 or the like, with every
+    /// row of these planes: `[1, n_kv_heads, m, n]`. Where the format has no product of
+    /// its own, rows are unpacked in blocks of a constant number of bytes.
     ///
     /// # Errors
     /// [`Mlx`](crate::Status::Mlx).
-    fn weighted(&self, p: &Array, rows: &Rows) -> Result<Array> {
-        weighted_in_blocks(p, rows)
+    fn scores(&self, q: &Array, parts: &[Array]) -> Result<Array> {
+        scores_in_blocks(self, q, parts)
+    }
+
+    /// Sums of the rows weighted by `p`, `[1, n_kv_heads, m, n]`:
+    /// `[1, n_kv_heads, m, head_dim]`, likewise.
+    ///
+    /// # Errors
+    /// [`Mlx`](crate::Status::Mlx).
+    fn weighted(&self, p: &Array, parts: &[Array]) -> Result<Array> {
+        weighted_in_blocks(self, p, parts)
     }
 
     /// The most rows a KV head for which [`scores`](Self::scores) and
@@ -71,29 +77,55 @@ const CPU_BLOCK: i64 = 4 << 20;
 /// Likewise on a GPU, which waits for each block.
 const GPU_BLOCK: i64 = 32 << 20;
 
+/// KV heads and slots of some planes.
+fn size(parts: &[Array]) -> (i32, i32) {
+    parts.first().map_or((0, 0), |part| (part.dim(HEADS as i32), part.dim(SLOTS as i32)))
+}
+
 /// Slots of a block of rows that are unpacked to `dtype`.
-fn block_slots(rows: &Rows, dtype: Dtype) -> Result<i32> {
+fn block_slots(n_kv_heads: i32, head_dim: i32, dtype: Dtype) -> Result<i32> {
     let width = if dtype == Dtype::Float32 { 4 } else { 2 };
-    let slot = i64::from(rows.n_kv_heads()) * i64::from(rows.head_dim()) * width;
+    let slot = i64::from(n_kv_heads) * i64::from(head_dim) * width;
     let block = if mlx::on_gpu()? { GPU_BLOCK } else { CPU_BLOCK };
     Ok((block / slot.max(1)).clamp(16, i64::from(i32::MAX)) as i32)
 }
 
 /// Rows that are stored in `dtype` are one block: they are not unpacked.
-fn blocks(rows: &Rows, dtype: Dtype) -> Result<impl Iterator<Item = (i32, i32)>> {
-    let n = rows.len();
-    let step = if rows.as_dtype(dtype).is_some() { n.max(1) } else { block_slots(rows, dtype)? };
+fn blocks<C: Codec + ?Sized>(
+    codec: &C,
+    parts: &[Array],
+    dtype: Dtype,
+) -> Result<impl Iterator<Item = (i32, i32)>> {
+    let (heads, n) = size(parts);
+    let step = match codec.as_dtype(parts, dtype) {
+        Some(_) => n.max(1),
+        None => block_slots(heads, codec.head_dim(), dtype)?,
+    };
     Ok((0..n).step_by(step as usize).map(move |start| (start, start.saturating_add(step).min(n))))
 }
 
-/// `Rows::scores` with no more than a block of rows unpacked at a time. With
+/// The rows from `start` to `stop`, unpacked.
+fn block<C: Codec + ?Sized>(
+    codec: &C,
+    parts: &[Array],
+    (start, stop): (i32, i32),
+    dtype: Dtype,
+) -> Result<Array> {
+    codec.decode(&planes::along(parts, SLOTS, start, stop)?, dtype)
+}
+
+/// [`Codec::scores`] with no more than a block of rows unpacked at a time. With
 /// more than one, each is evaluated before the next: MLX would unpack them all
 /// before it multiplies.
-pub(super) fn scores_in_blocks(q: &Array, rows: &Rows) -> Result<Array> {
+pub(super) fn scores_in_blocks<C: Codec + ?Sized>(
+    codec: &C,
+    q: &Array,
+    parts: &[Array],
+) -> Result<Array> {
     let mut scores: Vec<Array> = Vec::new();
-    let all = rows.len();
-    for (start, stop) in blocks(rows, q.dtype())? {
-        let block = rows.slice(start, stop)?.dequantized(q.dtype())?;
+    let (_, all) = size(parts);
+    for (start, stop) in blocks(codec, parts, q.dtype())? {
+        let block = block(codec, parts, (start, stop), q.dtype())?;
         let part = matmul(q, block.transpose_axes(&[0, 1, 3, 2])?)?;
         if stop - start < all {
             part.eval()?;
@@ -107,12 +139,16 @@ pub(super) fn scores_in_blocks(q: &Array, rows: &Rows) -> Result<Array> {
     }
 }
 
-/// `Rows::weighted`, likewise.
-pub(super) fn weighted_in_blocks(p: &Array, rows: &Rows) -> Result<Array> {
+/// [`Codec::weighted`], likewise.
+pub(super) fn weighted_in_blocks<C: Codec + ?Sized>(
+    codec: &C,
+    p: &Array,
+    parts: &[Array],
+) -> Result<Array> {
     let mut sum: Option<Array> = None;
-    let all = rows.len();
-    for (start, stop) in blocks(rows, p.dtype())? {
-        let block = rows.slice(start, stop)?.dequantized(p.dtype())?;
+    let (_, all) = size(parts);
+    for (start, stop) in blocks(codec, parts, p.dtype())? {
+        let block = block(codec, parts, (start, stop), p.dtype())?;
         let part = matmul(slice_axis(p, 3, start, stop, 1)?, block)?;
         let total = match sum {
             Some(sum) => sum.add(part)?,

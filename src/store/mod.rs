@@ -1,7 +1,8 @@
-//! How the rows of one layer's keys or values are kept: the bytes.
+//! How rows are kept on MLX arrays: the bytes.
 //!
-//! A pool knows slots and formats. It does not know positions, sequences or
-//! steps; a cache drives one pool for keys and one for values of each layer.
+//! [`MlxStore`] is the storage of a cache: a pool for the keys and one for the values of
+//! each layer. A pool knows slots and formats; it does not know positions, sequences or
+//! steps.
 //!
 //! A format is a [`Codec`]: planes of a row, and how to compute with them. The
 //! buffers of all formats are the same planes.
@@ -11,6 +12,7 @@ mod bits;
 mod block_float;
 mod codec;
 mod float;
+mod mlx_store;
 mod packed;
 mod planes;
 mod row;
@@ -18,6 +20,7 @@ mod rows;
 
 pub use codec::Codec;
 pub(crate) use float::float_dtype;
+pub use mlx_store::{MlxStore, SavedRows};
 pub use planes::{Layout, Parts, Plane};
 pub use rows::{Rows, StoredRows};
 
@@ -25,7 +28,7 @@ use std::sync::Arc;
 
 use mlx_rs::{Array, Dtype};
 
-use crate::bookkeeping::Slots;
+use etkv_core::bookkeeping::Slots;
 use crate::error::{fail, Result};
 use crate::format::KvFormat;
 use block_float::BlockFloat;
@@ -124,6 +127,7 @@ fn codec_for(format: KvFormat, head_dim: i32) -> Result<Arc<dyn Codec>> {
         KvFormat::Nvfp4 => Arc::new(BlockFloat::new(packed::Layout::Nvfp4, head_dim)),
         KvFormat::RowInt4 => Arc::new(Row::new(Element::Int4, head_dim)),
         KvFormat::RowFp4 => Arc::new(Row::new(Element::Fp4, head_dim)),
+        other => fail!(Unsupported, "MLX storage has no format {other}; choose another"),
     })
 }
 

@@ -7,13 +7,16 @@ use mlx_rs::transforms::eval;
 use mlx_rs::{Array, Dtype};
 use smallvec::SmallVec;
 
-use crate::bookkeeping::Slots;
+use etkv_core::bookkeeping::Slots;
 use crate::error::{fail, Result};
 use crate::mlx::{self, slice_axis, update_axis};
 
 /// The axis of the slots. Heads come first, so that the rows of a head are one
 /// run of memory, as attention reads them, and a range of the slots is a view.
 pub(crate) const SLOTS: usize = 2;
+
+/// The axis of the KV heads.
+pub(crate) const HEADS: usize = 1;
 
 /// Runs of slots that are written one by one. More are scattered, which moves
 /// one row of one head at a time.
@@ -44,6 +47,11 @@ pub type Layout = SmallVec<[Plane; 3]>;
 
 /// One array a plane, `[1, n_kv_heads, n, width]` each.
 pub type Parts = SmallVec<[Array; 3]>;
+
+/// Views of a range of some planes.
+pub(super) fn along(parts: &[Array], axis: usize, start: i32, stop: i32) -> Result<Parts> {
+    parts.iter().map(|part| slice_axis(part, axis, start, stop, 1)).collect()
+}
 
 /// Buffers of one size.
 pub(super) struct Planes {
@@ -173,7 +181,7 @@ impl Planes {
         if start < 0 || stop < start || stop > self.slots() || self.buffers.is_empty() {
             fail!(Internal, "slots {start} to {stop} of a pool of {} are read", self.slots());
         }
-        self.buffers.iter().map(|buffer| slice_axis(buffer, SLOTS, start, stop, 1)).collect()
+        along(&self.buffers, SLOTS, start, stop)
     }
 
     /// Copies of these slots, still to be evaluated.

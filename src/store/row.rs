@@ -8,7 +8,6 @@ use super::bits::{from_e2m1, pack_nibbles, to_e2m1, unpack_nibbles};
 use super::codec::{scores_in_blocks, weighted_in_blocks, Codec, F16_MAX};
 use super::packed::{exactly, Layout, Packed};
 use super::planes::{self, Parts, Plane};
-use super::rows::Rows;
 use crate::error::Result;
 use crate::format::KvFormat;
 use crate::mlx::cast;
@@ -132,36 +131,36 @@ impl Codec for Row {
         cast(&steps.multiply(cast(scales, Dtype::Float32)?)?, dtype)
     }
 
-    fn scores(&self, q: &Array, rows: &Rows) -> Result<Array> {
-        let [codes, scales] = exactly::<2>(&rows.parts)?;
+    fn scores(&self, q: &Array, parts: &[Array]) -> Result<Array> {
+        let [codes, scales] = exactly::<2>(parts)?;
         match self.element {
             Element::Int4 => match self.integers(codes, scales)? {
                 Some(packed) => packed.product(q, true),
-                None => scores_in_blocks(q, rows),
+                None => scores_in_blocks(self, q, parts),
             },
             Element::Fp4 => match self.fp4(codes)? {
                 Some(packed) => {
                     let scales = cast(scales, q.dtype())?.transpose_axes(&[0, 1, 3, 2])?;
                     Ok(packed.product(q, true)?.multiply(scales)?)
                 }
-                None => scores_in_blocks(q, rows),
+                None => scores_in_blocks(self, q, parts),
             },
         }
     }
 
-    fn weighted(&self, p: &Array, rows: &Rows) -> Result<Array> {
-        let [codes, scales] = exactly::<2>(&rows.parts)?;
+    fn weighted(&self, p: &Array, parts: &[Array]) -> Result<Array> {
+        let [codes, scales] = exactly::<2>(parts)?;
         match self.element {
             Element::Int4 => match self.integers(codes, scales)? {
                 Some(packed) => packed.product(p, false),
-                None => weighted_in_blocks(p, rows),
+                None => weighted_in_blocks(self, p, parts),
             },
             Element::Fp4 => match self.fp4(codes)? {
                 Some(packed) => {
                     let scales = cast(scales, p.dtype())?.transpose_axes(&[0, 1, 3, 2])?;
                     packed.product(&p.multiply(scales)?, false)
                 }
-                None => weighted_in_blocks(p, rows),
+                None => weighted_in_blocks(self, p, parts),
             },
         }
     }

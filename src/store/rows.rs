@@ -6,13 +6,9 @@ use std::sync::Arc;
 use mlx_rs::{Array, Dtype};
 
 use super::codec::Codec;
-use super::planes::{Parts, SLOTS};
+use super::planes::{self, Parts, HEADS, SLOTS};
 use crate::error::Result;
 use crate::format::KvFormat;
-use crate::mlx::slice_axis;
-
-/// The axis of the KV heads.
-const HEADS: usize = 1;
 
 /// Some slots of a pool, as views in the form in which they are stored.
 #[derive(Clone)]
@@ -49,7 +45,7 @@ impl Rows {
 
     /// The rows as they are, where they are stored in `dtype`.
     pub fn as_dtype(&self, dtype: Dtype) -> Option<&Array> {
-        self.parts.first().filter(|part| self.format().is_float() && part.dtype() == dtype)
+        self.codec.as_dtype(&self.parts, dtype)
     }
 
     /// All of the rows, `[1, n_kv_heads, n, head_dim]` in `dtype`.
@@ -77,11 +73,7 @@ impl Rows {
     }
 
     fn along(&self, axis: usize, start: i32, stop: i32) -> Result<Self> {
-        let parts = self
-            .parts
-            .iter()
-            .map(|part| slice_axis(part, axis, start, stop, 1))
-            .collect::<Result<_>>()?;
+        let parts = planes::along(&self.parts, axis, start, stop)?;
         Ok(Self { codec: Arc::clone(&self.codec), parts })
     }
 
@@ -91,7 +83,7 @@ impl Rows {
     /// # Errors
     /// [`Mlx`](crate::Status::Mlx).
     pub(crate) fn scores(&self, q: &Array) -> Result<Array> {
-        self.codec.scores(q, self)
+        self.codec.scores(q, &self.parts)
     }
 
     /// Sums of the rows weighted by `p`, `[1, n_kv_heads, m, n]`:
@@ -100,7 +92,7 @@ impl Rows {
     /// # Errors
     /// [`Mlx`](crate::Status::Mlx).
     pub(crate) fn weighted(&self, p: &Array) -> Result<Array> {
-        self.codec.weighted(p, self)
+        self.codec.weighted(p, &self.parts)
     }
 
     /// Whether multiplying `m` rows a KV head, in `dtype`, with the rows as they are

@@ -27,7 +27,7 @@ fn layers_return_what_a_step_reads() {
     etkv::mlx::run(|| {
         for format in ["f32", "f16", "affine4g64", "row-int4"] {
             let format: KvFormat = format.parse()?;
-            let caches: [Box<dyn AttendCache>; 2] = [
+            let caches: [Box<MlxCache>; 2] = [
                 Box::new(ContiguousCache::new(config(format))?),
                 Box::new(CellsCache::with_trees(config(format))?),
             ];

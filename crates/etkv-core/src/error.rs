@@ -69,13 +69,11 @@ impl Error {
     }
 }
 
-/// Returns early with an error of the given kind.
+/// Returns early with an error of the given [`Status`].
+#[macro_export]
 macro_rules! fail {
     ($status:ident, $($message:tt)+) => {
-        return Err($crate::error::Error::new(
-            $crate::error::Status::$status,
-            format!($($message)+),
-        ))
+        return Err($crate::Error::new($crate::Status::$status, format!($($message)+)).into())
     };
 }
-pub(crate) use fail;
+pub use crate::fail;

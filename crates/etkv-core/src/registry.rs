@@ -7,13 +7,9 @@ use std::sync::{Arc, LazyLock};
 
 use parking_lot::{Mutex, RwLock};
 
-use crate::cache::{CellsCache, ContiguousCache};
 use crate::config::CacheConfig;
 use crate::error::{fail, Error, Result, Status};
 use crate::shared::SharedCache;
-
-/// The backend id of ExecuTorch's MLX delegate.
-pub const MLX_BACKEND: &str = "MLXBackend";
 
 /// Makes a cache of one kind.
 pub type Builder = Arc<dyn Fn(CacheConfig) -> Result<SharedCache> + Send + Sync>;
@@ -26,21 +22,10 @@ pub struct BuilderRegistry {
 }
 
 impl BuilderRegistry {
-    /// The registry of this process, with the kinds of this crate.
+    /// The registry of this process. It is empty until backends register their kinds.
     pub fn global() -> &'static Self {
-        static GLOBAL: LazyLock<BuilderRegistry> = LazyLock::new(|| {
-            let registry = BuilderRegistry { builders: RwLock::new(HashMap::new()) };
-            registry.register(MLX_BACKEND, ContiguousCache::KIND, |config| {
-                Ok(SharedCache::new(ContiguousCache::new(config)?))
-            });
-            registry.register(MLX_BACKEND, CellsCache::SEQ, |config| {
-                Ok(SharedCache::new(CellsCache::new(config)?))
-            });
-            registry.register(MLX_BACKEND, CellsCache::TREE, |config| {
-                Ok(SharedCache::new(CellsCache::with_trees(config)?))
-            });
-            registry
-        });
+        static GLOBAL: LazyLock<BuilderRegistry> =
+            LazyLock::new(|| BuilderRegistry { builders: RwLock::new(HashMap::new()) });
         &GLOBAL
     }
 

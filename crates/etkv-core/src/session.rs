@@ -14,13 +14,19 @@ pub struct Session {
 }
 
 impl Session {
-    /// Makes a cache of this kind and registers it under a new key.
+    /// Makes a cache of this kind with one of `builders`, and registers it under a new
+    /// key.
     ///
     /// # Errors
     /// [`Kind`](crate::Status::Kind) for a kind that nobody makes, and the
     /// builder's own.
-    pub fn new(backend_id: &str, kind: &str, config: CacheConfig) -> Result<Self> {
-        let cache = BuilderRegistry::global().build(backend_id, kind, config)?;
+    pub fn new(
+        builders: &BuilderRegistry,
+        backend_id: &str,
+        kind: &str,
+        config: CacheConfig,
+    ) -> Result<Self> {
+        let cache = builders.build(backend_id, kind, config)?;
         let entry = Entry { backend_id: backend_id.to_owned(), cache: cache.clone() };
         let key = CacheRegistry::global().install_new(entry);
         Ok(Self { key, cache })
@@ -42,34 +48,5 @@ impl Drop for Session {
         // The entry is dropped here, outside the registry's lock: the last owner
         // of a cache frees its buffers.
         drop(CacheRegistry::global().erase_own(&self.key, &self.cache));
-    }
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-    use crate::registry::MLX_BACKEND;
-
-    /// A host may name keys of its own as sessions do.
-    #[test]
-    fn keys_pass_by_those_of_the_host() {
-        let config = CacheConfig::uniform(1, 1, 4, 8);
-        let session = Session::new(MLX_BACKEND, "contiguous", config.clone()).unwrap();
-        let number: u64 = session.key().trim_start_matches("cache-").parse().unwrap();
-        let registry = CacheRegistry::global();
-        let entry = registry.get(session.key()).unwrap();
-        let taken: Vec<String> = (1..20).map(|next| format!("cache-{}", number + next)).collect();
-        let installed: Vec<&String> =
-            taken.iter().filter(|key| registry.install(key, entry.clone()).is_ok()).collect();
-        let other = Session::new(MLX_BACKEND, "contiguous", config).unwrap();
-        assert!(!other.cache().is(&session.cache()));
-        assert!(registry.get(other.key()).unwrap().cache.is(&other.cache()));
-        for key in installed {
-            registry.erase(key);
-        }
-        for key in ["", &"k".repeat(256)] {
-            let error = registry.install(key, entry.clone()).unwrap_err();
-            assert!(error.message().contains(&format!("of {} bytes", key.len())), "{error}");
-        }
     }
 }

@@ -1,43 +1,100 @@
 //! A cache that several owners share.
 
+use std::any::Any;
 use std::cell::Cell;
 use std::ops::{Deref, DerefMut};
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard};
 
-use crate::cache::AttendCache;
+use crate::cache::{AttendCache, Cache};
 use crate::error::{fail, Result};
+use crate::store::Store;
 
-/// A cache that sessions, programs and handles share. It lives until the last of
-/// them is gone.
+/// A cache that sessions, programs and handles share, as its runner sees it. It lives
+/// until the last of them is gone.
 ///
 /// A panic of whoever has the cache breaks it: what it holds is unknown then, so
 /// everybody after is refused.
 #[derive(Clone)]
-pub struct SharedCache(Arc<Shared<dyn AttendCache>>);
-
-struct Shared<C: ?Sized> {
-    /// The number of the thread that has the cache; 0 for none.
-    holder: AtomicU64,
-    cache: Mutex<C>,
+pub struct SharedCache {
+    cache: Shared<dyn Cache>,
+    /// The [`ProgramCache`] of its store.
+    program: Arc<dyn Any + Send + Sync>,
+    /// The store's name.
+    store: &'static str,
 }
+
+/// The same cache as the programs of one backend see it.
+pub type ProgramCache<S> = Shared<dyn AttendCache<Store = S>>;
+
+/// A [`SharedCache`] that is taken; others wait until this is dropped.
+pub type CacheGuard<'a> = SharedGuard<'a, dyn Cache>;
+
+/// A [`ProgramCache`] that is taken; others wait until this is dropped.
+pub type ProgramGuard<'a, S> = SharedGuard<'a, dyn AttendCache<Store = S>>;
 
 impl SharedCache {
     /// A cache to share.
-    pub fn new(cache: impl AttendCache + 'static) -> Self {
-        Self(Arc::new(Shared { holder: AtomicU64::new(0), cache: Mutex::new(cache) }))
+    pub fn new<C: AttendCache + 'static>(cache: C) -> Self {
+        let place = Arc::new(Place { holder: AtomicU64::new(0), cache: Mutex::new(cache) });
+        let program: ProgramCache<C::Store> = Shared(place.clone());
+        Self { cache: Shared(place), program: Arc::new(program), store: C::Store::NAME }
     }
 
-    /// Waits for others to be done with the cache, and takes it: for a look, a
-    /// change, or the whole of a step. A change and a step are made inside
-    /// [`mlx::run`](crate::mlx::run), which is entered before: MLX first, the cache
-    /// second, everywhere.
+    /// Waits for others to be done with the cache, and takes it: for a look, or a
+    /// change. Where the backend has a lock of its own, that is taken before.
     ///
     /// # Errors
     /// [`Internal`](crate::Status::Internal) where the cache is broken, and
     /// [`Step`](crate::Status::Step) where this thread has it already: the wait
     /// would have no end.
     pub fn lock(&self) -> Result<CacheGuard<'_>> {
+        self.cache.lock()
+    }
+
+    /// The cache as programs of the backend with this store see it.
+    ///
+    /// # Errors
+    /// [`Kind`](crate::Status::Kind) where the cache has another backend's store.
+    pub fn program<S: Store>(&self) -> Result<ProgramCache<S>> {
+        match self.program.downcast_ref::<ProgramCache<S>>() {
+            Some(program) => Ok(program.clone()),
+            None => fail!(
+                Kind,
+                "expected a cache in {} storage, got one in {} storage; make it for this backend",
+                S::NAME,
+                self.store
+            ),
+        }
+    }
+
+    /// Whether both are the same cache.
+    pub fn is(&self, other: &Self) -> bool {
+        Arc::ptr_eq(&self.cache.0, &other.cache.0)
+    }
+}
+
+/// One face of a cache that is shared.
+pub struct Shared<C: ?Sized>(Arc<Place<C>>);
+
+struct Place<C: ?Sized> {
+    /// The number of the thread that has the cache; 0 for none.
+    holder: AtomicU64,
+    cache: Mutex<C>,
+}
+
+impl<C: ?Sized> Clone for Shared<C> {
+    fn clone(&self) -> Self {
+        Self(Arc::clone(&self.0))
+    }
+}
+
+impl<C: ?Sized> Shared<C> {
+    /// Takes the cache, also for the whole of a step; see [`SharedCache::lock`].
+    ///
+    /// # Errors
+    /// As [`SharedCache::lock`].
+    pub fn lock(&self) -> Result<SharedGuard<'_, C>> {
         let thread = this_thread();
         // Only this thread stores its own number, so others' are just not it.
         if self.0.holder.load(Ordering::Relaxed) == thread {
@@ -46,7 +103,7 @@ impl SharedCache {
         match self.0.cache.lock() {
             Ok(cache) => {
                 self.0.holder.store(thread, Ordering::Relaxed);
-                Ok(CacheGuard { holder: &self.0.holder, cache })
+                Ok(SharedGuard { holder: &self.0.holder, cache })
             }
             Err(_) => fail!(
                 Internal,
@@ -54,34 +111,29 @@ impl SharedCache {
             ),
         }
     }
-
-    /// Whether both are the same cache.
-    pub fn is(&self, other: &Self) -> bool {
-        Arc::ptr_eq(&self.0, &other.0)
-    }
 }
 
 /// A shared cache that is taken; others wait until this is dropped.
-pub struct CacheGuard<'a> {
+pub struct SharedGuard<'a, C: ?Sized> {
     holder: &'a AtomicU64,
-    cache: MutexGuard<'a, dyn AttendCache + 'static>,
+    cache: MutexGuard<'a, C>,
 }
 
-impl Deref for CacheGuard<'_> {
-    type Target = dyn AttendCache;
+impl<C: ?Sized> Deref for SharedGuard<'_, C> {
+    type Target = C;
 
-    fn deref(&self) -> &Self::Target {
-        &*self.cache
+    fn deref(&self) -> &C {
+        &self.cache
     }
 }
 
-impl DerefMut for CacheGuard<'_> {
-    fn deref_mut(&mut self) -> &mut Self::Target {
-        &mut *self.cache
+impl<C: ?Sized> DerefMut for SharedGuard<'_, C> {
+    fn deref_mut(&mut self) -> &mut C {
+        &mut self.cache
     }
 }
 
-impl Drop for CacheGuard<'_> {
+impl<C: ?Sized> Drop for SharedGuard<'_, C> {
     fn drop(&mut self) {
         // Before the lock goes, which is what is dropped next.
         self.holder.store(0, Ordering::Relaxed);

@@ -1,44 +1,38 @@
 //! A step is a transaction: dropped before its commit, it has not been.
 
-use mlx_rs::Array;
-
-use crate::attend::AttendSpec;
 use crate::cache::AttendCache;
 use crate::error::Result;
+use crate::store::{Spec, Store};
 
 /// One forward of a program on a cache.
 ///
 /// ```
-/// use etkv::{CacheConfig, ContiguousCache, Step};
-/// use mlx_rs::Array;
+/// use etkv_core::{AttendCache, Result, Step, Store};
 ///
-/// # fn main() -> etkv::Result<()> {
-/// let mut cache = ContiguousCache::new(CacheConfig::uniform(1, 2, 4, 16))?;
-/// etkv::mlx::run(|| {
-///     let rows = Array::ones::<f32>(&[1, 2, 3, 4])?;
-///     let mut step = Step::begin(&mut cache, &[0, 1, 2])?;
-///     let spec = step.update_and_fetch(0, &rows, &rows)?;
-///     let q = Array::ones::<f32>(&[1, 2, 3, 4])?;
-///     let out = etkv::attend(&q, &spec, 0.5, None)?;
-///     drop(spec);
-///     step.commit(&[&out])
-/// })?;
-/// # use etkv::Cache;
-/// assert_eq!(cache.length(), 3);
-/// # Ok(())
-/// # }
+/// /// A forward of one layer.
+/// fn forward<S: Store>(
+///     cache: &mut dyn AttendCache<Store = S>,
+///     positions: &[i32],
+///     [k, v]: [&S::Tensor; 2],
+///     attend: impl FnOnce(etkv_core::Spec<S>) -> Result<S::Tensor>,
+/// ) -> Result<S::Tensor> {
+///     let mut step = Step::begin(cache, positions)?;
+///     let output = attend(step.update_and_fetch(0, k, v)?)?;
+///     step.commit(&[&output])?;
+///     Ok(output)
+/// }
 /// ```
-pub struct Step<'a> {
-    cache: &'a mut dyn AttendCache,
+pub struct Step<'a, S: Store> {
+    cache: &'a mut dyn AttendCache<Store = S>,
     open: bool,
 }
 
-impl<'a> Step<'a> {
+impl<'a, S: Store> Step<'a, S> {
     /// Opens a step of these positions, one a query token.
     ///
     /// # Errors
     /// Those of [`AttendCache::begin`].
-    pub fn begin(cache: &'a mut dyn AttendCache, positions: &[i32]) -> Result<Self> {
+    pub fn begin(cache: &'a mut dyn AttendCache<Store = S>, positions: &[i32]) -> Result<Self> {
         cache.begin(positions)?;
         Ok(Self { cache, open: true })
     }
@@ -48,7 +42,12 @@ impl<'a> Step<'a> {
     ///
     /// # Errors
     /// Those of [`AttendCache::update_and_fetch`].
-    pub fn update_and_fetch(&mut self, layer: usize, k: &Array, v: &Array) -> Result<AttendSpec> {
+    pub fn update_and_fetch(
+        &mut self,
+        layer: usize,
+        k: &S::Tensor,
+        v: &S::Tensor,
+    ) -> Result<Spec<S>> {
         self.cache.update_and_fetch(layer, k, v)
     }
 
@@ -56,7 +55,7 @@ impl<'a> Step<'a> {
     ///
     /// # Errors
     /// [`Mlx`](crate::Status::Mlx) if evaluating fails.
-    pub fn eval(&self, outputs: &[&Array]) -> Result<()> {
+    pub fn eval(&self, outputs: &[&S::Tensor]) -> Result<()> {
         self.cache.eval(outputs)
     }
 
@@ -70,7 +69,7 @@ impl<'a> Step<'a> {
     ///   numbers would reach other sequences. The step has not been.
     /// - [`Mlx`](crate::Status::Mlx) where rows that slide could not be moved: the
     ///   cache is lost until it is cleared.
-    pub fn commit(mut self, outputs: &[&Array]) -> Result<()> {
+    pub fn commit(mut self, outputs: &[&S::Tensor]) -> Result<()> {
         self.eval(outputs)?;
         self.cache.commit()?;
         self.open = false;
@@ -78,7 +77,7 @@ impl<'a> Step<'a> {
     }
 }
 
-impl Drop for Step<'_> {
+impl<S: Store> Drop for Step<'_, S> {
     fn drop(&mut self) {
         if self.open {
             self.cache.abort();

@@ -3,7 +3,7 @@
 use mlx_rs::{Array, Dtype};
 
 use super::instruction;
-use crate::attend::{attend, Mask};
+use crate::attention::{attend, Mask};
 use crate::error::{fail, Result};
 use crate::mlx::slice_axis;
 use crate::program::dtype::dtype_of;

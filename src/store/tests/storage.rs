@@ -4,7 +4,7 @@ use half::f16;
 
 use super::*;
 use crate::mlx::run;
-use crate::pool::convert;
+use crate::store::convert;
 
 const E2M1: [f32; 8] = [0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0];
 

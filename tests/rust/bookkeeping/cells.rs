@@ -3,8 +3,8 @@
 use std::collections::{BTreeMap, BTreeSet};
 use std::ops::{Range, RangeInclusive};
 
-use etkv::bookkeeping::{CellsBookkeeping, LanePlan, MaskPlan, Move, Slots, Window};
-use etkv::Status;
+use etkv_core::bookkeeping::{CellsBookkeeping, LanePlan, MaskPlan, Move, Slots, Window};
+use etkv_core::Status;
 use etkv_tests::kept::Kept;
 use etkv_tests::model::{is_seen, Members, Model, Sight};
 use etkv_tests::shrink::{check, Case};

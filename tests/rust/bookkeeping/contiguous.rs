@@ -1,7 +1,7 @@
 //! One growing sequence.
 
-use etkv::bookkeeping::{ContiguousBookkeeping, MaskPlan, Move, Window};
-use etkv::{Growth, Status};
+use etkv_core::bookkeeping::{ContiguousBookkeeping, MaskPlan, Move, Window};
+use etkv_core::{Growth, Status};
 use etkv_tests::model::is_seen;
 use etkv_tests::shrink::{check, Case};
 use etkv_tests::slots::{Id, LaneSlots};

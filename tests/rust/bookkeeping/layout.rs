@@ -1,8 +1,8 @@
 //! Where rows lie, and how many move: what is read stays right without it, but
 //! takes a mask, memory or copies more.
 
-use etkv::bookkeeping::{CellsBookkeeping, ContiguousBookkeeping, MaskPlan, Move, Slots, Window};
-use etkv::Growth;
+use etkv_core::bookkeeping::{CellsBookkeeping, ContiguousBookkeeping, MaskPlan, Move, Slots, Window};
+use etkv_core::Growth;
 
 /// A step of `n` tokens of each of these sequences, one after the other.
 fn step(book: &mut CellsBookkeeping, sequences: &[i32], n: i32) -> (Vec<Slots>, Vec<Move>) {

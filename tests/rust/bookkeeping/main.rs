@@ -10,7 +10,7 @@ mod layout;
 mod regressions;
 mod steps;
 
-use etkv::{Result, Status};
+use etkv_core::{Result, Status};
 
 /// What was accepted; nothing where the model has reasons to refuse and one of
 /// them was given.

@@ -1,7 +1,7 @@
 //! What is refused, what is visible before a commit, and what is no longer there.
 
-use etkv::bookkeeping::{CellsBookkeeping, ContiguousBookkeeping, Window};
-use etkv::Status;
+use etkv_core::bookkeeping::{CellsBookkeeping, ContiguousBookkeeping, Window};
+use etkv_core::Status;
 
 fn run(start: i32, n: i32) -> Vec<i32> {
     (start..start + n).collect()

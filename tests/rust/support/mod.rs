@@ -1,11 +1,16 @@
-//! What the tests share: random numbers that a seed repeats, and the oracles.
+//! What the tests share: random numbers that a seed repeats, the oracles, the backends
+//! that caches are tested on, and the campaign that runs on each of them.
 
+pub mod backend;
+pub mod campaign;
 pub mod kept;
 pub mod model;
 #[cfg(feature = "mlx")]
+pub mod on_mlx;
 pub mod oracle;
 pub mod shrink;
 pub mod slots;
+pub mod vec_store;
 
 /// xorshift64*: small, and the same everywhere.
 pub struct Rng(u64);

@@ -5,7 +5,7 @@
 use std::collections::{BTreeMap, BTreeSet};
 use std::ops::Range;
 
-use etkv::Status;
+use etkv_core::Status;
 
 pub use crate::slots::Id;
 

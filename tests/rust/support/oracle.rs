@@ -1,10 +1,7 @@
 //! Attention from first principles, in float64, one query at a time.
 
-use etkv::bookkeeping::Slots;
-use etkv::pool::pool_for;
-use etkv::KvFormat;
+use etkv_core::KvFormat;
 use half::{bf16, f16};
-use mlx_rs::{Array, Dtype};
 
 use super::Rng;
 
@@ -18,24 +15,6 @@ pub fn random_rows(rng: &mut Rng, n: usize, heads: usize, dim: usize) -> Rows {
     let mut number = || (rng.unit() * 4.0 - 2.0) as f32;
     let mut row = || (0..heads).map(|_| (0..dim).map(|_| number()).collect()).collect();
     (0..n).map(|_| row()).collect()
-}
-
-/// `[1, heads, rows, dim]`, as a program passes it.
-pub fn array(rows: &[Row]) -> Array {
-    let (heads, dim) = (rows[0].len(), rows[0][0].len());
-    let values: Vec<f32> = (0..heads)
-        .flat_map(|head| rows.iter().flat_map(move |row| row[head].iter().copied()))
-        .collect();
-    Array::from_slice(&values, &[1, heads as i32, rows.len() as i32, dim as i32])
-}
-
-/// Row `index` of an evaluated `[1, heads, rows, dim]`.
-pub fn row(array: &Array, index: usize) -> Row {
-    let shape = array.shape().to_vec();
-    let (heads, rows, dim) = (shape[1] as usize, shape[2] as usize, shape[3] as usize);
-    let flat = array.contiguous().unwrap();
-    let values = flat.as_slice::<f32>();
-    (0..heads).map(|head| values[(head * rows + index) * dim..][..dim].to_vec()).collect()
 }
 
 /// A format of every kind and size.
@@ -56,29 +35,19 @@ pub const FORMATS: [&str; 14] = [
     "row-fp4",
 ];
 
-/// What storing rows in `format` leaves of them: for formats that quantize what a
-/// pool gives back, which the pools' own tests compare with their bounds.
-pub fn stored(rows: &[Row], format: KvFormat) -> Rows {
-    if format.is_float() || rows.is_empty() {
-        return rows.iter().map(|row| rounded(row, format)).collect();
-    }
-    let (heads, dim) = (rows[0].len() as i32, rows[0][0].len() as i32);
-    let mut pool = pool_for(format, heads, dim).unwrap();
-    let n = rows.len() as i32;
-    pool.grow(n).unwrap();
-    pool.write(&Slots::Run(0..n), &array(rows)).unwrap();
-    let read = pool.read(0, n).unwrap().dequantized(Dtype::Float32).unwrap();
-    read.eval().unwrap();
-    (0..rows.len()).map(|index| row(&read, index)).collect()
+/// Rows in a float format.
+pub fn rounded(rows: &[Row], format: KvFormat) -> Rows {
+    let row = |values: &Vec<f32>| values.iter().map(|&value| round(value, format)).collect();
+    rows.iter().map(|heads| heads.iter().map(row).collect()).collect()
 }
 
-fn rounded(row: &Row, format: KvFormat) -> Row {
-    let round = |&value: &f32| match format {
+/// A number in a float format; as it is in others.
+pub fn round(value: f32, format: KvFormat) -> f32 {
+    match format {
         KvFormat::F16 => f16::from_f32(value).to_f32(),
         KvFormat::Bf16 => bf16::from_f32(value).to_f32(),
         _ => value,
-    };
-    row.iter().map(|values| values.iter().map(round).collect()).collect()
+    }
 }
 
 /// One query's attention over the rows that it sees. Query heads share KV heads

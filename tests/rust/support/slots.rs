@@ -1,6 +1,6 @@
 //! What a cache does with plans, on the ids of tokens in place of their rows.
 
-use etkv::bookkeeping::{LanePlan, MaskPlan, Slots};
+use etkv_core::bookkeeping::{LanePlan, MaskPlan, Slots};
 
 /// The number of a token that was ever written; no two have the same.
 pub type Id = usize;

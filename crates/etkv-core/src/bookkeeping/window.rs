@@ -1,8 +1,8 @@
 //! Sliding windows: what a query sees of a sequence, and how much of it a layer
 //! keeps so that the last step can always be taken back.
 
-use crate::config::Growth;
 use crate::error::{fail, Result};
+use crate::growth::Growth;
 
 /// The window of a layer, and the slots that one sequence takes in it.
 ///

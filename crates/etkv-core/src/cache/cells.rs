@@ -2,26 +2,24 @@
 
 use std::ops::Range;
 
-use mlx_rs::Array;
-
 use super::storage::Storage;
 use super::{AttendCache, Cache, SeqCache, TreeCache};
-use crate::attend::AttendSpec;
 use crate::bookkeeping::{CellsBookkeeping, Move};
 use crate::config::CacheConfig;
 use crate::error::{fail, Result};
 use crate::format::KvFormat;
 use crate::memory::Memory;
+use crate::store::{Spec, Store};
 
 /// Sequences that share cells; a single one is read like a contiguous cache.
-pub struct CellsCache {
+pub struct CellsCache<S: Store> {
     kind: &'static str,
     book: CellsBookkeeping,
-    storage: Storage,
+    storage: Storage<S>,
     open: bool,
 }
 
-impl CellsCache {
+impl<S: Store> CellsCache<S> {
     /// The name of the kind whose sequences carry no trees.
     pub const SEQ: &'static str = "seq";
     /// The name of the kind whose sequences carry trees.
@@ -64,7 +62,7 @@ impl CellsCache {
     }
 }
 
-impl Cache for CellsCache {
+impl<S: Store> Cache for CellsCache<S> {
     fn kind(&self) -> &'static str {
         self.kind
     }
@@ -135,7 +133,7 @@ impl Cache for CellsCache {
     }
 }
 
-impl SeqCache for CellsCache {
+impl<S: Store> SeqCache for CellsCache<S> {
     fn begin_step(&mut self, sequences: &[i32]) -> Result<()> {
         self.book.begin_step(sequences)
     }
@@ -183,7 +181,7 @@ impl SeqCache for CellsCache {
     }
 }
 
-impl TreeCache for CellsCache {
+impl<S: Store> TreeCache for CellsCache<S> {
     fn propose(&mut self, sequence: i32, parents: &[i32]) -> Result<()> {
         self.storage.check()?;
         self.book.propose(sequence, parents)
@@ -202,7 +200,9 @@ impl TreeCache for CellsCache {
     }
 }
 
-impl AttendCache for CellsCache {
+impl<S: Store> AttendCache for CellsCache<S> {
+    type Store = S;
+
     fn begin(&mut self, positions: &[i32]) -> Result<()> {
         if self.open {
             fail!(Step, "a step is open on this cache");
@@ -216,7 +216,12 @@ impl AttendCache for CellsCache {
         Ok(())
     }
 
-    fn update_and_fetch(&mut self, layer: usize, k: &Array, v: &Array) -> Result<AttendSpec> {
+    fn update_and_fetch(
+        &mut self,
+        layer: usize,
+        k: &S::Tensor,
+        v: &S::Tensor,
+    ) -> Result<Spec<S>> {
         let lane = self.storage.lane(layer)?;
         let Some(plan) = self.book.plans().get(lane) else {
             fail!(Step, "no step is open on this cache");
@@ -224,8 +229,8 @@ impl AttendCache for CellsCache {
         self.storage.update_and_fetch(layer, k, v, plan)
     }
 
-    fn buffers(&self) -> Vec<&Array> {
-        self.storage.buffers()
+    fn eval(&self, outputs: &[&S::Tensor]) -> Result<()> {
+        self.storage.eval(outputs)
     }
 
     fn commit(&mut self) -> Result<()> {

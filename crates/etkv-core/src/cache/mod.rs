@@ -1,8 +1,9 @@
-//! Caches: a bookkeeping and its pools, behind two faces.
+//! Caches: a bookkeeping and a backend's store, behind two faces.
 //!
 //! [`Cache`] is what a runner controls, in integers; [`SeqCache`] and
 //! [`TreeCache`] add to it what caches of several sequences and of candidates can
-//! do. [`AttendCache`] is what a program's `update_and_attend` drives, in arrays.
+//! do. [`AttendCache`] is what a program's `update_and_attend` drives, in the tensors of
+//! its backend.
 //! One object has both.
 
 mod cells;
@@ -14,13 +15,11 @@ use std::ops::Range;
 pub use cells::CellsCache;
 pub use contiguous::ContiguousCache;
 
-use mlx_rs::Array;
-
-use crate::attend::AttendSpec;
 use crate::config::CacheConfig;
 use crate::error::Result;
 use crate::format::KvFormat;
 use crate::memory::Memory;
+use crate::store::{Spec, Store};
 
 /// The runner's face of a cache.
 pub trait Cache: Send {
@@ -246,6 +245,9 @@ pub trait TreeCache: SeqCache {
 /// The program's face of a cache. Drive it through a [`Step`](crate::Step),
 /// which cannot forget to end.
 pub trait AttendCache: Cache {
+    /// The storage of the backend whose tensors it takes.
+    type Store: Store;
+
     /// Opens a step of these positions, one a query token.
     ///
     /// # Errors
@@ -263,19 +265,18 @@ pub trait AttendCache: Cache {
     ///   step has had.
     /// - [`Shape`](crate::Status::Shape) for rows or layers that do not fit.
     /// - [`Mlx`](crate::Status::Mlx).
-    fn update_and_fetch(&mut self, layer: usize, k: &Array, v: &Array) -> Result<AttendSpec>;
+    fn update_and_fetch(
+        &mut self,
+        layer: usize,
+        k: &<Self::Store as Store>::Tensor,
+        v: &<Self::Store as Store>::Tensor,
+    ) -> Result<Spec<Self::Store>>;
 
-    /// The buffers that the open step writes to: evaluate them with the step's
-    /// outputs.
-    fn buffers(&self) -> Vec<&Array>;
-
-    /// Evaluates `outputs` together with what the open step wrote.
+    /// Computes `outputs` together with what the open step wrote.
     ///
     /// # Errors
     /// [`Mlx`](crate::Status::Mlx).
-    fn eval(&self, outputs: &[&Array]) -> Result<()> {
-        Ok(mlx_rs::transforms::eval(outputs.iter().copied().chain(self.buffers()))?)
-    }
+    fn eval(&self, outputs: &[&<Self::Store as Store>::Tensor]) -> Result<()>;
 
     /// Makes the step's positions visible.
     ///

@@ -1,48 +1,33 @@
-//! The bytes of a cache: each layer's pools, driven by the plans of its lane.
-//! What every kind of cache does with arrays is here, once.
+//! The bytes of a cache: a backend's store, driven by the plans of its lanes. What
+//! every kind of cache does with a store is here, once.
 
-use mlx_rs::ops::zeros_dtype;
-use mlx_rs::transforms::eval;
-use mlx_rs::{Array, Dtype};
-
-use crate::attend::{AttendSpec, Mask};
 use crate::bookkeeping::{LanePlan, MaskPlan, Move, Slots, Window};
-use crate::config::{CacheConfig, Growth, LayerConfig, LayerPolicy};
+use crate::config::{slot_bytes, CacheConfig, LayerConfig, LayerPolicy};
 use crate::error::{fail, Error, Result, Status};
 use crate::format::KvFormat;
+use crate::growth::Growth;
 use crate::memory::{Bytes, LayerMemory, Memory};
-use crate::mlx::{self, cast};
-use crate::pool::{convert, float_dtype, pool_for, Pool, StoredRows};
+use crate::spec::{AttendSpec, Mask};
+use crate::store::{Extent, Spec, Store};
 
-/// Keys and values of one layer.
-struct Layer {
-    config: LayerConfig,
-    lane: usize,
-    k: Box<dyn Pool>,
-    v: Box<dyn Pool>,
-}
-
-/// Rows that a step writes over although somebody still needs them.
-type Displaced = Vec<(Slots, StoredRows, StoredRows)>;
-
-/// The pools of all layers, and the state of the open step that is arrays.
-pub struct Storage {
+/// The store of all layers, and the state of the open step that is not integers.
+pub struct Storage<S: Store> {
     config: CacheConfig,
     /// The policy of each lane. The first is full history, with layers or without.
     policies: Vec<LayerPolicy>,
-    layers: Vec<Layer>,
+    /// The lane of each layer.
+    lanes: Vec<usize>,
+    store: S,
     /// Which layers the open step has had; empty outside one.
     done: Vec<bool>,
     /// The masks of the open step, made when a layer first needs them.
-    masks: Vec<Option<Array>>,
-    displaced: Displaced,
+    masks: Vec<Option<S::Mask>>,
+    /// The rows that the open step writes over although they are still needed.
+    saved: Option<S::Saved>,
     /// Whether sequences share the slots, so that queries come to read rows which
     /// a mask hides from them.
     shared: bool,
-    /// For each layer of the open step, where they are shared: a number that is 0
-    /// if all of its new values are finite.
-    finite: Vec<Array>,
-    /// The formats that the pools have.
+    /// The formats that the store has.
     formats: [KvFormat; 2],
     /// Whether `quantize_after` is still to come.
     awaits: bool,
@@ -50,9 +35,9 @@ pub struct Storage {
     lost: Option<Error>,
 }
 
-impl Storage {
-    /// Pools for a config that is valid. They allocate as positions come, or now
-    /// where the config says so. `shared` if several sequences will live in them.
+impl<S: Store> Storage<S> {
+    /// A store for a config that is valid. It allocates as positions come, or now
+    /// where the config says so. `shared` if several sequences will live in it.
     pub fn new(config: CacheConfig, shared: bool) -> Result<Self> {
         let mut policies = vec![LayerPolicy::Full];
         for layer in &config.layers {
@@ -61,26 +46,22 @@ impl Storage {
             }
         }
         let formats = config.formats_at(0);
-        let new_layer = |&layer: &LayerConfig| {
-            Ok(Layer {
-                config: layer,
-                lane: policies.iter().position(|&policy| policy == layer.policy).unwrap_or(0),
-                k: pool_for(formats[0], layer.n_kv_heads, layer.k_head_dim)?,
-                v: pool_for(formats[1], layer.n_kv_heads, layer.v_head_dim)?,
-            })
+        let lane_of = |layer: &LayerConfig| {
+            policies.iter().position(|&policy| policy == layer.policy).unwrap_or(0)
         };
-        let layers = config.layers.iter().map(new_layer).collect::<Result<_>>()?;
+        let lanes = config.layers.iter().map(lane_of).collect();
+        let store = S::new(&config.layers, formats)?;
         let masks = vec![None; policies.len()];
         let awaits = config.quantize_after.is_some();
         let mut storage = Self {
             config,
             policies,
-            layers,
+            lanes,
+            store,
             done: Vec::new(),
             masks,
-            displaced: Vec::new(),
+            saved: None,
             shared,
-            finite: Vec::new(),
             formats,
             awaits,
             lost: None,
@@ -94,14 +75,10 @@ impl Storage {
         if self.config.growth != Growth::Upfront {
             return Ok(());
         }
-        mlx::run(|| {
-            for index in 0..self.layers.len() {
-                let slots = self.allocated(self.layers[index].lane, 0);
-                self.layers[index].k.grow(slots)?;
-                self.layers[index].v.grow(slots)?;
-            }
-            Ok(())
-        })
+        for layer in 0..self.lanes.len() {
+            self.store.grow(layer, self.allocated(self.lanes[layer], 0))?;
+        }
+        Ok(())
     }
 
     pub fn config(&self) -> &CacheConfig {
@@ -147,46 +124,31 @@ impl Storage {
     /// Opens a step. The rows in `displaced`, slots of each lane, come back should
     /// it be aborted.
     pub fn begin(&mut self, displaced: impl Fn(usize) -> Slots) -> Result<()> {
-        self.finish_writes()?;
-        let mut saved = Vec::new();
-        for layer in &self.layers {
-            let slots = displaced(layer.lane);
-            if !slots.is_empty() {
-                saved.push((slots.clone(), layer.k.copy(&slots)?, layer.v.copy(&slots)?));
-            }
-        }
-        // Now, while the rows are there: a copy that is still to be made would
-        // hold the buffer, and turn the writes into copies of all of it.
-        eval(saved.iter().flat_map(|(_, k, v)| [k.arrays(), v.arrays()]).flatten())?;
-        self.displaced = saved;
-        self.done = vec![false; self.layers.len()];
-        Ok(())
+        let of_layer = |(layer, &lane): (usize, &usize)| (layer, displaced(lane));
+        let mut displaced: Vec<(usize, Slots)> =
+            self.lanes.iter().enumerate().map(of_layer).collect();
+        displaced.retain(|(_, slots)| !slots.is_empty());
+        self.open(&displaced)
     }
 
     /// Opens a step that writes to slots which nobody needs.
     pub fn begin_appending(&mut self) -> Result<()> {
-        self.finish_writes()?;
-        self.done.clear();
-        self.done.resize(self.layers.len(), false);
-        Ok(())
+        self.open(&[])
     }
 
-    /// Carries out what earlier steps wrote, where whoever committed them has not:
-    /// all that is not carried out is the open step's, should it be aborted.
-    fn finish_writes(&self) -> Result<()> {
-        let buffers = self.buffers();
-        if !buffers.iter().all(|buffer| mlx::is_available(buffer)) {
-            eval(buffers)?;
-        }
+    fn open(&mut self, displaced: &[(usize, Slots)]) -> Result<()> {
+        self.saved = Some(self.store.begin(displaced)?);
+        self.done.clear();
+        self.done.resize(self.lanes.len(), false);
         Ok(())
     }
 
     /// The lane of a layer.
     pub fn lane(&self, layer: usize) -> Result<usize> {
-        match self.layers.get(layer) {
-            Some(layer) => Ok(layer.lane),
+        match self.lanes.get(layer) {
+            Some(&lane) => Ok(lane),
             None => {
-                fail!(Shape, "layer {layer} is asked for, the cache has {}", self.layers.len())
+                fail!(Shape, "layer {layer} is asked for, the cache has {}", self.lanes.len())
             }
         }
     }
@@ -196,10 +158,10 @@ impl Storage {
     pub fn update_and_fetch(
         &mut self,
         layer: usize,
-        k: &Array,
-        v: &Array,
+        k: &S::Tensor,
+        v: &S::Tensor,
         plan: &LanePlan,
-    ) -> Result<AttendSpec> {
+    ) -> Result<Spec<S>> {
         let lane = self.lane(layer)?;
         match self.done.get(layer) {
             None => fail!(Step, "no step is open on this cache"),
@@ -207,38 +169,27 @@ impl Storage {
             Some(false) => {}
         }
         let slots = self.allocated(lane, plan.needed());
-        let target = &mut self.layers[layer];
-        let (heads, n) = (target.config.n_kv_heads, plan.write.len() as i32);
-        check_rows("keys", layer, k, [1, heads, n, target.config.k_head_dim])?;
-        check_rows("values", layer, v, [1, heads, n, target.config.v_head_dim])?;
-        target.k.grow(slots)?;
-        target.v.grow(slots)?;
-        target.k.write(&plan.write, k)?;
-        target.v.write(&plan.write, v)?;
-        if self.shared {
-            // What a mask hides has weight 0, and 0 times infinity is no number.
-            let stored = cast(v, float_dtype(self.formats[1]).unwrap_or(v.dtype()))?;
-            let zero = Array::from_f32(0.0).as_dtype(stored.dtype())?;
-            self.finite.push(stored.multiply(zero)?.sum(None)?);
-        }
-        let (start, stop) = (plan.read.start, plan.read.end);
-        let (k, v) = (target.k.read(start, stop)?, target.v.read(start, stop)?);
+        let target = &self.config.layers[layer];
+        let (heads, n) = (target.n_kv_heads, plan.write.len() as i32);
+        check_rows("keys", layer, S::shape(k), [1, heads, n, target.k_head_dim])?;
+        check_rows("values", layer, S::shape(v), [1, heads, n, target.v_head_dim])?;
+        self.store.grow(layer, slots)?;
+        // What a mask hides has weight 0, and 0 times infinity is no number.
+        self.store.write(layer, &plan.write, k, v, self.shared)?;
+        let [k, v] = self.store.read(layer, plan.read.clone())?;
         self.done[layer] = true;
         Ok(AttendSpec { k, v, mask: self.mask(lane, plan, n) })
     }
 
-    fn mask(&mut self, lane: usize, plan: &LanePlan, n_tokens: i32) -> Mask {
+    fn mask(&mut self, lane: usize, plan: &LanePlan, n_tokens: i32) -> Mask<S::Mask> {
         match &plan.mask {
             MaskPlan::None => Mask::None,
             MaskPlan::Causal => Mask::Causal,
             MaskPlan::Explicit(bytes) => {
                 let width = plan.read.end - plan.read.start;
                 let made = self.masks[lane].get_or_insert_with(|| {
-                    let shape = [n_tokens, width];
                     debug_assert_eq!(bytes.len() as i64, i64::from(n_tokens) * i64::from(width));
-                    // SAFETY: there are as many bytes as the shape says, each of them 0
-                    // or 1, which is how MLX keeps booleans; they are copied.
-                    unsafe { Array::from_raw_data(bytes.as_ptr().cast(), &shape, Dtype::Bool) }
+                    S::mask(bytes, n_tokens)
                 });
                 Mask::Explicit(made.clone())
             }
@@ -258,13 +209,9 @@ impl Storage {
         }
     }
 
-    pub fn buffers(&self) -> Vec<&Array> {
-        self.layers
-            .iter()
-            .flat_map(|layer| [layer.k.buffers(), layer.v.buffers()])
-            .flatten()
-            .chain(&self.finite)
-            .collect()
+    /// Computes `outputs` together with what the open step wrote.
+    pub fn eval(&self, outputs: &[&S::Tensor]) -> Result<()> {
+        self.store.eval(outputs)
     }
 
     /// Refuses to end a step that some layer has not had, or that brought values
@@ -273,8 +220,7 @@ impl Storage {
         if let Some(layer) = self.done.iter().position(|done| !done) {
             fail!(Step, "the step ends without layer {layer}");
         }
-        let odd = self.finite.iter().position(|sum| !is_zero(sum));
-        if let Some(layer) = odd {
+        if let Some(layer) = self.store.non_finite() {
             fail!(
                 InvalidArgument,
                 "a value of this step is infinite or no number as {} (attention layer {layer} of \
@@ -290,6 +236,7 @@ impl Storage {
     /// # Errors
     /// [`Mlx`](Status::Mlx): the moves failed, and the cache is lost.
     pub fn commit(&mut self, moves: &[Move]) -> Result<()> {
+        self.store.end();
         self.end();
         self.apply(moves)
     }
@@ -310,25 +257,15 @@ impl Storage {
     /// failed once, it would fail again. What was evaluated is of no use to
     /// anybody, and nothing of it may stay that a mask cannot hide.
     pub fn abort(&mut self, written: impl Fn(usize) -> Option<Slots>) {
-        let displaced = std::mem::take(&mut self.displaced);
         let done = std::mem::take(&mut self.done);
+        let saved = self.saved.take();
         self.end();
-        let undone = mlx::run(|| {
-            for (layer, done) in self.layers.iter_mut().zip(done) {
-                layer.k.take_back()?;
-                layer.v.take_back()?;
-                if let Some(slots) = written(layer.lane).filter(|_| done && self.shared) {
-                    let (heads, dim) = (layer.v.n_kv_heads(), layer.v.head_dim());
-                    let shape = [1, heads, slots.len() as i32, dim];
-                    layer.v.write(&slots, &zeros_dtype(&shape, Dtype::Float32)?)?;
-                }
-            }
-            for (layer, (slots, k, v)) in self.layers.iter_mut().zip(&displaced) {
-                layer.k.put(slots, k)?;
-                layer.v.put(slots, v)?;
-            }
-            Ok(eval(self.buffers())?)
-        });
+        let mut blank: Vec<(usize, Slots)> = Vec::new();
+        if self.shared {
+            let layers = self.lanes.iter().enumerate().zip(done).filter(|(_, done)| *done);
+            blank.extend(layers.filter_map(|((layer, &lane), _)| Some((layer, written(lane)?))));
+        }
+        let undone = saved.map_or(Ok(()), |saved| self.store.abort(saved, &blank));
         if let Err(error) = undone {
             self.lost = Some(error);
         }
@@ -336,8 +273,7 @@ impl Storage {
 
     fn end(&mut self) {
         self.done.clear();
-        self.finite.clear();
-        self.displaced.clear();
+        self.saved = None;
         self.masks.iter_mut().for_each(|mask| *mask = None);
     }
 
@@ -347,7 +283,7 @@ impl Storage {
         if moves.is_empty() {
             return Ok(());
         }
-        let moved = mlx::run(|| self.try_apply(moves));
+        let moved = self.try_apply(moves);
         if let Err(error) = &moved {
             self.lost = Some(error.clone());
         }
@@ -357,15 +293,9 @@ impl Storage {
     fn try_apply(&mut self, moves: &[Move]) -> Result<()> {
         for Move { lane, from, to } in moves {
             let slots = self.allocated(*lane, to.end());
-            for layer in self.layers.iter_mut().filter(|layer| layer.lane == *lane) {
-                for pool in [&mut layer.k, &mut layer.v] {
-                    let rows = pool.copy(from)?;
-                    eval(rows.arrays())?;
-                    // Sequences may go apart, to slots that nobody had.
-                    pool.grow(slots)?;
-                    pool.put(to, &rows)?;
-                    eval(pool.buffers())?;
-                }
+            for layer in (0..self.lanes.len()).filter(|&layer| self.lanes[layer] == *lane) {
+                // Sequences may go apart, to slots that nobody had.
+                self.store.relocate(layer, from, to, slots)?;
             }
         }
         Ok(())
@@ -373,21 +303,15 @@ impl Storage {
 
     /// Stores all rows in other formats.
     pub fn convert(&mut self, [k_format, v_format]: [KvFormat; 2]) -> Result<()> {
-        for (id, layer) in self.layers.iter().enumerate() {
+        for (id, layer) in self.config.layers.iter().enumerate() {
             let at =
                 |what: &'static str| move |error: Error| error.at(format!("layer {id}: {what}"));
-            k_format.check(layer.config.k_head_dim).map_err(at("keys"))?;
-            v_format.check(layer.config.v_head_dim).map_err(at("values"))?;
+            k_format.check(layer.k_head_dim).map_err(at("keys"))?;
+            v_format.check(layer.v_head_dim).map_err(at("values"))?;
         }
-        mlx::run(|| {
-            for layer in &mut self.layers {
-                for (pool, format) in [(&mut layer.k, k_format), (&mut layer.v, v_format)] {
-                    let slots = pool.slots();
-                    convert(pool, format, slots)?;
-                }
-            }
-            Ok(())
-        })?;
+        for layer in 0..self.lanes.len() {
+            self.store.convert(layer, [k_format, v_format])?;
+        }
         self.formats = [k_format, v_format];
         // What was asked for by hand is not undone later.
         self.awaits = false;
@@ -397,18 +321,9 @@ impl Storage {
     /// Makes the pools new, or leaves them their buffers. Those that are given back
     /// are allocated again with the next step, whatever the growth.
     pub fn clear(&mut self, release: bool) -> Result<()> {
-        let _alone = mlx::alone();
         let formats = self.config.formats_at(0);
-        for layer in &mut self.layers {
-            for (pool, format) in [(&mut layer.k, formats[0]), (&mut layer.v, formats[1])] {
-                if pool.format() != format {
-                    *pool = pool_for(format, pool.n_kv_heads(), pool.head_dim())?;
-                } else if release || self.lost.is_some() {
-                    // Buffers with unfinished work in them are of no use to anybody.
-                    pool.release();
-                }
-            }
-        }
+        // Buffers with unfinished work in them are of no use to anybody.
+        self.store.clear(formats, !release && self.lost.is_none())?;
         self.formats = formats;
         self.awaits = self.config.quantize_after.is_some();
         self.lost = None;
@@ -421,50 +336,30 @@ impl Storage {
     /// Bytes held, of which each lane uses `used` slots.
     pub fn memory(&self, used: impl Fn(usize) -> i32, at_capacity: u64) -> Memory {
         let layers = self
+            .config
             .layers
             .iter()
-            .map(|layer| {
-                let used = used(layer.lane).max(0) as u64;
-                let bytes = |pool: &dyn Pool| Bytes {
-                    allocated: pool.slots() as u64 * pool.slot_bytes(),
-                    used: used * pool.slot_bytes(),
+            .enumerate()
+            .map(|(id, layer)| {
+                let used = used(self.lanes[id]).max(0) as u64;
+                let bytes = |Extent { format, slots }, head_dim| {
+                    let slot = slot_bytes(layer, format, head_dim);
+                    Bytes { allocated: slots.max(0) as u64 * slot, used: used * slot }
                 };
-                LayerMemory { k: bytes(&*layer.k), v: bytes(&*layer.v) }
+                let [k, v] = self.store.extents(id);
+                LayerMemory { k: bytes(k, layer.k_head_dim), v: bytes(v, layer.v_head_dim) }
             })
             .collect();
         Memory::of(layers, at_capacity)
     }
-
-    #[cfg(test)]
-    pub fn lose(&mut self, error: Error) {
-        self.lost = Some(error);
-    }
 }
 
-impl Drop for Storage {
-    fn drop(&mut self) {
-        let _alone = mlx::alone();
-        self.layers.clear();
-        self.end();
-    }
-}
-
-/// Whether a scalar in a float dtype is 0.
-fn is_zero(scalar: &Array) -> bool {
-    match scalar.dtype() {
-        Dtype::Float16 => scalar.try_item_exact().is_ok_and(|x: half::f16| x == half::f16::ZERO),
-        Dtype::Bfloat16 => scalar.try_item_exact().is_ok_and(|x: half::bf16| x == half::bf16::ZERO),
-        _ => scalar.try_item_exact().is_ok_and(|x: f32| x == 0.0),
-    }
-}
-
-fn check_rows(what: &str, layer: usize, rows: &Array, expected: [i32; 4]) -> Result<()> {
-    if rows.shape() != expected {
+fn check_rows(what: &str, layer: usize, found: &[i32], expected: [i32; 4]) -> Result<()> {
+    if found != expected {
         return Err(Error::new(
             Status::Shape,
             format!(
-                "the {what} of layer {layer} have shape {:?}, the cache takes {expected:?} here",
-                rows.shape()
+                "the {what} of layer {layer} have shape {found:?}, the cache takes {expected:?} here"
             ),
         ));
     }

@@ -3,7 +3,6 @@
 use std::collections::BTreeMap;
 
 use super::lane::Lane;
-use super::layout::Layout;
 
 /// The cells of one sequence, by position, and those of the tree behind it.
 pub struct Block<'a> {
@@ -47,9 +46,9 @@ impl<'a> Block<'a> {
         Some(Self { cells, nodes, ordered, shares, start, is_run })
     }
 
-    /// Whether its cells are one run after a move.
-    pub fn becomes_run(&self, layout: &Layout) -> bool {
-        let moved = |cells: &[i32]| cells.iter().map(|&cell| layout.target(cell)).collect();
+    /// Whether its cells are one run after a move that gives each its `target`.
+    pub fn is_run_after(&self, target: impl Fn(i32) -> i32) -> bool {
+        let moved = |cells: &[i32]| cells.iter().map(|&cell| target(cell)).collect();
         let (cells, nodes): (Vec<i32>, Vec<i32>) = (moved(&self.cells), moved(self.nodes));
         Block::of(cells, &nodes, self.ordered, self.shares).is_some_and(|moved| moved.is_run)
     }

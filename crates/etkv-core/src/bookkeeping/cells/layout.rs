@@ -30,8 +30,9 @@ impl Layout {
             let layouts = [Self::around(&blocks, lane, room), Self::in_turn(&blocks, lane, room)];
             layouts.into_iter().flatten().map(move |layout| (layout, price))
         });
-        let n_runs_in =
-            |layout: &Self| blocks.iter().filter(|block| block.becomes_run(layout)).count();
+        let n_runs_in = |layout: &Self| {
+            blocks.iter().filter(|block| block.is_run_after(|cell| layout.target(cell))).count()
+        };
         // Sequences that share cells cannot all be runs: rows move for a gain only.
         candidates
             .map(|(layout, price)| (n_runs_in(&layout), layout.n_moved + price, layout))

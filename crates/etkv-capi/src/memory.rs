@@ -1,8 +1,8 @@
 //! `etkv_memory`: bytes of a cache's buffers.
 
+use etkv_core::{fail, Memory, Result};
+
 use super::boundary::{out, read_struct};
-use crate::error::{fail, Result};
-use crate::memory::Memory;
 
 /// Bytes of one layer's buffers; see the header.
 #[allow(non_camel_case_types)]

@@ -6,11 +6,11 @@ use std::ffi::{c_char, CStr, CString};
 use std::panic::{catch_unwind, AssertUnwindSafe};
 use std::sync::LazyLock;
 
+use etkv_core::{fail, Error, Result, Status};
 use parking_lot::Mutex;
 
 use super::error::{etkv_error, OK};
 use super::handle::{self, Object};
-use crate::error::{fail, Error, Result, Status};
 
 /// Runs the body of a C function: turns an error or a panic into a status, and
 /// into an error object where the caller wants one.
@@ -34,6 +34,12 @@ pub(crate) unsafe fn boundary(
             status
         }
     }
+}
+
+/// Runs `work` alone in MLX, which is entered before a cache is taken: a call may free
+/// buffers, and a step takes the two in this order.
+pub(crate) fn in_mlx<T>(work: impl FnOnce() -> Result<T>) -> Result<T> {
+    Ok(etkv::mlx::run(|| Ok(work()?))?)
 }
 
 /// What a panic becomes.

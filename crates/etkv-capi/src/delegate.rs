@@ -3,10 +3,11 @@
 use std::cell::RefCell;
 use std::ffi::c_char;
 
+use etkv_core::{Result, Status};
+
 use super::boundary::{boundary, list, text};
 use super::error::etkv_error;
 use super::handle;
-use crate::error::{Result, Status};
 
 /// The options of a load that are text; empty strings are absent ones.
 #[derive(Debug, Clone, Default)]
@@ -89,23 +90,26 @@ pub unsafe extern "C" fn etkv_delegate_check(
 
 #[cfg(feature = "delegate")]
 mod program {
+    use etkv::program::{LoadOptions, Program};
+    use etkv_core::Result;
+
     use super::LoadTexts;
-    use crate::error::Result;
-    use crate::program::{LoadOptions, Program};
 
     pub fn check_options(texts: &LoadTexts) -> Result<()> {
-        LoadOptions::parse(&texts.cache_key, &texts.logits).map(|_| ())
+        LoadOptions::parse(&texts.cache_key, &texts.logits)?;
+        Ok(())
     }
 
     pub fn check(payload: &[u8]) -> Result<()> {
-        Program::check(payload)
+        Ok(Program::check(payload)?)
     }
 }
 
 #[cfg(not(feature = "delegate"))]
 mod program {
+    use etkv_core::{fail, Result};
+
     use super::LoadTexts;
-    use crate::error::{fail, Result};
 
     pub fn check_options(_: &LoadTexts) -> Result<()> {
         fail!(Unsupported, "this libetkv was built without the interpreter of programs");

@@ -6,9 +6,10 @@
 
 use std::panic::{catch_unwind, AssertUnwindSafe};
 
-use crate::capi;
-use crate::error::{Error, Result, Status};
-use crate::program::{ConstantSource, Input, LoadOptions, OutputSink, Program};
+use etkv::program::{ConstantSource, Input, LoadOptions, OutputSink, Program};
+use etkv_core::{Error, Result, Status};
+
+use crate::{boundary, delegate};
 
 #[cxx::bridge(namespace = "etkv::bridge")]
 mod ffi {
@@ -99,7 +100,7 @@ impl Delegate {
         logits: &str,
     ) -> ffi::Outcome {
         self.guarded(|delegate| {
-            let texts = capi::or_of_thread(cache_key, logits);
+            let texts = delegate::or_of_thread(cache_key, logits);
             let options = LoadOptions::parse(&texts.cache_key, &texts.logits)?;
             delegate.program = Some(Program::load(payload, &mut constants.as_mut(), &options)?);
             Ok(())
@@ -116,7 +117,7 @@ impl Delegate {
                 return Err(Error::new(Status::Internal, "the program was not loaded"));
             };
             let inputs = inputs.iter().map(input).collect::<Result<Vec<_>>>()?;
-            program.execute(&inputs, &mut outputs.as_mut())
+            Ok(program.execute(&inputs, &mut outputs.as_mut())?)
         })
     }
 
@@ -138,7 +139,7 @@ impl Delegate {
         }
         let result = catch_unwind(AssertUnwindSafe(|| work(self))).unwrap_or_else(|panic| {
             self.broken = true;
-            Err(capi::panic_error(&*panic))
+            Err(boundary::panic_error(&*panic))
         });
         outcome(result)
     }
@@ -171,7 +172,7 @@ fn outcome(result: Result<()>) -> ffi::Outcome {
 }
 
 fn report(status: i32, message: &str) {
-    capi::report(status, message);
+    delegate::report(status, message);
 }
 
 impl ConstantSource for std::pin::Pin<&mut ffi::Constants> {

@@ -10,9 +10,8 @@ use std::ptr::without_provenance_mut;
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Arc, LazyLock};
 
+use etkv_core::{fail, Result};
 use parking_lot::RwLock;
-
-use crate::error::{fail, Result};
 
 /// What may be behind a handle. A type of C's is the Rust type of the same name.
 pub(crate) trait Object: Any + Send + Sync {

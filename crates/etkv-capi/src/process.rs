@@ -3,10 +3,11 @@
 use std::ffi::{c_char, CString};
 use std::sync::LazyLock;
 
+use etkv::mlx;
+
 use super::boundary::{boundary, out, read_struct};
 use super::error::etkv_error;
 use super::handle;
-use crate::mlx;
 
 /// The interface that this library has.
 #[no_mangle]
@@ -24,7 +25,7 @@ pub extern "C" fn etkv_version() -> *const c_char {
 #[no_mangle]
 pub extern "C" fn etkv_mlx_version() -> *const c_char {
     static VERSION: LazyLock<CString> =
-        LazyLock::new(|| CString::new(crate::mlx::version()).unwrap_or_default());
+        LazyLock::new(|| CString::new(mlx::version()).unwrap_or_default());
     VERSION.as_ptr()
 }
 

@@ -2,15 +2,13 @@
 
 use std::ffi::c_char;
 
-use super::boundary::{boundary, free, lasting, out, text};
+use etkv_core::{fail, Cache, Result, SharedCache};
+
+use super::boundary::{boundary, free, in_mlx, lasting, out, text};
 use super::config::{etkv_cache_config, given_format, read_config};
 use super::error::etkv_error;
 use super::handle::{self, Object};
 use super::memory::{etkv_memory, fill_memory};
-use crate::cache::AttendCache;
-use crate::error::{fail, Result};
-use crate::registry::BuilderRegistry;
-use crate::shared::SharedCache;
 
 /// A handle on a cache that others may share.
 #[allow(non_camel_case_types)]
@@ -40,7 +38,7 @@ pub unsafe extern "C" fn etkv_cache_new(
             let target = out(cache, "cache")?;
             let backend_id = text(backend_id, "backend_id")?;
             let kind = text(kind, "kind")?;
-            let cache = BuilderRegistry::global().build(backend_id, kind, read_config(config)?)?;
+            let cache = etkv::builders().build(backend_id, kind, read_config(config)?)?;
             target.write(handle::give(etkv_cache { cache }));
             Ok(())
         })
@@ -94,7 +92,7 @@ pub unsafe extern "C" fn etkv_cache_can_extend(
                 fail!(InvalidArgument, "n is {n}, the least is 0");
             }
             // A kind of the host's may make room when it is asked, with MLX.
-            fits.write(crate::mlx::run(|| Ok(cache.cache.lock()?.can_extend(n)))?);
+            fits.write(in_mlx(|| Ok(cache.cache.lock()?.can_extend(n)))?);
             Ok(())
         })
     }
@@ -268,7 +266,7 @@ unsafe fn read<T>(
     value: *mut T,
     name: &str,
     error: *mut *mut etkv_error,
-    ask: impl FnOnce(&dyn AttendCache) -> Result<T>,
+    ask: impl FnOnce(&dyn Cache) -> Result<T>,
 ) -> i32 {
     // SAFETY: the caller says so.
     unsafe {
@@ -285,14 +283,13 @@ unsafe fn read<T>(
 unsafe fn change(
     cache: *const etkv_cache,
     error: *mut *mut etkv_error,
-    act: impl FnOnce(&mut dyn AttendCache) -> Result<()>,
+    act: impl FnOnce(&mut dyn Cache) -> Result<()>,
 ) -> i32 {
     // SAFETY: the caller says so.
     unsafe {
         boundary(error, || {
             let cache = handle::look_up(cache, "cache")?;
-            // Buffers may go: MLX first, then the cache, as a step takes them.
-            crate::mlx::run(|| act(&mut *cache.cache.lock()?))
+            in_mlx(|| act(&mut *cache.cache.lock()?))
         })
     }
 }

@@ -1,12 +1,11 @@
 //! `etkv_tree_cache`: the face of a cache whose sequences carry trees.
 
-use super::boundary::{boundary, free, list, out};
+use etkv_core::{fail, Result, SharedCache, TreeCache};
+
+use super::boundary::{boundary, free, in_mlx, list, out};
 use super::cache::etkv_cache;
 use super::error::etkv_error;
 use super::handle::{self, Object};
-use crate::cache::TreeCache;
-use crate::error::{fail, Result};
-use crate::shared::SharedCache;
 
 /// A handle on a cache of trees of candidates.
 #[allow(non_camel_case_types)]
@@ -140,7 +139,7 @@ unsafe fn change(
         boundary(error, || {
             let cache = handle::look_up(cache, "cache")?;
             // Rows may move: MLX first, then the cache, as a step takes them.
-            crate::mlx::run(|| with_trees(&cache.cache, act))
+            in_mlx(|| with_trees(&cache.cache, act))
         })
     }
 }

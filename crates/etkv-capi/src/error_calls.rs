@@ -1,64 +1,20 @@
-//! `etkv_error`: an error that the caller owns.
+//! The functions of `etkv_error`.
 
-use std::ffi::{c_char, CString};
+use std::ffi::c_char;
 
-use super::boundary;
-use super::handle::{self, Object};
-use crate::error::{fail, Error, Result, Status};
+use etkv_core::{fail, Error, Result, Status};
 
-/// ETKV_OK.
-pub(crate) const OK: i32 = 0;
-
-/// An error: a status and a message.
-#[allow(non_camel_case_types)]
-pub struct etkv_error {
-    status: i32,
-    message: CString,
-}
-
-impl Object for etkv_error {
-    const NAME: &'static str = "etkv_error";
-}
-
-impl etkv_error {
-    /// Moves an error to the caller's side.
-    pub(crate) fn give(error: &Error) -> *mut Self {
-        handle::give(Self::new(error.status() as i32, error.message()))
-    }
-
-    pub(super) fn new(status: i32, message: &str) -> Self {
-        let message = CString::new(message.replace('\0', " ")).unwrap_or_default();
-        Self { status, message }
-    }
-}
-
-/// The statuses that there are, and with them their numbers.
-const STATUSES: [Status; 12] = [
-    Status::InvalidArgument,
-    Status::Capacity,
-    Status::Position,
-    Status::NoCache,
-    Status::Kind,
-    Status::Shape,
-    Status::Dtype,
-    Status::Program,
-    Status::Unsupported,
-    Status::Mlx,
-    Status::Step,
-    Status::Internal,
-];
-
-fn status_of(number: i32) -> Option<Status> {
-    STATUSES.into_iter().find(|&status| status as i32 == number)
-}
+use super::boundary::{boundary, free, text};
+use super::error::{etkv_error, status_of, OK};
+use super::handle;
 
 /// What a callback of the host's returned: its status, and its error object,
 /// which is taken over.
 pub(super) fn from_host(status: i32, error: *mut etkv_error, what: &str) -> Result<()> {
     let message = handle::look_up(error, "error")
         .ok()
-        .map(|error| error.message.to_string_lossy().into_owned());
-    boundary::free(error);
+        .map(|error| error.message().to_string_lossy().into_owned());
+    free(error);
     if status == OK {
         return Ok(());
     }
@@ -75,11 +31,11 @@ pub unsafe extern "C" fn etkv_error_new(status: i32, message: *const c_char) -> 
     let mut made = std::ptr::null_mut();
     // SAFETY: the place is there, and the caller says so of the string.
     unsafe {
-        boundary::boundary(std::ptr::null_mut(), || {
+        boundary(std::ptr::null_mut(), || {
             let Some(status) = status_of(status) else {
                 fail!(InvalidArgument, "status is {status}, that of no error");
             };
-            made = etkv_error::give(&Error::new(status, boundary::text(message, "message")?));
+            made = etkv_error::give(&Error::new(status, text(message, "message")?));
             Ok(())
         })
     };
@@ -92,7 +48,7 @@ pub extern "C" fn etkv_error_status(error: *const etkv_error) -> i32 {
     if error.is_null() {
         return OK;
     }
-    handle::look_up(error, "error").map_or(Status::InvalidArgument as i32, |error| error.status)
+    handle::look_up(error, "error").map_or(Status::InvalidArgument as i32, |error| error.status())
 }
 
 /// The message of `error`; "" if it is NULL.
@@ -103,7 +59,7 @@ pub extern "C" fn etkv_error_message(error: *const etkv_error) -> *const c_char 
     }
     match handle::look_up(error, "error") {
         // The table keeps what the string is in until the handle is freed.
-        Ok(error) => error.message.as_ptr(),
+        Ok(error) => error.message().as_ptr(),
         Err(_) => c"this is no etkv_error, or no longer".as_ptr(),
     }
 }
@@ -111,5 +67,5 @@ pub extern "C" fn etkv_error_message(error: *const etkv_error) -> *const c_char 
 /// Frees an error.
 #[no_mangle]
 pub extern "C" fn etkv_error_free(error: *mut etkv_error) {
-    boundary::free(error);
+    free(error);
 }

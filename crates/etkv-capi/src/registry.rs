@@ -2,12 +2,12 @@
 
 use std::ffi::{c_char, c_void, CString};
 
+use etkv_core::{fail, CacheRegistry, Entry, Result};
+
 use super::boundary::{boundary, out, text};
 use super::cache::etkv_cache;
 use super::error::etkv_error;
 use super::handle;
-use crate::error::{fail, Result};
-use crate::registry::{BuilderRegistry, CacheRegistry, Entry};
 
 /// Makes a cache known under a key.
 ///
@@ -93,7 +93,7 @@ pub unsafe extern "C" fn etkv_kinds(
                 fail!(InvalidArgument, "visit is NULL");
             };
             let as_c = |name: String| CString::new(name).unwrap_or_default();
-            let kinds: Vec<(CString, CString)> = BuilderRegistry::global()
+            let kinds: Vec<(CString, CString)> = etkv::builders()
                 .kinds()
                 .into_iter()
                 .map(|(backend_id, kind)| (as_c(backend_id), as_c(kind)))

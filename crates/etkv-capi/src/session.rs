@@ -2,6 +2,8 @@
 
 use std::ffi::{c_char, CString};
 
+use etkv_core::{Result, Session, SharedCache};
+
 use super::boundary::{boundary, free, out, text};
 use super::cache::etkv_cache;
 use super::config::{etkv_cache_config, read_config};
@@ -9,9 +11,6 @@ use super::error::etkv_error;
 use super::handle::{self, Object};
 use super::seq::etkv_seq_cache;
 use super::tree::etkv_tree_cache;
-use crate::error::Result;
-use crate::session::Session;
-use crate::shared::SharedCache;
 
 /// A session; see the header.
 #[allow(non_camel_case_types)]
@@ -42,7 +41,7 @@ pub unsafe extern "C" fn etkv_session_new(
             let target = out(session, "session")?;
             let backend_id = text(backend_id, "backend_id")?;
             let kind = text(kind, "kind")?;
-            let session = Session::new(backend_id, kind, read_config(config)?)?;
+            let session = Session::new(etkv::builders(), backend_id, kind, read_config(config)?)?;
             let key = CString::new(session.key()).unwrap_or_default();
             target.write(handle::give(etkv_session { session, key }));
             Ok(())

@@ -1,40 +1,41 @@
 //! What goes wrong in one step, or in one sequence, stays there.
 
-use etkv::{
+use etkv_core::{
     AttendCache, Cache, CacheConfig, CellsCache, ContiguousCache, Growth, KvFormat, LayerPolicy,
-    Status, Step,
+    Result, Status, Step,
 };
-use etkv_tests::{oracle, Rng};
-use mlx_rs::Array;
 
-fn filled(heads: i32, n: i32, value: f32) -> Array {
-    Array::full::<f32>(&[1, heads, n, 64], Array::from_f32(value)).unwrap()
-}
+use super::filled;
+use crate::backend::{Backend, Tensor};
+use crate::{oracle, Rng};
 
 /// One step of one layer; the first query's output.
-fn append(cache: &mut dyn AttendCache, positions: &[i32], value: f32) -> etkv::Result<f32> {
-    let n = positions.len() as i32;
+fn append<B: Backend>(
+    cache: &mut dyn AttendCache<Store = B::Store>,
+    positions: &[i32],
+    value: f32,
+) -> Result<f32> {
+    let rows = filled::<B>(1, positions.len(), 64, value);
     let mut step = Step::begin(cache, positions)?;
-    let spec = step.update_and_fetch(0, &filled(1, n, value), &filled(1, n, value))?;
-    let out = etkv::attend(&filled(1, n, 0.1), &spec, 0.1, None)?;
+    let spec = step.update_and_fetch(0, &rows, &rows)?;
+    let out = B::attend(&filled::<B>(1, positions.len(), 64, 0.1), &spec, 0.1)?;
     drop(spec);
     step.commit(&[&out])?;
-    Ok(oracle::row(&out, 0)[0][0])
+    Ok(B::rows(&out)[0][0][0])
 }
 
 /// A weight of 0 does not hide what is infinite: 0 times infinity is no number.
-#[test]
-fn values_that_are_no_numbers_reach_no_other_sequence() {
+pub fn values_that_are_no_numbers_reach_no_other_sequence<B: Backend>() {
     let formats = ["f32", "f16", "bf16", "affine4g64", "mxfp8", "nvfp4", "row-int4"];
-    etkv::mlx::run(|| {
+    let run = || -> Result<()> {
         for format in formats.map(|name| name.parse::<KvFormat>().unwrap()) {
             for value in [1e6, f32::INFINITY, f32::NAN] {
                 let config = CacheConfig::uniform(1, 1, 64, 64).stored_as(format);
-                let mut cache = CellsCache::with_trees(config)?;
+                let mut cache = CellsCache::<B::Store>::with_trees(config)?;
                 cache.sequences().unwrap().begin_step(&[0, 0])?;
-                append(&mut cache, &[0, 1], 1.0)?;
+                append::<B>(&mut cache, &[0, 1], 1.0)?;
                 cache.sequences().unwrap().begin_step(&[1, 1])?;
-                let stored = append(&mut cache, &[0, 1], value);
+                let stored = append::<B>(&mut cache, &[0, 1], value);
                 let fits = value.is_finite() && format != KvFormat::F16;
                 match &stored {
                     Ok(_) => assert!(fits, "{value} is stored in {format}"),
@@ -44,60 +45,52 @@ fn values_that_are_no_numbers_reach_no_other_sequence() {
                         assert_eq!(cache.length(), 2, "the step has not been");
                         assert!(error.message().contains(&format.to_string()), "{error}");
                         cache.sequences().unwrap().begin_step(&[1, 1])?;
-                        append(&mut cache, &[0, 1], 1.0)?;
+                        append::<B>(&mut cache, &[0, 1], 1.0)?;
                     }
                 }
                 cache.sequences().unwrap().begin_step(&[2])?;
-                append(&mut cache, &[0], 1.0)?;
+                append::<B>(&mut cache, &[0], 1.0)?;
                 // Reads all cells, those of the other sequence among them.
                 cache.sequences().unwrap().begin_step(&[0, 2])?;
-                let seen = append(&mut cache, &[2, 1], 1.0)?;
+                let seen = append::<B>(&mut cache, &[2, 1], 1.0)?;
                 assert!((seen - 1.0).abs() < 0.1, "{format} {value}: {seen}");
             }
         }
         Ok(())
-    })
-    .unwrap();
+    };
+    B::run(run).unwrap();
 }
 
 /// Rows of a step that was evaluated and then dropped lie in free cells.
-#[test]
-fn what_an_aborted_step_left_reaches_nobody() {
-    etkv::mlx::run(|| {
-        let mut cache = CellsCache::new(CacheConfig::uniform(1, 1, 64, 64))?;
-        append(&mut cache, &[0], 1.0)?;
+pub fn what_an_aborted_step_left_reaches_nobody<B: Backend>() {
+    let run = || -> Result<()> {
+        let mut cache = CellsCache::<B::Store>::new(CacheConfig::uniform(1, 1, 64, 64))?;
+        append::<B>(&mut cache, &[0], 1.0)?;
         cache.sequences().unwrap().begin_step(&[1; 8])?;
         let positions: Vec<i32> = (0..8).collect();
         let mut step = Step::begin(&mut cache, &positions)?;
-        let rows = filled(1, 8, f32::NAN);
+        let rows = filled::<B>(1, 8, 64, f32::NAN);
         drop(step.update_and_fetch(0, &rows, &rows)?);
         step.eval(&[])?;
         drop(step);
         // Three sequences, and one of them gone, with free cells between the others.
         for (sequence, n) in [(1, 1), (2, 3), (3, 1)] {
             cache.sequences().unwrap().begin_step(&vec![sequence; n])?;
-            append(&mut cache, &(0..n as i32).collect::<Vec<_>>(), 1.0)?;
+            append::<B>(&mut cache, &(0..n as i32).collect::<Vec<_>>(), 1.0)?;
         }
         cache.sequences().unwrap().seq_rm(2, 0..i32::MAX)?;
         cache.sequences().unwrap().begin_step(&[0, 3])?;
-        assert_eq!(append(&mut cache, &[1, 1], 1.0)?, 1.0);
+        assert_eq!(append::<B>(&mut cache, &[1, 1], 1.0)?, 1.0);
         Ok(())
-    })
-    .unwrap();
-}
-
-/// A transform that MLX finds out to be impossible when it is to run it.
-fn impossible(x: &Array) -> etkv::Result<Array> {
-    let odd = Array::ones::<f32>(&[1, 11])?.hadamard_transform(None)?;
-    Ok(x.multiply(odd.sum(None)?)?)
+    };
+    B::run(run).unwrap();
 }
 
 /// Whatever layer it fails in, the cache answers as if the step had not been.
-#[test]
-fn a_step_that_mlx_fails_has_not_been() {
+pub fn a_step_that_fails_has_not_been<B: Backend>() {
     let formats = ["f32", "affine4g64", "row-int4"];
     let policies = [LayerPolicy::Full, LayerPolicy::Window { window: 3, sinks: 1 }];
-    etkv::mlx::run(|| {
+    let run = || -> Result<()> {
         for format in formats.map(|name| name.parse::<KvFormat>().unwrap()) {
             for policy in policies {
                 // Appending, and rewriting what is there.
@@ -106,34 +99,34 @@ fn a_step_that_mlx_fails_has_not_been() {
                         let mut config = CacheConfig::uniform(3, 2, 64, 64).stored_as(format);
                         config.layers[1].policy = policy;
                         let config = CacheConfig { max_step: 8, growth: Growth::Exact, ..config };
-                        let mut cache = ContiguousCache::new(config.clone())?;
-                        fill(&mut cache)?;
-                        fail(&mut cache, start, n, failing)?;
+                        let mut cache = ContiguousCache::<B::Store>::new(config.clone())?;
+                        fill::<B>(&mut cache)?;
+                        fail::<B>(&mut cache, start, n, failing)?;
                         assert!(cache.can_extend(1), "{format} {policy:?} {start} {n} {failing}");
                         assert_eq!(cache.length(), 10);
-                        let found = next(&mut cache)?;
+                        let found = next::<B>(&mut cache)?;
 
-                        let mut untouched = ContiguousCache::new(config)?;
-                        fill(&mut untouched)?;
-                        assert_eq!(found, next(&mut untouched)?, "{format} {policy:?} {start} {n}");
+                        let mut untouched = ContiguousCache::<B::Store>::new(config)?;
+                        fill::<B>(&mut untouched)?;
+                        assert_eq!(found, next::<B>(&mut untouched)?, "{format} {policy:?} {start} {n}");
                     }
                 }
             }
         }
         Ok(())
-    })
-    .unwrap();
+    };
+    B::run(run).unwrap();
 }
 
-fn rows(heads: usize, n: usize, seed: u64) -> Array {
-    oracle::array(&oracle::random_rows(&mut Rng::new(seed), n, heads, 64))
+fn rows<B: Backend>(heads: usize, n: usize, seed: u64) -> Tensor<B> {
+    B::tensor(&oracle::random_rows(&mut Rng::new(seed), n, heads, 64))
 }
 
-fn fill(cache: &mut ContiguousCache) -> etkv::Result<()> {
+fn fill<B: Backend>(cache: &mut ContiguousCache<B::Store>) -> Result<()> {
     for first in [0, 5] {
         let mut step = Step::begin(cache, &(first..first + 5).collect::<Vec<_>>())?;
         for layer in 0..3 {
-            let rows = rows(2, 5, layer * 100 + first as u64);
+            let rows = rows::<B>(2, 5, layer * 100 + first as u64);
             step.update_and_fetch(layer as usize, &rows, &rows)?;
         }
         step.commit(&[])?;
@@ -142,18 +135,23 @@ fn fill(cache: &mut ContiguousCache) -> etkv::Result<()> {
 }
 
 /// A step whose layer `failing` fails; with 3, what follows the last layer.
-fn fail(cache: &mut ContiguousCache, start: i32, n: i32, failing: i32) -> etkv::Result<()> {
+fn fail<B: Backend>(
+    cache: &mut ContiguousCache<B::Store>,
+    start: i32,
+    n: i32,
+    failing: i32,
+) -> Result<()> {
     let mut step = Step::begin(cache, &(start..start + n).collect::<Vec<_>>())?;
-    let mut x = rows(2, n as usize, 7);
+    let mut x = rows::<B>(2, n as usize, 7);
     for layer in 0..3 {
         if layer == failing {
-            x = impossible(&x)?;
+            x = B::failing(&x)?;
         }
         let spec = step.update_and_fetch(layer as usize, &x, &x)?;
-        x = etkv::attend(&x, &spec, 0.1, None)?;
+        x = B::attend(&x, &spec, 0.1)?;
     }
     if failing == 3 {
-        x = impossible(&x)?;
+        x = B::failing(&x)?;
     }
     let error = step.commit(&[&x]).unwrap_err();
     assert_eq!(error.status(), Status::Mlx, "{error}");
@@ -161,91 +159,75 @@ fn fail(cache: &mut ContiguousCache, start: i32, n: i32, failing: i32) -> etkv::
 }
 
 /// The outputs of the step at position 10.
-fn next(cache: &mut ContiguousCache) -> etkv::Result<Vec<f32>> {
-    let (q, rows) = (rows(4, 1, 8), rows(2, 1, 9));
+fn next<B: Backend>(cache: &mut ContiguousCache<B::Store>) -> Result<Vec<f32>> {
+    let (q, rows) = (rows::<B>(4, 1, 8), rows::<B>(2, 1, 9));
     let mut step = Step::begin(cache, &[10])?;
     let mut outputs = Vec::new();
     for layer in 0..3 {
         let spec = step.update_and_fetch(layer, &rows, &rows)?;
-        let out = etkv::attend(&q, &spec, 0.1, None)?;
+        let out = B::attend(&q, &spec, 0.1)?;
         drop(spec);
         step.eval(&[&out])?;
-        outputs.extend(oracle::row(&out, 0).into_iter().flatten());
+        outputs.extend(B::rows(&out)[0].iter().flatten());
     }
     step.commit(&[])?;
     Ok(outputs)
 }
 
-/// MLX's CPU ends the process where the system gives it no memory.
-#[test]
-fn memory_that_there_is_not_is_an_error() {
-    let config =
-        CacheConfig { growth: Growth::Upfront, ..CacheConfig::uniform(1, 8, 128, 1 << 30) };
-    if etkv::mlx::on_gpu().unwrap() {
-        return;
-    }
-    let error = ContiguousCache::new(config).err().expect("2 TB are not to be had");
-    assert_eq!(error.status(), Status::Mlx);
-    assert!(error.message().contains("out of memory"), "{error}");
-}
-
-#[test]
-fn a_conversion_by_hand_lasts_until_the_cache_is_cleared() {
-    etkv::mlx::run(|| {
+pub fn a_conversion_by_hand_lasts_until_the_cache_is_cleared<B: Backend>() {
+    let run = || -> Result<()> {
         let config = CacheConfig { quantize_after: Some(4), ..CacheConfig::uniform(1, 1, 64, 64) };
-        let mut cache = ContiguousCache::new(config.stored_as(KvFormat::RowInt4))?;
-        append(&mut cache, &[0, 1], 1.0)?;
+        let mut cache = ContiguousCache::<B::Store>::new(config.stored_as(KvFormat::RowInt4))?;
+        append::<B>(&mut cache, &[0, 1], 1.0)?;
         cache.convert(KvFormat::F32, KvFormat::F32)?;
-        append(&mut cache, &[2, 3, 4], 1.0)?;
+        append::<B>(&mut cache, &[2, 3, 4], 1.0)?;
         assert_eq!(cache.formats(), [KvFormat::F32; 2]);
         cache.clear(false)?;
         assert_eq!(cache.formats(), [KvFormat::F16; 2]);
-        append(&mut cache, &[0, 1, 2, 3], 1.0)?;
+        append::<B>(&mut cache, &[0, 1, 2, 3], 1.0)?;
         assert_eq!(cache.formats(), [KvFormat::RowInt4; 2]);
         Ok(())
-    })
-    .unwrap();
+    };
+    B::run(run).unwrap();
 }
 
-#[test]
-fn candidates_do_not_count_for_quantize_after() {
-    etkv::mlx::run(|| {
+pub fn candidates_do_not_count_for_quantize_after<B: Backend>() {
+    let run = || -> Result<()> {
         let config = CacheConfig { quantize_after: Some(10), ..CacheConfig::uniform(1, 1, 64, 64) };
-        let mut cache = CellsCache::with_trees(config.stored_as(KvFormat::RowInt4))?;
-        append(&mut cache, &[0, 1], 1.0)?;
+        let mut cache = CellsCache::<B::Store>::with_trees(config.stored_as(KvFormat::RowInt4))?;
+        append::<B>(&mut cache, &[0, 1], 1.0)?;
         cache.trees().unwrap().propose(0, &[-1; 9])?;
-        append(&mut cache, &[2; 9], 1.0)?;
+        append::<B>(&mut cache, &[2; 9], 1.0)?;
         assert_eq!(cache.formats(), [KvFormat::F16; 2]);
         cache.trees().unwrap().commit_tree(0, &[0])?;
         assert_eq!(cache.formats(), cache.config().formats_at(3));
-        append(&mut cache, &[3, 4, 5, 6, 7, 8], 1.0)?;
+        append::<B>(&mut cache, &[3, 4, 5, 6, 7, 8], 1.0)?;
         cache.trees().unwrap().propose(0, &[-1])?;
-        append(&mut cache, &[9], 1.0)?;
+        append::<B>(&mut cache, &[9], 1.0)?;
         cache.trees().unwrap().commit_tree(0, &[0])?;
         assert_eq!(cache.formats(), cache.config().formats_at(10));
         Ok(())
-    })
-    .unwrap();
+    };
+    B::run(run).unwrap();
 }
 
 /// A step is stored in float before `quantize_after` converts it, so it has a limit.
-#[test]
-fn at_capacity_is_the_most_that_is_held() {
-    etkv::mlx::run(|| {
+pub fn at_capacity_is_the_most_that_is_held<B: Backend>() {
+    let run = || -> Result<()> {
         let config = CacheConfig {
             quantize_after: Some(10),
             growth: Growth::Exact,
             max_step: 40,
             ..CacheConfig::uniform(1, 1, 64, 1000).stored_as(KvFormat::RowInt4)
         };
-        let mut cache = ContiguousCache::new(config)?;
+        let mut cache = ContiguousCache::<B::Store>::new(config)?;
         let error = cache.begin(&(0..50).collect::<Vec<_>>()).unwrap_err();
         assert_eq!(error.status(), Status::Capacity);
         assert!(error.message().contains("50 positions in f16, the most is 49"), "{error}");
         let (mut most, mut length) = (0, 0);
         for n in [9, 40, 40, 500, 411] {
             let positions: Vec<i32> = (length..length + n).collect();
-            let rows = filled(1, n, 1.0);
+            let rows = filled::<B>(1, n as usize, 64, 1.0);
             cache.begin(&positions)?;
             cache.update_and_fetch(0, &rows, &rows)?;
             most = most.max(cache.memory().allocated);
@@ -255,6 +237,6 @@ fn at_capacity_is_the_most_that_is_held() {
         }
         assert_eq!(most, cache.memory().at_capacity);
         Ok(())
-    })
-    .unwrap();
+    };
+    B::run(run).unwrap();
 }

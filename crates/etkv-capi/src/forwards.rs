@@ -2,6 +2,9 @@
 
 use std::ffi::c_void;
 
+use etkv::mlx;
+use etkv::{attend, Forwards, Mask};
+use etkv_core::{fail, Result};
 use mlx_rs::{Array, Dtype};
 use parking_lot::{Mutex, MutexGuard};
 
@@ -9,10 +12,6 @@ use super::boundary::{boundary, free, list, out};
 use super::cache::etkv_cache;
 use super::error::etkv_error;
 use super::handle::{self, Object};
-use crate::attend::{attend, Mask};
-use crate::error::{fail, Result};
-use crate::layers::Forwards;
-use crate::mlx;
 
 /// A handle on the forwards of a host.
 #[allow(non_camel_case_types)]

@@ -2,12 +2,11 @@
 
 use std::ffi::c_char;
 
+use etkv_core::{fail, CacheConfig, Growth, KvFormat, LayerConfig, LayerPolicy, Result};
+
 use super::boundary::{boundary, out, read_struct, text};
 use super::error::etkv_error;
 use super::memory::{etkv_memory, fill_memory};
-use crate::config::{CacheConfig, Growth, LayerConfig, LayerPolicy};
-use crate::error::{fail, Result};
-use crate::format::KvFormat;
 
 /// What one layer stores; see the header.
 #[allow(non_camel_case_types)]
@@ -209,7 +208,7 @@ unsafe fn format(name: *const c_char, field: &str) -> Result<KvFormat> {
         return Ok(KvFormat::default());
     }
     // SAFETY: the caller says so.
-    unsafe { text(name, field)? }.parse().map_err(|error: crate::Error| error.at(field))
+    unsafe { text(name, field)? }.parse().map_err(|error: etkv_core::Error| error.at(field))
 }
 
 /// As [`format`], where the caller has to say it.
@@ -218,5 +217,5 @@ unsafe fn format(name: *const c_char, field: &str) -> Result<KvFormat> {
 /// As [`format`].
 pub(super) unsafe fn given_format(name: *const c_char, field: &str) -> Result<KvFormat> {
     // SAFETY: the caller says so.
-    unsafe { text(name, field)? }.parse().map_err(|error: crate::Error| error.at(field))
+    unsafe { text(name, field)? }.parse().map_err(|error: etkv_core::Error| error.at(field))
 }

@@ -4,20 +4,18 @@ use std::ffi::{c_char, c_void};
 use std::ops::Range;
 use std::ptr::{null_mut, NonNull};
 
+use etkv::{AttendSpec, MlxCache, MlxStore, ProgramCache, MLX_BACKEND};
+use etkv_core::{
+    fail, AttendCache, Cache, CacheConfig, KvFormat, Memory, Result, SeqCache, SharedCache,
+    TreeCache,
+};
 use mlx_rs::Array;
 
 use super::boundary::{boundary, free, read_struct, text};
 use super::cache::etkv_cache;
-use super::error::{etkv_error, from_host};
+use super::error::etkv_error;
+use super::error_calls::from_host;
 use super::handle;
-use crate::attend::AttendSpec;
-use crate::cache::{AttendCache, Cache, SeqCache, TreeCache};
-use crate::config::CacheConfig;
-use crate::error::{fail, Result};
-use crate::format::KvFormat;
-use crate::memory::Memory;
-use crate::registry::{BuilderRegistry, MLX_BACKEND};
-use crate::shared::SharedCache;
 
 type State = *mut c_void;
 type Inner = *mut etkv_cache;
@@ -63,7 +61,7 @@ pub unsafe extern "C" fn etkv_builder_register(
     // SAFETY: the caller says so.
     unsafe {
         boundary(error, || {
-            let registry = BuilderRegistry::global();
+            let registry = etkv::builders();
             let backend_id = text(backend_id, "backend_id")?;
             let kind = text(kind, "kind")?.to_owned();
             let base = text(base, "base")?.to_owned();
@@ -76,7 +74,7 @@ pub unsafe extern "C" fn etkv_builder_register(
                 fail!(Kind, "base is `{base}`, which nobody makes for `{MLX_BACKEND}`");
             }
             registry.register_new(backend_id, &kind.clone(), move |config| {
-                let inner = BuilderRegistry::global().build(MLX_BACKEND, &base, config)?;
+                let inner = etkv::builders().build(MLX_BACKEND, &base, config)?;
                 Ok(SharedCache::new(Custom::new(&kind, inner, vtable, context)?))
             })
         })
@@ -89,7 +87,7 @@ struct Custom {
     config: CacheConfig,
     has_sequences: bool,
     has_trees: bool,
-    inner: SharedCache,
+    inner: ProgramCache,
     /// The host's handle on `inner`.
     handle: Option<NonNull<etkv_cache>>,
     vtable: etkv_cache_vtable,
@@ -109,17 +107,18 @@ impl Custom {
         vtable: etkv_cache_vtable,
         context: Context,
     ) -> Result<Self> {
+        let program = inner.program()?;
         let (config, has_sequences, has_trees) = {
             let mut cache = inner.lock()?;
             (cache.config().clone(), cache.sequences().is_some(), cache.trees().is_some())
         };
-        let handle = NonNull::new(handle::give(etkv_cache { cache: inner.clone() }));
+        let handle = NonNull::new(handle::give(etkv_cache { cache: inner }));
         let mut made = Self {
             kind: kind.to_owned(),
             config,
             has_sequences,
             has_trees,
-            inner,
+            inner: program,
             handle,
             // Not before there is a state to destroy.
             vtable: etkv_cache_vtable { destroy: None, ..vtable },
@@ -157,7 +156,7 @@ impl Custom {
     }
 
     /// Asks the inner cache; a broken one answers with nothing.
-    fn ask<T: Default>(&self, question: impl FnOnce(&dyn AttendCache) -> T) -> T {
+    fn ask<T: Default>(&self, question: impl FnOnce(&MlxCache) -> T) -> T {
         self.inner.lock().map(|cache| question(&*cache)).unwrap_or_default()
     }
 
@@ -343,6 +342,8 @@ impl TreeCache for Custom {
 }
 
 impl AttendCache for Custom {
+    type Store = MlxStore;
+
     fn begin(&mut self, positions: &[i32]) -> Result<()> {
         if self.open {
             fail!(Step, "a step is open on this cache");
@@ -363,11 +364,6 @@ impl AttendCache for Custom {
 
     fn update_and_fetch(&mut self, layer: usize, k: &Array, v: &Array) -> Result<AttendSpec> {
         self.inner.lock()?.update_and_fetch(layer, k, v)
-    }
-
-    /// The inner cache has them, and keeps them to itself: see `eval`.
-    fn buffers(&self) -> Vec<&Array> {
-        Vec::new()
     }
 
     fn eval(&self, outputs: &[&Array]) -> Result<()> {

@@ -1,12 +1,11 @@
 //! `etkv_seq_cache`: the face of a cache that many sequences share.
 
-use super::boundary::{boundary, fill, free, list, out};
+use etkv_core::{fail, Result, SeqCache, SharedCache};
+
+use super::boundary::{boundary, fill, free, in_mlx, list, out};
 use super::cache::etkv_cache;
 use super::error::etkv_error;
 use super::handle::{self, Object};
-use crate::cache::SeqCache;
-use crate::error::{fail, Result};
-use crate::shared::SharedCache;
 
 /// A handle on a cache of several sequences.
 #[allow(non_camel_case_types)]
@@ -343,7 +342,7 @@ unsafe fn change(
         boundary(error, || {
             let cache = handle::look_up(cache, "cache")?;
             // Rows may move: MLX first, then the cache, as a step takes them.
-            crate::mlx::run(|| with_sequences(&cache.cache, act))
+            in_mlx(|| with_sequences(&cache.cache, act))
         })
     }
 }

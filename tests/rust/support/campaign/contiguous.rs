@@ -4,12 +4,15 @@
 //! A failure prints its seed; `ETKV_SEED=<seed>` runs that one alone.
 //! `ETKV_RUNS=<n>` runs more.
 
-use etkv::{
+use etkv_core::{
     AttendCache, Cache, CacheConfig, ContiguousCache, Growth, KvFormat, LayerConfig, LayerPolicy,
     Status, Step,
 };
-use etkv_tests::oracle::{self, Rows};
-use etkv_tests::{for_seeds, Rng};
+
+use super::ones;
+use crate::backend::Backend;
+use crate::oracle::{self, Rows};
+use crate::{for_seeds, Rng};
 
 const N_HEADS: usize = 4;
 const SCALE: f32 = 0.3;
@@ -33,16 +36,16 @@ impl Model {
     }
 }
 
-struct Run {
+struct Run<B: Backend> {
     rng: Rng,
-    cache: ContiguousCache,
+    cache: ContiguousCache<B::Store>,
     model: Model,
     formats: [KvFormat; 2],
     /// Whether `quantize_after` is still to come.
     awaits: bool,
 }
 
-impl Run {
+impl<B: Backend> Run<B> {
     fn new(seed: u64) -> Self {
         let mut rng = Rng::new(seed);
         // Floats go with any head_dim.
@@ -111,13 +114,14 @@ impl Run {
             let k = oracle::random_rows(&mut self.rng, n, heads, layer.k_head_dim as usize);
             let v = oracle::random_rows(&mut self.rng, n, heads, layer.v_head_dim as usize);
             let q = oracle::random_rows(&mut self.rng, n, N_HEADS, layer.k_head_dim as usize);
-            let spec = step.update_and_fetch(id, &oracle::array(&k), &oracle::array(&v)).unwrap();
-            let out = etkv::attend(&oracle::array(&q), &spec, SCALE, None).unwrap();
+            let spec = step.update_and_fetch(id, &B::tensor(&k), &B::tensor(&v)).unwrap();
+            let out = B::attend(&B::tensor(&q), &spec, SCALE).unwrap();
             drop(spec);
             step.eval(&[&out]).unwrap();
+            let out = B::rows(&out);
 
             let stored = |rows: &Rows, new: &Rows, format| -> Rows {
-                rows[..start].iter().cloned().chain(oracle::stored(new, format)).collect()
+                rows[..start].iter().cloned().chain(B::stored(new, format)).collect()
             };
             let all_k = stored(k_rows, &k, self.formats[0]);
             let all_v = stored(v_rows, &v, self.formats[1]);
@@ -130,7 +134,7 @@ impl Run {
                         .collect()
                 };
                 let expected = oracle::attention(row, &of(&all_k), &of(&all_v), SCALE);
-                oracle::assert_close(&oracle::row(&out, query), &expected, 5e-5);
+                oracle::assert_close(&out[query], &expected, 5e-5);
             }
             written.push((all_k, all_v));
         }
@@ -154,7 +158,7 @@ impl Run {
             self.awaits = false;
             self.formats = [config.k_format, config.v_format];
             for (_, k, v) in &mut self.model.layers {
-                (*k, *v) = (oracle::stored(k, self.formats[0]), oracle::stored(v, self.formats[1]));
+                (*k, *v) = (B::stored(k, self.formats[0]), B::stored(v, self.formats[1]));
             }
         }
         assert_eq!(self.cache.formats(), self.formats);
@@ -222,11 +226,10 @@ fn sees(policy: LayerPolicy, at: usize, p: usize) -> bool {
     }
 }
 
-#[test]
-fn equals_a_list_of_rows_over_generated_operations() {
+pub fn equals_a_list_of_rows_over_generated_operations<B: Backend>() {
     for_seeds(40, |seed| {
-        etkv::mlx::run(|| {
-            let mut run = Run::new(seed);
+        B::run(|| {
+            let mut run = Run::<B>::new(seed);
             for _ in 0..40 {
                 match run.rng.below(20) {
                     0 => run.clear(),
@@ -236,13 +239,11 @@ fn equals_a_list_of_rows_over_generated_operations() {
                 }
                 run.check();
             }
-            Ok(())
-        })
-        .unwrap();
+        });
     });
 }
 
-fn one_layer(capacity: i32, min_chunk: i32) -> ContiguousCache {
+fn one_layer<B: Backend>(capacity: i32, min_chunk: i32) -> ContiguousCache<B::Store> {
     let config = CacheConfig {
         growth: Growth::Doubling { first: min_chunk },
         ..CacheConfig::uniform(1, 2, 64, capacity).stored_as(KvFormat::F32)
@@ -250,71 +251,60 @@ fn one_layer(capacity: i32, min_chunk: i32) -> ContiguousCache {
     ContiguousCache::new(config).unwrap()
 }
 
-fn append(cache: &mut ContiguousCache, n: usize) {
-    let rows = mlx_rs::Array::ones::<f32>(&[1, 2, n as i32, 64]).unwrap();
-    let q = mlx_rs::Array::ones::<f32>(&[1, 4, n as i32, 64]).unwrap();
+fn append<B: Backend>(cache: &mut ContiguousCache<B::Store>, n: usize) {
+    let (rows, q) = (ones::<B>(2, n, 64), ones::<B>(4, n, 64));
     let length = cache.length();
     let positions: Vec<i32> = (length..length + n as i32).collect();
     let mut step = Step::begin(cache, &positions).unwrap();
     let spec = step.update_and_fetch(0, &rows, &rows).unwrap();
-    let out = etkv::attend(&q, &spec, 0.1, None).unwrap();
+    let out = B::attend(&q, &spec, 0.1).unwrap();
     drop(spec);
     step.commit(&[&out]).unwrap();
 }
 
-#[test]
-fn buffers_are_what_was_estimated_at_every_growth() {
-    etkv::mlx::run(|| {
-        let mut cache = one_layer(100, 8);
+pub fn buffers_are_what_was_estimated_at_every_growth<B: Backend>() {
+    B::run(|| {
+        let mut cache = one_layer::<B>(100, 8);
         for length in 1..=100 {
-            append(&mut cache, 1);
+            append::<B>(&mut cache, 1);
             assert_eq!(cache.memory(), cache.config().estimate(length), "at {length}");
         }
         assert_eq!(cache.begin(&[100]).unwrap_err().status(), Status::Capacity);
-        cache.clear(true)
-    })
-    .unwrap();
+        cache.clear(true).unwrap();
+    });
 }
 
-#[test]
-fn one_step_at_a_time_and_every_layer_once() {
-    let mut cache = ContiguousCache::new(CacheConfig::uniform(2, 1, 4, 8)).unwrap();
-    let rows = mlx_rs::Array::ones::<f32>(&[1, 1, 1, 4]).unwrap();
-    etkv::mlx::run(|| {
-        let status = |result: etkv::Result<()>| result.unwrap_err().status();
+pub fn one_step_at_a_time_and_every_layer_once<B: Backend>() {
+    B::run(|| {
+        let mut cache =
+            ContiguousCache::<B::Store>::new(CacheConfig::uniform(2, 1, 4, 8)).unwrap();
+        let rows = ones::<B>(1, 1, 4);
+        let status = |result: etkv_core::Result<()>| result.unwrap_err().status();
         assert_eq!(status(cache.update_and_fetch(0, &rows, &rows).map(drop)), Status::Step);
         assert_eq!(status(cache.commit()), Status::Step);
-        cache.begin(&[0])?;
+        cache.begin(&[0]).unwrap();
         assert_eq!(status(cache.begin(&[0])), Status::Step);
         assert_eq!(status(cache.clear(false)), Status::Step);
         assert_eq!(status(cache.rewind(0)), Status::Step);
-        cache.update_and_fetch(0, &rows, &rows)?;
+        cache.update_and_fetch(0, &rows, &rows).unwrap();
         assert_eq!(status(cache.update_and_fetch(0, &rows, &rows).map(drop)), Status::Step);
         assert_eq!(status(cache.update_and_fetch(2, &rows, &rows).map(drop)), Status::Shape);
         assert_eq!(status(cache.commit()), Status::Step);
-        let wide = mlx_rs::Array::ones::<f32>(&[1, 2, 1, 4])?;
+        let wide = ones::<B>(2, 1, 4);
         assert_eq!(status(cache.update_and_fetch(1, &wide, &rows).map(drop)), Status::Shape);
-        cache.update_and_fetch(1, &rows, &rows)?;
-        cache.commit()
-    })
-    .unwrap();
-    assert_eq!(cache.length(), 1);
+        cache.update_and_fetch(1, &rows, &rows).unwrap();
+        cache.commit().unwrap();
+        assert_eq!(cache.length(), 1);
+    });
 }
 
-#[test]
-fn threads_may_take_turns() {
-    let cache = std::sync::Arc::new(std::sync::Mutex::new(one_layer(64, 8)));
+pub fn threads_may_take_turns<B: Backend>() {
+    let cache = std::sync::Arc::new(std::sync::Mutex::new(one_layer::<B>(64, 8)));
     for _ in 0..10 {
         let cache = cache.clone();
-        std::thread::spawn(move || {
-            etkv::mlx::run(|| {
-                append(&mut cache.lock().unwrap(), 3);
-                Ok(())
-            })
+        std::thread::spawn(move || B::run(|| append::<B>(&mut cache.lock().unwrap(), 3)))
+            .join()
             .unwrap();
-        })
-        .join()
-        .unwrap();
     }
     assert_eq!(cache.lock().unwrap().length(), 30);
 }

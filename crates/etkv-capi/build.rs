@@ -1,0 +1,23 @@
+//! Compiles the C++ half of the bridge to ExecuTorch's backend.
+
+fn main() {
+    println!("cargo:rerun-if-changed=build.rs");
+    #[cfg(feature = "delegate")]
+    bridge();
+}
+
+/// The headers land under `<target>/cxxbridge`, where CMake finds them.
+#[cfg(feature = "delegate")]
+fn bridge() {
+    // The folder of the sources, for `cpp/` and `include/`.
+    let root = std::path::Path::new("../..");
+    println!("cargo:rerun-if-changed=src/bridge.rs");
+    for header in ["cpp/bridge_types.hpp", "cpp/interpreter.hpp", "include/etkv/etkv.h"] {
+        println!("cargo:rerun-if-changed={}", root.join(header).display());
+    }
+    cxx_build::bridge("src/bridge.rs")
+        .include(root)
+        .include(root.join("include"))
+        .std("c++17")
+        .compile("etkv_bridge");
+}

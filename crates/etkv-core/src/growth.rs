@@ -1,0 +1,71 @@
+//! How many slots are allocated where so many are needed.
+
+/// How buffers grow as positions come. Always up to what the capacity needs, and
+/// no further.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+pub enum Growth {
+    /// `first` slots, doubled as needed.
+    Doubling {
+        /// Slots of the first allocation, at least 1.
+        first: i32,
+    },
+    /// By `step` slots at a time.
+    Step {
+        /// At least 1.
+        step: i32,
+    },
+    /// To the slots that a step needs: the least memory, and a copy at each step
+    /// that grows.
+    Exact,
+    /// To the capacity, when the cache is made.
+    Upfront,
+}
+
+impl Default for Growth {
+    fn default() -> Self {
+        Self::Doubling { first: Self::DEFAULT_CHUNK }
+    }
+}
+
+impl Growth {
+    /// Slots of the first allocation where nothing else is asked for.
+    pub const DEFAULT_CHUNK: i32 = 256;
+
+    /// Slots allocated where `needed` are, of at most `most`.
+    pub fn slots(self, needed: i32, most: i32) -> i32 {
+        if needed <= 0 && self != Self::Upfront {
+            return 0;
+        }
+        let slots = match self {
+            Self::Doubling { first } => {
+                let mut slots = i64::from(first.max(1));
+                while slots < i64::from(needed) {
+                    slots *= 2;
+                }
+                slots
+            }
+            Self::Step { step } => {
+                let step = i64::from(step.max(1));
+                (i64::from(needed) + step - 1) / step * step
+            }
+            Self::Exact => i64::from(needed),
+            Self::Upfront => i64::from(most),
+        };
+        // `most` is an i32, so the least of the two is one as well.
+        slots.min(i64::from(most)) as i32
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn slots_grow_as_the_config_says_and_end_at_capacity() {
+        let of = |growth: Growth| [0, 1, 16, 17, 33, 64, 65, 100].map(|n| growth.slots(n, 100));
+        assert_eq!(of(Growth::Doubling { first: 16 }), [0, 16, 16, 32, 64, 64, 100, 100]);
+        assert_eq!(of(Growth::Step { step: 30 }), [0, 30, 30, 30, 60, 90, 90, 100]);
+        assert_eq!(of(Growth::Exact), [0, 1, 16, 17, 33, 64, 65, 100]);
+        assert_eq!(of(Growth::Upfront), [100; 8]);
+    }
+}

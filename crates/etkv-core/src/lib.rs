@@ -1,0 +1,51 @@
+//! KV caches without a backend.
+//!
+//! A cache is a *bookkeeping* (which position lies in which slot: integers) and a
+//! backend's [`Store`] (how rows lie in slots: bytes). This crate has the bookkeeping,
+//! the kinds of caches over any store, their faces, the step, the registry and the
+//! sessions. It knows no MLX, no C++ and no Python.
+//!
+//! A runner holds a [`Cache`], and a [`SeqCache`] or [`TreeCache`] where the kind has
+//! that face; a program drives an [`AttendCache`], one [`Step`] a forward. The two meet
+//! by the key of a [`Session`].
+//!
+//! A backend implements [`Store`], and registers a builder for each kind that it has:
+//!
+//! ```
+//! use etkv_core::{BuilderRegistry, ContiguousCache, SharedCache, Store};
+//!
+//! fn register<S: Store>(backend_id: &str) {
+//!     let builders = BuilderRegistry::global();
+//!     builders.register(backend_id, ContiguousCache::<S>::KIND, |config| {
+//!         Ok(SharedCache::new(ContiguousCache::<S>::new(config)?))
+//!     });
+//! }
+//! ```
+#![forbid(unsafe_code)]
+
+pub mod bookkeeping;
+mod cache;
+pub mod config;
+pub mod error;
+pub mod format;
+mod growth;
+pub mod memory;
+mod registry;
+mod session;
+mod shared;
+mod spec;
+mod step;
+mod store;
+
+pub use cache::{AttendCache, Cache, CellsCache, ContiguousCache, SeqCache, TreeCache};
+pub use config::{CacheConfig, LayerConfig, LayerPolicy};
+pub use error::{Error, Result, Status};
+pub use format::KvFormat;
+pub use growth::Growth;
+pub use memory::{Bytes, LayerMemory, Memory};
+pub use registry::{Builder, BuilderRegistry, CacheRegistry, Entry};
+pub use session::Session;
+pub use shared::{CacheGuard, ProgramCache, ProgramGuard, Shared, SharedCache, SharedGuard};
+pub use spec::{AttendSpec, Mask};
+pub use step::Step;
+pub use store::{Extent, Spec, Store};

@@ -1,0 +1,237 @@
+//! The storage of a cache on MLX arrays.
+
+use std::ops::Range;
+
+use etkv_core::bookkeeping::Slots;
+use etkv_core::{Extent, KvFormat, LayerConfig, Result, Store};
+use mlx_rs::ops::zeros_dtype;
+use mlx_rs::transforms::eval;
+use mlx_rs::{Array, Dtype};
+
+use super::{convert, float_dtype, pool_for, Pool, Rows, StoredRows};
+use crate::error;
+use crate::mlx::{self, cast};
+
+/// The pools of all layers. Work on it is done inside [`mlx::run`](crate::mlx::run),
+/// in which [`grow`](Store::grow) and what is done between steps put themselves.
+pub struct MlxStore {
+    /// Keys and values of each layer.
+    pools: Vec<[Box<dyn Pool>; 2]>,
+    /// For each watched write of the open step: a number that is 0 if all of its values
+    /// are finite.
+    finite: Vec<Array>,
+}
+
+/// Rows that a step writes over although they are still needed: the layer, its slots,
+/// its keys and its values.
+pub struct SavedRows(Vec<(usize, Slots, [StoredRows; 2])>);
+
+impl MlxStore {
+    fn buffers(&self) -> impl Iterator<Item = &Array> {
+        self.pools.iter().flatten().flat_map(|pool| pool.buffers()).chain(&self.finite)
+    }
+
+    /// Carries out what earlier steps wrote, where whoever committed them has not:
+    /// all that is not carried out is the open step's, should it be aborted.
+    fn finish_writes(&self) -> error::Result<()> {
+        if !self.buffers().all(mlx::is_available) {
+            eval(self.buffers())?;
+        }
+        Ok(())
+    }
+
+    fn save(&self, displaced: &[(usize, Slots)]) -> error::Result<SavedRows> {
+        let mut saved = Vec::new();
+        for (layer, slots) in displaced {
+            let [k, v] = &self.pools[*layer];
+            saved.push((*layer, slots.clone(), [k.copy(slots)?, v.copy(slots)?]));
+        }
+        // Now, while the rows are there: a copy that is still to be made would
+        // hold the buffer, and turn the writes into copies of all of it.
+        eval(saved.iter().flat_map(|(.., rows)| rows).flat_map(StoredRows::arrays))?;
+        Ok(SavedRows(saved))
+    }
+
+    /// A number that is 0 if all of these values are finite as they are stored.
+    fn zero_if_finite(&self, layer: usize, v: &Array) -> error::Result<Array> {
+        let stored = cast(v, float_dtype(self.pools[layer][1].format()).unwrap_or(v.dtype()))?;
+        let zero = Array::from_f32(0.0).as_dtype(stored.dtype())?;
+        Ok(stored.multiply(zero)?.sum(None)?)
+    }
+
+    /// What was never evaluated is taken back without being evaluated: if that
+    /// failed once, it would fail again. What was evaluated is of no use to
+    /// anybody, and nothing of it may stay that a mask cannot hide.
+    fn undo(&mut self, saved: &SavedRows, blank: &[(usize, Slots)]) -> error::Result<()> {
+        for pool in self.pools.iter_mut().flatten() {
+            pool.take_back()?;
+        }
+        for (layer, slots) in blank {
+            let values = &mut self.pools[*layer][1];
+            let shape = [1, values.n_kv_heads(), slots.len() as i32, values.head_dim()];
+            values.write(slots, &zeros_dtype(&shape, Dtype::Float32)?)?;
+        }
+        for (layer, slots, rows) in &saved.0 {
+            for (pool, rows) in self.pools[*layer].iter_mut().zip(rows) {
+                pool.put(slots, rows)?;
+            }
+        }
+        Ok(eval(self.buffers())?)
+    }
+
+    /// One buffer at a time.
+    fn move_rows(
+        &mut self,
+        layer: usize,
+        from: &Slots,
+        to: &Slots,
+        slots: i32,
+    ) -> error::Result<()> {
+        for pool in &mut self.pools[layer] {
+            let rows = pool.copy(from)?;
+            eval(rows.arrays())?;
+            pool.grow(slots)?;
+            pool.put(to, &rows)?;
+            eval(pool.buffers())?;
+        }
+        Ok(())
+    }
+}
+
+impl Store for MlxStore {
+    const NAME: &'static str = "MLX";
+
+    type Tensor = Array;
+    type View = Rows;
+    type Mask = Array;
+    type Saved = SavedRows;
+
+    fn new(layers: &[LayerConfig], formats: [KvFormat; 2]) -> Result<Self> {
+        let pools = layers.iter().map(|layer| {
+            Ok([
+                pool_for(formats[0], layer.n_kv_heads, layer.k_head_dim)?,
+                pool_for(formats[1], layer.n_kv_heads, layer.v_head_dim)?,
+            ])
+        });
+        Ok(Self { pools: pools.collect::<error::Result<_>>()?, finite: Vec::new() })
+    }
+
+    fn shape(tensor: &Array) -> &[i32] {
+        tensor.shape()
+    }
+
+    fn extents(&self, layer: usize) -> [Extent; 2] {
+        let [k, v] = &self.pools[layer];
+        [k, v].map(|pool| Extent { format: pool.format(), slots: pool.slots() })
+    }
+
+    fn grow(&mut self, layer: usize, slots: i32) -> Result<()> {
+        let pools = &mut self.pools[layer];
+        if pools.iter().all(|pool| pool.slots() >= slots) {
+            return Ok(());
+        }
+        Ok(mlx::run(|| pools.iter_mut().try_for_each(|pool| pool.grow(slots)))?)
+    }
+
+    fn begin(&mut self, displaced: &[(usize, Slots)]) -> Result<SavedRows> {
+        self.finish_writes()?;
+        if displaced.is_empty() {
+            return Ok(SavedRows(Vec::new()));
+        }
+        Ok(self.save(displaced)?)
+    }
+
+    fn write(
+        &mut self,
+        layer: usize,
+        slots: &Slots,
+        k: &Array,
+        v: &Array,
+        watch: bool,
+    ) -> Result<()> {
+        let [keys, values] = &mut self.pools[layer];
+        keys.write(slots, k)?;
+        values.write(slots, v)?;
+        if watch {
+            self.finite.push(self.zero_if_finite(layer, v)?);
+        }
+        Ok(())
+    }
+
+    fn read(&self, layer: usize, slots: Range<i32>) -> Result<[Rows; 2]> {
+        let [k, v] = &self.pools[layer];
+        Ok([k.read(slots.start, slots.end)?, v.read(slots.start, slots.end)?])
+    }
+
+    fn mask(bytes: &[u8], n_tokens: i32) -> Array {
+        let n_tokens = n_tokens.max(1);
+        let shape = [n_tokens, (bytes.len() / n_tokens as usize) as i32];
+        // SAFETY: the shape has no more elements than there are bytes, each of them 0 or
+        // 1, which is how MLX keeps booleans; they are copied.
+        unsafe { Array::from_raw_data(bytes.as_ptr().cast(), &shape, Dtype::Bool) }
+    }
+
+    fn eval(&self, outputs: &[&Array]) -> Result<()> {
+        Ok(eval(outputs.iter().copied().chain(self.buffers())).map_err(error::Error::from)?)
+    }
+
+    fn non_finite(&self) -> Option<usize> {
+        self.finite.iter().position(|sum| !is_zero(sum))
+    }
+
+    fn end(&mut self) {
+        self.finite.clear();
+    }
+
+    fn abort(&mut self, saved: SavedRows, blank: &[(usize, Slots)]) -> Result<()> {
+        self.end();
+        Ok(mlx::run(|| self.undo(&saved, blank))?)
+    }
+
+    fn relocate(&mut self, layer: usize, from: &Slots, to: &Slots, slots: i32) -> Result<()> {
+        Ok(mlx::run(|| self.move_rows(layer, from, to, slots))?)
+    }
+
+    fn convert(&mut self, layer: usize, formats: [KvFormat; 2]) -> Result<()> {
+        let pools = self.pools[layer].iter_mut().zip(formats);
+        Ok(mlx::run(|| {
+            for (pool, format) in pools {
+                let slots = pool.slots();
+                convert(pool, format, slots)?;
+            }
+            Ok(())
+        })?)
+    }
+
+    fn clear(&mut self, formats: [KvFormat; 2], keep: bool) -> Result<()> {
+        let _alone = mlx::alone();
+        self.end();
+        for pools in &mut self.pools {
+            for (pool, format) in pools.iter_mut().zip(formats) {
+                if pool.format() != format {
+                    *pool = pool_for(format, pool.n_kv_heads(), pool.head_dim())?;
+                } else if !keep {
+                    pool.release();
+                }
+            }
+        }
+        Ok(())
+    }
+}
+
+impl Drop for MlxStore {
+    fn drop(&mut self) {
+        let _alone = mlx::alone();
+        self.pools.clear();
+        self.end();
+    }
+}
+
+/// Whether a scalar in a float dtype is 0.
+fn is_zero(scalar: &Array) -> bool {
+    match scalar.dtype() {
+        Dtype::Float16 => scalar.try_item_exact().is_ok_and(|x: half::f16| x == half::f16::ZERO),
+        Dtype::Bfloat16 => scalar.try_item_exact().is_ok_and(|x: half::bf16| x == half::bf16::ZERO),
+        _ => scalar.try_item_exact().is_ok_and(|x: f32| x == 0.0),
+    }
+}

@@ -1,0 +1,83 @@
+//! What a cache holds is what its config estimates.
+
+use etkv_core::{
+    AttendCache, CacheConfig, CellsCache, ContiguousCache, Growth, LayerConfig, LayerPolicy, Step,
+};
+
+use super::ones;
+use crate::backend::Backend;
+
+type AnyCache<B> = Box<dyn AttendCache<Store = <B as Backend>::Store>>;
+
+fn config(capacity: i32, policies: &[LayerPolicy]) -> CacheConfig {
+    let layer = |&policy: &LayerPolicy| LayerConfig {
+        n_kv_heads: 2,
+        k_head_dim: 64,
+        v_head_dim: 64,
+        policy,
+    };
+    CacheConfig {
+        layers: policies.iter().map(layer).collect(),
+        max_step: 4,
+        ..CacheConfig::uniform(1, 1, 1, capacity).stored_as("affine4g32".parse().unwrap())
+    }
+}
+
+/// One forward of a program whose layers all have the same keys and queries.
+fn step<B: Backend>(cache: &mut dyn AttendCache<Store = B::Store>, positions: &[i32]) {
+    let (rows, mut x) = (ones::<B>(2, positions.len(), 64), ones::<B>(4, positions.len(), 64));
+    let n_layers = cache.config().layers.len();
+    let mut step = Step::begin(cache, positions).unwrap();
+    for layer in 0..n_layers {
+        let spec = step.update_and_fetch(layer, &rows, &rows).unwrap();
+        // Layers depend on each other, as in a program.
+        x = B::attend(&x, &spec, 0.1).unwrap();
+    }
+    step.commit(&[&x]).unwrap();
+}
+
+/// Every layer policy, growth and kind, before and after the conversion.
+pub fn memory_is_what_was_estimated_at_every_length<B: Backend>() {
+    let policies = [
+        LayerPolicy::Full,
+        LayerPolicy::Window { window: 8, sinks: 0 },
+        LayerPolicy::Window { window: 5, sinks: 2 },
+    ];
+    let growths =
+        [Growth::Doubling { first: 8 }, Growth::Step { step: 6 }, Growth::Exact, Growth::Upfront];
+    B::run(|| {
+        for (growth, quantize_after) in
+            growths.into_iter().flat_map(|growth| [(growth, None), (growth, Some(30))])
+        {
+            let config = CacheConfig { growth, quantize_after, ..config(90, &policies) };
+            let caches: [AnyCache<B>; 3] = [
+                Box::new(ContiguousCache::new(config.clone()).unwrap()),
+                Box::new(CellsCache::new(config.clone()).unwrap()),
+                Box::new(CellsCache::with_trees(config.clone()).unwrap()),
+            ];
+            for mut cache in caches {
+                let kind = cache.kind().to_owned();
+                let estimate = |length| match kind.as_str() {
+                    "contiguous" => config.estimate(length),
+                    _ => config.estimate_shared(length),
+                };
+                let mut length = 0;
+                while length < 90 {
+                    assert_eq!(cache.memory(), estimate(length), "{kind} {growth:?} at {length}");
+                    assert_eq!(cache.formats(), config.formats_at(length));
+                    let n = (1 + length % 3).min(90 - length);
+                    let positions: Vec<i32> = (length..length + n).collect();
+                    step::<B>(&mut *cache, &positions);
+                    length += n;
+                }
+                assert_eq!(cache.memory(), estimate(90));
+                assert!(cache.memory().allocated <= cache.memory().at_capacity);
+                cache.clear(false).unwrap();
+                assert_eq!(cache.formats(), config.formats_at(0), "{kind}: as new");
+                if growth == Growth::Upfront {
+                    assert_eq!(cache.memory().allocated, estimate(0).allocated);
+                }
+            }
+        }
+    });
+}

@@ -1,0 +1,48 @@
+//! What every kind of cache does on every storage: tests that are generic over the
+//! backend. [`campaign!`](crate::campaign!) makes tests of them on one backend.
+
+pub mod caches;
+pub mod contiguous;
+pub mod estimates;
+pub mod isolation;
+
+use crate::backend::{Backend, Tensor};
+
+/// `n` rows of `heads` heads with the same number everywhere.
+fn filled<B: Backend>(heads: usize, n: usize, dim: usize, value: f32) -> Tensor<B> {
+    B::tensor(&vec![vec![vec![value; dim]; heads]; n])
+}
+
+fn ones<B: Backend>(heads: usize, n: usize, dim: usize) -> Tensor<B> {
+    filled::<B>(heads, n, dim, 1.0)
+}
+
+/// Makes a test of each function of the campaign, on this backend.
+#[macro_export]
+macro_rules! campaign {
+    ($backend:ty) => {
+        $crate::campaign! {
+            $backend:
+            caches::attention_is_over_what_the_model_sees,
+            contiguous::equals_a_list_of_rows_over_generated_operations,
+            contiguous::buffers_are_what_was_estimated_at_every_growth,
+            contiguous::one_step_at_a_time_and_every_layer_once,
+            contiguous::threads_may_take_turns,
+            isolation::values_that_are_no_numbers_reach_no_other_sequence,
+            isolation::what_an_aborted_step_left_reaches_nobody,
+            isolation::a_step_that_fails_has_not_been,
+            isolation::a_conversion_by_hand_lasts_until_the_cache_is_cleared,
+            isolation::candidates_do_not_count_for_quantize_after,
+            isolation::at_capacity_is_the_most_that_is_held,
+            estimates::memory_is_what_was_estimated_at_every_length,
+        }
+    };
+    ($backend:ty: $($file:ident::$test:ident,)+) => {
+        $(
+            #[test]
+            fn $test() {
+                $crate::campaign::$file::$test::<$backend>();
+            }
+        )+
+    };
+}

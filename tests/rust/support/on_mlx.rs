@@ -1,0 +1,74 @@
+//! MLX arrays, computed when they are asked for.
+
+use etkv::store::pool_for;
+use etkv::MlxStore;
+use etkv_core::bookkeeping::Slots;
+use etkv_core::{KvFormat, Result, Spec};
+use mlx_rs::{Array, Dtype};
+
+use crate::backend::Backend;
+use crate::oracle::{Row, Rows};
+
+/// `[1, heads, rows, dim]`, as a program passes it.
+pub fn array(rows: &[Row]) -> Array {
+    let (heads, dim) = (rows[0].len(), rows[0][0].len());
+    let values: Vec<f32> = (0..heads)
+        .flat_map(|head| rows.iter().flat_map(move |row| row[head].iter().copied()))
+        .collect();
+    Array::from_slice(&values, &[1, heads as i32, rows.len() as i32, dim as i32])
+}
+
+/// The rows of an evaluated `[1, heads, rows, dim]`.
+pub fn rows(array: &Array) -> Rows {
+    let shape: Vec<usize> = array.shape().iter().map(|&size| size as usize).collect();
+    let [heads, n, dim] = [shape[1], shape[2], shape[3]];
+    let flat = array.contiguous().unwrap();
+    let values = flat.as_slice::<f32>();
+    let row =
+        |at| (0..heads).map(|head| values[(head * n + at) * dim..][..dim].to_vec()).collect();
+    (0..n).map(row).collect()
+}
+
+/// The MLX of this process.
+pub struct OnMlx;
+
+impl Backend for OnMlx {
+    type Store = MlxStore;
+
+    fn run<T>(work: impl FnOnce() -> T) -> T {
+        etkv::mlx::run(|| Ok(work())).unwrap()
+    }
+
+    fn tensor(rows: &[Row]) -> Array {
+        array(rows)
+    }
+
+    fn rows(tensor: &Array) -> Rows {
+        rows(tensor)
+    }
+
+    fn attend(q: &Array, spec: &Spec<MlxStore>, scale: f32) -> Result<Array> {
+        Ok(etkv::attend(q, spec, scale, None)?)
+    }
+
+    /// What a pool gives back, which the pools' own tests compare with their bounds.
+    fn quantized(stored: &[Row], format: KvFormat) -> Rows {
+        let (heads, dim) = (stored[0].len() as i32, stored[0][0].len() as i32);
+        let mut pool = pool_for(format, heads, dim).unwrap();
+        let n = stored.len() as i32;
+        pool.grow(n).unwrap();
+        pool.write(&Slots::Run(0..n), &array(stored)).unwrap();
+        let read = pool.read(0, n).unwrap().dequantized(Dtype::Float32).unwrap();
+        read.eval().unwrap();
+        rows(&read)
+    }
+
+    /// By a transform that MLX finds out to be impossible when it runs it.
+    fn failing(x: &Array) -> Result<Array> {
+        let failing = || -> etkv::Result<Array> {
+            let odd = Array::ones::<f32>(&[1, 11])?.hadamard_transform(None)?;
+            Ok(x.multiply(odd.sum(None)?)?)
+        };
+        Ok(failing()?)
+    }
+}

@@ -1,0 +1,373 @@
+//! A storage of plain vectors: the least that a backend is.
+//!
+//! It keeps float32 whatever the format. Rows are rounded as the float formats round;
+//! for formats that quantize, to as many levels as their codes have, which is not what
+//! their codes are.
+
+use std::cell::Cell;
+use std::ops::Range;
+use std::sync::Arc;
+
+use etkv_core::bookkeeping::Slots;
+use etkv_core::{
+    AttendSpec, Error, Extent, KvFormat, LayerConfig, Mask, Result, Spec, Status, Store,
+};
+
+use crate::backend::Backend;
+use crate::oracle::{self, Row, Rows};
+
+/// `[1, heads, n, dim]` in float32.
+#[derive(Debug, Clone)]
+pub struct Tensor {
+    shape: [i32; 4],
+    values: Vec<f32>,
+    /// Whether computing it fails.
+    fails: bool,
+}
+
+impl Tensor {
+    fn zeros(heads: i32, n: i32, dim: i32) -> Self {
+        let len = heads as usize * n as usize * dim as usize;
+        Self { shape: [1, heads, n, dim], values: vec![0.0; len], fails: false }
+    }
+
+    fn place(&self, head: usize, n: usize) -> Range<usize> {
+        let [_, _, rows, dim] = self.shape.map(|size| size as usize);
+        let start = (head * rows + n) * dim;
+        start..start + dim
+    }
+
+    fn row(&self, head: usize, n: usize) -> &[f32] {
+        &self.values[self.place(head, n)]
+    }
+
+    fn row_mut(&mut self, head: usize, n: usize) -> &mut [f32] {
+        let place = self.place(head, n);
+        &mut self.values[place]
+    }
+
+    /// The rows at `slots`.
+    fn taken(&self, slots: &Slots) -> Self {
+        let [_, heads, _, dim] = self.shape;
+        let mut taken = Self::zeros(heads, slots.len() as i32, dim);
+        for head in 0..heads as usize {
+            for (n, slot) in slots.iter().enumerate() {
+                taken.row_mut(head, n).copy_from_slice(self.row(head, slot as usize));
+            }
+        }
+        taken
+    }
+
+    /// Replaces the rows at `slots`.
+    fn put(&mut self, slots: &Slots, rows: &Self) {
+        for head in 0..self.shape[1] as usize {
+            for (n, slot) in slots.iter().enumerate() {
+                self.row_mut(head, slot as usize).copy_from_slice(rows.row(head, n));
+            }
+        }
+    }
+
+    fn rounded(&self, format: KvFormat) -> Self {
+        let mut rounded = self.clone();
+        let dim = self.shape[3].max(1) as usize;
+        rounded.values.chunks_exact_mut(dim).for_each(|row| round(row, format));
+        rounded
+    }
+}
+
+/// Rounds a row to what `format` can tell apart.
+fn round(row: &mut [f32], format: KvFormat) {
+    let (group, levels) = match format {
+        KvFormat::F16 | KvFormat::Bf16 | KvFormat::F32 => {
+            return row.iter_mut().for_each(|value| *value = oracle::round(*value, format));
+        }
+        KvFormat::Affine { bits, group } => (group as usize, (1 << (bits - 1)) - 1),
+        KvFormat::Mxfp8 => (32, 127),
+        KvFormat::Mxfp4 => (32, 7),
+        KvFormat::Nvfp4 => (16, 7),
+        _ => (row.len(), 7),
+    };
+    for group in row.chunks_mut(group) {
+        let peak = group.iter().fold(0.0f32, |peak, value| peak.max(value.abs()));
+        let scale = peak / levels as f32;
+        for value in group {
+            let usable = scale > 0.0 && scale.is_finite() && value.is_finite();
+            *value = if usable { (*value / scale).round() * scale } else { 0.0 };
+        }
+    }
+}
+
+/// Keys or values of one layer, by slot.
+struct Buffer {
+    format: KvFormat,
+    rows: Tensor,
+}
+
+impl Buffer {
+    fn new(format: KvFormat, heads: i32, dim: i32) -> Result<Self> {
+        format.check(dim)?;
+        Ok(Self { format, rows: Tensor::zeros(heads, 0, dim) })
+    }
+
+    fn slots(&self) -> i32 {
+        self.rows.shape[2]
+    }
+
+    fn grow(&mut self, slots: i32) {
+        let [_, heads, before, dim] = self.rows.shape;
+        if slots > before {
+            let mut grown = Tensor::zeros(heads, slots, dim);
+            grown.put(&Slots::Run(0..before), &self.rows);
+            self.rows = grown;
+        }
+    }
+}
+
+/// What the next call of a store is to fail in.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Failure {
+    Grow,
+    Relocate,
+    Convert,
+}
+
+thread_local! {
+    static NEXT_FAILURE: Cell<Option<Failure>> = const { Cell::new(None) };
+}
+
+/// Makes the next such call on this thread fail.
+pub fn fail_next(failure: Failure) {
+    NEXT_FAILURE.set(Some(failure));
+}
+
+fn may_fail(what: Failure) -> Result<()> {
+    if NEXT_FAILURE.get() == Some(what) {
+        NEXT_FAILURE.set(None);
+        return Err(Error::new(Status::Mlx, "out of memory, as the test asked for"));
+    }
+    Ok(())
+}
+
+/// The storage of a cache on plain vectors.
+pub struct VecStore {
+    /// Keys and values of each layer.
+    layers: Vec<[Buffer; 2]>,
+    /// For each watched write of the open step, whether its values are finite.
+    finite: Vec<bool>,
+    /// Whether the open step wrote what fails when it is computed.
+    fails: bool,
+}
+
+impl Store for VecStore {
+    const NAME: &'static str = "Vec";
+
+    type Tensor = Tensor;
+    type View = Tensor;
+    type Mask = Arc<[u8]>;
+    type Saved = Vec<(usize, Slots, [Tensor; 2])>;
+
+    fn new(layers: &[LayerConfig], [k, v]: [KvFormat; 2]) -> Result<Self> {
+        let layers = layers.iter().map(|layer| {
+            Ok([
+                Buffer::new(k, layer.n_kv_heads, layer.k_head_dim)?,
+                Buffer::new(v, layer.n_kv_heads, layer.v_head_dim)?,
+            ])
+        });
+        Ok(Self { layers: layers.collect::<Result<_>>()?, finite: Vec::new(), fails: false })
+    }
+
+    fn shape(tensor: &Tensor) -> &[i32] {
+        &tensor.shape
+    }
+
+    fn extents(&self, layer: usize) -> [Extent; 2] {
+        let [k, v] = &self.layers[layer];
+        [k, v].map(|buffer| Extent { format: buffer.format, slots: buffer.slots() })
+    }
+
+    fn grow(&mut self, layer: usize, slots: i32) -> Result<()> {
+        if self.layers[layer].iter().any(|buffer| buffer.slots() < slots) {
+            may_fail(Failure::Grow)?;
+        }
+        self.layers[layer].iter_mut().for_each(|buffer| buffer.grow(slots));
+        Ok(())
+    }
+
+    fn begin(&mut self, displaced: &[(usize, Slots)]) -> Result<Self::Saved> {
+        let saved = displaced.iter().map(|(layer, slots)| {
+            let [k, v] = &self.layers[*layer];
+            (*layer, slots.clone(), [k.rows.taken(slots), v.rows.taken(slots)])
+        });
+        Ok(saved.collect())
+    }
+
+    fn write(
+        &mut self,
+        layer: usize,
+        slots: &Slots,
+        k: &Tensor,
+        v: &Tensor,
+        watch: bool,
+    ) -> Result<()> {
+        for (buffer, rows) in self.layers[layer].iter_mut().zip([k, v]) {
+            buffer.rows.put(slots, &rows.rounded(buffer.format));
+            self.fails |= rows.fails;
+        }
+        if watch {
+            let format = self.layers[layer][1].format;
+            let as_stored = |&value: &f32| oracle::round(value, format);
+            self.finite.push(v.values.iter().map(as_stored).all(f32::is_finite));
+        }
+        Ok(())
+    }
+
+    fn read(&self, layer: usize, slots: Range<i32>) -> Result<[Tensor; 2]> {
+        let view = |buffer: &Buffer| Tensor {
+            fails: self.fails,
+            ..buffer.rows.taken(&Slots::Run(slots.clone()))
+        };
+        let [k, v] = &self.layers[layer];
+        Ok([view(k), view(v)])
+    }
+
+    fn mask(bytes: &[u8], _: i32) -> Arc<[u8]> {
+        bytes.into()
+    }
+
+    fn eval(&self, outputs: &[&Tensor]) -> Result<()> {
+        if self.fails || outputs.iter().any(|output| output.fails) {
+            return Err(Error::new(Status::Mlx, "a tensor that fails when it is computed"));
+        }
+        Ok(())
+    }
+
+    fn non_finite(&self) -> Option<usize> {
+        self.finite.iter().position(|finite| !finite)
+    }
+
+    fn end(&mut self) {
+        self.finite.clear();
+        self.fails = false;
+    }
+
+    fn abort(&mut self, saved: Self::Saved, blank: &[(usize, Slots)]) -> Result<()> {
+        self.end();
+        for (layer, slots) in blank {
+            let values = &mut self.layers[*layer][1].rows;
+            let zeros = Tensor::zeros(values.shape[1], slots.len() as i32, values.shape[3]);
+            values.put(slots, &zeros);
+        }
+        for (layer, slots, rows) in saved {
+            for (buffer, rows) in self.layers[layer].iter_mut().zip(rows) {
+                buffer.rows.put(&slots, &rows);
+            }
+        }
+        Ok(())
+    }
+
+    fn relocate(&mut self, layer: usize, from: &Slots, to: &Slots, slots: i32) -> Result<()> {
+        may_fail(Failure::Relocate)?;
+        for buffer in &mut self.layers[layer] {
+            let rows = buffer.rows.taken(from);
+            buffer.grow(slots);
+            buffer.rows.put(to, &rows);
+        }
+        Ok(())
+    }
+
+    fn convert(&mut self, layer: usize, formats: [KvFormat; 2]) -> Result<()> {
+        for (buffer, format) in self.layers[layer].iter_mut().zip(formats) {
+            if buffer.format != format {
+                may_fail(Failure::Convert)?;
+                *buffer = Buffer { format, rows: buffer.rows.rounded(format) };
+            }
+        }
+        Ok(())
+    }
+
+    fn clear(&mut self, formats: [KvFormat; 2], keep: bool) -> Result<()> {
+        self.end();
+        for buffers in &mut self.layers {
+            for (buffer, format) in buffers.iter_mut().zip(formats) {
+                if buffer.format != format || !keep {
+                    let [_, heads, _, dim] = buffer.rows.shape;
+                    *buffer = Buffer::new(format, heads, dim)?;
+                }
+            }
+        }
+        Ok(())
+    }
+}
+
+/// Plain vectors, computed at once.
+pub struct OnVec;
+
+impl Backend for OnVec {
+    type Store = VecStore;
+
+    fn run<T>(work: impl FnOnce() -> T) -> T {
+        work()
+    }
+
+    fn tensor(rows: &[Row]) -> Tensor {
+        let (heads, dim) = (rows[0].len(), rows[0][0].len());
+        let mut tensor = Tensor::zeros(heads as i32, rows.len() as i32, dim as i32);
+        for (n, row) in rows.iter().enumerate() {
+            for (head, values) in row.iter().enumerate() {
+                tensor.row_mut(head, n).copy_from_slice(values);
+            }
+        }
+        tensor
+    }
+
+    fn rows(tensor: &Tensor) -> Rows {
+        let [_, heads, n, _] = tensor.shape.map(|size| size as usize);
+        let row = |n| (0..heads).map(|head| tensor.row(head, n).to_vec()).collect();
+        (0..n).map(row).collect()
+    }
+
+    /// As a program's attention has it: what is hidden has weight 0, and is read.
+    fn attend(q: &Tensor, spec: &Spec<VecStore>, scale: f32) -> Result<Tensor> {
+        let AttendSpec { k, v, mask } = spec;
+        let [_, heads, n, _] = q.shape.map(|size| size as usize);
+        let [_, kv_heads, len, dim] = v.shape.map(|size| size as usize);
+        let mut out = Tensor::zeros(heads as i32, n as i32, dim as i32);
+        for head in 0..heads {
+            let kv_head = head * kv_heads / heads;
+            for query in 0..n {
+                let is_seen = |slot: usize| match mask {
+                    Mask::None => true,
+                    Mask::Causal => slot + n <= len + query,
+                    Mask::Explicit(bytes) => bytes[query * len + slot] == 1,
+                };
+                let row = q.row(head, query);
+                let score = |slot: usize| {
+                    let products = row.iter().zip(k.row(kv_head, slot));
+                    let sum: f64 = products.map(|(&a, &b)| f64::from(a) * f64::from(b)).sum();
+                    if is_seen(slot) { sum * f64::from(scale) } else { f64::NEG_INFINITY }
+                };
+                let scores: Vec<f64> = (0..len).map(score).collect();
+                let largest = scores.iter().copied().fold(f64::NEG_INFINITY, f64::max);
+                let weights: Vec<f64> = scores.iter().map(|s| (s - largest).exp()).collect();
+                let total: f64 = weights.iter().sum();
+                for (at, found) in out.row_mut(head, query).iter_mut().enumerate() {
+                    let weighted = weights.iter().enumerate();
+                    let sum: f64 = weighted
+                        .map(|(slot, weight)| weight * f64::from(v.row(kv_head, slot)[at]))
+                        .sum();
+                    *found = (sum / total) as f32;
+                }
+            }
+        }
+        out.fails = q.fails || k.fails || v.fails;
+        Ok(out)
+    }
+
+    fn quantized(rows: &[Row], format: KvFormat) -> Rows {
+        Self::rows(&Self::tensor(rows).rounded(format))
+    }
+
+    fn failing(x: &Tensor) -> Result<Tensor> {
+        Ok(Tensor { fails: true, ..x.clone() })
+    }
+}
