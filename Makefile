@@ -47,7 +47,7 @@ demo: model build ## Ask the exported model a question
 
 # ---- Checking it ------------------------------------------------------------
 
-# One profile for all but the bookkeeping: MLX's bindings are compiled once.
+# One profile for all but the core: MLX's bindings are compiled once.
 CARGO_FLAGS := --release --locked
 
 test: lint test-rust test-cpp test-package test-python ## Run every check and test
@@ -55,14 +55,14 @@ test: lint test-rust test-cpp test-package test-python ## Run every check and te
 lint: .venv/.ready ## Check formats, lints and docs
 	cargo fmt --all --check
 	cargo clippy $(CARGO_FLAGS) --workspace --all-targets -- -D warnings
-	cargo clippy --locked --no-default-features --lib --tests -- -D warnings
+	cargo clippy --locked -p etkv-core --all-targets -- -D warnings
 	RUSTDOCFLAGS="-D warnings" cargo doc $(CARGO_FLAGS) --workspace --no-deps --quiet
 	git ls-files -- '*.h' '*.hpp' '*.cpp' | xargs clang-format --dry-run -Werror
 	ruff check --quiet .
 	ruff format --check --quiet .
 
-test-rust: .venv/.ready ## Run Rust's tests; the bookkeeping also without MLX
-	cargo test --locked --no-default-features --lib
+test-rust: .venv/.ready ## Run Rust's tests; the core also by itself, without MLX
+	cargo test --locked -p etkv-core
 	cargo test --release --locked -p etkv-tests --no-default-features
 	cargo test $(CARGO_FLAGS) --workspace
 
@@ -98,7 +98,7 @@ bench-guesses: build model ## Measure what guessing ahead costs and brings
 
 test-long: build model ## Millions of generated operations against the oracles; runners on long answers
 	ETKV_RUNS=40000 cargo test --release --locked -p etkv-tests --no-default-features
-	ETKV_RUNS=4000 cargo test --release --locked -p etkv-tests --test caches
+	ETKV_RUNS=4000 cargo test --release --locked -p etkv-tests --test on_mlx
 	ETKV_STEP_SEEDS=40 python -m pytest tests/python/test_native_steps.py
 	ETKV_TEST_LONG=1 python -m pytest -m real_model tests/python/test_runners.py tests/python/test_runner_page.py
 

@@ -3,7 +3,7 @@
 
 use std::time::{Duration, Instant};
 
-use etkv::{AttendCache, Cache, CacheConfig, CellsCache, ContiguousCache, Growth, KvFormat, Step};
+use etkv::{Cache, CacheConfig, CellsCache, ContiguousCache, Growth, KvFormat, MlxCache, Step};
 use etkv_benches::{table, time_of};
 use mlx_rs::Array;
 
@@ -28,7 +28,7 @@ fn ones(heads: i32, n: i32) -> Array {
 
 /// A step of `n` tokens through all layers; without attention where that is none's
 /// concern.
-fn step(cache: &mut dyn AttendCache, first: i32, n: i32, attends: bool) {
+fn step(cache: &mut MlxCache, first: i32, n: i32, attends: bool) {
     let positions: Vec<i32> = (first..first + n).collect();
     let (rows, mut x) = (ones(N_KV_HEADS, n), ones(N_HEADS, n));
     let mut step = Step::begin(cache, &positions).expect("a step");
@@ -41,13 +41,13 @@ fn step(cache: &mut dyn AttendCache, first: i32, n: i32, attends: bool) {
     step.commit(&[&x]).expect("a step");
 }
 
-fn filled(mut cache: Box<dyn AttendCache>, length: i32) -> Box<dyn AttendCache> {
+fn filled(mut cache: Box<MlxCache>, length: i32) -> Box<MlxCache> {
     (0..length).step_by(256).for_each(|at| step(&mut *cache, at, 256.min(length - at), false));
     cache
 }
 
 /// A decode step, taken back between the measurements.
-fn decode(cache: Box<dyn AttendCache>, length: i32) -> Duration {
+fn decode(cache: Box<MlxCache>, length: i32) -> Duration {
     const STEPS: u32 = 12;
     let mut cache = filled(cache, length);
     step(&mut *cache, length, 1, true);
@@ -56,7 +56,7 @@ fn decode(cache: Box<dyn AttendCache>, length: i32) -> Duration {
     start.elapsed() / STEPS
 }
 
-fn contiguous(format: &str) -> Box<dyn AttendCache> {
+fn contiguous(format: &str) -> Box<MlxCache> {
     Box::new(ContiguousCache::new(config(format)).expect("a cache"))
 }
 

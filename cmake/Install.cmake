@@ -13,7 +13,10 @@ include(CMakePackageConfigHelpers)
 set(package_dir ${CMAKE_INSTALL_LIBDIR}/cmake/etkv)
 
 install(DIRECTORY ${PROJECT_SOURCE_DIR}/include/etkv DESTINATION ${CMAKE_INSTALL_INCLUDEDIR})
-install(FILES ${ETKV_CARGO_TARGET_DIR}/release/libetkv.a DESTINATION ${CMAKE_INSTALL_LIBDIR})
+install(
+  FILES ${ETKV_CARGO_TARGET_DIR}/release/libetkv_capi.a
+  DESTINATION ${CMAKE_INSTALL_LIBDIR}
+  RENAME libetkv.a)
 install(TARGETS etkv etkv_static EXPORT etkvTargets)
 install(EXPORT etkvTargets NAMESPACE etkv:: DESTINATION ${package_dir})
 # Apart, so that a program without ExecuTorch can load the one above.

@@ -8,12 +8,12 @@ if(problem)
   message(FATAL_ERROR "${problem} In etkv's own folder, `make setup` does both.")
 endif()
 
-if(ETKV_BUILD_MLX_BACKEND)
-  set(features "")
-else()
-  set(features mlx)
+# The bridge to the delegate is a default feature.
+set(features "")
+if(NOT ETKV_BUILD_MLX_BACKEND)
+  set(features NO_DEFAULT_FEATURES)
 endif()
-etkv_rust_library(etkv_rust PACKAGE etkv LIBRARY libetkv.a FEATURES ${features})
+etkv_rust_library(etkv_rust PACKAGE etkv-capi LIBRARY libetkv_capi.a ${features})
 
 # Compiled once for both kinds of library.
 function(etkv_objects name source)

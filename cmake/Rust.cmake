@@ -5,15 +5,13 @@ if(NOT ETKV_CARGO)
   message(FATAL_ERROR "etkv needs Rust, and no cargo is in PATH: install it from https://rustup.rs, or set ETKV_CARGO")
 endif()
 
-# etkv_rust_library(TARGET PACKAGE package LIBRARY libname.a|.so [FEATURES name...])
-# FEATURES stand for the package's default ones.
+# etkv_rust_library(TARGET PACKAGE package LIBRARY libname.a|.so [NO_DEFAULT_FEATURES])
 function(etkv_rust_library target)
-  cmake_parse_arguments(PARSE_ARGV 1 arg "" "PACKAGE;LIBRARY" "FEATURES")
+  cmake_parse_arguments(PARSE_ARGV 1 arg "NO_DEFAULT_FEATURES" "PACKAGE;LIBRARY" "")
   set(library ${ETKV_CARGO_TARGET_DIR}/release/${arg_LIBRARY})
   set(features "")
-  if(arg_FEATURES)
-    list(JOIN arg_FEATURES "," features)
-    set(features --no-default-features --features ${features})
+  if(arg_NO_DEFAULT_FEATURES)
+    set(features --no-default-features)
   endif()
   # Cargo builds again what was built in another environment, so it is given
   # what was given here and no more.

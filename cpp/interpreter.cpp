@@ -4,7 +4,7 @@
 #include <utility>
 
 #include "cpp/bridge_types.hpp"
-#include "etkv/src/bridge.rs.h"
+#include "etkv-capi/src/bridge.rs.h"
 
 namespace etkv::interpreter {
 namespace {

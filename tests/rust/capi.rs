@@ -8,9 +8,11 @@ use std::panic::{set_hook, take_hook};
 use std::ptr::{null, null_mut};
 use std::sync::atomic::{AtomicBool, Ordering};
 
-use etkv::{
-    AttendCache, AttendSpec, BuilderRegistry, Cache, CacheConfig, CellsCache, KvFormat, Memory,
-    Result, SeqCache, SharedCache, TreeCache, MLX_BACKEND,
+use etkv::{AttendSpec, CellsCache, MlxStore, MLX_BACKEND};
+// What it exports is called here as C does.
+use etkv_capi as _;
+use etkv_core::{
+    AttendCache, Cache, CacheConfig, KvFormat, Memory, Result, SeqCache, SharedCache, TreeCache,
 };
 use mlx_rs::Array;
 
@@ -120,14 +122,16 @@ impl Cache for Breaking {
 }
 
 impl AttendCache for Breaking {
+    type Store = MlxStore;
+
     fn begin(&mut self, positions: &[i32]) -> Result<()> {
         self.inner.begin(positions)
     }
     fn update_and_fetch(&mut self, layer: usize, k: &Array, v: &Array) -> Result<AttendSpec> {
         self.inner.update_and_fetch(layer, k, v)
     }
-    fn buffers(&self) -> Vec<&Array> {
-        self.inner.buffers()
+    fn eval(&self, outputs: &[&Array]) -> Result<()> {
+        self.inner.eval(outputs)
     }
     fn commit(&mut self) -> Result<()> {
         self.inner.commit()
@@ -234,7 +238,7 @@ fn broken(all: &Handles) {
 #[test]
 fn a_panic_inside_breaks_the_cache_and_nothing_else() {
     static ARMED: AtomicBool = AtomicBool::new(false);
-    let registry = BuilderRegistry::global();
+    let registry = etkv::builders();
     registry.register(MLX_BACKEND, "breaking", |config| {
         Ok(SharedCache::new(Breaking { inner: CellsCache::with_trees(config)?, armed: &ARMED }))
     });

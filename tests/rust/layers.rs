@@ -1,10 +1,10 @@
 //! Caches driven layer by layer, without steps.
 
 use etkv::{
-    layer_caches, AttendCache, CacheConfig, CellsCache, ContiguousCache, Forwards, KeyValueCache,
-    KvFormat, LayerPolicy, Mask, SharedCache, Status, Step,
+    layer_caches, CacheConfig, CellsCache, ContiguousCache, Forwards, KeyValueCache,
+    KvFormat, LayerPolicy, Mask, MlxCache, MlxStore, SharedCache, Status, Step,
 };
-use etkv_tests::{oracle, Rng};
+use etkv_tests::{on_mlx, oracle, Rng};
 use mlx_rs::Array;
 
 const N_LAYERS: usize = 3;
@@ -14,7 +14,7 @@ fn config(format: KvFormat) -> CacheConfig {
 }
 
 fn rows(seed: u64, n: usize) -> Array {
-    oracle::array(&oracle::random_rows(&mut Rng::new(seed), n, 2, 64))
+    on_mlx::array(&oracle::random_rows(&mut Rng::new(seed), n, 2, 64))
 }
 
 fn flat(array: &Array) -> Vec<f32> {
@@ -79,11 +79,12 @@ fn a_layer_that_comes_again_begins_anew() {
         assert_eq!(cache.lock()?.length(), 2);
         // A step that was begun is open for others, and over when it is dropped.
         forwards.update_and_fetch(0, &[2, 3], &first, &first)?;
-        assert_eq!(cache.lock()?.begin(&[2]).unwrap_err().status(), Status::Step);
+        assert_eq!(cache.program::<MlxStore>()?.lock()?.begin(&[2]).unwrap_err().status(), Status::Step);
         drop(forwards);
         assert_eq!(cache.lock()?.length(), 2);
-        cache.lock()?.begin(&[2])?;
-        cache.lock()?.abort();
+        let program = cache.program::<MlxStore>()?;
+        program.lock()?.begin(&[2])?;
+        program.lock()?.abort();
         Ok(())
     })
     .unwrap();
