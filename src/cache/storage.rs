@@ -22,6 +22,9 @@ struct Layer {
     v: Box<dyn Pool>,
 }
 
+/// The pool that takes the place of another; none where that one stays.
+type Fresh = Option<Box<dyn Pool>>;
+
 /// Rows that a step writes over although somebody still needs them.
 type Displaced = Vec<(Slots, StoredRows, StoredRows)>;
 
@@ -127,21 +130,42 @@ impl Storage {
         }
     }
 
-    /// Refuses a step of `n_tokens` after which the cache holds `length` positions,
-    /// where so many more in float would pass `quantize_after` that the estimate
-    /// would not hold.
-    pub fn check_floats(&self, n_tokens: usize, length: i32) -> Result<()> {
+    /// Refuses a step of `n_tokens` behind `length` positions, where so many more in
+    /// float would pass `quantize_after` that the estimate would not hold. A
+    /// conversion that failed before is tried again first; `counted` of the
+    /// positions count for it.
+    ///
+    /// # Errors
+    /// - [`Capacity`](Status::Capacity): the step is too long.
+    /// - [`Mlx`](Status::Mlx): the conversion failed again.
+    pub fn check_floats(&mut self, n_tokens: usize, length: i32, counted: i32) -> Result<()> {
         let most = self.config.most_floats();
-        if self.awaits && length > most {
-            fail!(
-                Capacity,
-                "a step of {n_tokens} tokens would keep {length} positions in {}, the most is {most}: \
-                 quantize_after less 1, and max_step {}; take smaller steps",
-                self.config.float_format,
-                self.config.max_step
-            );
+        let after = i64::from(length).saturating_add(n_tokens as i64);
+        if !self.awaits || after <= i64::from(most) {
+            return Ok(());
         }
-        Ok(())
+        if self.is_time_to_quantize(counted) {
+            let [k, v] = [self.config.k_format, self.config.v_format];
+            return self.convert([k, v]).map_err(|error| {
+                error.at(format_args!(
+                    "cannot convert the {length} positions in {} to {k} keys and {v} values \
+                     (quantize_after); free memory and repeat the step",
+                    self.config.float_format
+                ))
+            });
+        }
+        fail!(
+            Capacity,
+            "a step of {n_tokens} tokens would keep {after} positions in {}, the most is {most}: \
+             quantize_after less 1, and max_step {}; take smaller steps",
+            self.config.float_format,
+            self.config.max_step
+        );
+    }
+
+    /// Whether `quantize_after` has come with `length` positions.
+    fn is_time_to_quantize(&self, length: i32) -> bool {
+        self.awaits && self.config.quantize_after.is_some_and(|tokens| length >= tokens)
     }
 
     /// Opens a step. The rows in `displaced`, slots of each lane, come back should
@@ -296,9 +320,10 @@ impl Storage {
 
     /// Converts what is stored if `quantize_after` has come with `length` positions.
     pub fn quantize_at(&mut self, length: i32) {
-        if self.awaits && self.config.quantize_after.is_some_and(|tokens| length >= tokens) {
-            // Without the memory for it the floats stay, and the next step tries
-            // again; what is stored is right either way.
+        if self.is_time_to_quantize(length) {
+            // Without the memory for it the floats stay; what is stored is right
+            // either way. The next step tries again, and the one that has no room
+            // left for floats says why (`check_floats`).
             let _ = self.convert([self.config.k_format, self.config.v_format]);
         }
     }
@@ -396,15 +421,30 @@ impl Storage {
 
     /// Makes the pools new, or leaves them their buffers. Those that are given back
     /// are allocated again with the next step, whatever the growth.
+    ///
+    /// # Errors
+    /// [`Mlx`](Status::Mlx) where the buffers of a config that allocates upfront
+    /// cannot be had. The pools keep their rows, and a poisoned cache stays
+    /// poisoned.
     pub fn clear(&mut self, release: bool) -> Result<()> {
         let _alone = mlx::alone();
+        if self.lost.is_some() {
+            // Buffers with unfinished work in them are of no use, and hold memory
+            // that the new ones may need.
+            self.release();
+        }
         let formats = self.config.formats_at(0);
-        for layer in &mut self.layers {
-            for (pool, format) in [(&mut layer.k, formats[0]), (&mut layer.v, formats[1])] {
-                if pool.format() != format {
-                    *pool = pool_for(format, pool.n_kv_heads(), pool.head_dim())?;
-                } else if release || self.lost.is_some() {
-                    // Buffers with unfinished work in them are of no use to anybody.
+        let fresh = if release {
+            self.empty_pools(formats)?
+        } else {
+            mlx::run(|| self.cleared_pools(formats))?
+        };
+        // From here on nothing fails.
+        for (layer, pools) in self.layers.iter_mut().zip(fresh) {
+            for (pool, fresh) in [&mut layer.k, &mut layer.v].into_iter().zip(pools) {
+                if let Some(fresh) = fresh {
+                    *pool = fresh;
+                } else if release {
                     pool.release();
                 }
             }
@@ -412,10 +452,40 @@ impl Storage {
         self.formats = formats;
         self.awaits = self.config.quantize_after.is_some();
         self.lost = None;
-        if release {
-            return Ok(());
+        Ok(())
+    }
+
+    fn release(&mut self) {
+        for layer in &mut self.layers {
+            layer.k.release();
+            layer.v.release();
         }
-        self.grow_upfront()
+    }
+
+    /// A pool without slots for each that has another format than `formats`.
+    fn empty_pools(&self, formats: [KvFormat; 2]) -> Result<Vec<[Fresh; 2]>> {
+        let empty = |pool: &dyn Pool, format: KvFormat| match pool.format() == format {
+            true => Ok(None),
+            false => pool_for(format, pool.n_kv_heads(), pool.head_dim()).map(Some),
+        };
+        let of = |layer: &Layer| Ok([empty(&*layer.k, formats[0])?, empty(&*layer.v, formats[1])?]);
+        self.layers.iter().map(of).collect()
+    }
+
+    /// [`empty_pools`](Self::empty_pools) with the slots that the config asks for;
+    /// pools that stay have them as well then, and their rows as before.
+    fn cleared_pools(&mut self, formats: [KvFormat; 2]) -> Result<Vec<[Fresh; 2]>> {
+        let mut fresh = self.empty_pools(formats)?;
+        if self.config.growth == Growth::Upfront {
+            for (index, fresh) in fresh.iter_mut().enumerate() {
+                let slots = self.allocated(self.layers[index].lane, 0);
+                let layer = &mut self.layers[index];
+                for (pool, fresh) in [&mut layer.k, &mut layer.v].into_iter().zip(fresh) {
+                    fresh.as_mut().unwrap_or(pool).grow(slots)?;
+                }
+            }
+        }
+        Ok(fresh)
     }
 
     /// Bytes held, of which each lane uses `used` slots.
