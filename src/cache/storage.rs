@@ -540,3 +540,20 @@ fn check_rows(what: &str, layer: usize, rows: &Array, expected: [i32; 4]) -> Res
     }
     Ok(())
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_clear_that_fails_leaves_a_poisoned_cache_poisoned() {
+        let mut storage = Storage::new(CacheConfig::uniform(1, 8, 128, 1 << 30), false).unwrap();
+        storage.config.growth = Growth::Upfront;
+        storage.lose(Error::new(Status::Mlx, "rows did not move"));
+        let error = storage.clear(false).unwrap_err();
+        assert!(error.message().contains("out of memory"), "{error}");
+        assert!(storage.check().unwrap_err().message().contains("rows did not move"));
+        storage.clear(true).unwrap();
+        storage.check().unwrap();
+    }
+}
