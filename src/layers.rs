@@ -83,11 +83,28 @@ impl Forwards {
         k: &Array,
         v: &Array,
     ) -> Result<AttendSpec> {
+        self.update_and(layer, positions, k, v, |spec| Ok(spec.clone()))
+    }
+
+    /// [`update_and_fetch`](Self::update_and_fetch) for a host that makes something
+    /// of what a layer attends to. Where `work` fails, the forward is taken back,
+    /// also by its last layer: nothing counts that the host did not get.
+    ///
+    /// # Errors
+    /// As [`update_and_fetch`](Self::update_and_fetch), and those of `work`.
+    pub fn update_and<T>(
+        &mut self,
+        layer: usize,
+        positions: &[i32],
+        k: &Array,
+        v: &Array,
+        work: impl FnOnce(&AttendSpec) -> Result<T>,
+    ) -> Result<T> {
         let had = self.done.get(layer).copied().unwrap_or(false);
         if had || self.positions != positions {
             self.abandon();
         }
-        let result = mlx::run(|| self.in_step(layer, positions, k, v));
+        let result = mlx::run(|| self.in_step(layer, positions, k, v, work));
         if result.is_err() {
             self.abandon();
         }
@@ -108,13 +125,14 @@ impl Forwards {
         }
     }
 
-    fn in_step(
+    fn in_step<T>(
         &mut self,
         layer: usize,
         positions: &[i32],
         k: &Array,
         v: &Array,
-    ) -> Result<AttendSpec> {
+        work: impl FnOnce(&AttendSpec) -> Result<T>,
+    ) -> Result<T> {
         let mut cache = self.program.lock()?;
         if self.positions.is_empty() {
             cache.begin(positions)?;
@@ -130,13 +148,16 @@ impl Forwards {
                 positions[0]
             );
         }
+        let made = work(&spec)?;
+        // A view that is kept would turn the moves of a commit into copies.
+        drop(spec);
         self.done[layer] = true;
         if self.done.iter().all(|&done| done) {
             cache.commit()?;
             drop(cache);
             self.close();
         }
-        Ok(spec)
+        Ok(made)
     }
 
     fn close(&mut self) {
@@ -233,8 +254,9 @@ impl KeyValueCache for LayerCache {
             let offset = forwards.offset(self.layer)?;
             let n = if keys.ndim() == 4 { keys.dim(2) } else { 0 };
             let positions: Vec<i32> = (offset..offset.saturating_add(n)).collect();
-            let spec = forwards.update_and_fetch(self.layer, &positions, &keys, &values)?;
-            Ok((spec.k.dequantized(keys.dtype())?, spec.v.dequantized(values.dtype())?))
+            forwards.update_and(self.layer, &positions, &keys, &values, |spec| {
+                Ok((spec.k.dequantized(keys.dtype())?, spec.v.dequantized(values.dtype())?))
+            })
         })
     }
 }

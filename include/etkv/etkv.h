@@ -56,7 +56,10 @@
  *   which works for one thread at a time. What has to go together takes a lock of
  *   the caller's: between etkv_cache_can_extend() and the step, or
  *   etkv_seq_cache_begin_step() and the step that it is about, another thread may
- *   have its turn.
+ *   have its turn. The sequences that begin_step names belong to the cache, not to
+ *   the thread: without such a lock a step may run under what another thread named,
+ *   and where both sequences are at the same position it is written to the other's
+ *   sequence without an error.
  *
  *   The callback of etkv_kinds() is called on its thread, within the call,
  *   without locks. Those of an etkv_cache_vtable may be called on any thread, one
@@ -84,7 +87,7 @@ extern "C" {
 /* ---- Version ------------------------------------------------------------ */
 
 /** The interface that this header describes; grows with every addition. */
-#define ETKV_ABI_VERSION 2
+#define ETKV_ABI_VERSION 3
 
 /** The interface that the linked library has; at least ETKV_ABI_VERSION. */
 ETKV_API uint32_t etkv_abi_version(void);
@@ -508,6 +511,15 @@ ETKV_API etkv_status etkv_seq_cache_begin_step_shared(
     size_t n_sequences,
     const int32_t* counts,
     size_t n_tokens,
+    etkv_error** error);
+
+/**
+ * Takes back what etkv_seq_cache_begin_step() or
+ * etkv_seq_cache_begin_step_shared() said, for a step that does not come. Does
+ * nothing where nothing was said. ETKV_ERROR_STEP in the middle of a step.
+ */
+ETKV_API etkv_status etkv_seq_cache_cancel_step(
+    etkv_seq_cache* cache,
     etkv_error** error);
 
 /**

@@ -398,6 +398,13 @@ class SeqCache : public Cache {
           error);
     });
   }
+  /// Takes back what begin_step() or begin_step_shared() said, for a step that does
+  /// not come.
+  Result<void> cancel_step() {
+    return detail::run([&](etkv_error** error) {
+      return etkv_seq_cache_cancel_step(raw_sequences(), error);
+    });
+  }
   /// Lets `target` have `source`'s positions as well, in the same cells.
   Result<void> seq_cp(
       int32_t source,

@@ -150,6 +150,10 @@ class SeqCache(Cache):
             len(counts),
         )
 
+    def cancel_step(self) -> None:
+        """Take back what ``begin_step`` or ``begin_step_shared`` said, for a step that does not come."""
+        call("etkv_seq_cache_cancel_step", self._seq())
+
     def seq_cp(self, source: int, target: int, begin: int = 0, end: int | None = None) -> None:
         """Let ``target`` have ``source``'s positions in a range as well, in the same cells: no bytes move."""
         numbers = int32(source, "source"), int32(target, "target"), int32(begin, "begin"), _end(end)

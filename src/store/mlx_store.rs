@@ -79,6 +79,30 @@ impl MlxStore {
         Ok(eval(self.buffers())?)
     }
 
+    /// The pools that take the place of those with another format, in order; the others
+    /// have the slots that are asked for as well then, and their rows as before.
+    fn cleared(
+        &mut self,
+        formats: [KvFormat; 2],
+        slots: &[i32],
+    ) -> error::Result<Vec<Option<Box<dyn Pool>>>> {
+        let mut all = Vec::new();
+        for (pools, &slots) in self.pools.iter_mut().zip(slots) {
+            for (pool, format) in pools.iter_mut().zip(formats) {
+                let mut fresh = match pool.format() == format {
+                    true => None,
+                    false => Some(pool_for(format, pool.n_kv_heads(), pool.head_dim())?),
+                };
+                let target = fresh.as_mut().unwrap_or(pool);
+                if target.slots() < slots {
+                    mlx::run(|| target.grow(slots))?;
+                }
+                all.push(fresh);
+            }
+        }
+        Ok(all)
+    }
+
     /// One buffer at a time.
     fn move_rows(
         &mut self,
@@ -203,19 +227,22 @@ impl Store for MlxStore {
         })?)
     }
 
-    fn clear(&mut self, formats: [KvFormat; 2], keep: bool) -> Result<()> {
+    fn clear(&mut self, formats: [KvFormat; 2], slots: &[i32]) -> Result<()> {
         let _alone = mlx::alone();
+        let fresh = self.cleared(formats, slots)?;
+        // From here on nothing fails.
         self.end();
-        for pools in &mut self.pools {
-            for (pool, format) in pools.iter_mut().zip(formats) {
-                if pool.format() != format {
-                    *pool = pool_for(format, pool.n_kv_heads(), pool.head_dim())?;
-                } else if !keep {
-                    pool.release();
-                }
+        for (pool, fresh) in self.pools.iter_mut().flatten().zip(fresh) {
+            if let Some(fresh) = fresh {
+                *pool = fresh;
             }
         }
         Ok(())
+    }
+
+    fn release(&mut self) {
+        let _alone = mlx::alone();
+        self.pools.iter_mut().flatten().for_each(|pool| pool.release());
     }
 }
 

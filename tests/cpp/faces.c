@@ -101,6 +101,8 @@ static void empty_sequences(void) {
   CHECK_INT(
       etkv_seq_cache_begin_step_shared(c, tokens, 4, counts, 3, NULL), ETKV_OK);
   CHECK_REFUSED(etkv_seq_cache_begin_step(c, NULL, 0, error), INVALID, "token");
+  CHECK_INT(etkv_seq_cache_cancel_step(c, NULL), ETKV_OK);
+  CHECK_INT(etkv_seq_cache_cancel_step(c, NULL), ETKV_OK);
   etkv_seq_cache_free(c);
   etkv_session_free(session);
 }

@@ -227,9 +227,11 @@ void sequences_of_two_threads() {
   CHECK_INT(on->length(), 0);
 }
 
-/// Without a lock of theirs, what one says of its step may meet the other's:
-/// then it is refused, and never another's sequence that is written.
-void sequences_without_a_lock() {
+/// Without a lock of the hosts', a step may run under what the other thread named,
+/// and be refused or written there (see the header's chapter on threads). The cache
+/// stays whole: every sequence is one range from 0, and nothing is lost or counted
+/// twice.
+void a_cache_stays_whole_without_a_lock() {
   On<SeqCache> on;
   Model second("llama-f32");
   must(second.load(on.session.key()));
@@ -409,7 +411,7 @@ int main() {
   one_cache();
   control_during_steps();
   sequences_of_two_threads();
-  sequences_without_a_lock();
+  a_cache_stays_whole_without_a_lock();
   one_handle();
   coming_and_going();
   keys_of_many_threads();

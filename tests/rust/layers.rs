@@ -134,6 +134,40 @@ fn what_was_before_stays() {
     .unwrap();
 }
 
+/// The last layer ends a forward only with what the host asked of it.
+#[test]
+fn a_forward_whose_last_call_fails_does_not_count() {
+    etkv::mlx::run(|| {
+        let cache = SharedCache::new(ContiguousCache::new(config(KvFormat::F32))?);
+        let mut forwards = Forwards::new(cache.clone())?;
+        let two = rows(1, 2);
+        // Queries of 3 heads do not attend to keys of 2.
+        let q = Array::ones::<f32>(&[1, 3, 2, 64])?;
+        for failing in [0, N_LAYERS - 1] {
+            for layer in 0..=failing {
+                let attended = forwards.update_and(layer, &[0, 1], &two, &two, |spec| {
+                    let q = if layer == failing { &q } else { &two };
+                    etkv::attend(q, spec, 0.125, None)
+                });
+                assert_eq!(attended.is_err(), layer == failing);
+            }
+            assert_eq!(cache.lock()?.length(), 0);
+            // Nothing is open either.
+            let program = cache.program::<MlxStore>()?;
+            program.lock()?.begin(&[0])?;
+            program.lock()?.abort();
+        }
+        for layer in 0..N_LAYERS {
+            forwards.update_and(layer, &[0, 1], &two, &two, |spec| {
+                etkv::attend(&two, spec, 0.125, None)
+            })?;
+        }
+        assert_eq!(cache.lock()?.length(), 2);
+        Ok(())
+    })
+    .unwrap();
+}
+
 #[test]
 fn what_is_refused_changes_nothing() {
     etkv::mlx::run(|| {

@@ -1,7 +1,9 @@
 //! The campaign of the caches on plain vectors, and what a cache does where its store
 //! fails.
 
-use etkv_core::{AttendCache, Cache, CacheConfig, ContiguousCache, LayerPolicy, Status, Step};
+use etkv_core::{
+    AttendCache, Cache, CacheConfig, ContiguousCache, Growth, KvFormat, LayerPolicy, Status, Step,
+};
 use etkv_tests::backend::Backend;
 use etkv_tests::vec_store::{fail_next, Failure, OnVec, Tensor, VecStore};
 
@@ -35,6 +37,60 @@ fn a_cache_whose_rows_could_not_be_moved_refuses_steps_until_it_is_cleared() {
         assert!(cache.can_extend(1));
         append(&mut cache, 0, 4).unwrap();
     }
+}
+
+/// A cache that allocates all of it at once, and with a window whose rows move.
+fn upfront() -> ContiguousCache<VecStore> {
+    let mut config = CacheConfig {
+        max_step: 4,
+        growth: Growth::Upfront,
+        ..CacheConfig::uniform(1, 1, 4, 100).stored_as(KvFormat::F32)
+    };
+    config.layers[0].policy = LayerPolicy::Window { window: 4, sinks: 0 };
+    ContiguousCache::new(config).unwrap()
+}
+
+#[test]
+fn a_clear_that_fails_changes_nothing() {
+    let mut cache = upfront();
+    append(&mut cache, 0, 4).unwrap();
+    cache.convert(KvFormat::F16, KvFormat::F16).unwrap();
+    fail_next(Failure::Grow);
+    assert_eq!(cache.clear(false).unwrap_err().status(), Status::Mlx);
+    assert_eq!((cache.length(), cache.formats()), (4, [KvFormat::F16; 2]));
+    append(&mut cache, 4, 1).unwrap();
+    cache.clear(false).unwrap();
+    assert_eq!((cache.length(), cache.formats()), (0, [KvFormat::F32; 2]));
+}
+
+#[test]
+fn a_clear_that_fails_leaves_a_poisoned_cache_poisoned() {
+    let mut cache = upfront();
+    fail_next(Failure::Relocate);
+    (0..25).find_map(|step| append(&mut cache, step * 4, 4).err()).unwrap();
+    fail_next(Failure::Grow);
+    cache.clear(false).unwrap_err();
+    assert!(!cache.can_extend(1));
+    cache.clear(true).unwrap();
+    append(&mut cache, 0, 4).unwrap();
+}
+
+#[test]
+fn a_conversion_that_fails_is_tried_again() {
+    let config = CacheConfig { quantize_after: Some(4), ..CacheConfig::uniform(1, 1, 8, 100) };
+    let mut cache =
+        ContiguousCache::<VecStore>::new(config.stored_as(KvFormat::RowInt4)).unwrap();
+    let mut append = |start, n: usize| {
+        let rows = OnVec::tensor(&vec![vec![vec![1.0; 8]]; n]);
+        let positions: Vec<i32> = (start..start + n as i32).collect();
+        let mut step = Step::begin(&mut cache, &positions).unwrap();
+        step.update_and_fetch(0, &rows, &rows).unwrap();
+        step.commit(&[]).unwrap();
+        cache.formats()
+    };
+    fail_next(Failure::Convert);
+    assert_eq!(append(0, 8), [KvFormat::F16; 2]);
+    assert_eq!(append(8, 1), [KvFormat::RowInt4; 2]);
 }
 
 #[test]

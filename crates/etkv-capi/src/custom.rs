@@ -290,6 +290,10 @@ impl SeqCache for Custom {
         self.with_sequences(|cache| cache.begin_step_shared(sequences))
     }
 
+    fn cancel_step(&mut self) -> Result<()> {
+        self.with_sequences(|cache| cache.cancel_step())
+    }
+
     fn seq_cp(&mut self, source: i32, target: i32, positions: Range<i32>) -> Result<()> {
         self.with_sequences(|cache| cache.seq_cp(source, target, positions))
     }

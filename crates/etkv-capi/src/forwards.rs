@@ -3,7 +3,7 @@
 use std::ffi::c_void;
 
 use etkv::mlx;
-use etkv::{attend, Forwards, Mask};
+use etkv::{attend, AttendSpec, Forwards, Mask};
 use etkv_core::{fail, Result};
 use mlx_rs::{Array, Dtype};
 use parking_lot::{Mutex, MutexGuard};
@@ -119,12 +119,13 @@ pub unsafe extern "C" fn etkv_forwards_update_and_fetch(
             let (k, v, mask, kind) = (k?, v?, mask?, out(mask_kind, "mask_kind")?);
             let forwards = handle::look_up(forwards, "forwards")?;
             let rows = Rows::read(rows)?;
-            rows.on_stream(&forwards, |forwards| {
-                let spec =
-                    forwards.update_and_fetch(rows.layer, rows.positions, &rows.k, &rows.v)?;
+            let make = |spec: &AttendSpec| {
                 let keys = spec.k.dequantized(rows.k.dtype())?;
                 let values = spec.v.dequantized(rows.v.dtype())?;
-                let found = match &spec.mask {
+                Ok((keys, values, spec.mask.clone()))
+            };
+            rows.on_stream(&forwards, make, |(keys, values, seen)| {
+                let found = match &seen {
                     Mask::None => 0,
                     Mask::Causal => 1,
                     Mask::Explicit(seen) => {
@@ -174,11 +175,8 @@ pub unsafe extern "C" fn etkv_forwards_update_and_attend(
                     q.shape()
                 );
             }
-            rows.on_stream(&forwards, |forwards| {
-                let spec =
-                    forwards.update_and_fetch(rows.layer, rows.positions, &rows.k, &rows.v)?;
-                give(attended, &attend(&q, &spec, scale, None)?)
-            })
+            let make = |spec: &AttendSpec| attend(&q, spec, scale, None);
+            rows.on_stream(&forwards, make, |out| give(attended, &out))
         })
     }
 }
@@ -212,19 +210,18 @@ impl Rows<'_> {
         }
     }
 
-    /// Works on the forwards, on the host's stream; what fails ends the forward.
-    fn on_stream(
+    /// Brings the rows to their layer, on the host's stream, makes something of what
+    /// it attends to, and delivers it. Where making it fails, the forward is taken
+    /// back; it is delivered once the forward cannot fail any more.
+    fn on_stream<T>(
         &self,
         forwards: &etkv_forwards,
-        work: impl FnOnce(&mut Forwards) -> Result<()>,
+        make: impl FnOnce(&AttendSpec) -> Result<T>,
+        deliver: impl FnOnce(T) -> Result<()>,
     ) -> Result<()> {
         let work = || {
             let mut forwards = forwards.take()?;
-            let worked = work(&mut forwards);
-            if worked.is_err() {
-                forwards.abandon();
-            }
-            worked
+            deliver(forwards.update_and(self.layer, self.positions, &self.k, &self.v, make)?)
         };
         if self.stream.is_null() {
             return mlx::run(work);

@@ -116,6 +116,19 @@ pub unsafe extern "C" fn etkv_seq_cache_begin_step_shared(
     }
 }
 
+/// Takes back what was said of the next step.
+///
+/// # Safety
+/// Pointers are NULL or as the header says.
+#[no_mangle]
+pub unsafe extern "C" fn etkv_seq_cache_cancel_step(
+    cache: *mut etkv_seq_cache,
+    error: *mut *mut etkv_error,
+) -> i32 {
+    // SAFETY: the caller says so.
+    unsafe { change(cache, error, |cache| cache.cancel_step()) }
+}
+
 /// The members of each token, from the list of all of them.
 fn split<'a>(mut all: &'a [i32], counts: &[i32]) -> Result<Vec<&'a [i32]>> {
     let n_sequences = all.len();

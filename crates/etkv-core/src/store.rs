@@ -136,12 +136,16 @@ pub trait Store: Sized + Send + 'static {
     /// in the new.
     fn convert(&mut self, layer: usize, formats: [KvFormat; 2]) -> Result<()>;
 
-    /// Makes every layer's format that of `formats`, and forgets what is stored. Buffers
-    /// of another format go; so do all where `keep` is false.
+    /// Forgets what is stored, and stores what comes in `formats`, with at least
+    /// `slots[layer]` slots. Buffers of these formats stay, with whatever is in them.
     ///
     /// # Errors
-    /// As [`new`](Self::new).
-    fn clear(&mut self, formats: [KvFormat; 2], keep: bool) -> Result<()>;
+    /// [`Mlx`](crate::Status::Mlx): rows and formats are as before, and there may be more
+    /// slots.
+    fn clear(&mut self, formats: [KvFormat; 2], slots: &[i32]) -> Result<()>;
+
+    /// Gives all buffers back, unfinished work in them included.
+    fn release(&mut self);
 }
 
 /// What is held of a layer's keys, or of its values.

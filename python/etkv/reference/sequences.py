@@ -85,6 +85,11 @@ class SeqCache(ReferenceCache):
         """The same for tokens that belong to several sequences each."""
         self._declare([tuple(members) for members in sequences])
 
+    def cancel_step(self) -> None:
+        """Takes back what ``begin_step`` or ``begin_step_shared`` said, for a step that does not come."""
+        self._refuse_in_step("cancel what was said of the next")
+        self._declared = None
+
     def seq_cp(self, source: int, target: int, begin: int = 0, end: int | None = None) -> None:
         """Lets ``target`` have the positions of ``source`` from ``begin`` up to ``end`` as well.
 

@@ -472,6 +472,7 @@ impl Run {
             book.plan(&[0]).map(drop),
             book.begin_step(&[0]),
             book.begin_step_shared(&[&[0, 1]]),
+            book.cancel_step(),
             book.seq_cp(0, 1, 0..i32::MAX),
             book.seq_rm(0, 0..i32::MAX),
             book.seq_keep(0),

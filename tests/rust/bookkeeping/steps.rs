@@ -44,6 +44,24 @@ fn a_step_of_no_tokens_is_refused_when_it_is_said() {
     book.plan(&[0]).unwrap();
 }
 
+/// A tree takes its frontier again when the step that was declared does not come.
+#[test]
+fn what_was_said_of_a_step_can_be_cancelled() {
+    let mut book = CellsBookkeeping::new(10, []);
+    step(&mut book, &[0], 2);
+    book.begin_step(&[0, 0, 0]).unwrap();
+    book.propose(0, &[-1]).unwrap();
+    let error = book.plan(&[2]).unwrap_err();
+    assert_eq!(error.status(), Status::InvalidArgument, "{error}");
+    for _ in 0..2 {
+        book.cancel_step().unwrap();
+    }
+    book.plan(&[2]).unwrap();
+    assert_eq!(book.cancel_step().unwrap_err().status(), Status::Step);
+    book.commit().unwrap();
+    assert_eq!(book.tree_len(0).unwrap(), 1);
+}
+
 /// 40,000 queries of 80,000 cells: no array has so many elements.
 #[test]
 fn a_mask_that_is_too_large_is_refused_and_nothing_has_changed() {

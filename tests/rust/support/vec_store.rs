@@ -285,17 +285,28 @@ impl Store for VecStore {
         Ok(())
     }
 
-    fn clear(&mut self, formats: [KvFormat; 2], keep: bool) -> Result<()> {
+    fn clear(&mut self, formats: [KvFormat; 2], slots: &[i32]) -> Result<()> {
+        if slots.iter().any(|&slots| slots > 0) {
+            may_fail(Failure::Grow)?;
+        }
         self.end();
-        for buffers in &mut self.layers {
+        for (buffers, &slots) in self.layers.iter_mut().zip(slots) {
             for (buffer, format) in buffers.iter_mut().zip(formats) {
-                if buffer.format != format || !keep {
+                if buffer.format != format {
                     let [_, heads, _, dim] = buffer.rows.shape;
                     *buffer = Buffer::new(format, heads, dim)?;
                 }
+                buffer.grow(slots);
             }
         }
         Ok(())
+    }
+
+    fn release(&mut self) {
+        for buffer in self.layers.iter_mut().flatten() {
+            let [_, heads, _, dim] = buffer.rows.shape;
+            buffer.rows = Tensor::zeros(heads, 0, dim);
+        }
     }
 }
 

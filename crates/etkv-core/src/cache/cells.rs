@@ -50,9 +50,13 @@ impl<S: Store> CellsCache<S> {
         Ok(Self { kind, book, storage, open: false })
     }
 
-    /// Quantizes if it is time to; candidates do not count.
+    /// The positions that count for `quantize_after`: candidates do not.
+    fn counted(&self) -> i32 {
+        self.book.length() - self.book.candidates()
+    }
+
     fn quantize(&mut self) {
-        self.storage.quantize_at(self.book.length() - self.book.candidates());
+        self.storage.quantize_at(self.counted());
     }
 
     /// Moves rows where the bookkeeping has put their positions.
@@ -142,6 +146,10 @@ impl<S: Store> SeqCache for CellsCache<S> {
         self.book.begin_step_shared(sequences)
     }
 
+    fn cancel_step(&mut self) -> Result<()> {
+        self.book.cancel_step()
+    }
+
     fn seq_cp(&mut self, source: i32, target: i32, positions: Range<i32>) -> Result<()> {
         self.book.seq_cp(source, target, positions)
     }
@@ -208,8 +216,7 @@ impl<S: Store> AttendCache for CellsCache<S> {
             fail!(Step, "a step is open on this cache");
         }
         self.storage.check()?;
-        let length = self.book.length().saturating_add(positions.len() as i32);
-        self.storage.check_floats(positions.len(), length)?;
+        self.storage.check_floats(positions.len(), self.book.length(), self.counted())?;
         self.storage.begin_appending()?;
         self.book.plan(positions)?;
         self.open = true;

@@ -106,8 +106,8 @@ impl<S: Store> AttendCache for ContiguousCache<S> {
         }
         self.storage.check()?;
         let plan = self.book.plan(positions)?;
-        if let Some(last) = positions.last() {
-            self.storage.check_floats(positions.len(), last + 1)?;
+        if let Some(&first) = positions.first() {
+            self.storage.check_floats(positions.len(), first, first)?;
         }
         if plan.displaced().is_empty() {
             self.storage.begin_appending()?;

@@ -139,6 +139,14 @@ pub trait SeqCache: Cache {
     /// sequence, or twice of the same.
     fn begin_step_shared(&mut self, sequences: &[&[i32]]) -> Result<()>;
 
+    /// Takes back what [`begin_step`](Self::begin_step) or
+    /// [`begin_step_shared`](Self::begin_step_shared) declared, for a host whose step
+    /// does not come. Does nothing where nothing is declared.
+    ///
+    /// # Errors
+    /// [`Step`](crate::Status::Step) while a step is open.
+    fn cancel_step(&mut self) -> Result<()>;
+
     /// Lets `target` have `source`'s positions as well, in the same cells: no bytes
     /// move.
     ///

@@ -104,21 +104,42 @@ impl<S: Store> Storage<S> {
         }
     }
 
-    /// Refuses a step of `n_tokens` after which the cache holds `length` positions,
-    /// where so many more in float would pass `quantize_after` that the estimate
-    /// would not hold.
-    pub fn check_floats(&self, n_tokens: usize, length: i32) -> Result<()> {
+    /// Refuses a step of `n_tokens` behind `length` positions, where so many more in
+    /// float would pass `quantize_after` that the estimate would not hold. A
+    /// conversion that failed before is tried again first; `counted` of the
+    /// positions count for it.
+    ///
+    /// # Errors
+    /// - [`Capacity`](Status::Capacity): the step is too long.
+    /// - [`Mlx`](Status::Mlx): the conversion failed again.
+    pub fn check_floats(&mut self, n_tokens: usize, length: i32, counted: i32) -> Result<()> {
         let most = self.config.most_floats();
-        if self.awaits && length > most {
-            fail!(
-                Capacity,
-                "a step of {n_tokens} tokens would keep {length} positions in {}, the most is {most}: \
-                 quantize_after less 1, and max_step {}; take smaller steps",
-                self.config.float_format,
-                self.config.max_step
-            );
+        let after = i64::from(length).saturating_add(n_tokens as i64);
+        if !self.awaits || after <= i64::from(most) {
+            return Ok(());
         }
-        Ok(())
+        if self.is_time_to_quantize(counted) {
+            let [k, v] = [self.config.k_format, self.config.v_format];
+            return self.convert([k, v]).map_err(|error| {
+                error.at(format_args!(
+                    "cannot convert the {length} positions in {} to {k} keys and {v} values \
+                     (quantize_after); free memory and repeat the step",
+                    self.config.float_format
+                ))
+            });
+        }
+        fail!(
+            Capacity,
+            "a step of {n_tokens} tokens would keep {after} positions in {}, the most is {most}: \
+             quantize_after less 1, and max_step {}; take smaller steps",
+            self.config.float_format,
+            self.config.max_step
+        );
+    }
+
+    /// Whether `quantize_after` has come with `length` positions.
+    fn is_time_to_quantize(&self, length: i32) -> bool {
+        self.awaits && self.config.quantize_after.is_some_and(|tokens| length >= tokens)
     }
 
     /// Opens a step. The rows in `displaced`, slots of each lane, come back should
@@ -243,9 +264,10 @@ impl<S: Store> Storage<S> {
 
     /// Converts what is stored if `quantize_after` has come with `length` positions.
     pub fn quantize_at(&mut self, length: i32) {
-        if self.awaits && self.config.quantize_after.is_some_and(|tokens| length >= tokens) {
-            // Without the memory for it the floats stay, and the next step tries
-            // again; what is stored is right either way.
+        if self.is_time_to_quantize(length) {
+            // Without the memory for it the floats stay; what is stored is right
+            // either way. The next step tries again, and the one that has no room
+            // left for floats says why (`check_floats`).
             let _ = self.convert([self.config.k_format, self.config.v_format]);
         }
     }
@@ -318,19 +340,32 @@ impl<S: Store> Storage<S> {
         Ok(())
     }
 
-    /// Makes the pools new, or leaves them their buffers. Those that are given back
+    /// Makes the store as new, or leaves it its buffers. Those that are given back
     /// are allocated again with the next step, whatever the growth.
+    ///
+    /// # Errors
+    /// [`Mlx`](Status::Mlx) where the buffers of a config that allocates upfront
+    /// cannot be had. The store keeps its rows, and a poisoned cache stays
+    /// poisoned.
     pub fn clear(&mut self, release: bool) -> Result<()> {
+        if self.lost.is_some() {
+            // Buffers with unfinished work in them are of no use, and hold memory
+            // that the new ones may need.
+            self.store.release();
+        }
         let formats = self.config.formats_at(0);
-        // Buffers with unfinished work in them are of no use to anybody.
-        self.store.clear(formats, !release && self.lost.is_none())?;
+        if release {
+            self.store.clear(formats, &vec![0; self.lanes.len()])?;
+            self.store.release();
+        } else {
+            let slots = |&lane: &usize| self.allocated(lane, 0);
+            let slots: Vec<i32> = self.lanes.iter().map(slots).collect();
+            self.store.clear(formats, &slots)?;
+        }
         self.formats = formats;
         self.awaits = self.config.quantize_after.is_some();
         self.lost = None;
-        if release {
-            return Ok(());
-        }
-        self.grow_upfront()
+        Ok(())
     }
 
     /// Bytes held, of which each lane uses `used` slots.

@@ -5,7 +5,8 @@
 //! prints its seed; `ETKV_SEED=<seed>` runs that one alone, `ETKV_RUNS=<n>` more.
 
 use etkv_core::{
-    AttendCache, Cache, CacheConfig, CellsCache, Growth, KvFormat, LayerConfig, LayerPolicy, Step,
+    AttendCache, Cache, CacheConfig, CellsCache, Growth, KvFormat, LayerConfig, LayerPolicy,
+    Status, Step,
 };
 
 use crate::backend::Backend;
@@ -134,21 +135,26 @@ impl<B: Backend> Run<B> {
         let Ok(owners) = self.model.owners(1) else {
             return;
         };
+        // A token that a tree does not take is refused wherever it is.
         let positions: Vec<i32> = (0..owners.len())
-            .filter_map(|token| self.model.expected(&owners, token, owners[token][0]))
+            .map(|token| self.model.expected(&owners, token, owners[token][0]).unwrap_or(0))
             .collect();
+        let mut refusals = self.model.step_refusals(&owners, &positions);
         let config = self.cache.config();
         let most = config.quantize_after.map(|tokens| tokens - 1 + config.max_step);
-        if positions.len() != owners.len()
-            || !self.model.step_refusals(&owners, &positions).is_empty()
-            || self.awaits
-                && most
-                    .is_some_and(|most| self.model.live().len() + positions.len() > most as usize)
-        {
-            assert!(self.cache.begin(&positions).is_err() || positions.len() != owners.len());
-            return;
+        let after = self.model.live().len() + positions.len();
+        if self.awaits && most.is_some_and(|most| after > most as usize) {
+            refusals.push(Status::Capacity);
         }
-        self.run_step(&owners, &positions);
+        if refusals.is_empty() {
+            return self.run_step(&owners, &positions);
+        }
+        let error = self.cache.begin(&positions).unwrap_err();
+        assert!(refusals.contains(&error.status()), "{error}, but expected {refusals:?}");
+        if self.rng.chance(0.5) {
+            self.cache.sequences().unwrap().cancel_step().unwrap();
+            self.model.declared = None;
+        }
     }
 
     fn run_step(&mut self, owners: &[Members], positions: &[i32]) {

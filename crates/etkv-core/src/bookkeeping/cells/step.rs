@@ -68,6 +68,18 @@ impl CellsBookkeeping {
         Ok(())
     }
 
+    /// Takes back what [`begin_step`](Self::begin_step) or
+    /// [`begin_step_shared`](Self::begin_step_shared) said. Does nothing where
+    /// nothing was said.
+    ///
+    /// # Errors
+    /// [`Step`](crate::Status::Step) while a step is open.
+    pub fn cancel_step(&mut self) -> Result<()> {
+        self.refuse_in_step("cancel what was said of the next")?;
+        self.declared = None;
+        Ok(())
+    }
+
     /// Plans a step whose tokens have these positions, and opens it: what each lane
     /// writes, reads and masks. [`commit`](Self::commit) or
     /// [`abort`](Self::abort) ends it.
