@@ -8,10 +8,10 @@ use mlx_rs::Array;
 use parking_lot::Mutex;
 
 use crate::attention::{AttendSpec, Mask};
+use crate::backend::ProgramCache;
 use crate::config::LayerPolicy;
 use crate::error::{fail, Result};
 use crate::mlx;
-use crate::backend::ProgramCache;
 
 /// The forwards of a host on a cache: opens a step when a layer comes, and commits
 /// it when all have been.

@@ -56,12 +56,12 @@ pub mod mlx;
 pub mod program;
 pub mod store;
 
-use etkv_core::{config, format};
 pub use etkv_core::{
     bookkeeping, AttendCache, Builder, BuilderRegistry, Bytes, Cache, CacheConfig, CacheGuard,
     CacheRegistry, Entry, Growth, KvFormat, LayerConfig, LayerMemory, LayerPolicy, Memory,
     SeqCache, Session, SharedCache, Status, TreeCache,
 };
+use etkv_core::{config, format};
 pub use {
     attention::{attend, attend_stored, AttendSpec, Mask},
     backend::{builders, CellsCache, ContiguousCache, MlxCache, ProgramCache, Step, MLX_BACKEND},

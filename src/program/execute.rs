@@ -14,9 +14,9 @@ use super::interpreter::Schedule;
 use super::ir::{Dim, Graph, InputSpec, Op, Value};
 use super::passes::{self, Target};
 use super::payload;
+use crate::backend::{ProgramCache, MLX_BACKEND};
 use crate::error::{fail, Error, Result, Status};
 use crate::mlx;
-use crate::backend::{ProgramCache, MLX_BACKEND};
 
 /// Which rows of the logits a program computes.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]

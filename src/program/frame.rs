@@ -4,9 +4,9 @@ use mlx_rs::Array;
 
 use super::ir::{Int, IntValue, Out, Value};
 use crate::attention::AttendSpec;
+use crate::backend::{MlxCache, Step};
 use crate::error::{fail, Result};
 use crate::mlx;
-use crate::backend::{MlxCache, Step};
 
 /// What one run of a chain holds.
 pub struct Frame<'a> {

@@ -28,10 +28,10 @@ use std::sync::Arc;
 
 use mlx_rs::{Array, Dtype};
 
-use etkv_core::bookkeeping::Slots;
 use crate::error::{fail, Result};
 use crate::format::KvFormat;
 use block_float::BlockFloat;
+use etkv_core::bookkeeping::Slots;
 use planes::Planes;
 use row::{Element, Row};
 

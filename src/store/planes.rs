@@ -7,9 +7,9 @@ use mlx_rs::transforms::eval;
 use mlx_rs::{Array, Dtype};
 use smallvec::SmallVec;
 
-use etkv_core::bookkeeping::Slots;
 use crate::error::{fail, Result};
 use crate::mlx::{self, slice_axis, update_axis};
+use etkv_core::bookkeeping::Slots;
 
 /// The axis of the slots. Heads come first, so that the rows of a head are one
 /// run of memory, as attention reads them, and a range of the slots is a view.

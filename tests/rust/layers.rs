@@ -1,8 +1,8 @@
 //! Caches driven layer by layer, without steps.
 
 use etkv::{
-    layer_caches, CacheConfig, CellsCache, ContiguousCache, Forwards, KeyValueCache,
-    KvFormat, LayerPolicy, Mask, MlxCache, MlxStore, SharedCache, Status, Step,
+    layer_caches, CacheConfig, CellsCache, ContiguousCache, Forwards, KeyValueCache, KvFormat,
+    LayerPolicy, Mask, MlxCache, MlxStore, SharedCache, Status, Step,
 };
 use etkv_tests::{on_mlx, oracle, Rng};
 use mlx_rs::Array;
@@ -79,7 +79,10 @@ fn a_layer_that_comes_again_begins_anew() {
         assert_eq!(cache.lock()?.length(), 2);
         // A step that was begun is open for others, and over when it is dropped.
         forwards.update_and_fetch(0, &[2, 3], &first, &first)?;
-        assert_eq!(cache.program::<MlxStore>()?.lock()?.begin(&[2]).unwrap_err().status(), Status::Step);
+        assert_eq!(
+            cache.program::<MlxStore>()?.lock()?.begin(&[2]).unwrap_err().status(),
+            Status::Step
+        );
         drop(forwards);
         assert_eq!(cache.lock()?.length(), 2);
         let program = cache.program::<MlxStore>()?;

@@ -78,8 +78,7 @@ fn a_clear_that_fails_leaves_a_poisoned_cache_poisoned() {
 #[test]
 fn a_conversion_that_fails_is_tried_again() {
     let config = CacheConfig { quantize_after: Some(4), ..CacheConfig::uniform(1, 1, 8, 100) };
-    let mut cache =
-        ContiguousCache::<VecStore>::new(config.stored_as(KvFormat::RowInt4)).unwrap();
+    let mut cache = ContiguousCache::<VecStore>::new(config.stored_as(KvFormat::RowInt4)).unwrap();
     let mut append = |start, n: usize| {
         let rows = OnVec::tensor(&vec![vec![vec![1.0; 8]]; n]);
         let positions: Vec<i32> = (start..start + n as i32).collect();

@@ -190,12 +190,12 @@ impl OutputSink for std::pin::Pin<&mut ffi::Outputs> {
         ffi::Outputs::scalar_type(self, index)
     }
 
-    fn write(&mut self, index: usize, shape: &[i32], bytes: &[u8]) -> Result<()> {
+    fn write(&mut self, index: usize, shape: &[i32], bytes: &[u8]) -> etkv::Result<()> {
         let refusal = self.as_mut().write(index, shape, bytes);
         if refusal.is_empty() {
             Ok(())
         } else {
-            Err(Error::new(Status::Shape, refusal))
+            Err(etkv::Error::new(Status::Shape, refusal))
         }
     }
 

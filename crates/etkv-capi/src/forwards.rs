@@ -3,15 +3,24 @@
 use std::ffi::c_void;
 
 use etkv::mlx;
-use etkv::{attend, AttendSpec, Forwards, Mask};
-use etkv_core::{fail, Result};
+use etkv::{attend, AttendSpec, Forwards, Mask, Result};
+use etkv_core::fail;
 use mlx_rs::{Array, Dtype};
 use parking_lot::{Mutex, MutexGuard};
 
-use super::boundary::{boundary, free, list, out};
+use super::boundary::{self, free, list, out};
 use super::cache::etkv_cache;
 use super::error::etkv_error;
 use super::handle::{self, Object};
+
+/// [`boundary::boundary`] for what fails with errors of MLX.
+///
+/// # Safety
+/// As there.
+unsafe fn boundary(error: *mut *mut etkv_error, body: impl FnOnce() -> Result<()>) -> i32 {
+    // SAFETY: the caller says so.
+    unsafe { boundary::boundary(error, || Ok(body()?)) }
+}
 
 /// A handle on the forwards of a host.
 #[allow(non_camel_case_types)]
@@ -196,7 +205,7 @@ impl Rows<'_> {
     unsafe fn read(rows: *const etkv_mlx_rows) -> Result<Self> {
         // SAFETY: the caller says so.
         unsafe {
-            let rows = super::boundary::read_struct(rows, "rows")?;
+            let rows = boundary::read_struct(rows, "rows")?;
             let read = Self {
                 layer: rows.layer,
                 positions: list(rows.positions, rows.n_positions, "positions")?,

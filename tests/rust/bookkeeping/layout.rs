@@ -1,7 +1,9 @@
 //! Where rows lie, and how many move: what is read stays right without it, but
 //! takes a mask, memory or copies more.
 
-use etkv_core::bookkeeping::{CellsBookkeeping, ContiguousBookkeeping, MaskPlan, Move, Slots, Window};
+use etkv_core::bookkeeping::{
+    CellsBookkeeping, ContiguousBookkeeping, MaskPlan, Move, Slots, Window,
+};
 use etkv_core::Growth;
 
 /// A step of `n` tokens of each of these sequences, one after the other.

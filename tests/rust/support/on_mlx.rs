@@ -24,8 +24,7 @@ pub fn rows(array: &Array) -> Rows {
     let [heads, n, dim] = [shape[1], shape[2], shape[3]];
     let flat = array.contiguous().unwrap();
     let values = flat.as_slice::<f32>();
-    let row =
-        |at| (0..heads).map(|head| values[(head * n + at) * dim..][..dim].to_vec()).collect();
+    let row = |at| (0..heads).map(|head| values[(head * n + at) * dim..][..dim].to_vec()).collect();
     (0..n).map(row).collect()
 }
 

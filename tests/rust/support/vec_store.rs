@@ -355,7 +355,11 @@ impl Backend for OnVec {
                 let score = |slot: usize| {
                     let products = row.iter().zip(k.row(kv_head, slot));
                     let sum: f64 = products.map(|(&a, &b)| f64::from(a) * f64::from(b)).sum();
-                    if is_seen(slot) { sum * f64::from(scale) } else { f64::NEG_INFINITY }
+                    if is_seen(slot) {
+                        sum * f64::from(scale)
+                    } else {
+                        f64::NEG_INFINITY
+                    }
                 };
                 let scores: Vec<f64> = (0..len).map(score).collect();
                 let largest = scores.iter().copied().fold(f64::NEG_INFINITY, f64::max);

@@ -223,12 +223,7 @@ impl<S: Store> AttendCache for CellsCache<S> {
         Ok(())
     }
 
-    fn update_and_fetch(
-        &mut self,
-        layer: usize,
-        k: &S::Tensor,
-        v: &S::Tensor,
-    ) -> Result<Spec<S>> {
+    fn update_and_fetch(&mut self, layer: usize, k: &S::Tensor, v: &S::Tensor) -> Result<Spec<S>> {
         let lane = self.storage.lane(layer)?;
         let Some(plan) = self.book.plans().get(lane) else {
             fail!(Step, "no step is open on this cache");

@@ -173,8 +173,7 @@ impl<B: Backend> Run<B> {
                 continue;
             }
             let q = oracle::random_rows(&mut self.rng, n, N_HEADS, kd);
-            let spec =
-                step.update_and_fetch(index, &B::tensor(&k), &B::tensor(&v)).unwrap();
+            let spec = step.update_and_fetch(index, &B::tensor(&k), &B::tensor(&v)).unwrap();
             let out = B::attend(&B::tensor(&q), &spec, SCALE).unwrap();
             drop(spec);
             step.eval(&[&out]).unwrap();

@@ -276,8 +276,7 @@ pub fn buffers_are_what_was_estimated_at_every_growth<B: Backend>() {
 
 pub fn one_step_at_a_time_and_every_layer_once<B: Backend>() {
     B::run(|| {
-        let mut cache =
-            ContiguousCache::<B::Store>::new(CacheConfig::uniform(2, 1, 4, 8)).unwrap();
+        let mut cache = ContiguousCache::<B::Store>::new(CacheConfig::uniform(2, 1, 4, 8)).unwrap();
         let rows = ones::<B>(1, 1, 4);
         let status = |result: etkv_core::Result<()>| result.unwrap_err().status();
         assert_eq!(status(cache.update_and_fetch(0, &rows, &rows).map(drop)), Status::Step);

@@ -108,7 +108,11 @@ pub fn a_step_that_fails_has_not_been<B: Backend>() {
 
                         let mut untouched = ContiguousCache::<B::Store>::new(config)?;
                         fill::<B>(&mut untouched)?;
-                        assert_eq!(found, next::<B>(&mut untouched)?, "{format} {policy:?} {start} {n}");
+                        assert_eq!(
+                            found,
+                            next::<B>(&mut untouched)?,
+                            "{format} {policy:?} {start} {n}"
+                        );
                     }
                 }
             }
