@@ -31,7 +31,7 @@
 //!         let spec = step.update_and_fetch(0, &rows(2, n)?, &rows(2, n)?)?;
 //!         let out = attend(&rows(8, n)?, &spec, 0.125, None)?;
 //!         drop(spec);
-//!         step.commit(&[&out])
+//!         Ok(step.commit(&[&out])?)
 //!     };
 //!     forward(&mut cache, &[0, 1, 2])?;
 //!     cache.seq_cp(0, 1, 0..i32::MAX)?;

@@ -1,3 +1,19 @@
 //! The campaign of the caches on MLX arrays.
 
+use etkv_core::{CacheConfig, ContiguousCache, SharedCache, Status};
+use etkv_tests::vec_store::VecStore;
+
 etkv_tests::campaign!(etkv_tests::on_mlx::OnMlx);
+
+#[test]
+fn a_cache_of_another_backend_is_refused() {
+    let config = CacheConfig::uniform(1, 1, 4, 8);
+    let foreign = SharedCache::new(ContiguousCache::<VecStore>::new(config.clone()).unwrap());
+    let error = foreign.program::<etkv::MlxStore>().err().unwrap();
+    assert_eq!(error.status(), Status::Kind);
+    for words in ["MLX storage", "Vec storage"] {
+        assert!(error.message().contains(words), "{error}");
+    }
+    let own = SharedCache::new(etkv::ContiguousCache::new(config).unwrap());
+    assert!(own.program::<etkv::MlxStore>().is_ok());
+}

@@ -2,7 +2,8 @@
 //! fails.
 
 use etkv_core::{
-    AttendCache, Cache, CacheConfig, ContiguousCache, Growth, KvFormat, LayerPolicy, Status, Step,
+    AttendCache, BuilderRegistry, Cache, CacheConfig, CacheRegistry, ContiguousCache, Growth,
+    KvFormat, LayerPolicy, Session, SharedCache, Status, Step,
 };
 use etkv_tests::backend::Backend;
 use etkv_tests::vec_store::{fail_next, Failure, OnVec, Tensor, VecStore};
@@ -101,4 +102,32 @@ fn a_step_that_finds_no_memory_has_not_been() {
     assert_eq!(cache.length(), 200);
     append(&mut cache, 200, 100).unwrap();
     assert_eq!(cache.length(), 300);
+}
+
+/// A backend that registers its kinds has sessions, and programs find their caches.
+#[test]
+fn a_backend_registers_its_kinds() {
+    const BACKEND: &str = "VecBackend";
+    let builders = BuilderRegistry::global();
+    let config = CacheConfig::uniform(1, 1, 4, 8);
+    let unknown = Session::new(builders, BACKEND, "contiguous", config.clone());
+    assert_eq!(unknown.err().unwrap().status(), Status::Kind);
+    builders.register(BACKEND, ContiguousCache::<VecStore>::KIND, |config| {
+        Ok(SharedCache::new(ContiguousCache::<VecStore>::new(config)?))
+    });
+    let session = Session::new(builders, BACKEND, "contiguous", config).unwrap();
+    let entry = CacheRegistry::global().get(session.key()).unwrap();
+    assert_eq!(entry.backend_id, BACKEND);
+    let program = entry.cache.program::<VecStore>().unwrap();
+    let mut cache = program.lock().unwrap();
+    let mut step = Step::begin(&mut *cache, &[0, 1]).unwrap();
+    step.update_and_fetch(0, &rows(2), &rows(2)).unwrap();
+    step.commit(&[]).unwrap();
+    // One lock for both faces.
+    assert_eq!(session.cache().lock().err().unwrap().status(), Status::Step);
+    drop(cache);
+    assert_eq!(session.cache().lock().unwrap().length(), 2);
+    let key = session.key().to_owned();
+    drop(session);
+    assert_eq!(CacheRegistry::global().get(&key).err().unwrap().status(), Status::NoCache);
 }

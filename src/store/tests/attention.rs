@@ -1,7 +1,7 @@
 //! Attention over pools against attention in float64 over what they hold.
 
 use super::*;
-use crate::attend::{attend, AttendSpec, Mask};
+use crate::attention::{attend, AttendSpec, Mask};
 use crate::mlx::run;
 
 struct Case {

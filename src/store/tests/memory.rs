@@ -4,7 +4,7 @@ use mlx_rs::memory::{active_memory, clear_cache, peak_memory, reset_peak_memory}
 use mlx_rs::transforms::eval;
 
 use super::*;
-use crate::attend::{attend, AttendSpec, Mask};
+use crate::attention::{attend, AttendSpec, Mask};
 use crate::mlx::run;
 
 /// The most bytes that MLX holds during `work`, beyond those of before.
