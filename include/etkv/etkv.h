@@ -98,6 +98,12 @@ ETKV_API const char* etkv_version(void);
 /** The version of the MLX that the process runs on. Static. */
 ETKV_API const char* etkv_mlx_version(void);
 
+/**
+ * What multiplies matrices for MLX on the CPU: OpenBLAS with its configuration,
+ * "MLX's own" or "Accelerate". A static string.
+ */
+ETKV_API const char* etkv_mlx_blas(void);
+
 /* ---- Errors ------------------------------------------------------------- */
 
 /** What went wrong. Numbers are never reused. */

@@ -11,7 +11,7 @@ use crate::mlx;
 /// The interface that this library has.
 #[no_mangle]
 pub extern "C" fn etkv_abi_version() -> u32 {
-    2
+    3
 }
 
 /// The library's version.
@@ -26,6 +26,14 @@ pub extern "C" fn etkv_mlx_version() -> *const c_char {
     static VERSION: LazyLock<CString> =
         LazyLock::new(|| CString::new(crate::mlx::version()).unwrap_or_default());
     VERSION.as_ptr()
+}
+
+/// What multiplies matrices for MLX on the CPU.
+#[no_mangle]
+pub extern "C" fn etkv_mlx_blas() -> *const c_char {
+    static NAME: LazyLock<CString> =
+        LazyLock::new(|| CString::new(crate::mlx::blas()).unwrap_or_default());
+    NAME.as_ptr()
 }
 
 /// Bytes that MLX holds in this process; see the header.
