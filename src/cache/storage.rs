@@ -216,7 +216,8 @@ impl Storage {
     }
 
     /// Writes a layer's new rows as its lane's plan says, and reads what the plan
-    /// says.
+    /// says. The rows of a layer that the step has had are there already: such a
+    /// call reads.
     pub fn update_and_fetch(
         &mut self,
         layer: usize,
@@ -225,21 +226,21 @@ impl Storage {
         plan: &LanePlan,
     ) -> Result<AttendSpec> {
         let lane = self.lane(layer)?;
-        match self.done.get(layer) {
-            None => fail!(Step, "no step is open on this cache"),
-            Some(true) => fail!(Step, "layer {layer} is written twice in one step"),
-            Some(false) => {}
-        }
+        let Some(&had) = self.done.get(layer) else {
+            fail!(Step, "no step is open on this cache");
+        };
         let slots = self.allocated(lane, plan.needed());
         let target = &mut self.layers[layer];
         let (heads, n) = (target.config.n_kv_heads, plan.write.len() as i32);
         check_rows("keys", layer, k, [1, heads, n, target.config.k_head_dim])?;
         check_rows("values", layer, v, [1, heads, n, target.config.v_head_dim])?;
-        target.k.grow(slots)?;
-        target.v.grow(slots)?;
-        target.k.write(&plan.write, k)?;
-        target.v.write(&plan.write, v)?;
-        if self.shared {
+        if !had {
+            target.k.grow(slots)?;
+            target.v.grow(slots)?;
+            target.k.write(&plan.write, k)?;
+            target.v.write(&plan.write, v)?;
+        }
+        if self.shared && !had {
             // What a mask hides has weight 0, and 0 times infinity is no number.
             let stored = cast(v, float_dtype(self.formats[1]).unwrap_or(v.dtype()))?;
             let zero = Array::from_f32(0.0).as_dtype(stored.dtype())?;

@@ -121,18 +121,21 @@ impl Run {
             };
             let all_k = stored(k_rows, &k, self.formats[0]);
             let all_v = stored(v_rows, &v, self.formats[1]);
-            for (query, row) in q.iter().enumerate() {
-                let of = |rows: &Rows| -> Rows {
-                    let at = start + query;
-                    (0..=at)
-                        .filter(|&p| sees(layer.policy, at, p))
-                        .map(|p| rows[p].clone())
-                        .collect()
-                };
-                let expected = oracle::attention(row, &of(&all_k), &of(&all_v), SCALE);
-                oracle::assert_close(&oracle::row(&out, query), &expected, 5e-5);
-            }
+            assert_sees(layer.policy, start, &q, &out, &all_k, &all_v);
             written.push((all_k, all_v));
+        }
+        if !written.is_empty() && self.rng.chance(0.3) {
+            // A layer whose rows are there already: its queries are others, and rows of
+            // which nothing is to be seen show that nothing is written.
+            let id = self.rng.below(written.len());
+            let layer = self.model.layers[id].0;
+            let heads = layer.n_kv_heads as usize;
+            let k = oracle::random_rows(&mut self.rng, n, heads, layer.k_head_dim as usize);
+            let v = oracle::random_rows(&mut self.rng, n, heads, layer.v_head_dim as usize);
+            let q = oracle::random_rows(&mut self.rng, n, N_HEADS, layer.k_head_dim as usize);
+            let spec = step.update_and_fetch(id, &oracle::array(&k), &oracle::array(&v)).unwrap();
+            let out = etkv::attend(&oracle::array(&q), &spec, SCALE, None).unwrap();
+            assert_sees(layer.policy, start, &q, &out, &written[id].0, &written[id].1);
         }
         if stop_after.is_some() {
             // Not committed: as if it had not been, even where it wrote over rows.
@@ -222,6 +225,25 @@ fn sees(policy: LayerPolicy, at: usize, p: usize) -> bool {
     }
 }
 
+/// Queries from position `start` on attend to the rows that they see.
+fn assert_sees(
+    policy: LayerPolicy,
+    start: usize,
+    q: &Rows,
+    out: &mlx_rs::Array,
+    k: &Rows,
+    v: &Rows,
+) {
+    for (query, row) in q.iter().enumerate() {
+        let at = start + query;
+        let of = |rows: &Rows| -> Rows {
+            (0..=at).filter(|&p| sees(policy, at, p)).map(|p| rows[p].clone()).collect()
+        };
+        let expected = oracle::attention(row, &of(k), &of(v), SCALE);
+        oracle::assert_close(&oracle::row(out, query), &expected, 5e-5);
+    }
+}
+
 #[test]
 fn equals_a_list_of_rows_over_generated_operations() {
     for_seeds(40, |seed| {
@@ -277,7 +299,7 @@ fn buffers_are_what_was_estimated_at_every_growth() {
 }
 
 #[test]
-fn one_step_at_a_time_and_every_layer_once() {
+fn one_step_at_a_time_and_every_layer() {
     let mut cache = ContiguousCache::new(CacheConfig::uniform(2, 1, 4, 8)).unwrap();
     let rows = mlx_rs::Array::ones::<f32>(&[1, 1, 1, 4]).unwrap();
     etkv::mlx::run(|| {
@@ -289,7 +311,10 @@ fn one_step_at_a_time_and_every_layer_once() {
         assert_eq!(status(cache.clear(false)), Status::Step);
         assert_eq!(status(cache.rewind(0)), Status::Step);
         cache.update_and_fetch(0, &rows, &rows)?;
-        assert_eq!(status(cache.update_and_fetch(0, &rows, &rows).map(drop)), Status::Step);
+        cache.update_and_fetch(0, &rows, &rows)?;
+        let longer = mlx_rs::Array::ones::<f32>(&[1, 1, 2, 4])?;
+        assert_eq!(status(cache.update_and_fetch(0, &longer, &rows).map(drop)), Status::Shape);
+        assert_eq!(status(cache.update_and_fetch(0, &rows, &longer).map(drop)), Status::Shape);
         assert_eq!(status(cache.update_and_fetch(2, &rows, &rows).map(drop)), Status::Shape);
         assert_eq!(status(cache.commit()), Status::Step);
         let wide = mlx_rs::Array::ones::<f32>(&[1, 2, 1, 4])?;
