@@ -11,20 +11,26 @@ include_guard(GLOBAL)
 
 set_property(GLOBAL PROPERTY ETKV_MLX_VERSION 0.32.2)
 set_property(GLOBAL PROPERTY ETKV_EXECUTORCH_VERSION 1.5.1)
+set_property(GLOBAL PROPERTY ETKV_SCIPY_OPENBLAS32_VERSION 0.3.34.481.3)
+# What each of them is known by.
+set_property(GLOBAL PROPERTY ETKV_MLX_FILE include/mlx)
+set_property(GLOBAL PROPERTY ETKV_EXECUTORCH_FILE include/executorch)
+set_property(GLOBAL PROPERTY ETKV_SCIPY_OPENBLAS32_FILE lib/libscipy_openblas.so)
 
 # etkv_package_folder(NAME PIP DIR WHY): DIR becomes the folder of the Python
 # package NAME, or "", and then WHY says what to do.
 function(etkv_package_folder name pip dir why)
   string(TOUPPER ${name} upper)
   get_property(version GLOBAL PROPERTY ETKV_${upper}_VERSION)
+  get_property(file GLOBAL PROPERTY ETKV_${upper}_FILE)
   set(install "pip install '${pip}==${version}'")
   set(${why} "" PARENT_SCOPE)
   if(ETKV_${upper}_DIR)
-    if(EXISTS ${ETKV_${upper}_DIR}/include/${name})
+    if(EXISTS ${ETKV_${upper}_DIR}/${file})
       set(${dir} ${ETKV_${upper}_DIR} PARENT_SCOPE)
       return()
     endif()
-    set(found "ETKV_${upper}_DIR is ${ETKV_${upper}_DIR}, which has no include/${name}")
+    set(found "ETKV_${upper}_DIR is ${ETKV_${upper}_DIR}, which has no ${file}")
   else()
     set(python ${ETKV_PYTHON})
     if(NOT python)
@@ -38,7 +44,7 @@ function(etkv_package_folder name pip dir why)
               "import importlib.util as u; print(list(u.find_spec('${name}').submodule_search_locations)[0])"
       OUTPUT_VARIABLE folder OUTPUT_STRIP_TRAILING_WHITESPACE
       RESULT_VARIABLE failed ERROR_QUIET)
-    if(NOT failed AND EXISTS ${folder}/include/${name})
+    if(NOT failed AND EXISTS ${folder}/${file})
       set(${dir} ${folder} PARENT_SCOPE)
       return()
     endif()
@@ -114,6 +120,17 @@ function(etkv_find_mlx why)
     set_property(
       TARGET etkv::mlx APPEND PROPERTY INTERFACE_LINK_OPTIONS
       "LINKER:-rpath-link,${site_packages}/mlx_cpu.libs")
+  endif()
+endfunction()
+
+# etkv_find_openblas(DIR WHY): DIR becomes the folder of libscipy_openblas.so, or
+# "", and then WHY says what to do.
+function(etkv_find_openblas dir why)
+  etkv_package_folder(scipy_openblas32 scipy-openblas32 folder problem)
+  set(${why} "${problem}" PARENT_SCOPE)
+  set(${dir} "" PARENT_SCOPE)
+  if(folder)
+    set(${dir} ${folder}/lib PARENT_SCOPE)
   endif()
 endfunction()
 

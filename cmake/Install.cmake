@@ -4,6 +4,9 @@
 if(SKBUILD)
   # Of a wheel: what Python loads, and the header that it reads signatures from.
   install(TARGETS etkv etkv_mlx_backend LIBRARY DESTINATION lib COMPONENT python)
+  if(TARGET etkv_blas)
+    install(TARGETS etkv_blas LIBRARY DESTINATION lib COMPONENT python)
+  endif()
   install(FILES include/etkv/etkv.h DESTINATION include/etkv COMPONENT python)
   return()
 endif()
@@ -18,6 +21,9 @@ install(
   DESTINATION ${CMAKE_INSTALL_LIBDIR}
   RENAME libetkv.a)
 install(TARGETS etkv etkv_static EXPORT etkvTargets)
+if(TARGET etkv_blas)
+  install(TARGETS etkv_blas EXPORT etkvTargets)
+endif()
 install(EXPORT etkvTargets NAMESPACE etkv:: DESTINATION ${package_dir})
 # Apart, so that a program without ExecuTorch can load the one above.
 if(ETKV_BUILD_MLX_BACKEND)
@@ -46,7 +52,7 @@ if(APPLE)
   set(ETKV_PC_PRIVATE "-lc++")
 else()
   # As for CMake: the program itself needs MLX, so that its run path is used.
-  set(ETKV_PC_MLX "-Wl,--push-state,--no-as-needed,\${mlxlibdir}/libmlx.so,--pop-state")
+  set(ETKV_PC_MLX "-Wl,--push-state,--no-as-needed,\${libdir}/libetkv_blas.so,\${mlxlibdir}/libmlx.so,--pop-state")
   set(ETKV_PC_PRIVATE "-lstdc++ -ldl -lpthread -lm")
 endif()
 # GNU ld looks at what libmlx itself needs.

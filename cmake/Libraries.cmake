@@ -59,6 +59,34 @@ set(etkv_includes
     $<BUILD_INTERFACE:${PROJECT_SOURCE_DIR}/include>
     $<INSTALL_INTERFACE:${CMAKE_INSTALL_INCLUDEDIR}>)
 
+# ---- Matrix products on the CPU -------------------------------------------------
+
+# A program needs it before libmlx, whose products it takes the place of.
+if(LINUX)
+  add_library(etkv_blas SHARED crates/mlx-sys/shim/blas.c)
+  add_library(etkv::blas ALIAS etkv_blas)
+  set_target_properties(
+    etkv_blas PROPERTIES EXPORT_NAME blas C_VISIBILITY_PRESET hidden)
+  etkv_shared(etkv_blas blas)
+  target_compile_options(etkv_blas PRIVATE -Wall -Wextra -Werror)
+  target_link_libraries(etkv_blas PRIVATE dl pthread)
+  target_link_options(
+    etkv_blas INTERFACE
+    $<BUILD_INTERFACE:LINKER:--push-state,--no-as-needed,$<TARGET_FILE:etkv_blas>,--pop-state>
+    $<INSTALL_INTERFACE:LINKER:--push-state,--no-as-needed,$<TARGET_FILE:etkv::blas>,--pop-state>)
+  etkv_find_openblas(openblas problem)
+  if(openblas)
+    set_property(TARGET etkv_blas PROPERTY BUILD_RPATH ${openblas})
+  else()
+    message(STATUS "MLX's own BLAS is used on the CPU, which is slow. ${problem}")
+  endif()
+  # Beside etkv in a folder of Python packages; in another place, the program's
+  # run path or LD_LIBRARY_PATH leads to it.
+  set_property(
+    TARGET etkv_blas PROPERTY INSTALL_RPATH
+    $ORIGIN $ORIGIN/../../scipy_openblas32/lib)
+endif()
+
 # ---- The caches ---------------------------------------------------------------
 
 add_library(etkv SHARED)
@@ -70,7 +98,7 @@ target_include_directories(etkv INTERFACE ${etkv_includes})
 target_link_libraries(
   etkv
   PRIVATE $<LINK_LIBRARY:WHOLE_ARCHIVE,etkv_rust>
-  PUBLIC etkv::mlx)
+  PUBLIC $<TARGET_NAME_IF_EXISTS:etkv::blas> etkv::mlx)
 
 # What Rust's archive needs is MLX, the C++ library for mlx-c, and the system's.
 add_library(etkv_static INTERFACE)
@@ -80,7 +108,7 @@ target_link_libraries(
   etkv_static INTERFACE
   $<BUILD_INTERFACE:etkv_rust>
   $<INSTALL_INTERFACE:$<INSTALL_PREFIX>/${CMAKE_INSTALL_LIBDIR}/libetkv.a>
-  etkv::mlx)
+  $<TARGET_NAME_IF_EXISTS:etkv::blas> etkv::mlx)
 if(APPLE)
   target_link_libraries(etkv_static INTERFACE c++)
 else()

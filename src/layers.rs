@@ -17,9 +17,12 @@ use crate::mlx;
 /// it when all have been.
 ///
 /// A layer that comes a second time, or with other positions, begins anew: what the
-/// host had not finished is taken back. The step is committed before the host
-/// evaluates its outputs. Where that fails, the positions are there with rows that
-/// nobody knows: rewind them, or clear the cache.
+/// host had not finished is taken back. So there is no second call of a layer within a
+/// forward here, as a [`Step`](crate::Step) has it: the host of a model whose layers
+/// share keys and values attends again to what the first call of the layer gave.
+///
+/// The step is committed before the host evaluates its outputs. Where that fails, the
+/// positions are there with rows that nobody knows: rewind them, or clear the cache.
 pub struct Forwards {
     cache: SharedCache,
     program: ProgramCache,

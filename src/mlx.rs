@@ -98,6 +98,21 @@ pub fn version() -> String {
     }
 }
 
+/// What multiplies matrices for MLX on the CPU: OpenBLAS with its configuration,
+/// `MLX's own`, or Apple's `Accelerate`.
+pub fn blas() -> &'static str {
+    #[cfg(target_os = "linux")]
+    {
+        // SAFETY: the library's string is static, and ends in a zero byte.
+        let name = unsafe { CStr::from_ptr(mlx_sys::etkv_blas_name()) };
+        name.to_str().unwrap_or_default()
+    }
+    #[cfg(not(target_os = "linux"))]
+    {
+        "Accelerate"
+    }
+}
+
 fn start() -> Result<Runtime> {
     let found = version();
     if found != MLX_VERSION {
@@ -113,6 +128,9 @@ fn start() -> Result<Runtime> {
     unsafe { mlx_sys::mlx_set_error_handler(Some(on_error), std::ptr::null_mut(), None) };
     let on_gpu = matches!(device.get_type()?, DeviceType::Gpu);
     let stream = unowned_stream(&device)?;
+    // Named here, so that the linker keeps the library, whose products MLX then
+    // finds before its own.
+    blas();
     // MLX for CUDA has a driver to outlive also where the stream is one of the CPU.
     // SAFETY: it registers a function without state; the stream is there.
     unsafe { mlx_sys::etkv_mlx_end_without_driver() };

@@ -34,6 +34,9 @@ fn main() {
 
     compile_mlx_c(&mlx_c, &mlx.join("include"));
     generate_bindings(&mlx_c, &python);
+    if env::var("CARGO_CFG_TARGET_OS").as_deref() == Ok("linux") {
+        link_blas(&python);
+    }
     link_mlx(&mlx);
 }
 
@@ -169,6 +172,26 @@ fn compiler_include() -> Option<PathBuf> {
     let output = Command::new(compiler.path()).arg("-print-file-name=include").output().ok()?;
     let path = PathBuf::from(String::from_utf8(output.stdout).ok()?.trim());
     path.join("stddef.h").exists().then_some(path)
+}
+
+/// Builds libetkv_blas (`shim/blas.c`), which is linked before MLX. Cargo's own
+/// `LD_LIBRARY_PATH` leads to it.
+fn link_blas(python: &Path) {
+    let out = PathBuf::from(env::var_os("OUT_DIR").expect("cargo sets it"));
+    let mut command = cc::Build::new().opt_level(2).get_compiler().to_command();
+    command.args(["-shared", "-fPIC", "-fvisibility=hidden", "-Wall", "-Werror"]);
+    command.args(["-Wl,-soname,libetkv_blas.so.0", "shim/blas.c", "-ldl", "-pthread"]);
+    if let Some(openblas) = python_package(python, "scipy_openblas32") {
+        command.arg(format!("-Wl,-rpath,{}", openblas.join("lib").display()));
+    }
+    let library = out.join("libetkv_blas.so.0");
+    let status = command.arg("-o").arg(&library).status().expect("the C compiler runs");
+    assert!(status.success(), "{command:?}: {status}");
+    let link = out.join("libetkv_blas.so");
+    let _ = std::fs::remove_file(&link);
+    std::os::unix::fs::symlink(&library, &link).expect("OUT_DIR is writable");
+    println!("cargo:rustc-link-search=native={}", out.display());
+    println!("cargo:rustc-link-lib=dylib=etkv_blas");
 }
 
 fn link_mlx(mlx: &Path) {

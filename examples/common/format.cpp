@@ -40,7 +40,8 @@ std::string ids_line(const std::vector<int64_t>& ids) {
 }
 
 std::string versions(const std::string& name) {
-  return name + " " + etkv_version() + ", MLX " + etkv_mlx_version() + "\n";
+  return name + " " + etkv_version() + ", MLX " + etkv_mlx_version() +
+         ", BLAS " + etkv_mlx_blas() + "\n";
 }
 
 } // namespace etkv::examples

@@ -98,6 +98,12 @@ ETKV_API const char* etkv_version(void);
 /** The version of the MLX that the process runs on. Static. */
 ETKV_API const char* etkv_mlx_version(void);
 
+/**
+ * What multiplies matrices for MLX on the CPU: OpenBLAS with its configuration,
+ * "MLX's own" or "Accelerate". A static string.
+ */
+ETKV_API const char* etkv_mlx_blas(void);
+
 /* ---- Errors ------------------------------------------------------------- */
 
 /** What went wrong. Numbers are never reused. */
@@ -757,9 +763,11 @@ ETKV_API etkv_status etkv_registry_erase(const char* key, etkv_error** error);
  * A forward begins with the call of the first layer, and has been when every layer
  * of the cache was called, once, with the same positions; in any order. A layer
  * that comes again, or with other positions, begins a new one: what was not
- * finished has not been. The host evaluates what it was given when it likes. Where
- * that fails after the last layer was called, the forward's positions are there
- * with rows that nobody knows: rewind them, or clear the cache.
+ * finished has not been. Where layers of a model share keys and values, the host
+ * calls the layer once, and attends to what it gave as often as it likes. It
+ * evaluates what it was given when it likes. Where that fails after the last
+ * layer was called, the forward's positions are there with rows that nobody
+ * knows: rewind them, or clear the cache.
  *
  * A call that is refused, or fails, ends the forward as well: it has not been.
  *

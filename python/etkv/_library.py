@@ -40,6 +40,14 @@ def etkv() -> Path:
             f"mlx {MLX_VERSION} is installed without the part that computes: pip install 'mlx[cpu]=={MLX_VERSION}', "
             "or mlx[cuda13] for NVIDIA GPUs"
         )
+    blas = folder() / "libetkv_blas.so"
+    if blas.is_file():
+        # Before MLX, whose matrix products it takes the place of. It finds OpenBLAS by its name, wherever that was
+        # installed; without it MLX has its own.
+        openblas = _optional("scipy-openblas32", "scipy_openblas32/lib/libscipy_openblas.so")
+        if openblas is not None:
+            _load(openblas)
+        _load(blas)
     _load(mlx)
     library = folder() / f"libetkv{_SUFFIX}"
     _load(library)
@@ -110,6 +118,14 @@ def _require(package: str, version: str, install: str) -> None:
 
 def _installed(package: str, file: str) -> Path:
     return Path(str(importlib.metadata.distribution(package).locate_file(file)))
+
+
+def _optional(package: str, file: str) -> Path | None:
+    try:
+        path = _installed(package, file)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+    return path if path.is_file() else None
 
 
 def _load(library: Path) -> None:

@@ -83,7 +83,8 @@ def _counts(chain: list[dict[str, Any]]) -> dict[str, int]:
 
 def _runs_here(payload: bytes, file: PteFile) -> dict[str, Any]:
     """Whether this build runs the program, and if not, why."""
-    build = {"etkv": text(lib().etkv_version()), "mlx": text(lib().etkv_mlx_version())}
+    versions = {"etkv": lib().etkv_version(), "mlx": lib().etkv_mlx_version(), "blas": lib().etkv_mlx_blas()}
+    build = {name: text(version) for name, version in versions.items()}
     left = sorted({name for method in file.delegates for name in file.operators(method)})
     try:
         call("etkv_delegate_check", ffi.from_buffer("uint8_t[]", payload), len(payload))

@@ -1,7 +1,7 @@
 """The op that joins a model to its KV cache, ``kvcache::update_and_attend``, in plain PyTorch.
 
-A model calls it once a layer. In an exported program a delegate runs it on a native cache; in plain PyTorch it runs on
-the reference cache that is active::
+A model calls it in every layer. In an exported program a delegate runs it on a native cache; in plain PyTorch it runs
+on the reference cache that is active::
 
     cache = etkv.reference.ContiguousCache(config)
     with etkv.op.active(cache):
@@ -85,7 +85,8 @@ def update_and_attend(
         v: ``[1, n_kv_heads, q_len, v_head_dim]``.
         position: int32 or int64, ``[q_len]`` or ``[q_len, n]``. Of n components the first is the position in the
             sequence; the others are for rotary embeddings, and nothing to a cache.
-        layer_id: the layer, by its number in the cache.
+        layer_id: the layer, by its number in the cache. A model whose layers share keys and values names one layer in
+            several calls, each with the rows of the first: they are stored once, and the calls that follow only attend.
         scale: of the scores.
         out_dtype: of the result, whatever the cache stores.
 

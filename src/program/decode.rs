@@ -1,7 +1,7 @@
 //! From the payload to [`ir`](super::ir): decoded once, values renamed so that
 //! each is written once.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 
 use super::dtype::dtype_of;
 use super::fb;
@@ -19,8 +19,9 @@ use crate::error::{fail, Result};
 pub fn decode(graph: fb::MLXGraph) -> Result<Graph> {
     let mut slots = Slots::new(Counts::read(graph)?);
     refuse_unknown_ops(graph)?;
-    let constants = constants(&mut slots, graph)?;
-    let inputs = inputs(&mut slots, graph)?;
+    let names = tensor_names(graph);
+    let constants = constants(&mut slots, graph, &names)?;
+    let inputs = inputs(&mut slots, graph, &names)?;
     let (init, init_targets) = init(&mut slots, graph)?;
     let main = main_chain(&mut slots, graph)?;
     Ok(Graph {
@@ -57,18 +58,30 @@ fn refuse_unknown_ops(graph: fb::MLXGraph) -> Result<()> {
     fail!(Unsupported, "the program needs operations that this build lacks: {}", list.join(", "))
 }
 
-fn constants(slots: &mut Slots, graph: fb::MLXGraph) -> Result<Vec<Constant>> {
-    let mut names = BTreeMap::new();
-    for slot in graph.named_slots().into_iter().flatten() {
-        if slot.slot().slot_type() == fb::SlotType::TensorSlot {
-            names.insert(slot.slot().idx(), slot.name());
-        }
-    }
+/// The names of the tensors' slots.
+type Names<'a> = BTreeMap<u32, &'a str>;
+
+fn tensor_names<'a>(graph: fb::MLXGraph<'a>) -> Names<'a> {
+    graph
+        .named_slots()
+        .into_iter()
+        .flatten()
+        .filter(|named| named.slot().slot_type() == fb::SlotType::TensorSlot)
+        .map(|named| (named.slot().idx(), named.name()))
+        .collect()
+}
+
+fn constants(slots: &mut Slots, graph: fb::MLXGraph, names: &Names) -> Result<Vec<Constant>> {
+    let mut named = BTreeMap::new();
     (0..slots.counts().constants)
         .map(|slot| {
             let Some(&name) = names.get(&slot) else {
                 fail!(Program, "constant {slot} has no name");
             };
+            // Each would hold the data of that name once more.
+            if let Some(other) = named.insert(name, slot) {
+                fail!(Program, "constants {other} and {slot} have the same name, `{name}`");
+            }
             let meta = meta(graph, slot)?;
             let shape = meta
                 .shape()
@@ -84,8 +97,9 @@ fn constants(slots: &mut Slots, graph: fb::MLXGraph) -> Result<Vec<Constant>> {
         .collect()
 }
 
-fn inputs(slots: &mut Slots, graph: fb::MLXGraph) -> Result<Vec<InputSpec>> {
+fn inputs(slots: &mut Slots, graph: fb::MLXGraph, names: &Names) -> Result<Vec<InputSpec>> {
     let first = slots.counts().constants;
+    let (mut tensors, mut ints) = (BTreeSet::new(), BTreeSet::new());
     graph
         .input_map()
         .into_iter()
@@ -95,18 +109,27 @@ fn inputs(slots: &mut Slots, graph: fb::MLXGraph) -> Result<Vec<InputSpec>> {
                 if slot.idx() < first || slot.idx() >= first + slots.counts().inputs {
                     fail!(Program, "tensor {} is no input", slot.idx());
                 }
+                if !tensors.insert(slot.idx()) {
+                    fail!(Program, "tensor {} is two inputs; a slot takes one", slot.idx());
+                }
                 let meta = meta(graph, slot.idx())?;
                 // Known dtypes only, so that running need not ask.
                 dtype_of(meta.scalar_type())?;
                 let value = slots.bind(slot.idx());
                 Ok(InputSpec::Tensor {
                     value,
-                    name: slot_name(graph, slot.idx()),
+                    name: slot_name(names, slot.idx()),
                     shape: meta.shape().iter().map(dim).collect(),
                     scalar_type: meta.scalar_type(),
                 })
             }
-            fb::SlotType::IntValueSlot => Ok(InputSpec::Int(slots.bind_int(slot.idx()))),
+            fb::SlotType::IntValueSlot => {
+                let value = slots.input_int(slot.idx())?;
+                if !ints.insert(slot.idx()) {
+                    fail!(Program, "value {} is two inputs; a slot takes one", slot.idx());
+                }
+                Ok(InputSpec::Int(value))
+            }
             other => fail!(Unsupported, "an input of kind {other:?}"),
         })
         .collect()
@@ -163,18 +186,11 @@ fn dim(dim: fb::ShapeDim) -> Dim {
 }
 
 /// The name without the prefix that keeps the names of several methods apart.
-fn slot_name(graph: fb::MLXGraph, slot: u32) -> String {
-    graph
-        .named_slots()
-        .into_iter()
-        .flatten()
-        .find(|named| {
-            named.slot().slot_type() == fb::SlotType::TensorSlot && named.slot().idx() == slot
-        })
-        .map_or_else(
-            || format!("tensor {slot}"),
-            |named| named.name().rsplit('/').next().unwrap_or_default().to_owned(),
-        )
+fn slot_name(names: &Names, slot: u32) -> String {
+    names.get(&slot).map_or_else(
+        || format!("tensor {slot}"),
+        |name| name.rsplit('/').next().unwrap_or_default().to_owned(),
+    )
 }
 
 #[cfg(test)]

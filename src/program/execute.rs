@@ -259,17 +259,16 @@ fn load_constants(
     layouts: &[Layout],
     source: &mut dyn ConstantSource,
 ) -> Result<Vec<Option<Array>>> {
-    let is_target =
-        |index: usize| graph.init_targets.iter().any(|target| target.0 as usize == index);
-    let read_by_init: BTreeSet<Value> =
-        graph.init.instructions.iter().flat_map(|instruction| instruction.op.reads()).collect();
+    let targets: BTreeSet<Value> = graph.init_targets.iter().copied().collect();
+    let used_by_init: BTreeSet<Value> = graph.init.uses().collect();
     let mut constants = graph
         .constants
         .iter()
         .enumerate()
         .map(|(index, constant)| {
             // What init replaces ships as a scalar to be thrown away.
-            let replaced = is_target(index) && !read_by_init.contains(&Value(index as u32));
+            let value = Value(index as u32);
+            let replaced = targets.contains(&value) && !used_by_init.contains(&value);
             match layouts[index] {
                 Layout::Absent => Ok(None),
                 _ if replaced => Ok(None),
@@ -277,7 +276,7 @@ fn load_constants(
             }
         })
         .collect::<Result<Vec<_>>>()?;
-    if graph.init.instructions.is_empty() {
+    if graph.init.instructions.is_empty() && targets.is_empty() {
         return Ok(constants);
     }
 
@@ -291,10 +290,9 @@ fn load_constants(
             constants[target.0 as usize] = Some(array);
         }
     }
-    let main_reads: BTreeSet<Value> =
-        graph.main.instructions.iter().flat_map(|instruction| instruction.op.reads()).collect();
+    let used: BTreeSet<Value> = graph.main.uses().collect();
     for (index, constant) in constants.iter_mut().enumerate() {
-        if !main_reads.contains(&Value(index as u32)) {
+        if !used.contains(&Value(index as u32)) {
             *constant = None;
         }
     }

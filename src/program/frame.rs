@@ -1,5 +1,7 @@
 //! What one run of a program holds: its values so far, and its step.
 
+use std::collections::HashMap;
+
 use mlx_rs::Array;
 
 use super::ir::{Int, IntValue, Out, Value};
@@ -15,7 +17,7 @@ pub struct Frame<'a> {
     constants: &'a [Option<Array>],
     on_gpu: bool,
     /// The inputs that hold integers, as the host passed them.
-    host: Vec<(Value, Vec<i64>)>,
+    host: HashMap<Value, Vec<i64>>,
     /// After the tensors: a step that is dropped is aborted, and views of its
     /// buffers would turn that into copies.
     step: StepState<'a>,
@@ -44,7 +46,7 @@ impl<'a> Frame<'a> {
             ints: vec![None; n_ints as usize],
             constants,
             on_gpu: mlx::on_gpu()?,
-            host: Vec::new(),
+            host: HashMap::new(),
             step,
         })
     }
@@ -104,12 +106,12 @@ impl<'a> Frame<'a> {
     /// Keeps the elements of an integer input, for those who look at them on the
     /// host.
     pub fn set_host_ints(&mut self, value: Value, numbers: Vec<i64>) {
-        self.host.push((value, numbers));
+        self.host.insert(value, numbers);
     }
 
     /// The elements of an integer input, if `value` is one.
     pub fn host_ints(&self, value: Value) -> Option<&[i64]> {
-        self.host.iter().find(|(input, _)| *input == value).map(|(_, numbers)| &numbers[..])
+        self.host.get(&value).map(|numbers| &numbers[..])
     }
 
     /// Opens the step with the positions in `position`, at the first layer;

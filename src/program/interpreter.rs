@@ -19,10 +19,7 @@ impl Schedule {
     pub fn new(chain: Chain, n_kept: u32) -> Self {
         let mut dead_after = vec![Vec::new(); chain.instructions.len()];
         let mut seen = std::collections::HashSet::new();
-        seen.extend(chain.outputs.iter().filter_map(|out| match out {
-            Out::Tensor(value) => Some(*value),
-            Out::Int(_) => None,
-        }));
+        seen.extend(chain.tensor_outputs());
         for (index, instruction) in chain.instructions.iter().enumerate().rev() {
             let mut values = instruction.op.reads();
             if let Out::Tensor(value) = instruction.out {

@@ -360,6 +360,22 @@ pub struct Chain {
     pub outputs: Vec<Out>,
 }
 
+impl Chain {
+    /// The tensors that it makes for others.
+    pub fn tensor_outputs(&self) -> impl Iterator<Item = Value> + '_ {
+        self.outputs.iter().filter_map(|out| match out {
+            Out::Tensor(value) => Some(*value),
+            Out::Int(_) => None,
+        })
+    }
+
+    /// Every use of a tensor: by the instructions, and as an output.
+    pub fn uses(&self) -> impl Iterator<Item = Value> + '_ {
+        let read = self.instructions.iter().flat_map(|instruction| instruction.op.reads());
+        read.chain(self.tensor_outputs())
+    }
+}
+
 /// A program: values `0..constants.len()` are its constants, those after them
 /// its tensor inputs, the rest are made by instructions.
 #[derive(Debug, Clone)]

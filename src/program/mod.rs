@@ -20,6 +20,8 @@ mod ops;
 mod passes;
 mod payload;
 mod slots;
+#[cfg(test)]
+mod tests;
 
 pub use constants::ConstantSource;
 pub use execute::{Input, LoadOptions, LogitsRows, OutputSink, Program};

@@ -37,18 +37,33 @@ pub fn read(payload: &[u8]) -> Result<fb::MLXGraph<'_>> {
             payload.len()
         ),
     };
-    // The flatbuffer holds lists of a few thousand instructions, each a few
-    // tables: far below these limits, which bound what a damaged one costs.
-    let options =
-        VerifierOptions { max_tables: 20_000_000, max_depth: 64, ..VerifierOptions::default() };
-    let graph = flatbuffers::root_with_opts::<fb::MLXGraph>(&options, &payload[HEADER..end])
-        .map_err(|error| {
+    let flatbuffer = &payload[HEADER..end];
+    let options = limits(flatbuffer.len());
+    let graph =
+        flatbuffers::root_with_opts::<fb::MLXGraph>(&options, flatbuffer).map_err(|error| {
             let words = error.to_string();
             let first = words.lines().next().unwrap_or_default();
             Error::new(Status::Program, format!("the payload is damaged: {first}"))
         })?;
     check_version(graph.version())?;
     Ok(graph)
+}
+
+/// What is read of a flatbuffer of `n_bytes` at most, counted once for each way that
+/// leads to it.
+///
+/// The exporter writes every table, list and name for one place. Where many places
+/// name the same one, a small payload stands for as much work and memory as it
+/// likes; so what is read is bounded by the payload's own size. A table is 8 bytes at
+/// least. A byte of what the exporter writes is counted up to 5 times: with a table
+/// its list of fields is counted, which others share.
+fn limits(n_bytes: usize) -> VerifierOptions {
+    VerifierOptions {
+        max_depth: 64,
+        max_tables: n_bytes / 4,
+        max_apparent_size: n_bytes.saturating_mul(16).saturating_add(1 << 16),
+        ..VerifierOptions::default()
+    }
 }
 
 fn check_version(version: Option<&str>) -> Result<()> {

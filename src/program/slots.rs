@@ -133,6 +133,14 @@ impl Slots {
         Ok(Out::Int(self.bind_int(vid.idx())))
     }
 
+    /// A new value in the integer slot of an input.
+    pub fn input_int(&mut self, slot: u32) -> Result<IntValue> {
+        if slot >= self.counts.ints {
+            fail!(Program, "value {slot} is an input, the program has {}", self.counts.ints);
+        }
+        Ok(self.bind_int(slot))
+    }
+
     /// Puts the value of one slot in another.
     pub fn copy(&mut self, from: &fb::Tid, to: &fb::Tid) -> Result<()> {
         let value = self.read(from)?;
@@ -150,8 +158,7 @@ impl Slots {
         value
     }
 
-    /// A new value in an integer slot.
-    pub fn bind_int(&mut self, slot: u32) -> IntValue {
+    fn bind_int(&mut self, slot: u32) -> IntValue {
         let value = IntValue(self.n_ints);
         self.n_ints += 1;
         self.ints.insert(slot, value);

@@ -89,6 +89,8 @@ static void versions(void) {
   const char* mlx = etkv_mlx_version();
   CHECK(mlx[0] >= '0' && mlx[0] <= '9' && strchr(mlx, '.') != NULL);
   CHECK(mlx == etkv_mlx_version());
+  CHECK(strlen(etkv_mlx_blas()) > 0);
+  CHECK(etkv_mlx_blas() == etkv_mlx_blas());
 }
 
 static void errors(void) {

@@ -6,36 +6,51 @@ The same operations that a reference cache takes through the op in PyTorch go th
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from etkv import CacheConfig, DecodeSession, Program, SeqSession, Session, TreeSession, _mlx_serialization, load
-from etkv.errors import EtkvError
+from etkv import CacheConfig, DecodeSession, Program, SeqSession, Session, TreeSession, _mlx_serialization, load, op
+from etkv.errors import EtkvError, StatusError
 from step_programs import Call, Operation, Outcome, Step, answers, declare, one_thread, step_rows
 
 SESSIONS: dict[str, type[Session]] = {session.KIND: session for session in (DecodeSession, SeqSession, TreeSession)}
 
 
 class Attention(torch.nn.Module):
-    """``forward(positions, q0, k0, v0, q1, …) -> attended`` of every layer."""
+    """``forward(positions, q0, k0, v0, q1, …) -> attended`` of every layer.
 
-    def __init__(self, config: CacheConfig, out_dtype: torch.dtype) -> None:
+    Where the layers are ``shared``, each is called twice, as by two layers of a model that share keys and values: once
+    in order, and once more in the opposite order with other queries. The outputs of the second calls follow.
+    """
+
+    def __init__(self, config: CacheConfig, out_dtype: torch.dtype, shared: bool = False) -> None:
         super().__init__()
         self.scales = [layer.k_head_dim**-0.5 for layer in config.layers]
         self.out_dtype = out_dtype
+        self.shared = shared
 
     def forward(self, positions: Tensor, rows: list[Tensor]) -> list[Tensor]:
-        return [
-            torch.ops.kvcache.update_and_attend(
-                *rows[3 * layer : 3 * layer + 3], positions, layer, scale, self.out_dtype
-            )
-            for layer, scale in enumerate(self.scales)
-        ]
+        def attend(layer: int, q: Tensor) -> Tensor:
+            k, v = rows[3 * layer + 1 : 3 * layer + 3]
+            return torch.ops.kvcache.update_and_attend(q, k, v, positions, layer, self.scales[layer], self.out_dtype)
+
+        layers = range(len(self.scales))
+        attended = [attend(layer, rows[3 * layer]) for layer in layers]
+        if self.shared:
+            attended += [attend(layer, -rows[3 * layer]) for layer in reversed(layers)]
+        return attended
 
 
 def export(
-    config: CacheConfig, path: Path, *, group: int = 2, most_tokens: int = 64, out_dtype: torch.dtype = torch.float32
+    config: CacheConfig,
+    path: Path,
+    *,
+    group: int = 2,
+    most_tokens: int = 64,
+    out_dtype: torch.dtype = torch.float32,
+    shared: bool = False,
 ) -> Path:
     """Write the program for caches of ``config``, with ``group`` query heads for each KV head, to ``path``."""
     _mlx_serialization.ensure_available()
@@ -46,7 +61,7 @@ def export(
     rows = [row for layer in range(len(config.layers)) for row in step_rows(config, example, layer, group)]
     tokens = torch.export.Dim("tokens", min=1, max=most_tokens)
     traced = torch.export.export(
-        Attention(config, out_dtype),
+        Attention(config, out_dtype, shared),
         (torch.arange(3), rows),
         dynamic_shapes=({0: tokens}, [{2: tokens}] * len(rows)),
         strict=True,
@@ -82,3 +97,18 @@ def _outcome(action: Call | Step, session: Session, program: Program, group: int
     except EtkvError as error:
         refused, message = int(getattr(error, "status", -1)), str(error)
     return Outcome(refused, message, outputs, answers(session))
+
+
+def in_torch(action: Call | Step, cache: Any, model: Attention, group: int = 2) -> tuple[list[Tensor], int | None]:
+    """The outputs of the program's model in PyTorch on a reference cache, and the status that it was refused with."""
+    try:
+        if isinstance(action, Call):
+            getattr(cache, action.name)(*action.arguments)
+            return [], None
+        declare(cache, action)
+        layers = range(len(cache.config.layers))
+        rows = [row for layer in layers for row in step_rows(cache.config, action, layer, group)]
+        with op.active(cache), one_thread():
+            return model(torch.tensor(action.positions), rows), None
+    except StatusError as error:
+        return [], int(error.status)

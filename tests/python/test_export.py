@@ -274,6 +274,17 @@ def _write_model(config, folder):
     return folder
 
 
+def test_layers_that_share_keys_and_values_have_no_cache_of_their_own(tmp_path):
+    from transformers import Gemma4TextConfig
+
+    kinds = ["sliding_attention", "full_attention", "sliding_attention", "full_attention"]
+    shape = {**tiny_models.SHAPE, "num_hidden_layers": 4, "head_dim": 32, "global_head_dim": 32}
+    config = Gemma4TextConfig(**shape, sliding_window=64, layer_types=kinds, num_kv_shared_layers=2)
+    attention.register()
+    layout = limits.settle(ExportRequest(tmp_path, tmp_path / "x.pte"), config).layout
+    assert layout == limits.CacheLayout(kv_heads=[2, 2], head_dims=[32, 32], windows=[64, 0])
+
+
 def test_sliding_windows_are_declared_and_bound_the_chunk(tmp_path):
     from transformers import MistralConfig
 

@@ -96,6 +96,30 @@ def test_formats_that_change_on_the_way(program, kind):
         compare(kind, config("full", **changes), program("full"), 200 + seed)
 
 
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("kind", op_program.SESSIONS)
+def test_layers_that_share_keys_and_values(tmp_path, kind, layout):
+    """Two calls that name one layer: the second attends to the rows of the first, here as in PyTorch."""
+    settings = config(layout, k_format="f16", v_format="affine8g32")
+    path = op_program.export(settings, tmp_path / "shared.pte", group=GROUP, shared=True)
+    model = op_program.Attention(settings, torch.float32, shared=True)
+    for seed in range(SEEDS):
+        operations = step_programs.generate(kind, settings, 300 + seed, OPERATIONS)
+        cache = make_cache(kind, settings)
+        found = op_program.run(operations, kind, settings, path, GROUP)
+        n_steps = 0
+        for index, (operation, theirs) in enumerate(zip(operations, found, strict=True)):
+            place = f"seed {seed}, operation {index}, {operation}"
+            outputs, refused = op_program.in_torch(operation.action, cache, model, GROUP)
+            assert theirs.refused == refused, f"{place}: {theirs.message or '-'}"
+            assert theirs.answers == step_programs.answers(cache), place
+            for call, (got, wanted) in enumerate(zip(theirs.outputs, outputs, strict=True)):
+                worst = (got - wanted).abs().max().item()
+                assert worst < TOLERANCE, f"{place}, call {call}: {worst}"
+            n_steps += bool(outputs)
+        assert n_steps > OPERATIONS // 4
+
+
 def test_outputs_have_the_dtype_of_the_op(program):
     """float16 out of float32 rows, whatever is stored."""
     path = program("full", torch.float16)

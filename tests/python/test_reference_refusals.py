@@ -129,6 +129,65 @@ def test_a_forward_that_begins_anew_forgets_what_was_not_finished():
     assert cache.length == 3
 
 
+@pytest.mark.parametrize("kind", ["contiguous", "seq", "tree"])
+def test_a_layer_that_comes_again_with_its_rows_only_attends(kind):
+    """Before and after the last layer's first call, with queries of its own; nothing is written twice."""
+    cache = grown(make_cache(kind, TWO), 3)
+    brought = [rows(TWO, layer, 2, seed=7) for layer in range(2)]
+    first = [cache.update_and_fetch(0, *brought[0], [3, 4])]
+    again = cache.update_and_fetch(0, *(row.clone() for row in brought[0]), [3, 4])
+    first.append(cache.update_and_fetch(1, *brought[1], [3, 4]))
+    assert cache.length == 5
+    assert all(torch.equal(one, other) for one, other in zip(first[0], again, strict=True))
+    for layer in (1, 0, 1):
+        again = cache.update_and_fetch(layer, *brought[layer], [3, 4])
+        assert all(torch.equal(one, other) for one, other in zip(first[layer], again, strict=True))
+    assert cache.length == 5
+    cache.rewind(4)  # no forward is under way, and what was changed since is not forgotten
+    keys, _, _ = cache.update_and_fetch(0, *rows(TWO, 0, 1, seed=8), [4])
+    assert keys.shape[2] == 5
+
+
+@pytest.mark.parametrize("kind", ["seq", "tree"])
+def test_a_layer_that_comes_again_with_other_rows_is_of_another_forward(kind):
+    cache = grown(make_cache(kind, TWO), 3)
+    k, v = rows(TWO, 1, 1, seed=7)
+    forward(cache, [3], seed=7)
+    with pytest.raises(StatusError, match="position 3"):
+        cache.update_and_fetch(1, k + 1, v, [3])
+    assert cache.length == 4
+
+
+@pytest.mark.parametrize("finished", [False, True])
+@pytest.mark.parametrize("changed", [0, 1, 2])
+def test_a_forward_is_done_again_although_some_layers_bring_the_same(changed, finished):
+    """Of a forward that is done again with a change in one layer, those before it bring what they had brought."""
+    config = CacheConfig([LayerConfig(2, 4)] * 3, 16, "f32", "f32")
+    cache = grown(make_cache("contiguous", config), 2)
+    for layer in range(3 if finished else 2):
+        cache.update_and_fetch(layer, *rows(config, layer, 1, seed=7), [2])
+    if finished:
+        cache.update_and_fetch(1, *rows(config, 1, 1, seed=7), [2])  # shared by another layer of the model
+    for layer in range(3):
+        cache.update_and_fetch(layer, *rows(config, layer, 1, seed=7 + (layer >= changed)), [2])
+    assert cache.length == 3
+    for layer in range(3):
+        keys, values, _ = cache.update_and_fetch(layer, *rows(config, layer, 1, seed=9), [3])
+        k, v = rows(config, layer, 1, seed=7 + (layer >= changed))
+        assert torch.equal(keys[:, :, 2:3], k)
+        assert torch.equal(values[:, :, 2:3], v)
+
+
+def test_rows_that_the_host_writes_over_are_other_rows():
+    cache = grown(make_cache("contiguous", TWO), 2)
+    brought = [rows(TWO, layer, 1, seed=7) for layer in range(2)]
+    for change in (0, 1):
+        for layer, (k, v) in enumerate(brought):
+            keys, _, _ = cache.update_and_fetch(layer, k.add_(change), v.add_(change), [2])
+            assert torch.equal(keys[:, :, 2:], k)
+    assert cache.length == 3
+
+
 def test_a_refused_call_ends_the_forward():
     cache = grown(ContiguousCache(TWO), 2)
     cache.update_and_fetch(0, *rows(TWO, 0, 1), [2])

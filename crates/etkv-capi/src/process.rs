@@ -12,7 +12,7 @@ use super::handle;
 /// The interface that this library has.
 #[no_mangle]
 pub extern "C" fn etkv_abi_version() -> u32 {
-    2
+    3
 }
 
 /// The library's version.
@@ -27,6 +27,14 @@ pub extern "C" fn etkv_mlx_version() -> *const c_char {
     static VERSION: LazyLock<CString> =
         LazyLock::new(|| CString::new(mlx::version()).unwrap_or_default());
     VERSION.as_ptr()
+}
+
+/// What multiplies matrices for MLX on the CPU.
+#[no_mangle]
+pub extern "C" fn etkv_mlx_blas() -> *const c_char {
+    static NAME: LazyLock<CString> =
+        LazyLock::new(|| CString::new(mlx::blas()).unwrap_or_default());
+    NAME.as_ptr()
 }
 
 /// Bytes that MLX holds in this process; see the header.

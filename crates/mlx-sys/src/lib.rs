@@ -46,6 +46,10 @@ extern "C" {
         written: mlx_array,
     ) -> ::std::os::raw::c_int;
 
+    /// What multiplies matrices for MLX on the CPU: a string of libetkv_blas's.
+    #[cfg(target_os = "linux")]
+    pub fn etkv_blas_name() -> *const ::std::os::raw::c_char;
+
     /// From now on, the process ends with its own status where MLX would abort it
     /// for a CUDA driver that ended first. For after the first stream was made.
     pub fn etkv_mlx_end_without_driver();

@@ -95,7 +95,8 @@ def _layout(config: PreTrainedConfig) -> CacheLayout:
     return CacheLayout(
         kv_heads=[int(heads) for heads in kv_heads],
         head_dims=[int(size or derived) for size in head_dims],
-        windows=attention.layer_windows(text_config),
+        # Layers that share the keys and values of others come last, and have no cache of their own.
+        windows=attention.layer_windows(text_config)[: len(kinds)],
     )
 
 

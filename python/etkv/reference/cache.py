@@ -19,6 +19,21 @@ from etkv.reference.limits import limits_of
 from etkv.reference.rows import Rows, RowStore, stack
 from etkv.reference.window import Sight, WindowLane
 
+Given = tuple[Tensor, Tensor, Tensor]
+"""Keys and values that queries attend to, and the mask."""
+
+
+@dataclass
+class Call:
+    """A layer's turn in a forward."""
+
+    k: Tensor
+    v: Tensor
+    """What it brought."""
+    rows: list[Rows]
+    """The same, as it is stored."""
+    given: Given
+
 
 @dataclass
 class Step:
@@ -33,9 +48,23 @@ class Step:
     """For each of its queries the tokens of its text: of those it sees what its position and the window leave."""
     commit: Callable[[], None]
     """Makes its tokens part of the cache."""
-    rows: dict[int, list[Rows]] = field(default_factory=dict)
-    """By layer, for those that were called."""
+    calls: dict[int, Call] = field(default_factory=dict)
+    """By layer, for those that were called, in that order."""
+    again: set[int] = field(default_factory=set)
+    """The layers that came again since the one that was called first did: those of a forward that may be begun anew."""
     masks: dict[Sight, Tensor] = field(default_factory=dict)
+
+    def answer(self, layer: int, k: Tensor, v: Tensor) -> Given | None:
+        """What a layer was given that comes again with the rows that it brought before. None where it has not come, or
+        brings others."""
+        call = self.calls.get(layer)
+        if call is None or not (_same(call.k, k) and _same(call.v, v)):
+            return None
+        if layer == next(iter(self.calls)):
+            self.again = {layer}
+        elif self.again:
+            self.again.add(layer)
+        return call.given
 
 
 class ReferenceCache(ABC):
@@ -62,6 +91,8 @@ class ReferenceCache(ABC):
         """Of each token that the cache holds."""
         self._numbers = itertools.count()
         self._step: Step | None = None
+        self._last: Step | None = None
+        """The forward that was done last, until something else is: layers may come again that share keys and values."""
 
     # ---- What a runner asks ----------------------------------------------
 
@@ -128,9 +159,10 @@ class ReferenceCache(ABC):
         ``q`` is ``[1, n_heads, T, k_head_dim]``, ``k`` ``[1, n_kv_heads, T, k_head_dim]`` and ``v``
         ``[1, n_kv_heads, T, v_head_dim]``; the result is ``[1, n_heads, T, v_head_dim]`` in ``out_dtype``.
 
-        A forward begins with the call of the first layer, and has been when every layer was called, once, with the same
-        positions; in any order. A layer that comes again, or with other positions, begins a new one, and so does a call
-        that was refused: what was not finished has not been.
+        A forward begins with the call of the first layer, and has been when every layer was called with the same
+        positions; in any order. A layer that comes again with the rows that it brought before only attends: that is how
+        layers share keys and values. One that comes with other rows, or other positions, begins a new forward, and so
+        does a call that was refused: what was not finished has not been.
         """
         try:
             check_dtypes(q=q.dtype, k=k.dtype, v=v.dtype, out_dtype=out_dtype)
@@ -141,9 +173,7 @@ class ReferenceCache(ABC):
         keys, values, mask = self.update_and_fetch(layer, k, v, positions)
         return attention(q, keys, values, mask, scale, out_dtype)
 
-    def update_and_fetch(
-        self, layer: int, k: Tensor, v: Tensor, positions: Sequence[int]
-    ) -> tuple[Tensor, Tensor, Tensor]:
+    def update_and_fetch(self, layer: int, k: Tensor, v: Tensor, positions: Sequence[int]) -> Given:
         """Writes a layer's rows, and gives what its queries attend to.
 
         That is every key ``[1, n_kv_heads, L, k_head_dim]`` and value ``[1, n_kv_heads, L, v_head_dim]`` that is there,
@@ -152,8 +182,15 @@ class ReferenceCache(ABC):
         """
         try:
             positions = [integer("a position", position) for position in positions]
-            if self._step is not None and (layer in self._step.rows or self._step.positions != positions):
+            had = self._step or self._last
+            if had is None or had.positions != positions:
                 self.abandon()
+                return self._in_step(layer, k, v, positions)
+            given = had.answer(layer, k, v)
+            if given is not None:
+                return given
+            if layer in had.calls or had is self._last:
+                self._begin_anew(had, layer)
             return self._in_step(layer, k, v, positions)
         except Exception:
             self.abandon()
@@ -161,9 +198,17 @@ class ReferenceCache(ABC):
 
     def abandon(self) -> None:
         """The forward that is not finished, if there is one, has not been."""
-        self._step = None
+        self._step = self._last = None
 
-    def _in_step(self, layer: int, k: Tensor, v: Tensor, positions: list[int]) -> tuple[Tensor, Tensor, Tensor]:
+    def _begin_anew(self, had: Step, layer: int) -> None:
+        """Begins a forward of the positions of another. Layers that have come for it already brought what they had
+        brought before, and were taken for layers that share it."""
+        self.abandon()
+        if had.again and layer not in had.again:
+            self._step = self._plan(had.positions)
+            self._step.calls = {other: call for other, call in had.calls.items() if other in had.again}
+
+    def _in_step(self, layer: int, k: Tensor, v: Tensor, positions: list[int]) -> Given:
         step = self._step
         if step is None:
             step = self._step = self._plan(positions)
@@ -174,11 +219,12 @@ class ReferenceCache(ABC):
         if self.shares_rows:
             self._store.check_values(layer, v)
         keys, values = stack([*self._store.get(layer, step.history), *fresh])
-        step.rows[layer] = fresh
-        mask = self._mask(step, self._limits.sights[layer])
-        if len(step.rows) == n_layers:
+        given = keys, values, self._mask(step, self._limits.sights[layer])
+        # The host may write over what it brought.
+        step.calls[layer] = Call(k.detach().clone(), v.detach().clone(), fresh, given)
+        if len(step.calls) == n_layers:
             self._finish(step)
-        return keys, values, mask
+        return given
 
     def _mask(self, step: Step, sight: Sight) -> Tensor:
         """Which of the tokens that are read each query sees."""
@@ -193,10 +239,10 @@ class ReferenceCache(ABC):
         return step.masks[sight]
 
     def _finish(self, step: Step) -> None:
-        for layer, rows in step.rows.items():
-            self._store.put(layer, step.tokens, rows)
+        for layer, call in step.calls.items():
+            self._store.put(layer, step.tokens, call.rows)
         self._positions.update(zip(step.tokens, step.positions, strict=True))
-        self._step = None
+        self._step, self._last = None, step
         step.commit()
         self._settle()
 
@@ -233,6 +279,7 @@ class ReferenceCache(ABC):
     def _refuse_in_step(self, what: str) -> None:
         if self._step is not None:
             raise status_error(Status.STEP, f"cannot {what} in the middle of a step")
+        self._last = None
 
     def _check_count(self, n_tokens: int) -> None:
         """Refuses more tokens of a sequence than window layers can take back."""
@@ -256,6 +303,10 @@ class ReferenceCache(ABC):
     def _exact_from(self, sequence: int, positions: Sequence[int]) -> int:
         """The least position at which a query sees nothing of these positions of a sequence that is gone."""
         return max((lane.exact_from(sequence, positions) for lane in self._lanes.values()), default=0)
+
+
+def _same(rows: Tensor, others: Tensor) -> bool:
+    return rows.dtype == others.dtype and rows.device == others.device and torch.equal(rows, others)
 
 
 def refuse_empty(positions: Sequence[int]) -> None:

@@ -28,7 +28,7 @@ pub fn narrow(graph: &mut Graph, last_only: bool) -> Result<()> {
             fail!(Unsupported, "logits of the last token only: the first output is no tensor");
         };
         // What has one row has the last one only.
-        logits = (!rows.single.contains(&output)).then_some(output);
+        logits = (!rows.is_single(output)).then_some(output);
     }
     let narrow = narrowed(graph, logits, &rows);
     if logits.is_some_and(|logits| !narrow.contains(&logits)) {
@@ -48,6 +48,10 @@ fn narrowed(graph: &Graph, logits: Option<Value>, rows: &Rows) -> HashSet<Value>
         }
     }
     let made = makers(graph);
+    let mut n_outputs = HashMap::<Value, usize>::new();
+    for value in graph.main.tensor_outputs() {
+        *n_outputs.entry(value).or_default() += 1;
+    }
     let mut narrow = HashSet::new();
     // Backwards, each value after all of its readers.
     for (index, instruction) in graph.main.instructions.iter().enumerate().rev() {
@@ -56,8 +60,7 @@ fn narrowed(graph: &Graph, logits: Option<Value>, rows: &Rows) -> HashSet<Value>
             continue;
         }
         let is_logits = logits == Some(value);
-        let n_outputs = graph.main.outputs.iter().filter(|&&out| out == instruction.out).count();
-        if n_outputs > usize::from(is_logits) {
+        if n_outputs.get(&value).copied().unwrap_or(0) > usize::from(is_logits) {
             continue;
         }
         let readers = readers.get(&value).map_or(&[][..], |readers| &readers[..]);
@@ -70,9 +73,7 @@ fn narrowed(graph: &Graph, logits: Option<Value>, rows: &Rows) -> HashSet<Value>
         if !last_row_will_do || (readers.is_empty() && !is_logits) {
             continue;
         }
-        if matches!(instruction.op, Op::UpdateAndAttend { .. })
-            || rows.read_by(&instruction.op, graph).is_some()
-        {
+        if rows.narrowable.contains(&value) || rows.read_by(&instruction.op, graph).is_some() {
             narrow.insert(value);
         }
     }
@@ -236,6 +237,42 @@ mod tests {
         let merged = Op::Reshape { x: Value(6), shape };
         let mut graph = graph(vec![embed(), attend(2), gate, gated, heads, merged, linear(7)]);
         assert_eq!(narrow(&mut graph, true).unwrap_err().status(), Status::Unsupported);
+    }
+
+    /// 2: embedding, 3: attention, 4: heads back, 5: merged, 6: logits.
+    fn attended() -> Graph {
+        let heads = Op::Transpose { x: Value(3), perm: vec![0, 2, 1, 3] };
+        let shape = vec![Int::Literal(1), Int::Value(COUNT), Int::Literal(-1)];
+        let merged = Op::Reshape { x: Value(4), shape };
+        graph(vec![embed(), attend(2), heads, merged, linear(5)])
+    }
+
+    #[test]
+    fn attention_that_is_an_output_stays_whole() {
+        let mut graph = attended();
+        graph.main.outputs.push(Out::Tensor(Value(3)));
+        narrow(&mut graph, true).unwrap();
+        let made = ops(&graph);
+        assert!(matches!(made[2], Op::UpdateAndAttend { last_query: false, .. }));
+        // Its second axis is the heads': rows are cut where the heads are back.
+        assert!(!made.contains(&&Op::LastToken { x: Value(3) }));
+    }
+
+    #[test]
+    fn attention_is_no_logits() {
+        let mut graph = graph(vec![embed(), attend(2)]);
+        assert_eq!(narrow(&mut graph, true).unwrap_err().status(), Status::Unsupported);
+    }
+
+    #[test]
+    fn rows_of_other_ranks_are_not_taken_for_the_same() {
+        // 2: embedding, [1, T, features]; 4: heads back, [1, T, heads, head_dim].
+        for (a, b) in [(2, 4), (4, 2)] {
+            let heads = Op::Transpose { x: Value(3), perm: vec![0, 2, 1, 3] };
+            let sum = Op::Binary { function: Binary::Add, a: Value(a), b: Value(b) };
+            let mut graph = graph(vec![embed(), attend(2), heads, sum]);
+            assert_eq!(narrow(&mut graph, true).unwrap_err().status(), Status::Unsupported);
+        }
     }
 
     #[test]

@@ -6,7 +6,7 @@ use mlx_rs::Dtype;
 
 use super::{maker, makers, Target};
 use crate::program::constants::Layout;
-use crate::program::ir::{Graph, Index, Op, Out, Value};
+use crate::program::ir::{Graph, Index, Op, Value};
 
 /// Makes one `Linear` of a product with a transposed constant.
 pub fn fuse(graph: &mut Graph) {
@@ -50,17 +50,13 @@ pub fn choose_layouts(graph: &mut Graph, target: Target) -> Vec<Layout> {
             transposable.insert(read, false);
         }
     }
-    // What init makes is kept as init makes it, and so is what it hands on.
-    let handed_on = graph.init.outputs.iter().filter_map(|out| match out {
-        Out::Tensor(value) => Some(*value),
-        Out::Int(_) => None,
-    });
-    for value in graph.init_targets.iter().copied().chain(handed_on) {
+    // What init makes is kept as init makes it.
+    transposable.extend(graph.init_targets.iter().map(|&value| (value, false)));
+    // And what is handed on, by either chain, as it is stored.
+    for value in graph.init.tensor_outputs().chain(graph.main.tensor_outputs()) {
         if graph.is_constant(value) {
+            layouts[value.0 as usize] = Layout::Stored;
             transposable.insert(value, false);
-            if !graph.init_targets.contains(&value) {
-                layouts[value.0 as usize] = Layout::Stored;
-            }
         }
     }
     for instruction in &graph.main.instructions {

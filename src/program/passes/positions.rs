@@ -1,56 +1,51 @@
 //! Finds positions that come straight from an input, so that they are read where
 //! the host left them, with no wait for the device.
 
-use super::{maker, makers};
-use crate::program::ir::{Graph, Index, InputSpec, Int, Op, Value};
+use crate::program::ir::{Graph, Index, InputSpec, Int, Op, Out, Value};
 use std::collections::HashMap;
+
+/// More axes than positions come with, and few enough to copy for every view.
+const MAX_AXES: usize = 8;
 
 /// Makes every cache op whose positions are an input, element for element, read
 /// that input.
 pub fn trace(graph: &mut Graph) {
-    let makers = makers(graph);
-    let traced: Vec<Option<Value>> = graph
-        .main
-        .instructions
+    // The inputs `[T]`, and the views that have the elements of one, in order.
+    let mut views: HashMap<Value, (Value, Vec<Axis>)> = graph
+        .inputs
         .iter()
-        .map(|instruction| match instruction.op {
-            Op::UpdateAndAttend { position, .. } => source(graph, &makers, position),
+        .filter_map(|input| match input {
+            InputSpec::Tensor { value, shape, scalar_type: 3 | 4, .. } if shape.len() == 1 => {
+                Some((*value, (*value, vec![Axis::Tokens])))
+            }
             _ => None,
         })
         .collect();
-    for (instruction, input) in graph.main.instructions.iter_mut().zip(traced) {
-        if let (Op::UpdateAndAttend { position, .. }, Some(input)) = (&mut instruction.op, input) {
-            *position = input;
+    for instruction in &mut graph.main.instructions {
+        match (&mut instruction.op, instruction.out) {
+            (Op::UpdateAndAttend { position, .. }, _) => {
+                if let Some((input, _)) = views.get(position) {
+                    *position = *input;
+                }
+            }
+            (op, Out::Tensor(value)) => {
+                let view = viewed(op)
+                    .and_then(|x| views.get(&x))
+                    .and_then(|(input, axes)| apply(op, axes.clone()).map(|axes| (*input, axes)));
+                views.extend(view.map(|view| (value, view)));
+            }
+            (_, Out::Int(_)) => {}
         }
     }
 }
 
-/// The input `[T]` that has the elements of `value`, in order.
-fn source(graph: &Graph, makers: &HashMap<Value, usize>, value: Value) -> Option<Value> {
-    // From the op up to the input: views that keep the elements.
-    let mut path = Vec::new();
-    let mut at = value;
-    while let Some(op) = maker(graph, makers, at) {
-        at = match op {
-            Op::ExpandDims { x, .. } | Op::Reshape { x, .. } | Op::Take { x, .. } => *x,
-            Op::AsType { x, dtype } if is_wide_int(*dtype) => *x,
-            _ => return None,
-        };
-        path.push(op);
+/// What a view that may keep every element is of.
+fn viewed(op: &Op) -> Option<Value> {
+    match op {
+        Op::ExpandDims { x, .. } | Op::Reshape { x, .. } | Op::Take { x, .. } => Some(*x),
+        Op::AsType { x, dtype } => is_wide_int(*dtype).then_some(*x),
+        _ => None,
     }
-    let is_flat_input = graph.inputs.iter().any(|input| {
-        matches!(input, InputSpec::Tensor { value, shape, scalar_type, .. }
-            if *value == at && shape.len() == 1 && matches!(scalar_type, 3 | 4))
-    });
-    if !is_flat_input {
-        return None;
-    }
-    // And down again, with the shape: axes of one element, and the axis of tokens.
-    let mut axes = vec![Axis::Tokens];
-    for op in path.into_iter().rev() {
-        axes = apply(op, axes)?;
-    }
-    Some(at)
 }
 
 fn is_wide_int(dtype: mlx_rs::Dtype) -> bool {
@@ -70,7 +65,7 @@ fn apply(op: &Op, mut axes: Vec<Axis>) -> Option<Vec<Axis>> {
         Op::ExpandDims { axis, .. } => {
             let n = axes.len() as i32 + 1;
             let at = usize::try_from(if *axis < 0 { axis + n } else { *axis }).ok()?;
-            (at <= axes.len()).then(|| axes.insert(at, Axis::One))?;
+            (at <= axes.len() && axes.len() < MAX_AXES).then(|| axes.insert(at, Axis::One))?;
             Some(axes)
         }
         Op::Take { index: Index::One(Int::Literal(0)), axis, .. } => {
@@ -80,7 +75,7 @@ fn apply(op: &Op, mut axes: Vec<Axis>) -> Option<Vec<Axis>> {
             Some(axes)
         }
         // A reshape keeps the order; its one open dimension is the tokens'.
-        Op::Reshape { shape, .. } => {
+        Op::Reshape { shape, .. } if shape.len() <= MAX_AXES => {
             let axes: Vec<Axis> = shape
                 .iter()
                 .map(|dim| match dim {

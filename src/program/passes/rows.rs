@@ -4,67 +4,101 @@ use std::collections::{HashMap, HashSet};
 
 use crate::program::ir::{Dim, Graph, Index, InputSpec, Int, IntValue, Op, Out, Value};
 
+/// Values, and how many axes each has.
+type Ranks = HashMap<Value, usize>;
+
 /// What is known of the program's rows.
 pub struct Rows {
     /// The integers that count the tokens.
     pub counts: HashSet<IntValue>,
-    /// The values whose second axis is the tokens', `[1, T, ...]`.
-    by_row: HashSet<Value>,
-    /// The values that are made of the last row of such a value, `[1, 1, ...]`.
-    pub single: HashSet<Value>,
-    /// What attention makes, `[1, heads, T, head_dim]`, where one instruction
-    /// alone reads it.
+    /// The values whose second axis is the tokens', `[1, T, ...]`, with how many
+    /// axes they have: 3 or more.
+    by_row: Ranks,
+    /// The values that are made of the last row of such a value, `[1, 1, ...]`,
+    /// likewise.
+    single: Ranks,
+    /// What attention makes, `[1, heads, T, head_dim]`.
     attended: HashSet<Value>,
+    /// Of these what one instruction alone reads, and is no output: attention may
+    /// then answer its last query alone.
+    pub narrowable: HashSet<Value>,
 }
 
 impl Rows {
     /// Looks through the main chain.
     pub fn find(graph: &Graph) -> Self {
-        let is_tokens = |x: &Value| {
-            graph.inputs.iter().any(|input| {
-                matches!(input, InputSpec::Tensor { value, shape, .. }
-                    if value == x && matches!(shape[..], [Dim::Static(1), Dim::UpTo(_)]))
+        let tokens: HashSet<Value> = graph
+            .inputs
+            .iter()
+            .filter_map(|input| match input {
+                InputSpec::Tensor { value, shape, .. } => {
+                    matches!(shape[..], [Dim::Static(1), Dim::UpTo(_)]).then_some(*value)
+                }
+                InputSpec::Int(_) => None,
             })
-        };
-        let mut n_readers = HashMap::<Value, usize>::new();
-        for value in graph.main.instructions.iter().flat_map(|instruction| instruction.op.reads()) {
-            *n_readers.entry(value).or_default() += 1;
+            .collect();
+        let mut n_uses = HashMap::<Value, usize>::new();
+        for value in graph.main.uses() {
+            *n_uses.entry(value).or_default() += 1;
         }
+        let outputs: HashSet<Value> = graph.main.tensor_outputs().collect();
         let mut rows = Self {
             counts: HashSet::new(),
-            by_row: HashSet::new(),
-            single: HashSet::new(),
+            by_row: HashMap::new(),
+            single: HashMap::new(),
             attended: HashSet::new(),
+            narrowable: HashSet::new(),
         };
         for instruction in &graph.main.instructions {
             match (&instruction.op, instruction.out) {
-                (Op::SymSize { x, dim: 1 | -1 }, Out::Int(value)) if is_tokens(x) => {
+                (Op::SymSize { x, dim: 1 | -1 }, Out::Int(value)) if tokens.contains(x) => {
                     rows.counts.insert(value);
                 }
-                (Op::UpdateAndAttend { .. }, Out::Tensor(value))
-                    if n_readers.get(&value) == Some(&1) =>
-                {
+                (Op::UpdateAndAttend { .. }, Out::Tensor(value)) => {
                     rows.attended.insert(value);
+                    if n_uses.get(&value) == Some(&1) && !outputs.contains(&value) {
+                        rows.narrowable.insert(value);
+                    }
                 }
                 (op, Out::Tensor(value)) => {
-                    let embeds = match op {
-                        Op::Take { x, index: Index::Many(index), axis: 0 } => {
-                            is_matrix(graph, *x) && is_tokens(index)
-                        }
-                        Op::Dequantize { w, .. } => rows.by_row.contains(w),
-                        _ => false,
-                    };
-                    if embeds || rows.read_by(op, graph).is_some() {
-                        rows.by_row.insert(value);
-                    } else if rows.is_last_row(op) || row_by_row(op, graph, &rows.single).is_some()
-                    {
-                        rows.single.insert(value);
+                    if let Some(rank) = rows.rank(op, graph, &tokens) {
+                        rows.by_row.insert(value, rank);
+                    } else if let Some(rank) = rows.rank_of_single(op, graph) {
+                        rows.single.insert(value, rank);
                     }
                 }
                 _ => {}
             }
         }
         rows
+    }
+
+    /// Whether a value is made of the last row alone.
+    pub fn is_single(&self, value: Value) -> bool {
+        self.single.contains_key(&value)
+    }
+
+    /// How many axes an instruction's result has, where it has rows.
+    fn rank(&self, op: &Op, graph: &Graph, tokens: &HashSet<Value>) -> Option<usize> {
+        match op {
+            Op::Take { x, index: Index::Many(index), axis: 0 } => {
+                (is_matrix(graph, *x) && tokens.contains(index)).then_some(3)
+            }
+            Op::Dequantize { w, .. } => self.by_row.get(w).copied(),
+            Op::Transpose { x, perm } => {
+                (perm[..] == [0, 2, 1, 3] && self.attended.contains(x)).then_some(4)
+            }
+            Op::Reshape { .. } => self.read_by(op, graph).map(|_| 3),
+            op => self.by_row.get(self.read_by(op, graph)?.first()?).copied(),
+        }
+    }
+
+    fn rank_of_single(&self, op: &Op, graph: &Graph) -> Option<usize> {
+        if let Some(x) = self.last_row_of(op) {
+            return self.by_row.get(&x).copied();
+        }
+        let read = row_by_row(op, graph, &self.single)?;
+        self.single.get(read.first()?).copied()
     }
 
     /// The tensors that an instruction reads row by row, where it makes rows of
@@ -74,15 +108,16 @@ impl Rows {
             // [1, T, heads, head_dim] to [1, T, features].
             Op::Reshape { x, shape } => match shape[..] {
                 [Int::Literal(1), Int::Value(count), Int::Literal(_)]
-                    if self.counts.contains(&count) && self.by_row.contains(x) =>
+                    if self.counts.contains(&count) && self.by_row.contains_key(x) =>
                 {
                     Some(vec![*x])
                 }
                 _ => None,
             },
-            // What attention makes, to [1, T, heads, head_dim].
+            // What attention makes, to [1, T, heads, head_dim]. Its own second axis is
+            // the heads', so that no row can be cut out of it where it stays whole.
             Op::Transpose { x, perm } if perm[..] == [0, 2, 1, 3] => {
-                self.attended.contains(x).then(|| vec![*x])
+                self.narrowable.contains(x).then(|| vec![*x])
             }
             op => row_by_row(op, graph, &self.by_row),
         }
@@ -90,44 +125,53 @@ impl Rows {
 
     /// Whether an instruction takes the last row of a value with rows.
     pub fn is_last_row(&self, op: &Op) -> bool {
-        matches!(op, Op::Slice {
-            x,
-            axis: Int::Literal(1),
-            start: Int::Literal(-1),
-            stop: Int::Literal(i64::MAX),
-            step: 1,
-        } if self.by_row.contains(x))
+        self.last_row_of(op).is_some()
+    }
+
+    fn last_row_of(&self, op: &Op) -> Option<Value> {
+        match op {
+            Op::Slice {
+                x,
+                axis: Int::Literal(1),
+                start: Int::Literal(-1),
+                stop: Int::Literal(i64::MAX),
+                step: 1,
+            } => self.by_row.contains_key(x).then_some(*x),
+            _ => None,
+        }
     }
 }
 
 /// The tensors of the set `known` that an instruction reads, where each row that it
 /// makes is made of the same row of theirs.
-fn row_by_row(op: &Op, graph: &Graph, known: &HashSet<Value>) -> Option<Vec<Value>> {
+fn row_by_row(op: &Op, graph: &Graph, known: &Ranks) -> Option<Vec<Value>> {
     match op {
         Op::Unary { x, .. }
         | Op::AsType { x, .. }
         | Op::RmsNorm { x, .. }
-        | Op::LayerNorm { x, .. } => known.contains(x).then(|| vec![*x]),
+        | Op::LayerNorm { x, .. } => known.contains_key(x).then(|| vec![*x]),
         // Along an axis of features: the rows have one at least.
         Op::Piece { x, axis, .. } => {
-            (known.contains(x) && (*axis >= 2 || *axis == -1)).then(|| vec![*x])
+            (known.contains_key(x) && (*axis >= 2 || *axis == -1)).then(|| vec![*x])
         }
         Op::Slice { x, axis: Int::Literal(axis), start, stop, .. } => {
             let fixed = [start, stop].iter().all(|bound| matches!(bound, Int::Literal(_)));
-            (known.contains(x) && fixed && (*axis >= 2 || *axis == -1)).then(|| vec![*x])
+            (known.contains_key(x) && fixed && (*axis >= 2 || *axis == -1)).then(|| vec![*x])
         }
         Op::Binary { a, b, .. } => {
             let (rows, others): (Vec<Value>, Vec<Value>) =
-                [*a, *b].iter().partition(|x| known.contains(x));
+                [*a, *b].iter().partition(|x| known.contains_key(x));
             let others_have_none = others.iter().all(|&value| is_row_constant(graph, value));
-            (!rows.is_empty() && others_have_none).then_some(rows)
+            // Of other ranks, the rows of one would meet another axis of the other.
+            let side_by_side = rows.windows(2).all(|pair| known[&pair[0]] == known[&pair[1]]);
+            (!rows.is_empty() && others_have_none && side_by_side).then_some(rows)
         }
         Op::Linear { x, bias, .. } => {
             let plain = bias.is_none_or(|bias| is_row_constant(graph, bias));
-            (plain && known.contains(x)).then(|| vec![*x])
+            (plain && known.contains_key(x)).then(|| vec![*x])
         }
         Op::QuantizedMatmul { x, w, .. } => {
-            (graph.is_constant(*w) && known.contains(x)).then(|| vec![*x])
+            (graph.is_constant(*w) && known.contains_key(x)).then(|| vec![*x])
         }
         _ => None,
     }

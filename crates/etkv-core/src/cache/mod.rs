@@ -268,9 +268,12 @@ pub trait AttendCache: Cache {
     /// `k` is `[1, n_kv_heads, T, k_head_dim]`, `v` is
     /// `[1, n_kv_heads, T, v_head_dim]`.
     ///
+    /// A layer may come again within a step, with the rows that it brought before:
+    /// models whose layers share keys and values attend once more to those of one
+    /// layer. Such a call writes nothing, and tells the same.
+    ///
     /// # Errors
-    /// - [`Step`](crate::Status::Step) outside a step, or for a layer that this
-    ///   step has had.
+    /// - [`Step`](crate::Status::Step) outside a step.
     /// - [`Shape`](crate::Status::Shape) for rows or layers that do not fit.
     /// - [`Mlx`](crate::Status::Mlx).
     fn update_and_fetch(

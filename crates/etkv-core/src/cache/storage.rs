@@ -175,7 +175,8 @@ impl<S: Store> Storage<S> {
     }
 
     /// Writes a layer's new rows as its lane's plan says, and reads what the plan
-    /// says.
+    /// says. The rows of a layer that the step has had are there already: such a
+    /// call reads.
     pub fn update_and_fetch(
         &mut self,
         layer: usize,
@@ -184,19 +185,19 @@ impl<S: Store> Storage<S> {
         plan: &LanePlan,
     ) -> Result<Spec<S>> {
         let lane = self.lane(layer)?;
-        match self.done.get(layer) {
-            None => fail!(Step, "no step is open on this cache"),
-            Some(true) => fail!(Step, "layer {layer} is written twice in one step"),
-            Some(false) => {}
-        }
+        let Some(&had) = self.done.get(layer) else {
+            fail!(Step, "no step is open on this cache");
+        };
         let slots = self.allocated(lane, plan.needed());
         let target = &self.config.layers[layer];
         let (heads, n) = (target.n_kv_heads, plan.write.len() as i32);
         check_rows("keys", layer, S::shape(k), [1, heads, n, target.k_head_dim])?;
         check_rows("values", layer, S::shape(v), [1, heads, n, target.v_head_dim])?;
-        self.store.grow(layer, slots)?;
-        // What a mask hides has weight 0, and 0 times infinity is no number.
-        self.store.write(layer, &plan.write, k, v, self.shared)?;
+        if !had {
+            self.store.grow(layer, slots)?;
+            // What a mask hides has weight 0, and 0 times infinity is no number.
+            self.store.write(layer, &plan.write, k, v, self.shared)?;
+        }
         let [k, v] = self.store.read(layer, plan.read.clone())?;
         self.done[layer] = true;
         Ok(AttendSpec { k, v, mask: self.mask(lane, plan, n) })

@@ -9,7 +9,7 @@ use etkv_core::{
     Status, Step,
 };
 
-use crate::backend::Backend;
+use crate::backend::{Backend, Tensor};
 use crate::model::{Members, Model, Sight};
 use crate::oracle::{self, Row};
 use crate::slots::Id;
@@ -177,13 +177,22 @@ impl<B: Backend> Run<B> {
             let out = B::attend(&B::tensor(&q), &spec, SCALE).unwrap();
             drop(spec);
             step.eval(&[&out]).unwrap();
-            let out = B::rows(&out);
-            for (query, row) in q.iter().enumerate() {
-                let seen = self.model.visible(*sight, owners, &ids, query);
-                let of = |rows: &[Row]| seen.iter().map(|&id| rows[id].clone()).collect::<Vec<_>>();
-                let expected = oracle::attention(row, &of(&rows.k), &of(&rows.v), SCALE);
-                oracle::assert_close(&out[query], &expected, 5e-5);
-            }
+            assert_sees::<B>(&self.model, *sight, owners, &ids, (&q, &out), rows);
+        }
+        let n_had = stop_after.unwrap_or(self.layers.len()).min(self.layers.len());
+        if n_had > 0 && self.rng.chance(0.3) {
+            // A layer whose rows are there already: its queries are others, and rows of
+            // which nothing is to be seen show that nothing is written.
+            let index = self.rng.below(n_had);
+            let (layer, sight, rows) = &self.layers[index];
+            let heads = layer.n_kv_heads as usize;
+            let (kd, vd) = (layer.k_head_dim as usize, layer.v_head_dim as usize);
+            let k = oracle::random_rows(&mut self.rng, n, heads, kd);
+            let v = oracle::random_rows(&mut self.rng, n, heads, vd);
+            let q = oracle::random_rows(&mut self.rng, n, N_HEADS, kd);
+            let spec = step.update_and_fetch(index, &B::tensor(&k), &B::tensor(&v)).unwrap();
+            let out = B::attend(&B::tensor(&q), &spec, SCALE).unwrap();
+            assert_sees::<B>(&self.model, *sight, owners, &ids, (&q, &out), rows);
         }
         if stop_after.is_some() {
             drop(step);
@@ -279,6 +288,24 @@ impl<B: Backend> Run<B> {
             }
         }
         self.formats = formats;
+    }
+}
+
+/// Queries attend to the rows that the model says they see.
+fn assert_sees<B: Backend>(
+    model: &Model,
+    sight: Sight,
+    owners: &[Members],
+    ids: &[Id],
+    (q, out): (&[Row], &Tensor<B>),
+    rows: &Stored,
+) {
+    let out = B::rows(out);
+    for (query, row) in q.iter().enumerate() {
+        let seen = model.visible(sight, owners, ids, query);
+        let of = |rows: &[Row]| seen.iter().map(|&id| rows[id].clone()).collect::<Vec<_>>();
+        let expected = oracle::attention(row, &of(&rows.k), &of(&rows.v), SCALE);
+        oracle::assert_close(&out[query], &expected, 5e-5);
     }
 }
 

@@ -26,7 +26,7 @@ macro_rules! campaign {
             caches::attention_is_over_what_the_model_sees,
             contiguous::equals_a_list_of_rows_over_generated_operations,
             contiguous::buffers_are_what_was_estimated_at_every_growth,
-            contiguous::one_step_at_a_time_and_every_layer_once,
+            contiguous::one_step_at_a_time_and_every_layer,
             contiguous::threads_may_take_turns,
             isolation::values_that_are_no_numbers_reach_no_other_sequence,
             isolation::what_an_aborted_step_left_reaches_nobody,

@@ -1,0 +1,414 @@
+//! Payloads made by hand: what contradicts itself, what would cost more than its
+//! size, and what the exporter writes seldom.
+
+use std::collections::BTreeMap;
+use std::time::{Duration, Instant};
+
+use flatbuffers::{FlatBufferBuilder, UnionWIPOffset, WIPOffset};
+
+use super::passes::{self, Target};
+use super::{decode, fb, payload, ConstantSource, Input, LoadOptions, OutputSink, Program};
+use crate::{Result, Status};
+
+const FLOAT32: i8 = 6;
+const INT64: i8 = 4;
+/// A dimension that is known only at run time.
+const OPEN: i32 = -1;
+
+type Node = (fb::OpNode, WIPOffset<UnionWIPOffset>);
+type Builder<'a> = FlatBufferBuilder<'a>;
+
+/// A program but for its instructions. Slots are numbered as in the payload:
+/// constants, inputs, temporaries.
+#[derive(Default)]
+struct Parts {
+    /// Name and shape, in float32.
+    constants: Vec<(String, Vec<i32>)>,
+    /// Shape and dtype.
+    inputs: Vec<(Vec<i32>, i8)>,
+    n_temporaries: u32,
+    n_values: u32,
+    /// In place of all inputs, in order.
+    input_map: Option<Vec<(fb::SlotType, u32)>>,
+    outputs: Vec<u32>,
+    /// Whether all inputs are one table in the payload.
+    one_meta: bool,
+}
+
+impl Parts {
+    /// The payload of the program with a main chain, and an init chain where there
+    /// are two.
+    fn payload(self, chains: impl FnOnce(&mut Builder) -> Vec<Vec<Node>>) -> Vec<u8> {
+        let builder = &mut FlatBufferBuilder::new();
+        let chains: Vec<_> = chains(builder)
+            .into_iter()
+            .map(|nodes| {
+                let instructions: Vec<_> = nodes
+                    .into_iter()
+                    .map(|(op_type, op)| {
+                        let args = fb::InstructionArgs { op_type, op: Some(op) };
+                        fb::Instruction::create(builder, &args)
+                    })
+                    .collect();
+                let instructions = Some(builder.create_vector(&instructions));
+                fb::InstructionChain::create(builder, &fb::InstructionChainArgs { instructions })
+            })
+            .collect();
+        let n_constants = self.constants.len() as u32;
+        let n_inputs = self.inputs.len() as u32;
+        let input_names = (0..n_inputs).map(|input| format!("in{input}"));
+        let names = self.constants.iter().map(|(name, _)| name.clone()).chain(input_names);
+        let named: Vec<_> = (0..)
+            .zip(names)
+            .map(|(slot, name)| {
+                let name = Some(builder.create_string(&name));
+                let slot = Some(variant(builder, fb::SlotType::TensorSlot, slot));
+                fb::NamedSlot::create(builder, &fb::NamedSlotArgs { name, slot })
+            })
+            .collect();
+        let mut metas: Vec<_> =
+            self.constants.iter().map(|(_, shape)| meta(builder, shape, FLOAT32)).collect();
+        for (index, (shape, dtype)) in self.inputs.iter().enumerate() {
+            let made = (self.one_meta && index > 0).then(|| metas[n_constants as usize]);
+            metas.push(made.unwrap_or_else(|| meta(builder, shape, *dtype)));
+        }
+        let every_input = || {
+            (n_constants..n_constants + n_inputs)
+                .map(|slot| (fb::SlotType::TensorSlot, slot))
+                .collect()
+        };
+        let input_map = variants(builder, self.input_map.unwrap_or_else(every_input));
+        let outputs = self.outputs.into_iter().map(|slot| (fb::SlotType::TensorSlot, slot));
+        let output_map = variants(builder, outputs.collect());
+        let args = fb::MLXGraphArgs {
+            num_constant_tensors: n_constants,
+            num_input_tensors: n_inputs,
+            num_temp_tensors: self.n_temporaries,
+            num_values: self.n_values,
+            // Of two chains the second is the init chain.
+            init_chain_idx: if chains.len() > 1 { 1 } else { -1 },
+            instruction_chains: Some(builder.create_vector(&chains)),
+            input_map: Some(input_map),
+            output_map: Some(output_map),
+            named_slots: Some(builder.create_vector(&named)),
+            tensor_meta: Some(builder.create_vector(&metas)),
+            ..Default::default()
+        };
+        let graph = fb::MLXGraph::create(builder, &args);
+        builder.finish(graph, None);
+        let mut payload = vec![0; 24];
+        payload[4..8].copy_from_slice(b"MLX0");
+        payload.extend_from_slice(builder.finished_data());
+        payload
+    }
+}
+
+fn variant<'a>(
+    builder: &mut Builder<'a>,
+    slot_type: fb::SlotType,
+    idx: u32,
+) -> WIPOffset<fb::SlotVariant<'a>> {
+    fb::SlotVariant::create(builder, &fb::SlotVariantArgs { idx, slot_type })
+}
+
+type Variants<'a> =
+    WIPOffset<flatbuffers::Vector<'a, flatbuffers::ForwardsUOffset<fb::SlotVariant<'a>>>>;
+
+/// Slots that follow each other and are the same share a table.
+fn variants<'a>(builder: &mut Builder<'a>, slots: Vec<(fb::SlotType, u32)>) -> Variants<'a> {
+    let mut last = None;
+    let made: Vec<_> = slots
+        .into_iter()
+        .map(|(slot_type, slot)| match last {
+            Some((before, table)) if before == (slot_type, slot) => table,
+            _ => {
+                let table = variant(builder, slot_type, slot);
+                last = Some(((slot_type, slot), table));
+                table
+            }
+        })
+        .collect();
+    builder.create_vector(&made)
+}
+
+fn meta<'a>(
+    builder: &mut Builder<'a>,
+    shape: &[i32],
+    scalar_type: i8,
+) -> WIPOffset<fb::TensorMeta<'a>> {
+    let dims: Vec<_> = shape
+        .iter()
+        .map(|&value| {
+            let args = fb::ShapeDimArgs { value, min_value: -1, max_value: -1 };
+            fb::ShapeDim::create(builder, &args)
+        })
+        .collect();
+    let shape = Some(builder.create_vector(&dims));
+    fb::TensorMeta::create(builder, &fb::TensorMetaArgs { shape, scalar_type, dim_order: None })
+}
+
+fn neg(builder: &mut Builder, x: u32, out: u32) -> Node {
+    let (x, out) = (fb::Tid::new(x), fb::Tid::new(out));
+    let node = fb::NegNode::create(builder, &fb::NegNodeArgs { x: Some(&x), out: Some(&out) });
+    (fb::OpNode::NegNode, node.as_union_value())
+}
+
+fn copy(builder: &mut Builder, x: u32, out: u32) -> Node {
+    let (x, out) = (fb::Tid::new(x), fb::Tid::new(out));
+    let args = fb::IdCopyNodeArgs { x: Some(&x), out: Some(&out) };
+    (fb::OpNode::IdCopyNode, fb::IdCopyNode::create(builder, &args).as_union_value())
+}
+
+fn transpose(builder: &mut Builder, x: u32, out: u32) -> Node {
+    let (x, out) = (fb::Tid::new(x), fb::Tid::new(out));
+    let perm = Some(builder.create_vector(&[1, 0]));
+    let args = fb::TransposeNodeArgs { x: Some(&x), out: Some(&out), perm };
+    (fb::OpNode::TransposeNode, fb::TransposeNode::create(builder, &args).as_union_value())
+}
+
+fn product(builder: &mut Builder, a: u32, b: u32, out: u32) -> Node {
+    let [a, b, out] = [a, b, out].map(fb::Tid::new);
+    let args = fb::AddmmNodeArgs {
+        mat1: Some(&a),
+        mat2: Some(&b),
+        out: Some(&out),
+        bias: None,
+        alpha: 1.0,
+        beta: 1.0,
+    };
+    (fb::OpNode::AddmmNode, fb::AddmmNode::create(builder, &args).as_union_value())
+}
+
+fn expand(builder: &mut Builder, x: u32, out: u32) -> Node {
+    let (x, out) = (fb::Tid::new(x), fb::Tid::new(out));
+    let args = fb::ExpandDimsNodeArgs { x: Some(&x), out: Some(&out), axis: 0 };
+    (fb::OpNode::ExpandDimsNode, fb::ExpandDimsNode::create(builder, &args).as_union_value())
+}
+
+fn size(builder: &mut Builder, x: u32, out: u32) -> Node {
+    let (x, out) = (fb::Tid::new(x), fb::Vid::new(out));
+    let args = fb::SymSizeNodeArgs { a: Some(&x), dim: 1, out: Some(&out) };
+    (fb::OpNode::SymSizeNode, fb::SymSizeNode::create(builder, &args).as_union_value())
+}
+
+fn attend(builder: &mut Builder, rows: u32, position: u32, out: u32) -> Node {
+    let [rows, position, out] = [rows, position, out].map(fb::Tid::new);
+    let args = fb::UpdateAndAttendNodeArgs {
+        q: Some(&rows),
+        k: Some(&rows),
+        v: Some(&rows),
+        position: Some(&position),
+        out: Some(&out),
+        layer_id: Some(0),
+        scale: Some(1.0),
+        out_dtype: None,
+    };
+    let node = fb::UpdateAndAttendNode::create(builder, &args);
+    (fb::OpNode::UpdateAndAttendNode, node.as_union_value())
+}
+
+// ---- What contradicts itself -----------------------------------------------
+
+fn refusal(payload: &[u8]) -> String {
+    let error = Program::check(payload).unwrap_err();
+    assert_eq!(error.status(), Status::Program);
+    error.message().to_owned()
+}
+
+#[test]
+fn a_slot_is_one_input() {
+    let program = |input_map| {
+        let inputs = vec![(vec![1], INT64); 2];
+        let parts = Parts { inputs, n_values: 2, input_map: Some(input_map), ..Default::default() };
+        parts.payload(|_| vec![vec![]])
+    };
+    const TENSOR: fb::SlotType = fb::SlotType::TensorSlot;
+    const INT: fb::SlotType = fb::SlotType::IntValueSlot;
+    Program::check(&program(vec![(TENSOR, 1), (INT, 1), (TENSOR, 0)])).unwrap();
+    let twice = program(vec![(TENSOR, 1), (TENSOR, 0), (TENSOR, 1)]);
+    assert_eq!(refusal(&twice), "tensor 1 is two inputs; a slot takes one");
+    let twice = program(vec![(INT, 0), (INT, 0)]);
+    assert_eq!(refusal(&twice), "value 0 is two inputs; a slot takes one");
+    let past = program(vec![(INT, 2)]);
+    assert_eq!(refusal(&past), "value 2 is an input, the program has 2");
+}
+
+#[test]
+fn constants_have_names_of_their_own() {
+    let constants = ["w", "v", "w"].map(|name| (name.to_owned(), vec![1]));
+    let payload =
+        Parts { constants: constants.to_vec(), ..Default::default() }.payload(|_| vec![vec![]]);
+    assert_eq!(refusal(&payload), "constants 0 and 2 have the same name, `w`");
+}
+
+// ---- What would cost more than its size ------------------------------------
+
+const MEGABYTE: usize = 1 << 20;
+
+/// Decodes a payload of about a megabyte and passes over it, in less than a second.
+fn quick(payload: &[u8]) -> Result<()> {
+    assert!((MEGABYTE / 2..MEGABYTE * 2).contains(&payload.len()), "{} bytes", payload.len());
+    let started = Instant::now();
+    let result = payload::read(payload).and_then(decode::decode).and_then(|mut graph| {
+        passes::run(&mut graph, Target { on_gpu: false, last_token_only: false }).map(drop)
+    });
+    let took = started.elapsed();
+    assert!(took < Duration::from_secs(1), "{} bytes took {took:?}", payload.len());
+    result
+}
+
+fn tokens(n: usize) -> Vec<(Vec<i32>, i8)> {
+    vec![(vec![1, OPEN], INT64); n]
+}
+
+#[test]
+fn many_inputs_are_read_in_time() {
+    let parts = Parts { inputs: tokens(14_000), one_meta: true, ..Default::default() };
+    quick(&parts.payload(|_| vec![vec![]])).unwrap();
+}
+
+#[test]
+fn one_input_many_times_is_refused_in_time() {
+    let input_map = vec![(fb::SlotType::TensorSlot, 6_999); 150_000];
+    let parts = Parts {
+        inputs: tokens(7_000),
+        one_meta: true,
+        input_map: Some(input_map),
+        ..Default::default()
+    };
+    assert!(quick(&parts.payload(|_| vec![vec![]])).is_err());
+}
+
+#[test]
+fn many_sizes_of_many_inputs_are_looked_up_in_time() {
+    let parts = Parts { inputs: tokens(9_000), one_meta: true, n_values: 1, ..Default::default() };
+    let payload =
+        parts.payload(|builder| vec![(0..18_000).map(|_| size(builder, 8_999, 0)).collect()]);
+    quick(&payload).unwrap();
+}
+
+#[test]
+fn many_outputs_of_many_instructions_are_counted_in_time() {
+    let parts = Parts {
+        inputs: vec![(vec![1], FLOAT32)],
+        n_temporaries: 1,
+        outputs: vec![1; 100_000],
+        ..Default::default()
+    };
+    let payload = parts.payload(|builder| vec![(0..14_000).map(|_| neg(builder, 0, 1)).collect()]);
+    quick(&payload).unwrap();
+}
+
+#[test]
+fn positions_behind_many_views_are_traced_in_time() {
+    let parts = Parts {
+        inputs: vec![(vec![OPEN], INT64), (vec![1, 1, OPEN, 8], FLOAT32)],
+        n_temporaries: 2,
+        ..Default::default()
+    };
+    let payload = parts.payload(|builder| {
+        let mut nodes = vec![expand(builder, 0, 2)];
+        nodes.extend((0..20_000).map(|_| expand(builder, 2, 2)));
+        nodes.extend((0..14_000).map(|_| attend(builder, 1, 2, 3)));
+        vec![nodes]
+    });
+    quick(&payload).unwrap();
+}
+
+/// A small payload that stands for a large one, as many places name the same bytes.
+#[test]
+fn what_many_places_share_is_refused_in_time() {
+    // A shape of many dimensions, of many inputs.
+    let inputs = vec![(vec![1; 20_000], INT64); 8_000];
+    let parts = Parts { inputs, one_meta: true, ..Default::default() };
+    let error = quick(&parts.payload(|_| vec![vec![]])).unwrap_err();
+    assert_eq!(error.status(), Status::Program);
+    assert!(error.message().contains("the payload is damaged"), "{error}");
+}
+
+// ---- What the exporter writes seldom ---------------------------------------
+
+struct Weights(BTreeMap<&'static str, Vec<u8>>);
+
+impl ConstantSource for Weights {
+    fn find(&mut self, name: &str) -> Option<&[u8]> {
+        self.0.get(name).map(|bytes| &bytes[..])
+    }
+}
+
+#[derive(Default)]
+struct Made(Vec<(Vec<i32>, Vec<f32>)>);
+
+impl OutputSink for Made {
+    fn scalar_type(&self, _: usize) -> i8 {
+        FLOAT32
+    }
+
+    fn write(&mut self, _: usize, shape: &[i32], bytes: &[u8]) -> Result<()> {
+        self.0.push((shape.to_vec(), floats(bytes)));
+        Ok(())
+    }
+
+    fn write_integer(&mut self, _: usize, _: i64) {}
+}
+
+fn bytes(numbers: &[f32]) -> Vec<u8> {
+    numbers.iter().flat_map(|number| number.to_ne_bytes()).collect()
+}
+
+fn floats(bytes: &[u8]) -> Vec<f32> {
+    bytes.chunks_exact(4).map(|chunk| f32::from_ne_bytes(chunk.try_into().unwrap())).collect()
+}
+
+const W: [f32; 6] = [1.0, 2.0, 3.0, 4.0, 5.0, 6.0];
+const V: [f32; 6] = [-1.0, 0.0, 1.0, 0.0, 2.0, 0.0];
+
+/// Loads a program of the weights `w` and `v`, both `[2, 3]`, and an input `[1, 3]`,
+/// and gives what it makes of ones.
+fn run(
+    n_temporaries: u32,
+    outputs: Vec<u32>,
+    chains: impl FnOnce(&mut Builder) -> Vec<Vec<Node>>,
+) -> Vec<(Vec<i32>, Vec<f32>)> {
+    let parts = Parts {
+        constants: ["w", "v"].map(|name| (name.to_owned(), vec![2, 3])).to_vec(),
+        inputs: vec![(vec![1, 3], FLOAT32)],
+        n_temporaries,
+        outputs,
+        ..Default::default()
+    };
+    let mut weights = Weights([("w", bytes(&W)), ("v", bytes(&V))].into());
+    let payload = parts.payload(chains);
+    let mut program = Program::load(&payload, &mut weights, &LoadOptions::default()).unwrap();
+    let ones = bytes(&[1.0; 3]);
+    let input = Input::Tensor { scalar_type: FLOAT32, shape: &[1, 3], bytes: &ones };
+    let mut made = Made::default();
+    program.execute(&[input], &mut made).unwrap();
+    made.0
+}
+
+#[test]
+fn a_constant_may_be_an_output() {
+    // 3: the transpose of w, 4: the input by it.
+    let made = run(2, vec![4, 0, 1], |builder| {
+        vec![vec![transpose(builder, 0, 3), product(builder, 2, 3, 4)]]
+    });
+    let expected =
+        [(vec![1, 2], vec![6.0, 15.0]), (vec![2, 3], W.to_vec()), (vec![2, 3], V.to_vec())];
+    assert_eq!(made, expected);
+}
+
+#[test]
+fn a_constant_that_init_makes_may_be_an_output() {
+    let made = run(0, vec![0, 1], |builder| vec![vec![], vec![neg(builder, 1, 0)]]);
+    assert_eq!(made, [(vec![2, 3], V.map(|x| -x).to_vec()), (vec![2, 3], V.to_vec())]);
+}
+
+#[test]
+fn init_may_exchange_constants() {
+    // 3: a place to keep one of them. Nothing is computed.
+    let made = run(1, vec![0, 1], |builder| {
+        vec![vec![], vec![copy(builder, 0, 3), copy(builder, 1, 0), copy(builder, 3, 1)]]
+    });
+    assert_eq!(made, [(vec![2, 3], V.to_vec()), (vec![2, 3], W.to_vec())]);
+}
