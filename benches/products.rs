@@ -5,7 +5,7 @@
 use std::time::{Duration, Instant};
 
 use etkv::{
-    AttendCache, AttendSpec, Cache, CacheConfig, ContiguousCache, Growth, KvFormat, Mask, Step,
+    AttendSpec, Cache, CacheConfig, ContiguousCache, Growth, KvFormat, Mask, Step,
 };
 use mlx_rs::{random, Array, Dtype};
 
@@ -44,7 +44,7 @@ fn filled(
     let mut cache = ContiguousCache::new(config)?;
     let positions: Vec<i32> = (0..length).collect();
     let rows = rows(N_KV_HEADS, length, head_dim)?;
-    let mut step = Step::begin(&mut cache as &mut dyn AttendCache, &positions)?;
+    let mut step = Step::begin(&mut cache, &positions)?;
     let spec = step.update_and_fetch(0, &rows, &rows)?;
     step.commit(&[])?;
     assert_eq!(cache.length(), length);
