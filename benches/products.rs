@@ -4,9 +4,7 @@
 
 use std::time::{Duration, Instant};
 
-use etkv::{
-    AttendSpec, Cache, CacheConfig, ContiguousCache, Growth, KvFormat, Mask, Step,
-};
+use etkv::{AttendSpec, Cache, CacheConfig, ContiguousCache, Growth, KvFormat, Mask, Step};
 use mlx_rs::{random, Array, Dtype};
 
 const N_KV_HEADS: i32 = 2;

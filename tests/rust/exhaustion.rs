@@ -5,9 +5,7 @@
 
 use std::process::Command;
 
-use etkv::{
-    Cache, CacheConfig, CellsCache, ContiguousCache, Growth, KvFormat, MlxCache, Status, Step,
-};
+use etkv::{CacheConfig, CellsCache, ContiguousCache, Growth, KvFormat, MlxCache, Status, Step};
 use etkv_tests::{on_mlx, oracle, Rng};
 use mlx_rs::Array;
 
