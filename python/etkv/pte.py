@@ -136,7 +136,7 @@ def constant_methods(path: Path) -> dict[str, Any]:
     names = PteFile(path).constant_names
     try:
         with _library.EXECUTORCH_CALLS:
-            program = Runtime.get().load_program(path, verification=Verification.Minimal)
+            program = Runtime.get().load_program(path, verification=Verification.InternalConsistency)
             return {name: constant(program, name) for name in names}
     except RuntimeError as error:
         raise EtkvError(f"{path} is damaged: {first_line(error)}") from error
