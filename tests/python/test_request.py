@@ -175,7 +175,7 @@ def test_help_is_complete_and_needs_no_large_package():
         "except SystemExit as end: assert not end.code\n"
         "assert not {'torch', 'transformers', 'executorch.exir'} & set(sys.modules)"
     )
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True, timeout=60)
     for option in (
         *("--model", "--dtype", "--quantize", "--group-size", "--max-context", "--prefill-chunk"),
         *("--layers", "--logits", "--tap-layers", "--keep-hf"),
