@@ -39,6 +39,15 @@ _SCALAR_TYPES = {
 }
 
 
+def check_mark(head: bytes, path: Path) -> None:
+    """Refuse what does not begin as a program does: ET and two digits behind the place of the root.
+
+    ExecuTorch logs the mark of what it refuses, and where that is not text, its Python module ends the process.
+    """
+    if head[4:6] != b"ET" or not head[6:8].isdigit():
+        raise EtkvError(f"{path} is not an ExecuTorch program")
+
+
 class PteFile:
     """The tables of a program, and its segments on demand.
 
@@ -51,11 +60,12 @@ class PteFile:
             with path.open("rb") as file:
                 self.size = path.stat().st_size
                 head = file.read(_HEAD.size)
-                if head[4:6] != b"ET":
-                    raise EtkvError(f"{path} is not an ExecuTorch program")
+                check_mark(head, path)
                 n_tables, self._segments_at = self.size, 0
                 if len(head) == _HEAD.size and head[8:12] == b"eh00":
                     _, _, n_tables, self._segments_at = _HEAD.unpack(head)
+                if n_tables > self.size:
+                    raise EtkvError(f"{path} is damaged: it has {self.size} bytes, its tables have {n_tables}")
                 file.seek(0)
                 tables = file.read(min(n_tables, self.size))
         except OSError as error:

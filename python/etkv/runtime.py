@@ -60,8 +60,7 @@ def load(path: str | Path, session: Session | None, *, logits: str = "all", meth
             head = file.read(8)
     except OSError as error:
         raise EtkvError(f"{path} cannot be read: {error.strerror}") from error
-    if head[4:6] != b"ET":
-        raise EtkvError(f"{path} is not an ExecuTorch program")
+    pte.check_mark(head, path)
     register_backend()
     return Program(path, session, logits, method)
 

@@ -264,9 +264,10 @@ def test_a_chat_goes_on_after_a_turn_that_is_refused_or_fails(tiny, program, mon
 
 def test_messages_that_the_template_refuses_are_dropped(tiny, program):
     chat = etkv.Chat(program, etkv.Tokenizer.beside(tiny.path))
+    chat.messages.append(3)
     with pytest.raises(etkv.EtkvError, match="the chat template does not take these messages"):
-        list(chat.say(3))
-    assert chat.messages == []
+        list(chat.say("Hi"))
+    assert chat.messages == [3]
 
 
 def test_missing_tokenizer(tmp_path):

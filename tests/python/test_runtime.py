@@ -17,7 +17,7 @@ import torch
 
 import etkv
 import reference
-from etkv import _capi
+from etkv import _capi, _mlx_serialization
 from reference import Variant
 
 PROMPT = [60, 61, 62, 63, 64, 65, 66]
@@ -250,8 +250,9 @@ def test_rows_without_a_session(tmp_path):
 
 def cacheless(path: Path) -> Path:
     """A program without attention, ids [1, T] to logits [1, T, 16], written to ``path``."""
+    _mlx_serialization.ensure_available()
     from executorch import exir
-    from executorch.backends.mlx import MLXPartitioner
+    from executorch.backends.mlx import MLXPartitioner, ops  # noqa: F401
 
     traced = torch.export.export(
         torch.nn.Sequential(torch.nn.Embedding(16, 32), torch.nn.Linear(32, 16)),
