@@ -103,7 +103,7 @@ LONG := --timeout 14400 -o faulthandler_timeout=14600
 test-long: build model ## Millions of generated operations against the oracles; damaged programs; runners on long answers
 	ETKV_RUNS=40000 $(BOUNDED) 14400 cargo test --release --locked -p etkv-tests --no-default-features
 	ETKV_RUNS=4000 $(BOUNDED) 14400 cargo test --release --locked -p etkv-tests --test caches
-	ETKV_STEP_SEEDS=40 python -m pytest $(LONG) tests/python/test_native_steps.py
+	ETKV_STEP_SEEDS=20 python -m pytest $(LONG) tests/python/test_native_steps.py
 	ETKV_DAMAGED_COPIES=10000 python -m pytest $(LONG) tests/python/test_damaged_programs.py
 	ETKV_TEST_LONG=1 python -m pytest $(LONG) -m real_model tests/python/test_runners.py tests/python/test_runner_page.py
 
