@@ -222,11 +222,11 @@ def test_steps_of_window_layers_are_those_of_the_cache():
 
 @pytest.mark.parametrize("kind", [etkv.DecodeSession, etkv.SeqSession])
 def test_steps_before_a_conversion_are_those_of_the_cache(kind):
-    """60 tokens, quantized after 48, in steps of 16 at most: the cache refuses longer ones before the conversion."""
+    """60 tokens, quantized after 48, in steps of 8 at most: the cache refuses longer ones before the conversion."""
     wide = reference.program(Variant("tiny-qwen3"))
     formats = {"k_format": "affine8g32", "v_format": "mxfp8", "float_format": "f32"}
     prompt = [(7 * i) % 250 for i in range(60)]
-    settings = config(wide, 200, max_step=16, quantize_after=48, **formats)
+    settings = config(wide, 200, max_step=8, quantize_after=48, **formats)
     with kind(settings) as session, etkv.load(wide.path, session, logits="last") as program:
         assert session.formats == ("f32", "f32")
         assert len(list(etkv.generate(program, prompt, max_new_tokens=4, end_ids=[]))) == 4
