@@ -17,6 +17,10 @@ from etkv import _library
 from etkv._mlx_serialization import ensure_available
 from etkv.errors import EtkvError, first_line
 
+DAMAGE = (RuntimeError, UnicodeDecodeError, IndexError, MemoryError)
+"""What ExecuTorch's Python module raises on tables that are damaged: its codes, names that are no text, inputs of another
+kind, sizes that no memory is there for."""
+
 _LISTS = frozenset({"get_eos_ids"})
 """Constant methods with one output an element."""
 
@@ -148,7 +152,7 @@ def constant_methods(path: Path) -> dict[str, Any]:
         with _library.EXECUTORCH_CALLS:
             program = Runtime.get().load_program(path, verification=Verification.InternalConsistency)
             return {name: constant(program, name) for name in names}
-    except RuntimeError as error:
+    except DAMAGE as error:
         raise EtkvError(f"{path} is damaged: {first_line(error)}") from error
 
 

@@ -86,7 +86,7 @@ class Program:
         path, session = self.path, self.session
         try:
             self._program = Runtime.get().load_program(path, verification=Verification.InternalConsistency)
-        except RuntimeError as error:
+        except pte.DAMAGE as error:
             raise ProgramError(f"{path} is damaged: {first_line(error)}") from error
         if method not in self._program.method_names:
             names = ", ".join(sorted(self._program.method_names))
@@ -96,7 +96,7 @@ class Program:
             with load_options(None, logits) if session is None else session.bound(logits):
                 self._method = self._program.load_method(method)
             self._max_tokens = _max_tokens(self._method.metadata)
-        except RuntimeError as error:
+        except pte.DAMAGE as error:
             reason = f"the method {method} of {path} cannot be loaded: {first_line(error)}"
             _capi.raise_delegate_error(lambda: ProgramError(reason), error)
 
@@ -208,7 +208,10 @@ def _check_inputs(inputs: Sequence[Any], method: Any, name: str) -> None:
     for index, given in enumerate(inputs):
         if not isinstance(given, torch.Tensor):
             continue
-        most = list(method.input_tensor_meta(index).sizes())
+        try:
+            most = list(method.input_tensor_meta(index).sizes())
+        except pte.DAMAGE as error:
+            raise EtkvError(f"input {index} of {name} is no tensor: {first_line(error)}") from error
         sizes = list(given.shape)
         if len(sizes) != len(most) or any(size > limit for size, limit in zip(sizes, most, strict=True)):
             raise EtkvError(f"input {index} of {name} has shape {sizes}, it is at most {most}")
