@@ -18,8 +18,8 @@ from etkv._mlx_serialization import ensure_available
 from etkv.errors import EtkvError, first_line
 
 DAMAGE = (RuntimeError, UnicodeDecodeError, IndexError, MemoryError)
-"""What ExecuTorch's Python module raises on tables that are damaged: its codes, names that are no text, inputs of another
-kind, sizes that no memory is there for."""
+"""What ExecuTorch's Python module raises on damaged tables: its codes, names that are no text, inputs of another kind,
+sizes that no memory is there for."""
 
 _LISTS = frozenset({"get_eos_ids"})
 """Constant methods with one output an element."""
