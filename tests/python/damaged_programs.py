@@ -21,7 +21,7 @@ from etkv import _mlx_serialization
 
 RAN, REFUSED, RAISED = 0, 1, 2
 OVER, MORE, ERROR = 0, 1, 2
-MEMORY = 24 << 30
+MEMORY = 12 << 30
 """Bytes of address space, at most: an allocation that cannot be is to fail, not to be waited for."""
 
 PROGRAMS = 100
