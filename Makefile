@@ -49,6 +49,8 @@ demo: model build ## Ask the exported model a question
 
 # One profile for all but the bookkeeping: MLX's bindings are compiled once.
 CARGO_FLAGS := --release --locked
+# Every test has a limit of time: pytest's and ctest's have one each, Cargo's a run of them, what is compiled included.
+BOUNDED := python tests/package/bounded.py
 
 test: lint test-rust test-cpp test-package test-python ## Run every check and test
 
@@ -62,9 +64,9 @@ lint: .venv/.ready ## Check formats, lints and docs
 	ruff format --check --quiet .
 
 test-rust: .venv/.ready ## Run Rust's tests; the bookkeeping also without MLX
-	cargo test --locked --no-default-features --lib
-	cargo test --release --locked -p etkv-tests --no-default-features
-	cargo test $(CARGO_FLAGS) --workspace
+	$(BOUNDED) 3600 cargo test --locked --no-default-features --lib
+	$(BOUNDED) 3600 cargo test --release --locked -p etkv-tests --no-default-features
+	$(BOUNDED) 3600 cargo test $(CARGO_FLAGS) --workspace
 
 test-cpp: build ## Run the tests of the C and C++ faces
 	ctest --test-dir build/cmake --output-on-failure
@@ -96,11 +98,14 @@ bench-caches: .venv/.ready ## Measure plans, forks and decode steps of every kin
 bench-guesses: build model ## Measure what guessing ahead costs and brings
 	python benches/guesses.py
 
-test-long: build model ## Millions of generated operations against the oracles; runners on long answers
-	ETKV_RUNS=40000 cargo test --release --locked -p etkv-tests --no-default-features
-	ETKV_RUNS=4000 cargo test --release --locked -p etkv-tests --test caches
-	ETKV_STEP_SEEDS=40 python -m pytest tests/python/test_native_steps.py
-	ETKV_TEST_LONG=1 python -m pytest -m real_model tests/python/test_runners.py tests/python/test_runner_page.py
+LONG := --timeout 14400 -o faulthandler_timeout=14600
+
+test-long: build model ## Millions of generated operations against the oracles; damaged programs; runners on long answers
+	ETKV_RUNS=40000 $(BOUNDED) 14400 cargo test --release --locked -p etkv-tests --no-default-features
+	ETKV_RUNS=4000 $(BOUNDED) 14400 cargo test --release --locked -p etkv-tests --test caches
+	ETKV_STEP_SEEDS=20 python -m pytest $(LONG) tests/python/test_native_steps.py
+	ETKV_DAMAGED_COPIES=10000 python -m pytest $(LONG) tests/python/test_damaged_programs.py
+	ETKV_TEST_LONG=1 python -m pytest $(LONG) -m real_model tests/python/test_runners.py tests/python/test_runner_page.py
 
 clean: ## Remove what was built; .venv/ and exported models stay
 	rm -rf build/cargo build/cmake build/sanitize build/bin build/lib

@@ -1,5 +1,6 @@
 // MLXBackend of ExecuTorch, on libetkv's interpreter. This file knows ExecuTorch
 // and translates; what a program means is decided behind interpreter.hpp.
+#include <algorithm>
 #include <cstring>
 #include <memory>
 #include <optional>
@@ -64,11 +65,15 @@ Error to_executorch(etkv_status status) {
 }
 
 Error fail(etkv_status status, std::string_view message) {
-  ET_LOG(
-      Error,
-      "MLXBackend: %.*s",
-      static_cast<int>(message.size()),
-      message.data());
+  // The log cuts long lines, a character of several bytes maybe in the middle,
+  // and ExecuTorch's Python module ends the process on a line that is no text.
+  std::string line(message);
+  std::replace_if(
+      line.begin(),
+      line.end(),
+      [](char byte) { return (byte & 0x80) != 0; },
+      '?');
+  ET_LOG(Error, "MLXBackend: %s", line.c_str());
   etkv_private_interpreter_1().report(status, message);
   return to_executorch(status);
 }

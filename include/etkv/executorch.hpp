@@ -126,12 +126,28 @@ inline Error executorch_error(
   return Error(
       ETKV_ERROR_PROGRAM, what + ": " + executorch::runtime::to_string(code));
 }
+
+/// Opens the program of `module`, unless it is open: its tables are checked
+/// throughout. ExecuTorch's default checks their first bytes, and damage behind
+/// those ends in reads of memory that is not the program's. `what` could not be
+/// done where it fails.
+inline Result<void> open(
+    executorch::extension::Module& module,
+    const std::string& what) {
+  using executorch::runtime::Program;
+  const auto code = module.load(Program::Verification::InternalConsistency);
+  if (code != executorch::runtime::Error::Ok) {
+    return executorch_error(code, what);
+  }
+  return {};
+}
 } // namespace detail
 
 /// Loads a method of `module` with `options`, with the delegate's own error.
 ///
 /// A method that is loaded already stays bound to the cache it has, so that is
-/// an error: unload it first.
+/// an error: unload it first. A program that is not open yet is opened with its
+/// tables checked (`Verification::InternalConsistency`), here and below.
 inline Result<void> load_method(
     executorch::extension::Module& module,
     const std::string& method,
@@ -144,11 +160,15 @@ inline Result<void> load_method(
   }
   // An earlier failure on this thread is not this one's reason.
   etkv_error_free(etkv_delegate_take_error());
+  const std::string cannot = "cannot load the method " + method;
+  if (auto opened = detail::open(module, cannot); !opened.ok()) {
+    return opened;
+  }
   const auto map = options.map();
   const auto code = module.load_method(
       method, /*planned_memory=*/nullptr, /*event_tracer=*/nullptr, &map);
   if (code != executorch::runtime::Error::Ok) {
-    return detail::executorch_error(code, "cannot load the method " + method);
+    return detail::executorch_error(code, cannot);
   }
   return {};
 }
@@ -159,10 +179,13 @@ inline Result<std::vector<executorch::runtime::EValue>> execute(
     const std::string& method,
     const std::vector<executorch::runtime::EValue>& inputs) {
   etkv_error_free(etkv_delegate_take_error());
+  const std::string cannot = "cannot run the method " + method;
+  if (auto opened = detail::open(module, cannot); !opened.ok()) {
+    return opened.error();
+  }
   auto outputs = module.execute(method, inputs);
   if (!outputs.ok()) {
-    return detail::executorch_error(
-        outputs.error(), "cannot run the method " + method);
+    return detail::executorch_error(outputs.error(), cannot);
   }
   return std::move(outputs.get());
 }
@@ -481,8 +504,9 @@ inline Result<ModelCacheParams> read_kv_cache_metadata(
     const std::string& method = "forward") {
   using Value = std::optional<executorch::runtime::EValue>;
   etkv_error_free(etkv_delegate_take_error());
-  if (const auto code = module.load(); code != executorch::runtime::Error::Ok) {
-    return detail::executorch_error(code, "cannot open the program");
+  if (auto opened = detail::open(module, "cannot open the program");
+      !opened.ok()) {
+    return opened.error();
   }
   const auto names = module.method_names();
   if (!names.ok()) {

@@ -175,10 +175,10 @@ class Generation(Iterator[int]):
         return row
 
     def _most_tokens(self) -> int:
-        """Tokens of a step, at most: what the program takes, and what the cache takes where layers have windows."""
+        """Tokens of a step, at most: what the program takes, and what the cache takes where that has a limit."""
         most = self._program.constant("get_prefill_chunk_size") or DEFAULT_CHUNK
         config = self._session.config
-        if any(layer.window for layer in config.layers):
+        if config.quantize_after or any(layer.window for layer in config.layers):
             most = min(most, config.max_step or DEFAULT_CHUNK)
         return most
 

@@ -17,6 +17,10 @@ from etkv import _library
 from etkv._mlx_serialization import ensure_available
 from etkv.errors import EtkvError, first_line
 
+DAMAGE = (RuntimeError, UnicodeDecodeError, IndexError, MemoryError)
+"""What ExecuTorch's Python module raises on damaged tables: its codes, names that are no text, inputs of another kind,
+sizes that no memory is there for."""
+
 _LISTS = frozenset({"get_eos_ids"})
 """Constant methods with one output an element."""
 
@@ -39,6 +43,15 @@ _SCALAR_TYPES = {
 }
 
 
+def check_mark(head: bytes, path: Path) -> None:
+    """Refuse what does not begin as a program does: ET and two digits behind the place of the root.
+
+    ExecuTorch logs the mark of what it refuses, and where that is not text, its Python module ends the process.
+    """
+    if head[4:6] != b"ET" or not head[6:8].isdigit():
+        raise EtkvError(f"{path} is not an ExecuTorch program")
+
+
 class PteFile:
     """The tables of a program, and its segments on demand.
 
@@ -51,11 +64,12 @@ class PteFile:
             with path.open("rb") as file:
                 self.size = path.stat().st_size
                 head = file.read(_HEAD.size)
-                if head[4:6] != b"ET":
-                    raise EtkvError(f"{path} is not an ExecuTorch program")
+                check_mark(head, path)
                 n_tables, self._segments_at = self.size, 0
                 if len(head) == _HEAD.size and head[8:12] == b"eh00":
                     _, _, n_tables, self._segments_at = _HEAD.unpack(head)
+                if n_tables > self.size:
+                    raise EtkvError(f"{path} is damaged: it has {self.size} bytes, its tables have {n_tables}")
                 file.seek(0)
                 tables = file.read(min(n_tables, self.size))
         except OSError as error:
@@ -136,9 +150,9 @@ def constant_methods(path: Path) -> dict[str, Any]:
     names = PteFile(path).constant_names
     try:
         with _library.EXECUTORCH_CALLS:
-            program = Runtime.get().load_program(path, verification=Verification.Minimal)
+            program = Runtime.get().load_program(path, verification=Verification.InternalConsistency)
             return {name: constant(program, name) for name in names}
-    except RuntimeError as error:
+    except DAMAGE as error:
         raise EtkvError(f"{path} is damaged: {first_line(error)}") from error
 
 

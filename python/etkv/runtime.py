@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 
 from etkv import _capi, _library, pte
 from etkv.errors import EtkvError, ProgramError, first_line
-from etkv.session import Session
+from etkv.session import Session, load_options
 
 if TYPE_CHECKING:
     import numpy as np
@@ -46,8 +46,9 @@ def register_backend() -> None:
 def load(path: str | Path, session: Session | None, *, logits: str = "all", method: str = METHOD) -> Program:
     """Open the program at ``path`` and bind it to the cache of ``session``.
 
-    ``session`` may be ``None`` for a program that keeps no cache. ``logits`` is ``all`` or ``last``: which rows of the
-    output are computed. A prompt needs the last one only.
+    ``session`` may be ``None`` for a program that keeps no cache: it is bound to none, also within
+    :meth:`etkv.Session.bound`. ``logits`` is ``all`` or ``last``: which rows of the output are computed. A prompt needs
+    the last one only.
 
     Raises :class:`EtkvError`: the message names what is missing or does not fit.
     """
@@ -59,8 +60,7 @@ def load(path: str | Path, session: Session | None, *, logits: str = "all", meth
             head = file.read(8)
     except OSError as error:
         raise EtkvError(f"{path} cannot be read: {error.strerror}") from error
-    if head[4:6] != b"ET":
-        raise EtkvError(f"{path} is not an ExecuTorch program")
+    pte.check_mark(head, path)
     register_backend()
     return Program(path, session, logits, method)
 
@@ -85,21 +85,18 @@ class Program:
 
         path, session = self.path, self.session
         try:
-            self._program = Runtime.get().load_program(path, verification=Verification.Minimal)
-        except RuntimeError as error:
+            self._program = Runtime.get().load_program(path, verification=Verification.InternalConsistency)
+        except pte.DAMAGE as error:
             raise ProgramError(f"{path} is damaged: {first_line(error)}") from error
         if method not in self._program.method_names:
             names = ", ".join(sorted(self._program.method_names))
             raise EtkvError(f"{path} has no method {method!r}; it has {names}")
         _capi.forget_delegate_error()
         try:
-            if session is None:
+            with load_options(None, logits) if session is None else session.bound(logits):
                 self._method = self._program.load_method(method)
-            else:
-                with session.bound(logits):
-                    self._method = self._program.load_method(method)
             self._max_tokens = _max_tokens(self._method.metadata)
-        except RuntimeError as error:
+        except pte.DAMAGE as error:
             reason = f"the method {method} of {path} cannot be loaded: {first_line(error)}"
             _capi.raise_delegate_error(lambda: ProgramError(reason), error)
 
@@ -211,7 +208,10 @@ def _check_inputs(inputs: Sequence[Any], method: Any, name: str) -> None:
     for index, given in enumerate(inputs):
         if not isinstance(given, torch.Tensor):
             continue
-        most = list(method.input_tensor_meta(index).sizes())
+        try:
+            most = list(method.input_tensor_meta(index).sizes())
+        except pte.DAMAGE as error:
+            raise EtkvError(f"input {index} of {name} is no tensor: {first_line(error)}") from error
         sizes = list(given.shape)
         if len(sizes) != len(most) or any(size > limit for size, limit in zip(sizes, most, strict=True)):
             raise EtkvError(f"input {index} of {name} has shape {sizes}, it is at most {most}")

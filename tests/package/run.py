@@ -16,10 +16,16 @@ import time
 from collections.abc import Iterable
 from pathlib import Path
 
+import bounded
+
 import document
 
 HERE = Path(__file__).resolve().parent
 SOURCE = HERE.parent.parent
+
+SECONDS = 3600
+"""The most that a command takes. What compiles all of it takes minutes."""
+
 MODELS = SOURCE / "build/models/cpp-tests"
 PROGRAM = MODELS / "llama-f32/model.pte"
 DARWIN = sys.platform == "darwin"
@@ -35,17 +41,20 @@ class Failed(Exception):  # noqa: N818
 def run(*command: object, env: dict[str, str] | None = None, cwd: Path | None = None, fails: bool = False) -> str:
     """What `command` prints; it has to succeed, or to fail if `fails`."""
     arguments = [str(argument) for argument in command]
-    done = subprocess.run(
-        arguments,
-        cwd=cwd,
-        env={**os.environ, **(env or {})},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-    )
+    environment = {**os.environ, **(env or {})}
+    streams = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
+    try:
+        done = bounded.run(arguments, SECONDS, cwd=cwd, env=environment, **streams)
+    except subprocess.TimeoutExpired as late:
+        raise Failed(f"{' '.join(arguments)}\nwas ended after {SECONDS} s:\n{told(late.output)}") from late
     if (done.returncode != 0) != fails:
         raise Failed(f"{' '.join(arguments)}\nended with {done.returncode}:\n{done.stdout[-6000:]}")
     return done.stdout
+
+
+def told(output: bytes | str | None) -> str:
+    """The last of what an ended command printed."""
+    return (output.decode(errors="replace") if isinstance(output, bytes) else output or "")[-6000:]
 
 
 def expect(condition: bool, what: str) -> None:

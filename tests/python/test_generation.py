@@ -220,6 +220,56 @@ def test_steps_of_window_layers_are_those_of_the_cache():
     assert answers[0] == answers[1]
 
 
+@pytest.mark.parametrize("kind", [etkv.DecodeSession, etkv.SeqSession])
+def test_steps_before_a_conversion_are_those_of_the_cache(kind):
+    """60 tokens, quantized after 48, in steps of 8 at most: the cache refuses longer ones before the conversion."""
+    wide = reference.program(Variant("tiny-qwen3"))
+    formats = {"k_format": "affine8g32", "v_format": "mxfp8", "float_format": "f32"}
+    prompt = [(7 * i) % 250 for i in range(60)]
+    settings = config(wide, 200, max_step=8, quantize_after=48, **formats)
+    with kind(settings) as session, etkv.load(wide.path, session, logits="last") as program:
+        assert session.formats == ("f32", "f32")
+        assert len(list(etkv.generate(program, prompt, max_new_tokens=4, end_ids=[]))) == 4
+        assert session.formats == ("affine8g32", "mxfp8")
+
+
+@pytest.mark.parametrize("options", [{"temperature": -1}, {"max_new_tokens": 3, "fails_at": 1}, {"fails_at": 3}, {}])
+def test_a_chat_goes_on_after_a_turn_that_is_refused_or_fails(tiny, program, monkeypatch, options):
+    """Refused for its options, its length, or failed at its first step or a later one: the next is as without it."""
+    tokenizer = etkv.Tokenizer.beside(tiny.path)
+    chat = etkv.Chat(program, tokenizer)
+    list(chat.say("Hi", max_new_tokens=6, end_ids=[]))
+    messages = list(chat.messages)
+
+    fails_at, options = options.get("fails_at"), {key: options[key] for key in options if key != "fails_at"}
+    with monkeypatch.context() as patch, pytest.raises(etkv.EtkvError):
+        if fails_at:
+            steps, forward = iter(range(1, 100)), program.forward
+
+            def failing(*arguments, **more):
+                if next(steps) == fails_at:
+                    raise etkv.EtkvError("a step that fails")
+                return forward(*arguments, **more)
+
+            patch.setattr(program, "forward", failing)
+        list(chat.say("and then?" if options or fails_at else "x" * 300, **options, end_ids=[]))
+    assert chat.messages == messages
+
+    whole = tokenizer.chat([*messages, {"role": "user", "content": "And you?"}])
+    list(chat.say("And you?", max_new_tokens=6, end_ids=[]))
+    assert [message["role"] for message in chat.messages] == ["user", "assistant"] * 2
+    with etkv.DecodeSession(config(tiny, 200)) as alone, etkv.load(tiny.path, alone, logits="last") as other:
+        assert list(etkv.generate(other, whole, max_new_tokens=6, end_ids=[])) == chat.answer.ids
+
+
+def test_messages_that_the_template_refuses_are_dropped(tiny, program):
+    chat = etkv.Chat(program, etkv.Tokenizer.beside(tiny.path))
+    chat.messages.append(3)
+    with pytest.raises(etkv.EtkvError, match="the chat template does not take these messages"):
+        list(chat.say("Hi"))
+    assert chat.messages == [3]
+
+
 def test_missing_tokenizer(tmp_path):
     with pytest.raises(etkv.EtkvError, match=r"has no tokenizer.json: the exporter writes it beside the program"):
         etkv.Tokenizer.beside(tmp_path / "model.pte")
@@ -258,14 +308,10 @@ with etkv.DecodeSession(config(tiny, 200)) as session, etkv.load(tiny.path, sess
 
 def test_an_interruption_leaves_the_cache_usable(tiny):
     """Ctrl-C at any time: what the session holds is whole, and answering goes on from there."""
-    process = subprocess.Popen(
-        [sys.executable, "-c", _INTERRUPTED],
-        stdout=subprocess.PIPE,
-        text=True,
-        env={**os.environ, "ETKV_TEST_KEEP_PROGRAMS": "1", "PYTHONPATH": os.pathsep.join(sys.path)},
-    )
     expected = reference.greedy(tiny.hf, {"prompt": PROMPT}, 200)["prompt"].ids
-    try:
+    environment = {**os.environ, "ETKV_TEST_KEEP_PROGRAMS": "1", "PYTHONPATH": os.pathsep.join(sys.path)}
+    words = [sys.executable, "-c", _INTERRUPTED]
+    with reference.started(words, stdout=subprocess.PIPE, text=True, env=environment) as process:
         for pause in (0.01, 0.05, 0.11):
             assert process.stdout.readline() == "ready\n"
             time.sleep(pause)
@@ -275,9 +321,6 @@ def test_an_interruption_leaves_the_cache_usable(tiny):
             assert told["ids"] == expected[: told["held"]]
             after = told["held"] + 1 if told["length"] else 0
             assert told["rest"] == expected[after : after + 3]
-    finally:
-        process.kill()
-        process.wait()
 
 
 def test_bars(tiny, capfd):
@@ -297,6 +340,7 @@ def test_bars(tiny, capfd):
             "ETKV_TEST_KEEP_PROGRAMS": "1",
             "PYTHONPATH": os.pathsep.join(sys.path),
         },
+        timeout=120,
     )
     assert done.stdout.startswith("["), done.stderr
     assert "prompt" in done.stderr
