@@ -186,6 +186,8 @@ class Generation(Iterator[int]):
         """Take back the positions from ``position`` on, as far as layers with windows let it."""
         with contextlib.suppress(EtkvError):
             if isinstance(self._session, SeqCache):
+                # What was declared of a step that did not come would stand in the way of others.
+                self._session.cancel_step()
                 self._session.seq_rm(self._sequence, position)
             elif self._session.length > position:
                 self._session.rewind(position)

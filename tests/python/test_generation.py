@@ -116,6 +116,31 @@ def test_sequences_of_one_session(tiny, greedy):
         assert session.sequences() == [0, 9]
 
 
+@pytest.mark.parametrize("failing", [1, 2], ids=["prefill", "decode"])
+def test_a_step_that_fails_leaves_nothing_declared(tiny, greedy, monkeypatch, failing):
+    """A tree takes candidates, and any step is the next one's own."""
+    with etkv.TreeSession(config(tiny, 200)) as session, etkv.load(tiny.path, session) as program:
+        forward, calls = program.forward, []
+
+        def fails(*args, **options):
+            calls.append(1)
+            if len(calls) == failing:
+                raise KeyboardInterrupt
+            return forward(*args, **options)
+
+        monkeypatch.setattr(program, "forward", fails)
+        answer = etkv.generate(program, PROMPT, max_new_tokens=8, end_ids=[])
+        with pytest.raises(KeyboardInterrupt):
+            list(answer)
+        assert answer.ids == greedy[: failing - 1]
+        at = session.seq_next(0)
+        assert at == (len(PROMPT) if answer.ids else 0)
+        rest = answer.ids[answer.held :] or PROMPT
+        session.propose(list(range(-1, len(rest) - 1)))
+        rows = forward(rest, list(range(at, at + len(rest))))
+        assert rows[-1].argmax() == greedy[failing - 1]
+
+
 def test_draws(program):
     """A seed repeats, the best one alone is greedy, and a temperature spreads."""
 
