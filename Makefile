@@ -1,6 +1,9 @@
 # Everything from a fresh machine with Rust, a C++20 compiler, make and Python
 # 3.10 or newer. Python's packages go to .venv/, all that is made to build/.
 
+# Apple's make 3.81 looks the first word of a plain recipe up in the PATH that make
+# was started with. Only a shell other than /bin/sh makes it use the PATH below.
+SHELL := /bin/bash
 PYTHON ?= python3
 BIN := .venv/bin
 MODEL := build/models/smollm2-135m

@@ -69,7 +69,7 @@ Error fail(etkv_status status, std::string_view message) {
       "MLXBackend: %.*s",
       static_cast<int>(message.size()),
       message.data());
-  etkv_private_interpreter_1().report(status, message);
+  etkv_private_interpreter_2()->report(status, message);
   return to_executorch(status);
 }
 
@@ -229,7 +229,7 @@ class MLXBackend final : public ::executorch::runtime::BackendInterface {
     if (processed == nullptr || processed->data() == nullptr) {
       return fail(ETKV_ERROR_PROGRAM, "the delegate has no payload");
     }
-    auto program = etkv_private_interpreter_1().new_program();
+    auto program = etkv_private_interpreter_2()->new_program();
     FileConstants constants(context.get_named_data_map());
     const auto cache_key = option(context, "cache_key");
     const auto logits = option(context, "logits");

@@ -289,7 +289,8 @@ def test_a_missing_library_is_told(tiny, tmp_path):
     done = subprocess.run(
         [sys.executable, "-c", script], env={"ETKV_LIBRARY_DIR": str(tmp_path)}, capture_output=True, text=True
     )
-    assert done.stdout.strip() == f"ETKV_LIBRARY_DIR is {tmp_path}, which has no libetkv.so"
+    suffix = ".dylib" if sys.platform == "darwin" else ".so"
+    assert done.stdout.strip() == f"ETKV_LIBRARY_DIR is {tmp_path}, which has no libetkv{suffix}"
 
 
 def test_loaded_on_one_thread_and_run_on_another(tiny, session, expected):
