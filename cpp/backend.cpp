@@ -1,4 +1,4 @@
-// MLXBackend of ExecuTorch, on libetkv's interpreter. This file knows ExecuTorch
+// ExecuTorch's backend for MLX programs, on libetkv's interpreter. This file knows ExecuTorch
 // and translates; what a program means is decided behind interpreter.hpp.
 #include <cstring>
 #include <memory>
@@ -13,6 +13,7 @@
 #include <executorch/runtime/core/evalue.h>
 #include <executorch/runtime/core/exec_aten/util/tensor_util.h>
 #include <executorch/runtime/core/named_data_map.h>
+#include <executorch/runtime/platform/runtime.h>
 
 #include "cpp/interpreter.hpp"
 #include "etkv/etkv.h"
@@ -282,10 +283,32 @@ class MLXBackend final : public ::executorch::runtime::BackendInterface {
 
 MLXBackend backend;
 
+/// The delegate's own id: etkv/backend_id.hpp's kEtkvBackend.
+constexpr char kOwnId[] = "EtkvForMLX";
+
 /// Registers the backend when the library is loaded, so that nothing needs to
-/// name it.
-[[maybe_unused]] const Error registered =
-    ::executorch::runtime::register_backend({"MLXBackend", &backend});
+/// name it. An id is the first one's to register it: whether MLXBackend is ours
+/// or not, the own id is.
+[[maybe_unused]] const bool registered = [] {
+  using ::executorch::runtime::register_backend;
+  ::executorch::runtime::runtime_init();
+  if (register_backend({kOwnId, &backend}) != Error::Ok) {
+    ET_LOG(
+        Error,
+        "etkv's delegate cannot register as %s: a process has one etkv, and at "
+        "most 16 backends",
+        kOwnId);
+    return false;
+  }
+  if (register_backend({"MLXBackend", &backend}) != Error::Ok) {
+    ET_LOG(
+        Info,
+        "another backend is registered as MLXBackend; etkv::open_module and "
+        "etkv.load run programs on etkv's as %s",
+        kOwnId);
+  }
+  return true;
+}();
 
 } // namespace
 } // namespace etkv::executorch_backend
