@@ -14,7 +14,7 @@ export PATH := $(CURDIR)/$(BIN):$(HOME)/.cargo/bin:$(PATH)
 export HF_HUB_OFFLINE := 1
 
 .DEFAULT_GOAL := help
-.PHONY: help setup build demo model test test-rust test-cpp test-package test-sanitize test-python test-long lint format bench bench-caches bench-guesses clean
+.PHONY: help setup build demo model test test-rust test-cpp test-package test-sanitize test-python test-macos test-macos-short test-long lint format bench bench-caches bench-guesses clean
 
 help: ## Show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -53,7 +53,7 @@ demo: model build ## Ask the exported model a question
 # One profile for all but the bookkeeping: MLX's bindings are compiled once.
 CARGO_FLAGS := --release --locked
 
-test: lint test-rust test-cpp test-package test-python ## Run every check and test
+test: lint test-rust test-cpp test-macos-short test-package test-python ## Run every check and test
 
 lint: .venv/.ready ## Check formats, lints and docs
 	cargo fmt --all --check
@@ -98,6 +98,13 @@ bench-caches: .venv/.ready ## Measure plans, forks and decode steps of every kin
 
 bench-guesses: build model ## Measure what guessing ahead costs and brings
 	python benches/guesses.py
+
+# Needs no Mac: clang with macOS's headers, and the wheels for it, from PyPI, in build/macos.
+test-macos: build ## Compile everything for macOS, and compare its wheels with what the build expects
+	python tests/macos/check.py
+
+test-macos-short: build
+	python tests/macos/check.py --short
 
 test-long: build model ## Millions of generated operations against the oracles; runners on long answers
 	ETKV_RUNS=40000 cargo test --release --locked -p etkv-tests --no-default-features

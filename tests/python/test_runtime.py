@@ -120,9 +120,9 @@ def test_bfloat16_rows_are_tensors_or_widened():
 
 
 def test_the_runtime_of_executorch_runs_it_too(tiny, expected):
+    etkv.register_backend()
     from executorch.runtime import Runtime
 
-    etkv.register_backend()
     runtime = Runtime.get()
     assert runtime.backend_registry.is_available("MLXBackend")
     with etkv.SeqSession(config(tiny)) as session:
@@ -139,9 +139,8 @@ def test_the_runtime_of_executorch_runs_it_too(tiny, expected):
 
 def test_what_is_bound_is_the_thread_s_and_nests(tiny):
     """What a block binds is undone where it ends, also by an error, and no other thread sees it."""
-    from executorch.runtime import Runtime
-
     etkv.register_backend()
+    from executorch.runtime import Runtime
 
     def loads(into: etkv.Session | None) -> bool:
         """Whether what is loaded now runs on the cache of ``into``."""
