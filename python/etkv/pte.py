@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import mmap
 import struct
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -24,7 +25,7 @@ sizes that no memory is there for."""
 _LISTS = frozenset({"get_eos_ids"})
 """Constant methods with one output an element."""
 
-_MLX = "MLXBackend"
+_MLX = _library.MLX_BACKEND
 
 _HEAD = struct.Struct("<8x4sIQQ")
 """Flatbuffer's own head, then the extended header: its mark, its length, bytes of the tables, where segments begin."""
@@ -63,15 +64,9 @@ class PteFile:
         try:
             with path.open("rb") as file:
                 self.size = path.stat().st_size
-                head = file.read(_HEAD.size)
-                check_mark(head, path)
-                n_tables, self._segments_at = self.size, 0
-                if len(head) == _HEAD.size and head[8:12] == b"eh00":
-                    _, _, n_tables, self._segments_at = _HEAD.unpack(head)
-                if n_tables > self.size:
-                    raise EtkvError(f"{path} is damaged: it has {self.size} bytes, its tables have {n_tables}")
+                n_tables, self._segments_at = _extent(file.read(_HEAD.size), path, self.size)
                 file.seek(0)
-                tables = file.read(min(n_tables, self.size))
+                tables = file.read(n_tables)
         except OSError as error:
             raise EtkvError(f"{path} cannot be read: {error.strerror}") from error
         with self._damage_told():
@@ -139,12 +134,24 @@ class PteFile:
             raise EtkvError(f"{self.path} is damaged: {first_line(error)}") from error
 
 
+def _extent(head: bytes, path: Path, size: int) -> tuple[int, int]:
+    """The bytes of the tables of a file that begins with ``head`` and has ``size`` bytes, and where segments begin."""
+    check_mark(head, path)
+    n_tables, segments_at = size, 0
+    if len(head) == _HEAD.size and head[8:12] == b"eh00":
+        _, _, n_tables, segments_at = _HEAD.unpack(head)
+    if n_tables > size:
+        raise EtkvError(f"{path} is damaged: it has {size} bytes, its tables have {n_tables}")
+    return n_tables, segments_at
+
+
 def constant_methods(path: Path) -> dict[str, Any]:
     """Constant method name -> its value: an int, a bool, a float or a list of ints.
 
     Runs each method with the wheel's runtime, so what comes back is what a runner in C++ reads. A list of ints, which
     a program keeps as one output an element, is a list here even if it has one element only.
     """
+    _library.go_first()
     from executorch.runtime import Runtime, Verification
 
     names = PteFile(path).constant_names
@@ -154,6 +161,18 @@ def constant_methods(path: Path) -> dict[str, Any]:
             return {name: constant(program, name) for name in names}
     except DAMAGE as error:
         raise EtkvError(f"{path} is damaged: {first_line(error)}") from error
+
+
+def for_backend(path: Path, backend: str) -> bytes:
+    """The program at ``path``, with ``backend`` in the place of ``MLXBackend``: a name of as many characters."""
+    if len(backend) != len(_MLX):
+        raise EtkvError(f"backend is {backend!r}, expected a name of {len(_MLX)} characters")
+    # A string of a flatbuffer: its length, its characters and a zero.
+    before, after = (struct.pack("<I", len(name)) + name.encode() + b"\0" for name in (_MLX, backend))
+    with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as whole:
+        n_tables, _ = _extent(whole[: _HEAD.size], path, len(whole))
+        with memoryview(whole) as view, view[n_tables:] as segments:
+            return b"".join((whole[:n_tables].replace(before, after), segments))
 
 
 def constant(program: Any, name: str) -> Any:

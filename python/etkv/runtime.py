@@ -34,13 +34,16 @@ _process: int | None = None
 """The process that loaded the first program."""
 
 
-def register_backend() -> None:
-    """Make ``MLXBackend`` known to the installed ExecuTorch's runtime, in this process; again does nothing.
+def register_backend() -> str:
+    """Make etkv's delegate known to the installed ExecuTorch's runtime, in this process; again does nothing.
+
+    Returns the id of the backend that runs programs on it: ``MLXBackend``, or ``EtkvForMLX`` where ExecuTorch's own MLX
+    backend was registered before, as on macOS by an earlier ``import executorch.runtime``. :func:`load` serves both.
 
     Raises :class:`EtkvError` where ExecuTorch, MLX or the native libraries are missing or of another release.
     """
     with _library.EXECUTORCH_CALLS:
-        _library.mlx_backend()
+        return _library.mlx_backend()
 
 
 def load(path: str | Path, session: Session | None, *, logits: str = "all", method: str = METHOD) -> Program:
@@ -61,8 +64,7 @@ def load(path: str | Path, session: Session | None, *, logits: str = "all", meth
     except OSError as error:
         raise EtkvError(f"{path} cannot be read: {error.strerror}") from error
     pte.check_mark(head, path)
-    register_backend()
-    return Program(path, session, logits, method)
+    return Program(path, session, logits, method, register_backend())
 
 
 class Program:
@@ -72,20 +74,22 @@ class Program:
     A process that was forked after a program was loaded has the threads of neither ExecuTorch nor MLX, and is refused.
     """
 
-    def __init__(self, path: Path, session: Session | None, logits: str, method: str) -> None:
+    def __init__(self, path: Path, session: Session | None, logits: str, method: str, backend: str) -> None:
         _require_one_process()
         self.path = path
         self.session = session
         self._metadata: ModelCacheParams | None = None
         with _library.EXECUTORCH_CALLS:
-            self._load(logits, method)
+            self._load(logits, method, backend)
 
-    def _load(self, logits: str, method: str) -> None:
+    def _load(self, logits: str, method: str, backend: str) -> None:
         from executorch.runtime import Runtime, Verification
 
         path, session = self.path, self.session
         try:
-            self._program = Runtime.get().load_program(path, verification=Verification.InternalConsistency)
+            # Another backend's id is not in the file but in a copy of it in memory.
+            data = path if backend == _library.MLX_BACKEND else pte.for_backend(path, backend)
+            self._program = Runtime.get().load_program(data, verification=Verification.InternalConsistency)
         except pte.DAMAGE as error:
             raise ProgramError(f"{path} is damaged: {first_line(error)}") from error
         if method not in self._program.method_names:

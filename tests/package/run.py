@@ -1,5 +1,5 @@
 """Builds and runs what others build on etkv: against an installed tree that has been moved, with pkg-config, with
-etkv's sources within, as docs/embedding.md says, and from Python's wheel, as docs/python.md says.
+etkv's sources within, from Rust, as docs/embedding.md says, and from Python's wheel, as docs/python.md says.
 
 ``run.py CMAKE_BUILD``: the folder that etkv is built in; Cargo's output is reused from there.
 """
@@ -177,6 +177,27 @@ class Package:
         problem = document.follow(SOURCE / "docs/embedding.md", home, without)
         expect(problem is None, str(problem))
 
+    def crate(self) -> None:
+        """A Rust crate outside, as docs/embedding.md says, with the patch that it has to repeat."""
+        home = self.scratch / "crate"
+        files = [step for step in document.steps((SOURCE / "docs/embedding.md").read_text()) if hasattr(step, "path")]
+        files = [file for file in files if file.path.startswith("counter/")]
+        expect(len(files) == 3, f"the page has {[file.path for file in files]}")
+        for file in files:
+            path = home / file.path
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_text(file.text.replace("../etkv", str(SOURCE)))
+        # The versions and the profile that are built already.
+        shutil.copy(SOURCE / "Cargo.lock", home / "counter")
+        with (home / "counter/Cargo.toml").open("a") as manifest:
+            manifest.write('\n[profile.release]\ndebug = "line-tables-only"\n')
+        built = ["--release", "--quiet", "--target-dir", SOURCE / "build/cargo"]
+        environment = {"ETKV_PYTHON": str(self.python)}
+        said = run("cargo", "tree", "--package", "mlx-sys", "--depth", "0", env=environment, cwd=home / "counter")
+        expect(str(SOURCE / "mlx-sys") in said, f"not etkv's mlx-sys: {said}")
+        said = run("cargo", "run", *built, env=environment, cwd=home / "counter")
+        expect(said.endswith("0 of 4096 positions\n"), said)
+
     def wheel(self) -> None:
         """The wheel of Python's package, where nothing else of the checkout is, and docs/python.md on it."""
         wheels = self.scratch / "wheels"
@@ -217,6 +238,7 @@ def main(build: Path) -> int:
             tests.pkg_config,
             tests.subdirectory,
             tests.documentation,
+            tests.crate,
             tests.wheel,
         ):
             started = time.monotonic()

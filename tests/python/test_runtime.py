@@ -20,6 +20,7 @@ import reference
 from etkv import _capi, _mlx_serialization
 from reference import Variant
 
+SUFFIX = ".dylib" if sys.platform == "darwin" else ".so"
 PROMPT = [60, 61, 62, 63, 64, 65, 66]
 
 
@@ -122,9 +123,9 @@ def test_bfloat16_rows_are_tensors_or_widened():
 
 
 def test_the_runtime_of_executorch_runs_it_too(tiny, expected):
+    etkv.register_backend()
     from executorch.runtime import Runtime
 
-    etkv.register_backend()
     runtime = Runtime.get()
     assert runtime.backend_registry.is_available("MLXBackend")
     with etkv.SeqSession(config(tiny)) as session:
@@ -141,9 +142,8 @@ def test_the_runtime_of_executorch_runs_it_too(tiny, expected):
 
 def test_what_is_bound_is_the_thread_s_and_nests(tiny):
     """What a block binds is undone where it ends, also by an error, and no other thread sees it."""
-    from executorch.runtime import Runtime
-
     etkv.register_backend()
+    from executorch.runtime import Runtime
 
     def loads(into: etkv.Session | None) -> bool:
         """Whether what is loaded now runs on the cache of ``into``."""
@@ -328,9 +328,9 @@ def test_what_is_no_program(tiny, session, tmp_path):
 
 def test_a_missing_library_is_told(tiny, tmp_path):
     """The second time as the first."""
-    missing = [f"ETKV_LIBRARY_DIR is {tmp_path}, which has no libetkv.so"]
+    missing = [f"ETKV_LIBRARY_DIR is {tmp_path}, which has no libetkv{SUFFIX}"]
     assert two_uses(tmp_path) == missing * 2
-    library = tmp_path / "libetkv.so"
+    library = tmp_path / f"libetkv{SUFFIX}"
     library.write_bytes(b"not a library")
     first, second = two_uses(tmp_path)
     assert first == second
