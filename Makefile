@@ -1,6 +1,9 @@
 # Everything from a fresh machine with Rust, a C++20 compiler, make and Python
 # 3.10 or newer. Python's packages go to .venv/, all that is made to build/.
 
+# Apple's make 3.81 looks the first word of a plain recipe up in the PATH that make
+# was started with. Only a shell other than /bin/sh makes it use the PATH below.
+SHELL := /bin/bash
 PYTHON ?= python3
 BIN := .venv/bin
 MODEL := build/models/smollm2-135m
@@ -11,7 +14,7 @@ export PATH := $(CURDIR)/$(BIN):$(HOME)/.cargo/bin:$(PATH)
 export HF_HUB_OFFLINE := 1
 
 .DEFAULT_GOAL := help
-.PHONY: help setup build demo model test test-rust test-cpp test-package test-sanitize test-python test-long lint format bench bench-caches bench-guesses clean
+.PHONY: help setup build demo model test test-rust test-cpp test-package test-sanitize test-python test-macos test-macos-short test-long lint format bench bench-caches bench-guesses clean
 
 help: ## Show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -26,7 +29,7 @@ setup: .venv/.ready ## Install the pinned Python packages into .venv/
 	  { echo "etkv needs Python 3.10 or newer: set PYTHON=..., $$($(PYTHON) --version 2>&1) is too old" >&2; exit 1; }
 	@test -x $(BIN)/python || $(PYTHON) -m venv .venv || \
 	  { echo "$(PYTHON) cannot make a virtual environment; set PYTHON=... to one that can" >&2; rm -rf .venv; exit 1; }
-	@echo "Installing Python packages into .venv/ (5 GB, a minute or two)"
+	@echo "Installing Python packages into .venv/ ($$(test "$$(uname)" = Darwin && echo 1.4 || echo 5) GB, a minute or two)"
 	@$(BIN)/python -m pip install --disable-pip-version-check --progress-bar on -r requirements.txt
 	@$(BIN)/python -m pip install --disable-pip-version-check --no-deps -r requirements-nodeps.txt
 	@$(BIN)/python -m pip install --disable-pip-version-check --no-deps --no-build-isolation --quiet -e .
@@ -49,8 +52,10 @@ demo: model build ## Ask the exported model a question
 
 # One profile for all but the core: MLX's bindings are compiled once.
 CARGO_FLAGS := --release --locked
+# Every test has a limit of time: pytest's and ctest's have one each, Cargo's a run of them, what is compiled included.
+BOUNDED := python tests/package/bounded.py
 
-test: lint test-rust test-cpp test-package test-python ## Run every check and test
+test: lint test-rust test-cpp test-macos-short test-package test-python ## Run every check and test
 
 lint: .venv/.ready ## Check formats, lints and docs
 	cargo fmt --all --check
@@ -62,9 +67,9 @@ lint: .venv/.ready ## Check formats, lints and docs
 	ruff format --check --quiet .
 
 test-rust: .venv/.ready ## Run Rust's tests; the core also by itself, without MLX
-	cargo test --locked -p etkv-core
-	cargo test --release --locked -p etkv-tests --no-default-features
-	cargo test $(CARGO_FLAGS) --workspace
+	$(BOUNDED) 3600 cargo test --locked -p etkv-core
+	$(BOUNDED) 3600 cargo test --release --locked -p etkv-tests --no-default-features
+	$(BOUNDED) 3600 cargo test $(CARGO_FLAGS) --workspace
 
 test-cpp: build ## Run the tests of the C and C++ faces
 	ctest --test-dir build/cmake --output-on-failure
@@ -96,11 +101,21 @@ bench-caches: .venv/.ready ## Measure plans, forks and decode steps of every kin
 bench-guesses: build model ## Measure what guessing ahead costs and brings
 	python benches/guesses.py
 
-test-long: build model ## Millions of generated operations against the oracles; runners on long answers
-	ETKV_RUNS=40000 cargo test --release --locked -p etkv-tests --no-default-features
-	ETKV_RUNS=4000 cargo test --release --locked -p etkv-tests --test on_mlx
-	ETKV_STEP_SEEDS=40 python -m pytest tests/python/test_native_steps.py
-	ETKV_TEST_LONG=1 python -m pytest -m real_model tests/python/test_runners.py tests/python/test_runner_page.py
+# Needs no Mac: clang with macOS's headers, and the wheels for it, from PyPI, in build/macos.
+test-macos: build ## Compile everything for macOS, and compare its wheels with what the build expects
+	python tests/macos/check.py
+
+test-macos-short: build
+	python tests/macos/check.py --short
+
+LONG := --timeout 14400 -o faulthandler_timeout=14600
+
+test-long: build model ## Millions of generated operations against the oracles; damaged programs; runners on long answers
+	ETKV_RUNS=40000 $(BOUNDED) 14400 cargo test --release --locked -p etkv-tests --no-default-features
+	ETKV_RUNS=4000 $(BOUNDED) 14400 cargo test --release --locked -p etkv-tests --test on_mlx
+	ETKV_STEP_SEEDS=20 python -m pytest $(LONG) tests/python/test_native_steps.py
+	ETKV_DAMAGED_COPIES=10000 python -m pytest $(LONG) tests/python/test_damaged_programs.py
+	ETKV_TEST_LONG=1 python -m pytest $(LONG) -m real_model tests/python/test_runners.py tests/python/test_runner_page.py
 
 clean: ## Remove what was built; .venv/ and exported models stay
 	rm -rf build/cargo build/cmake build/sanitize build/bin build/lib

@@ -61,8 +61,9 @@ fn median(times: &mut [Duration]) -> f64 {
 }
 
 /// One line: the time of unpacking over that of packed products, for each number of
-/// queries.
-fn line(format: &str, length: i32, head_dim: i32, dtype: Dtype) -> etkv::Result<()> {
+/// queries. The ratios come back.
+fn line(format: &str, length: i32, head_dim: i32, dtype: Dtype) -> etkv::Result<Vec<f64>> {
+    let mut ratios = Vec::new();
     let (_cache, mut spec) = filled(format.parse()?, length, head_dim)?;
     print!("{format:>12}{length:>8}{head_dim:>6}");
     for t in STEPS {
@@ -77,10 +78,19 @@ fn line(format: &str, length: i32, head_dim: i32, dtype: Dtype) -> etkv::Result<
                 unpacked.push(times.1);
             }
         }
-        print!("{:>8.2}", median(&mut unpacked) / median(&mut packed));
+        ratios.push(median(&mut unpacked) / median(&mut packed));
+        print!("{:>8.2}", ratios.last().copied().unwrap_or_default());
     }
     println!();
-    Ok(())
+    Ok(ratios)
+}
+
+/// The most rows a KV head up to which packed products are faster, by the geometric
+/// mean of the lines; 0 where they never are.
+fn threshold(lines: &[Vec<f64>]) -> i32 {
+    let faster = |at: &usize| lines.iter().map(|ratios| ratios[*at].ln()).sum::<f64>() >= 0.0;
+    let n = (0..STEPS.len()).take_while(faster).count();
+    n.checked_sub(1).map_or(0, |last| STEPS[last] * GROUP)
 }
 
 fn main() {
@@ -97,13 +107,18 @@ fn main() {
         print!("{:>12}{:>8}{:>6}", "format", "length", "dim");
         STEPS.iter().for_each(|t| print!("{:>8}", format!("T={t}")));
         println!();
+        let mut thresholds = Vec::new();
         for format in FORMATS.into_iter().filter(|format| all || named(format)) {
+            let mut lines = Vec::new();
             for head_dim in [64, 128] {
                 for length in LENGTHS {
-                    line(format, length, head_dim, dtype)?;
+                    lines.push(line(format, length, head_dim, dtype)?);
                 }
             }
+            thresholds.push((format, threshold(&lines)));
         }
+        println!("\nOn this machine packed products are faster up to (rows a KV head; `most_packed` in src/store):");
+        thresholds.iter().for_each(|(format, rows)| println!("{format:>12}{rows:>8}"));
         Ok(())
     });
     measured.expect("MLX");

@@ -19,6 +19,9 @@ function(etkv_rust_library target)
   if(ETKV_MLX_DIR)
     list(APPEND environment ETKV_MLX_DIR=${ETKV_MLX_DIR})
   endif()
+  if(APPLE)
+    list(APPEND environment MACOSX_DEPLOYMENT_TARGET=${CMAKE_OSX_DEPLOYMENT_TARGET})
+  endif()
   if(SKBUILD)
     # It names the compilers that Python was built with; Cargo finds those that a
     # plain build finds.

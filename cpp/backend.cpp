@@ -1,5 +1,6 @@
-// MLXBackend of ExecuTorch, on libetkv's interpreter. This file knows ExecuTorch
+// ExecuTorch's backend for MLX programs, on libetkv's interpreter. This file knows ExecuTorch
 // and translates; what a program means is decided behind interpreter.hpp.
+#include <algorithm>
 #include <cstring>
 #include <memory>
 #include <optional>
@@ -13,6 +14,7 @@
 #include <executorch/runtime/core/evalue.h>
 #include <executorch/runtime/core/exec_aten/util/tensor_util.h>
 #include <executorch/runtime/core/named_data_map.h>
+#include <executorch/runtime/platform/runtime.h>
 
 #include "cpp/interpreter.hpp"
 #include "etkv/etkv.h"
@@ -64,12 +66,16 @@ Error to_executorch(etkv_status status) {
 }
 
 Error fail(etkv_status status, std::string_view message) {
-  ET_LOG(
-      Error,
-      "MLXBackend: %.*s",
-      static_cast<int>(message.size()),
-      message.data());
-  etkv_private_interpreter_1().report(status, message);
+  // The log cuts long lines, a character of several bytes maybe in the middle,
+  // and ExecuTorch's Python module ends the process on a line that is no text.
+  std::string line(message);
+  std::replace_if(
+      line.begin(),
+      line.end(),
+      [](char byte) { return (byte & 0x80) != 0; },
+      '?');
+  ET_LOG(Error, "MLXBackend: %s", line.c_str());
+  etkv_private_interpreter_2()->report(status, message);
   return to_executorch(status);
 }
 
@@ -229,7 +235,7 @@ class MLXBackend final : public ::executorch::runtime::BackendInterface {
     if (processed == nullptr || processed->data() == nullptr) {
       return fail(ETKV_ERROR_PROGRAM, "the delegate has no payload");
     }
-    auto program = etkv_private_interpreter_1().new_program();
+    auto program = etkv_private_interpreter_2()->new_program();
     FileConstants constants(context.get_named_data_map());
     const auto cache_key = option(context, "cache_key");
     const auto logits = option(context, "logits");
@@ -282,10 +288,32 @@ class MLXBackend final : public ::executorch::runtime::BackendInterface {
 
 MLXBackend backend;
 
+/// The delegate's own id: etkv/backend_id.hpp's kEtkvBackend.
+constexpr char kOwnId[] = "EtkvForMLX";
+
 /// Registers the backend when the library is loaded, so that nothing needs to
-/// name it.
-[[maybe_unused]] const Error registered =
-    ::executorch::runtime::register_backend({"MLXBackend", &backend});
+/// name it. An id is the first one's to register it: whether MLXBackend is ours
+/// or not, the own id is.
+[[maybe_unused]] const bool registered = [] {
+  using ::executorch::runtime::register_backend;
+  ::executorch::runtime::runtime_init();
+  if (register_backend({kOwnId, &backend}) != Error::Ok) {
+    ET_LOG(
+        Error,
+        "etkv's delegate cannot register as %s: a process has one etkv, and at "
+        "most 16 backends",
+        kOwnId);
+    return false;
+  }
+  if (register_backend({"MLXBackend", &backend}) != Error::Ok) {
+    ET_LOG(
+        Info,
+        "another backend is registered as MLXBackend; etkv::open_module and "
+        "etkv.load run programs on etkv's as %s",
+        kOwnId);
+  }
+  return true;
+}();
 
 } // namespace
 } // namespace etkv::executorch_backend

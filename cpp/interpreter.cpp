@@ -80,7 +80,7 @@ class BridgedInterpreter final : public Interpreter {
 } // namespace
 } // namespace etkv::interpreter
 
-const etkv::interpreter::Interpreter& etkv_private_interpreter_1() {
+const etkv::interpreter::Interpreter* etkv_private_interpreter_2() {
   static const etkv::interpreter::BridgedInterpreter interpreter;
-  return interpreter;
+  return &interpreter;
 }

@@ -94,7 +94,8 @@ class Interpreter {
 
 } // namespace etkv::interpreter
 
-/// libetkv's interpreter. The name's number is that of the classes above: any
+/// libetkv's interpreter, never null: a pointer, because a function with C linkage
+/// cannot give a reference. The name's number is that of the classes above: any
 /// change to them changes it, so that libraries of two builds do not load.
-extern "C" ETKV_API const etkv::interpreter::Interpreter&
-etkv_private_interpreter_1();
+extern "C" ETKV_API const etkv::interpreter::Interpreter*
+etkv_private_interpreter_2();

@@ -2,6 +2,9 @@
 
 fn main() {
     println!("cargo:rerun-if-changed=build.rs");
+    // Cargo applies a build script's linker arguments to its own package only.
+    let mlx = std::env::var("DEP_MLX_LIB").unwrap_or_default();
+    println!("cargo:rustc-link-arg=-Wl,-rpath,{mlx}");
     #[cfg(feature = "delegate")]
     bridge();
 }

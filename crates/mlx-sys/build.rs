@@ -111,6 +111,10 @@ fn published_mlx_c() -> PathBuf {
 }
 
 fn compile_mlx_c(mlx_c: &Path, mlx_include: &Path) {
+    // Rust's own default is macOS 11, which has no std::format; MLX needs 14.
+    if env::var_os("MACOSX_DEPLOYMENT_TARGET").is_none() {
+        env::set_var("MACOSX_DEPLOYMENT_TARGET", "14.0");
+    }
     let mut sources: Vec<PathBuf> = std::fs::read_dir(mlx_c.join("mlx/c"))
         .expect("mlx-c is unpacked")
         .map(|entry| entry.expect("the folder is readable").path())
@@ -200,6 +204,9 @@ fn link_mlx(mlx: &Path) {
     println!("cargo:rustc-link-lib=dylib=mlx");
     let apple = env::var("CARGO_CFG_TARGET_VENDOR").as_deref() == Ok("apple");
     println!("cargo:rustc-link-lib=dylib={}", if apple { "c++" } else { "stdc++" });
+
+    // For the tests of this package: dyld asks for the library even where nothing of it is used.
+    println!("cargo:rustc-link-arg=-Wl,-rpath,{}", lib.display());
 
     // Dependents read these as DEP_MLX_*: they have to repeat the run path, since
     // cargo passes link arguments of a build script to its own package only.

@@ -524,9 +524,8 @@ ETKV_API etkv_status etkv_seq_cache_begin_step_shared(
  * etkv_seq_cache_begin_step_shared() said, for a step that does not come. Does
  * nothing where nothing was said. ETKV_ERROR_STEP in the middle of a step.
  */
-ETKV_API etkv_status etkv_seq_cache_cancel_step(
-    etkv_seq_cache* cache,
-    etkv_error** error);
+ETKV_API etkv_status
+etkv_seq_cache_cancel_step(etkv_seq_cache* cache, etkv_error** error);
 
 /**
  * Lets `target` have the positions of `source` in a range as well, in the same

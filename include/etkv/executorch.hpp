@@ -1,5 +1,5 @@
 // etkv for runners on ExecuTorch: load options, and the sizes that a program
-// tells. The one header that names ExecuTorch's types; matches release 1.5.
+// tells. It and backend_id.hpp name ExecuTorch's types; matches release 1.5.
 //
 //   Module module("model.pte", Module::LoadMode::Mmap);
 //   auto facts = etkv::read_kv_cache_metadata(module);
@@ -11,6 +11,7 @@
 
 #include <algorithm>
 #include <cstdint>
+#include <cstring>
 #include <functional>
 #include <optional>
 #include <string>
@@ -23,12 +24,10 @@
 #include <executorch/runtime/backend/options.h>
 #include <executorch/runtime/executor/method_meta.h>
 
+#include "etkv/backend_id.hpp"
 #include "etkv/etkv.hpp"
 
 namespace etkv {
-
-/// The backend that etkv's delegate registers as.
-inline constexpr char kMLXBackend[] = "MLXBackend";
 
 /// The dtype of token ids and positions.
 inline constexpr auto kLong = executorch::aten::ScalarType::Long;
@@ -42,7 +41,8 @@ enum class Logits {
 /// The backend options that a program is loaded with.
 class LoadOptions {
  public:
-  /// Binds the cache of the session with this key, in programs of this backend.
+  /// Binds the cache of the session with this key, in programs of this backend:
+  /// those of kMLXBackend also where open_module has renamed theirs.
   /// ExecuTorch holds backend ids of at most 63 characters, and passes no options
   /// to a longer one.
   explicit LoadOptions(
@@ -63,6 +63,9 @@ class LoadOptions {
   executorch::runtime::LoadBackendOptionsMap map() {
     executorch::runtime::LoadBackendOptionsMap map;
     map.set_options(backend_id_.c_str(), options_.view());
+    if (backend_id_ == kMLXBackend) {
+      map.set_options(kEtkvBackend, options_.view());
+    }
     return map;
   }
 
@@ -126,12 +129,29 @@ inline Error executorch_error(
   return Error(
       ETKV_ERROR_PROGRAM, what + ": " + executorch::runtime::to_string(code));
 }
+
+/// Opens the program of `module`, unless it is open: its tables are checked
+/// throughout. ExecuTorch's default checks their first bytes, and damage behind
+/// those ends in reads of memory that is not the program's. `what` could not be
+/// done where it fails.
+inline Result<void> open(
+    executorch::extension::Module& module,
+    const std::string& what) {
+  using executorch::runtime::Program;
+  const auto code = module.load(Program::Verification::InternalConsistency);
+  if (code != executorch::runtime::Error::Ok) {
+    return executorch_error(code, what);
+  }
+  return {};
+}
 } // namespace detail
 
 /// Loads a method of `module` with `options`, with the delegate's own error.
 ///
 /// A method that is loaded already stays bound to the cache it has, so that is
-/// an error: unload it first.
+/// an error: unload it first. So is one for MLXBackend where that is not etkv's.
+/// A program that is not open yet is opened with its tables checked
+/// (`Verification::InternalConsistency`), here and below.
 inline Result<void> load_method(
     executorch::extension::Module& module,
     const std::string& method,
@@ -142,13 +162,32 @@ inline Result<void> load_method(
         "the method " + method +
             " is loaded already, with the cache it had then; unload it first");
   }
+  const std::string cannot = "cannot load the method " + method;
+  if (auto opened = detail::open(module, cannot); !opened.ok()) {
+    return opened;
+  }
+  const char* id = delegate_backend_id();
+  if (id == nullptr || std::strcmp(id, kMLXBackend) != 0) {
+    const auto meta = module.method_meta(method);
+    if (meta.ok() && meta->uses_backend(kMLXBackend)) {
+      return Error(
+          ETKV_ERROR_UNSUPPORTED,
+          "the method " + method + " runs on MLXBackend, and " +
+              (id == nullptr
+                   ? "etkv's delegate is not in this process; link "
+                     "etkv::mlx_backend"
+                   : "another backend has registered as that before etkv's; "
+                     "open the program with etkv::open_module, or link or "
+                     "load etkv's delegate before the other"));
+    }
+  }
   // An earlier failure on this thread is not this one's reason.
   etkv_error_free(etkv_delegate_take_error());
   const auto map = options.map();
   const auto code = module.load_method(
       method, /*planned_memory=*/nullptr, /*event_tracer=*/nullptr, &map);
   if (code != executorch::runtime::Error::Ok) {
-    return detail::executorch_error(code, "cannot load the method " + method);
+    return detail::executorch_error(code, cannot);
   }
   return {};
 }
@@ -159,10 +198,13 @@ inline Result<std::vector<executorch::runtime::EValue>> execute(
     const std::string& method,
     const std::vector<executorch::runtime::EValue>& inputs) {
   etkv_error_free(etkv_delegate_take_error());
+  const std::string cannot = "cannot run the method " + method;
+  if (auto opened = detail::open(module, cannot); !opened.ok()) {
+    return opened.error();
+  }
   auto outputs = module.execute(method, inputs);
   if (!outputs.ok()) {
-    return detail::executorch_error(
-        outputs.error(), "cannot run the method " + method);
+    return detail::executorch_error(outputs.error(), cannot);
   }
   return std::move(outputs.get());
 }
@@ -453,7 +495,9 @@ inline Result<ModelCacheParams> read_kv_cache_metadata(
     const executorch::runtime::MethodMeta& method,
     const ConstantMethods& constants,
     const std::string& backend_id = kMLXBackend) {
-  if (!method.uses_backend(backend_id.c_str())) {
+  const bool renamed =
+      backend_id == kMLXBackend && method.uses_backend(kEtkvBackend);
+  if (!renamed && !method.uses_backend(backend_id.c_str())) {
     return Error(
         ETKV_ERROR_PROGRAM,
         std::string("the method ") + method.name() + " does not run on " +
@@ -481,8 +525,9 @@ inline Result<ModelCacheParams> read_kv_cache_metadata(
     const std::string& method = "forward") {
   using Value = std::optional<executorch::runtime::EValue>;
   etkv_error_free(etkv_delegate_take_error());
-  if (const auto code = module.load(); code != executorch::runtime::Error::Ok) {
-    return detail::executorch_error(code, "cannot open the program");
+  if (auto opened = detail::open(module, "cannot open the program");
+      !opened.ok()) {
+    return opened.error();
   }
   const auto names = module.method_names();
   if (!names.ok()) {
@@ -501,7 +546,8 @@ inline Result<ModelCacheParams> read_kv_cache_metadata(
   };
   if (names->count(method) != 0) {
     const auto meta = module.method_meta(method);
-    if (meta.ok() && meta->uses_backend(kMLXBackend)) {
+    if (meta.ok() &&
+        (meta->uses_backend(kMLXBackend) || meta->uses_backend(kEtkvBackend))) {
       return read_kv_cache_metadata(*meta, constants);
     }
   }

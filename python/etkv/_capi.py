@@ -39,12 +39,19 @@ def _load() -> Any:
 
 @functools.cache
 def _loaded() -> Any:
-    ffi.cdef(_declarations(_library.header().read_text(encoding="utf-8")))
-    library = ffi.dlopen(str(_library.etkv()))
+    path = str(_library.etkv())
+    _declare()
+    library = ffi.dlopen(path)
     found = library.etkv_abi_version()
     if found < ABI_VERSION:
-        raise EtkvError(f"{_library.etkv()} has interface {found}, this package needs {ABI_VERSION}: build it again")
+        raise EtkvError(f"{path} has interface {found}, this package needs {ABI_VERSION}: build it again")
     return library
+
+
+@functools.cache
+def _declare() -> None:
+    """Read the header. Once: cffi refuses a second time, and a library that cannot be loaded may be asked for again."""
+    ffi.cdef(_declarations(_library.header().read_text(encoding="utf-8")))
 
 
 def _declarations(header: str) -> str:

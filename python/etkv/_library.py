@@ -6,6 +6,7 @@ so that there is one copy of each in the process: the one that ``import mlx`` an
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import functools
 import importlib.metadata
@@ -21,6 +22,12 @@ _SUFFIX = ".dylib" if sys.platform == "darwin" else ".so"
 
 MLX_VERSION = "0.32.2"
 EXECUTORCH_VERSION = "1.5.1"
+
+MLX_BACKEND = "MLXBackend"
+"""The backend that programs name."""
+
+OWN_BACKEND = "EtkvForMLX"
+"""The id that the delegate always has, as ``etkv/backend_id.hpp`` says."""
 
 EXECUTORCH_CALLS = threading.RLock()
 """Held while ExecuTorch's Python module loads or runs anything.
@@ -54,24 +61,51 @@ def etkv() -> Path:
     return library
 
 
-@functools.cache
-def mlx_backend() -> None:
-    """Load the delegate into the runtime of the installed ExecuTorch: ``MLXBackend`` is registered once this returns.
+def mlx_backend() -> str:
+    """Load the delegate into the runtime of the installed ExecuTorch; the id of the backend that runs programs on it.
 
-    Imports torch and ExecuTorch, which takes seconds.
+    That is ``MLXBackend``, or :data:`OWN_BACKEND` where another backend has registered as that before. Imports torch
+    and ExecuTorch, which takes seconds.
     """
-    _require("executorch", EXECUTORCH_VERSION, "pip install executorch==%s")
-    etkv()
-    # Its extension module brings libexecutorch, whose registry the backend enters itself into.
+    _delegate()
     import executorch.extension.pybindings.portable_lib as portable_lib
 
-    if portable_lib._is_available("MLXBackend"):
-        raise EtkvError("another MLXBackend is registered in this process's ExecuTorch already; etkv's needs its place")
-    _load(folder() / f"libetkv_mlx_backend{_SUFFIX}")
-    if not portable_lib._is_available("MLXBackend"):
+    if not portable_lib._is_available(OWN_BACKEND):
         raise EtkvError(
-            "libetkv_mlx_backend is loaded, and ExecuTorch knows no MLXBackend: libexecutorch is there twice"
+            f"libetkv_mlx_backend is loaded, and ExecuTorch knows no {OWN_BACKEND}: libexecutorch is there twice; "
+            "start a new process, and import nothing in it that brings another copy"
         )
+    return MLX_BACKEND if _backend(MLX_BACKEND) == _backend(OWN_BACKEND) else OWN_BACKEND
+
+
+def go_first() -> None:
+    """Load the delegate, where it can be, before ExecuTorch's extension module is imported.
+
+    On macOS that module brings ExecuTorch's own ``MLXBackend``, and the first of a name keeps it. What keeps the
+    delegate from being loaded is told when it is needed.
+    """
+    with contextlib.suppress(EtkvError):
+        _delegate()
+
+
+@functools.cache
+def _delegate() -> None:
+    _require("executorch", EXECUTORCH_VERSION, "pip install executorch==%s")
+    etkv()
+    # The copy that the extension module finds too. It needs no torch.
+    _load(_libexecutorch())
+    _load(folder() / f"libetkv_mlx_backend{_SUFFIX}")
+
+
+def _libexecutorch() -> Path:
+    return _installed("executorch", f"executorch/lib/libexecutorch{_SUFFIX}")
+
+
+def _backend(name: str) -> int | None:
+    """The address of the backend of that id. ExecuTorch's Python API tells ids, and not whose they are."""
+    look_up = ctypes.CDLL(str(_libexecutorch()))["_ZN10executorch7runtime17get_backend_classEPKc"]
+    look_up.restype, look_up.argtypes = ctypes.c_void_p, [ctypes.c_char_p]
+    return look_up(name.encode())
 
 
 @functools.cache

@@ -33,12 +33,22 @@ class Chat:
     def say(self, text: str, **options: Any) -> Iterator[str]:
         """The model's answer to ``text``, piece by piece; ``options`` are those of :func:`etkv.generate`.
 
-        A turn that is broken off stays in ``messages`` as far as it came.
+        A turn that is broken off stays in ``messages`` as far as it came. One that is refused, or fails on the way,
+        leaves no message there: the next turn goes on as if it had not been asked for.
         """
+        before = len(self.messages)
         self.messages.append({"role": "user", "content": text})
+        try:
+            yield from self._turn(options)
+        except Exception:
+            del self.messages[before:]
+            raise
+
+    def _turn(self, options: dict[str, Any]) -> Iterator[str]:
+        """Answer the last of the messages; what was said stays, but for that of a turn that fails."""
         ids = self._tokenizer.chat(self.messages)
         shared = self._rewind_to_shared(ids)
-        self._held = ids
+        self._held = ids[:shared]
         self.answer = answer = generate(self._program, ids[shared:], **options)
         said = ""
         try:

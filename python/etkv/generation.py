@@ -175,10 +175,10 @@ class Generation(Iterator[int]):
         return row
 
     def _most_tokens(self) -> int:
-        """Tokens of a step, at most: what the program takes, and what the cache takes where layers have windows."""
+        """Tokens of a step, at most: what the program takes, and what the cache takes where that has a limit."""
         most = self._program.constant("get_prefill_chunk_size") or DEFAULT_CHUNK
         config = self._session.config
-        if any(layer.window for layer in config.layers):
+        if config.quantize_after or any(layer.window for layer in config.layers):
             most = min(most, config.max_step or DEFAULT_CHUNK)
         return most
 
@@ -186,6 +186,8 @@ class Generation(Iterator[int]):
         """Take back the positions from ``position`` on, as far as layers with windows let it."""
         with contextlib.suppress(EtkvError):
             if isinstance(self._session, SeqCache):
+                # What was declared of a step that did not come would stand in the way of others.
+                self._session.cancel_step()
                 self._session.seq_rm(self._sequence, position)
             elif self._session.length > position:
                 self._session.rewind(position)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import mmap
 import struct
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -17,10 +18,14 @@ from etkv import _library
 from etkv._mlx_serialization import ensure_available
 from etkv.errors import EtkvError, first_line
 
+DAMAGE = (RuntimeError, UnicodeDecodeError, IndexError, MemoryError)
+"""What ExecuTorch's Python module raises on damaged tables: its codes, names that are no text, inputs of another kind,
+sizes that no memory is there for."""
+
 _LISTS = frozenset({"get_eos_ids"})
 """Constant methods with one output an element."""
 
-_MLX = "MLXBackend"
+_MLX = _library.MLX_BACKEND
 
 _HEAD = struct.Struct("<8x4sIQQ")
 """Flatbuffer's own head, then the extended header: its mark, its length, bytes of the tables, where segments begin."""
@@ -39,6 +44,15 @@ _SCALAR_TYPES = {
 }
 
 
+def check_mark(head: bytes, path: Path) -> None:
+    """Refuse what does not begin as a program does: ET and two digits behind the place of the root.
+
+    ExecuTorch logs the mark of what it refuses, and where that is not text, its Python module ends the process.
+    """
+    if head[4:6] != b"ET" or not head[6:8].isdigit():
+        raise EtkvError(f"{path} is not an ExecuTorch program")
+
+
 class PteFile:
     """The tables of a program, and its segments on demand.
 
@@ -50,14 +64,9 @@ class PteFile:
         try:
             with path.open("rb") as file:
                 self.size = path.stat().st_size
-                head = file.read(_HEAD.size)
-                if head[4:6] != b"ET":
-                    raise EtkvError(f"{path} is not an ExecuTorch program")
-                n_tables, self._segments_at = self.size, 0
-                if len(head) == _HEAD.size and head[8:12] == b"eh00":
-                    _, _, n_tables, self._segments_at = _HEAD.unpack(head)
+                n_tables, self._segments_at = _extent(file.read(_HEAD.size), path, self.size)
                 file.seek(0)
-                tables = file.read(min(n_tables, self.size))
+                tables = file.read(n_tables)
         except OSError as error:
             raise EtkvError(f"{path} cannot be read: {error.strerror}") from error
         with self._damage_told():
@@ -125,21 +134,45 @@ class PteFile:
             raise EtkvError(f"{self.path} is damaged: {first_line(error)}") from error
 
 
+def _extent(head: bytes, path: Path, size: int) -> tuple[int, int]:
+    """The bytes of the tables of a file that begins with ``head`` and has ``size`` bytes, and where segments begin."""
+    check_mark(head, path)
+    n_tables, segments_at = size, 0
+    if len(head) == _HEAD.size and head[8:12] == b"eh00":
+        _, _, n_tables, segments_at = _HEAD.unpack(head)
+    if n_tables > size:
+        raise EtkvError(f"{path} is damaged: it has {size} bytes, its tables have {n_tables}")
+    return n_tables, segments_at
+
+
 def constant_methods(path: Path) -> dict[str, Any]:
     """Constant method name -> its value: an int, a bool, a float or a list of ints.
 
     Runs each method with the wheel's runtime, so what comes back is what a runner in C++ reads. A list of ints, which
     a program keeps as one output an element, is a list here even if it has one element only.
     """
+    _library.go_first()
     from executorch.runtime import Runtime, Verification
 
     names = PteFile(path).constant_names
     try:
         with _library.EXECUTORCH_CALLS:
-            program = Runtime.get().load_program(path, verification=Verification.Minimal)
+            program = Runtime.get().load_program(path, verification=Verification.InternalConsistency)
             return {name: constant(program, name) for name in names}
-    except RuntimeError as error:
+    except DAMAGE as error:
         raise EtkvError(f"{path} is damaged: {first_line(error)}") from error
+
+
+def for_backend(path: Path, backend: str) -> bytes:
+    """The program at ``path``, with ``backend`` in the place of ``MLXBackend``: a name of as many characters."""
+    if len(backend) != len(_MLX):
+        raise EtkvError(f"backend is {backend!r}, expected a name of {len(_MLX)} characters")
+    # A string of a flatbuffer: its length, its characters and a zero.
+    before, after = (struct.pack("<I", len(name)) + name.encode() + b"\0" for name in (_MLX, backend))
+    with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as whole:
+        n_tables, _ = _extent(whole[: _HEAD.size], path, len(whole))
+        with memoryview(whole) as view, view[n_tables:] as segments:
+            return b"".join((whole[:n_tables].replace(before, after), segments))
 
 
 def constant(program: Any, name: str) -> Any:

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 
 from etkv import _capi, _library, pte
 from etkv.errors import EtkvError, ProgramError, first_line
-from etkv.session import Session
+from etkv.session import Session, load_options
 
 if TYPE_CHECKING:
     import numpy as np
@@ -34,20 +34,24 @@ _process: int | None = None
 """The process that loaded the first program."""
 
 
-def register_backend() -> None:
-    """Make ``MLXBackend`` known to the installed ExecuTorch's runtime, in this process; again does nothing.
+def register_backend() -> str:
+    """Make etkv's delegate known to the installed ExecuTorch's runtime, in this process; again does nothing.
+
+    Returns the id of the backend that runs programs on it: ``MLXBackend``, or ``EtkvForMLX`` where ExecuTorch's own MLX
+    backend was registered before, as on macOS by an earlier ``import executorch.runtime``. :func:`load` serves both.
 
     Raises :class:`EtkvError` where ExecuTorch, MLX or the native libraries are missing or of another release.
     """
     with _library.EXECUTORCH_CALLS:
-        _library.mlx_backend()
+        return _library.mlx_backend()
 
 
 def load(path: str | Path, session: Session | None, *, logits: str = "all", method: str = METHOD) -> Program:
     """Open the program at ``path`` and bind it to the cache of ``session``.
 
-    ``session`` may be ``None`` for a program that keeps no cache. ``logits`` is ``all`` or ``last``: which rows of the
-    output are computed. A prompt needs the last one only.
+    ``session`` may be ``None`` for a program that keeps no cache: it is bound to none, also within
+    :meth:`etkv.Session.bound`. ``logits`` is ``all`` or ``last``: which rows of the output are computed. A prompt needs
+    the last one only.
 
     Raises :class:`EtkvError`: the message names what is missing or does not fit.
     """
@@ -59,10 +63,8 @@ def load(path: str | Path, session: Session | None, *, logits: str = "all", meth
             head = file.read(8)
     except OSError as error:
         raise EtkvError(f"{path} cannot be read: {error.strerror}") from error
-    if head[4:6] != b"ET":
-        raise EtkvError(f"{path} is not an ExecuTorch program")
-    register_backend()
-    return Program(path, session, logits, method)
+    pte.check_mark(head, path)
+    return Program(path, session, logits, method, register_backend())
 
 
 class Program:
@@ -72,34 +74,33 @@ class Program:
     A process that was forked after a program was loaded has the threads of neither ExecuTorch nor MLX, and is refused.
     """
 
-    def __init__(self, path: Path, session: Session | None, logits: str, method: str) -> None:
+    def __init__(self, path: Path, session: Session | None, logits: str, method: str, backend: str) -> None:
         _require_one_process()
         self.path = path
         self.session = session
         self._metadata: ModelCacheParams | None = None
         with _library.EXECUTORCH_CALLS:
-            self._load(logits, method)
+            self._load(logits, method, backend)
 
-    def _load(self, logits: str, method: str) -> None:
+    def _load(self, logits: str, method: str, backend: str) -> None:
         from executorch.runtime import Runtime, Verification
 
         path, session = self.path, self.session
         try:
-            self._program = Runtime.get().load_program(path, verification=Verification.Minimal)
-        except RuntimeError as error:
+            # Another backend's id is not in the file but in a copy of it in memory.
+            data = path if backend == _library.MLX_BACKEND else pte.for_backend(path, backend)
+            self._program = Runtime.get().load_program(data, verification=Verification.InternalConsistency)
+        except pte.DAMAGE as error:
             raise ProgramError(f"{path} is damaged: {first_line(error)}") from error
         if method not in self._program.method_names:
             names = ", ".join(sorted(self._program.method_names))
             raise EtkvError(f"{path} has no method {method!r}; it has {names}")
         _capi.forget_delegate_error()
         try:
-            if session is None:
+            with load_options(None, logits) if session is None else session.bound(logits):
                 self._method = self._program.load_method(method)
-            else:
-                with session.bound(logits):
-                    self._method = self._program.load_method(method)
             self._max_tokens = _max_tokens(self._method.metadata)
-        except RuntimeError as error:
+        except pte.DAMAGE as error:
             reason = f"the method {method} of {path} cannot be loaded: {first_line(error)}"
             _capi.raise_delegate_error(lambda: ProgramError(reason), error)
 
@@ -211,7 +212,10 @@ def _check_inputs(inputs: Sequence[Any], method: Any, name: str) -> None:
     for index, given in enumerate(inputs):
         if not isinstance(given, torch.Tensor):
             continue
-        most = list(method.input_tensor_meta(index).sizes())
+        try:
+            most = list(method.input_tensor_meta(index).sizes())
+        except pte.DAMAGE as error:
+            raise EtkvError(f"input {index} of {name} is no tensor: {first_line(error)}") from error
         sizes = list(given.shape)
         if len(sizes) != len(most) or any(size > limit for size, limit in zip(sizes, most, strict=True)):
             raise EtkvError(f"input {index} of {name} has shape {sizes}, it is at most {most}")

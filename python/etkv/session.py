@@ -81,18 +81,8 @@ class Session(Cache):
 
         ``logits`` is ``all`` or ``last``: which rows the program computes.
         """
-        key = self.key
-        if logits not in LOGITS:
-            raise EtkvError(f"logits is {logits!r}, it is one of {', '.join(LOGITS)}")
-        before = getattr(_of_thread, "options", (ffi.NULL, ffi.NULL))
-        options = ffi.new("char[]", key.encode()), ffi.new("char[]", logits.encode())
-        call("etkv_delegate_set_load_options", *options)
-        _of_thread.options = options
-        try:
+        with load_options(self.key, logits):
             yield
-        finally:
-            call("etkv_delegate_set_load_options", *before)
-            _of_thread.options = before
 
     def _raw(self) -> Any:
         if not self._open:
@@ -129,3 +119,23 @@ class TreeSession(Session, TreeCache):
 
 
 _of_thread = threading.local()
+
+
+@contextlib.contextmanager
+def load_options(key: str | None, logits: str) -> Iterator[None]:
+    """Load what this thread loads in the block with these options: the cache of ``key``, or none, and rows of logits.
+
+    Blocks nest: a block that names no key binds nothing, also within one that does.
+    """
+    if logits not in LOGITS:
+        raise EtkvError(f"logits is {logits!r}, it is one of {', '.join(LOGITS)}")
+    lib()
+    before = getattr(_of_thread, "options", (ffi.NULL, ffi.NULL))
+    options = ffi.NULL if key is None else ffi.new("char[]", key.encode()), ffi.new("char[]", logits.encode())
+    call("etkv_delegate_set_load_options", *options)
+    _of_thread.options = options
+    try:
+        yield
+    finally:
+        call("etkv_delegate_set_load_options", *before)
+        _of_thread.options = before

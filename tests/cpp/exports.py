@@ -26,7 +26,7 @@ def exported(nm: str, library: Path) -> set[str]:
         listing = [nm, "-gU", "-j", str(library)]
     else:
         listing = [nm, "-D", "--defined-only", "--format=just-symbols", str(library)]
-    symbols = subprocess.run(listing, check=True, capture_output=True, text=True).stdout.split()
+    symbols = subprocess.run(listing, check=True, capture_output=True, text=True, timeout=120).stdout.split()
     names = {symbol.removeprefix("_") if sys.platform == "darwin" else symbol for symbol in symbols}
     return {name for name in names if not name.startswith(PRIVATE)}
 

@@ -32,7 +32,7 @@ def main(include: Path, cc: str, cxx: str, flags: list[str]) -> int:
 
     def compile_with(what: str, arguments: list[str]) -> None:
         nonlocal passed
-        run = subprocess.run(arguments, capture_output=True, text=True)
+        run = subprocess.run(arguments, capture_output=True, text=True, timeout=300)
         if run.returncode == 0:
             passed += 1
         else:

@@ -1,6 +1,10 @@
 // Sessions, keys and programs: who finds whose cache, and who keeps it alive.
 
 #include <algorithm>
+#include <cstring>
+#include <filesystem>
+#include <fstream>
+#include <iterator>
 #include <set>
 #include <thread>
 
@@ -48,6 +52,32 @@ void what_a_program_tells() {
       load_method(model.module(), "backward", options),
       ETKV_ERROR_PROGRAM,
       "backward");
+}
+
+/// ExecuTorch's default looks at a program's first bytes only. Here the table
+/// behind them says that its fields are far outside of the file.
+void damaged_tables() {
+  std::ifstream whole(program_path("llama-f32"), std::ios::binary);
+  std::string bytes(
+      (std::istreambuf_iterator<char>(whole)),
+      std::istreambuf_iterator<char>());
+  uint32_t root = 0;
+  std::memcpy(&root, bytes.data(), sizeof(root));
+  REQUIRE(root + 4 < bytes.size());
+  std::memset(bytes.data() + root, 0x7f, 4);
+  const std::string path =
+      std::filesystem::temp_directory_path() / "etkv-damaged-tables.pte";
+  std::ofstream(path, std::ios::binary) << bytes;
+
+  Module module(path, Module::LoadMode::Mmap);
+  CHECK_REFUSED(
+      read_kv_cache_metadata(module), ETKV_ERROR_PROGRAM, "cannot open");
+  LoadOptions options("cache");
+  CHECK_REFUSED(
+      load_method(module, "forward", options), ETKV_ERROR_PROGRAM, "forward");
+  CHECK_REFUSED(execute(module, "forward", {}), ETKV_ERROR_PROGRAM, "forward");
+  CHECK(!module.is_loaded());
+  std::filesystem::remove(path);
 }
 
 void faces_in_cpp() {
@@ -426,6 +456,7 @@ int main() {
   using namespace etkv::tests;
   etkv::examples::quiet_executorch();
   what_a_program_tells();
+  damaged_tables();
   faces_in_cpp();
   keys_are_unique();
   unknown_keys();

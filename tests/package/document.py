@@ -13,6 +13,11 @@ import subprocess
 from dataclasses import dataclass, field
 from pathlib import Path
 
+import bounded
+
+SECONDS = 3600
+"""The most that a command of a page takes."""
+
 FENCE = re.compile(r"^```(\w*)$")
 FILE = re.compile(r"`([\w./-]+)`:$")
 
@@ -87,13 +92,12 @@ def follow(page: Path, home: Path, without: str = "") -> str | None:
         if without and without in step.text:
             continue
         # Where a command leaves off is where the next begins.
-        done = subprocess.run(
-            ["bash", "-ec", f"{step.text}\npwd > ~/.folder"],
-            cwd=folder,
-            env=environment,
-            capture_output=True,
-            text=True,
-        )
+        words = ["bash", "-ec", f"{step.text}\npwd > ~/.folder"]
+        streams = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+        try:
+            done = bounded.run(words, SECONDS, cwd=folder, env=environment, **streams)
+        except subprocess.TimeoutExpired:
+            return f"`{step.text}` was ended after {SECONDS} s"
         if done.returncode != 0:
             return f"`{step.text}` ended with {done.returncode}:\n{(done.stdout + done.stderr)[-4000:]}"
         printed = done.stdout.splitlines()

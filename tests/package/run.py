@@ -1,5 +1,5 @@
 """Builds and runs what others build on etkv: against an installed tree that has been moved, with pkg-config, with
-etkv's sources within, as docs/embedding.md says, and from Python's wheel, as docs/python.md says.
+etkv's sources within, from Rust, as docs/embedding.md says, and from Python's wheel, as docs/python.md says.
 
 ``run.py CMAKE_BUILD``: the folder that etkv is built in; Cargo's output is reused from there.
 """
@@ -16,10 +16,16 @@ import time
 from collections.abc import Iterable
 from pathlib import Path
 
+import bounded
+
 import document
 
 HERE = Path(__file__).resolve().parent
 SOURCE = HERE.parent.parent
+
+SECONDS = 3600
+"""The most that a command takes. What compiles all of it takes minutes."""
+
 MODELS = SOURCE / "build/models/cpp-tests"
 PROGRAM = MODELS / "llama-f32/model.pte"
 DARWIN = sys.platform == "darwin"
@@ -35,17 +41,20 @@ class Failed(Exception):  # noqa: N818
 def run(*command: object, env: dict[str, str] | None = None, cwd: Path | None = None, fails: bool = False) -> str:
     """What `command` prints; it has to succeed, or to fail if `fails`."""
     arguments = [str(argument) for argument in command]
-    done = subprocess.run(
-        arguments,
-        cwd=cwd,
-        env={**os.environ, **(env or {})},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-    )
+    environment = {**os.environ, **(env or {})}
+    streams = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
+    try:
+        done = bounded.run(arguments, SECONDS, cwd=cwd, env=environment, **streams)
+    except subprocess.TimeoutExpired as late:
+        raise Failed(f"{' '.join(arguments)}\nwas ended after {SECONDS} s:\n{told(late.output)}") from late
     if (done.returncode != 0) != fails:
         raise Failed(f"{' '.join(arguments)}\nended with {done.returncode}:\n{done.stdout[-6000:]}")
     return done.stdout
+
+
+def told(output: bytes | str | None) -> str:
+    """The last of what an ended command printed."""
+    return (output.decode(errors="replace") if isinstance(output, bytes) else output or "")[-6000:]
 
 
 def expect(condition: bool, what: str) -> None:
@@ -168,6 +177,27 @@ class Package:
         problem = document.follow(SOURCE / "docs/embedding.md", home, without)
         expect(problem is None, str(problem))
 
+    def crate(self) -> None:
+        """A Rust crate outside, as docs/embedding.md says, with the patch that it has to repeat."""
+        home = self.scratch / "crate"
+        files = [step for step in document.steps((SOURCE / "docs/embedding.md").read_text()) if hasattr(step, "path")]
+        files = [file for file in files if file.path.startswith("counter/")]
+        expect(len(files) == 3, f"the page has {[file.path for file in files]}")
+        for file in files:
+            path = home / file.path
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_text(file.text.replace("../etkv", str(SOURCE)))
+        # The versions and the profile that are built already.
+        shutil.copy(SOURCE / "Cargo.lock", home / "counter")
+        with (home / "counter/Cargo.toml").open("a") as manifest:
+            manifest.write('\n[profile.release]\ndebug = "line-tables-only"\n')
+        built = ["--release", "--quiet", "--target-dir", SOURCE / "build/cargo"]
+        environment = {"ETKV_PYTHON": str(self.python)}
+        said = run("cargo", "tree", "--package", "mlx-sys", "--depth", "0", env=environment, cwd=home / "counter")
+        expect(str(SOURCE / "crates/mlx-sys") in said, f"not etkv's mlx-sys: {said}")
+        said = run("cargo", "run", *built, env=environment, cwd=home / "counter")
+        expect(said.endswith("0 of 4096 positions\n"), said)
+
     def wheel(self) -> None:
         """The wheel of Python's package, where nothing else of the checkout is, and docs/python.md on it."""
         wheels = self.scratch / "wheels"
@@ -208,6 +238,7 @@ def main(build: Path) -> int:
             tests.pkg_config,
             tests.subdirectory,
             tests.documentation,
+            tests.crate,
             tests.wheel,
         ):
             started = time.monotonic()

@@ -3,15 +3,24 @@
 from __future__ import annotations
 
 import os
+import signal
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
+# A process ignores what its parent ignores, and a shell's background jobs ignore Ctrl-C: programs that tests start
+# would not see it. With Python's own handler here, they begin with the default one.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+
 # Workers share the cores. Threads of OpenMP wait for each other without sleep: where each worker has as many as there
 # are cores, most of their time goes into waiting.
 if "PYTEST_XDIST_WORKER" in os.environ:
     os.environ["OMP_NUM_THREADS"] = "1"
+
+# float32 is compared with float32: newer GPUs round the factors of products to TF32 otherwise.
+os.environ["MLX_ENABLE_TF32"] = "0"
 
 import reference
 import tiny_gguf

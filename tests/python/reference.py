@@ -241,6 +241,16 @@ def run(command: Sequence[Any], timeout: float = _TIMEOUT_SECONDS, **options: An
     return subprocess.run(words, capture_output=True, text=True, encoding="utf-8", timeout=timeout, **options)
 
 
+@contextlib.contextmanager
+def started(command: Sequence[Any], **options: Any) -> Iterator[subprocess.Popen]:
+    """A tool that runs beside the test. It ends with the block, however that does."""
+    with subprocess.Popen([str(word) for word in command], **options) as process:
+        try:
+            yield process
+        finally:
+            process.kill()
+
+
 # ---- transformers ---------------------------------------------------------------------------------------------------
 
 

@@ -6,6 +6,7 @@ import dataclasses
 import json
 import shutil
 import types
+from pathlib import Path
 
 import pytest
 
@@ -181,6 +182,39 @@ def test_a_failed_export_leaves_the_previous_one(exported, tiny, tmp_path, monke
         export_program(ExportRequest(model=tiny("tiny-llama"), output=out / "model.pte", dtype="float16"))
     assert {file.name: file.read_bytes() for file in out.iterdir() if file.is_file()} == before
     assert {file.name for file in out.iterdir()} == {*before, "hf"}
+
+
+@pytest.mark.parametrize("where", ["etkv.export.lowering.lower", "etkv.export.companions.write"])
+def test_a_failed_export_leaves_the_weights_of_the_previous_one(exported, tiny, tmp_path, monkeypatch, where):
+    out = shutil.copytree(exported("tiny-llama"), tmp_path / "out")
+    before = {file: file.read_bytes() for file in out.rglob("*") if file.is_file()}
+
+    def fail(*_):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(where, fail)
+    request = ExportRequest(tiny("tiny-llama"), out / "model.pte", dtype="float16", keep_hf=out / "hf")
+    with pytest.raises((EtkvError, OSError), match="No space left on device"):
+        export_program(request)
+    assert {file: file.read_bytes() for file in out.rglob("*") if file.is_file()} == before
+    assert [folder for folder in out.rglob("*") if folder.is_dir()] == [out / "hf"]
+
+
+@pytest.mark.parametrize("beside", [False, True], ids=["one folder for all", "beside a GGUF file"])
+def test_what_was_written_together_is_current(tiny, tiny_llama_gguf, tmp_path, beside):
+    """Program, weights and, of a GGUF file, the model in one folder: nothing is exported again, and no input lost."""
+    model = shutil.copy(tiny_llama_gguf, tmp_path) if beside else tiny("tiny-llama")
+    source_files = {file: file.read_bytes() for file in source.find(Path(model)).files()}
+    request = ExportRequest(Path(model), tmp_path / "model.pte", keep_hf=tmp_path)
+    assert not is_current(request)
+    export_program(request)
+    first = request.output.read_bytes()
+    assert is_current(request)
+    assert {file: file.read_bytes() for file in source_files} == source_files
+    # What lies beside a GGUF file now changes nothing of what is read from it.
+    export_program(request)
+    assert is_current(request)
+    assert request.output.read_bytes() == first
 
 
 def test_companions_of_an_earlier_model_go(tiny, tmp_path):

@@ -116,6 +116,35 @@ def test_sequences_of_one_session(tiny, greedy):
         assert session.sequences() == [0, 9]
 
 
+@pytest.mark.parametrize("failing", [1, 2], ids=["prefill", "decode"])
+def test_a_step_that_fails_leaves_nothing_declared(tiny, greedy, monkeypatch, failing):
+    """A tree takes candidates, and any step is the next one's own."""
+    with etkv.TreeSession(config(tiny, 200)) as session, etkv.load(tiny.path, session) as program:
+        forward, calls = program.forward, []
+
+        def fails(*args, **options):
+            calls.append(1)
+            if len(calls) == failing:
+                raise KeyboardInterrupt
+            return forward(*args, **options)
+
+        monkeypatch.setattr(program, "forward", fails)
+        answer = etkv.generate(program, PROMPT, max_new_tokens=8, end_ids=[])
+        with pytest.raises(KeyboardInterrupt):
+            list(answer)
+        assert answer.ids == greedy[: failing - 1]
+        at = session.seq_next(0)
+        assert at == (len(PROMPT) if answer.ids else 0)
+        rest = answer.ids[answer.held :] or PROMPT
+        # Two candidates, which is not what the answer had declared.
+        session.propose([-1, -1])
+        forward([rest[0]] * 2, [at] * 2)
+        session.commit([0] if answer.ids else [])
+        if not answer.ids:
+            assert list(etkv.generate(program, PROMPT, max_new_tokens=3, end_ids=[])) == greedy[:3]
+        assert session.seq_next(0) > at
+
+
 def test_draws(program):
     """A seed repeats, the best one alone is greedy, and a temperature spreads."""
 
@@ -220,6 +249,56 @@ def test_steps_of_window_layers_are_those_of_the_cache():
     assert answers[0] == answers[1]
 
 
+@pytest.mark.parametrize("kind", [etkv.DecodeSession, etkv.SeqSession])
+def test_steps_before_a_conversion_are_those_of_the_cache(kind):
+    """60 tokens, quantized after 48, in steps of 8 at most: the cache refuses longer ones before the conversion."""
+    wide = reference.program(Variant("tiny-qwen3"))
+    formats = {"k_format": "affine8g32", "v_format": "mxfp8", "float_format": "f32"}
+    prompt = [(7 * i) % 250 for i in range(60)]
+    settings = config(wide, 200, max_step=8, quantize_after=48, **formats)
+    with kind(settings) as session, etkv.load(wide.path, session, logits="last") as program:
+        assert session.formats == ("f32", "f32")
+        assert len(list(etkv.generate(program, prompt, max_new_tokens=4, end_ids=[]))) == 4
+        assert session.formats == ("affine8g32", "mxfp8")
+
+
+@pytest.mark.parametrize("options", [{"temperature": -1}, {"max_new_tokens": 3, "fails_at": 1}, {"fails_at": 3}, {}])
+def test_a_chat_goes_on_after_a_turn_that_is_refused_or_fails(tiny, program, monkeypatch, options):
+    """Refused for its options, its length, or failed at its first step or a later one: the next is as without it."""
+    tokenizer = etkv.Tokenizer.beside(tiny.path)
+    chat = etkv.Chat(program, tokenizer)
+    list(chat.say("Hi", max_new_tokens=6, end_ids=[]))
+    messages = list(chat.messages)
+
+    fails_at, options = options.get("fails_at"), {key: options[key] for key in options if key != "fails_at"}
+    with monkeypatch.context() as patch, pytest.raises(etkv.EtkvError):
+        if fails_at:
+            steps, forward = iter(range(1, 100)), program.forward
+
+            def failing(*arguments, **more):
+                if next(steps) == fails_at:
+                    raise etkv.EtkvError("a step that fails")
+                return forward(*arguments, **more)
+
+            patch.setattr(program, "forward", failing)
+        list(chat.say("and then?" if options or fails_at else "x" * 300, **options, end_ids=[]))
+    assert chat.messages == messages
+
+    whole = tokenizer.chat([*messages, {"role": "user", "content": "And you?"}])
+    list(chat.say("And you?", max_new_tokens=6, end_ids=[]))
+    assert [message["role"] for message in chat.messages] == ["user", "assistant"] * 2
+    with etkv.DecodeSession(config(tiny, 200)) as alone, etkv.load(tiny.path, alone, logits="last") as other:
+        assert list(etkv.generate(other, whole, max_new_tokens=6, end_ids=[])) == chat.answer.ids
+
+
+def test_messages_that_the_template_refuses_are_dropped(tiny, program):
+    chat = etkv.Chat(program, etkv.Tokenizer.beside(tiny.path))
+    chat.messages.append(3)
+    with pytest.raises(etkv.EtkvError, match="the chat template does not take these messages"):
+        list(chat.say("Hi"))
+    assert chat.messages == [3]
+
+
 def test_missing_tokenizer(tmp_path):
     with pytest.raises(etkv.EtkvError, match=r"has no tokenizer.json: the exporter writes it beside the program"):
         etkv.Tokenizer.beside(tmp_path / "model.pte")
@@ -258,14 +337,10 @@ with etkv.DecodeSession(config(tiny, 200)) as session, etkv.load(tiny.path, sess
 
 def test_an_interruption_leaves_the_cache_usable(tiny):
     """Ctrl-C at any time: what the session holds is whole, and answering goes on from there."""
-    process = subprocess.Popen(
-        [sys.executable, "-c", _INTERRUPTED],
-        stdout=subprocess.PIPE,
-        text=True,
-        env={**os.environ, "ETKV_TEST_KEEP_PROGRAMS": "1", "PYTHONPATH": os.pathsep.join(sys.path)},
-    )
     expected = reference.greedy(tiny.hf, {"prompt": PROMPT}, 200)["prompt"].ids
-    try:
+    environment = {**os.environ, "ETKV_TEST_KEEP_PROGRAMS": "1", "PYTHONPATH": os.pathsep.join(sys.path)}
+    words = [sys.executable, "-c", _INTERRUPTED]
+    with reference.started(words, stdout=subprocess.PIPE, text=True, env=environment) as process:
         for pause in (0.01, 0.05, 0.11):
             assert process.stdout.readline() == "ready\n"
             time.sleep(pause)
@@ -275,9 +350,6 @@ def test_an_interruption_leaves_the_cache_usable(tiny):
             assert told["ids"] == expected[: told["held"]]
             after = told["held"] + 1 if told["length"] else 0
             assert told["rest"] == expected[after : after + 3]
-    finally:
-        process.kill()
-        process.wait()
 
 
 def test_bars(tiny, capfd):
@@ -297,6 +369,7 @@ def test_bars(tiny, capfd):
             "ETKV_TEST_KEEP_PROGRAMS": "1",
             "PYTHONPATH": os.pathsep.join(sys.path),
         },
+        timeout=120,
     )
     assert done.stdout.startswith("["), done.stderr
     assert "prompt" in done.stderr

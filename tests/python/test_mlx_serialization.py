@@ -33,7 +33,10 @@ def _start(cache: str | Path, program: str = _MAKE) -> subprocess.Popen:
 
 
 def _finish(process: subprocess.Popen) -> str:
-    output, _ = process.communicate(timeout=120)
+    try:
+        output, _ = process.communicate(timeout=120)
+    finally:
+        process.kill()
     assert process.returncode == 0
     return output.strip()
 

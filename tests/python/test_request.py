@@ -85,6 +85,52 @@ def test_unwritable_folder(capsys, tmp_path, model, option):
     assert str(tmp_path / "file") in said
 
 
+def contents(folder: Path) -> dict[str, bytes | None]:
+    return {str(file.relative_to(folder)): file.read_bytes() if file.is_file() else None for file in folder.rglob("*")}
+
+
+@pytest.mark.parametrize("through", ["model", "model/", "link", "model/../link", "link/within", "model/not/there/yet"])
+@pytest.mark.parametrize("option", ["--output", "--keep-hf"])
+def test_the_model_is_not_written_to(capsys, tmp_path, model, option, through):
+    """Whatever links lead there, and before anything is made: a folder, a trial file."""
+    (tmp_path / "link").symlink_to(model)
+    (model / "within").mkdir()
+    folder = tmp_path / through
+    before = contents(tmp_path)
+    given = folder / "x.pte" if option == "--output" else folder
+    arguments = {"--output": tmp_path / "out" / "x.pte", option: given}
+    said = _run(capsys, "--model", model, *(part for pair in arguments.items() for part in pair))
+    assert said == (
+        f"{option[2:]} {given} is inside the model's folder {model}, whose files the export would replace; "
+        "choose a folder outside of it"
+    )
+    assert contents(tmp_path) == before
+    # The model may be what is a link, too.
+    assert "is inside the model's folder" in _run(
+        capsys, "--model", tmp_path / "link", *(part for pair in arguments.items() for part in pair)
+    )
+    assert contents(tmp_path) == before
+
+
+def test_files_that_the_model_links_to_are_not_written_to(capsys, tmp_path, model):
+    """As in a hub's cache, where a model's folder has nothing but links."""
+    blobs = tmp_path / "blobs"
+    blobs.mkdir()
+    (model / "config.json").replace(blobs / "config.json")
+    (model / "config.json").symlink_to(blobs / "config.json")
+    said = _run(capsys, "--model", model, "--output", tmp_path / "out" / "x.pte", "--keep-hf", blobs)
+    assert said.startswith(f"keep-hf {blobs} is where files of the model {model} are linked from")
+    assert contents(blobs) == {"config.json": b"{}"}
+
+
+def test_folders_around_and_beside_the_model_are_fine(tmp_path, model):
+    request = ExportRequest(model, tmp_path / "x.pte", keep_hf=tmp_path / "model-hf").validated()
+    assert (request.output, request.keep_hf) == (tmp_path / "x.pte", tmp_path / "model-hf")
+    (model / "x.gguf").touch()
+    request = ExportRequest(model / "x.gguf", model / "x.pte", keep_hf=model).validated()
+    assert (request.output, request.keep_hf) == (model / "x.pte", model)
+
+
 def test_aliases_and_relative_paths(model, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     request = ExportRequest(Path("model"), Path("out/x.pte"), dtype="bf16").validated()
@@ -129,7 +175,7 @@ def test_help_is_complete_and_needs_no_large_package():
         "except SystemExit as end: assert not end.code\n"
         "assert not {'torch', 'transformers', 'executorch.exir'} & set(sys.modules)"
     )
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True, timeout=60)
     for option in (
         *("--model", "--dtype", "--quantize", "--group-size", "--max-context", "--prefill-chunk"),
         *("--layers", "--logits", "--tap-layers", "--keep-hf"),

@@ -36,7 +36,7 @@ def test_the_page_has_every_runner():
 def programs():
     """What the page has exported."""
     for commands in re.findall(r"^```sh\n(.*?)^```$", PAGE.read_text(), re.MULTILINE | re.DOTALL):
-        subprocess.run(commands, shell=True, cwd=reference.ROOT, check=True)
+        subprocess.run(commands, shell=True, cwd=reference.ROOT, timeout=7200, check=True)
 
 
 @pytest.mark.real_model

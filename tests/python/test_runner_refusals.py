@@ -114,16 +114,17 @@ def test_memory_returns_to_where_it_was(llama, name):
 def test_stopped_within_a_step(llama, name, tmp_path, number):
     """No file is left, and Ctrl-C ends a runner in its own words."""
     environment = {**os.environ, "TMPDIR": str(tmp_path), "HOME": str(tmp_path)}
-    words = [str(word) for word in command(name, llama, "--repeat", 100_000, "--max-new-tokens", 8)]
+    words = command(name, llama, "--repeat", 100_000, "--max-new-tokens", 8)
     streams = {"stdout": subprocess.DEVNULL, "stderr": subprocess.PIPE}
-    with subprocess.Popen(words, cwd=tmp_path, env=environment, **streams) as run:
+    with reference.started(words, cwd=tmp_path, env=environment, **streams) as run:
         # In the middle of a round: the first is over, and so many more are to come.
         told = run.stderr.readline()
         while not told.startswith(b"round"):
+            assert told, "it ended by itself"
             told = run.stderr.readline()
         time.sleep(0.1)
         run.send_signal(number)
-        rest = run.stderr.read().decode()
+        rest = run.communicate(timeout=60)[1].decode()
     if number == signal.SIGINT:
         assert run.returncode == INTERRUPTED, rest
         assert rest.endswith("stopped: interrupted\n")
@@ -134,11 +135,13 @@ def test_stopped_within_a_step(llama, name, tmp_path, number):
 
 def test_rollback_stops_between_scenes(llama):
     """Ctrl-C within an answer: no other begins, and no heading of one is printed."""
-    words = [str(word) for word in command("rollback", llama, "--max-new-tokens", 400)]
+    words = command("rollback", llama, "--max-new-tokens", 400)
     streams = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True, "encoding": "utf-8"}
-    with subprocess.Popen(words, errors="replace", **streams) as run:
-        while not run.stdout.readline().startswith("## "):
-            pass
+    with reference.started(words, errors="replace", **streams) as run:
+        told = run.stdout.readline()
+        while not told.startswith("## "):
+            assert told, "it ended by itself"
+            told = run.stdout.readline()
         run.send_signal(signal.SIGINT)
         written, told = run.communicate(timeout=60)
     assert run.returncode == INTERRUPTED, told

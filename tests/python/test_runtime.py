@@ -9,6 +9,7 @@ import sys
 import textwrap
 import threading
 import warnings
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -16,8 +17,10 @@ import torch
 
 import etkv
 import reference
+from etkv import _capi, _mlx_serialization
 from reference import Variant
 
+SUFFIX = ".dylib" if sys.platform == "darwin" else ".so"
 PROMPT = [60, 61, 62, 63, 64, 65, 66]
 
 
@@ -120,9 +123,9 @@ def test_bfloat16_rows_are_tensors_or_widened():
 
 
 def test_the_runtime_of_executorch_runs_it_too(tiny, expected):
+    etkv.register_backend()
     from executorch.runtime import Runtime
 
-    etkv.register_backend()
     runtime = Runtime.get()
     assert runtime.backend_registry.is_available("MLXBackend")
     with etkv.SeqSession(config(tiny)) as session:
@@ -139,9 +142,8 @@ def test_the_runtime_of_executorch_runs_it_too(tiny, expected):
 
 def test_what_is_bound_is_the_thread_s_and_nests(tiny):
     """What a block binds is undone where it ends, also by an error, and no other thread sees it."""
-    from executorch.runtime import Runtime
-
     etkv.register_backend()
+    from executorch.runtime import Runtime
 
     def loads(into: etkv.Session | None) -> bool:
         """Whether what is loaded now runs on the cache of ``into``."""
@@ -236,6 +238,46 @@ def test_a_bad_step_changes_nothing(tiny, session, expected, ids, positions, err
         np.testing.assert_allclose(run(program, PROMPT[6:], 6), expected[6:], atol=2e-4)
 
 
+def test_rows_without_a_session(tmp_path):
+    """``logits`` is checked and applied also where there is no cache."""
+    path = cacheless(tmp_path / "x.pte")
+    with pytest.raises(etkv.EtkvError, match="logits is 'some', it is one of all, last"):
+        etkv.load(path, None, logits="some")
+    for logits, rows in (("all", 5), ("last", 1)):
+        with etkv.load(path, None, logits=logits) as program:
+            assert program.execute(torch.arange(5).reshape(1, 5))[0].shape == (1, rows, 16)
+
+
+def cacheless(path: Path) -> Path:
+    """A program without attention, ids [1, T] to logits [1, T, 16], written to ``path``."""
+    _mlx_serialization.ensure_available()
+    from executorch import exir
+    from executorch.backends.mlx import MLXPartitioner, ops  # noqa: F401
+
+    traced = torch.export.export(
+        torch.nn.Sequential(torch.nn.Embedding(16, 32), torch.nn.Linear(32, 16)),
+        (torch.zeros((1, 3), dtype=torch.long),),
+        dynamic_shapes=({1: torch.export.Dim("tokens", min=1, max=8)},),
+        strict=True,
+    )
+    lowered = exir.to_edge_transform_and_lower(traced, partitioner=[MLXPartitioner()])
+    path.write_bytes(lowered.to_executorch().buffer)
+    return path
+
+
+def test_no_session_is_none_of_the_block(tiny, session):
+    """A program that asks for no session has none, whatever the block around it binds."""
+    with session.bound(), etkv.load(tiny.path, None) as program:
+        assert program.session is None
+        with pytest.raises(etkv.NoCacheError, match="loaded without one"):
+            run(program, PROMPT)
+        assert session.length == 0
+        # The block goes on as it was.
+        with etkv.load(tiny.path, session) as bound:
+            run(bound, PROMPT)
+        assert session.length == len(PROMPT)
+
+
 def test_without_a_session(tiny):
     with etkv.load(tiny.path, None) as program, pytest.raises(etkv.NoCacheError, match="loaded without one"):
         run(program, PROMPT)
@@ -285,11 +327,31 @@ def test_what_is_no_program(tiny, session, tmp_path):
 
 
 def test_a_missing_library_is_told(tiny, tmp_path):
-    script = "import etkv\ntry: etkv.row_bytes('f16', 64)\nexcept etkv.EtkvError as error: print(error)"
-    done = subprocess.run(
-        [sys.executable, "-c", script], env={"ETKV_LIBRARY_DIR": str(tmp_path)}, capture_output=True, text=True
-    )
-    assert done.stdout.strip() == f"ETKV_LIBRARY_DIR is {tmp_path}, which has no libetkv.so"
+    """The second time as the first."""
+    missing = [f"ETKV_LIBRARY_DIR is {tmp_path}, which has no libetkv{SUFFIX}"]
+    assert two_uses(tmp_path) == missing * 2
+    library = tmp_path / f"libetkv{SUFFIX}"
+    library.write_bytes(b"not a library")
+    first, second = two_uses(tmp_path)
+    assert first == second
+    assert first.startswith(f"{library} cannot be loaded: ")
+    library.unlink()
+    # One that loads, and has an interface from before this package.
+    source = tmp_path / "old.c"
+    source.write_text("unsigned etkv_abi_version(void) { return 1; }\n")
+    subprocess.run(["cc", "-shared", "-fPIC", source, "-o", library], check=True, timeout=60)
+    told = f"{library} has interface 1, this package needs {_capi.ABI_VERSION}: build it again"
+    assert two_uses(tmp_path) == [told] * 2
+
+
+def two_uses(libraries: Path) -> list[str]:
+    """What two uses say that find the native libraries in this folder."""
+    use = "try: etkv.row_bytes('f16', 64)\nexcept etkv.EtkvError as error: print(error)\n"
+    environment = {**os.environ, "ETKV_LIBRARY_DIR": str(libraries)}
+    command = [sys.executable, "-c", "import etkv\n" + use * 2]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
+    return done.stdout.splitlines()
 
 
 def test_loaded_on_one_thread_and_run_on_another(tiny, session, expected):

@@ -69,6 +69,7 @@ etkv_mlx_end_without_driver() {
 
 #else
 
-extern "C" void etkv_mlx_end_without_driver() {}
+extern "C" __attribute__((visibility("hidden"))) void
+etkv_mlx_end_without_driver() {}
 
 #endif

@@ -5,9 +5,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import shutil
 import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -64,19 +66,24 @@ def export_program(request: ExportRequest, progress: Progress | None = None) -> 
     if request.quantize is not None:
         with progress.step(f"quantizing to {request.quantize}"):
             lowering.quantize(model, request.quantize, settled.group_size)
-    if request.keep_hf is not None:
-        with progress.step(f"writing the weights to {request.keep_hf}"):
-            hf_folder.write(request.keep_hf, model, tokenizer, generation)
+    with contextlib.ExitStack() as scratches:
+        kept = None
+        if request.keep_hf is not None:
+            # Now, while the model is as it is traced; in its place once there is a program.
+            with _writing(request.keep_hf):
+                kept = scratches.enter_context(hf_folder.Staged(request.keep_hf))
+            with progress.step(f"writing the weights for {request.keep_hf}"), _writing(request.keep_hf):
+                kept.write(model, tokenizer, generation)
 
-    methods = lowering.constant_methods(request, settled, generation)
-    if guess is not None:
-        methods["get_draft_tap"] = config.get_text_config().num_hidden_layers - request.draft - 1
-    program = lowering.lower(_step(request, model, guess), settled, methods, progress)
+        methods = lowering.constant_methods(request, settled, generation)
+        if guess is not None:
+            methods["get_draft_tap"] = config.get_text_config().num_hidden_layers - request.draft - 1
+        program = lowering.lower(_step(request, model, guess), settled, methods, progress)
 
-    folder = request.output.parent
-    scratch = Path(tempfile.mkdtemp(prefix=f".{request.output.name}-", dir=folder))
-    try:
-        with progress.step(f"writing {request.output}"):
+        folder = request.output.parent
+        with progress.step(f"writing {request.output}"), _writing(request.output):
+            scratch = Path(tempfile.mkdtemp(prefix=f".{request.output.name}-", dir=folder))
+            scratches.callback(shutil.rmtree, scratch, ignore_errors=True)
             with (scratch / request.output.name).open("wb") as file:
                 program.write_to_file(file)
                 file.flush()
@@ -84,13 +91,18 @@ def export_program(request: ExportRequest, progress: Progress | None = None) -> 
             size = (scratch / request.output.name).stat().st_size
             names = companions.write(scratch, tokenizer, generation)
             manifest.write(scratch, request, origin, settled, size, names)
-            _publish(scratch, folder, [*names, request.output.name, manifest.NAME])
-    except OSError as error:
-        raise EtkvError(f"{request.output} cannot be written: {error.strerror}") from error
-    finally:
-        shutil.rmtree(scratch, ignore_errors=True)
+            _publish(scratch, folder, [*names, request.output.name, manifest.NAME], kept)
     progress.note(f"wrote {request.output} ({size / 1e6:.1f} MB)")
     return request.output
+
+
+@contextlib.contextmanager
+def _writing(path: Path) -> Iterator[None]:
+    """Name what could not be written."""
+    try:
+        yield
+    except OSError as error:
+        raise EtkvError(f"{path} cannot be written: {error.strerror}") from error
 
 
 def _import_tools() -> None:
@@ -131,9 +143,11 @@ def _step(request: ExportRequest, model: PreTrainedModel, guess: Guess | None) -
     return Forward(model, request.tap_layers, last) if guess is None else DraftForward(model, guess, last)
 
 
-def _publish(scratch: Path, folder: Path, names: list[str]) -> None:
+def _publish(scratch: Path, folder: Path, names: list[str], kept: hf_folder.Staged | None) -> None:
     """Move the finished files into place, the manifest, which vouches for the others, last of all."""
     (folder / manifest.NAME).unlink(missing_ok=True)
+    if kept is not None:
+        kept.publish()
     for name in companions.OPTIONAL:
         if name not in names:
             (folder / name).unlink(missing_ok=True)

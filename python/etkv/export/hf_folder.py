@@ -12,23 +12,38 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 
-def write(folder: Path, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, generation: dict[str, Any]) -> None:
-    """Write configuration, weights, tokenizer and generation settings to ``folder``.
+class Staged:
+    """A Hugging Face folder in the making, in a folder of its own inside the one that it is for.
 
-    Quantized weights are written dequantized in the model's dtype, so that the folder holds the numbers that the
-    program computes with. Files of an earlier export are replaced one by one, each of them whole.
+    Nothing of that changes before :meth:`publish`. A context manager: leaving it removes what was not published.
     """
-    scratch = Path(tempfile.mkdtemp(prefix=".export-", dir=folder))
-    try:
-        _write(scratch, model, tokenizer, generation)
-        written = {file.name for file in scratch.iterdir()}
-        for stale in (*folder.glob("*.safetensors"), *folder.glob("*.safetensors.index.json")):
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self._scratch = Path(tempfile.mkdtemp(prefix=".export-", dir=folder))
+
+    def write(self, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, generation: dict[str, Any]) -> None:
+        """Write configuration, weights, tokenizer and generation settings.
+
+        Quantized weights are written dequantized in the model's dtype, so that the folder holds the numbers that the
+        program computes with.
+        """
+        _write(self._scratch, model, tokenizer, generation)
+
+    def publish(self) -> None:
+        """Replace the files of an earlier export one by one, each of them whole, the configuration last."""
+        written = {file.name for file in self._scratch.iterdir()}
+        for stale in (*self.folder.glob("*.safetensors"), *self.folder.glob("*.safetensors.index.json")):
             if stale.name not in written:
                 stale.unlink()
-        for name in written:
-            (scratch / name).replace(folder / name)
-    finally:
-        shutil.rmtree(scratch, ignore_errors=True)
+        for name in sorted(written, key=lambda name: name == "config.json"):
+            (self._scratch / name).replace(self.folder / name)
+
+    def __enter__(self) -> Staged:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        shutil.rmtree(self._scratch, ignore_errors=True)
 
 
 def _write(

@@ -72,8 +72,13 @@ class ExportRequest:
         Raises :class:`EtkvError` for everything that is wrong whatever the model holds. Limits that depend on the
         model are checked once its configuration is read.
         """
+        model = _existing(self.model)
+        # Before anything is written, folders and trial files among it.
+        _spares(model, "output", self.output, self.output.absolute().parent)
+        if self.keep_hf is not None:
+            _spares(model, "keep-hf", self.keep_hf, self.keep_hf)
         return ExportRequest(
-            model=_existing(self.model),
+            model=model,
             output=_writable_program(self.output),
             dtype=_dtype(self.dtype),
             quantize=_quantization(self.quantize),
@@ -86,6 +91,31 @@ class ExportRequest:
             logits=_logits(self.logits),
             tap_layers=_tap_layers(self.tap_layers),
         )
+
+
+def _spares(model: Path, name: str, given: Path, folder: Path) -> None:
+    """Refuse a ``folder`` to write to that has files of the model, or is inside its folder, whatever links lead there.
+
+    A GGUF file stands for itself: exports write none of that name, so the folder around it may be written to.
+    """
+    if not model.is_dir():
+        return
+    folder = folder.resolve()
+    if any(_is_same(parent, model) for parent in (folder, *folder.parents)):
+        where = f"is inside the model's folder {model}"
+    elif any(_is_same(folder, file.resolve().parent) for file in model.iterdir() if file.is_symlink()):
+        where = f"is where files of the model {model} are linked from"
+    else:
+        return
+    raise EtkvError(f"{name} {given} {where}, whose files the export would replace; choose a folder outside of it")
+
+
+def _is_same(folder: Path, other: Path) -> bool:
+    try:
+        return folder.samefile(other)
+    except OSError:
+        # One of them is not there yet, or may not be looked at.
+        return False
 
 
 def _existing(model: Path) -> Path:

@@ -12,8 +12,8 @@ static int failed(const char* what, etkv_error* error) {
 int main(void) {
   etkv_error* error = NULL;
   etkv_session* session = NULL;
-  etkv_layer_config layer = {sizeof(layer)};
-  etkv_cache_config config = {sizeof(config)};
+  etkv_layer_config layer = {.struct_size = sizeof(layer)};
+  etkv_cache_config config = {.struct_size = sizeof(config)};
   layer.n_kv_heads = 2;
   layer.k_head_dim = 16;
   config.layers = &layer;

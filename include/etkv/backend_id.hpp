@@ -1,0 +1,173 @@
+// Which backend runs a program: etkv's delegate, or another that is registered as
+// MLXBackend. Part of executorch.hpp, which includes it.
+//
+// ExecuTorch's registry holds one backend an id, and the first keeps it. Its macOS
+// packages bring an MLXBackend of their own, so etkv's delegate has a second id that
+// is its own alone, and open_module puts that into a program as it is read.
+#pragma once
+
+#include <algorithm>
+#include <cstddef>
+#include <cstring>
+#include <memory>
+#include <new>
+#include <string>
+#include <utility>
+
+#include <executorch/extension/data_loader/file_data_loader.h>
+#include <executorch/extension/data_loader/mmap_data_loader.h>
+#include <executorch/extension/module/module.h>
+#include <executorch/runtime/backend/interface.h>
+#include <executorch/runtime/core/data_loader.h>
+
+#include "etkv/etkv.hpp"
+
+namespace etkv {
+
+/// The backend that programs for MLX name.
+inline constexpr char kMLXBackend[] = "MLXBackend";
+
+/// The id that etkv's delegate always has. As long as kMLXBackend, whose place it
+/// takes in a program.
+inline constexpr char kEtkvBackend[] = "EtkvForMLX";
+
+static_assert(sizeof(kEtkvBackend) == sizeof(kMLXBackend));
+
+/// The id under which this process runs programs on etkv's delegate: kMLXBackend,
+/// or kEtkvBackend where another backend is registered as MLXBackend, or nullptr
+/// where the delegate is not loaded.
+inline const char* delegate_backend_id() {
+  namespace runtime = ::executorch::runtime;
+  const auto* own = runtime::get_backend_class(kEtkvBackend);
+  if (own == nullptr) {
+    return nullptr;
+  }
+  return runtime::get_backend_class(kMLXBackend) == own ? kMLXBackend
+                                                        : kEtkvBackend;
+}
+
+namespace detail {
+
+/// Puts kEtkvBackend in the place of kMLXBackend in the tables of a program. A
+/// string of a flatbuffer is its length in four bytes, its characters and a zero.
+inline void rename_backend(char* tables, std::size_t size) {
+  constexpr std::size_t kLength = sizeof(kMLXBackend) - 1;
+  std::string from(4, '\0');
+  from[0] = static_cast<char>(kLength);
+  from.append(kMLXBackend, kLength + 1);
+  char* const end = tables + size;
+  for (char* at = tables;
+       (at = std::search(at, end, from.begin(), from.end())) != end;
+       at += from.size()) {
+    std::memcpy(at + 4, kEtkvBackend, kLength);
+  }
+}
+
+/// Reads what another loader reads, with the tables of the program renamed. Those
+/// are copied; weights and payloads are the other loader's.
+class RenamingLoader final : public ::executorch::runtime::DataLoader {
+ public:
+  using FreeableBuffer = ::executorch::runtime::FreeableBuffer;
+
+  explicit RenamingLoader(
+      std::unique_ptr<::executorch::runtime::DataLoader> loader)
+      : loader_(std::move(loader)) {}
+
+  ::executorch::runtime::Result<FreeableBuffer> load(
+      std::size_t offset,
+      std::size_t size,
+      const SegmentInfo& info) const override {
+    auto read = loader_->load(offset, size, info);
+    if (!read.ok() || info.segment_type != SegmentInfo::Type::Program) {
+      return read;
+    }
+    // As aligned as any loader's memory, which a flatbuffer asks for.
+    constexpr std::align_val_t kAlignment{64};
+    void* copy = ::operator new(size, kAlignment, std::nothrow);
+    if (copy == nullptr) {
+      return ::executorch::runtime::Error::MemoryAllocationFailed;
+    }
+    std::memcpy(copy, read->data(), size);
+    rename_backend(static_cast<char*>(copy), size);
+    return FreeableBuffer(copy, size, [](void*, void* data, std::size_t) {
+      ::operator delete(data, kAlignment);
+    });
+  }
+
+  ::executorch::runtime::Error load_into(
+      std::size_t offset,
+      std::size_t size,
+      const SegmentInfo& info,
+      void* buffer) const override {
+    return loader_->load_into(offset, size, info, buffer);
+  }
+
+  ::executorch::runtime::Result<std::size_t> size() const override {
+    return loader_->size();
+  }
+
+ private:
+  std::unique_ptr<::executorch::runtime::DataLoader> loader_;
+};
+
+/// A loader of this kind, on the heap.
+template <typename Loader, typename... Options>
+Result<std::unique_ptr<::executorch::runtime::DataLoader>> open_file(
+    const std::string& path,
+    Options... options) {
+  auto made = Loader::from(path.c_str(), options...);
+  if (!made.ok()) {
+    return Error(
+        ETKV_ERROR_PROGRAM,
+        "cannot open the program " + path + ": " +
+            ::executorch::runtime::to_string(made.error()));
+  }
+  return std::unique_ptr<::executorch::runtime::DataLoader>(
+      std::make_unique<Loader>(std::move(made.get())));
+}
+
+} // namespace detail
+
+/// Opens the program at `path` so that etkv's delegate runs it, whichever backend
+/// is registered as MLXBackend.
+///
+/// Where that is etkv's, this is `Module(path, mode)`. Otherwise the module's
+/// delegates are those of kEtkvBackend. The file is not changed.
+inline Result<std::unique_ptr<::executorch::extension::Module>> open_module(
+    const std::string& path,
+    ::executorch::extension::Module::LoadMode mode =
+        ::executorch::extension::Module::LoadMode::Mmap) {
+  using ::executorch::extension::FileDataLoader;
+  using ::executorch::extension::MmapDataLoader;
+  using ::executorch::extension::Module;
+  const char* id = delegate_backend_id();
+  if (id == nullptr) {
+    return Error(
+        ETKV_ERROR_UNSUPPORTED,
+        "etkv's delegate is not in this process; link etkv::mlx_backend");
+  }
+  if (std::strcmp(id, kMLXBackend) == 0) {
+    return std::make_unique<Module>(path, mode);
+  }
+  auto loader = [&] {
+    using Lock = MmapDataLoader::MlockConfig;
+    switch (mode) {
+      case Module::LoadMode::File:
+        return detail::open_file<FileDataLoader>(path);
+      case Module::LoadMode::MmapUseMlock:
+        return detail::open_file<MmapDataLoader>(path, Lock::UseMlock);
+      case Module::LoadMode::MmapUseMlockIgnoreErrors:
+        return detail::open_file<MmapDataLoader>(
+            path, Lock::UseMlockIgnoreErrors);
+      default:
+        return detail::open_file<MmapDataLoader>(path, Lock::NoMlock);
+    }
+  }();
+  if (!loader.ok()) {
+    return loader.error();
+  }
+  return std::make_unique<Module>(
+      std::make_unique<detail::RenamingLoader>(std::move(loader.value())));
+}
+
+} // namespace etkv

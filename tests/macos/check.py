@@ -1,0 +1,491 @@
+"""What can be known of macOS on Apple silicon without one: nothing is run there.
+
+``check.py [--short]``: ``--short`` compiles what a wheel is made of, and resolves no requirements.
+
+PyPI's ``ziglang`` is a clang with the headers of macOS. CMake configures this project for Darwin with it, so files are
+compiled with the commands that a Mac would use. What they leave undefined is looked up in the libraries of the macOS
+wheels of MLX and ExecuTorch, and what those wheels hold is compared with what the build and the package count on.
+All of it is kept in ``build/macos``.
+"""
+
+from __future__ import annotations
+
+import concurrent.futures
+import functools
+import json
+import os
+import re
+import shlex
+import subprocess
+import sys
+import time
+import zipfile
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+HERE = Path(__file__).resolve().parent
+SOURCE = HERE.parent.parent
+BUILD = SOURCE / "build/macos"
+SITE = BUILD / "site"
+CARGO = SOURCE / "build/cargo"
+
+MACOS = "14.0"
+"""The oldest macOS that is built for."""
+
+PYTHONS = ("3.10", "3.12", "3.13")
+"""CPython releases that the requirements have to resolve for. The wheels that are read are those of the second."""
+
+WHEELS = ("executorch==1.5.1", "mlx==0.32.2", "mlx-metal==0.32.2")
+
+SOURCE_ONLY = {"antlr4-python3-runtime"}
+"""Pins without a wheel for any system: Python alone, which pip builds as it installs."""
+
+ELSEWHERE = {"blas.c", "exits.cpp", "half.cpp"}
+"""Sources for other systems: Linux's BLAS, a test of Linux's exit, and what mlx-c leaves out on processors without half
+types."""
+
+WARNINGS = ["-Wall", "-Wextra", "-Wpedantic", "-Werror"]
+
+failures: list[str] = []
+passed = 0
+
+
+def expect(condition: bool, what: str) -> None:
+    global passed
+    if condition:
+        passed += 1
+    else:
+        failures.append(what)
+        print(f"failed: {what}", flush=True)
+
+
+def run(*command: object, **options: object) -> subprocess.CompletedProcess[str]:
+    """A command that has to work, with what it printed."""
+    arguments = [str(argument) for argument in command]
+    done = subprocess.run(arguments, capture_output=True, text=True, **options)
+    if done.returncode != 0:
+        raise SystemExit(
+            f"{shlex.join(arguments)}\nended with {done.returncode}:\n{(done.stdout + done.stderr)[-4000:]}"
+        )
+    return done
+
+
+# ---- What it takes -------------------------------------------------------------
+
+
+def venv(tool: str) -> Path:
+    return BUILD / "venv/bin" / tool
+
+
+def tools() -> None:
+    """The tools, the wheels and CMake's commands, made once for each state of the files that name them."""
+    (BUILD / "objects").mkdir(parents=True, exist_ok=True)
+    environment = os.environ
+    environment["ZIG_GLOBAL_CACHE_DIR"] = environment["ZIG_LOCAL_CACHE_DIR"] = str(BUILD / "zig")
+    wanted = (HERE / "requirements.txt").read_text() + " ".join(WHEELS)
+    stamp = BUILD / "ready"
+    if stamp.is_file() and stamp.read_text() == wanted:
+        return
+    pip = ["-m", "pip", "--quiet", "--disable-pip-version-check"]
+    run(sys.executable, "-m", "venv", BUILD / "venv")
+    run(venv("python"), *pip, "install", "-r", HERE / "requirements.txt")
+    download = ["download", "--no-deps", "--only-binary=:all:", "--implementation", "cp"]
+    system = ["--platform", f"macosx_{MACOS.replace('.', '_')}_arm64", "--python-version", PYTHONS[1]]
+    run(sys.executable, *pip, *download, *system, "-d", BUILD / "wheels", *WHEELS)
+    for wheel in (BUILD / "wheels").glob("*.whl"):
+        zipfile.ZipFile(wheel).extractall(SITE)
+    (zig,) = (BUILD / "venv").glob("lib/python3*/site-packages/ziglang/zig")
+    (BUILD / "bin").mkdir(exist_ok=True)
+    targets = {"": f"aarch64-macos.{MACOS}", "linux-": "x86_64-linux-gnu"}
+    for prefix, target in targets.items():
+        for tool in ("cc", "c++"):
+            script(f"{prefix}{tool}", f"exec {shlex.quote(str(zig))} {tool} -target {target}")
+    for tool in ("ar", "ranlib"):
+        script(tool, f"exec {shlex.quote(str(zig))} {tool}")
+    stamp.write_text(wanted)
+
+
+def script(name: str, line: str) -> None:
+    path = BUILD / "bin" / name
+    path.write_text(f'#!/bin/sh\n{line} "$@"\n')
+    path.chmod(0o755)
+
+
+@functools.cache
+def mach_o(library: str) -> object:
+    """A library of the wheels, by its path in site-packages, parsed by LIEF."""
+    run_in = venv("python")
+    reader = (
+        "import json, sys, lief\n"
+        "found = lief.MachO.parse(sys.argv[1]).at(0)\n"
+        "version = found.build_version\n"
+        "kinds = lief.MachO.LoadCommand.TYPE\n"
+        "own = [each.name for each in found.libraries if each.command == kinds.ID_DYLIB]\n"
+        "print(json.dumps({\n"
+        "  'name': own[0] if own else None,\n"
+        "  'cpu': str(found.header.cpu_type).split('.')[-1],\n"
+        "  'loads': [each.name for each in found.libraries if each.command != kinds.ID_DYLIB],\n"
+        "  'macos': '.'.join(map(str, version.minos[:2])) if version else None,\n"
+        "  'exports': [each.name for each in found.exported_symbols],\n"
+        "  'imports': [each.name for each in found.imported_symbols],\n"
+        "}))\n"
+    )
+    return json.loads(run(run_in, "-c", reader, SITE / library).stdout)
+
+
+# ---- The wheels ----------------------------------------------------------------
+
+MLX = "mlx/lib/libmlx.dylib"
+EXECUTORCH = "executorch/lib/libexecutorch.dylib"
+THEIRS = "executorch/lib/libexecutorch_backend_mlx.dylib"
+EXTENSION = "executorch/extension/pybindings/_C.cpython-312-darwin.so"
+REGISTER = "__ZN10executorch7runtime16register_backendERKNS0_7BackendE"
+LOOK_UP = "__ZN10executorch7runtime17get_backend_classEPKc"
+
+
+def wheels() -> None:
+    """What the wheels hold and load is what CMake, Cargo and the Python package count on."""
+    for library in (MLX, EXECUTORCH, THEIRS, EXTENSION):
+        file = SITE / library
+        expect(file.is_file(), f"the wheels have no {library}")
+        if not file.is_file():
+            return
+        facts = mach_o(library)
+        leaf = library.rpartition("/")[2]
+        expect(facts["cpu"] == "ARM64", f"{library} is for {facts['cpu']}, expected ARM64")
+        # dyld takes a library that is loaded already for one that is asked for by this name: so etkv's own, which name
+        # no folder of either, find those that Python has loaded.
+        expect(facts["name"] == f"@rpath/{leaf}", f"{library} is named {facts['name']}, expected @rpath/{leaf}")
+        least = tuple(map(int, facts["macos"].split(".")))
+        expect(least <= tuple(map(int, MACOS.split("."))), f"{library} needs macOS {facts['macos']}, etkv says {MACOS}")
+        for other in facts["loads"]:
+            known = other.startswith(("@rpath/", "/usr/lib/", "/System/Library/"))
+            expect(known, f"{library} loads {other}, which is neither the system's nor a wheel's")
+    expect((SITE / MLX).with_name("mlx.metallib").is_file(), "MLX's Metal library is not beside libmlx.dylib")
+    for file in ("mlx/include/mlx/version.h", "executorch/include/executorch/runtime/backend/interface.h"):
+        expect((SITE / file).is_file(), f"the wheels have no {file}")
+    for file in (
+        "data/bin/flatc",
+        "backends/mlx/serialization/schema.fbs",
+        "share/cmake/executorch-config-version.cmake",
+    ):
+        expect((SITE / "executorch" / file).is_file(), f"ExecuTorch's wheel has no {file}")
+    ours, theirs = (Path(root, "backends/mlx/serialization/schema.fbs") for root in (executorch(), SITE / "executorch"))
+    expect(ours.read_bytes() == theirs.read_bytes(), "schema.fbs differs between the wheels of this system and macOS")
+
+    extension, executorch_exports = mach_o(EXTENSION), set(mach_o(EXECUTORCH)["exports"])
+    # Why etkv's delegate goes before ExecuTorch's extension module, and has an id of its own: the day that these no
+    # longer hold, neither is needed.
+    expect(
+        f"@rpath/{THEIRS.rpartition('/')[2]}" in extension["loads"], "_C no longer loads ExecuTorch's own MLX backend"
+    )
+    expect(REGISTER in mach_o(THEIRS)["imports"], "ExecuTorch's own MLX backend no longer registers itself")
+    expect(
+        "@rpath/libexecutorch.dylib" in extension["loads"], "_C has a libexecutorch of its own: etkv needs to share it"
+    )
+    for symbol in (REGISTER, LOOK_UP):
+        expect(symbol in executorch_exports, f"libexecutorch.dylib does not export {symbol}")
+    torch = [other for other in mach_o(EXECUTORCH)["loads"] if "torch." in other or "torch_" in other]
+    expect(not torch, f"libexecutorch.dylib loads {torch}: it cannot be loaded before torch is imported")
+
+
+def executorch() -> Path:
+    """The folder of this system's ExecuTorch."""
+    script = "import importlib.util as u; print(list(u.find_spec('executorch').submodule_search_locations)[0])"
+    return Path(run(sys.executable, "-c", script).stdout.strip())
+
+
+# ---- Compiling -----------------------------------------------------------------
+
+
+def commands() -> dict[Path, list[str]]:
+    """Source -> the command that compiles it for macOS, by CMake and, for what Cargo compiles, by mlx-sys."""
+    options = {
+        "CMAKE_SYSTEM_NAME": "Darwin",
+        "CMAKE_SYSTEM_PROCESSOR": "arm64",
+        # Programs would need the C++ library built for the other system; objects do.
+        "CMAKE_TRY_COMPILE_TARGET_TYPE": "STATIC_LIBRARY",
+        "CMAKE_BUILD_TYPE": "Debug",
+        "CMAKE_C_COMPILER": BUILD / "bin/cc",
+        "CMAKE_CXX_COMPILER": BUILD / "bin/c++",
+        "CMAKE_AR": BUILD / "bin/ar",
+        "CMAKE_RANLIB": BUILD / "bin/ranlib",
+        "ETKV_MLX_DIR": SITE / "mlx",
+        "ETKV_EXECUTORCH_DIR": SITE / "executorch",
+        "ETKV_CARGO_TARGET_DIR": CARGO,
+        "ETKV_PYTHON": sys.executable,
+    }
+    cmake = BUILD / "cmake"
+    run("cmake", "-S", SOURCE, "-B", cmake, "-G", "Ninja", *(f"-D{name}={value}" for name, value in options.items()))
+    found: dict[Path, list[str]] = {}
+    for entry in json.loads((cmake / "compile_commands.json").read_text()):
+        source = Path(entry["file"])
+        if source.is_relative_to(BUILD):
+            continue
+        found[source] = shlex.split(entry["command"])
+
+    aimless = [source.name for source, command in found.items() if f"-mmacosx-version-min={MACOS}" not in command]
+    expect(not aimless, f"CMake compiles {len(aimless)} files for no particular macOS, expected {MACOS}: {aimless[:3]}")
+
+    # As crates/mlx-sys/build.rs does; what is published is compiled there without warnings.
+    cxx = [str(BUILD / "bin/c++"), "-std=c++20", f"-mmacosx-version-min={MACOS}"]
+    mlx_c = published_mlx_c()
+    includes = [
+        f"-isystem{mlx_c}",
+        f"-isystem{SITE / 'mlx/include'}",
+        "-include",
+        str(SOURCE / "crates/mlx-sys/shim/format.h"),
+    ]
+    shim = [path for path in sorted((SOURCE / "crates/mlx-sys/shim").glob("*.cpp")) if path.name not in ELSEWHERE]
+    for source in shim:
+        found[source] = [*cxx, "-Wall", "-Wextra", "-Werror", *includes, "-c", str(source), "-o", ""]
+    for source in sorted((mlx_c / "mlx/c").glob("*.cpp")):
+        found[source] = [*cxx, "-w", *includes, "-c", str(source), "-o", ""]
+    for source in sorted((SOURCE / "tests/package/installed").glob("*.c*")):
+        std = ["c++", "-std=c++17"] if source.suffix == ".cpp" else ["cc", "-std=c11"]
+        found[source] = [
+            str(BUILD / "bin" / std[0]),
+            std[1],
+            *WARNINGS,
+            *program_includes(),
+            "-c",
+            str(source),
+            "-o",
+            "",
+        ]
+    scratch = BUILD / "headers"
+    scratch.mkdir(exist_ok=True)
+    for header in sorted((SOURCE / "include/etkv").iterdir()):
+        mlx = header.name in ("mlx_cache.hpp", "executorch_mlx_cache.hpp")
+        kinds = ["c", "cpp"] if header.suffix == ".h" else ["cpp"]
+        for suffix in kinds:
+            source = scratch / f"{header.stem}_{header.suffix[1:]}.{suffix}"
+            source.write_text(f'#include "etkv/{header.name}"\n' * 2 + "extern int etkv_header_test;\n")
+            std = ["cc", "-std=c11"] if suffix == "c" else ["c++", "-std=c++20" if mlx else "-std=c++17"]
+            in_tree = f"-isystem{SOURCE / 'tests/cpp/in_tree'}"
+            command = [str(BUILD / "bin" / std[0]), std[1], *WARNINGS, in_tree, *program_includes()]
+            found[source] = [*command, "-c", str(source), "-o", ""]
+
+    listed = run("git", "ls-files", "*.c", "*.cpp", "*.cc", "*.mm", cwd=SOURCE).stdout.split()
+    for name in listed:
+        elsewhere = Path(name).name in ELSEWHERE
+        expect(elsewhere or SOURCE / name in found, f"{name} is compiled by no command for macOS")
+    return found
+
+
+def program_includes() -> list[str]:
+    executorch = SITE / "executorch/include"
+    defines = ["-DC10_USING_CUSTOM_GENERATED_MACROS", "-DET_EVENT_TRACER_ENABLED"]
+    folders = [executorch, executorch / "executorch/runtime/core/portable_type/c10", SITE / "mlx/include"]
+    return [f"-I{SOURCE / 'include'}", *(f"-isystem{folder}" for folder in folders), *defines]
+
+
+def published_mlx_c() -> Path:
+    """The folder `mlx-c` of the published mlx-sys, where Cargo has unpacked it."""
+    manifest = SOURCE / "crates/mlx-sys/published/Cargo.toml"
+    told = run("cargo", "metadata", "--format-version=1", "--locked", "--manifest-path", manifest).stdout
+    (package,) = [each for each in json.loads(told)["packages"] if each["name"] == "mlx-sys"]
+    return Path(package["manifest_path"]).parent / "src/mlx-c"
+
+
+def in_wheel(source: Path) -> bool:
+    """Whether a source is part of what users get, rather than a test or an example."""
+    path = str(source.relative_to(SOURCE)) if source.is_relative_to(SOURCE) else ""
+    return path.startswith(("cpp/", "crates/mlx-sys/shim", "build/macos/headers"))
+
+
+def compiled(short: bool) -> dict[Path, Path]:
+    """Compile each source; source -> object."""
+    found = {source: command for source, command in commands().items() if not short or in_wheel(source)}
+    objects = BUILD / "objects"
+
+    def compile_one(index: int, source: Path, command: list[str]) -> tuple[Path, Path, str]:
+        to = objects / f"{source.stem}-{index}.o"
+        command = list(command)
+        command[command.index("-o") + 1] = str(to)
+        done = subprocess.run([*command, "-g0"], capture_output=True, text=True, cwd=BUILD)
+        return source, to, "" if done.returncode == 0 else done.stderr
+
+    made: dict[Path, Path] = {}
+    with concurrent.futures.ThreadPoolExecutor(os.cpu_count()) as pool:
+        jobs = [pool.submit(compile_one, n, *item) for n, item in enumerate(sorted(found.items()))]
+        for job in concurrent.futures.as_completed(jobs):
+            source, to, error = job.result()
+            lines = [line for line in error.splitlines() if re.search(r"(error|warning):", line)] or error.splitlines()
+            expect(not error, f"{source.name} does not compile for macOS:\n  " + "\n  ".join(lines[:6]))
+            if not error:
+                made[source] = to
+    return made
+
+
+# ---- Symbols -------------------------------------------------------------------
+
+READ_OBJECTS = (
+    "import json, sys, lief\n"
+    "found = {}\n"
+    "for path in sys.stdin.read().split('\\n'):\n"
+    "    binary = lief.MachO.parse(path).at(0)\n"
+    "    undefined, defined, hidden = [], [], []\n"
+    "    for symbol in binary.symbols:\n"
+    "        if symbol.raw_type & 0x0E == 0:\n"
+    "            undefined.append(symbol.name)\n"
+    "        elif symbol.raw_type & 0x10:\n"
+    "            hidden.append(symbol.name)\n"
+    "        elif symbol.raw_type & 0x01:\n"
+    "            defined.append(symbol.name)\n"
+    "    found[path] = [undefined, defined, hidden]\n"
+    "print(json.dumps(found))\n"
+)
+
+
+def symbols(objects: dict[Path, Path]) -> None:
+    """What the objects leave undefined is in the wheels, and what they define for others is what etkv.h declares."""
+    listing = run(venv("python"), "-c", READ_OBJECTS, input="\n".join(map(str, objects.values()))).stdout
+    read = json.loads(listing)
+    of_mlx, of_executorch = (set(mach_o(library)["exports"]) for library in (MLX, EXECUTORCH))
+    own = {name for undefined, defined, hidden in read.values() for name in (*defined, *hidden)}
+    needed: dict[str, set[str]] = {"MLX": set(), "ExecuTorch": set()}
+    for undefined, _, _ in read.values():
+        for name in set(undefined) - own:
+            bare = re.sub(r"^__ZN?K?(T[VIS]N?)?", "", name)
+            if bare.startswith("3mlx4core"):
+                needed["MLX"].add(name)
+            elif bare.startswith(("10executorch", "5torch8executor")) or name.startswith("_et_pal_"):
+                needed["ExecuTorch"].add(name)
+    for what, exports in (("MLX", of_mlx), ("ExecuTorch", of_executorch)):
+        missing = sorted(needed[what] - exports)
+        print(f"         {len(needed[what])} symbols of {what}")
+        expect(bool(needed[what]), f"the objects need no symbol of {what}: nothing was looked up")
+        expect(not missing, f"{len(missing)} symbols of {what} are in no library of its wheel: {missing[:5]}")
+
+    declared = set(re.findall(r"\b(etkv_\w+)\s*\(", (SOURCE / "include/etkv/etkv.h").read_text()))
+    for source, to in objects.items():
+        if not in_wheel(source):
+            continue
+        exported = {name.removeprefix("_") for name in read[str(to)][1] if name.startswith("_etkv_")}
+        open_ones = {name for name in exported if not name.startswith("etkv_private_")} - declared
+        expect(not open_ones, f"{source.name} defines {sorted(open_ones)}, which etkv.h does not declare: hide it")
+
+
+# ---- What is written for one system only ----------------------------------------
+
+
+def spelled() -> None:
+    """No file name ends in Linux's suffix where the other one is not beside it."""
+    literal = re.compile(r"[\w}]\.so\b(?![\w.]*\()")
+    for name in run("git", "ls-files", "*.py", "*.cmake", "*.rs", "CMakeLists.txt", cwd=SOURCE).stdout.split():
+        path = SOURCE / name
+        if path == Path(__file__).resolve():
+            continue
+        lines = path.read_text().splitlines()
+        for n, line in enumerate(lines):
+            code = line.split("#")[0] if not name.endswith(".rs") else line.split("//")[0]
+            if not literal.search(code) or "`" in code:
+                continue
+            near = "\n".join(lines[max(0, n - 6) : n + 4])
+            other = re.search(r"darwin|apple|macos|dylib|linux", near, re.IGNORECASE)
+            expect(other is not None, f"{name}:{n + 1} names a library by Linux's suffix alone: {line.strip()}")
+
+
+def run_paths() -> None:
+    """Each package of the workspace that uses MLX tells the linker where it is: dyld looks nowhere else."""
+    told = run("cargo", "metadata", "--format-version=1", "--locked", cwd=SOURCE).stdout
+    metadata = json.loads(told)
+    nodes = {node["id"]: node for node in metadata["resolve"]["nodes"]}
+    names = {package["id"]: package["name"] for package in metadata["packages"]}
+
+    def reaches_mlx(package: str, seen: set[str]) -> bool:
+        if names[package] == "mlx-sys":
+            return True
+        seen.add(package)
+        normal = [d["pkg"] for d in nodes[package]["deps"] if any(kind["kind"] != "build" for kind in d["dep_kinds"])]
+        return any(other not in seen and reaches_mlx(other, seen) for other in normal)
+
+    for package in metadata["workspace_members"]:
+        if not reaches_mlx(package, set()):
+            continue
+        name = names[package]
+        built = CARGO.glob(f"release/build/{name}-*/output")
+        outputs = sorted((path for path in built if path.parent.name.rpartition("-")[0] == name), key=mtime)
+        said = [output.read_text() for output in outputs if "rustc-link-" in output.read_text()]
+        if not outputs:
+            manifest = next(each for each in metadata["packages"] if each["id"] == package)["manifest_path"]
+            script = Path(manifest).with_name("build.rs")
+            said = [script.read_text()] if script.is_file() else []
+        found = bool(said) and "rustc-link-arg=-Wl,-rpath," in said[-1]
+        expect(found, f"the package {name} uses MLX, and its build script gives its tests no run path")
+
+
+def mtime(path: Path) -> float:
+    return path.stat().st_mtime
+
+
+def recipes() -> None:
+    """Apple's make is 3.81: it looks plain recipes up in the PATH that it was started with, unless SHELL is another."""
+    makefile = (SOURCE / "Makefile").read_text()
+    shell = re.search(r"^SHELL\s*:?=\s*(\S+)", makefile, re.MULTILINE)
+    found = shell and shell[1] != "/bin/sh"
+    expect(bool(found), "the Makefile exports a PATH of its own and does not set SHELL: Apple's make ignores that PATH")
+
+
+# ---- Clang on Linux, requirements -------------------------------------------------
+
+
+def c_interface() -> None:
+    """The C interface with clang for Linux: g++ lets pass what clang warns of."""
+    for source in sorted((SOURCE / "tests/cpp").glob("*.c")):
+        flags = ["-std=c11", *WARNINGS, f"-I{SOURCE / 'include'}", '-DETKV_TEST_VERSION="0"']
+        to = BUILD / "objects" / f"linux-{source.stem}.o"
+        command = [BUILD / "bin/linux-cc", *flags, "-c", source, "-o", to]
+        done = subprocess.run(list(map(str, command)), capture_output=True, text=True, cwd=BUILD)
+        expect(done.returncode == 0, f"{source.name} does not compile with clang for Linux:\n{done.stderr[:1500]}")
+
+
+def requirements() -> None:
+    """Every pin of the full set has a wheel for macOS, for each release of CPython."""
+    environment = {**os.environ, "MACOSX_DEPLOYMENT_TARGET": MACOS, "UV_CACHE_DIR": str(BUILD / "uv")}
+    pins = BUILD / "pins.txt"
+    lines = [(SOURCE / name).read_text() for name in ("requirements.txt", "requirements-nodeps.txt")]
+    wanted = [line for line in "\n".join(lines).splitlines() if line.partition("==")[0] not in SOURCE_ONLY]
+    pins.write_text("\n".join(wanted) + "\n")
+    for python in PYTHONS:
+        command = [venv("uv"), "pip", "compile", "--quiet", "--no-header", "--no-annotate", "--no-deps"]
+        system = ["--only-binary=:all:", "--python-platform=aarch64-apple-darwin", f"--python-version={python}"]
+        to = BUILD / f"pins-{python}.txt"
+        command = [*map(str, command), *system, str(pins), "-o", str(to)]
+        done = subprocess.run(command, capture_output=True, text=True, env=environment)
+        told = f"the pins cannot be installed on macOS with Python {python}:\n{done.stderr[-1500:]}"
+        expect(done.returncode == 0, told)
+        if done.returncode == 0:
+            chosen = to.read_text()
+            expect("mlx-metal==" in chosen, f"with Python {python} there is no mlx-metal, the part that computes")
+            expect("mlx-cpu" not in chosen, f"with Python {python} there is mlx-cpu, which is Linux's")
+
+
+def steps(short: bool) -> Iterator[Callable[[], None]]:
+    yield wheels
+    yield spelled
+    yield recipes
+    yield run_paths
+    yield c_interface
+    if not short:
+        yield requirements
+
+    def compile_and_look_up() -> None:
+        symbols(compiled(short))
+
+    yield compile_and_look_up
+
+
+def main(short: bool) -> int:
+    tools()
+    for step in steps(short):
+        started = time.monotonic()
+        step()
+        print(f"{time.monotonic() - started:6.1f} s  {step.__name__}", flush=True)
+    print(f"{passed} passed, {len(failures)} failed")
+    return 1 if failures else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main("--short" in sys.argv[1:]))

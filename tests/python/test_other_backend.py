@@ -1,0 +1,108 @@
+"""Programs run on etkv's delegate beside another MLXBackend, whichever of the two is registered first.
+
+ExecuTorch's macOS wheel has one, which ``import executorch.runtime`` registers. Here a small library stands for it. A
+backend stays registered as long as its process, so each order is a process of its own.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import etkv
+import reference
+from etkv import pte
+from reference import Variant
+
+SOURCE = Path(__file__).resolve().parents[2]
+
+RUN = """
+import contextlib, ctypes, json, sys
+import numpy as np
+program, out, order = sys.argv[1], sys.argv[2], sys.argv[3:]
+import etkv
+
+told = {}
+for each in order:
+    if each == "runtime":
+        import executorch.runtime
+    elif each == "facts":
+        facts = etkv.read_kv_cache_metadata(program)
+    else:
+        ctypes.CDLL(each, mode=ctypes.RTLD_GLOBAL)
+told["id"] = etkv.register_backend()
+facts = etkv.read_kv_cache_metadata(program)
+with etkv.DecodeSession(etkv.CacheConfig(facts.layers, 64, k_format="f32", v_format="f32")) as session:
+    with etkv.load(program, session) as loaded:
+        rows = [loaded.forward([5, 6, 7], [0, 1, 2]), loaded.forward([8], [3])]
+        told["length"] = session.length
+np.save(out, np.concatenate(rows))
+from executorch.runtime import Runtime
+told["names"] = Runtime.get().backend_registry.registered_backend_names
+print(json.dumps(told))
+"""
+
+
+@pytest.fixture(scope="module")
+def program() -> Path:
+    return reference.program(Variant("tiny-llama")).path
+
+
+@pytest.fixture(scope="module")
+def other(tmp_path_factory) -> Path:
+    """A library that registers as MLXBackend when it is loaded."""
+    package = Path(next(iter(__import__("executorch").__path__)))
+    suffix = ".dylib" if sys.platform == "darwin" else ".so"
+    library = tmp_path_factory.mktemp("other") / f"libother{suffix}"
+    includes = [package / "include", package / "include/executorch/runtime/core/portable_type/c10"]
+    link = [package / "lib" / f"libexecutorch{suffix}"]
+    command = [
+        *(os.environ.get("CXX") or "c++").split(),
+        *["-std=c++17", "-shared", "-fPIC", "-DC10_USING_CUSTOM_GENERATED_MACROS", "-DET_EVENT_TRACER_ENABLED"],
+        *(f"-I{folder}" for folder in includes),
+        SOURCE / "tests/cpp/other_backend/library.cpp",
+        *link,
+        *["-o", library],
+    ]
+    subprocess.run(list(map(str, command)), check=True)
+    return library
+
+
+def in_order(program: Path, out: Path, *order: object) -> tuple[dict, np.ndarray]:
+    command = [sys.executable, "-c", RUN, program, out, *order]
+    done = subprocess.run(list(map(str, command)), capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-2000:]
+    return json.loads(done.stdout.splitlines()[-1]), np.load(out)
+
+
+def test_before_and_after(program, other, tmp_path):
+    """The same rows from either id, in one process with the other backend."""
+    # etkv goes first by itself, where it is asked for the facts of a program.
+    told, expected = in_order(program, tmp_path / "after.npy", "facts", "runtime", other)
+    assert (told["id"], told["length"]) == ("MLXBackend", 4)
+    # As macOS has it where the runtime is imported first: that brings the other one.
+    told, rows = in_order(program, tmp_path / "before.npy", "runtime", other)
+    assert (told["id"], told["length"]) == ("EtkvForMLX", 4)
+    assert {"MLXBackend", "EtkvForMLX"} <= set(told["names"])
+    np.testing.assert_array_equal(rows, expected)
+
+
+def test_a_program_for_another_id(program):
+    """Only the id changes, in the tables alone; the file does not."""
+    before = program.read_bytes()
+    renamed = pte.for_backend(program, "EtkvForMLX")
+    assert program.read_bytes() == before
+    assert len(renamed) == len(before)
+    assert renamed.count(b"EtkvForMLX") == 1
+    assert renamed.replace(b"EtkvForMLX", b"MLXBackend") == before
+
+
+def test_an_id_of_another_length(program):
+    with pytest.raises(etkv.EtkvError, match="backend is 'EtkvMLXBackend', expected a name of 10 characters"):
+        pte.for_backend(program, "EtkvMLXBackend")
