@@ -60,6 +60,7 @@ test: lint test-rust test-cpp test-macos-short test-package test-python ## Run e
 lint: .venv/.ready ## Check formats, lints and docs
 	cargo fmt --all --check
 	cargo clippy $(CARGO_FLAGS) --workspace --all-targets -- -D warnings
+	cargo clippy $(CARGO_FLAGS) -p etkv-capi --no-default-features -- -D warnings
 	cargo clippy --locked -p etkv-core --all-targets -- -D warnings
 	RUSTDOCFLAGS="-D warnings" cargo doc $(CARGO_FLAGS) --workspace --no-deps --quiet
 	git ls-files -- '*.h' '*.hpp' '*.cpp' | xargs clang-format --dry-run -Werror

@@ -317,6 +317,7 @@ fn corners(array: &Array, axis: usize, start: i32, stop: i32, step: i32) -> [Cor
 }
 
 /// The elements of an evaluated, row-contiguous array, as bytes.
+#[cfg(feature = "delegate")]
 pub(crate) fn bytes(array: &Array) -> Result<&[u8]> {
     let n = array.nbytes();
     if n == 0 {
