@@ -64,7 +64,8 @@ pub fn values_that_are_no_numbers_reach_no_other_sequence<B: Backend>() {
 /// Rows of a step that was evaluated and then dropped lie in free cells.
 pub fn what_an_aborted_step_left_reaches_nobody<B: Backend>() {
     let run = || -> Result<()> {
-        let mut cache = CellsCache::<B::Store>::new(CacheConfig::uniform(1, 1, 64, 64))?;
+        // So many cells that sequences leave each other room.
+        let mut cache = CellsCache::<B::Store>::new(CacheConfig::uniform(1, 1, 64, 512))?;
         append::<B>(&mut cache, &[0], 1.0)?;
         cache.sequences().unwrap().begin_step(&[1; 8])?;
         let positions: Vec<i32> = (0..8).collect();
