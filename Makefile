@@ -35,9 +35,11 @@ setup: .venv/.ready ## Install the pinned Python packages into .venv/
 	@$(BIN)/python -m pip install --disable-pip-version-check --no-deps --no-build-isolation --quiet -e .
 	@touch $@
 
-build: .venv/.ready ## Build the libraries, the runners and the test tools
-	@test -f build/cmake/build.ninja || cmake -S . -B build/cmake -G Ninja -DETKV_PYTHON=$(ETKV_PYTHON)
+build: build/cmake/build.ninja ## Build the libraries, the runners and the test tools
 	@cmake --build build/cmake
+
+build/cmake/build.ninja: | .venv/.ready
+	@cmake -S . -B build/cmake -G Ninja -DETKV_PYTHON=$(ETKV_PYTHON)
 
 # ---- Trying it --------------------------------------------------------------
 
@@ -45,7 +47,8 @@ model: .venv/.ready ## Export SmolLM2-135M-Instruct
 	@python -m etkv.export --if-changed --model "$$(python -m etkv.models smollm2-135m)" \
 	  --output $(MODEL)/model.pte --keep-hf $(MODEL)/hf
 
-demo: model build ## Ask the exported model a question
+demo: model build/cmake/build.ninja ## Ask the exported model a question
+	@cmake --build build/cmake --target etkv_chat
 	@build/bin/etkv_chat --model $(MODEL)/model.pte --prompt "What is the capital of France?"
 
 # ---- Checking it ------------------------------------------------------------
