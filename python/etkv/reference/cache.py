@@ -17,7 +17,7 @@ from etkv.reference.attention import attention, check_dtypes, check_queries
 from etkv.reference.errors import at_least, integer, invalid
 from etkv.reference.limits import limits_of
 from etkv.reference.rows import Rows, RowStore, stack
-from etkv.reference.window import Sight, WindowLane
+from etkv.reference.window import Sight, WindowLayerGroup
 
 Given = tuple[Tensor, Tensor, Tensor]
 """Keys and values that queries attend to, and the mask."""
@@ -82,8 +82,8 @@ class ReferenceCache(ABC):
         self.config = config
         self._limits = limits_of(config)
         self._store = RowStore(config, self._limits)
-        self._lanes = {
-            sight: WindowLane(sight, self._limits.max_step, config.capacity)
+        self._groups = {
+            sight: WindowLayerGroup(sight, self._limits.max_step, config.capacity)
             for sight in dict.fromkeys(self._limits.sights)
             if sight.window
         }
@@ -134,8 +134,8 @@ class ReferenceCache(ABC):
         self._forget_all()
         self._store.clear()
         self._positions.clear()
-        for lane in self._lanes.values():
-            lane.clear()
+        for group in self._groups.values():
+            group.clear()
 
     def convert(self, k_format: str, v_format: str) -> None:
         """Stores what is there, and what comes, in other formats, until the cache is cleared."""
@@ -283,11 +283,11 @@ class ReferenceCache(ABC):
 
     def _check_count(self, n_tokens: int) -> None:
         """Refuses more tokens of a sequence than window layers can take back."""
-        for lane in self._lanes.values():
-            if lane.drops and n_tokens > lane.max_step:
+        for group in self._groups.values():
+            if group.drops and n_tokens > group.max_step:
                 raise status_error(
                     Status.CAPACITY,
-                    f"a step of {n_tokens} tokens: the window layers take at most max_step, {lane.max_step}",
+                    f"a step of {n_tokens} tokens: the window layers take at most max_step, {group.max_step}",
                 )
 
     def _check_floats(self, n_tokens: int, length: int) -> None:
@@ -302,7 +302,7 @@ class ReferenceCache(ABC):
 
     def _exact_from(self, sequence: int, positions: Sequence[int]) -> int:
         """The least position at which a query sees nothing of these positions of a sequence that is gone."""
-        return max((lane.exact_from(sequence, positions) for lane in self._lanes.values()), default=0)
+        return max((group.exact_from(sequence, positions) for group in self._groups.values()), default=0)
 
 
 def _same(rows: Tensor, others: Tensor) -> bool:

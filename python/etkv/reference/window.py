@@ -28,7 +28,7 @@ class Sight:
 
 
 @dataclass
-class WindowLane:
+class WindowLayerGroup:
     """What the layers of one window still hold of each sequence in a native cache.
 
     Rows are appended until another step of ``max_step`` tokens may not fit. Then all goes that is neither a sink, nor

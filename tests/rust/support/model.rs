@@ -1,6 +1,6 @@
 //! What a cache of sequences is to hold, told as plainly as can be: every token
 //! that was ever written has a position, a sequence is a list of tokens, a tree is
-//! a list of nodes. No cells, no runs, no lanes.
+//! a list of nodes. No cells, no runs, no layer groups.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::ops::Range;
