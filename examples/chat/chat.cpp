@@ -14,7 +14,7 @@ namespace etkv::examples {
 namespace {
 
 constexpr char kCommands[] =
-    "/undo   take back the last exchange\n"
+    "/undo   undo the last exchange\n"
     "/reset  begin a new conversation\n"
     "/stats  what this one took so far\n"
     "/help   this list\n"
@@ -145,7 +145,7 @@ bool Chat::follow(const std::string& command) {
 void Chat::undo() {
   const auto kept = conversation_.undo();
   if (!kept) {
-    say("there is nothing to take back");
+    say("there is nothing to undo");
     return;
   }
   if (const auto rewound = generator_.rewind(*kept); !rewound.ok()) {

@@ -72,8 +72,10 @@ class Speculator : public Stepper {
   Statistics take_statistics();
 
  private:
-  Result<Verdict> verify_in_one_forward(const TokenTree& tree, int64_t base);
-  void cut_at_end(const TokenTree& tree, Verdict& verdict) const;
+  Result<VerificationResult> verify_in_one_forward(
+      const TokenTree& tree,
+      int64_t base);
+  void cut_at_end(const TokenTree& tree, VerificationResult& verified) const;
 
   Model& target_;
   TreeCache& cache_;

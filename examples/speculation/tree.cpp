@@ -47,12 +47,12 @@ Choice choose_by_chance(
 
 } // namespace
 
-Result<Verdict>
+Result<VerificationResult>
 verify(const TokenTree& tree, const LogitsView& logits, Sampler& sampler) {
   RETURN_IF_ERROR(check_rows(logits, tree.size()));
-  Verdict verdict;
+  VerificationResult verified;
   for (int32_t node = 0; node >= 0;) {
-    verdict.accepted.push_back(node);
+    verified.accepted.push_back(node);
     const auto children = tree.children(node);
     Choice choice{};
     if (sampler.greedy()) {
@@ -64,9 +64,9 @@ verify(const TokenTree& tree, const LogitsView& logits, Sampler& sampler) {
           choose_by_chance(tree, node, children, std::move(p), sampler.chance);
     }
     node = choice.child;
-    verdict.next = choice.next;
+    verified.next = choice.next;
   }
-  return verdict;
+  return verified;
 }
 
 } // namespace etkv::examples

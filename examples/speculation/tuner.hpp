@@ -32,7 +32,7 @@ class Tuner {
   void observe(
       const TreeShape& asked,
       const TokenTree& tree,
-      const Verdict& verdict,
+      const VerificationResult& verified,
       double seconds);
 
   /// The probability that one of `width` candidates is accepted, where there are

@@ -241,7 +241,7 @@ Result<Memory> ask_memory(size_t n_layers, Call call) {
 /// The face that every cache has: admission, length, rollback, memory.
 ///
 /// What is returned as it is and not as a Result is zero, empty or false for a face
-/// that was moved from, and where the cache broke by a defect: the next change or
+/// that was moved from, and where the cache is poisoned: the next change or
 /// step says so.
 class Cache {
  public:
@@ -398,7 +398,7 @@ class SeqCache : public Cache {
           error);
     });
   }
-  /// Takes back what begin_step() or begin_step_shared() said, for a step that does
+  /// Withdraws what begin_step() or begin_step_shared() said, for a step that does
   /// not come.
   Result<void> cancel_step() {
     return detail::run([&](etkv_error** error) {

@@ -151,7 +151,7 @@ class SeqCache(Cache):
         )
 
     def cancel_step(self) -> None:
-        """Take back what ``begin_step`` or ``begin_step_shared`` said, for a step that does not come."""
+        """Withdraw what ``begin_step`` or ``begin_step_shared`` said, for a step that does not come."""
         call("etkv_seq_cache_cancel_step", self._seq())
 
     def seq_cp(self, source: int, target: int, begin: int = 0, end: int | None = None) -> None:

@@ -43,7 +43,7 @@ def generate(
 
     Nothing runs until the first token is asked for. A ``break`` and an interruption (Ctrl-C) leave the session usable:
     it holds the prompt and all of the answer but what :attr:`Generation.held` excludes. A prompt that is interrupted is
-    taken back, as far as layers with windows still hold what was before it.
+    rolled back, as far as layers with windows still hold what was before it.
     """
     if program.session is None:
         raise EtkvError(f"{program.path.name} was loaded without a session: pass one to etkv.load")
@@ -183,7 +183,7 @@ class Generation(Iterator[int]):
         return most
 
     def _forget(self, position: int) -> None:
-        """Take back the positions from ``position`` on, as far as layers with windows let it."""
+        """Roll back the positions from ``position`` on, as far as layers with windows let it."""
         with contextlib.suppress(EtkvError):
             if isinstance(self._session, SeqCache):
                 # What was declared of a step that did not come would stand in the way of others.

@@ -19,7 +19,7 @@ using examples::NgramDraft;
 using examples::Sampler;
 using examples::TokenTree;
 using examples::TreeShape;
-using examples::Verdict;
+using examples::VerificationResult;
 
 /// Of made-up languages.
 inline constexpr int64_t kLetters = 6;

@@ -112,8 +112,8 @@ TokenTree grow(
 
 /// The first two ids behind a root that the target of `seed` gives to trees of
 /// another language, against what it gives alone. `judge` verifies.
-using Judge =
-    std::function<Verdict(const TokenTree&, const LogitsView&, Sampler&)>;
+using Judge = std::function<
+    VerificationResult(const TokenTree&, const LogitsView&, Sampler&)>;
 double deviations(
     uint32_t seed,
     uint32_t draft_seed,
@@ -132,12 +132,12 @@ double deviations(
           language(seed, way_to(tree, static_cast<int32_t>(node)), 2.0F);
       rows.insert(rows.end(), row.begin(), row.end());
     }
-    const Verdict verdict = judge(tree, view(rows), sampler);
+    const VerificationResult verified = judge(tree, view(rows), sampler);
     Ids ids;
-    for (const int32_t node : verdict.accepted) {
+    for (const int32_t node : verified.accepted) {
       ids.push_back(tree.tokens[static_cast<size_t>(node)]);
     }
-    ids.push_back(verdict.next);
+    ids.push_back(verified.next);
     if (ids.size() == 2) {
       // The second comes of a step without a tree.
       ids.push_back(
@@ -189,11 +189,11 @@ void sampling_keeps_the_distribution() {
         const auto child = tree.children(0)[0];
         const auto p = must(examples::softmax(logits, 0, sampler.temperature));
         const int64_t token = tree.tokens[static_cast<size_t>(child)];
-        Verdict verdict{{0}, 0};
-        verdict.next = sampler.chance.uniform() < p[static_cast<size_t>(token)]
-                           ? token
-                           : examples::draw(p, sampler.chance);
-        return verdict;
+        VerificationResult judged{{0}, 0};
+        judged.next = sampler.chance.uniform() < p[static_cast<size_t>(token)]
+                          ? token
+                          : examples::draw(p, sampler.chance);
+        return judged;
       };
   CHECK(deviations(3, 4, 2, Drawn::by_chance, 1.0, careless) > 20.0);
   const Judge forgetful =
@@ -204,10 +204,10 @@ void sampling_keeps_the_distribution() {
           const int64_t token = tree.tokens[static_cast<size_t>(child)];
           // The second child was not drawn from all of q.
           if (examples::accept(p, q, token, sampler.chance)) {
-            return Verdict{{0}, token};
+            return VerificationResult{{0}, token};
           }
         }
-        return Verdict{{0}, examples::draw(p, sampler.chance)};
+        return VerificationResult{{0}, examples::draw(p, sampler.chance)};
       };
   CHECK(deviations(3, 4, 3, Drawn::by_chance, 1.0, forgetful) > 10.0);
 }
@@ -249,8 +249,9 @@ void no_numbers() {
     std::vector<float> rows(3 * kLetters, -kInfinity);
     rows[1] = rows[2 * kLetters] = 0.0F;
     std::copy(row.begin(), row.end(), rows.begin() + kLetters);
-    const auto verdict = examples::verify(tree, view(rows), sampler);
-    CHECK_REFUSED(verdict, ETKV_ERROR_PROGRAM, "row 1 of the program's logits");
+    const auto verified = examples::verify(tree, view(rows), sampler);
+    CHECK_REFUSED(
+        verified, ETKV_ERROR_PROGRAM, "row 1 of the program's logits");
   };
   refused({kNan, kNan, kNan, kNan, kNan, kNan}, "row 0");
   refused({kNan, 1, 2, 3, 4, 5}, "has no softmax: logit 0 is nan");

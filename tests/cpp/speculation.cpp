@@ -19,7 +19,7 @@ void greedy_verification() {
   CHECK(tree.positions(10) == (Ids{10, 11, 11, 12, 12}));
   CHECK(tree.children(0) == (std::vector<int32_t>{a, b}));
   // What each node makes likeliest.
-  const auto verdict = [&](const Ids& best) {
+  const auto verified = [&](const Ids& best) {
     std::vector<float> rows(best.size() * kLetters, 0.0F);
     for (size_t i = 0; i < best.size(); ++i) {
       rows[i * kLetters + static_cast<size_t>(best[i])] = 1.0F;
@@ -27,13 +27,15 @@ void greedy_verification() {
     Sampler sampler;
     return must(examples::verify(tree, view(rows), sampler));
   };
-  const auto accepted = [&](const Ids& best) { return verdict(best).accepted; };
+  const auto accepted = [&](const Ids& best) {
+    return verified(best).accepted;
+  };
   CHECK(accepted({2, 0, 3, 0, 0}) == (std::vector<int32_t>{0, b, c}));
-  CHECK_INT(verdict({2, 0, 3, 4, 0}).next, 4);
+  CHECK_INT(verified({2, 0, 3, 4, 0}).next, 4);
   CHECK(accepted({2, 4, 1, 0, 0}) == (std::vector<int32_t>{0, b}));
-  CHECK_INT(verdict({2, 4, 1, 0, 0}).next, 1);
+  CHECK_INT(verified({2, 4, 1, 0, 0}).next, 1);
   CHECK(accepted({3, 4, 3, 0, 0}) == (std::vector<int32_t>{0}));
-  CHECK_INT(verdict({3, 4, 3, 0, 0}).next, 3);
+  CHECK_INT(verified({3, 4, 3, 0, 0}).next, 3);
 }
 
 // ---- Guesses from the text ----------------------------------------------------------
@@ -80,12 +82,12 @@ void repetition() {
       rows.insert(rows.end(), row.begin(), row.end());
     }
     Sampler sampler;
-    const auto verdict = must(examples::verify(tree, view(rows), sampler));
-    accepted += verdict.accepted.size() - 1;
-    for (size_t i = 1; i < verdict.accepted.size(); ++i) {
-      text.push_back(tree.tokens[static_cast<size_t>(verdict.accepted[i])]);
+    const auto verified = must(examples::verify(tree, view(rows), sampler));
+    accepted += verified.accepted.size() - 1;
+    for (size_t i = 1; i < verified.accepted.size(); ++i) {
+      text.push_back(tree.tokens[static_cast<size_t>(verified.accepted[i])]);
     }
-    text.push_back(verdict.next);
+    text.push_back(verified.next);
   }
   CHECK(accepted == 4 * kSteps);
 }

@@ -80,7 +80,7 @@ TreeShape settle(
   for (int step = 0; step < 600; ++step) {
     const auto shape = tuner.next(seconds);
     TokenTree tree(0);
-    Verdict verdict{{0}, 0};
+    VerificationResult verified{{0}, 0};
     std::vector<int32_t> level = {0};
     for (int64_t i = 0; i < shape.depth; ++i) {
       // All candidates hang on the first of the level before.
@@ -92,21 +92,21 @@ TreeShape settle(
         level.push_back(node);
         const double right =
             rank < static_cast<int64_t>(ranks.size()) ? ranks[rank] : 0.0;
-        if (at >= 0.0 && at < right && verdict.accepted.back() == parent) {
-          verdict.accepted.push_back(node);
+        if (at >= 0.0 && at < right && verified.accepted.back() == parent) {
+          verified.accepted.push_back(node);
         }
         at -= right;
       }
       // The accepted one is the one that goes on.
-      if (verdict.accepted.back() >= level[0]) {
-        level[0] = verdict.accepted.back();
+      if (verified.accepted.back() >= level[0]) {
+        level[0] = verified.accepted.back();
       }
     }
     const double first = run.insert(tree.size()).second ? once : 0.0;
     tuner.observe(
         shape,
         tree,
-        verdict,
+        verified,
         first + fixed + each * static_cast<double>(tree.size()));
     if (step >= 300) {
       ++chosen[{shape.depth, shape.width}];

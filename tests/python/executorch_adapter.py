@@ -125,9 +125,9 @@ class Adapter:
             return theirs.AttendSpec(theirs.MaskKind.CAUSAL)
         return theirs.AttendSpec(theirs.MaskKind.EXPLICIT, mask)
 
-    def abandon(self) -> None:
+    def abort(self) -> None:
         self.served.clear()
-        self.cache.abandon()
+        self.cache.abort()
 
 
 class CellAdapter(Adapter):

@@ -70,7 +70,7 @@ def test_chance_is_repeatable():
 
 @pytest.mark.parametrize("name", MODELS)
 def test_chat(name):
-    """What is taken back and begun anew is so for the draft, too."""
+    """What is rolled back and begun anew is so for the draft, too."""
     target, draft = pair(name)
     lines = "hi\nand then?\n/undo\nand now?\n/reset\nhi\n/undo\nwell?\n"
     words = [reference.CHAT, "--model", target.path, "--ids", "--max-new-tokens", 24]

@@ -88,7 +88,7 @@ def test_a_prompt_longer_than_a_step(program):
 
 @pytest.mark.parametrize("at", [1, 4])
 def test_interrupted_where_a_token_is_chosen(program, greedy, monkeypatch, at):
-    """What was run and led to no token is taken back, so that nothing of the answer is lost."""
+    """What was run and led to no token is rolled back, so that nothing of the answer is lost."""
     answer = etkv.generate(program, PROMPT, max_new_tokens=8, end_ids=[])
     choose, calls = answer._sampler.choose, []
 

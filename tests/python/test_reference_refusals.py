@@ -125,7 +125,7 @@ def test_a_forward_that_begins_anew_forgets_what_was_not_finished():
     keys, _, _ = cache.update_and_fetch(0, k, v, [3])
     assert torch.equal(keys[:, :, 2], -k[:, :, 0])
     cache.update_and_fetch(1, *rows(TWO, 1, 1), [0])  # another position: a rewind that never ends
-    cache.abandon()
+    cache.abort()
     assert cache.length == 3
 
 
@@ -202,7 +202,7 @@ def test_an_implicit_rewind_that_is_given_up_keeps_what_was_there():
     cache = grown(ContiguousCache(TWO), 5)
     [(before, _, _), _] = forward(cache, [5], seed=5)
     cache.update_and_fetch(0, *rows(TWO, 0, 2, seed=9), [1, 2])
-    cache.abandon()
+    cache.abort()
     [(after, _, _), _] = forward(cache, [6], seed=6)
     assert torch.equal(after[:, :, :6], before)
 
@@ -229,7 +229,7 @@ def test_positions_that_cannot_be(positions, status, words):
 def test_what_windows_dropped_cannot_be_gone_back_to():
     cache = grown(ContiguousCache(SLIDING), 40)
     least = cache.rewindable_to()
-    assert 30 < least <= 38, "a step of max_step can always be taken back"
+    assert 30 < least <= 38, "a step of max_step can always be rolled back"
     words = f"cannot rewind to length {least - 1}: .* {least} is the least"
     assert_refused(cache, lambda: cache.rewind(least - 1), Status.POSITION, words)
     assert_refused(cache, lambda: forward(cache, [least - 1]), Status.POSITION, words)

@@ -209,7 +209,7 @@ def test_batch_at_capacity(llama):
     ],
 )
 def test_a_full_cache_ends_an_answer_and_not_the_runner(llama, name, options):
-    """It is told, what is taken back makes room, and all that there is of every answer is right."""
+    """It is told, what is rolled back makes room, and all that there is of every answer is right."""
     words = [str(word) for word in command(name, llama, "--max-new-tokens", MOST, "--check", *options)]
     # Both streams as they come, for the order of things.
     streams = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
@@ -407,7 +407,7 @@ def test_chat_answers_the_same_on_every_kind_of_cache(qwen3, llama, kv_format):
 
 
 def test_chat_goes_on_with_a_draft(llama):
-    """What is taken back is taken back from the draft, too."""
+    """What is rolled back is rolled back from the draft, too."""
     lines = "hi\nand then?\n/undo\nand now?\n/reset\nhi\n"
     words = [reference.CHAT, "--model", llama.path, "--ids", "--max-new-tokens", 24]
     plain, guessed = (

@@ -116,7 +116,7 @@ fn what_was_before_stays() {
                 let row = Array::full::<f32>(&[1, 2, 1, 64], Array::from_int(9))?;
                 // Given up, refused, and begun anew.
                 forwards.update_and_fetch(0, &[4], &row, &row)?;
-                forwards.abandon();
+                forwards.abort();
                 forwards.update_and_fetch(0, &[4], &row, &row)?;
                 forwards.update_and_fetch(1, &[6], &row, &row).unwrap_err();
                 forwards.update_and_fetch(0, &[4], &row, &row)?;

@@ -155,7 +155,7 @@ impl Custom {
         }
     }
 
-    /// Asks the inner cache; a broken one answers with nothing.
+    /// Asks the inner cache; a poisoned one answers with nothing.
     fn ask<T: Default>(&self, question: impl FnOnce(&MlxCache) -> T) -> T {
         self.inner.lock().map(|cache| question(&*cache)).unwrap_or_default()
     }

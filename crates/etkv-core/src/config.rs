@@ -44,7 +44,7 @@ pub struct CacheConfig {
     /// The most positions that the cache holds.
     pub capacity: i32,
     /// The most tokens of one step in a cache with window layers, which keep so
-    /// much besides the window that a step can be taken back; and of the step that
+    /// much besides the window that a step can be rolled back; and of the step that
     /// passes `quantize_after`, which is stored in float before all is converted.
     pub max_step: i32,
     /// How buffers grow.

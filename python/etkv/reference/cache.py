@@ -168,7 +168,7 @@ class ReferenceCache(ABC):
             check_dtypes(q=q.dtype, k=k.dtype, v=v.dtype, out_dtype=out_dtype)
             check_queries(q, k, v)
         except StatusError:
-            self.abandon()
+            self.abort()
             raise
         keys, values, mask = self.update_and_fetch(layer, k, v, positions)
         return attention(q, keys, values, mask, scale, out_dtype)
@@ -184,7 +184,7 @@ class ReferenceCache(ABC):
             positions = [integer("a position", position) for position in positions]
             had = self._step or self._last
             if had is None or had.positions != positions:
-                self.abandon()
+                self.abort()
                 return self._in_step(layer, k, v, positions)
             given = had.answer(layer, k, v)
             if given is not None:
@@ -193,17 +193,17 @@ class ReferenceCache(ABC):
                 self._begin_anew(had, layer)
             return self._in_step(layer, k, v, positions)
         except Exception:
-            self.abandon()
+            self.abort()
             raise
 
-    def abandon(self) -> None:
+    def abort(self) -> None:
         """The forward that is not finished, if there is one, has not been."""
         self._step = self._last = None
 
     def _begin_anew(self, had: Step, layer: int) -> None:
         """Begins a forward of the positions of another. Layers that have come for it already brought what they had
         brought before, and were taken for layers that share it."""
-        self.abandon()
+        self.abort()
         if had.again and layer not in had.again:
             self._step = self._plan(had.positions)
             self._step.calls = {other: call for other, call in had.calls.items() if other in had.again}
@@ -282,7 +282,7 @@ class ReferenceCache(ABC):
         self._last = None
 
     def _check_count(self, n_tokens: int) -> None:
-        """Refuses more tokens of a sequence than window layers can take back."""
+        """Refuses more tokens of a sequence than window layers can roll back."""
         for group in self._groups.values():
             if group.drops and n_tokens > group.max_step:
                 raise status_error(

@@ -86,7 +86,7 @@ class SeqCache(ReferenceCache):
         self._declare([tuple(members) for members in sequences])
 
     def cancel_step(self) -> None:
-        """Takes back what ``begin_step`` or ``begin_step_shared`` said, for a step that does not come."""
+        """Withdraws what ``begin_step`` or ``begin_step_shared`` said, for a step that does not come."""
         self._refuse_in_step("cancel what was said of the next")
         self._declared = None
 

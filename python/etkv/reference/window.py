@@ -33,7 +33,7 @@ class WindowLayerGroup:
 
     Rows are appended until another step of ``max_step`` tokens may not fit. Then all goes that is neither a sink, nor
     in the window of the next query, nor in that of a query ``max_step`` positions before, so that a step of any legal
-    size can be taken back.
+    size can be rolled back.
     """
 
     sight: Sight

@@ -768,7 +768,7 @@ fn one_sequence_is_read_without_a_mask() {
         assert_eq!(plan.mask, if n == 1 { MaskPlan::None } else { MaskPlan::Causal });
         book.commit().unwrap();
         next += n;
-        // A tree whose chain is accepted, and a step that is taken back.
+        // A tree whose chain is accepted, and a step that is rolled back.
         book.propose(0, &[-1, 0, 0, 2, 1]).unwrap();
         book.plan(&[next, next + 1, next + 1, next + 2, next + 2]).unwrap();
         book.commit().unwrap();

@@ -1,5 +1,5 @@
 //! Sliding windows: what a query sees of a sequence, and how much of it a layer
-//! keeps so that the last step can always be taken back.
+//! keeps so that the last step can always be rolled back.
 
 use crate::error::{fail, Result};
 use crate::growth::Growth;
@@ -59,7 +59,7 @@ impl Window {
         self.slides() && used > self.slots - self.max_step
     }
 
-    /// Refuses a step of more tokens than can be taken back.
+    /// Refuses a step of more tokens than can be rolled back.
     ///
     /// # Errors
     /// [`Capacity`](crate::Status::Capacity).

@@ -32,7 +32,7 @@ pub struct Storage<S: Store> {
     /// Whether `quantize_after` is still to come.
     awaits: bool,
     /// Why the buffers hold what nobody knows, until they are cleared.
-    lost: Option<Error>,
+    poisoned: Option<Error>,
 }
 
 impl<S: Store> Storage<S> {
@@ -64,7 +64,7 @@ impl<S: Store> Storage<S> {
             shared,
             formats,
             awaits,
-            lost: None,
+            poisoned: None,
         };
         storage.grow_upfront()?;
         Ok(storage)
@@ -94,11 +94,11 @@ impl<S: Store> Storage<S> {
         self.formats
     }
 
-    /// Refuses everything after the buffers were lost.
+    /// Refuses everything of a poisoned cache.
     pub fn check(&self) -> Result<()> {
-        match &self.lost {
+        match &self.poisoned {
             Some(error) => {
-                fail!(Mlx, "the cache was lost when rows were moved ({error}); clear it to go on")
+                fail!(Mlx, "the cache is poisoned: {error}; clear it to go on")
             }
             None => Ok(()),
         }
@@ -256,7 +256,7 @@ impl<S: Store> Storage<S> {
     /// Ends the step that was committed.
     ///
     /// # Errors
-    /// [`Mlx`](Status::Mlx): the moves failed, and the cache is lost.
+    /// [`Mlx`](Status::Mlx): the moves failed, and the cache is poisoned.
     pub fn commit(&mut self, moves: &[Move]) -> Result<()> {
         self.store.end();
         self.end();
@@ -276,7 +276,7 @@ impl<S: Store> Storage<S> {
     /// Ends the step as if it had not been. `written` are the slots of each layer group
     /// that it wrote.
     ///
-    /// What was never evaluated is taken back without being evaluated: if that
+    /// What was never evaluated is rolled back without being evaluated: if that
     /// failed once, it would fail again. What was evaluated is of no use to
     /// anybody, and nothing of it may stay that a mask cannot hide.
     pub fn abort(&mut self, written: impl Fn(usize) -> Option<Slots>) {
@@ -290,7 +290,7 @@ impl<S: Store> Storage<S> {
         }
         let undone = saved.map_or(Ok(()), |saved| self.store.abort(saved, &blank));
         if let Err(error) = undone {
-            self.lost = Some(error);
+            self.poisoned = Some(error);
         }
     }
 
@@ -301,14 +301,14 @@ impl<S: Store> Storage<S> {
     }
 
     /// Moves rows, one buffer at a time. Where that fails on the way, the buffers
-    /// are lost.
+    /// are poisoned.
     pub fn apply(&mut self, moves: &[Move]) -> Result<()> {
         if moves.is_empty() {
             return Ok(());
         }
         let moved = self.try_apply(moves);
         if let Err(error) = &moved {
-            self.lost = Some(error.clone());
+            self.poisoned = Some(error.clone());
         }
         moved
     }
@@ -349,7 +349,7 @@ impl<S: Store> Storage<S> {
     /// cannot be had. The store keeps its rows, and a poisoned cache stays
     /// poisoned.
     pub fn clear(&mut self, release: bool) -> Result<()> {
-        if self.lost.is_some() {
+        if self.poisoned.is_some() {
             // Buffers with unfinished work in them are of no use, and hold memory
             // that the new ones may need.
             self.store.release();
@@ -365,7 +365,7 @@ impl<S: Store> Storage<S> {
         }
         self.formats = formats;
         self.awaits = self.config.quantize_after.is_some();
-        self.lost = None;
+        self.poisoned = None;
         Ok(())
     }
 

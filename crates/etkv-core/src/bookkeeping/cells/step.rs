@@ -68,7 +68,7 @@ impl CellsBookkeeping {
         Ok(())
     }
 
-    /// Takes back what [`begin_step`](Self::begin_step) or
+    /// Withdraws what [`begin_step`](Self::begin_step) or
     /// [`begin_step_shared`](Self::begin_step_shared) said. Does nothing where
     /// nothing was said.
     ///
