@@ -278,7 +278,7 @@ typedef struct etkv_cache_config {
   /** Storage of keys and of values, by name; NULL for "f16". */
   const char* k_format;
   const char* v_format;
-  /** Storage of both before `quantize_after`: a float format. */
+  /** Storage of both before `quantized_kv_start`: a float format. */
   const char* float_format;
   /** The most positions that it holds: the session's context length. */
   int32_t capacity;
@@ -286,7 +286,7 @@ typedef struct etkv_cache_config {
    * The most tokens of one step, where layers have windows: they keep so much
    * more that a step can be rolled back. 0 for 512.
    */
-  int32_t max_step;
+  int32_t max_step_tokens;
   etkv_growth growth;
   /** Slots of a growth that has chunks; 0 for 256. */
   int32_t min_chunk;
@@ -294,7 +294,7 @@ typedef struct etkv_cache_config {
    * Where it is more than 0: positions are stored in `float_format` until there
    * are so many, and are then converted to `k_format` and `v_format`, once.
    */
-  int32_t quantize_after;
+  int32_t quantized_kv_start;
   /** 0. */
   int32_t reserved;
 } etkv_cache_config;

@@ -263,10 +263,10 @@ def raw_config(config: CacheConfig) -> tuple[Any, Any]:
         layers=layers,
         n_layers=len(config.layers),
         capacity=int32(config.capacity, "capacity"),
-        max_step=int32(config.max_step, "max_step"),
+        max_step_tokens=int32(config.max_step_tokens, "max_step_tokens"),
         growth=GROWTHS.index(config.growth),
         min_chunk=int32(config.min_chunk, "min_chunk"),
-        quantize_after=int32(config.quantize_after, "quantize_after"),
+        quantized_kv_start=int32(config.quantized_kv_start, "quantized_kv_start"),
         **names,
     )
     return raw, (layers, names)

@@ -178,8 +178,8 @@ class Generation(Iterator[int]):
         """Tokens of a step, at most: what the program takes, and what the cache takes where that has a limit."""
         most = self._program.constant("get_prefill_chunk_size") or DEFAULT_CHUNK
         config = self._session.config
-        if config.quantize_after or any(layer.window for layer in config.layers):
-            most = min(most, config.max_step or DEFAULT_CHUNK)
+        if config.quantized_kv_start or any(layer.window for layer in config.layers):
+            most = min(most, config.max_step_tokens or DEFAULT_CHUNK)
         return most
 
     def _forget(self, position: int) -> None:

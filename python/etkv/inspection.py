@@ -106,7 +106,7 @@ def _layer(layer: LayerConfig) -> dict[str, int]:
 
 
 def _cache_bytes(layers: tuple[LayerConfig, ...], chunk: int, capacity: int, name: str) -> dict[str, Any]:
-    config = CacheConfig(layers, capacity, k_format=name, v_format=name, max_step=chunk)
+    config = CacheConfig(layers, capacity, k_format=name, v_format=name, max_step_tokens=chunk)
     try:
         return {"at_capacity": estimate(config, capacity).allocated, "a_position": estimate(config, 1).used}
     except StatusError as error:

@@ -48,7 +48,7 @@ std::vector<Change> configs() {
       nullptr,
       [](CacheConfig& config) {
         config.layers[0].window = 5;
-        config.max_step = 16;
+        config.max_step_tokens = 16;
       },
       [](CacheConfig& config) {
         config.k_format = "row-int4";
@@ -57,7 +57,7 @@ std::vector<Change> configs() {
       [](CacheConfig& config) {
         config.layers[1].window = 4;
         config.layers[1].sinks = 1;
-        config.max_step = 16;
+        config.max_step_tokens = 16;
         config.growth = Growth::exact;
         config.min_chunk = 0;
       },

@@ -240,9 +240,9 @@ def test_steps_of_window_layers_are_those_of_the_cache():
     windowed = reference.program(Variant("tiny-mistral-window"))
     prompt = [(7 * i) % 250 for i in range(50)]
     answers = []
-    for max_step in (16, 64):
+    for max_step_tokens in (16, 64):
         with (
-            etkv.DecodeSession(config(windowed, 200, max_step=max_step)) as session,
+            etkv.DecodeSession(config(windowed, 200, max_step_tokens=max_step_tokens)) as session,
             etkv.load(windowed.path, session, logits="last") as program,
         ):
             answers.append(list(etkv.generate(program, prompt, max_new_tokens=8, end_ids=[])))
@@ -255,7 +255,7 @@ def test_steps_before_a_conversion_are_those_of_the_cache(kind):
     wide = reference.program(Variant("tiny-qwen3"))
     formats = {"k_format": "affine8g32", "v_format": "mxfp8", "float_format": "f32"}
     prompt = [(7 * i) % 250 for i in range(60)]
-    settings = config(wide, 200, max_step=8, quantize_after=48, **formats)
+    settings = config(wide, 200, max_step_tokens=8, quantized_kv_start=48, **formats)
     with kind(settings) as session, etkv.load(wide.path, session, logits="last") as program:
         assert session.formats == ("f32", "f32")
         assert len(list(etkv.generate(program, prompt, max_new_tokens=4, end_ids=[]))) == 4

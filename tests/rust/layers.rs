@@ -10,7 +10,10 @@ use mlx_rs::Array;
 const N_LAYERS: usize = 3;
 
 fn config(format: KvFormat) -> CacheConfig {
-    CacheConfig { max_step: 8, ..CacheConfig::uniform(N_LAYERS, 2, 64, 64).stored_as(format) }
+    CacheConfig {
+        max_step_tokens: 8,
+        ..CacheConfig::uniform(N_LAYERS, 2, 64, 64).stored_as(format)
+    }
 }
 
 fn rows(seed: u64, n: usize) -> Array {

@@ -83,7 +83,7 @@ class ReferenceCache(ABC):
         self._limits = limits_of(config)
         self._store = RowStore(config, self._limits)
         self._groups = {
-            sight: WindowLayerGroup(sight, self._limits.max_step, config.capacity)
+            sight: WindowLayerGroup(sight, self._limits.max_step_tokens, config.capacity)
             for sight in dict.fromkeys(self._limits.sights)
             if sight.window
         }
@@ -284,10 +284,11 @@ class ReferenceCache(ABC):
     def _check_count(self, n_tokens: int) -> None:
         """Refuses more tokens of a sequence than window layers can roll back."""
         for group in self._groups.values():
-            if group.drops and n_tokens > group.max_step:
+            if group.drops and n_tokens > group.max_step_tokens:
                 raise status_error(
                     Status.CAPACITY,
-                    f"a step of {n_tokens} tokens: the window layers take at most max_step, {group.max_step}",
+                    f"a step of {n_tokens} tokens: the window layers take at most max_step_tokens, "
+                    f"{group.max_step_tokens}",
                 )
 
     def _check_floats(self, n_tokens: int, length: int) -> None:
@@ -297,7 +298,8 @@ class ReferenceCache(ABC):
             raise status_error(
                 Status.CAPACITY,
                 f"a step of {n_tokens} tokens would keep {length} positions in {self._limits.float_format.name}, the "
-                f"most is {most}: quantize_after less 1, and max_step {self._limits.max_step}; take smaller steps",
+                f"most is {most}: quantized_kv_start less 1, and max_step_tokens {self._limits.max_step_tokens}; "
+                "take smaller steps",
             )
 
     def _exact_from(self, sequence: int, positions: Sequence[int]) -> int:

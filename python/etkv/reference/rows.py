@@ -31,7 +31,7 @@ class RowStore:
         """Forgets every row. The formats are those of the config again."""
         for layer in self._layers:
             layer.clear()
-        self.awaits_conversion = self._limits.quantize_after > 0
+        self.awaits_conversion = self._limits.quantized_kv_start > 0
         floats = (self._limits.float_format, self._limits.float_format)
         self.formats = floats if self.awaits_conversion else self._limits.formats
 
@@ -84,8 +84,8 @@ class RowStore:
         self._convert(wanted)
 
     def convert_at(self, length: int) -> None:
-        """The same to the formats of the config, if ``quantize_after`` has come with so many positions."""
-        if self.awaits_conversion and length >= self._limits.quantize_after:
+        """The same to the formats of the config, if ``quantized_kv_start`` has come with so many positions."""
+        if self.awaits_conversion and length >= self._limits.quantized_kv_start:
             self._convert(self._limits.formats)
 
     def _convert(self, wanted: tuple[Format, Format]) -> None:

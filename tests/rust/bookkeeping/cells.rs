@@ -17,7 +17,7 @@ use super::agreed;
 #[derive(Debug, Clone)]
 pub struct Config {
     pub capacity: i32,
-    pub max_step: i32,
+    pub max_step_tokens: i32,
     pub windows: Vec<(i32, i32)>,
 }
 
@@ -88,11 +88,11 @@ fn generate(rng: &mut Rng) -> Case<Config, Op> {
     let window = |rng: &mut Rng| (rng.pick(&[1, 2, 3, 8, 20, 64]), rng.pick(&[0, 0, 1, 4, 9]));
     let config = Config {
         capacity: rng.pick(&[1, 8, 30, 100, 300]),
-        max_step: rng.pick(&[1, 2, 7, 40]),
+        max_step_tokens: rng.pick(&[1, 2, 7, 40]),
         windows: (0..rng.below(3)).map(|_| window(rng)).collect(),
     };
     let n_sequences = rng.pick(&[1, 2, 4, 12]);
-    let longest = rng.pick(&[1, 3, config.max_step as usize, 40]);
+    let longest = rng.pick(&[1, 3, config.max_step_tokens as usize, 40]);
     let trees = rng.chance(0.6);
     let op = |rng: &mut Rng| {
         let any = |rng: &mut Rng| match rng.below(60) {
@@ -162,8 +162,8 @@ struct Run {
 
 impl Run {
     fn new(config: &Config) -> Self {
-        let &Config { capacity, max_step, ref windows } = config;
-        let step = max_step.min(capacity);
+        let &Config { capacity, max_step_tokens, ref windows } = config;
+        let step = max_step_tokens.min(capacity);
         let window = |&(window, sinks): &(i32, i32)| Window::new(window, sinks, step, capacity);
         let kept = |&(window, sinks): &(i32, i32)| Kept::new(window, sinks, step, capacity);
         let windows: Vec<Window> = windows.iter().map(window).collect();
@@ -700,7 +700,7 @@ impl Run {
             seen.extend(held.tokens.iter().copied().filter(is_seen));
             nodes += held.written() as i32;
             let slides = self.windows[group - 1].slides();
-            let promised = sinks + window - 1 + self.windows[group - 1].max_step();
+            let promised = sinks + window - 1 + self.windows[group - 1].max_step_tokens();
             most += (held.tokens.len() as i32).min(if slides { promised } else { i32::MAX });
         }
         let least = seen.len() as i32 + nodes;

@@ -13,7 +13,7 @@ use super::agreed;
 #[derive(Debug, Clone)]
 pub struct Config {
     pub capacity: i32,
-    pub max_step: i32,
+    pub max_step_tokens: i32,
     pub windows: Vec<Option<(i32, i32)>>,
 }
 
@@ -55,8 +55,8 @@ pub fn generate(rng: &mut Rng) -> Case<Config, Op> {
         rng.chance(0.7).then(|| (rng.pick(&[1, 2, 3, 8, 20, 64]), rng.pick(&[0, 0, 1, 4, 9])))
     };
     let windows = (0..1 + rng.below(3)).map(|_| group(rng)).collect();
-    let config = Config { capacity, max_step: rng.pick(&[1, 2, 7, 40]), windows };
-    let longest = rng.pick(&[1, 3, config.max_step as usize, 40]);
+    let config = Config { capacity, max_step_tokens: rng.pick(&[1, 2, 7, 40]), windows };
+    let longest = rng.pick(&[1, 3, config.max_step_tokens as usize, 40]);
     let op = |rng: &mut Rng| {
         let n = 1 + rng.below(longest) as i32;
         let place = rng.below(1000) as i32;
@@ -87,7 +87,7 @@ struct Run {
     moved: Vec<i32>,
     /// For each layer group, the tokens that were written since it moved.
     since_moved: Vec<i32>,
-    max_step: i32,
+    max_step_tokens: i32,
     /// The sequence: the token at each position.
     tokens: Vec<Id>,
     written: Id,
@@ -97,11 +97,11 @@ struct Run {
 
 impl Run {
     fn new(config: &Config) -> Self {
-        let Config { capacity, max_step, windows } = config.clone();
+        let Config { capacity, max_step_tokens, windows } = config.clone();
         let slides: Vec<Option<Window>> = windows
             .iter()
             .map(|window| {
-                window.map(|(window, sinks)| Window::new(window, sinks, max_step, capacity))
+                window.map(|(window, sinks)| Window::new(window, sinks, max_step_tokens, capacity))
             })
             .collect();
         Self {
@@ -112,7 +112,7 @@ impl Run {
             since_moved: vec![i32::MAX; windows.len()],
             windows,
             slides,
-            max_step,
+            max_step_tokens,
             tokens: Vec::new(),
             written: 0,
             peak: 0,
@@ -157,7 +157,7 @@ impl Run {
         }
         let n = positions.len() as i32;
         let fits = i64::from(start) + i64::from(n) <= i64::from(self.capacity);
-        if !fits || (self.any_slides() && n > self.max_step) {
+        if !fits || (self.any_slides() && n > self.max_step_tokens) {
             refusals.push(Status::Capacity);
         }
         refusals
@@ -238,9 +238,9 @@ impl Run {
     fn check_move(&mut self, moved: &Move, length: i32) {
         let (window, sinks) = self.windows[moved.group].unwrap();
         let slots = self.slides[moved.group].unwrap().slots();
-        assert!(moved.from.end() + self.max_step > slots, "{moved:?}: there is room");
+        assert!(moved.from.end() + self.max_step_tokens > slots, "{moved:?}: there is room");
         assert_eq!(moved.to.end(), self.promised(moved.group, length), "{moved:?}");
-        let room = self.max_step.max(window / 4);
+        let room = self.max_step_tokens.max(window / 4);
         let since = std::mem::take(&mut self.since_moved[moved.group]);
         assert!(since > room, "{moved:?} after {since} tokens, sinks: {sinks}");
     }
@@ -249,7 +249,7 @@ impl Run {
     fn promised(&self, group: usize, length: i32) -> i32 {
         match (self.slides[group], self.windows[group]) {
             (Some(slides), Some((window, sinks))) if slides.slides() => {
-                length.min(sinks + window - 1 + self.max_step)
+                length.min(sinks + window - 1 + self.max_step_tokens)
             }
             _ => length,
         }
@@ -310,13 +310,14 @@ impl Run {
         for group in 0..self.groups.len() {
             assert_eq!(self.book.used(group), self.promised(group, length), "group {group}");
         }
-        let promised = if self.any_slides() { (self.peak - self.max_step).max(0) } else { 0 };
+        let promised =
+            if self.any_slides() { (self.peak - self.max_step_tokens).max(0) } else { 0 };
         let least = self.least();
         assert_eq!(self.book.rewindable_to(), least);
         assert!((0..=promised).contains(&least), "{least}, promised are {promised}");
         self.step(&[], false);
         // What the next tokens will see.
-        for n in [1, 3.min(self.max_step)] {
+        for n in [1, 3.min(self.max_step_tokens)] {
             if self.book.can_extend(n) {
                 self.step(&Self::run_of(length, n), true);
             }

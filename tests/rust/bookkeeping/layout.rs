@@ -52,7 +52,7 @@ fn sequences_have_numbers_to_255() {
 #[test]
 fn a_full_window_has_all_of_its_slots() {
     let window = Window::new(8, 1, 3, 1000);
-    let most = window.slots() - window.max_step();
+    let most = window.slots() - window.max_step_tokens();
     assert_eq!(window.allocated(Growth::Exact, most), most);
     assert_eq!(window.allocated(Growth::Exact, most + 1), window.slots());
 }

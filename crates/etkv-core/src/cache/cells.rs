@@ -50,7 +50,7 @@ impl<S: Store> CellsCache<S> {
         Ok(Self { kind, book, storage, open: false })
     }
 
-    /// The positions that count for `quantize_after`: candidates do not.
+    /// The positions that count for `quantized_kv_start`: candidates do not.
     fn counted(&self) -> i32 {
         self.book.length() - self.book.candidates()
     }

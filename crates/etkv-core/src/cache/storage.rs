@@ -29,7 +29,7 @@ pub struct Storage<S: Store> {
     shared: bool,
     /// The formats that the store has.
     formats: [KvFormat; 2],
-    /// Whether `quantize_after` is still to come.
+    /// Whether `quantized_kv_start` is still to come.
     awaits: bool,
     /// Why the buffers hold what nobody knows, until they are cleared.
     poisoned: Option<Error>,
@@ -52,7 +52,7 @@ impl<S: Store> Storage<S> {
         let groups = config.layers.iter().map(group_of).collect();
         let store = S::new(&config.layers, formats)?;
         let masks = vec![None; policies.len()];
-        let awaits = config.quantize_after.is_some();
+        let awaits = config.quantized_kv_start.is_some();
         let mut storage = Self {
             config,
             policies,
@@ -105,7 +105,7 @@ impl<S: Store> Storage<S> {
     }
 
     /// Refuses a step of `n_tokens` behind `length` positions, where so many more in
-    /// float would pass `quantize_after` that the estimate would not hold. A
+    /// float would pass `quantized_kv_start` that the estimate would not hold. A
     /// conversion that failed before is tried again first; `counted` of the
     /// positions count for it.
     ///
@@ -123,7 +123,7 @@ impl<S: Store> Storage<S> {
             return self.convert([k, v]).map_err(|error| {
                 error.at(format_args!(
                     "cannot convert the {length} positions in {} to {k} keys and {v} values \
-                     (quantize_after); free memory and repeat the step",
+                     (quantized_kv_start); free memory and repeat the step",
                     self.config.float_format
                 ))
             });
@@ -131,15 +131,15 @@ impl<S: Store> Storage<S> {
         fail!(
             Capacity,
             "a step of {n_tokens} tokens would keep {after} positions in {}, the most is {most}: \
-             quantize_after less 1, and max_step {}; take smaller steps",
+             quantized_kv_start less 1, and max_step_tokens {}; take smaller steps",
             self.config.float_format,
-            self.config.max_step
+            self.config.max_step_tokens
         );
     }
 
-    /// Whether `quantize_after` has come with `length` positions.
+    /// Whether `quantized_kv_start` has come with `length` positions.
     fn is_time_to_quantize(&self, length: i32) -> bool {
-        self.awaits && self.config.quantize_after.is_some_and(|tokens| length >= tokens)
+        self.awaits && self.config.quantized_kv_start.is_some_and(|tokens| length >= tokens)
     }
 
     /// Opens a step. The rows in `displaced`, slots of each layer group, come back should
@@ -263,7 +263,7 @@ impl<S: Store> Storage<S> {
         self.apply(moves)
     }
 
-    /// Converts what is stored if `quantize_after` has come with `length` positions.
+    /// Converts what is stored if `quantized_kv_start` has come with `length` positions.
     pub fn quantize_at(&mut self, length: i32) {
         if self.is_time_to_quantize(length) {
             // Without the memory for it the floats stay; what is stored is right
@@ -364,7 +364,7 @@ impl<S: Store> Storage<S> {
             self.store.clear(formats, &slots)?;
         }
         self.formats = formats;
-        self.awaits = self.config.quantize_after.is_some();
+        self.awaits = self.config.quantized_kv_start.is_some();
         self.poisoned = None;
         Ok(())
     }
