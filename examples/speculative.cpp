@@ -53,7 +53,8 @@ Result<void> run(
       Sampler(
           sampling.temperature,
           static_cast<uint64_t>(sampling.seed.value_or(0))));
-  Generator generator(model.program(), cache, model.end_ids(), &speculator);
+  Generator generator(
+      model.program(), cache, model.eos_token_ids(), &speculator);
 
   std::vector<Decoding> answers;
   for (const auto& prompt : options.prompts_or(built_in())) {

@@ -31,7 +31,7 @@ Chat::Chat(
       cache_(cache),
       options_(options),
       speculator_(speculator),
-      generator_(model.program(), cache, model.end_ids(), speculator),
+      generator_(model.program(), cache, model.eos_token_ids(), speculator),
       conversation_(model.text(), options.model.raw, options.system) {}
 
 Result<Answer> Chat::ask(const std::string& said) {

@@ -20,7 +20,7 @@ using executorch::extension::Module;
 using executorch::runtime::EValue;
 
 constexpr char kForward[] = "forward";
-constexpr char kEndIds[] = "get_eos_ids";
+constexpr char kEosTokenIds[] = "get_eos_ids";
 constexpr char kTapLayers[] = "get_tap_layers";
 constexpr char kDraftTap[] = "get_draft_tap";
 
@@ -170,7 +170,7 @@ Result<void> Program::read_features() {
 
 /// What the program's constant methods say beside its caches.
 Result<void> Program::read_facts() {
-  ASSIGN_OR_RETURN(end_ids_, read_integers(kEndIds));
+  ASSIGN_OR_RETURN(eos_token_ids_, read_integers(kEosTokenIds));
   ASSIGN_OR_RETURN(const auto taps, read_integers(kTapLayers));
   tap_layers_ = taps.value_or(std::vector<int64_t>());
   ASSIGN_OR_RETURN(const auto tap, read_integers(kDraftTap));

@@ -65,8 +65,8 @@ class Program {
     return native_format_;
   }
   /// The ids that end an answer, where the program tells them.
-  const std::optional<std::vector<int64_t>>& end_ids() const {
-    return end_ids_;
+  const std::optional<std::vector<int64_t>>& eos_token_ids() const {
+    return eos_token_ids_;
   }
   /// The layers whose features it gives, side by side in this order.
   const std::vector<int64_t>& tap_layers() const {
@@ -99,7 +99,7 @@ class Program {
   ModelCacheParams params_;
   int64_t vocabulary_ = 0;
   std::string native_format_;
-  std::optional<std::vector<int64_t>> end_ids_;
+  std::optional<std::vector<int64_t>> eos_token_ids_;
   std::vector<int64_t> tap_layers_;
   std::optional<int64_t> draft_tap_;
   std::optional<FeatureType> feature_type_;

@@ -31,15 +31,15 @@ def generate(
     top_k: int = 0,
     top_p: float = 1.0,
     seed: int | None = None,
-    end_ids: Sequence[int] | None = None,
+    eos_token_ids: Sequence[int] | None = None,
     progress: bool = False,
 ) -> Generation:
     """Continue what the cache of ``program`` holds with ``prompt``, then with what the model answers.
 
     ``prompt`` goes behind the positions that the session holds: nothing is forgotten here. ``sequence`` is the one to
     continue, where the session has several. Choices are greedy at a ``temperature`` of 0; otherwise they are drawn,
-    from the ``top_k`` best (0: all) and of those from the fewest that have ``top_p`` of the probability. ``end_ids``
-    end the answer; ``None`` takes those of the program. ``progress`` shows bars on stderr.
+    from the ``top_k`` best (0: all) and of those from the fewest that have ``top_p`` of the probability.
+    ``eos_token_ids`` end the answer; ``None`` takes those of the program. ``progress`` shows bars on stderr.
 
     Nothing runs until the first token is asked for. A ``break`` and an interruption (Ctrl-C) leave the session usable:
     it holds the prompt and all of the answer but what :attr:`Generation.held` excludes. A prompt that is interrupted is
@@ -62,7 +62,7 @@ def generate(
         raise EtkvError(f"top_p is {top_p}, it is above 0 and at most 1")
     if sequence and not isinstance(program.session, SeqCache):
         raise EtkvError(f"sequence is {sequence}, and the session has one only: use a SeqSession")
-    ends = frozenset(program.end_ids if end_ids is None else end_ids)
+    ends = frozenset(program.eos_token_ids if eos_token_ids is None else eos_token_ids)
     return Generation(program, ids, max_new_tokens, sequence, _Sampler(temperature, top_k, top_p, seed), ends, progress)
 
 

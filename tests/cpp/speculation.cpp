@@ -191,7 +191,7 @@ void ends_within_a_tree() {
     examples::Generator generator(
         target.model.program(),
         target.cache(),
-        target.model.end_ids(),
+        target.model.eos_token_ids(),
         &speculator);
     const auto answer =
         must(generator.answer(prompt(), 24, examples::Listener()));
