@@ -10,7 +10,7 @@
 #include "examples/common/console.hpp"
 #include "examples/common/format.hpp"
 #include "examples/common/interrupt.hpp"
-#include "examples/common/plain.hpp"
+#include "examples/common/reference_decoding.hpp"
 #include "examples/common/runner.hpp"
 #include "examples/common/try.hpp"
 #include "examples/speculation/speculator.hpp"
@@ -95,19 +95,23 @@ int main(int argc, char** argv) {
   runner.arguments().number(
       "--temperature",
       "T",
-      "draw ids by chance, with the logits divided by this;\n"
+      "draw ids at random, with the logits divided by this;\n"
       "0, the default, takes the greatest",
       0.0,
       100.0,
       &sampling.temperature);
   runner.arguments().integer(
-      "--seed", "N", "where chance begins (0)", 0, INT64_MAX, &sampling.seed);
+      "--seed",
+      "N",
+      "seed of the random numbers (0)",
+      0,
+      INT64_MAX,
+      &sampling.seed);
   runner.require([&]() -> etkv::Result<void> {
     if (sampling.temperature > 0.0 && runner.options().check) {
       return etkv::Error(
           ETKV_ERROR_INVALID_ARGUMENT,
-          "--check compares greedy answers, and --temperature leaves them to "
-          "chance");
+          "--check compares greedy answers, and --temperature draws them");
     }
     return {};
   });

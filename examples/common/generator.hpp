@@ -51,7 +51,7 @@ class Stepper {
  public:
   virtual ~Stepper() = default;
 
-  /// A part of a prompt was run, from this position on; the program that ran it
+  /// A prefill chunk was run, from this position on; the program that ran it
   /// tells its features.
   virtual void read(int64_t /*position*/) {}
 

@@ -31,7 +31,7 @@ auto visit_row(const LogitsView& logits, int64_t row, Visit visit) {
   }
 }
 
-/// The greatest of `n` values that are numbers; -infinity if none is.
+/// The greatest of `n` values that are not NaN; -infinity if none is.
 template <typename T>
 float greatest(const T* values, int64_t n) {
   // Several maxima side by side let the compiler use vector instructions, which it may

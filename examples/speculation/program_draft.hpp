@@ -8,8 +8,8 @@
 #include <vector>
 
 #include "examples/common/program.hpp"
-#include "examples/speculation/costs.hpp"
 #include "examples/speculation/draft.hpp"
+#include "examples/speculation/latency_model.hpp"
 
 namespace etkv::examples {
 
@@ -92,7 +92,7 @@ class ProgramDraft : public Draft {
   /// id of the text, and its last level is never run.
   std::vector<int64_t> run_;
   /// Of a forward, by its tokens.
-  Costs costs_;
+  LatencyModel latency_;
 };
 
 } // namespace etkv::examples

@@ -55,7 +55,7 @@ struct TokenTree {
   std::vector<int32_t> parents;
   std::vector<int32_t> depths;
   /// What a node's children were drawn from, one after the other and none twice;
-  /// empty where they were chosen without chance.
+  /// empty where they were chosen without drawing.
   std::vector<Distribution> drawn_from;
 };
 

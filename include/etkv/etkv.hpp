@@ -809,7 +809,7 @@ class CacheSession {
   Face face_;
 };
 
-/// One growing sequence: plain decoding.
+/// One growing sequence, decoded a token a step.
 inline Result<CacheSession<Cache>> make_decode_session(
     const std::string& backend_id,
     const CacheConfig& config) {

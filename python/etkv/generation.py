@@ -167,10 +167,10 @@ class Generation(Iterator[int]):
         chunk = self._most_tokens()
         began = time.perf_counter()
         for start in range(0, len(prompt), chunk):
-            part = prompt[start : start + chunk]
-            row = self._step(part)
+            prefill_chunk = prompt[start : start + chunk]
+            row = self._step(prefill_chunk)
             if self._bars:
-                self._bars.prefilled(len(part))
+                self._bars.prefilled(len(prefill_chunk))
         self.prefill_seconds = time.perf_counter() - began
         return row
 

@@ -25,8 +25,8 @@ bool same(const TokenTree& a, const TokenTree& b) {
   return a.tokens == b.tokens && a.parents == b.parents;
 }
 
-/// Answers every prompt greedily, one after the other, as plain decoding does.
-void answers_as_plain(
+/// Answers every prompt greedily, one after the other, as reference decoding does.
+void answers_as_reference(
     const std::string& name,
     const std::vector<Ids>& prompts,
     size_t n,
@@ -41,7 +41,7 @@ void answers_as_plain(
   for (const Ids& prompt : prompts) {
     const auto answer = must(generator.answer(
         prompt, static_cast<int64_t>(n), examples::Listener()));
-    CHECK(answer.ids == plain("llama-f32", prompt, n));
+    CHECK(answer.ids == reference_ids("llama-f32", prompt, n));
   }
 }
 
@@ -64,7 +64,7 @@ void windows() {
   const auto again = must(guesses->propose(slice(other, 0, 35), shape, greedy));
   CHECK(same(again, fresh("mistral-window", slice(other, 0, 35), shape)));
 
-  answers_as_plain("mistral-window", {before, other, before}, 40, 3, 2);
+  answers_as_reference("mistral-window", {before, other, before}, 40, 3, 2);
 }
 
 /// No level is wider than a step of the draft.
@@ -77,14 +77,14 @@ void narrower_steps() {
   for (int32_t depth = 1; depth <= 3; ++depth) {
     CHECK_INT(std::count(tree.depths.begin(), tree.depths.end(), depth), 4);
   }
-  answers_as_plain("llama-chunk4", {prompt()}, 24, 3, 8);
-  answers_as_plain("llama-f32", {prompt()}, 24, 2, 12);
+  answers_as_reference("llama-chunk4", {prompt()}, 24, 3, 8);
+  answers_as_reference("llama-f32", {prompt()}, 24, 2, 12);
 }
 
 /// A draft that gives one row of logits guesses chains; a tree is an error that
 /// says whose.
 void one_row_of_logits() {
-  answers_as_plain("llama-last", {prompt()}, 24, 3, 1);
+  answers_as_reference("llama-last", {prompt()}, 24, 3, 1);
   Target target;
   Sampler greedy;
   CHECK_REFUSED(

@@ -17,7 +17,7 @@ using examples::FeatureType;
 using examples::GivenFeatures;
 using examples::Program;
 
-/// Features of a text in plain decoding, a row for each id.
+/// Features of a text in reference decoding, a row for each id.
 struct Features {
   FeatureType type;
   std::vector<std::byte> rows;
@@ -94,7 +94,7 @@ class Recorder : public Draft {
 };
 
 /// Conversations that go on, go back and begin anew, with trees of every shape: the
-/// answers are those of plain decoding, and each tree that of a fresh draft.
+/// answers are those of reference decoding, and each tree that of a fresh draft.
 ///
 /// @param untapped  the same model without features
 void as_if_fresh(
@@ -120,13 +120,13 @@ void as_if_fresh(
         target.model.program(), target.cache(), {}, &speculator);
     must(target.cache().clear());
     auto answer = must(generator.answer(asked, 20, examples::Listener()));
-    CHECK(answer.ids == plain(untapped, asked, 20));
+    CHECK(answer.ids == reference_ids(untapped, asked, 20));
     // Goes on from within the answer, with another id.
     Ids longer = asked;
     longer.insert(longer.end(), answer.ids.begin(), answer.ids.begin() + 9);
     longer.push_back((answer.ids[9] + 1) % kVocabulary);
     answer = must(generator.answer(longer, 12, examples::Listener()));
-    CHECK(answer.ids == plain(untapped, longer, 12));
+    CHECK(answer.ids == reference_ids(untapped, longer, 12));
     CHECK_INT(answer.reused_tokens, longer.size() - 1);
   }
   REQUIRE(guesses.made.size() > 40);

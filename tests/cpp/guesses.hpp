@@ -12,10 +12,10 @@
 
 namespace etkv::tests {
 
-using examples::Chance;
 using examples::Distribution;
 using examples::LogitsView;
 using examples::NgramDraft;
+using examples::Rng;
 using examples::Sampler;
 using examples::TokenTree;
 using examples::TreeShape;
@@ -86,7 +86,7 @@ inline Ids prompt() {
   return ids;
 }
 
-inline Ids plain(const std::string& name, const Ids& prompt, size_t n) {
+inline Ids reference_ids(const std::string& name, const Ids& prompt, size_t n) {
   On<Cache> on([](CacheConfig& config) { config.capacity = 200; }, name);
   Ids wanted;
   Rows rows;

@@ -1,4 +1,4 @@
-// Guesses and their verification: every greedy answer is that of plain decoding.
+// Guesses and their verification: every greedy answer is that of reference decoding.
 
 #include <map>
 
@@ -94,10 +94,10 @@ void repetition() {
 
 // ---- On programs ----------------------------------------------------------------------
 
-/// Greedily: the ids of plain decoding, for every draft and shape.
+/// Greedily: the ids of reference decoding, for every draft and shape.
 void same_ids() {
   const size_t most = 24;
-  const Ids plainly = plain("llama-f32", prompt(), most);
+  const Ids reference = reference_ids("llama-f32", prompt(), most);
   Target target;
   std::map<std::string, int64_t> fewest;
   for (const char* name : {"ngram", "llama-f32", "qwen3-f32"}) {
@@ -106,7 +106,7 @@ void same_ids() {
       for (int64_t width = 1; width <= (depth == 0 ? 1 : 8); ++width) {
         // Wide trees cost most, and are as good at each step: fewer of them.
         const size_t n = width <= 2 ? most : 10;
-        const Ids wanted = slice(plainly, 0, n);
+        const Ids wanted = slice(reference, 0, n);
         must(target.cache().clear());
         examples::Speculator speculator(
             target.model, target.cache(), *guesses, {{}, depth, width});
@@ -141,7 +141,7 @@ void same_ids() {
 
 /// A full cache ends the answer; a rewind lets it go on, to the same ids.
 void at_capacity() {
-  const Ids wanted = plain("llama-f32", prompt(), 40);
+  const Ids wanted = reference_ids("llama-f32", prompt(), 40);
   for (const char* name : {"ngram", "llama-f32"}) {
     Target target("llama-f32", /*capacity=*/40);
     const auto guesses = draft(name, target, /*capacity=*/40);
@@ -174,7 +174,7 @@ void at_capacity() {
 
 /// An id that ends an answer is its last, wherever in a tree it was.
 void ends_within_a_tree() {
-  const Ids wanted = plain("llama-f32", prompt(), 24);
+  const Ids wanted = reference_ids("llama-f32", prompt(), 24);
   Target target;
   const auto guesses = draft("llama-f32", target);
   for (size_t end = 0; end < 8; ++end) {

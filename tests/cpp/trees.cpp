@@ -175,7 +175,7 @@ void several() {
   CHECK_INT(on->length(), 13);
 }
 
-/// Speculative decoding gives the ids of plain decoding, whatever the draft.
+/// Speculative decoding gives the ids of reference decoding, whatever the draft.
 void speculative(const Change& change) {
   constexpr size_t kIds = 30;
   const Ids prompt = text(6, 3);

@@ -3,40 +3,40 @@
 #include <map>
 #include <set>
 
-#include "examples/speculation/costs.hpp"
+#include "examples/speculation/latency_model.hpp"
 #include "examples/speculation/tuner.hpp"
 #include "guesses.hpp"
 
 namespace etkv::tests {
 namespace {
 
-using examples::Costs;
+using examples::LatencyModel;
 using examples::Tuner;
 
-void costs() {
-  Costs costs;
-  CHECK(costs.at(5) == 0.0);
-  costs.add(1, 2.0);
-  CHECK(costs.at(9) == 2.0);
-  costs.add(5, 4.0);
-  CHECK(costs.at(1) == 2.0);
-  CHECK(costs.at(3) == 3.0);
-  CHECK(costs.at(9) == 6.0);
+void latency() {
+  LatencyModel latency;
+  CHECK(latency.at(5) == 0.0);
+  latency.add(1, 2.0);
+  CHECK(latency.at(9) == 2.0);
+  latency.add(5, 4.0);
+  CHECK(latency.at(1) == 2.0);
+  CHECK(latency.at(3) == 3.0);
+  CHECK(latency.at(9) == 6.0);
   // The first of a size is forgotten, and later ones are a mean.
-  costs.add(5, 8.0);
-  CHECK(costs.at(5) == 8.0);
-  costs.add(5, 4.0);
-  CHECK(costs.at(5) == 7.0);
+  latency.add(5, 8.0);
+  CHECK(latency.at(5) == 8.0);
+  latency.add(5, 4.0);
+  CHECK(latency.at(5) == 7.0);
   // One number that has settled is no line; of two, nothing else counts.
-  CHECK(costs.at(1) == 2.0);
-  costs.add(1, 1.0);
-  CHECK(costs.at(1) == 1.0);
-  costs.add(3, 100.0);
-  CHECK(costs.at(3) == 4.0);
-  CHECK(costs.at(9) == 13.0);
+  CHECK(latency.at(1) == 2.0);
+  latency.add(1, 1.0);
+  CHECK(latency.at(1) == 1.0);
+  latency.add(3, 100.0);
+  CHECK(latency.at(3) == 4.0);
+  CHECK(latency.at(9) == 13.0);
 
   // More tokens never take less, whatever is measured, nor do fewer give time back.
-  Costs uneven;
+  LatencyModel uneven;
   for (int time = 0; time < 2; ++time) {
     uneven.add(1, 2.0);
     uneven.add(5, 5.0);
@@ -52,7 +52,7 @@ void costs() {
   for (double n = 0.0; n < 20.0; n += 0.5) {
     CHECK(uneven.at(n) <= uneven.at(n + 0.5));
   }
-  Costs far;
+  LatencyModel far;
   far.add(10, 1.0);
   far.add(20, 3.0);
   CHECK(far.at(1) == 1.0);
@@ -71,7 +71,7 @@ TreeShape settle(
     std::optional<int64_t> width = std::nullopt,
     double once = 0.0) {
   Tuner tuner(depth, width);
-  Chance chance(1);
+  Rng rng(1);
   const auto seconds = [&](int64_t levels, int64_t) {
     return draft * static_cast<double>(levels);
   };
@@ -86,7 +86,7 @@ TreeShape settle(
       // All candidates hang on the first of the level before.
       const int32_t parent = level[0];
       level.clear();
-      double at = chance.uniform();
+      double at = rng.uniform();
       for (int64_t rank = 0; rank < shape.width; ++rank) {
         const int32_t node = tree.add(rank, parent);
         level.push_back(node);
@@ -165,7 +165,7 @@ void tuning() {
 int main() {
   using namespace etkv::tests;
   etkv::examples::quiet_executorch();
-  costs();
+  latency();
   tuning();
   return check_report();
 }

@@ -1,4 +1,4 @@
-"""Runners with drafts that are fed with features: answers are those of plain decoding, whatever the draft guesses."""
+"""Runners with drafts fed with hidden states: answers are those of reference decoding, whatever it proposes."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def pair(name: str, **options: object) -> tuple[Program, Program]:
 
 
 def check(programs: tuple[Program, Program], *options: object) -> str:
-    """What the runner says of its answers, which it has compared with plain decoding."""
+    """What the runner says of its answers, which it has compared with reference decoding."""
     target, draft = programs
     done = succeed("speculative", target, "--draft", draft.path, "--check", "--ids", *options)
     assert checked(done)[1] == sum(map(len, answers(done.stdout)))
@@ -60,7 +60,7 @@ def test_at_capacity():
     assert "stopped: the cache is full at 110 positions (--capacity)" in said
 
 
-def test_chance_is_repeatable():
+def test_sampling_is_repeatable():
     target, draft = pair("tiny-llama")
     words = ["--draft", draft.path, "--temperature", 0.8, "--ids", "--max-new-tokens", 16, "--seed"]
     first, same, other = (succeed("speculative", target, *words, seed).stdout for seed in (1, 1, 2))

@@ -315,7 +315,7 @@ def test_values_that_are_no_numbers_do_not_reach_others():
         cache = SeqCache(config)
         if refused:
             call = partial(cache.update_and_fetch, 0, k, v, [0])
-            assert_refused(cache, call, Status.INVALID_ARGUMENT, f"infinite or no number as {v_format}")
+            assert_refused(cache, call, Status.INVALID_ARGUMENT, f"not finite as {v_format}")
         else:
             cache.update_and_fetch(0, k, v, [0])
         ContiguousCache(config).update_and_fetch(0, k, v, [0])

@@ -1,4 +1,4 @@
-"""The example runners: their answers are those of plain decoding, and a full cache ends none but the last of them."""
+"""The example runners: their answers are those of reference decoding, and a full cache ends only the last of them."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def qwen3() -> Program:
 
 
 @EACH
-def test_answers_are_those_of_plain_decoding(llama, name):
+def test_answers_are_those_of_reference_decoding(llama, name):
     """By the runner's own check."""
     done = succeed(name, llama, "--max-new-tokens", MOST, "--check", "--ids", *prompts(QUESTIONS))
     n_answers, n_tokens = checked(done)
@@ -216,7 +216,7 @@ def test_a_full_cache_ends_an_answer_and_not_the_runner(llama, name, options):
     done = subprocess.run(words, **streams, encoding="utf-8", timeout=60, check=True)
     _, _, after = done.stdout.partition(f"stopped: the cache is full at {options[1]} positions (--capacity)\n")
     assert "## " in after, "there are more answers"
-    assert re.search(r"^check: \d+ answers, \d+ tokens as plain decoding chooses them$", after, re.M)
+    assert re.search(r"^check: \d+ answers, \d+ tokens as reference decoding chooses them$", after, re.M)
 
 
 SERVERS = ("admission", "batch", "prefix")
@@ -373,7 +373,7 @@ def test_a_program_that_gives_one_row_of_logits():
         assert re.search(rf"^etkv_{name}: .*logits of 1 of \d+ tokens.*without `--logits last`$", done.stderr, re.M)
 
 
-def test_chance_is_repeatable(llama):
+def test_sampling_is_repeatable(llama):
     words = ["--draft", llama.path, "--temperature", 0.8, "--ids", "--max-new-tokens", 16, "--seed"]
     first, same, other = (succeed("speculative", llama, *words, seed).stdout for seed in (1, 1, 2))
     assert first == same

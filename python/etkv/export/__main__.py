@@ -108,7 +108,7 @@ def _parser() -> argparse.ArgumentParser:
         default="all",
         metavar="ROWS",
         help=f"rows of logits that a step gives, {' or '.join(LOGITS)}: one for each of its tokens, or the last "
-        "token's, which is all that plain decoding reads (default: all)",
+        "token's, which is all that decoding a token a step reads (default: all)",
     )
     parser.add_argument(
         "--tap-layers",

@@ -49,15 +49,15 @@ class RowStore:
         return [(keys[:, token], values[:, token]) for token in range(n_tokens)]
 
     def check_values(self, layer: int, v: Tensor) -> None:
-        """Refuses values that are no numbers as they are stored.
+        """Refuses values that are not finite as they are stored.
 
-        The native caches read what a mask hides with weight 0, and 0 times infinity is no number: one sequence would
+        The native caches read what a mask hides with weight 0, and 0 times infinity is NaN: one sequence would
         spoil the others.
         """
         stored_as = self.formats[1]
         if not torch.isfinite(stored_as.stored(v) if stored_as.is_float else v).all():
             raise invalid(
-                f"a value of this step is infinite or no number as {stored_as.name} (layer {layer}); other sequences "
+                f"a value of this step is not finite as {stored_as.name} (layer {layer}); other sequences "
                 "would come to read it"
             )
 

@@ -1,5 +1,5 @@
-//! What the layers of one window still hold of each sequence, told as plainly as
-//! can be: a set of tokens.
+//! What the layers of one window still hold of each sequence, in the simplest
+//! form: a set of tokens.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::ops::Range;

@@ -1,4 +1,4 @@
-//! What a cache of sequences is to hold, told as plainly as can be: every token
+//! What a cache of sequences is to hold, in the simplest form: every token
 //! that was ever written has a position, a sequence is a list of tokens, a tree is
 //! a list of nodes. No cells, no runs, no layer groups.
 

@@ -195,7 +195,7 @@ impl<S: Store> Storage<S> {
         check_rows("values", layer, S::shape(v), [1, heads, n, target.v_head_dim])?;
         if !had {
             self.store.grow(layer, slots)?;
-            // What a mask hides has weight 0, and 0 times infinity is no number.
+            // What a mask hides has weight 0, and 0 times infinity is NaN.
             self.store.write(layer, &plan.write, k, v, self.shared)?;
         }
         let [k, v] = self.store.read(layer, plan.read.clone())?;
@@ -245,7 +245,7 @@ impl<S: Store> Storage<S> {
         if let Some(layer) = self.store.non_finite() {
             fail!(
                 InvalidArgument,
-                "a value of this step is infinite or no number as {} (attention layer {layer} of \
+                "a value of this step is not finite as {} (attention layer {layer} of \
                  those that ran); other sequences would come to read it",
                 self.formats[1]
             );

@@ -24,7 +24,7 @@ fn append<B: Backend>(
     Ok(B::rows(&out)[0][0][0])
 }
 
-/// A weight of 0 does not hide what is infinite: 0 times infinity is no number.
+/// A weight of 0 does not hide what is infinite: 0 times infinity is NaN.
 pub fn values_that_are_no_numbers_reach_no_other_sequence<B: Backend>() {
     let formats = ["f32", "f16", "bf16", "affine4g64", "mxfp8", "nvfp4", "row-int4"];
     let run = || -> Result<()> {
