@@ -1,4 +1,4 @@
-// etkv_speculative: a draft guesses, the model verifies a tree of guesses in one
+// etkv_speculative: a draft proposes a tree of tokens, the model verifies it in one
 // forward, and the answer is the one that it would have given alone.
 
 #include <memory>
@@ -84,7 +84,7 @@ int main(int argc, char** argv) {
 
   Runner runner(
       "etkv_speculative",
-      "Answers with guesses: a draft proposes a tree of ids, the model "
+      "Answers with draft tokens: a draft proposes a tree of ids, the model "
       "verifies\n"
       "all of it in one forward, and what it agrees with is kept. The answers\n"
       "are those that it gives alone.\n");

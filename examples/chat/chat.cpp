@@ -152,13 +152,13 @@ void Chat::undo() {
     say(rewound.error().message());
     return;
   }
-  say("took back the last exchange; the cache holds " +
+  say("undid the last exchange; the cache holds " +
       counted(cache_.length(), "position"));
 }
 
 void Chat::reset() {
   conversation_.reset();
-  // Cleared, not rewound: that works also for a cache that a step has broken.
+  // Cleared, not rewound: that works also for a cache that is poisoned.
   if (const auto cleared = cache_.clear(); !cleared.ok()) {
     say(cleared.error().message());
     return;

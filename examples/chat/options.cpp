@@ -74,13 +74,13 @@ Result<Options> parse_options(int argc, const char* const* argv) {
   if (options.speculation.draft && options.session.value_or("tree") != "tree") {
     return refuse(
         "--draft takes --session tree, not " + *options.session +
-        ": guesses are trees");
+        ": draft tokens are a tree");
   }
   if (!options.speculation.draft &&
       (options.speculation.depth || options.speculation.width)) {
     return refuse(
         std::string(options.speculation.depth ? "--depth" : "--width") +
-        " is the shape of a draft's guesses, and there is no --draft");
+        " is the shape of a draft's tree, and there is no --draft");
   }
   if (options.prompt && options.prompt->empty()) {
     return refuse("the prompt is empty");

@@ -52,7 +52,7 @@ class Stepper {
   virtual ~Stepper() = default;
 
   /// A prefill chunk was run, from this position on; the program that ran it
-  /// tells its features.
+  /// tells its hidden states.
   virtual void read(int64_t /*position*/) {}
 
   /// The id behind a prompt, by the logits of its last token.

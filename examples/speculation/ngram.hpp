@@ -1,4 +1,4 @@
-// Guesses from the text itself: what followed the last few ids when they were
+// Draft tokens from the text itself: what followed the last few ids when they were
 // there before.
 #pragma once
 

@@ -1,4 +1,4 @@
-// Guesses of a program, level by level, on a tree cache of its own.
+// Draft tokens of a program, level by level, on a tree cache of its own.
 #pragma once
 
 #include <cstddef>
@@ -20,12 +20,12 @@ struct DraftTarget {
   int32_t capacity;
   /// How keys and values are stored; none for the draft's own dtype.
   std::optional<std::string> kv_format;
-  /// The layers whose features the target gives, and a row of them all.
+  /// The layers whose hidden states the target gives, and a row of them all.
   std::vector<int64_t> tap_layers = {};
-  std::optional<FeatureType> feature_type = {};
+  std::optional<HiddenStateType> hidden_state_type = {};
 };
 
-/// Which of two programs an error is about is not to be guessed.
+/// Which of two programs an error is about cannot be told otherwise.
 Error of_draft(const Error& error);
 
 /// What drafts with a program of their own have in common: the ids that their

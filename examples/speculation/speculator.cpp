@@ -18,15 +18,15 @@ void add_speculation_arguments(
   arguments.text(
       "--draft",
       "FILE|ngram",
-      "who guesses: a program (.pte) with the model's\n"
-      "vocabulary, or one that is fed with its features,\n"
+      "what proposes tokens: a program (.pte) with the model's\n"
+      "vocabulary, or one that is fed with its hidden states,\n"
       "or the text so far" +
           otherwise,
       &options.draft);
   arguments.integer_or(
       "auto",
       "--depth",
-      "ids that a guess goes ahead; auto, the default,\n"
+      "levels of draft tokens; auto, the default,\n"
       "weighs what trees cost and what they bring",
       0,
       64,
@@ -34,7 +34,7 @@ void add_speculation_arguments(
   arguments.integer_or(
       "auto",
       "--width",
-      "guesses for each of them (auto)",
+      "draft tokens of each level (auto)",
       1,
       64,
       &options.width);
@@ -55,7 +55,7 @@ Result<std::unique_ptr<Draft>> make_draft(
        cache.capacity(),
        options.kv_format,
        program.tap_layers(),
-       program.feature_type()});
+       program.hidden_state_type()});
 }
 
 Speculator::Speculator(
@@ -71,8 +71,8 @@ Speculator::Speculator(
       sampler_(std::move(sampler)) {}
 
 void Speculator::read(int64_t position) {
-  if (const auto& features = target_.program().features()) {
-    draft_.saw(position, *features);
+  if (const auto& hidden_states = target_.program().hidden_states()) {
+    draft_.saw(position, *hidden_states);
   }
 }
 
@@ -107,10 +107,11 @@ Result<std::vector<int64_t>> Speculator::next(
   // Both keep the same chain.
   RETURN_IF_ERROR(cache_.commit(verified.accepted));
   RETURN_IF_ERROR(draft_.commit(verified.accepted));
-  if (const auto& features = target_.program().features()) {
+  if (const auto& hidden_states = target_.program().hidden_states()) {
     for (size_t i = 0; i < verified.accepted.size(); ++i) {
       draft_.saw(
-          base + static_cast<int64_t>(i), features->only(verified.accepted[i]));
+          base + static_cast<int64_t>(i),
+          hidden_states->only(verified.accepted[i]));
     }
   }
 
@@ -174,7 +175,7 @@ std::string describe(const Speculator::Statistics& statistics) {
          fixed(static_cast<double>(statistics.ids) / steps, 2) + " a step, " +
          fixed(static_cast<double>(statistics.accepted) / steps, 2) + " of " +
          fixed(static_cast<double>(statistics.candidates) / steps, 1) +
-         " guesses accepted · " +
+         " draft tokens accepted · " +
          fixed(static_cast<double>(statistics.steps) / ids, 2) +
          " forwards a token · " + rate(statistics.ids, statistics.seconds) +
          ", " +
@@ -183,7 +184,7 @@ std::string describe(const Speculator::Statistics& statistics) {
                  ? 100.0 * statistics.draft_seconds / statistics.seconds
                  : 0.0,
              0) +
-         "% of it for guesses";
+         "% of it for drafts";
 }
 
 } // namespace etkv::examples

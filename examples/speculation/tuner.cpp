@@ -84,7 +84,7 @@ void Tuner::observe(
   verification_.add(tree.size(), seconds);
   ++without_;
   if (tree.size() == 1) {
-    // Nobody had a guess, which says nothing of those that they have.
+    // There was no draft token, which says nothing of those that they have.
     ++singles_;
     return;
   }

@@ -128,7 +128,7 @@ def lines(found: dict[str, Any]) -> Iterator[str]:
     for name, value in found["tells"].items():
         yield f"{name}: {value}"
     if "get_draft_tap" in found["tells"]:
-        yield f"a draft, which takes the features of its model's layer {found['tells']['get_draft_tap']}"
+        yield f"a draft, which takes the hidden states of its model's layer {found['tells']['get_draft_tap']}"
     yield from _cache_lines(found)
     if "program" in found:
         program = found["program"]

@@ -1,11 +1,11 @@
-// Ids that are drawn at random: whatever guesses there are, each has the
+// Ids that are drawn at random: whatever is proposed, each has the
 // probability that the model gives it.
 
 #include <cmath>
 #include <limits>
 #include <map>
 
-#include "guesses.hpp"
+#include "speculative.hpp"
 
 namespace etkv::tests {
 namespace {
@@ -346,11 +346,11 @@ void same_distribution() {
        {Kind{"qwen3-f32", 2, 3},
         Kind{"llama-f32", 2, 4},
         Kind{"ngram", 3, 2}}) {
-    const auto guesses = draft(kind.draft, target);
+    const auto proposer = draft(kind.draft, target);
     examples::Speculator speculator(
         target.model,
         target.cache(),
-        *guesses,
+        *proposer,
         {{}, kind.depth, kind.width},
         Sampler(temperature, 7));
     must(target.cache().clear());
@@ -375,7 +375,7 @@ void same_distribution() {
     const auto took = speculator.take_statistics();
     std::printf(
         "%s, depth %lld, width %lld: %.2f deviations in %ld cells for one id, "
-        "%.2f in %ld for two; %.2f guesses accepted a step\n",
+        "%.2f in %ld for two; %.2f draft tokens accepted a step\n",
         kind.draft,
         static_cast<long long>(kind.depth),
         static_cast<long long>(kind.width),

@@ -1,9 +1,9 @@
-// Guesses and their verification: every greedy answer is that of reference decoding.
+// Draft tokens and their verification: every greedy answer is that of reference decoding.
 
 #include <map>
 
 #include "examples/common/generator.hpp"
-#include "guesses.hpp"
+#include "speculative.hpp"
 
 namespace etkv::tests {
 namespace {
@@ -38,7 +38,7 @@ void greedy_verification() {
   CHECK_INT(verified({3, 4, 3, 0, 0}).next, 3);
 }
 
-// ---- Guesses from the text ----------------------------------------------------------
+// ---- Draft tokens from the text ----------------------------------------------------------
 
 void ngrams() {
   const auto grow = [](const Ids& text, int64_t depth, int64_t width) {
@@ -63,7 +63,7 @@ void ngrams() {
   CHECK_INT(NgramDraft::grow(twice, {3, 2, 3}).size(), 3);
 }
 
-/// Text with a period is guessed as deep as is asked for.
+/// Text with a period is drafted as deep as is asked for.
 void repetition() {
   const Ids period = {3, 1, 4, 1, 5};
   Ids text(12);
@@ -101,7 +101,7 @@ void same_ids() {
   Target target;
   std::map<std::string, int64_t> fewest;
   for (const char* name : {"ngram", "llama-f32", "qwen3-f32"}) {
-    const auto guesses = draft(name, target);
+    const auto proposer = draft(name, target);
     for (int64_t depth = 0; depth <= 6; ++depth) {
       for (int64_t width = 1; width <= (depth == 0 ? 1 : 8); ++width) {
         // Wide trees cost most, and are as good at each step: fewer of them.
@@ -109,7 +109,7 @@ void same_ids() {
         const Ids wanted = slice(reference, 0, n);
         must(target.cache().clear());
         examples::Speculator speculator(
-            target.model, target.cache(), *guesses, {{}, depth, width});
+            target.model, target.cache(), *proposer, {{}, depth, width});
         examples::Generator generator(
             target.model.program(), target.cache(), {}, &speculator);
         const auto answer = must(generator.answer(
@@ -119,7 +119,7 @@ void same_ids() {
         const auto took = speculator.take_statistics();
         CHECK_INT(took.ids, n - 1);
         if (std::string(name) == "llama-f32") {
-          // Its own guesses are all right.
+          // Its own draft tokens are all right.
           CHECK_INT(
               took.steps, (static_cast<int64_t>(n) - 1 + depth) / (depth + 1));
         }
@@ -144,9 +144,9 @@ void at_capacity() {
   const Ids wanted = reference_ids("llama-f32", prompt(), 40);
   for (const char* name : {"ngram", "llama-f32"}) {
     Target target("llama-f32", /*capacity=*/40);
-    const auto guesses = draft(name, target, /*capacity=*/40);
+    const auto proposer = draft(name, target, /*capacity=*/40);
     examples::Speculator speculator(
-        target.model, target.cache(), *guesses, {{}, 5, 2});
+        target.model, target.cache(), *proposer, {{}, 5, 2});
     examples::Generator generator(
         target.model.program(), target.cache(), {}, &speculator);
     const auto full =
@@ -161,11 +161,11 @@ void at_capacity() {
     CHECK(again.ids == slice(wanted, 0, 10));
     CHECK_INT(again.reused_tokens, prompt().size() - 1);
   }
-  // A draft that has less room than the target guesses as long as it can.
+  // A draft that has less room than the target proposes as long as it can.
   Target target;
-  const auto guesses = draft("llama-f32", target, /*capacity=*/30);
+  const auto proposer = draft("llama-f32", target, /*capacity=*/30);
   examples::Speculator speculator(
-      target.model, target.cache(), *guesses, {{}, 3, 2});
+      target.model, target.cache(), *proposer, {{}, 3, 2});
   examples::Generator generator(
       target.model.program(), target.cache(), {}, &speculator);
   CHECK(
@@ -176,7 +176,7 @@ void at_capacity() {
 void ends_within_a_tree() {
   const Ids wanted = reference_ids("llama-f32", prompt(), 24);
   Target target;
-  const auto guesses = draft("llama-f32", target);
+  const auto proposer = draft("llama-f32", target);
   for (size_t end = 0; end < 8; ++end) {
     if (std::find(
             wanted.begin(),
@@ -187,7 +187,7 @@ void ends_within_a_tree() {
     must(target.cache().clear());
     target.model.end_with({wanted[end]});
     examples::Speculator speculator(
-        target.model, target.cache(), *guesses, {{}, 6, 2});
+        target.model, target.cache(), *proposer, {{}, 6, 2});
     examples::Generator generator(
         target.model.program(),
         target.cache(),

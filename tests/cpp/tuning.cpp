@@ -1,11 +1,11 @@
-// How far guesses go: what steps cost, and the depth and width that pay.
+// How far drafts go: what steps take, and the depth and width that pay.
 
 #include <map>
 #include <set>
 
 #include "examples/speculation/latency_model.hpp"
 #include "examples/speculation/tuner.hpp"
-#include "guesses.hpp"
+#include "speculative.hpp"
 
 namespace etkv::tests {
 namespace {
@@ -126,10 +126,10 @@ void tuning() {
   // Every token costs the same: nothing pays.
   shape = settle(0.0, 1.0, {0.6, 0.1});
   CHECK_INT(shape.depth, 0);
-  // Guesses are never right.
+  // Draft tokens are never right.
   shape = settle(1.0, 0.1, {});
   CHECK_INT(shape.depth, 0);
-  // The second guess is never right, and costs.
+  // the second draft token is never right, and costs.
   shape = settle(1.0, 0.1, {0.8});
   CHECK(shape.depth >= 2 && shape.width == 1);
   // The draft costs as much as the model.

@@ -131,7 +131,7 @@ def smollm2() -> Program:
         ("speculative", []),
         pytest.param("speculative", ["--depth", 3, "--width", 2], marks=only_long),
     ],
-    ids=["batch", "admission", "guesses", "more guesses"],
+    ids=["batch", "admission", "draft", "wider draft"],
 )
 def test_the_real_model_answers_as_in_transformers(smollm2, name, options):
     words = ["--max-new-tokens", REAL_MOST, "--ids", *prompts(REAL_QUESTIONS)]
@@ -164,7 +164,7 @@ def test_the_real_model_answers_as_by_itself(smollm2, name, options):
 
 
 @pytest.mark.real_model
-def test_repetition_is_guessed_from_the_text(smollm2):
+def test_repetition_is_drafted_from_the_text(smollm2):
     """More than two ids a step are right where a text repeats itself."""
     text = "x = x + 1\n" * 12 + "x"
     words = [runner("speculative"), "--model", smollm2.path, "--raw", "--prompt", text, "--draft", "ngram"]
@@ -336,13 +336,13 @@ def test_more_prompts_than_a_cache_has_sequences(llama):
     assert checked(done)[0] == len(answers(done.stdout)) == 259
 
 
-# ---- Guesses --------------------------------------------------------------------------------------------------------
+# ---- Drafts ---------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("shape", [[], ["--depth", 5, "--width", 3]], ids=["auto", "fixed"])
 @pytest.mark.parametrize("kv_format", ["f32", "row-int4"])
 @pytest.mark.parametrize("draft", ["itself", "another", "ngram"])
-def test_guesses_leave_the_answer_alone(llama, qwen3, draft, kv_format, shape):
+def test_drafts_leave_the_answer_alone(llama, qwen3, draft, kv_format, shape):
     path = {"itself": qwen3.path, "another": llama.path, "ngram": "ngram"}[draft]
     words = [runner("speculative"), "--model", qwen3.path, "--draft", path, "--kv-format", kv_format, *shape]
     done = reference.run([*words, "--max-new-tokens", MOST, "--check", "--ids"])
@@ -351,10 +351,10 @@ def test_guesses_leave_the_answer_alone(llama, qwen3, draft, kv_format, shape):
     steps = [float(found) for found in re.findall(r"([\d.]+) a step, ", done.stderr)]
     assert len(steps) == 3
     if draft == "itself" and shape:
-        assert min(steps) > 5.5, "its own guesses are all right"
+        assert min(steps) > 5.5, "its own draft tokens are all right"
 
 
-def test_first_layers_guess_for_all_of_them(qwen3):
+def test_first_layers_draft_for_all_of_them(qwen3):
     """A draft that the exporter makes of the model itself."""
     draft = with_longer_context("tiny-qwen3", layers=1)
     assert draft.path.stat().st_size < qwen3.path.stat().st_size
@@ -380,7 +380,7 @@ def test_sampling_is_repeatable(llama):
     assert first != other
 
 
-def test_guesses_that_cannot_be(llama, tmp_path):
+def test_drafts_that_cannot_be(llama, tmp_path):
     refused(command("speculative", llama, "--temperature", -1), MISUSED, "--temperature", "from 0.0 to 100.0", '"-1"')
     refused(command("speculative", llama, "--temperature", "nan"), MISUSED, '"nan"')
     refused(command("speculative", llama, "--temperature", 1, "--check"), MISUSED, "--check", "--temperature")
@@ -410,12 +410,12 @@ def test_chat_goes_on_with_a_draft(llama):
     """What is rolled back is rolled back from the draft, too."""
     lines = "hi\nand then?\n/undo\nand now?\n/reset\nhi\n"
     words = [reference.CHAT, "--model", llama.path, "--ids", "--max-new-tokens", 24]
-    plain, guessed = (
+    plain, drafted = (
         reference.run([*words, *more], input=lines, stdin=None)
         for more in ([], ["--draft", llama.path, "--depth", 3, "--width", 2])
     )
-    assert (plain.returncode, guessed.returncode) == (0, 0)
-    assert guessed.stdout == plain.stdout
+    assert (plain.returncode, drafted.returncode) == (0, 0)
+    assert drafted.stdout == plain.stdout
     ids = answers(plain.stdout)
     assert len(ids) == 4
     assert ids[0] == ids[3]

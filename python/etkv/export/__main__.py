@@ -99,7 +99,7 @@ def _parser() -> argparse.ArgumentParser:
         "--draft",
         type=int,
         metavar="N",
-        help="export the model's last N layers as a draft that is fed with features: those of the layer below, which "
+        help="export the model's last N layers as a draft fed with hidden states: those of the layer below, which "
         "the whole model gives with --tap-layers. What the layers get for a token that the model has not run is fitted "
         "on texts that the model makes, which takes minutes",
     )
@@ -115,7 +115,7 @@ def _parser() -> argparse.ArgumentParser:
         type=_indices,
         default=(),
         metavar="I,J,...",
-        help="layers, from 0, whose outputs the program gives as well, side by side: features for a draft model",
+        help="layers, from 0, whose outputs the program gives as well, side by side: hidden states for a draft model",
     )
     parser.add_argument(
         "--keep-hf",

@@ -1,4 +1,4 @@
-// What the tests of guesses share: a target on a tree cache with drafts for it, and
+// What the tests of drafts share: a target on a tree cache with drafts for it, and
 // rows of logits that are made up.
 #pragma once
 
@@ -75,10 +75,10 @@ draft(const std::string& name, Target& target, int32_t capacity = 200) {
            capacity,
            std::nullopt,
            target.model.program().tap_layers(),
-           target.model.program().feature_type()}));
+           target.model.program().hidden_state_type()}));
 }
 
-/// A prompt with something to guess from in it.
+/// A prompt with something to draft from in it.
 inline Ids prompt() {
   Ids ids = text(9, 3);
   const Ids again = ids;
