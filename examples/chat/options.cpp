@@ -36,7 +36,7 @@ Arguments arguments_into(Given& given) {
       std::numeric_limits<int32_t>::max(),
       &given.max_new_tokens);
   add_speculation_arguments(
-      arguments, given.options.speculation, "; nobody otherwise");
+      arguments, given.options.speculation, "; none otherwise");
   arguments.choice(
       "--session",
       {"contiguous", "seq", "tree"},

@@ -18,8 +18,8 @@ void add_speculation_arguments(
   arguments.text(
       "--draft",
       "FILE|ngram",
-      "what proposes tokens: a program (.pte) with the model's\n"
-      "vocabulary, or one that is fed with its hidden states,\n"
+      "proposes tokens: a program (.pte) with the model's\n"
+      "vocabulary, or one fed with its hidden states,\n"
       "or the text so far" +
           otherwise,
       &options.draft);

@@ -71,7 +71,7 @@ pub unsafe extern "C" fn etkv_builder_register(
                 fail!(InvalidArgument, "kind is empty");
             }
             if !registry.knows(MLX_BACKEND, &base) {
-                fail!(Kind, "base is `{base}`, which nobody makes for `{MLX_BACKEND}`");
+                fail!(Kind, "base is `{base}`, an unknown cache kind for backend `{MLX_BACKEND}`");
             }
             registry.register_new(backend_id, &kind.clone(), move |config| {
                 let inner = etkv::builders().build(MLX_BACKEND, &base, config)?;
