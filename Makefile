@@ -14,7 +14,7 @@ export PATH := $(CURDIR)/$(BIN):$(HOME)/.cargo/bin:$(PATH)
 export HF_HUB_OFFLINE := 1
 
 .DEFAULT_GOAL := help
-.PHONY: help setup build demo model test test-rust test-cpp test-package test-sanitize test-python test-macos test-macos-short test-long lint format bench bench-caches bench-guesses clean
+.PHONY: help setup build demo model test test-rust test-cpp test-package test-sanitize test-python test-macos test-macos-short test-long lint format bench bench-caches bench-speculation clean
 
 help: ## Show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -69,6 +69,7 @@ lint: .venv/.ready ## Check formats, lints and docs
 	git ls-files -- '*.h' '*.hpp' '*.cpp' | xargs clang-format --dry-run -Werror
 	ruff check --quiet .
 	ruff format --check --quiet .
+	python tests/lint/words.py
 
 test-rust: .venv/.ready ## Run Rust's tests; the core also by itself, without MLX
 	$(BOUNDED) 3600 cargo test --locked -p etkv-core
@@ -102,8 +103,8 @@ bench: build model ## Compare speed and memory with mlx-lm
 bench-caches: .venv/.ready ## Measure plans, forks and decode steps of every kind and format
 	cargo bench --locked -p etkv-benches
 
-bench-guesses: build model ## Measure what guessing ahead costs and brings
-	python benches/guesses.py
+bench-speculation: build model ## Measure what speculative decoding takes and brings
+	python benches/speculation.py
 
 # Needs no Mac: clang with macOS's headers, and the wheels for it, from PyPI, in build/macos.
 test-macos: build ## Compile everything for macOS, and compare its wheels with what the build expects

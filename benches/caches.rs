@@ -46,7 +46,7 @@ fn filled(mut cache: Box<MlxCache>, length: i32) -> Box<MlxCache> {
     cache
 }
 
-/// A decode step, taken back between the measurements.
+/// A decode step, rolled back between the measurements.
 fn decode(cache: Box<MlxCache>, length: i32) -> Duration {
     const STEPS: u32 = 12;
     let mut cache = filled(cache, length);

@@ -38,7 +38,7 @@ fn filled(
     head_dim: i32,
 ) -> etkv::Result<(ContiguousCache, AttendSpec)> {
     let config = CacheConfig::uniform(1, N_KV_HEADS, head_dim, length).stored_as(format);
-    let config = CacheConfig { growth: Growth::Upfront, max_step: length, ..config };
+    let config = CacheConfig { growth: Growth::Upfront, max_step_tokens: length, ..config };
     let mut cache = ContiguousCache::new(config)?;
     let positions: Vec<i32> = (0..length).collect();
     let rows = rows(N_KV_HEADS, length, head_dim)?;

@@ -14,7 +14,7 @@
 #include "examples/common/console.hpp"
 #include "examples/common/format.hpp"
 #include "examples/common/interrupt.hpp"
-#include "examples/common/plain.hpp"
+#include "examples/common/reference_decoding.hpp"
 #include "examples/common/runner.hpp"
 #include "examples/common/scheduler.hpp"
 #include "examples/common/try.hpp"
@@ -51,18 +51,18 @@ class Server {
   /// One forward for all that there is to do; returns who is done with it.
   Result<std::vector<size_t>> step() {
     Scheduler::Events events;
-    ASSIGN_OR_RETURN(const auto parts, scheduler_.next(events));
+    ASSIGN_OR_RETURN(const auto shares, scheduler_.next(events));
     tell(events);
     std::vector<size_t> done;
     if (events.stuck) {
       requests_[*events.stuck].stop = Stop::capacity;
       done.push_back(*events.stuck);
     }
-    if (parts.empty()) {
+    if (shares.empty()) {
       return done;
     }
     Batch batch;
-    for (const auto& [number, n] : parts) {
+    for (const auto& [number, n] : shares) {
       const auto text = text_of(number);
       const auto& request = scheduler_.request(number);
       batch.add(
@@ -73,13 +73,13 @@ class Server {
     }
     ASSIGN_OR_RETURN(const auto logits, batch.step(model_.program(), cache_));
     RETURN_IF_ERROR(check_rows(logits, batch.size()));
-    scheduler_.done(parts);
+    scheduler_.done(shares);
     ++steps_;
     tokens_ += batch.size();
-    mixed_ += parts.back().n > 1 && parts.front().n == 1 ? 1 : 0;
+    mixed_ += shares.back().n > 1 && shares.front().n == 1 ? 1 : 0;
 
     int64_t row = -1;
-    for (const auto& [number, n] : parts) {
+    for (const auto& [number, n] : shares) {
       row += static_cast<int64_t>(n);
       const auto& request = scheduler_.request(number);
       if (request.held < request.length) {
@@ -135,8 +135,8 @@ class Server {
     for (const size_t number : events.evicted) {
       say(at + "evicted " + name(number));
     }
-    for (const size_t number : events.deferred) {
-      say(at + "put back " + name(number));
+    for (const size_t number : events.preempted) {
+      say(at + "preempted " + name(number));
     }
     for (const size_t number : events.admitted) {
       say(at + "admitted " + name(number) + ", " +

@@ -1,4 +1,4 @@
-// etkv_rollback: what seq_rm takes back. An exchange is undone, an answer is made
+// etkv_rollback: what seq_rm rolls back. An exchange is undone, an answer is made
 // again, a long answer slides through a window, and a call of a tool gives way to
 // what the tool said. No bytes move for any of it.
 
@@ -13,8 +13,8 @@
 #include "examples/common/console.hpp"
 #include "examples/common/format.hpp"
 #include "examples/common/interrupt.hpp"
-#include "examples/common/plain.hpp"
 #include "examples/common/prefix.hpp"
+#include "examples/common/reference_decoding.hpp"
 #include "examples/common/runner.hpp"
 #include "examples/common/try.hpp"
 
@@ -89,14 +89,14 @@ class Thread {
   Thread(Model& model, SeqCache& cache) : model_(model), cache_(cache) {}
 
   /// Reads a prompt from where it differs from what is held, and answers it. A
-  /// full cache ends the answer; what is taken back then makes room again.
+  /// full cache ends the answer; what is rolled back then makes room again.
   Result<Decoding>
   answer(std::string title, std::vector<int64_t> prompt, int64_t most) {
     RETURN_IF_ERROR(check_length(prompt.size(), cache_));
     Decoding one{std::move(title), std::move(prompt), most};
     const size_t shared =
         std::min(shared_prefix(one.prompt, held_), one.prompt.size() - 1);
-    ASSIGN_OR_RETURN(const size_t kept, take_back(shared));
+    ASSIGN_OR_RETURN(const size_t kept, roll_back(shared));
     ASSIGN_OR_RETURN(const bool going, begin(model_, cache_, one, kept));
     if (!going) {
       return one;
@@ -117,7 +117,7 @@ class Thread {
   /// Forgets what is held beyond `length` ids; all of it, and says so, where
   /// layers with windows have dropped what the next token would see. Returns how
   /// many are left.
-  Result<size_t> take_back(size_t length) {
+  Result<size_t> roll_back(size_t length) {
     length = std::min(held_.size(), length);
     ASSIGN_OR_RETURN(const size_t kept, cut(cache_, /*sequence=*/0, length));
     if (kept < length) {
@@ -147,7 +147,7 @@ class Rollback {
         prompts_(options.prompts_or(built_in())),
         thread_(model, cache) {}
 
-  /// The second question is taken back, and the third asked in its place. False
+  /// The second question is rolled back, and the third asked in its place. False
   /// after Ctrl-C, as of the other scenes.
   Result<bool> undo() {
     std::vector<Message> said;
@@ -156,7 +156,7 @@ class Rollback {
     for (size_t i = 1; going && i < prompts_.size(); ++i) {
       if (i > 1) {
         said.resize(2);
-        ASSIGN_OR_RETURN(const size_t kept, thread_.take_back(before));
+        ASSIGN_OR_RETURN(const size_t kept, thread_.roll_back(before));
         say("undo: back to " + counted(static_cast<int64_t>(kept), "position"));
       }
       ASSIGN_OR_RETURN(going, ask(said, prompts_[i]));
@@ -172,7 +172,7 @@ class Rollback {
       return false;
     }
     const auto first = answers_.back().ids;
-    RETURN_IF_ERROR(thread_.take_back(prompt.size()));
+    RETURN_IF_ERROR(thread_.roll_back(prompt.size()));
     ASSIGN_OR_RETURN(going, record("regenerate", prompt));
     if (!going) {
       return false;
@@ -180,14 +180,14 @@ class Rollback {
     if (options_.check) {
       RETURN_IF_ERROR(check_same(prompts_.front(), first, answers_.back().ids));
     }
-    RETURN_IF_ERROR(thread_.take_back(prompt.size()));
+    RETURN_IF_ERROR(thread_.roll_back(prompt.size()));
     ASSIGN_OR_RETURN(
         const auto words, model_.text().encode("Well,", /*special=*/false));
     prompt.insert(prompt.end(), words.begin(), words.end());
     return record("regenerate: Well,", prompt);
   }
 
-  /// What the model would do before it knows is taken back for what a tool says.
+  /// What the model would do before it knows is rolled back for what a tool says.
   Result<bool> call_tools() {
     std::vector<Message> said = {
         {"user", "Should I take an umbrella tomorrow?"}};
@@ -200,10 +200,10 @@ class Rollback {
         return false;
       }
       const size_t call = thread_.length() - prompt.size();
-      RETURN_IF_ERROR(thread_.take_back(prompt.size()));
+      RETURN_IF_ERROR(thread_.roll_back(prompt.size()));
       say(std::string("tool: ") + tool.name + " says \"" + tool.says + "\", " +
           counted(static_cast<int64_t>(call), "position") +
-          " of the call taken back");
+          " of the call rolled back");
       said.push_back({"user", tool.says});
     }
     ASSIGN_OR_RETURN(auto prompt, model_.encode(said));
@@ -214,7 +214,7 @@ class Rollback {
   /// few are removed, and their cells used again. Widens a window that is less
   /// than the prompt. Nothing after Ctrl-C.
   Result<std::optional<Decoding>> slide(int32_t* window, int32_t sinks) {
-    RETURN_IF_ERROR(thread_.take_back(0));
+    RETURN_IF_ERROR(thread_.roll_back(0));
     Decoding one{"window: " + prompts_.back(), {}, options_.max_new_tokens};
     ASSIGN_OR_RETURN(one.prompt, model_.encode(prompts_.back()));
     RETURN_IF_ERROR(check_length(one.prompt.size(), cache_));
@@ -346,7 +346,7 @@ int main(int argc, char** argv) {
 
   Runner runner(
       "etkv_rollback",
-      "Takes back what a sequence holds: undoes exchanges, makes answers "
+      "Rolls back what a sequence holds: undoes exchanges, makes answers "
       "again,\n"
       "slides a window over a long one, and lets what tools say take the place "
       "of\n"

@@ -1,4 +1,4 @@
-// etkv_speculative: a draft guesses, the model verifies a tree of guesses in one
+// etkv_speculative: a draft proposes a tree of tokens, the model verifies it in one
 // forward, and the answer is the one that it would have given alone.
 
 #include <memory>
@@ -10,7 +10,7 @@
 #include "examples/common/console.hpp"
 #include "examples/common/format.hpp"
 #include "examples/common/interrupt.hpp"
-#include "examples/common/plain.hpp"
+#include "examples/common/reference_decoding.hpp"
 #include "examples/common/runner.hpp"
 #include "examples/common/try.hpp"
 #include "examples/speculation/speculator.hpp"
@@ -53,7 +53,8 @@ Result<void> run(
       Sampler(
           sampling.temperature,
           static_cast<uint64_t>(sampling.seed.value_or(0))));
-  Generator generator(model.program(), cache, model.end_ids(), &speculator);
+  Generator generator(
+      model.program(), cache, model.eos_token_ids(), &speculator);
 
   std::vector<Decoding> answers;
   for (const auto& prompt : options.prompts_or(built_in())) {
@@ -83,7 +84,7 @@ int main(int argc, char** argv) {
 
   Runner runner(
       "etkv_speculative",
-      "Answers with guesses: a draft proposes a tree of ids, the model "
+      "Answers with draft tokens: a draft proposes a tree of ids, the model "
       "verifies\n"
       "all of it in one forward, and what it agrees with is kept. The answers\n"
       "are those that it gives alone.\n");
@@ -94,19 +95,23 @@ int main(int argc, char** argv) {
   runner.arguments().number(
       "--temperature",
       "T",
-      "draw ids by chance, with the logits divided by this;\n"
+      "draw ids at random, with the logits divided by this;\n"
       "0, the default, takes the greatest",
       0.0,
       100.0,
       &sampling.temperature);
   runner.arguments().integer(
-      "--seed", "N", "where chance begins (0)", 0, INT64_MAX, &sampling.seed);
+      "--seed",
+      "N",
+      "seed of the random numbers (0)",
+      0,
+      INT64_MAX,
+      &sampling.seed);
   runner.require([&]() -> etkv::Result<void> {
     if (sampling.temperature > 0.0 && runner.options().check) {
       return etkv::Error(
           ETKV_ERROR_INVALID_ARGUMENT,
-          "--check compares greedy answers, and --temperature leaves them to "
-          "chance");
+          "--check compares greedy answers, and --temperature draws them");
     }
     return {};
   });

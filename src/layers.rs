@@ -17,7 +17,7 @@ use crate::mlx;
 /// it when all have been.
 ///
 /// A layer that comes a second time, or with other positions, begins anew: what the
-/// host had not finished is taken back. So there is no second call of a layer within a
+/// host had not finished is rolled back. So there is no second call of a layer within a
 /// forward here, as a [`Step`](crate::Step) has it: the host of a model whose layers
 /// share keys and values attends again to what the first call of the layer gave.
 ///
@@ -78,7 +78,7 @@ impl Forwards {
     ///
     /// # Errors
     /// Those of [`AttendCache::begin`](crate::AttendCache::begin), `update_and_fetch`
-    /// and `commit`; the forward is taken back.
+    /// and `commit`; the forward is rolled back.
     pub fn update_and_fetch(
         &mut self,
         layer: usize,
@@ -90,7 +90,7 @@ impl Forwards {
     }
 
     /// [`update_and_fetch`](Self::update_and_fetch) for a host that makes something
-    /// of what a layer attends to. Where `work` fails, the forward is taken back,
+    /// of what a layer attends to. Where `work` fails, the forward is rolled back,
     /// also by its last layer: nothing counts that the host did not get.
     ///
     /// # Errors
@@ -105,22 +105,22 @@ impl Forwards {
     ) -> Result<T> {
         let had = self.done.get(layer).copied().unwrap_or(false);
         if had || self.positions != positions {
-            self.abandon();
+            self.abort();
         }
         let result = mlx::run(|| self.in_step(layer, positions, k, v, work));
         if result.is_err() {
-            self.abandon();
+            self.abort();
         }
         result
     }
 
-    /// Takes back the forward that is not finished, if there is one. Dropping does
+    /// Rolls back the forward that is not finished, if there is one. Dropping does
     /// so as well.
-    pub fn abandon(&mut self) {
+    pub fn abort(&mut self) {
         if !self.positions.is_empty() {
             // MLX first, the cache second, as everywhere.
             let _alone = mlx::alone();
-            // A cache that is broken has no step to take back.
+            // A poisoned cache has no step to roll back.
             if let Ok(mut cache) = self.program.lock() {
                 cache.abort();
             }
@@ -171,7 +171,7 @@ impl Forwards {
 
 impl Drop for Forwards {
     fn drop(&mut self) {
-        self.abandon();
+        self.abort();
     }
 }
 

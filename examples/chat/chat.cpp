@@ -14,7 +14,7 @@ namespace etkv::examples {
 namespace {
 
 constexpr char kCommands[] =
-    "/undo   take back the last exchange\n"
+    "/undo   undo the last exchange\n"
     "/reset  begin a new conversation\n"
     "/stats  what this one took so far\n"
     "/help   this list\n"
@@ -31,7 +31,7 @@ Chat::Chat(
       cache_(cache),
       options_(options),
       speculator_(speculator),
-      generator_(model.program(), cache, model.end_ids(), speculator),
+      generator_(model.program(), cache, model.eos_token_ids(), speculator),
       conversation_(model.text(), options.model.raw, options.system) {}
 
 Result<Answer> Chat::ask(const std::string& said) {
@@ -145,20 +145,20 @@ bool Chat::follow(const std::string& command) {
 void Chat::undo() {
   const auto kept = conversation_.undo();
   if (!kept) {
-    say("there is nothing to take back");
+    say("there is nothing to undo");
     return;
   }
   if (const auto rewound = generator_.rewind(*kept); !rewound.ok()) {
     say(rewound.error().message());
     return;
   }
-  say("took back the last exchange; the cache holds " +
+  say("undid the last exchange; the cache holds " +
       counted(cache_.length(), "position"));
 }
 
 void Chat::reset() {
   conversation_.reset();
-  // Cleared, not rewound: that works also for a cache that a step has broken.
+  // Cleared, not rewound: that works also for a cache that is poisoned.
   if (const auto cleared = cache_.clear(); !cleared.ok()) {
     say(cleared.error().message());
     return;

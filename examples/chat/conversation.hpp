@@ -34,11 +34,11 @@ class Conversation {
       const std::string& answer,
       size_t kept);
 
-  /// Takes back the last exchange: what the cache may still hold after it, or
+  /// Undoes the last exchange: what the cache may still hold after it, or
   /// nothing if there is none.
   std::optional<size_t> undo();
 
-  /// Takes back every exchange.
+  /// Undoes every exchange.
   void reset();
 
   size_t exchanges() const {

@@ -33,7 +33,7 @@ Result<int> run_on(Model& model, const Options& options) {
   return talk(Chat(model, session.cache(), options), options);
 }
 
-/// What a draft guesses, verified in trees.
+/// What a draft proposes, verified in trees.
 Result<int> run_with_draft(Model& model, const Options& options) {
   ASSIGN_OR_RETURN(
       auto session, make_tree_session(kMLXBackend, model.config()));

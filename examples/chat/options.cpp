@@ -36,7 +36,7 @@ Arguments arguments_into(Given& given) {
       std::numeric_limits<int32_t>::max(),
       &given.max_new_tokens);
   add_speculation_arguments(
-      arguments, given.options.speculation, "; nobody otherwise");
+      arguments, given.options.speculation, "; none otherwise");
   arguments.choice(
       "--session",
       {"contiguous", "seq", "tree"},
@@ -74,13 +74,13 @@ Result<Options> parse_options(int argc, const char* const* argv) {
   if (options.speculation.draft && options.session.value_or("tree") != "tree") {
     return refuse(
         "--draft takes --session tree, not " + *options.session +
-        ": guesses are trees");
+        ": draft tokens are a tree");
   }
   if (!options.speculation.draft &&
       (options.speculation.depth || options.speculation.width)) {
     return refuse(
         std::string(options.speculation.depth ? "--depth" : "--width") +
-        " is the shape of a draft's guesses, and there is no --draft");
+        " is the shape of a draft's tree, and there is no --draft");
   }
   if (options.prompt && options.prompt->empty()) {
     return refuse("the prompt is empty");

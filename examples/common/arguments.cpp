@@ -178,7 +178,7 @@ void Arguments::number(
       [name, least, most, value](const std::string& given) -> Result<void> {
     char* stop = nullptr;
     const double number = std::strtod(given.c_str(), &stop);
-    // What is no number is in no range either.
+    // NaN is in no range either.
     if (given.empty() || *stop != '\0' || !(number >= least) ||
         !(number <= most)) {
       return refuse(

@@ -44,11 +44,11 @@ Result<std::vector<int64_t>> GreedyStepper::next(
 Generator::Generator(
     Program& program,
     Cache& cache,
-    std::vector<int64_t> end_ids,
+    std::vector<int64_t> eos_token_ids,
     Stepper* stepper)
     : program_(program),
       cache_(cache),
-      end_ids_(std::move(end_ids)),
+      eos_token_ids_(std::move(eos_token_ids)),
       greedy_(program),
       stepper_(stepper == nullptr ? &greedy_ : stepper) {}
 
@@ -178,7 +178,8 @@ Result<size_t> Generator::rewind(size_t length) {
 }
 
 bool Generator::ends(int64_t id) const {
-  return std::find(end_ids_.begin(), end_ids_.end(), id) != end_ids_.end();
+  return std::find(eos_token_ids_.begin(), eos_token_ids_.end(), id) !=
+         eos_token_ids_.end();
 }
 
 } // namespace etkv::examples

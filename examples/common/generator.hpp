@@ -51,8 +51,8 @@ class Stepper {
  public:
   virtual ~Stepper() = default;
 
-  /// A part of a prompt was run, from this position on; the program that ran it
-  /// tells its features.
+  /// A prefill chunk was run, from this position on; the program that ran it
+  /// tells its hidden states.
   virtual void read(int64_t /*position*/) {}
 
   /// The id behind a prompt, by the logits of its last token.
@@ -85,12 +85,12 @@ class GreedyStepper : public Stepper {
 /// like them is read from there on only.
 class Generator {
  public:
-  /// Borrows all of them; `end_ids` end an answer. Steps greedily without a
+  /// Borrows all of them; `eos_token_ids` end an answer. Steps greedily without a
   /// stepper.
   Generator(
       Program& program,
       Cache& cache,
-      std::vector<int64_t> end_ids,
+      std::vector<int64_t> eos_token_ids,
       Stepper* stepper = nullptr);
   Generator(const Generator&) = delete;
   Generator& operator=(const Generator&) = delete;
@@ -129,7 +129,7 @@ class Generator {
 
   Program& program_;
   Cache& cache_;
-  std::vector<int64_t> end_ids_;
+  std::vector<int64_t> eos_token_ids_;
   GreedyStepper greedy_;
   Stepper* stepper_;
   std::vector<int64_t> held_;

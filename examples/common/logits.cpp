@@ -31,22 +31,22 @@ auto visit_row(const LogitsView& logits, int64_t row, Visit visit) {
   }
 }
 
-/// The greatest of `n` values that are numbers; -infinity if none is.
+/// The greatest of `n` values that are not NaN; -infinity if none is.
 template <typename T>
 float greatest(const T* values, int64_t n) {
-  // One maximum a lane lets the compiler use vector instructions, which it may
+  // Several maxima side by side let the compiler use vector instructions, which it may
   // not where the order of comparisons is fixed.
-  constexpr int64_t kLanes = 16;
+  constexpr int64_t kMaxima = 16;
   constexpr float kLeast = -std::numeric_limits<float>::infinity();
-  float lanes[kLanes];
-  for (float& lane : lanes) {
-    lane = kLeast;
+  float maxima[kMaxima];
+  for (float& maximum : maxima) {
+    maximum = kLeast;
   }
   int64_t i = 0;
-  for (; i + kLanes <= n; i += kLanes) {
-    for (int64_t lane = 0; lane < kLanes; ++lane) {
-      const float value = static_cast<float>(values[i + lane]);
-      lanes[lane] = value > lanes[lane] ? value : lanes[lane];
+  for (; i + kMaxima <= n; i += kMaxima) {
+    for (int64_t at = 0; at < kMaxima; ++at) {
+      const float value = static_cast<float>(values[i + at]);
+      maxima[at] = value > maxima[at] ? value : maxima[at];
     }
   }
   float best = kLeast;
@@ -54,8 +54,8 @@ float greatest(const T* values, int64_t n) {
     const float value = static_cast<float>(values[i]);
     best = value > best ? value : best;
   }
-  for (const float lane : lanes) {
-    best = lane > best ? lane : best;
+  for (const float maximum : maxima) {
+    best = maximum > best ? maximum : best;
   }
   return best;
 }

@@ -114,10 +114,10 @@ Result<Model> Model::open(const ModelOptions& options) {
         "; --raw takes the prompt as it is");
   }
   Model model(std::move(program), std::move(text));
-  if (model.program_.end_ids()) {
-    model.end_ids_ = *model.program_.end_ids();
+  if (model.program_.eos_token_ids()) {
+    model.eos_token_ids_ = *model.program_.eos_token_ids();
   } else {
-    ASSIGN_OR_RETURN(model.end_ids_, model.text_.end_ids());
+    ASSIGN_OR_RETURN(model.eos_token_ids_, model.text_.eos_token_ids());
   }
   model.format_ = options.kv_format.value_or(model.program_.native_format());
   model.capacity_ = static_cast<int32_t>(capacity);
@@ -150,7 +150,8 @@ Result<std::string> Model::decode(const std::vector<int64_t>& ids) const {
 }
 
 bool Model::ends(int64_t id) const {
-  return std::find(end_ids_.begin(), end_ids_.end(), id) != end_ids_.end();
+  return std::find(eos_token_ids_.begin(), eos_token_ids_.end(), id) !=
+         eos_token_ids_.end();
 }
 
 } // namespace etkv::examples

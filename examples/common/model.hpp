@@ -74,12 +74,12 @@ class Model {
   const Text& text() const {
     return text_;
   }
-  const std::vector<int64_t>& end_ids() const {
-    return end_ids_;
+  const std::vector<int64_t>& eos_token_ids() const {
+    return eos_token_ids_;
   }
   /// Has other ids end answers than those that the model's files name.
   void end_with(std::vector<int64_t> ids) {
-    end_ids_ = std::move(ids);
+    eos_token_ids_ = std::move(ids);
   }
   /// How keys and values are stored.
   const std::string& format() const {
@@ -92,7 +92,7 @@ class Model {
 
   Program program_;
   Text text_;
-  std::vector<int64_t> end_ids_;
+  std::vector<int64_t> eos_token_ids_;
   std::string format_;
   int32_t capacity_ = 0;
   bool raw_ = false;

@@ -20,7 +20,7 @@ using executorch::extension::Module;
 using executorch::runtime::EValue;
 
 constexpr char kForward[] = "forward";
-constexpr char kEndIds[] = "get_eos_ids";
+constexpr char kEosTokenIds[] = "get_eos_ids";
 constexpr char kTapLayers[] = "get_tap_layers";
 constexpr char kDraftTap[] = "get_draft_tap";
 
@@ -116,8 +116,8 @@ Result<void> Program::read_signature() {
           " outputs; a language model takes input_ids and cache_position, "
           "both int64, and returns logits" +
           (draft_tap_
-               ? ", and a draft of one takes features and known besides, "
-                 "and returns features"
+               ? ", and a draft of one takes hidden states and known besides, "
+                 "and returns hidden states"
                : ""));
   if (meta->num_inputs() != n_inputs || meta->num_outputs() < n_inputs / 2) {
     return mismatch;
@@ -134,24 +134,26 @@ Result<void> Program::read_signature() {
   }
   vocabulary_ = output->sizes()[output->sizes().size() - 1];
   native_format_ = format_of(output->scalar_type());
-  return read_features();
+  return read_hidden_states();
 }
 
 /// How the second output is stored, and that a draft takes the same.
-Result<void> Program::read_features() {
+Result<void> Program::read_hidden_states() {
   if (tap_layers_.empty() && !draft_tap_) {
     return {};
   }
   const Error unusable(
       ETKV_ERROR_PROGRAM,
-      "the program says that it has features, and its `forward` has none, or "
+      "the program says that it has hidden states, and its `forward` has none, "
+      "or "
       "not a row of them a token");
   const auto meta = module_->method_meta(kForward);
-  const auto type_of = [&](const auto& tensor) -> Result<FeatureType> {
+  const auto type_of = [&](const auto& tensor) -> Result<HiddenStateType> {
     if (!tensor.ok() || tensor->sizes().size() != 3) {
       return unusable;
     }
-    return examples::feature_type(tensor->scalar_type(), tensor->sizes()[2]);
+    return examples::hidden_state_type(
+        tensor->scalar_type(), tensor->sizes()[2]);
   };
   if (meta->num_outputs() < 2) {
     return unusable;
@@ -160,17 +162,17 @@ Result<void> Program::read_features() {
   if (draft_tap_) {
     ASSIGN_OR_RETURN(const auto taken, type_of(meta->input_tensor_meta(2)));
     ASSIGN_OR_RETURN(const auto known, type_of(meta->input_tensor_meta(3)));
-    if (!(taken == given) || !(known == FeatureType{given.element, 1})) {
+    if (!(taken == given) || !(known == HiddenStateType{given.element, 1})) {
       return unusable;
     }
   }
-  feature_type_ = given;
+  hidden_state_type_ = given;
   return {};
 }
 
 /// What the program's constant methods say beside its caches.
 Result<void> Program::read_facts() {
-  ASSIGN_OR_RETURN(end_ids_, read_integers(kEndIds));
+  ASSIGN_OR_RETURN(eos_token_ids_, read_integers(kEosTokenIds));
   ASSIGN_OR_RETURN(const auto taps, read_integers(kTapLayers));
   tap_layers_ = taps.value_or(std::vector<int64_t>());
   ASSIGN_OR_RETURN(const auto tap, read_integers(kDraftTap));
@@ -223,7 +225,7 @@ Result<void> Program::load(const char* cache_key, Logits rows) {
   if (module_->is_method_loaded(kForward)) {
     module_->unload_method(kForward);
   }
-  features_.reset();
+  hidden_states_.reset();
   LoadOptions options(cache_key);
   options.logits(rows);
   rows_ = rows;
@@ -288,18 +290,18 @@ Result<LogitsView> Program::step(
     const int64_t* tokens,
     const int64_t* positions,
     size_t n,
-    const GivenFeatures& given) {
+    const GivenHiddenStates& given) {
   if (!draft_tap_) {
     return Error(
         ETKV_ERROR_INVALID_ARGUMENT,
-        "the program is not one that is fed with features");
+        "the program is not one that is fed with hidden states");
   }
   RETURN_IF_ERROR(check_tokens(tokens, n));
-  const FeatureType type = *feature_type_;
+  const HiddenStateType type = *hidden_state_type_;
   if (given.known.size() != n || given.rows.size() != n * type.bytes()) {
     return Error(
         ETKV_ERROR_SHAPE,
-        std::to_string(given.rows.size()) + " bytes of features for " +
+        std::to_string(given.rows.size()) + " bytes of hidden states for " +
             std::to_string(n) + " tokens; a row of them is " + type.describe());
   }
   const auto length = static_cast<SizesType>(n);
@@ -318,23 +320,23 @@ Result<LogitsView> Program::step(
 }
 
 Result<LogitsView> Program::run(const std::vector<EValue>& inputs, size_t n) {
-  features_.reset();
+  hidden_states_.reset();
   auto outputs = execute(*module_, kForward, inputs);
   if (!outputs.ok()) {
     return outputs.error();
   }
-  if (feature_type_) {
+  if (hidden_state_type_) {
     const auto& tensor = outputs.value()[1].toTensor();
-    features_ = FeaturesView{
+    hidden_states_ = HiddenStatesView{
         static_cast<const std::byte*>(tensor.const_data_ptr()),
-        *feature_type_,
+        *hidden_state_type_,
         static_cast<int64_t>(n)};
-    if (tensor.nbytes() != n * feature_type_->bytes()) {
+    if (tensor.nbytes() != n * hidden_state_type_->bytes()) {
       return Error(
           ETKV_ERROR_SHAPE,
-          "the program's features are " + std::to_string(tensor.nbytes()) +
+          "the program's hidden states are " + std::to_string(tensor.nbytes()) +
               " bytes for " + std::to_string(n) + " tokens; a row of them is " +
-              feature_type_->describe());
+              hidden_state_type_->describe());
     }
   }
   return view_logits(outputs->front().toTensor());

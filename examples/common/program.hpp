@@ -11,7 +11,7 @@
 #include <vector>
 
 #include "etkv/executorch.hpp"
-#include "examples/common/features.hpp"
+#include "examples/common/hidden_states.hpp"
 #include "examples/common/logits.hpp"
 
 namespace etkv::examples {
@@ -29,7 +29,7 @@ class Program {
 
   /// Runs the model on `n` tokens at these positions, in the cache that it is
   /// bound to. The logits are valid until the next step. A draft that is fed with
-  /// features takes the other step.
+  /// hidden states takes the other step.
   Result<LogitsView>
   step(const int64_t* tokens, const int64_t* positions, size_t n);
 
@@ -38,15 +38,15 @@ class Program {
       const int64_t* tokens,
       const int64_t* positions,
       size_t n,
-      const GivenFeatures& given);
+      const GivenHiddenStates& given);
 
   /// A step at `position` and those that follow it.
   Result<LogitsView> step_at(const int64_t* tokens, int64_t position, size_t n);
 
   /// What the last step handed on, a row for each of its tokens; nothing where the
-  /// program gives no features. Valid until the next step.
-  const std::optional<FeaturesView>& features() const {
-    return features_;
+  /// program gives no hidden states. Valid until the next step.
+  const std::optional<HiddenStatesView>& hidden_states() const {
+    return hidden_states_;
   }
 
   const ModelCacheParams& params() const {
@@ -65,29 +65,29 @@ class Program {
     return native_format_;
   }
   /// The ids that end an answer, where the program tells them.
-  const std::optional<std::vector<int64_t>>& end_ids() const {
-    return end_ids_;
+  const std::optional<std::vector<int64_t>>& eos_token_ids() const {
+    return eos_token_ids_;
   }
-  /// The layers whose features it gives, side by side in this order.
+  /// The layers whose hidden states it gives, side by side in this order.
   const std::vector<int64_t>& tap_layers() const {
     return tap_layers_;
   }
-  /// The layer of the whole model whose features it is fed with, where it is a
+  /// The layer of the whole model whose hidden states it is fed with, where it is a
   /// draft of that model and not one by itself.
   const std::optional<int64_t>& draft_tap() const {
     return draft_tap_;
   }
-  /// A row of the features that it gives, and that it takes where it is a draft;
+  /// A row of the hidden states that it gives, and that it takes where it is a draft;
   /// nothing where it gives none.
-  const std::optional<FeatureType>& feature_type() const {
-    return feature_type_;
+  const std::optional<HiddenStateType>& hidden_state_type() const {
+    return hidden_state_type_;
   }
 
  private:
   Program() = default;
   Result<void> read_facts();
   Result<void> read_signature();
-  Result<void> read_features();
+  Result<void> read_hidden_states();
   Result<std::optional<std::vector<int64_t>>> read_integers(
       const std::string& name);
   Result<void> check_tokens(const int64_t* tokens, size_t n) const;
@@ -99,11 +99,11 @@ class Program {
   ModelCacheParams params_;
   int64_t vocabulary_ = 0;
   std::string native_format_;
-  std::optional<std::vector<int64_t>> end_ids_;
+  std::optional<std::vector<int64_t>> eos_token_ids_;
   std::vector<int64_t> tap_layers_;
   std::optional<int64_t> draft_tap_;
-  std::optional<FeatureType> feature_type_;
-  std::optional<FeaturesView> features_;
+  std::optional<HiddenStateType> hidden_state_type_;
+  std::optional<HiddenStatesView> hidden_states_;
   std::vector<int64_t> positions_;
   Logits rows_ = Logits::all;
 };

@@ -46,7 +46,7 @@ Runner::Runner(std::string name, const std::string& about)
       &max_new_tokens_);
   arguments_.flag(
       "--check",
-      "compare with plain decoding of one sequence, and\n"
+      "compare with reference decoding of one sequence, and\n"
       "fail where an answer differs",
       &options_.check);
   arguments_.flag("--ids", "print the ids of each answer, too", &options_.ids);

@@ -27,7 +27,7 @@ struct RunnerOptions {
   /// In place of those that are built in.
   std::vector<std::string> prompts;
   int64_t max_new_tokens = 48;
-  /// Compare with plain decoding.
+  /// Compare with reference decoding.
   bool check = false;
   /// Print the ids of answers as well.
   bool ids = false;

@@ -28,23 +28,23 @@ size_t Scheduler::submit(size_t length) {
   return requests_.size() - 1;
 }
 
-Result<std::vector<Scheduler::Part>> Scheduler::next(Events& events) {
+Result<std::vector<Scheduler::Share>> Scheduler::next(Events& events) {
   events = {};
   RETURN_IF_ERROR(keep_going(events));
   RETURN_IF_ERROR(admit(events));
-  std::vector<Part> parts;
+  std::vector<Share> shares;
   size_t left = step_tokens_;
   // Answers first: they are waited for.
   for (const bool answering : {true, false}) {
     for (const size_t number : active_) {
       if ((rest(number) == 1) == answering && left > 0) {
         const size_t n = std::min(rest(number), left);
-        parts.push_back({number, n});
+        shares.push_back({number, n});
         left -= n;
       }
     }
   }
-  return parts;
+  return shares;
 }
 
 Result<void> Scheduler::keep_going(Events& events) {
@@ -69,17 +69,17 @@ Result<void> Scheduler::keep_going(Events& events) {
     RETURN_IF_ERROR(release(last, State::waiting));
     // Before all others that wait: they came later.
     waiting_.insert(waiting_.begin(), last);
-    events.deferred.push_back(last);
+    events.preempted.push_back(last);
   }
 }
 
 Result<void> Scheduler::admit(Events& events) {
   // Who has just made room for others does not take it back at once.
-  while (!waiting_.empty() && events.deferred.empty() && !events.stuck) {
+  while (!waiting_.empty() && events.preempted.empty() && !events.stuck) {
     const size_t number = waiting_.front();
     size_t needed = rest(number);
     for (const size_t other : active_) {
-      // And some tokens of its answer, or it would soon have to be put back.
+      // And some tokens of its answer, or it would soon be preempted.
       constexpr size_t kAhead = 8;
       needed += rest(other) + kAhead;
     }
@@ -130,9 +130,9 @@ Result<void> Scheduler::evict(Events& events) {
   return {};
 }
 
-void Scheduler::done(const std::vector<Part>& parts) {
-  for (const Part& part : parts) {
-    requests_[part.request].held += part.n;
+void Scheduler::done(const std::vector<Share>& shares) {
+  for (const Share& share : shares) {
+    requests_[share.request].held += share.n;
   }
 }
 

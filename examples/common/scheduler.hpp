@@ -38,8 +38,8 @@ class Scheduler {
     int32_t sequence = 0;
   };
 
-  /// A part of a step: `n` tokens of a request, those after what it holds.
-  struct Part {
+  /// A share of a step: `n` tokens of a request, those after what it holds.
+  struct Share {
     size_t request;
     size_t n;
   };
@@ -50,7 +50,7 @@ class Scheduler {
     /// Idle ones that were removed for others.
     std::vector<size_t> evicted;
     /// Active ones that were removed for others, and wait again.
-    std::vector<size_t> deferred;
+    std::vector<size_t> preempted;
     /// One that is alone, and still does not fit.
     std::optional<size_t> stuck;
   };
@@ -62,8 +62,8 @@ class Scheduler {
   /// A request of so many ids has come; returns its number.
   size_t submit(size_t length);
 
-  /// The parts of the next step: a token of each request that is being answered,
-  /// then chunks of those that are read, oldest first, as far as the step goes.
+  /// The shares of the next step: a token of each request that is being answered,
+  /// then a prefill chunk of each that is read, oldest first, as far as the step goes.
   ///
   /// A request is admitted when the rest of all prompts, its own among them, and
   /// some tokens of each answer under way fit. Where they do not, the request that
@@ -73,10 +73,10 @@ class Scheduler {
   ///
   /// An error where the cache does not give back what a request holds; that
   /// request stays as it was.
-  Result<std::vector<Part>> next(Events& events);
+  Result<std::vector<Share>> next(Events& events);
 
   /// The step has been.
-  void done(const std::vector<Part>& parts);
+  void done(const std::vector<Share>& shares);
 
   /// A request has an id more.
   void grow(size_t request) {

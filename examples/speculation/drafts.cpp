@@ -2,7 +2,7 @@
 
 #include <utility>
 
-#include "examples/speculation/feature_draft.hpp"
+#include "examples/speculation/hidden_state_draft.hpp"
 #include "examples/speculation/model_draft.hpp"
 
 namespace etkv::examples {
@@ -15,7 +15,7 @@ Result<std::unique_ptr<Draft>> open_draft(
     return of_draft(program.error());
   }
   const auto make =
-      program->draft_tap() ? FeatureDraft::make : ModelDraft::make;
+      program->draft_tap() ? HiddenStateDraft::make : ModelDraft::make;
   auto draft = make(std::move(program.value()), target);
   return draft.ok() ? std::move(draft) : of_draft(draft.error());
 }

@@ -9,7 +9,7 @@
 namespace etkv::examples {
 
 /// Opens the program at `path`, a model by itself or one that is fed with the
-/// target's features. Errors of the draft, here and later, say that they are its
+/// target's hidden states. Errors of the draft, here and later, say that they are its
 /// own.
 Result<std::unique_ptr<Draft>> open_draft(
     const std::string& path,

@@ -1,4 +1,4 @@
-// Guesses of a smaller model.
+// Draft tokens of a smaller model.
 #pragma once
 
 #include <cstddef>

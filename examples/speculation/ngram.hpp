@@ -1,4 +1,4 @@
-// Guesses from the text itself: what followed the last few ids when they were
+// Draft tokens from the text itself: what followed the last few ids when they were
 // there before.
 #pragma once
 
@@ -11,7 +11,7 @@ namespace etkv::examples {
 
 class NgramDraft : public Draft {
  public:
-  /// Needs no second model, and no chance: what it proposes is chosen.
+  /// Needs no second model, and no random numbers: what it proposes is chosen.
   ///
   /// Every earlier place whose last ids are those of the text proposes what came
   /// behind it. The longer the likeness the more it counts, and of alike places

@@ -72,7 +72,7 @@ std::vector<Candidate> likeliest(const std::vector<Leaf>& leaves, size_t n) {
 std::vector<Candidate> drawn(
     const std::vector<Leaf>& leaves,
     const std::vector<Candidate>& chosen,
-    Chance& chance) {
+    Rng& rng) {
   std::vector<Candidate> all;
   for (size_t leaf = 0; leaf < leaves.size(); ++leaf) {
     Distribution left = leaves[leaf].q;
@@ -80,7 +80,7 @@ std::vector<Candidate> drawn(
       if (candidate.leaf != leaf) {
         continue;
       }
-      const int64_t token = draw(left, chance);
+      const int64_t token = draw(left, rng);
       const double q = leaves[leaf].q[static_cast<size_t>(token)];
       all.push_back({leaf, token, leaves[leaf].log_probability + std::log(q)});
       if (!remove(left, token)) {
@@ -157,7 +157,7 @@ Result<TokenTree> ProgramDraft::grow(
     const size_t left = std::min(shape.most - tree.size(), widest);
     auto children = likeliest(leaves, left);
     if (!sampler.greedy()) {
-      children = drawn(leaves, children, sampler.chance);
+      children = drawn(leaves, children, sampler.rng);
     }
     std::vector<Leaf> next;
     for (const auto& child : children) {
@@ -205,7 +205,7 @@ Result<std::optional<LogitsView>> ProgramDraft::read(
         std::min(program_.prefill_size(), text.size() - held_.size());
     Stopwatch watch;
     ASSIGN_OR_RETURN(const auto logits, run_text(text, held_.size(), n));
-    costs_.add(n, watch.lap());
+    latency_.add(n, watch.lap());
     held_.insert(
         held_.end(),
         text.begin() + static_cast<std::ptrdiff_t>(held_.size()),
@@ -230,7 +230,7 @@ Result<LogitsView> ProgramDraft::run_level(const TokenTree& tree, size_t n) {
   RETURN_IF_ERROR(cache().propose(parents));
   auto logits = run_nodes(tree, positions, tree.size() - n);
   if (logits.ok()) {
-    costs_.add(n, watch.lap());
+    latency_.add(n, watch.lap());
     run_.insert(run_.end(), tree.tokens.begin() + first, tree.tokens.end());
     return logits;
   }
@@ -265,8 +265,8 @@ Result<void> ProgramDraft::keep(const std::vector<int32_t>& accepted) {
 double ProgramDraft::seconds(int64_t depth, int64_t width) const {
   return depth == 0
              ? 0.0
-             : costs_.at(1.0) + static_cast<double>(depth - 1) *
-                                    costs_.at(static_cast<double>(width));
+             : latency_.at(1.0) + static_cast<double>(depth - 1) *
+                                      latency_.at(static_cast<double>(width));
 }
 
 } // namespace etkv::examples

@@ -1,4 +1,4 @@
-// Guesses of a program, level by level, on a tree cache of its own.
+// Draft tokens of a program, level by level, on a tree cache of its own.
 #pragma once
 
 #include <cstddef>
@@ -8,8 +8,8 @@
 #include <vector>
 
 #include "examples/common/program.hpp"
-#include "examples/speculation/costs.hpp"
 #include "examples/speculation/draft.hpp"
+#include "examples/speculation/latency_model.hpp"
 
 namespace etkv::examples {
 
@@ -20,12 +20,12 @@ struct DraftTarget {
   int32_t capacity;
   /// How keys and values are stored; none for the draft's own dtype.
   std::optional<std::string> kv_format;
-  /// The layers whose features the target gives, and a row of them all.
+  /// The layers whose hidden states the target gives, and a row of them all.
   std::vector<int64_t> tap_layers = {};
-  std::optional<FeatureType> feature_type = {};
+  std::optional<HiddenStateType> hidden_state_type = {};
 };
 
-/// Which of two programs an error is about is not to be guessed.
+/// Which of two programs an error is about cannot be told otherwise.
 Error of_draft(const Error& error);
 
 /// What drafts with a program of their own have in common: the ids that their
@@ -92,7 +92,7 @@ class ProgramDraft : public Draft {
   /// id of the text, and its last level is never run.
   std::vector<int64_t> run_;
   /// Of a forward, by its tokens.
-  Costs costs_;
+  LatencyModel latency_;
 };
 
 } // namespace etkv::examples

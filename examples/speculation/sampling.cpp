@@ -24,7 +24,7 @@ bool normalize(Distribution& p) {
   return true;
 }
 
-/// Where the greatest value is, or the first that is no number.
+/// Where the greatest value is, or the first NaN.
 size_t largest(const std::vector<float>& values) {
   size_t at = 0;
   for (size_t i = 0; i < values.size(); ++i) {
@@ -43,7 +43,7 @@ Result<int64_t> Sampler::choose(const LogitsView& logits, int64_t row) {
     return argmax(logits, row);
   }
   ASSIGN_OR_RETURN(const auto p, softmax(logits, row, temperature));
-  return draw(p, chance);
+  return draw(p, rng);
 }
 
 Result<Distribution>
@@ -68,13 +68,13 @@ softmax(const LogitsView& logits, int64_t row, double temperature) {
   return p;
 }
 
-int64_t draw(const Distribution& p, Chance& chance) {
+int64_t draw(const Distribution& p, Rng& rng) {
   double sum = 0.0;
   for (const float value : p) {
     sum += static_cast<double>(value);
   }
   // The sum is 1 but for rounding, which must not make the last id likelier.
-  double left = chance.uniform() * sum;
+  double left = rng.uniform() * sum;
   int64_t last = 0;
   for (size_t id = 0; id < p.size(); ++id) {
     if (p[id] > 0.0F) {
@@ -93,15 +93,11 @@ bool remove(Distribution& p, int64_t id) {
   return normalize(p);
 }
 
-bool accept(
-    Distribution& p,
-    const Distribution& q,
-    int64_t id,
-    Chance& chance) {
+bool accept(Distribution& p, const Distribution& q, int64_t id, Rng& rng) {
   const auto at = static_cast<size_t>(id);
   const double wanted = p[at];
   const double offered = q.empty() ? 1.0 : static_cast<double>(q[at]);
-  if (chance.uniform() * offered < wanted) {
+  if (rng.uniform() * offered < wanted) {
     return true;
   }
   if (q.empty()) {

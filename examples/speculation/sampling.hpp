@@ -15,9 +15,9 @@ namespace etkv::examples {
 using Distribution = std::vector<float>;
 
 /// Random numbers that are the same for the same seed on every machine.
-class Chance {
+class Rng {
  public:
-  explicit Chance(uint64_t seed) : bits_(seed) {}
+  explicit Rng(uint64_t seed) : bits_(seed) {}
 
   /// From 0 up to, and without, 1.
   double uniform() {
@@ -31,9 +31,9 @@ class Chance {
 /// How ids are chosen from logits.
 struct Sampler {
   explicit Sampler(double temperature = 0.0, uint64_t seed = 0)
-      : temperature(temperature), chance(seed) {}
+      : temperature(temperature), rng(seed) {}
 
-  /// Whether the greatest logit is taken, and nothing left to chance.
+  /// Whether the greatest logit is taken, and nothing is drawn.
   bool greedy() const {
     return temperature == 0.0;
   }
@@ -41,7 +41,7 @@ struct Sampler {
   Result<int64_t> choose(const LogitsView& logits, int64_t row);
 
   double temperature;
-  Chance chance;
+  Rng rng;
 };
 
 /// The softmax of a row divided by a temperature above 0. Logits that are not a
@@ -50,7 +50,7 @@ Result<Distribution>
 softmax(const LogitsView& logits, int64_t row, double temperature);
 
 /// An id, by its probability. What has none is never drawn.
-int64_t draw(const Distribution& p, Chance& chance);
+int64_t draw(const Distribution& p, Rng& rng);
 
 /// Takes an id out of a distribution, and scales the rest up to 1; false where no
 /// rest is left, and all are 0.
@@ -59,10 +59,10 @@ bool remove(Distribution& p, int64_t id);
 /// Decides whether an id that was drawn from `q` is taken for one drawn from `p`:
 /// with probability min(1, p/q). Where it is not, `p` becomes what has to be drawn
 /// from instead, the positive part of p - q, scaled to 1. An id that was chosen
-/// without chance has an empty `q`, which stands for certainty.
+/// without drawing has an empty `q`, which stands for certainty.
 ///
 /// Whatever `q` is, the id that comes out of this in the end, taken or drawn from
 /// what `p` became, has the distribution that `p` was.
-bool accept(Distribution& p, const Distribution& q, int64_t id, Chance& chance);
+bool accept(Distribution& p, const Distribution& q, int64_t id, Rng& rng);
 
 } // namespace etkv::examples

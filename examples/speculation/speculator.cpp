@@ -18,15 +18,15 @@ void add_speculation_arguments(
   arguments.text(
       "--draft",
       "FILE|ngram",
-      "who guesses: a program (.pte) with the model's\n"
-      "vocabulary, or one that is fed with its features,\n"
+      "proposes tokens: a program (.pte) with the model's\n"
+      "vocabulary, or one fed with its hidden states,\n"
       "or the text so far" +
           otherwise,
       &options.draft);
   arguments.integer_or(
       "auto",
       "--depth",
-      "ids that a guess goes ahead; auto, the default,\n"
+      "levels of draft tokens; auto, the default,\n"
       "weighs what trees cost and what they bring",
       0,
       64,
@@ -34,7 +34,7 @@ void add_speculation_arguments(
   arguments.integer_or(
       "auto",
       "--width",
-      "guesses for each of them (auto)",
+      "draft tokens of each level (auto)",
       1,
       64,
       &options.width);
@@ -55,7 +55,7 @@ Result<std::unique_ptr<Draft>> make_draft(
        cache.capacity(),
        options.kv_format,
        program.tap_layers(),
-       program.feature_type()});
+       program.hidden_state_type()});
 }
 
 Speculator::Speculator(
@@ -71,8 +71,8 @@ Speculator::Speculator(
       sampler_(std::move(sampler)) {}
 
 void Speculator::read(int64_t position) {
-  if (const auto& features = target_.program().features()) {
-    draft_.saw(position, *features);
+  if (const auto& hidden_states = target_.program().hidden_states()) {
+    draft_.saw(position, *hidden_states);
   }
 }
 
@@ -100,29 +100,30 @@ Result<std::vector<int64_t>> Speculator::next(
   ASSIGN_OR_RETURN(const auto tree, draft_.propose(text, shape, sampler_));
   const double draft_seconds = watch.lap();
   const auto base = static_cast<int64_t>(text.size()) - 1;
-  ASSIGN_OR_RETURN(auto verdict, verify_in_one_forward(tree, base));
+  ASSIGN_OR_RETURN(auto verified, verify_in_one_forward(tree, base));
   const double verify_seconds = watch.lap();
-  tuner_.observe(shape, tree, verdict, verify_seconds);
-  cut_at_end(tree, verdict);
+  tuner_.observe(shape, tree, verified, verify_seconds);
+  cut_at_end(tree, verified);
   // Both keep the same chain.
-  RETURN_IF_ERROR(cache_.commit(verdict.accepted));
-  RETURN_IF_ERROR(draft_.commit(verdict.accepted));
-  if (const auto& features = target_.program().features()) {
-    for (size_t i = 0; i < verdict.accepted.size(); ++i) {
+  RETURN_IF_ERROR(cache_.commit(verified.accepted));
+  RETURN_IF_ERROR(draft_.commit(verified.accepted));
+  if (const auto& hidden_states = target_.program().hidden_states()) {
+    for (size_t i = 0; i < verified.accepted.size(); ++i) {
       draft_.saw(
-          base + static_cast<int64_t>(i), features->only(verdict.accepted[i]));
+          base + static_cast<int64_t>(i),
+          hidden_states->only(verified.accepted[i]));
     }
   }
 
   std::vector<int64_t> ids;
-  for (const int32_t node : verdict.accepted) {
+  for (const int32_t node : verified.accepted) {
     if (node != 0) {
       ids.push_back(tree.tokens[static_cast<size_t>(node)]);
     }
   }
   ++statistics_.steps;
   statistics_.accepted += static_cast<int64_t>(ids.size());
-  ids.push_back(verdict.next);
+  ids.push_back(verified.next);
   statistics_.ids += static_cast<int64_t>(ids.size());
   statistics_.candidates += static_cast<int64_t>(tree.size()) - 1;
   statistics_.draft_seconds += draft_seconds;
@@ -130,31 +131,32 @@ Result<std::vector<int64_t>> Speculator::next(
   return ids;
 }
 
-Result<Verdict> Speculator::verify_in_one_forward(
+Result<VerificationResult> Speculator::verify_in_one_forward(
     const TokenTree& tree,
     int64_t base) {
   RETURN_IF_ERROR(cache_.propose(tree.parents));
   const auto positions = tree.positions(base);
   const auto logits =
       target_.program().step(tree.tokens.data(), positions.data(), tree.size());
-  auto verdict = logits.ok() ? verify(tree, logits.value(), sampler_)
-                             : Result<Verdict>(logits.error());
-  if (!verdict.ok()) {
+  auto verified = logits.ok() ? verify(tree, logits.value(), sampler_)
+                              : Result<VerificationResult>(logits.error());
+  if (!verified.ok()) {
     // The sequence goes on without the tree.
     RETURN_IF_ERROR(cache_.commit({}));
   }
-  return verdict;
+  return verified;
 }
 
 /// An id that ends the answer is its last: it is not run, and nothing behind it
 /// is kept.
-void Speculator::cut_at_end(const TokenTree& tree, Verdict& verdict) const {
-  auto& accepted = verdict.accepted;
+void Speculator::cut_at_end(const TokenTree& tree, VerificationResult& verified)
+    const {
+  auto& accepted = verified.accepted;
   for (size_t i = 1; i < accepted.size(); ++i) {
     const int64_t token = tree.tokens[static_cast<size_t>(accepted[i])];
     if (target_.ends(token)) {
       accepted.resize(i);
-      verdict.next = token;
+      verified.next = token;
       return;
     }
   }
@@ -173,7 +175,7 @@ std::string describe(const Speculator::Statistics& statistics) {
          fixed(static_cast<double>(statistics.ids) / steps, 2) + " a step, " +
          fixed(static_cast<double>(statistics.accepted) / steps, 2) + " of " +
          fixed(static_cast<double>(statistics.candidates) / steps, 1) +
-         " guesses accepted · " +
+         " draft tokens accepted · " +
          fixed(static_cast<double>(statistics.steps) / ids, 2) +
          " forwards a token · " + rate(statistics.ids, statistics.seconds) +
          ", " +
@@ -182,7 +184,7 @@ std::string describe(const Speculator::Statistics& statistics) {
                  ? 100.0 * statistics.draft_seconds / statistics.seconds
                  : 0.0,
              0) +
-         "% of it for guesses";
+         "% of it for drafts";
 }
 
 } // namespace etkv::examples

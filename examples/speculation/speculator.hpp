@@ -1,4 +1,4 @@
-// Speculative decoding: a draft guesses a tree of ids, the model verifies it in
+// Speculative decoding: a draft proposes a tree of ids, the model verifies it in
 // one forward, and both keep the chain that the model agrees with.
 #pragma once
 
@@ -44,7 +44,7 @@ class Speculator : public Stepper {
   /// What the steps took.
   struct Statistics {
     int64_t steps = 0;
-    /// Ids that came of them, and how many of these the draft had guessed.
+    /// Ids that came of them, and how many of these the draft had drafted.
     int64_t ids = 0;
     int64_t accepted = 0;
     /// Candidates that were verified.
@@ -72,8 +72,10 @@ class Speculator : public Stepper {
   Statistics take_statistics();
 
  private:
-  Result<Verdict> verify_in_one_forward(const TokenTree& tree, int64_t base);
-  void cut_at_end(const TokenTree& tree, Verdict& verdict) const;
+  Result<VerificationResult> verify_in_one_forward(
+      const TokenTree& tree,
+      int64_t base);
+  void cut_at_end(const TokenTree& tree, VerificationResult& verified) const;
 
   Model& target_;
   TreeCache& cache_;
@@ -83,7 +85,7 @@ class Speculator : public Stepper {
   Statistics statistics_;
 };
 
-/// "47 tokens in 17 steps: 2.76 a step, 1.76 of 5.9 guesses accepted · …"
+/// "47 tokens in 17 steps: 2.76 a step, 1.76 of 5.9 draft tokens accepted · …"
 std::string describe(const Speculator::Statistics& statistics);
 
 } // namespace etkv::examples

@@ -25,16 +25,16 @@ Choice choose_greedily(
   return {-1, best};
 }
 
-Choice choose_by_chance(
+Choice draw_choice(
     const TokenTree& tree,
     int32_t node,
     const std::vector<int32_t>& children,
     Distribution p,
-    Chance& chance) {
+    Rng& rng) {
   Distribution q = tree.drawn_from[static_cast<size_t>(node)];
   for (const int32_t child : children) {
     const int64_t token = tree.tokens[static_cast<size_t>(child)];
-    if (accept(p, q, token, chance)) {
+    if (accept(p, q, token, rng)) {
       return {child, token};
     }
     // The next child was drawn from what was left.
@@ -42,17 +42,17 @@ Choice choose_by_chance(
       remove(q, token);
     }
   }
-  return {-1, draw(p, chance)};
+  return {-1, draw(p, rng)};
 }
 
 } // namespace
 
-Result<Verdict>
+Result<VerificationResult>
 verify(const TokenTree& tree, const LogitsView& logits, Sampler& sampler) {
   RETURN_IF_ERROR(check_rows(logits, tree.size()));
-  Verdict verdict;
+  VerificationResult verified;
   for (int32_t node = 0; node >= 0;) {
-    verdict.accepted.push_back(node);
+    verified.accepted.push_back(node);
     const auto children = tree.children(node);
     Choice choice{};
     if (sampler.greedy()) {
@@ -60,13 +60,12 @@ verify(const TokenTree& tree, const LogitsView& logits, Sampler& sampler) {
       choice = choose_greedily(tree, children, best);
     } else {
       ASSIGN_OR_RETURN(auto p, softmax(logits, node, sampler.temperature));
-      choice =
-          choose_by_chance(tree, node, children, std::move(p), sampler.chance);
+      choice = draw_choice(tree, node, children, std::move(p), sampler.rng);
     }
     node = choice.child;
-    verdict.next = choice.next;
+    verified.next = choice.next;
   }
-  return verdict;
+  return verified;
 }
 
 } // namespace etkv::examples

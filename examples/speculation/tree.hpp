@@ -55,7 +55,7 @@ struct TokenTree {
   std::vector<int32_t> parents;
   std::vector<int32_t> depths;
   /// What a node's children were drawn from, one after the other and none twice;
-  /// empty where they were chosen without chance.
+  /// empty where they were chosen without drawing.
   std::vector<Distribution> drawn_from;
 };
 
@@ -69,7 +69,7 @@ struct TreeShape {
 };
 
 /// What came of a tree.
-struct Verdict {
+struct VerificationResult {
   /// The chain that is part of the text from now on, the root first.
   std::vector<int32_t> accepted;
   /// The id behind it: the model's own.
@@ -83,7 +83,7 @@ struct Verdict {
 /// that the text is the same as without the tree. Else each child in turn is given
 /// its chance, see accept(), so that every id of the text has the probability that
 /// the model gives it.
-Result<Verdict>
+Result<VerificationResult>
 verify(const TokenTree& tree, const LogitsView& logits, Sampler& sampler);
 
 } // namespace etkv::examples

@@ -79,12 +79,12 @@ double Tuner::promise(
 void Tuner::observe(
     const TreeShape& asked,
     const TokenTree& tree,
-    const Verdict& verdict,
+    const VerificationResult& verified,
     double seconds) {
   verification_.add(tree.size(), seconds);
   ++without_;
   if (tree.size() == 1) {
-    // Nobody had a guess, which says nothing of those that they have.
+    // There was no draft token, which says nothing of those that they have.
     ++singles_;
     return;
   }
@@ -93,12 +93,12 @@ void Tuner::observe(
   const auto may = static_cast<double>(asked.depth * asked.width);
   filled_ += 0.1 * (static_cast<double>(tree.size() - 1) / may - filled_);
   const auto deepest = static_cast<size_t>(tree.depths.back());
-  for (size_t i = 0; i < std::min(verdict.accepted.size(), deepest); ++i) {
-    const auto children = tree.children(verdict.accepted[i]);
-    const bool went_on = i + 1 < verdict.accepted.size();
+  for (size_t i = 0; i < std::min(verified.accepted.size(), deepest); ++i) {
+    const auto children = tree.children(verified.accepted[i]);
+    const bool went_on = i + 1 < verified.accepted.size();
     for (size_t rank = 0; rank < static_cast<size_t>(asked.width); ++rank) {
       const bool accepted = went_on && rank < children.size() &&
-                            children[rank] == verdict.accepted[i + 1];
+                            children[rank] == verified.accepted[i + 1];
       Rank& found = ranks_[std::min<size_t>(rank, kWidest - 1)];
       found.tried = kFade * found.tried + 1.0;
       found.accepted = kFade * found.accepted + (accepted ? 1.0 : 0.0);

@@ -6,7 +6,7 @@
 #include <functional>
 #include <optional>
 
-#include "examples/speculation/costs.hpp"
+#include "examples/speculation/latency_model.hpp"
 #include "examples/speculation/tree.hpp"
 
 namespace etkv::examples {
@@ -32,7 +32,7 @@ class Tuner {
   void observe(
       const TreeShape& asked,
       const TokenTree& tree,
-      const Verdict& verdict,
+      const VerificationResult& verified,
       double seconds);
 
   /// The probability that one of `width` candidates is accepted, where there are
@@ -48,7 +48,7 @@ class Tuner {
 
   std::optional<int64_t> depth_;
   std::optional<int64_t> width_;
-  Costs verification_;
+  LatencyModel verification_;
   /// By the place of a candidate among its siblings.
   std::array<Rank, kWidest> ranks_;
   /// Nodes that trees have, where they have any, of those that they may have.

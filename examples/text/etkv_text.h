@@ -90,7 +90,7 @@ char* etkv_text_encode_chat(
  * The ids that end an answer: `eos_token_id` of generation_config.json, else
  * the `eos_token` of tokenizer_config.json, else none.
  */
-char* etkv_text_end_ids(const etkv_text* text, etkv_text_ids* ids);
+char* etkv_text_eos_token_ids(const etkv_text* text, etkv_text_ids* ids);
 
 /** Begins an answer; NULL if `text` is NULL. */
 etkv_text_stream* etkv_text_stream_new(const etkv_text* text);

@@ -129,9 +129,9 @@ class Text {
   }
 
   /// The ids that end an answer; none if the folder does not tell.
-  Result<std::vector<int64_t>> end_ids() const {
+  Result<std::vector<int64_t>> eos_token_ids() const {
     etkv_text_ids ids{};
-    char* error = etkv_text_end_ids(raw_.get(), &ids);
+    char* error = etkv_text_eos_token_ids(raw_.get(), &ids);
     return detail::take_ids(error, ids);
   }
 

@@ -278,15 +278,15 @@ typedef struct etkv_cache_config {
   /** Storage of keys and of values, by name; NULL for "f16". */
   const char* k_format;
   const char* v_format;
-  /** Storage of both before `quantize_after`: a float format. */
+  /** Storage of both before `quantized_kv_start`: a float format. */
   const char* float_format;
   /** The most positions that it holds: the session's context length. */
   int32_t capacity;
   /**
    * The most tokens of one step, where layers have windows: they keep so much
-   * more that a step can be taken back. 0 for 512.
+   * more that a step can be rolled back. 0 for 512.
    */
-  int32_t max_step;
+  int32_t max_step_tokens;
   etkv_growth growth;
   /** Slots of a growth that has chunks; 0 for 256. */
   int32_t min_chunk;
@@ -294,7 +294,7 @@ typedef struct etkv_cache_config {
    * Where it is more than 0: positions are stored in `float_format` until there
    * are so many, and are then converted to `k_format` and `v_format`, once.
    */
-  int32_t quantize_after;
+  int32_t quantized_kv_start;
   /** 0. */
   int32_t reserved;
 } etkv_cache_config;
@@ -520,7 +520,7 @@ ETKV_API etkv_status etkv_seq_cache_begin_step_shared(
     etkv_error** error);
 
 /**
- * Takes back what etkv_seq_cache_begin_step() or
+ * Withdraws what etkv_seq_cache_begin_step() or
  * etkv_seq_cache_begin_step_shared() said, for a step that does not come. Does
  * nothing where nothing was said. ETKV_ERROR_STEP in the middle of a step.
  */
@@ -622,7 +622,7 @@ ETKV_API etkv_status etkv_seq_cache_sequences(
  * Makes each sequence one run of cells as far as what they share lets it, so
  * that it is read without a mask again. Moves only what has to.
  *
- * After ETKV_ERROR_MLX, where rows were moved already, the cache is lost until
+ * After ETKV_ERROR_MLX, where rows were moved already, the cache is poisoned until
  * it is cleared.
  */
 ETKV_API etkv_status
@@ -668,7 +668,7 @@ ETKV_API etkv_status etkv_tree_cache_propose(
  *
  * ETKV_ERROR_INVALID_ARGUMENT where there is no tree, or the nodes are no chain
  * of nodes that were run. After ETKV_ERROR_MLX, where rows were moved already,
- * the cache is lost until it is cleared.
+ * the cache is poisoned until it is cleared.
  */
 ETKV_API etkv_status etkv_tree_cache_commit(
     etkv_tree_cache* cache,
@@ -788,7 +788,7 @@ ETKV_API void etkv_forwards_free(etkv_forwards* forwards);
 
 /** The forward that is not finished, if there is one, has not been. */
 ETKV_API etkv_status
-etkv_forwards_abandon(etkv_forwards* forwards, etkv_error** error);
+etkv_forwards_abort(etkv_forwards* forwards, etkv_error** error);
 
 /** What a layer brings. */
 typedef struct etkv_mlx_rows {

@@ -241,7 +241,7 @@ Result<Memory> ask_memory(size_t n_layers, Call call) {
 /// The face that every cache has: admission, length, rollback, memory.
 ///
 /// What is returned as it is and not as a Result is zero, empty or false for a face
-/// that was moved from, and where the cache broke by a defect: the next change or
+/// that was moved from, and where the cache is poisoned: the next change or
 /// step says so.
 class Cache {
  public:
@@ -398,7 +398,7 @@ class SeqCache : public Cache {
           error);
     });
   }
-  /// Takes back what begin_step() or begin_step_shared() said, for a step that does
+  /// Withdraws what begin_step() or begin_step_shared() said, for a step that does
   /// not come.
   Result<void> cancel_step() {
     return detail::run([&](etkv_error** error) {
@@ -586,12 +586,12 @@ enum class Growth : etkv_growth {
 struct CacheConfig {
   std::vector<LayerConfig> layers;
   int32_t capacity = 0;
-  int32_t max_step = 0;
+  int32_t max_step_tokens = 0;
   Growth growth = Growth::doubling;
   int32_t min_chunk = 0;
   std::string k_format = {};
   std::string v_format = {};
-  int32_t quantize_after = 0;
+  int32_t quantized_kv_start = 0;
   std::string float_format = {};
 };
 
@@ -621,10 +621,10 @@ class RawConfig {
     raw_.v_format = name(config.v_format);
     raw_.float_format = name(config.float_format);
     raw_.capacity = config.capacity;
-    raw_.max_step = config.max_step;
+    raw_.max_step_tokens = config.max_step_tokens;
     raw_.growth = static_cast<etkv_growth>(config.growth);
     raw_.min_chunk = config.min_chunk;
-    raw_.quantize_after = config.quantize_after;
+    raw_.quantized_kv_start = config.quantized_kv_start;
   }
   RawConfig(const RawConfig&) = delete;
   RawConfig& operator=(const RawConfig&) = delete;
@@ -809,7 +809,7 @@ class CacheSession {
   Face face_;
 };
 
-/// One growing sequence: plain decoding.
+/// One growing sequence, decoded a token a step.
 inline Result<CacheSession<Cache>> make_decode_session(
     const std::string& backend_id,
     const CacheConfig& config) {

@@ -568,7 +568,7 @@ inline CacheConfig make_config(
   CacheConfig config;
   config.layers = params.layers;
   config.capacity = capacity;
-  config.max_step = params.prefill_chunk_size;
+  config.max_step_tokens = params.prefill_chunk_size;
   config.min_chunk = min_chunk;
   config.k_format = format;
   config.v_format = format;

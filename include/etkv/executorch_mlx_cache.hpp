@@ -32,7 +32,7 @@ class ExecuTorchMLXCache
       public ::executorch::extension::llm::cache::SequenceControl,
       public ::executorch::backends::mlx::MLXCache {
  public:
-  /// Throws std::runtime_error where the cache broke, as that backend does.
+  /// Throws std::runtime_error where the cache is poisoned, as that backend does.
   explicit ExecuTorchMLXCache(const Cache& cache)
       : cache_(taken(cache.share())),
         forwards_(taken(MLXForwards::make(cache))) {}
@@ -52,10 +52,10 @@ class ExecuTorchMLXCache
     return cache_.capacity();
   }
   bool rewind(int new_len) override {
-    return forwards_.abandon().ok() && cache_.rewind(new_len).ok();
+    return forwards_.abort().ok() && cache_.rewind(new_len).ok();
   }
   void clear() override {
-    static_cast<void>(forwards_.abandon());
+    static_cast<void>(forwards_.abort());
     static_cast<void>(cache_.clear());
   }
 

@@ -41,7 +41,7 @@ struct AttendSpec {
 /// The forwards of a host on a cache; see etkv_forwards.
 class MLXForwards {
  public:
-  /// Fails where `cache` broke.
+  /// Fails where `cache` is poisoned.
   static Result<MLXForwards> make(const Cache& cache) {
     auto made = detail::ask<etkv_forwards*>(
         [&](etkv_forwards** forwards, etkv_error** error) {
@@ -114,9 +114,9 @@ class MLXForwards {
   }
 
   /// The forward that is not finished, if there is one, has not been.
-  Result<void> abandon() {
+  Result<void> abort() {
     return detail::run([&](etkv_error** error) {
-      return etkv_forwards_abandon(handle_.get(), error);
+      return etkv_forwards_abort(handle_.get(), error);
     });
   }
 

@@ -79,7 +79,7 @@ def _generate(options: argparse.Namespace) -> None:
         (facts.max_context_length or 4096) if options.capacity is None else options.capacity,
         k_format=options.format,
         v_format=options.format,
-        max_step=facts.prefill_chunk_size,
+        max_step_tokens=facts.prefill_chunk_size,
     )
     tokenizer = etkv.Tokenizer.beside(options.program)
     prompt = tokenizer.encode(options.prompt) if options.raw else tokenizer.chat(options.prompt)

@@ -151,7 +151,7 @@ class SeqCache(Cache):
         )
 
     def cancel_step(self) -> None:
-        """Take back what ``begin_step`` or ``begin_step_shared`` said, for a step that does not come."""
+        """Withdraw what ``begin_step`` or ``begin_step_shared`` said, for a step that does not come."""
         call("etkv_seq_cache_cancel_step", self._seq())
 
     def seq_cp(self, source: int, target: int, begin: int = 0, end: int | None = None) -> None:
@@ -263,10 +263,10 @@ def raw_config(config: CacheConfig) -> tuple[Any, Any]:
         layers=layers,
         n_layers=len(config.layers),
         capacity=int32(config.capacity, "capacity"),
-        max_step=int32(config.max_step, "max_step"),
+        max_step_tokens=int32(config.max_step_tokens, "max_step_tokens"),
         growth=GROWTHS.index(config.growth),
         min_chunk=int32(config.min_chunk, "min_chunk"),
-        quantize_after=int32(config.quantize_after, "quantize_after"),
+        quantized_kv_start=int32(config.quantized_kv_start, "quantized_kv_start"),
         **names,
     )
     return raw, (layers, names)

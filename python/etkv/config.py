@@ -54,16 +54,16 @@ class CacheConfig:
     """Storage of keys, by name."""
     v_format: str = "f16"
     """Storage of values, by name."""
-    max_step: int = 0
-    """The most tokens of one step where layers have windows or ``quantize_after`` is set; 0 for 512."""
+    max_step_tokens: int = 0
+    """The most tokens of one step where layers have windows or ``quantized_kv_start`` is set; 0 for 512."""
     growth: str = "doubling"
     """One of :data:`GROWTHS`."""
     min_chunk: int = 0
     """Slots of a growth that has chunks; 0 for 256."""
-    quantize_after: int = 0
+    quantized_kv_start: int = 0
     """Where it is more than 0: positions are stored in ``float_format`` until there are so many, then converted."""
     float_format: str = "f16"
-    """Storage of both before ``quantize_after``: a float format."""
+    """Storage of both before ``quantized_kv_start``: a float format."""
 
     def __post_init__(self) -> None:
         if isinstance(self.layers, (str, LayerConfig)) or not isinstance(self.layers, Iterable):
@@ -72,7 +72,7 @@ class CacheConfig:
         for index, layer in enumerate(self.layers):
             if not isinstance(layer, LayerConfig):
                 raise EtkvError(f"CacheConfig.layers[{index}] is {layer!r}, it is a LayerConfig")
-        for name in ("capacity", "max_step", "min_chunk", "quantize_after"):
+        for name in ("capacity", "max_step_tokens", "min_chunk", "quantized_kv_start"):
             _integer(f"CacheConfig.{name}", getattr(self, name))
         for name in ("k_format", "v_format", "growth", "float_format"):
             value = getattr(self, name)

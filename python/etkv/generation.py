@@ -31,19 +31,19 @@ def generate(
     top_k: int = 0,
     top_p: float = 1.0,
     seed: int | None = None,
-    end_ids: Sequence[int] | None = None,
+    eos_token_ids: Sequence[int] | None = None,
     progress: bool = False,
 ) -> Generation:
     """Continue what the cache of ``program`` holds with ``prompt``, then with what the model answers.
 
     ``prompt`` goes behind the positions that the session holds: nothing is forgotten here. ``sequence`` is the one to
     continue, where the session has several. Choices are greedy at a ``temperature`` of 0; otherwise they are drawn,
-    from the ``top_k`` best (0: all) and of those from the fewest that have ``top_p`` of the probability. ``end_ids``
-    end the answer; ``None`` takes those of the program. ``progress`` shows bars on stderr.
+    from the ``top_k`` best (0: all) and of those from the fewest that have ``top_p`` of the probability.
+    ``eos_token_ids`` end the answer; ``None`` takes those of the program. ``progress`` shows bars on stderr.
 
     Nothing runs until the first token is asked for. A ``break`` and an interruption (Ctrl-C) leave the session usable:
     it holds the prompt and all of the answer but what :attr:`Generation.held` excludes. A prompt that is interrupted is
-    taken back, as far as layers with windows still hold what was before it.
+    rolled back, as far as layers with windows still hold what was before it.
     """
     if program.session is None:
         raise EtkvError(f"{program.path.name} was loaded without a session: pass one to etkv.load")
@@ -62,7 +62,7 @@ def generate(
         raise EtkvError(f"top_p is {top_p}, it is above 0 and at most 1")
     if sequence and not isinstance(program.session, SeqCache):
         raise EtkvError(f"sequence is {sequence}, and the session has one only: use a SeqSession")
-    ends = frozenset(program.end_ids if end_ids is None else end_ids)
+    ends = frozenset(program.eos_token_ids if eos_token_ids is None else eos_token_ids)
     return Generation(program, ids, max_new_tokens, sequence, _Sampler(temperature, top_k, top_p, seed), ends, progress)
 
 
@@ -167,10 +167,10 @@ class Generation(Iterator[int]):
         chunk = self._most_tokens()
         began = time.perf_counter()
         for start in range(0, len(prompt), chunk):
-            part = prompt[start : start + chunk]
-            row = self._step(part)
+            prefill_chunk = prompt[start : start + chunk]
+            row = self._step(prefill_chunk)
             if self._bars:
-                self._bars.prefilled(len(part))
+                self._bars.prefilled(len(prefill_chunk))
         self.prefill_seconds = time.perf_counter() - began
         return row
 
@@ -178,12 +178,12 @@ class Generation(Iterator[int]):
         """Tokens of a step, at most: what the program takes, and what the cache takes where that has a limit."""
         most = self._program.constant("get_prefill_chunk_size") or DEFAULT_CHUNK
         config = self._session.config
-        if config.quantize_after or any(layer.window for layer in config.layers):
-            most = min(most, config.max_step or DEFAULT_CHUNK)
+        if config.quantized_kv_start or any(layer.window for layer in config.layers):
+            most = min(most, config.max_step_tokens or DEFAULT_CHUNK)
         return most
 
     def _forget(self, position: int) -> None:
-        """Take back the positions from ``position`` on, as far as layers with windows let it."""
+        """Roll back the positions from ``position`` on, as far as layers with windows let it."""
         with contextlib.suppress(EtkvError):
             if isinstance(self._session, SeqCache):
                 # What was declared of a step that did not come would stand in the way of others.

@@ -106,7 +106,7 @@ def _layer(layer: LayerConfig) -> dict[str, int]:
 
 
 def _cache_bytes(layers: tuple[LayerConfig, ...], chunk: int, capacity: int, name: str) -> dict[str, Any]:
-    config = CacheConfig(layers, capacity, k_format=name, v_format=name, max_step=chunk)
+    config = CacheConfig(layers, capacity, k_format=name, v_format=name, max_step_tokens=chunk)
     try:
         return {"at_capacity": estimate(config, capacity).allocated, "a_position": estimate(config, 1).used}
     except StatusError as error:
@@ -128,7 +128,7 @@ def lines(found: dict[str, Any]) -> Iterator[str]:
     for name, value in found["tells"].items():
         yield f"{name}: {value}"
     if "get_draft_tap" in found["tells"]:
-        yield f"a draft, which takes the features of its model's layer {found['tells']['get_draft_tap']}"
+        yield f"a draft, which takes the hidden states of its model's layer {found['tells']['get_draft_tap']}"
     yield from _cache_lines(found)
     if "program" in found:
         program = found["program"]

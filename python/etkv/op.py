@@ -50,7 +50,7 @@ class OpCache(Protocol):
     ) -> Tensor:
         """The attention of a layer's queries, whose rows are stored before."""
 
-    def abandon(self) -> None:
+    def abort(self) -> None:
         """Forgets a forward that only some layers were called of."""
 
 
@@ -71,7 +71,7 @@ def active(cache: OpCache) -> Iterator[None]:
     finally:
         _active.reset(token)
         if outer is not cache:
-            cache.abandon()
+            cache.abort()
 
 
 def update_and_attend(
@@ -109,7 +109,7 @@ def _kernel(
     try:
         positions = _positions(position, q)
     except StatusError:
-        cache.abandon()
+        cache.abort()
         raise
     # The reference keeps its rows on the CPU.
     out = cache.update_and_attend(layer_id, q.cpu(), k.cpu(), v.cpu(), positions, scale, out_dtype)

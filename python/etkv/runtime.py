@@ -159,7 +159,7 @@ class Program:
         return self._metadata
 
     @property
-    def end_ids(self) -> list[int]:
+    def eos_token_ids(self) -> list[int]:
         """The ids that end an answer, as the program tells them; none where it does not."""
         return self.constant("get_eos_ids") or []
 

@@ -59,12 +59,12 @@ impl MlxStore {
         Ok(stored.multiply(zero)?.sum(None)?)
     }
 
-    /// What was never evaluated is taken back without being evaluated: if that
+    /// What was never evaluated is rolled back without being evaluated: if that
     /// failed once, it would fail again. What was evaluated is of no use to
     /// anybody, and nothing of it may stay that a mask cannot hide.
     fn undo(&mut self, saved: &SavedRows, blank: &[(usize, Slots)]) -> error::Result<()> {
         for pool in self.pools.iter_mut().flatten() {
-            pool.take_back()?;
+            pool.roll_back()?;
         }
         for (layer, slots) in blank {
             let values = &mut self.pools[*layer][1];

@@ -93,12 +93,12 @@ pub trait Pool: Send {
     /// The buffers, for evaluation.
     fn buffers(&self) -> Vec<&Array>;
 
-    /// Takes back what was written since the buffers were evaluated. What of it
+    /// Rolls back what was written since the buffers were evaluated. What of it
     /// was evaluated stays in its slots.
     ///
     /// # Errors
     /// [`Mlx`](crate::Status::Mlx).
-    fn take_back(&mut self) -> Result<()>;
+    fn roll_back(&mut self) -> Result<()>;
 
     /// Gives the buffers back.
     fn release(&mut self);
@@ -231,8 +231,8 @@ impl Pool for CodecPool {
         self.planes.buffers().iter().collect()
     }
 
-    fn take_back(&mut self) -> Result<()> {
-        self.planes.take_back()
+    fn roll_back(&mut self) -> Result<()> {
+        self.planes.roll_back()
     }
 
     fn release(&mut self) {

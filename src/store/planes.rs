@@ -131,8 +131,8 @@ impl Planes {
         Ok(())
     }
 
-    /// Takes back what was written and not evaluated.
-    pub fn take_back(&mut self) -> Result<()> {
+    /// Rolls back what was written and not evaluated.
+    pub fn roll_back(&mut self) -> Result<()> {
         let slots = self.slots();
         let before = self
             .layout

@@ -110,7 +110,7 @@ impl Codec for Row {
             Element::Fp4 => to_e2m1(&steps)?,
             Element::Int4 => {
                 let shifted = clip(steps.round(None)?, (-8.0, 7.0))?.add(Array::from_f32(8.0))?;
-                // A float that is no number has no integer; the least is one.
+                // NaN has no integer; the least is one.
                 let shifted = maximum(shifted, Array::from_f32(0.0))?;
                 super::bits::and(
                     &cast(&shifted, Dtype::Uint32)?,

@@ -26,10 +26,10 @@ _Static_assert(offsetof(etkv_cache_config, k_format) == 24, "");
 _Static_assert(offsetof(etkv_cache_config, v_format) == 32, "");
 _Static_assert(offsetof(etkv_cache_config, float_format) == 40, "");
 _Static_assert(offsetof(etkv_cache_config, capacity) == 48, "");
-_Static_assert(offsetof(etkv_cache_config, max_step) == 52, "");
+_Static_assert(offsetof(etkv_cache_config, max_step_tokens) == 52, "");
 _Static_assert(offsetof(etkv_cache_config, growth) == 56, "");
 _Static_assert(offsetof(etkv_cache_config, min_chunk) == 60, "");
-_Static_assert(offsetof(etkv_cache_config, quantize_after) == 64, "");
+_Static_assert(offsetof(etkv_cache_config, quantized_kv_start) == 64, "");
 _Static_assert(offsetof(etkv_cache_config, reserved) == 68, "");
 
 _Static_assert(sizeof(etkv_layer_memory) >= 40, "etkv_layer_memory");
@@ -250,10 +250,10 @@ static void config_fields(void) {
   CHECK_FIELD(config.capacity, -1, invalid, "capacity is -1");
   CHECK_FIELD(config.capacity, INT32_MIN, invalid, "capacity is -2147483648");
   CHECK_FIELD(config.min_chunk, -3, invalid, "min_chunk is -3");
-  CHECK_FIELD(config.max_step, -2, invalid, "max_step is -2");
+  CHECK_FIELD(config.max_step_tokens, -2, invalid, "max_step_tokens is -2");
   CHECK_FIELD(config.growth, 4, invalid, "growth is 4");
   CHECK_FIELD(config.growth, -1, invalid, "growth is -1");
-  CHECK_FIELD(config.quantize_after, -4, invalid, "quantize_after is -4");
+  CHECK_FIELD(config.quantized_kv_start, -4, invalid, "quantized_kv_start is -4");
   CHECK_FIELD(config.reserved, 9, invalid, "config.reserved is 9");
   CHECK_FIELD(config.k_format, "f24", invalid, "k_format: no storage format");
   CHECK_FIELD(config.v_format, "affine7", invalid, "v_format: no storage");
@@ -293,7 +293,7 @@ static void config_fields(void) {
   s.config.min_chunk = -6;
   CHECK_NO_SESSION(BACKEND, KIND, &s.config, invalid, "growth step is -6");
   set_up(&s);
-  s.config.quantize_after = 4;
+  s.config.quantized_kv_start = 4;
   s.config.float_format = "row-int4";
   CHECK_NO_SESSION(
       BACKEND, KIND, &s.config, invalid, "float_format is row-int4");
@@ -322,7 +322,7 @@ static void estimates(void) {
   s.config.growth = ETKV_GROWTH_UPFRONT;
   s.layers[1].window = 2;
   s.layers[1].sinks = 1;
-  s.config.max_step = 1;
+  s.config.max_step_tokens = 1;
 
   etkv_layer_memory layers[LAYERS];
   memset(layers, 0, sizeof(layers));
@@ -454,7 +454,7 @@ static void formats(void) {
   CHECK(bytes == 7);
 
   set_up(&s);
-  s.config.quantize_after = 5;
+  s.config.quantized_kv_start = 5;
   s.config.k_format = "row-int4";
   s.config.float_format = "bf16";
   etkv_session* session = new_session(&s.config);

@@ -1,4 +1,4 @@
-// What `--check` of the example runners finds: an answer that is not that of plain
+// What `--check` of the example runners finds: an answer that is not that of reference
 // decoding, or ends for no reason.
 
 #include <chrono>
@@ -8,7 +8,7 @@
 
 #include "examples/common/clock.hpp"
 #include "examples/common/interrupt.hpp"
-#include "examples/common/plain.hpp"
+#include "examples/common/reference_decoding.hpp"
 #include "fixture.hpp"
 
 namespace etkv::tests {
@@ -27,7 +27,7 @@ examples::Model open(
   return must(examples::Model::open(options));
 }
 
-/// Plain decoding's answer, of `n` ids.
+/// Reference decoding's answer, of `n` ids.
 Decoding answer(const Ids& prompt, size_t n, int32_t window = 0) {
   On<Cache> on([&](CacheConfig& config) {
     for (auto& layer : config.layers) {
@@ -61,7 +61,7 @@ void right_and_wrong() {
     CHECK_REFUSED(
         refused,
         ETKV_ERROR_INTERNAL,
-        ("check: the answer to \"the answer\" parts from plain decoding at "
+        ("check: the answer to \"the answer\" parts from reference decoding at "
          "token " +
          std::to_string(at))
             .c_str());
@@ -162,7 +162,7 @@ void interrupts() {
   CHECK(stopped);
 }
 
-/// Plain decoding on another cache, where that is what an answer was made with.
+/// Reference decoding on another cache, where that is what an answer was made with.
 void windows() {
   auto model = open("llama-f32");
   model.end_with({});
@@ -227,7 +227,7 @@ void short_floats() {
       check_answers(
           model, {worst(text(7), 40, [](double best) { return best / 8.0; })}),
       ETKV_ERROR_INTERNAL,
-      "parts from plain decoding at token");
+      "parts from reference decoding at token");
   // However little each id trails, they are too many.
   CHECK_REFUSED(
       check_answers(
@@ -239,7 +239,7 @@ void short_floats() {
                 return examples::rounding_margin("bf16", "bf16", best);
               })}),
       ETKV_ERROR_INTERNAL,
-      "of 40 tokens trail plain decoding's choice; rounding explains 4");
+      "of 40 tokens trail reference decoding's choice; rounding explains 4");
 }
 
 } // namespace

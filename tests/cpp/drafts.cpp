@@ -1,4 +1,4 @@
-// A smaller model that guesses: what it has not the room, the rows or the past for
+// A smaller model that drafts: what it has not the room, the rows or the past for
 // is its own affair, and no answer ends for it.
 
 #include <csignal>
@@ -8,7 +8,7 @@
 
 #include "examples/common/generator.hpp"
 #include "examples/common/interrupt.hpp"
-#include "guesses.hpp"
+#include "speculative.hpp"
 
 namespace etkv::tests {
 namespace {
@@ -25,23 +25,23 @@ bool same(const TokenTree& a, const TokenTree& b) {
   return a.tokens == b.tokens && a.parents == b.parents;
 }
 
-/// Answers every prompt greedily, one after the other, as plain decoding does.
-void answers_as_plain(
+/// Answers every prompt greedily, one after the other, as reference decoding does.
+void answers_as_reference(
     const std::string& name,
     const std::vector<Ids>& prompts,
     size_t n,
     int64_t depth,
     int64_t width) {
   Target target;
-  const auto guesses = draft(name, target);
+  const auto proposer = draft(name, target);
   examples::Speculator speculator(
-      target.model, target.cache(), *guesses, {{}, depth, width});
+      target.model, target.cache(), *proposer, {{}, depth, width});
   examples::Generator generator(
       target.model.program(), target.cache(), {}, &speculator);
   for (const Ids& prompt : prompts) {
     const auto answer = must(generator.answer(
         prompt, static_cast<int64_t>(n), examples::Listener()));
-    CHECK(answer.ids == plain("llama-f32", prompt, n));
+    CHECK(answer.ids == reference_ids("llama-f32", prompt, n));
   }
 }
 
@@ -55,16 +55,17 @@ void windows() {
   other.insert(other.end(), rest.begin(), rest.end());
 
   Target target;
-  const auto guesses = draft("mistral-window", target);
+  const auto proposer = draft("mistral-window", target);
   Sampler greedy;
-  must(guesses->propose(before, shape, greedy));
-  const auto tree = must(guesses->propose(other, shape, greedy));
+  must(proposer->propose(before, shape, greedy));
+  const auto tree = must(proposer->propose(other, shape, greedy));
   CHECK(same(tree, fresh("mistral-window", other, shape)));
   // What is still there is gone on from.
-  const auto again = must(guesses->propose(slice(other, 0, 35), shape, greedy));
+  const auto again =
+      must(proposer->propose(slice(other, 0, 35), shape, greedy));
   CHECK(same(again, fresh("mistral-window", slice(other, 0, 35), shape)));
 
-  answers_as_plain("mistral-window", {before, other, before}, 40, 3, 2);
+  answers_as_reference("mistral-window", {before, other, before}, 40, 3, 2);
 }
 
 /// No level is wider than a step of the draft.
@@ -77,14 +78,14 @@ void narrower_steps() {
   for (int32_t depth = 1; depth <= 3; ++depth) {
     CHECK_INT(std::count(tree.depths.begin(), tree.depths.end(), depth), 4);
   }
-  answers_as_plain("llama-chunk4", {prompt()}, 24, 3, 8);
-  answers_as_plain("llama-f32", {prompt()}, 24, 2, 12);
+  answers_as_reference("llama-chunk4", {prompt()}, 24, 3, 8);
+  answers_as_reference("llama-f32", {prompt()}, 24, 2, 12);
 }
 
-/// A draft that gives one row of logits guesses chains; a tree is an error that
+/// A draft that gives one row of logits proposes chains; a tree is an error that
 /// says whose.
 void one_row_of_logits() {
-  answers_as_plain("llama-last", {prompt()}, 24, 3, 1);
+  answers_as_reference("llama-last", {prompt()}, 24, 3, 1);
   Target target;
   Sampler greedy;
   CHECK_REFUSED(
@@ -99,16 +100,16 @@ void interrupts() {
   const TreeShape shape = {3, 2, 32};
   const Ids whole = text(100, 5);
   Target target;
-  const auto guesses = draft("llama-f32", target);
+  const auto proposer = draft("llama-f32", target);
   Sampler greedy;
-  must(guesses->propose(slice(whole, 0, 40), shape, greedy));
+  must(proposer->propose(slice(whole, 0, 40), shape, greedy));
   examples::arm_interrupt();
   std::raise(SIGINT);
   // What is left of the text is not read.
-  CHECK_INT(must(guesses->propose(whole, shape, greedy)).size(), 1);
+  CHECK_INT(must(proposer->propose(whole, shape, greedy)).size(), 1);
   examples::arm_interrupt();
   CHECK(same(
-      must(guesses->propose(whole, shape, greedy)),
+      must(proposer->propose(whole, shape, greedy)),
       fresh("llama-f32", whole, shape)));
 }
 
@@ -117,18 +118,18 @@ void interrupts() {
 void commits_that_cannot_be() {
   const TreeShape shape = {3, 2, 32};
   Target target;
-  const auto guesses = draft("llama-f32", target);
+  const auto proposer = draft("llama-f32", target);
   Sampler greedy;
-  const auto tree = must(guesses->propose(prompt(), shape, greedy));
+  const auto tree = must(proposer->propose(prompt(), shape, greedy));
   REQUIRE(tree.parents[1] == 0 && tree.parents[2] == 0);
-  const auto refused = guesses->commit({0, 1, 2});
+  const auto refused = proposer->commit({0, 1, 2});
   CHECK_REFUSED(refused, ETKV_ERROR_INVALID_ARGUMENT, "the draft: ");
   Ids longer = prompt();
   longer.push_back(tree.tokens[1]);
   longer.push_back(tree.tokens[2]);
   longer.push_back(7);
   CHECK(same(
-      must(guesses->propose(longer, shape, greedy)),
+      must(proposer->propose(longer, shape, greedy)),
       fresh("llama-f32", longer, shape)));
 }
 
@@ -154,13 +155,13 @@ void without_context() {
   untold_context(path.string());
   auto opened = examples::open_draft(path.string(), {320, 60, {}});
   std::filesystem::remove(path);
-  const auto guesses = must(std::move(opened));
+  const auto proposer = must(std::move(opened));
   Sampler greedy;
   const TreeShape shape = {2, 2, 32};
   CHECK(same(
-      must(guesses->propose(prompt(), shape, greedy)),
+      must(proposer->propose(prompt(), shape, greedy)),
       fresh("llama-f32", prompt(), shape)));
-  CHECK_INT(must(guesses->propose(text(61), shape, greedy)).size(), 1);
+  CHECK_INT(must(proposer->propose(text(61), shape, greedy)).size(), 1);
 }
 
 void refusals() {

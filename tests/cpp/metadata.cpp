@@ -95,7 +95,7 @@ void of_our_version() {
   const auto config = make_config(params, 100, "affine8g32", 16);
   CHECK_INT(config.layers.size(), 2);
   CHECK_INT(config.capacity, 100);
-  CHECK_INT(config.max_step, 256);
+  CHECK_INT(config.max_step_tokens, 256);
   CHECK_INT(config.min_chunk, 16);
   CHECK(config.k_format == "affine8g32" && config.v_format == "affine8g32");
   // Values of 48 elements are no whole groups of 32.
@@ -217,9 +217,9 @@ void estimates() {
   CHECK_REFUSED(
       estimate(config, 1), ETKV_ERROR_INVALID_ARGUMENT, "layer 0: values");
   config.v_format = "nvfp4";
-  config.quantize_after = 10;
+  config.quantized_kv_start = 10;
   config.layers[1].window = 4;
-  config.max_step = 8;
+  config.max_step_tokens = 8;
   On<Cache> on([&](CacheConfig& own) { own = config; });
   const Ids ids = text(40);
   for (int32_t length = 0; length < 40; length += 5) {

@@ -189,7 +189,7 @@ void what_cannot_be_is_refused() {
   // What is refused, or given up, has not been.
   must(forwards.update_and_fetch(0, {0, 1}, rows, rows));
   CHECK(!cache.rewind(0).ok());
-  CHECK(forwards.abandon().ok());
+  CHECK(forwards.abort().ok());
   CHECK(cache.rewind(0).ok());
 
   etkv_mlx_rows raw{};
@@ -226,7 +226,7 @@ void what_cannot_be_is_refused() {
       ETKV_ERROR_INVALID_ARGUMENT);
   // Freed, and of another type.
   etkv_forwards_free(bare);
-  CHECK_INT(etkv_forwards_abandon(bare, nullptr), ETKV_ERROR_INVALID_ARGUMENT);
+  CHECK_INT(etkv_forwards_abort(bare, nullptr), ETKV_ERROR_INVALID_ARGUMENT);
   CHECK_INT(fetch(bare, &raw, &out), ETKV_ERROR_INVALID_ARGUMENT);
   auto* odd_one = reinterpret_cast<etkv_forwards*>(cache.raw());
   CHECK_INT(fetch(odd_one, &raw, &out), ETKV_ERROR_INVALID_ARGUMENT);
@@ -246,7 +246,7 @@ void lazy_forwards_stay() {
   }
   const auto one = random_rows(kKvHeads, 1);
   must(forwards.update_and_fetch(0, {3}, one, one));
-  CHECK(forwards.abandon().ok());
+  CHECK(forwards.abort().ok());
   CHECK(!forwards.update_and_fetch(0, {5}, one, one).ok());
   const auto spec = must(forwards.update_and_fetch(0, {3}, one, one));
   CHECK(distance(spec.k, mx::concatenate({rows, one}, 2)) == 0.0);

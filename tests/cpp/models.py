@@ -19,7 +19,7 @@ PROGRAMS = {
     "llama-chunk4": ("tiny-llama", {"prefill_chunk": 4}),
     "llama-last": ("tiny-llama", {"logits": "last"}),
     "mistral-window": ("tiny-mistral-window", {}),
-    # Drafts of their last layer, and targets with the features that these take.
+    # Drafts of their last layer, and targets with the hidden states that these take.
     "llama-tapped": ("tiny-llama", {"tap_layers": (0,)}),
     "llama-taps": ("tiny-llama", {"tap_layers": (1, 0)}),
     "llama-draft": ("tiny-llama", {"draft": 1}),

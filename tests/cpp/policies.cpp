@@ -48,19 +48,19 @@ void longest_prefix() {
 
 /// Against the obvious search, over random texts of few letters.
 void longest_prefix_of_many() {
-  std::mt19937 chance(1);
+  std::mt19937 rng(1);
   HeldPrefixes held;
   std::map<int32_t, Ids> all;
   const auto text = [&] {
-    Ids ids(chance() % 6);
+    Ids ids(rng() % 6);
     for (auto& id : ids) {
-      id = static_cast<int64_t>(chance() % 2);
+      id = static_cast<int64_t>(rng() % 2);
     }
     return ids;
   };
   for (int i = 0; i < 2000; ++i) {
-    const auto sequence = static_cast<int32_t>(chance() % 8);
-    if (chance() % 4 == 0) {
+    const auto sequence = static_cast<int32_t>(rng() % 8);
+    if (rng() % 4 == 0) {
       held.forget(sequence);
       all.erase(sequence);
     } else {
@@ -118,7 +118,7 @@ struct Simulation {
     // The state before: what of it is idle, in the order it became so.
     auto idle_before = idle;
     Scheduler::Events events;
-    const auto parts = must(scheduler.next(events));
+    const auto shares = must(scheduler.next(events));
     for (const size_t number : events.evicted) {
       REQUIRE(!idle_before.empty());
       CHECK_INT(number, idle_before.front());
@@ -126,11 +126,11 @@ struct Simulation {
       CHECK(scheduler.request(number).state == Scheduler::State::gone);
     }
     idle = idle_before;
-    for (const size_t number : events.deferred) {
+    for (const size_t number : events.preempted) {
       CHECK(idle.empty());
       CHECK_INT(number, active.back());
       active.pop_back();
-      ++n_deferred;
+      ++n_preempted;
     }
     if (events.stuck) {
       CHECK_INT(active.size(), 1);
@@ -155,17 +155,17 @@ struct Simulation {
         answering.insert(number);
       }
     }
-    for (size_t i = 0; i < parts.size(); ++i) {
-      const auto& request = scheduler.request(parts[i].request);
+    for (size_t i = 0; i < shares.size(); ++i) {
+      const auto& request = scheduler.request(shares[i].request);
       CHECK(request.state == Scheduler::State::active);
       CHECK(request.sequence >= 0 && request.sequence < sequences);
-      CHECK(parts[i].n >= 1 && parts[i].n <= request.length - request.held);
-      CHECK(i >= answering.size() || answering.count(parts[i].request) == 1);
-      total += parts[i].n;
-      held[request.sequence] += parts[i].n;
-      CHECK_INT(held[request.sequence], request.held + parts[i].n);
+      CHECK(shares[i].n >= 1 && shares[i].n <= request.length - request.held);
+      CHECK(i >= answering.size() || answering.count(shares[i].request) == 1);
+      total += shares[i].n;
+      held[request.sequence] += shares[i].n;
+      CHECK_INT(held[request.sequence], request.held + shares[i].n);
     }
-    CHECK(parts.size() >= std::min(answering.size(), step_tokens));
+    CHECK(shares.size() >= std::min(answering.size(), step_tokens));
     CHECK(total <= step_tokens);
     CHECK(used() <= capacity);
     // No two have one sequence.
@@ -175,21 +175,21 @@ struct Simulation {
           return held.count(scheduler.request(number).sequence) != 0 &&
                  (scheduler.request(number).held > 0 ||
                   std::any_of(
-                      parts.begin(), parts.end(), [&](const auto& part) {
-                        return part.request == number;
+                      shares.begin(), shares.end(), [&](const auto& share) {
+                        return share.request == number;
                       }));
         }) + static_cast<long>(idle.size()));
 
-    scheduler.done(parts);
-    for (const auto& part : parts) {
-      const auto& request = scheduler.request(part.request);
+    scheduler.done(shares);
+    for (const auto& share : shares) {
+      const auto& request = scheduler.request(share.request);
       if (request.held == request.length) {
-        ++made[part.request];
-        scheduler.grow(part.request);
-        if (made[part.request] == answers[part.request]) {
-          scheduler.finish(part.request);
-          active.erase(std::find(active.begin(), active.end(), part.request));
-          idle.push_back(part.request);
+        ++made[share.request];
+        scheduler.grow(share.request);
+        if (made[share.request] == answers[share.request]) {
+          scheduler.finish(share.request);
+          active.erase(std::find(active.begin(), active.end(), share.request));
+          idle.push_back(share.request);
         }
       }
     }
@@ -206,7 +206,7 @@ struct Simulation {
   std::vector<size_t> active;
   std::vector<size_t> idle;
   std::set<size_t> stuck;
-  size_t n_deferred = 0;
+  size_t n_preempted = 0;
   size_t n_evicted = 0;
 };
 
@@ -218,12 +218,12 @@ void mixed_steps() {
   CHECK_INT(run.made[0], 1);
   run.submit(14, 3);
   Scheduler::Events events;
-  const auto parts = must(run.scheduler.next(events));
-  REQUIRE(parts.size() == 2);
-  CHECK_INT(parts[0].request, 0);
-  CHECK_INT(parts[0].n, 1);
-  CHECK_INT(parts[1].request, 1);
-  CHECK_INT(parts[1].n, 7);
+  const auto shares = must(run.scheduler.next(events));
+  REQUIRE(shares.size() == 2);
+  CHECK_INT(shares[0].request, 0);
+  CHECK_INT(shares[0].n, 1);
+  CHECK_INT(shares[1].request, 1);
+  CHECK_INT(shares[1].n, 7);
 }
 
 /// A cache that does not give back what a sequence holds: the step says so, even
@@ -256,19 +256,19 @@ void a_cache_that_fails() {
 
 /// Random requests in random caches: all are answered, whole, in the end.
 void all_are_answered() {
-  size_t deferred = 0;
+  size_t preempted = 0;
   size_t evicted = 0;
   size_t stuck = 0;
   for (uint32_t seed = 0; seed < 300; ++seed) {
-    std::mt19937 chance(seed);
-    const size_t capacity = 10 + chance() % 60;
+    std::mt19937 rng(seed);
+    const size_t capacity = 10 + rng() % 60;
     Simulation run(
-        capacity, 1 + chance() % 16, 1 + static_cast<int32_t>(chance() % 5));
-    const size_t n = 1 + chance() % 12;
+        capacity, 1 + rng() % 16, 1 + static_cast<int32_t>(rng() % 5));
+    const size_t n = 1 + rng() % 12;
     size_t steps = 0;
     for (size_t submitted = 0; submitted < n || run.scheduler.busy();) {
-      if (submitted < n && chance() % 3 == 0) {
-        run.submit(1 + chance() % (capacity / 2), 1 + chance() % (capacity));
+      if (submitted < n && rng() % 3 == 0) {
+        run.submit(1 + rng() % (capacity / 2), 1 + rng() % (capacity));
         ++submitted;
       }
       run.step();
@@ -281,13 +281,13 @@ void all_are_answered() {
       CHECK_INT(
           run.made[i], fits ? run.answers[i] : capacity - run.prompts[i] + 1);
     }
-    deferred += run.n_deferred;
+    preempted += run.n_preempted;
     evicted += run.n_evicted;
     stuck += run.stuck.size();
   }
   std::printf(
-      "%zu deferred, %zu evicted, %zu stuck\n", deferred, evicted, stuck);
-  CHECK(deferred > 100 && evicted > 100 && stuck > 10);
+      "%zu preempted, %zu evicted, %zu stuck\n", preempted, evicted, stuck);
+  CHECK(preempted > 100 && evicted > 100 && stuck > 10);
 }
 
 } // namespace

@@ -1,11 +1,11 @@
-// Ids that are chosen by chance: whatever guesses there are, each has the
+// Ids that are drawn at random: whatever is proposed, each has the
 // probability that the model gives it.
 
 #include <cmath>
 #include <limits>
 #include <map>
 
-#include "guesses.hpp"
+#include "speculative.hpp"
 
 namespace etkv::tests {
 namespace {
@@ -75,15 +75,11 @@ Ids way_to(const TokenTree& tree, int32_t node) {
 }
 
 /// How a tree's children come about.
-enum class Drawn { by_chance, likeliest };
+enum class Drawn { at_random, likeliest };
 
 /// A tree of `width` children a node in two levels, by the language `seed`.
-TokenTree grow(
-    uint32_t seed,
-    size_t width,
-    Drawn how,
-    double temperature,
-    Chance& chance) {
+TokenTree
+grow(uint32_t seed, size_t width, Drawn how, double temperature, Rng& rng) {
   TokenTree tree(/*root=*/0);
   std::vector<int32_t> level = {0};
   for (int depth = 0; depth < 2; ++depth) {
@@ -91,13 +87,13 @@ TokenTree grow(
     for (const int32_t node : level) {
       Distribution q =
           probabilities(language(seed, way_to(tree, node), 3.0F), temperature);
-      if (how == Drawn::by_chance) {
+      if (how == Drawn::at_random) {
         tree.drawn_from[static_cast<size_t>(node)] = q;
       }
       for (size_t i = 0; i < width; ++i) {
         const int64_t token =
-            how == Drawn::by_chance
-                ? examples::draw(q, chance)
+            how == Drawn::at_random
+                ? examples::draw(q, rng)
                 : std::max_element(q.begin(), q.end()) - q.begin();
         next.push_back(tree.add(token, node));
         if (!examples::remove(q, token)) {
@@ -112,8 +108,8 @@ TokenTree grow(
 
 /// The first two ids behind a root that the target of `seed` gives to trees of
 /// another language, against what it gives alone. `judge` verifies.
-using Judge =
-    std::function<Verdict(const TokenTree&, const LogitsView&, Sampler&)>;
+using Judge = std::function<
+    VerificationResult(const TokenTree&, const LogitsView&, Sampler&)>;
 double deviations(
     uint32_t seed,
     uint32_t draft_seed,
@@ -125,25 +121,25 @@ double deviations(
   Sampler sampler(temperature, /*seed=*/seed * 31 + width);
   std::map<std::pair<int64_t, int64_t>, double> found;
   for (long i = 0; i < n; ++i) {
-    const auto tree = grow(draft_seed, width, how, temperature, sampler.chance);
+    const auto tree = grow(draft_seed, width, how, temperature, sampler.rng);
     std::vector<float> rows;
     for (size_t node = 0; node < tree.size(); ++node) {
       const auto row =
           language(seed, way_to(tree, static_cast<int32_t>(node)), 2.0F);
       rows.insert(rows.end(), row.begin(), row.end());
     }
-    const Verdict verdict = judge(tree, view(rows), sampler);
+    const VerificationResult verified = judge(tree, view(rows), sampler);
     Ids ids;
-    for (const int32_t node : verdict.accepted) {
+    for (const int32_t node : verified.accepted) {
       ids.push_back(tree.tokens[static_cast<size_t>(node)]);
     }
-    ids.push_back(verdict.next);
+    ids.push_back(verified.next);
     if (ids.size() == 2) {
       // The second comes of a step without a tree.
       ids.push_back(
           examples::draw(
               probabilities(language(seed, ids, 2.0F), temperature),
-              sampler.chance));
+              sampler.rng));
     }
     found[{ids[1], ids[2]}] += 1.0;
   }
@@ -168,7 +164,7 @@ void sampling_keeps_the_distribution() {
         return must(examples::verify(tree, logits, sampler));
       };
   double most = 0.0;
-  for (const Drawn how : {Drawn::by_chance, Drawn::likeliest}) {
+  for (const Drawn how : {Drawn::at_random, Drawn::likeliest}) {
     for (const size_t width : {1, 2, 3, 6}) {
       for (const double temperature : {0.5, 1.0}) {
         for (const uint32_t draft : {3U, 4U}) {
@@ -189,13 +185,13 @@ void sampling_keeps_the_distribution() {
         const auto child = tree.children(0)[0];
         const auto p = must(examples::softmax(logits, 0, sampler.temperature));
         const int64_t token = tree.tokens[static_cast<size_t>(child)];
-        Verdict verdict{{0}, 0};
-        verdict.next = sampler.chance.uniform() < p[static_cast<size_t>(token)]
-                           ? token
-                           : examples::draw(p, sampler.chance);
-        return verdict;
+        VerificationResult judged{{0}, 0};
+        judged.next = sampler.rng.uniform() < p[static_cast<size_t>(token)]
+                          ? token
+                          : examples::draw(p, sampler.rng);
+        return judged;
       };
-  CHECK(deviations(3, 4, 2, Drawn::by_chance, 1.0, careless) > 20.0);
+  CHECK(deviations(3, 4, 2, Drawn::at_random, 1.0, careless) > 20.0);
   const Judge forgetful =
       [](const auto& tree, const auto& logits, auto& sampler) {
         auto p = must(examples::softmax(logits, 0, sampler.temperature));
@@ -203,20 +199,20 @@ void sampling_keeps_the_distribution() {
         for (const int32_t child : tree.children(0)) {
           const int64_t token = tree.tokens[static_cast<size_t>(child)];
           // The second child was not drawn from all of q.
-          if (examples::accept(p, q, token, sampler.chance)) {
-            return Verdict{{0}, token};
+          if (examples::accept(p, q, token, sampler.rng)) {
+            return VerificationResult{{0}, token};
           }
         }
-        return Verdict{{0}, examples::draw(p, sampler.chance)};
+        return VerificationResult{{0}, examples::draw(p, sampler.rng)};
       };
-  CHECK(deviations(3, 4, 3, Drawn::by_chance, 1.0, forgetful) > 10.0);
+  CHECK(deviations(3, 4, 3, Drawn::at_random, 1.0, forgetful) > 10.0);
 }
 
 void drawing() {
-  Chance chance(1);
+  Rng rng(1);
   const Distribution certain = {0.0F, 1.0F, 0.0F};
   for (int i = 0; i < 100; ++i) {
-    CHECK_INT(examples::draw(certain, chance), 1);
+    CHECK_INT(examples::draw(certain, rng), 1);
   }
   Distribution p = {0.25F, 0.5F, 0.25F};
   CHECK(examples::remove(p, 1));
@@ -225,13 +221,13 @@ void drawing() {
   CHECK(p == (Distribution{0.0F, 0.0F, 1.0F}));
   CHECK(!examples::remove(p, 2));
   // The same seed, the same numbers, on every machine.
-  Chance again(42);
+  Rng again(42);
   CHECK(again.uniform() == 0.75515553295453897);
   // Equal distributions: always taken.
   for (int i = 0; i < 1000; ++i) {
     Distribution equal = {0.1F, 0.2F, 0.7F};
     const Distribution q = equal;
-    CHECK(examples::accept(equal, q, examples::draw(q, chance), chance));
+    CHECK(examples::accept(equal, q, examples::draw(q, rng), rng));
   }
 }
 
@@ -249,8 +245,9 @@ void no_numbers() {
     std::vector<float> rows(3 * kLetters, -kInfinity);
     rows[1] = rows[2 * kLetters] = 0.0F;
     std::copy(row.begin(), row.end(), rows.begin() + kLetters);
-    const auto verdict = examples::verify(tree, view(rows), sampler);
-    CHECK_REFUSED(verdict, ETKV_ERROR_PROGRAM, "row 1 of the program's logits");
+    const auto verified = examples::verify(tree, view(rows), sampler);
+    CHECK_REFUSED(
+        verified, ETKV_ERROR_PROGRAM, "row 1 of the program's logits");
   };
   refused({kNan, kNan, kNan, kNan, kNan, kNan}, "row 0");
   refused({kNan, 1, 2, 3, 4, 5}, "has no softmax: logit 0 is nan");
@@ -349,11 +346,11 @@ void same_distribution() {
        {Kind{"qwen3-f32", 2, 3},
         Kind{"llama-f32", 2, 4},
         Kind{"ngram", 3, 2}}) {
-    const auto guesses = draft(kind.draft, target);
+    const auto proposer = draft(kind.draft, target);
     examples::Speculator speculator(
         target.model,
         target.cache(),
-        *guesses,
+        *proposer,
         {{}, kind.depth, kind.width},
         Sampler(temperature, 7));
     must(target.cache().clear());
@@ -378,7 +375,7 @@ void same_distribution() {
     const auto took = speculator.take_statistics();
     std::printf(
         "%s, depth %lld, width %lld: %.2f deviations in %ld cells for one id, "
-        "%.2f in %ld for two; %.2f guesses accepted a step\n",
+        "%.2f in %ld for two; %.2f draft tokens accepted a step\n",
         kind.draft,
         static_cast<long long>(kind.depth),
         static_cast<long long>(kind.width),

@@ -37,7 +37,7 @@ std::vector<Change> configs() {
           layer.window = 5;
           layer.sinks = 2;
         }
-        config.max_step = 8;
+        config.max_step_tokens = 8;
       },
       [](CacheConfig& config) {
         config.k_format = "f16";
@@ -234,7 +234,7 @@ void removal() {
   // What windows have dropped is not gone back to.
   On<SeqCache> windowed([](CacheConfig& config) {
     config.layers[0].window = 4;
-    config.max_step = 4;
+    config.max_step_tokens = 4;
   });
   for (int64_t i = 0; i < 40; i += 4) {
     windowed.model.at(i, slice(ids, static_cast<size_t>(i) % 16, 4));

@@ -1,9 +1,9 @@
-// Guesses and their verification: every greedy answer is that of plain decoding.
+// Draft tokens and their verification: every greedy answer is that of reference decoding.
 
 #include <map>
 
 #include "examples/common/generator.hpp"
-#include "guesses.hpp"
+#include "speculative.hpp"
 
 namespace etkv::tests {
 namespace {
@@ -19,7 +19,7 @@ void greedy_verification() {
   CHECK(tree.positions(10) == (Ids{10, 11, 11, 12, 12}));
   CHECK(tree.children(0) == (std::vector<int32_t>{a, b}));
   // What each node makes likeliest.
-  const auto verdict = [&](const Ids& best) {
+  const auto verified = [&](const Ids& best) {
     std::vector<float> rows(best.size() * kLetters, 0.0F);
     for (size_t i = 0; i < best.size(); ++i) {
       rows[i * kLetters + static_cast<size_t>(best[i])] = 1.0F;
@@ -27,16 +27,18 @@ void greedy_verification() {
     Sampler sampler;
     return must(examples::verify(tree, view(rows), sampler));
   };
-  const auto accepted = [&](const Ids& best) { return verdict(best).accepted; };
+  const auto accepted = [&](const Ids& best) {
+    return verified(best).accepted;
+  };
   CHECK(accepted({2, 0, 3, 0, 0}) == (std::vector<int32_t>{0, b, c}));
-  CHECK_INT(verdict({2, 0, 3, 4, 0}).next, 4);
+  CHECK_INT(verified({2, 0, 3, 4, 0}).next, 4);
   CHECK(accepted({2, 4, 1, 0, 0}) == (std::vector<int32_t>{0, b}));
-  CHECK_INT(verdict({2, 4, 1, 0, 0}).next, 1);
+  CHECK_INT(verified({2, 4, 1, 0, 0}).next, 1);
   CHECK(accepted({3, 4, 3, 0, 0}) == (std::vector<int32_t>{0}));
-  CHECK_INT(verdict({3, 4, 3, 0, 0}).next, 3);
+  CHECK_INT(verified({3, 4, 3, 0, 0}).next, 3);
 }
 
-// ---- Guesses from the text ----------------------------------------------------------
+// ---- Draft tokens from the text ----------------------------------------------------------
 
 void ngrams() {
   const auto grow = [](const Ids& text, int64_t depth, int64_t width) {
@@ -61,7 +63,7 @@ void ngrams() {
   CHECK_INT(NgramDraft::grow(twice, {3, 2, 3}).size(), 3);
 }
 
-/// Text with a period is guessed as deep as is asked for.
+/// Text with a period is drafted as deep as is asked for.
 void repetition() {
   const Ids period = {3, 1, 4, 1, 5};
   Ids text(12);
@@ -80,34 +82,34 @@ void repetition() {
       rows.insert(rows.end(), row.begin(), row.end());
     }
     Sampler sampler;
-    const auto verdict = must(examples::verify(tree, view(rows), sampler));
-    accepted += verdict.accepted.size() - 1;
-    for (size_t i = 1; i < verdict.accepted.size(); ++i) {
-      text.push_back(tree.tokens[static_cast<size_t>(verdict.accepted[i])]);
+    const auto verified = must(examples::verify(tree, view(rows), sampler));
+    accepted += verified.accepted.size() - 1;
+    for (size_t i = 1; i < verified.accepted.size(); ++i) {
+      text.push_back(tree.tokens[static_cast<size_t>(verified.accepted[i])]);
     }
-    text.push_back(verdict.next);
+    text.push_back(verified.next);
   }
   CHECK(accepted == 4 * kSteps);
 }
 
 // ---- On programs ----------------------------------------------------------------------
 
-/// Greedily: the ids of plain decoding, for every draft and shape.
+/// Greedily: the ids of reference decoding, for every draft and shape.
 void same_ids() {
   const size_t most = 24;
-  const Ids plainly = plain("llama-f32", prompt(), most);
+  const Ids reference = reference_ids("llama-f32", prompt(), most);
   Target target;
   std::map<std::string, int64_t> fewest;
   for (const char* name : {"ngram", "llama-f32", "qwen3-f32"}) {
-    const auto guesses = draft(name, target);
+    const auto proposer = draft(name, target);
     for (int64_t depth = 0; depth <= 6; ++depth) {
       for (int64_t width = 1; width <= (depth == 0 ? 1 : 8); ++width) {
         // Wide trees cost most, and are as good at each step: fewer of them.
         const size_t n = width <= 2 ? most : 10;
-        const Ids wanted = slice(plainly, 0, n);
+        const Ids wanted = slice(reference, 0, n);
         must(target.cache().clear());
         examples::Speculator speculator(
-            target.model, target.cache(), *guesses, {{}, depth, width});
+            target.model, target.cache(), *proposer, {{}, depth, width});
         examples::Generator generator(
             target.model.program(), target.cache(), {}, &speculator);
         const auto answer = must(generator.answer(
@@ -117,7 +119,7 @@ void same_ids() {
         const auto took = speculator.take_statistics();
         CHECK_INT(took.ids, n - 1);
         if (std::string(name) == "llama-f32") {
-          // Its own guesses are all right.
+          // Its own draft tokens are all right.
           CHECK_INT(
               took.steps, (static_cast<int64_t>(n) - 1 + depth) / (depth + 1));
         }
@@ -139,12 +141,12 @@ void same_ids() {
 
 /// A full cache ends the answer; a rewind lets it go on, to the same ids.
 void at_capacity() {
-  const Ids wanted = plain("llama-f32", prompt(), 40);
+  const Ids wanted = reference_ids("llama-f32", prompt(), 40);
   for (const char* name : {"ngram", "llama-f32"}) {
     Target target("llama-f32", /*capacity=*/40);
-    const auto guesses = draft(name, target, /*capacity=*/40);
+    const auto proposer = draft(name, target, /*capacity=*/40);
     examples::Speculator speculator(
-        target.model, target.cache(), *guesses, {{}, 5, 2});
+        target.model, target.cache(), *proposer, {{}, 5, 2});
     examples::Generator generator(
         target.model.program(), target.cache(), {}, &speculator);
     const auto full =
@@ -159,11 +161,11 @@ void at_capacity() {
     CHECK(again.ids == slice(wanted, 0, 10));
     CHECK_INT(again.reused_tokens, prompt().size() - 1);
   }
-  // A draft that has less room than the target guesses as long as it can.
+  // A draft that has less room than the target proposes as long as it can.
   Target target;
-  const auto guesses = draft("llama-f32", target, /*capacity=*/30);
+  const auto proposer = draft("llama-f32", target, /*capacity=*/30);
   examples::Speculator speculator(
-      target.model, target.cache(), *guesses, {{}, 3, 2});
+      target.model, target.cache(), *proposer, {{}, 3, 2});
   examples::Generator generator(
       target.model.program(), target.cache(), {}, &speculator);
   CHECK(
@@ -172,9 +174,9 @@ void at_capacity() {
 
 /// An id that ends an answer is its last, wherever in a tree it was.
 void ends_within_a_tree() {
-  const Ids wanted = plain("llama-f32", prompt(), 24);
+  const Ids wanted = reference_ids("llama-f32", prompt(), 24);
   Target target;
-  const auto guesses = draft("llama-f32", target);
+  const auto proposer = draft("llama-f32", target);
   for (size_t end = 0; end < 8; ++end) {
     if (std::find(
             wanted.begin(),
@@ -185,11 +187,11 @@ void ends_within_a_tree() {
     must(target.cache().clear());
     target.model.end_with({wanted[end]});
     examples::Speculator speculator(
-        target.model, target.cache(), *guesses, {{}, 6, 2});
+        target.model, target.cache(), *proposer, {{}, 6, 2});
     examples::Generator generator(
         target.model.program(),
         target.cache(),
-        target.model.end_ids(),
+        target.model.eos_token_ids(),
         &speculator);
     const auto answer =
         must(generator.answer(prompt(), 24, examples::Listener()));

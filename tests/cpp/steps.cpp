@@ -136,7 +136,7 @@ void inputs_that_executorch_refuses() {
   };
   for (const auto& input : inputs) {
     // Inputs that are left out are those of an earlier run to Module, so that
-    // this may be a step; it is taken back.
+    // this may be a step; it is rolled back.
     const auto ran = execute(bound.model.module(), "forward", input);
     if (ran.ok()) {
       CHECK(input.size() < 2);

@@ -48,7 +48,7 @@ std::vector<Change> configs() {
       nullptr,
       [](CacheConfig& config) {
         config.layers[0].window = 5;
-        config.max_step = 16;
+        config.max_step_tokens = 16;
       },
       [](CacheConfig& config) {
         config.k_format = "row-int4";
@@ -57,7 +57,7 @@ std::vector<Change> configs() {
       [](CacheConfig& config) {
         config.layers[1].window = 4;
         config.layers[1].sinks = 1;
-        config.max_step = 16;
+        config.max_step_tokens = 16;
         config.growth = Growth::exact;
         config.min_chunk = 0;
       },
@@ -175,7 +175,7 @@ void several() {
   CHECK_INT(on->length(), 13);
 }
 
-/// Speculative decoding gives the ids of plain decoding, whatever the draft.
+/// Speculative decoding gives the ids of reference decoding, whatever the draft.
 void speculative(const Change& change) {
   constexpr size_t kIds = 30;
   const Ids prompt = text(6, 3);

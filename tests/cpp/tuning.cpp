@@ -1,42 +1,42 @@
-// How far guesses go: what steps cost, and the depth and width that pay.
+// How far drafts go: what steps take, and the depth and width that pay.
 
 #include <map>
 #include <set>
 
-#include "examples/speculation/costs.hpp"
+#include "examples/speculation/latency_model.hpp"
 #include "examples/speculation/tuner.hpp"
-#include "guesses.hpp"
+#include "speculative.hpp"
 
 namespace etkv::tests {
 namespace {
 
-using examples::Costs;
+using examples::LatencyModel;
 using examples::Tuner;
 
-void costs() {
-  Costs costs;
-  CHECK(costs.at(5) == 0.0);
-  costs.add(1, 2.0);
-  CHECK(costs.at(9) == 2.0);
-  costs.add(5, 4.0);
-  CHECK(costs.at(1) == 2.0);
-  CHECK(costs.at(3) == 3.0);
-  CHECK(costs.at(9) == 6.0);
+void latency() {
+  LatencyModel latency;
+  CHECK(latency.at(5) == 0.0);
+  latency.add(1, 2.0);
+  CHECK(latency.at(9) == 2.0);
+  latency.add(5, 4.0);
+  CHECK(latency.at(1) == 2.0);
+  CHECK(latency.at(3) == 3.0);
+  CHECK(latency.at(9) == 6.0);
   // The first of a size is forgotten, and later ones are a mean.
-  costs.add(5, 8.0);
-  CHECK(costs.at(5) == 8.0);
-  costs.add(5, 4.0);
-  CHECK(costs.at(5) == 7.0);
+  latency.add(5, 8.0);
+  CHECK(latency.at(5) == 8.0);
+  latency.add(5, 4.0);
+  CHECK(latency.at(5) == 7.0);
   // One number that has settled is no line; of two, nothing else counts.
-  CHECK(costs.at(1) == 2.0);
-  costs.add(1, 1.0);
-  CHECK(costs.at(1) == 1.0);
-  costs.add(3, 100.0);
-  CHECK(costs.at(3) == 4.0);
-  CHECK(costs.at(9) == 13.0);
+  CHECK(latency.at(1) == 2.0);
+  latency.add(1, 1.0);
+  CHECK(latency.at(1) == 1.0);
+  latency.add(3, 100.0);
+  CHECK(latency.at(3) == 4.0);
+  CHECK(latency.at(9) == 13.0);
 
   // More tokens never take less, whatever is measured, nor do fewer give time back.
-  Costs uneven;
+  LatencyModel uneven;
   for (int time = 0; time < 2; ++time) {
     uneven.add(1, 2.0);
     uneven.add(5, 5.0);
@@ -52,7 +52,7 @@ void costs() {
   for (double n = 0.0; n < 20.0; n += 0.5) {
     CHECK(uneven.at(n) <= uneven.at(n + 0.5));
   }
-  Costs far;
+  LatencyModel far;
   far.add(10, 1.0);
   far.add(20, 3.0);
   CHECK(far.at(1) == 1.0);
@@ -71,7 +71,7 @@ TreeShape settle(
     std::optional<int64_t> width = std::nullopt,
     double once = 0.0) {
   Tuner tuner(depth, width);
-  Chance chance(1);
+  Rng rng(1);
   const auto seconds = [&](int64_t levels, int64_t) {
     return draft * static_cast<double>(levels);
   };
@@ -80,33 +80,33 @@ TreeShape settle(
   for (int step = 0; step < 600; ++step) {
     const auto shape = tuner.next(seconds);
     TokenTree tree(0);
-    Verdict verdict{{0}, 0};
+    VerificationResult verified{{0}, 0};
     std::vector<int32_t> level = {0};
     for (int64_t i = 0; i < shape.depth; ++i) {
       // All candidates hang on the first of the level before.
       const int32_t parent = level[0];
       level.clear();
-      double at = chance.uniform();
+      double at = rng.uniform();
       for (int64_t rank = 0; rank < shape.width; ++rank) {
         const int32_t node = tree.add(rank, parent);
         level.push_back(node);
         const double right =
             rank < static_cast<int64_t>(ranks.size()) ? ranks[rank] : 0.0;
-        if (at >= 0.0 && at < right && verdict.accepted.back() == parent) {
-          verdict.accepted.push_back(node);
+        if (at >= 0.0 && at < right && verified.accepted.back() == parent) {
+          verified.accepted.push_back(node);
         }
         at -= right;
       }
       // The accepted one is the one that goes on.
-      if (verdict.accepted.back() >= level[0]) {
-        level[0] = verdict.accepted.back();
+      if (verified.accepted.back() >= level[0]) {
+        level[0] = verified.accepted.back();
       }
     }
     const double first = run.insert(tree.size()).second ? once : 0.0;
     tuner.observe(
         shape,
         tree,
-        verdict,
+        verified,
         first + fixed + each * static_cast<double>(tree.size()));
     if (step >= 300) {
       ++chosen[{shape.depth, shape.width}];
@@ -126,10 +126,10 @@ void tuning() {
   // Every token costs the same: nothing pays.
   shape = settle(0.0, 1.0, {0.6, 0.1});
   CHECK_INT(shape.depth, 0);
-  // Guesses are never right.
+  // Draft tokens are never right.
   shape = settle(1.0, 0.1, {});
   CHECK_INT(shape.depth, 0);
-  // The second guess is never right, and costs.
+  // the second draft token is never right, and costs.
   shape = settle(1.0, 0.1, {0.8});
   CHECK(shape.depth >= 2 && shape.width == 1);
   // The draft costs as much as the model.
@@ -165,7 +165,7 @@ void tuning() {
 int main() {
   using namespace etkv::tests;
   etkv::examples::quiet_executorch();
-  costs();
+  latency();
   tuning();
   return check_report();
 }

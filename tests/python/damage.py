@@ -55,18 +55,18 @@ def regions(image: bytes) -> dict[str, range]:
 
 def copy(image: bytes, number: int) -> Copy:
     """The damaged copy of this number: bytes changed, bits flipped, or the end cut off."""
-    chance = random.Random(number)
-    (region,) = chance.choices(REGIONS, _SHARES)
+    rng = random.Random(number)
+    (region,) = rng.choices(REGIONS, _SHARES)
     places = regions(image)[region]
-    kind = chance.choices(("bytes", "bits", "cut"), (50, 40, 10))[0]
+    kind = rng.choices(("bytes", "bits", "cut"), (50, 40, 10))[0]
     if kind == "cut":
-        return Copy(number, region, (), chance.choice(places))
+        return Copy(number, region, (), rng.choice(places))
     changes: dict[int, int] = {}
     # Of few changes more get past the first checks.
-    for _ in range(chance.choice((1, 1, 3) if kind == "bytes" else (1, 1, 2, 8))):
-        place = chance.choice(places)
+    for _ in range(rng.choice((1, 1, 3) if kind == "bytes" else (1, 1, 2, 8))):
+        place = rng.choice(places)
         if kind == "bytes":
-            changes[place] = chance.choice((*_VALUES, chance.randrange(256)))
+            changes[place] = rng.choice((*_VALUES, rng.randrange(256)))
         else:
-            changes[place] = changes.get(place, image[place]) ^ 1 << chance.randrange(8)
+            changes[place] = changes.get(place, image[place]) ^ 1 << rng.randrange(8)
     return Copy(number, region, tuple(changes.items()), len(image))

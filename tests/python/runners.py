@@ -84,8 +84,8 @@ def answers(output: str) -> list[list[int]]:
 
 
 def checked(done: subprocess.CompletedProcess[str]) -> tuple[int, int]:
-    """How many answers and tokens the runner has found to be those of plain decoding, all of them."""
-    found = re.findall(r"^check: (\d+) answers?, (\d+) tokens? as plain decoding chooses them$", done.stderr, re.M)
+    """How many answers and tokens the runner has found to be those of reference decoding, all of them."""
+    found = re.findall(r"^check: (\d+) answers?, (\d+) tokens? as reference decoding chooses them$", done.stderr, re.M)
     assert len(found) == done.stderr.count("check: ") > 0, done.stderr
     return sum(int(n_answers) for n_answers, _ in found), sum(int(n_tokens) for _, n_tokens in found)
 

@@ -52,7 +52,7 @@ class Generator:
         self.random = random.Random(f"{kind} {seed}")
         self.kind, self.most_tokens = kind, most_tokens
         self.cache: Any = make_cache(kind, _small(config))
-        self.max_step = min(config.max_step or 512, config.capacity)
+        self.max_step_tokens = min(config.max_step_tokens or 512, config.capacity)
         self.trees: dict[int, list[int]] = {}
         """Parents of the nodes behind each sequence."""
         self.n_run: dict[int, int] = {}
@@ -140,7 +140,7 @@ class Generator:
     def _n_tokens(self) -> int:
         """A number of tokens that fit, most often; none, where nothing does."""
         room = self.cache.capacity - self.cache.length
-        return self.random.randint(0, min(self.most_tokens, self.max_step, room))
+        return self.random.randint(0, min(self.most_tokens, self.max_step_tokens, room))
 
     # ---- One sequence ----------------------------------------------------
 
@@ -166,7 +166,7 @@ class Generator:
                     [*run[:-1], run[-1] + 1],
                     [*run[:-1], run[0]],
                     list(range(length, self.cache.capacity + 1)),
-                    list(range(max(length - self.max_step - 1, 0), length + 1)),
+                    list(range(max(length - self.max_step_tokens - 1, 0), length + 1)),
                 ]
             )
         )

@@ -167,12 +167,12 @@ def test_a_damaged_payload_never_crashes(programs, tmp_path, variant, seed):
     """Some bytes of the delegate's payload are others. The program runs, or the tool says why not; it never hangs."""
     image = programs[variant].path.read_bytes()
     start, end = payload_range(image)
-    chance = random.Random(seed)
+    rng = random.Random(seed)
     ran = 0
     for count in (1, 1, 1, 1, 1, 2, 4, 16):
         damaged = bytearray(image)
         for _ in range(count):
-            damaged[chance.randrange(start, end)] = chance.choice([0, 1, 127, 128, 255, chance.randrange(256)])
+            damaged[rng.randrange(start, end)] = rng.choice([0, 1, 127, 128, 255, rng.randrange(256)])
         file = tmp_path / "damaged.pte"
         file.write_bytes(damaged)
         done = reference.run(command(FORWARD, file, tmp_path), timeout=60)

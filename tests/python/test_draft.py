@@ -1,4 +1,4 @@
-"""Drafts that are fed with features: the last layers of a model, given what reaches them or a guess of it."""
+"""Drafts that are fed with hidden states: the last layers of a model, given what reaches them or a prediction of it."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def draft(tiny, tmp_path_factory):
     return tiny("tiny-gemma3"), output
 
 
-def features(model, ids) -> torch.Tensor:
+def hidden_states(model, ids) -> torch.Tensor:
     """What transformers' first layer hands on, ``[1, T, hidden]``."""
     kept = []
     hook = model.get_decoder().layers[0].register_forward_hook(lambda module, inputs, output: kept.append(output))
@@ -64,28 +64,28 @@ def test_it_says_what_it_is(draft):
     assert methods["kv_cache.window"] == 0, "the second layer sees everything"
     assert config["num_hidden_layers"] == 2, "the model is as it was"
     said = list(inspection.lines(inspection.report(path)))
-    assert "a draft, which takes the features of its model's layer 0" in said
+    assert "a draft, which takes the hidden states of its model's layer 0" in said
 
 
-def test_on_features_of_the_model_it_is_the_model(draft):
+def test_on_hidden_states_of_the_model_it_is_the_model(draft):
     folder, path = draft
     model = reference.load_hf(folder)
-    given = features(model, IDS)
+    given = hidden_states(model, IDS)
     made, handed_on = run(path, IDS, given, torch.ones(1, len(IDS), 1))
     np.testing.assert_allclose(made[0], reference.logits(model, IDS), atol=2e-4)
     np.testing.assert_allclose(handed_on, given, atol=1e-5)
 
 
-def test_what_is_not_known_is_guessed(draft):
-    """From the token's embedding and the features before it; the last tokens of the text, after known ones."""
+def test_what_is_not_known_is_predicted(draft):
+    """From the token's embedding and the hidden states before it; the last tokens of the text, after known ones."""
     folder, path = draft
     model = reference.load_hf(folder)
-    own, known = features(model, IDS), torch.ones(1, len(IDS), 1)
+    own, known = hidden_states(model, IDS), torch.ones(1, len(IDS), 1)
     known[:, -5:] = 0
     given = torch.where(known == 1, own, own.roll(1, dims=1))
 
     constants = read_constants(path)
-    weight, bias = constants["guess.linear.weight"], constants["guess.linear.bias"]
+    weight, bias = constants["predictor.linear.weight"], constants["predictor.linear.bias"]
     with torch.inference_mode():
         embedding = model.get_input_embeddings()(torch.tensor([IDS]))
         norm = [x / (x.square().mean(-1, keepdim=True) + 1e-6).sqrt() for x in (embedding, given)]
@@ -96,7 +96,7 @@ def test_what_is_not_known_is_guessed(draft):
     np.testing.assert_allclose(logits[0], reference.logits(model, IDS), atol=5e-4)
 
 
-def test_the_guess_is_the_best_linear_one(tiny, monkeypatch):
+def test_the_predictor_is_the_best_linear_one(tiny, monkeypatch):
     """Least squares over all tokens of the texts but the first four of each, as another solver finds it."""
     from etkv.export import draft, source
     from etkv.export.progress import Progress
@@ -112,13 +112,13 @@ def test_the_guess_is_the_best_linear_one(tiny, monkeypatch):
     texts = draft._texts
     for name, value in (("_TEXTS", 30), ("_TOKENS", 60), ("_AT_ONCE", 10), ("_texts", texts_of)):
         monkeypatch.setattr(draft, name, value)
-    guess = draft.fit(model, 0, [[256], [256, 65, 66]], Progress())
+    predictor = draft.fit(model, 0, [[256], [256, 65, 66]], Progress())
     assert [text[0, :3].tolist() == [256, 65, 66] for text, _ in made] == [False, True, True]
 
     plain = reference.load_hf(tiny("tiny-llama"))
     inputs, outputs = [], []
     for text in [row for batch, _ in made for row in batch.tolist()]:
-        own = features(plain, text)[0].double().numpy()
+        own = hidden_states(plain, text)[0].double().numpy()
         embedding = plain.get_input_embeddings().weight[text].detach().double().numpy()
         sides = [x / np.sqrt(np.square(x).mean(-1, keepdims=True) + 1e-6) for x in (embedding[4:], own[3:-1])]
         inputs.append(np.concatenate([*sides, np.ones((len(own) - 4, 1))], axis=1))
@@ -126,8 +126,8 @@ def test_the_guess_is_the_best_linear_one(tiny, monkeypatch):
     x, y = np.concatenate(inputs), np.concatenate(outputs)
     ridge = np.sqrt(1e-3 * np.square(x).sum(0).mean()) * np.eye(x.shape[1])
     expected = np.linalg.lstsq(np.concatenate([x, ridge]), np.concatenate([y, 0 * y[: len(ridge)]]), rcond=None)[0]
-    np.testing.assert_allclose(guess.linear.weight.detach(), expected[:-1].T, atol=1e-3)
-    np.testing.assert_allclose(guess.linear.bias.detach(), expected[-1], atol=1e-3)
+    np.testing.assert_allclose(predictor.linear.weight.detach(), expected[:-1].T, atol=1e-3)
+    np.testing.assert_allclose(predictor.linear.bias.detach(), expected[-1], atol=1e-3)
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""Runners with drafts that are fed with features: answers are those of plain decoding, whatever the draft guesses."""
+"""Runners with drafts fed with hidden states: answers are those of reference decoding, whatever it proposes."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def pair(name: str, **options: object) -> tuple[Program, Program]:
 
 
 def check(programs: tuple[Program, Program], *options: object) -> str:
-    """What the runner says of its answers, which it has compared with plain decoding."""
+    """What the runner says of its answers, which it has compared with reference decoding."""
     target, draft = programs
     done = succeed("speculative", target, "--draft", draft.path, "--check", "--ids", *options)
     assert checked(done)[1] == sum(map(len, answers(done.stdout)))
@@ -28,7 +28,7 @@ def check(programs: tuple[Program, Program], *options: object) -> str:
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_guesses_leave_the_answer_alone(name):
+def test_drafts_leave_the_answer_alone(name):
     both = pair(name)
     for shape in SHAPES if name == "tiny-qwen3" else SHAPES[::5]:
         check(both, "--max-new-tokens", 32, *shape)
@@ -44,9 +44,9 @@ def test_in_few_bits(kv_format):
 def test_a_draft_of_small_steps():
     """Prompts of more tokens than it takes at once, and levels that have no more nodes than that."""
     said = check(pair("tiny-llama", prefill_chunk=4), "--max-new-tokens", 48, "--depth", 2, "--width", 8)
-    guesses = [float(found) for found in re.findall(r"of ([\d.]+) guesses", said)]
-    assert len(guesses) == 3
-    assert 4 < max(guesses) <= 8
+    counts = [float(found) for found in re.findall(r"of ([\d.]+) draft tokens", said)]
+    assert len(counts) == 3
+    assert 4 < max(counts) <= 8
 
 
 def test_a_draft_of_another_model():
@@ -60,7 +60,7 @@ def test_at_capacity():
     assert "stopped: the cache is full at 110 positions (--capacity)" in said
 
 
-def test_chance_is_repeatable():
+def test_sampling_is_repeatable():
     target, draft = pair("tiny-llama")
     words = ["--draft", draft.path, "--temperature", 0.8, "--ids", "--max-new-tokens", 16, "--seed"]
     first, same, other = (succeed("speculative", target, *words, seed).stdout for seed in (1, 1, 2))
@@ -70,19 +70,19 @@ def test_chance_is_repeatable():
 
 @pytest.mark.parametrize("name", MODELS)
 def test_chat(name):
-    """What is taken back and begun anew is so for the draft, too."""
+    """What is rolled back and begun anew is so for the draft, too."""
     target, draft = pair(name)
     lines = "hi\nand then?\n/undo\nand now?\n/reset\nhi\n/undo\nwell?\n"
     words = [reference.CHAT, "--model", target.path, "--ids", "--max-new-tokens", 24]
-    plain, guessed = (
+    plain, drafted = (
         reference.run([*words, *more], input=lines, stdin=None)
         for more in ([], ["--draft", draft.path, "--depth", 3, "--width", 2])
     )
-    assert (plain.returncode, guessed.returncode) == (0, 0)
-    assert guessed.stdout == plain.stdout
+    assert (plain.returncode, drafted.returncode) == (0, 0)
+    assert drafted.stdout == plain.stdout
     assert len(answers(plain.stdout)) == 5
-    assert guessed.stderr.count(" a step, ") == 5, "every answer was guessed at"
-    assert "draft" not in guessed.stderr
+    assert drafted.stderr.count(" a step, ") == 5, "every answer was drafted"
+    assert "the draft" not in drafted.stderr
 
 
 def test_memory_returns_to_where_it_was():
@@ -96,7 +96,7 @@ def test_memory_returns_to_where_it_was():
     assert process[-1] < process[9] + 0.5
 
 
-def test_a_target_that_does_not_give_the_features():
+def test_a_target_that_does_not_give_the_hidden_states():
     """It is said which layer's are wanted, and how they are had."""
     draft = pair("tiny-llama")[1]
     for target, gives in (
@@ -106,7 +106,7 @@ def test_a_target_that_does_not_give_the_features():
         refused(
             command("speculative", target, "--draft", draft.path),
             FAILED,
-            f"the draft: it takes the features of layer 0, and the model gives {gives}: "
+            f"the draft: it takes the hidden states of layer 0, and the model gives {gives}: "
             "export the model with --tap-layers 0",
         )
 

@@ -36,7 +36,7 @@ def greedy(tiny) -> list[int]:
 
 
 def test_greedy_ids_are_those_of_transformers(program, greedy):
-    answer = etkv.generate(program, PROMPT, max_new_tokens=24, end_ids=[])
+    answer = etkv.generate(program, PROMPT, max_new_tokens=24, eos_token_ids=[])
     assert list(answer) == greedy == answer.ids
     assert answer.stop == "limit"
     assert (answer.held, program.session.length) == (23, len(PROMPT) + 23)
@@ -46,12 +46,12 @@ def test_greedy_ids_are_those_of_transformers(program, greedy):
 
 def test_what_goes_on_goes_behind(program, greedy):
     """A break keeps whole tokens; the rest of the answer begins with what the cache does not hold yet."""
-    answer = etkv.generate(program, PROMPT, max_new_tokens=24, end_ids=[])
+    answer = etkv.generate(program, PROMPT, max_new_tokens=24, eos_token_ids=[])
     for _, _token in zip(range(10), answer, strict=False):
         pass
     assert answer.stop is None
     assert program.session.length == len(PROMPT) + answer.held
-    rest = etkv.generate(program, answer.ids[answer.held :], max_new_tokens=24 - len(answer.ids), end_ids=[])
+    rest = etkv.generate(program, answer.ids[answer.held :], max_new_tokens=24 - len(answer.ids), eos_token_ids=[])
     assert answer.ids + list(rest) == greedy
 
 
@@ -61,17 +61,17 @@ def test_nothing_runs_before_the_first_token(program):
 
 
 def test_ends_and_capacity(tiny, program, greedy):
-    answer = etkv.generate(program, PROMPT, end_ids=[greedy[5]])
+    answer = etkv.generate(program, PROMPT, eos_token_ids=[greedy[5]])
     first = greedy.index(greedy[5])
     assert list(answer) == greedy[:first]
     assert answer.stop == "end"
     with etkv.DecodeSession(config(tiny, 10)) as session, etkv.load(tiny.path, session, logits="last") as small:
-        answer = etkv.generate(small, PROMPT, end_ids=[])
+        answer = etkv.generate(small, PROMPT, eos_token_ids=[])
         assert list(answer) == greedy[:4]
         assert answer.stop == "capacity"
         assert session.length == 10
         session.rewind(7)
-        assert list(etkv.generate(small, [greedy[0]], max_new_tokens=2, end_ids=[])) == greedy[1:3]
+        assert list(etkv.generate(small, [greedy[0]], max_new_tokens=2, eos_token_ids=[])) == greedy[1:3]
         with pytest.raises(etkv.CapacityError, match="the prompt has 5 tokens, the cache has room for"):
             list(etkv.generate(small, [1] * 5))
 
@@ -79,17 +79,17 @@ def test_ends_and_capacity(tiny, program, greedy):
 def test_a_prompt_longer_than_a_step(program):
     """150 tokens in chunks of 64 give what one row at a time gives."""
     prompt = [(7 * i) % 250 for i in range(150)]
-    chunked = list(etkv.generate(program, prompt, max_new_tokens=8, end_ids=[]))
+    chunked = list(etkv.generate(program, prompt, max_new_tokens=8, eos_token_ids=[]))
     program.session.clear()
     for position, token in enumerate(prompt[:-1]):
         program.forward([token], [position], copy=False)
-    assert list(etkv.generate(program, prompt[-1:], max_new_tokens=8, end_ids=[])) == chunked
+    assert list(etkv.generate(program, prompt[-1:], max_new_tokens=8, eos_token_ids=[])) == chunked
 
 
 @pytest.mark.parametrize("at", [1, 4])
 def test_interrupted_where_a_token_is_chosen(program, greedy, monkeypatch, at):
-    """What was run and led to no token is taken back, so that nothing of the answer is lost."""
-    answer = etkv.generate(program, PROMPT, max_new_tokens=8, end_ids=[])
+    """What was run and led to no token is rolled back, so that nothing of the answer is lost."""
+    answer = etkv.generate(program, PROMPT, max_new_tokens=8, eos_token_ids=[])
     choose, calls = answer._sampler.choose, []
 
     def interrupted(row):
@@ -104,13 +104,13 @@ def test_interrupted_where_a_token_is_chosen(program, greedy, monkeypatch, at):
     assert answer.ids == greedy[: at - 1]
     assert program.session.length == (len(PROMPT) + answer.held if answer.ids else 0)
     rest = answer.ids[answer.held :] or PROMPT
-    assert list(etkv.generate(program, rest, max_new_tokens=3, end_ids=[])) == greedy[at - 1 : at + 2]
+    assert list(etkv.generate(program, rest, max_new_tokens=3, eos_token_ids=[])) == greedy[at - 1 : at + 2]
 
 
 def test_sequences_of_one_session(tiny, greedy):
     with etkv.SeqSession(config(tiny, 200)) as session, etkv.load(tiny.path, session, logits="last") as program:
-        first = etkv.generate(program, PROMPT, max_new_tokens=12, end_ids=[])
-        second = etkv.generate(program, PROMPT, max_new_tokens=12, end_ids=[], sequence=9)
+        first = etkv.generate(program, PROMPT, max_new_tokens=12, eos_token_ids=[])
+        second = etkv.generate(program, PROMPT, max_new_tokens=12, eos_token_ids=[], sequence=9)
         pairs = list(zip(first, second, strict=True))
         assert pairs == [(token, token) for token in greedy[:12]]
         assert session.sequences() == [0, 9]
@@ -129,7 +129,7 @@ def test_a_step_that_fails_leaves_nothing_declared(tiny, greedy, monkeypatch, fa
             return forward(*args, **options)
 
         monkeypatch.setattr(program, "forward", fails)
-        answer = etkv.generate(program, PROMPT, max_new_tokens=8, end_ids=[])
+        answer = etkv.generate(program, PROMPT, max_new_tokens=8, eos_token_ids=[])
         with pytest.raises(KeyboardInterrupt):
             list(answer)
         assert answer.ids == greedy[: failing - 1]
@@ -141,7 +141,7 @@ def test_a_step_that_fails_leaves_nothing_declared(tiny, greedy, monkeypatch, fa
         forward([rest[0]] * 2, [at] * 2)
         session.commit([0] if answer.ids else [])
         if not answer.ids:
-            assert list(etkv.generate(program, PROMPT, max_new_tokens=3, end_ids=[])) == greedy[:3]
+            assert list(etkv.generate(program, PROMPT, max_new_tokens=3, eos_token_ids=[])) == greedy[:3]
         assert session.seq_next(0) > at
 
 
@@ -150,7 +150,7 @@ def test_draws(program):
 
     def draw(**options) -> list[int]:
         program.session.clear()
-        return list(etkv.generate(program, PROMPT, max_new_tokens=16, end_ids=[], **options))
+        return list(etkv.generate(program, PROMPT, max_new_tokens=16, eos_token_ids=[], **options))
 
     best = draw()
     assert draw(temperature=0.7, top_k=1, seed=1) == best
@@ -215,16 +215,16 @@ def test_a_chat_runs_what_is_new(tiny, program):
     chat.messages[1:] = []
     list(chat.say("Hello?", max_new_tokens=3))
     assert chat.answer.n_prompt < len(tokenizer.chat(chat.messages[:-1]))
-    for _ in chat.say("x", max_new_tokens=30, end_ids=[]):
+    for _ in chat.say("x", max_new_tokens=30, eos_token_ids=[]):
         break
     assert [message["role"] for message in chat.messages[-2:]] == ["user", "assistant"]
-    list(chat.say("y", max_new_tokens=3, end_ids=[]))
+    list(chat.say("y", max_new_tokens=3, eos_token_ids=[]))
     assert len(chat.answer.ids) == 3
 
 
 def test_an_answer_that_is_dropped_lets_go(program):
     """At once, not when the collector comes by."""
-    answer = etkv.generate(program, PROMPT, end_ids=[])
+    answer = etkv.generate(program, PROMPT, eos_token_ids=[])
     next(answer)
     watched = weakref.ref(answer)
     gc.disable()
@@ -240,12 +240,12 @@ def test_steps_of_window_layers_are_those_of_the_cache():
     windowed = reference.program(Variant("tiny-mistral-window"))
     prompt = [(7 * i) % 250 for i in range(50)]
     answers = []
-    for max_step in (16, 64):
+    for max_step_tokens in (16, 64):
         with (
-            etkv.DecodeSession(config(windowed, 200, max_step=max_step)) as session,
+            etkv.DecodeSession(config(windowed, 200, max_step_tokens=max_step_tokens)) as session,
             etkv.load(windowed.path, session, logits="last") as program,
         ):
-            answers.append(list(etkv.generate(program, prompt, max_new_tokens=8, end_ids=[])))
+            answers.append(list(etkv.generate(program, prompt, max_new_tokens=8, eos_token_ids=[])))
     assert answers[0] == answers[1]
 
 
@@ -255,10 +255,10 @@ def test_steps_before_a_conversion_are_those_of_the_cache(kind):
     wide = reference.program(Variant("tiny-qwen3"))
     formats = {"k_format": "affine8g32", "v_format": "mxfp8", "float_format": "f32"}
     prompt = [(7 * i) % 250 for i in range(60)]
-    settings = config(wide, 200, max_step=8, quantize_after=48, **formats)
+    settings = config(wide, 200, max_step_tokens=8, quantized_kv_start=48, **formats)
     with kind(settings) as session, etkv.load(wide.path, session, logits="last") as program:
         assert session.formats == ("f32", "f32")
-        assert len(list(etkv.generate(program, prompt, max_new_tokens=4, end_ids=[]))) == 4
+        assert len(list(etkv.generate(program, prompt, max_new_tokens=4, eos_token_ids=[]))) == 4
         assert session.formats == ("affine8g32", "mxfp8")
 
 
@@ -267,7 +267,7 @@ def test_a_chat_goes_on_after_a_turn_that_is_refused_or_fails(tiny, program, mon
     """Refused for its options, its length, or failed at its first step or a later one: the next is as without it."""
     tokenizer = etkv.Tokenizer.beside(tiny.path)
     chat = etkv.Chat(program, tokenizer)
-    list(chat.say("Hi", max_new_tokens=6, end_ids=[]))
+    list(chat.say("Hi", max_new_tokens=6, eos_token_ids=[]))
     messages = list(chat.messages)
 
     fails_at, options = options.get("fails_at"), {key: options[key] for key in options if key != "fails_at"}
@@ -281,14 +281,14 @@ def test_a_chat_goes_on_after_a_turn_that_is_refused_or_fails(tiny, program, mon
                 return forward(*arguments, **more)
 
             patch.setattr(program, "forward", failing)
-        list(chat.say("and then?" if options or fails_at else "x" * 300, **options, end_ids=[]))
+        list(chat.say("and then?" if options or fails_at else "x" * 300, **options, eos_token_ids=[]))
     assert chat.messages == messages
 
     whole = tokenizer.chat([*messages, {"role": "user", "content": "And you?"}])
-    list(chat.say("And you?", max_new_tokens=6, end_ids=[]))
+    list(chat.say("And you?", max_new_tokens=6, eos_token_ids=[]))
     assert [message["role"] for message in chat.messages] == ["user", "assistant"] * 2
     with etkv.DecodeSession(config(tiny, 200)) as alone, etkv.load(tiny.path, alone, logits="last") as other:
-        assert list(etkv.generate(other, whole, max_new_tokens=6, end_ids=[])) == chat.answer.ids
+        assert list(etkv.generate(other, whole, max_new_tokens=6, eos_token_ids=[])) == chat.answer.ids
 
 
 def test_messages_that_the_template_refuses_are_dropped(tiny, program):
@@ -318,19 +318,19 @@ with etkv.DecodeSession(config(tiny, 200)) as session, etkv.load(tiny.path, sess
     caught = 0
     while caught < 3:
         session.clear()
-        answer = etkv.generate(program, PROMPT, max_new_tokens=190, end_ids=[])
+        answer = etkv.generate(program, PROMPT, max_new_tokens=190, eos_token_ids=[])
         try:
             print("ready", flush=True)
             while True:
                 for token in answer:
                     pass
                 session.rewind(0)
-                answer = etkv.generate(program, PROMPT, max_new_tokens=190, end_ids=[])
+                answer = etkv.generate(program, PROMPT, max_new_tokens=190, eos_token_ids=[])
         except KeyboardInterrupt:
             caught += 1
             held, length = answer.held, session.length
             next_ids = answer.ids[held:] if length else PROMPT
-            rest = list(etkv.generate(program, next_ids, max_new_tokens=3, end_ids=[]))
+            rest = list(etkv.generate(program, next_ids, max_new_tokens=3, eos_token_ids=[]))
             print(json.dumps({"held": held, "length": length, "ids": answer.ids[:held], "rest": rest}), flush=True)
 """
 
@@ -358,7 +358,7 @@ def test_bars(tiny, capfd):
         "import etkv\nfrom test_generation import *\n"
         "tiny = reference.program(Variant('tiny-llama'))\n"
         "with etkv.DecodeSession(config(tiny, 200)) as session, etkv.load(tiny.path, session) as program:\n"
-        "    print(list(etkv.generate(program, PROMPT, max_new_tokens=3, end_ids=[], progress=True)))\n"
+        "    print(list(etkv.generate(program, PROMPT, max_new_tokens=3, eos_token_ids=[], progress=True)))\n"
     )
     done = subprocess.run(
         [sys.executable, "-c", script],

@@ -24,7 +24,7 @@ FULL = (LayerConfig(2, 64), LayerConfig(1, 32, 64))
 WINDOWS = (LayerConfig(2, 64, window=3), LayerConfig(1, 32, 64), LayerConfig(2, 32, window=4, sinks=2))
 LAYOUTS = {"full": FULL, "windows": WINDOWS}
 # Short windows, short steps and many of them: every program slides its windows, most of them over and over.
-SIZES = {"full": {"capacity": 40, "max_step": 8}, "windows": {"capacity": 60, "max_step": 3}}
+SIZES = {"full": {"capacity": 40, "max_step_tokens": 8}, "windows": {"capacity": 60, "max_step_tokens": 3}}
 OPERATIONS = {"full": 40, "windows": 120}
 FORMATS = ["f32", "f16", "bf16", "affine8g32", "affine4g32", "affine3g32", "mxfp8", "mxfp4", "nvfp4", "row-int4"]
 FORMATS += ["row-fp4"]
@@ -113,7 +113,7 @@ def test_keys_and_values_apart(program, kind):
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("kind", op_program.SESSIONS)
 def test_formats_that_change_on_the_way(program, kind, layout):
-    changes = {"k_format": "affine4g32", "v_format": "mxfp8", "float_format": "f32", "quantize_after": 12}
+    changes = {"k_format": "affine4g32", "v_format": "mxfp8", "float_format": "f32", "quantized_kv_start": 12}
     for seed in range(SEEDS):
         compare(kind, layout, config(layout, **changes), program(layout), 200_000 + seed)
 

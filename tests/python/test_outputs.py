@@ -1,4 +1,4 @@
-"""What a program gives beside a row of logits a token: the last row alone, features of tapped layers, drafts."""
+"""What a program gives beside a row of logits a token: the last row alone, hidden states of tapped layers, drafts."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def run(folder, ids, *, logits="all", step=40) -> list[torch.Tensor]:
     return [torch.cat(outputs, dim=1)[0] for outputs in zip(*made, strict=True)]
 
 
-def test_features_are_what_layers_hand_on(exported, ids):
+def test_hidden_states_are_what_layers_hand_on(exported, ids):
     """In the order that was asked for, of the last layer before the final norm; every row, whatever the logits."""
     folder = exported("tiny-llama", tap_layers=(1, 0))
     assert pte.constant_methods(folder / "model.pte")["get_tap_layers"] == [1, 0]
@@ -53,21 +53,21 @@ def test_features_are_what_layers_hand_on(exported, ids):
     expected = reference.logits(reference.load_hf(folder / "hf"), ids)
     ends = [39, 79, 89]
     for logits, rows in (("all", slice(None)), ("last", ends)):
-        made, features = run(folder, ids, logits=logits)
+        made, tapped = run(folder, ids, logits=logits)
         np.testing.assert_allclose(made, expected[rows], atol=2e-4)
-        np.testing.assert_allclose(features, torch.cat([second, first], dim=-1), atol=1e-4)
+        np.testing.assert_allclose(tapped, torch.cat([second, first], dim=-1), atol=1e-4)
 
 
 def test_a_program_of_the_last_row_alone(exported, ids):
-    """One row a step, however it is loaded, and features of every token beside it."""
+    """One row a step, however it is loaded, and hidden states of every token beside it."""
     folder = exported("tiny-gemma3", logits="last", tap_layers=(0,))
     assert pte.constant_methods(folder / "model.pte")["get_logits_rows"] == 1
     (expected,) = hidden_states(folder / "hf", ids, 1)
     whole = reference.logits(reference.load_hf(folder / "hf"), ids)
     for logits in ("all", "last"):
-        made, features = run(folder, ids, logits=logits)
+        made, tapped = run(folder, ids, logits=logits)
         np.testing.assert_allclose(made, whole[[39, 79, 89]], atol=2e-4)
-        np.testing.assert_allclose(features, expected, atol=1e-4)
+        np.testing.assert_allclose(tapped, expected, atol=1e-4)
 
 
 def test_a_family_that_computes_every_row():

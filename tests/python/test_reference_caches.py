@@ -220,18 +220,18 @@ def compare_answers(texts: Texts, answers: dict) -> None:
 FULL = LayerConfig(2, 8)
 CONFIGS = {
     "full history": CacheConfig([FULL, FULL], 48, "f32", "f32"),
-    "a window": CacheConfig([LayerConfig(2, 8, window=5)], 80, "f32", "f32", max_step=4),
+    "a window": CacheConfig([LayerConfig(2, 8, window=5)], 80, "f32", "f32", max_step_tokens=4),
     "mixed windows and heads": CacheConfig(
         [FULL, LayerConfig(1, 4, 12, window=3, sinks=2), LayerConfig(4, 16, 8, window=7), FULL],
         64,
         "f32",
         "f32",
-        max_step=5,
+        max_step_tokens=5,
     ),
-    "a window of one": CacheConfig([LayerConfig(1, 8, window=1, sinks=1)], 30, "f32", "f32", max_step=3),
+    "a window of one": CacheConfig([LayerConfig(1, 8, window=1, sinks=1)], 30, "f32", "f32", max_step_tokens=3),
     "halves": CacheConfig([FULL], 24, "f16", "bf16"),
     "quantized": CacheConfig([LayerConfig(2, 32, 64), LayerConfig(1, 64, window=6)], 40, "mxfp4", "affine4g32"),
-    "quantized later": CacheConfig([LayerConfig(1, 16, window=9)], 40, "nvfp4", "row-int4", quantize_after=12),
+    "quantized later": CacheConfig([LayerConfig(1, 16, window=9)], 40, "nvfp4", "row-int4", quantized_kv_start=12),
 }
 
 
@@ -249,7 +249,7 @@ def test_programs(kind, name):
 @pytest.mark.parametrize("kind", KINDS)
 def test_long_steps(kind):
     """Prompts: many tokens in a step, of few sequences."""
-    config = replace(CONFIGS["mixed windows and heads"], capacity=256, max_step=64)
+    config = replace(CONFIGS["mixed windows and heads"], capacity=256, max_step_tokens=64)
     program = step_programs.generate(kind, config, 3, 25, most_tokens=64)
     assert check(kind, config, program, make_cache(kind, config)) > 4
 

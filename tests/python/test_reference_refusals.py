@@ -15,7 +15,7 @@ from etkv.reference.formats import format_of
 
 ONE = CacheConfig([LayerConfig(1, 8)], 16, "f32", "f32")
 TWO = CacheConfig([LayerConfig(1, 8), LayerConfig(2, 4, 6)], 16, "f32", "f32")
-SLIDING = CacheConfig([LayerConfig(1, 8), LayerConfig(1, 8, window=4, sinks=1)], 100, "f32", "f32", max_step=2)
+SLIDING = CacheConfig([LayerConfig(1, 8), LayerConfig(1, 8, window=4, sinks=1)], 100, "f32", "f32", max_step_tokens=2)
 
 
 def rows(config, layer, n_tokens, seed=0):
@@ -58,14 +58,14 @@ def assert_refused(cache, call, status, words):
         ({"layers": ()}, "at least 1 layer"),
         ({"capacity": 0}, "capacity is 0, the least is 1"),
         ({"capacity": 2**31}, "capacity is 2147483648, the most is 2147483647"),
-        ({"max_step": -1}, "max_step is -1, the least is 0"),
-        ({"quantize_after": -1}, "quantize_after is -1, the least is 0"),
+        ({"max_step_tokens": -1}, "max_step_tokens is -1, the least is 0"),
+        ({"quantized_kv_start": -1}, "quantized_kv_start is -1, the least is 0"),
         ({"growth": "slow"}, "growth is 'slow', it is one of doubling, step, exact, upfront"),
         ({"growth": "exact", "min_chunk": 4}, "min_chunk is 4, for a growth that has no chunks"),
         ({"k_format": "f64"}, "k_format: no storage format `f64`"),
         ({"k_format": "affine4"}, "layer 0: keys: affine4g64 stores 64 elements at a time, which head_dim 8"),
         ({"v_format": "affine7g32"}, "v_format: no storage format `affine7g32`"),
-        ({"quantize_after": 3, "float_format": "mxfp8"}, "float_format is mxfp8, it is f32, f16 or bf16"),
+        ({"quantized_kv_start": 3, "float_format": "mxfp8"}, "float_format is mxfp8, it is f32, f16 or bf16"),
         ({"layers": [LayerConfig(0, 8)]}, "layer 0: n_kv_heads is 0, the least is 1"),
         ({"layers": [LayerConfig(1, 8), LayerConfig(1, 8, 0)]}, "layer 1: v_head_dim is 0, the least is 1"),
         ({"layers": [LayerConfig(1, 8, window=-1)]}, "layer 0: window is -1, the least is 0"),
@@ -84,7 +84,7 @@ def test_configs_that_cannot_be(kind, change, words):
     ("arguments", "words"),
     [
         ({"capacity": "8"}, "capacity is '8', it is an integer"),
-        ({"capacity": 8, "max_step": True}, "max_step is True"),
+        ({"capacity": 8, "max_step_tokens": True}, "max_step_tokens is True"),
         ({"capacity": 8, "k_format": None}, "k_format is None, it is a string"),
         ({"capacity": 8, "layers": LayerConfig(1, 8)}, "it is a sequence of LayerConfig"),
         ({"capacity": 8, "layers": [(1, 8)]}, r"layers\[0\] is \(1, 8\), it is a LayerConfig"),
@@ -125,7 +125,7 @@ def test_a_forward_that_begins_anew_forgets_what_was_not_finished():
     keys, _, _ = cache.update_and_fetch(0, k, v, [3])
     assert torch.equal(keys[:, :, 2], -k[:, :, 0])
     cache.update_and_fetch(1, *rows(TWO, 1, 1), [0])  # another position: a rewind that never ends
-    cache.abandon()
+    cache.abort()
     assert cache.length == 3
 
 
@@ -202,7 +202,7 @@ def test_an_implicit_rewind_that_is_given_up_keeps_what_was_there():
     cache = grown(ContiguousCache(TWO), 5)
     [(before, _, _), _] = forward(cache, [5], seed=5)
     cache.update_and_fetch(0, *rows(TWO, 0, 2, seed=9), [1, 2])
-    cache.abandon()
+    cache.abort()
     [(after, _, _), _] = forward(cache, [6], seed=6)
     assert torch.equal(after[:, :, :6], before)
 
@@ -229,11 +229,13 @@ def test_positions_that_cannot_be(positions, status, words):
 def test_what_windows_dropped_cannot_be_gone_back_to():
     cache = grown(ContiguousCache(SLIDING), 40)
     least = cache.rewindable_to()
-    assert 30 < least <= 38, "a step of max_step can always be taken back"
+    assert 30 < least <= 38, "a step of max_step_tokens can always be rolled back"
     words = f"cannot rewind to length {least - 1}: .* {least} is the least"
     assert_refused(cache, lambda: cache.rewind(least - 1), Status.POSITION, words)
     assert_refused(cache, lambda: forward(cache, [least - 1]), Status.POSITION, words)
-    assert_refused(cache, lambda: forward(cache, range(40, 43)), Status.CAPACITY, "3 tokens: .* at most max_step, 2")
+    assert_refused(
+        cache, lambda: forward(cache, range(40, 43)), Status.CAPACITY, "3 tokens: .* at most max_step_tokens, 2"
+    )
     cache.rewind(least)
     forward(cache, [0])
     assert (cache.length, cache.rewindable_to()) == (1, 0)
@@ -313,7 +315,7 @@ def test_values_that_are_no_numbers_do_not_reach_others():
         cache = SeqCache(config)
         if refused:
             call = partial(cache.update_and_fetch, 0, k, v, [0])
-            assert_refused(cache, call, Status.INVALID_ARGUMENT, f"infinite or no number as {v_format}")
+            assert_refused(cache, call, Status.INVALID_ARGUMENT, f"not finite as {v_format}")
         else:
             cache.update_and_fetch(0, k, v, [0])
         ContiguousCache(config).update_and_fetch(0, k, v, [0])
@@ -364,7 +366,7 @@ def test_frontiers_share_the_room_that_there_is():
 
 def test_rows_are_quantized_once_there_are_so_many():
     config = CacheConfig(
-        [LayerConfig(1, 32)], 40, "mxfp4", "affine2g32", max_step=3, quantize_after=6, float_format="f32"
+        [LayerConfig(1, 32)], 40, "mxfp4", "affine2g32", max_step_tokens=3, quantized_kv_start=6, float_format="f32"
     )
     cache = TreeCache(config)
     written = [rows(config, 0, 1, seed=at) for at in range(8)]
@@ -385,9 +387,9 @@ def test_rows_are_quantized_once_there_are_so_many():
 
 
 def test_a_step_brings_no_more_floats_than_were_reckoned_with():
-    config = CacheConfig([LayerConfig(1, 32)], 40, "mxfp8", "mxfp8", max_step=3, quantize_after=6)
+    config = CacheConfig([LayerConfig(1, 32)], 40, "mxfp8", "mxfp8", max_step_tokens=3, quantized_kv_start=6)
     cache = grown(ContiguousCache(config), 5)
-    words = "9 positions in f16, the most is 8: quantize_after less 1, and max_step 3; take smaller steps"
+    words = "9 positions in f16, the most is 8: quantized_kv_start less 1, and max_step_tokens 3; take smaller steps"
     assert_refused(cache, lambda: forward(cache, range(5, 9)), Status.CAPACITY, words)
     forward(cache, range(5, 8))
     assert cache.formats == ("mxfp8", "mxfp8")

@@ -25,7 +25,7 @@ def mistral() -> Program:
 
 @MODELS
 @EACH
-def test_answers_are_those_of_plain_decoding(name, model):
+def test_answers_are_those_of_reference_decoding(name, model):
     words = ["--max-new-tokens", MOST, "--check", "--ids", "--prompt", "Well?", "--prompt", "What else is there?"]
     done = succeed(name, with_longer_context(model), *words)
     assert max(map(len, answers(done.stdout))) > WINDOW + 2 * reference.TINY_CHUNK

@@ -1,4 +1,4 @@
-"""The example runners: their answers are those of plain decoding, and a full cache ends none but the last of them."""
+"""The example runners: their answers are those of reference decoding, and a full cache ends only the last of them."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def qwen3() -> Program:
 
 
 @EACH
-def test_answers_are_those_of_plain_decoding(llama, name):
+def test_answers_are_those_of_reference_decoding(llama, name):
     """By the runner's own check."""
     done = succeed(name, llama, "--max-new-tokens", MOST, "--check", "--ids", *prompts(QUESTIONS))
     n_answers, n_tokens = checked(done)
@@ -131,7 +131,7 @@ def smollm2() -> Program:
         ("speculative", []),
         pytest.param("speculative", ["--depth", 3, "--width", 2], marks=only_long),
     ],
-    ids=["batch", "admission", "guesses", "more guesses"],
+    ids=["batch", "admission", "draft", "wider draft"],
 )
 def test_the_real_model_answers_as_in_transformers(smollm2, name, options):
     words = ["--max-new-tokens", REAL_MOST, "--ids", *prompts(REAL_QUESTIONS)]
@@ -164,7 +164,7 @@ def test_the_real_model_answers_as_by_itself(smollm2, name, options):
 
 
 @pytest.mark.real_model
-def test_repetition_is_guessed_from_the_text(smollm2):
+def test_repetition_is_drafted_from_the_text(smollm2):
     """More than two ids a step are right where a text repeats itself."""
     text = "x = x + 1\n" * 12 + "x"
     words = [runner("speculative"), "--model", smollm2.path, "--raw", "--prompt", text, "--draft", "ngram"]
@@ -209,14 +209,14 @@ def test_batch_at_capacity(llama):
     ],
 )
 def test_a_full_cache_ends_an_answer_and_not_the_runner(llama, name, options):
-    """It is told, what is taken back makes room, and all that there is of every answer is right."""
+    """It is told, what is rolled back makes room, and all that there is of every answer is right."""
     words = [str(word) for word in command(name, llama, "--max-new-tokens", MOST, "--check", *options)]
     # Both streams as they come, for the order of things.
     streams = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
     done = subprocess.run(words, **streams, encoding="utf-8", timeout=60, check=True)
     _, _, after = done.stdout.partition(f"stopped: the cache is full at {options[1]} positions (--capacity)\n")
     assert "## " in after, "there are more answers"
-    assert re.search(r"^check: \d+ answers, \d+ tokens as plain decoding chooses them$", after, re.M)
+    assert re.search(r"^check: \d+ answers, \d+ tokens as reference decoding chooses them$", after, re.M)
 
 
 SERVERS = ("admission", "batch", "prefix")
@@ -336,13 +336,13 @@ def test_more_prompts_than_a_cache_has_sequences(llama):
     assert checked(done)[0] == len(answers(done.stdout)) == 259
 
 
-# ---- Guesses --------------------------------------------------------------------------------------------------------
+# ---- Drafts ---------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("shape", [[], ["--depth", 5, "--width", 3]], ids=["auto", "fixed"])
 @pytest.mark.parametrize("kv_format", ["f32", "row-int4"])
 @pytest.mark.parametrize("draft", ["itself", "another", "ngram"])
-def test_guesses_leave_the_answer_alone(llama, qwen3, draft, kv_format, shape):
+def test_drafts_leave_the_answer_alone(llama, qwen3, draft, kv_format, shape):
     path = {"itself": qwen3.path, "another": llama.path, "ngram": "ngram"}[draft]
     words = [runner("speculative"), "--model", qwen3.path, "--draft", path, "--kv-format", kv_format, *shape]
     done = reference.run([*words, "--max-new-tokens", MOST, "--check", "--ids"])
@@ -351,10 +351,10 @@ def test_guesses_leave_the_answer_alone(llama, qwen3, draft, kv_format, shape):
     steps = [float(found) for found in re.findall(r"([\d.]+) a step, ", done.stderr)]
     assert len(steps) == 3
     if draft == "itself" and shape:
-        assert min(steps) > 5.5, "its own guesses are all right"
+        assert min(steps) > 5.5, "its own draft tokens are all right"
 
 
-def test_first_layers_guess_for_all_of_them(qwen3):
+def test_first_layers_draft_for_all_of_them(qwen3):
     """A draft that the exporter makes of the model itself."""
     draft = with_longer_context("tiny-qwen3", layers=1)
     assert draft.path.stat().st_size < qwen3.path.stat().st_size
@@ -373,14 +373,14 @@ def test_a_program_that_gives_one_row_of_logits():
         assert re.search(rf"^etkv_{name}: .*logits of 1 of \d+ tokens.*without `--logits last`$", done.stderr, re.M)
 
 
-def test_chance_is_repeatable(llama):
+def test_sampling_is_repeatable(llama):
     words = ["--draft", llama.path, "--temperature", 0.8, "--ids", "--max-new-tokens", 16, "--seed"]
     first, same, other = (succeed("speculative", llama, *words, seed).stdout for seed in (1, 1, 2))
     assert first == same
     assert first != other
 
 
-def test_guesses_that_cannot_be(llama, tmp_path):
+def test_drafts_that_cannot_be(llama, tmp_path):
     refused(command("speculative", llama, "--temperature", -1), MISUSED, "--temperature", "from 0.0 to 100.0", '"-1"')
     refused(command("speculative", llama, "--temperature", "nan"), MISUSED, '"nan"')
     refused(command("speculative", llama, "--temperature", 1, "--check"), MISUSED, "--check", "--temperature")
@@ -407,15 +407,15 @@ def test_chat_answers_the_same_on_every_kind_of_cache(qwen3, llama, kv_format):
 
 
 def test_chat_goes_on_with_a_draft(llama):
-    """What is taken back is taken back from the draft, too."""
+    """What is rolled back is rolled back from the draft, too."""
     lines = "hi\nand then?\n/undo\nand now?\n/reset\nhi\n"
     words = [reference.CHAT, "--model", llama.path, "--ids", "--max-new-tokens", 24]
-    plain, guessed = (
+    plain, drafted = (
         reference.run([*words, *more], input=lines, stdin=None)
         for more in ([], ["--draft", llama.path, "--depth", 3, "--width", 2])
     )
-    assert (plain.returncode, guessed.returncode) == (0, 0)
-    assert guessed.stdout == plain.stdout
+    assert (plain.returncode, drafted.returncode) == (0, 0)
+    assert drafted.stdout == plain.stdout
     ids = answers(plain.stdout)
     assert len(ids) == 4
     assert ids[0] == ids[3]

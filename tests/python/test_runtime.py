@@ -407,7 +407,7 @@ def test_a_closed_program_tells_nothing(tiny, session):
     program.close()
     for use in (
         lambda: program.metadata,
-        lambda: program.end_ids,
+        lambda: program.eos_token_ids,
         lambda: program.method_names,
         lambda: etkv.generate(program, PROMPT),
     ):

@@ -85,7 +85,7 @@ def test_a_closed_session_says_so(session_class, kind):
         ({"layers": ()}, 1, ["layer"]),
         ({"layers": (LayerConfig(0, 64),)}, 1, ["0"]),
         ({"min_chunk": -1}, 1, ["min_chunk", "-1"]),
-        ({"float_format": "affine4", "quantize_after": 4}, 1, ["float_format", "affine4"]),
+        ({"float_format": "affine4", "quantized_kv_start": 4}, 1, ["float_format", "affine4"]),
     ],
 )
 def test_a_config_that_cannot_be(changes, status, told):

@@ -49,7 +49,7 @@ fn limit(left: Option<u64>) {
 fn config() -> CacheConfig {
     CacheConfig {
         growth: Growth::Upfront,
-        max_step: 8,
+        max_step_tokens: 8,
         ..CacheConfig::uniform(1, N_KV_HEADS as i32, HEAD_DIM as i32, CAPACITY)
     }
 }
@@ -112,7 +112,7 @@ fn a_clear_of_sequences_that_fails_changes_nothing() {
     });
 }
 
-/// Steps go on in float while memory for `quantize_after` is lacking. The first one
+/// Steps go on in float while memory for `quantized_kv_start` is lacking. The first one
 /// that has no room left is refused with the reason, and taken once there is memory.
 fn conversions(cache: &mut MlxCache) -> etkv::Result<()> {
     append(cache, 0, 8)?;
@@ -135,7 +135,7 @@ fn conversions(cache: &mut MlxCache) -> etkv::Result<()> {
 fn quantized_later() -> CacheConfig {
     // The allocator keeps up to 32 MiB of what was freed: the pools are larger.
     CacheConfig {
-        quantize_after: Some(10),
+        quantized_kv_start: Some(10),
         capacity: 4 * CAPACITY,
         ..config().stored_as(KvFormat::RowInt4)
     }

@@ -10,7 +10,10 @@ use mlx_rs::Array;
 const N_LAYERS: usize = 3;
 
 fn config(format: KvFormat) -> CacheConfig {
-    CacheConfig { max_step: 8, ..CacheConfig::uniform(N_LAYERS, 2, 64, 64).stored_as(format) }
+    CacheConfig {
+        max_step_tokens: 8,
+        ..CacheConfig::uniform(N_LAYERS, 2, 64, 64).stored_as(format)
+    }
 }
 
 fn rows(seed: u64, n: usize) -> Array {
@@ -116,7 +119,7 @@ fn what_was_before_stays() {
                 let row = Array::full::<f32>(&[1, 2, 1, 64], Array::from_int(9))?;
                 // Given up, refused, and begun anew.
                 forwards.update_and_fetch(0, &[4], &row, &row)?;
-                forwards.abandon();
+                forwards.abort();
                 forwards.update_and_fetch(0, &[4], &row, &row)?;
                 forwards.update_and_fetch(1, &[6], &row, &row).unwrap_err();
                 forwards.update_and_fetch(0, &[4], &row, &row)?;

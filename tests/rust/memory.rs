@@ -25,7 +25,7 @@ fn config(format: KvFormat, capacity: i32, policies: &[LayerPolicy]) -> CacheCon
     CacheConfig {
         layers: policies.iter().map(layer).collect(),
         growth: Growth::Upfront,
-        max_step: 512,
+        max_step_tokens: 512,
         ..CacheConfig::uniform(1, 1, 1, capacity).stored_as(format)
     }
 }

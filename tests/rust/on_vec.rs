@@ -24,7 +24,7 @@ fn append(cache: &mut ContiguousCache<VecStore>, start: i32, n: i32) -> etkv_cor
 #[test]
 fn a_cache_whose_rows_could_not_be_moved_refuses_steps_until_it_is_cleared() {
     for release in [false, true] {
-        let mut config = CacheConfig { max_step: 4, ..CacheConfig::uniform(1, 1, 4, 100) };
+        let mut config = CacheConfig { max_step_tokens: 4, ..CacheConfig::uniform(1, 1, 4, 100) };
         config.layers[0].policy = LayerPolicy::Window { window: 4, sinks: 0 };
         let mut cache = ContiguousCache::<VecStore>::new(config).unwrap();
         fail_next(Failure::Relocate);
@@ -43,7 +43,7 @@ fn a_cache_whose_rows_could_not_be_moved_refuses_steps_until_it_is_cleared() {
 /// A cache that allocates all of it at once, and with a window whose rows move.
 fn upfront() -> ContiguousCache<VecStore> {
     let mut config = CacheConfig {
-        max_step: 4,
+        max_step_tokens: 4,
         growth: Growth::Upfront,
         ..CacheConfig::uniform(1, 1, 4, 100).stored_as(KvFormat::F32)
     };
@@ -78,7 +78,7 @@ fn a_clear_that_fails_leaves_a_poisoned_cache_poisoned() {
 
 #[test]
 fn a_conversion_that_fails_is_tried_again() {
-    let config = CacheConfig { quantize_after: Some(4), ..CacheConfig::uniform(1, 1, 8, 100) };
+    let config = CacheConfig { quantized_kv_start: Some(4), ..CacheConfig::uniform(1, 1, 8, 100) };
     let mut cache = ContiguousCache::<VecStore>::new(config.stored_as(KvFormat::RowInt4)).unwrap();
     let mut append = |start, n: usize| {
         let rows = OnVec::tensor(&vec![vec![vec![1.0; 8]]; n]);

@@ -54,7 +54,7 @@ pub(crate) fn panic_error(panic: &(dyn Any + Send)) -> Error {
 
 /// The body of a function that frees: there is nobody to tell of a panic.
 pub(crate) fn free<T: Object>(handle: *mut T) {
-    let _ = catch_unwind(AssertUnwindSafe(|| handle::take_back(handle)));
+    let _ = catch_unwind(AssertUnwindSafe(|| handle::reclaim(handle)));
 }
 
 /// The text behind a C string.

@@ -84,7 +84,7 @@ mod ffi {
 pub struct Delegate {
     program: Option<Program>,
     /// Set after a panic: the state behind it is unknown.
-    broken: bool,
+    poisoned: bool,
 }
 
 fn new_delegate() -> Box<Delegate> {
@@ -131,14 +131,14 @@ impl Delegate {
 
     /// A panic in an `extern "Rust"` function ends the process, so none leaves.
     fn guarded(&mut self, work: impl FnOnce(&mut Self) -> Result<()>) -> ffi::Outcome {
-        if self.broken {
+        if self.poisoned {
             return outcome(Err(Error::new(
                 Status::Internal,
-                "the program broke in an earlier call and cannot be used",
+                "an earlier call of the program failed by a defect; load the program again",
             )));
         }
         let result = catch_unwind(AssertUnwindSafe(|| work(self))).unwrap_or_else(|panic| {
-            self.broken = true;
+            self.poisoned = true;
             Err(boundary::panic_error(&*panic))
         });
         outcome(result)

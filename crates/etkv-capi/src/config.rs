@@ -34,10 +34,10 @@ pub struct etkv_cache_config {
     v_format: *const c_char,
     float_format: *const c_char,
     capacity: i32,
-    max_step: i32,
+    max_step_tokens: i32,
     growth: i32,
     min_chunk: i32,
-    quantize_after: i32,
+    quantized_kv_start: i32,
     reserved: i32,
 }
 
@@ -103,24 +103,25 @@ pub(super) unsafe fn read_config(config: *const etkv_cache_config) -> Result<Cac
     unsafe {
         let config = read_struct(config, "config")?;
         refuse_reserved(config.reserved, "config")?;
-        if config.quantize_after < 0 {
+        if config.quantized_kv_start < 0 {
             fail!(
                 InvalidArgument,
-                "quantize_after is {}, the least is 0, for never",
-                config.quantize_after
+                "quantized_kv_start is {}, the least is 0, for never",
+                config.quantized_kv_start
             );
         }
         Ok(CacheConfig {
             layers: read_layers(&config)?,
             capacity: config.capacity,
-            max_step: match config.max_step {
-                0 => CacheConfig::DEFAULT_MAX_STEP,
+            max_step_tokens: match config.max_step_tokens {
+                0 => CacheConfig::DEFAULT_MAX_STEP_TOKENS,
                 tokens => tokens,
             },
             growth: growth(config.growth, config.min_chunk)?,
             k_format: format(config.k_format, "k_format")?,
             v_format: format(config.v_format, "v_format")?,
-            quantize_after: (config.quantize_after > 0).then_some(config.quantize_after),
+            quantized_kv_start: (config.quantized_kv_start > 0)
+                .then_some(config.quantized_kv_start),
             float_format: format(config.float_format, "float_format")?,
         })
     }

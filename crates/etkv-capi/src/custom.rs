@@ -71,7 +71,7 @@ pub unsafe extern "C" fn etkv_builder_register(
                 fail!(InvalidArgument, "kind is empty");
             }
             if !registry.knows(MLX_BACKEND, &base) {
-                fail!(Kind, "base is `{base}`, which nobody makes for `{MLX_BACKEND}`");
+                fail!(Kind, "base is `{base}`, an unknown cache kind for backend `{MLX_BACKEND}`");
             }
             registry.register_new(backend_id, &kind.clone(), move |config| {
                 let inner = etkv::builders().build(MLX_BACKEND, &base, config)?;
@@ -155,7 +155,7 @@ impl Custom {
         }
     }
 
-    /// Asks the inner cache; a broken one answers with nothing.
+    /// Asks the inner cache; a poisoned one answers with nothing.
     fn ask<T: Default>(&self, question: impl FnOnce(&MlxCache) -> T) -> T {
         self.inner.lock().map(|cache| question(&*cache)).unwrap_or_default()
     }

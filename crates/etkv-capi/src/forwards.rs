@@ -79,18 +79,18 @@ pub unsafe extern "C" fn etkv_forwards_new(
     }
 }
 
-/// Gives back a handle; a forward that is not finished is taken back.
+/// Gives back a handle; a forward that is not finished is rolled back.
 #[no_mangle]
 pub extern "C" fn etkv_forwards_free(forwards: *mut etkv_forwards) {
     free(forwards);
 }
 
-/// Takes back the forward that is not finished.
+/// Rolls back the forward that is not finished.
 ///
 /// # Safety
 /// Pointers are NULL or as the header says.
 #[no_mangle]
-pub unsafe extern "C" fn etkv_forwards_abandon(
+pub unsafe extern "C" fn etkv_forwards_abort(
     forwards: *mut etkv_forwards,
     error: *mut *mut etkv_error,
 ) -> i32 {
@@ -100,7 +100,7 @@ pub unsafe extern "C" fn etkv_forwards_abandon(
             let forwards = handle::look_up(forwards, "forwards")?;
             // MLX first, as everywhere.
             mlx::run(|| {
-                forwards.take()?.abandon();
+                forwards.take()?.abort();
                 Ok(())
             })
         })

@@ -55,7 +55,7 @@ pub(crate) fn look_up<T: Object>(handle: *const T, name: &str) -> Result<Arc<T>>
 }
 
 /// Takes an object back. Does nothing for what is no handle of its type.
-pub(crate) fn take_back<T: Object>(handle: *mut T) {
+pub(crate) fn reclaim<T: Object>(handle: *mut T) {
     let mut live = LIVE.write();
     let known = live.get(&handle.addr()).is_some_and(|entry| entry.name == T::NAME);
     let taken = if known { live.remove(&handle.addr()) } else { None };

@@ -116,7 +116,7 @@ pub unsafe extern "C" fn etkv_seq_cache_begin_step_shared(
     }
 }
 
-/// Takes back what was said of the next step.
+/// Withdraws what was said of the next step.
 ///
 /// # Safety
 /// Pointers are NULL or as the header says.

@@ -44,9 +44,9 @@ pub struct CacheConfig {
     /// The most positions that the cache holds.
     pub capacity: i32,
     /// The most tokens of one step in a cache with window layers, which keep so
-    /// much besides the window that a step can be taken back; and of the step that
-    /// passes `quantize_after`, which is stored in float before all is converted.
-    pub max_step: i32,
+    /// much besides the window that a step can be rolled back; and of the step that
+    /// passes `quantized_kv_start`, which is stored in float before all is converted.
+    pub max_step_tokens: i32,
     /// How buffers grow.
     pub growth: Growth,
     /// Storage of keys.
@@ -55,14 +55,14 @@ pub struct CacheConfig {
     pub v_format: KvFormat,
     /// Where there is one: rows are stored in `float_format` until the cache
     /// holds this many positions, and are then converted, once.
-    pub quantize_after: Option<i32>,
-    /// Storage of both before `quantize_after`.
+    pub quantized_kv_start: Option<i32>,
+    /// Storage of both before `quantized_kv_start`.
     pub float_format: KvFormat,
 }
 
 impl CacheConfig {
     /// The most tokens of a step where nothing else is asked for.
-    pub const DEFAULT_MAX_STEP: i32 = 512;
+    pub const DEFAULT_MAX_STEP_TOKENS: i32 = 512;
 
     /// A config of `n_layers` equal layers of full history with float16 storage.
     pub fn uniform(n_layers: usize, n_kv_heads: i32, head_dim: i32, capacity: i32) -> Self {
@@ -75,11 +75,11 @@ impl CacheConfig {
         Self {
             layers: vec![layer; n_layers],
             capacity,
-            max_step: Self::DEFAULT_MAX_STEP,
+            max_step_tokens: Self::DEFAULT_MAX_STEP_TOKENS,
             growth: Growth::default(),
             k_format: KvFormat::default(),
             v_format: KvFormat::default(),
-            quantize_after: None,
+            quantized_kv_start: None,
             float_format: KvFormat::default(),
         }
     }
@@ -98,14 +98,14 @@ impl CacheConfig {
             fail!(InvalidArgument, "a cache needs at least 1 layer");
         }
         at_least(1, "capacity", self.capacity)?;
-        at_least(1, "max_step", self.max_step)?;
+        at_least(1, "max_step_tokens", self.max_step_tokens)?;
         match self.growth {
             Growth::Doubling { first } => at_least(1, "min_chunk", first)?,
             Growth::Step { step } => at_least(1, "the growth step", step)?,
             Growth::Exact | Growth::Upfront => {}
         }
-        if let Some(tokens) = self.quantize_after {
-            at_least(1, "quantize_after", tokens)?;
+        if let Some(tokens) = self.quantized_kv_start {
+            at_least(1, "quantized_kv_start", tokens)?;
             if !self.float_format.is_float() {
                 fail!(
                     InvalidArgument,
@@ -143,9 +143,12 @@ impl CacheConfig {
     pub fn window(&self, policy: LayerPolicy) -> Option<Window> {
         match policy {
             LayerPolicy::Full => None,
-            LayerPolicy::Window { window, sinks } => {
-                Some(Window::new(window, sinks, self.max_step.min(self.capacity), self.capacity))
-            }
+            LayerPolicy::Window { window, sinks } => Some(Window::new(
+                window,
+                sinks,
+                self.max_step_tokens.min(self.capacity),
+                self.capacity,
+            )),
         }
     }
 
@@ -161,7 +164,7 @@ impl CacheConfig {
     /// The formats of keys and values in a cache that has grown to `length`
     /// positions.
     pub fn formats_at(&self, length: i32) -> [KvFormat; 2] {
-        match self.quantize_after {
+        match self.quantized_kv_start {
             Some(tokens) if length < tokens => [self.float_format; 2],
             _ => [self.k_format, self.v_format],
         }
@@ -216,7 +219,7 @@ impl CacheConfig {
             self.bytes_at(length, k_format, v_format).unwrap_or(u64::MAX)
         };
         let whole = at(self.capacity, self.formats_at(self.capacity));
-        match self.quantize_after {
+        match self.quantized_kv_start {
             // The floats may be larger than all that comes after them.
             Some(_) => whole.max(at(self.most_floats(), [self.float_format; 2])),
             None => whole,
@@ -224,10 +227,10 @@ impl CacheConfig {
     }
 
     /// The most positions that are ever stored in `float_format` before
-    /// `quantize_after`: a step is stored before it is converted.
+    /// `quantized_kv_start`: a step is stored before it is converted.
     pub(crate) fn most_floats(&self) -> i32 {
-        let before = self.quantize_after.map_or(0, |tokens| tokens.saturating_sub(1));
-        before.saturating_add(self.max_step).min(self.capacity)
+        let before = self.quantized_kv_start.map_or(0, |tokens| tokens.saturating_sub(1));
+        before.saturating_add(self.max_step_tokens).min(self.capacity)
     }
 
     fn bytes_at(&self, length: i32, k_format: KvFormat, v_format: KvFormat) -> Option<u64> {
@@ -280,7 +283,7 @@ mod tests {
         }
         let config = CacheConfig {
             layers: vec![windowed(i32::MAX, i32::MAX)],
-            max_step: i32::MAX,
+            max_step_tokens: i32::MAX,
             ..CacheConfig::uniform(1, 1, 1, i32::MAX)
         };
         assert_eq!(config.slots_for(config.layers[0].policy, i32::MAX), i32::MAX);
@@ -306,7 +309,7 @@ mod tests {
     fn a_window_ends_its_layers_growth() {
         let config = CacheConfig {
             layers: vec![windowed(100, 4)],
-            max_step: 10,
+            max_step_tokens: 10,
             ..CacheConfig::uniform(1, 1, 1, 10_000)
         };
         let slots = |length| config.slots_for(config.layers[0].policy, length);
@@ -318,7 +321,7 @@ mod tests {
     #[test]
     fn floats_count_until_they_are_converted() {
         let config = CacheConfig {
-            quantize_after: Some(100),
+            quantized_kv_start: Some(100),
             growth: Growth::Exact,
             ..CacheConfig::uniform(1, 1, 64, 1000).stored_as(KvFormat::RowInt4)
         };
@@ -326,7 +329,10 @@ mod tests {
         assert_eq!(config.estimate(100).allocated, 2 * 100 * 34);
         // A step of 512 tokens is stored as floats before all is converted.
         assert_eq!(config.at_capacity(), 2 * (99 + 512) * 128);
-        assert_eq!(CacheConfig { max_step: 1, ..config.clone() }.at_capacity(), 2 * 1000 * 34);
+        assert_eq!(
+            CacheConfig { max_step_tokens: 1, ..config.clone() }.at_capacity(),
+            2 * 1000 * 34
+        );
         assert_eq!(CacheConfig { capacity: 101, ..config }.at_capacity(), 2 * 101 * 128);
     }
 
@@ -348,7 +354,7 @@ mod tests {
             config.validate().unwrap_err().to_string()
         };
         assert_eq!(message(|c| c.capacity = 0), "capacity is 0, the least is 1");
-        assert_eq!(message(|c| c.max_step = 0), "max_step is 0, the least is 1");
+        assert_eq!(message(|c| c.max_step_tokens = 0), "max_step_tokens is 0, the least is 1");
         assert_eq!(
             message(|c| c.growth = Growth::Doubling { first: -1 }),
             "min_chunk is -1, the least is 1"
@@ -373,7 +379,7 @@ mod tests {
         );
         assert_eq!(
             message(|c| {
-                c.quantize_after = Some(8);
+                c.quantized_kv_start = Some(8);
                 c.float_format = KvFormat::Mxfp8;
             }),
             "float_format is mxfp8, it is f32, f16 or bf16"

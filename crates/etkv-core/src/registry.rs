@@ -73,7 +73,7 @@ impl BuilderRegistry {
     /// Makes a cache of this kind.
     ///
     /// # Errors
-    /// [`Kind`](Status::Kind) where nobody makes it, and the builder's own.
+    /// [`Kind`](Status::Kind) for an unknown kind, and the builder's own.
     pub fn build(&self, backend_id: &str, kind: &str, config: CacheConfig) -> Result<SharedCache> {
         let key = (backend_id.to_owned(), kind.to_owned());
         let builder = self.builders.read().get(&key).cloned();
@@ -82,7 +82,7 @@ impl BuilderRegistry {
             None => Err(Error::new(
                 Status::Kind,
                 format!(
-                    "nobody makes caches of kind `{kind}` for backend `{backend_id}`; known: {}",
+                    "unknown cache kind `{kind}` for backend `{backend_id}`; available: {}",
                     self.known()
                 ),
             )),

@@ -18,7 +18,7 @@ impl Session {
     /// key.
     ///
     /// # Errors
-    /// [`Kind`](crate::Status::Kind) for a kind that nobody makes, and the
+    /// [`Kind`](crate::Status::Kind) for an unknown kind, and the
     /// builder's own.
     pub fn new(
         builders: &BuilderRegistry,

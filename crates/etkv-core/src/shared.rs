@@ -45,7 +45,7 @@ impl SharedCache {
     /// change. Where the backend has a lock of its own, that is taken before.
     ///
     /// # Errors
-    /// [`Internal`](crate::Status::Internal) where the cache is broken, and
+    /// [`Internal`](crate::Status::Internal) where the cache is poisoned, and
     /// [`Step`](crate::Status::Step) where this thread has it already: the wait
     /// would have no end.
     pub fn lock(&self) -> Result<CacheGuard<'_>> {
@@ -107,7 +107,7 @@ impl<C: ?Sized> Shared<C> {
             }
             Err(_) => fail!(
                 Internal,
-                "the cache broke when a call on it failed by a defect; it can only be freed"
+                "the cache is poisoned: a call on it failed by a defect; it can only be freed"
             ),
         }
     }

@@ -68,7 +68,7 @@ impl<'a, S: Store> Step<'a, S> {
     ///   [`InvalidArgument`](crate::Status::InvalidArgument) where values that are no
     ///   numbers would reach other sequences. The step has not been.
     /// - [`Mlx`](crate::Status::Mlx) where rows that slide could not be moved: the
-    ///   cache is lost until it is cleared.
+    ///   cache is poisoned until it is cleared.
     pub fn commit(mut self, outputs: &[&S::Tensor]) -> Result<()> {
         self.eval(outputs)?;
         self.cache.commit()?;

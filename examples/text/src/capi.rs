@@ -247,12 +247,12 @@ unsafe fn read_message(message: &RawMessage) -> Result<Message> {
 /// # Safety
 /// `text` came from `etkv_text_open` and `ids` is writable, or they are NULL.
 #[no_mangle]
-pub unsafe extern "C" fn etkv_text_end_ids(text: *const Text, ids: *mut Ids) -> *mut c_char {
+pub unsafe extern "C" fn etkv_text_eos_token_ids(text: *const Text, ids: *mut Ids) -> *mut c_char {
     boundary(|| {
         // SAFETY: as the caller promises.
         let text = unsafe { borrow(text, "text") }?;
         // SAFETY: as the caller promises.
-        unsafe { store_ids(ids, text.end_ids()) }
+        unsafe { store_ids(ids, text.eos_token_ids()) }
     })
 }
 
@@ -390,7 +390,7 @@ mod tests {
             assert!(etkv_text_encode_chat(text, &message, 1, true, &mut ids).is_null());
             assert_eq!(*ids.data, fixture::START);
             etkv_text_ids_free(&mut ids);
-            assert!(etkv_text_end_ids(text, &mut ids).is_null());
+            assert!(etkv_text_eos_token_ids(text, &mut ids).is_null());
             assert_eq!((*ids.data, ids.length), (fixture::END, 1));
             etkv_text_ids_free(&mut ids);
             etkv_text_free(text);

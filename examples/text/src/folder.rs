@@ -137,7 +137,7 @@ mod tests {
     }
 
     #[test]
-    fn end_ids_are_one_or_a_list() {
+    fn eos_token_ids_are_one_or_a_list() {
         assert_eq!(ids(&json!(7)), Some(vec![7]));
         assert_eq!(ids(&json!([1, 2])), Some(vec![1, 2]));
         assert_eq!(ids(&json!(null)), None);

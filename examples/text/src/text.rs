@@ -13,7 +13,7 @@ pub struct Text {
     pub tokenizer: Arc<Tokenizer>,
     folder: Folder,
     template: Option<ChatTemplate>,
-    end_ids: Vec<u32>,
+    eos_token_ids: Vec<u32>,
 }
 
 impl Text {
@@ -36,7 +36,7 @@ impl Text {
             .chat_template
             .as_deref()
             .map(|source| ChatTemplate::new(source, folder.special_tokens.clone()));
-        let end_ids = match &folder.eos_token_ids {
+        let eos_token_ids = match &folder.eos_token_ids {
             Some(ids) => ids.clone(),
             None => folder
                 .special_tokens
@@ -45,7 +45,7 @@ impl Text {
                 .into_iter()
                 .collect(),
         };
-        Ok(Self { tokenizer: Arc::new(tokenizer), folder, template, end_ids })
+        Ok(Self { tokenizer: Arc::new(tokenizer), folder, template, eos_token_ids })
     }
 
     /// The ids of `text`; with the tokens that the tokenizer puts around a text
@@ -75,8 +75,8 @@ impl Text {
     }
 
     /// The ids that end an answer; none if the folder does not tell.
-    pub fn end_ids(&self) -> &[u32] {
-        &self.end_ids
+    pub fn eos_token_ids(&self) -> &[u32] {
+        &self.eos_token_ids
     }
 }
 
@@ -105,12 +105,12 @@ mod tests {
     }
 
     #[test]
-    fn end_ids_of_the_generation_config_go_first() {
+    fn eos_token_ids_of_the_generation_config_go_first() {
         let folder = fixture::folder();
-        assert_eq!(Text::open(folder.path()).unwrap().end_ids(), [fixture::END]);
+        assert_eq!(Text::open(folder.path()).unwrap().eos_token_ids(), [fixture::END]);
         fs::write(folder.path().join("generation_config.json"), r#"{"eos_token_id": [5, 6]}"#)
             .unwrap();
-        assert_eq!(Text::open(folder.path()).unwrap().end_ids(), [5, 6]);
+        assert_eq!(Text::open(folder.path()).unwrap().eos_token_ids(), [5, 6]);
     }
 
     #[test]

@@ -22,7 +22,7 @@ from etkv.export.request import ExportRequest
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-    from etkv.export.draft import DraftForward, Guess
+    from etkv.export.draft import DraftForward, FeaturePredictor
     from etkv.export.forward import Forward
 
 __all__ = ["EtkvError", "ExportRequest", "Progress", "export_program", "is_current"]
@@ -62,7 +62,7 @@ def export_program(request: ExportRequest, progress: Progress | None = None) -> 
         model = source.read_model(origin, config, request.dtype)
         rope.settle(model, settled.max_context)
         generation = source.generation_settings(origin, model, tokenizer)
-    guess = _guess(model, tokenizer, request.draft, generation, progress) if request.draft else None
+    predictor = _feature_predictor(model, tokenizer, request.draft, generation, progress) if request.draft else None
     if request.quantize is not None:
         with progress.step(f"quantizing to {request.quantize}"):
             lowering.quantize(model, request.quantize, settled.group_size)
@@ -76,9 +76,9 @@ def export_program(request: ExportRequest, progress: Progress | None = None) -> 
                 kept.write(model, tokenizer, generation)
 
         methods = lowering.constant_methods(request, settled, generation)
-        if guess is not None:
+        if predictor is not None:
             methods["get_draft_tap"] = config.get_text_config().num_hidden_layers - request.draft - 1
-        program = lowering.lower(_step(request, model, guess), settled, methods, progress)
+        program = lowering.lower(_step(request, model, predictor), settled, methods, progress)
 
         folder = request.output.parent
         with progress.step(f"writing {request.output}"), _writing(request.output):
@@ -117,30 +117,30 @@ def _import_tools() -> None:
         raise EtkvError(f"{error}; run pip install -r requirements.txt") from error
 
 
-def _guess(
+def _feature_predictor(
     model: PreTrainedModel,
     tokenizer: PreTrainedTokenizerBase,
     count: int,
     generation: dict[str, Any],
     progress: Progress,
-) -> Guess:
+) -> FeaturePredictor:
     """Fit what the last ``count`` layers of ``model`` are given, and leave these."""
     from etkv.export import draft
 
     starts = draft.starts(tokenizer, [generation.get("bos_token_id"), *generation["eos_token_id"]])
     with progress.step("fitting the draft on texts of the model"):
-        guess = draft.fit(model, len(layers.modules(model)) - count - 1, starts, progress)
+        predictor = draft.fit(model, len(layers.modules(model)) - count - 1, starts, progress)
         draft.cut(model, count)
-    return guess
+    return predictor
 
 
-def _step(request: ExportRequest, model: PreTrainedModel, guess: Guess | None) -> Forward | DraftForward:
+def _step(request: ExportRequest, model: PreTrainedModel, predictor: FeaturePredictor | None) -> Forward | DraftForward:
     """What is traced."""
     from etkv.export.draft import DraftForward
     from etkv.export.forward import Forward
 
     last = request.logits == "last"
-    return Forward(model, request.tap_layers, last) if guess is None else DraftForward(model, guess, last)
+    return Forward(model, request.tap_layers, last) if predictor is None else DraftForward(model, predictor, last)
 
 
 def _publish(scratch: Path, folder: Path, names: list[str], kept: hf_folder.Staged | None) -> None:

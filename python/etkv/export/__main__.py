@@ -99,7 +99,7 @@ def _parser() -> argparse.ArgumentParser:
         "--draft",
         type=int,
         metavar="N",
-        help="export the model's last N layers as a draft that is fed with features: those of the layer below, which "
+        help="export the model's last N layers as a draft fed with hidden states: those of the layer below, which "
         "the whole model gives with --tap-layers. What the layers get for a token that the model has not run is fitted "
         "on texts that the model makes, which takes minutes",
     )
@@ -108,14 +108,14 @@ def _parser() -> argparse.ArgumentParser:
         default="all",
         metavar="ROWS",
         help=f"rows of logits that a step gives, {' or '.join(LOGITS)}: one for each of its tokens, or the last "
-        "token's, which is all that plain decoding reads (default: all)",
+        "token's, which is all that decoding a token a step reads (default: all)",
     )
     parser.add_argument(
         "--tap-layers",
         type=_indices,
         default=(),
         metavar="I,J,...",
-        help="layers, from 0, whose outputs the program gives as well, side by side: features for a draft model",
+        help="layers, from 0, whose outputs the program gives as well, side by side: hidden states for a draft model",
     )
     parser.add_argument(
         "--keep-hf",

@@ -1,8 +1,9 @@
-"""Drafts that are fed with features: a model's last layers, behind a guess of what reaches them.
+"""Drafts that are fed with hidden states: a model's last layers, behind a predictor of what reaches them.
 
 A model that is tapped below its last layers hands on, for each token that it has run, all that these layers need. For a
-token that it has not run they are given a guess: a linear function of the token's embedding and of the features of the
-token before it. It is fitted by least squares, on text that the model itself makes.
+token that it has not run they are given the prediction of the feature predictor: a linear function of the token's
+embedding and of the hidden states of the token before it. It is fitted by least squares, on text that the model itself
+makes.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from etkv.export.forward import kept_rows, token_inputs
 from etkv.export.progress import Progress
 
 _TEXTS, _TOKENS, _AT_ONCE = 96, 192, 32
-"""Texts that the guess is fitted on, tokens that the model makes for each, and texts that are made at the same time."""
+"""Texts that the predictor is fitted on, tokens that the model makes for each, and texts made at the same time."""
 
 _FIRST = 4
 """Tokens at the start of a text that are not fitted: models keep much in the first that belongs to no token."""
@@ -28,30 +29,31 @@ _RIDGE = 1e-3
 """What is added to the squares of the inputs, as a part of their mean."""
 
 
-class Guess(torch.nn.Module):
-    """What a layer hands on for a token, ``[1, T, hidden]``, from its embedding and its parent's features."""
+class FeaturePredictor(torch.nn.Module):
+    """What a layer hands on for a token, ``[1, T, hidden]``, from its embedding and its parent's hidden states."""
 
     def __init__(self, weight: torch.Tensor, bias: torch.Tensor) -> None:
         super().__init__()
         self.linear = torch.nn.Linear(weight.shape[1], weight.shape[0])
         self.linear.weight.data, self.linear.bias.data = weight, bias
 
-    def forward(self, embedding: torch.Tensor, features: torch.Tensor) -> torch.Tensor:
-        return self.linear(_inputs(embedding, features))
+    def forward(self, embedding: torch.Tensor, hidden_states: torch.Tensor) -> torch.Tensor:
+        return self.linear(_inputs(embedding, hidden_states))
 
 
 class DraftForward(torch.nn.Module):
-    """``forward(input_ids [1, T], cache_position [T], features [1, T, hidden], known [1, T, 1])`` -> logits, features.
+    """Takes ``input_ids [1, T]``, ``cache_position [T]``, ``hidden_states [1, T, hidden]`` and ``known [1, T, 1]``.
 
-    A row of ``features`` is the token's own where ``known`` is 1, and that of the token before it where ``known`` is 0.
-    The features that come out are what the layers were given, a guess where the token's own were not known: they are
+    A row of ``hidden_states`` is the token's own where ``known`` is 1, and that of the token before it where ``known``
+    is 0. Returns logits and hidden states: what the layers were given, a prediction where the token's own were not
+    known. They are
     what the tokens after it need.
     """
 
-    def __init__(self, model: PreTrainedModel, guess: Guess, last_logits: bool = False) -> None:
+    def __init__(self, model: PreTrainedModel, predictor: FeaturePredictor, last_logits: bool = False) -> None:
         super().__init__()
         self.model = model
-        self.guess = guess
+        self.predictor = predictor
         self._rows = kept_rows(model, last_logits)
 
     def inputs(self, length: int) -> dict[str, torch.Tensor]:
@@ -59,15 +61,15 @@ class DraftForward(torch.nn.Module):
         hidden = self.model.config.get_text_config().hidden_size
         return {
             **token_inputs(length),
-            "features": torch.zeros((1, length, hidden), dtype=self.model.dtype),
+            "hidden_states": torch.zeros((1, length, hidden), dtype=self.model.dtype),
             "known": torch.zeros((1, length, 1), dtype=self.model.dtype),
         }
 
     def forward(
-        self, input_ids: torch.Tensor, cache_position: torch.Tensor, features: torch.Tensor, known: torch.Tensor
+        self, input_ids: torch.Tensor, cache_position: torch.Tensor, hidden_states: torch.Tensor, known: torch.Tensor
     ):
-        guessed = self.guess(self.model.get_input_embeddings()(input_ids), features)
-        given = guessed + known * (features - guessed)
+        predicted = self.predictor(self.model.get_input_embeddings()(input_ids), hidden_states)
+        given = predicted + known * (hidden_states - predicted)
         made = self.model(
             inputs_embeds=given,
             cache_position=cache_position,
@@ -108,8 +110,8 @@ def starts(tokenizer: PreTrainedTokenizerBase, first: list[int | None]) -> list[
     return [start for start in found if start]
 
 
-def fit(model: PreTrainedModel, tap: int, starts: list[list[int]], progress: Progress) -> Guess:
-    """The guess of what layer ``tap`` of ``model`` hands on.
+def fit(model: PreTrainedModel, tap: int, starts: list[list[int]], progress: Progress) -> FeaturePredictor:
+    """The predictor of what layer ``tap`` of ``model`` hands on.
 
     Of the texts that are made at the same time the first begin with the first of ``starts``, those after them with the
     next one, and the rest with the last.
@@ -125,22 +127,22 @@ def fit(model: PreTrainedModel, tap: int, starts: list[list[int]], progress: Pro
         for done in range(0, _TEXTS, _AT_ONCE):
             progress.note(f"... {done} of {_TEXTS} texts")
             start = starts[min(done // _AT_ONCE, len(starts) - 1)]
-            text, features = _texts(model, tap, start)
+            text, hidden_states = _texts(model, tap, start)
             embeddings = model.get_input_embeddings()(text)
-            x = _inputs(embeddings[:, _FIRST:], features[:, _FIRST - 1 : -1]).flatten(0, 1).double()
+            x = _inputs(embeddings[:, _FIRST:], hidden_states[:, _FIRST - 1 : -1]).flatten(0, 1).double()
             x = torch.cat([x, torch.ones(len(x), 1, dtype=x.dtype)], dim=1)
             squares += x.T @ x
-            products += x.T @ features[:, _FIRST:].flatten(0, 1).double()
+            products += x.T @ hidden_states[:, _FIRST:].flatten(0, 1).double()
     squares += _RIDGE * squares.diagonal().mean() * torch.eye(len(squares), dtype=squares.dtype)
     solved = torch.linalg.solve(squares, products).to(model.dtype)
-    return Guess(solved[:-1].T.contiguous(), solved[-1])
+    return FeaturePredictor(solved[:-1].T.contiguous(), solved[-1])
 
 
-def _inputs(embedding: torch.Tensor, features: torch.Tensor) -> torch.Tensor:
+def _inputs(embedding: torch.Tensor, hidden_states: torch.Tensor) -> torch.Tensor:
     """Both at the same scale, side by side."""
     size = (embedding.shape[-1],)
     norm = torch.nn.functional.rms_norm
-    return torch.cat([norm(embedding, size, eps=1e-6), norm(features, size, eps=1e-6)], dim=-1)
+    return torch.cat([norm(embedding, size, eps=1e-6), norm(hidden_states, size, eps=1e-6)], dim=-1)
 
 
 @contextlib.contextmanager

@@ -12,7 +12,7 @@ from etkv.export import layers
 
 
 class Forward(torch.nn.Module):
-    """``forward(input_ids [1, T], cache_position [T])`` -> logits, or logits and features.
+    """``forward(input_ids [1, T], cache_position [T])`` -> logits, or logits and hidden states.
 
     Logits are ``[1, T, vocabulary]``, or ``[1, 1, vocabulary]`` for the last token if ``last_logits`` is set. Features
     are there if there are ``taps``: ``[1, T, hidden * taps]``, what the layers of these indices hand on, side by side,

@@ -44,7 +44,7 @@ def constant_methods(request: ExportRequest, limits: Limits, generation: dict[st
 
     The first six are those of ExecuTorch's MLX exporter, ``get_bos_id`` and ``get_eos_ids`` those that ExecuTorch's own
     LLM runner reads. ``get_logits_rows`` is 0 for a row of logits a token, 1 for the last token's row alone;
-    ``get_tap_layers`` is there if there is an output of features. ``kv_cache.*`` says of the caches what the first four
+    ``get_tap_layers`` is there if hidden states are an output. ``kv_cache.*`` says of the caches what the first four
     do, and has a version.
     """
     import torch

@@ -48,7 +48,7 @@ class ExportRequest:
     receives the exported weights, dequantized, as a Hugging Face model.
 
     ``layers`` exports the model's first layers only, with its final norm and its head: a draft of the model.
-    ``draft`` exports its last layers, fed with the features of the layer below them. ``logits`` tells the rows of
+    ``draft`` exports its last layers, fed with the hidden states of the layer below them. ``logits`` tells the rows of
     logits that a step gives, ``all`` or ``last``. ``tap_layers`` are indices of layers, from 0; what these hand on
     becomes a second output of the program, side by side.
     """

@@ -17,7 +17,7 @@ from etkv.reference.attention import attention, check_dtypes, check_queries
 from etkv.reference.errors import at_least, integer, invalid
 from etkv.reference.limits import limits_of
 from etkv.reference.rows import Rows, RowStore, stack
-from etkv.reference.window import Sight, WindowLane
+from etkv.reference.window import Sight, WindowLayerGroup
 
 Given = tuple[Tensor, Tensor, Tensor]
 """Keys and values that queries attend to, and the mask."""
@@ -82,8 +82,8 @@ class ReferenceCache(ABC):
         self.config = config
         self._limits = limits_of(config)
         self._store = RowStore(config, self._limits)
-        self._lanes = {
-            sight: WindowLane(sight, self._limits.max_step, config.capacity)
+        self._groups = {
+            sight: WindowLayerGroup(sight, self._limits.max_step_tokens, config.capacity)
             for sight in dict.fromkeys(self._limits.sights)
             if sight.window
         }
@@ -134,8 +134,8 @@ class ReferenceCache(ABC):
         self._forget_all()
         self._store.clear()
         self._positions.clear()
-        for lane in self._lanes.values():
-            lane.clear()
+        for group in self._groups.values():
+            group.clear()
 
     def convert(self, k_format: str, v_format: str) -> None:
         """Stores what is there, and what comes, in other formats, until the cache is cleared."""
@@ -168,7 +168,7 @@ class ReferenceCache(ABC):
             check_dtypes(q=q.dtype, k=k.dtype, v=v.dtype, out_dtype=out_dtype)
             check_queries(q, k, v)
         except StatusError:
-            self.abandon()
+            self.abort()
             raise
         keys, values, mask = self.update_and_fetch(layer, k, v, positions)
         return attention(q, keys, values, mask, scale, out_dtype)
@@ -184,7 +184,7 @@ class ReferenceCache(ABC):
             positions = [integer("a position", position) for position in positions]
             had = self._step or self._last
             if had is None or had.positions != positions:
-                self.abandon()
+                self.abort()
                 return self._in_step(layer, k, v, positions)
             given = had.answer(layer, k, v)
             if given is not None:
@@ -193,17 +193,17 @@ class ReferenceCache(ABC):
                 self._begin_anew(had, layer)
             return self._in_step(layer, k, v, positions)
         except Exception:
-            self.abandon()
+            self.abort()
             raise
 
-    def abandon(self) -> None:
+    def abort(self) -> None:
         """The forward that is not finished, if there is one, has not been."""
         self._step = self._last = None
 
     def _begin_anew(self, had: Step, layer: int) -> None:
         """Begins a forward of the positions of another. Layers that have come for it already brought what they had
         brought before, and were taken for layers that share it."""
-        self.abandon()
+        self.abort()
         if had.again and layer not in had.again:
             self._step = self._plan(had.positions)
             self._step.calls = {other: call for other, call in had.calls.items() if other in had.again}
@@ -282,12 +282,13 @@ class ReferenceCache(ABC):
         self._last = None
 
     def _check_count(self, n_tokens: int) -> None:
-        """Refuses more tokens of a sequence than window layers can take back."""
-        for lane in self._lanes.values():
-            if lane.drops and n_tokens > lane.max_step:
+        """Refuses more tokens of a sequence than window layers can roll back."""
+        for group in self._groups.values():
+            if group.drops and n_tokens > group.max_step_tokens:
                 raise status_error(
                     Status.CAPACITY,
-                    f"a step of {n_tokens} tokens: the window layers take at most max_step, {lane.max_step}",
+                    f"a step of {n_tokens} tokens: the window layers take at most max_step_tokens, "
+                    f"{group.max_step_tokens}",
                 )
 
     def _check_floats(self, n_tokens: int, length: int) -> None:
@@ -297,12 +298,13 @@ class ReferenceCache(ABC):
             raise status_error(
                 Status.CAPACITY,
                 f"a step of {n_tokens} tokens would keep {length} positions in {self._limits.float_format.name}, the "
-                f"most is {most}: quantize_after less 1, and max_step {self._limits.max_step}; take smaller steps",
+                f"most is {most}: quantized_kv_start less 1, and max_step_tokens {self._limits.max_step_tokens}; "
+                "take smaller steps",
             )
 
     def _exact_from(self, sequence: int, positions: Sequence[int]) -> int:
         """The least position at which a query sees nothing of these positions of a sequence that is gone."""
-        return max((lane.exact_from(sequence, positions) for lane in self._lanes.values()), default=0)
+        return max((group.exact_from(sequence, positions) for group in self._groups.values()), default=0)
 
 
 def _same(rows: Tensor, others: Tensor) -> bool:

@@ -71,9 +71,9 @@ class ContiguousCache(ReferenceCache):
         def commit() -> None:
             self._cut(start)
             self._tokens += tokens
-            for lane in self._lanes.values():
-                lane.append(ONLY, positions)
-                lane.trim(ONLY, end)
+            for group in self._groups.values():
+                group.append(ONLY, positions)
+                group.trim(ONLY, end)
 
         return Step(positions, tokens, history, seen, commit)
 
@@ -88,8 +88,8 @@ class ContiguousCache(ReferenceCache):
 
     def _cut(self, length: int) -> None:
         del self._tokens[length:]
-        for lane in self._lanes.values():
-            lane.keep(ONLY, range(length))
+        for group in self._groups.values():
+            group.keep(ONLY, range(length))
 
     def _held(self) -> list[int]:
         return self._tokens

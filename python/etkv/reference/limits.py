@@ -10,7 +10,7 @@ from etkv.reference.errors import at_least, invalid
 from etkv.reference.formats import Format, format_of
 from etkv.reference.window import Sight
 
-DEFAULT_MAX_STEP = 512
+DEFAULT_MAX_STEP_TOKENS = 512
 """The most tokens of a step where nothing else is asked for."""
 
 _MOST = 2**31 - 1
@@ -21,18 +21,18 @@ class Limits:
     """A config that can be, as a cache uses it."""
 
     capacity: int
-    max_step: int
+    max_step_tokens: int
     formats: tuple[Format, Format]
     """Of keys and of values."""
     float_format: Format
-    quantize_after: int
+    quantized_kv_start: int
     sights: tuple[Sight, ...]
     """What of a sequence the queries of each layer see."""
 
     @property
     def most_floats(self) -> int:
-        """The most positions that are ever stored in ``float_format`` before ``quantize_after``."""
-        return min(max(self.quantize_after - 1, 0) + self.max_step, self.capacity)
+        """The most positions that are ever stored in ``float_format`` before ``quantized_kv_start``."""
+        return min(max(self.quantized_kv_start - 1, 0) + self.max_step_tokens, self.capacity)
 
 
 def limits_of(config: CacheConfig) -> Limits:
@@ -40,16 +40,16 @@ def limits_of(config: CacheConfig) -> Limits:
     if not config.layers:
         raise invalid("a cache needs at least 1 layer")
     at_least(1, "capacity", config.capacity)
-    for name in ("max_step", "min_chunk", "quantize_after"):
+    for name in ("max_step_tokens", "min_chunk", "quantized_kv_start"):
         at_least(0, name, getattr(config, name))
-    for name in ("capacity", "max_step", "min_chunk", "quantize_after"):
+    for name in ("capacity", "max_step_tokens", "min_chunk", "quantized_kv_start"):
         _at_most(name, getattr(config, name))
     if config.growth not in GROWTHS:
         raise invalid(f"growth is {config.growth!r}, it is one of {', '.join(GROWTHS)}")
     if config.min_chunk and config.growth not in ("doubling", "step"):
         raise invalid(f"min_chunk is {config.min_chunk}, for a growth that has no chunks")
     named = {name: _format(name, getattr(config, name)) for name in ("k_format", "v_format", "float_format")}
-    if config.quantize_after and not named["float_format"].is_float:
+    if config.quantized_kv_start and not named["float_format"].is_float:
         raise invalid(f"float_format is {config.float_format}, it is f32, f16 or bf16")
     formats = (named["k_format"], named["v_format"])
     for index, layer in enumerate(config.layers):
@@ -60,10 +60,10 @@ def limits_of(config: CacheConfig) -> Limits:
             raise invalid(f"layer {index}: {error}") from None
     return Limits(
         config.capacity,
-        config.max_step or DEFAULT_MAX_STEP,
+        config.max_step_tokens or DEFAULT_MAX_STEP_TOKENS,
         formats,
         named["float_format"],
-        config.quantize_after,
+        config.quantized_kv_start,
         tuple(Sight(layer.window, layer.sinks) for layer in config.layers),
     )
 

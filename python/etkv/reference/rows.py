@@ -31,7 +31,7 @@ class RowStore:
         """Forgets every row. The formats are those of the config again."""
         for layer in self._layers:
             layer.clear()
-        self.awaits_conversion = self._limits.quantize_after > 0
+        self.awaits_conversion = self._limits.quantized_kv_start > 0
         floats = (self._limits.float_format, self._limits.float_format)
         self.formats = floats if self.awaits_conversion else self._limits.formats
 
@@ -49,15 +49,15 @@ class RowStore:
         return [(keys[:, token], values[:, token]) for token in range(n_tokens)]
 
     def check_values(self, layer: int, v: Tensor) -> None:
-        """Refuses values that are no numbers as they are stored.
+        """Refuses values that are not finite as they are stored.
 
-        The native caches read what a mask hides with weight 0, and 0 times infinity is no number: one sequence would
+        The native caches read what a mask hides with weight 0, and 0 times infinity is NaN: one sequence would
         spoil the others.
         """
         stored_as = self.formats[1]
         if not torch.isfinite(stored_as.stored(v) if stored_as.is_float else v).all():
             raise invalid(
-                f"a value of this step is infinite or no number as {stored_as.name} (layer {layer}); other sequences "
+                f"a value of this step is not finite as {stored_as.name} (layer {layer}); other sequences "
                 "would come to read it"
             )
 
@@ -84,8 +84,8 @@ class RowStore:
         self._convert(wanted)
 
     def convert_at(self, length: int) -> None:
-        """The same to the formats of the config, if ``quantize_after`` has come with so many positions."""
-        if self.awaits_conversion and length >= self._limits.quantize_after:
+        """The same to the formats of the config, if ``quantized_kv_start`` has come with so many positions."""
+        if self.awaits_conversion and length >= self._limits.quantized_kv_start:
             self._convert(self._limits.formats)
 
     def _convert(self, wanted: tuple[Format, Format]) -> None:

@@ -86,7 +86,7 @@ class SeqCache(ReferenceCache):
         self._declare([tuple(members) for members in sequences])
 
     def cancel_step(self) -> None:
-        """Takes back what ``begin_step`` or ``begin_step_shared`` said, for a step that does not come."""
+        """Withdraws what ``begin_step`` or ``begin_step_shared`` said, for a step that does not come."""
         self._refuse_in_step("cancel what was said of the next")
         self._declared = None
 
@@ -119,8 +119,8 @@ class SeqCache(ReferenceCache):
                 f"sees; {least} is the least",
             )
         self._sequences[target] = {**known, **copied}
-        for lane in self._lanes.values():
-            lane.copy(source, target, begin, end)
+        for group in self._groups.values():
+            group.copy(source, target, begin, end)
 
     def seq_rm(self, sequence: int, begin: int = 0, end: int | None = None) -> None:
         """Takes the positions from ``begin`` up to ``end`` from a sequence, which begins at 0 again when nothing is
@@ -242,8 +242,8 @@ class SeqCache(ReferenceCache):
     def _append(self, sequence: int, position: int, token: int) -> None:
         """Makes a token of a step that is done part of a sequence."""
         self._sequences.setdefault(sequence, {})[position] = token
-        for lane in self._lanes.values():
-            lane.append(sequence, [position])
+        for group in self._groups.values():
+            group.append(sequence, [position])
 
     def _end_step(self, owners: list[Members]) -> None:
         self._declared = None
@@ -251,8 +251,8 @@ class SeqCache(ReferenceCache):
             self._trim(sequence)
 
     def _trim(self, sequence: int) -> None:
-        for lane in self._lanes.values():
-            lane.trim(sequence, self._next(sequence))
+        for group in self._groups.values():
+            group.trim(sequence, self._next(sequence))
 
     # ---- Inside ----------------------------------------------------------
 
@@ -291,9 +291,9 @@ class SeqCache(ReferenceCache):
 
     def _settle(self) -> None:
         self._sequences = {number: tokens for number, tokens in self._sequences.items() if tokens}
-        for lane in self._lanes.values():
-            for number in list(lane.held):
-                lane.keep(number, self._tokens(number))
+        for group in self._groups.values():
+            for number in list(group.held):
+                group.keep(number, self._tokens(number))
         super()._settle()
 
     def _forget_all(self) -> None:

@@ -28,24 +28,24 @@ class Sight:
 
 
 @dataclass
-class WindowLane:
+class WindowLayerGroup:
     """What the layers of one window still hold of each sequence in a native cache.
 
-    Rows are appended until another step of ``max_step`` tokens may not fit. Then all goes that is neither a sink, nor
-    in the window of the next query, nor in that of a query ``max_step`` positions before, so that a step of any legal
-    size can be taken back.
+    Rows are appended until another step of ``max_step_tokens`` tokens may not fit. Then all goes that is neither a
+    sink, nor in the window of the next query, nor in that of a query ``max_step_tokens`` positions before, so that a
+    step of any legal size can be rolled back.
     """
 
     sight: Sight
-    max_step: int
+    max_step_tokens: int
     """The most tokens of one sequence in a step."""
     capacity: int
     held: dict[int, set[int]] = field(default_factory=dict)
     """The positions of each sequence."""
 
     def __post_init__(self) -> None:
-        step, window = min(self.max_step, self.capacity), self.sight.window
-        self.max_step = step
+        step, window = min(self.max_step_tokens, self.capacity), self.sight.window
+        self.max_step_tokens = step
         self.slots = min(self.sight.sinks + window - 1 + 2 * step + max(step, window // 4), self.capacity)
 
     @property
@@ -66,8 +66,8 @@ class WindowLane:
     def trim(self, sequence: int, following: int) -> None:
         """A step of a sequence is done, whose next position is ``following``."""
         held = self.held.get(sequence, set())
-        if self.drops and len(held) > self.slots - self.max_step:
-            first_needed = following - (self.sight.window - 1) - self.max_step
+        if self.drops and len(held) > self.slots - self.max_step_tokens:
+            first_needed = following - (self.sight.window - 1) - self.max_step_tokens
             self.held[sequence] = {at for at in held if at < self.sight.sinks or at >= first_needed}
 
     def exact_from(self, sequence: int, positions: Iterable[int]) -> int:

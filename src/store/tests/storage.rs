@@ -141,7 +141,7 @@ fn rows_are_as_near_as_the_format_allows() {
 }
 
 /// Rows that no format but the widest holds become what is nearest, and neither
-/// they nor rows that are no numbers reach their neighbours.
+/// they nor rows of NaN reach their neighbours.
 #[test]
 fn rows_beyond_a_format_stay_by_themselves() {
     run(|| {

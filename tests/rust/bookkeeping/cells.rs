@@ -3,21 +3,21 @@
 use std::collections::{BTreeMap, BTreeSet};
 use std::ops::{Range, RangeInclusive};
 
-use etkv_core::bookkeeping::{CellsBookkeeping, LanePlan, MaskPlan, Move, Slots, Window};
+use etkv_core::bookkeeping::{CellsBookkeeping, LayerGroupPlan, MaskPlan, Move, Slots, Window};
 use etkv_core::Status;
 use etkv_tests::kept::Kept;
 use etkv_tests::model::{is_seen, Members, Model, Sight};
 use etkv_tests::shrink::{check, Case};
-use etkv_tests::slots::{Id, LaneSlots};
+use etkv_tests::slots::{Id, LayerGroupSlots};
 use etkv_tests::Rng;
 
 use super::agreed;
 
-/// `windows` has `(window, sinks)` for each lane but the first, which is full.
+/// `windows` has `(window, sinks)` for each layer group but the first, which is full.
 #[derive(Debug, Clone)]
 pub struct Config {
     pub capacity: i32,
-    pub max_step: i32,
+    pub max_step_tokens: i32,
     pub windows: Vec<(i32, i32)>,
 }
 
@@ -88,11 +88,11 @@ fn generate(rng: &mut Rng) -> Case<Config, Op> {
     let window = |rng: &mut Rng| (rng.pick(&[1, 2, 3, 8, 20, 64]), rng.pick(&[0, 0, 1, 4, 9]));
     let config = Config {
         capacity: rng.pick(&[1, 8, 30, 100, 300]),
-        max_step: rng.pick(&[1, 2, 7, 40]),
+        max_step_tokens: rng.pick(&[1, 2, 7, 40]),
         windows: (0..rng.below(3)).map(|_| window(rng)).collect(),
     };
     let n_sequences = rng.pick(&[1, 2, 4, 12]);
-    let longest = rng.pick(&[1, 3, config.max_step as usize, 40]);
+    let longest = rng.pick(&[1, 3, config.max_step_tokens as usize, 40]);
     let trees = rng.chance(0.6);
     let op = |rng: &mut Rng| {
         let any = |rng: &mut Rng| match rng.below(60) {
@@ -155,15 +155,15 @@ struct Run {
     model: Model,
     sights: Vec<Sight>,
     windows: Vec<Window>,
-    lanes: Vec<LaneSlots>,
-    /// For each lane but the first.
+    groups: Vec<LayerGroupSlots>,
+    /// For each layer group but the first.
     kept: Vec<Kept>,
 }
 
 impl Run {
     fn new(config: &Config) -> Self {
-        let &Config { capacity, max_step, ref windows } = config;
-        let step = max_step.min(capacity);
+        let &Config { capacity, max_step_tokens, ref windows } = config;
+        let step = max_step_tokens.min(capacity);
         let window = |&(window, sinks): &(i32, i32)| Window::new(window, sinks, step, capacity);
         let kept = |&(window, sinks): &(i32, i32)| Kept::new(window, sinks, step, capacity);
         let windows: Vec<Window> = windows.iter().map(window).collect();
@@ -173,7 +173,7 @@ impl Run {
             book: CellsBookkeeping::new(capacity, windows.iter().copied()),
             model: Model::new(capacity, limits.then_some(step)),
             sights: sights.collect(),
-            lanes: vec![LaneSlots::new(capacity); windows.len() + 1],
+            groups: vec![LayerGroupSlots::new(capacity); windows.len() + 1],
             kept: config.windows.iter().map(kept).collect(),
             windows,
         }
@@ -304,14 +304,14 @@ impl Run {
         let owners = owners.unwrap();
         self.check_cells(&owners, &plans[0].write);
         let ids = self.model.write(positions);
-        for (lane, plan) in plans.iter().enumerate() {
-            assert!(plan.needed() <= self.model.capacity, "lane {lane} reads past the capacity");
-            self.lanes[lane].write(plan, &ids);
-            self.check_read(lane, plan, &owners, &ids);
+        for (group, plan) in plans.iter().enumerate() {
+            assert!(plan.needed() <= self.model.capacity, "group {group} reads past the capacity");
+            self.groups[group].write(plan, &ids);
+            self.check_read(group, plan, &owners, &ids);
             for query in 0..ids.len() {
-                let expected = self.model.visible(self.sights[lane], &owners, &ids, query);
-                let shown = self.lanes[lane].shown(plan, query, ids.len());
-                assert_eq!(shown, expected, "lane {lane}, query {query}: {plan:?}");
+                let expected = self.model.visible(self.sights[group], &owners, &ids, query);
+                let shown = self.groups[group].shown(plan, query, ids.len());
+                assert_eq!(shown, expected, "group {group}, query {query}: {plan:?}");
             }
         }
         if abort {
@@ -331,7 +331,7 @@ impl Run {
         self.kept.iter_mut().for_each(|kept| kept.settle(&self.model));
     }
 
-    /// Window lanes hold what a step wrote, and slide. Those of trees do neither.
+    /// Window layer groups hold what a step wrote, and slide. Those of trees do neither.
     fn keep(&mut self, owners: &[Members], ids: &[Id]) {
         let carries_none = |sequence: &&i32| self.model.sequence(**sequence).tree.is_empty();
         for kept in &mut self.kept {
@@ -343,7 +343,7 @@ impl Run {
         }
     }
 
-    /// The least position at which no window lane lacks something of `range`.
+    /// The least position at which no window layer group lacks something of `range`.
     fn exact_from(&self, sequence: i32, range: &Range<i32>) -> i32 {
         let exact_from = |kept: &Kept| kept.exact_from(&self.model, sequence, range);
         self.kept.iter().map(exact_from).max().unwrap_or(0)
@@ -363,7 +363,7 @@ impl Run {
     /// The rows that a query of a sequence at `least` sees are where they were
     /// written or moved.
     fn check_held_at(&self, sequence: i32, least: i32) {
-        for (&sight, slots) in self.sights.iter().zip(&self.lanes) {
+        for (&sight, slots) in self.sights.iter().zip(&self.groups) {
             for id in self.model.sequence(sequence).tokens {
                 let at = self.model.position(id);
                 if at < least && is_seen(sight, least, at) {
@@ -378,7 +378,7 @@ impl Run {
     fn check_cells(&self, owners: &[Members], write: &Slots) {
         let live = self.model.live();
         let is_live = |id: &Option<Id>| id.is_some_and(|id| live.contains(&id));
-        let taken: Vec<bool> = self.lanes[0].ids().iter().map(is_live).collect();
+        let taken: Vec<bool> = self.groups[0].ids().iter().map(is_live).collect();
         let is_free = |mut cells: Range<usize>| cells.all(|at| taken.get(at) == Some(&false));
         let mut shares: BTreeMap<i32, Vec<i32>> = BTreeMap::new();
         for (members, cell) in owners.iter().zip(write.iter()) {
@@ -423,28 +423,28 @@ impl Run {
         }
     }
 
-    /// The cell of the last node of a sequence's tree in the first lane; without
+    /// The cell of the last node of a sequence's tree in the first layer group; without
     /// one its last cell where it is one run, and else that of its last token.
     fn tail(&self, sequence: i32) -> Option<usize> {
         let held = self.model.sequences().get(&sequence)?;
         let last = *held.all().last()?;
         if held.written() > 0 || !self.book.is_contiguous(sequence).unwrap() {
-            return self.lanes[0].slot_of(last);
+            return self.groups[0].slot_of(last);
         }
-        held.tokens.iter().filter_map(|&id| self.lanes[0].slot_of(id)).max()
+        held.tokens.iter().filter_map(|&id| self.groups[0].slot_of(id)).max()
     }
 
     /// Reads begin and end with what sequences of the step hold, or write. One
     /// sequence in one run, all of which the last query sees, takes no mask.
-    fn check_read(&self, lane: usize, plan: &LanePlan, owners: &[Members], ids: &[Id]) {
-        let slots = self.lanes[lane].ids();
+    fn check_read(&self, group: usize, plan: &LayerGroupPlan, owners: &[Members], ids: &[Id]) {
+        let slots = self.groups[group].ids();
         let (start, end) = (plan.read.start as usize, plan.read.end as usize);
         let members: BTreeSet<i32> = owners.iter().flatten().copied().collect();
         let held = members.iter().flat_map(|&sequence| self.model.sequence(sequence).all());
         let known: Vec<Id> = held.chain(ids.iter().copied()).collect();
         for edge in [start, end - 1] {
             let is_known = slots[edge].is_some_and(|id| known.contains(&id));
-            assert!(is_known, "lane {lane} reads slot {edge} for nobody: {plan:?}");
+            assert!(is_known, "group {group} reads slot {edge} for nobody: {plan:?}");
         }
         let (Some(&sequence), 1) = (members.first(), members.len()) else {
             return;
@@ -457,11 +457,11 @@ impl Run {
         let n_tokens = self.model.sequence(sequence).tokens.len();
         let is_tail_in_order = run.get(n_tokens..) == Some(&known[n_tokens..]);
         run.sort_unstable();
-        let seen = || self.model.visible(self.sights[lane], owners, ids, ids.len() - 1);
+        let seen = || self.model.visible(self.sights[group], owners, ids, ids.len() - 1);
         let is_known = known.iter().all(|id| run.binary_search(id).is_ok());
         if is_known && is_tail_in_order && seen() == run {
             let mask = if ids.len() == 1 { MaskPlan::None } else { MaskPlan::Causal };
-            assert_eq!((&plan.mask, plan.read.len()), (&mask, run.len()), "lane {lane}");
+            assert_eq!((&plan.mask, plan.read.len()), (&mask, run.len()), "group {group}");
         }
     }
 
@@ -497,14 +497,14 @@ impl Run {
             assert_eq!(before.rewindable_to(sequence), self.book.rewindable_to(sequence));
             assert_eq!(before.is_contiguous(sequence), self.book.is_contiguous(sequence));
         }
-        for lane in 0..self.lanes.len() {
-            assert_eq!(before.used(lane), self.book.used(lane));
+        for group in 0..self.groups.len() {
+            assert_eq!(before.used(group), self.book.used(group));
         }
     }
 
     fn relocate(&mut self, moves: &[Move]) {
-        for Move { lane, from, to } in moves {
-            self.lanes[*lane].relocate(from, to);
+        for Move { group, from, to } in moves {
+            self.groups[*group].relocate(from, to);
         }
     }
 
@@ -579,7 +579,7 @@ impl Run {
         }
         let refusals = self.model.accept_refusals(sequence, &accepted);
         let nodes: Vec<Id> = held.tree.iter().filter_map(|node| node.token).collect();
-        let mut cells: Vec<_> = nodes.iter().map(|&id| self.lanes[0].slot_of(id)).collect();
+        let mut cells: Vec<_> = nodes.iter().map(|&id| self.groups[0].slot_of(id)).collect();
         cells.sort_unstable();
         if let Some(moves) = agreed(self.book.commit_tree(sequence, &accepted), &refusals) {
             self.relocate(&moves);
@@ -589,7 +589,7 @@ impl Run {
                 kept.slide(&self.model, sequence);
             }
             for (&node, cell) in accepted.iter().zip(cells) {
-                let now = self.lanes[0].slot_of(nodes[node as usize]);
+                let now = self.groups[0].slot_of(nodes[node as usize]);
                 assert_eq!(now, cell, "node {node} is not in the first of the tree's cells");
             }
         }
@@ -598,13 +598,13 @@ impl Run {
     fn compact(&mut self) {
         let live = self.model.live().len();
         self.check_contiguous();
-        let fewest: Vec<_> = (0..self.lanes.len()).map(|lane| self.fewest(lane)).collect();
+        let fewest: Vec<_> = (0..self.groups.len()).map(|group| self.fewest(group)).collect();
         let moves = self.book.compact().unwrap();
-        for (lane, fewest) in fewest.into_iter().enumerate() {
-            let of_lane = moves.iter().filter(|one| one.lane == lane);
-            let moved: usize = of_lane.map(|one| one.from.len()).sum();
+        for (group, fewest) in fewest.into_iter().enumerate() {
+            let of_group = moves.iter().filter(|one| one.group == group);
+            let moved: usize = of_group.map(|one| one.from.len()).sum();
             if let Some(range) = fewest {
-                assert!(range.contains(&moved), "lane {lane}: {moved} of {range:?} rows move");
+                assert!(range.contains(&moved), "group {group}: {moved} of {range:?} rows move");
             }
         }
         self.relocate(&moves);
@@ -621,16 +621,16 @@ impl Run {
         }
     }
 
-    /// How many rows of a lane move where at most one sequence is no run, and none
+    /// How many rows of a layer group move where at most one sequence is no run, and none
     /// shares cells: the fewest that make it one, beside the others, with some room
     /// behind it. Those others make way if that is less, or leaves more room.
-    fn fewest(&self, lane: usize) -> Option<RangeInclusive<usize>> {
+    fn fewest(&self, group: usize) -> Option<RangeInclusive<usize>> {
         let sequences = self.model.sequences();
         let slots: Vec<Vec<i32>> = sequences
             .iter()
             .map(|(&sequence, held)| {
-                let kept = |id: &&Id| lane == 0 || self.kept[lane - 1].holds(sequence, **id);
-                let slot = |&id: &Id| self.lanes[lane].slot_of(id).unwrap() as i32;
+                let kept = |id: &&Id| group == 0 || self.kept[group - 1].holds(sequence, **id);
+                let slot = |&id: &Id| self.groups[group].slot_of(id).unwrap() as i32;
                 held.tokens.iter().filter(kept).map(slot).collect()
             })
             .collect();
@@ -642,7 +642,7 @@ impl Run {
         let stays = |slots: &[i32], start: i32| {
             let end = start + slots.len() as i32;
             // Windows are read without a mask where positions lie in order.
-            let stays = |(slot, place): &(&i32, i32)| match lane {
+            let stays = |(slot, place): &(&i32, i32)| match group {
                 0 => (start..end).contains(*slot),
                 _ => *slot == place,
             };
@@ -656,8 +656,8 @@ impl Run {
         let &[broken] = &broken[..] else {
             return broken.is_empty().then_some(0..=0);
         };
-        // A lane of several sequences may have grown.
-        if lane > 0 && slots.iter().filter(|slots| !slots.is_empty()).count() > 1 {
+        // A layer group of several sequences may have grown.
+        if group > 0 && slots.iter().filter(|slots| !slots.is_empty()).count() > 1 {
             return None;
         }
         let (len, size) = (broken.len() as i32, self.model.capacity);
@@ -667,8 +667,8 @@ impl Run {
         let most = starts.map(|start| (stays(broken, start), -start)).max()?;
         let fewest = broken.len() - most.0;
         match all == broken.len() {
-            true if lane == 0 => Some(fewest..=fewest),
-            true if len - most.1 + ROOM <= self.kept[lane - 1].slots() => Some(fewest..=fewest),
+            true if group == 0 => Some(fewest..=fewest),
+            true if len - most.1 + ROOM <= self.kept[group - 1].slots() => Some(fewest..=fewest),
             true => None,
             false => Some(1..=fewest + ROOM as usize),
         }
@@ -677,7 +677,7 @@ impl Run {
     fn check_contiguous(&self) {
         for (&sequence, held) in self.model.sequences() {
             let is_held = |id: &Option<Id>| id.is_some_and(|id| held.tokens.contains(&id));
-            let slots = self.lanes[0].ids();
+            let slots = self.groups[0].ids();
             let first = slots.iter().position(is_held).unwrap_or(0);
             let run = slots[first..].iter().take_while(|id| is_held(id)).count();
             let is_run = run == held.tokens.len();
@@ -687,10 +687,10 @@ impl Run {
 
     /// At least what the next query of each sequence sees is promised to be held,
     /// and the nodes of trees; at most so many positions of each.
-    fn check_used(&self, lane: usize) {
+    fn check_used(&self, group: usize) {
         let live = self.model.live().len() as i32;
-        let used = self.book.used(lane);
-        let Some((window, sinks)) = self.sights[lane] else {
+        let used = self.book.used(group);
+        let Some((window, sinks)) = self.sights[group] else {
             return assert_eq!(used, live);
         };
         let (mut seen, mut nodes, mut most) = (BTreeSet::new(), 0, 0);
@@ -699,17 +699,17 @@ impl Run {
             let is_seen = |id: &Id| is_seen(Some((window, sinks)), at, self.model.position(*id));
             seen.extend(held.tokens.iter().copied().filter(is_seen));
             nodes += held.written() as i32;
-            let slides = self.windows[lane - 1].slides();
-            let promised = sinks + window - 1 + self.windows[lane - 1].max_step();
+            let slides = self.windows[group - 1].slides();
+            let promised = sinks + window - 1 + self.windows[group - 1].max_step_tokens();
             most += (held.tokens.len() as i32).min(if slides { promised } else { i32::MAX });
         }
         let least = seen.len() as i32 + nodes;
         let range = least..=(most + nodes).min(live);
-        assert!(range.contains(&used), "lane {lane}: {used} of {range:?}");
+        assert!(range.contains(&used), "group {group}: {used} of {range:?}");
     }
 
     fn check(&self) {
-        (0..self.lanes.len()).for_each(|lane| self.check_used(lane));
+        (0..self.groups.len()).for_each(|group| self.check_used(group));
         let live: Vec<i32> = self.model.sequences().keys().copied().collect();
         assert_eq!(self.book.sequences(), live);
         assert_eq!(self.book.length(), self.model.live().len() as i32);
@@ -768,7 +768,7 @@ fn one_sequence_is_read_without_a_mask() {
         assert_eq!(plan.mask, if n == 1 { MaskPlan::None } else { MaskPlan::Causal });
         book.commit().unwrap();
         next += n;
-        // A tree whose chain is accepted, and a step that is taken back.
+        // A tree whose chain is accepted, and a step that is rolled back.
         book.propose(0, &[-1, 0, 0, 2, 1]).unwrap();
         book.plan(&[next, next + 1, next + 1, next + 2, next + 2]).unwrap();
         book.commit().unwrap();

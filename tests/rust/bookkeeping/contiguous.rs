@@ -4,16 +4,16 @@ use etkv_core::bookkeeping::{ContiguousBookkeeping, MaskPlan, Move, Window};
 use etkv_core::{Growth, Status};
 use etkv_tests::model::is_seen;
 use etkv_tests::shrink::{check, Case};
-use etkv_tests::slots::{Id, LaneSlots};
+use etkv_tests::slots::{Id, LayerGroupSlots};
 use etkv_tests::Rng;
 
 use super::agreed;
 
-/// `windows` has an entry a lane: none for full history, or `(window, sinks)`.
+/// `windows` has an entry a layer group: none for full history, or `(window, sinks)`.
 #[derive(Debug, Clone)]
 pub struct Config {
     pub capacity: i32,
-    pub max_step: i32,
+    pub max_step_tokens: i32,
     pub windows: Vec<Option<(i32, i32)>>,
 }
 
@@ -51,12 +51,12 @@ pub enum Op {
 
 pub fn generate(rng: &mut Rng) -> Case<Config, Op> {
     let capacity = rng.pick(&[1, 5, 30, 64, 150, 400]);
-    let lane = |rng: &mut Rng| {
+    let group = |rng: &mut Rng| {
         rng.chance(0.7).then(|| (rng.pick(&[1, 2, 3, 8, 20, 64]), rng.pick(&[0, 0, 1, 4, 9])))
     };
-    let windows = (0..1 + rng.below(3)).map(|_| lane(rng)).collect();
-    let config = Config { capacity, max_step: rng.pick(&[1, 2, 7, 40]), windows };
-    let longest = rng.pick(&[1, 3, config.max_step as usize, 40]);
+    let windows = (0..1 + rng.below(3)).map(|_| group(rng)).collect();
+    let config = Config { capacity, max_step_tokens: rng.pick(&[1, 2, 7, 40]), windows };
+    let longest = rng.pick(&[1, 3, config.max_step_tokens as usize, 40]);
     let op = |rng: &mut Rng| {
         let n = 1 + rng.below(longest) as i32;
         let place = rng.below(1000) as i32;
@@ -82,12 +82,12 @@ struct Run {
     capacity: i32,
     windows: Vec<Option<(i32, i32)>>,
     slides: Vec<Option<Window>>,
-    lanes: Vec<LaneSlots>,
-    /// For each lane, how far rows lie before where they were written.
+    groups: Vec<LayerGroupSlots>,
+    /// For each layer group, how far rows lie before where they were written.
     moved: Vec<i32>,
-    /// For each lane, the tokens that were written since it moved.
+    /// For each layer group, the tokens that were written since it moved.
     since_moved: Vec<i32>,
-    max_step: i32,
+    max_step_tokens: i32,
     /// The sequence: the token at each position.
     tokens: Vec<Id>,
     written: Id,
@@ -97,22 +97,22 @@ struct Run {
 
 impl Run {
     fn new(config: &Config) -> Self {
-        let Config { capacity, max_step, windows } = config.clone();
+        let Config { capacity, max_step_tokens, windows } = config.clone();
         let slides: Vec<Option<Window>> = windows
             .iter()
             .map(|window| {
-                window.map(|(window, sinks)| Window::new(window, sinks, max_step, capacity))
+                window.map(|(window, sinks)| Window::new(window, sinks, max_step_tokens, capacity))
             })
             .collect();
         Self {
             book: ContiguousBookkeeping::new(capacity, slides.clone()),
             capacity,
-            lanes: vec![LaneSlots::new(capacity); windows.len()],
+            groups: vec![LayerGroupSlots::new(capacity); windows.len()],
             moved: vec![0; windows.len()],
             since_moved: vec![i32::MAX; windows.len()],
             windows,
             slides,
-            max_step,
+            max_step_tokens,
             tokens: Vec::new(),
             written: 0,
             peak: 0,
@@ -130,19 +130,19 @@ impl Run {
     /// The least length whose next query finds the rows that it sees, counted from
     /// those that are there; 0 where it can be each.
     fn least(&self) -> i32 {
-        let least = |lane: usize| {
-            let (window, sinks) = self.windows[lane]?;
+        let least = |group: usize| {
+            let (window, sinks) = self.windows[group]?;
             let is_there = |&at: &i32| {
-                let slot = usize::try_from(at - self.moved[lane]).ok();
+                let slot = usize::try_from(at - self.moved[group]).ok();
                 slot.is_some_and(|slot| {
-                    self.lanes[lane].ids()[slot] == Some(self.tokens[at as usize])
+                    self.groups[group].ids()[slot] == Some(self.tokens[at as usize])
                 })
             };
             let n = (sinks..self.length()).rev().take_while(is_there).count() as i32;
             let first = self.length() - n;
             (first > sinks).then_some(first + window - 1)
         };
-        (0..self.lanes.len()).filter_map(least).max().unwrap_or(0)
+        (0..self.groups.len()).filter_map(least).max().unwrap_or(0)
     }
 
     fn refusals(&self, positions: &[i32]) -> Vec<Status> {
@@ -157,7 +157,7 @@ impl Run {
         }
         let n = positions.len() as i32;
         let fits = i64::from(start) + i64::from(n) <= i64::from(self.capacity);
-        if !fits || (self.any_slides() && n > self.max_step) {
+        if !fits || (self.any_slides() && n > self.max_step_tokens) {
             refusals.push(Status::Capacity);
         }
         refusals
@@ -174,24 +174,24 @@ impl Run {
         after.extend(&ids);
 
         let mut saved = Vec::new();
-        for (lane, slots) in self.lanes.iter_mut().enumerate() {
-            let displaced = self.book.displaced(lane, &plan);
+        for (group, slots) in self.groups.iter_mut().enumerate() {
+            let displaced = self.book.displaced(group, &plan);
             saved.push((displaced.start, slots.saved(displaced)));
-            let todo = self.book.lane(lane, &plan);
+            let todo = self.book.group(group, &plan);
             slots.write(&todo, &ids);
             for (query, &at) in positions.iter().enumerate() {
-                let sight = self.windows[lane];
+                let sight = self.windows[group];
                 let seen = |position: &usize| is_seen(sight, at, *position as i32);
                 let mut expected: Vec<Id> =
                     (0..after.len()).filter(seen).map(|position| after[position]).collect();
                 expected.sort_unstable();
                 let shown = slots.shown(&todo, query, ids.len());
-                assert_eq!(shown, expected, "query {query} of {positions:?} in lane {lane}");
+                assert_eq!(shown, expected, "query {query} of {positions:?} in group {group}");
             }
             assert!(!(ids.len() == 1 && todo.mask == MaskPlan::Causal), "{todo:?}");
             let is_explicit = matches!(todo.mask, MaskPlan::Explicit(_));
             let end = after.len() as i32;
-            match self.slides[lane] {
+            match self.slides[group] {
                 None => {
                     assert!(!is_explicit && todo.needed() <= end, "{todo:?}");
                 }
@@ -199,7 +199,7 @@ impl Run {
                     let is_one_run = ids.len() == 1 && window.sinks() == 0;
                     assert!(!(is_explicit && is_one_run), "{todo:?}");
                     let last = end - 1;
-                    let sees_all = (0..end).all(|at| is_seen(self.windows[lane], last, at));
+                    let sees_all = (0..end).all(|at| is_seen(self.windows[group], last, at));
                     assert!(!(is_explicit && sees_all), "a mask that hides nothing: {todo:?}");
                     let first = slots.shown(&todo, 0, ids.len());
                     let start = slots.ids()[todo.read.start as usize].unwrap();
@@ -210,7 +210,7 @@ impl Run {
             }
         }
         if abort {
-            for (slots, (start, rows)) in self.lanes.iter_mut().zip(saved) {
+            for (slots, (start, rows)) in self.groups.iter_mut().zip(saved) {
                 slots.restore(start, &rows);
             }
             return assert_eq!(self.book, before);
@@ -223,9 +223,9 @@ impl Run {
             self.moved.fill(0);
         }
         for moved in moves {
-            self.moved[moved.lane] +=
+            self.moved[moved.group] +=
                 moved.from.iter().next().unwrap() - moved.to.iter().next().unwrap();
-            self.lanes[moved.lane].relocate(&moved.from, &moved.to);
+            self.groups[moved.group].relocate(&moved.from, &moved.to);
             self.check_move(&moved, after.len() as i32);
         }
         let peak = if positions[0] == 0 { 0 } else { self.peak };
@@ -233,23 +233,23 @@ impl Run {
         self.peak = peak.max(self.length());
     }
 
-    /// A lane moves where the next step may not fit, no more than it has to hold,
+    /// A layer group moves where the next step may not fit, no more than it has to hold,
     /// and not again before as many tokens as `room` says.
     fn check_move(&mut self, moved: &Move, length: i32) {
-        let (window, sinks) = self.windows[moved.lane].unwrap();
-        let slots = self.slides[moved.lane].unwrap().slots();
-        assert!(moved.from.end() + self.max_step > slots, "{moved:?}: there is room");
-        assert_eq!(moved.to.end(), self.promised(moved.lane, length), "{moved:?}");
-        let room = self.max_step.max(window / 4);
-        let since = std::mem::take(&mut self.since_moved[moved.lane]);
+        let (window, sinks) = self.windows[moved.group].unwrap();
+        let slots = self.slides[moved.group].unwrap().slots();
+        assert!(moved.from.end() + self.max_step_tokens > slots, "{moved:?}: there is room");
+        assert_eq!(moved.to.end(), self.promised(moved.group, length), "{moved:?}");
+        let room = self.max_step_tokens.max(window / 4);
+        let since = std::mem::take(&mut self.since_moved[moved.group]);
         assert!(since > room, "{moved:?} after {since} tokens, sinks: {sinks}");
     }
 
-    /// Positions of a sequence of `length` that a lane has to hold.
-    fn promised(&self, lane: usize, length: i32) -> i32 {
-        match (self.slides[lane], self.windows[lane]) {
+    /// Positions of a sequence of `length` that a layer group has to hold.
+    fn promised(&self, group: usize, length: i32) -> i32 {
+        match (self.slides[group], self.windows[group]) {
             (Some(slides), Some((window, sinks))) if slides.slides() => {
-                length.min(sinks + window - 1 + self.max_step)
+                length.min(sinks + window - 1 + self.max_step_tokens)
             }
             _ => length,
         }
@@ -307,16 +307,17 @@ impl Run {
             let fits = n >= 0 && i64::from(length) + i64::from(n) <= i64::from(self.capacity);
             assert_eq!(self.book.can_extend(n), fits, "{n} more than {length}");
         }
-        for lane in 0..self.lanes.len() {
-            assert_eq!(self.book.used(lane), self.promised(lane, length), "lane {lane}");
+        for group in 0..self.groups.len() {
+            assert_eq!(self.book.used(group), self.promised(group, length), "group {group}");
         }
-        let promised = if self.any_slides() { (self.peak - self.max_step).max(0) } else { 0 };
+        let promised =
+            if self.any_slides() { (self.peak - self.max_step_tokens).max(0) } else { 0 };
         let least = self.least();
         assert_eq!(self.book.rewindable_to(), least);
         assert!((0..=promised).contains(&least), "{least}, promised are {promised}");
         self.step(&[], false);
         // What the next tokens will see.
-        for n in [1, 3.min(self.max_step)] {
+        for n in [1, 3.min(self.max_step_tokens)] {
             if self.book.can_extend(n) {
                 self.step(&Self::run_of(length, n), true);
             }

@@ -21,13 +21,13 @@ fn step(book: &mut CellsBookkeeping, sequences: &[i32], n: i32) -> (Vec<Slots>, 
     (writes, book.commit().unwrap())
 }
 
-/// The cells that one sequence's next `n` tokens get in the first lane.
+/// The cells that one sequence's next `n` tokens get in the first layer group.
 fn cells(book: &mut CellsBookkeeping, sequence: i32, n: i32) -> Slots {
     step(book, &[sequence], n).0.swap_remove(0)
 }
 
 fn moved(from: &[i32], to: &[i32]) -> Vec<Move> {
-    vec![Move { lane: 0, from: Slots::of(from), to: Slots::of(to) }]
+    vec![Move { group: 0, from: Slots::of(from), to: Slots::of(to) }]
 }
 
 #[test]
@@ -48,11 +48,11 @@ fn sequences_have_numbers_to_255() {
     assert!(book.begin_step(&[256]).is_err() && book.begin_step(&[-1]).is_err());
 }
 
-/// A lane that is about to slide uses all of its slots in turn.
+/// A layer group that is about to slide uses all of its slots in turn.
 #[test]
 fn a_full_window_has_all_of_its_slots() {
     let window = Window::new(8, 1, 3, 1000);
-    let most = window.slots() - window.max_step();
+    let most = window.slots() - window.max_step_tokens();
     assert_eq!(window.allocated(Growth::Exact, most), most);
     assert_eq!(window.allocated(Growth::Exact, most + 1), window.slots());
 }
@@ -77,7 +77,7 @@ fn a_window_of_one_sequence_is_one_run_that_moves_once_in_room_tokens() {
     for position in 0..500 {
         let plan = plain.plan(&[position]).unwrap();
         let plans = book.plan(&[position]).unwrap();
-        assert_eq!(plans[1], plain.lane(0, &plan), "position {position}");
+        assert_eq!(plans[1], plain.group(0, &plan), "position {position}");
         assert_eq!(plans[1].mask, MaskPlan::None);
         let moves: Vec<(Slots, Slots)> =
             book.commit().unwrap().into_iter().map(|one| (one.from, one.to)).collect();
@@ -192,7 +192,7 @@ fn windows_stay_in_order() {
     step(&mut book, &[0], 5);
     step(&mut book, &[0], 5);
     book.seq_rm(0, 2..4).unwrap();
-    let window = Move { lane: 1, from: Slots::Run(0..2), to: Slots::Run(2..4) };
+    let window = Move { group: 1, from: Slots::Run(0..2), to: Slots::Run(2..4) };
     assert_eq!(book.compact().unwrap(), [moved(&[8, 9], &[2, 3]), vec![window]].concat());
 }
 
@@ -268,7 +268,7 @@ fn a_long_run_does_not_make_way_for_a_short_sequence() {
 
 /// Room between sequences is for full history: it would cost windows memory.
 #[test]
-fn a_window_lane_takes_the_slots_of_its_sequences() {
+fn a_window_group_takes_the_slots_of_its_sequences() {
     let window = Window::new(8, 0, 3, 1000);
     let mut book = CellsBookkeeping::new(1000, [window]);
     for _ in 0..100 {

@@ -1,5 +1,5 @@
-//! What the layers of one window still hold of each sequence, told as plainly as
-//! can be: a set of tokens.
+//! What the layers of one window still hold of each sequence, in the simplest
+//! form: a set of tokens.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::ops::Range;
@@ -11,7 +11,7 @@ use crate::slots::Id;
 pub struct Kept {
     window: i32,
     sinks: i32,
-    max_step: i32,
+    max_step_tokens: i32,
     /// One sequence never takes more.
     slots: i32,
     capacity: i32,
@@ -19,10 +19,10 @@ pub struct Kept {
 }
 
 impl Kept {
-    pub fn new(window: i32, sinks: i32, max_step: i32, capacity: i32) -> Self {
-        let room = max_step.max(window / 4);
-        let slots = (sinks + window - 1 + 2 * max_step + room).min(capacity);
-        Self { window, sinks, max_step, slots, capacity, held: BTreeMap::new() }
+    pub fn new(window: i32, sinks: i32, max_step_tokens: i32, capacity: i32) -> Self {
+        let room = max_step_tokens.max(window / 4);
+        let slots = (sinks + window - 1 + 2 * max_step_tokens + room).min(capacity);
+        Self { window, sinks, max_step_tokens, slots, capacity, held: BTreeMap::new() }
     }
 
     pub fn slots(&self) -> i32 {
@@ -41,8 +41,8 @@ impl Kept {
             return;
         };
         let room = self.slots - held.len() as i32;
-        if self.slots < self.capacity && room < self.max_step {
-            let first = model.next(sequence) - (self.window - 1) - self.max_step;
+        if self.slots < self.capacity && room < self.max_step_tokens {
+            let first = model.next(sequence) - (self.window - 1) - self.max_step_tokens;
             let gone = self.sinks..first.max(self.sinks);
             held.retain(|&id| !gone.contains(&model.position(id)));
         }

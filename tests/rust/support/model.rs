@@ -1,6 +1,6 @@
-//! What a cache of sequences is to hold, told as plainly as can be: every token
+//! What a cache of sequences is to hold, in the simplest form: every token
 //! that was ever written has a position, a sequence is a list of tokens, a tree is
-//! a list of nodes. No cells, no runs, no lanes.
+//! a list of nodes. No cells, no runs, no layer groups.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::ops::Range;
@@ -73,7 +73,7 @@ pub type Members = Vec<i32>;
 pub struct Model {
     pub capacity: i32,
     /// The most tokens of one sequence in a step, where windows limit them.
-    pub max_step: Option<i32>,
+    pub max_step_tokens: Option<i32>,
     /// Of every token that was ever written, also by steps that came to nothing.
     positions: Vec<i32>,
     /// Those that hold tokens or carry trees.
@@ -82,10 +82,10 @@ pub struct Model {
 }
 
 impl Model {
-    pub fn new(capacity: i32, max_step: Option<i32>) -> Self {
+    pub fn new(capacity: i32, max_step_tokens: Option<i32>) -> Self {
         Self {
             capacity,
-            max_step,
+            max_step_tokens,
             positions: Vec::new(),
             sequences: BTreeMap::new(),
             declared: None,
@@ -203,7 +203,7 @@ impl Model {
             if self.has_tree(sequence) && n < self.sequences[&sequence].pending() {
                 refusals.push(Status::InvalidArgument);
             }
-            if self.max_step.is_some_and(|most| n > most as usize) {
+            if self.max_step_tokens.is_some_and(|most| n > most as usize) {
                 refusals.push(Status::Capacity);
             }
         }

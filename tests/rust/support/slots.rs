@@ -1,23 +1,23 @@
 //! What a cache does with plans, on the ids of tokens in place of their rows.
 
-use etkv_core::bookkeeping::{LanePlan, MaskPlan, Slots};
+use etkv_core::bookkeeping::{LayerGroupPlan, MaskPlan, Slots};
 
 /// The number of a token that was ever written; no two have the same.
 pub type Id = usize;
 
-/// The slots of one lane.
+/// The slots of one layer group.
 #[derive(Clone)]
-pub struct LaneSlots {
+pub struct LayerGroupSlots {
     slots: Vec<Option<Id>>,
 }
 
-impl LaneSlots {
+impl LayerGroupSlots {
     pub fn new(n: i32) -> Self {
         Self { slots: vec![None; n as usize] }
     }
 
     /// Writes the rows of a step.
-    pub fn write(&mut self, plan: &LanePlan, ids: &[Id]) {
+    pub fn write(&mut self, plan: &LayerGroupPlan, ids: &[Id]) {
         let targets = distinct(&plan.write);
         assert_eq!(targets.len(), ids.len(), "a slot for each token");
         if let MaskPlan::Explicit(mask) = &plan.mask {
@@ -64,7 +64,7 @@ impl LaneSlots {
     }
 
     /// The tokens that a plan shows to query `query` of `n_queries`, sorted.
-    pub fn shown(&self, plan: &LanePlan, query: usize, n_queries: usize) -> Vec<Id> {
+    pub fn shown(&self, plan: &LayerGroupPlan, query: usize, n_queries: usize) -> Vec<Id> {
         let read = &self.slots[plan.read.start as usize..plan.read.end as usize];
         let is_shown = |offset: usize| match &plan.mask {
             MaskPlan::None => true,

@@ -4,23 +4,23 @@
 use std::ops::Range;
 
 use super::plan::mask_len;
-use super::{LanePlan, MaskPlan, Move, Slots, Window};
+use super::{LayerGroupPlan, MaskPlan, Move, Slots, Window};
 use crate::error::{fail, Result};
 
-/// The length of one sequence of at most `capacity` positions, and what its lanes
+/// The length of one sequence of at most `capacity` positions, and what its layer groups
 /// still hold of it.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct ContiguousBookkeeping {
     capacity: i32,
     length: i32,
-    lanes: Vec<Lane>,
+    groups: Vec<LayerGroup>,
     /// Counts what was done to it, so that a plan knows whether it is still one.
     changes: u64,
 }
 
 /// The layers of one policy.
 #[derive(Debug, Clone, PartialEq, Eq)]
-struct Lane {
+struct LayerGroup {
     window: Option<Window>,
     /// Positions that are gone, between the sinks and what is held.
     dropped: i32,
@@ -62,11 +62,11 @@ impl ContiguousPlan {
 }
 
 impl ContiguousBookkeeping {
-    /// An empty sequence of at most `capacity` positions, in lanes of full history
+    /// An empty sequence of at most `capacity` positions, in layer groups of full history
     /// (none) or of a window.
-    pub fn new(capacity: i32, lanes: impl IntoIterator<Item = Option<Window>>) -> Self {
-        let lanes = lanes.into_iter().map(|window| Lane { window, dropped: 0 }).collect();
-        Self { capacity, length: 0, lanes, changes: 0 }
+    pub fn new(capacity: i32, groups: impl IntoIterator<Item = Option<Window>>) -> Self {
+        let groups = groups.into_iter().map(|window| LayerGroup { window, dropped: 0 }).collect();
+        Self { capacity, length: 0, groups, changes: 0 }
     }
 
     /// The most positions that it holds.
@@ -79,12 +79,12 @@ impl ContiguousBookkeeping {
         self.length
     }
 
-    /// Positions of one lane that it promises to hold.
+    /// Positions of one layer group that it promises to hold.
     ///
     /// # Panics
-    /// For a lane that there is not.
-    pub fn used(&self, lane: usize) -> i32 {
-        self.lanes[lane].window.map_or(self.length, |window| window.held(self.length))
+    /// For a layer group that there is not.
+    pub fn used(&self, group: usize) -> i32 {
+        self.groups[group].window.map_or(self.length, |window| window.held(self.length))
     }
 
     /// Whether `n` more positions fit; negative `n` never do.
@@ -93,9 +93,9 @@ impl ContiguousBookkeeping {
     }
 
     /// The least length, apart from 0, that the sequence can go back to with every
-    /// lane holding all that a query there sees.
+    /// layer group holding all that a query there sees.
     pub fn rewindable_to(&self) -> i32 {
-        self.lanes.iter().map(Lane::rewindable_to).max().unwrap_or(0)
+        self.groups.iter().map(LayerGroup::rewindable_to).max().unwrap_or(0)
     }
 
     /// Plans a step whose tokens have these positions. They are one run of
@@ -108,7 +108,7 @@ impl ContiguousBookkeeping {
     ///   the sequence, positions that are not consecutive, or a rewind below
     ///   [`rewindable_to`](Self::rewindable_to).
     /// - [`Capacity`](crate::Status::Capacity): the run ends past the capacity, is
-    ///   more than window lanes take in a step, or takes a mask of more elements
+    ///   more than window layer groups take in a step, or takes a mask of more elements
     ///   than an array has.
     pub fn plan(&self, positions: &[i32]) -> Result<ContiguousPlan> {
         let Some(&start) = positions.first() else {
@@ -148,46 +148,49 @@ impl ContiguousBookkeeping {
         // `end` is at most `capacity`, an i32.
         let plan =
             ContiguousPlan { start, end: end as i32, length: self.length, changes: self.changes };
-        for (lane, state) in self.lanes.iter().enumerate() {
+        for (group, state) in self.groups.iter().enumerate() {
             let Some(window) = state.window else {
                 continue;
             };
             window.check_step(plan.n_tokens())?;
-            if let (read, Sight::Windows) = self.read(lane, &plan) {
+            if let (read, Sight::Windows) = self.read(group, &plan) {
                 mask_len(plan.n_tokens() as usize, read.len())?;
             }
         }
         Ok(plan)
     }
 
-    /// What a plan that is not stale does to the slots of one lane. Lanes have the
+    /// What a plan that is not stale does to the slots of one layer group. Layer groups have the
     /// numbers in which they were given to [`new`](Self::new), from 0 on.
     ///
     /// # Panics
-    /// For a lane that there is not, as [`used`](Self::used) and
+    /// For a layer group that there is not, as [`used`](Self::used) and
     /// [`displaced`](Self::displaced) do.
-    pub fn lane(&self, lane: usize, plan: &ContiguousPlan) -> LanePlan {
-        let dropped = self.dropped(lane, plan);
+    pub fn group(&self, group: usize, plan: &ContiguousPlan) -> LayerGroupPlan {
+        let dropped = self.dropped(group, plan);
         let write = Slots::Run(plan.start - dropped..plan.end - dropped);
-        let (read, sight) = self.read(lane, plan);
+        let (read, sight) = self.read(group, plan);
         let mask = match sight {
             Sight::All => MaskPlan::None,
             Sight::Causal => MaskPlan::Causal,
-            Sight::Windows => MaskPlan::Explicit(self.windows(lane, plan, &read)),
+            Sight::Windows => MaskPlan::Explicit(self.windows(group, plan, &read)),
         };
-        LanePlan { write, read, mask }
+        LayerGroupPlan { write, read, mask }
     }
 
-    /// [`lane`](Self::lane) for all of them.
-    pub fn lanes<'a>(&'a self, plan: &'a ContiguousPlan) -> impl Iterator<Item = LanePlan> + 'a {
-        (0..self.lanes.len()).map(|lane| self.lane(lane, plan))
+    /// [`group`](Self::group) for all of them.
+    pub fn groups<'a>(
+        &'a self,
+        plan: &'a ContiguousPlan,
+    ) -> impl Iterator<Item = LayerGroupPlan> + 'a {
+        (0..self.groups.len()).map(|group| self.group(group, plan))
     }
 
-    /// The slots of a lane that a plan reads, and what of them its queries see.
-    fn read(&self, lane: usize, plan: &ContiguousPlan) -> (Range<i32>, Sight) {
-        let end = plan.end - self.dropped(lane, plan);
+    /// The slots of a layer group that a plan reads, and what of them its queries see.
+    fn read(&self, group: usize, plan: &ContiguousPlan) -> (Range<i32>, Sight) {
+        let end = plan.end - self.dropped(group, plan);
         let causal = if plan.n_tokens() == 1 { Sight::All } else { Sight::Causal };
-        let Some(window) = self.lanes[lane].window else {
+        let Some(window) = self.groups[group].window else {
             return (0..end, causal);
         };
         if window.first_seen(plan.end - 1) <= window.sinks() {
@@ -196,15 +199,15 @@ impl ContiguousBookkeeping {
         if window.sinks() > 0 {
             return (0..end, Sight::Windows);
         }
-        let first = window.first_seen(plan.start) - self.dropped(lane, plan);
+        let first = window.first_seen(plan.start) - self.dropped(group, plan);
         let sight = if plan.n_tokens() == 1 { Sight::All } else { Sight::Windows };
         (first..end, sight)
     }
 
     /// The mask of a window over the slots in `read`.
-    fn windows(&self, lane: usize, plan: &ContiguousPlan, read: &Range<i32>) -> Vec<u8> {
-        let dropped = self.dropped(lane, plan);
-        let Some(window) = self.lanes[lane].window else {
+    fn windows(&self, group: usize, plan: &ContiguousPlan, read: &Range<i32>) -> Vec<u8> {
+        let dropped = self.dropped(group, plan);
+        let Some(window) = self.groups[group].window else {
             return Vec::new();
         };
         let mut mask = vec![0; read.len() * plan.n_tokens() as usize];
@@ -220,27 +223,27 @@ impl ContiguousBookkeeping {
         mask
     }
 
-    /// The slots of one lane whose present rows a plan that is not stale writes
+    /// The slots of one layer group whose present rows a plan that is not stale writes
     /// over.
     ///
     /// # Panics
-    /// For a lane that there is not.
-    pub fn displaced(&self, lane: usize, plan: &ContiguousPlan) -> Range<i32> {
-        let dropped = self.dropped(lane, plan);
+    /// For a layer group that there is not.
+    pub fn displaced(&self, group: usize, plan: &ContiguousPlan) -> Range<i32> {
+        let dropped = self.dropped(group, plan);
         let positions = plan.displaced();
         positions.start - dropped..positions.end - dropped
     }
 
     /// A step from 0 on has all the slots.
-    fn dropped(&self, lane: usize, plan: &ContiguousPlan) -> i32 {
+    fn dropped(&self, group: usize, plan: &ContiguousPlan) -> i32 {
         if plan.start == 0 {
             0
         } else {
-            self.lanes[lane].dropped
+            self.groups[group].dropped
         }
     }
 
-    /// Makes a plan so: the sequence ends where its step ended. Lanes without room
+    /// Makes a plan so: the sequence ends where its step ended. Layer groups without room
     /// for another step drop what they need no more; their rows move as returned.
     ///
     /// # Errors
@@ -262,11 +265,11 @@ impl ContiguousBookkeeping {
             self.restart();
         }
         self.length = plan.end;
-        let slide = |(lane, state): (usize, &mut Lane)| {
+        let slide = |(group, state): (usize, &mut LayerGroup)| {
             let Move { from, to, .. } = state.slide(plan.end)?;
-            Some(Move { lane, from, to })
+            Some(Move { group, from, to })
         };
-        Ok(self.lanes.iter_mut().enumerate().filter_map(slide).collect())
+        Ok(self.groups.iter_mut().enumerate().filter_map(slide).collect())
     }
 
     /// Forgets the positions from `length` on.
@@ -312,11 +315,11 @@ impl ContiguousBookkeeping {
     }
 
     fn restart(&mut self) {
-        self.lanes.iter_mut().for_each(|lane| lane.dropped = 0);
+        self.groups.iter_mut().for_each(|group| group.dropped = 0);
     }
 }
 
-impl Lane {
+impl LayerGroup {
     fn rewindable_to(&self) -> i32 {
         match self.window {
             Some(window) if self.dropped > 0 => window.rewindable_to(window.sinks() + self.dropped),
@@ -324,14 +327,14 @@ impl Lane {
         }
     }
 
-    /// Drops what a sequence of `length` needs no more, if the lane is full.
+    /// Drops what a sequence of `length` needs no more, if the layer group is full.
     fn slide(&mut self, length: i32) -> Option<Move> {
         let window = self.window.filter(|window| window.is_full(length - self.dropped))?;
         let first = window.first_needed(length).max(window.sinks());
         let from = first - self.dropped..length - self.dropped;
         self.dropped = first - window.sinks();
         let to = first - self.dropped..length - self.dropped;
-        Some(Move { lane: 0, from: Slots::Run(from), to: Slots::Run(to) })
+        Some(Move { group: 0, from: Slots::Run(from), to: Slots::Run(to) })
     }
 }
 

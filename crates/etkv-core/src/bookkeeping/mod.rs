@@ -10,5 +10,5 @@ mod window;
 
 pub use cells::{CellsBookkeeping, MAX_SEQUENCES};
 pub use contiguous::{ContiguousBookkeeping, ContiguousPlan};
-pub use plan::{LanePlan, MaskPlan, Move, Slots};
+pub use plan::{LayerGroupPlan, MaskPlan, Move, Slots};
 pub use window::Window;

@@ -1,7 +1,7 @@
-//! What a step does to the slots of one lane: integers that a cache hands to its
+//! What a step does to the slots of one layer group: integers that a cache hands to its
 //! pools.
 //!
-//! A *lane* is the layers of one policy. They keep the same positions in the same
+//! A *layer group* is the layers of one policy. They keep the same positions in the same
 //! slots, so they share one plan and one mask.
 
 use std::ops::Range;
@@ -88,9 +88,9 @@ pub fn mask_len(n_tokens: usize, width: usize) -> Result<usize> {
     }
 }
 
-/// What a step does to the slots of one lane.
+/// What a step does to the slots of one layer group.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub struct LanePlan {
+pub struct LayerGroupPlan {
     /// Where the rows of the step's tokens go, in their order.
     pub write: Slots,
     /// What attention reads.
@@ -99,19 +99,19 @@ pub struct LanePlan {
     pub mask: MaskPlan,
 }
 
-impl LanePlan {
+impl LayerGroupPlan {
     /// Slots that have to be allocated.
     pub fn needed(&self) -> i32 {
         self.read.end.max(self.write.end())
     }
 }
 
-/// Rows of one lane that move from some slots to others; the two lists may
+/// Rows of one layer group that move from some slots to others; the two lists may
 /// overlap, and name no slot twice.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Move {
-    /// The lane.
-    pub lane: usize,
+    /// The layer group.
+    pub group: usize,
     /// Where they are.
     pub from: Slots,
     /// Where they go, in the same order.

@@ -50,7 +50,7 @@ impl<S: Store> CellsCache<S> {
         Ok(Self { kind, book, storage, open: false })
     }
 
-    /// The positions that count for `quantize_after`: candidates do not.
+    /// The positions that count for `quantized_kv_start`: candidates do not.
     fn counted(&self) -> i32 {
         self.book.length() - self.book.candidates()
     }
@@ -109,7 +109,7 @@ impl<S: Store> Cache for CellsCache<S> {
     }
 
     fn memory(&self) -> Memory {
-        self.storage.memory(|lane| self.book.used(lane), self.config().at_capacity_shared())
+        self.storage.memory(|group| self.book.used(group), self.config().at_capacity_shared())
     }
 
     fn formats(&self) -> [KvFormat; 2] {
@@ -224,8 +224,8 @@ impl<S: Store> AttendCache for CellsCache<S> {
     }
 
     fn update_and_fetch(&mut self, layer: usize, k: &S::Tensor, v: &S::Tensor) -> Result<Spec<S>> {
-        let lane = self.storage.lane(layer)?;
-        let Some(plan) = self.book.plans().get(lane) else {
+        let group = self.storage.group(layer)?;
+        let Some(plan) = self.book.plans().get(group) else {
             fail!(Step, "no step is open on this cache");
         };
         self.storage.update_and_fetch(layer, k, v, plan)
@@ -251,7 +251,7 @@ impl<S: Store> AttendCache for CellsCache<S> {
         if self.open {
             self.open = false;
             let plans = self.book.plans();
-            self.storage.abort(|lane| plans.get(lane).map(|plan| plan.write.clone()));
+            self.storage.abort(|group| plans.get(group).map(|plan| plan.write.clone()));
             self.book.abort();
         }
     }

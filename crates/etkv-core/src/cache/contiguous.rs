@@ -2,7 +2,7 @@
 
 use super::storage::Storage;
 use super::{AttendCache, Cache};
-use crate::bookkeeping::{ContiguousBookkeeping, ContiguousPlan, LanePlan, Slots};
+use crate::bookkeeping::{ContiguousBookkeeping, ContiguousPlan, LayerGroupPlan, Slots};
 use crate::config::CacheConfig;
 use crate::error::{fail, Result};
 use crate::format::KvFormat;
@@ -14,8 +14,8 @@ pub struct ContiguousCache<S: Store> {
     book: ContiguousBookkeeping,
     storage: Storage<S>,
     step: Option<ContiguousPlan>,
-    /// What the open step does to each lane: made once, for all layers of it.
-    plans: Vec<LanePlan>,
+    /// What the open step does to each layer group: made once, for all layers of it.
+    plans: Vec<LayerGroupPlan>,
 }
 
 impl<S: Store> ContiguousCache<S> {
@@ -32,8 +32,8 @@ impl<S: Store> ContiguousCache<S> {
         config.validate()?;
         let capacity = config.capacity;
         let storage = Storage::new(config, false)?;
-        let lanes = std::iter::once(None).chain(storage.windows().map(Some));
-        let book = ContiguousBookkeeping::new(capacity, lanes);
+        let groups = std::iter::once(None).chain(storage.windows().map(Some));
+        let book = ContiguousBookkeeping::new(capacity, groups);
         Ok(Self { book, storage, step: None, plans: Vec::new() })
     }
 
@@ -83,7 +83,7 @@ impl<S: Store> Cache for ContiguousCache<S> {
     }
 
     fn memory(&self) -> Memory {
-        self.storage.memory(|lane| self.book.used(lane), self.config().at_capacity())
+        self.storage.memory(|group| self.book.used(group), self.config().at_capacity())
     }
 
     fn formats(&self) -> [KvFormat; 2] {
@@ -112,16 +112,16 @@ impl<S: Store> AttendCache for ContiguousCache<S> {
         if plan.displaced().is_empty() {
             self.storage.begin_appending()?;
         } else {
-            self.storage.begin(|lane| Slots::Run(self.book.displaced(lane, &plan)))?;
+            self.storage.begin(|group| Slots::Run(self.book.displaced(group, &plan)))?;
         }
-        self.plans.extend(self.book.lanes(&plan));
+        self.plans.extend(self.book.groups(&plan));
         self.step = Some(plan);
         Ok(())
     }
 
     fn update_and_fetch(&mut self, layer: usize, k: &S::Tensor, v: &S::Tensor) -> Result<Spec<S>> {
-        let lane = self.storage.lane(layer)?;
-        let Some(plan) = self.plans.get(lane) else {
+        let group = self.storage.group(layer)?;
+        let Some(plan) = self.plans.get(group) else {
             fail!(Step, "no step is open on this cache");
         };
         self.storage.update_and_fetch(layer, k, v, plan)

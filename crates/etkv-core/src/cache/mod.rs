@@ -139,7 +139,7 @@ pub trait SeqCache: Cache {
     /// sequence, or twice of the same.
     fn begin_step_shared(&mut self, sequences: &[&[i32]]) -> Result<()>;
 
-    /// Takes back what [`begin_step`](Self::begin_step) or
+    /// Withdraws what [`begin_step`](Self::begin_step) or
     /// [`begin_step_shared`](Self::begin_step_shared) declared, for a host whose step
     /// does not come. Does nothing where nothing is declared.
     ///
@@ -215,7 +215,7 @@ pub trait SeqCache: Cache {
     /// # Errors
     /// [`Step`](crate::Status::Step) while a step is open.
     /// [`Mlx`](crate::Status::Mlx) where the rows could not be moved: the cache is
-    /// lost until it is cleared.
+    /// poisoned until it is cleared.
     fn compact(&mut self) -> Result<()>;
 }
 
@@ -239,7 +239,7 @@ pub trait TreeCache: SeqCache {
     /// [`InvalidArgument`](crate::Status::InvalidArgument) where there is no tree,
     /// or the nodes are no chain of nodes that were run.
     /// [`Mlx`](crate::Status::Mlx) where the rows could not be moved: the cache is
-    /// lost until it is cleared.
+    /// poisoned until it is cleared.
     fn commit_tree(&mut self, sequence: i32, accepted: &[i32]) -> Result<()>;
 
     /// Nodes of the tree behind a sequence; 0 where there is none.
@@ -295,7 +295,7 @@ pub trait AttendCache: Cache {
     /// - [`Step`](crate::Status::Step) if no step is open or a layer is missing;
     ///   the step stays open.
     /// - [`Mlx`](crate::Status::Mlx) where window layers could not move their rows:
-    ///   the cache is lost until it is cleared.
+    ///   the cache is poisoned until it is cleared.
     fn commit(&mut self) -> Result<()>;
 
     /// Ends the step as if it had not been. Does nothing outside one.

@@ -1,7 +1,7 @@
-//! The bytes of a cache: a backend's store, driven by the plans of its lanes. What
+//! The bytes of a cache: a backend's store, driven by the plans of its layer groups. What
 //! every kind of cache does with a store is here, once.
 
-use crate::bookkeeping::{LanePlan, MaskPlan, Move, Slots, Window};
+use crate::bookkeeping::{LayerGroupPlan, MaskPlan, Move, Slots, Window};
 use crate::config::{slot_bytes, CacheConfig, LayerConfig, LayerPolicy};
 use crate::error::{fail, Error, Result, Status};
 use crate::format::KvFormat;
@@ -13,10 +13,10 @@ use crate::store::{Extent, Spec, Store};
 /// The store of all layers, and the state of the open step that is not integers.
 pub struct Storage<S: Store> {
     config: CacheConfig,
-    /// The policy of each lane. The first is full history, with layers or without.
+    /// The policy of each layer group. The first is full history, with layers or without.
     policies: Vec<LayerPolicy>,
-    /// The lane of each layer.
-    lanes: Vec<usize>,
+    /// The layer group of each layer.
+    groups: Vec<usize>,
     store: S,
     /// Which layers the open step has had; empty outside one.
     done: Vec<bool>,
@@ -29,10 +29,10 @@ pub struct Storage<S: Store> {
     shared: bool,
     /// The formats that the store has.
     formats: [KvFormat; 2],
-    /// Whether `quantize_after` is still to come.
+    /// Whether `quantized_kv_start` is still to come.
     awaits: bool,
     /// Why the buffers hold what nobody knows, until they are cleared.
-    lost: Option<Error>,
+    poisoned: Option<Error>,
 }
 
 impl<S: Store> Storage<S> {
@@ -46,17 +46,17 @@ impl<S: Store> Storage<S> {
             }
         }
         let formats = config.formats_at(0);
-        let lane_of = |layer: &LayerConfig| {
+        let group_of = |layer: &LayerConfig| {
             policies.iter().position(|&policy| policy == layer.policy).unwrap_or(0)
         };
-        let lanes = config.layers.iter().map(lane_of).collect();
+        let groups = config.layers.iter().map(group_of).collect();
         let store = S::new(&config.layers, formats)?;
         let masks = vec![None; policies.len()];
-        let awaits = config.quantize_after.is_some();
+        let awaits = config.quantized_kv_start.is_some();
         let mut storage = Self {
             config,
             policies,
-            lanes,
+            groups,
             store,
             done: Vec::new(),
             masks,
@@ -64,7 +64,7 @@ impl<S: Store> Storage<S> {
             shared,
             formats,
             awaits,
-            lost: None,
+            poisoned: None,
         };
         storage.grow_upfront()?;
         Ok(storage)
@@ -75,8 +75,8 @@ impl<S: Store> Storage<S> {
         if self.config.growth != Growth::Upfront {
             return Ok(());
         }
-        for layer in 0..self.lanes.len() {
-            self.store.grow(layer, self.allocated(self.lanes[layer], 0))?;
+        for layer in 0..self.groups.len() {
+            self.store.grow(layer, self.allocated(self.groups[layer], 0))?;
         }
         Ok(())
     }
@@ -85,7 +85,7 @@ impl<S: Store> Storage<S> {
         &self.config
     }
 
-    /// The windows of the lanes, behind that of full history.
+    /// The windows of the layer groups, behind that of full history.
     pub fn windows(&self) -> impl Iterator<Item = Window> + '_ {
         self.policies.iter().filter_map(|&policy| self.config.window(policy))
     }
@@ -94,18 +94,18 @@ impl<S: Store> Storage<S> {
         self.formats
     }
 
-    /// Refuses everything after the buffers were lost.
+    /// Refuses everything of a poisoned cache.
     pub fn check(&self) -> Result<()> {
-        match &self.lost {
+        match &self.poisoned {
             Some(error) => {
-                fail!(Mlx, "the cache was lost when rows were moved ({error}); clear it to go on")
+                fail!(Mlx, "the cache is poisoned: {error}; clear it to go on")
             }
             None => Ok(()),
         }
     }
 
     /// Refuses a step of `n_tokens` behind `length` positions, where so many more in
-    /// float would pass `quantize_after` that the estimate would not hold. A
+    /// float would pass `quantized_kv_start` that the estimate would not hold. A
     /// conversion that failed before is tried again first; `counted` of the
     /// positions count for it.
     ///
@@ -123,7 +123,7 @@ impl<S: Store> Storage<S> {
             return self.convert([k, v]).map_err(|error| {
                 error.at(format_args!(
                     "cannot convert the {length} positions in {} to {k} keys and {v} values \
-                     (quantize_after); free memory and repeat the step",
+                     (quantized_kv_start); free memory and repeat the step",
                     self.config.float_format
                 ))
             });
@@ -131,23 +131,23 @@ impl<S: Store> Storage<S> {
         fail!(
             Capacity,
             "a step of {n_tokens} tokens would keep {after} positions in {}, the most is {most}: \
-             quantize_after less 1, and max_step {}; take smaller steps",
+             quantized_kv_start less 1, and max_step_tokens {}; take smaller steps",
             self.config.float_format,
-            self.config.max_step
+            self.config.max_step_tokens
         );
     }
 
-    /// Whether `quantize_after` has come with `length` positions.
+    /// Whether `quantized_kv_start` has come with `length` positions.
     fn is_time_to_quantize(&self, length: i32) -> bool {
-        self.awaits && self.config.quantize_after.is_some_and(|tokens| length >= tokens)
+        self.awaits && self.config.quantized_kv_start.is_some_and(|tokens| length >= tokens)
     }
 
-    /// Opens a step. The rows in `displaced`, slots of each lane, come back should
+    /// Opens a step. The rows in `displaced`, slots of each layer group, come back should
     /// it be aborted.
     pub fn begin(&mut self, displaced: impl Fn(usize) -> Slots) -> Result<()> {
-        let of_layer = |(layer, &lane): (usize, &usize)| (layer, displaced(lane));
+        let of_layer = |(layer, &group): (usize, &usize)| (layer, displaced(group));
         let mut displaced: Vec<(usize, Slots)> =
-            self.lanes.iter().enumerate().map(of_layer).collect();
+            self.groups.iter().enumerate().map(of_layer).collect();
         displaced.retain(|(_, slots)| !slots.is_empty());
         self.open(&displaced)
     }
@@ -160,21 +160,21 @@ impl<S: Store> Storage<S> {
     fn open(&mut self, displaced: &[(usize, Slots)]) -> Result<()> {
         self.saved = Some(self.store.begin(displaced)?);
         self.done.clear();
-        self.done.resize(self.lanes.len(), false);
+        self.done.resize(self.groups.len(), false);
         Ok(())
     }
 
-    /// The lane of a layer.
-    pub fn lane(&self, layer: usize) -> Result<usize> {
-        match self.lanes.get(layer) {
-            Some(&lane) => Ok(lane),
+    /// The layer group of a layer.
+    pub fn group(&self, layer: usize) -> Result<usize> {
+        match self.groups.get(layer) {
+            Some(&group) => Ok(group),
             None => {
-                fail!(Shape, "layer {layer} is asked for, the cache has {}", self.lanes.len())
+                fail!(Shape, "layer {layer} is asked for, the cache has {}", self.groups.len())
             }
         }
     }
 
-    /// Writes a layer's new rows as its lane's plan says, and reads what the plan
+    /// Writes a layer's new rows as its layer group's plan says, and reads what the plan
     /// says. The rows of a layer that the step has had are there already: such a
     /// call reads.
     pub fn update_and_fetch(
@@ -182,34 +182,34 @@ impl<S: Store> Storage<S> {
         layer: usize,
         k: &S::Tensor,
         v: &S::Tensor,
-        plan: &LanePlan,
+        plan: &LayerGroupPlan,
     ) -> Result<Spec<S>> {
-        let lane = self.lane(layer)?;
+        let group = self.group(layer)?;
         let Some(&had) = self.done.get(layer) else {
             fail!(Step, "no step is open on this cache");
         };
-        let slots = self.allocated(lane, plan.needed());
+        let slots = self.allocated(group, plan.needed());
         let target = &self.config.layers[layer];
         let (heads, n) = (target.n_kv_heads, plan.write.len() as i32);
         check_rows("keys", layer, S::shape(k), [1, heads, n, target.k_head_dim])?;
         check_rows("values", layer, S::shape(v), [1, heads, n, target.v_head_dim])?;
         if !had {
             self.store.grow(layer, slots)?;
-            // What a mask hides has weight 0, and 0 times infinity is no number.
+            // What a mask hides has weight 0, and 0 times infinity is NaN.
             self.store.write(layer, &plan.write, k, v, self.shared)?;
         }
         let [k, v] = self.store.read(layer, plan.read.clone())?;
         self.done[layer] = true;
-        Ok(AttendSpec { k, v, mask: self.mask(lane, plan, n) })
+        Ok(AttendSpec { k, v, mask: self.mask(group, plan, n) })
     }
 
-    fn mask(&mut self, lane: usize, plan: &LanePlan, n_tokens: i32) -> Mask<S::Mask> {
+    fn mask(&mut self, group: usize, plan: &LayerGroupPlan, n_tokens: i32) -> Mask<S::Mask> {
         match &plan.mask {
             MaskPlan::None => Mask::None,
             MaskPlan::Causal => Mask::Causal,
             MaskPlan::Explicit(bytes) => {
                 let width = plan.read.end - plan.read.start;
-                let made = self.masks[lane].get_or_insert_with(|| {
+                let made = self.masks[group].get_or_insert_with(|| {
                     debug_assert_eq!(bytes.len() as i64, i64::from(n_tokens) * i64::from(width));
                     S::mask(bytes, n_tokens)
                 });
@@ -218,11 +218,11 @@ impl<S: Store> Storage<S> {
         }
     }
 
-    /// Slots that a lane has allocated where `needed` are.
-    fn allocated(&self, lane: usize, needed: i32) -> i32 {
+    /// Slots that a layer group has allocated where `needed` are.
+    fn allocated(&self, group: usize, needed: i32) -> i32 {
         let (growth, capacity) = (self.config.growth, self.config.capacity);
         let everything = self.shared && growth == Growth::Upfront;
-        match self.config.window(self.policies[lane]) {
+        match self.config.window(self.policies[group]) {
             Some(window) if needed <= window.slots() && !everything => {
                 window.allocated(growth, needed)
             }
@@ -245,7 +245,7 @@ impl<S: Store> Storage<S> {
         if let Some(layer) = self.store.non_finite() {
             fail!(
                 InvalidArgument,
-                "a value of this step is infinite or no number as {} (attention layer {layer} of \
+                "a value of this step is not finite as {} (attention layer {layer} of \
                  those that ran); other sequences would come to read it",
                 self.formats[1]
             );
@@ -256,14 +256,14 @@ impl<S: Store> Storage<S> {
     /// Ends the step that was committed.
     ///
     /// # Errors
-    /// [`Mlx`](Status::Mlx): the moves failed, and the cache is lost.
+    /// [`Mlx`](Status::Mlx): the moves failed, and the cache is poisoned.
     pub fn commit(&mut self, moves: &[Move]) -> Result<()> {
         self.store.end();
         self.end();
         self.apply(moves)
     }
 
-    /// Converts what is stored if `quantize_after` has come with `length` positions.
+    /// Converts what is stored if `quantized_kv_start` has come with `length` positions.
     pub fn quantize_at(&mut self, length: i32) {
         if self.is_time_to_quantize(length) {
             // Without the memory for it the floats stay; what is stored is right
@@ -273,10 +273,10 @@ impl<S: Store> Storage<S> {
         }
     }
 
-    /// Ends the step as if it had not been. `written` are the slots of each lane
+    /// Ends the step as if it had not been. `written` are the slots of each layer group
     /// that it wrote.
     ///
-    /// What was never evaluated is taken back without being evaluated: if that
+    /// What was never evaluated is rolled back without being evaluated: if that
     /// failed once, it would fail again. What was evaluated is of no use to
     /// anybody, and nothing of it may stay that a mask cannot hide.
     pub fn abort(&mut self, written: impl Fn(usize) -> Option<Slots>) {
@@ -285,12 +285,12 @@ impl<S: Store> Storage<S> {
         self.end();
         let mut blank: Vec<(usize, Slots)> = Vec::new();
         if self.shared {
-            let layers = self.lanes.iter().enumerate().zip(done).filter(|(_, done)| *done);
-            blank.extend(layers.filter_map(|((layer, &lane), _)| Some((layer, written(lane)?))));
+            let layers = self.groups.iter().enumerate().zip(done).filter(|(_, done)| *done);
+            blank.extend(layers.filter_map(|((layer, &group), _)| Some((layer, written(group)?))));
         }
         let undone = saved.map_or(Ok(()), |saved| self.store.abort(saved, &blank));
         if let Err(error) = undone {
-            self.lost = Some(error);
+            self.poisoned = Some(error);
         }
     }
 
@@ -301,22 +301,22 @@ impl<S: Store> Storage<S> {
     }
 
     /// Moves rows, one buffer at a time. Where that fails on the way, the buffers
-    /// are lost.
+    /// are poisoned.
     pub fn apply(&mut self, moves: &[Move]) -> Result<()> {
         if moves.is_empty() {
             return Ok(());
         }
         let moved = self.try_apply(moves);
         if let Err(error) = &moved {
-            self.lost = Some(error.clone());
+            self.poisoned = Some(error.clone());
         }
         moved
     }
 
     fn try_apply(&mut self, moves: &[Move]) -> Result<()> {
-        for Move { lane, from, to } in moves {
-            let slots = self.allocated(*lane, to.end());
-            for layer in (0..self.lanes.len()).filter(|&layer| self.lanes[layer] == *lane) {
+        for Move { group, from, to } in moves {
+            let slots = self.allocated(*group, to.end());
+            for layer in (0..self.groups.len()).filter(|&layer| self.groups[layer] == *group) {
                 // Sequences may go apart, to slots that nobody had.
                 self.store.relocate(layer, from, to, slots)?;
             }
@@ -332,7 +332,7 @@ impl<S: Store> Storage<S> {
             k_format.check(layer.k_head_dim).map_err(at("keys"))?;
             v_format.check(layer.v_head_dim).map_err(at("values"))?;
         }
-        for layer in 0..self.lanes.len() {
+        for layer in 0..self.groups.len() {
             self.store.convert(layer, [k_format, v_format])?;
         }
         self.formats = [k_format, v_format];
@@ -349,27 +349,27 @@ impl<S: Store> Storage<S> {
     /// cannot be had. The store keeps its rows, and a poisoned cache stays
     /// poisoned.
     pub fn clear(&mut self, release: bool) -> Result<()> {
-        if self.lost.is_some() {
+        if self.poisoned.is_some() {
             // Buffers with unfinished work in them are of no use, and hold memory
             // that the new ones may need.
             self.store.release();
         }
         let formats = self.config.formats_at(0);
         if release {
-            self.store.clear(formats, &vec![0; self.lanes.len()])?;
+            self.store.clear(formats, &vec![0; self.groups.len()])?;
             self.store.release();
         } else {
-            let slots = |&lane: &usize| self.allocated(lane, 0);
-            let slots: Vec<i32> = self.lanes.iter().map(slots).collect();
+            let slots = |&group: &usize| self.allocated(group, 0);
+            let slots: Vec<i32> = self.groups.iter().map(slots).collect();
             self.store.clear(formats, &slots)?;
         }
         self.formats = formats;
-        self.awaits = self.config.quantize_after.is_some();
-        self.lost = None;
+        self.awaits = self.config.quantized_kv_start.is_some();
+        self.poisoned = None;
         Ok(())
     }
 
-    /// Bytes held, of which each lane uses `used` slots.
+    /// Bytes held, of which each layer group uses `used` slots.
     pub fn memory(&self, used: impl Fn(usize) -> i32, at_capacity: u64) -> Memory {
         let layers = self
             .config
@@ -377,7 +377,7 @@ impl<S: Store> Storage<S> {
             .iter()
             .enumerate()
             .map(|(id, layer)| {
-                let used = used(self.lanes[id]).max(0) as u64;
+                let used = used(self.groups[id]).max(0) as u64;
                 let bytes = |Extent { format, slots }, head_dim| {
                     let slot = slot_bytes(layer, format, head_dim);
                     Bytes { allocated: slots.max(0) as u64 * slot, used: used * slot }

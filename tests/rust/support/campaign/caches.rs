@@ -31,7 +31,7 @@ struct Run<B: Backend> {
     model: Model,
     layers: Vec<(LayerConfig, Sight, Stored)>,
     formats: [KvFormat; 2],
-    /// Whether `quantize_after` is still to come.
+    /// Whether `quantized_kv_start` is still to come.
     awaits: bool,
     n_sequences: usize,
 }
@@ -41,7 +41,7 @@ impl<B: Backend> Run<B> {
         let mut rng = Rng::new(seed);
         let format = |rng: &mut Rng| -> KvFormat { rng.pick(&oracle::FORMATS).parse().unwrap() };
         let formats = [format(&mut rng), format(&mut rng)];
-        let max_step = rng.pick(&[3, 12, 40]);
+        let max_step_tokens = rng.pick(&[3, 12, 40]);
         let layers: Vec<LayerConfig> = (0..1 + rng.below(3))
             .map(|_| LayerConfig {
                 n_kv_heads: rng.pick(&[1, 2, 4]),
@@ -59,7 +59,7 @@ impl<B: Backend> Run<B> {
         let config = CacheConfig {
             layers: layers.clone(),
             capacity: rng.pick(&[40, 120]),
-            max_step,
+            max_step_tokens,
             growth: rng.pick(&[
                 Growth::Doubling { first: 8 },
                 Growth::Step { step: 16 },
@@ -68,7 +68,7 @@ impl<B: Backend> Run<B> {
             ]),
             k_format: formats[0],
             v_format: formats[1],
-            quantize_after: rng.chance(0.3).then(|| rng.pick(&[1, 10, 25])),
+            quantized_kv_start: rng.chance(0.3).then(|| rng.pick(&[1, 10, 25])),
             float_format: rng.pick(&["f32", "f16", "bf16"]).parse().unwrap(),
         };
         let formats = config.formats_at(0);
@@ -80,9 +80,12 @@ impl<B: Backend> Run<B> {
         };
         Self {
             n_sequences: rng.pick(&[1, 2, 5]),
-            model: Model::new(config.capacity, windowed.then_some(max_step.min(config.capacity))),
+            model: Model::new(
+                config.capacity,
+                windowed.then_some(max_step_tokens.min(config.capacity)),
+            ),
             layers: layers.iter().map(|&l| (l, sight(l.policy), Stored::default())).collect(),
-            awaits: config.quantize_after.is_some(),
+            awaits: config.quantized_kv_start.is_some(),
             cache: CellsCache::with_trees(config).unwrap(),
             formats,
             rng,
@@ -93,7 +96,9 @@ impl<B: Backend> Run<B> {
     fn quantize(&mut self) {
         let config = self.cache.config();
         let committed = self.model.committed();
-        if self.awaits && config.quantize_after.is_some_and(|tokens| committed >= tokens as usize) {
+        if self.awaits
+            && config.quantized_kv_start.is_some_and(|tokens| committed >= tokens as usize)
+        {
             self.awaits = false;
             let formats = [config.k_format, config.v_format];
             self.store_anew(formats);
@@ -115,7 +120,7 @@ impl<B: Backend> Run<B> {
             if free.is_empty() {
                 return;
             }
-            let most = self.model.max_step.unwrap_or(40) as usize;
+            let most = self.model.max_step_tokens.unwrap_or(40) as usize;
             let n = if self.rng.chance(0.5) { 1 } else { 1 + self.rng.below(most) };
             let members: Vec<i32> = (0..n).map(|_| self.rng.pick(&free)).collect();
             self.cache.sequences().unwrap().begin_step(&members).unwrap();
@@ -141,7 +146,7 @@ impl<B: Backend> Run<B> {
             .collect();
         let mut refusals = self.model.step_refusals(&owners, &positions);
         let config = self.cache.config();
-        let most = config.quantize_after.map(|tokens| tokens - 1 + config.max_step);
+        let most = config.quantized_kv_start.map(|tokens| tokens - 1 + config.max_step_tokens);
         let after = self.model.live().len() + positions.len();
         if self.awaits && most.is_some_and(|most| after > most as usize) {
             refusals.push(Status::Capacity);
@@ -275,7 +280,7 @@ impl<B: Backend> Run<B> {
         self.model.clear();
         self.formats = self.cache.formats();
         assert_eq!(self.formats, self.cache.config().formats_at(0));
-        self.awaits = self.cache.config().quantize_after.is_some();
+        self.awaits = self.cache.config().quantized_kv_start.is_some();
     }
 
     fn store_anew(&mut self, formats: [KvFormat; 2]) {

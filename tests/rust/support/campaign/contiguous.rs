@@ -41,7 +41,7 @@ struct Run<B: Backend> {
     cache: ContiguousCache<B::Store>,
     model: Model,
     formats: [KvFormat; 2],
-    /// Whether `quantize_after` is still to come.
+    /// Whether `quantized_kv_start` is still to come.
     awaits: bool,
 }
 
@@ -70,11 +70,11 @@ impl<B: Backend> Run<B> {
         let config = CacheConfig {
             layers: layers.clone(),
             capacity: rng.pick(&[1, 7, 64, 200]),
-            max_step: 40,
+            max_step_tokens: 40,
             growth: Growth::Doubling { first: rng.pick(&[1, 5, 16, 500]) },
             k_format: format(&mut rng),
             v_format: format(&mut rng),
-            quantize_after: rng.chance(0.3).then(|| rng.pick(&[1, 20, 50])),
+            quantized_kv_start: rng.chance(0.3).then(|| rng.pick(&[1, 20, 50])),
             float_format: rng.pick(&["f32", "f16", "bf16"]).parse().unwrap(),
         };
         let capacity = config.capacity as usize;
@@ -84,7 +84,7 @@ impl<B: Backend> Run<B> {
                 capacity,
             },
             formats: config.formats_at(0),
-            awaits: config.quantize_after.is_some(),
+            awaits: config.quantized_kv_start.is_some(),
             cache: ContiguousCache::new(config).unwrap(),
             rng,
         }
@@ -156,7 +156,7 @@ impl<B: Backend> Run<B> {
     fn quantize(&mut self) {
         let config = self.cache.config();
         let length = self.model.length() as i32;
-        if self.awaits && config.quantize_after.is_some_and(|tokens| length >= tokens) {
+        if self.awaits && config.quantized_kv_start.is_some_and(|tokens| length >= tokens) {
             self.awaits = false;
             self.formats = [config.k_format, config.v_format];
             for (_, k, v) in &mut self.model.layers {
@@ -198,7 +198,7 @@ impl<B: Backend> Run<B> {
         self.cache.clear(release).unwrap();
         self.model.truncate(0);
         self.formats = self.cache.config().formats_at(0);
-        self.awaits = self.cache.config().quantize_after.is_some();
+        self.awaits = self.cache.config().quantized_kv_start.is_some();
         if release {
             assert_eq!(self.cache.memory().allocated, 0);
         }

@@ -18,7 +18,7 @@ fn config(capacity: i32, policies: &[LayerPolicy]) -> CacheConfig {
     };
     CacheConfig {
         layers: policies.iter().map(layer).collect(),
-        max_step: 4,
+        max_step_tokens: 4,
         ..CacheConfig::uniform(1, 1, 1, capacity).stored_as("affine4g32".parse().unwrap())
     }
 }
@@ -46,10 +46,10 @@ pub fn memory_is_what_was_estimated_at_every_length<B: Backend>() {
     let growths =
         [Growth::Doubling { first: 8 }, Growth::Step { step: 6 }, Growth::Exact, Growth::Upfront];
     B::run(|| {
-        for (growth, quantize_after) in
+        for (growth, quantized_kv_start) in
             growths.into_iter().flat_map(|growth| [(growth, None), (growth, Some(30))])
         {
-            let config = CacheConfig { growth, quantize_after, ..config(90, &policies) };
+            let config = CacheConfig { growth, quantized_kv_start, ..config(90, &policies) };
             let caches: [AnyCache<B>; 3] = [
                 Box::new(ContiguousCache::new(config.clone()).unwrap()),
                 Box::new(CellsCache::new(config.clone()).unwrap()),

@@ -24,7 +24,7 @@ fn append<B: Backend>(
     Ok(B::rows(&out)[0][0][0])
 }
 
-/// A weight of 0 does not hide what is infinite: 0 times infinity is no number.
+/// A weight of 0 does not hide what is infinite: 0 times infinity is NaN.
 pub fn values_that_are_no_numbers_reach_no_other_sequence<B: Backend>() {
     let formats = ["f32", "f16", "bf16", "affine4g64", "mxfp8", "nvfp4", "row-int4"];
     let run = || -> Result<()> {
@@ -99,7 +99,8 @@ pub fn a_step_that_fails_has_not_been<B: Backend>() {
                     for failing in 0..4 {
                         let mut config = CacheConfig::uniform(3, 2, 64, 64).stored_as(format);
                         config.layers[1].policy = policy;
-                        let config = CacheConfig { max_step: 8, growth: Growth::Exact, ..config };
+                        let config =
+                            CacheConfig { max_step_tokens: 8, growth: Growth::Exact, ..config };
                         let mut cache = ContiguousCache::<B::Store>::new(config.clone())?;
                         fill::<B>(&mut cache)?;
                         fail::<B>(&mut cache, start, n, failing)?;
@@ -181,7 +182,8 @@ fn next<B: Backend>(cache: &mut ContiguousCache<B::Store>) -> Result<Vec<f32>> {
 
 pub fn a_conversion_by_hand_lasts_until_the_cache_is_cleared<B: Backend>() {
     let run = || -> Result<()> {
-        let config = CacheConfig { quantize_after: Some(4), ..CacheConfig::uniform(1, 1, 64, 64) };
+        let config =
+            CacheConfig { quantized_kv_start: Some(4), ..CacheConfig::uniform(1, 1, 64, 64) };
         let mut cache = ContiguousCache::<B::Store>::new(config.stored_as(KvFormat::RowInt4))?;
         append::<B>(&mut cache, &[0, 1], 1.0)?;
         cache.convert(KvFormat::F32, KvFormat::F32)?;
@@ -196,9 +198,10 @@ pub fn a_conversion_by_hand_lasts_until_the_cache_is_cleared<B: Backend>() {
     B::run(run).unwrap();
 }
 
-pub fn candidates_do_not_count_for_quantize_after<B: Backend>() {
+pub fn candidates_do_not_count_for_quantized_kv_start<B: Backend>() {
     let run = || -> Result<()> {
-        let config = CacheConfig { quantize_after: Some(10), ..CacheConfig::uniform(1, 1, 64, 64) };
+        let config =
+            CacheConfig { quantized_kv_start: Some(10), ..CacheConfig::uniform(1, 1, 64, 64) };
         let mut cache = CellsCache::<B::Store>::with_trees(config.stored_as(KvFormat::RowInt4))?;
         append::<B>(&mut cache, &[0, 1], 1.0)?;
         cache.trees().unwrap().propose(0, &[-1; 9])?;
@@ -216,13 +219,13 @@ pub fn candidates_do_not_count_for_quantize_after<B: Backend>() {
     B::run(run).unwrap();
 }
 
-/// A step is stored in float before `quantize_after` converts it, so it has a limit.
+/// A step is stored in float before `quantized_kv_start` converts it, so it has a limit.
 pub fn at_capacity_is_the_most_that_is_held<B: Backend>() {
     let run = || -> Result<()> {
         let config = CacheConfig {
-            quantize_after: Some(10),
+            quantized_kv_start: Some(10),
             growth: Growth::Exact,
-            max_step: 40,
+            max_step_tokens: 40,
             ..CacheConfig::uniform(1, 1, 64, 1000).stored_as(KvFormat::RowInt4)
         };
         let mut cache = ContiguousCache::<B::Store>::new(config)?;

@@ -32,7 +32,7 @@ macro_rules! campaign {
             isolation::what_an_aborted_step_left_reaches_nobody,
             isolation::a_step_that_fails_has_not_been,
             isolation::a_conversion_by_hand_lasts_until_the_cache_is_cleared,
-            isolation::candidates_do_not_count_for_quantize_after,
+            isolation::candidates_do_not_count_for_quantized_kv_start,
             isolation::at_capacity_is_the_most_that_is_held,
             estimates::memory_is_what_was_estimated_at_every_length,
         }

@@ -2,7 +2,7 @@
 
 use std::collections::BTreeMap;
 
-use super::lane::Lane;
+use super::group::LayerGroup;
 
 /// The cells of one sequence, by position, and those of the tree behind it.
 pub struct Block<'a> {
@@ -20,17 +20,17 @@ pub struct Block<'a> {
 }
 
 impl<'a> Block<'a> {
-    /// Those of all sequences that hold cells of a lane or carry trees.
-    pub fn all(lane: &Lane, trees: &'a [(i32, Vec<i32>)], ordered: bool) -> Vec<Self> {
-        let mut sequences: Vec<i32> = lane.owners().collect();
+    /// Those of all sequences that hold cells of a layer group or carry trees.
+    pub fn all(group: &LayerGroup, trees: &'a [(i32, Vec<i32>)], ordered: bool) -> Vec<Self> {
+        let mut sequences: Vec<i32> = group.owners().collect();
         sequences.extend(trees.iter().map(|(sequence, _)| *sequence));
         sequences.sort_unstable();
         sequences.dedup();
         let block = |sequence: i32| {
             let tree = trees.iter().find(|(owner, _)| *owner == sequence);
             let nodes = tree.map_or(&[][..], |(_, nodes)| nodes);
-            let cells: Vec<i32> = lane.held(sequence).cells().collect();
-            let shares = cells.iter().any(|&cell| lane.n_owners(cell) > 1);
+            let cells: Vec<i32> = group.held(sequence).cells().collect();
+            let shares = cells.iter().any(|&cell| group.n_owners(cell) > 1);
             Self::of(cells, nodes, ordered, shares)
         };
         sequences.into_iter().filter_map(block).collect()

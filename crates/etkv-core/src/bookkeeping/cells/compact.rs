@@ -1,6 +1,6 @@
 //! Closing holes, so that sequences are runs of cells again.
 
-use super::lane::Lane;
+use super::group::LayerGroup;
 use super::layout::Layout;
 use super::CellsBookkeeping;
 use crate::bookkeeping::Move;
@@ -16,18 +16,18 @@ impl CellsBookkeeping {
     pub fn compact(&mut self) -> Result<Vec<Move>> {
         self.refuse_in_step("compact the cache")?;
         let mut moves = Vec::new();
-        for index in 0..self.lanes.len() {
+        for index in 0..self.groups.len() {
             let trees: Vec<(i32, Vec<i32>)> = self
                 .trees
                 .iter()
                 .map(|(&sequence, tree)| (sequence, tree.cells[index].clone()))
                 .collect();
-            let lane = &mut self.lanes[index];
-            let ordered = lane.window.is_some();
-            let Some(layout) = Layout::of(lane, &trees, ordered) else {
+            let group = &mut self.groups[index];
+            let ordered = group.window.is_some();
+            let Some(layout) = Layout::of(group, &trees, ordered) else {
                 continue;
             };
-            lane.remap(|cell| layout.target(cell));
+            group.remap(|cell| layout.target(cell));
             for tree in self.trees.values_mut() {
                 tree.cells[index].iter_mut().for_each(|cell| *cell = layout.target(*cell));
             }
@@ -37,9 +37,9 @@ impl CellsBookkeeping {
     }
 }
 
-impl Lane {
+impl LayerGroup {
     /// Puts the one sequence that there is into the first cells, by position.
-    pub fn pack(&mut self, lane: usize) -> Option<Move> {
+    pub fn pack(&mut self, group: usize) -> Option<Move> {
         let mut layout = Layout::default();
         let mut next = 0;
         for sequence in self.owners().collect::<Vec<_>>() {
@@ -49,6 +49,6 @@ impl Lane {
             }
         }
         self.remap(|cell| layout.target(cell));
-        layout.into_move(lane)
+        layout.into_move(group)
     }
 }

@@ -1,7 +1,7 @@
-//! Where the cells of a lane go, so that sequences are runs and few rows move.
+//! Where the cells of a layer group go, so that sequences are runs and few rows move.
 
 use super::block::Block;
-use super::lane::{Lane, ROOM};
+use super::group::{LayerGroup, ROOM};
 use super::occupancy::Occupancy;
 use crate::bookkeeping::{Move, Slots};
 
@@ -15,10 +15,10 @@ pub struct Layout {
 }
 
 impl Layout {
-    /// Where all cells of a lane go; none where no more sequences would be runs than
-    /// are as it is. An `ordered` lane keeps positions in order.
-    pub fn of(lane: &Lane, trees: &[(i32, Vec<i32>)], ordered: bool) -> Option<Self> {
-        let mut blocks = Block::all(lane, trees, ordered);
+    /// Where all cells of a layer group go; none where no more sequences would be runs than
+    /// are as it is. An `ordered` layer group keeps positions in order.
+    pub fn of(group: &LayerGroup, trees: &[(i32, Vec<i32>)], ordered: bool) -> Option<Self> {
+        let mut blocks = Block::all(group, trees, ordered);
         let n_runs = blocks.iter().filter(|block| block.is_run).count();
         if n_runs == blocks.len() {
             return None;
@@ -27,7 +27,7 @@ impl Layout {
         // Without room behind it a sequence is a run until its next token: that is
         // worth moving as many rows as the room has.
         let candidates = [(ROOM, 0), (0, ROOM)].into_iter().flat_map(|(room, price)| {
-            let layouts = [Self::around(&blocks, lane, room), Self::in_turn(&blocks, lane, room)];
+            let layouts = [Self::around(&blocks, group, room), Self::in_turn(&blocks, group, room)];
             layouts.into_iter().flatten().map(move |layout| (layout, price))
         });
         let n_runs_in = |layout: &Self| {
@@ -43,7 +43,7 @@ impl Layout {
 
     /// Puts what is no run, the largest first, beside what is one, or shares cells:
     /// that stays. None where there is no free run for some of it.
-    fn around(blocks: &[Block], lane: &Lane, room: i32) -> Option<Self> {
+    fn around(blocks: &[Block], group: &LayerGroup, room: i32) -> Option<Self> {
         let mut layout = Self::default();
         let mut taken = Occupancy::default();
         let moves = |block: &&Block| !block.shares && !block.is_run;
@@ -56,14 +56,14 @@ impl Layout {
         }
         let mut moving: Vec<&Block> = blocks.iter().filter(moves).collect();
         moving.sort_by_key(|block| -block.len());
-        let end = lane.size() - tail(lane);
+        let end = group.size() - tail(group);
         for block in moving {
             let mut best: Option<(i32, i32)> = None;
             let mut from = taken.next_free(0);
             while from < end {
-                let to = taken.next_taken(from, lane.size());
+                let to = taken.next_taken(from, group.size());
                 let least = if from == 0 { 0 } else { from + room };
-                let most = if to == lane.size() { end } else { to - room };
+                let most = if to == group.size() { end } else { to - room };
                 if let Some((start, stays)) = block.window(&block.cells, least, most - block.len())
                 {
                     if best.is_none_or(|(_, most)| stays > most) {
@@ -81,9 +81,9 @@ impl Layout {
 
     /// Puts one after the other, each behind what it shares with those before.
     /// None where there is too little room; without any there never is.
-    fn in_turn(blocks: &[Block], lane: &Lane, room: i32) -> Option<Self> {
+    fn in_turn(blocks: &[Block], group: &LayerGroup, room: i32) -> Option<Self> {
         let mut layout = Self::default();
-        let mut left = lane.taken();
+        let mut left = group.taken();
         let (mut end, mut last) = (0, -1);
         for block in blocks {
             let rest = layout.rest(block);
@@ -96,13 +96,13 @@ impl Layout {
                 shares && layout.target(block.cells[block.cells.len() - rest.len() - 1]) == last;
             let least = if follows || end == 0 { end } else { end + room };
             // So that those that come after fit as well.
-            let most = lane.size() - left;
+            let most = group.size() - left;
             let start = if follows {
                 least
             } else if !shares && block.is_run && (end..=most).contains(&block.start) {
                 block.start
             } else {
-                let roomy = (most - tail(lane)).max(least);
+                let roomy = (most - tail(group)).max(least);
                 block.window(&rest, least, most.min(roomy))?.0
             };
             if start > most {
@@ -163,14 +163,14 @@ impl Layout {
     }
 
     /// The rows that move.
-    pub fn into_move(self, lane: usize) -> Option<Move> {
+    pub fn into_move(self, group: usize) -> Option<Move> {
         let moved = |(cell, target): &(i32, i32)| *target >= 0 && cell != target;
         let (from, to): (Vec<i32>, Vec<i32>) = (0..).zip(self.targets).filter(moved).unzip();
-        (!from.is_empty()).then(|| Move { lane, from: Slots::of(&from), to: Slots::of(&to) })
+        (!from.is_empty()).then(|| Move { group, from: Slots::of(&from), to: Slots::of(&to) })
     }
 }
 
-/// Cells that stay free at the end of a lane, for whatever comes to lie before them.
-fn tail(lane: &Lane) -> i32 {
-    ROOM.min((lane.size() - lane.taken()) / 2)
+/// Cells that stay free at the end of a layer group, for whatever comes to lie before them.
+fn tail(group: &LayerGroup) -> i32 {
+    ROOM.min((group.size() - group.taken()) / 2)
 }

@@ -1,40 +1,40 @@
-//! What the queries of a step see of a lane: the whole of one run of cells where
+//! What the queries of a step see of a layer group: the whole of one run of cells where
 //! that is so, and otherwise a mask over the cells.
 
 use std::collections::BTreeMap;
 use std::ops::Range;
 
-use super::lane::Lane;
+use super::group::LayerGroup;
 use super::runs::{Run, Runs};
 use super::segments::Segments;
 use super::tree::Tree;
 use super::CellsBookkeeping;
 use crate::bookkeeping::plan::mask_len;
-use crate::bookkeeping::{LanePlan, MaskPlan, Slots};
+use crate::bookkeeping::{LayerGroupPlan, MaskPlan, Slots};
 use crate::error::Result;
 
 impl CellsBookkeeping {
-    /// The plan of one lane, whose tokens have these positions and cells.
+    /// The plan of one layer group, whose tokens have these positions and cells.
     ///
     /// # Errors
     /// [`Capacity`](crate::Status::Capacity) for a mask that is too large.
-    pub(super) fn lane_plan(
+    pub(super) fn group_plan(
         &self,
-        lane: usize,
+        group: usize,
         segments: &Segments,
         positions: &[i32],
         cells: &[i32],
-    ) -> Result<LanePlan> {
+    ) -> Result<LayerGroupPlan> {
         let write = Slots::of(cells);
         let single = segments
             .only_member()
-            .and_then(|sequence| self.single(lane, sequence, positions, &write));
+            .and_then(|sequence| self.single(group, sequence, positions, &write));
         if let Some(read) = single {
             let mask = if positions.len() == 1 { MaskPlan::None } else { MaskPlan::Causal };
-            return Ok(LanePlan { write, read, mask });
+            return Ok(LayerGroupPlan { write, read, mask });
         }
-        let (read, mask) = self.explicit(lane, segments, positions, cells)?;
-        Ok(LanePlan { write, read, mask: MaskPlan::Explicit(mask) })
+        let (read, mask) = self.explicit(group, segments, positions, cells)?;
+        Ok(LayerGroupPlan { write, read, mask: MaskPlan::Explicit(mask) })
     }
 
     /// The cells that the step reads where it is one sequence, or a chain of
@@ -42,20 +42,20 @@ impl CellsBookkeeping {
     /// sees: then the order of the step is the only mask.
     fn single(
         &self,
-        lane: usize,
+        group: usize,
         sequence: i32,
         positions: &[i32],
         write: &Slots,
     ) -> Option<Range<i32>> {
         let nodes: &[i32] = match self.trees.get(&sequence) {
             None => &[],
-            Some(tree) if tree.is_chain() => &tree.cells[lane],
+            Some(tree) if tree.is_chain() => &tree.cells[group],
             Some(_) => return None,
         };
         let Slots::Run(write) = write else {
             return None;
         };
-        let held = &self.lanes[lane].held(sequence);
+        let held = &self.groups[group].held(sequence);
         if !held.is_contiguous() {
             return None;
         }
@@ -70,7 +70,7 @@ impl CellsBookkeeping {
             return None;
         }
         let (&first, &last) = (positions.first()?, positions.last()?);
-        let Some(window) = self.lanes[lane].window else {
+        let Some(window) = self.groups[group].window else {
             return Some(start..write.end);
         };
         let seen = window.first_seen(last);
@@ -90,13 +90,13 @@ impl CellsBookkeeping {
     /// The cells that the step reads, and for each token a byte a cell.
     fn explicit(
         &self,
-        lane: usize,
+        group: usize,
         segments: &Segments,
         positions: &[i32],
         cells: &[i32],
     ) -> Result<(Range<i32>, Vec<u8>)> {
-        let state = &self.lanes[lane];
-        let read = self.extent(lane, segments, cells);
+        let state = &self.groups[group];
+        let read = self.extent(group, segments, cells);
         let width = read.len();
         let mut mask = vec![0; mask_len(cells.len(), width)?];
         let mut rows = mask.chunks_exact_mut(width.max(1));
@@ -110,11 +110,11 @@ impl CellsBookkeeping {
                 };
                 let mut row = Row { row, start: read.start };
                 for &sequence in members {
-                    let seen = Seen { lane: state, position };
+                    let seen = Seen { group: state, position };
                     seen.mark(state.held(sequence), &mut row);
                     if let Some(tree) = self.trees.get(&sequence) {
                         let nodes = nodes.entry(sequence).or_default();
-                        seen.mark_chain(tree, &tree.cells[lane], nodes, &mut row);
+                        seen.mark_chain(tree, &tree.cells[group], nodes, &mut row);
                         nodes.push(cell);
                     } else {
                         let fresh = fresh.entry(sequence).or_default();
@@ -129,7 +129,7 @@ impl CellsBookkeeping {
     }
 
     /// From the first to the last cell of all that the step may see.
-    fn extent(&self, lane: usize, segments: &Segments, cells: &[i32]) -> Range<i32> {
+    fn extent(&self, group: usize, segments: &Segments, cells: &[i32]) -> Range<i32> {
         let (mut start, mut end) = (i32::MAX, 0);
         let mut widen = |cells: Range<i32>| {
             if !cells.is_empty() {
@@ -138,9 +138,9 @@ impl CellsBookkeeping {
         };
         for (members, _) in segments.iter() {
             for &sequence in members {
-                widen(self.lanes[lane].held(sequence).extent());
+                widen(self.groups[group].held(sequence).extent());
                 if let Some(tree) = self.trees.get(&sequence) {
-                    tree.cells[lane].iter().for_each(|&cell| widen(cell..cell + 1));
+                    tree.cells[group].iter().for_each(|&cell| widen(cell..cell + 1));
                 }
             }
         }
@@ -163,13 +163,13 @@ impl Row<'_> {
 
 /// What a query at `position` sees.
 struct Seen<'a> {
-    lane: &'a Lane,
+    group: &'a LayerGroup,
     position: i32,
 }
 
 impl Seen<'_> {
     fn mark(&self, runs: &Runs, row: &mut Row) {
-        let (sinks, first) = match self.lane.window {
+        let (sinks, first) = match self.group.window {
             None => (0, 0),
             Some(window) => (window.sinks(), window.first_seen(self.position)),
         };
@@ -185,7 +185,7 @@ impl Seen<'_> {
         let base = self.position - tree.depth(node);
         for ancestor in tree.chain_up(node).skip(1) {
             let position = base + tree.depth(ancestor);
-            let is_seen = self.lane.window.is_none_or(|window| {
+            let is_seen = self.group.window.is_none_or(|window| {
                 position < window.sinks() || position >= window.first_seen(self.position)
             });
             if is_seen {

@@ -2,12 +2,12 @@
 //! belongs to a set of sequences: forks share cells, and a cell is free when its
 //! last owner leaves it.
 //!
-//! The first lane holds every position of every sequence; it says what is there.
+//! The first layer group holds every position of every sequence; it says what is there.
 //! The others hold what their windows need.
 
 mod block;
 mod compact;
-mod lane;
+mod group;
 mod layout;
 mod mask;
 mod occupancy;
@@ -20,9 +20,9 @@ mod tree;
 use std::collections::BTreeMap;
 use std::ops::Range;
 
-use super::{LanePlan, Window};
+use super::{LayerGroupPlan, Window};
 use crate::error::{fail, Result};
-use lane::Lane;
+use group::LayerGroup;
 use segments::Segments;
 use step::OpenStep;
 use tree::Tree;
@@ -35,28 +35,29 @@ pub const MAX_SEQUENCES: i32 = 256;
 pub struct CellsBookkeeping {
     capacity: i32,
     /// The first has full history.
-    lanes: Vec<Lane>,
+    groups: Vec<LayerGroup>,
     trees: BTreeMap<i32, Tree>,
     /// Whose tokens the next step has, where somebody said so.
     declared: Option<Segments>,
     step: Option<OpenStep>,
-    /// What the open step does to each lane, and the cells and positions of its
+    /// What the open step does to each layer group, and the cells and positions of its
     /// tokens. The lists are kept from step to step for their memory; masks are
     /// made anew, since that of a long prompt would be held for good.
-    plans: Vec<LanePlan>,
+    plans: Vec<LayerGroupPlan>,
     cells: Vec<Vec<i32>>,
     positions: Vec<i32>,
 }
 
 impl CellsBookkeeping {
-    /// Empty, with a lane for each window besides the one of full history.
+    /// Empty, with a layer group for each window besides the one of full history.
     pub fn new(capacity: i32, windows: impl IntoIterator<Item = Window>) -> Self {
         let windows = std::iter::once(None).chain(windows.into_iter().map(Some));
-        let lanes: Vec<Lane> = windows.map(|window| Lane::new(window, capacity)).collect();
-        let cells = vec![Vec::new(); lanes.len()];
+        let groups: Vec<LayerGroup> =
+            windows.map(|window| LayerGroup::new(window, capacity)).collect();
+        let cells = vec![Vec::new(); groups.len()];
         Self {
             capacity,
-            lanes,
+            groups,
             trees: BTreeMap::new(),
             declared: None,
             step: None,
@@ -66,8 +67,8 @@ impl CellsBookkeeping {
         }
     }
 
-    fn full(&self) -> &Lane {
-        &self.lanes[0]
+    fn full(&self) -> &LayerGroup {
+        &self.groups[0]
     }
 
     /// The most cells.
@@ -75,16 +76,16 @@ impl CellsBookkeeping {
         self.capacity
     }
 
-    /// Cells that are taken in the lane of full history. An open step's are not
+    /// Cells that are taken in the layer group of full history. An open step's are not
     /// before it is committed.
     pub fn length(&self) -> i32 {
         self.taken(0)
     }
 
-    /// Cells of a lane that are taken, without those of the open step.
-    fn taken(&self, lane: usize) -> i32 {
-        let planned = if self.step.is_some() { self.cells[lane].len() as i32 } else { 0 };
-        self.lanes[lane].taken() - planned
+    /// Cells of a layer group that are taken, without those of the open step.
+    fn taken(&self, group: usize) -> i32 {
+        let planned = if self.step.is_some() { self.cells[group].len() as i32 } else { 0 };
+        self.groups[group].taken() - planned
     }
 
     /// Whether `n` more tokens fit; negative `n` never do.
@@ -92,13 +93,13 @@ impl CellsBookkeeping {
         n >= 0 && n <= self.capacity - self.length()
     }
 
-    /// Positions of one lane that its sequences are promised to hold. The lane of
+    /// Positions of one layer group that its sequences are promised to hold. The layer group of
     /// full history is 0, that of the first window 1.
     ///
     /// # Panics
-    /// For a lane that there is not.
-    pub fn used(&self, lane: usize) -> i32 {
-        let (state, taken) = (&self.lanes[lane], self.taken(lane));
+    /// For a layer group that there is not.
+    pub fn used(&self, group: usize) -> i32 {
+        let (state, taken) = (&self.groups[group], self.taken(group));
         let Some(window) = state.window else {
             return taken;
         };
@@ -175,7 +176,7 @@ impl CellsBookkeeping {
         Ok(ranges)
     }
 
-    /// Whether a sequence alone is read without a mask in the lane of full
+    /// Whether a sequence alone is read without a mask in the layer group of full
     /// history: its cells are one run, in any order.
     ///
     /// # Errors
@@ -187,7 +188,7 @@ impl CellsBookkeeping {
 
     /// Forgets every sequence and every tree, and a step that is open.
     pub fn clear(&mut self) {
-        self.lanes.iter_mut().for_each(Lane::clear);
+        self.groups.iter_mut().for_each(LayerGroup::clear);
         self.trees.clear();
         self.declared = None;
         // Its cells are free again, so that there is nothing to commit or abort.

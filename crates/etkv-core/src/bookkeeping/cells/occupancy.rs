@@ -1,6 +1,6 @@
 //! Which cells are taken: a bit each.
 
-/// The cells of a lane, taken or free. Cells that were never asked about are free.
+/// The cells of a layer group, taken or free. Cells that were never asked about are free.
 #[derive(Debug, Clone, Default)]
 pub struct Occupancy {
     words: Vec<u64>,

@@ -41,7 +41,7 @@ impl Run {
     }
 }
 
-/// The cells of one sequence in one lane, by position, each position once.
+/// The cells of one sequence in one layer group, by position, each position once.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct Runs {
     runs: Vec<Run>,

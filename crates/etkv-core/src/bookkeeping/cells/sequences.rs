@@ -2,13 +2,13 @@
 
 use std::ops::Range;
 
-use super::lane::Lane;
+use super::group::LayerGroup;
 use super::{check_sequence, CellsBookkeeping};
 use crate::error::{fail, Result};
 
 impl CellsBookkeeping {
     /// The least position, apart from 0, that a sequence can go back to: it holds
-    /// the position before, and every lane all that a query there sees.
+    /// the position before, and every layer group all that a query there sees.
     ///
     /// # Errors
     /// As [`seq_len`](Self::seq_len).
@@ -24,16 +24,16 @@ impl CellsBookkeeping {
     }
 
     /// The least position at which a query sees nothing of `positions` that some
-    /// lane has dropped of a sequence; 0 where none has.
+    /// layer group has dropped of a sequence; 0 where none has.
     fn exact_from(&self, sequence: i32, positions: Range<i32>) -> i32 {
-        let exact_from = |lane: &Lane| {
-            let window = lane.window?;
+        let exact_from = |group: &LayerGroup| {
+            let window = group.window?;
             let behind_sinks = positions.start.max(window.sinks())..positions.end;
             let all = self.full().held(sequence);
-            let dropped = all.last_missing_in(lane.held(sequence), &behind_sinks)?;
+            let dropped = all.last_missing_in(group.held(sequence), &behind_sinks)?;
             Some(window.rewindable_to(dropped + 1))
         };
-        self.lanes.iter().filter_map(exact_from).max().unwrap_or(0)
+        self.groups.iter().filter_map(exact_from).max().unwrap_or(0)
     }
 
     /// Lets `target` have `source`'s positions from `positions`, too, in the same
@@ -43,7 +43,7 @@ impl CellsBookkeeping {
     /// - [`InvalidArgument`](crate::Status::InvalidArgument): a sequence or range
     ///   that cannot be.
     /// - [`Position`](crate::Status::Position): `target` has other cells for some
-    ///   of these positions, or window lanes have dropped what its next query
+    ///   of these positions, or window layer groups have dropped what its next query
     ///   would see.
     /// - [`Step`](crate::Status::Step): a step is open, or `target` carries a tree.
     pub fn seq_cp(&mut self, source: i32, target: i32, positions: Range<i32>) -> Result<()> {
@@ -83,8 +83,8 @@ impl CellsBookkeeping {
                  what a query there sees; {least} is the least"
             );
         }
-        for lane in &mut self.lanes {
-            lane.share(source, target, positions.clone());
+        for group in &mut self.groups {
+            group.share(source, target, positions.clone());
         }
         Ok(())
     }
@@ -125,8 +125,8 @@ impl CellsBookkeeping {
                 }
             }
         }
-        for lane in &mut self.lanes {
-            lane.remove(sequence, &positions);
+        for group in &mut self.groups {
+            group.remove(sequence, &positions);
         }
         Ok(())
     }

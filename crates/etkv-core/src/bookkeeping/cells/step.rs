@@ -4,7 +4,7 @@
 use super::segments::Segments;
 use super::tree::Tree;
 use super::{check_sequence, CellsBookkeeping, MAX_SEQUENCES};
-use crate::bookkeeping::{LanePlan, Move};
+use crate::bookkeeping::{LayerGroupPlan, Move};
 use crate::error::{fail, Result};
 
 /// A step that was planned and is neither committed nor aborted.
@@ -68,7 +68,7 @@ impl CellsBookkeeping {
         Ok(())
     }
 
-    /// Takes back what [`begin_step`](Self::begin_step) or
+    /// Withdraws what [`begin_step`](Self::begin_step) or
     /// [`begin_step_shared`](Self::begin_step_shared) said. Does nothing where
     /// nothing was said.
     ///
@@ -80,7 +80,7 @@ impl CellsBookkeeping {
         Ok(())
     }
 
-    /// Plans a step whose tokens have these positions, and opens it: what each lane
+    /// Plans a step whose tokens have these positions, and opens it: what each layer group
     /// writes, reads and masks. [`commit`](Self::commit) or
     /// [`abort`](Self::abort) ends it.
     ///
@@ -92,11 +92,11 @@ impl CellsBookkeeping {
     ///   fewer than were declared, or several sequences and none declared.
     /// - [`Position`](crate::Status::Position): another position than the next.
     /// - [`Capacity`](crate::Status::Capacity): too few free cells, more tokens of
-    ///   a sequence than window lanes take in a step, or a mask of more elements
+    ///   a sequence than window layer groups take in a step, or a mask of more elements
     ///   than an array has.
     /// - [`Step`](crate::Status::Step): a step is open; tokens for a sequence that
     ///   carries a tree, other than its frontier.
-    pub fn plan(&mut self, positions: &[i32]) -> Result<&[LanePlan]> {
+    pub fn plan(&mut self, positions: &[i32]) -> Result<&[LayerGroupPlan]> {
         self.refuse_in_step("begin another")?;
         let declared = self.declared.take();
         let was_declared = declared.is_some();
@@ -106,7 +106,7 @@ impl CellsBookkeeping {
         };
         let segments = planned?;
         let checked = self.check(&segments, positions);
-        if let Err(error) = checked.and_then(|()| self.plan_lanes(&segments, positions)) {
+        if let Err(error) = checked.and_then(|()| self.plan_groups(&segments, positions)) {
             self.declared = was_declared.then_some(segments);
             return Err(error);
         }
@@ -116,15 +116,15 @@ impl CellsBookkeeping {
         Ok(&self.plans)
     }
 
-    /// Takes cells for the tokens of a step and plans every lane, or takes none.
-    fn plan_lanes(&mut self, segments: &Segments, positions: &[i32]) -> Result<()> {
+    /// Takes cells for the tokens of a step and plans every layer group, or takes none.
+    fn plan_groups(&mut self, segments: &Segments, positions: &[i32]) -> Result<()> {
         let mut plans = std::mem::take(&mut self.plans);
         let mut all = std::mem::take(&mut self.cells);
         plans.clear();
         all.iter_mut().for_each(Vec::clear);
-        let planned = all.iter_mut().enumerate().try_for_each(|(lane, cells)| {
-            self.allocate(lane, segments, cells);
-            plans.push(self.lane_plan(lane, segments, positions, cells)?);
+        let planned = all.iter_mut().enumerate().try_for_each(|(group, cells)| {
+            self.allocate(group, segments, cells);
+            plans.push(self.group_plan(group, segments, positions, cells)?);
             Ok(())
         });
         (self.plans, self.cells) = (plans, all);
@@ -136,13 +136,13 @@ impl CellsBookkeeping {
 
     /// Gives back the cells that were taken for a step.
     fn free_planned(&mut self) {
-        for (lane, cells) in self.lanes.iter_mut().zip(&self.cells) {
-            cells.iter().for_each(|&cell| lane.free(cell));
+        for (group, cells) in self.groups.iter_mut().zip(&self.cells) {
+            cells.iter().for_each(|&cell| group.free(cell));
         }
     }
 
-    /// The plans of the open step, one a lane; empty outside a step.
-    pub fn plans(&self) -> &[LanePlan] {
+    /// The plans of the open step, one a layer group; empty outside a step.
+    pub fn plans(&self) -> &[LayerGroupPlan] {
         if self.step.is_some() {
             &self.plans
         } else {
@@ -230,7 +230,7 @@ impl CellsBookkeeping {
         Ok(())
     }
 
-    /// Refuses a part of a frontier, and more tokens than window lanes take.
+    /// Refuses a part of a frontier, and more tokens than window layer groups take.
     fn check_count(&self, sequence: i32, n_tokens: i32) -> Result<()> {
         if let Some(tree) = self.trees.get(&sequence) {
             if n_tokens as usize != tree.n_pending() {
@@ -241,7 +241,7 @@ impl CellsBookkeeping {
                 );
             }
         }
-        for window in self.lanes.iter().filter_map(|lane| lane.window) {
+        for window in self.groups.iter().filter_map(|group| group.window) {
             window.check_step(n_tokens)?;
         }
         Ok(())
@@ -266,11 +266,11 @@ impl CellsBookkeeping {
         Ok(next + i64::from(tree.depth(node)))
     }
 
-    /// Takes cells of a lane for each token.
-    fn allocate(&mut self, lane: usize, segments: &Segments, cells: &mut Vec<i32>) {
+    /// Takes cells of a layer group for each token.
+    fn allocate(&mut self, group: usize, segments: &Segments, cells: &mut Vec<i32>) {
         if let Segments::One { sequence, n_tokens } = *segments {
-            let after = self.cell_after(lane, sequence);
-            return self.lanes[lane].allocate(n_tokens as i32, after, cells);
+            let after = self.cell_after(group, sequence);
+            return self.groups[group].allocate(n_tokens as i32, after, cells);
         }
         let mut behind: PerSequence = [-1; MAX_SEQUENCES as usize];
         for (members, n_tokens) in segments.iter() {
@@ -278,10 +278,10 @@ impl CellsBookkeeping {
                 continue;
             };
             let after = match behind[sequence as usize] {
-                -1 => self.cell_after(lane, sequence),
+                -1 => self.cell_after(group, sequence),
                 cell => Some(cell),
             };
-            self.lanes[lane].allocate(n_tokens as i32, after, cells);
+            self.groups[group].allocate(n_tokens as i32, after, cells);
             if let Some(&last) = cells.last() {
                 members.iter().for_each(|&member| behind[member as usize] = last + 1);
             }
@@ -289,14 +289,14 @@ impl CellsBookkeeping {
     }
 
     /// The cell behind the last one of a sequence and its tree.
-    fn cell_after(&self, lane: usize, sequence: i32) -> Option<i32> {
-        match self.trees.get(&sequence).and_then(|tree| tree.cells[lane].last()) {
+    fn cell_after(&self, group: usize, sequence: i32) -> Option<i32> {
+        match self.trees.get(&sequence).and_then(|tree| tree.cells[group].last()) {
             Some(&node) => Some(node + 1),
-            None => self.lanes[lane].held(sequence).cell_after(),
+            None => self.groups[group].held(sequence).cell_after(),
         }
     }
 
-    /// Makes the open step so. Rows of window lanes move as returned.
+    /// Makes the open step so. Rows of window layer groups move as returned.
     ///
     /// # Errors
     /// [`Step`](crate::Status::Step) where none is open.
@@ -310,20 +310,20 @@ impl CellsBookkeeping {
             first = tokens.end;
             match members {
                 &[sequence] if self.trees.contains_key(&sequence) => {
-                    for (index, lane) in self.lanes.iter_mut().enumerate() {
+                    for (index, group) in self.groups.iter_mut().enumerate() {
                         let cells = &self.cells[index][tokens.clone()];
-                        cells.iter().for_each(|&cell| lane.own_as_node(cell));
+                        cells.iter().for_each(|&cell| group.own_as_node(cell));
                         if let Some(tree) = self.trees.get_mut(&sequence) {
                             tree.cells[index].extend_from_slice(cells);
                         }
                     }
                 }
                 _ => {
-                    for (lane, cells) in self.lanes.iter_mut().zip(&self.cells) {
+                    for (group, cells) in self.groups.iter_mut().zip(&self.cells) {
                         for (&cell, &position) in
                             cells[tokens.clone()].iter().zip(&self.positions[tokens.clone()])
                         {
-                            members.iter().for_each(|&member| lane.append(member, position, cell));
+                            members.iter().for_each(|&member| group.append(member, position, cell));
                         }
                     }
                 }
@@ -343,11 +343,11 @@ impl CellsBookkeeping {
         }
     }
 
-    /// Lets window lanes drop what these sequences need no more. A lane that holds
+    /// Lets window layer groups drop what these sequences need no more. A layer group that holds
     /// one sequence is packed to its front then, in order of positions.
     pub(super) fn slide(&mut self, sequences: &[i32]) -> Vec<Move> {
         let mut moves = Vec::new();
-        if self.lanes.len() == 1 {
+        if self.groups.len() == 1 {
             return moves;
         }
         let nexts: Vec<(i32, i32)> = sequences
@@ -355,13 +355,13 @@ impl CellsBookkeeping {
             .filter(|sequence| !self.trees.contains_key(sequence))
             .map(|&sequence| (sequence, self.next(sequence)))
             .collect();
-        for (index, lane) in self.lanes.iter_mut().enumerate() {
+        for (index, group) in self.groups.iter_mut().enumerate() {
             let mut trimmed = false;
             for &(sequence, next) in &nexts {
-                trimmed |= lane.trim(sequence, next);
+                trimmed |= group.trim(sequence, next);
             }
-            if trimmed && self.trees.is_empty() && lane.owners().nth(1).is_none() {
-                moves.extend(lane.pack(index));
+            if trimmed && self.trees.is_empty() && group.owners().nth(1).is_none() {
+                moves.extend(group.pack(index));
             }
         }
         moves

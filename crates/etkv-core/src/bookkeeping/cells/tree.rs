@@ -12,7 +12,7 @@ pub struct Tree {
     depths: Vec<i32>,
     /// Nodes whose rows are there: all before the last frontier, or all.
     n_written: usize,
-    /// The cells of the written nodes, for each lane.
+    /// The cells of the written nodes, for each layer group.
     pub cells: Vec<Vec<i32>>,
 }
 
@@ -20,8 +20,8 @@ pub struct Tree {
 pub const ROOT: i32 = -1;
 
 impl Tree {
-    pub fn new(n_lanes: usize) -> Self {
-        Self { cells: vec![Vec::new(); n_lanes], ..Self::default() }
+    pub fn new(n_groups: usize) -> Self {
+        Self { cells: vec![Vec::new(); n_groups], ..Self::default() }
     }
 
     /// Nodes, written or not.
@@ -142,11 +142,11 @@ impl CellsBookkeeping {
                 self.capacity
             );
         }
-        let n_lanes = self.lanes.len();
+        let n_groups = self.groups.len();
         match self.trees.get_mut(&sequence) {
             Some(tree) => tree.propose(parents)?,
             None => {
-                let mut tree = Tree::new(n_lanes);
+                let mut tree = Tree::new(n_groups);
                 tree.propose(parents)?;
                 self.trees.insert(sequence, tree);
             }
@@ -188,14 +188,14 @@ impl CellsBookkeeping {
             return Ok(Vec::new());
         };
         let mut moves = Vec::new();
-        for (index, (lane, cells)) in self.lanes.iter_mut().zip(&tree.cells).enumerate() {
+        for (index, (group, cells)) in self.groups.iter_mut().zip(&tree.cells).enumerate() {
             let mut sorted = cells.clone();
             sorted.sort_unstable();
-            sorted.iter().for_each(|&cell| lane.release(cell));
+            sorted.iter().for_each(|&cell| group.release(cell));
             let (mut from, mut to) = (Vec::new(), Vec::new());
             for ((&node, &target), position) in accepted.iter().zip(&sorted).zip(next..) {
-                lane.hold(target);
-                lane.append(sequence, position, target);
+                group.hold(target);
+                group.append(sequence, position, target);
                 let source = cells[node as usize];
                 if source != target {
                     from.push(source);
@@ -203,7 +203,7 @@ impl CellsBookkeeping {
                 }
             }
             if !from.is_empty() {
-                moves.push(Move { lane: index, from: Slots::of(&from), to: Slots::of(&to) });
+                moves.push(Move { group: index, from: Slots::of(&from), to: Slots::of(&to) });
             }
         }
         moves.extend(self.slide(&[sequence]));
@@ -214,8 +214,8 @@ impl CellsBookkeeping {
         let Some(tree) = self.trees.remove(&sequence) else {
             return;
         };
-        for (lane, cells) in self.lanes.iter_mut().zip(&tree.cells) {
-            cells.iter().for_each(|&cell| lane.release(cell));
+        for (group, cells) in self.groups.iter_mut().zip(&tree.cells) {
+            cells.iter().for_each(|&cell| group.release(cell));
         }
     }
 

@@ -1,4 +1,4 @@
-#include "examples/speculation/feature_draft.hpp"
+#include "examples/speculation/hidden_state_draft.hpp"
 
 #include <algorithm>
 #include <string>
@@ -17,7 +17,7 @@ std::string listed(const std::vector<int64_t>& layers) {
   return (layers.size() == 1 ? "layer " : "layers ") + list;
 }
 
-/// Where in a row of the target's features those of the draft's layer begin, in
+/// Where in a row of the target's hidden states those of the draft's layer begin, in
 /// bytes.
 Result<size_t> find_tap(const Program& program, const DraftTarget& target) {
   const int64_t wanted = *program.draft_tap();
@@ -26,19 +26,19 @@ Result<size_t> find_tap(const Program& program, const DraftTarget& target) {
   if (tap == taps.end()) {
     return Error(
         ETKV_ERROR_PROGRAM,
-        "it takes the features of layer " + std::to_string(wanted) +
+        "it takes the hidden states of layer " + std::to_string(wanted) +
             ", and the model gives " +
             (taps.empty() ? "none" : "those of " + listed(taps)) +
             ": export the model with --tap-layers " + std::to_string(wanted));
   }
-  const FeatureType taken = *program.feature_type();
-  const FeatureType given = *target.feature_type;
+  const HiddenStateType taken = *program.hidden_state_type();
+  const HiddenStateType given = *target.hidden_state_type;
   const auto n_taps = static_cast<int64_t>(taps.size());
-  const FeatureType each{given.element, given.width / n_taps};
+  const HiddenStateType each{given.element, given.width / n_taps};
   if (!(each == taken) || given.width % n_taps != 0) {
     return Error(
         ETKV_ERROR_PROGRAM,
-        "it takes features of " + taken.describe() +
+        "it takes hidden states of " + taken.describe() +
             ", and the model gives those of " + each.describe() +
             ": export both from one model with the same --dtype");
   }
@@ -47,45 +47,50 @@ Result<size_t> find_tap(const Program& program, const DraftTarget& target) {
 
 } // namespace
 
-Result<std::unique_ptr<Draft>> FeatureDraft::make(
+Result<std::unique_ptr<Draft>> HiddenStateDraft::make(
     Program program,
     const DraftTarget& target) {
   ASSIGN_OR_RETURN(const size_t offset, find_tap(program, target));
   ASSIGN_OR_RETURN(auto session, make_session(program, target));
-  return std::unique_ptr<Draft>(new FeatureDraft(
-      std::move(program), std::move(session), *target.feature_type, offset));
+  return std::unique_ptr<Draft>(new HiddenStateDraft(
+      std::move(program),
+      std::move(session),
+      *target.hidden_state_type,
+      offset));
 }
 
-void FeatureDraft::saw(int64_t position, const FeaturesView& features) {
+void HiddenStateDraft::saw(
+    int64_t position,
+    const HiddenStatesView& hidden_states) {
   const auto first = static_cast<size_t>(position);
-  if (first > seen() || !(features.type == given_type_)) {
+  if (first > seen() || !(hidden_states.type == given_type_)) {
     // Nobody asks for a row behind a gap: the text before it is refused.
     return;
   }
-  features_.resize(first * type_.bytes());
-  for (int64_t i = 0; i < features.rows; ++i) {
-    const auto* row = features.row(i) + offset_;
-    features_.insert(features_.end(), row, row + type_.bytes());
+  hidden_states_.resize(first * type_.bytes());
+  for (int64_t i = 0; i < hidden_states.rows; ++i) {
+    const auto* row = hidden_states.row(i) + offset_;
+    hidden_states_.insert(hidden_states_.end(), row, row + type_.bytes());
   }
   known_ = std::min(known_, first);
 }
 
-Result<size_t> FeatureDraft::reusable(const std::vector<int64_t>& text) {
+Result<size_t> HiddenStateDraft::reusable(const std::vector<int64_t>& text) {
   const size_t needed = text.size() - 1;
   if (seen() < needed) {
     return Error(
         ETKV_ERROR_INVALID_ARGUMENT,
-        "the model's features of position " + std::to_string(seen()) +
+        "the model's hidden states of position " + std::to_string(seen()) +
             " have not come, and the text has " + std::to_string(needed) +
             " positions before its last");
   }
   // What was seen behind them was of another text.
-  features_.resize(needed * type_.bytes());
+  hidden_states_.resize(needed * type_.bytes());
   known_ = std::min(known_, needed);
   return known_;
 }
 
-Result<LogitsView> FeatureDraft::run_text(
+Result<LogitsView> HiddenStateDraft::run_text(
     const std::vector<int64_t>& text,
     size_t first,
     size_t n) {
@@ -96,8 +101,9 @@ Result<LogitsView> FeatureDraft::run_text(
   for (size_t i = first; i < first + n; ++i) {
     // The last id has not been run by the target: its row is that before it.
     const size_t row = i < last ? i : std::max<size_t>(i, 1) - 1;
-    const std::byte* at =
-        row < last ? features_.data() + row * type_.bytes() : nothing.data();
+    const std::byte* at = row < last
+                              ? hidden_states_.data() + row * type_.bytes()
+                              : nothing.data();
     given_.add(at, type_.bytes(), i < last);
     positions.push_back(static_cast<int64_t>(i));
   }
@@ -105,12 +111,12 @@ Result<LogitsView> FeatureDraft::run_text(
       const auto logits,
       program_.step(text.data() + first, positions.data(), n, given_));
   known_ = std::min(first + n, last);
-  const auto& root = program_.features()->row(static_cast<int64_t>(n) - 1);
+  const auto& root = program_.hidden_states()->row(static_cast<int64_t>(n) - 1);
   handed_on_.assign(root, root + type_.bytes());
   return logits;
 }
 
-Result<LogitsView> FeatureDraft::run_nodes(
+Result<LogitsView> HiddenStateDraft::run_nodes(
     const TokenTree& tree,
     const std::vector<int64_t>& positions,
     size_t first) {
@@ -125,7 +131,7 @@ Result<LogitsView> FeatureDraft::run_nodes(
       const auto logits,
       program_.step(
           tree.tokens.data() + first, positions.data() + first, n, given_));
-  const auto* rows = program_.features()->data;
+  const auto* rows = program_.hidden_states()->data;
   handed_on_.insert(handed_on_.end(), rows, rows + n * type_.bytes());
   return logits;
 }

@@ -1,4 +1,4 @@
-// Plain decoding, which everything else is compared with: one sequence on a
+// Reference decoding, which everything else is compared with: one sequence on a
 // contiguous cache, one token a step, the greatest logit each time.
 #pragma once
 
@@ -14,14 +14,14 @@
 
 namespace etkv::examples {
 
-/// Compares answers with plain decoding in the same storage format, and says how
+/// Compares answers with reference decoding in the same storage format, and says how
 /// that went. Loads the program anew, with a cache of its own.
 ///
 /// Sums of floats depend on their order, and where MLX adds up a step over several
 /// tokens in another order than one over a single token, as it does with weights of
-/// 4 bits, the greatest logit can be another. An id that is not plain decoding's
+/// 4 bits, the greatest logit can be another. An id that is not reference decoding's
 /// choice is therefore let pass where it trails that choice by no more than
-/// rounding_margin(); such ids are told, and plain decoding goes on behind them.
+/// rounding_margin(); such ids are told, and reference decoding goes on behind them.
 /// Anything else is an error that names the answer, the step, both ids and the
 /// margin, and so are more such ids than allowed_ties().
 ///
@@ -49,7 +49,7 @@ double rounding_margin(
     const std::string& kv_format,
     double magnitude);
 
-/// How many of so many ids may trail plain decoding's choice by rounding: some per
+/// How many of so many ids may trail reference decoding's choice by rounding: some per
 /// cent, where 4 in a hundred are the most that was seen, and 2 of the fewest. Who
 /// takes wrong ids takes more, however little each trails.
 size_t allowed_ties(size_t tokens);

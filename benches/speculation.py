@@ -1,10 +1,10 @@
-"""Measures what guessing ahead costs and brings: forwards of several tokens, and drafts on questions.
+"""Measures what speculative decoding takes and brings: forwards of several tokens, and drafts on questions.
 
 The first table tells what a forward takes by the number of its tokens, all rows of logits among it, as a share of what
 one token takes. The second runs ``etkv_speculative`` on a few questions with every draft, in turns, each in a process
-of its own: answers without guesses, guesses from the text, the model's first layers fed with tokens, and its last ones
-fed with features; the programs are exported if need be. Figures are of all questions of a kind together; speed is a
-ratio to the answers without guesses of the same round, and the median of the rounds.
+of its own: answers without a draft, n-grams of the text, the model's first layers fed with tokens, and its last ones
+fed with hidden states; programs are exported if need be. Figures are of all questions of a kind together; speed is
+a ratio to the answers without a draft of the same round, and the median of the rounds.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ SHAPES = {"auto": [], "2 x 1": ["--depth", "2", "--width", "1"], "2 x 4": ["--de
 
 @dataclass(frozen=True)
 class Draft:
-    """Who guesses for which program, and how far."""
+    """Which draft serves which program, and how far."""
 
     name: str
     model: Path
@@ -105,7 +105,7 @@ class Took:
     ids: int = 0
     steps: int = 0
     seconds: float = 0.0
-    guessing: float = 0.0
+    drafting: float = 0.0
 
 
 def answer(draft: Draft, questions: list[str], most: int) -> tuple[Took, str]:
@@ -121,14 +121,14 @@ def answer(draft: Draft, questions: list[str], most: int) -> tuple[Took, str]:
         took.ids += int(ids)
         took.steps += int(steps)
         took.seconds += int(ids) / float(rate)
-        took.guessing += int(ids) / float(rate) * int(share) / 100
+        took.drafting += int(ids) / float(rate) * int(share) / 100
     return took, done.stdout
 
 
 def print_drafts(drafts: list[Draft], most: int, rounds: int) -> None:
     """Prints what every draft brings, by the kind of question."""
     print(f"at most {most} tokens an answer; rounds in turns: {rounds}")
-    print(f"  {'':12}{'draft':24}{'tokens a step':>14}{'forwards a token':>18}{'guessing':>10}{'speed':>8}")
+    print(f"  {'':12}{'draft':24}{'tokens a step':>14}{'forwards a token':>18}{'drafting':>10}{'speed':>8}")
     for kind, questions in QUESTIONS.items():
         results: dict[str, list[Took]] = {draft.name: [] for draft in drafts}
         said = set()
@@ -144,7 +144,7 @@ def print_drafts(drafts: list[Draft], most: int, rounds: int) -> None:
             last = all_rounds[-1]
             pairs = zip(results[drafts[0].name], all_rounds, strict=True)
             speed = statistics.median((plain.seconds / plain.ids) / (one.seconds / one.ids) for plain, one in pairs)
-            share = statistics.median(one.guessing / one.seconds for one in all_rounds)
+            share = statistics.median(one.drafting / one.seconds for one in all_rounds)
             print(f"  {kind:12}{draft.name:24}{last.ids / last.steps:14.2f}{last.steps / last.ids:18.2f}", end="")
             print(f"{100 * share:9.0f}%{speed:8.2f}", flush=True)
             kind = ""

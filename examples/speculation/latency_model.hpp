@@ -11,7 +11,7 @@ namespace etkv::examples {
 ///
 /// The first forward of a number of tokens also makes what all later ones use, such
 /// as kernels and buffers: it counts as long as there is little else to go by.
-class Costs {
+class LatencyModel {
  public:
   void add(size_t tokens, double seconds);
 

@@ -1,4 +1,4 @@
-// Drafts that are fed with the target's features: what they propose hangs on these
+// Drafts that are fed with the target's hidden states: what they propose hangs on these
 // and on the text alone, whatever came before, and is what their program makes of
 // them one id at a time.
 
@@ -6,35 +6,35 @@
 #include <array>
 
 #include "examples/common/generator.hpp"
-#include "guesses.hpp"
+#include "speculative.hpp"
 
 namespace etkv::tests {
 namespace {
 
 using examples::Draft;
-using examples::FeaturesView;
-using examples::FeatureType;
-using examples::GivenFeatures;
+using examples::GivenHiddenStates;
+using examples::HiddenStatesView;
+using examples::HiddenStateType;
 using examples::Program;
 
-/// Features of a text in plain decoding, a row for each id.
-struct Features {
-  FeatureType type;
+/// Hidden states of a text in reference decoding, a row for each id.
+struct HiddenStates {
+  HiddenStateType type;
   std::vector<std::byte> rows;
 
-  FeaturesView view(size_t first, size_t n) const {
+  HiddenStatesView view(size_t first, size_t n) const {
     return {rows.data() + first * type.bytes(), type, static_cast<int64_t>(n)};
   }
 };
 
-Features features_of(Target& target, const Ids& text) {
+HiddenStates hidden_states_of(Target& target, const Ids& text) {
   must(target.cache().clear());
   Program& program = target.model.program();
-  Features found{*program.feature_type(), {}};
+  HiddenStates found{*program.hidden_state_type(), {}};
   for (size_t at = 0; at < text.size(); at += kMostTokens) {
     const size_t n = std::min<size_t>(kMostTokens, text.size() - at);
     must(program.step_at(text.data() + at, static_cast<int64_t>(at), n));
-    const auto& made = *program.features();
+    const auto& made = *program.hidden_states();
     CHECK_INT(made.rows, n);
     found.rows.insert(
         found.rows.end(), made.data, made.data + n * found.type.bytes());
@@ -46,17 +46,17 @@ bool same(const TokenTree& a, const TokenTree& b) {
   return a.tokens == b.tokens && a.parents == b.parents;
 }
 
-/// What a draft proposes that has heard of the features of this text and no other.
+/// What a draft proposes that has heard of the hidden states of this text and no other.
 TokenTree fresh(
     const std::string& name,
     Target& target,
     const Ids& text,
     const TreeShape& shape) {
-  const auto features = features_of(target, text);
-  const auto guesses = draft(name, target);
-  guesses->saw(0, features.view(0, text.size() - 1));
+  const auto hidden_states = hidden_states_of(target, text);
+  const auto proposer = draft(name, target);
+  proposer->saw(0, hidden_states.view(0, text.size() - 1));
   Sampler greedy;
-  return must(guesses->propose(text, shape, greedy));
+  return must(proposer->propose(text, shape, greedy));
 }
 
 /// Notes what a draft proposes.
@@ -80,8 +80,8 @@ class Recorder : public Draft {
   Result<void> commit(const std::vector<int32_t>& accepted) override {
     return draft_->commit(accepted);
   }
-  void saw(int64_t position, const FeaturesView& features) override {
-    draft_->saw(position, features);
+  void saw(int64_t position, const HiddenStatesView& hidden_states) override {
+    draft_->saw(position, hidden_states);
   }
   double seconds(int64_t depth, int64_t width) const override {
     return draft_->seconds(depth, width);
@@ -94,15 +94,15 @@ class Recorder : public Draft {
 };
 
 /// Conversations that go on, go back and begin anew, with trees of every shape: the
-/// answers are those of plain decoding, and each tree that of a fresh draft.
+/// answers are those of reference decoding, and each tree that of a fresh draft.
 ///
-/// @param untapped  the same model without features
+/// @param untapped  the same model without hidden states
 void as_if_fresh(
     const std::string& untapped,
     const std::string& model,
     const std::string& name) {
   Target target(model);
-  Recorder guesses(draft(name, target));
+  Recorder proposer(draft(name, target));
   const Ids long_text = text(90, 5);
   Ids other = slice(long_text, 0, 20);
   const Ids rest = text(25, 6);
@@ -115,36 +115,36 @@ void as_if_fresh(
     const int64_t width = std::array<int64_t, 3>{3, 1, 8}[turn % 3];
     ++turn;
     examples::Speculator speculator(
-        target.model, target.cache(), guesses, {{}, depth, width});
+        target.model, target.cache(), proposer, {{}, depth, width});
     examples::Generator generator(
         target.model.program(), target.cache(), {}, &speculator);
     must(target.cache().clear());
     auto answer = must(generator.answer(asked, 20, examples::Listener()));
-    CHECK(answer.ids == plain(untapped, asked, 20));
+    CHECK(answer.ids == reference_ids(untapped, asked, 20));
     // Goes on from within the answer, with another id.
     Ids longer = asked;
     longer.insert(longer.end(), answer.ids.begin(), answer.ids.begin() + 9);
     longer.push_back((answer.ids[9] + 1) % kVocabulary);
     answer = must(generator.answer(longer, 12, examples::Listener()));
-    CHECK(answer.ids == plain(untapped, longer, 12));
+    CHECK(answer.ids == reference_ids(untapped, longer, 12));
     CHECK_INT(answer.reused_tokens, longer.size() - 1);
   }
-  REQUIRE(guesses.made.size() > 40);
+  REQUIRE(proposer.made.size() > 40);
   Target alone(model);
   size_t nodes = 0;
-  for (const auto& one : guesses.made) {
+  for (const auto& one : proposer.made) {
     CHECK(same(one.tree, fresh(name, alone, one.text, one.shape)));
     nodes += one.tree.size() - 1;
   }
   std::printf(
-      "%s: %zu trees of %zu guesses\n",
+      "%s: %zu trees of %zu draft tokens\n",
       name.c_str(),
-      guesses.made.size(),
+      proposer.made.size(),
       nodes);
 }
 
 /// A chain of likeliest ids, by the draft's program on a contiguous cache: every id
-/// of the text with its own features, and each after it with what came out for the
+/// of the text with its own hidden states, and each after it with what came out for the
 /// one before.
 void chains_by_hand() {
   constexpr int64_t kDepth = 5;
@@ -153,13 +153,13 @@ void chains_by_hand() {
   auto session = must(make_decode_session(
       kMLXBackend, make_config(program.params(), 100, "f32", 4)));
   must(program.load(session.key(), Logits::all));
-  const size_t bytes = program.feature_type()->bytes();
+  const size_t bytes = program.hidden_state_type()->bytes();
   for (const size_t n : {1, 2, 18, 40}) {
     const Ids ids = text(static_cast<int64_t>(n), 11);
-    const auto features = features_of(target, ids);
+    const auto hidden_states = hidden_states_of(target, ids);
     const auto step =
         [&](int64_t id, size_t at, const std::byte* row, bool own) {
-          GivenFeatures given;
+          GivenHiddenStates given;
           given.add(row, bytes, own);
           const auto position = static_cast<int64_t>(at);
           return must(
@@ -168,68 +168,68 @@ void chains_by_hand() {
         };
     must(session.cache().clear());
     for (size_t i = 0; i + 1 < n; ++i) {
-      step(ids[i], i, features.view(i, 1).data, /*own=*/true);
+      step(ids[i], i, hidden_states.view(i, 1).data, /*own=*/true);
     }
     std::vector<std::byte> row(bytes);
     if (n > 1) {
-      const auto* before = features.view(n - 2, 1).data;
+      const auto* before = hidden_states.view(n - 2, 1).data;
       row.assign(before, before + bytes);
     }
     Ids chain = {ids.back()};
     while (chain.size() <= kDepth) {
       chain.push_back(
           step(chain.back(), n + chain.size() - 2, row.data(), /*own=*/false));
-      const auto* made = program.features()->data;
+      const auto* made = program.hidden_states()->data;
       row.assign(made, made + bytes);
     }
     CHECK(fresh("llama-draft", target, ids, {kDepth, 1, 32}).tokens == chain);
   }
 }
 
-/// Features that never came are not guessed from.
-void missing_features() {
+/// Hidden states that never came are not drafted from.
+void missing_hidden_states() {
   const TreeShape shape = {2, 2, 32};
   const Ids ids = text(30, 4);
   Target target("llama-tapped");
-  const auto features = features_of(target, ids);
-  const auto guesses = draft("llama-draft", target);
+  const auto hidden_states = hidden_states_of(target, ids);
+  const auto proposer = draft("llama-draft", target);
   Sampler greedy;
   const auto refused = [&](int64_t position) {
     CHECK_REFUSED(
-        guesses->propose(ids, shape, greedy),
+        proposer->propose(ids, shape, greedy),
         ETKV_ERROR_INVALID_ARGUMENT,
-        ("the draft: the model's features of position " +
+        ("the draft: the model's hidden states of position " +
          std::to_string(position) + " have not come")
             .c_str());
   };
   refused(0);
-  guesses->saw(0, features.view(0, 10));
+  proposer->saw(0, hidden_states.view(0, 10));
   refused(10);
   // A gap.
-  guesses->saw(11, features.view(11, 18));
+  proposer->saw(11, hidden_states.view(11, 18));
   refused(10);
-  guesses->saw(10, features.view(10, 19));
-  const auto tree = must(guesses->propose(ids, shape, greedy));
+  proposer->saw(10, hidden_states.view(10, 19));
+  const auto tree = must(proposer->propose(ids, shape, greedy));
   CHECK(same(tree, fresh("llama-draft", target, ids, shape)));
   // What is seen again takes the place of all behind it.
-  guesses->saw(5, features.view(5, 1));
+  proposer->saw(5, hidden_states.view(5, 1));
   refused(6);
-  guesses->saw(6, features.view(6, 23));
-  CHECK(same(must(guesses->propose(ids, shape, greedy)), tree));
+  proposer->saw(6, hidden_states.view(6, 23));
+  CHECK(same(must(proposer->propose(ids, shape, greedy)), tree));
   // What the cache holds was made of those from before.
-  const auto others = features_of(target, text(30, 9));
-  guesses->saw(0, others.view(0, 29));
+  const auto others = hidden_states_of(target, text(30, 9));
+  proposer->saw(0, others.view(0, 29));
   const auto newly = draft("llama-draft", target);
   newly->saw(0, others.view(0, 29));
-  const auto strange = must(guesses->propose(ids, shape, greedy));
+  const auto strange = must(proposer->propose(ids, shape, greedy));
   CHECK(same(strange, must(newly->propose(ids, shape, greedy))));
   CHECK(!same(strange, tree));
-  // Features of a text that went back do not stay for one that goes on.
-  must(guesses->propose(slice(ids, 0, 20), shape, greedy));
+  // Hidden states of a text that went back do not stay for one that goes on.
+  must(proposer->propose(slice(ids, 0, 20), shape, greedy));
   refused(19);
 }
 
-/// Features of several layers lie side by side, and the draft's own are taken.
+/// Hidden states of several layers lie side by side, and the draft's own are taken.
 void one_of_several_taps() {
   const TreeShape shape = {3, 2, 32};
   Target two("llama-taps");
@@ -242,16 +242,17 @@ void one_of_several_taps() {
 
 void refusals() {
   const auto path = program_path("llama-draft");
-  const FeatureType type{ScalarType::Float, 64};
-  const auto open = [&](std::vector<int64_t> taps, FeatureType type) {
+  const HiddenStateType type{ScalarType::Float, 64};
+  const auto open = [&](std::vector<int64_t> taps, HiddenStateType type) {
     return examples::open_draft(path, {320, 64, {}, std::move(taps), type});
   };
   auto program = must(Program::open(path));
-  REQUIRE(*program.feature_type() == type);
+  REQUIRE(*program.hidden_state_type() == type);
   CHECK_REFUSED(
       open({}, type),
       ETKV_ERROR_PROGRAM,
-      "the draft: it takes the features of layer 0, and the model gives none: "
+      "the draft: it takes the hidden states of layer 0, and the model gives "
+      "none: "
       "export the model with --tap-layers 0");
   CHECK_REFUSED(
       open({1}, type),
@@ -275,11 +276,11 @@ void refusals() {
       program.step(&zero, &zero, 1),
       ETKV_ERROR_INVALID_ARGUMENT,
       "is a draft of a model: give it with --draft");
-  GivenFeatures given;
+  GivenHiddenStates given;
   CHECK_REFUSED(
       program.step(&zero, &zero, 1, given),
       ETKV_ERROR_SHAPE,
-      "0 bytes of features for 1 tokens; a row of them is 64 elements of "
+      "0 bytes of hidden states for 1 tokens; a row of them is 64 elements of "
       "Float");
   examples::ModelOptions options;
   options.model = path;
@@ -301,7 +302,7 @@ int main() {
   as_if_fresh(
       "mistral-window", "mistral-window-tapped", "mistral-window-draft");
   chains_by_hand();
-  missing_features();
+  missing_hidden_states();
   one_of_several_taps();
   refusals();
   return check_report();

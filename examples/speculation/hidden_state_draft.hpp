@@ -1,4 +1,4 @@
-// Guesses of a model's own last layers, fed with the features of the layer below
+// Draft tokens of a model's own last layers, fed with the hidden states of the layer below
 // them.
 #pragma once
 
@@ -11,35 +11,35 @@
 
 namespace etkv::examples {
 
-/// Keeps the target's features of each position of the text. What its cache holds
-/// was made of these as far as they had come; whatever was guessed instead is
+/// Keeps the target's hidden states of each position of the text. What its cache holds
+/// was made of these as far as they had come; whatever was drafted instead is
 /// dropped, and read again once they are there.
-class FeatureDraft : public ProgramDraft {
+class HiddenStateDraft : public ProgramDraft {
  public:
   /// Loads a program, and makes a session for it. Refused where the target does not
-  /// give the features that it takes.
+  /// give the hidden states that it takes.
   static Result<std::unique_ptr<Draft>> make(
       Program program,
       const DraftTarget& target);
 
-  void saw(int64_t position, const FeaturesView& features) override;
+  void saw(int64_t position, const HiddenStatesView& hidden_states) override;
 
   Result<void> commit(const std::vector<int32_t>&) override {
     return ProgramDraft::commit({});
   }
 
  private:
-  FeatureDraft(
+  HiddenStateDraft(
       Program program,
       CacheSession<TreeCache> session,
-      FeatureType given,
+      HiddenStateType given,
       size_t offset)
       : ProgramDraft(std::move(program), std::move(session)),
-        type_(*program_.feature_type()),
+        type_(*program_.hidden_state_type()),
         given_type_(given),
         offset_(offset) {}
 
-  /// Refuses a text whose features have not come, all but those of its last id.
+  /// Refuses a text whose hidden states have not come, all but those of its last id.
   Result<size_t> reusable(const std::vector<int64_t>& text) override;
   Result<LogitsView>
   run_text(const std::vector<int64_t>& text, size_t first, size_t n) override;
@@ -48,22 +48,22 @@ class FeatureDraft : public ProgramDraft {
       const std::vector<int64_t>& positions,
       size_t first) override;
 
-  /// Positions whose features are known.
+  /// Positions whose hidden states are known.
   size_t seen() const {
-    return features_.size() / type_.bytes();
+    return hidden_states_.size() / type_.bytes();
   }
 
   /// A row of the draft's; one of the target's, and where in it the former begins.
-  FeatureType type_;
-  FeatureType given_type_;
+  HiddenStateType type_;
+  HiddenStateType given_type_;
   size_t offset_;
   /// Of the target, a row for each position of the text from the first on.
-  std::vector<std::byte> features_;
+  std::vector<std::byte> hidden_states_;
   /// Ids in the cache, from the first on, that ran with these.
   size_t known_ = 0;
   /// What the draft handed on for the nodes of the tree, the root first.
   std::vector<std::byte> handed_on_;
-  GivenFeatures given_;
+  GivenHiddenStates given_;
 };
 
 } // namespace etkv::examples

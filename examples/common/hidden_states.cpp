@@ -1,4 +1,4 @@
-#include "examples/common/features.hpp"
+#include "examples/common/hidden_states.hpp"
 
 #include <cstring>
 
@@ -23,27 +23,27 @@ std::vector<std::byte> elements(const std::vector<bool>& known) {
 
 } // namespace
 
-size_t FeatureType::bytes() const {
+size_t HiddenStateType::bytes() const {
   return static_cast<size_t>(width) * executorch::runtime::elementSize(element);
 }
 
-std::string FeatureType::describe() const {
+std::string HiddenStateType::describe() const {
   return std::to_string(width) + " elements of " +
          executorch::runtime::toString(element);
 }
 
-Result<FeatureType> feature_type(ScalarType element, int64_t width) {
-  const FeatureType type{element, width};
+Result<HiddenStateType> hidden_state_type(ScalarType element, int64_t width) {
+  const HiddenStateType type{element, width};
   if (element != ScalarType::Float && element != ScalarType::Half &&
       element != ScalarType::BFloat16) {
     return Error(
         ETKV_ERROR_DTYPE,
-        "the program's features are " + type.describe() +
+        "the program's hidden states are " + type.describe() +
             ", not of float32, float16 or bfloat16");
   }
   if (width < 1) {
     return Error(
-        ETKV_ERROR_SHAPE, "the program's features are " + type.describe());
+        ETKV_ERROR_SHAPE, "the program's hidden states are " + type.describe());
   }
   return type;
 }

@@ -1,4 +1,4 @@
-//! The cells of one lane: who owns which, and which are handed out next.
+//! The cells of one layer group: who owns which, and which are handed out next.
 
 use std::ops::Range;
 
@@ -12,7 +12,7 @@ pub const ROOM: i32 = 64;
 
 /// The cells of the layers of one policy.
 #[derive(Debug, Clone)]
-pub struct Lane {
+pub struct LayerGroup {
     pub window: Option<Window>,
     capacity: i32,
     /// Cells are handed out below this one; grows where there are too few.
@@ -24,7 +24,7 @@ pub struct Lane {
     held: Vec<Runs>,
 }
 
-impl Lane {
+impl LayerGroup {
     /// Without a window it has `capacity` cells.
     pub fn new(window: Option<Window>, capacity: i32) -> Self {
         Self {

@@ -1,4 +1,4 @@
-// Rows of features: what a program hands on beside its logits, and what a draft is
+// Rows of hidden states: what a program hands on beside its logits, and what a draft is
 // fed with.
 #pragma once
 
@@ -13,8 +13,8 @@
 
 namespace etkv::examples {
 
-/// How a row of features is stored: float32, float16 or bfloat16 elements.
-struct FeatureType {
+/// How a row of hidden states is stored: float32, float16 or bfloat16 elements.
+struct HiddenStateType {
   executorch::aten::ScalarType element = executorch::aten::ScalarType::Float;
   int64_t width = 0;
 
@@ -24,36 +24,36 @@ struct FeatureType {
   /// "576 elements of Float"
   std::string describe() const;
 
-  bool operator==(const FeatureType& other) const {
+  bool operator==(const HiddenStateType& other) const {
     return element == other.element && width == other.width;
   }
 };
 
 /// The type of rows whose tensor has these sizes and elements; an error for other
 /// elements than the three.
-Result<FeatureType> feature_type(
+Result<HiddenStateType> hidden_state_type(
     executorch::aten::ScalarType element,
     int64_t width);
 
 /// Rows in a program's own memory, one a token. Valid until the program runs
 /// again.
-struct FeaturesView {
+struct HiddenStatesView {
   const std::byte* data = nullptr;
-  FeatureType type;
+  HiddenStateType type;
   int64_t rows = 0;
 
   const std::byte* row(int64_t i) const {
     return data + static_cast<size_t>(i) * type.bytes();
   }
   /// One row alone.
-  FeaturesView only(int64_t i) const {
+  HiddenStatesView only(int64_t i) const {
     return {row(i), type, 1};
   }
 };
 
-/// What a step of a draft takes besides tokens: a row of features for each, and
+/// What a step of a draft takes besides tokens: a row of hidden states for each, and
 /// whether it is the token's own or that of its parent.
-struct GivenFeatures {
+struct GivenHiddenStates {
   std::vector<std::byte> rows;
   std::vector<bool> known;
 

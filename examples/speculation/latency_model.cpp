@@ -1,10 +1,10 @@
-#include "examples/speculation/costs.hpp"
+#include "examples/speculation/latency_model.hpp"
 
 #include <algorithm>
 
 namespace etkv::examples {
 
-void Costs::add(size_t tokens, double seconds) {
+void LatencyModel::add(size_t tokens, double seconds) {
   // The machine changes its mind: what is new counts more than what is old.
   constexpr double kNew = 0.25;
   const auto [entry, first] =
@@ -16,7 +16,7 @@ void Costs::add(size_t tokens, double seconds) {
   }
 }
 
-double Costs::at(double tokens) const {
+double LatencyModel::at(double tokens) const {
   // Two points make a line.
   const bool settled =
       std::count_if(means_.begin(), means_.end(), [](const auto& entry) {

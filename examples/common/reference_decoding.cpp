@@ -1,4 +1,4 @@
-#include "examples/common/plain.hpp"
+#include "examples/common/reference_decoding.hpp"
 
 #include <algorithm>
 #include <cmath>
@@ -14,7 +14,7 @@
 namespace etkv::examples {
 namespace {
 
-/// How answers compare: ids that are plain decoding's choice, and those that trail
+/// How answers compare: ids that are reference decoding's choice, and those that trail
 /// it by rounding.
 struct Comparison {
   size_t equal = 0;
@@ -28,11 +28,11 @@ Error differs(const Decoding& answer, const std::string& how) {
 }
 
 /// The ids that the cache holds, and one sequence's steps on it.
-class Plain {
+class ReferenceDecoder {
  public:
-  Plain(Model& model, Cache& cache) : model_(model), cache_(cache) {}
+  ReferenceDecoder(Model& model, Cache& cache) : model_(model), cache_(cache) {}
 
-  /// Feeds the ids of an answer to plain decoding, and compares each with what
+  /// Feeds the ids of an answer to reference decoding, and compares each with what
   /// that would choose. Nothing after Ctrl-C.
   Result<std::optional<Comparison>> compare(const Decoding& answer) {
     Comparison found;
@@ -61,7 +61,7 @@ class Plain {
   }
 
  private:
-  /// Refuses an id that trails plain decoding's choice by more than rounding.
+  /// Refuses an id that trails reference decoding's choice by more than rounding.
   Result<void> check_tie(
       const Decoding& answer,
       size_t i,
@@ -78,7 +78,7 @@ class Plain {
     std::snprintf(
         told,
         sizeof(told),
-        "parts from plain decoding at token %zu: %lld for %lld, whose "
+        "parts from reference decoding at token %zu: %lld for %lld, whose "
         "logit is greater by %.3g; rounding explains %.3g",
         i,
         static_cast<long long>(id),
@@ -186,11 +186,11 @@ Result<void> check_answers(
   ASSIGN_OR_RETURN(auto session, make_decode_session(kMLXBackend, config));
   RETURN_IF_ERROR(model.program().load(session.key(), Logits::last));
 
-  Plain plain(model, session.cache());
+  ReferenceDecoder reference(model, session.cache());
   Comparison all;
   for (const auto& answer : answers) {
     RETURN_IF_ERROR(check_end(model, answer, capacity));
-    ASSIGN_OR_RETURN(const auto found, plain.compare(answer));
+    ASSIGN_OR_RETURN(const auto found, reference.compare(answer));
     if (!found) {
       return {};
     }
@@ -203,13 +203,13 @@ Result<void> check_answers(
         ETKV_ERROR_INTERNAL,
         "check: " + std::to_string(all.ties) + " of " +
             counted(static_cast<int64_t>(tokens), "token") +
-            " trail plain decoding's choice; rounding explains " +
+            " trail reference decoding's choice; rounding explains " +
             std::to_string(most));
   }
   std::string sentence =
       "check: " + counted(static_cast<int64_t>(answers.size()), "answer") +
       ", " + counted(static_cast<int64_t>(all.equal), "token") +
-      " as plain decoding chooses them";
+      " as reference decoding chooses them";
   if (all.ties > 0) {
     sentence += ", and " + std::to_string(all.ties) +
                 " that trail its choice by rounding";

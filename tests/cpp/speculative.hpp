@@ -1,4 +1,4 @@
-// What the tests of guesses share: a target on a tree cache with drafts for it, and
+// What the tests of drafts share: a target on a tree cache with drafts for it, and
 // rows of logits that are made up.
 #pragma once
 
@@ -12,14 +12,14 @@
 
 namespace etkv::tests {
 
-using examples::Chance;
 using examples::Distribution;
 using examples::LogitsView;
 using examples::NgramDraft;
+using examples::Rng;
 using examples::Sampler;
 using examples::TokenTree;
 using examples::TreeShape;
-using examples::Verdict;
+using examples::VerificationResult;
 
 /// Of made-up languages.
 inline constexpr int64_t kLetters = 6;
@@ -75,10 +75,10 @@ draft(const std::string& name, Target& target, int32_t capacity = 200) {
            capacity,
            std::nullopt,
            target.model.program().tap_layers(),
-           target.model.program().feature_type()}));
+           target.model.program().hidden_state_type()}));
 }
 
-/// A prompt with something to guess from in it.
+/// A prompt with something to draft from in it.
 inline Ids prompt() {
   Ids ids = text(9, 3);
   const Ids again = ids;
@@ -86,7 +86,7 @@ inline Ids prompt() {
   return ids;
 }
 
-inline Ids plain(const std::string& name, const Ids& prompt, size_t n) {
+inline Ids reference_ids(const std::string& name, const Ids& prompt, size_t n) {
   On<Cache> on([](CacheConfig& config) { config.capacity = 200; }, name);
   Ids wanted;
   Rows rows;

@@ -1,0 +1,59 @@
+"""Refuses words that docs/glossary.md has retired, in every file that git tracks."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+EXEMPT = {"Cargo.lock", "docs/glossary.md", "requirements.txt", "tests/lint/words.py"}
+"""The lock files, and the two files that have to name the words."""
+
+RETIRED = {
+    r"(?<![A-Za-z])[Ll]anes?(?![a-z])": "layer group",
+    r"(?i)verdict": "verification result",
+    r"(?i)abandon": "abort, roll back",
+    r"(?i)\b(take|takes|taken|taking|took)[ _]back\b": "roll back",
+    r"\b(cache|buffers?) (is|are|was|were) lost\b|\bself\.lost\b": "poisoned",
+    r"\b(cache|program)`? broke\b": "poisoned",
+    r"\bmax_step\b|MAX_STEP\b": "max_step_tokens",
+    r"(?i)quantize_after": "quantized_kv_start",
+    r"(?<![a-z])end_ids|\bkEndIds\b": "eos_token_ids",
+    r"(?i)guess": "draft token, draft, feature predictor",
+    r"Feature(Type|sView|Draft)|GivenFeatures|feature_(type|draft)|fed with features": "hidden states",
+    r"(?i)\bplain decoding|\bplainly\b|common/plain\b": "reference decoding",
+    r"\bChance\b|\b(by|to)[ _]chance\b(?!\W+of)|sampler\.chance": "rng",
+    r"\bCosts\b|speculation/costs": "latency model",
+    r"(?i)\bdeferred\b|[\"']put back ": "preempted",
+    r"(?i)\b(is|are|or) no numbers?\b": "NaN, not finite",
+}
+"""Patterns, and what is said instead. Words that also have an ordinary meaning are here in their other forms only."""
+
+
+def main() -> int:
+    """Prints each retired word with its place, and returns how many there are, 1 at most."""
+    patterns = [(re.compile(pattern), word) for pattern, word in RETIRED.items()]
+    names = subprocess.run(["git", "ls-files", "-z"], check=True, capture_output=True, text=True).stdout.split("\0")
+    found = 0
+    for name in names:
+        path = Path(name)
+        if not name or name in EXEMPT or not path.is_file():
+            continue
+        try:
+            lines = path.read_text(encoding="utf-8").splitlines()
+        except UnicodeDecodeError:
+            continue
+        # The name of a file is told as its line 0.
+        for number, line in enumerate([name, *lines]):
+            for pattern, word in patterns:
+                for match in pattern.finditer(line):
+                    print(f"{name}:{number}: `{match[0]}` is retired; use: {word}")
+                    found += 1
+    if found:
+        print(f"{found} retired words; docs/glossary.md has the words in use", file=sys.stderr)
+    return min(found, 1)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
