@@ -12,7 +12,7 @@ include_guard(GLOBAL)
 set_property(GLOBAL PROPERTY ETKV_MLX_VERSION 0.32.2)
 set_property(GLOBAL PROPERTY ETKV_EXECUTORCH_VERSION 1.5.1)
 set_property(GLOBAL PROPERTY ETKV_SCIPY_OPENBLAS32_VERSION 0.3.34.481.3)
-# What each of them is known by.
+# What each of them is known by; OpenBLAS is for Linux only.
 set_property(GLOBAL PROPERTY ETKV_MLX_FILE include/mlx)
 set_property(GLOBAL PROPERTY ETKV_EXECUTORCH_FILE include/executorch)
 set_property(GLOBAL PROPERTY ETKV_SCIPY_OPENBLAS32_FILE lib/libscipy_openblas.so)

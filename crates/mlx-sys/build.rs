@@ -181,17 +181,20 @@ fn compiler_include() -> Option<PathBuf> {
 /// Builds libetkv_blas (`shim/blas.c`), which is linked before MLX. Cargo's own
 /// `LD_LIBRARY_PATH` leads to it.
 fn link_blas(python: &Path) {
+    // Called on Linux only, so the suffix is Linux's.
+    const LIBRARY: &str = "libetkv_blas.so";
     let out = PathBuf::from(env::var_os("OUT_DIR").expect("cargo sets it"));
     let mut command = cc::Build::new().opt_level(2).get_compiler().to_command();
     command.args(["-shared", "-fPIC", "-fvisibility=hidden", "-Wall", "-Werror"]);
-    command.args(["-Wl,-soname,libetkv_blas.so.0", "shim/blas.c", "-ldl", "-pthread"]);
+    command.arg(format!("-Wl,-soname,{LIBRARY}.0"));
+    command.args(["shim/blas.c", "-ldl", "-pthread"]);
     if let Some(openblas) = python_package(python, "scipy_openblas32") {
         command.arg(format!("-Wl,-rpath,{}", openblas.join("lib").display()));
     }
-    let library = out.join("libetkv_blas.so.0");
+    let library = out.join(format!("{LIBRARY}.0"));
     let status = command.arg("-o").arg(&library).status().expect("the C compiler runs");
     assert!(status.success(), "{command:?}: {status}");
-    let link = out.join("libetkv_blas.so");
+    let link = out.join(LIBRARY);
     let _ = std::fs::remove_file(&link);
     std::os::unix::fs::symlink(&library, &link).expect("OUT_DIR is writable");
     println!("cargo:rustc-link-search=native={}", out.display());

@@ -47,8 +47,8 @@ def etkv() -> Path:
             f"mlx {MLX_VERSION} is installed without the part that computes: pip install 'mlx[cpu]=={MLX_VERSION}', "
             "or mlx[cuda13] for NVIDIA GPUs"
         )
-    blas = folder() / "libetkv_blas.so"
-    if blas.is_file():
+    blas = folder() / f"libetkv_blas{_SUFFIX}"
+    if sys.platform == "linux" and blas.is_file():
         # Before MLX, whose matrix products it takes the place of. It finds OpenBLAS by its name, wherever that was
         # installed; without it MLX has its own.
         openblas = _optional("scipy-openblas32", "scipy_openblas32/lib/libscipy_openblas.so")

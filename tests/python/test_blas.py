@@ -13,6 +13,8 @@ from runners import runner
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="macOS has Accelerate")
 
 OURS = "libetkv_blas.so"
+NOWHERE = "/nowhere/libscipy_openblas.so"
+"""Names of Linux."""
 PYTHON = """
 import etkv
 from etkv._capi import lib, text
@@ -44,9 +46,9 @@ def test_mlx_keeps_its_own_where_it_is_told_so():
 
 
 def test_a_blas_that_there_is_not_is_told():
-    done = run([str(runner("chat")), "--version"], ETKV_BLAS="/nowhere/libscipy_openblas.so")
+    done = run([str(runner("chat")), "--version"], ETKV_BLAS=NOWHERE)
     assert "BLAS MLX's own" in done.stdout
-    assert "ETKV_BLAS is /nowhere/libscipy_openblas.so" in done.stderr
+    assert f"ETKV_BLAS is {NOWHERE}" in done.stderr
 
 
 @pytest.mark.parametrize("blas", ["", "mlx"])
