@@ -29,7 +29,7 @@ setup: .venv/.ready ## Install the pinned Python packages into .venv/
 	  { echo "etkv needs Python 3.10 or newer: set PYTHON=..., $$($(PYTHON) --version 2>&1) is too old" >&2; exit 1; }
 	@test -x $(BIN)/python || $(PYTHON) -m venv .venv || \
 	  { echo "$(PYTHON) cannot make a virtual environment; set PYTHON=... to one that can" >&2; rm -rf .venv; exit 1; }
-	@echo "Installing Python packages into .venv/ ($$(test "$$(uname)" = Darwin && echo 1.4 || echo 5) GB, a minute or two)"
+	@echo "Installing Python packages into .venv/ ($$(test "$$(uname)" = Darwin && echo 1.4 || echo 5.8) GB, a minute or two)"
 	@$(BIN)/python -m pip install --disable-pip-version-check --progress-bar on -r requirements.txt
 	@$(BIN)/python -m pip install --disable-pip-version-check --no-deps -r requirements-nodeps.txt
 	@$(BIN)/python -m pip install --disable-pip-version-check --no-deps --no-build-isolation --quiet -e .

@@ -52,7 +52,11 @@ if(APPLE)
   set(ETKV_PC_PRIVATE "-lc++")
 else()
   # As for CMake: the program itself needs MLX, so that its run path is used.
-  set(ETKV_PC_MLX "-Wl,--push-state,--no-as-needed,\${libdir}/libetkv_blas.so,\${mlxlibdir}/libmlx.so,--pop-state")
+  set(ETKV_PC_BLAS "")
+  if(TARGET etkv_blas)
+    set(ETKV_PC_BLAS "\${libdir}/libetkv_blas.so,")
+  endif()
+  set(ETKV_PC_MLX "-Wl,--push-state,--no-as-needed,${ETKV_PC_BLAS}\${mlxlibdir}/libmlx.so,--pop-state")
   set(ETKV_PC_PRIVATE "-lstdc++ -ldl -lpthread -lm")
 endif()
 # GNU ld looks at what libmlx itself needs.

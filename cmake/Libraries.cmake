@@ -62,7 +62,7 @@ set(etkv_includes
 # ---- Matrix products on the CPU -------------------------------------------------
 
 # A program needs it before libmlx, whose products it takes the place of.
-if(LINUX)
+if(CMAKE_SYSTEM_NAME STREQUAL "Linux")
   add_library(etkv_blas SHARED crates/mlx-sys/shim/blas.c)
   add_library(etkv::blas ALIAS etkv_blas)
   set_target_properties(
@@ -80,11 +80,14 @@ if(LINUX)
   else()
     message(STATUS "MLX's own BLAS is used on the CPU, which is slow. ${problem}")
   endif()
-  # Beside etkv in a folder of Python packages; in another place, the program's
-  # run path or LD_LIBRARY_PATH leads to it.
-  set_property(
-    TARGET etkv_blas PROPERTY INSTALL_RPATH
-    $ORIGIN $ORIGIN/../../scipy_openblas32/lib)
+  if(SKBUILD)
+    # Beside etkv in a folder of Python packages. In another place LD_LIBRARY_PATH
+    # or ETKV_BLAS leads to it: what this library opens is not looked for along the
+    # program's run path.
+    set_property(
+      TARGET etkv_blas APPEND PROPERTY INSTALL_RPATH
+      $ORIGIN/../../scipy_openblas32/lib)
+  endif()
 endif()
 
 # ---- The caches ---------------------------------------------------------------

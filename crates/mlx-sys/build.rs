@@ -199,6 +199,7 @@ fn link_blas(python: &Path) {
     std::os::unix::fs::symlink(&library, &link).expect("OUT_DIR is writable");
     println!("cargo:rustc-link-search=native={}", out.display());
     println!("cargo:rustc-link-lib=dylib=etkv_blas");
+    println!("cargo:blas={}", out.display());
 }
 
 fn link_mlx(mlx: &Path) {

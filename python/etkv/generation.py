@@ -43,7 +43,8 @@ def generate(
 
     Nothing runs until the first token is asked for. A ``break`` and an interruption (Ctrl-C) leave the session usable:
     it holds the prompt and all of the answer but what :attr:`Generation.held` excludes. A prompt that is interrupted is
-    rolled back, as far as layers with windows still hold what was before it.
+    rolled back, as far as layers with windows still hold what was before it. Where threads share a session, each holds
+    a lock of theirs for as long as it iterates: a step that fails cancels what the cache was told of the next one.
     """
     if program.session is None:
         raise EtkvError(f"{program.path.name} was loaded without a session: pass one to etkv.load")

@@ -75,8 +75,15 @@ static void choose(void) {
   /* In libmlx and what it was linked to, which this library is not among. */
   void* mlx = dlopen("libmlx.so", RTLD_NOW | RTLD_NOLOAD);
   if (!mlx || !use(mlx, "")) {
-    /* A program with libetkv_blas and no libmlx behind it: nothing calls this. */
-    fprintf(stderr, "etkv: libmlx has no cblas_sgemm, cblas_dgemm and cblas_cgemm\n");
+    snprintf(name, sizeof(name), "none");
+  }
+}
+
+/* Before a product. An MLX without products of its own does not ask for any. */
+static void need(void) {
+  pthread_once(&once, choose);
+  if (!sgemm) {
+    fprintf(stderr, "etkv: neither OpenBLAS nor libmlx has cblas_sgemm, cblas_dgemm and cblas_cgemm\n");
     abort();
   }
 }
@@ -90,7 +97,7 @@ API void cblas_sgemm(
     int order, int transa, int transb, int m, int n, int k, float alpha,
     const float* a, int lda, const float* b, int ldb, float beta, float* c,
     int ldc) {
-  pthread_once(&once, choose);
+  need();
   sgemm(order, transa, transb, m, n, k, alpha, a, lda, b, ldb, beta, c, ldc);
 }
 
@@ -98,7 +105,7 @@ API void cblas_dgemm(
     int order, int transa, int transb, int m, int n, int k, double alpha,
     const double* a, int lda, const double* b, int ldb, double beta, double* c,
     int ldc) {
-  pthread_once(&once, choose);
+  need();
   dgemm(order, transa, transb, m, n, k, alpha, a, lda, b, ldb, beta, c, ldc);
 }
 
@@ -106,6 +113,6 @@ API void cblas_cgemm(
     int order, int transa, int transb, int m, int n, int k, const void* alpha,
     const void* a, int lda, const void* b, int ldb, const void* beta, void* c,
     int ldc) {
-  pthread_once(&once, choose);
+  need();
   cgemm(order, transa, transb, m, n, k, alpha, a, lda, b, ldb, beta, c, ldc);
 }

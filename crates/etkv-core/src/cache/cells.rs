@@ -217,8 +217,11 @@ impl<S: Store> AttendCache for CellsCache<S> {
         }
         self.storage.check()?;
         self.storage.check_floats(positions.len(), self.book.length(), self.counted())?;
-        self.storage.begin_appending()?;
         self.book.plan(positions)?;
+        if let Err(error) = self.storage.begin_appending() {
+            self.book.abort();
+            return Err(error);
+        }
         self.open = true;
         Ok(())
     }

@@ -10,6 +10,15 @@ use crate::memory::{Bytes, LayerMemory, Memory};
 use crate::spec::{AttendSpec, Mask};
 use crate::store::{Extent, Spec, Store};
 
+/// How far the open step is in one layer.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Progress {
+    Waiting,
+    /// Some of its rows may be written.
+    Begun,
+    Done,
+}
+
 /// The store of all layers, and the state of the open step that is not integers.
 pub struct Storage<S: Store> {
     config: CacheConfig,
@@ -18,8 +27,8 @@ pub struct Storage<S: Store> {
     /// The layer group of each layer.
     groups: Vec<usize>,
     store: S,
-    /// Which layers the open step has had; empty outside one.
-    done: Vec<bool>,
+    /// How far each layer of the open step is; empty outside one.
+    done: Vec<Progress>,
     /// The masks of the open step, made when a layer first needs them.
     masks: Vec<Option<S::Mask>>,
     /// The rows that the open step writes over although they are still needed.
@@ -160,7 +169,7 @@ impl<S: Store> Storage<S> {
     fn open(&mut self, displaced: &[(usize, Slots)]) -> Result<()> {
         self.saved = Some(self.store.begin(displaced)?);
         self.done.clear();
-        self.done.resize(self.groups.len(), false);
+        self.done.resize(self.groups.len(), Progress::Waiting);
         Ok(())
     }
 
@@ -185,7 +194,7 @@ impl<S: Store> Storage<S> {
         plan: &LayerGroupPlan,
     ) -> Result<Spec<S>> {
         let group = self.group(layer)?;
-        let Some(&had) = self.done.get(layer) else {
+        let Some(&progress) = self.done.get(layer) else {
             fail!(Step, "no step is open on this cache");
         };
         let slots = self.allocated(group, plan.needed());
@@ -193,13 +202,14 @@ impl<S: Store> Storage<S> {
         let (heads, n) = (target.n_kv_heads, plan.write.len() as i32);
         check_rows("keys", layer, S::shape(k), [1, heads, n, target.k_head_dim])?;
         check_rows("values", layer, S::shape(v), [1, heads, n, target.v_head_dim])?;
-        if !had {
+        if progress != Progress::Done {
             self.store.grow(layer, slots)?;
+            self.done[layer] = Progress::Begun;
             // What a mask hides has weight 0, and 0 times infinity is NaN.
             self.store.write(layer, &plan.write, k, v, self.shared)?;
         }
         let [k, v] = self.store.read(layer, plan.read.clone())?;
-        self.done[layer] = true;
+        self.done[layer] = Progress::Done;
         Ok(AttendSpec { k, v, mask: self.mask(group, plan, n) })
     }
 
@@ -239,7 +249,7 @@ impl<S: Store> Storage<S> {
     /// Refuses to end a step that some layer has not had, or that brought values
     /// which other sequences could not be kept apart from.
     pub fn check_done(&self) -> Result<()> {
-        if let Some(layer) = self.done.iter().position(|done| !done) {
+        if let Some(layer) = self.done.iter().position(|&progress| progress != Progress::Done) {
             fail!(Step, "the step ends without layer {layer}");
         }
         if let Some(layer) = self.store.non_finite() {
@@ -285,7 +295,8 @@ impl<S: Store> Storage<S> {
         self.end();
         let mut blank: Vec<(usize, Slots)> = Vec::new();
         if self.shared {
-            let layers = self.groups.iter().enumerate().zip(done).filter(|(_, done)| *done);
+            let layers = self.groups.iter().enumerate().zip(done);
+            let layers = layers.filter(|(_, progress)| *progress != Progress::Waiting);
             blank.extend(layers.filter_map(|((layer, &group), _)| Some((layer, written(group)?))));
         }
         let undone = saved.map_or(Ok(()), |saved| self.store.abort(saved, &blank));
