@@ -52,6 +52,7 @@ if(APPLE)
   set(ETKV_PC_PRIVATE "-lc++")
 else()
   # As for CMake: the program itself needs MLX, so that its run path is used.
+  # There is one on Linux.
   set(ETKV_PC_BLAS "")
   if(TARGET etkv_blas)
     set(ETKV_PC_BLAS "\${libdir}/libetkv_blas.so,")
