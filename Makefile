@@ -12,6 +12,8 @@ export ETKV_PYTHON := $(CURDIR)/$(BIN)/python
 export PATH := $(CURDIR)/$(BIN):$(HOME)/.cargo/bin:$(PATH)
 # Nothing is looked for on a hub: models are folders, files or packages.
 export HF_HUB_OFFLINE := 1
+# Some virtual machines announce AMX and cannot run it: PyTorch's bfloat16 products end the process there.
+export ONEDNN_MAX_CPU_ISA ?= AVX512_CORE_FP16
 
 .DEFAULT_GOAL := help
 .PHONY: help setup build demo model test test-rust test-cpp test-package test-sanitize test-python test-macos test-macos-short test-long lint format bench bench-caches bench-speculation clean

@@ -22,6 +22,9 @@ if "PYTEST_XDIST_WORKER" in os.environ:
 # float32 is compared with float32: newer GPUs round the factors of products to TF32 otherwise.
 os.environ["MLX_ENABLE_TF32"] = "0"
 
+# Some virtual machines announce AMX and cannot run it: PyTorch's bfloat16 products end the process there.
+os.environ.setdefault("ONEDNN_MAX_CPU_ISA", "AVX512_CORE_FP16")
+
 import reference
 import tiny_gguf
 from etkv.export.progress import third_party_noise
