@@ -75,7 +75,7 @@ Error fail(etkv_status status, std::string_view message) {
       [](char byte) { return (byte & 0x80) != 0; },
       '?');
   ET_LOG(Error, "MLXBackend: %s", line.c_str());
-  etkv_private_interpreter_2()->report(status, message);
+  etkv_private_interpreter_3()->report(status, message);
   return to_executorch(status);
 }
 
@@ -116,51 +116,50 @@ class FileConstants final : public interpreter::Constants {
 };
 
 /// The delegate's arguments after its inputs.
-class ArgumentOutputs final : public interpreter::Outputs {
+class OutputArguments final : public interpreter::Host {
  public:
-  explicit ArgumentOutputs(Span<EValue*> outputs) : outputs_(outputs) {}
+  explicit OutputArguments(Span<EValue*> outputs) : outputs_(outputs) {}
 
-  std::int8_t scalar_type(std::size_t index) const override {
-    const EValue& value = *outputs_[index];
-    return value.isTensor()
-               ? static_cast<std::int8_t>(value.toTensor().scalar_type())
-               : 0;
-  }
-
-  std::string write(
-      std::size_t index,
-      View<std::int32_t> shape,
-      View<std::uint8_t> bytes) override {
-    EValue& value = *outputs_[index];
-    if (!value.isTensor()) {
-      return "output " + std::to_string(index) + " is no tensor to the host";
-    }
-    Tensor& tensor = value.toTensor();
-    static_assert(sizeof(SizesType) == sizeof(std::int32_t));
-    const auto resized = ::executorch::runtime::resize_tensor(
-        tensor, ArrayRef<SizesType>(shape.data, shape.size));
-    if (resized != Error::Ok || tensor.nbytes() != bytes.size) {
-      return "output " + std::to_string(index) + " does not take " +
-             describe(shape) + ", " + std::to_string(bytes.size) + " bytes";
-    }
-    if (bytes.size != 0) {
-      if (tensor.mutable_data_ptr() == nullptr) {
-        return "output " + std::to_string(index) + " has no memory";
+  std::string take(View<interpreter::Argument> outputs) override {
+    for (std::size_t i = 0; i < outputs.size; ++i) {
+      std::string refusal = write(*outputs_[i], outputs.data[i]);
+      if (!refusal.empty()) {
+        return "output " + std::to_string(i) + ": " + refusal;
       }
-      std::memcpy(tensor.mutable_data_ptr(), bytes.data, bytes.size);
     }
     return {};
   }
 
-  void write_integer(std::size_t index, std::int64_t value) override {
-    *outputs_[index] = EValue(value);
+ private:
+  static std::string write(EValue& value, const interpreter::Argument& made) {
+    if (!made.is_tensor) {
+      value = EValue(made.integer);
+      return {};
+    }
+    if (!value.isTensor()) {
+      return "expected a tensor to write to, the host has none";
+    }
+    Tensor& tensor = value.toTensor();
+    static_assert(sizeof(SizesType) == sizeof(std::int32_t));
+    const auto resized = ::executorch::runtime::resize_tensor(
+        tensor, ArrayRef<SizesType>(made.shape, made.rank));
+    if (resized != Error::Ok || tensor.nbytes() != made.n_bytes) {
+      return "the host's tensor does not take shape " + describe(made) + ", " +
+             std::to_string(made.n_bytes) + " bytes";
+    }
+    if (made.n_bytes != 0) {
+      if (tensor.mutable_data_ptr() == nullptr) {
+        return "the host's tensor has no memory";
+      }
+      std::memcpy(tensor.mutable_data_ptr(), made.data, made.n_bytes);
+    }
+    return {};
   }
 
- private:
-  static std::string describe(View<std::int32_t> shape) {
-    std::string text = "shape [";
-    for (std::size_t i = 0; i < shape.size; ++i) {
-      text += (i == 0 ? "" : ", ") + std::to_string(shape.data[i]);
+  static std::string describe(const interpreter::Argument& made) {
+    std::string text = "[";
+    for (std::size_t i = 0; i < made.rank; ++i) {
+      text += (i == 0 ? "" : ", ") + std::to_string(made.shape[i]);
     }
     return text + "]";
   }
@@ -171,7 +170,7 @@ class ArgumentOutputs final : public interpreter::Outputs {
 /// Makes an argument for the interpreter of one of the host's.
 Error read_argument(const EValue& value, interpreter::Argument& argument) {
   if (value.isInt()) {
-    argument.is_tensor = false;
+    argument = {};
     argument.integer = value.toInt();
     return Error::Ok;
   }
@@ -187,23 +186,30 @@ Error read_argument(const EValue& value, interpreter::Argument& argument) {
     return fail(
         ETKV_ERROR_INVALID_ARGUMENT, "an input tensor is not contiguous");
   }
-  argument.is_tensor = true;
-  argument.scalar_type = static_cast<std::int8_t>(tensor.scalar_type());
+  const void* data = tensor.const_data_ptr();
+  if (data == nullptr && tensor.nbytes() != 0) {
+    return fail(ETKV_ERROR_INVALID_ARGUMENT, "an input tensor has no data");
+  }
   static_assert(sizeof(SizesType) == sizeof(std::int32_t));
-  argument.shape = {tensor.sizes().data(), tensor.sizes().size()};
-  argument.bytes = {
-      static_cast<const std::uint8_t*>(tensor.const_data_ptr()),
-      tensor.nbytes()};
+  argument.data = static_cast<const std::uint8_t*>(data);
+  argument.n_bytes = tensor.nbytes();
+  argument.shape = tensor.sizes().data();
+  argument.rank = tensor.sizes().size();
+  argument.scalar_type = static_cast<std::int8_t>(tensor.scalar_type());
+  argument.is_tensor = true;
   return Error::Ok;
 }
 
-/// What ExecuTorch holds of us for one delegate.
-DelegateHandle* to_handle(std::unique_ptr<interpreter::Program> program) {
-  return reinterpret_cast<DelegateHandle*>(program.release());
-}
+/// What ExecuTorch holds of us for one delegate: the program, and room for what a
+/// run passes to it.
+struct Delegate {
+  std::unique_ptr<interpreter::Program> program;
+  std::vector<interpreter::Argument> inputs;
+  std::vector<std::int8_t> output_types;
+};
 
-interpreter::Program* to_program(DelegateHandle* handle) {
-  return reinterpret_cast<interpreter::Program*>(handle);
+Delegate& to_delegate(DelegateHandle* handle) {
+  return *reinterpret_cast<Delegate*>(handle);
 }
 
 /// Reads a backend option that is text; "" where it is not given.
@@ -235,7 +241,7 @@ class MLXBackend final : public ::executorch::runtime::BackendInterface {
     if (processed == nullptr || processed->data() == nullptr) {
       return fail(ETKV_ERROR_PROGRAM, "the delegate has no payload");
     }
-    auto program = etkv_private_interpreter_2()->new_program();
+    auto program = etkv_private_interpreter_3()->new_program();
     FileConstants constants(context.get_named_data_map());
     const auto cache_key = option(context, "cache_key");
     const auto logits = option(context, "logits");
@@ -253,36 +259,49 @@ class MLXBackend final : public ::executorch::runtime::BackendInterface {
     if (const Error error = check(outcome); error != Error::Ok) {
       return error;
     }
-    return to_handle(std::move(program));
+    auto delegate = std::make_unique<Delegate>();
+    delegate->inputs.resize(program->n_inputs());
+    delegate->output_types.resize(program->n_outputs());
+    delegate->program = std::move(program);
+    return reinterpret_cast<DelegateHandle*>(delegate.release());
   }
 
   Error execute(
       BackendExecutionContext&,
       DelegateHandle* handle,
       Span<EValue*> args) const override {
-    interpreter::Program& program = *to_program(handle);
-    const std::size_t n_inputs = program.n_inputs();
-    const std::size_t n_outputs = program.n_outputs();
+    Delegate& delegate = to_delegate(handle);
+    const std::size_t n_inputs = delegate.inputs.size();
+    const std::size_t n_outputs = delegate.output_types.size();
     if (args.size() != n_inputs + n_outputs) {
       return fail(
           ETKV_ERROR_INVALID_ARGUMENT,
-          "the program has " + std::to_string(n_inputs) + " inputs and " +
-              std::to_string(n_outputs) + " outputs, " +
-              std::to_string(args.size()) + " arguments are given");
+          "expected " + std::to_string(n_inputs) + " inputs and " +
+              std::to_string(n_outputs) + " outputs, got " +
+              std::to_string(args.size()) + " arguments");
     }
-    std::vector<interpreter::Argument> inputs(n_inputs);
     for (std::size_t i = 0; i < n_inputs; ++i) {
-      if (const Error error = read_argument(*args[i], inputs[i]);
+      if (const Error error = read_argument(*args[i], delegate.inputs[i]);
           error != Error::Ok) {
         return error;
       }
     }
-    ArgumentOutputs outputs({args.data() + n_inputs, n_outputs});
-    return check(program.execute(inputs, outputs));
+    for (std::size_t i = 0; i < n_outputs; ++i) {
+      const EValue& value = *args[n_inputs + i];
+      delegate.output_types[i] =
+          value.isTensor()
+              ? static_cast<std::int8_t>(value.toTensor().scalar_type())
+              : 0;
+    }
+    OutputArguments outputs({args.data() + n_inputs, n_outputs});
+    return check(delegate.program->execute(
+        {delegate.inputs.data(), n_inputs},
+        {delegate.output_types.data(), n_outputs},
+        outputs));
   }
 
   void destroy(DelegateHandle* handle) const override {
-    delete to_program(handle);
+    delete &to_delegate(handle);
   }
 };
 

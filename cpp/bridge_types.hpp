@@ -31,27 +31,17 @@ class Constants {
   interpreter::Constants& host_;
 };
 
-/// Where a program's outputs go.
-class Outputs {
+/// Who runs the program.
+class Host {
  public:
-  explicit Outputs(interpreter::Outputs& host) : host_(host) {}
+  explicit Host(interpreter::Host& host) : host_(host) {}
 
-  std::int8_t scalar_type(std::size_t index) const {
-    return host_.scalar_type(index);
-  }
-  rust::String write(
-      std::size_t index,
-      rust::Slice<const std::int32_t> shape,
-      rust::Slice<const std::uint8_t> bytes) {
-    return rust::String::lossy(host_.write(
-        index, {shape.data(), shape.size()}, {bytes.data(), bytes.size()}));
-  }
-  void write_integer(std::size_t index, std::int64_t value) {
-    host_.write_integer(index, value);
+  rust::String take(rust::Slice<const interpreter::Argument> outputs) {
+    return rust::String::lossy(host_.take({outputs.data(), outputs.size()}));
   }
 
  private:
-  interpreter::Outputs& host_;
+  interpreter::Host& host_;
 };
 
 } // namespace etkv::bridge

@@ -1,6 +1,8 @@
 // libetkv's side of interpreter.hpp: from its classes to the bridge's.
 #include "cpp/interpreter.hpp"
 
+#include <cstddef>
+#include <type_traits>
 #include <utility>
 
 #include "cpp/bridge_types.hpp"
@@ -8,6 +10,14 @@
 
 namespace etkv::interpreter {
 namespace {
+
+// The layout of src/program/argument.rs, which checks the same numbers.
+static_assert(std::is_trivially_copyable_v<Argument>);
+static_assert(sizeof(void*) != 8 || sizeof(Argument) == 48);
+static_assert(sizeof(void*) != 8 || offsetof(Argument, shape) == 16);
+static_assert(sizeof(void*) != 8 || offsetof(Argument, integer) == 32);
+static_assert(sizeof(void*) != 8 || offsetof(Argument, scalar_type) == 40);
+static_assert(sizeof(void*) != 8 || offsetof(Argument, is_tensor) == 41);
 
 template <typename T>
 rust::Slice<const T> slice(View<T> view) {
@@ -37,23 +47,13 @@ class BridgedProgram final : public Program {
         slice(payload), bridged, text(cache_key), text(logits)));
   }
 
-  Outcome execute(const std::vector<Argument>& inputs, Outputs& outputs)
-      override {
-    std::vector<bridge::Argument> bridged;
-    bridged.reserve(inputs.size());
-    for (const Argument& input : inputs) {
-      bridged.push_back({
-          input.is_tensor,
-          input.scalar_type,
-          slice(input.shape),
-          input.bytes.data,
-          input.bytes.size,
-          input.integer,
-      });
-    }
-    bridge::Outputs bridged_outputs(outputs);
+  Outcome execute(
+      View<Argument> inputs,
+      View<std::int8_t> output_types,
+      Host& host) override {
+    bridge::Host bridged(host);
     return outcome(
-        delegate_->execute({bridged.data(), bridged.size()}, bridged_outputs));
+        delegate_->execute(slice(inputs), slice(output_types), bridged));
   }
 
   std::size_t n_inputs() const override {
@@ -80,7 +80,7 @@ class BridgedInterpreter final : public Interpreter {
 } // namespace
 } // namespace etkv::interpreter
 
-const etkv::interpreter::Interpreter* etkv_private_interpreter_2() {
+const etkv::interpreter::Interpreter* etkv_private_interpreter_3() {
   static const etkv::interpreter::BridgedInterpreter interpreter;
   return &interpreter;
 }

@@ -10,7 +10,6 @@
 #include <memory>
 #include <string>
 #include <string_view>
-#include <vector>
 
 #include "etkv/etkv.h"
 
@@ -29,14 +28,19 @@ struct Outcome {
   std::string message;
 };
 
-/// An argument of a program: a tensor, or an integer. Valid for the call.
+/// An argument of a program, an input or an output: a contiguous tensor, or an
+/// integer. Crosses to Rust as it is: src/program/argument.rs has the same fields.
 struct Argument {
-  bool is_tensor = false;
-  /// ExecuTorch's number of the dtype.
-  std::int8_t scalar_type = 0;
-  View<std::int32_t> shape;
-  View<std::uint8_t> bytes;
+  /// Of a tensor: its elements, row-major.
+  const std::uint8_t* data = nullptr;
+  std::size_t n_bytes = 0;
+  const std::int32_t* shape = nullptr;
+  std::size_t rank = 0;
+  /// Of an integer.
   std::int64_t integer = 0;
+  /// Of a tensor: ExecuTorch's number of its dtype.
+  std::int8_t scalar_type = 0;
+  bool is_tensor = false;
 };
 
 /// A program's constants, by name.
@@ -49,19 +53,13 @@ class Constants {
   virtual View<std::uint8_t> bytes() const = 0;
 };
 
-/// Where a program's outputs go.
-class Outputs {
+/// Who runs a program.
+class Host {
  public:
-  virtual ~Outputs() = default;
-  /// ExecuTorch's number of the dtype that output `index` is to have.
-  virtual std::int8_t scalar_type(std::size_t index) const = 0;
-  /// Resizes output `index` and copies `bytes` to it; "" if it could.
-  virtual std::string write(
-      std::size_t index,
-      View<std::int32_t> shape,
-      View<std::uint8_t> bytes) = 0;
-  /// Sets the integer output `index`.
-  virtual void write_integer(std::size_t index, std::int64_t value) = 0;
+  virtual ~Host() = default;
+  /// Takes the outputs of a run, in order, which are valid for the call; "" if it
+  /// could.
+  virtual std::string take(View<Argument> outputs) = 0;
 };
 
 /// One delegate of a loaded method; empty until it is loaded.
@@ -75,10 +73,13 @@ class Program {
       Constants& constants,
       std::string_view cache_key,
       std::string_view logits) = 0;
-  /// Runs the program on its inputs and hands the outputs over.
+  /// Runs the program on its inputs and hands the outputs to `host`, in the dtypes
+  /// of these ExecuTorch numbers.
   virtual Outcome execute(
-      const std::vector<Argument>& inputs,
-      Outputs& outputs) = 0;
+      View<Argument> inputs,
+      View<std::int8_t> output_types,
+      Host& host) = 0;
+  /// How many there are, of a program that is loaded.
   virtual std::size_t n_inputs() const = 0;
   virtual std::size_t n_outputs() const = 0;
 };
@@ -98,4 +99,4 @@ class Interpreter {
 /// cannot give a reference. The name's number is that of the classes above: any
 /// change to them changes it, so that libraries of two builds do not load.
 extern "C" ETKV_API const etkv::interpreter::Interpreter*
-etkv_private_interpreter_2();
+etkv_private_interpreter_3();

@@ -118,8 +118,7 @@ impl Forwards {
     /// so as well.
     pub fn abort(&mut self) {
         if !self.positions.is_empty() {
-            // MLX first, the cache second, as everywhere.
-            let _alone = mlx::alone();
+            let _held = mlx::hold();
             // A poisoned cache has no step to roll back.
             if let Ok(mut cache) = self.program.lock() {
                 cache.abort();
@@ -241,7 +240,7 @@ pub fn layer_caches(cache: SharedCache) -> Result<Vec<LayerCache>> {
 impl KeyValueCache for LayerCache {
     /// 0 as well where several sequences have no one next position.
     fn offset(&self) -> i32 {
-        self.forwards.lock().offset(self.layer).unwrap_or(0)
+        mlx::lock(&self.forwards).offset(self.layer).unwrap_or(0)
     }
 
     fn max_size(&self) -> Option<i32> {
@@ -253,7 +252,7 @@ impl KeyValueCache for LayerCache {
     /// that was read, as at the edge of a window: use a [`Step`](crate::Step).
     fn update_and_fetch(&mut self, keys: Array, values: Array) -> Result<(Array, Array)> {
         mlx::run(|| {
-            let mut forwards = self.forwards.lock();
+            let mut forwards = mlx::lock(&self.forwards);
             let offset = forwards.offset(self.layer)?;
             let n = if keys.ndim() == 4 { keys.dim(2) } else { 0 };
             let positions: Vec<i32> = (offset..offset.saturating_add(n)).collect();

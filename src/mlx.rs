@@ -4,14 +4,17 @@
 //! MLX's graph is not thread-safe, and its ordinary streams belong to the thread
 //! that made them. A host may load on one thread, execute on a second and destroy
 //! on a third, so everything here runs on one stream that belongs to no thread,
-//! under one lock.
+//! under one lock. [`Mlx`] is the lock: a thread that has one is alone in MLX.
+//!
+//! Locks cannot wait for each other in a circle, because a thread that holds MLX waits
+//! for nothing but the device: [`give_way`] lets MLX go while it waits for a cache.
 
-use std::cell::RefCell;
+use std::cell::{Cell, RefCell};
 use std::ffi::{c_char, c_void, CStr};
 use std::sync::OnceLock;
 
 use mlx_rs::{Array, Device, DeviceType, Dtype, Stream};
-use parking_lot::ReentrantMutex;
+use parking_lot::{Mutex, MutexGuard, ReentrantMutex, ReentrantMutexGuard};
 
 use crate::error::{fail, Error, Result, Status};
 
@@ -32,15 +35,120 @@ unsafe impl Sync for Runtime {}
 static LOCK: ReentrantMutex<()> = ReentrantMutex::new(());
 static RUNTIME: OnceLock<Result<Runtime>> = OnceLock::new();
 
-/// Runs `work` alone in MLX, on the shared stream. Calls may nest.
+thread_local! {
+    /// How often this thread holds `LOCK`.
+    static DEPTH: Cell<usize> = const { Cell::new(0) };
+}
+
+/// The lock of MLX, held by this thread until it is dropped: for letting arrays go,
+/// which must be possible also where MLX could not be started.
+pub(crate) struct Held {
+    _lock: ReentrantMutexGuard<'static, ()>,
+}
+
+/// Waits until no other thread is in MLX, and keeps them out.
+pub(crate) fn hold() -> Held {
+    let lock = LOCK.lock();
+    DEPTH.set(DEPTH.get() + 1);
+    Held { _lock: lock }
+}
+
+impl Drop for Held {
+    fn drop(&mut self) {
+        DEPTH.set(DEPTH.get() - 1);
+    }
+}
+
+/// Runs `wait`, which may block, without MLX where this thread holds it, however often.
+/// What the thread has built in MLX stays; others may build and evaluate meanwhile.
+#[doc(hidden)]
+pub fn give_way<T>(wait: impl FnOnce() -> T) -> T {
+    /// Takes the lock again, also where `wait` panics.
+    struct Again(usize);
+    impl Drop for Again {
+        fn drop(&mut self) {
+            (0..self.0).for_each(|_| std::mem::forget(LOCK.lock()));
+            DEPTH.set(self.0);
+        }
+    }
+    let depth = DEPTH.replace(0);
+    for _ in 0..depth {
+        // SAFETY: this thread holds the lock `depth` times, by guards that stay where
+        // they are until `Again` has taken it as often.
+        unsafe { LOCK.force_unlock() };
+    }
+    let _again = Again(depth);
+    wait()
+}
+
+/// Locks `mutex`, without MLX while it waits.
+pub(crate) fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
+    match mutex.try_lock() {
+        Some(guard) => guard,
+        None => give_way(|| mutex.lock()),
+    }
+}
+
+/// MLX, which this thread has for itself until it is dropped.
+pub struct Mlx {
+    runtime: &'static Runtime,
+    _held: Held,
+}
+
+/// Waits until no other thread is in MLX, and enters it. A thread may enter again while
+/// it is inside.
 ///
 /// # Errors
-/// What `work` returns, or [`Unsupported`](Status::Unsupported) where the MLX of
-/// the process is of another release than [`MLX_VERSION`].
+/// [`Unsupported`](Status::Unsupported) where the MLX of the process is of another
+/// release than [`MLX_VERSION`].
+pub fn enter() -> Result<Mlx> {
+    let held = hold();
+    Ok(Mlx { runtime: runtime()?, _held: held })
+}
+
+impl Mlx {
+    /// Runs `work` on the shared stream, or on that of the call around this one.
+    pub fn run<T>(&self, work: impl FnOnce() -> T) -> T {
+        thread_local! {
+            static HAS_STREAM: Cell<bool> = const { Cell::new(false) };
+        }
+        /// Ends the outermost call, also where `work` panics.
+        struct Outermost;
+        impl Drop for Outermost {
+            fn drop(&mut self) {
+                HAS_STREAM.set(false);
+            }
+        }
+        if HAS_STREAM.replace(true) {
+            return work();
+        }
+        let _outermost = Outermost;
+        mlx_rs::with_stream(&self.runtime.stream, work)
+    }
+
+    /// Whether the shared stream runs on a GPU.
+    pub fn on_gpu(&self) -> bool {
+        self.runtime.on_gpu
+    }
+
+    /// Runs `work` without MLX: other threads may enter meanwhile. Inside another call
+    /// of this thread that has MLX, it stays taken.
+    pub fn outside<T>(&mut self, work: impl FnOnce() -> T) -> T {
+        if DEPTH.get() > 1 {
+            work()
+        } else {
+            give_way(work)
+        }
+    }
+}
+
+/// Runs `work` alone in MLX, on the shared stream. Calls may nest. Where `work` waits
+/// for a shared cache, others are in MLX meanwhile.
+///
+/// # Errors
+/// What `work` returns, and those of [`enter`].
 pub fn run<T>(work: impl FnOnce() -> Result<T>) -> Result<T> {
-    let _lock = LOCK.lock();
-    let runtime = RUNTIME.get_or_init(start).as_ref().map_err(Clone::clone)?;
-    mlx_rs::with_stream(&runtime.stream, work)
+    enter()?.run(work)
 }
 
 /// [`run`] on a stream of the caller's, on which arrays of the shared one may be
@@ -71,16 +179,16 @@ pub unsafe fn run_on<T>(
     })
 }
 
-/// Keeps others out of MLX until it is dropped: for letting arrays go, which
-/// must be possible also where MLX could not be started.
-pub(crate) fn alone() -> parking_lot::ReentrantMutexGuard<'static, ()> {
-    LOCK.lock()
+fn runtime() -> Result<&'static Runtime> {
+    RUNTIME.get_or_init(start).as_ref().map_err(Clone::clone)
 }
 
-/// Whether the shared stream runs on a GPU.
+/// Whether the shared stream runs on a GPU. Takes no lock once MLX is started.
 pub fn on_gpu() -> Result<bool> {
-    let _lock = LOCK.lock();
-    RUNTIME.get_or_init(start).as_ref().map(|runtime| runtime.on_gpu).map_err(Clone::clone)
+    match RUNTIME.get() {
+        Some(Ok(runtime)) => Ok(runtime.on_gpu),
+        _ => Ok(enter()?.on_gpu()),
+    }
 }
 
 /// The version of the MLX in this process.
@@ -284,12 +392,11 @@ pub(crate) fn update_axis(
     })
 }
 
-/// Whether an array is computed.
-pub(crate) fn is_available(array: &Array) -> bool {
-    let mut available = false;
-    // SAFETY: the handle is live, and the result outlives the call.
-    let asked = unsafe { mlx_sys::_mlx_array_is_available(&mut available, array.as_ptr()) };
-    asked == 0 && available
+/// Waits until an array is computed whose computation was started.
+#[cfg(feature = "delegate")]
+pub(crate) fn wait(array: &Array) -> Result<()> {
+    // SAFETY: the handle is live.
+    check(unsafe { mlx_sys::_mlx_array_wait(array.as_ptr()) })
 }
 
 /// `array` without the writes to it that were not carried out; none where it is
@@ -316,7 +423,7 @@ fn corners(array: &Array, axis: usize, start: i32, stop: i32, step: i32) -> [Cor
     [from, to, by]
 }
 
-/// The elements of an evaluated, row-contiguous array, as bytes.
+/// The elements of a computed, row-contiguous array, as bytes.
 #[cfg(feature = "delegate")]
 pub(crate) fn bytes(array: &Array) -> Result<&[u8]> {
     let n = array.nbytes();

@@ -3,9 +3,11 @@
 use std::collections::BTreeSet;
 
 use etkv_core::CacheRegistry;
-use mlx_rs::transforms::eval;
+use mlx_rs::transforms::async_eval;
 use mlx_rs::{Array, Dtype};
+use smallvec::SmallVec;
 
+use super::argument::{Argument, Host};
 use super::constants::{self, ConstantSource, Layout};
 use super::decode::decode;
 use super::dtype::{self, dtype_of};
@@ -14,9 +16,9 @@ use super::interpreter::Schedule;
 use super::ir::{Dim, Graph, InputSpec, Op, Value};
 use super::passes::{self, Target};
 use super::payload;
-use crate::backend::{ProgramCache, MLX_BACKEND};
+use crate::backend::{ProgramCache, Step, MLX_BACKEND};
 use crate::error::{fail, Error, Result, Status};
-use crate::mlx;
+use crate::mlx::{self, Mlx};
 
 /// Which rows of the logits a program computes.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
@@ -53,37 +55,6 @@ impl LoadOptions {
     }
 }
 
-/// An argument of a program.
-#[derive(Debug, Clone, Copy)]
-pub enum Input<'a> {
-    /// A contiguous tensor.
-    Tensor {
-        /// ExecuTorch's number of its dtype.
-        scalar_type: i8,
-        /// Its shape.
-        shape: &'a [i32],
-        /// Its elements, row-major.
-        bytes: &'a [u8],
-    },
-    /// An integer.
-    Integer(i64),
-}
-
-/// Where a program's outputs go.
-pub trait OutputSink {
-    /// ExecuTorch's number of the dtype that output `index` is to have.
-    fn scalar_type(&self, index: usize) -> i8;
-
-    /// Takes the shape and the row-major elements of a tensor output.
-    ///
-    /// # Errors
-    /// Where they do not fit; the step is then undone.
-    fn write(&mut self, index: usize, shape: &[i32], bytes: &[u8]) -> Result<()>;
-
-    /// Takes an integer output.
-    fn write_integer(&mut self, index: usize, value: i64);
-}
-
 /// A loaded program.
 pub struct Program {
     inputs: Vec<InputSpec>,
@@ -112,13 +83,14 @@ impl Program {
         let mut graph = decode(payload::read(payload)?)?;
         // Before the weights are read, which takes longest.
         let cache = options.cache_key.as_deref().map(|key| bind(&graph, key)).transpose()?;
-        mlx::run(|| {
+        let mlx = mlx::enter()?;
+        mlx.run(|| {
             let target = Target {
-                on_gpu: mlx::on_gpu()?,
+                on_gpu: mlx.on_gpu(),
                 last_token_only: options.logits == LogitsRows::Last,
             };
             let layouts = passes::run(&mut graph, target)?;
-            let constants = load_constants(&mut graph, &layouts, source)?;
+            let constants = load_constants(&mlx, &mut graph, &layouts, source)?;
             let n_kept = (graph.constants.len() + tensor_inputs(&graph.inputs)) as u32;
             Ok(Self {
                 inputs: graph.inputs,
@@ -151,72 +123,76 @@ impl Program {
     }
 
     /// Runs the program once. Where it has a cache, this is one step on it: it
-    /// counts only if every output was written.
+    /// counts only if `host` takes the outputs, whose tensors are to have the dtypes
+    /// of these ExecuTorch numbers.
+    ///
+    /// Other threads may use MLX while this one waits for the device and while the
+    /// host copies.
     ///
     /// # Errors
     /// [`InvalidArgument`](Status::InvalidArgument), [`Shape`](Status::Shape) and
     /// [`Dtype`](Status::Dtype) for inputs that do not fit, the cache's own for
     /// positions that it cannot take, [`NoCache`](Status::NoCache) where the
-    /// program needs one and has none, and [`Mlx`](Status::Mlx).
-    pub fn execute(&mut self, inputs: &[Input], outputs: &mut dyn OutputSink) -> Result<()> {
-        mlx::run(|| {
-            let mut cache = self.cache.as_ref().map(ProgramCache::lock).transpose()?;
-            let step = match cache.as_deref_mut() {
-                Some(cache) => StepState::Ready(cache),
-                None => StepState::NoCache,
-            };
-            let mut frame = Frame::new(self.n_values, self.n_ints, &self.constants, step)?;
-            bind_inputs(&self.inputs, inputs, &mut frame)?;
-            self.main.run(&mut frame)?;
-            let (made, step) = frame.finish(&self.main.chain().outputs)?;
+    /// program needs one and has none, [`Mlx`](Status::Mlx), and those of `host`.
+    pub fn execute(
+        &mut self,
+        inputs: &[Argument],
+        output_types: &[i8],
+        host: &mut dyn Host,
+    ) -> Result<()> {
+        let mut cache = self.cache.as_ref().map(ProgramCache::lock).transpose()?;
+        // Dropped after what is made in it.
+        let mut mlx = mlx::enter()?;
+        let step = match cache.as_deref_mut() {
+            Some(cache) => StepState::Ready(cache),
+            None => StepState::NoCache,
+        };
+        let frame = Frame::new(&mlx, self.n_values, self.n_ints, &self.constants, step);
+        let (made, step) = mlx.run(|| self.start(frame, inputs, output_types))?;
+        mlx.outside(|| {
+            let outputs = made.iter().map(Output::wait).collect::<Result<SmallVec<[_; 4]>>>()?;
+            host.take(&outputs)
+        })?;
+        match step {
+            Some(step) => mlx.run(|| Ok(step.commit(&[])?)),
+            None => Ok(()),
+        }
+    }
 
-            let made = made
-                .into_iter()
-                .enumerate()
-                .map(|(index, output)| prepare(output, outputs.scalar_type(index)))
-                .collect::<Result<Vec<_>>>()?;
-            let tensors: Vec<&Array> = made
-                .iter()
-                .filter_map(|output| match output {
-                    Output::Tensor(array) => Some(array),
-                    Output::Int(_) => None,
-                })
-                .collect();
-            match &step {
-                Some(step) => step.eval(&tensors)?,
-                None => eval(tensors)?,
-            }
-            for (index, output) in made.iter().enumerate() {
-                match output {
-                    Output::Tensor(array) => {
-                        outputs.write(index, array.shape(), mlx::bytes(array)?)?;
-                    }
-                    Output::Int(number) => outputs.write_integer(index, i64::from(*number)),
-                }
-            }
-            if let Some(step) = step {
-                step.commit(&[])?;
-            }
-            Ok(())
-        })
+    /// Runs the instructions, and starts to compute what they make.
+    fn start<'a>(
+        &self,
+        mut frame: Frame<'a>,
+        inputs: &[Argument],
+        output_types: &[i8],
+    ) -> Result<(Vec<Output>, Option<Step<'a>>)> {
+        bind_inputs(&self.inputs, inputs, &mut frame)?;
+        self.main.run(&mut frame)?;
+        let (made, step) = frame.finish(&self.main.chain().outputs)?;
+        if made.len() != output_types.len() {
+            let n = output_types.len();
+            fail!(InvalidArgument, "expected {} outputs, got {n}", made.len());
+        }
+        let made = made
+            .into_iter()
+            .zip(output_types)
+            .map(|(output, &scalar_type)| output.of_type(scalar_type))
+            .collect::<Result<Vec<_>>>()?;
+        let tensors = made.iter().filter_map(Output::tensor);
+        match &step {
+            Some(step) => step.schedule(&tensors.collect::<SmallVec<[_; 4]>>())?,
+            None => async_eval(tensors)?,
+        }
+        Ok((made, step))
     }
 }
 
 impl Drop for Program {
     fn drop(&mut self) {
-        let _alone = mlx::alone();
+        let _held = mlx::hold();
         self.constants.clear();
         self.cache = None;
     }
-}
-
-fn prepare(output: Output, scalar_type: i8) -> Result<Output> {
-    Ok(match output {
-        Output::Tensor(array) => {
-            Output::Tensor(mlx::cast(&array, dtype_of(scalar_type)?)?.contiguous()?)
-        }
-        int => int,
-    })
 }
 
 /// The cache under `key`, if the program can use it.
@@ -255,6 +231,7 @@ fn tensor_inputs(inputs: &[InputSpec]) -> usize {
 
 /// Loads what is used, and lets the program's init chain have its way with it.
 fn load_constants(
+    mlx: &Mlx,
     graph: &mut Graph,
     layouts: &[Layout],
     source: &mut dyn ConstantSource,
@@ -281,11 +258,11 @@ fn load_constants(
     }
 
     let init = Schedule::new(std::mem::take(&mut graph.init), graph.constants.len() as u32);
-    let mut frame = Frame::new(graph.n_values, graph.n_ints, &constants, StepState::NoCache)?;
+    let mut frame = Frame::new(mlx, graph.n_values, graph.n_ints, &constants, StepState::NoCache);
     init.run(&mut frame).map_err(|error| error.at("init chain"))?;
     let (made, _) = frame.finish(&init.chain().outputs)?;
     for (output, target) in made.into_iter().zip(&graph.init_targets) {
-        if let Output::Tensor(array) = output {
+        if let Output::Tensor(array, _) = output {
             array.eval()?;
             constants[target.0 as usize] = Some(array);
         }
@@ -299,52 +276,54 @@ fn load_constants(
     Ok(constants)
 }
 
-fn bind_inputs(specs: &[InputSpec], inputs: &[Input], frame: &mut Frame) -> Result<()> {
+fn bind_inputs(specs: &[InputSpec], inputs: &[Argument], frame: &mut Frame) -> Result<()> {
     if inputs.len() != specs.len() {
-        fail!(
-            InvalidArgument,
-            "the program takes {} inputs, {} are given",
-            specs.len(),
-            inputs.len()
-        );
+        fail!(InvalidArgument, "expected {} inputs, got {}", specs.len(), inputs.len());
     }
     for (index, (spec, input)) in specs.iter().zip(inputs).enumerate() {
-        match (spec, input) {
-            (InputSpec::Int(value), Input::Integer(number)) => match i32::try_from(*number) {
-                Ok(number) => frame.set_int(*value, number),
-                Err(_) => fail!(InvalidArgument, "input {index} is {number}, past 32 bits"),
-            },
-            (
-                InputSpec::Tensor { value, name, shape, scalar_type },
-                Input::Tensor { scalar_type: found, shape: found_shape, bytes },
-            ) => {
-                let place = || format!("input {index}, {name}");
-                let dtype = dtype_of(*scalar_type)?;
-                if found != scalar_type {
-                    let found = dtype_of(*found).map_or("another dtype", dtype::name);
-                    fail!(Dtype, "{}: {found} is given, {} is taken", place(), dtype::name(dtype));
+        match spec {
+            InputSpec::Int(value) => {
+                let Some(number) = input.integer() else {
+                    fail!(InvalidArgument, "input {index}: expected an integer, got a tensor");
+                };
+                match i32::try_from(number) {
+                    Ok(number) => frame.set_int(*value, number),
+                    Err(_) => fail!(
+                        InvalidArgument,
+                        "input {index}: expected a number within 32 bits, got {number}"
+                    ),
                 }
-                check_shape(found_shape, shape).map_err(|error| error.at(place()))?;
-                let n: usize = found_shape.iter().map(|&dim| dim as usize).product();
-                if n * dtype::item_size(dtype) != bytes.len() {
-                    fail!(Internal, "{}: {} bytes for shape {found_shape:?}", place(), bytes.len());
-                }
-                // SAFETY: the bytes are as many as shape and dtype say; MLX
-                // copies them.
-                let array =
-                    unsafe { Array::from_raw_data(bytes.as_ptr().cast(), found_shape, dtype) };
-                if let Some(numbers) = integers(dtype, bytes) {
+            }
+            InputSpec::Tensor { value, name, shape, scalar_type } => {
+                let array = tensor(input, shape, *scalar_type)
+                    .map_err(|error| error.at(format_args!("input {index}, {name}")))?;
+                if let Some(numbers) = integers(array.dtype(), input.bytes()) {
                     frame.set_host_ints(*value, numbers);
                 }
                 frame.set(*value, array);
             }
-            (InputSpec::Int(_), _) => fail!(InvalidArgument, "input {index} is to be an integer"),
-            (InputSpec::Tensor { name, .. }, _) => {
-                fail!(InvalidArgument, "input {index}, {name}, is to be a tensor")
-            }
         }
     }
     Ok(())
+}
+
+/// An input's elements, copied.
+fn tensor(input: &Argument, shape: &[Dim], scalar_type: i8) -> Result<Array> {
+    let dtype = dtype_of(scalar_type)?;
+    if !input.is_tensor() {
+        fail!(InvalidArgument, "expected a tensor, got an integer");
+    }
+    if input.scalar_type() != scalar_type {
+        let found = dtype_of(input.scalar_type()).map_or("another dtype", dtype::name);
+        fail!(Dtype, "expected {}, got {found}", dtype::name(dtype));
+    }
+    check_shape(input.shape(), shape)?;
+    let n: usize = input.shape().iter().map(|&dim| dim as usize).product();
+    if n * dtype::item_size(dtype) != input.bytes().len() {
+        fail!(Internal, "{} bytes for shape {:?}", input.bytes().len(), input.shape());
+    }
+    // SAFETY: the bytes are as many as shape and dtype say; MLX copies them.
+    Ok(unsafe { Array::from_raw_data(input.bytes().as_ptr().cast(), input.shape(), dtype) })
 }
 
 fn check_shape(found: &[i32], expected: &[Dim]) -> Result<()> {
@@ -365,7 +344,7 @@ fn check_shape(found: &[i32], expected: &[Dim]) -> Result<()> {
         .collect();
     Err(Error::new(
         Status::Shape,
-        format!("shape {found:?} is given, [{}] is taken", expected.join(", ")),
+        format!("expected shape [{}], got {found:?}", expected.join(", ")),
     ))
 }
 

@@ -4,11 +4,13 @@ use std::collections::HashMap;
 
 use mlx_rs::Array;
 
+use super::argument::Argument;
+use super::dtype::dtype_of;
 use super::ir::{Int, IntValue, Out, Value};
 use crate::attention::AttendSpec;
 use crate::backend::{MlxCache, Step};
 use crate::error::{fail, Result};
-use crate::mlx;
+use crate::mlx::{self, Mlx};
 
 /// What one run of a chain holds.
 pub struct Frame<'a> {
@@ -34,21 +36,22 @@ pub enum StepState<'a> {
 }
 
 impl<'a> Frame<'a> {
-    /// An empty frame for values below `n_values` and integers below `n_ints`.
+    /// An empty frame, inside MLX, for values below `n_values` and integers below `n_ints`.
     pub fn new(
+        mlx: &Mlx,
         n_values: u32,
         n_ints: u32,
         constants: &'a [Option<Array>],
         step: StepState<'a>,
-    ) -> Result<Self> {
-        Ok(Self {
+    ) -> Self {
+        Self {
             tensors: (0..n_values).map(|_| None).collect(),
             ints: vec![None; n_ints as usize],
             constants,
-            on_gpu: mlx::on_gpu()?,
+            on_gpu: mlx.on_gpu(),
             host: HashMap::new(),
             step,
-        })
+        }
     }
 
     /// Whether the run is on a GPU.
@@ -185,7 +188,7 @@ impl<'a> Frame<'a> {
         let made = outputs
             .iter()
             .map(|out| match *out {
-                Out::Tensor(value) => Ok(Output::Tensor(self.tensor(value)?.clone())),
+                Out::Tensor(value) => Ok(Output::Tensor(self.tensor(value)?.clone(), 0)),
                 Out::Int(value) => Ok(Output::Int(self.int_value(value)?)),
             })
             .collect::<Result<Vec<_>>>()?;
@@ -199,8 +202,41 @@ impl<'a> Frame<'a> {
 
 /// What a chain made for others.
 pub enum Output {
-    /// A tensor.
-    Tensor(Array),
+    /// A tensor, with ExecuTorch's number of its dtype once that is known.
+    Tensor(Array, i8),
     /// An integer.
     Int(i32),
+}
+
+impl Output {
+    /// The output with a tensor's elements in the dtype of this ExecuTorch number, one
+    /// after the other.
+    pub fn of_type(self, scalar_type: i8) -> Result<Self> {
+        Ok(match self {
+            Self::Tensor(array, _) => {
+                let array = mlx::cast(&array, dtype_of(scalar_type)?)?.contiguous()?;
+                Self::Tensor(array, scalar_type)
+            }
+            int => int,
+        })
+    }
+
+    /// The tensor, where it is one.
+    pub fn tensor(&self) -> Option<&Array> {
+        match self {
+            Self::Tensor(array, _) => Some(array),
+            Self::Int(_) => None,
+        }
+    }
+
+    /// The output for the host, when it is computed; that was started before.
+    pub fn wait(&self) -> Result<Argument<'_>> {
+        match self {
+            Self::Tensor(array, scalar_type) => {
+                mlx::wait(array)?;
+                Ok(Argument::tensor(*scalar_type, array.shape(), mlx::bytes(array)?))
+            }
+            Self::Int(number) => Ok(Argument::of(i64::from(*number))),
+        }
+    }
 }

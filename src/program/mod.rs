@@ -9,6 +9,7 @@
 //! that are each written once, with what can be known beforehand done
 //! beforehand.
 
+mod argument;
 mod constants;
 mod decode;
 mod dtype;
@@ -23,8 +24,9 @@ mod slots;
 #[cfg(test)]
 mod tests;
 
+pub use argument::{Argument, Host};
 pub use constants::ConstantSource;
-pub use execute::{Input, LoadOptions, LogitsRows, OutputSink, Program};
+pub use execute::{LoadOptions, LogitsRows, Program};
 
 /// The reader that `flatc` makes of ExecuTorch's schema.
 #[allow(

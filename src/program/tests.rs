@@ -7,7 +7,7 @@ use std::time::{Duration, Instant};
 use flatbuffers::{FlatBufferBuilder, UnionWIPOffset, WIPOffset};
 
 use super::passes::{self, Target};
-use super::{decode, fb, payload, ConstantSource, Input, LoadOptions, OutputSink, Program};
+use super::{decode, fb, payload, Argument, ConstantSource, Host, LoadOptions, Program};
 use crate::{Result, Status};
 
 const FLOAT32: i8 = 6;
@@ -339,17 +339,11 @@ impl ConstantSource for Weights {
 #[derive(Default)]
 struct Made(Vec<(Vec<i32>, Vec<f32>)>);
 
-impl OutputSink for Made {
-    fn scalar_type(&self, _: usize) -> i8 {
-        FLOAT32
-    }
-
-    fn write(&mut self, _: usize, shape: &[i32], bytes: &[u8]) -> Result<()> {
-        self.0.push((shape.to_vec(), floats(bytes)));
+impl Host for Made {
+    fn take(&mut self, outputs: &[Argument]) -> Result<()> {
+        self.0.extend(outputs.iter().map(|out| (out.shape().to_vec(), floats(out.bytes()))));
         Ok(())
     }
-
-    fn write_integer(&mut self, _: usize, _: i64) {}
 }
 
 fn bytes(numbers: &[f32]) -> Vec<u8> {
@@ -381,9 +375,9 @@ fn run(
     let payload = parts.payload(chains);
     let mut program = Program::load(&payload, &mut weights, &LoadOptions::default()).unwrap();
     let ones = bytes(&[1.0; 3]);
-    let input = Input::Tensor { scalar_type: FLOAT32, shape: &[1, 3], bytes: &ones };
+    let input = Argument::tensor(FLOAT32, &[1, 3], &ones);
     let mut made = Made::default();
-    program.execute(&[input], &mut made).unwrap();
+    program.execute(&[input], &vec![FLOAT32; program.n_outputs()], &mut made).unwrap();
     made.0
 }
 

@@ -1,25 +1,28 @@
 //! The storage of a cache on MLX arrays.
 
+use std::cell::Cell;
 use std::ops::Range;
 
 use etkv_core::bookkeeping::Slots;
 use etkv_core::{Extent, KvFormat, LayerConfig, Result, Store};
 use mlx_rs::ops::zeros_dtype;
-use mlx_rs::transforms::eval;
+use mlx_rs::transforms::{async_eval, eval};
 use mlx_rs::{Array, Dtype};
 
 use super::{convert, float_dtype, pool_for, Pool, Rows, StoredRows};
 use crate::error;
 use crate::mlx::{self, cast};
 
-/// The pools of all layers. Work on it is done inside [`mlx::run`](crate::mlx::run),
-/// in which [`grow`](Store::grow) and what is done between steps put themselves.
+/// The pools of all layers. A step on it is one inside [`mlx::run`](crate::mlx::run);
+/// [`grow`](Store::grow) and what is done between steps enter MLX themselves.
 pub struct MlxStore {
     /// Keys and values of each layer.
     pools: Vec<[Box<dyn Pool>; 2]>,
     /// For each watched write of the open step: a number that is 0 if all of its values
     /// are finite.
     finite: Vec<Array>,
+    /// Whether something was written whose computation was not started.
+    pending: Cell<bool>,
 }
 
 /// Rows that a step writes over although they are still needed: the layer, its slots,
@@ -29,15 +32,6 @@ pub struct SavedRows(Vec<(usize, Slots, [StoredRows; 2])>);
 impl MlxStore {
     fn buffers(&self) -> impl Iterator<Item = &Array> {
         self.pools.iter().flatten().flat_map(|pool| pool.buffers()).chain(&self.finite)
-    }
-
-    /// Carries out what earlier steps wrote, where whoever committed them has not:
-    /// all that is not carried out is the open step's, should it be aborted.
-    fn finish_writes(&self) -> error::Result<()> {
-        if !self.buffers().all(mlx::is_available) {
-            eval(self.buffers())?;
-        }
-        Ok(())
     }
 
     fn save(&self, displaced: &[(usize, Slots)]) -> error::Result<SavedRows> {
@@ -76,7 +70,9 @@ impl MlxStore {
                 pool.put(slots, rows)?;
             }
         }
-        Ok(eval(self.buffers())?)
+        eval(self.buffers())?;
+        self.pending.set(false);
+        Ok(())
     }
 
     /// The pools that take the place of those with another format, in order; the others
@@ -137,7 +133,11 @@ impl Store for MlxStore {
                 pool_for(formats[1], layer.n_kv_heads, layer.v_head_dim)?,
             ])
         });
-        Ok(Self { pools: pools.collect::<error::Result<_>>()?, finite: Vec::new() })
+        Ok(Self {
+            pools: pools.collect::<error::Result<_>>()?,
+            finite: Vec::new(),
+            pending: Cell::new(false),
+        })
     }
 
     fn shape(tensor: &Array) -> &[i32] {
@@ -158,7 +158,9 @@ impl Store for MlxStore {
     }
 
     fn begin(&mut self, displaced: &[(usize, Slots)]) -> Result<SavedRows> {
-        self.finish_writes()?;
+        // Where the steps before were committed without it: all that is still to be
+        // computed is the open step's, should it be aborted.
+        self.eval(&[])?;
         if displaced.is_empty() {
             return Ok(SavedRows(Vec::new()));
         }
@@ -173,6 +175,7 @@ impl Store for MlxStore {
         v: &Array,
         watch: bool,
     ) -> Result<()> {
+        self.pending.set(true);
         let [keys, values] = &mut self.pools[layer];
         keys.write(slots, k)?;
         values.write(slots, v)?;
@@ -196,7 +199,20 @@ impl Store for MlxStore {
     }
 
     fn eval(&self, outputs: &[&Array]) -> Result<()> {
-        Ok(eval(outputs.iter().copied().chain(self.buffers())).map_err(error::Error::from)?)
+        if self.pending.get() {
+            eval(outputs.iter().copied().chain(self.buffers())).map_err(error::Error::from)?;
+            self.pending.set(false);
+        } else if !outputs.is_empty() {
+            eval(outputs.iter().copied()).map_err(error::Error::from)?;
+        }
+        Ok(())
+    }
+
+    fn schedule(&self, outputs: &[&Array]) -> Result<()> {
+        let buffers = self.pending.get().then(|| self.buffers()).into_iter().flatten();
+        async_eval(outputs.iter().copied().chain(buffers)).map_err(error::Error::from)?;
+        self.pending.set(false);
+        Ok(())
     }
 
     fn non_finite(&self) -> Option<usize> {
@@ -208,8 +224,10 @@ impl Store for MlxStore {
     }
 
     fn abort(&mut self, saved: SavedRows, blank: &[(usize, Slots)]) -> Result<()> {
-        self.end();
-        Ok(mlx::run(|| self.undo(&saved, blank))?)
+        Ok(mlx::run(|| {
+            self.end();
+            self.undo(&saved, blank)
+        })?)
     }
 
     fn relocate(&mut self, layer: usize, from: &Slots, to: &Slots, slots: i32) -> Result<()> {
@@ -228,7 +246,7 @@ impl Store for MlxStore {
     }
 
     fn clear(&mut self, formats: [KvFormat; 2], slots: &[i32]) -> Result<()> {
-        let _alone = mlx::alone();
+        let _held = mlx::hold();
         let fresh = self.cleared(formats, slots)?;
         // From here on nothing fails.
         self.end();
@@ -241,14 +259,19 @@ impl Store for MlxStore {
     }
 
     fn release(&mut self) {
-        let _alone = mlx::alone();
+        let _held = mlx::hold();
         self.pools.iter_mut().flatten().for_each(|pool| pool.release());
+        self.pending.set(false);
+    }
+
+    fn give_way(wait: &mut dyn FnMut()) {
+        mlx::give_way(wait);
     }
 }
 
 impl Drop for MlxStore {
     fn drop(&mut self) {
-        let _alone = mlx::alone();
+        let _held = mlx::hold();
         self.pools.clear();
         self.end();
     }

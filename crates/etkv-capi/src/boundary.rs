@@ -36,12 +36,6 @@ pub(crate) unsafe fn boundary(
     }
 }
 
-/// Runs `work` alone in MLX, which is entered before a cache is taken: a call may free
-/// buffers, and a step takes the two in this order.
-pub(crate) fn in_mlx<T>(work: impl FnOnce() -> Result<T>) -> Result<T> {
-    Ok(etkv::mlx::run(|| Ok(work()?))?)
-}
-
 /// What a panic becomes.
 pub(crate) fn panic_error(panic: &(dyn Any + Send)) -> Error {
     let words = panic

@@ -5,8 +5,11 @@
 //! in an [`ffi::Outcome`].
 
 use std::panic::{catch_unwind, AssertUnwindSafe};
+use std::pin::Pin;
 
-use etkv::program::{ConstantSource, Input, LoadOptions, OutputSink, Program};
+use cxx::kind::Trivial;
+use cxx::{type_id, ExternType};
+use etkv::program::{ConstantSource, Host, LoadOptions, Program};
 use etkv_core::{Error, Result, Status};
 
 use crate::{boundary, delegate};
@@ -17,17 +20,6 @@ mod ffi {
     struct Outcome {
         status: i32,
         message: String,
-    }
-
-    /// An argument of the program: a tensor, or an integer.
-    struct Argument<'a> {
-        is_tensor: bool,
-        /// ExecuTorch's number of the dtype.
-        scalar_type: i8,
-        shape: &'a [i32],
-        data: *const u8,
-        n_bytes: usize,
-        integer: i64,
     }
 
     extern "Rust" {
@@ -45,9 +37,14 @@ mod ffi {
             logits: &str,
         ) -> Outcome;
 
-        /// Runs the program on its inputs and hands the outputs over.
-        fn execute(self: &mut Delegate, inputs: &[Argument], outputs: Pin<&mut Outputs>)
-            -> Outcome;
+        /// Runs the program on its inputs and hands the outputs to `host`, in the
+        /// dtypes of these ExecuTorch numbers.
+        fn execute(
+            self: &mut Delegate,
+            inputs: &[Argument],
+            output_types: &[i8],
+            host: Pin<&mut Host>,
+        ) -> Outcome;
 
         fn n_inputs(self: &Delegate) -> usize;
         fn n_outputs(self: &Delegate) -> usize;
@@ -67,16 +64,27 @@ mod ffi {
         /// The bytes of what was found last.
         fn bytes(self: &Constants) -> &[u8];
 
-        /// Where the outputs go.
-        type Outputs;
+        /// An argument of the program: a tensor, or an integer.
+        #[namespace = "etkv::interpreter"]
+        type Argument<'a> = super::Argument<'a>;
 
-        /// ExecuTorch's number of the dtype that output `index` is to have.
-        fn scalar_type(self: &Outputs, index: usize) -> i8;
-        /// Resizes output `index` and copies `bytes` to it; "" if it could.
-        fn write(self: Pin<&mut Outputs>, index: usize, shape: &[i32], bytes: &[u8]) -> String;
-        /// Sets the integer output `index`.
-        fn write_integer(self: Pin<&mut Outputs>, index: usize, value: i64);
+        /// Who runs the program.
+        type Host;
+
+        /// Takes the outputs; "" if it could.
+        fn take(self: Pin<&mut Host>, outputs: &[Argument]) -> String;
     }
+}
+
+/// [`etkv::program::Argument`], by the name that C++ has for it.
+#[repr(transparent)]
+pub struct Argument<'a>(etkv::program::Argument<'a>);
+
+// SAFETY: the two have the same fields in the same order, and neither has a destructor;
+// `cpp/interpreter.cpp` checks the layout that is told here.
+unsafe impl ExternType for Argument<'_> {
+    type Id = type_id!("etkv::interpreter::Argument");
+    type Kind = Trivial;
 }
 
 /// One delegate of a loaded method; empty until it is loaded.
@@ -95,7 +103,7 @@ impl Delegate {
     fn load(
         &mut self,
         payload: &[u8],
-        mut constants: std::pin::Pin<&mut ffi::Constants>,
+        mut constants: Pin<&mut ffi::Constants>,
         cache_key: &str,
         logits: &str,
     ) -> ffi::Outcome {
@@ -109,15 +117,15 @@ impl Delegate {
 
     fn execute(
         &mut self,
-        inputs: &[ffi::Argument],
-        mut outputs: std::pin::Pin<&mut ffi::Outputs>,
+        inputs: &[Argument],
+        output_types: &[i8],
+        mut host: Pin<&mut ffi::Host>,
     ) -> ffi::Outcome {
         self.guarded(|delegate| {
             let Some(program) = &mut delegate.program else {
                 return Err(Error::new(Status::Internal, "the program was not loaded"));
             };
-            let inputs = inputs.iter().map(input).collect::<Result<Vec<_>>>()?;
-            Ok(program.execute(&inputs, &mut outputs.as_mut())?)
+            Ok(program.execute(unwrapped(inputs), output_types, &mut host.as_mut())?)
         })
     }
 
@@ -145,21 +153,14 @@ impl Delegate {
     }
 }
 
-fn input<'a>(argument: &'a ffi::Argument<'a>) -> Result<Input<'a>> {
-    if !argument.is_tensor {
-        return Ok(Input::Integer(argument.integer));
-    }
-    if argument.data.is_null() && argument.n_bytes > 0 {
-        return Err(Error::new(Status::InvalidArgument, "an input tensor has no data"));
-    }
-    let bytes = if argument.n_bytes == 0 {
-        &[]
-    } else {
-        // SAFETY: the backend passes a tensor's own memory and its size, and
-        // keeps the tensor for the call.
-        unsafe { std::slice::from_raw_parts(argument.data, argument.n_bytes) }
-    };
-    Ok(Input::Tensor { scalar_type: argument.scalar_type, shape: argument.shape, bytes })
+fn unwrapped<'a, 'b>(arguments: &'b [Argument<'a>]) -> &'b [etkv::program::Argument<'a>] {
+    // SAFETY: the one is a transparent wrapper of the other.
+    unsafe { std::slice::from_raw_parts(arguments.as_ptr().cast(), arguments.len()) }
+}
+
+fn wrapped<'a, 'b>(arguments: &'b [etkv::program::Argument<'a>]) -> &'b [Argument<'a>] {
+    // SAFETY: as above.
+    unsafe { std::slice::from_raw_parts(arguments.as_ptr().cast(), arguments.len()) }
 }
 
 fn outcome(result: Result<()>) -> ffi::Outcome {
@@ -175,7 +176,7 @@ fn report(status: i32, message: &str) {
     delegate::report(status, message);
 }
 
-impl ConstantSource for std::pin::Pin<&mut ffi::Constants> {
+impl ConstantSource for Pin<&mut ffi::Constants> {
     fn find(&mut self, name: &str) -> Option<&[u8]> {
         if self.as_mut().find(name) {
             Some(self.bytes())
@@ -185,21 +186,13 @@ impl ConstantSource for std::pin::Pin<&mut ffi::Constants> {
     }
 }
 
-impl OutputSink for std::pin::Pin<&mut ffi::Outputs> {
-    fn scalar_type(&self, index: usize) -> i8 {
-        ffi::Outputs::scalar_type(self, index)
-    }
-
-    fn write(&mut self, index: usize, shape: &[i32], bytes: &[u8]) -> etkv::Result<()> {
-        let refusal = self.as_mut().write(index, shape, bytes);
+impl Host for Pin<&mut ffi::Host> {
+    fn take(&mut self, outputs: &[etkv::program::Argument]) -> etkv::Result<()> {
+        let refusal = self.as_mut().take(wrapped(outputs));
         if refusal.is_empty() {
             Ok(())
         } else {
             Err(etkv::Error::new(Status::Shape, refusal))
         }
-    }
-
-    fn write_integer(&mut self, index: usize, value: i64) {
-        self.as_mut().write_integer(index, value);
     }
 }

@@ -4,7 +4,7 @@ use std::ffi::c_char;
 
 use etkv_core::{fail, Cache, Result, SharedCache};
 
-use super::boundary::{boundary, free, in_mlx, lasting, out, text};
+use super::boundary::{boundary, free, lasting, out, text};
 use super::config::{etkv_cache_config, given_format, read_config};
 use super::error::etkv_error;
 use super::handle::{self, Object};
@@ -91,8 +91,7 @@ pub unsafe extern "C" fn etkv_cache_can_extend(
             if n < 0 {
                 fail!(InvalidArgument, "n is {n}, the least is 0");
             }
-            // A kind of the host's may make room when it is asked, with MLX.
-            fits.write(in_mlx(|| Ok(cache.cache.lock()?.can_extend(n)))?);
+            fits.write(cache.cache.lock()?.can_extend(n));
             Ok(())
         })
     }
@@ -289,7 +288,8 @@ unsafe fn change(
     unsafe {
         boundary(error, || {
             let cache = handle::look_up(cache, "cache")?;
-            in_mlx(|| act(&mut *cache.cache.lock()?))
+            let mut cache = cache.cache.lock()?;
+            act(&mut *cache)
         })
     }
 }

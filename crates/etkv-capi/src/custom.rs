@@ -374,6 +374,10 @@ impl AttendCache for Custom {
         self.inner.lock()?.eval(outputs)
     }
 
+    fn schedule(&self, outputs: &[&Array]) -> Result<()> {
+        self.inner.lock()?.schedule(outputs)
+    }
+
     fn commit(&mut self) -> Result<()> {
         self.inner.lock()?.commit()?;
         self.end(true);

@@ -1,12 +1,13 @@
 //! `etkv_forwards`: a cache for a host that computes with MLX itself.
 
+use std::cell::RefCell;
 use std::ffi::c_void;
 
 use etkv::mlx;
 use etkv::{attend, AttendSpec, Forwards, Mask, Result};
 use etkv_core::fail;
 use mlx_rs::{Array, Dtype};
-use parking_lot::{Mutex, MutexGuard};
+use parking_lot::ReentrantMutex;
 
 use super::boundary::{self, free, list, out};
 use super::cache::etkv_cache;
@@ -25,17 +26,20 @@ unsafe fn boundary(error: *mut *mut etkv_error, body: impl FnOnce() -> Result<()
 /// A handle on the forwards of a host.
 #[allow(non_camel_case_types)]
 pub struct etkv_forwards {
-    forwards: Mutex<Forwards>,
+    /// Reentrant, to find calls from inside a call.
+    forwards: ReentrantMutex<RefCell<Forwards>>,
 }
 
 impl etkv_forwards {
-    /// The forwards, for who has MLX: then nobody else has them, unless it is this
-    /// very thread, in a callback of a call on them.
-    fn take(&self) -> Result<MutexGuard<'_, Forwards>> {
-        match self.forwards.try_lock() {
-            Some(forwards) => Ok(forwards),
-            None => fail!(Step, "the forwards are asked from inside a call on them"),
-        }
+    /// Works with the forwards when other threads are done with them, which may need MLX
+    /// for that.
+    fn with<T>(&self, work: impl FnOnce(&mut Forwards) -> Result<T>) -> Result<T> {
+        let forwards =
+            self.forwards.try_lock().unwrap_or_else(|| mlx::give_way(|| self.forwards.lock()));
+        let Ok(mut forwards) = forwards.try_borrow_mut() else {
+            fail!(Step, "the forwards are asked from inside a call on them");
+        };
+        work(&mut forwards)
     }
 }
 
@@ -72,7 +76,8 @@ pub unsafe extern "C" fn etkv_forwards_new(
         boundary(error, || {
             let target = out(forwards, "forwards")?;
             let cache = handle::look_up(cache, "cache")?;
-            let forwards = Mutex::new(Forwards::new(cache.cache.clone())?);
+            let forwards = Forwards::new(cache.cache.clone())?;
+            let forwards = ReentrantMutex::new(RefCell::new(forwards));
             target.write(handle::give(etkv_forwards { forwards }));
             Ok(())
         })
@@ -98,9 +103,8 @@ pub unsafe extern "C" fn etkv_forwards_abort(
     unsafe {
         boundary(error, || {
             let forwards = handle::look_up(forwards, "forwards")?;
-            // MLX first, as everywhere.
-            mlx::run(|| {
-                forwards.take()?.abort();
+            forwards.with(|forwards| {
+                forwards.abort();
                 Ok(())
             })
         })
@@ -228,16 +232,17 @@ impl Rows<'_> {
         make: impl FnOnce(&AttendSpec) -> Result<T>,
         deliver: impl FnOnce(T) -> Result<()>,
     ) -> Result<()> {
-        let work = || {
-            let mut forwards = forwards.take()?;
-            deliver(forwards.update_and(self.layer, self.positions, &self.k, &self.v, make)?)
-        };
-        if self.stream.is_null() {
-            return mlx::run(work);
-        }
-        let stream = mlx_sys::mlx_stream { ctx: self.stream.cast_mut() };
-        // SAFETY: who made the struct says that it is a stream of MLX.
-        unsafe { mlx::run_on(stream, work) }
+        forwards.with(|forwards| {
+            let work = || {
+                deliver(forwards.update_and(self.layer, self.positions, &self.k, &self.v, make)?)
+            };
+            if self.stream.is_null() {
+                return mlx::run(work);
+            }
+            let stream = mlx_sys::mlx_stream { ctx: self.stream.cast_mut() };
+            // SAFETY: who made the struct says that it is a stream of MLX.
+            unsafe { mlx::run_on(stream, work) }
+        })
     }
 }
 

@@ -2,7 +2,7 @@
 
 use etkv_core::{fail, Result, SeqCache, SharedCache};
 
-use super::boundary::{boundary, fill, free, in_mlx, list, out};
+use super::boundary::{boundary, fill, free, list, out};
 use super::cache::etkv_cache;
 use super::error::etkv_error;
 use super::handle::{self, Object};
@@ -354,8 +354,7 @@ unsafe fn change(
     unsafe {
         boundary(error, || {
             let cache = handle::look_up(cache, "cache")?;
-            // Rows may move: MLX first, then the cache, as a step takes them.
-            in_mlx(|| with_sequences(&cache.cache, act))
+            with_sequences(&cache.cache, act)
         })
     }
 }

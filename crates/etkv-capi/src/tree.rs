@@ -2,7 +2,7 @@
 
 use etkv_core::{fail, Result, SharedCache, TreeCache};
 
-use super::boundary::{boundary, free, in_mlx, list, out};
+use super::boundary::{boundary, free, list, out};
 use super::cache::etkv_cache;
 use super::error::etkv_error;
 use super::handle::{self, Object};
@@ -138,8 +138,7 @@ unsafe fn change(
     unsafe {
         boundary(error, || {
             let cache = handle::look_up(cache, "cache")?;
-            // Rows may move: MLX first, then the cache, as a step takes them.
-            in_mlx(|| with_trees(&cache.cache, act))
+            with_trees(&cache.cache, act)
         })
     }
 }

@@ -4,7 +4,7 @@ use std::any::Any;
 use std::cell::Cell;
 use std::ops::{Deref, DerefMut};
 use std::sync::atomic::{AtomicU64, Ordering};
-use std::sync::{Arc, Mutex, MutexGuard};
+use std::sync::{Arc, Mutex, MutexGuard, TryLockError};
 
 use crate::cache::{AttendCache, Cache};
 use crate::error::{fail, Result};
@@ -36,13 +36,18 @@ pub type ProgramGuard<'a, S> = SharedGuard<'a, dyn AttendCache<Store = S>>;
 impl SharedCache {
     /// A cache to share.
     pub fn new<C: AttendCache + 'static>(cache: C) -> Self {
-        let place = Arc::new(Place { holder: AtomicU64::new(0), cache: Mutex::new(cache) });
+        let place = Arc::new(Place {
+            holder: AtomicU64::new(0),
+            give_way: C::Store::give_way,
+            cache: Mutex::new(cache),
+        });
         let program: ProgramCache<C::Store> = Shared(place.clone());
         Self { cache: Shared(place), program: Arc::new(program), store: C::Store::NAME }
     }
 
     /// Waits for others to be done with the cache, and takes it: for a look, or a
-    /// change. Where the backend has a lock of its own, that is taken before.
+    /// change. Where the thread holds its backend's own lock, others may have that while
+    /// it waits, so that the order of the two does not matter.
     ///
     /// # Errors
     /// [`Internal`](crate::Status::Internal) where the cache is poisoned, and
@@ -80,6 +85,8 @@ pub struct Shared<C: ?Sized>(Arc<Place<C>>);
 struct Place<C: ?Sized> {
     /// The number of the thread that has the cache; 0 for none.
     holder: AtomicU64,
+    /// [`Store::give_way`] of the cache's store.
+    give_way: fn(&mut dyn FnMut()),
     cache: Mutex<C>,
 }
 
@@ -100,15 +107,26 @@ impl<C: ?Sized> Shared<C> {
         if self.0.holder.load(Ordering::Relaxed) == thread {
             fail!(Step, "the cache is asked from inside a call on it");
         }
-        match self.0.cache.lock() {
-            Ok(cache) => {
-                self.0.holder.store(thread, Ordering::Relaxed);
-                Ok(SharedGuard { holder: &self.0.holder, cache })
-            }
-            Err(_) => fail!(
+        let Some(cache) = self.wait() else {
+            fail!(
                 Internal,
                 "the cache is poisoned: a call on it failed by a defect; it can only be freed"
-            ),
+            )
+        };
+        self.0.holder.store(thread, Ordering::Relaxed);
+        Ok(SharedGuard { holder: &self.0.holder, cache })
+    }
+
+    /// The cache, when others are done with it; none where it is poisoned.
+    fn wait(&self) -> Option<MutexGuard<'_, C>> {
+        match self.0.cache.try_lock() {
+            Ok(cache) => Some(cache),
+            Err(TryLockError::Poisoned(_)) => None,
+            Err(TryLockError::WouldBlock) => {
+                let mut cache = None;
+                (self.0.give_way)(&mut || cache = self.0.cache.lock().ok());
+                cache
+            }
         }
     }
 }

@@ -59,8 +59,16 @@ impl<'a, S: Store> Step<'a, S> {
         self.cache.eval(outputs)
     }
 
-    /// Evaluates `outputs` together with what the step wrote, and makes the
-    /// step's positions visible.
+    /// Starts what [`eval`](Self::eval) does, and may return before it is done.
+    ///
+    /// # Errors
+    /// As [`eval`](Self::eval).
+    pub fn schedule(&self, outputs: &[&S::Tensor]) -> Result<()> {
+        self.cache.schedule(outputs)
+    }
+
+    /// Evaluates `outputs` together with what the step wrote, unless that was done
+    /// or started before, and makes the step's positions visible.
     ///
     /// # Errors
     /// - [`Mlx`](crate::Status::Mlx) if evaluating fails,

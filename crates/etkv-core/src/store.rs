@@ -106,6 +106,15 @@ pub trait Store: Sized + Send + 'static {
     /// [`Mlx`](crate::Status::Mlx); the step stays open, to be aborted.
     fn eval(&self, outputs: &[&Self::Tensor]) -> Result<()>;
 
+    /// Starts what [`eval`](Self::eval) does, and may return before it is done: the
+    /// caller waits for the outputs.
+    ///
+    /// # Errors
+    /// As [`eval`](Self::eval).
+    fn schedule(&self, outputs: &[&Self::Tensor]) -> Result<()> {
+        self.eval(outputs)
+    }
+
     /// The first of the writes of the open step that was watched and brought a value that
     /// is not finite, counted from 0.
     fn non_finite(&self) -> Option<usize>;
@@ -146,6 +155,13 @@ pub trait Store: Sized + Send + 'static {
 
     /// Gives all buffers back, unfinished work in them included.
     fn release(&mut self);
+
+    /// Runs `wait`, which blocks until another thread is done with a cache. A backend
+    /// with a lock for the whole process gives it up meanwhile: the other thread may
+    /// need it.
+    fn give_way(wait: &mut dyn FnMut()) {
+        wait();
+    }
 }
 
 /// What is held of a layer's keys, or of its values.

@@ -238,6 +238,10 @@ impl<S: Store> AttendCache for CellsCache<S> {
         self.storage.eval(outputs)
     }
 
+    fn schedule(&self, outputs: &[&S::Tensor]) -> Result<()> {
+        self.storage.schedule(outputs)
+    }
+
     fn commit(&mut self) -> Result<()> {
         if !self.open {
             fail!(Step, "no step is open on this cache");

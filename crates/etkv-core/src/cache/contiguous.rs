@@ -131,6 +131,10 @@ impl<S: Store> AttendCache for ContiguousCache<S> {
         self.storage.eval(outputs)
     }
 
+    fn schedule(&self, outputs: &[&S::Tensor]) -> Result<()> {
+        self.storage.schedule(outputs)
+    }
+
     fn commit(&mut self) -> Result<()> {
         let Some(plan) = self.step else {
             fail!(Step, "no step is open on this cache");

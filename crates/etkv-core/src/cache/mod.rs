@@ -289,6 +289,15 @@ pub trait AttendCache: Cache {
     /// [`Mlx`](crate::Status::Mlx).
     fn eval(&self, outputs: &[&<Self::Store as Store>::Tensor]) -> Result<()>;
 
+    /// Starts what [`eval`](Self::eval) does, and may return before it is done: the
+    /// caller waits for the outputs.
+    ///
+    /// # Errors
+    /// As [`eval`](Self::eval).
+    fn schedule(&self, outputs: &[&<Self::Store as Store>::Tensor]) -> Result<()> {
+        self.eval(outputs)
+    }
+
     /// Makes the step's positions visible.
     ///
     /// # Errors

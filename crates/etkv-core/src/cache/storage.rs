@@ -246,6 +246,11 @@ impl<S: Store> Storage<S> {
         self.store.eval(outputs)
     }
 
+    /// Starts to compute them.
+    pub fn schedule(&self, outputs: &[&S::Tensor]) -> Result<()> {
+        self.store.schedule(outputs)
+    }
+
     /// Refuses to end a step that some layer has not had, or that brought values
     /// which other sequences could not be kept apart from.
     pub fn check_done(&self) -> Result<()> {

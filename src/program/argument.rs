@@ -1,0 +1,101 @@
+//! What a program and its host hand each other.
+
+use std::marker::PhantomData;
+
+use crate::error::Result;
+
+/// An argument of a program, an input or an output: a contiguous tensor, or an integer.
+///
+/// It has the layout of `etkv::interpreter::Argument` in `cpp/interpreter.hpp`, so that it
+/// crosses the bridge as it is.
+#[repr(C)]
+#[derive(Debug, Clone, Copy)]
+pub struct Argument<'a> {
+    data: *const u8,
+    n_bytes: usize,
+    shape: *const i32,
+    rank: usize,
+    integer: i64,
+    scalar_type: i8,
+    is_tensor: bool,
+    /// The memory that the pointers are of.
+    borrowed: PhantomData<(&'a [u8], &'a [i32])>,
+}
+
+// The layout of cpp/interpreter.hpp, which checks the same numbers.
+#[cfg(target_pointer_width = "64")]
+const _: () = {
+    use std::mem::{offset_of, size_of};
+    assert!(size_of::<Argument>() == 48);
+    assert!(offset_of!(Argument, shape) == 16);
+    assert!(offset_of!(Argument, integer) == 32);
+    assert!(offset_of!(Argument, scalar_type) == 40);
+    assert!(offset_of!(Argument, is_tensor) == 41);
+};
+
+impl<'a> Argument<'a> {
+    /// A tensor: ExecuTorch's number of its dtype, its shape, and its elements, row-major.
+    pub fn tensor(scalar_type: i8, shape: &'a [i32], bytes: &'a [u8]) -> Self {
+        Self {
+            data: bytes.as_ptr(),
+            n_bytes: bytes.len(),
+            shape: shape.as_ptr(),
+            rank: shape.len(),
+            integer: 0,
+            scalar_type,
+            is_tensor: true,
+            borrowed: PhantomData,
+        }
+    }
+
+    /// An integer.
+    pub fn of(integer: i64) -> Self {
+        Self { integer, is_tensor: false, ..Self::tensor(0, &[], &[]) }
+    }
+
+    /// Whether it is a tensor.
+    pub fn is_tensor(&self) -> bool {
+        self.is_tensor
+    }
+
+    /// The integer, unless it is a tensor.
+    pub fn integer(&self) -> Option<i64> {
+        (!self.is_tensor).then_some(self.integer)
+    }
+
+    /// ExecuTorch's number of the tensor's dtype.
+    pub fn scalar_type(&self) -> i8 {
+        self.scalar_type
+    }
+
+    /// The tensor's shape.
+    pub fn shape(&self) -> &'a [i32] {
+        // SAFETY: the fields come from a slice, or from the bridge, which promises as much.
+        unsafe { slice(self.shape, self.rank) }
+    }
+
+    /// The tensor's elements, row-major.
+    pub fn bytes(&self) -> &'a [u8] {
+        // SAFETY: as above.
+        unsafe { slice(self.data, self.n_bytes) }
+    }
+}
+
+/// # Safety
+/// `data` is NULL or points to `n` elements, which stay.
+unsafe fn slice<'a, T>(data: *const T, n: usize) -> &'a [T] {
+    if data.is_null() || n == 0 {
+        return &[];
+    }
+    // SAFETY: the caller says so.
+    unsafe { std::slice::from_raw_parts(data, n) }
+}
+
+/// Who runs a program.
+pub trait Host {
+    /// Takes the outputs of a run, in order, which are valid for the call.
+    ///
+    /// # Errors
+    /// Where they do not fit; the step is then rolled back.
+    fn take(&mut self, outputs: &[Argument]) -> Result<()>;
+}
