@@ -472,6 +472,53 @@ mod tests {
         assert_eq!(values.join().unwrap().unwrap(), [2.0, 3.0]);
     }
 
+    /// The other thread has the cache and needs MLX; this one has MLX and needs the
+    /// cache.
+    #[test]
+    fn a_thread_that_waits_for_a_cache_lets_others_into_mlx() {
+        use etkv_core::{CacheConfig, SharedCache};
+        use std::sync::mpsc::channel;
+
+        let cache = crate::ContiguousCache::new(CacheConfig::uniform(1, 1, 4, 8)).unwrap();
+        let cache = SharedCache::new(cache);
+        let (locked, is_locked) = channel();
+        let (inside, is_inside) = channel();
+        let other = {
+            let cache = cache.clone();
+            std::thread::spawn(move || {
+                let guard = cache.lock().unwrap();
+                locked.send(()).unwrap();
+                is_inside.recv().unwrap();
+                run(|| Ok(())).unwrap();
+                drop(guard);
+            })
+        };
+        is_locked.recv().unwrap();
+        run(|| {
+            run(|| {
+                inside.send(()).unwrap();
+                assert_eq!(cache.lock()?.length(), 0);
+                assert_eq!(DEPTH.get(), 2);
+                Ok(())
+            })
+        })
+        .unwrap();
+        assert_eq!(DEPTH.get(), 0);
+        other.join().unwrap();
+    }
+
+    #[test]
+    fn others_are_in_mlx_while_a_thread_is_outside() {
+        let mut mlx = enter().unwrap();
+        let inside = || std::thread::spawn(|| LOCK.try_lock().is_some()).join().unwrap();
+        assert!(!inside());
+        assert!(mlx.outside(inside));
+        assert!(!inside());
+        // What is around another call keeps it.
+        let _around = hold();
+        assert!(!mlx.outside(inside));
+    }
+
     #[test]
     fn errors_of_raw_calls_carry_mlx_words() {
         let error = run(|| {

@@ -295,7 +295,7 @@ void undone_steps() {
     CHECK_REFUSED(
         tapped.step(slice(ids, 6, 3), 6, no_output),
         ETKV_ERROR_SHAPE,
-        "no tensor");
+        "expected a tensor to write to");
     CHECK_INT(watched.undone, 1);
     CHECK_INT(tapped.cache().length(), 6);
     CHECK(close(tapped.at(6, slice(ids, 6, 3)).last(), alone(ids).last()));

@@ -376,7 +376,7 @@ void undone_steps() {
   CHECK_REFUSED(
       tapped.step({7, 8, 9}, {3, 2, 3}, no_output),
       ETKV_ERROR_SHAPE,
-      "no tensor");
+      "expected a tensor to write to");
   CHECK_INT(cache.length(), before.length);
   CHECK_INT(must(cache.seq_len(2)), 3);
   const Rows rows = must(tapped.step({7, 8, 9}, {3, 2, 3}, nullptr));

@@ -57,7 +57,7 @@ std::vector<Fault> output_faults() {
   return {
       {"a fixed output",
        shape,
-       "output 0 does not take",
+       "output 0: the host's tensor does not take",
        replace(
            kLogits,
            from_blob(
@@ -68,7 +68,7 @@ std::vector<Fault> output_faults() {
                TensorShapeDynamism::STATIC))},
       {"a small output",
        shape,
-       "output 0 does not take",
+       "output 0: the host's tensor does not take",
        replace(
            kLogits,
            from_blob(
@@ -79,7 +79,7 @@ std::vector<Fault> output_faults() {
                TensorShapeDynamism::DYNAMIC_BOUND))},
       {"another rank",
        shape,
-       "output 0 does not take",
+       "output 0: the host's tensor does not take",
        replace(
            kLogits, from_blob(reals, {64, kVocabulary}, ScalarType::Float))},
       {"no memory",
@@ -95,7 +95,7 @@ std::vector<Fault> output_faults() {
        replace(
            kLogits,
            from_blob(reals, {1, kMostTokens, kVocabulary}, ScalarType::QInt8))},
-      {"no tensor", shape, "no tensor", replace(kLogits, EValue(int64_t{1}))},
+      {"no tensor", shape, "expected a tensor to write to", replace(kLogits, EValue(int64_t{1}))},
   };
 }
 
@@ -143,7 +143,7 @@ std::vector<Fault> argument_faults() {
        dtype,
        "another dtype",
        replace(kIds, from_blob(reals, {1, 3}, ScalarType::QInt8))},
-      {"flat ids", shape, "[3] is given", replace(kIds, longs({3}))},
+      {"flat ids", shape, "got [3]", replace(kIds, longs({3}))},
       {"deep ids", shape, "[1, 1, 3]", replace(kIds, longs({1, 1, 3}))},
       {"two sequences", shape, "[2, 3]", replace(kIds, longs({2, 3}))},
       {"no ids", shape, "[1, 0]", replace(kIds, longs({1, 0}))},

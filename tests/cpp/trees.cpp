@@ -293,7 +293,7 @@ void undone_steps() {
   CHECK_REFUSED(
       tapped.step({1, 2, 3}, {6, 7, 7}, no_output),
       ETKV_ERROR_SHAPE,
-      "no tensor");
+      "expected a tensor to write to");
   CHECK_INT(must(cache.tree_len()), 3);
   CHECK_REFUSED(
       cache.commit({0}), ETKV_ERROR_INVALID_ARGUMENT, "0 written nodes");
