@@ -38,11 +38,11 @@ ETKV_API etkv_status etkv_cache_new(
 /** Gives back the handle; the cache lives on while others hold it. */
 ETKV_API void etkv_cache_free(etkv_cache* cache);
 
-/** Makes another handle on the same cache, for another owner. */
-ETKV_API etkv_status etkv_cache_share(
-    const etkv_cache* cache,
-    etkv_cache** shared,
-    etkv_error** error);
+/**
+ * Makes another handle on the same cache, for another owner. NULL if `cache` is no
+ * live handle.
+ */
+ETKV_API etkv_cache* etkv_cache_share(const etkv_cache* cache);
 
 /** Stores whether `n` (at least 0) more positions fit. */
 ETKV_API etkv_status etkv_cache_can_extend(
@@ -51,11 +51,11 @@ ETKV_API etkv_status etkv_cache_can_extend(
     bool* fits,
     etkv_error** error);
 
-/** Stores the most positions that it holds. */
-ETKV_API etkv_status etkv_cache_capacity(
-    const etkv_cache* cache,
-    int32_t* capacity,
-    etkv_error** error);
+/**
+ * The most positions that it holds, at least 1; 0 if `cache` is no live handle.
+ * Like its layers and its kind, it is known while others have the cache.
+ */
+ETKV_API int32_t etkv_cache_capacity(const etkv_cache* cache);
 
 /**
  * Stores the positions that it holds now. One that several sequences share
@@ -64,15 +64,11 @@ ETKV_API etkv_status etkv_cache_capacity(
 ETKV_API etkv_status
 etkv_cache_length(const etkv_cache* cache, int32_t* length, etkv_error** error);
 
-/** Stores the number of its layers. */
-ETKV_API etkv_status etkv_cache_n_layers(
-    const etkv_cache* cache,
-    size_t* n_layers,
-    etkv_error** error);
+/** The number of its layers, at least 1; 0 if `cache` is no live handle. */
+ETKV_API size_t etkv_cache_n_layers(const etkv_cache* cache);
 
-/** Stores the name of its kind. Static. */
-ETKV_API etkv_status
-etkv_cache_kind(const etkv_cache* cache, const char** kind, etkv_error** error);
+/** The name of its kind, static; NULL if `cache` is no live handle. */
+ETKV_API const char* etkv_cache_kind(const etkv_cache* cache);
 
 /** Stores the names of the formats that its rows have now. Static. */
 ETKV_API etkv_status etkv_cache_formats(
@@ -86,7 +82,7 @@ ETKV_API etkv_status etkv_cache_formats(
  * cleared. One layer's keys or values at a time: it takes the memory of one of
  * them besides.
  *
- * After ETKV_ERROR_MLX some layers may be converted and others not, all of them
+ * After ETKV_ERROR_BACKEND some layers may be converted and others not, all of them
  * whole; call again to go on.
  */
 ETKV_API etkv_status etkv_cache_convert(

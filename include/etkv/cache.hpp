@@ -24,9 +24,9 @@ struct Formats {
 
 /// The face that every cache has: admission, length, rollback, memory.
 ///
-/// What is returned as it is and not as a Result is zero, empty or false for a face
-/// that was moved from, and where the cache is poisoned: the next change or
-/// step says so.
+/// What is returned as it is and not as a Result was fixed when the cache was made.
+/// A face that was moved from has no cache: of it these are zero and empty, and all
+/// else is ETKV_ERROR_INVALID_ARGUMENT.
 class Cache {
  public:
   /// The kind that carries this face and no other.
@@ -40,42 +40,43 @@ class Cache {
     return Cache(raw);
   }
 
-  /// Whether `n` more positions fit; false if `n` is negative.
-  bool can_extend(int32_t n = 1) const {
-    bool fits = false;
-    etkv_cache_can_extend(raw(), n, &fits, nullptr);
-    return fits;
+  /// Whether `n` (at least 0) more positions fit.
+  Result<bool> can_extend(int32_t n = 1) const {
+    return detail::ask<bool>([&](bool* fits, etkv_error** error) {
+      return etkv_cache_can_extend(raw(), n, fits, error);
+    });
   }
   /// The most positions that it holds.
   int32_t capacity() const {
-    int32_t capacity = 0;
-    etkv_cache_capacity(raw(), &capacity, nullptr);
-    return capacity;
+    return etkv_cache_capacity(raw());
   }
   /// The positions that it holds now; one that several sequences share counts
   /// once.
-  int32_t length() const {
-    int32_t length = 0;
-    etkv_cache_length(raw(), &length, nullptr);
-    return length;
+  Result<int32_t> length() const {
+    return detail::ask<int32_t>([&](int32_t* length, etkv_error** error) {
+      return etkv_cache_length(raw(), length, error);
+    });
   }
+  /// The number of its layers.
   size_t n_layers() const {
-    size_t n_layers = 0;
-    etkv_cache_n_layers(raw(), &n_layers, nullptr);
-    return n_layers;
+    return etkv_cache_n_layers(raw());
   }
-  /// The name of its kind; empty for a face that was moved from.
+  /// The name of its kind.
   std::string kind() const {
-    const char* kind = "";
-    etkv_cache_kind(raw(), &kind, nullptr);
-    return kind;
+    const char* kind = etkv_cache_kind(raw());
+    return kind == nullptr ? "" : kind;
   }
   /// The formats that its rows have now.
-  Formats formats() const {
-    const char* k = "";
-    const char* v = "";
-    etkv_cache_formats(raw(), &k, &v, nullptr);
-    return {k, v};
+  Result<Formats> formats() const {
+    const char* k = nullptr;
+    const char* v = nullptr;
+    if (auto asked = detail::run([&](etkv_error** error) {
+          return etkv_cache_formats(raw(), &k, &v, error);
+        });
+        !asked) {
+      return asked.error();
+    }
+    return Formats{k, v};
   }
   /// Stores what is there, and what comes, in other formats, until it is cleared.
   Result<void> convert(
@@ -104,25 +105,17 @@ class Cache {
       return etkv_cache_rewindable_to(raw(), length, error);
     });
   }
-  /// Nothing for a face that was moved from.
-  Memory memory() const {
-    auto memory = detail::ask_memory(
-        n_layers(), [&](etkv_memory* raw_memory, auto error) {
+  /// Bytes of its buffers.
+  Result<Memory> memory() const {
+    return detail::ask_memory(
+        n_layers(), [&](etkv_memory* raw_memory, etkv_error** error) {
           return etkv_cache_memory(raw(), raw_memory, error);
         });
-    return memory.ok() ? std::move(memory.value()) : Memory{};
   }
 
   /// Another face on the same cache, for another owner.
-  Result<Cache> share() const {
-    auto shared =
-        detail::ask<etkv_cache*>([&](etkv_cache** made, etkv_error** error) {
-          return etkv_cache_share(raw(), made, error);
-        });
-    if (!shared.ok()) {
-      return shared.error();
-    }
-    return Cache(*shared);
+  Cache share() const {
+    return Cache(etkv_cache_share(raw()));
   }
 
   /// The handle of the C interface, which stays this object's.

@@ -110,14 +110,22 @@ typedef struct etkv_cache_config {
 } etkv_cache_config;
 
 /**
- * Fills `memory` with what a cache of this config will hold when one sequence
- * has grown to `length` positions, to the byte, before any is made.
- *
- * `at_capacity` is that of one sequence, too. Caches of kinds "seq" and "tree"
- * may come to hold more where layers have windows: several sequences have a
- * window each.
+ * Fills `memory` with what a cache of kind "contiguous" and this config will hold
+ * when it has grown to `length` positions, to the byte, before any is made.
+ * `length` is at most the capacity.
  */
 ETKV_API etkv_status etkv_cache_config_estimate(
+    const etkv_cache_config* config,
+    int32_t length,
+    etkv_memory* memory,
+    etkv_error** error);
+
+/**
+ * The same for the kinds "seq" and "tree", while one sequence lives in them.
+ * `at_capacity` is that of any number of sequences: where layers have windows each
+ * has its own, and all of them together may take a slot for every position.
+ */
+ETKV_API etkv_status etkv_cache_config_estimate_shared(
     const etkv_cache_config* config,
     int32_t length,
     etkv_memory* memory,

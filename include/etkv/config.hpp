@@ -88,13 +88,25 @@ class RawConfig {
 };
 } // namespace detail
 
-/// What a cache of this config will hold when one sequence has grown to `length`
-/// positions, to the byte, before any is made.
+/// What a cache of kind "contiguous" and this config will hold when it has grown to
+/// `length` positions, to the byte, before any is made.
 inline Result<Memory> estimate(const CacheConfig& config, int32_t length) {
   const detail::RawConfig raw(config);
   return detail::ask_memory(
       config.layers.size(), [&](etkv_memory* memory, etkv_error** error) {
         return etkv_cache_config_estimate(raw.get(), length, memory, error);
+      });
+}
+
+/// The same for the kinds "seq" and "tree", while one sequence lives in them.
+inline Result<Memory> estimate_shared(
+    const CacheConfig& config,
+    int32_t length) {
+  const detail::RawConfig raw(config);
+  return detail::ask_memory(
+      config.layers.size(), [&](etkv_memory* memory, etkv_error** error) {
+        return etkv_cache_config_estimate_shared(
+            raw.get(), length, memory, error);
       });
 }
 

@@ -35,21 +35,33 @@ enum {
   ETKV_ERROR_PROGRAM = 8,
   /** The program needs something that this build does not have. */
   ETKV_ERROR_UNSUPPORTED = 9,
-  /** MLX reported an error, out of memory among them. */
-  ETKV_ERROR_MLX = 10,
+  /** The backend reported an error, out of memory among them. */
+  ETKV_ERROR_BACKEND = 10,
   /** A step is open on this cache, or none is. */
   ETKV_ERROR_STEP = 11,
   /** A defect inside etkv. */
   ETKV_ERROR_INTERNAL = 12,
 };
 
+/**
+ * The name of a status: that of its constant without ETKV_ERROR_, as in
+ * "CAPACITY"; "OK" for ETKV_OK and "UNKNOWN" for other numbers. Static.
+ */
+ETKV_API const char* etkv_status_name(etkv_status status);
+
 /** An error: a status and a sentence that names the value and the limit. */
 typedef struct etkv_error etkv_error;
 
-/** The status of `error`; ETKV_OK if it is NULL. */
+/**
+ * The status of `error`; ETKV_OK if it is NULL, ETKV_ERROR_INVALID_ARGUMENT if it
+ * is no live handle.
+ */
 ETKV_API etkv_status etkv_error_status(const etkv_error* error);
 
-/** The message of `error`, valid until it is freed; "" if it is NULL. */
+/**
+ * The message of `error`, valid until it is freed; "" if it is NULL, and a
+ * sentence that says so if it is no live handle. Never NULL.
+ */
 ETKV_API const char* etkv_error_message(const etkv_error* error);
 
 ETKV_API void etkv_error_free(etkv_error* error);

@@ -24,6 +24,10 @@ class Error {
   etkv_status status() const {
     return status_;
   }
+  /// The name of the status, as in "CAPACITY".
+  const char* name() const {
+    return etkv_status_name(status_);
+  }
   const std::string& message() const {
     return message_;
   }

@@ -12,6 +12,12 @@
  *             there, which the caller frees; pass NULL to ignore it. Nothing
  *             else changes: out-parameters are written on success only, and the
  *             object acted on is as it was.
+ *   Facts     What cannot fail for a live handle is returned as it is: what was
+ *             fixed when the object was made, and another handle on the same.
+ *             Asked of NULL, of a handle that was freed and of one of another
+ *             type, such a function returns a value that no live handle has, 0
+ *             or NULL, and says so. What changes, the length for one, is asked
+ *             with a status: a defect may have broken the cache.
  *   Structs   begin with `struct_size`, which the caller sets to the size it was
  *             compiled with. They only ever grow at the end. A field that is
  *             zero has its default, so a struct is set to zero first.
@@ -19,15 +25,15 @@
  *             copied.
  *   Arrays    are a pointer and a number of elements; NULL is fine for none.
  *   Defects   inside become ETKV_ERROR_INTERNAL. A program or a cache that one
- *             happened in refuses everything afterwards but being freed, through
- *             every handle on it, with that status.
+ *             happened in refuses everything afterwards but being freed and being
+ *             asked for facts, through every handle on it, with that status.
  *
  * Ownership
  *   Who gets a pointer to a handle type of this header from a function owns it,
  *   and frees it once, with the function named after its type. Handles are
  *   numbers that only look like pointers: one that was freed, one of another
- *   type and what never was one are refused with ETKV_ERROR_INVALID_ARGUMENT,
- *   and freeing them does nothing. No number is given twice. As memory they are
+ *   type and what never was one are refused with ETKV_ERROR_INVALID_ARGUMENT, or
+ *   with the value that no live handle has, and freeing them does nothing. No number is given twice. As memory they are
  *   unknown to leak checkers: etkv_live_handles() counts them.
  *
  *   A cache is not a handle. It is shared by its handles (etkv_cache and the
@@ -52,6 +58,7 @@
  *   Calls on one cache are serialised inside, and with the steps of programs: a
  *   call made while a program is in the middle of a step on that cache waits for
  *   the step to end, and sees the cache before or after it, never in between.
+ *   Facts are told at once.
  *   Calls that change a cache, and etkv_cache_can_extend(), also wait for MLX,
  *   which works for one thread at a time. What has to go together takes a lock of
  *   the caller's: between etkv_cache_can_extend() and the step, or

@@ -4,11 +4,15 @@
 //   auto session = etkv::make_decode_session("MLXBackend", config);
 //   if (!session.ok()) return complain(session.error());
 //   load(program, {{"cache_key", session->key()}});
-//   while (session->cache().can_extend()) ...
+//   while (session->cache().can_extend().value_or(false)) ...
 //
 // What a runner may do with a cache is the face that it holds: `Cache`,
 // `SeqCache` or `TreeCache`. That the cache can do it is found out once, when the
 // session is made.
+//
+// What can fail returns a Result, in the shape of std::expected; asking one for what
+// it does not have ends the process with its message. What cannot fail returns its
+// value.
 //
 // Ownership and threads are as etkv.h says. Objects here own their handles: they
 // are moved, not copied, and moving one is for one thread at a time.

@@ -5,7 +5,6 @@
 #ifndef ETKV_KINDS_H
 #define ETKV_KINDS_H
 
-#include "etkv/error.h"
 #include "etkv/export.h"
 
 #ifdef __cplusplus
@@ -22,12 +21,12 @@ extern "C" {
 
 /**
  * Calls `visit` with each kind that caches can be made of, and the backend id
- * that it is registered under, in order. The names live for the call.
+ * that it is registered under, in order. The names live for the call. Does
+ * nothing where `visit` is NULL.
  */
-ETKV_API etkv_status etkv_kinds(
+ETKV_API void etkv_kinds(
     void (*visit)(void* context, const char* backend_id, const char* kind),
-    void* context,
-    etkv_error** error);
+    void* context);
 
 #ifdef __cplusplus
 } /* extern "C" */

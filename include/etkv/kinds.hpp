@@ -21,8 +21,7 @@ inline std::vector<Kind> kinds() {
       [](void* context, const char* backend_id, const char* kind) {
         static_cast<std::vector<Kind>*>(context)->push_back({backend_id, kind});
       },
-      &found,
-      nullptr);
+      &found);
   return found;
 }
 

@@ -168,7 +168,7 @@ ETKV_API etkv_status etkv_seq_cache_sequences(
  * Makes each sequence one run of cells as far as what they share lets it, so
  * that it is read without a mask again. Moves only what has to.
  *
- * After ETKV_ERROR_MLX, where rows were moved already, the cache is poisoned until
+ * After ETKV_ERROR_BACKEND, where rows were moved already, the cache is poisoned until
  * it is cleared.
  */
 ETKV_API etkv_status

@@ -31,16 +31,13 @@ ETKV_API etkv_status etkv_session_new(
 ETKV_API void etkv_session_free(etkv_session* session);
 
 /**
- * The key, valid until the session is freed; NULL if `session` is no session. A
- * program is loaded with it as the backend option `cache_key`.
+ * The key, valid until the session is freed; NULL if `session` is no live handle.
+ * A program is loaded with it as the backend option `cache_key`.
  */
 ETKV_API const char* etkv_session_key(const etkv_session* session);
 
-/** Makes a handle on the session's cache. */
-ETKV_API etkv_status etkv_session_cache(
-    const etkv_session* session,
-    etkv_cache** cache,
-    etkv_error** error);
+/** Makes a handle on the session's cache. NULL if `session` is no live handle. */
+ETKV_API etkv_cache* etkv_session_cache(const etkv_session* session);
 
 /** The same as the face for sequences: see etkv_cache_as_seq(). */
 ETKV_API etkv_status etkv_session_seq(

@@ -43,21 +43,15 @@ class CacheSession {
       return made.error();
     }
     Raw session(*made);
-    auto cache =
-        detail::ask<etkv_cache*>([&](etkv_cache** cache, etkv_error** error) {
-          return etkv_session_cache(session.get(), cache, error);
-        });
-    if (!cache.ok()) {
-      return cache.error();
-    }
-    auto face = Face::adopt(*cache);
+    auto face = Face::adopt(etkv_session_cache(session.get()));
     if (!face.ok()) {
       return face.error();
     }
     return CacheSession(std::move(session), std::move(face.value()));
   }
 
-  /// What a program is loaded with, as the backend option `cache_key`.
+  /// What a program is loaded with, as the backend option `cache_key`; nullptr for
+  /// a session that was moved from.
   const char* key() const {
     return etkv_session_key(handle_.get());
   }

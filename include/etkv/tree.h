@@ -53,7 +53,7 @@ ETKV_API etkv_status etkv_tree_cache_propose(
  * and forgets the rest of its tree; no nodes forget all of it.
  *
  * ETKV_ERROR_INVALID_ARGUMENT where there is no tree, or the nodes are no chain
- * of nodes that were run. After ETKV_ERROR_MLX, where rows were moved already,
+ * of nodes that were run. After ETKV_ERROR_BACKEND, where rows were moved already,
  * the cache is poisoned until it is cleared.
  */
 ETKV_API etkv_status etkv_tree_cache_commit(

@@ -14,7 +14,7 @@ extern "C" {
 #endif
 
 /** The interface that this header describes; grows with every addition. */
-#define ETKV_ABI_VERSION 3
+#define ETKV_ABI_VERSION 4
 
 /** The interface that the linked library has; at least ETKV_ABI_VERSION. */
 ETKV_API uint32_t etkv_abi_version(void);

@@ -157,7 +157,7 @@ impl Program {
     /// [`InvalidArgument`](Status::InvalidArgument), [`Shape`](Status::Shape) and
     /// [`Dtype`](Status::Dtype) for inputs that do not fit, the cache's own for
     /// positions that it cannot take, [`NoCache`](Status::NoCache) where the
-    /// program needs one and has none, and [`Mlx`](Status::Mlx).
+    /// program needs one and has none, and [`Backend`](Status::Backend).
     pub fn execute(&mut self, inputs: &[Input], outputs: &mut dyn OutputSink) -> Result<()> {
         mlx::run(|| {
             let mut cache = self.cache.as_ref().map(ProgramCache::lock).transpose()?;

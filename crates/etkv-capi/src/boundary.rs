@@ -36,6 +36,15 @@ pub(crate) unsafe fn boundary(
     }
 }
 
+/// Runs the body of a C function that returns what it finds, and `otherwise` where the
+/// handle that it is asked of is none.
+pub(crate) fn value<T>(otherwise: T, body: impl FnOnce() -> Result<T>) -> T {
+    match catch_unwind(AssertUnwindSafe(body)) {
+        Ok(Ok(found)) => found,
+        Ok(Err(_)) | Err(_) => otherwise,
+    }
+}
+
 /// Runs `work` alone in MLX, which is entered before a cache is taken: a call may free
 /// buffers, and a step takes the two in this order.
 pub(crate) fn in_mlx<T>(work: impl FnOnce() -> Result<T>) -> Result<T> {

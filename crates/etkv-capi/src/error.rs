@@ -4,7 +4,7 @@ use std::ffi::{c_char, CStr, CString};
 
 use etkv_core::{fail, Error, Result, Status};
 
-use super::boundary::{boundary, free, text};
+use super::boundary::{boundary, free, lasting, text};
 use super::handle::{self, Object};
 
 /// ETKV_OK.
@@ -44,27 +44,6 @@ impl etkv_error {
     }
 }
 
-/// The statuses that there are, and with them their numbers.
-const STATUSES: [Status; 12] = [
-    Status::InvalidArgument,
-    Status::Capacity,
-    Status::Position,
-    Status::NoCache,
-    Status::Kind,
-    Status::Shape,
-    Status::Dtype,
-    Status::Program,
-    Status::Unsupported,
-    Status::Mlx,
-    Status::Step,
-    Status::Internal,
-];
-
-/// The status with this number.
-pub(crate) fn status_of(number: i32) -> Option<Status> {
-    STATUSES.into_iter().find(|&status| status as i32 == number)
-}
-
 /// What a callback of the host's returned: its status, and its error object,
 /// which is taken over.
 pub(super) fn from_host(status: i32, error: *mut etkv_error, what: &str) -> Result<()> {
@@ -76,7 +55,17 @@ pub(super) fn from_host(status: i32, error: *mut etkv_error, what: &str) -> Resu
         return Ok(());
     }
     let words = message.unwrap_or_else(|| format!("the host's {what} failed with status {status}"));
-    Err(Error::new(status_of(status).unwrap_or(Status::Internal), words))
+    Err(Error::new(Status::from_number(status).unwrap_or(Status::Internal), words))
+}
+
+/// The name of a status.
+#[no_mangle]
+pub extern "C" fn etkv_status_name(status: i32) -> *const c_char {
+    match Status::from_number(status) {
+        _ if status == OK => c"OK".as_ptr(),
+        Some(status) => lasting(status.name()),
+        None => c"UNKNOWN".as_ptr(),
+    }
 }
 
 /// Makes an error, for a callback to return; NULL for a status that is none.
@@ -89,7 +78,7 @@ pub unsafe extern "C" fn etkv_error_new(status: i32, message: *const c_char) -> 
     // SAFETY: the place is there, and the caller says so of the string.
     unsafe {
         boundary(std::ptr::null_mut(), || {
-            let Some(status) = status_of(status) else {
+            let Some(status) = Status::from_number(status) else {
                 fail!(InvalidArgument, "status is {status}, that of no error");
             };
             made = etkv_error::give(&Error::new(status, text(message, "message")?));
