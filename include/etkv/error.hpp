@@ -25,7 +25,7 @@ class Error {
     return status_;
   }
   /// The name of the status, as in "CAPACITY".
-  const char* name() const {
+  const char* status_name() const {
     return etkv_status_name(status_);
   }
   const std::string& message() const {

@@ -23,7 +23,7 @@ namespace detail {
         stderr,
         "etkv: a Result was asked for its %s and has an error: %s: %s\n",
         what,
-        error->name(),
+        error->status_name(),
         error->message().c_str());
   } else {
     std::fprintf(

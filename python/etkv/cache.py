@@ -48,10 +48,17 @@ class Cache:
     def _raw(self) -> Any:
         return self._cache
 
+    def _fact(self, function: str) -> Any:
+        """What was fixed when the cache was made; 0 and NULL are the library's answers of a handle that is gone."""
+        found = getattr(lib(), function)(self._raw())
+        if not found:
+            raise EtkvError("the session was closed by another thread while it was asked")
+        return found
+
     @property
     def capacity(self) -> int:
         """The most positions that it holds."""
-        return lib().etkv_cache_capacity(self._raw())
+        return self._fact("etkv_cache_capacity")
 
     @property
     def length(self) -> int:
@@ -61,12 +68,12 @@ class Cache:
     @property
     def n_layers(self) -> int:
         """The number of its layers."""
-        return lib().etkv_cache_n_layers(self._raw())
+        return self._fact("etkv_cache_n_layers")
 
     @property
     def kind(self) -> str:
         """``contiguous``, ``seq`` or ``tree``, or the name of a kind of the host's own."""
-        return _capi.text(lib().etkv_cache_kind(self._raw()))
+        return _capi.text(self._fact("etkv_cache_kind"))
 
     @property
     def formats(self) -> tuple[str, str]:

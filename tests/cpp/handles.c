@@ -98,6 +98,7 @@ static void with_cache(etkv_cache* c, const char* words) {
 static void with_sequences(etkv_seq_cache* c, const char* words) {
   REFUSES(etkv_seq_cache_begin_step(c, ZERO, 1, error), words);
   REFUSES(etkv_seq_cache_begin_step_shared(c, ZERO, 1, ONE, 1, error), words);
+  REFUSES(etkv_seq_cache_cancel_step(c, error), words);
   REFUSES(etkv_seq_cache_cp(c, 0, 1, 0, INT32_MAX, error), words);
   REFUSES(etkv_seq_cache_rm(c, 0, 0, INT32_MAX, error), words);
   REFUSES(etkv_seq_cache_keep(c, 0, error), words);

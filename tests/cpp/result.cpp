@@ -46,7 +46,7 @@ void an_error() {
   const Result<std::string> result(full());
   CHECK(!result.has_value() && !result.ok() && !result);
   CHECK_INT(result.error().status(), ETKV_ERROR_CAPACITY);
-  CHECK(result.error().name() == std::string("CAPACITY"));
+  CHECK(result.error().status_name() == std::string("CAPACITY"));
   CHECK_HAS(result.error().message().c_str(), "the capacity is 16");
   CHECK(result.value_or("other") == "other");
   CHECK(Result<std::string>(full()).value_or("other") == "other");

@@ -154,6 +154,15 @@ def test_estimates_of_several_sequences_are_those_of_their_caches(make):
         etkv.estimate_shared(windowed, 1001)
 
 
+def test_a_handle_that_is_gone_has_no_facts():
+    with DecodeSession(config()) as session:
+        gone = etkv.Cache(lib().etkv_session_cache(session._session))
+        lib().etkv_cache_free(gone._raw())
+        for fact in ("capacity", "n_layers", "kind"):
+            with pytest.raises(etkv.EtkvError, match="closed by another thread"):
+                getattr(gone, fact)
+
+
 def test_statuses_have_the_names_of_the_library():
     library = lib()
     for status in etkv.Status:
