@@ -29,9 +29,9 @@ int use(etkv::Cache& cache, etkv::SeqCache& sequences, const etkv::Result<int>& 
 
 # What is a mistake, what is meant, and a word of what compilers say to the first.
 MISUSES = {
-    "a Result that is ignored": ("number();", "if (!number()) return 1;", "unused-result"),
-    "a success that is not asked for": ("done();", "if (!done()) return 1;", "unused-result"),
-    "a verb whose outcome is ignored": ("cache.rewind(0);", "if (!cache.rewind(0)) return 1;", "unused-result"),
+    "a Result that is ignored": ("number();", "if (!number()) return 1;", "nodiscard"),
+    "a success that is not asked for": ("done();", "if (!done()) return 1;", "nodiscard"),
+    "a verb whose outcome is ignored": ("cache.rewind(0);", "if (!cache.rewind(0)) return 1;", "nodiscard"),
     "an answer taken for the question": (
         "while (cache.can_extend()) {}",
         "while (cache.can_extend().value_or(false)) {}",
