@@ -107,6 +107,7 @@ target_link_libraries(
 add_library(etkv_static INTERFACE)
 add_library(etkv::etkv_static ALIAS etkv_static)
 target_include_directories(etkv_static INTERFACE ${etkv_includes})
+target_compile_definitions(etkv_static INTERFACE ETKV_STATIC)
 target_link_libraries(
   etkv_static INTERFACE
   $<BUILD_INTERFACE:etkv_rust>
@@ -127,6 +128,7 @@ endif()
 # ---- The delegate ---------------------------------------------------------------
 
 etkv_objects(etkv_interpreter cpp/interpreter.cpp)
+target_compile_definitions(etkv_interpreter PRIVATE ETKV_BUILDING)
 target_include_directories(
   etkv_interpreter PRIVATE ${ETKV_CARGO_TARGET_DIR}/cxxbridge)
 # The bridge's headers are made by the package's build script.

@@ -108,14 +108,15 @@ class Server {
     return refusals_;
   }
 
-  void report(double seconds) const {
-    const Memory memory = cache_.memory();
+  Result<void> report(double seconds) const {
+    ASSIGN_OR_RETURN(const Memory memory, cache_.memory());
     say(counted(static_cast<int64_t>(tokens_), "token") + " in " +
         counted(static_cast<int64_t>(steps_), "step") + ", " +
         std::to_string(mixed_) + " of them read and answered at once (" +
         rate(static_cast<int64_t>(tokens_), seconds) + ") · cache " +
         mebibytes(memory.allocated) + " of " + mebibytes(memory.at_capacity) +
         " (" + model_.format() + ")");
+    return {};
   }
 
  private:
@@ -186,7 +187,7 @@ Result<void> run(const RunnerOptions& options, const AdmissionOptions& more) {
       say_stop(*one.stop, session.cache());
     }
   }
-  server.report(watch.lap());
+  RETURN_IF_ERROR(server.report(watch.lap()));
   if (interrupted()) {
     return {};
   }

@@ -188,7 +188,9 @@ class Fork {
   /// Reads what a branch has for itself; false after Ctrl-C.
   Result<bool> read_task(Decoding& branch) {
     const size_t rest = branch.prompt.size() - shared_;
-    if (!cache_.can_extend(static_cast<int32_t>(rest))) {
+    ASSIGN_OR_RETURN(
+        const bool fits, cache_.can_extend(static_cast<int32_t>(rest)));
+    if (!fits) {
       stop_full(branch);
       RETURN_IF_ERROR(cache_.seq_rm(branch.sequence));
       return true;
@@ -201,7 +203,10 @@ class Fork {
   Result<void> decode() {
     for (auto active = unfinished(branches_); !active.empty() && !interrupted();
          active = unfinished(branches_)) {
-      if (cache_.can_extend(static_cast<int32_t>(active.size()))) {
+      ASSIGN_OR_RETURN(
+          const bool fits,
+          cache_.can_extend(static_cast<int32_t>(active.size())));
+      if (fits) {
         RETURN_IF_ERROR(step_together(model_, cache_, active));
         continue;
       }
@@ -265,13 +270,14 @@ class Fork {
       }
     }
     const std::string runs = counted(begun, "run");
-    const Memory memory = cache_.memory();
+    ASSIGN_OR_RETURN(const Memory memory, cache_.memory());
+    ASSIGN_OR_RETURN(const int32_t positions, cache_.length());
     say("prefill: " + std::to_string(prefill_tokens_) + " tokens, " +
         std::to_string(shared_) + " of them shared; " + runs + " would read " +
         std::to_string(apart) + ", " + std::to_string(apart - prefill_tokens_) +
         " are spared");
-    say("cache: " + counted(cache_.length(), "position") + ", " +
-        std::to_string(own) + " of them the branches' own, the longest of " +
+    say("cache: " + counted(positions, "position") + ", " + std::to_string(own) +
+        " of them the branches' own, the longest of " +
         std::to_string(longest) + "; " + exact_bytes(memory.used) +
         " in use, " + exact_bytes(memory.allocated) + " held; " + runs +
         " would use " + exact_bytes(bytes_apart) + " (" + model_.format() +
@@ -295,8 +301,8 @@ class Fork {
     RETURN_IF_ERROR(cache_.seq_keep(kept.sequence));
     // Its cells lie among those of the others: one run is read without a mask.
     RETURN_IF_ERROR(cache_.compact());
-    say("kept: " + kept.title + " (" + counted(cache_.length(), "position") +
-        ")");
+    ASSIGN_OR_RETURN(const int32_t length, cache_.length());
+    say("kept: " + kept.title + " (" + counted(length, "position") + ")");
     ASSIGN_OR_RETURN(auto next, follow_up(kept));
     branches_.assign(1, std::move(next));
     ASSIGN_OR_RETURN(const bool going, read_task(branches_[0]));

@@ -67,7 +67,10 @@ class Together {
     RETURN_IF_ERROR(retire(all));
     for (auto active = unfinished(all); !active.empty() && !interrupted();
          active = unfinished(all)) {
-      if (cache_.can_extend(static_cast<int32_t>(active.size()))) {
+      ASSIGN_OR_RETURN(
+          const bool fits,
+          cache_.can_extend(static_cast<int32_t>(active.size())));
+      if (fits) {
         RETURN_IF_ERROR(step_together(model_, cache_, active));
         took_.decode_tokens += static_cast<int64_t>(active.size());
         ++took_.decode_steps;
@@ -80,8 +83,8 @@ class Together {
     return {};
   }
 
-  void report() const {
-    const Memory memory = cache_.memory();
+  Result<void> report() const {
+    ASSIGN_OR_RETURN(const Memory memory, cache_.memory());
     say("prefill " + counted(took_.prefill_tokens, "token") + " (" +
         rate(took_.prefill_tokens, took_.prefill_seconds) + ") · decode " +
         counted(took_.decode_tokens, "token") + " in " +
@@ -89,6 +92,7 @@ class Together {
         rate(took_.decode_tokens, took_.decode_seconds) + ") · cache " +
         mebibytes(memory.allocated) + " of " + mebibytes(memory.at_capacity) +
         " (" + model_.format() + ")");
+    return {};
   }
 
  private:
@@ -134,7 +138,7 @@ Result<void> run(const RunnerOptions& options) {
     RETURN_IF_ERROR(together.answer(some));
     answers.insert(answers.end(), some.begin(), some.end());
   }
-  together.report();
+  RETURN_IF_ERROR(together.report());
   if (interrupted()) {
     return {};
   }

@@ -36,10 +36,10 @@ int main(int argc, char** argv) {
       argv + 2, argv + argc, std::back_inserter(tokens), [](const char* id) {
         return std::atoll(id);
       });
-  for (int n = 0; n < 16 && session->cache().can_extend(tokens.size()); ++n) {
+  for (int n = 0; n < 16 && *session->cache().can_extend(tokens.size()); ++n) {
     const int T = tokens.size();
     std::vector<int64_t> positions(T);
-    std::iota(positions.begin(), positions.end(), session->cache().length());
+    std::iota(positions.begin(), positions.end(), *session->cache().length());
     auto ids = from_blob(tokens.data(), {1, T}, etkv::kLong);
     auto at = from_blob(positions.data(), {T}, etkv::kLong);
     auto outputs = etkv::execute(module, "forward", {ids, at});

@@ -109,8 +109,9 @@ class Server {
     return refusals_;
   }
 
-  void report() const {
-    const Memory memory = cache_.memory();
+  Result<void> report() const {
+    ASSIGN_OR_RETURN(const Memory memory, cache_.memory());
+    ASSIGN_OR_RETURN(const int32_t length, cache_.length());
     say("reused " + std::to_string(reused_) + " of " +
         counted(static_cast<int64_t>(tokens_), "token") + " (" +
         fixed(
@@ -118,9 +119,10 @@ class Server {
                 static_cast<double>(std::max<size_t>(tokens_, 1)),
             1) +
         "%) · " + counted(static_cast<int64_t>(held_.size()), "sequence") +
-        " in " + counted(cache_.length(), "position") + " · cache " +
+        " in " + counted(length, "position") + " · cache " +
         mebibytes(memory.allocated) + " of " + mebibytes(memory.at_capacity) +
         " (" + model_.format() + ")");
+    return {};
   }
 
  private:
@@ -159,13 +161,17 @@ class Server {
 
   /// Evicts others until `tokens` more fit; false where that is not enough.
   Result<bool> make_room(size_t tokens, int32_t sequence) {
-    while (!cache_.can_extend(static_cast<int32_t>(tokens))) {
+    for (;;) {
+      ASSIGN_OR_RETURN(
+          const bool fits, cache_.can_extend(static_cast<int32_t>(tokens)));
+      if (fits) {
+        return true;
+      }
       ASSIGN_OR_RETURN(const bool evicted, evict(/*except=*/sequence));
       if (!evicted) {
         return false;
       }
     }
-    return true;
   }
 
   /// Removes the sequence that was used longest ago, but for one; false if there
@@ -231,7 +237,7 @@ Result<void> run(const RunnerOptions& options) {
     conversation.push_back({"assistant", text});
     answers.push_back(std::move(*one));
   }
-  server.report();
+  RETURN_IF_ERROR(server.report());
   if (options.check) {
     RETURN_IF_ERROR(check_answers(model, answers));
   }

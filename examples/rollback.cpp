@@ -103,7 +103,8 @@ class Thread {
     }
     held_ = one.prompt;
     while (!one.stop && !interrupted()) {
-      if (!cache_.can_extend()) {
+      ASSIGN_OR_RETURN(const bool fits, cache_.can_extend());
+      if (!fits) {
         one.stop = Stop::capacity;
         break;
       }
@@ -234,16 +235,18 @@ class Rollback {
       if (oldest > sinks) {
         RETURN_IF_ERROR(cache_.seq_rm(one.sequence, sinks, oldest));
       }
-      if (!cache_.can_extend()) {
+      ASSIGN_OR_RETURN(const bool fits, cache_.can_extend());
+      if (!fits) {
         one.stop = Stop::capacity;
         break;
       }
       RETURN_IF_ERROR(step_together(model_, cache_, {&one}));
     }
     ASSIGN_OR_RETURN(const int32_t next, cache_.seq_next(one.sequence));
+    ASSIGN_OR_RETURN(const int32_t held, cache_.length());
     RETURN_IF_ERROR(tell(one));
     say("window: " + std::to_string(next) + " positions went by, " +
-        std::to_string(cache_.length()) + " are held");
+        std::to_string(held) + " are held");
     RETURN_IF_ERROR(cache_.seq_rm(one.sequence));
     return interrupted() ? std::nullopt : std::optional(std::move(one));
   }

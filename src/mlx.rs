@@ -341,7 +341,7 @@ fn error_of(message: &str) -> Error {
             message
         }
     });
-    Error::new(Status::Mlx, words)
+    Error::new(Status::Backend, words)
 }
 
 /// Calls a function of mlx-c that makes an array, on the stream of the
@@ -526,7 +526,7 @@ mod tests {
             update_axis(&array, &Array::from_slice(&[0.0f32; 3], &[3]), 0, 0, 2)
         })
         .unwrap_err();
-        assert_eq!(error.status(), Status::Mlx);
+        assert_eq!(error.status(), Status::Backend);
         assert_eq!(error.message(), "[broadcast_shapes] Shapes (3) and (2) cannot be broadcast.");
     }
 }

@@ -91,7 +91,11 @@ void Chat::report(const Answer& answer) const {
   if (answer.stop == Stop::interrupted) {
     say("stopped: interrupted");
   }
-  say(describe(answer, cache_.memory(), model_.format()));
+  if (const auto memory = cache_.memory(); memory.ok()) {
+    say(describe(answer, *memory, model_.format()));
+  } else {
+    say(memory.error().message());
+  }
   if (speculator_ != nullptr && answer.decode_steps > 0) {
     say(describe(speculator_->take_statistics()));
   }
@@ -152,8 +156,10 @@ void Chat::undo() {
     say(rewound.error().message());
     return;
   }
-  say("undid the last exchange; the cache holds " +
-      counted(cache_.length(), "position"));
+  const auto length = cache_.length();
+  say(length.ok() ? "undid the last exchange; the cache holds " +
+                        counted(*length, "position")
+                  : length.error().message());
 }
 
 void Chat::reset() {
@@ -171,7 +177,6 @@ void Chat::reset() {
 }
 
 void Chat::stats() const {
-  const Memory memory = cache_.memory();
   std::string line =
       counted(static_cast<int64_t>(conversation_.exchanges()), "exchange") +
       " · " + counted(tokens_read_, "token") + " read, " +
@@ -180,10 +185,17 @@ void Chat::stats() const {
     line += " at " + rate(decode_tokens_, decode_seconds_);
   }
   say(line);
-  say("cache " + std::to_string(cache_.length()) + " of " +
-      counted(cache_.capacity(), "position") + " · " + mebibytes(memory.used) +
-      " in use, " + mebibytes(memory.allocated) + " held, " +
-      mebibytes(memory.at_capacity) + " at capacity (" + model_.format() + ")");
+  const auto length = cache_.length();
+  const auto memory = cache_.memory();
+  if (!length.ok() || !memory.ok()) {
+    say((length.ok() ? memory.error() : length.error()).message());
+    return;
+  }
+  say("cache " + std::to_string(*length) + " of " +
+      counted(cache_.capacity(), "position") + " · " + mebibytes(memory->used) +
+      " in use, " + mebibytes(memory->allocated) + " held, " +
+      mebibytes(memory->at_capacity) + " at capacity (" + model_.format() +
+      ")");
 }
 
 } // namespace etkv::examples

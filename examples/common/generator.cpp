@@ -146,7 +146,8 @@ Result<void> Generator::decode(
       answer.stop = Stop::interrupted;
       break;
     }
-    if (!cache_.can_extend()) {
+    ASSIGN_OR_RETURN(const bool fits, cache_.can_extend());
+    if (!fits) {
       answer.stop = Stop::capacity;
       break;
     }
@@ -163,7 +164,8 @@ Result<void> Generator::decode(
 Result<size_t> Generator::rewind(size_t length) {
   // The cache's own length, not that of `held_`: a step that failed may have
   // been undone, or not have been.
-  if (static_cast<size_t>(cache_.length()) > length) {
+  ASSIGN_OR_RETURN(const int32_t held, cache_.length());
+  if (static_cast<size_t>(held) > length) {
     const auto rewound = cache_.rewind(static_cast<int32_t>(length));
     if (!rewound.ok() && rewound.error().status() == ETKV_ERROR_POSITION) {
       // Layers with windows have dropped what the next token would see.

@@ -114,13 +114,13 @@ int32_t Scheduler::unused_sequence() const {
 }
 
 Result<bool> Scheduler::evict_until_fits(size_t tokens, Events& events) {
-  while (!room_.fits(tokens)) {
-    if (idle_.empty()) {
-      return false;
+  for (;;) {
+    ASSIGN_OR_RETURN(const bool fits, room_.fits(tokens));
+    if (fits || idle_.empty()) {
+      return fits;
     }
     RETURN_IF_ERROR(evict(events));
   }
-  return true;
 }
 
 Result<void> Scheduler::evict(Events& events) {

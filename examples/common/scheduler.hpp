@@ -17,7 +17,7 @@ class Scheduler {
   /// What the scheduler may ask of a cache.
   struct Room {
     /// Whether so many more positions fit.
-    std::function<bool(size_t tokens)> fits;
+    std::function<Result<bool>(size_t tokens)> fits;
     /// Gives back what a sequence holds.
     std::function<Result<void>(int32_t sequence)> remove;
   };

@@ -172,8 +172,12 @@ Result<TokenTree> ProgramDraft::grow(
       }
     }
     // What the last level makes likely is asked by nobody.
-    if (level == shape.depth || next.empty() || interrupted() ||
-        !cache().can_extend(static_cast<int32_t>(next.size()))) {
+    if (level == shape.depth || next.empty() || interrupted()) {
+      return tree;
+    }
+    ASSIGN_OR_RETURN(
+        const bool fits, cache().can_extend(static_cast<int32_t>(next.size())));
+    if (!fits) {
       return tree;
     }
     ASSIGN_OR_RETURN(logits, run_level(tree, next.size()));

@@ -87,8 +87,9 @@ Result<std::vector<int64_t>> Speculator::next(
     return draft_.seconds(depth, width);
   });
   shape.depth = std::min(shape.depth, static_cast<int64_t>(most) - 1);
+  ASSIGN_OR_RETURN(const int32_t length, cache_.length());
   shape.most = static_cast<size_t>(std::min(
-      cache_.capacity() - cache_.length(),
+      cache_.capacity() - length,
       target_.program().params().prefill_chunk_size));
   if (shape.depth > 0) {
     // Where the step or the cache has not the room, narrow rather than short.

@@ -34,8 +34,7 @@ class ExecuTorchMLXCache
  public:
   /// Throws std::runtime_error where the cache is poisoned, as that backend does.
   explicit ExecuTorchMLXCache(const Cache& cache)
-      : cache_(taken(cache.share())),
-        forwards_(taken(MLXForwards::make(cache))) {}
+      : cache_(cache.share()), forwards_(taken(MLXForwards::make(cache))) {}
 
   ::executorch::extension::llm::cache::SequenceControl* as_control() override {
     return this;
@@ -45,8 +44,9 @@ class ExecuTorchMLXCache
     return nullptr;
   }
 
+  /// Throws std::runtime_error where the cache cannot be asked.
   bool can_extend(int n = 1) const override {
-    return cache_.can_extend(n);
+    return taken(cache_.can_extend(n));
   }
   int capacity() const override {
     return cache_.capacity();

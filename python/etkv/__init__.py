@@ -11,7 +11,7 @@
 Importing this package imports neither torch nor ExecuTorch: its functions do so when they are called.
 """
 
-from etkv.cache import Cache, Memory, SeqCache, TreeCache, estimate, row_bytes
+from etkv.cache import Cache, Memory, SeqCache, TreeCache, estimate, estimate_shared, row_bytes
 from etkv.chat import Chat
 from etkv.config import CacheConfig, LayerConfig
 from etkv.errors import (
@@ -59,6 +59,7 @@ __all__ = [
     "TreeSession",
     "UnsupportedError",
     "estimate",
+    "estimate_shared",
     "generate",
     "load",
     "read_kv_cache_metadata",

@@ -16,7 +16,7 @@ import cffi
 from etkv import _library
 from etkv.errors import EtkvError, status_error
 
-ABI_VERSION = 3
+ABI_VERSION = 4
 """The least ``etkv_abi_version()`` that this package works with."""
 
 INT32_MAX = 2**31 - 1
@@ -51,7 +51,15 @@ def _loaded() -> Any:
 @functools.cache
 def _declare() -> None:
     """Read the header. Once: cffi refuses a second time, and a library that cannot be loaded may be asked for again."""
-    ffi.cdef(_declarations(_library.header().read_text(encoding="utf-8")))
+    ffi.cdef(_declarations(_headers("etkv/etkv.h", set())))
+
+
+def _headers(name: str, seen: set[str]) -> str:
+    """The text of a header with that of those it includes before it, each once."""
+    seen.add(name)
+    text = (_library.include() / name).read_text(encoding="utf-8")
+    included = re.findall(r'^#include "(etkv/\w+\.h)"$', text, re.MULTILINE)
+    return "".join(_headers(other, seen) for other in included if other not in seen) + text
 
 
 def _declarations(header: str) -> str:

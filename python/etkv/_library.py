@@ -127,10 +127,10 @@ def folder() -> Path:
 
 
 @functools.cache
-def header() -> Path:
-    """``etkv.h``, the C interface that the library was built with."""
-    for candidate in (_PACKAGE / "include" / "etkv" / "etkv.h", _checkout() / "include" / "etkv" / "etkv.h"):
-        if candidate.is_file():
+def include() -> Path:
+    """The folder of ``etkv/etkv.h``, the C interface that the library was built with."""
+    for candidate in (_PACKAGE / "include", _checkout() / "include"):
+        if (candidate / "etkv" / "etkv.h").is_file():
             return candidate
     raise EtkvError(f"{_PACKAGE} has no etkv.h beside its libraries: install it again")
 

@@ -48,10 +48,17 @@ class Cache:
     def _raw(self) -> Any:
         return self._cache
 
+    def _fact(self, function: str) -> Any:
+        """What was fixed when the cache was made; 0 and NULL are the library's answers of a handle that is gone."""
+        found = getattr(lib(), function)(self._raw())
+        if not found:
+            raise EtkvError("the session was closed by another thread while it was asked")
+        return found
+
     @property
     def capacity(self) -> int:
         """The most positions that it holds."""
-        return ask("etkv_cache_capacity", "int32_t", self._raw())
+        return self._fact("etkv_cache_capacity")
 
     @property
     def length(self) -> int:
@@ -61,12 +68,12 @@ class Cache:
     @property
     def n_layers(self) -> int:
         """The number of its layers."""
-        return ask("etkv_cache_n_layers", "size_t", self._raw())
+        return self._fact("etkv_cache_n_layers")
 
     @property
     def kind(self) -> str:
         """``contiguous``, ``seq`` or ``tree``, or the name of a kind of the host's own."""
-        return _capi.text(ask("etkv_cache_kind", "const char*", self._raw()))
+        return _capi.text(self._fact("etkv_cache_kind"))
 
     @property
     def formats(self) -> tuple[str, str]:
@@ -224,14 +231,20 @@ class TreeCache(SeqCache):
 
 
 def estimate(config: CacheConfig, length: int) -> Memory:
-    """What a cache of ``config`` will hold when one sequence has grown to ``length`` positions, to the byte.
+    """What a ``contiguous`` cache of ``config`` will hold when it has grown to ``length`` positions, to the byte.
 
-    Nothing is made. ``at_capacity`` is that of one sequence: caches of several may hold more where layers have windows.
+    Nothing is made. ``length`` is at most the capacity.
     """
-    raw, _keep = raw_config(config)
-    return _read_memory(
-        len(config.layers), lambda memory: call("etkv_cache_config_estimate", raw, int32(length, "length"), memory)
-    )
+    return _estimate("etkv_cache_config_estimate", config, length)
+
+
+def estimate_shared(config: CacheConfig, length: int) -> Memory:
+    """:func:`estimate` for the kinds ``seq`` and ``tree``, while one sequence lives in them.
+
+    ``at_capacity`` is that of any number of sequences: where layers have windows, all of them together may take a slot
+    for every position.
+    """
+    return _estimate("etkv_cache_config_estimate_shared", config, length)
 
 
 def row_bytes(format: str, head_dim: int) -> int:
@@ -270,6 +283,11 @@ def raw_config(config: CacheConfig) -> tuple[Any, Any]:
         **names,
     )
     return raw, (layers, names)
+
+
+def _estimate(function: str, config: CacheConfig, length: int) -> Memory:
+    raw, _keep = raw_config(config)
+    return _read_memory(len(config.layers), lambda memory: call(function, raw, int32(length, "length"), memory))
 
 
 def _end(end: int | None) -> int:

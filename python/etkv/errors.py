@@ -13,7 +13,7 @@ class EtkvError(ValueError):
 
 
 class Status(IntEnum):
-    """What went wrong: the numbers of ``etkv_status`` in ``etkv.h``."""
+    """What went wrong: the numbers of ``etkv_status`` in ``etkv.h``, and the names of ``etkv_status_name``."""
 
     INVALID_ARGUMENT = 1
     CAPACITY = 2
@@ -24,7 +24,7 @@ class Status(IntEnum):
     DTYPE = 7
     PROGRAM = 8
     UNSUPPORTED = 9
-    MLX = 10
+    BACKEND = 10
     STEP = 11
     INTERNAL = 12
 

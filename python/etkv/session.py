@@ -47,7 +47,7 @@ class Session(Cache):
         self._session = ffi.gc(made, lib().etkv_session_free)
         self.config = config
         self._open = True
-        super().__init__(ask("etkv_session_cache", "etkv_cache*", made))
+        super().__init__(lib().etkv_session_cache(made))
 
     @property
     def key(self) -> str:

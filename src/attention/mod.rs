@@ -26,7 +26,7 @@ pub type AttendSpec = etkv_core::AttendSpec<Rows, Array>;
 /// most that is ever unpacked at once.
 ///
 /// # Errors
-/// [`Mlx`](crate::Status::Mlx) where the shapes do not fit each other.
+/// [`Backend`](crate::Status::Backend) where the shapes do not fit each other.
 pub fn attend(q: &Array, spec: &AttendSpec, scale: f32, out_dtype: Option<Dtype>) -> Result<Array> {
     let out = match (spec.k.as_dtype(q.dtype()), spec.v.as_dtype(q.dtype())) {
         (Some(k), Some(v)) => by_mlx(q, k, v, &spec.mask, scale)?,

@@ -30,7 +30,7 @@ pub enum Layout {
 ///
 /// # Errors
 /// [`Program`](crate::Status::Program) where the data are missing or of another
-/// size than the program says; [`Mlx`](crate::Status::Mlx).
+/// size than the program says; [`Backend`](crate::Status::Backend).
 pub fn load(constant: &Constant, layout: Layout, source: &mut dyn ConstantSource) -> Result<Array> {
     let Constant { name, shape, .. } = constant;
     let Some(bytes) = source.find(name) else {

@@ -133,7 +133,7 @@ impl Program {
     /// [`InvalidArgument`](Status::InvalidArgument), [`Shape`](Status::Shape) and
     /// [`Dtype`](Status::Dtype) for inputs that do not fit, the cache's own for
     /// positions that it cannot take, [`NoCache`](Status::NoCache) where the
-    /// program needs one and has none, [`Mlx`](Status::Mlx), and those of `host`.
+    /// program needs one and has none, [`Backend`](Status::Backend), and those of `host`.
     pub fn execute(
         &mut self,
         inputs: &[Argument],

@@ -161,7 +161,7 @@ impl<'a> Frame<'a> {
                 let flat = array.as_dtype(mlx_rs::Dtype::Int64)?.contiguous()?;
                 computed = flat
                     .to_vec_exact::<i64>()
-                    .map_err(|error| crate::Error::new(crate::Status::Mlx, error))?;
+                    .map_err(|error| crate::Error::new(crate::Status::Backend, error))?;
                 &computed
             }
         };

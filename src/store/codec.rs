@@ -24,13 +24,13 @@ pub trait Codec: Send + Sync {
     /// Rows, `[1, n_kv_heads, n, head_dim]` in any float dtype, as planes.
     ///
     /// # Errors
-    /// [`Mlx`](crate::Status::Mlx).
+    /// [`Backend`](crate::Status::Backend).
     fn encode(&self, rows: &Array) -> Result<Parts>;
 
     /// Planes as rows, `[1, n_kv_heads, n, head_dim]` in `dtype`.
     ///
     /// # Errors
-    /// [`Mlx`](crate::Status::Mlx).
+    /// [`Backend`](crate::Status::Backend).
     fn decode(&self, parts: &[Array], dtype: Dtype) -> Result<Array>;
 
     /// The rows as they are, where they are stored in `dtype`.
@@ -43,7 +43,7 @@ pub trait Codec: Send + Sync {
     /// its own, rows are unpacked in blocks of a constant number of bytes.
     ///
     /// # Errors
-    /// [`Mlx`](crate::Status::Mlx).
+    /// [`Backend`](crate::Status::Backend).
     fn scores(&self, q: &Array, parts: &[Array]) -> Result<Array> {
         scores_in_blocks(self, q, parts)
     }
@@ -52,7 +52,7 @@ pub trait Codec: Send + Sync {
     /// `[1, n_kv_heads, m, head_dim]`, likewise.
     ///
     /// # Errors
-    /// [`Mlx`](crate::Status::Mlx).
+    /// [`Backend`](crate::Status::Backend).
     fn weighted(&self, p: &Array, parts: &[Array]) -> Result<Array> {
         weighted_in_blocks(self, p, parts)
     }

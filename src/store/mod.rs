@@ -59,14 +59,14 @@ pub trait Pool: Send {
     /// are held for a moment.
     ///
     /// # Errors
-    /// [`Mlx`](crate::Status::Mlx); the pool stays as it is.
+    /// [`Backend`](crate::Status::Backend); the pool stays as it is.
     fn grow(&mut self, slots: i32) -> Result<()>;
 
     /// Writes rows to these slots, in place. They are allocated, and none is named
     /// twice.
     ///
     /// # Errors
-    /// [`Mlx`](crate::Status::Mlx).
+    /// [`Backend`](crate::Status::Backend).
     fn write(&mut self, slots: &Slots, rows: &Array) -> Result<()>;
 
     /// The slots from `start` to `stop` as attention reads them: a view.
@@ -74,20 +74,20 @@ pub trait Pool: Send {
     /// The view keeps the buffers: writes copy all of them until it is gone.
     ///
     /// # Errors
-    /// [`Mlx`](crate::Status::Mlx).
+    /// [`Backend`](crate::Status::Backend).
     fn read(&self, start: i32, stop: i32) -> Result<Rows>;
 
     /// Copies of what is stored in these slots, bit for bit, to be evaluated
     /// before the next write. There is at least one slot.
     ///
     /// # Errors
-    /// [`Mlx`](crate::Status::Mlx).
+    /// [`Backend`](crate::Status::Backend).
     fn copy(&self, slots: &Slots) -> Result<StoredRows>;
 
     /// Puts copies into as many other slots, or back into the same.
     ///
     /// # Errors
-    /// [`Mlx`](crate::Status::Mlx).
+    /// [`Backend`](crate::Status::Backend).
     fn put(&mut self, slots: &Slots, rows: &StoredRows) -> Result<()>;
 
     /// The buffers, for evaluation.
@@ -97,7 +97,7 @@ pub trait Pool: Send {
     /// was evaluated stays in its slots.
     ///
     /// # Errors
-    /// [`Mlx`](crate::Status::Mlx).
+    /// [`Backend`](crate::Status::Backend).
     fn roll_back(&mut self) -> Result<()>;
 
     /// Gives the buffers back.
@@ -142,7 +142,7 @@ const CONVERTED_SLOTS: i32 = 1024;
 /// # Errors
 /// - [`InvalidArgument`](crate::Status::InvalidArgument) where the rows do not fit
 ///   the format.
-/// - [`Mlx`](crate::Status::Mlx). The pool stays as it is.
+/// - [`Backend`](crate::Status::Backend). The pool stays as it is.
 pub fn convert(pool: &mut Box<dyn Pool>, format: KvFormat, used: i32) -> Result<()> {
     if pool.format() == format {
         return Ok(());

@@ -123,7 +123,7 @@ impl Planes {
         let bytes = usize::try_from(rows.saturating_mul(width)).unwrap_or(usize::MAX);
         if Vec::<u8>::new().try_reserve_exact(bytes).is_err() {
             fail!(
-                Mlx,
+                Backend,
                 "out of memory: {slots} slots of {} KV heads are {bytes} bytes",
                 self.n_kv_heads
             );

@@ -51,7 +51,7 @@ impl Rows {
     /// All of the rows, `[1, n_kv_heads, n, head_dim]` in `dtype`.
     ///
     /// # Errors
-    /// [`Mlx`](crate::Status::Mlx).
+    /// [`Backend`](crate::Status::Backend).
     pub fn dequantized(&self, dtype: Dtype) -> Result<Array> {
         self.codec.decode(&self.parts, dtype)
     }
@@ -59,7 +59,7 @@ impl Rows {
     /// The slots from `start` to `stop` of these.
     ///
     /// # Errors
-    /// [`Mlx`](crate::Status::Mlx).
+    /// [`Backend`](crate::Status::Backend).
     pub fn slice(&self, start: i32, stop: i32) -> Result<Self> {
         self.along(SLOTS, start, stop)
     }
@@ -67,7 +67,7 @@ impl Rows {
     /// The rows of one KV head.
     ///
     /// # Errors
-    /// [`Mlx`](crate::Status::Mlx).
+    /// [`Backend`](crate::Status::Backend).
     pub fn head(&self, head: i32) -> Result<Self> {
         self.along(HEADS, head, head + 1)
     }
@@ -81,7 +81,7 @@ impl Rows {
     /// with every row: `[1, n_kv_heads, m, n]`.
     ///
     /// # Errors
-    /// [`Mlx`](crate::Status::Mlx).
+    /// [`Backend`](crate::Status::Backend).
     pub(crate) fn scores(&self, q: &Array) -> Result<Array> {
         self.codec.scores(q, &self.parts)
     }
@@ -90,7 +90,7 @@ impl Rows {
     /// `[1, n_kv_heads, m, head_dim]`.
     ///
     /// # Errors
-    /// [`Mlx`](crate::Status::Mlx).
+    /// [`Backend`](crate::Status::Backend).
     pub(crate) fn weighted(&self, p: &Array) -> Result<Array> {
         self.codec.weighted(p, &self.parts)
     }

@@ -56,8 +56,7 @@ static inline etkv_session* new_session(const etkv_cache_config* config) {
 }
 
 static inline etkv_cache* cache_of(const etkv_session* session) {
-  etkv_cache* cache = NULL;
-  REQUIRE(etkv_session_cache(session, &cache, NULL) == ETKV_OK);
+  etkv_cache* cache = etkv_session_cache(session);
   REQUIRE(cache != NULL);
   return cache;
 }

@@ -1,6 +1,6 @@
-"""libetkv exports what etkv.h declares and one symbol for the delegate, and the tests of the C interface call it all.
+"""libetkv exports what the C headers declare and one symbol for the delegate; the tests of the C interface call it all.
 
-``exports.py NM LIBRARY HEADER TEST.c...``
+``exports.py NM LIBRARY INCLUDE TEST.c...``
 """
 
 from __future__ import annotations
@@ -14,9 +14,15 @@ PRIVATE = "etkv_private_"
 """What libetkv_mlx_backend asks for, which the two agree on between them."""
 
 
-def declared(header: Path) -> set[str]:
-    """The functions that the header marks as exported."""
-    text = re.sub(r"/\*.*?\*/|^#.*?$", "", header.read_text(), flags=re.DOTALL | re.MULTILINE)
+def declared(include: Path) -> set[str]:
+    """The functions that the C headers mark as exported. ``etkv.h`` includes all of these headers."""
+    umbrella = (include / "etkv" / "etkv.h").read_text()
+    headers = {path for path in (include / "etkv").glob("*.h") if path.name != "etkv.h"}
+    included = {include / name for name in re.findall(r'^#include "(etkv/\w+\.h)"$', umbrella, re.MULTILINE)}
+    if headers != included:
+        raise SystemExit(f"etkv.h includes other headers than there are: {sorted(map(str, headers ^ included))}")
+    text = "\n".join(path.read_text() for path in sorted(headers))
+    text = re.sub(r"/\*.*?\*/|^#.*?$", "", text, flags=re.DOTALL | re.MULTILINE)
     return set(re.findall(r"\bETKV_API\b[^;(]*?\b(\w+)\s*\(", text))
 
 
@@ -31,8 +37,8 @@ def exported(nm: str, library: Path) -> set[str]:
     return {name for name in names if not name.startswith(PRIVATE)}
 
 
-def main(nm: str, library: Path, header: Path, *tests: Path) -> int:
-    functions = declared(header)
+def main(nm: str, library: Path, include: Path, *tests: Path) -> int:
+    functions = declared(include)
     symbols = exported(nm, library)
     called = {name for test in tests for name in re.findall(r"\b(etkv_\w+)\s*\(", test.read_text())}
     failures = [
@@ -41,7 +47,7 @@ def main(nm: str, library: Path, header: Path, *tests: Path) -> int:
         *(f"{name} is called in no test" for name in sorted(functions - called)),
     ]
     if not functions:
-        failures.append(f"no function is found in {header}")
+        failures.append(f"no function is found in the C headers of {include}")
     for failure in failures:
         print(f"failed: {failure}")
     print(f"{len(functions & symbols & called)} passed, {len(failures)} failed")

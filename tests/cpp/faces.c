@@ -294,9 +294,7 @@ static void keys_of_the_callers_own(void) {
   etkv_cache_free(cache);
   etkv_session_free(session);
   CHECK_INT(etkv_registry_get(key, &cache, NULL), ETKV_OK);
-  const char* kind = "";
-  CHECK_INT(etkv_cache_kind(cache, &kind, NULL), ETKV_OK);
-  CHECK(strcmp(kind, "tree") == 0);
+  CHECK(strcmp(etkv_cache_kind(cache), "tree") == 0);
   etkv_cache_free(cache);
   CHECK_INT(etkv_registry_erase(key, NULL), ETKV_OK);
 }

@@ -275,9 +275,9 @@ inline bool operator==(const Memory& a, const Memory& b) {
 /// What a runner can see of a cache.
 struct Seen {
   explicit Seen(const Cache& cache)
-      : length(cache.length()),
+      : length(*cache.length()),
         capacity(cache.capacity()),
-        memory(cache.memory()) {}
+        memory(*cache.memory()) {}
 
   bool operator==(const Seen& other) const {
     return length == other.length && capacity == other.capacity &&

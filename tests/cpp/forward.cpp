@@ -231,7 +231,7 @@ class Forward {
         all_rows->write(next.value(), next.value().last_row());
       }
     }
-    run.memory = cache_.memory();
+    run.memory = *cache_.memory();
     run.peak_memory = peak_memory_bytes();
     etkv_mlx_memory mlx{};
     mlx.struct_size = sizeof(mlx);

@@ -67,7 +67,7 @@ void windows() {
   CHECK_INT(must(generator.rewind(1000)), 6 + kLong - 1);
   CHECK_INT(must(generator.rewind(20)), 0);
   CHECK(generator.held().empty());
-  CHECK_INT(target.cache().length(), 0);
+  CHECK_INT(*target.cache().length(), 0);
   CHECK(must(generator.answer(second, kLong, Listener())).ids == wanted.ids);
 }
 
@@ -78,7 +78,7 @@ void without_windows() {
   must(generator.answer(text(9, 3), 60, Listener()));
   CHECK_INT(must(generator.rewind(20)), 20);
   CHECK_INT(generator.held().size(), 20);
-  CHECK_INT(target.cache().length(), 20);
+  CHECK_INT(*target.cache().length(), 20);
   const auto more = must(generator.answer(text(12, 3), 4, Listener()));
   CHECK_INT(more.reused_tokens, 9);
 }

@@ -19,10 +19,29 @@ NEITHER = ["-fno-exceptions", "-fno-rtti"]
 # What MLX's headers take: all that these need.
 MLX = {"mlx_cache.hpp", "executorch_mlx_cache.hpp"}
 
-# Beyond C++17, which every other header takes.
-ALSO = {
-    "etkv.h": [("C11", C), ("C++20", CPP20)],
-    "etkv.hpp": [("C++17 without exceptions and RTTI", CPP17 + NEITHER), ("C++20", CPP20)],
+# What names ExecuTorch or MLX: those have exceptions, and ask for a standard.
+OF_HOSTS = {"executorch.hpp", "backend_id.hpp", *MLX}
+
+
+def standards(header: str) -> list[tuple[str, list[str]]]:
+    """What a header compiles as: one of C as both languages, one of C++ without what it does not need."""
+    if header in MLX:
+        return [("C++20", CPP20)]
+    if header in OF_HOSTS:
+        return [("C++17", CPP17)]
+    if header.endswith(".h"):
+        return [("C11", C), ("C++17", CPP17), ("C++20", CPP20)]
+    return [("C++17 without exceptions and RTTI", CPP17 + NEITHER), ("C++20", CPP20)]
+
+
+# ETKV_API by what is defined: of Windows nothing but the form is known here.
+EXPORTS = {
+    ("-D_WIN32", "-DETKV_BUILDING"): "__declspec(dllexport)",
+    ("-D_WIN32",): "__declspec(dllimport)",
+    ("-D_WIN32", "-DETKV_STATIC"): "",
+    ("-U_WIN32",): '__attribute__((visibility("default")))',
+    ("-U_WIN32", "-DETKV_BUILDING"): '__attribute__((visibility("default")))',
+    ("-U_WIN32", "-DETKV_STATIC"): "",
 }
 
 
@@ -42,8 +61,7 @@ def main(include: Path, cc: str, cxx: str, flags: list[str]) -> int:
     with tempfile.TemporaryDirectory() as scratch:
         for header in headers:
             line = f'#include "etkv/{header.name}"\n'
-            least = ("C++20", CPP20) if header.name in MLX else ("C++17", CPP17)
-            for name, standard in [least, *ALSO.get(header.name, [])]:
+            for name, standard in standards(header.name):
                 compiler, suffix = (cc, "c") if standard is C else (cxx, "cpp")
                 # The repeated line is what an include guard is for.
                 source = Path(scratch) / f"{header.stem}_{header.suffix[1:]}.{suffix}"
@@ -52,6 +70,18 @@ def main(include: Path, cc: str, cxx: str, flags: list[str]) -> int:
                     f"{header.name} as {name}",
                     [compiler, *standard, *WARNINGS, f"-I{include}", *flags, "-fsyntax-only", str(source)],
                 )
+
+        for defines, expected in EXPORTS.items():
+            source = Path(scratch) / "export.c"
+            source.write_text('#include "etkv/export.h"\n[ETKV_API]\n')
+            command = [cc, *defines, f"-I{include}", "-E", "-P", str(source)]
+            run = subprocess.run(command, capture_output=True, text=True, timeout=300)
+            if run.stdout.strip() == f"[{expected}]":
+                passed += 1
+            else:
+                what = f"ETKV_API with {' '.join(defines)}"
+                failures.append(what)
+                print(f"failed: {what} is {run.stdout.strip()}, expected [{expected}]\n{run.stderr[:4000]}")
 
         # A function that is not inline would be there twice.
         everything = "".join(f'#include "etkv/{header.name}"\n' for header in headers)

@@ -224,7 +224,7 @@ void estimates() {
   const Ids ids = text(40);
   for (int32_t length = 0; length < 40; length += 5) {
     const Memory wanted = must(estimate(config, length));
-    const Memory found = on->memory();
+    const Memory found = *on->memory();
     CHECK(wanted == found);
     CHECK_INT(found.layers.size(), 2);
     for (size_t i = 0; i < found.layers.size(); ++i) {
@@ -233,8 +233,8 @@ void estimates() {
       CHECK_INT(found.layers[i].v_allocated, wanted.layers[i].v_allocated);
       CHECK_INT(found.layers[i].v_used, wanted.layers[i].v_used);
     }
-    CHECK(on->formats().k == (length < 10 ? "f16" : "row-int4"));
-    CHECK(on->formats().v == (length < 10 ? "f16" : "nvfp4"));
+    CHECK(on->formats()->k == (length < 10 ? "f16" : "row-int4"));
+    CHECK(on->formats()->v == (length < 10 ? "f16" : "nvfp4"));
     on.model.at(length, slice(ids, static_cast<size_t>(length), 5));
   }
   CHECK_REFUSED(

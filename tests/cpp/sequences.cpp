@@ -84,7 +84,7 @@ void batches(const Change& change) {
   }
   // At most 8 tokens of a sequence in a step, and more of all together.
   check(prompt, step(on, prompt));
-  CHECK_INT(on->length(), 9);
+  CHECK_INT(*on->length(), 9);
   for (int32_t s = 0; s < kSequences; ++s) {
     CHECK_INT(must(on->seq_len(s)), s + 2);
     CHECK_INT(must(on->seq_next(s)), s + 2);
@@ -112,14 +112,14 @@ void forks(const Change& change) {
   for (size_t i = 0; i < trunk.size(); i += 5) {
     on.model.at(static_cast<int64_t>(i), slice(trunk, i, 5));
   }
-  const uint64_t used = on->memory().used;
+  const uint64_t used = on->memory()->used;
   for (int32_t branch = 1; branch <= 3; ++branch) {
     must(on->seq_cp(0, branch));
     CHECK_INT(must(on->seq_len(branch)), 10);
   }
   // No bytes and no positions of their own.
-  CHECK_INT(on->length(), 10);
-  CHECK(change != nullptr || on->memory().used == used);
+  CHECK_INT(*on->length(), 10);
+  CHECK(change != nullptr || on->memory()->used == used);
 
   std::vector<Ids> branches;
   for (uint32_t branch = 1; branch <= 3; ++branch) {
@@ -139,10 +139,10 @@ void forks(const Change& change) {
       CHECK(close(rows.row(branch), wanted.row(static_cast<int64_t>(at))));
     }
   }
-  CHECK_INT(on->length(), 10 + 3 * 6);
+  CHECK_INT(*on->length(), 10 + 3 * 6);
   must(on->seq_keep(2));
   CHECK(must(on->sequences()) == std::vector<int32_t>({2}));
-  CHECK_INT(on->length(), 16);
+  CHECK_INT(*on->length(), 16);
   must(on->compact());
 
   // The only sequence there is: nothing has to be said of the next step.
@@ -180,7 +180,7 @@ void admission() {
   }
   // The old one leaves; its cells are taken again.
   must(on->seq_rm(7));
-  CHECK_INT(on->length(), 5);
+  CHECK_INT(*on->length(), 5);
   const Rows rest = on.model.at(5, slice(fresh, 5, 4));
   for (int64_t i = 0; i < 4; ++i) {
     CHECK(close(rest.row(i), wanted_fresh.row(5 + i)));
@@ -220,7 +220,7 @@ void removal() {
   CHECK(is(must(on->seq_positions(0)), {{2, 4}, {6, 13}}));
   CHECK_INT(must(on->seq_len(0)), 9);
   CHECK_INT(must(on->seq_next(0)), 13);
-  CHECK_INT(on->length(), 9);
+  CHECK_INT(*on->length(), 9);
   const Rows before = on.model.at(13, {ids[13]});
   must(on->seq_rm(0, 13));
   must(on->compact());
@@ -260,7 +260,7 @@ void shared_tokens() {
       std::vector<std::vector<int32_t>>(trunk.size(), {4, 9})));
   const Rows rows = must(on.model.step(trunk, run(0, 6)));
   CHECK(close(rows, alone(trunk)));
-  CHECK_INT(on->length(), 6);
+  CHECK_INT(*on->length(), 6);
   CHECK_INT(must(on->seq_len(4)), 6);
   CHECK_INT(must(on->seq_len(9)), 6);
 
@@ -276,7 +276,7 @@ void shared_tokens() {
   CHECK(close(two.row(1), alone(four).row(6)));
   // Taken from one, they are the other's still.
   must(on->seq_rm(9));
-  CHECK_INT(on->length(), 7);
+  CHECK_INT(*on->length(), 7);
   CHECK_INT(must(on->seq_len(4)), 7);
 }
 
@@ -306,7 +306,7 @@ void refusals() {
   CHECK(Seen(on.session.cache()) == before);
   // Still said.
   must(on.model.step({1, 2}, {2, 2}));
-  CHECK_INT(on->length(), 6);
+  CHECK_INT(*on->length(), 6);
 
   must(on->begin_step(std::vector<int32_t>(7, 1)));
   CHECK_REFUSED(
@@ -315,7 +315,7 @@ void refusals() {
       "6 of 12 cells");
   // A sequence that has cells of its own there takes no others.
   CHECK_REFUSED(on->seq_cp(0, 1), ETKV_ERROR_POSITION, "sequence 1");
-  CHECK_INT(on->length(), 6);
+  CHECK_INT(*on->length(), 6);
 }
 
 /// The face is found out when the session is made.
@@ -337,10 +337,10 @@ void faces() {
   CHECK(session->kind() == "seq");
   // The same cache by its key, with less of a face and with as much.
   auto plain = must(CacheRegistry::get(session.key()));
-  CHECK_INT(plain.length(), 3);
+  CHECK_INT(*plain.length(), 3);
   auto again = must(CacheRegistry::get<SeqCache>(session.key()));
   must(again.seq_rm(0, 2));
-  CHECK_INT(session->length(), 2);
+  CHECK_INT(*session->length(), 2);
   CHECK_REFUSED(
       CacheRegistry::get<TreeCache>(session.key()), ETKV_ERROR_KIND, "`seq`");
 
@@ -377,7 +377,7 @@ void undone_steps() {
       tapped.step({7, 8, 9}, {3, 2, 3}, no_output),
       ETKV_ERROR_SHAPE,
       "expected a tensor to write to");
-  CHECK_INT(cache.length(), before.length);
+  CHECK_INT(*cache.length(), before.length);
   CHECK_INT(must(cache.seq_len(2)), 3);
   const Rows rows = must(tapped.step({7, 8, 9}, {3, 2, 3}, nullptr));
   CHECK(close(rows.row(0), alone({ids[0], ids[1], ids[2], 7}).row(3)));

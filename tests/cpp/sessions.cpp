@@ -91,15 +91,24 @@ void faces_in_cpp() {
   CHECK_INT(moved->capacity(), 16);
   CHECK(session.key() == nullptr); // NOLINT: on purpose
   CHECK_INT(session.cache().capacity(), 0);
-  CHECK(!session.cache().can_extend(0));
+  CHECK_INT(session.cache().n_layers(), 0);
+  CHECK(session.cache().kind().empty());
+  // What could not be asked is not an answer.
+  const auto none = ETKV_ERROR_INVALID_ARGUMENT;
+  CHECK_REFUSED(session.cache().can_extend(0), none, "cache is NULL");
+  CHECK_REFUSED(session.cache().length(), none, "cache is NULL");
+  CHECK_REFUSED(session.cache().formats(), none, "cache is NULL");
+  CHECK_REFUSED(session.cache().memory(), none, "cache is NULL");
+  CHECK_REFUSED(session.cache().share().length(), none, "cache is NULL");
   CHECK_REFUSED(
       session.cache().rewind(0), ETKV_ERROR_INVALID_ARGUMENT, "cache is NULL");
   session = std::move(moved);
   CHECK(key == session.key());
 
-  CHECK(session->can_extend() && session->can_extend(16));
-  CHECK(!session->can_extend(17) && !session->can_extend(-1));
-  CHECK_INT(session.cache().memory().allocated, 0);
+  CHECK(*session->can_extend() && *session->can_extend(16));
+  CHECK(!*session->can_extend(17));
+  CHECK_REFUSED(session->can_extend(-1), none, "n is -1");
+  CHECK_INT(session.cache().memory()->allocated, 0);
 
   auto refused = make_decode_session("Nobody", small_config(1, 1, 1));
   CHECK(!refused);
@@ -146,7 +155,7 @@ void unknown_keys() {
   CHECK_REFUSED(
       model.load(session.key()), ETKV_ERROR_INVALID_ARGUMENT, "loaded already");
   model.at(0, text(3));
-  CHECK_INT(session.cache().length(), 3);
+  CHECK_INT(*session.cache().length(), 3);
 }
 
 void unknown_options() {
@@ -217,15 +226,15 @@ void options_of_the_thread() {
   }).join();
   REQUIRE(model.module().load_method("forward") == Error::Ok);
   CHECK_INT(must(model.step(text(3), run(0, 3))).count, 1);
-  CHECK_INT(session.cache().length(), 3);
+  CHECK_INT(*session.cache().length(), 3);
 
   // What ExecuTorch passes on goes first, each for itself.
   Model second("llama-f32");
   const Session own = session_for(second);
   must(second.load(own.key()));
   must(second.step(text(2), run(0, 2)));
-  CHECK_INT(own.cache().length(), 2);
-  CHECK_INT(session.cache().length(), 3);
+  CHECK_INT(*own.cache().length(), 2);
+  CHECK_INT(*session.cache().length(), 3);
 
   must(set("no such key", nullptr));
   Model third("llama-f32");
@@ -260,8 +269,8 @@ void another_number_of_layers() {
     Model model("llama-f32");
     const auto words = "has " + std::to_string(n_layers);
     CHECK_REFUSED(model.load(session.key()), ETKV_ERROR_SHAPE, words.c_str());
-    CHECK_INT(session->length(), 0);
-    CHECK_INT(session->memory().allocated, 0);
+    CHECK_INT(*session->length(), 0);
+    CHECK_INT(session->memory()->allocated, 0);
   }
 }
 
@@ -289,9 +298,9 @@ void other_sizes() {
     }
     for (int i = 0; i < 2; ++i) {
       CHECK_REFUSED(model.step(text(3), run(0, 3)), ETKV_ERROR_SHAPE, words);
-      CHECK_INT(session->length(), 0);
-      CHECK_INT(session->memory().used, 0);
-      CHECK(session->can_extend(16));
+      CHECK_INT(*session->length(), 0);
+      CHECK_INT(session->memory()->used, 0);
+      CHECK(*session->can_extend(16));
     }
     // Slots of the layers before the one that refuses may stay until then.
     must(session->clear(/*release=*/true));
@@ -313,9 +322,7 @@ etkv_session* raw_session(Model& model) {
 }
 
 etkv_cache* raw_cache(const etkv_session* session) {
-  etkv_cache* cache = nullptr;
-  REQUIRE(etkv_session_cache(session, &cache, nullptr) == ETKV_OK);
-  return cache;
+  return etkv_session_cache(session);
 }
 
 /// A session, a handle and a program leave in any order; the cache leaves with
@@ -350,7 +357,7 @@ void any_order_of_leaving() {
       }
       if (handle) {
         must(handle->rewind(6));
-        CHECK_INT(handle->length(), 6);
+        CHECK_INT(*handle->length(), 6);
       }
       if (model) {
         // Over the rows of an earlier turn, where the handle did not forget
@@ -386,7 +393,7 @@ void two_programs_on_one_cache() {
     Model& turn = i % 2 == 0 ? first.model : second;
     CHECK(turn.at(static_cast<int64_t>(i), {ids[i]}) == wanted[i - 6]);
   }
-  CHECK_INT(first.cache().length(), 20);
+  CHECK_INT(*first.cache().length(), 20);
 
   // One of another dtype reads the same storage.
   Model half("llama-bf16");
@@ -394,14 +401,14 @@ void two_programs_on_one_cache() {
   must(first.cache().rewind(7));
   const Rows close = half.at(7, {ids[7]});
   CHECK(distance(close, wanted[1]) < 0.5);
-  CHECK_INT(first.cache().length(), 8);
+  CHECK_INT(*first.cache().length(), 8);
 
   // One with other shapes is refused, and the first goes on.
   Model other("qwen3-f32");
   if (auto loaded = other.load(first.session.key()); loaded.ok()) {
     CHECK_REFUSED(other.step({ids[8]}, run(8, 1)), ETKV_ERROR_SHAPE, "layer 0");
   }
-  CHECK_INT(first.cache().length(), 8);
+  CHECK_INT(*first.cache().length(), 8);
   must(first.cache().rewind(7));
   CHECK(first.at(7, {ids[7]}) == wanted[1]);
   CHECK(first.at(8, {ids[8]}) == wanted[2]);

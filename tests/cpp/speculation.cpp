@@ -115,7 +115,8 @@ void same_ids() {
         const auto answer = must(generator.answer(
             prompt(), static_cast<int64_t>(n), examples::Listener()));
         CHECK(answer.ids == wanted);
-        CHECK_INT(target.cache().length(), prompt().size() + wanted.size() - 1);
+        CHECK_INT(
+            *target.cache().length(), prompt().size() + wanted.size() - 1);
         const auto took = speculator.take_statistics();
         CHECK_INT(took.ids, n - 1);
         if (std::string(name) == "llama-f32") {
@@ -154,7 +155,7 @@ void at_capacity() {
     CHECK(full.stop == examples::Stop::capacity);
     CHECK_INT(full.ids.size(), 40 - prompt().size() + 1);
     CHECK(full.ids == slice(wanted, 0, full.ids.size()));
-    CHECK_INT(target.cache().length(), 40);
+    CHECK_INT(*target.cache().length(), 40);
     must(generator.rewind(prompt().size()));
     const auto again =
         must(generator.answer(prompt(), 10, examples::Listener()));
@@ -197,7 +198,7 @@ void ends_within_a_tree() {
         must(generator.answer(prompt(), 24, examples::Listener()));
     CHECK(answer.stop == examples::Stop::end);
     CHECK(answer.ids == slice(wanted, 0, end + 1));
-    CHECK_INT(target.cache().length(), prompt().size() + end);
+    CHECK_INT(*target.cache().length(), prompt().size() + end);
     CHECK_INT(must(target.cache().tree_len()), 0);
   }
 }

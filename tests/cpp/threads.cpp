@@ -65,7 +65,7 @@ void parts_on_their_own_threads() {
       on_a_thread([&] { model.reset(); });
     } else {
       on_a_thread([&] { model.reset(); });
-      CHECK_INT(session->cache().length(), 5);
+      CHECK_INT(*session->cache().length(), 5);
       on_a_thread([&] { session.reset(); });
     }
   }
@@ -117,7 +117,8 @@ void one_cache() {
       seed = seed * 1664525U + 1013904223U;
       const int64_t n = 1 + (seed >> 10) % 5;
       // Somewhere near the end; the other thread moves it meanwhile.
-      const int64_t at = first.cache().length() + int64_t((seed >> 20) % 4) - 2;
+      const int64_t at =
+          *first.cache().length() + int64_t((seed >> 20) % 4) - 2;
       const auto result = model.step(text(n, seed), run(at, n));
       if (result.ok()) {
         ++worked;
@@ -127,7 +128,7 @@ void one_cache() {
         const auto status = result.error().status();
         CHECK(status == ETKV_ERROR_POSITION || status == ETKV_ERROR_CAPACITY);
       }
-      const int32_t length = first.cache().length();
+      const int32_t length = *first.cache().length();
       CHECK(length >= 0 && length <= kCapacity);
       if (length > kCapacity - 6) {
         // Refused where the other one has already cleared it.
@@ -167,19 +168,19 @@ void control_during_steps() {
   }();
 
   Bound bound("llama-f32", kCapacity);
-  const uint64_t slot = bound.cache().memory().at_capacity / kCapacity;
+  const uint64_t slot = bound.cache().memory()->at_capacity / kCapacity;
   std::atomic<bool> done{false};
   std::atomic<long> asked{0};
   std::atomic<bool> consistent{true};
   std::thread watcher([&] {
     int32_t last = 0;
     while (!done) {
-      const int32_t length = bound.cache().length();
-      const Memory memory = bound.cache().memory();
+      const int32_t length = *bound.cache().length();
+      const Memory memory = *bound.cache().memory();
       const bool holds =
           length % 4 == 0 && length >= last && memory.used % (4 * slot) == 0 &&
-          memory.used <= memory.allocated && bound.cache().can_extend(0) &&
-          !bound.cache().can_extend(kCapacity - length + 1) &&
+          memory.used <= memory.allocated && *bound.cache().can_extend(0) &&
+          !*bound.cache().can_extend(kCapacity - length + 1) &&
           bound.cache().capacity() == kCapacity &&
           // Beyond what is there: changes nothing.
           !bound.cache().rewind(kCapacity + 1).ok();
@@ -224,7 +225,7 @@ void sequences_of_two_threads() {
   other.join();
   CHECK(same[0]);
   CHECK(same[1]);
-  CHECK_INT(on->length(), 0);
+  CHECK_INT(*on->length(), 0);
 }
 
 /// Without a lock of the hosts', a step may run under what the other thread named,
@@ -269,7 +270,7 @@ void a_cache_stays_whole_without_a_lock() {
     CHECK_INT(ranges[0].begin, 0);
     held += must(on->seq_len(sequence));
   }
-  CHECK_INT(held, on->length());
+  CHECK_INT(held, *on->length());
 }
 
 /// One handle on several threads, and freed while they use it: a call works as
@@ -286,15 +287,19 @@ void one_handle() {
       threads.emplace_back([&] {
         ++running;
         for (;;) {
-          int32_t capacity = 0;
+          int32_t length = -1;
           etkv_error* error = nullptr;
-          const auto status = etkv_cache_capacity(handle, &capacity, &error);
+          const int32_t capacity = etkv_cache_capacity(handle);
+          const auto status = etkv_cache_length(handle, &length, &error);
           if (status != ETKV_OK) {
             CHECK_INT(status, ETKV_ERROR_INVALID_ARGUMENT);
             CHECK_HAS(etkv_error_message(error), "it was freed");
             etkv_error_free(error);
+            CHECK(capacity == 64 || capacity == 0);
+            CHECK_INT(etkv_cache_capacity(handle), 0);
             return;
           }
+          CHECK_INT(length, 0);
           CHECK_INT(capacity, 64);
         }
       });

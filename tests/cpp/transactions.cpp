@@ -210,7 +210,7 @@ struct Answers {
 };
 
 Answers answers(Tapped& tapped, const Place& place) {
-  const auto length = static_cast<int64_t>(tapped.cache().length());
+  const auto length = static_cast<int64_t>(*tapped.cache().length());
   Answers answers;
   answers.more = tapped.at(length, {42});
   answers.again = tapped.at(place.position, text(place.n, 77));
@@ -294,7 +294,7 @@ void one_fault_after_the_other() {
           tapped.step(text(5, 5), static_cast<int64_t>(i) - back, fault.tamper);
       CHECK_REFUSED(refused, fault.status, fault.words);
     }
-    CHECK_INT(tapped.cache().length(), i);
+    CHECK_INT(*tapped.cache().length(), i);
     CHECK(
         tapped.at(static_cast<int64_t>(i), slice(ids, i, 4)) == wanted[i / 4]);
   }
@@ -307,8 +307,8 @@ void a_layer_that_does_not_fit() {
   const Seen before(tapped.cache());
   CHECK_REFUSED(
       tapped.step(text(6), 0), ETKV_ERROR_SHAPE, "the values of layer 1");
-  CHECK_INT(tapped.cache().length(), before.length);
-  CHECK_INT(tapped.cache().memory().used, before.memory.used);
+  CHECK_INT(*tapped.cache().length(), before.length);
+  CHECK_INT(tapped.cache().memory()->used, before.memory.used);
   must(tapped.cache().clear(/*release=*/true));
   CHECK(Seen(tapped.cache()) == before);
 }

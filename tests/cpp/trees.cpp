@@ -73,7 +73,7 @@ void whole(const Change& change) {
   on.model.at(0, prompt);
   must(on->propose(parents));
   CHECK_INT(must(on->tree_len()), 7);
-  CHECK_INT(on->length(), 9);
+  CHECK_INT(*on->length(), 9);
   const Rows rows = must(on.model.step(nodes, positions(9, parents, 0, 7)));
   for (int32_t node = 0; node < 7; ++node) {
     const Ids ids = chain(prompt, parents, nodes, node);
@@ -81,11 +81,11 @@ void whole(const Change& change) {
   }
   // Candidates take cells; they are no part of the sequence yet.
   CHECK_INT(must(on->seq_len(0)), 9);
-  CHECK(!on->can_extend(64 - 9));
+  CHECK(!*on->can_extend(64 - 9));
 
   must(on->commit({0, 1, 3}));
   CHECK_INT(must(on->tree_len()), 0);
-  CHECK_INT(on->length(), 12);
+  CHECK_INT(*on->length(), 12);
   CHECK_INT(must(on->seq_next(0)), 12);
   Ids all = chain(prompt, parents, nodes, 3);
   const Ids more = text(4, 8);
@@ -133,7 +133,7 @@ void rejected() {
   must(on->propose({-1, 0, 1}));
   must(on.model.step({1, 2, 3}, {7, 8, 9}));
   must(on->commit({}));
-  CHECK_INT(on->length(), 7);
+  CHECK_INT(*on->length(), 7);
   Ids all = prompt;
   all.push_back(5);
   CHECK(close(on.model.at(7, {5}), alone(all).last()));
@@ -141,7 +141,7 @@ void rejected() {
   must(on->propose({-1, 0, 1}));
   must(on->commit({}));
   on.model.at(8, {6});
-  CHECK_INT(on->length(), 9);
+  CHECK_INT(*on->length(), 9);
 }
 
 /// Trees behind several sequences, verified in one step.
@@ -172,7 +172,7 @@ void several() {
   CHECK_INT(must(on->seq_len(3)), 8);
   must(on->commit({1}, 8));
   CHECK_INT(must(on->seq_len(8)), 5);
-  CHECK_INT(on->length(), 13);
+  CHECK_INT(*on->length(), 13);
 }
 
 /// Speculative decoding gives the ids of reference decoding, whatever the draft.
@@ -196,7 +196,7 @@ void speculative(const Change& change) {
   size_t steps = 0;
   while (ids.size() < kIds) {
     ++steps;
-    const auto base = static_cast<int64_t>(on->length());
+    const auto base = static_cast<int64_t>(*on->length());
     // The root, then a draft that is sometimes right: two chains, one of them
     // with what comes, as far as chance lets it.
     Parents parents = {-1};
@@ -275,7 +275,7 @@ void refusals() {
   CHECK_REFUSED(on->commit({1}), ETKV_ERROR_INVALID_ARGUMENT, "node 1");
   CHECK_INT(must(on->tree_len()), 3);
   must(on->commit({0, 2}));
-  CHECK_INT(on->length(), 8);
+  CHECK_INT(*on->length(), 8);
 }
 
 /// A step of candidates that fails when its rows are written can be made again.

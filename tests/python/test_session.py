@@ -10,7 +10,7 @@ import pytest
 
 import etkv
 from etkv import CacheConfig, DecodeSession, LayerConfig, SeqSession, TreeSession
-from etkv._capi import lib
+from etkv._capi import lib, text
 
 LAYERS = (LayerConfig(2, 64), LayerConfig(1, 32, 64, window=8, sinks=2))
 KINDS = [(DecodeSession, "contiguous"), (SeqSession, "seq"), (TreeSession, "tree")]
@@ -140,6 +140,37 @@ def test_estimates_are_those_of_the_cache():
         assert session.memory().at_capacity == etkv.estimate(small, 0).at_capacity
     with pytest.raises(etkv.EtkvError, match="1001"):
         etkv.estimate(small, 1001)
+
+
+@pytest.mark.parametrize("make", [SeqSession, TreeSession])
+def test_estimates_of_several_sequences_are_those_of_their_caches(make):
+    windowed = config(layers=(LayerConfig(2, 64, window=8),), capacity=1000, max_step_tokens=4, growth="upfront")
+    shared = etkv.estimate_shared(windowed, 0)
+    with make(windowed) as session:
+        assert session.memory() == shared
+    assert shared.allocated == 1000 * 2 * 2 * 128
+    assert shared.at_capacity > etkv.estimate(windowed, 0).at_capacity
+    with pytest.raises(etkv.EtkvError, match="1001"):
+        etkv.estimate_shared(windowed, 1001)
+
+
+def test_a_handle_that_is_gone_has_no_facts():
+    with DecodeSession(config()) as session:
+        gone = etkv.Cache(lib().etkv_session_cache(session._session))
+        lib().etkv_cache_free(gone._raw())
+        for fact in ("capacity", "n_layers", "kind"):
+            with pytest.raises(etkv.EtkvError, match="closed by another thread"):
+                getattr(gone, fact)
+
+
+def test_statuses_have_the_names_of_the_library():
+    library = lib()
+    for status in etkv.Status:
+        assert text(library.etkv_status_name(status)) == status.name
+        assert f"ETKV_ERROR_{status.name}" in dir(library)
+        assert getattr(library, f"ETKV_ERROR_{status.name}") == status
+    constants = [name for name in dir(library) if name.startswith("ETKV_ERROR_")]
+    assert len(constants) == len(etkv.Status)
 
 
 def test_a_session_is_not_copied():

@@ -42,11 +42,15 @@ extern "C" {
         session: *mut Handle,
         error: *mut Handle,
     ) -> c_int;
-    fn etkv_session_cache(session: Handle, cache: *mut Handle, error: *mut Handle) -> c_int;
+    fn etkv_session_cache(session: Handle) -> Handle;
     fn etkv_session_seq(session: Handle, cache: *mut Handle, error: *mut Handle) -> c_int;
     fn etkv_session_tree(session: Handle, cache: *mut Handle, error: *mut Handle) -> c_int;
     fn etkv_session_key(session: Handle) -> *const c_char;
     fn etkv_session_free(session: Handle);
+    fn etkv_cache_capacity(cache: Handle) -> i32;
+    fn etkv_cache_n_layers(cache: Handle) -> usize;
+    fn etkv_cache_kind(cache: Handle) -> *const c_char;
+    fn etkv_cache_share(cache: Handle) -> Handle;
     fn etkv_cache_length(cache: Handle, length: *mut i32, error: *mut Handle) -> c_int;
     fn etkv_cache_rewind(cache: Handle, length: i32, error: *mut Handle) -> c_int;
     fn etkv_cache_clear(cache: Handle, release: bool, error: *mut Handle) -> c_int;
@@ -174,7 +178,7 @@ impl Handles {
         let mut all = Self { session, cache: null_mut(), sequences: null_mut(), trees: null_mut() };
         // SAFETY: the handles are live, the places are there.
         unsafe {
-            assert_eq!(etkv_session_cache(session, &mut all.cache, null_mut()), 0);
+            all.cache = etkv_session_cache(session);
             assert_eq!(etkv_session_seq(session, &mut all.sequences, null_mut()), 0);
             assert_eq!(etkv_session_tree(session, &mut all.trees, null_mut()), 0);
         }
@@ -211,7 +215,7 @@ fn tripped(call: impl FnOnce(*mut Handle) -> c_int, words: &str) {
     assert!(message.contains(words), "{message}");
 }
 
-/// Everything but freeing is refused, on every face.
+/// Everything but freeing and facts is refused, on every face.
 fn broken(all: &Handles) {
     let words = "it can only be freed";
     let (mut number, mut size, mut handle) = (7i32, 7usize, null_mut());
@@ -225,6 +229,11 @@ fn broken(all: &Handles) {
         tripped(|error| etkv_session_seq(all.session, &mut handle, error), words);
         tripped(|error| etkv_session_tree(all.session, &mut handle, error), words);
         assert!(handle.is_null());
+        assert_eq!((etkv_cache_capacity(all.cache), etkv_cache_n_layers(all.cache)), (16, 1));
+        assert_eq!(CStr::from_ptr(etkv_cache_kind(all.cache)), c"breaking");
+        let shared = etkv_cache_share(all.cache);
+        tripped(|error| etkv_cache_length(shared, &mut number, error), words);
+        etkv_cache_free(shared);
         // Who finds it by its key meets the same.
         let key = etkv_session_key(all.session);
         assert_eq!(etkv_registry_get(key, &mut handle, null_mut()), 0);

@@ -81,7 +81,7 @@ fn clears(mut caches: [Box<MlxCache>; 2]) -> etkv::Result<()> {
     let expected = append(&mut **undisturbed, 16, 1)?;
     limit(Some(LEFT));
     let error = cache.clear(false).unwrap_err();
-    assert_eq!(error.status(), Status::Mlx);
+    assert_eq!(error.status(), Status::Backend);
     assert!(error.message().contains("out of memory"), "{error}");
     assert_eq!(cache.length(), 16);
     assert_eq!(cache.formats(), [KvFormat::RowInt4; 2]);
@@ -121,7 +121,7 @@ fn conversions(cache: &mut MlxCache) -> etkv::Result<()> {
     assert_eq!(cache.formats(), [KvFormat::F16; 2], "the conversion fails");
     append(cache, 12, 5)?;
     let error = append(cache, 17, 1).unwrap_err();
-    assert_eq!(error.status(), Status::Mlx);
+    assert_eq!(error.status(), Status::Backend);
     for words in ["17 positions in f16", "row-int4", "out of memory", "free memory"] {
         assert!(error.message().contains(words), "{error}");
     }

@@ -253,6 +253,6 @@ fn memory_that_there_is_not_is_an_error() {
         return;
     }
     let error = ContiguousCache::new(config).err().expect("2 TB are not to be had");
-    assert_eq!(error.status(), Status::Mlx);
+    assert_eq!(error.status(), Status::Backend);
     assert!(error.message().contains("out of memory"), "{error}");
 }

@@ -32,7 +32,7 @@ fn a_cache_whose_rows_could_not_be_moved_refuses_steps_until_it_is_cleared() {
         assert!(failed.message().contains("as the test asked for"), "{failed}");
         assert!(!cache.can_extend(1));
         let error = cache.begin(&[cache.length()]).unwrap_err();
-        assert_eq!(error.status(), Status::Mlx);
+        assert_eq!(error.status(), Status::Backend);
         assert!(error.message().contains("as the test asked for"), "{error}");
         cache.clear(release).unwrap();
         assert!(cache.can_extend(1));
@@ -57,7 +57,7 @@ fn a_clear_that_fails_changes_nothing() {
     append(&mut cache, 0, 4).unwrap();
     cache.convert(KvFormat::F16, KvFormat::F16).unwrap();
     fail_next(Failure::Grow);
-    assert_eq!(cache.clear(false).unwrap_err().status(), Status::Mlx);
+    assert_eq!(cache.clear(false).unwrap_err().status(), Status::Backend);
     assert_eq!((cache.length(), cache.formats()), (4, [KvFormat::F16; 2]));
     append(&mut cache, 4, 1).unwrap();
     cache.clear(false).unwrap();
@@ -98,7 +98,7 @@ fn a_step_that_finds_no_memory_has_not_been() {
     let mut cache = ContiguousCache::<VecStore>::new(CacheConfig::uniform(1, 1, 4, 1000)).unwrap();
     append(&mut cache, 0, 200).unwrap();
     fail_next(Failure::Grow);
-    assert_eq!(append(&mut cache, 200, 100).unwrap_err().status(), Status::Mlx);
+    assert_eq!(append(&mut cache, 200, 100).unwrap_err().status(), Status::Backend);
     assert_eq!(cache.length(), 200);
     append(&mut cache, 200, 100).unwrap();
     assert_eq!(cache.length(), 300);

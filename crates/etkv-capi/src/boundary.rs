@@ -36,6 +36,15 @@ pub(crate) unsafe fn boundary(
     }
 }
 
+/// Runs the body of a C function that returns what it finds, and `otherwise` where the
+/// handle that it is asked of is none.
+pub(crate) fn value<T>(otherwise: T, body: impl FnOnce() -> Result<T>) -> T {
+    match catch_unwind(AssertUnwindSafe(body)) {
+        Ok(Ok(found)) => found,
+        Ok(Err(_)) | Err(_) => otherwise,
+    }
+}
+
 /// What a panic becomes.
 pub(crate) fn panic_error(panic: &(dyn Any + Send)) -> Error {
     let words = panic

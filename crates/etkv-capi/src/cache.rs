@@ -1,10 +1,11 @@
 //! `etkv_cache`: a handle on a shared cache.
 
 use std::ffi::c_char;
+use std::ptr::{null, null_mut};
 
 use etkv_core::{fail, Cache, Result, SharedCache};
 
-use super::boundary::{boundary, free, lasting, out, text};
+use super::boundary::{boundary, free, lasting, out, text, value};
 use super::config::{etkv_cache_config, given_format, read_config};
 use super::error::etkv_error;
 use super::handle::{self, Object};
@@ -45,25 +46,13 @@ pub unsafe extern "C" fn etkv_cache_new(
     }
 }
 
-/// Makes another handle on the same cache.
-///
-/// # Safety
-/// Pointers are NULL or as the header says.
+/// Another handle on the same cache; NULL if `cache` is no cache.
 #[no_mangle]
-pub unsafe extern "C" fn etkv_cache_share(
-    cache: *const etkv_cache,
-    shared: *mut *mut etkv_cache,
-    error: *mut *mut etkv_error,
-) -> i32 {
-    // SAFETY: the caller says so.
-    unsafe {
-        boundary(error, || {
-            let target = out(shared, "shared")?;
-            let cache = handle::look_up(cache, "cache")?.cache.clone();
-            target.write(handle::give(etkv_cache { cache }));
-            Ok(())
-        })
-    }
+pub extern "C" fn etkv_cache_share(cache: *const etkv_cache) -> *mut etkv_cache {
+    value(null_mut(), || {
+        let cache = handle::look_up(cache, "cache")?.cache.clone();
+        Ok(handle::give(etkv_cache { cache }))
+    })
 }
 
 /// Gives back a handle.
@@ -97,18 +86,10 @@ pub unsafe extern "C" fn etkv_cache_can_extend(
     }
 }
 
-/// Stores the most positions that the cache holds.
-///
-/// # Safety
-/// Pointers are NULL or as the header says.
+/// The most positions that the cache holds; 0 if `cache` is no cache.
 #[no_mangle]
-pub unsafe extern "C" fn etkv_cache_capacity(
-    cache: *const etkv_cache,
-    capacity: *mut i32,
-    error: *mut *mut etkv_error,
-) -> i32 {
-    // SAFETY: the caller says so.
-    unsafe { read(cache, capacity, "capacity", error, |cache| Ok(cache.capacity())) }
+pub extern "C" fn etkv_cache_capacity(cache: *const etkv_cache) -> i32 {
+    value(0, || Ok(handle::look_up(cache, "cache")?.cache.capacity()))
 }
 
 /// Stores the positions that the cache holds.
@@ -125,32 +106,16 @@ pub unsafe extern "C" fn etkv_cache_length(
     unsafe { read(cache, length, "length", error, |cache| Ok(cache.length())) }
 }
 
-/// Stores the number of layers.
-///
-/// # Safety
-/// Pointers are NULL or as the header says.
+/// The number of layers; 0 if `cache` is no cache.
 #[no_mangle]
-pub unsafe extern "C" fn etkv_cache_n_layers(
-    cache: *const etkv_cache,
-    n_layers: *mut usize,
-    error: *mut *mut etkv_error,
-) -> i32 {
-    // SAFETY: the caller says so.
-    unsafe { read(cache, n_layers, "n_layers", error, |cache| Ok(cache.config().layers.len())) }
+pub extern "C" fn etkv_cache_n_layers(cache: *const etkv_cache) -> usize {
+    value(0, || Ok(handle::look_up(cache, "cache")?.cache.n_layers()))
 }
 
-/// Stores the name of the cache's kind.
-///
-/// # Safety
-/// Pointers are NULL or as the header says.
+/// The name of the cache's kind; NULL if `cache` is no cache.
 #[no_mangle]
-pub unsafe extern "C" fn etkv_cache_kind(
-    cache: *const etkv_cache,
-    kind: *mut *const c_char,
-    error: *mut *mut etkv_error,
-) -> i32 {
-    // SAFETY: the caller says so.
-    unsafe { read(cache, kind, "kind", error, |cache| Ok(lasting(cache.kind()))) }
+pub extern "C" fn etkv_cache_kind(cache: *const etkv_cache) -> *const c_char {
+    value(null(), || Ok(lasting(handle::look_up(cache, "cache")?.cache.kind())))
 }
 
 /// Stores the names of the formats that keys and values have now.

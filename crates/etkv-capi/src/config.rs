@@ -2,7 +2,7 @@
 
 use std::ffi::c_char;
 
-use etkv_core::{fail, CacheConfig, Growth, KvFormat, LayerConfig, LayerPolicy, Result};
+use etkv_core::{fail, CacheConfig, Growth, KvFormat, LayerConfig, LayerPolicy, Memory, Result};
 
 use super::boundary::{boundary, out, read_struct, text};
 use super::error::etkv_error;
@@ -67,7 +67,7 @@ pub unsafe extern "C" fn etkv_format_row_bytes(
     }
 }
 
-/// Fills `memory` with what a cache would hold.
+/// Fills `memory` with what a contiguous cache would hold.
 ///
 /// # Safety
 /// Pointers are NULL or as the header says.
@@ -77,6 +77,34 @@ pub unsafe extern "C" fn etkv_cache_config_estimate(
     length: i32,
     memory: *mut etkv_memory,
     error: *mut *mut etkv_error,
+) -> i32 {
+    // SAFETY: the caller says so.
+    unsafe { estimate(config, length, memory, error, CacheConfig::estimate) }
+}
+
+/// Fills `memory` with what a cache of several sequences would hold.
+///
+/// # Safety
+/// Pointers are NULL or as the header says.
+#[no_mangle]
+pub unsafe extern "C" fn etkv_cache_config_estimate_shared(
+    config: *const etkv_cache_config,
+    length: i32,
+    memory: *mut etkv_memory,
+    error: *mut *mut etkv_error,
+) -> i32 {
+    // SAFETY: the caller says so.
+    unsafe { estimate(config, length, memory, error, CacheConfig::estimate_shared) }
+}
+
+/// # Safety
+/// Pointers are NULL or as the header says.
+unsafe fn estimate(
+    config: *const etkv_cache_config,
+    length: i32,
+    memory: *mut etkv_memory,
+    error: *mut *mut etkv_error,
+    at: fn(&CacheConfig, i32) -> Memory,
 ) -> i32 {
     // SAFETY: the caller says so.
     unsafe {
@@ -91,7 +119,7 @@ pub unsafe extern "C" fn etkv_cache_config_estimate(
                     config.capacity
                 );
             }
-            fill_memory(memory, || Ok(config.estimate(length)))
+            fill_memory(memory, || Ok(at(&config, length)))
         })
     }
 }

@@ -13,8 +13,7 @@ use mlx_rs::Array;
 
 use super::boundary::{boundary, free, read_struct, text};
 use super::cache::etkv_cache;
-use super::error::etkv_error;
-use super::error_calls::from_host;
+use super::error::{etkv_error, from_host};
 use super::handle;
 
 type State = *mut c_void;

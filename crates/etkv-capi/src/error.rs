@@ -1,9 +1,10 @@
-//! `etkv_error`, an error that the caller owns: what is behind the handle.
+//! `etkv_error`: an error that the caller owns.
 
-use std::ffi::{CStr, CString};
+use std::ffi::{c_char, CStr, CString};
 
-use etkv_core::{Error, Status};
+use etkv_core::{fail, Error, Result, Status};
 
+use super::boundary::{boundary, free, lasting, text};
 use super::handle::{self, Object};
 
 /// ETKV_OK.
@@ -43,23 +44,74 @@ impl etkv_error {
     }
 }
 
-/// The statuses that there are, and with them their numbers.
-const STATUSES: [Status; 12] = [
-    Status::InvalidArgument,
-    Status::Capacity,
-    Status::Position,
-    Status::NoCache,
-    Status::Kind,
-    Status::Shape,
-    Status::Dtype,
-    Status::Program,
-    Status::Unsupported,
-    Status::Mlx,
-    Status::Step,
-    Status::Internal,
-];
+/// What a callback of the host's returned: its status, and its error object,
+/// which is taken over.
+pub(super) fn from_host(status: i32, error: *mut etkv_error, what: &str) -> Result<()> {
+    let message = handle::look_up(error, "error")
+        .ok()
+        .map(|error| error.message().to_string_lossy().into_owned());
+    free(error);
+    if status == OK {
+        return Ok(());
+    }
+    let words = message.unwrap_or_else(|| format!("the host's {what} failed with status {status}"));
+    Err(Error::new(Status::from_number(status).unwrap_or(Status::Internal), words))
+}
 
-/// The status with this number.
-pub(crate) fn status_of(number: i32) -> Option<Status> {
-    STATUSES.into_iter().find(|&status| status as i32 == number)
+/// The name of a status.
+#[no_mangle]
+pub extern "C" fn etkv_status_name(status: i32) -> *const c_char {
+    match Status::from_number(status) {
+        _ if status == OK => c"OK".as_ptr(),
+        Some(status) => lasting(status.name()),
+        None => c"UNKNOWN".as_ptr(),
+    }
+}
+
+/// Makes an error, for a callback to return; NULL for a status that is none.
+///
+/// # Safety
+/// `message` is NULL or points to a string that ends in a zero byte.
+#[no_mangle]
+pub unsafe extern "C" fn etkv_error_new(status: i32, message: *const c_char) -> *mut etkv_error {
+    let mut made = std::ptr::null_mut();
+    // SAFETY: the place is there, and the caller says so of the string.
+    unsafe {
+        boundary(std::ptr::null_mut(), || {
+            let Some(status) = Status::from_number(status) else {
+                fail!(InvalidArgument, "status is {status}, that of no error");
+            };
+            made = etkv_error::give(&Error::new(status, text(message, "message")?));
+            Ok(())
+        })
+    };
+    made
+}
+
+/// The status of `error`; ETKV_OK if it is NULL.
+#[no_mangle]
+pub extern "C" fn etkv_error_status(error: *const etkv_error) -> i32 {
+    if error.is_null() {
+        return OK;
+    }
+    handle::look_up(error, "error").map_or(Status::InvalidArgument as i32, |error| error.status())
+}
+
+/// The message of `error`; "" if it is NULL.
+#[no_mangle]
+pub extern "C" fn etkv_error_message(error: *const etkv_error) -> *const c_char {
+    if error.is_null() {
+        return c"".as_ptr();
+    }
+    match handle::look_up(error, "error") {
+        // The table keeps what the string is in until the handle is freed.
+        Ok(error) => error.message().as_ptr(),
+        Err(_) => c"this is no etkv_error, or no longer".as_ptr(),
+    }
+}
+
+/// Frees an error.
+#[no_mangle]
+pub extern "C" fn etkv_error_free(error: *mut etkv_error) {
+    free(error);
 }

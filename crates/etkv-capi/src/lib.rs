@@ -1,6 +1,9 @@
 //! The C interface; `include/etkv/etkv.h` documents it. With the feature `delegate` also
 //! the bridge to ExecuTorch's backend.
 //!
+//! A file here is named after the header whose functions it has: `seq.rs` has those of
+//! `include/etkv/seq.h`. `boundary` and `handle` serve all of them.
+//!
 //! This is the only crate that exports C symbols.
 
 mod boundary;
@@ -11,12 +14,13 @@ mod config;
 mod custom;
 mod delegate;
 mod error;
-mod error_calls;
 mod forwards;
 mod handle;
+mod kinds;
 mod memory;
 mod process;
 mod registry;
 mod seq;
 mod session;
 mod tree;
+mod version;

@@ -1,41 +1,10 @@
-//! What the process runs on: versions, and MLX's memory.
-
-use std::ffi::{c_char, CString};
-use std::sync::LazyLock;
+//! What the process holds: MLX's memory, and handles.
 
 use etkv::mlx;
 
 use super::boundary::{boundary, out, read_struct};
 use super::error::etkv_error;
 use super::handle;
-
-/// The interface that this library has.
-#[no_mangle]
-pub extern "C" fn etkv_abi_version() -> u32 {
-    3
-}
-
-/// The library's version.
-#[no_mangle]
-pub extern "C" fn etkv_version() -> *const c_char {
-    concat!(env!("CARGO_PKG_VERSION"), "\0").as_ptr().cast()
-}
-
-/// The version of the MLX that the process runs on.
-#[no_mangle]
-pub extern "C" fn etkv_mlx_version() -> *const c_char {
-    static VERSION: LazyLock<CString> =
-        LazyLock::new(|| CString::new(mlx::version()).unwrap_or_default());
-    VERSION.as_ptr()
-}
-
-/// What multiplies matrices for MLX on the CPU.
-#[no_mangle]
-pub extern "C" fn etkv_mlx_blas() -> *const c_char {
-    static NAME: LazyLock<CString> =
-        LazyLock::new(|| CString::new(mlx::blas()).unwrap_or_default());
-    NAME.as_ptr()
-}
 
 /// Bytes that MLX holds in this process; see the header.
 #[allow(non_camel_case_types)]

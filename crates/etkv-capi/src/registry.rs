@@ -1,8 +1,8 @@
-//! Where caches are found by key, and which kinds there are.
+//! Where caches are found by key.
 
-use std::ffi::{c_char, c_void, CString};
+use std::ffi::c_char;
 
-use etkv_core::{fail, CacheRegistry, Entry, Result};
+use etkv_core::{fail, CacheRegistry, Entry};
 
 use super::boundary::{boundary, out, text};
 use super::cache::etkv_cache;
@@ -72,36 +72,6 @@ pub unsafe extern "C" fn etkv_registry_erase(
                 Some(_) => Ok(()),
                 None => fail!(NoCache, "no cache is known by the key `{key}`"),
             }
-        })
-    }
-}
-
-/// Calls `visit` for each kind that caches can be made of.
-///
-/// # Safety
-/// Pointers are NULL or as the header says.
-#[no_mangle]
-pub unsafe extern "C" fn etkv_kinds(
-    visit: Option<extern "C" fn(*mut c_void, *const c_char, *const c_char)>,
-    context: *mut c_void,
-    error: *mut *mut etkv_error,
-) -> i32 {
-    // SAFETY: the caller says so.
-    unsafe {
-        boundary(error, || {
-            let Some(visit) = visit else {
-                fail!(InvalidArgument, "visit is NULL");
-            };
-            let as_c = |name: String| CString::new(name).unwrap_or_default();
-            let kinds: Vec<(CString, CString)> = etkv::builders()
-                .kinds()
-                .into_iter()
-                .map(|(backend_id, kind)| (as_c(backend_id), as_c(kind)))
-                .collect();
-            for (backend_id, kind) in &kinds {
-                visit(context, backend_id.as_ptr(), kind.as_ptr());
-            }
-            Result::Ok(())
         })
     }
 }

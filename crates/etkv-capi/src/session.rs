@@ -1,10 +1,11 @@
 //! `etkv_session`: a cache of the caller's own, and its key.
 
 use std::ffi::{c_char, CString};
+use std::ptr::{null, null_mut};
 
 use etkv_core::{Result, Session, SharedCache};
 
-use super::boundary::{boundary, free, out, text};
+use super::boundary::{boundary, free, out, text, value};
 use super::cache::etkv_cache;
 use super::config::{etkv_cache_config, read_config};
 use super::error::etkv_error;
@@ -59,21 +60,16 @@ pub extern "C" fn etkv_session_free(session: *mut etkv_session) {
 #[no_mangle]
 pub extern "C" fn etkv_session_key(session: *const etkv_session) -> *const c_char {
     // The table keeps what the string is in until the handle is freed.
-    handle::look_up(session, "session").map_or(std::ptr::null(), |session| session.key.as_ptr())
+    value(null(), || Ok(handle::look_up(session, "session")?.key.as_ptr()))
 }
 
-/// Makes a handle on the session's cache.
-///
-/// # Safety
-/// Pointers are NULL or as the header says.
+/// A handle on the session's cache; NULL if `session` is no session.
 #[no_mangle]
-pub unsafe extern "C" fn etkv_session_cache(
-    session: *const etkv_session,
-    cache: *mut *mut etkv_cache,
-    error: *mut *mut etkv_error,
-) -> i32 {
-    // SAFETY: the caller says so.
-    unsafe { face(session, cache, error, |cache| Ok(handle::give(etkv_cache { cache }))) }
+pub extern "C" fn etkv_session_cache(session: *const etkv_session) -> *mut etkv_cache {
+    value(null_mut(), || {
+        let cache = handle::look_up(session, "session")?.session.cache();
+        Ok(handle::give(etkv_cache { cache }))
+    })
 }
 
 /// Makes a handle for sequences on the session's cache.

@@ -29,12 +29,53 @@ pub enum Status {
     Program = 8,
     /// The program needs something that this build does not have.
     Unsupported = 9,
-    /// MLX reported an error, or there is no memory for buffers.
-    Mlx = 10,
+    /// The backend reported an error, out of memory among them.
+    Backend = 10,
     /// A step is open on this cache, or none is.
     Step = 11,
     /// A defect inside this crate.
     Internal = 12,
+}
+
+impl Status {
+    /// All of them, in the order of their numbers.
+    pub const ALL: [Self; 12] = [
+        Self::InvalidArgument,
+        Self::Capacity,
+        Self::Position,
+        Self::NoCache,
+        Self::Kind,
+        Self::Shape,
+        Self::Dtype,
+        Self::Program,
+        Self::Unsupported,
+        Self::Backend,
+        Self::Step,
+        Self::Internal,
+    ];
+
+    /// The name that it has in every language: that of C's constant without `ETKV_ERROR_`.
+    pub fn name(self) -> &'static str {
+        match self {
+            Self::InvalidArgument => "INVALID_ARGUMENT",
+            Self::Capacity => "CAPACITY",
+            Self::Position => "POSITION",
+            Self::NoCache => "NO_CACHE",
+            Self::Kind => "KIND",
+            Self::Shape => "SHAPE",
+            Self::Dtype => "DTYPE",
+            Self::Program => "PROGRAM",
+            Self::Unsupported => "UNSUPPORTED",
+            Self::Backend => "BACKEND",
+            Self::Step => "STEP",
+            Self::Internal => "INTERNAL",
+        }
+    }
+
+    /// The status of this number.
+    pub fn from_number(number: i32) -> Option<Self> {
+        Self::ALL.into_iter().find(|&status| status as i32 == number)
+    }
 }
 
 /// An error: nothing that it is about has changed.

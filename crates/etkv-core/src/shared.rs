@@ -22,6 +22,14 @@ pub struct SharedCache {
     program: Arc<dyn Any + Send + Sync>,
     /// The store's name.
     store: &'static str,
+    facts: Arc<Facts>,
+}
+
+/// What a cache is for as long as it lives: told without taking it.
+struct Facts {
+    kind: String,
+    capacity: i32,
+    n_layers: usize,
 }
 
 /// The same cache as the programs of one backend see it.
@@ -36,13 +44,34 @@ pub type ProgramGuard<'a, S> = SharedGuard<'a, dyn AttendCache<Store = S>>;
 impl SharedCache {
     /// A cache to share.
     pub fn new<C: AttendCache + 'static>(cache: C) -> Self {
+        let facts = Arc::new(Facts {
+            kind: cache.kind().to_owned(),
+            capacity: cache.capacity(),
+            n_layers: cache.config().layers.len(),
+        });
         let place = Arc::new(Place {
             holder: AtomicU64::new(0),
             give_way: C::Store::give_way,
             cache: Mutex::new(cache),
         });
         let program: ProgramCache<C::Store> = Shared(place.clone());
-        Self { cache: Shared(place), program: Arc::new(program), store: C::Store::NAME }
+        Self { cache: Shared(place), program: Arc::new(program), store: C::Store::NAME, facts }
+    }
+
+    /// The name of its kind. Like the two below, it is told while others have the cache, and
+    /// where that is poisoned.
+    pub fn kind(&self) -> &str {
+        &self.facts.kind
+    }
+
+    /// The most positions that it holds.
+    pub fn capacity(&self) -> i32 {
+        self.facts.capacity
+    }
+
+    /// The number of its layers.
+    pub fn n_layers(&self) -> usize {
+        self.facts.n_layers
     }
 
     /// Waits for others to be done with the cache, and takes it: for a look, or a

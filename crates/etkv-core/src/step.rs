@@ -54,7 +54,7 @@ impl<'a, S: Store> Step<'a, S> {
     /// Evaluates `outputs` together with what the step wrote.
     ///
     /// # Errors
-    /// [`Mlx`](crate::Status::Mlx) if evaluating fails.
+    /// [`Backend`](crate::Status::Backend) if evaluating fails.
     pub fn eval(&self, outputs: &[&S::Tensor]) -> Result<()> {
         self.cache.eval(outputs)
     }
@@ -71,11 +71,11 @@ impl<'a, S: Store> Step<'a, S> {
     /// or started before, and makes the step's positions visible.
     ///
     /// # Errors
-    /// - [`Mlx`](crate::Status::Mlx) if evaluating fails,
+    /// - [`Backend`](crate::Status::Backend) if evaluating fails,
     ///   [`Step`](crate::Status::Step) if a layer is missing,
     ///   [`InvalidArgument`](crate::Status::InvalidArgument) where values that are no
     ///   numbers would reach other sequences. The step has not been.
-    /// - [`Mlx`](crate::Status::Mlx) where rows that slide could not be moved: the
+    /// - [`Backend`](crate::Status::Backend) where rows that slide could not be moved: the
     ///   cache is poisoned until it is cleared.
     pub fn commit(mut self, outputs: &[&S::Tensor]) -> Result<()> {
         self.eval(outputs)?;

@@ -27,7 +27,7 @@ use crate::spec::AttendSpec;
 ///
 /// # Errors
 ///
-/// [`Mlx`](crate::Status::Mlx) stands for what a device reports, and for memory that is
+/// [`Backend`](crate::Status::Backend) stands for what a device reports, and for memory that is
 /// not there. Unless a function says otherwise, the store is unchanged then.
 pub trait Store: Sized + Send + 'static {
     /// The backend's name in messages.
@@ -64,14 +64,14 @@ pub trait Store: Sized + Send + 'static {
     /// are zero. Growing by nothing costs nothing.
     ///
     /// # Errors
-    /// [`Mlx`](crate::Status::Mlx); each of keys and values has its old size or the new.
+    /// [`Backend`](crate::Status::Backend); each of keys and values has its old size or the new.
     fn grow(&mut self, layer: usize, slots: i32) -> Result<()>;
 
     /// Opens a step: carries out what earlier steps wrote, so that an abort does not
     /// undo it, and copies the rows in `displaced`, which the step writes over.
     ///
     /// # Errors
-    /// [`Mlx`](crate::Status::Mlx); no step is open then.
+    /// [`Backend`](crate::Status::Backend); no step is open then.
     fn begin(&mut self, displaced: &[(usize, Slots)]) -> Result<Self::Saved>;
 
     /// Writes a layer's new rows, of which there are as many as slots.
@@ -80,7 +80,7 @@ pub trait Store: Sized + Send + 'static {
     /// format in which they are stored, for [`non_finite`](Self::non_finite).
     ///
     /// # Errors
-    /// [`Mlx`](crate::Status::Mlx); some of the rows may be written.
+    /// [`Backend`](crate::Status::Backend); some of the rows may be written.
     fn write(
         &mut self,
         layer: usize,
@@ -93,7 +93,7 @@ pub trait Store: Sized + Send + 'static {
     /// A run of slots as attention reads them, the keys and the values.
     ///
     /// # Errors
-    /// [`Mlx`](crate::Status::Mlx).
+    /// [`Backend`](crate::Status::Backend).
     fn read(&self, layer: usize, slots: Range<i32>) -> Result<[Self::View; 2]>;
 
     /// A mask of `n_tokens` rows, at least 1, with a byte for each slot that is read: 1 is
@@ -103,7 +103,7 @@ pub trait Store: Sized + Send + 'static {
     /// Computes `outputs` together with what the open step wrote.
     ///
     /// # Errors
-    /// [`Mlx`](crate::Status::Mlx); the step stays open, to be aborted.
+    /// [`Backend`](crate::Status::Backend); the step stays open, to be aborted.
     fn eval(&self, outputs: &[&Self::Tensor]) -> Result<()>;
 
     /// Starts what [`eval`](Self::eval) does, and may return before it is done: the
@@ -126,7 +126,7 @@ pub trait Store: Sized + Send + 'static {
     /// the values in the slots of `blank` zero.
     ///
     /// # Errors
-    /// [`Mlx`](crate::Status::Mlx); the content of all slots is unknown.
+    /// [`Backend`](crate::Status::Backend); the content of all slots is unknown.
     fn abort(&mut self, saved: Self::Saved, blank: &[(usize, Slots)]) -> Result<()>;
 
     /// Moves rows of a layer, all of which are read before any is written. Grows the
@@ -134,14 +134,14 @@ pub trait Store: Sized + Send + 'static {
     /// buffer at a time.
     ///
     /// # Errors
-    /// [`Mlx`](crate::Status::Mlx); the content of all slots is unknown.
+    /// [`Backend`](crate::Status::Backend); the content of all slots is unknown.
     fn relocate(&mut self, layer: usize, from: &Slots, to: &Slots, slots: i32) -> Result<()>;
 
     /// Stores the rows of a layer in other formats, which they fit. Takes the memory of
     /// one buffer besides.
     ///
     /// # Errors
-    /// [`Mlx`](crate::Status::Mlx); each of keys and values is whole, in its old format or
+    /// [`Backend`](crate::Status::Backend); each of keys and values is whole, in its old format or
     /// in the new.
     fn convert(&mut self, layer: usize, formats: [KvFormat; 2]) -> Result<()>;
 
@@ -149,7 +149,7 @@ pub trait Store: Sized + Send + 'static {
     /// `slots[layer]` slots. Buffers of these formats stay, with whatever is in them.
     ///
     /// # Errors
-    /// [`Mlx`](crate::Status::Mlx): rows and formats are as before, and there may be more
+    /// [`Backend`](crate::Status::Backend): rows and formats are as before, and there may be more
     /// slots.
     fn clear(&mut self, formats: [KvFormat; 2], slots: &[i32]) -> Result<()>;
 

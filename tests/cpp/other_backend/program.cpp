@@ -35,7 +35,7 @@ Rows rows_of_prompt(Module::LoadMode mode) {
   const auto ids = from_blob(prompt.data(), {1, 4}, ScalarType::Long);
   const auto at = from_blob(positions.data(), {4}, ScalarType::Long);
   auto outputs = must(execute(*module, "forward", {EValue(*ids), EValue(*at)}));
-  CHECK_INT(made.session.cache().length(), 4);
+  CHECK_INT(*made.session.cache().length(), 4);
   return must(rows_of(outputs));
 }
 

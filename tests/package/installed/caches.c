@@ -23,10 +23,7 @@ int main(void) {
       ETKV_OK) {
     return failed("etkv_session_new", error);
   }
-  etkv_cache* cache = NULL;
-  if (etkv_session_cache(session, &cache, &error) != ETKV_OK) {
-    return failed("etkv_session_cache", error);
-  }
+  etkv_cache* cache = etkv_session_cache(session);
   bool fits = false;
   bool too_many = true;
   if (etkv_cache_can_extend(cache, 64, &fits, &error) != ETKV_OK ||

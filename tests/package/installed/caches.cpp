@@ -13,6 +13,6 @@ int main() {
     return 1;
   }
   const auto& cache = session->cache();
-  std::printf("%d of %d positions\n", cache.length(), cache.capacity());
-  return cache.can_extend(64) && !cache.can_extend(65) ? 0 : 1;
+  std::printf("%d of %d positions\n", *cache.length(), cache.capacity());
+  return *cache.can_extend(64) && !*cache.can_extend(65) ? 0 : 1;
 }

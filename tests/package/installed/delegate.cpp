@@ -37,6 +37,6 @@ int main(int argc, char** argv) {
       positions.data(), {T}, executorch::aten::ScalarType::Long);
   must(etkv::execute(module, "forward", {ids, at}));
 
-  std::printf("%d positions of %d\n", session->cache().length(), T);
-  return session->cache().length() == T ? 0 : 1;
+  std::printf("%d positions of %d\n", *session->cache().length(), T);
+  return *session->cache().length() == T ? 0 : 1;
 }

@@ -143,7 +143,7 @@ pub fn fail_next(failure: Failure) {
 fn may_fail(what: Failure) -> Result<()> {
     if NEXT_FAILURE.get() == Some(what) {
         NEXT_FAILURE.set(None);
-        return Err(Error::new(Status::Mlx, "out of memory, as the test asked for"));
+        return Err(Error::new(Status::Backend, "out of memory, as the test asked for"));
     }
     Ok(())
 }
@@ -236,7 +236,7 @@ impl Store for VecStore {
 
     fn eval(&self, outputs: &[&Tensor]) -> Result<()> {
         if self.fails || outputs.iter().any(|output| output.fails) {
-            return Err(Error::new(Status::Mlx, "a tensor that fails when it is computed"));
+            return Err(Error::new(Status::Backend, "a tensor that fails when it is computed"));
         }
         Ok(())
     }

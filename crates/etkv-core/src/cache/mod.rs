@@ -52,7 +52,7 @@ pub trait Cache: Send {
     ///
     /// # Errors
     /// - [`Step`](crate::Status::Step) while a step is open.
-    /// - [`Mlx`](crate::Status::Mlx) where there is no memory for buffers that are to
+    /// - [`Backend`](crate::Status::Backend) where there is no memory for buffers that are to
     ///   be there from the start.
     fn clear(&mut self, release: bool) -> Result<()>;
 
@@ -92,7 +92,7 @@ pub trait Cache: Send {
     /// - [`InvalidArgument`](crate::Status::InvalidArgument) for a format that some
     ///   layer's rows do not fit; nothing has changed.
     /// - [`Step`](crate::Status::Step) while a step is open.
-    /// - [`Mlx`](crate::Status::Mlx): some layers may be converted and others not,
+    /// - [`Backend`](crate::Status::Backend): some layers may be converted and others not,
     ///   all of them whole; call again to go on.
     fn convert(&mut self, k_format: KvFormat, v_format: KvFormat) -> Result<()>;
 
@@ -214,7 +214,7 @@ pub trait SeqCache: Cache {
     ///
     /// # Errors
     /// [`Step`](crate::Status::Step) while a step is open.
-    /// [`Mlx`](crate::Status::Mlx) where the rows could not be moved: the cache is
+    /// [`Backend`](crate::Status::Backend) where the rows could not be moved: the cache is
     /// poisoned until it is cleared.
     fn compact(&mut self) -> Result<()>;
 }
@@ -238,7 +238,7 @@ pub trait TreeCache: SeqCache {
     /// # Errors
     /// [`InvalidArgument`](crate::Status::InvalidArgument) where there is no tree,
     /// or the nodes are no chain of nodes that were run.
-    /// [`Mlx`](crate::Status::Mlx) where the rows could not be moved: the cache is
+    /// [`Backend`](crate::Status::Backend) where the rows could not be moved: the cache is
     /// poisoned until it is cleared.
     fn commit_tree(&mut self, sequence: i32, accepted: &[i32]) -> Result<()>;
 
@@ -275,7 +275,7 @@ pub trait AttendCache: Cache {
     /// # Errors
     /// - [`Step`](crate::Status::Step) outside a step.
     /// - [`Shape`](crate::Status::Shape) for rows or layers that do not fit.
-    /// - [`Mlx`](crate::Status::Mlx).
+    /// - [`Backend`](crate::Status::Backend).
     fn update_and_fetch(
         &mut self,
         layer: usize,
@@ -286,7 +286,7 @@ pub trait AttendCache: Cache {
     /// Computes `outputs` together with what the open step wrote.
     ///
     /// # Errors
-    /// [`Mlx`](crate::Status::Mlx).
+    /// [`Backend`](crate::Status::Backend).
     fn eval(&self, outputs: &[&<Self::Store as Store>::Tensor]) -> Result<()>;
 
     /// Starts what [`eval`](Self::eval) does, and may return before it is done: the
@@ -303,7 +303,7 @@ pub trait AttendCache: Cache {
     /// # Errors
     /// - [`Step`](crate::Status::Step) if no step is open or a layer is missing;
     ///   the step stays open.
-    /// - [`Mlx`](crate::Status::Mlx) where window layers could not move their rows:
+    /// - [`Backend`](crate::Status::Backend) where window layers could not move their rows:
     ///   the cache is poisoned until it is cleared.
     fn commit(&mut self) -> Result<()>;
 

@@ -107,7 +107,7 @@ impl<S: Store> Storage<S> {
     pub fn check(&self) -> Result<()> {
         match &self.poisoned {
             Some(error) => {
-                fail!(Mlx, "the cache is poisoned: {error}; clear it to go on")
+                fail!(Backend, "the cache is poisoned: {error}; clear it to go on")
             }
             None => Ok(()),
         }
@@ -120,7 +120,7 @@ impl<S: Store> Storage<S> {
     ///
     /// # Errors
     /// - [`Capacity`](Status::Capacity): the step is too long.
-    /// - [`Mlx`](Status::Mlx): the conversion failed again.
+    /// - [`Backend`](Status::Backend): the conversion failed again.
     pub fn check_floats(&mut self, n_tokens: usize, length: i32, counted: i32) -> Result<()> {
         let most = self.config.most_floats();
         let after = i64::from(length).saturating_add(n_tokens as i64);
@@ -271,7 +271,7 @@ impl<S: Store> Storage<S> {
     /// Ends the step that was committed.
     ///
     /// # Errors
-    /// [`Mlx`](Status::Mlx): the moves failed, and the cache is poisoned.
+    /// [`Backend`](Status::Backend): the moves failed, and the cache is poisoned.
     pub fn commit(&mut self, moves: &[Move]) -> Result<()> {
         self.store.end();
         self.end();
@@ -361,7 +361,7 @@ impl<S: Store> Storage<S> {
     /// are allocated again with the next step, whatever the growth.
     ///
     /// # Errors
-    /// [`Mlx`](Status::Mlx) where the buffers of a config that allocates upfront
+    /// [`Backend`](Status::Backend) where the buffers of a config that allocates upfront
     /// cannot be had. The store keeps its rows, and a poisoned cache stays
     /// poisoned.
     pub fn clear(&mut self, release: bool) -> Result<()> {

@@ -1,0 +1,34 @@
+//! Versions of the library and of what it runs on.
+
+use std::ffi::{c_char, CString};
+use std::sync::LazyLock;
+
+use etkv::mlx;
+
+/// The interface that this library has.
+#[no_mangle]
+pub extern "C" fn etkv_abi_version() -> u32 {
+    4
+}
+
+/// The library's version.
+#[no_mangle]
+pub extern "C" fn etkv_version() -> *const c_char {
+    concat!(env!("CARGO_PKG_VERSION"), "\0").as_ptr().cast()
+}
+
+/// The version of the MLX that the process runs on.
+#[no_mangle]
+pub extern "C" fn etkv_mlx_version() -> *const c_char {
+    static VERSION: LazyLock<CString> =
+        LazyLock::new(|| CString::new(mlx::version()).unwrap_or_default());
+    VERSION.as_ptr()
+}
+
+/// What multiplies matrices for MLX on the CPU.
+#[no_mangle]
+pub extern "C" fn etkv_mlx_blas() -> *const c_char {
+    static NAME: LazyLock<CString> =
+        LazyLock::new(|| CString::new(mlx::blas()).unwrap_or_default());
+    NAME.as_ptr()
+}

@@ -1,0 +1,113 @@
+// What a cache is to be, and what it will hold. A part of etkv.hpp.
+#pragma once
+
+#include <cstdint>
+#include <string>
+#include <vector>
+
+#include "etkv/config.h"
+#include "etkv/error.h"
+#include "etkv/memory.h"
+#include "etkv/memory.hpp"
+#include "etkv/result.hpp"
+
+namespace etkv {
+
+/// What one attention layer stores; see etkv_layer_config.
+struct LayerConfig {
+  int32_t n_kv_heads = 0;
+  int32_t k_head_dim = 0;
+  int32_t v_head_dim = 0;
+  int32_t window = 0;
+  int32_t sinks = 0;
+};
+
+/// How buffers grow; see etkv_growth.
+enum class Growth : etkv_growth {
+  doubling = ETKV_GROWTH_DOUBLING,
+  step = ETKV_GROWTH_STEP,
+  exact = ETKV_GROWTH_EXACT,
+  upfront = ETKV_GROWTH_UPFRONT,
+};
+
+/// What a cache is to be; see etkv_cache_config. Zeros and empty names have
+/// their defaults.
+struct CacheConfig {
+  std::vector<LayerConfig> layers;
+  int32_t capacity = 0;
+  int32_t max_step_tokens = 0;
+  Growth growth = Growth::doubling;
+  int32_t min_chunk = 0;
+  std::string k_format = {};
+  std::string v_format = {};
+  int32_t quantized_kv_start = 0;
+  std::string float_format = {};
+};
+
+namespace detail {
+/// The config as C has it; valid while `config` is.
+class RawConfig {
+ public:
+  explicit RawConfig(const CacheConfig& config) {
+    layers_.reserve(config.layers.size());
+    for (const auto& layer : config.layers) {
+      etkv_layer_config raw{};
+      raw.struct_size = sizeof(raw);
+      raw.n_kv_heads = layer.n_kv_heads;
+      raw.k_head_dim = layer.k_head_dim;
+      raw.v_head_dim = layer.v_head_dim;
+      raw.window = layer.window;
+      raw.sinks = layer.sinks;
+      layers_.push_back(raw);
+    }
+    const auto name = [](const std::string& format) {
+      return format.empty() ? nullptr : format.c_str();
+    };
+    raw_.struct_size = sizeof(raw_);
+    raw_.layers = layers_.data();
+    raw_.n_layers = layers_.size();
+    raw_.k_format = name(config.k_format);
+    raw_.v_format = name(config.v_format);
+    raw_.float_format = name(config.float_format);
+    raw_.capacity = config.capacity;
+    raw_.max_step_tokens = config.max_step_tokens;
+    raw_.growth = static_cast<etkv_growth>(config.growth);
+    raw_.min_chunk = config.min_chunk;
+    raw_.quantized_kv_start = config.quantized_kv_start;
+  }
+  RawConfig(const RawConfig&) = delete;
+  RawConfig& operator=(const RawConfig&) = delete;
+
+  const etkv_cache_config* get() const {
+    return &raw_;
+  }
+
+ private:
+  std::vector<etkv_layer_config> layers_;
+  etkv_cache_config raw_{};
+};
+} // namespace detail
+
+/// What a cache of kind "contiguous" and this config will hold when it has grown to
+/// `length` positions, to the byte, before any is made.
+inline Result<Memory> estimate(const CacheConfig& config, int32_t length) {
+  const detail::RawConfig raw(config);
+  return detail::ask_memory(
+      config.layers.size(), [&](etkv_memory* memory, etkv_error** error) {
+        return etkv_cache_config_estimate(raw.get(), length, memory, error);
+      });
+}
+
+/// The same for the kinds "seq" and "tree", while one sequence lives in them.
+inline Result<Memory> estimate_shared(
+    const CacheConfig& config,
+    int32_t length) {
+  const detail::RawConfig raw(config);
+  return detail::ask_memory(
+      config.layers.size(), [&](etkv_memory* memory, etkv_error** error) {
+        return etkv_cache_config_estimate_shared(
+            raw.get(), length, memory, error);
+      });
+}
+
+} // namespace etkv

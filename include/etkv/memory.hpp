@@ -1,0 +1,57 @@
+// Bytes of a cache's buffers. A part of etkv.hpp.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <vector>
+
+#include "etkv/detail.hpp"
+#include "etkv/error.h"
+#include "etkv/memory.h"
+#include "etkv/result.hpp"
+
+namespace etkv {
+
+/// Bytes of one layer's buffers.
+struct LayerMemory {
+  uint64_t k_allocated = 0;
+  uint64_t k_used = 0;
+  uint64_t v_allocated = 0;
+  uint64_t v_used = 0;
+};
+
+/// Bytes of a cache's buffers.
+struct Memory {
+  uint64_t allocated = 0;          ///< held
+  uint64_t used = 0;               ///< of these, in use by positions
+  uint64_t at_capacity = 0;        ///< the most that it may come to hold
+  std::vector<LayerMemory> layers; ///< the same layer by layer
+};
+
+namespace detail {
+/// Calls a C function that fills an etkv_memory for `n_layers` layers.
+template <typename Call>
+Result<Memory> ask_memory(size_t n_layers, Call call) {
+  std::vector<etkv_layer_memory> layers(n_layers);
+  etkv_memory raw{};
+  raw.struct_size = sizeof(raw);
+  if (!layers.empty()) {
+    layers[0].struct_size = sizeof(layers[0]);
+    raw.layers = layers.data();
+    raw.n_layers = layers.size();
+  }
+  if (auto filled = run([&](etkv_error** error) { return call(&raw, error); });
+      !filled.ok()) {
+    return filled.error();
+  }
+  Memory memory{raw.allocated, raw.used, raw.at_capacity, {}};
+  memory.layers.reserve(n_layers);
+  for (const auto& layer : layers) {
+    memory.layers.push_back(
+        {layer.k_allocated, layer.k_used, layer.v_allocated, layer.v_used});
+  }
+  return memory;
+}
+} // namespace detail
+
+} // namespace etkv

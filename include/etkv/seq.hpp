@@ -1,0 +1,156 @@
+// Several sequences in one cache. A part of etkv.hpp.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <utility>
+#include <vector>
+
+#include "etkv/cache.h"
+#include "etkv/cache.hpp"
+#include "etkv/detail.hpp"
+#include "etkv/error.h"
+#include "etkv/result.hpp"
+#include "etkv/seq.h"
+
+namespace etkv {
+
+/// Positions from `begin` up to, and without, `end`.
+using Range = etkv_range;
+
+/// The end of a range that takes in all positions that follow.
+inline constexpr int32_t kAll = INT32_MAX;
+
+/// The face of a cache that many sequences share; see etkv_seq_cache. Sequences
+/// have numbers from 0 to 255. Ranges of positions have `kAll` as their end where
+/// they take in all that follow.
+class SeqCache : public Cache {
+ public:
+  static constexpr const char* kKind = "seq";
+
+  static Result<SeqCache> adopt(etkv_cache* raw) {
+    Cache cache(raw);
+    auto sequences = detail::ask<etkv_seq_cache*>(
+        [&](etkv_seq_cache** sequences, etkv_error** error) {
+          return etkv_cache_as_seq(raw, sequences, error);
+        });
+    if (!sequences.ok()) {
+      return sequences.error();
+    }
+    return SeqCache(std::move(cache), *sequences);
+  }
+
+  /// Says which sequence each token of the next step belongs to.
+  Result<void> begin_step(const int32_t* sequences, size_t n_tokens) {
+    return detail::run([&](etkv_error** error) {
+      return etkv_seq_cache_begin_step(
+          raw_sequences(), sequences, n_tokens, error);
+    });
+  }
+  Result<void> begin_step(const std::vector<int32_t>& sequences) {
+    return begin_step(sequences.data(), sequences.size());
+  }
+  /// The same for tokens that belong to several sequences each.
+  Result<void> begin_step_shared(
+      const std::vector<std::vector<int32_t>>& sequences) {
+    std::vector<int32_t> all;
+    std::vector<int32_t> counts;
+    for (const auto& members : sequences) {
+      all.insert(all.end(), members.begin(), members.end());
+      counts.push_back(static_cast<int32_t>(members.size()));
+    }
+    return detail::run([&](etkv_error** error) {
+      return etkv_seq_cache_begin_step_shared(
+          raw_sequences(),
+          all.data(),
+          all.size(),
+          counts.data(),
+          counts.size(),
+          error);
+    });
+  }
+  /// Withdraws what begin_step() or begin_step_shared() said, for a step that does
+  /// not come.
+  Result<void> cancel_step() {
+    return detail::run([&](etkv_error** error) {
+      return etkv_seq_cache_cancel_step(raw_sequences(), error);
+    });
+  }
+  /// Lets `target` have `source`'s positions as well, in the same cells.
+  Result<void> seq_cp(
+      int32_t source,
+      int32_t target,
+      int32_t begin = 0,
+      int32_t end = kAll) {
+    return detail::run([&](etkv_error** error) {
+      return etkv_seq_cache_cp(
+          raw_sequences(), source, target, begin, end, error);
+    });
+  }
+  /// Takes positions from a sequence.
+  Result<void> seq_rm(int32_t sequence, int32_t begin = 0, int32_t end = kAll) {
+    return detail::run([&](etkv_error** error) {
+      return etkv_seq_cache_rm(raw_sequences(), sequence, begin, end, error);
+    });
+  }
+  /// Removes every sequence but one.
+  Result<void> seq_keep(int32_t sequence) {
+    return detail::run([&](etkv_error** error) {
+      return etkv_seq_cache_keep(raw_sequences(), sequence, error);
+    });
+  }
+  /// How many positions a sequence holds.
+  Result<int32_t> seq_len(int32_t sequence) const {
+    return detail::ask<int32_t>([&](int32_t* length, etkv_error** error) {
+      return etkv_seq_cache_len(raw_sequences(), sequence, length, error);
+    });
+  }
+  /// The position of a sequence's next token.
+  Result<int32_t> seq_next(int32_t sequence) const {
+    return detail::ask<int32_t>([&](int32_t* position, etkv_error** error) {
+      return etkv_seq_cache_next(raw_sequences(), sequence, position, error);
+    });
+  }
+  /// The positions that a sequence holds, as ranges in order.
+  Result<std::vector<Range>> seq_positions(int32_t sequence) const {
+    return detail::ask_list<Range>(
+        [&](Range* ranges, size_t room, size_t* n, etkv_error** error) {
+          return etkv_seq_cache_positions(
+              raw_sequences(), sequence, ranges, room, n, error);
+        });
+  }
+  /// As `rewindable_to`, for one of several sequences.
+  Result<int32_t> seq_rewindable_to(int32_t sequence) const {
+    return detail::ask<int32_t>([&](int32_t* length, etkv_error** error) {
+      return etkv_seq_cache_rewindable_to(
+          raw_sequences(), sequence, length, error);
+    });
+  }
+  /// The sequences that hold positions or carry trees, in order.
+  Result<std::vector<int32_t>> sequences() const {
+    return detail::ask_list<int32_t>(
+        [&](int32_t* numbers, size_t room, size_t* n, etkv_error** error) {
+          return etkv_seq_cache_sequences(
+              raw_sequences(), numbers, room, n, error);
+        });
+  }
+  /// Makes each sequence one run of cells as far as what they share lets it.
+  Result<void> compact() {
+    return detail::run([&](etkv_error** error) {
+      return etkv_seq_cache_compact(raw_sequences(), error);
+    });
+  }
+
+  /// The handle of the C interface, which stays this object's.
+  etkv_seq_cache* raw_sequences() const {
+    return sequences_.get();
+  }
+
+ private:
+  SeqCache(Cache cache, etkv_seq_cache* sequences)
+      : Cache(std::move(cache)), sequences_(sequences) {}
+
+  detail::Handle<etkv_seq_cache, etkv_seq_cache_free> sequences_;
+};
+
+} // namespace etkv

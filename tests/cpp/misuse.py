@@ -1,0 +1,87 @@
+"""Uses of the C++ interface that are mistakes do not compile, and what stands beside each of them as it is meant does.
+
+``misuse.py INCLUDE CXX``
+"""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+FLAGS = ["-std=c++17", "-Wall", "-Wextra", "-Werror", "-fsyntax-only"]
+
+PROGRAM = """
+#include "etkv/etkv.hpp"
+
+etkv::Result<int> number();
+etkv::Result<void> done();
+
+int use(etkv::Cache& cache, etkv::SeqCache& sequences, const etkv::Result<int>& found) {{
+  static_cast<void>(cache);
+  static_cast<void>(sequences);
+  static_cast<void>(found);
+  {body}
+  return 0;
+}}
+"""
+
+# What is a mistake, what is meant, and a word of what compilers say to the first.
+MISUSES = {
+    "a Result that is ignored": ("number();", "if (!number()) return 1;", "nodiscard"),
+    "a success that is not asked for": ("done();", "if (!done()) return 1;", "nodiscard"),
+    "a verb whose outcome is ignored": ("cache.rewind(0);", "if (!cache.rewind(0)) return 1;", "nodiscard"),
+    "an answer taken for the question": (
+        "while (cache.can_extend()) {}",
+        "while (cache.can_extend().value_or(false)) {}",
+        "a Result<bool> is no condition",
+    ),
+    "an answer that is denied": (
+        "if (!cache.can_extend()) return 1;",
+        "if (!*cache.can_extend()) return 1;",
+        "a Result<bool> is no condition",
+    ),
+    "a Result in the place of its value": (
+        "int32_t length = cache.length();",
+        "int32_t length = *cache.length(); return length;",
+        "int32_t",
+    ),
+    "a change of what is const": ("*found = 3;", "return *found;", "read-only|assign"),
+    "a copy of a face": (
+        "etkv::Cache other = cache;",
+        "etkv::Cache other = cache.share(); return other.capacity();",
+        "delete|deleted",
+    ),
+    "a verb of another face": ("auto x = cache.seq_rm(0);", "auto x = sequences.seq_rm(0); return x.ok();", "seq_rm"),
+}
+
+
+def main(include: Path, cxx: str) -> int:
+    passed, failed = 0, 0
+    with tempfile.TemporaryDirectory() as scratch:
+        source = Path(scratch) / "misuse.cpp"
+
+        def said(body: str) -> str | None:
+            """What the compiler says of a program with this in it; None where it takes it."""
+            source.write_text(PROGRAM.format(body=body))
+            command = [cxx, *FLAGS, f"-I{include}", str(source)]
+            done = subprocess.run(command, capture_output=True, text=True, timeout=300)
+            return None if done.returncode == 0 else done.stderr
+
+        for what, (mistake, meant, words) in MISUSES.items():
+            for body, refused in ((mistake, True), (meant, False)):
+                found = said(body)
+                if refused:
+                    holds = found is not None and any(word in found for word in words.split("|"))
+                else:
+                    holds = found is None
+                passed, failed = passed + holds, failed + (not holds)
+                if not holds:
+                    print(f"failed: {what}: `{body}` {'compiles' if found is None else found[:2000]}")
+    print(f"{passed} passed, {failed} failed")
+    return 1 if failed or not passed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(Path(sys.argv[1]), sys.argv[2]))
