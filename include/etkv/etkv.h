@@ -87,7 +87,7 @@ extern "C" {
 /* ---- Version ------------------------------------------------------------ */
 
 /** The interface that this header describes; grows with every addition. */
-#define ETKV_ABI_VERSION 3
+#define ETKV_ABI_VERSION 4
 
 /** The interface that the linked library has; at least ETKV_ABI_VERSION. */
 ETKV_API uint32_t etkv_abi_version(void);
@@ -929,5 +929,8 @@ ETKV_API etkv_status etkv_builder_register(
 #ifdef __cplusplus
 } /* extern "C" */
 #endif
+
+#include "etkv/log.h"
+#include "etkv/report.h"
 
 #endif /* ETKV_ETKV_H */

@@ -831,3 +831,6 @@ inline Result<CacheSession<TreeCache>> make_tree_session(
 }
 
 } // namespace etkv
+
+#include "etkv/log.hpp"
+#include "etkv/report.hpp"

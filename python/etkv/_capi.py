@@ -16,7 +16,7 @@ import cffi
 from etkv import _library
 from etkv.errors import EtkvError, status_error
 
-ABI_VERSION = 3
+ABI_VERSION = 4
 """The least ``etkv_abi_version()`` that this package works with."""
 
 INT32_MAX = 2**31 - 1

@@ -5,6 +5,7 @@ use std::collections::BTreeSet;
 use etkv_core::CacheRegistry;
 use mlx_rs::transforms::eval;
 use mlx_rs::{Array, Dtype};
+use tracing::{debug_span, info, warn};
 
 use super::constants::{self, ConstantSource, Layout};
 use super::decode::decode;
@@ -13,7 +14,7 @@ use super::frame::{Frame, Output, StepState};
 use super::interpreter::Schedule;
 use super::ir::{Dim, Graph, InputSpec, Op, Value};
 use super::passes::{self, Target};
-use super::payload;
+use super::{payload, TARGET};
 use crate::backend::{ProgramCache, MLX_BACKEND};
 use crate::error::{fail, Error, Result, Status};
 use crate::mlx;
@@ -109,6 +110,18 @@ impl Program {
         source: &mut dyn ConstantSource,
         options: &LoadOptions,
     ) -> Result<Self> {
+        let key = options.cache_key.as_deref();
+        let span = debug_span!(target: TARGET, "load", bytes = payload.len(), key, logits = ?options.logits);
+        span.in_scope(|| Self::load_now(payload, source, options)).inspect_err(|error| {
+            warn!(target: TARGET, status = ?error.status(), %error, "a program is refused");
+        })
+    }
+
+    fn load_now(
+        payload: &[u8],
+        source: &mut dyn ConstantSource,
+        options: &LoadOptions,
+    ) -> Result<Self> {
         let mut graph = decode(payload::read(payload)?)?;
         // Before the weights are read, which takes longest.
         let cache = options.cache_key.as_deref().map(|key| bind(&graph, key)).transpose()?;
@@ -119,6 +132,13 @@ impl Program {
             };
             let layouts = passes::run(&mut graph, target)?;
             let constants = load_constants(&mut graph, &layouts, source)?;
+            info!(
+                target: TARGET,
+                instructions = graph.main.instructions.len(),
+                constants = constants.iter().flatten().count(),
+                bytes = constants.iter().flatten().map(Array::nbytes).sum::<usize>(),
+                "a program is loaded"
+            );
             let n_kept = (graph.constants.len() + tensor_inputs(&graph.inputs)) as u32;
             Ok(Self {
                 inputs: graph.inputs,
@@ -159,6 +179,13 @@ impl Program {
     /// positions that it cannot take, [`NoCache`](Status::NoCache) where the
     /// program needs one and has none, and [`Mlx`](Status::Mlx).
     pub fn execute(&mut self, inputs: &[Input], outputs: &mut dyn OutputSink) -> Result<()> {
+        let span = debug_span!(target: TARGET, "forward");
+        span.in_scope(|| self.execute_now(inputs, outputs)).inspect_err(|error| {
+            warn!(target: TARGET, status = ?error.status(), %error, "a forward fails");
+        })
+    }
+
+    fn execute_now(&mut self, inputs: &[Input], outputs: &mut dyn OutputSink) -> Result<()> {
         mlx::run(|| {
             let mut cache = self.cache.as_ref().map(ProgramCache::lock).transpose()?;
             let step = match cache.as_deref_mut() {

@@ -11,6 +11,7 @@
 
 mod constants;
 mod decode;
+mod describe;
 mod dtype;
 mod execute;
 mod frame;
@@ -23,7 +24,15 @@ mod slots;
 #[cfg(test)]
 mod tests;
 
+/// The target of the spans and events of programs.
+const TARGET: &str = "etkv::program";
+
 pub use constants::ConstantSource;
+pub use describe::{
+    ArgumentDescription, AttentionDescription, ChangeDescription, ConstantDescription,
+    ConstantsDescription, DimDescription, InstructionDescription, LayoutsDescription,
+    OperationCount, PassDescription, ProgramDescription,
+};
 pub use execute::{Input, LoadOptions, LogitsRows, OutputSink, Program};
 
 /// The reader that `flatc` makes of ExecuTorch's schema.

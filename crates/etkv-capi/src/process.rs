@@ -12,7 +12,7 @@ use super::handle;
 /// The interface that this library has.
 #[no_mangle]
 pub extern "C" fn etkv_abi_version() -> u32 {
-    3
+    4
 }
 
 /// The library's version.
