@@ -1,6 +1,6 @@
-"""libetkv exports what etkv.h declares and one symbol for the delegate, and the tests of the C interface call it all.
+"""libetkv exports what the C headers declare and one symbol for the delegate, and the tests of the C interface call it all.
 
-``exports.py NM LIBRARY HEADER TEST.c...``
+``exports.py NM LIBRARY HEADERS TEST.c...``: HEADERS is their folder.
 """
 
 from __future__ import annotations
@@ -14,9 +14,10 @@ PRIVATE = "etkv_private_"
 """What libetkv_mlx_backend asks for, which the two agree on between them."""
 
 
-def declared(header: Path) -> set[str]:
-    """The functions that the header marks as exported."""
-    text = re.sub(r"/\*.*?\*/|^#.*?$", "", header.read_text(), flags=re.DOTALL | re.MULTILINE)
+def declared(headers: Path) -> set[str]:
+    """The functions that the headers of C in this folder mark as exported."""
+    whole = "".join(header.read_text() for header in sorted(headers.glob("*.h")))
+    text = re.sub(r"/\*.*?\*/|^#.*?$", "", whole, flags=re.DOTALL | re.MULTILINE)
     return set(re.findall(r"\bETKV_API\b[^;(]*?\b(\w+)\s*\(", text))
 
 
@@ -31,8 +32,8 @@ def exported(nm: str, library: Path) -> set[str]:
     return {name for name in names if not name.startswith(PRIVATE)}
 
 
-def main(nm: str, library: Path, header: Path, *tests: Path) -> int:
-    functions = declared(header)
+def main(nm: str, library: Path, headers: Path, *tests: Path) -> int:
+    functions = declared(headers)
     symbols = exported(nm, library)
     called = {name for test in tests for name in re.findall(r"\b(etkv_\w+)\s*\(", test.read_text())}
     failures = [
@@ -41,7 +42,7 @@ def main(nm: str, library: Path, header: Path, *tests: Path) -> int:
         *(f"{name} is called in no test" for name in sorted(functions - called)),
     ]
     if not functions:
-        failures.append(f"no function is found in {header}")
+        failures.append(f"no function is found in {headers}")
     for failure in failures:
         print(f"failed: {failure}")
     print(f"{len(functions & symbols & called)} passed, {len(failures)} failed")

@@ -22,6 +22,8 @@ MLX = {"mlx_cache.hpp", "executorch_mlx_cache.hpp"}
 # Beyond C++17, which every other header takes.
 ALSO = {
     "etkv.h": [("C11", C), ("C++20", CPP20)],
+    "log.h": [("C11", C)],
+    "report.h": [("C11", C)],
     "etkv.hpp": [("C++17 without exceptions and RTTI", CPP17 + NEITHER), ("C++20", CPP20)],
 }
 
