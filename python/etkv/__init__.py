@@ -11,9 +11,11 @@
 Importing this package imports neither torch nor ExecuTorch: its functions do so when they are called.
 """
 
+from etkv._capi import set_log_level
 from etkv.cache import Cache, Memory, SeqCache, TreeCache, estimate, row_bytes
 from etkv.chat import Chat
 from etkv.config import CacheConfig, LayerConfig
+from etkv.description import describe_program
 from etkv.errors import (
     CapacityError,
     EtkvError,
@@ -58,12 +60,14 @@ __all__ = [
     "TreeCache",
     "TreeSession",
     "UnsupportedError",
+    "describe_program",
     "estimate",
     "generate",
     "load",
     "read_kv_cache_metadata",
     "register_backend",
     "row_bytes",
+    "set_log_level",
     "write_kv_cache_metadata",
 ]
 

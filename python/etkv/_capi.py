@@ -5,15 +5,18 @@ Signatures come from the header that the library was built with, so there is no 
 
 from __future__ import annotations
 
+import atexit
 import functools
+import logging
 import re
 import threading
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any, NoReturn
 
 import cffi
 
-from etkv import _library
+from etkv import _library, _log
 from etkv.errors import EtkvError, status_error
 
 ABI_VERSION = 4
@@ -24,6 +27,10 @@ INT32_MAX = 2**31 - 1
 ffi = cffi.FFI()
 
 _loading = threading.Lock()
+
+_log_setting = threading.Lock()
+_log_filter = ""
+"""What of its log the library was last asked for; "" for nothing."""
 
 
 def lib() -> Any:
@@ -51,7 +58,17 @@ def _loaded() -> Any:
 @functools.cache
 def _declare() -> None:
     """Read the header. Once: cffi refuses a second time, and a library that cannot be loaded may be asked for again."""
-    ffi.cdef(_declarations(_library.header().read_text(encoding="utf-8")))
+    ffi.cdef(_declarations(_with_includes(_library.header(), set())))
+
+
+def _with_includes(header: Path, seen: set[str]) -> str:
+    """The text of a header, with those of etkv's in the place where it includes them first."""
+    seen.add(header.name)
+
+    def included(directive: re.Match[str]) -> str:
+        return "" if directive[1] in seen else _with_includes(header.with_name(directive[1]), seen)
+
+    return re.sub(r'^#include "etkv/([^"]+)"', included, header.read_text(encoding="utf-8"), flags=re.MULTILINE)
 
 
 def _declarations(header: str) -> str:
@@ -65,8 +82,19 @@ def call(function: str, *arguments: Any) -> None:
     library = lib()
     error = ffi.new("etkv_error**")
     status = getattr(library, function)(*arguments, error)
+    if _log.waiting:
+        _log.deliver()
     if status:
         raise _taken(error[0], status)
+
+
+def ask_text(function: str, *arguments: Any) -> str:
+    """The text that such a function stores as a string of the caller's."""
+    made = ask(function, "char*", *arguments)
+    try:
+        return text(made)
+    finally:
+        lib().etkv_string_free(made)
 
 
 def ask(function: str, kind: str, *arguments: Any) -> Any:
@@ -126,6 +154,53 @@ def int32(value: int, name: str) -> int:
 def text(pointer: Any) -> str:
     """The text behind a C string; "" for NULL."""
     return "" if pointer == ffi.NULL else ffi.string(pointer).decode("utf-8", "replace")
+
+
+@functools.cache
+def _hear() -> Any:
+    """The callback, made when it is first needed: it takes memory that can be run, which some systems forbid."""
+
+    @ffi.callback("void(int32_t, const char*, const char*, void*)")
+    def hear(level: int, target: Any, message: Any, user: Any) -> None:
+        _log.hear(level, text(target), text(message))
+
+    return hear
+
+
+def follow_log_levels() -> None:
+    """Have the library tell what the loggers take now, and nothing where no handler would have it."""
+    wanted = _log.wanted()
+    if wanted != _log_filter:
+        _set_log_filter(wanted)
+
+
+def set_log_level(level: int | str) -> None:
+    """Set the level of the logger ``etkv``, at once.
+
+    A level that is set with :mod:`logging` counts from the next session, program or step on.
+    """
+    logging.getLogger("etkv").setLevel(level)
+    follow_log_levels()
+
+
+def _set_log_filter(wanted: str) -> None:
+    global _log_filter
+    library, error = lib(), ffi.new("etkv_error**")
+    with _log_setting:
+        heard = _hear() if wanted else ffi.NULL
+        status = library.etkv_set_log_callback(wanted.encode(), heard, ffi.NULL, error)
+        if not status:
+            _log_filter = wanted
+    if status:
+        raise _taken(error[0], status)
+
+
+@atexit.register
+def _end_log() -> None:
+    # Python's lock cannot be taken once it has ended.
+    if _log_filter:
+        _set_log_filter("")
+    _log.deliver()
 
 
 def raise_delegate_error(otherwise: Callable[[], EtkvError], cause: BaseException) -> NoReturn:

@@ -35,6 +35,9 @@ pub struct ProgramDescription {
     pub attention_layers: Vec<AttentionDescription>,
     /// The weights.
     pub constants: ConstantsDescription,
+    /// Tensors that the program keeps from one forward to the next: 0 where its KV cache
+    /// is outside of it.
+    pub mutable_buffers: u32,
     /// What each pass did, in order; none where the program is refused.
     pub passes: Vec<PassDescription>,
     /// How constants are kept on the CPU; absent where the program is refused.
@@ -173,6 +176,7 @@ pub fn describe(payload: &[u8]) -> Result<ProgramDescription> {
         operations_at_load: counts(init.iter().map(|found| name(found.op_type()))),
         attention_layers: attention(&main),
         constants: constants(graph),
+        mutable_buffers: graph.num_mutable_buffer_tensors(),
         passes: Vec::new(),
         layouts: None,
         instructions: main.iter().map(instruction).collect(),

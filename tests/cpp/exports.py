@@ -1,4 +1,4 @@
-"""libetkv exports what the C headers declare and one symbol for the delegate, and the tests of the C interface call it all.
+"""libetkv exports what the headers of C declare and one symbol for the delegate, and tests in C call all of it.
 
 ``exports.py NM LIBRARY HEADERS TEST.c...``: HEADERS is their folder.
 """
