@@ -89,7 +89,7 @@ def test_fields_of_a_cache():
         with kind(config(growth="upfront", quantized_kv_start=4, k_format="affine4g32", window=8)) as session:
             check(session.report(), "A cache", seen)
     with etkv.TreeSession(config()) as session:
-        session.propose(3, [-1, 0])
+        session.propose([-1, -1], sequence=3)
         check(session.report(), "A cache", seen)
     assert seen == set(documented("A cache"))
     check(example("A cache"), "A cache", in_example := set())
@@ -98,7 +98,7 @@ def test_fields_of_a_cache():
 
 def test_fields_of_a_program(exported, lacking):
     seen: set[str] = set()
-    quantized = exported("tiny-qwen3", "bfloat16", "4w")
+    quantized = exported("tiny-qwen3", "bf16", "4w")
     for path in (exported("tiny-llama") / "model.pte", quantized / "model.pte", lacking):
         check(etkv.describe_program(path), "A program", seen)
     assert seen == set(documented("A program"))
@@ -137,7 +137,7 @@ def test_a_description_tells_what_the_file_tells(exported):
     assert before[1:] == [done["after"] for done in found["passes"]][:-1]
     attention = next(node for node in found["instructions"] if node["operation"] == "UpdateAndAttend")
     assert re.fullmatch(
-        r"q: t\d+, k: t\d+, v: t\d+, position: t\d+, out: t\d+, layer_id: 0, scale: [\d.]+, out_dtype: None",
+        r"q: t\d+, k: t\d+, v: t\d+, position: t\d+, out: t\d+, layer_id: 0, scale: [\d.]+, out_dtype: 6",
         attention["fields"],
     )
 
@@ -154,7 +154,10 @@ def test_what_is_no_program_is_refused(exported, tmp_path):
     payload = bytearray(PteFile(exported("tiny-llama") / "model.pte").mlx_payload())
     with pytest.raises(etkv.ProgramError, match="0 bytes"):
         etkv.describe_program(b"")
-    with pytest.raises(etkv.ProgramError, match="is damaged"):
+    with pytest.raises(etkv.ProgramError, match="data are said to start at"):
         etkv.describe_program(bytes(payload[:100]))
+    payload[24:28] = b"\xff\xff\xff\x7f"
+    with pytest.raises(etkv.ProgramError, match="the payload is damaged"):
+        etkv.describe_program(bytes(payload))
     with pytest.raises(etkv.EtkvError, match="cannot be read"):
         etkv.describe_program(tmp_path / "x.pte")
