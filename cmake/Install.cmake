@@ -2,12 +2,13 @@
 # pkg-config file.
 
 if(SKBUILD)
-  # Of a wheel: what Python loads, and the header that it reads signatures from.
+  # Of a wheel: what Python loads, and the headers that it reads signatures from.
   install(TARGETS etkv etkv_mlx_backend LIBRARY DESTINATION lib COMPONENT python)
   if(TARGET etkv_blas)
     install(TARGETS etkv_blas LIBRARY DESTINATION lib COMPONENT python)
   endif()
-  install(FILES include/etkv/etkv.h DESTINATION include/etkv COMPONENT python)
+  file(GLOB headers include/etkv/*.h)
+  install(FILES ${headers} DESTINATION include/etkv COMPONENT python)
   return()
 endif()
 
