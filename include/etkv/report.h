@@ -19,10 +19,8 @@ extern "C" {
  *
  * `json` is an object; the caller frees it with etkv_string_free().
  */
-ETKV_API etkv_status etkv_cache_report(
-    const etkv_cache* cache,
-    char** json,
-    etkv_error** error);
+ETKV_API etkv_status
+etkv_cache_report(const etkv_cache* cache, char** json, etkv_error** error);
 
 /**
  * Stores what a program is, from the delegate's payload of `n_bytes`: its inputs and

@@ -15,12 +15,13 @@ struct Heard {
   std::vector<std::string> lines;
 
   LogCallback callback() {
-    return [this](LogLevel level, std::string_view target, std::string_view text) {
-      const std::lock_guard<std::mutex> lock(mutex);
-      lines.push_back(
-          std::to_string(static_cast<int>(level)) + " " + std::string(target) +
-          " " + std::string(text));
-    };
+    return
+        [this](LogLevel level, std::string_view target, std::string_view text) {
+          const std::lock_guard<std::mutex> lock(mutex);
+          lines.push_back(
+              std::to_string(static_cast<int>(level)) + " " +
+              std::string(target) + " " + std::string(text));
+        };
   }
   std::vector<std::string> take() {
     const std::lock_guard<std::mutex> lock(mutex);
@@ -73,14 +74,14 @@ void a_step_is_told() {
   CHECK_COUNT(step, "4 etkv::program forward: done", 1);
 
   bound.at(3, text(1));
-  CHECK_COUNT(
-      heard.take(), "step{tokens=1 first=3 mask=none read=4}: done", 1);
+  CHECK_COUNT(heard.take(), "step{tokens=1 first=3 mask=none read=4}: done", 1);
 
   // A gap: the cache refuses the step, and so the forward fails.
   const auto refused = bound.model.step({1}, {9});
   CHECK_REFUSED(refused, ETKV_ERROR_POSITION, "position 9");
   const auto told = heard.take();
-  CHECK_COUNT(told, "2 etkv::core forward: a step is refused tokens=1 first=9", 1);
+  CHECK_COUNT(
+      told, "2 etkv::core forward: a step is refused tokens=1 first=9", 1);
   CHECK_COUNT(told, "2 etkv::program a forward fails status=Position", 1);
   CHECK_COUNT(told, "is rolled back", 0);
 
@@ -99,7 +100,10 @@ void layers_are_told_on_trace() {
   bound.at(0, text(5));
   must(set_log_callback("", nullptr));
   const auto told = heard.take();
-  CHECK_COUNT(told, "5 etkv::core step{tokens=5 first=0 mask=causal read=5}: a layer layer=", 2);
+  CHECK_COUNT(
+      told,
+      "5 etkv::core step{tokens=5 first=0 mask=causal read=5}: a layer layer=",
+      2);
   CHECK_COUNT(told, "etkv::program", 0);
 }
 
@@ -138,11 +142,11 @@ void reports_tell_of_a_cache() {
   CHECK_HAS(json, "\"kind\":\"seq\",\"length\":3,\"capacity\":64");
   CHECK_HAS(
       json,
-      "\"sequences\":[{\"sequence\":4,\"length\":3,\"next\":3,\"rewindable_to\":0,"
+      "\"sequences\":[{\"sequence\":4,\"length\":3,\"next\":3,\"rewindable_"
+      "to\":0,"
       "\"tree\":0}]");
   CHECK_HAS(json, "\"slots\":4,");
-  CHECK_REFUSED(
-      describe_program(nullptr, 0), ETKV_ERROR_PROGRAM, "0 bytes");
+  CHECK_REFUSED(describe_program(nullptr, 0), ETKV_ERROR_PROGRAM, "0 bytes");
 }
 
 } // namespace

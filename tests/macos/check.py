@@ -339,7 +339,7 @@ READ_OBJECTS = (
 
 
 def symbols(objects: dict[Path, Path]) -> None:
-    """What the objects leave undefined is in the wheels, and what they define for others is what etkv.h declares."""
+    """What the objects leave undefined is in the wheels, and what they define for others is in the headers."""
     listing = run(venv("python"), "-c", READ_OBJECTS, input="\n".join(map(str, objects.values()))).stdout
     read = json.loads(listing)
     of_mlx, of_executorch = (set(mach_o(library)["exports"]) for library in (MLX, EXECUTORCH))
@@ -358,13 +358,14 @@ def symbols(objects: dict[Path, Path]) -> None:
         expect(bool(needed[what]), f"the objects need no symbol of {what}: nothing was looked up")
         expect(not missing, f"{len(missing)} symbols of {what} are in no library of its wheel: {missing[:5]}")
 
-    declared = set(re.findall(r"\b(etkv_\w+)\s*\(", (SOURCE / "include/etkv/etkv.h").read_text()))
+    headers = sorted((SOURCE / "include/etkv").glob("*.h"))
+    declared = set(re.findall(r"\b(etkv_\w+)\s*\(", "".join(path.read_text() for path in headers)))
     for source, to in objects.items():
         if not in_wheel(source):
             continue
         exported = {name.removeprefix("_") for name in read[str(to)][1] if name.startswith("_etkv_")}
         open_ones = {name for name in exported if not name.startswith("etkv_private_")} - declared
-        expect(not open_ones, f"{source.name} defines {sorted(open_ones)}, which etkv.h does not declare: hide it")
+        expect(not open_ones, f"{source.name} defines {sorted(open_ones)}, which no header declares: hide it")
 
 
 # ---- What is written for one system only ----------------------------------------
