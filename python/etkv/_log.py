@@ -35,6 +35,9 @@ KEPT = 10_000
 waiting: deque[tuple[int, str, str, float, int]] = deque(maxlen=KEPT)
 """What was told and not handed over."""
 
+_LOGGERS = {name.replace(".", "::"): logging.getLogger(name) for name in NAMES}
+"""The library's target -> its logger."""
+
 logging.getLogger("etkv").addHandler(logging.NullHandler())
 
 
@@ -60,8 +63,8 @@ def deliver() -> None:
 
 def wanted() -> str:
     """The filter, as ``log.h`` has it, of what the loggers take now; "" where no handler would have anything."""
-    levels = {name: _level(logging.getLogger(name)) for name in NAMES}
-    return ",".join(f"{name.replace('.', '::')}={level}" for name, level in levels.items() if level is not None)
+    asked = ((target, _level(logger)) for target, logger in _LOGGERS.items())
+    return ",".join(f"{target}={level}" for target, level in asked if level is not None)
 
 
 def _level(logger: logging.Logger) -> str | None:

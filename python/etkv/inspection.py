@@ -132,6 +132,9 @@ def lines(found: dict[str, Any]) -> Iterator[str]:
         yield f"outputs: {', '.join(program['outputs'])}"
         yield from _operation_lines("operations at load", program["operations_at_load"])
         yield from _operation_lines("operations a step", program["operations"])
+        for done in program["passes"]:
+            if done["changed"]:
+                yield f"pass {done['name']}: {_changes_text(done['changed'])}"
 
 
 def _runs_text(runs: dict[str, Any]) -> str:
@@ -172,6 +175,10 @@ def _operation_lines(title: str, counts: dict[str, int]) -> Iterator[str]:
     yield f"{title}: {sum(counts.values())}"
     for name, count in counts.items():
         yield f"  {count:6} {name}"
+
+
+def _changes_text(changed: list[dict[str, Any]]) -> str:
+    return ", ".join(f"{change['before']} {change['operation']} to {change['after']}" for change in changed)
 
 
 def _bytes(n: float) -> str:
