@@ -40,7 +40,8 @@ enum {
  *
  * Strings live as long as the call. It may be called on any thread, on several at
  * once, while a cache, MLX or both are taken. So it must not call etkv, wait for a
- * thread that does, throw or exit by longjmp: it keeps the message, or writes it.
+ * thread that does or for a lock that such a thread has, throw or exit by longjmp: it
+ * keeps the message, or writes it.
  */
 typedef void (*etkv_log_callback)(
     etkv_log_level level,
@@ -70,6 +71,25 @@ ETKV_API etkv_status etkv_set_log_callback(
     etkv_log_callback callback,
     void* user,
     etkv_error** error);
+
+/**
+ * The same without a callback: keeps the last `most` messages for etkv_log_take(). For
+ * a host that runs programs while it has a lock which its callback would take: that
+ * lock waits for MLX then, and MLX for the lock. ExecuTorch's Python module runs
+ * programs with Python's lock taken.
+ *
+ * It takes the place of a callback, and etkv_set_log_callback() its place.
+ * ETKV_ERROR_INVALID_ARGUMENT also where `most` is 0.
+ */
+ETKV_API etkv_status
+etkv_log_keep(const char* filter, size_t most, etkv_error** error);
+
+/**
+ * Stores the messages that were kept, and forgets them: a list of objects, the oldest
+ * first, with `level`, `target`, `message`, and `time` in seconds since 1970. NULL where
+ * there is none. The caller frees it with etkv_string_free().
+ */
+ETKV_API etkv_status etkv_log_take(char** json, etkv_error** error);
 
 #ifdef __cplusplus
 }

@@ -5,7 +5,7 @@ Signatures come from the header that the library was built with, so there is no 
 
 from __future__ import annotations
 
-import atexit
+import contextlib
 import functools
 import logging
 import re
@@ -82,8 +82,8 @@ def call(function: str, *arguments: Any) -> None:
     library = lib()
     error = ffi.new("etkv_error**")
     status = getattr(library, function)(*arguments, error)
-    if _log.waiting:
-        _log.deliver()
+    if _log_filter:
+        _deliver_log()
     if status:
         raise _taken(error[0], status)
 
@@ -156,22 +156,27 @@ def text(pointer: Any) -> str:
     return "" if pointer == ffi.NULL else ffi.string(pointer).decode("utf-8", "replace")
 
 
-@functools.cache
-def _hear() -> Any:
-    """The callback, made when it is first needed: it takes memory that can be run, which some systems forbid."""
+def deliver_log() -> None:
+    """Hand what the library has told to the loggers. Nothing of the library is taken by this thread."""
+    if _log_filter:
+        _deliver_log()
 
-    @ffi.callback("void(int32_t, const char*, const char*, void*)")
-    def hear(level: int, target: Any, message: Any, user: Any) -> None:
-        _log.hear(level, text(target), text(message))
 
-    return hear
+def _deliver_log() -> None:
+    library, made = lib(), ffi.new("char**")
+    if library.etkv_log_take(made, ffi.NULL) == 0 and made[0] != ffi.NULL:
+        messages = text(made[0])
+        library.etkv_string_free(made[0])
+        _log.deliver(messages)
 
 
 def follow_log_levels() -> None:
     """Have the library tell what the loggers take now, and nothing where no handler would have it."""
     wanted = _log.wanted()
     if wanted != _log_filter:
-        _set_log_filter(wanted)
+        # Where Rust code of the process has a subscriber of its own, that is told instead.
+        with contextlib.suppress(EtkvError):
+            _set_log_filter(wanted)
 
 
 def set_log_level(level: int | str) -> None:
@@ -180,27 +185,23 @@ def set_log_level(level: int | str) -> None:
     A level that is set with :mod:`logging` counts from the next session, program or step on.
     """
     logging.getLogger("etkv").setLevel(level)
-    follow_log_levels()
+    _set_log_filter(_log.wanted())
 
 
 def _set_log_filter(wanted: str) -> None:
     global _log_filter
     library, error = lib(), ffi.new("etkv_error**")
     with _log_setting:
-        heard = _hear() if wanted else ffi.NULL
-        status = library.etkv_set_log_callback(wanted.encode(), heard, ffi.NULL, error)
+        if wanted:
+            status = library.etkv_log_keep(wanted.encode(), _log.KEPT, error)
+        else:
+            status = library.etkv_set_log_callback(ffi.NULL, ffi.NULL, ffi.NULL, error)
         if not status:
             _log_filter = wanted
     if status:
         raise _taken(error[0], status)
-
-
-@atexit.register
-def _end_log() -> None:
-    # Python's lock cannot be taken once it has ended.
-    if _log_filter:
-        _set_log_filter("")
-    _log.deliver()
+    # What was told before.
+    _deliver_log()
 
 
 def raise_delegate_error(otherwise: Callable[[], EtkvError], cause: BaseException) -> NoReturn:

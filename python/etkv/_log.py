@@ -1,15 +1,14 @@
 """What the native library tells of itself, as records of :mod:`logging`.
 
-The library calls back in the middle of a step, with its caches and MLX taken. So the callback takes Python's own lock
-and no other, and keeps what it is told; the call that caused it hands that to :mod:`logging` when it is over.
+The library tells in the middle of a step, with its caches and MLX taken. ExecuTorch's Python module waits for MLX with
+Python's lock taken, so a callback in Python could wait for ever. The library keeps messages instead, and the call that
+caused them hands them to :mod:`logging` when it is over.
 """
 
 from __future__ import annotations
 
+import json
 import logging
-import threading
-import time
-from collections import deque
 
 NAMES = ("etkv.core", "etkv.program", "etkv.api")
 """The loggers: the library's targets, with dots."""
@@ -30,10 +29,7 @@ _FILTERS = (
 """What the library is asked for -> by a logger that takes no less than this."""
 
 KEPT = 10_000
-"""Messages that wait to be handed over, at most; older ones go."""
-
-waiting: deque[tuple[int, str, str, float, int]] = deque(maxlen=KEPT)
-"""What was told and not handed over."""
+"""Messages that the library keeps, at most; older ones go."""
 
 _LOGGERS = {name.replace(".", "::"): logging.getLogger(name) for name in NAMES}
 """The library's target -> its logger."""
@@ -41,23 +37,14 @@ _LOGGERS = {name.replace(".", "::"): logging.getLogger(name) for name in NAMES}
 logging.getLogger("etkv").addHandler(logging.NullHandler())
 
 
-def hear(level: int, target: str, message: str) -> None:
-    """Keep a message. Takes no lock: another thread may have a logger's, and wait for the library."""
-    waiting.append((level, target, message, time.time(), threading.get_ident()))
-
-
-def deliver() -> None:
-    """Hand what was told to the loggers, which take locks: nothing of the library is taken by this thread."""
-    while waiting:
-        try:
-            level, target, message, created, thread = waiting.popleft()
-        except IndexError:  # Another thread was faster.
-            return
-        logger = logging.getLogger(target.replace("::", "."))
-        number = _LEVELS.get(level, logging.DEBUG)
-        if logger.isEnabledFor(number):
-            record = logger.makeRecord(logger.name, number, "(etkv)", 0, message, (), None)
-            record.created, record.msecs, record.thread = created, created % 1 * 1000, thread
+def deliver(messages: str) -> None:
+    """Hand messages, as ``etkv_log_take`` gives them, to the loggers: handlers take locks, and may use etkv."""
+    for told in json.loads(messages):
+        logger = logging.getLogger(told["target"].replace("::", "."))
+        level = _LEVELS.get(told["level"], logging.DEBUG)
+        if logger.isEnabledFor(level):
+            record = logger.makeRecord(logger.name, level, "(etkv)", 0, told["message"], (), None)
+            record.created, record.msecs = told["time"], told["time"] % 1 * 1000
             logger.handle(record)
 
 

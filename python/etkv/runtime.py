@@ -13,7 +13,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, TypeAlias
 
-from etkv import _capi, _library, _log, pte
+from etkv import _capi, _library, pte
 from etkv.errors import EtkvError, ProgramError, first_line
 from etkv.session import Session, load_options
 
@@ -84,7 +84,7 @@ class Program:
             with _library.EXECUTORCH_CALLS:
                 self._load(logits, method, backend)
         finally:
-            _log.deliver()
+            _capi.deliver_log()
 
     def _load(self, logits: str, method: str, backend: str) -> None:
         from executorch.runtime import Runtime, Verification
@@ -146,7 +146,7 @@ class Program:
             with _library.EXECUTORCH_CALLS:
                 return self._call(inputs, copy)
         finally:
-            _log.deliver()
+            _capi.deliver_log()
 
     def _call(self, inputs: tuple[Any, ...], copy: bool) -> list[Any]:
         loaded = self._opened(self._method)

@@ -63,8 +63,7 @@ static void test_log(etkv_cache* cache) {
   CHECK_INT(etkv_cache_convert(cache, "f32", "f32", NULL), ETKV_OK);
   CHECK_INT(first.calls, 3);
   CHECK_HAS(first.target, "etkv::core");
-  CHECK_HAS(
-      first.message, "convert{k_format=f32 v_format=f32}: done took_us=");
+  CHECK_HAS(first.message, "convert{k_format=f32 v_format=f32}: done took_us=");
 
   /* Levels of targets; NULL stands for `info`. */
   CHECK_INT(
@@ -108,6 +107,47 @@ static void test_log(etkv_cache* cache) {
   fail(cache);
   CHECK_INT(first.calls, 4);
   CHECK_INT(etkv_set_log_callback(NULL, NULL, NULL, NULL), ETKV_OK);
+}
+
+static void test_kept_log(etkv_cache* cache) {
+  char* json = UNTOUCHED;
+  CHECK_REFUSED(
+      etkv_log_keep("debug", 0, error),
+      ETKV_ERROR_INVALID_ARGUMENT,
+      "most is 0, the least is 1");
+  CHECK_REFUSED(
+      etkv_log_keep("etkv=loud", 2, error),
+      ETKV_ERROR_INVALID_ARGUMENT,
+      "the syntax of RUST_LOG");
+  CHECK_REFUSED(
+      etkv_log_take(NULL, error), ETKV_ERROR_INVALID_ARGUMENT, "json is NULL");
+  /* Those two were not to be told yet. */
+  CHECK_INT(etkv_log_take(&json, NULL), ETKV_OK);
+  CHECK(json == NULL);
+
+  CHECK_INT(etkv_log_keep("info", 2, NULL), ETKV_OK);
+  CHECK_INT(etkv_cache_convert(cache, "bf16", "bf16", NULL), ETKV_OK);
+  CHECK_INT(etkv_cache_convert(cache, "f16", "f16", NULL), ETKV_OK);
+  CHECK_INT(etkv_cache_convert(cache, "f32", "f32", NULL), ETKV_OK);
+  CHECK_INT(etkv_log_take(&json, NULL), ETKV_OK);
+  CHECK_HAS(
+      json,
+      "[{\"level\":3,\"target\":\"etkv::core\",\"message\":"
+      "\"the cache is converted k_format=f16 v_format=f16\",\"time\":");
+  CHECK_HAS(json, "converted k_format=f32 v_format=f32");
+  CHECK(strstr(json, "bf16") == NULL);
+  etkv_string_free(json);
+  CHECK_INT(etkv_log_take(&json, NULL), ETKV_OK);
+  CHECK(json == NULL);
+
+  /* A callback in its place. */
+  heard now = {0};
+  CHECK_INT(etkv_set_log_callback("info", hear, &now, NULL), ETKV_OK);
+  CHECK_INT(etkv_cache_convert(cache, "f16", "f16", NULL), ETKV_OK);
+  CHECK_INT(now.calls, 1);
+  CHECK_INT(etkv_set_log_callback(NULL, NULL, NULL, NULL), ETKV_OK);
+  CHECK_INT(etkv_log_take(&json, NULL), ETKV_OK);
+  CHECK(json == NULL);
 }
 
 static void test_cache_report(etkv_cache* cache) {
@@ -154,6 +194,7 @@ int main(void) {
   etkv_session* session = new_session(&s.config);
   etkv_cache* cache = cache_of(session);
   test_log(cache);
+  test_kept_log(cache);
   test_cache_report(cache);
   test_program_describe();
   etkv_cache_free(cache);

@@ -125,6 +125,27 @@ def test_handlers_may_use_the_library():
     assert len(seen) == 2
 
 
+def test_steps_and_calls_of_other_threads(caplog, exported):
+    """A thread that runs a program has Python's lock and waits for MLX, which the thread that tells something has."""
+    path = exported("tiny-llama") / "model.pte"
+    facts = etkv.read_kv_cache_metadata(path)
+    etkv.set_log_level(_log.TRACE)
+    with etkv.DecodeSession(etkv.CacheConfig(facts.layers, 64)) as session, etkv.load(path, session) as program:
+        other = etkv.DecodeSession(config())
+
+        def convert() -> None:
+            for n in range(100):
+                other.convert(("f32", "bf16")[n % 2])
+
+        thread = threading.Thread(target=convert, daemon=True)
+        thread.start()
+        while thread.is_alive():
+            program.forward([1, 2, 3], [0, 1, 2])
+        thread.join()
+    converted = [text for name, level, text in told(caplog) if level == logging.INFO and "is converted" in text]
+    assert len(converted) == 100
+
+
 def run(script: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=300, check=True)
 

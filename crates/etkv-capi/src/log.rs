@@ -2,12 +2,14 @@
 //! events on to the host.
 
 use std::cell::Cell;
+use std::collections::VecDeque;
 use std::ffi::{c_char, c_void, CString};
 use std::fmt::{Debug, Write};
-use std::time::Instant;
+use std::time::{Instant, SystemTime, UNIX_EPOCH};
 
 use etkv_core::{fail, Error, Result, Status};
 use parking_lot::{Mutex, RwLock};
+use serde::Serialize;
 use tracing::field::{Field, Visit};
 use tracing::span::{Attributes, Id, Record};
 use tracing::{Event, Level, Metadata, Subscriber};
@@ -15,17 +17,20 @@ use tracing_subscriber::layer::{Context, SubscriberExt};
 use tracing_subscriber::registry::{LookupSpan, SpanRef};
 use tracing_subscriber::{reload, EnvFilter, Layer, Registry};
 
-use super::boundary::{boundary, text};
+use super::boundary::{boundary, out, text};
 use super::error::etkv_error;
+use super::report::text_of;
 
 /// Takes a message: its level, its target, the message, and what was passed with it.
 #[allow(non_camel_case_types)]
 pub type etkv_log_callback = unsafe extern "C" fn(i32, *const c_char, *const c_char, *mut c_void);
 
 #[derive(Clone, Copy)]
-struct Listener {
-    callback: etkv_log_callback,
-    user: *mut c_void,
+enum Listener {
+    /// The host's callback, and what it is passed.
+    Callback(etkv_log_callback, *mut c_void),
+    /// Keeps so many messages for the host to take.
+    Keep(usize),
 }
 
 // SAFETY: the host says that the callback may be called on any thread, with what it
@@ -36,6 +41,19 @@ unsafe impl Sync for Listener {}
 
 /// Taken to read for the time of a callback, so that none runs once it was replaced.
 static LISTENER: RwLock<Option<Listener>> = RwLock::new(None);
+
+/// A message that the host may take.
+#[derive(Serialize)]
+struct Kept {
+    level: i32,
+    target: &'static str,
+    message: String,
+    /// Seconds since 1970.
+    time: f64,
+}
+
+/// Messages that were kept and not taken. Locked for moments, after every other lock.
+static KEPT: Mutex<VecDeque<Kept>> = Mutex::new(VecDeque::new());
 
 /// What of the messages is passed on; none before the first callback.
 static FILTER: Mutex<Option<reload::Handle<EnvFilter, Registry>>> = Mutex::new(None);
@@ -63,7 +81,47 @@ pub unsafe extern "C" fn etkv_set_log_callback(
                 return remove();
             };
             let filter = if filter.is_null() { "info" } else { text(filter, "filter")? };
-            listen(filter, Listener { callback, user })
+            listen(filter, Listener::Callback(callback, user))
+        })
+    }
+}
+
+/// Keeps messages instead of calling back.
+///
+/// # Safety
+/// Pointers are NULL or as the header says.
+#[no_mangle]
+pub unsafe extern "C" fn etkv_log_keep(
+    filter: *const c_char,
+    most: usize,
+    error: *mut *mut etkv_error,
+) -> i32 {
+    // SAFETY: the caller says so.
+    unsafe {
+        boundary(error, || {
+            if most == 0 {
+                fail!(InvalidArgument, "most is 0, the least is 1");
+            }
+            let filter = if filter.is_null() { "info" } else { text(filter, "filter")? };
+            listen(filter, Listener::Keep(most))
+        })
+    }
+}
+
+/// Stores the messages that were kept, and forgets them.
+///
+/// # Safety
+/// Pointers are NULL or as the header says.
+#[no_mangle]
+pub unsafe extern "C" fn etkv_log_take(json: *mut *mut c_char, error: *mut *mut etkv_error) -> i32 {
+    // SAFETY: the caller says so.
+    unsafe {
+        boundary(error, || {
+            let target = out(json, "json")?;
+            let kept = std::mem::take(&mut *KEPT.lock());
+            let json = if kept.is_empty() { std::ptr::null_mut() } else { text_of(&kept)? };
+            target.write(json);
+            Ok(())
         })
     }
 }
@@ -117,18 +175,31 @@ fn gone(error: reload::Error) -> Error {
     Error::new(Status::Internal, error)
 }
 
-/// Calls the host's callback, which may be called on any thread.
-fn tell(metadata: &Metadata<'_>, message: String) {
+/// Calls the host's callback, which may be called on any thread, or keeps the message.
+fn tell(metadata: &'static Metadata<'static>, message: String) {
     let telling = TELLING.try_with(|telling| telling.replace(true)).unwrap_or(true);
     if telling {
         return;
     }
-    if let Some(Listener { callback, user }) = *LISTENER.read() {
-        let target = CString::new(metadata.target()).unwrap_or_default();
-        // A message is one line.
-        let message = CString::new(message.replace(char::is_control, "?")).unwrap_or_default();
-        // SAFETY: the host says that it can be called so; the strings outlive the call.
-        unsafe { callback(number(metadata.level()), target.as_ptr(), message.as_ptr(), user) };
+    let (level, target) = (number(metadata.level()), metadata.target());
+    // A message is one line.
+    let message = message.replace(char::is_control, "?");
+    match *LISTENER.read() {
+        Some(Listener::Callback(callback, user)) => {
+            let target = CString::new(target).unwrap_or_default();
+            let message = CString::new(message).unwrap_or_default();
+            // SAFETY: the host says that it can be called so; the strings outlive the call.
+            unsafe { callback(level, target.as_ptr(), message.as_ptr(), user) };
+        }
+        Some(Listener::Keep(most)) => {
+            let time = SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default();
+            let mut kept = KEPT.lock();
+            while kept.len() >= most {
+                kept.pop_front();
+            }
+            kept.push_back(Kept { level, target, message, time: time.as_secs_f64() });
+        }
+        None => {}
     }
     let _ = TELLING.try_with(|telling| telling.set(false));
 }

@@ -75,7 +75,7 @@ fn describe(_: &[u8]) -> Result<*mut c_char> {
 }
 
 /// JSON for the caller, who frees it.
-fn text_of(report: &impl Serialize) -> Result<*mut c_char> {
+pub(super) fn text_of(report: &impl Serialize) -> Result<*mut c_char> {
     let internal = |error: &dyn std::fmt::Display| Error::new(Status::Internal, error);
     let json = serde_json::to_string(report).map_err(|error| internal(&error))?;
     // JSON has no zero byte.

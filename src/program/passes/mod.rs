@@ -41,29 +41,27 @@ pub fn run_each(
     target: Target,
     mut after: impl FnMut(&'static str, &Graph),
 ) -> Result<Vec<Layout>> {
-    let narrow = |graph: &mut Graph| last_token::narrow(graph, target.last_token_only);
-    let passes: [(&'static str, &dyn Fn(&mut Graph) -> Result<()>); 4] = [
-        ("trace_positions", &|graph| {
-            positions::trace(graph);
-            Ok(())
-        }),
-        ("fuse_linear", &|graph| {
-            linear::fuse(graph);
-            Ok(())
-        }),
-        ("last_token", &narrow),
-        ("eliminate_dead", &|graph| {
-            dead::eliminate(graph);
-            Ok(())
-        }),
-    ];
-    for (name, pass) in passes {
+    let mut pass = |name, work: &dyn Fn(&mut Graph) -> Result<()>| -> Result<()> {
         let _span = debug_span!(target: TARGET, "pass", name).entered();
         let before = graph.main.instructions.len();
-        pass(graph)?;
+        work(graph)?;
         debug!(target: TARGET, before, after = graph.main.instructions.len(), "instructions");
         after(name, graph);
-    }
+        Ok(())
+    };
+    pass("trace_positions", &|graph| {
+        positions::trace(graph);
+        Ok(())
+    })?;
+    pass("fuse_linear", &|graph| {
+        linear::fuse(graph);
+        Ok(())
+    })?;
+    pass("last_token", &|graph| last_token::narrow(graph, target.last_token_only))?;
+    pass("eliminate_dead", &|graph| {
+        dead::eliminate(graph);
+        Ok(())
+    })?;
     Ok(linear::choose_layouts(graph, target))
 }
 
