@@ -58,8 +58,8 @@ pub mod store;
 
 pub use etkv_core::{
     bookkeeping, AttendCache, Builder, BuilderRegistry, Bytes, Cache, CacheConfig, CacheGuard,
-    CacheRegistry, Entry, Growth, KvFormat, LayerConfig, LayerMemory, LayerPolicy, Memory,
-    SeqCache, Session, SharedCache, Status, TreeCache,
+    CacheRegistry, CacheReport, Entry, Growth, KvFormat, LayerConfig, LayerMemory, LayerPolicy,
+    Memory, SeqCache, Session, SharedCache, Status, TreeCache,
 };
 use etkv_core::{config, format};
 pub use {

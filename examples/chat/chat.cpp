@@ -16,7 +16,7 @@ namespace {
 constexpr char kCommands[] =
     "/undo   undo the last exchange\n"
     "/reset  begin a new conversation\n"
-    "/stats  what this one took so far\n"
+    "/stats  what this one took so far; /stats json for the cache's report\n"
     "/help   this list\n"
     "/quit   leave, as does the end of the input";
 
@@ -138,6 +138,8 @@ bool Chat::follow(const std::string& command) {
     reset();
   } else if (command == "/stats") {
     stats();
+  } else if (command == "/stats json") {
+    report();
   } else if (command == "/help") {
     say(kCommands);
   } else {
@@ -196,6 +198,11 @@ void Chat::stats() const {
       " in use, " + mebibytes(memory->allocated) + " held, " +
       mebibytes(memory->at_capacity) + " at capacity (" + model_.format() +
       ")");
+}
+
+void Chat::report() const {
+  const auto report = cache_report(cache_);
+  say(report.ok() ? report.value() : report.error().message());
 }
 
 } // namespace etkv::examples

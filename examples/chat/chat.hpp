@@ -35,6 +35,7 @@ class Chat {
   void undo();
   void reset();
   void stats() const;
+  void report() const;
   void report(const Answer& answer) const;
 
   Model& model_;

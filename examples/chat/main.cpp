@@ -73,6 +73,9 @@ int main(int argc, char** argv) {
   using namespace etkv::examples;
 
   quiet_executorch();
+  if (const auto logs = print_log_as_asked(); !logs.ok()) {
+    return fail(logs.error(), kMisused);
+  }
   const auto options = parse_options(argc, argv);
   if (!options.ok()) {
     return fail(options.error(), kMisused);

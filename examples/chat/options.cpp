@@ -95,7 +95,8 @@ std::string help_text() {
   return arguments_into(unused).help() +
          "\nIn a conversation: /undo, /reset, /stats, /help, /quit; Ctrl-C "
          "stops "
-         "an answer.\nETKV_VERBOSE=1 shows ExecuTorch's log.\n";
+         "an answer.\nETKV_LOG=debug shows etkv's log, "
+         "ETKV_VERBOSE=1 ExecuTorch's.\n";
 }
 
 } // namespace etkv::examples

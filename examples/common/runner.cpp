@@ -75,6 +75,9 @@ int Runner::main(
     const char* const* argv,
     const std::function<Result<void>(const RunnerOptions&)>& body) {
   quiet_executorch();
+  if (const auto logs = print_log_as_asked(); !logs.ok()) {
+    return fail(logs.error(), kMisused);
+  }
   if (const auto parsed = arguments_.parse(argc, argv); !parsed.ok()) {
     return fail(parsed.error(), kMisused);
   }
@@ -82,7 +85,7 @@ int Runner::main(
     write_piece(
         arguments_.help() +
         "\nCtrl-C stops between two steps.\n"
-        "ETKV_VERBOSE=1 shows ExecuTorch's log.\n");
+        "ETKV_LOG=debug shows etkv's log, ETKV_VERBOSE=1 ExecuTorch's.\n");
     return 0;
   }
   if (version_) {

@@ -85,12 +85,17 @@
 #include "etkv/export.h"
 #include "etkv/forwards.h"
 #include "etkv/kinds.h"
+#include "etkv/log.h"
 #include "etkv/memory.h"
 #include "etkv/process.h"
 #include "etkv/registry.h"
+#include "etkv/report.h"
 #include "etkv/seq.h"
 #include "etkv/session.h"
 #include "etkv/tree.h"
 #include "etkv/version.h"
+
+#include "etkv/log.h"
+#include "etkv/report.h"
 
 #endif /* ETKV_ETKV_H */

@@ -12,8 +12,10 @@ Importing this package imports neither torch nor ExecuTorch: its functions do so
 """
 
 from etkv.cache import Cache, Memory, SeqCache, TreeCache, estimate, estimate_shared, row_bytes
+from etkv._capi import set_log_level
 from etkv.chat import Chat
 from etkv.config import CacheConfig, LayerConfig
+from etkv.description import describe_program
 from etkv.errors import (
     CapacityError,
     EtkvError,
@@ -58,6 +60,7 @@ __all__ = [
     "TreeCache",
     "TreeSession",
     "UnsupportedError",
+    "describe_program",
     "estimate",
     "estimate_shared",
     "generate",
@@ -65,6 +68,7 @@ __all__ = [
     "read_kv_cache_metadata",
     "register_backend",
     "row_bytes",
+    "set_log_level",
     "write_kv_cache_metadata",
 ]
 

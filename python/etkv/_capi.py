@@ -5,15 +5,18 @@ Signatures come from the header that the library was built with, so there is no 
 
 from __future__ import annotations
 
+import contextlib
 import functools
+import logging
 import re
 import threading
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any, NoReturn
 
 import cffi
 
-from etkv import _library
+from etkv import _library, _log
 from etkv.errors import EtkvError, status_error
 
 ABI_VERSION = 4
@@ -24,6 +27,10 @@ INT32_MAX = 2**31 - 1
 ffi = cffi.FFI()
 
 _loading = threading.Lock()
+
+_log_setting = threading.Lock()
+_log_filter = ""
+"""What of its log the library was last asked for; "" for nothing."""
 
 
 def lib() -> Any:
@@ -73,8 +80,19 @@ def call(function: str, *arguments: Any) -> None:
     library = lib()
     error = ffi.new("etkv_error**")
     status = getattr(library, function)(*arguments, error)
+    if _log_filter:
+        _deliver_log()
     if status:
         raise _taken(error[0], status)
+
+
+def ask_text(function: str, *arguments: Any) -> str:
+    """The text that such a function stores as a string of the caller's."""
+    made = ask(function, "char*", *arguments)
+    try:
+        return text(made)
+    finally:
+        lib().etkv_string_free(made)
 
 
 def ask(function: str, kind: str, *arguments: Any) -> Any:
@@ -134,6 +152,54 @@ def int32(value: int, name: str) -> int:
 def text(pointer: Any) -> str:
     """The text behind a C string; "" for NULL."""
     return "" if pointer == ffi.NULL else ffi.string(pointer).decode("utf-8", "replace")
+
+
+def deliver_log() -> None:
+    """Hand what the library has told to the loggers. Nothing of the library is taken by this thread."""
+    if _log_filter:
+        _deliver_log()
+
+
+def _deliver_log() -> None:
+    library, made = lib(), ffi.new("char**")
+    if library.etkv_log_take(made, ffi.NULL) == 0 and made[0] != ffi.NULL:
+        messages = text(made[0])
+        library.etkv_string_free(made[0])
+        _log.deliver(messages)
+
+
+def follow_log_levels() -> None:
+    """Have the library tell what the loggers take now, and nothing where no handler would have it."""
+    wanted = _log.wanted()
+    if wanted != _log_filter:
+        # Where Rust code of the process has a subscriber of its own, that is told instead.
+        with contextlib.suppress(EtkvError):
+            _set_log_filter(wanted)
+
+
+def set_log_level(level: int | str) -> None:
+    """Set the level of the logger ``etkv``, at once.
+
+    A level that is set with :mod:`logging` counts from the next session, program or step on.
+    """
+    logging.getLogger("etkv").setLevel(level)
+    _set_log_filter(_log.wanted())
+
+
+def _set_log_filter(wanted: str) -> None:
+    global _log_filter
+    library, error = lib(), ffi.new("etkv_error**")
+    with _log_setting:
+        if wanted:
+            status = library.etkv_log_keep(wanted.encode(), _log.KEPT, error)
+        else:
+            status = library.etkv_set_log_callback(ffi.NULL, ffi.NULL, ffi.NULL, error)
+        if not status:
+            _log_filter = wanted
+    if status:
+        raise _taken(error[0], status)
+    # What was told before.
+    _deliver_log()
 
 
 def raise_delegate_error(otherwise: Callable[[], EtkvError], cause: BaseException) -> NoReturn:

@@ -5,12 +5,13 @@ They are the verbs of ``etkv.h``, whose threads chapter holds here, too. Session
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, NoReturn
 
 from etkv import _capi
-from etkv._capi import ask, ask_list, call, ffi, int32, int32s, lib, struct
+from etkv._capi import ask, ask_list, ask_text, call, ffi, int32, int32s, lib, struct
 from etkv.config import GROWTHS, CacheConfig
 from etkv.errors import EtkvError
 
@@ -106,6 +107,10 @@ class Cache:
         """Store what is there, and what comes, in other formats, until the cache is cleared."""
         v_format = k_format if v_format is None else v_format
         call("etkv_cache_convert", self._raw(), _name(k_format, "k_format"), _name(v_format, "v_format"))
+
+    def report(self) -> dict[str, Any]:
+        """What it is and holds, for monitoring and debugging; ``docs/reports.md`` lists the fields."""
+        return json.loads(ask_text("etkv_cache_report", self._raw()))
 
     def memory(self) -> Memory:
         """Bytes of its buffers."""

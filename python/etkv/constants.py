@@ -5,8 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+from etkv.description import describe_program
 from etkv.errors import EtkvError
-from etkv.pte import mlx_program
 
 
 def read_constants(path: Path, index: int = 0) -> dict[str, Any]:
@@ -19,22 +19,15 @@ def read_constants(path: Path, index: int = 0) -> dict[str, Any]:
     import torch
     from executorch.exir._serialize._program import deserialize_pte_binary
 
-    program = mlx_program(path, index)
+    described = describe_program(path, index)["constants"]["tensors"]
     file = deserialize_pte_binary(path.read_bytes())
     if file.named_data is None:
         raise EtkvError(f"{path} has no constants")
     entries, buffers = file.named_data.pte_data, file.named_data.buffers
     constants: dict[str, Any] = {}
-    for tensor_id in range(program.graph["num_constant_tensors"]):
-        name = program.names[tensor_id]
-        dtype, shape = _dtype_and_shape(program.tensors[tensor_id])
+    for constant in described:
+        name = constant["name"]
         data = np.frombuffer(bytes(buffers[entries[name].buffer_index]), "uint8").copy()
-        tensor = torch.from_numpy(data).view(getattr(torch, dtype)).reshape(shape)
+        tensor = torch.from_numpy(data).view(getattr(torch, constant["dtype"])).reshape(constant["shape"])
         constants[name.split("/", 1)[-1]] = tensor
     return constants
-
-
-def _dtype_and_shape(text: str) -> tuple[str, list[int]]:
-    """The parts of a tensor's description, such as ``float32[320, 64]``."""
-    dtype, _, dims = text.rstrip("]").partition("[")
-    return dtype, [int(dim) for dim in dims.split(",") if dim.strip()]

@@ -5,18 +5,18 @@ from __future__ import annotations
 import argparse
 import itertools
 import json
-from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 from etkv import pte
-from etkv._capi import call, ffi, lib, text
+from etkv._capi import lib, text
 from etkv.cache import estimate
 from etkv.config import CacheConfig, LayerConfig
+from etkv.description import describe_program, dtype_and_shape
 from etkv.errors import EtkvError, StatusError
 from etkv.metadata import read_kv_cache_metadata
-from etkv.pte import MlxProgram, PteFile
+from etkv.pte import PteFile
 
 DEFAULT_FORMATS = ("f32", "f16", "affine4")
 """Storage formats whose bytes are told where none is named."""
@@ -40,9 +40,9 @@ def report(
     constants = pte.constant_methods(path)
     found["tells"] = {name: value for name, value in constants.items() if not name.startswith(_FACTS)}
     if any("MLXBackend" in ids for ids in file.delegates.values()):
-        payload = file.mlx_payload()
-        found["program"] = _program(pte.decode_mlx(payload, path))
-        found["runs_here"] = _runs_here(payload, file)
+        described = describe_program(path)
+        found["program"] = _program(described)
+        found["runs_here"] = _runs_here(described, file)
     try:
         facts = read_kv_cache_metadata(constants)
     except EtkvError as error:
@@ -66,30 +66,26 @@ def _methods(file: PteFile) -> dict[str, Any]:
     }
 
 
-def _program(program: MlxProgram) -> dict[str, Any]:
-    graph = program.graph
+def _program(described: dict[str, Any]) -> dict[str, Any]:
     return {
-        "inputs": [_argument_text(program, slot) for slot in graph["input_map"]],
-        "outputs": [_argument_text(program, slot) for slot in graph["output_map"]],
-        "operations": _counts(program.main_chain),
-        "operations_at_load": _counts(program.init_chain),
+        **{name: [_argument_text(argument) for argument in described[name]] for name in ("inputs", "outputs")},
+        **{name: _counts(described[name]) for name in ("operations", "operations_at_load")},
+        "attention_layers": described["attention_layers"],
+        "passes": described["passes"],
     }
 
 
-def _counts(chain: list[dict[str, Any]]) -> dict[str, int]:
-    names = (instruction["op_name"].removesuffix("Node") for instruction in chain)
-    return dict(Counter(names).most_common())
+def _counts(operations: list[dict[str, Any]]) -> dict[str, int]:
+    return {counted["operation"]: counted["count"] for counted in operations}
 
 
-def _runs_here(payload: bytes, file: PteFile) -> dict[str, Any]:
+def _runs_here(described: dict[str, Any], file: PteFile) -> dict[str, Any]:
     """Whether this build runs the program, and if not, why."""
     versions = {"etkv": lib().etkv_version(), "mlx": lib().etkv_mlx_version(), "blas": lib().etkv_mlx_blas()}
     build = {name: text(version) for name, version in versions.items()}
     left = sorted({name for method in file.delegates for name in file.operators(method)})
-    try:
-        call("etkv_delegate_check", ffi.from_buffer("uint8_t[]", payload), len(payload))
-    except StatusError as error:
-        return {**build, "runs": False, "why": str(error)}
+    if described["refused"] is not None:
+        return {**build, "runs": False, "why": described["refused"]}
     if left:
         return {**build, "runs": True, "why": f"if ExecuTorch has these operators: {', '.join(left)}"}
     return {**build, "runs": True}
@@ -136,6 +132,9 @@ def lines(found: dict[str, Any]) -> Iterator[str]:
         yield f"outputs: {', '.join(program['outputs'])}"
         yield from _operation_lines("operations at load", program["operations_at_load"])
         yield from _operation_lines("operations a step", program["operations"])
+        for done in program["passes"]:
+            if done["changed"]:
+                yield f"pass {done['name']}: {_changes_text(done['changed'])}"
 
 
 def _runs_text(runs: dict[str, Any]) -> str:
@@ -178,6 +177,10 @@ def _operation_lines(title: str, counts: dict[str, int]) -> Iterator[str]:
         yield f"  {count:6} {name}"
 
 
+def _changes_text(changed: list[dict[str, Any]]) -> str:
+    return ", ".join(f"{change['before']} {change['operation']} to {change['after']}" for change in changed)
+
+
 def _bytes(n: float) -> str:
     for unit in ("bytes", "KiB", "MiB"):
         if n < 1024:
@@ -186,47 +189,16 @@ def _bytes(n: float) -> str:
     return f"{n:.1f} GiB"
 
 
-def instruction_lines(program: MlxProgram) -> Iterator[str]:
+def instruction_lines(described: dict[str, Any]) -> Iterator[str]:
     """Every instruction with its fields; ``t7`` is a tensor, ``v2`` an integer value slot."""
-    for label, chain in (("at load", program.init_chain), ("a step", program.main_chain)):
+    for label, chain in (("at load", "instructions_at_load"), ("a step", "instructions")):
         yield f"instructions {label}:"
-        for instruction in chain:
-            fields = (
-                f"{key}={_field_text(program, value)}"
-                for key, value in instruction.items()
-                if key not in ("instr_idx", "op_type", "op_name")
-            )
-            yield f"{instruction['instr_idx']:5} {instruction['op_name']} " + " ".join(fields)
+        for index, instruction in enumerate(described[chain]):
+            yield f"{index:5} {instruction['operation']} {instruction['fields']}"
 
 
-def _argument_text(program: MlxProgram, slot: dict[str, int]) -> str:
-    """An argument by its name in the source program, without the prefix that keeps methods apart."""
-    if slot["slot_type"] != 0:
-        return "integer"
-    index = slot["idx"]
-    return f"{program.names.get(index, '').rpartition('/')[2]} {program.tensors[index]}"
-
-
-def _tensor_text(program: MlxProgram, index: int) -> str:
-    name = program.names.get(index, "")
-    meta = program.tensors[index] if index < len(program.tensors) else ""
-    note = ":".join(part for part in (name, meta) if part)
-    return f"t{index}({note})" if note else f"t{index}"
-
-
-def _field_text(program: MlxProgram, value: Any) -> str:
-    if isinstance(value, dict):
-        if "tid" in value:
-            return _tensor_text(program, value["tid"])
-        if "vid" in value:
-            return f"v{value['vid']}"
-        if "literal" in value:
-            return str(value["literal"])
-    if isinstance(value, list):
-        return "[" + ", ".join(_field_text(program, item) for item in value) + "]"
-    if isinstance(value, str) and value.startswith("tid "):
-        return _tensor_text(program, int(value[4:]))
-    return str(value)
+def _argument_text(argument: dict[str, Any]) -> str:
+    return "integer" if argument["shape"] is None else f"{argument['name']} {dtype_and_shape(argument)}"
 
 
 # ---- The command ----------------------------------------------------------------------------------------------------
@@ -258,5 +230,5 @@ def run(options: argparse.Namespace) -> list[str]:
         return [json.dumps(found, indent=2)]
     told = list(lines(found))
     if options.instructions:
-        told += instruction_lines(pte.mlx_program(options.program))
+        told += instruction_lines(describe_program(options.program))
     return told

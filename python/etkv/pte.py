@@ -1,4 +1,4 @@
-"""Reads what an exported ``.pte`` holds: its methods, its constants and the MLX instructions.
+"""Reads what an exported ``.pte`` holds: its methods, its constants and the payloads of its delegates.
 
 Only tables are read, and what is asked for: a file of many gigabytes of weights is opened at the price of a small one.
 """
@@ -10,12 +10,10 @@ import json
 import mmap
 import struct
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from etkv import _library
-from etkv._mlx_serialization import ensure_available
 from etkv.errors import EtkvError, first_line
 
 DAMAGE = (RuntimeError, UnicodeDecodeError, IndexError, MemoryError)
@@ -29,19 +27,6 @@ _MLX = _library.MLX_BACKEND
 
 _HEAD = struct.Struct("<8x4sIQQ")
 """Flatbuffer's own head, then the extended header: its mark, its length, bytes of the tables, where segments begin."""
-
-_SCALAR_TYPES = {
-    0: "uint8",
-    1: "int8",
-    2: "int16",
-    3: "int32",
-    4: "int64",
-    5: "float16",
-    6: "float32",
-    11: "bool",
-    15: "bfloat16",
-    28: "uint32",
-}
 
 
 def check_mark(head: bytes, path: Path) -> None:
@@ -182,75 +167,5 @@ def constant(program: Any, name: str) -> Any:
     return values if name in _LISTS else values[0]
 
 
-@dataclass(frozen=True)
-class MlxProgram:
-    """One MLX delegate, decoded by the wheel's own inspector.
-
-    ``graph`` is the inspector's dictionary; ``tensors`` has one text per tensor id, such as ``float32[1, 1..512, 64]``
-    (empty for a temporary, whose shape is not recorded); ``names`` maps a tensor id to its name in the source program.
-    """
-
-    graph: dict[str, Any]
-    tensors: list[str]
-    names: dict[int, str]
-
-    @property
-    def main_chain(self) -> list[dict[str, Any]]:
-        """The instructions that run at every execution."""
-        return self._chain(self.graph["main_chain_idx"])
-
-    @property
-    def init_chain(self) -> list[dict[str, Any]]:
-        """The instructions that run once, when the program is loaded."""
-        return self._chain(self.graph["init_chain_idx"])
-
-    def _chain(self, index: int) -> list[dict[str, Any]]:
-        chains = self.graph["instruction_chains"]
-        return chains[index]["instructions"] if 0 <= index < len(chains) else []
-
-
-def mlx_program(path: Path, index: int = 0) -> MlxProgram:
-    """The MLX delegate number ``index`` of the program at ``path``."""
-    return decode_mlx(PteFile(path).mlx_payload(index), path)
-
-
-def decode_mlx(payload: bytes, path: Path) -> MlxProgram:
-    """The instructions of a payload; ``path`` names it in errors."""
-    ensure_available()
-    from executorch.backends.mlx import pte_inspector
-
-    try:
-        graph = pte_inspector.parse_mlx_payload(payload)["graph"]
-    except Exception as error:
-        raise EtkvError(f"{path} is damaged: {first_line(error)}") from error
-    if "error" in graph:
-        raise EtkvError(f"{path}: the MLX delegate cannot be read: {graph['error']}")
-    names = {slot["slot_idx"]: slot["name"] for slot in graph["named_slots"] if slot["slot_type"] == 0}
-    return MlxProgram(graph, _tensor_texts(payload), names)
-
-
 def _plain(output: Any) -> Any:
     return output.tolist() if hasattr(output, "tolist") else output
-
-
-def _tensor_texts(payload: bytes) -> list[str]:
-    from executorch.backends.mlx.serialization import parse_header
-    from executorch.backends.mlx.serialization._generated.mlx_delegate.MLXGraph import MLXGraph
-
-    start, size, _, _ = parse_header(payload)
-    graph = MLXGraph.GetRootAs(payload[start : start + size], 0)
-    texts = []
-    for index in range(graph.TensorMetaLength()):
-        meta = graph.TensorMeta(index)
-        if meta is None:
-            texts.append("")
-            continue
-        dims = ", ".join(_dim_text(meta.Shape(axis)) for axis in range(meta.ShapeLength()))
-        texts.append(f"{_SCALAR_TYPES.get(meta.ScalarType(), meta.ScalarType())}[{dims}]")
-    return texts
-
-
-def _dim_text(dim: Any) -> str:
-    if dim.Value() != -1:
-        return str(dim.Value())
-    return f"{dim.MinValue()}..{dim.MaxValue() if dim.MaxValue() != -1 else ''}"

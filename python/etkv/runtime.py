@@ -76,11 +76,15 @@ class Program:
 
     def __init__(self, path: Path, session: Session | None, logits: str, method: str, backend: str) -> None:
         _require_one_process()
+        _capi.follow_log_levels()
         self.path = path
         self.session = session
         self._metadata: ModelCacheParams | None = None
-        with _library.EXECUTORCH_CALLS:
-            self._load(logits, method, backend)
+        try:
+            with _library.EXECUTORCH_CALLS:
+                self._load(logits, method, backend)
+        finally:
+            _capi.deliver_log()
 
     def _load(self, logits: str, method: str, backend: str) -> None:
         from executorch.runtime import Runtime, Verification
@@ -137,16 +141,23 @@ class Program:
         self._opened(self._method)
         if self.session is not None and self.session.closed:
             raise EtkvError(f"the session of {self.path.name} is closed: make a new one, and load the program with it")
-        with _library.EXECUTORCH_CALLS:
-            loaded = self._opened(self._method)
-            _check_inputs(inputs, loaded.metadata, self.path.name)
-            _capi.forget_delegate_error()
-            try:
-                # The public execute always copies what it returns.
-                return list(loaded._method.call(list(inputs), clone_outputs=copy))
-            except RuntimeError as error:
-                reason = f"{self.path.name}: {first_line(error)}"
-                _capi.raise_delegate_error(lambda: EtkvError(reason), error)
+        _capi.follow_log_levels()
+        try:
+            with _library.EXECUTORCH_CALLS:
+                return self._call(inputs, copy)
+        finally:
+            _capi.deliver_log()
+
+    def _call(self, inputs: tuple[Any, ...], copy: bool) -> list[Any]:
+        loaded = self._opened(self._method)
+        _check_inputs(inputs, loaded.metadata, self.path.name)
+        _capi.forget_delegate_error()
+        try:
+            # The public execute always copies what it returns.
+            return list(loaded._method.call(list(inputs), clone_outputs=copy))
+        except RuntimeError as error:
+            reason = f"{self.path.name}: {first_line(error)}"
+            _capi.raise_delegate_error(lambda: EtkvError(reason), error)
 
     @property
     def metadata(self) -> ModelCacheParams:

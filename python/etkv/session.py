@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from types import TracebackType
 from typing import Any, TypeVar
 
-from etkv._capi import ask, call, ffi, lib, text
+from etkv._capi import ask, call, ffi, follow_log_levels, lib, text
 from etkv.cache import Cache, SeqCache, TreeCache, raw_config
 from etkv.config import CacheConfig
 from etkv.errors import EtkvError
@@ -42,6 +42,7 @@ class Session(Cache):
 
         :class:`EtkvError` for a config that cannot be; the message names the value and its limit.
         """
+        follow_log_levels()
         raw, _keep = raw_config(config)
         made = ask("etkv_session_new", "etkv_session*", BACKEND.encode(), self.KIND.encode(), raw)
         self._session = ffi.gc(made, lib().etkv_session_free)

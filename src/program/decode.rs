@@ -59,9 +59,9 @@ fn refuse_unknown_ops(graph: fb::MLXGraph) -> Result<()> {
 }
 
 /// The names of the tensors' slots.
-type Names<'a> = BTreeMap<u32, &'a str>;
+pub(super) type Names<'a> = BTreeMap<u32, &'a str>;
 
-fn tensor_names<'a>(graph: fb::MLXGraph<'a>) -> Names<'a> {
+pub(super) fn tensor_names<'a>(graph: fb::MLXGraph<'a>) -> Names<'a> {
     graph
         .named_slots()
         .into_iter()
@@ -171,7 +171,7 @@ fn chain(slots: &mut Slots, graph: fb::MLXGraph, index: usize) -> Result<Chain> 
     Ok(chain)
 }
 
-fn meta(graph: fb::MLXGraph, slot: u32) -> Result<fb::TensorMeta> {
+pub(super) fn meta<'a>(graph: fb::MLXGraph<'a>, slot: u32) -> Result<fb::TensorMeta<'a>> {
     match graph.tensor_meta() {
         Some(metas) if (slot as usize) < metas.len() => Ok(metas.get(slot as usize)),
         _ => fail!(Program, "tensor {slot} is not described"),
@@ -186,7 +186,7 @@ fn dim(dim: fb::ShapeDim) -> Dim {
 }
 
 /// The name without the prefix that keeps the names of several methods apart.
-fn slot_name(names: &Names, slot: u32) -> String {
+pub(super) fn slot_name(names: &Names, slot: u32) -> String {
     names.get(&slot).map_or_else(
         || format!("tensor {slot}"),
         |name| name.rsplit('/').next().unwrap_or_default().to_owned(),

@@ -6,6 +6,7 @@ use etkv_core::CacheRegistry;
 use mlx_rs::transforms::async_eval;
 use mlx_rs::{Array, Dtype};
 use smallvec::SmallVec;
+use tracing::{debug_span, info, warn};
 
 use super::argument::{Argument, Host};
 use super::constants::{self, ConstantSource, Layout};
@@ -15,7 +16,7 @@ use super::frame::{Frame, Output, StepState};
 use super::interpreter::Schedule;
 use super::ir::{Dim, Graph, InputSpec, Op, Value};
 use super::passes::{self, Target};
-use super::payload;
+use super::{payload, TARGET};
 use crate::backend::{ProgramCache, Step, MLX_BACKEND};
 use crate::error::{fail, Error, Result, Status};
 use crate::mlx::{self, Mlx};
@@ -80,6 +81,18 @@ impl Program {
         source: &mut dyn ConstantSource,
         options: &LoadOptions,
     ) -> Result<Self> {
+        let key = options.cache_key.as_deref();
+        let span = debug_span!(target: TARGET, "load", bytes = payload.len(), key, logits = ?options.logits);
+        span.in_scope(|| Self::load_now(payload, source, options)).inspect_err(|error| {
+            warn!(target: TARGET, status = ?error.status(), %error, "a program is refused");
+        })
+    }
+
+    fn load_now(
+        payload: &[u8],
+        source: &mut dyn ConstantSource,
+        options: &LoadOptions,
+    ) -> Result<Self> {
         let mut graph = decode(payload::read(payload)?)?;
         // Before the weights are read, which takes longest.
         let cache = options.cache_key.as_deref().map(|key| bind(&graph, key)).transpose()?;
@@ -91,6 +104,13 @@ impl Program {
             };
             let layouts = passes::run(&mut graph, target)?;
             let constants = load_constants(&mlx, &mut graph, &layouts, source)?;
+            info!(
+                target: TARGET,
+                instructions = graph.main.instructions.len(),
+                constants = constants.iter().flatten().count(),
+                bytes = constants.iter().flatten().map(Array::nbytes).sum::<usize>(),
+                "a program is loaded"
+            );
             let n_kept = (graph.constants.len() + tensor_inputs(&graph.inputs)) as u32;
             Ok(Self {
                 inputs: graph.inputs,
@@ -140,6 +160,13 @@ impl Program {
         output_types: &[i8],
         host: &mut dyn Host,
     ) -> Result<()> {
+        let span = debug_span!(target: TARGET, "forward");
+        span.in_scope(|| self.run(inputs, output_types, host)).inspect_err(|error| {
+            warn!(target: TARGET, status = ?error.status(), %error, "a forward fails");
+        })
+    }
+
+    fn run(&mut self, inputs: &[Argument], output_types: &[i8], host: &mut dyn Host) -> Result<()> {
         let mut cache = self.cache.as_ref().map(ProgramCache::lock).transpose()?;
         // Dropped after what is made in it.
         let mut mlx = mlx::enter()?;

@@ -293,6 +293,17 @@ impl Op {
             }
         }
     }
+
+    /// The name of the operation, the same for all of its kind.
+    pub fn kind(&self) -> String {
+        match self {
+            Op::UpdateAndAttend { .. } => String::from("UpdateAndAttend"),
+            Op::Unary { function, .. } => format!("{function:?}"),
+            Op::Binary { function, .. } => format!("{function:?}"),
+            Op::IntBinary { function, .. } => format!("Int{function:?}"),
+            other => other.name(),
+        }
+    }
 }
 
 /// What an instruction makes.

@@ -12,6 +12,7 @@
 mod argument;
 mod constants;
 mod decode;
+mod describe;
 mod dtype;
 mod execute;
 mod frame;
@@ -26,7 +27,15 @@ mod tests;
 
 pub use argument::{Argument, Host};
 pub use constants::ConstantSource;
+pub use describe::{
+    ArgumentDescription, AttentionDescription, ChangeDescription, ConstantDescription,
+    ConstantsDescription, DimDescription, InstructionDescription, LayoutsDescription,
+    OperationCount, PassDescription, ProgramDescription,
+};
 pub use execute::{LoadOptions, LogitsRows, Program};
+
+/// The target of the spans and events of programs.
+const TARGET: &str = "etkv::program";
 
 /// The reader that `flatc` makes of ExecuTorch's schema.
 #[allow(

@@ -388,6 +388,9 @@ int main(int argc, char** argv) {
   using namespace etkv::examples;
 
   quiet_executorch();
+  if (const auto logs = print_log_as_asked(); !logs.ok()) {
+    return fail(logs.error(), 2);
+  }
   Options options;
   const auto arguments = arguments_into(options);
   if (const auto parsed = arguments.parse(argc, argv); !parsed.ok()) {

@@ -7,6 +7,7 @@ etkv's sources within, from Rust, as docs/embedding.md says, and from Python's w
 from __future__ import annotations
 
 import importlib.util
+import json
 import os
 import shutil
 import subprocess
@@ -113,6 +114,11 @@ class Package:
             expect("MLX" in run(build / f"caches_c{kind}"), "caches_c tells no version of MLX")
             expect(run(build / f"caches_cpp{kind}") == "0 of 64 positions\n", "caches_cpp")
             expect(run(build / f"delegate{kind}", PROGRAM) == "4 positions of 4\n", "delegate")
+            *log, report = run(build / f"logged{kind}", PROGRAM).splitlines()
+            step = "4 etkv::core forward: step{tokens=4 first=0 mask=causal read=4}: done took_us="
+            expect(any(line.startswith(step) for line in log), "\n".join(["no line of the step:", *log]))
+            found = json.loads(report)
+            expect((found["length"], found["sequences"][0]["next"]) == (4, 4), report)
             loaded = libraries(build / f"delegate{kind}")
             expect(DARWIN or loaded.count("libmlx.so =>") == 1, f"one MLX a process, not:\n{loaded}")
             expect(("libetkv." in loaded) == (kind == ""), f"delegate{kind} loads:\n{loaded}")

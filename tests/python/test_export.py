@@ -12,7 +12,7 @@ import pytest
 
 import reference
 import tiny_models
-from etkv import pte
+from etkv import describe_program, pte
 from etkv.errors import EtkvError
 from etkv.export import ExportRequest, attention, export_program, is_current, limits, lowering, source
 from reference import Program, Variant
@@ -68,27 +68,28 @@ def test_program(programs, variant):
         "kv_cache.sinks": 0,
     }
 
-    program = pte.mlx_program(file)
-    ops = [instruction["op_name"] for instruction in program.main_chain]
-    attention = [node for node in program.main_chain if node["op_name"] == "UpdateAndAttendNode"]
-    assert [node["layer_id"] for node in attention] == list(range(layers))
+    program = describe_program(file)
+    ops = [instruction["operation"] for instruction in program["instructions"]]
+    assert program["attention_layers"] == [{"layer": layer, "calls": 1} for layer in range(layers)]
     # Phi has no gate, Phi-3 makes several products at once.
     products = {"phi": 6, "phi3": 4}.get(config["model_type"], 7) * layers + 1
-    assert ops.count("AddmmNode") == (0 if quantize else products)
-    assert ops.count("QuantizedMatmulNode") == (products if quantize else 0)
-    assert ops.count("DequantizeNode") == (1 if quantize else 0)
-    assert program.graph["num_mutable_buffer_tensors"] == 0
-    assert len(program.graph["input_map"]) == 2
-    logits = program.tensors[program.graph["output_map"][0]["idx"]]
-    assert logits.startswith(f"{dtype}[1, ")
-    assert logits.endswith(f", {tiny_models.VOCABULARY}]")
+    assert ops.count("Addmm") == (0 if quantize else products)
+    assert ops.count("QuantizedMatmul") == (products if quantize else 0)
+    assert ops.count("Dequantize") == (1 if quantize else 0)
+    assert program["mutable_buffers"] == 0
+    assert len(program["inputs"]) == 2
+    logits = program["outputs"][0]
+    assert logits["dtype"] == dtype
+    assert (logits["shape"][0], logits["shape"][-1]) == (1, tiny_models.VOCABULARY)
 
 
 def test_tied_weights_are_kept_once(exported):
-    tied = pte.mlx_program(exported("tiny-qwen3") / "model.pte")
-    assert [name for name in tied.names.values() if name.endswith("lm_head.weight")] == []
-    untied = pte.mlx_program(exported("tiny-qwen3-untied") / "model.pte")
-    assert len([name for name in untied.names.values() if name.endswith("lm_head.weight")]) == 1
+    def heads(model):
+        tensors = describe_program(exported(model) / "model.pte")["constants"]["tensors"]
+        return [tensor["name"] for tensor in tensors if tensor["name"].endswith("lm_head.weight")]
+
+    assert heads("tiny-qwen3") == []
+    assert len(heads("tiny-qwen3-untied")) == 1
 
 
 def test_companions(exported, tiny):
@@ -294,10 +295,11 @@ def test_smallest_program_and_group_size(tiny, tmp_path):
     )
     methods = pte.constant_methods(file)
     assert methods["get_max_ctx_len"] == methods["get_prefill_chunk_size"] == 2
-    groups = {
-        node["group_size"] for node in pte.mlx_program(file).main_chain if node["op_name"] == "QuantizedMatmulNode"
-    }
-    assert groups == {64}
+    products = [
+        node["fields"] for node in describe_program(file)["instructions"] if node["operation"] == "QuantizedMatmul"
+    ]
+    assert products
+    assert all("group_size: 64," in fields for fields in products), products[0]
 
 
 def _write_model(config, folder):

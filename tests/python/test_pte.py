@@ -7,7 +7,7 @@ import json
 import pytest
 
 from etkv import __main__ as command
-from etkv import inspection, pte
+from etkv import describe_program, inspection, pte
 from etkv.errors import EtkvError
 
 
@@ -32,6 +32,7 @@ def test_report(program, capsys):
     assert "2 UpdateAndAttend" in [line.strip() for line in lines]
     assert any(line.startswith("cache in affine4: not possible: layer 0") for line in lines), lines
     assert "inputs: input_ids int64[1, 2..64], cache_position int64[2..64]" in lines
+    assert any(line.startswith("pass fuse_linear: 15 Addmm to 0, 0 Linear to 15") for line in lines), lines
     assert not any(line.startswith("instructions") for line in lines)
 
 
@@ -47,7 +48,7 @@ def test_report_as_json(program, capsys):
 
 def test_instructions(program, capsys):
     lines = inspect(capsys, program, "--instructions").splitlines()
-    assert sum("UpdateAndAttendNode q=" in line for line in lines) == 2
+    assert sum("UpdateAndAttend q: t" in line for line in lines) == 2
 
 
 def test_a_program_that_does_not_run_here(tmp_path, capsys):
@@ -100,9 +101,9 @@ def test_truncated_program(program, tmp_path):
     file = tmp_path / "x.pte"
     for length in (8, 100, 1000, 5000):
         file.write_bytes(whole[:length])
-        for reader in (pte.PteFile, pte.mlx_program, inspection.report):
+        for reader in (pte.PteFile, describe_program, inspection.report):
             with pytest.raises(EtkvError, match="is damaged"):
                 reader(file)
     file.write_bytes(whole[: pte.PteFile(program)._segments_at + 500])
     with pytest.raises(EtkvError, match="is damaged: it has"):
-        pte.mlx_program(file)
+        describe_program(file)

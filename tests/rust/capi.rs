@@ -7,6 +7,7 @@ use std::ffi::{c_char, c_int, c_void, CStr, CString};
 use std::panic::{set_hook, take_hook};
 use std::ptr::{null, null_mut};
 use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::Mutex;
 
 use etkv::{AttendSpec, CellsCache, MlxStore, MLX_BACKEND};
 // What it exports is called here as C does.
@@ -60,6 +61,12 @@ extern "C" {
     fn etkv_tree_cache_len(cache: Handle, seq: i32, n: *mut usize, error: *mut Handle) -> c_int;
     fn etkv_tree_cache_free(cache: Handle);
     fn etkv_registry_get(key: *const c_char, cache: *mut Handle, error: *mut Handle) -> c_int;
+    fn etkv_set_log_callback(
+        filter: *const c_char,
+        callback: Option<unsafe extern "C" fn(i32, *const c_char, *const c_char, Handle)>,
+        user: Handle,
+        error: *mut Handle,
+    ) -> c_int;
     fn etkv_error_message(error: Handle) -> *const c_char;
     fn etkv_error_free(error: Handle);
     fn etkv_live_handles() -> usize;
@@ -243,6 +250,20 @@ fn broken(all: &Handles) {
     assert_eq!((number, size), (7, 7));
 }
 
+/// What was logged.
+static LOG: Mutex<Vec<String>> = Mutex::new(Vec::new());
+
+unsafe extern "C" fn log(level: i32, target: *const c_char, message: *const c_char, _: Handle) {
+    // SAFETY: both are strings for the time of the call.
+    let [target, message] = unsafe { [target, message].map(|text| CStr::from_ptr(text)) };
+    LOG.lock().unwrap().push(format!("{level} {target:?} {message:?}"));
+}
+
+/// How often this was logged.
+fn logged(words: &str) -> usize {
+    LOG.lock().unwrap().iter().filter(|line| line.contains(words)).count()
+}
+
 // One test, since the handles of the process are counted.
 #[test]
 fn a_panic_inside_breaks_the_cache_and_nothing_else() {
@@ -260,6 +281,11 @@ fn a_panic_inside_breaks_the_cache_and_nothing_else() {
         }
     }));
 
+    // SAFETY: the callback takes what it is passed.
+    let set =
+        unsafe { etkv_set_log_callback(c"error".as_ptr(), Some(log), null_mut(), null_mut()) };
+    assert_eq!(set, 0);
+
     let (status, session, error) = try_session(c"unmakable");
     assert!(session.is_null());
     tripped(
@@ -270,6 +296,8 @@ fn a_panic_inside_breaks_the_cache_and_nothing_else() {
         },
         "a defect in etkv: tripped in the builder",
     );
+    assert_eq!(logged("a defect was caught panic="), 1);
+    assert_eq!(logged("tripped in the builder"), 1);
 
     let other = Handles::new(c"breaking");
     type Call = fn(&Handles, *mut Handle) -> c_int;
@@ -288,8 +316,14 @@ fn a_panic_inside_breaks_the_cache_and_nothing_else() {
         ARMED.store(true, Ordering::Relaxed);
         tripped(|error| call(&all, error), &format!("a defect in etkv: tripped in {what}"));
         ARMED.store(false, Ordering::Relaxed);
+        assert!(logged(&format!("a defect was caught panic=\\\"tripped in {what}")) >= 1);
         broken(&all);
     }
+
+    // Each is told once, as is the cache that it leaves; what is refused later is no defect.
+    assert_eq!(logged("a defect was caught"), 6);
+    assert_eq!(logged("etkv::core\" \"the cache is poisoned"), 5);
+    assert_eq!(LOG.lock().unwrap().len(), 11);
 
     let mut length = 7;
     // SAFETY: the handle is live, the place is there.

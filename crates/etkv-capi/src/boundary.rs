@@ -8,9 +8,13 @@ use std::sync::LazyLock;
 
 use etkv_core::{fail, Error, Result, Status};
 use parking_lot::Mutex;
+use tracing::{debug, error};
 
 use super::error::{etkv_error, OK};
 use super::handle::{self, Object};
+
+/// The target of this crate's events.
+pub(crate) const TARGET: &str = "etkv::api";
 
 /// Runs the body of a C function: turns an error or a panic into a status, and
 /// into an error object where the caller wants one.
@@ -26,6 +30,7 @@ pub(crate) unsafe fn boundary(
     match result {
         Ok(()) => OK,
         Err(failure) => {
+            debug!(target: TARGET, status = ?failure.status(), error = %failure, "a call fails");
             let status = failure.status() as i32;
             if !error.is_null() {
                 // SAFETY: the caller says so.
@@ -52,12 +57,15 @@ pub(crate) fn panic_error(panic: &(dyn Any + Send)) -> Error {
         .map(|text| (*text).to_owned())
         .or_else(|| panic.downcast_ref::<String>().cloned())
         .unwrap_or_else(|| String::from("no message"));
+    error!(target: TARGET, panic = words, "a defect was caught");
     Error::new(Status::Internal, format!("a defect in etkv: {words}"))
 }
 
-/// The body of a function that frees: there is nobody to tell of a panic.
+/// The body of a function that frees: it has no status to tell of a panic with.
 pub(crate) fn free<T: Object>(handle: *mut T) {
-    let _ = catch_unwind(AssertUnwindSafe(|| handle::reclaim(handle)));
+    if let Err(panic) = catch_unwind(AssertUnwindSafe(|| handle::reclaim(handle))) {
+        panic_error(&*panic);
+    }
 }
 
 /// The text behind a C string.

@@ -6,8 +6,8 @@ use std::ptr::{null_mut, NonNull};
 
 use etkv::{AttendSpec, MlxCache, MlxStore, ProgramCache, MLX_BACKEND};
 use etkv_core::{
-    fail, AttendCache, Cache, CacheConfig, KvFormat, Memory, Result, SeqCache, SharedCache,
-    TreeCache,
+    fail, AttendCache, Cache, CacheConfig, CacheReport, KvFormat, Memory, Result, SeqCache,
+    SharedCache, TreeCache,
 };
 use mlx_rs::Array;
 
@@ -253,6 +253,16 @@ impl Cache for Custom {
 
     fn memory(&self) -> Memory {
         self.ask(|cache| cache.memory())
+    }
+
+    fn report(&self) -> CacheReport {
+        let own = |report| CacheReport { kind: self.kind.clone(), ..report };
+        match self.inner.lock() {
+            Ok(cache) => own(cache.report()),
+            Err(error) => {
+                CacheReport { poisoned: Some(error.to_string()), ..CacheReport::of(self) }
+            }
+        }
     }
 
     fn formats(&self) -> [KvFormat; 2] {

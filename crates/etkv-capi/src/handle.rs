@@ -5,13 +5,12 @@
 //! without a read of memory that may be gone. No number is given twice.
 
 use std::any::Any;
-use std::collections::HashMap;
 use std::ptr::without_provenance_mut;
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Arc, LazyLock};
 
+use dashmap::DashMap;
 use etkv_core::{fail, Result};
-use parking_lot::RwLock;
 
 /// What may be behind a handle. A type of C's is the Rust type of the same name.
 pub(crate) trait Object: Any + Send + Sync {
@@ -24,7 +23,12 @@ struct Entry {
     object: Arc<dyn Any + Send + Sync>,
 }
 
-static LIVE: LazyLock<RwLock<HashMap<usize, Entry>>> = LazyLock::new(RwLock::default);
+/// No object is dropped while a part of the table is locked: that may take time and
+/// locks of its own.
+static LIVE: LazyLock<DashMap<usize, Entry>> = LazyLock::new(DashMap::new);
+
+/// Entries of the table, counted apart: it counts its own part by part.
+static COUNT: AtomicUsize = AtomicUsize::new(0);
 
 /// Set in every handle: no address of an object has these bits, where there is
 /// room for them.
@@ -34,7 +38,8 @@ const MARK: usize = if usize::BITS == 64 { 0xE74B << (usize::BITS - 16) } else {
 pub(crate) fn give<T: Object>(object: T) -> *mut T {
     static NEXT: AtomicUsize = AtomicUsize::new(1);
     let number = MARK | NEXT.fetch_add(1, Ordering::Relaxed);
-    LIVE.write().insert(number, Entry { name: T::NAME, object: Arc::new(object) });
+    LIVE.insert(number, Entry { name: T::NAME, object: Arc::new(object) });
+    COUNT.fetch_add(1, Ordering::Relaxed);
     without_provenance_mut(number)
 }
 
@@ -44,8 +49,9 @@ pub(crate) fn look_up<T: Object>(handle: *const T, name: &str) -> Result<Arc<T>>
     if handle.is_null() {
         fail!(InvalidArgument, "{name} is NULL");
     }
-    let (object, found) = match LIVE.read().get(&handle.addr()) {
-        Some(entry) => (entry.object.clone(), entry.name),
+    let found = LIVE.get(&handle.addr()).map(|entry| (entry.object.clone(), entry.name));
+    let (object, found) = match found {
+        Some(found) => found,
         None => fail!(InvalidArgument, "{name} is no handle: it was freed, or is not of etkv"),
     };
     match object.downcast() {
@@ -56,15 +62,15 @@ pub(crate) fn look_up<T: Object>(handle: *const T, name: &str) -> Result<Arc<T>>
 
 /// Takes an object back. Does nothing for what is no handle of its type.
 pub(crate) fn reclaim<T: Object>(handle: *mut T) {
-    let mut live = LIVE.write();
-    let known = live.get(&handle.addr()).is_some_and(|entry| entry.name == T::NAME);
-    let taken = if known { live.remove(&handle.addr()) } else { None };
-    // The last owner of a cache frees its buffers, which takes time and locks.
-    drop(live);
+    let taken = LIVE.remove_if(&handle.addr(), |_, entry| entry.name == T::NAME);
+    if taken.is_some() {
+        COUNT.fetch_sub(1, Ordering::Relaxed);
+    }
+    // The last owner of a cache frees its buffers.
     drop(taken);
 }
 
 /// Handles that were made and not freed.
 pub(crate) fn count() -> usize {
-    LIVE.read().len()
+    COUNT.load(Ordering::Relaxed)
 }

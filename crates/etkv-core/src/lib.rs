@@ -31,11 +31,13 @@ pub mod format;
 mod growth;
 pub mod memory;
 mod registry;
+mod report;
 mod session;
 mod shared;
 mod spec;
 mod step;
 mod store;
+mod watch;
 
 pub use cache::{AttendCache, Cache, CellsCache, ContiguousCache, SeqCache, TreeCache};
 pub use config::{CacheConfig, LayerConfig, LayerPolicy};
@@ -44,8 +46,13 @@ pub use format::KvFormat;
 pub use growth::Growth;
 pub use memory::{Bytes, LayerMemory, Memory};
 pub use registry::{Builder, BuilderRegistry, CacheRegistry, Entry};
+pub use report::{
+    BufferReport, CacheReport, ConfigReport, FormatsReport, LayerConfigReport, LayerReport,
+    MemoryReport, SequenceReport,
+};
 pub use session::Session;
 pub use shared::{CacheGuard, ProgramCache, ProgramGuard, Shared, SharedCache, SharedGuard};
 pub use spec::{AttendSpec, Mask};
 pub use step::Step;
 pub use store::{Extent, Spec, Store};
+pub use watch::TARGET;

@@ -1,11 +1,9 @@
 //! Where a runner's cache and a program meet, by key; and who makes which kind.
 
-use std::collections::hash_map::Entry as Slot;
-use std::collections::HashMap;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, LazyLock};
 
-use parking_lot::{Mutex, RwLock};
+use dashmap::{DashMap, Entry as Place};
 
 use crate::config::CacheConfig;
 use crate::error::{fail, Error, Result, Status};
@@ -16,16 +14,17 @@ pub type Builder = Arc<dyn Fn(CacheConfig) -> Result<SharedCache> + Send + Sync>
 
 /// Makes caches by backend id and kind.
 ///
-/// A new kind registers itself; nothing here changes.
+/// A new kind registers itself; nothing here changes. A builder may use the registry
+/// itself: it is called, and dropped, while no part of the registry is locked.
 pub struct BuilderRegistry {
-    builders: RwLock<HashMap<(String, String), Builder>>,
+    builders: DashMap<(String, String), Builder>,
 }
 
 impl BuilderRegistry {
     /// The registry of this process. It is empty until backends register their kinds.
     pub fn global() -> &'static Self {
         static GLOBAL: LazyLock<BuilderRegistry> =
-            LazyLock::new(|| BuilderRegistry { builders: RwLock::new(HashMap::new()) });
+            LazyLock::new(|| BuilderRegistry { builders: DashMap::new() });
         &GLOBAL
     }
 
@@ -38,9 +37,8 @@ impl BuilderRegistry {
         builder: impl Fn(CacheConfig) -> Result<SharedCache> + Send + Sync + 'static,
     ) {
         let key = (backend_id.to_owned(), kind.to_owned());
-        // What was there is dropped outside the lock: it may be anybody's.
-        let before = self.builders.write().insert(key, Arc::new(builder));
-        drop(before);
+        // What was there comes out, and is dropped outside the lock.
+        drop(self.builders.insert(key, Arc::new(builder)));
     }
 
     /// As [`register`](Self::register), where there is no such kind yet.
@@ -54,12 +52,13 @@ impl BuilderRegistry {
         builder: impl Fn(CacheConfig) -> Result<SharedCache> + Send + Sync + 'static,
     ) -> Result<()> {
         let key = (backend_id.to_owned(), kind.to_owned());
-        match self.builders.write().entry(key) {
-            Slot::Occupied(_) => {
+        let builder: Builder = Arc::new(builder);
+        match self.builders.entry(key) {
+            Place::Occupied(_) => {
                 fail!(InvalidArgument, "there are caches of kind `{kind}` for `{backend_id}`")
             }
-            Slot::Vacant(place) => {
-                place.insert(Arc::new(builder));
+            Place::Vacant(place) => {
+                place.insert(builder);
                 Ok(())
             }
         }
@@ -67,7 +66,7 @@ impl BuilderRegistry {
 
     /// Whether caches of this kind can be made.
     pub fn knows(&self, backend_id: &str, kind: &str) -> bool {
-        self.builders.read().contains_key(&(backend_id.to_owned(), kind.to_owned()))
+        self.builders.contains_key(&(backend_id.to_owned(), kind.to_owned()))
     }
 
     /// Makes a cache of this kind.
@@ -76,7 +75,7 @@ impl BuilderRegistry {
     /// [`Kind`](Status::Kind) for an unknown kind, and the builder's own.
     pub fn build(&self, backend_id: &str, kind: &str, config: CacheConfig) -> Result<SharedCache> {
         let key = (backend_id.to_owned(), kind.to_owned());
-        let builder = self.builders.read().get(&key).cloned();
+        let builder = self.builders.get(&key).map(|found| Builder::clone(&found));
         match builder {
             Some(builder) => builder(config),
             None => Err(Error::new(
@@ -91,7 +90,7 @@ impl BuilderRegistry {
 
     /// The kinds that there are, each with its backend id before it, in order.
     pub fn kinds(&self) -> Vec<(String, String)> {
-        let mut kinds: Vec<_> = self.builders.read().keys().cloned().collect();
+        let mut kinds: Vec<_> = self.builders.iter().map(|entry| entry.key().clone()).collect();
         kinds.sort();
         kinds
     }
@@ -120,29 +119,26 @@ const MAX_KEY: usize = 255;
 
 /// Caches by key, for the whole process.
 pub struct CacheRegistry {
-    entries: Mutex<HashMap<String, Entry>>,
+    entries: DashMap<String, Entry>,
     next: AtomicU64,
 }
 
 impl CacheRegistry {
     /// The registry of this process.
     pub fn global() -> &'static Self {
-        static GLOBAL: LazyLock<CacheRegistry> = LazyLock::new(|| CacheRegistry {
-            entries: Mutex::new(HashMap::new()),
-            next: AtomicU64::new(0),
-        });
+        static GLOBAL: LazyLock<CacheRegistry> =
+            LazyLock::new(|| CacheRegistry { entries: DashMap::new(), next: AtomicU64::new(0) });
         &GLOBAL
     }
 
     /// Makes `entry` known under a key that nobody has, and that no other call
     /// returns.
     pub fn install_new(&self, entry: Entry) -> String {
-        let mut entries = self.entries.lock();
         loop {
             let key = format!("cache-{}", self.next.fetch_add(1, Ordering::Relaxed));
             // A host may have named one of its own like it.
-            if !entries.contains_key(&key) {
-                entries.insert(key.clone(), entry);
+            if let Place::Vacant(place) = self.entries.entry(key.clone()) {
+                place.insert(entry);
                 return key;
             }
         }
@@ -161,15 +157,16 @@ impl CacheRegistry {
                 key.len()
             );
         }
-        let mut entries = self.entries.lock();
-        if entries.contains_key(key) {
-            fail!(
+        match self.entries.entry(key.to_owned()) {
+            Place::Occupied(_) => fail!(
                 InvalidArgument,
                 "the cache key `{key}` is taken; erase it first, or name another"
-            );
+            ),
+            Place::Vacant(place) => {
+                place.insert(entry);
+                Ok(())
+            }
         }
-        entries.insert(key.to_owned(), entry);
-        Ok(())
     }
 
     /// The entry under `key`.
@@ -177,24 +174,21 @@ impl CacheRegistry {
     /// # Errors
     /// [`NoCache`](Status::NoCache) where there is none.
     pub fn get(&self, key: &str) -> Result<Entry> {
-        match self.entries.lock().get(key) {
-            Some(entry) => Ok(entry.clone()),
+        let found = self.entries.get(key).map(|entry| Entry::clone(&entry));
+        match found {
+            Some(entry) => Ok(entry),
             None => fail!(NoCache, "no cache is known by the key `{key}`; is its session alive?"),
         }
     }
 
     /// Forgets `key`; those who share its cache keep it.
     pub fn erase(&self, key: &str) -> Option<Entry> {
-        self.entries.lock().remove(key)
+        self.entries.remove(key).map(|(_, entry)| entry)
     }
 
     /// Forgets `key` if it is this cache's: whoever erased it before may have given
     /// the key to another.
     pub fn erase_own(&self, key: &str, cache: &SharedCache) -> Option<Entry> {
-        let mut entries = self.entries.lock();
-        if entries.get(key).is_some_and(|entry| entry.cache.is(cache)) {
-            return entries.remove(key);
-        }
-        None
+        self.entries.remove_if(key, |_, entry| entry.cache.is(cache)).map(|(_, entry)| entry)
     }
 }

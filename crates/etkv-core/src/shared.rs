@@ -143,7 +143,8 @@ impl<C: ?Sized> Shared<C> {
             )
         };
         self.0.holder.store(thread, Ordering::Relaxed);
-        Ok(SharedGuard { holder: &self.0.holder, cache })
+        let unwinding = std::thread::panicking();
+        Ok(SharedGuard { holder: &self.0.holder, unwinding, cache })
     }
 
     /// The cache, when others are done with it; none where it is poisoned.
@@ -163,6 +164,8 @@ impl<C: ?Sized> Shared<C> {
 /// A shared cache that is taken; others wait until this is dropped.
 pub struct SharedGuard<'a, C: ?Sized> {
     holder: &'a AtomicU64,
+    /// Whether the thread was panicking when it took the cache: no defect of this call's.
+    unwinding: bool,
     cache: MutexGuard<'a, C>,
 }
 
@@ -182,6 +185,12 @@ impl<C: ?Sized> DerefMut for SharedGuard<'_, C> {
 
 impl<C: ?Sized> Drop for SharedGuard<'_, C> {
     fn drop(&mut self) {
+        if !self.unwinding && std::thread::panicking() {
+            tracing::error!(
+                target: crate::watch::TARGET,
+                "the cache is poisoned: a call on it failed by a defect"
+            );
+        }
         // Before the lock goes, which is what is dropped next.
         self.holder.store(0, Ordering::Relaxed);
     }

@@ -8,8 +8,11 @@ mod rows;
 
 use super::constants::Layout;
 use super::ir::{Graph, Instruction, Op, Out, Value};
+use super::TARGET;
 use crate::error::Result;
 use std::collections::HashMap;
+
+use tracing::{debug, debug_span};
 
 /// What the passes need to know.
 #[derive(Debug, Clone, Copy)]
@@ -26,10 +29,39 @@ pub struct Target {
 /// [`Unsupported`](crate::Status::Unsupported) where the target asks for what
 /// the program cannot give.
 pub fn run(graph: &mut Graph, target: Target) -> Result<Vec<Layout>> {
-    positions::trace(graph);
-    linear::fuse(graph);
-    last_token::narrow(graph, target.last_token_only)?;
-    dead::eliminate(graph);
+    run_each(graph, target, |_, _| {})
+}
+
+/// [`run`], telling after each pass that changes instructions its name and what it left.
+///
+/// # Errors
+/// As [`run`].
+pub fn run_each(
+    graph: &mut Graph,
+    target: Target,
+    mut after: impl FnMut(&'static str, &Graph),
+) -> Result<Vec<Layout>> {
+    let mut pass = |name, work: &dyn Fn(&mut Graph) -> Result<()>| -> Result<()> {
+        let _span = debug_span!(target: TARGET, "pass", name).entered();
+        let before = graph.main.instructions.len();
+        work(graph)?;
+        debug!(target: TARGET, before, after = graph.main.instructions.len(), "instructions");
+        after(name, graph);
+        Ok(())
+    };
+    pass("trace_positions", &|graph| {
+        positions::trace(graph);
+        Ok(())
+    })?;
+    pass("fuse_linear", &|graph| {
+        linear::fuse(graph);
+        Ok(())
+    })?;
+    pass("last_token", &|graph| last_token::narrow(graph, target.last_token_only))?;
+    pass("eliminate_dead", &|graph| {
+        dead::eliminate(graph);
+        Ok(())
+    })?;
     Ok(linear::choose_layouts(graph, target))
 }
 

@@ -9,6 +9,12 @@
 
 #include <etkv/executorch.hpp>
 
+#ifdef LOGGED
+// log.c: with the log of all of it on standard output, and a report behind it.
+extern "C" int print_log(void);
+extern "C" int end_log(const etkv_cache* cache);
+#endif
+
 template <typename T>
 void must(const etkv::Result<T>& result) {
   if (!result) {
@@ -18,6 +24,11 @@ void must(const etkv::Result<T>& result) {
 }
 
 int main(int argc, char** argv) {
+#ifdef LOGGED
+  if (print_log() != 0) {
+    return 1;
+  }
+#endif
   executorch::extension::Module module(argc > 1 ? argv[1] : "");
   auto params = etkv::read_kv_cache_metadata(module);
   must(params);
@@ -37,6 +48,9 @@ int main(int argc, char** argv) {
       positions.data(), {T}, executorch::aten::ScalarType::Long);
   must(etkv::execute(module, "forward", {ids, at}));
 
+#ifdef LOGGED
+  return end_log(session->cache().raw());
+#endif
   std::printf("%d positions of %d\n", *session->cache().length(), T);
   return *session->cache().length() == T ? 0 : 1;
 }

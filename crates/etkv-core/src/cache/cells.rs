@@ -2,6 +2,8 @@
 
 use std::ops::Range;
 
+use tracing::debug_span;
+
 use super::storage::Storage;
 use super::{AttendCache, Cache, SeqCache, TreeCache};
 use crate::bookkeeping::{CellsBookkeeping, Move};
@@ -9,7 +11,9 @@ use crate::config::CacheConfig;
 use crate::error::{fail, Result};
 use crate::format::KvFormat;
 use crate::memory::Memory;
+use crate::report::{CacheReport, SequenceReport};
 use crate::store::{Spec, Store};
+use crate::watch::TARGET;
 
 /// Sequences that share cells; a single one is read like a contiguous cache.
 pub struct CellsCache<S: Store> {
@@ -48,6 +52,21 @@ impl<S: Store> CellsCache<S> {
         let storage = Storage::new(config, true)?;
         let book = CellsBookkeeping::new(capacity, storage.windows());
         Ok(Self { kind, book, storage, open: false })
+    }
+
+    fn try_begin(&mut self, positions: &[i32]) -> Result<()> {
+        if self.open {
+            fail!(Step, "a step is open on this cache");
+        }
+        self.storage.check()?;
+        self.storage.check_floats(positions.len(), self.book.length(), self.counted())?;
+        self.book.plan(positions)?;
+        if let Err(error) = self.storage.begin_appending() {
+            self.book.abort();
+            return Err(error);
+        }
+        self.open = true;
+        Ok(())
     }
 
     /// The positions that count for `quantized_kv_start`: candidates do not.
@@ -110,6 +129,22 @@ impl<S: Store> Cache for CellsCache<S> {
 
     fn memory(&self) -> Memory {
         self.storage.memory(|group| self.book.used(group), self.config().at_capacity_shared())
+    }
+
+    fn report(&self) -> CacheReport {
+        let of = |sequence| {
+            Ok(SequenceReport {
+                sequence,
+                length: self.book.seq_len(sequence)?,
+                next: self.book.seq_next(sequence)?,
+                rewindable_to: self.book.rewindable_to(sequence)?,
+                tree: self.book.tree_len(sequence)?,
+            })
+        };
+        let sequences = self.book.sequences().into_iter().map(of);
+        // Sequences that are there have all of it.
+        let sequences = sequences.collect::<Result<_>>().unwrap_or_default();
+        self.storage.report(CacheReport { sequences, ..CacheReport::of(self) })
     }
 
     fn formats(&self) -> [KvFormat; 2] {
@@ -184,6 +219,7 @@ impl<S: Store> SeqCache for CellsCache<S> {
 
     fn compact(&mut self) -> Result<()> {
         self.storage.check()?;
+        let _span = debug_span!(target: TARGET, "compact").entered();
         let moves = self.book.compact();
         self.apply(moves)
     }
@@ -212,18 +248,8 @@ impl<S: Store> AttendCache for CellsCache<S> {
     type Store = S;
 
     fn begin(&mut self, positions: &[i32]) -> Result<()> {
-        if self.open {
-            fail!(Step, "a step is open on this cache");
-        }
-        self.storage.check()?;
-        self.storage.check_floats(positions.len(), self.book.length(), self.counted())?;
-        self.book.plan(positions)?;
-        if let Err(error) = self.storage.begin_appending() {
-            self.book.abort();
-            return Err(error);
-        }
-        self.open = true;
-        Ok(())
+        let begun = self.try_begin(positions);
+        self.storage.begun(positions, self.book.plans(), begun)
     }
 
     fn update_and_fetch(&mut self, layer: usize, k: &S::Tensor, v: &S::Tensor) -> Result<Spec<S>> {
@@ -246,6 +272,7 @@ impl<S: Store> AttendCache for CellsCache<S> {
         if !self.open {
             fail!(Step, "no step is open on this cache");
         }
+        let _span = self.storage.enter_step();
         self.storage.check_done()?;
         let moves = self.book.commit()?;
         self.open = false;

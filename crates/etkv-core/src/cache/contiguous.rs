@@ -7,6 +7,7 @@ use crate::config::CacheConfig;
 use crate::error::{fail, Result};
 use crate::format::KvFormat;
 use crate::memory::Memory;
+use crate::report::{CacheReport, SequenceReport};
 use crate::store::{Spec, Store};
 
 /// One sequence, without a mask where all layers have full history.
@@ -35,6 +36,25 @@ impl<S: Store> ContiguousCache<S> {
         let groups = std::iter::once(None).chain(storage.windows().map(Some));
         let book = ContiguousBookkeeping::new(capacity, groups);
         Ok(Self { book, storage, step: None, plans: Vec::new() })
+    }
+
+    fn try_begin(&mut self, positions: &[i32]) -> Result<()> {
+        if self.step.is_some() {
+            fail!(Step, "a step is open on this cache");
+        }
+        self.storage.check()?;
+        let plan = self.book.plan(positions)?;
+        if let Some(&first) = positions.first() {
+            self.storage.check_floats(positions.len(), first, first)?;
+        }
+        if plan.displaced().is_empty() {
+            self.storage.begin_appending()?;
+        } else {
+            self.storage.begin(|group| Slots::Run(self.book.displaced(group, &plan)))?;
+        }
+        self.plans.extend(self.book.groups(&plan));
+        self.step = Some(plan);
+        Ok(())
     }
 
     fn refuse_in_step(&self, what: &str) -> Result<()> {
@@ -86,6 +106,19 @@ impl<S: Store> Cache for ContiguousCache<S> {
         self.storage.memory(|group| self.book.used(group), self.config().at_capacity())
     }
 
+    fn report(&self) -> CacheReport {
+        let length = self.length();
+        let sequence = SequenceReport {
+            sequence: 0,
+            length,
+            next: length,
+            rewindable_to: self.book.rewindable_to(),
+            tree: 0,
+        };
+        let sequences = if length > 0 { vec![sequence] } else { Vec::new() };
+        self.storage.report(CacheReport { sequences, ..CacheReport::of(self) })
+    }
+
     fn formats(&self) -> [KvFormat; 2] {
         self.storage.formats()
     }
@@ -101,22 +134,8 @@ impl<S: Store> AttendCache for ContiguousCache<S> {
     type Store = S;
 
     fn begin(&mut self, positions: &[i32]) -> Result<()> {
-        if self.step.is_some() {
-            fail!(Step, "a step is open on this cache");
-        }
-        self.storage.check()?;
-        let plan = self.book.plan(positions)?;
-        if let Some(&first) = positions.first() {
-            self.storage.check_floats(positions.len(), first, first)?;
-        }
-        if plan.displaced().is_empty() {
-            self.storage.begin_appending()?;
-        } else {
-            self.storage.begin(|group| Slots::Run(self.book.displaced(group, &plan)))?;
-        }
-        self.plans.extend(self.book.groups(&plan));
-        self.step = Some(plan);
-        Ok(())
+        let begun = self.try_begin(positions);
+        self.storage.begun(positions, &self.plans, begun)
     }
 
     fn update_and_fetch(&mut self, layer: usize, k: &S::Tensor, v: &S::Tensor) -> Result<Spec<S>> {
@@ -139,6 +158,7 @@ impl<S: Store> AttendCache for ContiguousCache<S> {
         let Some(plan) = self.step else {
             fail!(Step, "no step is open on this cache");
         };
+        let _span = self.storage.enter_step();
         self.storage.check_done()?;
         let moves = self.book.commit(&plan)?;
         self.step = None;

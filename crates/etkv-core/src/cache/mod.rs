@@ -19,6 +19,7 @@ use crate::config::CacheConfig;
 use crate::error::Result;
 use crate::format::KvFormat;
 use crate::memory::Memory;
+use crate::report::CacheReport;
 use crate::store::{Spec, Store};
 
 /// The runner's face of a cache.
@@ -80,6 +81,12 @@ pub trait Cache: Send {
 
     /// Bytes of the buffers.
     fn memory(&self) -> Memory;
+
+    /// What the cache is and holds, for monitoring and debugging. Also where it is
+    /// poisoned.
+    fn report(&self) -> CacheReport {
+        CacheReport::of(self)
+    }
 
     /// The formats that keys and values are stored in now.
     fn formats(&self) -> [KvFormat; 2];

@@ -1,14 +1,19 @@
 //! The bytes of a cache: a backend's store, driven by the plans of its layer groups. What
 //! every kind of cache does with a store is here, once.
 
+use tracing::span::EnteredSpan;
+use tracing::{debug_span, enabled, error, info, trace, warn, Level, Span};
+
 use crate::bookkeeping::{LayerGroupPlan, MaskPlan, Move, Slots, Window};
 use crate::config::{slot_bytes, CacheConfig, LayerConfig, LayerPolicy};
 use crate::error::{fail, Error, Result, Status};
 use crate::format::KvFormat;
 use crate::growth::Growth;
 use crate::memory::{Bytes, LayerMemory, Memory};
+use crate::report::CacheReport;
 use crate::spec::{AttendSpec, Mask};
 use crate::store::{Extent, Spec, Store};
+use crate::watch::{self, TARGET};
 
 /// How far the open step is in one layer.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -40,6 +45,8 @@ pub struct Storage<S: Store> {
     formats: [KvFormat; 2],
     /// Whether `quantized_kv_start` is still to come.
     awaits: bool,
+    /// The span of the open step.
+    step: Span,
     /// Why the buffers hold what nobody knows, until they are cleared.
     poisoned: Option<Error>,
 }
@@ -73,6 +80,7 @@ impl<S: Store> Storage<S> {
             shared,
             formats,
             awaits,
+            step: Span::none(),
             poisoned: None,
         };
         storage.grow_upfront()?;
@@ -85,7 +93,7 @@ impl<S: Store> Storage<S> {
             return Ok(());
         }
         for layer in 0..self.groups.len() {
-            self.store.grow(layer, self.allocated(self.groups[layer], 0))?;
+            self.grow(layer, self.allocated(self.groups[layer], 0))?;
         }
         Ok(())
     }
@@ -173,6 +181,39 @@ impl<S: Store> Storage<S> {
         Ok(())
     }
 
+    /// Tells how a step began: with a span that lasts until the step ends, or with why
+    /// it is refused. `plans` are those of the layer groups.
+    pub fn begun(
+        &mut self,
+        positions: &[i32],
+        plans: &[LayerGroupPlan],
+        begun: Result<()>,
+    ) -> Result<()> {
+        let (tokens, first) = (positions.len(), positions.first());
+        if let Err(error) = begun {
+            let status = error.status();
+            warn!(target: TARGET, tokens, first, ?status, %error, "a step is refused");
+            return Err(error);
+        }
+        // The first layer group may be without layers.
+        let used =
+            || (0..).zip(plans).filter(|(n, _)| self.groups.contains(n)).map(|(_, plan)| plan);
+        self.step = debug_span!(
+            target: TARGET,
+            "step",
+            tokens,
+            first,
+            mask = %watch::masks(used()),
+            read = used().map(|plan| plan.read.len()).max(),
+        );
+        Ok(())
+    }
+
+    /// Enters the span of the open step.
+    pub fn enter_step(&self) -> EnteredSpan {
+        self.step.clone().entered()
+    }
+
     /// The layer group of a layer.
     pub fn group(&self, layer: usize) -> Result<usize> {
         match self.groups.get(layer) {
@@ -193,6 +234,20 @@ impl<S: Store> Storage<S> {
         v: &S::Tensor,
         plan: &LayerGroupPlan,
     ) -> Result<Spec<S>> {
+        let _span = self.enter_step();
+        self.write_and_read(layer, k, v, plan).inspect_err(|error| {
+            let status = error.status();
+            warn!(target: TARGET, layer, ?status, %error, "the rows of a layer are refused");
+        })
+    }
+
+    fn write_and_read(
+        &mut self,
+        layer: usize,
+        k: &S::Tensor,
+        v: &S::Tensor,
+        plan: &LayerGroupPlan,
+    ) -> Result<Spec<S>> {
         let group = self.group(layer)?;
         let Some(&progress) = self.done.get(layer) else {
             fail!(Step, "no step is open on this cache");
@@ -203,14 +258,35 @@ impl<S: Store> Storage<S> {
         check_rows("keys", layer, S::shape(k), [1, heads, n, target.k_head_dim])?;
         check_rows("values", layer, S::shape(v), [1, heads, n, target.v_head_dim])?;
         if progress != Progress::Done {
-            self.store.grow(layer, slots)?;
+            self.grow(layer, slots)?;
             self.done[layer] = Progress::Begun;
             // What a mask hides has weight 0, and 0 times infinity is NaN.
             self.store.write(layer, &plan.write, k, v, self.shared)?;
         }
         let [k, v] = self.store.read(layer, plan.read.clone())?;
         self.done[layer] = Progress::Done;
+        trace!(
+            target: TARGET,
+            layer,
+            written = plan.write.len(),
+            read = ?plan.read,
+            mask = watch::mask(plan),
+            "a layer"
+        );
         Ok(AttendSpec { k, v, mask: self.mask(group, plan, n) })
+    }
+
+    fn grow(&mut self, layer: usize, slots: i32) -> Result<()> {
+        if !enabled!(target: TARGET, Level::DEBUG) {
+            return self.store.grow(layer, slots);
+        }
+        let held = self.store.extents(layer).map(|extent| extent.slots);
+        if held.iter().all(|&held| held >= slots) {
+            return self.store.grow(layer, slots);
+        }
+        let _span =
+            debug_span!(target: TARGET, "grow", layer, from = held[0], to = slots).entered();
+        self.store.grow(layer, slots)
     }
 
     fn mask(&mut self, group: usize, plan: &LayerGroupPlan, n_tokens: i32) -> Mask<S::Mask> {
@@ -243,7 +319,10 @@ impl<S: Store> Storage<S> {
 
     /// Computes `outputs` together with what the open step wrote.
     pub fn eval(&self, outputs: &[&S::Tensor]) -> Result<()> {
-        self.store.eval(outputs)
+        let _span = self.enter_step();
+        self.store.eval(outputs).inspect_err(|error| {
+            warn!(target: TARGET, %error, "a step cannot be computed");
+        })
     }
 
     /// Starts to compute them.
@@ -254,6 +333,12 @@ impl<S: Store> Storage<S> {
     /// Refuses to end a step that some layer has not had, or that brought values
     /// which other sequences could not be kept apart from.
     pub fn check_done(&self) -> Result<()> {
+        self.find_undone().inspect_err(|error| {
+            warn!(target: TARGET, status = ?error.status(), %error, "a step cannot end");
+        })
+    }
+
+    fn find_undone(&self) -> Result<()> {
         if let Some(layer) = self.done.iter().position(|&progress| progress != Progress::Done) {
             fail!(Step, "the step ends without layer {layer}");
         }
@@ -284,7 +369,17 @@ impl<S: Store> Storage<S> {
             // Without the memory for it the floats stay; what is stored is right
             // either way. The next step tries again, and the one that has no room
             // left for floats says why (`check_floats`).
-            let _ = self.convert([self.config.k_format, self.config.v_format]);
+            let [k, v] = [self.config.k_format, self.config.v_format];
+            if let Err(error) = self.convert([k, v]) {
+                warn!(
+                    target: TARGET,
+                    length,
+                    k_format = %k,
+                    v_format = %v,
+                    %error,
+                    "a conversion failed; the next step tries again"
+                );
+            }
         }
     }
 
@@ -295,6 +390,9 @@ impl<S: Store> Storage<S> {
     /// failed once, it would fail again. What was evaluated is of no use to
     /// anybody, and nothing of it may stay that a mask cannot hide.
     pub fn abort(&mut self, written: impl Fn(usize) -> Option<Slots>) {
+        let _span = self.enter_step();
+        let layers = self.done.iter().filter(|&&progress| progress != Progress::Waiting).count();
+        warn!(target: TARGET, layers, "a step is rolled back");
         let done = std::mem::take(&mut self.done);
         let saved = self.saved.take();
         self.end();
@@ -306,11 +404,17 @@ impl<S: Store> Storage<S> {
         }
         let undone = saved.map_or(Ok(()), |saved| self.store.abort(saved, &blank));
         if let Err(error) = undone {
-            self.poisoned = Some(error);
+            self.poison(error);
         }
     }
 
+    fn poison(&mut self, error: Error) {
+        error!(target: TARGET, %error, "the cache is poisoned");
+        self.poisoned = Some(error);
+    }
+
     fn end(&mut self) {
+        self.step = Span::none();
         self.done.clear();
         self.saved = None;
         self.masks.iter_mut().for_each(|mask| *mask = None);
@@ -322,9 +426,16 @@ impl<S: Store> Storage<S> {
         if moves.is_empty() {
             return Ok(());
         }
+        let _span = debug_span!(
+            target: TARGET,
+            "move",
+            runs = moves.len(),
+            slots = moves.iter().map(|rows| rows.from.len()).sum::<usize>()
+        )
+        .entered();
         let moved = self.try_apply(moves);
         if let Err(error) = &moved {
-            self.poisoned = Some(error.clone());
+            self.poison(error.clone());
         }
         moved
     }
@@ -342,6 +453,9 @@ impl<S: Store> Storage<S> {
 
     /// Stores all rows in other formats.
     pub fn convert(&mut self, [k_format, v_format]: [KvFormat; 2]) -> Result<()> {
+        let _span =
+            debug_span!(target: TARGET, "convert", k_format = %k_format, v_format = %v_format)
+                .entered();
         for (id, layer) in self.config.layers.iter().enumerate() {
             let at =
                 |what: &'static str| move |error: Error| error.at(format!("layer {id}: {what}"));
@@ -352,6 +466,7 @@ impl<S: Store> Storage<S> {
             self.store.convert(layer, [k_format, v_format])?;
         }
         self.formats = [k_format, v_format];
+        info!(target: TARGET, k_format = %k_format, v_format = %v_format, "the cache is converted");
         // What was asked for by hand is not undone later.
         self.awaits = false;
         Ok(())
@@ -383,6 +498,16 @@ impl<S: Store> Storage<S> {
         self.awaits = self.config.quantized_kv_start.is_some();
         self.poisoned = None;
         Ok(())
+    }
+
+    /// Adds to a report what only the storage knows.
+    pub fn report(&self, report: CacheReport) -> CacheReport {
+        let extents = (0..self.groups.len()).map(|layer| self.store.extents(layer));
+        CacheReport {
+            step_open: !self.done.is_empty(),
+            poisoned: self.poisoned.as_ref().map(Error::to_string),
+            ..report.with_extents(extents)
+        }
     }
 
     /// Bytes held, of which each layer group uses `used` slots.

@@ -1,0 +1,296 @@
+//! `etkv_set_log_callback`: the one subscriber of this library, which passes spans and
+//! events on to the host.
+
+use std::cell::Cell;
+use std::collections::VecDeque;
+use std::ffi::{c_char, c_void, CString};
+use std::fmt::{Debug, Write};
+use std::time::{Instant, SystemTime, UNIX_EPOCH};
+
+use etkv_core::{fail, Error, Result, Status};
+use parking_lot::{Mutex, RwLock};
+use serde::Serialize;
+use tracing::field::{Field, Visit};
+use tracing::span::{Attributes, Id, Record};
+use tracing::{Event, Level, Metadata, Subscriber};
+use tracing_subscriber::layer::{Context, SubscriberExt};
+use tracing_subscriber::registry::{LookupSpan, SpanRef};
+use tracing_subscriber::{reload, EnvFilter, Layer, Registry};
+
+use super::boundary::{boundary, out, text};
+use super::error::etkv_error;
+use super::report::text_of;
+
+/// Takes a message: its level, its target, the message, and what was passed with it.
+#[allow(non_camel_case_types)]
+pub type etkv_log_callback = unsafe extern "C" fn(i32, *const c_char, *const c_char, *mut c_void);
+
+#[derive(Clone, Copy)]
+enum Listener {
+    /// The host's callback, and what it is passed.
+    Callback(etkv_log_callback, *mut c_void),
+    /// Keeps so many messages for the host to take.
+    Keep(usize),
+}
+
+// SAFETY: the host says that the callback may be called on any thread, with what it
+// passed for it.
+unsafe impl Send for Listener {}
+// SAFETY: as above.
+unsafe impl Sync for Listener {}
+
+/// Taken to read for the time of a callback, so that none runs once it was replaced.
+static LISTENER: RwLock<Option<Listener>> = RwLock::new(None);
+
+/// A message that the host may take.
+#[derive(Serialize)]
+struct Kept {
+    level: i32,
+    target: &'static str,
+    message: String,
+    /// Seconds since 1970.
+    time: f64,
+}
+
+/// Messages that were kept and not taken. Locked for moments, after every other lock.
+static KEPT: Mutex<VecDeque<Kept>> = Mutex::new(VecDeque::new());
+
+/// What of the messages is passed on; none before the first callback.
+static FILTER: Mutex<Option<reload::Handle<EnvFilter, Registry>>> = Mutex::new(None);
+
+thread_local! {
+    /// Whether this thread is in the callback. What it causes there is not told.
+    static TELLING: Cell<bool> = const { Cell::new(false) };
+}
+
+/// Sets or removes the callback.
+///
+/// # Safety
+/// Pointers are NULL or as the header says.
+#[no_mangle]
+pub unsafe extern "C" fn etkv_set_log_callback(
+    filter: *const c_char,
+    callback: Option<etkv_log_callback>,
+    user: *mut c_void,
+    error: *mut *mut etkv_error,
+) -> i32 {
+    // SAFETY: the caller says so.
+    unsafe {
+        boundary(error, || {
+            let Some(callback) = callback else {
+                return remove();
+            };
+            let filter = if filter.is_null() { "info" } else { text(filter, "filter")? };
+            listen(filter, Listener::Callback(callback, user))
+        })
+    }
+}
+
+/// Keeps messages instead of calling back.
+///
+/// # Safety
+/// Pointers are NULL or as the header says.
+#[no_mangle]
+pub unsafe extern "C" fn etkv_log_keep(
+    filter: *const c_char,
+    most: usize,
+    error: *mut *mut etkv_error,
+) -> i32 {
+    // SAFETY: the caller says so.
+    unsafe {
+        boundary(error, || {
+            if most == 0 {
+                fail!(InvalidArgument, "most is 0, the least is 1");
+            }
+            let filter = if filter.is_null() { "info" } else { text(filter, "filter")? };
+            listen(filter, Listener::Keep(most))
+        })
+    }
+}
+
+/// Stores the messages that were kept, and forgets them.
+///
+/// # Safety
+/// Pointers are NULL or as the header says.
+#[no_mangle]
+pub unsafe extern "C" fn etkv_log_take(json: *mut *mut c_char, error: *mut *mut etkv_error) -> i32 {
+    // SAFETY: the caller says so.
+    unsafe {
+        boundary(error, || {
+            let target = out(json, "json")?;
+            let kept = std::mem::take(&mut *KEPT.lock());
+            let json = if kept.is_empty() { std::ptr::null_mut() } else { text_of(&kept)? };
+            target.write(json);
+            Ok(())
+        })
+    }
+}
+
+fn listen(text: &str, listener: Listener) -> Result<()> {
+    let filter = EnvFilter::builder().parse(text).map_err(|error| {
+        Error::new(
+            Status::InvalidArgument,
+            format_args!("filter is `{text}`, expected the syntax of RUST_LOG, as in `debug` or `etkv::core=trace,warn`: {error}"),
+        )
+    })?;
+    refuse_in_callback()?;
+    let mut installed = FILTER.lock();
+    if let Some(handle) = &*installed {
+        *LISTENER.write() = Some(listener);
+        return handle.reload(filter).map_err(gone);
+    }
+    let (filter, handle) = reload::Layer::new(filter);
+    let subscriber = tracing_subscriber::registry().with(filter).with(Tell);
+    if tracing::subscriber::set_global_default(subscriber).is_err() {
+        fail!(
+            Unsupported,
+            "this process has a subscriber of `tracing` already, set by Rust; a process has one: \
+             take etkv's spans and events from that"
+        );
+    }
+    *LISTENER.write() = Some(listener);
+    *installed = Some(handle);
+    Ok(())
+}
+
+fn remove() -> Result<()> {
+    refuse_in_callback()?;
+    let installed = FILTER.lock();
+    *LISTENER.write() = None;
+    match &*installed {
+        Some(handle) => handle.reload(EnvFilter::new("off")).map_err(gone),
+        None => Ok(()),
+    }
+}
+
+/// The lock would be waited for by the thread that has it.
+fn refuse_in_callback() -> Result<()> {
+    if TELLING.try_with(Cell::get).unwrap_or(false) {
+        fail!(Step, "the log callback is set from inside itself; set it when the callback is over");
+    }
+    Ok(())
+}
+
+fn gone(error: reload::Error) -> Error {
+    Error::new(Status::Internal, error)
+}
+
+/// Calls the host's callback, which may be called on any thread, or keeps the message.
+fn tell(metadata: &'static Metadata<'static>, message: String) {
+    let telling = TELLING.try_with(|telling| telling.replace(true)).unwrap_or(true);
+    if telling {
+        return;
+    }
+    let (level, target) = (number(metadata.level()), metadata.target());
+    // A message is one line.
+    let message = message.replace(char::is_control, "?");
+    match *LISTENER.read() {
+        Some(Listener::Callback(callback, user)) => {
+            let target = CString::new(target).unwrap_or_default();
+            let message = CString::new(message).unwrap_or_default();
+            // SAFETY: the host says that it can be called so; the strings outlive the call.
+            unsafe { callback(level, target.as_ptr(), message.as_ptr(), user) };
+        }
+        Some(Listener::Keep(most)) => {
+            let time = SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default();
+            let mut kept = KEPT.lock();
+            while kept.len() >= most {
+                kept.pop_front();
+            }
+            kept.push_back(Kept { level, target, message, time: time.as_secs_f64() });
+        }
+        None => {}
+    }
+    let _ = TELLING.try_with(|telling| telling.set(false));
+}
+
+/// The level's number in the header.
+fn number(level: &Level) -> i32 {
+    match *level {
+        Level::ERROR => 1,
+        Level::WARN => 2,
+        Level::INFO => 3,
+        Level::DEBUG => 4,
+        Level::TRACE => 5,
+    }
+}
+
+/// What a span had with it, as text, and when it began.
+struct Told {
+    fields: Fields,
+    began: Instant,
+}
+
+/// Makes messages of spans that end, and of events.
+struct Tell;
+
+impl<S: Subscriber + for<'a> LookupSpan<'a>> Layer<S> for Tell {
+    fn on_new_span(&self, attributes: &Attributes<'_>, id: &Id, context: Context<'_, S>) {
+        if let Some(span) = context.span(id) {
+            let mut fields = Fields::default();
+            attributes.record(&mut fields);
+            span.extensions_mut().insert(Told { fields, began: Instant::now() });
+        }
+    }
+
+    fn on_record(&self, id: &Id, values: &Record<'_>, context: Context<'_, S>) {
+        if let Some(span) = context.span(id) {
+            if let Some(told) = span.extensions_mut().get_mut::<Told>() {
+                values.record(&mut told.fields);
+            }
+        }
+    }
+
+    fn on_event(&self, event: &Event<'_>, context: Context<'_, S>) {
+        let mut fields = Fields::default();
+        event.record(&mut fields);
+        let mut message = String::new();
+        for span in context.event_scope(event).into_iter().flat_map(|scope| scope.from_root()) {
+            place(&mut message, &span);
+        }
+        message.push_str(&fields.message);
+        message.push_str(&fields.others);
+        tell(event.metadata(), message);
+    }
+
+    fn on_close(&self, id: Id, context: Context<'_, S>) {
+        let Some(span) = context.span(&id) else { return };
+        let took = span.extensions().get::<Told>().map(|told| told.began.elapsed());
+        let mut message = String::new();
+        for span in span.scope().from_root() {
+            place(&mut message, &span);
+        }
+        let micros = took.unwrap_or_default().as_micros();
+        let _ = write!(message, "done took_us={micros}");
+        tell(span.metadata(), message);
+    }
+}
+
+/// Names a span that a message is of: `step{tokens=1 first=7}: `.
+fn place<'a, S: LookupSpan<'a>>(message: &mut String, span: &SpanRef<'a, S>) {
+    message.push_str(span.name());
+    if let Some(told) = span.extensions().get::<Told>() {
+        let fields = told.fields.others.trim_start();
+        if !fields.is_empty() {
+            let _ = write!(message, "{{{fields}}}");
+        }
+    }
+    message.push_str(": ");
+}
+
+/// The fields of a span or event: its message, and ` name=value` for each other one.
+#[derive(Default)]
+struct Fields {
+    message: String,
+    others: String,
+}
+
+impl Visit for Fields {
+    fn record_debug(&mut self, field: &Field, value: &dyn Debug) {
+        // Writing to a string does not fail.
+        let _ = match field.name() {
+            "message" => write!(self.message, "{value:?}"),
+            name => write!(self.others, " {name}={value:?}"),
+        };
+    }
+}

@@ -1,0 +1,83 @@
+//! Reports as JSON: of caches and of programs.
+
+use std::ffi::{c_char, CString};
+
+use etkv_core::{Error, Result, Status};
+use serde::Serialize;
+
+use super::boundary::{boundary, list, out};
+use super::cache::etkv_cache;
+use super::error::etkv_error;
+use super::handle;
+
+/// Stores a report of a cache.
+///
+/// # Safety
+/// Pointers are NULL or as the header says.
+#[no_mangle]
+pub unsafe extern "C" fn etkv_cache_report(
+    cache: *const etkv_cache,
+    json: *mut *mut c_char,
+    error: *mut *mut etkv_error,
+) -> i32 {
+    // SAFETY: the caller says so.
+    unsafe {
+        boundary(error, || {
+            let target = out(json, "json")?;
+            let report = handle::look_up(cache, "cache")?.cache.lock()?.report();
+            target.write(text_of(&report)?);
+            Ok(())
+        })
+    }
+}
+
+/// Stores a description of a program.
+///
+/// # Safety
+/// Pointers are NULL or as the header says.
+#[no_mangle]
+pub unsafe extern "C" fn etkv_program_describe(
+    payload: *const u8,
+    n_bytes: usize,
+    json: *mut *mut c_char,
+    error: *mut *mut etkv_error,
+) -> i32 {
+    // SAFETY: the caller says so.
+    unsafe {
+        boundary(error, || {
+            let target = out(json, "json")?;
+            target.write(describe(list(payload, n_bytes, "payload")?)?);
+            Ok(())
+        })
+    }
+}
+
+/// Frees a string.
+///
+/// # Safety
+/// `string` is NULL, or one that a function of this file stored and that was not freed.
+#[no_mangle]
+pub unsafe extern "C" fn etkv_string_free(string: *mut c_char) {
+    if !string.is_null() {
+        // SAFETY: the caller says so.
+        drop(unsafe { CString::from_raw(string) });
+    }
+}
+
+#[cfg(feature = "delegate")]
+fn describe(payload: &[u8]) -> Result<*mut c_char> {
+    text_of(&etkv::program::Program::describe(payload)?)
+}
+
+#[cfg(not(feature = "delegate"))]
+fn describe(_: &[u8]) -> Result<*mut c_char> {
+    etkv_core::fail!(Unsupported, "this libetkv was built without the interpreter of programs");
+}
+
+/// JSON for the caller, who frees it.
+pub(super) fn text_of(report: &impl Serialize) -> Result<*mut c_char> {
+    let internal = |error: &dyn std::fmt::Display| Error::new(Status::Internal, error);
+    let json = serde_json::to_string(report).map_err(|error| internal(&error))?;
+    // JSON has no zero byte.
+    Ok(CString::new(json).map_err(|error| internal(&error))?.into_raw())
+}

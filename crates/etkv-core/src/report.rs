@@ -1,0 +1,204 @@
+//! A cache as a report: what monitoring and debugging ask, in one answer.
+
+use serde::{Serialize, Serializer};
+
+use crate::cache::Cache;
+use crate::config::{CacheConfig, LayerConfig, LayerPolicy};
+use crate::format::KvFormat;
+use crate::growth::Growth;
+use crate::memory::{Bytes, Memory};
+use crate::store::Extent;
+
+/// What a cache is and holds. `docs/reports.md` lists the fields as JSON has them.
+#[derive(Debug, Clone, PartialEq, Serialize)]
+pub struct CacheReport {
+    /// The kind's name.
+    pub kind: String,
+    /// The positions that it holds; one that several sequences share counts once.
+    pub length: i32,
+    /// The most that it holds.
+    pub capacity: i32,
+    /// Whether a step is open.
+    pub step_open: bool,
+    /// Why the cache is poisoned, where it is.
+    pub poisoned: Option<String>,
+    /// How rows are stored now.
+    pub formats: FormatsReport,
+    /// The sequences that hold positions or carry trees, in order. One that is empty is
+    /// not there; a kind of one sequence has the number 0.
+    pub sequences: Vec<SequenceReport>,
+    /// Bytes of all buffers.
+    pub memory: MemoryReport,
+    /// The same layer by layer.
+    pub layers: Vec<LayerReport>,
+    /// What the cache was made from.
+    pub config: ConfigReport,
+}
+
+/// The formats of keys and values, by name.
+#[derive(Debug, Clone, PartialEq, Serialize)]
+#[allow(missing_docs)]
+pub struct FormatsReport {
+    #[serde(serialize_with = "as_name")]
+    pub k: KvFormat,
+    #[serde(serialize_with = "as_name")]
+    pub v: KvFormat,
+}
+
+/// A sequence.
+#[derive(Debug, Clone, PartialEq, Serialize)]
+pub struct SequenceReport {
+    /// Its number.
+    pub sequence: i32,
+    /// The positions that it holds.
+    pub length: i32,
+    /// The position of its next token.
+    pub next: i32,
+    /// The least length, apart from 0, that it can be rewound to.
+    pub rewindable_to: i32,
+    /// Nodes of the tree behind it.
+    pub tree: usize,
+}
+
+/// Bytes of all buffers.
+#[derive(Debug, Clone, PartialEq, Serialize)]
+pub struct MemoryReport {
+    /// Held.
+    pub allocated: u64,
+    /// Of these, in use by positions.
+    pub used: u64,
+    /// The most that it may come to hold.
+    pub at_capacity: u64,
+}
+
+/// The buffers of a layer.
+#[derive(Debug, Clone, PartialEq, Serialize)]
+pub struct LayerReport {
+    /// Of its keys.
+    pub k: BufferReport,
+    /// Of its values.
+    pub v: BufferReport,
+}
+
+/// A buffer.
+#[derive(Debug, Clone, PartialEq, Serialize)]
+pub struct BufferReport {
+    /// How its rows are stored, by name.
+    #[serde(serialize_with = "as_name")]
+    pub format: KvFormat,
+    /// Slots allocated; absent where the kind does not tell.
+    pub slots: Option<i32>,
+    /// Bytes held.
+    pub allocated: u64,
+    /// Of these, in use by positions.
+    pub used: u64,
+}
+
+/// What a cache was made from; see [`CacheConfig`].
+#[derive(Debug, Clone, PartialEq, Serialize)]
+#[allow(missing_docs)]
+pub struct ConfigReport {
+    pub capacity: i32,
+    pub max_step_tokens: i32,
+    /// `doubling`, `step`, `exact` or `upfront`.
+    pub growth: &'static str,
+    /// Slots of a growth that has chunks.
+    pub min_chunk: Option<i32>,
+    #[serde(serialize_with = "as_name")]
+    pub k_format: KvFormat,
+    #[serde(serialize_with = "as_name")]
+    pub v_format: KvFormat,
+    pub quantized_kv_start: Option<i32>,
+    #[serde(serialize_with = "as_name")]
+    pub float_format: KvFormat,
+    pub layers: Vec<LayerConfigReport>,
+}
+
+/// A layer of a config; see [`LayerConfig`].
+#[derive(Debug, Clone, PartialEq, Serialize)]
+#[allow(missing_docs)]
+pub struct LayerConfigReport {
+    pub n_kv_heads: i32,
+    pub k_head_dim: i32,
+    pub v_head_dim: i32,
+    /// Absent for full history.
+    pub window: Option<i32>,
+    pub sinks: i32,
+}
+
+fn as_name<S: Serializer>(format: &KvFormat, serializer: S) -> Result<S::Ok, S::Error> {
+    serializer.collect_str(format)
+}
+
+impl CacheReport {
+    /// The report of a cache of which its face is known, and no more: without sequences,
+    /// slots, an open step and a reason to be poisoned.
+    pub fn of<C: Cache + ?Sized>(cache: &C) -> Self {
+        let [k, v] = cache.formats();
+        let Memory { allocated, used, at_capacity, layers } = cache.memory();
+        let buffer = |format, Bytes { allocated, used }| BufferReport {
+            format,
+            slots: None,
+            allocated,
+            used,
+        };
+        Self {
+            kind: cache.kind().to_owned(),
+            length: cache.length(),
+            capacity: cache.capacity(),
+            step_open: false,
+            poisoned: None,
+            formats: FormatsReport { k, v },
+            sequences: Vec::new(),
+            memory: MemoryReport { allocated, used, at_capacity },
+            layers: layers
+                .iter()
+                .map(|layer| LayerReport { k: buffer(k, layer.k), v: buffer(v, layer.v) })
+                .collect(),
+            config: ConfigReport::of(cache.config()),
+        }
+    }
+
+    /// The same with the extents of each layer's keys and values.
+    pub(crate) fn with_extents(mut self, extents: impl Iterator<Item = [Extent; 2]>) -> Self {
+        for (layer, [k, v]) in self.layers.iter_mut().zip(extents) {
+            for (buffer, Extent { format, slots }) in [(&mut layer.k, k), (&mut layer.v, v)] {
+                (buffer.format, buffer.slots) = (format, Some(slots));
+            }
+        }
+        self
+    }
+}
+
+impl ConfigReport {
+    fn of(config: &CacheConfig) -> Self {
+        let (growth, min_chunk) = match config.growth {
+            Growth::Doubling { first } => ("doubling", Some(first)),
+            Growth::Step { step } => ("step", Some(step)),
+            Growth::Exact => ("exact", None),
+            Growth::Upfront => ("upfront", None),
+        };
+        Self {
+            capacity: config.capacity,
+            max_step_tokens: config.max_step_tokens,
+            growth,
+            min_chunk,
+            k_format: config.k_format,
+            v_format: config.v_format,
+            quantized_kv_start: config.quantized_kv_start,
+            float_format: config.float_format,
+            layers: config.layers.iter().map(LayerConfigReport::of).collect(),
+        }
+    }
+}
+
+impl LayerConfigReport {
+    fn of(layer: &LayerConfig) -> Self {
+        let &LayerConfig { n_kv_heads, k_head_dim, v_head_dim, policy } = layer;
+        let (window, sinks) = match policy {
+            LayerPolicy::Full => (None, 0),
+            LayerPolicy::Window { window, sinks } => (Some(window), sinks),
+        };
+        Self { n_kv_heads, k_head_dim, v_head_dim, window, sinks }
+    }
+}

@@ -1,0 +1,45 @@
+// Reports as JSON for C++17: see report.h, and docs/reports.md for the fields.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <string>
+
+#include "etkv/cache.hpp"
+#include "etkv/detail.hpp"
+#include "etkv/report.h"
+#include "etkv/result.hpp"
+
+namespace etkv {
+
+namespace detail {
+/// Calls a C function that stores a string for the caller.
+template <typename Call>
+Result<std::string> ask_string(Call call) {
+  auto raw = ask<char*>(call);
+  if (!raw.ok()) {
+    return raw.error();
+  }
+  std::string text(*raw);
+  etkv_string_free(*raw);
+  return text;
+}
+} // namespace detail
+
+/// What a cache is and holds.
+inline Result<std::string> cache_report(const Cache& cache) {
+  return detail::ask_string([&](char** json, etkv_error** error) {
+    return etkv_cache_report(cache.raw(), json, error);
+  });
+}
+
+/// What a program is, from the delegate's payload.
+inline Result<std::string> describe_program(
+    const uint8_t* payload,
+    size_t n_bytes) {
+  return detail::ask_string([&](char** json, etkv_error** error) {
+    return etkv_program_describe(payload, n_bytes, json, error);
+  });
+}
+
+} // namespace etkv

@@ -1,0 +1,70 @@
+"""What the native library tells of itself, as records of :mod:`logging`.
+
+The library tells in the middle of a step, with its caches and MLX taken. ExecuTorch's Python module waits for MLX with
+Python's lock taken, so a callback in Python could wait for ever. The library keeps messages instead, and the call that
+caused them hands them to :mod:`logging` when it is over.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+
+NAMES = ("etkv.core", "etkv.program", "etkv.api")
+"""The loggers: the library's targets, with dots."""
+
+TRACE = 5
+"""The level of what each layer of a step does, which :mod:`logging` has no name for."""
+
+_LEVELS = {1: logging.ERROR, 2: logging.WARNING, 3: logging.INFO, 4: logging.DEBUG, 5: TRACE}
+"""The levels of ``log.h``."""
+
+_FILTERS = (
+    (TRACE, "trace"),
+    (logging.DEBUG, "debug"),
+    (logging.INFO, "info"),
+    (logging.WARNING, "warn"),
+    (logging.ERROR, "error"),
+)
+"""What the library is asked for -> by a logger that takes no less than this."""
+
+KEPT = 10_000
+"""Messages that the library keeps, at most; older ones go."""
+
+_LOGGERS = {name.replace(".", "::"): logging.getLogger(name) for name in NAMES}
+"""The library's target -> its logger."""
+
+logging.getLogger("etkv").addHandler(logging.NullHandler())
+
+
+def deliver(messages: str) -> None:
+    """Hand messages, as ``etkv_log_take`` gives them, to the loggers: handlers take locks, and may use etkv."""
+    for told in json.loads(messages):
+        logger = logging.getLogger(told["target"].replace("::", "."))
+        level = _LEVELS.get(told["level"], logging.DEBUG)
+        if logger.isEnabledFor(level):
+            record = logger.makeRecord(logger.name, level, "(etkv)", 0, told["message"], (), None)
+            record.created, record.msecs = told["time"], told["time"] % 1 * 1000
+            logger.handle(record)
+
+
+def wanted() -> str:
+    """The filter, as ``log.h`` has it, of what the loggers take now; "" where no handler would have anything."""
+    asked = ((target, _level(logger)) for target, logger in _LOGGERS.items())
+    return ",".join(f"{target}={level}" for target, level in asked if level is not None)
+
+
+def _level(logger: logging.Logger) -> str | None:
+    if not _has_handler(logger):
+        return None
+    least = max(logger.getEffectiveLevel(), logger.manager.disable + 1)
+    return next((name for level, name in _FILTERS if least <= level), None)
+
+
+def _has_handler(logger: logging.Logger | None) -> bool:
+    """Whether what the logger takes reaches anything."""
+    while logger is not None:
+        if any(not isinstance(handler, logging.NullHandler) for handler in logger.handlers):
+            return True
+        logger = logger.parent if logger.propagate else None
+    return False

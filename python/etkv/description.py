@@ -1,0 +1,46 @@
+"""What a program is, as the interpreter that runs it reads it."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from etkv._capi import ask_text, ffi
+from etkv.errors import EtkvError, StatusError
+
+
+def describe_program(program: str | Path | bytes, index: int = 0) -> dict[str, Any]:
+    """What the MLX delegate number ``index`` of the ``.pte`` at ``program`` is: inputs, outputs, operations, constants.
+
+    ``program`` may also be the payload of a delegate. ``docs/reports.md`` lists the fields. No weights are read.
+    :class:`EtkvError` where the program is damaged.
+    """
+    if isinstance(program, bytes):
+        return describe_payload(program)
+    from etkv.pte import PteFile
+
+    path = Path(program)
+    payload = PteFile(path).mlx_payload(index)
+    try:
+        return describe_payload(payload)
+    except StatusError as error:
+        raise EtkvError(f"{path} is damaged: {error}") from error
+
+
+def describe_payload(payload: bytes) -> dict[str, Any]:
+    """The same of a delegate's payload."""
+    return json.loads(ask_text("etkv_program_describe", ffi.from_buffer("uint8_t[]", payload), len(payload)))
+
+
+def dtype_and_shape(tensor: dict[str, Any]) -> str:
+    """An argument or a constant as text, such as ``float32[1, 2..64]``."""
+    if tensor["shape"] is None:
+        return tensor["dtype"]
+    return f"{tensor['dtype']}[{', '.join(map(_dim, tensor['shape']))}]"
+
+
+def _dim(dim: int | dict[str, int | None]) -> str:
+    if isinstance(dim, int):
+        return str(dim)
+    return f"{dim['least']}..{'' if dim['most'] is None else dim['most']}"

@@ -1,0 +1,163 @@
+"""Reports as JSON: their fields are those that docs/reports.md lists, and they tell what is so."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+
+import etkv
+from etkv.pte import PteFile
+
+PAGE = (Path(__file__).parents[2] / "docs/reports.md").read_text(encoding="utf-8")
+
+TYPES = {"string": str, "integer": int, "boolean": bool, "list": list, "null": type(None)}
+
+
+def section(title: str) -> str:
+    return PAGE.split(f"\n## {title}\n")[1].split("\n## ")[0]
+
+
+def documented(title: str) -> dict[str, list[type]]:
+    """Field -> the types that it may have."""
+    fields: dict[str, list[type]] = {}
+    for row in re.findall(r"^\| (`.*?) \| (.*?) \| .* \|$", section(title), re.MULTILINE):
+        names, kinds = re.findall(r"`([^`]+)`", row[0]), row[1].split(", ")
+        assert len(kinds) in (1, len(names)), row
+        for index, name in enumerate(names):
+            assert name not in fields, f"{name} is listed twice"
+            fields[name] = [TYPES[kind] for kind in kinds[index % len(kinds)].split(" or ")]
+    return fields
+
+
+def check(found, title: str, seen: set[str]) -> None:
+    """Each field that is there is listed with its type; they are added to `seen`."""
+    fields = documented(title)
+
+    def visit(value, path: str) -> None:
+        if path in fields:
+            assert type(value) in fields[path], f"{path} is {value!r}"
+            seen.add(path)
+        if isinstance(value, dict):
+            for name, inner in value.items():
+                visit(inner, f"{path}.{name}" if path else name)
+        elif isinstance(value, list):
+            for inner in value:
+                visit(inner, f"{path}[]")
+        else:
+            within = path.removesuffix("[]")
+            # A null in the place of an object has no fields.
+            assert path in fields or within in fields or value is None, f"{path} is not listed"
+
+    visit(found, "")
+
+
+def example(title: str):
+    return json.loads(re.search(r"```json\n(.*?)```", section(title), re.DOTALL)[1])
+
+
+def config(capacity=64, **more) -> etkv.CacheConfig:
+    return etkv.CacheConfig([etkv.LayerConfig(2, 32, window=more.pop("window", 0))] * 2, capacity, **more)
+
+
+@pytest.fixture(scope="module")
+def lacking(tmp_path_factory) -> Path:
+    """A program with operations that this build lacks."""
+    import torch
+    from executorch.exir import to_edge_transform_and_lower
+
+    from etkv import _mlx_serialization
+
+    _mlx_serialization.ensure_available()
+    from executorch.backends.mlx import MLXPartitioner
+
+    class Model(torch.nn.Module):
+        def forward(self, x):
+            return torch.cumsum(torch.cumsum(x, 0), 0)
+
+    traced = torch.export.export(Model(), (torch.ones(3),))
+    file = tmp_path_factory.mktemp("lacking") / "x.pte"
+    file.write_bytes(to_edge_transform_and_lower(traced, partitioner=[MLXPartitioner()]).to_executorch().buffer)
+    return file
+
+
+def test_fields_of_a_cache():
+    seen: set[str] = set()
+    for kind in (etkv.DecodeSession, etkv.SeqSession, etkv.TreeSession):
+        with kind(config(growth="upfront", quantized_kv_start=4, k_format="affine4g32", window=8)) as session:
+            check(session.report(), "A cache", seen)
+    with etkv.TreeSession(config()) as session:
+        session.propose([-1, -1], sequence=3)
+        check(session.report(), "A cache", seen)
+    assert seen == set(documented("A cache"))
+    check(example("A cache"), "A cache", in_example := set())
+    assert in_example == seen
+
+
+def test_fields_of_a_program(exported, lacking):
+    seen: set[str] = set()
+    quantized = exported("tiny-qwen3", "bf16", "4w")
+    for path in (exported("tiny-llama") / "model.pte", quantized / "model.pte", lacking):
+        check(etkv.describe_program(path), "A program", seen)
+    assert seen == set(documented("A program"))
+    check(example("A program"), "A program", set())
+
+
+def test_a_report_tells_what_the_cache_tells():
+    with etkv.DecodeSession(config(k_format="affine4g32", growth="upfront")) as session:
+        found, memory = session.report(), session.memory()
+    assert found["formats"] == {"k": "affine4g32", "v": "f16"}
+    assert found["memory"] == {name: getattr(memory, name) for name in ("allocated", "used", "at_capacity")}
+    assert [layer["k"]["allocated"] for layer in found["layers"]] == [layer.k_allocated for layer in memory.layers]
+    assert found["layers"][0]["v"] == {"format": "f16", "slots": 64, "allocated": 64 * 2 * 32 * 2, "used": 0}
+    assert found["config"]["growth"] == "upfront"
+    assert found["sequences"] == []
+    with pytest.raises(etkv.EtkvError, match="is closed"):
+        session.report()
+
+
+def test_a_description_tells_what_the_file_tells(exported):
+    path = exported("tiny-llama") / "model.pte"
+    found, file = etkv.describe_program(path), PteFile(path)
+    assert etkv.describe_program(file.mlx_payload()) == found
+    assert found["refused"] is None
+    sizes = {tensor["name"]: tensor["bytes"] for tensor in found["constants"]["tensors"]}
+    assert sizes == file.named_data
+    assert found["constants"]["bytes"] == sum(sizes.values())
+    counts = {counted["operation"]: counted["count"] for counted in found["operations"]}
+    assert sum(counts.values()) == len(found["instructions"])
+    assert counts["UpdateAndAttend"] == len(found["attention_layers"]) == 2
+    assert list(counts.values()) == sorted(counts.values(), reverse=True)
+    fuse = next(done for done in found["passes"] if done["name"] == "fuse_linear")
+    made = {change["operation"]: change["after"] - change["before"] for change in fuse["changed"]}
+    assert made["Linear"] == counts["Addmm"] == -made["Addmm"]
+    before = [done["before"] for done in found["passes"]]
+    assert before[1:] == [done["after"] for done in found["passes"]][:-1]
+    attention = next(node for node in found["instructions"] if node["operation"] == "UpdateAndAttend")
+    assert re.fullmatch(
+        r"q: t\d+, k: t\d+, v: t\d+, position: t\d+, out: t\d+, layer_id: 0, scale: [\d.]+, out_dtype: 6",
+        attention["fields"],
+    )
+
+
+def test_a_program_that_is_refused_is_described(lacking):
+    found = etkv.describe_program(lacking)
+    assert found["missing"] == [{"operation": "Cumsum", "count": 2}]
+    assert "Cumsum (2 times)" in found["refused"]
+    assert (found["passes"], found["layouts"]) == ([], None)
+    assert found["inputs"] == [{"name": found["inputs"][0]["name"], "dtype": "float32", "shape": [3]}]
+
+
+def test_what_is_no_program_is_refused(exported, tmp_path):
+    payload = bytearray(PteFile(exported("tiny-llama") / "model.pte").mlx_payload())
+    with pytest.raises(etkv.ProgramError, match="0 bytes"):
+        etkv.describe_program(b"")
+    with pytest.raises(etkv.ProgramError, match="data are said to start at"):
+        etkv.describe_program(bytes(payload[:100]))
+    payload[24:28] = b"\xff\xff\xff\x7f"
+    with pytest.raises(etkv.ProgramError, match="the payload is damaged"):
+        etkv.describe_program(bytes(payload))
+    with pytest.raises(etkv.EtkvError, match="cannot be read"):
+        etkv.describe_program(tmp_path / "x.pte")

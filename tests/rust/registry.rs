@@ -1,0 +1,102 @@
+//! The registries: builders that use them from within, and threads that meet in them.
+
+use std::sync::atomic::{AtomicUsize, Ordering};
+use std::sync::Arc;
+
+use etkv_core::{
+    BuilderRegistry, CacheConfig, CacheRegistry, ContiguousCache, Entry, Session, SharedCache,
+};
+use etkv_tests::vec_store::VecStore;
+
+fn cache(config: CacheConfig) -> etkv_core::Result<SharedCache> {
+    Ok(SharedCache::new(ContiguousCache::<VecStore>::new(config)?))
+}
+
+fn config() -> CacheConfig {
+    CacheConfig::uniform(1, 1, 8, 8)
+}
+
+/// Uses the registry when it is dropped, as it is when its builder is replaced.
+struct Registers(Arc<AtomicUsize>);
+
+impl Drop for Registers {
+    fn drop(&mut self) {
+        BuilderRegistry::global().register("Dropping", "within", cache);
+        self.0.fetch_add(1, Ordering::Relaxed);
+    }
+}
+
+/// Every name lies in some part of the table: none of them may be locked while a builder
+/// is called or dropped.
+#[test]
+fn builders_use_the_registry_from_within() {
+    let builders = BuilderRegistry::global();
+    for n in 0..200 {
+        let name = format!("within {n}");
+        let same = name.clone();
+        builders.register("Nesting", &name, move |config| {
+            let builders = BuilderRegistry::global();
+            // Its own place, and others.
+            builders.register("Nesting", &same, cache);
+            assert!(builders.register_new("Nesting", &same, cache).is_err());
+            assert!(builders.knows("Nesting", &same));
+            assert!(!builders.kinds().is_empty());
+            builders.build("Nesting", &same, config)
+        });
+        assert!(builders.build("Nesting", &name, config()).is_ok());
+    }
+    let drops = Arc::new(AtomicUsize::new(0));
+    for _ in 0..50 {
+        let held = Registers(drops.clone());
+        builders.register("Dropping", "within", move |config| {
+            let _held = &held;
+            cache(config)
+        });
+    }
+    // The last one was replaced by what the one before registered.
+    assert!(drops.load(Ordering::Relaxed) >= 49);
+}
+
+#[test]
+fn keys_are_given_once_whoever_asks() {
+    BuilderRegistry::global().register("Meeting", "contiguous", cache);
+    let make = || {
+        let of = |_| {
+            let builders = BuilderRegistry::global();
+            let session = Session::new(builders, "Meeting", "contiguous", config()).unwrap();
+            session.key().to_owned()
+        };
+        (0..200).map(of).collect::<Vec<_>>()
+    };
+    let threads: Vec<_> = (0..4).map(|_| std::thread::spawn(make)).collect();
+    let mut keys: Vec<String> = threads.into_iter().flat_map(|t| t.join().unwrap()).collect();
+    let n = keys.len();
+    keys.sort();
+    keys.dedup();
+    assert_eq!((n, keys.len()), (800, 800));
+    assert!(keys.iter().all(|key| CacheRegistry::global().get(key).is_err()));
+}
+
+#[test]
+fn one_of_many_gets_a_key() {
+    let registry = CacheRegistry::global();
+    let entry = Entry { backend_id: "Meeting".into(), cache: cache(config()).unwrap() };
+    for n in 0..100 {
+        let key = format!("a key {n}");
+        let installed = AtomicUsize::new(0);
+        std::thread::scope(|scope| {
+            for _ in 0..4 {
+                scope.spawn(|| {
+                    if registry.install(&key, entry.clone()).is_ok() {
+                        installed.fetch_add(1, Ordering::Relaxed);
+                    }
+                });
+            }
+        });
+        assert_eq!(installed.into_inner(), 1);
+        // Another cache's entry is not erased.
+        assert!(registry.erase_own(&key, &cache(config()).unwrap()).is_none());
+        assert!(registry.erase_own(&key, &entry.cache).is_some());
+        assert!(registry.erase(&key).is_none());
+    }
+}

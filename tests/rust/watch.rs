@@ -1,0 +1,291 @@
+//! What a cache tells of itself: its spans and events, caught by a subscriber, and its
+//! report.
+
+use std::fmt::{Debug, Write};
+use std::sync::{Arc, Mutex};
+
+use etkv_core::{
+    AttendCache, Cache, CacheConfig, CellsCache, ContiguousCache, KvFormat, LayerPolicy, SeqCache,
+    SharedCache, Step,
+};
+use etkv_tests::backend::Backend;
+use etkv_tests::vec_store::{fail_next, Failure, OnVec, Tensor, VecStore};
+use tracing::field::{Field, Visit};
+use tracing::span::{Attributes, Id};
+use tracing::{Event, Level, Subscriber};
+use tracing_subscriber::layer::{Context, Layer, SubscriberExt};
+use tracing_subscriber::registry::LookupSpan;
+
+/// Keeps each event and each new span as a line: level, target, what, fields.
+#[derive(Clone, Default)]
+struct Caught(Arc<Mutex<Vec<String>>>);
+
+struct Line(String);
+
+impl Visit for Line {
+    fn record_debug(&mut self, field: &Field, value: &dyn Debug) {
+        write!(self.0, " {}={value:?}", field.name()).unwrap();
+    }
+}
+
+impl<S: Subscriber + for<'a> LookupSpan<'a>> Layer<S> for Caught {
+    fn on_new_span(&self, attributes: &Attributes<'_>, _: &Id, _: Context<'_, S>) {
+        let metadata = attributes.metadata();
+        let mut line =
+            Line(format!("{} {} {}:", metadata.level(), metadata.target(), metadata.name()));
+        attributes.record(&mut line);
+        self.0.lock().unwrap().push(line.0);
+    }
+
+    fn on_event(&self, event: &Event<'_>, context: Context<'_, S>) {
+        let metadata = event.metadata();
+        let span = context.event_span(event).map_or("", |span| span.name());
+        let mut line = Line(format!("{} {} in [{span}]:", metadata.level(), metadata.target()));
+        event.record(&mut line);
+        self.0.lock().unwrap().push(line.0);
+    }
+}
+
+/// What `work` tells.
+fn told(work: impl FnOnce()) -> Vec<String> {
+    let caught = Caught::default();
+    let subscriber = tracing_subscriber::registry().with(caught.clone());
+    tracing::subscriber::with_default(subscriber, work);
+    let lines = std::mem::take(&mut *caught.0.lock().unwrap());
+    lines
+}
+
+#[track_caller]
+fn has(lines: &[String], words: &[&str]) {
+    let found = lines.iter().any(|line| words.iter().all(|word| line.contains(word)));
+    assert!(found, "no line has {words:?}:\n{}", lines.join("\n"));
+}
+
+fn warnings(lines: &[String]) -> Vec<&String> {
+    let grave = |line: &&String| line.starts_with("WARN") || line.starts_with("ERROR");
+    lines.iter().filter(grave).collect()
+}
+
+fn rows(n: usize) -> Tensor {
+    OnVec::tensor(&vec![vec![vec![1.0; 8]]; n])
+}
+
+fn append<C: AttendCache<Store = VecStore>>(
+    cache: &mut C,
+    start: i32,
+    n: i32,
+) -> etkv_core::Result<()> {
+    let mut step = Step::begin(cache, &(start..start + n).collect::<Vec<_>>())?;
+    step.update_and_fetch(0, &rows(n as usize), &rows(n as usize))?;
+    step.commit(&[])
+}
+
+fn contiguous(config: CacheConfig) -> ContiguousCache<VecStore> {
+    ContiguousCache::new(config).unwrap()
+}
+
+#[test]
+fn a_step_tells_its_tokens_mask_and_read() {
+    let mut cache = contiguous(CacheConfig::uniform(1, 1, 8, 100));
+    let lines = told(|| append(&mut cache, 0, 3).unwrap());
+    has(&lines, &["DEBUG etkv::core step:", "tokens=3", "first=0", "mask=causal", "read=3"]);
+    has(&lines, &["DEBUG etkv::core grow:", "layer=0", "from=0", "to=100"]);
+    has(&lines, &["TRACE etkv::core in [step]:", "layer=0", "written=3", "read=0..3"]);
+    assert_eq!(warnings(&lines), Vec::<&String>::new());
+    // One token sees all that there is, and nothing grows.
+    let lines = told(|| append(&mut cache, 3, 1).unwrap());
+    has(&lines, &["step:", "tokens=1", "first=3", "mask=none", "read=4"]);
+    assert!(!lines.iter().any(|line| line.contains("grow")), "{lines:?}");
+}
+
+#[test]
+fn the_mask_is_that_of_layer_groups_with_layers() {
+    let mut config = CacheConfig { max_step_tokens: 4, ..CacheConfig::uniform(1, 1, 8, 100) };
+    config.layers[0].policy = LayerPolicy::Window { window: 4, sinks: 0 };
+    let mut cache = contiguous(config);
+    (0..5).for_each(|step| append(&mut cache, step * 4, 4).unwrap());
+    let lines = told(|| append(&mut cache, 20, 4).unwrap());
+    has(&lines, &["step:", "mask=explicit", "read=7"]);
+}
+
+#[test]
+fn a_refused_step_is_told() {
+    let mut cache = contiguous(CacheConfig::uniform(1, 1, 8, 16));
+    let lines = told(|| drop(append(&mut cache, 5, 1).unwrap_err()));
+    has(&lines, &["WARN etkv::core in []:", "tokens=1", "first=5", "Position", "is refused"]);
+    let mut cells = CellsCache::<VecStore>::new(CacheConfig::uniform(1, 1, 8, 16)).unwrap();
+    let lines = told(|| drop(append(&mut cells, 0, 17).unwrap_err()));
+    has(&lines, &["WARN etkv::core in []:", "tokens=17", "Capacity", "is refused"]);
+}
+
+#[test]
+fn a_rollback_is_told() {
+    let mut cache = contiguous(CacheConfig::uniform(2, 1, 8, 16));
+    let lines = told(|| {
+        let error = append(&mut cache, 0, 2).unwrap_err();
+        assert!(error.message().contains("without layer 1"), "{error}");
+    });
+    has(&lines, &["WARN etkv::core in [step]:", "cannot end", "without layer 1"]);
+    has(&lines, &["WARN etkv::core in [step]:", "a step is rolled back", "layers=1"]);
+    let mut cells = CellsCache::<VecStore>::new(CacheConfig::uniform(1, 1, 8, 16)).unwrap();
+    let lines = told(|| drop(Step::begin(&mut cells, &[0, 1]).unwrap()));
+    has(&lines, &["WARN etkv::core in [step]:", "a step is rolled back", "layers=0"]);
+}
+
+#[test]
+fn rows_of_another_shape_are_told() {
+    let mut cache = contiguous(CacheConfig::uniform(1, 1, 8, 16));
+    let lines = told(|| {
+        let mut step = Step::begin(&mut cache, &[0, 1]).unwrap();
+        step.update_and_fetch(0, &rows(3), &rows(3)).unwrap_err();
+    });
+    has(&lines, &["WARN etkv::core in [step]:", "the rows of a layer are refused", "Shape"]);
+}
+
+#[test]
+fn a_conversion_is_told_and_one_that_fails_as_well() {
+    let config = CacheConfig { quantized_kv_start: Some(4), ..CacheConfig::uniform(1, 1, 8, 100) };
+    let mut cache = contiguous(config.stored_as(KvFormat::RowInt4));
+    fail_next(Failure::Convert);
+    let lines = told(|| append(&mut cache, 0, 8).unwrap());
+    has(
+        &lines,
+        &[
+            "WARN etkv::core",
+            "a conversion failed",
+            "length=8",
+            "k_format=row-int4",
+            "as the test asked for",
+        ],
+    );
+    let lines = told(|| append(&mut cache, 8, 1).unwrap());
+    has(&lines, &["DEBUG etkv::core convert:", "k_format=row-int4"]);
+    has(&lines, &["INFO etkv::core in [convert]:", "the cache is converted"]);
+    assert_eq!(warnings(&lines), Vec::<&String>::new());
+}
+
+#[test]
+fn a_poisoned_cache_is_told_and_reported() {
+    let mut config = CacheConfig { max_step_tokens: 4, ..CacheConfig::uniform(1, 1, 8, 100) };
+    config.layers[0].policy = LayerPolicy::Window { window: 4, sinks: 0 };
+    let mut cache = contiguous(config);
+    assert_eq!(cache.report().poisoned, None);
+    fail_next(Failure::Relocate);
+    let lines = told(|| {
+        (0..25).find_map(|step| append(&mut cache, step * 4, 4).err()).unwrap();
+    });
+    has(&lines, &["DEBUG etkv::core move:", "slots="]);
+    has(&lines, &["ERROR etkv::core in [move]:", "the cache is poisoned", "as the test asked for"]);
+    assert!(cache.report().poisoned.unwrap().contains("as the test asked for"));
+    let lines = told(|| drop(cache.begin(&[cache.length()]).unwrap_err()));
+    has(&lines, &["WARN", "is refused", "poisoned"]);
+}
+
+#[test]
+fn a_panic_of_a_holder_is_told_once() {
+    let shared = SharedCache::new(contiguous(CacheConfig::uniform(1, 1, 8, 16)));
+    let panic = || {
+        let _cache = shared.lock().unwrap();
+        panic!("as the test asked for");
+    };
+    let lines = told(|| {
+        std::panic::catch_unwind(std::panic::AssertUnwindSafe(panic)).unwrap_err();
+    });
+    assert_eq!(warnings(&lines).len(), 1, "{lines:?}");
+    has(&lines, &["ERROR etkv::core", "the cache is poisoned", "defect"]);
+    // Another cache that is taken while a thread unwinds is not poisoned.
+    struct Looks(SharedCache);
+    impl Drop for Looks {
+        fn drop(&mut self) {
+            assert_eq!(self.0.lock().unwrap().length(), 0);
+        }
+    }
+    let other = SharedCache::new(contiguous(CacheConfig::uniform(1, 1, 8, 16)));
+    let lines = told(|| {
+        let unwind = || {
+            let _looks = Looks(other.clone());
+            panic!("as the test asked for");
+        };
+        std::panic::catch_unwind(std::panic::AssertUnwindSafe(unwind)).unwrap_err();
+    });
+    assert_eq!(lines, Vec::<String>::new());
+}
+
+#[test]
+fn compaction_is_told() {
+    let mut cache = CellsCache::<VecStore>::new(CacheConfig::uniform(1, 1, 8, 400)).unwrap();
+    append(&mut cache, 0, 300).unwrap();
+    cache.seq_rm(0, 100..150).unwrap();
+    let lines = told(|| cache.compact().unwrap());
+    has(&lines, &["DEBUG etkv::core compact:"]);
+    has(&lines, &["DEBUG etkv::core move:", "runs=1"]);
+}
+
+#[test]
+fn a_report_tells_what_the_faces_tell() {
+    let config = CacheConfig::uniform(2, 1, 8, 64);
+    let mut cache = CellsCache::<VecStore>::with_trees(config).unwrap();
+    let mut step = Step::begin(&mut cache, &[0, 1, 2]).unwrap();
+    for layer in 0..2 {
+        step.update_and_fetch(layer, &rows(3), &rows(3)).unwrap();
+    }
+    step.commit(&[]).unwrap();
+    cache.seq_cp(0, 7, 0..2).unwrap();
+    cache.trees().unwrap().propose(0, &[-1, -1]).unwrap();
+    let report = cache.report();
+    assert_eq!((report.kind.as_str(), report.length, report.capacity), ("tree", 3, 64));
+    assert_eq!((report.step_open, report.poisoned.as_ref()), (false, None));
+    let of = |at: usize| {
+        let found = &report.sequences[at];
+        (found.sequence, found.length, found.next, found.tree)
+    };
+    assert_eq!(report.sequences.len(), 2);
+    assert_eq!((of(0), of(1)), ((0, 3, 3, 2), (7, 2, 2, 0)));
+    let memory = cache.memory();
+    assert_eq!(report.memory.allocated, memory.allocated);
+    assert_eq!(report.memory.used, memory.used);
+    let sum: u64 = report.layers.iter().map(|layer| layer.k.allocated + layer.v.allocated).sum();
+    assert_eq!(sum, memory.allocated);
+    assert_eq!(report.layers[1].k.slots, Some(64));
+    assert_eq!(report.config.growth, "doubling");
+    let json = serde_json::to_value(&report).unwrap();
+    assert_eq!(json["formats"]["k"], "f16");
+    assert_eq!(json["config"]["layers"][0]["window"], serde_json::Value::Null);
+}
+
+#[test]
+fn a_report_tells_of_an_open_step() {
+    let mut cache = contiguous(CacheConfig::uniform(1, 1, 8, 64));
+    cache.begin(&[0]).unwrap();
+    assert!(cache.report().step_open);
+    cache.abort();
+    assert!(!cache.report().step_open);
+}
+
+/// Nothing is formatted, and nothing asked, where nobody listens to it.
+#[test]
+fn levels_that_are_off_cost_no_formatting() {
+    struct Counts(Level, Arc<Mutex<usize>>);
+    impl<S: Subscriber> Layer<S> for Counts {
+        fn enabled(&self, metadata: &tracing::Metadata<'_>, _: Context<'_, S>) -> bool {
+            *metadata.level() <= self.0
+        }
+        fn on_new_span(&self, _: &Attributes<'_>, _: &Id, _: Context<'_, S>) {
+            *self.1.lock().unwrap() += 1;
+        }
+        fn on_event(&self, _: &Event<'_>, _: Context<'_, S>) {
+            *self.1.lock().unwrap() += 1;
+        }
+    }
+    let count = |level| {
+        let told = Arc::new(Mutex::new(0));
+        let subscriber = tracing_subscriber::registry().with(Counts(level, told.clone()));
+        let mut cache = contiguous(CacheConfig::uniform(1, 1, 8, 100));
+        tracing::subscriber::with_default(subscriber, || append(&mut cache, 0, 3).unwrap());
+        let told = *told.lock().unwrap();
+        told
+    };
+    assert_eq!(count(Level::INFO), 0);
+    assert!(count(Level::DEBUG) >= 2);
+    assert!(count(Level::TRACE) > count(Level::DEBUG));
+}
