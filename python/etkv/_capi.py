@@ -9,7 +9,7 @@ import functools
 import re
 import threading
 from collections.abc import Callable, Sequence
-from typing import Any, NoReturn
+from typing import Any, Literal, NoReturn, overload
 
 import cffi
 
@@ -67,6 +67,18 @@ def call(function: str, *arguments: Any) -> None:
     status = getattr(library, function)(*arguments, error)
     if status:
         raise _taken(error[0], status)
+
+
+@overload
+def ask(function: str, kind: Literal["int32_t", "size_t", "uint64_t"], *arguments: Any) -> int: ...
+
+
+@overload
+def ask(function: str, kind: Literal["bool"], *arguments: Any) -> bool: ...
+
+
+@overload
+def ask(function: str, kind: str, *arguments: Any) -> Any: ...
 
 
 def ask(function: str, kind: str, *arguments: Any) -> Any:

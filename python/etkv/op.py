@@ -146,7 +146,8 @@ def _positions(position: Tensor, q: Tensor) -> list[int]:
         raise status_error(Status.SHAPE, f"position has shape {list(position.shape)}, it is [q_len] or [q_len, n]")
     if q.dim() == 4 and position.shape[0] != q.shape[2]:
         raise status_error(Status.SHAPE, f"position has {position.shape[0]} entries for {q.shape[2]} queries")
-    return (position if position.dim() == 1 else position[:, 0]).tolist()
+    first: Tensor = position if position.dim() == 1 else position[:, 0]
+    return [int(at) for at in first.tolist()]
 
 
 def _register() -> tuple[object, ...]:

@@ -62,4 +62,7 @@ def _attend(
     used = arguments.get("sliding_window") or 0
     if used != declared:
         raise ValueError(f"layer {module.layer_idx} has a window of {used}, and its configuration says {declared}")
-    return mlx_offgraph_attention_forward(module, query, key, value, attention_mask, **arguments)
+    attended: tuple[torch.Tensor, None] = mlx_offgraph_attention_forward(
+        module, query, key, value, attention_mask, **arguments
+    )
+    return attended

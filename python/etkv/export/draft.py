@@ -67,7 +67,7 @@ class DraftForward(torch.nn.Module):
 
     def forward(
         self, input_ids: torch.Tensor, cache_position: torch.Tensor, hidden_states: torch.Tensor, known: torch.Tensor
-    ):
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         predicted = self.predictor(self.model.get_input_embeddings()(input_ids), hidden_states)
         given = predicted + known * (hidden_states - predicted)
         made = self.model(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+from collections.abc import Callable
 
 import torch
 from transformers import PreTrainedModel
@@ -28,7 +29,7 @@ class Forward(torch.nn.Module):
         for index in taps:
             layers.modules(model)[index].register_forward_hook(self._tap(index))
 
-    def _tap(self, index: int):
+    def _tap(self, index: int) -> Callable[[torch.nn.Module, object, object], None]:
         def keep(module: torch.nn.Module, arguments: object, output: object) -> None:
             self._tapped[index] = output[0] if isinstance(output, tuple) else output
 
@@ -38,7 +39,9 @@ class Forward(torch.nn.Module):
         """An example of ``length`` tokens."""
         return token_inputs(length)
 
-    def forward(self, input_ids: torch.Tensor, cache_position: torch.Tensor):
+    def forward(
+        self, input_ids: torch.Tensor, cache_position: torch.Tensor
+    ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
         made = self.model(
             input_ids=input_ids,
             cache_position=cache_position,
@@ -49,7 +52,8 @@ class Forward(torch.nn.Module):
             **self._rows,
         )
         if not self._taps:
-            return made.logits
+            logits: torch.Tensor = made.logits
+            return logits
         return made.logits, torch.cat([self._tapped[index] for index in self._taps], dim=-1)
 
 

@@ -128,7 +128,7 @@ class ReferenceCache(ABC):
     def rewind(self, length: int) -> None:
         """Forgets the positions from ``length`` on, of the one sequence that there is."""
 
-    def clear(self, release: bool = False) -> None:
+    def clear(self, *, release: bool = False) -> None:
         """Forgets every position. The formats are those of the config again. There are no buffers to ``release``."""
         self._refuse_in_step("clear the cache")
         self._forget_all()
@@ -308,7 +308,7 @@ class ReferenceCache(ABC):
 
 
 def _same(rows: Tensor, others: Tensor) -> bool:
-    return rows.dtype == others.dtype and rows.device == others.device and torch.equal(rows, others)
+    return bool(rows.dtype == others.dtype and rows.device == others.device and torch.equal(rows, others))
 
 
 def refuse_empty(positions: Sequence[int]) -> None:
