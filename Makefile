@@ -71,6 +71,7 @@ lint: .venv/.ready ## Check formats, lints and docs
 	git ls-files -- '*.h' '*.hpp' '*.cpp' | xargs clang-format --dry-run -Werror
 	ruff check --quiet .
 	ruff format --check --quiet .
+	mypy
 	python tests/lint/words.py
 
 test-rust: .venv/.ready ## Run Rust's tests; the core also by itself, without MLX

@@ -13,7 +13,7 @@
 #include "examples/common/console.hpp"
 #include "examples/common/format.hpp"
 #include "examples/common/interrupt.hpp"
-#include "examples/common/prefix.hpp"
+#include "examples/common/prefix_cache.hpp"
 #include "examples/common/reference_decoding.hpp"
 #include "examples/common/runner.hpp"
 #include "examples/common/try.hpp"
@@ -183,7 +183,8 @@ class Rollback {
     }
     RETURN_IF_ERROR(thread_.roll_back(prompt.size()));
     ASSIGN_OR_RETURN(
-        const auto words, model_.text().encode("Well,", /*special=*/false));
+        const auto words,
+        model_.tokenizer().encode("Well,", /*add_special_tokens=*/false));
     prompt.insert(prompt.end(), words.begin(), words.end());
     return record("regenerate: Well,", prompt);
   }

@@ -4,15 +4,17 @@
 
     config = etkv.CacheConfig(etkv.read_kv_cache_metadata("model.pte").layers, capacity=4096)
     with etkv.DecodeSession(config) as session, etkv.load("model.pte", session, logits="last") as program:
-        tokenizer = etkv.Tokenizer.beside("model.pte")
-        for piece in tokenizer.stream(etkv.generate(program, tokenizer.chat("What is a KV cache?"))):
-            print(piece, end="", flush=True)
+        tokenizer = etkv.Tokenizer.from_pretrained("model.pte")
+        messages = [{"role": "user", "content": "What is a KV cache?"}]
+        prompt = tokenizer.apply_chat_template(messages, add_generation_prompt=True)
+        for response in etkv.stream_generate(program, tokenizer, prompt):
+            print(response.text, end="", flush=True)
 
 Importing this package imports neither torch nor ExecuTorch: its functions do so when they are called.
 """
 
-from etkv.cache import Cache, Memory, SeqCache, TreeCache, estimate, estimate_shared, row_bytes
 from etkv._capi import set_log_level
+from etkv.cache import Cache, LayerMemory, Memory, SeqCache, TreeCache, estimate, estimate_shared, row_bytes
 from etkv.chat import Chat
 from etkv.config import CacheConfig, LayerConfig
 from etkv.description import describe_program
@@ -28,11 +30,11 @@ from etkv.errors import (
     StepError,
     UnsupportedError,
 )
-from etkv.generation import Generation, generate
+from etkv.generation import Generation, GenerationResponse, generate, generate_tokens, stream_generate
 from etkv.metadata import ModelCacheParams, read_kv_cache_metadata, write_kv_cache_metadata
 from etkv.runtime import Program, load, register_backend
 from etkv.session import DecodeSession, SeqSession, Session, TreeSession
-from etkv.tokenizer import Tokenizer
+from etkv.tokenizer import StreamingDetokenizer, Tokenizer
 
 __all__ = [
     "Cache",
@@ -42,8 +44,10 @@ __all__ = [
     "DecodeSession",
     "EtkvError",
     "Generation",
+    "GenerationResponse",
     "KindError",
     "LayerConfig",
+    "LayerMemory",
     "Memory",
     "ModelCacheParams",
     "NoCacheError",
@@ -56,6 +60,7 @@ __all__ = [
     "Status",
     "StatusError",
     "StepError",
+    "StreamingDetokenizer",
     "Tokenizer",
     "TreeCache",
     "TreeSession",
@@ -64,11 +69,13 @@ __all__ = [
     "estimate",
     "estimate_shared",
     "generate",
+    "generate_tokens",
     "load",
     "read_kv_cache_metadata",
     "register_backend",
     "row_bytes",
     "set_log_level",
+    "stream_generate",
     "write_kv_cache_metadata",
 ]
 

@@ -44,10 +44,14 @@ def _parser() -> argparse.ArgumentParser:
     generate.add_argument("program", type=Path, metavar="MODEL.pte")
     generate.add_argument("prompt", metavar="TEXT")
     generate.add_argument("--raw", action="store_true", help="continue the text as it is, without the chat template")
-    generate.add_argument("--max-new-tokens", type=int, default=256, metavar="N", help="at most (default: 256)")
+    generate.add_argument("--max-tokens", type=int, default=256, metavar="N", help="at most (default: 256)")
     generate.add_argument("--capacity", type=int, metavar="N", help="positions of the cache (default: the program's)")
-    generate.add_argument("--format", default="f16", metavar="NAME", help="storage of keys and values (default: f16)")
+    generate.add_argument(
+        "--kv-format", default="f16", metavar="NAME", help="storage of keys and values (default: f16)"
+    )
     generate.add_argument("--temperature", type=float, default=0.0, metavar="T", help="0 is greedy (default: 0)")
+    generate.add_argument("--top-k", type=int, default=0, metavar="N", help="draw from the N best (default: 0, all)")
+    generate.add_argument("--top-p", type=float, default=1.0, metavar="P", help="and from the share P (default: 1)")
     generate.add_argument("--seed", type=int, metavar="N", help="of the draws at a temperature")
     generate.add_argument("--progress", action="store_true", help="show bars on stderr")
     # For the list of commands only: its arguments are read by etkv.export.
@@ -77,25 +81,31 @@ def _generate(options: argparse.Namespace) -> None:
     config = etkv.CacheConfig(
         facts.layers,
         (facts.max_context_length or 4096) if options.capacity is None else options.capacity,
-        k_format=options.format,
-        v_format=options.format,
+        k_format=options.kv_format,
+        v_format=options.kv_format,
         max_step_tokens=facts.prefill_chunk_size,
     )
-    tokenizer = etkv.Tokenizer.beside(options.program)
-    prompt = tokenizer.encode(options.prompt) if options.raw else tokenizer.chat(options.prompt)
+    tokenizer = etkv.Tokenizer.from_pretrained(options.program)
+    messages = [{"role": "user", "content": options.prompt}]
+    prompt = options.prompt if options.raw else tokenizer.apply_chat_template(messages, add_generation_prompt=True)
     with etkv.DecodeSession(config) as session, etkv.load(options.program, session, logits="last") as program:
-        answer = etkv.generate(
+        responses = etkv.stream_generate(
             program,
+            tokenizer,
             prompt,
-            max_new_tokens=options.max_new_tokens,
+            max_tokens=options.max_tokens,
             temperature=options.temperature,
+            top_k=options.top_k,
+            top_p=options.top_p,
             seed=options.seed,
             progress=options.progress,
         )
-        for piece in tokenizer.stream(answer):
-            print(piece, end="", flush=True)
+        finish_reason = None
+        for response in responses:
+            print(response.text, end="", flush=True)
+            finish_reason = response.finish_reason
         print()
-        if answer.stop == "capacity":
+        if finish_reason == "capacity":
             print(f"the cache is full: {session.capacity} positions", file=sys.stderr)
 
 

@@ -11,8 +11,7 @@ import logging
 import re
 import threading
 from collections.abc import Callable, Sequence
-from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, Literal, NoReturn, overload
 
 import cffi
 
@@ -93,6 +92,18 @@ def ask_text(function: str, *arguments: Any) -> str:
         return text(made)
     finally:
         lib().etkv_string_free(made)
+
+
+@overload
+def ask(function: str, kind: Literal["int32_t", "size_t", "uint64_t"], *arguments: Any) -> int: ...
+
+
+@overload
+def ask(function: str, kind: Literal["bool"], *arguments: Any) -> bool: ...
+
+
+@overload
+def ask(function: str, kind: str, *arguments: Any) -> Any: ...
 
 
 def ask(function: str, kind: str, *arguments: Any) -> Any:

@@ -105,7 +105,8 @@ def _backend(name: str) -> int | None:
     """The address of the backend of that id. ExecuTorch's Python API tells ids, and not whose they are."""
     look_up = ctypes.CDLL(str(_libexecutorch()))["_ZN10executorch7runtime17get_backend_classEPKc"]
     look_up.restype, look_up.argtypes = ctypes.c_void_p, [ctypes.c_char_p]
-    return look_up(name.encode())
+    address: int | None = look_up(name.encode())
+    return address
 
 
 @functools.cache

@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple, NoReturn
+from typing import Any, NoReturn
 
 from etkv import _capi
 from etkv._capi import ask, ask_list, ask_text, call, ffi, int32, int32s, lib, struct
@@ -16,7 +16,8 @@ from etkv.config import GROWTHS, CacheConfig
 from etkv.errors import EtkvError
 
 
-class LayerMemory(NamedTuple):
+@dataclass(frozen=True)
+class LayerMemory:
     """Bytes of one layer's buffers."""
 
     k_allocated: int
@@ -87,7 +88,7 @@ class Cache:
         """Whether ``n`` more positions fit."""
         return ask("etkv_cache_can_extend", "bool", self._raw(), int32(n, "n"))
 
-    def clear(self, release: bool = False) -> None:
+    def clear(self, *, release: bool = False) -> None:
         """Forget every position, and give the buffers back if ``release``. The formats are the config's again."""
         call("etkv_cache_clear", self._raw(), bool(release))
 

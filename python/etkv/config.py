@@ -6,8 +6,8 @@ checked here; limits are checked where a cache is made, by the native library an
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from dataclasses import dataclass
+from collections.abc import Iterable, Sequence
+from dataclasses import KW_ONLY, dataclass
 
 from etkv.errors import EtkvError
 
@@ -25,6 +25,7 @@ class LayerConfig:
     """Elements of one key."""
     v_head_dim: int | None = None
     """Elements of one value; None for the same as a key."""
+    _: KW_ONLY
     window: int = 0
     """Positions that a query sees, itself among them; 0 for full history."""
     sinks: int = 0
@@ -46,10 +47,11 @@ class LayerConfig:
 class CacheConfig:
     """What a cache is to be."""
 
-    layers: tuple[LayerConfig, ...]
-    """One entry a layer, in the order of the program's layer ids. Any iterable is taken."""
+    layers: Sequence[LayerConfig]
+    """One entry a layer, in the order of the program's layer ids. Kept as a tuple."""
     capacity: int
     """The most positions that it holds: the session's context length."""
+    _: KW_ONLY
     k_format: str = "f16"
     """Storage of keys, by name."""
     v_format: str = "f16"

@@ -5,13 +5,6 @@ from __future__ import annotations
 from enum import IntEnum
 
 
-class EtkvError(ValueError):
-    """Something the caller can put right: the message names the value and the limit it breaks, in one line.
-
-    The commands of this package print it to stderr and end with status 2.
-    """
-
-
 class Status(IntEnum):
     """What went wrong: the numbers of ``etkv_status`` in ``etkv.h``, and the names of ``etkv_status_name``."""
 
@@ -29,10 +22,20 @@ class Status(IntEnum):
     INTERNAL = 12
 
 
-class StatusError(EtkvError):
-    """What a cache or a program refuses; ``status`` is the code of ``etkv.h``. Nothing has changed then."""
+class EtkvError(ValueError):
+    """Something the caller can put right: the message names the value and the limit it breaks, in one line.
 
-    status: Status = Status.INTERNAL
+    ``status`` is its number in ``etkv.h``. The commands of this package print the message to stderr and end with
+    status 2.
+    """
+
+    status: Status = Status.INVALID_ARGUMENT
+
+
+class StatusError(EtkvError):
+    """What a cache or a program refuses. Nothing has changed then."""
+
+    status = Status.INTERNAL
 
     def __init__(self, message: str, status: Status | None = None) -> None:
         super().__init__(message)

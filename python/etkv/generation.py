@@ -1,12 +1,17 @@
-"""Answers of a language model, token by token: :func:`generate`."""
+"""Answers of a language model, token by token.
+
+:func:`generate` gives the text of an answer, :func:`stream_generate` its pieces as they come, and
+:func:`generate_tokens` its token ids; the last needs no tokenizer.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import time
 import weakref
-from collections.abc import Callable, Iterator, Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Collection, Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias, TypedDict
 
 from etkv.cache import SeqCache
 from etkv.errors import CapacityError, EtkvError
@@ -14,24 +19,113 @@ from etkv.runtime import Program
 
 if TYPE_CHECKING:
     import numpy as np
+    import numpy.typing as npt
+    from typing_extensions import Unpack
 
     from etkv.runtime import Ids
+    from etkv.tokenizer import StreamingDetokenizer, Tokenizer
+
+    Row: TypeAlias = npt.NDArray[np.floating[Any]]
 
 DEFAULT_CHUNK = 512
 """Tokens of a prompt in one step, where the program does not tell."""
 
+FinishReason: TypeAlias = Literal["stop", "length", "capacity"]
+"""Why an answer ended: an eos token, ``max_tokens``, or a full cache."""
 
-def generate(
+
+class GenerateOptions(TypedDict, total=False):
+    """The keyword arguments of :func:`generate_tokens`, which tells what they mean."""
+
+    max_tokens: int
+    sequence: int
+    temperature: float
+    top_k: int
+    top_p: float
+    seed: int | None
+    eos_token_ids: Collection[int] | None
+    progress: bool
+
+
+@dataclass(frozen=True)
+class GenerationResponse:
+    """A piece of an answer, as :func:`stream_generate` yields them."""
+
+    text: str
+    """Whole characters, maybe none."""
+    token: int | None
+    """The token id that completed the text; None in the last response, which has what text was held back."""
+    prompt_tokens: int
+    """Tokens of the prompt."""
+    generation_tokens: int
+    """Tokens of the answer so far."""
+    prompt_tps: float
+    """Tokens of the prompt a second."""
+    generation_tps: float
+    """Tokens of the answer a second; 0 before there are two."""
+    finish_reason: FinishReason | None
+    """Why the answer ended; None but in the last response."""
+
+
+def generate(program: Program, tokenizer: Tokenizer, prompt: str | Ids, **options: Unpack[GenerateOptions]) -> str:
+    """The text of the answer to ``prompt``; :func:`stream_generate` has the arguments."""
+    return "".join(response.text for response in stream_generate(program, tokenizer, prompt, **options))
+
+
+def stream_generate(
+    program: Program, tokenizer: Tokenizer, prompt: str | Ids, **options: Unpack[GenerateOptions]
+) -> Iterator[GenerationResponse]:
+    """The answer to ``prompt``, a response for each token and a last one that has the ``finish_reason``.
+
+    ``prompt`` is a text or token ids, such as :meth:`Tokenizer.apply_chat_template` makes; a text is encoded as
+    :meth:`Tokenizer.encode` does. ``options`` are those of :func:`generate_tokens`. Where the program names no eos
+    token ids, the tokenizer's end the answer.
+
+    Arguments are checked at once, and nothing runs until the first response is asked for.
+    """
+    ids: Ids = tokenizer.encode(prompt) if isinstance(prompt, str) else prompt
+    generation = generate_tokens(program, ids, **with_eos_token_ids(options, program, tokenizer))
+    return _responses(generation, tokenizer.detokenizer)
+
+
+def with_eos_token_ids(options: GenerateOptions, program: Program, tokenizer: Tokenizer) -> GenerateOptions:
+    """``options``, with the tokenizer's eos token ids where nothing else tells them."""
+    if options.get("eos_token_ids") is not None or program.eos_token_ids:
+        return options
+    return {**options, "eos_token_ids": tokenizer.eos_token_ids}
+
+
+def _responses(generation: Generation, detokenizer: StreamingDetokenizer) -> Iterator[GenerationResponse]:
+    for token in generation:
+        detokenizer.add_token(token)
+        yield _response(generation, detokenizer.last_segment, token)
+    detokenizer.finalize()
+    yield _response(generation, detokenizer.last_segment, None)
+
+
+def _response(generation: Generation, text: str, token: int | None) -> GenerationResponse:
+    return GenerationResponse(
+        text,
+        token,
+        generation.prompt_tokens,
+        len(generation.token_ids),
+        generation.prompt_tokens / generation.prefill_seconds if generation.prefill_seconds > 0 else 0.0,
+        generation.tokens_per_second,
+        None if token is not None else generation.finish_reason,
+    )
+
+
+def generate_tokens(
     program: Program,
     prompt: Ids,
     *,
-    max_new_tokens: int = 256,
+    max_tokens: int = 256,
     sequence: int = 0,
     temperature: float = 0.0,
     top_k: int = 0,
     top_p: float = 1.0,
     seed: int | None = None,
-    eos_token_ids: Sequence[int] | None = None,
+    eos_token_ids: Collection[int] | None = None,
     progress: bool = False,
 ) -> Generation:
     """Continue what the cache of ``program`` holds with ``prompt``, then with what the model answers.
@@ -42,7 +136,7 @@ def generate(
     ``eos_token_ids`` end the answer; ``None`` takes those of the program. ``progress`` shows bars on stderr.
 
     Nothing runs until the first token is asked for. A ``break`` and an interruption (Ctrl-C) leave the session usable:
-    it holds the prompt and all of the answer but what :attr:`Generation.held` excludes. A prompt that is interrupted is
+    it holds the prompt and the first :attr:`Generation.cached_tokens` of the answer. A prompt that is interrupted is
     rolled back, as far as layers with windows still hold what was before it. Where threads share a session, each holds
     a lock of theirs for as long as it iterates: a step that fails cancels what the cache was told of the next one.
     """
@@ -51,7 +145,7 @@ def generate(
     ids = _id_list(prompt)
     if not ids:
         raise EtkvError("prompt is empty; it has at least one token")
-    for name, value, least in (("max_new_tokens", max_new_tokens, 0), ("top_k", top_k, 0)):
+    for name, value, least in (("max_tokens", max_tokens, 0), ("top_k", top_k, 0)):
         if value < least:
             raise EtkvError(f"{name} is {value}, the least is {least}")
     # Written so that a NaN, which is neither, is refused.
@@ -63,58 +157,68 @@ def generate(
         raise EtkvError(f"top_p is {top_p}, it is above 0 and at most 1")
     if sequence and not isinstance(program.session, SeqCache):
         raise EtkvError(f"sequence is {sequence}, and the session has one only: use a SeqSession")
-    ends = frozenset(program.eos_token_ids if eos_token_ids is None else eos_token_ids)
-    return Generation(program, ids, max_new_tokens, sequence, _Sampler(temperature, top_k, top_p, seed), ends, progress)
+    eos = frozenset(program.eos_token_ids if eos_token_ids is None else eos_token_ids)
+    return Generation(program, ids, max_tokens, sequence, _Sampler(temperature, top_k, top_p, seed), eos, progress)
 
 
 class Generation(Iterator[int]):
-    """An answer in the making: iterate over its ids.
+    """An answer in the making: iterate over its token ids. :func:`generate_tokens` makes them.
 
-    ``ids`` are those so far. ``stop`` tells why it ended: ``end`` (the model ended it; the id that does is not among
-    ``ids``), ``limit`` (as many tokens as were asked for), ``capacity`` (the cache is full), or ``None`` until then.
+    ``token_ids`` are those so far. ``finish_reason`` tells why it ended, and is ``None`` until then: ``stop`` (an eos
+    token came, which is not among ``token_ids``), ``length`` (there are ``max_tokens``), ``capacity`` (the cache is
+    full).
     """
 
     def __init__(
         self,
         program: Program,
         prompt: list[int],
-        max_new_tokens: int,
+        max_tokens: int,
         sequence: int,
         sampler: _Sampler,
-        ends: frozenset[int],
+        eos_token_ids: frozenset[int],
         progress: bool,
     ) -> None:
         assert program.session is not None
-        self.ids: list[int] = []
-        self.stop: str | None = None
+        self.token_ids: list[int] = []
+        self.finish_reason: FinishReason | None = None
         self.prefill_seconds = 0.0
         self.decode_seconds = 0.0
-        self.n_prompt = len(prompt)
+        self.prompt_tokens = len(prompt)
         self._program, self._session, self._sequence = program, program.session, sequence
-        self._sampler, self._ends = sampler, ends
-        self._max_new_tokens = max_new_tokens
-        self._bars = _Bars(len(prompt), max_new_tokens) if progress else None
+        self._sampler, self._eos_token_ids = sampler, eos_token_ids
+        self._max_tokens = max_tokens
+        self._bars = _Bars(len(prompt), max_tokens) if progress else None
         self._start: int | None = None
         # Not held by its own steps, so that an answer that is dropped lets go of the session at once.
         self._steps = Generation._run(weakref.proxy(self), prompt, self._bars)
+
+    def __repr__(self) -> str:
+        state = self.finish_reason or "unfinished"
+        return f"<{type(self).__name__}: {len(self.token_ids)} of {self._max_tokens} tokens, {state}>"
 
     def __next__(self) -> int:
         return next(self._steps)
 
     @property
-    def held(self) -> int:
+    def cached_tokens(self) -> int:
         """Tokens of the answer that the cache holds; the last one is not run until the next is asked for.
 
-        What continues this answer begins with ``ids[held:]``: its last token, and nothing where the model ended it.
+        What continues this answer begins with ``token_ids[cached_tokens:]``: its last token, and nothing where the
+        model ended it.
         """
         if self._start is None:
             return 0
-        return max(0, self._next() - self._start - self.n_prompt)
+        return max(0, self._next() - self._start - self.prompt_tokens)
 
     @property
     def tokens_per_second(self) -> float:
         """Of decoding, once two tokens are there; 0 before."""
-        return (len(self.ids) - 1) / self.decode_seconds if self.decode_seconds > 0 and len(self.ids) > 1 else 0.0
+        return (
+            (len(self.token_ids) - 1) / self.decode_seconds
+            if self.decode_seconds > 0 and len(self.token_ids) > 1
+            else 0.0
+        )
 
     def _next(self) -> int:
         session = self._session
@@ -130,26 +234,26 @@ class Generation(Iterator[int]):
         self._start = self._next()
         try:
             token = self._chosen(self._start, self._prefill, prompt)
-            while len(self.ids) < self._max_new_tokens:
-                if token in self._ends:
-                    self.stop = "end"
+            while len(self.token_ids) < self._max_tokens:
+                if token in self._eos_token_ids:
+                    self.finish_reason = "stop"
                     return
-                self.ids.append(token)
+                self.token_ids.append(token)
                 if bars:
                     bars.answered(1)
                 yield token
-                if len(self.ids) == self._max_new_tokens:
+                if len(self.token_ids) == self._max_tokens:
                     break
                 if not session.can_extend(1):
-                    self.stop = "capacity"
+                    self.finish_reason = "capacity"
                     return
-                token = self._chosen(self._start + self.n_prompt + len(self.ids) - 1, self._decode, [token])
-            self.stop = "limit"
+                token = self._chosen(self._start + self.prompt_tokens + len(self.token_ids) - 1, self._decode, [token])
+            self.finish_reason = "length"
         finally:
             if bars:
                 bars.close()
 
-    def _chosen(self, position: int, run: Callable[[list[int]], np.ndarray], ids: list[int]) -> int:
+    def _chosen(self, position: int, run: Callable[[list[int]], Row], ids: list[int]) -> int:
         """The token behind ``ids``, which are run from ``position`` on."""
         try:
             return self._sampler.choose(run(ids))
@@ -158,13 +262,13 @@ class Generation(Iterator[int]):
             self._forget(position)
             raise
 
-    def _decode(self, ids: list[int]) -> np.ndarray:
+    def _decode(self, ids: list[int]) -> Row:
         began = time.perf_counter()
         row = self._step(ids)
         self.decode_seconds += time.perf_counter() - began
         return row
 
-    def _prefill(self, prompt: list[int]) -> np.ndarray:
+    def _prefill(self, prompt: list[int]) -> Row:
         chunk = self._most_tokens()
         began = time.perf_counter()
         for start in range(0, len(prompt), chunk):
@@ -193,13 +297,14 @@ class Generation(Iterator[int]):
             elif self._session.length > position:
                 self._session.rewind(position)
 
-    def _step(self, ids: list[int]) -> np.ndarray:
+    def _step(self, ids: list[int]) -> Row:
         """Run ``ids`` behind what is there; the logits [vocabulary] of the last, until the next step."""
         position = self._next()
         if isinstance(self._session, SeqCache):
             self._session.begin_step([self._sequence] * len(ids))
-        rows: Any = self._program.forward(ids, list(range(position, position + len(ids))), copy=False)
-        return rows[-1]
+        rows = self._program.forward(ids, range(position, position + len(ids)), copy=False)
+        row: Row = rows[-1]
+        return row
 
 
 class _Sampler:
@@ -211,7 +316,7 @@ class _Sampler:
         self._temperature, self._top_k, self._top_p = temperature, top_k, top_p
         self._random = np.random.default_rng(seed)
 
-    def choose(self, row: np.ndarray) -> int:
+    def choose(self, row: Row) -> int:
         import numpy as np
 
         if self._temperature == 0:
@@ -236,10 +341,13 @@ class _Bars:
     def __init__(self, n_prompt: int, n_answer: int) -> None:
         from tqdm import tqdm
 
-        self._make = lambda total, name: tqdm(total=total, desc=name, unit="token", leave=False)
+        self._tqdm: Any = tqdm
         self._n_answer = n_answer
         self._bar: Any = self._make(n_prompt, "prompt")
         self._answering = False
+
+    def _make(self, total: int, name: str) -> Any:
+        return self._tqdm(total=total, desc=name, unit="token", leave=False)
 
     def prefilled(self, n: int) -> None:
         self._bar.update(n)
@@ -256,7 +364,7 @@ class _Bars:
 
 
 def _id_list(prompt: Ids) -> list[int]:
-    values = prompt.tolist() if hasattr(prompt, "tolist") else list(prompt)
+    values: list[Any] = prompt.tolist() if hasattr(prompt, "tolist") else list(prompt)
     if len(values) == 1 and isinstance(values[0], list):
         values = values[0]
     for value in values:

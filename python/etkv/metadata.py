@@ -98,7 +98,7 @@ def _versioned_layers(constants: Mapping[str, Any]) -> tuple[LayerConfig, ...]:
     v_head_dims = _each(constants, "kv_cache.v_head_dim", n_layers, head_dims)
     windows, sinks = (_each(constants, f"kv_cache.{name}", n_layers, [0] * n_layers) for name in ("window", "sinks"))
     facts = zip(kv_heads, head_dims, v_head_dims, windows, sinks, strict=True)
-    return tuple(LayerConfig(*layer) for layer in facts)
+    return tuple(LayerConfig(heads, k, v, window=window, sinks=sinks) for heads, k, v, window, sinks in facts)
 
 
 def _exporters_layers(constants: Mapping[str, Any]) -> tuple[LayerConfig, ...]:
@@ -107,7 +107,7 @@ def _exporters_layers(constants: Mapping[str, Any]) -> tuple[LayerConfig, ...]:
         _each(constants, name, n_layers) for name in ("get_kv_heads", "get_head_dims", "get_windows")
     )
     facts = zip(kv_heads, head_dims, windows, strict=True)
-    return tuple(LayerConfig(heads, dim, dim, window) for heads, dim, window in facts)
+    return tuple(LayerConfig(heads, dim, dim, window=window) for heads, dim, window in facts)
 
 
 def _n_layers(constants: Mapping[str, Any], name: str) -> int:

@@ -97,7 +97,8 @@ def update_and_attend(
         NoActiveCacheError: where it runs and no cache is active.
         StatusError: what the cache refuses, which leaves it as it was.
     """
-    return torch.ops.kvcache.update_and_attend(q, k, v, position, layer_id, scale, out_dtype)
+    attended: Tensor = torch.ops.kvcache.update_and_attend(q, k, v, position, layer_id, scale, out_dtype)
+    return attended
 
 
 def _kernel(
@@ -134,7 +135,8 @@ def _without_cache(
     except RuntimeError:
         raise NoActiveCacheError from None
     keys, values, spec = cache.update_and_fetch(layer_id, k, v, position)
-    return executorch.attend(q, keys, values, spec, scale, out_dtype)
+    attended: Tensor = executorch.attend(q, keys, values, spec, scale, out_dtype)
+    return attended
 
 
 def _positions(position: Tensor, q: Tensor) -> list[int]:
@@ -146,7 +148,8 @@ def _positions(position: Tensor, q: Tensor) -> list[int]:
         raise status_error(Status.SHAPE, f"position has shape {list(position.shape)}, it is [q_len] or [q_len, n]")
     if q.dim() == 4 and position.shape[0] != q.shape[2]:
         raise status_error(Status.SHAPE, f"position has {position.shape[0]} entries for {q.shape[2]} queries")
-    return (position if position.dim() == 1 else position[:, 0]).tolist()
+    first: Tensor = position if position.dim() == 1 else position[:, 0]
+    return [int(at) for at in first.tolist()]
 
 
 def _register() -> tuple[object, ...]:

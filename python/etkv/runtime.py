@@ -11,22 +11,25 @@ import warnings
 from collections.abc import Sequence
 from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias, overload
 
 from etkv import _capi, _library, pte
 from etkv.errors import EtkvError, ProgramError, first_line
-from etkv.session import Session, load_options
+from etkv.session import Logits, Session, load_options
 
 if TYPE_CHECKING:
     import numpy as np
+    import numpy.typing as npt
     import torch
 
     from etkv.metadata import ModelCacheParams
 
-    Ids: TypeAlias = torch.Tensor | np.ndarray | Sequence[int]
-    """Integers: a tensor or array of any integer type, or a list."""
-    Rows: TypeAlias = torch.Tensor | np.ndarray
-    """Rows of logits: a tensor where the ids were one, else an array."""
+    IdArray: TypeAlias = npt.NDArray[np.integer[Any]] | Sequence[int]
+    """Integers outside of torch: an array of any integer type, or a sequence."""
+    Ids: TypeAlias = torch.Tensor | IdArray
+    """Integers: a tensor or array of any integer type, or a sequence."""
+    RowArray: TypeAlias = npt.NDArray[np.floating[Any]]
+    """Rows of logits as numpy has them."""
 
 METHOD = "forward"
 
@@ -46,7 +49,7 @@ def register_backend() -> str:
         return _library.mlx_backend()
 
 
-def load(path: str | Path, session: Session | None, *, logits: str = "all", method: str = METHOD) -> Program:
+def load(path: str | Path, session: Session | None, *, logits: Logits = "all", method: str = METHOD) -> Program:
     """Open the program at ``path`` and bind it to the cache of ``session``.
 
     ``session`` may be ``None`` for a program that keeps no cache: it is bound to none, also within
@@ -74,7 +77,7 @@ class Program:
     A process that was forked after a program was loaded has the threads of neither ExecuTorch nor MLX, and is refused.
     """
 
-    def __init__(self, path: Path, session: Session | None, logits: str, method: str, backend: str) -> None:
+    def __init__(self, path: Path, session: Session | None, logits: Logits, method: str, backend: str) -> None:
         _require_one_process()
         _capi.follow_log_levels()
         self.path = path
@@ -86,7 +89,7 @@ class Program:
         finally:
             _capi.deliver_log()
 
-    def _load(self, logits: str, method: str, backend: str) -> None:
+    def _load(self, logits: Logits, method: str, backend: str) -> None:
         from executorch.runtime import Runtime, Verification
 
         path, session = self.path, self.session
@@ -101,14 +104,20 @@ class Program:
             raise EtkvError(f"{path} has no method {method!r}; it has {names}")
         _capi.forget_delegate_error()
         try:
-            with load_options(None, logits) if session is None else session.bound(logits):
+            with load_options(None, logits) if session is None else session.bound(logits=logits):
                 self._method = self._program.load_method(method)
             self._max_tokens = _max_tokens(self._method.metadata)
         except pte.DAMAGE as error:
             reason = f"the method {method} of {path} cannot be loaded: {first_line(error)}"
             _capi.raise_delegate_error(lambda: ProgramError(reason), error)
 
-    def forward(self, tokens: Ids, positions: Ids, *, copy: bool = True) -> Rows:
+    @overload
+    def forward(self, tokens: torch.Tensor, positions: Ids, *, copy: bool = True) -> torch.Tensor: ...
+
+    @overload
+    def forward(self, tokens: IdArray, positions: Ids, *, copy: bool = True) -> RowArray: ...
+
+    def forward(self, tokens: Ids, positions: Ids, *, copy: bool = True) -> torch.Tensor | RowArray:
         """Run one step: the logits of ``tokens`` [T] or [1, T] at ``positions`` [T], [T, 1] or [1, T], all or the last.
 
         The rows are [T, vocabulary] or [1, vocabulary]: a torch tensor in the program's dtype where ``tokens`` is one,
@@ -170,9 +179,9 @@ class Program:
         return self._metadata
 
     @property
-    def eos_token_ids(self) -> list[int]:
+    def eos_token_ids(self) -> frozenset[int]:
         """The ids that end an answer, as the program tells them; none where it does not."""
-        return self.constant("get_eos_ids") or []
+        return frozenset(self.constant("get_eos_ids") or ())
 
     def constant(self, name: str) -> Any:
         """The value of a constant method, such as ``get_max_ctx_len``; ``None`` where there is none of the name."""
@@ -181,7 +190,12 @@ class Program:
     @property
     def method_names(self) -> set[str]:
         """The names of its methods."""
-        return self._opened(self._program).method_names
+        return set(self._opened(self._program).method_names)
+
+    @property
+    def closed(self) -> bool:
+        """Whether :meth:`close` was called."""
+        return self._program is None
 
     def _opened(self, part: Any) -> Any:
         if part is None:
@@ -200,6 +214,10 @@ class Program:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close()
+
+    def __repr__(self) -> str:
+        state = "closed" if self.closed else f"bound to {self.session!r}" if self.session else "without a session"
+        return f"<{type(self).__name__}: {self.path.name}, {state}>"
 
 
 def _require_one_process() -> None:
@@ -281,15 +299,15 @@ def _short(value: object) -> str:
 class _Memory:
     """What an array is a view of, and whose memory that is: the array holds this, torch's own would not."""
 
-    def __init__(self, array: np.ndarray, owners: Any) -> None:
+    def __init__(self, array: npt.NDArray[Any], owners: Any) -> None:
         self.__array_interface__ = array.__array_interface__
         self._held = array, owners
 
 
-def _array(tensor: torch.Tensor) -> np.ndarray:
+def _array(tensor: torch.Tensor) -> RowArray:
     import numpy as np
     import torch
 
-    array = (tensor.float() if tensor.dtype == torch.bfloat16 else tensor).numpy()
+    array: RowArray = (tensor.float() if tensor.dtype == torch.bfloat16 else tensor).numpy()
     owners = getattr(tensor, "owners", None)
     return array if owners is None else np.asarray(_Memory(array, owners))

@@ -10,7 +10,7 @@ import contextlib
 import threading
 from collections.abc import Iterator
 from types import TracebackType
-from typing import Any, TypeVar
+from typing import Any, ClassVar, Literal, TypeAlias, TypeVar
 
 from etkv._capi import ask, call, ffi, follow_log_levels, lib, text
 from etkv.cache import Cache, SeqCache, TreeCache, raw_config
@@ -23,6 +23,9 @@ BACKEND = "MLXBackend"
 LOGITS = ("all", "last")
 """Rows of the logits that a program computes: as exported, or of the last token only."""
 
+Logits: TypeAlias = Literal["all", "last"]
+"""One of :data:`LOGITS`."""
+
 _Self = TypeVar("_Self", bound="Session")
 
 
@@ -33,7 +36,7 @@ class Session(Cache):
     closed, too.
     """
 
-    KIND = "contiguous"
+    KIND: ClassVar[str] = "contiguous"
 
     _open = False
 
@@ -70,7 +73,7 @@ class Session(Cache):
         return not self._open
 
     @contextlib.contextmanager
-    def bound(self, logits: str = "all") -> Iterator[None]:
+    def bound(self, *, logits: Logits = "all") -> Iterator[None]:
         """Bind what this thread loads in the block to this session, whoever loads it.
 
         For ExecuTorch's own runtime, which passes no options to backends:
@@ -123,7 +126,7 @@ _of_thread = threading.local()
 
 
 @contextlib.contextmanager
-def load_options(key: str | None, logits: str) -> Iterator[None]:
+def load_options(key: str | None, logits: Logits) -> Iterator[None]:
     """Load what this thread loads in the block with these options: the cache of ``key``, or none, and rows of logits.
 
     Blocks nest: a block that names no key binds nothing, also within one that does.

@@ -2,24 +2,44 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+import json
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, overload
 
 from etkv.errors import EtkvError, first_line
 
 _FILE = "tokenizer.json"
+_GENERATION_CONFIG = "generation_config.json"
 
 
 class Tokenizer:
-    """The tokenizer of a model; transformers does the work.
+    """The tokenizer of a model, its chat template and its eos token ids; transformers does the work.
 
-    ``hf`` is transformers' own object.
+    :meth:`from_pretrained` and :meth:`from_file` make them. ``hf`` is transformers' own object.
     """
 
-    def __init__(self, folder: str | Path) -> None:
-        """Read the tokenizer in ``folder``. Raises :class:`EtkvError` where there is none."""
-        folder = Path(folder)
+    def __init__(self, hf: Any, *, eos_token_ids: Iterable[int] | None = None) -> None:
+        """Wrap a fast tokenizer of transformers. ``eos_token_ids`` end an answer; None takes the tokenizer's own."""
+        if not hasattr(hf, "backend_tokenizer"):
+            raise EtkvError(
+                f"hf is {type(hf).__name__}, it is a fast tokenizer of transformers; "
+                "Tokenizer.from_pretrained reads one from a folder"
+            )
+        self.hf = hf
+        if eos_token_ids is None:
+            eos_token_ids = [] if hf.eos_token_id is None else [hf.eos_token_id]
+        self.eos_token_ids: frozenset[int] = frozenset(eos_token_ids)
+        """The ids that end an answer: those of generation_config.json, else the tokenizer's own, else none."""
+
+    @classmethod
+    def from_pretrained(cls, path: str | Path) -> Tokenizer:
+        """Read the tokenizer in a folder; of the path of a program, in the folder that it is in.
+
+        Raises :class:`EtkvError` where there is none, or one that cannot be read. Nothing is downloaded.
+        """
+        path = Path(path)
+        folder = path.parent if path.suffix == ".pte" else path
         if not (folder / _FILE).is_file():
             raise EtkvError(
                 f"{folder} has no {_FILE}: the exporter writes it beside the program; copy the model's own there"
@@ -27,45 +47,150 @@ class Tokenizer:
         from transformers import AutoTokenizer
 
         try:
-            self.hf: Any = AutoTokenizer.from_pretrained(folder, local_files_only=True)
+            hf = AutoTokenizer.from_pretrained(folder, local_files_only=True)
         except Exception as error:
             raise EtkvError(f"the tokenizer in {folder} cannot be read: {first_line(error)}") from error
+        return cls(hf, eos_token_ids=_eos_token_ids(folder))
 
     @classmethod
-    def beside(cls, program: str | Path) -> Tokenizer:
-        """The tokenizer in the folder of the program at this path."""
-        return cls(Path(program).parent)
+    def from_file(cls, path: str | Path) -> Tokenizer:
+        """Read a ``tokenizer.json``, and nothing beside it: it has no chat template and no eos token ids.
 
-    def encode(self, text: str) -> list[int]:
-        """The ids of ``text``, as the model's tokenizer begins it."""
-        return self.hf(text).input_ids
-
-    def chat(self, messages: str | list[dict[str, str]]) -> list[int]:
-        """The ids of a conversation under the model's chat template, up to where the model answers.
-
-        ``messages`` are ``{"role": …, "content": …}``, or one user's text.
+        Raises :class:`EtkvError` for a file that cannot be read.
         """
-        if isinstance(messages, str):
-            messages = [{"role": "user", "content": messages}]
-        if not self.hf.chat_template:
+        from transformers import PreTrainedTokenizerFast
+
+        try:
+            # Transformers reports a missing file without its name.
+            with Path(path).open("rb"):
+                pass
+            return cls(PreTrainedTokenizerFast(tokenizer_file=str(path)))
+        except OSError as error:
+            raise EtkvError(f"{path} cannot be read: {error.strerror}") from error
+        except Exception as error:
+            raise EtkvError(f"the tokenizer {path} cannot be read: {first_line(error)}") from error
+
+    def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
+        """The ids of ``text``, with the tokens that the tokenizer puts around a text if ``add_special_tokens``."""
+        return list(self.hf(text, add_special_tokens=add_special_tokens).input_ids)
+
+    def decode(self, ids: Iterable[int], *, skip_special_tokens: bool = True) -> str:
+        """The text of ``ids``, without special tokens if ``skip_special_tokens``."""
+        return str(self.hf.decode(list(ids), skip_special_tokens=skip_special_tokens))
+
+    @property
+    def has_chat_template(self) -> bool:
+        """Whether the model has a chat template."""
+        return bool(self.hf.chat_template)
+
+    @overload
+    def apply_chat_template(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        *,
+        add_generation_prompt: bool = False,
+        tokenize: Literal[True] = True,
+        **variables: Any,
+    ) -> list[int]: ...
+
+    @overload
+    def apply_chat_template(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        *,
+        add_generation_prompt: bool = False,
+        tokenize: Literal[False],
+        **variables: Any,
+    ) -> str: ...
+
+    def apply_chat_template(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        *,
+        add_generation_prompt: bool = False,
+        tokenize: bool = True,
+        **variables: Any,
+    ) -> list[int] | str:
+        """The ids of a conversation under the model's chat template, or its text unless ``tokenize``.
+
+        ``messages`` are ``{"role": …, "content": …}``. With ``add_generation_prompt`` they end where the model answers.
+        ``variables`` are transformers' and the template's own, such as ``tools`` or ``enable_thinking``.
+        """
+        if not self.has_chat_template:
             raise EtkvError("the model has no chat template: use encode")
         try:
-            text = self.hf.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
+            text: str = self.hf.apply_chat_template(
+                messages, add_generation_prompt=add_generation_prompt, tokenize=False, **variables
+            )
         except Exception as error:
             raise EtkvError(f"the chat template does not take these messages: {first_line(error)}") from error
         # The template writes the special tokens itself.
-        return self.hf(text, add_special_tokens=False).input_ids
+        return self.encode(text, add_special_tokens=False) if tokenize else text
 
-    def decode(self, ids: Iterable[int]) -> str:
-        """The text of ``ids``, without special tokens."""
-        return self.hf.decode(list(ids), skip_special_tokens=True)
+    @property
+    def detokenizer(self) -> StreamingDetokenizer:
+        """A new detokenizer, for the text of one answer."""
+        return StreamingDetokenizer(self)
 
-    def stream(self, ids: Iterable[int]) -> Iterator[str]:
-        """The text of ``ids`` piece by piece, each as soon as its characters are whole."""
+    def __repr__(self) -> str:
+        template = "a" if self.has_chat_template else "no"
+        return f"<{type(self).__name__}: {len(self.hf)} tokens, {template} chat template>"
+
+
+class StreamingDetokenizer:
+    """The text of an answer, from its token ids one at a time; without special tokens.
+
+    ``tokens`` are those that were added, ``text`` is theirs as far as its characters are whole.
+    """
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self._tokenizer = tokenizer
+        self.reset()
+
+    def reset(self) -> None:
+        """Begin another answer."""
         from tokenizers.decoders import DecodeStream
 
-        pieces = DecodeStream(skip_special_tokens=True)
-        for token in ids:
-            piece = pieces.step(self.hf.backend_tokenizer, token)
-            if piece:
-                yield piece
+        self.tokens: list[int] = []
+        self.text = ""
+        self._told = 0
+        self._pieces: Any = DecodeStream(skip_special_tokens=True)
+
+    def add_token(self, token: int) -> None:
+        """Take the next token of the answer."""
+        piece: str | None = self._pieces.step(self._tokenizer.hf.backend_tokenizer, token)
+        self.tokens.append(token)
+        self.text += piece or ""
+
+    def finalize(self) -> None:
+        """End the answer: ``text`` gets what was held back, with U+FFFD for a character that was cut short."""
+        whole: str = self._tokenizer.hf.backend_tokenizer.decode(self.tokens, skip_special_tokens=True)
+        if whole.startswith(self.text):
+            self.text = whole
+
+    @property
+    def last_segment(self) -> str:
+        """The text that came since this was last read."""
+        segment = self.text[self._told :]
+        self._told = len(self.text)
+        return segment
+
+    def __repr__(self) -> str:
+        return f"<{type(self).__name__}: {len(self.tokens)} tokens, {len(self.text)} characters>"
+
+
+def _eos_token_ids(folder: Path) -> list[int] | None:
+    """``eos_token_id`` of generation_config.json, which is an id or a list of them; None where it does not tell."""
+    path = folder / _GENERATION_CONFIG
+    if not path.is_file():
+        return None
+    try:
+        told = json.loads(path.read_text(encoding="utf-8")).get("eos_token_id")
+    except (OSError, ValueError, AttributeError) as error:
+        raise EtkvError(f"{path} cannot be read: {first_line(error)}") from error
+    if told is None:
+        return None
+    ids = told if isinstance(told, list) else [told]
+    if not all(isinstance(value, int) and not isinstance(value, bool) for value in ids):
+        raise EtkvError(f"{path} has eos_token_id {told!r}; expected an id or a list of ids")
+    return ids

@@ -49,7 +49,7 @@ def use(path: Path, index: int) -> int:
 
 
 def run(path: Path) -> None:
-    config = etkv.CacheConfig(LAYERS, 16, "f32", "f32")
+    config = etkv.CacheConfig(LAYERS, 16, k_format="f32", v_format="f32")
     with etkv.DecodeSession(config) as session, etkv.load(path, session, logits="last") as program:
         program.forward([60, 61, 62], [0, 1, 2])
         program.forward([63], [3])

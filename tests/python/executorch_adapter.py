@@ -84,7 +84,7 @@ class Adapter:
             for layer in range(config.n_layers)
         ]
         # Steps as long as the capacity: nothing that a window does not show is ever dropped.
-        ours = CacheConfig(layers, config.capacity, "f32", "f32", max_step_tokens=config.capacity)
+        ours = CacheConfig(layers, config.capacity, k_format="f32", v_format="f32", max_step_tokens=config.capacity)
         self.cache: Any = reference.make_cache(self.kind, ours)
         self.n_layers = config.n_layers
         self.served: dict[int, tuple[Any, ...]] = {}

@@ -48,7 +48,7 @@ def check(traced):
     from etkv.errors import EtkvError
 
     runs = [*traced, OneLayer(), lambda x, position: op.update_and_attend(x, x, x, position, 0, 0.5, torch.float32)]
-    cache = reference.ContiguousCache(CacheConfig([LayerConfig(2, 8)], 16, "f32", "f32"))
+    cache = reference.ContiguousCache(CacheConfig([LayerConfig(2, 8)], 16, k_format="f32", v_format="f32"))
     for run in runs:
         with op.active(cache):
             torch.testing.assert_close(run(ROWS, POSITION), EXPECTED)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -36,60 +37,62 @@ def greedy(tiny) -> list[int]:
 
 
 def test_greedy_ids_are_those_of_transformers(program, greedy):
-    answer = etkv.generate(program, PROMPT, max_new_tokens=24, eos_token_ids=[])
-    assert list(answer) == greedy == answer.ids
-    assert answer.stop == "limit"
-    assert (answer.held, program.session.length) == (23, len(PROMPT) + 23)
+    answer = etkv.generate_tokens(program, PROMPT, max_tokens=24, eos_token_ids=[])
+    assert list(answer) == greedy == answer.token_ids
+    assert answer.finish_reason == "length"
+    assert (answer.cached_tokens, program.session.length) == (23, len(PROMPT) + 23)
     assert answer.prefill_seconds > 0
     assert answer.tokens_per_second > 0
 
 
 def test_what_goes_on_goes_behind(program, greedy):
     """A break keeps whole tokens; the rest of the answer begins with what the cache does not hold yet."""
-    answer = etkv.generate(program, PROMPT, max_new_tokens=24, eos_token_ids=[])
+    answer = etkv.generate_tokens(program, PROMPT, max_tokens=24, eos_token_ids=[])
     for _, _token in zip(range(10), answer, strict=False):
         pass
-    assert answer.stop is None
-    assert program.session.length == len(PROMPT) + answer.held
-    rest = etkv.generate(program, answer.ids[answer.held :], max_new_tokens=24 - len(answer.ids), eos_token_ids=[])
-    assert answer.ids + list(rest) == greedy
+    assert answer.finish_reason is None
+    assert program.session.length == len(PROMPT) + answer.cached_tokens
+    rest = etkv.generate_tokens(
+        program, answer.token_ids[answer.cached_tokens :], max_tokens=24 - len(answer.token_ids), eos_token_ids=[]
+    )
+    assert answer.token_ids + list(rest) == greedy
 
 
 def test_nothing_runs_before_the_first_token(program):
-    answer = etkv.generate(program, PROMPT)
-    assert (program.session.length, answer.held, answer.ids) == (0, 0, [])
+    answer = etkv.generate_tokens(program, PROMPT)
+    assert (program.session.length, answer.cached_tokens, answer.token_ids) == (0, 0, [])
 
 
 def test_ends_and_capacity(tiny, program, greedy):
-    answer = etkv.generate(program, PROMPT, eos_token_ids=[greedy[5]])
+    answer = etkv.generate_tokens(program, PROMPT, eos_token_ids=[greedy[5]])
     first = greedy.index(greedy[5])
     assert list(answer) == greedy[:first]
-    assert answer.stop == "end"
+    assert answer.finish_reason == "stop"
     with etkv.DecodeSession(config(tiny, 10)) as session, etkv.load(tiny.path, session, logits="last") as small:
-        answer = etkv.generate(small, PROMPT, eos_token_ids=[])
+        answer = etkv.generate_tokens(small, PROMPT, eos_token_ids=[])
         assert list(answer) == greedy[:4]
-        assert answer.stop == "capacity"
+        assert answer.finish_reason == "capacity"
         assert session.length == 10
         session.rewind(7)
-        assert list(etkv.generate(small, [greedy[0]], max_new_tokens=2, eos_token_ids=[])) == greedy[1:3]
+        assert list(etkv.generate_tokens(small, [greedy[0]], max_tokens=2, eos_token_ids=[])) == greedy[1:3]
         with pytest.raises(etkv.CapacityError, match="the prompt has 5 tokens, the cache has room for"):
-            list(etkv.generate(small, [1] * 5))
+            list(etkv.generate_tokens(small, [1] * 5))
 
 
 def test_a_prompt_longer_than_a_step(program):
     """150 tokens in chunks of 64 give what one row at a time gives."""
     prompt = [(7 * i) % 250 for i in range(150)]
-    chunked = list(etkv.generate(program, prompt, max_new_tokens=8, eos_token_ids=[]))
+    chunked = list(etkv.generate_tokens(program, prompt, max_tokens=8, eos_token_ids=[]))
     program.session.clear()
     for position, token in enumerate(prompt[:-1]):
         program.forward([token], [position], copy=False)
-    assert list(etkv.generate(program, prompt[-1:], max_new_tokens=8, eos_token_ids=[])) == chunked
+    assert list(etkv.generate_tokens(program, prompt[-1:], max_tokens=8, eos_token_ids=[])) == chunked
 
 
 @pytest.mark.parametrize("at", [1, 4])
 def test_interrupted_where_a_token_is_chosen(program, greedy, monkeypatch, at):
     """What was run and led to no token is rolled back, so that nothing of the answer is lost."""
-    answer = etkv.generate(program, PROMPT, max_new_tokens=8, eos_token_ids=[])
+    answer = etkv.generate_tokens(program, PROMPT, max_tokens=8, eos_token_ids=[])
     choose, calls = answer._sampler.choose, []
 
     def interrupted(row):
@@ -101,16 +104,16 @@ def test_interrupted_where_a_token_is_chosen(program, greedy, monkeypatch, at):
     monkeypatch.setattr(answer._sampler, "choose", interrupted)
     with pytest.raises(KeyboardInterrupt):
         list(answer)
-    assert answer.ids == greedy[: at - 1]
-    assert program.session.length == (len(PROMPT) + answer.held if answer.ids else 0)
-    rest = answer.ids[answer.held :] or PROMPT
-    assert list(etkv.generate(program, rest, max_new_tokens=3, eos_token_ids=[])) == greedy[at - 1 : at + 2]
+    assert answer.token_ids == greedy[: at - 1]
+    assert program.session.length == (len(PROMPT) + answer.cached_tokens if answer.token_ids else 0)
+    rest = answer.token_ids[answer.cached_tokens :] or PROMPT
+    assert list(etkv.generate_tokens(program, rest, max_tokens=3, eos_token_ids=[])) == greedy[at - 1 : at + 2]
 
 
 def test_sequences_of_one_session(tiny, greedy):
     with etkv.SeqSession(config(tiny, 200)) as session, etkv.load(tiny.path, session, logits="last") as program:
-        first = etkv.generate(program, PROMPT, max_new_tokens=12, eos_token_ids=[])
-        second = etkv.generate(program, PROMPT, max_new_tokens=12, eos_token_ids=[], sequence=9)
+        first = etkv.generate_tokens(program, PROMPT, max_tokens=12, eos_token_ids=[])
+        second = etkv.generate_tokens(program, PROMPT, max_tokens=12, eos_token_ids=[], sequence=9)
         pairs = list(zip(first, second, strict=True))
         assert pairs == [(token, token) for token in greedy[:12]]
         assert session.sequences() == [0, 9]
@@ -129,19 +132,19 @@ def test_a_step_that_fails_leaves_nothing_declared(tiny, greedy, monkeypatch, fa
             return forward(*args, **options)
 
         monkeypatch.setattr(program, "forward", fails)
-        answer = etkv.generate(program, PROMPT, max_new_tokens=8, eos_token_ids=[])
+        answer = etkv.generate_tokens(program, PROMPT, max_tokens=8, eos_token_ids=[])
         with pytest.raises(KeyboardInterrupt):
             list(answer)
-        assert answer.ids == greedy[: failing - 1]
+        assert answer.token_ids == greedy[: failing - 1]
         at = session.seq_next(0)
-        assert at == (len(PROMPT) if answer.ids else 0)
-        rest = answer.ids[answer.held :] or PROMPT
+        assert at == (len(PROMPT) if answer.token_ids else 0)
+        rest = answer.token_ids[answer.cached_tokens :] or PROMPT
         # Two candidates, which is not what the answer had declared.
         session.propose([-1, -1])
         forward([rest[0]] * 2, [at] * 2)
-        session.commit([0] if answer.ids else [])
-        if not answer.ids:
-            assert list(etkv.generate(program, PROMPT, max_new_tokens=3, eos_token_ids=[])) == greedy[:3]
+        session.commit([0] if answer.token_ids else [])
+        if not answer.token_ids:
+            assert list(etkv.generate_tokens(program, PROMPT, max_tokens=3, eos_token_ids=[])) == greedy[:3]
         assert session.seq_next(0) > at
 
 
@@ -150,7 +153,7 @@ def test_draws(program):
 
     def draw(**options) -> list[int]:
         program.session.clear()
-        return list(etkv.generate(program, PROMPT, max_new_tokens=16, eos_token_ids=[], **options))
+        return list(etkv.generate_tokens(program, PROMPT, max_tokens=16, eos_token_ids=[], **options))
 
     best = draw()
     assert draw(temperature=0.7, top_k=1, seed=1) == best
@@ -163,7 +166,7 @@ def test_draws(program):
 @pytest.mark.parametrize(
     ("options", "told"),
     [
-        ({"max_new_tokens": -1}, "max_new_tokens is -1, the least is 0"),
+        ({"max_tokens": -1}, "max_tokens is -1, the least is 0"),
         ({"temperature": -0.5}, "temperature is -0.5, the least is 0"),
         ({"temperature": float("nan")}, "temperature is nan, the least is 0"),
         ({"seed": -1}, "seed is -1, the least is 0"),
@@ -176,55 +179,162 @@ def test_draws(program):
 )
 def test_wrong_use(program, options, told):
     with pytest.raises(etkv.EtkvError) as caught:
-        etkv.generate(program, options.pop("prompt", PROMPT), **options)
+        etkv.generate_tokens(program, options.pop("prompt", PROMPT), **options)
     assert told in str(caught.value)
+    assert caught.value.status is etkv.Status.INVALID_ARGUMENT
 
 
 def test_without_a_session(tiny):
     with etkv.load(tiny.path, None) as program, pytest.raises(etkv.EtkvError, match="without a session"):
-        etkv.generate(program, PROMPT)
+        etkv.generate_tokens(program, PROMPT)
 
 
-def test_text(tiny, program):
-    tokenizer = etkv.Tokenizer.beside(tiny.path)
+@pytest.fixture(scope="module")
+def tokenizer(tiny) -> etkv.Tokenizer:
+    return etkv.Tokenizer.from_pretrained(tiny.path)
+
+
+QUESTION = [{"role": "user", "content": "Hi"}]
+
+
+def test_text(tiny, tokenizer):
     assert tokenizer.decode(tokenizer.encode("naïve €")) == "naïve €"
-    ids = tokenizer.chat("Hi")
-    assert tokenizer.hf.decode(ids) == "<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n"
-    assert ids == tokenizer.chat([{"role": "user", "content": "Hi"}])
-    # Characters of several bytes, which are as many tokens here, come whole.
-    assert list(tokenizer.stream(tokenizer.encode("aß€"))) == ["a", "ß", "€"]
+    written = "<|im_start|>user\nHi<|im_end|>\n"
+    assert tokenizer.apply_chat_template(QUESTION, tokenize=False) == written
+    ids = tokenizer.apply_chat_template(QUESTION, add_generation_prompt=True)
+    assert tokenizer.decode(ids, skip_special_tokens=False) == f"{written}<|im_start|>assistant\n"
+    assert tokenizer.decode(ids) == "user\nHi\nassistant\n"
+    assert ids == etkv.Tokenizer(tokenizer.hf).apply_chat_template(QUESTION, add_generation_prompt=True)
     with pytest.raises(etkv.EtkvError, match="the chat template does not take these messages"):
-        tokenizer.chat([3])
+        tokenizer.apply_chat_template([3])
 
 
-def test_a_chat_runs_what_is_new(tiny, program):
+def test_a_template_takes_variables(tiny, tokenizer):
+    other = etkv.Tokenizer.from_file(tiny.path.parent / "tokenizer.json")
+    assert not other.has_chat_template
+    with pytest.raises(etkv.EtkvError, match="the model has no chat template: use encode"):
+        other.apply_chat_template(QUESTION)
+    other.hf.chat_template = "{{ messages[0].content }}{% if shout %}!{% endif %}"
+    assert other.apply_chat_template(QUESTION, tokenize=False, shout=True) == "Hi!"
+    assert other.apply_chat_template(QUESTION) == tokenizer.encode("Hi")
+
+
+def test_eos_token_ids(tiny, tokenizer, tmp_path):
+    """Of generation_config.json, an id or a list; else the tokenizer's own."""
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copy(tiny.path.parent / name, tmp_path)
+    assert etkv.Tokenizer.from_pretrained(tmp_path).eos_token_ids == {tokenizer.hf.eos_token_id}
+    for told, expected in (("7", {7}), ("[5, 6]", {5, 6}), ("null", {tokenizer.hf.eos_token_id})):
+        (tmp_path / "generation_config.json").write_text(f'{{"eos_token_id": {told}}}')
+        assert etkv.Tokenizer.from_pretrained(tmp_path).eos_token_ids == expected
+    for damaged in ('{"eos_token_id": "x"}', "[]", "{"):
+        (tmp_path / "generation_config.json").write_text(damaged)
+        with pytest.raises(etkv.EtkvError, match=r"generation_config\.json"):
+            etkv.Tokenizer.from_pretrained(tmp_path)
+
+
+def test_a_detokenizer_gives_whole_characters(tokenizer):
+    """Characters of several bytes, which are as many tokens here; one that is cut short ends as U+FFFD."""
+    detokenizer = tokenizer.detokenizer
+    ids = tokenizer.encode("aß€")
+    segments = []
+    for token in ids:
+        detokenizer.add_token(token)
+        segments.append(detokenizer.last_segment)
+    assert segments == ["a", "", "ß", "", "", "€"]
+    assert (detokenizer.text, detokenizer.tokens) == ("aß€", ids)
+    detokenizer.finalize()
+    assert detokenizer.last_segment == ""
+    detokenizer.reset()
+    for token in ids[:-1]:
+        detokenizer.add_token(token)
+    assert detokenizer.text == "aß"
+    detokenizer.finalize()
+    assert detokenizer.text == "aß\ufffd"
+
+
+def test_text_of_an_answer(program, tokenizer):
+    """A response a token, and a last one; in whole the same as generate and as the decoded ids."""
+    prompt = tokenizer.encode("Hi")
+    ids = list(etkv.generate_tokens(program, prompt, max_tokens=12, eos_token_ids=[]))
+    program.session.clear()
+    responses = list(etkv.stream_generate(program, tokenizer, "Hi", max_tokens=12, eos_token_ids=[]))
+    assert [response.token for response in responses] == [*ids, None]
+    assert [response.finish_reason for response in responses] == [None] * 12 + ["length"]
+    assert [response.generation_tokens for response in responses] == [*range(1, 13), 12]
+    assert {response.prompt_tokens for response in responses} == {len(prompt)}
+    assert responses[-1].prompt_tps > 0
+    assert responses[-1].generation_tps > 0
+    text = "".join(response.text for response in responses)
+    assert text == tokenizer.decode(ids)
+    program.session.clear()
+    assert etkv.generate(program, tokenizer, prompt, max_tokens=12, eos_token_ids=[]) == text
+
+
+def test_the_tokenizers_eos_token_ids_end_what_the_program_does_not(program, greedy, tokenizer, monkeypatch):
+    ending = etkv.Tokenizer(tokenizer.hf, eos_token_ids=[greedy[2]])
+    first = greedy.index(greedy[2])
+
+    def answered(**options) -> tuple[int, str]:
+        program.session.clear()
+        *_, last = etkv.stream_generate(program, ending, PROMPT, max_tokens=24, **options)
+        return last.generation_tokens, last.finish_reason
+
+    monkeypatch.setattr(etkv.Program, "eos_token_ids", frozenset())
+    assert answered() == (first, "stop")
+    assert answered(eos_token_ids=[]) == (24, "length")
+    monkeypatch.setattr(etkv.Program, "eos_token_ids", frozenset([greedy[0]]))
+    assert answered() == (0, "stop")
+
+
+def test_arguments_are_refused_before_the_first_response(program, tokenizer):
+    with pytest.raises(etkv.EtkvError, match="temperature is -1, the least is 0"):
+        etkv.stream_generate(program, tokenizer, "Hi", temperature=-1)
+
+
+def test_what_objects_say_of_themselves(tiny, program, tokenizer):
+    answer = etkv.generate_tokens(program, PROMPT, max_tokens=3, eos_token_ids=[])
+    assert repr(answer) == "<Generation: 0 of 3 tokens, unfinished>"
+    list(answer)
+    assert repr(answer) == "<Generation: 3 of 3 tokens, length>"
+    assert repr(program) == f"<Program: {tiny.path.name}, bound to {program.session!r}>"
+    assert not program.closed
+    program.close()
+    assert program.closed
+    assert repr(program) == f"<Program: {tiny.path.name}, closed>"
+    assert repr(tokenizer) == f"<Tokenizer: {len(tokenizer.hf)} tokens, a chat template>"
+    assert repr(tokenizer.detokenizer) == "<StreamingDetokenizer: 0 tokens, 0 characters>"
+
+
+def test_a_chat_runs_what_is_new(tiny, program, tokenizer):
     """Each turn equals one that runs the whole conversation on an empty cache."""
-    tokenizer = etkv.Tokenizer.beside(tiny.path)
     chat = etkv.Chat(program, tokenizer, system="Be brief.")
     for text in ("Hi", "And you?"):
         messages = [*chat.messages, {"role": "user", "content": text}]
-        whole = tokenizer.chat(messages)
-        said = "".join(chat.say(text, max_new_tokens=12))
+        whole = tokenizer.apply_chat_template(messages, add_generation_prompt=True)
+        said = "".join(chat.send_message(text, max_tokens=12))
         assert chat.messages == [*messages, {"role": "assistant", "content": said}]
-        ids, prefilled = chat.answer.ids, chat.answer.n_prompt
+        ids, prefilled = chat.generation.token_ids, chat.generation.prompt_tokens
         with etkv.DecodeSession(config(tiny, 200)) as alone, etkv.load(tiny.path, alone, logits="last") as other:
-            assert list(etkv.generate(other, whole, max_new_tokens=12)) == ids
-    first = tokenizer.chat(chat.messages[:2])
+            assert list(etkv.generate_tokens(other, whole, max_tokens=12)) == ids
+    first = tokenizer.apply_chat_template(chat.messages[:2], add_generation_prompt=True)
     assert prefilled <= len(whole) - len(first), "the first turn was not run again"
     # A message that is changed: what comes before it is kept.
     chat.messages[1:] = []
-    list(chat.say("Hello?", max_new_tokens=3))
-    assert chat.answer.n_prompt < len(tokenizer.chat(chat.messages[:-1]))
-    for _ in chat.say("x", max_new_tokens=30, eos_token_ids=[]):
+    list(chat.send_message("Hello?", max_tokens=3))
+    assert chat.generation.prompt_tokens < len(
+        tokenizer.apply_chat_template(chat.messages[:-1], add_generation_prompt=True)
+    )
+    for _ in chat.send_message("x", max_tokens=30, eos_token_ids=[]):
         break
     assert [message["role"] for message in chat.messages[-2:]] == ["user", "assistant"]
-    list(chat.say("y", max_new_tokens=3, eos_token_ids=[]))
-    assert len(chat.answer.ids) == 3
+    list(chat.send_message("y", max_tokens=3, eos_token_ids=[]))
+    assert len(chat.generation.token_ids) == 3
 
 
 def test_an_answer_that_is_dropped_lets_go(program):
     """At once, not when the collector comes by."""
-    answer = etkv.generate(program, PROMPT, eos_token_ids=[])
+    answer = etkv.generate_tokens(program, PROMPT, eos_token_ids=[])
     next(answer)
     watched = weakref.ref(answer)
     gc.disable()
@@ -245,7 +355,7 @@ def test_steps_of_window_layers_are_those_of_the_cache():
             etkv.DecodeSession(config(windowed, 200, max_step_tokens=max_step_tokens)) as session,
             etkv.load(windowed.path, session, logits="last") as program,
         ):
-            answers.append(list(etkv.generate(program, prompt, max_new_tokens=8, eos_token_ids=[])))
+            answers.append(list(etkv.generate_tokens(program, prompt, max_tokens=8, eos_token_ids=[])))
     assert answers[0] == answers[1]
 
 
@@ -258,16 +368,15 @@ def test_steps_before_a_conversion_are_those_of_the_cache(kind):
     settings = config(wide, 200, max_step_tokens=8, quantized_kv_start=48, **formats)
     with kind(settings) as session, etkv.load(wide.path, session, logits="last") as program:
         assert session.formats == ("f32", "f32")
-        assert len(list(etkv.generate(program, prompt, max_new_tokens=4, eos_token_ids=[]))) == 4
+        assert len(list(etkv.generate_tokens(program, prompt, max_tokens=4, eos_token_ids=[]))) == 4
         assert session.formats == ("affine8g32", "mxfp8")
 
 
-@pytest.mark.parametrize("options", [{"temperature": -1}, {"max_new_tokens": 3, "fails_at": 1}, {"fails_at": 3}, {}])
-def test_a_chat_goes_on_after_a_turn_that_is_refused_or_fails(tiny, program, monkeypatch, options):
+@pytest.mark.parametrize("options", [{"temperature": -1}, {"max_tokens": 3, "fails_at": 1}, {"fails_at": 3}, {}])
+def test_a_chat_goes_on_after_a_turn_that_is_refused_or_fails(tiny, program, tokenizer, monkeypatch, options):
     """Refused for its options, its length, or failed at its first step or a later one: the next is as without it."""
-    tokenizer = etkv.Tokenizer.beside(tiny.path)
     chat = etkv.Chat(program, tokenizer)
-    list(chat.say("Hi", max_new_tokens=6, eos_token_ids=[]))
+    list(chat.send_message("Hi", max_tokens=6, eos_token_ids=[]))
     messages = list(chat.messages)
 
     fails_at, options = options.get("fails_at"), {key: options[key] for key in options if key != "fails_at"}
@@ -281,30 +390,39 @@ def test_a_chat_goes_on_after_a_turn_that_is_refused_or_fails(tiny, program, mon
                 return forward(*arguments, **more)
 
             patch.setattr(program, "forward", failing)
-        list(chat.say("and then?" if options or fails_at else "x" * 300, **options, eos_token_ids=[]))
+        list(chat.send_message("and then?" if options or fails_at else "x" * 300, **options, eos_token_ids=[]))
     assert chat.messages == messages
 
-    whole = tokenizer.chat([*messages, {"role": "user", "content": "And you?"}])
-    list(chat.say("And you?", max_new_tokens=6, eos_token_ids=[]))
+    whole = tokenizer.apply_chat_template(
+        [*messages, {"role": "user", "content": "And you?"}], add_generation_prompt=True
+    )
+    list(chat.send_message("And you?", max_tokens=6, eos_token_ids=[]))
     assert [message["role"] for message in chat.messages] == ["user", "assistant"] * 2
     with etkv.DecodeSession(config(tiny, 200)) as alone, etkv.load(tiny.path, alone, logits="last") as other:
-        assert list(etkv.generate(other, whole, max_new_tokens=6, eos_token_ids=[])) == chat.answer.ids
+        assert list(etkv.generate_tokens(other, whole, max_tokens=6, eos_token_ids=[])) == chat.generation.token_ids
 
 
-def test_messages_that_the_template_refuses_are_dropped(tiny, program):
-    chat = etkv.Chat(program, etkv.Tokenizer.beside(tiny.path))
+def test_messages_that_the_template_refuses_are_dropped(program, tokenizer):
+    chat = etkv.Chat(program, tokenizer)
     chat.messages.append(3)
     with pytest.raises(etkv.EtkvError, match="the chat template does not take these messages"):
-        list(chat.say("Hi"))
+        list(chat.send_message("Hi"))
     assert chat.messages == [3]
 
 
 def test_missing_tokenizer(tmp_path):
-    with pytest.raises(etkv.EtkvError, match=r"has no tokenizer.json: the exporter writes it beside the program"):
-        etkv.Tokenizer.beside(tmp_path / "model.pte")
-    (tmp_path / "tokenizer.json").write_text("{")
-    with pytest.raises(etkv.EtkvError, match="cannot be read"):
-        etkv.Tokenizer(tmp_path)
+    for path in (tmp_path, tmp_path / "model.pte"):
+        with pytest.raises(etkv.EtkvError, match=r"has no tokenizer.json: the exporter writes it beside the program"):
+            etkv.Tokenizer.from_pretrained(path)
+    file = tmp_path / "tokenizer.json"
+    with pytest.raises(etkv.EtkvError, match=r"tokenizer.json cannot be read: No such file"):
+        etkv.Tokenizer.from_file(file)
+    file.write_text("{")
+    for read, path in ((etkv.Tokenizer.from_pretrained, tmp_path), (etkv.Tokenizer.from_file, file)):
+        with pytest.raises(etkv.EtkvError, match="cannot be read"):
+            read(path)
+    with pytest.raises(etkv.EtkvError, match="hf is str, it is a fast tokenizer of transformers"):
+        etkv.Tokenizer("model.pte")
 
 
 _INTERRUPTED = """
@@ -318,20 +436,21 @@ with etkv.DecodeSession(config(tiny, 200)) as session, etkv.load(tiny.path, sess
     caught = 0
     while caught < 3:
         session.clear()
-        answer = etkv.generate(program, PROMPT, max_new_tokens=190, eos_token_ids=[])
+        answer = etkv.generate_tokens(program, PROMPT, max_tokens=190, eos_token_ids=[])
         try:
             print("ready", flush=True)
             while True:
                 for token in answer:
                     pass
                 session.rewind(0)
-                answer = etkv.generate(program, PROMPT, max_new_tokens=190, eos_token_ids=[])
+                answer = etkv.generate_tokens(program, PROMPT, max_tokens=190, eos_token_ids=[])
         except KeyboardInterrupt:
             caught += 1
-            held, length = answer.held, session.length
-            next_ids = answer.ids[held:] if length else PROMPT
-            rest = list(etkv.generate(program, next_ids, max_new_tokens=3, eos_token_ids=[]))
-            print(json.dumps({"held": held, "length": length, "ids": answer.ids[:held], "rest": rest}), flush=True)
+            held, length = answer.cached_tokens, session.length
+            next_ids = answer.token_ids[held:] if length else PROMPT
+            rest = list(etkv.generate_tokens(program, next_ids, max_tokens=3, eos_token_ids=[]))
+            ids = answer.token_ids[:held]
+            print(json.dumps({"held": held, "length": length, "ids": ids, "rest": rest}), flush=True)
 """
 
 
@@ -358,7 +477,7 @@ def test_bars(tiny, capfd):
         "import etkv\nfrom test_generation import *\n"
         "tiny = reference.program(Variant('tiny-llama'))\n"
         "with etkv.DecodeSession(config(tiny, 200)) as session, etkv.load(tiny.path, session) as program:\n"
-        "    print(list(etkv.generate(program, PROMPT, max_new_tokens=3, eos_token_ids=[], progress=True)))\n"
+        "    print(list(etkv.generate_tokens(program, PROMPT, max_tokens=3, eos_token_ids=[], progress=True)))\n"
     )
     done = subprocess.run(
         [sys.executable, "-c", script],

@@ -90,7 +90,7 @@ def test_one_layer_with_a_list_of_one(tmp_path):
     """A tensor of one element is one number for each of one layer, and stays so in the program."""
     metadata = write_kv_cache_metadata({}, n_layers=1, n_kv_heads=[3], head_dim=[80], window=[16])
     for source in (metadata, saved(tmp_path, metadata)):
-        assert read_kv_cache_metadata(source).layers == (LayerConfig(3, 80, 80, 16),)
+        assert read_kv_cache_metadata(source).layers == (LayerConfig(3, 80, 80, window=16),)
 
 
 def test_what_the_exporter_writes(exported):
@@ -102,7 +102,7 @@ def test_what_the_exporter_writes(exported):
 
 def test_executorchs_exporter():
     params = read_kv_cache_metadata(exporters())
-    assert params.layers == (LayerConfig(4, 64, 64), LayerConfig(2, 128, 128, 512))
+    assert params.layers == (LayerConfig(4, 64, 64), LayerConfig(2, 128, 128, window=512))
     assert (params.prefill_chunk_size, params.max_context_length) == (256, 4096)
     # Of its other exporters, the context has other names.
     facts = exporters(get_max_ctx_len=None, get_max_seq_len=128)

@@ -21,7 +21,7 @@ from etkv.config import CacheConfig, LayerConfig
 from etkv.errors import EtkvError, Status, StatusError
 from etkv.reference import ContiguousCache, NoActiveCacheError
 
-CONFIG = CacheConfig([LayerConfig(2, 8), LayerConfig(1, 4, 6)], 16, "f32", "f32")
+CONFIG = CacheConfig([LayerConfig(2, 8), LayerConfig(1, 4, 6)], 16, k_format="f32", v_format="f32")
 
 
 def inputs(layer: int, n_tokens: int, n_heads: int = 4, dtype: torch.dtype = torch.float32):
@@ -97,7 +97,7 @@ def test_tracing_leaves_the_active_cache_alone():
 
 def test_the_dispatcher_has_no_complaint():
     """Schema, autograd registration and fake kernel, as torch checks them."""
-    with op.active(ContiguousCache(CacheConfig(CONFIG.layers[:1], 16, "f32", "f32"))):
+    with op.active(ContiguousCache(CacheConfig(CONFIG.layers[:1], 16, k_format="f32", v_format="f32"))):
         arguments = (*inputs(0, 3), torch.arange(3), 0, 0.5, torch.float16)
         torch.library.opcheck(torch.ops.kvcache.update_and_attend.default, arguments)
 

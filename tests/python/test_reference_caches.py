@@ -219,19 +219,25 @@ def compare_answers(texts: Texts, answers: dict) -> None:
 
 FULL = LayerConfig(2, 8)
 CONFIGS = {
-    "full history": CacheConfig([FULL, FULL], 48, "f32", "f32"),
-    "a window": CacheConfig([LayerConfig(2, 8, window=5)], 80, "f32", "f32", max_step_tokens=4),
+    "full history": CacheConfig([FULL, FULL], 48, k_format="f32", v_format="f32"),
+    "a window": CacheConfig([LayerConfig(2, 8, window=5)], 80, k_format="f32", v_format="f32", max_step_tokens=4),
     "mixed windows and heads": CacheConfig(
         [FULL, LayerConfig(1, 4, 12, window=3, sinks=2), LayerConfig(4, 16, 8, window=7), FULL],
         64,
-        "f32",
-        "f32",
+        k_format="f32",
+        v_format="f32",
         max_step_tokens=5,
     ),
-    "a window of one": CacheConfig([LayerConfig(1, 8, window=1, sinks=1)], 30, "f32", "f32", max_step_tokens=3),
-    "halves": CacheConfig([FULL], 24, "f16", "bf16"),
-    "quantized": CacheConfig([LayerConfig(2, 32, 64), LayerConfig(1, 64, window=6)], 40, "mxfp4", "affine4g32"),
-    "quantized later": CacheConfig([LayerConfig(1, 16, window=9)], 40, "nvfp4", "row-int4", quantized_kv_start=12),
+    "a window of one": CacheConfig(
+        [LayerConfig(1, 8, window=1, sinks=1)], 30, k_format="f32", v_format="f32", max_step_tokens=3
+    ),
+    "halves": CacheConfig([FULL], 24, k_format="f16", v_format="bf16"),
+    "quantized": CacheConfig(
+        [LayerConfig(2, 32, 64), LayerConfig(1, 64, window=6)], 40, k_format="mxfp4", v_format="affine4g32"
+    ),
+    "quantized later": CacheConfig(
+        [LayerConfig(1, 16, window=9)], 40, k_format="nvfp4", v_format="row-int4", quantized_kv_start=12
+    ),
 }
 
 

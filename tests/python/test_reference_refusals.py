@@ -13,9 +13,11 @@ from etkv.errors import EtkvError, Status, StatusError
 from etkv.reference import ContiguousCache, SeqCache, TreeCache, make_cache
 from etkv.reference.formats import format_of
 
-ONE = CacheConfig([LayerConfig(1, 8)], 16, "f32", "f32")
-TWO = CacheConfig([LayerConfig(1, 8), LayerConfig(2, 4, 6)], 16, "f32", "f32")
-SLIDING = CacheConfig([LayerConfig(1, 8), LayerConfig(1, 8, window=4, sinks=1)], 100, "f32", "f32", max_step_tokens=2)
+ONE = CacheConfig([LayerConfig(1, 8)], 16, k_format="f32", v_format="f32")
+TWO = CacheConfig([LayerConfig(1, 8), LayerConfig(2, 4, 6)], 16, k_format="f32", v_format="f32")
+SLIDING = CacheConfig(
+    [LayerConfig(1, 8), LayerConfig(1, 8, window=4, sinks=1)], 100, k_format="f32", v_format="f32", max_step_tokens=2
+)
 
 
 def rows(config, layer, n_tokens, seed=0):
@@ -162,7 +164,7 @@ def test_a_layer_that_comes_again_with_other_rows_is_of_another_forward(kind):
 @pytest.mark.parametrize("changed", [0, 1, 2])
 def test_a_forward_is_done_again_although_some_layers_bring_the_same(changed, finished):
     """Of a forward that is done again with a change in one layer, those before it bring what they had brought."""
-    config = CacheConfig([LayerConfig(2, 4)] * 3, 16, "f32", "f32")
+    config = CacheConfig([LayerConfig(2, 4)] * 3, 16, k_format="f32", v_format="f32")
     cache = grown(make_cache("contiguous", config), 2)
     for layer in range(3 if finished else 2):
         cache.update_and_fetch(layer, *rows(config, layer, 1, seed=7), [2])
@@ -309,7 +311,7 @@ def test_values_that_are_no_numbers_do_not_reach_others():
         (1e6, "bf16", False),
         (1e6, "affine8g32", False),
     ):
-        config = CacheConfig([LayerConfig(1, 32)], 8, "f32", v_format)
+        config = CacheConfig([LayerConfig(1, 32)], 8, k_format="f32", v_format=v_format)
         k, v = rows(config, 0, 1)
         v[0, 0, 0, 3] = value
         cache = SeqCache(config)
@@ -352,7 +354,7 @@ def test_frontiers_in_turn():
 
 
 def test_frontiers_share_the_room_that_there_is():
-    cache = TreeCache(CacheConfig(ONE.layers, 4, "f32", "f32"))
+    cache = TreeCache(CacheConfig(ONE.layers, 4, k_format="f32", v_format="f32"))
     cache.propose([-1, -1], 3)
     words = "3 nodes does not fit: 4 of 4 cells are free, 2 of them for other frontiers"
     assert_refused(cache, lambda: cache.propose([-1, -1, -1], 9), Status.CAPACITY, words)
@@ -366,7 +368,13 @@ def test_frontiers_share_the_room_that_there_is():
 
 def test_rows_are_quantized_once_there_are_so_many():
     config = CacheConfig(
-        [LayerConfig(1, 32)], 40, "mxfp4", "affine2g32", max_step_tokens=3, quantized_kv_start=6, float_format="f32"
+        [LayerConfig(1, 32)],
+        40,
+        k_format="mxfp4",
+        v_format="affine2g32",
+        max_step_tokens=3,
+        quantized_kv_start=6,
+        float_format="f32",
     )
     cache = TreeCache(config)
     written = [rows(config, 0, 1, seed=at) for at in range(8)]
@@ -387,7 +395,9 @@ def test_rows_are_quantized_once_there_are_so_many():
 
 
 def test_a_step_brings_no_more_floats_than_were_reckoned_with():
-    config = CacheConfig([LayerConfig(1, 32)], 40, "mxfp8", "mxfp8", max_step_tokens=3, quantized_kv_start=6)
+    config = CacheConfig(
+        [LayerConfig(1, 32)], 40, k_format="mxfp8", v_format="mxfp8", max_step_tokens=3, quantized_kv_start=6
+    )
     cache = grown(ContiguousCache(config), 5)
     words = "9 positions in f16, the most is 8: quantized_kv_start less 1, and max_step_tokens 3; take smaller steps"
     assert_refused(cache, lambda: forward(cache, range(5, 9)), Status.CAPACITY, words)
@@ -397,7 +407,7 @@ def test_a_step_brings_no_more_floats_than_were_reckoned_with():
 
 
 def test_conversion_by_hand_lasts_until_the_cache_is_cleared():
-    config = CacheConfig([LayerConfig(1, 32, 16)], 40, "f32", "f32")
+    config = CacheConfig([LayerConfig(1, 32, 16)], 40, k_format="f32", v_format="f32")
     cache = grown(ContiguousCache(config), 3)
     words = "layer 0: values: mxfp8 stores 32 elements at a time, which head_dim 16"
     assert_refused(cache, lambda: cache.convert("mxfp8", "mxfp8"), Status.INVALID_ARGUMENT, words)

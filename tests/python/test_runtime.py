@@ -409,7 +409,7 @@ def test_a_closed_program_tells_nothing(tiny, session):
         lambda: program.metadata,
         lambda: program.eos_token_ids,
         lambda: program.method_names,
-        lambda: etkv.generate(program, PROMPT),
+        lambda: etkv.generate_tokens(program, PROMPT),
     ):
         with pytest.raises(etkv.EtkvError, match=r"model.pte is closed: load it again"):
             use()

@@ -108,7 +108,10 @@ def test_what_is_wrong_before_it_gets_to_the_library():
             session.seq_len(1.5)
         with pytest.raises(etkv.EtkvError, match="sequences is"):
             session.begin_step("ab")
-        with pytest.raises(etkv.EtkvError, match="logits is 'some', it is one of all, last"), session.bound("some"):
+        with (
+            pytest.raises(etkv.EtkvError, match="logits is 'some', it is one of all, last"),
+            session.bound(logits="some"),
+        ):
             pass
 
 

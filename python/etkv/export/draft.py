@@ -38,7 +38,8 @@ class FeaturePredictor(torch.nn.Module):
         self.linear.weight.data, self.linear.bias.data = weight, bias
 
     def forward(self, embedding: torch.Tensor, hidden_states: torch.Tensor) -> torch.Tensor:
-        return self.linear(_inputs(embedding, hidden_states))
+        predicted: torch.Tensor = self.linear(_inputs(embedding, hidden_states))
+        return predicted
 
 
 class DraftForward(torch.nn.Module):
@@ -67,7 +68,7 @@ class DraftForward(torch.nn.Module):
 
     def forward(
         self, input_ids: torch.Tensor, cache_position: torch.Tensor, hidden_states: torch.Tensor, known: torch.Tensor
-    ):
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         predicted = self.predictor(self.model.get_input_embeddings()(input_ids), hidden_states)
         given = predicted + known * (hidden_states - predicted)
         made = self.model(

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import inspect
+from collections.abc import Callable
+from typing import Any
 
 import torch
 from transformers import PreTrainedModel
@@ -28,8 +30,8 @@ class Forward(torch.nn.Module):
         for index in taps:
             layers.modules(model)[index].register_forward_hook(self._tap(index))
 
-    def _tap(self, index: int):
-        def keep(module: torch.nn.Module, arguments: object, output: object) -> None:
+    def _tap(self, index: int) -> Callable[[torch.nn.Module, object, Any], None]:
+        def keep(module: torch.nn.Module, arguments: object, output: Any) -> None:
             self._tapped[index] = output[0] if isinstance(output, tuple) else output
 
         return keep
@@ -38,7 +40,9 @@ class Forward(torch.nn.Module):
         """An example of ``length`` tokens."""
         return token_inputs(length)
 
-    def forward(self, input_ids: torch.Tensor, cache_position: torch.Tensor):
+    def forward(
+        self, input_ids: torch.Tensor, cache_position: torch.Tensor
+    ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
         made = self.model(
             input_ids=input_ids,
             cache_position=cache_position,
@@ -49,7 +53,8 @@ class Forward(torch.nn.Module):
             **self._rows,
         )
         if not self._taps:
-            return made.logits
+            logits: torch.Tensor = made.logits
+            return logits
         return made.logits, torch.cat([self._tapped[index] for index in self._taps], dim=-1)
 
 

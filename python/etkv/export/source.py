@@ -132,7 +132,7 @@ def generation_settings(source: Source, model: PreTrainedModel, tokenizer: PreTr
     """
     file = source.folder / "generation_config.json"
     if source.gguf_file is None and file.is_file():
-        settings = json.loads(file.read_text(encoding="utf-8"))
+        settings: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
     else:
         settings = {
             key: value

@@ -16,7 +16,7 @@ from etkv.errors import Status, StatusError, status_error
 from etkv.reference.attention import attention, check_dtypes, check_queries
 from etkv.reference.errors import at_least, integer, invalid
 from etkv.reference.limits import limits_of
-from etkv.reference.rows import Rows, RowStore, stack
+from etkv.reference.rows import RowStore, TokenKv, stack
 from etkv.reference.window import Sight, WindowLayerGroup
 
 Given = tuple[Tensor, Tensor, Tensor]
@@ -30,7 +30,7 @@ class Call:
     k: Tensor
     v: Tensor
     """What it brought."""
-    rows: list[Rows]
+    rows: list[TokenKv]
     """The same, as it is stored."""
     given: Given
 
@@ -128,7 +128,7 @@ class ReferenceCache(ABC):
     def rewind(self, length: int) -> None:
         """Forgets the positions from ``length`` on, of the one sequence that there is."""
 
-    def clear(self, release: bool = False) -> None:
+    def clear(self, *, release: bool = False) -> None:
         """Forgets every position. The formats are those of the config again. There are no buffers to ``release``."""
         self._refuse_in_step("clear the cache")
         self._forget_all()
@@ -308,7 +308,7 @@ class ReferenceCache(ABC):
 
 
 def _same(rows: Tensor, others: Tensor) -> bool:
-    return rows.dtype == others.dtype and rows.device == others.device and torch.equal(rows, others)
+    return bool(rows.dtype == others.dtype and rows.device == others.device and torch.equal(rows, others))
 
 
 def refuse_empty(positions: Sequence[int]) -> None:

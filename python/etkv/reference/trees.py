@@ -108,7 +108,9 @@ class TreeCache(SeqCache):
     # ---- A step ----------------------------------------------------------
 
     def _owners(self, n_tokens: int) -> list[Members]:
-        waiting = [(sequence,) for sequence, tree in sorted(self._trees.items()) for _ in range(tree.n_pending)]
+        waiting: list[Members] = [
+            (sequence,) for sequence, tree in sorted(self._trees.items()) for _ in range(tree.n_pending)
+        ]
         if self._declared is None and waiting:
             return waiting
         return super()._owners(n_tokens)
