@@ -280,8 +280,8 @@ class Fork {
         std::to_string(shared_) + " of them shared; " + runs + " would read " +
         std::to_string(apart) + ", " + std::to_string(apart - prefill_tokens_) +
         " are spared");
-    say("cache: " + counted(positions, "position") + ", " + std::to_string(own) +
-        " of them the branches' own, the longest of " +
+    say("cache: " + counted(positions, "position") + ", " +
+        std::to_string(own) + " of them the branches' own, the longest of " +
         std::to_string(longest) + "; " + exact_bytes(memory.used) +
         " in use, " + exact_bytes(memory.allocated) + " held; " + runs +
         " would use " + exact_bytes(bytes_apart) + " (" + model_.format() +
