@@ -60,7 +60,7 @@ class Cache:
     @property
     def capacity(self) -> int:
         """The most positions that it holds."""
-        return self._fact("etkv_cache_capacity")
+        return int(self._fact("etkv_cache_capacity"))
 
     @property
     def length(self) -> int:
@@ -70,7 +70,7 @@ class Cache:
     @property
     def n_layers(self) -> int:
         """The number of its layers."""
-        return self._fact("etkv_cache_n_layers")
+        return int(self._fact("etkv_cache_n_layers"))
 
     @property
     def kind(self) -> str:
@@ -111,7 +111,8 @@ class Cache:
 
     def report(self) -> dict[str, Any]:
         """What it is and holds, for monitoring and debugging; ``docs/reports.md`` lists the fields."""
-        return json.loads(ask_text("etkv_cache_report", self._raw()))
+        report: dict[str, Any] = json.loads(ask_text("etkv_cache_report", self._raw()))
+        return report
 
     def memory(self) -> Memory:
         """Bytes of its buffers."""

@@ -30,14 +30,17 @@ def describe_program(program: str | Path | bytes, index: int = 0) -> dict[str, A
 
 def describe_payload(payload: bytes) -> dict[str, Any]:
     """The same of a delegate's payload."""
-    return json.loads(ask_text("etkv_program_describe", ffi.from_buffer("uint8_t[]", payload), len(payload)))
+    text = ask_text("etkv_program_describe", ffi.from_buffer("uint8_t[]", payload), len(payload))
+    description: dict[str, Any] = json.loads(text)
+    return description
 
 
 def dtype_and_shape(tensor: dict[str, Any]) -> str:
     """An argument or a constant as text, such as ``float32[1, 2..64]``."""
+    dtype = str(tensor["dtype"])
     if tensor["shape"] is None:
-        return tensor["dtype"]
-    return f"{tensor['dtype']}[{', '.join(map(_dim, tensor['shape']))}]"
+        return dtype
+    return f"{dtype}[{', '.join(map(_dim, tensor['shape']))}]"
 
 
 def _dim(dim: int | dict[str, int | None]) -> str:
