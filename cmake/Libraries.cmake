@@ -29,7 +29,8 @@ function(etkv_objects name source)
   target_compile_options(${name} PRIVATE -Wall -Wextra -Werror)
 endfunction()
 
-# etkv_shared(NAME EXPORTS): what is common to the shared libraries.
+# etkv_shared(NAME EXPORTS): what is common to the shared libraries. EXPORTS.map and
+# EXPORTS.symbols have the symbols that leave them.
 function(etkv_shared name exports)
   set_target_properties(${name} PROPERTIES LINKER_LANGUAGE CXX)
   if(NOT SKBUILD)
@@ -40,13 +41,11 @@ function(etkv_shared name exports)
       SOVERSION ${PROJECT_VERSION_MAJOR})
   endif()
   if(APPLE)
-    target_link_options(
-      ${name} PRIVATE
-      -Wl,-exported_symbols_list,${PROJECT_SOURCE_DIR}/cpp/${exports}.symbols)
-    set(file ${PROJECT_SOURCE_DIR}/cpp/${exports}.symbols)
+    set(file ${PROJECT_SOURCE_DIR}/${exports}.symbols)
+    target_link_options(${name} PRIVATE -Wl,-exported_symbols_list,${file})
     set_property(TARGET ${name} PROPERTY INSTALL_RPATH @loader_path)
   else()
-    set(file ${PROJECT_SOURCE_DIR}/cpp/${exports}.map)
+    set(file ${PROJECT_SOURCE_DIR}/${exports}.map)
     target_link_options(
       ${name} PRIVATE -Wl,--version-script=${file} -Wl,-z,defs)
     # Each finds the other beside it; MLX and ExecuTorch are the program's.
@@ -67,7 +66,7 @@ if(CMAKE_SYSTEM_NAME STREQUAL "Linux")
   add_library(etkv::blas ALIAS etkv_blas)
   set_target_properties(
     etkv_blas PROPERTIES EXPORT_NAME blas C_VISIBILITY_PRESET hidden)
-  etkv_shared(etkv_blas blas)
+  etkv_shared(etkv_blas cpp/blas)
   target_compile_options(etkv_blas PRIVATE -Wall -Wextra -Werror)
   target_link_libraries(etkv_blas PRIVATE dl pthread)
   target_link_options(
@@ -94,7 +93,7 @@ endif()
 
 add_library(etkv SHARED)
 add_library(etkv::etkv ALIAS etkv)
-etkv_shared(etkv exports)
+etkv_shared(etkv cpp/exports)
 target_include_directories(etkv INTERFACE ${etkv_includes})
 # Rust's part is called from outside only, so all of it is taken; what leaves is
 # the C interface.
@@ -139,7 +138,7 @@ target_link_libraries(etkv_backend PRIVATE etkv::executorch)
 add_library(etkv_mlx_backend SHARED $<TARGET_OBJECTS:etkv_backend>)
 add_library(etkv::mlx_backend ALIAS etkv_mlx_backend)
 set_target_properties(etkv_mlx_backend PROPERTIES EXPORT_NAME mlx_backend)
-etkv_shared(etkv_mlx_backend nothing)
+etkv_shared(etkv_mlx_backend cpp/nothing)
 target_link_libraries(etkv_mlx_backend PUBLIC etkv etkv::executorch)
 # It registers itself when it is loaded, and no program names anything of it:
 # where the linker drops libraries that are not named, it is told not to.

@@ -12,19 +12,37 @@ function(etkv_program name)
   target_compile_options(${name} PRIVATE -Wall -Wextra -Werror)
 endfunction()
 
-etkv_rust_library(etkv_text PACKAGE etkv-text LIBRARY libetkv_text${CMAKE_SHARED_LIBRARY_SUFFIX})
-# Beside the other library, so that one run path serves.
-add_custom_command(
-  TARGET etkv_text_build POST_BUILD
-  COMMAND ${CMAKE_COMMAND} -E copy_if_different
-          $<TARGET_FILE:etkv_text> $<TARGET_FILE_DIR:etkv>/)
+# The tokenizer, with a face in C++. What it exports is that face alone, so that its
+# copies of Rust's standard library and of cxx's runtime do not meet libetkv's.
+etkv_rust_library(etkv_tokenizer_rust PACKAGE etkv-tokenizer LIBRARY libetkv_tokenizer.a)
+add_library(etkv_tokenizer SHARED examples/tokenizer/tokenizer.cpp)
+set_target_properties(
+  etkv_tokenizer PROPERTIES
+  CXX_STANDARD 17
+  CXX_STANDARD_REQUIRED ON
+  CXX_EXTENSIONS OFF)
+etkv_shared(etkv_tokenizer examples/tokenizer/exports)
+target_compile_options(etkv_tokenizer PRIVATE -Wall -Wextra -Werror)
+target_include_directories(
+  etkv_tokenizer
+  PUBLIC ${PROJECT_SOURCE_DIR}
+  PRIVATE ${ETKV_CARGO_TARGET_DIR}/cxxbridge)
+target_link_libraries(
+  etkv_tokenizer
+  PRIVATE etkv_tokenizer_rust
+  PUBLIC etkv)
+if(NOT APPLE)
+  target_link_libraries(etkv_tokenizer PRIVATE dl pthread m)
+endif()
+# The bridge's header is made by the package's build script.
+add_dependencies(etkv_tokenizer etkv_tokenizer_rust_build)
 
 file(
   GLOB ETKV_COMMON CONFIGURE_DEPENDS
   examples/common/*.cpp examples/speculation/*.cpp)
 add_library(etkv_examples_common STATIC ${ETKV_COMMON})
 target_include_directories(etkv_examples_common PUBLIC ${PROJECT_SOURCE_DIR})
-target_link_libraries(etkv_examples_common PUBLIC etkv::mlx_backend etkv_text)
+target_link_libraries(etkv_examples_common PUBLIC etkv::mlx_backend etkv_tokenizer)
 set_target_properties(
   etkv_examples_common PROPERTIES
   CXX_STANDARD 17

@@ -85,7 +85,9 @@ Result<std::string> read_file(const std::string& path) {
 }
 
 /// What all branches begin with: a file, or a register of so many tokens.
-Result<std::string> read_context(const ForkOptions& options, const Text& text) {
+Result<std::string> read_context(
+    const ForkOptions& options,
+    const Tokenizer& tokenizer) {
   if (options.context) {
     ASSIGN_OR_RETURN(std::string all, read_file(*options.context));
     if (all.empty()) {
@@ -94,10 +96,12 @@ Result<std::string> read_context(const ForkOptions& options, const Text& text) {
     return all;
   }
   std::string all = "You help in a small library. This is its register.\n";
-  ASSIGN_OR_RETURN(auto ids, text.encode(all, /*special=*/false));
+  ASSIGN_OR_RETURN(
+      auto ids, tokenizer.encode(all, /*add_special_tokens=*/false));
   const auto wanted = static_cast<size_t>(options.context_tokens.value_or(256));
   for (size_t i = 0, n = ids.size(); n < wanted; ++i) {
-    ASSIGN_OR_RETURN(ids, text.encode(entry(i), /*special=*/false));
+    ASSIGN_OR_RETURN(
+        ids, tokenizer.encode(entry(i), /*add_special_tokens=*/false));
     n += ids.size();
     all += entry(i);
   }
@@ -343,7 +347,8 @@ Result<void> run(const RunnerOptions& options, const ForkOptions& more) {
   config.min_chunk = 64;
   ASSIGN_OR_RETURN(auto session, make_seq_session(kMLXBackend, config));
   RETURN_IF_ERROR(model.program().load(session.key(), Logits::all));
-  ASSIGN_OR_RETURN(const std::string context, read_context(more, model.text()));
+  ASSIGN_OR_RETURN(
+      const std::string context, read_context(more, model.tokenizer()));
 
   Fork fork(model, session.cache(), options, context);
   RETURN_IF_ERROR(fork.run(options.prompts_or(tasks())));

@@ -182,7 +182,8 @@ class Rollback {
     }
     RETURN_IF_ERROR(thread_.roll_back(prompt.size()));
     ASSIGN_OR_RETURN(
-        const auto words, model_.text().encode("Well,", /*special=*/false));
+        const auto words,
+        model_.tokenizer().encode("Well,", /*add_special_tokens=*/false));
     prompt.insert(prompt.end(), words.begin(), words.end());
     return record("regenerate: Well,", prompt);
   }

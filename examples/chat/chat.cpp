@@ -32,7 +32,7 @@ Chat::Chat(
       options_(options),
       speculator_(speculator),
       generator_(model.program(), cache, model.eos_token_ids(), speculator),
-      conversation_(model.text(), options.model.raw, options.system) {}
+      conversation_(model.tokenizer(), options.model.raw, options.system) {}
 
 Result<Answer> Chat::ask(const std::string& said) {
   arm_interrupt();
@@ -46,14 +46,14 @@ Result<Answer> Chat::ask(const std::string& said) {
     text += piece;
     write_piece(piece);
   };
-  TextStream stream = model_.text().stream();
+  Detokenizer detokenizer = model_.tokenizer().detokenizer();
   std::optional<PrefillProgress> progress(model_.program().prefill_size());
   Listener listener;
   listener.on_prefill = [&](size_t done, size_t total) {
     progress->show(done, total);
   };
   listener.on_token = [&](int64_t id) -> Result<void> {
-    const auto piece = stream.next(id);
+    const auto piece = detokenizer.add_token(id);
     if (!piece.ok()) {
       return piece.error();
     }
@@ -63,7 +63,7 @@ Result<Answer> Chat::ask(const std::string& said) {
   const auto answer =
       generator_.answer(*prompt, options_.max_new_tokens, listener);
   progress.reset();
-  if (const auto rest = stream.finish(); answer.ok() && rest.ok()) {
+  if (const auto rest = detokenizer.finalize(); answer.ok() && rest.ok()) {
     write(rest.value());
   }
   if (!text.empty() && text.back() != '\n') {

@@ -5,16 +5,17 @@
 namespace etkv::examples {
 
 Conversation::Conversation(
-    const Text& text,
+    const Tokenizer& tokenizer,
     bool raw,
     std::optional<std::string> system)
-    : text_(text), raw_(raw), system_(std::move(system)) {}
+    : tokenizer_(tokenizer), raw_(raw), system_(std::move(system)) {}
 
 Result<std::vector<int64_t>> Conversation::prompt(
     const std::string& said) const {
   if (raw_) {
     // Only a text's beginning gets the tokenizer's beginning.
-    auto added = text_.encode(said, /*special=*/exchanges_.empty());
+    auto added =
+        tokenizer_.encode(said, /*add_special_tokens=*/exchanges_.empty());
     if (!added.ok() || exchanges_.empty()) {
       return added;
     }
@@ -31,7 +32,8 @@ Result<std::vector<int64_t>> Conversation::prompt(
     messages.push_back({"assistant", exchange.answer});
   }
   messages.push_back({"user", said});
-  return text_.encode_chat(messages);
+  return tokenizer_.apply_chat_template(
+      messages, /*add_generation_prompt=*/true);
 }
 
 void Conversation::add(

@@ -8,7 +8,7 @@
 #include <vector>
 
 #include "etkv/etkv.hpp"
-#include "examples/text/text.hpp"
+#include "examples/tokenizer/tokenizer.hpp"
 
 namespace etkv::examples {
 
@@ -16,7 +16,10 @@ namespace etkv::examples {
 /// text that both go on writing.
 class Conversation {
  public:
-  Conversation(const Text& text, bool raw, std::optional<std::string> system);
+  Conversation(
+      const Tokenizer& tokenizer,
+      bool raw,
+      std::optional<std::string> system);
 
   /// The ids of everything so far and `said` after it. Changes nothing.
   Result<std::vector<int64_t>> prompt(const std::string& said) const;
@@ -53,7 +56,7 @@ class Conversation {
     size_t kept = 0;
   };
 
-  const Text& text_;
+  const Tokenizer& tokenizer_;
   bool raw_;
   std::optional<std::string> system_;
   std::vector<Exchange> exchanges_;

@@ -105,19 +105,19 @@ Result<Model> Model::open(const ModelOptions& options) {
         std::to_string(most) + ", the context length that " + path +
         " was exported for");
   }
-  const std::string tokenizer = options.tokenizer.value_or(
+  const std::string tokenizer_path = options.tokenizer.value_or(
       std::filesystem::path(path).replace_filename("tokenizer.json").string());
-  ASSIGN_OR_RETURN(auto text, Text::open(tokenizer));
-  if (!options.raw && !text.has_chat_template()) {
+  ASSIGN_OR_RETURN(auto tokenizer, Tokenizer::from_pretrained(tokenizer_path));
+  if (!options.raw && !tokenizer.has_chat_template()) {
     return refuse(
-        "there is no chat template beside " + tokenizer +
+        "there is no chat template beside " + tokenizer_path +
         "; --raw takes the prompt as it is");
   }
-  Model model(std::move(program), std::move(text));
+  Model model(std::move(program), std::move(tokenizer));
   if (model.program_.eos_token_ids()) {
     model.eos_token_ids_ = *model.program_.eos_token_ids();
   } else {
-    ASSIGN_OR_RETURN(model.eos_token_ids_, model.text_.eos_token_ids());
+    model.eos_token_ids_ = model.tokenizer_.eos_token_ids();
   }
   model.format_ = options.kv_format.value_or(model.program_.native_format());
   model.capacity_ = static_cast<int32_t>(capacity);
@@ -128,23 +128,24 @@ Result<Model> Model::open(const ModelOptions& options) {
 Result<std::vector<int64_t>> Model::encode(
     const std::vector<Message>& messages) const {
   if (!raw_) {
-    return text_.encode_chat(messages);
+    return tokenizer_.apply_chat_template(
+        messages, /*add_generation_prompt=*/true);
   }
   std::string all;
   for (const auto& message : messages) {
     all += (all.empty() ? "" : "\n") + message.content;
   }
-  return text_.encode(all, /*special=*/true);
+  return tokenizer_.encode(all, /*add_special_tokens=*/true);
 }
 
 Result<std::string> Model::decode(const std::vector<int64_t>& ids) const {
-  TextStream stream = text_.stream();
+  Detokenizer detokenizer = tokenizer_.detokenizer();
   std::string all;
   for (const int64_t id : ids) {
-    ASSIGN_OR_RETURN(const std::string_view piece, stream.next(id));
+    ASSIGN_OR_RETURN(const std::string_view piece, detokenizer.add_token(id));
     all += piece;
   }
-  ASSIGN_OR_RETURN(const std::string_view rest, stream.finish());
+  ASSIGN_OR_RETURN(const std::string_view rest, detokenizer.finalize());
   all += rest;
   return all;
 }

@@ -10,7 +10,7 @@
 #include "etkv/executorch.hpp"
 #include "examples/common/arguments.hpp"
 #include "examples/common/program.hpp"
-#include "examples/text/text.hpp"
+#include "examples/tokenizer/tokenizer.hpp"
 
 namespace etkv::examples {
 
@@ -71,8 +71,8 @@ class Model {
   const Program& program() const {
     return program_;
   }
-  const Text& text() const {
-    return text_;
+  const Tokenizer& tokenizer() const {
+    return tokenizer_;
   }
   const std::vector<int64_t>& eos_token_ids() const {
     return eos_token_ids_;
@@ -87,11 +87,11 @@ class Model {
   }
 
  private:
-  Model(Program program, Text text)
-      : program_(std::move(program)), text_(std::move(text)) {}
+  Model(Program program, Tokenizer tokenizer)
+      : program_(std::move(program)), tokenizer_(std::move(tokenizer)) {}
 
   Program program_;
-  Text text_;
+  Tokenizer tokenizer_;
   std::vector<int64_t> eos_token_ids_;
   std::string format_;
   int32_t capacity_ = 0;

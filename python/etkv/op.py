@@ -97,7 +97,8 @@ def update_and_attend(
         NoActiveCacheError: where it runs and no cache is active.
         StatusError: what the cache refuses, which leaves it as it was.
     """
-    return torch.ops.kvcache.update_and_attend(q, k, v, position, layer_id, scale, out_dtype)
+    attended: Tensor = torch.ops.kvcache.update_and_attend(q, k, v, position, layer_id, scale, out_dtype)
+    return attended
 
 
 def _kernel(
@@ -134,7 +135,8 @@ def _without_cache(
     except RuntimeError:
         raise NoActiveCacheError from None
     keys, values, spec = cache.update_and_fetch(layer_id, k, v, position)
-    return executorch.attend(q, keys, values, spec, scale, out_dtype)
+    attended: Tensor = executorch.attend(q, keys, values, spec, scale, out_dtype)
+    return attended
 
 
 def _positions(position: Tensor, q: Tensor) -> list[int]:

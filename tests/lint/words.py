@@ -27,6 +27,7 @@ RETIRED = {
     r"\bCosts\b|speculation/costs": "latency model",
     r"(?i)\bdeferred\b|[\"']put back ": "preempted",
     r"(?i)\b(is|are|or) no numbers?\b": "NaN, not finite",
+    r"etkv[_-]text|examples/text\b|\bTextStream\b": "tokenizer",
 }
 """Patterns, and what is said instead. Words that also have an ordinary meaning are here in their other forms only."""
 

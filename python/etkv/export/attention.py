@@ -58,10 +58,11 @@ def _attend(
     for name, meaning in _LACKED.items():
         if arguments.get(name) is not None:
             raise ValueError(f"its attention has {meaning}, which the KV cache op lacks")
-    declared = layer_windows(module.config)[module.layer_idx]
+    layer: Any = module
+    declared = layer_windows(layer.config)[layer.layer_idx]
     used = arguments.get("sliding_window") or 0
     if used != declared:
-        raise ValueError(f"layer {module.layer_idx} has a window of {used}, and its configuration says {declared}")
+        raise ValueError(f"layer {layer.layer_idx} has a window of {used}, and its configuration says {declared}")
     attended: tuple[torch.Tensor, None] = mlx_offgraph_attention_forward(
         module, query, key, value, attention_mask, **arguments
     )

@@ -38,7 +38,8 @@ class FeaturePredictor(torch.nn.Module):
         self.linear.weight.data, self.linear.bias.data = weight, bias
 
     def forward(self, embedding: torch.Tensor, hidden_states: torch.Tensor) -> torch.Tensor:
-        return self.linear(_inputs(embedding, hidden_states))
+        predicted: torch.Tensor = self.linear(_inputs(embedding, hidden_states))
+        return predicted
 
 
 class DraftForward(torch.nn.Module):

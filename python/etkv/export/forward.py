@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from transformers import PreTrainedModel
@@ -29,8 +30,8 @@ class Forward(torch.nn.Module):
         for index in taps:
             layers.modules(model)[index].register_forward_hook(self._tap(index))
 
-    def _tap(self, index: int) -> Callable[[torch.nn.Module, object, object], None]:
-        def keep(module: torch.nn.Module, arguments: object, output: object) -> None:
+    def _tap(self, index: int) -> Callable[[torch.nn.Module, object, Any], None]:
+        def keep(module: torch.nn.Module, arguments: object, output: Any) -> None:
             self._tapped[index] = output[0] if isinstance(output, tuple) else output
 
         return keep

@@ -59,7 +59,7 @@ def check_taps(taps: tuple[int, ...], config: PreTrainedConfig) -> None:
 
 def modules(model: PreTrainedModel) -> torch.nn.ModuleList:
     """The decoder layers of ``model``. Raises :class:`EtkvError` where the family keeps them elsewhere."""
-    layers = getattr(model.get_decoder(), "layers", None)
+    layers: torch.nn.ModuleList | None = getattr(model.get_decoder(), "layers", None)
     if layers is None:
         raise EtkvError(f"tap-layers: model family {model.config.model_type!r} has no list of layers to tap")
     return layers

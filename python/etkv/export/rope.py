@@ -37,7 +37,8 @@ def _settle(module: torch.nn.Module, kind: str, layer_type: str | None, max_cont
         return
     from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
-    parameters: dict[str, Any] = module.config.rope_parameters
+    config: Any = module.config
+    parameters: dict[str, Any] = config.rope_parameters
     name = "inv_freq"
     if layer_type is not None:
         parameters, name = parameters[layer_type], f"{layer_type}_inv_freq"

@@ -111,7 +111,7 @@ def affine_planes(rows: Tensor, bits: int, group: int) -> Planes:
 
 def affine_rows(planes: Planes) -> Tensor:
     assert planes.offsets is not None
-    groups = planes.codes.unflatten(-1, (planes.scales.shape[-1], -1))
+    groups: Tensor = planes.codes.unflatten(-1, (planes.scales.shape[-1], -1))
     scales, offsets = planes.scales.float().unsqueeze(-1), planes.offsets.float().unsqueeze(-1)
     return (groups * scales + offsets).flatten(-2)
 
@@ -184,7 +184,8 @@ def _clamped_e4m3(values: Tensor) -> Tensor:
 
 
 def _scaled(elements: Tensor, scales: Tensor) -> Tensor:
-    return (elements.unflatten(-1, (scales.shape[-1], -1)) * scales.unsqueeze(-1)).flatten(-2)
+    groups: Tensor = elements.unflatten(-1, (scales.shape[-1], -1))
+    return (groups * scales.unsqueeze(-1)).flatten(-2)
 
 
 # Elements are kept as the numbers that they stand for, not as bits.

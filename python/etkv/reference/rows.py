@@ -92,10 +92,11 @@ class RowStore:
         changes = [new for new, old in zip(wanted, self.formats, strict=True) if new.name != old.name]
         for layer in self._layers if changes else []:
             for token, rows in layer.items():
-                layer[token] = tuple(
+                k, v = (
                     row if new.name == old.name else new.stored(row)
                     for new, old, row in zip(wanted, self.formats, rows, strict=True)
                 )
+                layer[token] = k, v
         self.formats = wanted
         # What was asked for by hand is not undone later.
         self.awaits_conversion = False

@@ -4,24 +4,23 @@
 use std::sync::Arc;
 
 use tokenizers::tokenizer::step_decode_stream;
-use tokenizers::Tokenizer;
 
 use crate::error::{Error, Result};
 
 /// One answer as it is made. Special tokens are left out.
-pub struct Stream {
-    tokenizer: Arc<Tokenizer>,
+pub struct Detokenizer {
+    tokenizer: Arc<tokenizers::Tokenizer>,
     /// The ids that still bear on the text to come, and what they decode to:
     /// the state that `step_decode_stream` keeps between calls.
     ids: Vec<u32>,
     prefix: String,
     prefix_index: usize,
     /// What the last call returned.
-    pub piece: String,
+    piece: String,
 }
 
-impl Stream {
-    pub fn new(tokenizer: Arc<Tokenizer>) -> Self {
+impl Detokenizer {
+    pub fn new(tokenizer: Arc<tokenizers::Tokenizer>) -> Self {
         Self {
             tokenizer,
             ids: Vec::new(),
@@ -32,7 +31,7 @@ impl Stream {
     }
 
     /// Takes the next id; the text that it completes, which may be empty.
-    pub fn next(&mut self, id: u32) -> Result<&str> {
+    pub fn add_token(&mut self, id: u32) -> Result<&str> {
         self.piece.clear();
         let piece = step_decode_stream(
             &self.tokenizer,
@@ -49,7 +48,7 @@ impl Stream {
 
     /// Ends the answer: the text that was held back, in which U+FFFD stands for
     /// a character that never came to its end. The next answer may begin.
-    pub fn finish(&mut self) -> Result<&str> {
+    pub fn finalize(&mut self) -> Result<&str> {
         self.piece.clear();
         let last = self.ids.last().copied().unwrap_or_default();
         let text = self
@@ -68,22 +67,22 @@ impl Stream {
 mod tests {
     use super::*;
     use crate::fixture;
-    use crate::text::Text;
+    use crate::tokenizer::Tokenizer;
 
-    /// Streams `text` byte by byte, as the fixture's tokens are.
-    fn pieces(text: &Text, ids: &[u32]) -> Vec<String> {
-        let mut stream = Stream::new(Arc::clone(&text.tokenizer));
+    /// The text of `ids` byte by byte, as the fixture's tokens are.
+    fn pieces(tokenizer: &Tokenizer, ids: &[u32]) -> Vec<String> {
+        let mut detokenizer = tokenizer.detokenizer();
         let mut pieces: Vec<String> =
-            ids.iter().map(|&id| stream.next(id).unwrap().to_owned()).collect();
-        pieces.push(stream.finish().unwrap().to_owned());
+            ids.iter().map(|&id| detokenizer.add_token(id).unwrap().to_owned()).collect();
+        pieces.push(detokenizer.finalize().unwrap().to_owned());
         pieces
     }
 
     #[test]
     fn whole_characters_only() {
-        let text = Text::open(fixture::folder().path()).unwrap();
-        let ids = text.encode("a é🙂.", false).unwrap();
-        let pieces = pieces(&text, &ids);
+        let tokenizer = Tokenizer::from_pretrained(fixture::folder().path()).unwrap();
+        let ids = tokenizer.encode("a é🙂.", false).unwrap();
+        let pieces = pieces(&tokenizer, &ids);
         assert_eq!(pieces.concat(), "a é🙂.");
         assert!(pieces.iter().all(|piece| !piece.contains('\u{fffd}')));
         assert_eq!(pieces.last().unwrap(), "");
@@ -91,34 +90,34 @@ mod tests {
 
     #[test]
     fn a_character_cut_short_comes_out_at_the_end() {
-        let text = Text::open(fixture::folder().path()).unwrap();
-        let mut ids = text.encode("ok🙂", false).unwrap();
+        let tokenizer = Tokenizer::from_pretrained(fixture::folder().path()).unwrap();
+        let mut ids = tokenizer.encode("ok🙂", false).unwrap();
         ids.pop();
-        let pieces = pieces(&text, &ids);
+        let pieces = pieces(&tokenizer, &ids);
         assert_eq!(pieces[..2].concat(), "ok");
         assert!(pieces[2..pieces.len() - 1].iter().all(String::is_empty));
         assert_eq!(pieces.last().unwrap(), "\u{fffd}");
     }
 
     #[test]
-    fn special_tokens_are_left_out_and_a_stream_starts_over() {
-        let text = Text::open(fixture::folder().path()).unwrap();
-        let a = text.encode("a", false).unwrap()[0];
-        let mut stream = Stream::new(Arc::clone(&text.tokenizer));
+    fn special_tokens_are_left_out_and_a_detokenizer_starts_over() {
+        let tokenizer = Tokenizer::from_pretrained(fixture::folder().path()).unwrap();
+        let a = tokenizer.encode("a", false).unwrap()[0];
+        let mut detokenizer = tokenizer.detokenizer();
         for _ in 0..3 {
-            assert_eq!(stream.next(fixture::START).unwrap(), "");
-            assert_eq!(stream.next(a).unwrap(), "a");
-            assert_eq!(stream.next(fixture::END).unwrap(), "");
-            assert_eq!(stream.next(a).unwrap(), "a");
-            assert_eq!(stream.finish().unwrap(), "");
+            assert_eq!(detokenizer.add_token(fixture::START).unwrap(), "");
+            assert_eq!(detokenizer.add_token(a).unwrap(), "a");
+            assert_eq!(detokenizer.add_token(fixture::END).unwrap(), "");
+            assert_eq!(detokenizer.add_token(a).unwrap(), "a");
+            assert_eq!(detokenizer.finalize().unwrap(), "");
         }
     }
 
     #[test]
     fn an_unknown_id_is_no_text() {
-        let text = Text::open(fixture::folder().path()).unwrap();
-        let mut stream = Stream::new(Arc::clone(&text.tokenizer));
-        assert_eq!(stream.next(1_000_000).unwrap(), "");
-        assert_eq!(stream.finish().unwrap(), "");
+        let tokenizer = Tokenizer::from_pretrained(fixture::folder().path()).unwrap();
+        let mut detokenizer = tokenizer.detokenizer();
+        assert_eq!(detokenizer.add_token(1_000_000).unwrap(), "");
+        assert_eq!(detokenizer.finalize().unwrap(), "");
     }
 }

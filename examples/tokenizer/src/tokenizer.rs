@@ -3,27 +3,26 @@
 use std::path::Path;
 use std::sync::Arc;
 
-use tokenizers::Tokenizer;
-
 use crate::chat::{ChatTemplate, Message};
+use crate::detokenizer::Detokenizer;
 use crate::error::{Error, Result};
 use crate::folder::Folder;
 
-pub struct Text {
-    pub tokenizer: Arc<Tokenizer>,
+pub struct Tokenizer {
+    pub model: Arc<tokenizers::Tokenizer>,
     folder: Folder,
     template: Option<ChatTemplate>,
     eos_token_ids: Vec<u32>,
 }
 
-impl Text {
+impl Tokenizer {
     /// Opens a `tokenizer.json`, or the folder that holds one.
-    pub fn open(path: &Path) -> Result<Self> {
+    pub fn from_pretrained(path: &Path) -> Result<Self> {
         let file = if path.is_dir() { path.join("tokenizer.json") } else { path.to_owned() };
         if !file.exists() {
             return Err(Error::Missing(file));
         }
-        let mut tokenizer = Tokenizer::from_file(&file)
+        let mut tokenizer = tokenizers::Tokenizer::from_file(&file)
             .map_err(|error| Error::Tokenizer { path: file.clone(), reason: error.to_string() })?;
         // What a tokenizer remembers of words stays with the thread, also when the
         // tokenizer is gone.
@@ -45,21 +44,21 @@ impl Text {
                 .into_iter()
                 .collect(),
         };
-        Ok(Self { tokenizer: Arc::new(tokenizer), folder, template, eos_token_ids })
+        Ok(Self { model: Arc::new(tokenizer), folder, template, eos_token_ids })
     }
 
     /// The ids of `text`; with the tokens that the tokenizer puts around a text
-    /// if `special`.
-    pub fn encode(&self, text: &str, special: bool) -> Result<Vec<u32>> {
-        self.tokenizer
-            .encode_fast(text, special)
+    /// if `add_special_tokens`.
+    pub fn encode(&self, text: &str, add_special_tokens: bool) -> Result<Vec<u32>> {
+        self.model
+            .encode_fast(text, add_special_tokens)
             .map(|encoding| encoding.get_ids().to_vec())
             .map_err(|error| Error::Encode(error.to_string()))
     }
 
     /// The ids of a conversation, up to where the model's next message begins
     /// if `add_generation_prompt`.
-    pub fn encode_chat(
+    pub fn apply_chat_template(
         &self,
         messages: &[Message],
         add_generation_prompt: bool,
@@ -78,6 +77,11 @@ impl Text {
     pub fn eos_token_ids(&self) -> &[u32] {
         &self.eos_token_ids
     }
+
+    /// A detokenizer for one answer; it may outlive this.
+    pub fn detokenizer(&self) -> Box<Detokenizer> {
+        Box::new(Detokenizer::new(Arc::clone(&self.model)))
+    }
 }
 
 #[cfg(test)]
@@ -89,38 +93,41 @@ mod tests {
     #[test]
     fn a_file_or_its_folder() {
         let folder = fixture::folder();
-        let by_folder = Text::open(folder.path()).unwrap();
-        let by_file = Text::open(&folder.path().join("tokenizer.json")).unwrap();
+        let by_folder = Tokenizer::from_pretrained(folder.path()).unwrap();
+        let by_file = Tokenizer::from_pretrained(&folder.path().join("tokenizer.json")).unwrap();
         let ids = by_folder.encode("hello é", false).unwrap();
         assert_eq!(ids, by_file.encode("hello é", false).unwrap());
-        assert_eq!(by_folder.tokenizer.decode(&ids, true).unwrap(), "hello é");
+        assert_eq!(by_folder.model.decode(&ids, true).unwrap(), "hello é");
     }
 
     #[test]
     fn special_tokens_around_a_text() {
-        let text = Text::open(fixture::folder().path()).unwrap();
-        let bare = text.encode("a", false).unwrap();
-        let special = text.encode("a", true).unwrap();
+        let tokenizer = Tokenizer::from_pretrained(fixture::folder().path()).unwrap();
+        let bare = tokenizer.encode("a", false).unwrap();
+        let special = tokenizer.encode("a", true).unwrap();
         assert_eq!(special, [&[fixture::START][..], &bare].concat());
     }
 
     #[test]
     fn eos_token_ids_of_the_generation_config_go_first() {
         let folder = fixture::folder();
-        assert_eq!(Text::open(folder.path()).unwrap().eos_token_ids(), [fixture::END]);
+        assert_eq!(
+            Tokenizer::from_pretrained(folder.path()).unwrap().eos_token_ids(),
+            [fixture::END]
+        );
         fs::write(folder.path().join("generation_config.json"), r#"{"eos_token_id": [5, 6]}"#)
             .unwrap();
-        assert_eq!(Text::open(folder.path()).unwrap().eos_token_ids(), [5, 6]);
+        assert_eq!(Tokenizer::from_pretrained(folder.path()).unwrap().eos_token_ids(), [5, 6]);
     }
 
     #[test]
     fn a_conversation() {
-        let text = Text::open(fixture::folder().path()).unwrap();
+        let tokenizer = Tokenizer::from_pretrained(fixture::folder().path()).unwrap();
         let messages = [Message { role: "user".to_owned(), content: "hi".to_owned() }];
-        let ids = text.encode_chat(&messages, true).unwrap();
+        let ids = tokenizer.apply_chat_template(&messages, true).unwrap();
         assert_eq!(ids[0], fixture::START);
         assert_eq!(
-            text.tokenizer.decode(&ids, false).unwrap(),
+            tokenizer.model.decode(&ids, false).unwrap(),
             "<start>user: hi<end><start>assistant: "
         );
     }
@@ -129,9 +136,9 @@ mod tests {
     fn without_a_template() {
         let folder = fixture::folder();
         fs::remove_file(folder.path().join("chat_template.jinja")).unwrap();
-        let text = Text::open(folder.path()).unwrap();
-        assert!(!text.has_chat_template());
-        let error = text.encode_chat(&[], true).unwrap_err().to_string();
+        let tokenizer = Tokenizer::from_pretrained(folder.path()).unwrap();
+        assert!(!tokenizer.has_chat_template());
+        let error = tokenizer.apply_chat_template(&[], true).unwrap_err().to_string();
         assert!(error.ends_with("has no chat template"), "{error}");
     }
 
@@ -139,11 +146,11 @@ mod tests {
     fn missing_and_unreadable_tokenizers_name_the_file() {
         let folder = tempfile::tempdir().unwrap();
         let path = folder.path().join("tokenizer.json");
-        let missing = Text::open(folder.path()).err().unwrap().to_string();
+        let missing = Tokenizer::from_pretrained(folder.path()).err().unwrap().to_string();
         assert_eq!(missing, format!("there is no tokenizer at {}", path.display()));
 
         fs::write(&path, "{\"version\": 1").unwrap();
-        let unreadable = Text::open(&path).err().unwrap().to_string();
+        let unreadable = Tokenizer::from_pretrained(&path).err().unwrap().to_string();
         assert!(
             unreadable.starts_with(&format!("cannot read the tokenizer {}: ", path.display())),
             "{unreadable}"

@@ -1,4 +1,4 @@
-//! What can go wrong with text, in sentences for people.
+//! What can go wrong with a tokenizer, in sentences for people.
 
 use std::path::PathBuf;
 
@@ -28,10 +28,7 @@ pub enum Error {
     #[error("{what} is not valid UTF-8 from byte {at} on")]
     Utf8 { what: &'static str, at: usize },
 
-    #[error("{0} is NULL")]
-    Null(&'static str),
-
-    #[error("a defect in the text library: {0}")]
+    #[error("a defect in the tokenizer library: {0}")]
     Panic(String),
 }
 

@@ -1,0 +1,8 @@
+//! Makes the C++ face of `src/bridge.rs`. Its header lands under
+//! `<target>/cxxbridge`, where CMake finds it.
+
+fn main() {
+    println!("cargo:rerun-if-changed=build.rs");
+    println!("cargo:rerun-if-changed=src/bridge.rs");
+    cxx_build::bridge("src/bridge.rs").std("c++17").compile("etkv_tokenizer_bridge");
+}

@@ -1,0 +1,161 @@
+//! The C++ face, which `cxx` generates from this; `tokenizer.cpp` is what calls it.
+//!
+//! An error throws `rust::Error` there. A panic would end the process, so it becomes
+//! an error here. Text comes as bytes, and is checked for UTF-8 here.
+
+use std::ffi::OsStr;
+use std::panic::{catch_unwind, AssertUnwindSafe};
+use std::path::Path;
+use std::str;
+
+use crate::chat;
+use crate::detokenizer::Detokenizer;
+use crate::error::{Error, Result};
+use crate::tokenizer::Tokenizer;
+
+#[cxx::bridge(namespace = "etkv::examples::bridge")]
+mod ffi {
+    /// What one side of a conversation said, in UTF-8.
+    struct Message<'a> {
+        /// "system", "user", "assistant", or what else the template knows.
+        role: &'a [u8],
+        content: &'a [u8],
+    }
+
+    extern "Rust" {
+        type Tokenizer;
+        type Detokenizer;
+
+        fn from_pretrained(path: &[u8]) -> Result<Box<Tokenizer>>;
+        fn encode(tokenizer: &Tokenizer, text: &[u8], add_special_tokens: bool)
+            -> Result<Vec<u32>>;
+        fn apply_chat_template(
+            tokenizer: &Tokenizer,
+            messages: &[Message],
+            add_generation_prompt: bool,
+        ) -> Result<Vec<u32>>;
+        fn has_chat_template(self: &Tokenizer) -> bool;
+        fn eos_token_ids(self: &Tokenizer) -> &[u32];
+        fn detokenizer(self: &Tokenizer) -> Box<Detokenizer>;
+
+        /// What these return is valid until the next call.
+        fn add_token(detokenizer: &mut Detokenizer, id: u32) -> Result<&str>;
+        fn finalize(detokenizer: &mut Detokenizer) -> Result<&str>;
+    }
+}
+
+fn from_pretrained(path: &[u8]) -> Result<Box<Tokenizer>> {
+    boundary(|| Tokenizer::from_pretrained(Path::new(os_str(path)?)).map(Box::new))
+}
+
+fn encode(tokenizer: &Tokenizer, text: &[u8], add_special_tokens: bool) -> Result<Vec<u32>> {
+    boundary(|| tokenizer.encode(utf8(text, "the text")?, add_special_tokens))
+}
+
+fn apply_chat_template(
+    tokenizer: &Tokenizer,
+    messages: &[ffi::Message],
+    add_generation_prompt: bool,
+) -> Result<Vec<u32>> {
+    boundary(|| {
+        let messages = messages
+            .iter()
+            .map(|message| {
+                Ok(chat::Message {
+                    role: utf8(message.role, "the role")?.to_owned(),
+                    content: utf8(message.content, "the text")?.to_owned(),
+                })
+            })
+            .collect::<Result<Vec<_>>>()?;
+        tokenizer.apply_chat_template(&messages, add_generation_prompt)
+    })
+}
+
+fn add_token(detokenizer: &mut Detokenizer, id: u32) -> Result<&str> {
+    boundary(|| detokenizer.add_token(id))
+}
+
+fn finalize(detokenizer: &mut Detokenizer) -> Result<&str> {
+    boundary(|| detokenizer.finalize())
+}
+
+/// Runs `body`; its panic is an error.
+fn boundary<T>(body: impl FnOnce() -> Result<T>) -> Result<T> {
+    // A panic leaves nothing half-changed that a caller can see: tokenizers are
+    // read only, and a detokenizer's pieces are text alone.
+    catch_unwind(AssertUnwindSafe(body))
+        .unwrap_or_else(|panic| Err(Error::Panic(panic_message(panic.as_ref()))))
+}
+
+fn panic_message(panic: &(dyn std::any::Any + Send)) -> String {
+    if let Some(message) = panic.downcast_ref::<&str>() {
+        (*message).to_owned()
+    } else if let Some(message) = panic.downcast_ref::<String>() {
+        message.clone()
+    } else {
+        "unknown".to_owned()
+    }
+}
+
+fn utf8<'a>(bytes: &'a [u8], what: &'static str) -> Result<&'a str> {
+    str::from_utf8(bytes).map_err(|error| Error::Utf8 { what, at: error.valid_up_to() })
+}
+
+#[cfg(unix)]
+fn os_str(path: &[u8]) -> Result<&OsStr> {
+    use std::os::unix::ffi::OsStrExt;
+    Ok(OsStr::from_bytes(path))
+}
+
+#[cfg(not(unix))]
+fn os_str(path: &[u8]) -> Result<&OsStr> {
+    utf8(path, "the path").map(OsStr::new)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::fixture;
+
+    fn open() -> Box<Tokenizer> {
+        from_pretrained(fixture::folder().path().to_str().unwrap().as_bytes()).unwrap()
+    }
+
+    #[test]
+    fn a_detokenizer_outlives_its_tokenizer() {
+        let tokenizer = open();
+        let ids = encode(&tokenizer, "hi é".as_bytes(), false).unwrap();
+        let mut detokenizer = tokenizer.detokenizer();
+        drop(tokenizer);
+        let mut answer = String::new();
+        for id in ids {
+            answer += add_token(&mut detokenizer, id).unwrap();
+        }
+        assert_eq!(answer, "hi é");
+        assert_eq!(finalize(&mut detokenizer).unwrap(), "");
+    }
+
+    #[test]
+    fn what_is_not_utf8_is_an_error() {
+        let tokenizer = open();
+        let bad = b"a\xff";
+        let told = |error: Error| error.to_string();
+        assert_eq!(
+            told(encode(&tokenizer, bad, false).unwrap_err()),
+            "the text is not valid UTF-8 from byte 1 on"
+        );
+        for (role, content, what) in [(&bad[..], &b""[..], "role"), (b"user", bad, "text")] {
+            let messages = [ffi::Message { role, content }];
+            assert_eq!(
+                told(apply_chat_template(&tokenizer, &messages, true).unwrap_err()),
+                format!("the {what} is not valid UTF-8 from byte 1 on")
+            );
+        }
+    }
+
+    #[test]
+    fn a_panic_is_an_error() {
+        let error = boundary::<()>(|| panic!("oh no")).unwrap_err();
+        assert_eq!(error.to_string(), "a defect in the tokenizer library: oh no");
+    }
+}

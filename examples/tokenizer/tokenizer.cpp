@@ -1,0 +1,101 @@
+// tokenizer.hpp on what cxx makes of src/bridge.rs. Exceptions end here.
+#include "examples/tokenizer/tokenizer.hpp"
+
+#include <exception>
+#include <utility>
+
+#include "etkv-tokenizer/src/bridge.rs.h"
+
+namespace etkv::examples {
+namespace {
+
+rust::Slice<const uint8_t> bytes(std::string_view text) {
+  // A slice of nothing still wants an address.
+  return text.empty()
+             ? rust::Slice<const uint8_t>()
+             : rust::Slice<const uint8_t>(
+                   reinterpret_cast<const uint8_t*>(text.data()), text.size());
+}
+
+/// Copies ids into the type that programs take.
+template <typename Ids>
+std::vector<int64_t> copied(const Ids& ids) {
+  return {ids.begin(), ids.end()};
+}
+
+std::string_view viewed(rust::Str text) {
+  return {text.data(), text.size()};
+}
+
+/// What `call` returns, or what it throws as an error.
+template <typename Call>
+auto caught(Call&& call) -> Result<decltype(call())> {
+  try {
+    return call();
+  } catch (const std::exception& error) {
+    return Error(ETKV_ERROR_INVALID_ARGUMENT, error.what());
+  }
+}
+
+} // namespace
+
+void Detokenizer::Free::operator()(bridge::Detokenizer* raw) const {
+  rust::Box<bridge::Detokenizer>::from_raw(raw);
+}
+
+Result<std::string_view> Detokenizer::add_token(int64_t id) {
+  return caught([&] {
+    return viewed(bridge::add_token(*raw_, static_cast<uint32_t>(id)));
+  });
+}
+
+Result<std::string_view> Detokenizer::finalize() {
+  return caught([&] { return viewed(bridge::finalize(*raw_)); });
+}
+
+void Tokenizer::Free::operator()(bridge::Tokenizer* raw) const {
+  rust::Box<bridge::Tokenizer>::from_raw(raw);
+}
+
+Result<Tokenizer> Tokenizer::from_pretrained(const std::string& path) {
+  return caught([&] {
+    return Tokenizer(bridge::from_pretrained(bytes(path)).into_raw());
+  });
+}
+
+Result<std::vector<int64_t>> Tokenizer::encode(
+    std::string_view text,
+    bool add_special_tokens) const {
+  return caught([&] {
+    return copied(bridge::encode(*raw_, bytes(text), add_special_tokens));
+  });
+}
+
+bool Tokenizer::has_chat_template() const {
+  return raw_->has_chat_template();
+}
+
+Result<std::vector<int64_t>> Tokenizer::apply_chat_template(
+    const std::vector<Message>& messages,
+    bool add_generation_prompt) const {
+  return caught([&] {
+    std::vector<bridge::Message> bridged;
+    bridged.reserve(messages.size());
+    for (const auto& message : messages) {
+      bridged.push_back({bytes(message.role), bytes(message.content)});
+    }
+    return copied(
+        bridge::apply_chat_template(
+            *raw_, {bridged.data(), bridged.size()}, add_generation_prompt));
+  });
+}
+
+std::vector<int64_t> Tokenizer::eos_token_ids() const {
+  return copied(raw_->eos_token_ids());
+}
+
+Detokenizer Tokenizer::detokenizer() const {
+  return Detokenizer(raw_->detokenizer().into_raw());
+}
+
+} // namespace etkv::examples

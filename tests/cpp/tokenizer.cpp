@@ -1,0 +1,107 @@
+// The tokenizer's face: text to ids and back, and errors that are results; beside
+// libetkv, the other library of the process that is Rust behind cxx.
+
+#include <filesystem>
+#include <optional>
+
+#include "examples/tokenizer/tokenizer.hpp"
+#include "fixture.hpp"
+
+namespace etkv::tests {
+namespace {
+
+using examples::Detokenizer;
+using examples::Message;
+using examples::Tokenizer;
+
+std::string folder() {
+  return std::filesystem::path(program_path("llama-f32"))
+      .parent_path()
+      .string();
+}
+
+Tokenizer tokenizer() {
+  return must(Tokenizer::from_pretrained(folder()));
+}
+
+std::string decoded(Detokenizer detokenizer, const Ids& ids) {
+  std::string text;
+  for (const int64_t id : ids) {
+    text += must(detokenizer.add_token(id));
+  }
+  text += must(detokenizer.finalize());
+  return text;
+}
+
+void text_and_back() {
+  std::optional<Tokenizer> opened = tokenizer();
+  const Ids ids = must(opened->encode("na\u00efve \u20ac", false));
+  Detokenizer detokenizer = opened->detokenizer();
+  opened.reset(); // A detokenizer outlives its tokenizer.
+  CHECK(decoded(std::move(detokenizer), ids) == "na\u00efve \u20ac");
+
+  const Tokenizer file =
+      must(Tokenizer::from_pretrained(folder() + "/tokenizer.json"));
+  CHECK(must(file.encode("na\u00efve \u20ac", false)) == ids);
+  CHECK(must(file.encode("", false)).empty());
+  CHECK(must(file.encode(std::string_view("a\0b", 3), false)).size() == 3);
+
+  // A character that is cut short.
+  Ids cut = must(file.encode("\u20ac", false));
+  cut.pop_back();
+  CHECK(decoded(file.detokenizer(), cut) == "\ufffd");
+  CHECK(decoded(file.detokenizer(), {1 << 20}).empty());
+}
+
+void conversations() {
+  const Tokenizer opened = tokenizer();
+  CHECK(opened.has_chat_template());
+  const std::vector<Message> messages{{"system", "Be brief."}, {"user", "Hi"}};
+  const Ids closed = must(opened.apply_chat_template(messages, false));
+  const Ids open = must(opened.apply_chat_template(messages, true));
+  CHECK(open.size() > closed.size());
+  CHECK(std::equal(closed.begin(), closed.end(), open.begin()));
+  CHECK_INT(opened.eos_token_ids().size(), 1);
+  CHECK(
+      std::count(closed.begin(), closed.end(), opened.eos_token_ids()[0]) > 0);
+}
+
+template <typename T>
+std::string refusal(const Result<T>& result) {
+  return result.ok() ? "" : result.error().message();
+}
+
+void errors() {
+  const Tokenizer opened = tokenizer();
+  CHECK(
+      refusal(Tokenizer::from_pretrained("/nowhere")) ==
+      "there is no tokenizer at /nowhere");
+  CHECK(
+      refusal(opened.encode("a\xff", false)) ==
+      "the text is not valid UTF-8 from byte 1 on");
+  CHECK(
+      refusal(opened.apply_chat_template({{"\xff", "a"}}, true)) ==
+      "the role is not valid UTF-8 from byte 0 on");
+  CHECK(
+      refusal(opened.apply_chat_template({{"user", "a\xff"}}, true)) ==
+      "the text is not valid UTF-8 from byte 1 on");
+
+  // libetkv's bridge has its own errors, and neither disturbs the other's.
+  Module module(program_path("llama-f32"));
+  const auto lost = load_method(module, "forward", LoadOptions("no such key"));
+  CHECK(!lost.ok() && lost.error().status() == ETKV_ERROR_NO_CACHE);
+  CHECK(!opened.encode("\xff", false).ok());
+  CHECK(must(opened.encode("a", false)).size() == 1);
+}
+
+} // namespace
+} // namespace etkv::tests
+
+int main() {
+  using namespace etkv::tests;
+  etkv::examples::quiet_executorch();
+  text_and_back();
+  conversations();
+  errors();
+  return check_report();
+}
