@@ -59,11 +59,11 @@ def wrong(program: etkv.Program, session: etkv.DecodeSession, tokenizer: etkv.To
     etkv.stream_generate(program, tokenizer, "Hello", max_new_tokens=3)  # call-arg
     etkv.generate(program, tokenizer, "Hello", temperature="high")  # arg-type
     etkv.load("model.pte", session, logits="some")  # arg-type
-    etkv.CacheConfig([etkv.LayerConfig(1, 8)], 16, "f32")  # misc
-    etkv.LayerConfig(1, 8, 8, 4)  # misc
+    etkv.CacheConfig([etkv.LayerConfig(1, 8)], 16, "f32")  # call-arg
+    etkv.LayerConfig(1, 8, 8, 4)  # call-arg
     session.config.capacity = 3  # misc
     session.propose([-1])  # attr-defined
-    session.clear(True)  # misc
+    session.clear(True)  # call-arg
     tokenizer.beside("model.pte")  # attr-defined
     tokenizer.apply_chat_template([{"role": "user", "content": "Hi"}], tokenize=False).append(3)  # attr-defined
     if etkv.generate_tokens(program, [1]).finish_reason == "end":  # comparison-overlap
@@ -74,7 +74,7 @@ def wrong(program: etkv.Program, session: etkv.DecodeSession, tokenizer: etkv.To
 CONFIG = """
 [mypy]
 strict = True
-{cache}"""
+cache_dir = {cache}"""
 
 
 def checked(tmp_path: Path, program: str) -> tuple[set[tuple[int, str]], str]:
@@ -87,7 +87,7 @@ def checked(tmp_path: Path, program: str) -> tuple[set[tuple[int, str]], str]:
     words = [sys.executable, "-m", "mypy", "--config-file", str(config), str(file)]
     done = subprocess.run(words, cwd=tmp_path, capture_output=True, text=True, timeout=900)
     found = re.findall(r"^program\.py:(\d+): error: .*\[([a-z-]+)\]$", done.stdout, re.MULTILINE)
-    assert done.returncode == (1 if found else 0), done.stdout + done.stderr
+    assert (done.returncode, done.stderr) == (1 if found else 0, ""), done.stdout + done.stderr
     return {(int(line), code) for line, code in found}, done.stdout
 
 
