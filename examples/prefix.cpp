@@ -1,5 +1,5 @@
-// etkv_prefix: a chat server's view. Every request is a whole conversation; what
-// a sequence still holds of its beginning is kept, and only the rest is read.
+// etkv_prefix: a chat server's prefix cache. Every request is a whole conversation;
+// what a sequence still holds of its beginning is reused, and only the rest is read.
 
 #include <algorithm>
 #include <optional>
@@ -12,7 +12,7 @@
 #include "examples/common/console.hpp"
 #include "examples/common/format.hpp"
 #include "examples/common/interrupt.hpp"
-#include "examples/common/prefix.hpp"
+#include "examples/common/prefix_cache.hpp"
 #include "examples/common/reference_decoding.hpp"
 #include "examples/common/runner.hpp"
 #include "examples/common/try.hpp"
@@ -49,7 +49,7 @@ class Server {
   Server(Model& model, SeqCache& cache, const RunnerOptions& options)
       : model_(model), cache_(cache), options_(options) {}
 
-  /// Answers a conversation, from what is held of it on; nothing where it is
+  /// Answers a conversation, from what is cached of it on; nothing where it is
   /// longer than the cache.
   Result<std::optional<Decoding>> answer(
       const std::vector<Message>& conversation) {
@@ -91,7 +91,7 @@ class Server {
       // The last id was not run.
       held.insert(held.end(), one.ids.begin(), one.ids.end() - 1);
     }
-    held_.hold(one.sequence, std::move(held));
+    prefixes_.hold(one.sequence, std::move(held));
     if (!going) {
       return std::optional(std::move(one));
     }
@@ -100,7 +100,7 @@ class Server {
     RETURN_IF_ERROR(show(model_, options_, one.title, one.ids));
     say_stop(*one.stop, cache_);
     say(counted(static_cast<int64_t>(one.prompt.size()), "token") + ", " +
-        std::to_string(shared) + " held, " + std::to_string(rest) +
+        std::to_string(shared) + " cached, " + std::to_string(rest) +
         " read in " + fixed(prefill_seconds, 2) + " s");
     return std::optional(std::move(one));
   }
@@ -117,7 +117,7 @@ class Server {
             100.0 * static_cast<double>(reused_) /
                 static_cast<double>(std::max<size_t>(tokens_, 1)),
             1) +
-        "%) · " + counted(static_cast<int64_t>(held_.size()), "sequence") +
+        "%) · " + counted(static_cast<int64_t>(prefixes_.size()), "sequence") +
         " in " + counted(cache_.length(), "position") + " · cache " +
         mebibytes(memory.allocated) + " of " + mebibytes(memory.at_capacity) +
         " (" + model_.format() + ")");
@@ -126,19 +126,19 @@ class Server {
  private:
   /// Finds a sequence for a prompt; returns how many of its ids that holds.
   Result<size_t> place(Decoding& one) {
-    const auto match = held_.longest(one.prompt);
-    // The last token is run even where it is held: its logits are not kept.
+    const auto match = prefixes_.longest(one.prompt);
+    // The last token is run even where it is cached: its logits are not kept.
     const size_t shared =
         match ? std::min(match->shared, one.prompt.size() - 1) : 0;
-    if (match && shared == held_.of(match->sequence).size()) {
+    if (match && shared == prefixes_.of(match->sequence).size()) {
       // The same conversation, further on.
       one.sequence = match->sequence;
       return shared;
     }
-    if (held_.unused() == kSequences) {
+    if (prefixes_.unused() == kSequences) {
       RETURN_IF_ERROR(evict(match ? match->sequence : -1));
     }
-    one.sequence = held_.unused();
+    one.sequence = prefixes_.unused();
     if (shared == 0) {
       return shared;
     }
@@ -151,7 +151,7 @@ class Server {
     }
     RETURN_IF_ERROR(forked);
     const auto& ids = one.prompt;
-    held_.hold(
+    prefixes_.hold(
         one.sequence,
         {ids.begin(), ids.begin() + static_cast<std::ptrdiff_t>(shared)});
     return shared;
@@ -171,21 +171,22 @@ class Server {
   /// Removes the sequence that was used longest ago, but for one; false if there
   /// is no other. Cells that others share stay.
   Result<bool> evict(int32_t except) {
-    const auto oldest = held_.oldest(except);
+    const auto oldest = prefixes_.oldest(except);
     if (!oldest) {
       return false;
     }
     RETURN_IF_ERROR(cache_.seq_rm(*oldest));
     say("evicted sequence " + std::to_string(*oldest) + " of " +
-        counted(static_cast<int64_t>(held_.of(*oldest).size()), "position"));
-    held_.forget(*oldest);
+        counted(
+            static_cast<int64_t>(prefixes_.of(*oldest).size()), "position"));
+    prefixes_.forget(*oldest);
     return true;
   }
 
   Model& model_;
   SeqCache& cache_;
   const RunnerOptions& options_;
-  HeldPrefixes held_;
+  PrefixCache prefixes_;
   Refusals refusals_;
   size_t tokens_ = 0;
   size_t reused_ = 0;
@@ -246,7 +247,7 @@ int main(int argc, char** argv) {
       "etkv_prefix",
       "Answers requests that are whole conversations, as a chat server gets "
       "them:\n"
-      "what a sequence still holds of one is kept, only the rest is read. "
+      "what a sequence still holds of one is reused, only the rest is read. "
       "Each\n"
       "--prompt is a client of its own.\n");
   return runner.main(argc, argv, etkv::examples::run);

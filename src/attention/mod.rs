@@ -7,13 +7,13 @@ use mlx_rs::{Array, Dtype};
 
 use crate::error::{fail, Result};
 use crate::mlx::{self, cast, slice_axis};
-use crate::store::Rows;
+use crate::store::KvView;
 
 /// Which keys a query sees; an explicit mask is a boolean array.
 pub type Mask = etkv_core::Mask<Array>;
 
 /// A layer's keys and values as a step reads them, and how to mask them.
-pub type AttendSpec = etkv_core::AttendSpec<Rows, Array>;
+pub type AttendSpec = etkv_core::AttendSpec<KvView, Array>;
 
 /// Attention of `q`, `[1, n_heads, T, k_head_dim]`, over `spec`.
 ///

@@ -8,7 +8,7 @@ use mlx_rs::ops::zeros_dtype;
 use mlx_rs::transforms::eval;
 use mlx_rs::{Array, Dtype};
 
-use super::{convert, float_dtype, pool_for, Pool, Rows, StoredRows};
+use super::{convert, float_dtype, pool_for, KvView, Pool, StoredRows};
 use crate::error;
 use crate::mlx::{self, cast};
 
@@ -126,7 +126,7 @@ impl Store for MlxStore {
     const NAME: &'static str = "MLX";
 
     type Tensor = Array;
-    type View = Rows;
+    type View = KvView;
     type Mask = Array;
     type Saved = SavedRows;
 
@@ -182,7 +182,7 @@ impl Store for MlxStore {
         Ok(())
     }
 
-    fn read(&self, layer: usize, slots: Range<i32>) -> Result<[Rows; 2]> {
+    fn read(&self, layer: usize, slots: Range<i32>) -> Result<[KvView; 2]> {
         let [k, v] = &self.pools[layer];
         Ok([k.read(slots.start, slots.end)?, v.read(slots.start, slots.end)?])
     }

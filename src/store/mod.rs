@@ -12,17 +12,17 @@ mod bits;
 mod block_float;
 mod codec;
 mod float;
+mod kv_view;
 mod mlx_store;
 mod packed;
 mod planes;
 mod row;
-mod rows;
 
 pub use codec::Codec;
 pub(crate) use float::float_dtype;
+pub use kv_view::{KvView, StoredRows};
 pub use mlx_store::{MlxStore, SavedRows};
 pub use planes::{Layout, Parts, Plane};
-pub use rows::{Rows, StoredRows};
 
 use std::sync::Arc;
 
@@ -75,7 +75,7 @@ pub trait Pool: Send {
     ///
     /// # Errors
     /// [`Mlx`](crate::Status::Mlx).
-    fn read(&self, start: i32, stop: i32) -> Result<Rows>;
+    fn read(&self, start: i32, stop: i32) -> Result<KvView>;
 
     /// Copies of what is stored in these slots, bit for bit, to be evaluated
     /// before the next write. There is at least one slot.
@@ -205,8 +205,8 @@ impl Pool for CodecPool {
         self.planes.write(slots, &self.codec.encode(rows)?)
     }
 
-    fn read(&self, start: i32, stop: i32) -> Result<Rows> {
-        Ok(Rows { codec: Arc::clone(&self.codec), parts: self.planes.slice(start, stop)? })
+    fn read(&self, start: i32, stop: i32) -> Result<KvView> {
+        Ok(KvView { codec: Arc::clone(&self.codec), parts: self.planes.slice(start, stop)? })
     }
 
     fn copy(&self, slots: &Slots) -> Result<StoredRows> {

@@ -6,18 +6,18 @@
 #include <random>
 #include <set>
 
-#include "examples/common/prefix.hpp"
+#include "examples/common/prefix_cache.hpp"
 #include "examples/common/scheduler.hpp"
 #include "fixture.hpp"
 
 namespace etkv::tests {
 namespace {
 
-using examples::HeldPrefixes;
+using examples::PrefixCache;
 using examples::Scheduler;
 
 void longest_prefix() {
-  HeldPrefixes held;
+  PrefixCache held;
   CHECK(!held.longest({1, 2}));
   CHECK_INT(held.unused(), 0);
   held.hold(0, {1, 2, 3, 4});
@@ -49,7 +49,7 @@ void longest_prefix() {
 /// Against the obvious search, over random texts of few letters.
 void longest_prefix_of_many() {
   std::mt19937 rng(1);
-  HeldPrefixes held;
+  PrefixCache held;
   std::map<int32_t, Ids> all;
   const auto text = [&] {
     Ids ids(rng() % 6);

@@ -27,6 +27,8 @@ RETIRED = {
     r"\bCosts\b|speculation/costs": "latency model",
     r"(?i)\bdeferred\b|[\"']put back ": "preempted",
     r"(?i)\b(is|are|or) no numbers?\b": "NaN, not finite",
+    r"HeldPrefix|common/prefix\.": "prefix cache",
+    r"\bstore::Rows\b|store/rows\b": "KV view",
     r"etkv[_-]text|examples/text\b|\bTextStream\b": "tokenizer",
 }
 """Patterns, and what is said instead. Words that also have an ordinary meaning are here in their other forms only."""

@@ -13,7 +13,7 @@ from etkv.reference.errors import invalid
 from etkv.reference.formats import Format, format_of
 from etkv.reference.limits import Limits, check_formats
 
-Rows = tuple[Tensor, Tensor]
+TokenKv = tuple[Tensor, Tensor]
 """A token's key ``[n_kv_heads, k_head_dim]`` and value ``[n_kv_heads, v_head_dim]``, as float32."""
 
 
@@ -22,7 +22,7 @@ class RowStore:
 
     def __init__(self, config: CacheConfig, limits: Limits) -> None:
         self._config, self._limits = config, limits
-        self._layers: list[dict[int, Rows]] = [{} for _ in config.layers]
+        self._layers: list[dict[int, TokenKv]] = [{} for _ in config.layers]
         self.formats: tuple[Format, Format]
         self.awaits_conversion: bool
         self.clear()
@@ -35,7 +35,7 @@ class RowStore:
         floats = (self._limits.float_format, self._limits.float_format)
         self.formats = floats if self.awaits_conversion else self._limits.formats
 
-    def encode(self, layer: int, k: Tensor, v: Tensor, n_tokens: int) -> list[Rows]:
+    def encode(self, layer: int, k: Tensor, v: Tensor, n_tokens: int) -> list[TokenKv]:
         """New rows, ``[1, n_kv_heads, n_tokens, head_dim]``, as they will be stored; nothing is, yet."""
         config = self._config.layers[layer]
         for what, rows, head_dim in (("keys", k, config.k_head_dim), ("values", v, config.value_dim)):
@@ -61,10 +61,10 @@ class RowStore:
                 "would come to read it"
             )
 
-    def put(self, layer: int, tokens: Sequence[int], rows: Sequence[Rows]) -> None:
+    def put(self, layer: int, tokens: Sequence[int], rows: Sequence[TokenKv]) -> None:
         self._layers[layer].update(zip(tokens, rows, strict=True))
 
-    def get(self, layer: int, tokens: Sequence[int]) -> list[Rows]:
+    def get(self, layer: int, tokens: Sequence[int]) -> list[TokenKv]:
         return [self._layers[layer][token] for token in tokens]
 
     def keep(self, tokens: Collection[int]) -> None:
@@ -102,7 +102,7 @@ class RowStore:
         self.awaits_conversion = False
 
 
-def stack(rows: Sequence[Rows]) -> tuple[Tensor, Tensor]:
+def stack(rows: Sequence[TokenKv]) -> tuple[Tensor, Tensor]:
     """``[1, n_kv_heads, n, head_dim]`` of keys and of values."""
     return (
         torch.stack([key for key, _ in rows], dim=1).unsqueeze(0),

@@ -1,4 +1,4 @@
-//! Rows as attention reads them, and as they are taken out and put back.
+//! Views of rows as attention reads them, and rows as they are taken out and put back.
 
 use std::fmt;
 use std::sync::Arc;
@@ -10,14 +10,15 @@ use super::planes::{self, Parts, HEADS, SLOTS};
 use crate::error::Result;
 use crate::format::KvFormat;
 
-/// Some slots of a pool, as views in the form in which they are stored.
+/// What a step reads of a layer's keys, or of its values: some slots of a pool, in the form in
+/// which they are stored.
 #[derive(Clone)]
-pub struct Rows {
+pub struct KvView {
     pub(super) codec: Arc<dyn Codec>,
     pub(super) parts: Parts,
 }
 
-impl Rows {
+impl KvView {
     /// How they are stored.
     pub fn format(&self) -> KvFormat {
         self.codec.format()
@@ -102,10 +103,10 @@ impl Rows {
     }
 }
 
-impl fmt::Debug for Rows {
+impl fmt::Debug for KvView {
     fn fmt(&self, out: &mut fmt::Formatter) -> fmt::Result {
         let [heads, n, dim] = [self.n_kv_heads(), self.len(), self.head_dim()];
-        write!(out, "Rows({}, [1, {heads}, {n}, {dim}])", self.format())
+        write!(out, "KvView({}, [1, {heads}, {n}, {dim}])", self.format())
     }
 }
 

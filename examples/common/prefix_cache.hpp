@@ -1,4 +1,5 @@
-// What the sequences of a cache hold, and which of them a prompt can go on from.
+// The prefix cache: what the sequences of a cache hold, and which of them a prompt
+// can go on from.
 #pragma once
 
 #include <cstddef>
@@ -16,7 +17,7 @@ size_t shared_prefix(
 
 /// The ids that each sequence holds, and which of them was used when. Knows
 /// numbers only: the cache is the caller's to change.
-class HeldPrefixes {
+class PrefixCache {
  public:
   /// A sequence, and how many of its first ids a prompt shares.
   struct Match {
