@@ -88,7 +88,8 @@ void errors() {
 
   // libetkv's bridge has its own errors, and neither disturbs the other's.
   Module module(program_path("llama-f32"));
-  const auto lost = load_method(module, "forward", LoadOptions("no such key"));
+  LoadOptions options("no such key");
+  const auto lost = load_method(module, "forward", options);
   CHECK(!lost.ok() && lost.error().status() == ETKV_ERROR_NO_CACHE);
   CHECK(!opened.encode("\xff", false).ok());
   CHECK(must(opened.encode("a", false)).size() == 1);

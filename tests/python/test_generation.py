@@ -181,6 +181,7 @@ def test_wrong_use(program, options, told):
     with pytest.raises(etkv.EtkvError) as caught:
         etkv.generate_tokens(program, options.pop("prompt", PROMPT), **options)
     assert told in str(caught.value)
+    assert caught.value.status is etkv.Status.INVALID_ARGUMENT
 
 
 def test_without_a_session(tiny):

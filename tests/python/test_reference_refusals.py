@@ -311,7 +311,7 @@ def test_values_that_are_no_numbers_do_not_reach_others():
         (1e6, "bf16", False),
         (1e6, "affine8g32", False),
     ):
-        config = CacheConfig([LayerConfig(1, 32)], 8, "f32", v_format)
+        config = CacheConfig([LayerConfig(1, 32)], 8, k_format="f32", v_format=v_format)
         k, v = rows(config, 0, 1)
         v[0, 0, 0, 3] = value
         cache = SeqCache(config)

@@ -16,7 +16,7 @@ from etkv.errors import Status, StatusError, status_error
 from etkv.reference.attention import attention, check_dtypes, check_queries
 from etkv.reference.errors import at_least, integer, invalid
 from etkv.reference.limits import limits_of
-from etkv.reference.rows import TokenKv, RowStore, stack
+from etkv.reference.rows import RowStore, TokenKv, stack
 from etkv.reference.window import Sight, WindowLayerGroup
 
 Given = tuple[Tensor, Tensor, Tensor]
