@@ -65,7 +65,6 @@ impl Detokenizer {
 
 #[cfg(test)]
 mod tests {
-    use super::*;
     use crate::fixture;
     use crate::tokenizer::Tokenizer;
 
