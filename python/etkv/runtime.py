@@ -11,7 +11,7 @@ import warnings
 from collections.abc import Sequence
 from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, TypeAlias, overload
+from typing import TYPE_CHECKING, Any, SupportsIndex, TypeAlias, overload
 
 from etkv import _capi, _library, pte
 from etkv.errors import EtkvError, ProgramError, first_line
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
     from etkv.metadata import ModelCacheParams
 
-    IdArray: TypeAlias = npt.NDArray[np.integer[Any]] | Sequence[int]
+    IdArray: TypeAlias = npt.NDArray[np.integer[Any]] | Sequence[SupportsIndex]
     """Integers outside of torch: an array of any integer type, or a sequence."""
     Ids: TypeAlias = torch.Tensor | IdArray
     """Integers: a tensor or array of any integer type, or a sequence."""

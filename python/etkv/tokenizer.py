@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import json
+import operator
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal, overload
+from typing import Any, Literal, SupportsIndex, overload
 
 from etkv.errors import EtkvError, first_line
 
@@ -74,9 +75,9 @@ class Tokenizer:
         """The ids of ``text``, with the tokens that the tokenizer puts around a text if ``add_special_tokens``."""
         return list(self.hf(text, add_special_tokens=add_special_tokens).input_ids)
 
-    def decode(self, ids: Iterable[int], *, skip_special_tokens: bool = True) -> str:
+    def decode(self, ids: Iterable[SupportsIndex], *, skip_special_tokens: bool = True) -> str:
         """The text of ``ids``, without special tokens if ``skip_special_tokens``."""
-        return str(self.hf.decode(list(ids), skip_special_tokens=skip_special_tokens))
+        return str(self.hf.decode([operator.index(each) for each in ids], skip_special_tokens=skip_special_tokens))
 
     @property
     def has_chat_template(self) -> bool:

@@ -37,7 +37,9 @@ def answers(path: str, question: str) -> Iterator[str]:
 def steps(path: str, config: etkv.CacheConfig) -> tuple[int, float]:
     small = etkv.CacheConfig([etkv.LayerConfig(2, 64, window=8)], 16)
     with etkv.TreeSession(config) as session, etkv.load(path, session) as program:
-        row: int = int(program.forward([1, 2], range(2))[-1].argmax())
+        best = program.forward([1, 2], range(2))[-1].argmax()
+        etkv.Tokenizer.from_pretrained(path).decode([best])
+        row = int(program.forward([best], [2])[-1].argmax())
         tensor: torch.Tensor = program.forward(torch.tensor([1]), [2])
         session.propose([-1, 0])
         session.commit([0], sequence=0)
