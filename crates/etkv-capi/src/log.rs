@@ -130,7 +130,10 @@ fn listen(text: &str, listener: Listener) -> Result<()> {
     let filter = EnvFilter::builder().parse(text).map_err(|error| {
         Error::new(
             Status::InvalidArgument,
-            format_args!("filter is `{text}`, expected the syntax of RUST_LOG, as in `debug` or `etkv::core=trace,warn`: {error}"),
+            format_args!(
+                "filter is `{text}`, expected the syntax of RUST_LOG, as in `debug` or \
+                 `etkv::core=trace,warn`: {error}"
+            ),
         )
     })?;
     refuse_in_callback()?;
