@@ -130,7 +130,7 @@ void callbacks_are_replaced_while_steps_run() {
   }
   over = true;
   steps.join();
-  CHECK_INT(bound.cache().length(), 2);
+  CHECK_INT(*bound.cache().length(), 2);
 }
 
 void reports_tell_of_a_cache() {
