@@ -11,7 +11,7 @@ use crate::format::KvFormat;
 use crate::memory::Memory;
 use crate::store::{Spec, Store};
 
-/// Sequences that share cells; a single one is read like a contiguous cache.
+/// Sequences that share cells. A single sequence is read like a contiguous cache.
 pub struct CellsCache<S: Store> {
     kind: &'static str,
     book: CellsBookkeeping,
@@ -20,21 +20,20 @@ pub struct CellsCache<S: Store> {
 }
 
 impl<S: Store> CellsCache<S> {
-    /// The name of the kind whose sequences carry no trees.
+    /// The kind's name if sequences carry no trees.
     pub const SEQ: &'static str = "seq";
-    /// The name of the kind whose sequences carry trees.
+    /// The kind's name if sequences carry trees.
     pub const TREE: &'static str = "tree";
 
-    /// An empty cache of kind [`SEQ`](Self::SEQ).
+    /// Returns an empty cache of kind [`SEQ`](Self::SEQ).
     ///
     /// # Errors
-    /// [`InvalidArgument`](crate::Status::InvalidArgument) for a config that cannot
-    /// be.
+    /// [`InvalidArgument`](crate::Status::InvalidArgument) for an invalid config.
     pub fn new(config: CacheConfig) -> Result<Self> {
         Self::of_kind(Self::SEQ, config)
     }
 
-    /// An empty cache of kind [`TREE`](Self::TREE).
+    /// Returns an empty cache of kind [`TREE`](Self::TREE).
     ///
     /// # Errors
     /// As [`new`](Self::new).
@@ -50,7 +49,7 @@ impl<S: Store> CellsCache<S> {
         Ok(Self { kind, book, storage, open: false })
     }
 
-    /// The positions that count for `quantized_kv_start`: candidates do not.
+    /// Returns the positions that count for `quantized_kv_start`: all but candidates.
     fn counted(&self) -> i32 {
         self.book.length() - self.book.candidates()
     }
@@ -59,7 +58,7 @@ impl<S: Store> CellsCache<S> {
         self.storage.quantize_at(self.counted());
     }
 
-    /// Moves rows where the bookkeeping has put their positions.
+    /// Moves rows to the slots that the bookkeeping gives their positions.
     fn apply(&mut self, moves: Result<Vec<Move>>) -> Result<()> {
         let moves = moves?;
         self.storage.apply(&moves)
