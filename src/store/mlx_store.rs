@@ -12,18 +12,17 @@ use super::{convert, float_dtype, pool_for, Pool, Rows, StoredRows};
 use crate::error;
 use crate::mlx::{self, cast};
 
-/// The pools of all layers. Work on it is done inside [`mlx::run`](crate::mlx::run),
-/// in which [`grow`](Store::grow) and what is done between steps put themselves.
+/// The pools of all layers. Work on them runs inside [`mlx::run`](crate::mlx::run).
+/// [`grow`](Store::grow) and the calls between steps enter it themselves.
 pub struct MlxStore {
     /// Keys and values of each layer.
     pools: Vec<[Box<dyn Pool>; 2]>,
-    /// For each watched write of the open step: a number that is 0 if all of its values
-    /// are finite.
+    /// For each watched write of the open step: a number that is 0 if all values are finite.
     finite: Vec<Array>,
 }
 
-/// Rows that a step writes over although they are still needed: the layer, its slots,
-/// its keys and its values.
+/// Copies of the rows that a step overwrites and an abort restores: the layer, its slots, keys and
+/// values.
 pub struct SavedRows(Vec<(usize, Slots, [StoredRows; 2])>);
 
 impl MlxStore {
@@ -31,8 +30,8 @@ impl MlxStore {
         self.pools.iter().flatten().flat_map(|pool| pool.buffers()).chain(&self.finite)
     }
 
-    /// Carries out what earlier steps wrote, where whoever committed them has not:
-    /// all that is not carried out is the open step's, should it be aborted.
+    /// Carries out what earlier steps wrote, if they have not. Only the open step's writes are then
+    /// outstanding, for an abort to undo.
     fn finish_writes(&self) -> error::Result<()> {
         if !self.buffers().all(mlx::is_available) {
             eval(self.buffers())?;
@@ -46,22 +45,21 @@ impl MlxStore {
             let [k, v] = &self.pools[*layer];
             saved.push((*layer, slots.clone(), [k.copy(slots)?, v.copy(slots)?]));
         }
-        // Now, while the rows are there: a copy that is still to be made would
-        // hold the buffer, and turn the writes into copies of all of it.
+        // Evaluate now, while the rows are unchanged: an outstanding copy would hold the buffer and
+        // turn writes into copies of all of it.
         eval(saved.iter().flat_map(|(.., rows)| rows).flat_map(StoredRows::arrays))?;
         Ok(SavedRows(saved))
     }
 
-    /// A number that is 0 if all of these values are finite as they are stored.
+    /// Returns a number that is 0 if all of these values are finite as they are stored.
     fn zero_if_finite(&self, layer: usize, v: &Array) -> error::Result<Array> {
         let stored = cast(v, float_dtype(self.pools[layer][1].format()).unwrap_or(v.dtype()))?;
         let zero = Array::from_f32(0.0).as_dtype(stored.dtype())?;
         Ok(stored.multiply(zero)?.sum(None)?)
     }
 
-    /// What was never evaluated is rolled back without being evaluated: if that
-    /// failed once, it would fail again. What was evaluated is of no use to
-    /// anybody, and nothing of it may stay that a mask cannot hide.
+    /// Unevaluated writes are rolled back without being evaluated: if that failed once, it would
+    /// fail again. Evaluated writes are not needed, and no value may stay that a mask cannot hide.
     fn undo(&mut self, saved: &SavedRows, blank: &[(usize, Slots)]) -> error::Result<()> {
         for pool in self.pools.iter_mut().flatten() {
             pool.roll_back()?;
@@ -79,8 +77,8 @@ impl MlxStore {
         Ok(eval(self.buffers())?)
     }
 
-    /// The pools that take the place of those with another format, in order; the others
-    /// have the slots that are asked for as well then, and their rows as before.
+    /// Returns the pools that replace those with another format, in order. The other pools then
+    /// also have the slots that are asked for, and keep their rows.
     fn cleared(
         &mut self,
         formats: [KvFormat; 2],
@@ -103,7 +101,7 @@ impl MlxStore {
         Ok(all)
     }
 
-    /// One buffer at a time.
+    /// Converts one buffer at a time.
     fn move_rows(
         &mut self,
         layer: usize,
@@ -190,8 +188,8 @@ impl Store for MlxStore {
     fn mask(bytes: &[u8], n_tokens: i32) -> Array {
         let n_tokens = n_tokens.max(1);
         let shape = [n_tokens, (bytes.len() / n_tokens as usize) as i32];
-        // SAFETY: the shape has no more elements than there are bytes, each of them 0 or
-        // 1, which is how MLX keeps booleans; they are copied.
+        // SAFETY: the shape has no more elements than there are bytes. Each byte is 0 or 1, as MLX
+        // stores booleans. MLX copies them.
         unsafe { Array::from_raw_data(bytes.as_ptr().cast(), &shape, Dtype::Bool) }
     }
 
@@ -230,7 +228,7 @@ impl Store for MlxStore {
     fn clear(&mut self, formats: [KvFormat; 2], slots: &[i32]) -> Result<()> {
         let _alone = mlx::alone();
         let fresh = self.cleared(formats, slots)?;
-        // From here on nothing fails.
+        // Nothing fails from here on.
         self.end();
         for (pool, fresh) in self.pools.iter_mut().flatten().zip(fresh) {
             if let Some(fresh) = fresh {
@@ -254,7 +252,7 @@ impl Drop for MlxStore {
     }
 }
 
-/// Whether a scalar in a float dtype is 0.
+/// Returns whether a scalar in a float dtype is 0.
 fn is_zero(scalar: &Array) -> bool {
     match scalar.dtype() {
         Dtype::Float16 => scalar.try_item_exact().is_ok_and(|x: half::f16| x == half::f16::ZERO),

@@ -42,7 +42,7 @@ pub fn run_take(frame: &Frame, x: Value, index: Index, axis: i32) -> Result<Arra
     }
 }
 
-/// `[...]` indices into `x`, `[features, rows]`: `[..., features]`.
+/// Gathers rows by `[...]` indices into `x`, `[features, rows]`: `[..., features]`.
 pub fn run_take_transposed(frame: &Frame, x: Value, index: Value) -> Result<Array> {
     let x = frame.tensor(x)?;
     check_range(frame, index, x.dim(1))?;
@@ -52,8 +52,8 @@ pub fn run_take_transposed(frame: &Frame, x: Value, index: Value) -> Result<Arra
     Ok(columns.transpose_axes(&perm)?)
 }
 
-/// MLX reads whatever lies at an index past the end. An input's indices, such as
-/// tokens, are here to look at; others have to be computed first.
+/// Checks indices: MLX reads whatever lies at an index past the end. An input's indices, such as
+/// tokens, are available; others have to be computed first.
 fn check_range(frame: &Frame, index: Value, size: i32) -> Result<()> {
     let (least, most) = match frame.host_ints(index) {
         Some(indices) => (indices.iter().min().copied(), indices.iter().max().copied()),

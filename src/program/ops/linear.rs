@@ -36,7 +36,7 @@ pub fn run_addmm(
     product(mat1, mat2, bias, alpha, beta)
 }
 
-/// `weight` is `[in, out]` if `transposed`, else `[out, in]`.
+/// Multiplies `x` by `weight`, which is `[in, out]` if `transposed`, else `[out, in]`.
 pub fn run_linear(
     frame: &Frame,
     x: Value,

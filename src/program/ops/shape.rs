@@ -42,8 +42,8 @@ pub fn slice(slots: &mut Slots, node: fb::SliceNode) -> Result<Instruction> {
     Ok(instruction(op, slots.write(node.out())?))
 }
 
-/// A split is a piece of the same tensor for each output. One size is that of all
-/// pieces but the last, which may be smaller; several are the pieces' own.
+/// Decodes a split: one piece of the same tensor for each output. One size is that of all pieces
+/// but the last, which may be smaller; several sizes are those of the pieces.
 pub fn split(slots: &mut Slots, node: fb::SplitNode) -> Result<Vec<Instruction>> {
     let sizes = ints(slots, node.sizes())?
         .into_iter()
@@ -56,7 +56,7 @@ pub fn split(slots: &mut Slots, node: fb::SplitNode) -> Result<Vec<Instruction>>
     let x = slots.read(node.x())?;
     let (least, most) = match (&sizes[..], pieces.last()) {
         (_, None) => return Ok(Vec::new()),
-        // The last piece has one element at least.
+        // The last piece has at least one element.
         ([_], Some(&(start, stop))) => (start + 1, stop),
         (_, Some(&(_, stop))) => (stop, stop),
     };
@@ -70,7 +70,7 @@ pub fn split(slots: &mut Slots, node: fb::SplitNode) -> Result<Vec<Instruction>>
         .collect()
 }
 
-/// Where each of `n` pieces starts and stops.
+/// Returns where each of `n` pieces starts and stops.
 fn pieces(sizes: &[i64], n: usize) -> Result<Vec<(i32, i32)>> {
     let each = match sizes {
         [size] => vec![*size; n],
@@ -124,8 +124,8 @@ pub fn run_reshape(frame: &Frame, x: Value, shape: &[Int]) -> Result<Array> {
     Ok(x.reshape(&shape)?)
 }
 
-/// Python's slice along one axis: bounds below zero count from the end, and are
-/// brought within the axis.
+/// Slices along one axis as Python does: bounds below zero count from the end, and all bounds are
+/// clamped to the axis.
 pub fn run_slice(
     frame: &Frame,
     x: Value,
@@ -188,7 +188,7 @@ pub fn run_last_token(x: &Array) -> Result<Array> {
     slice_axis(x, TOKENS, (n - 1).max(0), n, 1)
 }
 
-/// An axis counted from the front; below zero it counts from the end.
+/// Returns an axis counted from the front; below zero it counts from the end.
 pub fn normalize_axis(axis: i32, ndim: usize) -> Result<usize> {
     let n = ndim as i32;
     if axis < -n || axis >= n {
