@@ -255,9 +255,9 @@ static void config_fields(void) {
   CHECK_FIELD(config.growth, -1, invalid, "growth is -1");
   CHECK_FIELD(config.quantized_kv_start, -4, invalid, "quantized_kv_start is -4");
   CHECK_FIELD(config.reserved, 9, invalid, "config.reserved is 9");
-  CHECK_FIELD(config.k_format, "f24", invalid, "k_format: no storage format");
+  CHECK_FIELD(config.k_format, "f24", invalid, "k_format: unknown storage format");
   CHECK_FIELD(config.v_format, "affine7", invalid, "v_format: no storage");
-  CHECK_FIELD(config.v_format, "", invalid, "no storage format ``");
+  CHECK_FIELD(config.v_format, "", invalid, "unknown storage format ``");
   CHECK_FIELD(config.k_format, "F16", invalid, "`F16`");
   CHECK_FIELD(config.k_format, "\xff", invalid, "k_format is not UTF-8");
   CHECK_FIELD(config.float_format, "f8", invalid, "float_format: no storage");

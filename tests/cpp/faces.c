@@ -226,7 +226,7 @@ static void trees_that_were_not_run(void) {
   CHECK_REFUSED(
       etkv_tree_cache_propose(t, 2, parents, 4, error),
       ETKV_ERROR_STEP,
-      "still to be run");
+      "has not run");
   CHECK_REFUSED(
       etkv_tree_cache_commit(t, 2, parents + 1, 1, error),
       INVALID,

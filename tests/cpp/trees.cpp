@@ -262,7 +262,7 @@ void refusals() {
       on.model.step({1, 2}, {6, 7}), ETKV_ERROR_INVALID_ARGUMENT, "3");
   CHECK_REFUSED(
       on.model.step({1, 2, 3}, {6, 7, 8}), ETKV_ERROR_POSITION, "position 8");
-  CHECK_REFUSED(on->propose({-1}), ETKV_ERROR_STEP, "still to be run");
+  CHECK_REFUSED(on->propose({-1}), ETKV_ERROR_STEP, "has not run");
   CHECK_REFUSED(on->seq_rm(0, 4), ETKV_ERROR_STEP, "tree");
   CHECK_REFUSED(
       on->commit({0}), ETKV_ERROR_INVALID_ARGUMENT, "0 written nodes");

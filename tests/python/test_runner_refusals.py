@@ -40,7 +40,7 @@ def llama() -> Program:
     [
         (["--capacity", 0], ["--capacity takes a whole number from 1"]),
         (["--capcity", 5], ["no option --capcity", "did you mean --capacity?"]),
-        (["--kv-format", "int4"], ["--kv-format: no storage format `int4`", "row-int4"]),
+        (["--kv-format", "int4"], ["--kv-format: unknown storage format `int4`", "row-int4"]),
         (["--max-new-tokens", "few"], ["--max-new-tokens", '"few"']),
         (["--prompt", ""], ["a prompt is empty"]),
         (["--prompt"], ["--prompt needs a value"]),

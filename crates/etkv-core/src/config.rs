@@ -108,7 +108,7 @@ impl CacheConfig {
             if !self.float_format.is_float() {
                 fail!(
                     InvalidArgument,
-                    "float_format is {}, it is f32, f16 or bf16",
+                    "expected float_format f32, f16 or bf16, got {}",
                     self.float_format
                 );
             }
@@ -119,7 +119,7 @@ impl CacheConfig {
         if self.at_capacity_shared() == u64::MAX {
             fail!(
                 InvalidArgument,
-                "a capacity of {} needs more than 2^64 bytes for these layers",
+                "a capacity of {} needs more than 2^64 bytes for these layers; choose a smaller one",
                 self.capacity
             );
         }
@@ -370,15 +370,14 @@ mod tests {
         );
         assert_eq!(
             message(|c| c.k_format = KvFormat::Affine { bits: 4, group: 128 }),
-            "layer 0: keys: affine4g128 stores 128 elements at a time, which head_dim 64 is not a \
-             multiple of"
+            "layer 0: keys: affine4g128 takes a head_dim that is a multiple of 128, got 64"
         );
         assert_eq!(
             message(|c| {
                 c.quantized_kv_start = Some(8);
                 c.float_format = KvFormat::Mxfp8;
             }),
-            "float_format is mxfp8, it is f32, f16 or bf16"
+            "expected float_format f32, f16 or bf16, got mxfp8"
         );
     }
 }

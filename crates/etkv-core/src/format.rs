@@ -79,18 +79,23 @@ impl KvFormat {
     pub fn check(self, head_dim: i32) -> Result<()> {
         if let Self::Affine { bits, group } = self {
             if !matches!(bits, 2..=6 | 8) {
-                fail!(InvalidArgument, "affine storage of {bits} bits: it is 2, 3, 4, 5, 6 or 8");
+                fail!(
+                    InvalidArgument,
+                    "expected affine storage of 2, 3, 4, 5, 6 or 8 bits, got {bits}"
+                );
             }
             if !matches!(group, 32 | 64 | 128) {
-                fail!(InvalidArgument, "affine groups of {group}: they are 32, 64 or 128");
+                fail!(
+                    InvalidArgument,
+                    "expected affine groups of 32, 64 or 128 elements, got {group}"
+                );
             }
         }
         let granule = self.granule();
         if usize::try_from(head_dim).map_or(true, |dim| dim % granule != 0) {
             fail!(
                 InvalidArgument,
-                "{self} stores {granule} elements at a time, which head_dim {head_dim} is not a \
-                 multiple of"
+                "{self} takes a head_dim that is a multiple of {granule}, got {head_dim}"
             );
         }
         Ok(())
@@ -142,8 +147,8 @@ impl FromStr for KvFormat {
             None => Err(Error::new(
                 Status::InvalidArgument,
                 format!(
-                    "no storage format `{name}`: there are f32, f16, bf16, affine<2|3|4|5|6|8>\
-                     [g<32|64|128>], mxfp8, mxfp4, nvfp4, row-int4 and row-fp4"
+                    "unknown storage format `{name}`; available: f32, f16, bf16, affine<2|3|4|5|6|8>\
+                     [g<32|64|128>], mxfp8, mxfp4, nvfp4, row-int4, row-fp4"
                 ),
             )),
         }
@@ -175,7 +180,7 @@ mod tests {
         assert!(affine.check(128).is_ok());
         assert_eq!(
             affine.check(96).unwrap_err().message(),
-            "affine4g64 stores 64 elements at a time, which head_dim 96 is not a multiple of"
+            "affine4g64 takes a head_dim that is a multiple of 64, got 96"
         );
         assert!(KvFormat::RowInt4.check(80).is_ok());
         assert!(KvFormat::Affine { bits: 7, group: 64 }.check(64).is_err());

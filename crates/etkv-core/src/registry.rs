@@ -55,7 +55,10 @@ impl BuilderRegistry {
         let key = (backend_id.to_owned(), kind.to_owned());
         match self.builders.write().entry(key) {
             Slot::Occupied(_) => {
-                fail!(InvalidArgument, "there are caches of kind `{kind}` for `{backend_id}`")
+                fail!(
+                    InvalidArgument,
+                    "kind `{kind}` is registered for `{backend_id}`; choose another name"
+                )
             }
             Slot::Vacant(place) => {
                 place.insert(Arc::new(builder));
@@ -155,7 +158,7 @@ impl CacheRegistry {
         if key.is_empty() || key.len() > MAX_KEY {
             fail!(
                 InvalidArgument,
-                "a cache key of {} bytes: programs are loaded with one of 1 to {MAX_KEY}",
+                "expected a cache key of 1 to {MAX_KEY} bytes, got {}",
                 key.len()
             );
         }
@@ -177,7 +180,7 @@ impl CacheRegistry {
     pub fn get(&self, key: &str) -> Result<Entry> {
         match self.entries.lock().get(key) {
             Some(entry) => Ok(entry.clone()),
-            None => fail!(NoCache, "no cache is known by the key `{key}`; is its session alive?"),
+            None => fail!(NoCache, "no cache is known by the key `{key}`; keep its session alive"),
         }
     }
 

@@ -97,7 +97,10 @@ impl<C: ?Sized> Shared<C> {
         let thread = this_thread();
         // Only this thread stores its own number, so any other value means another thread.
         if self.0.holder.load(Ordering::Relaxed) == thread {
-            fail!(Step, "the cache is asked from inside a call on it");
+            fail!(
+                Step,
+                "the cache is called from inside a call on it; wait until that call returns"
+            );
         }
         match self.0.cache.lock() {
             Ok(cache) => {

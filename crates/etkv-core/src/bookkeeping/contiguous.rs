@@ -125,8 +125,8 @@ impl ContiguousBookkeeping {
             if i64::from(position) != expected {
                 fail!(
                     Position,
-                    "token {offset} of the step has position {position}, but one sequence \
-                     runs on: {expected} follows"
+                    "expected position {expected} for token {offset} of the step, got {position}: the \
+                     positions of one sequence are consecutive"
                 );
             }
         }
@@ -134,7 +134,8 @@ impl ContiguousBookkeeping {
         if end > i64::from(self.capacity) {
             fail!(
                 Capacity,
-                "{} from position {start} on need {end} positions, the capacity is {}",
+                "{} from position {start} on need {end} positions, the capacity is {}; rewind, or make a \
+                 larger cache",
                 match positions.len() {
                     1 => String::from("1 token"),
                     n => format!("{n} tokens"),
@@ -301,7 +302,7 @@ impl ContiguousBookkeeping {
             fail!(
                 Position,
                 "cannot rewind to length {length}: the window layers have dropped what a query \
-                 there sees; {least} is the least"
+                 there sees; rewind to 0, or to {least} or more"
             );
         }
         Ok(())

@@ -137,8 +137,8 @@ impl<S: Store> Storage<S> {
         }
         fail!(
             Capacity,
-            "a step of {n_tokens} tokens would keep {after} positions in {}, the most is {most}: \
-             quantized_kv_start less 1, and max_step_tokens {}; take smaller steps",
+            "a step of {n_tokens} tokens would store {after} positions in {}, the most is {most}: \
+             quantized_kv_start - 1, and max_step_tokens {}; take smaller steps",
             self.config.float_format,
             self.config.max_step_tokens
         );
@@ -176,7 +176,11 @@ impl<S: Store> Storage<S> {
         match self.groups.get(layer) {
             Some(&group) => Ok(group),
             None => {
-                fail!(Shape, "layer {layer} is asked for, the cache has {}", self.groups.len())
+                fail!(
+                    Shape,
+                    "expected a layer from 0 to {}, got {layer}",
+                    self.groups.len().saturating_sub(1)
+                )
             }
         }
     }
@@ -247,13 +251,13 @@ impl<S: Store> Storage<S> {
     /// sequences.
     pub fn check_done(&self) -> Result<()> {
         if let Some(layer) = self.done.iter().position(|&progress| progress != Progress::Done) {
-            fail!(Step, "the step ends without layer {layer}");
+            fail!(Step, "the step ends without layer {layer}; call every layer first");
         }
         if let Some(layer) = self.store.non_finite() {
             fail!(
                 InvalidArgument,
                 "a value of this step is not finite as {} (attention layer {layer} of \
-                 those that ran); other sequences would come to read it",
+                 those that ran); other sequences would read it",
                 self.formats[1]
             );
         }
@@ -396,9 +400,7 @@ fn check_rows(what: &str, layer: usize, found: &[i32], expected: [i32; 4]) -> Re
     if found != expected {
         return Err(Error::new(
             Status::Shape,
-            format!(
-                "the {what} of layer {layer} have shape {found:?}, the cache takes {expected:?} here"
-            ),
+            format!("expected {what} of shape {expected:?} for layer {layer}, got {found:?}"),
         ));
     }
     Ok(())

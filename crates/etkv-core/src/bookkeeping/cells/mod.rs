@@ -127,7 +127,7 @@ impl CellsBookkeeping {
         if live.any(|other| other != only) {
             fail!(
                 InvalidArgument,
-                "the cache holds {} sequences, and nothing says which is meant",
+                "the cache holds {} sequences; name one of them (for a step with begin_step)",
                 self.sequences().len()
             );
         }
@@ -205,7 +205,7 @@ fn check_sequence(sequence: i32) -> Result<()> {
     if !(0..MAX_SEQUENCES).contains(&sequence) {
         fail!(
             InvalidArgument,
-            "there is no sequence {sequence}: they have numbers from 0 to {}",
+            "expected a sequence from 0 to {}, got {sequence}",
             MAX_SEQUENCES - 1
         );
     }

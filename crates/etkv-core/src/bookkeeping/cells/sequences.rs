@@ -65,8 +65,8 @@ impl CellsBookkeeping {
                 if other.cell - other.position != run.cell - run.position {
                     fail!(
                         Position,
-                        "sequence {target} holds a position {} of its own, which sequence \
-                         {source} has, too",
+                        "sequences {source} and {target} hold different tokens at position {}; remove \
+                         it from sequence {target} first",
                         other.position
                     );
                 }
@@ -78,7 +78,7 @@ impl CellsBookkeeping {
             fail!(
                 Position,
                 "sequence {target} would go on at {end}, but the window layers have dropped \
-                 what a query there sees; {least} is the least"
+                 what a query there sees; it can go on at {least} or later"
             );
         }
         for group in &mut self.groups {
@@ -116,7 +116,7 @@ impl CellsBookkeeping {
                     fail!(
                         Position,
                         "sequence {sequence} would go on at {next}, but the window layers have \
-                         dropped what a query there sees; {least} is the least"
+                         dropped what a query there sees; it can go on at {least} or later"
                     );
                 }
             }
@@ -152,8 +152,8 @@ impl CellsBookkeeping {
         if length > 0 && self.full().held(sequence).clipped(before..length).next().is_none() {
             fail!(
                 Position,
-                "cannot rewind to length {length}: position {before} was removed; {} is the least, \
-                 and 0 forgets all",
+                "cannot rewind to length {length}: position {before} was removed; {} is the least \
+                 length, and 0 removes all",
                 self.rewindable_to(sequence)?
             );
         }
@@ -181,7 +181,7 @@ fn check_range(positions: &Range<i32>) -> Result<()> {
     if positions.start < 0 || positions.end < positions.start {
         fail!(
             InvalidArgument,
-            "positions from {} to {} are no range",
+            "expected a range of positions that starts at 0 or later, got {} to {}",
             positions.start,
             positions.end
         );

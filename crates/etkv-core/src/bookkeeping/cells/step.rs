@@ -49,7 +49,10 @@ impl CellsBookkeeping {
         let mut segments = Segments::none();
         for (token, members) in sequences.iter().enumerate() {
             if members.is_empty() {
-                fail!(InvalidArgument, "token {token} of the step belongs to no sequence");
+                fail!(
+                    InvalidArgument,
+                    "token {token} of the step belongs to no sequence; name one"
+                );
             }
             for (index, &member) in members.iter().enumerate() {
                 check_sequence(member)?;
@@ -164,7 +167,7 @@ impl CellsBookkeeping {
         if segments.n_tokens() != positions.len() {
             fail!(
                 InvalidArgument,
-                "the step has {} tokens, but sequences were named for {}",
+                "the step has {} tokens, but begin_step declared {}",
                 positions.len(),
                 segments.n_tokens()
             );
@@ -181,7 +184,7 @@ impl CellsBookkeeping {
         if positions.len() > free as usize {
             fail!(
                 Capacity,
-                "a step of {} tokens: {free} of {} cells are free",
+                "a step of {} tokens does not fit: {free} of {} cells are free",
                 positions.len(),
                 self.capacity
             );
@@ -219,8 +222,8 @@ impl CellsBookkeeping {
         if i64::from(position) != expected || position == i32::MAX {
             fail!(
                 Position,
-                "token {token} of the step has position {position}, but the next of sequence \
-                 {sequence} is {expected}"
+                "expected position {expected} for token {token} of the step, the next of sequence \
+                 {sequence}, got {position}"
             );
         }
         Ok(())
@@ -232,7 +235,7 @@ impl CellsBookkeeping {
             if n_tokens as usize != tree.n_pending() {
                 fail!(
                     InvalidArgument,
-                    "the step has {n_tokens} of the {} candidates of sequence {sequence}",
+                    "expected all {} candidates of sequence {sequence} in the step, got {n_tokens}",
                     tree.n_pending()
                 );
             }
@@ -371,11 +374,7 @@ fn is_written(tree: &Tree) -> bool {
 /// Checks that a declaration has tokens: a declaration of none could never end.
 fn refuse_none(n_tokens: usize) -> Result<()> {
     if n_tokens == 0 {
-        fail!(
-            InvalidArgument,
-            "sequences were named for 0 tokens, a step needs at least 1 token: name the sequence \
-             of each, or begin none"
-        );
+        fail!(InvalidArgument, "expected the sequences of at least 1 token, got none");
     }
     Ok(())
 }

@@ -51,17 +51,22 @@ impl Tree {
     /// is not written.
     pub fn propose(&mut self, parents: &[i32]) -> Result<()> {
         if parents.is_empty() {
-            fail!(InvalidArgument, "a frontier needs at least 1 node");
+            fail!(InvalidArgument, "expected a frontier of at least 1 node, got none");
         }
         if self.n_pending() > 0 {
-            fail!(Step, "a frontier of {} nodes is still to be run", self.n_pending());
+            fail!(
+                Step,
+                "the last frontier, of {} nodes, has not run; run a step first",
+                self.n_pending()
+            );
         }
         for (offset, &parent) in parents.iter().enumerate() {
             let node = self.len() + offset;
             if parent < ROOT || usize::try_from(parent).is_ok_and(|parent| parent >= node) {
                 fail!(
                     InvalidArgument,
-                    "node {node} has parent {parent}: a parent is a node before it, or {ROOT}"
+                    "expected a parent of node {node} from {ROOT} to {}, got {parent}",
+                    node as i64 - 1
                 );
             }
         }
@@ -100,14 +105,14 @@ impl Tree {
             let Some(index) = known else {
                 fail!(
                     InvalidArgument,
-                    "node {node} is accepted, but the tree has {} written nodes",
+                    "node {node} is accepted, but {} nodes of the tree have run",
                     self.n_written
                 );
             };
             if self.parents[index] != before {
                 fail!(
                     InvalidArgument,
-                    "node {node} is accepted after {before}, but its parent is {}",
+                    "node {node} is accepted after {before}, but its parent is {}; accept a chain",
                     self.parents[index]
                 );
             }
@@ -178,7 +183,9 @@ impl CellsBookkeeping {
         self.refuse_in_step("commit a tree")?;
         check_sequence(sequence)?;
         match self.trees.get(&sequence) {
-            None => fail!(InvalidArgument, "sequence {sequence} carries no tree"),
+            None => {
+                fail!(InvalidArgument, "sequence {sequence} carries no tree; propose one first")
+            }
             Some(tree) => tree.check_chain(accepted)?,
         }
         let next = self.next(sequence);
