@@ -346,7 +346,12 @@ def test_frontiers_in_turn():
         "expected position 2 for token 2 of the step, .* got 3",
     )
     cache.begin_step([0, 0])
-    assert_refused(cache, lambda: forward(cache, [2, 3]), Status.INVALID_ARGUMENT, "2 of the 3 candidates")
+    assert_refused(
+        cache,
+        lambda: forward(cache, [2, 3]),
+        Status.INVALID_ARGUMENT,
+        "expected all 3 candidates of sequence 0 in the step, got 2",
+    )
     cache.begin_step([0, 0, 0])
     [(_, _, mask)] = forward(cache, [2, 3, 2])
     assert mask.tolist() == [

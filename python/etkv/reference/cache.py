@@ -131,7 +131,7 @@ class ReferenceCache(ABC):
         """Removes the positions from ``length`` on, of the only sequence."""
 
     def clear(self, release: bool = False) -> None:
-        """Removes every position and restores the formats of the config. ``release`` has no effect: there are no buffers."""
+        """Removes every position and restores the formats of the config. There are no buffers to ``release``."""
         self._refuse_in_step("clear the cache")
         self._forget_all()
         self._store.clear()
@@ -179,8 +179,8 @@ class ReferenceCache(ABC):
         """Writes a layer's rows, and returns what its queries attend to.
 
         That is every stored key ``[1, n_kv_heads, L, k_head_dim]`` and value ``[1, n_kv_heads, L, v_head_dim]`` in
-        float32, the new ones last, and a mask ``[T, L]``, true where a query sees a key. Layers of equal windows get the
-        same mask.
+        float32, the new ones last, and a mask ``[T, L]``, true where a query sees a key. Layers of equal windows get
+        the same mask.
         """
         try:
             positions = [integer("a position", position) for position in positions]

@@ -70,7 +70,7 @@ class WindowLayerGroup:
             self.held[sequence] = {at for at in held if at < self.sight.sinks or at >= first_needed}
 
     def exact_from(self, sequence: int, positions: Iterable[int]) -> int:
-        """Returns the least position at which a query sees no dropped position of ``positions``, a part of the sequence."""
+        """Returns the least position at which a query sees no dropped position of ``positions``."""
         held = self.held.get(sequence, set())
         gone = [at for at in positions if at >= self.sight.sinks and at not in held]
         return max(gone) + self.sight.window if gone else 0
