@@ -89,8 +89,8 @@ def affine_planes(rows: Tensor, bits: int, group: int) -> Planes:
     """Returns integers from 0 to 2^bits - 1, and a float16 scale and offset a group: MLX's affine quantization.
 
     The end of the group with the larger magnitude becomes its offset. The scale is negative if that is the upper end.
-    The scale is adjusted so that zero is a whole number of steps away from the offset. Both are rounded to float16 after
-    the codes are computed.
+    The scale is adjusted so that zero is a whole number of steps away from the offset. Both are rounded to float16
+    after the codes are computed.
     """
     groups = rows.clamp(-F16_MAX, F16_MAX).unflatten(-1, (-1, group))
     low, high = groups.amin(-1, keepdim=True), groups.amax(-1, keepdim=True)

@@ -86,7 +86,7 @@ class TreeCache(SeqCache):
         self._trees[sequence] = tree
 
     def commit(self, accepted: Sequence[int], sequence: int = 0) -> None:
-        """Adds a chain of candidates to the sequence, from a child of the sequence down, and removes the rest of the tree.
+        """Adds a chain of candidates to the sequence, from its child down, and removes the rest of the tree.
 
         No nodes remove the whole tree.
         """
