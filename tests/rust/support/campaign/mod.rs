@@ -1,5 +1,5 @@
-//! What every kind of cache does on every storage: tests that are generic over the
-//! backend. [`campaign!`](crate::campaign!) makes tests of them on one backend.
+//! Tests of every kind of cache on every storage, generic over the backend.
+//! [`campaign!`](crate::campaign!) makes tests of them on one backend.
 
 pub mod caches;
 pub mod contiguous;
@@ -8,7 +8,7 @@ pub mod isolation;
 
 use crate::backend::{Backend, Tensor};
 
-/// `n` rows of `heads` heads with the same number everywhere.
+/// Returns `n` rows of `heads` heads with the same number everywhere.
 fn filled<B: Backend>(heads: usize, n: usize, dim: usize, value: f32) -> Tensor<B> {
     B::tensor(&vec![vec![vec![value; dim]; heads]; n])
 }
