@@ -61,7 +61,7 @@ def export(name: str, *options: object) -> Path:
 
 
 def make_drafts(first: list[int], last: list[int]) -> list[Draft]:
-    """Nobody, the text, and programs of so many first and last layers."""
+    """Returns the drafts: none, n-grams of the text, and programs of these numbers of first and last layers."""
     drafts = [Draft("none", MODEL, ["--depth", "0"]), Draft("ngram, auto", MODEL, [])]
     drafts.append(Draft("ngram, 4 x 1", MODEL, ["--depth", "4", "--width", "1"]))
     programs = [(f"first {n}", MODEL, export(f"first-{n}", "--layers", n)) for n in first]

@@ -25,8 +25,7 @@ constexpr char kSystem[] =
     "You answer the letters of a small bookshop. Be polite and brief. If you "
     "do not know the answer, say so.";
 
-/// Whose turn it is, and what they say. Nobody says the same again: that turn is
-/// answered once more.
+/// A client and its message. An empty message repeats the last request of the client.
 struct Turn {
   size_t client;
   std::string said;

@@ -64,7 +64,7 @@ void HiddenStateDraft::saw(
     const HiddenStatesView& hidden_states) {
   const auto first = static_cast<size_t>(position);
   if (first > seen() || !(hidden_states.type == given_type_)) {
-    // Nobody asks for a row behind a gap: the text before it is refused.
+    // No call needs a row behind a gap: the text before it is refused.
     return;
   }
   hidden_states_.resize(first * type_.bytes());

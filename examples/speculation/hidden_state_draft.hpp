@@ -11,9 +11,9 @@
 
 namespace etkv::examples {
 
-/// Keeps the target's hidden states of each position of the text. What its cache holds
-/// was made of these as far as they had come; whatever was drafted instead is
-/// dropped, and read again once they are there.
+/// Keeps the target's hidden states of each position of the text. Its cache holds rows
+/// computed from these. Rows computed from drafted states are dropped, and computed again
+/// once the target's states are known.
 class HiddenStateDraft : public ProgramDraft {
  public:
   /// Loads a program, and makes a session for it. Refused where the target does not

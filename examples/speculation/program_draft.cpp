@@ -171,7 +171,7 @@ Result<TokenTree> ProgramDraft::grow(
         tree.drawn_from[static_cast<size_t>(leaf.node)] = std::move(leaf.q);
       }
     }
-    // What the last level makes likely is asked by nobody.
+    // The probabilities behind the last level are not needed.
     if (level == shape.depth || next.empty() || interrupted() ||
         !cache().can_extend(static_cast<int32_t>(next.size()))) {
       return tree;

@@ -1,4 +1,4 @@
-// How deep and wide a tree is to be, by what trees cost and what they bring.
+// Chooses the depth and width of a tree, by the cost of trees and the ids they bring.
 #pragma once
 
 #include <array>

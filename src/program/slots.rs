@@ -165,9 +165,9 @@ impl Slots {
         value
     }
 
-    /// Ends the init chain: what it has written over constants, as pairs of the
-    /// constant and its new contents. Afterwards the constants' slots mean the
-    /// constants again, and nothing else of the chain is to be seen.
+    /// Ends the init chain. Returns the constants that it has overwritten, as pairs of the
+    /// constant and its new contents. Afterwards the constants' slots mean the constants
+    /// again, and nothing else of the chain is visible.
     pub fn end_init(&mut self) -> Vec<(Value, Value)> {
         let mut written = Vec::new();
         for slot in 0..self.counts.constants {

@@ -511,7 +511,7 @@ static void kinds(void) {
   CHECK_NO_SESSION(BACKEND, "tapestry", &s.config, ETKV_ERROR_KIND, "tapestry");
   /* And says which there are. */
   CHECK_NO_SESSION(BACKEND, "", &s.config, ETKV_ERROR_KIND, KIND);
-  CHECK_NO_SESSION("Nobody", KIND, &s.config, ETKV_ERROR_KIND, "Nobody");
+  CHECK_NO_SESSION("NoBackend", KIND, &s.config, ETKV_ERROR_KIND, "NoBackend");
   CHECK_NO_SESSION("", KIND, &s.config, ETKV_ERROR_KIND, BACKEND);
   CHECK_NO_SESSION(
       BACKEND, "\xff\xfe", &s.config, ETKV_ERROR_INVALID_ARGUMENT, "UTF-8");
@@ -551,7 +551,7 @@ static void own_kinds(void) {
   set_up(&s);
   CHECK_NO_SESSION(BACKEND, "own", &s.config, ETKV_ERROR_KIND, "`own`");
 
-  /* Without a callback it is what it is made of, under another name. */
+  /* Without a callback it is the kind that it wraps, under another name. */
   CHECK_INT(
       etkv_builder_register(BACKEND, "own", "seq", &v, NULL, NULL), ETKV_OK);
   CHECK_REFUSED(

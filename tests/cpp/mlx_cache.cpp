@@ -186,7 +186,7 @@ void what_cannot_be_is_refused() {
       0, {0, 1}, random_rows(kHeads, 2), rows, rows, std::nanf(""));
   CHECK(!endless.ok());
 
-  // What is refused, or given up, has not been.
+  // A refused or aborted forward is rolled back.
   must(forwards.update_and_fetch(0, {0, 1}, rows, rows));
   CHECK(!cache.rewind(0).ok());
   CHECK(forwards.abort().ok());

@@ -280,7 +280,7 @@ void shared_tokens() {
   CHECK_INT(must(on->seq_len(4)), 7);
 }
 
-/// What is refused has not been, and what was said of the step still holds.
+/// A refused step is rolled back, and the declaration of the step still holds.
 void refusals() {
   const Ids ids = text(12);
   On<SeqCache> on([](CacheConfig& config) { config.capacity = 12; });
@@ -359,7 +359,7 @@ void faces() {
   }
 }
 
-/// A step of several sequences that fails when its rows are written has not been.
+/// A step of several sequences that fails when its rows are written is rolled back.
 void undone_steps() {
   const Ids ids = text(12);
   Tapped tapped(64, nullptr, SeqCache::kKind);

@@ -1,5 +1,5 @@
-// A step that fails when it is already under way has not been: whatever the
-// delegate is handed, and wherever in the step it finds out.
+// A step that fails after it has begun is rolled back, for every kind of wrong input
+// and at every place in the step.
 
 #include <algorithm>
 

@@ -69,7 +69,7 @@ class ExportRequest:
     def validated(self) -> ExportRequest:
         """Return the request with the dtype spelled in full and absolute paths.
 
-        Raises :class:`EtkvError` for everything that is wrong whatever the model holds. Limits that depend on the
+        Raises :class:`EtkvError` for everything that is wrong for any model. Limits that depend on the
         model are checked once its configuration is read.
         """
         model = _existing(self.model)

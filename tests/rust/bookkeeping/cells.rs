@@ -444,7 +444,7 @@ impl Run {
         let known: Vec<Id> = held.chain(ids.iter().copied()).collect();
         for edge in [start, end - 1] {
             let is_known = slots[edge].is_some_and(|id| known.contains(&id));
-            assert!(is_known, "group {group} reads slot {edge} for nobody: {plan:?}");
+            assert!(is_known, "group {group} reads slot {edge} without need: {plan:?}");
         }
         let (Some(&sequence), 1) = (members.first(), members.len()) else {
             return;

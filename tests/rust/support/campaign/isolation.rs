@@ -42,7 +42,7 @@ pub fn values_that_are_no_numbers_reach_no_other_sequence<B: Backend>() {
                     Err(error) => {
                         assert!(!fits, "{error}");
                         assert_eq!(error.status(), Status::InvalidArgument);
-                        assert_eq!(cache.length(), 2, "the step has not been");
+                        assert_eq!(cache.length(), 2, "the step is rolled back");
                         assert!(error.message().contains(&format.to_string()), "{error}");
                         cache.sequences().unwrap().begin_step(&[1, 1])?;
                         append::<B>(&mut cache, &[0, 1], 1.0)?;
