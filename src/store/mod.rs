@@ -125,7 +125,7 @@ fn codec_for(format: KvFormat, head_dim: i32) -> Result<Arc<dyn Codec>> {
         KvFormat::Nvfp4 => Arc::new(BlockFloat::new(packed::Layout::Nvfp4, head_dim)),
         KvFormat::RowInt4 => Arc::new(Row::new(Element::Int4, head_dim)),
         KvFormat::RowFp4 => Arc::new(Row::new(Element::Fp4, head_dim)),
-        other => fail!(Unsupported, "MLX storage has no format {other}; choose another"),
+        other => fail!(Unsupported, "MLX storage lacks the format {other}; choose another"),
     })
 }
 
@@ -193,7 +193,7 @@ impl Pool for CodecPool {
     fn write(&mut self, slots: &Slots, rows: &Array) -> Result<()> {
         let expected = [1, self.n_kv_heads(), slots.len() as i32, self.head_dim()];
         if rows.shape() != expected {
-            fail!(Shape, "rows of shape {:?} are written where {expected:?} fit", rows.shape());
+            fail!(Shape, "expected rows of shape {expected:?}, got {:?}", rows.shape());
         }
         if slots.is_empty() {
             return Ok(());
@@ -213,7 +213,7 @@ impl Pool for CodecPool {
         if rows.format != self.format() || rows.len() != slots.len() {
             fail!(
                 Internal,
-                "{} rows of {} are put into {} slots of {}",
+                "{} rows of {} do not fit {} slots of {}",
                 rows.len(),
                 rows.format,
                 slots.len(),

@@ -125,7 +125,7 @@ impl Planes {
         if Vec::<u8>::new().try_reserve_exact(bytes).is_err() {
             fail!(
                 Mlx,
-                "out of memory: {slots} slots of {} KV heads are {bytes} bytes",
+                "out of memory: {slots} slots of {} KV heads take {bytes} bytes; free memory or lower the capacity",
                 self.n_kv_heads
             );
         }

@@ -15,13 +15,13 @@ use crate::program::slots::Slots;
 pub fn update_and_attend(slots: &mut Slots, node: fb::UpdateAndAttendNode) -> Result<Instruction> {
     // The schema cannot require scalars, so it makes them optional.
     let Some(layer) = node.layer_id() else {
-        fail!(Program, "UpdateAndAttend has no layer_id");
+        fail!(Program, "expected a layer_id of UpdateAndAttend, got none");
     };
     let Ok(layer) = usize::try_from(layer) else {
-        fail!(Program, "UpdateAndAttend has layer_id {layer}, the least is 0");
+        fail!(Program, "expected a layer_id of UpdateAndAttend of at least 0, got {layer}");
     };
     let Some(scale) = node.scale() else {
-        fail!(Program, "UpdateAndAttend of layer {layer} has no scale");
+        fail!(Program, "expected a scale of UpdateAndAttend of layer {layer}, got none");
     };
     let op = Op::UpdateAndAttend {
         q: slots.read(node.q())?,

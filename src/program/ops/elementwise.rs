@@ -54,7 +54,7 @@ pub fn gelu(slots: &mut Slots, node: fb::GeluNode) -> Result<Instruction> {
     let function = match node.approximate() {
         "none" => Unary::Gelu,
         "tanh" => Unary::GeluTanh,
-        other => fail!(Unsupported, "Gelu by `{other}`; this build has `none` and `tanh`"),
+        other => fail!(Unsupported, "unknown Gelu `{other}`; available: none, tanh"),
     };
     let op = Op::Unary { function, x: slots.read(node.x())? };
     Ok(instruction(op, slots.write(node.out())?))

@@ -19,7 +19,7 @@ pub fn addmm(slots: &mut Slots, node: fb::AddmmNode) -> Result<Instruction> {
         beta: node.beta(),
     };
     if node.bias().is_none() && node.alpha() != 1.0 {
-        fail!(Unsupported, "Addmm without a bias has alpha {}, it may be 1", node.alpha());
+        fail!(Unsupported, "expected alpha 1 for Addmm without a bias, got {}", node.alpha());
     }
     Ok(instruction(op, slots.write(node.out())?))
 }

@@ -30,7 +30,10 @@ pub fn dequantize(slots: &mut Slots, node: fb::DequantizeNode) -> Result<Instruc
     let biases = slots.read_optional(node.biases())?;
     let packing = affine(node.mode(), node.group_size(), node.bits(), biases)?;
     if node.global_scale().is_some() {
-        fail!(Unsupported, "affine quantization with a scale for the whole tensor");
+        fail!(
+            Unsupported,
+            "expected affine quantization without a scale for the whole tensor, got one"
+        );
     }
     let op = Op::Dequantize {
         w: slots.read(node.w())?,
@@ -44,16 +47,16 @@ pub fn dequantize(slots: &mut Slots, node: fb::DequantizeNode) -> Result<Instruc
 
 fn affine(mode: &str, group_size: i32, bits: i32, biases: Option<Value>) -> Result<Affine> {
     if mode != "affine" {
-        fail!(Unsupported, "quantization of kind `{mode}`; this build has `affine`");
+        fail!(Unsupported, "unknown quantization `{mode}`; available: affine");
     }
     if biases.is_none() {
-        fail!(Program, "affine quantization without biases");
+        fail!(Program, "expected biases with affine quantization, got none");
     }
     if !matches!(bits, 2 | 3 | 4 | 5 | 6 | 8) {
-        fail!(Unsupported, "weights of {bits} bits; there are 2, 3, 4, 5, 6 and 8");
+        fail!(Unsupported, "expected weights of 2, 3, 4, 5, 6 or 8 bits, got {bits}");
     }
     if !matches!(group_size, 32 | 64 | 128) {
-        fail!(Unsupported, "quantization in groups of {group_size}; there are 32, 64 and 128");
+        fail!(Unsupported, "expected quantization in groups of 32, 64 or 128, got {group_size}");
     }
     Ok(Affine { group_size, bits })
 }
@@ -87,7 +90,7 @@ pub fn run_quantized_matmul(
     transpose: bool,
 ) -> Result<Array> {
     let Some(biases) = biases else {
-        fail!(Program, "affine quantization without biases");
+        fail!(Program, "expected biases with affine quantization, got none");
     };
     let x = frame.tensor(x)?;
     let packed = Packed {
@@ -173,7 +176,7 @@ pub fn run_dequantize(
     dtype: Option<Dtype>,
 ) -> Result<Array> {
     let Some(biases) = biases else {
-        fail!(Program, "affine quantization without biases");
+        fail!(Program, "expected biases with affine quantization, got none");
     };
     let packed = Packed {
         w: frame.tensor(w)?,

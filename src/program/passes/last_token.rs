@@ -23,14 +23,14 @@ pub fn narrow(graph: &mut Graph, last_only: bool) -> Result<()> {
     let mut logits = None;
     if last_only {
         let Some(Out::Tensor(output)) = graph.main.outputs.first().copied() else {
-            fail!(Unsupported, "logits of the last token only: the first output is no tensor");
+            fail!(Unsupported, "cannot give logits of the last token only: the first output is no tensor; load with logits=all");
         };
         // A value of one row has only the last one.
         logits = (!rows.is_single(output)).then_some(output);
     }
     let narrow = narrowed(graph, logits, &rows);
     if logits.is_some_and(|logits| !narrow.contains(&logits)) {
-        fail!(Unsupported, "logits of the last token only: the logits are not made row by row");
+        fail!(Unsupported, "cannot give logits of the last token only: they are not made row by row; load with logits=all");
     }
     rewrite(graph, &narrow, &rows);
     Ok(())

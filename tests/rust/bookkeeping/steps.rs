@@ -81,7 +81,7 @@ fn a_mask_that_is_too_large_is_refused_and_nothing_has_changed() {
         assert_eq!((book.sequences(), book.plans()), (vec![0], &[][..]));
     }
     let error = book.plan(&[0]).unwrap_err();
-    assert!(error.message().contains("named for 40000"), "{error}");
+    assert!(error.message().contains("declared 40000"), "{error}");
     // Tokens of one sequence read less, and take no mask.
     step(&mut book, &[0], 20_000);
     step(&mut book, &[1], 20_000);
