@@ -8,7 +8,7 @@ import document
 import reference
 
 
-def test_a_page_that_is_wrong_is_told(tmp_path):
+def test_a_wrong_page_is_reported(tmp_path):
     page = tmp_path / "page.md"
     page.write_text("```python\nx = 2\n```\n\n```python\nprint(x + 1)\n```\n```text\n4\n```\n")
     assert document.run(page) == [f"{page}:6 prints\n3\nand the page says\n4\n"]

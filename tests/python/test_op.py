@@ -127,7 +127,7 @@ def test_the_innermost_cache_counts():
         forward([3])
 
 
-def test_a_forward_that_ends_with_its_block_has_not_been():
+def test_a_forward_that_ends_with_its_block_is_rolled_back():
     cache = ContiguousCache(CONFIG)
     with op.active(cache):
         forward([0])

@@ -73,7 +73,7 @@ def assert_refused(cache, call, status, words):
     ],
 )
 @pytest.mark.parametrize("kind", ["contiguous", "tree"])
-def test_configs_that_cannot_be(kind, change, words):
+def test_invalid_configs_are_refused(kind, change, words):
     config = CacheConfig(**{"layers": ONE.layers, "capacity": 16, **change})
     with pytest.raises(StatusError, match=words) as caught:
         make_cache(kind, config)
@@ -220,7 +220,7 @@ def test_an_implicit_rewind_that_is_given_up_keeps_what_was_there():
         (range(4, 17), Status.CAPACITY, "13 tokens from position 4 on need 17 positions, the capacity is 16"),
     ],
 )
-def test_positions_that_cannot_be(positions, status, words):
+def test_invalid_positions_are_refused(positions, status, words):
     cache = grown(ContiguousCache(ONE), 4)
     assert_refused(cache, lambda: forward(cache, positions), status, words)
 
@@ -228,7 +228,7 @@ def test_positions_that_cannot_be(positions, status, words):
 # ---- Windows -------------------------------------------------------------
 
 
-def test_what_windows_dropped_cannot_be_gone_back_to():
+def test_a_rewind_to_dropped_positions_is_refused():
     cache = grown(ContiguousCache(SLIDING), 40)
     least = cache.rewindable_to()
     assert 30 < least <= 38, "a step of max_step_tokens can always be rolled back"
@@ -310,7 +310,7 @@ def test_a_copy_does_not_write_over_other_tokens():
     assert cache.seq_positions(1) == [range(0, 2)]
 
 
-def test_values_that_are_no_numbers_do_not_reach_others():
+def test_values_that_are_not_finite_do_not_reach_others():
     for value, v_format, refused in (
         (torch.inf, "f32", True),
         (torch.nan, "affine8g32", True),

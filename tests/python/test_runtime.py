@@ -326,7 +326,7 @@ def test_what_is_no_program(tiny, session, tmp_path):
         etkv.load(tiny.path, "cache-0")
 
 
-def test_a_missing_library_is_told(tiny, tmp_path):
+def test_a_missing_library_is_reported(tiny, tmp_path):
     """The second time as the first."""
     missing = [f"ETKV_LIBRARY_DIR is {tmp_path}, which has no libetkv{SUFFIX}"]
     assert two_uses(tmp_path) == missing * 2

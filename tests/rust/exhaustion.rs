@@ -142,15 +142,15 @@ fn quantized_later() -> CacheConfig {
 }
 
 #[test]
-fn a_conversion_that_fails_is_told_and_tried_again() {
-    in_a_process_of_its_own("a_conversion_that_fails_is_told_and_tried_again", || {
+fn a_failed_conversion_is_reported_and_repeated() {
+    in_a_process_of_its_own("a_failed_conversion_is_reported_and_repeated", || {
         conversions(&mut ContiguousCache::new(quantized_later())?)
     });
 }
 
 #[test]
-fn a_conversion_of_sequences_that_fails_is_told_and_tried_again() {
-    in_a_process_of_its_own("a_conversion_of_sequences_that_fails_is_told_and_tried_again", || {
+fn a_failed_conversion_of_sequences_is_reported_and_repeated() {
+    in_a_process_of_its_own("a_failed_conversion_of_sequences_is_reported_and_repeated", || {
         conversions(&mut CellsCache::new(quantized_later())?)
     });
 }

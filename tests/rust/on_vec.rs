@@ -93,7 +93,7 @@ fn a_conversion_that_fails_is_tried_again() {
 }
 
 #[test]
-fn a_step_that_finds_no_memory_has_not_been() {
+fn a_step_without_memory_is_rolled_back() {
     let mut cache = ContiguousCache::<VecStore>::new(CacheConfig::uniform(1, 1, 4, 1000)).unwrap();
     append(&mut cache, 0, 200).unwrap();
     fail_next(Failure::Grow);

@@ -341,7 +341,7 @@ mod tests {
     }
 
     #[test]
-    fn what_cannot_be_is_named() {
+    fn an_invalid_field_is_named() {
         let good = CacheConfig::uniform(2, 1, 64, 8);
         assert!(good.validate().is_ok());
         let message = |change: fn(&mut CacheConfig)| {

@@ -215,7 +215,7 @@ mod tests {
     }
 
     #[test]
-    fn splits_that_cannot_be_are_refused() {
+    fn splits_that_do_not_fit_are_refused() {
         for (sizes, n) in [
             (&[2, 3][..], 3),
             (&[], 1),

@@ -25,7 +25,7 @@ fn append<B: Backend>(
 }
 
 /// A weight of 0 does not hide an infinite value: 0 times infinity is NaN.
-pub fn values_that_are_no_numbers_reach_no_other_sequence<B: Backend>() {
+pub fn values_that_are_not_finite_reach_no_other_sequence<B: Backend>() {
     let formats = ["f32", "f16", "bf16", "affine4g64", "mxfp8", "nvfp4", "row-int4"];
     let run = || -> Result<()> {
         for format in formats.map(|name| name.parse::<KvFormat>().unwrap()) {
@@ -62,7 +62,7 @@ pub fn values_that_are_no_numbers_reach_no_other_sequence<B: Backend>() {
 }
 
 /// Rows of an evaluated and dropped step lie in free cells.
-pub fn what_an_aborted_step_left_reaches_nobody<B: Backend>() {
+pub fn rows_of_an_aborted_step_reach_no_sequence<B: Backend>() {
     let run = || -> Result<()> {
         // Enough cells that sequences leave each other room.
         let mut cache = CellsCache::<B::Store>::new(CacheConfig::uniform(1, 1, 64, 512))?;
@@ -88,7 +88,7 @@ pub fn what_an_aborted_step_left_reaches_nobody<B: Backend>() {
 }
 
 /// A step that fails in any layer leaves the cache's answers as they were.
-pub fn a_step_that_fails_has_not_been<B: Backend>() {
+pub fn a_failed_step_is_rolled_back<B: Backend>() {
     let formats = ["f32", "affine4g64", "row-int4"];
     let policies = [LayerPolicy::Full, LayerPolicy::Window { window: 3, sinks: 1 }];
     let run = || -> Result<()> {

@@ -254,7 +254,7 @@ mod tests {
     }
 
     #[test]
-    fn parents_that_cannot_be_are_refused() {
+    fn parents_out_of_range_are_refused() {
         let mut tree = Tree::new(1);
         for parents in [&[][..], &[0], &[-2], &[-1, 1], &[-1, i32::MAX], &[i32::MIN]] {
             assert!(tree.propose(parents).is_err(), "{parents:?}");
