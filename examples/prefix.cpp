@@ -1,5 +1,5 @@
-// etkv_prefix: a chat server's view. Every request is a whole conversation; what
-// a sequence still holds of its beginning is kept, and only the rest is read.
+// etkv_prefix: a chat server. Every request is a whole conversation. The part
+// that a sequence still holds is reused, and only the rest is read.
 
 #include <algorithm>
 #include <optional>
@@ -20,7 +20,7 @@
 namespace etkv::examples {
 namespace {
 
-/// What every conversation begins with.
+/// The beginning of every conversation.
 constexpr char kSystem[] =
     "You answer the letters of a small bookshop. Be polite and brief. If you "
     "do not know the answer, say so.";
@@ -48,8 +48,8 @@ class Server {
   Server(Model& model, SeqCache& cache, const RunnerOptions& options)
       : model_(model), cache_(cache), options_(options) {}
 
-  /// Answers a conversation, from what is held of it on; nothing where it is
-  /// longer than the cache.
+  /// Answers a conversation and reuses the held part; empty if it is longer
+  /// than the cache.
   Result<std::optional<Decoding>> answer(
       const std::vector<Message>& conversation) {
     Decoding one;
@@ -87,7 +87,7 @@ class Server {
     }
     auto held = one.prompt;
     if (!one.ids.empty()) {
-      // The last id was not run.
+      // The last id has not run.
       held.insert(held.end(), one.ids.begin(), one.ids.end() - 1);
     }
     held_.hold(one.sequence, std::move(held));
@@ -123,14 +123,15 @@ class Server {
   }
 
  private:
-  /// Finds a sequence for a prompt; returns how many of its ids that holds.
+  /// Finds a sequence for a prompt; returns how many of its ids that sequence
+  /// holds.
   Result<size_t> place(Decoding& one) {
     const auto match = held_.longest(one.prompt);
-    // The last token is run even where it is held: its logits are not kept.
+    // The last token runs even if it is held: its logits are not kept.
     const size_t shared =
         match ? std::min(match->shared, one.prompt.size() - 1) : 0;
     if (match && shared == held_.of(match->sequence).size()) {
-      // The same conversation, further on.
+      // The same conversation, continued.
       one.sequence = match->sequence;
       return shared;
     }
@@ -141,8 +142,9 @@ class Server {
     if (shared == 0) {
       return shared;
     }
-    // What the other goes on with stays: a fork takes no bytes. Layers with
-    // windows may have dropped what it would need; then all is read.
+    // The other conversation keeps its tokens: a fork takes no bytes. Layers
+    // with windows may have dropped rows that the fork needs; then everything
+    // is read.
     const auto forked = cache_.seq_cp(
         match->sequence, one.sequence, 0, static_cast<int32_t>(shared));
     if (!forked.ok() && forked.error().status() == ETKV_ERROR_POSITION) {
@@ -156,7 +158,7 @@ class Server {
     return shared;
   }
 
-  /// Evicts others until `tokens` more fit; false where that is not enough.
+  /// Evicts others until `tokens` more fit; false if that is not enough.
   Result<bool> make_room(size_t tokens, int32_t sequence) {
     while (!cache_.can_extend(static_cast<int32_t>(tokens))) {
       ASSIGN_OR_RETURN(const bool evicted, evict(/*except=*/sequence));
@@ -167,8 +169,8 @@ class Server {
     return true;
   }
 
-  /// Removes the sequence that was used longest ago, but for one; false if there
-  /// is no other. Cells that others share stay.
+  /// Removes the least recently used sequence but one; false if there is no
+  /// other. Cells that others share stay.
   Result<bool> evict(int32_t except) {
     const auto oldest = held_.oldest(except);
     if (!oldest) {
