@@ -47,7 +47,7 @@ class ProgramDraft : public Draft {
   ProgramDraft(Program program, CacheSession<TreeCache> session)
       : program_(std::move(program)), session_(std::move(session)) {}
 
-  /// Takes a session for `program`, which is loaded with its cache.
+  /// Returns a session for `program`, which it loads with the session's cache.
   static Result<CacheSession<TreeCache>> make_session(
       Program& program,
       const DraftTarget& target);
