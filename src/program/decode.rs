@@ -307,7 +307,7 @@ mod tests {
     fn splits_that_contradict_themselves_are_refused() {
         let error = split(2, 3);
         assert_eq!(error.status(), Status::Program);
-        assert_eq!(error.message(), "instruction 0: a split of 2 sizes has 3 outputs");
+        assert_eq!(error.message(), "instruction 0: expected 2 outputs of a split, got 3");
         assert!(split(2, 2).message().contains("tensor 0 is read before it is written"));
     }
 
@@ -328,6 +328,6 @@ mod tests {
         );
         let error = error(&payload);
         assert_eq!(error.status(), Status::Unsupported);
-        assert!(error.message().contains("Gelu by `quick`"), "{error}");
+        assert!(error.message().contains("unknown Gelu `quick`"), "{error}");
     }
 }

@@ -465,7 +465,7 @@ static void formats(void) {
   CHECK_INT(etkv_cache_formats(cache, &k, &v, NULL), ETKV_OK);
   CHECK(strcmp(k, "f32") == 0 && strcmp(v, "f16") == 0);
   CHECK_REFUSED(
-      etkv_cache_convert(cache, "f32", "f1", error), invalid, "v_format: no");
+      etkv_cache_convert(cache, "f32", "f1", error), invalid, "v_format: unknown");
   CHECK_REFUSED(
       etkv_cache_convert(cache, "affine4", "f32", error), invalid, "layer 0");
   CHECK_INT(etkv_cache_formats(cache, &k, &v, NULL), ETKV_OK);
@@ -538,7 +538,7 @@ static void own_kinds(void) {
   CHECK_REFUSED(
       etkv_builder_register(BACKEND, KIND, KIND, &v, NULL, error),
       invalid,
-      "caches of kind `contiguous`");
+      "kind `contiguous` is registered");
   CHECK_REFUSED(
       etkv_builder_register(BACKEND, "own", "tapestry", &v, NULL, error),
       ETKV_ERROR_KIND,

@@ -300,9 +300,8 @@ void refusals() {
       on->rewindable_to(), ETKV_ERROR_INVALID_ARGUMENT, "2 sequences");
   must(on->begin_step({0, 1}));
   CHECK_REFUSED(
-      on.model.step({1}, {2}), ETKV_ERROR_INVALID_ARGUMENT, "named for 2");
-  CHECK_REFUSED(
-      on.model.step({1, 2}, {2, 3}), ETKV_ERROR_POSITION, "position 3");
+      on.model.step({1}, {2}), ETKV_ERROR_INVALID_ARGUMENT, "declared 2");
+  CHECK_REFUSED(on.model.step({1, 2}, {2, 3}), ETKV_ERROR_POSITION, "got 3");
   CHECK(Seen(on.session.cache()) == before);
   // Still said.
   must(on.model.step({1, 2}, {2, 2}));

@@ -305,8 +305,7 @@ void a_layer_that_does_not_fit() {
   Tapped tapped(
       64, [](CacheConfig& config) { config.layers[1].v_head_dim = 8; });
   const Seen before(tapped.cache());
-  CHECK_REFUSED(
-      tapped.step(text(6), 0), ETKV_ERROR_SHAPE, "the values of layer 1");
+  CHECK_REFUSED(tapped.step(text(6), 0), ETKV_ERROR_SHAPE, "values of shape");
   CHECK_INT(tapped.cache().length(), before.length);
   CHECK_INT(tapped.cache().memory().used, before.memory.used);
   must(tapped.cache().clear(/*release=*/true));

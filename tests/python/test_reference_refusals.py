@@ -63,7 +63,10 @@ def assert_refused(cache, call, status, words):
         ({"growth": "slow"}, "unknown growth 'slow'; available: doubling, step, exact, upfront"),
         ({"growth": "exact", "min_chunk": 4}, "expected min_chunk 0 for growth 'exact', got 4"),
         ({"k_format": "f64"}, "k_format: unknown storage format `f64`"),
-        ({"k_format": "affine4"}, "layer 0: keys: affine4g64 takes a head_dim that is a multiple of 64, got 8"),
+        (
+            {"k_format": "affine4"},
+            "layer 0: keys: affine4g64 takes a head_dim that is a multiple of 64, got head_dim 8",
+        ),
         ({"v_format": "affine7g32"}, "v_format: unknown storage format `affine7g32`"),
         ({"quantized_kv_start": 3, "float_format": "mxfp8"}, "expected float_format f32, f16 or bf16, got mxfp8"),
         ({"layers": [LayerConfig(0, 8)]}, "layer 0: n_kv_heads is 0, the least is 1"),
@@ -418,7 +421,7 @@ def test_a_step_brings_no_more_floats_than_were_reckoned_with():
 def test_conversion_by_hand_lasts_until_the_cache_is_cleared():
     config = CacheConfig([LayerConfig(1, 32, 16)], 40, "f32", "f32")
     cache = grown(ContiguousCache(config), 3)
-    words = "layer 0: values: mxfp8 takes a head_dim that is a multiple of 32, got 16"
+    words = "layer 0: values: mxfp8 takes a head_dim that is a multiple of 32, got head_dim 16"
     assert_refused(cache, lambda: cache.convert("mxfp8", "mxfp8"), Status.INVALID_ARGUMENT, words)
     cache.convert("mxfp8", "nvfp4")
     [(k, v, _)] = forward(cache, [3], seed=3)

@@ -370,7 +370,7 @@ mod tests {
         );
         assert_eq!(
             message(|c| c.k_format = KvFormat::Affine { bits: 4, group: 128 }),
-            "layer 0: keys: affine4g128 takes a head_dim that is a multiple of 128, got 64"
+            "layer 0: keys: affine4g128 takes a head_dim that is a multiple of 128, got head_dim 64"
         );
         assert_eq!(
             message(|c| {

@@ -158,7 +158,7 @@ impl CacheRegistry {
         if key.is_empty() || key.len() > MAX_KEY {
             fail!(
                 InvalidArgument,
-                "expected a cache key of 1 to {MAX_KEY} bytes, got {}",
+                "expected a cache key of 1 to {MAX_KEY} bytes, got one of {} bytes",
                 key.len()
             );
         }

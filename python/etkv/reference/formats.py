@@ -56,7 +56,7 @@ class Format:
 
     def check(self, head_dim: int) -> None:
         if head_dim % self.granule:
-            raise invalid(f"{self.name} takes a head_dim that is a multiple of {self.granule}, got {head_dim}")
+            raise invalid(f"{self.name} takes a head_dim that is a multiple of {self.granule}, got head_dim {head_dim}")
 
     def stored(self, rows: Tensor) -> Tensor:
         """Returns rows in any float dtype as they are read back: float32, ``[..., head_dim]``.
