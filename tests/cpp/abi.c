@@ -253,14 +253,17 @@ static void config_fields(void) {
   CHECK_FIELD(config.max_step_tokens, -2, invalid, "max_step_tokens is -2");
   CHECK_FIELD(config.growth, 4, invalid, "growth is 4");
   CHECK_FIELD(config.growth, -1, invalid, "growth is -1");
-  CHECK_FIELD(config.quantized_kv_start, -4, invalid, "quantized_kv_start is -4");
+  CHECK_FIELD(
+      config.quantized_kv_start, -4, invalid, "quantized_kv_start is -4");
   CHECK_FIELD(config.reserved, 9, invalid, "config.reserved is 9");
-  CHECK_FIELD(config.k_format, "f24", invalid, "k_format: unknown storage format");
-  CHECK_FIELD(config.v_format, "affine7", invalid, "v_format: no storage");
+  CHECK_FIELD(
+      config.k_format, "f24", invalid, "k_format: unknown storage format");
+  CHECK_FIELD(config.v_format, "affine7", invalid, "v_format: unknown storage");
   CHECK_FIELD(config.v_format, "", invalid, "unknown storage format ``");
   CHECK_FIELD(config.k_format, "F16", invalid, "`F16`");
   CHECK_FIELD(config.k_format, "\xff", invalid, "k_format is not UTF-8");
-  CHECK_FIELD(config.float_format, "f8", invalid, "float_format: no storage");
+  CHECK_FIELD(
+      config.float_format, "f8", invalid, "float_format: unknown storage");
   /* Rows of 8 elements are no whole groups of 64. */
   CHECK_FIELD(config.k_format, "affine4g64", invalid, "layer 0: keys");
   CHECK_FIELD(config.layers, NULL, invalid, "layers is NULL");
@@ -296,7 +299,11 @@ static void config_fields(void) {
   s.config.quantized_kv_start = 4;
   s.config.float_format = "row-int4";
   CHECK_NO_SESSION(
-      BACKEND, KIND, &s.config, invalid, "float_format is row-int4");
+      BACKEND,
+      KIND,
+      &s.config,
+      invalid,
+      "float_format f32, f16 or bf16, got row-int4");
 
   /* Zero means the default. */
   set_up(&s);
@@ -465,7 +472,9 @@ static void formats(void) {
   CHECK_INT(etkv_cache_formats(cache, &k, &v, NULL), ETKV_OK);
   CHECK(strcmp(k, "f32") == 0 && strcmp(v, "f16") == 0);
   CHECK_REFUSED(
-      etkv_cache_convert(cache, "f32", "f1", error), invalid, "v_format: unknown");
+      etkv_cache_convert(cache, "f32", "f1", error),
+      invalid,
+      "v_format: unknown");
   CHECK_REFUSED(
       etkv_cache_convert(cache, "affine4", "f32", error), invalid, "layer 0");
   CHECK_INT(etkv_cache_formats(cache, &k, &v, NULL), ETKV_OK);
