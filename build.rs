@@ -1,7 +1,7 @@
 //! Generates the reader of MLX program payloads, from the schema of the installed
 //! ExecuTorch.
 
-// A build script has nobody to return an error to.
+// A build script reports errors by panicking.
 #![allow(clippy::expect_used, clippy::panic, clippy::unwrap_used)]
 
 fn main() {

@@ -1,8 +1,8 @@
 """Compares etkv with mlx-lm: the same weights, dtype and MLX, side by side.
 
 For each kind of weights, both answer the same prompt of ids greedily, in turns: one round of etkv, one of mlx-lm, and
-so on, each in a process of its own. What is printed are medians of the rounds, and ratios of medians; above 1 is in
-etkv's favour for speed, below 1 for memory.
+so on, each in its own process. It prints medians of the rounds and ratios of medians. For speed a ratio above 1 favours
+etkv, for memory a ratio below 1.
 
 ``--workload`` runs mlx-lm's side of one round and prints JSON; it is how the comparison starts its processes.
 """
@@ -27,7 +27,7 @@ FORWARD = ROOT / "build" / "bin" / "etkv_forward"
 
 @dataclass(frozen=True)
 class Variant:
-    """One kind of weights: what the exporter is asked for, and what mlx-lm loads."""
+    """One kind of weights: the options of the exporter, and the folder that mlx-lm loads."""
 
     name: str
     folder: Path
@@ -43,7 +43,7 @@ VARIANTS = [
 
 
 def export(variant: Variant) -> None:
-    """Exports the program of ``variant``, if that has not been done, and mlx-lm's folder with the same weights."""
+    """Exports the program of ``variant``, if it is missing, and mlx-lm's folder with the same weights."""
     from etkv.models import path
 
     command = [sys.executable, "-m", "etkv.export", "--if-changed", "--model", str(path("smollm2-135m"))]
@@ -89,9 +89,9 @@ def convert(variant: Variant) -> None:
 
 
 def quantized_weights(program: Path, bits: int) -> dict:
-    """The packed weights, scales and biases in ``program``, under mlx-lm's names.
+    """Returns the packed weights, scales and biases in ``program``, under mlx-lm's names.
 
-    The program ships no biases: they are the scales by the value of a code in the middle.
+    The program ships no biases: they are the scales times the value of a code in the middle.
     """
     import mlx.core as mx
 
@@ -134,14 +134,14 @@ def workload(folder: Path, ids: list[int], n_decode: int) -> dict:
 
 
 def run_mlx_lm(variant: Variant, ids_file: Path, n_decode: int) -> dict:
-    """One round of mlx-lm in a process of its own."""
+    """Runs one round of mlx-lm in its own process."""
     command = [sys.executable, __file__, "--workload", str(variant.folder / "mlx")]
     command += ["--ids-file", str(ids_file), "--decode", str(n_decode)]
     return json.loads(subprocess.run(command, check=True, capture_output=True, text=True).stdout.splitlines()[-1])
 
 
 def run_etkv(variant: Variant, ids_file: Path, n_decode: int) -> dict:
-    """One round of etkv in a process of its own, keys and values in the model's dtype."""
+    """Runs one round of etkv in its own process, with keys and values in the model's dtype."""
     kv_format = {"float32": "f32", "bfloat16": "bf16"}[variant.dtype]
     command = [str(FORWARD), "--model", str(variant.folder / "model.pte"), "--ids-file", str(ids_file)]
     command += ["--decode", str(n_decode), "--kv-format", kv_format, "--json"]

@@ -1,4 +1,4 @@
-//! What planning a step costs, and the verbs between steps: integers only.
+//! The cost of planning a step, and of the calls between steps: integers only.
 
 use std::hint::black_box;
 
@@ -15,7 +15,7 @@ fn contiguous(length: i32) -> ContiguousBookkeeping {
     book
 }
 
-/// `n` sequences of `each` tokens, one behind the other.
+/// Returns `n` sequences of `each` tokens, one behind the other.
 fn cells(n: i32, each: i32) -> CellsBookkeeping {
     let mut book = CellsBookkeeping::new(CAPACITY, []);
     for sequence in 0..n {
@@ -24,7 +24,7 @@ fn cells(n: i32, each: i32) -> CellsBookkeeping {
     book
 }
 
-/// `n` sequences of `each` tokens that came in turns: no two neighbours in a run.
+/// Returns `n` sequences of `each` tokens that came in turns: no two neighbouring cells form a run.
 fn interleaved(n: i32, each: i32) -> CellsBookkeeping {
     let mut book = CellsBookkeeping::new(CAPACITY, []);
     let sequences: Vec<i32> = (0..n).collect();
@@ -40,7 +40,7 @@ fn append(book: &mut CellsBookkeeping, sequences: &[i32], positions: &[i32]) {
     book.commit().expect("a step");
 }
 
-/// Plans the next token of every sequence, and takes it back.
+/// Plans the next token of every sequence, and rolls it back.
 fn plan_all(book: &mut CellsBookkeeping, sequences: &[i32], positions: &[i32]) {
     book.begin_step(sequences).expect("sequences");
     black_box(book.plan(positions).expect("a step"));
@@ -93,7 +93,7 @@ fn fork(book: &mut CellsBookkeeping) {
     book.seq_rm(1, 0..i32::MAX).expect("a removal");
 }
 
-/// Proposes 32 nodes, runs them, accepts 5 and takes those back.
+/// Proposes 32 nodes, runs them, accepts 5 and rolls those back.
 fn tree(book: &mut CellsBookkeeping, length: i32) {
     let parents: Vec<i32> = (0..32).map(|node| (node - 1) / 2 - i32::from(node == 0)).collect();
     book.propose(0, &parents).expect("a tree");

@@ -1,5 +1,5 @@
-//! What the caches cost with their bytes: a decode step through each kind, in
-//! each format, and the verbs that move rows.
+//! The cost of caches with their bytes: a decode step through each kind and each format, and the
+//! calls that move rows.
 
 use std::time::{Duration, Instant};
 
@@ -26,8 +26,7 @@ fn ones(heads: i32, n: i32) -> Array {
     Array::ones::<f32>(&[1, heads, n, HEAD_DIM]).expect("an array")
 }
 
-/// A step of `n` tokens through all layers; without attention where that is none's
-/// concern.
+/// Runs a step of `n` tokens through all layers, without attention if only the moves count.
 fn step(cache: &mut MlxCache, first: i32, n: i32, attends: bool) {
     let positions: Vec<i32> = (first..first + n).collect();
     let (rows, mut x) = (ones(N_KV_HEADS, n), ones(N_HEADS, n));
@@ -46,7 +45,7 @@ fn filled(mut cache: Box<MlxCache>, length: i32) -> Box<MlxCache> {
     cache
 }
 
-/// A decode step, rolled back between the measurements.
+/// Runs a decode step, which is rolled back between the measurements.
 fn decode(cache: Box<MlxCache>, length: i32) -> Duration {
     const STEPS: u32 = 12;
     let mut cache = filled(cache, length);

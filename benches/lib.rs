@@ -1,13 +1,13 @@
-//! What the benchmarks share: medians, and tables of cost against length.
+//! Shared by the benchmarks: medians, and tables of cost by length.
 
 use std::hint::black_box;
 use std::time::{Duration, Instant};
 
-/// What is measured: its name, and the time that it takes at a length.
+/// A measured case: its name, and its time at a length.
 pub type Case<'a> = (&'a str, Box<dyn FnMut(i32) -> Duration>);
 
-/// Prints one row a length and one column a case: the median time of each, with
-/// the cases measured in turns.
+/// Prints one row for each length and one column for each case: the median time, with the cases
+/// measured in turns.
 pub fn table(title: &str, lengths: &[i32], cases: &mut [Case]) {
     println!("\n{title}");
     print!("{:>10}", "length");
@@ -30,7 +30,7 @@ pub fn table(title: &str, lengths: &[i32], cases: &mut [Case]) {
     }
 }
 
-/// The time of one call, over as many as take a few milliseconds.
+/// Returns the time of one call, averaged over a few milliseconds of calls.
 pub fn time_of<T>(mut call: impl FnMut() -> T) -> Duration {
     let mut n = 1;
     loop {

@@ -1,6 +1,5 @@
-//! Attention over stored rows against attention over the same rows unpacked: from
-//! these tables comes the number of queries up to which a pool multiplies what it
-//! stores.
+//! Compares attention over stored rows with attention over the same rows unpacked. The tables
+//! decide up to how many queries a pool multiplies its stored rows.
 
 use std::time::{Duration, Instant};
 
@@ -10,7 +9,7 @@ use mlx_rs::{random, Array, Dtype};
 const N_KV_HEADS: i32 = 2;
 const GROUP: i32 = 4;
 const LENGTHS: [i32; 3] = [512, 2048, 8192];
-/// Queries a step: times `GROUP` they are the rows that a KV head is multiplied by.
+/// Queries of a step; times `GROUP` they are the rows that a KV head is multiplied by.
 const STEPS: [i32; 8] = [1, 2, 4, 8, 16, 32, 64, 128];
 const FORMATS: [&str; 12] = [
     "f16",
@@ -31,7 +30,7 @@ fn rows(heads: i32, n: i32, head_dim: i32) -> etkv::Result<Array> {
     Ok(random::normal::<f32>(&[1, heads, n, head_dim], None, None, None)?)
 }
 
-/// A layer of `length` random rows.
+/// Returns a layer of `length` random rows.
 fn filled(
     format: KvFormat,
     length: i32,
@@ -60,8 +59,8 @@ fn median(times: &mut [Duration]) -> f64 {
     times[times.len() / 2].as_secs_f64()
 }
 
-/// One line: the time of unpacking over that of packed products, for each number of
-/// queries. The ratios come back.
+/// Prints one line: the time of unpacking over that of packed products, for each number of queries.
+/// Returns the ratios.
 fn line(format: &str, length: i32, head_dim: i32, dtype: Dtype) -> etkv::Result<Vec<f64>> {
     let mut ratios = Vec::new();
     let (_cache, mut spec) = filled(format.parse()?, length, head_dim)?;
@@ -72,7 +71,7 @@ fn line(format: &str, length: i32, head_dim: i32, dtype: Dtype) -> etkv::Result<
         let (mut packed, mut unpacked) = (Vec::new(), Vec::new());
         for round in 0..8 {
             let times = (time(&q, &spec, true)?, time(&q, &spec, false)?);
-            // The first warms what is compiled and allocated.
+            // The first call compiles and allocates.
             if round > 0 {
                 packed.push(times.0);
                 unpacked.push(times.1);
@@ -85,8 +84,8 @@ fn line(format: &str, length: i32, head_dim: i32, dtype: Dtype) -> etkv::Result<
     Ok(ratios)
 }
 
-/// The most rows a KV head up to which packed products are faster, by the geometric
-/// mean of the lines; 0 where they never are.
+/// Returns the most rows a KV head up to which packed products are faster, by the geometric mean of
+/// the lines, or 0 if they never are.
 fn threshold(lines: &[Vec<f64>]) -> i32 {
     let faster = |at: &usize| lines.iter().map(|ratios| ratios[*at].ln()).sum::<f64>() >= 0.0;
     let n = (0..STEPS.len()).take_while(faster).count();
@@ -95,7 +94,7 @@ fn threshold(lines: &[Vec<f64>]) -> i32 {
 
 fn main() {
     let measured = etkv::mlx::run(|| {
-        // As arguments the formats to measure, else all; `--half` for bfloat16 queries.
+        // The arguments are the formats to measure, all by default; `--half` for bfloat16 queries.
         let words: Vec<String> = std::env::args().skip(1).collect();
         let named = |format: &&str| words.iter().any(|word| word == format);
         let all = !FORMATS.iter().any(named);

@@ -1,10 +1,10 @@
-"""Measures what speculative decoding takes and brings: forwards of several tokens, and drafts on questions.
+"""Measures the cost and gain of speculative decoding: forwards of several tokens, and drafts on questions.
 
-The first table tells what a forward takes by the number of its tokens, all rows of logits among it, as a share of what
-one token takes. The second runs ``etkv_speculative`` on a few questions with every draft, in turns, each in a process
-of its own: answers without a draft, n-grams of the text, the model's first layers fed with tokens, and its last ones
-fed with hidden states; programs are exported if need be. Figures are of all questions of a kind together; speed is
-a ratio to the answers without a draft of the same round, and the median of the rounds.
+The first table shows the cost of a forward by the number of its tokens, with all rows of logits, relative to one token.
+The second runs ``etkv_speculative`` on a few questions with every draft, in turns, each in its own process: no draft,
+n-grams of the text, the model's first layers fed with tokens, and its last layers fed with hidden states. Missing
+programs are exported. Figures are sums over the questions of a kind. Speed is a ratio to the answers without a draft in
+the same round, the median of the rounds.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ MODEL = ROOT / "build" / "models" / "smollm2-135m" / "model.pte"
 
 TOKENS = [1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48]
 CONTEXT = 96
-"""Ids that a forward is measured over: a multiple of all of ``TOKENS``."""
+"""The ids of a measurement: a multiple of all of ``TOKENS``."""
 
 QUESTIONS = {
     "a question": ["Why is the sky blue?", "What is a library?", "Who wrote Hamlet?"],
@@ -43,7 +43,7 @@ SHAPES = {"auto": [], "2 x 1": ["--depth", "2", "--width", "1"], "2 x 4": ["--de
 
 @dataclass(frozen=True)
 class Draft:
-    """Which draft serves which program, and how far."""
+    """A draft, its program and the shape of its trees."""
 
     name: str
     model: Path
@@ -51,7 +51,7 @@ class Draft:
 
 
 def export(name: str, *options: object) -> Path:
-    """A program of the model, as the exporter makes it with these options."""
+    """Returns the program that the exporter makes of the model with these options."""
     from etkv.models import path
 
     output = MODEL.parent.with_name(f"{MODEL.parent.name}-{name}") / "model.pte"
@@ -61,7 +61,7 @@ def export(name: str, *options: object) -> Path:
 
 
 def make_drafts(first: list[int], last: list[int]) -> list[Draft]:
-    """Nobody, the text, and programs of so many first and last layers."""
+    """Returns the drafts: none, n-grams of the text, and programs of these numbers of first and last layers."""
     drafts = [Draft("none", MODEL, ["--depth", "0"]), Draft("ngram, auto", MODEL, [])]
     drafts.append(Draft("ngram, 4 x 1", MODEL, ["--depth", "4", "--width", "1"]))
     programs = [(f"first {n}", MODEL, export(f"first-{n}", "--layers", n)) for n in first]
@@ -74,7 +74,7 @@ def make_drafts(first: list[int], last: list[int]) -> list[Draft]:
 
 
 def forward_seconds(model: Path, ids_file: Path, n_tokens: int) -> float:
-    """Seconds of a forward of so many tokens, all rows of logits computed: a mean over ``CONTEXT`` ids."""
+    """Returns the seconds of a forward of so many tokens with all rows of logits: a mean over ``CONTEXT`` ids."""
     command = [BIN / "etkv_forward", "--model", model, "--ids-file", ids_file, "--rows", "all"]
     command += ["--chunk", str(n_tokens), "--repeat", "2", "--json"]
     done = subprocess.run(command, check=True, capture_output=True, text=True)
@@ -83,7 +83,7 @@ def forward_seconds(model: Path, ids_file: Path, n_tokens: int) -> float:
 
 
 def print_costs(model: Path, rounds: int) -> None:
-    """Prints what a forward takes by its tokens."""
+    """Prints the cost of a forward by its tokens."""
     ids_file = ROOT / "build" / "bench-ids.txt"
     ids_file.write_text(" ".join(str(1 + 7919 * i % 40000) for i in range(CONTEXT)))
     times: dict[int, list[float]] = {n_tokens: [] for n_tokens in TOKENS}
@@ -100,7 +100,7 @@ def print_costs(model: Path, rounds: int) -> None:
 
 @dataclass
 class Took:
-    """What answers took together."""
+    """The sums over some answers."""
 
     ids: int = 0
     steps: int = 0
@@ -109,7 +109,7 @@ class Took:
 
 
 def answer(draft: Draft, questions: list[str], most: int) -> tuple[Took, str]:
-    """The questions with one draft, and what was answered."""
+    """Runs the questions with one draft; returns the figures and the answers."""
     command = [BIN / "etkv_speculative", "--model", draft.model, "--ids", "--max-new-tokens", str(most), *draft.options]
     for question in questions:
         command += ["--prompt", question]
@@ -126,7 +126,7 @@ def answer(draft: Draft, questions: list[str], most: int) -> tuple[Took, str]:
 
 
 def print_drafts(drafts: list[Draft], most: int, rounds: int) -> None:
-    """Prints what every draft brings, by the kind of question."""
+    """Prints the gain of every draft, by the kind of question."""
     print(f"at most {most} tokens an answer; rounds in turns: {rounds}")
     print(f"  {'':12}{'draft':24}{'tokens a step':>14}{'forwards a token':>18}{'drafting':>10}{'speed':>8}")
     for kind, questions in QUESTIONS.items():

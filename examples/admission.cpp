@@ -1,6 +1,6 @@
-// etkv_admission: requests that come while others are answered. Their prompts are
-// read in chunks, in the same forwards as the tokens of the answers under way;
-// who is answered stays until there is need of its cells.
+// etkv_admission: requests that arrive while others are answered. Their prompts
+// are read in chunks, in the same forwards as the tokens of the running
+// answers. An answered request stays in the cache until its cells are needed.
 
 #include <algorithm>
 #include <optional>
@@ -40,7 +40,7 @@ class Server {
              },
              [this](int32_t sequence) { return cache_.seq_rm(sequence); }}) {}
 
-  /// A request has come. One that cannot ever fit is refused.
+  /// Adds a request. Refuses one that can never fit.
   void submit(Decoding one) {
     if (refusals_.admit(one.title, one.prompt.size(), cache_)) {
       scheduler_.submit(one.prompt.size());
@@ -48,7 +48,7 @@ class Server {
     }
   }
 
-  /// One forward for all that there is to do; returns who is done with it.
+  /// Runs one forward for all requests; returns those that are finished.
   Result<std::vector<size_t>> step() {
     Scheduler::Events events;
     ASSIGN_OR_RETURN(const auto shares, scheduler_.next(events));
@@ -120,7 +120,7 @@ class Server {
   }
 
  private:
-  /// A request's prompt, and its answer so far.
+  /// A request: its prompt, and its answer so far.
   std::vector<int64_t> text_of(size_t number) const {
     auto text = requests_[number].prompt;
     const auto& ids = requests_[number].ids;
@@ -175,7 +175,7 @@ Result<void> run(const RunnerOptions& options, const AdmissionOptions& more) {
   Stopwatch watch;
   size_t next = 0;
   while ((next < coming.size() || server.busy()) && !interrupted()) {
-    // One request comes every few steps, or as soon as there is nothing to do.
+    // A request arrives every few steps, or as soon as there is nothing to do.
     if (next < coming.size() &&
         (!server.busy() || server.steps() >= next * every)) {
       server.submit(coming[next++]);

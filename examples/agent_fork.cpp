@@ -1,5 +1,5 @@
-// etkv_agent_fork: a long shared context read once, forked into branches without
-// copying, the branches decoded together, and the best of them kept.
+// etkv_agent_fork: reads a long shared context once, forks it into branches
+// without copying, decodes the branches together, and keeps the best.
 
 #include <algorithm>
 #include <cerrno>
@@ -23,7 +23,7 @@
 namespace etkv::examples {
 namespace {
 
-/// The sequence that holds the context, and nothing else.
+/// The sequence that holds only the context.
 constexpr int32_t kTrunk = 0;
 
 const std::vector<std::string>& tasks() {
@@ -67,7 +67,7 @@ Result<std::string> read_file(const std::string& path) {
     return refuse(
         "cannot read a context from " + path + ": " + std::strerror(errno));
   };
-  // The C functions tell why they fail; a C++ stream throws for a folder.
+  // The C functions report why they fail; a C++ stream throws for a folder.
   const std::unique_ptr<std::FILE, int (*)(std::FILE*)> file(
       std::fopen(path.c_str(), "rb"), &std::fclose);
   if (!file) {
@@ -84,7 +84,7 @@ Result<std::string> read_file(const std::string& path) {
   return all;
 }
 
-/// What all branches begin with: a file, or a register of so many tokens.
+/// The context of all branches: a file, or a register of so many tokens.
 Result<std::string> read_context(
     const ForkOptions& options,
     const Tokenizer& tokenizer) {
@@ -108,7 +108,7 @@ Result<std::string> read_context(
   return all;
 }
 
-/// How sure the model is of an answer: the mean over its ids.
+/// The mean log probability of an answer's ids.
 double score(const Decoding& branch) {
   return branch.log_probability / static_cast<double>(branch.ids.size());
 }
@@ -136,7 +136,7 @@ class Fork {
     ASSIGN_OR_RETURN(bool going, read_trunk());
     for (auto& branch : branches_) {
       if (going) {
-        // No bytes move: the branch has the trunk's cells, and adds its own.
+        // No bytes move: the branch shares the trunk's cells, and adds its own.
         RETURN_IF_ERROR(cache_.seq_cp(kTrunk, branch.sequence));
         ASSIGN_OR_RETURN(going, read_task(branch));
       }
@@ -162,7 +162,7 @@ class Fork {
       ASSIGN_OR_RETURN(
           auto ids, model_.encode({{"system", context_}, {"user", task}}));
       RETURN_IF_ERROR(check_length(ids.size(), cache_));
-      // A branch has at least its last token for itself: its logits are wanted.
+      // A branch has at least its own last token: its logits are needed.
       const size_t most = ids.size() - 1;
       shared_ = branches_.empty()
                     ? most
@@ -180,7 +180,7 @@ class Fork {
     return branches_.front().prompt;
   }
 
-  /// Reads what all branches share, once; false after Ctrl-C.
+  /// Reads the shared context, once; false after Ctrl-C.
   Result<bool> read_trunk() {
     ASSIGN_OR_RETURN(
         const auto logits,
@@ -189,7 +189,7 @@ class Fork {
     return logits || shared_ == 0;
   }
 
-  /// Reads what a branch has for itself; false after Ctrl-C.
+  /// Reads a branch's own tokens; false after Ctrl-C.
   Result<bool> read_task(Decoding& branch) {
     const size_t rest = branch.prompt.size() - shared_;
     ASSIGN_OR_RETURN(
@@ -203,7 +203,7 @@ class Fork {
     return begin(model_, cache_, branch, shared_);
   }
 
-  /// One token of each branch a step, until all have ended.
+  /// Runs one token of each branch a step, until all have ended.
   Result<void> decode() {
     for (auto active = unfinished(branches_); !active.empty() && !interrupted();
          active = unfinished(branches_)) {
@@ -218,7 +218,7 @@ class Fork {
           **std::min_element(active.begin(), active.end(), less_sure);
       stop_full(worst);
       if (active.size() > 1) {
-        // It makes room for the others.
+        // Its removal makes room for the others.
         RETURN_IF_ERROR(cache_.seq_rm(worst.sequence));
       }
     }
@@ -242,13 +242,13 @@ class Fork {
         branch.ids);
   }
 
-  /// Whether a branch's sequence holds anything: it does until it is removed.
+  /// Whether a branch's sequence holds tokens: it does until it is removed.
   Result<bool> holds(const Decoding& branch) const {
     ASSIGN_OR_RETURN(const int32_t length, cache_.seq_len(branch.sequence));
     return length > 0;
   }
 
-  /// What the fork has spared, against a run for each branch that was begun.
+  /// Prints what the fork saves, against a run for each branch.
   Result<void> report() const {
     int64_t begun = 0;
     size_t apart = 0;
@@ -289,7 +289,7 @@ class Fork {
     return {};
   }
 
-  /// Removes every branch but the best, and asks that once more.
+  /// Removes every branch but the best, and asks it once more.
   Result<void> keep_best() {
     const Decoding* best = nullptr;
     for (const auto& branch : branches_) {
@@ -303,7 +303,7 @@ class Fork {
     }
     const Decoding kept = *best;
     RETURN_IF_ERROR(cache_.seq_keep(kept.sequence));
-    // Its cells lie among those of the others: one run is read without a mask.
+    // Its cells lie among those of the others; one run is read without a mask.
     RETURN_IF_ERROR(cache_.compact());
     ASSIGN_OR_RETURN(const int32_t length, cache_.length());
     say("kept: " + kept.title + " (" + counted(length, "position") + ")");
@@ -314,7 +314,8 @@ class Fork {
     return going && !interrupted() ? show_scored(branches_[0]) : Result<void>();
   }
 
-  /// The next question to a branch, whose sequence is cut to what it shares.
+  /// Returns the next question to a branch, whose sequence is cut to its shared
+  /// part.
   Result<Decoding> follow_up(const Decoding& kept) {
     static const char kQuestion[] = "Say that again in other words.";
     ASSIGN_OR_RETURN(const std::string said, model_.decode(kept.ids));
@@ -327,7 +328,7 @@ class Fork {
              {"user", kQuestion}}));
     auto held = kept.prompt;
     held.insert(held.end(), kept.ids.begin(), kept.ids.end() - 1);
-    // A text may be read as other ids than it was written in.
+    // A text can be encoded to other ids than it was decoded from.
     const size_t same = std::min(shared_prefix(ids, held), ids.size() - 1);
     ASSIGN_OR_RETURN(shared_, cut(cache_, kept.sequence, same));
     return Decoding{
@@ -339,7 +340,7 @@ class Fork {
   const RunnerOptions& options_;
   std::string context_;
   std::vector<Decoding> branches_;
-  /// Ids that all of them begin with.
+  /// Returns the ids that all of them begin with.
   size_t shared_ = 0;
   size_t prefill_tokens_ = 0;
   std::vector<Decoding> answers_;
@@ -348,7 +349,7 @@ class Fork {
 Result<void> run(const RunnerOptions& options, const ForkOptions& more) {
   ASSIGN_OR_RETURN(auto model, Model::open(options.model));
   auto config = model.config();
-  // A context is long, and a buffer that doubles would hold as much again.
+  // A context is long, and a doubling buffer would hold as much again.
   config.growth = Growth::step;
   config.min_chunk = 64;
   ASSIGN_OR_RETURN(auto session, make_seq_session(kMLXBackend, config));
@@ -392,7 +393,7 @@ int main(int argc, char** argv) {
           "--context-tokens is the length of a context that is made up, and "
           "--context names one");
     }
-    // The trunk is one of the cache's sequences.
+    // The trunk counts as a sequence of the cache.
     constexpr size_t kMost = kSequences - 1;
     const size_t n = runner.options().prompts_or(tasks()).size();
     if (n > kMost) {

@@ -1,5 +1,6 @@
-// etkv_batch: several prompts decoded together in one sequence cache, one forward
-// a step. Answers end at different times; what one held is free for the others.
+// etkv_batch: decodes several prompts together in one sequence cache, one
+// forward a step. Answers end at different times; the cells of one are then
+// free for the others.
 
 #include <algorithm>
 #include <string>
@@ -18,7 +19,7 @@
 namespace etkv::examples {
 namespace {
 
-/// What the steps took.
+/// The tokens and seconds of the steps.
 struct Statistics {
   int64_t prefill_tokens = 0;
   double prefill_seconds = 0.0;
@@ -32,10 +33,10 @@ class Together {
   Together(Model& model, SeqCache& cache, const RunnerOptions& options)
       : model_(model), cache_(cache), options_(options) {}
 
-  /// How many prompts from `first` on, at least one, fit in the empty cache
-  /// together, with the longest answers that they may get.
+  /// Returns how many prompts from `first` on, at least one, fit in the empty
+  /// cache together with the longest answers that they may get.
   size_t fitting(const std::vector<Decoding>& all, size_t first) const {
-    // One step takes a token of each.
+    // One step takes one token of each.
     const auto most = static_cast<size_t>(
         std::min(model_.program().params().prefill_chunk_size, kSequences));
     int64_t needed = 0;
@@ -96,7 +97,7 @@ class Together {
   }
 
  private:
-  /// Shows answers that have just ended; what they held is free for the others.
+  /// Shows answers that have just ended, and frees their cells for the others.
   Result<void> retire(std::vector<Decoding>& all) {
     for (auto& one : all) {
       ASSIGN_OR_RETURN(const auto held, cache_.seq_len(one.sequence));

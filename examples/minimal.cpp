@@ -1,5 +1,5 @@
-// A runner at its shortest: token ids in, 16 greedy token ids out. For a
-// float32 program, and a prompt of one step.
+// The shortest runner: token ids in, 16 greedy token ids out. For a float32
+// program and a prompt of one step.
 //
 //   etkv_minimal MODEL.pte ID...
 #include <algorithm>

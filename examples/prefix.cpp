@@ -20,13 +20,12 @@
 namespace etkv::examples {
 namespace {
 
-/// What every conversation begins with.
+/// The beginning of every conversation.
 constexpr char kSystem[] =
     "You answer the letters of a small bookshop. Be polite and brief. If you "
     "do not know the answer, say so.";
 
-/// Whose turn it is, and what they say. Nobody says the same again: that turn is
-/// answered once more.
+/// A client and its message. An empty message repeats the last request of the client.
 struct Turn {
   size_t client;
   std::string said;
@@ -88,7 +87,7 @@ class Server {
     }
     auto held = one.prompt;
     if (!one.ids.empty()) {
-      // The last id was not run.
+      // The last id has not run.
       held.insert(held.end(), one.ids.begin(), one.ids.end() - 1);
     }
     prefixes_.hold(one.sequence, std::move(held));
@@ -126,7 +125,8 @@ class Server {
   }
 
  private:
-  /// Finds a sequence for a prompt; returns how many of its ids that holds.
+  /// Finds a sequence for a prompt; returns how many of its ids that sequence
+  /// holds.
   Result<size_t> place(Decoding& one) {
     const auto match = prefixes_.longest(one.prompt);
     // The last token is run even where it is cached: its logits are not kept.
@@ -144,8 +144,9 @@ class Server {
     if (shared == 0) {
       return shared;
     }
-    // What the other goes on with stays: a fork takes no bytes. Layers with
-    // windows may have dropped what it would need; then all is read.
+    // The other conversation keeps its tokens: a fork takes no bytes. Layers
+    // with windows may have dropped rows that the fork needs; then everything
+    // is read.
     const auto forked = cache_.seq_cp(
         match->sequence, one.sequence, 0, static_cast<int32_t>(shared));
     if (!forked.ok() && forked.error().status() == ETKV_ERROR_POSITION) {
@@ -159,7 +160,7 @@ class Server {
     return shared;
   }
 
-  /// Evicts others until `tokens` more fit; false where that is not enough.
+  /// Evicts others until `tokens` more fit; false if that is not enough.
   Result<bool> make_room(size_t tokens, int32_t sequence) {
     for (;;) {
       ASSIGN_OR_RETURN(
@@ -174,8 +175,8 @@ class Server {
     }
   }
 
-  /// Removes the sequence that was used longest ago, but for one; false if there
-  /// is no other. Cells that others share stay.
+  /// Removes the least recently used sequence but one; false if there is no
+  /// other. Cells that others share stay.
   Result<bool> evict(int32_t except) {
     const auto oldest = prefixes_.oldest(except);
     if (!oldest) {

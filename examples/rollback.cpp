@@ -1,6 +1,6 @@
-// etkv_rollback: what seq_rm rolls back. An exchange is undone, an answer is made
-// again, a long answer slides through a window, and a call of a tool gives way to
-// what the tool said. No bytes move for any of it.
+// etkv_rollback: uses of seq_rm. It undoes an exchange, repeats an answer,
+// slides a long answer through a window, and replaces a tool call by the tool's
+// result. None of it moves bytes.
 
 #include <algorithm>
 #include <optional>
@@ -31,7 +31,7 @@ const std::vector<std::string>& built_in() {
   return all;
 }
 
-/// What a tool is asked for, and what it says.
+/// A tool's name, and its result.
 struct Tool {
   const char* name;
   const char* says;
@@ -40,7 +40,7 @@ constexpr Tool kTools[] = {
     {"calendar", "Today is Friday."},
     {"weather", "It will rain until Sunday."},
 };
-/// Tokens of a call, at most.
+/// The most tokens of a call.
 constexpr int64_t kCall = 12;
 
 struct WindowOptions {
@@ -48,15 +48,15 @@ struct WindowOptions {
   std::optional<int64_t> sinks;
 };
 
-/// What a layer sees of a sequence that keeps its first `sinks` positions and its
-/// last `window`: both that and what its own window shows. Nothing where the two
-/// together are no window.
+/// Returns what a layer sees of a sequence that keeps its first `sinks`
+/// positions and its last `window`: the part that its own window shows too.
+/// Empty if both together are no window.
 std::optional<LayerConfig>
 seen_in(LayerConfig layer, int32_t window, int32_t sinks) {
   if (layer.window > 0 && layer.window <= window && layer.sinks <= sinks) {
     return layer;
   }
-  // A wider window of its own lets go of sinks that the sequence keeps.
+  // A wider window of its own drops sinks that the sequence keeps.
   if (layer.window > 0 && (layer.window <= window || sinks > 0)) {
     return std::nullopt;
   }
@@ -88,8 +88,9 @@ class Thread {
  public:
   Thread(Model& model, SeqCache& cache) : model_(model), cache_(cache) {}
 
-  /// Reads a prompt from where it differs from what is held, and answers it. A
-  /// full cache ends the answer; what is rolled back then makes room again.
+  /// Reads a prompt from the first id that differs from the held ids, and
+  /// answers it. A full cache ends the answer; a later rollback makes room
+  /// again.
   Result<Decoding>
   answer(std::string title, std::vector<int64_t> prompt, int64_t most) {
     RETURN_IF_ERROR(check_length(prompt.size(), cache_));
@@ -115,9 +116,9 @@ class Thread {
     return one;
   }
 
-  /// Forgets what is held beyond `length` ids; all of it, and says so, where
-  /// layers with windows have dropped what the next token would see. Returns how
-  /// many are left.
+  /// Removes the ids beyond `length`. If layers with windows have dropped what
+  /// the next token would see, removes all ids and says so. Returns how many
+  /// are left.
   Result<size_t> roll_back(size_t length) {
     length = std::min(held_.size(), length);
     ASSIGN_OR_RETURN(const size_t kept, cut(cache_, /*sequence=*/0, length));
@@ -148,8 +149,8 @@ class Rollback {
         prompts_(options.prompts_or(built_in())),
         thread_(model, cache) {}
 
-  /// The second question is rolled back, and the third asked in its place. False
-  /// after Ctrl-C, as of the other scenes.
+  /// Rolls the second question back, and asks the third in its place. False
+  /// after Ctrl-C, as in the other scenes.
   Result<bool> undo() {
     std::vector<Message> said;
     ASSIGN_OR_RETURN(bool going, ask(said, prompts_.front()));
@@ -165,7 +166,7 @@ class Rollback {
     return going;
   }
 
-  /// The first question again, then with another beginning of the answer.
+  /// Asks the first question again, then with another beginning of the answer.
   Result<bool> regenerate() {
     ASSIGN_OR_RETURN(auto prompt, model_.encode(prompts_.front()));
     ASSIGN_OR_RETURN(bool going, record("regenerate", prompt));
@@ -189,7 +190,7 @@ class Rollback {
     return record("regenerate: Well,", prompt);
   }
 
-  /// What the model would do before it knows is rolled back for what a tool says.
+  /// Rolls a tool call back, and puts the tool's result in its place.
   Result<bool> call_tools() {
     std::vector<Message> said = {
         {"user", "Should I take an umbrella tomorrow?"}};
@@ -212,15 +213,15 @@ class Rollback {
     return record("with tools", prompt);
   }
 
-  /// An answer of any length in a window: the oldest positions but the first
-  /// few are removed, and their cells used again. Widens a window that is less
-  /// than the prompt. Nothing after Ctrl-C.
+  /// Gives an answer of any length in a window: removes the oldest positions
+  /// but the first few, and reuses their cells. Widens a window that is smaller
+  /// than the prompt. Empty after Ctrl-C.
   Result<std::optional<Decoding>> slide(int32_t* window, int32_t sinks) {
     RETURN_IF_ERROR(thread_.roll_back(0));
     Decoding one{"window: " + prompts_.back(), {}, options_.max_new_tokens};
     ASSIGN_OR_RETURN(one.prompt, model_.encode(prompts_.back()));
     RETURN_IF_ERROR(check_length(one.prompt.size(), cache_));
-    // What is read in one step sees all of it: the window is no less.
+    // All tokens of one step see each other: the window is at least as large.
     if (const auto n = static_cast<int32_t>(one.prompt.size()); *window < n) {
       say("window: " + std::to_string(n) + " in place of " +
           std::to_string(*window) + ", as long as the prompt");
@@ -231,7 +232,7 @@ class Rollback {
       return std::optional<Decoding>();
     }
     while (!one.stop && !interrupted()) {
-      // The next token sees itself and what is less than a window before it.
+      // The next token sees itself and fewer than a window before it.
       const auto oldest = static_cast<int32_t>(one.position()) - *window + 1;
       if (oldest > sinks) {
         RETURN_IF_ERROR(cache_.seq_rm(one.sequence, sinks, oldest));
@@ -257,7 +258,7 @@ class Rollback {
   }
 
  private:
-  /// Asks, and adds what was said; false after Ctrl-C.
+  /// Asks, and adds the answer; false after Ctrl-C.
   Result<bool> ask(std::vector<Message>& said, const std::string& question) {
     said.push_back({"user", question});
     ASSIGN_OR_RETURN(auto prompt, model_.encode(said));
@@ -276,7 +277,7 @@ class Rollback {
     return record(title, prompt, options_.max_new_tokens);
   }
 
-  /// Answers a prompt, and shows what there is of the answer; false after Ctrl-C.
+  /// Answers a prompt, and shows the answer so far; false after Ctrl-C.
   Result<bool> record(
       const std::string& title,
       const std::vector<int64_t>& prompt,

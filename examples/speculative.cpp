@@ -1,5 +1,5 @@
-// etkv_speculative: a draft proposes a tree of tokens, the model verifies it in one
-// forward, and the answer is the one that it would have given alone.
+// etkv_speculative: a draft proposes a tree of tokens, and the model verifies
+// it in one forward. The answer is the model's own.
 
 #include <memory>
 #include <string>

@@ -1,4 +1,4 @@
-//! Errors of the core, and those that MLX reports.
+//! Errors of the core, and errors that MLX reports.
 
 use std::fmt;
 use std::ops::Deref;
@@ -8,17 +8,17 @@ pub use etkv_core::{fail, Status};
 /// A result of this crate.
 pub type Result<T, E = Error> = std::result::Result<T, E>;
 
-/// An error of the core, or one that MLX reports. It converts to the core's and back.
+/// An error of the core, or one that MLX reports. It converts to the core's error and back.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Error(etkv_core::Error);
 
 impl Error {
-    /// An error of this kind, with a sentence for people.
+    /// Returns an error of this status with a message of one line.
     pub fn new(status: Status, message: impl fmt::Display) -> Self {
         Self(etkv_core::Error::new(status, message))
     }
 
-    /// The same error, telling where it happened: `place: sentence`.
+    /// Returns the error with its place in front: `place: message`.
     pub fn at(self, place: impl fmt::Display) -> Self {
         Self(self.0.at(place))
     }

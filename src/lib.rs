@@ -1,18 +1,18 @@
 //! The KV cache of an ExecuTorch program, as a library.
 //!
-//! A cache is a *bookkeeping* (which position lies in which slot: integers) and
-//! a *store* (how rows lie in slots: MLX arrays). A runner holds its [`Cache`] face;
-//! a program's attention drives its [`AttendCache`] face, one [`Step`] a forward.
-//! The two meet by the key of a [`Session`].
+//! A cache is a *bookkeeping* (which position lies in which slot: integers) and a *store* (how rows
+//! lie in slots: MLX arrays). A runner holds its [`Cache`] face. A program's attention drives its
+//! [`AttendCache`] face, one [`Step`] a forward. The program finds the cache by the key of a
+//! [`Session`].
 //!
-//! Bookkeeping, kinds, registry and sessions are those of `etkv_core`, which knows no
-//! MLX; this crate is its storage on MLX arrays, attention over it, and the interpreter
-//! of ExecuTorch's MLX programs.
+//! Bookkeeping, kinds, registry and sessions come from `etkv_core`, which knows no MLX. This crate
+//! adds the storage on MLX arrays, attention over it, and the interpreter of ExecuTorch's MLX
+//! programs.
 //!
 //! # Examples
 //!
-//! Two sequences in one cache, of which the second goes on where the first was after
-//! three tokens, without copying a row:
+//! Two sequences in one cache. The second continues from the first three tokens of the first,
+//! without copying a row:
 //!
 //! ```
 //! # fn main() -> etkv::Result<()> {

@@ -7,7 +7,7 @@
 //! - `ETKV_MLX_DIR`: the folder `mlx` of an installed MLX, instead of asking Python.
 //! - `LIBCLANG_PATH`: libclang for bindgen, instead of Python's `libclang` package.
 
-// A build script has nobody to return an error to.
+// A build script reports errors by panicking.
 #![allow(clippy::expect_used, clippy::panic, clippy::unwrap_used)]
 
 use std::env;

@@ -1,4 +1,4 @@
-// A person and a model in conversation, on one cache.
+// A conversation of a person and a model, on one cache.
 #pragma once
 
 #include <cstdint>
@@ -14,23 +14,23 @@ namespace etkv::examples {
 
 class Chat {
  public:
-  /// Borrows all of them: a model that is loaded, and bound to the cache, and who
-  /// steps where that is not one token at a time.
+  /// Borrows its arguments: a loaded model that is bound to the cache, and the
+  /// speculator, if steps take more than one token.
   Chat(
       Model& model,
       Cache& cache,
       const Options& options,
       Speculator* speculator = nullptr);
 
-  /// Writes the model's answer to `said` as it is made, and then how it went.
-  /// After an error the conversation is as it was.
+  /// Writes the model's answer to `said` as it is generated, and then its
+  /// figures. After an error the conversation is as before.
   Result<Answer> ask(const std::string& said);
 
   /// Asks line by line until the person leaves.
   void converse();
 
  private:
-  /// Follows a command; false to leave.
+  /// Executes a command; returns false to leave.
   bool follow(const std::string& command);
   void undo();
   void reset();

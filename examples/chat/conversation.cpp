@@ -13,7 +13,7 @@ Conversation::Conversation(
 Result<std::vector<int64_t>> Conversation::prompt(
     const std::string& said) const {
   if (raw_) {
-    // Only a text's beginning gets the tokenizer's beginning.
+    // Only the start of a text gets the tokenizer's first token.
     auto added =
         tokenizer_.encode(said, /*add_special_tokens=*/exchanges_.empty());
     if (!added.ok() || exchanges_.empty()) {

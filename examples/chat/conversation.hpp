@@ -1,4 +1,4 @@
-// What was said so far, and the ids that a model reads it as.
+// The text of a conversation, and the ids that a model reads.
 #pragma once
 
 #include <cstddef>
@@ -12,8 +12,8 @@
 
 namespace etkv::examples {
 
-/// Exchanges of a person and a model. With `raw` there are no messages, only a
-/// text that both go on writing.
+/// Exchanges of a person and a model. With `raw` there are no messages, only
+/// one text that both continue.
 class Conversation {
  public:
   Conversation(
@@ -21,7 +21,8 @@ class Conversation {
       bool raw,
       std::optional<std::string> system);
 
-  /// The ids of everything so far and `said` after it. Changes nothing.
+  /// Returns the ids of everything so far and of `said` after it. Changes
+  /// nothing.
   Result<std::vector<int64_t>> prompt(const std::string& said) const;
 
   /// Adds an exchange.
@@ -37,8 +38,8 @@ class Conversation {
       const std::string& answer,
       size_t kept);
 
-  /// Undoes the last exchange: what the cache may still hold after it, or
-  /// nothing if there is none.
+  /// Undoes the last exchange. Returns how many ids the cache may still hold,
+  /// or nothing if there is no exchange.
   std::optional<size_t> undo();
 
   /// Undoes every exchange.

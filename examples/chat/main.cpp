@@ -1,5 +1,4 @@
-// etkv_chat: a language model's .pte, answering on a cache that this program
-// makes and hands over.
+// etkv_chat: runs a language model's .pte on a cache that this program makes.
 
 #include "etkv/executorch.hpp"
 #include "examples/chat/chat.hpp"
@@ -14,7 +13,7 @@
 namespace etkv::examples {
 namespace {
 
-/// Answers the one prompt, or converses.
+/// Answers one prompt, or holds a conversation.
 Result<int> talk(Chat chat, const Options& options) {
   if (!options.prompt) {
     chat.converse();
@@ -24,7 +23,7 @@ Result<int> talk(Chat chat, const Options& options) {
   return answer.stop == Stop::interrupted ? kInterrupted : 0;
 }
 
-/// One token a step, on a cache of whatever kind.
+/// Runs one token a step, on a cache of any kind.
 template <typename Face>
 Result<int> run_on(Model& model, const Options& options) {
   ASSIGN_OR_RETURN(
@@ -33,7 +32,7 @@ Result<int> run_on(Model& model, const Options& options) {
   return talk(Chat(model, session.cache(), options), options);
 }
 
-/// What a draft proposes, verified in trees.
+/// Verifies a draft's proposals in trees.
 Result<int> run_with_draft(Model& model, const Options& options) {
   ASSIGN_OR_RETURN(
       auto session, make_tree_session(kMLXBackend, model.config()));

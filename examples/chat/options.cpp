@@ -9,7 +9,7 @@
 namespace etkv::examples {
 namespace {
 
-/// Options as they are written; what follows from them is worked out after.
+/// Options as written; their consequences are computed later.
 struct Given {
   std::optional<int64_t> max_new_tokens;
   Options options;

@@ -1,4 +1,4 @@
-// What etkv_chat is asked to do.
+// The options of etkv_chat.
 #pragma once
 
 #include <cstdint>
@@ -13,12 +13,12 @@ namespace etkv::examples {
 
 struct Options {
   ModelOptions model;
-  /// One question; none for a conversation at the terminal.
+  /// One question; empty for a conversation at the terminal.
   std::optional<std::string> prompt;
   std::optional<std::string> system;
   int64_t max_new_tokens = 256;
   SpeculationOptions speculation;
-  /// The kind of cache; none for "contiguous", or "tree" with a draft.
+  /// The kind of cache; empty for "contiguous", or "tree" with a draft.
   std::optional<std::string> session;
   bool ids = false;
   bool help = false;

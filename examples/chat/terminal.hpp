@@ -1,4 +1,4 @@
-// The person's side: lines in, text out, and a word on how it went.
+// The terminal: lines in, text out, and figures of an answer.
 #pragma once
 
 #include <cstddef>
@@ -10,13 +10,13 @@
 
 namespace etkv::examples {
 
-/// The next line that the person types, behind a prompt if someone watches;
-/// nothing at the end of the input and after Ctrl-C.
+/// Returns the next line of the person, after a prompt on a terminal; empty at
+/// the end of the input and after Ctrl-C.
 std::optional<std::string> read_line();
 
-/// Shows how far a prompt is that takes more than one step of `step` tokens. On
-/// a terminal a line that is redrawn, and erased when the prompt is done; else
-/// a line for each tenth.
+/// Shows the progress of a prompt that takes more than one step of `step`
+/// tokens. On a terminal it redraws one line and erases it at the end;
+/// otherwise it prints a line for each tenth.
 class PrefillProgress {
  public:
   explicit PrefillProgress(size_t step) : step_(step) {}

@@ -1,4 +1,4 @@
-// Which draft a program is.
+// Opens the draft of a program.
 #pragma once
 
 #include <memory>
@@ -8,9 +8,8 @@
 
 namespace etkv::examples {
 
-/// Opens the program at `path`, a model by itself or one that is fed with the
-/// target's hidden states. Errors of the draft, here and later, say that they are its
-/// own.
+/// Opens the program at `path`: a model by itself, or one that is fed with the
+/// target's hidden states. Errors of the draft name it, here and later.
 Result<std::unique_ptr<Draft>> open_draft(
     const std::string& path,
     const DraftTarget& target);

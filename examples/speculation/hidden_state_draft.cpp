@@ -17,8 +17,8 @@ std::string listed(const std::vector<int64_t>& layers) {
   return (layers.size() == 1 ? "layer " : "layers ") + list;
 }
 
-/// Where in a row of the target's hidden states those of the draft's layer begin, in
-/// bytes.
+/// Returns where the hidden states of the draft's layer begin in a row of the
+/// target's, in bytes.
 Result<size_t> find_tap(const Program& program, const DraftTarget& target) {
   const int64_t wanted = *program.draft_tap();
   const auto& taps = target.tap_layers;
@@ -64,7 +64,7 @@ void HiddenStateDraft::saw(
     const HiddenStatesView& hidden_states) {
   const auto first = static_cast<size_t>(position);
   if (first > seen() || !(hidden_states.type == given_type_)) {
-    // Nobody asks for a row behind a gap: the text before it is refused.
+    // No call needs a row behind a gap: the text before it is refused.
     return;
   }
   hidden_states_.resize(first * type_.bytes());
@@ -84,7 +84,7 @@ Result<size_t> HiddenStateDraft::reusable(const std::vector<int64_t>& text) {
             " have not come, and the text has " + std::to_string(needed) +
             " positions before its last");
   }
-  // What was seen behind them was of another text.
+  // Rows behind them belonged to another text.
   hidden_states_.resize(needed * type_.bytes());
   known_ = std::min(known_, needed);
   return known_;
@@ -99,7 +99,7 @@ Result<LogitsView> HiddenStateDraft::run_text(
   const std::vector<std::byte> nothing(type_.bytes());
   std::vector<int64_t> positions;
   for (size_t i = first; i < first + n; ++i) {
-    // The last id has not been run by the target: its row is that before it.
+    // The target has not run the last id: its row is that of the id before.
     const size_t row = i < last ? i : std::max<size_t>(i, 1) - 1;
     const std::byte* at = row < last
                               ? hidden_states_.data() + row * type_.bytes()

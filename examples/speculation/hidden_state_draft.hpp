@@ -1,5 +1,5 @@
-// Draft tokens of a model's own last layers, fed with the hidden states of the layer below
-// them.
+// Draft tokens from a model's own last layers, fed with the hidden states of
+// the layer below.
 #pragma once
 
 #include <cstddef>
@@ -11,13 +11,13 @@
 
 namespace etkv::examples {
 
-/// Keeps the target's hidden states of each position of the text. What its cache holds
-/// was made of these as far as they had come; whatever was drafted instead is
-/// dropped, and read again once they are there.
+/// Keeps the target's hidden states of each position of the text. Its cache holds rows
+/// computed from these. Rows computed from drafted states are dropped, and computed again
+/// once the target's states are known.
 class HiddenStateDraft : public ProgramDraft {
  public:
-  /// Loads a program, and makes a session for it. Refused where the target does not
-  /// give the hidden states that it takes.
+  /// Loads a program, and makes a session for it. Refuses a target that does
+  /// not give the hidden states that the draft takes.
   static Result<std::unique_ptr<Draft>> make(
       Program program,
       const DraftTarget& target);
@@ -39,7 +39,7 @@ class HiddenStateDraft : public ProgramDraft {
         given_type_(given),
         offset_(offset) {}
 
-  /// Refuses a text whose hidden states have not come, all but those of its last id.
+  /// Refuses a text without the hidden states of all ids but its last.
   Result<size_t> reusable(const std::vector<int64_t>& text) override;
   Result<LogitsView>
   run_text(const std::vector<int64_t>& text, size_t first, size_t n) override;
@@ -48,20 +48,22 @@ class HiddenStateDraft : public ProgramDraft {
       const std::vector<int64_t>& positions,
       size_t first) override;
 
-  /// Positions whose hidden states are known.
+  /// Returns the number of positions whose hidden states are known.
   size_t seen() const {
     return hidden_states_.size() / type_.bytes();
   }
 
-  /// A row of the draft's; one of the target's, and where in it the former begins.
+  /// The type of the draft's rows, the type of the target's, and the place of
+  /// the former in the latter.
   HiddenStateType type_;
   HiddenStateType given_type_;
   size_t offset_;
-  /// Of the target, a row for each position of the text from the first on.
+  /// The target's rows, one for each position of the text from the first on.
   std::vector<std::byte> hidden_states_;
-  /// Ids in the cache, from the first on, that ran with these.
+  /// The number of ids in the cache, from the first on, that ran with these
+  /// rows.
   size_t known_ = 0;
-  /// What the draft handed on for the nodes of the tree, the root first.
+  /// The draft's outputs for the nodes of the tree, the root first.
   std::vector<std::byte> handed_on_;
   GivenHiddenStates given_;
 };

@@ -5,7 +5,7 @@
 namespace etkv::examples {
 
 void LatencyModel::add(size_t tokens, double seconds) {
-  // The machine changes its mind: what is new counts more than what is old.
+  // The machine's speed changes: new measurements count more than old ones.
   constexpr double kNew = 0.25;
   const auto [entry, first] =
       means_.try_emplace(tokens, Mean{seconds, /*settled=*/false});
@@ -37,11 +37,11 @@ double LatencyModel::at(double tokens) const {
     x1 = static_cast<double>(n);
     y1 = std::max(y0, mean.seconds);
     if (tokens <= x1) {
-      // Below the first, no line is known.
+      // Below the first point no line is known.
       return first ? y1 : y0 + (y1 - y0) * (tokens - x0) / (x1 - x0);
     }
   }
-  // With a single point the line is level, too.
+  // With a single point the line is level.
   return x1 == 0.0 ? 0.0 : y0 + (y1 - y0) * (tokens - x0) / (x1 - x0);
 }
 

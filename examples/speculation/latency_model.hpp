@@ -1,4 +1,4 @@
-// What a forward takes, by the number of its tokens.
+// The seconds of a forward, by the number of its tokens.
 #pragma once
 
 #include <cstddef>
@@ -6,22 +6,22 @@
 
 namespace etkv::examples {
 
-/// Running means of seconds. Between the numbers that were measured it is a line,
-/// and beyond the last one the line goes on.
+/// Running means of seconds. Between measured numbers of tokens they are joined
+/// by lines; the last line continues.
 ///
-/// The first forward of a number of tokens also makes what all later ones use, such
-/// as kernels and buffers: it counts as long as there is little else to go by.
+/// The first forward of a number of tokens also creates kernels and buffers for
+/// later ones. It counts only until there are better measurements.
 class LatencyModel {
  public:
   void add(size_t tokens, double seconds);
 
-  /// Seconds for so many tokens; 0 where nothing was measured.
+  /// Returns the seconds for so many tokens; 0 without measurements.
   double at(double tokens) const;
 
  private:
   struct Mean {
     double seconds;
-    /// Whether it is of forwards after the first.
+    /// Whether it measures forwards after the first.
     bool settled;
   };
   std::map<size_t, Mean> means_;

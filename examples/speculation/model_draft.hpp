@@ -1,4 +1,4 @@
-// Draft tokens of a smaller model.
+// Draft tokens from a smaller model.
 #pragma once
 
 #include <cstddef>

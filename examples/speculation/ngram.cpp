@@ -7,18 +7,18 @@
 namespace etkv::examples {
 namespace {
 
-/// Ids that have to be alike, at least and at most: one alone says little, and
+/// The least and the most ids that have to match: one alone says little, and
 /// more than this adds nothing.
 constexpr size_t kLeast = 2;
 constexpr size_t kMost = 8;
 
-/// A place of the text that was followed by what is proposed.
+/// An earlier place of the text, and the match before it.
 struct Place {
   size_t next; ///< where it goes on
   double weight;
 };
 
-/// How many ids before `at` and before the end are alike.
+/// Returns how many ids before `at` match those before the end.
 size_t likeness(const std::vector<int64_t>& text, size_t at) {
   size_t n = 0;
   while (n < kMost && n < at && text[at - 1 - n] == text[text.size() - 1 - n]) {
@@ -31,7 +31,7 @@ std::vector<Place> places(const std::vector<int64_t>& text) {
   std::vector<Place> found;
   for (size_t at = kLeast; at < text.size(); ++at) {
     if (const size_t n = likeness(text, at); n >= kLeast) {
-      // An id more outweighs several places; a later place is a tie's winner.
+      // One more id outweighs several places; of ties the later place wins.
       double weight = 1.0 + static_cast<double>(at) /
                                 (4.0 * static_cast<double>(text.size()));
       for (size_t i = kLeast; i < n; ++i) {
@@ -43,15 +43,15 @@ std::vector<Place> places(const std::vector<int64_t>& text) {
   return found;
 }
 
-/// A node of the tree, the places that agree with it, and the ids on its way.
+/// A node of the tree, the places that match it, and the ids on its path.
 struct Branch {
   int32_t node;
   std::vector<Place> places;
   std::vector<int64_t> path;
 };
 
-/// The id at `at` of the text and what is proposed behind it, which is how a
-/// repetition goes on past the end.
+/// Returns the id at `at` of the text and its proposed continuation, so that a
+/// repetition can go on past the end.
 int64_t id_at(
     const std::vector<int64_t>& text,
     const std::vector<int64_t>& path,

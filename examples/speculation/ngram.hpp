@@ -1,5 +1,5 @@
-// Draft tokens from the text itself: what followed the last few ids when they were
-// there before.
+// Draft tokens from the text itself: the ids that followed the last few ids
+// earlier.
 #pragma once
 
 #include <cstdint>
@@ -11,11 +11,11 @@ namespace etkv::examples {
 
 class NgramDraft : public Draft {
  public:
-  /// Needs no second model, and no random numbers: what it proposes is chosen.
+  /// Needs no second model and no random numbers: the choice is deterministic.
   ///
-  /// Every earlier place whose last ids are those of the text proposes what came
-  /// behind it. The longer the likeness the more it counts, and of alike places
-  /// the later one. Each level has the candidates that count most.
+  /// Every earlier place with the same last ids proposes the ids behind it. A
+  /// longer match counts more, and of equal matches the later one. Each level
+  /// has the candidates that count most.
   Result<TokenTree> propose(
       const std::vector<int64_t>& text,
       const TreeShape& shape,

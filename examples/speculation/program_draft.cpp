@@ -12,8 +12,8 @@
 namespace etkv::examples {
 namespace {
 
-/// A node that can have children: what they are drawn from, and how likely the
-/// way to it is.
+/// A node that can have children: the distribution that they are drawn from,
+/// and the probability of its path.
 struct Leaf {
   int32_t node;
   Distribution q;
@@ -27,7 +27,7 @@ struct Candidate {
   double log_probability;
 };
 
-/// The `n` likeliest ids, likeliest first.
+/// Returns the `n` likeliest ids, likeliest first.
 std::vector<int64_t> likeliest_ids(const Distribution& q, size_t n) {
   std::vector<int64_t> ids;
   const auto likelier = [&](int64_t a, int64_t b) {
@@ -45,9 +45,9 @@ std::vector<int64_t> likeliest_ids(const Distribution& q, size_t n) {
   return ids;
 }
 
-/// The `n` likeliest children of all leaves together, likeliest first. The first
-/// of them all is the likeliest child of the first leaf: so the chain of likeliest
-/// ids is in the tree, however likely others are together.
+/// Returns the `n` likeliest children of all leaves together, likeliest first.
+/// The first is the likeliest child of the first leaf, so the chain of
+/// likeliest ids is always in the tree.
 std::vector<Candidate> likeliest(const std::vector<Leaf>& leaves, size_t n) {
   std::vector<Candidate> all;
   for (size_t leaf = 0; leaf < leaves.size(); ++leaf) {
@@ -67,8 +67,8 @@ std::vector<Candidate> likeliest(const std::vector<Leaf>& leaves, size_t n) {
   return all;
 }
 
-/// Puts drawn ids in the place of the likeliest: as many for each leaf, so that
-/// their number hangs on nothing that was drawn for it.
+/// Replaces the likeliest ids by as many drawn ones for each leaf: their number
+/// does not depend on the draw.
 std::vector<Candidate> drawn(
     const std::vector<Leaf>& leaves,
     const std::vector<Candidate>& chosen,
@@ -106,7 +106,7 @@ Result<CacheSession<TreeCache>> ProgramDraft::make_session(
         "it has a vocabulary of " + std::to_string(program.vocabulary()) +
             " ids, and the model one of " + std::to_string(target.vocabulary));
   }
-  // A program that does not tell its context takes what the target takes.
+  // A program without a declared context takes the target's.
   const int32_t context = program.params().max_context_length;
   const int32_t capacity =
       context > 0 ? std::min(target.capacity, context) : target.capacity;
@@ -134,14 +134,14 @@ Result<TokenTree> ProgramDraft::grow(
     const std::vector<int64_t>& text,
     const TreeShape& shape,
     Sampler& sampler) {
-  // What came of the tree before was never said: nothing.
+  // The result of the last tree was never reported: nothing was accepted.
   RETURN_IF_ERROR(keep({}));
   TokenTree tree(text.back());
   const auto room = static_cast<int64_t>(cache().capacity());
   if (shape.depth == 0 || static_cast<int64_t>(text.size()) > room) {
     return tree;
   }
-  // Greedy decoding knows no temperature; likeliest is likeliest.
+  // Greedy decoding has no temperature; the order of ids is the same.
   const double temperature = sampler.greedy() ? 1.0 : sampler.temperature;
   ASSIGN_OR_RETURN(const auto read_logits, read(text));
   if (!read_logits) {
@@ -171,7 +171,7 @@ Result<TokenTree> ProgramDraft::grow(
         tree.drawn_from[static_cast<size_t>(leaf.node)] = std::move(leaf.q);
       }
     }
-    // What the last level makes likely is asked by nobody.
+    // The probabilities behind the last level are not needed.
     if (level == shape.depth || next.empty() || interrupted()) {
       return tree;
     }
@@ -190,7 +190,7 @@ Result<TokenTree> ProgramDraft::grow(
   }
 }
 
-/// Reads what of a text is not held yet, its last id at least; nothing after
+/// Reads the part of a text that is not held, at least its last id; empty after
 /// Ctrl-C.
 Result<std::optional<LogitsView>> ProgramDraft::read(
     const std::vector<int64_t>& text) {
@@ -199,7 +199,7 @@ Result<std::optional<LogitsView>> ProgramDraft::read(
       std::min({shared_prefix(text, held_), lasting, text.size() - 1});
   if (shared < held_.size()) {
     ASSIGN_OR_RETURN(const int32_t least, cache().rewindable_to());
-    // Layers with windows may have dropped what would be needed.
+    // Layers with windows may have dropped rows that the text needs.
     const size_t kept = shared < static_cast<size_t>(least) ? 0 : shared;
     RETURN_IF_ERROR(cache().rewind(static_cast<int32_t>(kept)));
     held_.resize(kept);
@@ -221,8 +221,8 @@ Result<std::optional<LogitsView>> ProgramDraft::read(
   return std::optional<LogitsView>();
 }
 
-/// Runs the last `n` nodes of a tree as one frontier. The root is a part of the
-/// text here, so that nodes have one number less in the cache.
+/// Runs the last `n` nodes of a tree as one frontier. The root is part of the
+/// text here, so nodes have one number less in the cache.
 Result<LogitsView> ProgramDraft::run_level(const TokenTree& tree, size_t n) {
   const auto first = static_cast<std::ptrdiff_t>(tree.size() - n);
   std::vector<int32_t> parents;

@@ -1,4 +1,4 @@
-// Draft tokens of a program, level by level, on a tree cache of its own.
+// Draft tokens from a program, level by level, on its own tree cache.
 #pragma once
 
 #include <cstddef>
@@ -13,27 +13,27 @@
 
 namespace etkv::examples {
 
-/// What a draft is made for.
+/// The target of a draft.
 struct DraftTarget {
-  /// Ids that the target knows; the draft has to know the same.
+  /// The size of the target's vocabulary, which the draft must share.
   int64_t vocabulary;
   int32_t capacity;
-  /// How keys and values are stored; none for the draft's own dtype.
+  /// The storage of keys and values; empty for the draft's own dtype.
   std::optional<std::string> kv_format;
-  /// The layers whose hidden states the target gives, and a row of them all.
+  /// The layers whose hidden states the target gives, and the size of a row.
   std::vector<int64_t> tap_layers = {};
   std::optional<HiddenStateType> hidden_state_type = {};
 };
 
-/// Which of two programs an error is about cannot be told otherwise.
+/// Marks an error as the draft's: two programs are in use.
 Error of_draft(const Error& error);
 
-/// What drafts with a program of their own have in common: the ids that their
-/// cache holds, and how a tree grows from what the program makes likely.
+/// The base of drafts with a program: the ids in their cache, and trees grown
+/// from the program's probabilities.
 class ProgramDraft : public Draft {
  public:
-  /// No level has more nodes than the draft takes in a step. After Ctrl-C the tree
-  /// is as far as it was.
+  /// A level has at most as many nodes as the draft takes in a step. After
+  /// Ctrl-C the tree stays as it is.
   Result<TokenTree> propose(
       const std::vector<int64_t>& text,
       const TreeShape& shape,
@@ -47,13 +47,13 @@ class ProgramDraft : public Draft {
   ProgramDraft(Program program, CacheSession<TreeCache> session)
       : program_(std::move(program)), session_(std::move(session)) {}
 
-  /// A session for `program`, which is loaded with its cache.
+  /// Returns a session for `program`, which it loads with the session's cache.
   static Result<CacheSession<TreeCache>> make_session(
       Program& program,
       const DraftTarget& target);
 
-  /// How many of the ids in the cache may stay there, where a text begins with
-  /// them: all, or fewer where not all were run as text would be.
+  /// Returns how many of the ids in the cache may stay if a text begins with
+  /// them: all, or fewer if not all ran as text does.
   virtual Result<size_t> reusable(const std::vector<int64_t>&) {
     return held_.size();
   }
@@ -62,8 +62,8 @@ class ProgramDraft : public Draft {
   virtual Result<LogitsView>
   run_text(const std::vector<int64_t>& text, size_t first, size_t n) = 0;
 
-  /// Runs the nodes of a tree from `first` on, which the cache knows of. There are
-  /// positions for all nodes.
+  /// Runs the nodes of a tree from `first` on, which are proposed to the cache.
+  /// There are positions for all nodes.
   virtual Result<LogitsView> run_nodes(
       const TokenTree& tree,
       const std::vector<int64_t>& positions,
@@ -83,15 +83,15 @@ class ProgramDraft : public Draft {
   Result<LogitsView> run_level(const TokenTree& tree, size_t n);
   Result<void> keep(const std::vector<int32_t>& accepted);
 
-  /// Destroyed before the program, so that nothing is bound to the cache any more
-  /// when the program, which keeps it alive, lets go of it.
+  /// Destroyed before the program, which keeps the cache alive: no handle is
+  /// bound to it then.
   CacheSession<TreeCache> session_;
   /// The ids in the cache.
   std::vector<int64_t> held_;
-  /// The ids of the nodes of the last tree that are there besides: its root is an
-  /// id of the text, and its last level is never run.
+  /// The ids of the nodes of the last tree in the cache, without its root,
+  /// which is an id of the text, and its last level, which never runs.
   std::vector<int64_t> run_;
-  /// Of a forward, by its tokens.
+  /// The seconds of a forward, by its tokens.
   LatencyModel latency_;
 };
 

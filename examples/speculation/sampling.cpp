@@ -9,7 +9,7 @@
 namespace etkv::examples {
 namespace {
 
-/// Scales to a sum of 1; false where there is nothing to scale.
+/// Scales to a sum of 1; false if all values are 0.
 bool normalize(Distribution& p) {
   double sum = 0.0;
   for (const float value : p) {
@@ -24,7 +24,7 @@ bool normalize(Distribution& p) {
   return true;
 }
 
-/// Where the greatest value is, or the first NaN.
+/// Returns the place of the greatest value, or of the first NaN.
 size_t largest(const std::vector<float>& values) {
   size_t at = 0;
   for (size_t i = 0; i < values.size(); ++i) {
@@ -73,7 +73,7 @@ int64_t draw(const Distribution& p, Rng& rng) {
   for (const float value : p) {
     sum += static_cast<double>(value);
   }
-  // The sum is 1 but for rounding, which must not make the last id likelier.
+  // The sum is 1 except for rounding, which must not make the last id likelier.
   double left = rng.uniform() * sum;
   int64_t last = 0;
   for (size_t id = 0; id < p.size(); ++id) {
@@ -101,7 +101,7 @@ bool accept(Distribution& p, const Distribution& q, int64_t id, Rng& rng) {
     return true;
   }
   if (q.empty()) {
-    // With nothing but this id likely, it is not refused but for rounding.
+    // If only this id has a probability, it is refused by rounding alone.
     const float before = p[at];
     if (!remove(p, id)) {
       p[at] = before;
@@ -113,7 +113,7 @@ bool accept(Distribution& p, const Distribution& q, int64_t id, Rng& rng) {
   for (size_t i = 0; i < p.size(); ++i) {
     rest[i] = std::max(0.0F, p[i] - q[i]);
   }
-  // Equal but for rounding: there is nothing else to draw from.
+  // Equal except for rounding: there is nothing else to draw from.
   if (!normalize(rest)) {
     return true;
   }

@@ -1,5 +1,5 @@
-// Distributions over a vocabulary: drawing from one, and giving what was drawn
-// from another a chance to be taken for it.
+// Distributions over a vocabulary: drawing ids, and accepting ids that were
+// drawn from another distribution.
 #pragma once
 
 #include <cstddef>
@@ -19,7 +19,7 @@ class Rng {
  public:
   explicit Rng(uint64_t seed) : bits_(seed) {}
 
-  /// From 0 up to, and without, 1.
+  /// Returns a number from 0 up to, but not including, 1.
   double uniform() {
     return static_cast<double>(bits_() >> 11) * 0x1p-53;
   }
@@ -28,31 +28,31 @@ class Rng {
   std::mt19937_64 bits_;
 };
 
-/// How ids are chosen from logits.
+/// The choice of ids from logits.
 struct Sampler {
   explicit Sampler(double temperature = 0.0, uint64_t seed = 0)
       : temperature(temperature), rng(seed) {}
 
-  /// Whether the greatest logit is taken, and nothing is drawn.
+  /// Whether the greatest logit is taken without drawing.
   bool greedy() const {
     return temperature == 0.0;
   }
-  /// The next id by a row of logits.
+  /// Returns the next id for a row of logits.
   Result<int64_t> choose(const LogitsView& logits, int64_t row);
 
   double temperature;
   Rng rng;
 };
 
-/// The softmax of a row divided by a temperature above 0. Logits that are not a
-/// number or +infinity are an error, and so is a row of nothing but -infinity.
+/// Returns the softmax of a row divided by a temperature above 0. NaN and
+/// +infinity are errors, and so is a row of only -infinity.
 Result<Distribution>
 softmax(const LogitsView& logits, int64_t row, double temperature);
 
-/// An id, by its probability. What has none is never drawn.
+/// Draws an id by its probability. An id of probability 0 is never drawn.
 int64_t draw(const Distribution& p, Rng& rng);
 
-/// Takes an id out of a distribution, and scales the rest up to 1; false where no
+/// Removes an id from a distribution, and scales the rest to 1; false if no
 /// rest is left, and all are 0.
 bool remove(Distribution& p, int64_t id);
 

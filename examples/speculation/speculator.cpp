@@ -92,7 +92,8 @@ Result<std::vector<int64_t>> Speculator::next(
       cache_.capacity() - length,
       target_.program().params().prefill_chunk_size));
   if (shape.depth > 0) {
-    // Where the step or the cache has not the room, narrow rather than short.
+    // If the step or the cache lacks room, make the tree narrow rather than
+    // short.
     const auto each = static_cast<int64_t>(shape.most - 1) / shape.depth;
     shape.width = std::min(shape.width, std::max<int64_t>(each, 1));
   }
@@ -148,7 +149,7 @@ Result<VerificationResult> Speculator::verify_in_one_forward(
   return verified;
 }
 
-/// An id that ends the answer is its last: it is not run, and nothing behind it
+/// An eos id is the last of its answer: it does not run, and nothing behind it
 /// is kept.
 void Speculator::cut_at_end(const TokenTree& tree, VerificationResult& verified)
     const {

@@ -17,22 +17,22 @@
 
 namespace etkv::examples {
 
-/// What a runner can be asked about speculation.
+/// The options of speculation.
 struct SpeculationOptions {
   /// A program, or "ngram".
   std::optional<std::string> draft;
-  /// None to tune them.
+  /// Depth and width; empty to tune them.
   std::optional<int64_t> depth;
   std::optional<int64_t> width;
 };
 
-/// Adds them to a command line.
+/// Adds the options to a command line.
 void add_speculation_arguments(
     Arguments& arguments,
     SpeculationOptions& options,
     const std::string& otherwise);
 
-/// The draft that was asked for.
+/// Returns the draft of this name.
 Result<std::unique_ptr<Draft>> make_draft(
     const std::string& name,
     const ModelOptions& options,
@@ -41,20 +41,20 @@ Result<std::unique_ptr<Draft>> make_draft(
 
 class Speculator : public Stepper {
  public:
-  /// What the steps took.
+  /// The figures of steps.
   struct Statistics {
     int64_t steps = 0;
-    /// Ids that came of them, and how many of these the draft had drafted.
+    /// The ids of the steps, and how many of them the draft proposed.
     int64_t ids = 0;
     int64_t accepted = 0;
-    /// Candidates that were verified.
+    /// The candidates that were verified.
     int64_t candidates = 0;
     double seconds = 0.0;
     double draft_seconds = 0.0;
   };
 
-  /// Borrows all of them; `target` is loaded with Logits::all, and bound to the
-  /// cache, of which it uses sequence 0.
+  /// Borrows its arguments. `target` is loaded with Logits::all and bound to
+  /// the cache, of which it uses sequence 0.
   Speculator(
       Model& target,
       TreeCache& cache,
@@ -68,7 +68,7 @@ class Speculator : public Stepper {
       const std::vector<int64_t>& text,
       size_t most) override;
 
-  /// Since it was made, or since this was last asked.
+  /// Returns the figures since the last call, or since the start.
   Statistics take_statistics();
 
  private:

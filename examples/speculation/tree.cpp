@@ -7,7 +7,7 @@
 namespace etkv::examples {
 namespace {
 
-/// The child of `node` that is taken, or -1 and the id to go on with instead.
+/// Returns the accepted child of `node`, or -1 and the id to continue with.
 struct Choice {
   int32_t child;
   int64_t next;
@@ -37,7 +37,7 @@ Choice draw_choice(
     if (accept(p, q, token, rng)) {
       return {child, token};
     }
-    // The next child was drawn from what was left.
+    // The next child was drawn from the rest.
     if (!q.empty()) {
       remove(q, token);
     }

@@ -31,7 +31,7 @@ struct TokenTree {
     return tokens.size();
   }
 
-  /// Where each node stands, with the root at `base`.
+  /// Returns the position of each node, with the root at `base`.
   std::vector<int64_t> positions(int64_t base) const {
     std::vector<int64_t> found;
     for (const int32_t depth : depths) {
@@ -40,7 +40,7 @@ struct TokenTree {
     return found;
   }
 
-  /// The children of a node, in the order they were added.
+  /// Returns the children of a node, in the order they were added.
   std::vector<int32_t> children(int32_t node) const {
     std::vector<int32_t> found;
     for (size_t i = 0; i < size(); ++i) {
@@ -54,35 +54,35 @@ struct TokenTree {
   std::vector<int64_t> tokens;
   std::vector<int32_t> parents;
   std::vector<int32_t> depths;
-  /// What a node's children were drawn from, one after the other and none twice;
-  /// empty where they were chosen without drawing.
+  /// The distribution that a node's children were drawn from, one after the
+  /// other and each once; empty if they were chosen without drawing.
   std::vector<Distribution> drawn_from;
 };
 
-/// How far a tree may go.
+/// The limits of a tree.
 struct TreeShape {
   /// Levels below the root, and nodes of a level.
   int64_t depth = 0;
   int64_t width = 0;
-  /// Nodes of the whole tree, its root among them; at least 1.
+  /// Nodes of the whole tree, including its root; at least 1.
   size_t most = 1;
 };
 
-/// What came of a tree.
+/// The result of verifying a tree.
 struct VerificationResult {
-  /// The chain that is part of the text from now on, the root first.
+  /// The accepted chain, which is now part of the text, the root first.
   std::vector<int32_t> accepted;
-  /// The id behind it: the model's own.
+  /// The id behind the chain: the model's own.
   int64_t next = 0;
 };
 
-/// Goes down from the root as long as the model takes a child for its own choice.
-/// `logits` have a row for each node.
+/// Walks down from the root while the model accepts a child. `logits` have a
+/// row for each node.
 ///
-/// Greedily, a child is taken that is the greatest logit behind its parent, so
-/// that the text is the same as without the tree. Else each child in turn is given
-/// its chance, see accept(), so that every id of the text has the probability that
-/// the model gives it.
+/// Greedily, it accepts the child with the greatest logit behind its parent, so
+/// the text is the same as without the tree. Otherwise it offers each child in
+/// turn, see accept(), so every id of the text has the probability that the
+/// model gives it.
 Result<VerificationResult>
 verify(const TokenTree& tree, const LogitsView& logits, Sampler& sampler);
 

@@ -5,15 +5,15 @@
 namespace etkv::examples {
 namespace {
 
-/// What is old counts less with every level that is observed.
+/// The weight of old observations, for every observed level.
 constexpr double kFade = 0.97;
-/// What is believed of the candidate of a rank before it was tried, and how many
-/// trials that is worth.
+/// The assumed acceptance of a candidate of a rank before it is tried, and the
+/// number of trials that this counts as.
 constexpr double kFirst = 0.5;
 constexpr double kFurther = 0.3;
 constexpr double kBelief = 2.0;
-/// Steps of a kind that are made before anything is weighed: the first of a size
-/// takes longer than those to come.
+/// Steps of a kind before any comparison: the first of a size takes longer than
+/// later ones.
 constexpr int64_t kTrials = 2;
 /// Steps without a tree before one is tried again.
 constexpr int64_t kPatience = 16;
@@ -27,7 +27,7 @@ TreeShape Tuner::next(const DraftSeconds& draft_seconds) {
   if (depth_ && width_) {
     return best;
   }
-  // What one id costs is known first, and then what a tree does.
+  // Measure the cost of one id first, and then trees.
   if (singles_ < kTrials && !depth_) {
     best.depth = 0;
     return best;
@@ -35,14 +35,14 @@ TreeShape Tuner::next(const DraftSeconds& draft_seconds) {
   if (trees_ < kTrials) {
     return best;
   }
-  // A tree is due where there was none for long.
+  // Try a tree if there was none for long.
   const int64_t shallowest = without_ >= kPatience ? 1 : 0;
   const int64_t narrowest = width_.value_or(1);
   double most = -1.0;
   for (int64_t depth = depth_.value_or(shallowest);
        depth <= depth_.value_or(kDeepest);
        ++depth) {
-    // No tree has no width.
+    // Without a tree the width is 0.
     const int64_t widest = depth == 0 ? narrowest : width_.value_or(kWidest);
     for (int64_t width = narrowest; width <= widest; ++width) {
       if (const double found = promise(depth, width, draft_seconds);
@@ -72,7 +72,7 @@ double Tuner::promise(
       1.0 + filled_ * static_cast<double>(depth) * static_cast<double>(width);
   const double seconds = verification_.at(nodes) +
                          (depth == 0 ? 0.0 : draft_seconds(depth, width));
-  // What costs nothing measurable is worth its ids.
+  // A tree without measurable cost is worth its ids.
   return ids / std::max(seconds, 1e-9);
 }
 
@@ -84,7 +84,7 @@ void Tuner::observe(
   verification_.add(tree.size(), seconds);
   ++without_;
   if (tree.size() == 1) {
-    // There was no draft token, which says nothing of those that they have.
+    // There was no draft token, which says nothing about candidates.
     ++singles_;
     return;
   }

@@ -1,4 +1,4 @@
-// How deep and wide a tree is to be, by what trees cost and what they bring.
+// Chooses the depth and width of a tree, by the cost of trees and the ids they bring.
 #pragma once
 
 #include <array>
@@ -13,30 +13,30 @@ namespace etkv::examples {
 
 class Tuner {
  public:
-  /// As far as it looks for itself; what is given may go further.
+  /// The limits of its own search; given values may exceed them.
   static constexpr int64_t kDeepest = 6;
   static constexpr int64_t kWidest = 8;
 
-  /// What is not given is tuned.
+  /// Tunes the values that are not given.
   Tuner(std::optional<int64_t> depth, std::optional<int64_t> width)
       : depth_(depth), width_(width) {}
 
-  /// Seconds of a draft for a tree of this depth and width.
+  /// The seconds of a draft for a tree of this depth and width.
   using DraftSeconds = std::function<double(int64_t depth, int64_t width)>;
 
-  /// The shape that promises most ids a second. Depth 0 is no tree at all; then
-  /// one is tried every now and then, as a text may become easier.
+  /// Returns the shape that promises most ids a second. Depth 0 means no tree;
+  /// it then tries one from time to time, because a text may become easier.
   TreeShape next(const DraftSeconds& draft_seconds);
 
-  /// What came of a tree, and what its verification took.
+  /// Records the result of a tree, and the seconds of its verification.
   void observe(
       const TreeShape& asked,
       const TokenTree& tree,
       const VerificationResult& verified,
       double seconds);
 
-  /// The probability that one of `width` candidates is accepted, where there are
-  /// any and their parent is.
+  /// Returns the probability that one of `width` candidates is accepted, if
+  /// there are any and their parent is accepted.
   double acceptance(int64_t width) const;
 
  private:
@@ -49,9 +49,9 @@ class Tuner {
   std::optional<int64_t> depth_;
   std::optional<int64_t> width_;
   LatencyModel verification_;
-  /// By the place of a candidate among its siblings.
+  /// Acceptance by the place of a candidate among its siblings.
   std::array<Rank, kWidest> ranks_;
-  /// Nodes that trees have, where they have any, of those that they may have.
+  /// The fraction of the possible nodes that trees have, if they have any.
   double filled_ = 1.0;
   /// Steps without a tree and with one, and those since the last tree.
   int64_t singles_ = 0;

@@ -1,4 +1,4 @@
-//! What a step attends to, and the one place that calls MLX's attention.
+//! What a step attends to. Only this module calls MLX's attention.
 
 use mlx_rs::fast::{scaled_dot_product_attention, ScaledDotProductAttentionMask};
 use mlx_rs::ops::{arange, concatenate, select, softmax_axis};
@@ -9,24 +9,22 @@ use crate::error::{fail, Result};
 use crate::mlx::{self, cast, slice_axis};
 use crate::store::KvView;
 
-/// Which keys a query sees; an explicit mask is a boolean array.
+/// The keys that a query sees; an explicit mask is a boolean array.
 pub type Mask = etkv_core::Mask<Array>;
 
 /// A layer's keys and values as a step reads them, and how to mask them.
 pub type AttendSpec = etkv_core::AttendSpec<KvView, Array>;
 
-/// Attention of `q`, `[1, n_heads, T, k_head_dim]`, over `spec`.
+/// Computes the attention of `q`, `[1, n_heads, T, k_head_dim]`, over `spec`.
 ///
-/// Returns `[1, n_heads, T, v_head_dim]` in `out_dtype`, or in the dtype of `q`
-/// where there is none.
+/// Returns `[1, n_heads, T, v_head_dim]` in `out_dtype`, or in the dtype of `q` for `None`.
 ///
-/// Rows in the dtype of `q` are read where they are. Of packed rows, and of those
-/// in another dtype, few queries read what is stored, or a block of it at a time;
-/// for many the keys and values of one KV head at a time are unpacked, which is the
-/// most that is ever unpacked at once.
+/// Rows in the dtype of `q` are read in place. For packed rows and rows in another dtype, few
+/// queries read the stored rows, or a block of them at a time. For many queries the keys and values
+/// of one KV head are unpacked at a time, never more.
 ///
 /// # Errors
-/// [`Backend`](crate::Status::Backend) where the shapes do not fit each other.
+/// [`Backend`](crate::Status::Backend) if the shapes do not fit each other.
 pub fn attend(q: &Array, spec: &AttendSpec, scale: f32, out_dtype: Option<Dtype>) -> Result<Array> {
     let out = match (spec.k.as_dtype(q.dtype()), spec.v.as_dtype(q.dtype())) {
         (Some(k), Some(v)) => by_mlx(q, k, v, &spec.mask, scale)?,
@@ -40,8 +38,8 @@ pub fn attend(q: &Array, spec: &AttendSpec, scale: f32, out_dtype: Option<Dtype>
     cast(&out, out_dtype.unwrap_or(q.dtype()))
 }
 
-/// [`attend`] by what is stored (`packed`) or by what is unpacked, for the
-/// benchmark from which the choice between them comes.
+/// [`attend`] over the stored rows (`packed`) or over unpacked rows. The benchmark uses it to
+/// choose between them.
 #[doc(hidden)]
 pub fn attend_stored(q: &Array, spec: &AttendSpec, scale: f32, packed: bool) -> Result<Array> {
     let group = group_of(q, spec)?;
@@ -52,7 +50,7 @@ pub fn attend_stored(q: &Array, spec: &AttendSpec, scale: f32, packed: bool) -> 
     }
 }
 
-/// MLX's own attention.
+/// Calls MLX's own attention.
 fn by_mlx(q: &Array, k: &Array, v: &Array, mask: &Mask, scale: f32) -> Result<Array> {
     let mask = match mask {
         Mask::None => None,
@@ -62,13 +60,13 @@ fn by_mlx(q: &Array, k: &Array, v: &Array, mask: &Mask, scale: f32) -> Result<Ar
     Ok(scaled_dot_product_attention(q, k, v, scale, mask, None)?)
 }
 
-/// Query heads of one KV head.
+/// Returns the query heads of one KV head.
 fn group_of(q: &Array, spec: &AttendSpec) -> Result<i32> {
     let heads = spec.k.n_kv_heads();
     if q.ndim() != 4 || heads <= 0 || q.dim(1) % heads != 0 || spec.v.n_kv_heads() != heads {
         fail!(
             Shape,
-            "queries of shape {:?} attend to keys of {heads} and values of {} heads",
+            "queries of shape {:?} do not fit keys of {heads} and values of {} heads",
             q.shape(),
             spec.v.n_kv_heads()
         );
@@ -76,8 +74,8 @@ fn group_of(q: &Array, spec: &AttendSpec) -> Result<i32> {
     Ok(q.dim(1) / heads)
 }
 
-/// Attention that multiplies with the rows as they are stored. The queries of a KV
-/// head are rows of one matrix, so that nothing is repeated.
+/// Computes attention with the stored rows. The queries of a KV head are rows of one matrix, so
+/// nothing is repeated.
 fn by_products(q: &Array, spec: &AttendSpec, group: i32, scale: f32) -> Result<Array> {
     let (heads, t, n) = (spec.k.n_kv_heads(), q.dim(2), spec.k.len());
     let dtype = dtype_of_products(q)?;
@@ -92,15 +90,15 @@ fn by_products(q: &Array, spec: &AttendSpec, group: i32, scale: f32) -> Result<A
     Ok(out.reshape(&[1, heads * group, t, spec.v.head_dim()])?)
 }
 
-/// The dtype in which queries multiply packed or unpacked rows. In half precision
-/// MLX's packed products take ten times as long on the CPU, and its attention
-/// longer than in float32.
+/// Returns the dtype in which queries multiply packed or unpacked rows. In half precision MLX's
+/// packed products take ten times as long on the CPU, and its attention takes longer than in
+/// float32.
 fn dtype_of_products(q: &Array) -> Result<Dtype> {
     Ok(if mlx::on_gpu()? { q.dtype() } else { Dtype::Float32 })
 }
 
-/// `scores`, `[1, n_kv_heads, group, T, L]`, with the least number in place of what
-/// is not seen, as MLX's own attention has it.
+/// Returns `scores`, `[1, n_kv_heads, group, T, L]`, with the least number in place of hidden keys,
+/// as MLX's own attention does.
 fn masked(scores: &Array, mask: &Mask) -> Result<Array> {
     let [heads, group, t, n] = [1, 2, 3, 4].map(|axis| scores.dim(axis));
     let seen = match mask {
@@ -109,7 +107,7 @@ fn masked(scores: &Array, mask: &Mask) -> Result<Array> {
             let last = arange::<_, i32>(n - t, n, None)?.reshape(&[t, 1])?;
             arange::<_, i32>(0, n, None)?.reshape(&[1, n])?.le(last)?
         }
-        // Heads apart, as in the scores; what has no heads broadcasts.
+        // The heads are an axis of their own, as in the scores; a mask without heads broadcasts.
         Mask::Explicit(mask) if mask.ndim() >= 3 && mask.dim(-3) != 1 => {
             mask.reshape(&[1, heads, group, mask.dim(-2), mask.dim(-1)])?
         }
@@ -121,14 +119,14 @@ fn masked(scores: &Array, mask: &Mask) -> Result<Array> {
     };
     let least = match scores.dtype() {
         Dtype::Float16 => -65504.0,
-        // The most that bfloat16 holds.
+        // The largest bfloat16.
         Dtype::Bfloat16 => -3.389_531_4e38,
         _ => f32::MIN,
     };
     Ok(select(seen, scores, Array::from_f32(least).as_dtype(scores.dtype())?)?)
 }
 
-/// MLX's attention one KV head at a time, each of them unpacked for itself.
+/// Calls MLX's attention for one KV head at a time, each unpacked separately.
 fn by_head(q: &Array, spec: &AttendSpec, group: i32, scale: f32) -> Result<Array> {
     let q = cast(q, dtype_of_products(q)?)?;
     let mut outs: Vec<Array> = Vec::new();
@@ -143,7 +141,7 @@ fn by_head(q: &Array, spec: &AttendSpec, group: i32, scale: f32) -> Result<Array
             mask => mask.clone(),
         };
         let out = by_mlx(&slice_axis(&q, 1, from, to, 1)?, &k, &v, &mask, scale)?;
-        // Now: MLX would unpack every head before it attends to the first.
+        // Evaluate now: MLX would otherwise unpack every head before it attends to the first.
         eval([&out])?;
         outs.push(out);
     }

@@ -1,4 +1,4 @@
-//! The constants of a program: loaded one at a time, each as it will be used.
+//! Loads the constants of a program, one at a time, each in its final layout.
 
 use mlx_rs::Array;
 
@@ -6,31 +6,31 @@ use super::dtype;
 use super::ir::Constant;
 use crate::error::{fail, Result};
 
-/// Where a program's constants come from.
+/// The source of a program's constants.
 pub trait ConstantSource {
-    /// The bytes of a constant, row-major; `None` where there is no such one.
+    /// Returns the bytes of a constant, row-major, or `None` if it does not exist.
     fn find(&mut self, name: &str) -> Option<&[u8]>;
 }
 
-/// How a constant is kept.
+/// The layout of a constant.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Layout {
     /// As it is stored.
     Stored,
     /// Transposed, as a matrix product reads it.
     Transposed,
-    /// Not at all: nothing uses it.
+    /// Not kept: nothing uses it.
     Absent,
 }
 
 /// Loads a constant.
 ///
-/// The bytes are copied once, into memory of MLX's. The source may let them go
-/// as soon as this returns, so that a program's weights are never there twice.
+/// Copies the bytes once, into MLX's memory. The source may free them as soon as this returns, so a
+/// program's weights are never there twice.
 ///
 /// # Errors
-/// [`Program`](crate::Status::Program) where the data are missing or of another
-/// size than the program says; [`Backend`](crate::Status::Backend).
+/// [`Program`](crate::Status::Program) if the data are missing or their size differs from the
+/// program's; [`Backend`](crate::Status::Backend).
 pub fn load(constant: &Constant, layout: Layout, source: &mut dyn ConstantSource) -> Result<Array> {
     let Constant { name, shape, .. } = constant;
     let Some(bytes) = source.find(name) else {
@@ -48,7 +48,7 @@ pub fn load(constant: &Constant, layout: Layout, source: &mut dyn ConstantSource
             expected.map_or_else(|| String::from("too many"), |size| size.to_string())
         );
     }
-    // SAFETY: the bytes are as many as shape and dtype say; MLX copies them.
+    // SAFETY: the number of bytes matches shape and dtype; MLX copies them.
     let stored = unsafe { Array::from_raw_data(bytes.as_ptr().cast(), shape, constant.dtype) };
     if layout == Layout::Transposed {
         let transposed = stored.transpose_axes(&[1, 0])?.contiguous()?;

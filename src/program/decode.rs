@@ -1,5 +1,4 @@
-//! From the payload to [`ir`](super::ir): decoded once, values renamed so that
-//! each is written once.
+//! Decodes a payload to [`ir`](super::ir), once. Values are renamed so that each is written once.
 
 use std::collections::{BTreeMap, BTreeSet};
 
@@ -13,9 +12,9 @@ use crate::error::{fail, Result};
 /// Decodes a program.
 ///
 /// # Errors
-/// - [`Program`](crate::Status::Program) for one that contradicts itself.
-/// - [`Unsupported`](crate::Status::Unsupported) for one that needs what this
-///   build does not have; the message names all operations that it lacks.
+/// - [`Program`](crate::Status::Program) for a program that contradicts itself.
+/// - [`Unsupported`](crate::Status::Unsupported) for a program that needs what this build lacks;
+///   the message names all operations that it lacks.
 pub fn decode(graph: fb::MLXGraph) -> Result<Graph> {
     let mut slots = Slots::new(Counts::read(graph)?);
     refuse_unknown_ops(graph)?;
@@ -35,7 +34,7 @@ pub fn decode(graph: fb::MLXGraph) -> Result<Graph> {
     })
 }
 
-/// All at once, so that one look tells what is missing.
+/// Checks all operations at once, so that one error names everything that is missing.
 fn refuse_unknown_ops(graph: fb::MLXGraph) -> Result<()> {
     let mut unknown = BTreeMap::<String, usize>::new();
     for chain in graph.instruction_chains() {
@@ -78,7 +77,7 @@ fn constants(slots: &mut Slots, graph: fb::MLXGraph, names: &Names) -> Result<Ve
             let Some(&name) = names.get(&slot) else {
                 fail!(Program, "constant {slot} has no name");
             };
-            // Each would hold the data of that name once more.
+            // Each constant of a repeated name would hold the data once more.
             if let Some(other) = named.insert(name, slot) {
                 fail!(Program, "constants {other} and {slot} have the same name, `{name}`");
             }
@@ -113,7 +112,7 @@ fn inputs(slots: &mut Slots, graph: fb::MLXGraph, names: &Names) -> Result<Vec<I
                     fail!(Program, "tensor {} is two inputs; a slot takes one", slot.idx());
                 }
                 let meta = meta(graph, slot.idx())?;
-                // Known dtypes only, so that running need not ask.
+                // Only known dtypes pass, so running need not check.
                 dtype_of(meta.scalar_type())?;
                 let value = slots.bind(slot.idx());
                 Ok(InputSpec::Tensor {
@@ -185,7 +184,7 @@ fn dim(dim: fb::ShapeDim) -> Dim {
     }
 }
 
-/// The name without the prefix that keeps the names of several methods apart.
+/// Returns the name without the prefix that separates the names of several methods.
 pub(super) fn slot_name(names: &Names, slot: u32) -> String {
     names.get(&slot).map_or_else(
         || format!("tensor {slot}"),
@@ -199,7 +198,7 @@ mod tests {
     use crate::Status;
     use flatbuffers::FlatBufferBuilder;
 
-    /// A program of one chain with these instructions, none of which does much.
+    /// Returns a program of one chain with these instructions.
     fn program(
         build: impl Fn(
             &mut FlatBufferBuilder,
@@ -308,7 +307,7 @@ mod tests {
     fn splits_that_contradict_themselves_are_refused() {
         let error = split(2, 3);
         assert_eq!(error.status(), Status::Program);
-        assert_eq!(error.message(), "instruction 0: a split of 2 sizes has 3 outputs");
+        assert_eq!(error.message(), "instruction 0: expected 2 outputs of a split, got 3");
         assert!(split(2, 2).message().contains("tensor 0 is read before it is written"));
     }
 
@@ -329,6 +328,6 @@ mod tests {
         );
         let error = error(&payload);
         assert_eq!(error.status(), Status::Unsupported);
-        assert!(error.message().contains("Gelu by `quick`"), "{error}");
+        assert!(error.message().contains("unknown Gelu `quick`"), "{error}");
     }
 }

@@ -4,10 +4,10 @@ use mlx_rs::Dtype;
 
 use crate::error::{fail, Result};
 
-/// The dtype with ExecuTorch's number `scalar_type`.
+/// Returns the dtype with ExecuTorch's number `scalar_type`.
 ///
 /// # Errors
-/// [`Unsupported`](crate::Status::Unsupported) for those that MLX lacks.
+/// [`Unsupported`](crate::Status::Unsupported) for dtypes that MLX lacks.
 pub fn dtype_of(scalar_type: i8) -> Result<Dtype> {
     Ok(match scalar_type {
         0 => Dtype::Uint8,

@@ -5,17 +5,17 @@ use super::ir::{Chain, Out, Value};
 use super::ops::{self, Made};
 use crate::error::{fail, Result};
 
-/// A chain, and after which instruction each value has had its last use.
+/// A chain, and the instruction after which each value is not needed.
 ///
-/// Values are let go there, so that MLX can reuse their buffers.
+/// Values are dropped there, so that MLX can reuse their buffers.
 pub struct Schedule {
     chain: Chain,
     dead_after: Vec<Vec<Value>>,
 }
 
 impl Schedule {
-    /// Works out the uses of a chain. Values below `n_kept` are constants and
-    /// inputs, which stay.
+    /// Computes the last uses in a chain. Values below `n_kept` are constants and inputs, which
+    /// stay.
     pub fn new(chain: Chain, n_kept: u32) -> Self {
         let mut dead_after = vec![Vec::new(); chain.instructions.len()];
         let mut seen = std::collections::HashSet::new();
@@ -34,7 +34,7 @@ impl Schedule {
         Self { chain, dead_after }
     }
 
-    /// The chain.
+    /// Returns the chain.
     pub fn chain(&self) -> &Chain {
         &self.chain
     }

@@ -1,25 +1,25 @@
-//! The instructions of a program, typed, over values that are written once.
+//! The instructions of a program, typed, over values each of which is written once.
 //!
-//! The payload reuses tensor slots, and an instruction may write the slot that it
-//! reads. Here every write makes a new value, so that "the value that linear 12
-//! makes" means one thing, and passes can reason about uses.
+//! The payload reuses tensor slots, and an instruction may write the slot that it reads. Here every
+//! write makes a new value. So "the value that linear 12 makes" is unique, and passes can reason
+//! about uses.
 
 use std::ops::RangeInclusive;
 
 use mlx_rs::Dtype;
 
-/// A tensor value: a constant, an input, or what one instruction makes.
+/// A tensor value: a constant, an input, or the result of one instruction.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub struct Value(pub u32);
 
-/// An integer value: an input, or what one instruction makes.
+/// An integer value: an input, or the result of one instruction.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub struct IntValue(pub u32);
 
 /// An integer argument.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Int {
-    /// Known when the program was made. `i64::MAX` means "to the end".
+    /// Known when the program was exported. `i64::MAX` means "to the end".
     Literal(i64),
     /// Known when the program runs.
     Value(IntValue),
@@ -31,7 +31,7 @@ pub enum Int {
 pub enum Unary {
     Cos,
     Gelu,
-    /// With a tangent in the place of the error function.
+    /// With tanh in place of the error function.
     GeluTanh,
     Neg,
     Sigmoid,
@@ -63,16 +63,16 @@ pub enum IntBinary {
     Subtract,
 }
 
-/// Which elements `Take` takes.
+/// The elements that `Take` takes.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Index {
-    /// One element: the axis goes.
+    /// One element; the axis is removed.
     One(Int),
     /// The elements at the indices of a tensor.
     Many(Value),
 }
 
-/// How affine-quantized rows are packed.
+/// The packing of affine-quantized rows.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Affine {
     /// Elements that share a scale and a bias.
@@ -81,8 +81,8 @@ pub struct Affine {
     pub bits: i32,
 }
 
-/// What an instruction does. Fields are named as in ExecuTorch's schema, which
-/// says what they mean.
+/// The operation of an instruction. Fields have the names of ExecuTorch's schema, which documents
+/// them.
 #[derive(Debug, Clone, PartialEq)]
 #[allow(missing_docs)]
 pub enum Op {
@@ -118,8 +118,8 @@ pub enum Op {
         stop: Int,
         step: i32,
     },
-    /// One of the pieces that a Split makes: `start..stop` of an axis whose size
-    /// is in `sizes`, or the program contradicts itself.
+    /// One of the pieces of a Split: `start..stop` of an axis whose size is in `sizes`, or the
+    /// program contradicts itself.
     Piece {
         x: Value,
         axis: i32,
@@ -180,8 +180,8 @@ pub enum Op {
         /// Made by a pass: only the last query's row is wanted.
         last_query: bool,
     },
-    /// Made by a pass: `x` by the transpose of a weight `[out, in]`, or by one
-    /// that is kept transposed already, `[in, out]`.
+    /// Made by a pass: `x` times the transpose of a weight `[out, in]`, or times a weight that is
+    /// kept transposed, `[in, out]`.
     Linear {
         x: Value,
         weight: Value,
@@ -276,14 +276,14 @@ impl Op {
         }
     }
 
-    /// The tensors that the instruction reads.
+    /// Returns the tensors that the instruction reads.
     pub fn reads(&self) -> Vec<Value> {
         let mut values = Vec::new();
         self.clone().for_each_read(|value| values.push(*value));
         values
     }
 
-    /// The name of the instruction in messages.
+    /// Returns the name of the instruction in messages.
     pub fn name(&self) -> String {
         match self {
             Op::UpdateAndAttend { layer, .. } => format!("UpdateAndAttend of layer {layer}"),
@@ -306,7 +306,7 @@ impl Op {
     }
 }
 
-/// What an instruction makes.
+/// The result of an instruction.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Out {
     /// A tensor.
@@ -315,7 +315,7 @@ pub enum Out {
     Int(IntValue),
 }
 
-/// An operation and what it makes.
+/// An operation and its result.
 #[derive(Debug, Clone, PartialEq)]
 #[allow(missing_docs)]
 pub struct Instruction {
@@ -337,10 +337,10 @@ pub struct Constant {
 /// A dimension of an input.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Dim {
-    /// Always this.
+    /// The dimension is always this.
     Static(i32),
-    /// At most this, where there is a limit. The exporter's lower limit is of
-    /// its tracing only: programs run on one token.
+    /// The dimension is at most this, if there is a limit. The exporter's lower limit belongs to
+    /// its tracing: programs also run on one token.
     UpTo(Option<i32>),
 }
 
@@ -351,7 +351,7 @@ pub enum InputSpec {
     Tensor {
         /// The value that it becomes.
         value: Value,
-        /// For messages.
+        /// The name in messages.
         name: String,
         /// Its shape.
         shape: Vec<Dim>,
@@ -362,17 +362,17 @@ pub enum InputSpec {
     Int(IntValue),
 }
 
-/// A straight run of instructions and what it leaves behind.
+/// A straight run of instructions and its outputs.
 #[derive(Debug, Clone, Default)]
 pub struct Chain {
-    /// In order.
+    /// The instructions, in order.
     pub instructions: Vec<Instruction>,
-    /// What it makes for others.
+    /// The outputs.
     pub outputs: Vec<Out>,
 }
 
 impl Chain {
-    /// The tensors that it makes for others.
+    /// Returns the output tensors.
     pub fn tensor_outputs(&self) -> impl Iterator<Item = Value> + '_ {
         self.outputs.iter().filter_map(|out| match out {
             Out::Tensor(value) => Some(*value),
@@ -380,41 +380,40 @@ impl Chain {
         })
     }
 
-    /// Every use of a tensor: by the instructions, and as an output.
+    /// Returns every use of a tensor: by the instructions, and as an output.
     pub fn uses(&self) -> impl Iterator<Item = Value> + '_ {
         let read = self.instructions.iter().flat_map(|instruction| instruction.op.reads());
         read.chain(self.tensor_outputs())
     }
 }
 
-/// A program: values `0..constants.len()` are its constants, those after them
-/// its tensor inputs, the rest are made by instructions.
+/// A program. Values `0..constants.len()` are its constants, the next ones its tensor inputs, and
+/// instructions make the rest.
 #[derive(Debug, Clone)]
 pub struct Graph {
     /// Constants, in the order of their values.
     pub constants: Vec<Constant>,
     /// Inputs, in the order of the arguments.
     pub inputs: Vec<InputSpec>,
-    /// Runs once, when the program is loaded: which constant each of its outputs
-    /// replaces.
+    /// Runs once, when the program is loaded. Its outputs replace constants.
     pub init: Chain,
     /// The constants that `init`'s outputs replace.
     pub init_targets: Vec<Value>,
     /// Runs at every call.
     pub main: Chain,
-    /// Tensor values in all.
+    /// The number of tensor values.
     pub n_values: u32,
-    /// Integer values in all.
+    /// The number of integer values.
     pub n_ints: u32,
 }
 
 impl Graph {
-    /// Whether `value` is a constant.
+    /// Returns whether `value` is a constant.
     pub fn is_constant(&self, value: Value) -> bool {
         (value.0 as usize) < self.constants.len()
     }
 
-    /// A value that nothing has made yet.
+    /// Returns a new value.
     pub fn new_value(&mut self) -> Value {
         self.n_values += 1;
         Value(self.n_values - 1)

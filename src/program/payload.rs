@@ -5,13 +5,13 @@ use flatbuffers::VerifierOptions;
 use super::fb;
 use crate::error::{fail, Error, Result, Status};
 
-/// 4 bytes of padding, the magic, and where the data after the flatbuffer lies.
+/// The header: 4 bytes of padding, the magic, and the place of the data after the flatbuffer.
 const HEADER: usize = 24;
 const MAGIC: &[u8] = b"MLX0";
-/// The newest format that this reads.
+/// The newest format that this build reads.
 const MAX_VERSION: u32 = 1;
 
-/// Verifies a payload, and returns the program in it.
+/// Verifies a payload and returns its program.
 ///
 /// # Errors
 /// [`Program`](Status::Program) for a payload that is damaged, foreign, or of a
@@ -28,7 +28,7 @@ pub fn read(payload: &[u8]) -> Result<fb::MLXGraph<'_>> {
     };
     let data = number(8);
     let end = match usize::try_from(data) {
-        // Without data of its own the flatbuffer goes to the end.
+        // Without data the flatbuffer extends to the end.
         Ok(0) => payload.len(),
         Ok(end) if end >= HEADER && end <= payload.len() => end,
         _ => fail!(
@@ -49,14 +49,13 @@ pub fn read(payload: &[u8]) -> Result<fb::MLXGraph<'_>> {
     Ok(graph)
 }
 
-/// What is read of a flatbuffer of `n_bytes` at most, counted once for each way that
-/// leads to it.
+/// Returns the bytes read of a flatbuffer of at most `n_bytes`, counted once for each reference to
+/// them.
 ///
-/// The exporter writes every table, list and name for one place. Where many places
-/// name the same one, a small payload stands for as much work and memory as it
-/// likes; so what is read is bounded by the payload's own size. A table is 8 bytes at
-/// least. A byte of what the exporter writes is counted up to 5 times: with a table
-/// its list of fields is counted, which others share.
+/// The exporter writes every table, list and name for one place. If many places name the same one,
+/// a small payload stands for any amount of work and memory. So the bytes read are bounded by the
+/// payload's size. A table has at least 8 bytes. A byte of the exporter's counts up to 5 times: a
+/// table counts its list of fields, which others share.
 fn limits(n_bytes: usize) -> VerifierOptions {
     VerifierOptions {
         max_depth: 64,

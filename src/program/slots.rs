@@ -1,4 +1,4 @@
-//! The payload's slots, and which value each holds while a program is decoded.
+//! The payload's slots, and the value that each holds while a program is decoded.
 
 use std::collections::BTreeMap;
 
@@ -6,11 +6,10 @@ use super::fb;
 use super::ir::{Int, IntValue, Out, Value};
 use crate::error::{fail, Result};
 
-/// More slots than any program has, and few enough to allocate for.
+/// The most slots of a program: more than any program has, and few enough to allocate.
 const MAX_SLOTS: u32 = 1_000_000;
 
-/// How many tensor slots of each kind there are: their numbers follow each other
-/// in this order, temporaries last.
+/// The number of tensor slots of each kind. Slots are numbered in this order, temporaries last.
 pub struct Counts {
     pub constants: u32,
     pub inputs: u32,
@@ -19,7 +18,7 @@ pub struct Counts {
 }
 
 impl Counts {
-    /// Reads them.
+    /// Reads the numbers from a payload.
     pub fn read(graph: fb::MLXGraph) -> Result<Self> {
         let kinds = [
             graph.num_constant_tensors(),
@@ -53,7 +52,7 @@ impl Counts {
     }
 }
 
-/// Follows which value each slot holds.
+/// Tracks the value that each slot holds.
 pub struct Slots {
     counts: Counts,
     tensors: BTreeMap<u32, Value>,
@@ -63,27 +62,27 @@ pub struct Slots {
 }
 
 impl Slots {
-    /// Slots that hold nothing yet.
+    /// Returns slots without values.
     pub fn new(counts: Counts) -> Self {
         Self { counts, tensors: BTreeMap::new(), ints: BTreeMap::new(), n_values: 0, n_ints: 0 }
     }
 
-    /// How many slots there are.
+    /// Returns the number of slots.
     pub fn counts(&self) -> &Counts {
         &self.counts
     }
 
-    /// Tensor values made so far.
+    /// Returns the number of tensor values so far.
     pub fn n_values(&self) -> u32 {
         self.n_values
     }
 
-    /// Integer values made so far.
+    /// Returns the number of integer values so far.
     pub fn n_ints(&self) -> u32 {
         self.n_ints
     }
 
-    /// The value in a slot.
+    /// Returns the value in a slot.
     pub fn read(&self, tid: &fb::Tid) -> Result<Value> {
         match self.tensors.get(&tid.idx()) {
             Some(&value) => Ok(value),
@@ -91,12 +90,12 @@ impl Slots {
         }
     }
 
-    /// The value in a slot, where one is named.
+    /// Returns the value in a slot, if one is named.
     pub fn read_optional(&self, tid: Option<&fb::Tid>) -> Result<Option<Value>> {
         tid.map(|tid| self.read(tid)).transpose()
     }
 
-    /// An integer argument.
+    /// Returns an integer argument.
     pub fn int(&self, argument: fb::IntOrVid) -> Result<Int> {
         if !argument.is_vid() {
             return Ok(Int::Literal(argument.literal()));
@@ -107,7 +106,7 @@ impl Slots {
         Ok(Int::Value(self.read_int(vid)?))
     }
 
-    /// The value in an integer slot.
+    /// Returns the value in an integer slot.
     pub fn read_int(&self, vid: &fb::Vid) -> Result<IntValue> {
         match self.ints.get(&vid.idx()) {
             Some(&value) => Ok(value),
@@ -133,7 +132,7 @@ impl Slots {
         Ok(Out::Int(self.bind_int(vid.idx())))
     }
 
-    /// A new value in the integer slot of an input.
+    /// Puts a new value in the integer slot of an input.
     pub fn input_int(&mut self, slot: u32) -> Result<IntValue> {
         if slot >= self.counts.ints {
             fail!(Program, "value {slot} is an input, the program has {}", self.counts.ints);
@@ -141,7 +140,7 @@ impl Slots {
         Ok(self.bind_int(slot))
     }
 
-    /// Puts the value of one slot in another.
+    /// Copies the value of one slot to another.
     pub fn copy(&mut self, from: &fb::Tid, to: &fb::Tid) -> Result<()> {
         let value = self.read(from)?;
         if to.idx() >= self.counts.all {
@@ -151,7 +150,7 @@ impl Slots {
         Ok(())
     }
 
-    /// A new value in the slot of a constant or an input.
+    /// Puts a new value in the slot of a constant or an input.
     pub fn bind(&mut self, slot: u32) -> Value {
         let value = self.new_value();
         self.tensors.insert(slot, value);
@@ -165,9 +164,9 @@ impl Slots {
         value
     }
 
-    /// Ends the init chain: what it has written over constants, as pairs of the
-    /// constant and its new contents. Afterwards the constants' slots mean the
-    /// constants again, and nothing else of the chain is to be seen.
+    /// Ends the init chain. Returns the constants that it has overwritten, as pairs of the
+    /// constant and its new contents. Afterwards the constants' slots mean the constants
+    /// again, and nothing else of the chain is visible.
     pub fn end_init(&mut self) -> Vec<(Value, Value)> {
         let mut written = Vec::new();
         for slot in 0..self.counts.constants {

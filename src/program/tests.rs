@@ -1,5 +1,5 @@
-//! Payloads made by hand: what contradicts itself, what would cost more than its
-//! size, and what the exporter writes seldom.
+//! Hand-made payloads: contradictions, payloads that would cost more than their size, and rare
+//! output of the exporter.
 
 use std::collections::BTreeMap;
 use std::time::{Duration, Instant};
@@ -18,8 +18,8 @@ const OPEN: i32 = -1;
 type Node = (fb::OpNode, WIPOffset<UnionWIPOffset>);
 type Builder<'a> = FlatBufferBuilder<'a>;
 
-/// A program but for its instructions. Slots are numbered as in the payload:
-/// constants, inputs, temporaries.
+/// A program without its instructions. Slots are numbered as in the payload: constants, inputs,
+/// temporaries.
 #[derive(Default)]
 struct Parts {
     /// Name and shape, in float32.
@@ -28,7 +28,7 @@ struct Parts {
     inputs: Vec<(Vec<i32>, i8)>,
     n_temporaries: u32,
     n_values: u32,
-    /// In place of all inputs, in order.
+    /// Replaces all inputs, in order.
     input_map: Option<Vec<(fb::SlotType, u32)>>,
     outputs: Vec<u32>,
     /// Whether all inputs are one table in the payload.
@@ -36,8 +36,8 @@ struct Parts {
 }
 
 impl Parts {
-    /// The payload of the program with a main chain, and an init chain where there
-    /// are two.
+    /// Returns the payload of the program with a main chain, and with an init chain if there are
+    /// two.
     fn payload(self, chains: impl FnOnce(&mut Builder) -> Vec<Vec<Node>>) -> Vec<u8> {
         let builder = &mut FlatBufferBuilder::new();
         let chains: Vec<_> = chains(builder)
@@ -85,7 +85,7 @@ impl Parts {
             num_input_tensors: n_inputs,
             num_temp_tensors: self.n_temporaries,
             num_values: self.n_values,
-            // Of two chains the second is the init chain.
+            // The second of two chains is the init chain.
             init_chain_idx: if chains.len() > 1 { 1 } else { -1 },
             instruction_chains: Some(builder.create_vector(&chains)),
             input_map: Some(input_map),
@@ -114,7 +114,7 @@ fn variant<'a>(
 type Variants<'a> =
     WIPOffset<flatbuffers::Vector<'a, flatbuffers::ForwardsUOffset<fb::SlotVariant<'a>>>>;
 
-/// Slots that follow each other and are the same share a table.
+/// Equal slots that follow each other share a table.
 fn variants<'a>(builder: &mut Builder<'a>, slots: Vec<(fb::SlotType, u32)>) -> Variants<'a> {
     let mut last = None;
     let made: Vec<_> = slots
@@ -245,7 +245,7 @@ fn constants_have_names_of_their_own() {
 
 const MEGABYTE: usize = 1 << 20;
 
-/// Decodes a payload of about a megabyte and passes over it, in less than a second.
+/// Decodes a payload of about a megabyte and runs the passes, in less than a second.
 fn quick(payload: &[u8]) -> Result<()> {
     assert!((MEGABYTE / 2..MEGABYTE * 2).contains(&payload.len()), "{} bytes", payload.len());
     let started = Instant::now();
@@ -315,7 +315,7 @@ fn positions_behind_many_views_are_traced_in_time() {
     quick(&payload).unwrap();
 }
 
-/// A small payload that stands for a large one, as many places name the same bytes.
+/// A small payload that stands for a large one: many places name the same bytes.
 #[test]
 fn what_many_places_share_is_refused_in_time() {
     // A shape of many dimensions, of many inputs.
@@ -357,8 +357,8 @@ fn floats(bytes: &[u8]) -> Vec<f32> {
 const W: [f32; 6] = [1.0, 2.0, 3.0, 4.0, 5.0, 6.0];
 const V: [f32; 6] = [-1.0, 0.0, 1.0, 0.0, 2.0, 0.0];
 
-/// Loads a program of the weights `w` and `v`, both `[2, 3]`, and an input `[1, 3]`,
-/// and gives what it makes of ones.
+/// Loads a program of the weights `w` and `v`, both `[2, 3]`, and an input `[1, 3]`, and returns
+/// its result for ones.
 fn run(
     n_temporaries: u32,
     outputs: Vec<u32>,
@@ -400,7 +400,7 @@ fn a_constant_that_init_makes_may_be_an_output() {
 
 #[test]
 fn init_may_exchange_constants() {
-    // 3: a place to keep one of them. Nothing is computed.
+    // 3: a slot that keeps one of them. Nothing is computed.
     let made = run(1, vec![0, 1], |builder| {
         vec![vec![], vec![copy(builder, 0, 3), copy(builder, 1, 0), copy(builder, 3, 1)]]
     });

@@ -11,14 +11,13 @@ use crate::error::Result;
 use crate::format::KvFormat;
 use crate::mlx::cast;
 
-/// Affine groups. Codes, scales and offsets are MLX's, from the rows in float32;
-/// scales and offsets are then rounded to float16.
+/// Affine groups. MLX computes codes, scales and offsets from the rows in float32. Scales and
+/// offsets are then rounded to float16.
 ///
-/// An element is off by at most one step of its group, and half a step for all but
-/// those at the far end: MLX fits the scale so that the end of larger magnitude and
-/// zero are exact. Rounding adds the 2048th part of the offset and of the distance
-/// to it. Elements beyond what float16 holds are stored as the nearest that it does,
-/// so that no group comes to hold an infinity.
+/// An element is off by at most one step of its group, and by half a step except at the far end:
+/// MLX fits the scale so that the end of larger magnitude and zero are exact. Rounding adds a
+/// 2048th of the offset and of the distance to it. Elements beyond the range of float16 are stored
+/// as its nearest value, so no group holds an infinity.
 pub(super) struct Affine {
     bits: u8,
     group: u8,
@@ -26,7 +25,7 @@ pub(super) struct Affine {
 }
 
 impl Affine {
-    /// `head_dim` is a multiple of `group`.
+    /// Returns the codec; `head_dim` is a multiple of `group`.
     pub fn new(bits: u8, group: u8, head_dim: i32) -> Self {
         Self { bits, group, head_dim }
     }

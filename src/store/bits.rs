@@ -1,5 +1,5 @@
-//! Codes of four and eight bits, made and read with elementwise operations, so that
-//! the same rows give the same bits on every device.
+//! Codes of four and eight bits, made and read with elementwise operations. The same rows give the
+//! same bits on every device.
 
 use mlx_rs::ops::{maximum, minimum, sum_axis};
 use mlx_rs::{Array, Dtype};
@@ -20,13 +20,13 @@ macro_rules! elementwise {
 }
 
 elementwise! {
-    /// `a << b`.
+    /// Returns `a << b`.
     shl = mlx_left_shift;
-    /// `a >> b`.
+    /// Returns `a >> b`.
     shr = mlx_right_shift;
-    /// `a & b`.
+    /// Returns `a & b`.
     and = mlx_bitwise_and;
-    /// `a | b`.
+    /// Returns `a | b`.
     or = mlx_bitwise_or;
 }
 
@@ -37,7 +37,7 @@ fn shifts() -> Array {
     Array::from_slice(&[0u32, 4, 8, 12, 16, 20, 24, 28], &[PER_WORD])
 }
 
-/// Codes of 4 bits, one an element, as words of eight, the first lowest.
+/// Packs codes of 4 bits, one an element, into words of eight, the first lowest.
 pub(super) fn pack_nibbles(codes: &Array) -> Result<Array> {
     let mut shape = codes.shape().to_vec();
     let width = shape.pop().unwrap_or(0);
@@ -46,7 +46,7 @@ pub(super) fn pack_nibbles(codes: &Array) -> Result<Array> {
     Ok(sum_axis(apart, -1, false)?)
 }
 
-/// Words of eight codes as one code an element, in 32 bits.
+/// Unpacks words of eight codes to one code an element, in 32 bits.
 pub(super) fn unpack_nibbles(words: &Array) -> Result<Array> {
     let mut shape = words.shape().to_vec();
     let codes = and(&shr(&words.expand_dims(-1)?, &shifts())?, &Array::from_slice(&[15u32], &[1]))?;
@@ -56,37 +56,35 @@ pub(super) fn unpack_nibbles(words: &Array) -> Result<Array> {
     Ok(codes.reshape(&shape)?)
 }
 
-/// The E2M1 codes that are nearest to `values` in float32, ties to even; what is
-/// beyond 6 becomes 6.
+/// Returns the E2M1 codes nearest to `values` in float32, ties to even. Magnitudes above 6 become
+/// 6.
 pub(super) fn to_e2m1(values: &Array) -> Result<Array> {
     let size = values.abs()?;
-    // Steps of 0.5 up to 2, of 1 up to 4 and of 2 up to 6: where one of the three
-    // is right, the others are no less.
+    // Steps are 0.5 up to 2, 1 up to 4 and 2 up to 6. The right one of the three results is the
+    // least.
     let by_half = size.multiply(Array::from_f32(2.0))?.round(None)?;
     let by_one = size.round(None)?.add(Array::from_f32(2.0))?;
     let by_two = size.multiply(Array::from_f32(0.5))?.round(None)?.add(Array::from_f32(4.0))?;
     let code = minimum(minimum(by_half, by_one)?, minimum(by_two, Array::from_f32(7.0))?)?;
-    // What NaN becomes as an integer is open: its neighbours
-    // in the word keep their bits.
+    // The integer of a NaN is undefined. Its neighbours in the word keep their bits.
     let code = and(&cast(&code, Dtype::Uint32)?, &Array::from_slice(&[7u32], &[1]))?;
     let negative = cast(&values.lt(Array::from_f32(0.0))?, Dtype::Uint32)?;
     or(&code, &shl(&negative, &Array::from_slice(&[3u32], &[1]))?)
 }
 
-/// E2M1 codes, one an element, as float32.
+/// Returns E2M1 codes, one an element, as float32.
 pub(super) fn from_e2m1(codes: &Array) -> Result<Array> {
-    // The bits of a float16 whose value is 2^14 times less, subnormals among them.
+    // The bits of a float16 whose value is 2^14 times smaller, including subnormals.
     bits_to_f32(codes, [7, 9], [8, 12], 16384.0)
 }
 
-/// E4M3 codes, one an element, as float32.
+/// Returns E4M3 codes, one an element, as float32.
 pub(super) fn from_e4m3(codes: &Array) -> Result<Array> {
-    // As above, of 2^8.
+    // As above, with 2^8.
     bits_to_f32(codes, [0x7f, 7], [0x80, 8], 256.0)
 }
 
-/// Exponent and mantissa, and the sign, moved to where float16 has them: a mask and
-/// a shift each.
+/// Moves exponent and mantissa, and the sign, to their places in float16: a mask and a shift each.
 fn bits_to_f32(codes: &Array, size: [u16; 2], sign: [u16; 2], scale: f32) -> Result<Array> {
     let codes = cast(codes, Dtype::Uint16)?;
     let moved = |[mask, by]: [u16; 2]| {
@@ -97,26 +95,25 @@ fn bits_to_f32(codes: &Array, size: [u16; 2], sign: [u16; 2], scale: f32) -> Res
     Ok(cast(&halves, Dtype::Float32)?.multiply(Array::from_f32(scale))?)
 }
 
-/// The E8M0 scale of blocks whose largest magnitudes are `peaks`, in float32, for
-/// elements of at most 1.75 times 2^`top`, which 7 and 448 are: the least power of
-/// two that brings the peak to no more. 6 is the largest of E2M1, but 7 is nearer to
-/// it than to the 8 that the next power would make of it; on normal rows that is an
-/// error 3 % less than with the microscaling standard's rule, and 8 % less than with
-/// MLX's.
+/// Computes the E8M0 scale of blocks whose largest magnitudes are `peaks`, in float32, for elements
+/// of at most 1.75 times 2^`top`, which 7 and 448 are. It is the least power of two that brings the
+/// peak to no more. The largest E2M1 value is 6, but 7 is nearer to 6 than to the 8 that the next
+/// power would give. On normal rows the error is 3 % less than with the microscaling standard's
+/// rule, and 8 % less than with MLX's.
 ///
-/// Returns the codes and, in float32, one over the scales.
+/// Returns the codes and, in float32, the inverse of the scales.
 pub(super) fn e8m0(peaks: &Array, top: u32) -> Result<[Array; 2]> {
     let word = |value: u32| Array::from_slice(&[value], &[1]);
-    // One more in the exponent where the mantissa is above 1.75.
+    // The exponent is one more if the mantissa is above 1.75.
     let bits = peaks.view_dtype(Dtype::Uint32)?.add(word(0x001f_ffff))?;
     let exponent = shr(&bits, &word(23))?;
-    // At most that with which the largest element is finite.
+    // The limit keeps the largest element finite.
     let code = minimum(maximum(exponent, word(top))?.subtract(word(top))?, word(254 - top))?;
     let inverse = shl(&word(254).subtract(&code)?, &word(23))?.view_dtype(Dtype::Float32)?;
     Ok([cast(&code, Dtype::Uint8)?, inverse])
 }
 
-/// E8M0 codes as float32.
+/// Returns E8M0 codes as float32.
 pub(super) fn from_e8m0(codes: &Array) -> Result<Array> {
     let bits = shl(&cast(codes, Dtype::Uint32)?, &Array::from_slice(&[23u32], &[1]))?;
     Ok(bits.view_dtype(Dtype::Float32)?)

@@ -15,17 +15,17 @@ use crate::mlx::{self, cast};
 
 /// Block floats in MLX's layouts.
 ///
-/// Scales are powers of two in mxfp8 and mxfp4, which hold any float32; an element
-/// is off by at most 2^-4 of its magnitude in mxfp8, and half a step of E2M1 in mxfp4
-/// and nvfp4. The scale of nvfp4 is an E4M3 number: blocks that go beyond 2688, 6
-/// times its largest, are stored as what is nearest, and those below 0.006 as zeros.
+/// In mxfp8 and mxfp4 scales are powers of two, which cover every float32. An element is off by at
+/// most 2^-4 of its magnitude in mxfp8, and by half a step of E2M1 in mxfp4 and nvfp4. The scale of
+/// nvfp4 is an E4M3 number. Its blocks above 2688, which is 6 times the largest scale, are stored
+/// as the nearest value, and blocks below 0.006 as zeros.
 pub(super) struct BlockFloat {
     layout: Layout,
     head_dim: i32,
 }
 
 impl BlockFloat {
-    /// `head_dim` is a multiple of the block.
+    /// Returns the codec; `head_dim` is a multiple of the block.
     pub fn new(layout: Layout, head_dim: i32) -> Self {
         Self { layout, head_dim }
     }
@@ -37,7 +37,7 @@ impl BlockFloat {
         }
     }
 
-    /// The shape of `rows` with the blocks apart.
+    /// Returns the shape of `rows` with the blocks on an axis of their own.
     fn apart(&self, rows: &Array) -> Vec<i32> {
         let mut shape = rows.shape().to_vec();
         shape.truncate(3);
@@ -55,8 +55,8 @@ impl BlockFloat {
         })
     }
 
-    /// MLX's CPU unpacks E4M3 by arithmetic for every row that it multiplies, which
-    /// takes eight times as long as the other layouts.
+    /// MLX's CPU unpacks E4M3 by arithmetic for every row that it multiplies, which takes eight
+    /// times as long as the other layouts.
     fn in_blocks(&self) -> Result<bool> {
         Ok(self.layout == Layout::Mxfp8 && !mlx::on_gpu()?)
     }
@@ -114,7 +114,7 @@ impl Codec for BlockFloat {
         if mlx::on_gpu()? {
             return self.packed(parts)?.unpacked(dtype);
         }
-        // What MLX's CPU composes for this refuses some head_dims.
+        // MLX's CPU composes this from other operations, which refuse some head_dims.
         let [codes, scales] = exactly::<2>(parts)?;
         let steps = match self.layout {
             Layout::Mxfp8 => from_e4m3(&codes.view_dtype(Dtype::Uint8)?)?,

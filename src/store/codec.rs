@@ -1,5 +1,4 @@
-//! What a storage format is to a pool: how rows become planes, and what can be
-//! computed from planes.
+//! The trait that a storage format implements: it turns rows into planes and computes with planes.
 
 use mlx_rs::ops::{concatenate, matmul};
 use mlx_rs::transforms::eval;
@@ -12,35 +11,35 @@ use crate::mlx::{self, slice_axis};
 
 /// A storage format for rows of one head_dim.
 pub trait Codec: Send + Sync {
-    /// The format.
+    /// Returns the format.
     fn format(&self) -> KvFormat;
 
-    /// Elements of one row.
+    /// Returns the number of elements of one row.
     fn head_dim(&self) -> i32;
 
-    /// What is kept of a row. A row of zeros in every plane is a row of zeros.
+    /// Returns the planes of a row. A row of zeros in every plane is a row of zeros.
     fn layout(&self) -> Layout;
 
-    /// Rows, `[1, n_kv_heads, n, head_dim]` in any float dtype, as planes.
+    /// Converts rows, `[1, n_kv_heads, n, head_dim]` in any float dtype, to planes.
     ///
     /// # Errors
     /// [`Backend`](crate::Status::Backend).
     fn encode(&self, rows: &Array) -> Result<Parts>;
 
-    /// Planes as rows, `[1, n_kv_heads, n, head_dim]` in `dtype`.
+    /// Converts planes to rows, `[1, n_kv_heads, n, head_dim]` in `dtype`.
     ///
     /// # Errors
     /// [`Backend`](crate::Status::Backend).
     fn decode(&self, parts: &[Array], dtype: Dtype) -> Result<Array>;
 
-    /// The rows as they are, where they are stored in `dtype`.
+    /// Returns the stored rows themselves, if they are stored in `dtype`.
     fn as_dtype<'a>(&self, parts: &'a [Array], dtype: Dtype) -> Option<&'a Array> {
         parts.first().filter(|part| self.format().is_float() && part.dtype() == dtype)
     }
 
-    /// Products of `q`, `[1, n_kv_heads, m, head_dim]` in float32 or the like, with every
-    /// row of these planes: `[1, n_kv_heads, m, n]`. Where the format has no product of
-    /// its own, rows are unpacked in blocks of a constant number of bytes.
+    /// Multiplies `q`, `[1, n_kv_heads, m, head_dim]` in float32 or a similar dtype, by every row
+    /// of these planes: `[1, n_kv_heads, m, n]`. A format without a product of its own unpacks rows
+    /// in blocks of a constant number of bytes.
     ///
     /// # Errors
     /// [`Backend`](crate::Status::Backend).
@@ -48,8 +47,8 @@ pub trait Codec: Send + Sync {
         scores_in_blocks(self, q, parts)
     }
 
-    /// Sums of the rows weighted by `p`, `[1, n_kv_heads, m, n]`:
-    /// `[1, n_kv_heads, m, head_dim]`, likewise.
+    /// Returns the sums of the rows weighted by `p`, `[1, n_kv_heads, m, n]`: `[1, n_kv_heads, m,
+    /// head_dim]`. It unpacks rows as [`scores`](Self::scores) does.
     ///
     /// # Errors
     /// [`Backend`](crate::Status::Backend).
@@ -57,32 +56,32 @@ pub trait Codec: Send + Sync {
         weighted_in_blocks(self, p, parts)
     }
 
-    /// The most rows a KV head for which [`scores`](Self::scores) and
-    /// [`weighted`](Self::weighted) are better than unpacking all.
+    /// Returns the most rows a KV head for which [`scores`](Self::scores) and
+    /// [`weighted`](Self::weighted) are faster than unpacking all rows.
     ///
     /// # Errors
-    /// [`Unsupported`](crate::Status::Unsupported) where MLX cannot be started.
+    /// [`Unsupported`](crate::Status::Unsupported) if MLX cannot be started.
     fn most_packed(&self) -> Result<i32>;
 }
 
-/// The largest float16, which no stored scale and offset goes beyond.
+/// The largest float16, and so the limit of stored scales and offsets.
 pub(super) const F16_MAX: f32 = 65504.0;
 
-/// The most rows a KV head for which unpacking in blocks is better than unpacking
-/// one KV head at a time.
+/// The most rows a KV head for which unpacking in blocks is faster than unpacking one KV head at a
+/// time.
 pub(super) const MOST_IN_BLOCKS: i32 = 64;
 
-/// Bytes of rows that are unpacked at a time: what a CPU's caches hold.
+/// The bytes of rows that are unpacked at a time: what a CPU's caches hold.
 const CPU_BLOCK: i64 = 4 << 20;
-/// Likewise on a GPU, which waits for each block.
+/// The same on a GPU, which waits for each block.
 const GPU_BLOCK: i64 = 32 << 20;
 
-/// KV heads and slots of some planes.
+/// Returns the KV heads and slots of some planes.
 fn size(parts: &[Array]) -> (i32, i32) {
     parts.first().map_or((0, 0), |part| (part.dim(HEADS as i32), part.dim(SLOTS as i32)))
 }
 
-/// Slots of a block of rows that are unpacked to `dtype`.
+/// Returns the slots of a block of rows that are unpacked to `dtype`.
 fn block_slots(n_kv_heads: i32, head_dim: i32, dtype: Dtype) -> Result<i32> {
     let width = if dtype == Dtype::Float32 { 4 } else { 2 };
     let slot = i64::from(n_kv_heads) * i64::from(head_dim) * width;
@@ -104,7 +103,7 @@ fn blocks<C: Codec + ?Sized>(
     Ok((0..n).step_by(step as usize).map(move |start| (start, start.saturating_add(step).min(n))))
 }
 
-/// The rows from `start` to `stop`, unpacked.
+/// Returns the rows from `start` to `stop`, unpacked.
 fn block<C: Codec + ?Sized>(
     codec: &C,
     parts: &[Array],
@@ -114,9 +113,8 @@ fn block<C: Codec + ?Sized>(
     codec.decode(&planes::along(parts, SLOTS, start, stop)?, dtype)
 }
 
-/// [`Codec::scores`] with no more than a block of rows unpacked at a time. With
-/// more than one, each is evaluated before the next: MLX would unpack them all
-/// before it multiplies.
+/// [`Codec::scores`] with at most one block of rows unpacked at a time. Of several blocks, each is
+/// evaluated before the next: MLX would otherwise unpack all of them before it multiplies.
 pub(super) fn scores_in_blocks<C: Codec + ?Sized>(
     codec: &C,
     q: &Array,
@@ -139,7 +137,7 @@ pub(super) fn scores_in_blocks<C: Codec + ?Sized>(
     }
 }
 
-/// [`Codec::weighted`], likewise.
+/// [`Codec::weighted`] with at most one block of rows unpacked at a time.
 pub(super) fn weighted_in_blocks<C: Codec + ?Sized>(
     codec: &C,
     p: &Array,

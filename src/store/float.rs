@@ -1,4 +1,4 @@
-//! Rows in float32, float16 or bfloat16: one plane, of the rows themselves.
+//! Rows in float32, float16 or bfloat16: one plane, the rows themselves.
 
 use mlx_rs::{Array, Dtype};
 use smallvec::smallvec;
@@ -9,7 +9,7 @@ use crate::error::{fail, Result};
 use crate::format::KvFormat;
 use crate::mlx::cast;
 
-/// Rows in a float dtype. What does not fit float16 becomes infinite.
+/// Rows in a float dtype. Values beyond the range of float16 become infinite.
 #[derive(Debug)]
 pub(super) struct Float {
     format: KvFormat,
@@ -18,7 +18,7 @@ pub(super) struct Float {
 }
 
 impl Float {
-    /// The codec of a float format.
+    /// Returns the codec of a float format.
     pub fn new(format: KvFormat, head_dim: i32) -> Result<Self> {
         match float_dtype(format) {
             Some(dtype) => Ok(Self { format, dtype, head_dim }),
@@ -27,7 +27,7 @@ impl Float {
     }
 }
 
-/// The dtype of the rows of a float format.
+/// Returns the dtype of the rows of a float format.
 pub fn float_dtype(format: KvFormat) -> Option<Dtype> {
     match format {
         KvFormat::F32 => Some(Dtype::Float32),

@@ -1,4 +1,4 @@
-//! Views of rows as attention reads them, and rows as they are taken out and put back.
+//! Views of rows as attention reads them, and copies of rows.
 
 use std::fmt;
 use std::sync::Arc;
@@ -19,37 +19,37 @@ pub struct KvView {
 }
 
 impl KvView {
-    /// How they are stored.
+    /// Returns the format of the rows.
     pub fn format(&self) -> KvFormat {
         self.codec.format()
     }
 
-    /// How many slots there are.
+    /// Returns the number of slots.
     pub fn len(&self) -> i32 {
         self.parts.first().map_or(0, |part| part.dim(SLOTS as i32))
     }
 
-    /// Whether there are none.
+    /// Returns whether there are no slots.
     pub fn is_empty(&self) -> bool {
         self.len() == 0
     }
 
-    /// KV heads.
+    /// Returns the number of KV heads.
     pub fn n_kv_heads(&self) -> i32 {
         self.parts.first().map_or(0, |part| part.dim(HEADS as i32))
     }
 
-    /// Elements of one row.
+    /// Returns the number of elements of one row.
     pub fn head_dim(&self) -> i32 {
         self.codec.head_dim()
     }
 
-    /// The rows as they are, where they are stored in `dtype`.
+    /// Returns the stored rows themselves, if they are stored in `dtype`.
     pub fn as_dtype(&self, dtype: Dtype) -> Option<&Array> {
         self.codec.as_dtype(&self.parts, dtype)
     }
 
-    /// All of the rows, `[1, n_kv_heads, n, head_dim]` in `dtype`.
+    /// Returns all rows, `[1, n_kv_heads, n, head_dim]` in `dtype`.
     ///
     /// # Errors
     /// [`Backend`](crate::Status::Backend).
@@ -57,7 +57,7 @@ impl KvView {
         self.codec.decode(&self.parts, dtype)
     }
 
-    /// The slots from `start` to `stop` of these.
+    /// Returns the slots from `start` to `stop`.
     ///
     /// # Errors
     /// [`Backend`](crate::Status::Backend).
@@ -65,7 +65,7 @@ impl KvView {
         self.along(SLOTS, start, stop)
     }
 
-    /// The rows of one KV head.
+    /// Returns the rows of one KV head.
     ///
     /// # Errors
     /// [`Backend`](crate::Status::Backend).
@@ -78,8 +78,8 @@ impl KvView {
         Ok(Self { codec: Arc::clone(&self.codec), parts })
     }
 
-    /// Products of `q`, `[1, n_kv_heads, m, head_dim]` in float32 or the like,
-    /// with every row: `[1, n_kv_heads, m, n]`.
+    /// Multiplies `q`, `[1, n_kv_heads, m, head_dim]` in float32 or a similar dtype, by every row:
+    /// `[1, n_kv_heads, m, n]`.
     ///
     /// # Errors
     /// [`Backend`](crate::Status::Backend).
@@ -87,8 +87,8 @@ impl KvView {
         self.codec.scores(q, &self.parts)
     }
 
-    /// Sums of the rows weighted by `p`, `[1, n_kv_heads, m, n]`:
-    /// `[1, n_kv_heads, m, head_dim]`.
+    /// Returns the sums of the rows weighted by `p`, `[1, n_kv_heads, m, n]`: `[1, n_kv_heads, m,
+    /// head_dim]`.
     ///
     /// # Errors
     /// [`Backend`](crate::Status::Backend).
@@ -96,8 +96,8 @@ impl KvView {
         self.codec.weighted(p, &self.parts)
     }
 
-    /// Whether multiplying `m` rows a KV head, in `dtype`, with the rows as they are
-    /// stored is better than unpacking them first.
+    /// Returns whether multiplying `m` rows a KV head, in `dtype`, by the stored rows is faster
+    /// than unpacking them first.
     pub(crate) fn packed_is_better(&self, m: i32, dtype: Dtype) -> Result<bool> {
         Ok(self.as_dtype(dtype).is_some() || m <= self.codec.most_packed()?)
     }
@@ -110,7 +110,7 @@ impl fmt::Debug for KvView {
     }
 }
 
-/// What is stored in some slots, bit for bit.
+/// Copies of some slots, bit for bit.
 #[derive(Debug, Clone)]
 pub struct StoredRows {
     pub(super) format: KvFormat,
@@ -118,17 +118,17 @@ pub struct StoredRows {
 }
 
 impl StoredRows {
-    /// The copies, for evaluation.
+    /// Returns the copies, for evaluation.
     pub fn arrays(&self) -> &[Array] {
         &self.parts
     }
 
-    /// How many slots there are.
+    /// Returns the number of slots.
     pub fn len(&self) -> usize {
         self.parts.first().map_or(0, |part| part.dim(SLOTS as i32) as usize)
     }
 
-    /// Whether there are none.
+    /// Returns whether there are no slots.
     pub fn is_empty(&self) -> bool {
         self.len() == 0
     }

@@ -18,15 +18,14 @@ use crate::mlx::{self, cast};
 pub struct MlxStore {
     /// Keys and values of each layer.
     pools: Vec<[Box<dyn Pool>; 2]>,
-    /// For each watched write of the open step: a number that is 0 if all of its values
-    /// are finite.
+    /// For each watched write of the open step: a number that is 0 if all values are finite.
     finite: Vec<Array>,
     /// Whether something was written whose computation was not started.
     pending: Cell<bool>,
 }
 
-/// Rows that a step writes over although they are still needed: the layer, its slots,
-/// its keys and its values.
+/// Copies of the rows that a step overwrites and an abort restores: the layer, its slots, keys and
+/// values.
 pub struct SavedRows(Vec<(usize, Slots, [StoredRows; 2])>);
 
 impl MlxStore {
@@ -40,22 +39,21 @@ impl MlxStore {
             let [k, v] = &self.pools[*layer];
             saved.push((*layer, slots.clone(), [k.copy(slots)?, v.copy(slots)?]));
         }
-        // Now, while the rows are there: a copy that is still to be made would
-        // hold the buffer, and turn the writes into copies of all of it.
+        // Evaluate now, while the rows are unchanged: an outstanding copy would hold the buffer and
+        // turn writes into copies of all of it.
         eval(saved.iter().flat_map(|(.., rows)| rows).flat_map(StoredRows::arrays))?;
         Ok(SavedRows(saved))
     }
 
-    /// A number that is 0 if all of these values are finite as they are stored.
+    /// Returns a number that is 0 if all of these values are finite as they are stored.
     fn zero_if_finite(&self, layer: usize, v: &Array) -> error::Result<Array> {
         let stored = cast(v, float_dtype(self.pools[layer][1].format()).unwrap_or(v.dtype()))?;
         let zero = Array::from_f32(0.0).as_dtype(stored.dtype())?;
         Ok(stored.multiply(zero)?.sum(None)?)
     }
 
-    /// What was never evaluated is rolled back without being evaluated: if that
-    /// failed once, it would fail again. What was evaluated is of no use to
-    /// anybody, and nothing of it may stay that a mask cannot hide.
+    /// Unevaluated writes are rolled back without being evaluated: if that failed once, it would
+    /// fail again. Evaluated writes are not needed, and no value may stay that a mask cannot hide.
     fn undo(&mut self, saved: &SavedRows, blank: &[(usize, Slots)]) -> error::Result<()> {
         for pool in self.pools.iter_mut().flatten() {
             pool.roll_back()?;
@@ -75,8 +73,8 @@ impl MlxStore {
         Ok(())
     }
 
-    /// The pools that take the place of those with another format, in order; the others
-    /// have the slots that are asked for as well then, and their rows as before.
+    /// Returns the pools that replace those with another format, in order. The other pools then
+    /// also have the slots that are asked for, and keep their rows.
     fn cleared(
         &mut self,
         formats: [KvFormat; 2],
@@ -99,7 +97,7 @@ impl MlxStore {
         Ok(all)
     }
 
-    /// One buffer at a time.
+    /// Converts one buffer at a time.
     fn move_rows(
         &mut self,
         layer: usize,
@@ -193,8 +191,8 @@ impl Store for MlxStore {
     fn mask(bytes: &[u8], n_tokens: i32) -> Array {
         let n_tokens = n_tokens.max(1);
         let shape = [n_tokens, (bytes.len() / n_tokens as usize) as i32];
-        // SAFETY: the shape has no more elements than there are bytes, each of them 0 or
-        // 1, which is how MLX keeps booleans; they are copied.
+        // SAFETY: the shape has no more elements than there are bytes. Each byte is 0 or 1, as MLX
+        // stores booleans. MLX copies them.
         unsafe { Array::from_raw_data(bytes.as_ptr().cast(), &shape, Dtype::Bool) }
     }
 
@@ -248,7 +246,7 @@ impl Store for MlxStore {
     fn clear(&mut self, formats: [KvFormat; 2], slots: &[i32]) -> Result<()> {
         let _held = mlx::hold();
         let fresh = self.cleared(formats, slots)?;
-        // From here on nothing fails.
+        // Nothing fails from here on.
         self.end();
         for (pool, fresh) in self.pools.iter_mut().flatten().zip(fresh) {
             if let Some(fresh) = fresh {
@@ -277,7 +275,7 @@ impl Drop for MlxStore {
     }
 }
 
-/// Whether a scalar in a float dtype is 0.
+/// Returns whether a scalar in a float dtype is 0.
 fn is_zero(scalar: &Array) -> bool {
     match scalar.dtype() {
         Dtype::Float16 => scalar.try_item_exact().is_ok_and(|x: half::f16| x == half::f16::ZERO),

@@ -1,11 +1,10 @@
-//! How rows are kept on MLX arrays: the bytes.
+//! Storage of rows on MLX arrays: the bytes of a cache.
 //!
-//! [`MlxStore`] is the storage of a cache: a pool for the keys and one for the values of
-//! each layer. A pool knows slots and formats; it does not know positions, sequences or
-//! steps.
+//! [`MlxStore`] is the storage of a cache. Each layer has a pool for its keys and a pool for its
+//! values. A pool knows slots and formats. It knows neither positions nor sequences nor steps.
 //!
-//! A format is a [`Codec`]: planes of a row, and how to compute with them. The
-//! buffers of all formats are the same planes.
+//! A format is a [`Codec`]: the planes of a row, and how to compute with them. A pool of any format
+//! keeps its planes in the same kind of buffers.
 
 mod affine;
 mod bits;
@@ -35,80 +34,79 @@ use etkv_core::bookkeeping::Slots;
 use planes::Planes;
 use row::{Element, Row};
 
-/// Rows of one layer's keys, or of its values, in slots.
+/// The rows of one layer's keys, or of its values, in slots.
 ///
 /// Rows are shaped `[1, n_kv_heads, n, head_dim]`. Slots that were never written
 /// are zero.
 pub trait Pool: Send {
-    /// How the rows are stored.
+    /// Returns the format of the rows.
     fn format(&self) -> KvFormat;
 
-    /// KV heads.
+    /// Returns the number of KV heads.
     fn n_kv_heads(&self) -> i32;
 
-    /// Elements of one row.
+    /// Returns the number of elements of one row.
     fn head_dim(&self) -> i32;
 
-    /// Slots allocated.
+    /// Returns the number of allocated slots.
     fn slots(&self) -> i32;
 
-    /// Bytes of one slot.
+    /// Returns the bytes of one slot.
     fn slot_bytes(&self) -> u64;
 
-    /// Grows to `slots` slots, keeping what is there; never shrinks. Both sizes
-    /// are held for a moment.
+    /// Grows to `slots` slots and keeps the rows; never shrinks. The old and the new buffers exist
+    /// together for a moment.
     ///
     /// # Errors
     /// [`Backend`](crate::Status::Backend); the pool stays as it is.
     fn grow(&mut self, slots: i32) -> Result<()>;
 
-    /// Writes rows to these slots, in place. They are allocated, and none is named
-    /// twice.
+    /// Writes rows to these slots, in place. The slots are allocated, and none is named twice.
     ///
     /// # Errors
     /// [`Backend`](crate::Status::Backend).
     fn write(&mut self, slots: &Slots, rows: &Array) -> Result<()>;
 
-    /// The slots from `start` to `stop` as attention reads them: a view.
+    /// Returns the slots from `start` to `stop` as attention reads them: a view.
     ///
-    /// The view keeps the buffers: writes copy all of them until it is gone.
+    /// The view holds the buffers. Until it is dropped, a write copies all of them.
     ///
     /// # Errors
     /// [`Backend`](crate::Status::Backend).
     fn read(&self, start: i32, stop: i32) -> Result<KvView>;
 
-    /// Copies of what is stored in these slots, bit for bit, to be evaluated
-    /// before the next write. There is at least one slot.
+    /// Returns copies of these slots, bit for bit. Evaluate them before the next write. There is at
+    /// least one slot.
     ///
     /// # Errors
     /// [`Backend`](crate::Status::Backend).
     fn copy(&self, slots: &Slots) -> Result<StoredRows>;
 
-    /// Puts copies into as many other slots, or back into the same.
+    /// Writes copies to as many other slots, or to the same ones.
     ///
     /// # Errors
     /// [`Backend`](crate::Status::Backend).
     fn put(&mut self, slots: &Slots, rows: &StoredRows) -> Result<()>;
 
-    /// The buffers, for evaluation.
+    /// Returns the buffers, for evaluation.
     fn buffers(&self) -> Vec<&Array>;
 
-    /// Rolls back what was written since the buffers were evaluated. What of it
-    /// was evaluated stays in its slots.
+    /// Rolls back the writes since the buffers were last evaluated. Evaluated writes stay in their
+    /// slots.
     ///
     /// # Errors
     /// [`Backend`](crate::Status::Backend).
     fn roll_back(&mut self) -> Result<()>;
 
-    /// Gives the buffers back.
+    /// Frees the buffers.
     fn release(&mut self);
 }
 
-/// A pool without slots, for rows of `head_dim` elements in `n_kv_heads` heads.
+/// Returns a pool without slots, for rows of `head_dim` elements in `n_kv_heads` heads.
 ///
 /// # Errors
-/// [`InvalidArgument`](crate::Status::InvalidArgument) where rows of `head_dim`
-/// do not fit the format.
+/// [`InvalidArgument`](crate::Status::InvalidArgument) if rows of `head_dim` elements do not fit
+/// the format.
 pub fn pool_for(format: KvFormat, n_kv_heads: i32, head_dim: i32) -> Result<Box<dyn Pool>> {
     let codec = codec_for(format, head_dim)?;
     let planes = Planes::new(n_kv_heads, codec.layout());
@@ -127,22 +125,20 @@ fn codec_for(format: KvFormat, head_dim: i32) -> Result<Arc<dyn Codec>> {
         KvFormat::Nvfp4 => Arc::new(BlockFloat::new(packed::Layout::Nvfp4, head_dim)),
         KvFormat::RowInt4 => Arc::new(Row::new(Element::Int4, head_dim)),
         KvFormat::RowFp4 => Arc::new(Row::new(Element::Fp4, head_dim)),
-        other => fail!(Unsupported, "MLX storage has no format {other}; choose another"),
+        other => fail!(Unsupported, "MLX storage lacks the format {other}; choose another"),
     })
 }
 
 /// Slots that are converted at a time.
 const CONVERTED_SLOTS: i32 = 1024;
 
-/// Stores a pool's rows in another format. Slots from `used` on become zero.
+/// Converts a pool's rows to another format. Slots from `used` on become zero.
 ///
-/// The rows of 1024 slots are unpacked at a time; both pools are held until the
-/// last of them is evaluated.
+/// Unpacks the rows of 1024 slots at a time. Holds both pools until the last rows are evaluated.
 ///
 /// # Errors
-/// - [`InvalidArgument`](crate::Status::InvalidArgument) where the rows do not fit
-///   the format.
-/// - [`Backend`](crate::Status::Backend). The pool stays as it is.
+/// - [`InvalidArgument`](crate::Status::InvalidArgument) if the rows do not fit the format.
+/// - [`Backend`](crate::Status::Backend); the pool stays as it is.
 pub fn convert(pool: &mut Box<dyn Pool>, format: KvFormat, used: i32) -> Result<()> {
     if pool.format() == format {
         return Ok(());
@@ -197,7 +193,7 @@ impl Pool for CodecPool {
     fn write(&mut self, slots: &Slots, rows: &Array) -> Result<()> {
         let expected = [1, self.n_kv_heads(), slots.len() as i32, self.head_dim()];
         if rows.shape() != expected {
-            fail!(Shape, "rows of shape {:?} are written where {expected:?} fit", rows.shape());
+            fail!(Shape, "expected rows of shape {expected:?}, got {:?}", rows.shape());
         }
         if slots.is_empty() {
             return Ok(());
@@ -217,7 +213,7 @@ impl Pool for CodecPool {
         if rows.format != self.format() || rows.len() != slots.len() {
             fail!(
                 Internal,
-                "{} rows of {} are put into {} slots of {}",
+                "{} rows of {} do not fit {} slots of {}",
                 rows.len(),
                 rows.format,
                 slots.len(),

@@ -1,4 +1,4 @@
-//! MLX's own packed layouts: the one place that multiplies them and unpacks them.
+//! MLX's own packed layouts. Only this module multiplies and unpacks them.
 
 use std::ffi::CStr;
 
@@ -30,7 +30,7 @@ pub(super) struct Packed {
     pub codes: Array,
     /// `[1, n_kv_heads, n, groups]`.
     pub scales: Array,
-    /// Likewise.
+    /// `[1, n_kv_heads, n, groups]`.
     pub offsets: Option<Array>,
 }
 
@@ -60,10 +60,10 @@ impl Layout {
         }
     }
 
-    /// The most rows a KV head for which the packed product is better than
-    /// unpacking: where the two take the same time on two x86-64 cores and on an H100,
-    /// by the table of `cargo bench --bench products` in docs/performance.md. Codes of
-    /// 3 and 5 bits cross bytes and are unpacked one by one for each row.
+    /// Returns the most rows a KV head for which the packed product is faster than unpacking. At
+    /// this number both take the same time on two x86-64 cores and on an H100, by the table of
+    /// `cargo bench --bench products` in docs/performance.md. Codes of 3 and 5 bits cross bytes and
+    /// are unpacked one by one for each row.
     pub fn most_packed(self) -> Result<i32> {
         Ok(match self {
             _ if mlx::on_gpu()? => 32,
@@ -76,12 +76,12 @@ impl Layout {
 }
 
 impl Packed {
-    /// `x`, `[1, n_kv_heads, m, head_dim]`, times the rows transposed, or `x`,
-    /// `[1, n_kv_heads, m, n]`, times the rows.
+    /// Multiplies `x`, `[1, n_kv_heads, m, head_dim]`, by the transposed rows, or `x`, `[1,
+    /// n_kv_heads, m, n]`, by the rows.
     ///
-    /// MLX copies codes whose rows do not lie one after the other through all heads,
-    /// which a range of the slots of several heads does not. Those of one head do:
-    /// where there are many, heads are multiplied one by one and nothing is copied.
+    /// MLX copies codes unless their rows lie one after the other through all heads. In a range of
+    /// the slots of several heads they do not; in one head they do. A large range is therefore
+    /// multiplied head by head, without a copy.
     pub fn product(&self, x: &Array, transposed: bool) -> Result<Array> {
         let heads = self.codes.dim(1);
         let copied = if mlx::on_gpu()? { GPU_COPIED } else { CPU_COPIED };
@@ -106,7 +106,7 @@ impl Packed {
     fn whole_product(&self, x: &Array, transposed: bool) -> Result<Array> {
         let fit = self;
         let (group, bits) = (some(fit.layout.group()), some(fit.layout.bits()));
-        // SAFETY: an empty handle, which stands for none and owns nothing.
+        // SAFETY: an empty handle stands for no array and owns nothing.
         let none = unsafe { mlx_sys::mlx_array_new() };
         let offsets = fit.offsets.as_ref().map_or(none, Array::as_ptr);
         // SAFETY: the handles outlive the call.
@@ -126,7 +126,7 @@ impl Packed {
         })
     }
 
-    /// All of the rows in `dtype`.
+    /// Returns all rows in `dtype`.
     pub fn unpacked(&self, dtype: Dtype) -> Result<Array> {
         let (group, bits) = (some(self.layout.group()), some(self.layout.bits()));
         // The affine layout is unpacked in the dtype of its scales.
@@ -141,7 +141,7 @@ impl Packed {
             None => dtype,
         };
         let wanted = mlx_optional_dtype { value: wanted.into(), has_value: true };
-        // SAFETY: empty handles, which stand for none and own nothing.
+        // SAFETY: empty handles stand for no arrays and own nothing.
         let (none, no_scale) = unsafe { (mlx_sys::mlx_array_new(), mlx_sys::mlx_array_new()) };
         let offsets = offsets.as_ref().map_or(none, Array::as_ptr);
         // SAFETY: the handles outlive the call.
@@ -162,13 +162,12 @@ impl Packed {
         cast(&rows, dtype)
     }
 
-    /// The same in a form that the device multiplies.
+    /// Returns the same codes in a form that the device multiplies.
     ///
-    /// MLX 0.32.2 on CUDA has kernels only for codes whose rows lie one after the
-    /// other, which a range of the slots of several heads is not, and throws for
-    /// others: they are copied, those of one head are not. Its kernel for one group a
-    /// row is wrong for several rows of 8 bits, so that no row is left with one group:
-    /// two with the same scale are the same numbers.
+    /// MLX 0.32.2 on CUDA has kernels only for codes whose rows lie one after the other, and throws
+    /// for others. A range of the slots of several heads is copied; one head is not. Its kernel for
+    /// one group a row is wrong for several rows of 8 bits, so one group is split in two with the
+    /// same scale, which stand for the same numbers.
     fn fit_for_device(&self) -> Result<Self> {
         if !mlx::on_gpu()? || cfg!(target_os = "macos") {
             return Ok(self.clone());
@@ -184,7 +183,7 @@ impl Packed {
         if fit.codes.dim(1) > 1 {
             fit.codes = fit.codes.contiguous()?;
         }
-        // Also where one scale was repeated or broadcast.
+        // Also if one scale is repeated or broadcast.
         fit.scales = fit.scales.contiguous()?;
         fit.offsets = fit.offsets.as_ref().map(Array::contiguous).transpose()?;
         Ok(fit)
@@ -193,14 +192,14 @@ impl Packed {
 
 /// Bytes of codes up to which a copy is cheaper than a product for each head.
 const CPU_COPIED: usize = 64 << 10;
-/// Likewise on a GPU.
+/// The same limit on a GPU.
 const GPU_COPIED: usize = 1 << 20;
 
 fn some(value: i32) -> mlx_optional_int {
     mlx_optional_int { value, has_value: true }
 }
 
-/// Exactly these planes.
+/// Returns the planes as an array of exactly `N`.
 pub(super) fn exactly<const N: usize>(parts: &[Array]) -> Result<&[Array; N]> {
     match parts.try_into() {
         Ok(planes) => Ok(planes),

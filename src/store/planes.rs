@@ -1,5 +1,5 @@
-//! The buffers of a pool, whatever its format: each is `[1, n_kv_heads, slots,
-//! width]`, and each is written in place.
+//! The buffers of a pool of any format. Each is `[1, n_kv_heads, slots, width]` and is written in
+//! place.
 
 use mlx_rs::ops::indexing::{scatter_single, take_axis};
 use mlx_rs::ops::zeros_dtype;
@@ -11,21 +11,21 @@ use crate::error::{fail, Result};
 use crate::mlx::{self, slice_axis, update_axis};
 use etkv_core::bookkeeping::Slots;
 
-/// The axis of the slots. Heads come first, so that the rows of a head are one
-/// run of memory, as attention reads them, and a range of the slots is a view.
+/// The axis of the slots. Heads come first: the rows of a head are then one run of memory, as
+/// attention reads them, and a range of slots is a view.
 pub(crate) const SLOTS: usize = 2;
 
 /// The axis of the KV heads.
 pub(crate) const HEADS: usize = 1;
 
-/// Runs of slots that are written one by one. More are scattered, which moves
-/// one row of one head at a time.
+/// The most runs of slots that are written one by one. More runs are scattered, which moves one row
+/// of one head at a time.
 const MAX_RUNS: usize = 8;
 
-/// What a format keeps of a row: codes, scales, offsets.
+/// One plane of a row: codes, scales or offsets.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Plane {
-    /// Elements a row.
+    /// Elements in each row.
     pub width: i32,
     /// Their dtype.
     pub dtype: Dtype,
@@ -48,17 +48,17 @@ pub type Layout = SmallVec<[Plane; 3]>;
 /// One array a plane, `[1, n_kv_heads, n, width]` each.
 pub type Parts = SmallVec<[Array; 3]>;
 
-/// Views of a range of some planes.
+/// Returns views of a range of some planes.
 pub(super) fn along(parts: &[Array], axis: usize, start: i32, stop: i32) -> Result<Parts> {
     parts.iter().map(|part| slice_axis(part, axis, start, stop, 1)).collect()
 }
 
-/// Buffers of one size.
+/// The buffers of a pool, all of one size.
 pub(super) struct Planes {
     n_kv_heads: i32,
     layout: Layout,
-    /// One a plane, or none without slots. The only handles on the buffers, so
-    /// that writes happen in place.
+    /// One buffer for each plane, or none without slots. No other handle holds the buffers, so
+    /// writes happen in place.
     buffers: Parts,
 }
 
@@ -87,7 +87,8 @@ impl Planes {
         Ok(zeros_dtype(&[1, self.n_kv_heads, slots, plane.width], plane.dtype)?)
     }
 
-    /// New slots are zero. The old buffers are there until the new ones are.
+    /// Grows the buffers; new slots are zero. The old buffers exist until the new ones are
+    /// complete.
     pub fn grow(&mut self, slots: i32) -> Result<()> {
         let before = self.slots();
         if slots <= before {
@@ -101,19 +102,19 @@ impl Planes {
             .map(|(at, plane)| {
                 let zeros = self.zeros(plane, slots)?;
                 match self.buffers.get(at) {
-                    // Into the zeros, in place: joining two arrays would hold a third.
+                    // Write into the zeros, in place: joining two arrays would hold a third.
                     Some(buffer) => update_axis(&zeros, buffer, SLOTS, 0, before),
                     None => Ok(zeros),
                 }
             })
             .collect::<Result<Parts>>()?;
-        // Now, while the old buffers are there: where that fails, they stay.
+        // Evaluate now, while the old buffers exist: if that fails, they stay.
         eval(&grown)?;
         self.buffers = grown;
         Ok(())
     }
 
-    /// Refuses what the system does not give: MLX's CPU would write to address 0.
+    /// Refuses sizes that the system does not give: MLX's CPU build would write to address 0.
     fn check_memory(&self, slots: i32) -> Result<()> {
         if mlx::on_gpu()? {
             return Ok(());
@@ -124,14 +125,14 @@ impl Planes {
         if Vec::<u8>::new().try_reserve_exact(bytes).is_err() {
             fail!(
                 Backend,
-                "out of memory: {slots} slots of {} KV heads are {bytes} bytes",
+                "out of memory: {slots} slots of {} KV heads take {bytes} bytes; free memory or lower the capacity",
                 self.n_kv_heads
             );
         }
         Ok(())
     }
 
-    /// Rolls back what was written and not evaluated.
+    /// Rolls back writes that were not evaluated.
     pub fn roll_back(&mut self) -> Result<()> {
         let slots = self.slots();
         let before = self
@@ -140,7 +141,7 @@ impl Planes {
             .zip(&self.buffers)
             .map(|(plane, buffer)| match mlx::before_writes(buffer)? {
                 Some(before) => Ok(before),
-                // Every slot was written, so that nobody needs one.
+                // Every slot was rewritten, so none is needed.
                 None => self.zeros(plane, slots),
             })
             .collect::<Result<Parts>>()?;
@@ -148,7 +149,7 @@ impl Planes {
         Ok(())
     }
 
-    /// Writes one array a plane, of as many rows as there are slots.
+    /// Writes one array for each plane, with as many rows as slots.
     pub fn write(&mut self, slots: &Slots, parts: &[Array]) -> Result<()> {
         if slots.is_empty() {
             return Ok(());
@@ -176,7 +177,7 @@ impl Planes {
         Ok(())
     }
 
-    /// Views of the slots from `start` to `stop`.
+    /// Returns views of the slots from `start` to `stop`.
     pub fn slice(&self, start: i32, stop: i32) -> Result<Parts> {
         if start < 0 || stop < start || stop > self.slots() || self.buffers.is_empty() {
             fail!(Internal, "slots {start} to {stop} of a pool of {} are read", self.slots());
@@ -184,7 +185,7 @@ impl Planes {
         along(&self.buffers, SLOTS, start, stop)
     }
 
-    /// Copies of these slots, still to be evaluated.
+    /// Returns copies of these slots, not evaluated yet.
     pub fn copy(&self, slots: &Slots) -> Result<Parts> {
         if slots.is_empty() || slots.end() > self.slots() {
             fail!(Internal, "slots up to {} of a pool of {} are copied", slots.end(), self.slots());
@@ -201,7 +202,7 @@ fn indices(list: &[i32]) -> Array {
     Array::from_slice(list, &[list.len() as i32])
 }
 
-/// `buffer` with the slots of `list` replaced, in place.
+/// Returns `buffer` with the slots of `list` replaced, in place.
 fn update_list(buffer: &Array, rows: &Array, list: &[i32]) -> Result<Array> {
     let runs = runs(list);
     if runs.len() > MAX_RUNS {
@@ -219,8 +220,7 @@ fn update_list(buffer: &Array, rows: &Array, list: &[i32]) -> Result<Array> {
     Ok(buffer)
 }
 
-/// The runs of consecutive slots in `list`: where they begin in it, and their
-/// lengths.
+/// Returns the runs of consecutive slots in `list`: where they begin in it, and their lengths.
 fn runs(list: &[i32]) -> Vec<(usize, usize)> {
     let mut runs: Vec<(usize, usize)> = Vec::new();
     for (at, &slot) in list.iter().enumerate() {

@@ -12,35 +12,34 @@ use crate::error::Result;
 use crate::format::KvFormat;
 use crate::mlx::cast;
 
-/// What the codes of a row are.
+/// The codes of a row.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum Element {
-    /// Integers from -8 to 7, stored with 8 added. The largest magnitude of a row
-    /// becomes 7.
+    /// Integers from -8 to 7, stored with 8 added. The largest magnitude of a row becomes 7.
     Int4,
-    /// E2M1. The largest magnitude becomes 6.
+    /// E2M1 numbers. The largest magnitude of a row becomes 6.
     Fp4,
 }
 
-/// Rows of 4-bit codes, eight a word of 32 bits with the first lowest, and a scale.
+/// Rows of 4-bit codes, eight in a word of 32 bits with the first lowest, and a scale.
 ///
-/// An element is off by at most half a step of its row: half the scale for
-/// integers; a quarter, half or all of it for E2M1, growing with the magnitude. Codes
-/// are made with the scale as float16 holds it, which is at most 65504: rows that go
-/// beyond 7 or 6 times as much are stored as what is nearest.
+/// An element is off by at most half a step of its row: half the scale for integers; for E2M1 a
+/// quarter, half or all of the scale, growing with the magnitude. Codes are computed with the scale
+/// as float16 stores it, at most 65504. Rows beyond 7 or 6 times that scale are stored as the
+/// nearest value.
 pub(super) struct Row {
     element: Element,
     head_dim: i32,
 }
 
 impl Row {
-    /// `head_dim` is a multiple of 8.
+    /// Returns the codec; `head_dim` is a multiple of 8.
     pub fn new(element: Element, head_dim: i32) -> Self {
         Self { element, head_dim }
     }
 
-    /// Integers as MLX's affine layout: the scale of the row, and an offset of -8 of
-    /// it. None where head_dim is no multiple of 32.
+    /// Returns the integers in MLX's affine layout: the scale of the row, and an offset of -8 times
+    /// the scale. `None` if head_dim is no multiple of 32.
     fn integers(&self, codes: &Array, scales: &Array) -> Result<Option<Packed>> {
         let Some(group) = [128, 64, 32].into_iter().find(|group| self.head_dim % group == 0) else {
             return Ok(None);
@@ -57,8 +56,8 @@ impl Row {
         }))
     }
 
-    /// E2M1 elements as MLX's mxfp4 layout, every scale of which is 1. None where
-    /// head_dim is no multiple of 32.
+    /// Returns the E2M1 elements in MLX's mxfp4 layout, with scales of 1. `None` if head_dim is no
+    /// multiple of 32.
     fn fp4(&self, codes: &Array) -> Result<Option<Packed>> {
         if self.head_dim % 32 != 0 {
             return Ok(None);
@@ -103,14 +102,14 @@ impl Codec for Row {
         let scales = clip(peaks.divide(Array::from_f32(most))?, ((), F16_MAX))?;
         let stored = cast(&scales, Dtype::Float16)?;
         let scales = cast(&stored, Dtype::Float32)?;
-        // A row of zeros has scale 0, and any code.
+        // A row of zeros has scale 0 and any codes.
         let none = scales.eq(Array::from_f32(0.0))?;
         let steps = rows.divide(select(none, Array::from_f32(1.0), &scales)?)?;
         let codes = match self.element {
             Element::Fp4 => to_e2m1(&steps)?,
             Element::Int4 => {
                 let shifted = clip(steps.round(None)?, (-8.0, 7.0))?.add(Array::from_f32(8.0))?;
-                // NaN has no integer; the least is one.
+                // NaN has no integer; the least code stands for it.
                 let shifted = maximum(shifted, Array::from_f32(0.0))?;
                 super::bits::and(
                     &cast(&shifted, Dtype::Uint32)?,

@@ -278,12 +278,14 @@ static void config_fields(void) {
   CHECK_FIELD(
       config.quantized_kv_start, -4, invalid, "quantized_kv_start is -4");
   CHECK_FIELD(config.reserved, 9, invalid, "config.reserved is 9");
-  CHECK_FIELD(config.k_format, "f24", invalid, "k_format: no storage format");
-  CHECK_FIELD(config.v_format, "affine7", invalid, "v_format: no storage");
-  CHECK_FIELD(config.v_format, "", invalid, "no storage format ``");
+  CHECK_FIELD(
+      config.k_format, "f24", invalid, "k_format: unknown storage format");
+  CHECK_FIELD(config.v_format, "affine7", invalid, "v_format: unknown storage");
+  CHECK_FIELD(config.v_format, "", invalid, "unknown storage format ``");
   CHECK_FIELD(config.k_format, "F16", invalid, "`F16`");
   CHECK_FIELD(config.k_format, "\xff", invalid, "k_format is not UTF-8");
-  CHECK_FIELD(config.float_format, "f8", invalid, "float_format: no storage");
+  CHECK_FIELD(
+      config.float_format, "f8", invalid, "float_format: unknown storage");
   /* Rows of 8 elements are no whole groups of 64. */
   CHECK_FIELD(config.k_format, "affine4g64", invalid, "layer 0: keys");
   CHECK_FIELD(config.layers, NULL, invalid, "layers is NULL");
@@ -319,7 +321,11 @@ static void config_fields(void) {
   s.config.quantized_kv_start = 4;
   s.config.float_format = "row-int4";
   CHECK_NO_SESSION(
-      BACKEND, KIND, &s.config, invalid, "float_format is row-int4");
+      BACKEND,
+      KIND,
+      &s.config,
+      invalid,
+      "float_format f32, f16 or bf16, got row-int4");
 
   /* Zero means the default. */
   set_up(&s);
@@ -516,7 +522,9 @@ static void formats(void) {
   CHECK_INT(etkv_cache_formats(cache, &k, &v, NULL), ETKV_OK);
   CHECK(strcmp(k, "f32") == 0 && strcmp(v, "f16") == 0);
   CHECK_REFUSED(
-      etkv_cache_convert(cache, "f32", "f1", error), invalid, "v_format: no");
+      etkv_cache_convert(cache, "f32", "f1", error),
+      invalid,
+      "v_format: unknown");
   CHECK_REFUSED(
       etkv_cache_convert(cache, "affine4", "f32", error), invalid, "layer 0");
   CHECK_INT(etkv_cache_formats(cache, &k, &v, NULL), ETKV_OK);
@@ -558,7 +566,7 @@ static void kinds(void) {
   CHECK_NO_SESSION(BACKEND, "tapestry", &s.config, ETKV_ERROR_KIND, "tapestry");
   /* And says which there are. */
   CHECK_NO_SESSION(BACKEND, "", &s.config, ETKV_ERROR_KIND, KIND);
-  CHECK_NO_SESSION("Nobody", KIND, &s.config, ETKV_ERROR_KIND, "Nobody");
+  CHECK_NO_SESSION("NoBackend", KIND, &s.config, ETKV_ERROR_KIND, "NoBackend");
   CHECK_NO_SESSION("", KIND, &s.config, ETKV_ERROR_KIND, BACKEND);
   CHECK_NO_SESSION(
       BACKEND, "\xff\xfe", &s.config, ETKV_ERROR_INVALID_ARGUMENT, "UTF-8");
@@ -585,7 +593,7 @@ static void own_kinds(void) {
   CHECK_REFUSED(
       etkv_builder_register(BACKEND, KIND, KIND, &v, NULL, error),
       invalid,
-      "caches of kind `contiguous`");
+      "kind `contiguous` is registered");
   CHECK_REFUSED(
       etkv_builder_register(BACKEND, "own", "tapestry", &v, NULL, error),
       ETKV_ERROR_KIND,
@@ -598,7 +606,7 @@ static void own_kinds(void) {
   set_up(&s);
   CHECK_NO_SESSION(BACKEND, "own", &s.config, ETKV_ERROR_KIND, "`own`");
 
-  /* Without a callback it is what it is made of, under another name. */
+  /* Without a callback it is the kind that it wraps, under another name. */
   CHECK_INT(
       etkv_builder_register(BACKEND, "own", "seq", &v, NULL, NULL), ETKV_OK);
   CHECK_REFUSED(

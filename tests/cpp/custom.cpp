@@ -189,7 +189,7 @@ void a_kind_that_refuses() {
   // What the cache itself refuses ends what the host began.
   strict.on_begin = nullptr;
   strict.on_change = nullptr;
-  CHECK_REFUSED(model.step({1}, {9}), ETKV_ERROR_POSITION, "position 9");
+  CHECK_REFUSED(model.step({1}, {9}), ETKV_ERROR_POSITION, "got 9");
   CHECK_INT(strict.began, 2);
   CHECK_INT(strict.undone, 1);
 

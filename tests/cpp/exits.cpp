@@ -29,7 +29,7 @@ int end_with(const char* words, bool prepared) {
   std::fflush(nullptr);
   const pid_t child = fork();
   if (child == 0) {
-    // Nobody reads what std::terminate says.
+    // The message of std::terminate is not needed.
     std::freopen("/dev/null", "w", stderr);
     static const Late late(words);
     if (prepared) {

@@ -251,7 +251,7 @@ static void null_others(void) {
   free_all(all);
 }
 
-/* What is to be no handle of any type. */
+/* Checks that a value is refused as a handle of every type. */
 static void refused_everywhere(void* none, const char* words) {
   with_cache(none, words);
   with_sequences(none, words);

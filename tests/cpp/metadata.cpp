@@ -202,9 +202,9 @@ void of_a_method() {
   CHECK_INT(params.layers.size(), 2);
   CHECK_INT(params.prefill_chunk_size, kMostTokens);
   CHECK_REFUSED(
-      read_kv_cache_metadata(*meta, constants, "NobodysBackend"),
+      read_kv_cache_metadata(*meta, constants, "OtherBackend"),
       ETKV_ERROR_PROGRAM,
-      "does not run on NobodysBackend");
+      "does not run on OtherBackend");
 }
 
 /// What a session will hold is known before it is made.

@@ -172,7 +172,7 @@ void what_cannot_be_is_refused() {
     CHECK_HAS(result.error().message().c_str(), words);
     CHECK_INT(*cache.length(), 0);
   };
-  says(2, {0, 1}, rows, ETKV_ERROR_SHAPE, "layer 2");
+  says(2, {0, 1}, rows, ETKV_ERROR_SHAPE, "got 2");
   says(0, {1, 2}, rows, ETKV_ERROR_POSITION, "1");
   says(0, {}, rows, ETKV_ERROR_INVALID_ARGUMENT, "");
   says(0, {0, 1, 2}, rows, ETKV_ERROR_SHAPE, "3");
@@ -186,7 +186,7 @@ void what_cannot_be_is_refused() {
       0, {0, 1}, random_rows(kHeads, 2), rows, rows, std::nanf(""));
   CHECK(!endless.ok());
 
-  // What is refused, or given up, has not been.
+  // A refused or aborted forward is rolled back.
   must(forwards.update_and_fetch(0, {0, 1}, rows, rows));
   CHECK(!cache.rewind(0).ok());
   CHECK(forwards.abort().ok());

@@ -1,5 +1,5 @@
-// Ids that are drawn at random: whatever is proposed, each has the
-// probability that the model gives it.
+// Ids that are drawn at random: with any proposal, each has the probability that the
+// model gives it.
 
 #include <cmath>
 #include <limits>
@@ -178,8 +178,8 @@ void sampling_keeps_the_distribution() {
   }
   std::printf("made-up languages: at most %.2f deviations\n", most);
 
-  // What is almost right is found out: whoever takes a child by its probability
-  // alone, or forgets what a refusal says of the rest.
+  // The test detects judges that are almost right: one takes a child by its
+  // probability alone, one ignores what a refusal says of the rest.
   const Judge careless =
       [](const auto& tree, const auto& logits, auto& sampler) {
         const auto child = tree.children(0)[0];
@@ -231,7 +231,7 @@ void drawing() {
   }
 }
 
-/// Logits without a softmax are refused, whoever asks: nothing is drawn from them.
+/// Every caller refuses logits without a softmax: nothing is drawn from them.
 void no_numbers() {
   constexpr float kNan = std::numeric_limits<float>::quiet_NaN();
   constexpr float kInfinity = std::numeric_limits<float>::infinity();

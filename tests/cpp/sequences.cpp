@@ -280,7 +280,7 @@ void shared_tokens() {
   CHECK_INT(must(on->seq_len(4)), 7);
 }
 
-/// What is refused has not been, and what was said of the step still holds.
+/// A refused step is rolled back, and the declaration of the step still holds.
 void refusals() {
   const Ids ids = text(12);
   On<SeqCache> on([](CacheConfig& config) { config.capacity = 12; });
@@ -300,9 +300,8 @@ void refusals() {
       on->rewindable_to(), ETKV_ERROR_INVALID_ARGUMENT, "2 sequences");
   must(on->begin_step({0, 1}));
   CHECK_REFUSED(
-      on.model.step({1}, {2}), ETKV_ERROR_INVALID_ARGUMENT, "named for 2");
-  CHECK_REFUSED(
-      on.model.step({1, 2}, {2, 3}), ETKV_ERROR_POSITION, "position 3");
+      on.model.step({1}, {2}), ETKV_ERROR_INVALID_ARGUMENT, "declared 2");
+  CHECK_REFUSED(on.model.step({1, 2}, {2, 3}), ETKV_ERROR_POSITION, "got 3");
   CHECK(Seen(on.session.cache()) == before);
   // Still said.
   must(on.model.step({1, 2}, {2, 2}));
@@ -359,7 +358,7 @@ void faces() {
   }
 }
 
-/// A step of several sequences that fails when its rows are written has not been.
+/// A step of several sequences that fails when its rows are written is rolled back.
 void undone_steps() {
   const Ids ids = text(12);
   Tapped tapped(64, nullptr, SeqCache::kKind);

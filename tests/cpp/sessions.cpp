@@ -110,9 +110,9 @@ void faces_in_cpp() {
   CHECK_REFUSED(session->can_extend(-1), none, "n is -1");
   CHECK_INT(session.cache().memory()->allocated, 0);
 
-  auto refused = make_decode_session("Nobody", small_config(1, 1, 1));
+  auto refused = make_decode_session("NoBackend", small_config(1, 1, 1));
   CHECK(!refused);
-  CHECK_REFUSED(refused, ETKV_ERROR_KIND, "Nobody");
+  CHECK_REFUSED(refused, ETKV_ERROR_KIND, "NoBackend");
   CHECK_REFUSED(
       make_decode_session(kMLXBackend, CacheConfig{}),
       ETKV_ERROR_INVALID_ARGUMENT,
@@ -188,7 +188,7 @@ void no_key() {
     CHECK_REFUSED(
         model.step(text(1), run(0, 1)), ETKV_ERROR_NO_CACHE, "cache_key");
   };
-  // Loaded by its first run, as Module does where nobody loads it.
+  // Loaded by its first run, as Module does without an explicit load.
   Model by_itself("llama-f32");
   check(by_itself);
   // Loaded without a key.
@@ -344,7 +344,7 @@ void any_order_of_leaving() {
     model->at(0, slice(ids, 0, 6));
 
     for (const char leaving : order) {
-      // Whoever is left finds the cache as it was.
+      // The remaining owners find the cache as it was.
       switch (leaving) {
         case 'h':
           handle.reset();

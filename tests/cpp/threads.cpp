@@ -369,7 +369,7 @@ void keys_of_many_threads() {
   CHECK_INT(keys.size(), kThreads * 200);
 }
 
-/// Whose step failed hears why, and nobody else.
+/// Only the thread whose step failed gets the error.
 void errors_of_a_thread() {
   Bound bound;
   bound.at(0, text(3));

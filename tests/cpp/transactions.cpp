@@ -1,5 +1,5 @@
-// A step that fails when it is already under way has not been: whatever the
-// delegate is handed, and wherever in the step it finds out.
+// A step that fails after it has begun is rolled back, for every kind of wrong input
+// and at every place in the step.
 
 #include <algorithm>
 
@@ -95,7 +95,10 @@ std::vector<Fault> output_faults() {
        replace(
            kLogits,
            from_blob(reals, {1, kMostTokens, kVocabulary}, ScalarType::QInt8))},
-      {"no tensor", shape, "expected a tensor to write to", replace(kLogits, EValue(int64_t{1}))},
+      {"no tensor",
+       shape,
+       "expected a tensor to write to",
+       replace(kLogits, EValue(int64_t{1}))},
   };
 }
 
@@ -305,8 +308,7 @@ void a_layer_that_does_not_fit() {
   Tapped tapped(
       64, [](CacheConfig& config) { config.layers[1].v_head_dim = 8; });
   const Seen before(tapped.cache());
-  CHECK_REFUSED(
-      tapped.step(text(6), 0), ETKV_ERROR_SHAPE, "the values of layer 1");
+  CHECK_REFUSED(tapped.step(text(6), 0), ETKV_ERROR_SHAPE, "values of shape");
   CHECK_INT(*tapped.cache().length(), before.length);
   CHECK_INT(tapped.cache().memory()->used, before.memory.used);
   must(tapped.cache().clear(/*release=*/true));

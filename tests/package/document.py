@@ -79,7 +79,7 @@ def follow(page: Path, home: Path, without: str = "") -> str | None:
     n_commands = sum(isinstance(step, Command) for step in todo)
     if n_commands == 0 or n_commands == len(todo):
         return f"{page.name} has {n_commands} commands and {len(todo) - n_commands} files"
-    # Rust's tools are found below the home folder of whoever runs this.
+    # Rust's tools are found below the home folder of the user.
     rust = {"CARGO_HOME": str(Path.home() / ".cargo"), "RUSTUP_HOME": str(Path.home() / ".rustup")}
     environment = {**rust, **os.environ, "HOME": str(home)}
     folder = str(home)

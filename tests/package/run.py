@@ -97,7 +97,7 @@ class Package:
         for text in texts:
             for line in text.read_text().splitlines():
                 named = [path for path in (SOURCE, self.build, first) if str(path) in line]
-                # The MLX that was built against, which whoever uses the file may name anew.
+                # The MLX that etkv was built against; a user of the file may name another.
                 expect(not named or line.startswith("mlxlibdir="), f"{text.name}: {line}")
         if not DARWIN:
             for library in self.prefix.glob("lib*/*.so"):

@@ -54,7 +54,7 @@ def load(name: str, alias: str) -> ModuleType:
 
 
 theirs = load("reference_cache", "executorchs_reference_cache")
-assert not hasattr(torch.ops.kvcache, "update_and_attend"), "somebody has registered the op before"
+assert not hasattr(torch.ops.kvcache, "update_and_attend"), "the op is registered already"
 
 from etkv import op, reference  # noqa: E402
 from etkv.config import CacheConfig, LayerConfig  # noqa: E402

@@ -127,7 +127,7 @@ def export(requests: Sequence[ExportRequest]) -> None:
     """Make what is missing or stale of ``requests``, two at a time."""
     if not all(map(_is_usable, requests)):
         with alone():
-            # Whoever was here before may have made some of them.
+            # The process that held the lock before may have made some of them.
             list(_exporters().map(_export, [request for request in requests if not _is_usable(request)]))
 
 

@@ -198,7 +198,7 @@ def test_unknown_kv_format(tool, model, tmp_path, name):
 
 @TOOLS
 @pytest.mark.parametrize("capacity", ["0", "-1", "ten", "1.5", "99999999999", ""])
-def test_a_capacity_that_cannot_be(tool, model, tmp_path, capacity):
+def test_an_invalid_capacity_is_refused(tool, model, tmp_path, capacity):
     words = [*command(tool, model, tmp_path), "--capacity", capacity]
     refused(words, MISUSED, "--capacity", "whole number from 1", f'"{capacity}"')
 

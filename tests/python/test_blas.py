@@ -41,11 +41,11 @@ def test_runners_multiply_by_openblas():
     assert "BLAS OpenBLAS 0.3." in version()
 
 
-def test_mlx_keeps_its_own_where_it_is_told_so():
+def test_mlx_keeps_its_own_if_the_variable_says_so():
     assert "BLAS MLX's own" in version(ETKV_BLAS="mlx")
 
 
-def test_a_blas_that_there_is_not_is_told():
+def test_a_missing_blas_is_reported():
     done = run([str(runner("chat")), "--version"], ETKV_BLAS=NOWHERE)
     assert "BLAS MLX's own" in done.stdout
     assert f"ETKV_BLAS is {NOWHERE}" in done.stderr

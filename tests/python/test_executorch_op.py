@@ -23,7 +23,7 @@ def names_in(file: Path) -> set[str]:
 
 
 def test_all_of_them_pass():
-    """In a process of its own, where nobody has registered ExecuTorch's op. All that the file has are counted: none is
+    """In a process of its own, which has not registered ExecuTorch's op. All that the file has are counted: none is
     left out, or skipped, for not fitting. ``executorch_adapter.py`` says what is translated."""
     spec = importlib.util.find_spec("executorch")
     file = next(

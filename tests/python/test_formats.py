@@ -183,7 +183,7 @@ def test_rows_are_stored_alone(name):
 def test_names():
     assert format_of("affine4").name == "affine4g64"
     for name in ("", "affine", "affine7", "affine4g16", "f64", "affine4g", "affine4g64 "):
-        with pytest.raises(StatusError, match=f"no storage format `{name}`"):
+        with pytest.raises(StatusError, match=f"unknown storage format `{name}`"):
             format_of(name)
-    with pytest.raises(StatusError, match="nvfp4 stores 16 elements at a time, which head_dim 40 is not a multiple of"):
+    with pytest.raises(StatusError, match="nvfp4 takes a head_dim that is a multiple of 16, got head_dim 40"):
         format_of("nvfp4").check(40)

@@ -472,7 +472,7 @@ def test_an_interruption_leaves_the_cache_usable(tiny):
 
 
 def test_bars(tiny, capfd):
-    """Progress goes to stderr, and not where nobody asked for it."""
+    """Progress goes to stderr, and only if it is asked for."""
     script = (
         "import etkv\nfrom test_generation import *\n"
         "tiny = reference.program(Variant('tiny-llama'))\n"

@@ -155,7 +155,7 @@ def test_facts_of_the_exporter_that_are_absent(name):
         (exporters(get_max_ctx_len=2**31), "`get_max_ctx_len` is 2147483648"),
     ],
 )
-def test_facts_that_cannot_be(facts, words):
+def test_invalid_facts_are_refused(facts, words):
     with pytest.raises(EtkvError, match=words):
         read_kv_cache_metadata(facts)
 

@@ -127,7 +127,7 @@ def test_the_innermost_cache_counts():
         forward([3])
 
 
-def test_a_forward_that_ends_with_its_block_has_not_been():
+def test_a_forward_that_ends_with_its_block_is_rolled_back():
     cache = ContiguousCache(CONFIG)
     with op.active(cache):
         forward([0])
@@ -178,19 +178,23 @@ def test_each_task_has_its_own():
 # ---- What it refuses -----------------------------------------------------
 
 BAD = {
-    "q of 3 dimensions": ({"q": torch.zeros(4, 2, 8)}, Status.SHAPE, r"q has shape \[4, 2, 8\]"),
-    "a batch of 2": ({name: torch.zeros(2, 2, 2, 8) for name in "qkv"}, Status.SHAPE, r"q has shape \[2, 2, 2, 8\]"),
-    "heads": ({"q": torch.zeros(1, 3, 2, 8)}, Status.SHAPE, "q has 3 heads, which is not a multiple of the 2 KV heads"),
-    "v of other heads": ({"v": torch.zeros(1, 4, 2, 8)}, Status.SHAPE, "k has 2 heads and v has 4"),
+    "q of 3 dimensions": ({"q": torch.zeros(4, 2, 8)}, Status.SHAPE, r"expected q of shape .*, got \[4, 2, 8\]"),
+    "a batch of 2": (
+        {name: torch.zeros(2, 2, 2, 8) for name in "qkv"},
+        Status.SHAPE,
+        r"q of shape .*, got \[2, 2, 2, 8\]",
+    ),
+    "heads": ({"q": torch.zeros(1, 3, 2, 8)}, Status.SHAPE, "a multiple of the 2 heads of k as heads of q, got 3"),
+    "v of other heads": ({"v": torch.zeros(1, 4, 2, 8)}, Status.SHAPE, "one number of heads, got 2 and 4"),
     "KV heads": (
         {"k": torch.zeros(1, 4, 2, 8), "v": torch.zeros(1, 4, 2, 8)},
         Status.SHAPE,
-        r"the keys of layer 0 have shape \[1, 4, 2, 8\], the cache takes \[1, 2, 2, 8\]",
+        r"expected keys of shape \[1, 2, 2, 8\] for layer 0, got \[1, 4, 2, 8\]",
     ),
-    "no heads": ({"k": torch.zeros(1, 0, 2, 8), "v": torch.zeros(1, 0, 2, 8)}, Status.SHAPE, "the 0 KV heads"),
-    "q of another head_dim": ({"q": torch.zeros(1, 4, 2, 16)}, Status.SHAPE, "q has head_dim 16 and k has 8"),
-    "v_head_dim": ({"v": torch.zeros(1, 2, 2, 4)}, Status.SHAPE, r"the values of layer 0 have shape \[1, 2, 2, 4\]"),
-    "tokens": ({"k": torch.zeros(1, 2, 3, 8)}, Status.SHAPE, "q, k and v have 2, 3 and 2 tokens"),
+    "no heads": ({"k": torch.zeros(1, 0, 2, 8), "v": torch.zeros(1, 0, 2, 8)}, Status.SHAPE, "the 0 heads of k"),
+    "q of another head_dim": ({"q": torch.zeros(1, 4, 2, 16)}, Status.SHAPE, "one head_dim, got 16 and 8"),
+    "v_head_dim": ({"v": torch.zeros(1, 2, 2, 4)}, Status.SHAPE, r"values of shape .*, got \[1, 2, 2, 4\]"),
+    "tokens": ({"k": torch.zeros(1, 2, 3, 8)}, Status.SHAPE, "one number of tokens, got 2, 3 and 2"),
     "too few positions": ({"position": torch.tensor([2])}, Status.SHAPE, "position has 1 entries for 2 queries"),
     "positions in a cube": (
         {"position": torch.zeros(2, 1, 1).long()},
@@ -200,11 +204,11 @@ BAD = {
     "no components": ({"position": torch.zeros(2, 0).long()}, Status.SHAPE, r"position has shape \[2, 0\]"),
     "float positions": ({"position": torch.tensor([2.0, 3.0])}, Status.DTYPE, "position is float32, it is int32 or"),
     "a gap": ({"position": torch.tensor([3, 4])}, Status.POSITION, "position 3 leaves a gap: the next is 2"),
-    "double queries": ({"q": torch.zeros(1, 4, 2, 8).double()}, Status.DTYPE, "q is float64, it is one of float32"),
-    "integer values": ({"v": torch.zeros(1, 2, 2, 8).int()}, Status.DTYPE, "v is int32"),
-    "an integer result": ({"out_dtype": torch.int8}, Status.DTYPE, "out_dtype is int8"),
-    "a layer too many": ({"layer_id": 2}, Status.SHAPE, "layer 2 is asked for, the cache has 2"),
-    "a layer before the first": ({"layer_id": -1}, Status.SHAPE, "layer -1 is asked for"),
+    "double queries": ({"q": torch.zeros(1, 4, 2, 8).double()}, Status.DTYPE, "expected q in one of .*, got float64"),
+    "integer values": ({"v": torch.zeros(1, 2, 2, 8).int()}, Status.DTYPE, "expected v in one of .*, got int32"),
+    "an integer result": ({"out_dtype": torch.int8}, Status.DTYPE, "expected out_dtype in one of .*, got int8"),
+    "a layer too many": ({"layer_id": 2}, Status.SHAPE, "expected a layer from 0 to 1, got 2"),
+    "a layer before the first": ({"layer_id": -1}, Status.SHAPE, "expected a layer from 0 to 1, got -1"),
 }
 
 

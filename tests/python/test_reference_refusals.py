@@ -62,20 +62,23 @@ def assert_refused(cache, call, status, words):
         ({"capacity": 2**31}, "capacity is 2147483648, the most is 2147483647"),
         ({"max_step_tokens": -1}, "max_step_tokens is -1, the least is 0"),
         ({"quantized_kv_start": -1}, "quantized_kv_start is -1, the least is 0"),
-        ({"growth": "slow"}, "growth is 'slow', it is one of doubling, step, exact, upfront"),
-        ({"growth": "exact", "min_chunk": 4}, "min_chunk is 4, for a growth that has no chunks"),
-        ({"k_format": "f64"}, "k_format: no storage format `f64`"),
-        ({"k_format": "affine4"}, "layer 0: keys: affine4g64 stores 64 elements at a time, which head_dim 8"),
-        ({"v_format": "affine7g32"}, "v_format: no storage format `affine7g32`"),
-        ({"quantized_kv_start": 3, "float_format": "mxfp8"}, "float_format is mxfp8, it is f32, f16 or bf16"),
+        ({"growth": "slow"}, "unknown growth 'slow'; available: doubling, step, exact, upfront"),
+        ({"growth": "exact", "min_chunk": 4}, "expected min_chunk 0 for growth 'exact', got 4"),
+        ({"k_format": "f64"}, "k_format: unknown storage format `f64`"),
+        (
+            {"k_format": "affine4"},
+            "layer 0: keys: affine4g64 takes a head_dim that is a multiple of 64, got head_dim 8",
+        ),
+        ({"v_format": "affine7g32"}, "v_format: unknown storage format `affine7g32`"),
+        ({"quantized_kv_start": 3, "float_format": "mxfp8"}, "expected float_format f32, f16 or bf16, got mxfp8"),
         ({"layers": [LayerConfig(0, 8)]}, "layer 0: n_kv_heads is 0, the least is 1"),
         ({"layers": [LayerConfig(1, 8), LayerConfig(1, 8, 0)]}, "layer 1: v_head_dim is 0, the least is 1"),
         ({"layers": [LayerConfig(1, 8, window=-1)]}, "layer 0: window is -1, the least is 0"),
-        ({"layers": [LayerConfig(1, 8, sinks=2)]}, "layer 0: sinks is 2, for a layer without a window"),
+        ({"layers": [LayerConfig(1, 8, sinks=2)]}, "layer 0: expected sinks 0 for a layer without a window, got 2"),
     ],
 )
 @pytest.mark.parametrize("kind", ["contiguous", "tree"])
-def test_configs_that_cannot_be(kind, change, words):
+def test_invalid_configs_are_refused(kind, change, words):
     config = CacheConfig(**{"layers": ONE.layers, "capacity": 16, **change})
     with pytest.raises(StatusError, match=words) as caught:
         make_cache(kind, config)
@@ -100,7 +103,7 @@ def test_configs_of_wrong_types(arguments, words):
 
 
 def test_there_are_three_kinds():
-    with pytest.raises(StatusError, match="no kind 'ring': there are contiguous, seq, tree"):
+    with pytest.raises(StatusError, match="unknown cache kind 'ring'; available: contiguous, seq, tree"):
         make_cache("ring", ONE)
 
 
@@ -155,7 +158,7 @@ def test_a_layer_that_comes_again_with_other_rows_is_of_another_forward(kind):
     cache = grown(make_cache(kind, TWO), 3)
     k, v = rows(TWO, 1, 1, seed=7)
     forward(cache, [3], seed=7)
-    with pytest.raises(StatusError, match="position 3"):
+    with pytest.raises(StatusError, match="sequence 0, got 3"):
         cache.update_and_fetch(1, k + 1, v, [3])
     assert cache.length == 4
 
@@ -193,9 +196,11 @@ def test_rows_that_the_host_writes_over_are_other_rows():
 def test_a_refused_call_ends_the_forward():
     cache = grown(ContiguousCache(TWO), 2)
     cache.update_and_fetch(0, *rows(TWO, 0, 1), [2])
-    assert_refused(cache, lambda: cache.update_and_fetch(2, *rows(TWO, 1, 1), [2]), Status.SHAPE, "layer 2 is asked")
+    assert_refused(
+        cache, lambda: cache.update_and_fetch(2, *rows(TWO, 1, 1), [2]), Status.SHAPE, "layer from 0 to 1, got 2"
+    )
     cache.rewind(1)  # no step is open
-    with pytest.raises(StatusError, match=r"the values of layer 1 have shape \[1, 2, 1, 4\].*\[1, 2, 1, 6\] here"):
+    with pytest.raises(StatusError, match=r"expected values of shape \[1, 2, 1, 6\] for layer 1, got \[1, 2, 1, 4\]"):
         cache.update_and_fetch(1, rows(TWO, 1, 1)[0], rows(TWO, 1, 1)[0], [1])
     assert cache.length == 1
 
@@ -215,12 +220,12 @@ def test_an_implicit_rewind_that_is_given_up_keeps_what_was_there():
         ([], Status.INVALID_ARGUMENT, "at least 1 token"),
         ([-1], Status.POSITION, "position -1 is negative"),
         ([5], Status.POSITION, "position 5 leaves a gap: the next is 4"),
-        ([4, 6], Status.POSITION, "token 1 of the step has position 6, .* 5 follows"),
-        ([4, 3], Status.POSITION, "token 1 of the step has position 3"),
+        ([4, 6], Status.POSITION, "expected position 5 for token 1 of the step, got 6"),
+        ([4, 3], Status.POSITION, "expected position 5 for token 1 of the step, got 3"),
         (range(4, 17), Status.CAPACITY, "13 tokens from position 4 on need 17 positions, the capacity is 16"),
     ],
 )
-def test_positions_that_cannot_be(positions, status, words):
+def test_invalid_positions_are_refused(positions, status, words):
     cache = grown(ContiguousCache(ONE), 4)
     assert_refused(cache, lambda: forward(cache, positions), status, words)
 
@@ -228,11 +233,11 @@ def test_positions_that_cannot_be(positions, status, words):
 # ---- Windows -------------------------------------------------------------
 
 
-def test_what_windows_dropped_cannot_be_gone_back_to():
+def test_a_rewind_to_dropped_positions_is_refused():
     cache = grown(ContiguousCache(SLIDING), 40)
     least = cache.rewindable_to()
     assert 30 < least <= 38, "a step of max_step_tokens can always be rolled back"
-    words = f"cannot rewind to length {least - 1}: .* {least} is the least"
+    words = f"cannot rewind to length {least - 1}: .* rewind to 0, or to {least} or more"
     assert_refused(cache, lambda: cache.rewind(least - 1), Status.POSITION, words)
     assert_refused(cache, lambda: forward(cache, [least - 1]), Status.POSITION, words)
     assert_refused(
@@ -256,9 +261,9 @@ def test_windows_drop_what_a_native_cache_drops():
 def test_forks_of_what_windows_dropped_go_on_where_they_can():
     cache = grown(SeqCache(SLIDING), 40)
     least = cache.seq_rewindable_to(0)
-    words = "sequence 1 would go on at 20, but the window layers have dropped what a query there sees; 23 is the least"
+    words = "sequence 1 would go on at 20, but the window layers have dropped .*; it can go on at 23 or later"
     assert_refused(cache, lambda: cache.seq_cp(0, 1, 0, 20), Status.POSITION, words)
-    words = f"sequence 0 would go on at 20, .* {least} is the least"
+    words = f"sequence 0 would go on at 20, .* it can go on at {least} or later"
     assert_refused(cache, lambda: cache.seq_rm(0, 20), Status.POSITION, words)
     cache.seq_cp(0, 1)
     assert (cache.length, cache.seq_next(1), cache.seq_rewindable_to(1)) == (40, 40, least)
@@ -274,8 +279,15 @@ def test_whose_tokens_a_step_has_must_be_said_where_it_is_not_plain():
     assert_refused(cache, lambda: forward(cache, [2]), Status.INVALID_ARGUMENT, "holds 2 sequences")
     assert_refused(cache, lambda: cache.rewind(1), Status.INVALID_ARGUMENT, "holds 2 sequences")
     cache.begin_step([5])
-    assert_refused(cache, lambda: forward(cache, [1]), Status.POSITION, "the next of sequence 5 is 2")
-    assert_refused(cache, lambda: forward(cache, [2, 3]), Status.INVALID_ARGUMENT, "2 tokens, .* named for 1")
+    assert_refused(
+        cache,
+        lambda: forward(cache, [1]),
+        Status.POSITION,
+        "expected position 2 for token 0 of the step, the next of sequence 5",
+    )
+    assert_refused(
+        cache, lambda: forward(cache, [2, 3]), Status.INVALID_ARGUMENT, "2 tokens, but begin_step declared 1"
+    )
     forward(cache, [2])  # what was said holds until a step has worked
     assert_refused(cache, lambda: forward(cache, [3]), Status.INVALID_ARGUMENT, "holds 2 sequences")
 
@@ -285,7 +297,7 @@ def test_what_was_removed_is_not_gone_back_to():
     forward(cache, range(8))
     cache.seq_rm(0, 2, 5)
     assert (cache.seq_len(0), cache.seq_next(0), cache.seq_positions(0)) == (5, 8, [range(0, 2), range(5, 8)])
-    words = "position 3 was removed; 0 is the least, and 0 forgets all"
+    words = "position 3 was removed; 0 is the least length, and 0 removes all"
     assert_refused(cache, lambda: cache.rewind(4), Status.POSITION, words)
     cache.seq_rm(0, 0, 2)
     assert cache.seq_rewindable_to(0) == 6
@@ -297,13 +309,13 @@ def test_a_copy_does_not_write_over_other_tokens():
     cache = SeqCache(ONE)
     cache.begin_step([0, 0, 1])
     forward(cache, [0, 1, 0])
-    words = "sequence 1 holds a position 0 of its own, which sequence 0 has, too"
+    words = "sequences 0 and 1 hold different tokens at position 0; remove it from sequence 1 first"
     assert_refused(cache, lambda: cache.seq_cp(0, 1), Status.POSITION, words)
     cache.seq_cp(0, 1, 1)
     assert cache.seq_positions(1) == [range(0, 2)]
 
 
-def test_values_that_are_no_numbers_do_not_reach_others():
+def test_values_that_are_not_finite_do_not_reach_others():
     for value, v_format, refused in (
         (torch.inf, "f32", True),
         (torch.nan, "affine8g32", True),
@@ -330,11 +342,21 @@ def test_frontiers_in_turn():
     cache = TreeCache(ONE)
     forward(cache, [0, 1])
     cache.propose([-1, 0, -1])
-    assert_refused(cache, lambda: cache.propose([2]), Status.STEP, "a frontier of 3 nodes is still to be run")
-    assert_refused(cache, lambda: cache.commit([0]), Status.INVALID_ARGUMENT, "the tree has 0 written nodes")
-    assert_refused(cache, lambda: forward(cache, [2, 3, 3]), Status.POSITION, "token 2 of the step has position 3")
+    assert_refused(cache, lambda: cache.propose([2]), Status.STEP, "the last frontier, of 3 nodes, has not run")
+    assert_refused(cache, lambda: cache.commit([0]), Status.INVALID_ARGUMENT, "0 nodes of the tree have run")
+    assert_refused(
+        cache,
+        lambda: forward(cache, [2, 3, 3]),
+        Status.POSITION,
+        "expected position 2 for token 2 of the step, .* got 3",
+    )
     cache.begin_step([0, 0])
-    assert_refused(cache, lambda: forward(cache, [2, 3]), Status.INVALID_ARGUMENT, "2 of the 3 candidates")
+    assert_refused(
+        cache,
+        lambda: forward(cache, [2, 3]),
+        Status.INVALID_ARGUMENT,
+        "expected all 3 candidates of sequence 0 in the step, got 2",
+    )
     cache.begin_step([0, 0, 0])
     [(_, _, mask)] = forward(cache, [2, 3, 2])
     assert mask.tolist() == [
@@ -399,7 +421,7 @@ def test_a_step_brings_no_more_floats_than_were_reckoned_with():
         [LayerConfig(1, 32)], 40, k_format="mxfp8", v_format="mxfp8", max_step_tokens=3, quantized_kv_start=6
     )
     cache = grown(ContiguousCache(config), 5)
-    words = "9 positions in f16, the most is 8: quantized_kv_start less 1, and max_step_tokens 3; take smaller steps"
+    words = "9 positions in f16, the most is 8: quantized_kv_start - 1, and max_step_tokens 3; take smaller steps"
     assert_refused(cache, lambda: forward(cache, range(5, 9)), Status.CAPACITY, words)
     forward(cache, range(5, 8))
     assert cache.formats == ("mxfp8", "mxfp8")
@@ -409,7 +431,7 @@ def test_a_step_brings_no_more_floats_than_were_reckoned_with():
 def test_conversion_by_hand_lasts_until_the_cache_is_cleared():
     config = CacheConfig([LayerConfig(1, 32, 16)], 40, k_format="f32", v_format="f32")
     cache = grown(ContiguousCache(config), 3)
-    words = "layer 0: values: mxfp8 stores 32 elements at a time, which head_dim 16"
+    words = "layer 0: values: mxfp8 takes a head_dim that is a multiple of 32, got head_dim 16"
     assert_refused(cache, lambda: cache.convert("mxfp8", "mxfp8"), Status.INVALID_ARGUMENT, words)
     cache.convert("mxfp8", "nvfp4")
     [(k, v, _)] = forward(cache, [3], seed=3)

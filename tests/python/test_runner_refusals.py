@@ -40,19 +40,19 @@ def llama() -> Program:
     [
         (["--capacity", 0], ["--capacity takes a whole number from 1"]),
         (["--capcity", 5], ["no option --capcity", "did you mean --capacity?"]),
-        (["--kv-format", "int4"], ["--kv-format: no storage format `int4`", "row-int4"]),
+        (["--kv-format", "int4"], ["--kv-format: unknown storage format `int4`", "row-int4"]),
         (["--max-new-tokens", "few"], ["--max-new-tokens", '"few"']),
         (["--prompt", ""], ["a prompt is empty"]),
         (["--prompt"], ["--prompt needs a value"]),
         (["extra"], ['"extra"']),
     ],
 )
-def test_command_lines_that_cannot_be(llama, name, options, told):
+def test_invalid_command_lines_are_refused(llama, name, options, told):
     refused(command(name, llama, *options), MISUSED, *told)
 
 
 @EACH
-def test_files_that_cannot_be(llama, name, tmp_path):
+def test_invalid_files_are_refused(llama, name, tmp_path):
     refused([runner(name)], FAILED, "no model at build/models", "`make model`", "--model", cwd=tmp_path)
     refused([runner(name), "--model", tmp_path / "no.pte"], FAILED, "there is no program at")
     refused(command(name, llama, "--tokenizer", tmp_path), FAILED, "there is no tokenizer at")
@@ -61,7 +61,7 @@ def test_files_that_cannot_be(llama, name, tmp_path):
     refused(command(name, llama, "--kv-format", "affine4g64"), FAILED, "affine4g64", "head_dim 16")
 
 
-def test_contexts_that_cannot_be(llama, tmp_path):
+def test_invalid_contexts_are_refused(llama, tmp_path):
     words = [runner("agent_fork"), "--model", llama.path, "--context"]
     refused([*words, tmp_path], FAILED, f"cannot read a context from {tmp_path}: Is a directory")
     refused([*words, tmp_path / "no"], FAILED, f"cannot read a context from {tmp_path / 'no'}: No such file")

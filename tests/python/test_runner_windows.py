@@ -75,6 +75,6 @@ def test_a_window_over_layers_that_have_one(mistral, options, compared):
     assert checked(done)[0] == len(answers(done.stdout)) - (0 if compared else 1)
 
 
-def test_a_window_that_is_widened_is_told(mistral):
+def test_a_widened_window_is_reported(mistral):
     done = succeed("rollback", mistral, "--max-new-tokens", 4, "--window", 1, *prompts(["a"]))
     assert re.search(r"^window: \d\d in place of 1, as long as the prompt$", done.stderr, re.M)

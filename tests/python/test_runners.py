@@ -386,7 +386,7 @@ def test_sampling_is_repeatable(llama):
     assert first != other
 
 
-def test_drafts_that_cannot_be(llama, tmp_path):
+def test_invalid_drafts_are_refused(llama, tmp_path):
     refused(command("speculative", llama, "--temperature", -1), MISUSED, "--temperature", "from 0.0 to 100.0", '"-1"')
     refused(command("speculative", llama, "--temperature", "nan"), MISUSED, '"nan"')
     refused(command("speculative", llama, "--temperature", 1, "--check"), MISUSED, "--check", "--temperature")

@@ -221,7 +221,7 @@ def test_a_tree_of_candidates(tiny, expected):
         ([1], [9], etkv.PositionError, "position 9 leaves a gap: the next is 7"),
         ([1], [-1], etkv.PositionError, "-1"),
         ([1, 2], [7], etkv.EtkvError, "there are 1 positions for 2 tokens"),
-        ([320], [7], etkv.StatusError, "320, it may be 0 to 319"),
+        ([320], [7], etkv.StatusError, "from 0 to 319, got 320"),
         ([1] * 58, range(7, 65), etkv.CapacityError, "64"),
         ([1] * 65, range(7, 72), etkv.EtkvError, "the step has 65 tokens, the program takes at most 64"),
         ([], [], etkv.EtkvError, "tokens is empty"),
@@ -326,7 +326,7 @@ def test_what_is_no_program(tiny, session, tmp_path):
         etkv.load(tiny.path, "cache-0")
 
 
-def test_a_missing_library_is_told(tiny, tmp_path):
+def test_a_missing_library_is_reported(tiny, tmp_path):
     """The second time as the first."""
     missing = [f"ETKV_LIBRARY_DIR is {tmp_path}, which has no libetkv{SUFFIX}"]
     assert two_uses(tmp_path) == missing * 2

@@ -88,7 +88,7 @@ def test_a_closed_session_says_so(session_class, kind):
         ({"float_format": "affine4", "quantized_kv_start": 4}, 1, ["float_format", "affine4"]),
     ],
 )
-def test_a_config_that_cannot_be(changes, status, told):
+def test_an_invalid_config_is_refused(changes, status, told):
     with pytest.raises(etkv.StatusError) as caught:
         SeqSession(config(**changes))
     assert caught.value.status == status

@@ -1,7 +1,7 @@
-//! The C interface where etkv itself fails: a panic inside, in every call.
+//! The C interface after a defect: a panic inside every call.
 //!
-//! A kind that panics is registered as any other from outside the crate is, and
-//! driven through the functions that C calls.
+//! A kind that panics is registered as a kind from outside the crate, and driven through the
+//! functions that C calls.
 
 use std::ffi::{c_char, c_int, c_void, CStr, CString};
 use std::panic::{set_hook, take_hook};
@@ -10,14 +10,14 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::Mutex;
 
 use etkv::{AttendSpec, CellsCache, MlxStore, MLX_BACKEND};
-// What it exports is called here as C does.
+// The exported functions are called as C calls them.
 use etkv_capi as _;
 use etkv_core::{
     AttendCache, Cache, CacheConfig, KvFormat, Memory, Result, SeqCache, SharedCache, TreeCache,
 };
 use mlx_rs::Array;
 
-/// What C sees: handles are opaque.
+/// The types of the C interface: handles are opaque.
 type Handle = *mut c_void;
 
 #[repr(C)]
@@ -74,7 +74,7 @@ extern "C" {
 
 const INTERNAL: c_int = 12;
 
-/// Panics in the verbs of whichever face is asked for.
+/// Panics in the calls of the chosen face.
 struct Breaking {
     inner: CellsCache,
     armed: &'static AtomicBool,
@@ -171,7 +171,7 @@ fn try_session(kind: &CStr) -> (c_int, Handle, Handle) {
     };
     let backend = CString::new(MLX_BACKEND).unwrap();
     let (mut session, mut error) = (null_mut(), null_mut());
-    // SAFETY: structs and strings are as the header has them.
+    // SAFETY: structs and strings follow the header.
     let status = unsafe {
         etkv_session_new(backend.as_ptr(), kind.as_ptr(), &config, &mut session, &mut error)
     };
@@ -183,7 +183,7 @@ impl Handles {
         let (status, session, _) = try_session(kind);
         assert_eq!(status, 0);
         let mut all = Self { session, cache: null_mut(), sequences: null_mut(), trees: null_mut() };
-        // SAFETY: the handles are live, the places are there.
+        // SAFETY: the handles are live, and the pointers valid.
         unsafe {
             all.cache = etkv_session_cache(session);
             assert_eq!(etkv_session_seq(session, &mut all.sequences, null_mut()), 0);
@@ -205,9 +205,9 @@ impl Drop for Handles {
     }
 }
 
-/// The message of an error, which is freed.
+/// Returns the message of an error and frees the error.
 fn take(error: Handle) -> String {
-    // SAFETY: the error is live, and its message as long as it is.
+    // SAFETY: the error is live, and its message lives as long.
     unsafe {
         let message = CStr::from_ptr(etkv_error_message(error)).to_str().unwrap().to_owned();
         etkv_error_free(error);
@@ -222,11 +222,11 @@ fn tripped(call: impl FnOnce(*mut Handle) -> c_int, words: &str) {
     assert!(message.contains(words), "{message}");
 }
 
-/// Everything but freeing and facts is refused, on every face.
+/// Every face refuses everything but freeing and facts.
 fn broken(all: &Handles) {
     let words = "it can only be freed";
     let (mut number, mut size, mut handle) = (7i32, 7usize, null_mut());
-    // SAFETY: the handles are live, the places are there.
+    // SAFETY: the handles are live, and the pointers valid.
     unsafe {
         tripped(|error| etkv_cache_length(all.cache, &mut number, error), words);
         tripped(|error| etkv_cache_rewind(all.cache, 0, error), words);
@@ -241,7 +241,7 @@ fn broken(all: &Handles) {
         let shared = etkv_cache_share(all.cache);
         tripped(|error| etkv_cache_length(shared, &mut number, error), words);
         etkv_cache_free(shared);
-        // Who finds it by its key meets the same.
+        // A handle from its key is refused too.
         let key = etkv_session_key(all.session);
         assert_eq!(etkv_registry_get(key, &mut handle, null_mut()), 0);
         tripped(|error| etkv_cache_length(handle, &mut number, error), words);
@@ -264,7 +264,7 @@ fn logged(words: &str) -> usize {
     LOG.lock().unwrap().iter().filter(|line| line.contains(words)).count()
 }
 
-// One test, since the handles of the process are counted.
+// This is one test, because it counts the handles of the process.
 #[test]
 fn a_panic_inside_breaks_the_cache_and_nothing_else() {
     static ARMED: AtomicBool = AtomicBool::new(false);
@@ -273,7 +273,7 @@ fn a_panic_inside_breaks_the_cache_and_nothing_else() {
         Ok(SharedCache::new(Breaking { inner: CellsCache::with_trees(config)?, armed: &ARMED }))
     });
     registry.register(MLX_BACKEND, "unmakable", |_| panic!("tripped in the builder"));
-    // The panics are meant; their messages are checked instead.
+    // The panics are expected; their messages are checked instead.
     let usual = take_hook();
     set_hook(Box::new(move |panic| {
         if !panic.to_string().contains("tripped in") {
@@ -290,7 +290,7 @@ fn a_panic_inside_breaks_the_cache_and_nothing_else() {
     assert!(session.is_null());
     tripped(
         |place| {
-            // SAFETY: the place is there.
+            // SAFETY: the pointer is valid.
             unsafe { *place = error };
             status
         },
@@ -301,7 +301,7 @@ fn a_panic_inside_breaks_the_cache_and_nothing_else() {
 
     let other = Handles::new(c"breaking");
     type Call = fn(&Handles, *mut Handle) -> c_int;
-    // SAFETY: the handles are live, the places are there.
+    // SAFETY: the handles are live, and the pointers valid.
     let calls: [(&str, Call); 5] = unsafe {
         [
             ("length", |all, error| etkv_cache_length(all.cache, &mut 7, error)),
@@ -326,10 +326,10 @@ fn a_panic_inside_breaks_the_cache_and_nothing_else() {
     assert_eq!(LOG.lock().unwrap().len(), 11);
 
     let mut length = 7;
-    // SAFETY: the handle is live, the place is there.
+    // SAFETY: the handle is live, and the pointer valid.
     assert_eq!(unsafe { etkv_cache_length(other.cache, &mut length, null_mut()) }, 0);
     assert_eq!(length, 0);
     drop(other);
-    // SAFETY: it takes nothing.
+    // SAFETY: the function takes no arguments.
     assert_eq!(unsafe { etkv_live_handles() }, 0);
 }

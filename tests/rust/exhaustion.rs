@@ -1,6 +1,6 @@
-//! What is left of a cache when the system refuses it memory.
+//! The state of a cache when the system refuses it memory.
 //!
-//! The limit is one of the whole process, so each test runs in a process of its own.
+//! The limit applies to the whole process, so each test runs in its own.
 #![cfg(target_os = "linux")]
 
 use std::process::Command;
@@ -12,15 +12,15 @@ use mlx_rs::Array;
 const N_KV_HEADS: usize = 8;
 const HEAD_DIM: usize = 64;
 const CAPACITY: i32 = 1 << 16;
-/// What is left to a process: enough for steps of a few tokens, and less than any
-/// pool of the capacity takes.
+/// The bytes left to a process: enough for steps of a few tokens, and less than any pool of the
+/// capacity.
 const LEFT: u64 = 8 << 20;
 
-/// Runs `body` in a process of its own, by the name of the test that calls this.
+/// Runs `body` in its own process, by the name of the test that calls this.
 fn in_a_process_of_its_own(name: &str, body: fn() -> etkv::Result<()>) {
     const INSIDE: &str = "ETKV_TEST_EXHAUSTION";
     if etkv::mlx::on_gpu().unwrap() {
-        // There a limit of the process says nothing of the device's memory.
+        // A limit of the process does not limit the device's memory.
         return;
     }
     if std::env::var_os(INSIDE).is_some() {
@@ -35,8 +35,8 @@ fn in_a_process_of_its_own(name: &str, body: fn() -> etkv::Result<()>) {
     assert!(output.status.success(), "{}: {told}", output.status);
 }
 
-/// Limits the process to what it has and `left` bytes more; without `left`, to
-/// nothing.
+/// Limits the process to its present memory and `left` more bytes; without `left` removes the
+/// limit.
 fn limit(left: Option<u64>) {
     let status = std::fs::read_to_string("/proc/self/statm").unwrap();
     let pages: u64 = status.split(' ').next().unwrap().parse().unwrap();
@@ -58,7 +58,7 @@ fn rows(seed: u64, n: usize) -> Array {
     on_mlx::array(&oracle::random_rows(&mut Rng::new(seed), n, N_KV_HEADS, HEAD_DIM))
 }
 
-/// A step of `n` tokens behind `at`; what it attends to.
+/// Runs a step of `n` tokens behind `at`; returns its attention.
 fn append(cache: &mut MlxCache, at: i32, n: i32) -> etkv::Result<Vec<f32>> {
     let positions: Vec<i32> = (at..at + n).collect();
     let rows = rows(at as u64, n as usize);
@@ -70,7 +70,7 @@ fn append(cache: &mut MlxCache, at: i32, n: i32) -> etkv::Result<Vec<f32>> {
     Ok(on_mlx::rows(&out).into_iter().flatten().flatten().collect())
 }
 
-/// A clear that fails changes nothing: the next step attends to what was there.
+/// A failed clear changes nothing: the next step attends to the old rows.
 fn clears(mut caches: [Box<MlxCache>; 2]) -> etkv::Result<()> {
     for cache in &mut caches {
         append(&mut **cache, 0, 8)?;
@@ -112,8 +112,8 @@ fn a_clear_of_sequences_that_fails_changes_nothing() {
     });
 }
 
-/// Steps go on in float while memory for `quantized_kv_start` is lacking. The first one
-/// that has no room left is refused with the reason, and taken once there is memory.
+/// Steps go on in float while memory for `quantized_kv_start` is lacking. The first one without
+/// room is refused with the reason, and succeeds once there is memory.
 fn conversions(cache: &mut MlxCache) -> etkv::Result<()> {
     append(cache, 0, 8)?;
     limit(Some(LEFT));
@@ -133,7 +133,7 @@ fn conversions(cache: &mut MlxCache) -> etkv::Result<()> {
 }
 
 fn quantized_later() -> CacheConfig {
-    // The allocator keeps up to 32 MiB of what was freed: the pools are larger.
+    // The allocator keeps up to 32 MiB of freed memory; the pools are larger.
     CacheConfig {
         quantized_kv_start: Some(10),
         capacity: 4 * CAPACITY,
@@ -142,15 +142,15 @@ fn quantized_later() -> CacheConfig {
 }
 
 #[test]
-fn a_conversion_that_fails_is_told_and_tried_again() {
-    in_a_process_of_its_own("a_conversion_that_fails_is_told_and_tried_again", || {
+fn a_failed_conversion_is_reported_and_repeated() {
+    in_a_process_of_its_own("a_failed_conversion_is_reported_and_repeated", || {
         conversions(&mut ContiguousCache::new(quantized_later())?)
     });
 }
 
 #[test]
-fn a_conversion_of_sequences_that_fails_is_told_and_tried_again() {
-    in_a_process_of_its_own("a_conversion_of_sequences_that_fails_is_told_and_tried_again", || {
+fn a_failed_conversion_of_sequences_is_reported_and_repeated() {
+    in_a_process_of_its_own("a_failed_conversion_of_sequences_is_reported_and_repeated", || {
         conversions(&mut CellsCache::new(quantized_later())?)
     });
 }

@@ -3,7 +3,7 @@
 use std::path::PathBuf;
 use std::process::Command;
 
-/// The library of the example `embedded`, which `cargo test` builds with the tests.
+/// Returns the library of the example `embedded`, which `cargo test` builds with the tests.
 fn library() -> PathBuf {
     let test = std::env::current_exe().unwrap();
     let name = format!("{}embedded{}", std::env::consts::DLL_PREFIX, std::env::consts::DLL_SUFFIX);

@@ -1,4 +1,4 @@
-//! Caches driven layer by layer, without steps.
+//! Caches driven layer by layer, without [`Step`].
 
 use etkv::{
     layer_caches, CacheConfig, CellsCache, ContiguousCache, Forwards, KeyValueCache, KvFormat,
@@ -24,7 +24,7 @@ fn flat(array: &Array) -> Vec<f32> {
     array.contiguous().unwrap().as_slice::<f32>().to_vec()
 }
 
-/// What a step of its own reads is what the layers return.
+/// Layers return what a separate step reads.
 #[test]
 fn layers_return_what_a_step_reads() {
     etkv::mlx::run(|| {
@@ -64,7 +64,7 @@ fn layers_return_what_a_step_reads() {
     .unwrap();
 }
 
-/// A forward that the host gave up has not been when the next one begins.
+/// An aborted forward leaves nothing for the next one.
 #[test]
 fn a_layer_that_comes_again_begins_anew() {
     etkv::mlx::run(|| {
@@ -73,14 +73,14 @@ fn a_layer_that_comes_again_begins_anew() {
         let [first, second] = [rows(1, 2), rows(2, 2)];
         forwards.update_and_fetch(0, &[0, 1], &first, &first)?;
         forwards.update_and_fetch(1, &[0, 1], &first, &first)?;
-        // Again from the start, with other rows.
+        // The same positions again, with other rows.
         for layer in 0..N_LAYERS {
             let spec = forwards.update_and_fetch(layer, &[0, 1], &second, &second)?;
             assert!(matches!(spec.mask, Mask::Causal));
             assert_eq!(flat(&spec.k.dequantized(second.dtype())?), flat(&second));
         }
         assert_eq!(cache.lock()?.length(), 2);
-        // A step that was begun is open for others, and over when it is dropped.
+        // A begun step is open for other callers, and over when it is dropped.
         forwards.update_and_fetch(0, &[2, 3], &first, &first)?;
         assert_eq!(
             cache.program::<MlxStore>()?.lock()?.begin(&[2]).unwrap_err().status(),
@@ -96,7 +96,7 @@ fn a_layer_that_comes_again_begins_anew() {
     .unwrap();
 }
 
-/// Forwards that nobody has evaluated yet stay when the next one is given up.
+/// Forwards that are not evaluated yet stay when the next one is aborted.
 #[test]
 fn what_was_before_stays() {
     etkv::mlx::run(|| {
@@ -117,7 +117,7 @@ fn what_was_before_stays() {
                     }
                 }
                 let row = Array::full::<f32>(&[1, 2, 1, 64], Array::from_int(9))?;
-                // Given up, refused, and begun anew.
+                // Aborted, refused, and begun again.
                 forwards.update_and_fetch(0, &[4], &row, &row)?;
                 forwards.abort();
                 forwards.update_and_fetch(0, &[4], &row, &row)?;
@@ -140,7 +140,7 @@ fn what_was_before_stays() {
     .unwrap();
 }
 
-/// The last layer ends a forward only with what the host asked of it.
+/// The last layer ends a forward only if its attention succeeds.
 #[test]
 fn a_forward_whose_last_call_fails_does_not_count() {
     etkv::mlx::run(|| {
@@ -158,7 +158,7 @@ fn a_forward_whose_last_call_fails_does_not_count() {
                 assert_eq!(attended.is_err(), layer == failing);
             }
             assert_eq!(cache.lock()?.length(), 0);
-            // Nothing is open either.
+            // No forward is open.
             let program = cache.program::<MlxStore>()?;
             program.lock()?.begin(&[0])?;
             program.lock()?.abort();
@@ -186,7 +186,7 @@ fn what_is_refused_changes_nothing() {
         for layer in &mut layers[..N_LAYERS - 1] {
             layer.update_and_fetch(five.clone(), five.clone())?;
         }
-        // Queries at the edge of a window see less than was read.
+        // Queries at the edge of a window see fewer rows than were read.
         let error = layers[N_LAYERS - 1].update_and_fetch(five.clone(), five.clone()).unwrap_err();
         assert_eq!(error.status(), Status::Unsupported, "{error}");
         assert!(error.message().contains("5 queries from position 0 of layer 2"), "{error}");

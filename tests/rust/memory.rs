@@ -1,6 +1,6 @@
-//! What steps, forks and clears do to MLX's memory.
+//! The effect of steps, forks and clears on MLX's memory.
 //!
-//! MLX counts for the whole process, so each test holds `mlx::run` throughout.
+//! MLX counts memory for the whole process, so each test holds `mlx::run` throughout.
 
 use std::time::Duration;
 
@@ -30,7 +30,7 @@ fn config(format: KvFormat, capacity: i32, policies: &[LayerPolicy]) -> CacheCon
     }
 }
 
-/// One forward of a program whose layers all have the same keys and queries.
+/// Runs one forward of a program whose layers all have the same keys and queries.
 fn step(cache: &mut MlxCache, positions: &[i32], dtype: Dtype) {
     let n = positions.len() as i32;
     let ones =
@@ -46,7 +46,7 @@ fn step(cache: &mut MlxCache, positions: &[i32], dtype: Dtype) {
     step.commit(&[&x]).unwrap();
 }
 
-/// Appends rows that nobody attends to.
+/// Appends rows without attending to them.
 fn fill(cache: &mut MlxCache, length: i32, dtype: Dtype) {
     for start in (0..length).step_by(512) {
         let positions: Vec<i32> = (start..(start + 512).min(length)).collect();
@@ -61,8 +61,8 @@ fn fill(cache: &mut MlxCache, length: i32, dtype: Dtype) {
     }
 }
 
-/// Active memory in bytes. A GPU gives buffers back a little later than it is done
-/// with them, so this waits until there is no more to come.
+/// Returns active memory in bytes. A GPU frees buffers a little after it is done with them, so this
+/// waits until the number is stable.
 fn active() -> i64 {
     let now = || active_memory().unwrap() as i64;
     if !etkv::mlx::on_gpu().unwrap() {
@@ -78,7 +78,7 @@ fn active() -> i64 {
     last
 }
 
-/// How far `steps` decode steps raise active memory, and its peak, in bytes.
+/// Returns how far `steps` decode steps raise active memory and its peak, in bytes.
 fn raised(cache: &mut MlxCache, steps: i32, dtype: Dtype) -> (i64, i64) {
     let length = cache.length();
     (length..length + 8).for_each(|position| step(cache, &[position], dtype));
@@ -87,7 +87,7 @@ fn raised(cache: &mut MlxCache, steps: i32, dtype: Dtype) -> (i64, i64) {
     reset_peak_memory().unwrap();
     for position in length + 8..length + 8 + steps {
         step(cache, &[position], dtype);
-        // Or a peak would be that of several steps.
+        // Otherwise a peak would be that of several steps.
         active();
     }
     (active() - before, peak_memory().unwrap() as i64 - before)
@@ -96,7 +96,7 @@ fn raised(cache: &mut MlxCache, steps: i32, dtype: Dtype) -> (i64, i64) {
 type New = fn(CacheConfig) -> Box<MlxCache>;
 
 const LENGTH: i32 = 32_768;
-/// What one layer's keys take; a copy of them would show.
+/// The bytes of one layer's keys: a copy of them would show.
 const LAYER_ELEMENTS: i64 = LENGTH as i64 * (N_KV_HEADS * HEAD_DIM) as i64;
 
 #[test]
@@ -116,7 +116,7 @@ fn decoding_copies_no_history() {
                 let steps = if kind == "contiguous" && format == KvFormat::F32 { 1000 } else { 50 };
                 let (active, peak) = raised(&mut *cache, steps, dtype);
                 assert_eq!(active, 0, "{kind} {format}: decoding holds on to memory");
-                // Scores of one layer, and what softmax makes of them.
+                // Scores of one layer, and their softmax.
                 let scores = i64::from(N_HEADS * (LENGTH + 2000)) * 4;
                 println!("{kind} {format}: a step takes {peak} bytes, scores are {scores}");
                 assert!(peak < 4 * scores, "{kind} {format}: a decode step takes {peak} bytes");
@@ -128,8 +128,7 @@ fn decoding_copies_no_history() {
     .unwrap();
 }
 
-/// Packed rows are multiplied as they are, and those of another dtype than the
-/// queries in blocks.
+/// Packed rows are multiplied as stored, and rows of a dtype other than the queries' in blocks.
 #[test]
 fn decoding_unpacks_no_history() {
     let formats = [
@@ -155,10 +154,10 @@ fn decoding_unpacks_no_history() {
             let (active, peak) = raised(&mut cache, 8, Dtype::Float32);
             println!("{name}: a step takes {peak} bytes, unpacked keys {}", 4 * LAYER_ELEMENTS);
             assert_eq!(active, 0, "{name}: decoding holds on to memory");
-            // Some formats are unpacked in blocks of so much whatever the length.
+            // Some formats are unpacked in blocks of a constant size.
             let in_blocks = ["f16", "bf16", "mxfp8"].contains(&name);
             let block = if etkv::mlx::on_gpu()? { 32 << 20 } else { 4 << 20 };
-            // A GPU gives the buffers of one layer back after it has begun the next.
+            // A GPU frees the buffers of one layer after it has begun the next.
             let share = if etkv::mlx::on_gpu()? { 2 * LAYER_ELEMENTS } else { LAYER_ELEMENTS };
             let bound = if in_blocks { 7 * block / 2 } else { 4 * share / 3 };
             assert!(peak < bound, "{name}: a decode step takes {peak} bytes");
@@ -185,9 +184,9 @@ fn windows_slide_without_growing() {
             fill(&mut **cache, 8192, Dtype::Float32);
             let (active, peak) = raised(&mut **cache, 1200, Dtype::Float32);
             assert_eq!(active, 0, "{}: sliding holds on to memory", cache.kind());
-            // The rows of one buffer on their way to the front.
+            // The rows of one buffer, while they move to the front.
             let moved = 4 * i64::from((1023 + 512 + 4) * N_KV_HEADS * HEAD_DIM);
-            // A GPU has those of all six on their way before it gives the first back.
+            // A GPU moves the rows of all six before it frees the first.
             let buffers = if etkv::mlx::on_gpu()? { 12 } else { 2 };
             assert!(peak < buffers * moved, "{}: sliding takes {peak} bytes", cache.kind());
             assert_eq!(cache.memory().allocated, config.estimate(9400).allocated);
@@ -212,7 +211,7 @@ fn forks_and_removals_move_no_bytes() {
         }
         (1..=32).for_each(|branch| sequences.seq_rm(branch, 0..i32::MAX).unwrap());
         assert_eq!(active(), before);
-        // Nothing was allocated since it was reset.
+        // Nothing was allocated after the reset.
         assert!(peak_memory()? as i64 <= before);
         assert_eq!(cache.memory(), held, "branches count once");
         Ok(())
@@ -244,7 +243,7 @@ fn clearing_and_dropping_give_the_buffers_back() {
     .unwrap();
 }
 
-/// MLX's CPU ends the process where the system gives it no memory.
+/// MLX's CPU build ends the process if the system gives it no memory.
 #[test]
 fn memory_that_there_is_not_is_an_error() {
     let config =

@@ -1,5 +1,4 @@
-//! The campaign of the caches on plain vectors, and what a cache does where its store
-//! fails.
+//! The campaign of the caches on plain vectors, and the behaviour of a cache whose store fails.
 
 use etkv_core::{
     AttendCache, BuilderRegistry, Cache, CacheConfig, CacheRegistry, ContiguousCache, Growth,
@@ -14,7 +13,7 @@ fn rows(n: usize) -> Tensor {
     OnVec::tensor(&vec![vec![vec![1.0; 4]]; n])
 }
 
-/// A step of tokens from `start` on.
+/// Runs a step of tokens from `start` on.
 fn append(cache: &mut ContiguousCache<VecStore>, start: i32, n: i32) -> etkv_core::Result<()> {
     let mut step = Step::begin(cache, &(start..start + n).collect::<Vec<_>>())?;
     step.update_and_fetch(0, &rows(n as usize), &rows(n as usize))?;
@@ -40,7 +39,7 @@ fn a_cache_whose_rows_could_not_be_moved_refuses_steps_until_it_is_cleared() {
     }
 }
 
-/// A cache that allocates all of it at once, and with a window whose rows move.
+/// Returns a cache that allocates upfront, with a window whose rows move.
 fn upfront() -> ContiguousCache<VecStore> {
     let mut config = CacheConfig {
         max_step_tokens: 4,
@@ -94,7 +93,7 @@ fn a_conversion_that_fails_is_tried_again() {
 }
 
 #[test]
-fn a_step_that_finds_no_memory_has_not_been() {
+fn a_step_without_memory_is_rolled_back() {
     let mut cache = ContiguousCache::<VecStore>::new(CacheConfig::uniform(1, 1, 4, 1000)).unwrap();
     append(&mut cache, 0, 200).unwrap();
     fail_next(Failure::Grow);
@@ -123,7 +122,7 @@ fn a_backend_registers_its_kinds() {
     let mut step = Step::begin(&mut *cache, &[0, 1]).unwrap();
     step.update_and_fetch(0, &rows(2), &rows(2)).unwrap();
     step.commit(&[]).unwrap();
-    // One lock for both faces.
+    // Both faces share one lock.
     assert_eq!(session.cache().lock().err().unwrap().status(), Status::Step);
     drop(cache);
     assert_eq!(session.cache().lock().unwrap().length(), 2);

@@ -262,7 +262,7 @@ fn a_report_tells_of_an_open_step() {
     assert!(!cache.report().step_open);
 }
 
-/// Nothing is formatted, and nothing asked, where nobody listens to it.
+/// Nothing is formatted, and nothing asked, where no layer listens to it.
 #[test]
 fn levels_that_are_off_cost_no_formatting() {
     struct Counts(Level, Arc<Mutex<usize>>);

@@ -1,5 +1,5 @@
-//! What a cache is to be: the layers of the model, which are facts, and the
-//! capacity and storage, which are the application's choice.
+//! The config of a cache: the model's layers, which are facts, and the capacity and storage, which
+//! the application chooses.
 
 use crate::bookkeeping::Window;
 use crate::error::{fail, Result};
@@ -7,23 +7,22 @@ use crate::format::KvFormat;
 use crate::growth::Growth;
 use crate::memory::{Bytes, LayerMemory, Memory};
 
-/// What of a sequence a layer's queries see.
+/// The positions of a sequence that a layer's queries see.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Default)]
 pub enum LayerPolicy {
-    /// All of it.
+    /// The whole sequence.
     #[default]
     Full,
-    /// The last `window` positions, the query's own among them, and the first
-    /// `sinks` positions.
+    /// The last `window` positions, including the query's own, and the first `sinks` positions.
     Window {
-        /// At least 1.
+        /// Positions, at least 1.
         window: i32,
-        /// At least 0.
+        /// Positions, at least 0.
         sinks: i32,
     },
 }
 
-/// What one attention layer stores: facts of the model's architecture.
+/// The sizes of one attention layer: facts of the model's architecture.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct LayerConfig {
     /// KV heads, not query heads.
@@ -32,20 +31,20 @@ pub struct LayerConfig {
     pub k_head_dim: i32,
     /// Elements of one value.
     pub v_head_dim: i32,
-    /// What its queries see.
+    /// The positions that its queries see.
     pub policy: LayerPolicy,
 }
 
-/// What a cache is to be.
+/// The config of a cache: layers, capacity, growth and storage.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct CacheConfig {
     /// One entry a layer, in the order of the program's layer ids.
     pub layers: Vec<LayerConfig>,
     /// The most positions that the cache holds.
     pub capacity: i32,
-    /// The most tokens of one step in a cache with window layers, which keep so
-    /// much besides the window that a step can be rolled back; and of the step that
-    /// passes `quantized_kv_start`, which is stored in float before all is converted.
+    /// The most tokens of one step in a cache with window layers. These keep that many positions
+    /// besides the window, so that a step can be rolled back. It also limits the step that passes
+    /// `quantized_kv_start`, which is stored in float before everything is converted.
     pub max_step_tokens: i32,
     /// How buffers grow.
     pub growth: Growth,
@@ -53,18 +52,18 @@ pub struct CacheConfig {
     pub k_format: KvFormat,
     /// Storage of values.
     pub v_format: KvFormat,
-    /// Where there is one: rows are stored in `float_format` until the cache
-    /// holds this many positions, and are then converted, once.
+    /// If set, rows are stored in `float_format` until the cache holds this many positions. They
+    /// are then converted, once.
     pub quantized_kv_start: Option<i32>,
-    /// Storage of both before `quantized_kv_start`.
+    /// Storage of keys and values before `quantized_kv_start`.
     pub float_format: KvFormat,
 }
 
 impl CacheConfig {
-    /// The most tokens of a step where nothing else is asked for.
+    /// The default of `max_step_tokens`.
     pub const DEFAULT_MAX_STEP_TOKENS: i32 = 512;
 
-    /// A config of `n_layers` equal layers of full history with float16 storage.
+    /// Returns a config of `n_layers` equal layers of full history with float16 storage.
     pub fn uniform(n_layers: usize, n_kv_heads: i32, head_dim: i32, capacity: i32) -> Self {
         let layer = LayerConfig {
             n_kv_heads,
@@ -84,12 +83,12 @@ impl CacheConfig {
         }
     }
 
-    /// The same with keys and values stored in `format`.
+    /// Returns the config with keys and values stored in `format`.
     pub fn stored_as(self, format: KvFormat) -> Self {
         Self { k_format: format, v_format: format, ..self }
     }
 
-    /// Refuses what cannot be.
+    /// Checks every field.
     ///
     /// # Errors
     /// [`InvalidArgument`](crate::Status::InvalidArgument), naming the field.
@@ -109,7 +108,7 @@ impl CacheConfig {
             if !self.float_format.is_float() {
                 fail!(
                     InvalidArgument,
-                    "float_format is {}, it is f32, f16 or bf16",
+                    "expected float_format f32, f16 or bf16, got {}",
                     self.float_format
                 );
             }
@@ -120,7 +119,7 @@ impl CacheConfig {
         if self.at_capacity_shared() == u64::MAX {
             fail!(
                 InvalidArgument,
-                "a capacity of {} needs more than 2^64 bytes for these layers",
+                "a capacity of {} needs more than 2^64 bytes for these layers; choose a smaller one",
                 self.capacity
             );
         }
@@ -139,7 +138,7 @@ impl CacheConfig {
         self.v_format.check(layer.v_head_dim).map_err(|error| error.at("values"))
     }
 
-    /// The window that a layer of this policy keeps; none for full history.
+    /// Returns the window that a layer of this policy keeps, or `None` for full history.
     pub fn window(&self, policy: LayerPolicy) -> Option<Window> {
         match policy {
             LayerPolicy::Full => None,
@@ -152,8 +151,8 @@ impl CacheConfig {
         }
     }
 
-    /// Slots that a layer of this policy has allocated when one sequence has
-    /// grown to `length` positions.
+    /// Returns the slots that a layer of this policy has allocated when one sequence has grown to
+    /// `length` positions.
     pub fn slots_for(&self, policy: LayerPolicy, length: i32) -> i32 {
         match self.window(policy) {
             None => self.growth.slots(length, self.capacity),
@@ -161,8 +160,7 @@ impl CacheConfig {
         }
     }
 
-    /// The formats of keys and values in a cache that has grown to `length`
-    /// positions.
+    /// Returns the formats of keys and values in a cache that has grown to `length` positions.
     pub fn formats_at(&self, length: i32) -> [KvFormat; 2] {
         match self.quantized_kv_start {
             Some(tokens) if length < tokens => [self.float_format; 2],
@@ -170,15 +168,13 @@ impl CacheConfig {
         }
     }
 
-    /// What a cache of this config holds when one sequence has grown to `length`
-    /// positions, to the byte: before it is made, the memory it will report. For the
-    /// kind "contiguous".
+    /// Returns the memory, to the byte, that a cache of this config reports when one sequence has
+    /// grown to `length` positions. For the kind "contiguous". Needs no cache.
     pub fn estimate(&self, length: i32) -> Memory {
         self.estimate_of(length, false)
     }
 
-    /// [`estimate`](Self::estimate) for the kinds "seq" and "tree", while one
-    /// sequence lives in them.
+    /// Returns [`estimate`](Self::estimate) for the kinds "seq" and "tree" with one sequence.
     pub fn estimate_shared(&self, length: i32) -> Memory {
         self.estimate_of(length, true)
     }
@@ -190,7 +186,7 @@ impl CacheConfig {
             .layers
             .iter()
             .map(|layer| {
-                // Sequences apart from each other may need a slot for every position.
+                // Sequences that do not overlap may need a slot for every position.
                 let allocated = match self.growth {
                     Growth::Upfront if shared => self.capacity,
                     _ => self.slots_for(layer.policy, length),
@@ -213,21 +209,21 @@ impl CacheConfig {
         Memory::of(layers, at_capacity)
     }
 
-    /// The most bytes that one sequence of any length needs.
+    /// Returns the most bytes that one sequence of any length needs.
     pub fn at_capacity(&self) -> u64 {
         let at = |length, [k_format, v_format]: [KvFormat; 2]| {
             self.bytes_at(length, k_format, v_format).unwrap_or(u64::MAX)
         };
         let whole = at(self.capacity, self.formats_at(self.capacity));
         match self.quantized_kv_start {
-            // The floats may be larger than all that comes after them.
+            // The floats may be larger than everything after them.
             Some(_) => whole.max(at(self.most_floats(), [self.float_format; 2])),
             None => whole,
         }
     }
 
-    /// The most positions that are ever stored in `float_format` before
-    /// `quantized_kv_start`: a step is stored before it is converted.
+    /// Returns the most positions that are ever stored in `float_format` before
+    /// `quantized_kv_start`. A step is stored before it is converted.
     pub(crate) fn most_floats(&self) -> i32 {
         let before = self.quantized_kv_start.map_or(0, |tokens| tokens.saturating_sub(1));
         before.saturating_add(self.max_step_tokens).min(self.capacity)
@@ -242,15 +238,15 @@ impl CacheConfig {
         })
     }
 
-    /// The most bytes that any number of sequences need: windows that do not
-    /// overlap may come to need a slot for every position.
+    /// Returns the most bytes that any number of sequences need. Windows that do not overlap may
+    /// need a slot for every position.
     pub fn at_capacity_shared(&self) -> u64 {
         let full = |layer: &LayerConfig| LayerConfig { policy: LayerPolicy::Full, ..*layer };
         Self { layers: self.layers.iter().map(full).collect(), ..self.clone() }.at_capacity()
     }
 }
 
-/// Bytes of one slot of a layer's keys or values.
+/// Returns the bytes of one slot of a layer's keys or values.
 pub(crate) fn slot_bytes(layer: &LayerConfig, format: KvFormat, head_dim: i32) -> u64 {
     checked_slot_bytes(layer, format, head_dim).unwrap_or(u64::MAX)
 }
@@ -313,7 +309,7 @@ mod tests {
             ..CacheConfig::uniform(1, 1, 1, 10_000)
         };
         let slots = |length| config.slots_for(config.layers[0].policy, length);
-        // Sinks, window, two steps, and room for as many as a quarter of a window.
+        // Sinks, window, two steps, and room for a quarter of a window.
         assert_eq!(slots(10_000), 4 + 99 + 20 + 25);
         assert_eq!(slots(149), 148);
     }
@@ -345,7 +341,7 @@ mod tests {
     }
 
     #[test]
-    fn what_cannot_be_is_named() {
+    fn an_invalid_field_is_named() {
         let good = CacheConfig::uniform(2, 1, 64, 8);
         assert!(good.validate().is_ok());
         let message = |change: fn(&mut CacheConfig)| {
@@ -374,15 +370,14 @@ mod tests {
         );
         assert_eq!(
             message(|c| c.k_format = KvFormat::Affine { bits: 4, group: 128 }),
-            "layer 0: keys: affine4g128 stores 128 elements at a time, which head_dim 64 is not a \
-             multiple of"
+            "layer 0: keys: affine4g128 takes a head_dim that is a multiple of 128, got head_dim 64"
         );
         assert_eq!(
             message(|c| {
                 c.quantized_kv_start = Some(8);
                 c.float_format = KvFormat::Mxfp8;
             }),
-            "float_format is mxfp8, it is f32, f16 or bf16"
+            "expected float_format f32, f16 or bf16, got mxfp8"
         );
     }
 }

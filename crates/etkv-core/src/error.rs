@@ -1,5 +1,4 @@
-//! What can go wrong, once: a status that never changes its number, and a
-//! sentence that names the value and the limit.
+//! Errors: a status whose number never changes, and a message that names the value and the limit.
 
 use std::fmt;
 
@@ -11,15 +10,15 @@ pub type Result<T, E = Error> = std::result::Result<T, E>;
 #[non_exhaustive]
 #[repr(i32)]
 pub enum Status {
-    /// An argument cannot be: absent, negative, of the wrong type or size.
+    /// An argument is absent, negative, or of the wrong type or size.
     InvalidArgument = 1,
     /// The step or the sequence does not fit in the cache's capacity.
     Capacity = 2,
     /// A position is negative, leaves a gap, or breaks the run of its step.
     Position = 3,
-    /// No cache is known by this key, or the program was loaded without one.
+    /// The registry has no cache under this key, or the program was loaded without one.
     NoCache = 4,
-    /// The cache is of a kind that cannot do this.
+    /// The kind of the cache does not support this call.
     Kind = 5,
     /// A tensor's shape does not match the cache or the program.
     Shape = 6,
@@ -27,11 +26,11 @@ pub enum Status {
     Dtype = 7,
     /// The program is damaged, foreign, or of a newer format.
     Program = 8,
-    /// The program needs something that this build does not have.
+    /// The program needs something that this build lacks.
     Unsupported = 9,
-    /// The backend reported an error, out of memory among them.
+    /// The backend reported an error, or memory for buffers is lacking.
     Backend = 10,
-    /// A step is open on this cache, or none is.
+    /// A step is open on this cache and the call needs none, or the reverse.
     Step = 11,
     /// A defect inside this crate.
     Internal = 12,
@@ -78,7 +77,7 @@ impl Status {
     }
 }
 
-/// An error: nothing that it is about has changed.
+/// An error. The call that returned it changed nothing, unless its documentation says otherwise.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 #[error("{message}")]
 pub struct Error {
@@ -87,24 +86,24 @@ pub struct Error {
 }
 
 impl Error {
-    /// An error of this kind, with a sentence for people.
+    /// Returns an error of this status with a message of one line.
     pub fn new(status: Status, message: impl fmt::Display) -> Self {
-        // Names out of a file may hold anything; a message is one line of text.
+        // Names from a file may contain any character; a message is one line of text.
         let message = message.to_string().replace(char::is_control, "?");
         Self { status, message }
     }
 
-    /// Its kind.
+    /// Returns the status.
     pub fn status(&self) -> Status {
         self.status
     }
 
-    /// The sentence.
+    /// Returns the message.
     pub fn message(&self) -> &str {
         &self.message
     }
 
-    /// The same error, telling where it happened: `place: sentence`.
+    /// Returns the error with its place in front: `place: message`.
     pub fn at(self, place: impl fmt::Display) -> Self {
         Self::new(self.status, format_args!("{place}: {}", self.message))
     }

@@ -1,12 +1,12 @@
-//! How keys or values are stored, independent of what the model computes in.
+//! Storage formats of keys and values, independent of the dtype that the model computes in.
 
 use std::fmt;
 use std::str::FromStr;
 
 use crate::error::{fail, Error, Result, Status};
 
-/// A storage format. Every row, which is one position of one KV head, is stored
-/// alone: no format mixes rows.
+/// A storage format. A row is one position of one KV head. Each row is stored alone: no format
+/// mixes rows.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Default)]
 #[non_exhaustive]
 pub enum KvFormat {
@@ -22,7 +22,7 @@ pub enum KvFormat {
     Affine {
         /// 2, 3, 4, 5, 6 or 8.
         bits: u8,
-        /// 32, 64 or 128; the head_dim is a multiple of it.
+        /// 32, 64 or 128; head_dim is a multiple of it.
         group: u8,
     },
     /// OCP microscaling: E4M3 elements, an E8M0 scale for every 32.
@@ -40,13 +40,13 @@ pub enum KvFormat {
 }
 
 impl KvFormat {
-    /// Whether rows are stored as the numbers that they are, in a float dtype.
+    /// Returns whether rows are stored in a float dtype, unpacked.
     pub const fn is_float(self) -> bool {
         matches!(self, Self::F32 | Self::F16 | Self::Bf16)
     }
 
-    /// Elements that share a scale, and so what head_dim is a multiple of; for
-    /// formats with a scale a row, elements that share a word of 32 bits.
+    /// Returns the number that head_dim is a multiple of: the elements that share a scale or, in
+    /// formats with one scale a row, the elements that share a word of 32 bits.
     pub const fn granule(self) -> usize {
         match self {
             Self::F32 | Self::F16 | Self::Bf16 => 1,
@@ -57,7 +57,7 @@ impl KvFormat {
         }
     }
 
-    /// Bytes of one row of `head_dim` elements, its scales among them.
+    /// Returns the bytes of one row of `head_dim` elements, including its scales.
     pub const fn row_bytes(self, head_dim: usize) -> usize {
         match self {
             Self::F32 => 4 * head_dim,
@@ -72,25 +72,30 @@ impl KvFormat {
         }
     }
 
-    /// Refuses a format that is none, or that rows of `head_dim` do not fit.
+    /// Checks that the format exists and that rows of `head_dim` elements fit it.
     ///
     /// # Errors
     /// [`InvalidArgument`](Status::InvalidArgument), naming the value.
     pub fn check(self, head_dim: i32) -> Result<()> {
         if let Self::Affine { bits, group } = self {
             if !matches!(bits, 2..=6 | 8) {
-                fail!(InvalidArgument, "affine storage of {bits} bits: it is 2, 3, 4, 5, 6 or 8");
+                fail!(
+                    InvalidArgument,
+                    "expected affine storage of 2, 3, 4, 5, 6 or 8 bits, got {bits}"
+                );
             }
             if !matches!(group, 32 | 64 | 128) {
-                fail!(InvalidArgument, "affine groups of {group}: they are 32, 64 or 128");
+                fail!(
+                    InvalidArgument,
+                    "expected affine groups of 32, 64 or 128 elements, got {group}"
+                );
             }
         }
         let granule = self.granule();
         if usize::try_from(head_dim).map_or(true, |dim| dim % granule != 0) {
             fail!(
                 InvalidArgument,
-                "{self} stores {granule} elements at a time, which head_dim {head_dim} is not a \
-                 multiple of"
+                "{self} takes a head_dim that is a multiple of {granule}, got head_dim {head_dim}"
             );
         }
         Ok(())
@@ -116,7 +121,7 @@ impl fmt::Display for KvFormat {
 impl FromStr for KvFormat {
     type Err = Error;
 
-    /// Reads what `Display` writes; `affine8` is `affine8g64`, and so on.
+    /// Parses what `Display` writes; `affine8` is `affine8g64`, and so on.
     fn from_str(name: &str) -> Result<Self> {
         let affine = || {
             let (bits, group) = name
@@ -142,8 +147,8 @@ impl FromStr for KvFormat {
             None => Err(Error::new(
                 Status::InvalidArgument,
                 format!(
-                    "no storage format `{name}`: there are f32, f16, bf16, affine<2|3|4|5|6|8>\
-                     [g<32|64|128>], mxfp8, mxfp4, nvfp4, row-int4 and row-fp4"
+                    "unknown storage format `{name}`; available: f32, f16, bf16, affine<2|3|4|5|6|8>\
+                     [g<32|64|128>], mxfp8, mxfp4, nvfp4, row-int4, row-fp4"
                 ),
             )),
         }
@@ -175,7 +180,7 @@ mod tests {
         assert!(affine.check(128).is_ok());
         assert_eq!(
             affine.check(96).unwrap_err().message(),
-            "affine4g64 stores 64 elements at a time, which head_dim 96 is not a multiple of"
+            "affine4g64 takes a head_dim that is a multiple of 64, got head_dim 96"
         );
         assert!(KvFormat::RowInt4.check(80).is_ok());
         assert!(KvFormat::Affine { bits: 7, group: 64 }.check(64).is_err());

@@ -1,7 +1,6 @@
-//! How many slots are allocated where so many are needed.
+//! How many slots a cache allocates for the slots that it needs.
 
-/// How buffers grow as positions come. Always up to what the capacity needs, and
-/// no further.
+/// How buffers grow with the positions. They never grow beyond the capacity.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub enum Growth {
     /// `first` slots, doubled as needed.
@@ -14,10 +13,10 @@ pub enum Growth {
         /// At least 1.
         step: i32,
     },
-    /// To the slots that a step needs: the least memory, and a copy at each step
-    /// that grows.
+    /// To the slots that a step needs. This takes the least memory, and copies at each step that
+    /// grows.
     Exact,
-    /// To the capacity, when the cache is made.
+    /// To the capacity, when the cache is created.
     Upfront,
 }
 
@@ -28,10 +27,10 @@ impl Default for Growth {
 }
 
 impl Growth {
-    /// Slots of the first allocation where nothing else is asked for.
+    /// Slots of the first allocation by default.
     pub const DEFAULT_CHUNK: i32 = 256;
 
-    /// Slots allocated where `needed` are, of at most `most`.
+    /// Returns the slots to allocate for `needed` slots, `most` at most.
     pub fn slots(self, needed: i32, most: i32) -> i32 {
         if needed <= 0 && self != Self::Upfront {
             return 0;

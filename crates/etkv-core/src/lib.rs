@@ -5,11 +5,11 @@
 //! the kinds of caches over any store, their faces, the step, the registry and the
 //! sessions. It knows no MLX, no C++ and no Python.
 //!
-//! A runner holds a [`Cache`], and a [`SeqCache`] or [`TreeCache`] where the kind has
-//! that face; a program drives an [`AttendCache`], one [`Step`] a forward. The two meet
-//! by the key of a [`Session`].
+//! A runner holds a [`Cache`], and a [`SeqCache`] or [`TreeCache`] if the kind has that face. A
+//! program drives an [`AttendCache`], one [`Step`] a forward. The program finds the cache by the
+//! key of a [`Session`].
 //!
-//! A backend implements [`Store`], and registers a builder for each kind that it has:
+//! A backend implements [`Store`] and registers a builder for each of its kinds:
 //!
 //! ```
 //! use etkv_core::{BuilderRegistry, ContiguousCache, SharedCache, Store};

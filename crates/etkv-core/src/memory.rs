@@ -3,9 +3,9 @@
 /// Bytes of one buffer, or of several.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub struct Bytes {
-    /// Held.
+    /// Bytes allocated.
     pub allocated: u64,
-    /// Of these, in use by positions.
+    /// Bytes of these that hold positions.
     pub used: u64,
 }
 
@@ -21,18 +21,18 @@ pub struct LayerMemory {
 /// Bytes of a cache's buffers.
 #[derive(Debug, Clone, PartialEq, Eq, Default)]
 pub struct Memory {
-    /// Held now.
+    /// Bytes allocated now.
     pub allocated: u64,
-    /// Of these, in use by positions.
+    /// Bytes of these that hold positions.
     pub used: u64,
-    /// The most that it may come to hold.
+    /// The most bytes that the cache can come to hold.
     pub at_capacity: u64,
-    /// The same layer by layer.
+    /// The bytes of each layer.
     pub layers: Vec<LayerMemory>,
 }
 
 impl Memory {
-    /// The sum of `layers`.
+    /// Sums `layers`.
     pub fn of(layers: Vec<LayerMemory>, at_capacity: u64) -> Self {
         let sum = |bytes: fn(&Bytes) -> u64| {
             layers.iter().fold(0u64, |total, layer| {

@@ -1,4 +1,4 @@
-//! Where a runner's cache and a program meet, by key; and who makes which kind.
+//! Two registries: caches by key, where programs find them, and builders by kind.
 
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, LazyLock};
@@ -9,27 +9,26 @@ use crate::config::CacheConfig;
 use crate::error::{fail, Error, Result, Status};
 use crate::shared::SharedCache;
 
-/// Makes a cache of one kind.
+/// Creates a cache of one kind.
 pub type Builder = Arc<dyn Fn(CacheConfig) -> Result<SharedCache> + Send + Sync>;
 
-/// Makes caches by backend id and kind.
+/// Creates caches by backend id and kind.
 ///
-/// A new kind registers itself; nothing here changes. A builder may use the registry
+/// A new kind registers itself; no code changes here. A builder may use the registry
 /// itself: it is called, and dropped, while no part of the registry is locked.
 pub struct BuilderRegistry {
     builders: DashMap<(String, String), Builder>,
 }
 
 impl BuilderRegistry {
-    /// The registry of this process. It is empty until backends register their kinds.
+    /// Returns the registry of this process. It is empty until backends register their kinds.
     pub fn global() -> &'static Self {
         static GLOBAL: LazyLock<BuilderRegistry> =
             LazyLock::new(|| BuilderRegistry { builders: DashMap::new() });
         &GLOBAL
     }
 
-    /// Registers a kind, in place of what was there. Caches that were made already
-    /// stay what they are.
+    /// Registers a kind, and replaces a kind of that name. Existing caches stay as they are.
     pub fn register(
         &self,
         backend_id: &str,
@@ -37,14 +36,14 @@ impl BuilderRegistry {
         builder: impl Fn(CacheConfig) -> Result<SharedCache> + Send + Sync + 'static,
     ) {
         let key = (backend_id.to_owned(), kind.to_owned());
-        // What was there comes out, and is dropped outside the lock.
+        // The replaced builder is dropped outside the lock: its destructor may be any code.
         drop(self.builders.insert(key, Arc::new(builder)));
     }
 
-    /// As [`register`](Self::register), where there is no such kind yet.
+    /// Registers a kind under a new name, as [`register`](Self::register).
     ///
     /// # Errors
-    /// [`InvalidArgument`](Status::InvalidArgument) where there is.
+    /// [`InvalidArgument`](Status::InvalidArgument) if the name is taken.
     pub fn register_new(
         &self,
         backend_id: &str,
@@ -55,7 +54,10 @@ impl BuilderRegistry {
         let builder: Builder = Arc::new(builder);
         match self.builders.entry(key) {
             Place::Occupied(_) => {
-                fail!(InvalidArgument, "there are caches of kind `{kind}` for `{backend_id}`")
+                fail!(
+                    InvalidArgument,
+                    "kind `{kind}` is registered for `{backend_id}`; choose another name"
+                )
             }
             Place::Vacant(place) => {
                 place.insert(builder);
@@ -64,15 +66,15 @@ impl BuilderRegistry {
         }
     }
 
-    /// Whether caches of this kind can be made.
+    /// Returns whether this kind is registered.
     pub fn knows(&self, backend_id: &str, kind: &str) -> bool {
         self.builders.contains_key(&(backend_id.to_owned(), kind.to_owned()))
     }
 
-    /// Makes a cache of this kind.
+    /// Creates a cache of this kind.
     ///
     /// # Errors
-    /// [`Kind`](Status::Kind) for an unknown kind, and the builder's own.
+    /// [`Kind`](Status::Kind) for an unknown kind, and those of the builder.
     pub fn build(&self, backend_id: &str, kind: &str, config: CacheConfig) -> Result<SharedCache> {
         let key = (backend_id.to_owned(), kind.to_owned());
         let builder = self.builders.get(&key).map(|found| Builder::clone(&found));
@@ -88,7 +90,7 @@ impl BuilderRegistry {
         }
     }
 
-    /// The kinds that there are, each with its backend id before it, in order.
+    /// Returns the pairs of backend id and kind, in order.
     pub fn kinds(&self) -> Vec<(String, String)> {
         let mut kinds: Vec<_> = self.builders.iter().map(|entry| entry.key().clone()).collect();
         kinds.sort();
@@ -114,7 +116,7 @@ pub struct Entry {
     pub cache: SharedCache,
 }
 
-/// Bytes of a key at most: what an option of ExecuTorch holds, without its end.
+/// The most bytes of a key: what an option of ExecuTorch holds, without its end.
 const MAX_KEY: usize = 255;
 
 /// Caches by key, for the whole process.
@@ -124,19 +126,18 @@ pub struct CacheRegistry {
 }
 
 impl CacheRegistry {
-    /// The registry of this process.
+    /// Returns the registry of this process.
     pub fn global() -> &'static Self {
         static GLOBAL: LazyLock<CacheRegistry> =
             LazyLock::new(|| CacheRegistry { entries: DashMap::new(), next: AtomicU64::new(0) });
         &GLOBAL
     }
 
-    /// Makes `entry` known under a key that nobody has, and that no other call
-    /// returns.
+    /// Registers `entry` under a new key, which no other call returns.
     pub fn install_new(&self, entry: Entry) -> String {
         loop {
             let key = format!("cache-{}", self.next.fetch_add(1, Ordering::Relaxed));
-            // A host may have named one of its own like it.
+            // A host may have chosen such a key.
             if let Place::Vacant(place) = self.entries.entry(key.clone()) {
                 place.insert(entry);
                 return key;
@@ -144,16 +145,16 @@ impl CacheRegistry {
         }
     }
 
-    /// Makes `entry` known under `key`.
+    /// Registers `entry` under `key`.
     ///
     /// # Errors
-    /// [`InvalidArgument`](Status::InvalidArgument) where the key is taken, empty, or
-    /// longer than the 255 bytes that ExecuTorch's options hold.
+    /// [`InvalidArgument`](Status::InvalidArgument) if the key is taken, empty, or longer than the
+    /// 255 bytes that ExecuTorch's options hold.
     pub fn install(&self, key: &str, entry: Entry) -> Result<()> {
         if key.is_empty() || key.len() > MAX_KEY {
             fail!(
                 InvalidArgument,
-                "a cache key of {} bytes: programs are loaded with one of 1 to {MAX_KEY}",
+                "expected a cache key of 1 to {MAX_KEY} bytes, got one of {} bytes",
                 key.len()
             );
         }
@@ -169,25 +170,25 @@ impl CacheRegistry {
         }
     }
 
-    /// The entry under `key`.
+    /// Returns the entry under `key`.
     ///
     /// # Errors
-    /// [`NoCache`](Status::NoCache) where there is none.
+    /// [`NoCache`](Status::NoCache) if there is none.
     pub fn get(&self, key: &str) -> Result<Entry> {
         let found = self.entries.get(key).map(|entry| Entry::clone(&entry));
         match found {
             Some(entry) => Ok(entry),
-            None => fail!(NoCache, "no cache is known by the key `{key}`; is its session alive?"),
+            None => fail!(NoCache, "no cache is known by the key `{key}`; keep its session alive"),
         }
     }
 
-    /// Forgets `key`; those who share its cache keep it.
+    /// Removes `key`. Other owners of its cache keep the cache.
     pub fn erase(&self, key: &str) -> Option<Entry> {
         self.entries.remove(key).map(|(_, entry)| entry)
     }
 
-    /// Forgets `key` if it is this cache's: whoever erased it before may have given
-    /// the key to another.
+    /// Removes `key` if it has this cache. After an earlier removal the key may belong to another
+    /// cache.
     pub fn erase_own(&self, key: &str, cache: &SharedCache) -> Option<Entry> {
         self.entries.remove_if(key, |_, entry| entry.cache.is(cache)).map(|(_, entry)| entry)
     }

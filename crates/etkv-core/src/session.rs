@@ -1,25 +1,23 @@
-//! A cache of one's own, and the key by which programs find it.
+//! A cache with the key by which programs find it.
 
 use crate::config::CacheConfig;
 use crate::error::Result;
 use crate::registry::{BuilderRegistry, CacheRegistry, Entry};
 use crate::shared::SharedCache;
 
-/// A cache in the registry, for as long as this lives.
+/// A cache in the registry, for as long as the session lives.
 ///
-/// Programs that were bound to the cache keep it when the session is dropped.
+/// Programs that are bound to the cache keep it when the session is dropped.
 pub struct Session {
     key: String,
     cache: SharedCache,
 }
 
 impl Session {
-    /// Makes a cache of this kind with one of `builders`, and registers it under a new
-    /// key.
+    /// Creates a cache of this kind with one of `builders`, and registers it under a new key.
     ///
     /// # Errors
-    /// [`Kind`](crate::Status::Kind) for an unknown kind, and the
-    /// builder's own.
+    /// [`Kind`](crate::Status::Kind) for an unknown kind, and those of the builder.
     pub fn new(
         builders: &BuilderRegistry,
         backend_id: &str,
@@ -32,12 +30,12 @@ impl Session {
         Ok(Self { key, cache })
     }
 
-    /// The key that a program is loaded with.
+    /// Returns the key that a program is loaded with.
     pub fn key(&self) -> &str {
         &self.key
     }
 
-    /// The cache, to share.
+    /// Returns another owner of the cache.
     pub fn cache(&self) -> SharedCache {
         self.cache.clone()
     }
@@ -45,8 +43,8 @@ impl Session {
 
 impl Drop for Session {
     fn drop(&mut self) {
-        // The entry is dropped here, outside the registry's lock: the last owner
-        // of a cache frees its buffers.
+        // The entry is dropped outside the registry's lock: the last owner of a cache frees its
+        // buffers.
         drop(CacheRegistry::global().erase_own(&self.key, &self.cache));
     }
 }

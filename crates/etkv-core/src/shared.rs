@@ -10,11 +10,11 @@ use crate::cache::{AttendCache, Cache};
 use crate::error::{fail, Result};
 use crate::store::Store;
 
-/// A cache that sessions, programs and handles share, as its runner sees it. It lives
-/// until the last of them is gone.
+/// A cache that sessions, programs and handles share, as its runner sees it. It lives until its
+/// last owner is gone.
 ///
-/// A panic of whoever has the cache breaks it: what it holds is unknown then, so
-/// everybody after is refused.
+/// A panic during a call poisons the cache: its contents are unknown, and every later call is
+/// refused.
 #[derive(Clone)]
 pub struct SharedCache {
     cache: Shared<dyn Cache>,
@@ -32,17 +32,17 @@ struct Facts {
     n_layers: usize,
 }
 
-/// The same cache as the programs of one backend see it.
+/// The same cache, as the programs of one backend see it.
 pub type ProgramCache<S> = Shared<dyn AttendCache<Store = S>>;
 
-/// A [`SharedCache`] that is taken; others wait until this is dropped.
+/// A locked [`SharedCache`]; other threads wait until this is dropped.
 pub type CacheGuard<'a> = SharedGuard<'a, dyn Cache>;
 
-/// A [`ProgramCache`] that is taken; others wait until this is dropped.
+/// A locked [`ProgramCache`]; other threads wait until this is dropped.
 pub type ProgramGuard<'a, S> = SharedGuard<'a, dyn AttendCache<Store = S>>;
 
 impl SharedCache {
-    /// A cache to share.
+    /// Returns a shared cache.
     pub fn new<C: AttendCache + 'static>(cache: C) -> Self {
         let facts = Arc::new(Facts {
             kind: cache.kind().to_owned(),
@@ -74,22 +74,21 @@ impl SharedCache {
         self.facts.n_layers
     }
 
-    /// Waits for others to be done with the cache, and takes it: for a look, or a
-    /// change. Where the thread holds its backend's own lock, others may have that while
-    /// it waits, so that the order of the two does not matter.
+    /// Locks the cache for a query or a change, and waits for other threads. If this thread holds
+    /// its backend's own lock, other threads may take that while it waits, so the order of the two
+    /// locks does not matter.
     ///
     /// # Errors
-    /// [`Internal`](crate::Status::Internal) where the cache is poisoned, and
-    /// [`Step`](crate::Status::Step) where this thread has it already: the wait
-    /// would have no end.
+    /// [`Internal`](crate::Status::Internal) if the cache is poisoned, and
+    /// [`Step`](crate::Status::Step) if this thread holds the lock already: it would wait for ever.
     pub fn lock(&self) -> Result<CacheGuard<'_>> {
         self.cache.lock()
     }
 
-    /// The cache as programs of the backend with this store see it.
+    /// Returns the cache as programs of the backend with this store see it.
     ///
     /// # Errors
-    /// [`Kind`](crate::Status::Kind) where the cache has another backend's store.
+    /// [`Kind`](crate::Status::Kind) if the cache has another backend's store.
     pub fn program<S: Store>(&self) -> Result<ProgramCache<S>> {
         match self.program.downcast_ref::<ProgramCache<S>>() {
             Some(program) => Ok(program.clone()),
@@ -102,17 +101,17 @@ impl SharedCache {
         }
     }
 
-    /// Whether both are the same cache.
+    /// Returns whether both are the same cache.
     pub fn is(&self, other: &Self) -> bool {
         Arc::ptr_eq(&self.cache.0, &other.cache.0)
     }
 }
 
-/// One face of a cache that is shared.
+/// One face of a shared cache.
 pub struct Shared<C: ?Sized>(Arc<Place<C>>);
 
 struct Place<C: ?Sized> {
-    /// The number of the thread that has the cache; 0 for none.
+    /// The number of the thread that holds the lock, or 0.
     holder: AtomicU64,
     /// [`Store::give_way`] of the cache's store.
     give_way: fn(&mut dyn FnMut()),
@@ -126,15 +125,18 @@ impl<C: ?Sized> Clone for Shared<C> {
 }
 
 impl<C: ?Sized> Shared<C> {
-    /// Takes the cache, also for the whole of a step; see [`SharedCache::lock`].
+    /// Locks the cache, also for the whole of a step; see [`SharedCache::lock`].
     ///
     /// # Errors
     /// As [`SharedCache::lock`].
     pub fn lock(&self) -> Result<SharedGuard<'_, C>> {
         let thread = this_thread();
-        // Only this thread stores its own number, so others' are just not it.
+        // Only this thread stores its own number, so any other value means another thread.
         if self.0.holder.load(Ordering::Relaxed) == thread {
-            fail!(Step, "the cache is asked from inside a call on it");
+            fail!(
+                Step,
+                "the cache is called from inside a call on it; wait until that call returns"
+            );
         }
         let Some(cache) = self.wait() else {
             fail!(
@@ -161,7 +163,7 @@ impl<C: ?Sized> Shared<C> {
     }
 }
 
-/// A shared cache that is taken; others wait until this is dropped.
+/// A locked shared cache; other threads wait until this is dropped.
 pub struct SharedGuard<'a, C: ?Sized> {
     holder: &'a AtomicU64,
     /// Whether the thread was panicking when it took the cache: no defect of this call's.
@@ -191,12 +193,12 @@ impl<C: ?Sized> Drop for SharedGuard<'_, C> {
                 "the cache is poisoned: a call on it failed by a defect"
             );
         }
-        // Before the lock goes, which is what is dropped next.
+        // The lock is released after this.
         self.holder.store(0, Ordering::Relaxed);
     }
 }
 
-/// A number that no other thread has, and that is not 0.
+/// Returns this thread's number, which is unique and not 0.
 fn this_thread() -> u64 {
     static NEXT: AtomicU64 = AtomicU64::new(1);
     thread_local! {

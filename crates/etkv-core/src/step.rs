@@ -1,4 +1,4 @@
-//! A step is a transaction: dropped before its commit, it has not been.
+//! A step as a transaction: dropping it before its commit rolls it back.
 
 use crate::cache::AttendCache;
 use crate::error::Result;
@@ -28,7 +28,7 @@ pub struct Step<'a, S: Store> {
 }
 
 impl<'a, S: Store> Step<'a, S> {
-    /// Opens a step of these positions, one a query token.
+    /// Opens a step for tokens at these positions, one for each query token.
     ///
     /// # Errors
     /// Those of [`AttendCache::begin`].
@@ -37,7 +37,7 @@ impl<'a, S: Store> Step<'a, S> {
         Ok(Self { cache, open: true })
     }
 
-    /// Writes a layer's new rows and tells what its queries attend to; see
+    /// Writes a layer's new rows and returns what its queries attend to; see
     /// [`AttendCache::update_and_fetch`].
     ///
     /// # Errors
@@ -71,12 +71,11 @@ impl<'a, S: Store> Step<'a, S> {
     /// or started before, and makes the step's positions visible.
     ///
     /// # Errors
-    /// - [`Backend`](crate::Status::Backend) if evaluating fails,
-    ///   [`Step`](crate::Status::Step) if a layer is missing,
-    ///   [`InvalidArgument`](crate::Status::InvalidArgument) where values that are no
-    ///   numbers would reach other sequences. The step has not been.
-    /// - [`Backend`](crate::Status::Backend) where rows that slide could not be moved: the
-    ///   cache is poisoned until it is cleared.
+    /// - [`Backend`](crate::Status::Backend) if evaluating fails, [`Step`](crate::Status::Step) if a layer
+    ///   is missing, [`InvalidArgument`](crate::Status::InvalidArgument) if values that are not
+    ///   finite would reach other sequences. The step is rolled back.
+    /// - [`Backend`](crate::Status::Backend) if rows that slide could not be moved: the cache is poisoned
+    ///   until it is cleared.
     pub fn commit(mut self, outputs: &[&S::Tensor]) -> Result<()> {
         self.eval(outputs)?;
         self.cache.commit()?;

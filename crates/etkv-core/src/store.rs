@@ -1,4 +1,4 @@
-//! What a backend is to a cache: the bytes.
+//! The trait that a backend implements: the bytes of a cache.
 
 use std::ops::Range;
 
@@ -10,31 +10,29 @@ use crate::spec::AttendSpec;
 
 /// The storage of one cache in a backend: the keys and values of every layer, in slots.
 ///
-/// A store knows slots and formats. It does not know positions, sequences or steps'
-/// plans: a cache's bookkeeping says which slots, and the cache drives the store.
+/// A store knows slots and formats. It knows neither positions nor sequences nor plans: a cache's
+/// bookkeeping chooses the slots, and the cache drives the store.
 ///
-/// A store may be lazy: [`write`](Self::write) and [`read`](Self::read) may record what
-/// is to be computed. [`eval`](Self::eval) carries it out, and
-/// [`abort`](Self::abort) undoes it whether or not it was carried out.
+/// A store may be lazy: [`write`](Self::write) and [`read`](Self::read) may only record work.
+/// [`eval`](Self::eval) carries it out. [`abort`](Self::abort) undoes it, carried out or not.
 ///
 /// # The order of calls
 ///
-/// [`begin`](Self::begin), then for each layer `grow`, `write` and `read`, then
-/// [`end`](Self::end) where the step is committed and [`abort`](Self::abort) where it is
-/// not. All other functions are called between steps. Layers have numbers from 0 on;
-/// slots are allocated before they are named, and no call names a slot twice. Shapes are
-/// checked before a store is called.
+/// [`begin`](Self::begin), then for each layer `grow`, `write` and `read`, then [`end`](Self::end)
+/// to commit the step or [`abort`](Self::abort) to roll it back. All other functions are called
+/// between steps. Layers are numbered from 0. Slots are allocated before they are named, and no
+/// call names a slot twice. Shapes are checked before a store is called.
 ///
 /// # Errors
 ///
-/// [`Backend`](crate::Status::Backend) stands for what a device reports, and for memory that is
-/// not there. Unless a function says otherwise, the store is unchanged then.
+/// [`Backend`](crate::Status::Backend) stands for errors of the device and for lack of memory. Unless a
+/// function says otherwise, the store is then unchanged.
 pub trait Store: Sized + Send + 'static {
-    /// The backend's name in messages.
+    /// The backend's name, for messages.
     const NAME: &'static str;
 
-    /// Rows as programs bring them, `[1, n_kv_heads, T, head_dim]` in any float dtype;
-    /// also the outputs of programs.
+    /// Rows as programs pass them, `[1, n_kv_heads, T, head_dim]` in any float dtype; also the
+    /// outputs of programs.
     type Tensor;
 
     /// Rows as attention reads them, `[1, n_kv_heads, L, head_dim]` as they are stored.
@@ -43,41 +41,40 @@ pub trait Store: Sized + Send + 'static {
     /// A boolean mask, `[T, L]`.
     type Mask: Clone + Send;
 
-    /// Rows taken out of their slots, bit for bit.
+    /// Copies of rows, bit for bit.
     type Saved: Send;
 
-    /// A store without slots for these layers, of keys and of values in `formats`.
+    /// Returns a store without slots for these layers. Keys and values are stored in `formats`.
     ///
     /// # Errors
-    /// [`InvalidArgument`](crate::Status::InvalidArgument) for a format that the layers'
-    /// rows do not fit, [`Unsupported`](crate::Status::Unsupported) for one that this
-    /// store does not have.
+    /// [`InvalidArgument`](crate::Status::InvalidArgument) for a format that the layers' rows do
+    /// not fit, [`Unsupported`](crate::Status::Unsupported) for one that this store lacks.
     fn new(layers: &[LayerConfig], formats: [KvFormat; 2]) -> Result<Self>;
 
-    /// The shape of a tensor.
+    /// Returns the shape of a tensor.
     fn shape(tensor: &Self::Tensor) -> &[i32];
 
-    /// What is held of a layer's keys, and of its values.
+    /// Returns the format and slots of a layer's keys, and of its values.
     fn extents(&self, layer: usize) -> [Extent; 2];
 
-    /// Grows a layer to `slots` slots, keeping what is there; never shrinks. New slots
-    /// are zero. Growing by nothing costs nothing.
+    /// Grows a layer to `slots` slots and keeps its rows; never shrinks. New slots are zero.
+    /// Growing by 0 slots costs nothing.
     ///
     /// # Errors
-    /// [`Backend`](crate::Status::Backend); each of keys and values has its old size or the new.
+    /// [`Backend`](crate::Status::Backend); keys and values each have their old size or the new one.
     fn grow(&mut self, layer: usize, slots: i32) -> Result<()>;
 
-    /// Opens a step: carries out what earlier steps wrote, so that an abort does not
-    /// undo it, and copies the rows in `displaced`, which the step writes over.
+    /// Opens a step: carries out what earlier steps wrote, so that an abort does not undo it, and
+    /// copies the rows in `displaced`, which the step overwrites.
     ///
     /// # Errors
-    /// [`Backend`](crate::Status::Backend); no step is open then.
+    /// [`Backend`](crate::Status::Backend); no step is then open.
     fn begin(&mut self, displaced: &[(usize, Slots)]) -> Result<Self::Saved>;
 
-    /// Writes a layer's new rows, of which there are as many as slots.
+    /// Writes a layer's new rows, one for each slot.
     ///
-    /// With `watch` the store remembers whether all of the values are finite, in the
-    /// format in which they are stored, for [`non_finite`](Self::non_finite).
+    /// With `watch` the store remembers whether all values are finite in their stored format, for
+    /// [`non_finite`](Self::non_finite).
     ///
     /// # Errors
     /// [`Backend`](crate::Status::Backend); some of the rows may be written.
@@ -90,14 +87,14 @@ pub trait Store: Sized + Send + 'static {
         watch: bool,
     ) -> Result<()>;
 
-    /// A run of slots as attention reads them, the keys and the values.
+    /// Returns a run of slots as attention reads them: the keys and the values.
     ///
     /// # Errors
     /// [`Backend`](crate::Status::Backend).
     fn read(&self, layer: usize, slots: Range<i32>) -> Result<[Self::View; 2]>;
 
-    /// A mask of `n_tokens` rows, at least 1, with a byte for each slot that is read: 1 is
-    /// seen, 0 is not.
+    /// Returns a mask of `n_tokens` rows, at least 1, from one byte for each slot that is read: 1
+    /// is seen, 0 is not.
     fn mask(bytes: &[u8], n_tokens: i32) -> Self::Mask;
 
     /// Computes `outputs` together with what the open step wrote.
@@ -115,45 +112,44 @@ pub trait Store: Sized + Send + 'static {
         self.eval(outputs)
     }
 
-    /// The first of the writes of the open step that was watched and brought a value that
-    /// is not finite, counted from 0.
+    /// Returns the first watched write of the open step with a value that is not finite, counted
+    /// from 0.
     fn non_finite(&self) -> Option<usize>;
 
-    /// Ends the open step: what it wrote stays.
+    /// Ends the open step and keeps what it wrote.
     fn end(&mut self);
 
-    /// Ends the open step: undoes what it wrote, puts back what was `saved`, and makes
-    /// the values in the slots of `blank` zero.
+    /// Ends the open step: undoes what it wrote, restores `saved`, and sets the slots of `blank` to
+    /// zero.
     ///
     /// # Errors
-    /// [`Backend`](crate::Status::Backend); the content of all slots is unknown.
+    /// [`Backend`](crate::Status::Backend); the contents of all slots are unknown.
     fn abort(&mut self, saved: Self::Saved, blank: &[(usize, Slots)]) -> Result<()>;
 
-    /// Moves rows of a layer, all of which are read before any is written. Grows the
-    /// layer to `slots` where it has fewer. Takes the memory of the moved rows of one
-    /// buffer at a time.
+    /// Moves rows of a layer. It reads all of them before it writes any. Grows the layer to `slots`
+    /// if it has fewer. Needs the memory of the moved rows of one buffer at a time.
     ///
     /// # Errors
-    /// [`Backend`](crate::Status::Backend); the content of all slots is unknown.
+    /// [`Backend`](crate::Status::Backend); the contents of all slots are unknown.
     fn relocate(&mut self, layer: usize, from: &Slots, to: &Slots, slots: i32) -> Result<()>;
 
-    /// Stores the rows of a layer in other formats, which they fit. Takes the memory of
-    /// one buffer besides.
+    /// Converts the rows of a layer to other formats, which they fit. Needs the memory of one
+    /// buffer besides.
     ///
     /// # Errors
-    /// [`Backend`](crate::Status::Backend); each of keys and values is whole, in its old format or
-    /// in the new.
+    /// [`Backend`](crate::Status::Backend); keys and values are each whole, in their old format or in the
+    /// new one.
     fn convert(&mut self, layer: usize, formats: [KvFormat; 2]) -> Result<()>;
 
-    /// Forgets what is stored, and stores what comes in `formats`, with at least
-    /// `slots[layer]` slots. Buffers of these formats stay, with whatever is in them.
+    /// Removes all rows and stores later ones in `formats`, with at least `slots[layer]` slots.
+    /// Buffers of these formats stay, with their contents.
     ///
     /// # Errors
-    /// [`Backend`](crate::Status::Backend): rows and formats are as before, and there may be more
+    /// [`Backend`](crate::Status::Backend): rows and formats are as before; some layers may have more
     /// slots.
     fn clear(&mut self, formats: [KvFormat; 2], slots: &[i32]) -> Result<()>;
 
-    /// Gives all buffers back, unfinished work in them included.
+    /// Frees all buffers, including unfinished work.
     fn release(&mut self);
 
     /// Runs `wait`, which blocks until another thread is done with a cache. A backend
@@ -164,14 +160,14 @@ pub trait Store: Sized + Send + 'static {
     }
 }
 
-/// What is held of a layer's keys, or of its values.
+/// The format and slots of a layer's keys, or of its values.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Extent {
-    /// How they are stored.
+    /// The format of the rows.
     pub format: KvFormat,
     /// Slots allocated.
     pub slots: i32,
 }
 
-/// What a step on a store attends to.
+/// The attention of a step on a store.
 pub type Spec<S> = AttendSpec<<S as Store>::View, <S as Store>::Mask>;

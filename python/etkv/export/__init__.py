@@ -29,7 +29,7 @@ __all__ = ["EtkvError", "ExportRequest", "Progress", "export_program", "is_curre
 
 
 def is_current(request: ExportRequest) -> bool:
-    """Whether ``request.output`` is what exporting ``request`` now would write. Imports none of the large packages.
+    """Return whether ``request.output`` is up to date with ``request``. Imports none of the large packages.
 
     Raises :class:`EtkvError` if the request is wrong in itself.
     """
@@ -69,7 +69,7 @@ def export_program(request: ExportRequest, progress: Progress | None = None) -> 
     with contextlib.ExitStack() as scratches:
         kept = None
         if request.keep_hf is not None:
-            # Now, while the model is as it is traced; in its place once there is a program.
+            # Write it now, while the model is as traced. It moves into place once the program exists.
             with _writing(request.keep_hf):
                 kept = scratches.enter_context(hf_folder.Staged(request.keep_hf))
             with progress.step(f"writing the weights for {request.keep_hf}"), _writing(request.keep_hf):
@@ -98,7 +98,7 @@ def export_program(request: ExportRequest, progress: Progress | None = None) -> 
 
 @contextlib.contextmanager
 def _writing(path: Path) -> Iterator[None]:
-    """Name what could not be written."""
+    """Add the path to an error of writing."""
     try:
         yield
     except OSError as error:
@@ -106,7 +106,7 @@ def _writing(path: Path) -> Iterator[None]:
 
 
 def _import_tools() -> None:
-    """Import what takes seconds to import, so that the step that does so has a name."""
+    """Import the packages that take seconds, under a step with a name."""
     try:
         import transformers  # noqa: F401
 
@@ -124,7 +124,7 @@ def _feature_predictor(
     generation: dict[str, Any],
     progress: Progress,
 ) -> FeaturePredictor:
-    """Fit what the last ``count`` layers of ``model`` are given, and leave these."""
+    """Fit a predictor of the input of the last ``count`` layers of ``model``, and keep only these layers."""
     from etkv.export import draft
 
     starts = draft.starts(tokenizer, [generation.get("bos_token_id"), *generation["eos_token_id"]])
@@ -135,7 +135,7 @@ def _feature_predictor(
 
 
 def _step(request: ExportRequest, model: PreTrainedModel, predictor: FeaturePredictor | None) -> Forward | DraftForward:
-    """What is traced."""
+    """Return the module to trace."""
     from etkv.export.draft import DraftForward
     from etkv.export.forward import Forward
 
@@ -144,7 +144,7 @@ def _step(request: ExportRequest, model: PreTrainedModel, predictor: FeaturePred
 
 
 def _publish(scratch: Path, folder: Path, names: list[str], kept: hf_folder.Staged | None) -> None:
-    """Move the finished files into place, the manifest, which vouches for the others, last of all."""
+    """Move the finished files into place, the manifest last: it describes the others."""
     (folder / manifest.NAME).unlink(missing_ok=True)
     if kept is not None:
         kept.publish()

@@ -34,7 +34,7 @@ class _Parser(argparse.ArgumentParser):
 
 
 def _indices(text: str) -> tuple[int, ...]:
-    """The numbers in ``text``, such as ``5,11,17``."""
+    """Return the numbers in ``text``, such as ``5,11,17``."""
     try:
         return tuple(int(word) for word in text.split(","))
     except ValueError:
@@ -107,7 +107,7 @@ def _parser() -> argparse.ArgumentParser:
         "--logits",
         default="all",
         metavar="ROWS",
-        help=f"rows of logits that a step gives, {' or '.join(LOGITS)}: one for each of its tokens, or the last "
+        help=f"rows of logits that a step returns, {' or '.join(LOGITS)}: one for each of its tokens, or the last "
         "token's, which is all that decoding a token a step reads (default: all)",
     )
     parser.add_argument(
@@ -115,7 +115,7 @@ def _parser() -> argparse.ArgumentParser:
         type=_indices,
         default=(),
         metavar="I,J,...",
-        help="layers, from 0, whose outputs the program gives as well, side by side: hidden states for a draft model",
+        help="layers, from 0, whose outputs the program also returns, side by side: hidden states for a draft",
     )
     parser.add_argument(
         "--keep-hf",
@@ -128,14 +128,12 @@ def _parser() -> argparse.ArgumentParser:
         action="store_true",
         help="do nothing if the program was made from the same model and arguments with the same versions",
     )
-    parser.add_argument(
-        "--verbose", action="store_true", help="let through what torch, transformers and ExecuTorch print"
-    )
+    parser.add_argument("--verbose", action="store_true", help="show what torch, transformers and ExecuTorch print")
     return parser
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Run the command; returns its exit status: 0, or 2 after an error in what was asked for."""
+    """Run the command. Return its exit status: 0, or 2 after a wrong argument or model."""
     arguments = sys.argv[1:] if arguments is None else arguments
     verbose = "--verbose" in arguments
     try:
@@ -145,7 +143,7 @@ def main(arguments: list[str] | None = None) -> int:
         if if_changed and is_current(request):
             print(f"{request.output} is current", file=sys.stderr)
             return 0
-        # An export that is told to end cleans up like one that is interrupted.
+        # A terminated export cleans up like an interrupted one.
         signal.signal(signal.SIGTERM, signal.default_int_handler)
         with third_party_noise(allowed=verbose):
             export_program(request, Progress(sys.stderr))

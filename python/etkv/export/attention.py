@@ -1,4 +1,4 @@
-"""Attention that calls the KV cache op, and refuses what the op would leave out."""
+"""Attention that calls the KV cache op, and refuses features that the op lacks."""
 
 from __future__ import annotations
 
@@ -13,24 +13,24 @@ NAME = "etkv_offgraph"
 """The name under which transformers finds this attention."""
 
 _LACKED = {"softcap": "a softcap", "s_aux": "learned sinks"}
-"""Arguments of attention functions that the op does not have -> what they are."""
+"""Arguments of attention functions that the op lacks -> their names in messages."""
 
 
 def register() -> None:
-    """Make transformers know the attention :data:`NAME`, with no masks: the cache answers for what is seen."""
+    """Register the attention :data:`NAME` with transformers, without masks: the cache decides what is seen."""
     ensure_available()
     from executorch.backends.mlx.llm.hf_attention import register_mlx_offgraph_attention, sdpa_mask_passthrough
     from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-    # Imports the op, and with it what is to be registered once.
+    # This imports the op, which registers it once.
     register_mlx_offgraph_attention()
     ALL_ATTENTION_FUNCTIONS.register(NAME, _attend)
     ALL_MASK_ATTENTION_FUNCTIONS.register(NAME, sdpa_mask_passthrough)
 
 
 def layer_windows(config: Any) -> list[int]:
-    """The window of each layer of a model in positions, as its configuration has them; 0 sees everything."""
+    """Return the window of each layer of a model in positions, from its configuration; 0 sees everything."""
     window = getattr(config, "sliding_window", None) or 0
     kinds = (
         getattr(config, "layer_types", None)
@@ -47,9 +47,9 @@ def _attend(
     attention_mask: torch.Tensor | None,
     **arguments: Any,
 ) -> tuple[torch.Tensor, None]:
-    """Attention of one layer, ``[1, heads, T, head_dim]`` in and ``[1, T, heads, head_dim]`` out.
+    """Compute the attention of one layer, from ``[1, heads, T, head_dim]`` to ``[1, T, heads, head_dim]``.
 
-    Raises :class:`ValueError` for what the op cannot do. Many arguments mean nothing here; these change the result.
+    Raises :class:`ValueError` for arguments that change the result and that the op lacks. Other arguments are ignored.
     """
     from executorch.backends.mlx.llm.hf_attention import mlx_offgraph_attention_forward
 

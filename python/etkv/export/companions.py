@@ -10,10 +10,10 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 REQUIRED = ("tokenizer.json", "tokenizer_config.json", "generation_config.json")
-"""Written beside every program."""
+"""Files beside every program."""
 
 OPTIONAL = ("chat_template.jinja",)
-"""Written where the model has one."""
+"""Files beside a program if the model has them."""
 
 
 def write(folder: Path, tokenizer: PreTrainedTokenizerBase, generation: dict[str, Any]) -> list[str]:

@@ -1,9 +1,8 @@
 """Drafts that are fed with hidden states: a model's last layers, behind a predictor of what reaches them.
 
-A model that is tapped below its last layers hands on, for each token that it has run, all that these layers need. For a
-token that it has not run they are given the prediction of the feature predictor: a linear function of the token's
-embedding and of the hidden states of the token before it. It is fitted by least squares, on text that the model itself
-makes.
+A model that is tapped below its last layers returns, for each token that it has run, the input of these layers. For
+other tokens the feature predictor predicts this input: a linear function of the token's embedding and of the hidden
+states of the token before it. It is fitted by least squares, on texts that the model itself generates.
 """
 
 from __future__ import annotations
@@ -20,17 +19,17 @@ from etkv.export.forward import kept_rows, token_inputs
 from etkv.export.progress import Progress
 
 _TEXTS, _TOKENS, _AT_ONCE = 96, 192, 32
-"""Texts that the predictor is fitted on, tokens that the model makes for each, and texts made at the same time."""
+"""Texts that the predictor is fitted on, generated tokens of each, and texts generated at the same time."""
 
 _FIRST = 4
-"""Tokens at the start of a text that are not fitted: models keep much in the first that belongs to no token."""
+"""Tokens at the start of a text that are not fitted: the first hidden states of a text are unlike the others."""
 
 _RIDGE = 1e-3
-"""What is added to the squares of the inputs, as a part of their mean."""
+"""The term added to the squares of the inputs, as a fraction of their mean."""
 
 
 class FeaturePredictor(torch.nn.Module):
-    """What a layer hands on for a token, ``[1, T, hidden]``, from its embedding and its parent's hidden states."""
+    """Predicts a layer's output for a token, ``[1, T, hidden]``, from its embedding and its parent's hidden states."""
 
     def __init__(self, weight: torch.Tensor, bias: torch.Tensor) -> None:
         super().__init__()
@@ -46,9 +45,8 @@ class DraftForward(torch.nn.Module):
     """Takes ``input_ids [1, T]``, ``cache_position [T]``, ``hidden_states [1, T, hidden]`` and ``known [1, T, 1]``.
 
     A row of ``hidden_states`` is the token's own where ``known`` is 1, and that of the token before it where ``known``
-    is 0. Returns logits and hidden states: what the layers were given, a prediction where the token's own were not
-    known. They are
-    what the tokens after it need.
+    is 0. Returns logits and hidden states: the input of the layers, predicted if the token's own was not known. The
+    tokens after it need them.
     """
 
     def __init__(self, model: PreTrainedModel, predictor: FeaturePredictor, last_logits: bool = False) -> None:
@@ -83,7 +81,7 @@ class DraftForward(torch.nn.Module):
 
 
 def cut(model: PreTrainedModel, count: int) -> None:
-    """Leave the last ``count`` layers of ``model``, and number their caches from 0."""
+    """Keep only the last ``count`` layers of ``model``, and number their caches from 0."""
     decoder = model.get_decoder()
     dropped = len(layers.modules(model)) - count
     decoder.layers = torch.nn.ModuleList(list(decoder.layers)[dropped:])
@@ -96,9 +94,9 @@ def cut(model: PreTrainedModel, count: int) -> None:
 
 
 def starts(tokenizer: PreTrainedTokenizerBase, first: list[int | None]) -> list[list[int]]:
-    """What texts begin with: a token, and a chat up to where a person speaks, if the tokenizer knows of chats.
+    """Return the beginnings of texts: a token, and the start of a chat if the tokenizer has a chat template.
 
-    ``first`` are tokens to begin with, the best first. Raises :class:`EtkvError` where none of them is one.
+    ``first`` are candidates for the first token, the best first. Raises :class:`EtkvError` if all of them are None.
     """
     token = next((token for token in first if token is not None), None)
     if token is None:
@@ -112,12 +110,12 @@ def starts(tokenizer: PreTrainedTokenizerBase, first: list[int | None]) -> list[
 
 
 def fit(model: PreTrainedModel, tap: int, starts: list[list[int]], progress: Progress) -> FeaturePredictor:
-    """The predictor of what layer ``tap`` of ``model`` hands on.
+    """Return the fitted predictor of the output of layer ``tap`` of ``model``.
 
-    Of the texts that are made at the same time the first begin with the first of ``starts``, those after them with the
-    next one, and the rest with the last.
+    Of the texts generated at the same time, the first begin with the first of ``starts``, the following ones with the
+    next, and the rest with the last.
 
-    Raises :class:`EtkvError` for a family whose layers do not get what is handed to the model as embeddings.
+    Raises :class:`EtkvError` for a family that changes embeddings before its first layer.
     """
     _check_embeddings(model)
     hidden = model.config.get_text_config().hidden_size
@@ -140,7 +138,7 @@ def fit(model: PreTrainedModel, tap: int, starts: list[list[int]], progress: Pro
 
 
 def _inputs(embedding: torch.Tensor, hidden_states: torch.Tensor) -> torch.Tensor:
-    """Both at the same scale, side by side."""
+    """Return both at the same scale, side by side."""
     size = (embedding.shape[-1],)
     norm = torch.nn.functional.rms_norm
     return torch.cat([norm(embedding, size, eps=1e-6), norm(hidden_states, size, eps=1e-6)], dim=-1)
@@ -148,7 +146,7 @@ def _inputs(embedding: torch.Tensor, hidden_states: torch.Tensor) -> torch.Tenso
 
 @contextlib.contextmanager
 def _own_attention(model: PreTrainedModel) -> Iterator[None]:
-    """Run ``model`` with transformers' attention, and nothing of its settings for generation."""
+    """Run ``model`` with transformers' attention, and without its settings for generation."""
     settings = model.generation_config
     model.set_attn_implementation("sdpa")
     model.generation_config = GenerationConfig(do_sample=True, top_k=0, pad_token_id=0)
@@ -160,8 +158,9 @@ def _own_attention(model: PreTrainedModel) -> Iterator[None]:
 
 
 def _texts(model: PreTrainedModel, tap: int, start: list[int]) -> tuple[torch.Tensor, torch.Tensor]:
-    """Texts that the model makes behind ``start``, ``[texts, tokens]``, and what layer ``tap`` handed on for them,
-    ``[texts, tokens, hidden]``.
+    """Return texts that the model generates behind ``start``, and the outputs of layer ``tap`` for them.
+
+    The texts are ``[texts, tokens]``, the outputs ``[texts, tokens, hidden]``.
     """
     ids = torch.tensor([start]).expand(_AT_ONCE, -1)
     longest = getattr(model.config.get_text_config(), "max_position_embeddings", None) or len(start) + _TOKENS
@@ -174,7 +173,7 @@ def _texts(model: PreTrainedModel, tap: int, start: list[int]) -> tuple[torch.Te
         made = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=most)
     finally:
         hook.remove()
-    # The last token was made and not run.
+    # The last token is generated and has not run.
     return made[:, :-1], torch.cat(kept, dim=1)
 
 

@@ -1,4 +1,4 @@
-"""What is traced: one step of a model whose KV caches are outside the graph."""
+"""The module that is traced: one step of a model whose KV caches are outside the graph."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ class Forward(torch.nn.Module):
         made = self.model(
             input_ids=input_ids,
             cache_position=cache_position,
-            # The model would count from the cache that it does not have.
+            # The model would count positions from a cache that it does not have.
             position_ids=cache_position.unsqueeze(0),
             use_cache=False,
             past_key_values=None,
@@ -59,7 +59,7 @@ class Forward(torch.nn.Module):
 
 
 def token_inputs(length: int) -> dict[str, torch.Tensor]:
-    """What every program takes: ids ``[1, T]`` and positions ``[T]``."""
+    """Return the inputs of every program: ids ``[1, T]`` and positions ``[T]``."""
     return {
         "input_ids": torch.zeros((1, length), dtype=torch.long),
         "cache_position": torch.arange(length, dtype=torch.long),
@@ -67,7 +67,7 @@ def token_inputs(length: int) -> dict[str, torch.Tensor]:
 
 
 def kept_rows(model: PreTrainedModel, last_only: bool) -> dict[str, int]:
-    """The argument that makes ``model`` compute its head on the last token only, if ``last_only``.
+    """Return the argument that makes ``model`` compute its head on the last token only, if ``last_only``.
 
     Raises :class:`EtkvError` for a family that has none.
     """

@@ -1,4 +1,4 @@
-"""What a GGUF file needs beyond what transformers does with it."""
+"""Reading GGUF files: what transformers leaves out."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def check_magic(path: Path) -> None:
 
 
 def restore_pre_tokenizer(path: Path, tokenizer: PreTrainedTokenizerBase) -> None:
-    """Make ``tokenizer`` split text as the file's ``tokenizer.ggml.pre`` says, where transformers does not know how.
+    """Make ``tokenizer`` split text by the file's ``tokenizer.ggml.pre``, if transformers does not do so.
 
     A GGUF file names its pre-tokenizer, and transformers takes GPT-2's for a name that it does not know. SmolLM's
     separates every digit first; without that, white space before a digit becomes other tokens than the model was
@@ -44,7 +44,7 @@ def restore_pre_tokenizer(path: Path, tokenizer: PreTrainedTokenizerBase) -> Non
 
 
 def forget_quantization(model: PreTrainedModel) -> None:
-    """Mark a model, whose weights transformers has dequantized, as the ordinary model that it is.
+    """Mark a model whose weights transformers has dequantized as not quantized.
 
     ``save_pretrained`` refuses a model that it takes for quantized.
     """

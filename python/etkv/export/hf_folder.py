@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 
 class Staged:
-    """A Hugging Face folder in the making, in a folder of its own inside the one that it is for.
+    """A Hugging Face folder under construction, in a temporary folder inside its target.
 
     Nothing of that changes before :meth:`publish`. A context manager: leaving it removes what was not published.
     """
@@ -52,7 +52,7 @@ def _write(
     model.save_pretrained(folder, state_dict=_plain_weights(model))
     tokenizer.save_pretrained(folder)
     for file in folder.glob("*.safetensors"):
-        # safetensors creates its files readable by their owner only, whatever the umask says.
+        # safetensors ignores the umask: only the owner can read its files.
         file.chmod((folder / "config.json").stat().st_mode)
     (folder / "generation_config.json").write_text(json.dumps(generation, indent=2) + "\n", encoding="utf-8")
     name_rope_for_mlx_lm(folder / "config.json")
@@ -74,7 +74,7 @@ def name_rope_for_mlx_lm(config_file: Path) -> None:
 
 
 def _plain_weights(model: PreTrainedModel) -> dict[str, Any]:
-    """The state of ``model`` with every weight an ordinary tensor; a weight that is tied to another is left out."""
+    """Return the state of ``model`` with ordinary tensors only, without weights that are tied to another."""
     from torchao.utils import TorchAOBaseTensor
 
     state = {}

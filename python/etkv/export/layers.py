@@ -1,4 +1,4 @@
-"""The layers of a model: how many of them are exported, and which are tapped."""
+"""The layers of a model: the exported ones, and the tapped ones."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def keep_first(config: PreTrainedConfig, count: int | None) -> None:
 
 
 def last(config: PreTrainedConfig, count: int) -> PreTrainedConfig:
-    """``config`` of a model with the last ``count`` layers only.
+    """Return ``config`` for a model with the last ``count`` layers only.
 
     Raises :class:`EtkvError` if that leaves none out.
     """
@@ -58,7 +58,7 @@ def check_taps(taps: tuple[int, ...], config: PreTrainedConfig) -> None:
 
 
 def modules(model: PreTrainedModel) -> torch.nn.ModuleList:
-    """The decoder layers of ``model``. Raises :class:`EtkvError` where the family keeps them elsewhere."""
+    """Return the decoder layers of ``model``. Raises :class:`EtkvError` if the family keeps them elsewhere."""
     layers: torch.nn.ModuleList | None = getattr(model.get_decoder(), "layers", None)
     if layers is None:
         raise EtkvError(f"tap-layers: model family {model.config.model_type!r} has no list of layers to tap")

@@ -1,4 +1,4 @@
-"""Settles what a request leaves open and checks it against the model, before any weight is read."""
+"""Fills in the defaults of a request and checks it against the model, before any weight is read."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 
 _EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
-"""What families call the number of their experts."""
+"""The names of the number of experts, by family."""
 
 
 @dataclass(frozen=True)
@@ -38,7 +38,7 @@ class CacheLayout:
 
 @dataclass(frozen=True)
 class Limits:
-    """What the program declares: tokens of context, tokens in one execution, and its caches.
+    """The facts that the program declares: tokens of context, tokens in one execution, and its caches.
 
     ``group_size`` counts elements; ``None`` is one scale a row, or no quantization at all.
     """
@@ -50,7 +50,7 @@ class Limits:
 
 
 def settle(request: ExportRequest, config: PreTrainedConfig) -> Limits:
-    """The limits of the program that ``request`` asks for. Raises :class:`EtkvError` where the model has less."""
+    """Return the limits of the program of ``request``. Raises :class:`EtkvError` if the model has less."""
     layout = _layout(config)
     own = getattr(config.get_text_config(), "max_position_embeddings", None)
     max_context = request.max_context
@@ -95,20 +95,20 @@ def _layout(config: PreTrainedConfig) -> CacheLayout:
     return CacheLayout(
         kv_heads=[int(heads) for heads in kv_heads],
         head_dims=[int(size or derived) for size in head_dims],
-        # Layers that share the keys and values of others come last, and have no cache of their own.
+        # Layers that share the keys and values of others come last and have no cache.
         windows=attention.layer_windows(text_config)[: len(kinds)],
     )
 
 
 def _group_size(request: ExportRequest, config: PreTrainedConfig) -> int | None:
-    """The group size, once it is known to divide every row that is quantized."""
+    """Return the group size, which divides every quantized row."""
     if request.quantize is None:
         return None
     import torch
     from transformers import AutoModelForCausalLM
 
     size = request.group_size or QUANTIZATIONS[request.quantize]
-    # Even a scale for a whole row has to be spread over groups that MLX takes.
+    # A scale for a whole row is repeated over groups of a size that MLX takes.
     divisor = size or min(GROUP_SIZES)
     with torch.device("meta"):
         skeleton = AutoModelForCausalLM.from_config(config)

@@ -27,7 +27,7 @@ def quantize(model: PreTrainedModel, name: str, group_size: int | None) -> None:
     """Quantize every linear and embedding weight of ``model`` in place; a tied output layer stays tied."""
     from executorch.backends.mlx.llm.quantization import quantize_model_
 
-    # 0 asks for one scale a row; None would take the default of ExecuTorch, which need not be ours.
+    # 0 asks for one scale a row; None would take ExecuTorch's default.
     size = group_size or 0
     quantize_model_(
         model,
@@ -40,7 +40,7 @@ def quantize(model: PreTrainedModel, name: str, group_size: int | None) -> None:
 
 
 def constant_methods(request: ExportRequest, limits: Limits, generation: dict[str, Any]) -> dict[str, Any]:
-    """The constant methods of the program: name -> value.
+    """Return the constant methods of the program: name -> value.
 
     The first six are those of ExecuTorch's MLX exporter, ``get_bos_id`` and ``get_eos_ids`` those that ExecuTorch's own
     LLM runner reads. ``get_logits_rows`` is 0 for a row of logits a token, 1 for the last token's row alone;
@@ -77,14 +77,14 @@ def constant_methods(request: ExportRequest, limits: Limits, generation: dict[st
 
 
 def _once(facts: list[int]) -> int | list[int]:
-    """What is the same for all layers, as one number."""
+    """Return one number if it is the same for all layers."""
     return facts[0] if len(set(facts)) == 1 else facts
 
 
 def lower(
     step: Forward | DraftForward, limits: Limits, methods: dict[str, Any], progress: Progress
 ) -> ExecutorchProgramManager:
-    """The program whose method is that of ``step``, with T from 1 to ``limits.prefill_chunk``.
+    """Return the program of ``step``, with T from 1 to ``limits.prefill_chunk``.
 
     Raises :class:`EtkvError` if the family cannot be traced, does not route its attention through the KV cache op, or
     has an operator that the MLX backend lacks.
@@ -106,7 +106,7 @@ def lower(
 def _trace(step: Forward | DraftForward, chunk: int) -> ExportedProgram:
     import torch
 
-    # An example of one token would be taken for a static shape.
+    # The tracer takes an example of one token for a static shape.
     inputs = step.inputs(min(3, chunk))
     tokens = torch.export.Dim("tokens", min=1, max=chunk)
     with torch.no_grad():
@@ -114,21 +114,21 @@ def _trace(step: Forward | DraftForward, chunk: int) -> ExportedProgram:
             step,
             args=(),
             kwargs=inputs,
-            # Tokens are the first axis of positions, the second of all else.
+            # Tokens are the first axis of positions, and the second of all other inputs.
             dynamic_shapes={name: {min(1, example.dim() - 1): tokens} for name, example in inputs.items()},
             strict=True,
         )
 
 
 def _reason(error: Exception) -> str:
-    """What stopped the tracer; what the traced code raised stands in its message as it would be typed."""
+    """Return the reason why tracing failed, out of the message of the tracer."""
     line = root_line(error)
     raised = re.fullmatch(r"raised exception \w+\((['\"])(.*)\1\)", line)
     return raised[2] if raised else line
 
 
 def _check_caches(traced: ExportedProgram, limits: Limits, family: str) -> None:
-    """Every cache that the program declares is used, and no other."""
+    """Check that the program uses every cache that it declares, and no other."""
     import torch
 
     op = torch.ops.kvcache.update_and_attend.default
@@ -165,7 +165,7 @@ def _delegate(traced: ExportedProgram, methods: dict[str, Any]) -> EdgeProgramMa
 
 
 def _check_delegation(edge: EdgeProgramManager, family: str) -> None:
-    """The whole graph is one delegate: nothing is left to portable kernels, which do not know the KV cache op."""
+    """Check that the whole graph is one delegate: portable kernels lack the KV cache op."""
     from executorch.exir.delegate import executorch_call_delegate
 
     calls = [node.target for node in edge.exported_program(METHOD).graph.nodes if node.op == "call_function"]

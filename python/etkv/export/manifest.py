@@ -1,4 +1,4 @@
-"""``export.json``: what a program was made from, so that it is made again only when that changes."""
+"""``export.json``: the sources of a program, so that it is exported again only when they change."""
 
 from __future__ import annotations
 
@@ -18,18 +18,18 @@ from etkv.export.source import Source
 NAME = "export.json"
 
 _OUTWARD = ("__main__.py", "progress.py")
-"""Modules that talk to the user and decide nothing about the program."""
+"""Modules that do not affect the program."""
 
 _PACKAGES = ("executorch", "torch", "torchao", "transformers", "gguf")
 
 
 def describe(request: ExportRequest, source: Source) -> dict[str, Any]:
-    """Everything that decides what an export writes. Two exports with equal descriptions write the same program."""
+    """Return everything that affects an export. Two exports with equal descriptions write the same program."""
     return {
         "request": {
             field.name: _plain(getattr(request, field.name))
             for field in dataclasses.fields(request)
-            # The folder can be moved: what is in it stays current.
+            # The folder can move: its contents stay current.
             if field.name != "output"
         },
         "source": [[file.name, *_stamp(file)] for file in source.files()],
@@ -42,7 +42,7 @@ def describe(request: ExportRequest, source: Source) -> dict[str, Any]:
 
 
 def is_current(request: ExportRequest, source: Source) -> bool:
-    """Whether everything that ``request`` would write is there and was made from the same things."""
+    """Return whether all files of ``request`` exist and come from the same sources."""
     file = request.output.parent / NAME
     try:
         manifest = json.loads(file.read_text(encoding="utf-8"))
@@ -60,7 +60,7 @@ def is_current(request: ExportRequest, source: Source) -> bool:
 def write(
     folder: Path, request: ExportRequest, source: Source, limits: Limits, size: int, companions: list[str]
 ) -> None:
-    """Write the manifest to ``folder``; ``size`` is that of the program in bytes."""
+    """Write the manifest to ``folder``; ``size`` is the program's, in bytes."""
     manifest = {
         "program": request.output.name,
         "bytes": size,
@@ -89,7 +89,7 @@ def _version(package: str) -> str | None:
 
 
 def _exporter_digest() -> str:
-    """Changes with the code that decides what is written."""
+    """Return a digest of the code that affects an export."""
     digest = hashlib.sha256()
     package = Path(__file__).parent
     for file in (*sorted(package.glob("*.py")), package.parent / "metadata.py"):

@@ -1,4 +1,4 @@
-"""What a long export tells its user: each step by name, with the seconds since the start."""
+"""Progress of a long export: each step by name, with the seconds since the start."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _HEARTBEAT_SECONDS = 10.0
 
 
 class Progress:
-    """Prints steps to ``stream``; a step that takes long repeats itself, so that silence means that it hangs.
+    """Prints steps to ``stream``. A long step is repeated, so that silence means a hang.
 
     ``stream=None`` prints nothing.
     """
@@ -33,7 +33,7 @@ class Progress:
 
     @contextlib.contextmanager
     def step(self, text: str) -> Iterator[None]:
-        """Announce a step, and again every ten seconds for as long as the body runs."""
+        """Announce a step, and repeat it every ten seconds while the body runs."""
         self.note(text)
         done = threading.Event()
         ticker = threading.Thread(target=self._tick, args=(text, done), daemon=True)

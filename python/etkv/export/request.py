@@ -1,4 +1,4 @@
-"""What to export, and the limits that can be checked before anything is loaded."""
+"""A request to export, and the checks that need no model."""
 
 from __future__ import annotations
 
@@ -25,16 +25,16 @@ GROUP_SIZES = (32, 64, 128)
 """Group sizes, in elements, that MLX's quantized matrix products take."""
 
 DEFAULT_MAX_CONTEXT = 8192
-"""Context, in tokens, that a program declares unless told: a longer one than the model's own is never declared."""
+"""The default context of a program, in tokens; never more than the model's own."""
 
 DEFAULT_PREFILL_CHUNK = 512
-"""Tokens in one execution, at most, unless told."""
+"""The default of the most tokens in one execution."""
 
 LOGITS = ("all", "last")
-"""Rows of logits that a step gives: one for each of its tokens, or the last token's."""
+"""Rows of logits of a step: one for each of its tokens, or the last token's."""
 
 MIN_STEP = 2
-"""A dynamic dimension spans at least two lengths, so a program takes steps of one *and* of two tokens."""
+"""The least step. A dynamic dimension spans at least two lengths, so a program takes one *and* two tokens."""
 
 
 @dataclass(frozen=True)
@@ -67,13 +67,13 @@ class ExportRequest:
     tap_layers: tuple[int, ...] = ()
 
     def validated(self) -> ExportRequest:
-        """This request with the dtype spelled in full and absolute paths.
+        """Return the request with the dtype spelled in full and absolute paths.
 
-        Raises :class:`EtkvError` for everything that is wrong whatever the model holds. Limits that depend on the
+        Raises :class:`EtkvError` for everything that is wrong for any model. Limits that depend on the
         model are checked once its configuration is read.
         """
         model = _existing(self.model)
-        # Before anything is written, folders and trial files among it.
+        # Checked before anything is written, including folders and trial files.
         _spares(model, "output", self.output, self.output.absolute().parent)
         if self.keep_hf is not None:
             _spares(model, "keep-hf", self.keep_hf, self.keep_hf)
@@ -94,7 +94,7 @@ class ExportRequest:
 
 
 def _spares(model: Path, name: str, given: Path, folder: Path) -> None:
-    """Refuse a ``folder`` to write to that has files of the model, or is inside its folder, whatever links lead there.
+    """Refuse a ``folder`` to write to that has files of the model or lies inside its folder, by any link.
 
     A GGUF file stands for itself: exports write none of that name, so the folder around it may be written to.
     """
@@ -114,7 +114,7 @@ def _is_same(folder: Path, other: Path) -> bool:
     try:
         return folder.samefile(other)
     except OSError:
-        # One of them is not there yet, or may not be looked at.
+        # One of them does not exist yet, or cannot be read.
         return False
 
 
@@ -134,7 +134,7 @@ def _writable_program(output: Path) -> Path:
 
 
 def _writable_folder(folder: Path) -> Path:
-    """Make ``folder`` and try a file in it, so that an export does not fail at its very end."""
+    """Create ``folder`` and write a trial file, so that an export does not fail at its end."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryFile(dir=folder):

@@ -1,4 +1,4 @@
-"""Rotary embeddings that change with the length of a text, settled for the context of a program.
+"""Rotary embeddings that change with the length of a text, fixed for the context of a program.
 
 A graph cannot change its frequencies, and what is in a cache was rotated by those of its time.
 """
@@ -16,7 +16,7 @@ _FIXED = "default"
 
 
 def settle(model: PreTrainedModel, max_context: int) -> None:
-    """Give every rotary embedding of ``model`` the frequencies that it has at ``max_context`` positions.
+    """Give every rotary embedding of ``model`` its frequencies at ``max_context`` positions.
 
     Long RoPE has two sets of frequencies, and takes the second for texts longer than those of the first training.
     Dynamic scaling begins past the positions that the model was made for, where no program goes.

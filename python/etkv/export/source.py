@@ -18,7 +18,7 @@ _WEIGHTS = ("*.safetensors", "*.bin")
 
 @dataclass(frozen=True)
 class Source:
-    """Where a model is read from.
+    """The source of a model.
 
     ``folder`` holds the files; ``gguf_file`` is the name of the one that holds everything, ``None`` for a Hugging Face
     folder.
@@ -29,7 +29,7 @@ class Source:
 
     @property
     def path(self) -> Path:
-        """The path that the user names."""
+        """The path that the user gave."""
         return self.folder / self.gguf_file if self.gguf_file else self.folder
 
     def files(self) -> list[Path]:
@@ -40,12 +40,12 @@ class Source:
         return sorted({file for pattern in wanted for file in self.folder.glob(pattern) if file.is_file()})
 
     def arguments(self) -> dict[str, Any]:
-        """Keyword arguments that make ``from_pretrained`` read this source and nothing else."""
+        """Keyword arguments that make ``from_pretrained`` read only this source."""
         return {"gguf_file": self.gguf_file} if self.gguf_file else {"local_files_only": True}
 
 
 def find(model: Path) -> Source:
-    """The source at ``model``, after a look at its files. Raises :class:`EtkvError` if it holds no model."""
+    """Return the source at ``model`` after a check of its files. Raises :class:`EtkvError` if it holds no model."""
     if model.is_dir():
         if not (model / "config.json").is_file():
             raise EtkvError(f"folder {model} has no config.json; it has to be a Hugging Face model folder")
@@ -59,7 +59,7 @@ def find(model: Path) -> Source:
 
 
 def read_config(source: Source) -> PreTrainedConfig:
-    """The model's configuration.
+    """Return the model's configuration.
 
     Raises :class:`EtkvError` if it cannot be read or is of a family that is not a causal language model.
     """
@@ -76,7 +76,7 @@ def read_config(source: Source) -> PreTrainedConfig:
 
 
 def read_tokenizer(source: Source) -> PreTrainedTokenizerBase:
-    """The model's tokenizer, one that can be written as ``tokenizer.json``."""
+    """Return the model's tokenizer, which can be written as ``tokenizer.json``."""
     from transformers import AutoTokenizer
 
     try:
@@ -91,7 +91,7 @@ def read_tokenizer(source: Source) -> PreTrainedTokenizerBase:
 
 
 def read_model(source: Source, config: PreTrainedConfig, dtype: str) -> PreTrainedModel:
-    """The model of ``config`` with weights of ``dtype`` and attention that calls the KV cache op, ready to trace.
+    """Return the model of ``config`` with weights of ``dtype`` and attention that calls the KV cache op.
 
     Raises :class:`EtkvError` if weights are missing or cannot be read, or if the family's attention cannot be replaced.
     """
@@ -125,7 +125,7 @@ def read_model(source: Source, config: PreTrainedConfig, dtype: str) -> PreTrain
 
 
 def generation_settings(source: Source, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> dict[str, Any]:
-    """The contents of ``generation_config.json``, with every end token that model and tokenizer know.
+    """Return the contents of ``generation_config.json``, with every end token of model and tokenizer.
 
     A chat model often ends its turn with a token that only one of the two names. ``eos_token_id`` is a list, the
     model's own ids first; ``bos_token_id`` is there if any of the two has one.

@@ -1,8 +1,8 @@
-"""KV caches in plain PyTorch, one for each kind: what the native caches are compared with.
+"""KV caches in plain PyTorch, one for each kind. Tests compare the native caches with them.
 
-They answer, and refuse, as the native ones do, and keep rows as the same storage formats leave them. They are written
-to be read: a sequence is a dictionary from positions to tokens, a mask is made from what a query may see, and attention
-is the softmax in float64. Run a model on one within ``etkv.op.active(cache)``.
+They answer and refuse as the native ones do, and round rows as the same storage formats do. They are written for
+readers: a sequence is a dictionary from positions to tokens, a mask is computed from what a query may see, and
+attention is the softmax in float64. Run a model on one within ``etkv.op.active(cache)``.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ KINDS: dict[str, type[ReferenceCache]] = {cache.kind: cache for cache in (Contig
 
 
 def make_cache(kind: str, config: CacheConfig) -> ReferenceCache:
-    """An empty cache of the kind ``contiguous``, ``seq`` or ``tree``."""
+    """Returns an empty cache of the kind ``contiguous``, ``seq`` or ``tree``."""
     if kind not in KINDS:
-        raise invalid(f"there is no kind {kind!r}: there are {', '.join(KINDS)}")
+        raise invalid(f"unknown cache kind {kind!r}; available: {', '.join(KINDS)}")
     return KINDS[kind](config)
 
 

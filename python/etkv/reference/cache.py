@@ -1,4 +1,4 @@
-"""What every reference cache does: forwards as transactions, admission, formats."""
+"""The base of the reference caches: forwards as transactions, admission, formats."""
 
 from __future__ import annotations
 
@@ -25,38 +25,40 @@ Given = tuple[Tensor, Tensor, Tensor]
 
 @dataclass
 class Call:
-    """A layer's turn in a forward."""
+    """The call of a layer in a forward."""
 
     k: Tensor
     v: Tensor
-    """What it brought."""
+    """The rows as passed."""
     rows: list[TokenKv]
-    """The same, as it is stored."""
+    """The rows as stored."""
     given: Given
 
 
 @dataclass
 class Step:
-    """A forward that is under way. It changes nothing before every layer has had its turn."""
+    """An open forward. It changes nothing before every layer is called."""
 
     positions: list[int]
     tokens: list[int]
-    """The numbers of its tokens."""
+    """The numbers of the tokens."""
     history: list[int]
-    """Tokens that its queries may see, besides its own."""
+    """Tokens that the queries may see, besides the step's own."""
     seen: list[set[int]]
-    """For each of its queries the tokens of its text: of those it sees what its position and the window leave."""
+    """For each query the tokens of its text. Its position and the window decide which of them it sees."""
     commit: Callable[[], None]
-    """Makes its tokens part of the cache."""
+    """Adds the tokens to the cache."""
     calls: dict[int, Call] = field(default_factory=dict)
-    """By layer, for those that were called, in that order."""
+    """The calls by layer, in their order."""
     again: set[int] = field(default_factory=set)
-    """The layers that came again since the one that was called first did: those of a forward that may be begun anew."""
+    """The layers called again since the first one was: perhaps those of a new forward with the same positions."""
     masks: dict[Sight, Tensor] = field(default_factory=dict)
 
     def answer(self, layer: int, k: Tensor, v: Tensor) -> Given | None:
-        """What a layer was given that comes again with the rows that it brought before. None where it has not come, or
-        brings others."""
+        """Returns the answer to a layer that is called again with the same rows.
+
+        Returns None if it was not called, or has other rows.
+        """
         call = self.calls.get(layer)
         if call is None or not (_same(call.k, k) and _same(call.v, v)):
             return None
@@ -68,17 +70,17 @@ class Step:
 
 
 class ReferenceCache(ABC):
-    """A KV cache in plain PyTorch, the yardstick of the native caches: it answers, and refuses, as they do.
+    """A KV cache in plain PyTorch. It answers and refuses as the native caches do, which tests compare with it.
 
-    It is for one thread. Nothing about it is fast: a step costs a Python object a token of the history and layer.
+    It is for one thread, and slow: a step creates a Python object for each token of the history in each layer.
     """
 
     kind: ClassVar[str]
     shares_rows: ClassVar[bool] = False
-    """Whether its queries come to read rows of others, which a mask hides from them."""
+    """Whether queries read rows of other sequences, which a mask hides from them."""
 
     def __init__(self, config: CacheConfig) -> None:
-        """Raises :class:`StatusError` with ``INVALID_ARGUMENT`` for a config that cannot be."""
+        """Raises :class:`StatusError` with ``INVALID_ARGUMENT`` for an invalid config."""
         self.config = config
         self._limits = limits_of(config)
         self._store = RowStore(config, self._limits)
@@ -88,48 +90,48 @@ class ReferenceCache(ABC):
             if sight.window
         }
         self._positions: dict[int, int] = {}
-        """Of each token that the cache holds."""
+        """The position of each token that the cache holds."""
         self._numbers = itertools.count()
         self._step: Step | None = None
         self._last: Step | None = None
-        """The forward that was done last, until something else is: layers may come again that share keys and values."""
+        """The last forward, until the next change: layers that share keys and values may be called again."""
 
     # ---- What a runner asks ----------------------------------------------
 
     @property
     def capacity(self) -> int:
-        """The most positions that it holds."""
+        """The most positions that the cache holds."""
         return self.config.capacity
 
     @property
     @abstractmethod
     def length(self) -> int:
-        """The positions that it holds now. One that several sequences share counts once."""
+        """The number of positions held. One that several sequences share counts once."""
 
     def can_extend(self, n: int = 1) -> bool:
-        """Whether ``n`` more positions fit."""
+        """Returns whether ``n`` more positions fit."""
         n = integer("n", n)
         at_least(0, "n", n)
         return n <= self.capacity - self.length
 
     @property
     def formats(self) -> tuple[str, str]:
-        """The formats that keys and values have now."""
+        """The present formats of keys and values."""
         k_format, v_format = self._store.formats
         return k_format.name, v_format.name
 
     @abstractmethod
     def rewindable_to(self) -> int:
-        """The least length, apart from 0, that the one sequence that there is can be rewound to now."""
+        """Returns the least length other than 0 that the only sequence can be rewound to."""
 
     # ---- What a runner changes -------------------------------------------
 
     @abstractmethod
     def rewind(self, length: int) -> None:
-        """Forgets the positions from ``length`` on, of the one sequence that there is."""
+        """Removes the positions from ``length`` on, of the only sequence."""
 
     def clear(self, *, release: bool = False) -> None:
-        """Forgets every position. The formats are those of the config again. There are no buffers to ``release``."""
+        """Removes every position and restores the formats of the config. There are no buffers to ``release``."""
         self._refuse_in_step("clear the cache")
         self._forget_all()
         self._store.clear()
@@ -138,7 +140,7 @@ class ReferenceCache(ABC):
             group.clear()
 
     def convert(self, k_format: str, v_format: str) -> None:
-        """Stores what is there, and what comes, in other formats, until the cache is cleared."""
+        """Converts stored and future rows to other formats, until the cache is cleared."""
         self._refuse_in_step("convert the cache")
         self._store.convert(k_format, v_format)
 
@@ -154,15 +156,15 @@ class ReferenceCache(ABC):
         scale: float,
         out_dtype: torch.dtype,
     ) -> Tensor:
-        """Writes a layer's rows, and attends to what is there.
+        """Writes a layer's rows, and attends to all rows that its queries see.
 
         ``q`` is ``[1, n_heads, T, k_head_dim]``, ``k`` ``[1, n_kv_heads, T, k_head_dim]`` and ``v``
         ``[1, n_kv_heads, T, v_head_dim]``; the result is ``[1, n_heads, T, v_head_dim]`` in ``out_dtype``.
 
-        A forward begins with the call of the first layer, and has been when every layer was called with the same
-        positions; in any order. A layer that comes again with the rows that it brought before only attends: that is how
-        layers share keys and values. One that comes with other rows, or other positions, begins a new forward, and so
-        does a call that was refused: what was not finished has not been.
+        A forward begins with the call of the first layer. It commits once every layer is called with the same
+        positions, in any order. A layer that is called again with the same rows only attends: that is how layers share
+        keys and values. A layer that is called with other rows, or other positions, begins a new forward. So does the
+        call after a refused one. An unfinished forward is rolled back.
         """
         try:
             check_dtypes(q=q.dtype, k=k.dtype, v=v.dtype, out_dtype=out_dtype)
@@ -174,10 +176,10 @@ class ReferenceCache(ABC):
         return attention(q, keys, values, mask, scale, out_dtype)
 
     def update_and_fetch(self, layer: int, k: Tensor, v: Tensor, positions: Sequence[int]) -> Given:
-        """Writes a layer's rows, and gives what its queries attend to.
+        """Writes a layer's rows, and returns what its queries attend to.
 
-        That is every key ``[1, n_kv_heads, L, k_head_dim]`` and value ``[1, n_kv_heads, L, v_head_dim]`` that is there,
-        the new ones last, in float32, and a mask ``[T, L]``, true where a query sees a key. Layers of equal windows get
+        That is every stored key ``[1, n_kv_heads, L, k_head_dim]`` and value ``[1, n_kv_heads, L, v_head_dim]`` in
+        float32, the new ones last, and a mask ``[T, L]``, true where a query sees a key. Layers of equal windows get
         the same mask.
         """
         try:
@@ -197,12 +199,14 @@ class ReferenceCache(ABC):
             raise
 
     def abort(self) -> None:
-        """The forward that is not finished, if there is one, has not been."""
+        """Rolls the open forward back. Does nothing without one."""
         self._step = self._last = None
 
     def _begin_anew(self, had: Step, layer: int) -> None:
-        """Begins a forward of the positions of another. Layers that have come for it already brought what they had
-        brought before, and were taken for layers that share it."""
+        """Begins a forward with the positions of the one before.
+
+        Layers already called for it had the same rows as before, and were taken for layers that share rows.
+        """
         self.abort()
         if had.again and layer not in had.again:
             self._step = self._plan(had.positions)
@@ -214,20 +218,20 @@ class ReferenceCache(ABC):
             step = self._step = self._plan(positions)
         n_layers = len(self.config.layers)
         if not 0 <= integer("layer_id", layer) < n_layers:
-            raise status_error(Status.SHAPE, f"layer {layer} is asked for, the cache has {n_layers}")
+            raise status_error(Status.SHAPE, f"expected a layer from 0 to {n_layers - 1}, got {layer}")
         fresh = self._store.encode(layer, k, v, len(positions))
         if self.shares_rows:
             self._store.check_values(layer, v)
         keys, values = stack([*self._store.get(layer, step.history), *fresh])
         given = keys, values, self._mask(step, self._limits.sights[layer])
-        # The host may write over what it brought.
+        # The host may overwrite the tensors that it passed.
         step.calls[layer] = Call(k.detach().clone(), v.detach().clone(), fresh, given)
         if len(step.calls) == n_layers:
             self._finish(step)
         return given
 
     def _mask(self, step: Step, sight: Sight) -> Tensor:
-        """Which of the tokens that are read each query sees."""
+        """Returns which of the tokens that are read each query sees."""
         if sight not in step.masks:
             at = {**self._positions, **dict(zip(step.tokens, step.positions, strict=True))}
             step.masks[sight] = torch.tensor(
@@ -247,7 +251,7 @@ class ReferenceCache(ABC):
         self._settle()
 
     def _settle(self) -> None:
-        """Forgets what nobody holds any more, and converts the rest if it is time to."""
+        """Removes rows without an owner, and converts the others if ``quantized_kv_start`` is reached."""
         held = self._held()
         self._store.keep(held)
         self._positions = {token: self._positions[token] for token in held}
@@ -257,18 +261,18 @@ class ReferenceCache(ABC):
 
     @abstractmethod
     def _plan(self, positions: list[int]) -> Step:
-        """A step of these positions, or the refusal of one."""
+        """Returns a step for tokens at these positions, or refuses it."""
 
     @abstractmethod
     def _held(self) -> list[int]:
-        """The tokens that the cache holds."""
+        """Returns the tokens that the cache holds."""
 
     @abstractmethod
     def _forget_all(self) -> None:
-        """Forgets every token."""
+        """Removes every token."""
 
     def _committed(self) -> int:
-        """The positions that it holds and will not be asked to forget: candidates are none."""
+        """Returns the number of positions held, without candidates."""
         return self.length
 
     # ---- What kinds share ------------------------------------------------
@@ -282,7 +286,7 @@ class ReferenceCache(ABC):
         self._last = None
 
     def _check_count(self, n_tokens: int) -> None:
-        """Refuses more tokens of a sequence than window layers can roll back."""
+        """Checks that window layers can roll back this many tokens of a sequence."""
         for group in self._groups.values():
             if group.drops and n_tokens > group.max_step_tokens:
                 raise status_error(
@@ -292,18 +296,18 @@ class ReferenceCache(ABC):
                 )
 
     def _check_floats(self, n_tokens: int, length: int) -> None:
-        """Refuses a step after which more positions would be stored in float than ever should be."""
+        """Checks that a step stores no more positions in float than the memory estimate allows."""
         most = self._limits.most_floats
         if self._store.awaits_conversion and length > most:
             raise status_error(
                 Status.CAPACITY,
-                f"a step of {n_tokens} tokens would keep {length} positions in {self._limits.float_format.name}, the "
-                f"most is {most}: quantized_kv_start less 1, and max_step_tokens {self._limits.max_step_tokens}; "
+                f"a step of {n_tokens} tokens would store {length} positions in {self._limits.float_format.name}, the "
+                f"most is {most}: quantized_kv_start - 1, and max_step_tokens {self._limits.max_step_tokens}; "
                 "take smaller steps",
             )
 
     def _exact_from(self, sequence: int, positions: Sequence[int]) -> int:
-        """The least position at which a query sees nothing of these positions of a sequence that is gone."""
+        """Returns the least position at which a query sees none of these positions that windows have dropped."""
         return max((group.exact_from(sequence, positions) for group in self._groups.values()), default=0)
 
 

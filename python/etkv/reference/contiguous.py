@@ -8,18 +8,18 @@ from etkv.reference.cache import ReferenceCache, Step, refuse_empty
 from etkv.reference.errors import integer
 
 ONLY = 0
-"""The number that its sequence has where sequences have numbers."""
+"""The number of the only sequence."""
 
 
 class ContiguousCache(ReferenceCache):
-    """One sequence. A step at its length appends; one below its length rewinds to there first."""
+    """One sequence. A step at its length appends. A step below its length first rewinds to its start."""
 
     kind = "contiguous"
 
     def __init__(self, config: CacheConfig) -> None:
         super().__init__(config)
         self._tokens: list[int] = []
-        """By position."""
+        """The token at each position."""
 
     @property
     def length(self) -> int:
@@ -29,8 +29,10 @@ class ContiguousCache(ReferenceCache):
         return self._exact_from(ONLY, range(self.length))
 
     def rewind(self, length: int) -> None:
-        """Forgets the positions from ``length`` on; ``POSITION`` where there are fewer, or windows have dropped what a
-        query there sees."""
+        """Removes the positions from ``length`` on.
+
+        ``POSITION`` if there are fewer, or if windows have dropped what a query there sees.
+        """
         self._refuse_in_step("rewind the cache")
         length = integer("length", length)
         if not 0 <= length <= self.length:
@@ -52,13 +54,14 @@ class ContiguousCache(ReferenceCache):
             if position != expected:
                 raise status_error(
                     Status.POSITION,
-                    f"token {offset} of the step has position {position}, but one sequence runs on: {expected} follows",
+                    f"expected position {expected} for token {offset} of the step, got {position}: the positions "
+                    "of one sequence are consecutive",
                 )
         if end > self.capacity:
             raise status_error(
                 Status.CAPACITY,
                 f"{len(positions)} tokens from position {start} on need {end} positions, the capacity is "
-                f"{self.capacity}",
+                f"{self.capacity}; rewind, or make a larger cache",
             )
         if start < self.length:
             self._check_rewind(start)
@@ -82,8 +85,8 @@ class ContiguousCache(ReferenceCache):
         if 0 != length < least:
             raise status_error(
                 Status.POSITION,
-                f"cannot rewind to length {length}: the window layers have dropped what a query there sees; {least} is "
-                "the least",
+                f"cannot rewind to length {length}: the window layers have dropped what a query there sees; rewind to "
+                f"0, or to {least} or more",
             )
 
     def _cut(self, length: int) -> None:

@@ -1,4 +1,4 @@
-"""How the reference refuses: with the errors of the native caches."""
+"""The errors of the reference caches, which are those of the native ones."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ def invalid(message: str) -> StatusError:
 
 
 def integer(name: str, value: Any) -> int:
-    """``value`` as an int; numpy's and torch's integers are such, bools and floats are not."""
+    """Returns ``value`` as an int. Takes integers of numpy and torch; refuses bools and floats."""
     if not isinstance(value, bool):
         try:
             return operator.index(value)
         except TypeError:
             pass
-    raise invalid(f"{name} is {value!r}, it is an integer")
+    raise invalid(f"expected {name} as an integer, got {value!r}")
 
 
 def at_least(least: int, name: str, value: int) -> None:

@@ -1,7 +1,7 @@
-"""What storing rows in a format leaves of them.
+"""The storage formats: how each rounds rows.
 
 A row is one position of one KV head: the last axis of a tensor. No format mixes rows. Codes, scales and offsets are
-those that the native caches keep, so :func:`stored` gives the numbers that their attention reads, in float32.
+those of the native caches, so :func:`stored` returns the numbers that their attention reads, in float32.
 """
 
 from __future__ import annotations
@@ -16,21 +16,21 @@ from torch import Tensor
 from etkv.reference.errors import invalid
 
 FLOATS = {"f32": torch.float32, "f16": torch.float16, "bf16": torch.bfloat16}
-"""Formats that keep rows as the numbers that they are."""
+"""Formats that store rows unpacked, in a float dtype."""
 
 F16_MAX = 65504.0
-"""The largest float16: no stored scale or offset goes beyond it."""
+"""The largest float16, and so the limit of stored scales and offsets."""
 
 E4M3_MAX = 448.0
 """The largest of the eight-bit floats with three bits of mantissa."""
 
 E2M1 = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0])
-"""The four-bit floats by their code, signs apart."""
+"""The four-bit floats by their code, without signs."""
 
 
 @dataclass(frozen=True)
 class Planes:
-    """What is kept of rows: one code an element, and for every group of elements a scale, and an offset or none.
+    """Stored rows: one code for each element, and for each group of elements a scale and perhaps an offset.
 
     ``codes`` have the shape of the rows; ``scales`` and ``offsets`` have one element a group in place of the last axis.
     """
@@ -42,11 +42,11 @@ class Planes:
 
 @dataclass(frozen=True)
 class Format:
-    """How rows are stored."""
+    """A storage format."""
 
     name: str
     granule: int
-    """head_dim is a multiple of it."""
+    """head_dim is a multiple of this."""
     encode: Callable[[Tensor], Planes] | None = None
     decode: Callable[[Planes], Tensor] | None = None
 
@@ -56,14 +56,12 @@ class Format:
 
     def check(self, head_dim: int) -> None:
         if head_dim % self.granule:
-            raise invalid(
-                f"{self.name} stores {self.granule} elements at a time, which head_dim {head_dim} is not a multiple of"
-            )
+            raise invalid(f"{self.name} takes a head_dim that is a multiple of {self.granule}, got head_dim {head_dim}")
 
     def stored(self, rows: Tensor) -> Tensor:
-        """Rows in any float dtype as they are read back: float32, ``[..., head_dim]``.
+        """Returns rows in any float dtype as they are read back: float32, ``[..., head_dim]``.
 
-        What a float16 cannot hold becomes infinite as ``f16``, as in the native caches.
+        Values beyond the range of float16 become infinite in ``f16``, as in the native caches.
         """
         if self.encode is None or self.decode is None:
             return rows.to(FLOATS[self.name]).float()
@@ -71,7 +69,7 @@ class Format:
 
 
 def format_of(name: str) -> Format:
-    """The format of this name. ``affine4`` is ``affine4g64``."""
+    """Returns the format of this name. ``affine4`` is ``affine4g64``."""
     if name in FLOATS:
         return Format(name, 1)
     if name in _OTHERS:
@@ -80,19 +78,19 @@ def format_of(name: str) -> Format:
     affine = re.fullmatch(r"affine([234568])(?:g(32|64|128))?", name)
     if affine is None:
         raise invalid(
-            f"no storage format `{name}`: there are f32, f16, bf16, affine<2|3|4|5|6|8>[g<32|64|128>], mxfp8, mxfp4, "
-            "nvfp4, row-int4 and row-fp4"
+            f"unknown storage format `{name}`; available: f32, f16, bf16, affine<2|3|4|5|6|8>[g<32|64|128>], mxfp8, "
+            "mxfp4, nvfp4, row-int4, row-fp4"
         )
     bits, group = int(affine[1]), int(affine[2] or 64)
     return Format(f"affine{bits}g{group}", group, lambda rows: affine_planes(rows, bits, group), affine_rows)
 
 
 def affine_planes(rows: Tensor, bits: int, group: int) -> Planes:
-    """Integers from 0 to 2^bits - 1, and a float16 scale and offset a group: MLX's affine quantization.
+    """Returns integers from 0 to 2^bits - 1, and a float16 scale and offset a group: MLX's affine quantization.
 
-    The end of the group with the larger magnitude becomes its offset, and the scale, negative where that is the upper
-    end, is moved a little so that zero is a whole number of steps away from it. Both are rounded to float16 after the
-    codes are made.
+    The end of the group with the larger magnitude becomes its offset. The scale is negative if that is the upper end.
+    The scale is adjusted so that zero is a whole number of steps away from the offset. Both are rounded to float16
+    after the codes are computed.
     """
     groups = rows.clamp(-F16_MAX, F16_MAX).unflatten(-1, (-1, group))
     low, high = groups.amin(-1, keepdim=True), groups.amax(-1, keepdim=True)
@@ -117,14 +115,14 @@ def affine_rows(planes: Planes) -> Tensor:
 
 
 def mx_planes(rows: Tensor, top: int, to_element: Callable[[Tensor], Tensor]) -> Planes:
-    """Elements with a power of two as the scale of every 32: the layouts of OCP microscaling.
+    """Returns elements with a power of two as the scale of every 32: the layouts of OCP microscaling.
 
     The scale is the least power of two that brings the largest magnitude of the group to at most 1.75 * 2^``top``:
-    448 for E4M3, and 7 for E2M1, whose largest is 6, which 7 is nearer to than to the 8 of the next power.
+    448 for E4M3, and 7 for E2M1. The largest E2M1 value is 6, but 7 is nearer to 6 than to the 8 of the next power.
     """
     groups = rows.unflatten(-1, (-1, 32))
     peaks = groups.abs().amax(-1)
-    # The bits of a positive float32 are 23 of mantissa below its exponent: what is above 1.75 carries into that.
+    # A positive float32 has 23 bits of mantissa below its exponent: a mantissa above 1.75 carries into the exponent.
     exponents = (peaks.view(torch.int32) + 0x001F_FFFF) >> 23
     codes = (exponents.clamp(min=top) - top).clamp(max=254 - top)
     inverse = ((254 - codes) << 23).view(torch.float32)
@@ -138,7 +136,7 @@ def mx_rows(planes: Planes) -> Tensor:
 
 
 def nvfp4_planes(rows: Tensor) -> Planes:
-    """E2M1 elements with an E4M3 scale for every 16, the largest magnitude over 6."""
+    """Returns E2M1 elements with an E4M3 scale for every 16, the largest magnitude over 6."""
     groups = rows.unflatten(-1, (-1, 16))
     scales = to_e4m3((groups.abs().amax(-1) / 6.0).clamp(max=E4M3_MAX))
     inverse = torch.where(scales == 0, torch.zeros_like(scales), scales.reciprocal())
@@ -150,9 +148,9 @@ def nvfp4_rows(planes: Planes) -> Tensor:
 
 
 def row_planes(rows: Tensor, most: float, to_element: Callable[[Tensor], Tensor]) -> Planes:
-    """Elements with one float16 scale a row: the largest magnitude, which becomes ``most``."""
+    """Returns elements with one float16 scale a row. The largest magnitude becomes ``most``."""
     scales = (rows.abs().amax(-1, keepdim=True) / most).clamp(max=F16_MAX).half()
-    # A row of zeros has scale 0, and any element.
+    # A row of zeros has scale 0 and any elements.
     divisors = torch.where(scales == 0, torch.ones_like(scales), scales).float()
     return Planes(to_element(rows / divisors), scales)
 
@@ -162,7 +160,7 @@ def row_rows(planes: Planes) -> Tensor:
 
 
 def to_e2m1(values: Tensor) -> Tensor:
-    """The nearest four-bit floats, ties to the even code; what is beyond 6 becomes 6."""
+    """Returns the nearest four-bit floats, ties to the even code. Magnitudes above 6 become 6."""
     distances = (values.abs().unsqueeze(-1) - E2M1).abs()
     codes = torch.arange(len(E2M1))
     # Of two codes that are equally near, the even one counts as nearer.
@@ -171,7 +169,7 @@ def to_e2m1(values: Tensor) -> Tensor:
 
 
 def to_e4m3(values: Tensor) -> Tensor:
-    """The nearest eight-bit floats, ties to even, of values of at most 448."""
+    """Returns the nearest eight-bit floats, ties to even, of values of at most 448."""
     return values.to(torch.float8_e4m3fn).float()
 
 
@@ -188,7 +186,7 @@ def _scaled(elements: Tensor, scales: Tensor) -> Tensor:
     return (groups * scales.unsqueeze(-1)).flatten(-2)
 
 
-# Elements are kept as the numbers that they stand for, not as bits.
+# Elements are stored as numbers, not as bits.
 _OTHERS: dict[str, tuple[int, Callable[[Tensor], Planes], Callable[[Planes], Tensor]]] = {
     "mxfp8": (32, lambda rows: mx_planes(rows, 8, _clamped_e4m3), mx_rows),
     "mxfp4": (32, lambda rows: mx_planes(rows, 2, to_e2m1), mx_rows),

@@ -1,4 +1,4 @@
-"""What a config can be: the limits that the native caches check, with the defaults filled in."""
+"""The limits of a config, which the native caches check too, with the defaults filled in."""
 
 from __future__ import annotations
 
@@ -11,23 +11,23 @@ from etkv.reference.formats import Format, format_of
 from etkv.reference.window import Sight
 
 DEFAULT_MAX_STEP_TOKENS = 512
-"""The most tokens of a step where nothing else is asked for."""
+"""The default of ``max_step_tokens``."""
 
 _MOST = 2**31 - 1
 
 
 @dataclass(frozen=True)
 class Limits:
-    """A config that can be, as a cache uses it."""
+    """A valid config, as a cache uses it."""
 
     capacity: int
     max_step_tokens: int
     formats: tuple[Format, Format]
-    """Of keys and of values."""
+    """The formats of keys and of values."""
     float_format: Format
     quantized_kv_start: int
     sights: tuple[Sight, ...]
-    """What of a sequence the queries of each layer see."""
+    """The positions that the queries of each layer see."""
 
     @property
     def most_floats(self) -> int:
@@ -36,7 +36,7 @@ class Limits:
 
 
 def limits_of(config: CacheConfig) -> Limits:
-    """Refuses what cannot be with ``INVALID_ARGUMENT``, naming the field, the value and the limit."""
+    """Checks every field; ``INVALID_ARGUMENT`` names the field, the value and the limit."""
     if not config.layers:
         raise invalid("a cache needs at least 1 layer")
     at_least(1, "capacity", config.capacity)
@@ -45,12 +45,12 @@ def limits_of(config: CacheConfig) -> Limits:
     for name in ("capacity", "max_step_tokens", "min_chunk", "quantized_kv_start"):
         _at_most(name, getattr(config, name))
     if config.growth not in GROWTHS:
-        raise invalid(f"growth is {config.growth!r}, it is one of {', '.join(GROWTHS)}")
+        raise invalid(f"unknown growth {config.growth!r}; available: {', '.join(GROWTHS)}")
     if config.min_chunk and config.growth not in ("doubling", "step"):
-        raise invalid(f"min_chunk is {config.min_chunk}, for a growth that has no chunks")
+        raise invalid(f"expected min_chunk 0 for growth {config.growth!r}, got {config.min_chunk}")
     named = {name: _format(name, getattr(config, name)) for name in ("k_format", "v_format", "float_format")}
     if config.quantized_kv_start and not named["float_format"].is_float:
-        raise invalid(f"float_format is {config.float_format}, it is f32, f16 or bf16")
+        raise invalid(f"expected float_format f32, f16 or bf16, got {config.float_format}")
     formats = (named["k_format"], named["v_format"])
     for index, layer in enumerate(config.layers):
         try:
@@ -88,7 +88,7 @@ def _check_layer(layer: LayerConfig) -> None:
         at_least(0, name, getattr(layer, name))
         _at_most(name, getattr(layer, name))
     if layer.sinks and not layer.window:
-        raise invalid(f"sinks is {layer.sinks}, for a layer without a window")
+        raise invalid(f"expected sinks 0 for a layer without a window, got {layer.sinks}")
 
 
 def _format(field: str, name: str) -> Format:

@@ -1,4 +1,4 @@
-"""The rows of a cache: what was written of each token, as its format leaves it."""
+"""The rows of a cache: keys and values of each token, rounded as their format does."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ TokenKv = tuple[Tensor, Tensor]
 
 
 class RowStore:
-    """Keys and values of each layer by token. A token is a number that is given once and never again."""
+    """Keys and values of each layer by token. A token is a unique number."""
 
     def __init__(self, config: CacheConfig, limits: Limits) -> None:
         self._config, self._limits = config, limits
@@ -28,7 +28,7 @@ class RowStore:
         self.clear()
 
     def clear(self) -> None:
-        """Forgets every row. The formats are those of the config again."""
+        """Removes every row and restores the formats of the config."""
         for layer in self._layers:
             layer.clear()
         self.awaits_conversion = self._limits.quantized_kv_start > 0
@@ -36,29 +36,28 @@ class RowStore:
         self.formats = floats if self.awaits_conversion else self._limits.formats
 
     def encode(self, layer: int, k: Tensor, v: Tensor, n_tokens: int) -> list[TokenKv]:
-        """New rows, ``[1, n_kv_heads, n_tokens, head_dim]``, as they will be stored; nothing is, yet."""
+        """Returns new rows, ``[1, n_kv_heads, n_tokens, head_dim]``, as they will be stored. Stores nothing."""
         config = self._config.layers[layer]
         for what, rows, head_dim in (("keys", k, config.k_head_dim), ("values", v, config.value_dim)):
             expected = (1, config.n_kv_heads, n_tokens, head_dim)
             if tuple(rows.shape) != expected:
                 raise status_error(
                     Status.SHAPE,
-                    f"the {what} of layer {layer} have shape {list(rows.shape)}, the cache takes {list(expected)} here",
+                    f"expected {what} of shape {list(expected)} for layer {layer}, got {list(rows.shape)}",
                 )
         keys, values = (stored_as.stored(rows[0]) for stored_as, rows in zip(self.formats, (k, v), strict=True))
         return [(keys[:, token], values[:, token]) for token in range(n_tokens)]
 
     def check_values(self, layer: int, v: Tensor) -> None:
-        """Refuses values that are not finite as they are stored.
+        """Refuses values that are not finite as stored.
 
-        The native caches read what a mask hides with weight 0, and 0 times infinity is NaN: one sequence would
-        spoil the others.
+        The native caches read masked rows with weight 0, and 0 times infinity is NaN: one sequence would spoil the
+        others.
         """
         stored_as = self.formats[1]
         if not torch.isfinite(stored_as.stored(v) if stored_as.is_float else v).all():
             raise invalid(
-                f"a value of this step is not finite as {stored_as.name} (layer {layer}); other sequences "
-                "would come to read it"
+                f"a value of this step is not finite as {stored_as.name} (layer {layer}); other sequences would read it"
             )
 
     def put(self, layer: int, tokens: Sequence[int], rows: Sequence[TokenKv]) -> None:
@@ -68,13 +67,13 @@ class RowStore:
         return [self._layers[layer][token] for token in tokens]
 
     def keep(self, tokens: Collection[int]) -> None:
-        """Forgets the rows of all other tokens."""
+        """Removes the rows of all other tokens."""
         for layer in self._layers:
             for token in layer.keys() - set(tokens):
                 del layer[token]
 
     def convert(self, k_format: str, v_format: str) -> None:
-        """Stores what is there, and what comes, in other formats, until everything is cleared."""
+        """Converts stored and future rows to other formats, until everything is cleared."""
         wanted = (format_of(k_format), format_of(v_format))
         for index, layer in enumerate(self._config.layers):
             try:
@@ -84,7 +83,7 @@ class RowStore:
         self._convert(wanted)
 
     def convert_at(self, length: int) -> None:
-        """The same to the formats of the config, if ``quantized_kv_start`` has come with so many positions."""
+        """Converts to the formats of the config if ``length`` positions reach ``quantized_kv_start``."""
         if self.awaits_conversion and length >= self._limits.quantized_kv_start:
             self._convert(self._limits.formats)
 
@@ -98,12 +97,12 @@ class RowStore:
                 )
                 layer[token] = k, v
         self.formats = wanted
-        # What was asked for by hand is not undone later.
+        # An explicit conversion is not undone later.
         self.awaits_conversion = False
 
 
 def stack(rows: Sequence[TokenKv]) -> tuple[Tensor, Tensor]:
-    """``[1, n_kv_heads, n, head_dim]`` of keys and of values."""
+    """Returns keys and values, each ``[1, n_kv_heads, n, head_dim]``."""
     return (
         torch.stack([key for key, _ in rows], dim=1).unsqueeze(0),
         torch.stack([value for _, value in rows], dim=1).unsqueeze(0),

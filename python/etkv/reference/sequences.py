@@ -1,4 +1,4 @@
-"""Many sequences that share what they have in common."""
+"""Many sequences that share tokens."""
 
 from __future__ import annotations
 
@@ -10,17 +10,17 @@ from etkv.reference.cache import ReferenceCache, Step, refuse_empty
 from etkv.reference.errors import integer, invalid
 
 MAX_SEQUENCES = 256
-"""Sequences have numbers from 0 to one less than this."""
+"""The number of sequences; they are numbered from 0."""
 
 Members = tuple[int, ...]
 """The sequences that a token belongs to."""
 
 
 class SeqCache(ReferenceCache):
-    """Up to 256 sequences. They need not be made: one that holds nothing is empty.
+    """Up to 256 sequences. They need no creation: a sequence without positions is empty.
 
-    A sequence is a dictionary from positions to tokens. A fork copies the dictionary, so that both hold the same tokens
-    from then on, and each token counts once.
+    A sequence is a dictionary from positions to tokens. A fork copies the dictionary. Both then hold the same tokens,
+    and each token counts once.
     """
 
     kind = "seq"
@@ -29,9 +29,9 @@ class SeqCache(ReferenceCache):
     def __init__(self, config: CacheConfig) -> None:
         super().__init__(config)
         self._sequences: dict[int, dict[int, int]] = {}
-        """By number, for those that hold something: position -> token."""
+        """Position to token, by the numbers of the sequences that hold tokens."""
         self._declared: list[Members] | None = None
-        """Whose the tokens of the next step are, where somebody said so."""
+        """The sequences of the next step's tokens, if they are declared."""
 
     # ---- What a runner asks ----------------------------------------------
 
@@ -40,16 +40,18 @@ class SeqCache(ReferenceCache):
         return len(self._held())
 
     def seq_len(self, sequence: int) -> int:
-        """Positions that a sequence holds."""
+        """Returns the number of positions that a sequence holds."""
         return len(self._tokens(self._number(sequence)))
 
     def seq_next(self, sequence: int) -> int:
-        """The position of a sequence's next token: one past its last. After a removal at the front that is more than it
-        holds."""
+        """Returns the position of a sequence's next token: one past its last.
+
+        After a removal at the front it is more than the number of positions.
+        """
         return self._next(self._number(sequence))
 
     def seq_positions(self, sequence: int) -> list[range]:
-        """The positions that a sequence holds, as ranges in order."""
+        """Returns the positions that a sequence holds, as ranges in order."""
         ranges: list[range] = []
         for position in sorted(self._tokens(self._number(sequence))):
             begin = ranges.pop().start if ranges and ranges[-1].stop == position else position
@@ -57,12 +59,14 @@ class SeqCache(ReferenceCache):
         return ranges
 
     def sequences(self) -> list[int]:
-        """The numbers of the sequences that hold something, in order."""
+        """Returns the numbers of the sequences that hold tokens, in order."""
         return sorted(self._sequences)
 
     def seq_rewindable_to(self, sequence: int) -> int:
-        """The least length, apart from 0, that a sequence can be cut back to and go on: it holds the position before,
-        and every layer all that a query there sees."""
+        """Returns the least length other than 0 that a sequence can be rewound to.
+
+        It holds the position before, and every layer holds all that a query there sees.
+        """
         positions = self._tokens(self._number(sequence))
         least = self._exact_from(sequence, list(positions))
         if least == 0 and 0 in positions:
@@ -75,26 +79,26 @@ class SeqCache(ReferenceCache):
     # ---- What a runner changes -------------------------------------------
 
     def begin_step(self, sequences: Sequence[int]) -> None:
-        """Says which sequence each token of the next step belongs to. Without it, they are those of the only sequence.
+        """Declares the sequence of each token of the next step. The default is the only sequence.
 
-        What is said holds until a step has worked, or something else is said.
+        The declaration holds until a step commits or another declaration replaces it.
         """
         self._declare([(sequence,) for sequence in sequences])
 
     def begin_step_shared(self, sequences: Sequence[Iterable[int]]) -> None:
-        """The same for tokens that belong to several sequences each."""
+        """Declares the sequences of each token of the next step, which may be several."""
         self._declare([tuple(members) for members in sequences])
 
     def cancel_step(self) -> None:
-        """Withdraws what ``begin_step`` or ``begin_step_shared`` said, for a step that does not come."""
-        self._refuse_in_step("cancel what was said of the next")
+        """Withdraws the declaration of ``begin_step`` or ``begin_step_shared``, for a step that does not come."""
+        self._refuse_in_step("cancel the declaration of the next")
         self._declared = None
 
     def seq_cp(self, source: int, target: int, begin: int = 0, end: int | None = None) -> None:
-        """Lets ``target`` have the positions of ``source`` from ``begin`` up to ``end`` as well.
+        """Makes ``target`` share the positions of ``source`` from ``begin`` up to ``end``.
 
-        ``POSITION`` where ``target`` holds other tokens for some of them, or where layers with windows have dropped
-        what its next query would see.
+        ``POSITION`` if ``target`` holds other tokens for some of them, or if layers with windows have dropped what its
+        next query would see.
         """
         self._refuse_in_step("copy a sequence")
         source, target = self._number(source), self._number(target)
@@ -108,7 +112,8 @@ class SeqCache(ReferenceCache):
             if known.get(position, token) != token:
                 raise status_error(
                     Status.POSITION,
-                    f"sequence {target} holds a position {position} of its own, which sequence {source} has, too",
+                    f"sequences {source} and {target} hold different tokens at position {position}; remove it from "
+                    f"sequence {target} first",
                 )
         following = max(self._next(target), max(copied) + 1)
         least = max(self._exact_from(target, list(known)), self._exact_from(source, list(copied)))
@@ -116,17 +121,16 @@ class SeqCache(ReferenceCache):
             raise status_error(
                 Status.POSITION,
                 f"sequence {target} would go on at {following}, but the window layers have dropped what a query there "
-                f"sees; {least} is the least",
+                f"sees; it can go on at {least} or later",
             )
         self._sequences[target] = {**known, **copied}
         for group in self._groups.values():
             group.copy(source, target, begin, end)
 
     def seq_rm(self, sequence: int, begin: int = 0, end: int | None = None) -> None:
-        """Takes the positions from ``begin`` up to ``end`` from a sequence, which begins at 0 again when nothing is
-        left.
+        """Removes the positions from ``begin`` up to ``end`` from a sequence. An empty sequence begins at 0 again.
 
-        ``POSITION`` where it would go on below what :meth:`seq_rewindable_to` says.
+        ``POSITION`` if it would go on below :meth:`seq_rewindable_to`.
         """
         self._refuse_in_step("remove from a sequence")
         sequence = self._number(sequence)
@@ -140,7 +144,7 @@ class SeqCache(ReferenceCache):
                 raise status_error(
                     Status.POSITION,
                     f"sequence {sequence} would go on at {following}, but the window layers have dropped what a query "
-                    f"there sees; {least} is the least",
+                    f"there sees; it can go on at {least} or later",
                 )
         elif before or begin <= 0 < end:
             self._drop_tree(sequence)
@@ -156,9 +160,9 @@ class SeqCache(ReferenceCache):
                 self.seq_rm(other)
 
     def rewind(self, length: int) -> None:
-        """Forgets the positions from ``length`` on, of the one sequence that there is; 0 forgets all of them.
+        """Removes the positions from ``length`` on, of the only sequence; 0 removes all of them.
 
-        ``INVALID_ARGUMENT`` where there are several sequences, and ``POSITION`` for a length that it cannot go on at.
+        ``INVALID_ARGUMENT`` if there are several sequences, and ``POSITION`` for a length that it cannot go on at.
         """
         self._refuse_in_step("rewind the cache")
         length = integer("length", length)
@@ -168,17 +172,17 @@ class SeqCache(ReferenceCache):
                 Status.POSITION,
                 f"cannot rewind to length {length}: the sequence goes on at position {self._next(sequence)}",
             )
-        # Else the sequence would go on at another position than it was told.
+        # Otherwise the sequence would go on at another position than `length`.
         if length > 0 and length - 1 not in self._tokens(sequence):
             raise status_error(
                 Status.POSITION,
                 f"cannot rewind to length {length}: position {length - 1} was removed; "
-                f"{self.seq_rewindable_to(sequence)} is the least, and 0 forgets all",
+                f"{self.seq_rewindable_to(sequence)} is the least length, and 0 removes all",
             )
         self.seq_rm(sequence, length)
 
     def compact(self) -> None:
-        """Nothing: there are no cells here that could lie apart."""
+        """Does nothing: the reference has no cells."""
         self._refuse_in_step("compact the cache")
 
     # ---- A step ----------------------------------------------------------
@@ -188,15 +192,15 @@ class SeqCache(ReferenceCache):
         owners = self._owners(len(positions))
         refuse_empty(positions)
         if len(owners) != len(positions):
-            raise invalid(f"the step has {len(positions)} tokens, but sequences were named for {len(owners)}")
+            raise invalid(f"the step has {len(positions)} tokens, but begin_step declared {len(owners)}")
         for token, (position, members) in enumerate(zip(positions, owners, strict=True)):
             for sequence in members:
                 expected = self._expected(owners, token, sequence)
                 if position != expected:
                     raise status_error(
                         Status.POSITION,
-                        f"token {token} of the step has position {position}, but the next of sequence {sequence} is "
-                        f"{expected}",
+                        f"expected position {expected} for token {token} of the step, the next of sequence {sequence}, "
+                        f"got {position}",
                     )
         for sequence in dict.fromkeys(member for members in owners for member in members):
             self._check_tokens(sequence, sum(sequence in members for members in owners))
@@ -204,7 +208,7 @@ class SeqCache(ReferenceCache):
         if len(positions) > free:
             raise status_error(
                 Status.CAPACITY,
-                f"a step of {len(positions)} tokens: {free} of {self.capacity} cells are free",
+                f"a step of {len(positions)} tokens does not fit: {free} of {self.capacity} cells are free",
             )
         tokens = self._new_tokens(len(positions))
         seen = [
@@ -221,26 +225,26 @@ class SeqCache(ReferenceCache):
         return Step(positions, tokens, self._held(), seen, commit)
 
     def _owners(self, n_tokens: int) -> list[Members]:
-        """Whose the tokens of the next step are."""
+        """Returns the sequences of the next step's tokens."""
         if self._declared is not None:
             return self._declared
         return [(self._only_sequence(),)] * n_tokens
 
     def _expected(self, owners: list[Members], token: int, sequence: int) -> int:
-        """The position that a token of a step has to have for one of its sequences."""
+        """Returns the position that a token of a step must have for one of its sequences."""
         return self._next(sequence) + _before(owners, token, sequence)
 
     def _check_tokens(self, sequence: int, n_tokens: int) -> None:
-        """Refuses as many tokens of a sequence in one step."""
+        """Checks the number of tokens of a sequence in one step."""
         self._check_count(n_tokens)
 
     def _seen(self, owners: list[Members], tokens: list[int], query: int, sequence: int) -> set[int]:
-        """The tokens of a sequence that are the text of a query of a step."""
+        """Returns the tokens of a sequence that are the text of a query of a step."""
         fresh = (token for token, members in zip(tokens, owners, strict=True) if sequence in members)
         return {*self._tokens(sequence).values(), *fresh}
 
     def _append(self, sequence: int, position: int, token: int) -> None:
-        """Makes a token of a step that is done part of a sequence."""
+        """Adds a token of a finished step to a sequence."""
         self._sequences.setdefault(sequence, {})[position] = token
         for group in self._groups.values():
             group.append(sequence, [position])
@@ -257,12 +261,12 @@ class SeqCache(ReferenceCache):
     # ---- Inside ----------------------------------------------------------
 
     def _declare(self, owners: list[Members]) -> None:
-        self._refuse_in_step("say whose tokens come next")
+        self._refuse_in_step("declare the sequences of the next")
         if not owners:
-            raise invalid("sequences were named for 0 tokens, a step needs at least 1 token")
+            raise invalid("expected the sequences of at least 1 token, got none")
         for token, members in enumerate(owners):
             if not members:
-                raise invalid(f"token {token} of the step belongs to no sequence")
+                raise invalid(f"token {token} of the step belongs to no sequence; name one")
             for sequence in members:
                 self._number(sequence)
                 if members.count(sequence) > 1:
@@ -271,7 +275,7 @@ class SeqCache(ReferenceCache):
 
     def _number(self, sequence: int) -> int:
         if not 0 <= integer("a sequence", sequence) < MAX_SEQUENCES:
-            raise invalid(f"there is no sequence {sequence}: they have numbers from 0 to {MAX_SEQUENCES - 1}")
+            raise invalid(f"expected a sequence from 0 to {MAX_SEQUENCES - 1}, got {sequence}")
         return sequence
 
     def _tokens(self, sequence: int) -> dict[int, int]:
@@ -283,7 +287,7 @@ class SeqCache(ReferenceCache):
     def _only_sequence(self) -> int:
         live = self.sequences()
         if len(live) > 1:
-            raise invalid(f"the cache holds {len(live)} sequences, and nothing says which is meant")
+            raise invalid(f"the cache holds {len(live)} sequences; name one of them (for a step with begin_step)")
         return live[0] if live else 0
 
     def _held(self) -> list[int]:
@@ -301,21 +305,21 @@ class SeqCache(ReferenceCache):
         self._declared = None
 
     def _refuse_under_tree(self, sequence: int, what: str) -> None:
-        """Refuses ``what`` for a sequence that carries a tree, where there are any."""
+        """Refuses ``what`` for a sequence that carries a tree. Sequences of this kind carry none."""
 
     def _drop_tree(self, sequence: int) -> None:
-        """Takes the tree of a sequence away, where there are any."""
+        """Removes the tree of a sequence. Sequences of this kind carry none."""
 
 
 def _before(owners: list[Members], token: int, sequence: int) -> int:
-    """The tokens of a sequence in a step, before one."""
+    """Returns the number of tokens of a sequence in a step before one."""
     return sum(sequence in members for members in owners[:token])
 
 
 def _range(begin: int, end: int | None) -> tuple[int, int]:
-    """A range of positions, whose end is None where it takes in all that follow."""
+    """Returns a range of positions. ``end`` None means all that follow."""
     begin = integer("begin", begin)
     last = 2**31 - 1 if end is None else integer("end", end)
     if begin < 0 or last < begin:
-        raise invalid(f"positions from {begin} to {last} are no range")
+        raise invalid(f"expected a range of positions that starts at 0 or later, got {begin} to {last}")
     return begin, last

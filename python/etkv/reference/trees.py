@@ -1,4 +1,4 @@
-"""Trees of candidates behind sequences, some of which they will accept."""
+"""Trees of candidates behind sequences."""
 
 from __future__ import annotations
 
@@ -16,22 +16,22 @@ ROOT = -1
 
 @dataclass
 class Tree:
-    """Candidates behind one sequence. They are numbered as they are proposed; a parent comes before its children."""
+    """Candidates behind one sequence, numbered in the order of their proposal. A parent comes before its children."""
 
     parents: list[int] = field(default_factory=list)
     tokens: list[int] = field(default_factory=list)
-    """Of the nodes that were run: all, or all before the last frontier."""
+    """The tokens of the nodes that ran: all, or all before the last frontier."""
 
     def __len__(self) -> int:
         return len(self.parents)
 
     @property
     def n_pending(self) -> int:
-        """Nodes that the next step runs."""
+        """The number of nodes that the next step runs."""
         return len(self.parents) - len(self.tokens)
 
     def path(self, node: int) -> list[int]:
-        """The nodes from the sequence down to one, that one among them."""
+        """Returns the nodes from the sequence down to one, including it."""
         path = [node]
         while self.parents[path[0]] != ROOT:
             path.insert(0, self.parents[path[0]])
@@ -48,18 +48,18 @@ class TreeCache(SeqCache):
         self._trees: dict[int, Tree] = {}
 
     def sequences(self) -> list[int]:
-        """The numbers of the sequences that hold something or carry a tree, in order."""
+        """Returns the numbers of the sequences that hold tokens or carry a tree, in order."""
         return sorted(self._sequences.keys() | self._trees.keys())
 
     def tree_len(self, sequence: int = 0) -> int:
-        """Nodes of the tree behind a sequence; 0 where there is none."""
+        """Returns the number of nodes of the tree behind a sequence, or 0 without a tree."""
         return len(self._trees.get(self._number(sequence), ()))
 
     def propose(self, parents: Sequence[int], sequence: int = 0) -> None:
         """Appends a frontier of candidates to the tree behind a sequence: the queries of its next step.
 
         Each sees the sequence, its ancestors and itself. A parent is the number of an earlier node of the tree, over
-        all its frontiers, or -1 for the sequence itself. A node's position is the sequence's next and its depth.
+        all its frontiers, or -1 for the sequence itself. A node's position is the sequence's next plus its depth.
         """
         self._refuse_in_step("propose a tree")
         sequence = self._number(sequence)
@@ -74,30 +74,36 @@ class TreeCache(SeqCache):
             )
         tree = self._trees.get(sequence, Tree())
         if not parents:
-            raise invalid("a frontier needs at least 1 node")
+            raise invalid("expected a frontier of at least 1 node, got none")
         if tree.n_pending:
-            raise status_error(Status.STEP, f"a frontier of {tree.n_pending} nodes is still to be run")
+            raise status_error(
+                Status.STEP, f"the last frontier, of {tree.n_pending} nodes, has not run; run a step first"
+            )
         for node, parent in enumerate(parents, start=len(tree)):
             if not ROOT <= parent < node:
-                raise invalid(f"node {node} has parent {parent}: a parent is a node before it, or {ROOT}")
+                raise invalid(f"expected a parent of node {node} from {ROOT} to {node - 1}, got {parent}")
         tree.parents += parents
         self._trees[sequence] = tree
 
     def commit(self, accepted: Sequence[int], sequence: int = 0) -> None:
-        """Makes a chain of candidates, from a child of the sequence down, part of it, and forgets the rest of its tree;
-        no nodes forget all of it."""
+        """Adds a chain of candidates to the sequence, from its child down, and removes the rest of the tree.
+
+        No nodes remove the whole tree.
+        """
         self._refuse_in_step("commit a tree")
         sequence = self._number(sequence)
         accepted = [integer("a node", node) for node in accepted]
         tree = self._trees.get(sequence)
         if tree is None:
-            raise invalid(f"sequence {sequence} carries no tree")
+            raise invalid(f"sequence {sequence} carries no tree; propose one first")
         before = ROOT
         for node in accepted:
             if not 0 <= node < len(tree.tokens):
-                raise invalid(f"node {node} is accepted, but the tree has {len(tree.tokens)} written nodes")
+                raise invalid(f"node {node} is accepted, but {len(tree.tokens)} nodes of the tree have run")
             if tree.parents[node] != before:
-                raise invalid(f"node {node} is accepted after {before}, but its parent is {tree.parents[node]}")
+                raise invalid(
+                    f"node {node} is accepted after {before}, but its parent is {tree.parents[node]}; accept a chain"
+                )
             before = node
         del self._trees[sequence]
         for node in accepted:
@@ -131,7 +137,9 @@ class TreeCache(SeqCache):
     def _check_tokens(self, sequence: int, n_tokens: int) -> None:
         tree = self._trees.get(sequence)
         if tree is not None and n_tokens != tree.n_pending:
-            raise invalid(f"the step has {n_tokens} of the {tree.n_pending} candidates of sequence {sequence}")
+            raise invalid(
+                f"expected all {tree.n_pending} candidates of sequence {sequence} in the step, got {n_tokens}"
+            )
         super()._check_tokens(sequence, n_tokens)
 
     def _seen(self, owners: list[Members], tokens: list[int], query: int, sequence: int) -> set[int]:
@@ -157,7 +165,7 @@ class TreeCache(SeqCache):
     # ---- Inside ----------------------------------------------------------
 
     def _node(self, owners: list[Members], token: int, sequence: int) -> int:
-        """The node that a token of a step is, in the tree behind a sequence."""
+        """Returns the node of a token of a step, in the tree behind a sequence."""
         return len(self._trees[sequence].tokens) + _before(owners, token, sequence)
 
     def _held(self) -> list[int]:

@@ -1,8 +1,7 @@
 """Sliding windows: what a query sees of a sequence, and which positions the native caches drop.
 
-The reference itself drops nothing, since a query that sees no further than its window needs no less memory for being
-right. It follows what a native cache holds for one reason: a sequence cannot go back to where a query would see what is
-gone, and both have to refuse that alike.
+The reference itself drops no rows. It tracks what a native cache holds for one reason: a sequence cannot be rewound to
+where a query would see dropped positions, and both must refuse that alike.
 """
 
 from __future__ import annotations
@@ -13,15 +12,15 @@ from dataclasses import dataclass, field
 
 @dataclass(frozen=True)
 class Sight:
-    """What of a sequence the queries of a layer see."""
+    """The positions of a sequence that the queries of a layer see."""
 
     window: int = 0
-    """Positions, the query's own among them; 0 for all."""
+    """Positions, including the query's own; 0 for all."""
     sinks: int = 0
-    """First positions that are seen besides."""
+    """First positions that are also seen."""
 
     def sees(self, query: int, position: int) -> bool:
-        """Whether a query at position ``query`` sees ``position`` of its own sequence."""
+        """Returns whether a query at position ``query`` sees ``position`` of its own sequence."""
         if position > query:
             return False
         return not self.window or position > query - self.window or position < self.sinks
@@ -29,11 +28,11 @@ class Sight:
 
 @dataclass
 class WindowLayerGroup:
-    """What the layers of one window still hold of each sequence in a native cache.
+    """The positions that the layers of one window hold of each sequence in a native cache.
 
-    Rows are appended until another step of ``max_step_tokens`` tokens may not fit. Then all goes that is neither a
-    sink, nor in the window of the next query, nor in that of a query ``max_step_tokens`` positions before, so that a
-    step of any legal size can be rolled back.
+    Rows are appended until another step of ``max_step_tokens`` tokens may not fit. Sinks then stay, and so do the
+    windows of the next query and of a query ``max_step_tokens`` positions before, so that a step of any legal size can
+    be rolled back. All other positions are dropped.
     """
 
     sight: Sight
@@ -50,28 +49,28 @@ class WindowLayerGroup:
 
     @property
     def drops(self) -> bool:
-        """Whether a sequence is ever longer than what is held of it."""
+        """Whether a sequence can be longer than the slots."""
         return self.slots < self.capacity
 
     def append(self, sequence: int, positions: Iterable[int]) -> None:
         self.held.setdefault(sequence, set()).update(positions)
 
     def keep(self, sequence: int, positions: Iterable[int]) -> None:
-        """Forgets what of a sequence is not among ``positions``."""
+        """Removes the positions of a sequence that are not among ``positions``."""
         self.held[sequence] = self.held.get(sequence, set()) & set(positions)
 
     def copy(self, source: int, target: int, begin: int, end: int) -> None:
         self.append(target, {position for position in self.held.get(source, set()) if begin <= position < end})
 
     def trim(self, sequence: int, following: int) -> None:
-        """A step of a sequence is done, whose next position is ``following``."""
+        """Drops positions after a step of a sequence whose next position is ``following``."""
         held = self.held.get(sequence, set())
         if self.drops and len(held) > self.slots - self.max_step_tokens:
             first_needed = following - (self.sight.window - 1) - self.max_step_tokens
             self.held[sequence] = {at for at in held if at < self.sight.sinks or at >= first_needed}
 
     def exact_from(self, sequence: int, positions: Iterable[int]) -> int:
-        """The least position at which a query sees nothing that is gone of ``positions``, a part of the sequence."""
+        """Returns the least position at which a query sees no dropped position of ``positions``."""
         held = self.held.get(sequence, set())
         gone = [at for at in positions if at >= self.sight.sinks and at not in held]
         return max(gone) + self.sight.window if gone else 0

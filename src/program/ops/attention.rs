@@ -1,4 +1,4 @@
-//! The op that the cache is behind.
+//! The op that reads and writes the cache.
 
 use mlx_rs::{Array, Dtype};
 
@@ -15,13 +15,13 @@ use crate::program::slots::Slots;
 pub fn update_and_attend(slots: &mut Slots, node: fb::UpdateAndAttendNode) -> Result<Instruction> {
     // The schema cannot require scalars, so it makes them optional.
     let Some(layer) = node.layer_id() else {
-        fail!(Program, "UpdateAndAttend has no layer_id");
+        fail!(Program, "expected a layer_id of UpdateAndAttend, got none");
     };
     let Ok(layer) = usize::try_from(layer) else {
-        fail!(Program, "UpdateAndAttend has layer_id {layer}, the least is 0");
+        fail!(Program, "expected a layer_id of UpdateAndAttend of at least 0, got {layer}");
     };
     let Some(scale) = node.scale() else {
-        fail!(Program, "UpdateAndAttend of layer {layer} has no scale");
+        fail!(Program, "expected a scale of UpdateAndAttend of layer {layer}, got none");
     };
     let op = Op::UpdateAndAttend {
         q: slots.read(node.q())?,
@@ -39,7 +39,7 @@ pub fn update_and_attend(slots: &mut Slots, node: fb::UpdateAndAttendNode) -> Re
 /// The axis of tokens in `[1, heads, T, head_dim]`.
 const TOKENS: usize = 2;
 
-/// What is fixed about one call of the op.
+/// The constants of one call of the op.
 pub struct Call {
     pub layer: usize,
     pub scale: f32,
@@ -47,7 +47,7 @@ pub struct Call {
     pub last_query: bool,
 }
 
-/// `q` is `[1, n_heads, T, head_dim]`; `k` and `v` have the cache's heads.
+/// Runs the op. `q` is `[1, n_heads, T, head_dim]`; `k` and `v` have the cache's heads.
 pub fn run_update_and_attend(
     frame: &mut Frame,
     [q, k, v]: [Value; 3],
@@ -68,10 +68,10 @@ pub fn run_update_and_attend(
     let n = q.dim(TOKENS as i32);
     let q = slice_axis(q, TOKENS, n - 1, n, 1)?;
     spec.mask = match spec.mask {
-        // The last query is the one that sees everything.
+        // The last query sees everything.
         Mask::None | Mask::Causal => Mask::None,
         Mask::Explicit(mask) => {
-            // `[T, L]` or more; the queries are next to last.
+            // `[T, L]` or more axes; the queries are next to last.
             let queries = mask.ndim().saturating_sub(2);
             Mask::Explicit(slice_axis(&mask, queries, n - 1, n, 1)?)
         }

@@ -54,7 +54,7 @@ pub fn gelu(slots: &mut Slots, node: fb::GeluNode) -> Result<Instruction> {
     let function = match node.approximate() {
         "none" => Unary::Gelu,
         "tanh" => Unary::GeluTanh,
-        other => fail!(Unsupported, "Gelu by `{other}`; this build has `none` and `tanh`"),
+        other => fail!(Unsupported, "unknown Gelu `{other}`; available: none, tanh"),
     };
     let op = Op::Unary { function, x: slots.read(node.x())? };
     Ok(instruction(op, slots.write(node.out())?))
@@ -81,7 +81,7 @@ pub fn run_unary(function: Unary, x: &Array) -> Result<Array> {
     })
 }
 
-/// `x (1 + bell(x)) / 2`. Half precision is rounded once, at the end.
+/// Returns `x (1 + bell(x)) / 2`. Half precision is rounded once, at the end.
 fn run_gelu(x: &Array, bell: impl Fn(&Array) -> mlx_rs::error::Result<Array>) -> Result<Array> {
     let wide = cast(x, Dtype::Float32)?;
     let half = wide.multiply(Array::from_f32(0.5))?;
@@ -113,7 +113,7 @@ mod tests {
         }
     }
 
-    /// The integral of the normal distribution, added up.
+    /// Sums the integral of the normal distribution.
     fn gelu(x: f64) -> f64 {
         let n = 20_000;
         let width = (x + 12.0) / f64::from(n);

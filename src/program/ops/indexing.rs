@@ -16,7 +16,7 @@ pub fn take(slots: &mut Slots, node: fb::TakeNode) -> Result<Instruction> {
         (0, _, _) => Index::One(Int::Literal(argument.literal())),
         (1, Some(vid), _) => Index::One(Int::Value(slots.read_int(vid)?)),
         (2, _, Some(tid)) => Index::Many(slots.read(tid)?),
-        (kind, _, _) => fail!(Program, "an index of kind {kind}"),
+        (kind, _, _) => fail!(Program, "expected an index of kind 0, 1 or 2, got {kind}"),
     };
     let op = Op::Take { x: slots.read(node.x())?, index, axis: node.axis() };
     Ok(instruction(op, slots.write(node.out())?))
@@ -34,7 +34,7 @@ pub fn run_take(frame: &Frame, x: Value, index: Index, axis: i32) -> Result<Arra
         Index::One(index) => {
             let index = frame.int(index)?;
             if index < -size || index >= size {
-                fail!(Program, "index {index} of an axis of {size}");
+                fail!(Program, "expected an index from {} to {}, got {index}", -size, size - 1);
             }
             let index = if index < 0 { index + size } else { index };
             Ok(x.take_axis(Array::from_int(index), axis)?)
@@ -42,7 +42,7 @@ pub fn run_take(frame: &Frame, x: Value, index: Index, axis: i32) -> Result<Arra
     }
 }
 
-/// `[...]` indices into `x`, `[features, rows]`: `[..., features]`.
+/// Gathers rows by `[...]` indices into `x`, `[features, rows]`: `[..., features]`.
 pub fn run_take_transposed(frame: &Frame, x: Value, index: Value) -> Result<Array> {
     let x = frame.tensor(x)?;
     check_range(frame, index, x.dim(1))?;
@@ -52,8 +52,8 @@ pub fn run_take_transposed(frame: &Frame, x: Value, index: Value) -> Result<Arra
     Ok(columns.transpose_axes(&perm)?)
 }
 
-/// MLX reads whatever lies at an index past the end. An input's indices, such as
-/// tokens, are here to look at; others have to be computed first.
+/// Checks indices: MLX reads whatever lies at an index past the end. An input's indices, such as
+/// tokens, are available; others have to be computed first.
 fn check_range(frame: &Frame, index: Value, size: i32) -> Result<()> {
     let (least, most) = match frame.host_ints(index) {
         Some(indices) => (indices.iter().min().copied(), indices.iter().max().copied()),
@@ -73,7 +73,7 @@ fn check_range(frame: &Frame, index: Value, size: i32) -> Result<()> {
         if index < 0 || index >= i64::from(size) {
             fail!(
                 InvalidArgument,
-                "an index (of a token, say) is {index}, it may be 0 to {}",
+                "expected an index (such as a token id) from 0 to {}, got {index}",
                 size - 1
             );
         }

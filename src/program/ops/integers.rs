@@ -1,4 +1,4 @@
-//! Arithmetic on sizes: 32-bit, and refused where it overflows.
+//! Arithmetic on sizes: 32-bit; overflow is an error.
 
 use super::instruction;
 use crate::error::{fail, Result};

@@ -19,7 +19,7 @@ pub fn addmm(slots: &mut Slots, node: fb::AddmmNode) -> Result<Instruction> {
         beta: node.beta(),
     };
     if node.bias().is_none() && node.alpha() != 1.0 {
-        fail!(Unsupported, "Addmm without a bias has alpha {}, it may be 1", node.alpha());
+        fail!(Unsupported, "expected alpha 1 for Addmm without a bias, got {}", node.alpha());
     }
     Ok(instruction(op, slots.write(node.out())?))
 }
@@ -36,7 +36,7 @@ pub fn run_addmm(
     product(mat1, mat2, bias, alpha, beta)
 }
 
-/// `weight` is `[in, out]` if `transposed`, else `[out, in]`.
+/// Multiplies `x` by `weight`, which is `[in, out]` if `transposed`, else `[out, in]`.
 pub fn run_linear(
     frame: &Frame,
     x: Value,

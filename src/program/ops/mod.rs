@@ -1,7 +1,7 @@
-//! The operations: how each is decoded, and how each runs.
+//! The operations: decoding and running each.
 //!
-//! A new operation is a variant of [`Op`], one function that decodes it, one that
-//! runs it, and a line in each of the two tables here.
+//! A new operation is a variant of [`Op`], one function that decodes it, one that runs it, and a
+//! line in each of the two tables here.
 
 mod attention;
 mod elementwise;
@@ -20,7 +20,7 @@ use super::ir::{Instruction, Int, Op, Out};
 use super::slots::Slots;
 use crate::error::{fail, Result};
 
-/// What an instruction makes when it runs.
+/// The result of an instruction.
 pub enum Made {
     /// A tensor.
     Tensor(Array),
@@ -31,7 +31,7 @@ pub enum Made {
 /// The decoding table: node type, accessor of the schema's union, function.
 macro_rules! decoding {
     ($($kind:ident: $accessor:ident => $decode:expr,)+) => {
-        /// Whether this build has the operation.
+        /// Returns whether this build has the operation.
         pub fn is_known(kind: OpNode) -> bool {
             matches!(
                 kind,
@@ -85,8 +85,8 @@ decoding! {
     UpdateAndAttendNode: op_as_update_and_attend_node => attention::update_and_attend,
 }
 
-/// Decodes an instruction: one of ours as a rule, none for one that only renames,
-/// and one for each output of a split.
+/// Decodes an instruction: usually to one operation, to none if it only renames, and to one for
+/// each output of a split.
 pub fn decode(slots: &mut Slots, instruction: fb::Instruction) -> Result<Vec<Instruction>> {
     if instruction.op_type() == OpNode::NoopNode {
         return Ok(Vec::new());

@@ -1,4 +1,4 @@
-//! Weights of a few bits: products with them, and rows of them.
+//! Products with weights of a few bits, and rows of such weights.
 
 use mlx_rs::ops::matmul;
 use mlx_rs::{Array, Dtype};
@@ -30,7 +30,10 @@ pub fn dequantize(slots: &mut Slots, node: fb::DequantizeNode) -> Result<Instruc
     let biases = slots.read_optional(node.biases())?;
     let packing = affine(node.mode(), node.group_size(), node.bits(), biases)?;
     if node.global_scale().is_some() {
-        fail!(Unsupported, "affine quantization with a scale for the whole tensor");
+        fail!(
+            Unsupported,
+            "expected affine quantization without a scale for the whole tensor, got one"
+        );
     }
     let op = Op::Dequantize {
         w: slots.read(node.w())?,
@@ -44,21 +47,21 @@ pub fn dequantize(slots: &mut Slots, node: fb::DequantizeNode) -> Result<Instruc
 
 fn affine(mode: &str, group_size: i32, bits: i32, biases: Option<Value>) -> Result<Affine> {
     if mode != "affine" {
-        fail!(Unsupported, "quantization of kind `{mode}`; this build has `affine`");
+        fail!(Unsupported, "unknown quantization `{mode}`; available: affine");
     }
     if biases.is_none() {
-        fail!(Program, "affine quantization without biases");
+        fail!(Program, "expected biases with affine quantization, got none");
     }
     if !matches!(bits, 2 | 3 | 4 | 5 | 6 | 8) {
-        fail!(Unsupported, "weights of {bits} bits; there are 2, 3, 4, 5, 6 and 8");
+        fail!(Unsupported, "expected weights of 2, 3, 4, 5, 6 or 8 bits, got {bits}");
     }
     if !matches!(group_size, 32 | 64 | 128) {
-        fail!(Unsupported, "quantization in groups of {group_size}; there are 32, 64 and 128");
+        fail!(Unsupported, "expected quantization in groups of 32, 64 or 128, got {group_size}");
     }
     Ok(Affine { group_size, bits })
 }
 
-/// A packed matrix: `bits` bits an element, a scale and a bias a group.
+/// A packed matrix: `bits` bits an element, a scale and a bias for each group.
 struct Packed<'a> {
     w: &'a Array,
     scales: &'a Array,
@@ -67,9 +70,8 @@ struct Packed<'a> {
 }
 
 impl Packed<'_> {
-    /// The matrix, in the dtype of its scales. Half precision is rounded once,
-    /// at the end: unpacked in half precision, the error would be three times as
-    /// large.
+    /// Returns the matrix in the dtype of its scales. Half precision is rounded once, at the end:
+    /// unpacked in half precision, the error would be three times as large.
     fn unpack(&self) -> Result<Array> {
         let Affine { group_size, bits } = self.packing;
         let wide = |array| cast(array, Dtype::Float32);
@@ -88,7 +90,7 @@ pub fn run_quantized_matmul(
     transpose: bool,
 ) -> Result<Array> {
     let Some(biases) = biases else {
-        fail!(Program, "affine quantization without biases");
+        fail!(Program, "expected biases with affine quantization, got none");
     };
     let x = frame.tensor(x)?;
     let packed = Packed {
@@ -97,7 +99,7 @@ pub fn run_quantized_matmul(
         biases: frame.tensor(biases)?,
         packing,
     };
-    // [1, T, features], by the rows of a weight: what a linear layer is.
+    // [1, T, features] by the rows of a weight, as in a linear layer.
     let is_linear = transpose && x.ndim() == 3 && x.dim(0) == 1 && packed.w.ndim() == 2;
     if !is_linear {
         return packed_product(x, &packed, transpose);
@@ -109,9 +111,8 @@ pub fn run_quantized_matmul(
     }
 }
 
-/// MLX's packed product, but for weights of one group a row, whose product with
-/// several rows is wrong on CUDA: 8 bits, 64 features in a group of 64, MLX
-/// 0.32.2.
+/// Multiplies by MLX's packed product, except for weights of one group a row. Their product with
+/// several rows is wrong on CUDA: 8 bits, 64 features in a group of 64, MLX 0.32.2.
 fn linear_on_gpu(x: &Array, packed: &Packed) -> Result<Array> {
     let (rows, groups) = (x.dim(1), packed.scales.dim(-1));
     if rows > 1 && groups == 1 {
@@ -120,14 +121,13 @@ fn linear_on_gpu(x: &Array, packed: &Packed) -> Result<Array> {
     packed_product(x, packed, true)
 }
 
-/// MLX's packed product on the CPU runs row by row, unpacking the weight for
-/// each, and is an order of magnitude slower in half precision than in float32.
-/// A token or a few go through it in float32; for more rows it is faster to
-/// unpack the weight once, and multiply.
+/// Multiplies in the faster way. MLX's packed product on the CPU runs row by row, unpacks the
+/// weight for each, and is an order of magnitude slower in half precision than in float32. A few
+/// rows go through it in float32. For more rows it is faster to unpack the weight once and
+/// multiply.
 ///
-/// How many are more was measured on x86-64 with MLX 0.32.2, for 4 and 8 bits:
-/// the two ways meet between 8 and 16 rows in float32, between 4 and 8 in half
-/// precision.
+/// The number of rows was measured on x86-64 with MLX 0.32.2, for 4 and 8 bits: the two ways meet
+/// between 8 and 16 rows in float32, and between 4 and 8 in half precision.
 fn linear_on_cpu(x: &Array, packed: &Packed) -> Result<Array> {
     let (rows, dtype) = (x.dim(1), x.dtype());
     let unpack_from = if dtype == Dtype::Float32 { 12 } else { 8 };
@@ -141,8 +141,8 @@ fn linear_on_cpu(x: &Array, packed: &Packed) -> Result<Array> {
         return cast(&product, dtype);
     }
     let w = packed.unpack()?;
-    // The weight on the left, as it is: the other way round BLAS would walk it
-    // along its short side.
+    // The weight stands on the left, as it is: the other way round BLAS would walk it along its
+    // short side.
     let columns = x.reshape(&[rows, -1])?.transpose_axes(&[1, 0])?.contiguous()?;
     let product = matmul(w, columns)?.transpose_axes(&[1, 0])?.expand_dims(0)?;
     cast(&product, dtype)
@@ -176,7 +176,7 @@ pub fn run_dequantize(
     dtype: Option<Dtype>,
 ) -> Result<Array> {
     let Some(biases) = biases else {
-        fail!(Program, "affine quantization without biases");
+        fail!(Program, "expected biases with affine quantization, got none");
     };
     let packed = Packed {
         w: frame.tensor(w)?,

@@ -42,21 +42,24 @@ pub fn slice(slots: &mut Slots, node: fb::SliceNode) -> Result<Instruction> {
     Ok(instruction(op, slots.write(node.out())?))
 }
 
-/// A split is a piece of the same tensor for each output. One size is that of all
-/// pieces but the last, which may be smaller; several are the pieces' own.
+/// Decodes a split: one piece of the same tensor for each output. One size is that of all pieces
+/// but the last, which may be smaller; several sizes are those of the pieces.
 pub fn split(slots: &mut Slots, node: fb::SplitNode) -> Result<Vec<Instruction>> {
     let sizes = ints(slots, node.sizes())?
         .into_iter()
         .map(|size| match size {
             Int::Literal(size) => Ok(size),
-            Int::Value(_) => fail!(Unsupported, "a split whose sizes are known only when it runs"),
+            Int::Value(_) => fail!(
+                Unsupported,
+                "expected a split of fixed sizes, got sizes that are known only when it runs"
+            ),
         })
         .collect::<Result<Vec<_>>>()?;
     let pieces = pieces(&sizes, node.outs().len())?;
     let x = slots.read(node.x())?;
     let (least, most) = match (&sizes[..], pieces.last()) {
         (_, None) => return Ok(Vec::new()),
-        // The last piece has one element at least.
+        // The last piece has at least one element.
         ([_], Some(&(start, stop))) => (start + 1, stop),
         (_, Some(&(_, stop))) => (stop, stop),
     };
@@ -70,12 +73,12 @@ pub fn split(slots: &mut Slots, node: fb::SplitNode) -> Result<Vec<Instruction>>
         .collect()
 }
 
-/// Where each of `n` pieces starts and stops.
+/// Returns where each of `n` pieces starts and stops.
 fn pieces(sizes: &[i64], n: usize) -> Result<Vec<(i32, i32)>> {
     let each = match sizes {
         [size] => vec![*size; n],
         sizes if sizes.len() == n => sizes.to_vec(),
-        sizes => fail!(Program, "a split of {} sizes has {n} outputs", sizes.len()),
+        sizes => fail!(Program, "expected {} outputs of a split, got {n}", sizes.len()),
     };
     let mut start = 0i32;
     each.into_iter()
@@ -87,7 +90,10 @@ fn pieces(sizes: &[i64], n: usize) -> Result<Vec<(i32, i32)>> {
             match stop {
                 Some(stop) => Ok((std::mem::replace(&mut start, stop), stop)),
                 None => {
-                    fail!(Program, "a split into {sizes:?}: a piece has 1 to 2^31 - 1 elements")
+                    fail!(
+                        Program,
+                        "expected pieces of 1 to 2^31 - 1 elements in a split, got {sizes:?}"
+                    )
                 }
             }
         })
@@ -119,13 +125,13 @@ pub fn run_reshape(frame: &Frame, x: Value, shape: &[Int]) -> Result<Array> {
         _ => false,
     };
     if !fits {
-        fail!(Program, "a tensor of shape {:?} cannot have shape {shape:?}", x.shape());
+        fail!(Program, "cannot reshape {:?} to {shape:?}: they differ in elements", x.shape());
     }
     Ok(x.reshape(&shape)?)
 }
 
-/// Python's slice along one axis: bounds below zero count from the end, and are
-/// brought within the axis.
+/// Slices along one axis as Python does: bounds below zero count from the end, and all bounds are
+/// clamped to the axis.
 pub fn run_slice(
     frame: &Frame,
     x: Value,
@@ -136,7 +142,7 @@ pub fn run_slice(
     let x = frame.tensor(x)?;
     let axis = normalize_axis(frame.int(axis)?, x.ndim())?;
     if step < 1 {
-        fail!(Unsupported, "a slice with step {step}");
+        fail!(Unsupported, "expected a slice with a step of at least 1, got {step}");
     }
     let size = x.dim(axis as i32);
     let bound = |bound: i32| {
@@ -162,7 +168,7 @@ pub fn run_piece(
     if !sizes.contains(&size) {
         fail!(
             Program,
-            "an axis of {size} is split into pieces of {} to {} in all",
+            "expected an axis of {} to {} elements to split, got {size}",
             sizes.start(),
             sizes.end()
         );
@@ -182,17 +188,17 @@ pub fn run_sym_size(x: &Array, dim: i32) -> Result<i32> {
 
 pub fn run_last_token(x: &Array) -> Result<Array> {
     if x.ndim() <= TOKENS {
-        fail!(Program, "a tensor of shape {:?} has no axis of tokens", x.shape());
+        fail!(Program, "expected a tensor [1, T, ...], got shape {:?}", x.shape());
     }
     let n = x.dim(TOKENS as i32);
     slice_axis(x, TOKENS, (n - 1).max(0), n, 1)
 }
 
-/// An axis counted from the front; below zero it counts from the end.
+/// Returns an axis counted from the front; below zero it counts from the end.
 pub fn normalize_axis(axis: i32, ndim: usize) -> Result<usize> {
     let n = ndim as i32;
     if axis < -n || axis >= n {
-        fail!(Program, "axis {axis} of a tensor with {ndim} axes");
+        fail!(Program, "expected an axis from {} to {}, got {axis}", -n, n - 1);
     }
     Ok(if axis < 0 { axis + n } else { axis } as usize)
 }
@@ -209,7 +215,7 @@ mod tests {
     }
 
     #[test]
-    fn splits_that_cannot_be_are_refused() {
+    fn splits_that_do_not_fit_are_refused() {
         for (sizes, n) in [
             (&[2, 3][..], 3),
             (&[], 1),

@@ -1,10 +1,10 @@
-//! Drops instructions whose results nobody reads.
+//! Removes instructions whose results nothing reads.
 
 use std::collections::HashSet;
 
 use crate::program::ir::{Graph, Int, IntValue, Op, Out, Value};
 
-/// Drops them from the main chain. Writing to the cache is a use of its own.
+/// Removes them from the main chain. Writing to the cache counts as a use.
 pub fn eliminate(graph: &mut Graph) {
     let mut tensors: HashSet<Value> = HashSet::new();
     let mut ints: HashSet<IntValue> = HashSet::new();

@@ -1,10 +1,9 @@
 //! Narrows a program to the last token's row of its logits.
 //!
-//! A prompt's rows matter through the cache alone: of its logits one row is
-//! read. The output's last product, which is the widest of all, then runs on one
-//! row, and so does everything that works row by row before it, up to the last
-//! layer's attention. A program that was exported to give the last row alone has
-//! a slice before that product, and what feeds it can be narrowed in any case.
+//! A prompt's rows matter only through the cache: the host reads one row of its logits. The last
+//! product, which is the widest, then runs on one row, and so does everything before it that works
+//! row by row, up to the last layer's attention. A program that was exported to return the last row
+//! has a slice before that product. What feeds the slice can always be narrowed.
 
 use std::collections::{HashMap, HashSet};
 
@@ -13,33 +12,32 @@ use super::{insert, makers};
 use crate::error::{fail, Result};
 use crate::program::ir::{Graph, Instruction, Int, Op, Out, Value};
 
-/// Leaves out rows that nobody reads. Where `last_only`, nobody reads the rows of
-/// the first output, the logits, but the last: `[1, T, ...]` becomes `[1, 1, ...]`.
-/// Other outputs stay whole.
+/// Removes rows that nothing reads. With `last_only`, only the last row of the first output, the
+/// logits, is read: `[1, T, ...]` becomes `[1, 1, ...]`. Other outputs stay whole.
 ///
 /// # Errors
-/// [`Unsupported`](crate::Status::Unsupported) where `last_only` and the first
-/// output is no tensor or not made row by row.
+/// [`Unsupported`](crate::Status::Unsupported) with `last_only` if the first output is no tensor or
+/// is not made row by row.
 pub fn narrow(graph: &mut Graph, last_only: bool) -> Result<()> {
     let rows = Rows::find(graph);
     let mut logits = None;
     if last_only {
         let Some(Out::Tensor(output)) = graph.main.outputs.first().copied() else {
-            fail!(Unsupported, "logits of the last token only: the first output is no tensor");
+            fail!(Unsupported, "cannot give logits of the last token only: the first output is no tensor; load with logits=all");
         };
-        // What has one row has the last one only.
+        // A value of one row has only the last one.
         logits = (!rows.is_single(output)).then_some(output);
     }
     let narrow = narrowed(graph, logits, &rows);
     if logits.is_some_and(|logits| !narrow.contains(&logits)) {
-        fail!(Unsupported, "logits of the last token only: the logits are not made row by row");
+        fail!(Unsupported, "cannot give logits of the last token only: they are not made row by row; load with logits=all");
     }
     rewrite(graph, &narrow, &rows);
     Ok(())
 }
 
-/// The values of which only the last row is ever wanted: from `logits` and from
-/// slices up, as long as all readers are narrowed themselves.
+/// Returns the values of which only the last row is read: from `logits` and from slices upwards, as
+/// long as all readers are narrowed too.
 fn narrowed(graph: &Graph, logits: Option<Value>, rows: &Rows) -> HashSet<Value> {
     let mut readers = HashMap::<Value, Vec<usize>>::new();
     for (index, instruction) in graph.main.instructions.iter().enumerate() {
@@ -53,7 +51,7 @@ fn narrowed(graph: &Graph, logits: Option<Value>, rows: &Rows) -> HashSet<Value>
         *n_outputs.entry(value).or_default() += 1;
     }
     let mut narrow = HashSet::new();
-    // Backwards, each value after all of its readers.
+    // Walk backwards: each value comes after all of its readers.
     for (index, instruction) in graph.main.instructions.iter().enumerate().rev() {
         let Out::Tensor(value) = instruction.out else { continue };
         if made.get(&value) != Some(&index) {
@@ -80,8 +78,8 @@ fn narrowed(graph: &Graph, logits: Option<Value>, rows: &Rows) -> HashSet<Value>
     narrow
 }
 
-/// Makes the narrowed values narrow: attention answers its last query only, and
-/// what else enters from wide values passes through `LastToken`.
+/// Narrows the values: attention answers its last query only, and wide values that enter pass
+/// through `LastToken`.
 fn rewrite(graph: &mut Graph, narrow: &HashSet<Value>, rows: &Rows) {
     let mut inserted: Vec<(usize, Instruction)> = Vec::new();
     let mut last_rows = HashMap::<Value, Value>::new();
@@ -133,8 +131,8 @@ mod tests {
     const TOKENS: Value = Value(1);
     const COUNT: IntValue = IntValue(0);
 
-    /// A program over `[1, T]` inputs with one weight; values from 2 on are made
-    /// by `ops`, the last of them its output.
+    /// Returns a program over `[1, T]` inputs with one weight. `ops` make the values from 2 on, the
+    /// last of which is its output.
     fn graph(ops: Vec<Op>) -> Graph {
         let shape = vec![8, 8];
         let mut instructions =
@@ -254,7 +252,7 @@ mod tests {
         narrow(&mut graph, true).unwrap();
         let made = ops(&graph);
         assert!(matches!(made[2], Op::UpdateAndAttend { last_query: false, .. }));
-        // Its second axis is the heads': rows are cut where the heads are back.
+        // Its second axis is that of the heads: rows are cut once the heads are in place.
         assert!(!made.contains(&&Op::LastToken { x: Value(3) }));
     }
 

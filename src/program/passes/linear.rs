@@ -1,4 +1,4 @@
-//! Linear layers: recognised, and their weights laid out for the device.
+//! Recognises linear layers, and lays out their weights for the device.
 
 use std::collections::{HashMap, HashSet};
 
@@ -8,7 +8,7 @@ use super::{maker, makers, Target};
 use crate::program::constants::Layout;
 use crate::program::ir::{Graph, Index, Op, Value};
 
-/// Makes one `Linear` of a product with a transposed constant.
+/// Replaces a product with a transposed constant by one `Linear`.
 pub fn fuse(graph: &mut Graph) {
     let makers = makers(graph);
     let fused: Vec<Option<Op>> = graph
@@ -38,7 +38,7 @@ pub fn fuse(graph: &mut Graph) {
     }
 }
 
-/// Decides how each constant is kept, and makes the instructions fit.
+/// Decides the layout of each constant, and adapts the instructions.
 pub fn choose_layouts(graph: &mut Graph, target: Target) -> Vec<Layout> {
     let mut layouts = vec![Layout::Absent; graph.constants.len()];
     let mut transposable = HashMap::<Value, bool>::new();
@@ -50,9 +50,9 @@ pub fn choose_layouts(graph: &mut Graph, target: Target) -> Vec<Layout> {
             transposable.insert(read, false);
         }
     }
-    // What init makes is kept as init makes it.
+    // Constants that the init chain writes keep their layout.
     transposable.extend(graph.init_targets.iter().map(|&value| (value, false)));
-    // And what is handed on, by either chain, as it is stored.
+    // So do constants that either chain passes on.
     for value in graph.init.tensor_outputs().chain(graph.main.tensor_outputs()) {
         if graph.is_constant(value) {
             layouts[value.0 as usize] = Layout::Stored;
@@ -76,10 +76,9 @@ pub fn choose_layouts(graph: &mut Graph, target: Target) -> Vec<Layout> {
             *transposable.entry(read).or_insert(true) &= fits;
         }
     }
-    // MLX's CPU build hands float32 products to a BLAS that streams through the
-    // rows of [in, out], but walks [out, in] with dot products, which a compiler
-    // may not reorder. Measured on x86-64: 1.5 times as fast for the rows of a
-    // prompt, 0.9 to 1.2 times for one row.
+    // MLX's CPU build passes float32 products to a BLAS. It streams through the rows of [in, out],
+    // but walks [out, in] with dot products, which a compiler may not reorder. Measured on x86-64:
+    // [in, out] is 1.5 times as fast for the rows of a prompt, 0.9 to 1.2 times for one row.
     if !target.on_gpu {
         for constant in linear {
             let kept = &graph.constants[constant.0 as usize];

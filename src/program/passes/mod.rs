@@ -1,4 +1,4 @@
-//! What can be done to a program before it runs.
+//! Passes that improve a program before it runs.
 
 mod dead;
 mod last_token;
@@ -14,20 +14,19 @@ use std::collections::HashMap;
 
 use tracing::{debug, debug_span};
 
-/// What the passes need to know.
+/// The target that the passes prepare a program for.
 #[derive(Debug, Clone, Copy)]
 pub struct Target {
     /// Whether the program runs on a GPU.
     pub on_gpu: bool,
-    /// Whether only the last token's row of the output is wanted.
+    /// Whether the host wants only the last token's row of the output.
     pub last_token_only: bool,
 }
 
-/// Improves a program for a target, and tells how to keep each constant.
+/// Improves a program for a target, and returns how to keep each constant.
 ///
 /// # Errors
-/// [`Unsupported`](crate::Status::Unsupported) where the target asks for what
-/// the program cannot give.
+/// [`Unsupported`](crate::Status::Unsupported) if the program cannot do what the target asks for.
 pub fn run(graph: &mut Graph, target: Target) -> Result<Vec<Layout>> {
     run_each(graph, target, |_, _| {})
 }
@@ -65,7 +64,7 @@ pub fn run_each(
     Ok(linear::choose_layouts(graph, target))
 }
 
-/// Which instruction of the main chain makes each value.
+/// Returns the instruction of the main chain that makes each value.
 fn makers(graph: &Graph) -> HashMap<Value, usize> {
     graph
         .main
@@ -83,7 +82,7 @@ fn maker<'a>(graph: &'a Graph, makers: &HashMap<Value, usize>, value: Value) -> 
     makers.get(&value).map(|&index| &graph.main.instructions[index].op)
 }
 
-/// Puts instructions in, each before the one at its index. Indices ascend.
+/// Inserts instructions, each before the one at its index. Indices ascend.
 fn insert(graph: &mut Graph, new: Vec<(usize, Instruction)>) {
     let old = std::mem::take(&mut graph.main.instructions);
     let mut new = new.into_iter().peekable();

@@ -1,16 +1,16 @@
-//! Finds positions that come straight from an input, so that they are read where
-//! the host left them, with no wait for the device.
+//! Finds positions that come straight from an input, so that they are read where the host left
+//! them, without waiting for the device.
 
 use crate::program::ir::{Graph, Index, InputSpec, Int, Op, Out, Value};
 use std::collections::HashMap;
 
-/// More axes than positions come with, and few enough to copy for every view.
+/// The most axes of positions: more than any program has, and few enough to copy for every view.
 const MAX_AXES: usize = 8;
 
-/// Makes every cache op whose positions are an input, element for element, read
-/// that input.
+/// Makes every cache op read its positions from an input, if they are that input element for
+/// element.
 pub fn trace(graph: &mut Graph) {
-    // The inputs `[T]`, and the views that have the elements of one, in order.
+    // The inputs `[T]`, and views with the elements of one input in order.
     let mut views: HashMap<Value, (Value, Vec<Axis>)> = graph
         .inputs
         .iter()
@@ -39,7 +39,7 @@ pub fn trace(graph: &mut Graph) {
     }
 }
 
-/// What a view that may keep every element is of.
+/// Returns the operand of a view that may keep every element.
 fn viewed(op: &Op) -> Option<Value> {
     match op {
         Op::ExpandDims { x, .. } | Op::Reshape { x, .. } | Op::Take { x, .. } => Some(*x),
@@ -58,7 +58,7 @@ enum Axis {
     Tokens,
 }
 
-/// The axes after an operation; `None` where it may drop or reorder elements.
+/// Returns the axes after an operation, or `None` if it may drop or reorder elements.
 fn apply(op: &Op, mut axes: Vec<Axis>) -> Option<Vec<Axis>> {
     match op {
         Op::AsType { .. } => Some(axes),
@@ -74,7 +74,7 @@ fn apply(op: &Op, mut axes: Vec<Axis>) -> Option<Vec<Axis>> {
             (axes.get(at) == Some(&Axis::One)).then(|| axes.remove(at))?;
             Some(axes)
         }
-        // A reshape keeps the order; its one open dimension is the tokens'.
+        // A reshape keeps the order. Its one open dimension is that of the tokens.
         Op::Reshape { shape, .. } if shape.len() <= MAX_AXES => {
             let axes: Vec<Axis> = shape
                 .iter()

@@ -1,31 +1,31 @@
-//! Which values of a program are made row by row, a row for each token.
+//! Finds the values of a program that are made row by row, one row for each token.
 
 use std::collections::{HashMap, HashSet};
 
 use crate::program::ir::{Dim, Graph, Index, InputSpec, Int, IntValue, Op, Out, Value};
 
-/// Values, and how many axes each has.
+/// Values, and the number of axes of each.
 type Ranks = HashMap<Value, usize>;
 
-/// What is known of the program's rows.
+/// The facts about the program's rows.
 pub struct Rows {
     /// The integers that count the tokens.
     pub counts: HashSet<IntValue>,
-    /// The values whose second axis is the tokens', `[1, T, ...]`, with how many
-    /// axes they have: 3 or more.
+    /// The values whose second axis is that of the tokens, `[1, T, ...]`, with their number of
+    /// axes, 3 or more.
     by_row: Ranks,
-    /// The values that are made of the last row of such a value, `[1, 1, ...]`,
-    /// likewise.
+    /// The values that are made of the last row of such a value, `[1, 1, ...]`, with their number
+    /// of axes.
     single: Ranks,
-    /// What attention makes, `[1, heads, T, head_dim]`.
+    /// The results of attention, `[1, heads, T, head_dim]`.
     attended: HashSet<Value>,
-    /// Of these what one instruction alone reads, and is no output: attention may
-    /// then answer its last query alone.
+    /// Those results of attention that only one instruction reads and that are no output: their
+    /// attention may answer its last query only.
     pub narrowable: HashSet<Value>,
 }
 
 impl Rows {
-    /// Looks through the main chain.
+    /// Examines the main chain.
     pub fn find(graph: &Graph) -> Self {
         let tokens: HashSet<Value> = graph
             .inputs
@@ -73,12 +73,12 @@ impl Rows {
         rows
     }
 
-    /// Whether a value is made of the last row alone.
+    /// Returns whether a value is made of the last row only.
     pub fn is_single(&self, value: Value) -> bool {
         self.single.contains_key(&value)
     }
 
-    /// How many axes an instruction's result has, where it has rows.
+    /// Returns the number of axes of an instruction's result, if it has rows.
     fn rank(&self, op: &Op, graph: &Graph, tokens: &HashSet<Value>) -> Option<usize> {
         match op {
             Op::Take { x, index: Index::Many(index), axis: 0 } => {
@@ -101,8 +101,8 @@ impl Rows {
         self.single.get(read.first()?).copied()
     }
 
-    /// The tensors that an instruction reads row by row, where it makes rows of
-    /// its own, `[1, T, ...]`, from theirs alone. `None` where it does not.
+    /// Returns the tensors that an instruction reads row by row, if it makes rows of its own, `[1,
+    /// T, ...]`, from theirs only. Otherwise `None`.
     pub fn read_by(&self, op: &Op, graph: &Graph) -> Option<Vec<Value>> {
         match op {
             // [1, T, heads, head_dim] to [1, T, features].
@@ -114,8 +114,8 @@ impl Rows {
                 }
                 _ => None,
             },
-            // What attention makes, to [1, T, heads, head_dim]. Its own second axis is
-            // the heads', so that no row can be cut out of it where it stays whole.
+            // The result of attention, to [1, T, heads, head_dim]. Its own second axis is that of
+            // the heads, so no row can be cut out of it while it stays whole.
             Op::Transpose { x, perm } if perm[..] == [0, 2, 1, 3] => {
                 self.narrowable.contains(x).then(|| vec![*x])
             }
@@ -123,7 +123,7 @@ impl Rows {
         }
     }
 
-    /// Whether an instruction takes the last row of a value with rows.
+    /// Returns whether an instruction takes the last row of a value with rows.
     pub fn is_last_row(&self, op: &Op) -> bool {
         self.last_row_of(op).is_some()
     }
@@ -142,15 +142,15 @@ impl Rows {
     }
 }
 
-/// The tensors of the set `known` that an instruction reads, where each row that it
-/// makes is made of the same row of theirs.
+/// Returns the tensors of the set `known` that an instruction reads, if it makes each row from the
+/// same row of theirs.
 fn row_by_row(op: &Op, graph: &Graph, known: &Ranks) -> Option<Vec<Value>> {
     match op {
         Op::Unary { x, .. }
         | Op::AsType { x, .. }
         | Op::RmsNorm { x, .. }
         | Op::LayerNorm { x, .. } => known.contains_key(x).then(|| vec![*x]),
-        // Along an axis of features: the rows have one at least.
+        // Along an axis of features: rows have at least one.
         Op::Piece { x, axis, .. } => {
             (known.contains_key(x) && (*axis >= 2 || *axis == -1)).then(|| vec![*x])
         }
@@ -162,7 +162,7 @@ fn row_by_row(op: &Op, graph: &Graph, known: &Ranks) -> Option<Vec<Value>> {
             let (rows, others): (Vec<Value>, Vec<Value>) =
                 [*a, *b].iter().partition(|x| known.contains_key(x));
             let others_have_none = others.iter().all(|&value| is_row_constant(graph, value));
-            // Of other ranks, the rows of one would meet another axis of the other.
+            // With other ranks the rows of one would meet another axis of the other.
             let side_by_side = rows.windows(2).all(|pair| known[&pair[0]] == known[&pair[1]]);
             (!rows.is_empty() && others_have_none && side_by_side).then_some(rows)
         }

@@ -1,4 +1,4 @@
-//! Attention over pools against attention in float64 over what they hold.
+//! Attention over pools, compared with attention in float64 over the stored rows.
 
 use super::*;
 use crate::attention::{attend, AttendSpec, Mask};
@@ -14,7 +14,7 @@ struct Case {
     read: (i32, i32),
 }
 
-/// Which of `n` keys query `i` of head `head` sees.
+/// Returns which of `n` keys query `i` of head `head` sees.
 type Sees = dyn Fn(usize, usize, usize) -> bool;
 
 fn oracle(q: &[f32], k: &[f32], v: &[f32], case: &Case, sees: &Sees) -> Vec<f64> {
@@ -54,7 +54,7 @@ fn check(case: &Case) -> Result<()> {
     let [held_k, held_v] =
         [&k, &v].map(|rows| values(&rows.dequantized(Dtype::Float32).unwrap()).unwrap());
 
-    // Every query sees itself at least, some see others here and there.
+    // Every query sees at least itself; some see others.
     let offset = (n - t) as usize;
     let scattered =
         move |head: usize, i: usize, j: usize| j == offset + i || (j * 7 + i * 3 + head) % 5 < 2;
@@ -136,7 +136,7 @@ fn keys_and_values_differ_in_format_and_in_head_dim() {
     .unwrap();
 }
 
-/// Reads that are more than one block of what is unpacked at a time.
+/// Reads of more than one unpacked block.
 #[test]
 fn blocks_join() {
     run(|| {

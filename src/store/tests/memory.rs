@@ -1,4 +1,4 @@
-//! What writing and attending take besides the buffers.
+//! The memory of writing and attending, besides the buffers.
 
 use mlx_rs::memory::{active_memory, clear_cache, peak_memory, reset_peak_memory};
 use mlx_rs::transforms::eval;
@@ -7,7 +7,7 @@ use super::*;
 use crate::attention::{attend, AttendSpec, Mask};
 use crate::mlx::run;
 
-/// The most bytes that MLX holds during `work`, beyond those of before.
+/// Returns the most bytes that MLX holds during `work`, beyond those before.
 fn peak_of(work: impl FnOnce() -> Result<()>) -> Result<usize> {
     clear_cache()?;
     let before = active_memory()?;

@@ -1,4 +1,4 @@
-//! Pools of every format against plain Rust.
+//! Pools of every format, compared with plain Rust.
 
 mod attention;
 mod memory;
@@ -11,7 +11,7 @@ use crate::bookkeeping::Slots;
 use crate::error::Result;
 use crate::format::KvFormat;
 
-/// Every format, with head_dims that it takes.
+/// Every format, with head_dims that fit it.
 fn formats() -> Vec<(KvFormat, i32)> {
     let mut formats = vec![
         (KvFormat::F32, 24),
@@ -35,7 +35,7 @@ fn formats() -> Vec<(KvFormat, i32)> {
     formats
 }
 
-/// Numbers from about a normal distribution, the same in every run.
+/// Returns numbers that are roughly normally distributed, the same in every run.
 fn normal(seed: u64, n: usize) -> Vec<f32> {
     let mut state = seed.wrapping_mul(0x9e37_79b9_7f4a_7c15) | 1;
     let mut uniform = || {

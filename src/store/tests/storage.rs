@@ -1,4 +1,4 @@
-//! What is stored: bounds of every format, and bits that stay.
+//! Storage of every format: error bounds, and bits that must not change.
 
 use half::f16;
 
@@ -8,7 +8,7 @@ use crate::store::convert;
 
 const E2M1: [f32; 8] = [0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0];
 
-/// The values of E4M3: no infinities, and no code for what is beyond 448.
+/// The values of E4M3. It has no infinities, and no code beyond 448.
 fn e4m3() -> Vec<f32> {
     let value = |code: u32| match (code >> 3, code & 7) {
         (0, mantissa) => mantissa as f32 / 8.0 * 2f32.powi(-6),
@@ -17,7 +17,7 @@ fn e4m3() -> Vec<f32> {
     (0..0x7f).map(value).collect()
 }
 
-/// How far `value` is from the nearest of `magnitudes`, with its sign.
+/// Returns the distance of `value` from the nearest of `magnitudes`, with its sign.
 fn distance(value: f32, magnitudes: &[f32]) -> f32 {
     magnitudes.iter().map(|m| (value.abs() - m).abs()).fold(f32::INFINITY, f32::min)
 }
@@ -26,7 +26,7 @@ fn peak(block: &[f32]) -> f32 {
     block.iter().fold(0.0, |most: f32, x| most.max(x.abs()))
 }
 
-/// The most that each element of a row may be off, by the definition of the format.
+/// Returns the largest error of each element of a row, by the definition of the format.
 fn bounds(format: KvFormat, row: &[f32]) -> Vec<f32> {
     let power = |block: &[f32], top: i32| {
         // The least power of two that brings the peak to 1.75 times 2^top.
@@ -54,7 +54,7 @@ fn bounds(format: KvFormat, row: &[f32]) -> Vec<f32> {
             let wanted = peak(block) / 6.0;
             let table = e4m3();
             let least = distance(wanted, &table) * (1.0 + 1e-5);
-            // Two where the wanted scale lies between them.
+            // Two scales, if the wanted scale lies between them.
             let scales = table.into_iter().filter(|scale| (scale - wanted).abs() <= least);
             let bounds = scales.map(|scale| nearest(block, scale, &E2M1));
             let larger = |a: Vec<f32>, b: Vec<f32>| {
@@ -71,8 +71,8 @@ fn bounds(format: KvFormat, row: &[f32]) -> Vec<f32> {
             let most = block.iter().fold(f32::MIN, |a, &b| a.max(b));
             let least = block.iter().fold(f32::MAX, |a, &b| a.min(b));
             let codes = 2f32.powi(bits.into()) - 1.0;
-            // The scale is stretched so that zero has a code: by half a step at most
-            // over half of the codes or more.
+            // The scale is stretched so that zero has a code: by at most half a step over at least
+            // half of the codes.
             let step = (most - least) / codes * (1.0 + 1.0 / codes);
             let far = most.abs().max(least.abs());
             // Half a step within; clipped ends of the range are up to one off.
@@ -140,8 +140,8 @@ fn rows_are_as_near_as_the_format_allows() {
     .unwrap();
 }
 
-/// Rows that no format but the widest holds become what is nearest, and neither
-/// they nor rows of NaN reach their neighbours.
+/// Rows beyond the range of narrow formats become the nearest values. Neither they nor rows of NaN
+/// change their neighbours.
 #[test]
 fn rows_beyond_a_format_stay_by_themselves() {
     run(|| {
@@ -168,7 +168,7 @@ fn rows_beyond_a_format_stay_by_themselves() {
     .unwrap();
 }
 
-/// Lists of slots: one run, a few, and more than are written one by one.
+/// Returns lists of slots: one run, a few, and more than are written one by one.
 fn lists() -> [Slots; 4] {
     [
         Slots::Run(3..9),
@@ -224,7 +224,7 @@ fn copies_are_put_back_bit_for_bit() {
                 assert_ne!(all(&*pool)?, before);
                 pool.put(&slots, &copy)?;
                 assert_eq!(all(&*pool)?, before, "{format} {slots:?}");
-                // And elsewhere.
+                // The other slots.
                 let mut other = pool_for(format, 2, dim)?;
                 other.grow(12)?;
                 other.put(&Slots::Run(0..slots.len() as i32), &copy)?;

@@ -1,4 +1,4 @@
-//! Sequences in a pool of cells, and trees behind them.
+//! Generated operations on sequences in a pool of cells, and on trees behind them.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::ops::{Range, RangeInclusive};
@@ -21,10 +21,10 @@ pub struct Config {
     pub windows: Vec<(i32, i32)>,
 }
 
-/// Numbers are taken modulo what is possible when the operation runs.
+/// Numbers are taken modulo the possible values when the operation runs.
 #[derive(Debug, Clone)]
 pub enum Op {
-    /// `n` tokens for each of these sequences, in turns or one after the other.
+    /// `n` tokens for each of these sequences, interleaved or one sequence after the other.
     Step {
         sequences: Vec<i32>,
         n: i32,
@@ -37,12 +37,12 @@ pub enum Op {
         n: i32,
         abort: bool,
     },
-    /// Nobody says whose the `n` tokens are.
+    /// `n` tokens without a declaration of their sequences.
     Undeclared {
         n: i32,
         abort: bool,
     },
-    /// One of the positions is elsewhere by `by`.
+    /// One of the positions is off by `by`.
     Skewed {
         sequence: i32,
         n: i32,
@@ -60,7 +60,7 @@ pub enum Op {
         start: i32,
         end: i32,
     },
-    /// To a position that differs by `by` from the least that it can go back to.
+    /// A rewind to a position that differs by `by` from the least allowed one.
     BackToLeast {
         sequence: i32,
         by: i32,
@@ -68,13 +68,13 @@ pub enum Op {
     Keep {
         sequence: i32,
     },
-    /// Parents are taken modulo two more than the nodes before, less one;
-    /// `i32::MAX` is the node before.
+    /// Parents are taken modulo the number of earlier nodes plus two, minus one; `i32::MAX` is the
+    /// node before.
     Propose {
         sequence: i32,
         parents: Vec<i32>,
     },
-    /// A node and its ancestors, or, where `chain` is false, nodes as they come.
+    /// A node and its ancestors, or, if `chain` is false, arbitrary nodes.
     Accept {
         sequence: i32,
         node: i32,
@@ -147,7 +147,7 @@ fn generate(rng: &mut Rng) -> Case<Config, Op> {
     Case { config, ops }
 }
 
-/// Cells behind a sequence that are worth as many moves.
+/// The cells behind a sequence that are worth as many moves.
 const ROOM: i32 = 64;
 
 struct Run {
@@ -156,7 +156,7 @@ struct Run {
     sights: Vec<Sight>,
     windows: Vec<Window>,
     groups: Vec<LayerGroupSlots>,
-    /// For each layer group but the first.
+    /// One entry for each layer group but the first.
     kept: Vec<Kept>,
 }
 
@@ -263,7 +263,7 @@ impl Run {
         }
     }
 
-    /// A step of the positions that are right, where there are such.
+    /// Runs a step of the expected positions, if there are any.
     fn step(&mut self, n: Option<usize>, abort: bool) {
         let n = n.unwrap_or_else(|| self.model.declared.as_ref().map_or(1, Vec::len));
         let owners = self.model.owners(n);
@@ -331,7 +331,7 @@ impl Run {
         self.kept.iter_mut().for_each(|kept| kept.settle(&self.model));
     }
 
-    /// Window layer groups hold what a step wrote, and slide. Those of trees do neither.
+    /// Window layer groups hold the tokens of a step, and slide. Trees do neither.
     fn keep(&mut self, owners: &[Members], ids: &[Id]) {
         let carries_none = |sequence: &&i32| self.model.sequence(**sequence).tree.is_empty();
         for kept in &mut self.kept {
@@ -343,14 +343,14 @@ impl Run {
         }
     }
 
-    /// The least position at which no window layer group lacks something of `range`.
+    /// Returns the least position at which every window layer group has all of `range`.
     fn exact_from(&self, sequence: i32, range: &Range<i32>) -> i32 {
         let exact_from = |kept: &Kept| kept.exact_from(&self.model, sequence, range);
         self.kept.iter().map(exact_from).max().unwrap_or(0)
     }
 
-    /// The least position that a sequence can go back to, so that it goes on there
-    /// and its query has all that it sees; 0 where it can to each.
+    /// Returns the least position that a sequence can be rewound to: it can go on there, and its
+    /// query has all that it sees; 0 if every position qualifies.
     fn least(&self, sequence: i32) -> i32 {
         let least = self.exact_from(sequence, &(0..i32::MAX));
         let positions = self.model.positions_of(sequence);
@@ -360,8 +360,8 @@ impl Run {
         positions.into_iter().map(|at| at + 1).find(|&next| next >= least).unwrap_or(0)
     }
 
-    /// The rows that a query of a sequence at `least` sees are where they were
-    /// written or moved.
+    /// Checks that the rows that a query of a sequence at `least` sees are where they were written
+    /// or moved to.
     fn check_held_at(&self, sequence: i32, least: i32) {
         for (&sight, slots) in self.sights.iter().zip(&self.groups) {
             for id in self.model.sequence(sequence).tokens {
@@ -373,8 +373,8 @@ impl Run {
         }
     }
 
-    /// Sequences go on behind themselves where all of them can; else what does not
-    /// fit behind the one of the step is one run where there is a free one.
+    /// Checks that sequences go on behind their own cells if all of them can. Otherwise the tokens
+    /// that do not fit behind the step's sequence are one run, if there is a free one.
     fn check_cells(&self, owners: &[Members], write: &Slots) {
         let live = self.model.live();
         let is_live = |id: &Option<Id>| id.is_some_and(|id| live.contains(&id));
@@ -423,8 +423,8 @@ impl Run {
         }
     }
 
-    /// The cell of the last node of a sequence's tree in the first layer group; without
-    /// one its last cell where it is one run, and else that of its last token.
+    /// Returns the cell of the last node of a sequence's tree in the first layer group. Without a
+    /// tree: its last cell if it is one run, and else the cell of its last token.
     fn tail(&self, sequence: i32) -> Option<usize> {
         let held = self.model.sequences().get(&sequence)?;
         let last = *held.all().last()?;
@@ -434,7 +434,7 @@ impl Run {
         held.tokens.iter().filter_map(|&id| self.groups[0].slot_of(id)).max()
     }
 
-    /// Reads begin and end with what sequences of the step hold, or write. One
+    /// Checks that reads begin and end with cells that sequences of the step hold or write. One
     /// sequence in one run, all of which the last query sees, takes no mask.
     fn check_read(&self, group: usize, plan: &LayerGroupPlan, owners: &[Members], ids: &[Id]) {
         let slots = self.groups[group].ids();
@@ -444,7 +444,7 @@ impl Run {
         let known: Vec<Id> = held.chain(ids.iter().copied()).collect();
         for edge in [start, end - 1] {
             let is_known = slots[edge].is_some_and(|id| known.contains(&id));
-            assert!(is_known, "group {group} reads slot {edge} for nobody: {plan:?}");
+            assert!(is_known, "group {group} reads slot {edge} without need: {plan:?}");
         }
         let (Some(&sequence), 1) = (members.first(), members.len()) else {
             return;
@@ -453,7 +453,7 @@ impl Run {
             return;
         };
         let mut run: Vec<Id> = slots[first..end].iter().flatten().copied().collect();
-        // Nodes and the step's tokens have to lie in order, what is before them not.
+        // Nodes and the step's tokens have to lie in order; cells before them do not.
         let n_tokens = self.model.sequence(sequence).tokens.len();
         let is_tail_in_order = run.get(n_tokens..) == Some(&known[n_tokens..]);
         run.sort_unstable();
@@ -465,7 +465,7 @@ impl Run {
         }
     }
 
-    /// In the middle of a step nothing but its end is taken.
+    /// Checks that an open step refuses everything but its end.
     fn refuses_in_step(&mut self) {
         let book = &mut self.book;
         let refused = [
@@ -613,7 +613,7 @@ impl Run {
         let counted: i32 = all.iter().map(|&one| self.book.seq_len(one).unwrap()).sum();
         let nodes: usize = self.model.sequences().values().map(|held| held.written()).sum();
         if counted as usize + nodes == live {
-            // Nothing is shared: every sequence is a run, and stays where it is.
+            // Without shared cells every sequence is a run, and stays in place.
             for &sequence in &all {
                 assert!(self.book.is_contiguous(sequence).unwrap(), "sequence {sequence}");
             }
@@ -621,9 +621,9 @@ impl Run {
         }
     }
 
-    /// How many rows of a layer group move where at most one sequence is no run, and none
-    /// shares cells: the fewest that make it one, beside the others, with some room
-    /// behind it. Those others make way if that is less, or leaves more room.
+    /// Returns how many rows of a layer group move if at most one sequence is no run and none
+    /// shares cells: the fewest that make it one run beside the others, with some room behind it.
+    /// The other sequences move if that takes fewer rows, or leaves more room.
     fn fewest(&self, group: usize) -> Option<RangeInclusive<usize>> {
         let sequences = self.model.sequences();
         let slots: Vec<Vec<i32>> = sequences
@@ -641,7 +641,7 @@ impl Run {
         }
         let stays = |slots: &[i32], start: i32| {
             let end = start + slots.len() as i32;
-            // Windows are read without a mask where positions lie in order.
+            // Windows are read without a mask if positions lie in order.
             let stays = |(slot, place): &(&i32, i32)| match group {
                 0 => (start..end).contains(*slot),
                 _ => *slot == place,
@@ -656,7 +656,7 @@ impl Run {
         let &[broken] = &broken[..] else {
             return broken.is_empty().then_some(0..=0);
         };
-        // A layer group of several sequences may have grown.
+        // A layer group of several sequences can have grown.
         if group > 0 && slots.iter().filter(|slots| !slots.is_empty()).count() > 1 {
             return None;
         }
@@ -685,8 +685,8 @@ impl Run {
         }
     }
 
-    /// At least what the next query of each sequence sees is promised to be held,
-    /// and the nodes of trees; at most so many positions of each.
+    /// Checks the promise: at least what the next query of each sequence sees, and the nodes of
+    /// trees; at most so many positions of each.
     fn check_used(&self, group: usize) {
         let live = self.model.live().len() as i32;
         let used = self.book.used(group);
@@ -742,7 +742,7 @@ fn unknown(sequences: &[i32]) -> Vec<Status> {
     }
 }
 
-/// Runs operations, comparing after each.
+/// Runs operations and compares after each.
 pub fn replay(config: Config, ops: &[Op]) {
     let mut run = Run::new(&config);
     for op in ops {
@@ -768,7 +768,7 @@ fn one_sequence_is_read_without_a_mask() {
         assert_eq!(plan.mask, if n == 1 { MaskPlan::None } else { MaskPlan::Causal });
         book.commit().unwrap();
         next += n;
-        // A tree whose chain is accepted, and a step that is rolled back.
+        // A tree with an accepted chain, and a step that is rolled back.
         book.propose(0, &[-1, 0, 0, 2, 1]).unwrap();
         book.plan(&[next, next + 1, next + 1, next + 2, next + 2]).unwrap();
         book.commit().unwrap();

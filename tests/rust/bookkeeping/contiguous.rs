@@ -1,4 +1,4 @@
-//! One growing sequence.
+//! Generated operations on one growing sequence.
 
 use etkv_core::bookkeeping::{ContiguousBookkeeping, MaskPlan, Move, Window};
 use etkv_core::{Growth, Status};
@@ -30,19 +30,19 @@ pub enum Op {
         n: i32,
         abort: bool,
     },
-    /// Tokens from `start` on, modulo one more than the length, the `odd`th of
-    /// which is elsewhere by `by`.
+    /// Tokens from `start` on, modulo one more than the length; the `odd`th position is off by
+    /// `by`.
     Skewed {
         start: i32,
         n: i32,
         odd: usize,
         by: i32,
     },
-    /// To a length, modulo two more than the present one.
+    /// A rewind to a length, modulo two more than the present one.
     Rewind {
         length: i32,
     },
-    /// To one that differs by `by` from the least that it can go back to.
+    /// A rewind to a length that differs by `by` from the least allowed one.
     RewindToLeast {
         by: i32,
     },
@@ -83,15 +83,15 @@ struct Run {
     windows: Vec<Option<(i32, i32)>>,
     slides: Vec<Option<Window>>,
     groups: Vec<LayerGroupSlots>,
-    /// For each layer group, how far rows lie before where they were written.
+    /// For each layer group, how far rows have moved to the front.
     moved: Vec<i32>,
     /// For each layer group, the tokens that were written since it moved.
     since_moved: Vec<i32>,
     max_step_tokens: i32,
-    /// The sequence: the token at each position.
+    /// The token at each position.
     tokens: Vec<Id>,
     written: Id,
-    /// The greatest length since it was last empty.
+    /// The greatest length since the sequence was last empty.
     peak: i32,
 }
 
@@ -127,8 +127,8 @@ impl Run {
         self.slides.iter().flatten().any(Window::slides)
     }
 
-    /// The least length whose next query finds the rows that it sees, counted from
-    /// those that are there; 0 where it can be each.
+    /// Returns the least length whose next query finds the rows that it sees among those held; 0 if
+    /// every length qualifies.
     fn least(&self) -> i32 {
         let least = |group: usize| {
             let (window, sinks) = self.windows[group]?;
@@ -233,8 +233,8 @@ impl Run {
         self.peak = peak.max(self.length());
     }
 
-    /// A layer group moves where the next step may not fit, no more than it has to hold,
-    /// and not again before as many tokens as `room` says.
+    /// Checks that a layer group moves only if the next step may not fit, keeps no more than it
+    /// must, and does not move again within `room` tokens.
     fn check_move(&mut self, moved: &Move, length: i32) {
         let (window, sinks) = self.windows[moved.group].unwrap();
         let slots = self.slides[moved.group].unwrap().slots();
@@ -245,7 +245,7 @@ impl Run {
         assert!(since > room, "{moved:?} after {since} tokens, sinks: {sinks}");
     }
 
-    /// Positions of a sequence of `length` that a layer group has to hold.
+    /// Returns the positions of a sequence of `length` that a layer group must hold.
     fn promised(&self, group: usize, length: i32) -> i32 {
         match (self.slides[group], self.windows[group]) {
             (Some(slides), Some((window, sinks))) if slides.slides() => {
@@ -316,7 +316,7 @@ impl Run {
         assert_eq!(self.book.rewindable_to(), least);
         assert!((0..=promised).contains(&least), "{least}, promised are {promised}");
         self.step(&[], false);
-        // What the next tokens will see.
+        // The positions that the next tokens will see.
         for n in [1, 3.min(self.max_step_tokens)] {
             if self.book.can_extend(n) {
                 self.step(&Self::run_of(length, n), true);

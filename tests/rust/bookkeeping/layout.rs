@@ -1,12 +1,12 @@
-//! Where rows lie, and how many move: what is read stays right without it, but
-//! takes a mask, memory or copies more.
+//! Where rows lie, and how many move. Reads are right without these properties, but take a mask,
+//! memory or copies.
 
 use etkv_core::bookkeeping::{
     CellsBookkeeping, ContiguousBookkeeping, MaskPlan, Move, Slots, Window,
 };
 use etkv_core::Growth;
 
-/// A step of `n` tokens of each of these sequences, one after the other.
+/// Runs a step of `n` tokens of each of these sequences, one after the other.
 fn step(book: &mut CellsBookkeeping, sequences: &[i32], n: i32) -> (Vec<Slots>, Vec<Move>) {
     let each = |&sequence: &i32| vec![sequence; n as usize];
     book.begin_step(&sequences.iter().flat_map(each).collect::<Vec<_>>()).unwrap();
@@ -21,7 +21,7 @@ fn step(book: &mut CellsBookkeeping, sequences: &[i32], n: i32) -> (Vec<Slots>, 
     (writes, book.commit().unwrap())
 }
 
-/// The cells that one sequence's next `n` tokens get in the first layer group.
+/// Returns the cells of one sequence's next `n` tokens in the first layer group.
 fn cells(book: &mut CellsBookkeeping, sequence: i32, n: i32) -> Slots {
     step(book, &[sequence], n).0.swap_remove(0)
 }
@@ -139,7 +139,7 @@ fn runs_stay_where_they_are() {
     }
 }
 
-/// Without space for room between sequences they still begin where they did.
+/// Without space for room between them, sequences begin where they would anyway.
 #[test]
 fn tight_sequences_close_their_holes_in_place() {
     let mut book = CellsBookkeeping::new(20, []);
@@ -185,7 +185,7 @@ fn candidates_behind_nothing_stay_where_they_are() {
     assert_eq!(book.compact().unwrap(), moved(&[299], &[1]));
 }
 
-/// A window is read without a mask where positions lie in order.
+/// A window is read without a mask if positions lie in order.
 #[test]
 fn windows_stay_in_order() {
     let mut book = CellsBookkeeping::new(100, [Window::new(20, 0, 5, 100)]);
@@ -224,7 +224,7 @@ fn a_chain_of_candidates_keeps_its_order_when_it_moves() {
     assert_eq!(node(&mut book, -1).write, Slots::Run(4..5));
     cells(&mut book, 2, 1);
     assert_eq!(node(&mut book, 0).write, Slots::Run(6..7));
-    // This one is in two pieces, so that there is something to compact.
+    // This sequence is in two pieces, so there is something to compact.
     assert_eq!(cells(&mut book, 2, 1), Slots::Run(7..8));
     book.seq_rm(1, 0..i32::MAX).unwrap();
     book.compact().unwrap();
@@ -233,7 +233,7 @@ fn a_chain_of_candidates_keeps_its_order_when_it_moves() {
     assert_eq!((plan.write, plan.read, plan.mask), (Slots::Run(5..6), 0..6, MaskPlan::None));
 }
 
-/// How many rows a compaction moves.
+/// Returns how many rows a compaction moves.
 fn n_moved(book: &mut CellsBookkeeping) -> usize {
     book.compact().unwrap().iter().map(|one| one.from.len()).sum()
 }
@@ -246,7 +246,7 @@ fn what_is_left_behind_a_hole_moves_and_not_the_rest() {
         book.seq_rm(0, 4..1000).unwrap();
         assert_eq!(n_moved(&mut book), moves, "of {capacity} cells");
         assert!(book.is_contiguous(0).unwrap());
-        // What comes next does not break it again.
+        // The next tokens do not break it again.
         let plan = &book.plan(&[2000]).unwrap()[0];
         assert_eq!(plan.mask, MaskPlan::None);
     }
@@ -257,7 +257,7 @@ fn a_long_run_does_not_make_way_for_a_short_sequence() {
     let mut book = CellsBookkeeping::new(4096, []);
     cells(&mut book, 0, 300);
     cells(&mut book, 1, 2000);
-    // The first fills the room before the second, and goes on behind it.
+    // The first sequence fills the room before the second, and goes on behind it.
     cells(&mut book, 0, 70);
     book.seq_rm(0, 0..294).unwrap();
     assert!(!book.is_contiguous(0).unwrap());
@@ -266,7 +266,7 @@ fn a_long_run_does_not_make_way_for_a_short_sequence() {
     assert_eq!(n_moved(&mut book), 0);
 }
 
-/// Room between sequences is for full history: it would cost windows memory.
+/// Only layers of full history leave room between sequences: in windows it would cost memory.
 #[test]
 fn a_window_group_takes_the_slots_of_its_sequences() {
     let window = Window::new(8, 0, 3, 1000);

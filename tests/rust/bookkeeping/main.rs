@@ -1,8 +1,7 @@
-//! The bookkeeping against a slow and obvious model of it, over generated
-//! operations, compared after each.
+//! The bookkeeping, compared with a slow and simple model after each of many generated operations.
 //!
-//! A failure prints its seed and the shortest list of operations that fails, as a
-//! test to be; `ETKV_SEED=<seed>` runs that seed alone, `ETKV_RUNS=<n>` runs more.
+//! A failure prints its seed and the shortest failing list of operations, ready to paste into a
+//! test. `ETKV_SEED=<seed>` runs only that seed, `ETKV_RUNS=<n>` runs more.
 
 mod cells;
 mod contiguous;
@@ -12,8 +11,8 @@ mod steps;
 
 use etkv_core::{Result, Status};
 
-/// What was accepted; nothing where the model has reasons to refuse and one of
-/// them was given.
+/// Returns the accepted result, or `None` if the model has reasons to refuse and one of them was
+/// given.
 #[track_caller]
 fn agreed<T>(result: Result<T>, refusals: &[Status]) -> Option<T> {
     match result {

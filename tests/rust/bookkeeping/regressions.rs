@@ -1,4 +1,4 @@
-//! What generated operations found once, or come upon too seldom.
+//! Cases that generated operations found once or rarely reach.
 
 use super::cells::{replay, Config, Op::*};
 
@@ -83,7 +83,7 @@ fn a_copy_that_ends_before_the_window_is_read_from_where_it_goes_on() {
             Step { sequences: vec![1], n: 1, in_turns: false, abort: false },
             Step { sequences: vec![0], n: 2, in_turns: false, abort: false },
             Step { sequences: vec![0], n: 2, in_turns: false, abort: false },
-            // Of these positions the window layer holds none any more.
+            // The window layer holds none of these positions.
             Copy { source: 0, target: 1, start: 1, end: 3 },
             Step { sequences: vec![1], n: 1, in_turns: false, abort: false },
         ],
@@ -101,7 +101,7 @@ fn a_second_copy_leaves_gone_what_windows_dropped_behind_it() {
             Step { sequences: vec![1], n: 2, in_turns: false, abort: false },
             Step { sequences: vec![1], n: 2, in_turns: false, abort: false },
             Step { sequences: vec![1], n: 2, in_turns: false, abort: false },
-            // Behind these four positions three are gone.
+            // Three positions before these four are gone.
             Copy { source: 0, target: 1, start: 0, end: i32::MAX },
             Remove { sequence: 1, start: 6, end: i32::MAX },
             Step { sequences: vec![1], n: 1, in_turns: false, abort: false },

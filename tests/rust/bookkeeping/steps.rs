@@ -1,4 +1,4 @@
-//! What is refused, what is visible before a commit, and what is no longer there.
+//! Refusals, visibility before a commit, and state after an abort.
 
 use etkv_core::bookkeeping::{CellsBookkeeping, ContiguousBookkeeping, Window};
 use etkv_core::Status;
@@ -7,7 +7,7 @@ fn run(start: i32, n: i32) -> Vec<i32> {
     (start..start + n).collect()
 }
 
-/// A step of the next `n` tokens of each of these sequences.
+/// Runs a step of the next `n` tokens of each of these sequences.
 fn step(book: &mut CellsBookkeeping, sequences: &[i32], n: i32) {
     let each = |&sequence: &i32| vec![sequence; n as usize];
     book.begin_step(&sequences.iter().flat_map(each).collect::<Vec<_>>()).unwrap();
@@ -44,7 +44,7 @@ fn a_step_of_no_tokens_is_refused_when_it_is_said() {
     book.plan(&[0]).unwrap();
 }
 
-/// A tree takes its frontier again when the step that was declared does not come.
+/// A tree takes its frontier again after a declared step that did not come.
 #[test]
 fn what_was_said_of_a_step_can_be_cancelled() {
     let mut book = CellsBookkeeping::new(10, []);
@@ -70,7 +70,7 @@ fn a_mask_that_is_too_large_is_refused_and_nothing_has_changed() {
     let both = [vec![0; 20_000], vec![1; 20_000]].concat();
     let positions = [run(40_000, 20_000), run(0, 20_000)].concat();
     book.begin_step(&both).unwrap();
-    // A second time: the first has taken no cells, and forgotten nothing.
+    // Again: the first attempt took no cells and changed nothing.
     for _ in 0..2 {
         let error = book.plan(&positions).unwrap_err();
         assert_eq!(error.status(), Status::Capacity);
@@ -81,8 +81,8 @@ fn a_mask_that_is_too_large_is_refused_and_nothing_has_changed() {
         assert_eq!((book.sequences(), book.plans()), (vec![0], &[][..]));
     }
     let error = book.plan(&[0]).unwrap_err();
-    assert!(error.message().contains("named for 40000"), "{error}");
-    // Those of one sequence read less, and take no mask.
+    assert!(error.message().contains("declared 40000"), "{error}");
+    // Tokens of one sequence read less, and take no mask.
     step(&mut book, &[0], 20_000);
     step(&mut book, &[1], 20_000);
     assert_eq!(book.length(), 80_000);
@@ -99,7 +99,7 @@ fn a_window_whose_mask_is_too_large_is_refused() {
     assert_eq!(error.status(), Status::Capacity);
     assert!(error.message().contains("40000"), "{error}");
     assert_eq!(book, before);
-    // A part of it is none too large.
+    // A smaller part of it fits.
     assert!(book.plan(&run(40_000, 10_000)).is_ok());
 }
 
@@ -116,7 +116,7 @@ fn a_plan_that_is_stale_is_refused() {
     let before = book.clone();
     assert_eq!(book.commit(&plan).unwrap_err().status(), Status::Step);
     assert_eq!(book, before);
-    // Not by chance of its length either.
+    // It stays stale at any length.
     append(&mut book, 3);
     assert_eq!(book.commit(&plan).unwrap_err().status(), Status::Step);
     let plan = book.plan(&[3]).unwrap();

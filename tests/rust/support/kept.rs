@@ -1,5 +1,5 @@
-//! What the layers of one window still hold of each sequence, in the simplest
-//! form: a set of tokens.
+//! The positions that the layers of one window hold of each sequence, in the simplest form: a set
+//! of tokens.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::ops::Range;
@@ -12,7 +12,7 @@ pub struct Kept {
     window: i32,
     sinks: i32,
     max_step_tokens: i32,
-    /// One sequence never takes more.
+    /// The most slots that one sequence takes.
     slots: i32,
     capacity: i32,
     held: BTreeMap<i32, BTreeSet<Id>>,
@@ -33,9 +33,8 @@ impl Kept {
         self.held.entry(sequence).or_default().extend(ids);
     }
 
-    /// A step of this sequence is done. Where another of the greatest size may not
-    /// fit, what the window needs no more goes, and not what is in the way of
-    /// taking a step back.
+    /// Ends a step of this sequence. If another step of the greatest size may not fit, it drops
+    /// what neither the window nor a rewind of one step needs.
     pub fn slide(&mut self, model: &Model, sequence: i32) {
         let Some(held) = self.held.get_mut(&sequence) else {
             return;
@@ -53,7 +52,7 @@ impl Kept {
         self.add(target, held.into_iter().filter(|&id| range.contains(&model.position(id))));
     }
 
-    /// Forgets what sequences do not have any more.
+    /// Removes tokens that their sequences no longer have.
     pub fn settle(&mut self, model: &Model) {
         self.held.retain(|sequence, held| {
             let tokens = model.sequences().get(sequence).map_or(&[][..], |held| &held.tokens);
@@ -67,8 +66,7 @@ impl Kept {
         self.held.get(&sequence).is_some_and(|held| held.contains(&id))
     }
 
-    /// The least position at which the window of a query holds nothing of `range`
-    /// that is gone.
+    /// Returns the least position at which the window of a query holds no dropped token of `range`.
     pub fn exact_from(&self, model: &Model, sequence: i32, range: &Range<i32>) -> i32 {
         let tokens = model.sequence(sequence).tokens;
         let gone = tokens.into_iter().filter(|&id| !self.holds(sequence, id));

@@ -1,5 +1,5 @@
-//! What the tests share: random numbers that a seed repeats, the oracles, the backends
-//! that caches are tested on, and the campaign that runs on each of them.
+//! Shared by the tests: random numbers that a seed repeats, the oracles, the backends that caches
+//! are tested on, and the campaign that runs on each of them.
 
 pub mod backend;
 pub mod campaign;
@@ -12,7 +12,7 @@ pub mod shrink;
 pub mod slots;
 pub mod vec_store;
 
-/// xorshift64*: small, and the same everywhere.
+/// xorshift64*: small, and the same on every machine.
 pub struct Rng(u64);
 
 impl Rng {
@@ -27,7 +27,7 @@ impl Rng {
         self.0.wrapping_mul(0x2545_f491_4f6c_dd1d)
     }
 
-    /// Below `n`, which is at least 1.
+    /// Returns a number below `n`, which is at least 1.
     pub fn below(&mut self, n: usize) -> usize {
         ((self.next_u64() >> 33) % n as u64) as usize
     }
@@ -40,13 +40,13 @@ impl Rng {
         choices[self.below(choices.len())]
     }
 
-    /// In [0, 1).
+    /// Returns a number in [0, 1).
     pub fn unit(&mut self) -> f64 {
         (self.next_u64() >> 11) as f64 / (1u64 << 53) as f64
     }
 }
 
-/// Runs a test for many seeds, and says which one failed.
+/// Runs a test for many seeds, and names the one that fails.
 pub fn for_seeds(default_runs: u64, test: impl Fn(u64) + std::panic::RefUnwindSafe) {
     for seed in seeds(default_runs) {
         if let Err(panic) = std::panic::catch_unwind(|| test(seed)) {
@@ -56,7 +56,7 @@ pub fn for_seeds(default_runs: u64, test: impl Fn(u64) + std::panic::RefUnwindSa
     }
 }
 
-/// The one of `ETKV_SEED`, or as many as `ETKV_RUNS` says.
+/// Returns the seed of `ETKV_SEED`, or as many seeds as `ETKV_RUNS` says.
 fn seeds(default_runs: u64) -> std::ops::Range<u64> {
     let number = |name: &str| std::env::var(name).ok().and_then(|text| text.parse::<u64>().ok());
     match number("ETKV_SEED") {

@@ -1,6 +1,6 @@
-//! What a cache of sequences is to hold, in the simplest form: every token
-//! that was ever written has a position, a sequence is a list of tokens, a tree is
-//! a list of nodes. No cells, no runs, no layer groups.
+//! The expected contents of a cache of sequences, in the simplest form: every token ever written
+//! has a position, a sequence is a list of tokens, a tree is a list of nodes. No cells, no runs, no
+//! layer groups.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::ops::Range;
@@ -9,13 +9,13 @@ use etkv_core::Status;
 
 pub use crate::slots::Id;
 
-/// The sequences that there may be.
+/// The sequences in use.
 pub const SEQUENCES: Range<i32> = 0..256;
 
-/// What of a sequence is seen: all, or `(window, sinks)`.
+/// The visible part of a sequence: all, or `(window, sinks)`.
 pub type Sight = Option<(i32, i32)>;
 
-/// Whether a query at `at` sees a token at `position` before or beside it.
+/// Returns whether a query at `at` sees a token at `position` before or beside it.
 pub fn is_seen(sight: Sight, at: i32, position: i32) -> bool {
     let Some((window, sinks)) = sight else {
         return position <= at;
@@ -26,7 +26,7 @@ pub fn is_seen(sight: Sight, at: i32, position: i32) -> bool {
 /// A candidate behind a sequence.
 #[derive(Debug, Clone)]
 pub struct Node {
-    /// The number of a node before, or -1.
+    /// The number of an earlier node, or -1.
     pub parent: i32,
     /// None until a step has written it.
     pub token: Option<Id>,
@@ -48,13 +48,13 @@ impl Sequence {
         self.tree.len() - self.pending()
     }
 
-    /// Its tokens, and those of its tree.
+    /// Returns the tokens of the sequence and of its tree.
     pub fn all(&self) -> Vec<Id> {
         let nodes = self.tree.iter().filter_map(|node| node.token);
         self.tokens.iter().copied().chain(nodes).collect()
     }
 
-    /// A node and its ancestors, from the node up.
+    /// Returns a node and its ancestors, from the node up.
     pub fn chain_up(&self, node: usize) -> Vec<usize> {
         let mut chain = vec![node];
         let mut parent = self.tree[node].parent;
@@ -66,17 +66,17 @@ impl Sequence {
     }
 }
 
-/// Whose a token is.
+/// The owner of a token.
 pub type Members = Vec<i32>;
 
 #[derive(Debug, Clone)]
 pub struct Model {
     pub capacity: i32,
-    /// The most tokens of one sequence in a step, where windows limit them.
+    /// The most tokens of one sequence in a step, if windows limit them.
     pub max_step_tokens: Option<i32>,
-    /// Of every token that was ever written, also by steps that came to nothing.
+    /// The position of every token ever written, also by aborted steps.
     positions: Vec<i32>,
-    /// Those that hold tokens or carry trees.
+    /// The sequences that hold tokens or carry trees.
     sequences: BTreeMap<i32, Sequence>,
     pub declared: Option<Vec<Members>>,
 }
@@ -92,7 +92,7 @@ impl Model {
         }
     }
 
-    /// The sequence, or an empty one.
+    /// Returns the sequence, or an empty one.
     pub fn sequence(&self, sequence: i32) -> Sequence {
         self.sequences.get(&sequence).cloned().unwrap_or_default()
     }
@@ -110,18 +110,18 @@ impl Model {
         tokens.iter().map(|&id| self.positions[id]).collect()
     }
 
-    /// The position of a sequence's next token.
+    /// Returns the position of a sequence's next token.
     pub fn next(&self, sequence: i32) -> i32 {
         let last = self.sequences.get(&sequence).and_then(|held| held.tokens.last());
         last.map_or(0, |&id| self.positions[id] + 1)
     }
 
-    /// Tokens that somebody holds, each once.
+    /// Returns the held tokens, each once.
     pub fn live(&self) -> BTreeSet<Id> {
         self.sequences.values().flat_map(Sequence::all).collect()
     }
 
-    /// Tokens of sequences, each once; candidates are none.
+    /// Returns the tokens of sequences, each once, without candidates.
     pub fn committed(&self) -> usize {
         let tokens: BTreeSet<Id> =
             self.sequences.values().flat_map(|held| held.tokens.iter().copied()).collect();
@@ -132,14 +132,14 @@ impl Model {
         self.capacity - self.live().len() as i32
     }
 
-    /// Numbers for tokens of a step, before it is known what becomes of it.
+    /// Returns numbers for tokens of a step, before it commits or aborts.
     pub fn write(&mut self, positions: &[i32]) -> Vec<Id> {
         let first = self.positions.len();
         self.positions.extend_from_slice(positions);
         (first..self.positions.len()).collect()
     }
 
-    /// Whose the tokens of the next step of `n` are.
+    /// Returns the owners of the tokens of the next step of `n` tokens.
     pub fn owners(&self, n: usize) -> Result<Vec<Members>, Status> {
         if let Some(declared) = &self.declared {
             return Ok(declared.clone());
@@ -159,7 +159,7 @@ impl Model {
         }
     }
 
-    /// The node that token `token` of a step writes in the tree of `sequence`.
+    /// Returns the node that token `token` of a step writes in the tree of `sequence`.
     fn node(&self, owners: &[Members], token: usize, sequence: i32) -> usize {
         let before = owners[..token].iter().filter(|members| members.contains(&sequence)).count();
         self.sequences[&sequence].written() + before
@@ -169,8 +169,8 @@ impl Model {
         self.sequences.get(&sequence).is_some_and(|held| !held.tree.is_empty())
     }
 
-    /// The position that token `token` has to have for `sequence`; none where its
-    /// tree takes no such token.
+    /// Returns the position that token `token` must have for `sequence`, or `None` if its tree
+    /// takes no such token.
     pub fn expected(&self, owners: &[Members], token: usize, sequence: i32) -> Option<i32> {
         if !self.has_tree(sequence) {
             let before = owners[..token].iter().filter(|members| members.contains(&sequence));
@@ -182,7 +182,7 @@ impl Model {
         fits.then(|| self.next(sequence) + held.chain_up(node).len() as i32 - 1)
     }
 
-    /// All that is wrong with a step.
+    /// Returns every reason to refuse a step.
     pub fn step_refusals(&self, owners: &[Members], positions: &[i32]) -> Vec<Status> {
         let mut refusals = Vec::new();
         if positions.is_empty() || positions.len() != owners.len() {
@@ -213,7 +213,7 @@ impl Model {
         refusals
     }
 
-    /// The tokens that query `query` of a step sees, sorted.
+    /// Returns the tokens that query `query` of a step sees, sorted.
     pub fn visible(&self, sight: Sight, owners: &[Members], ids: &[Id], query: usize) -> Vec<Id> {
         let mut tokens: Vec<Id> = Vec::new();
         for &sequence in &owners[query] {
@@ -253,15 +253,15 @@ impl Model {
         self.settle();
     }
 
-    /// The tokens of `source` in a range of positions.
+    /// Returns the tokens of `source` in a range of positions.
     fn in_range(&self, sequence: i32, positions: &Range<i32>) -> Vec<Id> {
         let tokens = self.sequences.get(&sequence).map_or(&[][..], |held| &held.tokens);
         let inside = |id: &Id| positions.contains(&self.positions[*id]);
         tokens.iter().copied().filter(inside).collect()
     }
 
-    /// All that is wrong with a copy, and the least `next` that `target` may have
-    /// afterwards where windows have dropped something.
+    /// Returns every reason to refuse a copy, and the least `next` that `target` may then have if
+    /// windows have dropped something.
     pub fn copy_refusals(
         &self,
         [source, target]: [i32; 2],
@@ -302,7 +302,7 @@ impl Model {
         self.settle();
     }
 
-    /// All that is wrong with a removal.
+    /// Returns every reason to refuse a removal.
     pub fn remove_refusals(&self, sequence: i32, gone: &Range<i32>, least: i32) -> Vec<Status> {
         let mut refusals = Vec::new();
         let stays = self.positions_of(sequence).into_iter().filter(|at| !gone.contains(at)).max();
@@ -323,7 +323,7 @@ impl Model {
         };
         let held_something = !held.tokens.is_empty();
         held.tokens.retain(|&id| !gone.contains(&self.positions[id]));
-        // A tree behind nothing begins at 0.
+        // A tree behind an empty sequence begins at 0.
         if held.tokens.is_empty() && (held_something || gone.contains(&0)) {
             held.tree.clear();
         }
@@ -354,7 +354,7 @@ impl Model {
         held.tree.extend(parents.iter().map(|&parent| Node { parent, token: None }));
     }
 
-    /// All that is wrong with accepting these nodes.
+    /// Returns every reason to refuse the acceptance of these nodes.
     pub fn accept_refusals(&self, sequence: i32, accepted: &[i32]) -> Vec<Status> {
         let held = self.sequence(sequence);
         let mut before = -1;

@@ -1,4 +1,4 @@
-//! MLX arrays, computed when they are asked for.
+//! The backend of MLX arrays, which are computed when they are asked for.
 
 use etkv::store::pool_for;
 use etkv::MlxStore;
@@ -9,7 +9,7 @@ use mlx_rs::{Array, Dtype};
 use crate::backend::Backend;
 use crate::oracle::{Row, Rows};
 
-/// `[1, heads, rows, dim]`, as a program passes it.
+/// Returns `[1, heads, rows, dim]`, as a program passes it.
 pub fn array(rows: &[Row]) -> Array {
     let (heads, dim) = (rows[0].len(), rows[0][0].len());
     let values: Vec<f32> = (0..heads)
@@ -18,7 +18,7 @@ pub fn array(rows: &[Row]) -> Array {
     Array::from_slice(&values, &[1, heads as i32, rows.len() as i32, dim as i32])
 }
 
-/// The rows of an evaluated `[1, heads, rows, dim]`.
+/// Returns the rows of an evaluated `[1, heads, rows, dim]`.
 pub fn rows(array: &Array) -> Rows {
     let shape: Vec<usize> = array.shape().iter().map(|&size| size as usize).collect();
     let [heads, n, dim] = [shape[1], shape[2], shape[3]];
@@ -50,7 +50,7 @@ impl Backend for OnMlx {
         Ok(etkv::attend(q, spec, scale, None)?)
     }
 
-    /// What a pool gives back, which the pools' own tests compare with their bounds.
+    /// Returns what a pool reads back, which the pools' own tests compare with their bounds.
     fn quantized(stored: &[Row], format: KvFormat) -> Rows {
         let (heads, dim) = (stored[0].len() as i32, stored[0][0].len() as i32);
         let mut pool = pool_for(format, heads, dim).unwrap();
@@ -62,7 +62,7 @@ impl Backend for OnMlx {
         rows(&read)
     }
 
-    /// By a transform that MLX finds out to be impossible when it runs it.
+    /// A transform that MLX refuses when it runs it.
     fn failing(x: &Array) -> Result<Array> {
         let failing = || -> etkv::Result<Array> {
             let odd = Array::ones::<f32>(&[1, 11])?.hadamard_transform(None)?;

@@ -17,7 +17,7 @@ pub fn random_rows(rng: &mut Rng, n: usize, heads: usize, dim: usize) -> Rows {
     (0..n).map(|_| row()).collect()
 }
 
-/// A format of every kind and size.
+/// Returns a format of every kind and size.
 pub const FORMATS: [&str; 14] = [
     "f32",
     "f16",
@@ -35,13 +35,13 @@ pub const FORMATS: [&str; 14] = [
     "row-fp4",
 ];
 
-/// Rows in a float format.
+/// Returns rows in a float format.
 pub fn rounded(rows: &[Row], format: KvFormat) -> Rows {
     let row = |values: &Vec<f32>| values.iter().map(|&value| round(value, format)).collect();
     rows.iter().map(|heads| heads.iter().map(row).collect()).collect()
 }
 
-/// A number in a float format; as it is in others.
+/// Rounds a number to a float format; other formats leave it as it is.
 pub fn round(value: f32, format: KvFormat) -> f32 {
     match format {
         KvFormat::F16 => f16::from_f32(value).to_f32(),
@@ -50,8 +50,8 @@ pub fn round(value: f32, format: KvFormat) -> f32 {
     }
 }
 
-/// One query's attention over the rows that it sees. Query heads share KV heads
-/// evenly, neighbours together.
+/// Returns one query's attention over the rows that it sees. Query heads share KV heads evenly,
+/// neighbours together.
 pub fn attention(query: &Row, keys: &[Row], values: &[Row], scale: f32) -> Row {
     let share = query.len() / keys[0].len();
     query

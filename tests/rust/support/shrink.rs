@@ -1,5 +1,5 @@
-//! Generated runs of operations: a failing one is made as short as it can be, and
-//! printed so that it can be pasted into a test.
+//! Generated runs of operations. A failing run is shortened and printed, ready to paste into a
+//! test.
 //!
 //! `ETKV_SEED=<n>` replays one seed, `ETKV_RUNS=<n>` runs that many.
 
@@ -10,9 +10,8 @@ use std::sync::Once;
 
 use crate::{seeds, Rng};
 
-/// What a run starts with, and what is done then. Operations are generated without
-/// knowledge of the state, and mean something in every state: any part of a run
-/// is a run as well.
+/// The start of a run and its operations. Operations are generated without knowledge of the state,
+/// and are valid in every state: any part of a run is a run.
 #[derive(Debug, Clone)]
 pub struct Case<C, O> {
     pub config: C,
@@ -44,14 +43,14 @@ pub fn check<C: Debug + Clone, O: Debug + Clone>(
     }
 }
 
-/// Removes operations for as long as what is left fails: first large chunks of
-/// them, then smaller ones, then one at a time, until none can go.
+/// Removes operations while the rest still fails: first large chunks, then smaller ones, then one
+/// at a time, until none can go.
 pub fn shrink<O: Clone>(ops: &[O], fails: impl Fn(&[O]) -> bool) -> Vec<O> {
     let mut ops = ops.to_vec();
     let mut chunk = ops.len().div_ceil(2).max(1);
     loop {
         let mut removed = false;
-        // From the end: what comes after the failure goes first.
+        // From the end: operations after the failure go first.
         let mut end = ops.len();
         while end > 0 {
             let start = end.saturating_sub(chunk);
@@ -71,7 +70,7 @@ pub fn shrink<O: Clone>(ops: &[O], fails: impl Fn(&[O]) -> bool) -> Vec<O> {
     }
 }
 
-/// A call of `replay`, as source.
+/// Returns a call of `replay`, as source.
 fn pasteable<C: Debug, O: Debug>(config: &C, ops: &[O]) -> String {
     // Every list in it is a vector.
     let source = |value: &dyn Debug| format!("{value:?}").replace('[', "vec![");
@@ -88,7 +87,7 @@ thread_local! {
     static QUIET: Cell<bool> = const { Cell::new(false) };
 }
 
-/// Without a message for each of the panics that shrinking makes.
+/// Suppresses the messages of panics during shrinking.
 fn quietly<T>(work: impl FnOnce() -> T) -> T {
     static HOOK: Once = Once::new();
     HOOK.call_once(|| {

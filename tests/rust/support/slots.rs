@@ -1,8 +1,8 @@
-//! What a cache does with plans, on the ids of tokens in place of their rows.
+//! Executes plans as a cache does, on the ids of tokens in place of their rows.
 
 use etkv_core::bookkeeping::{LayerGroupPlan, MaskPlan, Slots};
 
-/// The number of a token that was ever written; no two have the same.
+/// The unique number of a token.
 pub type Id = usize;
 
 /// The slots of one layer group.
@@ -35,7 +35,7 @@ impl LayerGroupSlots {
         assert_eq!(from.len(), to.len(), "a target for each source");
         assert!(from.iter().zip(&to).all(|(from, to)| from != to), "a row moves nowhere");
         let gathered: Vec<Option<Id>> = from.iter().map(|&slot| self.slots[slot]).collect();
-        // So that a token that somebody holds lies in one slot.
+        // A held token then lies in one slot.
         from.iter().for_each(|&slot| self.slots[slot] = None);
         for (&slot, id) in to.iter().zip(gathered) {
             assert!(id.is_some(), "a row moves to slot {slot} that was never written");
@@ -43,27 +43,27 @@ impl LayerGroupSlots {
         }
     }
 
-    /// The token in each slot that was written and not moved away.
+    /// Returns the token in each slot that was written and not moved away.
     pub fn ids(&self) -> &[Option<Id>] {
         &self.slots
     }
 
-    /// Where a token that somebody holds lies.
+    /// Returns the slot of a held token.
     pub fn slot_of(&self, id: Id) -> Option<usize> {
         self.slots.iter().position(|&at| at == Some(id))
     }
 
-    /// Rows to put back later.
+    /// Returns rows to restore later.
     pub fn saved(&self, slots: std::ops::Range<i32>) -> Vec<Option<Id>> {
         self.slots[slots.start as usize..slots.end as usize].to_vec()
     }
 
-    /// Puts saved rows back.
+    /// Restores saved rows.
     pub fn restore(&mut self, start: i32, saved: &[Option<Id>]) {
         self.slots[start as usize..][..saved.len()].copy_from_slice(saved);
     }
 
-    /// The tokens that a plan shows to query `query` of `n_queries`, sorted.
+    /// Returns the tokens that a plan shows to query `query` of `n_queries`, sorted.
     pub fn shown(&self, plan: &LayerGroupPlan, query: usize, n_queries: usize) -> Vec<Id> {
         let read = &self.slots[plan.read.start as usize..plan.read.end as usize];
         let is_shown = |offset: usize| match &plan.mask {
@@ -86,7 +86,7 @@ impl LayerGroupSlots {
     }
 }
 
-/// The slots as indices; none of them twice.
+/// Returns the slots as indices; each occurs once.
 fn distinct(slots: &Slots) -> Vec<usize> {
     let list: Vec<usize> = slots.iter().map(|slot| slot as usize).collect();
     assert_eq!(list.len(), slots.len());

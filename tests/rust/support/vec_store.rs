@@ -1,8 +1,7 @@
-//! A storage of plain vectors: the least that a backend is.
+//! A storage of plain vectors: the smallest backend.
 //!
-//! It keeps float32 whatever the format. Rows are rounded as the float formats round;
-//! for formats that quantize, to as many levels as their codes have, which is not what
-//! their codes are.
+//! It stores float32 in every format. Rows are rounded as the float formats round. For quantized
+//! formats they are rounded to as many levels as the codes have, not to the same values.
 
 use std::cell::Cell;
 use std::ops::Range;
@@ -21,7 +20,7 @@ use crate::oracle::{self, Row, Rows};
 pub struct Tensor {
     shape: [i32; 4],
     values: Vec<f32>,
-    /// Whether computing it fails.
+    /// Whether its computation fails.
     fails: bool,
 }
 
@@ -46,7 +45,7 @@ impl Tensor {
         &mut self.values[place]
     }
 
-    /// The rows at `slots`.
+    /// Returns the rows at `slots`.
     fn taken(&self, slots: &Slots) -> Self {
         let [_, heads, _, dim] = self.shape;
         let mut taken = Self::zeros(heads, slots.len() as i32, dim);
@@ -75,7 +74,7 @@ impl Tensor {
     }
 }
 
-/// Rounds a row to what `format` can tell apart.
+/// Rounds a row to the levels of `format`.
 fn round(row: &mut [f32], format: KvFormat) {
     let (group, levels) = match format {
         KvFormat::F16 | KvFormat::Bf16 | KvFormat::F32 => {
@@ -123,7 +122,7 @@ impl Buffer {
     }
 }
 
-/// What the next call of a store is to fail in.
+/// The call of a store that fails next.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Failure {
     Grow,
@@ -154,7 +153,7 @@ pub struct VecStore {
     layers: Vec<[Buffer; 2]>,
     /// For each watched write of the open step, whether its values are finite.
     finite: Vec<bool>,
-    /// Whether the open step wrote what fails when it is computed.
+    /// Whether the open step wrote a tensor whose computation fails.
     fails: bool,
 }
 
@@ -337,7 +336,7 @@ impl Backend for OnVec {
         (0..n).map(row).collect()
     }
 
-    /// As a program's attention has it: what is hidden has weight 0, and is read.
+    /// Computes attention as a program does: hidden rows have weight 0, and are read.
     fn attend(q: &Tensor, spec: &Spec<VecStore>, scale: f32) -> Result<Tensor> {
         let AttendSpec { k, v, mask } = spec;
         let [_, heads, n, _] = q.shape.map(|size| size as usize);

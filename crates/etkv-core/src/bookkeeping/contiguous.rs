@@ -1,5 +1,5 @@
-//! One growing sequence: position `p` lies in slot `p`, so a length says all.
-//! Layers with a sliding window drop positions at the front, and shift.
+//! One growing sequence. Position `p` lies in slot `p`, so the length describes it. Layers with a
+//! sliding window drop positions at the front and move their rows.
 
 use std::ops::Range;
 
@@ -7,14 +7,14 @@ use super::plan::mask_len;
 use super::{LayerGroupPlan, MaskPlan, Move, Slots, Window};
 use crate::error::{fail, Result};
 
-/// The length of one sequence of at most `capacity` positions, and what its layer groups
-/// still hold of it.
+/// The length of one sequence of at most `capacity` positions, and the positions that its layer
+/// groups still hold.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct ContiguousBookkeeping {
     capacity: i32,
     length: i32,
     groups: Vec<LayerGroup>,
-    /// Counts what was done to it, so that a plan knows whether it is still one.
+    /// Counts changes, so that a plan can be recognised as stale.
     changes: u64,
 }
 
@@ -22,11 +22,11 @@ pub struct ContiguousBookkeeping {
 #[derive(Debug, Clone, PartialEq, Eq)]
 struct LayerGroup {
     window: Option<Window>,
-    /// Positions that are gone, between the sinks and what is held.
+    /// Dropped positions, between the sinks and the held positions.
     dropped: i32,
 }
 
-/// What the queries of a step see of what they read.
+/// What the queries of a step see of the slots that they read.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum Sight {
     All,
@@ -35,81 +35,81 @@ enum Sight {
     Windows,
 }
 
-/// What a step writes and reads. Made by [`ContiguousBookkeeping::plan`], which
-/// changes nothing; [`ContiguousBookkeeping::commit`] makes it so, unless the
-/// sequence has changed in between.
+/// The positions that a step writes and reads. [`ContiguousBookkeeping::plan`] returns it and
+/// changes nothing. [`ContiguousBookkeeping::commit`] carries it out, unless the sequence has
+/// changed in between.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct ContiguousPlan {
     /// The step's first position.
     pub start: i32,
     /// One past the last position: the length afterwards.
     pub end: i32,
-    /// The length before. Where it is more than `start`, the step rewinds.
+    /// The length before the step. If it is more than `start`, the step rewinds.
     pub length: i32,
     changes: u64,
 }
 
 impl ContiguousPlan {
-    /// Query tokens of the step.
+    /// Returns the number of query tokens of the step.
     pub fn n_tokens(&self) -> i32 {
         self.end - self.start
     }
 
-    /// The positions whose present rows the step writes over.
+    /// Returns the positions whose present rows the step overwrites.
     pub fn displaced(&self) -> Range<i32> {
         self.start..self.end.min(self.length).max(self.start)
     }
 }
 
 impl ContiguousBookkeeping {
-    /// An empty sequence of at most `capacity` positions, in layer groups of full history
-    /// (none) or of a window.
+    /// Returns an empty sequence of at most `capacity` positions. A layer group has full history
+    /// (`None`) or a window.
     pub fn new(capacity: i32, groups: impl IntoIterator<Item = Option<Window>>) -> Self {
         let groups = groups.into_iter().map(|window| LayerGroup { window, dropped: 0 }).collect();
         Self { capacity, length: 0, groups, changes: 0 }
     }
 
-    /// The most positions that it holds.
+    /// Returns the most positions that the sequence holds.
     pub fn capacity(&self) -> i32 {
         self.capacity
     }
 
-    /// The positions that it holds.
+    /// Returns the number of positions that the sequence holds.
     pub fn length(&self) -> i32 {
         self.length
     }
 
-    /// Positions of one layer group that it promises to hold.
+    /// Returns the number of positions that one layer group promises to hold.
     ///
     /// # Panics
-    /// For a layer group that there is not.
+    /// If the layer group does not exist.
     pub fn used(&self, group: usize) -> i32 {
         self.groups[group].window.map_or(self.length, |window| window.held(self.length))
     }
 
-    /// Whether `n` more positions fit; negative `n` never do.
+    /// Returns whether `n` more positions fit; false for a negative `n`.
     pub fn can_extend(&self, n: i32) -> bool {
         n >= 0 && n <= self.capacity - self.length
     }
 
-    /// The least length, apart from 0, that the sequence can go back to with every
-    /// layer group holding all that a query there sees.
+    /// Returns the least length other than 0 that the sequence can be rewound to: every layer group
+    /// still holds all that a query there sees.
     pub fn rewindable_to(&self) -> i32 {
         self.groups.iter().map(LayerGroup::rewindable_to).max().unwrap_or(0)
     }
 
-    /// Plans a step whose tokens have these positions. They are one run of
-    /// consecutive positions; the first is at most the length. At the length
-    /// the step appends; below it, the step first rewinds to there.
+    /// Plans a step for tokens at these positions. They are consecutive, and the first is at most
+    /// the length. At the length the step appends. Below it, the step first rewinds to that
+    /// position.
     ///
     /// # Errors
     /// - [`InvalidArgument`](crate::Status::InvalidArgument): no tokens.
     /// - [`Position`](crate::Status::Position): a negative position, a gap after
     ///   the sequence, positions that are not consecutive, or a rewind below
     ///   [`rewindable_to`](Self::rewindable_to).
-    /// - [`Capacity`](crate::Status::Capacity): the run ends past the capacity, is
-    ///   more than window layer groups take in a step, or takes a mask of more elements
-    ///   than an array has.
+    /// - [`Capacity`](crate::Status::Capacity): the positions end beyond the capacity, are more
+    ///   than window layer groups take in a step, or need a mask of more elements than an array
+    ///   has.
     pub fn plan(&self, positions: &[i32]) -> Result<ContiguousPlan> {
         let Some(&start) = positions.first() else {
             fail!(InvalidArgument, "a step needs at least 1 token");
@@ -125,8 +125,8 @@ impl ContiguousBookkeeping {
             if i64::from(position) != expected {
                 fail!(
                     Position,
-                    "token {offset} of the step has position {position}, but one sequence \
-                     runs on: {expected} follows"
+                    "expected position {expected} for token {offset} of the step, got {position}: the \
+                     positions of one sequence are consecutive"
                 );
             }
         }
@@ -134,7 +134,8 @@ impl ContiguousBookkeeping {
         if end > i64::from(self.capacity) {
             fail!(
                 Capacity,
-                "{} from position {start} on need {end} positions, the capacity is {}",
+                "{} from position {start} on need {end} positions, the capacity is {}; rewind, or make a \
+                 larger cache",
                 match positions.len() {
                     1 => String::from("1 token"),
                     n => format!("{n} tokens"),
@@ -160,12 +161,12 @@ impl ContiguousBookkeeping {
         Ok(plan)
     }
 
-    /// What a plan that is not stale does to the slots of one layer group. Layer groups have the
-    /// numbers in which they were given to [`new`](Self::new), from 0 on.
+    /// Returns what a plan does to the slots of one layer group. The plan is not stale. Layer
+    /// groups are numbered from 0 in the order in which [`new`](Self::new) got them.
     ///
     /// # Panics
-    /// For a layer group that there is not, as [`used`](Self::used) and
-    /// [`displaced`](Self::displaced) do.
+    /// If the layer group does not exist; [`used`](Self::used) and [`displaced`](Self::displaced)
+    /// do the same.
     pub fn group(&self, group: usize, plan: &ContiguousPlan) -> LayerGroupPlan {
         let dropped = self.dropped(group, plan);
         let write = Slots::Run(plan.start - dropped..plan.end - dropped);
@@ -178,7 +179,7 @@ impl ContiguousBookkeeping {
         LayerGroupPlan { write, read, mask }
     }
 
-    /// [`group`](Self::group) for all of them.
+    /// Returns [`group`](Self::group) for each layer group.
     pub fn groups<'a>(
         &'a self,
         plan: &'a ContiguousPlan,
@@ -186,7 +187,7 @@ impl ContiguousBookkeeping {
         (0..self.groups.len()).map(|group| self.group(group, plan))
     }
 
-    /// The slots of a layer group that a plan reads, and what of them its queries see.
+    /// Returns the slots of a layer group that a plan reads, and what its queries see of them.
     fn read(&self, group: usize, plan: &ContiguousPlan) -> (Range<i32>, Sight) {
         let end = plan.end - self.dropped(group, plan);
         let causal = if plan.n_tokens() == 1 { Sight::All } else { Sight::Causal };
@@ -204,7 +205,7 @@ impl ContiguousBookkeeping {
         (first..end, sight)
     }
 
-    /// The mask of a window over the slots in `read`.
+    /// Returns the mask of a window over the slots in `read`.
     fn windows(&self, group: usize, plan: &ContiguousPlan, read: &Range<i32>) -> Vec<u8> {
         let dropped = self.dropped(group, plan);
         let Some(window) = self.groups[group].window else {
@@ -212,7 +213,7 @@ impl ContiguousBookkeeping {
         };
         let mut mask = vec![0; read.len() * plan.n_tokens() as usize];
         for (position, row) in (plan.start..plan.end).zip(mask.chunks_exact_mut(read.len())) {
-            // Where there are sinks, slots are read from 0 on.
+            // With sinks, slots are read from 0 on.
             row[..window.sinks().min(position + 1) as usize].fill(1);
             let seen = window.first_seen(position).max(window.sinks());
             let slot = |position: i32| (position - dropped - read.start) as usize;
@@ -223,18 +224,18 @@ impl ContiguousBookkeeping {
         mask
     }
 
-    /// The slots of one layer group whose present rows a plan that is not stale writes
-    /// over.
+    /// Returns the slots of one layer group whose present rows a plan overwrites. The plan is not
+    /// stale.
     ///
     /// # Panics
-    /// For a layer group that there is not.
+    /// If the layer group does not exist.
     pub fn displaced(&self, group: usize, plan: &ContiguousPlan) -> Range<i32> {
         let dropped = self.dropped(group, plan);
         let positions = plan.displaced();
         positions.start - dropped..positions.end - dropped
     }
 
-    /// A step from 0 on has all the slots.
+    /// A step from 0 on uses the slots from the front.
     fn dropped(&self, group: usize, plan: &ContiguousPlan) -> i32 {
         if plan.start == 0 {
             0
@@ -243,12 +244,12 @@ impl ContiguousBookkeeping {
         }
     }
 
-    /// Makes a plan so: the sequence ends where its step ended. Layer groups without room
-    /// for another step drop what they need no more; their rows move as returned.
+    /// Carries out a plan: the sequence ends where its step ends. Layer groups without room for
+    /// another step drop the positions that they no longer need. Returns the moves of their rows.
     ///
     /// # Errors
-    /// [`Step`](crate::Status::Step) for a stale plan: since it was made, another
-    /// was committed, or the sequence was rewound or cleared. Nothing has changed.
+    /// [`Step`](crate::Status::Step) for a stale plan: another plan was committed after it was
+    /// made, or the sequence was rewound or cleared. Nothing has changed.
     pub fn commit(&mut self, plan: &ContiguousPlan) -> Result<Vec<Move>> {
         if plan.changes != self.changes {
             fail!(
@@ -272,7 +273,7 @@ impl ContiguousBookkeeping {
         Ok(self.groups.iter_mut().enumerate().filter_map(slide).collect())
     }
 
-    /// Forgets the positions from `length` on.
+    /// Removes the positions from `length` on.
     ///
     /// # Errors
     /// [`Position`](crate::Status::Position) if `length` is negative, more than
@@ -301,13 +302,13 @@ impl ContiguousBookkeeping {
             fail!(
                 Position,
                 "cannot rewind to length {length}: the window layers have dropped what a query \
-                 there sees; {least} is the least"
+                 there sees; rewind to 0, or to {least} or more"
             );
         }
         Ok(())
     }
 
-    /// Forgets every position.
+    /// Removes every position.
     pub fn clear(&mut self) {
         self.changes += 1;
         self.length = 0;
@@ -327,7 +328,7 @@ impl LayerGroup {
         }
     }
 
-    /// Drops what a sequence of `length` needs no more, if the layer group is full.
+    /// Drops the positions that a sequence of `length` no longer needs, if the layer group is full.
     fn slide(&mut self, length: i32) -> Option<Move> {
         let window = self.window.filter(|window| window.is_full(length - self.dropped))?;
         let first = window.first_needed(length).max(window.sinks());

@@ -1,7 +1,7 @@
-//! Which position lies in which slot: integers only.
+//! Bookkeeping: which position lies in which slot. Integers only.
 //!
-//! Nothing here knows arrays, formats or layers. A cache asks for a plan, lets
-//! its pools do as it says, and commits it.
+//! Nothing here knows arrays, formats or layers. A cache asks for a plan, writes and reads its
+//! pools by the plan, and commits it.
 
 mod cells;
 mod contiguous;

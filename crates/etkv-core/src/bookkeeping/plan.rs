@@ -1,5 +1,4 @@
-//! What a step does to the slots of one layer group: integers that a cache hands to its
-//! pools.
+//! What a step does to the slots of one layer group: integers that a cache passes to its pools.
 //!
 //! A *layer group* is the layers of one policy. They keep the same positions in the same
 //! slots, so they share one plan and one mask.
@@ -18,7 +17,7 @@ pub enum Slots {
 }
 
 impl Slots {
-    /// The slots as the simplest form that they have.
+    /// Returns the slots in their simplest form.
     pub fn of(slots: &[i32]) -> Self {
         let start = slots.first().copied().unwrap_or(0);
         let is_run = slots.iter().zip(start..).all(|(&slot, expected)| slot == expected);
@@ -29,7 +28,7 @@ impl Slots {
         }
     }
 
-    /// How many there are.
+    /// Returns the number of slots.
     pub fn len(&self) -> usize {
         match self {
             Self::Run(run) => run.len(),
@@ -37,12 +36,12 @@ impl Slots {
         }
     }
 
-    /// Whether there are none.
+    /// Returns whether there are no slots.
     pub fn is_empty(&self) -> bool {
         self.len() == 0
     }
 
-    /// One past the last of them; 0 where there are none.
+    /// Returns one past the last slot, or 0 without slots.
     pub fn end(&self) -> i32 {
         match self {
             Self::Run(run) => run.end,
@@ -50,7 +49,7 @@ impl Slots {
         }
     }
 
-    /// Each of them.
+    /// Returns an iterator over the slots.
     pub fn iter(&self) -> Box<dyn Iterator<Item = i32> + '_> {
         match self {
             Self::Run(run) => Box::new(run.clone()),
@@ -59,24 +58,24 @@ impl Slots {
     }
 }
 
-/// Which of the slots that are read a query sees.
+/// The slots that a query sees, of those that are read.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum MaskPlan {
-    /// All of them.
+    /// Every slot.
     None,
-    /// Query `i` of `T` all but the last `T - 1 - i`.
+    /// Query `i` of `T` sees all but the last `T - 1 - i`.
     Causal,
-    /// Those with a 1: `T` rows, one byte a slot that is read.
+    /// The slots with a 1: `T` rows of one byte for each slot that is read.
     Explicit(Vec<u8>),
 }
 
-/// The most elements of a mask: arrays count theirs in 32 bits.
+/// The most elements of a mask. Arrays count elements in 32 bits.
 const MAX_MASK: usize = i32::MAX as usize;
 
-/// Bytes of the mask of `n_tokens` queries over `width` slots.
+/// Returns the bytes of the mask of `n_tokens` queries over `width` slots.
 ///
 /// # Errors
-/// [`Capacity`](crate::Status::Capacity) where an array cannot have so many.
+/// [`Capacity`](crate::Status::Capacity) if an array cannot have so many elements.
 pub fn mask_len(n_tokens: usize, width: usize) -> Result<usize> {
     match n_tokens.checked_mul(width) {
         Some(len) if len <= MAX_MASK => Ok(len),
@@ -91,29 +90,29 @@ pub fn mask_len(n_tokens: usize, width: usize) -> Result<usize> {
 /// What a step does to the slots of one layer group.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct LayerGroupPlan {
-    /// Where the rows of the step's tokens go, in their order.
+    /// The slots for the rows of the step's tokens, in their order.
     pub write: Slots,
-    /// What attention reads.
+    /// The slots that attention reads.
     pub read: Range<i32>,
-    /// Which of it each query sees.
+    /// The part of `read` that each query sees.
     pub mask: MaskPlan,
 }
 
 impl LayerGroupPlan {
-    /// Slots that have to be allocated.
+    /// Returns the number of slots that have to be allocated.
     pub fn needed(&self) -> i32 {
         self.read.end.max(self.write.end())
     }
 }
 
-/// Rows of one layer group that move from some slots to others; the two lists may
-/// overlap, and name no slot twice.
+/// Rows of one layer group that move to other slots. The two lists may overlap. Each names a slot
+/// once.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Move {
     /// The layer group.
     pub group: usize,
-    /// Where they are.
+    /// The present slots.
     pub from: Slots,
-    /// Where they go, in the same order.
+    /// The new slots, in the same order.
     pub to: Slots,
 }

@@ -15,7 +15,7 @@ use crate::report::{CacheReport, SequenceReport};
 use crate::store::{Spec, Store};
 use crate::watch::TARGET;
 
-/// Sequences that share cells; a single one is read like a contiguous cache.
+/// Sequences that share cells. A single sequence is read like a contiguous cache.
 pub struct CellsCache<S: Store> {
     kind: &'static str,
     book: CellsBookkeeping,
@@ -24,21 +24,20 @@ pub struct CellsCache<S: Store> {
 }
 
 impl<S: Store> CellsCache<S> {
-    /// The name of the kind whose sequences carry no trees.
+    /// The kind's name if sequences carry no trees.
     pub const SEQ: &'static str = "seq";
-    /// The name of the kind whose sequences carry trees.
+    /// The kind's name if sequences carry trees.
     pub const TREE: &'static str = "tree";
 
-    /// An empty cache of kind [`SEQ`](Self::SEQ).
+    /// Returns an empty cache of kind [`SEQ`](Self::SEQ).
     ///
     /// # Errors
-    /// [`InvalidArgument`](crate::Status::InvalidArgument) for a config that cannot
-    /// be.
+    /// [`InvalidArgument`](crate::Status::InvalidArgument) for an invalid config.
     pub fn new(config: CacheConfig) -> Result<Self> {
         Self::of_kind(Self::SEQ, config)
     }
 
-    /// An empty cache of kind [`TREE`](Self::TREE).
+    /// Returns an empty cache of kind [`TREE`](Self::TREE).
     ///
     /// # Errors
     /// As [`new`](Self::new).
@@ -78,7 +77,7 @@ impl<S: Store> CellsCache<S> {
         self.storage.quantize_at(self.counted());
     }
 
-    /// Moves rows where the bookkeeping has put their positions.
+    /// Moves rows to the slots that the bookkeeping gives their positions.
     fn apply(&mut self, moves: Result<Vec<Move>>) -> Result<()> {
         let moves = moves?;
         self.storage.apply(&moves)

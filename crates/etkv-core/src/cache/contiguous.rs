@@ -10,12 +10,12 @@ use crate::memory::Memory;
 use crate::report::{CacheReport, SequenceReport};
 use crate::store::{Spec, Store};
 
-/// One sequence, without a mask where all layers have full history.
+/// One sequence; without a mask if all layers have full history.
 pub struct ContiguousCache<S: Store> {
     book: ContiguousBookkeeping,
     storage: Storage<S>,
     step: Option<ContiguousPlan>,
-    /// What the open step does to each layer group: made once, for all layers of it.
+    /// The open step's plan for each layer group, made once for all of its layers.
     plans: Vec<LayerGroupPlan>,
 }
 
@@ -23,12 +23,10 @@ impl<S: Store> ContiguousCache<S> {
     /// The name of this kind.
     pub const KIND: &'static str = "contiguous";
 
-    /// An empty cache. It allocates as positions come, unless the config says
-    /// otherwise.
+    /// Returns an empty cache. It allocates as positions come, unless the config says otherwise.
     ///
     /// # Errors
-    /// [`InvalidArgument`](crate::Status::InvalidArgument) for a config that cannot
-    /// be.
+    /// [`InvalidArgument`](crate::Status::InvalidArgument) for an invalid config.
     pub fn new(config: CacheConfig) -> Result<Self> {
         config.validate()?;
         let capacity = config.capacity;

@@ -1,10 +1,8 @@
 //! Caches: a bookkeeping and a backend's store, behind two faces.
 //!
-//! [`Cache`] is what a runner controls, in integers; [`SeqCache`] and
-//! [`TreeCache`] add to it what caches of several sequences and of candidates can
-//! do. [`AttendCache`] is what a program's `update_and_attend` drives, in the tensors of
-//! its backend.
-//! One object has both.
+//! A runner controls a [`Cache`], in integers. [`SeqCache`] and [`TreeCache`] add the calls of
+//! caches of several sequences and of candidates. A program's `update_and_attend` drives an
+//! [`AttendCache`], in the tensors of its backend. One object has both faces.
 
 mod cells;
 mod contiguous;
@@ -24,62 +22,57 @@ use crate::store::{Spec, Store};
 
 /// The runner's face of a cache.
 pub trait Cache: Send {
-    /// The kind's name, as sessions ask for it.
+    /// Returns the kind's name, as sessions ask for it.
     fn kind(&self) -> &str;
 
-    /// What the cache was made from.
+    /// Returns the config that the cache was created with.
     fn config(&self) -> &CacheConfig;
 
-    /// The most positions that it holds.
+    /// Returns the most positions that the cache holds.
     fn capacity(&self) -> i32;
 
-    /// The positions that it holds; one that several sequences share counts once.
+    /// Returns the number of positions held. One that several sequences share counts once.
     fn length(&self) -> i32;
 
-    /// The position of the next token, where there is one sequence.
+    /// Returns the position of the next token of the only sequence.
     ///
     /// # Errors
-    /// [`InvalidArgument`](crate::Status::InvalidArgument) where there are several.
+    /// [`InvalidArgument`](crate::Status::InvalidArgument) if there are several sequences.
     fn next_position(&self) -> Result<i32> {
         Ok(self.length())
     }
 
-    /// Whether `n` more positions fit; negative `n` never do.
+    /// Returns whether `n` more positions fit; false for a negative `n`.
     fn can_extend(&self, n: i32) -> bool;
 
-    /// Forgets every position, and gives the buffers back if `release`. The cache
-    /// is as new then: conversions are undone as well. Buffers that were given back
-    /// come again with the next step, whatever the growth.
+    /// Removes every position, and frees the buffers if `release`. The cache is then as new:
+    /// conversions are undone as well. Freed buffers are allocated again with the next step,
+    /// whatever the growth.
     ///
     /// # Errors
     /// - [`Step`](crate::Status::Step) while a step is open.
-    /// - [`Backend`](crate::Status::Backend) where there is no memory for buffers that are to
-    ///   be there from the start.
+    /// - [`Backend`](crate::Status::Backend) if memory is lacking for buffers that are allocated upfront.
     fn clear(&mut self, release: bool) -> Result<()>;
 
-    /// Forgets the positions from `length` on, of the one sequence that there is.
+    /// Removes the positions from `length` on, of the only sequence.
     ///
     /// # Errors
-    /// - [`Position`](crate::Status::Position) if `length` is negative or more than
-    ///   the next position; or if it is not 0, and is less than what
-    ///   [`rewindable_to`](Self::rewindable_to) says or the position before it was
-    ///   removed, so that the sequence could not go on there.
-    /// - [`InvalidArgument`](crate::Status::InvalidArgument) where there are
-    ///   several sequences.
-    /// - [`Step`](crate::Status::Step) while a step is open, or where the sequence
-    ///   carries a tree and some of it would stay.
+    /// - [`Position`](crate::Status::Position) if `length` is negative or more than the next
+    ///   position; or if it is not 0, and it is less than [`rewindable_to`](Self::rewindable_to) or
+    ///   the position before it was removed, so that the sequence could not go on there.
+    /// - [`InvalidArgument`](crate::Status::InvalidArgument) if there are several sequences.
+    /// - [`Step`](crate::Status::Step) while a step is open, or if the sequence carries a tree and
+    ///   some of its positions would stay.
     fn rewind(&mut self, length: i32) -> Result<()>;
 
-    /// The least length, apart from 0, that the one sequence that there is can be
-    /// rewound to: window layers have dropped what a query further back would see,
-    /// or the positions before were removed.
+    /// Returns the least length other than 0 that the only sequence can be rewound to. Window
+    /// layers have dropped what a query further back would see, or earlier positions were removed.
     ///
     /// # Errors
-    /// [`InvalidArgument`](crate::Status::InvalidArgument) where there are several
-    /// sequences.
+    /// [`InvalidArgument`](crate::Status::InvalidArgument) if there are several sequences.
     fn rewindable_to(&self) -> Result<i32>;
 
-    /// Bytes of the buffers.
+    /// Returns the bytes of the buffers.
     fn memory(&self) -> Memory;
 
     /// What the cache is and holds, for monitoring and debugging. Also where it is
@@ -88,57 +81,53 @@ pub trait Cache: Send {
         CacheReport::of(self)
     }
 
-    /// The formats that keys and values are stored in now.
+    /// Returns the present formats of keys and values.
     fn formats(&self) -> [KvFormat; 2];
 
-    /// Stores what is there, and what comes, in other formats, until the cache is
-    /// cleared. One layer's keys or values at a time: it takes the memory of one
-    /// of them besides.
+    /// Converts stored and future rows to other formats, until the cache is cleared. It converts
+    /// one layer's keys or values at a time and needs the memory of one of them besides.
     ///
     /// # Errors
-    /// - [`InvalidArgument`](crate::Status::InvalidArgument) for a format that some
-    ///   layer's rows do not fit; nothing has changed.
+    /// - [`InvalidArgument`](crate::Status::InvalidArgument) for a format that some layer's rows do
+    ///   not fit; nothing has changed.
     /// - [`Step`](crate::Status::Step) while a step is open.
-    /// - [`Backend`](crate::Status::Backend): some layers may be converted and others not,
-    ///   all of them whole; call again to go on.
+    /// - [`Backend`](crate::Status::Backend): some layers may be converted and others not, each of them
+    ///   whole; call again to go on.
     fn convert(&mut self, k_format: KvFormat, v_format: KvFormat) -> Result<()>;
 
-    /// The face for several sequences, where the cache has it.
+    /// Returns the face for several sequences, if the cache has it.
     fn sequences(&mut self) -> Option<&mut dyn SeqCache> {
         None
     }
 
-    /// The face for trees of candidates, where the cache has it.
+    /// Returns the face for trees of candidates, if the cache has it.
     fn trees(&mut self) -> Option<&mut dyn TreeCache> {
         None
     }
 }
 
-/// The runner's face of a cache that many sequences share. Sequences have numbers
-/// from 0 to [`MAX_SEQUENCES`](crate::bookkeeping::MAX_SEQUENCES) - 1, and need not
-/// be made: one that holds nothing is empty.
+/// The runner's face of a cache that many sequences share. Sequences are numbered from 0 to
+/// [`MAX_SEQUENCES`](crate::bookkeeping::MAX_SEQUENCES) - 1. They need no creation: a sequence
+/// without positions is empty.
 ///
 /// Ranges are of positions; `i32::MAX` as the end means all that follow.
 ///
 /// While a step is open, every call that changes something is refused with
-/// [`Step`](crate::Status::Step), and those that ask answer as before the step.
-/// [`InvalidArgument`](crate::Status::InvalidArgument) is every call's answer to a
-/// number that no sequence has, or a range that ends before it starts or starts
-/// below 0.
+/// [`Step`](crate::Status::Step), and queries answer as before the step. Every call answers
+/// [`InvalidArgument`](crate::Status::InvalidArgument) to a number out of range and to a range that
+/// ends before it starts or starts below 0.
 pub trait SeqCache: Cache {
-    /// Says which sequence each token of the next step belongs to. Without it, the
-    /// tokens are those of the frontiers that were proposed, by the number of their
-    /// sequence; and without those, of the only sequence there is. What is said
-    /// holds until a step is committed, or something else is said.
+    /// Declares the sequence of each token of the next step. Without a declaration the tokens are
+    /// those of the proposed frontiers, by the number of their sequence; without frontiers, those
+    /// of the only sequence. The declaration holds until a step is committed or another declaration
+    /// replaces it.
     ///
     /// # Errors
-    /// [`InvalidArgument`](crate::Status::InvalidArgument) for no tokens, or a
-    /// number that no sequence has; [`Step`](crate::Status::Step) while a step is
-    /// open. What was said before holds then.
+    /// [`InvalidArgument`](crate::Status::InvalidArgument) for no tokens or a number out of range;
+    /// [`Step`](crate::Status::Step) while a step is open. An earlier declaration then holds.
     fn begin_step(&mut self, sequences: &[i32]) -> Result<()>;
 
-    /// The same for tokens that belong to several sequences each, which share
-    /// their cells.
+    /// Declares the sequences of each token, which may be several; they share the token's cell.
     ///
     /// # Errors
     /// As [`begin_step`](Self::begin_step), and
@@ -146,142 +135,131 @@ pub trait SeqCache: Cache {
     /// sequence, or twice of the same.
     fn begin_step_shared(&mut self, sequences: &[&[i32]]) -> Result<()>;
 
-    /// Withdraws what [`begin_step`](Self::begin_step) or
-    /// [`begin_step_shared`](Self::begin_step_shared) declared, for a host whose step
-    /// does not come. Does nothing where nothing is declared.
+    /// Withdraws the declaration of [`begin_step`](Self::begin_step) or
+    /// [`begin_step_shared`](Self::begin_step_shared), for a host whose step does not come. Does
+    /// nothing without one.
     ///
     /// # Errors
     /// [`Step`](crate::Status::Step) while a step is open.
     fn cancel_step(&mut self) -> Result<()>;
 
-    /// Lets `target` have `source`'s positions as well, in the same cells: no bytes
-    /// move.
+    /// Makes `target` share `source`'s positions, in the same cells. No bytes move.
     ///
     /// # Errors
-    /// [`Position`](crate::Status::Position) where `target` has other cells for
-    /// some of them, or where window layers have dropped what its next query
-    /// would see. [`Step`](crate::Status::Step) where `target` carries a tree, or
-    /// while a step is open. [`InvalidArgument`](crate::Status::InvalidArgument) for
-    /// numbers or a range that cannot be.
+    /// [`Position`](crate::Status::Position) if `target` has other cells for some of them, or if
+    /// window layers have dropped what its next query would see. [`Step`](crate::Status::Step) if
+    /// `target` carries a tree, or while a step is open.
+    /// [`InvalidArgument`](crate::Status::InvalidArgument) for numbers or a range out of range.
     fn seq_cp(&mut self, source: i32, target: i32, positions: Range<i32>) -> Result<()>;
 
-    /// Takes positions from a sequence. A cell that no sequence has is free. A
-    /// sequence of which nothing is left begins at 0 again, also where its first
-    /// position was another.
+    /// Removes positions from a sequence. A cell without an owner is free. A sequence without
+    /// positions begins at 0 again, also if its first position was another.
     ///
     /// # Errors
-    /// [`Position`](crate::Status::Position) where the sequence would go on below
-    /// what [`seq_rewindable_to`](Self::seq_rewindable_to) says.
-    /// [`Step`](crate::Status::Step) where it carries a tree, and something stays,
-    /// or while a step is open. [`InvalidArgument`](crate::Status::InvalidArgument)
-    /// for a number or range that cannot be.
+    /// [`Position`](crate::Status::Position) if the sequence would go on below
+    /// [`seq_rewindable_to`](Self::seq_rewindable_to). [`Step`](crate::Status::Step) if it carries
+    /// a tree and some of its positions would stay, or while a step is open.
+    /// [`InvalidArgument`](crate::Status::InvalidArgument) for a number or range out of range.
     fn seq_rm(&mut self, sequence: i32, positions: Range<i32>) -> Result<()>;
 
     /// Removes every sequence but one.
     ///
     /// # Errors
-    /// [`InvalidArgument`](crate::Status::InvalidArgument) for a number that no
-    /// sequence has; [`Step`](crate::Status::Step) while a step is open.
+    /// [`InvalidArgument`](crate::Status::InvalidArgument) for a number out of range;
+    /// [`Step`](crate::Status::Step) while a step is open.
     fn seq_keep(&mut self, sequence: i32) -> Result<()>;
 
-    /// Positions that a sequence holds.
+    /// Returns the number of positions that a sequence holds.
     ///
     /// # Errors
-    /// [`InvalidArgument`](crate::Status::InvalidArgument) for a number that no
-    /// sequence has.
+    /// [`InvalidArgument`](crate::Status::InvalidArgument) for a number out of range.
     fn seq_len(&self, sequence: i32) -> Result<i32>;
 
-    /// The position of a sequence's next token: one past its last. After a removal
-    /// at the front that is more than it holds.
+    /// Returns the position of a sequence's next token: one past its last. After a removal at the
+    /// front it is more than the number of positions.
     ///
     /// # Errors
-    /// [`InvalidArgument`](crate::Status::InvalidArgument) for a number that no
-    /// sequence has.
+    /// [`InvalidArgument`](crate::Status::InvalidArgument) for a number out of range.
     fn seq_next(&self, sequence: i32) -> Result<i32>;
 
-    /// The positions that a sequence holds, as ranges in order.
+    /// Returns the positions that a sequence holds, as ranges in order.
     ///
     /// # Errors
-    /// [`InvalidArgument`](crate::Status::InvalidArgument) for a number that no
-    /// sequence has.
+    /// [`InvalidArgument`](crate::Status::InvalidArgument) for a number out of range.
     fn seq_positions(&self, sequence: i32) -> Result<Vec<Range<i32>>>;
 
-    /// As [`Cache::rewindable_to`], for one of several sequences.
+    /// Returns what [`Cache::rewindable_to`] returns, for one of several sequences.
     ///
     /// # Errors
-    /// [`InvalidArgument`](crate::Status::InvalidArgument) for a number that no
-    /// sequence has.
+    /// [`InvalidArgument`](crate::Status::InvalidArgument) for a number out of range.
     fn seq_rewindable_to(&self, sequence: i32) -> Result<i32>;
 
-    /// The sequences that hold positions or carry trees, in order.
+    /// Returns the sequences that hold positions or carry trees, in order.
     fn live_sequences(&self) -> Vec<i32>;
 
-    /// Makes each sequence one run of cells as far as what they share lets it, so
-    /// that it is read without a mask again. Moves only what has to.
+    /// Makes each sequence one run of cells, as far as shared cells allow, so that it is read
+    /// without a mask again. Moves as few rows as possible.
     ///
     /// # Errors
-    /// [`Step`](crate::Status::Step) while a step is open.
-    /// [`Backend`](crate::Status::Backend) where the rows could not be moved: the cache is
-    /// poisoned until it is cleared.
+    /// [`Step`](crate::Status::Step) while a step is open. [`Backend`](crate::Status::Backend) if the rows
+    /// could not be moved: the cache is poisoned until it is cleared.
     fn compact(&mut self) -> Result<()>;
 }
 
 /// The runner's face of a cache whose sequences carry trees of candidates.
 pub trait TreeCache: SeqCache {
-    /// Appends a frontier of candidates to the tree behind a sequence: queries of
-    /// its next step. Each sees the sequence, its ancestors and itself. A parent is
-    /// the number of an earlier node of the tree, over all its frontiers, or -1 for
-    /// the sequence itself. A node's position is the sequence's next and its depth.
+    /// Appends a frontier of candidates to the tree behind a sequence: queries of its next step.
+    /// Each sees the sequence, its ancestors and itself. A parent is the number of an earlier node
+    /// of the tree, over all its frontiers, or -1 for the sequence itself. A node's position is the
+    /// sequence's next position plus its depth.
     ///
     /// # Errors
-    /// [`InvalidArgument`](crate::Status::InvalidArgument) for no nodes or a parent
-    /// that is no node before; [`Step`](crate::Status::Step) where the last frontier
-    /// has not been run; [`Capacity`](crate::Status::Capacity).
+    /// [`InvalidArgument`](crate::Status::InvalidArgument) for no nodes or a parent that is no
+    /// earlier node; [`Step`](crate::Status::Step) if the last frontier has not run;
+    /// [`Capacity`](crate::Status::Capacity) if the frontier does not fit.
     fn propose(&mut self, sequence: i32, parents: &[i32]) -> Result<()>;
 
-    /// Makes a chain of candidates, from a child of the sequence down, part of it,
-    /// and forgets the rest of its tree; no nodes forget all of it.
+    /// Adds a chain of candidates, from a child of the sequence down, to the sequence, and removes
+    /// the rest of its tree. No nodes remove the whole tree.
     ///
     /// # Errors
-    /// [`InvalidArgument`](crate::Status::InvalidArgument) where there is no tree,
-    /// or the nodes are no chain of nodes that were run.
-    /// [`Backend`](crate::Status::Backend) where the rows could not be moved: the cache is
-    /// poisoned until it is cleared.
+    /// [`InvalidArgument`](crate::Status::InvalidArgument) if there is no tree, or if the nodes are
+    /// no chain of nodes that ran. [`Backend`](crate::Status::Backend) if the rows could not be moved: the
+    /// cache is poisoned until it is cleared.
     fn commit_tree(&mut self, sequence: i32, accepted: &[i32]) -> Result<()>;
 
-    /// Nodes of the tree behind a sequence; 0 where there is none.
+    /// Returns the number of nodes of the tree behind a sequence, or 0 without a tree.
     ///
     /// # Errors
-    /// [`InvalidArgument`](crate::Status::InvalidArgument) for a number that no
-    /// sequence has.
+    /// [`InvalidArgument`](crate::Status::InvalidArgument) for a number out of range.
     fn tree_len(&self, sequence: i32) -> Result<usize>;
 }
 
-/// The program's face of a cache. Drive it through a [`Step`](crate::Step),
-/// which cannot forget to end.
+/// The program's face of a cache. Drive it through a [`Step`](crate::Step), which always ends what
+/// it opens.
 pub trait AttendCache: Cache {
-    /// The storage of the backend whose tensors it takes.
+    /// The storage of the backend whose tensors the cache takes.
     type Store: Store;
 
-    /// Opens a step of these positions, one a query token.
+    /// Opens a step for tokens at these positions, one for each query token.
     ///
     /// # Errors
-    /// The cache's own for positions that it cannot take, and
-    /// [`Step`](crate::Status::Step) while another step is open.
+    /// Those of the cache for positions that it refuses, and [`Step`](crate::Status::Step) while
+    /// another step is open.
     fn begin(&mut self, positions: &[i32]) -> Result<()>;
 
-    /// Writes a layer's new rows and tells what its queries attend to.
+    /// Writes a layer's new rows and returns what its queries attend to.
     ///
     /// `k` is `[1, n_kv_heads, T, k_head_dim]`, `v` is
     /// `[1, n_kv_heads, T, v_head_dim]`.
     ///
-    /// A layer may come again within a step, with the rows that it brought before:
-    /// models whose layers share keys and values attend once more to those of one
-    /// layer. Such a call writes nothing, and tells the same.
+    /// A layer may come again within a step, with the rows that it brought before: in models whose
+    /// layers share keys and values, several layers attend to those of one. Such a call writes
+    /// nothing and returns the same.
     ///
     /// # Errors
     /// - [`Step`](crate::Status::Step) outside a step.
-    /// - [`Shape`](crate::Status::Shape) for rows or layers that do not fit.
+    /// - [`Shape`](crate::Status::Shape) for rows that do not fit, or a layer out of range.
     /// - [`Backend`](crate::Status::Backend).
     fn update_and_fetch(
         &mut self,
@@ -308,12 +286,12 @@ pub trait AttendCache: Cache {
     /// Makes the step's positions visible.
     ///
     /// # Errors
-    /// - [`Step`](crate::Status::Step) if no step is open or a layer is missing;
-    ///   the step stays open.
-    /// - [`Backend`](crate::Status::Backend) where window layers could not move their rows:
-    ///   the cache is poisoned until it is cleared.
+    /// - [`Step`](crate::Status::Step) if no step is open or a layer is missing; the step stays
+    ///   open.
+    /// - [`Backend`](crate::Status::Backend) if window layers could not move their rows: the cache is
+    ///   poisoned until it is cleared.
     fn commit(&mut self) -> Result<()>;
 
-    /// Ends the step as if it had not been. Does nothing outside one.
+    /// Rolls the step back. Does nothing without one.
     fn abort(&mut self);
 }

@@ -1,5 +1,5 @@
-//! The bytes of a cache: a backend's store, driven by the plans of its layer groups. What
-//! every kind of cache does with a store is here, once.
+//! The bytes of a cache: a backend's store, driven by the plans of its layer groups. It has
+//! everything that all kinds of caches do with a store.
 
 use tracing::span::EnteredSpan;
 use tracing::{debug_span, enabled, error, info, trace, warn, Level, Span};
@@ -15,7 +15,7 @@ use crate::spec::{AttendSpec, Mask};
 use crate::store::{Extent, Spec, Store};
 use crate::watch::{self, TARGET};
 
-/// How far the open step is in one layer.
+/// The progress of the open step in one layer.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum Progress {
     Waiting,
@@ -27,33 +27,32 @@ enum Progress {
 /// The store of all layers, and the state of the open step that is not integers.
 pub struct Storage<S: Store> {
     config: CacheConfig,
-    /// The policy of each layer group. The first is full history, with layers or without.
+    /// The policy of each layer group. The first has full history, even if no layer has it.
     policies: Vec<LayerPolicy>,
     /// The layer group of each layer.
     groups: Vec<usize>,
     store: S,
-    /// How far each layer of the open step is; empty outside one.
+    /// The progress of the open step in each layer; empty without one.
     done: Vec<Progress>,
     /// The masks of the open step, made when a layer first needs them.
     masks: Vec<Option<S::Mask>>,
-    /// The rows that the open step writes over although they are still needed.
+    /// Copies of the rows that the open step overwrites and an abort restores.
     saved: Option<S::Saved>,
-    /// Whether sequences share the slots, so that queries come to read rows which
-    /// a mask hides from them.
+    /// Whether sequences share the slots. Queries then read rows that a mask hides from them.
     shared: bool,
-    /// The formats that the store has.
+    /// The formats of the store.
     formats: [KvFormat; 2],
-    /// Whether `quantized_kv_start` is still to come.
+    /// Whether the cache has yet to reach `quantized_kv_start`.
     awaits: bool,
     /// The span of the open step.
     step: Span,
-    /// Why the buffers hold what nobody knows, until they are cleared.
+    /// The error that left the contents of the buffers unknown; `None` once they are cleared.
     poisoned: Option<Error>,
 }
 
 impl<S: Store> Storage<S> {
-    /// A store for a config that is valid. It allocates as positions come, or now
-    /// where the config says so. `shared` if several sequences will live in it.
+    /// Returns a store for a valid config. It allocates as positions come, or now if the config
+    /// says so. `shared`: several sequences will use it.
     pub fn new(config: CacheConfig, shared: bool) -> Result<Self> {
         let mut policies = vec![LayerPolicy::Full];
         for layer in &config.layers {
@@ -87,7 +86,7 @@ impl<S: Store> Storage<S> {
         Ok(storage)
     }
 
-    /// Allocates all of it, where the config says so.
+    /// Allocates everything, if the config says so.
     fn grow_upfront(&mut self) -> Result<()> {
         if self.config.growth != Growth::Upfront {
             return Ok(());
@@ -102,7 +101,7 @@ impl<S: Store> Storage<S> {
         &self.config
     }
 
-    /// The windows of the layer groups, behind that of full history.
+    /// Returns the windows of the layer groups after the first, which has full history.
     pub fn windows(&self) -> impl Iterator<Item = Window> + '_ {
         self.policies.iter().filter_map(|&policy| self.config.window(policy))
     }
@@ -111,7 +110,7 @@ impl<S: Store> Storage<S> {
         self.formats
     }
 
-    /// Refuses everything of a poisoned cache.
+    /// Refuses every call on a poisoned cache.
     pub fn check(&self) -> Result<()> {
         match &self.poisoned {
             Some(error) => {
@@ -121,10 +120,9 @@ impl<S: Store> Storage<S> {
         }
     }
 
-    /// Refuses a step of `n_tokens` behind `length` positions, where so many more in
-    /// float would pass `quantized_kv_start` that the estimate would not hold. A
-    /// conversion that failed before is tried again first; `counted` of the
-    /// positions count for it.
+    /// Refuses a step of `n_tokens` behind `length` positions that would store more positions in
+    /// float than the memory estimate allows before `quantized_kv_start`. First repeats a
+    /// conversion that failed before. `counted` positions count for `quantized_kv_start`.
     ///
     /// # Errors
     /// - [`Capacity`](Status::Capacity): the step is too long.
@@ -147,20 +145,20 @@ impl<S: Store> Storage<S> {
         }
         fail!(
             Capacity,
-            "a step of {n_tokens} tokens would keep {after} positions in {}, the most is {most}: \
-             quantized_kv_start less 1, and max_step_tokens {}; take smaller steps",
+            "a step of {n_tokens} tokens would store {after} positions in {}, the most is {most}: \
+             quantized_kv_start - 1, and max_step_tokens {}; take smaller steps",
             self.config.float_format,
             self.config.max_step_tokens
         );
     }
 
-    /// Whether `quantized_kv_start` has come with `length` positions.
+    /// Returns whether `length` positions reach `quantized_kv_start`.
     fn is_time_to_quantize(&self, length: i32) -> bool {
         self.awaits && self.config.quantized_kv_start.is_some_and(|tokens| length >= tokens)
     }
 
-    /// Opens a step. The rows in `displaced`, slots of each layer group, come back should
-    /// it be aborted.
+    /// Opens a step. An abort restores the rows in `displaced`, which are slots of each layer
+    /// group.
     pub fn begin(&mut self, displaced: impl Fn(usize) -> Slots) -> Result<()> {
         let of_layer = |(layer, &group): (usize, &usize)| (layer, displaced(group));
         let mut displaced: Vec<(usize, Slots)> =
@@ -169,7 +167,7 @@ impl<S: Store> Storage<S> {
         self.open(&displaced)
     }
 
-    /// Opens a step that writes to slots which nobody needs.
+    /// Opens a step that overwrites no rows.
     pub fn begin_appending(&mut self) -> Result<()> {
         self.open(&[])
     }
@@ -214,19 +212,22 @@ impl<S: Store> Storage<S> {
         self.step.clone().entered()
     }
 
-    /// The layer group of a layer.
+    /// Returns the layer group of a layer.
     pub fn group(&self, layer: usize) -> Result<usize> {
         match self.groups.get(layer) {
             Some(&group) => Ok(group),
             None => {
-                fail!(Shape, "layer {layer} is asked for, the cache has {}", self.groups.len())
+                fail!(
+                    Shape,
+                    "expected a layer from 0 to {}, got {layer}",
+                    self.groups.len().saturating_sub(1)
+                )
             }
         }
     }
 
-    /// Writes a layer's new rows as its layer group's plan says, and reads what the plan
-    /// says. The rows of a layer that the step has had are there already: such a
-    /// call reads.
+    /// Writes a layer's new rows and reads as its layer group's plan says. If the step already has
+    /// the layer's rows, the call only reads.
     pub fn update_and_fetch(
         &mut self,
         layer: usize,
@@ -260,7 +261,7 @@ impl<S: Store> Storage<S> {
         if progress != Progress::Done {
             self.grow(layer, slots)?;
             self.done[layer] = Progress::Begun;
-            // What a mask hides has weight 0, and 0 times infinity is NaN.
+            // Rows that a mask hides have weight 0, and 0 times infinity is NaN.
             self.store.write(layer, &plan.write, k, v, self.shared)?;
         }
         let [k, v] = self.store.read(layer, plan.read.clone())?;
@@ -304,7 +305,7 @@ impl<S: Store> Storage<S> {
         }
     }
 
-    /// Slots that a layer group has allocated where `needed` are.
+    /// Returns the slots that a layer group has allocated for `needed` slots.
     fn allocated(&self, group: usize, needed: i32) -> i32 {
         let (growth, capacity) = (self.config.growth, self.config.capacity);
         let everything = self.shared && growth == Growth::Upfront;
@@ -312,7 +313,7 @@ impl<S: Store> Storage<S> {
             Some(window) if needed <= window.slots() && !everything => {
                 window.allocated(growth, needed)
             }
-            // Several sequences, or trees, need more than one does.
+            // Several sequences, or trees, need more than one sequence does.
             _ => growth.slots(needed, capacity),
         }
     }
@@ -330,8 +331,8 @@ impl<S: Store> Storage<S> {
         self.store.schedule(outputs)
     }
 
-    /// Refuses to end a step that some layer has not had, or that brought values
-    /// which other sequences could not be kept apart from.
+    /// Refuses to end a step that lacks a layer, or that brought values which would spoil other
+    /// sequences.
     pub fn check_done(&self) -> Result<()> {
         self.find_undone().inspect_err(|error| {
             warn!(target: TARGET, status = ?error.status(), %error, "a step cannot end");
@@ -340,20 +341,20 @@ impl<S: Store> Storage<S> {
 
     fn find_undone(&self) -> Result<()> {
         if let Some(layer) = self.done.iter().position(|&progress| progress != Progress::Done) {
-            fail!(Step, "the step ends without layer {layer}");
+            fail!(Step, "the step ends without layer {layer}; call every layer first");
         }
         if let Some(layer) = self.store.non_finite() {
             fail!(
                 InvalidArgument,
                 "a value of this step is not finite as {} (attention layer {layer} of \
-                 those that ran); other sequences would come to read it",
+                 those that ran); other sequences would read it",
                 self.formats[1]
             );
         }
         Ok(())
     }
 
-    /// Ends the step that was committed.
+    /// Ends a committed step.
     ///
     /// # Errors
     /// [`Backend`](Status::Backend): the moves failed, and the cache is poisoned.
@@ -363,12 +364,11 @@ impl<S: Store> Storage<S> {
         self.apply(moves)
     }
 
-    /// Converts what is stored if `quantized_kv_start` has come with `length` positions.
+    /// Converts the rows if `length` positions reach `quantized_kv_start`.
     pub fn quantize_at(&mut self, length: i32) {
         if self.is_time_to_quantize(length) {
-            // Without the memory for it the floats stay; what is stored is right
-            // either way. The next step tries again, and the one that has no room
-            // left for floats says why (`check_floats`).
+            // If memory is lacking the floats stay; the contents are right either way. The next
+            // step tries again. A step without room for floats reports why (`check_floats`).
             let [k, v] = [self.config.k_format, self.config.v_format];
             if let Err(error) = self.convert([k, v]) {
                 warn!(
@@ -383,12 +383,10 @@ impl<S: Store> Storage<S> {
         }
     }
 
-    /// Ends the step as if it had not been. `written` are the slots of each layer group
-    /// that it wrote.
+    /// Rolls the step back. `written` are the slots of each layer group that it wrote.
     ///
-    /// What was never evaluated is rolled back without being evaluated: if that
-    /// failed once, it would fail again. What was evaluated is of no use to
-    /// anybody, and nothing of it may stay that a mask cannot hide.
+    /// Unevaluated writes are rolled back without being evaluated: if that failed once, it would
+    /// fail again. Evaluated writes are not needed, and no value may stay that a mask cannot hide.
     pub fn abort(&mut self, written: impl Fn(usize) -> Option<Slots>) {
         let _span = self.enter_step();
         let layers = self.done.iter().filter(|&&progress| progress != Progress::Waiting).count();
@@ -420,8 +418,7 @@ impl<S: Store> Storage<S> {
         self.masks.iter_mut().for_each(|mask| *mask = None);
     }
 
-    /// Moves rows, one buffer at a time. Where that fails on the way, the buffers
-    /// are poisoned.
+    /// Moves rows, one buffer at a time. If that fails, the cache is poisoned.
     pub fn apply(&mut self, moves: &[Move]) -> Result<()> {
         if moves.is_empty() {
             return Ok(());
@@ -444,14 +441,14 @@ impl<S: Store> Storage<S> {
         for Move { group, from, to } in moves {
             let slots = self.allocated(*group, to.end());
             for layer in (0..self.groups.len()).filter(|&layer| self.groups[layer] == *group) {
-                // Sequences may go apart, to slots that nobody had.
+                // Sequences may move apart, to slots that were never used.
                 self.store.relocate(layer, from, to, slots)?;
             }
         }
         Ok(())
     }
 
-    /// Stores all rows in other formats.
+    /// Converts all rows to other formats.
     pub fn convert(&mut self, [k_format, v_format]: [KvFormat; 2]) -> Result<()> {
         let _span =
             debug_span!(target: TARGET, "convert", k_format = %k_format, v_format = %v_format)
@@ -467,22 +464,20 @@ impl<S: Store> Storage<S> {
         }
         self.formats = [k_format, v_format];
         info!(target: TARGET, k_format = %k_format, v_format = %v_format, "the cache is converted");
-        // What was asked for by hand is not undone later.
+        // An explicit conversion is not undone later.
         self.awaits = false;
         Ok(())
     }
 
-    /// Makes the store as new, or leaves it its buffers. Those that are given back
-    /// are allocated again with the next step, whatever the growth.
+    /// Empties the store; frees its buffers, or keeps them. Freed buffers are allocated again with
+    /// the next step, whatever the growth.
     ///
     /// # Errors
-    /// [`Backend`](Status::Backend) where the buffers of a config that allocates upfront
-    /// cannot be had. The store keeps its rows, and a poisoned cache stays
-    /// poisoned.
+    /// [`Backend`](Status::Backend) if a config that allocates upfront does not get its buffers. The store
+    /// keeps its rows, and a poisoned cache stays poisoned.
     pub fn clear(&mut self, release: bool) -> Result<()> {
         if self.poisoned.is_some() {
-            // Buffers with unfinished work in them are of no use, and hold memory
-            // that the new ones may need.
+            // Buffers with unfinished work are useless, and hold memory that the new ones may need.
             self.store.release();
         }
         let formats = self.config.formats_at(0);
@@ -510,7 +505,7 @@ impl<S: Store> Storage<S> {
         }
     }
 
-    /// Bytes held, of which each layer group uses `used` slots.
+    /// Returns the bytes held. Each layer group uses `used` slots of them.
     pub fn memory(&self, used: impl Fn(usize) -> i32, at_capacity: u64) -> Memory {
         let layers = self
             .config
@@ -535,9 +530,7 @@ fn check_rows(what: &str, layer: usize, found: &[i32], expected: [i32; 4]) -> Re
     if found != expected {
         return Err(Error::new(
             Status::Shape,
-            format!(
-                "the {what} of layer {layer} have shape {found:?}, the cache takes {expected:?} here"
-            ),
+            format!("expected {what} of shape {expected:?} for layer {layer}, got {found:?}"),
         ));
     }
     Ok(())

@@ -1,8 +1,8 @@
-//! Caches of sequences and trees, in every format, against attention from first
-//! principles over the rows that the model of tokens says are seen.
+//! Caches of sequences and trees, in every format, compared with attention from first principles
+//! over the rows that the model of tokens says are seen.
 //!
-//! Formats that round are compared over what they make of the rows. A failure
-//! prints its seed; `ETKV_SEED=<seed>` runs that one alone, `ETKV_RUNS=<n>` more.
+//! Rounding formats are compared over the rounded rows. A failure prints its seed;
+//! `ETKV_SEED=<seed>` runs only that one, `ETKV_RUNS=<n>` more.
 
 use etkv_core::{
     AttendCache, Cache, CacheConfig, CellsCache, Growth, KvFormat, LayerConfig, LayerPolicy,
@@ -31,7 +31,7 @@ struct Run<B: Backend> {
     model: Model,
     layers: Vec<(LayerConfig, Sight, Stored)>,
     formats: [KvFormat; 2],
-    /// Whether `quantized_kv_start` is still to come.
+    /// Whether the cache has yet to reach `quantized_kv_start`.
     awaits: bool,
     n_sequences: usize,
 }
@@ -92,7 +92,7 @@ impl<B: Backend> Run<B> {
         }
     }
 
-    /// The cache quantizes by itself at some length, once.
+    /// Models `quantized_kv_start`: the cache quantizes once, at some length.
     fn quantize(&mut self) {
         let config = self.cache.config();
         let committed = self.model.committed();
@@ -110,7 +110,7 @@ impl<B: Backend> Run<B> {
         self.rng.below(self.n_sequences) as i32
     }
 
-    /// A step of some tokens, or of the frontiers that wait, committed or not.
+    /// Runs a step of some tokens or of the waiting frontiers, committed or not.
     fn step(&mut self) {
         let pending = self.model.sequences().values().any(|held| held.pending() > 0);
         if !pending {
@@ -125,7 +125,7 @@ impl<B: Backend> Run<B> {
             let members: Vec<i32> = (0..n).map(|_| self.rng.pick(&free)).collect();
             self.cache.sequences().unwrap().begin_step(&members).unwrap();
             self.model.declared = Some(members.into_iter().map(|one| vec![one]).collect());
-            // Tokens of two sequences, where these go on at the same position.
+            // Tokens of two sequences, if both go on at the same position.
             let other = self.rng.pick(&free);
             let all = self.model.declared.iter().flatten().flatten();
             let all: Vec<i32> = all.copied().filter(|&one| one != other).collect();
@@ -140,7 +140,7 @@ impl<B: Backend> Run<B> {
         let Ok(owners) = self.model.owners(1) else {
             return;
         };
-        // A token that a tree does not take is refused wherever it is.
+        // A token that a tree does not take is refused at any position.
         let positions: Vec<i32> = (0..owners.len())
             .map(|token| self.model.expected(&owners, token, owners[token][0]).unwrap_or(0))
             .collect();
@@ -186,8 +186,8 @@ impl<B: Backend> Run<B> {
         }
         let n_had = stop_after.unwrap_or(self.layers.len()).min(self.layers.len());
         if n_had > 0 && self.rng.chance(0.3) {
-            // A layer whose rows are there already: its queries are others, and rows of
-            // which nothing is to be seen show that nothing is written.
+            // A layer whose rows are written already, with other queries and with rows whose values
+            // show that nothing is written.
             let index = self.rng.below(n_had);
             let (layer, sight, rows) = &self.layers[index];
             let heads = layer.n_kv_heads as usize;
@@ -266,7 +266,7 @@ impl<B: Backend> Run<B> {
         }
     }
 
-    /// What was stored is stored anew.
+    /// Stored rows are converted.
     fn convert(&mut self) {
         let formats = [0, 1].map(|_| self.rng.pick(&oracle::FORMATS).parse::<KvFormat>().unwrap());
         self.cache.convert(formats[0], formats[1]).unwrap();
@@ -296,7 +296,7 @@ impl<B: Backend> Run<B> {
     }
 }
 
-/// Queries attend to the rows that the model says they see.
+/// Checks that queries attend to the rows that the model says they see.
 fn assert_sees<B: Backend>(
     model: &Model,
     sight: Sight,

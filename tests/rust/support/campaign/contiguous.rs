@@ -1,8 +1,6 @@
-//! The contiguous cache against a slow and obvious one, over generated
-//! operations.
+//! The contiguous cache, compared with a slow and simple one over generated operations.
 //!
-//! A failure prints its seed; `ETKV_SEED=<seed>` runs that one alone.
-//! `ETKV_RUNS=<n>` runs more.
+//! A failure prints its seed; `ETKV_SEED=<seed>` runs only that one, `ETKV_RUNS=<n>` more.
 
 use etkv_core::{
     AttendCache, Cache, CacheConfig, ContiguousCache, Growth, KvFormat, LayerConfig, LayerPolicy,
@@ -17,7 +15,7 @@ use crate::{for_seeds, Rng};
 const N_HEADS: usize = 4;
 const SCALE: f32 = 0.3;
 
-/// What a cache is to hold: rows by position, no slots, no buffers.
+/// The expected contents of a cache: rows by position, without slots or buffers.
 struct Model {
     layers: Vec<(LayerConfig, Rows, Rows)>,
     capacity: usize,
@@ -41,14 +39,14 @@ struct Run<B: Backend> {
     cache: ContiguousCache<B::Store>,
     model: Model,
     formats: [KvFormat; 2],
-    /// Whether `quantized_kv_start` is still to come.
+    /// Whether the cache has yet to reach `quantized_kv_start`.
     awaits: bool,
 }
 
 impl<B: Backend> Run<B> {
     fn new(seed: u64) -> Self {
         let mut rng = Rng::new(seed);
-        // Floats go with any head_dim.
+        // Float formats take any head_dim.
         let floats = rng.chance(0.5);
         let any = if floats { &oracle::FORMATS[..3] } else { &oracle::FORMATS[..] };
         let dims: &[i32] = if floats { &[4, 8, 16] } else { &[64, 128] };
@@ -90,7 +88,7 @@ impl<B: Backend> Run<B> {
         }
     }
 
-    /// A step that is committed, or dropped on the way.
+    /// Runs a step that is committed, or dropped before its end.
     fn step(&mut self) {
         let length = self.model.length();
         let start = if self.rng.chance(0.2) { self.rng.below(length + 1) } else { length };
@@ -128,8 +126,8 @@ impl<B: Backend> Run<B> {
             written.push((all_k, all_v));
         }
         if !written.is_empty() && self.rng.chance(0.3) {
-            // A layer whose rows are there already: its queries are others, and rows of
-            // which nothing is to be seen show that nothing is written.
+            // A layer whose rows are written already, with other queries and with rows whose values
+            // show that nothing is written.
             let id = self.rng.below(written.len());
             let layer = self.model.layers[id].0;
             let heads = layer.n_kv_heads as usize;
@@ -141,7 +139,7 @@ impl<B: Backend> Run<B> {
             assert_sees::<B>(layer.policy, start, (&q, &out), &written[id].0, &written[id].1);
         }
         if stop_after.is_some() {
-            // Not committed: as if it had not been, even where it wrote over rows.
+            // Not committed: the cache is as before, also where the step overwrote rows.
             drop(step);
         } else {
             step.commit(&[]).unwrap();
@@ -152,7 +150,7 @@ impl<B: Backend> Run<B> {
         }
     }
 
-    /// The cache quantizes by itself at some length, once.
+    /// Models `quantized_kv_start`: the cache quantizes once, at some length.
     fn quantize(&mut self) {
         let config = self.cache.config();
         let length = self.model.length() as i32;
@@ -220,7 +218,7 @@ impl<B: Backend> Run<B> {
     }
 }
 
-/// Whether a query at position `at` sees position `p` before it.
+/// Returns whether a query at position `at` sees position `p` before it.
 fn sees(policy: LayerPolicy, at: usize, p: usize) -> bool {
     match policy {
         LayerPolicy::Full => true,
@@ -228,7 +226,7 @@ fn sees(policy: LayerPolicy, at: usize, p: usize) -> bool {
     }
 }
 
-/// Queries from position `start` on attend to the rows that they see.
+/// Checks that queries from position `start` on attend to the rows that they see.
 fn assert_sees<B: Backend>(
     policy: LayerPolicy,
     start: usize,

@@ -1,4 +1,4 @@
-//! What a cache holds is what its config estimates.
+//! A cache holds the memory that its config estimates.
 
 use etkv_core::{
     AttendCache, CacheConfig, CellsCache, ContiguousCache, Growth, LayerConfig, LayerPolicy, Step,
@@ -23,7 +23,7 @@ fn config(capacity: i32, policies: &[LayerPolicy]) -> CacheConfig {
     }
 }
 
-/// One forward of a program whose layers all have the same keys and queries.
+/// Runs one forward of a program whose layers all have the same keys and queries.
 fn step<B: Backend>(cache: &mut dyn AttendCache<Store = B::Store>, positions: &[i32]) {
     let (rows, mut x) = (ones::<B>(2, positions.len(), 64), ones::<B>(4, positions.len(), 64));
     let n_layers = cache.config().layers.len();

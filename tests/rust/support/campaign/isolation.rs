@@ -1,4 +1,4 @@
-//! What goes wrong in one step, or in one sequence, stays there.
+//! A failure in one step or one sequence does not affect others.
 
 use etkv_core::{
     AttendCache, Cache, CacheConfig, CellsCache, ContiguousCache, Growth, KvFormat, LayerPolicy,
@@ -9,7 +9,7 @@ use super::filled;
 use crate::backend::{Backend, Tensor};
 use crate::{oracle, Rng};
 
-/// One step of one layer; the first query's output.
+/// Runs one step of one layer; returns the first query's output.
 fn append<B: Backend>(
     cache: &mut dyn AttendCache<Store = B::Store>,
     positions: &[i32],
@@ -24,8 +24,8 @@ fn append<B: Backend>(
     Ok(B::rows(&out)[0][0][0])
 }
 
-/// A weight of 0 does not hide what is infinite: 0 times infinity is NaN.
-pub fn values_that_are_no_numbers_reach_no_other_sequence<B: Backend>() {
+/// A weight of 0 does not hide an infinite value: 0 times infinity is NaN.
+pub fn values_that_are_not_finite_reach_no_other_sequence<B: Backend>() {
     let formats = ["f32", "f16", "bf16", "affine4g64", "mxfp8", "nvfp4", "row-int4"];
     let run = || -> Result<()> {
         for format in formats.map(|name| name.parse::<KvFormat>().unwrap()) {
@@ -42,7 +42,7 @@ pub fn values_that_are_no_numbers_reach_no_other_sequence<B: Backend>() {
                     Err(error) => {
                         assert!(!fits, "{error}");
                         assert_eq!(error.status(), Status::InvalidArgument);
-                        assert_eq!(cache.length(), 2, "the step has not been");
+                        assert_eq!(cache.length(), 2, "the step is rolled back");
                         assert!(error.message().contains(&format.to_string()), "{error}");
                         cache.sequences().unwrap().begin_step(&[1, 1])?;
                         append::<B>(&mut cache, &[0, 1], 1.0)?;
@@ -50,7 +50,7 @@ pub fn values_that_are_no_numbers_reach_no_other_sequence<B: Backend>() {
                 }
                 cache.sequences().unwrap().begin_step(&[2])?;
                 append::<B>(&mut cache, &[0], 1.0)?;
-                // Reads all cells, those of the other sequence among them.
+                // This reads all cells, including the other sequence's.
                 cache.sequences().unwrap().begin_step(&[0, 2])?;
                 let seen = append::<B>(&mut cache, &[2, 1], 1.0)?;
                 assert!((seen - 1.0).abs() < 0.1, "{format} {value}: {seen}");
@@ -61,10 +61,10 @@ pub fn values_that_are_no_numbers_reach_no_other_sequence<B: Backend>() {
     B::run(run).unwrap();
 }
 
-/// Rows of a step that was evaluated and then dropped lie in free cells.
-pub fn what_an_aborted_step_left_reaches_nobody<B: Backend>() {
+/// Rows of an evaluated and dropped step lie in free cells.
+pub fn rows_of_an_aborted_step_reach_no_sequence<B: Backend>() {
     let run = || -> Result<()> {
-        // So many cells that sequences leave each other room.
+        // Enough cells that sequences leave each other room.
         let mut cache = CellsCache::<B::Store>::new(CacheConfig::uniform(1, 1, 64, 512))?;
         append::<B>(&mut cache, &[0], 1.0)?;
         cache.sequences().unwrap().begin_step(&[1; 8])?;
@@ -74,7 +74,7 @@ pub fn what_an_aborted_step_left_reaches_nobody<B: Backend>() {
         drop(step.update_and_fetch(0, &rows, &rows)?);
         step.eval(&[])?;
         drop(step);
-        // Three sequences, and one of them gone, with free cells between the others.
+        // Three sequences, one of them removed, with free cells between the others.
         for (sequence, n) in [(1, 1), (2, 3), (3, 1)] {
             cache.sequences().unwrap().begin_step(&vec![sequence; n])?;
             append::<B>(&mut cache, &(0..n as i32).collect::<Vec<_>>(), 1.0)?;
@@ -87,14 +87,14 @@ pub fn what_an_aborted_step_left_reaches_nobody<B: Backend>() {
     B::run(run).unwrap();
 }
 
-/// Whatever layer it fails in, the cache answers as if the step had not been.
-pub fn a_step_that_fails_has_not_been<B: Backend>() {
+/// A step that fails in any layer leaves the cache's answers as they were.
+pub fn a_failed_step_is_rolled_back<B: Backend>() {
     let formats = ["f32", "affine4g64", "row-int4"];
     let policies = [LayerPolicy::Full, LayerPolicy::Window { window: 3, sinks: 1 }];
     let run = || -> Result<()> {
         for format in formats.map(|name| name.parse::<KvFormat>().unwrap()) {
             for policy in policies {
-                // Appending, and rewriting what is there.
+                // Appending, and overwriting rows.
                 for (start, n) in [(10, 1), (10, 3), (7, 3)] {
                     for failing in 0..4 {
                         let mut config = CacheConfig::uniform(3, 2, 64, 64).stored_as(format);
@@ -140,7 +140,7 @@ fn fill<B: Backend>(cache: &mut ContiguousCache<B::Store>) -> Result<()> {
     Ok(())
 }
 
-/// A step whose layer `failing` fails; with 3, what follows the last layer.
+/// Runs a step whose layer `failing` fails; 3 fails after the last layer.
 fn fail<B: Backend>(
     cache: &mut ContiguousCache<B::Store>,
     start: i32,
@@ -164,7 +164,7 @@ fn fail<B: Backend>(
     Ok(())
 }
 
-/// The outputs of the step at position 10.
+/// Returns the outputs of the step at position 10.
 fn next<B: Backend>(cache: &mut ContiguousCache<B::Store>) -> Result<Vec<f32>> {
     let (q, rows) = (rows::<B>(4, 1, 8), rows::<B>(2, 1, 9));
     let mut step = Step::begin(cache, &[10])?;

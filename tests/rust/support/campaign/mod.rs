@@ -1,5 +1,5 @@
-//! What every kind of cache does on every storage: tests that are generic over the
-//! backend. [`campaign!`](crate::campaign!) makes tests of them on one backend.
+//! Tests of every kind of cache on every storage, generic over the backend.
+//! [`campaign!`](crate::campaign!) makes tests of them on one backend.
 
 pub mod caches;
 pub mod contiguous;
@@ -8,7 +8,7 @@ pub mod isolation;
 
 use crate::backend::{Backend, Tensor};
 
-/// `n` rows of `heads` heads with the same number everywhere.
+/// Returns `n` rows of `heads` heads with the same number everywhere.
 fn filled<B: Backend>(heads: usize, n: usize, dim: usize, value: f32) -> Tensor<B> {
     B::tensor(&vec![vec![vec![value; dim]; heads]; n])
 }
@@ -28,9 +28,9 @@ macro_rules! campaign {
             contiguous::buffers_are_what_was_estimated_at_every_growth,
             contiguous::one_step_at_a_time_and_every_layer,
             contiguous::threads_may_take_turns,
-            isolation::values_that_are_no_numbers_reach_no_other_sequence,
-            isolation::what_an_aborted_step_left_reaches_nobody,
-            isolation::a_step_that_fails_has_not_been,
+            isolation::values_that_are_not_finite_reach_no_other_sequence,
+            isolation::rows_of_an_aborted_step_reach_no_sequence,
+            isolation::a_failed_step_is_rolled_back,
             isolation::a_conversion_by_hand_lasts_until_the_cache_is_cleared,
             isolation::candidates_do_not_count_for_quantized_kv_start,
             isolation::at_capacity_is_the_most_that_is_held,

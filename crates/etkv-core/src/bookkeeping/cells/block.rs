@@ -1,26 +1,26 @@
-//! The cells of one sequence and its tree, which are to be one run.
+//! The cells of one sequence and its tree, which compaction makes one run.
 
 use std::collections::BTreeMap;
 
 use super::group::LayerGroup;
 
-/// The cells of one sequence, by position, and those of the tree behind it.
+/// The cells of one sequence, by position, and the cells of the tree behind it.
 pub struct Block<'a> {
     pub cells: Vec<i32>,
     pub nodes: &'a [i32],
-    /// Whether its cells have to lie in the order of their positions.
+    /// Whether the cells have to lie in the order of their positions.
     pub ordered: bool,
-    /// Whether other sequences have some of its cells as well.
+    /// Whether other sequences also own some of the cells.
     pub shares: bool,
-    /// The first of `cells`; of `nodes` where there are none.
+    /// The first of `cells`, or of `nodes` if there are no cells.
     pub start: i32,
-    /// Whether `cells` are one run, in order where they have to be, and the nodes
-    /// lie behind it in theirs.
+    /// Whether `cells` are one run, ordered if they have to be, and the nodes lie behind it in
+    /// order.
     pub is_run: bool,
 }
 
 impl<'a> Block<'a> {
-    /// Those of all sequences that hold cells of a layer group or carry trees.
+    /// Returns the blocks of all sequences that hold cells of a layer group or carry trees.
     pub fn all(group: &LayerGroup, trees: &'a [(i32, Vec<i32>)], ordered: bool) -> Vec<Self> {
         let mut sequences: Vec<i32> = group.owners().collect();
         sequences.extend(trees.iter().map(|(sequence, _)| *sequence));
@@ -46,26 +46,26 @@ impl<'a> Block<'a> {
         Some(Self { cells, nodes, ordered, shares, start, is_run })
     }
 
-    /// Whether its cells are one run after a move that gives each its `target`.
+    /// Returns whether the cells are one run after a move that gives each its `target`.
     pub fn is_run_after(&self, target: impl Fn(i32) -> i32) -> bool {
         let moved = |cells: &[i32]| cells.iter().map(|&cell| target(cell)).collect();
         let (cells, nodes): (Vec<i32>, Vec<i32>) = (moved(&self.cells), moved(self.nodes));
         Block::of(cells, &nodes, self.ordered, self.shares).is_some_and(|moved| moved.is_run)
     }
 
-    /// Its cells and nodes.
+    /// Returns the number of cells and nodes.
     pub fn len(&self) -> i32 {
         (self.cells.len() + self.nodes.len()) as i32
     }
 
-    /// Of the places from `least` to `most`, the first from which on a run of `cells`,
-    /// and of the nodes behind them, leaves the most where they are; and how many.
+    /// Returns the place from `least` to `most` for a run of `cells` with the nodes behind it that
+    /// leaves the most of them where they are, and how many stay. Of equal places it is the first.
     pub fn window(&self, cells: &[i32], least: i32, most: i32) -> Option<(i32, i32)> {
         if most < least {
             return None;
         }
         let len = cells.len() as i32;
-        // What stays for one start alone: all that has to lie in order.
+        // What stays for one start alone: everything that has to lie in order.
         let mut at: BTreeMap<i32, i32> = BTreeMap::new();
         let in_order = if self.ordered { cells } else { &[] };
         let behind = self.nodes.iter().zip(len..);
@@ -74,7 +74,7 @@ impl<'a> Block<'a> {
         }
         let mut sorted = if self.ordered { Vec::new() } else { cells.to_vec() };
         sorted.sort_unstable();
-        // Between these a run loses what it leaves, and gains nothing for it.
+        // Between these starts a run loses cells and gains none.
         let mut starts: Vec<i32> = sorted.iter().copied().chain(at.keys().copied()).collect();
         starts.retain(|start| (least..=most).contains(start));
         starts.extend([least, most]);

@@ -1,4 +1,4 @@
-//! Closing holes, so that sequences are runs of cells again.
+//! Closes holes, so that sequences are runs of cells again.
 
 use super::group::LayerGroup;
 use super::layout::Layout;
@@ -7,9 +7,9 @@ use crate::bookkeeping::Move;
 use crate::error::Result;
 
 impl CellsBookkeeping {
-    /// Makes every sequence one run of cells, as far as what sequences share lets
-    /// them, and does nothing where they are. Rows move as returned: the fewest that
-    /// leave room for more tokens, of which 64 are worth moving as many rows.
+    /// Makes every sequence one run of cells, as far as shared cells allow. Does nothing if they
+    /// are runs already. Returns the moves of rows: the fewest that leave room for more tokens.
+    /// Room for 64 tokens is worth moving as many rows.
     ///
     /// # Errors
     /// [`Step`](crate::Status::Step) while a step is open.
@@ -38,7 +38,7 @@ impl CellsBookkeeping {
 }
 
 impl LayerGroup {
-    /// Puts the one sequence that there is into the first cells, by position.
+    /// Moves the only sequence to the first cells, by position.
     pub fn pack(&mut self, group: usize) -> Option<Move> {
         let mut layout = Layout::default();
         let mut next = 0;

@@ -1,4 +1,4 @@
-//! The cells of one layer group: who owns which, and which are handed out next.
+//! The cells of one layer group: their owners, and the order in which they are allocated.
 
 use std::ops::Range;
 
@@ -6,8 +6,8 @@ use super::occupancy::Occupancy;
 use super::runs::{Run, Runs};
 use crate::bookkeeping::Window;
 
-/// Cells left free behind the last one of another sequence where a new sequence
-/// begins, so that both go on in one run for a while.
+/// Cells that stay free behind the last one of another sequence where a new sequence begins. Both
+/// then go on in one run for a while.
 pub const ROOM: i32 = 64;
 
 /// The cells of the layers of one policy.
@@ -15,17 +15,17 @@ pub const ROOM: i32 = 64;
 pub struct LayerGroup {
     pub window: Option<Window>,
     capacity: i32,
-    /// Cells are handed out below this one; grows where there are too few.
+    /// Cells below this one are allocated; it grows when they are too few.
     size: i32,
     pub occupancy: Occupancy,
-    /// How many sequences own each cell; none beyond the end.
+    /// The number of sequences that own each cell; 0 beyond the end.
     owners: Vec<u16>,
     /// The cells of each sequence.
     held: Vec<Runs>,
 }
 
 impl LayerGroup {
-    /// Without a window it has `capacity` cells.
+    /// Returns an empty layer group. Without a window it has `capacity` cells.
     pub fn new(window: Option<Window>, capacity: i32) -> Self {
         Self {
             window,
@@ -37,7 +37,7 @@ impl LayerGroup {
         }
     }
 
-    /// What it holds of a sequence.
+    /// Returns the cells of a sequence.
     pub fn held(&self, sequence: i32) -> &Runs {
         static NOTHING: Runs = Runs::EMPTY;
         self.held.get(sequence as usize).unwrap_or(&NOTHING)
@@ -51,30 +51,30 @@ impl LayerGroup {
         &mut self.held[index]
     }
 
-    /// Cells that sequences or trees own.
+    /// Returns the number of cells that sequences or trees own.
     pub fn taken(&self) -> i32 {
         self.occupancy.taken()
     }
 
-    /// Cells below which all are handed out.
+    /// Returns the cell below which cells are allocated.
     pub fn size(&self) -> i32 {
         self.size
     }
 
-    /// Sequences that own cells.
+    /// Returns the sequences that own cells.
     pub fn owners(&self) -> impl Iterator<Item = i32> + '_ {
         let owns = |(_, held): &(usize, &Runs)| held.count() > 0;
         self.held.iter().enumerate().filter(owns).map(|(sequence, _)| sequence as i32)
     }
 
-    /// How many sequences own a cell.
+    /// Returns the number of sequences that own a cell.
     pub fn n_owners(&self, cell: i32) -> u16 {
         self.owners.get(cell as usize).copied().unwrap_or(0)
     }
 
-    /// Hands out `n` cells, of which there are enough: behind `after` as far as
-    /// these are free, else the first run that has room for all, else the first
-    /// ones. Without `after` it is the beginning of a new sequence.
+    /// Allocates `n` cells, which are available: behind `after` as far as those are free, else the
+    /// first run with room for all, else the first free ones. Without `after` a new sequence
+    /// begins.
     pub fn allocate(&mut self, n: i32, after: Option<i32>, cells: &mut Vec<i32>) {
         while self.size - self.taken() < n && self.size < self.capacity {
             let more = self.window.map_or(self.capacity, |window| window.slots());
@@ -100,8 +100,8 @@ impl LayerGroup {
         }
     }
 
-    /// The start of the first free run of `n` cells, for a new sequence with room
-    /// before it where that can be had.
+    /// Returns the start of the first free run of `n` cells; for a new sequence one with room
+    /// before it if possible.
     fn run_for(&self, n: i32, is_new: bool) -> Option<i32> {
         let mut found = None;
         let mut start = self.occupancy.next_free(0);
@@ -121,7 +121,7 @@ impl LayerGroup {
         found
     }
 
-    /// Whether a sequence would go on behind this cell.
+    /// Returns whether a sequence would go on behind this cell.
     fn is_tail(&self, cell: i32) -> bool {
         self.held.iter().any(|held| held.cell_after() == Some(cell + 1))
     }
@@ -133,28 +133,28 @@ impl LayerGroup {
         }
     }
 
-    /// Gives a cell back that was handed out.
+    /// Frees an allocated cell.
     pub fn free(&mut self, cell: i32) {
         self.occupancy.free(cell);
     }
 
-    /// Takes this very cell, which is free.
+    /// Takes this cell, which is free.
     pub fn hold(&mut self, cell: i32) {
         self.occupancy.take(cell);
     }
 
-    /// Makes a cell that was handed out a tree's: nobody else will own it.
+    /// Gives an allocated cell to a tree, its only owner.
     pub fn own_as_node(&mut self, cell: i32) {
         self.own(&Run { position: 0, cell, len: 1 });
     }
 
-    /// Gives back a tree's cell.
+    /// Frees a tree's cell.
     pub fn release(&mut self, cell: i32) {
         self.owners[cell as usize] = 0;
         self.occupancy.free(cell);
     }
 
-    /// Makes a cell that was handed out `sequence`'s, at its next position.
+    /// Gives an allocated cell to `sequence`, at its next position.
     pub fn append(&mut self, sequence: i32, position: i32, cell: i32) {
         self.own(&Run { position, cell, len: 1 });
         self.held_mut(sequence).push(Run { position, cell, len: 1 });
@@ -170,7 +170,7 @@ impl LayerGroup {
         }
     }
 
-    /// Makes the cells of `source`'s `positions` those of `target`, too.
+    /// Makes `target` an owner of the cells of `source`'s `positions`.
     pub fn share(&mut self, source: i32, target: i32, positions: Range<i32>) {
         let runs: Vec<Run> = self.held(source).clipped(positions).collect();
         let known = self.held(target).clone();
@@ -188,7 +188,7 @@ impl LayerGroup {
         self.held_mut(target).insert_all(fresh);
     }
 
-    /// Takes `positions` from a sequence; cells that nobody owns then are free.
+    /// Removes `positions` from a sequence. Cells without an owner are then free.
     pub fn remove(&mut self, sequence: i32, positions: &Range<i32>) {
         let (owners, occupancy) = (&mut self.owners, &mut self.occupancy);
         let Some(held) = self.held.get_mut(sequence as usize) else {
@@ -204,8 +204,8 @@ impl LayerGroup {
         });
     }
 
-    /// Drops what a sequence of `next` positions needs no more, if its window is
-    /// full; whether it was.
+    /// Drops the positions that a sequence of `next` positions no longer needs, if its window is
+    /// full. Returns whether it was.
     pub fn trim(&mut self, sequence: i32, next: i32) -> bool {
         let Some(window) = self.window else {
             return false;
@@ -218,7 +218,7 @@ impl LayerGroup {
         true
     }
 
-    /// Puts every cell elsewhere. `moved` tells the new cell of each.
+    /// Moves every cell to the cell that `moved` returns for it.
     pub fn remap(&mut self, moved: impl Fn(i32) -> i32) {
         let owners = std::mem::take(&mut self.owners);
         self.occupancy.clear();
@@ -235,7 +235,7 @@ impl LayerGroup {
         }
     }
 
-    /// Forgets every sequence.
+    /// Removes every sequence.
     pub fn clear(&mut self) {
         *self = Self::new(self.window, self.capacity);
     }

@@ -1,22 +1,23 @@
-//! Where the cells of a layer group go, so that sequences are runs and few rows move.
+//! Computes new places for the cells of a layer group, so that sequences are runs and few rows
+//! move.
 
 use super::block::Block;
 use super::group::{LayerGroup, ROOM};
 use super::occupancy::Occupancy;
 use crate::bookkeeping::{Move, Slots};
 
-/// Where each cell goes.
+/// The new place of each cell.
 #[derive(Default)]
 pub struct Layout {
-    /// By cell; -1 where it has no place yet.
+    /// By cell; -1 for a cell without a place yet.
     targets: Vec<i32>,
-    /// Cells that go elsewhere.
+    /// The number of cells that move.
     n_moved: i32,
 }
 
 impl Layout {
-    /// Where all cells of a layer group go; none where no more sequences would be runs than
-    /// are as it is. An `ordered` layer group keeps positions in order.
+    /// Returns places for all cells of a layer group, or `None` if no more sequences would be runs
+    /// than now. An `ordered` layer group keeps positions in order.
     pub fn of(group: &LayerGroup, trees: &[(i32, Vec<i32>)], ordered: bool) -> Option<Self> {
         let mut blocks = Block::all(group, trees, ordered);
         let n_runs = blocks.iter().filter(|block| block.is_run).count();
@@ -24,8 +25,8 @@ impl Layout {
             return None;
         }
         blocks.sort_by_key(|block| block.start);
-        // Without room behind it a sequence is a run until its next token: that is
-        // worth moving as many rows as the room has.
+        // Without room behind it a sequence is a run only until its next token. Room is worth
+        // moving as many rows as it has cells.
         let candidates = [(ROOM, 0), (0, ROOM)].into_iter().flat_map(|(room, price)| {
             let layouts = [Self::around(&blocks, group, room), Self::in_turn(&blocks, group, room)];
             layouts.into_iter().flatten().map(move |layout| (layout, price))
@@ -33,7 +34,7 @@ impl Layout {
         let n_runs_in = |layout: &Self| {
             blocks.iter().filter(|block| block.is_run_after(|cell| layout.target(cell))).count()
         };
-        // Sequences that share cells cannot all be runs: rows move for a gain only.
+        // Sequences that share cells cannot all be runs. Rows move only for a gain.
         candidates
             .map(|(layout, price)| (n_runs_in(&layout), layout.n_moved + price, layout))
             .filter(|&(n, ..)| n > n_runs)
@@ -41,8 +42,8 @@ impl Layout {
             .map(|(.., layout)| layout)
     }
 
-    /// Puts what is no run, the largest first, beside what is one, or shares cells:
-    /// that stays. None where there is no free run for some of it.
+    /// Keeps blocks that are runs or share cells, and places the others beside them, the largest
+    /// first. Returns `None` if some block has no free run.
     fn around(blocks: &[Block], group: &LayerGroup, room: i32) -> Option<Self> {
         let mut layout = Self::default();
         let mut taken = Occupancy::default();
@@ -79,8 +80,8 @@ impl Layout {
         Some(layout)
     }
 
-    /// Puts one after the other, each behind what it shares with those before.
-    /// None where there is too little room; without any there never is.
+    /// Places one block after the other, each behind the cells that it shares with earlier ones.
+    /// Returns `None` if there is too little room; with `room` 0 there is always enough.
     fn in_turn(blocks: &[Block], group: &LayerGroup, room: i32) -> Option<Self> {
         let mut layout = Self::default();
         let mut left = group.taken();
@@ -95,7 +96,7 @@ impl Layout {
             let follows =
                 shares && layout.target(block.cells[block.cells.len() - rest.len() - 1]) == last;
             let least = if follows || end == 0 { end } else { end + room };
-            // So that those that come after fit as well.
+            // Leaves space for the blocks that follow.
             let most = group.size() - left;
             let start = if follows {
                 least
@@ -116,8 +117,8 @@ impl Layout {
         Some(layout)
     }
 
-    /// Gives cells of a block the places from `start` on, and its nodes those behind.
-    /// Where order does not matter, cells that lie there already stay.
+    /// Gives the cells of a block the places from `start` on, and its nodes the places behind them.
+    /// If order does not matter, cells that lie there already stay.
     fn put(&mut self, block: &Block, cells: &[i32], start: i32) {
         let places = start..start + cells.len() as i32;
         block.nodes.iter().zip(places.end..).for_each(|(&node, place)| self.place(node, place));
@@ -137,7 +138,7 @@ impl Layout {
         }
     }
 
-    /// Gives a cell that has no place yet one.
+    /// Gives a cell without a place one.
     pub fn place(&mut self, cell: i32, target: i32) {
         let index = cell as usize;
         if self.targets.len() <= index {
@@ -147,7 +148,7 @@ impl Layout {
         self.n_moved += i32::from(cell != target);
     }
 
-    /// The new cell of each.
+    /// Returns the new place of a cell.
     pub fn target(&self, cell: i32) -> i32 {
         match self.targets.get(cell as usize) {
             Some(&target) if target >= 0 => target,
@@ -155,14 +156,14 @@ impl Layout {
         }
     }
 
-    /// The cells of a block that have no place yet.
+    /// Returns the cells of a block without a place.
     fn rest(&self, block: &Block) -> Vec<i32> {
         let is_placed =
             |cell: i32| self.targets.get(cell as usize).is_some_and(|&target| target >= 0);
         block.cells.iter().copied().filter(|&cell| !is_placed(cell)).collect()
     }
 
-    /// The rows that move.
+    /// Returns the move of the rows.
     pub fn into_move(self, group: usize) -> Option<Move> {
         let moved = |(cell, target): &(i32, i32)| *target >= 0 && cell != target;
         let (from, to): (Vec<i32>, Vec<i32>) = (0..).zip(self.targets).filter(moved).unzip();
@@ -170,7 +171,8 @@ impl Layout {
     }
 }
 
-/// Cells that stay free at the end of a layer group, for whatever comes to lie before them.
+/// Returns the number of cells that stay free at the end of a layer group, for the sequence that
+/// lies before them.
 fn tail(group: &LayerGroup) -> i32 {
     ROOM.min((group.size() - group.taken()) / 2)
 }

@@ -1,5 +1,5 @@
-//! What the queries of a step see of a layer group: the whole of one run of cells where
-//! that is so, and otherwise a mask over the cells.
+//! What the queries of a step see of a layer group: all of one run of cells if possible, and
+//! otherwise a mask over the cells.
 
 use std::collections::BTreeMap;
 use std::ops::Range;
@@ -14,7 +14,7 @@ use crate::bookkeeping::{LayerGroupPlan, MaskPlan, Slots};
 use crate::error::Result;
 
 impl CellsBookkeeping {
-    /// The plan of one layer group, whose tokens have these positions and cells.
+    /// Returns the plan of one layer group for tokens at these positions in these cells.
     ///
     /// # Errors
     /// [`Capacity`](crate::Status::Capacity) for a mask that is too large.
@@ -37,9 +37,9 @@ impl CellsBookkeeping {
         Ok(LayerGroupPlan { write, read, mask: MaskPlan::Explicit(mask) })
     }
 
-    /// The cells that the step reads where it is one sequence, or a chain of
-    /// candidates behind one, in one run of cells, all of which the last query
-    /// sees: then the order of the step is the only mask.
+    /// Returns the cells that the step reads if it needs no mask but the order of its tokens: it is
+    /// one sequence, or a chain of candidates behind one, in one run of cells, and the last query
+    /// sees all of them.
     fn single(
         &self,
         group: usize,
@@ -74,20 +74,21 @@ impl CellsBookkeeping {
             return Some(start..write.end);
         };
         let seen = window.first_seen(last);
-        // Positions that the last query does not see: none may be held, nor come now.
+        // The last query does not see these positions: none may be held, and none may come in this
+        // step.
         let unseen = window.sinks()..seen;
         let first_fresh = (first - nodes.len() as i32).max(unseen.start);
         if held.clipped(unseen.clone()).next().is_none() && first_fresh >= unseen.end {
             return Some(start..write.end);
         }
-        // A single query's window is one run where positions lie in order.
+        // A single query's window is one run if positions lie in order.
         let in_order = held.n_runs() == 1 && nodes.is_empty() && window.sinks() == 0;
-        // What was copied here may end long before it.
+        // A copied sequence may end long before the window.
         let hidden = (seen - held.first()?).min(held.count());
         (positions.len() == 1 && in_order).then(|| start + hidden..write.end)
     }
 
-    /// The cells that the step reads, and for each token a byte a cell.
+    /// Returns the cells that the step reads, and for each token one byte a cell.
     fn explicit(
         &self,
         group: usize,
@@ -128,7 +129,7 @@ impl CellsBookkeeping {
         Ok((read, mask))
     }
 
-    /// From the first to the last cell of all that the step may see.
+    /// Returns the range from the first to the last cell that the step may see.
     fn extent(&self, group: usize, segments: &Segments, cells: &[i32]) -> Range<i32> {
         let (mut start, mut end) = (i32::MAX, 0);
         let mut widen = |cells: Range<i32>| {
@@ -149,7 +150,7 @@ impl CellsBookkeeping {
     }
 }
 
-/// One token's row of the mask, whose first byte stands for the cell `start`.
+/// One token's row of the mask. Its first byte stands for the cell `start`.
 struct Row<'a> {
     row: &'a mut [u8],
     start: i32,
@@ -161,7 +162,7 @@ impl Row<'_> {
     }
 }
 
-/// What a query at `position` sees.
+/// The view of a query at `position`.
 struct Seen<'a> {
     group: &'a LayerGroup,
     position: i32,
@@ -178,8 +179,8 @@ impl Seen<'_> {
         }
     }
 
-    /// Marks the ancestors of the next node of `tree`, of which `written` nodes
-    /// have cells from earlier steps, and `fresh` ones from this step.
+    /// Marks the ancestors of the next node of `tree`. The `written` nodes have cells from earlier
+    /// steps, the `fresh` ones from this step.
     fn mark_chain(&self, tree: &Tree, written: &[i32], fresh: &[i32], row: &mut Row) {
         let node = written.len() + fresh.len();
         let base = self.position - tree.depth(node);

@@ -1,9 +1,8 @@
-//! A pool of cells that many sequences share. A cell holds one position and
-//! belongs to a set of sequences: forks share cells, and a cell is free when its
-//! last owner leaves it.
+//! A pool of cells that many sequences share. A cell holds one position and belongs to a set of
+//! sequences. Forks share cells. A cell is free when its last owner leaves it.
 //!
-//! The first layer group holds every position of every sequence; it says what is there.
-//! The others hold what their windows need.
+//! The first layer group holds every position of every sequence. The others hold what their windows
+//! need.
 
 mod block;
 mod compact;
@@ -27,7 +26,7 @@ use segments::Segments;
 use step::OpenStep;
 use tree::Tree;
 
-/// Sequences have numbers from 0 to one less than this.
+/// The number of sequences; they are numbered from 0.
 pub const MAX_SEQUENCES: i32 = 256;
 
 /// Sequences, and trees of candidates behind them, in `capacity` cells.
@@ -37,19 +36,19 @@ pub struct CellsBookkeeping {
     /// The first has full history.
     groups: Vec<LayerGroup>,
     trees: BTreeMap<i32, Tree>,
-    /// Whose tokens the next step has, where somebody said so.
+    /// The sequences of the next step's tokens, if they are declared.
     declared: Option<Segments>,
     step: Option<OpenStep>,
-    /// What the open step does to each layer group, and the cells and positions of its
-    /// tokens. The lists are kept from step to step for their memory; masks are
-    /// made anew, since that of a long prompt would be held for good.
+    /// The open step's plan for each layer group, and the cells and positions of its tokens. The
+    /// lists keep their memory from step to step. Masks do not: that of a long prompt would be held
+    /// for good.
     plans: Vec<LayerGroupPlan>,
     cells: Vec<Vec<i32>>,
     positions: Vec<i32>,
 }
 
 impl CellsBookkeeping {
-    /// Empty, with a layer group for each window besides the one of full history.
+    /// Returns empty bookkeeping with a layer group of full history and one for each window.
     pub fn new(capacity: i32, windows: impl IntoIterator<Item = Window>) -> Self {
         let windows = std::iter::once(None).chain(windows.into_iter().map(Some));
         let groups: Vec<LayerGroup> =
@@ -71,33 +70,33 @@ impl CellsBookkeeping {
         &self.groups[0]
     }
 
-    /// The most cells.
+    /// Returns the number of cells.
     pub fn capacity(&self) -> i32 {
         self.capacity
     }
 
-    /// Cells that are taken in the layer group of full history. An open step's are not
-    /// before it is committed.
+    /// Returns the number of cells taken in the layer group of full history. The cells of an open
+    /// step count once it is committed.
     pub fn length(&self) -> i32 {
         self.taken(0)
     }
 
-    /// Cells of a layer group that are taken, without those of the open step.
+    /// Returns the number of cells taken in a layer group, without those of the open step.
     fn taken(&self, group: usize) -> i32 {
         let planned = if self.step.is_some() { self.cells[group].len() as i32 } else { 0 };
         self.groups[group].taken() - planned
     }
 
-    /// Whether `n` more tokens fit; negative `n` never do.
+    /// Returns whether `n` more tokens fit; false for a negative `n`.
     pub fn can_extend(&self, n: i32) -> bool {
         n >= 0 && n <= self.capacity - self.length()
     }
 
-    /// Positions of one layer group that its sequences are promised to hold. The layer group of
-    /// full history is 0, that of the first window 1.
+    /// Returns the number of positions that one layer group promises to hold for its sequences.
+    /// Layer group 0 has full history, 1 the first window.
     ///
     /// # Panics
-    /// For a layer group that there is not.
+    /// If the layer group does not exist.
     pub fn used(&self, group: usize) -> i32 {
         let (state, taken) = (&self.groups[group], self.taken(group));
         let Some(window) = state.window else {
@@ -106,11 +105,11 @@ impl CellsBookkeeping {
         let promised = |sequence| i64::from(window.held(state.held(sequence).count()));
         let nodes: i64 = self.trees.values().map(|tree| tree.n_written() as i64).sum();
         let all: i64 = state.owners().map(promised).sum();
-        // `taken` is an i32, so the least of the two is one as well.
+        // The minimum with `taken`, an i32, is an i32.
         (all + nodes).min(i64::from(taken)) as i32
     }
 
-    /// Sequences that hold positions, or carry trees.
+    /// Returns the sequences that hold positions or carry trees.
     pub fn sequences(&self) -> Vec<i32> {
         let mut all: Vec<i32> = self.full().owners().chain(self.trees.keys().copied()).collect();
         all.sort_unstable();
@@ -118,36 +117,35 @@ impl CellsBookkeeping {
         all
     }
 
-    /// The sequence that there is, where there is at most one: 0 where there is
-    /// none.
+    /// Returns the only sequence, or 0 if the cache is empty.
     ///
     /// # Errors
-    /// [`InvalidArgument`](crate::Status::InvalidArgument) where there are several.
+    /// [`InvalidArgument`](crate::Status::InvalidArgument) if there are several.
     pub fn only_sequence(&self) -> Result<i32> {
         let mut live = self.full().owners().chain(self.trees.keys().copied());
         let only = live.next().unwrap_or(0);
         if live.any(|other| other != only) {
             fail!(
                 InvalidArgument,
-                "the cache holds {} sequences, and nothing says which is meant",
+                "the cache holds {} sequences; name one of them (for a step with begin_step)",
                 self.sequences().len()
             );
         }
         Ok(only)
     }
 
-    /// Positions that a sequence holds.
+    /// Returns the number of positions that a sequence holds.
     ///
     /// # Errors
-    /// [`InvalidArgument`](crate::Status::InvalidArgument) for a number that no
-    /// sequence has, as everywhere below.
+    /// [`InvalidArgument`](crate::Status::InvalidArgument) for a number out of range, as everywhere
+    /// below.
     pub fn seq_len(&self, sequence: i32) -> Result<i32> {
         check_sequence(sequence)?;
         Ok(self.full().held(sequence).count())
     }
 
-    /// The position of a sequence's next token: one past its last. After a removal
-    /// at the front that is more than it holds.
+    /// Returns the position of a sequence's next token: one past its last. After a removal at the
+    /// front it is more than the number of positions.
     ///
     /// # Errors
     /// As [`seq_len`](Self::seq_len).
@@ -160,7 +158,7 @@ impl CellsBookkeeping {
         self.full().held(sequence).next()
     }
 
-    /// The positions that a sequence holds, as ranges in order.
+    /// Returns the positions that a sequence holds, as ranges in order.
     ///
     /// # Errors
     /// As [`seq_len`](Self::seq_len).
@@ -176,7 +174,7 @@ impl CellsBookkeeping {
         Ok(ranges)
     }
 
-    /// Whether a sequence alone is read without a mask in the layer group of full
+    /// Returns whether a sequence by itself is read without a mask in the layer group of full
     /// history: its cells are one run, in any order.
     ///
     /// # Errors
@@ -186,12 +184,12 @@ impl CellsBookkeeping {
         Ok(self.full().held(sequence).is_contiguous())
     }
 
-    /// Forgets every sequence and every tree, and a step that is open.
+    /// Removes every sequence and every tree, and an open step.
     pub fn clear(&mut self) {
         self.groups.iter_mut().for_each(LayerGroup::clear);
         self.trees.clear();
         self.declared = None;
-        // Its cells are free again, so that there is nothing to commit or abort.
+        // Its cells are free again, so nothing is left to commit or abort.
         self.step = None;
     }
 
@@ -207,7 +205,7 @@ fn check_sequence(sequence: i32) -> Result<()> {
     if !(0..MAX_SEQUENCES).contains(&sequence) {
         fail!(
             InvalidArgument,
-            "there is no sequence {sequence}: they have numbers from 0 to {}",
+            "expected a sequence from 0 to {}, got {sequence}",
             MAX_SEQUENCES - 1
         );
     }

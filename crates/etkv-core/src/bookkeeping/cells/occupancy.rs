@@ -1,6 +1,6 @@
-//! Which cells are taken: a bit each.
+//! The taken cells: one bit each.
 
-/// The cells of a layer group, taken or free. Cells that were never asked about are free.
+/// The cells of a layer group, taken or free. Cells beyond the last taken one are free.
 #[derive(Debug, Clone, Default)]
 pub struct Occupancy {
     words: Vec<u64>,
@@ -10,12 +10,12 @@ pub struct Occupancy {
 }
 
 impl Occupancy {
-    /// How many cells are taken.
+    /// Returns the number of taken cells.
     pub fn taken(&self) -> i32 {
         self.taken
     }
 
-    /// Whether `cell` is taken.
+    /// Returns whether `cell` is taken.
     pub fn is_taken(&self, cell: i32) -> bool {
         let (word, bit) = place(cell);
         self.words.get(word).is_some_and(|bits| bits & bit != 0)
@@ -49,20 +49,20 @@ impl Occupancy {
         *self = Self::default();
     }
 
-    /// The first free cell from `cell` on.
+    /// Returns the first free cell from `cell` on.
     pub fn next_free(&self, cell: i32) -> i32 {
         let cell = cell.max((self.first_free_word * 64) as i32);
         self.scan(cell, |bits| !bits).unwrap_or_else(|| cell.max((self.words.len() * 64) as i32))
     }
 
-    /// The first taken cell from `cell` on, or `limit` where there is none before.
+    /// Returns the first taken cell from `cell` on, or `limit` if none lies before it.
     pub fn next_taken(&self, cell: i32, limit: i32) -> i32 {
         self.scan(cell, |bits| bits).map_or(limit, |taken| taken.min(limit))
     }
 
     fn scan(&self, from: i32, wanted: impl Fn(u64) -> u64) -> Option<i32> {
         let (first, bit) = place(from);
-        // The bits from `from` on: all that are not below `bit`.
+        // The bits from `from` on.
         let mut mask = !(bit - 1);
         for (index, &bits) in self.words.iter().enumerate().skip(first) {
             let found = wanted(bits) & mask;

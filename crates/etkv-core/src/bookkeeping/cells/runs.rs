@@ -5,26 +5,26 @@ use std::ops::Range;
 /// Consecutive positions in consecutive cells.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Run {
-    /// The first position.
+    /// Returns the first position.
     pub position: i32,
-    /// The cell that it lies in.
+    /// The cell of the first position.
     pub cell: i32,
-    /// How many there are.
+    /// The number of positions.
     pub len: i32,
 }
 
 impl Run {
-    /// Its positions.
+    /// Returns the positions.
     pub fn positions(&self) -> Range<i32> {
         self.position..self.position + self.len
     }
 
-    /// Its cells.
+    /// Returns the cells.
     pub fn cells(&self) -> Range<i32> {
         self.cell..self.cell + self.len
     }
 
-    /// The part of it in `positions`.
+    /// Returns the part of the run in `positions`.
     pub fn clipped(&self, positions: &Range<i32>) -> Option<Self> {
         let start = self.position.max(positions.start);
         let end = (self.position + self.len).min(positions.end);
@@ -35,7 +35,7 @@ impl Run {
         })
     }
 
-    /// Whether `next` continues it.
+    /// Returns whether `next` continues the run.
     fn continues_with(&self, next: &Self) -> bool {
         self.position + self.len == next.position && self.cell + self.len == next.cell
     }
@@ -46,62 +46,62 @@ impl Run {
 pub struct Runs {
     runs: Vec<Run>,
     count: i32,
-    /// From the first to the last cell; empty where there are none.
+    /// From the first to the last cell; empty without cells.
     extent: Range<i32>,
 }
 
 impl Runs {
-    /// None.
+    /// No runs.
     pub const EMPTY: Self = Self { runs: Vec::new(), count: 0, extent: 0..0 };
 
-    /// The runs, by position.
+    /// Returns the runs, by position.
     pub fn iter(&self) -> std::slice::Iter<'_, Run> {
         self.runs.iter()
     }
 
-    /// Each cell, by position.
+    /// Returns the cells, by position.
     pub fn cells(&self) -> impl Iterator<Item = i32> + '_ {
         self.runs.iter().flat_map(Run::cells)
     }
 
-    /// How many runs there are.
+    /// Returns the number of runs.
     pub fn n_runs(&self) -> usize {
         self.runs.len()
     }
 
-    /// How many positions there are.
+    /// Returns the number of positions.
     pub fn count(&self) -> i32 {
         self.count
     }
 
-    /// From the first to the last cell.
+    /// Returns the range from the first to the last cell.
     pub fn extent(&self) -> Range<i32> {
         self.extent.clone()
     }
 
-    /// Whether no foreign cell lies between the first and the last.
+    /// Returns whether the cells are one run, in any order.
     pub fn is_contiguous(&self) -> bool {
         self.count == self.extent.end - self.extent.start
     }
 
-    /// The first position.
+    /// Returns the first position.
     pub fn first(&self) -> Option<i32> {
         self.runs.first().map(|run| run.position)
     }
 
-    /// One past the last position; 0 where there are none.
+    /// Returns one past the last position, or 0 without positions.
     pub fn next(&self) -> i32 {
         self.runs.last().map_or(0, |run| run.position + run.len)
     }
 
-    /// The cell that the next position should have: behind all of them where they
-    /// are one run, in any order, so that they stay one; else behind the last.
+    /// Returns the cell for the next position: behind all cells if they are one run in any order,
+    /// which they then stay; else behind the last position's cell.
     pub fn cell_after(&self) -> Option<i32> {
         let last = self.runs.last()?;
         Some(if self.is_contiguous() { self.extent.end } else { last.cell + last.len })
     }
 
-    /// The parts of the runs in `positions`.
+    /// Returns the parts of the runs in `positions`.
     pub fn clipped(&self, positions: Range<i32>) -> impl Iterator<Item = Run> + '_ {
         let first = self.runs.partition_point(|run| run.position + run.len <= positions.start);
         self.runs[first..]
@@ -113,7 +113,7 @@ impl Runs {
             .filter_map(move |run| run.clipped(&positions))
     }
 
-    /// The last position in `range` that `other` has not.
+    /// Returns the last position in `range` that `other` lacks.
     pub fn last_missing_in(&self, other: &Self, range: &Range<i32>) -> Option<i32> {
         let mut others = other.runs.iter().rev().peekable();
         for run in self.runs.iter().rev().filter_map(|run| run.clipped(range)) {
@@ -129,7 +129,7 @@ impl Runs {
         None
     }
 
-    /// Appends a run of positions that are all greater than those there are.
+    /// Appends a run. Its positions are greater than those of `self`.
     pub fn push(&mut self, run: Run) {
         self.widen(&run);
         match self.runs.last_mut() {
@@ -138,7 +138,7 @@ impl Runs {
         }
     }
 
-    /// Adds positions, none of which are there, from anywhere.
+    /// Adds positions in any order. `self` has none of them.
     pub fn insert_all(&mut self, other: impl IntoIterator<Item = Run>) {
         let mut all = std::mem::take(&mut self.runs);
         all.extend(other);
@@ -147,7 +147,7 @@ impl Runs {
         all.into_iter().for_each(|run| self.push(run));
     }
 
-    /// Removes the positions in `range`, and tells of each piece that goes.
+    /// Removes the positions in `range`, and passes each removed piece to `gone`.
     pub fn remove(&mut self, range: &Range<i32>, mut gone: impl FnMut(Run)) {
         let before = std::mem::take(self);
         for run in before.runs {
@@ -164,7 +164,7 @@ impl Runs {
         }
     }
 
-    /// The same positions in other cells.
+    /// Returns the same positions in other cells.
     pub fn mapped(&self, cell: impl Fn(i32) -> i32) -> Self {
         let mut moved = Self::default();
         for run in &self.runs {
@@ -201,7 +201,7 @@ mod tests {
         runs.push(run(4, 20, 1));
         assert_eq!((runs.n_runs(), runs.next(), runs.cell_after()), (2, 5, Some(21)));
         assert!(!runs.is_contiguous());
-        // The last position is not in the last cell, but no foreign cell is between.
+        // The last position is not in the last cell, but the cells are one run.
         runs.push(run(5, 9, 11));
         assert!(runs.is_contiguous());
         assert_eq!(runs.cell_after(), Some(21));

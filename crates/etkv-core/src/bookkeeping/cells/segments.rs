@@ -1,4 +1,4 @@
-//! Whose the tokens of a step are.
+//! The sequences of a step's tokens.
 
 use std::ops::Range;
 
@@ -16,12 +16,12 @@ impl Segment {
     }
 }
 
-/// Whose the tokens of a step are.
+/// The sequences of a step's tokens.
 #[derive(Debug, Clone)]
 pub enum Segments {
-    /// All of them one sequence's: the single-stream path, which allocates nothing.
+    /// All tokens belong to one sequence: the single-stream path, which allocates nothing.
     One { sequence: i32, n_tokens: usize },
-    /// Segment after segment, and the members of all of them.
+    /// The segments in order, and the members of all of them.
     Many { members: Vec<i32>, list: Vec<Segment> },
 }
 
@@ -30,7 +30,7 @@ impl Segments {
         Self::Many { members: Vec::new(), list: Vec::new() }
     }
 
-    /// Adds `n_tokens` tokens of these sequences.
+    /// Adds `n_tokens` tokens of the sequences `added`.
     pub fn push(&mut self, added: &[i32], n_tokens: usize) {
         if let Self::One { sequence, n_tokens: before } = *self {
             *self = Self::none();
@@ -48,7 +48,7 @@ impl Segments {
         }
     }
 
-    /// The same in the simplest form that it has.
+    /// Returns the same segments in their simplest form.
     pub fn simplified(self) -> Self {
         match &self {
             Self::Many { members, list } => match (members.as_slice(), list.as_slice()) {
@@ -63,7 +63,7 @@ impl Segments {
         self.iter().map(|(_, n_tokens)| n_tokens).sum()
     }
 
-    /// The members of each segment, and how many tokens it has.
+    /// Returns the members and the number of tokens of each segment.
     pub fn iter(&self) -> impl Iterator<Item = (&[i32], usize)> {
         let (one, members, list): (_, &[i32], &[Segment]) = match self {
             Self::One { sequence, n_tokens } => {
@@ -75,7 +75,7 @@ impl Segments {
         one.into_iter().chain(many)
     }
 
-    /// The sequences of all segments.
+    /// Returns the sequences of all segments.
     pub fn members(&self) -> &[i32] {
         match self {
             Self::One { sequence, .. } => std::slice::from_ref(sequence),
@@ -83,7 +83,7 @@ impl Segments {
         }
     }
 
-    /// The sequence that all tokens belong to alone, where there is one.
+    /// Returns the sequence that all tokens belong to, if it is the only one.
     pub fn only_member(&self) -> Option<i32> {
         match self {
             Self::One { sequence, .. } => Some(*sequence),

@@ -1,4 +1,4 @@
-//! What is done to sequences between steps: copies, removals, going back.
+//! Changes to sequences between steps: forks, removals, rewinds.
 
 use std::ops::Range;
 
@@ -7,8 +7,8 @@ use super::{check_sequence, CellsBookkeeping};
 use crate::error::{fail, Result};
 
 impl CellsBookkeeping {
-    /// The least position, apart from 0, that a sequence can go back to: it holds
-    /// the position before, and every layer group all that a query there sees.
+    /// Returns the least position other than 0 that a sequence can be rewound to: it holds the
+    /// position before, and every layer group holds all that a query there sees.
     ///
     /// # Errors
     /// As [`seq_len`](Self::seq_len).
@@ -23,8 +23,8 @@ impl CellsBookkeeping {
         Ok(reachable.map_or(0, |run| run.position + 1))
     }
 
-    /// The least position at which a query sees nothing of `positions` that some
-    /// layer group has dropped of a sequence; 0 where none has.
+    /// Returns the least position at which a query sees none of the `positions` that a layer group
+    /// has dropped of a sequence, or 0 if none is dropped.
     fn exact_from(&self, sequence: i32, positions: Range<i32>) -> i32 {
         let exact_from = |group: &LayerGroup| {
             let window = group.window?;
@@ -36,15 +36,13 @@ impl CellsBookkeeping {
         self.groups.iter().filter_map(exact_from).max().unwrap_or(0)
     }
 
-    /// Lets `target` have `source`'s positions from `positions`, too, in the same
-    /// cells. `i32::MAX` as the end means all that follow.
+    /// Makes `target` share `source`'s positions from `positions`, in the same cells. `i32::MAX` as
+    /// the end means all that follow.
     ///
     /// # Errors
-    /// - [`InvalidArgument`](crate::Status::InvalidArgument): a sequence or range
-    ///   that cannot be.
-    /// - [`Position`](crate::Status::Position): `target` has other cells for some
-    ///   of these positions, or window layer groups have dropped what its next query
-    ///   would see.
+    /// - [`InvalidArgument`](crate::Status::InvalidArgument): a sequence or range out of range.
+    /// - [`Position`](crate::Status::Position): `target` has other cells for some of these
+    ///   positions, or window layer groups have dropped what its next query would see.
     /// - [`Step`](crate::Status::Step): a step is open, or `target` carries a tree.
     pub fn seq_cp(&mut self, source: i32, target: i32, positions: Range<i32>) -> Result<()> {
         self.refuse_in_step("copy a sequence")?;
@@ -67,8 +65,8 @@ impl CellsBookkeeping {
                 if other.cell - other.position != run.cell - run.position {
                     fail!(
                         Position,
-                        "sequence {target} holds a position {} of its own, which sequence \
-                         {source} has, too",
+                        "sequences {source} and {target} hold different tokens at position {}; remove \
+                         it from sequence {target} first",
                         other.position
                     );
                 }
@@ -80,7 +78,7 @@ impl CellsBookkeeping {
             fail!(
                 Position,
                 "sequence {target} would go on at {end}, but the window layers have dropped \
-                 what a query there sees; {least} is the least"
+                 what a query there sees; it can go on at {least} or later"
             );
         }
         for group in &mut self.groups {
@@ -89,18 +87,16 @@ impl CellsBookkeeping {
         Ok(())
     }
 
-    /// Takes positions from a sequence. Cells that belong to nobody then are free.
-    /// `i32::MAX` as the end means all that follow. All of them take its tree away
-    /// as well, and the sequence begins at 0 again, also where its first position
-    /// was another.
+    /// Removes positions from a sequence. Cells without an owner are then free. `i32::MAX` as the
+    /// end means all that follow. Removing all positions also removes the sequence's tree. The
+    /// sequence then begins at 0 again, also if its first position was another.
     ///
     /// # Errors
-    /// - [`InvalidArgument`](crate::Status::InvalidArgument): a sequence or range
-    ///   that cannot be.
-    /// - [`Position`](crate::Status::Position): the sequence would go on below what
-    ///   [`rewindable_to`](Self::rewindable_to) says.
-    /// - [`Step`](crate::Status::Step): a step is open, or the sequence carries a
-    ///   tree and some of it would stay.
+    /// - [`InvalidArgument`](crate::Status::InvalidArgument): a sequence or range out of range.
+    /// - [`Position`](crate::Status::Position): the sequence would go on below
+    ///   [`rewindable_to`](Self::rewindable_to).
+    /// - [`Step`](crate::Status::Step): a step is open, or the sequence carries a tree and some of
+    ///   its positions would stay.
     pub fn seq_rm(&mut self, sequence: i32, positions: Range<i32>) -> Result<()> {
         self.refuse_in_step("remove from a sequence")?;
         check_sequence(sequence)?;
@@ -109,7 +105,7 @@ impl CellsBookkeeping {
         let stays = |range: Range<i32>| runs.clipped(range).last();
         let last = stays(positions.end..i32::MAX).or_else(|| stays(0..positions.start));
         match last {
-            // A tree behind nothing begins at 0.
+            // A tree behind an empty sequence begins at 0.
             None if runs.count() > 0 || positions.contains(&0) => self.drop_tree(sequence),
             None => {}
             Some(run) => {
@@ -120,7 +116,7 @@ impl CellsBookkeeping {
                     fail!(
                         Position,
                         "sequence {sequence} would go on at {next}, but the window layers have \
-                         dropped what a query there sees; {least} is the least"
+                         dropped what a query there sees; it can go on at {least} or later"
                     );
                 }
             }
@@ -131,17 +127,16 @@ impl CellsBookkeeping {
         Ok(())
     }
 
-    /// Forgets the positions from `length` on, of the only sequence, which goes on
-    /// there then. 0 forgets all of them.
+    /// Removes the positions from `length` on, of the only sequence, which then goes on at
+    /// `length`. 0 removes all of them.
     ///
     /// # Errors
-    /// - [`InvalidArgument`](crate::Status::InvalidArgument) where there are several
-    ///   sequences.
-    /// - [`Position`](crate::Status::Position): `length` is negative or more than
-    ///   the next position; or it is not 0, and the position before it was removed
-    ///   or it is below what [`rewindable_to`](Self::rewindable_to) says.
-    /// - [`Step`](crate::Status::Step): a step is open, or the sequence carries a
-    ///   tree and some of it would stay.
+    /// - [`InvalidArgument`](crate::Status::InvalidArgument) if there are several sequences.
+    /// - [`Position`](crate::Status::Position): `length` is negative or more than the next
+    ///   position; or it is not 0, and the position before it was removed or it is below
+    ///   [`rewindable_to`](Self::rewindable_to).
+    /// - [`Step`](crate::Status::Step): a step is open, or the sequence carries a tree and some of
+    ///   its positions would stay.
     pub fn rewind(&mut self, length: i32) -> Result<()> {
         self.refuse_in_step("rewind the cache")?;
         let sequence = self.only_sequence()?;
@@ -152,13 +147,13 @@ impl CellsBookkeeping {
                 "cannot rewind to length {length}: the sequence goes on at position {next}"
             );
         }
-        // Else the sequence would go on at another position than it was told.
+        // Otherwise the sequence would go on at another position than `length`.
         let before = length - 1;
         if length > 0 && self.full().held(sequence).clipped(before..length).next().is_none() {
             fail!(
                 Position,
-                "cannot rewind to length {length}: position {before} was removed; {} is the least, \
-                 and 0 forgets all",
+                "cannot rewind to length {length}: position {before} was removed; {} is the least \
+                 length, and 0 removes all",
                 self.rewindable_to(sequence)?
             );
         }
@@ -168,8 +163,8 @@ impl CellsBookkeeping {
     /// Removes every sequence but one.
     ///
     /// # Errors
-    /// [`Step`](crate::Status::Step) while a step is open, and for a number that
-    /// no sequence has [`InvalidArgument`](crate::Status::InvalidArgument).
+    /// [`Step`](crate::Status::Step) while a step is open;
+    /// [`InvalidArgument`](crate::Status::InvalidArgument) for a number out of range.
     pub fn seq_keep(&mut self, sequence: i32) -> Result<()> {
         self.refuse_in_step("remove sequences")?;
         check_sequence(sequence)?;
@@ -186,7 +181,7 @@ fn check_range(positions: &Range<i32>) -> Result<()> {
     if positions.start < 0 || positions.end < positions.start {
         fail!(
             InvalidArgument,
-            "positions from {} to {} are no range",
+            "expected a range of positions that starts at 0 or later, got {} to {}",
             positions.start,
             positions.end
         );

@@ -1,5 +1,4 @@
-//! One step over sequences and trees: whose tokens they are, which cells they
-//! get, and what becomes of these.
+//! One step over sequences and trees: the sequences of its tokens, their cells, and its end.
 
 use super::segments::Segments;
 use super::tree::Tree;
@@ -7,7 +6,7 @@ use super::{check_sequence, CellsBookkeeping, MAX_SEQUENCES};
 use crate::bookkeeping::{LayerGroupPlan, Move};
 use crate::error::{fail, Result};
 
-/// A step that was planned and is neither committed nor aborted.
+/// A step that is planned and neither committed nor aborted.
 #[derive(Debug, Clone)]
 pub struct OpenStep {
     segments: Segments,
@@ -18,16 +17,16 @@ pub struct OpenStep {
 type PerSequence = [i32; MAX_SEQUENCES as usize];
 
 impl CellsBookkeeping {
-    /// Says which sequence each token of the next step belongs to. Without it, the
-    /// tokens are those of the frontiers that wait, by the number of their
-    /// sequence; and without those, of the only sequence.
+    /// Declares the sequence of each token of the next step. Without a declaration the tokens are
+    /// those of the waiting frontiers, by the number of their sequence; without frontiers, those of
+    /// the only sequence.
     ///
-    /// What is said holds for the next step that is committed.
+    /// The declaration holds for the next step that is committed.
     ///
     /// # Errors
-    /// [`InvalidArgument`](crate::Status::InvalidArgument) for no tokens, and for a
-    /// number that no sequence has; [`Step`](crate::Status::Step) while a step is
-    /// open. What was said before holds then.
+    /// [`InvalidArgument`](crate::Status::InvalidArgument) for no tokens and for a number out of
+    /// range; [`Step`](crate::Status::Step) while a step is open. An earlier declaration then
+    /// holds.
     pub fn begin_step(&mut self, sequences: &[i32]) -> Result<()> {
         self.refuse_in_step("say whose tokens come next")?;
         refuse_none(sequences.len())?;
@@ -40,18 +39,20 @@ impl CellsBookkeeping {
         Ok(())
     }
 
-    /// The same for tokens that belong to several sequences each.
+    /// Declares the sequences of each token of the next step, which may be several.
     ///
     /// # Errors
-    /// As [`begin_step`](Self::begin_step), and for a token of no sequence or
-    /// twice of the same.
+    /// As [`begin_step`](Self::begin_step), and for a token of no sequence or twice of the same.
     pub fn begin_step_shared(&mut self, sequences: &[&[i32]]) -> Result<()> {
         self.refuse_in_step("say whose tokens come next")?;
         refuse_none(sequences.len())?;
         let mut segments = Segments::none();
         for (token, members) in sequences.iter().enumerate() {
             if members.is_empty() {
-                fail!(InvalidArgument, "token {token} of the step belongs to no sequence");
+                fail!(
+                    InvalidArgument,
+                    "token {token} of the step belongs to no sequence; name one"
+                );
             }
             for (index, &member) in members.iter().enumerate() {
                 check_sequence(member)?;
@@ -68,9 +69,8 @@ impl CellsBookkeeping {
         Ok(())
     }
 
-    /// Withdraws what [`begin_step`](Self::begin_step) or
-    /// [`begin_step_shared`](Self::begin_step_shared) said. Does nothing where
-    /// nothing was said.
+    /// Withdraws the declaration of [`begin_step`](Self::begin_step) or
+    /// [`begin_step_shared`](Self::begin_step_shared). Does nothing without one.
     ///
     /// # Errors
     /// [`Step`](crate::Status::Step) while a step is open.
@@ -80,17 +80,16 @@ impl CellsBookkeeping {
         Ok(())
     }
 
-    /// Plans a step whose tokens have these positions, and opens it: what each layer group
-    /// writes, reads and masks. [`commit`](Self::commit) or
-    /// [`abort`](Self::abort) ends it.
+    /// Plans a step for tokens at these positions, and opens it: what each layer group writes,
+    /// reads and masks. [`commit`](Self::commit) or [`abort`](Self::abort) ends it.
     ///
-    /// A token's position is the next of each of its sequences; a candidate's lies
-    /// as far behind that as its depth in the tree.
+    /// A token's position is the next of each of its sequences. A candidate's is that plus its
+    /// depth in the tree.
     ///
     /// # Errors
     /// - [`InvalidArgument`](crate::Status::InvalidArgument): no tokens, more or
     ///   fewer than were declared, or several sequences and none declared.
-    /// - [`Position`](crate::Status::Position): another position than the next.
+    /// - [`Position`](crate::Status::Position): a position other than the next.
     /// - [`Capacity`](crate::Status::Capacity): too few free cells, more tokens of
     ///   a sequence than window layer groups take in a step, or a mask of more elements
     ///   than an array has.
@@ -116,7 +115,7 @@ impl CellsBookkeeping {
         Ok(&self.plans)
     }
 
-    /// Takes cells for the tokens of a step and plans every layer group, or takes none.
+    /// Allocates cells for the tokens of a step and plans every layer group, or allocates none.
     fn plan_groups(&mut self, segments: &Segments, positions: &[i32]) -> Result<()> {
         let mut plans = std::mem::take(&mut self.plans);
         let mut all = std::mem::take(&mut self.cells);
@@ -134,14 +133,14 @@ impl CellsBookkeeping {
         planned
     }
 
-    /// Gives back the cells that were taken for a step.
+    /// Frees the cells of a step.
     fn free_planned(&mut self) {
         for (group, cells) in self.groups.iter_mut().zip(&self.cells) {
             cells.iter().for_each(|&cell| group.free(cell));
         }
     }
 
-    /// The plans of the open step, one a layer group; empty outside a step.
+    /// Returns the plans of the open step, one a layer group; empty without a step.
     pub fn plans(&self) -> &[LayerGroupPlan] {
         if self.step.is_some() {
             &self.plans
@@ -168,7 +167,7 @@ impl CellsBookkeeping {
         if segments.n_tokens() != positions.len() {
             fail!(
                 InvalidArgument,
-                "the step has {} tokens, but sequences were named for {}",
+                "the step has {} tokens, but begin_step declared {}",
                 positions.len(),
                 segments.n_tokens()
             );
@@ -185,7 +184,7 @@ impl CellsBookkeeping {
         if positions.len() > free as usize {
             fail!(
                 Capacity,
-                "a step of {} tokens: {free} of {} cells are free",
+                "a step of {} tokens does not fit: {free} of {} cells are free",
                 positions.len(),
                 self.capacity
             );
@@ -223,20 +222,20 @@ impl CellsBookkeeping {
         if i64::from(position) != expected || position == i32::MAX {
             fail!(
                 Position,
-                "token {token} of the step has position {position}, but the next of sequence \
-                 {sequence} is {expected}"
+                "expected position {expected} for token {token} of the step, the next of sequence \
+                 {sequence}, got {position}"
             );
         }
         Ok(())
     }
 
-    /// Refuses a part of a frontier, and more tokens than window layer groups take.
+    /// Checks that a frontier is complete, and that windows take the tokens.
     fn check_count(&self, sequence: i32, n_tokens: i32) -> Result<()> {
         if let Some(tree) = self.trees.get(&sequence) {
             if n_tokens as usize != tree.n_pending() {
                 fail!(
                     InvalidArgument,
-                    "the step has {n_tokens} of the {} candidates of sequence {sequence}",
+                    "expected all {} candidates of sequence {sequence} in the step, got {n_tokens}",
                     tree.n_pending()
                 );
             }
@@ -247,7 +246,7 @@ impl CellsBookkeeping {
         Ok(())
     }
 
-    /// The position of the token after `ahead` others of this step.
+    /// Returns the position of the token after `ahead` others of this step.
     fn expected(&self, sequence: i32, ahead: i32, members: &[i32]) -> Result<i64> {
         let next = i64::from(self.next(sequence));
         let Some(tree) = self.trees.get(&sequence) else {
@@ -266,7 +265,7 @@ impl CellsBookkeeping {
         Ok(next + i64::from(tree.depth(node)))
     }
 
-    /// Takes cells of a layer group for each token.
+    /// Allocates a cell of a layer group for each token.
     fn allocate(&mut self, group: usize, segments: &Segments, cells: &mut Vec<i32>) {
         if let Segments::One { sequence, n_tokens } = *segments {
             let after = self.cell_after(group, sequence);
@@ -288,7 +287,7 @@ impl CellsBookkeeping {
         }
     }
 
-    /// The cell behind the last one of a sequence and its tree.
+    /// Returns the cell behind the last one of a sequence and its tree.
     fn cell_after(&self, group: usize, sequence: i32) -> Option<i32> {
         match self.trees.get(&sequence).and_then(|tree| tree.cells[group].last()) {
             Some(&node) => Some(node + 1),
@@ -296,10 +295,10 @@ impl CellsBookkeeping {
         }
     }
 
-    /// Makes the open step so. Rows of window layer groups move as returned.
+    /// Commits the open step. Returns the moves of rows in window layer groups.
     ///
     /// # Errors
-    /// [`Step`](crate::Status::Step) where none is open.
+    /// [`Step`](crate::Status::Step) if none is open.
     pub fn commit(&mut self) -> Result<Vec<Move>> {
         let Some(OpenStep { segments, .. }) = self.step.take() else {
             fail!(Step, "no step is open on this cache");
@@ -333,7 +332,7 @@ impl CellsBookkeeping {
         Ok(self.slide(segments.members()))
     }
 
-    /// Ends the open step as if it had not been. Does nothing outside one.
+    /// Rolls the open step back. Does nothing without one.
     pub fn abort(&mut self) {
         if let Some(OpenStep { segments, declared, .. }) = self.step.take() {
             self.free_planned();
@@ -343,8 +342,8 @@ impl CellsBookkeeping {
         }
     }
 
-    /// Lets window layer groups drop what these sequences need no more. A layer group that holds
-    /// one sequence is packed to its front then, in order of positions.
+    /// Drops the positions that window layer groups no longer need of these sequences. A layer
+    /// group that holds one sequence is then packed to its front, in order of positions.
     pub(super) fn slide(&mut self, sequences: &[i32]) -> Vec<Move> {
         let mut moves = Vec::new();
         if self.groups.len() == 1 {
@@ -372,14 +371,10 @@ fn is_written(tree: &Tree) -> bool {
     tree.cells.first().is_some_and(|cells| cells.len() == tree.len())
 }
 
-/// Refuses to begin a step of no tokens, which nothing could end.
+/// Checks that a declaration has tokens: a declaration of none could never end.
 fn refuse_none(n_tokens: usize) -> Result<()> {
     if n_tokens == 0 {
-        fail!(
-            InvalidArgument,
-            "sequences were named for 0 tokens, a step needs at least 1 token: name the sequence \
-             of each, or begin none"
-        );
+        fail!(InvalidArgument, "expected the sequences of at least 1 token, got none");
     }
     Ok(())
 }

@@ -1,16 +1,16 @@
-//! Candidate tokens that grow behind a sequence, some of which it will accept.
+//! Trees of candidate tokens behind a sequence.
 
 use super::{check_sequence, CellsBookkeeping};
 use crate::bookkeeping::{Move, Slots};
 use crate::error::{fail, Result};
 
-/// A tree of candidates behind one sequence. Its nodes are numbered as they are
-/// proposed; a parent comes before its children.
+/// A tree of candidates behind one sequence. Nodes are numbered in the order of their proposal. A
+/// parent comes before its children.
 #[derive(Debug, Clone, Default)]
 pub struct Tree {
     parents: Vec<i32>,
     depths: Vec<i32>,
-    /// Nodes whose rows are there: all before the last frontier, or all.
+    /// Nodes whose rows are written: all before the last frontier, or all.
     n_written: usize,
     /// The cells of the written nodes, for each layer group.
     pub cells: Vec<Vec<i32>>,
@@ -24,7 +24,7 @@ impl Tree {
         Self { cells: vec![Vec::new(); n_groups], ..Self::default() }
     }
 
-    /// Nodes, written or not.
+    /// Returns the number of nodes, written or not.
     pub fn len(&self) -> usize {
         self.parents.len()
     }
@@ -33,12 +33,12 @@ impl Tree {
         self.n_written
     }
 
-    /// Nodes that the next step writes.
+    /// Returns the number of nodes that the next step writes.
     pub fn n_pending(&self) -> usize {
         self.len() - self.n_written
     }
 
-    /// How far behind the sequence's end a node lies: 0 where it follows.
+    /// Returns the distance of a node from the sequence's end: 0 if it follows directly.
     pub fn depth(&self, node: usize) -> i32 {
         self.depths[node]
     }
@@ -46,22 +46,27 @@ impl Tree {
     /// Appends a frontier of nodes with these parents.
     ///
     /// # Errors
-    /// [`InvalidArgument`](crate::Status::InvalidArgument) for none, or for a
-    /// parent that is neither a node before nor [`ROOT`];
-    /// [`Step`](crate::Status::Step) while the last frontier is not written.
+    /// [`InvalidArgument`](crate::Status::InvalidArgument) for no nodes, or for a parent that is
+    /// neither an earlier node nor [`ROOT`]; [`Step`](crate::Status::Step) while the last frontier
+    /// is not written.
     pub fn propose(&mut self, parents: &[i32]) -> Result<()> {
         if parents.is_empty() {
-            fail!(InvalidArgument, "a frontier needs at least 1 node");
+            fail!(InvalidArgument, "expected a frontier of at least 1 node, got none");
         }
         if self.n_pending() > 0 {
-            fail!(Step, "a frontier of {} nodes is still to be run", self.n_pending());
+            fail!(
+                Step,
+                "the last frontier, of {} nodes, has not run; run a step first",
+                self.n_pending()
+            );
         }
         for (offset, &parent) in parents.iter().enumerate() {
             let node = self.len() + offset;
             if parent < ROOT || usize::try_from(parent).is_ok_and(|parent| parent >= node) {
                 fail!(
                     InvalidArgument,
-                    "node {node} has parent {parent}: a parent is a node before it, or {ROOT}"
+                    "expected a parent of node {node} from {ROOT} to {}, got {parent}",
+                    node as i64 - 1
                 );
             }
         }
@@ -73,23 +78,23 @@ impl Tree {
         Ok(())
     }
 
-    /// The step is done that wrote the pending nodes; their cells are known.
+    /// Marks the pending nodes as written; their cells are known.
     pub fn written(&mut self) {
         self.n_written = self.len();
     }
 
-    /// A node, its parent, and so on up to the sequence.
+    /// Returns a node, its parent, and so on up to the sequence.
     pub fn chain_up(&self, node: usize) -> impl Iterator<Item = usize> + '_ {
         std::iter::successors(Some(node), |&node| usize::try_from(self.parents[node]).ok())
     }
 
-    /// Whether every node follows the one before.
+    /// Returns whether every node follows the one before.
     pub fn is_chain(&self) -> bool {
         self.parents.iter().zip(ROOT..).all(|(&parent, before)| parent == before)
     }
 
-    /// Refuses nodes that do not lead from the sequence on, each the child of the
-    /// one before, all of them written.
+    /// Checks that the nodes lead down from the sequence, each the child of the one before, and
+    /// that all are written.
     ///
     /// # Errors
     /// [`InvalidArgument`](crate::Status::InvalidArgument).
@@ -100,14 +105,14 @@ impl Tree {
             let Some(index) = known else {
                 fail!(
                     InvalidArgument,
-                    "node {node} is accepted, but the tree has {} written nodes",
+                    "node {node} is accepted, but {} nodes of the tree have run",
                     self.n_written
                 );
             };
             if self.parents[index] != before {
                 fail!(
                     InvalidArgument,
-                    "node {node} is accepted after {before}, but its parent is {}",
+                    "node {node} is accepted after {before}, but its parent is {}; accept a chain",
                     self.parents[index]
                 );
             }
@@ -118,15 +123,13 @@ impl Tree {
 }
 
 impl CellsBookkeeping {
-    /// Appends a frontier of candidates to the tree behind a sequence: the queries
-    /// of its next step. A parent is the number of a node before, or -1 for the
-    /// sequence itself.
+    /// Appends a frontier of candidates to the tree behind a sequence: the queries of its next
+    /// step. A parent is the number of an earlier node, or -1 for the sequence itself.
     ///
     /// # Errors
-    /// - [`InvalidArgument`](crate::Status::InvalidArgument): no nodes, or a parent
-    ///   that is no node before.
-    /// - [`Step`](crate::Status::Step): a step is open, or the last frontier is
-    ///   still to be run.
+    /// - [`InvalidArgument`](crate::Status::InvalidArgument): no nodes, or a parent that is no
+    ///   earlier node.
+    /// - [`Step`](crate::Status::Step): a step is open, or the last frontier has not run.
     /// - [`Capacity`](crate::Status::Capacity): the frontier does not fit.
     pub fn propose(&mut self, sequence: i32, parents: &[i32]) -> Result<()> {
         self.refuse_in_step("propose a tree")?;
@@ -154,7 +157,7 @@ impl CellsBookkeeping {
         Ok(())
     }
 
-    /// Nodes of the tree behind a sequence; 0 where there is none.
+    /// Returns the number of nodes of the tree behind a sequence, or 0 without a tree.
     ///
     /// # Errors
     /// As [`seq_len`](Self::seq_len).
@@ -163,24 +166,26 @@ impl CellsBookkeeping {
         Ok(self.trees.get(&sequence).map_or(0, Tree::len))
     }
 
-    /// Cells of candidates, over all trees.
+    /// Returns the number of cells of candidates, over all trees.
     pub fn candidates(&self) -> i32 {
         self.trees.values().map(|tree| tree.n_written() as i32).sum()
     }
 
-    /// Makes a chain of candidates part of their sequence, and forgets the rest of
-    /// the tree. The chain's rows move to the first of the tree's cells, as
-    /// returned: behind a sequence that is one run, that stays so.
+    /// Adds a chain of candidates to their sequence and removes the rest of the tree. The chain's
+    /// rows move to the first of the tree's cells, as returned. A sequence that is one run stays
+    /// one.
     ///
     /// # Errors
-    /// - [`InvalidArgument`](crate::Status::InvalidArgument): no tree, or nodes that
-    ///   are no chain from the sequence on.
+    /// - [`InvalidArgument`](crate::Status::InvalidArgument): no tree, or nodes that are no chain
+    ///   from the sequence.
     /// - [`Step`](crate::Status::Step): a step is open.
     pub fn commit_tree(&mut self, sequence: i32, accepted: &[i32]) -> Result<Vec<Move>> {
         self.refuse_in_step("commit a tree")?;
         check_sequence(sequence)?;
         match self.trees.get(&sequence) {
-            None => fail!(InvalidArgument, "sequence {sequence} carries no tree"),
+            None => {
+                fail!(InvalidArgument, "sequence {sequence} carries no tree; propose one first")
+            }
             Some(tree) => tree.check_chain(accepted)?,
         }
         let next = self.next(sequence);
@@ -249,7 +254,7 @@ mod tests {
     }
 
     #[test]
-    fn parents_that_cannot_be_are_refused() {
+    fn parents_out_of_range_are_refused() {
         let mut tree = Tree::new(1);
         for parents in [&[][..], &[0], &[-2], &[-1, 1], &[-1, i32::MAX], &[i32::MIN]] {
             assert!(tree.propose(parents).is_err(), "{parents:?}");
