@@ -16,7 +16,7 @@ export HF_HUB_OFFLINE := 1
 export ONEDNN_MAX_CPU_ISA ?= AVX512_CORE_FP16
 
 .DEFAULT_GOAL := help
-.PHONY: help setup build demo model test test-rust test-cpp test-package test-sanitize test-python test-macos test-macos-short test-long lint format bench bench-caches bench-speculation clean
+.PHONY: help setup build demo model test test-rust test-cpp test-package test-sanitize test-python test-macos test-macos-short test-long lint format bench bench-caches bench-speculation bench-threads clean
 
 help: ## Show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -108,6 +108,10 @@ bench-caches: .venv/.ready ## Measure plans, forks and decode steps of every kin
 
 bench-speculation: build model ## Measure what speculative decoding takes and brings
 	python benches/speculation.py
+
+bench-threads: build model ## Measure how far the steps of two programs overlap
+	@cmake --build build/cmake --target etkv_two_programs
+	@build/bin/etkv_two_programs $(MODEL)/model.pte
 
 # Needs no Mac: clang with macOS's headers, and the wheels for it, from PyPI, in build/macos.
 test-macos: build ## Compile everything for macOS, and compare its wheels with what the build expects

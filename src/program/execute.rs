@@ -176,10 +176,10 @@ impl Program {
         };
         let frame = Frame::new(&mlx, self.n_values, self.n_ints, &self.constants, step);
         let (made, step) = mlx.run(|| self.start(frame, inputs, output_types))?;
-        mlx.outside(|| {
-            let outputs = made.iter().map(Output::wait).collect::<Result<SmallVec<[_; 4]>>>()?;
-            host.take(&outputs)
-        })?;
+        mlx.outside(|| made.iter().try_for_each(Output::wait))?;
+        // Inside: on a GPU this moves the elements to where the host can read them.
+        let outputs: SmallVec<[_; 4]> = made.iter().map(Output::argument).collect::<Result<_>>()?;
+        mlx.outside(|| host.take(&outputs))?;
         match step {
             Some(step) => mlx.run(|| Ok(step.commit(&[])?)),
             None => Ok(()),

@@ -229,11 +229,15 @@ impl Output {
         }
     }
 
-    /// The output for the host, when it is computed; that was started before.
-    pub fn wait(&self) -> Result<Argument<'_>> {
+    /// Waits until the output is computed, which was started before.
+    pub fn wait(&self) -> Result<()> {
+        self.tensor().map_or(Ok(()), mlx::wait)
+    }
+
+    /// Returns the output for the host, once it is computed.
+    pub fn argument(&self) -> Result<Argument<'_>> {
         match self {
             Self::Tensor(array, scalar_type) => {
-                mlx::wait(array)?;
                 Ok(Argument::tensor(*scalar_type, array.shape(), mlx::bytes(array)?))
             }
             Self::Int(number) => Ok(Argument::of(i64::from(*number))),

@@ -1,0 +1,126 @@
+// What two programs on two threads decode together, compared with one after the
+// other: how far their steps overlap.
+//
+//   etkv_two_programs MODEL.pte [TOKENS [ROUNDS]]
+#include <algorithm>
+#include <chrono>
+#include <cstdio>
+#include <cstdlib>
+#include <numeric>
+#include <thread>
+
+#include "etkv/executorch.hpp"
+
+namespace {
+
+using executorch::extension::from_blob;
+using executorch::extension::Module;
+
+template <typename T>
+void must(const etkv::Result<T>& result) {
+  if (!result) {
+    std::fprintf(stderr, "%s\n", result.error().message().c_str());
+    std::exit(1);
+  }
+}
+
+/// A program with a session of its own, which decodes greedily.
+class Decoder {
+ public:
+  Decoder(const char* path, int32_t capacity)
+      : module_(path, Module::LoadMode::Mmap),
+        session_(make_session(module_, capacity)) {
+    etkv::LoadOptions options(session_.key());
+    options.logits(etkv::Logits::last);
+    must(etkv::load_method(module_, "forward", options));
+    tokens_.resize(8);
+    std::iota(tokens_.begin(), tokens_.end(), 10);
+    step();
+  }
+
+  void decode(int n) {
+    for (int i = 0; i < n; ++i) {
+      step();
+    }
+  }
+
+  void rewind() {
+    must(session_.cache().rewind(8));
+  }
+
+ private:
+  static etkv::CacheSession<etkv::Cache> make_session(
+      Module& module,
+      int32_t capacity) {
+    auto params = etkv::read_kv_cache_metadata(module);
+    must(params);
+    auto session = etkv::make_decode_session(
+        etkv::kMLXBackend, etkv::make_config(*params, capacity, "f32"));
+    must(session);
+    return std::move(session).value();
+  }
+
+  void step() {
+    const int n = static_cast<int>(tokens_.size());
+    std::vector<int64_t> positions(n);
+    std::iota(positions.begin(), positions.end(), *session_.cache().length());
+    auto ids = from_blob(tokens_.data(), {1, n}, etkv::kLong);
+    auto at = from_blob(positions.data(), {n}, etkv::kLong);
+    auto outputs = etkv::execute(module_, "forward", {ids, at});
+    must(outputs);
+    const auto& logits = outputs->front().toTensor();
+    const float* row = logits.const_data_ptr<float>();
+    tokens_ = {std::max_element(row, row + logits.numel()) - row};
+  }
+
+  Module module_;
+  etkv::CacheSession<etkv::Cache> session_;
+  std::vector<int64_t> tokens_;
+};
+
+template <typename Work>
+double seconds(const Work& work) {
+  const auto start = std::chrono::steady_clock::now();
+  work();
+  const std::chrono::duration<double> took =
+      std::chrono::steady_clock::now() - start;
+  return took.count();
+}
+
+} // namespace
+
+int main(int argc, char** argv) {
+  if (argc < 2) {
+    std::fprintf(
+        stderr, "usage: etkv_two_programs MODEL.pte [TOKENS [ROUNDS]]\n");
+    return 2;
+  }
+  const int n = argc > 2 ? std::atoi(argv[2]) : 32;
+  const int rounds = argc > 3 ? std::atoi(argv[3]) : 5;
+  Decoder a(argv[1], 16 + n);
+  Decoder b(argv[1], 16 + n);
+  std::vector<double> ratios;
+  for (int round = 0; round < rounds; ++round) {
+    const double in_turn = seconds([&] {
+      a.decode(n);
+      b.decode(n);
+    });
+    a.rewind();
+    b.rewind();
+    const double together = seconds([&] {
+      std::thread other([&] { b.decode(n); });
+      a.decode(n);
+      other.join();
+    });
+    a.rewind();
+    b.rewind();
+    ratios.push_back(in_turn / together);
+    std::printf(
+        "in turn %.1f tokens/s, together %.1f tokens/s, ratio %.2f\n",
+        2 * n / in_turn,
+        2 * n / together,
+        ratios.back());
+  }
+  std::sort(ratios.begin(), ratios.end());
+  std::printf("median ratio %.2f\n", ratios[ratios.size() / 2]);
+}
