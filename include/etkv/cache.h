@@ -99,11 +99,12 @@ ETKV_API etkv_status etkv_cache_formats(
  * rows in them, until the cache is cleared. The conversion takes one layer's
  * keys or values at a time, and needs the memory of one of them besides.
  *
- * After ETKV_ERROR_BACKEND some layers may be converted and others not. Each
- * layer is whole; call again to convert the rest.
- *
  * @param k_format  the name of a format of etkv/config.h, for keys.
  * @param v_format  the same for values.
+ *
+ * ETKV_ERROR_STEP while a step is open. After ETKV_ERROR_BACKEND some layers
+ * may be converted and others not. Each layer is whole; call again to convert
+ * the rest.
  */
 ETKV_API etkv_status etkv_cache_convert(
     etkv_cache* cache,
@@ -112,7 +113,8 @@ ETKV_API etkv_status etkv_cache_convert(
     etkv_error** error);
 
 /**
- * Removes every position. The formats are those of the config again.
+ * Removes every position. The formats are those of the config again, and a
+ * poisoned cache can be used again. ETKV_ERROR_STEP while a step is open.
  *
  * @param release  true frees the buffers too; false keeps them for the next
  *                 sequence.
@@ -124,15 +126,17 @@ etkv_cache_clear(etkv_cache* cache, bool release, etkv_error** error);
  * Removes the positions from `length` on, in a cache that holds one sequence.
  * `length` is 0 to the sequence's next position.
  *
- * ETKV_ERROR_POSITION where layers with windows have dropped what the shorter
- * sequence needs; the message names the least length.
+ * ETKV_ERROR_POSITION for another length, and where layers with windows have
+ * dropped what the shorter sequence needs; the message names the least length.
  * ETKV_ERROR_INVALID_ARGUMENT where the cache holds several sequences.
+ * ETKV_ERROR_STEP while a step is open.
  */
 ETKV_API etkv_status
 etkv_cache_rewind(etkv_cache* cache, int32_t length, etkv_error** error);
 
 /**
  * Stores the least length, apart from 0, that etkv_cache_rewind() accepts now.
+ * ETKV_ERROR_INVALID_ARGUMENT where the cache holds several sequences.
  */
 ETKV_API etkv_status etkv_cache_rewindable_to(
     const etkv_cache* cache,

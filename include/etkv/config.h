@@ -24,8 +24,8 @@ extern "C" {
  *   "f32", "f16", "bf16"
  *       floats; "f16" is the default
  *   "affine<bits>g<group>", as in "affine4g64"
- *       integers of 2, 3, 4, 5, 6 or 8 bits with a scale and an offset for every
- *       32, 64 or 128 elements; "affine4" is "affine4g64"
+ *       integers of 2, 3, 4, 5, 6 or 8 bits with a scale and an offset for
+ *       every 32, 64 or 128 elements; "affine4" is "affine4g64"
  *   "mxfp8", "mxfp4"
  *       OCP microscaling: a scale for every 32 elements
  *   "nvfp4"
@@ -77,7 +77,7 @@ typedef struct etkv_layer_config {
 /** How buffers grow as positions arrive, up to what the capacity needs. */
 typedef int32_t etkv_growth;
 enum {
-  /** To `min_chunk` slots, then to twice as many as needed. */
+  /** To `min_chunk` slots, doubled as often as needed. */
   ETKV_GROWTH_DOUBLING = 0,
   /** By `min_chunk` slots at a time. */
   ETKV_GROWTH_STEP = 1,
@@ -110,17 +110,18 @@ typedef struct etkv_cache_config {
    */
   int32_t capacity;
   /**
-   * The most tokens of one step where layers have windows. Such layers keep so
-   * many more slots, so that a step can be rolled back. 0 for 512.
+   * The most tokens of one step where layers have windows or
+   * `quantized_kv_start` is set. Layers with windows keep so many more slots,
+   * so that a step can be rolled back. 0 for 512.
    */
   int32_t max_step_tokens;
   etkv_growth growth;
   /** Slots of a chunk, for growths that have chunks; 0 for 256. */
   int32_t min_chunk;
   /**
-   * Positions that are held before quantization begins. Up to that many, rows
-   * are stored in `float_format`; then they are converted once to `k_format`
-   * and `v_format`. 0 for no such start.
+   * Positions that are held before quantization begins. Until the cache holds
+   * that many, rows are stored in `float_format`; then they are converted,
+   * once, to `k_format` and `v_format`. 0 stores them in these from the start.
    */
   int32_t quantized_kv_start;
   /** 0. */
