@@ -113,8 +113,9 @@ ETKV_API etkv_status etkv_cache_convert(
     etkv_error** error);
 
 /**
- * Removes every position. The formats are those of the config again, and a
- * poisoned cache can be used again. ETKV_ERROR_STEP while a step is open.
+ * Removes every position. The formats are those of the config again. A cache
+ * that an ETKV_ERROR_BACKEND poisoned can be used again. ETKV_ERROR_STEP while
+ * a step is open.
  *
  * @param release  true frees the buffers too; false keeps them for the next
  *                 sequence.
