@@ -116,7 +116,10 @@ typedef struct etkv_cache_config {
    */
   int32_t max_step_tokens;
   etkv_growth growth;
-  /** Slots of a chunk, for growths that have chunks; 0 for 256. */
+  /**
+   * Slots of a chunk, for ETKV_GROWTH_DOUBLING and ETKV_GROWTH_STEP: 0 for 256.
+   * Must be 0 for other growths.
+   */
   int32_t min_chunk;
   /**
    * Positions that are held before quantization begins. Until the cache holds

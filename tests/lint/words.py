@@ -44,7 +44,6 @@ PHRASES = {
 
 STILL_HAVE_PHRASES = (
     "cpp/",
-    "crates/etkv-capi/",
     "examples/common/",
     "examples/tokenizer/",
     "python/etkv/config.py",
