@@ -110,7 +110,7 @@ class Took:
 
 def answer(draft: Draft, questions: list[str], most: int) -> tuple[Took, str]:
     """Runs the questions with one draft; returns the figures and the answers."""
-    command = [BIN / "etkv_speculative", "--model", draft.model, "--ids", "--max-new-tokens", str(most), *draft.options]
+    command = [BIN / "etkv_speculative", "--model", draft.model, "--ids", "--max-tokens", str(most), *draft.options]
     for question in questions:
         command += ["--prompt", question]
     done = subprocess.run(command, check=True, capture_output=True, text=True)

@@ -164,7 +164,7 @@ Result<void> run(const RunnerOptions& options, const AdmissionOptions& more) {
   std::vector<Decoding> coming;
   for (const auto& prompt : options.prompts_or(questions())) {
     ASSIGN_OR_RETURN(auto ids, model.encode(prompt));
-    coming.push_back({prompt, std::move(ids), options.max_new_tokens});
+    coming.push_back({prompt, std::move(ids), options.max_tokens});
   }
 
   const auto every = static_cast<size_t>(more.every.value_or(4));

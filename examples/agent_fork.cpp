@@ -170,7 +170,7 @@ class Fork {
       branches_.push_back(
           {task,
            std::move(ids),
-           options_.max_new_tokens,
+           options_.max_tokens,
            static_cast<int32_t>(1 + branches_.size())});
     }
     return {};
@@ -332,7 +332,7 @@ class Fork {
     const size_t same = std::min(shared_prefix(ids, held), ids.size() - 1);
     ASSIGN_OR_RETURN(shared_, cut(cache_, kept.sequence, same));
     return Decoding{
-        kQuestion, std::move(ids), options_.max_new_tokens, kept.sequence};
+        kQuestion, std::move(ids), options_.max_tokens, kept.sequence};
   }
 
   Model& model_;

@@ -43,7 +43,7 @@ class Together {
     size_t last = first;
     for (; last < all.size() && last - first < most; ++last) {
       needed += static_cast<int64_t>(all[last].prompt.size()) +
-                all[last].max_new_tokens - 1;
+                all[last].max_tokens - 1;
       if (last > first && needed > cache_.capacity()) {
         break;
       }
@@ -126,7 +126,7 @@ Result<void> run(const RunnerOptions& options) {
   for (const auto& prompt : options.prompts_or(questions())) {
     ASSIGN_OR_RETURN(auto ids, model.encode(prompt));
     if (refusals.admit(prompt, ids.size(), session.cache())) {
-      all.push_back({prompt, std::move(ids), options.max_new_tokens});
+      all.push_back({prompt, std::move(ids), options.max_tokens});
     }
   }
   Together together(model, session.cache(), options);

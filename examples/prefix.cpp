@@ -54,7 +54,7 @@ class Server {
       const std::vector<Message>& conversation) {
     Decoding one;
     one.title = conversation.back().content;
-    one.max_new_tokens = options_.max_new_tokens;
+    one.max_tokens = options_.max_tokens;
     ASSIGN_OR_RETURN(one.prompt, model_.encode(conversation));
     if (!refusals_.admit(one.title, one.prompt.size(), cache_)) {
       return std::optional<Decoding>();

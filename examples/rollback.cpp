@@ -218,7 +218,7 @@ class Rollback {
   /// than the prompt. Empty after Ctrl-C.
   Result<std::optional<Decoding>> slide(int32_t* window, int32_t sinks) {
     RETURN_IF_ERROR(thread_.roll_back(0));
-    Decoding one{"window: " + prompts_.back(), {}, options_.max_new_tokens};
+    Decoding one{"window: " + prompts_.back(), {}, options_.max_tokens};
     ASSIGN_OR_RETURN(one.prompt, model_.encode(prompts_.back()));
     RETURN_IF_ERROR(check_length(one.prompt.size(), cache_));
     // All tokens of one step see each other: the window is at least as large.
@@ -274,7 +274,7 @@ class Rollback {
   Result<bool> record(
       const std::string& title,
       const std::vector<int64_t>& prompt) {
-    return record(title, prompt, options_.max_new_tokens);
+    return record(title, prompt, options_.max_tokens);
   }
 
   /// Answers a prompt, and shows the answer so far; false after Ctrl-C.

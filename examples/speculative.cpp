@@ -58,11 +58,11 @@ Result<void> run(
 
   std::vector<Decoding> answers;
   for (const auto& prompt : options.prompts_or(built_in())) {
-    Decoding one{prompt, {}, options.max_new_tokens};
+    Decoding one{prompt, {}, options.max_tokens};
     ASSIGN_OR_RETURN(one.prompt, model.encode(prompt));
     ASSIGN_OR_RETURN(
         auto answer,
-        generator.answer(one.prompt, options.max_new_tokens, Listener()));
+        generator.answer(one.prompt, options.max_tokens, Listener()));
     one.ids = std::move(answer.ids);
     one.stop = answer.stop;
     RETURN_IF_ERROR(show(model, options, one.title, one.ids));

@@ -509,13 +509,13 @@ mod tests {
     #[test]
     fn others_are_in_mlx_while_a_thread_is_outside() {
         let mut mlx = enter().unwrap();
-        let inside = || std::thread::spawn(|| LOCK.try_lock().is_some()).join().unwrap();
-        assert!(!inside());
-        assert!(mlx.outside(inside));
-        assert!(!inside());
+        let is_free = || std::thread::spawn(|| LOCK.try_lock().is_some()).join().unwrap();
+        assert!(!is_free());
+        mlx.outside(|| std::thread::spawn(|| run(|| Ok(()))).join().unwrap()).unwrap();
+        assert!(!is_free());
         // An enclosing call keeps MLX locked.
         let _around = hold();
-        assert!(!mlx.outside(inside));
+        assert!(!mlx.outside(is_free));
     }
 
     #[test]

@@ -60,8 +60,7 @@ Result<Answer> Chat::ask(const std::string& said) {
     write(piece.value());
     return {};
   };
-  const auto answer =
-      generator_.answer(*prompt, options_.max_new_tokens, listener);
+  const auto answer = generator_.answer(*prompt, options_.max_tokens, listener);
   progress.reset();
   if (const auto rest = detokenizer.finalize(); answer.ok() && rest.ok()) {
     write(rest.value());

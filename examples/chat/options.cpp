@@ -11,7 +11,7 @@ namespace {
 
 /// Options as written; their consequences are computed later.
 struct Given {
-  std::optional<int64_t> max_new_tokens;
+  std::optional<int64_t> max_tokens;
   Options options;
 };
 
@@ -29,12 +29,12 @@ Arguments arguments_into(Given& given) {
       "the system message that the conversation begins with",
       &given.options.system);
   arguments.integer(
-      "--max-new-tokens",
+      "--max-tokens",
       "N",
       "stop an answer after so many tokens (256)",
       1,
       std::numeric_limits<int32_t>::max(),
-      &given.max_new_tokens);
+      &given.max_tokens);
   add_speculation_arguments(
       arguments, given.options.speculation, "; none otherwise");
   arguments.choice(
@@ -85,8 +85,7 @@ Result<Options> parse_options(int argc, const char* const* argv) {
   if (options.prompt && options.prompt->empty()) {
     return refuse("the prompt is empty");
   }
-  options.max_new_tokens =
-      given.max_new_tokens.value_or(options.max_new_tokens);
+  options.max_tokens = given.max_tokens.value_or(options.max_tokens);
   return options;
 }
 

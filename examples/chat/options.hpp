@@ -16,7 +16,7 @@ struct Options {
   /// One question; empty for a conversation at the terminal.
   std::optional<std::string> prompt;
   std::optional<std::string> system;
-  int64_t max_new_tokens = 256;
+  int64_t max_tokens = 256;
   SpeculationOptions speculation;
   /// The kind of cache; empty for "contiguous", or "tree" with a draft.
   std::optional<std::string> session;

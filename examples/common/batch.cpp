@@ -14,7 +14,7 @@ Decoding::take(const Model& model, const LogitsView& logits, int64_t row) {
   log_probability += examples::log_probability(logits, row, id);
   if (model.ends(id)) {
     stop = Stop::end;
-  } else if (static_cast<int64_t>(ids.size()) >= max_new_tokens) {
+  } else if (static_cast<int64_t>(ids.size()) >= max_tokens) {
     stop = Stop::limit;
   }
   return {};

@@ -59,7 +59,7 @@ class Batch {
 struct Decoding {
   std::string title;
   std::vector<int64_t> prompt;
-  int64_t max_new_tokens = 0;
+  int64_t max_tokens = 0;
   int32_t sequence = 0;
   /// Chosen so far. The last of them is not in the cache: it is what the next
   /// step runs.

@@ -54,7 +54,7 @@ Generator::Generator(
 
 Result<Answer> Generator::answer(
     const std::vector<int64_t>& prompt,
-    int64_t max_new_tokens,
+    int64_t max_tokens,
     const Listener& listener) {
   if (auto checked = check_length(prompt.size(), cache_); !checked.ok()) {
     return checked.error();
@@ -66,7 +66,7 @@ Result<Answer> Generator::answer(
 
   Answer answer;
   answer.reused_tokens = kept;
-  const auto ran = run(prompt, max_new_tokens, listener, answer);
+  const auto ran = run(prompt, max_tokens, listener, answer);
   if (ran.ok() && !answer.ids.empty()) {
     return answer;
   }
@@ -79,7 +79,7 @@ Result<Answer> Generator::answer(
 
 Result<void> Generator::run(
     const std::vector<int64_t>& prompt,
-    int64_t max_new_tokens,
+    int64_t max_tokens,
     const Listener& listener,
     Answer& answer) {
   const size_t start = answer.reused_tokens;
@@ -112,16 +112,16 @@ Result<void> Generator::run(
     answer.stop = Stop::interrupted;
     return {};
   }
-  return decode(*logits.value(), max_new_tokens, listener, answer);
+  return decode(*logits.value(), max_tokens, listener, answer);
 }
 
 Result<void> Generator::decode(
     const LogitsView& logits,
-    int64_t max_new_tokens,
+    int64_t max_tokens,
     const Listener& listener,
     Answer& answer) {
   Stopwatch watch;
-  const auto most = static_cast<size_t>(max_new_tokens);
+  const auto most = static_cast<size_t>(max_tokens);
   ASSIGN_OR_RETURN(const int64_t first, stepper_->first(logits));
   std::vector<int64_t> ids = {first};
   // What the cache holds, and the last id, which it does not.

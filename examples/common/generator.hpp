@@ -101,7 +101,7 @@ class Generator {
   /// cache holds what it shared with the prompt before, as far as it can go back.
   Result<Answer> answer(
       const std::vector<int64_t>& prompt,
-      int64_t max_new_tokens,
+      int64_t max_tokens,
       const Listener& listener);
 
   /// Forgets what the cache holds beyond its first `length` ids; all of it where
@@ -117,12 +117,12 @@ class Generator {
  private:
   Result<void> run(
       const std::vector<int64_t>& prompt,
-      int64_t max_new_tokens,
+      int64_t max_tokens,
       const Listener& listener,
       Answer& answer);
   Result<void> decode(
       const LogitsView& logits,
-      int64_t max_new_tokens,
+      int64_t max_tokens,
       const Listener& listener,
       Answer& answer);
   bool ends(int64_t id) const;

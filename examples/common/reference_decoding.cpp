@@ -150,7 +150,7 @@ Result<void> check_end(
             std::to_string(n));
   }
   if (ended != (*answer.stop == Stop::end) ||
-      (*answer.stop == Stop::limit && n != answer.max_new_tokens)) {
+      (*answer.stop == Stop::limit && n != answer.max_tokens)) {
     return differs(
         answer, "ended after " + counted(n, "token") + " for no reason");
   }

@@ -38,12 +38,12 @@ Runner::Runner(std::string name, const std::string& about)
       "given several times",
       &options_.prompts);
   arguments_.integer(
-      "--max-new-tokens",
+      "--max-tokens",
       "N",
       "stop an answer after so many tokens (48)",
       1,
       std::numeric_limits<int32_t>::max(),
-      &max_new_tokens_);
+      &max_tokens_);
   arguments_.flag(
       "--check",
       "compare with reference decoding of one sequence, and\n"
@@ -97,7 +97,7 @@ int Runner::main(
       return fail(met.error(), kMisused);
     }
   }
-  options_.max_new_tokens = max_new_tokens_.value_or(options_.max_new_tokens);
+  options_.max_tokens = max_tokens_.value_or(options_.max_tokens);
 
   arm_interrupt();
   for (int64_t round = 1; round <= repeat_.value_or(1); ++round) {

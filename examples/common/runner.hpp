@@ -26,7 +26,7 @@ struct RunnerOptions {
   ModelOptions model;
   /// In place of those that are built in.
   std::vector<std::string> prompts;
-  int64_t max_new_tokens = 48;
+  int64_t max_tokens = 48;
   /// Compare with reference decoding.
   bool check = false;
   /// Print the ids of answers as well.
@@ -72,7 +72,7 @@ class Runner {
   Arguments arguments_;
   RunnerOptions options_;
   std::vector<std::function<Result<void>()>> checks_;
-  std::optional<int64_t> max_new_tokens_;
+  std::optional<int64_t> max_tokens_;
   std::optional<int64_t> repeat_;
   bool help_ = false;
   bool version_ = false;

@@ -12,6 +12,8 @@
 #ifndef ETKV_LOG_H
 #define ETKV_LOG_H
 
+#include <stddef.h>
+
 #include "etkv/error.h"
 #include "etkv/export.h"
 

@@ -103,7 +103,7 @@ void ends() {
 /// An answer that ended at a full cache has filled it, where it had it for itself.
 void full_caches() {
   Decoding one = answer(text(7), 12);
-  one.max_new_tokens = 100;
+  one.max_tokens = 100;
   one.stop = Stop::capacity;
   // The last id is not in the cache.
   auto exact = open("llama-f32", 7 + 12 - 1);

@@ -286,7 +286,7 @@ void other_sizes() {
       {small_config(2, 4, 16), "layer 0"},
       {small_config(2, 1, 16), "layer 0"},
       // Found out when the first layer has been written.
-      {last_layer, "values of layer 1"},
+      {last_layer, "expected values of shape"},
   };
   for (const auto& [config, words] : cases) {
     auto session = must(make_decode_session(kMLXBackend, config));

@@ -155,7 +155,7 @@ std::vector<Fault> argument_faults() {
       {"deep positions", shape, "[1, 3]", replace(kPositions, longs({1, 3}))},
       {"an integer for ids",
        invalid,
-       "is to be a tensor",
+       "expected a tensor",
        replace(kIds, EValue(int64_t{3}))},
       {"a number for positions",
        invalid,

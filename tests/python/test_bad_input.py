@@ -59,7 +59,7 @@ def write_ids(folder: Path, ids: str) -> Path:
 def command(tool: Path, model: Path, folder: Path) -> list[object]:
     """The least that makes ``tool`` run ``model``."""
     if tool == CHAT:
-        return [CHAT, "--model", model, "--prompt", "hi", "--max-new-tokens", 2]
+        return [CHAT, "--model", model, "--prompt", "hi", "--max-tokens", 2]
     return [FORWARD, "--model", model, "--ids-file", write_ids(folder, "60 61 62"), "--decode", 1]
 
 
@@ -217,7 +217,7 @@ def test_options_that_are_missing_or_exclude_each_other(model, tmp_path):
     assert "`make model`" in line
     refused([CHAT, "--model", model, "--prompt", ""], MISUSED, "the prompt is empty")
     refused([CHAT, "--model", model, "--prompt", "hi", "--raw", "--system", "x"], MISUSED, "--system", "--raw")
-    refused([CHAT, "--model", model, "--prompt", "hi", "--max-new-tokens", 0], MISUSED, "--max-new-tokens", '"0"')
+    refused([CHAT, "--model", model, "--prompt", "hi", "--max-tokens", 0], MISUSED, "--max-tokens", '"0"')
     for shape in ("--depth", "--width"):
         refused([CHAT, "--model", model, "--prompt", "hi", shape, 3], MISUSED, shape, "there is no --draft")
 
@@ -231,7 +231,7 @@ def test_a_program_that_does_not_tell_its_context(folder, image):
     name = b"get_max_ctx_len"
     assert name in image
     (folder / "model.pte").write_bytes(image.replace(name, b"get_max_ctx_xxx"))
-    words = [CHAT, "--model", folder / "model.pte", "--prompt", "hi", "--max-new-tokens", 2]
+    words = [CHAT, "--model", folder / "model.pte", "--prompt", "hi", "--max-tokens", 2]
     refused(words, FAILED, folder / "model.pte", "does not tell the context length", "--capacity")
     assert reference.run([*words, "--capacity", 100]).returncode == 0
 
@@ -309,7 +309,7 @@ def test_a_chunk_above_that_of_the_program_is_cut(programs, model):
 
 
 def test_the_capacity_is_reached_while_answering(model, tmp_path):
-    capacity, words = 40, [CHAT, "--model", model, "--prompt", "hi", "--ids", "--max-new-tokens"]
+    capacity, words = 40, [CHAT, "--model", model, "--prompt", "hi", "--ids", "--max-tokens"]
     free = reference.run([*words, 30])
     full = reference.run([*words, 100, "--capacity", capacity])
     assert (free.returncode, full.returncode) == (0, 0)
@@ -332,7 +332,7 @@ def answer_ids(output: str) -> list[list[int]]:
 
 def test_a_conversation_goes_on_after_what_is_refused(model):
     """A prompt that does not fit and a command that does not exist leave the cache, and so all later answers, alone."""
-    words = [CHAT, "--model", model, "--capacity", 120, "--max-new-tokens", 5, "--ids"]
+    words = [CHAT, "--model", model, "--capacity", 120, "--max-tokens", 5, "--ids"]
 
     def converse(*lines: str):
         return reference.run(words, input="\n".join([*lines, "/stats", ""]), stdin=None)

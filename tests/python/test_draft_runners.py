@@ -31,19 +31,19 @@ def check(programs: tuple[Program, Program], *options: object) -> str:
 def test_drafts_leave_the_answer_alone(name):
     both = pair(name)
     for shape in SHAPES if name == "tiny-qwen3" else SHAPES[::5]:
-        check(both, "--max-new-tokens", 32, *shape)
-    said = check(both, "--max-new-tokens", 64, "--depth", "auto", "--width", "auto")
+        check(both, "--max-tokens", 32, *shape)
+    said = check(both, "--max-tokens", 64, "--depth", "auto", "--width", "auto")
     reference.note(f"{name}: {said}")
 
 
 @pytest.mark.parametrize("kv_format", ["f16", "affine4g32", "row-int4"])
 def test_in_few_bits(kv_format):
-    check(pair("tiny-qwen3"), "--max-new-tokens", 48, "--kv-format", kv_format, "--depth", 4, "--width", 3)
+    check(pair("tiny-qwen3"), "--max-tokens", 48, "--kv-format", kv_format, "--depth", 4, "--width", 3)
 
 
 def test_a_draft_of_small_steps():
     """Prompts of more tokens than it takes at once, and levels that have no more nodes than that."""
-    said = check(pair("tiny-llama", prefill_chunk=4), "--max-new-tokens", 48, "--depth", 2, "--width", 8)
+    said = check(pair("tiny-llama", prefill_chunk=4), "--max-tokens", 48, "--depth", 2, "--width", 8)
     counts = [float(found) for found in re.findall(r"of ([\d.]+) draft tokens", said)]
     assert len(counts) == 3
     assert 4 < max(counts) <= 8
@@ -51,18 +51,18 @@ def test_a_draft_of_small_steps():
 
 def test_a_draft_of_another_model():
     """Nothing tells it from the model's own where all sizes are equal; the answers are right."""
-    check((pair("tiny-qwen3")[0], pair("tiny-llama")[1]), "--max-new-tokens", 32)
+    check((pair("tiny-qwen3")[0], pair("tiny-llama")[1]), "--max-tokens", 32)
 
 
 def test_at_capacity():
     """The answer ends with a word; what there is of it is right."""
-    said = check(pair("tiny-llama"), "--max-new-tokens", 64, "--capacity", 110)
+    said = check(pair("tiny-llama"), "--max-tokens", 64, "--capacity", 110)
     assert "stopped: the cache is full at 110 positions (--capacity)" in said
 
 
 def test_sampling_is_repeatable():
     target, draft = pair("tiny-llama")
-    words = ["--draft", draft.path, "--temperature", 0.8, "--ids", "--max-new-tokens", 16, "--seed"]
+    words = ["--draft", draft.path, "--temperature", 0.8, "--ids", "--max-tokens", 16, "--seed"]
     first, same, other = (succeed("speculative", target, *words, seed).stdout for seed in (1, 1, 2))
     assert first == same
     assert first != other
@@ -73,7 +73,7 @@ def test_chat(name):
     """What is rolled back and begun anew is so for the draft, too."""
     target, draft = pair(name)
     lines = "hi\nand then?\n/undo\nand now?\n/reset\nhi\n/undo\nwell?\n"
-    words = [reference.CHAT, "--model", target.path, "--ids", "--max-new-tokens", 24]
+    words = [reference.CHAT, "--model", target.path, "--ids", "--max-tokens", 24]
     plain, drafted = (
         reference.run([*words, *more], input=lines, stdin=None)
         for more in ([], ["--draft", draft.path, "--depth", 3, "--width", 2])
@@ -87,7 +87,7 @@ def test_chat(name):
 
 def test_memory_returns_to_where_it_was():
     target, draft = pair("tiny-llama")
-    done = succeed("speculative", target, "--draft", draft.path, "--max-new-tokens", 8, "--repeat", 50)
+    done = succeed("speculative", target, "--draft", draft.path, "--max-tokens", 8, "--repeat", 50)
     line = r"^round \d+: (\d+) handles, (\d+) bytes in MLX, ([\d.]+) MiB in the process$"
     rounds = re.findall(line, done.stderr, re.M)
     assert len(rounds) == 50

@@ -91,7 +91,7 @@ def test_prefill_in_chunks(program, tokenizer, expected, name, chunk):
 def test_chat_reads_and_answers_the_same(program, tokenizer, expected, name):
     """From text to text: the runner's own tokenizer and template, its end tokens, its cache."""
     prompt, most = PROMPTS[name], 24
-    command = [reference.CHAT, "--model", program.path, "--ids", "--max-new-tokens", most, "--prompt", prompt.text]
+    command = [reference.CHAT, "--model", program.path, "--ids", "--max-tokens", most, "--prompt", prompt.text]
     command += ["--raw"] if prompt.raw else []
     command += ["--system", prompt.system] if prompt.system else []
     done = reference.run(command)

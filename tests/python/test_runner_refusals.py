@@ -41,7 +41,7 @@ def llama() -> Program:
         (["--capacity", 0], ["--capacity takes a whole number from 1"]),
         (["--capcity", 5], ["no option --capcity", "did you mean --capacity?"]),
         (["--kv-format", "int4"], ["--kv-format: unknown storage format `int4`", "row-int4"]),
-        (["--max-new-tokens", "few"], ["--max-new-tokens", '"few"']),
+        (["--max-tokens", "few"], ["--max-tokens", '"few"']),
         (["--prompt", ""], ["a prompt is empty"]),
         (["--prompt"], ["--prompt needs a value"]),
         (["extra"], ['"extra"']),
@@ -75,7 +75,7 @@ def test_a_context_from_a_file(llama, tmp_path):
     """Longer than one piece of reading."""
     file = tmp_path / "context.txt"
     file.write_text("A line of the context.\n" * 60)
-    words = [runner("agent_fork"), "--model", llama.path, "--context", file, "--max-new-tokens", 4, "--check"]
+    words = [runner("agent_fork"), "--model", llama.path, "--context", file, "--max-tokens", 4, "--check"]
     done = reference.run([*words, "--prompt", "a", "--prompt", "b"])
     assert done.returncode == 0, done.stderr
     ((shared,),) = (map(int, [found]) for found in re.findall(r"(\d+) of them shared", done.stderr))
@@ -87,7 +87,7 @@ def test_help_and_version(name):
     told = reference.run([runner(name), "--help"])
     assert told.returncode == 0
     assert told.stdout.startswith(f"usage: etkv_{name} [options]\n")
-    for option in ("--model", "--tokenizer", "--capacity", "--kv-format", "--prompt", "--max-new-tokens", "--check"):
+    for option in ("--model", "--tokenizer", "--capacity", "--kv-format", "--prompt", "--max-tokens", "--check"):
         assert option in told.stdout
     assert max(map(len, told.stdout.splitlines())) <= 80
     assert reference.run([runner(name), "--version"]).stdout.startswith(f"etkv_{name} ")
@@ -98,7 +98,7 @@ def test_help_and_version(name):
 
 @EACH
 def test_memory_returns_to_where_it_was(llama, name):
-    done = succeed(name, llama, "--max-new-tokens", 4, "--repeat", 50)
+    done = succeed(name, llama, "--max-tokens", 4, "--repeat", 50)
     line = r"^round \d+: (\d+) handles, (\d+) bytes in MLX, ([\d.]+) MiB in the process$"
     rounds = re.findall(line, done.stderr, re.M)
     assert len(rounds) == 50
@@ -114,7 +114,7 @@ def test_memory_returns_to_where_it_was(llama, name):
 def test_stopped_within_a_step(llama, name, tmp_path, number):
     """No file is left, and Ctrl-C ends a runner in its own words."""
     environment = {**os.environ, "TMPDIR": str(tmp_path), "HOME": str(tmp_path)}
-    words = command(name, llama, "--repeat", 100_000, "--max-new-tokens", 8)
+    words = command(name, llama, "--repeat", 100_000, "--max-tokens", 8)
     streams = {"stdout": subprocess.DEVNULL, "stderr": subprocess.PIPE}
     with reference.started(words, cwd=tmp_path, env=environment, **streams) as run:
         # In the middle of a round: the first is over, and so many more are to come.
@@ -135,7 +135,7 @@ def test_stopped_within_a_step(llama, name, tmp_path, number):
 
 def test_rollback_stops_between_scenes(llama):
     """Ctrl-C within an answer: no other begins, and no heading of one is printed."""
-    words = command("rollback", llama, "--max-new-tokens", 400)
+    words = command("rollback", llama, "--max-tokens", 400)
     streams = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True, "encoding": "utf-8"}
     with reference.started(words, errors="replace", **streams) as run:
         told = run.stdout.readline()

@@ -26,7 +26,7 @@ def mistral() -> Program:
 @MODELS
 @EACH
 def test_answers_are_those_of_reference_decoding(name, model):
-    words = ["--max-new-tokens", MOST, "--check", "--ids", "--prompt", "Well?", "--prompt", "What else is there?"]
+    words = ["--max-tokens", MOST, "--check", "--ids", "--prompt", "Well?", "--prompt", "What else is there?"]
     done = succeed(name, with_longer_context(model), *words)
     assert max(map(len, answers(done.stdout))) > WINDOW + 2 * reference.TINY_CHUNK
     n_answers, n_tokens = checked(done)
@@ -43,7 +43,7 @@ def test_answers_are_those_of_reference_decoding(name, model):
 @pytest.mark.parametrize("options", [["--session", "contiguous"], ["--session", "seq"], ["--draft", "ngram"]])
 def test_chat_takes_back_what_windows_have_moved_past(model, options):
     """What follows is what a conversation answers in which it was never said."""
-    words = [CHAT, "--model", with_longer_context(model).path, "--ids", "--max-new-tokens", MOST, *options]
+    words = [CHAT, "--model", with_longer_context(model).path, "--ids", "--max-tokens", MOST, *options]
 
     def converse(*lines: str) -> list[list[int]]:
         done = reference.run(words, input="\n".join([*lines, ""]), stdin=None)
@@ -69,12 +69,12 @@ def test_chat_takes_back_what_windows_have_moved_past(model, options):
 )
 def test_a_window_over_layers_that_have_one(mistral, options, compared):
     """The answer is compared with what both windows show, where that is a window."""
-    done = succeed("rollback", mistral, "--max-new-tokens", 90, "--check", "--ids", "--prompt", "a", *options)
+    done = succeed("rollback", mistral, "--max-tokens", 90, "--check", "--ids", "--prompt", "a", *options)
     assert len(re.findall("^check: 1 answer,", done.stderr, re.M)) == (1 if compared else 0)
     assert ("--window 48 and --sinks 4 in a layer's own window of 64" in done.stderr) != compared
     assert checked(done)[0] == len(answers(done.stdout)) - (0 if compared else 1)
 
 
 def test_a_widened_window_is_reported(mistral):
-    done = succeed("rollback", mistral, "--max-new-tokens", 4, "--window", 1, *prompts(["a"]))
+    done = succeed("rollback", mistral, "--max-tokens", 4, "--window", 1, *prompts(["a"]))
     assert re.search(r"^window: \d\d in place of 1, as long as the prompt$", done.stderr, re.M)

@@ -51,7 +51,7 @@ def qwen3() -> Program:
 @EACH
 def test_answers_are_those_of_reference_decoding(llama, name):
     """By the runner's own check."""
-    done = succeed(name, llama, "--max-new-tokens", MOST, "--check", "--ids", *prompts(QUESTIONS))
+    done = succeed(name, llama, "--max-tokens", MOST, "--check", "--ids", *prompts(QUESTIONS))
     n_answers, n_tokens = checked(done)
     assert n_answers == len(answers(done.stdout)) >= len(QUESTIONS) == 10
     assert n_tokens == sum(map(len, answers(done.stdout)))
@@ -67,13 +67,13 @@ def test_answers_are_those_of_reference_decoding(llama, name):
 )
 def test_answers_in_every_format(qwen3, name, kv_format):
     """Keys and values that are stored in few bits make the same answer whichever way they came in."""
-    done = succeed(name, qwen3, "--max-new-tokens", 24, "--check", "--ids", "--kv-format", kv_format)
+    done = succeed(name, qwen3, "--max-tokens", 24, "--check", "--ids", "--kv-format", kv_format)
     assert checked(done)[1] == sum(map(len, answers(done.stdout)))
 
 
 def test_batch_answers_are_those_of_transformers(llama):
     """By another implementation altogether."""
-    done = succeed("batch", llama, "--max-new-tokens", MOST, "--ids", *prompts(QUESTIONS))
+    done = succeed("batch", llama, "--max-tokens", MOST, "--ids", *prompts(QUESTIONS))
     assert by_title(done.stdout) == expected(llama, QUESTIONS, MOST)
 
 
@@ -135,7 +135,7 @@ def smollm2() -> Program:
     ids=["batch", "admission", "draft", "wider draft"],
 )
 def test_the_real_model_answers_as_in_transformers(smollm2, name, options):
-    words = ["--max-new-tokens", REAL_MOST, "--ids", *prompts(REAL_QUESTIONS)]
+    words = ["--max-tokens", REAL_MOST, "--ids", *prompts(REAL_QUESTIONS)]
     done = reference.run([runner(name), "--model", smollm2.path, *options, *words], timeout=1800)
     assert done.returncode == 0, done.stderr
     assert by_title(done.stdout) == expected(smollm2, REAL_QUESTIONS, REAL_MOST)
@@ -162,7 +162,7 @@ def test_the_real_model_answers_as_by_itself(smollm2, name, options):
     environment = {**os.environ, "ETKV_BLAS": "mlx"} if "--kv-format" in options else None
     asked = prompts(REAL_QUESTIONS if EVERYTHING else REAL_QUESTIONS[:2])
     most = REAL_MOST if EVERYTHING else 8
-    words = [runner(name), "--model", smollm2.path, "--max-new-tokens", most, "--check", "--ids", *asked, *options]
+    words = [runner(name), "--model", smollm2.path, "--max-tokens", most, "--check", "--ids", *asked, *options]
     done = reference.run(words, timeout=1800, env=environment)
     assert done.returncode == 0, done.stderr
     assert checked(done)[1] == sum(map(len, answers(done.stdout)))
@@ -174,7 +174,7 @@ def test_repetition_is_drafted_from_the_text(smollm2):
     """More than two ids a step are right where a text repeats itself."""
     text = "x = x + 1\n" * 12 + "x"
     words = [runner("speculative"), "--model", smollm2.path, "--raw", "--prompt", text, "--draft", "ngram"]
-    done = reference.run([*words, "--depth", 5, "--width", 1, "--max-new-tokens", 24, "--check"])
+    done = reference.run([*words, "--depth", 5, "--width", 1, "--max-tokens", 24, "--check"])
     assert done.returncode == 0, done.stderr
     assert checked(done)[0] == 1
     ((ids, accepted),) = re.findall(r"([\d.]+) a step, ([\d.]+) of", done.stderr)
@@ -187,10 +187,10 @@ def test_repetition_is_drafted_from_the_text(smollm2):
 
 def test_batch_at_capacity(llama):
     """What does not fit at once goes in rounds; an answer that does not fit at all ends with a word, the rest go on."""
-    free = by_title(succeed("batch", llama, "--max-new-tokens", MOST, "--ids", *prompts(QUESTIONS)).stdout)
+    free = by_title(succeed("batch", llama, "--max-tokens", MOST, "--ids", *prompts(QUESTIONS)).stdout)
     lengths = sorted(map(len, encoded(llama, QUESTIONS).values()))
     capacity = lengths[4] + MOST - 1
-    done = succeed("batch", llama, "--max-new-tokens", MOST, "--ids", "--capacity", capacity, *prompts(QUESTIONS))
+    done = succeed("batch", llama, "--max-tokens", MOST, "--ids", "--capacity", capacity, *prompts(QUESTIONS))
     full = by_title(done.stdout)
     cut = {title for title in free if full[title] != free[title]}
     assert len(cut) == 5
@@ -209,14 +209,14 @@ def test_batch_at_capacity(llama):
         ("prefix", ["--capacity", 220, *LETTERS]),
         (
             "rollback",
-            ["--capacity", 155, "--max-new-tokens", 40, *LETTERS],
+            ["--capacity", 155, "--max-tokens", 40, *LETTERS],
         ),
         ("speculative", ["--capacity", 110]),
     ],
 )
 def test_a_full_cache_ends_an_answer_and_not_the_runner(llama, name, options):
     """It is told, what is rolled back makes room, and all that there is of every answer is right."""
-    words = [str(word) for word in command(name, llama, "--max-new-tokens", MOST, "--check", *options)]
+    words = [str(word) for word in command(name, llama, "--max-tokens", MOST, "--check", *options)]
     # Both streams as they come, for the order of things.
     streams = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
     done = subprocess.run(words, **streams, encoding="utf-8", timeout=60, check=True)
@@ -245,7 +245,7 @@ def test_a_prompt_longer_than_the_capacity(llama, name):
 def test_a_request_that_is_too_long_is_refused_alone(llama, name):
     """Those before and after it are answered, reported and checked."""
     long = "b" * 200
-    words = ["--capacity", 140, "--max-new-tokens", 8, "--check", "--ids", *prompts(["a", long, "c"])]
+    words = ["--capacity", 140, "--max-tokens", 8, "--check", "--ids", *prompts(["a", long, "c"])]
     done = reference.run(command(name, llama, *words))
     assert done.returncode == FAILED
     assert by_title(done.stdout).keys() == {"a", "c"}
@@ -260,7 +260,7 @@ def test_a_request_that_is_too_long_is_refused_alone(llama, name):
 
 def test_a_fork_costs_what_its_branches_have_for_themselves(llama):
     """Eight branches on a context of 1024 tokens: it is read once, and held once."""
-    done = succeed("agent_fork", llama, "--context-tokens", 1024, "--max-new-tokens", 16)
+    done = succeed("agent_fork", llama, "--context-tokens", 1024, "--max-tokens", 16)
     (prefill,) = re.findall(
         r"^prefill: (\d+) tokens, (\d+) of them shared; 8 runs would read (\d+), (\d+) are spared$", done.stderr, re.M
     )
@@ -297,7 +297,7 @@ PREFILL = r"^prefill: (\d+) tokens, (\d+) of them shared; (\d+) runs? would read
 
 
 def test_a_fork_counts_branches_that_had_to_make_room(llama):
-    words = ["--context-tokens", 20, "--capacity", 150, "--max-new-tokens", 64, "--check", *prompts(["aaaa", "bbbb"])]
+    words = ["--context-tokens", 20, "--capacity", 150, "--max-tokens", 64, "--check", *prompts(["aaaa", "bbbb"])]
     done = succeed("agent_fork", llama, *words)
     assert "the cache is full at 150 positions" in done.stderr
     ((read, shared, runs, apart, spared),) = (map(int, found) for found in re.findall(PREFILL, done.stderr, re.M))
@@ -309,9 +309,9 @@ def test_a_fork_counts_branches_that_had_to_make_room(llama):
 def test_a_fork_leaves_out_branches_that_never_began(llama):
     """There is room for the prompts of two, and for none of their answers."""
     tail = len("aaaa<|im_end|>\n<|im_start|>assistant\n") - len("<|im_end|><|im_start|>") + 2
-    free = succeed("agent_fork", llama, "--max-new-tokens", 1, *prompts(["aaaa"]))
+    free = succeed("agent_fork", llama, "--max-tokens", 1, *prompts(["aaaa"]))
     ((read, _, _, _, _),) = (map(int, found) for found in re.findall(PREFILL, free.stderr, re.M))
-    words = ["--capacity", read + tail, "--max-new-tokens", 8, "--check", *prompts(["aaaa", "bbbb", "cccc"])]
+    words = ["--capacity", read + tail, "--max-tokens", 8, "--check", *prompts(["aaaa", "bbbb", "cccc"])]
     done = succeed("agent_fork", llama, *words)
     ((read, shared, runs, apart, spared),) = (map(int, found) for found in re.findall(PREFILL, done.stderr, re.M))
     assert runs == 2
@@ -320,7 +320,7 @@ def test_a_fork_leaves_out_branches_that_never_began(llama):
 
 
 def test_a_branch_that_is_alone_keeps_what_it_has(llama):
-    words = ["--context-tokens", 20, "--capacity", 200, "--max-new-tokens", 300, "--check", "--prompt", "aaaa"]
+    words = ["--context-tokens", 20, "--capacity", 200, "--max-tokens", 300, "--check", "--prompt", "aaaa"]
     done = succeed("agent_fork", llama, *words)
     assert "cache: 200 positions" in done.stderr
     assert "kept: aaaa (200 positions)" in done.stderr
@@ -330,7 +330,7 @@ def test_a_branch_that_is_alone_keeps_what_it_has(llama):
 def test_more_branches_than_a_step_has_tokens(llama):
     """The steps of 70 branches are two forwards each."""
     questions = [f"{i}?" for i in range(reference.TINY_CHUNK + 6)]
-    done = succeed("agent_fork", llama, "--max-new-tokens", 4, "--check", "--ids", *prompts(questions))
+    done = succeed("agent_fork", llama, "--max-tokens", 4, "--check", "--ids", *prompts(questions))
     assert checked(done)[0] == len(answers(done.stdout)) == len(questions) + 1
 
 
@@ -338,7 +338,7 @@ def test_more_prompts_than_a_cache_has_sequences(llama):
     questions = [chr(ord("a") + i % 26) for i in range(256)]
     refused(command("agent_fork", llama, *prompts(questions)), MISUSED, "256 prompts", "255 branches")
     wide = with_longer_context("tiny-llama", prefill_chunk=512)
-    done = succeed("batch", wide, "--raw", "--max-new-tokens", 2, "--check", "--ids", *prompts([*questions, *"xyz"]))
+    done = succeed("batch", wide, "--raw", "--max-tokens", 2, "--check", "--ids", *prompts([*questions, *"xyz"]))
     assert checked(done)[0] == len(answers(done.stdout)) == 259
 
 
@@ -351,7 +351,7 @@ def test_more_prompts_than_a_cache_has_sequences(llama):
 def test_drafts_leave_the_answer_alone(llama, qwen3, draft, kv_format, shape):
     path = {"itself": qwen3.path, "another": llama.path, "ngram": "ngram"}[draft]
     words = [runner("speculative"), "--model", qwen3.path, "--draft", path, "--kv-format", kv_format, *shape]
-    done = reference.run([*words, "--max-new-tokens", MOST, "--check", "--ids"])
+    done = reference.run([*words, "--max-tokens", MOST, "--check", "--ids"])
     assert done.returncode == 0, done.stderr
     assert checked(done) == (3, sum(map(len, answers(done.stdout))))
     steps = [float(found) for found in re.findall(r"([\d.]+) a step, ", done.stderr)]
@@ -364,7 +364,7 @@ def test_first_layers_draft_for_all_of_them(qwen3):
     """A draft that the exporter makes of the model itself."""
     draft = with_longer_context("tiny-qwen3", layers=1)
     assert draft.path.stat().st_size < qwen3.path.stat().st_size
-    done = succeed("speculative", qwen3, "--draft", draft.path, "--max-new-tokens", MOST, "--check", "--ids")
+    done = succeed("speculative", qwen3, "--draft", draft.path, "--max-tokens", MOST, "--check", "--ids")
     assert checked(done) == (3, sum(map(len, answers(done.stdout))))
 
 
@@ -372,7 +372,7 @@ def test_a_program_that_gives_one_row_of_logits():
     """One sequence at a time is decoded with it; where more rows are needed, that is said."""
     last = with_longer_context("tiny-llama", logits="last")
     for name in ("prefix", "rollback"):
-        assert checked(succeed(name, last, "--max-new-tokens", 8, "--check"))[0] > 3
+        assert checked(succeed(name, last, "--max-tokens", 8, "--check"))[0] > 3
     for name in ("admission", "agent_fork", "batch", "speculative"):
         done = reference.run(command(name, last, *(["--draft", last.path] if name == "speculative" else [])))
         assert done.returncode == FAILED, (name, done.stderr)
@@ -380,7 +380,7 @@ def test_a_program_that_gives_one_row_of_logits():
 
 
 def test_sampling_is_repeatable(llama):
-    words = ["--draft", llama.path, "--temperature", 0.8, "--ids", "--max-new-tokens", 16, "--seed"]
+    words = ["--draft", llama.path, "--temperature", 0.8, "--ids", "--max-tokens", 16, "--seed"]
     first, same, other = (succeed("speculative", llama, *words, seed).stdout for seed in (1, 1, 2))
     assert first == same
     assert first != other
@@ -401,7 +401,7 @@ def test_invalid_drafts_are_refused(llama, tmp_path):
 
 @pytest.mark.parametrize("kv_format", ["f32", "nvfp4", "row-int4", "affine8g32"])
 def test_chat_answers_the_same_on_every_kind_of_cache(qwen3, llama, kv_format):
-    words = [reference.CHAT, "--model", qwen3.path, "--prompt", "Well?", "--ids", "--max-new-tokens", 40]
+    words = [reference.CHAT, "--model", qwen3.path, "--prompt", "Well?", "--ids", "--max-tokens", 40]
     words += ["--kv-format", kv_format]
     kinds = [[], *(["--session", kind] for kind in ("contiguous", "seq", "tree"))]
     drafts = [["--draft", "ngram"], ["--draft", qwen3.path, "--depth", 4, "--session", "tree"]]
@@ -415,7 +415,7 @@ def test_chat_answers_the_same_on_every_kind_of_cache(qwen3, llama, kv_format):
 def test_chat_goes_on_with_a_draft(llama):
     """What is rolled back is rolled back from the draft, too."""
     lines = "hi\nand then?\n/undo\nand now?\n/reset\nhi\n"
-    words = [reference.CHAT, "--model", llama.path, "--ids", "--max-new-tokens", 24]
+    words = [reference.CHAT, "--model", llama.path, "--ids", "--max-tokens", 24]
     plain, drafted = (
         reference.run([*words, *more], input=lines, stdin=None)
         for more in ([], ["--draft", llama.path, "--depth", 3, "--width", 2])
