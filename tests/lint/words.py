@@ -44,7 +44,6 @@ PHRASES = {
 """Phrases that slow a reader down, and what is said instead."""
 
 STILL_HAVE_PHRASES = (
-    "cpp/",
     "examples/common/",
     "examples/tokenizer/",
 )
