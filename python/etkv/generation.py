@@ -297,7 +297,7 @@ class Generation(Iterator[int]):
                 self._session.rewind(position)
 
     def _step(self, ids: list[int]) -> Row:
-        """Run ``ids`` after the positions held; return the last row of logits [vocabulary], valid until the next step."""
+        """Run ``ids`` after the positions held; return the last row of logits [vocabulary], valid until the next."""
         position = self._next()
         if isinstance(self._session, SeqCache):
             self._session.begin_step([self._sequence] * len(ids))
