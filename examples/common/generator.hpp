@@ -61,8 +61,8 @@ class Stepper {
 
   /// Makes a step after `text`. The cache holds all of its ids but the last.
   ///
-  /// @returns the ids that follow, at least 1 and at most `most`. An eos token id
-  ///          is the last of them. The cache then holds all but the last.
+  /// @returns the ids that follow, at least 1 and at most `most`. An eos token
+  ///          id is the last of them. The cache then holds all but the last.
   virtual Result<std::vector<int64_t>> next(
       const std::vector<int64_t>& text,
       size_t most) = 0;
