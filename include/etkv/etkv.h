@@ -51,7 +51,8 @@
  *   is erased.
  *
  *   A string that a function returns is static, or lives as long as the handle
- *   that it belongs to. The comment of the function says which.
+ *   that it belongs to. The comment of the function says which. JSON that a
+ *   function stores belongs to the caller: free it with etkv_string_free().
  *
  * Threads
  *   Every function may be called on any thread, and one handle may be used by
