@@ -242,6 +242,7 @@ fn start() -> Result<Runtime> {
     // own.
     blas();
     // MLX for CUDA may end after its driver, also where the stream is on the CPU.
+    // SAFETY: it registers a function without state; the stream exists.
     unsafe { mlx_sys::etkv_mlx_end_without_driver() };
     Ok(Runtime { stream, on_gpu })
 }
