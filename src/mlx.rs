@@ -241,7 +241,7 @@ fn start() -> Result<Runtime> {
     // The call makes the linker keep the library. MLX then finds its matrix products before its
     // own.
     blas();
-    // MLX for CUDA may end after its driver, also where the stream is on the CPU.
+    // MLX for CUDA outlives the driver, also where the stream is on the CPU.
     // SAFETY: it registers a function without state; the stream exists.
     unsafe { mlx_sys::etkv_mlx_end_without_driver() };
     Ok(Runtime { stream, on_gpu })

@@ -133,9 +133,9 @@ Result<std::unique_ptr<::executorch::runtime::DataLoader>> open_file(
 /// another backend is registered as MLXBackend.
 ///
 /// Where etkv's delegate is registered as MLXBackend, this is `Module(path,
-/// mode)`. Otherwise the module names kEtkvBackend instead. The file is not
-/// changed. ETKV_ERROR_UNSUPPORTED where the delegate is not in this process,
-/// and ETKV_ERROR_PROGRAM where the file cannot be opened.
+/// mode)`. Otherwise the module names kEtkvBackend instead, and
+/// ETKV_ERROR_PROGRAM is for a file that cannot be opened. The file is not
+/// changed. ETKV_ERROR_UNSUPPORTED where the delegate is not in this process.
 inline Result<std::unique_ptr<::executorch::extension::Module>> open_module(
     const std::string& path,
     ::executorch::extension::Module::LoadMode mode =

@@ -114,11 +114,13 @@ ETKV_API etkv_status etkv_cache_convert(
 
 /**
  * Removes every position. The formats are those of the config again. A cache
- * that an ETKV_ERROR_BACKEND poisoned can be used again. ETKV_ERROR_STEP while
- * a step is open.
+ * that an ETKV_ERROR_BACKEND poisoned can be used again.
  *
  * @param release  true frees the buffers too; false keeps them for the next
  *                 sequence.
+ *
+ * ETKV_ERROR_STEP while a step is open. ETKV_ERROR_BACKEND where memory is
+ * lacking for buffers that are allocated upfront.
  */
 ETKV_API etkv_status
 etkv_cache_clear(etkv_cache* cache, bool release, etkv_error** error);
