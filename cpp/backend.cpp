@@ -1,5 +1,6 @@
-// ExecuTorch's backend for MLX programs, on libetkv's interpreter. This file knows ExecuTorch
-// and translates; what a program means is decided behind interpreter.hpp.
+// ExecuTorch's backend for MLX programs, on libetkv's interpreter. This file
+// translates between ExecuTorch and interpreter.hpp. The interpreter gives
+// programs their meaning.
 #include <algorithm>
 #include <cstring>
 #include <memory>
@@ -37,8 +38,8 @@ using ::executorch::runtime::Result;
 using ::executorch::runtime::Span;
 using interpreter::View;
 
-/// ExecuTorch's code for a status of etkv.h. The sentence goes to the log, and
-/// to whoever asks etkv_delegate_take_error.
+/// Returns ExecuTorch's code for a status of etkv.h. The message goes to the
+/// log, and etkv_delegate_take_error returns it.
 Error to_executorch(etkv_status status) {
   switch (status) {
     case ETKV_OK:
@@ -66,8 +67,9 @@ Error to_executorch(etkv_status status) {
 }
 
 Error fail(etkv_status status, std::string_view message) {
-  // The log cuts long lines, a character of several bytes maybe in the middle,
-  // and ExecuTorch's Python module ends the process on a line that is no text.
+  // The log cuts long lines, perhaps in the middle of a character of several
+  // bytes, and ExecuTorch's Python module ends the process on a line that is
+  // not UTF-8.
   std::string line(message);
   std::replace_if(
       line.begin(),
@@ -84,8 +86,8 @@ Error check(const interpreter::Outcome& outcome) {
                                    : fail(outcome.status, outcome.message);
 }
 
-/// Constants from the program's file. Each is unmapped when the next is asked
-/// for: its bytes have been copied by then.
+/// Constants from the program's file. Each is unmapped when the next one is
+/// requested: its bytes were copied by then.
 class FileConstants final : public interpreter::Constants {
  public:
   explicit FileConstants(const NamedDataMap* data) : data_(data) {}
@@ -115,7 +117,7 @@ class FileConstants final : public interpreter::Constants {
   std::optional<FreeableBuffer> found_;
 };
 
-/// The delegate's arguments after its inputs.
+/// Writes the outputs to the delegate's arguments after its inputs.
 class OutputArguments final : public interpreter::Host {
  public:
   explicit OutputArguments(Span<EValue*> outputs) : outputs_(outputs) {}
@@ -167,7 +169,7 @@ class OutputArguments final : public interpreter::Host {
   Span<EValue*> outputs_;
 };
 
-/// Makes an argument for the interpreter of one of the host's.
+/// Converts an argument of the host's to one of the interpreter's.
 Error read_argument(const EValue& value, interpreter::Argument& argument) {
   if (value.isInt()) {
     argument = {};
@@ -180,7 +182,7 @@ Error read_argument(const EValue& value, interpreter::Argument& argument) {
         "an input is neither a tensor nor an integer");
   }
   const Tensor& tensor = value.toTensor();
-  // ExecuTorch gives an empty tensor strides that it does not take itself.
+  // ExecuTorch's own check refuses the strides that it gives an empty tensor.
   if (tensor.numel() != 0 &&
       !::executorch::runtime::tensor_is_contiguous(tensor)) {
     return fail(
@@ -200,8 +202,8 @@ Error read_argument(const EValue& value, interpreter::Argument& argument) {
   return Error::Ok;
 }
 
-/// What ExecuTorch holds of us for one delegate: the program, and room for what a
-/// run passes to it.
+/// The object that ExecuTorch holds for one delegate: the program, and room for
+/// the arguments of a run.
 struct Delegate {
   std::unique_ptr<interpreter::Program> program;
   std::vector<interpreter::Argument> inputs;
@@ -212,7 +214,7 @@ Delegate& to_delegate(DelegateHandle* handle) {
   return *reinterpret_cast<Delegate*>(handle);
 }
 
-/// Reads a backend option that is text; "" where it is not given.
+/// Reads a backend option that is text; "" if it is absent.
 Result<std::string> option(const BackendInitContext& context, const char* key) {
   const auto value = context.get_runtime_spec<const char*>(key);
   if (value.ok()) {
@@ -236,8 +238,8 @@ class MLXBackend final : public ::executorch::runtime::BackendInterface {
       BackendInitContext& context,
       FreeableBuffer* processed,
       ArrayRef<CompileSpec>) const override {
-    // Read fully before anything is constructed: what is made below is freed on
-    // every path.
+    // Constructs the delegate last. Every path frees the payload and the
+    // objects below.
     if (processed == nullptr || processed->data() == nullptr) {
       return fail(ETKV_ERROR_PROGRAM, "the delegate has no payload");
     }
@@ -307,12 +309,12 @@ class MLXBackend final : public ::executorch::runtime::BackendInterface {
 
 MLXBackend backend;
 
-/// The delegate's own id: etkv/backend_id.hpp's kEtkvBackend.
+/// The delegate's own id: kEtkvBackend of etkv/backend_id.hpp.
 constexpr char kOwnId[] = "EtkvForMLX";
 
-/// Registers the backend when the library is loaded, so that nothing needs to
-/// name it. An id is the first one's to register it: whether MLXBackend is ours
-/// or not, the own id is.
+/// Registers the backend when the library is loaded, without a call. The first
+/// backend to register an id keeps it. The delegate may or may not get
+/// MLXBackend, and always has its own id.
 [[maybe_unused]] const bool registered = [] {
   using ::executorch::runtime::register_backend;
   ::executorch::runtime::runtime_init();

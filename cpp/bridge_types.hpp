@@ -1,5 +1,5 @@
-// The C++ types that the bridge's Rust side calls: interpreter.hpp's, with the
-// bridge's own strings and slices.
+// The C++ types that the bridge's Rust side calls: those of interpreter.hpp,
+// with the bridge's own strings and slices.
 #pragma once
 
 #include <cstddef>
@@ -31,7 +31,7 @@ class Constants {
   interpreter::Constants& host_;
 };
 
-/// Who runs the program.
+/// The host that runs the program.
 class Host {
  public:
   explicit Host(interpreter::Host& host) : host_(host) {}

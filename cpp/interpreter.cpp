@@ -1,4 +1,4 @@
-// libetkv's side of interpreter.hpp: from its classes to the bridge's.
+// libetkv's side of interpreter.hpp: implements its classes with the bridge's.
 #include "cpp/interpreter.hpp"
 
 #include <cstddef>
@@ -21,12 +21,13 @@ static_assert(sizeof(void*) != 8 || offsetof(Argument, is_tensor) == 41);
 
 template <typename T>
 rust::Slice<const T> slice(View<T> view) {
-  // A slice of nothing still wants an address.
+  // An empty slice still needs an address.
   return view.size == 0 ? rust::Slice<const T>()
                         : rust::Slice<const T>(view.data, view.size);
 }
 
-/// Text from outside may be no UTF-8; what it names is then not found.
+/// Converts text from outside, which may not be UTF-8. Bytes that are not UTF-8
+/// are replaced, so a name with them is not found.
 rust::String text(std::string_view view) {
   return rust::String::lossy(view.data(), view.size());
 }

@@ -1,8 +1,10 @@
-// What libetkv_mlx_backend asks of libetkv, and what it answers in return.
+// The interface between libetkv_mlx_backend and libetkv: the backend runs
+// programs through it.
 //
-// Private to the two, which are built together. It is one C symbol and virtual
-// calls, so that nothing of cxx's runtime is exported: a program that has Rust
-// of its own would put its copy in the place of ours.
+// Private to the two libraries, which are built together. It is one C symbol
+// and virtual calls, so that nothing of cxx's runtime is exported. Otherwise,
+// in a program with Rust code of its own, the program's copy of that runtime
+// would replace ours.
 #pragma once
 
 #include <cstddef>
@@ -15,30 +17,31 @@
 
 namespace etkv::interpreter {
 
-/// Elements that somebody else owns.
+/// A view of elements. The view does not own them.
 template <typename T>
 struct View {
   const T* data = nullptr;
   std::size_t size = 0;
 };
 
-/// How a call went: ETKV_OK, or a status and a sentence.
+/// The result of a call: ETKV_OK, or a status and a message.
 struct Outcome {
   etkv_status status = ETKV_OK;
   std::string message;
 };
 
 /// An argument of a program, an input or an output: a contiguous tensor, or an
-/// integer. Crosses to Rust as it is: src/program/argument.rs has the same fields.
+/// integer. It crosses to Rust unchanged: src/program/argument.rs has the same
+/// fields.
 struct Argument {
-  /// Of a tensor: its elements, row-major.
+  /// The elements of a tensor, row-major.
   const std::uint8_t* data = nullptr;
   std::size_t n_bytes = 0;
   const std::int32_t* shape = nullptr;
   std::size_t rank = 0;
-  /// Of an integer.
+  /// The value of an integer.
   std::int64_t integer = 0;
-  /// Of a tensor: ExecuTorch's number of its dtype.
+  /// ExecuTorch's number of a tensor's dtype.
   std::int8_t scalar_type = 0;
   bool is_tensor = false;
 };
@@ -49,16 +52,16 @@ class Constants {
   virtual ~Constants() = default;
   /// Finds a constant and keeps it mapped until the next call.
   virtual bool find(std::string_view name) = 0;
-  /// The bytes of what was found last.
+  /// Returns the bytes of the constant that was found last.
   virtual View<std::uint8_t> bytes() const = 0;
 };
 
-/// Who runs a program.
+/// The host that runs a program.
 class Host {
  public:
   virtual ~Host() = default;
-  /// Takes the outputs of a run, in order, which are valid for the call; "" if it
-  /// could.
+  /// Receives the outputs of a run, in order. They are valid for the call.
+  /// Returns "" on success, or else a message.
   virtual std::string take(View<Argument> outputs) = 0;
 };
 
@@ -66,20 +69,20 @@ class Host {
 class Program {
  public:
   virtual ~Program() = default;
-  /// Decodes a payload, copies its constants and binds the cache. Empty
-  /// `cache_key` and `logits` stand for none.
+  /// Decodes a payload, copies its constants and binds the cache. An empty
+  /// `cache_key` or `logits` is an absent option.
   virtual Outcome load(
       View<std::uint8_t> payload,
       Constants& constants,
       std::string_view cache_key,
       std::string_view logits) = 0;
-  /// Runs the program on its inputs and hands the outputs to `host`, in the dtypes
-  /// of these ExecuTorch numbers.
+  /// Runs the program on its inputs and hands the outputs to `host`, in the
+  /// dtypes of these ExecuTorch numbers.
   virtual Outcome execute(
       View<Argument> inputs,
       View<std::int8_t> output_types,
       Host& host) = 0;
-  /// How many there are, of a program that is loaded.
+  /// Return the numbers of inputs and outputs of a loaded program.
   virtual std::size_t n_inputs() const = 0;
   virtual std::size_t n_outputs() const = 0;
 };
@@ -95,8 +98,9 @@ class Interpreter {
 
 } // namespace etkv::interpreter
 
-/// libetkv's interpreter, never null: a pointer, because a function with C linkage
-/// cannot give a reference. The name's number is that of the classes above: any
-/// change to them changes it, so that libraries of two builds do not load.
+/// Returns libetkv's interpreter, never null. It is a pointer, because a
+/// function with C linkage cannot return a reference. The number in the name is
+/// the version of the classes above: increase it with any change to them, so
+/// that libraries of two builds do not load together.
 extern "C" ETKV_API const etkv::interpreter::Interpreter*
 etkv_private_interpreter_3();

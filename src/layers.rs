@@ -1,5 +1,5 @@
-//! A cache for hosts that know no steps: each layer brings its rows and takes what
-//! it attends to, and the forward is over when the last layer had its turn.
+//! A cache for hosts without steps: each layer writes its rows and reads what it attends to. The
+//! forward commits once every layer has been called exactly once.
 
 use std::sync::Arc;
 
@@ -13,29 +13,28 @@ use crate::config::LayerPolicy;
 use crate::error::{fail, Result};
 use crate::mlx;
 
-/// The forwards of a host on a cache: opens a step when a layer comes, and commits
-/// it when all have been.
+/// The forwards of a host on a cache. The first layer opens a step, and the last one commits it.
 ///
-/// A layer that comes a second time, or with other positions, begins anew: what the
-/// host had not finished is rolled back. So there is no second call of a layer within a
-/// forward here, as a [`Step`](crate::Step) has it: the host of a model whose layers
-/// share keys and values attends again to what the first call of the layer gave.
+/// A second call of a layer, or one with other positions, rolls back the unfinished forward and
+/// begins a new one. So a layer cannot be called twice within a forward, as it can in a
+/// [`Step`](crate::Step). If layers of a model share keys and values, the host attends again to the
+/// result of the layer's first call.
 ///
-/// The step is committed before the host evaluates its outputs. Where that fails, the
-/// positions are there with rows that nobody knows: rewind them, or clear the cache.
+/// The step commits before the host evaluates its outputs. If that evaluation fails, the cache
+/// holds the positions with unknown rows: rewind them, or clear the cache.
 pub struct Forwards {
     cache: SharedCache,
     program: ProgramCache,
-    /// Of the open step; empty outside one.
+    /// The positions of the open step; empty outside one.
     positions: Vec<i32>,
-    /// Layers that the open step has had.
+    /// Whether each layer was called in the open step.
     done: Vec<bool>,
     /// Whether the host can apply a mask.
     masks: bool,
 }
 
 impl Forwards {
-    /// Forwards on `cache`, which nothing else brings rows to meanwhile.
+    /// Makes forwards on `cache`. The caller must not write rows to it otherwise meanwhile.
     ///
     /// # Errors
     /// Those of [`SharedCache::program`] and [`SharedCache::lock`].
@@ -45,26 +44,26 @@ impl Forwards {
         Ok(Self { cache, program, positions: Vec::new(), done: vec![false; n_layers], masks: true })
     }
 
-    /// The same for a host that knows causal attention only: what needs a mask is
-    /// refused with [`Unsupported`](crate::Status::Unsupported).
+    /// Makes forwards for a host with causal attention only. Queries that need a mask are refused
+    /// with [`Unsupported`](crate::Status::Unsupported).
     ///
     /// # Errors
-    /// Those of [`SharedCache::lock`].
+    /// Those of [`Forwards::new`].
     pub fn without_masks(cache: SharedCache) -> Result<Self> {
         let mut forwards = Self::new(cache)?;
         forwards.masks = false;
         Ok(forwards)
     }
 
-    /// The cache.
+    /// Returns the cache.
     pub fn cache(&self) -> &SharedCache {
         &self.cache
     }
 
-    /// The position of a layer's next token, where there is one sequence.
+    /// Returns the position of a layer's next token, in a cache of one sequence.
     ///
     /// # Errors
-    /// [`InvalidArgument`](crate::Status::InvalidArgument) where there are several.
+    /// [`InvalidArgument`](crate::Status::InvalidArgument) if there are several sequences.
     pub fn offset(&self, layer: usize) -> Result<i32> {
         match (self.positions.first(), self.positions.last(), self.done.get(layer)) {
             (_, Some(last), Some(true)) => Ok(last + 1),
@@ -73,12 +72,12 @@ impl Forwards {
         }
     }
 
-    /// Writes a layer's new rows and tells what its queries attend to; see
+    /// Writes a layer's new rows and returns what its queries attend to; see
     /// [`AttendCache::update_and_fetch`](crate::AttendCache::update_and_fetch).
     ///
     /// # Errors
-    /// Those of [`AttendCache::begin`](crate::AttendCache::begin), `update_and_fetch`
-    /// and `commit`; the forward is rolled back.
+    /// Those of [`AttendCache::begin`](crate::AttendCache::begin), `update_and_fetch` and `commit`.
+    /// The forward is then rolled back.
     pub fn update_and_fetch(
         &mut self,
         layer: usize,
@@ -89,12 +88,12 @@ impl Forwards {
         self.update_and(layer, positions, k, v, |spec| Ok(spec.clone()))
     }
 
-    /// [`update_and_fetch`](Self::update_and_fetch) for a host that makes something
-    /// of what a layer attends to. Where `work` fails, the forward is rolled back,
-    /// also by its last layer: nothing counts that the host did not get.
+    /// Writes a layer's new rows, as [`update_and_fetch`](Self::update_and_fetch) does, and returns
+    /// the result of `work` on what its queries attend to. If `work` fails, the forward is rolled
+    /// back, even in its last layer: a forward commits only if the host has all of its results.
     ///
     /// # Errors
-    /// As [`update_and_fetch`](Self::update_and_fetch), and those of `work`.
+    /// Those of [`update_and_fetch`](Self::update_and_fetch) and of `work`.
     pub fn update_and<T>(
         &mut self,
         layer: usize,
@@ -114,8 +113,7 @@ impl Forwards {
         result
     }
 
-    /// Rolls back the forward that is not finished, if there is one. Dropping does
-    /// so as well.
+    /// Rolls back an unfinished forward, as dropping does. Does nothing without one.
     pub fn abort(&mut self) {
         if !self.positions.is_empty() {
             let _held = mlx::hold();
@@ -174,17 +172,16 @@ impl Drop for Forwards {
     }
 }
 
-/// What model code for mlx-rs takes for a cache, one a layer.
+/// The interface of a layer's cache in models for mlx-rs.
 pub trait KeyValueCache {
-    /// The position of the next token.
+    /// Returns the position of the next token.
     fn offset(&self) -> i32;
 
-    /// The most positions that the layer sees, where it has a window.
+    /// Returns the most positions that the layer sees, if it has a window.
     fn max_size(&self) -> Option<i32>;
 
-    /// Appends rows, `[1, n_kv_heads, T, head_dim]`, and returns all keys and values
-    /// that there are, in the dtype of the new ones. Attention over them is causal:
-    /// the queries are the tail of the keys.
+    /// Appends rows, `[1, n_kv_heads, T, head_dim]`, and returns all keys and values, in the dtype
+    /// of the new ones. Attention over them is causal: the queries are the tail of the keys.
     ///
     /// # Errors
     /// Those of the cache behind it.
@@ -218,7 +215,7 @@ pub struct LayerCache {
     window: Option<i32>,
 }
 
-/// The layers of a cache, in order. They are of one forward at a time.
+/// Returns the layers of a cache, in order. They share one forward at a time.
 ///
 /// # Errors
 /// Those of [`SharedCache::lock`].
@@ -238,7 +235,8 @@ pub fn layer_caches(cache: SharedCache) -> Result<Vec<LayerCache>> {
 }
 
 impl KeyValueCache for LayerCache {
-    /// 0 as well where several sequences have no one next position.
+    /// Returns the position of the next token, and 0 if several sequences have no one next
+    /// position.
     fn offset(&self) -> i32 {
         mlx::lock(&self.forwards).offset(self.layer).unwrap_or(0)
     }
@@ -248,8 +246,8 @@ impl KeyValueCache for LayerCache {
     }
 
     /// # Errors
-    /// [`Unsupported`](crate::Status::Unsupported) where the queries do not see all
-    /// that was read, as at the edge of a window: use a [`Step`](crate::Step).
+    /// [`Unsupported`](crate::Status::Unsupported) if the queries do not see all rows, as at the
+    /// edge of a window: use a [`Step`](crate::Step).
     fn update_and_fetch(&mut self, keys: Array, values: Array) -> Result<(Array, Array)> {
         mlx::run(|| {
             let mut forwards = mlx::lock(&self.forwards);

@@ -1,13 +1,13 @@
-//! The one door to MLX: a process-wide lock, the stream that all work runs on,
-//! and the few operations that mlx-rs does not offer.
+//! All access to MLX: a process-wide lock, the stream that all work runs on, and the few operations
+//! that mlx-rs does not offer.
 //!
-//! MLX's graph is not thread-safe, and its ordinary streams belong to the thread
-//! that made them. A host may load on one thread, execute on a second and destroy
-//! on a third, so everything here runs on one stream that belongs to no thread,
-//! under one lock. [`Mlx`] is the lock: a thread that has one is alone in MLX.
+//! MLX's graph is not thread-safe, and its ordinary streams belong to the thread that made them. A
+//! host may load on one thread, execute on a second and destroy on a third. So all work here runs
+//! on one stream that belongs to no thread, under one lock. [`Mlx`] is the lock: one thread at a
+//! time holds it.
 //!
-//! Locks cannot wait for each other in a circle, because a thread that holds MLX waits
-//! for nothing but the device: [`give_way`] lets MLX go while it waits for a cache.
+//! Locks cannot wait for each other in a circle, because a thread that holds MLX waits for nothing
+//! but the device: [`give_way`] releases MLX while it waits for a cache.
 
 use std::cell::{Cell, RefCell};
 use std::ffi::{c_char, c_void, CStr};
@@ -26,8 +26,7 @@ struct Runtime {
     on_gpu: bool,
 }
 
-// SAFETY: the stream is one that belongs to no thread, and it is reached through
-// `LOCK` only, one thread at a time.
+// SAFETY: the stream belongs to no thread, and is used under `LOCK` only, by one thread at a time.
 unsafe impl Send for Runtime {}
 // SAFETY: as above.
 unsafe impl Sync for Runtime {}
@@ -36,17 +35,17 @@ static LOCK: ReentrantMutex<()> = ReentrantMutex::new(());
 static RUNTIME: OnceLock<Result<Runtime>> = OnceLock::new();
 
 thread_local! {
-    /// How often this thread holds `LOCK`.
+    /// The number of times that this thread holds `LOCK`.
     static DEPTH: Cell<usize> = const { Cell::new(0) };
 }
 
-/// The lock of MLX, held by this thread until it is dropped: for letting arrays go,
-/// which must be possible also where MLX could not be started.
+/// The lock of MLX, held by this thread until it is dropped. Dropping arrays needs it, also where
+/// MLX could not start.
 pub(crate) struct Held {
     _lock: ReentrantMutexGuard<'static, ()>,
 }
 
-/// Waits until no other thread is in MLX, and keeps them out.
+/// Waits until no other thread is in MLX, and locks it.
 pub(crate) fn hold() -> Held {
     let lock = LOCK.lock();
     DEPTH.set(DEPTH.get() + 1);
@@ -59,11 +58,11 @@ impl Drop for Held {
     }
 }
 
-/// Runs `wait`, which may block, without MLX where this thread holds it, however often.
-/// What the thread has built in MLX stays; others may build and evaluate meanwhile.
+/// Runs `wait`, which may block, without the lock of MLX, however often this thread holds it. What
+/// the thread has built in MLX stays. Other threads may build and evaluate meanwhile.
 #[doc(hidden)]
 pub fn give_way<T>(wait: impl FnOnce() -> T) -> T {
-    /// Takes the lock again, also where `wait` panics.
+    /// Takes the lock again on drop, also where `wait` panics.
     struct Again(usize);
     impl Drop for Again {
         fn drop(&mut self) {
@@ -73,15 +72,15 @@ pub fn give_way<T>(wait: impl FnOnce() -> T) -> T {
     }
     let depth = DEPTH.replace(0);
     for _ in 0..depth {
-        // SAFETY: this thread holds the lock `depth` times, by guards that stay where
-        // they are until `Again` has taken it as often.
+        // SAFETY: this thread holds the lock `depth` times, by guards that live until `Again` has
+        // taken it as often.
         unsafe { LOCK.force_unlock() };
     }
     let _again = Again(depth);
     wait()
 }
 
-/// Locks `mutex`, without MLX while it waits.
+/// Locks `mutex`. Releases MLX while it waits.
 pub(crate) fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
     match mutex.try_lock() {
         Some(guard) => guard,
@@ -89,30 +88,30 @@ pub(crate) fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
     }
 }
 
-/// MLX, which this thread has for itself until it is dropped.
+/// Access to MLX, which this thread has alone until it is dropped.
 pub struct Mlx {
     runtime: &'static Runtime,
     _held: Held,
 }
 
-/// Waits until no other thread is in MLX, and enters it. A thread may enter again while
-/// it is inside.
+/// Waits until no other thread is in MLX, and enters it. A thread may enter again while it is
+/// inside.
 ///
 /// # Errors
-/// [`Unsupported`](Status::Unsupported) where the MLX of the process is of another
-/// release than [`MLX_VERSION`].
+/// [`Unsupported`](Status::Unsupported) if the process runs another release of MLX than
+/// [`MLX_VERSION`].
 pub fn enter() -> Result<Mlx> {
     let held = hold();
     Ok(Mlx { runtime: runtime()?, _held: held })
 }
 
 impl Mlx {
-    /// Runs `work` on the shared stream, or on that of the call around this one.
+    /// Runs `work` on the shared stream, or on the stream of the enclosing call.
     pub fn run<T>(&self, work: impl FnOnce() -> T) -> T {
         thread_local! {
             static HAS_STREAM: Cell<bool> = const { Cell::new(false) };
         }
-        /// Ends the outermost call, also where `work` panics.
+        /// Ends the outermost call on drop, also where `work` panics.
         struct Outermost;
         impl Drop for Outermost {
             fn drop(&mut self) {
@@ -126,13 +125,13 @@ impl Mlx {
         mlx_rs::with_stream(&self.runtime.stream, work)
     }
 
-    /// Whether the shared stream runs on a GPU.
+    /// Returns whether the shared stream runs on a GPU.
     pub fn on_gpu(&self) -> bool {
         self.runtime.on_gpu
     }
 
-    /// Runs `work` without MLX: other threads may enter meanwhile. Inside another call
-    /// of this thread that has MLX, it stays taken.
+    /// Runs `work` without the lock of MLX, so that other threads may enter. If an enclosing call
+    /// of this thread holds the lock too, it stays locked.
     pub fn outside<T>(&mut self, work: impl FnOnce() -> T) -> T {
         if DEPTH.get() > 1 {
             work()
@@ -142,17 +141,17 @@ impl Mlx {
     }
 }
 
-/// Runs `work` alone in MLX, on the shared stream. Calls may nest. Where `work` waits
-/// for a shared cache, others are in MLX meanwhile.
+/// Runs `work` alone in MLX, on the shared stream. Calls may nest. While `work` waits for a shared
+/// cache, other threads may enter MLX.
 ///
 /// # Errors
-/// What `work` returns, and those of [`enter`].
+/// Those of `work` and of [`enter`].
 pub fn run<T>(work: impl FnOnce() -> Result<T>) -> Result<T> {
     enter()?.run(work)
 }
 
-/// [`run`] on a stream of the caller's, on which arrays of the shared one may be
-/// used as well: MLX waits where it has to.
+/// Does what [`run`] does on a stream of the caller's. `work` may also use arrays of the shared
+/// stream: MLX waits where it must.
 ///
 /// # Safety
 /// `stream` is a live stream of MLX.
@@ -183,7 +182,10 @@ fn runtime() -> Result<&'static Runtime> {
     RUNTIME.get_or_init(start).as_ref().map_err(Clone::clone)
 }
 
-/// Whether the shared stream runs on a GPU. Takes no lock once MLX is started.
+/// Returns whether the shared stream runs on a GPU. Takes no lock once MLX has started.
+///
+/// # Errors
+/// Those of [`enter`].
 pub fn on_gpu() -> Result<bool> {
     match RUNTIME.get() {
         Some(Ok(runtime)) => Ok(runtime.on_gpu),
@@ -191,7 +193,7 @@ pub fn on_gpu() -> Result<bool> {
     }
 }
 
-/// The version of the MLX in this process.
+/// Returns the version of the MLX in this process.
 pub fn version() -> String {
     // SAFETY: the string is made, read and freed here.
     unsafe {
@@ -206,8 +208,8 @@ pub fn version() -> String {
     }
 }
 
-/// What multiplies matrices for MLX on the CPU: OpenBLAS with its configuration,
-/// `MLX's own`, or Apple's `Accelerate`.
+/// Returns the name of the library that multiplies matrices for MLX on the CPU: OpenBLAS with its
+/// configuration, `MLX's own`, or Apple's `Accelerate`.
 pub fn blas() -> &'static str {
     #[cfg(target_os = "linux")]
     {
@@ -229,23 +231,23 @@ fn start() -> Result<Runtime> {
             "this process runs on MLX {found}, but this library is built for {MLX_VERSION}"
         );
     }
-    // The first call through mlx-rs replaces mlx-c's error handler, which ends
-    // the process; ours then takes its place and passes on to it.
+    // The first call through mlx-rs replaces mlx-c's error handler, which ends the process. Our
+    // handler then replaces that of mlx-rs, and calls it.
     let device = default_device()?;
     // SAFETY: the handler is a function without state.
     unsafe { mlx_sys::mlx_set_error_handler(Some(on_error), std::ptr::null_mut(), None) };
     let on_gpu = matches!(device.get_type()?, DeviceType::Gpu);
     let stream = unowned_stream(&device)?;
-    // Named here, so that the linker keeps the library, whose products MLX then
-    // finds before its own.
+    // The call makes the linker keep the library. MLX then finds its matrix products before its
+    // own.
     blas();
-    // MLX for CUDA has a driver to outlive also where the stream is one of the CPU.
-    // SAFETY: it registers a function without state; the stream is there.
+    // MLX for CUDA outlives the driver, also where the stream is on the CPU.
+    // SAFETY: it registers a function without state; the stream exists.
     unsafe { mlx_sys::etkv_mlx_end_without_driver() };
     Ok(Runtime { stream, on_gpu })
 }
 
-/// The device that `ETKV_DEVICE` names (`cpu` or `gpu`), else MLX's own choice.
+/// Returns the device that `ETKV_DEVICE` names (`cpu` or `gpu`), or else MLX's own choice.
 fn default_device() -> Result<Device> {
     let device = Device::try_default()?;
     match std::env::var("ETKV_DEVICE").as_deref() {
@@ -264,7 +266,7 @@ fn default_device() -> Result<Device> {
     }
 }
 
-/// A stream that any thread may use, one at a time.
+/// Makes a stream that any thread may use, one at a time.
 fn unowned_stream(device: &Device) -> Result<Stream> {
     let (kind, index) = (device.get_type()?, device.get_index()?);
     // SAFETY: handles are made and freed here; the stream outlives its use because
@@ -279,8 +281,8 @@ fn unowned_stream(device: &Device) -> Result<Stream> {
     }
 }
 
-/// A stream as mlx-rs has it, which makes streams from a device's default only: so
-/// it is the default for a moment.
+/// Returns a stream of mlx-c as a stream of mlx-rs. mlx-rs makes streams of a device's default
+/// only, so this makes the stream the default for a moment.
 ///
 /// # Safety
 /// `raw` is a live stream on `device`.
@@ -300,7 +302,7 @@ thread_local! {
 }
 
 extern "C" {
-    // mlx-rs's own handler, which its wrappers read their messages from.
+    // The handler of mlx-rs. Its wrappers read their messages from it.
     fn default_mlx_error_handler(message: *const c_char, data: *mut c_void);
 }
 
@@ -331,7 +333,7 @@ pub fn check(status: i32) -> Result<()> {
     Err(MESSAGE.with_borrow(|kept| error_of(kept)))
 }
 
-/// MLX's words as an error, without the place in mlx-c's source that mlx-c adds.
+/// Returns MLX's message as an error, without the place in mlx-c's source that mlx-c adds.
 fn error_of(message: &str) -> Error {
     let words = message.rsplit_once(" at ").map_or(message, |(words, place)| {
         let is_place = place.rsplit_once(':').is_some_and(|(_, line)| line.parse::<u32>().is_ok());
@@ -344,8 +346,7 @@ fn error_of(message: &str) -> Error {
     Error::new(Status::Backend, words)
 }
 
-/// Calls a function of mlx-c that makes an array, on the stream of the
-/// enclosing [`run`].
+/// Calls a function of mlx-c that makes an array, on the stream of the enclosing [`run`].
 pub(crate) fn call(
     function: impl FnOnce(*mut mlx_sys::mlx_array, mlx_sys::mlx_stream) -> i32,
 ) -> Result<Array> {
@@ -353,12 +354,12 @@ pub(crate) fn call(
     // SAFETY: an empty handle, which `function` fills or leaves.
     let mut made = unsafe { mlx_sys::mlx_array_new() };
     let status = function(&mut made, stream.as_ptr());
-    // SAFETY: the handle is owned by nobody else.
+    // SAFETY: the handle has no other owner.
     let array = unsafe { Array::from_ptr(made) };
     check(status).map(|()| array)
 }
 
-/// A view of `array` from `start` to `stop` along `axis`, by `step`.
+/// Returns a view of `array` from `start` to `stop` along `axis`, by `step`.
 pub(crate) fn slice_axis(
     array: &Array,
     axis: usize,
@@ -374,8 +375,8 @@ pub(crate) fn slice_axis(
     })
 }
 
-/// `array` with the rows from `start` to `stop` along `axis` replaced. In place
-/// where nothing but this call's result holds the buffer when it is evaluated.
+/// Returns `array` with the rows from `start` to `stop` along `axis` replaced by `update`. It
+/// writes in place if only the result of this call holds the buffer when it is evaluated.
 pub(crate) fn update_axis(
     array: &Array,
     update: &Array,
@@ -392,15 +393,15 @@ pub(crate) fn update_axis(
     })
 }
 
-/// Waits until an array is computed whose computation was started.
+/// Waits until an array is computed. Its computation must have started.
 #[cfg(feature = "delegate")]
 pub(crate) fn wait(array: &Array) -> Result<()> {
     // SAFETY: the handle is live.
     check(unsafe { mlx_sys::_mlx_array_wait(array.as_ptr()) })
 }
 
-/// `array` without the writes to it that were not carried out; none where it is
-/// the result of something else that was not.
+/// Returns `array` without the writes to it that have not run. Returns `None` if it is the result
+/// of another operation that has not run.
 pub(crate) fn before_writes(array: &Array) -> Result<Option<Array>> {
     let mut found = false;
     let before = call(|before, _| {
@@ -412,7 +413,7 @@ pub(crate) fn before_writes(array: &Array) -> Result<Option<Array>> {
 
 type Corner = smallvec::SmallVec<[i32; 8]>;
 
-/// The first and the last corner of a part of `array`, and the steps between.
+/// Returns the first and the last corner of a part of `array`, and the steps between them.
 fn corners(array: &Array, axis: usize, start: i32, stop: i32, step: i32) -> [Corner; 3] {
     let mut to = Corner::from_slice(array.shape());
     let mut from: Corner = smallvec::smallvec![0; to.len()];
@@ -423,7 +424,7 @@ fn corners(array: &Array, axis: usize, start: i32, stop: i32, step: i32) -> [Cor
     [from, to, by]
 }
 
-/// The elements of a computed, row-contiguous array, as bytes.
+/// Returns the elements of a computed, row-contiguous array, as bytes.
 #[cfg(feature = "delegate")]
 pub(crate) fn bytes(array: &Array) -> Result<&[u8]> {
     let n = array.nbytes();
@@ -440,7 +441,7 @@ pub(crate) fn bytes(array: &Array) -> Result<&[u8]> {
     Ok(unsafe { std::slice::from_raw_parts(data, n) })
 }
 
-/// `array` as `dtype`; the same array where it is already.
+/// Returns `array` as `dtype`, or the same array if it has that dtype.
 pub(crate) fn cast(array: &Array, dtype: Dtype) -> Result<Array> {
     if array.dtype() == dtype {
         Ok(array.clone())
@@ -472,8 +473,7 @@ mod tests {
         assert_eq!(values.join().unwrap().unwrap(), [2.0, 3.0]);
     }
 
-    /// The other thread has the cache and needs MLX; this one has MLX and needs the
-    /// cache.
+    /// The other thread holds the cache and needs MLX. This one holds MLX and needs the cache.
     #[test]
     fn a_thread_that_waits_for_a_cache_lets_others_into_mlx() {
         use etkv_core::{CacheConfig, SharedCache};
@@ -514,7 +514,7 @@ mod tests {
         assert!(!is_free());
         mlx.outside(|| std::thread::spawn(|| run(|| Ok(()))).join().unwrap()).unwrap();
         assert!(!is_free());
-        // What is around another call keeps it.
+        // An enclosing call keeps MLX locked.
         let _around = hold();
         assert!(!mlx.outside(is_free));
     }

@@ -12,8 +12,8 @@
 namespace etkv::examples {
 namespace {
 
-/// The fewest characters to put in, take out or replace to get from one word
-/// to the other.
+/// Returns the fewest characters to insert, remove or replace to get from one
+/// word to the other.
 size_t distance(const std::string& from, const std::string& to) {
   std::vector<size_t> row(to.size() + 1);
   std::iota(row.begin(), row.end(), size_t{0});
@@ -178,7 +178,7 @@ void Arguments::number(
       [name, least, most, value](const std::string& given) -> Result<void> {
     char* stop = nullptr;
     const double number = std::strtod(given.c_str(), &stop);
-    // NaN is in no range either.
+    // This refuses NaN too.
     if (given.empty() || *stop != '\0' || !(number >= least) ||
         !(number <= most)) {
       return refuse(
@@ -266,7 +266,8 @@ Error Arguments::unknown(const std::string& name) const {
       options_.begin(), options_.end(), [&](const Option& a, const Option& b) {
         return distance(name, a.name) < distance(name, b.name);
       });
-  // A third of the word is a slip; more is another word.
+  // A difference of up to a third of the word is a typing error; more is
+  // another word.
   if (closest == options_.end() ||
       distance(name, closest->name) > std::max<size_t>(2, name.size() / 3)) {
     return refuse("there is no option " + name + "; --help lists them");

@@ -13,42 +13,42 @@
 
 namespace etkv::examples {
 
-/// An error for something that was asked for and cannot be.
+/// Returns an error for a request that is not valid.
 Error refuse(std::string sentence);
 
-/// The options that a runner knows, and where their values go. A value that the
-/// command line does not give stays as it was.
+/// The options of a runner, and where their values go. A value that the command
+/// line does not give stays as it is.
 class Arguments {
  public:
   /// @param usage  the lines of help above the options.
   explicit Arguments(std::string usage) : usage_(std::move(usage)) {}
 
-  /// An option that stands alone.
+  /// Adds an option without a value.
   void flag(std::string name, std::string help, bool* value);
 
-  /// An option whose value is taken as it is.
+  /// Adds an option with any text as its value.
   void text(
       std::string name,
       std::string placeholder,
       std::string help,
       std::optional<std::string>* value);
 
-  /// The same for an option that may be given several times: all of its values,
-  /// in order, in place of those that were there.
+  /// Adds an option that may be given several times. All of its values, in
+  /// order, replace those of `values`.
   void texts(
       std::string name,
       std::string placeholder,
       std::string help,
       std::vector<std::string>* values);
 
-  /// An option whose value is one of a few words.
+  /// Adds an option whose value is one of `words`.
   void choice(
       std::string name,
       std::vector<std::string> words,
       std::string help,
       std::optional<std::string>* value);
 
-  /// An option whose value is an integer from `least` to `most`.
+  /// Adds an option whose value is an integer from `least` to `most`.
   void integer(
       std::string name,
       std::string placeholder,
@@ -57,7 +57,7 @@ class Arguments {
       int64_t most,
       std::optional<int64_t>* value);
 
-  /// The same where `word` stands for leaving the number open.
+  /// Adds the same, where `word` stands for no number.
   void integer_or(
       std::string word,
       std::string name,
@@ -66,7 +66,7 @@ class Arguments {
       int64_t most,
       std::optional<int64_t>* value);
 
-  /// An option whose value is a decimal number from `least` to `most`.
+  /// Adds an option whose value is a decimal number from `least` to `most`.
   void number(
       std::string name,
       std::string placeholder,
@@ -75,13 +75,13 @@ class Arguments {
       double most,
       double* value);
 
-  /// Another name for an option, which the help does not list.
+  /// Adds another name for an option, which the help does not list.
   void alias(std::string other, std::string name);
 
-  /// Reads the command line. The last of an option that is given twice counts.
+  /// Reads the command line. If an option is given twice, the last one counts.
   Result<void> parse(int argc, const char* const* argv) const;
 
-  /// The help text.
+  /// Returns the help text.
   std::string help() const;
 
  private:

@@ -1,4 +1,5 @@
-// Steps over several sequences of one cache, and what decodes in them.
+// Steps over several sequences of one cache, and the requests that decode in
+// them.
 #pragma once
 
 #include <cstddef>
@@ -14,10 +15,10 @@
 
 namespace etkv::examples {
 
-/// Sequences of a cache have numbers below this.
+/// The number of sequences of a cache. They are numbered from 0.
 inline constexpr int32_t kSequences = 256;
 
-/// The tokens of one step: what they are, where they stand, whose they are.
+/// The tokens of one step, with their positions and sequences.
 class Batch {
  public:
   void add(int64_t token, int64_t position, int32_t sequence) {
@@ -41,7 +42,8 @@ class Batch {
     return tokens_.empty();
   }
 
-  /// Runs the step. The logits have a row for each token, valid until the next.
+  /// Runs the step. Returns a row of logits for each token, valid until the
+  /// next step.
   Result<LogitsView> step(Program& program, SeqCache& cache) const {
     if (auto begun = cache.begin_step(sequences_); !begun.ok()) {
       return begun.error();
@@ -55,32 +57,31 @@ class Batch {
   std::vector<int32_t> sequences_;
 };
 
-/// A prompt in a sequence, and what the model chose after it.
+/// A prompt in a sequence, and the ids that the model chose after it.
 struct Decoding {
   std::string title;
   std::vector<int64_t> prompt;
   int64_t max_tokens = 0;
   int32_t sequence = 0;
-  /// Chosen so far. The last of them is not in the cache: it is what the next
-  /// step runs.
+  /// The ids so far. The last one is not in the cache: the next step runs it.
   std::vector<int64_t> ids = {};
-  /// Of all of them together, as a natural logarithm.
+  /// The natural logarithm of the probability of all ids together.
   double log_probability = 0.0;
-  /// Why it ended; nothing while it goes on.
+  /// The reason why it ended; nothing before that.
   std::optional<Stop> stop = std::nullopt;
 
-  /// Where the last id stands.
+  /// Returns the position of the last id.
   int64_t position() const {
     return static_cast<int64_t>(prompt.size() + ids.size()) - 1;
   }
 
-  /// Takes the greatest logit of a row as the next id.
+  /// Appends the index of the greatest logit of a row as the next id.
   Result<void> take(const Model& model, const LogitsView& logits, int64_t row);
 };
 
-/// Runs `ids` from the one numbered `held` on to the one before `end`, in a
-/// sequence that holds those before. Returns the logits of the last step; nothing
-/// after Ctrl-C, and where there is nothing to run.
+/// Runs `ids` from index `held` up to, and without, `end`, in a sequence that
+/// holds those before. Returns the logits of the last step; nothing after
+/// Ctrl-C, and if there are no ids to run.
 Result<std::optional<LogitsView>> read_ids(
     Model& model,
     SeqCache& cache,
@@ -89,23 +90,23 @@ Result<std::optional<LogitsView>> read_ids(
     size_t held,
     size_t end);
 
-/// Forgets what a sequence holds beyond its first `length` positions; all of it
-/// where layers with windows have dropped what the next token would see. Returns
-/// how many are left.
+/// Removes the positions of a sequence from `length` on, or all of them if
+/// layers with windows have dropped what the next token would see. Returns how
+/// many are left.
 Result<size_t> cut(SeqCache& cache, int32_t sequence, size_t length);
 
-/// Runs what `one` has behind the first `held` ids of its prompt, which its
-/// sequence holds, and takes its first id; false after Ctrl-C.
+/// Runs the prompt of `one` from index `held` on, and takes its first id. Its
+/// sequence holds the ids before. Returns false after Ctrl-C.
 Result<bool> begin(Model& model, SeqCache& cache, Decoding& one, size_t held);
 
-/// The last id of each is run, and gives the next one of each: in one step, or in
-/// as many as the program needs for so many tokens.
+/// Runs the last id of each request and takes the next one: in one step, or in
+/// as many as the program needs for that number of tokens.
 Result<void> step_together(
     Model& model,
     SeqCache& cache,
     const std::vector<Decoding*>& active);
 
-/// Those that go on.
+/// Returns the requests that have not ended.
 std::vector<Decoding*> unfinished(std::vector<Decoding>& all);
 
 } // namespace etkv::examples

@@ -1,4 +1,4 @@
-// Time and memory that a run takes.
+// The time and the memory of a run.
 #pragma once
 
 #include <chrono>
@@ -6,7 +6,7 @@
 
 namespace etkv::examples {
 
-/// Seconds since it was made, or since the last lap.
+/// Measures seconds since it was made, or since the last lap.
 class Stopwatch {
  public:
   double lap() {
@@ -21,12 +21,12 @@ class Stopwatch {
   Clock::time_point since_ = Clock::now();
 };
 
-/// The memory that the process holds now, in bytes; 0 where the system does not
-/// tell.
+/// Returns the bytes of memory that the process holds now; 0 if the system does
+/// not report them.
 uint64_t memory_bytes();
 
-/// The most memory that the process has held so far, in bytes; 0 where the
-/// system does not tell.
+/// Returns the most bytes of memory that the process has held; 0 if the system
+/// does not report them.
 uint64_t peak_memory_bytes();
 
 } // namespace etkv::examples

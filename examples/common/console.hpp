@@ -1,4 +1,5 @@
-// What a runner says: answers on standard output, everything else beside them.
+// The output of a runner: answers on standard output, messages on standard
+// error.
 #pragma once
 
 #include <string>
@@ -6,7 +7,7 @@
 
 namespace etkv::examples {
 
-/// A message on standard error, on a line of its own.
+/// Prints a message on standard error, on a line of its own.
 void say(const std::string& sentence);
 
 /// Writes a piece of an answer to standard output at once.

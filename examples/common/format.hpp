@@ -1,4 +1,4 @@
-// Sizes and rates, in words.
+// Sizes and rates as text.
 #pragma once
 
 #include <cstdint>
@@ -7,25 +7,26 @@
 
 namespace etkv::examples {
 
-/// "4.4 MiB".
+/// Returns a size as text: "4.4 MiB".
 std::string mebibytes(uint64_t bytes);
 
-/// "4.4 MiB (4644864 bytes)".
+/// Returns a size as text: "4.4 MiB (4644864 bytes)".
 std::string exact_bytes(uint64_t bytes);
 
-/// A number with `digits` behind the point.
+/// Returns a number with `digits` digits after the point.
 std::string fixed(double number, int digits);
 
-/// `count` in `seconds`, as "73.8/s"; "-" where the time is too short to tell.
+/// Returns `count` in `seconds` as text: "73.8/s", or "-" if the time is too
+/// short.
 std::string rate(int64_t count, double seconds);
 
-/// "1 token", "2 tokens".
+/// Returns a number with its noun: "1 token", "2 tokens".
 std::string counted(int64_t count, const std::string& noun);
 
-/// "ids: 4 8 15", a line of its own.
+/// Returns a line of ids: "ids: 4 8 15".
 std::string ids_line(const std::vector<int64_t>& ids);
 
-/// What `--version` prints of a runner.
+/// Returns the text that `--version` prints.
 std::string versions(const std::string& name);
 
 } // namespace etkv::examples

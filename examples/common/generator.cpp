@@ -71,7 +71,7 @@ Result<Answer> Generator::answer(
     return answer;
   }
   const auto rewound = rewind(kept);
-  // What went wrong first is the reason for all that follows.
+  // The first error is the reason for the others.
   RETURN_IF_ERROR(ran);
   RETURN_IF_ERROR(rewound);
   return answer;
@@ -124,7 +124,7 @@ Result<void> Generator::decode(
   const auto most = static_cast<size_t>(max_tokens);
   ASSIGN_OR_RETURN(const int64_t first, stepper_->first(logits));
   std::vector<int64_t> ids = {first};
-  // What the cache holds, and the last id, which it does not.
+  // The ids that the cache holds, and the last one, which it does not hold.
   std::vector<int64_t> text = held_;
   for (;;) {
     for (const int64_t id : ids) {
@@ -162,8 +162,8 @@ Result<void> Generator::decode(
 }
 
 Result<size_t> Generator::rewind(size_t length) {
-  // The cache's own length, not that of `held_`: a step that failed may have
-  // been undone, or not have been.
+  // The cache's own length, not that of `held_`: a failed step is rolled back,
+  // or fails after its commit.
   ASSIGN_OR_RETURN(const int32_t held, cache_.length());
   if (static_cast<size_t>(held) > length) {
     const auto rewound = cache_.rewind(static_cast<int32_t>(length));

@@ -1,5 +1,5 @@
-// Answers of a model, token by token, on a cache that keeps what it can of the
-// conversation.
+// Answers of a model, token by token, on a cache that keeps as much of the
+// conversation as it can.
 #pragma once
 
 #include <cstddef>
@@ -12,20 +12,20 @@
 
 namespace etkv::examples {
 
-/// Why an answer ended.
+/// The reason why an answer ended.
 enum class Stop {
   end,         ///< the model ended it
-  limit,       ///< as many tokens as were asked for
+  limit,       ///< at the limit of tokens
   capacity,    ///< the cache is full
-  interrupted, ///< the person had enough
+  interrupted, ///< at Ctrl-C
 };
 
-/// An answer, and what it took.
+/// An answer, with the tokens and the time that it took.
 struct Answer {
-  /// What the model chose, the id that ended the answer among them.
+  /// The ids that the model chose, the eos token id included.
   std::vector<int64_t> ids;
   Stop stop = Stop::limit;
-  /// Positions of the prompt that the cache held already.
+  /// Positions of the prompt that the cache held before.
   size_t reused_tokens = 0;
   size_t prefill_tokens = 0;
   double prefill_seconds = 0.0;
@@ -38,36 +38,37 @@ struct Answer {
 /// Refuses a prompt that is empty, or longer than the cache.
 Result<void> check_length(size_t prompt_tokens, const Cache& cache);
 
-/// Follows an answer as it is made.
+/// Callbacks that follow an answer as it is made.
 struct Listener {
-  /// So much of the prompt is done; 0 before the first chunk.
+  /// Called with the tokens of the prompt that have run; 0 before the first
+  /// chunk.
   std::function<void(size_t done, size_t total)> on_prefill;
-  /// The model chose a token that is a part of the answer.
+  /// Called with each token that the model chose for the answer.
   std::function<Result<void>(int64_t id)> on_token;
 };
 
-/// How a text goes on, step by step.
+/// Continues a text, step by step.
 class Stepper {
  public:
   virtual ~Stepper() = default;
 
-  /// A prefill chunk was run, from this position on; the program that ran it
-  /// tells its hidden states.
+  /// Called after each prefill chunk, with its first position. The program that
+  /// ran it has its hidden states.
   virtual void read(int64_t /*position*/) {}
 
-  /// The id behind a prompt, by the logits of its last token.
+  /// Returns the id after a prompt, from the logits of its last token.
   virtual Result<int64_t> first(const LogitsView& logits) = 0;
 
-  /// Makes a step behind `text`, of which the cache holds all but the last id.
+  /// Makes a step after `text`. The cache holds all of its ids but the last.
   ///
-  /// @returns the ids that follow, at least 1 and at most `most`. One that ends an
-  ///          answer is the last of them. The cache then holds all but the last.
+  /// @returns the ids that follow, at least 1 and at most `most`. An eos token
+  ///          id is the last of them. The cache then holds all but the last.
   virtual Result<std::vector<int64_t>> next(
       const std::vector<int64_t>& text,
       size_t most) = 0;
 };
 
-/// One token a step, the greatest logit each time.
+/// Chooses one token a step, with the greatest logit.
 class GreedyStepper : public Stepper {
  public:
   explicit GreedyStepper(Program& program) : program_(program) {}
@@ -81,12 +82,12 @@ class GreedyStepper : public Stepper {
   Program& program_;
 };
 
-/// Answers prompts. Knows which ids the cache holds, so that a prompt which begins
-/// like them is read from there on only.
+/// Answers prompts. It keeps the ids that the cache holds. If a prompt begins
+/// with them, only the rest of it runs.
 class Generator {
  public:
-  /// Borrows all of them; `eos_token_ids` end an answer. Steps greedily without a
-  /// stepper.
+  /// Borrows its arguments, which must outlive it. `eos_token_ids` end an
+  /// answer. Without a stepper, steps are greedy.
   Generator(
       Program& program,
       Cache& cache,
@@ -98,18 +99,19 @@ class Generator {
   /// Answers `prompt`, the whole conversation from its first token on.
   ///
   /// After an error, and after an interruption before the first token, the
-  /// cache holds what it shared with the prompt before, as far as it can go back.
+  /// cache holds what it shared with the prompt before, as far as layers with
+  /// windows allow.
   Result<Answer> answer(
       const std::vector<int64_t>& prompt,
       int64_t max_tokens,
       const Listener& listener);
 
-  /// Forgets what the cache holds beyond its first `length` ids; all of it where
-  /// layers with windows have dropped what the next token would see. Returns how
-  /// many are left.
+  /// Removes the positions from `length` on, or all of them if layers with
+  /// windows have dropped what the next token would see. Returns how many are
+  /// left.
   Result<size_t> rewind(size_t length);
 
-  /// The ids whose keys and values the cache holds.
+  /// Returns the ids whose keys and values the cache holds.
   const std::vector<int64_t>& held() const {
     return held_;
   }

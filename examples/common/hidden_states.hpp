@@ -1,5 +1,4 @@
-// Rows of hidden states: what a program hands on beside its logits, and what a draft is
-// fed with.
+// Rows of hidden states: outputs of a program, and inputs of a draft.
 #pragma once
 
 #include <cstddef>
@@ -13,15 +12,15 @@
 
 namespace etkv::examples {
 
-/// How a row of hidden states is stored: float32, float16 or bfloat16 elements.
+/// The type of a row of hidden states: float32, float16 or bfloat16 elements.
 struct HiddenStateType {
   executorch::aten::ScalarType element = executorch::aten::ScalarType::Float;
   int64_t width = 0;
 
-  /// Of a row.
+  /// Returns the bytes of a row.
   size_t bytes() const;
 
-  /// "576 elements of Float"
+  /// Returns the type as text: "576 elements of Float".
   std::string describe() const;
 
   bool operator==(const HiddenStateType& other) const {
@@ -29,14 +28,14 @@ struct HiddenStateType {
   }
 };
 
-/// The type of rows whose tensor has these sizes and elements; an error for other
-/// elements than the three.
+/// Returns the type of rows of a tensor with this dtype and width; an error for
+/// other dtypes.
 Result<HiddenStateType> hidden_state_type(
     executorch::aten::ScalarType element,
     int64_t width);
 
-/// Rows in a program's own memory, one a token. Valid until the program runs
-/// again.
+/// A view of rows in a program's own memory, one a token. Valid until the
+/// program runs again.
 struct HiddenStatesView {
   const std::byte* data = nullptr;
   HiddenStateType type;
@@ -45,14 +44,14 @@ struct HiddenStatesView {
   const std::byte* row(int64_t i) const {
     return data + static_cast<size_t>(i) * type.bytes();
   }
-  /// One row alone.
+  /// Returns a view of one row.
   HiddenStatesView only(int64_t i) const {
     return {row(i), type, 1};
   }
 };
 
-/// What a step of a draft takes besides tokens: a row of hidden states for each, and
-/// whether it is the token's own or that of its parent.
+/// The input of a draft's step besides tokens: a row of hidden states for each
+/// token, and whether the row is the token's own or that of its parent.
 struct GivenHiddenStates {
   std::vector<std::byte> rows;
   std::vector<bool> known;
@@ -67,7 +66,7 @@ struct GivenHiddenStates {
   }
 };
 
-/// 1 and 0 as elements of this type, one for each token.
+/// Returns 1 and 0 as elements of this dtype, one for each token.
 std::vector<std::byte> as_elements(
     const std::vector<bool>& known,
     executorch::aten::ScalarType element);

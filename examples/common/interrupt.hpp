@@ -1,13 +1,13 @@
-// Ctrl-C as a request to stop, asked for between steps.
+// Ctrl-C as a request to stop, which runners check between steps.
 #pragma once
 
 namespace etkv::examples {
 
-/// From now on the first Ctrl-C is noted, and a second ends the process: a step
-/// that takes long must not keep a person waiting. Forgets an earlier one.
+/// Notes the first Ctrl-C from now on, and forgets an earlier one. A second
+/// Ctrl-C ends the process, also during a long step.
 void arm_interrupt();
 
-/// Whether Ctrl-C came since arm_interrupt().
+/// Returns whether Ctrl-C was pressed since arm_interrupt().
 bool interrupted();
 
 } // namespace etkv::examples

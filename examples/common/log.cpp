@@ -36,7 +36,8 @@ const char* name(LogLevel level) {
   return "?";
 }
 
-/// One call writes the line, so that lines of several threads stay whole.
+/// Writes the line with one call, so that the lines of several threads do not
+/// mix.
 void print(LogLevel level, std::string_view target, std::string_view message) {
   using namespace std::chrono;
   const auto now = system_clock::now().time_since_epoch();

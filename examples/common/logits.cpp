@@ -31,11 +31,12 @@ auto visit_row(const LogitsView& logits, int64_t row, Visit visit) {
   }
 }
 
-/// The greatest of `n` values that are not NaN; -infinity if none is.
+/// Returns the greatest of `n` values that are not NaN; -infinity if all are
+/// NaN.
 template <typename T>
 float greatest(const T* values, int64_t n) {
-  // Several maxima side by side let the compiler use vector instructions, which it may
-  // not where the order of comparisons is fixed.
+  // Several maxima let the compiler use vector instructions, which it may not
+  // do with one fixed order of comparisons.
   constexpr int64_t kMaxima = 16;
   constexpr float kLeast = -std::numeric_limits<float>::infinity();
   float maxima[kMaxima];

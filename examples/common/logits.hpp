@@ -1,4 +1,4 @@
-// A program's logits, read where it left them.
+// Logits in a program's own memory.
 #pragma once
 
 #include <cstddef>
@@ -10,8 +10,8 @@
 
 namespace etkv::examples {
 
-/// Rows of logits in the program's own memory and dtype: float32, float16 or
-/// bfloat16. Valid until the program runs again.
+/// A view of rows of logits in the program's own memory and dtype: float32,
+/// float16 or bfloat16. Valid until the program runs again.
 struct LogitsView {
   const void* data = nullptr;
   executorch::aten::ScalarType type = executorch::aten::ScalarType::Float;
@@ -23,18 +23,18 @@ struct LogitsView {
   }
 };
 
-/// A view of `tensor`, whose last dimension is the vocabulary.
+/// Returns a view of `tensor`, whose last dimension is the vocabulary.
 Result<LogitsView> view_logits(const executorch::aten::Tensor& tensor);
 
-/// Refuses logits that are not one row for each of `n_tokens` tokens: a program may
-/// have been exported to give the last one's only.
+/// Refuses logits without one row for each of `n_tokens` tokens: a program may
+/// be exported with the last row only.
 Result<void> check_rows(const LogitsView& logits, size_t n_tokens);
 
-/// The index of the greatest logit of a row, the first of equals. Logits of
-/// which none is a number are an error.
+/// Returns the index of the greatest logit of a row, the first of equals.
+/// Returns an error if all logits are NaN.
 Result<int64_t> argmax(const LogitsView& logits, int64_t row);
 
-/// The natural logarithm of the probability that softmax gives to one index of a
+/// Returns the natural logarithm of the softmax probability of one index of a
 /// row.
 double log_probability(const LogitsView& logits, int64_t row, int64_t index);
 

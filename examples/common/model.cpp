@@ -10,7 +10,7 @@
 namespace etkv::examples {
 namespace {
 
-/// Where `make model` writes.
+/// The path that `make model` writes.
 constexpr char kDefaultModel[] = "build/models/smollm2-135m/model.pte";
 
 Result<std::string> path_of(const ModelOptions& options) {
@@ -72,7 +72,7 @@ Result<void> check_format(const std::optional<std::string>& format) {
   if (!format) {
     return {};
   }
-  // A multiple of every group, so that the name alone is looked at.
+  // A multiple of every group, so that only the name is checked.
   constexpr int32_t kHeadDim = 128;
   uint64_t bytes = 0;
   etkv_error* error = nullptr;
@@ -90,7 +90,7 @@ Result<Model> Model::open(const ModelOptions& options) {
   if (program.draft_tap()) {
     return refuse(path + " is a draft of a model: give it with --draft");
   }
-  // 0 where the program does not tell.
+  // 0 if the program does not report it.
   const int32_t most = program.params().max_context_length;
   if (most == 0 && !options.capacity) {
     return refuse(

@@ -1,5 +1,5 @@
-// A language model as runners have it: its program, its text, and what a cache
-// for it is to be.
+// A language model for runners: its program, its tokenizer, and the config of
+// its cache.
 #pragma once
 
 #include <cstdint>
@@ -14,55 +14,56 @@
 
 namespace etkv::examples {
 
-/// Which model, and how much of a cache.
+/// The options of a model and its cache.
 struct ModelOptions {
-  /// None for the one that `make model` exports.
+  /// The program; by default the one that `make model` exports.
   std::optional<std::string> model;
-  /// None for tokenizer.json beside the model.
+  /// The tokenizer; by default tokenizer.json beside the model.
   std::optional<std::string> tokenizer;
-  /// None for all that the program was exported for.
+  /// The positions of the cache; by default all that the program was exported
+  /// for.
   std::optional<int64_t> capacity;
-  /// None for the model's own dtype.
+  /// The format of keys and values; by default the model's own dtype.
   std::optional<std::string> kv_format;
-  /// Texts are taken as they are, without the chat template.
+  /// Whether texts are used without the chat template.
   bool raw = false;
 };
 
 /// Adds the options of a model to a command line.
 void add_model_arguments(Arguments& arguments, ModelOptions& options);
 
-/// The option `--kv-format`, which any runner has.
+/// Adds the option `--kv-format`, which every runner has.
 void add_format_argument(
     Arguments& arguments,
     std::optional<std::string>* format);
 
-/// Refuses a storage format that there is not.
+/// Refuses an unknown storage format.
 Result<void> check_format(const std::optional<std::string>& format);
 
 class Model {
  public:
-  /// Opens a program and its tokenizer. Nothing of the model is loaded yet.
+  /// Opens a program and its tokenizer. Does not load the weights.
   static Result<Model> open(const ModelOptions& options);
 
-  /// The cache that was asked for, for a session.
+  /// Returns the config of the cache, for a session.
   CacheConfig config() const {
     return make_config(program_.params(), capacity_, format_);
   }
 
-  /// The ids of a conversation, up to where the model's next message begins.
-  /// Without a template, those of its texts.
+  /// Returns the ids of a conversation, up to where the model's next message
+  /// begins. Without a template, returns those of its texts.
   Result<std::vector<int64_t>> encode(
       const std::vector<Message>& messages) const;
 
-  /// The ids of one question.
+  /// Returns the ids of one question.
   Result<std::vector<int64_t>> encode(const std::string& question) const {
     return encode({{"user", question}});
   }
 
-  /// The text of ids.
+  /// Returns the text of ids.
   Result<std::string> decode(const std::vector<int64_t>& ids) const;
 
-  /// Whether this id ends an answer.
+  /// Returns whether this id ends an answer.
   bool ends(int64_t id) const;
 
   Program& program() {
@@ -77,11 +78,11 @@ class Model {
   const std::vector<int64_t>& eos_token_ids() const {
     return eos_token_ids_;
   }
-  /// Has other ids end answers than those that the model's files name.
+  /// Replaces the eos token ids of the model's files.
   void end_with(std::vector<int64_t> ids) {
     eos_token_ids_ = std::move(ids);
   }
-  /// How keys and values are stored.
+  /// Returns the format of keys and values.
   const std::string& format() const {
     return format_;
   }

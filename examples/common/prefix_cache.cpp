@@ -55,7 +55,7 @@ std::optional<int32_t> PrefixCache::oldest(int32_t except) const {
 
 int32_t PrefixCache::unused() const {
   int32_t number = 0;
-  // In order of their numbers, so that the first gap is the least.
+  // Entries are in order of their numbers, so the first gap is the least.
   for (const auto& entry : held_) {
     if (entry.first != number) {
       break;

@@ -1,5 +1,5 @@
-// The prefix cache: what the sequences of a cache hold, and which of them a prompt
-// can go on from.
+// The prefix cache: the ids that the sequences of a cache hold, for later
+// prompts to go on from.
 #pragma once
 
 #include <cstddef>
@@ -10,38 +10,38 @@
 
 namespace etkv::examples {
 
-/// How many ids `a` and `b` have in common from the first on.
+/// Returns how many ids `a` and `b` share from the first on.
 size_t shared_prefix(
     const std::vector<int64_t>& a,
     const std::vector<int64_t>& b);
 
-/// The ids that each sequence holds, and which of them was used when. Knows
-/// numbers only: the cache is the caller's to change.
+/// The ids that each sequence holds, and the order of their last use. It holds
+/// numbers only: the caller changes the cache.
 class PrefixCache {
  public:
-  /// A sequence, and how many of its first ids a prompt shares.
+  /// A sequence, and the number of its first ids that a prompt shares.
   struct Match {
     int32_t sequence = 0;
     size_t shared = 0;
   };
 
-  /// The sequence that shares most with `ids`, the one used last of equals;
-  /// nothing where none shares any.
+  /// Returns the sequence that shares most with `ids`, and of equals the one
+  /// used last. Returns nothing if no sequence shares any.
   std::optional<Match> longest(const std::vector<int64_t>& ids) const;
 
-  /// The ids that a sequence holds; none if it holds nothing.
+  /// Returns the ids that a sequence holds; none if it is empty.
   const std::vector<int64_t>& of(int32_t sequence) const;
 
-  /// A sequence holds these ids, and was used just now.
+  /// Notes that a sequence holds these ids, and is used now.
   void hold(int32_t sequence, std::vector<int64_t> ids);
 
-  /// A sequence holds nothing.
+  /// Notes that a sequence is empty.
   void forget(int32_t sequence);
 
-  /// The sequence that was used longest ago, but for one.
+  /// Returns the sequence that was used longest ago, other than `except`.
   std::optional<int32_t> oldest(int32_t except) const;
 
-  /// The least number that no sequence has.
+  /// Returns the least number that no sequence has.
   int32_t unused() const;
 
   size_t size() const {

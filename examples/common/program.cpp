@@ -24,8 +24,8 @@ constexpr char kEosTokenIds[] = "get_eos_ids";
 constexpr char kTapLayers[] = "get_tap_layers";
 constexpr char kDraftTap[] = "get_draft_tap";
 
-/// ExecuTorch answers a file that it cannot use with one code. Tells apart what
-/// a person would do something different about.
+/// Checks a file before it is opened: ExecuTorch returns one code for every
+/// file that it cannot use, and users need to know the reason.
 Result<void> check_file(const std::string& path) {
   std::error_code code;
   const auto status = std::filesystem::status(path, code);
@@ -42,7 +42,7 @@ Result<void> check_file(const std::string& path) {
         ETKV_ERROR_INVALID_ARGUMENT,
         "cannot read the program " + path + ": " + std::strerror(errno));
   }
-  // A flatbuffer's identifier is behind the offset of its root.
+  // A flatbuffer's identifier follows the offset of its root.
   char head[8] = {};
   file.read(head, sizeof(head));
   if (file.gcount() != sizeof(head) || std::memcmp(head + 4, "ET", 2) != 0) {
@@ -137,7 +137,7 @@ Result<void> Program::read_signature() {
   return read_hidden_states();
 }
 
-/// How the second output is stored, and that a draft takes the same.
+/// Reads the type of the second output, and checks that a draft takes the same.
 Result<void> Program::read_hidden_states() {
   if (tap_layers_.empty() && !draft_tap_) {
     return {};
@@ -170,7 +170,7 @@ Result<void> Program::read_hidden_states() {
   return {};
 }
 
-/// What the program's constant methods say beside its caches.
+/// Reads the program's constant methods other than those of its caches.
 Result<void> Program::read_facts() {
   ASSIGN_OR_RETURN(eos_token_ids_, read_integers(kEosTokenIds));
   ASSIGN_OR_RETURN(const auto taps, read_integers(kTapLayers));
@@ -186,7 +186,8 @@ Result<void> Program::read_facts() {
   return {};
 }
 
-/// The integers of a constant method; nothing where there is none of that name.
+/// Returns the integers of a constant method; nothing if there is no such
+/// method.
 Result<std::optional<std::vector<int64_t>>> Program::read_integers(
     const std::string& name) {
   auto names = module_->method_names();
@@ -254,8 +255,8 @@ Result<void> Program::check_tokens(const int64_t* tokens, size_t n) const {
         "a step of " + std::to_string(n) + " tokens; the program takes 1 to " +
             std::to_string(most));
   }
-  // An embedding does not check its index: a foreign tokenizer would read
-  // whatever is behind the table.
+  // An embedding does not check its index: a wrong tokenizer would read memory
+  // past the table.
   const auto* stray = std::find_if(tokens, tokens + n, [this](int64_t token) {
     return token < 0 || token >= vocabulary_;
   });

@@ -1,4 +1,4 @@
-// A language model's program: opened, told which cache is its own, and run one
+// A language model's program: opens it, binds it to a cache, and runs it one
 // step at a time.
 #pragma once
 
@@ -18,33 +18,32 @@ namespace etkv::examples {
 
 class Program {
  public:
-  /// Opens a .pte file, and reads what it says of itself. Nothing of the model
-  /// is loaded yet.
+  /// Opens a .pte file and reads its metadata. Does not load the weights.
   static Result<Program> open(const std::string& path);
 
-  /// Loads the model, bound to the cache with this key; one that is loaded
-  /// already is unloaded first, so that its weights are never there twice. A
-  /// program that cannot leave out rows of logits computes all of them.
+  /// Loads the model, bound to the cache with this key. Unloads it first if it
+  /// is loaded, so that its weights are never in memory twice. A program that
+  /// cannot leave out rows of logits computes all of them.
   Result<void> load(const char* cache_key, Logits rows);
 
-  /// Runs the model on `n` tokens at these positions, in the cache that it is
-  /// bound to. The logits are valid until the next step. A draft that is fed with
-  /// hidden states takes the other step.
+  /// Runs the model on `n` tokens at these positions, in its cache. The logits
+  /// are valid until the next step. A draft with hidden states as inputs needs
+  /// the other step.
   Result<LogitsView>
   step(const int64_t* tokens, const int64_t* positions, size_t n);
 
-  /// The same for such a draft: a row of `given` for each token.
+  /// Runs a step of such a draft, with a row of `given` for each token.
   Result<LogitsView> step(
       const int64_t* tokens,
       const int64_t* positions,
       size_t n,
       const GivenHiddenStates& given);
 
-  /// A step at `position` and those that follow it.
+  /// Runs a step at `position` and those that follow it.
   Result<LogitsView> step_at(const int64_t* tokens, int64_t position, size_t n);
 
-  /// What the last step handed on, a row for each of its tokens; nothing where the
-  /// program gives no hidden states. Valid until the next step.
+  /// Returns the hidden states of the last step, a row for each token; nothing
+  /// if the program gives none. Valid until the next step.
   const std::optional<HiddenStatesView>& hidden_states() const {
     return hidden_states_;
   }
@@ -52,33 +51,34 @@ class Program {
   const ModelCacheParams& params() const {
     return params_;
   }
-  /// Tokens of a prompt that a step takes: as many as the program does, but
-  /// fewer where each of them has a row of logits, which is as wide as the
-  /// vocabulary and held twice.
+  /// Returns the tokens of a prompt in one step: the program's limit, or fewer
+  /// if each token has a row of logits. Such a row is as wide as the vocabulary
+  /// and held twice.
   size_t prefill_size() const;
 
   int64_t vocabulary() const {
     return vocabulary_;
   }
-  /// The KV format that loses nothing of what the model computes.
+  /// Returns the KV format that loses no precision of the model's computation.
   const std::string& native_format() const {
     return native_format_;
   }
-  /// The ids that end an answer, where the program tells them.
+  /// Returns the ids that end an answer, if the program reports them.
   const std::optional<std::vector<int64_t>>& eos_token_ids() const {
     return eos_token_ids_;
   }
-  /// The layers whose hidden states it gives, side by side in this order.
+  /// Returns the layers whose hidden states the program gives, side by side in
+  /// this order.
   const std::vector<int64_t>& tap_layers() const {
     return tap_layers_;
   }
-  /// The layer of the whole model whose hidden states it is fed with, where it is a
-  /// draft of that model and not one by itself.
+  /// Returns the layer of the whole model whose hidden states are the draft's
+  /// input. Nothing if the program is not a draft of another model.
   const std::optional<int64_t>& draft_tap() const {
     return draft_tap_;
   }
-  /// A row of the hidden states that it gives, and that it takes where it is a draft;
-  /// nothing where it gives none.
+  /// Returns the type of a row of the hidden states that the program gives, and
+  /// that a draft takes; nothing if there are none.
   const std::optional<HiddenStateType>& hidden_state_type() const {
     return hidden_state_type_;
   }
@@ -108,16 +108,16 @@ class Program {
   Logits rows_ = Logits::all;
 };
 
-/// Hears of each chunk of a prompt: the tokens done of how many, and the
-/// chunk's logits. Returns whether to go on.
+/// Called after each chunk of a prompt, with the tokens done, the tokens in
+/// all, and the chunk's logits. Returns whether to go on.
 using OnChunk =
     std::function<bool(size_t done, size_t total, const LogitsView& logits)>;
 
 /// Runs `n` tokens, at least one, from `position` on in steps of at most
 /// `chunk`, or of the program's prefill_size() if that is 0.
 ///
-/// @returns the logits of the last step; nothing if `on_chunk` stopped it. What
-///          was done until then, or until an error, stays in the cache.
+/// @returns the logits of the last step; nothing if `on_chunk` stopped it. The
+///          chunks that ran until then, or until an error, stay in the cache.
 Result<std::optional<LogitsView>> prefill(
     Program& program,
     const int64_t* tokens,

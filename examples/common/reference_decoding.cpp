@@ -14,8 +14,8 @@
 namespace etkv::examples {
 namespace {
 
-/// How answers compare: ids that are reference decoding's choice, and those that trail
-/// it by rounding.
+/// The result of a comparison: ids that reference decoding chooses, and ids
+/// that trail its choice by rounding.
 struct Comparison {
   size_t equal = 0;
   size_t ties = 0;
@@ -27,13 +27,13 @@ Error differs(const Decoding& answer, const std::string& how) {
       "check: the answer to \"" + answer.title + "\" " + how);
 }
 
-/// The ids that the cache holds, and one sequence's steps on it.
+/// One sequence's steps on a cache, and the ids that the cache holds.
 class ReferenceDecoder {
  public:
   ReferenceDecoder(Model& model, Cache& cache) : model_(model), cache_(cache) {}
 
-  /// Feeds the ids of an answer to reference decoding, and compares each with what
-  /// that would choose. Nothing after Ctrl-C.
+  /// Feeds the ids of an answer to reference decoding, and compares each with
+  /// its choice. Returns nothing after Ctrl-C.
   Result<std::optional<Comparison>> compare(const Decoding& answer) {
     Comparison found;
     ASSIGN_OR_RETURN(const auto read_logits, read(answer.prompt));
@@ -92,13 +92,13 @@ class ReferenceDecoder {
     return {};
   }
 
-  /// Reads a prompt behind what it shares with the one before; nothing after
-  /// Ctrl-C.
+  /// Runs a prompt after the ids that it shares with the one before. Returns
+  /// nothing after Ctrl-C.
   Result<std::optional<LogitsView>> read(const std::vector<int64_t>& prompt) {
     const size_t shared =
         std::min(shared_prefix(prompt, held_), prompt.size() - 1);
     ASSIGN_OR_RETURN(const int32_t least, cache_.rewindable_to());
-    // Layers with windows may have dropped what would be needed.
+    // Layers with windows may have dropped the positions that are needed.
     const size_t kept = shared < static_cast<size_t>(least) ? 0 : shared;
     RETURN_IF_ERROR(cache_.rewind(static_cast<int32_t>(kept)));
     held_.resize(kept);
@@ -128,10 +128,10 @@ class ReferenceDecoder {
   std::vector<float> row_;
 };
 
-/// An answer ends where the model ends it, where it was to, or where the cache is
-/// full.
+/// Checks that an answer ends where the model ends it, at its limit of tokens,
+/// or at a full cache.
 ///
-/// @param capacity  of a cache that the answer had for itself; else none
+/// @param capacity  the capacity of the cache, if the answer had it alone
 Result<void> check_end(
     const Model& model,
     const Decoding& answer,
@@ -225,7 +225,7 @@ double rounding_margin(
   if (!(magnitude > 0.0) || !std::isfinite(magnitude)) {
     return 0.0;
   }
-  // Bits behind the first of a significand.
+  // Bits of a significand after the first.
   const int bits = dtype == "f32" ? 23 : dtype == "f16" ? 10 : 7;
   const double units = kv_format == dtype ? 4.0 : 16.0;
   return std::ldexp(units, std::ilogb(magnitude) - bits);

@@ -14,7 +14,8 @@
 namespace etkv::examples {
 namespace {
 
-/// What is held when a round has closed everything that it opened.
+/// Prints the memory that is held once a round has closed everything that it
+/// opened.
 void say_memory(int64_t round) {
   etkv_mlx_memory mlx{};
   mlx.struct_size = sizeof(mlx);

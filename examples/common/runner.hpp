@@ -1,4 +1,4 @@
-// What the runners of this folder have in common: a command line, built-in
+// The parts that the runners of this folder share: a command line, built-in
 // prompts, one line for an error, and an exit status.
 #pragma once
 
@@ -15,21 +15,21 @@
 
 namespace etkv::examples {
 
-/// Exit statuses, beside 0: an error, a command line that cannot be, and what
-/// shells report of a program that Ctrl-C ended.
+/// Exit statuses besides 0: an error, a command line that is not valid, and the
+/// status that shells report for a program that Ctrl-C ended.
 inline constexpr int kFailed = 1;
 inline constexpr int kMisused = 2;
 inline constexpr int kInterrupted = 130;
 
-/// What every runner can be asked.
+/// The options of every runner.
 struct RunnerOptions {
   ModelOptions model;
-  /// In place of those that are built in.
+  /// The prompts that replace the built-in ones.
   std::vector<std::string> prompts;
   int64_t max_tokens = 48;
-  /// Compare with reference decoding.
+  /// Whether to compare answers with reference decoding.
   bool check = false;
-  /// Print the ids of answers as well.
+  /// Whether to print the ids of answers too.
   bool ids = false;
 
   const std::vector<std::string>& prompts_or(
@@ -40,11 +40,11 @@ struct RunnerOptions {
 
 class Runner {
  public:
-  /// @param name   of the executable
-  /// @param about  what it shows, in lines of help
+  /// @param name   the name of the executable
+  /// @param about  the lines of help that describe it
   Runner(std::string name, const std::string& about);
 
-  /// Where a runner adds options of its own, and changes what is the default.
+  /// Returns the command line, for a runner to add options and change defaults.
   Arguments& arguments() {
     return arguments_;
   }
@@ -52,14 +52,14 @@ class Runner {
     return options_;
   }
 
-  /// Adds something that a command line has to meet.
+  /// Adds a condition that a command line must meet.
   void require(std::function<Result<void>()> check) {
     checks_.push_back(std::move(check));
   }
 
   /// Reads the command line and runs `body`, from opening the model to closing
-  /// it, as often as was asked for. Returns what main() does: 0, 1 after an
-  /// error, 2 for a command line that cannot be, 130 after Ctrl-C.
+  /// it, as often as `--repeat` says. Returns the exit status: 0, 1 after an
+  /// error, 2 for a command line that is not valid, 130 after Ctrl-C.
   int main(
       int argc,
       const char* const* argv,
@@ -78,27 +78,29 @@ class Runner {
   bool version_ = false;
 };
 
-/// Questions that a small model has something to say about.
+/// Returns questions that a small model can answer.
 const std::vector<std::string>& questions();
 
-/// Writes the text of an answer under what it answers, and its ids if asked to.
+/// Prints the text of an answer below its title, and its ids if the options say
+/// so.
 Result<void> show(
     const Model& model,
     const RunnerOptions& options,
     const std::string& title,
     const std::vector<int64_t>& ids);
 
-/// Says that an answer ended because the cache is full, if that is why.
+/// Prints a message if an answer ended because the cache is full.
 void say_stop(Stop stop, const Cache& cache);
 
-/// Requests that a server cannot take, while it goes on with the others.
+/// Counts the requests that a server refuses while it goes on with the others.
 class Refusals {
  public:
-  /// Whether a prompt fits in a cache by itself; says so if it does not.
+  /// Returns whether a prompt fits in a cache alone, and prints a message if it
+  /// does not.
   bool
   admit(const std::string& title, size_t prompt_tokens, const Cache& cache);
 
-  /// An error if any of them did not fit.
+  /// Returns an error if any prompt did not fit.
   Result<void> outcome() const;
 
  private:

@@ -1,5 +1,5 @@
-// Which tokens the next step has, where requests come while others are answered.
-// Knows numbers only: the cache is asked through two functions.
+// The tokens of each step, while requests arrive and others are answered. It
+// holds numbers only, and queries the cache through two functions.
 #pragma once
 
 #include <cstddef>
@@ -14,85 +14,87 @@ namespace etkv::examples {
 
 class Scheduler {
  public:
-  /// What the scheduler may ask of a cache.
+  /// The functions of a cache that the scheduler calls.
   struct Room {
-    /// Whether so many more positions fit.
+    /// Returns whether this many more positions fit.
     std::function<Result<bool>(size_t tokens)> fits;
-    /// Gives back what a sequence holds.
+    /// Removes a sequence from the cache.
     std::function<Result<void>(int32_t sequence)> remove;
   };
 
   enum class State {
     waiting, ///< holds nothing yet
-    active,  ///< is read or answered
-    idle,    ///< is answered, and held until there is need of its cells
-    gone,    ///< holds nothing any more
+    active,  ///< its prompt is read, or it is answered
+    idle,    ///< is answered, and held until its cells are needed
+    gone,    ///< is removed
   };
 
   struct Request {
-    /// Ids of its prompt and its answer so far; the last is not held.
+    /// The ids of its prompt and its answer so far; the last one is not held.
     size_t length = 0;
-    /// Of these, those in the cache.
+    /// The number of these in the cache.
     size_t held = 0;
     State state = State::waiting;
     int32_t sequence = 0;
   };
 
-  /// A share of a step: `n` tokens of a request, those after what it holds.
+  /// A share of a step: the next `n` tokens of a request, after those that it
+  /// holds.
   struct Share {
     size_t request;
     size_t n;
   };
 
-  /// What was decided besides, for people.
+  /// Decisions of a step, for messages.
   struct Events {
     std::vector<size_t> admitted;
-    /// Idle ones that were removed for others.
+    /// Idle requests that were removed for others.
     std::vector<size_t> evicted;
-    /// Active ones that were removed for others, and wait again.
+    /// Active requests that were removed for others, and wait again.
     std::vector<size_t> preempted;
-    /// One that is alone, and still does not fit.
+    /// A request that is alone and still does not fit.
     std::optional<size_t> stuck;
   };
 
   /// @param step_tokens  the most tokens of a step
-  /// @param sequences    the most requests that hold anything, below 256
+  /// @param sequences    the most requests that hold positions, below 256
   Scheduler(size_t step_tokens, int32_t sequences, Room room);
 
-  /// A request of so many ids has come; returns its number.
+  /// Adds a request of this many ids; returns its number.
   size_t submit(size_t length);
 
-  /// The shares of the next step: a token of each request that is being answered,
-  /// then a prefill chunk of each that is read, oldest first, as far as the step goes.
+  /// Returns the shares of the next step: one token of each request that is
+  /// answered, then a prefill chunk of each request whose prompt is read,
+  /// oldest first, up to `step_tokens`.
   ///
-  /// A request is admitted when the rest of all prompts, its own among them, and
-  /// some tokens of each answer under way fit. Where they do not, the request that
-  /// has been idle longest is evicted. Where not even what is left of the admitted
-  /// prompts and the next tokens fit, the active request that was admitted last
-  /// waits again, and is read anew later.
+  /// A request is admitted when three things fit together: the rest of the
+  /// active prompts, its own prompt, and some tokens of each answer in
+  /// progress. If they do not fit, the request that has been idle longest is
+  /// evicted. If not even the rest of the admitted prompts and the next tokens
+  /// fit, the active request that was admitted last is preempted.
   ///
-  /// An error where the cache does not give back what a request holds; that
-  /// request stays as it was.
+  /// Returns an error if the cache does not remove a request. That request
+  /// stays as it was.
   Result<std::vector<Share>> next(Events& events);
 
-  /// The step has been.
+  /// Notes that a step with these shares has committed.
   void done(const std::vector<Share>& shares);
 
-  /// A request has an id more.
+  /// Adds one id to a request.
   void grow(size_t request) {
     ++requests_[request].length;
   }
 
-  /// A request is answered, and idle from now on.
+  /// Notes that a request is answered. It is idle from now on.
   void finish(size_t request);
 
-  /// Gives back what a request holds; it is no more.
+  /// Removes a request and the positions that it holds.
   Result<void> drop(size_t request);
 
   const Request& request(size_t number) const {
     return requests_[number];
   }
-  /// Whether any request waits or is active.
+  /// Returns whether any request waits or is active.
   bool busy() const;
 
  private:
@@ -111,8 +113,8 @@ class Scheduler {
   int32_t sequences_;
   Room room_;
   std::vector<Request> requests_;
-  /// Numbers of requests: those that wait and that are active, in the order they
-  /// came in; those that are idle, longest first.
+  /// Numbers of requests: those that wait and those that are active, in the
+  /// order in which they arrived, and those that are idle, longest first.
   std::vector<size_t> waiting_;
   std::vector<size_t> active_;
   std::vector<size_t> idle_;

@@ -1,5 +1,5 @@
-// What a Result is asked after almost every call, in one word, so that the steps
-// of a runner can be read.
+// Macros for the check that follows almost every call, so that the steps of a
+// runner stay readable.
 #pragma once
 
 #include <utility>
@@ -15,12 +15,12 @@
   }                                              \
   left = std::move(result.value())
 
-/// `ASSIGN_OR_RETURN(auto x, call())`: the value, or the error is returned.
+/// `ASSIGN_OR_RETURN(auto x, call())`: assigns the value, or returns the error.
 #define ASSIGN_OR_RETURN(left, ...) \
   ETKV_EXAMPLES_ASSIGN_(            \
       ETKV_EXAMPLES_JOIN(result_at_, __LINE__), left, __VA_ARGS__)
 
-/// `RETURN_IF_ERROR(call())`: goes on, or the error is returned.
+/// `RETURN_IF_ERROR(call())`: continues, or returns the error.
 #define RETURN_IF_ERROR(...)                           \
   do {                                                 \
     if (auto outcome = (__VA_ARGS__); !outcome.ok()) { \

@@ -1,4 +1,5 @@
-// tokenizer.hpp on what cxx makes of src/bridge.rs. Exceptions end here.
+// Implements tokenizer.hpp with the functions that cxx makes from
+// src/bridge.rs. No exception leaves this file.
 #include "examples/tokenizer/tokenizer.hpp"
 
 #include <exception>
@@ -10,7 +11,7 @@ namespace etkv::examples {
 namespace {
 
 rust::Slice<const uint8_t> bytes(std::string_view text) {
-  // A slice of nothing still wants an address.
+  // An empty slice still needs an address.
   return text.empty()
              ? rust::Slice<const uint8_t>()
              : rust::Slice<const uint8_t>(
@@ -27,7 +28,7 @@ std::string_view viewed(rust::Str text) {
   return {text.data(), text.size()};
 }
 
-/// What `call` returns, or what it throws as an error.
+/// Returns the result of `call`, or the exception that it throws as an error.
 template <typename Call>
 auto caught(Call&& call) -> Result<decltype(call())> {
   try {

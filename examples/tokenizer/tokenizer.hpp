@@ -17,24 +17,24 @@ struct Tokenizer;
 struct Detokenizer;
 } // namespace bridge
 
-/// What one side of a conversation said.
+/// A message of a conversation.
 struct Message {
-  /// "system", "user", "assistant", or what else the template knows.
+  /// "system", "user", "assistant", or another role of the template.
   std::string role;
   std::string content;
 };
 
-/// The text of one answer, made from its ids one at a time; without special
+/// Makes the text of one answer from its ids, one at a time, without special
 /// tokens.
 class Detokenizer {
  public:
-  /// The text that `id` completes: whole characters, maybe none; valid until
-  /// the next call.
+  /// Returns the text that `id` completes: whole characters, or none. Valid
+  /// until the next call.
   Result<std::string_view> add_token(int64_t id);
 
-  /// Ends the answer: the text that was held back, in which U+FFFD stands for a
-  /// character that was cut short. Valid until the next call, which may begin
-  /// another answer.
+  /// Ends the answer and returns the rest of its text. U+FFFD stands for an
+  /// incomplete character. Valid until the next call, which may begin another
+  /// answer.
   Result<std::string_view> finalize();
 
  private:
@@ -47,35 +47,36 @@ class Detokenizer {
   std::unique_ptr<bridge::Detokenizer, Free> raw_;
 };
 
-/// A tokenizer, and what its folder says about conversations. Text is UTF-8.
-/// Several threads may use one.
+/// A tokenizer, and the settings of its folder for conversations. Text is
+/// UTF-8. Several threads may use one tokenizer.
 class Tokenizer {
  public:
-  /// Reads a tokenizer.json, or the folder that holds one. Beside it are read,
-  /// if they are there: chat_template.jinja, tokenizer_config.json and
+  /// Reads a tokenizer.json, or the folder that holds one. Also reads, from the
+  /// same folder if they exist, chat_template.jinja, tokenizer_config.json and
   /// generation_config.json.
   static Result<Tokenizer> from_pretrained(const std::string& path);
 
-  /// The ids of `text`; with the tokens that the tokenizer puts around a text
-  /// if `add_special_tokens`.
+  /// Returns the ids of `text`. With `add_special_tokens`, includes the tokens
+  /// that the tokenizer puts around a text.
   Result<std::vector<int64_t>> encode(
       std::string_view text,
       bool add_special_tokens) const;
 
-  /// Whether the model has a chat template.
+  /// Returns whether the model has a chat template.
   bool has_chat_template() const;
 
-  /// The ids of a conversation, as the model's chat template writes it; up to
-  /// where the model's next message begins if `add_generation_prompt`.
+  /// Returns the ids of a conversation in the model's chat template. With
+  /// `add_generation_prompt`, it ends where the model's next message begins.
   Result<std::vector<int64_t>> apply_chat_template(
       const std::vector<Message>& messages,
       bool add_generation_prompt) const;
 
-  /// The ids that end an answer: `eos_token_id` of generation_config.json, else
-  /// the `eos_token` of tokenizer_config.json, else none.
+  /// Returns the ids that end an answer: `eos_token_id` of
+  /// generation_config.json, or else the `eos_token` of tokenizer_config.json,
+  /// or else none.
   std::vector<int64_t> eos_token_ids() const;
 
-  /// Begins an answer; the detokenizer may outlive this.
+  /// Returns a detokenizer for one answer. It may outlive the tokenizer.
   Detokenizer detokenizer() const;
 
  private:

@@ -1,9 +1,10 @@
-// Which backend runs a program: etkv's delegate, or another that is registered as
-// MLXBackend. Part of executorch.hpp, which includes it.
+// Ids of backends: etkv's delegate, or another backend that is registered as
+// MLXBackend. A part of executorch.hpp, which includes this file.
 //
-// ExecuTorch's registry holds one backend an id, and the first keeps it. Its macOS
-// packages bring an MLXBackend of their own, so etkv's delegate has a second id that
-// is its own alone, and open_module puts that into a program as it is read.
+// ExecuTorch's registry holds one backend for each id, the first one.
+// ExecuTorch's macOS packages bring an MLXBackend of their own. So etkv's
+// delegate has a second id that is its own alone, and open_module writes that
+// id into a program as it reads it.
 #pragma once
 
 #include <algorithm>
@@ -24,18 +25,18 @@
 
 namespace etkv {
 
-/// The backend that programs for MLX name.
+/// The backend id in programs for MLX.
 inline constexpr char kMLXBackend[] = "MLXBackend";
 
-/// The id that etkv's delegate always has. As long as kMLXBackend, whose place it
-/// takes in a program.
+/// The id that etkv's delegate always has. It is as long as kMLXBackend, which
+/// it replaces in a program.
 inline constexpr char kEtkvBackend[] = "EtkvForMLX";
 
 static_assert(sizeof(kEtkvBackend) == sizeof(kMLXBackend));
 
-/// The id under which this process runs programs on etkv's delegate: kMLXBackend,
-/// or kEtkvBackend where another backend is registered as MLXBackend, or nullptr
-/// where the delegate is not loaded.
+/// Returns the id under which this process runs programs on etkv's delegate:
+/// kMLXBackend, or kEtkvBackend where another backend is registered as
+/// MLXBackend. Returns nullptr where the delegate is not loaded.
 inline const char* delegate_backend_id() {
   namespace runtime = ::executorch::runtime;
   const auto* own = runtime::get_backend_class(kEtkvBackend);
@@ -48,8 +49,8 @@ inline const char* delegate_backend_id() {
 
 namespace detail {
 
-/// Puts kEtkvBackend in the place of kMLXBackend in the tables of a program. A
-/// string of a flatbuffer is its length in four bytes, its characters and a zero.
+/// Replaces kMLXBackend by kEtkvBackend in the tables of a program. A string of
+/// a flatbuffer is its length in four bytes, its characters and a zero byte.
 inline void rename_backend(char* tables, std::size_t size) {
   constexpr std::size_t kLength = sizeof(kMLXBackend) - 1;
   std::string from(4, '\0');
@@ -63,8 +64,8 @@ inline void rename_backend(char* tables, std::size_t size) {
   }
 }
 
-/// Reads what another loader reads, with the tables of the program renamed. Those
-/// are copied; weights and payloads are the other loader's.
+/// Reads through another loader, and renames the backend in the tables of the
+/// program. The tables are copied; weights and payloads are not.
 class RenamingLoader final : public ::executorch::runtime::DataLoader {
  public:
   using FreeableBuffer = ::executorch::runtime::FreeableBuffer;
@@ -81,7 +82,7 @@ class RenamingLoader final : public ::executorch::runtime::DataLoader {
     if (!read.ok() || info.segment_type != SegmentInfo::Type::Program) {
       return read;
     }
-    // As aligned as any loader's memory, which a flatbuffer asks for.
+    // A flatbuffer needs the alignment that loaders give.
     constexpr std::align_val_t kAlignment{64};
     void* copy = ::operator new(size, kAlignment, std::nothrow);
     if (copy == nullptr) {
@@ -110,7 +111,7 @@ class RenamingLoader final : public ::executorch::runtime::DataLoader {
   std::unique_ptr<::executorch::runtime::DataLoader> loader_;
 };
 
-/// A loader of this kind, on the heap.
+/// Opens a file with a loader of this type, on the heap.
 template <typename Loader, typename... Options>
 Result<std::unique_ptr<::executorch::runtime::DataLoader>> open_file(
     const std::string& path,
@@ -128,11 +129,13 @@ Result<std::unique_ptr<::executorch::runtime::DataLoader>> open_file(
 
 } // namespace detail
 
-/// Opens the program at `path` so that etkv's delegate runs it, whichever backend
-/// is registered as MLXBackend.
+/// Opens the program at `path` so that etkv's delegate runs it, also where
+/// another backend is registered as MLXBackend.
 ///
-/// Where that is etkv's, this is `Module(path, mode)`. Otherwise the module's
-/// delegates are those of kEtkvBackend. The file is not changed.
+/// Where etkv's delegate is registered as MLXBackend, this is `Module(path,
+/// mode)`. Otherwise the module names kEtkvBackend instead, and
+/// ETKV_ERROR_PROGRAM is for a file that cannot be opened. The file is not
+/// changed. ETKV_ERROR_UNSUPPORTED where the delegate is not in this process.
 inline Result<std::unique_ptr<::executorch::extension::Module>> open_module(
     const std::string& path,
     ::executorch::extension::Module::LoadMode mode =

@@ -1,6 +1,6 @@
 /*
- * A cache: the face that every kind has.
- * A part of etkv.h, whose conventions hold here.
+ * A cache, and the functions that every kind has. A part of etkv.h, whose
+ * conventions hold here.
  */
 #ifndef ETKV_CACHE_H
 #define ETKV_CACHE_H
@@ -18,15 +18,21 @@
 extern "C" {
 #endif
 
-/** A cache: the face that every kind has. */
+/** A handle on a cache of any kind. */
 typedef struct etkv_cache etkv_cache;
 
 /**
- * Makes a cache that no key leads to yet. Most callers want a session.
+ * Makes a cache that is not in the registry. Programs cannot find it by a key;
+ * most callers want etkv_session_new() instead.
  *
- * @param backend_id  the backend that will use it: "MLXBackend".
- * @param kind        a name of etkv_kinds().
- * @param config      what it is to be.
+ * @param backend_id  the backend that uses the cache: "MLXBackend".
+ * @param kind        a name that etkv_kinds() reports for that backend.
+ * @param config      the layers, the capacity and the storage; copied.
+ * @param cache       receives a handle, which the caller frees with
+ *                    etkv_cache_free().
+ *
+ * ETKV_ERROR_KIND for an unknown kind, ETKV_ERROR_INVALID_ARGUMENT for a config
+ * that the cache cannot have.
  */
 ETKV_API etkv_status etkv_cache_new(
     const char* backend_id,
@@ -35,16 +41,16 @@ ETKV_API etkv_status etkv_cache_new(
     etkv_cache** cache,
     etkv_error** error);
 
-/** Gives back the handle; the cache lives on while others hold it. */
+/** Frees the handle. The cache lives on while it has other owners. */
 ETKV_API void etkv_cache_free(etkv_cache* cache);
 
 /**
- * Makes another handle on the same cache, for another owner. NULL if `cache` is no
- * live handle.
+ * Returns another handle on the same cache, which its owner frees. Returns NULL
+ * if `cache` is no live handle.
  */
 ETKV_API etkv_cache* etkv_cache_share(const etkv_cache* cache);
 
-/** Stores whether `n` (at least 0) more positions fit. */
+/** Stores in `fits` whether `n` more positions fit. `n` is at least 0. */
 ETKV_API etkv_status etkv_cache_can_extend(
     const etkv_cache* cache,
     int32_t n,
@@ -52,25 +58,36 @@ ETKV_API etkv_status etkv_cache_can_extend(
     etkv_error** error);
 
 /**
- * The most positions that it holds, at least 1; 0 if `cache` is no live handle.
- * Like its layers and its kind, it is known while others have the cache.
+ * Returns the most positions that the cache can hold, at least 1. Returns 0 if
+ * `cache` is no live handle. The capacity, the number of layers and the kind
+ * are facts: these calls do not wait for a step or for another call on the
+ * cache.
  */
 ETKV_API int32_t etkv_cache_capacity(const etkv_cache* cache);
 
 /**
- * Stores the positions that it holds now. One that several sequences share
- * counts once.
+ * Stores the number of positions that the cache holds now. A position that
+ * several sequences share counts once.
  */
 ETKV_API etkv_status
 etkv_cache_length(const etkv_cache* cache, int32_t* length, etkv_error** error);
 
-/** The number of its layers, at least 1; 0 if `cache` is no live handle. */
+/**
+ * Returns the number of layers, at least 1. Returns 0 if `cache` is no live
+ * handle.
+ */
 ETKV_API size_t etkv_cache_n_layers(const etkv_cache* cache);
 
-/** The name of its kind, static; NULL if `cache` is no live handle. */
+/**
+ * Returns the name of the kind, a static string. Returns NULL if `cache` is no
+ * live handle.
+ */
 ETKV_API const char* etkv_cache_kind(const etkv_cache* cache);
 
-/** Stores the names of the formats that its rows have now. Static. */
+/**
+ * Stores the names of the formats that keys and values have now. The strings
+ * are static.
+ */
 ETKV_API etkv_status etkv_cache_formats(
     const etkv_cache* cache,
     const char** k_format,
@@ -78,12 +95,16 @@ ETKV_API etkv_status etkv_cache_formats(
     etkv_error** error);
 
 /**
- * Stores what is there, and what comes, in other formats, until the cache is
- * cleared. One layer's keys or values at a time: it takes the memory of one of
- * them besides.
+ * Converts the rows that the cache holds to other formats, and stores later
+ * rows in them, until the cache is cleared. The conversion takes one layer's
+ * keys or values at a time, and needs the memory of one of them besides.
  *
- * After ETKV_ERROR_BACKEND some layers may be converted and others not, all of them
- * whole; call again to go on.
+ * @param k_format  the name of a format of etkv/config.h, for keys.
+ * @param v_format  the same for values.
+ *
+ * ETKV_ERROR_STEP while a step is open. After ETKV_ERROR_BACKEND some layers
+ * may be converted and others not. Each layer is whole; call again to convert
+ * the rest.
  */
 ETKV_API etkv_status etkv_cache_convert(
     etkv_cache* cache,
@@ -92,30 +113,43 @@ ETKV_API etkv_status etkv_cache_convert(
     etkv_error** error);
 
 /**
- * Forgets every position. The formats are those of the config again.
+ * Removes every position. The formats are those of the config again. A cache
+ * that an ETKV_ERROR_BACKEND poisoned can be used again.
  *
- * @param release  whether to give the buffers back, too; otherwise the next
- *                 sequence reuses them.
+ * @param release  true frees the buffers too; false keeps them for the next
+ *                 sequence.
+ *
+ * ETKV_ERROR_STEP while a step is open. ETKV_ERROR_BACKEND where memory is
+ * lacking for buffers that are allocated upfront.
  */
 ETKV_API etkv_status
 etkv_cache_clear(etkv_cache* cache, bool release, etkv_error** error);
 
 /**
- * Forgets the positions from `length` on, of the one sequence that there is;
- * 0 <= length <= its next position. Where layers have windows, what they have
- * dropped cannot be gone back to: that is refused with ETKV_ERROR_POSITION,
- * naming the least length. Several sequences are ETKV_ERROR_INVALID_ARGUMENT.
+ * Removes the positions from `length` on, in a cache that holds one sequence.
+ * `length` is 0 to the sequence's next position.
+ *
+ * ETKV_ERROR_POSITION for another length, and where layers with windows have
+ * dropped what the shorter sequence needs; the message names the least length.
+ * ETKV_ERROR_INVALID_ARGUMENT where the cache holds several sequences.
+ * ETKV_ERROR_STEP while a step is open.
  */
 ETKV_API etkv_status
 etkv_cache_rewind(etkv_cache* cache, int32_t length, etkv_error** error);
 
-/** Stores the least length, apart from 0, that it can be rewound to now. */
+/**
+ * Stores the least length, apart from 0, that etkv_cache_rewind() accepts now.
+ * ETKV_ERROR_INVALID_ARGUMENT where the cache holds several sequences.
+ */
 ETKV_API etkv_status etkv_cache_rewindable_to(
     const etkv_cache* cache,
     int32_t* length,
     etkv_error** error);
 
-/** Fills `memory`, whose `struct_size` the caller has set. */
+/**
+ * Fills `memory` with the bytes of the cache's buffers. The caller sets its
+ * `struct_size` first.
+ */
 ETKV_API etkv_status etkv_cache_memory(
     const etkv_cache* cache,
     etkv_memory* memory,

@@ -1,4 +1,4 @@
-// A cache: the face that every kind has. A part of etkv.hpp.
+// The face that every kind of cache has. A part of etkv.hpp.
 #pragma once
 
 #include <cstddef>
@@ -22,51 +22,52 @@ struct Formats {
   std::string v;
 };
 
-/// The face that every cache has: admission, length, rollback, memory.
+/// The face that every cache has: admission, length, rollback, memory. It owns
+/// a handle on a shared cache.
 ///
-/// What is returned as it is and not as a Result was fixed when the cache was made.
-/// A face that was moved from has no cache: of it these are zero and empty, and all
-/// else is ETKV_ERROR_INVALID_ARGUMENT.
+/// Facts are returned as they are: they were fixed when the cache was made. All
+/// else returns a Result. A face that was moved from has no cache: its facts
+/// are zero and empty, and its other calls return ETKV_ERROR_INVALID_ARGUMENT.
 class Cache {
  public:
-  /// The kind that carries this face and no other.
+  /// The kind that has this face and no other.
   static constexpr const char* kKind = "contiguous";
 
-  /// Takes over a handle of the C interface.
+  /// Takes ownership of a handle of the C interface.
   explicit Cache(etkv_cache* raw) : handle_(raw) {}
-  /// The same, for every face alike: refused where the cache cannot do what the
-  /// face is for.
+  /// Takes ownership of a handle, as every face can. Faces of other kinds fail
+  /// here where the cache does not have the face.
   static Result<Cache> adopt(etkv_cache* raw) {
     return Cache(raw);
   }
 
-  /// Whether `n` (at least 0) more positions fit.
+  /// Returns whether `n` more positions fit; `n` is at least 0.
   Result<bool> can_extend(int32_t n = 1) const {
     return detail::ask<bool>([&](bool* fits, etkv_error** error) {
       return etkv_cache_can_extend(raw(), n, fits, error);
     });
   }
-  /// The most positions that it holds.
+  /// Returns the most positions that the cache can hold.
   int32_t capacity() const {
     return etkv_cache_capacity(raw());
   }
-  /// The positions that it holds now; one that several sequences share counts
-  /// once.
+  /// Returns the number of positions that the cache holds now. A position that
+  /// several sequences share counts once.
   Result<int32_t> length() const {
     return detail::ask<int32_t>([&](int32_t* length, etkv_error** error) {
       return etkv_cache_length(raw(), length, error);
     });
   }
-  /// The number of its layers.
+  /// Returns the number of layers.
   size_t n_layers() const {
     return etkv_cache_n_layers(raw());
   }
-  /// The name of its kind.
+  /// Returns the name of the kind.
   std::string kind() const {
     const char* kind = etkv_cache_kind(raw());
     return kind == nullptr ? "" : kind;
   }
-  /// The formats that its rows have now.
+  /// Returns the formats that keys and values have now.
   Result<Formats> formats() const {
     const char* k = nullptr;
     const char* v = nullptr;
@@ -78,7 +79,8 @@ class Cache {
     }
     return Formats{k, v};
   }
-  /// Stores what is there, and what comes, in other formats, until it is cleared.
+  /// Converts stored and later rows to other formats, until the cache is
+  /// cleared; see etkv_cache_convert.
   Result<void> convert(
       const std::string& k_format,
       const std::string& v_format) {
@@ -87,25 +89,26 @@ class Cache {
           raw(), k_format.c_str(), v_format.c_str(), error);
     });
   }
-  /// Forgets every position, and gives the buffers back if `release`.
+  /// Removes every position, and frees the buffers if `release`.
   Result<void> clear(bool release = false) {
     return detail::run([&](etkv_error** error) {
       return etkv_cache_clear(raw(), release, error);
     });
   }
-  /// Forgets the positions from `length` on, of the one sequence that there is.
+  /// Removes the positions from `length` on, of the only sequence; see
+  /// etkv_cache_rewind.
   Result<void> rewind(int32_t length) {
     return detail::run([&](etkv_error** error) {
       return etkv_cache_rewind(raw(), length, error);
     });
   }
-  /// The least length, apart from 0, that it can be rewound to now.
+  /// Returns the least length, apart from 0, that rewind() accepts now.
   Result<int32_t> rewindable_to() const {
     return detail::ask<int32_t>([&](int32_t* length, etkv_error** error) {
       return etkv_cache_rewindable_to(raw(), length, error);
     });
   }
-  /// Bytes of its buffers.
+  /// Returns the bytes of the buffers.
   Result<Memory> memory() const {
     return detail::ask_memory(
         n_layers(), [&](etkv_memory* raw_memory, etkv_error** error) {
@@ -113,12 +116,12 @@ class Cache {
         });
   }
 
-  /// Another face on the same cache, for another owner.
+  /// Returns another face on the same cache, for another owner.
   Cache share() const {
     return Cache(etkv_cache_share(raw()));
   }
 
-  /// The handle of the C interface, which stays this object's.
+  /// Returns the handle of the C interface. This object keeps its ownership.
   etkv_cache* raw() const {
     return handle_.get();
   }
@@ -127,7 +130,7 @@ class Cache {
   detail::Handle<etkv_cache, etkv_cache_free> handle_;
 };
 
-/// A cache that no key leads to yet.
+/// Makes a cache that is not in the registry; see etkv_cache_new.
 template <typename Face>
 Result<Face> make_cache(
     const std::string& backend_id,

@@ -1,4 +1,4 @@
-// What a cache is to be, and what it will hold. A part of etkv.hpp.
+// The config of a cache, and estimates of its memory. A part of etkv.hpp.
 #pragma once
 
 #include <cstdint>
@@ -30,7 +30,7 @@ enum class Growth : etkv_growth {
   upfront = ETKV_GROWTH_UPFRONT,
 };
 
-/// What a cache is to be; see etkv_cache_config. Zeros and empty names have
+/// The config of a cache; see etkv_cache_config. Zeros and empty names have
 /// their defaults.
 struct CacheConfig {
   std::vector<LayerConfig> layers;
@@ -45,7 +45,7 @@ struct CacheConfig {
 };
 
 namespace detail {
-/// The config as C has it; valid while `config` is.
+/// The config as the C struct. It points into `config`, which must outlive it.
 class RawConfig {
  public:
   explicit RawConfig(const CacheConfig& config) {
@@ -88,8 +88,9 @@ class RawConfig {
 };
 } // namespace detail
 
-/// What a cache of kind "contiguous" and this config will hold when it has grown to
-/// `length` positions, to the byte, before any is made.
+/// Returns the bytes that a cache of kind "contiguous" and this config holds
+/// once it has grown to `length` positions, 0 to the capacity. Exact to the
+/// byte; no cache is made.
 inline Result<Memory> estimate(const CacheConfig& config, int32_t length) {
   const detail::RawConfig raw(config);
   return detail::ask_memory(
@@ -98,7 +99,8 @@ inline Result<Memory> estimate(const CacheConfig& config, int32_t length) {
       });
 }
 
-/// The same for the kinds "seq" and "tree", while one sequence lives in them.
+/// Returns the same for the kinds "seq" and "tree" while they hold one
+/// sequence.
 inline Result<Memory> estimate_shared(
     const CacheConfig& config,
     int32_t length) {

@@ -1,7 +1,4 @@
-/*
- * Kinds of the host's own.
- * A part of etkv.h, whose conventions hold here.
- */
+/* Kinds that the host adds. A part of etkv.h, whose conventions hold here. */
 #ifndef ETKV_CUSTOM_H
 #define ETKV_CUSTOM_H
 
@@ -18,32 +15,39 @@ extern "C" {
 #endif
 
 /**
- * A kind that the host makes of one that is there: the inner cache keeps rows and
- * positions, and the host's callbacks are around it. That is enough to ration, to
- * evict, to write down what happens, or to refuse; not to store rows another way.
+ * A kind that the host adds, around a kind that exists. The inner cache keeps
+ * rows and positions, and the host's callbacks run around its calls. They can
+ * ration, evict, log or refuse. They cannot store rows in another way.
  *
- * `inner` is the host's handle on the inner cache: every function of this header
- * takes it, etkv_cache_as_seq() and others among them. It lives from `create`
- * until `destroy` has returned, and is not to be freed. While a step is open, the
- * inner cache refuses to be changed.
+ * `inner` is the host's handle on the inner cache. Every function of this
+ * header takes it, etkv_cache_as_seq() included. It lives from `create` until
+ * `destroy` returns; the host does not free it. While a step is open, the inner
+ * cache refuses changes.
  *
- * A callback that fails returns its status and stores an error of
- * etkv_error_new(), or none; it is taken over, and told to who made the call. One
- * that is NULL leaves the inner cache to it.
+ * A callback that fails returns its status. It may store an error of
+ * etkv_error_new(), which etkv takes over and reports to the caller. Where a
+ * callback is NULL, the inner cache handles the call.
  */
 typedef struct etkv_cache_vtable {
   size_t struct_size;
-  /** A cache of the kind is made: stores in `state` what the others get. */
+  /**
+   * Called when a cache of the kind is made. Stores in `state` what the other
+   * callbacks receive. `context` is that of etkv_builder_register().
+   */
   etkv_status (*create)(
       void* context,
       etkv_cache* inner,
       void** state,
       etkv_error** error);
-  /** The last owner of the cache is gone. Not called where `create` failed. */
+  /**
+   * Called when the last owner of the cache is gone. Not called where `create`
+   * failed.
+   */
   void (*destroy)(void* state);
   /**
-   * In place of the inner cache's, which it may change; `n` is at least 0. Where it
-   * fails they do not fit, and nobody is told why.
+   * Called in place of the inner cache's function; it may change the inner
+   * cache. `n` is at least 0. A failure counts as false, and its error is not
+   * reported.
    */
   etkv_status (*can_extend)(
       void* state,
@@ -52,7 +56,7 @@ typedef struct etkv_cache_vtable {
       bool* fits,
       etkv_error** error);
   /**
-   * A program is about to make a step of `n` tokens with these positions. The
+   * Called when a program begins a step of `n` tokens at these positions. The
    * inner cache can still be changed, to make room for them.
    */
   etkv_status (*begin_step)(
@@ -61,12 +65,15 @@ typedef struct etkv_cache_vtable {
       const int32_t* positions,
       size_t n,
       etkv_error** error);
-  /** The step has been, or has not: once for each `begin_step` that worked. */
+  /**
+   * Called once for each `begin_step` that succeeded. `committed` is true where
+   * the step committed, and false where it was rolled back.
+   */
   void (*end_step)(void* state, etkv_cache* inner, bool committed);
-  /** In place of the inner cache's. */
+  /** Called in place of the inner cache's function. */
   etkv_status (
       *clear)(void* state, etkv_cache* inner, bool release, etkv_error** error);
-  /** In place of the inner cache's. */
+  /** Called in place of the inner cache's function. */
   etkv_status (*rewind)(
       void* state,
       etkv_cache* inner,
@@ -75,13 +82,17 @@ typedef struct etkv_cache_vtable {
 } etkv_cache_vtable;
 
 /**
- * Makes a kind known, for as long as the process lives. Its caches have the faces
- * that those of `base` have.
+ * Adds a kind for as long as the process lives. Its caches have the functions
+ * that those of `base` have: of sequences, and of trees.
  *
- * @param backend_id  the backend that will use it: "MLXBackend".
- * @param kind        its name, which no kind of that backend has yet.
- * @param base        the kind of "MLXBackend" that it is made of.
- * @param vtable      copied; its functions, and `context`, are to live as long.
+ * @param backend_id  the backend that uses the caches: "MLXBackend".
+ * @param kind        a name, not empty, that no kind of that backend has yet.
+ * @param base        the kind of "MLXBackend" that the inner caches have.
+ * @param vtable      copied; its functions must stay callable while the process
+ *                    lives.
+ * @param context     passed to `create`; must live as long. The host owns it.
+ *
+ * ETKV_ERROR_KIND for an unknown `base`.
  */
 ETKV_API etkv_status etkv_builder_register(
     const char* backend_id,

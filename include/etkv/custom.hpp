@@ -1,4 +1,4 @@
-// Kinds of the host's own. A part of etkv.hpp.
+// Kinds that the host adds. A part of etkv.hpp.
 #pragma once
 
 #include <string>
@@ -12,9 +12,8 @@ namespace etkv {
 
 /// Kinds of caches by backend and name.
 struct BuilderRegistry {
-  /// Makes a kind of the host's own out of one that is there; see
-  /// etkv_builder_register. `context` and what `vtable` points to live as long as
-  /// the process.
+  /// Adds a kind around a kind that exists; see etkv_builder_register.
+  /// `context`, and what `vtable` points to, must live as long as the process.
   static Result<void> add(
       const std::string& backend_id,
       const std::string& kind,

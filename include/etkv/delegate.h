@@ -1,6 +1,6 @@
 /*
- * What hosts ask of the delegate besides what ExecuTorch passes on.
- * A part of etkv.h, whose conventions hold here.
+ * Load options, checks and errors of the delegate. A part of etkv.h, whose
+ * conventions hold here.
  */
 #ifndef ETKV_DELEGATE_H
 #define ETKV_DELEGATE_H
@@ -16,13 +16,13 @@ extern "C" {
 #endif
 
 /**
- * Sets how the calling thread loads programs from now on, for hosts whose
- * ExecuTorch passes no backend options, as its Python runtime does not. Options
- * that it does pass go before these.
+ * Sets the options with which the calling thread loads programs from now on. It
+ * is for hosts whose ExecuTorch passes no backend options, as its Python
+ * runtime does not. Options that ExecuTorch passes take precedence.
  *
  * @param cache_key  a session's key, or one of the registry; NULL for none.
- * @param logits     "all" or "last": which rows of the logits to compute; NULL
- *                   for "all".
+ * @param logits     "all" or "last": the rows of the logits that the program
+ *                   computes. NULL for "all".
  */
 ETKV_API etkv_status etkv_delegate_set_load_options(
     const char* cache_key,
@@ -30,17 +30,20 @@ ETKV_API etkv_status etkv_delegate_set_load_options(
     etkv_error** error);
 
 /**
- * Tells whether this build can run a program, from the delegate's payload of
- * `n_bytes` alone: ETKV_ERROR_UNSUPPORTED names every operation that it lacks, and
+ * Checks whether this build can run a program. `payload` is the delegate's
+ * payload, of `n_bytes` bytes.
+ *
+ * ETKV_ERROR_UNSUPPORTED names every operation that this build lacks.
  * ETKV_ERROR_PROGRAM is for a payload that is damaged or foreign.
  */
 ETKV_API etkv_status
 etkv_delegate_check(const uint8_t* payload, size_t n_bytes, etkv_error** error);
 
 /**
- * Takes the error that the delegate last reported on the calling thread, or
- * NULL. A host that runs programs is told a bare code of its own; the sentence
- * behind it is here. The caller frees it.
+ * Returns the error that the delegate last reported on the calling thread, and
+ * forgets it. Returns NULL where there is none. The caller frees it with
+ * etkv_error_free(). A host that runs programs gets a code of ExecuTorch's
+ * only; the message is here.
  */
 ETKV_API etkv_error* etkv_delegate_take_error(void);
 

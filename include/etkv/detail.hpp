@@ -1,4 +1,5 @@
-// How the C interface is called from C++. Nothing here is for users of etkv. A part of etkv.hpp.
+// Helpers that call the C interface from C++, not for users of etkv. A part of
+// etkv.hpp.
 #pragma once
 
 #include <cstddef>
@@ -37,7 +38,7 @@ class Handle {
   T* raw_ = nullptr;
 };
 
-/// Calls a C function, with where its error goes.
+/// Calls a C function, with a place for its error.
 template <typename Call>
 Result<void> run(Call call) {
   etkv_error* error = nullptr;
@@ -60,8 +61,8 @@ Result<T> ask(Call call) {
   return Error::adopt(status, error);
 }
 
-/// Calls a C function that fills an array: how much there is may change between
-/// the question and the answer.
+/// Calls a C function that fills an array. The number of elements may change
+/// between the two calls; it asks again then.
 template <typename T, typename Call>
 Result<std::vector<T>> ask_list(Call call) {
   std::vector<T> list;
@@ -82,7 +83,7 @@ Result<std::vector<T>> ask_list(Call call) {
       list.resize(found);
       return list;
     }
-    // Refused for another reason than that there are more of them now.
+    // Refused for another reason than too little room.
     size_t now = 0;
     if (!filled.ok() &&
         (call(nullptr, size_t{0}, &now, nullptr) != ETKV_OK || now <= n)) {

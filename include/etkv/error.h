@@ -13,19 +13,25 @@
 extern "C" {
 #endif
 
-/** What went wrong. Numbers are never reused. */
+/**
+ * The result of a call: ETKV_OK, or the class of the error. Numbers are never
+ * reused.
+ */
 typedef int32_t etkv_status;
 enum {
   ETKV_OK = 0,
-  /** An argument cannot be: NULL, negative, of the wrong type or size. */
+  /** An argument is not valid: NULL, negative, of the wrong type or size. */
   ETKV_ERROR_INVALID_ARGUMENT = 1,
   /** The step or the sequence does not fit in the cache's capacity. */
   ETKV_ERROR_CAPACITY = 2,
   /** A position is negative, leaves a gap, or breaks the run of its step. */
   ETKV_ERROR_POSITION = 3,
-  /** No cache is known by this key, or the program was loaded without one. */
+  /**
+   * The registry has no cache under the key, or the program was loaded without
+   * one.
+   */
   ETKV_ERROR_NO_CACHE = 4,
-  /** The cache is of a kind that cannot do this. */
+  /** The kind is unknown, or caches of this kind cannot do this. */
   ETKV_ERROR_KIND = 5,
   /** A tensor's shape does not match the cache or the program. */
   ETKV_ERROR_SHAPE = 6,
@@ -35,40 +41,44 @@ enum {
   ETKV_ERROR_PROGRAM = 8,
   /** The program needs something that this build does not have. */
   ETKV_ERROR_UNSUPPORTED = 9,
-  /** The backend reported an error, out of memory among them. */
+  /** The backend reported an error, for example that memory ran out. */
   ETKV_ERROR_BACKEND = 10,
-  /** A step is open on this cache, or none is. */
+  /**
+   * A step is open on this cache, or the call needs a step and none is open.
+   */
   ETKV_ERROR_STEP = 11,
   /** A defect inside etkv. */
   ETKV_ERROR_INTERNAL = 12,
 };
 
 /**
- * The name of a status: that of its constant without ETKV_ERROR_, as in
- * "CAPACITY"; "OK" for ETKV_OK and "UNKNOWN" for other numbers. Static.
+ * Returns the name of a status: its constant without ETKV_ERROR_, as in
+ * "CAPACITY". ETKV_OK has "OK", and an unknown number "UNKNOWN". The string is
+ * static.
  */
 ETKV_API const char* etkv_status_name(etkv_status status);
 
-/** An error: a status and a sentence that names the value and the limit. */
+/** An error: a status, and a message that names the value and the limit. */
 typedef struct etkv_error etkv_error;
 
 /**
- * The status of `error`; ETKV_OK if it is NULL, ETKV_ERROR_INVALID_ARGUMENT if it
- * is no live handle.
+ * Returns the status of `error`: ETKV_OK if it is NULL,
+ * ETKV_ERROR_INVALID_ARGUMENT if it is no live handle.
  */
 ETKV_API etkv_status etkv_error_status(const etkv_error* error);
 
 /**
- * The message of `error`, valid until it is freed; "" if it is NULL, and a
- * sentence that says so if it is no live handle. Never NULL.
+ * Returns the message of `error`, never NULL. The string lives until the error
+ * is freed. The message is "" if `error` is NULL, and says so if it is no live
+ * handle.
  */
 ETKV_API const char* etkv_error_message(const etkv_error* error);
 
 ETKV_API void etkv_error_free(etkv_error* error);
 
 /**
- * Makes an error, for a callback to store. NULL where `status` is that of no
- * error, or `message` is NULL or not UTF-8.
+ * Returns a new error, for a callback to store. Returns NULL where `status` is
+ * ETKV_OK or unknown, or `message` is NULL or not UTF-8. `message` is copied.
  */
 ETKV_API etkv_error* etkv_error_new(etkv_status status, const char* message);
 

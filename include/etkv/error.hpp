@@ -1,4 +1,4 @@
-// What went wrong, as C++ has it. A part of etkv.hpp.
+// An error as a C++ object. A part of etkv.hpp.
 #pragma once
 
 #include <string>
@@ -8,13 +8,14 @@
 
 namespace etkv {
 
-/// What went wrong: a status of etkv.h, and a sentence for people.
+/// An error: a status of etkv.h, and a message that names the value and the
+/// limit.
 class Error {
  public:
   Error(etkv_status status, std::string message)
       : status_(status), message_(std::move(message)) {}
 
-  /// Takes over an error object of the C interface, and frees it.
+  /// Copies an error object of the C interface, and frees it.
   static Error adopt(etkv_status status, etkv_error* error) {
     Error adopted(status, etkv_error_message(error));
     etkv_error_free(error);
@@ -24,7 +25,7 @@ class Error {
   etkv_status status() const {
     return status_;
   }
-  /// The name of the status, as in "CAPACITY".
+  /// Returns the name of the status, as in "CAPACITY".
   const char* status_name() const {
     return etkv_status_name(status_);
   }

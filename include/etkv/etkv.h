@@ -1,78 +1,87 @@
 /*
  * etkv: the KV cache of an ExecuTorch program, as a library.
  *
- * The C interface. `etkv.hpp` wraps it for C++; `executorch.hpp` adds what
- * names ExecuTorch.
+ * The C interface. `etkv.hpp` wraps it for C++. `executorch.hpp` adds the
+ * functions that use types of ExecuTorch.
  *
  * Conventions
- *   Names     etkv_<type>_<verb>. `_new` makes a handle, `_free` gives it back;
- *             freeing NULL does nothing.
- *   Results   Every function that can fail returns an etkv_status and takes,
- *             last, `etkv_error** error`. On failure it stores an error object
- *             there, which the caller frees; pass NULL to ignore it. Nothing
- *             else changes: out-parameters are written on success only, and the
- *             object acted on is as it was.
- *   Facts     What cannot fail for a live handle is returned as it is: what was
- *             fixed when the object was made, and another handle on the same.
- *             Asked of NULL, of a handle that was freed and of one of another
- *             type, such a function returns a value that no live handle has, 0
- *             or NULL, and says so. What changes, the length for one, is asked
- *             with a status: a defect may have broken the cache.
- *   Structs   begin with `struct_size`, which the caller sets to the size it was
- *             compiled with. They only ever grow at the end. A field that is
- *             zero has its default, so a struct is set to zero first.
- *   Strings   are UTF-8 and end in a zero byte. Those that functions take are
- *             copied.
- *   Arrays    are a pointer and a number of elements; NULL is fine for none.
- *   Defects   inside become ETKV_ERROR_INTERNAL. A program or a cache that one
- *             happened in refuses everything afterwards but being freed and being
- *             asked for facts, through every handle on it, with that status.
+ *   Names     etkv_<type>_<verb>. `_new` makes a handle, and `_free` frees it.
+ *             Freeing NULL does nothing.
+ *   Results   A function that can fail returns an etkv_status and takes, last,
+ *             `etkv_error** error`. On failure it stores an error object
+ *             there, which the caller frees; pass NULL to ignore it. It
+ *             changes nothing else: out-parameters are written on success
+ *             only, and the object stays as it was. The functions that
+ *             differ say so.
+ *   Facts     A fact is returned without a status: what was fixed when the
+ *             object was made, and another handle on the same object. For
+ *             NULL, for a freed handle and for a handle of another type, such
+ *             a function returns the value that its comment names, 0 or NULL.
+ *             What can change, such as the length, has a status, because a
+ *             defect may have poisoned the cache.
+ *   Structs   begin with `struct_size`. The caller sets it to the size that
+ *             it was compiled with. Structs only grow, at the end. A field
+ *             that is zero has its default, so set a struct to zero first.
+ *   Strings   are UTF-8 and end in a zero byte. Functions copy the strings
+ *             that they take.
+ *   Arrays    are a pointer and a number of elements. NULL is allowed for 0
+ *             elements.
+ *   Defects   inside etkv become ETKV_ERROR_INTERNAL. After one, the program
+ *             or the cache in which it happened returns that status from
+ *             every call, through every handle. It can still be freed, and
+ *             its facts are still returned.
  *
  * Ownership
- *   Who gets a pointer to a handle type of this header from a function owns it,
+ *   A caller that receives a pointer to a handle type of this header owns it,
  *   and frees it once, with the function named after its type. Handles are
- *   numbers that only look like pointers: one that was freed, one of another
- *   type and what never was one are refused with ETKV_ERROR_INVALID_ARGUMENT, or
- *   with the value that no live handle has, and freeing them does nothing. No number is given twice. As memory they are
- *   unknown to leak checkers: etkv_live_handles() counts them.
+ *   numbers that look like pointers, and no number is used twice. A freed
+ *   handle, one of another type and a foreign pointer are refused with
+ *   ETKV_ERROR_INVALID_ARGUMENT, or with the value for no live handle. Freeing
+ *   them does nothing. Leak checkers do not see handles; etkv_live_handles()
+ *   counts them.
  *
- *   A cache is not a handle. It is shared by its handles (etkv_cache and the
- *   faces etkv_seq_cache and etkv_tree_cache), its session, its entries in the
- *   registry, and the programs that were loaded with its key, and lives until
- *   the last of them is gone, in any order. Freeing a handle never takes a cache
- *   from others.
+ *   A cache is not a handle. Its owners are its handles (etkv_cache,
+ *   etkv_seq_cache, etkv_tree_cache and etkv_forwards), its session, its
+ *   entries in the registry, and the programs that were loaded with its key.
+ *   It lives until the last of them is gone, in any order. Freeing a handle
+ *   never frees a cache that has other owners.
  *
  *   A session owns one entry of the process-wide registry, under a key that is
- *   unique in the process. An entry of etkv_registry_install() stays until it is
- *   erased.
+ *   unique in the process. An entry of etkv_registry_install() stays until it
+ *   is erased.
  *
- *   Strings that functions return are said to be static, or to live as long as
- *   the handle that they were asked of.
+ *   A string that a function returns is static, or lives as long as the handle
+ *   that it belongs to. The comment of the function says which. JSON that a
+ *   function stores belongs to the caller: free it with etkv_string_free().
  *
  * Threads
- *   Every function may be called on any thread, also on one handle from several
- *   at a time, and a handle may be freed while another thread uses it: the call
- *   under way ends as if the handle were freed after it. The strings of a handle
- *   are gone then, though.
+ *   Every function may be called on any thread, and one handle may be used by
+ *   several threads at once. A thread may free a handle that another thread
+ *   uses: the call in progress ends as if the handle were freed after it. The
+ *   strings of the handle are gone then.
  *
- *   Calls on one cache are serialised inside, and with the steps of programs: a
- *   call made while a program is in the middle of a step on that cache waits for
- *   the step to end, and sees the cache before or after it, never in between.
- *   Facts are told at once.
+ *   Calls on one cache run one at a time, and not during the steps of
+ *   programs. A call during a step waits for the step to end. It sees the
+ *   cache before or after the step, never in between. Functions that return
+ *   facts do not wait.
+ *
  *   Calls that change a cache, and etkv_cache_can_extend(), also wait for MLX,
- *   which works for one thread at a time. What has to go together takes a lock of
- *   the caller's: between etkv_cache_can_extend() and the step, or
- *   etkv_seq_cache_begin_step() and the step that it is about, another thread may
- *   have its turn. The sequences that begin_step names belong to the cache, not to
- *   the thread: without such a lock a step may run under what another thread named,
- *   and where both sequences are at the same position it is written to the other's
- *   sequence without an error.
+ *   which works for one thread at a time.
  *
- *   The callback of etkv_kinds() is called on its thread, within the call,
- *   without locks. Those of an etkv_cache_vtable may be called on any thread, one
- *   at a time for a cache, while that cache and MLX are taken: a call on that
- *   cache from there is refused with ETKV_ERROR_STEP, and waiting there for
- *   another thread's call may have no end. None of them may leave by an exception.
+ *   Calls that belong together need a lock of the caller's. Between
+ *   etkv_cache_can_extend() and the step, or etkv_seq_cache_begin_step() and
+ *   its step, another thread may run. The declaration of begin_step belongs to
+ *   the cache, not to the thread. Without a lock, a step may run under the
+ *   declaration of another thread. Where both sequences are at the same
+ *   position, its rows are then written to the wrong sequence, without an
+ *   error.
+ *
+ *   The callback of etkv_kinds() runs on the calling thread, within the call,
+ *   without locks. The callbacks of an etkv_cache_vtable run on any thread, one
+ *   at a time for a cache, while etkv holds the locks of that cache and of MLX.
+ *   There, a call on that cache is refused with ETKV_ERROR_STEP, and waiting
+ *   for another thread's call may not end. No callback may exit by an
+ *   exception.
  */
 #ifndef ETKV_ETKV_H
 #define ETKV_ETKV_H
@@ -95,7 +104,5 @@
 #include "etkv/tree.h"
 #include "etkv/version.h"
 
-#include "etkv/log.h"
-#include "etkv/report.h"
 
 #endif /* ETKV_ETKV_H */

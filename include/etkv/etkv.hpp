@@ -1,21 +1,20 @@
-// etkv for C++17: the faces of a cache, and the session that a program finds it
-// by. Header only, over etkv.h; needs neither exceptions nor RTTI.
+// etkv for C++17: the faces of a cache, and the session by which a program
+// finds it. Header only, over etkv.h. It needs neither exceptions nor RTTI.
 //
 //   auto session = etkv::make_decode_session("MLXBackend", config);
 //   if (!session.ok()) return complain(session.error());
 //   load(program, {{"cache_key", session->key()}});
 //   while (session->cache().can_extend().value_or(false)) ...
 //
-// What a runner may do with a cache is the face that it holds: `Cache`,
-// `SeqCache` or `TreeCache`. That the cache can do it is found out once, when the
-// session is made.
+// A runner uses a cache through one of its faces: `Cache`, `SeqCache` or
+// `TreeCache`. Making the session checks once that the cache has the face.
 //
-// What can fail returns a Result, in the shape of std::expected; asking one for what
-// it does not have ends the process with its message. What cannot fail returns its
-// value.
+// A call that can fail returns a Result, in the shape of std::expected. Asking
+// a Result for the value or the error that it does not have ends the process
+// with a message. Other calls return their value.
 //
-// Ownership and threads are as etkv.h says. Objects here own their handles: they
-// are moved, not copied, and moving one is for one thread at a time.
+// Ownership and threads are as etkv.h says. Objects here own their handles:
+// they are moved, not copied. Move an object on one thread at a time.
 #pragma once
 
 #include "etkv/etkv.h"

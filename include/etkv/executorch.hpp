@@ -1,5 +1,5 @@
 // etkv for runners on ExecuTorch: load options, and the sizes that a program
-// tells. It and backend_id.hpp name ExecuTorch's types; matches release 1.5.
+// reports. This file and backend_id.hpp use types of ExecuTorch, release 1.5.
 //
 //   Module module("model.pte", Module::LoadMode::Mmap);
 //   auto facts = etkv::read_kv_cache_metadata(module);
@@ -32,7 +32,7 @@ namespace etkv {
 /// The dtype of token ids and positions.
 inline constexpr auto kLong = executorch::aten::ScalarType::Long;
 
-/// Which rows of a program's logits are computed.
+/// The rows of the logits that a program computes.
 enum class Logits {
   all,  ///< as exported: [1, T, vocabulary]
   last, ///< of the last token only: [1, 1, vocabulary]
@@ -41,10 +41,10 @@ enum class Logits {
 /// The backend options that a program is loaded with.
 class LoadOptions {
  public:
-  /// Binds the cache of the session with this key, in programs of this backend:
-  /// those of kMLXBackend also where open_module has renamed theirs.
-  /// ExecuTorch holds backend ids of at most 63 characters, and passes no options
-  /// to a longer one.
+  /// Binds the cache of the session with this key, in programs of this backend.
+  /// For kMLXBackend that includes programs that open_module has renamed.
+  /// ExecuTorch holds backend ids of at most 63 characters, and passes no
+  /// options to a longer one.
   explicit LoadOptions(
       const char* cache_key,
       const std::string& backend_id = kMLXBackend)
@@ -52,14 +52,16 @@ class LoadOptions {
     options_.set_option("cache_key", cache_key == nullptr ? "" : cache_key);
   }
 
-  /// `Logits::last` spares a prompt the wide last product on every row but one.
-  /// Programs whose output is not one such product refuse to load with it.
+  /// Sets the rows of the logits. `Logits::last` computes the last, wide
+  /// product of a prompt for one row only. A program whose output is not one
+  /// such product then fails to load.
   LoadOptions& logits(Logits rows) {
     options_.set_option("logits", rows == Logits::last ? "last" : "all");
     return *this;
   }
 
-  /// For Module::load_method; valid while this object is.
+  /// Returns the options for Module::load_method. The map lives as long as this
+  /// object.
   executorch::runtime::LoadBackendOptionsMap map() {
     executorch::runtime::LoadBackendOptionsMap map;
     map.set_options(backend_id_.c_str(), options_.view());
@@ -74,7 +76,7 @@ class LoadOptions {
   executorch::runtime::BackendOptions<4> options_;
 };
 
-/// A session, and what a program is loaded with to find its cache.
+/// A session, and the load options by which a program finds its cache.
 template <typename Face>
 struct SessionAndOptions {
   CacheSession<Face> session;
@@ -95,7 +97,7 @@ Result<SessionAndOptions<Face>> with_options(
 }
 } // namespace detail
 
-/// As make_decode_session, with the backend options that carry the key.
+/// Makes what make_decode_session makes, and the load options with its key.
 inline Result<SessionAndOptions<Cache>> make_decode_session_and_options(
     const std::string& backend_id,
     const CacheConfig& config) {
@@ -103,14 +105,14 @@ inline Result<SessionAndOptions<Cache>> make_decode_session_and_options(
       backend_id, make_decode_session(backend_id, config));
 }
 
-/// As make_seq_session, with the backend options that carry the key.
+/// Makes what make_seq_session makes, and the load options with its key.
 inline Result<SessionAndOptions<SeqCache>> make_seq_session_and_options(
     const std::string& backend_id,
     const CacheConfig& config) {
   return detail::with_options(backend_id, make_seq_session(backend_id, config));
 }
 
-/// As make_tree_session, with the backend options that carry the key.
+/// Makes what make_tree_session makes, and the load options with its key.
 inline Result<SessionAndOptions<TreeCache>> make_tree_session_and_options(
     const std::string& backend_id,
     const CacheConfig& config) {
@@ -119,7 +121,8 @@ inline Result<SessionAndOptions<TreeCache>> make_tree_session_and_options(
 }
 
 namespace detail {
-/// The delegate's own words for a code of ExecuTorch's, if it had any.
+/// Returns the delegate's own error, or else one with the code of ExecuTorch.
+/// `what` is the action that failed.
 inline Error executorch_error(
     executorch::runtime::Error code,
     const std::string& what) {
@@ -130,10 +133,10 @@ inline Error executorch_error(
       ETKV_ERROR_PROGRAM, what + ": " + executorch::runtime::to_string(code));
 }
 
-/// Opens the program of `module`, unless it is open: its tables are checked
-/// throughout. ExecuTorch's default checks their first bytes, and damage behind
-/// those ends in reads of memory that is not the program's. `what` could not be
-/// done where it fails.
+/// Opens the program of `module`, unless it is open, and checks all of its
+/// tables. By default ExecuTorch checks their first bytes only, and a damaged
+/// program can then make it read memory that is not the program's. `what` is
+/// the action of the error.
 inline Result<void> open(
     executorch::extension::Module& module,
     const std::string& what) {
@@ -146,12 +149,16 @@ inline Result<void> open(
 }
 } // namespace detail
 
-/// Loads a method of `module` with `options`, with the delegate's own error.
+/// Loads a method of `module` with `options`. A failure has the delegate's own
+/// error.
 ///
-/// A method that is loaded already stays bound to the cache it has, so that is
-/// an error: unload it first. So is one for MLXBackend where that is not etkv's.
-/// A program that is not open yet is opened with its tables checked
-/// (`Verification::InternalConsistency`), here and below.
+/// A program that is not open yet is opened, and all of its tables are checked
+/// (`Verification::InternalConsistency`). execute() and
+/// read_kv_cache_metadata() do so too.
+///
+/// ETKV_ERROR_INVALID_ARGUMENT for a method that is loaded already: it stays
+/// bound to the cache that it has, so unload it first. ETKV_ERROR_UNSUPPORTED
+/// for a method on MLXBackend where that is not etkv's delegate.
 inline Result<void> load_method(
     executorch::extension::Module& module,
     const std::string& method,
@@ -181,7 +188,7 @@ inline Result<void> load_method(
                      "load etkv's delegate before the other"));
     }
   }
-  // An earlier failure on this thread is not this one's reason.
+  // An earlier failure on this thread is not the reason of this one.
   etkv_error_free(etkv_delegate_take_error());
   const auto map = options.map();
   const auto code = module.load_method(
@@ -192,7 +199,7 @@ inline Result<void> load_method(
   return {};
 }
 
-/// Runs a method of `module`, with the delegate's own error.
+/// Runs a method of `module`. A failure has the delegate's own error.
 inline Result<std::vector<executorch::runtime::EValue>> execute(
     executorch::extension::Module& module,
     const std::string& method,
@@ -209,32 +216,34 @@ inline Result<std::vector<executorch::runtime::EValue>> execute(
   return std::move(outputs.get());
 }
 
-/// What a program says of its caches: architecture facts, and the step that it
-/// was exported for.
+/// The facts of a program's caches: its layers, and the step that it was
+/// exported for.
 struct ModelCacheParams {
   std::vector<LayerConfig> layers;
-  /// Most tokens of one step; 0 where the program does not tell.
+  /// The most tokens of one step; 0 where the program does not report it.
   int32_t prefill_chunk_size = 0;
-  /// Positions that it was exported for; 0 where the program does not tell.
+  /// The positions that it was exported for; 0 where the program does not
+  /// report it.
   int32_t max_context_length = 0;
 };
 
 /// The version of the `kv_cache.*` metadata that this header reads.
 inline constexpr int32_t kMetadataVersion = 1;
 
-/// The value of a program's constant method of this name: nothing where there is
-/// none, an error where it cannot be run. Tensors live as long as the program.
+/// Returns the value of a program's constant method of this name: nothing where
+/// there is none, an error where it cannot run. Tensors live as long as the
+/// program.
 using ConstantMethods =
     std::function<Result<std::optional<executorch::runtime::EValue>>(
         const std::string&)>;
 
 namespace detail {
-/// Constant methods, as the numbers that they are.
+/// Reads numbers from constant methods.
 class Metadata {
  public:
   explicit Metadata(const ConstantMethods& constants) : constants_(constants) {}
 
-  /// The count of that name; nothing where there is none.
+  /// Returns the count of that name; nothing where there is none.
   Result<std::optional<int32_t>> find(const std::string& name) const {
     auto value = constants_(name);
     if (!value.ok()) {
@@ -246,7 +255,7 @@ class Metadata {
     return as_count(name, **value);
   }
 
-  /// The count of that name, which has to be there.
+  /// Returns the count of that name; an error where there is none.
   Result<int32_t> get(const std::string& name) const {
     auto found = find(name);
     if (!found.ok()) {
@@ -258,7 +267,8 @@ class Metadata {
     return **found;
   }
 
-  /// The first of these counts that is there; 0 where none is.
+  /// Returns the first of these counts that the program has; 0 where it has
+  /// none.
   Result<int32_t> first(const std::vector<const char*>& names) const {
     for (const char* name : names) {
       auto found = find(name);
@@ -272,7 +282,8 @@ class Metadata {
     return 0;
   }
 
-  /// One count for each layer: a tensor of them, or one count for all.
+  /// Returns one count for each layer, from a tensor of counts or one count for
+  /// all.
   Result<std::vector<int32_t>> each(
       const char* name,
       int32_t n_layers,
@@ -357,8 +368,8 @@ class Metadata {
   const ConstantMethods& constants_;
 };
 
-/// Which constant methods tell what: those of `kv_cache.*`, or those of
-/// ExecuTorch's exporter. NULL for what none tells.
+/// The names of the constant methods: those of `kv_cache.*`, or those of
+/// ExecuTorch's exporter. NULL where there is no such method.
 struct MetadataNames {
   const char* n_layers;
   const char* n_kv_heads;
@@ -366,7 +377,7 @@ struct MetadataNames {
   const char* v_head_dim;
   const char* window;
   const char* sinks;
-  /// Whether no word of windows means that there are none.
+  /// Whether a program without the method of windows has no windows.
   bool windows_optional;
 };
 
@@ -394,7 +405,7 @@ inline Result<std::vector<LayerConfig>> read_layers(
   if (!n_layers.ok()) {
     return n_layers.error();
   }
-  // More than that is damage, and not looked for.
+  // A larger number is damage.
   constexpr int32_t kMostLayers = 65536;
   if (*n_layers < 1 || *n_layers > kMostLayers) {
     return Error(
@@ -442,18 +453,19 @@ inline Result<std::vector<LayerConfig>> read_layers(
 }
 } // namespace detail
 
-/// Reads what a program tells of its caches from its constant methods.
+/// Reads the facts of a program's caches from its constant methods.
 ///
-/// Where there is `kv_cache.schema_version`, it is 1, and the layers are
-/// `kv_cache.n_layers`, and `kv_cache.n_kv_heads`, `head_dim`, `v_head_dim`,
-/// `window` and `sinks` for each: an integer for all layers, or a tensor of one
-/// integer a layer. The last three may be absent. Another version is refused.
+/// With `kv_cache.schema_version`, which must be 1, there are
+/// `kv_cache.n_layers` layers. `kv_cache.n_kv_heads`, `head_dim`, `v_head_dim`,
+/// `window` and `sinks` describe each: an integer for all layers, or a tensor
+/// of one integer a layer. The last three are optional. Other versions are
+/// refused.
 ///
-/// Where there is none, the layers are what ExecuTorch's exporter writes:
+/// Without it, the layers are those that ExecuTorch's exporter writes:
 /// get_n_caches, get_kv_heads, get_head_dims and get_windows.
 ///
-/// The step and the context are get_prefill_chunk_size and get_max_ctx_len, or
-/// get_max_context_len, or get_max_seq_len.
+/// The step is get_prefill_chunk_size. The context is get_max_ctx_len, or else
+/// get_max_context_len, or else get_max_seq_len.
 inline Result<ModelCacheParams> read_kv_cache_metadata(
     const ConstantMethods& constants) {
   const detail::Metadata metadata(constants);
@@ -486,11 +498,11 @@ inline Result<ModelCacheParams> read_kv_cache_metadata(
   return ModelCacheParams{std::move(layers.value()), *chunk, *context};
 }
 
-/// The same, for a program's method: one that the backend runs.
+/// Reads the same for one method of a program, which must run on the backend.
 ///
-/// A MethodMeta of release 1.5 has no values, so those come from the program's
-/// constant methods. What it has is the most tokens of a step, where the program
-/// tells no less: the length of the method's first one-dimensional int64 input.
+/// A MethodMeta of release 1.5 has no values, so the facts come from the
+/// program's constant methods. Where these do not report the most tokens of a
+/// step, it is the length of the method's first one-dimensional int64 input.
 inline Result<ModelCacheParams> read_kv_cache_metadata(
     const executorch::runtime::MethodMeta& method,
     const ConstantMethods& constants,
@@ -518,8 +530,8 @@ inline Result<ModelCacheParams> read_kv_cache_metadata(
   return params;
 }
 
-/// The same, for a program that is a Module. `method` is run by nobody here: it
-/// tells the most tokens of a step where the constant methods do not.
+/// Reads the same from a Module. Does not run `method`; its inputs tell the
+/// most tokens of a step where the constant methods do not.
 inline Result<ModelCacheParams> read_kv_cache_metadata(
     executorch::extension::Module& module,
     const std::string& method = "forward") {
@@ -554,11 +566,11 @@ inline Result<ModelCacheParams> read_kv_cache_metadata(
   return read_kv_cache_metadata(constants);
 }
 
-/// The program's facts and the caller's policy, as one configuration. What else
-/// there is to choose, the caller sets in it.
+/// Returns a config of the program's facts and the caller's choices. The caller
+/// may set its other fields.
 ///
-/// @param capacity   positions, the session's context length
-/// @param format     storage of keys and values; empty for the default
+/// @param capacity   the most positions: the session's context length
+/// @param format     the format of keys and values; empty for the default
 /// @param min_chunk  slots of the first allocation; 0 for the default
 inline CacheConfig make_config(
     const ModelCacheParams& params,

@@ -1,10 +1,11 @@
-// etkv's caches for ExecuTorch's own MLX backend: a class with the faces that the
-// caches of that backend have.
+// etkv's caches for ExecuTorch's own MLX backend: a class that implements the
+// interfaces of that backend's caches.
 //
-// For code inside ExecuTorch's tree: `MLXCache.h` and `extension/llm/cache/cache.h`
-// are in its repository and not in its wheel. Matches both as they are on its main
-// branch of 2026-08-22, where a step's positions come as the first of a run, and a
-// state of it where they come as a list; release 1.5.1's own was not at hand.
+// For code inside ExecuTorch's tree: `MLXCache.h` and
+// `extension/llm/cache/cache.h` are in its repository and not in its wheel. The
+// class matches both files on its main branch of 2026-08-22, where a step's
+// positions arrive as the first of a run. It also matches a state of them where
+// positions arrive as a list. It was not tried with release 1.5.1.
 //
 //   auto session = etkv::make_decode_session("MLXBackend", config);
 //   etkv::ExecuTorchMLXCache cache(session->cache());
@@ -25,26 +26,27 @@
 
 namespace etkv {
 
-/// One sequence of an etkv cache, as ExecuTorch's MLX backend and its runners take
-/// it. The cache itself is shared and may outlive this.
+/// One sequence of an etkv cache, as ExecuTorch's MLX backend and its runners
+/// use it. It shares the cache, which may outlive it.
 class ExecuTorchMLXCache
     : public ::executorch::extension::llm::cache::CacheBase,
       public ::executorch::extension::llm::cache::SequenceControl,
       public ::executorch::backends::mlx::MLXCache {
  public:
-  /// Throws std::runtime_error where the cache is poisoned, as that backend does.
+  /// Throws std::runtime_error where the cache is poisoned, as that backend
+  /// does.
   explicit ExecuTorchMLXCache(const Cache& cache)
       : cache_(cache.share()), forwards_(taken(MLXForwards::make(cache))) {}
 
   ::executorch::extension::llm::cache::SequenceControl* as_control() override {
     return this;
   }
-  /// None: the rows are etkv's own to plan.
+  /// Returns nullptr: etkv plans the rows itself.
   ::executorch::extension::llm::cache::SequencePlanner* as_planner() override {
     return nullptr;
   }
 
-  /// Throws std::runtime_error where the cache cannot be asked.
+  /// Throws std::runtime_error where the call to the cache fails.
   bool can_extend(int n = 1) const override {
     return taken(cache_.can_extend(n));
   }
@@ -60,15 +62,15 @@ class ExecuTorchMLXCache
   }
 
 #ifdef __clang__
-  // Which of these two overrides depends on ExecuTorch's sources, so neither can say
-  // that it does.
+  // One of these two functions overrides, and ExecuTorch's sources decide
+  // which. So neither can be marked `override`.
 #pragma clang diagnostic push
 #pragma clang diagnostic ignored "-Winconsistent-missing-override"
 #endif
-  /// What the backend calls, by the position of the first token or by those of all:
-  /// which of the two it declares differs between its states, and the one that it
-  /// does overrides it. Throws std::runtime_error with etkv's sentence where the rows
-  /// cannot be taken.
+  /// Writes a layer's rows and returns what its queries attend to. `position`
+  /// is that of the first token. The backend declares this function or the
+  /// next, and that one overrides it. Throws std::runtime_error with etkv's
+  /// message where the cache refuses the rows.
   ::executorch::backends::mlx::AttendSpec update_and_fetch(
       int layer,
       int position,
@@ -80,7 +82,7 @@ class ExecuTorchMLXCache
     return update_and_fetch(layer, positions, k, v, s);
   }
 
-  /// The same.
+  /// The same, with the positions of all tokens.
   ::executorch::backends::mlx::AttendSpec update_and_fetch(
       int layer,
       const std::vector<int32_t>& positions,

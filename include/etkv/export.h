@@ -1,8 +1,9 @@
 /*
- * ETKV_API: what marks the functions of the C interface. A part of etkv.h.
+ * ETKV_API: marks the functions of the C interface. A part of etkv.h.
  *
- * ETKV_STATIC is defined by who links the static library, ETKV_BUILDING where the
- * shared one is built. Both matter on Windows, for which nothing is built yet.
+ * Define ETKV_STATIC to link the static library. The build of the shared
+ * library defines ETKV_BUILDING. Both matter on Windows only, which etkv does
+ * not support yet.
  */
 #ifndef ETKV_EXPORT_H
 #define ETKV_EXPORT_H

@@ -17,80 +17,90 @@ extern "C" {
 #endif
 
 /**
- * The forwards of a host that computes with MLX itself, on a cache. `mlx_cache.hpp`
- * is this for C++.
+ * A handle for the forwards, on a cache, of a host that computes with MLX
+ * itself. `mlx_cache.hpp` wraps it for C++.
  *
- * Arrays are pointers to `mlx::core::array`, and a stream is one to
- * `mlx::core::Stream`, of the very MLX that the library is linked to
- * (etkv_mlx_version()). What is passed in is shared, not copied; results are
- * assigned to arrays that the caller has made, of any shape.
+ * Arrays are pointers to `mlx::core::array`, and a stream is a pointer to
+ * `mlx::core::Stream`. Both must be of the MLX that the library is linked to
+ * (etkv_mlx_version()). Arrays that are passed in are shared, not copied.
+ * Results are assigned to arrays that the caller owns, whatever their shape
+ * before.
  *
- * A forward begins with the call of the first layer, and has been when every layer
- * of the cache was called, once, with the same positions; in any order. A layer
- * that comes again, or with other positions, begins a new one: what was not
- * finished has not been. Where layers of a model share keys and values, the host
- * calls the layer once, and attends to what it gave as often as it likes. It
- * evaluates what it was given when it likes. Where that fails after the last
- * layer was called, the forward's positions are there with rows that nobody
- * knows: rewind them, or clear the cache.
+ * A forward begins with the call of its first layer. It commits once every
+ * layer of the cache has been called exactly once, in any order, with the same
+ * positions. A second call of a layer, or one with other positions, rolls back
+ * the unfinished forward and begins a new one. A call that is refused or fails
+ * rolls back the forward too.
  *
- * A call that is refused, or fails, ends the forward as well: it has not been.
+ * Where layers of a model share keys and values, the host calls the layer once,
+ * and attends to its result as often as needed. The host evaluates the results
+ * when it likes. Where that fails after the forward committed, the cache holds
+ * its positions with unknown rows: rewind them, or clear the cache.
  *
  * MLX works for one thread at a time. These calls wait for each other and for
- * programs; the host keeps its own work in MLX off other threads meanwhile. While a
- * forward is under way, what would change the cache is refused with
- * ETKV_ERROR_STEP rather than kept waiting.
+ * programs; the host must keep its own work in MLX off other threads meanwhile.
+ * While a forward is open, calls that change the cache return ETKV_ERROR_STEP
+ * instead of waiting.
  */
 typedef struct etkv_forwards etkv_forwards;
 
-/** Makes a handle; nothing else makes steps on the cache while it is in use. */
+/**
+ * Makes a handle, which the caller frees with etkv_forwards_free(). It shares
+ * the cache. While it is in use, the host must not run other steps on the
+ * cache.
+ */
 ETKV_API etkv_status etkv_forwards_new(
     const etkv_cache* cache,
     etkv_forwards** forwards,
     etkv_error** error);
 
-/** Gives back the handle; a forward that is not finished has not been. */
+/** Frees the handle, and rolls back an unfinished forward. */
 ETKV_API void etkv_forwards_free(etkv_forwards* forwards);
 
-/** The forward that is not finished, if there is one, has not been. */
+/** Rolls back an unfinished forward. Does nothing without one. */
 ETKV_API etkv_status
 etkv_forwards_abort(etkv_forwards* forwards, etkv_error** error);
 
-/** What a layer brings. */
+/** The rows that a layer writes. The caller owns what the struct points to. */
 typedef struct etkv_mlx_rows {
   size_t struct_size;
   size_t layer;
-  /** One a token, consecutive for each sequence. */
+  /** One position a token, consecutive for each sequence. */
   const int32_t* positions;
   size_t n_positions;
-  /** `mlx::core::array`, [1, n_kv_heads, n_positions, k_head_dim], a float. */
+  /**
+   * The keys: `mlx::core::array`, [1, n_kv_heads, n_positions, k_head_dim], of
+   * dtype float32, float16 or bfloat16.
+   */
   const void* k;
-  /** Likewise with v_head_dim. */
+  /** The values: the same with v_head_dim. */
   const void* v;
-  /** `mlx::core::Stream`; NULL for the library's own. */
+  /** `mlx::core::Stream` to put the work on; NULL for the library's own. */
   const void* stream;
 } etkv_mlx_rows;
 
-/** Which keys a query sees. */
+/** The keys that a query sees. */
 typedef int32_t etkv_mask;
 enum {
-  /** All. */
+  /** All of them. */
   ETKV_MASK_NONE = 0,
-  /** Query i of T all but the last T - 1 - i. */
+  /** For query i of T, all but the last T - 1 - i. */
   ETKV_MASK_CAUSAL = 1,
   /** Those that are true in an array of booleans. */
   ETKV_MASK_EXPLICIT = 2,
 };
 
 /**
- * Writes a layer's rows, and gives what its queries attend to.
+ * Writes a layer's rows, and stores what its queries attend to. The four
+ * results are the caller's.
  *
- * @param k          [1, n_kv_heads, L, k_head_dim], in the dtype of `rows->k`:
- *                   all of it unpacked where the cache stores it otherwise.
- * @param v          likewise.
- * @param mask_kind  how to mask.
- * @param mask       [n_positions, L], where that is ETKV_MASK_EXPLICIT; as it was
- *                   otherwise.
+ * @param k          receives the keys: [1, n_kv_heads, L, k_head_dim], in the
+ *                   dtype of `rows->k`. Rows in other formats are converted to
+ *                   it, all L of them.
+ * @param v          receives the values: likewise, with v_head_dim.
+ * @param mask_kind  receives the kind of the mask.
+ * @param mask       receives [n_positions, L] booleans where the kind is
+ *                   ETKV_MASK_EXPLICIT; unchanged otherwise.
  */
 ETKV_API etkv_status etkv_forwards_update_and_fetch(
     etkv_forwards* forwards,
@@ -102,11 +112,15 @@ ETKV_API etkv_status etkv_forwards_update_and_fetch(
     etkv_error** error);
 
 /**
- * Writes a layer's rows, and attends to what is there, as it is stored.
+ * Writes a layer's rows, and attends to the rows that the layer's queries see,
+ * in the format that they are stored in.
  *
- * @param q         `mlx::core::array`, [1, n_heads, n_positions, k_head_dim].
- * @param scale     of the scores.
- * @param attended  [1, n_heads, n_positions, v_head_dim], in the dtype of `q`.
+ * @param q         the queries: `mlx::core::array`, [1, n_heads, n_positions,
+ *                  k_head_dim], of a float dtype. n_heads is a multiple of
+ *                  n_kv_heads.
+ * @param scale     the factor of the scores; finite.
+ * @param attended  receives [1, n_heads, n_positions, v_head_dim], in the dtype
+ *                  of `q`.
  */
 ETKV_API etkv_status etkv_forwards_update_and_attend(
     etkv_forwards* forwards,

@@ -12,17 +12,18 @@ extern "C" {
 #endif
 
 /*
- * What a cache can do is its kind, which is fixed when it is made:
+ * The kind of a cache decides what it can do. It is fixed when the cache is
+ * made.
  *
- *   "contiguous"  one growing sequence; the shortest way for one
+ *   "contiguous"  one growing sequence; the fastest kind for one
  *   "seq"         up to 256 sequences that share cells: forks, removal, batches
- *   "tree"        the same, with trees of candidates behind sequences
+ *   "tree"        as "seq", with trees of candidates behind sequences
  */
 
 /**
- * Calls `visit` with each kind that caches can be made of, and the backend id
- * that it is registered under, in order. The names live for the call. Does
- * nothing where `visit` is NULL.
+ * Calls `visit` once for each kind, in order of backend id and name. `context`
+ * is passed on. The strings live as long as the call. Does nothing where
+ * `visit` is NULL.
  */
 ETKV_API void etkv_kinds(
     void (*visit)(void* context, const char* backend_id, const char* kind),

@@ -14,7 +14,7 @@ struct Kind {
   std::string name;
 };
 
-/// The kinds that caches can be made of, in order.
+/// Returns the kinds of caches, in order of backend id and name.
 inline std::vector<Kind> kinds() {
   std::vector<Kind> found;
   etkv_kinds(

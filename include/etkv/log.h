@@ -1,7 +1,7 @@
 /*
- * etkv's log: what a running cache tells of itself, passed to one callback.
+ * The log of etkv: messages of caches and programs, passed to one callback.
  *
- * Targets, each with its own level if the filter says so:
+ * Targets, for which a filter may set levels of their own:
  *
  *   etkv::core      caches: steps, growth, conversions, moves, rollbacks
  *   etkv::program   programs: loading, passes, forwards
@@ -21,30 +21,36 @@
 extern "C" {
 #endif
 
-/** How much a message matters. Numbers are never reused. */
+/** The level of a message. Numbers are never reused. */
 typedef int32_t etkv_log_level;
 enum {
-  /** A cache is poisoned, a defect was caught. */
+  /** A cache is poisoned, or a defect was caught. */
   ETKV_LOG_ERROR = 1,
-  /** A step was refused or rolled back, a conversion failed. */
+  /** A step is refused or rolled back, or a conversion fails. */
   ETKV_LOG_WARN = 2,
-  /** A program was loaded, a cache was converted. */
+  /** A program is loaded, or a cache is converted. */
   ETKV_LOG_INFO = 3,
-  /** What was done, and how long it took: steps, growth, passes. */
+  /** What was done, and the time it took: steps, growth, passes. */
   ETKV_LOG_DEBUG = 4,
   /** What each layer of a step does. */
   ETKV_LOG_TRACE = 5,
 };
 
 /**
- * Takes a message: one line of text, with its fields as `name=value` behind it and
- * the spans that it is in before it, as in
- * `step{tokens=1 first=7 mask=none read=8}: done took_us=412`.
+ * Receives a message: one line of text. Its spans come first, then the text,
+ * then its fields as `name=value`, as in `step{tokens=1 first=7 mask=none
+ * read=8}: done took_us=412`.
  *
- * Strings live as long as the call. It may be called on any thread, on several at
- * once, while a cache, MLX or both are taken. So it must not call etkv, wait for a
- * thread that does or for a lock that such a thread has, throw or exit by longjmp: it
- * keeps the message, or writes it.
+ * The strings live as long as the call. etkv calls it on any thread, on several
+ * threads at once, and while it holds the locks of a cache, of MLX or of both.
+ * So the callback keeps the message or writes it. It must not call etkv, wait
+ * for a thread that calls etkv or for a lock that such a thread holds, throw,
+ * or exit by longjmp.
+ *
+ * @param level    the level of the message.
+ * @param target   the target, as in "etkv::core".
+ * @param message  the message.
+ * @param user     the pointer that etkv_set_log_callback() received.
  */
 typedef void (*etkv_log_callback)(
     etkv_log_level level,
@@ -53,20 +59,21 @@ typedef void (*etkv_log_callback)(
     void* user);
 
 /**
- * Has `callback` called with the messages that `filter` lets pass, from now on, in
- * the place of the callback that was there. NULL removes it. When this returns, the
- * callback that was there runs on no thread and is not called again.
+ * Sets the callback that receives the messages that `filter` lets pass. It
+ * replaces the earlier callback. When this call returns, the earlier callback
+ * runs on no thread and is not called again.
  *
- * Without a callback nothing is formatted.
+ * @param filter    in the syntax of Rust's RUST_LOG: a level (`error`, `warn`,
+ *                  `info`, `debug`, `trace`, `off`), or targets with a level
+ *                  each, as in `warn,etkv::core=debug`. NULL for `info`.
+ *                  Copied.
+ * @param callback  NULL removes the callback. Without one, nothing is
+ *                  formatted.
+ * @param user      passed to the callback; the host owns it.
  *
- * @param filter  in the syntax of Rust's RUST_LOG: a level (`error`, `warn`, `info`,
- *                `debug`, `trace`, `off`), or targets with a level each, as in
- *                `warn,etkv::core=debug`. NULL for `info`.
- * @param user    is passed to the callback.
- *
- * ETKV_ERROR_INVALID_ARGUMENT for a filter that cannot be read;
- * ETKV_ERROR_UNSUPPORTED where Rust code of this process has set a subscriber of
- * `tracing` itself, which gets the messages then; ETKV_ERROR_STEP inside the
+ * ETKV_ERROR_INVALID_ARGUMENT for a filter that is not in that syntax.
+ * ETKV_ERROR_UNSUPPORTED where Rust code of this process has set a subscriber
+ * of `tracing`, which receives the messages instead. ETKV_ERROR_STEP inside the
  * callback.
  */
 ETKV_API etkv_status etkv_set_log_callback(
@@ -76,21 +83,30 @@ ETKV_API etkv_status etkv_set_log_callback(
     etkv_error** error);
 
 /**
- * The same without a callback: keeps the last `most` messages for etkv_log_take(). For
- * a host that runs programs while it has a lock which its callback would take: that
- * lock waits for MLX then, and MLX for the lock. ExecuTorch's Python module runs
- * programs with Python's lock taken.
+ * Keeps the last `most` messages for etkv_log_take(), instead of a callback. It
+ * replaces a callback, and etkv_set_log_callback() replaces it.
  *
- * It takes the place of a callback, and etkv_set_log_callback() its place.
- * ETKV_ERROR_INVALID_ARGUMENT also where `most` is 0.
+ * Use it in a host that runs programs while it holds a lock that its callback
+ * would take. With a callback, such a host can deadlock: the lock waits for
+ * MLX, and MLX for the lock. ExecuTorch's Python module runs programs with
+ * Python's lock held.
+ *
+ * @param filter  as for etkv_set_log_callback().
+ * @param most    the number of messages, at least 1;
+ *                ETKV_ERROR_INVALID_ARGUMENT for 0.
+ *
+ * The other errors are those of etkv_set_log_callback().
  */
 ETKV_API etkv_status
 etkv_log_keep(const char* filter, size_t most, etkv_error** error);
 
 /**
- * Stores the messages that were kept, and forgets them: a list of objects, the oldest
- * first, with `level`, `target`, `message`, and `time` in seconds since 1970. NULL where
- * there is none. The caller frees it with etkv_string_free().
+ * Stores the messages that were kept, and forgets them.
+ *
+ * @param json  receives a JSON list of objects, the oldest message first, with
+ *              `level`, `target`, `message`, and `time` in seconds since 1970;
+ *              NULL where there is none. The caller frees it with
+ *              etkv_string_free().
  */
 ETKV_API etkv_status etkv_log_take(char** json, etkv_error** error);
 

@@ -1,4 +1,4 @@
-// etkv's log for C++17: see log.h for what it says, and on which threads.
+// The log of etkv for C++17. See log.h for the messages and the threads.
 #pragma once
 
 #include <functional>
@@ -22,8 +22,8 @@ enum class LogLevel : etkv_log_level {
   trace = ETKV_LOG_TRACE,
 };
 
-/// Takes a message, as etkv_log_callback does: on any thread, without calling etkv
-/// and without throwing.
+/// Receives a message, as etkv_log_callback does: on any thread, without
+/// calling etkv and without throwing.
 using LogCallback = std::function<
     void(LogLevel level, std::string_view target, std::string_view message)>;
 
@@ -33,7 +33,7 @@ struct LogState {
   std::unique_ptr<LogCallback> callback;
 };
 inline LogState& log_state() {
-  // Never destroyed: messages may come while the process ends.
+  // Never destroyed: messages may arrive while the process ends.
   static LogState* state = new LogState;
   return *state;
 }
@@ -47,9 +47,10 @@ inline void pass_on(
 }
 } // namespace detail
 
-/// Has `callback` called with the messages that `filter` lets pass, in the place of
-/// the one that was there; an empty one removes it. The one that was there is
-/// destroyed before this returns.
+/// Sets the callback that receives the messages that `filter` lets pass. It
+/// replaces the earlier callback, which is destroyed before this call returns.
+/// An empty one removes it. See etkv_set_log_callback for `filter` and the
+/// errors.
 inline Result<void> set_log_callback(
     const std::string& filter,
     LogCallback callback) {

@@ -20,16 +20,17 @@ typedef struct etkv_layer_memory {
 /** Bytes of a cache's buffers. */
 typedef struct etkv_memory {
   size_t struct_size;
-  /** Held. */
+  /** Bytes of all buffers. */
   uint64_t allocated;
-  /** Of these, in use by positions. */
+  /** Bytes of these that positions use. */
   uint64_t used;
-  /** The most that it may come to hold. */
+  /** The most bytes that the cache can come to hold. */
   uint64_t at_capacity;
   /**
-   * Where the caller wants the same layer by layer: as many structs as there are
-   * layers, `layers->struct_size` bytes apart, and their number. The first has
-   * its `struct_size` set. NULL and 0 where not.
+   * Room for the same numbers layer by layer, or NULL. The caller owns as many
+   * structs as the cache has layers, `layers->struct_size` bytes apart, and
+   * sets the `struct_size` of the first. `n_layers` is their number, 0 for
+   * NULL.
    */
   etkv_layer_memory* layers;
   size_t n_layers;

@@ -22,9 +22,9 @@ struct LayerMemory {
 
 /// Bytes of a cache's buffers.
 struct Memory {
-  uint64_t allocated = 0;          ///< held
-  uint64_t used = 0;               ///< of these, in use by positions
-  uint64_t at_capacity = 0;        ///< the most that it may come to hold
+  uint64_t allocated = 0;          ///< bytes of all buffers
+  uint64_t used = 0;               ///< bytes of these that positions use
+  uint64_t at_capacity = 0;        ///< the most that it can come to hold
   std::vector<LayerMemory> layers; ///< the same layer by layer
 };
 

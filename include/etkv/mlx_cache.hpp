@@ -1,14 +1,14 @@
-// etkv for hosts that compute with MLX themselves: a cache as what its attention
-// takes, in `mlx::core::array`. Needs MLX's headers, and the very MLX that the
-// library is linked to; C++20, as they do.
+// etkv for hosts that compute with MLX themselves: attention on a cache, with
+// `mlx::core::array`. Needs C++20, MLX's headers, and the MLX that the library
+// is linked to.
 //
 //   auto cache = etkv::make_decode_session("MLXBackend", config);
 //   auto forwards = etkv::MLXForwards::make(cache->cache());
 //   for (each layer)
 //     x = forwards->update_and_attend(layer, positions, q, k, v, scale);
 //
-// A forward has been when every layer was called once. Ownership, threads and what
-// a failure means are as etkv.h says.
+// A forward commits once every layer has been called exactly once; see
+// etkv_forwards. Ownership, threads and errors are as etkv.h says.
 #pragma once
 
 #include <cstddef>
@@ -24,9 +24,9 @@
 
 namespace etkv {
 
-/// What a layer's queries attend to, and how to mask it.
+/// The keys and values that a layer's queries attend to, and their mask.
 struct AttendSpec {
-  /// In the form that MLX's scaled_dot_product_attention takes.
+  /// The forms of a mask that MLX's scaled_dot_product_attention takes.
   enum class Mask {
     None,    ///< every query sees all keys
     Causal,  ///< the queries are the tail of the keys
@@ -38,10 +38,10 @@ struct AttendSpec {
   std::optional<mlx::core::array> mask; ///< bool, [T, L]; for Explicit only
 };
 
-/// The forwards of a host on a cache; see etkv_forwards.
+/// The forwards of a host on a cache; see etkv_forwards. It shares the cache.
 class MLXForwards {
  public:
-  /// Fails where `cache` is poisoned.
+  /// Makes the forwards of `cache`. Fails where the cache is poisoned.
   static Result<MLXForwards> make(const Cache& cache) {
     auto made = detail::ask<etkv_forwards*>(
         [&](etkv_forwards** forwards, etkv_error** error) {
@@ -53,12 +53,13 @@ class MLXForwards {
     return MLXForwards(*made);
   }
 
-  /// Writes a layer's rows and gives what its queries attend to, all of it in the
-  /// dtype of `k` and of `v`.
+  /// Writes a layer's rows, and returns what its queries attend to, in the
+  /// dtypes of `k` and `v`.
   ///
-  /// `positions` are one a token; `k` is [1, n_kv_heads, T, k_head_dim], `v`
-  /// likewise, both in a float dtype. Work is put on the stream of `s`, or of its
-  /// device; without one on the library's own.
+  /// `positions` has one position a token. `k` is [1, n_kv_heads, T,
+  /// k_head_dim] and `v` [1, n_kv_heads, T, v_head_dim], both of a float dtype.
+  /// The work goes to the stream `s`, or the default stream of the device `s`;
+  /// without `s`, to the library's own stream.
   Result<AttendSpec> update_and_fetch(
       std::size_t layer,
       const std::vector<int32_t>& positions,
@@ -87,11 +88,12 @@ class MLXForwards {
     return spec;
   }
 
-  /// Writes a layer's rows and attends to what is there, as it is stored: what is
-  /// quantized is not unpacked for few queries.
+  /// Writes a layer's rows, and attends to the rows that the queries see, in
+  /// the format that they are stored in. For few queries, quantized rows are
+  /// not unpacked.
   ///
-  /// `q` is [1, n_heads, T, k_head_dim]; the result [1, n_heads, T, v_head_dim] in
-  /// its dtype.
+  /// `q` is [1, n_heads, T, k_head_dim]. The result is [1, n_heads, T,
+  /// v_head_dim], in the dtype of `q`.
   Result<mlx::core::array> update_and_attend(
       std::size_t layer,
       const std::vector<int32_t>& positions,
@@ -113,7 +115,7 @@ class MLXForwards {
     return attended;
   }
 
-  /// The forward that is not finished, if there is one, has not been.
+  /// Rolls back an unfinished forward. Does nothing without one.
   Result<void> abort() {
     return detail::run([&](etkv_error** error) {
       return etkv_forwards_abort(handle_.get(), error);

@@ -1,6 +1,6 @@
 /*
- * What the process holds: MLX's memory and etkv's handles.
- * A part of etkv.h, whose conventions hold here.
+ * The memory of MLX and the handles of etkv in this process. A part of etkv.h,
+ * whose conventions hold here.
  */
 #ifndef ETKV_PROCESS_H
 #define ETKV_PROCESS_H
@@ -15,22 +15,24 @@
 extern "C" {
 #endif
 
-/** Bytes that MLX holds in this process, caches and programs together. */
+/** Bytes that MLX holds in this process, for caches and programs together. */
 typedef struct etkv_mlx_memory {
   size_t struct_size;
   /** In use. */
   uint64_t active;
-  /** Kept for reuse. */
+  /** Free, kept for reuse. */
   uint64_t cached;
-  /** The most that was ever in use. */
+  /** The most that was in use at one time. */
   uint64_t peak;
 } etkv_mlx_memory;
 
-/** Fills `memory`, whose `struct_size` the caller has set. */
+/** Fills `memory`. The caller sets its `struct_size` first. */
 ETKV_API etkv_status
 etkv_mlx_memory_read(etkv_mlx_memory* memory, etkv_error** error);
 
-/** Handles of every type that were made and not freed: 0 without a leak. */
+/**
+ * Returns the number of handles, of every type, that were made and not freed.
+ */
 ETKV_API size_t etkv_live_handles(void);
 
 #ifdef __cplusplus

@@ -14,12 +14,14 @@ extern "C" {
 #endif
 
 /*
- * Caches by key, for the whole process: where programs find theirs. Sessions do
- * all of this; it is here for hosts that name keys themselves.
+ * The process-wide registry: programs find their caches in it, by key. Sessions
+ * use it; call these functions only to choose the keys yourself.
  */
 
 /**
- * Makes a cache known under a key, for programs of this backend.
+ * Adds a cache under a key, for programs of this backend. The registry keeps
+ * the cache until the key is erased. The handle stays the caller's.
+ *
  * ETKV_ERROR_INVALID_ARGUMENT where the key is taken or empty.
  */
 ETKV_API etkv_status etkv_registry_install(
@@ -28,11 +30,17 @@ ETKV_API etkv_status etkv_registry_install(
     const etkv_cache* cache,
     etkv_error** error);
 
-/** Makes a handle on the cache under a key; else ETKV_ERROR_NO_CACHE. */
+/**
+ * Stores a handle on the cache under a key. The caller frees it.
+ * ETKV_ERROR_NO_CACHE where there is none.
+ */
 ETKV_API etkv_status
 etkv_registry_get(const char* key, etkv_cache** cache, etkv_error** error);
 
-/** Forgets a key; who shares its cache keeps it. Else ETKV_ERROR_NO_CACHE. */
+/**
+ * Removes a key. The cache lives on while it has other owners.
+ * ETKV_ERROR_NO_CACHE where the key is unknown.
+ */
 ETKV_API etkv_status etkv_registry_erase(const char* key, etkv_error** error);
 
 #ifdef __cplusplus

@@ -12,10 +12,11 @@
 
 namespace etkv {
 
-/// Caches by key, for the whole process: where programs find theirs. Sessions
-/// use it; it is here for hosts that name keys themselves.
+/// The process-wide registry: programs find their caches in it, by key.
+/// Sessions use it; call it only to choose the keys yourself.
 struct CacheRegistry {
-  /// Makes a cache known under a key, until it is erased.
+  /// Adds a cache under a key, until the key is erased; see
+  /// etkv_registry_install.
   static Result<void> install(
       const std::string& key,
       const std::string& backend_id,
@@ -25,7 +26,8 @@ struct CacheRegistry {
           key.c_str(), backend_id.c_str(), cache.raw(), error);
     });
   }
-  /// The cache under a key, as this face.
+  /// Returns a face on the cache under a key. ETKV_ERROR_NO_CACHE where there
+  /// is none.
   template <typename Face = Cache>
   static Result<Face> get(const std::string& key) {
     auto found =
@@ -37,7 +39,7 @@ struct CacheRegistry {
     }
     return Face::adopt(*found);
   }
-  /// Forgets a key; who shares its cache keeps it.
+  /// Removes a key. The cache lives on while it has other owners.
   static Result<void> erase(const std::string& key) {
     return detail::run([&](etkv_error** error) {
       return etkv_registry_erase(key.c_str(), error);

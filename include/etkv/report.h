@@ -1,6 +1,7 @@
 /*
- * Reports as JSON, for monitoring and debugging: of a cache, and of a program.
- * docs/reports.md lists the fields. Fields may be added, none changes its meaning.
+ * Reports of caches and programs, as JSON, for monitoring and debugging.
+ * docs/reports.md lists the fields. Later versions may add fields; a field
+ * never changes its meaning.
  */
 #ifndef ETKV_REPORT_H
 #define ETKV_REPORT_H
@@ -14,22 +15,28 @@ extern "C" {
 #endif
 
 /**
- * Stores what a cache is and holds: kind, length, sequences, formats, bytes and slots
- * by layer, config, whether a step is open, and why the cache is poisoned if it is.
- * Waits for a step that a program is in the middle of. A cache that a defect happened
- * in is refused as by every call.
+ * Stores a report of a cache: kind, length, sequences, formats, bytes and slots
+ * by layer, config, whether a step is open, and why the cache is poisoned if it
+ * is. Waits for a step that a program is in the middle of. Returns
+ * ETKV_ERROR_INTERNAL for a cache in which a defect happened, as every call
+ * does.
  *
- * `json` is an object; the caller frees it with etkv_string_free().
+ * @param json  receives a JSON object, which the caller frees with
+ *              etkv_string_free().
  */
 ETKV_API etkv_status
 etkv_cache_report(const etkv_cache* cache, char** json, etkv_error** error);
 
 /**
- * Stores what a program is, from the delegate's payload of `n_bytes`: its inputs and
- * outputs, operations, attention layers, constants, what this build makes of them,
- * and what it lacks. ETKV_ERROR_PROGRAM is for a payload that is damaged or foreign.
+ * Stores a description of a program: its inputs and outputs, operations,
+ * attention layers, constants, the passes of this build over it, and the
+ * operations that this build lacks.
  *
- * `json` is an object; the caller frees it with etkv_string_free().
+ * @param payload  the delegate's payload, of `n_bytes` bytes.
+ * @param json     receives a JSON object, which the caller frees with
+ *                 etkv_string_free().
+ *
+ * ETKV_ERROR_PROGRAM for a payload that is damaged or foreign.
  */
 ETKV_API etkv_status etkv_program_describe(
     const uint8_t* payload,
@@ -38,8 +45,9 @@ ETKV_API etkv_status etkv_program_describe(
     etkv_error** error);
 
 /**
- * Frees a string that a function of this header stored, once. Such a string is memory,
- * not a handle: etkv_live_handles() does not count it. NULL is fine.
+ * Frees a string that a function of this header or of etkv/log.h stored. Free
+ * each one once. Such a string is memory, not a handle: etkv_live_handles()
+ * does not count it. Does nothing for NULL.
  */
 ETKV_API void etkv_string_free(char* string);
 

@@ -1,4 +1,4 @@
-// Reports as JSON for C++17: see report.h, and docs/reports.md for the fields.
+// Reports as JSON, for C++17. See report.h, and docs/reports.md for the fields.
 #pragma once
 
 #include <cstddef>
@@ -13,7 +13,8 @@
 namespace etkv {
 
 namespace detail {
-/// Calls a C function that stores a string for the caller.
+/// Calls a C function that stores a string for the caller, and frees the
+/// string.
 template <typename Call>
 Result<std::string> ask_string(Call call) {
   auto raw = ask<char*>(call);
@@ -26,14 +27,15 @@ Result<std::string> ask_string(Call call) {
 }
 } // namespace detail
 
-/// What a cache is and holds.
+/// Returns a report of a cache, as a JSON object; see etkv_cache_report.
 inline Result<std::string> cache_report(const Cache& cache) {
   return detail::ask_string([&](char** json, etkv_error** error) {
     return etkv_cache_report(cache.raw(), json, error);
   });
 }
 
-/// What a program is, from the delegate's payload.
+/// Returns a description of a program, as a JSON object, from the delegate's
+/// payload of `n_bytes` bytes; see etkv_program_describe.
 inline Result<std::string> describe_program(
     const uint8_t* payload,
     size_t n_bytes) {

@@ -1,4 +1,4 @@
-// A value, or the error that took its place. A part of etkv.hpp.
+// A value or an error. A part of etkv.hpp.
 #pragma once
 
 #include <cstdio>
@@ -15,8 +15,8 @@
 namespace etkv {
 
 namespace detail {
-/// Ends the process: a Result was asked for what it does not have. These headers
-/// throw nothing, and what is not there cannot be returned.
+/// Ends the process: a caller asked a Result for a value or an error that it
+/// does not have. These headers throw nothing, so there is nothing to return.
 [[noreturn]] inline void result_has_none(const char* what, const Error* error) {
   if (error != nullptr) {
     std::fprintf(
@@ -36,17 +36,16 @@ namespace detail {
 }
 } // namespace detail
 
-/// A value or the error that took its place, in the shape of
-/// `std::expected<T, etkv::Error>`.
+/// A value or an error, in the shape of `std::expected<T, etkv::Error>`.
 ///
-/// Where that has undefined behaviour or throws, this ends the process with the
-/// error's message on stderr: `*`, `->` and `value()` of a Result without a value,
-/// and `error()` of one with it. So `*session->cache().length()` is a way to say
-/// that a failure here is a defect.
+/// Where std::expected throws or has undefined behaviour, this ends the process
+/// with the error's message on stderr: `*`, `->` and `value()` of a Result
+/// without a value, and `error()` of one with a value. So
+/// `*session->cache().length()` says that a failure here is a defect.
 ///
-/// A Result<bool> does not convert to bool: the answer would be taken for the
-/// question whether there is one. Ask has_value(), or take the answer with `*` or
-/// value_or().
+/// A Result<bool> does not convert to bool, because a test of the Result could
+/// be mistaken for a test of the value. Call has_value() for the one, and `*`
+/// or value_or() for the other.
 template <typename T>
 class [[nodiscard]] Result {
  public:
@@ -98,7 +97,7 @@ class [[nodiscard]] Result {
   const T* operator->() const {
     return &value();
   }
-  /// The value, or `otherwise`.
+  /// Returns the value, or `otherwise` where there is an error.
   template <typename U>
   T value_or(U&& otherwise) const& {
     return has_value() ? **this : static_cast<T>(std::forward<U>(otherwise));
@@ -118,7 +117,7 @@ class [[nodiscard]] Result {
     return std::move(*std::get_if<1>(&state_));
   }
 
-  /// What `next`, which makes a Result, makes of the value; or the error.
+  /// Returns the Result of `next`, called with the value; or the error.
   template <typename F>
   auto and_then(
       F&& next) const& -> std::decay_t<std::invoke_result_t<F, const T&>> {
@@ -135,7 +134,8 @@ class [[nodiscard]] Result {
     return std::invoke(std::forward<F>(next), *std::move(*this));
   }
 
-  /// What `change` makes of the value, as a Result; or the error.
+  /// Returns the result of `change`, called with the value, as a Result; or the
+  /// error.
   template <typename F>
   auto transform(F&& change)
       const& -> Result<std::decay_t<std::invoke_result_t<F, const T&>>> {
@@ -178,7 +178,7 @@ class [[nodiscard]] Result {
   std::variant<T, Error> state_;
 };
 
-/// Success, or the error that took its place.
+/// Success, or an error.
 template <>
 class [[nodiscard]] Result<void> {
  public:
@@ -218,7 +218,7 @@ class [[nodiscard]] Result<void> {
     return std::move(*error_);
   }
 
-  /// The Result that `next` makes; or the error.
+  /// Returns the Result of `next`; or the error.
   template <typename F>
   auto and_then(F&& next) const -> std::decay_t<std::invoke_result_t<F>> {
     if (!has_value()) {
@@ -227,7 +227,7 @@ class [[nodiscard]] Result<void> {
     return std::invoke(std::forward<F>(next));
   }
 
-  /// What `next` makes, as a Result; or the error.
+  /// Returns the result of `next`, as a Result; or the error.
   template <typename F>
   auto transform(F&& next) const
       -> Result<std::decay_t<std::invoke_result_t<F>>> {

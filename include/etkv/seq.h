@@ -17,34 +17,39 @@ extern "C" {
 #endif
 
 /**
- * The face of a cache that many sequences share. Sequences have numbers from 0
- * to 255 and need not be made: one that holds nothing is empty.
+ * A handle on a cache that many sequences share. Sequences have numbers from 0
+ * to 255. They need no creation: a sequence without positions is empty.
  *
- * Ranges of positions are from `begin` up to, and without, `end`; INT32_MAX as
- * the end means all that follow. Every change is refused with ETKV_ERROR_STEP
- * while a step is open, and with ETKV_ERROR_INVALID_ARGUMENT for a number or
- * range that cannot be.
+ * Ranges of positions go from `begin` up to, and without, `end`; INT32_MAX as
+ * the end means all that follow. Calls that change the cache return
+ * ETKV_ERROR_STEP while a step is open. Every call returns
+ * ETKV_ERROR_INVALID_ARGUMENT for a number that is not 0 to 255, and for a
+ * range that starts below 0 or ends before it starts.
  */
 typedef struct etkv_seq_cache etkv_seq_cache;
 
 /**
- * Makes a handle for sequences on the same cache; ETKV_ERROR_KIND, naming its
- * kind, where it has one sequence only. The other handle stays.
+ * Stores a handle for sequences on the same cache, which the caller frees with
+ * etkv_seq_cache_free(). The handle `cache` stays valid. ETKV_ERROR_KIND where
+ * the cache has one sequence only; the message names its kind.
  */
 ETKV_API etkv_status etkv_cache_as_seq(
     const etkv_cache* cache,
     etkv_seq_cache** sequences,
     etkv_error** error);
 
-/** Gives back the handle; the cache lives on while others hold it. */
+/** Frees the handle. The cache lives on while it has other owners. */
 ETKV_API void etkv_seq_cache_free(etkv_seq_cache* cache);
 
 /**
- * Says which sequence each of the `n_tokens` tokens of the next step belongs to.
- * Without it, the tokens are those of the frontiers that were proposed, by the
- * number of their sequence; and without those, of the only sequence there is.
- * What is said holds until a step has worked, or something else is said. No
- * tokens are ETKV_ERROR_INVALID_ARGUMENT.
+ * Declares the sequence of each of the `n_tokens` tokens of the next step.
+ * Without a declaration, the tokens are those of the proposed frontiers, by the
+ * number of their sequence. Without frontiers, they are those of the only
+ * sequence.
+ *
+ * The declaration holds until a step commits or another declaration replaces
+ * it. The numbers are copied. ETKV_ERROR_INVALID_ARGUMENT where `n_tokens` is
+ * 0; an earlier declaration then holds.
  */
 ETKV_API etkv_status etkv_seq_cache_begin_step(
     etkv_seq_cache* cache,
@@ -53,9 +58,17 @@ ETKV_API etkv_status etkv_seq_cache_begin_step(
     etkv_error** error);
 
 /**
- * The same for tokens that belong to several sequences each, which share their
- * cells: the first counts[0] of the `n_sequences` numbers are the first token's,
- * the next counts[1] the second's. Every count is at least 1.
+ * Declares the sequences of each token of the next step, as
+ * etkv_seq_cache_begin_step() does. A token may belong to several sequences,
+ * which then share its cell.
+ *
+ * @param sequences    `n_sequences` numbers: first those of the first token,
+ *                     then those of the second, and so on.
+ * @param counts       how many of these belong to each of the `n_tokens`
+ *                     tokens; each is at least 1, and their sum is
+ *                     `n_sequences`.
+ *
+ * ETKV_ERROR_INVALID_ARGUMENT also where a token names a sequence twice.
  */
 ETKV_API etkv_status etkv_seq_cache_begin_step_shared(
     etkv_seq_cache* cache,
@@ -66,19 +79,20 @@ ETKV_API etkv_status etkv_seq_cache_begin_step_shared(
     etkv_error** error);
 
 /**
- * Withdraws what etkv_seq_cache_begin_step() or
- * etkv_seq_cache_begin_step_shared() said, for a step that does not come. Does
- * nothing where nothing was said. ETKV_ERROR_STEP in the middle of a step.
+ * Withdraws the declaration of etkv_seq_cache_begin_step() or
+ * etkv_seq_cache_begin_step_shared(), for a step that does not come. Does
+ * nothing without a declaration. ETKV_ERROR_STEP while a step is open.
  */
 ETKV_API etkv_status
 etkv_seq_cache_cancel_step(etkv_seq_cache* cache, etkv_error** error);
 
 /**
- * Lets `target` have the positions of `source` in a range as well, in the same
- * cells: no bytes move.
+ * Makes `target` share the positions of `source` in a range, in the same cells.
+ * No bytes move.
  *
  * ETKV_ERROR_POSITION where `target` has other cells for some of them, or where
  * layers with windows have dropped what its next query would see.
+ * ETKV_ERROR_STEP where `target` carries a tree.
  */
 ETKV_API etkv_status etkv_seq_cache_cp(
     etkv_seq_cache* cache,
@@ -89,13 +103,13 @@ ETKV_API etkv_status etkv_seq_cache_cp(
     etkv_error** error);
 
 /**
- * Takes the positions in a range from a sequence. A cell that no sequence has is
- * free; a sequence of which nothing is left begins at 0 again. All of them take
- * its tree away as well; a part of a sequence that carries a tree is
- * ETKV_ERROR_STEP.
+ * Removes the positions in a range from a sequence. A cell that no sequence
+ * owns is free. A sequence without positions begins at 0 again. Removing all of
+ * its positions removes its tree as well.
  *
- * ETKV_ERROR_POSITION where the sequence would go on below what
- * etkv_seq_cache_rewindable_to() says.
+ * ETKV_ERROR_STEP where the sequence carries a tree and some of its positions
+ * would stay. ETKV_ERROR_POSITION where the sequence would go on below
+ * etkv_seq_cache_rewindable_to().
  */
 ETKV_API etkv_status etkv_seq_cache_rm(
     etkv_seq_cache* cache,
@@ -104,13 +118,13 @@ ETKV_API etkv_status etkv_seq_cache_rm(
     int32_t end,
     etkv_error** error);
 
-/** Removes every sequence but one. */
+/** Removes every sequence except `sequence`. */
 ETKV_API etkv_status etkv_seq_cache_keep(
     etkv_seq_cache* cache,
     int32_t sequence,
     etkv_error** error);
 
-/** Stores how many positions a sequence holds. */
+/** Stores the number of positions that a sequence holds. */
 ETKV_API etkv_status etkv_seq_cache_len(
     const etkv_seq_cache* cache,
     int32_t sequence,
@@ -119,7 +133,7 @@ ETKV_API etkv_status etkv_seq_cache_len(
 
 /**
  * Stores the position of a sequence's next token: one past its last. After a
- * removal at the front that is more than it holds.
+ * removal at the front it is more than the number of positions.
  */
 ETKV_API etkv_status etkv_seq_cache_next(
     const etkv_seq_cache* cache,
@@ -127,23 +141,29 @@ ETKV_API etkv_status etkv_seq_cache_next(
     int32_t* position,
     etkv_error** error);
 
-/** As etkv_cache_rewindable_to(), for one of several sequences. */
+/**
+ * Stores what etkv_cache_rewindable_to() stores, for one of several sequences.
+ */
 ETKV_API etkv_status etkv_seq_cache_rewindable_to(
     const etkv_seq_cache* cache,
     int32_t sequence,
     int32_t* length,
     etkv_error** error);
 
-/** Positions from `begin` up to, and without, `end`. */
+/** A range of positions, from `begin` up to, and without, `end`. */
 typedef struct etkv_range {
   int32_t begin;
   int32_t end;
 } etkv_range;
 
 /**
- * Stores the positions that a sequence holds, as ranges in order, and in `n` how
- * many ranges there are. `ranges` has room for `room`, which is to be enough;
- * NULL and 0 ask for `n` alone.
+ * Stores the positions that a sequence holds, as ranges in order.
+ *
+ * @param ranges  the caller's array, with room for `room` ranges; NULL, with a
+ *                `room` of 0, to store `n` only.
+ * @param n       receives the number of ranges.
+ *
+ * ETKV_ERROR_INVALID_ARGUMENT where `room` is less than the number of ranges.
  */
 ETKV_API etkv_status etkv_seq_cache_positions(
     const etkv_seq_cache* cache,
@@ -155,7 +175,13 @@ ETKV_API etkv_status etkv_seq_cache_positions(
 
 /**
  * Stores the numbers of the sequences that hold positions or carry trees, in
- * order, and in `n` how many there are; 256 at most. As above.
+ * order.
+ *
+ * @param sequences  the caller's array, with room for `room` numbers; NULL,
+ *                   with a `room` of 0, to store `n` only.
+ * @param n          receives how many there are, 256 at most.
+ *
+ * ETKV_ERROR_INVALID_ARGUMENT where `room` is less than that.
  */
 ETKV_API etkv_status etkv_seq_cache_sequences(
     const etkv_seq_cache* cache,
@@ -165,11 +191,11 @@ ETKV_API etkv_status etkv_seq_cache_sequences(
     etkv_error** error);
 
 /**
- * Makes each sequence one run of cells as far as what they share lets it, so
- * that it is read without a mask again. Moves only what has to.
+ * Makes each sequence one run of cells, as far as shared cells allow. Such a
+ * sequence is read without a mask again. Moves as few rows as possible.
  *
- * After ETKV_ERROR_BACKEND, where rows were moved already, the cache is poisoned until
- * it is cleared.
+ * After ETKV_ERROR_BACKEND, where rows had moved already, the cache is poisoned
+ * until it is cleared.
  */
 ETKV_API etkv_status
 etkv_seq_cache_compact(etkv_seq_cache* cache, etkv_error** error);

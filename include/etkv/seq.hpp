@@ -15,15 +15,15 @@
 
 namespace etkv {
 
-/// Positions from `begin` up to, and without, `end`.
+/// A range of positions, from `begin` up to, and without, `end`.
 using Range = etkv_range;
 
-/// The end of a range that takes in all positions that follow.
+/// The end of a range that includes all positions that follow.
 inline constexpr int32_t kAll = INT32_MAX;
 
 /// The face of a cache that many sequences share; see etkv_seq_cache. Sequences
-/// have numbers from 0 to 255. Ranges of positions have `kAll` as their end where
-/// they take in all that follow.
+/// have numbers from 0 to 255. `kAll` as the end of a range means all positions
+/// that follow.
 class SeqCache : public Cache {
  public:
   static constexpr const char* kKind = "seq";
@@ -40,7 +40,8 @@ class SeqCache : public Cache {
     return SeqCache(std::move(cache), *sequences);
   }
 
-  /// Says which sequence each token of the next step belongs to.
+  /// Declares the sequence of each token of the next step; see
+  /// etkv_seq_cache_begin_step.
   Result<void> begin_step(const int32_t* sequences, size_t n_tokens) {
     return detail::run([&](etkv_error** error) {
       return etkv_seq_cache_begin_step(
@@ -50,7 +51,7 @@ class SeqCache : public Cache {
   Result<void> begin_step(const std::vector<int32_t>& sequences) {
     return begin_step(sequences.data(), sequences.size());
   }
-  /// The same for tokens that belong to several sequences each.
+  /// Declares the sequences of each token, which may be several each.
   Result<void> begin_step_shared(
       const std::vector<std::vector<int32_t>>& sequences) {
     std::vector<int32_t> all;
@@ -69,14 +70,14 @@ class SeqCache : public Cache {
           error);
     });
   }
-  /// Withdraws what begin_step() or begin_step_shared() said, for a step that does
-  /// not come.
+  /// Withdraws the declaration of begin_step() or begin_step_shared(), for a
+  /// step that does not come.
   Result<void> cancel_step() {
     return detail::run([&](etkv_error** error) {
       return etkv_seq_cache_cancel_step(raw_sequences(), error);
     });
   }
-  /// Lets `target` have `source`'s positions as well, in the same cells.
+  /// Makes `target` share positions of `source`, in the same cells.
   Result<void> seq_cp(
       int32_t source,
       int32_t target,
@@ -87,7 +88,7 @@ class SeqCache : public Cache {
           raw_sequences(), source, target, begin, end, error);
     });
   }
-  /// Takes positions from a sequence.
+  /// Removes positions from a sequence.
   Result<void> seq_rm(int32_t sequence, int32_t begin = 0, int32_t end = kAll) {
     return detail::run([&](etkv_error** error) {
       return etkv_seq_cache_rm(raw_sequences(), sequence, begin, end, error);
@@ -99,19 +100,19 @@ class SeqCache : public Cache {
       return etkv_seq_cache_keep(raw_sequences(), sequence, error);
     });
   }
-  /// How many positions a sequence holds.
+  /// Returns the number of positions that a sequence holds.
   Result<int32_t> seq_len(int32_t sequence) const {
     return detail::ask<int32_t>([&](int32_t* length, etkv_error** error) {
       return etkv_seq_cache_len(raw_sequences(), sequence, length, error);
     });
   }
-  /// The position of a sequence's next token.
+  /// Returns the position of a sequence's next token.
   Result<int32_t> seq_next(int32_t sequence) const {
     return detail::ask<int32_t>([&](int32_t* position, etkv_error** error) {
       return etkv_seq_cache_next(raw_sequences(), sequence, position, error);
     });
   }
-  /// The positions that a sequence holds, as ranges in order.
+  /// Returns the positions that a sequence holds, as ranges in order.
   Result<std::vector<Range>> seq_positions(int32_t sequence) const {
     return detail::ask_list<Range>(
         [&](Range* ranges, size_t room, size_t* n, etkv_error** error) {
@@ -119,14 +120,14 @@ class SeqCache : public Cache {
               raw_sequences(), sequence, ranges, room, n, error);
         });
   }
-  /// As `rewindable_to`, for one of several sequences.
+  /// Returns what `rewindable_to` returns, for one of several sequences.
   Result<int32_t> seq_rewindable_to(int32_t sequence) const {
     return detail::ask<int32_t>([&](int32_t* length, etkv_error** error) {
       return etkv_seq_cache_rewindable_to(
           raw_sequences(), sequence, length, error);
     });
   }
-  /// The sequences that hold positions or carry trees, in order.
+  /// Returns the sequences that hold positions or carry trees, in order.
   Result<std::vector<int32_t>> sequences() const {
     return detail::ask_list<int32_t>(
         [&](int32_t* numbers, size_t room, size_t* n, etkv_error** error) {
@@ -134,14 +135,14 @@ class SeqCache : public Cache {
               raw_sequences(), numbers, room, n, error);
         });
   }
-  /// Makes each sequence one run of cells as far as what they share lets it.
+  /// Makes each sequence one run of cells, as far as shared cells allow.
   Result<void> compact() {
     return detail::run([&](etkv_error** error) {
       return etkv_seq_cache_compact(raw_sequences(), error);
     });
   }
 
-  /// The handle of the C interface, which stays this object's.
+  /// Returns the handle of the C interface. This object keeps its ownership.
   etkv_seq_cache* raw_sequences() const {
     return sequences_.get();
   }

@@ -1,6 +1,6 @@
 /*
- * A cache, and the key under which programs find it.
- * A part of etkv.h, whose conventions hold here.
+ * A cache and the key under which programs find it. A part of etkv.h, whose
+ * conventions hold here.
  */
 #ifndef ETKV_SESSION_H
 #define ETKV_SESSION_H
@@ -16,10 +16,15 @@
 extern "C" {
 #endif
 
-/** A cache, and the key under which programs find it. */
+/**
+ * A session: a cache, registered under a key for as long as the session lives.
+ */
 typedef struct etkv_session etkv_session;
 
-/** Makes a cache, as etkv_cache_new() does, and registers it under a new key. */
+/**
+ * Makes a cache as etkv_cache_new() does, and registers it under a new key. The
+ * caller frees the session with etkv_session_free().
+ */
 ETKV_API etkv_status etkv_session_new(
     const char* backend_id,
     const char* kind,
@@ -27,25 +32,38 @@ ETKV_API etkv_status etkv_session_new(
     etkv_session** session,
     etkv_error** error);
 
-/** Takes the key out of the registry. Programs bound to the cache keep it. */
+/**
+ * Frees the session and removes its key from the registry. Programs that are
+ * bound to the cache keep it.
+ */
 ETKV_API void etkv_session_free(etkv_session* session);
 
 /**
- * The key, valid until the session is freed; NULL if `session` is no live handle.
- * A program is loaded with it as the backend option `cache_key`.
+ * Returns the key. Load a program with it as the backend option `cache_key`.
+ * The string lives until the session is freed. Returns NULL if `session` is no
+ * live handle.
  */
 ETKV_API const char* etkv_session_key(const etkv_session* session);
 
-/** Makes a handle on the session's cache. NULL if `session` is no live handle. */
+/**
+ * Returns a new handle on the session's cache, which the caller frees. Returns
+ * NULL if `session` is no live handle.
+ */
 ETKV_API etkv_cache* etkv_session_cache(const etkv_session* session);
 
-/** The same as the face for sequences: see etkv_cache_as_seq(). */
+/**
+ * Stores a new handle for sequences on the session's cache, which the caller
+ * frees. See etkv_cache_as_seq() for the errors.
+ */
 ETKV_API etkv_status etkv_session_seq(
     const etkv_session* session,
     etkv_seq_cache** cache,
     etkv_error** error);
 
-/** The same as the face for trees: see etkv_cache_as_tree(). */
+/**
+ * Stores a new handle for trees on the session's cache, which the caller frees.
+ * See etkv_cache_as_tree() for the errors.
+ */
 ETKV_API etkv_status etkv_session_tree(
     const etkv_session* session,
     etkv_tree_cache** cache,

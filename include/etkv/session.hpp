@@ -1,4 +1,4 @@
-// A cache, and the key under which programs find it. A part of etkv.hpp.
+// A cache and the key under which programs find it. A part of etkv.hpp.
 #pragma once
 
 #include <string>
@@ -16,19 +16,20 @@
 
 namespace etkv {
 
-/// A cache of one's own, in the registry for as long as this lives.
+/// A session: a cache, in the registry for as long as this object lives.
 ///
-/// `Face` is what the runner may do with it: `Cache`, `SeqCache` or `TreeCache`.
+/// `Face` is the face that the runner uses: `Cache`, `SeqCache` or `TreeCache`.
 template <typename Face>
 class CacheSession {
  public:
-  /// A cache of the kind that the face is named after.
+  /// Makes a session with a cache of the kind that has the face's name.
   static Result<CacheSession> make(
       const std::string& backend_id,
       const CacheConfig& config) {
     return make(backend_id, Face::kKind, config);
   }
-  /// A cache of any kind that has the face; ETKV_ERROR_KIND where it has not.
+  /// Makes a session with a cache of any kind that has the face.
+  /// ETKV_ERROR_KIND for another kind.
   static Result<CacheSession> make(
       const std::string& backend_id,
       const std::string& kind,
@@ -50,8 +51,8 @@ class CacheSession {
     return CacheSession(std::move(session), std::move(face.value()));
   }
 
-  /// What a program is loaded with, as the backend option `cache_key`; nullptr for
-  /// a session that was moved from.
+  /// Returns the key. Load a program with it as the backend option `cache_key`.
+  /// Returns nullptr for a session that was moved from.
   const char* key() const {
     return etkv_session_key(handle_.get());
   }
@@ -78,21 +79,23 @@ class CacheSession {
   Face face_;
 };
 
-/// One growing sequence, decoded a token a step.
+/// Makes a session of one growing sequence, for decoding a token a step.
 inline Result<CacheSession<Cache>> make_decode_session(
     const std::string& backend_id,
     const CacheConfig& config) {
   return CacheSession<Cache>::make(backend_id, config);
 }
 
-/// Several sequences that share cells: batches, forks, removal.
+/// Makes a session of several sequences that share cells: batches, forks,
+/// removal.
 inline Result<CacheSession<SeqCache>> make_seq_session(
     const std::string& backend_id,
     const CacheConfig& config) {
   return CacheSession<SeqCache>::make(backend_id, config);
 }
 
-/// Sequences that carry trees of candidates: speculative decoding.
+/// Makes a session of sequences that carry trees of candidates, for speculative
+/// decoding.
 inline Result<CacheSession<TreeCache>> make_tree_session(
     const std::string& backend_id,
     const CacheConfig& config) {

@@ -16,30 +16,35 @@
 extern "C" {
 #endif
 
-/** The face of a cache whose sequences carry trees of candidates. */
+/** A handle on a cache whose sequences carry trees of candidates. */
 typedef struct etkv_tree_cache etkv_tree_cache;
 
 /**
- * Makes a handle for trees on the same cache; ETKV_ERROR_KIND, naming its kind,
- * where it has none. The other handle stays.
+ * Stores a handle for trees on the same cache, which the caller frees with
+ * etkv_tree_cache_free(). The handle `cache` stays valid. ETKV_ERROR_KIND where
+ * the cache carries no trees; the message names its kind.
  */
 ETKV_API etkv_status etkv_cache_as_tree(
     const etkv_cache* cache,
     etkv_tree_cache** trees,
     etkv_error** error);
 
-/** Gives back the handle; the cache lives on while others hold it. */
+/** Frees the handle. The cache lives on while it has other owners. */
 ETKV_API void etkv_tree_cache_free(etkv_tree_cache* cache);
 
 /**
- * Appends a frontier of candidates to the tree behind a sequence: the queries of
- * its next step. Each sees the sequence, its ancestors and itself. A parent is
- * the number of an earlier node of the tree, over all its frontiers, or -1 for
- * the sequence itself. A node's position is the sequence's next and its depth.
+ * Appends a frontier of candidates to the tree behind a sequence: the queries
+ * of its next step. Each query sees the sequence, its ancestors and itself. A
+ * node's position is the sequence's next position plus its depth.
  *
- * ETKV_ERROR_INVALID_ARGUMENT for no nodes or a parent that is no node before,
- * ETKV_ERROR_STEP where the last frontier has not been run, and
- * ETKV_ERROR_CAPACITY.
+ * @param sequence  the number of the sequence, 0 to 255.
+ * @param parents   the parent of each of the `n_nodes` new nodes: the number of
+ *                  an earlier node of the tree, over all its frontiers, or -1
+ *                  for the sequence itself. Copied.
+ *
+ * ETKV_ERROR_INVALID_ARGUMENT where `n_nodes` is 0 or a parent is no earlier
+ * node, ETKV_ERROR_STEP where the last frontier has not run or a step is open,
+ * and ETKV_ERROR_CAPACITY where the frontier does not fit.
  */
 ETKV_API etkv_status etkv_tree_cache_propose(
     etkv_tree_cache* cache,
@@ -49,12 +54,16 @@ ETKV_API etkv_status etkv_tree_cache_propose(
     etkv_error** error);
 
 /**
- * Makes a chain of candidates, from a child of the sequence down, part of it,
- * and forgets the rest of its tree; no nodes forget all of it.
+ * Adds a chain of candidates to the sequence, and removes the rest of its tree.
+ *
+ * @param accepted  the numbers of `n_nodes` nodes that ran, from a child of the
+ *                  sequence down. None of them, NULL and 0, removes the whole
+ *                  tree.
  *
  * ETKV_ERROR_INVALID_ARGUMENT where there is no tree, or the nodes are no chain
- * of nodes that were run. After ETKV_ERROR_BACKEND, where rows were moved already,
- * the cache is poisoned until it is cleared.
+ * of nodes that ran. ETKV_ERROR_STEP while a step is open. After
+ * ETKV_ERROR_BACKEND, where rows had moved already, the cache is poisoned until
+ * it is cleared.
  */
 ETKV_API etkv_status etkv_tree_cache_commit(
     etkv_tree_cache* cache,
@@ -63,7 +72,9 @@ ETKV_API etkv_status etkv_tree_cache_commit(
     size_t n_nodes,
     etkv_error** error);
 
-/** Stores the nodes of the tree behind a sequence; 0 where there is none. */
+/**
+ * Stores the number of nodes of the tree behind a sequence; 0 without a tree.
+ */
 ETKV_API etkv_status etkv_tree_cache_len(
     const etkv_tree_cache* cache,
     int32_t sequence,

@@ -17,13 +17,13 @@
 namespace etkv {
 
 /// The face of a cache whose sequences carry trees of candidates; see
-/// etkv_tree_cache. Without a number, sequence 0 is meant.
+/// etkv_tree_cache. The default sequence is 0.
 class TreeCache : public SeqCache {
  public:
   static constexpr const char* kKind = "tree";
 
   static Result<TreeCache> adopt(etkv_cache* raw) {
-    // First: what is refused here is named by what it lacks.
+    // First, so that the error names the trees, not the sequences.
     auto trees = detail::ask<etkv_tree_cache*>(
         [&](etkv_tree_cache** trees, etkv_error** error) {
           return etkv_cache_as_tree(raw, trees, error);
@@ -39,8 +39,9 @@ class TreeCache : public SeqCache {
     return TreeCache(std::move(sequences.value()), std::move(handle));
   }
 
-  /// Appends a frontier of candidates: queries of the next step. A parent is the
-  /// number of an earlier node, or -1 for the sequence itself.
+  /// Appends a frontier of candidates: queries of the next step. A parent is
+  /// the number of an earlier node, or -1 for the sequence itself. See
+  /// etkv_tree_cache_propose.
   Result<void>
   propose(const int32_t* parents, size_t n_nodes, int32_t sequence = 0) {
     return detail::run([&](etkv_error** error) {
@@ -53,13 +54,14 @@ class TreeCache : public SeqCache {
       int32_t sequence = 0) {
     return propose(parents.data(), parents.size(), sequence);
   }
-  // Or `{0}` might be a pointer.
+  // Without this overload, `{0}` could be a pointer.
   Result<void> propose(
       std::initializer_list<int32_t> parents,
       int32_t sequence = 0) {
     return propose(std::vector<int32_t>(parents), sequence);
   }
-  /// Makes a chain of candidates part of the sequence, and forgets the rest.
+  /// Adds a chain of candidates to the sequence, and removes the rest of its
+  /// tree.
   Result<void>
   commit(const int32_t* accepted, size_t n_nodes, int32_t sequence = 0) {
     return detail::run([&](etkv_error** error) {
@@ -77,14 +79,15 @@ class TreeCache : public SeqCache {
       int32_t sequence = 0) {
     return commit(std::vector<int32_t>(accepted), sequence);
   }
-  /// Nodes of the tree behind a sequence.
+  /// Returns the number of nodes of the tree behind a sequence; 0 without a
+  /// tree.
   Result<size_t> tree_len(int32_t sequence = 0) const {
     return detail::ask<size_t>([&](size_t* n_nodes, etkv_error** error) {
       return etkv_tree_cache_len(raw_trees(), sequence, n_nodes, error);
     });
   }
 
-  /// The handle of the C interface, which stays this object's.
+  /// Returns the handle of the C interface. This object keeps its ownership.
   etkv_tree_cache* raw_trees() const {
     return trees_.get();
   }

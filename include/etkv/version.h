@@ -13,21 +13,32 @@
 extern "C" {
 #endif
 
-/** The interface that this header describes; grows with every addition. */
+/**
+ * The version of the interface in this header. It grows with every addition.
+ */
 #define ETKV_ABI_VERSION 4
 
-/** The interface that the linked library has; at least ETKV_ABI_VERSION. */
+/**
+ * Returns the version of the interface in the linked library. It must be at
+ * least ETKV_ABI_VERSION.
+ */
 ETKV_API uint32_t etkv_abi_version(void);
 
-/** The library's version, as "major.minor.patch". Static. */
+/**
+ * Returns the library's version, as "major.minor.patch". The string is static.
+ */
 ETKV_API const char* etkv_version(void);
 
-/** The version of the MLX that the process runs on. Static. */
+/**
+ * Returns the version of the MLX that the process runs on. The string is
+ * static.
+ */
 ETKV_API const char* etkv_mlx_version(void);
 
 /**
- * What multiplies matrices for MLX on the CPU: OpenBLAS with its configuration,
- * "MLX's own" or "Accelerate". A static string.
+ * Returns the name of the library that multiplies matrices for MLX on the CPU:
+ * OpenBLAS with its configuration, "MLX's own" or "Accelerate". The string is
+ * static.
  */
 ETKV_API const char* etkv_mlx_blas(void);
 

@@ -131,7 +131,7 @@ def main(arguments: list[str] | None = None) -> int:
         print(f"error: {error}", file=sys.stderr)
         return _WRONG_USE
     except BrokenPipeError:
-        # Who read the output has enough, as `head` does. Python flushes it once more at the end.
+        # The reader of the output has closed it, as `head` does. Python flushes it once more at the end.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     except KeyboardInterrupt:
         print(file=sys.stderr)

@@ -29,16 +29,16 @@ _loading = threading.Lock()
 
 _log_setting = threading.Lock()
 _log_filter = ""
-"""What of its log the library was last asked for; "" for nothing."""
+"""The filter of the log that was last set in the library; "" for none."""
 
 
 def lib() -> Any:
-    """The loaded library, with a function for each of ``etkv.h``."""
+    """Return the loaded library, with the functions of ``etkv.h``."""
     return _loaded() if _loaded.cache_info().currsize else _load()
 
 
 def _load() -> Any:
-    # Of threads that ask at once, the second finds what the first has loaded.
+    # If threads call at once, the second finds the library that the first has loaded.
     with _loading:
         return _loaded()
 
@@ -61,7 +61,7 @@ def _declare() -> None:
 
 
 def _headers(name: str, seen: set[str]) -> str:
-    """The text of a header with that of those it includes before it, each once."""
+    """Return the text of a header, after the text of the headers that it includes, each once."""
     seen.add(name)
     text = (_library.include() / name).read_text(encoding="utf-8")
     included = re.findall(r'^#include "(etkv/\w+\.h)"$', text, re.MULTILINE)
@@ -69,13 +69,13 @@ def _headers(name: str, seen: set[str]) -> str:
 
 
 def _declarations(header: str) -> str:
-    """What a reader of C without a preprocessor takes: no directives, no macros."""
+    """Return the header without directives and macros, for a C parser without a preprocessor."""
     header = re.sub(r"#ifdef __cplusplus.*?#endif", "", header, flags=re.DOTALL)
     return re.sub(r"^\s*#.*$", "", header, flags=re.MULTILINE).replace("ETKV_API ", "")
 
 
 def call(function: str, *arguments: Any) -> None:
-    """Call a function that returns a status and takes ``etkv_error**`` last. Raises what it reports."""
+    """Call a function that returns a status and takes ``etkv_error**`` last. Raises its error."""
     library = lib()
     error = ffi.new("etkv_error**")
     status = getattr(library, function)(*arguments, error)
@@ -86,7 +86,7 @@ def call(function: str, *arguments: Any) -> None:
 
 
 def ask_text(function: str, *arguments: Any) -> str:
-    """The text that such a function stores as a string of the caller's."""
+    """Return the text that such a function stores as a string, and free the string."""
     made = ask(function, "char*", *arguments)
     try:
         return text(made)
@@ -107,7 +107,7 @@ def ask(function: str, kind: str, *arguments: Any) -> Any: ...
 
 
 def ask(function: str, kind: str, *arguments: Any) -> Any:
-    """The value that such a function stores in its last parameter before ``error``, of C type ``kind``."""
+    """Return the value that such a function stores in its last parameter before ``error``, of C type ``kind``."""
     lib()
     out = ffi.new(f"{kind}*")
     call(function, *arguments, out)
@@ -115,7 +115,7 @@ def ask(function: str, kind: str, *arguments: Any) -> Any:
 
 
 def ask_list(function: str, kind: str, *arguments: Any) -> list[Any]:
-    """The values that a function of ``(…, array, room, n, error)`` stores."""
+    """Return the values that a function of ``(…, array, room, n, error)`` stores."""
     n = ffi.new("size_t*")
     call(function, *arguments, ffi.NULL, 0, n)
     while True:
@@ -124,7 +124,7 @@ def ask_list(function: str, kind: str, *arguments: Any) -> list[Any]:
         try:
             call(function, *arguments, array, room, n)
         except EtkvError:
-            # Another thread may have added to them since.
+            # Another thread may have added values since.
             call(function, *arguments, ffi.NULL, 0, n)
             if n[0] <= room:
                 raise
@@ -133,7 +133,7 @@ def ask_list(function: str, kind: str, *arguments: Any) -> list[Any]:
 
 
 def struct(kind: str, **fields: Any) -> Any:
-    """A struct of the interface that knows its size."""
+    """Return a struct of the interface with its ``struct_size`` set."""
     made = ffi.new(f"{kind}*")
     made.struct_size = ffi.sizeof(kind)
     for name, value in fields.items():
@@ -142,7 +142,7 @@ def struct(kind: str, **fields: Any) -> Any:
 
 
 def int32s(values: Sequence[int], name: str) -> Any:
-    """A C array of these. Raises :class:`EtkvError` for what is no 32-bit integer."""
+    """A C array of these. Raises :class:`EtkvError` for a value that is not a 32-bit integer."""
     try:
         return ffi.new("int32_t[]", [int32(value, name) for value in values])
     except TypeError as error:
@@ -150,7 +150,7 @@ def int32s(values: Sequence[int], name: str) -> Any:
 
 
 def int32(value: int, name: str) -> int:
-    """``value``, once it is known to be a 32-bit integer."""
+    """Return ``value``. Raises :class:`EtkvError` if it is not a 32-bit integer."""
     try:
         number = value.__index__()
     except AttributeError:
@@ -161,12 +161,12 @@ def int32(value: int, name: str) -> int:
 
 
 def text(pointer: Any) -> str:
-    """The text behind a C string; "" for NULL."""
+    """Return the text of a C string; "" for NULL."""
     return "" if pointer == ffi.NULL else ffi.string(pointer).decode("utf-8", "replace")
 
 
 def deliver_log() -> None:
-    """Hand what the library has told to the loggers. Nothing of the library is taken by this thread."""
+    """Pass the library's messages to the loggers. This thread must hold no lock of the library."""
     if _log_filter:
         _deliver_log()
 
@@ -180,10 +180,10 @@ def _deliver_log() -> None:
 
 
 def follow_log_levels() -> None:
-    """Have the library tell what the loggers take now, and nothing where no handler would have it."""
+    """Set the library's filter to the levels of the loggers, or to none if no handler accepts a record."""
     wanted = _log.wanted()
     if wanted != _log_filter:
-        # Where Rust code of the process has a subscriber of its own, that is told instead.
+        # If Rust code of the process has a subscriber of its own, that one receives the messages.
         with contextlib.suppress(EtkvError):
             _set_log_filter(wanted)
 
@@ -209,12 +209,12 @@ def _set_log_filter(wanted: str) -> None:
             _log_filter = wanted
     if status:
         raise _taken(error[0], status)
-    # What was told before.
+    # Earlier messages.
     _deliver_log()
 
 
 def raise_delegate_error(otherwise: Callable[[], EtkvError], cause: BaseException) -> NoReturn:
-    """Raise what the delegate last reported on this thread, or else ``otherwise()``; ``cause`` is ExecuTorch's."""
+    """Raise the error that the delegate last reported on this thread, or else ``otherwise()``, from ``cause``."""
     error = lib().etkv_delegate_take_error()
     if error == ffi.NULL:
         raise otherwise() from cause
@@ -222,7 +222,7 @@ def raise_delegate_error(otherwise: Callable[[], EtkvError], cause: BaseExceptio
 
 
 def forget_delegate_error() -> None:
-    """An earlier failure on this thread is not the reason of the next one."""
+    """Drop an earlier error of this thread, which is not the reason of the next one."""
     lib().etkv_error_free(lib().etkv_delegate_take_error())
 
 

@@ -1,4 +1,4 @@
-"""What the native library tells of itself, as records of :mod:`logging`.
+"""The log of the native library, as records of :mod:`logging`.
 
 The library tells in the middle of a step, with its caches and MLX taken. ExecuTorch's Python module waits for MLX with
 Python's lock taken, so a callback in Python could wait for ever. The library keeps messages instead, and the call that
@@ -14,7 +14,7 @@ NAMES = ("etkv.core", "etkv.program", "etkv.api")
 """The loggers: the library's targets, with dots."""
 
 TRACE = 5
-"""The level of what each layer of a step does, which :mod:`logging` has no name for."""
+"""The level of messages of each layer of a step. :mod:`logging` has no name for it."""
 
 _LEVELS = {1: logging.ERROR, 2: logging.WARNING, 3: logging.INFO, 4: logging.DEBUG, 5: TRACE}
 """The levels of ``log.h``."""
@@ -29,7 +29,7 @@ _FILTERS = (
 """What the library is asked for -> by a logger that takes no less than this."""
 
 KEPT = 10_000
-"""Messages that the library keeps, at most; older ones go."""
+"""The most messages that the library keeps; older ones are dropped."""
 
 _LOGGERS = {name.replace(".", "::"): logging.getLogger(name) for name in NAMES}
 """The library's target -> its logger."""
@@ -38,7 +38,7 @@ logging.getLogger("etkv").addHandler(logging.NullHandler())
 
 
 def deliver(messages: str) -> None:
-    """Hand messages, as ``etkv_log_take`` gives them, to the loggers: handlers take locks, and may use etkv."""
+    """Pass the messages of ``etkv_log_take`` to the loggers. Handlers take locks, and may use etkv."""
     for told in json.loads(messages):
         logger = logging.getLogger(told["target"].replace("::", "."))
         level = _LEVELS.get(told["level"], logging.DEBUG)
@@ -49,7 +49,7 @@ def deliver(messages: str) -> None:
 
 
 def wanted() -> str:
-    """The filter, as ``log.h`` has it, of what the loggers take now; "" where no handler would have anything."""
+    """Return the filter, as in ``log.h``, for the levels of the loggers; "" if no handler accepts a record."""
     asked = ((target, _level(logger)) for target, logger in _LOGGERS.items())
     return ",".join(f"{target}={level}" for target, level in asked if level is not None)
 
@@ -62,7 +62,7 @@ def _level(logger: logging.Logger) -> str | None:
 
 
 def _has_handler(logger: logging.Logger | None) -> bool:
-    """Whether what the logger takes reaches anything."""
+    """Return whether a handler receives the records of the logger."""
     while logger is not None:
         if any(not isinstance(handler, logging.NullHandler) for handler in logger.handlers):
             return True

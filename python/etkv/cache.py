@@ -1,6 +1,7 @@
 """The faces of a cache: :class:`Cache`, which every kind has, :class:`SeqCache` and :class:`TreeCache`.
 
-They are the verbs of ``etkv.h``, whose threads chapter holds here, too. Sessions carry them: see :mod:`etkv.session`.
+They are the functions of ``etkv.h``, whose chapter on threads holds here too. Sessions have them: see
+:mod:`etkv.session`.
 """
 
 from __future__ import annotations
@@ -31,11 +32,11 @@ class Memory:
     """Bytes of a cache's buffers."""
 
     allocated: int
-    """Held."""
+    """Bytes of all buffers."""
     used: int
-    """Of these, in use by positions."""
+    """Bytes of these that positions use."""
     at_capacity: int
-    """The most that it may come to hold."""
+    """The most bytes that the cache can come to hold."""
     layers: tuple[LayerMemory, ...]
     """The same layer by layer."""
 
@@ -44,14 +45,14 @@ class Cache:
     """The face that every cache has: admission, length, rollback, memory."""
 
     def __init__(self, handle: Any) -> None:
-        """Take over an ``etkv_cache*``. Users make sessions instead."""
+        """Take ownership of an ``etkv_cache*``. Users make sessions instead."""
         self._cache = ffi.gc(handle, lib().etkv_cache_free)
 
     def _raw(self) -> Any:
         return self._cache
 
     def _fact(self, function: str) -> Any:
-        """What was fixed when the cache was made; 0 and NULL are the library's answers of a handle that is gone."""
+        """Return a fact of the cache. The library returns 0 or NULL for a handle that was freed."""
         found = getattr(lib(), function)(self._raw())
         if not found:
             raise EtkvError("the session was closed by another thread while it was asked")
@@ -59,22 +60,22 @@ class Cache:
 
     @property
     def capacity(self) -> int:
-        """The most positions that it holds."""
+        """The most positions that the cache can hold."""
         return int(self._fact("etkv_cache_capacity"))
 
     @property
     def length(self) -> int:
-        """The positions that it holds now; one that several sequences share counts once."""
+        """The number of positions that the cache holds now. A position that several sequences share counts once."""
         return ask("etkv_cache_length", "int32_t", self._raw())
 
     @property
     def n_layers(self) -> int:
-        """The number of its layers."""
+        """The number of layers."""
         return int(self._fact("etkv_cache_n_layers"))
 
     @property
     def kind(self) -> str:
-        """``contiguous``, ``seq`` or ``tree``, or the name of a kind of the host's own."""
+        """``contiguous``, ``seq`` or ``tree``, or the name of a kind that the host added."""
         return _capi.text(self._fact("etkv_cache_kind"))
 
     @property
@@ -85,37 +86,37 @@ class Cache:
         return _capi.text(k[0]), _capi.text(v[0])
 
     def can_extend(self, n: int = 1) -> bool:
-        """Whether ``n`` more positions fit."""
+        """Return whether ``n`` more positions fit."""
         return ask("etkv_cache_can_extend", "bool", self._raw(), int32(n, "n"))
 
     def clear(self, *, release: bool = False) -> None:
-        """Forget every position, and give the buffers back if ``release``. The formats are the config's again."""
+        """Remove every position, and free the buffers if ``release``. The formats are those of the config again."""
         call("etkv_cache_clear", self._raw(), bool(release))
 
     def rewind(self, length: int) -> None:
-        """Forget the positions from ``length`` on, of the one sequence that there is.
+        """Remove the positions from ``length`` on, of the only sequence.
 
-        :class:`~etkv.PositionError` where that is beyond what is there, or where layers with windows have dropped what
-        the next query would see.
+        Raises :class:`~etkv.PositionError` if ``length`` is more than the next position, or if layers with windows have
+        dropped what the next query would see.
         """
         call("etkv_cache_rewind", self._raw(), int32(length, "length"))
 
     def rewindable_to(self) -> int:
-        """The least length, apart from 0, that it can be rewound to now."""
+        """Return the least length, apart from 0, that :meth:`rewind` accepts now."""
         return ask("etkv_cache_rewindable_to", "int32_t", self._raw())
 
     def convert(self, k_format: str, v_format: str | None = None) -> None:
-        """Store what is there, and what comes, in other formats, until the cache is cleared."""
+        """Convert stored and later rows to other formats, until the cache is cleared."""
         v_format = k_format if v_format is None else v_format
         call("etkv_cache_convert", self._raw(), _name(k_format, "k_format"), _name(v_format, "v_format"))
 
     def report(self) -> dict[str, Any]:
-        """What it is and holds, for monitoring and debugging; ``docs/reports.md`` lists the fields."""
+        """Return a report for monitoring and debugging; ``docs/reports.md`` lists the fields."""
         report: dict[str, Any] = json.loads(ask_text("etkv_cache_report", self._raw()))
         return report
 
     def memory(self) -> Memory:
-        """Bytes of its buffers."""
+        """Return the bytes of the buffers."""
         return _read_memory(self.n_layers, lambda memory: call("etkv_cache_memory", self._raw(), memory))
 
     def __reduce_ex__(self, protocol: Any) -> NoReturn:
@@ -132,8 +133,8 @@ class Cache:
 class SeqCache(Cache):
     """The face of a cache that many sequences share.
 
-    Sequences have numbers from 0 to 255 and need not be made: one that holds nothing is empty. Ranges of positions are
-    from ``begin`` up to, and without, ``end``; None takes in all that follow.
+    Sequences have numbers from 0 to 255. They need no creation: a sequence without positions is empty. Ranges of
+    positions go from ``begin`` up to, and without, ``end``; None means all that follow.
     """
 
     def __init__(self, handle: Any) -> None:
@@ -145,14 +146,14 @@ class SeqCache(Cache):
         return self._sequences
 
     def begin_step(self, sequences: Sequence[int]) -> None:
-        """Say which sequence each token of the next step belongs to.
+        """Declare the sequence of each token of the next step.
 
-        Holds until a step has worked, or something else is said.
+        The declaration holds until a step commits or another declaration replaces it.
         """
         call("etkv_seq_cache_begin_step", self._seq(), int32s(sequences, "sequences"), len(sequences))
 
     def begin_step_shared(self, sequences: Sequence[Sequence[int]]) -> None:
-        """The same for tokens that belong to several sequences each, which share their cells."""
+        """Declare the sequences of each token of the next step, which share the token's cell."""
         numbers = [number for members in sequences for number in members]
         counts = [len(members) for members in sequences]
         call(
@@ -165,16 +166,16 @@ class SeqCache(Cache):
         )
 
     def cancel_step(self) -> None:
-        """Withdraw what ``begin_step`` or ``begin_step_shared`` said, for a step that does not come."""
+        """Withdraw the declaration of ``begin_step`` or ``begin_step_shared``, for a step that does not come."""
         call("etkv_seq_cache_cancel_step", self._seq())
 
     def seq_cp(self, source: int, target: int, begin: int = 0, end: int | None = None) -> None:
-        """Let ``target`` have ``source``'s positions in a range as well, in the same cells: no bytes move."""
+        """Make ``target`` share the positions of ``source`` in a range, in the same cells. No bytes move."""
         numbers = int32(source, "source"), int32(target, "target"), int32(begin, "begin"), _end(end)
         call("etkv_seq_cache_cp", self._seq(), *numbers)
 
     def seq_rm(self, sequence: int, begin: int = 0, end: int | None = None) -> None:
-        """Take the positions in a range from a sequence. A cell that no sequence has is free."""
+        """Remove the positions in a range from a sequence. A cell that no sequence owns is free."""
         numbers = int32(sequence, "sequence"), int32(begin, "begin"), _end(end)
         call("etkv_seq_cache_rm", self._seq(), *numbers)
 
@@ -183,33 +184,33 @@ class SeqCache(Cache):
         call("etkv_seq_cache_keep", self._seq(), int32(sequence, "sequence"))
 
     def seq_len(self, sequence: int) -> int:
-        """How many positions a sequence holds."""
+        """Return the number of positions that a sequence holds."""
         return ask("etkv_seq_cache_len", "int32_t", self._seq(), int32(sequence, "sequence"))
 
     def seq_next(self, sequence: int) -> int:
-        """The position of a sequence's next token. After a removal at the front that is more than it holds."""
+        """Return the position of a sequence's next token. After a removal at the front it is more than the length."""
         return ask("etkv_seq_cache_next", "int32_t", self._seq(), int32(sequence, "sequence"))
 
     def seq_rewindable_to(self, sequence: int) -> int:
-        """As :meth:`rewindable_to`, for one of several sequences."""
+        """Return what :meth:`rewindable_to` returns, for one of several sequences."""
         return ask("etkv_seq_cache_rewindable_to", "int32_t", self._seq(), int32(sequence, "sequence"))
 
     def seq_positions(self, sequence: int) -> list[range]:
-        """The positions that a sequence holds, as ranges in order."""
+        """Return the positions that a sequence holds, as ranges in order."""
         found = ask_list("etkv_seq_cache_positions", "etkv_range", self._seq(), int32(sequence, "sequence"))
         return [range(item.begin, item.end) for item in found]
 
     def sequences(self) -> list[int]:
-        """The sequences that hold positions or carry trees, in order."""
+        """Return the sequences that hold positions or carry trees, in order."""
         return ask_list("etkv_seq_cache_sequences", "int32_t", self._seq())
 
     def compact(self) -> None:
-        """Make each sequence one run of cells as far as what they share lets it, so that it is read without a mask."""
+        """Make each sequence one run of cells, as far as shared cells allow, so that it is read without a mask."""
         call("etkv_seq_cache_compact", self._seq())
 
 
 class TreeCache(SeqCache):
-    """The face of a cache whose sequences carry trees of candidates. Without a number, sequence 0 is meant."""
+    """The face of a cache whose sequences carry trees of candidates. The default sequence is 0."""
 
     def __init__(self, handle: Any) -> None:
         super().__init__(handle)
@@ -228,39 +229,39 @@ class TreeCache(SeqCache):
         call("etkv_tree_cache_propose", self._tree(), int32(sequence, "sequence"), int32s(parents, "parents"), n)
 
     def commit(self, accepted: Sequence[int], sequence: int = 0) -> None:
-        """Make a chain of candidates part of the sequence, and forget the rest of its tree; ``[]`` forgets it all."""
+        """Add a chain of candidates to the sequence, and remove the rest of its tree; ``[]`` removes it all."""
         n = len(accepted)
         call("etkv_tree_cache_commit", self._tree(), int32(sequence, "sequence"), int32s(accepted, "accepted"), n)
 
     def tree_len(self, sequence: int = 0) -> int:
-        """Nodes of the tree behind a sequence; 0 where there is none."""
+        """Return the number of nodes of the tree behind a sequence; 0 without a tree."""
         return ask("etkv_tree_cache_len", "size_t", self._tree(), int32(sequence, "sequence"))
 
 
 def estimate(config: CacheConfig, length: int) -> Memory:
-    """What a ``contiguous`` cache of ``config`` will hold when it has grown to ``length`` positions, to the byte.
+    """Return the bytes that a ``contiguous`` cache of ``config`` holds once it has grown to ``length`` positions.
 
-    Nothing is made. ``length`` is at most the capacity.
+    Exact to the byte; no cache is made. ``length`` is 0 to the capacity.
     """
     return _estimate("etkv_cache_config_estimate", config, length)
 
 
 def estimate_shared(config: CacheConfig, length: int) -> Memory:
-    """:func:`estimate` for the kinds ``seq`` and ``tree``, while one sequence lives in them.
+    """Return the same as :func:`estimate` for the kinds ``seq`` and ``tree``, while they hold one sequence.
 
-    ``at_capacity`` is that of any number of sequences: where layers have windows, all of them together may take a slot
+    ``at_capacity`` holds for any number of sequences: if layers have windows, all sequences together may need a slot
     for every position.
     """
     return _estimate("etkv_cache_config_estimate_shared", config, length)
 
 
 def row_bytes(format: str, head_dim: int) -> int:
-    """Bytes of one row of ``head_dim`` elements in a storage format, its scales among them."""
+    """Return the bytes of one row of ``head_dim`` elements in a format, its scales included."""
     return ask("etkv_format_row_bytes", "uint64_t", _name(format, "format"), int32(head_dim, "head_dim"))
 
 
 def raw_config(config: CacheConfig) -> tuple[Any, Any]:
-    """``config`` as C has it, and what has to be kept while that is used."""
+    """Return ``config`` as the C struct, and the objects that must live while it is used."""
     if not isinstance(config, CacheConfig):
         raise EtkvError(f"config is {config!r}, it is a CacheConfig")
     lib()

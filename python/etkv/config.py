@@ -1,7 +1,7 @@
-"""What a cache is to be: the layers of the model, which are facts, and capacity and storage, which are a choice.
+"""The config of a cache: the layers, which the model fixes, and capacity and storage, which the caller chooses.
 
-The fields are those of ``etkv_layer_config`` and ``etkv_cache_config`` in ``include/etkv/etkv.h``. Only types are
-checked here; limits are checked where a cache is made, by the native library and by the reference.
+The fields are those of ``etkv_layer_config`` and ``etkv_cache_config`` in ``include/etkv/etkv.h``. This
+module checks types only. The native library and the reference check limits when they make a cache.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from dataclasses import KW_ONLY, dataclass
 from etkv.errors import EtkvError
 
 GROWTHS = ("doubling", "step", "exact", "upfront")
-"""How buffers grow as positions come, in the order of ``etkv_growth``."""
+"""The ways in which buffers grow, in the order of ``etkv_growth``."""
 
 
 @dataclass(frozen=True)
@@ -24,12 +24,12 @@ class LayerConfig:
     k_head_dim: int
     """Elements of one key."""
     v_head_dim: int | None = None
-    """Elements of one value; None for the same as a key."""
+    """Elements of one value; None for as many as a key has."""
     _: KW_ONLY
     window: int = 0
-    """Positions that a query sees, itself among them; 0 for full history."""
+    """Positions that a query sees, its own included; 0 for full history."""
     sinks: int = 0
-    """First positions that a query sees besides its window; 0 without one."""
+    """First positions of the sequence that a query sees besides its window; 0 without a window."""
 
     def __post_init__(self) -> None:
         for name in ("n_kv_heads", "k_head_dim", "window", "sinks"):
@@ -45,27 +45,27 @@ class LayerConfig:
 
 @dataclass(frozen=True)
 class CacheConfig:
-    """What a cache is to be."""
+    """The config of a cache."""
 
     layers: Sequence[LayerConfig]
     """One entry a layer, in the order of the program's layer ids. Kept as a tuple."""
     capacity: int
-    """The most positions that it holds: the session's context length."""
+    """The most positions that the cache can hold: the session's context length."""
     _: KW_ONLY
     k_format: str = "f16"
-    """Storage of keys, by name."""
+    """The format of keys, by name."""
     v_format: str = "f16"
-    """Storage of values, by name."""
+    """The format of values, by name."""
     max_step_tokens: int = 0
     """The most tokens of one step where layers have windows or ``quantized_kv_start`` is set; 0 for 512."""
     growth: str = "doubling"
     """One of :data:`GROWTHS`."""
     min_chunk: int = 0
-    """Slots of a growth that has chunks; 0 for 256."""
+    """Slots of a chunk, for the growths ``doubling`` and ``step``; 0 for 256."""
     quantized_kv_start: int = 0
-    """Where it is more than 0: positions are stored in ``float_format`` until there are so many, then converted."""
+    """Positions that are stored in ``float_format`` before quantization begins; 0 to begin at once."""
     float_format: str = "f16"
-    """Storage of both before ``quantized_kv_start``: a float format."""
+    """The format of keys and values before ``quantized_kv_start``: a float format."""
 
     def __post_init__(self) -> None:
         if isinstance(self.layers, (str, LayerConfig)) or not isinstance(self.layers, Iterable):

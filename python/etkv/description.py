@@ -1,4 +1,4 @@
-"""What a program is, as the interpreter that runs it reads it."""
+"""Descriptions of programs, from the interpreter that runs them."""
 
 from __future__ import annotations
 
@@ -29,14 +29,14 @@ def describe_program(program: str | Path | bytes, index: int = 0) -> dict[str, A
 
 
 def describe_payload(payload: bytes) -> dict[str, Any]:
-    """The same of a delegate's payload."""
+    """Return the same for a delegate's payload."""
     text = ask_text("etkv_program_describe", ffi.from_buffer("uint8_t[]", payload), len(payload))
     description: dict[str, Any] = json.loads(text)
     return description
 
 
 def dtype_and_shape(tensor: dict[str, Any]) -> str:
-    """An argument or a constant as text, such as ``float32[1, 2..64]``."""
+    """Return an argument or a constant as text, such as ``float32[1, 2..64]``."""
     dtype = str(tensor["dtype"])
     if tensor["shape"] is None:
         return dtype

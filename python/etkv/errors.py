@@ -1,4 +1,4 @@
-"""Errors that a user can put right, and how errors of other packages are told."""
+"""Errors that a user can correct, and messages for errors of other packages."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from enum import IntEnum
 
 
 class Status(IntEnum):
-    """What went wrong: the numbers of ``etkv_status`` in ``etkv.h``, and the names of ``etkv_status_name``."""
+    """The class of an error: the numbers of ``etkv_status`` in ``etkv.h``, and the names of ``etkv_status_name``."""
 
     INVALID_ARGUMENT = 1
     CAPACITY = 2
@@ -23,7 +23,7 @@ class Status(IntEnum):
 
 
 class EtkvError(ValueError):
-    """Something the caller can put right: the message names the value and the limit it breaks, in one line.
+    """An error that the caller can correct: the message names the value and its limit, in one line.
 
     ``status`` is its number in ``etkv.h``. The commands of this package print the message to stderr and end with
     status 2.
@@ -33,7 +33,7 @@ class EtkvError(ValueError):
 
 
 class StatusError(EtkvError):
-    """What a cache or a program refuses. Nothing has changed then."""
+    """A call that a cache or a program refuses. Nothing has changed."""
 
     status = Status.INTERNAL
 
@@ -56,13 +56,13 @@ class PositionError(StatusError):
 
 
 class NoCacheError(StatusError):
-    """A program ran without a cache, or no cache is known by a key."""
+    """A program ran without a cache, or the registry has no cache under a key."""
 
     status = Status.NO_CACHE
 
 
 class KindError(StatusError):
-    """The cache is of a kind that cannot do this."""
+    """The kind is unknown, or caches of this kind cannot do this."""
 
     status = Status.KIND
 
@@ -80,7 +80,7 @@ class UnsupportedError(StatusError):
 
 
 class StepError(StatusError):
-    """A step is open on the cache, or none is."""
+    """A step is open on the cache, or the call needs a step and none is open."""
 
     status = Status.STEP
 
@@ -92,13 +92,13 @@ _CLASSES = {
 
 
 def status_error(status: int, message: str) -> StatusError:
-    """The exception for a status."""
+    """Return the exception for a status."""
     known = Status(status) if status in Status._value2member_map_ else Status.INTERNAL
     return _CLASSES.get(known, StatusError)(message, known)
 
 
 def first_line(error: BaseException) -> str:
-    """The first line of an error's message, or its type where the message is empty."""
+    """Return the first line of an error's message, or its type if the message is empty."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     return lines[0] if lines else type(error).__name__
 

@@ -1,7 +1,7 @@
 """Answers of a language model, token by token.
 
-:func:`generate` gives the text of an answer, :func:`stream_generate` its pieces as they come, and
-:func:`generate_tokens` its token ids; the last needs no tokenizer.
+:func:`generate` returns the text of an answer, :func:`stream_generate` its pieces as they are made, and
+:func:`generate_tokens` its token ids. The last one needs no tokenizer.
 """
 
 from __future__ import annotations
@@ -28,14 +28,14 @@ if TYPE_CHECKING:
     Row: TypeAlias = npt.NDArray[np.floating[Any]]
 
 DEFAULT_CHUNK = 512
-"""Tokens of a prompt in one step, where the program does not tell."""
+"""Tokens of a prompt in one step, if the program does not report a number."""
 
 FinishReason: TypeAlias = Literal["stop", "length", "capacity"]
-"""Why an answer ended: an eos token, ``max_tokens``, or a full cache."""
+"""The reason why an answer ended: an eos token, ``max_tokens``, or a full cache."""
 
 
 class GenerateOptions(TypedDict, total=False):
-    """The keyword arguments of :func:`generate_tokens`, which tells what they mean."""
+    """The keyword arguments of :func:`generate_tokens`, which documents them."""
 
     max_tokens: int
     sequence: int
@@ -52,9 +52,9 @@ class GenerationResponse:
     """A piece of an answer, as :func:`stream_generate` yields them."""
 
     text: str
-    """Whole characters, maybe none."""
+    """Whole characters; may be empty."""
     token: int | None
-    """The token id that completed the text; None in the last response, which has what text was held back."""
+    """The token id that completed the text; None in the last response, which has the rest of the text."""
     prompt_tokens: int
     """Tokens of the prompt."""
     generation_tokens: int
@@ -62,26 +62,26 @@ class GenerationResponse:
     prompt_tps: float
     """Tokens of the prompt a second."""
     generation_tps: float
-    """Tokens of the answer a second; 0 before there are two."""
+    """Tokens of the answer a second; 0 before the second token."""
     finish_reason: FinishReason | None
-    """Why the answer ended; None but in the last response."""
+    """The reason why the answer ended, in the last response; None in the others."""
 
 
 def generate(program: Program, tokenizer: Tokenizer, prompt: str | Ids, **options: Unpack[GenerateOptions]) -> str:
-    """The text of the answer to ``prompt``; :func:`stream_generate` has the arguments."""
+    """Return the text of the answer to ``prompt``; :func:`stream_generate` documents the arguments."""
     return "".join(response.text for response in stream_generate(program, tokenizer, prompt, **options))
 
 
 def stream_generate(
     program: Program, tokenizer: Tokenizer, prompt: str | Ids, **options: Unpack[GenerateOptions]
 ) -> Iterator[GenerationResponse]:
-    """The answer to ``prompt``, a response for each token and a last one that has the ``finish_reason``.
+    """Iterate over the answer to ``prompt``: a response for each token, and a last one with the ``finish_reason``.
 
     ``prompt`` is a text or token ids, such as :meth:`Tokenizer.apply_chat_template` makes; a text is encoded as
     :meth:`Tokenizer.encode` does. ``options`` are those of :func:`generate_tokens`. Where the program names no eos
     token ids, the tokenizer's end the answer.
 
-    Arguments are checked at once, and nothing runs until the first response is asked for.
+    The arguments are checked at once. Nothing runs before the first response is requested.
     """
     ids: Ids = tokenizer.encode(prompt) if isinstance(prompt, str) else prompt
     generation = generate_tokens(program, ids, **with_eos_token_ids(options, program, tokenizer))
@@ -89,7 +89,7 @@ def stream_generate(
 
 
 def with_eos_token_ids(options: GenerateOptions, program: Program, tokenizer: Tokenizer) -> GenerateOptions:
-    """``options``, with the tokenizer's eos token ids where nothing else tells them."""
+    """Return ``options``, with the tokenizer's eos token ids if neither ``options`` nor the program has any."""
     if options.get("eos_token_ids") is not None or program.eos_token_ids:
         return options
     return {**options, "eos_token_ids": tokenizer.eos_token_ids}
@@ -128,17 +128,17 @@ def generate_tokens(
     eos_token_ids: Collection[int] | None = None,
     progress: bool = False,
 ) -> Generation:
-    """Continue what the cache of ``program`` holds with ``prompt``, then with what the model answers.
+    """Append ``prompt`` to the cache of ``program``, then the answer of the model.
 
-    ``prompt`` goes behind the positions that the session holds: nothing is forgotten here. ``sequence`` is the one to
-    continue, where the session has several. Choices are greedy at a ``temperature`` of 0; otherwise they are drawn,
-    from the ``top_k`` best (0: all) and of those from the fewest that have ``top_p`` of the probability.
-    ``eos_token_ids`` end the answer; ``None`` takes those of the program. ``progress`` shows bars on stderr.
+    ``prompt`` follows the positions that the session holds; none is removed. ``sequence`` is the sequence to continue,
+    if the session has several. At a ``temperature`` of 0 the greatest logit is chosen. Otherwise tokens are sampled
+    from the ``top_k`` best (0 for all), and of those from the fewest that have ``top_p`` of the probability.
+    ``eos_token_ids`` end the answer; ``None`` uses those of the program. ``progress`` shows bars on stderr.
 
-    Nothing runs until the first token is asked for. A ``break`` and an interruption (Ctrl-C) leave the session usable:
+    Nothing runs before the first token is requested. A ``break`` and an interruption (Ctrl-C) leave the session usable:
     it holds the prompt and the first :attr:`Generation.cached_tokens` of the answer. A prompt that is interrupted is
-    rolled back, as far as layers with windows still hold what was before it. Where threads share a session, each holds
-    a lock of theirs for as long as it iterates: a step that fails cancels what the cache was told of the next one.
+    rolled back, as far as layers with windows still hold the positions before it. If threads share a session, each one
+    must hold a lock of the application's while it iterates: a step that fails cancels the declaration of the next one.
     """
     if program.session is None:
         raise EtkvError(f"{program.path.name} was loaded without a session: pass one to etkv.load")
@@ -162,11 +162,10 @@ def generate_tokens(
 
 
 class Generation(Iterator[int]):
-    """An answer in the making: iterate over its token ids. :func:`generate_tokens` makes them.
+    """An iterator over the token ids of an answer. :func:`generate_tokens` makes it.
 
-    ``token_ids`` are those so far. ``finish_reason`` tells why it ended, and is ``None`` until then: ``stop`` (an eos
-    token came, which is not among ``token_ids``), ``length`` (there are ``max_tokens``), ``capacity`` (the cache is
-    full).
+    ``token_ids`` are the ids so far. ``finish_reason`` is ``None`` until the answer ends, and then ``stop`` (at an eos
+    token, which is not among ``token_ids``), ``length`` (at ``max_tokens``) or ``capacity`` (the cache is full).
     """
 
     def __init__(
@@ -190,7 +189,7 @@ class Generation(Iterator[int]):
         self._max_tokens = max_tokens
         self._bars = _Bars(len(prompt), max_tokens) if progress else None
         self._start: int | None = None
-        # Not held by its own steps, so that an answer that is dropped lets go of the session at once.
+        # Its steps hold a weak reference, so that an answer that is dropped releases the session at once.
         self._steps = Generation._run(weakref.proxy(self), prompt, self._bars)
 
     def __repr__(self) -> str:
@@ -202,10 +201,10 @@ class Generation(Iterator[int]):
 
     @property
     def cached_tokens(self) -> int:
-        """Tokens of the answer that the cache holds; the last one is not run until the next is asked for.
+        """Tokens of the answer that the cache holds. The last token runs when the next one is requested.
 
-        What continues this answer begins with ``token_ids[cached_tokens:]``: its last token, and nothing where the
-        model ended it.
+        A prompt that continues this answer begins with ``token_ids[cached_tokens:]``: its last token, or nothing if
+        the model ended the answer.
         """
         if self._start is None:
             return 0
@@ -213,7 +212,7 @@ class Generation(Iterator[int]):
 
     @property
     def tokens_per_second(self) -> float:
-        """Of decoding, once two tokens are there; 0 before."""
+        """Tokens of the answer a second; 0 before the second token."""
         return (
             (len(self.token_ids) - 1) / self.decode_seconds
             if self.decode_seconds > 0 and len(self.token_ids) > 1
@@ -254,11 +253,11 @@ class Generation(Iterator[int]):
                 bars.close()
 
     def _chosen(self, position: int, run: Callable[[list[int]], Row], ids: list[int]) -> int:
-        """The token behind ``ids``, which are run from ``position`` on."""
+        """Run ``ids`` from ``position`` on, and choose the next token."""
         try:
             return self._sampler.choose(run(ids))
         except BaseException:
-            # They may have been run, and what follows them be lost: they are to be run again.
+            # The ids may have run without a next token: roll them back, so that they can run again.
             self._forget(position)
             raise
 
@@ -280,7 +279,7 @@ class Generation(Iterator[int]):
         return row
 
     def _most_tokens(self) -> int:
-        """Tokens of a step, at most: what the program takes, and what the cache takes where that has a limit."""
+        """The most tokens of a step: the limit of the program, and that of the cache if it has one."""
         most = self._program.constant("get_prefill_chunk_size") or DEFAULT_CHUNK
         config = self._session.config
         if config.quantized_kv_start or any(layer.window for layer in config.layers):
@@ -288,17 +287,17 @@ class Generation(Iterator[int]):
         return most
 
     def _forget(self, position: int) -> None:
-        """Roll back the positions from ``position`` on, as far as layers with windows let it."""
+        """Roll back the positions from ``position`` on, as far as layers with windows allow."""
         with contextlib.suppress(EtkvError):
             if isinstance(self._session, SeqCache):
-                # What was declared of a step that did not come would stand in the way of others.
+                # The declaration of a step that did not run would apply to the next one.
                 self._session.cancel_step()
                 self._session.seq_rm(self._sequence, position)
             elif self._session.length > position:
                 self._session.rewind(position)
 
     def _step(self, ids: list[int]) -> Row:
-        """Run ``ids`` behind what is there; the logits [vocabulary] of the last, until the next step."""
+        """Run ``ids`` after the positions held; return the last row of logits [vocabulary], valid until the next."""
         position = self._next()
         if isinstance(self._session, SeqCache):
             self._session.begin_step([self._sequence] * len(ids))
@@ -321,7 +320,7 @@ class _Sampler:
 
         if self._temperature == 0:
             return int(row.argmax())
-        # At a temperature next to 0 all but the best are at minus infinity.
+        # At a temperature near 0 all logits but the best become minus infinity.
         with np.errstate(over="ignore"):
             scaled = (row.astype(np.float64) - row.max()) / self._temperature
         order = np.argsort(-scaled, kind="stable")
@@ -329,7 +328,7 @@ class _Sampler:
             order = order[: self._top_k]
         shares = np.exp(scaled[order] - scaled[order[0]])
         shares /= shares.sum()
-        # The one that reaches top_p belongs to them.
+        # The id that reaches top_p is included.
         kept = int(np.searchsorted(np.cumsum(shares), self._top_p)) + 1
         shares = shares[:kept] / shares[:kept].sum()
         return int(self._random.choice(order[:kept], p=shares))

@@ -7,11 +7,11 @@ on the reference cache that is active::
     with etkv.op.active(cache):
         logits = model(tokens, positions)
 
-ExecuTorch has an op of that name and signature. Where it was registered first, it stays; otherwise this module
-registers its own, which ExecuTorch's replaces when it is imported later. Either way ``active`` is what decides: a
-kernel for each device goes before the one that came with the op, and leaves the call to ExecuTorch's caches where no
-cache is active here. That kernel also keeps the dispatcher's entry of the op alive while the op is replaced, so that
-graphs which were traced before still run.
+ExecuTorch has an op of that name and signature. If it is registered first, it stays. Otherwise this module registers
+its own, which ExecuTorch's op replaces when it is imported later. In both cases a kernel of this module for each device
+takes precedence over the op's own. It uses the cache of ``active``, and leaves the call to ExecuTorch's caches if no
+cache is active here. The kernel also keeps the dispatcher's entry of the op alive while the op is replaced, so graphs
+that were traced before still run.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ _DEVICES = ("CPU", "CUDA", "MPS")
 
 
 class OpCache(Protocol):
-    """What the op needs of a cache. Those of :mod:`etkv.reference` have it."""
+    """The interface that the op needs of a cache. The caches of :mod:`etkv.reference` have it."""
 
     def update_and_attend(
         self,
@@ -48,10 +48,10 @@ class OpCache(Protocol):
         scale: float,
         out_dtype: torch.dtype,
     ) -> Tensor:
-        """The attention of a layer's queries, whose rows are stored before."""
+        """Stores a layer's rows, and returns the attention of its queries."""
 
     def abort(self) -> None:
-        """Forgets a forward that only some layers were called of."""
+        """Rolls back an unfinished forward, of which some layers only were called."""
 
 
 _active: ContextVar[OpCache | None] = ContextVar("etkv.op.active", default=None)
@@ -59,10 +59,10 @@ _active: ContextVar[OpCache | None] = ContextVar("etkv.op.active", default=None)
 
 @contextmanager
 def active(cache: OpCache) -> Iterator[None]:
-    """Makes ``cache`` the one that the op uses, within the block and on this thread or task only.
+    """Makes the op use ``cache`` within the block, on this thread or task only.
 
-    Blocks nest: the innermost counts. A forward that is not finished when the outermost block of its cache ends has not
-    been.
+    Blocks nest: the innermost counts. A forward that is unfinished when the outermost block of its cache ends is rolled
+    back.
     """
     outer = _active.get()
     token = _active.set(cache)
@@ -80,22 +80,22 @@ def update_and_attend(
     """Stores a layer's new keys and values, and attends to all that its queries see.
 
     Args:
-        q: ``[1, n_heads, q_len, head_dim]``, rotated already.
+        q: ``[1, n_heads, q_len, head_dim]``, with rotary embeddings applied.
         k: ``[1, n_kv_heads, q_len, head_dim]``, likewise; ``n_heads`` is a multiple of ``n_kv_heads``.
         v: ``[1, n_kv_heads, q_len, v_head_dim]``.
-        position: int32 or int64, ``[q_len]`` or ``[q_len, n]``. Of n components the first is the position in the
-            sequence; the others are for rotary embeddings, and nothing to a cache.
-        layer_id: the layer, by its number in the cache. A model whose layers share keys and values names one layer in
-            several calls, each with the rows of the first: they are stored once, and the calls that follow only attend.
-        scale: of the scores.
-        out_dtype: of the result, whatever the cache stores.
+        position: int32 or int64, ``[q_len]`` or ``[q_len, n]``. The first of n components is the position in
+            the sequence. The others are for rotary embeddings; the cache ignores them.
+        layer_id: the layer's number in the cache. If layers of a model share keys and values, it calls the op several
+            times with one ``layer_id`` and the same rows. The first call stores them; later calls only attend.
+        scale: the factor of the scores.
+        out_dtype: the dtype of the result, independent of the cache's formats.
 
     Returns:
         ``[1, n_heads, q_len, v_head_dim]`` in ``out_dtype``.
 
     Raises:
-        NoActiveCacheError: where it runs and no cache is active.
-        StatusError: what the cache refuses, which leaves it as it was.
+        NoActiveCacheError: no cache is active.
+        StatusError: the cache refuses the rows; it stays as it was.
     """
     attended: Tensor = torch.ops.kvcache.update_and_attend(q, k, v, position, layer_id, scale, out_dtype)
     return attended
@@ -126,7 +126,7 @@ def _fake(
 def _without_cache(
     q: Tensor, k: Tensor, v: Tensor, position: Tensor, layer_id: int, scale: float, out_dtype: torch.dtype
 ) -> Tensor:
-    """What ExecuTorch's own op does, where it is there and has a cache."""
+    """Calls ExecuTorch's own op, if it is imported and has a cache."""
     executorch = sys.modules.get(_EXECUTORCH)
     if executorch is None:
         raise NoActiveCacheError
@@ -153,14 +153,14 @@ def _positions(position: Tensor, q: Tensor) -> list[int]:
 
 
 def _register() -> tuple[object, ...]:
-    """Registers the op where nobody has, and the kernels that go before its own; what holds them."""
+    """Registers the op unless it exists, and the kernels that precede its own. Returns the objects that hold them."""
     held: list[object] = []
     if not hasattr(torch.ops.kvcache, "update_and_attend"):
         ours = torch.library.custom_op(NAME, _kernel, mutates_args=())
         ours.register_fake(_fake)
-        # Where another op takes the name, torch has torch.ops forget what this library defined, and make a new object.
-        # The dispatcher goes on giving the old one to tracers, and who looks for the op in a graph would not find it. A
-        # library that tells of no definitions leaves it one object.
+        # If another op takes the name, torch removes the definitions of this library from torch.ops, and makes a new
+        # object. The dispatcher still gives the old one to tracers, so a search for the op in a graph would not find
+        # it. With no definitions listed in the library, the op keeps one object.
         getattr(getattr(ours, "_lib", None), "_op_defs", set()).clear()
         held.append(ours)
     kernels = torch.library.Library("kvcache", "IMPL")
@@ -169,5 +169,5 @@ def _register() -> tuple[object, ...]:
     return *held, kernels
 
 
-# For as long as the process lives: they are gone with the objects that registered them.
+# Kept for as long as the process lives: the registrations end with these objects.
 _REGISTERED = _register()

@@ -38,7 +38,7 @@ _process: int | None = None
 
 
 def register_backend() -> str:
-    """Make etkv's delegate known to the installed ExecuTorch's runtime, in this process; again does nothing.
+    """Register etkv's delegate with the installed ExecuTorch's runtime, in this process. A second call does nothing.
 
     Returns the id of the backend that runs programs on it: ``MLXBackend``, or ``EtkvForMLX`` where ExecuTorch's own MLX
     backend was registered before, as on macOS by an earlier ``import executorch.runtime``. :func:`load` serves both.
@@ -71,7 +71,7 @@ def load(path: str | Path, session: Session | None, *, logits: Logits = "all", m
 
 
 class Program:
-    """A loaded program. :func:`load` makes them. A context manager: leaving it lets go of weights and cache.
+    """A loaded program. :func:`load` makes them. A context manager: leaving it releases weights and cache.
 
     ``session`` is the one that it is bound to. Any thread may run it; the steps of a process come one after the other.
     A process that was forked after a program was loaded has the threads of neither ExecuTorch nor MLX, and is refused.
@@ -94,7 +94,7 @@ class Program:
 
         path, session = self.path, self.session
         try:
-            # Another backend's id is not in the file but in a copy of it in memory.
+            # Another backend's id is in a copy of the file in memory, not in the file.
             data = path if backend == _library.MLX_BACKEND else pte.for_backend(path, backend)
             self._program = Runtime.get().load_program(data, verification=Verification.InternalConsistency)
         except pte.DAMAGE as error:
@@ -140,12 +140,12 @@ class Program:
         rows = self.execute(ids, at, copy=copy)[0]
         rows = rows.reshape(rows.shape[-2:])
         if not copy:
-            # The memory is the program's: who holds the rows holds that.
+            # The memory is the program's, so the rows keep the program alive.
             rows.owners = (self._method, self._program)
         return rows if as_tensor else _array(rows)
 
     def execute(self, *inputs: Any, copy: bool = True) -> list[Any]:
-        """Run the method on inputs as it declares them, torch tensors or integers; the outputs as it has them."""
+        """Run the method on the inputs that it declares, torch tensors or integers, and return its outputs."""
         _require_one_process()
         self._opened(self._method)
         if self.session is not None and self.session.closed:
@@ -170,7 +170,7 @@ class Program:
 
     @property
     def metadata(self) -> ModelCacheParams:
-        """What the program says of its caches."""
+        """The facts of the program's caches."""
         if self._metadata is None:
             from etkv.metadata import read_kv_cache_metadata
 
@@ -180,16 +180,16 @@ class Program:
 
     @property
     def eos_token_ids(self) -> frozenset[int]:
-        """The ids that end an answer, as the program tells them; none where it does not."""
+        """The ids that end an answer, if the program reports them; empty otherwise."""
         return frozenset(self.constant("get_eos_ids") or ())
 
     def constant(self, name: str) -> Any:
-        """The value of a constant method, such as ``get_max_ctx_len``; ``None`` where there is none of the name."""
+        """Return the value of a constant method, such as ``get_max_ctx_len``; ``None`` if there is none."""
         return pte.constant(self._opened(self._program), name) if name in self.method_names else None
 
     @property
     def method_names(self) -> set[str]:
-        """The names of its methods."""
+        """The names of the program's methods."""
         return set(self._opened(self._program).method_names)
 
     @property
@@ -203,7 +203,7 @@ class Program:
         return part
 
     def close(self) -> None:
-        """Let go of the weights and of the cache. Closing twice does nothing."""
+        """Release the weights and the cache. Closing twice does nothing."""
         self._method = None
         self._program = None
 
@@ -221,7 +221,7 @@ class Program:
 
 
 def _require_one_process() -> None:
-    """Refuse what would wait forever for threads that a fork left behind."""
+    """Refuse to run in a forked process: the call would wait forever for threads of the parent."""
     global _process
     if _process is None:
         _process = os.getpid()
@@ -233,7 +233,7 @@ def _require_one_process() -> None:
 
 
 def _check_inputs(inputs: Sequence[Any], method: Any, name: str) -> None:
-    """Refuse what ExecuTorch would refuse with a number: another count, a rank, a length beyond the declared one."""
+    """Refuse inputs of another count or rank, or over the declared length. ExecuTorch would only return a number."""
     import torch
 
     if len(inputs) != method.num_inputs():
@@ -251,7 +251,7 @@ def _check_inputs(inputs: Sequence[Any], method: Any, name: str) -> None:
 
 
 def _max_tokens(method: Any) -> int | None:
-    """Tokens of one step, at most; None for a method whose first input is not [1, T]."""
+    """Return the most tokens of one step; None for a method whose first input is not [1, T]."""
     if method.num_inputs() == 0:
         return None
     sizes = method.input_tensor_meta(0).sizes()
@@ -265,7 +265,7 @@ def _is_tensor(value: Any) -> bool:
 
 
 def _integers(values: Ids, name: str) -> torch.Tensor:
-    """``values`` as the contiguous int64 tensor that programs take; shares their memory where it can."""
+    """Return ``values`` as a contiguous int64 tensor, which programs take. Shares their memory if possible."""
     import numpy as np
     import torch
 
@@ -274,10 +274,10 @@ def _integers(values: Ids, name: str) -> torch.Tensor:
     else:
         try:
             array = np.asarray(values)
-            # Torch has neither other byte orders nor negative strides.
+            # Torch supports neither other byte orders nor negative strides.
             array = np.ascontiguousarray(array, array.dtype.newbyteorder("="))
             with warnings.catch_warnings():
-                # Of an array that may not be written to; nothing writes here.
+                # Torch warns of a read-only array; nothing writes to it here.
                 warnings.filterwarnings("ignore", "The given NumPy array is not writable")
                 tensor = torch.from_numpy(array)
         except (TypeError, ValueError) as error:
@@ -297,7 +297,7 @@ def _short(value: object) -> str:
 
 
 class _Memory:
-    """What an array is a view of, and whose memory that is: the array holds this, torch's own would not."""
+    """The memory that an array views, and its owner. The array keeps both alive; torch's own object would not."""
 
     def __init__(self, array: npt.NDArray[Any], owners: Any) -> None:
         self.__array_interface__ = array.__array_interface__

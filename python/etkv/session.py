@@ -1,7 +1,7 @@
 """Sessions: a cache, and the key under which programs find it.
 
-Which one is made decides what a program can do, and the program is the same for all: :class:`DecodeSession` for one
-growing sequence, :class:`SeqSession` for many that share cells, :class:`TreeSession` for trees of candidates as well.
+The session decides what a program can do; the program is the same for all. :class:`DecodeSession` holds one growing
+sequence, :class:`SeqSession` many that share cells, and :class:`TreeSession` carries trees of candidates as well.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ BACKEND = "MLXBackend"
 """The id of the backend whose programs the caches are for."""
 
 LOGITS = ("all", "last")
-"""Rows of the logits that a program computes: as exported, or of the last token only."""
+"""The rows of the logits that a program computes: as exported, or that of the last token only."""
 
 Logits: TypeAlias = Literal["all", "last"]
 """One of :data:`LOGITS`."""
@@ -33,7 +33,7 @@ class Session(Cache):
     """A cache that programs find by :attr:`key`, for as long as the session is open.
 
     A context manager: leaving it closes the session. Programs that were loaded with it keep the cache until they are
-    closed, too.
+    closed too.
     """
 
     KIND: ClassVar[str] = "contiguous"
@@ -43,7 +43,7 @@ class Session(Cache):
     def __init__(self, config: CacheConfig) -> None:
         """Make the cache and register it.
 
-        :class:`EtkvError` for a config that cannot be; the message names the value and its limit.
+        Raises :class:`EtkvError` for a config that is not valid. The message names the value and its limit.
         """
         follow_log_levels()
         raw, _keep = raw_config(config)
@@ -55,12 +55,12 @@ class Session(Cache):
 
     @property
     def key(self) -> str:
-        """What a program is loaded with as the backend option ``cache_key``; unique in the process."""
+        """The key, for the backend option ``cache_key`` of a program; unique in the process."""
         self._raw()
         return text(lib().etkv_session_key(self._session))
 
     def close(self) -> None:
-        """Take the key out of the registry and let go of the cache. Closing twice does nothing."""
+        """Remove the key from the registry and release the cache. Closing twice does nothing."""
         if self._open:
             self._open = False
             for name in ("_session", "_trees", "_sequences", "_cache"):
@@ -74,7 +74,7 @@ class Session(Cache):
 
     @contextlib.contextmanager
     def bound(self, *, logits: Logits = "all") -> Iterator[None]:
-        """Bind what this thread loads in the block to this session, whoever loads it.
+        """Bind every program that this thread loads in the block to this session.
 
         For ExecuTorch's own runtime, which passes no options to backends:
 
@@ -83,7 +83,7 @@ class Session(Cache):
             with session.bound():
                 forward = Runtime.get().load_program(path).load_method("forward")
 
-        ``logits`` is ``all`` or ``last``: which rows the program computes.
+        ``logits`` is one of :data:`LOGITS`.
         """
         with load_options(self.key, logits):
             yield
@@ -107,7 +107,7 @@ class Session(Cache):
 
 
 class DecodeSession(Session):
-    """One growing sequence: the shortest way for one."""
+    """One growing sequence: the fastest kind for one."""
 
 
 class SeqSession(Session, SeqCache):
@@ -117,7 +117,7 @@ class SeqSession(Session, SeqCache):
 
 
 class TreeSession(Session, TreeCache):
-    """The same, with trees of candidates behind sequences."""
+    """Sequences as in :class:`SeqSession`, with trees of candidates behind them."""
 
     KIND = "tree"
 
@@ -127,9 +127,9 @@ _of_thread = threading.local()
 
 @contextlib.contextmanager
 def load_options(key: str | None, logits: Logits) -> Iterator[None]:
-    """Load what this thread loads in the block with these options: the cache of ``key``, or none, and rows of logits.
+    """Set the load options of this thread in the block: the cache of ``key``, or none, and the rows of logits.
 
-    Blocks nest: a block that names no key binds nothing, also within one that does.
+    Blocks nest. In a block without a key, programs are bound to no cache, even within a block with one.
     """
     if logits not in LOGITS:
         raise EtkvError(f"logits is {logits!r}, it is one of {', '.join(LOGITS)}")

@@ -21,7 +21,7 @@ class Tokenizer:
     """
 
     def __init__(self, hf: Any, *, eos_token_ids: Iterable[int] | None = None) -> None:
-        """Wrap a fast tokenizer of transformers. ``eos_token_ids`` end an answer; None takes the tokenizer's own."""
+        """Wrap a fast tokenizer of transformers. ``eos_token_ids`` end an answer; None uses the tokenizer's own."""
         if not hasattr(hf, "backend_tokenizer"):
             raise EtkvError(
                 f"hf is {type(hf).__name__}, it is a fast tokenizer of transformers; "
@@ -72,11 +72,11 @@ class Tokenizer:
             raise EtkvError(f"the tokenizer {path} cannot be read: {first_line(error)}") from error
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
-        """The ids of ``text``, with the tokens that the tokenizer puts around a text if ``add_special_tokens``."""
+        """Return the ids of ``text``; ``add_special_tokens`` includes those that the tokenizer puts around a text."""
         return list(self.hf(text, add_special_tokens=add_special_tokens).input_ids)
 
     def decode(self, ids: Iterable[SupportsIndex], *, skip_special_tokens: bool = True) -> str:
-        """The text of ``ids``, without special tokens if ``skip_special_tokens``."""
+        """Return the text of ``ids``, without special tokens if ``skip_special_tokens``."""
         return str(self.hf.decode([operator.index(each) for each in ids], skip_special_tokens=skip_special_tokens))
 
     @property
@@ -130,7 +130,7 @@ class Tokenizer:
 
     @property
     def detokenizer(self) -> StreamingDetokenizer:
-        """A new detokenizer, for the text of one answer."""
+        """Return a new detokenizer, for the text of one answer."""
         return StreamingDetokenizer(self)
 
     def __repr__(self) -> str:
@@ -158,20 +158,20 @@ class StreamingDetokenizer:
         self._pieces: Any = DecodeStream(skip_special_tokens=True)
 
     def add_token(self, token: int) -> None:
-        """Take the next token of the answer."""
+        """Add the next token of the answer."""
         piece: str | None = self._pieces.step(self._tokenizer.hf.backend_tokenizer, token)
         self.tokens.append(token)
         self.text += piece or ""
 
     def finalize(self) -> None:
-        """End the answer: ``text`` gets what was held back, with U+FFFD for a character that was cut short."""
+        """End the answer: ``text`` gets the rest, with U+FFFD for an incomplete character."""
         whole: str = self._tokenizer.hf.backend_tokenizer.decode(self.tokens, skip_special_tokens=True)
         if whole.startswith(self.text):
             self.text = whole
 
     @property
     def last_segment(self) -> str:
-        """The text that came since this was last read."""
+        """The text that was added since the last read of this property."""
         segment = self.text[self._told :]
         self._told = len(self.text)
         return segment
@@ -181,7 +181,7 @@ class StreamingDetokenizer:
 
 
 def _eos_token_ids(folder: Path) -> list[int] | None:
-    """``eos_token_id`` of generation_config.json, which is an id or a list of them; None where it does not tell."""
+    """``eos_token_id`` of generation_config.json, which is an id or a list of them; None if it has none."""
     path = folder / _GENERATION_CONFIG
     if not path.is_file():
         return None

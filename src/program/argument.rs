@@ -1,4 +1,4 @@
-//! What a program and its host hand each other.
+//! The arguments that a program and its host exchange.
 
 use std::marker::PhantomData;
 
@@ -6,8 +6,8 @@ use crate::error::Result;
 
 /// An argument of a program, an input or an output: a contiguous tensor, or an integer.
 ///
-/// It has the layout of `etkv::interpreter::Argument` in `cpp/interpreter.hpp`, so that it
-/// crosses the bridge as it is.
+/// It has the layout of `etkv::interpreter::Argument` in `cpp/interpreter.hpp`, so it crosses the
+/// bridge unchanged.
 #[repr(C)]
 #[derive(Debug, Clone, Copy)]
 pub struct Argument<'a> {
@@ -18,7 +18,7 @@ pub struct Argument<'a> {
     integer: i64,
     scalar_type: i8,
     is_tensor: bool,
-    /// The memory that the pointers are of.
+    /// Borrows the memory behind the pointers.
     borrowed: PhantomData<(&'a [u8], &'a [i32])>,
 }
 
@@ -34,7 +34,7 @@ const _: () = {
 };
 
 impl<'a> Argument<'a> {
-    /// A tensor: ExecuTorch's number of its dtype, its shape, and its elements, row-major.
+    /// Returns a tensor: ExecuTorch's number of its dtype, its shape, and its elements, row-major.
     pub fn tensor(scalar_type: i8, shape: &'a [i32], bytes: &'a [u8]) -> Self {
         Self {
             data: bytes.as_ptr(),
@@ -48,33 +48,33 @@ impl<'a> Argument<'a> {
         }
     }
 
-    /// An integer.
+    /// Returns an integer argument.
     pub fn of(integer: i64) -> Self {
         Self { integer, is_tensor: false, ..Self::tensor(0, &[], &[]) }
     }
 
-    /// Whether it is a tensor.
+    /// Returns whether it is a tensor.
     pub fn is_tensor(&self) -> bool {
         self.is_tensor
     }
 
-    /// The integer, unless it is a tensor.
+    /// Returns the integer, or `None` for a tensor.
     pub fn integer(&self) -> Option<i64> {
         (!self.is_tensor).then_some(self.integer)
     }
 
-    /// ExecuTorch's number of the tensor's dtype.
+    /// Returns ExecuTorch's number of the tensor's dtype.
     pub fn scalar_type(&self) -> i8 {
         self.scalar_type
     }
 
-    /// The tensor's shape.
+    /// Returns the tensor's shape.
     pub fn shape(&self) -> &'a [i32] {
-        // SAFETY: the fields come from a slice, or from the bridge, which promises as much.
+        // SAFETY: the fields come from a slice, or from the bridge, which guarantees the same.
         unsafe { slice(self.shape, self.rank) }
     }
 
-    /// The tensor's elements, row-major.
+    /// Returns the tensor's elements, row-major.
     pub fn bytes(&self) -> &'a [u8] {
         // SAFETY: as above.
         unsafe { slice(self.data, self.n_bytes) }
@@ -82,7 +82,7 @@ impl<'a> Argument<'a> {
 }
 
 /// # Safety
-/// `data` is NULL or points to `n` elements, which stay.
+/// `data` is NULL or points to `n` elements that live and do not change for `'a`.
 unsafe fn slice<'a, T>(data: *const T, n: usize) -> &'a [T] {
     if data.is_null() || n == 0 {
         return &[];
@@ -91,11 +91,11 @@ unsafe fn slice<'a, T>(data: *const T, n: usize) -> &'a [T] {
     unsafe { std::slice::from_raw_parts(data, n) }
 }
 
-/// Who runs a program.
+/// The host that runs a program.
 pub trait Host {
-    /// Takes the outputs of a run, in order, which are valid for the call.
+    /// Receives the outputs of a run, in order. They are valid for the call.
     ///
     /// # Errors
-    /// Where they do not fit; the step is then rolled back.
+    /// Returns an error if the outputs do not fit. The step is then rolled back.
     fn take(&mut self, outputs: &[Argument]) -> Result<()>;
 }

@@ -1,5 +1,5 @@
-//! A program as a report: what it takes, computes and gives, and what the passes make of
-//! it. Nothing is loaded, and MLX is not asked.
+//! Describes a program: its inputs, operations and outputs, and the changes that the passes make.
+//! Loads no constants and does not use MLX.
 
 use std::collections::BTreeMap;
 
@@ -14,48 +14,48 @@ use super::passes::{self, Target};
 use super::{ops, payload};
 use crate::error::{Error, Result, Status};
 
-/// What a program is. `docs/reports.md` lists the fields as JSON has them.
+/// A description of a program. `docs/reports.md` lists the fields in JSON.
 #[derive(Debug, Clone, PartialEq, Serialize)]
 pub struct ProgramDescription {
-    /// The payload's format, where it tells one.
+    /// The payload's format, if it names one.
     pub format: Option<String>,
-    /// Why this build does not run the program, where it does not.
+    /// The reason why this build does not run the program, if it does not.
     pub refused: Option<String>,
     /// Operations of the program that this build lacks.
     pub missing: Vec<OperationCount>,
-    /// In the order of the arguments.
+    /// The inputs, in the order of the arguments.
     pub inputs: Vec<ArgumentDescription>,
-    /// In the order of the arguments.
+    /// The outputs, in the order of the arguments.
     pub outputs: Vec<ArgumentDescription>,
-    /// Of a forward, as exported: the most frequent first.
+    /// The operations of a forward, as exported, the most frequent first.
     pub operations: Vec<OperationCount>,
-    /// The same of what runs once, when the program is loaded.
+    /// The operations that run once, when the program is loaded.
     pub operations_at_load: Vec<OperationCount>,
     /// The attention layers of the cache, in order.
     pub attention_layers: Vec<AttentionDescription>,
     /// The weights.
     pub constants: ConstantsDescription,
-    /// Tensors that the program keeps from one forward to the next: 0 where its KV cache
+    /// The number of tensors that the program keeps from one forward to the next: 0 if its KV cache
     /// is outside of it.
     pub mutable_buffers: u32,
-    /// What each pass did, in order; none where the program is refused.
+    /// The effect of each pass, in order; empty if the program is refused.
     pub passes: Vec<PassDescription>,
-    /// How constants are kept on the CPU; absent where the program is refused.
+    /// The layouts of constants on the CPU; absent if the program is refused.
     pub layouts: Option<LayoutsDescription>,
     /// Every instruction of a forward, as exported.
     pub instructions: Vec<InstructionDescription>,
-    /// Every instruction that runs once.
+    /// Every instruction that runs once, when the program is loaded.
     pub instructions_at_load: Vec<InstructionDescription>,
 }
 
 /// An argument: a tensor, or an integer.
 #[derive(Debug, Clone, PartialEq, Serialize)]
 pub struct ArgumentDescription {
-    /// In the source program.
+    /// The name in the source program.
     pub name: String,
-    /// `int` for an integer.
+    /// The dtype; `int` for an integer.
     pub dtype: String,
-    /// Absent for an integer.
+    /// The shape; absent for an integer.
     pub shape: Option<Vec<DimDescription>>,
 }
 
@@ -63,18 +63,18 @@ pub struct ArgumentDescription {
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize)]
 #[serde(untagged)]
 pub enum DimDescription {
-    /// Always this.
+    /// A fixed size.
     Static(i32),
-    /// Between the two, where `most` is known.
+    /// A range, with an upper limit where `most` is known.
     Range {
-        /// When the program was traced; it may run with 1.
+        /// The least size when the program was traced; it may run with 1.
         least: i32,
-        /// At most.
+        /// The largest size.
         most: Option<i32>,
     },
 }
 
-/// How often an operation comes.
+/// The number of times that an operation occurs.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize)]
 #[allow(missing_docs)]
 pub struct OperationCount {
@@ -82,23 +82,23 @@ pub struct OperationCount {
     pub count: usize,
 }
 
-/// A layer of the cache.
+/// An attention layer of the cache.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize)]
 pub struct AttentionDescription {
-    /// Its number; -1 where the program names none.
+    /// The layer's number; -1 if the program names none.
     pub layer: i64,
-    /// Calls in a forward: more than 1 where layers share keys and values.
+    /// The calls in a forward: more than 1 if layers share keys and values.
     pub calls: usize,
 }
 
 /// The weights.
 #[derive(Debug, Clone, PartialEq, Serialize)]
 pub struct ConstantsDescription {
-    /// How many there are.
+    /// The number of constants.
     pub count: usize,
-    /// Bytes of those whose dtype is known.
+    /// The bytes of the constants whose dtype is known.
     pub bytes: u64,
-    /// Each of them.
+    /// The constants, one by one.
     pub tensors: Vec<ConstantDescription>,
 }
 
@@ -111,24 +111,24 @@ pub struct ConstantDescription {
     pub dtype: String,
     /// Its shape.
     pub shape: Vec<i32>,
-    /// Absent where the dtype is unknown.
+    /// The bytes; absent if the dtype is unknown.
     pub bytes: Option<u64>,
 }
 
-/// What a pass did.
+/// The effect of a pass.
 #[derive(Debug, Clone, PartialEq, Serialize)]
 pub struct PassDescription {
-    /// The pass.
+    /// The name of the pass.
     pub name: String,
-    /// Instructions of a forward before it.
+    /// Instructions of a forward before the pass.
     pub before: usize,
-    /// And after it.
+    /// Instructions of a forward after the pass.
     pub after: usize,
-    /// The operations that it changed the number of.
+    /// The operations whose number the pass changed.
     pub changed: Vec<ChangeDescription>,
 }
 
-/// An operation that a pass changed the number of.
+/// An operation whose number a pass changed.
 #[derive(Debug, Clone, PartialEq, Serialize)]
 #[allow(missing_docs)]
 pub struct ChangeDescription {
@@ -137,30 +137,30 @@ pub struct ChangeDescription {
     pub after: usize,
 }
 
-/// How many constants are kept how.
+/// The number of constants in each layout.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize)]
 pub struct LayoutsDescription {
-    /// As they are stored.
+    /// In the stored order.
     pub stored: usize,
     /// Transposed, as a matrix product reads them.
     pub transposed: usize,
-    /// Not at all.
+    /// Not kept: nothing uses them.
     pub absent: usize,
 }
 
 /// An instruction as exported.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize)]
 pub struct InstructionDescription {
-    /// Its operation.
+    /// The name of the operation.
     pub operation: String,
-    /// Its fields: `t7` is a tensor, `v2` an integer.
+    /// The fields: `t7` is a tensor, `v2` an integer.
     pub fields: String,
 }
 
 /// Describes a payload.
 ///
 /// # Errors
-/// [`Program`](Status::Program) for one that is damaged or foreign.
+/// [`Program`](Status::Program) for a payload that is damaged or foreign.
 pub fn describe(payload: &[u8]) -> Result<ProgramDescription> {
     let graph = payload::read(payload)?;
     let main = instructions(graph, i64::from(graph.main_chain_idx()));
@@ -243,7 +243,7 @@ fn changes(before: &Kinds, after: &Kinds) -> Vec<ChangeDescription> {
         .collect()
 }
 
-/// The instructions of a chain; none where there is no such chain.
+/// Returns the instructions of a chain, or none if the chain does not exist.
 fn instructions(graph: fb::MLXGraph<'_>, chain: i64) -> Vec<fb::Instruction<'_>> {
     let chains = graph.instruction_chains();
     match usize::try_from(chain) {
@@ -252,7 +252,7 @@ fn instructions(graph: fb::MLXGraph<'_>, chain: i64) -> Vec<fb::Instruction<'_>>
     }
 }
 
-/// An operation's name, as the schema has it.
+/// Returns an operation's name in the schema.
 fn name(op: fb::OpNode) -> String {
     op.variant_name().map_or_else(
         || format!("operation {}", op.0),
@@ -307,7 +307,7 @@ fn dim(dim: fb::ShapeDim<'_>) -> DimDescription {
     }
 }
 
-/// The name of a tensor's dtype, and the bytes of an element.
+/// Returns the name of a tensor's dtype, and the bytes of an element.
 fn dtype_name(meta: fb::TensorMeta<'_>) -> (String, Option<u64>) {
     match dtype::dtype_of(meta.scalar_type()) {
         Ok(found) => (dtype::name(found).to_owned(), Some(dtype::item_size(found) as u64)),
@@ -318,7 +318,7 @@ fn dtype_name(meta: fb::TensorMeta<'_>) -> (String, Option<u64>) {
 fn constants(graph: fb::MLXGraph<'_>) -> ConstantsDescription {
     let names = decode::tensor_names(graph);
     let n_described = graph.tensor_meta().map_or(0, |metas| metas.len());
-    // No more than are described, however many the program says that it has.
+    // The program may claim any number of constants; use those that are described.
     let n = (graph.num_constant_tensors() as usize).min(n_described) as u32;
     let tensors: Vec<ConstantDescription> = (0..n)
         .filter_map(|slot| {
@@ -344,8 +344,8 @@ fn instruction(found: &fb::Instruction<'_>) -> InstructionDescription {
     InstructionDescription { operation: name(found.op_type()), fields: fields(found) }
 }
 
-/// The fields of an instruction in the words of the schema's reader, with what stands for
-/// a number or a tensor as such.
+/// Returns the fields of an instruction as the schema's reader prints them, with short forms of
+/// numbers and tensors.
 fn fields(found: &fb::Instruction<'_>) -> String {
     let text = format!("{found:?}");
     // `Instruction { op_type: X, op: X { fields } }`
@@ -361,8 +361,8 @@ fn fields(found: &fb::Instruction<'_>) -> String {
     replaced_some(&text)
 }
 
-/// `text` with each `start...` up to the next ` }` replaced by what `of` makes of the
-/// part between.
+/// Replaces each `start...` up to the next ` }` in `text` with the result of `of` on the part
+/// between.
 fn replaced(text: &str, start: &str, of: impl Fn(&str) -> String) -> String {
     let mut made = String::with_capacity(text.len());
     let mut rest = text;
@@ -376,7 +376,7 @@ fn replaced(text: &str, start: &str, of: impl Fn(&str) -> String) -> String {
     made
 }
 
-/// The one of a choice's fields that counts.
+/// Returns the value of the field that a choice selects.
 fn chosen(fields: &str) -> String {
     let field = |name: &str| {
         let found =
@@ -393,11 +393,11 @@ fn chosen(fields: &str) -> String {
     field(name).to_owned()
 }
 
-/// `Some(x)` as `x`.
+/// Replaces `Some(x)` with `x`.
 fn replaced_some(text: &str) -> String {
     const SOME: &str = "Some(";
     let mut made = String::with_capacity(text.len());
-    // Of each bracket that is open, whether it is one that goes.
+    // For each open bracket, whether it is removed.
     let mut open = Vec::new();
     let mut rest = text;
     while let Some(c) = rest.chars().next() {
@@ -423,11 +423,11 @@ fn replaced_some(text: &str) -> String {
 }
 
 impl super::Program {
-    /// Describes a payload, whether or not this build runs it. No constant is read, and
-    /// MLX is not asked.
+    /// Describes a payload, also one that this build does not run. Reads no constants and does not
+    /// use MLX.
     ///
     /// # Errors
-    /// [`Program`](Status::Program) for one that is damaged or foreign.
+    /// [`Program`](Status::Program) for a payload that is damaged or foreign.
     pub fn describe(payload: &[u8]) -> Result<ProgramDescription, Error> {
         describe(payload)
     }

@@ -1,4 +1,4 @@
-//! A program, ready to run: loaded once, run once a step.
+//! A loaded program: load it once, run it once a step.
 
 use std::collections::BTreeSet;
 
@@ -21,30 +21,30 @@ use crate::backend::{ProgramCache, Step, MLX_BACKEND};
 use crate::error::{fail, Error, Result, Status};
 use crate::mlx::{self, Mlx};
 
-/// Which rows of the logits a program computes.
+/// The rows of the logits that a program computes.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub enum LogitsRows {
     /// As exported.
     #[default]
     All,
-    /// That of the last token.
+    /// The row of the last token only.
     Last,
 }
 
-/// How a program is loaded.
+/// The options of a load.
 #[derive(Debug, Clone, Default)]
 pub struct LoadOptions {
     /// The key of the cache to bind.
     pub cache_key: Option<String>,
-    /// Which rows of the output to compute.
+    /// The rows of the output that the program computes.
     pub logits: LogitsRows,
 }
 
 impl LoadOptions {
-    /// Reads options as a backend gets them; empty strings are absent ones.
+    /// Parses the options that a backend receives. An empty string is an absent option.
     ///
     /// # Errors
-    /// [`InvalidArgument`](Status::InvalidArgument).
+    /// [`InvalidArgument`](Status::InvalidArgument) for other `logits` than `all` and `last`.
     pub fn parse(cache_key: &str, logits: &str) -> Result<Self> {
         let logits = match logits {
             "" | "all" => LogitsRows::All,
@@ -71,11 +71,9 @@ impl Program {
     ///
     /// # Errors
     /// - [`Program`](Status::Program) for a payload that is damaged or foreign.
-    /// - [`Unsupported`](Status::Unsupported) for one that needs what this build
-    ///   lacks.
-    /// - [`NoCache`](Status::NoCache), [`Kind`](Status::Kind) and
-    ///   [`Shape`](Status::Shape) for a key that is unknown, of another
-    ///   backend's cache, or of a cache with other layers.
+    /// - [`Unsupported`](Status::Unsupported) for a program that needs what this build lacks.
+    /// - [`NoCache`](Status::NoCache) for an unknown key, [`Kind`](Status::Kind) for a cache of
+    ///   another backend, and [`Shape`](Status::Shape) for a cache with other layers.
     pub fn load(
         payload: &[u8],
         source: &mut dyn ConstantSource,
@@ -94,7 +92,7 @@ impl Program {
         options: &LoadOptions,
     ) -> Result<Self> {
         let mut graph = decode(payload::read(payload)?)?;
-        // Before the weights are read, which takes longest.
+        // Before the constants, because reading these takes longest.
         let cache = options.cache_key.as_deref().map(|key| bind(&graph, key)).transpose()?;
         let mlx = mlx::enter()?;
         mlx.run(|| {
@@ -123,8 +121,8 @@ impl Program {
         })
     }
 
-    /// Verifies and decodes a payload, as [`load`](Self::load) does, and no more: no
-    /// constant is read, and MLX is not asked.
+    /// Verifies and decodes a payload, as [`load`](Self::load) does. Reads no constants and does
+    /// not use MLX.
     ///
     /// # Errors
     /// [`Program`](Status::Program) and [`Unsupported`](Status::Unsupported).
@@ -132,28 +130,28 @@ impl Program {
         decode(payload::read(payload)?).map(|_| ())
     }
 
-    /// Arguments that are inputs.
+    /// Returns the number of inputs.
     pub fn n_inputs(&self) -> usize {
         self.inputs.len()
     }
 
-    /// Arguments that are outputs.
+    /// Returns the number of outputs.
     pub fn n_outputs(&self) -> usize {
         self.main.chain().outputs.len()
     }
 
-    /// Runs the program once. Where it has a cache, this is one step on it: it
-    /// counts only if `host` takes the outputs, whose tensors are to have the dtypes
-    /// of these ExecuTorch numbers.
+    /// Runs the program once, and hands the outputs to `host` in the dtypes of these ExecuTorch
+    /// numbers. With a cache, this is one step on it. The step commits if `host` takes the outputs,
+    /// and is rolled back otherwise.
     ///
-    /// Other threads may use MLX while this one waits for the device and while the
-    /// host copies.
+    /// Other threads may use MLX while this one waits for the device and while the host copies.
     ///
     /// # Errors
-    /// [`InvalidArgument`](Status::InvalidArgument), [`Shape`](Status::Shape) and
-    /// [`Dtype`](Status::Dtype) for inputs that do not fit, the cache's own for
-    /// positions that it cannot take, [`NoCache`](Status::NoCache) where the
-    /// program needs one and has none, [`Backend`](Status::Backend), and those of `host`.
+    /// - [`InvalidArgument`](Status::InvalidArgument), [`Shape`](Status::Shape) and
+    ///   [`Dtype`](Status::Dtype) for inputs that do not fit.
+    /// - Those of the cache for positions that it refuses, and [`NoCache`](Status::NoCache) if the
+    ///   program needs a cache and has none.
+    /// - [`Backend`](Status::Backend), and those of `host`.
     pub fn execute(
         &mut self,
         inputs: &[Argument],
@@ -168,7 +166,7 @@ impl Program {
 
     fn run(&mut self, inputs: &[Argument], output_types: &[i8], host: &mut dyn Host) -> Result<()> {
         let mut cache = self.cache.as_ref().map(ProgramCache::lock).transpose()?;
-        // Dropped after what is made in it.
+        // Dropped after the arrays that are made under it.
         let mut mlx = mlx::enter()?;
         let step = match cache.as_deref_mut() {
             Some(cache) => StepState::Ready(cache),
@@ -186,7 +184,7 @@ impl Program {
         }
     }
 
-    /// Runs the instructions, and starts to compute what they make.
+    /// Runs the instructions, and starts the computation of the outputs.
     fn start<'a>(
         &self,
         mut frame: Frame<'a>,
@@ -222,7 +220,7 @@ impl Drop for Program {
     }
 }
 
-/// The cache under `key`, if the program can use it.
+/// Returns the cache under `key`, if the program can use it.
 fn bind(graph: &Graph, key: &str) -> Result<ProgramCache> {
     let entry = CacheRegistry::global().get(key)?;
     if entry.backend_id != MLX_BACKEND {
@@ -256,7 +254,7 @@ fn tensor_inputs(inputs: &[InputSpec]) -> usize {
     inputs.iter().filter(|input| matches!(input, InputSpec::Tensor { .. })).count()
 }
 
-/// Loads what is used, and lets the program's init chain have its way with it.
+/// Loads the constants that the program uses, and runs its init chain on them.
 fn load_constants(
     mlx: &Mlx,
     graph: &mut Graph,
@@ -270,7 +268,7 @@ fn load_constants(
         .iter()
         .enumerate()
         .map(|(index, constant)| {
-            // What init replaces ships as a scalar to be thrown away.
+            // A constant that init replaces is stored as a placeholder, a scalar.
             let value = Value(index as u32);
             let replaced = targets.contains(&value) && !used_by_init.contains(&value);
             match layouts[index] {
@@ -334,7 +332,7 @@ fn bind_inputs(specs: &[InputSpec], inputs: &[Argument], frame: &mut Frame) -> R
     Ok(())
 }
 
-/// An input's elements, copied.
+/// Returns an input as an array. Copies its elements.
 fn tensor(input: &Argument, shape: &[Dim], scalar_type: i8) -> Result<Array> {
     let dtype = dtype_of(scalar_type)?;
     if !input.is_tensor() {
@@ -375,7 +373,7 @@ fn check_shape(found: &[i32], expected: &[Dim]) -> Result<()> {
     ))
 }
 
-/// The elements of an integer tensor.
+/// Returns the elements of an integer tensor, or `None` for other dtypes.
 fn integers(dtype: Dtype, bytes: &[u8]) -> Option<Vec<i64>> {
     let chunks = |size: usize| bytes.chunks_exact(size);
     match dtype {

@@ -1,4 +1,4 @@
-//! What one run of a program holds: its values so far, and its step.
+//! The state of one run of a program: its values so far, and its step.
 
 use std::collections::HashMap;
 
@@ -12,31 +12,31 @@ use crate::backend::{MlxCache, Step};
 use crate::error::{fail, Result};
 use crate::mlx::{self, Mlx};
 
-/// What one run of a chain holds.
+/// The state of one run of a chain.
 pub struct Frame<'a> {
     tensors: Vec<Option<Array>>,
     ints: Vec<Option<i32>>,
     constants: &'a [Option<Array>],
     on_gpu: bool,
-    /// The inputs that hold integers, as the host passed them.
+    /// The elements of integer inputs, as the host passed them.
     host: HashMap<Value, Vec<i64>>,
-    /// After the tensors: a step that is dropped is aborted, and views of its
-    /// buffers would turn that into copies.
+    /// Declared after the tensors, so that it is dropped after them. Dropping a step aborts it, and
+    /// views of its buffers would turn that into copies.
     step: StepState<'a>,
 }
 
-/// The step of a run: none is asked for, or it is open.
+/// The step of a run.
 pub enum StepState<'a> {
     /// The program has no cache.
     NoCache,
-    /// The program has one; the first layer opens the step.
+    /// The program has a cache, and its first layer opens the step.
     Ready(&'a mut MlxCache),
-    /// Open, with these positions, which this value holds.
+    /// The step is open, with these positions, which this value holds.
     Open(Step<'a>, Value, Vec<i32>),
 }
 
 impl<'a> Frame<'a> {
-    /// An empty frame, inside MLX, for values below `n_values` and integers below `n_ints`.
+    /// Returns an empty frame for values below `n_values` and integers below `n_ints`.
     pub fn new(
         mlx: &Mlx,
         n_values: u32,
@@ -54,12 +54,12 @@ impl<'a> Frame<'a> {
         }
     }
 
-    /// Whether the run is on a GPU.
+    /// Returns whether the run is on a GPU.
     pub fn on_gpu(&self) -> bool {
         self.on_gpu
     }
 
-    /// The tensor of a value.
+    /// Returns the tensor of a value.
     pub fn tensor(&self, value: Value) -> Result<&Array> {
         let index = value.0 as usize;
         let found = match self.constants.get(index) {
@@ -72,7 +72,7 @@ impl<'a> Frame<'a> {
         }
     }
 
-    /// The number of an integer argument, within 32 bits: "to the end" is the
+    /// Returns the number of an integer argument, clamped to 32 bits: "to the end" becomes the
     /// largest.
     pub fn int(&self, argument: Int) -> Result<i32> {
         match argument {
@@ -83,7 +83,7 @@ impl<'a> Frame<'a> {
         }
     }
 
-    /// The number of an integer value.
+    /// Returns the number of an integer value.
     pub fn int_value(&self, value: IntValue) -> Result<i32> {
         match self.ints.get(value.0 as usize).copied().flatten() {
             Some(number) => Ok(number),
@@ -91,7 +91,7 @@ impl<'a> Frame<'a> {
         }
     }
 
-    /// Lets go of a value that nobody reads any more.
+    /// Drops a value after its last read.
     pub fn forget(&mut self, value: Value) {
         self.tensors[value.0 as usize] = None;
     }
@@ -106,19 +106,18 @@ impl<'a> Frame<'a> {
         self.ints[value.0 as usize] = Some(number);
     }
 
-    /// Keeps the elements of an integer input, for those who look at them on the
-    /// host.
+    /// Keeps the elements of an integer input, for [`host_ints`](Self::host_ints).
     pub fn set_host_ints(&mut self, value: Value, numbers: Vec<i64>) {
         self.host.insert(value, numbers);
     }
 
-    /// The elements of an integer input, if `value` is one.
+    /// Returns the elements of an integer input, or `None` if `value` is another value.
     pub fn host_ints(&self, value: Value) -> Option<&[i64]> {
         self.host.get(&value).map(|numbers| &numbers[..])
     }
 
-    /// Opens the step with the positions in `position`, at the first layer;
-    /// later layers have to agree with it.
+    /// Opens the step with the positions in `position`, at the first layer. Later layers must have
+    /// the same positions.
     pub fn begin_step(&mut self, position: Value) -> Result<()> {
         if matches!(self.step, StepState::Open(_, opened, _) if opened == position) {
             return Ok(());
@@ -146,8 +145,8 @@ impl<'a> Frame<'a> {
         }
     }
 
-    /// The positions in `position`, `[T]` or `[T, 1]`. An input's are at hand;
-    /// others have to be computed and waited for.
+    /// Returns the positions in `position`, `[T]` or `[T, 1]`. Those of an input are kept on the
+    /// host. Others are computed, and this waits for them.
     fn positions(&self, position: Value) -> Result<Vec<i32>> {
         let array = self.tensor(position)?;
         let shape = array.shape();
@@ -174,7 +173,7 @@ impl<'a> Frame<'a> {
             .collect()
     }
 
-    /// Writes a layer's rows to the cache, and tells what its queries attend to.
+    /// Writes a layer's rows to the cache, and returns what its queries attend to.
     pub fn update_and_fetch(&mut self, layer: usize, k: Value, v: Value) -> Result<AttendSpec> {
         let (k, v) = (self.tensor(k)?.clone(), self.tensor(v)?.clone());
         match &mut self.step {
@@ -183,7 +182,7 @@ impl<'a> Frame<'a> {
         }
     }
 
-    /// Ends the run: what the chain made, and the step if one was opened.
+    /// Ends the run. Returns the outputs of the chain, and the step if one is open.
     pub fn finish(mut self, outputs: &[Out]) -> Result<(Vec<Output>, Option<Step<'a>>)> {
         let made = outputs
             .iter()
@@ -200,17 +199,17 @@ impl<'a> Frame<'a> {
     }
 }
 
-/// What a chain made for others.
+/// An output of a chain.
 pub enum Output {
-    /// A tensor, with ExecuTorch's number of its dtype once that is known.
+    /// A tensor, with ExecuTorch's number of its dtype, or 0 before [`of_type`](Self::of_type).
     Tensor(Array, i8),
     /// An integer.
     Int(i32),
 }
 
 impl Output {
-    /// The output with a tensor's elements in the dtype of this ExecuTorch number, one
-    /// after the other.
+    /// Returns the output with a tensor's elements in the dtype of this ExecuTorch number,
+    /// row-major.
     pub fn of_type(self, scalar_type: i8) -> Result<Self> {
         Ok(match self {
             Self::Tensor(array, _) => {
@@ -221,7 +220,7 @@ impl Output {
         })
     }
 
-    /// The tensor, where it is one.
+    /// Returns the tensor, if the output is one.
     pub fn tensor(&self) -> Option<&Array> {
         match self {
             Self::Tensor(array, _) => Some(array),

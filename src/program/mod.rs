@@ -1,13 +1,12 @@
-//! Programs of ExecuTorch's MLX delegate: from the payload in a `.pte` file to a
-//! forward on a cache.
+//! Programs of ExecuTorch's MLX delegate: from the payload in a `.pte` file to a forward on a
+//! cache.
 //!
 //! ```text
 //! payload (verified flatbuffer) -> decode -> ir -> passes -> load -> interpreter
 //! ```
 //!
-//! The payload is read once. What runs is [`ir`]: typed instructions over values
-//! that are each written once, with what can be known beforehand done
-//! beforehand.
+//! The payload is read once. The interpreter runs [`ir`]: typed instructions over values that are
+//! each written once. What can be computed before a run is computed before it.
 
 mod argument;
 mod constants;

@@ -1,4 +1,4 @@
-//! Where Rust ends: no panic and no error gets past here except as a status.
+//! The boundary between Rust and C: panics and errors leave as a status only.
 
 use std::any::Any;
 use std::collections::HashSet;
@@ -16,8 +16,8 @@ use super::handle::{self, Object};
 /// The target of this crate's events.
 pub(crate) const TARGET: &str = "etkv::api";
 
-/// Runs the body of a C function: turns an error or a panic into a status, and
-/// into an error object where the caller wants one.
+/// Runs the body of a C function. Turns an error or a panic into a status, and stores an error
+/// object if the caller passed a place for it.
 ///
 /// # Safety
 /// `error` is NULL or points to writable memory for one pointer.
@@ -41,8 +41,8 @@ pub(crate) unsafe fn boundary(
     }
 }
 
-/// Runs the body of a C function that returns what it finds, and `otherwise` where the
-/// handle that it is asked of is none.
+/// Runs the body of a C function that returns a value. Returns `otherwise` if the handle is not
+/// live, or on a panic.
 pub(crate) fn value<T>(otherwise: T, body: impl FnOnce() -> Result<T>) -> T {
     match catch_unwind(AssertUnwindSafe(body)) {
         Ok(Ok(found)) => found,
@@ -50,7 +50,7 @@ pub(crate) fn value<T>(otherwise: T, body: impl FnOnce() -> Result<T>) -> T {
     }
 }
 
-/// What a panic becomes.
+/// Returns the error for a panic.
 pub(crate) fn panic_error(panic: &(dyn Any + Send)) -> Error {
     let words = panic
         .downcast_ref::<&str>()
@@ -61,14 +61,15 @@ pub(crate) fn panic_error(panic: &(dyn Any + Send)) -> Error {
     Error::new(Status::Internal, format!("a defect in etkv: {words}"))
 }
 
-/// The body of a function that frees: it has no status to tell of a panic with.
+/// Runs the body of a function that frees. Such a function has no status, so a panic is only
+/// logged.
 pub(crate) fn free<T: Object>(handle: *mut T) {
     if let Err(panic) = catch_unwind(AssertUnwindSafe(|| handle::reclaim(handle))) {
         panic_error(&*panic);
     }
 }
 
-/// The text behind a C string.
+/// Returns the text of a C string.
 ///
 /// # Safety
 /// `pointer` is NULL or points to a string that ends in a zero byte.
@@ -83,10 +84,10 @@ pub(crate) unsafe fn text<'a>(pointer: *const c_char, name: &str) -> Result<&'a 
     }
 }
 
-/// The elements of a C array; NULL may stand for none.
+/// Returns the elements of a C array. NULL is allowed for 0 elements.
 ///
 /// # Safety
-/// `pointer` is NULL or points to `n` elements that nobody changes meanwhile.
+/// `pointer` is NULL or points to `n` elements that do not change while they are borrowed.
 pub(crate) unsafe fn list<'a, T>(pointer: *const T, n: usize, name: &str) -> Result<&'a [T]> {
     if n == 0 {
         return Ok(&[]);
@@ -97,15 +98,15 @@ pub(crate) unsafe fn list<'a, T>(pointer: *const T, n: usize, name: &str) -> Res
     if n > isize::MAX as usize / std::mem::size_of::<T>() {
         fail!(InvalidArgument, "{name} has {n} elements, which no memory can hold");
     }
-    // SAFETY: the caller says so, and the size is one that can be.
+    // SAFETY: the caller guarantees it, and an array of that size can exist.
     Ok(unsafe { std::slice::from_raw_parts(pointer, n) })
 }
 
-/// Copies `found` to an array of the caller's with room for `room` elements, and
-/// their number to `n`. No array and no room ask for the number alone.
+/// Copies `found` to an array of the caller's with room for `room` elements, and their number to
+/// `n`. With a NULL array and a `room` of 0, stores the number only.
 ///
 /// # Safety
-/// `array` is NULL or has room for `room` elements, `n` is NULL or for one.
+/// `array` is NULL or has room for `room` elements. `n` is NULL or has room for one.
 pub(crate) unsafe fn fill<T: Copy>(
     found: &[T],
     array: *mut T,
@@ -129,7 +130,7 @@ pub(crate) unsafe fn fill<T: Copy>(
     Ok(())
 }
 
-/// Refuses an out-parameter that is NULL, before anything is done.
+/// Refuses an out-parameter that is NULL. Called before any work.
 pub(crate) fn out<T>(pointer: *mut T, name: &str) -> Result<*mut T> {
     if pointer.is_null() {
         fail!(InvalidArgument, "{name} is NULL");
@@ -137,11 +138,10 @@ pub(crate) fn out<T>(pointer: *mut T, name: &str) -> Result<*mut T> {
     Ok(pointer)
 }
 
-/// Copies a struct of the caller's, who may have been compiled with another
-/// version of it.
+/// Copies a struct of the caller's. The caller may be compiled with a newer version of the struct.
 ///
 /// # Safety
-/// `pointer` is NULL or points to a struct that begins with its size, and has it.
+/// `pointer` is NULL or points to a struct that begins with its size, and has that size.
 pub(crate) unsafe fn read_struct<T: Copy>(pointer: *const T, name: &str) -> Result<T> {
     if pointer.is_null() {
         fail!(InvalidArgument, "{name} is NULL");
@@ -149,7 +149,7 @@ pub(crate) unsafe fn read_struct<T: Copy>(pointer: *const T, name: &str) -> Resu
     // SAFETY: it begins with its size.
     let size = unsafe { pointer.cast::<usize>().read() };
     let (needed, step) = (std::mem::size_of::<T>(), std::mem::align_of::<T>());
-    // No version of a struct is that large, so a wild number is not followed.
+    // A larger number is no size of any version of the struct, so nothing is read at that size.
     let possible = size >= needed && size <= needed + 4096 && size % step == 0;
     if !possible {
         fail!(
@@ -157,12 +157,11 @@ pub(crate) unsafe fn read_struct<T: Copy>(pointer: *const T, name: &str) -> Resu
             "{name}.struct_size is {size}, the least is {needed}: set it to sizeof the struct"
         );
     }
-    // SAFETY: it is as long as that.
+    // SAFETY: the struct has that size.
     Ok(unsafe { pointer.read() })
 }
 
-/// A string that stays for as long as the process does. For names, of which there
-/// are few.
+/// Returns a string that lives as long as the process. Use it for names, of which there are few.
 pub(crate) fn lasting(name: &str) -> *const c_char {
     static KEPT: LazyLock<Mutex<HashSet<&'static CStr>>> = LazyLock::new(Mutex::default);
     let name = CString::new(name.replace('\0', " ")).unwrap_or_default();

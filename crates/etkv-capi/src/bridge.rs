@@ -1,8 +1,6 @@
-//! The private bridge to `cpp/interpreter.cpp`, through which the ExecuTorch
-//! backend runs programs.
+//! The private bridge to `cpp/interpreter.cpp`, through which the ExecuTorch backend runs programs.
 //!
-//! Nothing throws across it, in either direction: every call tells how it went
-//! in an [`ffi::Outcome`].
+//! Nothing throws across it, in either direction: every call returns an [`ffi::Outcome`].
 
 use std::panic::{catch_unwind, AssertUnwindSafe};
 use std::pin::Pin;
@@ -16,7 +14,7 @@ use crate::{boundary, delegate};
 
 #[cxx::bridge(namespace = "etkv::bridge")]
 mod ffi {
-    /// How a call went: 0, or a status and a sentence.
+    /// The result of a call: 0, or a status and a message.
     struct Outcome {
         status: i32,
         message: String,
@@ -27,8 +25,8 @@ mod ffi {
 
         fn new_delegate() -> Box<Delegate>;
 
-        /// Decodes a payload, copies its constants and binds the cache. Empty
-        /// `cache_key` and `logits` stand for none.
+        /// Decodes a payload, copies its constants and binds the cache. An empty `cache_key` or
+        /// `logits` is an absent option.
         fn load(
             self: &mut Delegate,
             payload: &[u8],
@@ -37,8 +35,8 @@ mod ffi {
             logits: &str,
         ) -> Outcome;
 
-        /// Runs the program on its inputs and hands the outputs to `host`, in the
-        /// dtypes of these ExecuTorch numbers.
+        /// Runs the program on its inputs and hands the outputs to `host`, in the dtypes of these
+        /// ExecuTorch numbers.
         fn execute(
             self: &mut Delegate,
             inputs: &[Argument],
@@ -61,27 +59,27 @@ mod ffi {
 
         /// Finds a constant and keeps it mapped until the next call.
         fn find(self: Pin<&mut Constants>, name: &str) -> bool;
-        /// The bytes of what was found last.
+        /// Returns the bytes of the constant that was found last.
         fn bytes(self: &Constants) -> &[u8];
 
         /// An argument of the program: a tensor, or an integer.
         #[namespace = "etkv::interpreter"]
         type Argument<'a> = super::Argument<'a>;
 
-        /// Who runs the program.
+        /// The host that runs the program.
         type Host;
 
-        /// Takes the outputs; "" if it could.
+        /// Receives the outputs. Returns "" on success, or else a message.
         fn take(self: Pin<&mut Host>, outputs: &[Argument]) -> String;
     }
 }
 
-/// [`etkv::program::Argument`], by the name that C++ has for it.
+/// [`etkv::program::Argument`] under its C++ name.
 #[repr(transparent)]
 pub struct Argument<'a>(etkv::program::Argument<'a>);
 
 // SAFETY: the two have the same fields in the same order, and neither has a destructor;
-// `cpp/interpreter.cpp` checks the layout that is told here.
+// `cpp/interpreter.cpp` checks the layout.
 unsafe impl ExternType for Argument<'_> {
     type Id = type_id!("etkv::interpreter::Argument");
     type Kind = Trivial;
@@ -137,7 +135,8 @@ impl Delegate {
         self.program.as_ref().map_or(0, Program::n_outputs)
     }
 
-    /// A panic in an `extern "Rust"` function ends the process, so none leaves.
+    /// Runs `work` and catches its panics: a panic that leaves an `extern "Rust"` function ends the
+    /// process.
     fn guarded(&mut self, work: impl FnOnce(&mut Self) -> Result<()>) -> ffi::Outcome {
         if self.poisoned {
             return outcome(Err(Error::new(
@@ -154,7 +153,7 @@ impl Delegate {
 }
 
 fn unwrapped<'a, 'b>(arguments: &'b [Argument<'a>]) -> &'b [etkv::program::Argument<'a>] {
-    // SAFETY: the one is a transparent wrapper of the other.
+    // SAFETY: `Argument` is a transparent wrapper of the other type.
     unsafe { std::slice::from_raw_parts(arguments.as_ptr().cast(), arguments.len()) }
 }
 

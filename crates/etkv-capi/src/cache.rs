@@ -1,4 +1,4 @@
-//! `etkv_cache`: a handle on a shared cache.
+//! `etkv_cache`: a handle on a shared cache of any kind.
 
 use std::ffi::c_char;
 use std::ptr::{null, null_mut};
@@ -11,7 +11,7 @@ use super::error::etkv_error;
 use super::handle::{self, Object};
 use super::memory::{etkv_memory, fill_memory};
 
-/// A handle on a cache that others may share.
+/// A handle on a cache that may have other owners.
 #[allow(non_camel_case_types)]
 pub struct etkv_cache {
     pub(super) cache: SharedCache,
@@ -21,7 +21,7 @@ impl Object for etkv_cache {
     const NAME: &'static str = "etkv_cache";
 }
 
-/// Makes a cache that no key leads to.
+/// Makes a cache that is not in the registry.
 ///
 /// # Safety
 /// Pointers are NULL or as the header says.
@@ -46,7 +46,7 @@ pub unsafe extern "C" fn etkv_cache_new(
     }
 }
 
-/// Another handle on the same cache; NULL if `cache` is no cache.
+/// Returns another handle on the same cache. Returns NULL if `cache` is no live handle.
 #[no_mangle]
 pub extern "C" fn etkv_cache_share(cache: *const etkv_cache) -> *mut etkv_cache {
     value(null_mut(), || {
@@ -55,7 +55,7 @@ pub extern "C" fn etkv_cache_share(cache: *const etkv_cache) -> *mut etkv_cache 
     })
 }
 
-/// Gives back a handle.
+/// Frees a handle.
 #[no_mangle]
 pub extern "C" fn etkv_cache_free(cache: *mut etkv_cache) {
     free(cache);
@@ -86,13 +86,13 @@ pub unsafe extern "C" fn etkv_cache_can_extend(
     }
 }
 
-/// The most positions that the cache holds; 0 if `cache` is no cache.
+/// Returns the most positions that the cache can hold. Returns 0 if `cache` is no live handle.
 #[no_mangle]
 pub extern "C" fn etkv_cache_capacity(cache: *const etkv_cache) -> i32 {
     value(0, || Ok(handle::look_up(cache, "cache")?.cache.capacity()))
 }
 
-/// Stores the positions that the cache holds.
+/// Stores the number of positions that the cache holds.
 ///
 /// # Safety
 /// Pointers are NULL or as the header says.
@@ -106,13 +106,13 @@ pub unsafe extern "C" fn etkv_cache_length(
     unsafe { read(cache, length, "length", error, |cache| Ok(cache.length())) }
 }
 
-/// The number of layers; 0 if `cache` is no cache.
+/// Returns the number of layers. Returns 0 if `cache` is no live handle.
 #[no_mangle]
 pub extern "C" fn etkv_cache_n_layers(cache: *const etkv_cache) -> usize {
     value(0, || Ok(handle::look_up(cache, "cache")?.cache.n_layers()))
 }
 
-/// The name of the cache's kind; NULL if `cache` is no cache.
+/// Returns the name of the cache's kind. Returns NULL if `cache` is no live handle.
 #[no_mangle]
 pub extern "C" fn etkv_cache_kind(cache: *const etkv_cache) -> *const c_char {
     value(null(), || Ok(lasting(handle::look_up(cache, "cache")?.cache.kind())))
@@ -141,7 +141,7 @@ pub unsafe extern "C" fn etkv_cache_formats(
     }
 }
 
-/// Stores all rows in other formats.
+/// Converts all rows to other formats.
 ///
 /// # Safety
 /// Pointers are NULL or as the header says.
@@ -161,7 +161,7 @@ pub unsafe extern "C" fn etkv_cache_convert(
     }
 }
 
-/// Forgets every position.
+/// Removes every position.
 ///
 /// # Safety
 /// Pointers are NULL or as the header says.
@@ -175,7 +175,7 @@ pub unsafe extern "C" fn etkv_cache_clear(
     unsafe { change(cache, error, |cache| cache.clear(release)) }
 }
 
-/// Forgets the positions from `length` on.
+/// Removes the positions from `length` on.
 ///
 /// # Safety
 /// Pointers are NULL or as the header says.

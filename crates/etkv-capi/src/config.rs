@@ -1,4 +1,4 @@
-//! `etkv_cache_config`: what a cache is to be, as C says it.
+//! `etkv_cache_config`: the config of a cache, read from its C struct.
 
 use std::ffi::c_char;
 
@@ -8,7 +8,7 @@ use super::boundary::{boundary, out, read_struct, text};
 use super::error::etkv_error;
 use super::memory::{etkv_memory, fill_memory};
 
-/// What one layer stores; see the header.
+/// What one attention layer stores; see the header.
 #[allow(non_camel_case_types)]
 #[repr(C)]
 #[derive(Clone, Copy)]
@@ -22,7 +22,7 @@ pub struct etkv_layer_config {
     reserved: i32,
 }
 
-/// What a cache is to be; see the header.
+/// The config of a cache; see the header.
 #[allow(non_camel_case_types)]
 #[repr(C)]
 #[derive(Clone, Copy)]
@@ -67,7 +67,7 @@ pub unsafe extern "C" fn etkv_format_row_bytes(
     }
 }
 
-/// Fills `memory` with what a contiguous cache would hold.
+/// Fills `memory` with the bytes that a contiguous cache would hold.
 ///
 /// # Safety
 /// Pointers are NULL or as the header says.
@@ -82,7 +82,7 @@ pub unsafe extern "C" fn etkv_cache_config_estimate(
     unsafe { estimate(config, length, memory, error, CacheConfig::estimate) }
 }
 
-/// Fills `memory` with what a cache of several sequences would hold.
+/// Fills `memory` with the bytes that a cache of several sequences would hold.
 ///
 /// # Safety
 /// Pointers are NULL or as the header says.
@@ -205,7 +205,7 @@ fn read_layer(layer: &etkv_layer_config) -> Result<LayerConfig> {
     })
 }
 
-/// Callers of a later version may mean something by it.
+/// Refuses a reserved field that is not 0: a later version may give it a meaning.
 fn refuse_reserved(reserved: i32, name: &str) -> Result<()> {
     if reserved != 0 {
         fail!(InvalidArgument, "{name}.reserved is {reserved}, it is 0 in this version");
@@ -228,7 +228,7 @@ fn growth(growth: i32, min_chunk: i32) -> Result<Growth> {
     Ok(growth)
 }
 
-/// The format of that name, or the default for NULL.
+/// Returns the format of that name, or the default for NULL.
 ///
 /// # Safety
 /// `name` is NULL or points to a string that ends in a zero byte.
@@ -240,10 +240,10 @@ unsafe fn format(name: *const c_char, field: &str) -> Result<KvFormat> {
     unsafe { text(name, field)? }.parse().map_err(|error: etkv_core::Error| error.at(field))
 }
 
-/// As [`format`], where the caller has to say it.
+/// Returns the format of that name; NULL is an error.
 ///
 /// # Safety
-/// As [`format`].
+/// As for [`format`].
 pub(super) unsafe fn given_format(name: *const c_char, field: &str) -> Result<KvFormat> {
     // SAFETY: the caller says so.
     unsafe { text(name, field)? }.parse().map_err(|error: etkv_core::Error| error.at(field))

@@ -1,4 +1,4 @@
-//! Kinds of the host's own: a kind that is there, with callbacks around it.
+//! Kinds that the host adds: callbacks around a kind that exists.
 
 use std::ffi::{c_char, c_void};
 use std::ops::Range;
@@ -20,7 +20,7 @@ type State = *mut c_void;
 type Inner = *mut etkv_cache;
 type Place = *mut *mut etkv_error;
 
-/// What a kind of the host's does; see the header.
+/// The callbacks of a kind that the host adds; see the header.
 #[allow(non_camel_case_types)]
 #[repr(C)]
 #[derive(Clone, Copy)]
@@ -35,7 +35,7 @@ pub struct etkv_cache_vtable {
     rewind: Option<unsafe extern "C" fn(State, Inner, i32, Place) -> i32>,
 }
 
-/// What the host wants back, which is its own affair.
+/// The pointer that the host passed for its callbacks. Only the host uses it.
 #[derive(Clone, Copy)]
 struct Context(*mut c_void);
 
@@ -44,7 +44,7 @@ unsafe impl Send for Context {}
 // SAFETY: as above.
 unsafe impl Sync for Context {}
 
-/// Makes a kind known.
+/// Adds a kind.
 ///
 /// # Safety
 /// Pointers are NULL or as the header says.
@@ -80,7 +80,7 @@ pub unsafe extern "C" fn etkv_builder_register(
     }
 }
 
-/// A cache whose bytes and positions another one keeps.
+/// A cache of a kind that the host adds. Its inner cache keeps the rows and positions.
 struct Custom {
     kind: String,
     config: CacheConfig,
@@ -91,12 +91,12 @@ struct Custom {
     handle: Option<NonNull<etkv_cache>>,
     vtable: etkv_cache_vtable,
     state: State,
-    /// Between a `begin_step` that the host took and its `end_step`.
+    /// Whether the host took a `begin_step` and its `end_step` is due.
     open: bool,
 }
 
-// SAFETY: the state is the host's, who says that its callbacks may be called on
-// any thread; the handle is a number.
+// SAFETY: the host allows calls of its callbacks, with its state, on any thread; the handle is a
+// number.
 unsafe impl Send for Custom {}
 
 impl Custom {
@@ -119,7 +119,7 @@ impl Custom {
             has_trees,
             inner: program,
             handle,
-            // Not before there is a state to destroy.
+            // Set once there is a state to destroy.
             vtable: etkv_cache_vtable { destroy: None, ..vtable },
             state: null_mut(),
             open: false,
@@ -154,7 +154,7 @@ impl Custom {
         }
     }
 
-    /// Asks the inner cache; a poisoned one answers with nothing.
+    /// Asks the inner cache. If it is poisoned, returns the default.
     fn ask<T: Default>(&self, question: impl FnOnce(&MlxCache) -> T) -> T {
         self.inner.lock().map(|cache| question(&*cache)).unwrap_or_default()
     }
@@ -174,7 +174,7 @@ impl Custom {
     }
 }
 
-/// Calls the host, and takes what it says of an error.
+/// Calls a callback of the host, and returns its error, if any.
 fn call(what: &str, callback: impl FnOnce(Place) -> i32) -> Result<()> {
     let mut error = null_mut();
     let status = callback(&mut error);
@@ -185,7 +185,7 @@ impl Drop for Custom {
     fn drop(&mut self) {
         self.end(false);
         if let Some(destroy) = self.vtable.destroy {
-            // SAFETY: the host says that it can be called so, and this is once.
+            // SAFETY: the host says that it can be called so, and this is the only call.
             unsafe { destroy(self.state) };
         }
         free(self.handle());

@@ -1,4 +1,4 @@
-//! `etkv_delegate`: what hosts ask of the delegate besides what ExecuTorch passes on.
+//! `etkv_delegate`: load options, checks and errors of the delegate.
 
 use std::cell::RefCell;
 use std::ffi::c_char;
@@ -9,12 +9,12 @@ use super::boundary::{boundary, list, text};
 use super::error::etkv_error;
 use super::handle;
 
-/// The options of a load that are text; empty strings are absent ones.
+/// The load options that are text. An empty string is an absent option.
 #[derive(Debug, Clone, Default)]
 pub(crate) struct LoadTexts {
     /// The key of the cache to bind.
     pub cache_key: String,
-    /// Which rows of the logits to compute.
+    /// The rows of the logits to compute.
     pub logits: String,
 }
 
@@ -27,12 +27,12 @@ thread_local! {
 #[cfg_attr(not(feature = "delegate"), allow(dead_code))]
 pub(crate) fn report(status: i32, message: &str) {
     let status = if status == 0 { Status::Internal as i32 } else { status };
-    // A thread that ends may have nothing left to keep it in.
+    // A thread that ends may have no storage left; the error is then dropped.
     let _ = REPORTED.try_with(|kept| kept.replace(Some(etkv_error::new(status, message))));
 }
 
-/// Options of a load as ExecuTorch passed them, and where it passed none, those
-/// that this thread has set.
+/// Returns the load options that ExecuTorch passed. For absent ones, returns those that this thread
+/// has set.
 #[cfg_attr(not(feature = "delegate"), allow(dead_code))]
 pub(crate) fn or_of_thread(cache_key: &str, logits: &str) -> LoadTexts {
     let set = LOAD_OPTIONS.try_with(|set| set.borrow().clone()).unwrap_or_default();
@@ -40,14 +40,14 @@ pub(crate) fn or_of_thread(cache_key: &str, logits: &str) -> LoadTexts {
     LoadTexts { cache_key: or(cache_key, set.cache_key), logits: or(logits, set.logits) }
 }
 
-/// Takes the error that the delegate last reported on the calling thread.
+/// Returns the error that the delegate last reported on the calling thread, and forgets it.
 #[no_mangle]
 pub extern "C" fn etkv_delegate_take_error() -> *mut etkv_error {
     let taken = REPORTED.try_with(RefCell::take).ok().flatten();
     taken.map_or(std::ptr::null_mut(), handle::give)
 }
 
-/// Sets the options of what the calling thread loads from now on.
+/// Sets the options with which the calling thread loads programs from now on.
 ///
 /// # Safety
 /// Pointers are NULL or as the header says.
@@ -74,7 +74,7 @@ pub unsafe extern "C" fn etkv_delegate_set_load_options(
     }
 }
 
-/// Tells whether this build can run a program.
+/// Checks whether this build can run a program.
 ///
 /// # Safety
 /// Pointers are NULL or as the header says.

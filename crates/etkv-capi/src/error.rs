@@ -22,30 +22,30 @@ impl Object for etkv_error {
 }
 
 impl etkv_error {
-    /// Moves an error to the caller's side.
+    /// Makes a handle on an error, for the caller.
     pub(crate) fn give(error: &Error) -> *mut Self {
         handle::give(Self::new(error.status() as i32, error.message()))
     }
 
-    /// A status and a message.
+    /// Makes an error from a status and a message.
     pub(crate) fn new(status: i32, message: &str) -> Self {
         let message = CString::new(message.replace('\0', " ")).unwrap_or_default();
         Self { status, message }
     }
 
-    /// The number of its status.
+    /// Returns the number of its status.
     pub(crate) fn status(&self) -> i32 {
         self.status
     }
 
-    /// Its message.
+    /// Returns its message.
     pub(crate) fn message(&self) -> &CStr {
         &self.message
     }
 }
 
-/// What a callback of the host's returned: its status, and its error object,
-/// which is taken over.
+/// Returns the result of a callback of the host: its status, and its error object, which this
+/// frees.
 pub(super) fn from_host(status: i32, error: *mut etkv_error, what: &str) -> Result<()> {
     let message = handle::look_up(error, "error")
         .ok()
@@ -58,7 +58,7 @@ pub(super) fn from_host(status: i32, error: *mut etkv_error, what: &str) -> Resu
     Err(Error::new(Status::from_number(status).unwrap_or(Status::Internal), words))
 }
 
-/// The name of a status.
+/// Returns the name of a status.
 #[no_mangle]
 pub extern "C" fn etkv_status_name(status: i32) -> *const c_char {
     match Status::from_number(status) {
@@ -68,14 +68,14 @@ pub extern "C" fn etkv_status_name(status: i32) -> *const c_char {
     }
 }
 
-/// Makes an error, for a callback to return; NULL for a status that is none.
+/// Makes an error, for a callback to store. Returns NULL for a status that is not an error's.
 ///
 /// # Safety
 /// `message` is NULL or points to a string that ends in a zero byte.
 #[no_mangle]
 pub unsafe extern "C" fn etkv_error_new(status: i32, message: *const c_char) -> *mut etkv_error {
     let mut made = std::ptr::null_mut();
-    // SAFETY: the place is there, and the caller says so of the string.
+    // SAFETY: no place for an error is passed, and the caller guarantees the string.
     unsafe {
         boundary(std::ptr::null_mut(), || {
             let Some(status) = Status::from_number(status) else {
@@ -88,7 +88,7 @@ pub unsafe extern "C" fn etkv_error_new(status: i32, message: *const c_char) -> 
     made
 }
 
-/// The status of `error`; ETKV_OK if it is NULL.
+/// Returns the status of `error`; ETKV_OK if it is NULL.
 #[no_mangle]
 pub extern "C" fn etkv_error_status(error: *const etkv_error) -> i32 {
     if error.is_null() {
@@ -97,14 +97,14 @@ pub extern "C" fn etkv_error_status(error: *const etkv_error) -> i32 {
     handle::look_up(error, "error").map_or(Status::InvalidArgument as i32, |error| error.status())
 }
 
-/// The message of `error`; "" if it is NULL.
+/// Returns the message of `error`; "" if it is NULL.
 #[no_mangle]
 pub extern "C" fn etkv_error_message(error: *const etkv_error) -> *const c_char {
     if error.is_null() {
         return c"".as_ptr();
     }
     match handle::look_up(error, "error") {
-        // The table keeps what the string is in until the handle is freed.
+        // The table of handles keeps the string until the handle is freed.
         Ok(error) => error.message().as_ptr(),
         Err(_) => c"this is no etkv_error, or no longer".as_ptr(),
     }

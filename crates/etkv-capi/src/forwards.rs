@@ -1,4 +1,4 @@
-//! `etkv_forwards`: a cache for a host that computes with MLX itself.
+//! `etkv_forwards`: the forwards of a host that computes with MLX itself.
 
 use std::cell::RefCell;
 use std::ffi::c_void;
@@ -14,10 +14,10 @@ use super::cache::etkv_cache;
 use super::error::etkv_error;
 use super::handle::{self, Object};
 
-/// [`boundary::boundary`] for what fails with errors of MLX.
+/// [`boundary::boundary`] for bodies that fail with errors of MLX.
 ///
 /// # Safety
-/// As there.
+/// As for [`boundary::boundary`].
 unsafe fn boundary(error: *mut *mut etkv_error, body: impl FnOnce() -> Result<()>) -> i32 {
     // SAFETY: the caller says so.
     unsafe { boundary::boundary(error, || Ok(body()?)) }
@@ -26,13 +26,13 @@ unsafe fn boundary(error: *mut *mut etkv_error, body: impl FnOnce() -> Result<()
 /// A handle on the forwards of a host.
 #[allow(non_camel_case_types)]
 pub struct etkv_forwards {
-    /// Reentrant, to find calls from inside a call.
+    /// Reentrant, to detect calls from inside a call.
     forwards: ReentrantMutex<RefCell<Forwards>>,
 }
 
 impl etkv_forwards {
-    /// Works with the forwards when other threads are done with them, which may need MLX
-    /// for that.
+    /// Calls `work` with the forwards, once other threads are done with them. Releases MLX while it
+    /// waits, because they may need it.
     fn with<T>(&self, work: impl FnOnce(&mut Forwards) -> Result<T>) -> Result<T> {
         let forwards =
             self.forwards.try_lock().unwrap_or_else(|| mlx::give_way(|| self.forwards.lock()));
@@ -84,13 +84,13 @@ pub unsafe extern "C" fn etkv_forwards_new(
     }
 }
 
-/// Gives back a handle; a forward that is not finished is rolled back.
+/// Frees a handle, and rolls back an unfinished forward.
 #[no_mangle]
 pub extern "C" fn etkv_forwards_free(forwards: *mut etkv_forwards) {
     free(forwards);
 }
 
-/// Rolls back the forward that is not finished.
+/// Rolls back an unfinished forward.
 ///
 /// # Safety
 /// Pointers are NULL or as the header says.
@@ -111,7 +111,7 @@ pub unsafe extern "C" fn etkv_forwards_abort(
     }
 }
 
-/// Writes a layer's rows and gives what its queries attend to.
+/// Writes a layer's rows and stores what its queries attend to.
 ///
 /// # Safety
 /// Pointers are NULL or as the header says.
@@ -155,7 +155,7 @@ pub unsafe extern "C" fn etkv_forwards_update_and_fetch(
     }
 }
 
-/// Writes a layer's rows and attends to what is there.
+/// Writes a layer's rows and attends to the rows that its queries see.
 ///
 /// # Safety
 /// Pointers are NULL or as the header says.
@@ -194,7 +194,7 @@ pub unsafe extern "C" fn etkv_forwards_update_and_attend(
     }
 }
 
-/// What a call brings, checked.
+/// The checked rows of a call.
 struct Rows<'a> {
     layer: usize,
     positions: &'a [i32],
@@ -223,9 +223,9 @@ impl Rows<'_> {
         }
     }
 
-    /// Brings the rows to their layer, on the host's stream, makes something of what
-    /// it attends to, and delivers it. Where making it fails, the forward is taken
-    /// back; it is delivered once the forward cannot fail any more.
+    /// Writes the rows to their layer, on the host's stream. Calls `make` with what the layer
+    /// attends to, and `deliver` with the result. If `make` fails, the forward is rolled back.
+    /// `deliver` runs once the forward can no longer fail.
     fn on_stream<T>(
         &self,
         forwards: &etkv_forwards,
@@ -240,7 +240,7 @@ impl Rows<'_> {
                 return mlx::run(work);
             }
             let stream = mlx_sys::mlx_stream { ctx: self.stream.cast_mut() };
-            // SAFETY: who made the struct says that it is a stream of MLX.
+            // SAFETY: the caller says that it is a stream of MLX.
             unsafe { mlx::run_on(stream, work) }
         })
     }
@@ -256,7 +256,7 @@ fn check_float(name: &str, rows: &Array) -> Result<()> {
     Ok(())
 }
 
-/// An array of the host's, shared.
+/// Returns an array of the host's. The host shares it.
 ///
 /// # Safety
 /// `pointer` is NULL or points to an `mlx::core::array`.
@@ -264,7 +264,7 @@ unsafe fn array(pointer: *const c_void, name: &str) -> Result<Array> {
     if pointer.is_null() {
         fail!(InvalidArgument, "{name} is NULL");
     }
-    // SAFETY: the caller says so; the handle made here is owned by nobody else.
+    // SAFETY: the caller says so; the handle made here has no other owner.
     unsafe {
         let mut copy = mlx_sys::mlx_array_new();
         let status =
@@ -280,6 +280,6 @@ fn target((pointer, name): (*mut c_void, &str)) -> Result<mlx_sys::mlx_array> {
 
 /// Assigns to an array of the host's.
 fn give(mut target: mlx_sys::mlx_array, array: &Array) -> Result<()> {
-    // SAFETY: `target` is an `mlx::core::array`, as who called says.
+    // SAFETY: the caller says that `target` is an `mlx::core::array`.
     mlx::check(unsafe { mlx_sys::mlx_array_set(&mut target, array.as_ptr()) })
 }

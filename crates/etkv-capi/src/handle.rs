@@ -1,8 +1,8 @@
-//! Handles: numbers in the clothes of pointers.
+//! Handles: numbers that look like pointers.
 //!
-//! What C holds is never followed as a pointer, only looked up here. So a handle
-//! that was freed, one of another type, and what never was a handle are found out
-//! without a read of memory that may be gone. No number is given twice.
+//! A handle of C's is never followed as a pointer, only looked up here. So a freed handle, one of
+//! another type and a foreign pointer are refused without a read of memory that may be gone. No
+//! number is used twice.
 
 use std::any::Any;
 use std::ptr::without_provenance_mut;
@@ -12,7 +12,7 @@ use std::sync::{Arc, LazyLock};
 use dashmap::DashMap;
 use etkv_core::{fail, Result};
 
-/// What may be behind a handle. A type of C's is the Rust type of the same name.
+/// A type of objects behind handles. A C type is the Rust type of the same name.
 pub(crate) trait Object: Any + Send + Sync {
     /// Its name in the header.
     const NAME: &'static str;
@@ -23,18 +23,17 @@ struct Entry {
     object: Arc<dyn Any + Send + Sync>,
 }
 
-/// No object is dropped while a part of the table is locked: that may take time and
-/// locks of its own.
+/// The live handles. No object is dropped while a part of the table is locked: a drop may take time
+/// and locks of its own.
 static LIVE: LazyLock<DashMap<usize, Entry>> = LazyLock::new(DashMap::new);
 
-/// Entries of the table, counted apart: it counts its own part by part.
+/// The number of entries, counted apart, because the table counts its own part by part.
 static COUNT: AtomicUsize = AtomicUsize::new(0);
 
-/// Set in every handle: no address of an object has these bits, where there is
-/// room for them.
+/// Bits that are set in every handle. On 64-bit machines no address of an object has them.
 const MARK: usize = if usize::BITS == 64 { 0xE74B << (usize::BITS - 16) } else { 0 };
 
-/// Gives an object to the caller.
+/// Makes a handle on an object, for the caller.
 pub(crate) fn give<T: Object>(object: T) -> *mut T {
     static NEXT: AtomicUsize = AtomicUsize::new(1);
     let number = MARK | NEXT.fetch_add(1, Ordering::Relaxed);
@@ -43,7 +42,7 @@ pub(crate) fn give<T: Object>(object: T) -> *mut T {
     without_provenance_mut(number)
 }
 
-/// The object behind a handle. It stays while the caller has it, also where the
+/// Returns the object behind a handle. The object lives while the caller holds it, even if the
 /// handle is freed meanwhile.
 pub(crate) fn look_up<T: Object>(handle: *const T, name: &str) -> Result<Arc<T>> {
     if handle.is_null() {
@@ -60,7 +59,7 @@ pub(crate) fn look_up<T: Object>(handle: *const T, name: &str) -> Result<Arc<T>>
     }
 }
 
-/// Takes an object back. Does nothing for what is no handle of its type.
+/// Frees a handle. Does nothing for a pointer that is no handle of this type.
 pub(crate) fn reclaim<T: Object>(handle: *mut T) {
     let taken = LIVE.remove_if(&handle.addr(), |_, entry| entry.name == T::NAME);
     if taken.is_some() {
@@ -70,7 +69,7 @@ pub(crate) fn reclaim<T: Object>(handle: *mut T) {
     drop(taken);
 }
 
-/// Handles that were made and not freed.
+/// Returns the number of handles that were made and not freed.
 pub(crate) fn count() -> usize {
     COUNT.load(Ordering::Relaxed)
 }

@@ -1,10 +1,10 @@
-//! Which kinds of caches there are.
+//! The kinds of caches.
 
 use std::ffi::{c_char, c_void, CString};
 
 use super::boundary::value;
 
-/// Calls `visit` for each kind that caches can be made of.
+/// Calls `visit` for each kind of cache.
 #[no_mangle]
 pub extern "C" fn etkv_kinds(
     visit: Option<extern "C" fn(*mut c_void, *const c_char, *const c_char)>,

@@ -1,7 +1,7 @@
-//! The C interface; `include/etkv/etkv.h` documents it. With the feature `delegate` also
-//! the bridge to ExecuTorch's backend.
+//! The C interface; `include/etkv/etkv.h` documents it. With the feature `delegate` also the bridge
+//! to ExecuTorch's backend.
 //!
-//! A file here is named after the header whose functions it has: `seq.rs` has those of
+//! Each file is named after the header of its functions: `seq.rs` has those of
 //! `include/etkv/seq.h`. `boundary` and `handle` serve all of them.
 //!
 //! This is the only crate that exports C symbols.

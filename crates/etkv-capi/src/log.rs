@@ -1,5 +1,5 @@
-//! `etkv_set_log_callback`: the one subscriber of this library, which passes spans and
-//! events on to the host.
+//! `etkv_set_log_callback`: the one subscriber of this library. It passes spans and events to the
+//! host.
 
 use std::cell::Cell;
 use std::collections::VecDeque;
@@ -21,25 +21,25 @@ use super::boundary::{boundary, out, text};
 use super::error::etkv_error;
 use super::report::text_of;
 
-/// Takes a message: its level, its target, the message, and what was passed with it.
+/// Receives a message: its level, its target, the message, and the host's pointer.
 #[allow(non_camel_case_types)]
 pub type etkv_log_callback = unsafe extern "C" fn(i32, *const c_char, *const c_char, *mut c_void);
 
 #[derive(Clone, Copy)]
 enum Listener {
-    /// The host's callback, and what it is passed.
+    /// The host's callback, and the pointer that it receives.
     Callback(etkv_log_callback, *mut c_void),
-    /// Keeps so many messages for the host to take.
+    /// Keeps this many messages for the host to take.
     Keep(usize),
 }
 
-// SAFETY: the host says that the callback may be called on any thread, with what it
-// passed for it.
+// SAFETY: the host allows calls of the callback, with its pointer, on any thread.
 unsafe impl Send for Listener {}
 // SAFETY: as above.
 unsafe impl Sync for Listener {}
 
-/// Taken to read for the time of a callback, so that none runs once it was replaced.
+/// The receiver of messages. Read-locked during a callback, so that an earlier callback does not
+/// run after it is replaced.
 static LISTENER: RwLock<Option<Listener>> = RwLock::new(None);
 
 /// A message that the host may take.
@@ -52,14 +52,14 @@ struct Kept {
     time: f64,
 }
 
-/// Messages that were kept and not taken. Locked for moments, after every other lock.
+/// Messages that were kept and not taken. Locked briefly, after every other lock.
 static KEPT: Mutex<VecDeque<Kept>> = Mutex::new(VecDeque::new());
 
-/// What of the messages is passed on; none before the first callback.
+/// The filter of the messages; `None` before the first callback.
 static FILTER: Mutex<Option<reload::Handle<EnvFilter, Registry>>> = Mutex::new(None);
 
 thread_local! {
-    /// Whether this thread is in the callback. What it causes there is not told.
+    /// Whether this thread is in the callback. Messages that it causes there are dropped.
     static TELLING: Cell<bool> = const { Cell::new(false) };
 }
 
@@ -166,7 +166,7 @@ fn remove() -> Result<()> {
     }
 }
 
-/// The lock would be waited for by the thread that has it.
+/// Refuses a call inside the callback: the thread would wait for a lock that it holds.
 fn refuse_in_callback() -> Result<()> {
     if TELLING.try_with(Cell::get).unwrap_or(false) {
         fail!(Step, "the log callback is set from inside itself; set it when the callback is over");
@@ -178,7 +178,7 @@ fn gone(error: reload::Error) -> Error {
     Error::new(Status::Internal, error)
 }
 
-/// Calls the host's callback, which may be called on any thread, or keeps the message.
+/// Calls the host's callback, or keeps the message.
 fn tell(metadata: &'static Metadata<'static>, message: String) {
     let telling = TELLING.try_with(|telling| telling.replace(true)).unwrap_or(true);
     if telling {
@@ -207,7 +207,7 @@ fn tell(metadata: &'static Metadata<'static>, message: String) {
     let _ = TELLING.try_with(|telling| telling.set(false));
 }
 
-/// The level's number in the header.
+/// Returns the level's number in the header.
 fn number(level: &Level) -> i32 {
     match *level {
         Level::ERROR => 1,
@@ -218,13 +218,13 @@ fn number(level: &Level) -> i32 {
     }
 }
 
-/// What a span had with it, as text, and when it began.
+/// The fields of a span, as text, and the time when it began.
 struct Told {
     fields: Fields,
     began: Instant,
 }
 
-/// Makes messages of spans that end, and of events.
+/// Makes messages from events, and from spans that end.
 struct Tell;
 
 impl<S: Subscriber + for<'a> LookupSpan<'a>> Layer<S> for Tell {
@@ -269,7 +269,7 @@ impl<S: Subscriber + for<'a> LookupSpan<'a>> Layer<S> for Tell {
     }
 }
 
-/// Names a span that a message is of: `step{tokens=1 first=7}: `.
+/// Adds the name of a message's span: `step{tokens=1 first=7}: `.
 fn place<'a, S: LookupSpan<'a>>(message: &mut String, span: &SpanRef<'a, S>) {
     message.push_str(span.name());
     if let Some(told) = span.extensions().get::<Told>() {

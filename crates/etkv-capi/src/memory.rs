@@ -29,7 +29,7 @@ pub struct etkv_memory {
     n_layers: usize,
 }
 
-/// Fills `memory`, and its layers where the caller has room for them.
+/// Fills `memory`, and its layers if the caller has room for them.
 ///
 /// # Safety
 /// `memory` points to a struct as the header says.

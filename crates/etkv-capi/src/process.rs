@@ -1,4 +1,4 @@
-//! What the process holds: MLX's memory, and handles.
+//! The memory of MLX and the handles in this process.
 
 use etkv::mlx;
 
@@ -49,7 +49,7 @@ pub unsafe extern "C" fn etkv_mlx_memory_read(
     }
 }
 
-/// Handles that were made and not freed.
+/// Returns the number of handles that were made and not freed.
 #[no_mangle]
 pub extern "C" fn etkv_live_handles() -> usize {
     handle::count()

@@ -1,4 +1,4 @@
-//! Where caches are found by key.
+//! The process-wide registry of caches by key.
 
 use std::ffi::c_char;
 
@@ -9,7 +9,7 @@ use super::cache::etkv_cache;
 use super::error::etkv_error;
 use super::handle;
 
-/// Makes a cache known under a key.
+/// Adds a cache under a key.
 ///
 /// # Safety
 /// Pointers are NULL or as the header says.
@@ -55,7 +55,7 @@ pub unsafe extern "C" fn etkv_registry_get(
     }
 }
 
-/// Forgets a key.
+/// Removes a key.
 ///
 /// # Safety
 /// Pointers are NULL or as the header says.

@@ -55,7 +55,8 @@ pub unsafe extern "C" fn etkv_program_describe(
 /// Frees a string.
 ///
 /// # Safety
-/// `string` is NULL, or one that a function of this file stored and that was not freed.
+/// `string` is NULL, or a string that a function of this interface stored and that is not freed
+/// yet.
 #[no_mangle]
 pub unsafe extern "C" fn etkv_string_free(string: *mut c_char) {
     if !string.is_null() {
@@ -74,7 +75,7 @@ fn describe(_: &[u8]) -> Result<*mut c_char> {
     etkv_core::fail!(Unsupported, "this libetkv was built without the interpreter of programs");
 }
 
-/// JSON for the caller, who frees it.
+/// Returns JSON as a string for the caller, which frees it.
 pub(super) fn text_of(report: &impl Serialize) -> Result<*mut c_char> {
     let internal = |error: &dyn std::fmt::Display| Error::new(Status::Internal, error);
     let json = serde_json::to_string(report).map_err(|error| internal(&error))?;

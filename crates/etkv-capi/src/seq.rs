@@ -1,4 +1,4 @@
-//! `etkv_seq_cache`: the face of a cache that many sequences share.
+//! `etkv_seq_cache`: a handle on a cache that many sequences share.
 
 use etkv_core::{fail, Result, SeqCache, SharedCache};
 
@@ -18,14 +18,14 @@ impl Object for etkv_seq_cache {
 }
 
 impl etkv_seq_cache {
-    /// A handle on this cache, if it can do what the handle is for.
+    /// Makes a handle on this cache, if the cache has several sequences.
     pub(super) fn give(cache: SharedCache) -> Result<*mut Self> {
         with_sequences(&cache, |_| Ok(()))?;
         Ok(handle::give(Self { cache }))
     }
 }
 
-/// Positions from `begin` up to, and without, `end`; see the header.
+/// A range of positions, from `begin` up to, and without, `end`; see the header.
 #[allow(non_camel_case_types)]
 #[repr(C)]
 #[derive(Clone, Copy)]
@@ -70,13 +70,13 @@ pub unsafe extern "C" fn etkv_cache_as_seq(
     }
 }
 
-/// Gives back a handle.
+/// Frees a handle.
 #[no_mangle]
 pub extern "C" fn etkv_seq_cache_free(cache: *mut etkv_seq_cache) {
     free(cache);
 }
 
-/// Says which sequence each token of the next step belongs to.
+/// Declares the sequence of each token of the next step.
 ///
 /// # Safety
 /// Pointers are NULL or as the header says.
@@ -93,7 +93,7 @@ pub unsafe extern "C" fn etkv_seq_cache_begin_step(
     }
 }
 
-/// Says which sequences each token of the next step belongs to.
+/// Declares the sequences of each token of the next step.
 ///
 /// # Safety
 /// Pointers are NULL or as the header says.
@@ -116,7 +116,7 @@ pub unsafe extern "C" fn etkv_seq_cache_begin_step_shared(
     }
 }
 
-/// Withdraws what was said of the next step.
+/// Withdraws the declaration for the next step.
 ///
 /// # Safety
 /// Pointers are NULL or as the header says.
@@ -129,7 +129,7 @@ pub unsafe extern "C" fn etkv_seq_cache_cancel_step(
     unsafe { change(cache, error, |cache| cache.cancel_step()) }
 }
 
-/// The members of each token, from the list of all of them.
+/// Returns the sequences of each token, from the list of all of them.
 fn split<'a>(mut all: &'a [i32], counts: &[i32]) -> Result<Vec<&'a [i32]>> {
     let n_sequences = all.len();
     let mut tokens = Vec::with_capacity(counts.len());
@@ -156,7 +156,7 @@ fn split<'a>(mut all: &'a [i32], counts: &[i32]) -> Result<Vec<&'a [i32]>> {
     Ok(tokens)
 }
 
-/// Lets a sequence have positions of another.
+/// Makes a sequence share positions of another.
 ///
 /// # Safety
 /// Pointers are NULL or as the header says.
@@ -173,7 +173,7 @@ pub unsafe extern "C" fn etkv_seq_cache_cp(
     unsafe { change(cache, error, |cache| cache.seq_cp(source, target, begin..end)) }
 }
 
-/// Takes positions from a sequence.
+/// Removes positions from a sequence.
 ///
 /// # Safety
 /// Pointers are NULL or as the header says.
@@ -203,7 +203,7 @@ pub unsafe extern "C" fn etkv_seq_cache_keep(
     unsafe { change(cache, error, |cache| cache.seq_keep(sequence)) }
 }
 
-/// Makes each sequence one run of cells.
+/// Makes each sequence one run of cells, as far as shared cells allow.
 ///
 /// # Safety
 /// Pointers are NULL or as the header says.
@@ -216,7 +216,7 @@ pub unsafe extern "C" fn etkv_seq_cache_compact(
     unsafe { change(cache, error, |cache| cache.compact()) }
 }
 
-/// Stores the positions that a sequence holds.
+/// Stores the number of positions that a sequence holds.
 ///
 /// # Safety
 /// Pointers are NULL or as the header says.
@@ -325,7 +325,7 @@ unsafe fn read<T>(
     }
 }
 
-/// Asks the cache something whose answer is an array.
+/// Calls a function of the cache that returns an array.
 ///
 /// # Safety
 /// Pointers are NULL or as the header says.

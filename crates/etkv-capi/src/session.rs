@@ -1,4 +1,4 @@
-//! `etkv_session`: a cache of the caller's own, and its key.
+//! `etkv_session`: a cache and its key.
 
 use std::ffi::{c_char, CString};
 use std::ptr::{null, null_mut};
@@ -50,20 +50,20 @@ pub unsafe extern "C" fn etkv_session_new(
     }
 }
 
-/// Takes the key out of the registry.
+/// Frees a session, and removes its key from the registry.
 #[no_mangle]
 pub extern "C" fn etkv_session_free(session: *mut etkv_session) {
     free(session);
 }
 
-/// The key; NULL if `session` is no session.
+/// Returns the key. Returns NULL if `session` is no live handle.
 #[no_mangle]
 pub extern "C" fn etkv_session_key(session: *const etkv_session) -> *const c_char {
-    // The table keeps what the string is in until the handle is freed.
+    // The table of handles keeps the string until the handle is freed.
     value(null(), || Ok(handle::look_up(session, "session")?.key.as_ptr()))
 }
 
-/// A handle on the session's cache; NULL if `session` is no session.
+/// Returns a handle on the session's cache. Returns NULL if `session` is no live handle.
 #[no_mangle]
 pub extern "C" fn etkv_session_cache(session: *const etkv_session) -> *mut etkv_cache {
     value(null_mut(), || {

@@ -1,4 +1,4 @@
-//! `etkv_tree_cache`: the face of a cache whose sequences carry trees.
+//! `etkv_tree_cache`: a handle on a cache whose sequences carry trees of candidates.
 
 use etkv_core::{fail, Result, SharedCache, TreeCache};
 
@@ -18,7 +18,7 @@ impl Object for etkv_tree_cache {
 }
 
 impl etkv_tree_cache {
-    /// A handle on this cache, if it can do what the handle is for.
+    /// Makes a handle on this cache, if the cache carries trees.
     pub(super) fn give(cache: SharedCache) -> Result<*mut Self> {
         with_trees(&cache, |_| Ok(()))?;
         Ok(handle::give(Self { cache }))
@@ -61,7 +61,7 @@ pub unsafe extern "C" fn etkv_cache_as_tree(
     }
 }
 
-/// Gives back a handle.
+/// Frees a handle.
 #[no_mangle]
 pub extern "C" fn etkv_tree_cache_free(cache: *mut etkv_tree_cache) {
     free(cache);
@@ -85,7 +85,7 @@ pub unsafe extern "C" fn etkv_tree_cache_propose(
     }
 }
 
-/// Makes a chain of candidates part of a sequence, and forgets the rest.
+/// Adds a chain of candidates to a sequence, and removes the rest of its tree.
 ///
 /// # Safety
 /// Pointers are NULL or as the header says.
@@ -105,7 +105,7 @@ pub unsafe extern "C" fn etkv_tree_cache_commit(
     }
 }
 
-/// Stores the nodes of the tree behind a sequence.
+/// Stores the number of nodes of the tree behind a sequence.
 ///
 /// # Safety
 /// Pointers are NULL or as the header says.

@@ -5,19 +5,19 @@ use std::sync::LazyLock;
 
 use etkv::mlx;
 
-/// The interface that this library has.
+/// Returns the version of the interface of this library.
 #[no_mangle]
 pub extern "C" fn etkv_abi_version() -> u32 {
     4
 }
 
-/// The library's version.
+/// Returns the library's version.
 #[no_mangle]
 pub extern "C" fn etkv_version() -> *const c_char {
     concat!(env!("CARGO_PKG_VERSION"), "\0").as_ptr().cast()
 }
 
-/// The version of the MLX that the process runs on.
+/// Returns the version of the MLX that the process runs on.
 #[no_mangle]
 pub extern "C" fn etkv_mlx_version() -> *const c_char {
     static VERSION: LazyLock<CString> =
@@ -25,7 +25,7 @@ pub extern "C" fn etkv_mlx_version() -> *const c_char {
     VERSION.as_ptr()
 }
 
-/// What multiplies matrices for MLX on the CPU.
+/// Returns the name of the library that multiplies matrices for MLX on the CPU.
 #[no_mangle]
 pub extern "C" fn etkv_mlx_blas() -> *const c_char {
     static NAME: LazyLock<CString> =

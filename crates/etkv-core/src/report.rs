@@ -1,4 +1,4 @@
-//! A cache as a report: what monitoring and debugging ask, in one answer.
+//! Reports of a cache, for monitoring and debugging.
 
 use serde::{Serialize, Serializer};
 
@@ -9,29 +9,29 @@ use crate::growth::Growth;
 use crate::memory::{Bytes, Memory};
 use crate::store::Extent;
 
-/// What a cache is and holds. `docs/reports.md` lists the fields as JSON has them.
+/// A report of a cache. `docs/reports.md` lists the fields in JSON.
 #[derive(Debug, Clone, PartialEq, Serialize)]
 pub struct CacheReport {
     /// The kind's name.
     pub kind: String,
-    /// The positions that it holds; one that several sequences share counts once.
+    /// The positions that the cache holds. A position that several sequences share counts once.
     pub length: i32,
-    /// The most that it holds.
+    /// The most positions that the cache can hold.
     pub capacity: i32,
     /// Whether a step is open.
     pub step_open: bool,
-    /// Why the cache is poisoned, where it is.
+    /// The reason why the cache is poisoned, if it is.
     pub poisoned: Option<String>,
-    /// How rows are stored now.
+    /// The formats of keys and values now.
     pub formats: FormatsReport,
-    /// The sequences that hold positions or carry trees, in order. One that is empty is
-    /// not there; a kind of one sequence has the number 0.
+    /// The sequences that hold positions or carry trees, in order. Empty ones are left out. In a
+    /// kind of one sequence it has the number 0.
     pub sequences: Vec<SequenceReport>,
     /// Bytes of all buffers.
     pub memory: MemoryReport,
-    /// The same layer by layer.
+    /// The buffers, layer by layer.
     pub layers: Vec<LayerReport>,
-    /// What the cache was made from.
+    /// The config that the cache was made with.
     pub config: ConfigReport,
 }
 
@@ -56,45 +56,45 @@ pub struct SequenceReport {
     pub next: i32,
     /// The least length, apart from 0, that it can be rewound to.
     pub rewindable_to: i32,
-    /// Nodes of the tree behind it.
+    /// The number of nodes of the tree behind it.
     pub tree: usize,
 }
 
 /// Bytes of all buffers.
 #[derive(Debug, Clone, PartialEq, Serialize)]
 pub struct MemoryReport {
-    /// Held.
+    /// Bytes of all buffers.
     pub allocated: u64,
-    /// Of these, in use by positions.
+    /// Bytes of these that positions use.
     pub used: u64,
-    /// The most that it may come to hold.
+    /// The most bytes that the cache can come to hold.
     pub at_capacity: u64,
 }
 
 /// The buffers of a layer.
 #[derive(Debug, Clone, PartialEq, Serialize)]
 pub struct LayerReport {
-    /// Of its keys.
+    /// The buffer of its keys.
     pub k: BufferReport,
-    /// Of its values.
+    /// The buffer of its values.
     pub v: BufferReport,
 }
 
 /// A buffer.
 #[derive(Debug, Clone, PartialEq, Serialize)]
 pub struct BufferReport {
-    /// How its rows are stored, by name.
+    /// The format of its rows, by name.
     #[serde(serialize_with = "as_name")]
     pub format: KvFormat,
-    /// Slots allocated; absent where the kind does not tell.
+    /// Slots allocated; absent if the kind does not report them.
     pub slots: Option<i32>,
-    /// Bytes held.
+    /// Bytes of the buffer.
     pub allocated: u64,
-    /// Of these, in use by positions.
+    /// Bytes of these that positions use.
     pub used: u64,
 }
 
-/// What a cache was made from; see [`CacheConfig`].
+/// The config of a cache; see [`CacheConfig`].
 #[derive(Debug, Clone, PartialEq, Serialize)]
 #[allow(missing_docs)]
 pub struct ConfigReport {
@@ -102,7 +102,7 @@ pub struct ConfigReport {
     pub max_step_tokens: i32,
     /// `doubling`, `step`, `exact` or `upfront`.
     pub growth: &'static str,
-    /// Slots of a growth that has chunks.
+    /// Slots of a chunk; absent for growths without chunks.
     pub min_chunk: Option<i32>,
     #[serde(serialize_with = "as_name")]
     pub k_format: KvFormat,
@@ -121,7 +121,7 @@ pub struct LayerConfigReport {
     pub n_kv_heads: i32,
     pub k_head_dim: i32,
     pub v_head_dim: i32,
-    /// Absent for full history.
+    /// The window; absent for full history.
     pub window: Option<i32>,
     pub sinks: i32,
 }
@@ -131,8 +131,8 @@ fn as_name<S: Serializer>(format: &KvFormat, serializer: S) -> Result<S::Ok, S::
 }
 
 impl CacheReport {
-    /// The report of a cache of which its face is known, and no more: without sequences,
-    /// slots, an open step and a reason to be poisoned.
+    /// Returns the report of a cache from its face alone: without sequences, slots, an open step
+    /// and a reason to be poisoned.
     pub fn of<C: Cache + ?Sized>(cache: &C) -> Self {
         let [k, v] = cache.formats();
         let Memory { allocated, used, at_capacity, layers } = cache.memory();
@@ -159,7 +159,7 @@ impl CacheReport {
         }
     }
 
-    /// The same with the extents of each layer's keys and values.
+    /// Adds the extents of each layer's keys and values.
     pub(crate) fn with_extents(mut self, extents: impl Iterator<Item = [Extent; 2]>) -> Self {
         for (layer, [k, v]) in self.layers.iter_mut().zip(extents) {
             for (buffer, Extent { format, slots }) in [(&mut layer.k, k), (&mut layer.v, v)] {

@@ -25,7 +25,7 @@ pub struct SharedCache {
     facts: Arc<Facts>,
 }
 
-/// What a cache is for as long as it lives: told without taking it.
+/// The facts of a cache, which are read without its lock.
 struct Facts {
     kind: String,
     capacity: i32,
@@ -58,18 +58,18 @@ impl SharedCache {
         Self { cache: Shared(place), program: Arc::new(program), store: C::Store::NAME, facts }
     }
 
-    /// The name of its kind. Like the two below, it is told while others have the cache, and
-    /// where that is poisoned.
+    /// Returns the name of the kind. This and the next two do not wait for the lock, and answer for
+    /// a poisoned cache too.
     pub fn kind(&self) -> &str {
         &self.facts.kind
     }
 
-    /// The most positions that it holds.
+    /// Returns the most positions that the cache can hold.
     pub fn capacity(&self) -> i32 {
         self.facts.capacity
     }
 
-    /// The number of its layers.
+    /// Returns the number of layers.
     pub fn n_layers(&self) -> usize {
         self.facts.n_layers
     }

@@ -1,13 +1,13 @@
-//! What a running cache tells of itself: spans and events of `tracing`.
+//! Spans and events of `tracing` that a running cache emits.
 //!
-//! This crate only emits. Without a subscriber each of them costs a look at a number, and
+//! This crate only emits them. Without a subscriber, each costs a comparison of a number, and
 //! nothing is formatted.
 //!
 //! | level | what |
 //! | --- | --- |
-//! | error | a cache that is poisoned |
-//! | warn | a step that is refused or rolled back, a conversion that failed |
-//! | info | a conversion |
+//! | error | a cache is poisoned |
+//! | warn | a step is refused or rolled back, a conversion fails |
+//! | info | a cache is converted |
 //! | debug | the spans `step`, `grow`, `convert`, `compact` and `move` |
 //! | trace | what each layer of a step writes and reads |
 
@@ -16,7 +16,7 @@ use crate::bookkeeping::{LayerGroupPlan, MaskPlan};
 /// The target of this crate's spans and events.
 pub const TARGET: &str = "etkv::core";
 
-/// The name of a mask.
+/// Returns the name of a mask.
 pub(crate) fn mask(plan: &LayerGroupPlan) -> &'static str {
     match plan.mask {
         MaskPlan::None => "none",
@@ -25,7 +25,7 @@ pub(crate) fn mask(plan: &LayerGroupPlan) -> &'static str {
     }
 }
 
-/// The masks of these plans, each named once.
+/// Returns the names of the masks of these plans, each once, separated by commas.
 pub(crate) fn masks<'a>(plans: impl Iterator<Item = &'a LayerGroupPlan>) -> String {
     let mut names: Vec<&str> = plans.map(mask).collect();
     names.sort_unstable();

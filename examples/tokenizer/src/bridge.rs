@@ -1,7 +1,7 @@
-//! The C++ face, which `cxx` generates from this; `tokenizer.cpp` is what calls it.
+//! The C++ interface, which `cxx` generates from this file; `tokenizer.cpp` calls it.
 //!
-//! An error throws `rust::Error` there. A panic would end the process, so it becomes
-//! an error here. Text comes as bytes, and is checked for UTF-8 here.
+//! An error throws `rust::Error` in C++. A panic would end the process, so it becomes an error
+//! here. Text arrives as bytes, and is checked for UTF-8 here.
 
 use std::ffi::OsStr;
 use std::panic::{catch_unwind, AssertUnwindSafe};
@@ -15,9 +15,9 @@ use crate::tokenizer::Tokenizer;
 
 #[cxx::bridge(namespace = "etkv::examples::bridge")]
 mod ffi {
-    /// What one side of a conversation said, in UTF-8.
+    /// A message of a conversation, in UTF-8.
     struct Message<'a> {
-        /// "system", "user", "assistant", or what else the template knows.
+        /// "system", "user", "assistant", or another role of the template.
         role: &'a [u8],
         content: &'a [u8],
     }
@@ -38,7 +38,7 @@ mod ffi {
         fn eos_token_ids(self: &Tokenizer) -> &[u32];
         fn detokenizer(self: &Tokenizer) -> Box<Detokenizer>;
 
-        /// What these return is valid until the next call.
+        /// The strings that these functions return are valid until the next call.
         fn add_token(detokenizer: &mut Detokenizer, id: u32) -> Result<&str>;
         fn finalize(detokenizer: &mut Detokenizer) -> Result<&str>;
     }
@@ -79,10 +79,10 @@ fn finalize(detokenizer: &mut Detokenizer) -> Result<&str> {
     boundary(|| detokenizer.finalize())
 }
 
-/// Runs `body`; its panic is an error.
+/// Runs `body`, and returns its panic as an error.
 fn boundary<T>(body: impl FnOnce() -> Result<T>) -> Result<T> {
-    // A panic leaves nothing half-changed that a caller can see: tokenizers are
-    // read only, and a detokenizer's pieces are text alone.
+    // A panic leaves nothing half-changed that a caller can see: tokenizers are read only, and the
+    // pieces of a detokenizer are text only.
     catch_unwind(AssertUnwindSafe(body))
         .unwrap_or_else(|panic| Err(Error::Panic(panic_message(panic.as_ref()))))
 }

@@ -1,5 +1,4 @@
-//! A model's chat template: a conversation as the one text that the model was
-//! trained on.
+//! A model's chat template. It renders a conversation as the text that the model was trained on.
 
 use std::collections::BTreeMap;
 
@@ -10,7 +9,7 @@ use minijinja_contrib::pycompat::unknown_method_callback;
 use crate::error::{Error, Result};
 use crate::json::tojson;
 
-/// What one side said.
+/// A message of a conversation.
 pub struct Message {
     pub role: String,
     pub content: String,
@@ -18,7 +17,7 @@ pub struct Message {
 
 pub struct ChatTemplate {
     source: String,
-    /// `bos_token` and its like, by name.
+    /// `bos_token` and the other special tokens, by name.
     special_tokens: BTreeMap<String, String>,
 }
 
@@ -47,8 +46,8 @@ impl ChatTemplate {
     }
 }
 
-/// Jinja as Hugging Face sets it up: block tags swallow the line that they are
-/// on, `break` and `continue` work in loops, and values have Python's methods.
+/// Returns Jinja with the settings of Hugging Face: block tags remove the line that they are on,
+/// `break` and `continue` work in loops, and values have Python's methods.
 fn environment() -> std::result::Result<Environment<'static>, TemplateError> {
     let mut environment = Environment::new();
     environment.set_syntax(SyntaxConfig::builder().trim_blocks(true).lstrip_blocks(true).build()?);
@@ -68,8 +67,8 @@ fn strftime_now(format: String) -> std::result::Result<String, TemplateError> {
         .map_err(|error| TemplateError::new(ErrorKind::InvalidOperation, error.to_string()))
 }
 
-/// `{% generation %}` marks what the model says, for training. It renders as
-/// nothing; a condition that always holds does the same with the same trimming.
+/// Replaces the marks `{% generation %}`, which are for training and render as nothing. A condition
+/// that always holds does the same with the same trimming.
 fn without_generation_marks(source: &str) -> String {
     let mut source = source.to_owned();
     for open in ["{%", "{%-"] {
@@ -85,7 +84,7 @@ fn without_generation_marks(source: &str) -> String {
     source
 }
 
-/// The template's own words where it has any, and the line.
+/// Returns the template's own message if it has one, and the line.
 fn sentence(error: &TemplateError) -> String {
     let reason = match error.detail() {
         Some(detail) => detail.to_owned(),

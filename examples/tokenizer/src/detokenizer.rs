@@ -1,5 +1,4 @@
-//! Text from ids, one at a time: whole characters only, however the tokens cut
-//! them.
+//! Makes text from ids, one at a time: whole characters only, wherever the tokens cut them.
 
 use std::sync::Arc;
 
@@ -7,15 +6,15 @@ use tokenizers::tokenizer::step_decode_stream;
 
 use crate::error::{Error, Result};
 
-/// One answer as it is made. Special tokens are left out.
+/// The text of one answer as it is made. Special tokens are left out.
 pub struct Detokenizer {
     tokenizer: Arc<tokenizers::Tokenizer>,
-    /// The ids that still bear on the text to come, and what they decode to:
-    /// the state that `step_decode_stream` keeps between calls.
+    /// The ids that affect the text to come, and the text that they decode to: the state that
+    /// `step_decode_stream` keeps between calls.
     ids: Vec<u32>,
     prefix: String,
     prefix_index: usize,
-    /// What the last call returned.
+    /// The text that the last call returned.
     piece: String,
 }
 
@@ -30,7 +29,7 @@ impl Detokenizer {
         }
     }
 
-    /// Takes the next id; the text that it completes, which may be empty.
+    /// Adds the next id. Returns the text that it completes, which may be empty.
     pub fn add_token(&mut self, id: u32) -> Result<&str> {
         self.piece.clear();
         let piece = step_decode_stream(
@@ -46,8 +45,8 @@ impl Detokenizer {
         Ok(&self.piece)
     }
 
-    /// Ends the answer: the text that was held back, in which U+FFFD stands for
-    /// a character that never came to its end. The next answer may begin.
+    /// Ends the answer and returns the rest of its text. U+FFFD stands for an incomplete character.
+    /// The next answer may begin.
     pub fn finalize(&mut self) -> Result<&str> {
         self.piece.clear();
         let last = self.ids.last().copied().unwrap_or_default();
@@ -68,7 +67,7 @@ mod tests {
     use crate::fixture;
     use crate::tokenizer::Tokenizer;
 
-    /// The text of `ids` byte by byte, as the fixture's tokens are.
+    /// Returns the text of `ids` byte by byte, as the fixture's tokens are.
     fn pieces(tokenizer: &Tokenizer, ids: &[u32]) -> Vec<String> {
         let mut detokenizer = tokenizer.detokenizer();
         let mut pieces: Vec<String> =

@@ -1,4 +1,4 @@
-//! What can go wrong with a tokenizer, in sentences for people.
+//! Errors of a tokenizer, as messages for users.
 
 use std::path::PathBuf;
 

@@ -1,4 +1,4 @@
-//! A model's folder in small: a tokenizer whose tokens are single bytes.
+//! A small model folder for tests: a tokenizer whose tokens are single bytes.
 
 use std::fs;
 

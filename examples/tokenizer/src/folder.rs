@@ -9,11 +9,11 @@ use serde_json::Value;
 
 use crate::error::{Error, Result};
 
-/// What the folder says beyond the tokenizer itself. Every file may be missing.
+/// The settings of the folder besides the tokenizer itself. Every file may be missing.
 pub struct Folder {
     pub path: PathBuf,
     pub chat_template: Option<String>,
-    /// `bos_token`, `eos_token` and their like, by name.
+    /// `bos_token`, `eos_token` and the other special tokens, by name.
     pub special_tokens: BTreeMap<String, String>,
     /// From `generation_config.json`: the ids that end an answer.
     pub eos_token_ids: Option<Vec<u32>>,
@@ -53,7 +53,7 @@ fn read_json(path: &Path) -> Result<Option<Value>> {
         .map_err(|error| Error::File { path: path.to_owned(), reason: error.to_string() })
 }
 
-/// One template, or the one named "default" of several.
+/// Returns the one template, or the one named "default" of several.
 fn template_in(config: &Value) -> Option<String> {
     match &config["chat_template"] {
         Value::String(template) => Some(template.clone()),
@@ -66,7 +66,7 @@ fn template_in(config: &Value) -> Option<String> {
     }
 }
 
-/// Every `…_token` of the config; older folders spell a token as an object.
+/// Returns every `…_token` of the config. Older folders write a token as an object.
 fn special_tokens(config: &Value) -> BTreeMap<String, String> {
     let Some(entries) = config.as_object() else {
         return BTreeMap::new();
@@ -81,7 +81,7 @@ fn special_tokens(config: &Value) -> BTreeMap<String, String> {
         .collect()
 }
 
-/// One id or a list of them.
+/// Returns one id or a list of ids.
 fn ids(value: &Value) -> Option<Vec<u32>> {
     let id = |value: &Value| value.as_u64().and_then(|id| u32::try_from(id).ok());
     match value {

@@ -1,5 +1,5 @@
-//! JSON as Python's `json.dumps` writes it, which chat templates count on: a
-//! space after every comma and colon, and no character escaped that need not be.
+//! JSON in the form of Python's `json.dumps`, which chat templates rely on: a space after every
+//! comma and colon, and no needless escapes.
 
 use std::io;
 
@@ -32,11 +32,10 @@ impl Formatter for Spaced {
     }
 }
 
-/// The `tojson` filter of chat templates. Unlike Jinja's own it does not escape
-/// for HTML.
+/// The `tojson` filter of chat templates. Unlike Jinja's own, it does not escape for HTML.
 pub fn tojson(value: &Value, options: Kwargs) -> Result<String, Error> {
     let indent = options.get::<Option<usize>>("indent")?;
-    // Accepted in the one form that does not change the output.
+    // Accepted and ignored.
     let _ = options.get::<Option<bool>>("ensure_ascii")?;
     options.assert_all_used()?;
 

@@ -1,9 +1,9 @@
-//! The tokenizer of etkv's example runners: text to token ids and back, by what a
-//! model's published folder says.
+//! The tokenizer of etkv's example runners: text to token ids and back, with the settings of a
+//! model's published folder.
 //!
-//! Hugging Face's `tokenizers` encodes and decodes, `minijinja` renders the chat
-//! template, `cxx` makes the C++ face. `tokenizer.hpp` is what runners include. It
-//! knows nothing of models and caches.
+//! Hugging Face's `tokenizers` encodes and decodes, `minijinja` renders the chat template, and
+//! `cxx` generates the C++ interface. Runners include `tokenizer.hpp`. This crate does not depend
+//! on models or caches.
 
 mod bridge;
 mod chat;

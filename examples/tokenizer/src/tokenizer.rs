@@ -1,4 +1,4 @@
-//! A tokenizer, and what its folder says about conversations.
+//! A tokenizer, and the settings of its folder for conversations.
 
 use std::path::Path;
 use std::sync::Arc;
@@ -24,8 +24,7 @@ impl Tokenizer {
         }
         let mut tokenizer = tokenizers::Tokenizer::from_file(&file)
             .map_err(|error| Error::Tokenizer { path: file.clone(), reason: error.to_string() })?;
-        // What a tokenizer remembers of words stays with the thread, also when the
-        // tokenizer is gone.
+        // A tokenizer's cache of words stays with the thread, even after the tokenizer is dropped.
         let mut model = tokenizer.get_model().clone();
         model.resize_cache(0);
         tokenizer.with_model(model);
@@ -47,8 +46,8 @@ impl Tokenizer {
         Ok(Self { model: Arc::new(tokenizer), folder, template, eos_token_ids })
     }
 
-    /// The ids of `text`; with the tokens that the tokenizer puts around a text
-    /// if `add_special_tokens`.
+    /// Returns the ids of `text`. With `add_special_tokens`, includes the tokens that the tokenizer
+    /// puts around a text.
     pub fn encode(&self, text: &str, add_special_tokens: bool) -> Result<Vec<u32>> {
         self.model
             .encode_fast(text, add_special_tokens)
@@ -56,8 +55,8 @@ impl Tokenizer {
             .map_err(|error| Error::Encode(error.to_string()))
     }
 
-    /// The ids of a conversation, up to where the model's next message begins
-    /// if `add_generation_prompt`.
+    /// Returns the ids of a conversation. With `add_generation_prompt`, it ends where the model's
+    /// next message begins.
     pub fn apply_chat_template(
         &self,
         messages: &[Message],
@@ -73,12 +72,12 @@ impl Tokenizer {
         self.template.is_some()
     }
 
-    /// The ids that end an answer; none if the folder does not tell.
+    /// Returns the ids that end an answer; none if the folder does not name any.
     pub fn eos_token_ids(&self) -> &[u32] {
         &self.eos_token_ids
     }
 
-    /// A detokenizer for one answer; it may outlive this.
+    /// Returns a detokenizer for one answer. It may outlive the tokenizer.
     pub fn detokenizer(&self) -> Box<Detokenizer> {
         Box::new(Detokenizer::new(Arc::clone(&self.model)))
     }

@@ -75,8 +75,7 @@ pub trait Cache: Send {
     /// Returns the bytes of the buffers.
     fn memory(&self) -> Memory;
 
-    /// What the cache is and holds, for monitoring and debugging. Also where it is
-    /// poisoned.
+    /// Returns a report of the cache, for monitoring and debugging, even if it is poisoned.
     fn report(&self) -> CacheReport {
         CacheReport::of(self)
     }
