@@ -65,8 +65,9 @@
  *   cache before or after the step, never in between. Functions that return
  *   facts do not wait.
  *
- *   Calls that change a cache, and etkv_cache_can_extend(), also wait for MLX,
- *   which works for one thread at a time.
+ *   Calls that move, convert or free rows also wait for MLX, which takes work
+ *   from one thread at a time. A thread that waits for a cache, for the device,
+ *   or for the host to copy outputs lets others use MLX meanwhile.
  *
  *   Calls that belong together need a lock of the caller's. Between
  *   etkv_cache_can_extend() and the step, or etkv_seq_cache_begin_step() and
@@ -78,8 +79,8 @@
  *
  *   The callback of etkv_kinds() runs on the calling thread, within the call,
  *   without locks. The callbacks of an etkv_cache_vtable run on any thread, one
- *   at a time for a cache, while etkv holds the locks of that cache and of MLX.
- *   There, a call on that cache is refused with ETKV_ERROR_STEP, and waiting
+ *   at a time for a cache, while etkv holds the lock of that cache, and in a
+ *   step that of MLX. There, a call on that cache is refused with ETKV_ERROR_STEP, and waiting
  *   for another thread's call may not end. No callback may exit by an
  *   exception.
  */
