@@ -115,7 +115,7 @@ bench-speculation: build model ## Measure what speculative decoding takes and br
 
 bench-threads: build model ## Measure how far the steps of two programs overlap
 	@cmake --build build/cmake --target etkv_two_programs
-	@build/bin/etkv_two_programs $(MODEL)/model.pte
+	@build/cmake/benches/etkv_two_programs $(MODEL)/model.pte
 
 # Needs no Mac: clang with macOS's headers, and the wheels for it, from PyPI, in build/macos.
 test-macos: build ## Compile everything for macOS, and compare its wheels with what the build expects

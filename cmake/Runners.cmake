@@ -69,4 +69,7 @@ etkv_runner(etkv_minimal examples/minimal.cpp)
 
 # Measures what two programs on two threads decode together; built for it alone.
 etkv_runner(etkv_two_programs benches/two_programs.cpp)
-set_target_properties(etkv_two_programs PROPERTIES EXCLUDE_FROM_ALL ON)
+set_target_properties(
+  etkv_two_programs PROPERTIES
+  EXCLUDE_FROM_ALL ON
+  RUNTIME_OUTPUT_DIRECTORY ${PROJECT_BINARY_DIR}/benches)
