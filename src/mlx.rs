@@ -98,8 +98,10 @@ pub struct Mlx {
 /// inside.
 ///
 /// # Errors
-/// [`Unsupported`](Status::Unsupported) if the process runs another release of MLX than
-/// [`MLX_VERSION`].
+/// - [`Unsupported`](Status::Unsupported) if the process runs another release of MLX than
+///   [`MLX_VERSION`], or if `ETKV_DEVICE` is `gpu` and MLX has none.
+/// - [`InvalidArgument`](Status::InvalidArgument) if `ETKV_DEVICE` is neither `cpu` nor `gpu`.
+/// - [`Backend`](Status::Backend) if MLX cannot start.
 pub fn enter() -> Result<Mlx> {
     let held = hold();
     Ok(Mlx { runtime: runtime()?, _held: held })
@@ -238,10 +240,11 @@ fn start() -> Result<Runtime> {
     unsafe { mlx_sys::mlx_set_error_handler(Some(on_error), std::ptr::null_mut(), None) };
     let on_gpu = matches!(device.get_type()?, DeviceType::Gpu);
     let stream = unowned_stream(&device)?;
-    // The call makes the linker keep the library. MLX then finds its matrix products before its
-    // own.
+    // This call makes the linker keep etkv's BLAS library. MLX then finds the matrix products of
+    // that library before those of its wheel.
     blas();
-    // MLX for CUDA outlives the driver, also where the stream is on the CPU.
+    // At the end of a process some objects of MLX for CUDA outlive the driver and throw. The
+    // process then ends with its own exit status. It is needed also where the stream is on the CPU.
     // SAFETY: it registers a function without state; the stream exists.
     unsafe { mlx_sys::etkv_mlx_end_without_driver() };
     Ok(Runtime { stream, on_gpu })

@@ -22,8 +22,8 @@ extern "C" {
 typedef struct etkv_cache etkv_cache;
 
 /**
- * Makes a cache that is not in the registry. Programs cannot find it by a key;
- * most callers want etkv_session_new() instead.
+ * Makes a cache that is not in the registry. Programs find it by a key only
+ * after etkv_registry_install(). Most callers want etkv_session_new() instead.
  *
  * @param backend_id  the backend that uses the cache: "MLXBackend".
  * @param kind        a name that etkv_kinds() reports for that backend.
@@ -138,7 +138,9 @@ ETKV_API etkv_status
 etkv_cache_rewind(etkv_cache* cache, int32_t length, etkv_error** error);
 
 /**
- * Stores the least length, apart from 0, that etkv_cache_rewind() accepts now.
+ * Stores the least length from which on etkv_cache_rewind() accepts every
+ * length of the sequence. It is 0 where no layer has dropped a position.
+ * etkv_cache_rewind() accepts 0 in any case.
  * ETKV_ERROR_INVALID_ARGUMENT where the cache holds several sequences.
  */
 ETKV_API etkv_status etkv_cache_rewindable_to(

@@ -13,15 +13,17 @@
  *             changes nothing else: out-parameters are written on success
  *             only, and the object stays as it was. The functions that
  *             differ say so.
- *   Facts     A fact is returned without a status: what was fixed when the
- *             object was made, and another handle on the same object. For
- *             NULL, for a freed handle and for a handle of another type, such
- *             a function returns the value that its comment names, 0 or NULL.
- *             What can change, such as the length, has a status, because a
- *             defect may have poisoned the cache.
+ *   Facts     A fact is fixed when the object is made, such as the capacity.
+ *             The functions that return facts, and those that return another
+ *             handle on the same object, have no status. For NULL, for a freed
+ *             handle and for a handle of another type they return the value
+ *             that their comment names, 0 or NULL. What can change, such as
+ *             the length, has a status, because the cache may be poisoned.
  *   Structs   begin with `struct_size`. The caller sets it to the size that
- *             it was compiled with. Structs only grow, at the end. A field
- *             that is zero has its default, so set a struct to zero first.
+ *             it was compiled with. Structs only grow, at the end. The library
+ *             accepts a struct of its own version or a newer one, and refuses
+ *             a smaller one. A field that is zero has its default, so set a
+ *             struct to zero first.
  *   Strings   are UTF-8 and end in a zero byte. Functions copy the strings
  *             that they take.
  *   Arrays    are a pointer and a number of elements. NULL is allowed for 0
@@ -30,6 +32,9 @@
  *             or the cache in which it happened returns that status from
  *             every call, through every handle. It can still be freed, and
  *             its facts are still returned.
+ *   Poisoned  is a cache whose contents are unknown after a failure. After
+ *             ETKV_ERROR_BACKEND, etkv_cache_clear() makes it usable again.
+ *             After a defect it can only be freed.
  *
  * Ownership
  *   A caller that receives a pointer to a handle type of this header owns it,
@@ -80,9 +85,10 @@
  *   The callback of etkv_kinds() runs on the calling thread, within the call,
  *   without locks. The callbacks of an etkv_cache_vtable run on any thread, one
  *   at a time for a cache, while etkv holds the lock of that cache, and in a
- *   step that of MLX. There, a call on that cache is refused with ETKV_ERROR_STEP, and waiting
- *   for another thread's call may not end. No callback may exit by an
- *   exception.
+ *   step that of MLX. There, a call on that cache is refused with
+ *   ETKV_ERROR_STEP. A callback that waits there for another thread's call can
+ *   wait forever. The log callback runs on any thread, on several at once, and
+ *   must not call etkv: see log.h. No callback may exit by an exception.
  */
 #ifndef ETKV_ETKV_H
 #define ETKV_ETKV_H
@@ -104,6 +110,5 @@
 #include "etkv/session.h"
 #include "etkv/tree.h"
 #include "etkv/version.h"
-
 
 #endif /* ETKV_ETKV_H */

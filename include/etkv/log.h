@@ -26,7 +26,10 @@ typedef int32_t etkv_log_level;
 enum {
   /** A cache is poisoned, or a defect was caught. */
   ETKV_LOG_ERROR = 1,
-  /** A step is refused or rolled back, or a conversion fails. */
+  /**
+   * A program or a step is refused, a forward fails, a step is rolled back, or
+   * the conversion of `quantized_kv_start` fails.
+   */
   ETKV_LOG_WARN = 2,
   /** A program is loaded, or a cache is converted. */
   ETKV_LOG_INFO = 3,
@@ -41,9 +44,9 @@ enum {
  * then its fields as `name=value`, as in `step{tokens=1 first=7 mask=none
  * read=8}: done took_us=412`.
  *
- * The strings live as long as the call. etkv calls it on any thread, on several
- * threads at once, and while it holds the locks of a cache, of MLX or of both.
- * So the callback keeps the message or writes it. It must not call etkv, wait
+ * The strings live as long as the call. etkv calls the callback on any thread,
+ * on several threads at once, and while it holds the locks of a cache, of MLX
+ * or of both. So the callback only keeps the message or writes it. It must not call etkv, wait
  * for a thread that calls etkv or for a lock that such a thread holds, throw,
  * or exit by longjmp.
  *

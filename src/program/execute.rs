@@ -140,9 +140,10 @@ impl Program {
         self.main.chain().outputs.len()
     }
 
-    /// Runs the program once, and hands the outputs to `host` in the dtypes of these ExecuTorch
-    /// numbers. With a cache, this is one step on it. The step commits if `host` takes the outputs,
-    /// and is rolled back otherwise.
+    /// Runs the program once, converts each output tensor to the dtype in `output_types` (numbers of
+    /// ExecuTorch's `ScalarType`, one for each output), and hands the outputs to `host`. With a
+    /// cache, this is one step on it. The step commits if `host` takes the outputs, and is rolled
+    /// back otherwise.
     ///
     /// Other threads may use MLX while this one waits for the device and while the host copies.
     ///

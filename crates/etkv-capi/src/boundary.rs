@@ -1,4 +1,5 @@
-//! The boundary between Rust and C: panics and errors leave as a status only.
+//! The boundary between Rust and C. No panic crosses it: it becomes a status and an error object,
+//! the value for no live handle, or a log message.
 
 use std::any::Any;
 use std::collections::HashSet;
@@ -50,7 +51,7 @@ pub(crate) fn value<T>(otherwise: T, body: impl FnOnce() -> Result<T>) -> T {
     }
 }
 
-/// Returns the error for a panic.
+/// Logs a panic, and returns it as an error.
 pub(crate) fn panic_error(panic: &(dyn Any + Send)) -> Error {
     let words = panic
         .downcast_ref::<&str>()

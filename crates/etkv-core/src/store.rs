@@ -18,10 +18,12 @@ use crate::spec::AttendSpec;
 ///
 /// # The order of calls
 ///
-/// [`begin`](Self::begin), then for each layer `grow`, `write` and `read`, then [`end`](Self::end)
-/// to commit the step or [`abort`](Self::abort) to roll it back. All other functions are called
-/// between steps. Layers are numbered from 0. Slots are allocated before they are named, and no
-/// call names a slot twice. Shapes are checked before a store is called.
+/// [`begin`](Self::begin), then for each layer `grow`, `write` and `read`, then `eval` or
+/// `schedule` to compute outputs, then `non_finite`, and then [`end`](Self::end) to commit the step
+/// or [`abort`](Self::abort) to roll it back. `grow` and `eval` are also called between steps;
+/// `relocate`, `convert`, `clear` and `release` between steps only. Layers are numbered from 0.
+/// Slots are allocated before they are named, and no call names a slot twice. Shapes are checked
+/// before a store is called.
 ///
 /// # Errors
 ///
@@ -58,7 +60,7 @@ pub trait Store: Sized + Send + 'static {
     fn extents(&self, layer: usize) -> [Extent; 2];
 
     /// Grows a layer to `slots` slots and keeps its rows; never shrinks. New slots are zero.
-    /// Growing by 0 slots costs nothing.
+    /// Does nothing where the layer has so many already.
     ///
     /// # Errors
     /// [`Backend`](crate::Status::Backend); keys and values each have their old size or the new one.
@@ -112,8 +114,8 @@ pub trait Store: Sized + Send + 'static {
         self.eval(outputs)
     }
 
-    /// Returns the first watched write of the open step with a value that is not finite, counted
-    /// from 0.
+    /// Returns the index, from 0, of the first watched write of the open step that has a value that
+    /// is not finite. Returns `None` if all are finite.
     fn non_finite(&self) -> Option<usize>;
 
     /// Ends the open step and keeps what it wrote.
