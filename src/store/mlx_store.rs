@@ -5,6 +5,7 @@ use std::ops::Range;
 
 use etkv_core::bookkeeping::Slots;
 use etkv_core::{Extent, KvFormat, LayerConfig, Result, Store};
+use mlx_rs::error::Exception;
 use mlx_rs::ops::zeros_dtype;
 use mlx_rs::transforms::{async_eval, eval};
 use mlx_rs::{Array, Dtype};
@@ -31,6 +32,23 @@ pub struct SavedRows(Vec<(usize, Slots, [StoredRows; 2])>);
 impl MlxStore {
     fn buffers(&self) -> impl Iterator<Item = &Array> {
         self.pools.iter().flatten().flat_map(|pool| pool.buffers()).chain(&self.finite)
+    }
+
+    /// Passes `outputs` to `work`, with the buffers if something in them is not computed.
+    fn compute(
+        &self,
+        outputs: &[&Array],
+        work: impl FnOnce(Vec<&Array>) -> std::result::Result<(), Exception>,
+    ) -> error::Result<()> {
+        let mut arrays = outputs.to_vec();
+        if self.pending.get() {
+            arrays.extend(self.buffers());
+        }
+        if !arrays.is_empty() {
+            work(arrays)?;
+        }
+        self.pending.set(false);
+        Ok(())
     }
 
     fn save(&self, displaced: &[(usize, Slots)]) -> error::Result<SavedRows> {
@@ -197,20 +215,11 @@ impl Store for MlxStore {
     }
 
     fn eval(&self, outputs: &[&Array]) -> Result<()> {
-        if self.pending.get() {
-            eval(outputs.iter().copied().chain(self.buffers())).map_err(error::Error::from)?;
-            self.pending.set(false);
-        } else if !outputs.is_empty() {
-            eval(outputs.iter().copied()).map_err(error::Error::from)?;
-        }
-        Ok(())
+        Ok(self.compute(outputs, |arrays| eval(arrays))?)
     }
 
     fn schedule(&self, outputs: &[&Array]) -> Result<()> {
-        let buffers = self.pending.get().then(|| self.buffers()).into_iter().flatten();
-        async_eval(outputs.iter().copied().chain(buffers)).map_err(error::Error::from)?;
-        self.pending.set(false);
-        Ok(())
+        Ok(self.compute(outputs, |arrays| async_eval(arrays))?)
     }
 
     fn non_finite(&self) -> Option<usize> {

@@ -133,6 +133,22 @@ fn a_rollback_is_told() {
 }
 
 #[test]
+fn a_step_that_cannot_be_computed_is_told() {
+    let failing = OnVec::failing(&rows(2)).unwrap();
+    let compute: [fn(&Step<VecStore>) -> etkv_core::Result<()>; 2] =
+        [|step| step.schedule(&[]), |step| step.eval(&[])];
+    for compute in compute {
+        let mut cache = contiguous(CacheConfig::uniform(1, 1, 8, 16));
+        let lines = told(|| {
+            let mut step = Step::begin(&mut cache, &[0, 1]).unwrap();
+            step.update_and_fetch(0, &failing, &rows(2)).unwrap();
+            compute(&step).unwrap_err();
+        });
+        has(&lines, &["WARN etkv::core in [step]:", "a step cannot be computed", "that fails"]);
+    }
+}
+
+#[test]
 fn rows_of_another_shape_are_told() {
     let mut cache = contiguous(CacheConfig::uniform(1, 1, 8, 16));
     let lines = told(|| {

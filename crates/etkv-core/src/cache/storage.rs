@@ -320,15 +320,19 @@ impl<S: Store> Storage<S> {
 
     /// Computes `outputs` together with what the open step wrote.
     pub fn eval(&self, outputs: &[&S::Tensor]) -> Result<()> {
-        let _span = self.enter_step();
-        self.store.eval(outputs).inspect_err(|error| {
-            warn!(target: TARGET, %error, "a step cannot be computed");
-        })
+        self.compute(|store| store.eval(outputs))
     }
 
     /// Starts to compute them.
     pub fn schedule(&self, outputs: &[&S::Tensor]) -> Result<()> {
-        self.store.schedule(outputs)
+        self.compute(|store| store.schedule(outputs))
+    }
+
+    fn compute(&self, work: impl FnOnce(&S) -> Result<()>) -> Result<()> {
+        let _span = self.enter_step();
+        work(&self.store).inspect_err(|error| {
+            warn!(target: TARGET, %error, "a step cannot be computed");
+        })
     }
 
     /// Refuses to end a step that lacks a layer, or that brought values which would spoil other
