@@ -3,8 +3,8 @@
 use std::hint::black_box;
 
 use criterion::{criterion_group, Criterion};
-use etkv::bookkeeping::{CellsBookkeeping, ContiguousBookkeeping};
 use etkv_benches::{table, time_of};
+use etkv_core::bookkeeping::{CellsBookkeeping, ContiguousBookkeeping};
 
 const CAPACITY: i32 = 131_072;
 

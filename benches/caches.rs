@@ -97,7 +97,7 @@ fn main() {
                     Box::new(|n| {
                         let mut cache = CellsCache::new(config("f32")).expect("a cache");
                         (0..n).step_by(256).for_each(|at| step(&mut cache, at, 256, false));
-                        let sequences = cache.sequences().expect("sequences");
+                        let sequences = cache.sequences_mut().expect("sequences");
                         time_of(|| {
                             for branch in 1..=64 {
                                 sequences.seq_cp(0, branch, 0..i32::MAX).expect("a fork");
@@ -117,7 +117,7 @@ fn main() {
 fn compaction(n: i32) -> Duration {
     let mut cache = CellsCache::new(config("f32")).expect("a cache");
     (0..n).step_by(256).for_each(|at| step(&mut cache, at, 256, false));
-    let sequences = cache.sequences().expect("sequences");
+    let sequences = cache.sequences_mut().expect("sequences");
     sequences.seq_rm(0, 32..48).expect("a removal");
     let start = Instant::now();
     sequences.compact().expect("compaction");

@@ -18,6 +18,11 @@ impl Error {
         Self(etkv_core::Error::new(status, message))
     }
 
+    /// Returns the error with the error of another library that caused it.
+    pub fn caused_by(self, source: impl std::error::Error + Send + Sync + 'static) -> Self {
+        Self(self.0.caused_by(source))
+    }
+
     /// Returns the error with its place in front: `place: message`.
     pub fn at(self, place: impl fmt::Display) -> Self {
         Self(self.0.at(place))
@@ -38,7 +43,11 @@ impl fmt::Display for Error {
     }
 }
 
-impl std::error::Error for Error {}
+impl std::error::Error for Error {
+    fn source(&self) -> Option<&(dyn std::error::Error + 'static)> {
+        self.0.source()
+    }
+}
 
 impl From<etkv_core::Error> for Error {
     fn from(error: etkv_core::Error) -> Self {

@@ -54,18 +54,18 @@ mod layers;
 pub mod mlx;
 #[cfg(feature = "delegate")]
 pub mod program;
-pub mod store;
+mod store;
 
-pub use etkv_core::{
-    bookkeeping, AttendCache, Builder, BuilderRegistry, Bytes, Cache, CacheConfig, CacheGuard,
-    CacheRegistry, CacheReport, Entry, Growth, KvFormat, LayerConfig, LayerMemory, LayerPolicy,
-    Memory, SeqCache, Session, SharedCache, Status, TreeCache,
-};
 use etkv_core::{config, format};
+pub use etkv_core::{
+    AttendCache, Builder, BuilderRegistry, Bytes, Cache, CacheConfig, CacheGuard, CacheRegistry,
+    CacheReport, Entry, Growth, KvFormat, LayerConfig, LayerMemory, LayerPolicy, Memory, SeqCache,
+    Session, SharedCache, Status, TreeCache,
+};
 pub use {
     attention::{attend, attend_stored, AttendSpec, Mask},
     backend::{builders, CellsCache, ContiguousCache, MlxCache, ProgramCache, Step, MLX_BACKEND},
     error::{Error, Result},
     layers::{layer_caches, Forwards, KeyValueCache, LayerCache},
-    store::MlxStore,
+    store::{KvView, MlxStore},
 };

@@ -324,7 +324,7 @@ extern "C" fn on_error(message: *const c_char, data: *mut c_void) {
 
 impl From<mlx_rs::error::Exception> for Error {
     fn from(exception: mlx_rs::error::Exception) -> Self {
-        error_of(exception.what())
+        error_of(exception.what()).caused_by(exception)
     }
 }
 

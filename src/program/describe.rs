@@ -16,6 +16,7 @@ use crate::error::{Error, Result, Status};
 
 /// A description of a program. `docs/reports.md` lists the fields in JSON.
 #[derive(Debug, Clone, PartialEq, Serialize)]
+#[non_exhaustive]
 pub struct ProgramDescription {
     /// The payload's format, if it names one.
     pub format: Option<String>,
@@ -50,6 +51,7 @@ pub struct ProgramDescription {
 
 /// An argument: a tensor, or an integer.
 #[derive(Debug, Clone, PartialEq, Serialize)]
+#[non_exhaustive]
 pub struct ArgumentDescription {
     /// The name in the source program.
     pub name: String,
@@ -62,6 +64,7 @@ pub struct ArgumentDescription {
 /// A dimension.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize)]
 #[serde(untagged)]
+#[non_exhaustive]
 pub enum DimDescription {
     /// A fixed size.
     Static(i32),
@@ -77,6 +80,7 @@ pub enum DimDescription {
 /// The number of times that an operation occurs.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize)]
 #[allow(missing_docs)]
+#[non_exhaustive]
 pub struct OperationCount {
     pub operation: String,
     pub count: usize,
@@ -84,6 +88,7 @@ pub struct OperationCount {
 
 /// An attention layer of the cache.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize)]
+#[non_exhaustive]
 pub struct AttentionDescription {
     /// The layer's number; -1 if the program names none.
     pub layer: i64,
@@ -93,6 +98,7 @@ pub struct AttentionDescription {
 
 /// The weights.
 #[derive(Debug, Clone, PartialEq, Serialize)]
+#[non_exhaustive]
 pub struct ConstantsDescription {
     /// The number of constants.
     pub count: usize,
@@ -104,6 +110,7 @@ pub struct ConstantsDescription {
 
 /// A weight.
 #[derive(Debug, Clone, PartialEq, Serialize)]
+#[non_exhaustive]
 pub struct ConstantDescription {
     /// Its key in the program's data.
     pub name: String,
@@ -117,6 +124,7 @@ pub struct ConstantDescription {
 
 /// The effect of a pass.
 #[derive(Debug, Clone, PartialEq, Serialize)]
+#[non_exhaustive]
 pub struct PassDescription {
     /// The name of the pass.
     pub name: String,
@@ -131,6 +139,7 @@ pub struct PassDescription {
 /// An operation whose number a pass changed.
 #[derive(Debug, Clone, PartialEq, Serialize)]
 #[allow(missing_docs)]
+#[non_exhaustive]
 pub struct ChangeDescription {
     pub operation: String,
     pub before: usize,
@@ -139,6 +148,7 @@ pub struct ChangeDescription {
 
 /// The number of constants in each layout.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize)]
+#[non_exhaustive]
 pub struct LayoutsDescription {
     /// In the stored order.
     pub stored: usize,
@@ -150,6 +160,7 @@ pub struct LayoutsDescription {
 
 /// An instruction as exported.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize)]
+#[non_exhaustive]
 pub struct InstructionDescription {
     /// The name of the operation.
     pub operation: String,

@@ -23,6 +23,7 @@ use crate::mlx::{self, Mlx};
 
 /// The rows of the logits that a program computes.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+#[non_exhaustive]
 pub enum LogitsRows {
     /// As exported.
     #[default]
@@ -33,6 +34,7 @@ pub enum LogitsRows {
 
 /// The options of a load.
 #[derive(Debug, Clone, Default)]
+#[non_exhaustive]
 pub struct LoadOptions {
     /// The key of the cache to bind.
     pub cache_key: Option<String>,

@@ -9,7 +9,7 @@ use super::dtype::dtype_of;
 use super::ir::{Int, IntValue, Out, Value};
 use crate::attention::AttendSpec;
 use crate::backend::{MlxCache, Step};
-use crate::error::{fail, Result};
+use crate::error::{fail, Error, Result, Status};
 use crate::mlx::{self, Mlx};
 
 /// The state of one run of a chain.
@@ -160,7 +160,7 @@ impl<'a> Frame<'a> {
                 let flat = array.as_dtype(mlx_rs::Dtype::Int64)?.contiguous()?;
                 computed = flat
                     .to_vec_exact::<i64>()
-                    .map_err(|error| crate::Error::new(crate::Status::Backend, error))?;
+                    .map_err(|error| Error::new(Status::Backend, &error).caused_by(error))?;
                 &computed
             }
         };

@@ -5,7 +5,7 @@
 //! payload (verified flatbuffer) -> decode -> ir -> passes -> load -> interpreter
 //! ```
 //!
-//! The payload is read once. The interpreter runs [`ir`]: typed instructions over values that are
+//! The payload is read once. The interpreter runs `ir`: typed instructions over values that are
 //! each written once. What can be computed before a run is computed before it.
 
 mod argument;
@@ -16,7 +16,7 @@ mod dtype;
 mod execute;
 mod frame;
 mod interpreter;
-pub mod ir;
+mod ir;
 mod ops;
 mod passes;
 mod payload;

@@ -43,7 +43,7 @@ pub fn read(payload: &[u8]) -> Result<fb::MLXGraph<'_>> {
         flatbuffers::root_with_opts::<fb::MLXGraph>(&options, flatbuffer).map_err(|error| {
             let words = error.to_string();
             let first = words.lines().next().unwrap_or_default();
-            Error::new(Status::Program, format!("the payload is damaged: {first}"))
+            Error::new(Status::Program, format!("the payload is damaged: {first}")).caused_by(error)
         })?;
     check_version(graph.version())?;
     Ok(graph)

@@ -127,9 +127,4 @@ impl StoredRows {
     pub fn len(&self) -> usize {
         self.parts.first().map_or(0, |part| part.dim(SLOTS as i32) as usize)
     }
-
-    /// Returns whether there are no slots.
-    pub fn is_empty(&self) -> bool {
-        self.len() == 0
-    }
 }

@@ -20,8 +20,7 @@ mod row;
 pub use codec::Codec;
 pub(crate) use float::float_dtype;
 pub use kv_view::{KvView, StoredRows};
-pub use mlx_store::{MlxStore, SavedRows};
-pub use planes::{Layout, Parts, Plane};
+pub use mlx_store::MlxStore;
 
 use std::sync::Arc;
 
@@ -50,9 +49,6 @@ pub trait Pool: Send {
 
     /// Returns the number of allocated slots.
     fn slots(&self) -> i32;
-
-    /// Returns the bytes of one slot.
-    fn slot_bytes(&self) -> u64;
 
     /// Grows to `slots` slots and keeps the rows; never shrinks. The old and the new buffers exist
     /// together for a moment.
@@ -179,11 +175,6 @@ impl Pool for CodecPool {
 
     fn slots(&self) -> i32 {
         self.planes.slots()
-    }
-
-    fn slot_bytes(&self) -> u64 {
-        let row = self.format().row_bytes(self.head_dim() as usize);
-        self.n_kv_heads() as u64 * row as u64
     }
 
     fn grow(&mut self, slots: i32) -> Result<()> {

@@ -122,13 +122,19 @@ impl Cache for Breaking {
     fn convert(&mut self, k_format: KvFormat, v_format: KvFormat) -> Result<()> {
         self.inner.convert(k_format, v_format)
     }
-    fn sequences(&mut self) -> Option<&mut dyn SeqCache> {
-        self.trip("sequences");
+    fn sequences(&self) -> Option<&dyn SeqCache> {
         self.inner.sequences()
     }
-    fn trees(&mut self) -> Option<&mut dyn TreeCache> {
-        self.trip("trees");
+    fn sequences_mut(&mut self) -> Option<&mut dyn SeqCache> {
+        self.trip("sequences");
+        self.inner.sequences_mut()
+    }
+    fn trees(&self) -> Option<&dyn TreeCache> {
         self.inner.trees()
+    }
+    fn trees_mut(&mut self) -> Option<&mut dyn TreeCache> {
+        self.trip("trees");
+        self.inner.trees_mut()
     }
 }
 

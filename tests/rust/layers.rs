@@ -214,7 +214,7 @@ fn offsets_are_positions() {
         for layer in &mut layers {
             layer.update_and_fetch(five.clone(), five.clone())?;
         }
-        cache.lock()?.sequences().unwrap().seq_rm(0, 0..2)?;
+        cache.lock()?.sequences_mut().unwrap().seq_rm(0, 0..2)?;
         let one = rows(2, 1);
         for layer in &mut layers {
             assert_eq!(layer.offset(), 5);

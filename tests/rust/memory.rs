@@ -205,7 +205,7 @@ fn forks_and_removals_move_no_bytes() {
         clear_cache()?;
         let before = active();
         reset_peak_memory()?;
-        let sequences = cache.sequences().unwrap();
+        let sequences = cache.sequences_mut().unwrap();
         for branch in 1..=64 {
             sequences.seq_cp(0, branch, 0..i32::MAX)?;
         }

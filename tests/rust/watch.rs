@@ -135,9 +135,9 @@ fn a_rollback_is_told() {
 #[test]
 fn a_step_that_cannot_be_computed_is_told() {
     let failing = OnVec::failing(&rows(2)).unwrap();
-    let compute: [fn(&Step<VecStore>) -> etkv_core::Result<()>; 2] =
-        [|step| step.schedule(&[]), |step| step.eval(&[])];
-    for compute in compute {
+    type Compute = fn(&Step<VecStore>) -> etkv_core::Result<()>;
+    let both: [Compute; 2] = [|step| step.schedule(&[]), |step| step.eval(&[])];
+    for compute in both {
         let mut cache = contiguous(CacheConfig::uniform(1, 1, 8, 16));
         let lines = told(|| {
             let mut step = Step::begin(&mut cache, &[0, 1]).unwrap();
@@ -247,7 +247,7 @@ fn a_report_tells_what_the_faces_tell() {
     }
     step.commit(&[]).unwrap();
     cache.seq_cp(0, 7, 0..2).unwrap();
-    cache.trees().unwrap().propose(0, &[-1, -1]).unwrap();
+    cache.trees_mut().unwrap().propose(0, &[-1, -1]).unwrap();
     let report = cache.report();
     assert_eq!((report.kind.as_str(), report.length, report.capacity), ("tree", 3, 64));
     assert_eq!((report.step_open, report.poisoned.as_ref()), (false, None));

@@ -155,7 +155,8 @@ pub(crate) unsafe fn read_struct<T: Copy>(pointer: *const T, name: &str) -> Resu
     if !possible {
         fail!(
             InvalidArgument,
-            "{name}.struct_size is {size}, the least is {needed}: set it to sizeof the struct"
+            "{name}.struct_size is {size}, expected {needed}, or the larger size of a newer version; \
+             set it to sizeof the struct"
         );
     }
     // SAFETY: the struct has that size.

@@ -108,7 +108,7 @@ impl Custom {
     ) -> Result<Self> {
         let program = inner.program()?;
         let (config, has_sequences, has_trees) = {
-            let mut cache = inner.lock()?;
+            let cache = inner.lock()?;
             (cache.config().clone(), cache.sequences().is_some(), cache.trees().is_some())
         };
         let handle = NonNull::new(handle::give(etkv_cache { cache: inner }));
@@ -160,14 +160,14 @@ impl Custom {
     }
 
     fn with_sequences<T>(&self, work: impl FnOnce(&mut dyn SeqCache) -> Result<T>) -> Result<T> {
-        match self.inner.lock()?.sequences() {
+        match self.inner.lock()?.sequences_mut() {
             Some(sequences) => work(sequences),
             None => fail!(Kind, "the kind below `{}` has one sequence only", self.kind),
         }
     }
 
     fn with_trees<T>(&self, work: impl FnOnce(&mut dyn TreeCache) -> Result<T>) -> Result<T> {
-        match self.inner.lock()?.trees() {
+        match self.inner.lock()?.trees_mut() {
             Some(trees) => work(trees),
             None => fail!(Kind, "the kind below `{}` carries no trees", self.kind),
         }
@@ -256,13 +256,17 @@ impl Cache for Custom {
     }
 
     fn report(&self) -> CacheReport {
-        let own = |report| CacheReport { kind: self.kind.clone(), ..report };
-        match self.inner.lock() {
-            Ok(cache) => own(cache.report()),
+        let found = self.inner.lock().map(|cache| cache.report());
+        let mut report = match found {
+            Ok(report) => report,
             Err(error) => {
-                CacheReport { poisoned: Some(error.to_string()), ..CacheReport::of(self) }
+                let mut report = CacheReport::of(self);
+                report.poisoned = Some(error.to_string());
+                report
             }
-        }
+        };
+        report.kind = self.kind.clone();
+        report
     }
 
     fn formats(&self) -> [KvFormat; 2] {
@@ -273,20 +277,20 @@ impl Cache for Custom {
         self.inner.lock()?.convert(k_format, v_format)
     }
 
-    fn sequences(&mut self) -> Option<&mut dyn SeqCache> {
-        if self.has_sequences {
-            Some(self)
-        } else {
-            None
-        }
+    fn sequences(&self) -> Option<&dyn SeqCache> {
+        self.has_sequences.then_some(self as &dyn SeqCache)
     }
 
-    fn trees(&mut self) -> Option<&mut dyn TreeCache> {
-        if self.has_trees {
-            Some(self)
-        } else {
-            None
-        }
+    fn sequences_mut(&mut self) -> Option<&mut dyn SeqCache> {
+        self.has_sequences.then_some(self as &mut dyn SeqCache)
+    }
+
+    fn trees(&self) -> Option<&dyn TreeCache> {
+        self.has_trees.then_some(self as &dyn TreeCache)
+    }
+
+    fn trees_mut(&mut self) -> Option<&mut dyn TreeCache> {
+        self.has_trees.then_some(self as &mut dyn TreeCache)
     }
 }
 

@@ -135,6 +135,7 @@ fn listen(text: &str, listener: Listener) -> Result<()> {
                  `etkv::core=trace,warn`: {error}"
             ),
         )
+        .caused_by(error)
     })?;
     refuse_in_callback()?;
     let mut installed = FILTER.lock();

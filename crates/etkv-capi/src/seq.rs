@@ -39,7 +39,7 @@ fn with_sequences<T>(
     work: impl FnOnce(&mut dyn SeqCache) -> Result<T>,
 ) -> Result<T> {
     let mut cache = cache.lock()?;
-    match cache.sequences() {
+    match cache.sequences_mut() {
         Some(sequences) => work(sequences),
         None => fail!(
             Kind,

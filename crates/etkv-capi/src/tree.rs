@@ -30,7 +30,7 @@ fn with_trees<T>(
     work: impl FnOnce(&mut dyn TreeCache) -> Result<T>,
 ) -> Result<T> {
     let mut cache = cache.lock()?;
-    match cache.trees() {
+    match cache.trees_mut() {
         Some(trees) => work(trees),
         None => fail!(
             Kind,

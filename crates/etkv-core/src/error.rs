@@ -1,6 +1,7 @@
 //! Errors: a status whose number never changes, and a message that names the value and the limit.
 
 use std::fmt;
+use std::sync::Arc;
 
 /// A result of this crate.
 pub type Result<T, E = Error> = std::result::Result<T, E>;
@@ -78,11 +79,15 @@ impl Status {
 }
 
 /// An error. The call that returned it changed nothing, unless its documentation says otherwise.
-#[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
+///
+/// The message is complete: it includes what [`source`](std::error::Error::source) says. Errors
+/// are equal if their status and message are.
+#[derive(Debug, Clone, thiserror::Error)]
 #[error("{message}")]
 pub struct Error {
     status: Status,
     message: String,
+    source: Option<Arc<dyn std::error::Error + Send + Sync>>,
 }
 
 impl Error {
@@ -90,7 +95,13 @@ impl Error {
     pub fn new(status: Status, message: impl fmt::Display) -> Self {
         // Names from a file may contain any character; a message is one line of text.
         let message = message.to_string().replace(char::is_control, "?");
-        Self { status, message }
+        Self { status, message, source: None }
+    }
+
+    /// Returns the error with the error of another library that caused it, which
+    /// [`source`](std::error::Error::source) returns.
+    pub fn caused_by(self, source: impl std::error::Error + Send + Sync + 'static) -> Self {
+        Self { source: Some(Arc::new(source)), ..self }
     }
 
     /// Returns the status.
@@ -105,9 +116,18 @@ impl Error {
 
     /// Returns the error with its place in front: `place: message`.
     pub fn at(self, place: impl fmt::Display) -> Self {
-        Self::new(self.status, format_args!("{place}: {}", self.message))
+        let placed = Self::new(self.status, format_args!("{place}: {}", self.message));
+        Self { source: self.source, ..placed }
     }
 }
+
+impl PartialEq for Error {
+    fn eq(&self, other: &Self) -> bool {
+        (self.status, &self.message) == (other.status, &other.message)
+    }
+}
+
+impl Eq for Error {}
 
 /// Returns early with an error of the given [`Status`].
 #[macro_export]
@@ -117,3 +137,21 @@ macro_rules! fail {
     };
 }
 pub use crate::fail;
+
+#[cfg(test)]
+mod tests {
+    use std::error::Error as _;
+
+    use super::*;
+
+    #[test]
+    fn an_error_keeps_what_caused_it() {
+        let cause = "x".parse::<i32>().unwrap_err();
+        let words = cause.to_string();
+        let error = Error::new(Status::Program, &cause).caused_by(cause).at("layer 3").at("here");
+        assert_eq!(error.to_string(), format!("here: layer 3: {words}"));
+        assert_eq!(error.source().unwrap().to_string(), words);
+        assert_eq!(error, Error::new(Status::Program, error.message()));
+        assert!(Error::new(Status::Program, "alone").source().is_none());
+    }
+}

@@ -2,6 +2,7 @@
 
 /// How buffers grow with the positions. They never grow beyond the capacity.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+#[non_exhaustive]
 pub enum Growth {
     /// `first` slots, doubled as needed.
     Doubling {

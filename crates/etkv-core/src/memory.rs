@@ -20,6 +20,7 @@ pub struct LayerMemory {
 
 /// Bytes of a cache's buffers.
 #[derive(Debug, Clone, PartialEq, Eq, Default)]
+#[non_exhaustive]
 pub struct Memory {
     /// Bytes allocated now.
     pub allocated: u64,

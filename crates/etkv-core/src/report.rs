@@ -11,6 +11,7 @@ use crate::store::Extent;
 
 /// A report of a cache. `docs/reports.md` lists the fields in JSON.
 #[derive(Debug, Clone, PartialEq, Serialize)]
+#[non_exhaustive]
 pub struct CacheReport {
     /// The kind's name.
     pub kind: String,
@@ -38,6 +39,7 @@ pub struct CacheReport {
 /// The formats of keys and values, by name.
 #[derive(Debug, Clone, PartialEq, Serialize)]
 #[allow(missing_docs)]
+#[non_exhaustive]
 pub struct FormatsReport {
     #[serde(serialize_with = "as_name")]
     pub k: KvFormat,
@@ -47,6 +49,7 @@ pub struct FormatsReport {
 
 /// A sequence.
 #[derive(Debug, Clone, PartialEq, Serialize)]
+#[non_exhaustive]
 pub struct SequenceReport {
     /// Its number.
     pub sequence: i32,
@@ -62,6 +65,7 @@ pub struct SequenceReport {
 
 /// Bytes of all buffers.
 #[derive(Debug, Clone, PartialEq, Serialize)]
+#[non_exhaustive]
 pub struct MemoryReport {
     /// Bytes of all buffers.
     pub allocated: u64,
@@ -73,6 +77,7 @@ pub struct MemoryReport {
 
 /// The buffers of a layer.
 #[derive(Debug, Clone, PartialEq, Serialize)]
+#[non_exhaustive]
 pub struct LayerReport {
     /// The buffer of its keys.
     pub k: BufferReport,
@@ -82,6 +87,7 @@ pub struct LayerReport {
 
 /// A buffer.
 #[derive(Debug, Clone, PartialEq, Serialize)]
+#[non_exhaustive]
 pub struct BufferReport {
     /// The format of its rows, by name.
     #[serde(serialize_with = "as_name")]
@@ -97,6 +103,7 @@ pub struct BufferReport {
 /// The config of a cache; see [`CacheConfig`].
 #[derive(Debug, Clone, PartialEq, Serialize)]
 #[allow(missing_docs)]
+#[non_exhaustive]
 pub struct ConfigReport {
     pub capacity: i32,
     pub max_step_tokens: i32,
@@ -117,6 +124,7 @@ pub struct ConfigReport {
 /// A layer of a config; see [`LayerConfig`].
 #[derive(Debug, Clone, PartialEq, Serialize)]
 #[allow(missing_docs)]
+#[non_exhaustive]
 pub struct LayerConfigReport {
     pub n_kv_heads: i32,
     pub k_head_dim: i32,

@@ -64,7 +64,9 @@ fn check_range(frame: &Frame, index: Value, size: i32) -> Result<()> {
             }
             let one = |array: Array| -> Result<Option<i64>> {
                 let number = array.try_item_exact::<i64>();
-                number.map(Some).map_err(|error| Error::new(Status::Backend, error))
+                number
+                    .map(Some)
+                    .map_err(|error| Error::new(Status::Backend, &error).caused_by(error))
             };
             (one(indices.min(None)?)?, one(indices.max(None)?)?)
         }

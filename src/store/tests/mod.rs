@@ -7,9 +7,9 @@ mod storage;
 use mlx_rs::{Array, Dtype};
 
 use super::{pool_for, Pool};
-use crate::bookkeeping::Slots;
 use crate::error::Result;
 use crate::format::KvFormat;
+use etkv_core::bookkeeping::Slots;
 
 /// Every format, with head_dims that fit it.
 fn formats() -> Vec<(KvFormat, i32)> {
@@ -72,4 +72,10 @@ fn pool_of(format: KvFormat, rows: &Array) -> Result<Box<dyn Pool>> {
     pool.write(&Slots::Run(0..rows.dim(2)), rows)?;
     mlx_rs::transforms::eval(pool.buffers())?;
     Ok(pool)
+}
+
+/// Returns the bytes of one slot of `pool`.
+fn slot_bytes(pool: &dyn Pool) -> u64 {
+    let row = pool.format().row_bytes(pool.head_dim() as usize);
+    pool.n_kv_heads() as u64 * row as u64
 }

@@ -101,7 +101,7 @@ fn buffers_have_the_bytes_of_the_format_and_start_as_zeros() {
             assert_eq!((pool.slots(), pool.buffers().len()), (0, 0));
             pool.grow(7)?;
             let held: usize = pool.buffers().iter().map(|buffer| buffer.nbytes()).sum();
-            assert_eq!(held as u64, 7 * pool.slot_bytes(), "{format}");
+            assert_eq!(held as u64, 7 * slot_bytes(&*pool), "{format}");
             let rows = pool.read(1, 6)?;
             assert_eq!((rows.len(), rows.head_dim(), rows.n_kv_heads()), (5, dim, 3));
             let zeros = values(&rows.dequantized(Dtype::Float32)?)?;

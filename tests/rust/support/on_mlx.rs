@@ -1,9 +1,7 @@
 //! The backend of MLX arrays, which are computed when they are asked for.
 
-use etkv::store::pool_for;
-use etkv::MlxStore;
-use etkv_core::bookkeeping::Slots;
-use etkv_core::{KvFormat, Result, Spec};
+use etkv::{ContiguousCache, MlxStore};
+use etkv_core::{CacheConfig, KvFormat, Result, Spec, Step};
 use mlx_rs::{Array, Dtype};
 
 use crate::backend::Backend;
@@ -50,14 +48,16 @@ impl Backend for OnMlx {
         Ok(etkv::attend(q, spec, scale, None)?)
     }
 
-    /// Returns what a pool reads back, which the pools' own tests compare with their bounds.
+    /// Returns what a cache reads back, which the tests of the storage compare with bounds.
     fn quantized(stored: &[Row], format: KvFormat) -> Rows {
         let (heads, dim) = (stored[0].len() as i32, stored[0][0].len() as i32);
-        let mut pool = pool_for(format, heads, dim).unwrap();
         let n = stored.len() as i32;
-        pool.grow(n).unwrap();
-        pool.write(&Slots::Run(0..n), &array(stored)).unwrap();
-        let read = pool.read(0, n).unwrap().dequantized(Dtype::Float32).unwrap();
+        let config = CacheConfig::uniform(1, heads, dim, n).stored_as(format);
+        let mut cache = ContiguousCache::new(config).unwrap();
+        let mut step = Step::begin(&mut cache, &(0..n).collect::<Vec<_>>()).unwrap();
+        let written = array(stored);
+        let spec = step.update_and_fetch(0, &written, &written).unwrap();
+        let read = spec.k.dequantized(Dtype::Float32).unwrap();
         read.eval().unwrap();
         rows(&read)
     }

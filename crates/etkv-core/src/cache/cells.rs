@@ -158,16 +158,20 @@ impl<S: Store> Cache for CellsCache<S> {
         self.storage.convert([k_format, v_format])
     }
 
-    fn sequences(&mut self) -> Option<&mut dyn SeqCache> {
+    fn sequences(&self) -> Option<&dyn SeqCache> {
         Some(self)
     }
 
-    fn trees(&mut self) -> Option<&mut dyn TreeCache> {
-        if self.kind == Self::TREE {
-            Some(self)
-        } else {
-            None
-        }
+    fn sequences_mut(&mut self) -> Option<&mut dyn SeqCache> {
+        Some(self)
+    }
+
+    fn trees(&self) -> Option<&dyn TreeCache> {
+        (self.kind == Self::TREE).then_some(self as &dyn TreeCache)
+    }
+
+    fn trees_mut(&mut self) -> Option<&mut dyn TreeCache> {
+        (self.kind == Self::TREE).then_some(self as &mut dyn TreeCache)
     }
 }
 

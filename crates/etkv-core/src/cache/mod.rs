@@ -95,12 +95,22 @@ pub trait Cache: Send {
     fn convert(&mut self, k_format: KvFormat, v_format: KvFormat) -> Result<()>;
 
     /// Returns the face for several sequences, if the cache has it.
-    fn sequences(&mut self) -> Option<&mut dyn SeqCache> {
+    fn sequences(&self) -> Option<&dyn SeqCache> {
+        None
+    }
+
+    /// Returns [`sequences`](Self::sequences) for calls that change something.
+    fn sequences_mut(&mut self) -> Option<&mut dyn SeqCache> {
         None
     }
 
     /// Returns the face for trees of candidates, if the cache has it.
-    fn trees(&mut self) -> Option<&mut dyn TreeCache> {
+    fn trees(&self) -> Option<&dyn TreeCache> {
+        None
+    }
+
+    /// Returns [`trees`](Self::trees) for calls that change something.
+    fn trees_mut(&mut self) -> Option<&mut dyn TreeCache> {
         None
     }
 }

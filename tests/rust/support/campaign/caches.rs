@@ -123,7 +123,7 @@ impl<B: Backend> Run<B> {
             let most = self.model.max_step_tokens.unwrap_or(40) as usize;
             let n = if self.rng.chance(0.5) { 1 } else { 1 + self.rng.below(most) };
             let members: Vec<i32> = (0..n).map(|_| self.rng.pick(&free)).collect();
-            self.cache.sequences().unwrap().begin_step(&members).unwrap();
+            self.cache.sequences_mut().unwrap().begin_step(&members).unwrap();
             self.model.declared = Some(members.into_iter().map(|one| vec![one]).collect());
             // Tokens of two sequences, if both go on at the same position.
             let other = self.rng.pick(&free);
@@ -133,7 +133,7 @@ impl<B: Backend> Run<B> {
             if alone && all.len() == n && self.model.next(all[0]) == self.model.next(other) {
                 let pair: Vec<i32> = vec![all[0].min(other), all[0].max(other)];
                 let both: Vec<&[i32]> = vec![&pair; n];
-                self.cache.sequences().unwrap().begin_step_shared(&both).unwrap();
+                self.cache.sequences_mut().unwrap().begin_step_shared(&both).unwrap();
                 self.model.declared = Some(vec![pair.clone(); n]);
             }
         }
@@ -157,7 +157,7 @@ impl<B: Backend> Run<B> {
         let error = self.cache.begin(&positions).unwrap_err();
         assert!(refusals.contains(&error.status()), "{error}, but expected {refusals:?}");
         if self.rng.chance(0.5) {
-            self.cache.sequences().unwrap().cancel_step().unwrap();
+            self.cache.sequences_mut().unwrap().cancel_step().unwrap();
             self.model.declared = None;
         }
     }
@@ -212,7 +212,7 @@ impl<B: Backend> Run<B> {
         let (source, target) = (self.sequence(), self.sequence());
         let next = self.model.next(source);
         let at = self.rng.below(next as usize + 1) as i32;
-        let sequences = self.cache.sequences().unwrap();
+        let sequences = self.cache.sequences_mut().unwrap();
         match self.rng.below(6) {
             0 => {
                 if sequences.seq_cp(source, target, 0..i32::MAX).is_ok() {
@@ -245,7 +245,7 @@ impl<B: Backend> Run<B> {
     fn tree(&mut self) {
         let sequence = self.sequence();
         let held = self.model.sequence(sequence);
-        let trees = self.cache.trees().unwrap();
+        let trees = self.cache.trees_mut().unwrap();
         if held.pending() == 0 && (held.tree.is_empty() || self.rng.chance(0.5)) {
             let nodes = held.tree.len();
             let parents: Vec<i32> = (0..1 + self.rng.below(6))

@@ -32,9 +32,9 @@ pub fn values_that_are_not_finite_reach_no_other_sequence<B: Backend>() {
             for value in [1e6, f32::INFINITY, f32::NAN] {
                 let config = CacheConfig::uniform(1, 1, 64, 64).stored_as(format);
                 let mut cache = CellsCache::<B::Store>::with_trees(config)?;
-                cache.sequences().unwrap().begin_step(&[0, 0])?;
+                cache.sequences_mut().unwrap().begin_step(&[0, 0])?;
                 append::<B>(&mut cache, &[0, 1], 1.0)?;
-                cache.sequences().unwrap().begin_step(&[1, 1])?;
+                cache.sequences_mut().unwrap().begin_step(&[1, 1])?;
                 let stored = append::<B>(&mut cache, &[0, 1], value);
                 let fits = value.is_finite() && format != KvFormat::F16;
                 match &stored {
@@ -44,14 +44,14 @@ pub fn values_that_are_not_finite_reach_no_other_sequence<B: Backend>() {
                         assert_eq!(error.status(), Status::InvalidArgument);
                         assert_eq!(cache.length(), 2, "the step is rolled back");
                         assert!(error.message().contains(&format.to_string()), "{error}");
-                        cache.sequences().unwrap().begin_step(&[1, 1])?;
+                        cache.sequences_mut().unwrap().begin_step(&[1, 1])?;
                         append::<B>(&mut cache, &[0, 1], 1.0)?;
                     }
                 }
-                cache.sequences().unwrap().begin_step(&[2])?;
+                cache.sequences_mut().unwrap().begin_step(&[2])?;
                 append::<B>(&mut cache, &[0], 1.0)?;
                 // This reads all cells, including the other sequence's.
-                cache.sequences().unwrap().begin_step(&[0, 2])?;
+                cache.sequences_mut().unwrap().begin_step(&[0, 2])?;
                 let seen = append::<B>(&mut cache, &[2, 1], 1.0)?;
                 assert!((seen - 1.0).abs() < 0.1, "{format} {value}: {seen}");
             }
@@ -67,7 +67,7 @@ pub fn rows_of_an_aborted_step_reach_no_sequence<B: Backend>() {
         // Enough cells that sequences leave each other room.
         let mut cache = CellsCache::<B::Store>::new(CacheConfig::uniform(1, 1, 64, 512))?;
         append::<B>(&mut cache, &[0], 1.0)?;
-        cache.sequences().unwrap().begin_step(&[1; 8])?;
+        cache.sequences_mut().unwrap().begin_step(&[1; 8])?;
         let positions: Vec<i32> = (0..8).collect();
         let mut step = Step::begin(&mut cache, &positions)?;
         let rows = filled::<B>(1, 8, 64, f32::NAN);
@@ -76,11 +76,11 @@ pub fn rows_of_an_aborted_step_reach_no_sequence<B: Backend>() {
         drop(step);
         // Three sequences, one of them removed, with free cells between the others.
         for (sequence, n) in [(1, 1), (2, 3), (3, 1)] {
-            cache.sequences().unwrap().begin_step(&vec![sequence; n])?;
+            cache.sequences_mut().unwrap().begin_step(&vec![sequence; n])?;
             append::<B>(&mut cache, &(0..n as i32).collect::<Vec<_>>(), 1.0)?;
         }
-        cache.sequences().unwrap().seq_rm(2, 0..i32::MAX)?;
-        cache.sequences().unwrap().begin_step(&[0, 3])?;
+        cache.sequences_mut().unwrap().seq_rm(2, 0..i32::MAX)?;
+        cache.sequences_mut().unwrap().begin_step(&[0, 3])?;
         assert_eq!(append::<B>(&mut cache, &[1, 1], 1.0)?, 1.0);
         Ok(())
     };
@@ -204,15 +204,15 @@ pub fn candidates_do_not_count_for_quantized_kv_start<B: Backend>() {
             CacheConfig { quantized_kv_start: Some(10), ..CacheConfig::uniform(1, 1, 64, 64) };
         let mut cache = CellsCache::<B::Store>::with_trees(config.stored_as(KvFormat::RowInt4))?;
         append::<B>(&mut cache, &[0, 1], 1.0)?;
-        cache.trees().unwrap().propose(0, &[-1; 9])?;
+        cache.trees_mut().unwrap().propose(0, &[-1; 9])?;
         append::<B>(&mut cache, &[2; 9], 1.0)?;
         assert_eq!(cache.formats(), [KvFormat::F16; 2]);
-        cache.trees().unwrap().commit_tree(0, &[0])?;
+        cache.trees_mut().unwrap().commit_tree(0, &[0])?;
         assert_eq!(cache.formats(), cache.config().formats_at(3));
         append::<B>(&mut cache, &[3, 4, 5, 6, 7, 8], 1.0)?;
-        cache.trees().unwrap().propose(0, &[-1])?;
+        cache.trees_mut().unwrap().propose(0, &[-1])?;
         append::<B>(&mut cache, &[9], 1.0)?;
-        cache.trees().unwrap().commit_tree(0, &[0])?;
+        cache.trees_mut().unwrap().commit_tree(0, &[0])?;
         assert_eq!(cache.formats(), cache.config().formats_at(10));
         Ok(())
     };
