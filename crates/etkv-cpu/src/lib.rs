@@ -1,0 +1,10 @@
+//! KV caches in plain memory, and attention over them on the CPU.
+//!
+//! The kinds of caches come from `etkv_core`. This crate adds a [`Store`](etkv_core::Store) on
+//! plain memory, and attention that reads rows as they are stored. It knows no MLX, no C++ and no
+//! Python.
+
+mod memory;
+mod view;
+
+pub use view::{Plane, View};
