@@ -64,6 +64,9 @@ CARGO_FLAGS := --release --locked
 # Every test has a limit of time: pytest's and ctest's have one each, Cargo's a run of them, what is compiled included.
 BOUNDED := python tests/package/bounded.py
 
+# Tests share the cores, and OpenBLAS's threads spin while they wait for each other.
+test test-rust test-cpp test-package test-python test-macos test-macos-short test-sanitize test-long: export OPENBLAS_NUM_THREADS ?= 1
+
 test: lint test-rust test-cpp test-macos-short test-package test-python ## Run every check and test
 
 lint: .venv/.ready ## Check formats, lints and docs
@@ -78,13 +81,14 @@ lint: .venv/.ready ## Check formats, lints and docs
 	mypy
 	python tests/lint/words.py
 
+# The tests of the caches without a backend have to build without MLX. They run with the rest.
 test-rust: .venv/.ready ## Run Rust's tests; the core also by itself, without MLX
 	$(BOUNDED) 3600 cargo test --locked -p etkv-core
-	$(BOUNDED) 3600 cargo test --release --locked -p etkv-tests --no-default-features
+	$(BOUNDED) 3600 cargo check $(CARGO_FLAGS) -p etkv-tests --no-default-features --all-targets
 	$(BOUNDED) 3600 cargo test $(CARGO_FLAGS) --workspace
 
 test-cpp: build ## Run the tests of the C and C++ faces
-	ctest --test-dir build/cmake --output-on-failure
+	ctest --test-dir build/cmake --output-on-failure --parallel 2
 
 test-package: build model ## Build and run what others build on etkv: installed, within, from a wheel, by the docs
 	python tests/package/run.py build/cmake
@@ -131,6 +135,8 @@ test-long: build model ## Millions of generated operations against the oracles; 
 	ETKV_RUNS=4000 $(BOUNDED) 14400 cargo test --release --locked -p etkv-tests --test on_mlx
 	ETKV_STEP_SEEDS=20 python -m pytest $(LONG) tests/python/test_native_steps.py
 	ETKV_DAMAGED_COPIES=10000 python -m pytest $(LONG) tests/python/test_damaged_programs.py
+	ETKV_RUNS=1000 $(BOUNDED) 3600 cargo test --release --locked -p etkv-tests --test memory
+	ETKV_TEST_LONG=1 python -m pytest $(LONG) tests/python/test_model_precision.py tests/python/test_model_greedy.py
 	ETKV_TEST_LONG=1 python -m pytest $(LONG) -m real_model tests/python/test_runners.py tests/python/test_runner_page.py
 
 clean: ## Remove what was built; .venv/ and exported models stay
