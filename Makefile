@@ -16,7 +16,7 @@ export HF_HUB_OFFLINE := 1
 export ONEDNN_MAX_CPU_ISA ?= AVX512_CORE_FP16
 
 .DEFAULT_GOAL := help
-.PHONY: help setup build demo chat model test test-rust test-cpp test-package test-sanitize test-python test-macos test-macos-short test-long lint format bench bench-caches bench-speculation bench-threads clean
+.PHONY: help setup build demo chat model programs rust rust programs test test-rust test-cpp test-package test-sanitize test-python test-macos test-macos-short test-long lint format bench bench-caches bench-speculation bench-threads clean
 
 help: ## Show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -65,9 +65,18 @@ CARGO_FLAGS := --release --locked
 BOUNDED := python tests/package/bounded.py
 
 # Tests share the cores, and OpenBLAS's threads spin while they wait for each other.
-test test-rust test-cpp test-package test-python test-macos test-macos-short test-sanitize test-long: export OPENBLAS_NUM_THREADS ?= 1
+test rust programs test-rust test-cpp test-package test-python test-macos test-macos-short test-sanitize test-long: export OPENBLAS_NUM_THREADS ?= 1
 
-test: lint test-rust test-cpp test-macos-short test-package test-python ## Run every check and test
+# The exports take one core for minutes, and so does what Cargo cannot build at the same time.
+test: .venv/.ready ## Run every check and test
+	@$(MAKE) --no-print-directory -j2 rust programs
+	@$(MAKE) --no-print-directory test-cpp test-macos-short test-package test-python
+
+rust:
+	@$(MAKE) --no-print-directory -j1 lint test-rust
+
+programs: model
+	python tests/python/programs.py
 
 lint: .venv/.ready ## Check formats, lints and docs
 	cargo fmt --all --check

@@ -133,9 +133,12 @@ def smollm2_in(dtype: str, quantize: str | None = None) -> Variant:
     return Variant("smollm2-135m", dtype, quantize, layers=SMOLLM2_LAYERS)
 
 
+SMOLLM2 = [smollm2_in("bf16"), smollm2_in("f32", "4w"), smollm2_in("f32", "8w")]
+
+
 @pytest.fixture(scope="module")
 def smollm2() -> dict[Variant, Program]:
-    return reference.programs([smollm2_in("bf16"), smollm2_in("f32", "4w"), smollm2_in("f32", "8w")])
+    return reference.programs(SMOLLM2)
 
 
 @pytest.mark.real_model
