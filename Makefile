@@ -16,7 +16,7 @@ export HF_HUB_OFFLINE := 1
 export ONEDNN_MAX_CPU_ISA ?= AVX512_CORE_FP16
 
 .DEFAULT_GOAL := help
-.PHONY: help setup build demo chat model test test-rust test-cpp test-package test-sanitize test-python test-macos test-macos-short test-long lint format bench bench-caches bench-speculation bench-threads clean
+.PHONY: help setup build demo chat model programs rust rust programs test test-rust test-cpp test-package test-sanitize test-python test-macos test-macos-short test-long lint format bench bench-caches bench-speculation bench-threads clean
 
 help: ## Show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -64,7 +64,19 @@ CARGO_FLAGS := --release --locked
 # Every test has a limit of time: pytest's and ctest's have one each, Cargo's a run of them, what is compiled included.
 BOUNDED := python tests/package/bounded.py
 
-test: lint test-rust test-cpp test-macos-short test-package test-python ## Run every check and test
+# Tests share the cores, and OpenBLAS's threads spin while they wait for each other.
+test rust programs test-rust test-cpp test-package test-python test-macos test-macos-short test-sanitize test-long: export OPENBLAS_NUM_THREADS ?= 1
+
+# The exports take one core for minutes, and so does what Cargo cannot build at the same time.
+test: .venv/.ready ## Run every check and test
+	@$(MAKE) --no-print-directory -j2 rust programs
+	@$(MAKE) --no-print-directory test-cpp test-macos-short test-package test-python
+
+rust:
+	@$(MAKE) --no-print-directory -j1 lint test-rust
+
+programs: model
+	python tests/python/programs.py
 
 lint: .venv/.ready ## Check formats, lints and docs
 	cargo fmt --all --check
@@ -78,13 +90,14 @@ lint: .venv/.ready ## Check formats, lints and docs
 	mypy
 	python tests/lint/words.py
 
+# The tests of the caches without a backend have to build without MLX. They run with the rest.
 test-rust: .venv/.ready ## Run Rust's tests; the core also by itself, without MLX
 	$(BOUNDED) 3600 cargo test --locked -p etkv-core
-	$(BOUNDED) 3600 cargo test --release --locked -p etkv-tests --no-default-features
+	$(BOUNDED) 3600 cargo check $(CARGO_FLAGS) -p etkv-tests --no-default-features --all-targets
 	$(BOUNDED) 3600 cargo test $(CARGO_FLAGS) --workspace
 
 test-cpp: build ## Run the tests of the C and C++ faces
-	ctest --test-dir build/cmake --output-on-failure
+	ctest --test-dir build/cmake --output-on-failure --parallel 2
 
 test-package: build model ## Build and run what others build on etkv: installed, within, from a wheel, by the docs
 	python tests/package/run.py build/cmake
@@ -131,6 +144,8 @@ test-long: build model ## Millions of generated operations against the oracles; 
 	ETKV_RUNS=4000 $(BOUNDED) 14400 cargo test --release --locked -p etkv-tests --test on_mlx
 	ETKV_STEP_SEEDS=20 python -m pytest $(LONG) tests/python/test_native_steps.py
 	ETKV_DAMAGED_COPIES=10000 python -m pytest $(LONG) tests/python/test_damaged_programs.py
+	ETKV_RUNS=1000 $(BOUNDED) 3600 cargo test --release --locked -p etkv-tests --test memory
+	ETKV_TEST_LONG=1 python -m pytest $(LONG) tests/python/test_model_precision.py tests/python/test_model_greedy.py
 	ETKV_TEST_LONG=1 python -m pytest $(LONG) -m real_model tests/python/test_runners.py tests/python/test_runner_page.py
 
 clean: ## Remove what was built; .venv/ and exported models stay

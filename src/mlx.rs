@@ -3,8 +3,9 @@
 //!
 //! MLX's graph is not thread-safe, and its ordinary streams belong to the thread that made them. A
 //! host may load on one thread, execute on a second and destroy on a third. So all work here runs
-//! on one stream that belongs to no thread, under one lock. [`Mlx`] is the lock: one thread at a
-//! time holds it.
+//! on streams that belong to no thread, under one lock: a shared one, and on the CPU one for each
+//! program. MLX waits where an array of one stream is used on another. [`Mlx`] is the lock: one
+//! thread at a time holds it.
 //!
 //! Locks cannot wait for each other in a circle, because a thread that holds MLX waits for nothing
 //! but the device: [`give_way`] releases MLX while it waits for a cache.
@@ -24,9 +25,12 @@ pub const MLX_VERSION: &str = env!("ETKV_MLX_VERSION");
 struct Runtime {
     stream: Stream,
     on_gpu: bool,
+    /// Streams of programs that are gone. MLX keeps a stream, and its thread, until the process
+    /// ends.
+    spare: Mutex<Vec<Stream>>,
 }
 
-// SAFETY: the stream belongs to no thread, and is used under `LOCK` only, by one thread at a time.
+// SAFETY: the streams belong to no thread, and are used under `LOCK` only, by one thread at a time.
 unsafe impl Send for Runtime {}
 // SAFETY: as above.
 unsafe impl Sync for Runtime {}
@@ -110,6 +114,15 @@ pub fn enter() -> Result<Mlx> {
 impl Mlx {
     /// Runs `work` on the shared stream, or on the stream of the enclosing call.
     pub fn run<T>(&self, work: impl FnOnce() -> T) -> T {
+        self.run_on(&self.runtime.stream, work)
+    }
+
+    /// Runs `work` on `own`, or on the stream of the enclosing call.
+    pub(crate) fn run_in<T>(&self, own: &OwnStream, work: impl FnOnce() -> T) -> T {
+        self.run_on(own.0.as_ref().unwrap_or(&self.runtime.stream), work)
+    }
+
+    fn run_on<T>(&self, stream: &Stream, work: impl FnOnce() -> T) -> T {
         thread_local! {
             static HAS_STREAM: Cell<bool> = const { Cell::new(false) };
         }
@@ -124,7 +137,23 @@ impl Mlx {
             return work();
         }
         let _outermost = Outermost;
-        mlx_rs::with_stream(&self.runtime.stream, work)
+        mlx_rs::with_stream(stream, work)
+    }
+
+    /// Returns a stream for a program alone. On the CPU MLX computes each stream on a thread of its
+    /// own, so programs on several threads are computed at the same time. A GPU is shared anyway.
+    ///
+    /// # Errors
+    /// [`Backend`](Status::Backend) if MLX cannot make one.
+    pub(crate) fn own_stream(&self) -> Result<OwnStream> {
+        if self.runtime.on_gpu {
+            return Ok(OwnStream(None));
+        }
+        let spare = self.runtime.spare.lock().pop();
+        Ok(OwnStream(Some(match spare {
+            Some(stream) => stream,
+            None => unowned_stream(&Device::cpu())?,
+        })))
     }
 
     /// Returns whether the shared stream runs on a GPU.
@@ -139,6 +168,20 @@ impl Mlx {
             work()
         } else {
             give_way(work)
+        }
+    }
+}
+
+/// A stream of one program. Another program gets it when this is dropped.
+pub(crate) struct OwnStream(Option<Stream>);
+
+// SAFETY: the stream belongs to no thread, and is used under `LOCK` only.
+unsafe impl Send for OwnStream {}
+
+impl Drop for OwnStream {
+    fn drop(&mut self) {
+        if let (Some(stream), Ok(runtime)) = (self.0.take(), runtime()) {
+            runtime.spare.lock().push(stream);
         }
     }
 }
@@ -247,7 +290,7 @@ fn start() -> Result<Runtime> {
     // process then ends with its own exit status. It is needed also where the stream is on the CPU.
     // SAFETY: it registers a function without state; the stream exists.
     unsafe { mlx_sys::etkv_mlx_end_without_driver() };
-    Ok(Runtime { stream, on_gpu })
+    Ok(Runtime { stream, on_gpu, spare: Mutex::default() })
 }
 
 /// Returns the device that `ETKV_DEVICE` names (`cpu` or `gpu`), or else MLX's own choice.

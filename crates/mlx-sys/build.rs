@@ -121,6 +121,12 @@ fn compile_mlx_c(mlx_c: &Path, mlx_include: &Path) {
         .filter(|path| path.extension().is_some_and(|extension| extension == "cpp"))
         .collect();
     sources.sort();
+    // As one file they compile in a seventh of the time: nearly all of it is spent on MLX's headers.
+    let include = |source: &PathBuf| format!("#include \"{}\"\n", source.display());
+    let together = out_dir().join("mlx-c.cpp");
+    std::fs::write(&together, sources.iter().map(include).collect::<String>())
+        .expect("OUT_DIR is writable");
+    let mut sources = vec![together];
     sources.push("shim/exit.cpp".into());
     sources.push("shim/writes.cpp".into());
     if env::var("CARGO_CFG_TARGET_ARCH").as_deref() != Ok("aarch64") {
@@ -162,12 +168,16 @@ fn generate_bindings(mlx_c: &Path, python: &Path) {
     for header in &headers {
         builder = builder.header(header.to_string_lossy());
     }
-    let out = PathBuf::from(env::var_os("OUT_DIR").expect("cargo sets it")).join("bindings.rs");
+    let out = out_dir().join("bindings.rs");
     builder
         .generate()
         .expect("bindgen reads mlx-c's headers")
         .write_to_file(out)
         .expect("OUT_DIR is writable");
+}
+
+fn out_dir() -> PathBuf {
+    PathBuf::from(env::var_os("OUT_DIR").expect("cargo sets it"))
 }
 
 /// Where the C compiler keeps `stddef.h` and its like.

@@ -170,7 +170,7 @@ static void struct_sizes(void) {
 
   /* The library tells the least that it takes: the size of the header's. */
   set_up(&s);
-  snprintf(words, sizeof(words), "the least is %zu", sizeof(s.config));
+  snprintf(words, sizeof(words), "expected %zu", sizeof(s.config));
   s.config.struct_size = 0;
   CHECK_NO_SESSION(BACKEND, KIND, &s.config, invalid, words);
   s.config.struct_size = sizeof(s.config) - 1;
@@ -178,7 +178,7 @@ static void struct_sizes(void) {
   CHECK_NO_SESSION(BACKEND, KIND, &s.config, invalid, "config.struct_size is");
 
   set_up(&s);
-  snprintf(words, sizeof(words), "the least is %zu", sizeof(s.layers[0]));
+  snprintf(words, sizeof(words), "expected %zu", sizeof(s.layers[0]));
   s.layers[0].struct_size = 0;
   CHECK_NO_SESSION(BACKEND, KIND, &s.config, invalid, words);
   s.layers[0].struct_size = sizeof(s.layers[0]) - 1;
@@ -235,7 +235,7 @@ static void struct_sizes(void) {
       (uint64_t)LAYERS * CAPACITY * HEADS * (K_DIM + V_DIM) * 2);
   CHECK(memory.later == UINT64_MAX);
 
-  snprintf(words, sizeof(words), "the least is %zu", sizeof(etkv_memory));
+  snprintf(words, sizeof(words), "expected %zu", sizeof(etkv_memory));
   etkv_memory small = {sizeof(small) - 1, 7, 8, 9, NULL, 0};
   CHECK_REFUSED(etkv_cache_memory(cache, &small, error), invalid, words);
   small.struct_size = 0;
@@ -244,7 +244,7 @@ static void struct_sizes(void) {
   etkv_cache_free(cache);
   etkv_session_free(session);
 
-  snprintf(words, sizeof(words), "the least is %zu", sizeof(etkv_mlx_memory));
+  snprintf(words, sizeof(words), "expected %zu", sizeof(etkv_mlx_memory));
   etkv_mlx_memory mlx = {sizeof(mlx) - 1, 7, 8, 9};
   CHECK_REFUSED(etkv_mlx_memory_read(&mlx, error), invalid, words);
   CHECK(mlx.active == 7 && mlx.cached == 8 && mlx.peak == 9);

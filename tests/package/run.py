@@ -6,6 +6,7 @@ etkv's sources within, from Rust, as docs/embedding.md says, and from Python's w
 
 from __future__ import annotations
 
+import concurrent.futures
 import importlib.util
 import json
 import os
@@ -14,7 +15,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 
 import bounded
@@ -234,32 +235,41 @@ class Package:
 def main(build: Path) -> int:
     if not PROGRAM.exists():
         run(sys.executable, SOURCE / "tests/cpp/models.py", SOURCE / "tests/python/tiny_models.py", MODELS)
-    passed = failed = 0
+    # Only the main thread may set a handler.
+    bounded.take_interruptions()
     # The parent's settings would reach every project below.
     for name in ("CMAKE_PREFIX_PATH", "LD_LIBRARY_PATH", "PKG_CONFIG_PATH", "MAKEFLAGS", "MAKELEVEL"):
         os.environ.pop(name, None)
     with tempfile.TemporaryDirectory(prefix="etkv-package-") as scratch:
         tests = Package(build.resolve(), Path(scratch).resolve())
-        for test in (
-            tests.install,
+        # The others build on what it installs. The longest begin first.
+        results = [result(tests.install)]
+        others = (
+            tests.crate,
+            tests.subdirectory,
+            tests.wheel,
+            tests.documentation,
             tests.installed,
             tests.caches_only,
             tests.pkg_config,
-            tests.subdirectory,
-            tests.documentation,
-            tests.crate,
-            tests.wheel,
-        ):
-            started = time.monotonic()
-            try:
-                test()
-                passed += 1
-            except Failed as problem:
-                failed += 1
-                print(f"failed: {test.__name__}: {problem}")
-            print(f"{time.monotonic() - started:6.1f} s  {test.__name__}", flush=True)
-    print(f"{passed} passed, {failed} failed")
-    return 1 if failed else 0
+        )
+        # Most of them wait for one compiler or one linker.
+        with concurrent.futures.ThreadPoolExecutor(2) as pool:
+            results += pool.map(result, others)
+    print(f"{results.count(True)} passed, {results.count(False)} failed")
+    return 0 if all(results) else 1
+
+
+def result(test: Callable[[], None]) -> bool:
+    """Whether `test` passes. It prints how long it took, and what failed."""
+    started = time.monotonic()
+    failure = ""
+    try:
+        test()
+    except Failed as problem:
+        failure = f"failed: {test.__name__}: {problem}\n"
+    print(f"{failure}{time.monotonic() - started:6.1f} s  {test.__name__}", flush=True)
+    return not failure
 
 
 if __name__ == "__main__":

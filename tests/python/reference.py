@@ -48,6 +48,9 @@ UNIT_ROUNDOFF = {"f32": 2.0**-24, "f16": 2.0**-11, "bf16": 2.0**-8}
 TINY_CHUNK = 64
 """Tokens in one execution of a tiny model's program, at most."""
 
+EVERYTHING = os.environ.get("ETKV_TEST_LONG") == "1"
+"""As much as can be asked; a part of it otherwise, which takes minutes less."""
+
 _TIMEOUT_SECONDS = 300
 
 
@@ -93,7 +96,7 @@ class Variant:
         parts = [self.model, self.dtype, self.quantize]
         if self.model not in tiny_models.CONFIGS and self.dtype == "f32":
             parts.remove("f32")
-        parts.append(f"draft{self.layers}" if self.layers else None)
+        parts.append(f"layers{self.layers}" if self.layers else None)
         parts.append(self.logits if self.logits != "all" else None)
         parts.append("-".join(["taps", *map(str, self.tap_layers)]) if self.tap_layers else None)
         return "-".join(part for part in parts if part)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import re
 import shutil
 import subprocess
@@ -13,7 +12,7 @@ import pytest
 
 import reference
 from etkv.export import ExportRequest
-from reference import Program, Variant
+from reference import EVERYTHING, Program, Variant
 
 FAILED, MISUSED, INTERRUPTED = 1, 2, 130
 
@@ -43,8 +42,6 @@ CONTEXT = 2048
 LETTERS = [word for letter in "abc" for word in ("--prompt", 30 * letter)]
 """Prompts that have little in common."""
 
-EVERYTHING = os.environ.get("ETKV_TEST_LONG") == "1"
-"""As much as can be asked; a part of it otherwise, which takes minutes less."""
 only_long = pytest.mark.skipif(not EVERYTHING, reason="takes a minute: make test-long")
 
 

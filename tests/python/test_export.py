@@ -17,7 +17,7 @@ from etkv.errors import EtkvError
 from etkv.export import ExportRequest, attention, export_program, is_current, limits, lowering, source
 from reference import Program, Variant
 
-_VARIANTS = [
+VARIANTS = [
     *(Variant(name) for name in tiny_models.CONFIGS),
     *(Variant("tiny-llama", dtype, quantize) for dtype in ("f16", "bf16") for quantize in (None, "4w", "8w")),
     Variant("tiny-llama", "f32", "4w"),
@@ -31,10 +31,10 @@ _VARIANTS = [
 
 @pytest.fixture(scope="module")
 def programs() -> dict[Variant, Program]:
-    return reference.programs(_VARIANTS)
+    return reference.programs(VARIANTS)
 
 
-@pytest.mark.parametrize("variant", _VARIANTS, ids=str)
+@pytest.mark.parametrize("variant", VARIANTS, ids=str)
 def test_program(programs, variant):
     file, folder = programs[variant].path, programs[variant].path.parent
     dtype, quantize = reference.DTYPES[variant.dtype], variant.quantize

@@ -11,11 +11,18 @@ import numpy as np
 import pytest
 
 import reference
-from reference import DTYPES, STORY, TINY_CHUNK, Program, Variant
+from reference import DTYPES, EVERYTHING, STORY, TINY_CHUNK, Program, Variant
 
-FAMILIES = ("tiny-llama", "tiny-qwen2", "tiny-qwen3")
+PRECISIONS = [(dtype, quantize) for dtype in DTYPES for quantize in (None, "4w", "8w")]
+EACH_ONCE = [("f32", None), ("f16", "8w"), ("bf16", "4w")]
+"""Every dtype, and every width of weights: enough for a family whose arithmetic is that of another."""
+PRECISIONS_OF = {
+    "tiny-llama": PRECISIONS,
+    "tiny-qwen2": PRECISIONS if EVERYTHING else EACH_ONCE,
+    "tiny-qwen3": PRECISIONS if EVERYTHING else EACH_ONCE,
+}
 VARIANTS = [
-    *(Variant(family, dtype, quantize) for family in FAMILIES for dtype in DTYPES for quantize in (None, "4w", "8w")),
+    *(Variant(family, *precision) for family, precisions in PRECISIONS_OF.items() for precision in precisions),
     # What these add to their family does not depend on the dtype.
     Variant("tiny-llama-untied"),
     Variant("tiny-llama-untied", "f32", "4w"),
@@ -117,11 +124,21 @@ def test_a_long_prompt_outgrows_the_first_allocation(programs, exact, variant):
 # ---- SmolLM2 --------------------------------------------------------------------------------------------------------
 
 
+SMOLLM2_LAYERS = None if EVERYTHING else 6
+"""How many of SmolLM2's 30 layers; None for all. Its weights are what counts here, and an export takes two seconds a
+layer."""
+
+
+def smollm2_in(dtype: str, quantize: str | None = None) -> Variant:
+    return Variant("smollm2-135m", dtype, quantize, layers=SMOLLM2_LAYERS)
+
+
+SMOLLM2 = [smollm2_in("bf16"), smollm2_in("f32", "4w"), smollm2_in("f32", "8w")]
+
+
 @pytest.fixture(scope="module")
 def smollm2() -> dict[Variant, Program]:
-    return reference.programs(
-        [Variant("smollm2-135m", "bf16"), *(Variant("smollm2-135m", "f32", quantize) for quantize in ("4w", "8w"))]
-    )
+    return reference.programs(SMOLLM2)
 
 
 @pytest.mark.real_model
@@ -131,7 +148,7 @@ def test_smollm2_bfloat16_is_as_good_as_mlx_lm(smollm2):
     A single row does not tell: where a rotary cosine is as close to one bfloat16 as to the next, one of two equally
     exact programs picks the better of the two, and the rows from there on differ by half their error.
     """
-    program = smollm2[Variant("smollm2-135m", "bf16")]
+    program = smollm2[smollm2_in("bf16")]
     ids = reference.tokenize(program, STORY)[:200]
     assert len(ids) == 200
     expected = reference.logits(reference.load_hf(program.hf), ids)
@@ -156,11 +173,11 @@ def test_smollm2_quantized_equals_transformers_on_the_dequantized_weights(smollm
     """The weights are what the .pte holds, and the arithmetic is float32 on both sides.
 
     A sum of n products in float32 is off by about 2^-24 times the root of n, of its own size: 2e-6 for the widest sum
-    here, of 1536. 30 layers of four such sums one after the other make it the root of 120 times that, 3e-5 of the
+    here, of 1536. All 30 layers of four such sums one after the other make it the root of 120 times that, 3e-5 of the
     range of logits, if none of it is lost on the way. 1e-5 is what the norms between the layers leave at most, and a
     hundredth of what one unit of a 4-bit weight in every row moves.
     """
-    program = smollm2[Variant("smollm2-135m", "f32", quantize)]
+    program = smollm2[smollm2_in("f32", quantize)]
     ids = reference.tokenize(program, STORY)[:48]
     ran = reference.forward(program, ids, decode=DECODE, rows="all")
     expected = reference.logits(reference.from_weights(program), ids + ran.ids[:-1])

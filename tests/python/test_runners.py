@@ -10,10 +10,9 @@ import subprocess
 import pytest
 
 import reference
-from reference import Program, Variant
+from reference import EVERYTHING, Program, Variant
 from runners import (
     EACH,
-    EVERYTHING,
     FAILED,
     FORMATS,
     LETTERS,

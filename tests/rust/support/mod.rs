@@ -58,9 +58,17 @@ pub fn for_seeds(default_runs: u64, test: impl Fn(u64) + std::panic::RefUnwindSa
 
 /// Returns the seed of `ETKV_SEED`, or as many seeds as `ETKV_RUNS` says.
 fn seeds(default_runs: u64) -> std::ops::Range<u64> {
-    let number = |name: &str| std::env::var(name).ok().and_then(|text| text.parse::<u64>().ok());
     match number("ETKV_SEED") {
         Some(seed) => seed..seed + 1,
-        None => 0..number("ETKV_RUNS").unwrap_or(default_runs),
+        None => 0..runs(default_runs),
     }
+}
+
+/// Returns the number in `ETKV_RUNS`.
+pub fn runs(default_runs: u64) -> u64 {
+    number("ETKV_RUNS").unwrap_or(default_runs)
+}
+
+fn number(name: &str) -> Option<u64> {
+    std::env::var(name).ok()?.parse().ok()
 }
