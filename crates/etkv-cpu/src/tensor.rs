@@ -29,7 +29,7 @@ impl Dtype {
     }
 
     /// Converts a row of elements in memory.
-    fn load(self, bytes: &[u8], out: &mut [f32]) {
+    pub(crate) fn load(self, bytes: &[u8], out: &mut [f32]) {
         match self {
             Self::F32 => load_f32(bytes, out),
             Self::F16 => load_f16(bytes, out),

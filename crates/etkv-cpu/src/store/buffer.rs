@@ -145,23 +145,27 @@ impl Buffer {
         if n == 0 {
             return Ok(true);
         }
-        let Self { codec, n_kv_heads: heads, widths, planes, .. } = self;
+        let Self { codec, n_kv_heads: heads, head_dim, widths, planes, .. } = self;
         let mut out: [&mut [u8]; 3] = Default::default();
         for (plane, bytes) in planes.iter_mut().flatten().zip(&mut out) {
             *bytes = unshared(plane)?;
         }
-        if !watch && matches!(codec, Codec::Float(float) if float.dtype() == rows.dtype()) {
-            let width = widths[0];
-            let copied = rows.for_each_run(|at, head, bytes| {
-                let place = slot_at(slots, at) * *heads + head;
-                out[0][place * width..][..width].copy_from_slice(bytes);
-            });
-            if copied {
-                return Ok(true);
-            }
-        }
         let infinite = codec.infinite_from();
         let mut finite = true;
+        if matches!(codec, Codec::Float(float) if float.dtype() == rows.dtype()) {
+            let row = &mut row[..*head_dim];
+            let copied = rows.for_each_run(|at, head, bytes| {
+                let place = slot_at(slots, at) * *heads + head;
+                row_mut(out[0], widths[0], place).copy_from_slice(bytes);
+                if watch {
+                    rows.dtype().load(bytes, row);
+                    finite &= peak(row) < infinite;
+                }
+            });
+            if copied {
+                return Ok(finite);
+            }
+        }
         rows.for_each_row(row, |at, head, row| {
             let place = slot_at(slots, at) * *heads + head;
             let [a, b, c] = &mut out;

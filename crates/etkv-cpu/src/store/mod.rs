@@ -193,3 +193,6 @@ impl Store for CpuStore {
         self.layers.iter_mut().flatten().for_each(Buffer::release);
     }
 }
+
+#[cfg(test)]
+mod tests;
