@@ -251,8 +251,7 @@ impl Tensor {
 
 /// Returns the number of elements of a shape.
 fn count(shape: [i32; 4]) -> Result<usize> {
-    let sizes = shape.iter().map(|&size| usize::try_from(size).ok());
-    let n = sizes.fold(Some(1usize), |n, size| n?.checked_mul(size?));
+    let n = shape.iter().try_fold(1usize, |n, &size| n.checked_mul(usize::try_from(size).ok()?));
     match n.filter(|&n| isize::try_from(n.saturating_mul(4)).is_ok()) {
         Some(n) => Ok(n),
         None => fail!(Shape, "expected sizes of at least 0 that fit memory, got shape {shape:?}"),

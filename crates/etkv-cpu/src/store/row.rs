@@ -50,7 +50,8 @@ impl Row {
 /// Returns the code of an integer.
 fn to_int4(step: f32) -> u8 {
     // NaN has no integer; the least code stands for it.
-    to_byte(rounded(step.max(-8.0).min(7.0)) + 8.0)
+    let step = if step >= -8.0 { step.min(7.0) } else { -8.0 };
+    to_byte(rounded(step) + 8.0)
 }
 
 impl RowCodec for Row {

@@ -375,3 +375,150 @@ fn stores_hold_what_was_written_while_memory_runs_out() {
         }
     }
 }
+
+/// The hash of planes (FNV-1a) that MLX 0.32.2 has for the same rows on x86-64.
+const HASHES: [(&str, u64); 14] = [
+    ("f32", 0x3468_260d_d0e2_52bf),
+    ("f16", 0x2d3e_f76d_5010_206c),
+    ("bf16", 0x1045_4a9f_bac8_7b04),
+    ("affine2g32", 0xfaee_0c8d_30a0_8f88),
+    ("affine3g32", 0xca3d_80c6_ab5a_8bfe),
+    ("affine4g64", 0xbc30_22fa_1341_4590),
+    ("affine5g64", 0xa774_6232_4431_f815),
+    ("affine6g128", 0x2e6d_5ad5_6b75_b17d),
+    ("affine8g64", 0x0ee8_2362_2a9a_8950),
+    ("mxfp8", 0x5dc8_4b6a_06bd_dd69),
+    ("mxfp4", 0xd6dd_8aa6_10e9_df9e),
+    ("nvfp4", 0x20ac_2464_834e_5551),
+    ("row-int4", 0xe3c2_fa9d_f208_6f43),
+    ("row-fp4", 0xe2aa_152b_d488_e886),
+];
+
+/// Caches that are written to disk or sent elsewhere are read by others.
+#[test]
+fn the_bits_of_a_format_do_not_change() {
+    let mut rng = Rng(1);
+    let mut rows: Vec<f32> = Vec::new();
+    for row in 0..64 {
+        let scale = 2f32.powi(row % 48 - 24);
+        let outlier = if row % 5 == 0 { 9.0 } else { 1.0 };
+        rows.extend(
+            (0..128).map(|at| rng.number() * scale * if at == row { outlier } else { 1.0 }),
+        );
+    }
+    let hashed = |name: &str| {
+        let format: KvFormat = name.parse().unwrap();
+        let planes: Vec<Stored> = rows.chunks(128).map(|row| stored(format, row)).collect();
+        let bytes = (0..3).flat_map(|plane| planes.iter().flat_map(move |row| &row[plane]));
+        bytes.fold(0xcbf2_9ce4_8422_2325u64, |hash, &byte| {
+            (hash ^ u64::from(byte)).wrapping_mul(0x0100_0000_01b3)
+        })
+    };
+    let found: Vec<(&str, u64)> =
+        HASHES.into_iter().map(|(name, _)| (name, hashed(name))).collect();
+    assert_eq!(found, HASHES);
+}
+
+/// Errors of an element are within what its format allows.
+#[test]
+fn rows_are_as_near_as_the_format_allows() {
+    let mut rng = Rng(2);
+    for (format, dim) in formats() {
+        for scale in [1.0, 1e-3, 700.0] {
+            let row: Vec<f32> = (0..dim).map(|_| rng.number() * scale).collect();
+            let back = read_back(format, &stored(format, &row), dim as usize);
+            let block = match format {
+                KvFormat::RowInt4 | KvFormat::RowFp4 => dim as usize,
+                format => format.granule(),
+            };
+            for (values, back) in row.chunks(block).zip(back.chunks(block)) {
+                let most = values.iter().fold(0f32, |most, x| most.max(x.abs()));
+                for (x, y) in values.iter().zip(back) {
+                    let bound = match format {
+                        KvFormat::F32 => 0.0,
+                        KvFormat::F16 => x.abs() / 2048.0 + 3e-8,
+                        KvFormat::Bf16 => x.abs() / 256.0,
+                        // One step of the codes from the least to the largest.
+                        KvFormat::Affine { bits, .. } => {
+                            2.0 * most / ((1 << bits) as f32 - 1.0) * 1.5 + most / 500.0
+                        }
+                        KvFormat::Mxfp8 => x.abs() / 16.0 + most / 448.0 / 8.0,
+                        // Half the step from 4 to 6, where the peak may be 3.5; or it is 7.
+                        KvFormat::Mxfp4 => most / 3.5,
+                        KvFormat::Nvfp4 => (most / 5.0).max(0.006),
+                        KvFormat::RowInt4 => most / 7.0 * 0.51,
+                        _ => most / 6.0 * 1.01,
+                    };
+                    assert!((x - y).abs() <= bound, "{format}: {x} is read as {y}, not {bound}");
+                }
+            }
+        }
+    }
+}
+
+#[test]
+fn rows_have_the_bytes_of_the_format() {
+    for (format, dim) in formats() {
+        let widths = Codec::of(format).unwrap().widths(dim as usize);
+        assert_eq!(widths.iter().sum::<usize>(), format.row_bytes(dim as usize), "{format}");
+        let zeros = read_back(format, &zeros(format, dim as usize), dim as usize);
+        assert!(zeros.iter().all(|&x| x == 0.0), "{format}");
+    }
+}
+
+/// Sizes that no machine has are refused, and nothing changes.
+#[test]
+fn slots_that_do_not_fit_memory_are_refused() {
+    let layer = LayerConfig {
+        n_kv_heads: 1 << 20,
+        k_head_dim: 1 << 10,
+        v_head_dim: 1 << 10,
+        policy: LayerPolicy::Full,
+    };
+    for format in ["f32", "affine2g128"].map(|name| name.parse::<KvFormat>().unwrap()) {
+        let mut store = CpuStore::new(std::slice::from_ref(&layer), [format; 2]).unwrap();
+        for slots in [1 << 26, i32::MAX] {
+            let error = store.grow(0, slots).unwrap_err();
+            assert_eq!(error.status(), Status::Backend);
+            for words in [&format!("{slots} slots"), "lower the capacity"] {
+                assert!(error.message().contains(words), "{error}");
+            }
+            assert_eq!(store.extents(0), [Extent { format, slots: 0 }; 2]);
+        }
+    }
+}
+
+#[test]
+fn misuse_is_refused() {
+    let layer =
+        LayerConfig { n_kv_heads: 1, k_head_dim: 32, v_head_dim: 32, policy: LayerPolicy::Full };
+    let mut store = CpuStore::new(std::slice::from_ref(&layer), [KvFormat::F16; 2]).unwrap();
+    store.grow(0, 4).unwrap();
+    let rows = |shape: [i32; 4]| {
+        Tensor::new(shape, vec![1f32; shape.iter().product::<i32>() as usize]).unwrap()
+    };
+    let status = |result: etkv_core::Result<()>| result.unwrap_err().status();
+    let two = rows([1, 1, 2, 32]);
+    for (slots, expected) in [
+        (Slots::Run(3..5), Status::Internal),
+        (Slots::Run(-1..1), Status::Internal),
+        (Slots::List(vec![0, 4]), Status::Internal),
+        (Slots::List(vec![0, -1]), Status::Internal),
+        (Slots::Run(0..1), Status::Shape),
+    ] {
+        assert_eq!(status(store.write(0, &slots, &two, &two, false)), expected, "{slots:?}");
+    }
+    for shape in [[2, 1, 2, 32], [1, 2, 2, 32], [1, 1, 2, 31]] {
+        let other = rows(shape);
+        let slots = Slots::Run(0..2);
+        assert_eq!(status(store.write(0, &slots, &other, &two, false)), Status::Shape);
+    }
+    assert_eq!(status(store.read(0, 3..5).map(drop)), Status::Internal);
+    assert_eq!(
+        status(store.relocate(0, &Slots::Run(0..1), &Slots::Run(1..3), 4)),
+        Status::Internal
+    );
+    let odd =
+        CpuStore::new(std::slice::from_ref(&layer), [KvFormat::F16, "affine4g64".parse().unwrap()]);
+    assert_eq!(odd.err().unwrap().status(), Status::InvalidArgument);
+}
