@@ -68,8 +68,9 @@ impl Memory {
         Ok(copy)
     }
 
-    /// Returns the first byte.
-    pub fn as_ptr(&self) -> *const u8 {
+    /// Returns the first byte. It is written through only by a single holder that has no reference
+    /// to the bytes.
+    pub fn as_ptr(&self) -> *mut u8 {
         self.start.as_ptr()
     }
 

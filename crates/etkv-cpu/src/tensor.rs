@@ -104,9 +104,9 @@ impl Tensor {
         if n != values.len() {
             fail!(Shape, "expected {n} elements for shape {shape:?}, got {}", values.len());
         }
-        let mut strides = [1; 4];
+        let mut strides = [1isize; 4];
         for axis in (0..3).rev() {
-            strides[axis] = strides[axis + 1] * shape[axis + 1] as isize;
+            strides[axis] = strides[axis + 1].saturating_mul(shape[axis + 1] as isize);
         }
         Ok(Self { data: Data::Owned(values), shape, strides })
     }
