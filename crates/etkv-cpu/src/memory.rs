@@ -76,8 +76,8 @@ impl Memory {
 
     /// Returns the bytes.
     pub fn bytes(&self) -> &[u8] {
-        // SAFETY: there are so many bytes, which began as zeros. Only `bytes_mut` writes to them,
-        // and not while they are borrowed.
+        // SAFETY: there are so many bytes, which began as zeros. They are not written while they are
+        // borrowed.
         unsafe { std::slice::from_raw_parts(self.as_ptr(), self.size) }
     }
 

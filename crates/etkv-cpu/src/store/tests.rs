@@ -336,6 +336,14 @@ impl Run {
         for (view, model) in [&k, &v].into_iter().zip(&self.model) {
             assert!(shown(view, 0).rows == model.rows, "{}", view.format());
         }
+        let start = self.rng.below(self.slots as usize + 1) as i32;
+        let stop = start + self.rng.below((self.slots - start) as usize + 1) as i32;
+        let parts = self.store.read(0, start..stop).unwrap();
+        for (view, model) in parts.iter().zip(&self.model) {
+            let mut expected = model.rows.clone();
+            expected.retain(|(slot, _), _| (start..stop).contains(slot));
+            assert!(shown(view, start).rows == expected, "{start} to {stop}: {}", view.format());
+        }
         for (view, model) in &self.held {
             assert!(shown(view, 0).rows == model.rows, "a view of {} changed", view.format());
         }
