@@ -3,8 +3,21 @@
 //! The kinds of caches come from `etkv_core`. This crate adds a [`Store`](etkv_core::Store) on
 //! plain memory, and attention that reads rows as they are stored. It knows no MLX, no C++ and no
 //! Python.
+//!
+//! Rows are stored with the bits of etkv's storage on MLX arrays, in every format.
 
+mod backend;
+mod floats;
+mod mask;
 mod memory;
+mod store;
+mod tensor;
 mod view;
 
+pub use backend::{
+    builders, CellsCache, ContiguousCache, CpuCache, ProgramCache, Step, CPU_BACKEND,
+};
+pub use mask::Mask;
+pub use store::{CpuStore, SavedRows};
+pub use tensor::{Dtype, Tensor, Values};
 pub use view::{Plane, View};

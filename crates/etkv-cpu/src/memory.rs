@@ -2,24 +2,31 @@
 
 use std::alloc::{alloc_zeroed, dealloc, Layout};
 use std::ptr::NonNull;
+use std::sync::Arc;
 
 use etkv_core::{Error, Result, Status};
 
-/// A block of bytes, aligned to a cache line. The store writes to it while views hold it: all
-/// access is by pointer.
+/// A block of bytes that begins at a cache line. The store writes to it only while no view holds
+/// it.
 #[derive(Debug)]
 pub(crate) struct Memory {
-    start: NonNull<u8>,
+    block: NonNull<u8>,
     layout: Layout,
+    start: NonNull<u8>,
+    size: usize,
 }
 
-// SAFETY: it owns its bytes; who reads or writes them when is the store's to order.
+// SAFETY: it owns its bytes, and hands them out as a reference to it allows.
 unsafe impl Send for Memory {}
 // SAFETY: as above.
 unsafe impl Sync for Memory {}
 
 impl Memory {
-    const ALIGN: usize = 64;
+    const LINE: usize = 64;
+
+    /// The alignment that is asked for. With more, the allocator would write the zeros itself; with
+    /// this, large blocks are pages that the system has as zeros already.
+    const ALIGN: usize = 16;
 
     /// Returns `size` bytes of zeros.
     ///
@@ -27,24 +34,140 @@ impl Memory {
     /// [`Backend`](Status::Backend) if there is no such memory.
     pub fn zeroed(size: usize) -> Result<Self> {
         let lacking = || {
-            Error::new(Status::Backend, format_args!("cannot allocate {size} bytes for a cache"))
+            Error::new(
+                Status::Backend,
+                format_args!(
+                    "out of memory: {size} bytes for a cache; free memory or lower the capacity"
+                ),
+            )
         };
-        let layout =
-            Layout::from_size_align(size.max(Self::ALIGN), Self::ALIGN).map_err(|_| lacking())?;
+        #[cfg(test)]
+        if shortage::is_now() {
+            return Err(lacking());
+        }
+        let layout = size
+            .checked_add(Self::LINE)
+            .and_then(|padded| Layout::from_size_align(padded, Self::ALIGN).ok())
+            .ok_or_else(lacking)?;
         // SAFETY: the layout's size is not 0.
-        let start = NonNull::new(unsafe { alloc_zeroed(layout) }).ok_or_else(lacking)?;
-        Ok(Self { start, layout })
+        let block = NonNull::new(unsafe { alloc_zeroed(layout) }).ok_or_else(lacking)?;
+        let skipped = block.as_ptr().align_offset(Self::LINE).min(Self::LINE);
+        // SAFETY: the block has a line more than `size` bytes.
+        let start = unsafe { block.add(skipped) };
+        Ok(Self { block, layout, start, size })
     }
 
-    /// Returns the first byte.
+    /// Returns `size` bytes: these, and zeros behind them.
+    ///
+    /// # Errors
+    /// [`Backend`](Status::Backend) if there is no such memory.
+    pub fn copied(&self, size: usize) -> Result<Self> {
+        let mut copy = Self::zeroed(size)?;
+        let n = size.min(self.size);
+        copy.bytes_mut()[..n].copy_from_slice(&self.bytes()[..n]);
+        Ok(copy)
+    }
+
+    /// Returns the first byte. It is written through only by a single holder that has no reference
+    /// to the bytes.
     pub fn as_ptr(&self) -> *mut u8 {
         self.start.as_ptr()
+    }
+
+    /// Returns the bytes.
+    pub fn bytes(&self) -> &[u8] {
+        // SAFETY: there are so many bytes, which began as zeros. They are not written while they are
+        // borrowed.
+        unsafe { std::slice::from_raw_parts(self.as_ptr(), self.size) }
+    }
+
+    /// Returns the bytes, to be written.
+    pub fn bytes_mut(&mut self) -> &mut [u8] {
+        // SAFETY: as above, and this reference is the only one.
+        unsafe { std::slice::from_raw_parts_mut(self.start.as_ptr(), self.size) }
     }
 }
 
 impl Drop for Memory {
     fn drop(&mut self) {
         // SAFETY: allocated with this layout.
-        unsafe { dealloc(self.start.as_ptr(), self.layout) };
+        unsafe { dealloc(self.block.as_ptr(), self.layout) };
+    }
+}
+
+/// Returns the bytes to write to. If a view holds them, the view keeps them, and they are copied
+/// first.
+///
+/// # Errors
+/// [`Backend`](Status::Backend) if there is no memory for the copy.
+pub(crate) fn unshared(memory: &mut Arc<Memory>) -> Result<&mut [u8]> {
+    if Arc::get_mut(memory).is_none() {
+        *memory = Arc::new(memory.copied(memory.size)?);
+    }
+    match Arc::get_mut(memory) {
+        Some(own) => Ok(own.bytes_mut()),
+        None => Err(Error::new(Status::Internal, "a fresh copy is shared")),
+    }
+}
+
+/// Makes allocations of this thread fail.
+#[cfg(test)]
+pub(crate) mod shortage {
+    use std::cell::Cell;
+
+    thread_local! {
+        static AFTER: Cell<Option<usize>> = const { Cell::new(None) };
+    }
+
+    /// Makes all allocations fail after `n` more. `None`: none fails.
+    pub fn after(n: Option<usize>) {
+        AFTER.set(n);
+    }
+
+    pub(super) fn is_now() -> bool {
+        let left = AFTER.get();
+        AFTER.set(left.map(|n| n.saturating_sub(1)));
+        left == Some(0)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn blocks_are_zeros_at_a_cache_line() {
+        for size in [0, 1, 63, 64, 65, 4096, 1 << 20] {
+            let mut memory = Memory::zeroed(size).unwrap();
+            assert_eq!(memory.as_ptr().align_offset(64), 0);
+            assert_eq!(memory.bytes(), vec![0; size]);
+            memory.bytes_mut().fill(7);
+            let longer = memory.copied(size + 3).unwrap();
+            assert_eq!(longer.bytes()[..size], *memory.bytes());
+            assert_eq!(longer.bytes()[size..], [0; 3]);
+        }
+    }
+
+    #[test]
+    fn sizes_that_no_machine_has_are_refused() {
+        for size in [usize::MAX, isize::MAX as usize, 1 << 60] {
+            let error = Memory::zeroed(size).unwrap_err();
+            assert_eq!(error.status(), Status::Backend);
+            assert!(error.message().contains(&format!("{size} bytes")), "{error}");
+        }
+    }
+
+    #[test]
+    fn a_holder_keeps_what_it_read() {
+        let mut own = Arc::new(Memory::zeroed(8).unwrap());
+        unshared(&mut own).unwrap()[0] = 1;
+        let place = own.as_ptr();
+        let held = own.clone();
+        unshared(&mut own).unwrap()[0] = 2;
+        assert_eq!((held.bytes()[0], own.bytes()[0]), (1, 2));
+        assert_eq!(held.as_ptr(), place);
+        let place = own.as_ptr();
+        unshared(&mut own).unwrap()[0] = 3;
+        assert_eq!(own.as_ptr(), place, "alone, it is written in place");
     }
 }

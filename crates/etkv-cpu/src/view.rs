@@ -2,26 +2,31 @@
 
 use std::sync::Arc;
 
-use etkv_core::KvFormat;
+use etkv_core::{KvFormat, Result};
 
 use crate::memory::Memory;
+use crate::store::Codec;
 
 /// One plane of rows: elements or codes, scales, or offsets. The plane of one row of one KV head is
 /// a run of bytes.
 #[derive(Debug, Clone)]
 pub struct Plane {
-    memory: Arc<Memory>,
+    pub(crate) memory: Arc<Memory>,
     /// Bytes from the start of the memory to the first slot of the view.
-    offset: usize,
+    pub(crate) offset: usize,
     /// Bytes from a slot to the next. The heads of a slot lie in between.
-    slot_stride: usize,
+    pub(crate) slot_stride: usize,
     /// Bytes from a head to the next: the bytes of one row.
-    head_stride: usize,
+    pub(crate) head_stride: usize,
 }
 
 /// What a step reads of a layer's keys, or of its values: some slots, in the form in which they are
 /// stored. Rows of a slot are side by side, head by head, so a thread that takes some slots reads
 /// one run of memory.
+///
+/// A view keeps what it shows. It shares the store's memory: if the store writes to a layer while
+/// a view of it exists, it copies the layer's keys or values first. Drop views before the next
+/// step.
 ///
 /// The planes of each format are those of etkv's MLX storage, bit for bit:
 ///
@@ -44,4 +49,62 @@ pub struct View {
     pub(crate) n_slots: usize,
     /// As many planes as the format has; the others are absent.
     pub(crate) planes: [Option<Plane>; 3],
+}
+
+impl Plane {
+    /// Returns the bytes of one row.
+    fn row(&self, slot: usize, head: usize) -> &[u8] {
+        let start = self.offset + slot * self.slot_stride + head * self.head_stride;
+        &self.memory.bytes()[start..start + self.head_stride]
+    }
+}
+
+impl View {
+    /// Returns the format of the rows.
+    pub fn format(&self) -> KvFormat {
+        self.format
+    }
+
+    /// Returns the number of slots.
+    pub fn len(&self) -> usize {
+        self.n_slots
+    }
+
+    /// Returns whether there are no slots.
+    pub fn is_empty(&self) -> bool {
+        self.n_slots == 0
+    }
+
+    /// Returns the number of KV heads.
+    pub fn n_kv_heads(&self) -> usize {
+        self.n_kv_heads
+    }
+
+    /// Returns the number of elements of one row.
+    pub fn head_dim(&self) -> usize {
+        self.head_dim
+    }
+
+    /// Returns the bytes of one row in one plane, or `None` if the view lacks the plane, the slot or
+    /// the head.
+    pub fn row(&self, plane: usize, slot: usize, head: usize) -> Option<&[u8]> {
+        let exists = slot < self.n_slots && head < self.n_kv_heads;
+        let plane = self.planes.get(plane)?.as_ref();
+        Some(plane.filter(|_| exists)?.row(slot, head))
+    }
+
+    /// Returns all rows in float32, `[n_kv_heads, len, head_dim]`.
+    ///
+    /// # Errors
+    /// [`Unsupported`](etkv_core::Status::Unsupported) for a format that the crate lacks.
+    pub fn dequantized(&self) -> Result<Vec<f32>> {
+        let codec = Codec::of(self.format)?;
+        let mut rows = vec![0.0; self.n_kv_heads * self.n_slots * self.head_dim];
+        for (at, row) in rows.chunks_exact_mut(self.head_dim.max(1)).enumerate() {
+            let (head, slot) = (at / self.n_slots, at % self.n_slots);
+            let plane = |at: usize| self.row(at, slot, head).unwrap_or_default();
+            codec.decode([plane(0), plane(1), plane(2)], row);
+        }
+        Ok(rows)
+    }
 }

@@ -11,6 +11,9 @@ pub type Tensor<B> = <<B as Backend>::Store as Store>::Tensor;
 pub trait Backend: 'static {
     type Store: Store;
 
+    /// Whether an op that fails fails when it is called, not when its outputs are computed.
+    const COMPUTES_AT_ONCE: bool = false;
+
     /// Runs `work` where tensors may be made and computed.
     fn run<T>(work: impl FnOnce() -> T) -> T;
 
@@ -32,7 +35,8 @@ pub trait Backend: 'static {
     /// Returns rows as a quantized format rounds them.
     fn quantized(rows: &[Row], format: KvFormat) -> Rows;
 
-    /// Returns a tensor like `x` that fails when it is computed.
+    /// Returns a tensor like `x` that fails when it is computed, or the failure itself where
+    /// [`COMPUTES_AT_ONCE`](Self::COMPUTES_AT_ONCE).
     fn failing(x: &Tensor<Self>) -> Result<Tensor<Self>>
     where
         Self: Sized;

@@ -5,6 +5,7 @@ pub mod backend;
 pub mod campaign;
 pub mod kept;
 pub mod model;
+pub mod on_cpu;
 #[cfg(feature = "mlx")]
 pub mod on_mlx;
 pub mod oracle;

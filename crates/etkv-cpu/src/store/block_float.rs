@@ -1,0 +1,108 @@
+//! Floats of four and eight bits with a scale a block: OCP microscaling, and NVIDIA's.
+
+use super::bits::{e8m0, from_e8m0, pack_nibbles, to_e2m1, to_e4m3, unpack_nibbles, E2M1, E4M3};
+use super::codec::{RowCodec, Widths};
+use crate::floats::peak;
+
+/// A layout of block floats.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum Layout {
+    /// E4M3 elements, an E8M0 scale for every 32.
+    Mxfp8,
+    /// E2M1 elements, an E8M0 scale for every 32.
+    Mxfp4,
+    /// E2M1 elements, an E4M3 scale for every 16.
+    Nvfp4,
+}
+
+/// Block floats. In mxfp8 and mxfp4 scales are powers of two, which cover every float32. The scale
+/// of nvfp4 is an E4M3 number: its blocks above 2688, which is 6 times the largest scale, are
+/// stored as the nearest value, and blocks below 0.006 as zeros.
+#[derive(Debug, Clone, Copy)]
+pub(crate) struct BlockFloat {
+    layout: Layout,
+}
+
+/// The most elements of a block.
+const MOST: usize = 32;
+
+impl BlockFloat {
+    /// Returns the codec.
+    pub fn new(layout: Layout) -> Self {
+        Self { layout }
+    }
+
+    fn block(&self) -> usize {
+        match self.layout {
+            Layout::Nvfp4 => 16,
+            _ => 32,
+        }
+    }
+
+    /// Returns the bytes of the codes of `n` elements.
+    fn code_bytes(&self, n: usize) -> usize {
+        match self.layout {
+            Layout::Mxfp8 => n,
+            _ => n / 2,
+        }
+    }
+
+    /// Returns the code of a block's scale, and the inverse of the scale.
+    fn fit(&self, block: &[f32]) -> (u8, f32) {
+        let peak = peak(block);
+        match self.layout {
+            Layout::Mxfp8 => e8m0(peak, 8),
+            Layout::Mxfp4 => e8m0(peak, 2),
+            Layout::Nvfp4 => {
+                let code = to_e4m3(f32::from_bits(peak) / 6.0);
+                let scale = E4M3[usize::from(code)];
+                // Blocks whose scale is 0 are zeros.
+                (code, if scale == 0.0 { 0.0 } else { 1.0 / scale })
+            }
+        }
+    }
+}
+
+impl RowCodec for BlockFloat {
+    fn widths(&self, head_dim: usize) -> Widths {
+        [self.code_bytes(head_dim), head_dim / self.block(), 0]
+    }
+
+    fn encode(&self, row: &[f32], [codes, scales, _]: [&mut [u8]; 3]) {
+        let block = self.block();
+        let codes = codes.chunks_exact_mut(self.code_bytes(block));
+        for ((values, codes), scale) in row.chunks_exact(block).zip(codes).zip(scales) {
+            let inverse;
+            (*scale, inverse) = self.fit(values);
+            if self.layout == Layout::Mxfp8 {
+                for (code, &value) in codes.iter_mut().zip(values) {
+                    *code = to_e4m3(value * inverse);
+                }
+            } else {
+                let mut apart = [0; MOST];
+                for (code, &value) in apart.iter_mut().zip(values) {
+                    *code = to_e2m1(value * inverse);
+                }
+                pack_nibbles(&apart[..block], codes);
+            }
+        }
+    }
+
+    fn decode(&self, [codes, scales, _]: [&[u8]; 3], row: &mut [f32]) {
+        let block = self.block();
+        let codes = codes.chunks_exact(self.code_bytes(block));
+        for ((row, codes), &scale) in row.chunks_exact_mut(block).zip(codes).zip(scales) {
+            let scale = match self.layout {
+                Layout::Nvfp4 => E4M3[usize::from(scale)],
+                _ => from_e8m0(scale),
+            };
+            if self.layout == Layout::Mxfp8 {
+                for (out, &code) in row.iter_mut().zip(codes) {
+                    *out = E4M3[usize::from(code)] * scale;
+                }
+            } else {
+                unpack_nibbles(codes, row, |code| E2M1[usize::from(code & 15)] * scale);
+            }
+        }
+    }
+}

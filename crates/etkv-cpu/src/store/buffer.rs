@@ -1,0 +1,337 @@
+//! The buffers of one layer's keys, or of its values: one for each plane.
+
+use std::ops::Range;
+use std::sync::Arc;
+
+use etkv_core::bookkeeping::Slots;
+use etkv_core::error::fail;
+use etkv_core::{Extent, KvFormat, Result};
+
+use super::codec::{Codec, Widths};
+use crate::floats::peak;
+use crate::memory::{unshared, Memory};
+use crate::tensor::Tensor;
+use crate::view::{Plane, View};
+
+/// The rows of one layer's keys, or of its values, in slots. Slots come first in memory, the heads
+/// of a slot are side by side. Slots that were never written are zero.
+pub(super) struct Buffer {
+    format: KvFormat,
+    codec: Codec,
+    n_kv_heads: usize,
+    head_dim: usize,
+    widths: Widths,
+    slots: i32,
+    /// As many as the format has, or none without slots.
+    planes: [Option<Arc<Memory>>; 3],
+}
+
+/// Copies of rows, bit for bit: a run of slots for each plane.
+pub(super) struct Rows {
+    format: KvFormat,
+    n_slots: usize,
+    planes: [Option<Memory>; 3],
+}
+
+impl Buffer {
+    /// Returns a buffer without slots.
+    ///
+    /// # Errors
+    /// - [`InvalidArgument`](etkv_core::Status::InvalidArgument) for rows that do not fit the
+    ///   format.
+    /// - [`Unsupported`](etkv_core::Status::Unsupported) for a format that the crate lacks.
+    pub fn new(format: KvFormat, n_kv_heads: usize, head_dim: usize) -> Result<Self> {
+        format.check(i32::try_from(head_dim).unwrap_or(-1))?;
+        let codec = Codec::of(format)?;
+        let widths = codec.widths(head_dim);
+        let planes = [None, None, None];
+        Ok(Self { format, codec, n_kv_heads, head_dim, widths, slots: 0, planes })
+    }
+
+    pub fn extent(&self) -> Extent {
+        Extent { format: self.format, slots: self.slots }
+    }
+
+    pub fn n_kv_heads(&self) -> usize {
+        self.n_kv_heads
+    }
+
+    pub fn head_dim(&self) -> usize {
+        self.head_dim
+    }
+
+    /// Returns the bytes of one slot in a plane: its heads.
+    fn slot_bytes(&self, plane: usize) -> usize {
+        // Saturated sizes are refused when they are allocated.
+        self.n_kv_heads.saturating_mul(self.widths[plane])
+    }
+
+    fn has_plane(&self, plane: usize) -> bool {
+        plane == 0 || self.widths[plane] > 0
+    }
+
+    /// Allocates planes of `n` slots; `make` gets the plane and its bytes.
+    fn planes_of<T>(
+        &self,
+        n: usize,
+        make: impl Fn(usize, usize) -> Result<T>,
+    ) -> Result<[Option<T>; 3]> {
+        let mut planes = [None, None, None];
+        for (at, plane) in planes.iter_mut().enumerate().filter(|(at, _)| self.has_plane(*at)) {
+            *plane = Some(make(at, n.saturating_mul(self.slot_bytes(at)))?);
+        }
+        Ok(planes)
+    }
+
+    /// Grows to `slots` slots and keeps the rows; never shrinks. The old planes exist until the new
+    /// ones are complete.
+    ///
+    /// # Errors
+    /// [`Backend`](etkv_core::Status::Backend); the buffer stays as it is.
+    pub fn grow(&mut self, slots: i32) -> Result<()> {
+        if slots <= self.slots {
+            return Ok(());
+        }
+        let grown = self.planes_of(slots as usize, |at, size| {
+            let grown = match &self.planes[at] {
+                Some(before) => before.copied(size),
+                None => Memory::zeroed(size),
+            };
+            Ok(Arc::new(grown?))
+        });
+        self.planes = grown.map_err(|error| {
+            let [heads, dim] = [self.n_kv_heads, self.head_dim];
+            error.at(format_args!("{slots} slots of {heads} KV heads of {dim} {}", self.format))
+        })?;
+        self.slots = slots;
+        Ok(())
+    }
+
+    pub fn release(&mut self) {
+        self.planes = [None, None, None];
+        self.slots = 0;
+    }
+
+    fn check(&self, slots: &Slots) -> Result<()> {
+        let least = match slots {
+            Slots::Run(run) => run.start,
+            Slots::List(list) => list.iter().min().copied().unwrap_or(0),
+        };
+        if least < 0 || slots.end() > self.slots {
+            fail!(Internal, "slots {least} to {} of {} are named", slots.end(), self.slots);
+        }
+        Ok(())
+    }
+
+    /// Writes one row for each slot. Returns whether all are finite as they are stored; without
+    /// `watch` it is not looked at. `row` has room for a row.
+    ///
+    /// # Errors
+    /// [`Backend`](etkv_core::Status::Backend) if a view holds the buffer and there is no memory for
+    /// a copy. No row is then written.
+    pub fn write(
+        &mut self,
+        slots: &Slots,
+        rows: &Tensor,
+        watch: bool,
+        row: &mut [f32],
+    ) -> Result<bool> {
+        let n = slots.len();
+        let expected = [1, self.n_kv_heads, n, self.head_dim];
+        if rows.shape().map(|size| usize::try_from(size).unwrap_or(usize::MAX)) != expected {
+            fail!(Shape, "expected rows of shape {expected:?}, got {:?}", rows.shape());
+        }
+        self.check(slots)?;
+        if n == 0 {
+            return Ok(true);
+        }
+        let Self { codec, n_kv_heads: heads, head_dim, widths, planes, .. } = self;
+        let mut out: [&mut [u8]; 3] = Default::default();
+        for (plane, bytes) in planes.iter_mut().flatten().zip(&mut out) {
+            *bytes = unshared(plane)?;
+        }
+        let infinite = codec.infinite_from();
+        let mut finite = true;
+        if matches!(codec, Codec::Float(float) if float.dtype() == rows.dtype()) {
+            let row = &mut row[..*head_dim];
+            let copied = rows.for_each_run(|at, head, bytes| {
+                let place = slot_at(slots, at) * *heads + head;
+                row_mut(out[0], widths[0], place).copy_from_slice(bytes);
+                if watch {
+                    rows.dtype().load(bytes, row);
+                    finite &= peak(row) < infinite;
+                }
+            });
+            if copied {
+                return Ok(finite);
+            }
+        }
+        rows.for_each_row(row, |at, head, row| {
+            let place = slot_at(slots, at) * *heads + head;
+            let [a, b, c] = &mut out;
+            codec.encode(
+                row,
+                [
+                    row_mut(a, widths[0], place),
+                    row_mut(b, widths[1], place),
+                    row_mut(c, widths[2], place),
+                ],
+            );
+            finite &= !watch || peak(row) < infinite;
+        });
+        Ok(finite)
+    }
+
+    /// Returns a run of slots as attention reads them.
+    ///
+    /// # Errors
+    /// [`Internal`](etkv_core::Status::Internal) for slots that are not allocated.
+    pub fn read(&self, slots: Range<i32>) -> Result<View> {
+        if slots.start > slots.end {
+            fail!(Internal, "slots {} to {} are read", slots.start, slots.end);
+        }
+        self.check(&Slots::Run(slots.clone()))?;
+        let plane = |at: usize| {
+            let memory = Arc::clone(self.planes[at].as_ref()?);
+            let slot_stride = self.slot_bytes(at);
+            let offset = slots.start as usize * slot_stride;
+            Some(Plane { memory, offset, slot_stride, head_stride: self.widths[at] })
+        };
+        Ok(View {
+            format: self.format,
+            n_kv_heads: self.n_kv_heads,
+            head_dim: self.head_dim,
+            n_slots: slots.len(),
+            planes: [plane(0), plane(1), plane(2)],
+        })
+    }
+
+    /// Returns copies of these slots.
+    ///
+    /// # Errors
+    /// [`Backend`](etkv_core::Status::Backend).
+    pub fn copy(&self, slots: &Slots) -> Result<Rows> {
+        self.check(slots)?;
+        let mut copies = self.planes_of(slots.len(), |_, size| Memory::zeroed(size))?;
+        for (at, (copy, plane)) in copies.iter_mut().zip(&self.planes).enumerate() {
+            let (Some(copy), Some(plane)) = (copy, plane) else { continue };
+            for_each_run(slots, self.slot_bytes(at), |there, here| {
+                copy.bytes_mut()[here].copy_from_slice(&plane.bytes()[there]);
+            });
+        }
+        Ok(Rows { format: self.format, n_slots: slots.len(), planes: copies })
+    }
+
+    /// Writes copies to as many other slots, or to the same ones.
+    ///
+    /// # Errors
+    /// [`Backend`](etkv_core::Status::Backend).
+    pub fn put(&mut self, slots: &Slots, rows: &Rows) -> Result<()> {
+        self.check(slots)?;
+        let (format, n) = (self.format, slots.len());
+        if rows.format != format || rows.n_slots != n {
+            let Rows { format: other, n_slots, .. } = rows;
+            fail!(Internal, "{n_slots} rows of {other} do not fit {n} slots of {format}");
+        }
+        for at in 0..self.planes.len() {
+            let slot_bytes = self.slot_bytes(at);
+            if let (Some(plane), Some(copy)) = (&mut self.planes[at], &rows.planes[at]) {
+                let bytes = unshared(plane)?;
+                for_each_run(slots, slot_bytes, |there, here| {
+                    bytes[there].copy_from_slice(&copy.bytes()[here]);
+                });
+            }
+        }
+        Ok(())
+    }
+
+    /// Sets slots to zero.
+    ///
+    /// # Errors
+    /// [`Backend`](etkv_core::Status::Backend) if a view holds the buffer and there is no memory for
+    /// a copy.
+    pub fn blank(&mut self, slots: &Slots) -> Result<()> {
+        self.check(slots)?;
+        for at in 0..self.planes.len() {
+            let slot_bytes = self.slot_bytes(at);
+            if let Some(plane) = &mut self.planes[at] {
+                let bytes = unshared(plane)?;
+                for_each_run(slots, slot_bytes, |there, _| bytes[there].fill(0));
+            }
+        }
+        Ok(())
+    }
+
+    /// Returns the same rows in another format. `row` has room for a row.
+    ///
+    /// # Errors
+    /// Those of [`new`](Self::new) and [`grow`](Self::grow).
+    pub fn converted(&self, format: KvFormat, row: &mut [f32]) -> Result<Self> {
+        let mut converted = Self::new(format, self.n_kv_heads, self.head_dim)?;
+        converted.grow(self.slots)?;
+        let mut from: [&[u8]; 3] = Default::default();
+        for (plane, bytes) in self.planes.iter().flatten().zip(&mut from) {
+            *bytes = plane.bytes();
+        }
+        let Self { codec, widths, planes, .. } = &mut converted;
+        let mut to: [&mut [u8]; 3] = Default::default();
+        for (plane, bytes) in planes.iter_mut().flatten().zip(&mut to) {
+            *bytes = unshared(plane)?;
+        }
+        let row = &mut row[..self.head_dim];
+        for place in 0..self.slots as usize * self.n_kv_heads {
+            let [a, b, c] = from;
+            self.codec.decode(
+                [
+                    row_of(a, self.widths[0], place),
+                    row_of(b, self.widths[1], place),
+                    row_of(c, self.widths[2], place),
+                ],
+                row,
+            );
+            let [a, b, c] = &mut to;
+            codec.encode(
+                row,
+                [
+                    row_mut(a, widths[0], place),
+                    row_mut(b, widths[1], place),
+                    row_mut(c, widths[2], place),
+                ],
+            );
+        }
+        Ok(converted)
+    }
+}
+
+fn row_of(plane: &[u8], width: usize, place: usize) -> &[u8] {
+    &plane[place * width..][..width]
+}
+
+fn row_mut(plane: &mut [u8], width: usize, place: usize) -> &mut [u8] {
+    &mut plane[place * width..][..width]
+}
+
+/// Returns the slot of the row `at`.
+fn slot_at(slots: &Slots, at: usize) -> usize {
+    match slots {
+        Slots::Run(run) => run.start as usize + at,
+        Slots::List(list) => list[at] as usize,
+    }
+}
+
+/// Passes runs of slots to `take`, in bytes: where they lie in a plane, and where in a copy that has
+/// these slots alone.
+fn for_each_run(
+    slots: &Slots,
+    slot_bytes: usize,
+    mut take: impl FnMut(Range<usize>, Range<usize>),
+) {
+    let mut run = |slot: usize, at: usize, n: usize| {
+        let bytes = |start: usize| start * slot_bytes..(start + n) * slot_bytes;
+        take(bytes(slot), bytes(at));
+    };
+    match slots {
+        Slots::Run(slots) => run(slots.start as usize, 0, slots.len()),
+        Slots::List(list) => (0..list.len()).for_each(|at| run(list[at] as usize, at, 1)),
+    }
+}

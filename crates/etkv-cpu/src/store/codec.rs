@@ -1,0 +1,85 @@
+//! The storage formats: how a row becomes the bytes of its planes, and back.
+
+use etkv_core::error::fail;
+use etkv_core::{KvFormat, Result};
+
+use super::affine::Affine;
+use super::block_float::{BlockFloat, Layout};
+use super::float::Float;
+use super::row::{Element, Row};
+
+/// The bytes of one row in each plane. A plane that a format lacks has none.
+pub(crate) type Widths = [usize; 3];
+
+/// A storage format. The length of a row fits it. A row of zeros in every plane is a row of zeros.
+pub(crate) trait RowCodec {
+    /// Returns the bytes of a row of `head_dim` elements.
+    fn widths(&self, head_dim: usize) -> Widths;
+
+    /// Converts a row to planes of these widths.
+    fn encode(&self, row: &[f32], planes: [&mut [u8]; 3]);
+
+    /// Converts planes to a row.
+    fn decode(&self, planes: [&[u8]; 3], row: &mut [f32]);
+
+    /// Returns the least magnitude, as [`magnitude`](crate::floats::magnitude) has it, that is
+    /// infinite once it is stored; infinity in formats that need no more than the program's dtype.
+    fn infinite_from(&self) -> u32 {
+        f32::INFINITY.to_bits()
+    }
+}
+
+/// The codec of any format.
+#[derive(Debug, Clone, Copy)]
+pub(crate) enum Codec {
+    Float(Float),
+    Affine(Affine),
+    BlockFloat(BlockFloat),
+    Row(Row),
+}
+
+impl Codec {
+    /// Returns the codec of a format.
+    ///
+    /// # Errors
+    /// [`Unsupported`](etkv_core::Status::Unsupported) for a format that the crate lacks.
+    pub fn of(format: KvFormat) -> Result<Self> {
+        Ok(match format {
+            KvFormat::F32 => Self::Float(Float::F32),
+            KvFormat::F16 => Self::Float(Float::F16),
+            KvFormat::Bf16 => Self::Float(Float::Bf16),
+            KvFormat::Affine { bits, group } => Self::Affine(Affine::new(bits, group)),
+            KvFormat::Mxfp8 => Self::BlockFloat(BlockFloat::new(Layout::Mxfp8)),
+            KvFormat::Mxfp4 => Self::BlockFloat(BlockFloat::new(Layout::Mxfp4)),
+            KvFormat::Nvfp4 => Self::BlockFloat(BlockFloat::new(Layout::Nvfp4)),
+            KvFormat::RowInt4 => Self::Row(Row::new(Element::Int4)),
+            KvFormat::RowFp4 => Self::Row(Row::new(Element::Fp4)),
+            other => fail!(Unsupported, "CPU storage lacks the format {other}; choose another"),
+        })
+    }
+
+    fn of_rows(&self) -> &dyn RowCodec {
+        match self {
+            Self::Float(codec) => codec,
+            Self::Affine(codec) => codec,
+            Self::BlockFloat(codec) => codec,
+            Self::Row(codec) => codec,
+        }
+    }
+
+    pub fn widths(&self, head_dim: usize) -> Widths {
+        self.of_rows().widths(head_dim)
+    }
+
+    pub fn encode(&self, row: &[f32], planes: [&mut [u8]; 3]) {
+        self.of_rows().encode(row, planes);
+    }
+
+    pub fn decode(&self, planes: [&[u8]; 3], row: &mut [f32]) {
+        self.of_rows().decode(planes, row);
+    }
+
+    pub fn infinite_from(&self) -> u32 {
+        self.of_rows().infinite_from()
+    }
+}

@@ -1,0 +1,55 @@
+//! Rows in float32, float16 or bfloat16: one plane, the rows themselves.
+
+use super::codec::{RowCodec, Widths};
+use crate::floats::{load_bf16, load_f16, load_f32, store_bf16, store_f16, store_f32};
+use crate::tensor::Dtype;
+
+/// Rows in a float dtype. Values beyond the range of float16 become infinite.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum Float {
+    F32,
+    F16,
+    Bf16,
+}
+
+impl Float {
+    /// Returns the dtype whose rows are stored as they are.
+    pub fn dtype(self) -> Dtype {
+        match self {
+            Self::F32 => Dtype::F32,
+            Self::F16 => Dtype::F16,
+            Self::Bf16 => Dtype::Bf16,
+        }
+    }
+}
+
+impl RowCodec for Float {
+    fn widths(&self, head_dim: usize) -> Widths {
+        [head_dim * self.dtype().size(), 0, 0]
+    }
+
+    fn encode(&self, row: &[f32], [elements, ..]: [&mut [u8]; 3]) {
+        match self {
+            Self::F32 => store_f32(row, elements),
+            Self::F16 => store_f16(row, elements),
+            Self::Bf16 => store_bf16(row, elements),
+        }
+    }
+
+    fn decode(&self, [elements, ..]: [&[u8]; 3], row: &mut [f32]) {
+        match self {
+            Self::F32 => load_f32(elements, row),
+            Self::F16 => load_f16(elements, row),
+            Self::Bf16 => load_bf16(elements, row),
+        }
+    }
+
+    fn infinite_from(&self) -> u32 {
+        match self {
+            Self::F32 => f32::INFINITY.to_bits(),
+            // Half a step above the largest: ties are rounded to even, which infinity is.
+            Self::F16 => 65520f32.to_bits(),
+            Self::Bf16 => 0x7f7f_8000,
+        }
+    }
+}

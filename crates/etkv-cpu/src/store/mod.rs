@@ -1,0 +1,198 @@
+//! The storage of a cache in plain memory.
+//!
+//! Each layer has a buffer for its keys and one for its values. A buffer has a run of memory for
+//! each plane of its format. A format is a codec: the planes of a row.
+
+mod affine;
+mod bits;
+mod block_float;
+mod buffer;
+mod codec;
+mod float;
+mod row;
+
+use std::ops::Range;
+
+use etkv_core::bookkeeping::Slots;
+use etkv_core::error::fail;
+use etkv_core::{Extent, KvFormat, LayerConfig, Result, Store};
+
+use crate::mask::Mask;
+use crate::tensor::Tensor;
+use crate::view::View;
+use buffer::{Buffer, Rows};
+pub(crate) use codec::Codec;
+
+/// The storage of a cache in plain memory. All work is done at once.
+pub struct CpuStore {
+    /// Keys and values of each layer.
+    layers: Vec<[Buffer; 2]>,
+    /// For each watched write of the open step, whether its values are finite as they are stored.
+    finite: Vec<bool>,
+    /// Room for one row of any layer.
+    row: Vec<f32>,
+}
+
+/// Copies of the rows that a step overwrites and an abort restores: the layer, its slots, keys and
+/// values.
+pub struct SavedRows(Vec<(usize, Slots, [Rows; 2])>);
+
+impl CpuStore {
+    /// Returns the buffers that replace those of another format, in order. The other buffers then
+    /// also have the slots that are asked for, and keep their rows.
+    fn cleared(&mut self, formats: [KvFormat; 2], slots: &[i32]) -> Result<Vec<Option<Buffer>>> {
+        let mut all = Vec::new();
+        for (buffers, &slots) in self.layers.iter_mut().zip(slots) {
+            for (buffer, format) in buffers.iter_mut().zip(formats) {
+                let mut fresh = match buffer.extent().format == format {
+                    true => None,
+                    false => Some(Buffer::new(format, buffer.n_kv_heads(), buffer.head_dim())?),
+                };
+                fresh.as_mut().unwrap_or(buffer).grow(slots)?;
+                all.push(fresh);
+            }
+        }
+        Ok(all)
+    }
+}
+
+impl Store for CpuStore {
+    const NAME: &'static str = "CPU";
+
+    type Tensor = Tensor;
+    type View = View;
+    type Mask = Mask;
+    type Saved = SavedRows;
+
+    fn new(layers: &[LayerConfig], formats: [KvFormat; 2]) -> Result<Self> {
+        let size = |size: i32| match usize::try_from(size) {
+            Ok(size) => Ok(size),
+            Err(_) => fail!(InvalidArgument, "expected sizes of at least 0, got {size}"),
+        };
+        let mut store = Self { layers: Vec::new(), finite: Vec::new(), row: Vec::new() };
+        let mut longest = 0;
+        for layer in layers {
+            let heads = size(layer.n_kv_heads)?;
+            let dims = [size(layer.k_head_dim)?, size(layer.v_head_dim)?];
+            longest = dims.into_iter().fold(longest, usize::max);
+            let [k, v] = formats;
+            store.layers.push([Buffer::new(k, heads, dims[0])?, Buffer::new(v, heads, dims[1])?]);
+        }
+        if store.row.try_reserve_exact(longest).is_err() {
+            fail!(Backend, "out of memory: rows of {longest} elements; free memory");
+        }
+        store.row.resize(longest, 0.0);
+        Ok(store)
+    }
+
+    fn shape(tensor: &Tensor) -> &[i32] {
+        tensor.shape()
+    }
+
+    fn extents(&self, layer: usize) -> [Extent; 2] {
+        let [k, v] = &self.layers[layer];
+        [k.extent(), v.extent()]
+    }
+
+    fn grow(&mut self, layer: usize, slots: i32) -> Result<()> {
+        self.layers[layer].iter_mut().try_for_each(|buffer| buffer.grow(slots))
+    }
+
+    fn begin(&mut self, displaced: &[(usize, Slots)]) -> Result<SavedRows> {
+        let copies = displaced.iter().map(|(layer, slots)| {
+            let [k, v] = &self.layers[*layer];
+            Ok((*layer, slots.clone(), [k.copy(slots)?, v.copy(slots)?]))
+        });
+        Ok(SavedRows(copies.collect::<Result<_>>()?))
+    }
+
+    fn write(
+        &mut self,
+        layer: usize,
+        slots: &Slots,
+        k: &Tensor,
+        v: &Tensor,
+        watch: bool,
+    ) -> Result<()> {
+        let [keys, values] = &mut self.layers[layer];
+        keys.write(slots, k, false, &mut self.row)?;
+        let finite = values.write(slots, v, watch, &mut self.row)?;
+        if watch {
+            self.finite.push(finite);
+        }
+        Ok(())
+    }
+
+    fn read(&self, layer: usize, slots: Range<i32>) -> Result<[View; 2]> {
+        let [k, v] = &self.layers[layer];
+        Ok([k.read(slots.clone())?, v.read(slots)?])
+    }
+
+    fn mask(bytes: &[u8], n_tokens: i32) -> Mask {
+        Mask::new(bytes, n_tokens.max(1) as usize)
+    }
+
+    fn eval(&self, _: &[&Tensor]) -> Result<()> {
+        Ok(())
+    }
+
+    fn non_finite(&self) -> Option<usize> {
+        self.finite.iter().position(|finite| !finite)
+    }
+
+    fn end(&mut self) {
+        self.finite.clear();
+    }
+
+    /// Rows that the step wrote to slots without a row before it may stay: no step reads them
+    /// before another writes them, unless they are among the `blank` ones.
+    fn abort(&mut self, saved: SavedRows, blank: &[(usize, Slots)]) -> Result<()> {
+        self.end();
+        for (layer, slots) in blank {
+            self.layers[*layer].iter_mut().try_for_each(|buffer| buffer.blank(slots))?;
+        }
+        for (layer, slots, rows) in &saved.0 {
+            for (buffer, rows) in self.layers[*layer].iter_mut().zip(rows) {
+                buffer.put(slots, rows)?;
+            }
+        }
+        Ok(())
+    }
+
+    fn relocate(&mut self, layer: usize, from: &Slots, to: &Slots, slots: i32) -> Result<()> {
+        for buffer in &mut self.layers[layer] {
+            let rows = buffer.copy(from)?;
+            buffer.grow(slots)?;
+            buffer.put(to, &rows)?;
+        }
+        Ok(())
+    }
+
+    fn convert(&mut self, layer: usize, formats: [KvFormat; 2]) -> Result<()> {
+        for (buffer, format) in self.layers[layer].iter_mut().zip(formats) {
+            if buffer.extent().format != format {
+                *buffer = buffer.converted(format, &mut self.row)?;
+            }
+        }
+        Ok(())
+    }
+
+    fn clear(&mut self, formats: [KvFormat; 2], slots: &[i32]) -> Result<()> {
+        let fresh = self.cleared(formats, slots)?;
+        // Nothing fails from here on.
+        self.end();
+        for (buffer, fresh) in self.layers.iter_mut().flatten().zip(fresh) {
+            if let Some(fresh) = fresh {
+                *buffer = fresh;
+            }
+        }
+        Ok(())
+    }
+
+    fn release(&mut self) {
+        self.layers.iter_mut().flatten().for_each(Buffer::release);
+    }
+}
+
+#[cfg(test)]
+mod tests;

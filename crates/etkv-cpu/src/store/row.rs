@@ -1,0 +1,86 @@
+//! Four bits an element with one float16 scale a row: integers, or E2M1.
+
+use half::f16;
+
+use super::bits::{pack_nibbles, rounded, to_byte, to_e2m1, unpack_nibbles, E2M1};
+use super::codec::{RowCodec, Widths};
+use crate::floats::{peak, to_f16};
+
+/// The codes of a row.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum Element {
+    /// Integers from -8 to 7, stored with 8 added. The largest magnitude of a row becomes 7.
+    Int4,
+    /// E2M1 numbers. The largest magnitude of a row becomes 6.
+    Fp4,
+}
+
+/// Rows of 4-bit codes, eight in a word of 32 bits with the first lowest, and a scale.
+///
+/// Codes are computed with the scale as float16 stores it, at most 65504. Rows beyond 7 or 6 times
+/// that scale are stored as the nearest value.
+#[derive(Debug, Clone, Copy)]
+pub(crate) struct Row {
+    element: Element,
+}
+
+/// Elements that are converted at a time.
+const BLOCK: usize = 64;
+
+/// The largest float16.
+const F16_MAX: f32 = 65504.0;
+
+impl Row {
+    /// Returns the codec.
+    pub fn new(element: Element) -> Self {
+        Self { element }
+    }
+
+    fn scale(&self, row: &[f32]) -> f16 {
+        let most = match self.element {
+            Element::Int4 => 7.0,
+            Element::Fp4 => 6.0,
+        };
+        let scale = f32::from_bits(peak(row)) / most;
+        // NaN stays.
+        to_f16(if scale > F16_MAX { F16_MAX } else { scale })
+    }
+}
+
+/// Returns the code of an integer.
+fn to_int4(step: f32) -> u8 {
+    // NaN has no integer; the least code stands for it.
+    let step = if step >= -8.0 { step.min(7.0) } else { -8.0 };
+    to_byte(rounded(step) + 8.0)
+}
+
+impl RowCodec for Row {
+    fn widths(&self, head_dim: usize) -> Widths {
+        [head_dim / 2, 2, 0]
+    }
+
+    fn encode(&self, row: &[f32], [codes, scale_out, _]: [&mut [u8]; 3]) {
+        let stored = self.scale(row);
+        scale_out.copy_from_slice(&stored.to_le_bytes());
+        // A row of zeros has scale 0 and any codes.
+        let scale = if stored.to_f32() == 0.0 { 1.0 } else { stored.to_f32() };
+        for (values, codes) in row.chunks(BLOCK).zip(codes.chunks_mut(BLOCK / 2)) {
+            let mut apart = [0; BLOCK];
+            let apart = &mut apart[..values.len()];
+            let steps = apart.iter_mut().zip(values);
+            match self.element {
+                Element::Int4 => steps.for_each(|(code, value)| *code = to_int4(value / scale)),
+                Element::Fp4 => steps.for_each(|(code, value)| *code = to_e2m1(value / scale)),
+            }
+            pack_nibbles(apart, codes);
+        }
+    }
+
+    fn decode(&self, [codes, scale, _]: [&[u8]; 3], row: &mut [f32]) {
+        let scale = f16::from_le_bytes([scale[0], scale[1]]).to_f32();
+        match self.element {
+            Element::Int4 => unpack_nibbles(codes, row, |code| (f32::from(code) - 8.0) * scale),
+            Element::Fp4 => unpack_nibbles(codes, row, |code| E2M1[usize::from(code & 15)] * scale),
+        }
+    }
+}

@@ -1,0 +1,333 @@
+//! Tensors as programs pass them.
+
+use std::ffi::c_void;
+
+use etkv_core::error::fail;
+use etkv_core::Result;
+use half::{bf16, f16};
+
+use crate::floats::{load_bf16, load_f16, load_f32};
+
+/// The dtype of a tensor's elements.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Dtype {
+    /// IEEE binary32.
+    F32,
+    /// IEEE binary16.
+    F16,
+    /// bfloat16.
+    Bf16,
+}
+
+impl Dtype {
+    /// Returns the bytes of one element.
+    pub const fn size(self) -> usize {
+        match self {
+            Self::F32 => 4,
+            Self::F16 | Self::Bf16 => 2,
+        }
+    }
+
+    /// Converts a row of elements in memory.
+    pub(crate) fn load(self, bytes: &[u8], out: &mut [f32]) {
+        match self {
+            Self::F32 => load_f32(bytes, out),
+            Self::F16 => load_f16(bytes, out),
+            Self::Bf16 => load_bf16(bytes, out),
+        }
+    }
+}
+
+/// The elements of a tensor that owns them.
+#[derive(Debug, Clone)]
+pub enum Values {
+    /// IEEE binary32.
+    F32(Vec<f32>),
+    /// IEEE binary16.
+    F16(Vec<f16>),
+    /// bfloat16.
+    Bf16(Vec<bf16>),
+}
+
+impl Values {
+    fn len(&self) -> usize {
+        match self {
+            Self::F32(values) => values.len(),
+            Self::F16(values) => values.len(),
+            Self::Bf16(values) => values.len(),
+        }
+    }
+}
+
+impl From<Vec<f32>> for Values {
+    fn from(values: Vec<f32>) -> Self {
+        Self::F32(values)
+    }
+}
+
+impl From<Vec<f16>> for Values {
+    fn from(values: Vec<f16>) -> Self {
+        Self::F16(values)
+    }
+}
+
+impl From<Vec<bf16>> for Values {
+    fn from(values: Vec<bf16>) -> Self {
+        Self::Bf16(values)
+    }
+}
+
+#[derive(Debug, Clone)]
+enum Data {
+    Owned(Values),
+    Borrowed { start: *const u8, dtype: Dtype },
+}
+
+/// Rows as programs pass them, `[1, heads, T, dim]` in float32, float16 or bfloat16, in memory of
+/// their own or of a program. Axes may lie in any order in memory.
+#[derive(Debug, Clone)]
+pub struct Tensor {
+    data: Data,
+    shape: [i32; 4],
+    /// Elements from one index to the next, for each axis.
+    strides: [isize; 4],
+}
+
+impl Tensor {
+    /// Returns a tensor of these elements, the last axis fastest.
+    ///
+    /// # Errors
+    /// [`Shape`](etkv_core::Status::Shape) if the shape has another number of elements.
+    pub fn new(shape: [i32; 4], values: impl Into<Values>) -> Result<Self> {
+        let values = values.into();
+        let n = count(shape)?;
+        if n != values.len() {
+            fail!(Shape, "expected {n} elements for shape {shape:?}, got {}", values.len());
+        }
+        let mut strides = [1isize; 4];
+        for axis in (0..3).rev() {
+            strides[axis] = strides[axis + 1].saturating_mul(shape[axis + 1] as isize);
+        }
+        Ok(Self { data: Data::Owned(values), shape, strides })
+    }
+
+    /// Returns a tensor of elements that lie elsewhere: the one at an index is `strides` times the
+    /// index, in elements, behind `start`.
+    ///
+    /// # Errors
+    /// [`Shape`](etkv_core::Status::Shape) for a negative size.
+    ///
+    /// # Safety
+    /// Until the tensor is dropped, all elements are initialized and readable in one allocation,
+    /// lie at addresses that their dtype is aligned to, and are not written. Without elements
+    /// `start` may be anything.
+    pub unsafe fn borrowed(
+        start: *const c_void,
+        dtype: Dtype,
+        shape: [i32; 4],
+        strides: [isize; 4],
+    ) -> Result<Self> {
+        count(shape)?;
+        Ok(Self { data: Data::Borrowed { start: start.cast(), dtype }, shape, strides })
+    }
+
+    /// Returns the dtype of the elements.
+    pub fn dtype(&self) -> Dtype {
+        match &self.data {
+            Data::Owned(Values::F32(_)) => Dtype::F32,
+            Data::Owned(Values::F16(_)) => Dtype::F16,
+            Data::Owned(Values::Bf16(_)) => Dtype::Bf16,
+            Data::Borrowed { dtype, .. } => *dtype,
+        }
+    }
+
+    /// Returns the shape.
+    pub fn shape(&self) -> &[i32; 4] {
+        &self.shape
+    }
+
+    /// Returns the elements in float32, the last axis fastest.
+    pub fn to_f32(&self) -> Vec<f32> {
+        let [batch, heads, n, dim] = self.shape.map(|size| size as usize);
+        let mut values = vec![0.0; batch * heads * n * dim];
+        for (at, out) in values.chunks_exact_mut(dim.max(1)).enumerate() {
+            let index = [at / (heads * n), at / n % heads, at % n];
+            // SAFETY: the index is one of the shape.
+            unsafe { self.load_row(index, out) };
+        }
+        values
+    }
+
+    /// Passes each row of the first batch to `take`, in float32: its index in `T`, its head, its
+    /// elements. `row` has room for one.
+    pub(crate) fn for_each_row(&self, row: &mut [f32], mut take: impl FnMut(usize, usize, &[f32])) {
+        let [batch, heads, n, dim] = self.shape.map(|size| size as usize);
+        let row = &mut row[..dim];
+        for at in 0..if batch > 0 { n } else { 0 } {
+            for head in 0..heads {
+                // SAFETY: the index is one of the shape.
+                unsafe { self.load_row([0, head, at], row) };
+                take(at, head, row);
+            }
+        }
+    }
+
+    /// Does the same with the bytes of rows whose elements lie one after the other. Returns whether
+    /// they do.
+    pub(crate) fn for_each_run(&self, mut take: impl FnMut(usize, usize, &[u8])) -> bool {
+        let [batch, heads, n, _] = self.shape.map(|size| size as usize);
+        if !self.has_runs() {
+            return false;
+        }
+        for at in 0..if batch > 0 { n } else { 0 } {
+            for head in 0..heads {
+                // SAFETY: the index is one of the shape, and rows are runs.
+                take(at, head, unsafe { self.run([0, head, at]) });
+            }
+        }
+        true
+    }
+
+    fn start(&self) -> *const u8 {
+        match &self.data {
+            Data::Owned(Values::F32(values)) => values.as_ptr().cast(),
+            Data::Owned(Values::F16(values)) => values.as_ptr().cast(),
+            Data::Owned(Values::Bf16(values)) => values.as_ptr().cast(),
+            Data::Borrowed { start, .. } => *start,
+        }
+    }
+
+    /// Returns whether the elements of a row lie one after the other.
+    fn has_runs(&self) -> bool {
+        self.strides[3] == 1 || self.shape[3] <= 1
+    }
+
+    /// Returns the first element of a row.
+    ///
+    /// # Safety
+    /// There is such an element.
+    unsafe fn element(&self, index: [usize; 3]) -> *const u8 {
+        let along = index.iter().zip(&self.strides);
+        let offset: isize = along.map(|(&at, stride)| at as isize * stride).sum();
+        // SAFETY: the element lies in the same allocation, by the constructors' contracts.
+        unsafe { self.start().offset(offset * self.dtype().size() as isize) }
+    }
+
+    /// Returns the bytes of a row.
+    ///
+    /// # Safety
+    /// The index is one of the shape, and rows are runs.
+    unsafe fn run(&self, index: [usize; 3]) -> &[u8] {
+        let size = self.shape[3] as usize * self.dtype().size();
+        if size == 0 {
+            return &[];
+        }
+        // SAFETY: the elements of the row are initialized and not written while this is borrowed,
+        // by the constructors' contracts.
+        unsafe { std::slice::from_raw_parts(self.element(index), size) }
+    }
+
+    /// Converts a row, of the length of `out`.
+    ///
+    /// # Safety
+    /// The index is one of the shape.
+    unsafe fn load_row(&self, index: [usize; 3], out: &mut [f32]) {
+        let dtype = self.dtype();
+        if self.has_runs() {
+            // SAFETY: as for this function.
+            return dtype.load(unsafe { self.run(index) }, out);
+        }
+        let step = self.strides[3] * dtype.size() as isize;
+        // SAFETY: as for this function; without runs there are several elements.
+        let start = unsafe { self.element(index) };
+        for (at, out) in (0..).zip(out) {
+            // SAFETY: the element is one of the row, of this size.
+            let bytes =
+                unsafe { std::slice::from_raw_parts(start.offset(at * step), dtype.size()) };
+            dtype.load(bytes, std::slice::from_mut(out));
+        }
+    }
+}
+
+/// Returns the number of elements of a shape.
+fn count(shape: [i32; 4]) -> Result<usize> {
+    let n = shape.iter().try_fold(1usize, |n, &size| n.checked_mul(usize::try_from(size).ok()?));
+    match n.filter(|&n| isize::try_from(n.saturating_mul(4)).is_ok()) {
+        Some(n) => Ok(n),
+        None => fail!(Shape, "expected sizes of at least 0 that fit memory, got shape {shape:?}"),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use etkv_core::Status;
+
+    use super::*;
+
+    fn rows(tensor: &Tensor) -> Vec<(usize, usize, Vec<f32>)> {
+        let mut rows = Vec::new();
+        tensor.for_each_row(&mut [0.0; 8], |at, head, row| rows.push((at, head, row.to_vec())));
+        rows
+    }
+
+    #[test]
+    fn rows_of_every_dtype_and_stride_are_the_same() {
+        let values: Vec<f32> = (0..24).map(|at| at as f32 - 7.0).collect();
+        let halves: Vec<f16> = values.iter().map(|&value| f16::from_f32(value)).collect();
+        let bfloats: Vec<bf16> = values.iter().map(|&value| bf16::from_f32(value)).collect();
+        let shape = [1, 3, 2, 4];
+        let tensors = [
+            Tensor::new(shape, values.clone()).unwrap(),
+            Tensor::new(shape, halves).unwrap(),
+            Tensor::new(shape, bfloats).unwrap(),
+        ];
+        for tensor in &tensors {
+            assert_eq!(tensor.to_f32(), values);
+            assert_eq!(rows(tensor).len(), 6);
+            for (at, head, row) in rows(tensor) {
+                assert_eq!(row, values[(head * 2 + at) * 4..][..4]);
+            }
+        }
+        // [1, 2, 4, 3] in memory, seen as [1, 3, 2, 4].
+        let transposed: Vec<f16> = (0..24)
+            .map(|at| (at / 12, at / 3 % 4, at % 3))
+            .map(|(n, dim, head)| f16::from_f32(values[(head * 2 + n) * 4 + dim]))
+            .collect();
+        let start = transposed.as_ptr().cast();
+        // SAFETY: the vector outlives the tensor and has these elements.
+        let view = unsafe { Tensor::borrowed(start, Dtype::F16, shape, [24, 1, 12, 3]) }.unwrap();
+        assert_eq!(view.to_f32(), values);
+        assert_eq!(rows(&view), rows(&tensors[0]));
+        assert!(!view.for_each_run(|_, _, _| unreachable!()));
+        // Rows that are runs, their heads side by side.
+        let side: Vec<f32> = (0..24)
+            .map(|at| (at / 12, at / 4 % 3, at % 4))
+            .map(|(n, head, dim)| values[(head * 2 + n) * 4 + dim])
+            .collect();
+        let start = side.as_ptr().cast();
+        // SAFETY: as above.
+        let view = unsafe { Tensor::borrowed(start, Dtype::F32, shape, [24, 4, 12, 1]) }.unwrap();
+        assert_eq!(view.to_f32(), values);
+        let mut runs = 0;
+        assert!(view.for_each_run(|_, _, bytes| {
+            runs += 1;
+            assert_eq!(bytes.len(), 16);
+        }));
+        assert_eq!(runs, 6);
+    }
+
+    #[test]
+    fn shapes_are_checked() {
+        let error = Tensor::new([1, 2, 3, 4], vec![0f32; 23]).unwrap_err();
+        assert_eq!(error.status(), Status::Shape);
+        assert!(error.message().contains("24") && error.message().contains("23"), "{error}");
+        for shape in [[1, -1, 1, 1], [i32::MAX; 4]] {
+            // SAFETY: refused, and never read.
+            let tensor = unsafe { Tensor::borrowed(std::ptr::null(), Dtype::F32, shape, [0; 4]) };
+            assert_eq!(tensor.unwrap_err().status(), Status::Shape);
+        }
+        // SAFETY: there are no elements.
+        let none = unsafe { Tensor::borrowed(std::ptr::null(), Dtype::F16, [1, 2, 0, 4], [0; 4]) };
+        assert!(rows(&none.unwrap()).is_empty());
+    }
+}

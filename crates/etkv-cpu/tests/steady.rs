@@ -1,0 +1,74 @@
+//! A step of one token allocates nothing in the store.
+
+use std::alloc::{GlobalAlloc, Layout, System};
+use std::cell::Cell;
+
+use etkv_core::bookkeeping::Slots;
+use etkv_core::{KvFormat, LayerConfig, LayerPolicy, Store};
+use etkv_cpu::{CpuStore, Tensor};
+
+thread_local! {
+    static ALLOCATIONS: Cell<usize> = const { Cell::new(0) };
+}
+
+/// The system's allocator, which counts.
+struct Counting;
+
+// SAFETY: it passes all calls on.
+unsafe impl GlobalAlloc for Counting {
+    unsafe fn alloc(&self, layout: Layout) -> *mut u8 {
+        ALLOCATIONS.set(ALLOCATIONS.get() + 1);
+        // SAFETY: as for this function.
+        unsafe { System.alloc(layout) }
+    }
+
+    unsafe fn dealloc(&self, start: *mut u8, layout: Layout) {
+        // SAFETY: as for this function.
+        unsafe { System.dealloc(start, layout) }
+    }
+}
+
+#[global_allocator]
+static COUNTING: Counting = Counting;
+
+#[test]
+fn a_step_of_one_token_allocates_nothing() {
+    let formats = [
+        "f32", "f16", "bf16", "affine2", "affine3", "affine4", "affine5", "affine6", "affine8",
+        "mxfp8", "mxfp4", "nvfp4", "row-int4", "row-fp4",
+    ];
+    for name in formats {
+        let format: KvFormat = name.parse().unwrap();
+        let (heads, dim) = (2, 128);
+        let layer = LayerConfig {
+            n_kv_heads: heads,
+            k_head_dim: dim,
+            v_head_dim: dim,
+            policy: LayerPolicy::Full,
+        };
+        let mut store = CpuStore::new(&[layer.clone(), layer], [format; 2]).unwrap();
+        for layer in 0..2 {
+            store.grow(layer, 64).unwrap();
+        }
+        let n = (heads * dim) as usize;
+        let rows = Tensor::new([1, heads, 1, dim], vec![half::f16::from_f32(0.3); n]).unwrap();
+        let mut step = |slot: i32| {
+            let saved = store.begin(&[]).unwrap();
+            for layer in 0..2 {
+                store.grow(layer, slot + 1).unwrap();
+                store.write(layer, &Slots::Run(slot..slot + 1), &rows, &rows, true).unwrap();
+                let [k, v] = store.read(layer, 0..slot + 1).unwrap();
+                assert_eq!((k.len(), v.len()), (slot as usize + 1, slot as usize + 1));
+            }
+            store.eval(&[&rows]).unwrap();
+            assert_eq!(store.non_finite(), None);
+            store.end();
+            drop(saved);
+        };
+        // The first step makes room for what is watched.
+        step(0);
+        let before = ALLOCATIONS.get();
+        (1..64).for_each(&mut step);
+        assert_eq!(ALLOCATIONS.get() - before, 0, "{format}");
+    }
+}

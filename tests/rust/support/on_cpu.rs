@@ -1,0 +1,84 @@
+//! The backend of plain memory, computed at once.
+
+use etkv_core::{AttendSpec, CacheConfig, Error, KvFormat, Mask, Result, Spec, Status};
+use etkv_cpu::{ContiguousCache, CpuStore, Step, Tensor};
+
+use crate::backend::Backend;
+use crate::oracle::{self, Row, Rows};
+
+/// Returns `[1, heads, rows, dim]`, as a program passes it.
+pub fn tensor(rows: &[Row]) -> Tensor {
+    let (heads, dim) = (rows[0].len(), rows[0][0].len());
+    let values: Vec<f32> = (0..heads)
+        .flat_map(|head| rows.iter().flat_map(move |row| row[head].iter().copied()))
+        .collect();
+    Tensor::new([1, heads as i32, rows.len() as i32, dim as i32], values).unwrap()
+}
+
+/// Returns the rows of `[heads, n, dim]`.
+fn split(values: &[f32], [heads, n, dim]: [usize; 3]) -> Rows {
+    let row = |at| (0..heads).map(|head| values[(head * n + at) * dim..][..dim].to_vec()).collect();
+    (0..n).map(row).collect()
+}
+
+/// Plain memory.
+pub struct OnCpu;
+
+impl Backend for OnCpu {
+    type Store = CpuStore;
+
+    const COMPUTES_AT_ONCE: bool = true;
+
+    fn run<T>(work: impl FnOnce() -> T) -> T {
+        work()
+    }
+
+    fn tensor(rows: &[Row]) -> Tensor {
+        tensor(rows)
+    }
+
+    fn rows(tensor: &Tensor) -> Rows {
+        let [_, heads, n, dim] = tensor.shape().map(|size| size as usize);
+        split(&tensor.to_f32(), [heads, n, dim])
+    }
+
+    /// Attends to the rows that are seen, one query at a time.
+    fn attend(q: &Tensor, spec: &Spec<CpuStore>, scale: f32) -> Result<Tensor> {
+        let AttendSpec { k, v, mask } = spec;
+        let len = k.len();
+        let keys = split(&k.dequantized()?, [k.n_kv_heads(), len, k.head_dim()]);
+        let values = split(&v.dequantized()?, [v.n_kv_heads(), len, v.head_dim()]);
+        let queries = Self::rows(q);
+        let n = queries.len();
+        let attended = queries.iter().enumerate().map(|(query, row)| {
+            let seen: Vec<usize> = match mask {
+                Mask::None => (0..len).collect(),
+                Mask::Causal => (0..len + query + 1 - n).collect(),
+                Mask::Explicit(mask) => {
+                    assert_eq!((mask.n_tokens(), mask.n_slots()), (n, len));
+                    let runs = mask.runs(query).iter().cloned();
+                    runs.flatten().map(|slot| slot as usize).collect()
+                }
+            };
+            let of = |rows: &Rows| seen.iter().map(|&at| rows[at].clone()).collect::<Vec<_>>();
+            oracle::attention(row, &of(&keys), &of(&values), scale)
+        });
+        Ok(tensor(&attended.collect::<Vec<_>>()))
+    }
+
+    /// Returns what a cache reads back, which the tests of the storage compare with bounds.
+    fn quantized(stored: &[Row], format: KvFormat) -> Rows {
+        let (heads, dim) = (stored[0].len(), stored[0][0].len());
+        let n = stored.len();
+        let config = CacheConfig::uniform(1, heads as i32, dim as i32, n as i32);
+        let mut cache = ContiguousCache::new(config.stored_as(format)).unwrap();
+        let mut step = Step::begin(&mut cache, &(0..n as i32).collect::<Vec<_>>()).unwrap();
+        let written = tensor(stored);
+        let spec = step.update_and_fetch(0, &written, &written).unwrap();
+        split(&spec.k.dequantized().unwrap(), [heads, n, dim])
+    }
+
+    fn failing(_: &Tensor) -> Result<Tensor> {
+        Err(Error::new(Status::Backend, "an op that fails"))
+    }
+}
