@@ -4,7 +4,10 @@
 //! plain memory, and attention that reads rows as they are stored. It knows no MLX, no C++ and no
 //! Python.
 
+pub mod attention;
 mod memory;
+mod parallel;
 mod view;
 
+pub use parallel::{Parallel, Pool, Serial};
 pub use view::{Plane, View};

@@ -10,13 +10,13 @@ use crate::memory::Memory;
 /// a run of bytes.
 #[derive(Debug, Clone)]
 pub struct Plane {
-    memory: Arc<Memory>,
+    pub(crate) memory: Arc<Memory>,
     /// Bytes from the start of the memory to the first slot of the view.
-    offset: usize,
+    pub(crate) offset: usize,
     /// Bytes from a slot to the next. The heads of a slot lie in between.
-    slot_stride: usize,
+    pub(crate) slot_stride: usize,
     /// Bytes from a head to the next: the bytes of one row.
-    head_stride: usize,
+    pub(crate) head_stride: usize,
 }
 
 /// What a step reads of a layer's keys, or of its values: some slots, in the form in which they are
