@@ -108,9 +108,8 @@ impl<D: Decode, const R: usize> Kernel for Dots<'_, D, R> {
                 for from in (0..self.dim).step_by(group) {
                     let scales = rows.map(|row| self.decode.scale::<S>(row, from / group));
                     for at in (from..from + group).step_by(S::LANES) {
-                        let keys: [S::F; 4] = std::array::from_fn(|i| {
-                            self.decode.load::<S>(rows[i], at, scales[i])
-                        });
+                        let keys: [S::F; 4] =
+                            std::array::from_fn(|i| self.decode.load::<S>(rows[i], at, scales[i]));
                         for (sums, query) in sums.iter_mut().zip(self.queries) {
                             let query = S::load(query.add(at));
                             for (sum, key) in sums.iter_mut().zip(keys) {
@@ -138,6 +137,7 @@ pub(super) struct Product<'a, D, const R: usize> {
     pub dim: usize,
     /// `R` rows of `dim` numbers; all different.
     pub out: [*mut f32; R],
+    /// Zero if what lies there is anything, NaN too.
     pub keep: [f32; R],
     pub next: Option<Next<'a>>,
 }
@@ -196,10 +196,14 @@ impl<D: Decode, const R: usize> Product<'_, D, R> {
                 }
             }
             for r in 0..R {
-                let keep = S::splat(self.keep[r]);
+                let keep = self.keep[r];
                 for (c, &sum) in sums[r].iter().enumerate() {
                     let out = self.out[r].add(at + c * S::LANES);
-                    S::store(out, S::fma(S::load(out), keep, sum));
+                    let sum = match keep == 0.0 {
+                        true => sum,
+                        false => S::fma(S::load(out), S::splat(keep), sum),
+                    };
+                    S::store(out, sum);
                 }
             }
         }

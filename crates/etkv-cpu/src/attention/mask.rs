@@ -69,13 +69,7 @@ impl<'a> MaskRef<'a> {
 
     /// Returns which of the [`TILE`] slots from `first` query `token` of `n_tokens` sees, the first
     /// in the lowest bit.
-    pub(super) fn seen(
-        &self,
-        token: usize,
-        n_tokens: usize,
-        first: usize,
-        n_slots: usize,
-    ) -> u64 {
+    pub(super) fn seen(&self, token: usize, n_tokens: usize, first: usize, n_slots: usize) -> u64 {
         match *self {
             Self::None => bits(0, n_slots.saturating_sub(first)),
             Self::Causal => {
@@ -85,7 +79,8 @@ impl<'a> MaskRef<'a> {
             Self::Runs { runs, ends } => {
                 let runs = Self::runs_of(runs, ends, token);
                 let near = runs.partition_point(|run| run.end as usize <= first);
-                let near = runs[near..].iter().take_while(|run| (run.start as usize) < first + TILE);
+                let near =
+                    runs[near..].iter().take_while(|run| (run.start as usize) < first + TILE);
                 near.fold(0, |seen, run| {
                     let end = run.end as usize - first;
                     seen | bits((run.start as usize).saturating_sub(first), end)
@@ -132,9 +127,8 @@ mod tests {
         let (runs, ends) = ([3..5, 60..130, 130..131, 200..201], [2, 2, 4]);
         let mask = MaskRef::Runs { runs: &runs, ends: &ends };
         mask.check(3, 201).unwrap();
-        for (token, slots) in [vec![3..5, 60..130], vec![], vec![130..131, 200..201]]
-            .into_iter()
-            .enumerate()
+        for (token, slots) in
+            [vec![3..5, 60..130], vec![], vec![130..131, 200..201]].into_iter().enumerate()
         {
             for first in (0..256).step_by(TILE) {
                 let seen = mask.seen(token, 3, first, 201);
@@ -153,10 +147,7 @@ mod tests {
             error.message().to_owned()
         };
         assert_eq!(check(&[], &[]), "expected the runs of 1 queries, got those of 0");
-        assert_eq!(
-            check(&[], &[1]),
-            "expected the runs of query 0 to end between 0 and 0, got 1"
-        );
+        assert_eq!(check(&[], &[1]), "expected the runs of query 0 to end between 0 and 0, got 1");
         let disorder = [4..6, 5..7];
         assert_eq!(
             check(&disorder, &[2]),

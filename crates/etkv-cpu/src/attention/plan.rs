@@ -75,7 +75,7 @@ pub(super) struct Task {
 }
 
 impl Plan {
-    /// Returns the plan for `threads` threads. There are tokens, heads and slots.
+    /// Returns the plan for `threads` threads. There are tokens and heads.
     pub fn new(sizes: Sizes, threads: usize) -> Self {
         let tokens = (ROWS / sizes.group).clamp(1, sizes.n_tokens);
         let n_tiles = sizes.n_slots.div_ceil(TILE);
@@ -86,7 +86,7 @@ impl Plan {
             (false, _) => 1,
         };
         let slots = n_tiles.div_ceil(most).max(TILES) * TILE;
-        let n_parts = sizes.n_slots.div_ceil(slots);
+        let n_parts = sizes.n_slots.div_ceil(slots).max(1);
         let mut heads = if few { sizes.n_kv_heads } else { 1 };
         // Four tasks a thread even out what the machine does besides.
         while heads > 1 && n_parts * sizes.n_kv_heads.div_ceil(heads) < 4 * threads {
@@ -143,18 +143,16 @@ mod tests {
 
     #[test]
     fn tasks_cover_each_row_and_slot_once() {
-        for (n_kv_heads, group, n_tokens, n_slots) in
-            [(3, 3, 1, 4096), (1, 1, 1, 1), (8, 4, 16, 1000), (5, 2, 200, 300), (2, 300, 3, 65)]
-        {
-            let sizes = Sizes {
-                n_kv_heads,
-                group,
-                n_tokens,
-                n_slots,
-                k_dim: 64,
-                v_dim: 64,
-                lanes: 16,
-            };
+        for (n_kv_heads, group, n_tokens, n_slots) in [
+            (3, 3, 1, 4096),
+            (1, 1, 1, 1),
+            (1, 2, 3, 0),
+            (8, 4, 16, 1000),
+            (5, 2, 200, 300),
+            (2, 300, 3, 65),
+        ] {
+            let sizes =
+                Sizes { n_kv_heads, group, n_tokens, n_slots, k_dim: 64, v_dim: 64, lanes: 16 };
             for threads in [1, 3, 64] {
                 let plan = Plan::new(sizes, threads);
                 let mut seen = vec![0u8; n_kv_heads * n_tokens * n_slots];

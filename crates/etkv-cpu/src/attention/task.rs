@@ -56,27 +56,38 @@ pub(super) struct Job<'a> {
     pub parts: Parts,
 }
 
-/// Runs an expression with the most query rows of `sizes` that are left, as a constant, until
-/// none is: `at` is the first of them.
+/// Runs an expression for all of `count` query rows, at most `most` at a time: their number is the
+/// constant `rows`, the first of them `at`. Sizes above `S::ROWS` are compiled for scratch memory
+/// only.
 macro_rules! by_rows {
     ($count:expr, $most:expr, |$at:ident, $rows:ident| $body:expr) => {{
         let mut $at = 0;
         while $at < $count {
             let left = $count - $at;
             // Blocks of about the same size.
-            match left.div_ceil(left.div_ceil($most)) {
-                1 => by_rows!(run 1, $at, $rows, $body),
-                2 => by_rows!(run 2, $at, $rows, $body),
-                3 => by_rows!(run 3, $at, $rows, $body),
-                4 => by_rows!(run 4, $at, $rows, $body),
-                5 => by_rows!(run 5, $at, $rows, $body),
-                _ => by_rows!(run 6, $at, $rows, $body),
+            match left.div_ceil(left.div_ceil(
+                const {
+                    if $most > 0 {
+                        $most
+                    } else {
+                        1
+                    }
+                },
+            )) {
+                1 => by_rows!(1, $most, $at, $rows, $body),
+                2 => by_rows!(2, $most, $at, $rows, $body),
+                3 => by_rows!(3, $most, $at, $rows, $body),
+                4 => by_rows!(4, $most, $at, $rows, $body),
+                5 => by_rows!(5, $most, $at, $rows, $body),
+                _ => by_rows!(6, $most, $at, $rows, $body),
             }
         }
     }};
-    (run $size:literal, $at:ident, $rows:ident, $body:expr) => {{
-        const $rows: usize = $size;
-        $body;
+    ($size:literal, $most:expr, $at:ident, $rows:ident, $body:expr) => {{
+        if const { $size <= $most } {
+            const $rows: usize = $size;
+            $body;
+        }
         $at += $size;
     }};
 }
@@ -147,8 +158,7 @@ impl<'a> Tile<'a> {
         let n_tokens = task.end_token - task.first_token;
         let seen = &mut scratch.seen_by_token[..n_tokens];
         for (i, seen) in seen.iter_mut().enumerate() {
-            *seen =
-                job.mask.seen(task.first_token + i, sizes.n_tokens, first, sizes.n_slots);
+            *seen = job.mask.seen(task.first_token + i, sizes.n_tokens, first, sizes.n_slots);
         }
         let all = seen.iter().fold(0, |all, seen| all | seen);
         if all == 0 {
@@ -195,12 +205,7 @@ impl Job<'_> {
     ///
     /// # Safety
     /// The memory is that of the plan.
-    unsafe fn totals_and_values(
-        &self,
-        task: Task,
-        head: usize,
-        own: Parts,
-    ) -> (Totals, *mut f32) {
+    unsafe fn totals_and_values(&self, task: Task, head: usize, own: Parts) -> (Totals, *mut f32) {
         let sizes = &self.plan.sizes;
         let (parts, row) = match self.plan.n_parts {
             1 => (own, (head - task.first_head) * self.plan.rows()),
@@ -250,8 +255,8 @@ unsafe fn attend_tile<S: Simd>(
     // SAFETY: the scratch memory is as large as the plan says, so each pointer is good for what the
     // kernels' fields say of it. The machine has the instructions.
     unsafe {
-        if n_rows <= IN_PLACE && job.k.dim % S::LANES == 0 {
-            with_decode!(job.k.encoding, |decode| by_rows!(n_rows, S::ROWS.min(4), |at, R| {
+        if const { S::ROWS > 0 } && n_rows <= IN_PLACE && job.k.dim % S::LANES == 0 {
+            with_decode!(job.k.encoding, |decode| by_rows!(n_rows, S::ROWS, |at, R| {
                 S::enter(Dots {
                     decode,
                     queries: std::array::from_fn::<_, R, _>(|r| {
@@ -284,11 +289,13 @@ unsafe fn attend_tile<S: Simd>(
         S::enter(Weigh { scores, count, rows, seen, totals, keep });
         let keep = &scratch.keep[..n_rows];
         let stored = job.v.rows(head, tile.slots);
-        if n_rows <= IN_PLACE && job.v.dim % S::LANES == 0 {
-            with_decode!(job.v.encoding, |decode| by_rows!(n_rows, S::ROWS.min(4), |at, R| {
+        if const { S::ROWS > 0 } && n_rows <= IN_PLACE && job.v.dim % S::LANES == 0 {
+            with_decode!(job.v.encoding, |decode| by_rows!(n_rows, S::ROWS, |at, R| {
                 S::enter(Product {
                     decode,
-                    factors: std::array::from_fn::<_, R, _>(|r| scores.add((at + r) * TILE).cast_const()),
+                    factors: std::array::from_fn::<_, R, _>(|r| {
+                        scores.add((at + r) * TILE).cast_const()
+                    }),
                     rows: stored,
                     dim: job.v.dim,
                     out: std::array::from_fn(|r| values.add(rows[at + r] as usize * v_padded)),
@@ -300,7 +307,9 @@ unsafe fn attend_tile<S: Simd>(
             unpack::<S>(&job.v, stored, unpacked, v_padded, after_values);
             by_rows!(n_rows, 6, |at, R| S::enter(Product {
                 decode: super::decode::F32,
-                factors: std::array::from_fn::<_, R, _>(|r| scores.add((at + r) * TILE).cast_const()),
+                factors: std::array::from_fn::<_, R, _>(|r| scores
+                    .add((at + r) * TILE)
+                    .cast_const()),
                 rows: in_order(unpacked, v_padded, &scratch.in_order[..count]),
                 dim: v_padded,
                 out: std::array::from_fn(|r| values.add(rows[at + r] as usize * v_padded)),

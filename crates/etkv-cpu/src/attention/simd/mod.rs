@@ -36,7 +36,8 @@ pub(super) trait Kernel {
 pub(super) trait Simd: Copy {
     /// Float32 numbers in a vector: 8 or 16.
     const LANES: usize;
-    /// Query rows that fit the registers beside four stored rows.
+    /// Query rows that fit the registers beside four stored rows; 0 if stored rows are better
+    /// unpacked to memory first.
     const ROWS: usize;
     /// Vectors side by side that fit the registers for six rows of a product.
     const COLS: usize;
@@ -112,9 +113,12 @@ pub(super) static E4M3: [f32; 256] = {
 pub(super) unsafe fn bytes<const BYTES: usize>(from: *const u8) -> u128 {
     // SAFETY: each read ends at or before `BYTES`.
     unsafe {
-        let u16_at = |at: usize| u128::from(from.add(at).cast::<u16>().read_unaligned()) << (8 * at);
-        let u32_at = |at: usize| u128::from(from.add(at).cast::<u32>().read_unaligned()) << (8 * at);
-        let u64_at = |at: usize| u128::from(from.add(at).cast::<u64>().read_unaligned()) << (8 * at);
+        let u16_at =
+            |at: usize| u128::from(from.add(at).cast::<u16>().read_unaligned()) << (8 * at);
+        let u32_at =
+            |at: usize| u128::from(from.add(at).cast::<u32>().read_unaligned()) << (8 * at);
+        let u64_at =
+            |at: usize| u128::from(from.add(at).cast::<u64>().read_unaligned()) << (8 * at);
         match BYTES {
             2 => u16_at(0),
             3 => u16_at(0) | u128::from(*from.add(2)) << 16,
