@@ -31,7 +31,12 @@ impl Rows<'_> {
         // SAFETY: the caller's: there are more than `i` slots, and the planes have them.
         unsafe {
             let slot = *self.slots.get_unchecked(i) as usize;
-            std::array::from_fn(|p| self.first[p].wrapping_add(slot * self.strides[p]))
+            let [a, b, c] = self.first;
+            [
+                a.wrapping_add(slot * self.strides[0]),
+                b.wrapping_add(slot * self.strides[1]),
+                c.wrapping_add(slot * self.strides[2]),
+            ]
         }
     }
 }
@@ -97,23 +102,33 @@ impl<D: Decode, const R: usize> Kernel for Dots<'_, D, R> {
         let (group, count) = (self.decode.group(self.dim), self.keys.slots.len());
         // SAFETY: the pointers are as the fields say.
         unsafe {
+            // Closures over vectors are calls: they are not compiled for the instructions of `S`.
             for first in (0..count).step_by(4) {
-                // The last row stands for those beyond it.
-                let at: [usize; 4] = std::array::from_fn(|i| (first + i).min(count - 1));
-                let rows = at.map(|i| self.keys.row(i));
+                let mut rows = [self.keys.row(first); 4];
+                for i in 1..4 {
+                    // The last row stands for those beyond it.
+                    rows[i] = self.keys.row((first + i).min(count - 1));
+                }
                 if let Some(next) = &self.next {
-                    (first..first + 4).for_each(|i| next.fetch(i));
+                    for i in first..first + 4 {
+                        next.fetch(i);
+                    }
                 }
                 let mut sums = [[S::splat(0.0); 4]; R];
                 for from in (0..self.dim).step_by(group) {
-                    let scales = rows.map(|row| self.decode.scale::<S>(row, from / group));
+                    let mut scales = [self.decode.scale::<S>(rows[0], from / group); 4];
+                    for i in 1..4 {
+                        scales[i] = self.decode.scale::<S>(rows[i], from / group);
+                    }
                     for at in (from..from + group).step_by(S::LANES) {
-                        let keys: [S::F; 4] =
-                            std::array::from_fn(|i| self.decode.load::<S>(rows[i], at, scales[i]));
-                        for (sums, query) in sums.iter_mut().zip(self.queries) {
-                            let query = S::load(query.add(at));
-                            for (sum, key) in sums.iter_mut().zip(keys) {
-                                *sum = S::fma(query, key, *sum);
+                        let mut keys = [S::splat(0.0); 4];
+                        for i in 0..4 {
+                            keys[i] = self.decode.load::<S>(rows[i], at, scales[i]);
+                        }
+                        for r in 0..R {
+                            let query = S::load(self.queries[r].add(at));
+                            for i in 0..4 {
+                                sums[r][i] = S::fma(query, keys[i], sums[r][i]);
                             }
                         }
                     }

@@ -125,3 +125,25 @@ fn element(format: KvFormat, plane: usize, random: &mut Random) -> Element {
         _ => f16_of(0.3 * scale),
     }
 }
+
+impl View {
+    /// Returns a view of the same rows in memory of its own.
+    ///
+    /// # Errors
+    /// [`Backend`](etkv_core::Status::Backend) if memory is lacking.
+    #[doc(hidden)]
+    pub fn deep_copy(&self) -> Result<Self> {
+        let mut copy = self.clone();
+        for plane in copy.planes.iter_mut().flatten() {
+            let bytes = self.n_slots * plane.slot_stride;
+            let memory = Memory::zeroed(bytes)?;
+            // SAFETY: the plane has the bytes, and only this function has the other memory.
+            unsafe {
+                let from = plane.memory.as_ptr().add(plane.offset);
+                std::ptr::copy_nonoverlapping(from, memory.as_ptr(), bytes);
+            }
+            (plane.memory, plane.offset) = (Arc::new(memory), 0);
+        }
+        Ok(copy)
+    }
+}
