@@ -1,7 +1,7 @@
 //! The time of attention on the CPU, with keys and values that are not in its caches.
 //!
-//! `cargo bench -p etkv-cpu --bench attention [-- <part of a name> [<threads>]]`. Prints the median
-//! and the least of interleaved rounds in milliseconds; beside them, the same of a plain read of the
+//! `cargo bench -p etkv-cpu --bench attention [-- <part of a name> [<threads> [<rounds>]]]`. Prints
+//! the median and the least of interleaved rounds in milliseconds; beside them, the same of a plain read of the
 //! same bytes on the same threads, and what part of that speed attention has.
 
 use std::hint::black_box;
@@ -81,6 +81,7 @@ fn main() -> Result<(), etkv_core::Error> {
     let mut args = std::env::args().skip(1).filter(|arg| !arg.starts_with('-'));
     let filter = args.next().unwrap_or_default();
     let pool = args.next().and_then(|n| n.parse().ok()).map_or_else(Pool::of_host, Pool::new);
+    let rounds: Option<usize> = args.next().and_then(|n| n.parse().ok());
     let mut work = Workspace::new();
     let bytes = vec![1u64; COLD / 8];
     println!(
@@ -135,7 +136,7 @@ fn main() -> Result<(), etkv_core::Error> {
             }
         }
         cases.retain(|case| case.name.contains(&filter));
-        let rounds = if tokens == [512] { 9 } else { 31 };
+        let rounds = rounds.unwrap_or(if tokens == [512] { 9 } else { 31 });
         let mut round = 0;
         for _ in 0..rounds {
             for case in &mut cases {

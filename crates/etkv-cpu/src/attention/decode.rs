@@ -96,16 +96,47 @@ impl<const BITS: usize> Decode for Affine<BITS> {
     }
 }
 
-/// Small floats with one scale a group.
-macro_rules! block_floats {
-    ($($(#[$doc:meta])* $name:ident: $bits:literal, $group:expr, $load:expr, $scale:expr;)+) => {$(
+/// Integers of four bits with a float16 scale and offset for every `group` elements.
+#[derive(Debug, Clone, Copy)]
+pub(super) struct Affine4 {
+    pub group: usize,
+}
+
+impl Decode for Affine4 {
+    const BITS: usize = 4;
+    type Scale<S: Simd> = S::Table;
+
+    #[inline(always)]
+    fn group(self, _dim: usize) -> usize {
+        self.group
+    }
+
+    #[inline(always)]
+    unsafe fn scale<S: Simd>(self, row: Row, group: usize) -> Self::Scale<S> {
+        // SAFETY: the caller's.
+        unsafe {
+            let scale = S::splat_f16(row[1].add(2 * group));
+            S::int4_table(scale, S::splat_f16(row[2].add(2 * group)))
+        }
+    }
+
+    #[inline(always)]
+    unsafe fn load<S: Simd>(self, row: Row, at: usize, scale: Self::Scale<S>) -> S::F {
+        // SAFETY: the caller's.
+        unsafe { S::int4(row[0].add(at / 2), scale) }
+    }
+}
+
+/// Codes with one scale a group.
+macro_rules! scaled {
+    ($($(#[$doc:meta])* $name:ident: $bits:literal, $group:expr, $scale:ty, $of:expr, $load:expr;)+) => {$(
         $(#[$doc])*
         #[derive(Debug, Clone, Copy)]
         pub(super) struct $name;
 
         impl Decode for $name {
             const BITS: usize = $bits;
-            type Scale<S: Simd> = S::F;
+            type Scale<S: Simd> = $scale;
 
             #[inline(always)]
             fn group(self, dim: usize) -> usize {
@@ -113,37 +144,40 @@ macro_rules! block_floats {
             }
 
             #[inline(always)]
-            unsafe fn scale<S: Simd>(self, row: Row, group: usize) -> S::F {
+            unsafe fn scale<S: Simd>(self, row: Row, group: usize) -> Self::Scale<S> {
                 // SAFETY: the caller's.
-                unsafe { $scale(row[1], group) }
+                unsafe { $of(row[1], group) }
             }
 
             #[inline(always)]
-            unsafe fn load<S: Simd>(self, row: Row, at: usize, scale: S::F) -> S::F {
+            unsafe fn load<S: Simd>(self, row: Row, at: usize, scale: Self::Scale<S>) -> S::F {
                 // SAFETY: the caller's.
-                unsafe { S::mul($load(row[0].add(at / 8 * $bits)), scale) }
+                unsafe { $load(row[0].add(at / 8 * $bits), scale) }
             }
         }
     )+};
 }
 
-block_floats! {
+scaled! {
     /// E4M3 elements with an E8M0 scale for 32.
-    Mxfp8: 8, |_| 32, S::e4m3, e8m0::<S>;
+    Mxfp8: 8, |_| 32, S::F, e8m0::<S>, |from, scale| S::mul(S::e4m3(from), scale);
     /// E2M1 elements with an E8M0 scale for 32.
-    Mxfp4: 4, |_| 32, S::e2m1, e8m0::<S>;
+    Mxfp4: 4, |_| 32, S::Table, |from, group| S::e2m1_table(e8m0::<S>(from, group)), S::e2m1;
     /// E2M1 elements with an E4M3 scale for 16.
-    Nvfp4: 4, |_| 16, S::e2m1, e4m3::<S>;
+    Nvfp4: 4, |_| 16, S::Table, |from, group| S::e2m1_table(e4m3::<S>(from, group)), S::e2m1;
     /// E2M1 elements with a float16 scale for the row.
-    RowFp4: 4, |dim| dim, S::e2m1, |from: *const u8, _| S::splat_f16(from);
+    RowFp4: 4, |dim| dim, S::Table, |from, _| S::e2m1_table(S::splat_f16(from)), S::e2m1;
     /// Integers of four bits with 8 added, and a float16 scale for the row.
-    RowInt4: 4, |dim| dim, int4::<S>, |from: *const u8, _| S::splat_f16(from);
+    RowInt4: 4, |dim| dim, S::Table, |from, _| row_int4::<S>(from), S::int4;
 }
 
 #[inline(always)]
-unsafe fn int4<S: Simd>(from: *const u8) -> S::F {
+unsafe fn row_int4<S: Simd>(scale: *const u8) -> S::Table {
     // SAFETY: the caller's.
-    unsafe { S::sub(S::integers::<4>(from), S::splat(8.0)) }
+    unsafe {
+        let scale = S::splat_f16(scale);
+        S::int4_table(scale, S::mul(scale, S::splat(-8.0)))
+    }
 }
 
 #[inline(always)]
@@ -226,7 +260,7 @@ macro_rules! with_decode {
             Encoding::Bf16 => run!(decode::Bf16),
             Encoding::Affine2(group) => run!(decode::Affine::<2> { group }),
             Encoding::Affine3(group) => run!(decode::Affine::<3> { group }),
-            Encoding::Affine4(group) => run!(decode::Affine::<4> { group }),
+            Encoding::Affine4(group) => run!(decode::Affine4 { group }),
             Encoding::Affine5(group) => run!(decode::Affine::<5> { group }),
             Encoding::Affine6(group) => run!(decode::Affine::<6> { group }),
             Encoding::Affine8(group) => run!(decode::Affine::<8> { group }),

@@ -41,8 +41,8 @@ impl Rows<'_> {
     }
 }
 
-/// Rows that are read after this loop. It asks for their bytes in time, as they are too far apart
-/// for the machine to guess.
+/// Rows that are read after this loop, which asks for their bytes in time: they are too far apart for
+/// the machine to guess. A loop asks for one row with each row that it reads.
 #[derive(Debug, Clone, Copy)]
 pub(super) struct Next<'a> {
     /// The rows.
@@ -52,14 +52,23 @@ pub(super) struct Next<'a> {
 }
 
 impl Next<'_> {
+    /// Returns the rows that the loop over query rows `at` to `end` of `count` asks for.
+    pub fn share(mut self, at: usize, end: usize, count: usize) -> Self {
+        let slots = self.rows.slots;
+        self.rows.slots = &slots[slots.len() * at / count..slots.len() * end / count];
+        self
+    }
+
     /// Asks for the `i`th row.
     #[inline(always)]
     unsafe fn fetch(&self, i: usize) {
         if i < self.rows.slots.len() {
             // SAFETY: there are more than `i` slots.
             let first = unsafe { self.rows.row(i) }[0];
-            for at in (0..self.bytes).step_by(LINE) {
+            let mut at = 0;
+            while at < self.bytes {
                 prefetch(first.wrapping_add(at));
+                at += LINE;
             }
         }
     }
@@ -102,8 +111,10 @@ impl<D: Decode, const R: usize> Kernel for Dots<'_, D, R> {
         let (group, count) = (self.decode.group(self.dim), self.keys.slots.len());
         // SAFETY: the pointers are as the fields say.
         unsafe {
-            // Closures over vectors are calls: they are not compiled for the instructions of `S`.
-            for first in (0..count).step_by(4) {
+            // Closures over vectors are calls: they are not compiled for the instructions of `S`. Loops
+            // of a few vectors take no time for the iterators of the standard library.
+            let mut first = 0;
+            while first < count {
                 let mut rows = [self.keys.row(first); 4];
                 for i in 1..4 {
                     // The last row stands for those beyond it.
@@ -115,12 +126,14 @@ impl<D: Decode, const R: usize> Kernel for Dots<'_, D, R> {
                     }
                 }
                 let mut sums = [[S::splat(0.0); 4]; R];
-                for from in (0..self.dim).step_by(group) {
-                    let mut scales = [self.decode.scale::<S>(rows[0], from / group); 4];
+                let mut at = 0;
+                while at < self.dim {
+                    let mut scales = [self.decode.scale::<S>(rows[0], at / group); 4];
                     for i in 1..4 {
-                        scales[i] = self.decode.scale::<S>(rows[i], from / group);
+                        scales[i] = self.decode.scale::<S>(rows[i], at / group);
                     }
-                    for at in (from..from + group).step_by(S::LANES) {
+                    let end = at + group;
+                    while at < end {
                         let mut keys = [S::splat(0.0); 4];
                         for i in 0..4 {
                             keys[i] = self.decode.load::<S>(rows[i], at, scales[i]);
@@ -131,11 +144,13 @@ impl<D: Decode, const R: usize> Kernel for Dots<'_, D, R> {
                                 sums[r][i] = S::fma(query, keys[i], sums[r][i]);
                             }
                         }
+                        at += S::LANES;
                     }
                 }
                 for (r, sums) in sums.into_iter().enumerate() {
                     S::sums(sums, self.scores.add(r * TILE + first));
                 }
+                first += 4;
             }
         }
     }
@@ -235,7 +250,6 @@ pub(super) struct Unpack<'a, D> {
     pub out: *mut f32,
     /// The next multiple of the lanes.
     pub padded: usize,
-    pub next: Option<Next<'a>>,
 }
 
 impl<D: Decode> Kernel for Unpack<'_, D> {
@@ -247,13 +261,13 @@ impl<D: Decode> Kernel for Unpack<'_, D> {
         unsafe {
             for i in 0..self.rows.slots.len() {
                 let (row, out) = (self.rows.row(i), self.out.add(i * self.padded));
-                if let Some(next) = &self.next {
-                    next.fetch(i);
-                }
-                for from in (0..whole).step_by(group) {
-                    let scale = self.decode.scale::<S>(row, from / group);
-                    for at in (from..whole.min(from + group)).step_by(S::LANES) {
+                let mut at = 0;
+                while at < whole {
+                    let scale = self.decode.scale::<S>(row, at / group);
+                    let end = whole.min(at + group);
+                    while at < end {
                         S::store(out.add(at), self.decode.load::<S>(row, at, scale));
+                        at += S::LANES;
                     }
                 }
                 if whole < self.dim {

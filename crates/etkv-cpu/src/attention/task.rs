@@ -244,13 +244,12 @@ unsafe fn attend_tile<S: Simd>(
     let scores = scratch.scores.as_mut_ptr();
     let unpacked = scratch.unpacked.as_mut_ptr();
     // Keys are followed by their values, values by the keys of the next head or tile.
-    let after_keys = Some(job.v.next(head, tile.slots, 0));
+    let after_keys = job.v.next(head, tile.slots, 0);
     let after_values = if head + 1 < task.end_head {
         Some(job.k.next(head + 1, tile.slots, 0))
     } else {
         tile.goes_on.then(|| job.k.next(task.first_head, tile.slots, TILE))
     };
-    let once = |next: Option<_>, at: usize| next.filter(|_| at == 0);
     let keys = job.k.rows(head, tile.slots);
     // SAFETY: the scratch memory is as large as the plan says, so each pointer is good for what the
     // kernels' fields say of it. The machine has the instructions.
@@ -265,11 +264,11 @@ unsafe fn attend_tile<S: Simd>(
                     keys,
                     dim: job.k.dim,
                     scores: scores.add(at * TILE),
-                    next: once(after_keys, at),
+                    next: Some(after_keys.share(at, at + R, n_rows)),
                 })
             }));
         } else {
-            unpack::<S>(&job.k, keys, unpacked, k_padded, after_keys);
+            unpack::<S>(&job.k, keys, unpacked, k_padded);
             let columns = scratch.columns.as_mut_ptr();
             S::enter(Transpose { from: unpacked, dim: k_padded, to: columns });
             by_rows!(n_rows, 6, |at, R| S::enter(Product {
@@ -281,7 +280,7 @@ unsafe fn attend_tile<S: Simd>(
                 dim: TILE,
                 out: std::array::from_fn(|r| scores.add((at + r) * TILE)),
                 keep: [0.0; R],
-                next: None,
+                next: Some(after_keys.share(at, at + R, n_rows)),
             }));
         }
         let keep = &mut scratch.keep[..n_rows];
@@ -300,11 +299,11 @@ unsafe fn attend_tile<S: Simd>(
                     dim: job.v.dim,
                     out: std::array::from_fn(|r| values.add(rows[at + r] as usize * v_padded)),
                     keep: std::array::from_fn(|r| keep[at + r]),
-                    next: once(after_values, at),
+                    next: after_values.map(|next| next.share(at, at + R, n_rows)),
                 })
             }));
         } else {
-            unpack::<S>(&job.v, stored, unpacked, v_padded, after_values);
+            unpack::<S>(&job.v, stored, unpacked, v_padded);
             by_rows!(n_rows, 6, |at, R| S::enter(Product {
                 decode: super::decode::F32,
                 factors: std::array::from_fn::<_, R, _>(|r| scores
@@ -314,7 +313,7 @@ unsafe fn attend_tile<S: Simd>(
                 dim: v_padded,
                 out: std::array::from_fn(|r| values.add(rows[at + r] as usize * v_padded)),
                 keep: std::array::from_fn(|r| keep[at + r]),
-                next: None,
+                next: after_values.map(|next| next.share(at, at + R, n_rows)),
             }));
         }
     }
@@ -329,17 +328,11 @@ fn in_order(first: *const f32, dim: usize, slots: &[u32]) -> Rows<'_> {
 ///
 /// # Safety
 /// As [`run`]; there is room.
-unsafe fn unpack<S: Simd>(
-    stored: &Stored,
-    rows: Rows,
-    out: *mut f32,
-    padded: usize,
-    next: Option<Next>,
-) {
+unsafe fn unpack<S: Simd>(stored: &Stored, rows: Rows, out: *mut f32, padded: usize) {
     let dim = stored.dim;
     with_decode!(stored.encoding, |decode| {
         // SAFETY: the caller's.
-        unsafe { S::enter(Unpack { decode, rows, dim, out, padded, next }) }
+        unsafe { S::enter(Unpack { decode, rows, dim, out, padded }) }
     });
 }
 

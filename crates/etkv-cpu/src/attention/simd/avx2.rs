@@ -51,6 +51,7 @@ impl Simd for Avx2 {
     const ROWS: usize = 3;
     const COLS: usize = 2;
     type F = __m256;
+    type Table = (Self::F, Self::F);
 
     #[inline(always)]
     unsafe fn enter<K: Kernel>(kernel: K) {
@@ -223,7 +224,23 @@ impl Simd for Avx2 {
     }
 
     #[inline(always)]
-    unsafe fn e2m1(from: *const u8) -> Self::F {
+    unsafe fn int4_table(scale: Self::F, offset: Self::F) -> Self::Table {
+        (scale, offset)
+    }
+
+    #[inline(always)]
+    unsafe fn int4(from: *const u8, table: Self::Table) -> Self::F {
+        // SAFETY: the caller's.
+        unsafe { Self::fma(Self::integers::<4>(from), table.0, table.1) }
+    }
+
+    #[inline(always)]
+    unsafe fn e2m1_table(scale: Self::F) -> Self::Table {
+        (scale, scale)
+    }
+
+    #[inline(always)]
+    unsafe fn e2m1(from: *const u8, table: Self::Table) -> Self::F {
         // SAFETY: see the trait.
         unsafe {
             let codes = Self::shifted::<4>(from);
@@ -231,7 +248,7 @@ impl Simd for Avx2 {
             let size = _mm256_permutevar8x32_ps(_mm256_loadu_ps(E2M1.as_ptr()), codes);
             let sign = _mm256_slli_epi32::<28>(codes);
             let sign = _mm256_and_si256(sign, _mm256_set1_epi32(i32::MIN));
-            _mm256_or_ps(size, _mm256_castsi256_ps(sign))
+            _mm256_mul_ps(_mm256_or_ps(size, _mm256_castsi256_ps(sign)), table.0)
         }
     }
 

@@ -20,6 +20,12 @@ impl Avx512 {
             && is_x86_feature_detected!("f16c")
     }
 
+    #[inline(always)]
+    unsafe fn splat_u128(x: u128) -> __m512i {
+        // SAFETY: the machine has AVX-512.
+        unsafe { _mm512_broadcast_i32x4(_mm_set_epi64x((x >> 64) as i64, x as i64)) }
+    }
+
     /// Returns the integers of `BITS` bits, in 32 bits each; the bits above them are not cleared.
     #[inline(always)]
     unsafe fn shifted<const BITS: usize>(from: *const u8) -> __m512i {
@@ -28,27 +34,15 @@ impl Avx512 {
         }
         // SAFETY: the machine has AVX-512; 16 integers are `2 * BITS` bytes.
         unsafe {
-            if BITS == 4 {
-                // Eight to a word.
-                let low = from.cast::<i32>().read_unaligned();
-                let high = from.cast::<i32>().add(1).read_unaligned();
-                let words = _mm512_mask_set1_epi32(_mm512_set1_epi32(low), 0xff00, high);
-                let by =
-                    _mm512_setr_epi32(0, 4, 8, 12, 16, 20, 24, 28, 0, 4, 8, 12, 16, 20, 24, 28);
-                return _mm512_srlv_epi32(words, by);
-            }
             let (at, by) = const { places::<16>(BITS) };
             let codes = match BITS {
-                2 => bytes::<4>(from),
-                3 => bytes::<6>(from),
-                5 => bytes::<10>(from),
-                _ => bytes::<12>(from),
+                2 => _mm512_set1_epi32(bytes::<4>(from) as i32),
+                3 => _mm512_set1_epi64(bytes::<6>(from) as i64),
+                4 => _mm512_set1_epi64(bytes::<8>(from) as i64),
+                5 => Self::splat_u128(bytes::<10>(from)),
+                _ => Self::splat_u128(bytes::<12>(from)),
             };
-            let codes = _mm_set_epi64x((codes >> 64) as i64, codes as i64);
-            let apart = _mm512_shuffle_epi8(
-                _mm512_broadcast_i32x4(codes),
-                _mm512_loadu_si512(at.as_ptr().cast()),
-            );
+            let apart = _mm512_shuffle_epi8(codes, _mm512_loadu_si512(at.as_ptr().cast()));
             _mm512_srlv_epi32(apart, _mm512_loadu_si512(by.as_ptr().cast()))
         }
     }
@@ -61,6 +55,7 @@ impl Simd for Avx512 {
     const ROWS: usize = 4;
     const COLS: usize = 4;
     type F = __m512;
+    type Table = __m512;
 
     #[inline(always)]
     unsafe fn enter<K: Kernel>(kernel: K) {
@@ -241,13 +236,29 @@ impl Simd for Avx512 {
     }
 
     #[inline(always)]
-    unsafe fn e2m1(from: *const u8) -> Self::F {
+    unsafe fn int4_table(scale: Self::F, offset: Self::F) -> Self::Table {
+        const INTEGERS: [f32; 16] =
+            [0.0, 1.0, 2.0, 3.0, 4.0, 5.0, 6.0, 7.0, 8.0, 9.0, 10.0, 11.0, 12.0, 13.0, 14.0, 15.0];
         // SAFETY: see the trait.
-        unsafe {
-            let numbers = _mm512_loadu_ps(E2M1.as_ptr());
-            // The permutation reads the lowest four bits.
-            _mm512_permutexvar_ps(Self::shifted::<4>(from), numbers)
-        }
+        unsafe { _mm512_fmadd_ps(_mm512_loadu_ps(INTEGERS.as_ptr()), scale, offset) }
+    }
+
+    #[inline(always)]
+    unsafe fn int4(from: *const u8, table: Self::Table) -> Self::F {
+        // SAFETY: see the trait. The permutation reads the lowest four bits.
+        unsafe { _mm512_permutexvar_ps(Self::shifted::<4>(from), table) }
+    }
+
+    #[inline(always)]
+    unsafe fn e2m1_table(scale: Self::F) -> Self::Table {
+        // SAFETY: see the trait.
+        unsafe { _mm512_mul_ps(_mm512_loadu_ps(E2M1.as_ptr()), scale) }
+    }
+
+    #[inline(always)]
+    unsafe fn e2m1(from: *const u8, table: Self::Table) -> Self::F {
+        // SAFETY: see the trait. The permutation reads the lowest four bits.
+        unsafe { _mm512_permutexvar_ps(Self::shifted::<4>(from), table) }
     }
 
     #[inline(always)]

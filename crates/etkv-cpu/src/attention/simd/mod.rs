@@ -43,6 +43,8 @@ pub(super) trait Simd: Copy {
     const COLS: usize;
     /// A vector.
     type F: Copy;
+    /// How codes of four bits become numbers, scaled.
+    type Table: Copy;
 
     /// Runs a kernel with these instructions.
     unsafe fn enter<K: Kernel>(kernel: K);
@@ -77,8 +79,14 @@ pub(super) trait Simd: Copy {
     unsafe fn splat_f16(from: *const u8) -> Self::F;
     /// Returns `LANES` integers of `BITS` bits, the first in the lowest bits.
     unsafe fn integers<const BITS: usize>(from: *const u8) -> Self::F;
-    /// Returns `LANES` E2M1 numbers of four bits, the first in the lowest bits.
-    unsafe fn e2m1(from: *const u8) -> Self::F;
+    /// Returns what [`int4`](Self::int4) takes to multiply with `scale` and add `offset`.
+    unsafe fn int4_table(scale: Self::F, offset: Self::F) -> Self::Table;
+    /// Returns `LANES` integers of four bits, the first in the lowest bits.
+    unsafe fn int4(from: *const u8, table: Self::Table) -> Self::F;
+    /// Returns what [`e2m1`](Self::e2m1) takes to multiply with `scale`.
+    unsafe fn e2m1_table(scale: Self::F) -> Self::Table;
+    /// Returns `LANES` E2M1 numbers, the first in the lowest bits.
+    unsafe fn e2m1(from: *const u8, table: Self::Table) -> Self::F;
     /// Returns `LANES` E4M3 numbers.
     unsafe fn e4m3(from: *const u8) -> Self::F;
 }

@@ -18,6 +18,7 @@ impl Simd for Neon {
     const ROWS: usize = 2;
     const COLS: usize = 2;
     type F = [float32x4_t; 2];
+    type Table = (Self::F, Self::F);
 
     #[inline(always)]
     unsafe fn enter<K: Kernel>(kernel: K) {
@@ -204,7 +205,23 @@ impl Simd for Neon {
     }
 
     #[inline(always)]
-    unsafe fn e2m1(from: *const u8) -> Self::F {
+    unsafe fn int4_table(scale: Self::F, offset: Self::F) -> Self::Table {
+        (scale, offset)
+    }
+
+    #[inline(always)]
+    unsafe fn int4(from: *const u8, table: Self::Table) -> Self::F {
+        // SAFETY: the caller's.
+        unsafe { Self::fma(Self::integers::<4>(from), table.0, table.1) }
+    }
+
+    #[inline(always)]
+    unsafe fn e2m1_table(scale: Self::F) -> Self::Table {
+        (scale, scale)
+    }
+
+    #[inline(always)]
+    unsafe fn e2m1(from: *const u8, table: Self::Table) -> Self::F {
         // Twice each number is an integer of 8 bits.
         const TWICE: [i8; 16] = {
             let (mut twice, mut code) = ([0; 16], 0);
@@ -220,10 +237,11 @@ impl Simd for Neon {
             let low = vand_u8(word, vdup_n_u8(15));
             let codes = vzip1_u8(low, vshr_n_u8::<4>(word));
             let twice = vmovl_s8(vqtbl1_s8(vld1q_s8(TWICE.as_ptr()), codes));
-            [
+            let numbers = [
                 vcvtq_n_f32_s32::<1>(vmovl_s16(vget_low_s16(twice))),
                 vcvtq_n_f32_s32::<1>(vmovl_high_s16(twice)),
-            ]
+            ];
+            Self::mul(numbers, table.0)
         }
     }
 

@@ -16,6 +16,7 @@ impl Simd for Portable {
     const ROWS: usize = 0;
     const COLS: usize = 2;
     type F = [f32; 8];
+    type Table = (Self::F, Self::F);
 
     #[inline(always)]
     unsafe fn enter<K: Kernel>(kernel: K) {
@@ -138,10 +139,26 @@ impl Simd for Portable {
     }
 
     #[inline(always)]
-    unsafe fn e2m1(from: *const u8) -> Self::F {
+    unsafe fn int4_table(scale: Self::F, offset: Self::F) -> Self::Table {
+        (scale, offset)
+    }
+
+    #[inline(always)]
+    unsafe fn int4(from: *const u8, table: Self::Table) -> Self::F {
+        // SAFETY: the caller's.
+        unsafe { Self::fma(Self::integers::<4>(from), table.0, table.1) }
+    }
+
+    #[inline(always)]
+    unsafe fn e2m1_table(scale: Self::F) -> Self::Table {
+        (scale, scale)
+    }
+
+    #[inline(always)]
+    unsafe fn e2m1(from: *const u8, table: Self::Table) -> Self::F {
         // SAFETY: the caller's.
         let word = unsafe { from.cast::<u32>().read_unaligned() };
-        from_fn(|i| E2M1[(word >> (4 * i)) as usize & 15])
+        from_fn(|i| E2M1[(word >> (4 * i)) as usize & 15] * table.0[i])
     }
 
     #[inline(always)]
