@@ -42,7 +42,7 @@ impl Rows<'_> {
 }
 
 /// Rows that are read after this loop, which asks for their bytes in time: they are too far apart for
-/// the machine to guess. A loop asks for one row with each row that it reads.
+/// the machine to guess.
 #[derive(Debug, Clone, Copy)]
 pub(super) struct Next<'a> {
     /// The rows.
@@ -51,7 +51,7 @@ pub(super) struct Next<'a> {
     pub bytes: usize,
 }
 
-impl Next<'_> {
+impl<'a> Next<'a> {
     /// Returns the rows that the loop over query rows `at` to `end` of `count` asks for.
     pub fn share(mut self, at: usize, end: usize, count: usize) -> Self {
         let slots = self.rows.slots;
@@ -59,17 +59,47 @@ impl Next<'_> {
         self
     }
 
-    /// Asks for the `i`th row.
+    /// Returns what asks for the rows in `steps` steps.
     #[inline(always)]
-    unsafe fn fetch(&self, i: usize) {
-        if i < self.rows.slots.len() {
-            // SAFETY: there are more than `i` slots.
-            let first = unsafe { self.rows.row(i) }[0];
-            let mut at = 0;
-            while at < self.bytes {
-                prefetch(first.wrapping_add(at));
-                at += LINE;
+    fn in_steps(next: Option<Self>, steps: usize) -> Fetch<'a> {
+        let nothing = Rows { first: [std::ptr::null(); 3], strides: [0; 3], slots: &[] };
+        let Next { rows, bytes } = next.unwrap_or(Next { rows: nothing, bytes: 0 });
+        let lines = bytes.div_ceil(LINE);
+        let each = (rows.slots.len() * lines).div_ceil(steps);
+        Fetch { rows, lines, each, row: 0, line: std::ptr::null(), left: 0 }
+    }
+}
+
+/// Asks for rows, a few lines at a time: a processor that is asked for many at once waits.
+struct Fetch<'a> {
+    rows: Rows<'a>,
+    /// Lines of a row.
+    lines: usize,
+    /// Lines of a step.
+    each: usize,
+    /// The next row.
+    row: usize,
+    /// The next line, and how many are left of its row.
+    line: *const u8,
+    left: usize,
+}
+
+impl Fetch<'_> {
+    #[inline(always)]
+    unsafe fn step(&mut self) {
+        for _ in 0..self.each {
+            if self.left == 0 {
+                if self.row == self.rows.slots.len() {
+                    break;
+                }
+                // SAFETY: there is such a row.
+                self.line = unsafe { self.rows.row(self.row) }[0];
+                self.left = self.lines;
+                self.row += 1;
             }
+            prefetch(self.line);
+            self.line = self.line.wrapping_add(LINE);
+            self.left -= 1;
         }
     }
 }
@@ -113,6 +143,7 @@ impl<D: Decode, const R: usize> Kernel for Dots<'_, D, R> {
         unsafe {
             // Closures over vectors are calls: they are not compiled for the instructions of `S`. Loops
             // of a few vectors take no time for the iterators of the standard library.
+            let mut fetch = Next::in_steps(self.next, count.div_ceil(4));
             let mut first = 0;
             while first < count {
                 let mut rows = [self.keys.row(first); 4];
@@ -120,11 +151,7 @@ impl<D: Decode, const R: usize> Kernel for Dots<'_, D, R> {
                     // The last row stands for those beyond it.
                     rows[i] = self.keys.row((first + i).min(count - 1));
                 }
-                if let Some(next) = &self.next {
-                    for i in first..first + 4 {
-                        next.fetch(i);
-                    }
-                }
+                fetch.step();
                 let mut sums = [[S::splat(0.0); 4]; R];
                 let mut at = 0;
                 while at < self.dim {
@@ -202,13 +229,11 @@ impl<D: Decode, const R: usize> Product<'_, D, R> {
         // SAFETY: the caller's.
         unsafe {
             let mut sums = [[S::splat(0.0); C]; R];
-            for i in 0..self.rows.slots.len() {
+            let count = self.rows.slots.len();
+            let mut fetch = Next::in_steps(self.next.filter(|_| at == 0), count);
+            for i in 0..count {
                 let row = self.rows.row(i);
-                if at == 0 {
-                    if let Some(next) = &self.next {
-                        next.fetch(i);
-                    }
-                }
+                fetch.step();
                 let mut scale = self.decode.scale::<S>(row, at / group);
                 let mut values = [S::splat(0.0); C];
                 for (c, value) in values.iter_mut().enumerate() {

@@ -63,45 +63,61 @@ impl Kernel for Weigh<'_> {
     #[inline(always)]
     unsafe fn run<S: Simd>(self) {
         let all = u64::MAX >> (TILE - self.count);
-        let padded = self.count.next_multiple_of(S::LANES);
-        // SAFETY: the pointers are as the fields say; rows have `TILE` scores, and `padded` is no more.
-        unsafe {
-            for (i, &row) in self.rows.iter().enumerate() {
+        for (i, (&row, &seen)) in self.rows.iter().zip(self.seen).enumerate() {
+            // SAFETY: the pointers are as the fields say.
+            unsafe {
                 let scores = self.scores.add(i * TILE);
-                for slot in self.count..padded {
+                for slot in self.count..TILE {
                     *scores.add(slot) = f32::NEG_INFINITY;
                 }
-                let mut hidden = all & !self.seen[i];
+                let mut hidden = all & !seen;
                 while hidden != 0 {
                     *scores.add(hidden.trailing_zeros() as usize) = f32::NEG_INFINITY;
                     hidden &= hidden - 1;
                 }
-                let mut peaks = S::load(scores);
-                for at in (S::LANES..padded).step_by(S::LANES) {
-                    peaks = S::max(peaks, S::load(scores.add(at)));
-                }
                 let (peak, total) =
                     (self.totals.peaks.add(row as usize), self.totals.sums.add(row as usize));
                 let before = *peak;
-                let now = S::largest(peaks).max(before);
+                let (now, sum) = match S::LANES {
+                    16 => weigh::<S, { TILE / 16 }>(scores, before),
+                    _ => weigh::<S, { TILE / 8 }>(scores, before),
+                };
                 let mut keep = 1.0;
                 if now > before {
                     let mut powers = [0.0; 16];
                     S::store(powers.as_mut_ptr(), exp2::<S>(S::splat(before - now)));
                     keep = powers[0];
                 }
-                let mut sum = S::splat(0.0);
-                for at in (0..padded).step_by(S::LANES) {
-                    let score = S::sub(S::load(scores.add(at)), S::splat(now));
-                    let weight = exp2::<S>(score);
-                    S::store(scores.add(at), weight);
-                    sum = S::add(sum, weight);
-                }
                 *peak = now;
-                *total = *total * keep + S::sum(sum);
+                *total = *total * keep + sum;
                 self.keep[i] = keep;
             }
         }
+    }
+}
+
+/// Turns the scores of a tile, `N` vectors, into weights. Returns the larger of `before` and their
+/// peak, and the sum of the weights.
+#[inline(always)]
+unsafe fn weigh<S: Simd, const N: usize>(scores: *mut f32, before: f32) -> (f32, f32) {
+    // SAFETY: the caller's.
+    unsafe {
+        let mut x = [S::splat(0.0); N];
+        for i in 0..N {
+            x[i] = S::load(scores.add(i * S::LANES));
+        }
+        let mut peaks = [x[0], x[1]];
+        for i in 2..N {
+            peaks[i % 2] = S::max(peaks[i % 2], x[i]);
+        }
+        let now = S::largest(S::max(peaks[0], peaks[1])).max(before);
+        let mut sums = [S::splat(0.0); 2];
+        for i in 0..N {
+            let weights = exp2::<S>(S::sub(x[i], S::splat(now)));
+            S::store(scores.add(i * S::LANES), weights);
+            sums[i % 2] = S::add(sums[i % 2], weights);
+        }
+        (now, S::sum(S::add(sums[0], sums[1])))
     }
 }
 
