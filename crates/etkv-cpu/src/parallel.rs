@@ -156,7 +156,7 @@ impl Drop for Finish<'_> {
         let mut turns = 0u32;
         while shared.undone.load(Ordering::Acquire) > 0 {
             turns += 1;
-            if turns % 1024 == 0 {
+            if turns.is_multiple_of(1024) {
                 std::thread::yield_now();
             }
             std::hint::spin_loop();
@@ -222,5 +222,81 @@ impl Shared {
             guard = self.wake.wait(guard).unwrap_or_else(PoisonError::into_inner);
         }
         self.asleep.fetch_sub(1, Ordering::SeqCst);
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn each_call_is_made_once() {
+        for threads in [1, 2, 3, 8] {
+            let pool = Pool::new(threads);
+            assert_eq!(pool.threads(), threads);
+            for count in (0..200).chain([1000]) {
+                let made: Vec<_> = (0..count).map(|_| AtomicUsize::new(0)).collect();
+                pool.run(count, &|i| {
+                    made[i].fetch_add(1, Ordering::Relaxed);
+                });
+                assert!(made.iter().all(|made| made.load(Ordering::Relaxed) == 1));
+                if count % 50 == 0 {
+                    // Workers fall asleep.
+                    std::thread::sleep(10 * SPIN);
+                }
+            }
+        }
+    }
+
+    #[test]
+    fn workers_work_at_the_same_time() {
+        let pool = Pool::new(2);
+        for _ in 0..10 {
+            // Each call waits for the other.
+            let barrier = std::sync::Barrier::new(2);
+            pool.run(2, &|_| {
+                barrier.wait();
+            });
+            std::thread::sleep(10 * SPIN);
+        }
+    }
+
+    #[test]
+    fn a_thread_does_not_wait_for_another_that_has_the_pool() {
+        let pool = Pool::new(2);
+        let (first, second) = (std::sync::Barrier::new(2), std::sync::Barrier::new(2));
+        std::thread::scope(|scope| {
+            scope.spawn(|| {
+                let waits = AtomicBool::new(true);
+                pool.run(2, &|_| {
+                    // One call holds the pool until the other thread is done.
+                    if waits.swap(false, Ordering::SeqCst) {
+                        first.wait();
+                        second.wait();
+                    }
+                });
+            });
+            first.wait();
+            let made = AtomicUsize::new(0);
+            pool.run(5, &|_| {
+                made.fetch_add(1, Ordering::Relaxed);
+            });
+            assert_eq!(made.into_inner(), 5);
+            second.wait();
+        });
+    }
+
+    #[test]
+    fn a_panic_is_the_callers() {
+        let pool = Pool::new(3);
+        for bad in [0, 7] {
+            let call = AssertUnwindSafe(|| pool.run(20, &|i| assert_ne!(i, bad, "made to fail")));
+            assert!(catch_unwind(call).is_err());
+            let made = AtomicUsize::new(0);
+            pool.run(20, &|_| {
+                made.fetch_add(1, Ordering::Relaxed);
+            });
+            assert_eq!(made.into_inner(), 20);
+        }
     }
 }

@@ -4,6 +4,9 @@
 //! stored keys where they lie, and [`Product`] the stored values. For many, [`Unpack`] and
 //! [`Transpose`] bring the tile into scratch memory first, and both products are [`Product`].
 
+// An index is a register; iterators would hide which.
+#![allow(clippy::needless_range_loop)]
+
 use super::decode::{Decode, Row};
 use super::simd::{Kernel, Simd};
 
@@ -238,7 +241,7 @@ impl<D: Decode, const R: usize> Product<'_, D, R> {
                 let mut values = [S::splat(0.0); C];
                 for (c, value) in values.iter_mut().enumerate() {
                     let at = at + c * S::LANES;
-                    if c > 0 && at % group == 0 {
+                    if c > 0 && at.is_multiple_of(group) {
                         scale = self.decode.scale::<S>(row, at / group);
                     }
                     *value = self.decode.load::<S>(row, at, scale);

@@ -103,8 +103,8 @@ unsafe fn weigh<S: Simd, const N: usize>(scores: *mut f32, before: f32) -> (f32,
     // SAFETY: the caller's.
     unsafe {
         let mut x = [S::splat(0.0); N];
-        for i in 0..N {
-            x[i] = S::load(scores.add(i * S::LANES));
+        for (i, x) in x.iter_mut().enumerate() {
+            *x = S::load(scores.add(i * S::LANES));
         }
         let mut peaks = [x[0], x[1]];
         for i in 2..N {
@@ -112,8 +112,8 @@ unsafe fn weigh<S: Simd, const N: usize>(scores: *mut f32, before: f32) -> (f32,
         }
         let now = S::largest(S::max(peaks[0], peaks[1])).max(before);
         let mut sums = [S::splat(0.0); 2];
-        for i in 0..N {
-            let weights = exp2::<S>(S::sub(x[i], S::splat(now)));
+        for (i, &x) in x.iter().enumerate() {
+            let weights = exp2::<S>(S::sub(x, S::splat(now)));
             S::store(scores.add(i * S::LANES), weights);
             sums[i % 2] = S::add(sums[i % 2], weights);
         }

@@ -254,7 +254,7 @@ unsafe fn attend_tile<S: Simd>(
     // SAFETY: the scratch memory is as large as the plan says, so each pointer is good for what the
     // kernels' fields say of it. The machine has the instructions.
     unsafe {
-        if const { S::ROWS > 0 } && n_rows <= IN_PLACE && job.k.dim % S::LANES == 0 {
+        if const { S::ROWS > 0 } && n_rows <= IN_PLACE && job.k.dim.is_multiple_of(S::LANES) {
             with_decode!(job.k.encoding, |decode| by_rows!(n_rows, S::ROWS, |at, R| {
                 S::enter(Dots {
                     decode,
@@ -288,7 +288,7 @@ unsafe fn attend_tile<S: Simd>(
         S::enter(Weigh { scores, count, rows, seen, totals, keep });
         let keep = &scratch.keep[..n_rows];
         let stored = job.v.rows(head, tile.slots);
-        if const { S::ROWS > 0 } && n_rows <= IN_PLACE && job.v.dim % S::LANES == 0 {
+        if const { S::ROWS > 0 } && n_rows <= IN_PLACE && job.v.dim.is_multiple_of(S::LANES) {
             with_decode!(job.v.encoding, |decode| by_rows!(n_rows, S::ROWS, |at, R| {
                 S::enter(Product {
                     decode,
@@ -330,10 +330,12 @@ fn in_order(first: *const f32, dim: usize, slots: &[u32]) -> Rows<'_> {
 /// As [`run`]; there is room.
 unsafe fn unpack<S: Simd>(stored: &Stored, rows: Rows, out: *mut f32, padded: usize) {
     let dim = stored.dim;
-    with_decode!(stored.encoding, |decode| {
-        // SAFETY: the caller's.
-        unsafe { S::enter(Unpack { decode, rows, dim, out, padded }) }
-    });
+    // SAFETY: the caller's.
+    unsafe {
+        with_decode!(stored.encoding, |decode| {
+            S::enter(Unpack { decode, rows, dim, out, padded });
+        });
+    }
 }
 
 /// Writes the result of row `row` of a head of a task: the task's own part, or all parts.

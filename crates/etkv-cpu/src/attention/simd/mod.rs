@@ -140,6 +140,7 @@ pub(super) unsafe fn bytes<const BYTES: usize>(from: *const u8) -> u128 {
     }
 }
 
+#[cfg(target_arch = "x86_64")]
 /// For lane `i` of integers of `bits` bits: the bytes that hold it, as four indices of a byte
 /// shuffle, and how far to shift them right.
 pub(super) const fn places<const LANES: usize>(bits: usize) -> ([[u8; 4]; LANES], [u32; LANES]) {
