@@ -9,9 +9,6 @@ use super::softmax::{Merge, Totals, Weigh, NO_PEAK};
 use super::tensor::{Output, Queries};
 use super::workspace::{Parts, Scratch};
 
-/// Query rows up to which stored rows are unpacked in registers, each time that they are used.
-const IN_PLACE: usize = 8;
-
 /// The rows of keys, or of values, as tasks read them.
 #[derive(Debug, Clone, Copy)]
 pub(super) struct Stored {
@@ -29,6 +26,16 @@ pub(super) struct Stored {
 unsafe impl Sync for Stored {}
 
 impl Stored {
+    /// Returns whether the kernels of `n_rows` query rows read the rows where they lie. Packed ones
+    /// are then unpacked for every few query rows; instead they are unpacked once, to memory.
+    fn in_place<S: Simd>(&self, n_rows: usize) -> bool {
+        let most = match self.encoding {
+            Encoding::F32 => 12,
+            _ => 8,
+        };
+        S::ROWS > 0 && n_rows <= most && self.dim.is_multiple_of(S::LANES)
+    }
+
     fn rows<'a>(&self, head: usize, slots: &'a [u32]) -> Rows<'a> {
         let first =
             std::array::from_fn(|p| self.first[p].wrapping_add(head * self.head_strides[p]));
@@ -254,7 +261,7 @@ unsafe fn attend_tile<S: Simd>(
     // SAFETY: the scratch memory is as large as the plan says, so each pointer is good for what the
     // kernels' fields say of it. The machine has the instructions.
     unsafe {
-        if const { S::ROWS > 0 } && n_rows <= IN_PLACE && job.k.dim.is_multiple_of(S::LANES) {
+        if job.k.in_place::<S>(n_rows) {
             with_decode!(job.k.encoding, |decode| by_rows!(n_rows, S::ROWS, |at, R| {
                 S::enter(Dots {
                     decode,
@@ -288,7 +295,7 @@ unsafe fn attend_tile<S: Simd>(
         S::enter(Weigh { scores, count, rows, seen, totals, keep });
         let keep = &scratch.keep[..n_rows];
         let stored = job.v.rows(head, tile.slots);
-        if const { S::ROWS > 0 } && n_rows <= IN_PLACE && job.v.dim.is_multiple_of(S::LANES) {
+        if job.v.in_place::<S>(n_rows) {
             with_decode!(job.v.encoding, |decode| by_rows!(n_rows, S::ROWS, |at, R| {
                 S::enter(Product {
                     decode,
