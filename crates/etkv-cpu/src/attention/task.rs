@@ -64,23 +64,14 @@ pub(super) struct Job<'a> {
 }
 
 /// Runs an expression for all of `count` query rows, at most `most` at a time: their number is the
-/// constant `rows`, the first of them `at`. Sizes above `S::ROWS` are compiled for scratch memory
-/// only.
+/// constant `rows`, the first of them `at`. Only numbers up to `most` are compiled.
 macro_rules! by_rows {
     ($count:expr, $most:expr, |$at:ident, $rows:ident| $body:expr) => {{
         let mut $at = 0;
         while $at < $count {
             let left = $count - $at;
             // Blocks of about the same size.
-            match left.div_ceil(left.div_ceil(
-                const {
-                    if $most > 0 {
-                        $most
-                    } else {
-                        1
-                    }
-                },
-            )) {
+            match left.div_ceil(left.div_ceil(usize::max($most, 1))) {
                 1 => by_rows!(1, $most, $at, $rows, $body),
                 2 => by_rows!(2, $most, $at, $rows, $body),
                 3 => by_rows!(3, $most, $at, $rows, $body),
