@@ -7,9 +7,11 @@
 //! Rows are stored with the bits of etkv's storage on MLX arrays, in every format.
 
 mod backend;
+pub mod attention;
 mod floats;
 mod mask;
 mod memory;
+mod parallel;
 mod store;
 mod tensor;
 mod view;
@@ -18,6 +20,7 @@ pub use backend::{
     builders, CellsCache, ContiguousCache, CpuCache, ProgramCache, Step, CPU_BACKEND,
 };
 pub use mask::Mask;
+pub use parallel::{Parallel, Pool, Serial};
 pub use store::{CpuStore, SavedRows};
 pub use tensor::{Dtype, Tensor, Values};
 pub use view::{Plane, View};

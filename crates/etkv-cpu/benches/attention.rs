@@ -1,0 +1,165 @@
+//! The time of attention on the CPU, with keys and values that are not in its caches.
+//!
+//! `cargo bench -p etkv-cpu --bench attention [-- <part of a name> [<threads> [<rounds>]]]`. Prints
+//! the median and the least of interleaved rounds in milliseconds; beside them, the same of a plain read of the
+//! same bytes on the same threads, and what part of that speed attention has.
+
+use std::hint::black_box;
+use std::time::Instant;
+
+use etkv_core::KvFormat;
+use etkv_cpu::attention::synthetic::{self, Random};
+use etkv_cpu::attention::{attend, MaskRef, Output, Queries, Shape, Workspace};
+use etkv_cpu::{Parallel, Pool, View};
+
+const HEADS: usize = 9;
+const KV_HEADS: usize = 3;
+const DIM: usize = 64;
+/// Keys and values are new to the caches if this many bytes were read since.
+const COLD: usize = 160 << 20;
+
+/// A call and the copies of its keys and values that it goes through.
+struct Case {
+    name: String,
+    n_tokens: usize,
+    views: std::rc::Rc<Vec<(View, View)>>,
+    bytes: usize,
+    queries: Vec<f32>,
+    out: Vec<f32>,
+    times: Vec<f64>,
+    reads: Vec<f64>,
+}
+
+impl Case {
+    fn call(
+        &mut self,
+        pool: &Pool,
+        work: &mut Workspace,
+        round: usize,
+    ) -> Result<(), etkv_core::Error> {
+        let (k, v) = &self.views[round % self.views.len()];
+        let shape = Shape::contiguous(HEADS, self.n_tokens, DIM);
+        let (Some(queries), Some(mut out)) = (
+            Queries::of_f32(&self.queries, shape),
+            Output::of_f32(&mut self.out, HEADS, self.n_tokens, DIM),
+        ) else {
+            return Ok(());
+        };
+        let begin = Instant::now();
+        attend(work, pool, &queries, k, v, MaskRef::Causal, 0.125, &mut out)?;
+        self.times.push(begin.elapsed().as_secs_f64() * 1e3);
+        black_box(&self.out);
+        Ok(())
+    }
+
+    fn read(&mut self, pool: &Pool, bytes: &[u64], round: usize) {
+        let words = self.bytes / 8;
+        let copies = bytes.len() / words;
+        let bytes = &bytes[round % copies * words..][..words];
+        let begin = Instant::now();
+        let each = words.div_ceil(32);
+        pool.run(32, &|i| {
+            let part = &bytes[(i * each).min(words)..((i + 1) * each).min(words)];
+            // Eight sums, so that the reads do not wait for one another.
+            let mut sums = [0u64; 8];
+            for chunk in part.chunks_exact(8) {
+                sums.iter_mut().zip(chunk).for_each(|(sum, x)| *sum = sum.wrapping_add(*x));
+            }
+            black_box(sums);
+        });
+        self.reads.push(begin.elapsed().as_secs_f64() * 1e3);
+    }
+}
+
+/// Returns the median and the least.
+fn median(times: &mut [f64]) -> [f64; 2] {
+    times.sort_by(f64::total_cmp);
+    [times[times.len() / 2], times[0]]
+}
+
+fn main() -> Result<(), etkv_core::Error> {
+    let mut args = std::env::args().skip(1).filter(|arg| !arg.starts_with('-'));
+    let filter = args.next().unwrap_or_default();
+    let pool = args.next().and_then(|n| n.parse().ok()).map_or_else(Pool::of_host, Pool::new);
+    let rounds: Option<usize> = args.next().and_then(|n| n.parse().ok());
+    let mut work = Workspace::new();
+    let bytes = vec![1u64; COLD / 8];
+    println!(
+        "{HEADS} query heads, {KV_HEADS} KV heads, head_dim {DIM}, causal, {} threads",
+        pool.threads()
+    );
+    println!(
+        "{:30} {:>8} {:>8}   {:>8} {:>8}   {:>5} {:>5}  {:>7}",
+        "", "ms", "least", "read, ms", "least", "ratio", "least", "GFLOP/s"
+    );
+    let mut random = Random::new(1);
+    let formats = ["f32", "f16", "bf16", "affine8g64", "affine4g64", "mxfp4", "row-int4"];
+    for (n_slots, tokens) in [
+        (512, &[1, 2, 4, 8, 16][..]),
+        (4096, &[1, 2, 4, 8, 16]),
+        (16384, &[1, 2, 4, 8, 16]),
+        (512, &[512]),
+        (2560, &[512]),
+    ] {
+        let mut cases = Vec::new();
+        for format in formats {
+            let format: KvFormat = format.parse()?;
+            let bytes = 2 * n_slots * KV_HEADS * format.row_bytes(DIM);
+            let names: Vec<_> = tokens
+                .iter()
+                .map(|n_tokens| format!("{format}, {n_slots} slots, {n_tokens} tokens"))
+                .collect();
+            if !names.iter().any(|name| name.contains(&filter)) {
+                continue;
+            }
+            let copies = if tokens == [512] { 1 } else { COLD.div_ceil(bytes) };
+            // Rows of one copy are as good as those of another.
+            let made = (0..2)
+                .map(|_| synthetic::view(format, KV_HEADS, DIM, n_slots, &mut random))
+                .collect::<Result<Vec<_>, _>>()?;
+            let views = (0..copies)
+                .map(|_| Ok((made[0].deep_copy()?, made[1].deep_copy()?)))
+                .collect::<Result<Vec<_>, etkv_core::Error>>()?;
+            let views = std::rc::Rc::new(views);
+            for (name, &n_tokens) in names.into_iter().zip(tokens) {
+                let queries = (0..HEADS * n_tokens * DIM).map(|_| random.number()).collect();
+                cases.push(Case {
+                    name,
+                    n_tokens,
+                    views: views.clone(),
+                    bytes,
+                    queries,
+                    out: vec![0.0; HEADS * n_tokens * DIM],
+                    times: Vec::new(),
+                    reads: Vec::new(),
+                });
+            }
+        }
+        cases.retain(|case| case.name.contains(&filter));
+        let rounds = rounds.unwrap_or(if tokens == [512] { 9 } else { 31 });
+        let mut round = 0;
+        for _ in 0..rounds {
+            for case in &mut cases {
+                // No two calls read the same copy soon after each other.
+                round += 1;
+                case.call(&pool, &mut work, round)?;
+                case.read(&pool, &bytes, round);
+            }
+        }
+        for case in &mut cases {
+            let ([time, least], [read, least_read]) =
+                (median(&mut case.times), median(&mut case.reads));
+            // Under a causal mask the first query sees one slot less than the second.
+            let pairs = case.n_tokens * n_slots - case.n_tokens * (case.n_tokens - 1) / 2;
+            let flops = 4.0 * (HEADS * DIM * pairs) as f64;
+            println!(
+                "{:30} {time:8.4} {least:8.4}   {read:8.4} {least_read:8.4}   {:5.2} {:5.2}  {:7.1}",
+                case.name,
+                read / time,
+                least_read / least,
+                flops / least / 1e6
+            );
+        }
+    }
+    Ok(())
+}

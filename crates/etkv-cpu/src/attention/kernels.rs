@@ -1,0 +1,353 @@
+//! The loops of attention, each written once for every instruction set and every format.
+//!
+//! A tile is up to [`TILE`] slots of one KV head. For a few query rows, [`Dots`] multiplies the
+//! stored keys where they lie, and [`Product`] the stored values. For many, [`Unpack`] and
+//! [`Transpose`] bring the tile into scratch memory first, and both products are [`Product`].
+
+// An index is a register; iterators would hide which.
+#![allow(clippy::needless_range_loop)]
+
+use super::decode::{Decode, Row};
+use super::simd::{Kernel, Simd};
+
+/// The most slots that are worked on at once: as many as a word has bits.
+pub(super) const TILE: usize = 64;
+
+/// Bytes of a cache line.
+const LINE: usize = 64;
+
+/// Rows of one KV head by their slots.
+#[derive(Debug, Clone, Copy)]
+pub(super) struct Rows<'a> {
+    /// The row of slot 0 in each plane.
+    pub first: Row,
+    /// Bytes from a slot to the next in each plane.
+    pub strides: [usize; 3],
+    /// The slots that are read.
+    pub slots: &'a [u32],
+}
+
+impl Rows<'_> {
+    /// Returns the row of the `i`th slot.
+    #[inline(always)]
+    unsafe fn row(&self, i: usize) -> Row {
+        // SAFETY: the caller's: there are more than `i` slots, and the planes have them.
+        unsafe {
+            let slot = *self.slots.get_unchecked(i) as usize;
+            let [a, b, c] = self.first;
+            [
+                a.wrapping_add(slot * self.strides[0]),
+                b.wrapping_add(slot * self.strides[1]),
+                c.wrapping_add(slot * self.strides[2]),
+            ]
+        }
+    }
+}
+
+/// Rows that are read after this loop, which asks for their bytes in time: they are too far apart for
+/// the machine to guess.
+#[derive(Debug, Clone, Copy)]
+pub(super) struct Next<'a> {
+    /// The rows.
+    pub rows: Rows<'a>,
+    /// Bytes of a row in the first plane. The other planes are small, and lie in one run.
+    pub bytes: usize,
+}
+
+impl<'a> Next<'a> {
+    /// Returns the rows that the loop over query rows `at` to `end` of `count` asks for.
+    pub fn share(mut self, at: usize, end: usize, count: usize) -> Self {
+        let slots = self.rows.slots;
+        self.rows.slots = &slots[slots.len() * at / count..slots.len() * end / count];
+        self
+    }
+
+    /// Returns what asks for the rows in `steps` steps.
+    #[inline(always)]
+    fn in_steps(next: Option<Self>, steps: usize) -> Fetch<'a> {
+        let nothing = Rows { first: [std::ptr::null(); 3], strides: [0; 3], slots: &[] };
+        let Next { rows, bytes } = next.unwrap_or(Next { rows: nothing, bytes: 0 });
+        let lines = bytes.div_ceil(LINE);
+        let each = (rows.slots.len() * lines).div_ceil(steps);
+        Fetch { rows, lines, each, row: 0, line: std::ptr::null(), left: 0 }
+    }
+}
+
+/// Asks for rows, a few lines at a time: a processor that is asked for many at once waits.
+struct Fetch<'a> {
+    rows: Rows<'a>,
+    /// Lines of a row.
+    lines: usize,
+    /// Lines of a step.
+    each: usize,
+    /// The next row.
+    row: usize,
+    /// The next line, and how many are left of its row.
+    line: *const u8,
+    left: usize,
+}
+
+impl Fetch<'_> {
+    #[inline(always)]
+    unsafe fn step(&mut self) {
+        for _ in 0..self.each {
+            if self.left == 0 {
+                if self.row == self.rows.slots.len() {
+                    break;
+                }
+                // SAFETY: there is such a row.
+                self.line = unsafe { self.rows.row(self.row) }[0];
+                self.left = self.lines;
+                self.row += 1;
+            }
+            prefetch(self.line);
+            self.line = self.line.wrapping_add(LINE);
+            self.left -= 1;
+        }
+    }
+}
+
+#[inline(always)]
+fn prefetch(at: *const u8) {
+    #[cfg(target_arch = "x86_64")]
+    // SAFETY: it reads nothing that the program sees, whatever the address; all machines have SSE.
+    unsafe {
+        use std::arch::x86_64::{_mm_prefetch, _MM_HINT_T0};
+        _mm_prefetch::<_MM_HINT_T0>(at.cast());
+    }
+    #[cfg(target_arch = "aarch64")]
+    // SAFETY: as above.
+    unsafe {
+        std::arch::asm!("prfm pldl1keep, [{}]", in(reg) at, options(nostack, readonly));
+    }
+    #[cfg(not(any(target_arch = "x86_64", target_arch = "aarch64")))]
+    let _ = at;
+}
+
+/// Scores of `R` query rows: their products with each stored row.
+pub(super) struct Dots<'a, D, const R: usize> {
+    pub decode: D,
+    /// `R` rows of `dim` numbers.
+    pub queries: [*const f32; R],
+    pub keys: Rows<'a>,
+    /// A multiple of the lanes, and of the group.
+    pub dim: usize,
+    /// `R` rows of [`TILE`] numbers, one after another. Those beyond the slots, up to a multiple of
+    /// four, are written too.
+    pub scores: *mut f32,
+    pub next: Option<Next<'a>>,
+}
+
+impl<D: Decode, const R: usize> Kernel for Dots<'_, D, R> {
+    #[inline(always)]
+    unsafe fn run<S: Simd>(self) {
+        let (group, count) = (self.decode.group(self.dim), self.keys.slots.len());
+        // SAFETY: the pointers are as the fields say.
+        unsafe {
+            // Closures over vectors are calls: they are not compiled for the instructions of `S`. Loops
+            // of a few vectors take no time for the iterators of the standard library.
+            let mut fetch = Next::in_steps(self.next, count.div_ceil(4));
+            let mut first = 0;
+            while first < count {
+                let mut rows = [self.keys.row(first); 4];
+                for i in 1..4 {
+                    // The last row stands for those beyond it.
+                    rows[i] = self.keys.row((first + i).min(count - 1));
+                }
+                fetch.step();
+                let mut sums = [[S::splat(0.0); 4]; R];
+                let mut at = 0;
+                while at < self.dim {
+                    let mut scales = [self.decode.scale::<S>(rows[0], at / group); 4];
+                    for i in 1..4 {
+                        scales[i] = self.decode.scale::<S>(rows[i], at / group);
+                    }
+                    let end = at + group;
+                    while at < end {
+                        let mut keys = [S::splat(0.0); 4];
+                        for i in 0..4 {
+                            keys[i] = self.decode.load::<S>(rows[i], at, scales[i]);
+                        }
+                        for r in 0..R {
+                            let query = S::load(self.queries[r].add(at));
+                            for i in 0..4 {
+                                sums[r][i] = S::fma(query, keys[i], sums[r][i]);
+                            }
+                        }
+                        at += S::LANES;
+                    }
+                }
+                for (r, sums) in sums.into_iter().enumerate() {
+                    S::sums(sums, self.scores.add(r * TILE + first));
+                }
+                first += 4;
+            }
+        }
+    }
+}
+
+/// Adds the product of a matrix with stored rows to `R` rows: `out[r] = out[r] * keep[r] + sum over
+/// i of factors[r][i] * row[i]`.
+pub(super) struct Product<'a, D, const R: usize> {
+    pub decode: D,
+    /// `R` rows with a number for each stored row.
+    pub factors: [*const f32; R],
+    pub rows: Rows<'a>,
+    /// Elements of a stored row: a multiple of the lanes, and of the group.
+    pub dim: usize,
+    /// `R` rows of `dim` numbers; all different.
+    pub out: [*mut f32; R],
+    /// Zero if what lies there is anything, NaN too.
+    pub keep: [f32; R],
+    pub next: Option<Next<'a>>,
+}
+
+impl<D: Decode, const R: usize> Kernel for Product<'_, D, R> {
+    #[inline(always)]
+    unsafe fn run<S: Simd>(self) {
+        // SAFETY: the pointers are as the fields say, and the blocks make up `dim`.
+        unsafe {
+            let mut at = 0;
+            while at + S::COLS * S::LANES <= self.dim {
+                if S::COLS == 4 {
+                    self.block::<S, 4>(at);
+                } else {
+                    self.block::<S, 2>(at);
+                }
+                at += S::COLS * S::LANES;
+            }
+            while at < self.dim {
+                self.block::<S, 1>(at);
+                at += S::LANES;
+            }
+        }
+    }
+}
+
+impl<D: Decode, const R: usize> Product<'_, D, R> {
+    /// Computes `C` vectors side by side from element `at`.
+    #[inline(always)]
+    unsafe fn block<S: Simd, const C: usize>(&self, at: usize) {
+        let group = self.decode.group(self.dim);
+        // SAFETY: the caller's.
+        unsafe {
+            let mut sums = [[S::splat(0.0); C]; R];
+            let count = self.rows.slots.len();
+            let mut fetch = Next::in_steps(self.next.filter(|_| at == 0), count);
+            for i in 0..count {
+                let row = self.rows.row(i);
+                fetch.step();
+                let mut scale = self.decode.scale::<S>(row, at / group);
+                let mut values = [S::splat(0.0); C];
+                for (c, value) in values.iter_mut().enumerate() {
+                    let at = at + c * S::LANES;
+                    if c > 0 && at.is_multiple_of(group) {
+                        scale = self.decode.scale::<S>(row, at / group);
+                    }
+                    *value = self.decode.load::<S>(row, at, scale);
+                }
+                for (sums, factors) in sums.iter_mut().zip(self.factors) {
+                    let factor = S::splat(*factors.add(i));
+                    for (sum, value) in sums.iter_mut().zip(values) {
+                        *sum = S::fma(factor, value, *sum);
+                    }
+                }
+            }
+            for r in 0..R {
+                let keep = self.keep[r];
+                for (c, &sum) in sums[r].iter().enumerate() {
+                    let out = self.out[r].add(at + c * S::LANES);
+                    let sum = match keep == 0.0 {
+                        true => sum,
+                        false => S::fma(S::load(out), S::splat(keep), sum),
+                    };
+                    S::store(out, sum);
+                }
+            }
+        }
+    }
+}
+
+/// Unpacks stored rows to float32.
+pub(super) struct Unpack<'a, D> {
+    pub decode: D,
+    pub rows: Rows<'a>,
+    /// Elements of a row: a multiple of the group, or less than a vector more than one.
+    pub dim: usize,
+    /// As many rows of `padded` numbers. Those beyond `dim` become zeros.
+    pub out: *mut f32,
+    /// The next multiple of the lanes.
+    pub padded: usize,
+}
+
+impl<D: Decode> Kernel for Unpack<'_, D> {
+    #[inline(always)]
+    unsafe fn run<S: Simd>(self) {
+        let group = self.decode.group(self.dim);
+        let whole = self.dim - self.dim % S::LANES;
+        // SAFETY: the pointers are as the fields say.
+        unsafe {
+            for i in 0..self.rows.slots.len() {
+                let (row, out) = (self.rows.row(i), self.out.add(i * self.padded));
+                let mut at = 0;
+                while at < whole {
+                    let scale = self.decode.scale::<S>(row, at / group);
+                    let end = whole.min(at + group);
+                    while at < end {
+                        S::store(out.add(at), self.decode.load::<S>(row, at, scale));
+                        at += S::LANES;
+                    }
+                }
+                if whole < self.dim {
+                    self.tail::<S>(row, whole, out.add(whole));
+                }
+            }
+        }
+    }
+}
+
+impl<D: Decode> Unpack<'_, D> {
+    /// Unpacks the last elements, fewer than a vector, without reading beyond the row.
+    #[inline(always)]
+    unsafe fn tail<S: Simd>(&self, row: Row, at: usize, out: *mut f32) {
+        let (begins, count) = (at * D::BITS / 8, self.dim - at);
+        // Sixteen elements of 32 bits.
+        let mut codes = [0u8; 64];
+        let mut numbers = [0f32; 16];
+        // SAFETY: the caller's; what is copied is the end of the row, and less than a vector.
+        unsafe {
+            std::ptr::copy_nonoverlapping(
+                row[0].add(begins),
+                codes.as_mut_ptr(),
+                (count * D::BITS).div_ceil(8),
+            );
+            let scale = self.decode.scale::<S>(row, at / self.decode.group(self.dim));
+            let row = [codes.as_ptr().wrapping_sub(begins), row[1], row[2]];
+            S::store(numbers.as_mut_ptr(), self.decode.load::<S>(row, at, scale));
+            numbers[count..].fill(0.0);
+            std::ptr::copy_nonoverlapping(numbers.as_ptr(), out, self.padded - at);
+        }
+    }
+}
+
+/// Turns [`TILE`] rows of `dim` numbers, a multiple of the lanes, into `dim` rows of [`TILE`].
+pub(super) struct Transpose {
+    pub from: *const f32,
+    pub dim: usize,
+    pub to: *mut f32,
+}
+
+impl Kernel for Transpose {
+    #[inline(always)]
+    unsafe fn run<S: Simd>(self) {
+        for slot in (0..TILE).step_by(S::LANES) {
+            for at in (0..self.dim).step_by(S::LANES) {
+                // SAFETY: the pointers are as the fields say.
+                unsafe {
+                    let from = self.from.add(slot * self.dim + at);
+                    S::transpose(from, self.dim, self.to.add(at * TILE + slot), TILE);
+                }
+            }
+        }
+    }
+}

@@ -1,0 +1,268 @@
+//! Attention over rows as they are stored.
+//!
+//! A call is split into tasks ([`plan`]) of some query rows and some slots. A task goes through its
+//! slots in tiles of 64 ([`task`]): scores, an online softmax, and the weighted values ([`kernels`],
+//! [`softmax`]). If tasks share the slots of a row, their parts are put together in the end. Kernels
+//! are written once over vectors ([`simd`]) and formats ([`decode`]).
+
+mod decode;
+mod kernels;
+mod mask;
+mod plan;
+mod simd;
+mod softmax;
+#[doc(hidden)]
+pub mod synthetic;
+mod task;
+mod tensor;
+#[cfg(test)]
+mod tests;
+mod workspace;
+
+use std::sync::atomic::{AtomicUsize, Ordering};
+
+use etkv_core::{fail, Result};
+
+pub use mask::MaskRef;
+pub use tensor::{Float, Output, Queries, Shape};
+pub use workspace::Workspace;
+
+use crate::parallel::{Parallel, Serial};
+use crate::view::View;
+use decode::Encoding;
+use plan::{Plan, Sizes};
+use simd::Simd;
+use task::{Job, Stored};
+use workspace::Blocks;
+
+/// An instruction set that attention is compiled for.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum Instructions {
+    #[cfg(target_arch = "x86_64")]
+    Avx512,
+    #[cfg(target_arch = "x86_64")]
+    Avx2,
+    #[cfg(target_arch = "aarch64")]
+    Neon,
+    Portable,
+}
+
+impl Instructions {
+    /// Returns those that this machine has, the best first.
+    fn available() -> impl Iterator<Item = Self> {
+        [
+            #[cfg(target_arch = "x86_64")]
+            simd::Avx512::detected().then_some(Self::Avx512),
+            #[cfg(target_arch = "x86_64")]
+            simd::Avx2::detected().then_some(Self::Avx2),
+            #[cfg(target_arch = "aarch64")]
+            Some(Self::Neon),
+            Some(Self::Portable),
+        ]
+        .into_iter()
+        .flatten()
+    }
+
+    fn best() -> Self {
+        Self::available().next().unwrap_or(Self::Portable)
+    }
+}
+
+/// Runs an expression with the type of an instruction set.
+macro_rules! with_simd {
+    ($instructions:expr, |$S:ident| $body:expr) => {
+        match $instructions {
+            #[cfg(target_arch = "x86_64")]
+            Instructions::Avx512 => {
+                type $S = simd::Avx512;
+                $body
+            }
+            #[cfg(target_arch = "x86_64")]
+            Instructions::Avx2 => {
+                type $S = simd::Avx2;
+                $body
+            }
+            #[cfg(target_arch = "aarch64")]
+            Instructions::Neon => {
+                type $S = simd::Neon;
+                $body
+            }
+            Instructions::Portable => {
+                type $S = simd::Portable;
+                $body
+            }
+        }
+    };
+}
+
+/// Computes the attention of `queries`, `[n_heads, T, k_head_dim]`, over the keys `k` and the values
+/// `v`, with weights `softmax(scale * q k^T)` over the slots that `mask` shows. Writes `[n_heads, T,
+/// v_head_dim]` to `out`.
+///
+/// `n_heads` is a multiple of the KV heads. Keys and values may differ in format and head_dim. All
+/// sums are in float32. The result does not depend on the number of threads. A query that sees no
+/// slot gives zeros. Slots that no query sees are not read. A slot that is hidden from one query of a
+/// step and seen by another must be finite: its values have weight 0.
+///
+/// # Errors
+/// [`Shape`](etkv_core::Status::Shape) if the shapes do not fit each other,
+/// [`InvalidArgument`](etkv_core::Status::InvalidArgument) if the mask has slots beyond the views,
+/// [`Unsupported`](etkv_core::Status::Unsupported) for a format that is not read, and
+/// [`Backend`](etkv_core::Status::Backend) if memory is lacking. Then nothing is written.
+#[allow(clippy::too_many_arguments)]
+pub fn attend(
+    workspace: &mut Workspace,
+    parallel: &dyn Parallel,
+    queries: &Queries,
+    k: &View,
+    v: &View,
+    mask: MaskRef,
+    scale: f32,
+    out: &mut Output,
+) -> Result<()> {
+    attend_with(Instructions::best(), workspace, parallel, queries, k, v, mask, scale, out)
+}
+
+/// [`attend`] with some instructions that the machine has.
+#[allow(clippy::too_many_arguments)]
+fn attend_with(
+    instructions: Instructions,
+    workspace: &mut Workspace,
+    parallel: &dyn Parallel,
+    queries: &Queries,
+    k: &View,
+    v: &View,
+    mask: MaskRef,
+    scale: f32,
+    out: &mut Output,
+) -> Result<()> {
+    let lanes = with_simd!(instructions, |S| S::LANES);
+    let sizes = sizes(queries.shape(), k, v, out.shape(), lanes)?;
+    mask.check(sizes.n_tokens, sizes.n_slots)?;
+    let stored = [stored(k)?, stored(v)?];
+    if sizes.rows() == 0 || sizes.n_kv_heads == 0 || sizes.v_dim == 0 {
+        return Ok(());
+    }
+    // Tasks of a few microseconds are not worth a second thread.
+    let work = sizes.n_kv_heads * sizes.n_slots * (sizes.k_dim + sizes.v_dim) * sizes.rows();
+    let parallel = if work < 1 << 15 { &Serial } else { parallel };
+    let plan = Plan::new(sizes, parallel.threads());
+    let threads = parallel.threads().min(plan.n_tasks()).max(1);
+    let (parts, blocks) = workspace.prepare(&plan, threads)?;
+    let [k, v] = stored;
+    let factor = scale * std::f32::consts::LOG2_E;
+    let job = Job { plan, queries, k, v, mask, factor, out, parts };
+    with_simd!(instructions, |S| run::<S>(&job, &blocks, parallel, threads));
+    Ok(())
+}
+
+/// Runs the tasks of a call, then puts their parts together.
+fn run<S: Simd>(job: &Job, blocks: &Blocks, parallel: &dyn Parallel, threads: usize) {
+    let (begun, n_tasks) = (AtomicUsize::new(0), job.plan.n_tasks());
+    parallel.run(threads, &|thread| {
+        let mut scratch = None;
+        loop {
+            let i = begun.fetch_add(1, Ordering::Relaxed);
+            if i >= n_tasks {
+                break;
+            }
+            // SAFETY: the block is this call's alone; see `Parallel::run`.
+            let scratch = scratch.get_or_insert_with(|| unsafe { blocks.scratch(thread) });
+            // SAFETY: the machine has the instructions, and each task has rows of its own.
+            unsafe { task::run::<S>(job, job.plan.task(i), scratch) };
+        }
+    });
+    if job.plan.n_parts == 1 {
+        return;
+    }
+    // The task of part 0 stands for all parts of its rows.
+    let n_rows = job.plan.all_rows() * job.plan.n_parts;
+    let serial = n_rows * job.plan.sizes.v_dim < 1 << 17;
+    let merged = AtomicUsize::new(0);
+    let merge = |thread: usize| loop {
+        let i = merged.fetch_add(job.plan.n_parts, Ordering::Relaxed);
+        if i >= n_tasks {
+            break;
+        }
+        // SAFETY: the block is this call's alone; see `Parallel::run`.
+        let mut scratch = unsafe { blocks.scratch(thread) };
+        let task = job.plan.task(i);
+        for head in task.first_head..task.end_head {
+            for row in 0..(task.end_token - task.first_token) * job.plan.sizes.group {
+                // SAFETY: all tasks are done, and the rows are of this task alone.
+                unsafe { task::finish::<S>(job, task, head, row, &mut scratch) };
+            }
+        }
+    };
+    if serial {
+        merge(0);
+    } else {
+        parallel.run(threads, &merge);
+    }
+}
+
+/// Checks that the shapes fit each other, and returns them.
+fn sizes(queries: Shape, k: &View, v: &View, out: Shape, lanes: usize) -> Result<Sizes> {
+    let Shape { n_heads, n_tokens, head_dim, .. } = queries;
+    let n_kv_heads = k.n_kv_heads;
+    if v.n_kv_heads != n_kv_heads || v.n_slots != k.n_slots {
+        fail!(
+            Shape,
+            "expected values of {n_kv_heads} heads and {} slots as the keys have, got {} heads and \
+             {} slots",
+            k.n_slots,
+            v.n_kv_heads,
+            v.n_slots
+        );
+    }
+    if head_dim != k.head_dim || n_kv_heads == 0 || n_heads % n_kv_heads != 0 {
+        fail!(
+            Shape,
+            "expected queries with a multiple of {n_kv_heads} heads and head_dim {}, got {n_heads} \
+             heads and head_dim {head_dim}",
+            k.head_dim
+        );
+    }
+    let expected = [n_heads, n_tokens, v.head_dim];
+    let found = [out.n_heads, out.n_tokens, out.head_dim];
+    if found != expected {
+        fail!(Shape, "expected an output of shape {expected:?}, got {found:?}");
+    }
+    if u32::try_from(k.n_slots).is_err() {
+        fail!(Shape, "expected at most {} slots, got {}", u32::MAX, k.n_slots);
+    }
+    Ok(Sizes {
+        n_kv_heads,
+        group: n_heads / n_kv_heads,
+        n_tokens,
+        n_slots: k.n_slots,
+        k_dim: k.head_dim,
+        v_dim: v.head_dim,
+        lanes,
+    })
+}
+
+/// Returns where the rows of a view lie.
+fn stored(view: &View) -> Result<Stored> {
+    let (encoding, n_planes) = Encoding::of(view.format)?;
+    let mut stored = Stored {
+        encoding,
+        dim: view.head_dim,
+        bytes: 0,
+        first: [std::ptr::null(); 3],
+        slot_strides: [0; 3],
+        head_strides: [0; 3],
+    };
+    for p in 0..n_planes {
+        let Some(plane) = &view.planes[p] else {
+            fail!(Internal, "expected {n_planes} planes of {}, got {p}", view.format);
+        };
+        stored.first[p] = plane.memory.as_ptr().cast_const().wrapping_add(plane.offset);
+        stored.slot_strides[p] = plane.slot_stride;
+        stored.head_strides[p] = plane.head_stride;
+        if p == 0 {
+            stored.bytes = plane.head_stride;
+        }
+    }
+    Ok(stored)
+}

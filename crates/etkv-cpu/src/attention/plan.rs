@@ -1,0 +1,175 @@
+//! How a call is split into tasks. The split depends on the shapes alone, never on the threads, so
+//! the result does not either; the threads only decide how many heads a task takes.
+
+use super::kernels::TILE;
+
+/// Query rows of a KV head in one task. They use each tile that the task unpacks, and what they
+/// sum up stays near.
+const ROWS: usize = 192;
+
+/// Query rows of a KV head up to which a task takes several heads, so that it reads slots whole.
+const FEW_ROWS: usize = 16;
+
+/// The most parts that slots are split into, for few and for many query rows: each costs a row of
+/// values to write and to put together.
+const PARTS: [usize; 2] = [32, 8];
+
+/// The fewest tiles of a part.
+const TILES: usize = 2;
+
+/// The sizes of a call.
+#[derive(Debug, Clone, Copy)]
+pub(super) struct Sizes {
+    pub n_kv_heads: usize,
+    /// Query heads of a KV head.
+    pub group: usize,
+    pub n_tokens: usize,
+    pub n_slots: usize,
+    pub k_dim: usize,
+    pub v_dim: usize,
+    /// Float32 numbers of a vector.
+    pub lanes: usize,
+}
+
+impl Sizes {
+    /// Returns the query rows of a KV head.
+    pub fn rows(&self) -> usize {
+        self.group * self.n_tokens
+    }
+
+    /// Returns the elements of a key with zeros up to a whole vector.
+    pub fn k_padded(&self) -> usize {
+        self.k_dim.next_multiple_of(self.lanes)
+    }
+
+    /// Returns the elements of a value with zeros up to a whole vector.
+    pub fn v_padded(&self) -> usize {
+        self.v_dim.next_multiple_of(self.lanes)
+    }
+}
+
+/// The tasks of a call: some KV heads, some tokens and some slots each.
+#[derive(Debug, Clone, Copy)]
+pub(super) struct Plan {
+    pub sizes: Sizes,
+    /// KV heads of a task.
+    pub heads: usize,
+    /// Tokens of a task.
+    pub tokens: usize,
+    /// Slots of a task: whole tiles.
+    pub slots: usize,
+    /// Tasks that share the slots of the same rows. If it is one, tasks write the result.
+    pub n_parts: usize,
+}
+
+/// One task.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) struct Task {
+    pub first_head: usize,
+    pub end_head: usize,
+    pub first_token: usize,
+    pub end_token: usize,
+    pub first_slot: usize,
+    pub end_slot: usize,
+    pub part: usize,
+}
+
+impl Plan {
+    /// Returns the plan for `threads` threads. There are tokens and heads.
+    pub fn new(sizes: Sizes, threads: usize) -> Self {
+        let tokens = (ROWS / sizes.group).clamp(1, sizes.n_tokens);
+        let n_tiles = sizes.n_slots.div_ceil(TILE);
+        let few = sizes.rows() <= FEW_ROWS;
+        let most = match (tokens == sizes.n_tokens, few) {
+            (true, true) => PARTS[0],
+            (true, false) => PARTS[1],
+            (false, _) => 1,
+        };
+        let slots = n_tiles.div_ceil(most).max(TILES) * TILE;
+        let n_parts = sizes.n_slots.div_ceil(slots).max(1);
+        let mut heads = if few { sizes.n_kv_heads } else { 1 };
+        // Four tasks a thread even out what the machine does besides.
+        while heads > 1 && n_parts * sizes.n_kv_heads.div_ceil(heads) < 4 * threads {
+            heads = heads.div_ceil(2);
+        }
+        Self { sizes, heads, tokens, slots, n_parts }
+    }
+
+    /// Returns the number of tasks.
+    pub fn n_tasks(&self) -> usize {
+        self.n_blocks() * self.n_head_groups() * self.n_parts
+    }
+
+    /// Returns the `i`th task. Those that take longest come first.
+    pub fn task(&self, i: usize) -> Task {
+        let (part, i) = (i % self.n_parts, i / self.n_parts);
+        let (group, i) = (i % self.n_head_groups(), i / self.n_head_groups());
+        // Under a causal mask the last tokens see most.
+        let block = self.n_blocks() - 1 - i;
+        let sizes = &self.sizes;
+        Task {
+            first_head: group * self.heads,
+            end_head: sizes.n_kv_heads.min((group + 1) * self.heads),
+            first_token: block * self.tokens,
+            end_token: sizes.n_tokens.min((block + 1) * self.tokens),
+            first_slot: part * self.slots,
+            end_slot: sizes.n_slots.min((part + 1) * self.slots),
+            part,
+        }
+    }
+
+    /// Returns the rows of query heads in a task, of one KV head.
+    pub fn rows(&self) -> usize {
+        self.tokens * self.sizes.group
+    }
+
+    /// Returns the rows of query heads in the call, of all KV heads.
+    pub fn all_rows(&self) -> usize {
+        self.sizes.rows() * self.sizes.n_kv_heads
+    }
+
+    fn n_blocks(&self) -> usize {
+        self.sizes.n_tokens.div_ceil(self.tokens)
+    }
+
+    fn n_head_groups(&self) -> usize {
+        self.sizes.n_kv_heads.div_ceil(self.heads)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn tasks_cover_each_row_and_slot_once() {
+        for (n_kv_heads, group, n_tokens, n_slots) in [
+            (3, 3, 1, 4096),
+            (1, 1, 1, 1),
+            (1, 2, 3, 0),
+            (8, 4, 16, 1000),
+            (5, 2, 200, 300),
+            (2, 300, 3, 65),
+        ] {
+            let sizes =
+                Sizes { n_kv_heads, group, n_tokens, n_slots, k_dim: 64, v_dim: 64, lanes: 16 };
+            for threads in [1, 3, 64] {
+                let plan = Plan::new(sizes, threads);
+                let mut seen = vec![0u8; n_kv_heads * n_tokens * n_slots];
+                for task in (0..plan.n_tasks()).map(|i| plan.task(i)) {
+                    assert_eq!(task.first_slot % TILE, 0);
+                    for head in task.first_head..task.end_head {
+                        for token in task.first_token..task.end_token {
+                            let row = (head * n_tokens + token) * n_slots;
+                            let slots = row + task.first_slot..row + task.end_slot;
+                            seen[slots].iter_mut().for_each(|seen| *seen += 1);
+                        }
+                    }
+                }
+                assert!(seen.iter().all(|&seen| seen == 1), "{sizes:?} {threads}");
+                assert_eq!(plan.slots, Plan::new(sizes, 1).slots);
+                assert_eq!(plan.tokens, Plan::new(sizes, 1).tokens);
+            }
+        }
+    }
+}

@@ -1,0 +1,157 @@
+//! Vectors of float32 numbers, one implementation for each instruction set.
+//!
+//! A [`Kernel`] is written once, over [`Simd`]. [`Simd::enter`] runs it in a function that the
+//! compiler may fill with the instructions of the set; everything below it is inlined.
+
+#[cfg(target_arch = "x86_64")]
+mod avx2;
+#[cfg(target_arch = "x86_64")]
+mod avx512;
+#[cfg(target_arch = "aarch64")]
+mod neon;
+mod portable;
+
+#[cfg(target_arch = "x86_64")]
+pub(super) use avx2::Avx2;
+#[cfg(target_arch = "x86_64")]
+pub(super) use avx512::Avx512;
+#[cfg(target_arch = "aarch64")]
+pub(super) use neon::Neon;
+pub(super) use portable::Portable;
+
+/// A loop that is compiled for each instruction set. Implementations are `#[inline(always)]`.
+pub(super) trait Kernel {
+    /// Runs it.
+    ///
+    /// # Safety
+    /// The machine has the instructions of `S`, and what the fields point to is as they say.
+    unsafe fn run<S: Simd>(self);
+}
+
+/// One vector of an instruction set, and what kernels do with it.
+///
+/// # Safety
+/// All functions need a machine that has the instructions. Pointers need as many bytes as the
+/// function reads or writes; they need no alignment.
+pub(super) trait Simd: Copy {
+    /// Float32 numbers in a vector: 8 or 16.
+    const LANES: usize;
+    /// Query rows that fit the registers beside four stored rows; 0 if stored rows are better
+    /// unpacked to memory first.
+    const ROWS: usize;
+    /// Vectors side by side that fit the registers for six rows of a product.
+    const COLS: usize;
+    /// A vector.
+    type F: Copy;
+    /// How codes of four bits become numbers, scaled.
+    type Table: Copy;
+
+    /// Runs a kernel with these instructions.
+    unsafe fn enter<K: Kernel>(kernel: K);
+
+    unsafe fn splat(x: f32) -> Self::F;
+    unsafe fn load(from: *const f32) -> Self::F;
+    unsafe fn store(to: *mut f32, x: Self::F);
+    unsafe fn add(a: Self::F, b: Self::F) -> Self::F;
+    unsafe fn sub(a: Self::F, b: Self::F) -> Self::F;
+    unsafe fn mul(a: Self::F, b: Self::F) -> Self::F;
+    /// Returns `a * b + c`.
+    unsafe fn fma(a: Self::F, b: Self::F, c: Self::F) -> Self::F;
+    /// Returns the larger, and `b` if `b` is NaN.
+    unsafe fn max(a: Self::F, b: Self::F) -> Self::F;
+    /// Returns 2 to the power of the integer in the lowest nine bits of each number, -127 to 127; of
+    /// -127, zero.
+    unsafe fn pow2(x: Self::F) -> Self::F;
+    /// Returns the sum of the numbers.
+    unsafe fn sum(x: Self::F) -> f32;
+    /// Returns the largest of the numbers.
+    unsafe fn largest(x: Self::F) -> f32;
+    /// Writes the sums of four vectors to four numbers.
+    unsafe fn sums(x: [Self::F; 4], to: *mut f32);
+    /// Transposes `LANES` rows of `LANES` numbers. Strides are in numbers.
+    unsafe fn transpose(from: *const f32, from_stride: usize, to: *mut f32, to_stride: usize);
+
+    /// Returns `LANES` float16 numbers.
+    unsafe fn f16(from: *const u8) -> Self::F;
+    /// Returns `LANES` bfloat16 numbers.
+    unsafe fn bf16(from: *const u8) -> Self::F;
+    /// Returns one float16 number in every lane.
+    unsafe fn splat_f16(from: *const u8) -> Self::F;
+    /// Returns `LANES` integers of `BITS` bits, the first in the lowest bits.
+    unsafe fn integers<const BITS: usize>(from: *const u8) -> Self::F;
+    /// Returns what [`int4`](Self::int4) takes to multiply with `scale` and add `offset`.
+    unsafe fn int4_table(scale: Self::F, offset: Self::F) -> Self::Table;
+    /// Returns `LANES` integers of four bits, the first in the lowest bits.
+    unsafe fn int4(from: *const u8, table: Self::Table) -> Self::F;
+    /// Returns what [`e2m1`](Self::e2m1) takes to multiply with `scale`.
+    unsafe fn e2m1_table(scale: Self::F) -> Self::Table;
+    /// Returns `LANES` E2M1 numbers, the first in the lowest bits.
+    unsafe fn e2m1(from: *const u8, table: Self::Table) -> Self::F;
+    /// Returns `LANES` E4M3 numbers.
+    unsafe fn e4m3(from: *const u8) -> Self::F;
+}
+
+/// The E2M1 numbers in the order of their codes.
+pub(super) const E2M1: [f32; 16] =
+    [0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0];
+
+/// The E4M3 numbers in the order of their codes. Code 127, which the format calls NaN, is 480: no
+/// writer stores it.
+pub(super) static E4M3: [f32; 256] = {
+    let mut numbers = [0.0; 256];
+    let mut code = 0;
+    while code < 256 {
+        let (exponent, mantissa) = ((code >> 3) & 15, code & 7);
+        // 2^-9 is the least magnitude; powers of two are exact.
+        let size = match exponent {
+            0 => mantissa as f32 / 512.0,
+            _ => ((8 + mantissa) << (exponent - 1)) as f32 / 512.0,
+        };
+        numbers[code] = if code < 128 { size } else { -size };
+        code += 1;
+    }
+    numbers
+};
+
+/// Returns a number of `BYTES` bytes, 2 to 12, the first lowest.
+///
+/// # Safety
+/// There are `BYTES` bytes at `from`.
+#[inline(always)]
+pub(super) unsafe fn bytes<const BYTES: usize>(from: *const u8) -> u128 {
+    // SAFETY: each read ends at or before `BYTES`.
+    unsafe {
+        let u16_at =
+            |at: usize| u128::from(from.add(at).cast::<u16>().read_unaligned()) << (8 * at);
+        let u32_at =
+            |at: usize| u128::from(from.add(at).cast::<u32>().read_unaligned()) << (8 * at);
+        let u64_at =
+            |at: usize| u128::from(from.add(at).cast::<u64>().read_unaligned()) << (8 * at);
+        match BYTES {
+            2 => u16_at(0),
+            3 => u16_at(0) | u128::from(*from.add(2)) << 16,
+            4 => u32_at(0),
+            5 => u32_at(0) | u128::from(*from.add(4)) << 32,
+            6 => u32_at(0) | u16_at(4),
+            8 => u64_at(0),
+            10 => u64_at(0) | u16_at(8),
+            _ => u64_at(0) | u32_at(8),
+        }
+    }
+}
+
+#[cfg(target_arch = "x86_64")]
+/// For lane `i` of integers of `bits` bits: the bytes that hold it, as four indices of a byte
+/// shuffle, and how far to shift them right.
+pub(super) const fn places<const LANES: usize>(bits: usize) -> ([[u8; 4]; LANES], [u32; LANES]) {
+    let (mut bytes, mut shifts) = ([[0; 4]; LANES], [0; LANES]);
+    let mut i = 0;
+    while i < LANES {
+        let first = i * bits / 8;
+        // An integer of at most 8 bits lies in two bytes; the others are cleared (128).
+        bytes[i] = [first as u8, first as u8 + 1, 128, 128];
+        shifts[i] = (i * bits % 8) as u32;
+        i += 1;
+    }
+    (bytes, shifts)
+}

@@ -1,0 +1,171 @@
+//! The online softmax, and how parts of it are put together.
+
+use super::kernels::TILE;
+use super::simd::{Kernel, Simd};
+
+/// The peak of a row that has seen nothing. It is finite, so that no difference of two peaks is NaN.
+pub(super) const NO_PEAK: f32 = f32::MIN;
+
+/// Returns 2 to the power of numbers that are at most 0, or NaN. It is off by at most 2 units in
+/// the last place. Below -127 it is zero.
+#[inline(always)]
+unsafe fn exp2<S: Simd>(x: S::F) -> S::F {
+    // 2^r - 1 over r on [-0.5, 0.5]: the polynomial of Cephes' exp2f, by S. Moshier.
+    const TERMS: [f32; 6] = [
+        1.535_336_2e-4,
+        1.339_887_4e-3,
+        9.618_437e-3,
+        5.550_332_5e-2,
+        2.402_264_7e-1,
+        6.931_472e-1,
+    ];
+    // A float32 of this size is an integer; its lowest bits are those of what was added.
+    const INTEGER: f32 = 12_582_912.0;
+    // SAFETY: the caller's.
+    unsafe {
+        let x = S::max(S::splat(-127.0), x);
+        let shifted = S::add(x, S::splat(INTEGER));
+        let r = S::sub(x, S::sub(shifted, S::splat(INTEGER)));
+        let mut sum = S::splat(TERMS[0]);
+        for term in &TERMS[1..] {
+            sum = S::fma(sum, r, S::splat(*term));
+        }
+        S::mul(S::fma(sum, r, S::splat(1.0)), S::pow2(shifted))
+    }
+}
+
+/// What is known of the scores of each query row so far.
+#[derive(Debug, Clone, Copy)]
+pub(super) struct Totals {
+    /// The largest score.
+    pub peaks: *mut f32,
+    /// The sum of 2 to the power of each score less the peak.
+    pub sums: *mut f32,
+}
+
+/// Turns the scores of a tile into weights, and updates the totals.
+pub(super) struct Weigh<'a> {
+    /// A row of [`TILE`] scores for each of `rows`. They become 2 to the power of the score less the
+    /// row's peak, and zeros for slots that the row does not see.
+    pub scores: *mut f32,
+    /// The slots of the tile.
+    pub count: usize,
+    /// The query rows, as the totals count them.
+    pub rows: &'a [u32],
+    /// For each row, one bit for each slot that it sees; at least one is set.
+    pub seen: &'a [u64],
+    pub totals: Totals,
+    /// For each row, what the weights of earlier tiles are multiplied with.
+    pub keep: &'a mut [f32],
+}
+
+impl Kernel for Weigh<'_> {
+    #[inline(always)]
+    unsafe fn run<S: Simd>(self) {
+        let all = u64::MAX >> (TILE - self.count);
+        for (i, (&row, &seen)) in self.rows.iter().zip(self.seen).enumerate() {
+            // SAFETY: the pointers are as the fields say.
+            unsafe {
+                let scores = self.scores.add(i * TILE);
+                for slot in self.count..TILE {
+                    *scores.add(slot) = f32::NEG_INFINITY;
+                }
+                let mut hidden = all & !seen;
+                while hidden != 0 {
+                    *scores.add(hidden.trailing_zeros() as usize) = f32::NEG_INFINITY;
+                    hidden &= hidden - 1;
+                }
+                let (peak, total) =
+                    (self.totals.peaks.add(row as usize), self.totals.sums.add(row as usize));
+                let before = *peak;
+                let (now, sum) = match S::LANES {
+                    16 => weigh::<S, { TILE / 16 }>(scores, before),
+                    _ => weigh::<S, { TILE / 8 }>(scores, before),
+                };
+                let mut keep = 1.0;
+                if now > before {
+                    let mut powers = [0.0; 16];
+                    S::store(powers.as_mut_ptr(), exp2::<S>(S::splat(before - now)));
+                    keep = powers[0];
+                }
+                *peak = now;
+                *total = *total * keep + sum;
+                self.keep[i] = keep;
+            }
+        }
+    }
+}
+
+/// Turns the scores of a tile, `N` vectors, into weights. Returns the larger of `before` and their
+/// peak, and the sum of the weights.
+#[inline(always)]
+unsafe fn weigh<S: Simd, const N: usize>(scores: *mut f32, before: f32) -> (f32, f32) {
+    // SAFETY: the caller's.
+    unsafe {
+        let mut x = [S::splat(0.0); N];
+        for (i, x) in x.iter_mut().enumerate() {
+            *x = S::load(scores.add(i * S::LANES));
+        }
+        let mut peaks = [x[0], x[1]];
+        for i in 2..N {
+            peaks[i % 2] = S::max(peaks[i % 2], x[i]);
+        }
+        let now = S::largest(S::max(peaks[0], peaks[1])).max(before);
+        let mut sums = [S::splat(0.0); 2];
+        for (i, &x) in x.iter().enumerate() {
+            let weights = exp2::<S>(S::sub(x, S::splat(now)));
+            S::store(scores.add(i * S::LANES), weights);
+            sums[i % 2] = S::add(sums[i % 2], weights);
+        }
+        (now, S::sum(S::add(sums[0], sums[1])))
+    }
+}
+
+/// Puts the parts of one query row together: each has a peak, a sum and the weighted values.
+pub(super) struct Merge<'a> {
+    /// The peak of the first part; the next is `stride` numbers on. So with the others.
+    pub totals: Totals,
+    pub totals_stride: usize,
+    /// The weighted values of the first part, `dim` numbers.
+    pub values: *const f32,
+    pub values_stride: usize,
+    pub parts: usize,
+    /// The mean of the values by their weights; zeros if the row has seen nothing. As long as a row
+    /// of `values`, a multiple of the lanes.
+    pub out: &'a mut [f32],
+}
+
+impl Kernel for Merge<'_> {
+    #[inline(always)]
+    unsafe fn run<S: Simd>(self) {
+        // SAFETY: the pointers are as the fields say.
+        unsafe {
+            let peak_of = |part: usize| *self.totals.peaks.add(part * self.totals_stride);
+            let sum_of = |part: usize| *self.totals.sums.add(part * self.totals_stride);
+            let peak = (0..self.parts).map(peak_of).fold(NO_PEAK, f32::max);
+            self.out.fill(0.0);
+            let mut total = 0.0;
+            for part in 0..self.parts {
+                // A part that has seen nothing has no weight. One of NaN has.
+                if sum_of(part) == 0.0 {
+                    continue;
+                }
+                let mut powers = [0.0; 16];
+                S::store(powers.as_mut_ptr(), exp2::<S>(S::splat(peak_of(part) - peak)));
+                let power = powers[0];
+                total += power * sum_of(part);
+                let values = self.values.add(part * self.values_stride);
+                for at in (0..self.out.len()).step_by(S::LANES) {
+                    let out = self.out.as_mut_ptr().add(at);
+                    let sum = S::fma(S::splat(power), S::load(values.add(at)), S::load(out));
+                    S::store(out, sum);
+                }
+            }
+            if total != 0.0 {
+                for number in self.out.iter_mut() {
+                    *number /= total;
+                }
+            }
+        }
+    }
+}

@@ -1,0 +1,367 @@
+//! One task: some query rows over some slots, tile by tile.
+
+use super::decode::{with_decode, Encoding};
+use super::kernels::{Dots, Next, Product, Rows, Transpose, Unpack, TILE};
+use super::mask::{compact, MaskRef};
+use super::plan::{Plan, Task};
+use super::simd::Simd;
+use super::softmax::{Merge, Totals, Weigh, NO_PEAK};
+use super::tensor::{Output, Queries};
+use super::workspace::{Parts, Scratch};
+
+/// The rows of keys, or of values, as tasks read them.
+#[derive(Debug, Clone, Copy)]
+pub(super) struct Stored {
+    pub encoding: Encoding,
+    pub dim: usize,
+    /// Bytes of a row in the first plane.
+    pub bytes: usize,
+    /// The row of slot 0 and head 0 in each plane.
+    pub first: [*const u8; 3],
+    pub slot_strides: [usize; 3],
+    pub head_strides: [usize; 3],
+}
+
+// SAFETY: it is read only, by pointers that are good while the call lasts.
+unsafe impl Sync for Stored {}
+
+impl Stored {
+    /// Returns whether the kernels of `n_rows` query rows read the rows where they lie. Packed ones
+    /// are then unpacked for every few query rows; instead they are unpacked once, to memory.
+    fn in_place<S: Simd>(&self, n_rows: usize) -> bool {
+        let most = match self.encoding {
+            Encoding::F32 => 12,
+            _ => 8,
+        };
+        S::ROWS > 0 && n_rows <= most && self.dim.is_multiple_of(S::LANES)
+    }
+
+    fn rows<'a>(&self, head: usize, slots: &'a [u32]) -> Rows<'a> {
+        let first =
+            std::array::from_fn(|p| self.first[p].wrapping_add(head * self.head_strides[p]));
+        Rows { first, strides: self.slot_strides, slots }
+    }
+
+    /// Returns the same slots, `ahead` slots on, to be asked for.
+    fn next<'a>(&self, head: usize, slots: &'a [u32], ahead: usize) -> Next<'a> {
+        let mut rows = self.rows(head, slots);
+        rows.first[0] = rows.first[0].wrapping_add(ahead * self.slot_strides[0]);
+        Next { rows, bytes: self.bytes }
+    }
+}
+
+/// A call, as its tasks see it.
+pub(super) struct Job<'a> {
+    pub plan: Plan,
+    pub queries: &'a Queries<'a>,
+    pub k: Stored,
+    pub v: Stored,
+    pub mask: MaskRef<'a>,
+    /// What queries are multiplied with, so that weights are powers of two.
+    pub factor: f32,
+    pub out: &'a Output<'a>,
+    pub parts: Parts,
+}
+
+/// Runs an expression for all of `count` query rows, at most `most` at a time: their number is the
+/// constant `rows`, the first of them `at`. Only numbers up to `most` are compiled.
+macro_rules! by_rows {
+    ($count:expr, $most:expr, |$at:ident, $rows:ident| $body:expr) => {{
+        let mut $at = 0;
+        while $at < $count {
+            let left = $count - $at;
+            // Blocks of about the same size.
+            match left.div_ceil(left.div_ceil(usize::max($most, 1))) {
+                1 => by_rows!(1, $most, $at, $rows, $body),
+                2 => by_rows!(2, $most, $at, $rows, $body),
+                3 => by_rows!(3, $most, $at, $rows, $body),
+                4 => by_rows!(4, $most, $at, $rows, $body),
+                5 => by_rows!(5, $most, $at, $rows, $body),
+                _ => by_rows!(6, $most, $at, $rows, $body),
+            }
+        }
+    }};
+    ($size:literal, $most:expr, $at:ident, $rows:ident, $body:expr) => {{
+        if const { $size <= $most } {
+            const $rows: usize = $size;
+            $body;
+        }
+        $at += $size;
+    }};
+}
+
+/// Runs a task.
+///
+/// # Safety
+/// The machine has the instructions of `S`; the scratch memory and the parts are those of the plan,
+/// and no other thread uses the scratch or the rows of this task.
+pub(super) unsafe fn run<S: Simd>(job: &Job, task: Task, scratch: &mut Scratch) {
+    let sizes = &job.plan.sizes;
+    let rows = (task.end_token - task.first_token) * sizes.group;
+    let heads = task.first_head..task.end_head;
+    read_queries(job, task, scratch);
+    let end = job.mask.end(task.end_token - 1, sizes.n_tokens, sizes.n_slots).min(task.end_slot);
+    for head in heads.clone() {
+        // SAFETY: the rows are of this task.
+        let (totals, _) = unsafe { job.totals_and_values(task, head, scratch.part) };
+        for row in 0..rows {
+            // SAFETY: as above.
+            unsafe {
+                *totals.peaks.add(row) = NO_PEAK;
+                *totals.sums.add(row) = 0.0;
+            }
+        }
+    }
+    let mut slots = [0u32; TILE];
+    for first in (task.first_slot..end).step_by(TILE) {
+        let Some(tile) = Tile::new(job, task, first, end, &mut slots, scratch) else {
+            continue;
+        };
+        for head in heads.clone() {
+            // SAFETY: the caller's.
+            unsafe { attend_tile::<S>(job, task, head, &tile, scratch) };
+        }
+    }
+    if job.plan.n_parts == 1 {
+        for head in heads {
+            for row in 0..rows {
+                // SAFETY: the rows are of this task.
+                unsafe { finish::<S>(job, task, head, row, scratch) };
+            }
+        }
+    }
+}
+
+/// The slots of a tile that a query of the task sees.
+struct Tile<'a> {
+    slots: &'a [u32],
+    /// How many of the rows in `scratch.rows` see some.
+    n_rows: usize,
+    /// Whether the task goes on with the tile after this one.
+    goes_on: bool,
+}
+
+impl<'a> Tile<'a> {
+    /// Returns the tile at slot `first`, `None` if no query sees it. Writes the rows that see some
+    /// of it to the scratch memory, with what each sees.
+    fn new(
+        job: &Job,
+        task: Task,
+        first: usize,
+        end: usize,
+        slots: &'a mut [u32; TILE],
+        scratch: &mut Scratch,
+    ) -> Option<Self> {
+        let sizes = &job.plan.sizes;
+        let n_tokens = task.end_token - task.first_token;
+        let seen = &mut scratch.seen_by_token[..n_tokens];
+        for (i, seen) in seen.iter_mut().enumerate() {
+            *seen = job.mask.seen(task.first_token + i, sizes.n_tokens, first, sizes.n_slots);
+        }
+        let all = seen.iter().fold(0, |all, seen| all | seen);
+        if all == 0 {
+            return None;
+        }
+        let mut n_rows = 0;
+        for (i, &seen) in seen.iter().enumerate().filter(|(_, &seen)| seen != 0) {
+            let seen = compact(seen, all);
+            for row in i * sizes.group..(i + 1) * sizes.group {
+                scratch.rows[n_rows] = row as u32;
+                scratch.seen[n_rows] = seen;
+                n_rows += 1;
+            }
+        }
+        let count = all.count_ones() as usize;
+        let mut rest = all;
+        for slot in &mut slots[..count] {
+            *slot = first as u32 + rest.trailing_zeros();
+            rest &= rest - 1;
+        }
+        let goes_on = count == TILE && first + TILE < end;
+        Some(Self { slots: &slots[..count], n_rows, goes_on })
+    }
+}
+
+/// Converts the queries of a task to float32, scaled.
+fn read_queries(job: &Job, task: Task, scratch: &mut Scratch) {
+    let (group, padded) = (job.plan.sizes.group, job.plan.sizes.k_padded());
+    let mut rows = scratch.queries.chunks_exact_mut(padded);
+    for head in task.first_head..task.end_head {
+        let n_rows = job.plan.rows();
+        for (row, out) in (0..n_rows).zip(&mut rows) {
+            let token = task.first_token + row / group;
+            if token < task.end_token {
+                job.queries.read(head * group + row % group, token, job.factor, out);
+            }
+        }
+    }
+}
+
+impl Job<'_> {
+    /// Returns the totals and the weighted values of the first row of a head in a task: in the
+    /// task's part, or in scratch memory if there is one part.
+    ///
+    /// # Safety
+    /// The memory is that of the plan.
+    unsafe fn totals_and_values(&self, task: Task, head: usize, own: Parts) -> (Totals, *mut f32) {
+        let sizes = &self.plan.sizes;
+        let (parts, row) = match self.plan.n_parts {
+            1 => (own, (head - task.first_head) * self.plan.rows()),
+            _ => {
+                let row = head * sizes.rows() + task.first_token * sizes.group;
+                (self.parts, task.part * self.plan.all_rows() + row)
+            }
+        };
+        // SAFETY: the row is within the memory.
+        unsafe {
+            let totals = Totals { peaks: parts.peaks.add(row), sums: parts.sums.add(row) };
+            (totals, parts.values.add(row * sizes.v_padded()))
+        }
+    }
+}
+
+/// Attends the rows of one head to one tile.
+///
+/// # Safety
+/// As [`run`].
+unsafe fn attend_tile<S: Simd>(
+    job: &Job,
+    task: Task,
+    head: usize,
+    tile: &Tile,
+    scratch: &mut Scratch,
+) {
+    let sizes = &job.plan.sizes;
+    let (k_padded, v_padded) = (sizes.k_padded(), sizes.v_padded());
+    // SAFETY: the caller's.
+    let (totals, values) = unsafe { job.totals_and_values(task, head, scratch.part) };
+    let n_rows = tile.n_rows;
+    let rows = &scratch.rows[..n_rows];
+    let own = (head - task.first_head) * job.plan.rows() * k_padded;
+    let queries = scratch.queries[own..].as_ptr();
+    let scores = scratch.scores.as_mut_ptr();
+    let unpacked = scratch.unpacked.as_mut_ptr();
+    // Keys are followed by their values, values by the keys of the next head or tile.
+    let after_keys = job.v.next(head, tile.slots, 0);
+    let after_values = if head + 1 < task.end_head {
+        Some(job.k.next(head + 1, tile.slots, 0))
+    } else {
+        tile.goes_on.then(|| job.k.next(task.first_head, tile.slots, TILE))
+    };
+    let keys = job.k.rows(head, tile.slots);
+    // SAFETY: the scratch memory is as large as the plan says, so each pointer is good for what the
+    // kernels' fields say of it. The machine has the instructions.
+    unsafe {
+        if job.k.in_place::<S>(n_rows) {
+            with_decode!(job.k.encoding, |decode| by_rows!(n_rows, S::ROWS, |at, R| {
+                S::enter(Dots {
+                    decode,
+                    queries: std::array::from_fn::<_, R, _>(|r| {
+                        queries.add(rows[at + r] as usize * k_padded)
+                    }),
+                    keys,
+                    dim: job.k.dim,
+                    scores: scores.add(at * TILE),
+                    next: Some(after_keys.share(at, at + R, n_rows)),
+                })
+            }));
+        } else {
+            unpack::<S>(&job.k, keys, unpacked, k_padded);
+            let columns = scratch.columns.as_mut_ptr();
+            S::enter(Transpose { from: unpacked, dim: k_padded, to: columns });
+            by_rows!(n_rows, 6, |at, R| S::enter(Product {
+                decode: super::decode::F32,
+                factors: std::array::from_fn::<_, R, _>(|r| {
+                    queries.add(rows[at + r] as usize * k_padded)
+                }),
+                rows: in_order(columns, TILE, &scratch.in_order[..k_padded]),
+                dim: TILE,
+                out: std::array::from_fn(|r| scores.add((at + r) * TILE)),
+                keep: [0.0; R],
+                next: Some(after_keys.share(at, at + R, n_rows)),
+            }));
+        }
+        let keep = &mut scratch.keep[..n_rows];
+        let (count, seen) = (tile.slots.len(), &scratch.seen[..n_rows]);
+        S::enter(Weigh { scores, count, rows, seen, totals, keep });
+        let keep = &scratch.keep[..n_rows];
+        let stored = job.v.rows(head, tile.slots);
+        if job.v.in_place::<S>(n_rows) {
+            with_decode!(job.v.encoding, |decode| by_rows!(n_rows, S::ROWS, |at, R| {
+                S::enter(Product {
+                    decode,
+                    factors: std::array::from_fn::<_, R, _>(|r| {
+                        scores.add((at + r) * TILE).cast_const()
+                    }),
+                    rows: stored,
+                    dim: job.v.dim,
+                    out: std::array::from_fn(|r| values.add(rows[at + r] as usize * v_padded)),
+                    keep: std::array::from_fn(|r| keep[at + r]),
+                    next: after_values.map(|next| next.share(at, at + R, n_rows)),
+                })
+            }));
+        } else {
+            unpack::<S>(&job.v, stored, unpacked, v_padded);
+            by_rows!(n_rows, 6, |at, R| S::enter(Product {
+                decode: super::decode::F32,
+                factors: std::array::from_fn::<_, R, _>(|r| scores
+                    .add((at + r) * TILE)
+                    .cast_const()),
+                rows: in_order(unpacked, v_padded, &scratch.in_order[..count]),
+                dim: v_padded,
+                out: std::array::from_fn(|r| values.add(rows[at + r] as usize * v_padded)),
+                keep: std::array::from_fn(|r| keep[at + r]),
+                next: after_values.map(|next| next.share(at, at + R, n_rows)),
+            }));
+        }
+    }
+}
+
+/// Returns rows of float32 numbers in scratch memory, `dim` numbers each.
+fn in_order(first: *const f32, dim: usize, slots: &[u32]) -> Rows<'_> {
+    Rows { first: [first.cast(); 3], strides: [4 * dim; 3], slots }
+}
+
+/// Unpacks rows to `out`, `padded` numbers each.
+///
+/// # Safety
+/// As [`run`]; there is room.
+unsafe fn unpack<S: Simd>(stored: &Stored, rows: Rows, out: *mut f32, padded: usize) {
+    let dim = stored.dim;
+    // SAFETY: the caller's.
+    unsafe {
+        with_decode!(stored.encoding, |decode| {
+            S::enter(Unpack { decode, rows, dim, out, padded });
+        });
+    }
+}
+
+/// Writes the result of row `row` of a head of a task: the task's own part, or all parts.
+///
+/// # Safety
+/// As [`run`]; all parts are complete.
+pub(super) unsafe fn finish<S: Simd>(
+    job: &Job,
+    task: Task,
+    head: usize,
+    row: usize,
+    scratch: &mut Scratch,
+) {
+    let sizes = &job.plan.sizes;
+    let v_padded = sizes.v_padded();
+    // SAFETY: the caller's.
+    unsafe {
+        let (totals, values) = job.totals_and_values(task, head, scratch.part);
+        let out = &mut scratch.result[..v_padded];
+        S::enter(Merge {
+            totals: Totals { peaks: totals.peaks.add(row), sums: totals.sums.add(row) },
+            totals_stride: job.plan.all_rows(),
+            values: values.add(row * v_padded),
+            values_stride: job.plan.all_rows() * v_padded,
+            parts: job.plan.n_parts,
+            out,
+        });
+        let token = task.first_token + row / sizes.group;
+        job.out.write(head * sizes.group + row % sizes.group, token, &scratch.result);
+    }
+}

@@ -1,0 +1,195 @@
+//! Queries and outputs: tensors of the program, by pointer and strides.
+
+use std::marker::PhantomData;
+
+use half::{bf16, f16};
+
+/// The dtype of queries and outputs.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Float {
+    /// IEEE binary32.
+    F32,
+    /// IEEE binary16.
+    F16,
+    /// bfloat16.
+    Bf16,
+}
+
+impl Float {
+    /// Returns the bytes of an element.
+    pub const fn bytes(self) -> usize {
+        match self {
+            Self::F32 => 4,
+            Self::F16 | Self::Bf16 => 2,
+        }
+    }
+}
+
+/// The shape of queries or outputs, `[n_heads, n_tokens, head_dim]`, and where their rows lie. The
+/// elements of a row are side by side.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Shape {
+    /// Query heads.
+    pub n_heads: usize,
+    /// Tokens of the step.
+    pub n_tokens: usize,
+    /// Elements of a row.
+    pub head_dim: usize,
+    /// Elements from a head to the next.
+    pub head_stride: usize,
+    /// Elements from a token to the next.
+    pub token_stride: usize,
+}
+
+impl Shape {
+    /// Returns the shape of a contiguous tensor.
+    pub const fn contiguous(n_heads: usize, n_tokens: usize, head_dim: usize) -> Self {
+        let head_stride = n_tokens * head_dim;
+        Self { n_heads, n_tokens, head_dim, head_stride, token_stride: head_dim }
+    }
+
+    /// Returns the least number of elements that a tensor of this shape lies in.
+    const fn span(&self) -> usize {
+        if self.n_heads == 0 || self.n_tokens == 0 || self.head_dim == 0 {
+            return 0;
+        }
+        (self.n_heads - 1) * self.head_stride
+            + (self.n_tokens - 1) * self.token_stride
+            + self.head_dim
+    }
+
+    fn offset(&self, head: usize, token: usize) -> usize {
+        head * self.head_stride + token * self.token_stride
+    }
+}
+
+/// The queries of a step, before they are scaled.
+#[derive(Debug, Clone, Copy)]
+pub struct Queries<'a> {
+    start: *const u8,
+    dtype: Float,
+    shape: Shape,
+    lifetime: PhantomData<&'a [u8]>,
+}
+
+// SAFETY: it is a shared borrow of numbers.
+unsafe impl Sync for Queries<'_> {}
+// SAFETY: as above.
+unsafe impl Send for Queries<'_> {}
+
+impl<'a> Queries<'a> {
+    /// Returns the queries that lie at `start`.
+    ///
+    /// # Safety
+    /// Elements of `dtype` lie where `shape` says, aligned to their size, and stay as they are for
+    /// `'a`.
+    pub unsafe fn new(start: *const u8, dtype: Float, shape: Shape) -> Self {
+        Self { start, dtype, shape, lifetime: PhantomData }
+    }
+
+    /// Returns contiguous float32 queries, `None` if `numbers` are fewer than the shape has.
+    pub fn of_f32(numbers: &'a [f32], shape: Shape) -> Option<Self> {
+        // SAFETY: the elements are within the slice.
+        (numbers.len() >= shape.span())
+            .then(|| unsafe { Self::new(numbers.as_ptr().cast(), Float::F32, shape) })
+    }
+
+    /// Returns the shape.
+    pub fn shape(&self) -> Shape {
+        self.shape
+    }
+
+    /// Writes `factor` times a row to `out`, and zeros after it.
+    pub(super) fn read(&self, head: usize, token: usize, factor: f32, out: &mut [f32]) {
+        let (dim, offset) = (self.shape.head_dim, self.shape.offset(head, token));
+        let (out, rest) = out.split_at_mut(dim);
+        rest.fill(0.0);
+        // SAFETY: the row is of the tensor, as promised to `new`.
+        unsafe {
+            let start = self.start.add(offset * self.dtype.bytes());
+            match self.dtype {
+                Float::F32 => {
+                    let row = std::slice::from_raw_parts(start.cast::<f32>(), dim);
+                    out.iter_mut().zip(row).for_each(|(out, x)| *out = x * factor);
+                }
+                Float::F16 => {
+                    let row = std::slice::from_raw_parts(start.cast::<f16>(), dim);
+                    out.iter_mut().zip(row).for_each(|(out, x)| *out = x.to_f32() * factor);
+                }
+                Float::Bf16 => {
+                    let row = std::slice::from_raw_parts(start.cast::<bf16>(), dim);
+                    out.iter_mut().zip(row).for_each(|(out, x)| *out = x.to_f32() * factor);
+                }
+            }
+        }
+    }
+}
+
+/// Where the result of a step goes.
+#[derive(Debug)]
+pub struct Output<'a> {
+    start: *mut u8,
+    dtype: Float,
+    shape: Shape,
+    lifetime: PhantomData<&'a mut [u8]>,
+}
+
+// SAFETY: tasks write rows of their own; see `write`.
+unsafe impl Sync for Output<'_> {}
+// SAFETY: it is an exclusive borrow of numbers.
+unsafe impl Send for Output<'_> {}
+
+impl<'a> Output<'a> {
+    /// Returns the output that lies at `start`.
+    ///
+    /// # Safety
+    /// Elements of `dtype` lie where `shape` says, aligned to their size. Rows do not overlap, and
+    /// no one else touches them for `'a`.
+    pub unsafe fn new(start: *mut u8, dtype: Float, shape: Shape) -> Self {
+        Self { start, dtype, shape, lifetime: PhantomData }
+    }
+
+    /// Returns a contiguous float32 output, `None` if `numbers` are fewer than it has.
+    pub fn of_f32(
+        numbers: &'a mut [f32],
+        n_heads: usize,
+        n_tokens: usize,
+        dim: usize,
+    ) -> Option<Self> {
+        let shape = Shape::contiguous(n_heads, n_tokens, dim);
+        // SAFETY: the elements are within the slice, which is borrowed exclusively.
+        (numbers.len() >= shape.span())
+            .then(|| unsafe { Self::new(numbers.as_mut_ptr().cast(), Float::F32, shape) })
+    }
+
+    /// Returns the shape.
+    pub fn shape(&self) -> Shape {
+        self.shape
+    }
+
+    /// Writes a row.
+    ///
+    /// # Safety
+    /// No other thread writes the same row.
+    pub(super) unsafe fn write(&self, head: usize, token: usize, row: &[f32]) {
+        let dim = self.shape.head_dim;
+        // SAFETY: the row is of the tensor, as promised to `new`; the caller writes it alone.
+        unsafe {
+            let start = self.start.add(self.shape.offset(head, token) * self.dtype.bytes());
+            match self.dtype {
+                Float::F32 => {
+                    std::slice::from_raw_parts_mut(start.cast::<f32>(), dim)
+                        .copy_from_slice(&row[..dim]);
+                }
+                Float::F16 => {
+                    let out = std::slice::from_raw_parts_mut(start.cast::<f16>(), dim);
+                    out.iter_mut().zip(row).for_each(|(out, &x)| *out = f16::from_f32(x));
+                }
+                Float::Bf16 => {
+                    let out = std::slice::from_raw_parts_mut(start.cast::<bf16>(), dim);
+                    out.iter_mut().zip(row).for_each(|(out, &x)| *out = bf16::from_f32(x));
+                }
+            }
+        }
+    }
+}

@@ -1,0 +1,202 @@
+//! Memory that attention works in, kept from call to call.
+
+use std::marker::PhantomData;
+use std::ops::{Deref, DerefMut};
+
+use etkv_core::Result;
+
+use super::kernels::TILE;
+use super::plan::Plan;
+use crate::memory::Memory;
+
+/// Memory for calls of [`attend`](super::attend). It grows to what the largest call needs, so steps
+/// of one shape allocate in the first only. Each thread that calls needs one of its own.
+#[derive(Debug, Default)]
+pub struct Workspace {
+    memory: Option<Memory>,
+    size: usize,
+}
+
+impl Workspace {
+    /// Returns a workspace without memory.
+    pub fn new() -> Self {
+        Self::default()
+    }
+
+    /// Returns the bytes that it holds.
+    pub fn size(&self) -> usize {
+        self.size
+    }
+
+    /// Returns room for the parts of a call, and for what each of `threads` threads works in.
+    ///
+    /// # Errors
+    /// [`Backend`](etkv_core::Status::Backend) if memory is lacking.
+    pub(super) fn prepare(&mut self, plan: &Plan, threads: usize) -> Result<(Parts, Blocks<'_>)> {
+        let rows = if plan.n_parts > 1 { plan.n_parts * plan.all_rows() } else { 0 };
+        let v_padded = plan.sizes.v_padded();
+        // Pieces of a block that is not there tell its size.
+        let mut pieces = Pieces::default();
+        Parts::new(&mut pieces, rows, v_padded);
+        let shared = pieces.used;
+        let mut pieces = Pieces::default();
+        Scratch::new(&mut pieces, plan);
+        let each = pieces.used;
+        let size = shared + threads * each;
+        if size > self.size || self.memory.is_none() {
+            // The old block is freed first.
+            (self.memory, self.size) = (None, 0);
+            (self.memory, self.size) = (Some(Memory::zeroed(size)?), size);
+        }
+        let start = self.memory.as_ref().map_or(std::ptr::null_mut(), Memory::as_ptr);
+        let parts = Parts::new(&mut Pieces { start, used: 0 }, rows, v_padded);
+        let start = start.wrapping_add(shared);
+        Ok((parts, Blocks { start, each, threads, plan: *plan, lifetime: PhantomData }))
+    }
+}
+
+/// A block of memory for each thread.
+#[derive(Debug)]
+pub(super) struct Blocks<'a> {
+    start: *mut u8,
+    each: usize,
+    threads: usize,
+    plan: Plan,
+    lifetime: PhantomData<&'a mut Workspace>,
+}
+
+// SAFETY: it hands out memory under the terms of `scratch`.
+unsafe impl Sync for Blocks<'_> {}
+
+impl Blocks<'_> {
+    /// Returns what thread `thread` works in. The numbers in it are anything.
+    ///
+    /// # Safety
+    /// There are more than `thread` threads. Scratch memory of the same thread is not used any more,
+    /// and this one only while the blocks live.
+    pub unsafe fn scratch(&self, thread: usize) -> Scratch {
+        debug_assert!(thread < self.threads);
+        let start = self.start.wrapping_add(thread * self.each);
+        let mut scratch = Scratch::new(&mut Pieces { start, used: 0 }, &self.plan);
+        (0..).zip(scratch.in_order.iter_mut()).for_each(|(i, number)| *number = i);
+        scratch
+    }
+}
+
+/// Hands out pieces of a block of memory, one after another.
+struct Pieces {
+    start: *mut u8,
+    used: usize,
+}
+
+impl Default for Pieces {
+    fn default() -> Self {
+        Self { start: std::ptr::null_mut(), used: 0 }
+    }
+}
+
+impl Pieces {
+    /// Returns room for `len` values, aligned to a cache line.
+    fn take<T: Number>(&mut self, len: usize) -> Piece<T> {
+        let start = self.start.wrapping_add(self.used).cast();
+        self.used += (len * size_of::<T>()).next_multiple_of(64);
+        Piece { start, len }
+    }
+}
+
+/// Types for which all bits are a value.
+trait Number: Copy {}
+impl Number for f32 {}
+impl Number for u32 {}
+impl Number for u64 {}
+
+/// A piece of a block. It is used only if the block is there, while it is, and by one thread.
+#[derive(Debug)]
+pub(super) struct Piece<T> {
+    start: *mut T,
+    len: usize,
+}
+
+impl<T> Deref for Piece<T> {
+    type Target = [T];
+
+    fn deref(&self) -> &[T] {
+        // SAFETY: the block has it, of zeros at first, and all bits are a value.
+        unsafe { std::slice::from_raw_parts(self.start, self.len) }
+    }
+}
+
+impl<T> DerefMut for Piece<T> {
+    fn deref_mut(&mut self) -> &mut [T] {
+        // SAFETY: as above.
+        unsafe { std::slice::from_raw_parts_mut(self.start, self.len) }
+    }
+}
+
+/// Partial results: for each row a peak, a sum and the weighted values.
+#[derive(Debug, Clone, Copy)]
+pub(super) struct Parts {
+    pub peaks: *mut f32,
+    pub sums: *mut f32,
+    pub values: *mut f32,
+}
+
+// SAFETY: each task uses rows of its own, and they are read after all tasks are done.
+unsafe impl Sync for Parts {}
+
+impl Parts {
+    fn new(pieces: &mut Pieces, rows: usize, v_padded: usize) -> Self {
+        Self {
+            peaks: pieces.take(rows).start,
+            sums: pieces.take(rows).start,
+            values: pieces.take(rows * v_padded).start,
+        }
+    }
+}
+
+/// What one thread works in.
+#[derive(Debug)]
+pub(super) struct Scratch {
+    /// The queries of the task in float32.
+    pub queries: Piece<f32>,
+    /// The results of the task, if it has them to itself.
+    pub part: Parts,
+    /// A row of [`TILE`] scores for each query row.
+    pub scores: Piece<f32>,
+    /// What each query row's weights of earlier tiles are multiplied with.
+    pub keep: Piece<f32>,
+    /// One result.
+    pub result: Piece<f32>,
+    /// The rows of a tile.
+    pub unpacked: Piece<f32>,
+    /// The keys of a tile, transposed.
+    pub columns: Piece<f32>,
+    /// The query rows that see some of a tile.
+    pub rows: Piece<u32>,
+    /// The numbers from 0.
+    pub in_order: Piece<u32>,
+    /// For each of `rows`, the slots of the tile that it sees.
+    pub seen: Piece<u64>,
+    /// For each token, which of [`TILE`] slots it sees.
+    pub seen_by_token: Piece<u64>,
+}
+
+impl Scratch {
+    fn new(pieces: &mut Pieces, plan: &Plan) -> Self {
+        let (rows, k_padded) = (plan.rows(), plan.sizes.k_padded());
+        let (all, v_padded) = (rows * plan.heads, plan.sizes.v_padded());
+        Self {
+            queries: pieces.take(all * k_padded),
+            part: Parts::new(pieces, all, v_padded),
+            scores: pieces.take(rows * TILE),
+            keep: pieces.take(rows),
+            result: pieces.take(v_padded),
+            unpacked: pieces.take(TILE * k_padded.max(v_padded)),
+            columns: pieces.take(TILE * k_padded),
+            rows: pieces.take(rows),
+            in_order: pieces.take(k_padded.max(TILE)),
+            seen: pieces.take(rows),
+            seen_by_token: pieces.take(plan.tokens),
+        }
+    }
+}

@@ -1,0 +1,57 @@
+//! Steps of one shape allocate nothing after the first.
+
+use std::alloc::{GlobalAlloc, Layout, System};
+use std::sync::atomic::{AtomicUsize, Ordering};
+
+use etkv_core::KvFormat;
+use etkv_cpu::attention::synthetic::{self, Random};
+use etkv_cpu::attention::{attend, MaskRef, Output, Queries, Shape, Workspace};
+use etkv_cpu::Pool;
+
+/// The system's allocator, counting.
+struct Counting;
+
+static COUNT: AtomicUsize = AtomicUsize::new(0);
+
+// SAFETY: it is the system's allocator.
+unsafe impl GlobalAlloc for Counting {
+    unsafe fn alloc(&self, layout: Layout) -> *mut u8 {
+        COUNT.fetch_add(1, Ordering::SeqCst);
+        // SAFETY: the caller's.
+        unsafe { System.alloc(layout) }
+    }
+
+    unsafe fn dealloc(&self, at: *mut u8, layout: Layout) {
+        // SAFETY: the caller's.
+        unsafe { System.dealloc(at, layout) }
+    }
+}
+
+#[global_allocator]
+static ALLOCATOR: Counting = Counting;
+
+#[test]
+fn a_step_of_the_same_shape_allocates_nothing() {
+    let (pool, mut work, mut random) = (Pool::new(2), Workspace::new(), Random::new(1));
+    let format = KvFormat::Affine { bits: 8, group: 64 };
+    let k = synthetic::view(format, 3, 64, 2000, &mut random).unwrap();
+    let v = synthetic::view(KvFormat::F16, 3, 64, 2000, &mut random).unwrap();
+    for n_tokens in [1, 8, 100] {
+        let queries = vec![0.5; 9 * n_tokens * 64];
+        let mut numbers = vec![0.0; 9 * n_tokens * 64];
+        let runs: Vec<_> = (0..n_tokens as u32).map(|i| i..1900 + i).collect();
+        let ends: Vec<_> = (1..=n_tokens as u32).collect();
+        let shape = Shape::contiguous(9, n_tokens, 64);
+        let queries = Queries::of_f32(&queries, shape).unwrap();
+        let mut out = Output::of_f32(&mut numbers, 9, n_tokens, 64).unwrap();
+        let mask = MaskRef::Runs { runs: &runs, ends: &ends };
+        let before = COUNT.load(Ordering::SeqCst);
+        attend(&mut work, &pool, &queries, &k, &v, mask, 0.125, &mut out).unwrap();
+        let first = COUNT.load(Ordering::SeqCst);
+        assert!(first > before, "the workspace grows");
+        for _ in 0..20 {
+            attend(&mut work, &pool, &queries, &k, &v, mask, 0.125, &mut out).unwrap();
+        }
+        assert_eq!(COUNT.load(Ordering::SeqCst), first, "{n_tokens} tokens");
+    }
+}
