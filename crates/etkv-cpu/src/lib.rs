@@ -6,8 +6,9 @@
 //!
 //! Rows are stored with the bits of etkv's storage on MLX arrays, in every format.
 
-mod backend;
+mod attend;
 pub mod attention;
+mod backend;
 mod floats;
 mod mask;
 mod memory;
@@ -16,6 +17,7 @@ mod store;
 mod tensor;
 mod view;
 
+pub use attend::attend;
 pub use backend::{
     builders, CellsCache, ContiguousCache, CpuCache, ProgramCache, Step, CPU_BACKEND,
 };

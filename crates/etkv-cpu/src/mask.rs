@@ -3,6 +3,8 @@
 use std::ops::Range;
 use std::sync::Arc;
 
+use crate::attention::MaskRef;
+
 /// The slots that each query of a step sees, of those that are read. Most are long runs, and
 /// attention skips what lies between them.
 #[derive(Debug, Clone)]
@@ -16,7 +18,7 @@ struct Runs {
     /// The runs of all queries, one query after the other.
     runs: Vec<Range<u32>>,
     /// For each query, where its runs end.
-    ends: Vec<usize>,
+    ends: Vec<u32>,
 }
 
 impl Mask {
@@ -33,7 +35,7 @@ impl Mask {
                 all.runs.push(start as u32..stop as u32);
                 start = end_of_run(bytes, stop, 0);
             }
-            all.ends.push(all.runs.len());
+            all.ends.push(all.runs.len() as u32);
         }
         Self { runs: Arc::new(all) }
     }
@@ -54,7 +56,12 @@ impl Mask {
         let Runs { runs, ends, .. } = &*self.runs;
         let start = query.checked_sub(1).and_then(|before| ends.get(before)).map_or(0, |end| *end);
         let stop = ends.get(query).map_or(start, |end| *end);
-        &runs[start..stop]
+        &runs[start as usize..stop as usize]
+    }
+
+    /// Returns the mask as attention takes it.
+    pub(crate) fn as_ref(&self) -> MaskRef<'_> {
+        MaskRef::Runs { runs: &self.runs.runs, ends: &self.runs.ends }
     }
 }
 

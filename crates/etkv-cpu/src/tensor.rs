@@ -6,6 +6,7 @@ use etkv_core::error::fail;
 use etkv_core::Result;
 use half::{bf16, f16};
 
+use crate::attention::{Queries, Shape};
 use crate::floats::{load_bf16, load_f16, load_f32};
 
 /// The dtype of a tensor's elements.
@@ -55,6 +56,15 @@ impl Values {
             Self::F32(values) => values.len(),
             Self::F16(values) => values.len(),
             Self::Bf16(values) => values.len(),
+        }
+    }
+
+    /// Returns the first element and the dtype.
+    pub(crate) fn as_mut_ptr(&mut self) -> (*mut u8, Dtype) {
+        match self {
+            Self::F32(values) => (values.as_mut_ptr().cast(), Dtype::F32),
+            Self::F16(values) => (values.as_mut_ptr().cast(), Dtype::F16),
+            Self::Bf16(values) => (values.as_mut_ptr().cast(), Dtype::Bf16),
         }
     }
 }
@@ -186,6 +196,25 @@ impl Tensor {
             }
         }
         true
+    }
+
+    /// Passes the first batch as queries to `work`. Copies it if the elements of its rows do not lie
+    /// side by side.
+    pub(crate) fn with_queries<T>(&self, work: impl FnOnce(&Queries) -> T) -> T {
+        let [_, heads, n, dim] = self.shape.map(|size| size as usize);
+        let mut shape = Shape::contiguous(heads, n, dim);
+        match (usize::try_from(self.strides[1]), usize::try_from(self.strides[2])) {
+            (Ok(head_stride), Ok(token_stride)) if self.has_runs() => {
+                (shape.head_stride, shape.token_stride) = (head_stride, token_stride);
+                // SAFETY: the elements lie there, by the constructors' contracts.
+                work(&unsafe { Queries::new(self.start(), self.dtype(), shape) })
+            }
+            _ => {
+                let values = self.to_f32();
+                // SAFETY: as many elements as the shape has, one after the other.
+                work(&unsafe { Queries::new(values.as_ptr().cast(), Dtype::F32, shape) })
+            }
+        }
     }
 
     fn start(&self) -> *const u8 {

@@ -1,10 +1,13 @@
 //! The backend of plain memory, computed at once.
 
-use etkv_core::{AttendSpec, CacheConfig, Error, KvFormat, Mask, Result, Spec, Status};
-use etkv_cpu::{ContiguousCache, CpuStore, Step, Tensor};
+use std::sync::LazyLock;
+
+use etkv_core::{CacheConfig, Error, KvFormat, Result, Spec, Status};
+use etkv_cpu::attention::Workspace;
+use etkv_cpu::{ContiguousCache, CpuStore, Pool, Step, Tensor};
 
 use crate::backend::Backend;
-use crate::oracle::{self, Row, Rows};
+use crate::oracle::{Row, Rows};
 
 /// Returns `[1, heads, rows, dim]`, as a program passes it.
 pub fn tensor(rows: &[Row]) -> Tensor {
@@ -42,28 +45,9 @@ impl Backend for OnCpu {
         split(&tensor.to_f32(), [heads, n, dim])
     }
 
-    /// Attends to the rows that are seen, one query at a time.
     fn attend(q: &Tensor, spec: &Spec<CpuStore>, scale: f32) -> Result<Tensor> {
-        let AttendSpec { k, v, mask } = spec;
-        let len = k.len();
-        let keys = split(&k.dequantized()?, [k.n_kv_heads(), len, k.head_dim()]);
-        let values = split(&v.dequantized()?, [v.n_kv_heads(), len, v.head_dim()]);
-        let queries = Self::rows(q);
-        let n = queries.len();
-        let attended = queries.iter().enumerate().map(|(query, row)| {
-            let seen: Vec<usize> = match mask {
-                Mask::None => (0..len).collect(),
-                Mask::Causal => (0..len + query + 1 - n).collect(),
-                Mask::Explicit(mask) => {
-                    assert_eq!((mask.n_tokens(), mask.n_slots()), (n, len));
-                    let runs = mask.runs(query).iter().cloned();
-                    runs.flatten().map(|slot| slot as usize).collect()
-                }
-            };
-            let of = |rows: &Rows| seen.iter().map(|&at| rows[at].clone()).collect::<Vec<_>>();
-            oracle::attention(row, &of(&keys), &of(&values), scale)
-        });
-        Ok(tensor(&attended.collect::<Vec<_>>()))
+        static POOL: LazyLock<Pool> = LazyLock::new(|| Pool::new(2));
+        etkv_cpu::attend(q, spec, scale, None, &mut Workspace::new(), &*POOL)
     }
 
     /// Returns what a cache reads back, which the tests of the storage compare with bounds.

@@ -24,7 +24,7 @@ use std::sync::atomic::{AtomicUsize, Ordering};
 use etkv_core::{fail, Result};
 
 pub use mask::MaskRef;
-pub use tensor::{Float, Output, Queries, Shape};
+pub use tensor::{Output, Queries, Shape};
 pub use workspace::Workspace;
 
 use crate::parallel::{Parallel, Serial};

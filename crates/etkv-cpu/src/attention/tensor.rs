@@ -4,26 +4,7 @@ use std::marker::PhantomData;
 
 use half::{bf16, f16};
 
-/// The dtype of queries and outputs.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Float {
-    /// IEEE binary32.
-    F32,
-    /// IEEE binary16.
-    F16,
-    /// bfloat16.
-    Bf16,
-}
-
-impl Float {
-    /// Returns the bytes of an element.
-    pub const fn bytes(self) -> usize {
-        match self {
-            Self::F32 => 4,
-            Self::F16 | Self::Bf16 => 2,
-        }
-    }
-}
+use crate::tensor::Dtype;
 
 /// The shape of queries or outputs, `[n_heads, n_tokens, head_dim]`, and where their rows lie. The
 /// elements of a row are side by side.
@@ -67,7 +48,7 @@ impl Shape {
 #[derive(Debug, Clone, Copy)]
 pub struct Queries<'a> {
     start: *const u8,
-    dtype: Float,
+    dtype: Dtype,
     shape: Shape,
     lifetime: PhantomData<&'a [u8]>,
 }
@@ -83,7 +64,7 @@ impl<'a> Queries<'a> {
     /// # Safety
     /// Elements of `dtype` lie where `shape` says, aligned to their size, and stay as they are for
     /// `'a`.
-    pub unsafe fn new(start: *const u8, dtype: Float, shape: Shape) -> Self {
+    pub unsafe fn new(start: *const u8, dtype: Dtype, shape: Shape) -> Self {
         Self { start, dtype, shape, lifetime: PhantomData }
     }
 
@@ -91,7 +72,7 @@ impl<'a> Queries<'a> {
     pub fn of_f32(numbers: &'a [f32], shape: Shape) -> Option<Self> {
         // SAFETY: the elements are within the slice.
         (numbers.len() >= shape.span())
-            .then(|| unsafe { Self::new(numbers.as_ptr().cast(), Float::F32, shape) })
+            .then(|| unsafe { Self::new(numbers.as_ptr().cast(), Dtype::F32, shape) })
     }
 
     /// Returns the shape.
@@ -106,17 +87,17 @@ impl<'a> Queries<'a> {
         rest.fill(0.0);
         // SAFETY: the row is of the tensor, as promised to `new`.
         unsafe {
-            let start = self.start.add(offset * self.dtype.bytes());
+            let start = self.start.add(offset * self.dtype.size());
             match self.dtype {
-                Float::F32 => {
+                Dtype::F32 => {
                     let row = std::slice::from_raw_parts(start.cast::<f32>(), dim);
                     out.iter_mut().zip(row).for_each(|(out, x)| *out = x * factor);
                 }
-                Float::F16 => {
+                Dtype::F16 => {
                     let row = std::slice::from_raw_parts(start.cast::<f16>(), dim);
                     out.iter_mut().zip(row).for_each(|(out, x)| *out = x.to_f32() * factor);
                 }
-                Float::Bf16 => {
+                Dtype::Bf16 => {
                     let row = std::slice::from_raw_parts(start.cast::<bf16>(), dim);
                     out.iter_mut().zip(row).for_each(|(out, x)| *out = x.to_f32() * factor);
                 }
@@ -129,7 +110,7 @@ impl<'a> Queries<'a> {
 #[derive(Debug)]
 pub struct Output<'a> {
     start: *mut u8,
-    dtype: Float,
+    dtype: Dtype,
     shape: Shape,
     lifetime: PhantomData<&'a mut [u8]>,
 }
@@ -145,7 +126,7 @@ impl<'a> Output<'a> {
     /// # Safety
     /// Elements of `dtype` lie where `shape` says, aligned to their size. Rows do not overlap, and
     /// no one else touches them for `'a`.
-    pub unsafe fn new(start: *mut u8, dtype: Float, shape: Shape) -> Self {
+    pub unsafe fn new(start: *mut u8, dtype: Dtype, shape: Shape) -> Self {
         Self { start, dtype, shape, lifetime: PhantomData }
     }
 
@@ -159,7 +140,7 @@ impl<'a> Output<'a> {
         let shape = Shape::contiguous(n_heads, n_tokens, dim);
         // SAFETY: the elements are within the slice, which is borrowed exclusively.
         (numbers.len() >= shape.span())
-            .then(|| unsafe { Self::new(numbers.as_mut_ptr().cast(), Float::F32, shape) })
+            .then(|| unsafe { Self::new(numbers.as_mut_ptr().cast(), Dtype::F32, shape) })
     }
 
     /// Returns the shape.
@@ -175,17 +156,17 @@ impl<'a> Output<'a> {
         let dim = self.shape.head_dim;
         // SAFETY: the row is of the tensor, as promised to `new`; the caller writes it alone.
         unsafe {
-            let start = self.start.add(self.shape.offset(head, token) * self.dtype.bytes());
+            let start = self.start.add(self.shape.offset(head, token) * self.dtype.size());
             match self.dtype {
-                Float::F32 => {
+                Dtype::F32 => {
                     std::slice::from_raw_parts_mut(start.cast::<f32>(), dim)
                         .copy_from_slice(&row[..dim]);
                 }
-                Float::F16 => {
+                Dtype::F16 => {
                     let out = std::slice::from_raw_parts_mut(start.cast::<f16>(), dim);
                     out.iter_mut().zip(row).for_each(|(out, &x)| *out = f16::from_f32(x));
                 }
-                Float::Bf16 => {
+                Dtype::Bf16 => {
                     let out = std::slice::from_raw_parts_mut(start.cast::<bf16>(), dim);
                     out.iter_mut().zip(row).for_each(|(out, &x)| *out = bf16::from_f32(x));
                 }

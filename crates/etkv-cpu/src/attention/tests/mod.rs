@@ -219,8 +219,8 @@ fn tensors_have_strides_and_dtypes() {
             assert!(out.iter().all(|x| x.to_f32() == 7.0), "the gaps are written");
         }};
     }
-    check!(f16, Float::F16);
-    check!(bf16, Float::Bf16);
+    check!(f16, Dtype::F16);
+    check!(bf16, Dtype::Bf16);
 }
 
 #[test]

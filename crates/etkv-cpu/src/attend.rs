@@ -1,0 +1,47 @@
+//! The attention of a step.
+
+use etkv_core::{Mask, Result, Spec};
+use half::{bf16, f16};
+
+use crate::attention::{self, MaskRef, Output, Shape, Workspace};
+use crate::parallel::Parallel;
+use crate::store::CpuStore;
+use crate::tensor::{Dtype, Tensor, Values};
+
+/// Computes the attention of `q`, `[1, n_heads, T, k_head_dim]`, over what a step reads.
+///
+/// Returns `[1, n_heads, T, v_head_dim]` in `out_dtype`, or in the dtype of `q` for `None`.
+///
+/// # Errors
+/// Those of [`attention::attend`].
+pub fn attend(
+    q: &Tensor,
+    spec: &Spec<CpuStore>,
+    scale: f32,
+    out_dtype: Option<Dtype>,
+    workspace: &mut Workspace,
+    parallel: &dyn Parallel,
+) -> Result<Tensor> {
+    let mask = match &spec.mask {
+        Mask::None => MaskRef::None,
+        Mask::Causal => MaskRef::Causal,
+        Mask::Explicit(mask) => mask.as_ref(),
+    };
+    let [_, heads, n, _] = *q.shape();
+    let shape = [1, heads, n, spec.v.head_dim() as i32];
+    let [heads, n, dim] = [heads as usize, n as usize, spec.v.head_dim()];
+    let size = heads * n * dim;
+    let mut values = match out_dtype.unwrap_or(q.dtype()) {
+        Dtype::F32 => Values::F32(vec![0.0; size]),
+        Dtype::F16 => Values::F16(vec![f16::ZERO; size]),
+        Dtype::Bf16 => Values::Bf16(vec![bf16::ZERO; size]),
+    };
+    let (start, dtype) = values.as_mut_ptr();
+    // SAFETY: the elements are those of `values`, side by side.
+    let mut out = unsafe { Output::new(start, dtype, Shape::contiguous(heads, n, dim)) };
+    q.with_queries(|queries| {
+        let (k, v) = (&spec.k, &spec.v);
+        attention::attend(workspace, parallel, queries, k, v, mask, scale, &mut out)
+    })?;
+    Tensor::new(shape, values)
+}
