@@ -73,7 +73,8 @@ test: .venv/.ready ## Run every check and test
 	@$(MAKE) --no-print-directory test-cpp test-macos-short test-package test-python
 
 rust:
-	@$(MAKE) --no-print-directory -j1 lint test-rust
+	@$(MAKE) --no-print-directory lint
+	@$(MAKE) --no-print-directory test-rust
 
 programs: model
 	python tests/python/programs.py
