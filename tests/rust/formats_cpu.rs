@@ -5,7 +5,7 @@ use etkv_cpu::{CpuStore, Tensor, View};
 use etkv_tests::{for_seeds, Rng};
 use half::{bf16, f16};
 use mlx_rs::ops::{clip, quantize};
-use mlx_rs::{Array, Dtype};
+use mlx_rs::{Array, ArrayElement, Dtype};
 
 const HEADS: usize = 2;
 
@@ -186,10 +186,7 @@ fn converted_rows_have_the_same_bits() {
     });
 }
 
-fn bytes<T: Copy>(array: &Array, to: impl Fn(T) -> Vec<u8>) -> Vec<u8>
-where
-    T: mlx_rs::ArrayElement,
-{
+fn bytes<T: ArrayElement + Copy>(array: &Array, to: impl Fn(T) -> Vec<u8>) -> Vec<u8> {
     let flat = array.contiguous().unwrap();
     flat.eval().unwrap();
     flat.as_slice::<T>().iter().flat_map(|&word| to(word)).collect()

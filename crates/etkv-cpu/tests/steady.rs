@@ -46,7 +46,7 @@ fn a_step_of_one_token_allocates_nothing() {
             v_head_dim: dim,
             policy: LayerPolicy::Full,
         };
-        let mut store = CpuStore::new(&[layer.clone(), layer], [format; 2]).unwrap();
+        let mut store = CpuStore::new(&[layer, layer], [format; 2]).unwrap();
         for layer in 0..2 {
             store.grow(layer, 64).unwrap();
         }
