@@ -9,6 +9,7 @@ use self::reference::{case, Case, TestMask};
 use super::synthetic::{self, Random};
 use super::*;
 use crate::parallel::Pool;
+use crate::Dtype;
 
 /// Every format, with every size of group.
 fn formats() -> Vec<KvFormat> {
