@@ -17,7 +17,7 @@ GROWTHS = ("doubling", "step", "exact", "upfront")
 
 @dataclass(frozen=True)
 class LayerConfig:
-    """What one attention layer stores."""
+    """The keys and values that one attention layer stores, and those that its queries see."""
 
     n_kv_heads: int
     """KV heads, not query heads."""
@@ -39,7 +39,7 @@ class LayerConfig:
 
     @property
     def value_dim(self) -> int:
-        """Elements of one value."""
+        """Return the elements of one value."""
         return self.k_head_dim if self.v_head_dim is None else self.v_head_dim
 
 
