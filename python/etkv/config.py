@@ -69,20 +69,20 @@ class CacheConfig:
 
     def __post_init__(self) -> None:
         if isinstance(self.layers, (str, LayerConfig)) or not isinstance(self.layers, Iterable):
-            raise EtkvError(f"CacheConfig.layers is {self.layers!r}, it is a sequence of LayerConfig")
+            raise EtkvError(f"CacheConfig.layers is {self.layers!r}, expected a sequence of LayerConfig")
         object.__setattr__(self, "layers", tuple(self.layers))
         for index, layer in enumerate(self.layers):
             if not isinstance(layer, LayerConfig):
-                raise EtkvError(f"CacheConfig.layers[{index}] is {layer!r}, it is a LayerConfig")
+                raise EtkvError(f"CacheConfig.layers[{index}] is {layer!r}, expected a LayerConfig")
         for name in ("capacity", "max_step_tokens", "min_chunk", "quantized_kv_start"):
             _integer(f"CacheConfig.{name}", getattr(self, name))
         for name in ("k_format", "v_format", "growth", "float_format"):
             value = getattr(self, name)
             if not isinstance(value, str):
-                raise EtkvError(f"CacheConfig.{name} is {value!r}, it is a string")
+                raise EtkvError(f"CacheConfig.{name} is {value!r}, expected a string")
 
 
 def _integer(name: str, value: object) -> None:
     # A bool is an int to Python, and a mistake here.
     if isinstance(value, bool) or not isinstance(value, int):
-        raise EtkvError(f"{name} is {value!r}, it is an integer")
+        raise EtkvError(f"{name} is {value!r}, expected an integer")

@@ -123,7 +123,7 @@ def _n_layers(constants: Mapping[str, Any], name: str) -> int:
 
 def _in_range(n_layers: int, name: str) -> int:
     if not 1 <= n_layers <= MOST_LAYERS:
-        raise EtkvError(f"`{name}` is {n_layers}, it is 1 to {MOST_LAYERS}")
+        raise EtkvError(f"`{name}` is {n_layers}, expected 1 to {MOST_LAYERS}")
     return n_layers
 
 

@@ -61,7 +61,7 @@ def load(path: str | Path, session: Session | None, *, logits: Logits = "all", m
     """
     path = Path(path)
     if session is not None and not isinstance(session, Session):
-        raise EtkvError(f"session is {session!r}, it is a DecodeSession, SeqSession or TreeSession")
+        raise EtkvError(f"session is {session!r}, expected a DecodeSession, SeqSession or TreeSession")
     try:
         with path.open("rb") as file:
             head = file.read(8)
@@ -131,9 +131,9 @@ class Program:
         as_tensor = _is_tensor(tokens)
         ids, at = _integers(tokens, "tokens"), _integers(positions, "positions")
         if ids.numel() != ids.shape[-1:].numel():
-            raise EtkvError(f"tokens has shape {list(ids.shape)}, it is [T] or [1, T]")
+            raise EtkvError(f"tokens has shape {list(ids.shape)}, expected [T] or [1, T]")
         if at.numel() != max(at.shape, default=1):
-            raise EtkvError(f"positions has shape {list(at.shape)}, it is [T], [T, 1] or [1, T]")
+            raise EtkvError(f"positions has shape {list(at.shape)}, expected [T], [T, 1] or [1, T]")
         ids, at = ids.reshape(1, -1), at.reshape(-1)
         if ids.numel() != at.numel():
             raise EtkvError(f"there are {at.numel()} positions for {ids.numel()} tokens")
@@ -255,7 +255,7 @@ def _check_inputs(inputs: Sequence[Any], method: Any, name: str) -> None:
             raise EtkvError(f"input {index} of {name} is no tensor: {first_line(error)}") from error
         sizes = list(given.shape)
         if len(sizes) != len(most) or any(size > limit for size, limit in zip(sizes, most, strict=True)):
-            raise EtkvError(f"input {index} of {name} has shape {sizes}, it is at most {most}")
+            raise EtkvError(f"input {index} of {name} has shape {sizes}, expected at most {most}")
 
 
 def _max_tokens(method: Any) -> int | None:
@@ -292,13 +292,13 @@ def _integers(values: Ids, name: str) -> torch.Tensor:
                 warnings.filterwarnings("ignore", "The given NumPy array is not writable")
                 tensor = torch.from_numpy(array)
         except (TypeError, ValueError) as error:
-            raise EtkvError(f"{name} is {_short(values)}, it has 64-bit integers: {first_line(error)}") from error
+            raise EtkvError(f"{name} is {_short(values)}, expected 64-bit integers: {first_line(error)}") from error
     if tensor.layout != torch.strided or tensor.device.type == "meta":
         raise EtkvError(f"{name} is a tensor without rows in memory: {tensor.layout} on {tensor.device}")
     if tensor.numel() == 0:
         raise EtkvError(f"{name} is empty; a step has at least one token")
     if tensor.is_floating_point() or tensor.is_complex() or tensor.dtype == torch.bool:
-        raise EtkvError(f"{name} has dtype {tensor.dtype}, it has an integer one")
+        raise EtkvError(f"{name} has dtype {tensor.dtype}, expected an integer one")
     return tensor.to(torch.int64).contiguous()
 
 

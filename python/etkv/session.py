@@ -136,7 +136,7 @@ def load_options(key: str | None, logits: Logits) -> Iterator[None]:
     Blocks nest. In a block without a key, programs are bound to no cache, even within a block with one.
     """
     if logits not in LOGITS:
-        raise EtkvError(f"logits is {logits!r}, it is one of {', '.join(LOGITS)}")
+        raise EtkvError(f"logits is {logits!r}, expected one of {', '.join(LOGITS)}")
     lib()
     before = getattr(_of_thread, "options", (ffi.NULL, ffi.NULL))
     options = ffi.NULL if key is None else ffi.new("char[]", key.encode()), ffi.new("char[]", logits.encode())

@@ -27,7 +27,7 @@ class Tokenizer:
         """
         if not hasattr(hf, "backend_tokenizer"):
             raise EtkvError(
-                f"hf is {type(hf).__name__}, it is a fast tokenizer of transformers; "
+                f"hf is {type(hf).__name__}, expected a fast tokenizer of transformers; "
                 "Tokenizer.from_pretrained reads one from a folder"
             )
         self.hf = hf
