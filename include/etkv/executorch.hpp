@@ -411,7 +411,7 @@ inline Result<std::vector<LayerConfig>> read_layers(
     return Error(
         ETKV_ERROR_PROGRAM,
         std::string("`") + names.n_layers + "` is " +
-            std::to_string(*n_layers) + ", it is 1 to " +
+            std::to_string(*n_layers) + ", expected 1 to " +
             std::to_string(kMostLayers));
   }
   auto kv_heads = metadata.each(names.n_kv_heads, *n_layers);

@@ -146,7 +146,7 @@ def int32s(values: Sequence[int], name: str) -> Any:
     try:
         return ffi.new("int32_t[]", [int32(value, name) for value in values])
     except TypeError as error:
-        raise EtkvError(f"{name} is {values!r}, it is a list of integers") from error
+        raise EtkvError(f"{name} is {values!r}, expected a list of integers") from error
 
 
 def int32(value: int, name: str) -> int:
@@ -154,9 +154,9 @@ def int32(value: int, name: str) -> int:
     try:
         number = value.__index__()
     except AttributeError:
-        raise EtkvError(f"{name} is {value!r}, it is an integer") from None
+        raise EtkvError(f"{name} is {value!r}, expected an integer") from None
     if not -INT32_MAX - 1 <= number <= INT32_MAX:
-        raise EtkvError(f"{name} is {number}, it is a 32-bit integer")
+        raise EtkvError(f"{name} is {number}, expected a 32-bit integer")
     return number
 
 

@@ -1,7 +1,7 @@
 """Finds and loads the native libraries, and the MLX and ExecuTorch that they run on.
 
-libetkv and libetkv_mlx_backend name no folder of MLX or ExecuTorch. Both are loaded from the installed packages first,
-so that there is one copy of each in the process: the one that ``import mlx`` and ``import executorch`` use.
+libetkv and libetkv_mlx_backend name no folder of MLX or ExecuTorch. This module first loads both from the installed
+packages, so the process has one copy of each: the one that ``import mlx`` and ``import executorch`` use.
 """
 
 from __future__ import annotations
@@ -24,22 +24,26 @@ MLX_VERSION = "0.32.2"
 EXECUTORCH_VERSION = "1.5.1"
 
 MLX_BACKEND = "MLXBackend"
-"""The backend that programs name."""
+"""The id of the backend that programs name."""
 
 OWN_BACKEND = "EtkvForMLX"
 """The id that the delegate always has, as ``etkv/backend_id.hpp`` says."""
 
 EXECUTORCH_CALLS = threading.RLock()
-"""Held while ExecuTorch's Python module loads or runs anything.
+"""Hold this lock while ExecuTorch's Python module loads or runs anything.
 
-It redirects the process's ``std::cerr`` for the time of each call. Two calls at once leave it pointing to a buffer that
-is gone, and the next line that is logged ends the process.
+That module redirects the process's ``std::cerr`` during each call. Two calls at once leave it pointing to a freed
+buffer, and the next log line ends the process.
 """
 
 
 @functools.cache
 def etkv() -> Path:
-    """The file of libetkv, loaded: the caches, and MLX below them. Needs neither torch nor ExecuTorch."""
+    """Load MLX, then libetkv, which has the caches. Return the path of libetkv.
+
+    Needs neither torch nor ExecuTorch. Raises :class:`EtkvError` if MLX or a library is missing, is of another release
+    or cannot be loaded.
+    """
     _require("mlx", MLX_VERSION, "pip install 'mlx[cpu]==%s'" if sys.platform != "darwin" else "pip install mlx==%s")
     mlx = _installed("mlx", f"mlx/lib/libmlx{_SUFFIX}")
     if not mlx.is_file():
@@ -49,8 +53,8 @@ def etkv() -> Path:
         )
     blas = folder() / f"libetkv_blas{_SUFFIX}"
     if sys.platform == "linux" and blas.is_file():
-        # Before MLX, whose matrix products it takes the place of. It finds OpenBLAS by its name, wherever that was
-        # installed; without it MLX has its own.
+        # Loaded before MLX, because it replaces MLX's matrix products. It finds OpenBLAS by name, in any folder, once
+        # that is loaded. Without OpenBLAS, MLX's own products run.
         openblas = _optional("scipy-openblas32", "scipy_openblas32/lib/libscipy_openblas.so")
         if openblas is not None:
             _load(openblas)
@@ -62,10 +66,13 @@ def etkv() -> Path:
 
 
 def mlx_backend() -> str:
-    """Load the delegate into the runtime of the installed ExecuTorch; the id of the backend that runs programs on it.
+    """Load the delegate into ExecuTorch's runtime. Return the id of the backend that runs programs on it.
 
-    That is ``MLXBackend``, or :data:`OWN_BACKEND` where another backend has registered as that before. Imports torch
-    and ExecuTorch, which takes seconds.
+    The id is ``MLXBackend``, or :data:`OWN_BACKEND` if another backend was registered as ``MLXBackend`` before. Imports
+    torch and ExecuTorch, which takes seconds.
+
+    Raises :class:`EtkvError` if ExecuTorch, MLX or the native libraries are missing or of another release, or if the
+    process has two copies of libexecutorch.
     """
     _delegate()
     import executorch.extension.pybindings.portable_lib as portable_lib
@@ -79,10 +86,10 @@ def mlx_backend() -> str:
 
 
 def go_first() -> None:
-    """Load the delegate, where it can be, before ExecuTorch's extension module is imported.
+    """Load the delegate, if possible, before ExecuTorch's extension module is imported.
 
-    On macOS that module brings ExecuTorch's own ``MLXBackend``, and the first of a name keeps it. What keeps the
-    delegate from being loaded is told when it is needed.
+    On macOS that module registers ExecuTorch's own ``MLXBackend``, and the first backend of a name keeps the name.
+    Errors are ignored here; :func:`mlx_backend` raises them when a program needs the delegate.
     """
     with contextlib.suppress(EtkvError):
         _delegate()
@@ -102,7 +109,7 @@ def _libexecutorch() -> Path:
 
 
 def _backend(name: str) -> int | None:
-    """The address of the backend of that id. ExecuTorch's Python API tells ids, and not whose they are."""
+    """Return the address of the backend of an id, or None. ExecuTorch's Python API has the ids only."""
     look_up = ctypes.CDLL(str(_libexecutorch()))["_ZN10executorch7runtime17get_backend_classEPKc"]
     look_up.restype, look_up.argtypes = ctypes.c_void_p, [ctypes.c_char_p]
     address: int | None = look_up(name.encode())
@@ -111,9 +118,9 @@ def _backend(name: str) -> int | None:
 
 @functools.cache
 def folder() -> Path:
-    """The folder of the native libraries: the wheel's, or that of a checkout's build.
+    """Return the folder of the native libraries: the wheel's, or that of a checkout's build.
 
-    The environment variable ``ETKV_LIBRARY_DIR`` goes before both.
+    The environment variable ``ETKV_LIBRARY_DIR`` overrides both. Raises :class:`EtkvError` if there is no library.
     """
     given = os.environ.get("ETKV_LIBRARY_DIR")
     candidates = [Path(given)] if given else [_PACKAGE / "lib", _checkout() / "build" / "lib"]
@@ -129,7 +136,10 @@ def folder() -> Path:
 
 @functools.cache
 def include() -> Path:
-    """The folder of ``etkv/etkv.h``, the C interface that the library was built with."""
+    """Return the folder of ``etkv/etkv.h``, the C interface that the library was built with.
+
+    Raises :class:`EtkvError` if there is none.
+    """
     for candidate in (_PACKAGE / "include", _checkout() / "include"):
         if (candidate / "etkv" / "etkv.h").is_file():
             return candidate
@@ -137,12 +147,16 @@ def include() -> Path:
 
 
 def _checkout() -> Path:
-    """The root of a checkout, where this file lies in python/etkv/."""
+    """Return the root of the checkout that has this file in python/etkv/."""
     return _PACKAGE.parents[1]
 
 
 def _require(package: str, version: str, install: str) -> None:
-    """C++ interfaces of both packages change from release to release, so the releases are exact."""
+    """Raise :class:`EtkvError` unless exactly ``version`` of ``package`` is installed.
+
+    The C++ interfaces of MLX and ExecuTorch change from release to release. ``install`` is a pip command with ``%s``
+    for the version.
+    """
     try:
         found = importlib.metadata.version(package)
     except importlib.metadata.PackageNotFoundError:

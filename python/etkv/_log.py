@@ -1,8 +1,8 @@
 """The log of the native library, as records of :mod:`logging`.
 
-The library tells in the middle of a step, with its caches and MLX taken. ExecuTorch's Python module waits for MLX with
-Python's lock taken, so a callback in Python could wait for ever. The library keeps messages instead, and the call that
-caused them hands them to :mod:`logging` when it is over.
+The library logs in the middle of a step, while it holds the locks of its caches and of MLX. ExecuTorch's Python module
+waits for MLX while it holds Python's lock, so a callback in Python could wait forever. The library keeps messages
+instead, and the call that caused them passes them to :mod:`logging` at its end.
 """
 
 from __future__ import annotations
@@ -11,13 +11,13 @@ import json
 import logging
 
 NAMES = ("etkv.core", "etkv.program", "etkv.api")
-"""The loggers: the library's targets, with dots."""
+"""The loggers: the library's targets, with ``.`` for ``::``."""
 
 TRACE = 5
 """The level of messages of each layer of a step. :mod:`logging` has no name for it."""
 
 _LEVELS = {1: logging.ERROR, 2: logging.WARNING, 3: logging.INFO, 4: logging.DEBUG, 5: TRACE}
-"""The levels of ``log.h``."""
+"""The level in ``log.h`` -> the level of :mod:`logging`."""
 
 _FILTERS = (
     (TRACE, "trace"),
@@ -26,7 +26,7 @@ _FILTERS = (
     (logging.WARNING, "warn"),
     (logging.ERROR, "error"),
 )
-"""What the library is asked for -> by a logger that takes no less than this."""
+"""Levels of :mod:`logging` from the lowest, and the library's filters for loggers that accept them."""
 
 KEPT = 10_000
 """The most messages that the library keeps; older ones are dropped."""
@@ -38,7 +38,7 @@ logging.getLogger("etkv").addHandler(logging.NullHandler())
 
 
 def deliver(messages: str) -> None:
-    """Pass the messages of ``etkv_log_take`` to the loggers. Handlers take locks, and may use etkv."""
+    """Pass the messages of ``etkv_log_take`` to the loggers. Their handlers may take locks and call etkv."""
     for told in json.loads(messages):
         logger = logging.getLogger(told["target"].replace("::", "."))
         level = _LEVELS.get(told["level"], logging.DEBUG)

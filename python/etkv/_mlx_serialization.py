@@ -4,9 +4,9 @@ The wheel ships the MLX ahead-of-time code but not the files that its build gene
 ``mlx_graph_schema``, ``_generated_serializers``, the flatbuffer classes under ``_generated`` and
 ``_generated_inspector``. Without them ``import executorch.backends.mlx`` fails.
 
-:func:`ensure_available` makes them with the wheel's own generator and the wheel's own ``flatc``, in a folder of the
-user's cache named by a digest of every input, and puts an import hook in place that finds them there. The installed
-wheel is never written to: it may be read-only or shared, and a package manager would not know the extra files.
+:func:`ensure_available` generates them with the wheel's own generator and ``flatc``. They are written to a folder in
+the user's cache, whose name has a digest of every input, and an import hook finds them there. The installed wheel is
+never written to: it may be read-only or shared, and its package manager does not track extra files.
 """
 
 from __future__ import annotations
@@ -31,15 +31,15 @@ _PACKAGE = "executorch.backends.mlx"
 _SERIALIZATION = f"{_PACKAGE}.serialization"
 _INSPECTOR = f"{_PACKAGE}._generated_inspector"
 
-# Raised when what is written into the cache folder changes without any of its inputs changing.
+# Increase this when the contents of the cache folder change and its inputs do not.
 _LAYOUT = "1"
 
 
 def ensure_available() -> Path | None:
-    """Make ``executorch.backends.mlx`` importable; safe to call again and from several processes at once.
+    """Make ``executorch.backends.mlx`` importable. Safe to call again, and from several processes at once.
 
-    Returns the folder that holds the generated modules, or ``None`` where the wheel has its own (the macOS wheel, or
-    an ExecuTorch built from source).
+    Returns the folder of the generated modules, or ``None`` if the wheel has its own (the macOS wheel, or an ExecuTorch
+    built from source).
 
     Raises :class:`EtkvError` if ExecuTorch is not installed or the generator fails.
     """
@@ -55,7 +55,7 @@ def ensure_available() -> Path | None:
 
 
 class _GeneratedFinder(importlib.abc.MetaPathFinder):
-    """Finds the two modules of the wheel that have a generated stand-in; everything else is left to other finders."""
+    """Finds the two modules of the wheel that are generated. Other finders find all other modules."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -74,7 +74,10 @@ class _GeneratedFinder(importlib.abc.MetaPathFinder):
 
 
 def _wheel_folder() -> Path:
-    """The folder of the installed ``executorch.backends.mlx``, found without importing it."""
+    """Return the folder of the installed ``executorch.backends.mlx``. Does not import it.
+
+    Raises :class:`EtkvError` if it is not installed.
+    """
     try:
         spec = importlib.util.find_spec(_PACKAGE)
     except ModuleNotFoundError:
@@ -107,7 +110,7 @@ def _flatc() -> Path:
 
 
 def _generated_folder(wheel: Path) -> Path:
-    """The folder with the generated modules for this wheel, made now if no process has made it before."""
+    """Return the folder with the generated modules for this wheel. Makes it unless a process has done so before."""
     flatc = _flatc()
     name = f"mlx-serialization-{_digest(wheel, flatc)}"
     root = _cache_root()
@@ -121,8 +124,8 @@ def _generated_folder(wheel: Path) -> Path:
                 _generate(wheel, flatc, scratch)
                 _publish(scratch, folder)
             return folder
-    # Nowhere to keep it: a private folder for this process. A shared temporary folder with a predictable name would
-    # let another user supply the code.
+    # There is no writable cache: use a private folder for this process. A shared temporary folder with a predictable
+    # name would let another user supply the code.
     folder = Path(tempfile.mkdtemp(prefix="etkv-"))
     _generate(wheel, flatc, folder)
     _remove_at_exit(folder)
@@ -130,7 +133,7 @@ def _generated_folder(wheel: Path) -> Path:
 
 
 def _cache_root() -> Path | None:
-    """The cache folder of this library: ``$ETKV_CACHE_DIR``, or the platform's place for caches."""
+    """Return this library's cache folder: ``$ETKV_CACHE_DIR``, or one in the platform's; None without a home folder."""
     explicit = os.environ.get("ETKV_CACHE_DIR")
     if explicit:
         return Path(explicit)
@@ -145,7 +148,7 @@ def _cache_root() -> Path | None:
 
 
 def _digest(wheel: Path, flatc: Path) -> str:
-    """Names one combination of wheel, generator and schema, so that another version never reads stale files."""
+    """Return a digest of the wheel's modules, schema and ``flatc``, so that no other version reads these files."""
     digest = hashlib.sha256(_LAYOUT.encode())
     serialization = wheel / "serialization"
     for path in (*sorted(serialization.glob("*.py")), serialization / "schema.fbs", flatc):
@@ -179,14 +182,16 @@ def _remove_at_exit(folder: Path) -> None:
 
 
 def _generate(wheel: Path, flatc: Path, out: Path) -> None:
-    """Run the wheel's generator with its output folders pointed at ``out``, C++ loader left out.
+    """Run the wheel's generator, and write what it makes to ``out``.
 
-    The C++ loader needs two templates that are not in the wheel, and nothing in Python reads it.
+    The C++ loader is left out: it needs two templates that are not in the wheel, and nothing in Python reads it.
+
+    Raises :class:`EtkvError` if ``flatc`` fails.
     """
     source = wheel / "serialization"
     package = out / "serialization"
     package.mkdir()
-    # The package's __init__ looks for the schema module beside itself, so the hand-written modules come along.
+    # The package's __init__ looks for the schema module beside itself, so the hand-written modules are copied too.
     for path in source.glob("*.py"):
         shutil.copyfile(path, package / path.name)
     runtime = out / "runtime"
@@ -209,7 +214,7 @@ def _generate(wheel: Path, flatc: Path, out: Path) -> None:
 
 
 def _load_generator(path: Path) -> ModuleType:
-    """Load the generator on its own: importing it through its package would import what it is to generate."""
+    """Load the generator from its file. Its package would import the modules that it generates."""
     name = "_etkv_mlx_generate"
     spec = importlib.util.spec_from_file_location(name, path)
     if spec is None or spec.loader is None:

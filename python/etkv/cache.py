@@ -263,7 +263,7 @@ def row_bytes(format: str, head_dim: int) -> int:
 def raw_config(config: CacheConfig) -> tuple[Any, Any]:
     """Return ``config`` as the C struct, and the objects that must live while it is used."""
     if not isinstance(config, CacheConfig):
-        raise EtkvError(f"config is {config!r}, it is a CacheConfig")
+        raise EtkvError(f"config is {config!r}, expected a CacheConfig")
     lib()
     layers = ffi.new("etkv_layer_config[]", max(1, len(config.layers)))
     for raw, layer in zip(layers, config.layers, strict=False):
@@ -274,7 +274,7 @@ def raw_config(config: CacheConfig) -> tuple[Any, Any]:
         raw.window = int32(layer.window, "window")
         raw.sinks = int32(layer.sinks, "sinks")
     if config.growth not in GROWTHS:
-        raise EtkvError(f"growth is {config.growth!r}, it is one of {', '.join(GROWTHS)}")
+        raise EtkvError(f"growth is {config.growth!r}, expected one of {', '.join(GROWTHS)}")
     names = {
         field: ffi.new("char[]", _name(getattr(config, field), field))
         for field in ("k_format", "v_format", "float_format")
@@ -304,7 +304,7 @@ def _end(end: int | None) -> int:
 
 def _name(value: str, name: str) -> bytes:
     if not isinstance(value, str) or "\0" in value:
-        raise EtkvError(f"{name} is {value!r}, it is a name")
+        raise EtkvError(f"{name} is {value!r}, expected a name")
     return value.encode("utf-8")
 
 

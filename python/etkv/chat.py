@@ -1,4 +1,4 @@
-"""A conversation on one session: what the cache holds already is not run again."""
+"""A conversation on one session. A turn runs only the tokens that the cache does not hold yet."""
 
 from __future__ import annotations
 
@@ -19,12 +19,18 @@ if TYPE_CHECKING:
 class Chat:
     """Turns of a conversation under the model's chat template.
 
-    ``messages`` are ``{"role": …, "content": …}`` and may be changed between turns: the next one runs what differs from
-    what the cache holds, and no more. ``generation`` is the last turn's :class:`Generation`.
+    ``messages`` are dicts ``{"role": …, "content": …}``. The caller may change them between turns: the next turn keeps
+    the beginning that the cache shares with them, and runs the rest. ``generation`` is the :class:`Generation` of the
+    last turn, or None before the first.
     """
 
     def __init__(self, program: Program, tokenizer: Tokenizer, *, system: str | None = None) -> None:
-        """``program`` is bound to a :class:`DecodeSession` of the conversation's own; what that holds is forgotten."""
+        """Begin a conversation, and clear the session of ``program``: a :class:`DecodeSession` for this chat alone.
+
+        ``system`` is the content of the system message; None for no such message.
+
+        Raises :class:`EtkvError` if ``program`` has no session or one of another type.
+        """
         if not isinstance(program.session, DecodeSession):
             raise EtkvError(f"a chat needs a program with a DecodeSession, this one has {program.session!r}")
         self.messages: list[dict[str, str]] = [] if system is None else [{"role": "system", "content": system}]
@@ -34,10 +40,10 @@ class Chat:
         self._session.clear()
 
     def send_message(self, text: str, **options: Unpack[GenerateOptions]) -> Iterator[str]:
-        """The model's answer to ``text``, piece by piece; ``options`` are those of :func:`etkv.generate_tokens`.
+        """Yield the model's answer to ``text`` in pieces. ``options`` are those of :func:`etkv.generate_tokens`.
 
-        A turn that is broken off stays in ``messages`` as far as it came. One that is refused, or fails on the way,
-        leaves no message there: the next turn goes on as if it had not been asked for.
+        If the caller stops early, ``messages`` keeps the turn with the text so far. If the turn is refused or fails,
+        its messages are removed, and the next turn goes on from the messages before it.
         """
         before = len(self.messages)
         self.messages.append({"role": "user", "content": text})
@@ -48,7 +54,7 @@ class Chat:
             raise
 
     def _turn(self, options: GenerateOptions) -> Iterator[str]:
-        """Answer the last of the messages; what was said stays, but for that of a turn that fails."""
+        """Yield the answer to the last message. Append the answer to ``messages``, also if the turn stops early."""
         ids = self._tokenizer.apply_chat_template(self.messages, add_generation_prompt=True)
         shared = self._rewind_to_shared(ids)
         self._held = ids[:shared]
@@ -68,7 +74,10 @@ class Chat:
             self.messages.append({"role": "assistant", "content": detokenizer.text})
 
     def _rewind_to_shared(self, ids: list[int]) -> int:
-        """Go back to what the cache and ``ids`` have in common, less one: the last token's logits are wanted."""
+        """Rewind the cache to the positions that it shares with ``ids``, and return their number.
+
+        The last of ``ids`` always runs again: its logits choose the next token.
+        """
         pairs = zip(self._held, ids, strict=False)
         shared = sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], pairs))
         shared = min(shared, len(ids) - 1)

@@ -17,7 +17,7 @@ GROWTHS = ("doubling", "step", "exact", "upfront")
 
 @dataclass(frozen=True)
 class LayerConfig:
-    """What one attention layer stores."""
+    """The keys and values that one attention layer stores, and those that its queries see."""
 
     n_kv_heads: int
     """KV heads, not query heads."""
@@ -39,7 +39,7 @@ class LayerConfig:
 
     @property
     def value_dim(self) -> int:
-        """Elements of one value."""
+        """Return the elements of one value."""
         return self.k_head_dim if self.v_head_dim is None else self.v_head_dim
 
 
@@ -69,20 +69,20 @@ class CacheConfig:
 
     def __post_init__(self) -> None:
         if isinstance(self.layers, (str, LayerConfig)) or not isinstance(self.layers, Iterable):
-            raise EtkvError(f"CacheConfig.layers is {self.layers!r}, it is a sequence of LayerConfig")
+            raise EtkvError(f"CacheConfig.layers is {self.layers!r}, expected a sequence of LayerConfig")
         object.__setattr__(self, "layers", tuple(self.layers))
         for index, layer in enumerate(self.layers):
             if not isinstance(layer, LayerConfig):
-                raise EtkvError(f"CacheConfig.layers[{index}] is {layer!r}, it is a LayerConfig")
+                raise EtkvError(f"CacheConfig.layers[{index}] is {layer!r}, expected a LayerConfig")
         for name in ("capacity", "max_step_tokens", "min_chunk", "quantized_kv_start"):
             _integer(f"CacheConfig.{name}", getattr(self, name))
         for name in ("k_format", "v_format", "growth", "float_format"):
             value = getattr(self, name)
             if not isinstance(value, str):
-                raise EtkvError(f"CacheConfig.{name} is {value!r}, it is a string")
+                raise EtkvError(f"CacheConfig.{name} is {value!r}, expected a string")
 
 
 def _integer(name: str, value: object) -> None:
     # A bool is an int to Python, and a mistake here.
     if isinstance(value, bool) or not isinstance(value, int):
-        raise EtkvError(f"{name} is {value!r}, it is an integer")
+        raise EtkvError(f"{name} is {value!r}, expected an integer")

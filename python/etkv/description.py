@@ -1,4 +1,4 @@
-"""Descriptions of programs, from the interpreter that runs them."""
+"""Describes programs, with the interpreter that runs them."""
 
 from __future__ import annotations
 
@@ -11,10 +11,12 @@ from etkv.errors import EtkvError, StatusError
 
 
 def describe_program(program: str | Path | bytes, index: int = 0) -> dict[str, Any]:
-    """What the MLX delegate number ``index`` of the ``.pte`` at ``program`` is: inputs, outputs, operations, constants.
+    """Return the inputs, outputs, operations and constants of an MLX delegate of the ``.pte`` at ``program``.
 
-    ``program`` may also be the payload of a delegate. ``docs/reports.md`` lists the fields. No weights are read.
-    :class:`EtkvError` where the program is damaged.
+    ``index`` counts the MLX delegates from 0. ``program`` may also be the payload of a delegate. ``docs/reports.md``
+    lists the fields. Reads no weights.
+
+    Raises :class:`EtkvError` if the program cannot be read or is damaged, or has no such delegate.
     """
     if isinstance(program, bytes):
         return describe_payload(program)
@@ -29,7 +31,7 @@ def describe_program(program: str | Path | bytes, index: int = 0) -> dict[str, A
 
 
 def describe_payload(payload: bytes) -> dict[str, Any]:
-    """Return the same for a delegate's payload."""
+    """Return the same for the payload of a delegate. Raises :class:`StatusError` if the payload is refused."""
     text = ask_text("etkv_program_describe", ffi.from_buffer("uint8_t[]", payload), len(payload))
     description: dict[str, Any] = json.loads(text)
     return description

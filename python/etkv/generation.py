@@ -154,7 +154,7 @@ def generate_tokens(
     if seed is not None and seed < 0:
         raise EtkvError(f"seed is {seed}, the least is 0")
     if not 0 < top_p <= 1:
-        raise EtkvError(f"top_p is {top_p}, it is above 0 and at most 1")
+        raise EtkvError(f"top_p is {top_p}, expected more than 0 and at most 1")
     if sequence and not isinstance(program.session, SeqCache):
         raise EtkvError(f"sequence is {sequence}, and the session has one only: use a SeqSession")
     eos = frozenset(program.eos_token_ids if eos_token_ids is None else eos_token_ids)

@@ -1,4 +1,4 @@
-"""Tells what a ``.pte`` holds, whether this build runs it, and what its cache will take: ``python -m etkv inspect``."""
+"""``python -m etkv inspect``: reports the contents of a ``.pte``, whether this build runs it, and its cache's bytes."""
 
 from __future__ import annotations
 
@@ -19,19 +19,21 @@ from etkv.metadata import read_kv_cache_metadata
 from etkv.pte import PteFile
 
 DEFAULT_FORMATS = ("f32", "f16", "affine4")
-"""Storage formats whose bytes are told where none is named."""
+"""The storage formats that a report has by default."""
 
 _FACTS = ("kv_cache.", "get_kv_heads", "get_head_dims", "get_windows", "get_n_caches")
-"""Constant methods that are told as the layers they describe."""
+"""Prefixes of the constant methods that describe layers. A report has the layers instead."""
 
 
 def report(
     path: str | Path, *, capacity: int | None = None, formats: tuple[str, ...] = DEFAULT_FORMATS
 ) -> dict[str, Any]:
-    """What there is to know of the program at ``path``, as JSON has it.
+    """Return a report on the program at ``path``, in types that JSON has.
 
-    ``cache`` tells bytes at ``capacity`` positions (those that the program was exported for, or 4,096) in each of
-    ``formats``. Raises :class:`EtkvError` where the file is no program.
+    ``cache`` has the bytes of a cache of ``capacity`` positions in each of ``formats``. The default capacity is the
+    number of positions that the program was exported for, or 4,096 if the program does not say.
+
+    Raises :class:`EtkvError` if the file cannot be read, is not a program, or is damaged.
     """
     path = Path(path)
     file = PteFile(path)
@@ -80,7 +82,7 @@ def _counts(operations: list[dict[str, Any]]) -> dict[str, int]:
 
 
 def _runs_here(described: dict[str, Any], file: PteFile) -> dict[str, Any]:
-    """Whether this build runs the program, and if not, why."""
+    """Return the versions of this build and whether it runs the program. ``why`` has the reason or a condition."""
     versions = {"etkv": lib().etkv_version(), "mlx": lib().etkv_mlx_version(), "blas": lib().etkv_mlx_blas()}
     build = {name: text(version) for name, version in versions.items()}
     left = sorted({name for method in file.delegates for name in file.operators(method)})
@@ -113,7 +115,7 @@ def _cache_bytes(layers: tuple[LayerConfig, ...], chunk: int, capacity: int, nam
 
 
 def lines(found: dict[str, Any]) -> Iterator[str]:
-    """A report as text, line by line."""
+    """Yield a report as text, line by line."""
     yield f"{found['path']}: {_bytes(found['bytes'])}"
     for name, method in found["methods"].items():
         parts = [*method["delegates"], *method["operators"]]
@@ -190,7 +192,7 @@ def _bytes(n: float) -> str:
 
 
 def instruction_lines(described: dict[str, Any]) -> Iterator[str]:
-    """Every instruction with its fields; ``t7`` is a tensor, ``v2`` an integer value slot."""
+    """Yield each instruction with its fields, one a line; ``t7`` is a tensor, ``v2`` an integer value slot."""
     for label, chain in (("at load", "instructions_at_load"), ("a step", "instructions")):
         yield f"instructions {label}:"
         for index, instruction in enumerate(described[chain]):
@@ -205,7 +207,7 @@ def _argument_text(argument: dict[str, Any]) -> str:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The options of ``python -m etkv inspect``."""
+    """Add the options of ``python -m etkv inspect`` to ``parser``."""
     parser.add_argument("program", type=Path, metavar="MODEL.pte")
     parser.add_argument(
         "--capacity", type=int, metavar="N", help="positions of the cache (default: those the program was exported for)"
@@ -222,7 +224,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> list[str]:
-    """The lines that the options ask for."""
+    """Return the lines that the command prints. Raises :class:`EtkvError` for a wrong option or file."""
     if options.capacity is not None and options.capacity < 1:
         raise EtkvError(f"capacity is {options.capacity}, the least is 1")
     found = report(options.program, capacity=options.capacity, formats=tuple(options.format or DEFAULT_FORMATS))

@@ -1,9 +1,9 @@
-"""What a program tells of its caches: facts of the model's architecture, as constant methods of the ``.pte``.
+"""Reads and writes the cache metadata of a program: facts of the model's architecture, as constant methods.
 
-``kv_cache.schema_version`` is 1, ``kv_cache.n_layers`` the number of layers, and ``kv_cache.n_kv_heads``, ``head_dim``,
-``v_head_dim``, ``window`` and ``sinks`` have one integer for all layers, or a tensor of one a layer. The last three may
-be absent. What ExecuTorch's own exporter writes is read where there is no version. The capacity and the storage format
-are not among them: they are the application's choice.
+``kv_cache.schema_version`` is 1, and ``kv_cache.n_layers`` is the number of layers. ``kv_cache.n_kv_heads``,
+``head_dim``, ``v_head_dim``, ``window`` and ``sinks`` are one integer for all layers, or a tensor of one a layer. The
+last three may be absent. If there is no version, the facts that ExecuTorch's own exporter writes are read instead. The
+capacity and the storage format are not in the metadata: the application chooses them.
 
 The rules are those of ``read_kv_cache_metadata`` in ``include/etkv/executorch.hpp``.
 """
@@ -21,10 +21,10 @@ from etkv.config import LayerConfig
 from etkv.errors import EtkvError
 
 SCHEMA_VERSION = 1
-"""The version of the ``kv_cache.*`` metadata that is written and read here."""
+"""The version of the ``kv_cache.*`` metadata that this module writes and reads."""
 
 MOST_LAYERS = 65536
-"""More than that is damage, and not looked for."""
+"""The most layers of a program. A larger number means that the program is damaged."""
 
 _VERSION = "kv_cache.schema_version"
 _INT32_MAX = 2**31 - 1
@@ -36,13 +36,13 @@ Count = int | Sequence[int]
 
 @dataclass(frozen=True)
 class ModelCacheParams:
-    """What a program says of its caches, and of the steps that it was exported for."""
+    """The cache metadata of a program, and the sizes that it was exported for."""
 
     layers: tuple[LayerConfig, ...]
     prefill_chunk_size: int
-    """Most tokens of one step; 0 where the program does not tell."""
+    """The most tokens of one step; 0 if the program does not say."""
     max_context_length: int
-    """Positions that it was exported for; 0 where the program does not tell."""
+    """The positions that the program was exported for; 0 if it does not say."""
 
 
 def write_kv_cache_metadata(
@@ -55,12 +55,13 @@ def write_kv_cache_metadata(
     window: Count | None = None,
     sinks: Count | None = None,
 ) -> dict[str, Any]:
-    """Adds the facts to ``metadata``, the constant methods of a program by name, and returns it.
+    """Add the cache's facts to ``metadata``, the constant methods of a program by name, and return it.
 
-    Each fact is an int for all layers, or one for each, which becomes an int32 tensor. Window 0 is full history.
+    Each fact is one int for all layers, or one for each layer, which becomes an int32 tensor. ``window`` counts
+    positions; 0 is full history.
 
-    Raises :class:`EtkvError`, naming the fact, for what is no count of 32 bits or has not one for each layer; nothing
-    is added then.
+    Raises :class:`EtkvError` if a value is not a 32-bit count, or if a fact does not have one value for each layer. The
+    message names the fact, and ``metadata`` is unchanged.
     """
     layers = _in_range(_count("n_layers", n_layers), "n_layers")
     facts: dict[str, Any] = {_VERSION: SCHEMA_VERSION, "kv_cache.n_layers": layers}
@@ -73,9 +74,12 @@ def write_kv_cache_metadata(
 
 
 def read_kv_cache_metadata(source: str | PathLike[str] | Mapping[str, Any]) -> ModelCacheParams:
-    """What the program at a path tells, or a mapping of its constant methods: name -> int, list or tensor.
+    """Return the cache metadata of a program.
 
-    Raises :class:`EtkvError` for a version other than 1, and for a fact that is absent or no count, naming it.
+    ``source`` is the path of the program, or a mapping of its constant methods: name -> int, list or tensor.
+
+    Raises :class:`EtkvError` if the version is not 1, or if a fact is absent or not a count. The message names the
+    fact.
     """
     if isinstance(source, Mapping):
         constants = source
@@ -119,17 +123,20 @@ def _n_layers(constants: Mapping[str, Any], name: str) -> int:
 
 def _in_range(n_layers: int, name: str) -> int:
     if not 1 <= n_layers <= MOST_LAYERS:
-        raise EtkvError(f"`{name}` is {n_layers}, it is 1 to {MOST_LAYERS}")
+        raise EtkvError(f"`{name}` is {n_layers}, expected 1 to {MOST_LAYERS}")
     return n_layers
 
 
 def _find(constants: Mapping[str, Any], name: str) -> int | None:
-    """The count of that name; None where there is none."""
+    """Return the count ``name``; None if it is absent."""
     return _count(name, constants[name]) if name in constants else None
 
 
 def _each(constants: Mapping[str, Any], name: str, n_layers: int, otherwise: list[int] | None = None) -> list[int]:
-    """One count for each layer."""
+    """Return the counts of the fact ``name``, one for each layer.
+
+    If the fact is absent, returns ``otherwise``, or raises :class:`EtkvError` without it.
+    """
     if name not in constants:
         if otherwise is None:
             raise _absent(name)
@@ -149,7 +156,10 @@ def _written(name: str, fact: Count, n_layers: int) -> Any:
 
 
 def _counts(name: str, value: Any, n_layers: int) -> list[int]:
-    """The counts of a list or a tensor, one for each layer."""
+    """Return the counts of a list or a tensor, one for each layer.
+
+    Raises :class:`EtkvError` for another number of values, and for values that are not 32-bit counts.
+    """
     flat = value.flatten().tolist() if hasattr(value, "flatten") else value
     if not isinstance(flat, Sequence) or len(flat) != n_layers or not all(_is_int(count) for count in flat):
         raise EtkvError(f"`{name}` is not one integer for each of {n_layers} layers")

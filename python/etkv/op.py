@@ -142,10 +142,10 @@ def _without_cache(
 def _positions(position: Tensor, q: Tensor) -> list[int]:
     if position.dtype not in (torch.int32, torch.int64):
         raise status_error(
-            Status.DTYPE, f"position is {str(position.dtype).removeprefix('torch.')}, it is int32 or int64"
+            Status.DTYPE, f"position is {str(position.dtype).removeprefix('torch.')}, expected int32 or int64"
         )
     if position.dim() not in (1, 2) or (position.dim() == 2 and position.shape[1] == 0):
-        raise status_error(Status.SHAPE, f"position has shape {list(position.shape)}, it is [q_len] or [q_len, n]")
+        raise status_error(Status.SHAPE, f"position has shape {list(position.shape)}, expected [q_len] or [q_len, n]")
     if q.dim() == 4 and position.shape[0] != q.shape[2]:
         raise status_error(Status.SHAPE, f"position has {position.shape[0]} entries for {q.shape[2]} queries")
     first: Tensor = position if position.dim() == 1 else position[:, 0]

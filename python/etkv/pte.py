@@ -1,6 +1,7 @@
-"""Reads what an exported ``.pte`` holds: its methods, its constants and the payloads of its delegates.
+"""Reads the methods, the constants and the delegates' payloads of an exported ``.pte``.
 
-Only tables are read, and what is asked for: a file of many gigabytes of weights is opened at the price of a small one.
+Only the tables are read, and the parts that a caller asks for. A file with many gigabytes of weights opens as fast as
+a small one.
 """
 
 from __future__ import annotations
@@ -17,31 +18,32 @@ from etkv import _library
 from etkv.errors import EtkvError, first_line
 
 DAMAGE = (RuntimeError, UnicodeDecodeError, IndexError, MemoryError)
-"""What ExecuTorch's Python module raises on damaged tables: its codes, names that are no text, inputs of another kind,
-sizes that no memory is there for."""
+"""The exceptions of ExecuTorch's Python module on damaged tables: for its error codes, names that are not text, inputs
+of another kind, and sizes beyond the memory."""
 
 _LISTS = frozenset({"get_eos_ids"})
-"""Constant methods with one output an element."""
+"""Constant methods that return a list, as one output an element."""
 
 _MLX = _library.MLX_BACKEND
 
 _HEAD = struct.Struct("<8x4sIQQ")
-"""Flatbuffer's own head, then the extended header: its mark, its length, bytes of the tables, where segments begin."""
+"""The flatbuffer's header, then the extended one: mark, length, bytes of the tables, offset of the segments."""
 
 
 def check_mark(head: bytes, path: Path) -> None:
-    """Refuse what does not begin as a program does: ET and two digits behind the place of the root.
+    """Raise :class:`EtkvError` unless ``head``, the first bytes of a file, has the mark of a program.
 
-    ExecuTorch logs the mark of what it refuses, and where that is not text, its Python module ends the process.
+    The mark is ``ET`` and two digits, after 4 bytes for the offset of the root. ExecuTorch logs the mark of a file that
+    it refuses. If the mark is not text, ExecuTorch's Python module ends the process.
     """
     if head[4:6] != b"ET" or not head[6:8].isdigit():
         raise EtkvError(f"{path} is not an ExecuTorch program")
 
 
 class PteFile:
-    """The tables of a program, and its segments on demand.
+    """The tables of a program. Segments are read on demand.
 
-    Raises :class:`EtkvError` where ``path`` cannot be read, is no program, or is damaged.
+    Raises :class:`EtkvError` if ``path`` cannot be read, is not a program, or is damaged.
     """
 
     def __init__(self, path: Path) -> None:
@@ -62,28 +64,34 @@ class PteFile:
 
     @property
     def delegates(self) -> dict[str, list[str]]:
-        """Method name -> ids of the delegates that it calls, in order."""
+        """Return the ids of the delegates that each method calls, in order, by the method's name."""
         return {name: [delegate["id"] for delegate in plan.get("delegates", [])] for name, plan in self._plans.items()}
 
     @property
     def constant_names(self) -> list[str]:
-        """The methods that take no input and call no delegate: facts that the exporter wrote down."""
+        """Return the names of the methods without inputs and delegates: facts that the exporter wrote."""
         return [name for name, plan in self._plans.items() if not plan.get("delegates") and not plan.get("inputs")]
 
     def operators(self, method: str) -> list[str]:
-        """Names of the operators of ``method`` that run outside any delegate."""
+        """Return the names of the operators of ``method`` that run outside of delegates.
+
+        Raises :class:`EtkvError` if the program has no such method.
+        """
         if method not in self._plans:
             raise EtkvError(f"{self.path} has no method {method}")
         return [operator["name"] for operator in self._plans[method].get("operators", [])]
 
     @property
     def named_data(self) -> dict[str, int]:
-        """Names of the constants that delegates read -> their bytes."""
+        """Return the size in bytes of each constant that delegates read, by the constant's name."""
         segments = self._tables.get("segments", [])
         return {item["key"]: segments[item["segment_index"]]["size"] for item in self._tables.get("named_data", [])}
 
     def mlx_payload(self, index: int = 0) -> bytes:
-        """The payload of the MLX delegate number ``index``, over all methods."""
+        """Return the payload of MLX delegate number ``index``, counted from 0 over all methods.
+
+        Raises :class:`EtkvError` if there is no such delegate, or if the file is damaged.
+        """
         found = [
             delegate
             for plan in self._plans.values()
@@ -110,7 +118,7 @@ class PteFile:
 
     @contextlib.contextmanager
     def _damage_told(self) -> Iterator[None]:
-        """Tell what readers of flatbuffers raise on a damaged file, which is of many types, as :class:`EtkvError`."""
+        """Raise exceptions of the block as :class:`EtkvError`. A damaged file raises many types of them."""
         try:
             yield
         except EtkvError:
@@ -120,7 +128,12 @@ class PteFile:
 
 
 def _extent(head: bytes, path: Path, size: int) -> tuple[int, int]:
-    """The bytes of the tables of a file that begins with ``head`` and has ``size`` bytes, and where segments begin."""
+    """Return the bytes of a file's tables and the offset of its segments.
+
+    ``head`` is the beginning of the file, and ``size`` its bytes.
+
+    Raises :class:`EtkvError` if the file is not a program, or is shorter than its tables.
+    """
     check_mark(head, path)
     n_tables, segments_at = size, 0
     if len(head) == _HEAD.size and head[8:12] == b"eh00":
@@ -131,10 +144,12 @@ def _extent(head: bytes, path: Path, size: int) -> tuple[int, int]:
 
 
 def constant_methods(path: Path) -> dict[str, Any]:
-    """Constant method name -> its value: an int, a bool, a float or a list of ints.
+    """Return the value of each constant method by its name: an int, a bool, a float or a list of ints.
 
-    Runs each method with the wheel's runtime, so what comes back is what a runner in C++ reads. A list of ints, which
-    a program keeps as one output an element, is a list here even if it has one element only.
+    Runs each method with the wheel's runtime, so the values are those that a runner in C++ reads. A program has a list
+    of ints as one output an element. Here it is a list even if it has one element only.
+
+    Raises :class:`EtkvError` if the program is damaged.
     """
     _library.go_first()
     from executorch.runtime import Runtime, Verification
@@ -149,7 +164,10 @@ def constant_methods(path: Path) -> dict[str, Any]:
 
 
 def for_backend(path: Path, backend: str) -> bytes:
-    """The program at ``path``, with ``backend`` in the place of ``MLXBackend``: a name of as many characters."""
+    """Return the program at ``path`` with ``backend`` in place of ``MLXBackend``.
+
+    Raises :class:`EtkvError` if the two names differ in length.
+    """
     if len(backend) != len(_MLX):
         raise EtkvError(f"backend is {backend!r}, expected a name of {len(_MLX)} characters")
     # A string of a flatbuffer: its length, its characters and a zero.
@@ -161,7 +179,7 @@ def for_backend(path: Path, backend: str) -> bytes:
 
 
 def constant(program: Any, name: str) -> Any:
-    """The value of the constant method ``name`` of a program that ``executorch.runtime`` has loaded."""
+    """Return the value of the constant method ``name`` of a program that ``executorch.runtime`` has loaded."""
     with _library.EXECUTORCH_CALLS:
         values = [_plain(output) for output in program.load_method(name).execute([])]
     return values if name in _LISTS else values[0]

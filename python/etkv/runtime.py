@@ -1,7 +1,7 @@
-"""Programs, run from Python on the installed ExecuTorch's own runtime.
+"""Runs programs from Python, on the runtime of the installed ExecuTorch.
 
-:func:`load` opens a ``.pte`` and binds it to a session. ExecuTorch's ``executorch.runtime`` runs the same programs once
-:func:`register_backend` was called: see :meth:`etkv.Session.bound`.
+:func:`load` opens a ``.pte`` and binds it to a session. ExecuTorch's ``executorch.runtime`` runs the same programs
+after a call of :func:`register_backend`: see :meth:`etkv.Session.bound`.
 """
 
 from __future__ import annotations
@@ -34,16 +34,17 @@ if TYPE_CHECKING:
 METHOD = "forward"
 
 _process: int | None = None
-"""The process that loaded the first program."""
+"""The id of the process that loaded the first program."""
 
 
 def register_backend() -> str:
     """Register etkv's delegate with the installed ExecuTorch's runtime, in this process. A second call does nothing.
 
-    Returns the id of the backend that runs programs on it: ``MLXBackend``, or ``EtkvForMLX`` where ExecuTorch's own MLX
-    backend was registered before, as on macOS by an earlier ``import executorch.runtime``. :func:`load` serves both.
+    Returns the id of the backend that runs programs on it: ``MLXBackend``, or ``EtkvForMLX`` if ExecuTorch's own MLX
+    backend was registered before, as on macOS by an earlier ``import executorch.runtime``. :func:`load` works with
+    both.
 
-    Raises :class:`EtkvError` where ExecuTorch, MLX or the native libraries are missing or of another release.
+    Raises :class:`EtkvError` if ExecuTorch, MLX or the native libraries are missing or of another release.
     """
     with _library.EXECUTORCH_CALLS:
         return _library.mlx_backend()
@@ -52,15 +53,15 @@ def register_backend() -> str:
 def load(path: str | Path, session: Session | None, *, logits: Logits = "all", method: str = METHOD) -> Program:
     """Open the program at ``path`` and bind it to the cache of ``session``.
 
-    ``session`` may be ``None`` for a program that keeps no cache: it is bound to none, also within
-    :meth:`etkv.Session.bound`. ``logits`` is ``all`` or ``last``: which rows of the output are computed. A prompt needs
-    the last one only.
+    ``session`` may be ``None`` for a program without a cache. The program is then bound to no cache, even within
+    :meth:`etkv.Session.bound`. ``logits`` selects the rows of logits that a step computes: ``all``, or ``last`` for the
+    last row, which is enough for a prompt. ``method`` is the name of the method to run.
 
-    Raises :class:`EtkvError`: the message names what is missing or does not fit.
+    Raises :class:`EtkvError` if something is missing or does not fit. The message names it.
     """
     path = Path(path)
     if session is not None and not isinstance(session, Session):
-        raise EtkvError(f"session is {session!r}, it is a DecodeSession, SeqSession or TreeSession")
+        raise EtkvError(f"session is {session!r}, expected a DecodeSession, SeqSession or TreeSession")
     try:
         with path.open("rb") as file:
             head = file.read(8)
@@ -71,10 +72,11 @@ def load(path: str | Path, session: Session | None, *, logits: Logits = "all", m
 
 
 class Program:
-    """A loaded program. :func:`load` makes them. A context manager: leaving it releases weights and cache.
+    """A loaded program, as :func:`load` returns it. A context manager: leaving it releases weights and cache.
 
-    ``session`` is the one that it is bound to. Any thread may run it; the steps of a process come one after the other.
-    A process that was forked after a program was loaded has the threads of neither ExecuTorch nor MLX, and is refused.
+    ``session`` is the session that the program is bound to. Any thread may run the program; a process runs one step at
+    a time. A process that was forked after a program was loaded lacks the threads of ExecuTorch and MLX. Loading and
+    running raise :class:`EtkvError` there.
     """
 
     def __init__(self, path: Path, session: Session | None, logits: Logits, method: str, backend: str) -> None:
@@ -118,20 +120,20 @@ class Program:
     def forward(self, tokens: IdArray, positions: Ids, *, copy: bool = True) -> RowArray: ...
 
     def forward(self, tokens: Ids, positions: Ids, *, copy: bool = True) -> torch.Tensor | RowArray:
-        """Run one step: the logits of ``tokens`` [T] or [1, T] at ``positions`` [T], [T, 1] or [1, T], all or the last.
+        """Run one step, and return the logits of ``tokens`` [T] or [1, T] at ``positions`` [T], [T, 1] or [1, T].
 
-        The rows are [T, vocabulary] or [1, vocabulary]: a torch tensor in the program's dtype where ``tokens`` is one,
-        else a numpy array (bfloat16, which numpy lacks, as float32). Without ``copy`` they are the program's own
-        memory, valid until its next step.
+        The rows are [T, vocabulary], or [1, vocabulary] if the program computes the last row only. They are a torch
+        tensor in the program's dtype if ``tokens`` is a torch tensor, and else a numpy array. Numpy lacks bfloat16, so
+        such rows become float32. Without ``copy`` the rows are the program's own memory, valid until its next step.
 
-        The step counts only if it works: otherwise the cache is as it was before.
+        Raises :class:`EtkvError` if the inputs do not fit or the step fails. The cache is then as it was before.
         """
         as_tensor = _is_tensor(tokens)
         ids, at = _integers(tokens, "tokens"), _integers(positions, "positions")
         if ids.numel() != ids.shape[-1:].numel():
-            raise EtkvError(f"tokens has shape {list(ids.shape)}, it is [T] or [1, T]")
+            raise EtkvError(f"tokens has shape {list(ids.shape)}, expected [T] or [1, T]")
         if at.numel() != max(at.shape, default=1):
-            raise EtkvError(f"positions has shape {list(at.shape)}, it is [T], [T, 1] or [1, T]")
+            raise EtkvError(f"positions has shape {list(at.shape)}, expected [T], [T, 1] or [1, T]")
         ids, at = ids.reshape(1, -1), at.reshape(-1)
         if ids.numel() != at.numel():
             raise EtkvError(f"there are {at.numel()} positions for {ids.numel()} tokens")
@@ -145,7 +147,10 @@ class Program:
         return rows if as_tensor else _array(rows)
 
     def execute(self, *inputs: Any, copy: bool = True) -> list[Any]:
-        """Run the method on the inputs that it declares, torch tensors or integers, and return its outputs."""
+        """Run the method on the inputs that it declares, torch tensors or integers, and return its outputs.
+
+        Raises :class:`EtkvError` if the inputs do not fit or the step fails, or if the program or session is closed.
+        """
         _require_one_process()
         self._opened(self._method)
         if self.session is not None and self.session.closed:
@@ -170,7 +175,7 @@ class Program:
 
     @property
     def metadata(self) -> ModelCacheParams:
-        """The facts of the program's caches."""
+        """Return the cache metadata of the program. Raises :class:`EtkvError` if it is absent or not valid."""
         if self._metadata is None:
             from etkv.metadata import read_kv_cache_metadata
 
@@ -180,7 +185,7 @@ class Program:
 
     @property
     def eos_token_ids(self) -> frozenset[int]:
-        """The ids that end an answer, if the program reports them; empty otherwise."""
+        """Return the ids that end an answer; empty if the program does not report them."""
         return frozenset(self.constant("get_eos_ids") or ())
 
     def constant(self, name: str) -> Any:
@@ -189,12 +194,12 @@ class Program:
 
     @property
     def method_names(self) -> set[str]:
-        """The names of the program's methods."""
+        """Return the names of the program's methods."""
         return set(self._opened(self._program).method_names)
 
     @property
     def closed(self) -> bool:
-        """Whether :meth:`close` was called."""
+        """Return whether :meth:`close` was called."""
         return self._program is None
 
     def _opened(self, part: Any) -> Any:
@@ -221,7 +226,7 @@ class Program:
 
 
 def _require_one_process() -> None:
-    """Refuse to run in a forked process: the call would wait forever for threads of the parent."""
+    """Raise :class:`EtkvError` in a forked process, where a call would wait forever for threads of the parent."""
     global _process
     if _process is None:
         _process = os.getpid()
@@ -233,7 +238,10 @@ def _require_one_process() -> None:
 
 
 def _check_inputs(inputs: Sequence[Any], method: Any, name: str) -> None:
-    """Refuse inputs of another count or rank, or over the declared length. ExecuTorch would only return a number."""
+    """Raise :class:`EtkvError` for inputs of another count or rank, or above the declared sizes.
+
+    ExecuTorch's own error would have a code only.
+    """
     import torch
 
     if len(inputs) != method.num_inputs():
@@ -247,7 +255,7 @@ def _check_inputs(inputs: Sequence[Any], method: Any, name: str) -> None:
             raise EtkvError(f"input {index} of {name} is no tensor: {first_line(error)}") from error
         sizes = list(given.shape)
         if len(sizes) != len(most) or any(size > limit for size, limit in zip(sizes, most, strict=True)):
-            raise EtkvError(f"input {index} of {name} has shape {sizes}, it is at most {most}")
+            raise EtkvError(f"input {index} of {name} has shape {sizes}, expected at most {most}")
 
 
 def _max_tokens(method: Any) -> int | None:
@@ -265,7 +273,10 @@ def _is_tensor(value: Any) -> bool:
 
 
 def _integers(values: Ids, name: str) -> torch.Tensor:
-    """Return ``values`` as a contiguous int64 tensor, which programs take. Shares their memory if possible."""
+    """Return ``values`` as a contiguous int64 tensor, which programs take. Shares their memory if possible.
+
+    Raises :class:`EtkvError` for values that are not integers, and for no values.
+    """
     import numpy as np
     import torch
 
@@ -281,13 +292,13 @@ def _integers(values: Ids, name: str) -> torch.Tensor:
                 warnings.filterwarnings("ignore", "The given NumPy array is not writable")
                 tensor = torch.from_numpy(array)
         except (TypeError, ValueError) as error:
-            raise EtkvError(f"{name} is {_short(values)}, it has 64-bit integers: {first_line(error)}") from error
+            raise EtkvError(f"{name} is {_short(values)}, expected 64-bit integers: {first_line(error)}") from error
     if tensor.layout != torch.strided or tensor.device.type == "meta":
         raise EtkvError(f"{name} is a tensor without rows in memory: {tensor.layout} on {tensor.device}")
     if tensor.numel() == 0:
         raise EtkvError(f"{name} is empty; a step has at least one token")
     if tensor.is_floating_point() or tensor.is_complex() or tensor.dtype == torch.bool:
-        raise EtkvError(f"{name} has dtype {tensor.dtype}, it has an integer one")
+        raise EtkvError(f"{name} has dtype {tensor.dtype}, expected an integer one")
     return tensor.to(torch.int64).contiguous()
 
 

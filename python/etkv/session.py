@@ -1,7 +1,8 @@
-"""Sessions: a cache, and the key under which programs find it.
+"""Sessions: caches with keys, under which programs find them.
 
-The session decides what a program can do; the program is the same for all. :class:`DecodeSession` holds one growing
-sequence, :class:`SeqSession` many that share cells, and :class:`TreeSession` carries trees of candidates as well.
+The class of a session decides what a program can do; the program is the same for all. :class:`DecodeSession` holds one
+growing sequence. :class:`SeqSession` holds many sequences that share cells. :class:`TreeSession` also holds trees of
+candidates.
 """
 
 from __future__ import annotations
@@ -55,7 +56,10 @@ class Session(Cache):
 
     @property
     def key(self) -> str:
-        """The key, for the backend option ``cache_key`` of a program; unique in the process."""
+        """Return the key, for the backend option ``cache_key`` of a program. It is unique in the process.
+
+        Raises :class:`EtkvError` if the session is closed.
+        """
         self._raw()
         return text(lib().etkv_session_key(self._session))
 
@@ -69,7 +73,7 @@ class Session(Cache):
 
     @property
     def closed(self) -> bool:
-        """Whether :meth:`close` was called."""
+        """Return whether :meth:`close` was called."""
         return not self._open
 
     @contextlib.contextmanager
@@ -107,7 +111,7 @@ class Session(Cache):
 
 
 class DecodeSession(Session):
-    """One growing sequence: the fastest kind for one."""
+    """One growing sequence. The fastest kind for a single sequence."""
 
 
 class SeqSession(Session, SeqCache):
@@ -132,7 +136,7 @@ def load_options(key: str | None, logits: Logits) -> Iterator[None]:
     Blocks nest. In a block without a key, programs are bound to no cache, even within a block with one.
     """
     if logits not in LOGITS:
-        raise EtkvError(f"logits is {logits!r}, it is one of {', '.join(LOGITS)}")
+        raise EtkvError(f"logits is {logits!r}, expected one of {', '.join(LOGITS)}")
     lib()
     before = getattr(_of_thread, "options", (ffi.NULL, ffi.NULL))
     options = ffi.NULL if key is None else ffi.new("char[]", key.encode()), ffi.new("char[]", logits.encode())

@@ -1,4 +1,4 @@
-"""Text to token ids and back, with the tokenizer that the exporter puts beside a program."""
+"""Converts text to token ids and back, with the tokenizer that the exporter writes beside a program."""
 
 from __future__ import annotations
 
@@ -15,16 +15,19 @@ _GENERATION_CONFIG = "generation_config.json"
 
 
 class Tokenizer:
-    """The tokenizer of a model, its chat template and its eos token ids; transformers does the work.
+    """The tokenizer of a model, with its chat template and eos token ids. It wraps a tokenizer of transformers, ``hf``.
 
-    :meth:`from_pretrained` and :meth:`from_file` make them. ``hf`` is transformers' own object.
+    :meth:`from_pretrained` and :meth:`from_file` make instances.
     """
 
     def __init__(self, hf: Any, *, eos_token_ids: Iterable[int] | None = None) -> None:
-        """Wrap a fast tokenizer of transformers. ``eos_token_ids`` end an answer; None uses the tokenizer's own."""
+        """Wrap a fast tokenizer of transformers. ``eos_token_ids`` end an answer; None uses the tokenizer's own.
+
+        Raises :class:`EtkvError` if ``hf`` is not a fast tokenizer.
+        """
         if not hasattr(hf, "backend_tokenizer"):
             raise EtkvError(
-                f"hf is {type(hf).__name__}, it is a fast tokenizer of transformers; "
+                f"hf is {type(hf).__name__}, expected a fast tokenizer of transformers; "
                 "Tokenizer.from_pretrained reads one from a folder"
             )
         self.hf = hf
@@ -35,9 +38,9 @@ class Tokenizer:
 
     @classmethod
     def from_pretrained(cls, path: str | Path) -> Tokenizer:
-        """Read the tokenizer in a folder; of the path of a program, in the folder that it is in.
+        """Read the tokenizer in the folder ``path``, or beside the program ``path``. Downloads nothing.
 
-        Raises :class:`EtkvError` where there is none, or one that cannot be read. Nothing is downloaded.
+        Raises :class:`EtkvError` if there is none or if it cannot be read.
         """
         path = Path(path)
         folder = path.parent if path.suffix == ".pte" else path
@@ -55,9 +58,9 @@ class Tokenizer:
 
     @classmethod
     def from_file(cls, path: str | Path) -> Tokenizer:
-        """Read a ``tokenizer.json``, and nothing beside it: it has no chat template and no eos token ids.
+        """Read a ``tokenizer.json`` alone. The tokenizer has no chat template and no eos token ids.
 
-        Raises :class:`EtkvError` for a file that cannot be read.
+        Raises :class:`EtkvError` if the file cannot be read.
         """
         from transformers import PreTrainedTokenizerFast
 
@@ -81,7 +84,7 @@ class Tokenizer:
 
     @property
     def has_chat_template(self) -> bool:
-        """Whether the model has a chat template."""
+        """Return whether the model has a chat template."""
         return bool(self.hf.chat_template)
 
     @overload
@@ -112,10 +115,13 @@ class Tokenizer:
         tokenize: bool = True,
         **variables: Any,
     ) -> list[int] | str:
-        """The ids of a conversation under the model's chat template, or its text unless ``tokenize``.
+        """Return the ids of a conversation under the model's chat template, or its text unless ``tokenize``.
 
-        ``messages`` are ``{"role": …, "content": …}``. With ``add_generation_prompt`` they end where the model answers.
-        ``variables`` are transformers' and the template's own, such as ``tools`` or ``enable_thinking``.
+        ``messages`` are dicts ``{"role": …, "content": …}``. With ``add_generation_prompt`` the result ends where the
+        model answers. ``variables`` are arguments of transformers and of the template, such as ``tools`` or
+        ``enable_thinking``.
+
+        Raises :class:`EtkvError` if the model has no chat template, or if its template refuses the messages.
         """
         if not self.has_chat_template:
             raise EtkvError("the model has no chat template: use encode")
@@ -139,9 +145,9 @@ class Tokenizer:
 
 
 class StreamingDetokenizer:
-    """The text of an answer, from its token ids one at a time; without special tokens.
+    """Converts the token ids of an answer to text, one at a time, without special tokens.
 
-    ``tokens`` are those that were added, ``text`` is theirs as far as its characters are whole.
+    ``tokens`` are the ids that were added. ``text`` is their text up to the last complete character.
     """
 
     def __init__(self, tokenizer: Tokenizer) -> None:
@@ -171,7 +177,7 @@ class StreamingDetokenizer:
 
     @property
     def last_segment(self) -> str:
-        """The text that was added since the last read of this property."""
+        """Return the text that was added since the last read of this property."""
         segment = self.text[self._told :]
         self._told = len(self.text)
         return segment
@@ -181,7 +187,10 @@ class StreamingDetokenizer:
 
 
 def _eos_token_ids(folder: Path) -> list[int] | None:
-    """``eos_token_id`` of generation_config.json, which is an id or a list of them; None if it has none."""
+    """Return ``eos_token_id`` of generation_config.json, an id or a list of ids, as a list; None if it has none.
+
+    Raises :class:`EtkvError` if the file cannot be read, or if the value is neither.
+    """
     path = folder / _GENERATION_CONFIG
     if not path.is_file():
         return None

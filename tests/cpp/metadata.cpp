@@ -167,7 +167,7 @@ void what_is_missing_or_wrong() {
   }
   auto facts = versioned();
   facts.set("kv_cache.n_layers", 0);
-  CHECK_REFUSED(facts.read(), ETKV_ERROR_PROGRAM, "is 0, it is 1 to");
+  CHECK_REFUSED(facts.read(), ETKV_ERROR_PROGRAM, "is 0, expected 1 to");
   facts.set("kv_cache.n_layers", INT32_MAX);
   CHECK_REFUSED(facts.read(), ETKV_ERROR_PROGRAM, "2147483647");
   facts = versioned();

@@ -1,11 +1,11 @@
-"""What can be known of macOS on Apple silicon without one: nothing is run there.
+"""Checks the build for macOS on Apple silicon, on another system. It compiles for macOS, and runs nothing there.
 
-``check.py [--short]``: ``--short`` compiles what a wheel is made of, and resolves no requirements.
+``check.py [--short]``: ``--short`` compiles only the sources of a wheel, and resolves no requirements.
 
 PyPI's ``ziglang`` is a clang with the headers of macOS. CMake configures this project for Darwin with it, so files are
-compiled with the commands that a Mac would use. What they leave undefined is looked up in the libraries of the macOS
-wheels of MLX and ExecuTorch, and what those wheels hold is compared with what the build and the package count on.
-All of it is kept in ``build/macos``.
+compiled with the commands that a Mac would use. Undefined symbols are looked up in the libraries of the macOS wheels of
+MLX and ExecuTorch. The contents of these wheels are compared with those that the build and the package need. All files
+are kept in ``build/macos``.
 """
 
 from __future__ import annotations
@@ -30,19 +30,19 @@ SITE = BUILD / "site"
 CARGO = SOURCE / "build/cargo"
 
 MACOS = "14.0"
-"""The oldest macOS that is built for."""
+"""The oldest macOS that etkv is built for."""
 
 PYTHONS = ("3.10", "3.12", "3.13")
-"""CPython releases that the requirements have to resolve for. The wheels that are read are those of the second."""
+"""The CPython releases for which the requirements must resolve. The wheels that are read are for the second."""
 
 WHEELS = ("executorch==1.5.1", "mlx==0.32.2", "mlx-metal==0.32.2")
 
 SOURCE_ONLY = {"antlr4-python3-runtime"}
-"""Pins without a wheel for any system: Python alone, which pip builds as it installs."""
+"""Pins without a wheel for any system. They are pure Python, and pip builds them when it installs them."""
 
 ELSEWHERE = {"blas.c", "exits.cpp", "half.cpp"}
-"""Sources for other systems: Linux's BLAS, a test of Linux's exit, and what mlx-c leaves out on processors without half
-types."""
+"""Sources that are not compiled for macOS: Linux's BLAS, a test of Linux's exit, and functions that mlx-c leaves out on
+processors without half types."""
 
 WARNINGS = ["-Wall", "-Wextra", "-Wpedantic", "-Werror"]
 
@@ -60,7 +60,7 @@ def expect(condition: bool, what: str) -> None:
 
 
 def run(*command: object, **options: object) -> subprocess.CompletedProcess[str]:
-    """A command that has to work, with what it printed."""
+    """Run a command, and return it with its output. Ends the process with a message if the command fails."""
     arguments = [str(argument) for argument in command]
     done = subprocess.run(arguments, capture_output=True, text=True, **options)
     if done.returncode != 0:
@@ -70,7 +70,7 @@ def run(*command: object, **options: object) -> subprocess.CompletedProcess[str]
     return done
 
 
-# ---- What it takes -------------------------------------------------------------
+# ---- Tools and wheels ----------------------------------------------------------
 
 
 def venv(tool: str) -> Path:
@@ -78,7 +78,7 @@ def venv(tool: str) -> Path:
 
 
 def tools() -> None:
-    """The tools, the wheels and CMake's commands, made once for each state of the files that name them."""
+    """Install the tools and unpack the wheels, unless that is done for the present requirements and wheels."""
     (BUILD / "objects").mkdir(parents=True, exist_ok=True)
     environment = os.environ
     environment["ZIG_GLOBAL_CACHE_DIR"] = environment["ZIG_LOCAL_CACHE_DIR"] = str(BUILD / "zig")
@@ -113,7 +113,7 @@ def script(name: str, line: str) -> None:
 
 @functools.cache
 def mach_o(library: str) -> object:
-    """A library of the wheels, by its path in site-packages, parsed by LIEF."""
+    """Return what LIEF reads of a library in the wheels, by the library's path in site-packages."""
     run_in = venv("python")
     reader = (
         "import json, sys, lief\n"
@@ -144,7 +144,7 @@ LOOK_UP = "__ZN10executorch7runtime17get_backend_classEPKc"
 
 
 def wheels() -> None:
-    """What the wheels hold and load is what CMake, Cargo and the Python package count on."""
+    """Check that the wheels have and load what CMake, Cargo and the Python package need."""
     for library in (MLX, EXECUTORCH, THEIRS, EXTENSION):
         file = SITE / library
         expect(file.is_file(), f"the wheels have no {library}")
@@ -153,8 +153,8 @@ def wheels() -> None:
         facts = mach_o(library)
         leaf = library.rpartition("/")[2]
         expect(facts["cpu"] == "ARM64", f"{library} is for {facts['cpu']}, expected ARM64")
-        # dyld takes a library that is loaded already for one that is asked for by this name: so etkv's own, which name
-        # no folder of either, find those that Python has loaded.
+        # A request for this name gets a library that is already loaded under it. So etkv's libraries, which name no
+        # folder of MLX or ExecuTorch, find those that Python has loaded.
         expect(facts["name"] == f"@rpath/{leaf}", f"{library} is named {facts['name']}, expected @rpath/{leaf}")
         least = tuple(map(int, facts["macos"].split(".")))
         expect(least <= tuple(map(int, MACOS.split("."))), f"{library} needs macOS {facts['macos']}, etkv says {MACOS}")
@@ -174,7 +174,7 @@ def wheels() -> None:
     expect(ours.read_bytes() == theirs.read_bytes(), "schema.fbs differs between the wheels of this system and macOS")
 
     extension, executorch_exports = mach_o(EXTENSION), set(mach_o(EXECUTORCH)["exports"])
-    # Why etkv's delegate goes before ExecuTorch's extension module, and has an id of its own: the day that these no
+    # For these reasons etkv's delegate is loaded before ExecuTorch's extension module, and has its own id. If they no
     # longer hold, neither is needed.
     expect(
         f"@rpath/{THEIRS.rpartition('/')[2]}" in extension["loads"], "_C no longer loads ExecuTorch's own MLX backend"
@@ -190,7 +190,7 @@ def wheels() -> None:
 
 
 def executorch() -> Path:
-    """The folder of this system's ExecuTorch."""
+    """Return the folder of this system's ExecuTorch."""
     script = "import importlib.util as u; print(list(u.find_spec('executorch').submodule_search_locations)[0])"
     return Path(run(sys.executable, "-c", script).stdout.strip())
 
@@ -199,11 +199,11 @@ def executorch() -> Path:
 
 
 def commands() -> dict[Path, list[str]]:
-    """Source -> the command that compiles it for macOS, by CMake and, for what Cargo compiles, by mlx-sys."""
+    """Return the command that compiles each source for macOS: CMake's, or mlx-sys' for sources that Cargo compiles."""
     options = {
         "CMAKE_SYSTEM_NAME": "Darwin",
         "CMAKE_SYSTEM_PROCESSOR": "arm64",
-        # Programs would need the C++ library built for the other system; objects do.
+        # A program would need a C++ library for macOS; a static library does not.
         "CMAKE_TRY_COMPILE_TARGET_TYPE": "STATIC_LIBRARY",
         "CMAKE_BUILD_TYPE": "Debug",
         "CMAKE_C_COMPILER": BUILD / "bin/cc",
@@ -227,7 +227,7 @@ def commands() -> dict[Path, list[str]]:
     aimless = [source.name for source, command in found.items() if f"-mmacosx-version-min={MACOS}" not in command]
     expect(not aimless, f"CMake compiles {len(aimless)} files for no particular macOS, expected {MACOS}: {aimless[:3]}")
 
-    # As crates/mlx-sys/build.rs does; what is published is compiled there without warnings.
+    # The options of crates/mlx-sys/build.rs. It compiles the published sources without warnings.
     cxx = [str(BUILD / "bin/c++"), "-std=c++20", f"-mmacosx-version-min={MACOS}"]
     mlx_c = published_mlx_c()
     includes = [
@@ -282,7 +282,7 @@ def program_includes() -> list[str]:
 
 
 def published_mlx_c() -> Path:
-    """The folder `mlx-c` of the published mlx-sys, where Cargo has unpacked it."""
+    """Return the folder `mlx-c` of the published mlx-sys, which Cargo has unpacked."""
     manifest = SOURCE / "crates/mlx-sys/published/Cargo.toml"
     told = run("cargo", "metadata", "--format-version=1", "--locked", "--manifest-path", manifest).stdout
     (package,) = [each for each in json.loads(told)["packages"] if each["name"] == "mlx-sys"]
@@ -294,7 +294,7 @@ UMBRELLAS = {"etkv_h", "etkv_hpp", "executorch_hpp", "mlx_cache_hpp", "executorc
 
 
 def in_wheel(source: Path) -> bool:
-    """Whether a source is part of what users get, rather than a test or an example."""
+    """Return whether a source is part of the wheel. Tests and examples are not."""
     path = str(source.relative_to(SOURCE)) if source.is_relative_to(SOURCE) else ""
     if path.startswith("build/macos/headers"):
         return source.stem in UMBRELLAS
@@ -302,7 +302,7 @@ def in_wheel(source: Path) -> bool:
 
 
 def compiled(short: bool) -> dict[Path, Path]:
-    """Compile each source; source -> object."""
+    """Compile the sources, only those of the wheel if `short`. Return the object of each that compiles."""
     found = {source: command for source, command in commands().items() if not short or in_wheel(source)}
     objects = BUILD / "objects"
 
@@ -346,7 +346,7 @@ READ_OBJECTS = (
 
 
 def symbols(objects: dict[Path, Path]) -> None:
-    """What the objects leave undefined is in the wheels; what they define for others is what the C headers declare."""
+    """Check that the wheels have the undefined symbols of the objects, and the C headers all exported ones."""
     listing = run(venv("python"), "-c", READ_OBJECTS, input="\n".join(map(str, objects.values()))).stdout
     read = json.loads(listing)
     of_mlx, of_executorch = (set(mach_o(library)["exports"]) for library in (MLX, EXECUTORCH))
@@ -375,11 +375,11 @@ def symbols(objects: dict[Path, Path]) -> None:
         expect(not open_ones, f"{source.name} defines {sorted(open_ones)}, which no C header declares: hide it")
 
 
-# ---- What is written for one system only ----------------------------------------
+# ---- Code for one system only ---------------------------------------------------
 
 
 def spelled() -> None:
-    """No file name ends in Linux's suffix where the other one is not beside it."""
+    """Check that code which names a library with Linux's suffix also handles macOS, in the lines around it."""
     literal = re.compile(r"[\w}]\.so\b(?![\w.]*\()")
     for name in run("git", "ls-files", "*.py", "*.cmake", "*.rs", "CMakeLists.txt", cwd=SOURCE).stdout.split():
         path = SOURCE / name
@@ -396,7 +396,7 @@ def spelled() -> None:
 
 
 def run_paths() -> None:
-    """Each package of the workspace that uses MLX tells the linker where it is: dyld looks nowhere else."""
+    """Check that each package which uses MLX passes its folder to the linker: dyld searches no other folder."""
     told = run("cargo", "metadata", "--format-version=1", "--locked", cwd=SOURCE).stdout
     metadata = json.loads(told)
     nodes = {node["id"]: node for node in metadata["resolve"]["nodes"]}
@@ -429,7 +429,11 @@ def mtime(path: Path) -> float:
 
 
 def recipes() -> None:
-    """Apple's make is 3.81: it looks plain recipes up in the PATH that it was started with, unless SHELL is another."""
+    """Check that the Makefile sets SHELL.
+
+    Apple's make is 3.81. It finds the commands of simple recipes with the PATH that it was started with, unless SHELL
+    is another than /bin/sh.
+    """
     makefile = (SOURCE / "Makefile").read_text()
     shell = re.search(r"^SHELL\s*:?=\s*(\S+)", makefile, re.MULTILINE)
     found = shell and shell[1] != "/bin/sh"
@@ -440,7 +444,7 @@ def recipes() -> None:
 
 
 def c_interface() -> None:
-    """The C interface with clang for Linux: g++ lets pass what clang warns of."""
+    """Compile the tests of the C interface with clang for Linux, which has warnings that g++ lacks."""
     for source in sorted((SOURCE / "tests/cpp").glob("*.c")):
         flags = ["-std=c11", *WARNINGS, f"-I{SOURCE / 'include'}", '-DETKV_TEST_VERSION="0"']
         to = BUILD / "objects" / f"linux-{source.stem}.o"
@@ -450,7 +454,7 @@ def c_interface() -> None:
 
 
 def requirements() -> None:
-    """Every pin of the full set has a wheel for macOS, for each release of CPython."""
+    """Check that every pin of the full set has a wheel for macOS, for each of the CPython releases."""
     environment = {**os.environ, "MACOSX_DEPLOYMENT_TARGET": MACOS, "UV_CACHE_DIR": str(BUILD / "uv")}
     pins = BUILD / "pins.txt"
     lines = [(SOURCE / name).read_text() for name in ("requirements.txt", "requirements-nodeps.txt")]

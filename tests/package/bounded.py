@@ -1,7 +1,6 @@
-"""Runs a command, and whatever it starts, for so many seconds at most: ``bounded.py SECONDS COMMAND…``.
+"""Runs a command and its child processes for a number of seconds at most: ``bounded.py SECONDS COMMAND…``.
 
-The command begins with Ctrl-C as a program has it that a person starts, also where this one is to ignore it, as a
-shell's background jobs are.
+Ctrl-C ends the command, also if this process ignores Ctrl-C, as a shell's background jobs do.
 """
 
 from __future__ import annotations
@@ -15,13 +14,17 @@ from collections.abc import Sequence
 from typing import Any
 
 TOO_LONG = 124
-"""The exit status of a command that was ended, as timeout(1) has it."""
+"""The exit status if the command was ended after its time, as for timeout(1)."""
 
 
 def run(words: Sequence[str], seconds: float, **options: Any) -> subprocess.CompletedProcess[str]:
-    """What ``subprocess.run`` returns; after ``seconds`` its TimeoutExpired, and nothing of the command runs on."""
+    """Run a command, and return what ``subprocess.run`` does.
+
+    After ``seconds``, or on another error, ends the command and its child processes. Raises
+    :class:`subprocess.TimeoutExpired` after ``seconds``.
+    """
     take_interruptions()
-    # In a group of its own, since a build is many processes, and the last of them would hold the output open.
+    # In its own process group: a build has many processes, and any that is left keeps the output open.
     with subprocess.Popen(words, start_new_session=True, **options) as process:
         try:
             output, errors = process.communicate(timeout=seconds)
@@ -32,13 +35,13 @@ def run(words: Sequence[str], seconds: float, **options: Any) -> subprocess.Comp
 
 
 def end_group(process: subprocess.Popen[Any]) -> None:
-    """End a process that leads a group, and the group."""
+    """End the leader of a process group and the group."""
     with contextlib.suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)
 
 
 def take_interruptions() -> None:
-    """Give what is started from here the default handler of SIGINT: a child ignores what its parent ignores."""
+    """Make child processes start with the default handler of SIGINT: a child ignores the signals its parent ignores."""
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)
 

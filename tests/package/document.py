@@ -1,8 +1,8 @@
-"""Follows a page of instructions: writes its files, runs its commands, compares what they print.
+"""Follows a page of instructions: writes its files, runs its commands and compares their output.
 
 A file is a fenced block after a line that ends in its name, as in ``... `app/main.cpp`:``. Commands are the lines of
-```` ```console ```` blocks that begin with ``$ ``, with those that a backslash continues; what stands below one is
-what it prints. Other blocks are for reading.
+```` ```console ```` blocks that begin with ``$ ``; a backslash continues a line. The lines below a command are its
+output. Other blocks are ignored.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from pathlib import Path
 import bounded
 
 SECONDS = 3600
-"""The most that a command of a page takes."""
+"""The most seconds that a command of a page takes."""
 
 FENCE = re.compile(r"^```(\w*)$")
 FILE = re.compile(r"`([\w./-]+)`:$")
@@ -35,7 +35,7 @@ class Content:
 
 
 def steps(page: str) -> list[Command | Content]:
-    """The page's files and commands, in its order."""
+    """Return the files and commands of a page, in order."""
     found: list[Command | Content] = []
     language, block, above = None, [], ""
     for line in page.splitlines():
@@ -71,15 +71,15 @@ def commands(block: list[str]) -> list[Command]:
 
 
 def follow(page: Path, home: Path, without: str = "") -> str | None:
-    """Follows `page` in the folder `home`; None, or the first thing that is not as it says.
+    """Follow `page` in the folder `home`. Return None, or a message on the first failure or difference.
 
-    Commands that name the tool `without` are left out.
+    Commands that contain `without`, the name of a tool, are left out.
     """
     todo = steps(page.read_text())
     n_commands = sum(isinstance(step, Command) for step in todo)
     if n_commands == 0 or n_commands == len(todo):
         return f"{page.name} has {n_commands} commands and {len(todo) - n_commands} files"
-    # Rust's tools are found below the home folder of the user.
+    # Rust's tools are in the home folder of the user.
     rust = {"CARGO_HOME": str(Path.home() / ".cargo"), "RUSTUP_HOME": str(Path.home() / ".rustup")}
     environment = {**rust, **os.environ, "HOME": str(home)}
     folder = str(home)
@@ -91,7 +91,7 @@ def follow(page: Path, home: Path, without: str = "") -> str | None:
             continue
         if without and without in step.text:
             continue
-        # Where a command leaves off is where the next begins.
+        # Each command begins in the folder where the last one ended.
         words = ["bash", "-ec", f"{step.text}\npwd > ~/.folder"]
         streams = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
         try:

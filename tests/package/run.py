@@ -1,7 +1,9 @@
-"""Builds and runs what others build on etkv: against an installed tree that has been moved, with pkg-config, with
-etkv's sources within, from Rust, as docs/embedding.md says, and from Python's wheel, as docs/python.md says.
+"""Tests the package: builds and runs projects that use etkv in every documented way.
 
-``run.py CMAKE_BUILD``: the folder that etkv is built in; Cargo's output is reused from there.
+They use an installed tree that was moved, pkg-config, etkv's sources as a subdirectory, Rust as docs/embedding.md says,
+and Python's wheel as docs/python.md says.
+
+``run.py CMAKE_BUILD``: CMAKE_BUILD is the folder that etkv is built in. The output of Cargo is reused.
 """
 
 from __future__ import annotations
@@ -26,22 +28,25 @@ HERE = Path(__file__).resolve().parent
 SOURCE = HERE.parent.parent
 
 SECONDS = 3600
-"""The most that a command takes. What compiles all of it takes minutes."""
+"""The most seconds that a command takes. One that compiles all of etkv takes minutes."""
 
 MODELS = SOURCE / "build/models/cpp-tests"
 PROGRAM = MODELS / "llama-f32/model.pte"
 DARWIN = sys.platform == "darwin"
 
-# A linker that drops what is not named, as some systems have it set by default.
+# The linker drops libraries that no symbol needs. Some systems set this by default.
 AS_NEEDED = [] if DARWIN else ["-DCMAKE_EXE_LINKER_FLAGS=-Wl,--as-needed"]
 
 
 class Failed(Exception):  # noqa: N818
-    """A check that did not hold, with what was seen."""
+    """A failed check. The message has the value that was found."""
 
 
 def run(*command: object, env: dict[str, str] | None = None, cwd: Path | None = None, fails: bool = False) -> str:
-    """What `command` prints; it has to succeed, or to fail if `fails`."""
+    """Run `command`, and return its output on stdout and stderr.
+
+    Raises :class:`Failed` if it fails, or if it succeeds although `fails` is set, or after `SECONDS`.
+    """
     arguments = [str(argument) for argument in command]
     environment = {**os.environ, **(env or {})}
     streams = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
@@ -55,7 +60,7 @@ def run(*command: object, env: dict[str, str] | None = None, cwd: Path | None = 
 
 
 def told(output: bytes | str | None) -> str:
-    """The last of what an ended command printed."""
+    """Return the last 6,000 characters of the output of a command that was ended."""
     return (output.decode(errors="replace") if isinstance(output, bytes) else output or "")[-6000:]
 
 
@@ -65,7 +70,7 @@ def expect(condition: bool, what: str) -> None:
 
 
 def package(name: str) -> Path:
-    """The folder of a Python package, without importing it."""
+    """Return the folder of a Python package. Does not import it. Raises :class:`Failed` if there is none."""
     spec = importlib.util.find_spec(name)
     expect(spec is not None and bool(spec.submodule_search_locations), f"this Python has no {name}")
     return Path(next(iter(spec.submodule_search_locations)))
@@ -76,7 +81,7 @@ def configure(source: Path, build: Path, *options: object, fails: bool = False) 
 
 
 def libraries(program: Path) -> str:
-    """The libraries that a program or library loads."""
+    """Return the list of libraries that a program or library loads, as otool or ldd prints it."""
     return run(*(["otool", "-L"] if DARWIN else ["ldd"]), program)
 
 
@@ -88,7 +93,7 @@ class Package:
         self.python = os.environ.get("ETKV_PYTHON", sys.executable)
 
     def install(self) -> None:
-        """The installed tree names no folder that it was built in, and is moved."""
+        """Install etkv and move the tree. Check that its files name no folder of the build."""
         first = self.scratch / "installed"
         run("cmake", "--install", self.build, "--prefix", first)
         self.prefix.parent.mkdir(parents=True)
@@ -98,7 +103,7 @@ class Package:
         for text in texts:
             for line in text.read_text().splitlines():
                 named = [path for path in (SOURCE, self.build, first) if str(path) in line]
-                # The MLX that etkv was built against; a user of the file may name another.
+                # This line has the MLX that etkv was built against; users of the file may set another.
                 expect(not named or line.startswith("mlxlibdir="), f"{text.name}: {line}")
         if not DARWIN:
             for library in self.prefix.glob("lib*/*.so"):
@@ -106,7 +111,7 @@ class Package:
                 expect([line.split()[-1] for line in runpath] == ["[$ORIGIN]"], f"{library.name}: {runpath}")
 
     def installed(self) -> None:
-        """find_package: C and C++, caches and delegate, shared and static."""
+        """Use find_package: C and C++, caches and delegate, shared and static."""
         build = self.scratch / "installed-build"
         options = [f"-DCMAKE_PREFIX_PATH={self.prefix}", f"-DETKV_PYTHON={self.python}", *AS_NEEDED]
         configure(HERE / "installed", build, *options)
@@ -128,7 +133,7 @@ class Package:
             expect("executorch" not in libraries(build / f"caches_c{kind}"), "caches alone load ExecuTorch")
 
     def caches_only(self) -> None:
-        """find_package where there is no ExecuTorch and no Python, and what it says where things are missing."""
+        """Use find_package without ExecuTorch and Python, and check its messages if something is missing."""
         build = self.scratch / "caches-only"
         source = HERE / "installed"
         mlx, nothing = package("mlx"), shutil.which("false")
@@ -154,7 +159,7 @@ class Package:
         refused(["has no include/mlx"], f"-DETKV_MLX_DIR={self.scratch}")
 
     def pkg_config(self) -> None:
-        """pkg-config: a C program, in one line."""
+        """Build a C program with pkg-config, in one line."""
         if shutil.which("pkg-config") is None:
             print("    there is no pkg-config here: left out")
             return
@@ -167,7 +172,7 @@ class Package:
         run(program)
 
     def subdirectory(self) -> None:
-        """add_subdirectory: shared and static."""
+        """Use add_subdirectory: shared and static."""
         build = self.scratch / "subdirectory-build"
         options = [f"-DETKV_SOURCE={SOURCE}", f"-DETKV_PYTHON={self.python}", *AS_NEEDED]
         configure(HERE / "subdirectory", build, *options, f"-DETKV_CARGO_TARGET_DIR={SOURCE / 'build/cargo'}")
@@ -176,7 +181,7 @@ class Package:
             expect(run(build / program, PROGRAM) == "4 positions of 4\n", program)
 
     def documentation(self) -> None:
-        """docs/embedding.md: its files, its commands and what they print."""
+        """Follow docs/embedding.md: write its files, run its commands and compare their output."""
         home = self.scratch / "home"
         home.mkdir()
         (home / "etkv").symlink_to(SOURCE)
@@ -186,7 +191,7 @@ class Package:
         expect(problem is None, str(problem))
 
     def crate(self) -> None:
-        """A Rust crate outside, as docs/embedding.md says, with the patch that it has to repeat."""
+        """Build a Rust crate outside of the checkout as docs/embedding.md says, with the patch that it must repeat."""
         home = self.scratch / "crate"
         files = [step for step in document.steps((SOURCE / "docs/embedding.md").read_text()) if hasattr(step, "path")]
         files = [file for file in files if file.path.startswith("counter/")]
@@ -195,7 +200,7 @@ class Package:
             path = home / file.path
             path.parent.mkdir(parents=True, exist_ok=True)
             path.write_text(file.text.replace("../etkv", str(SOURCE)))
-        # The versions and the profile that are built already.
+        # The same versions and profile as etkv's, so that Cargo reuses what is built.
         shutil.copy(SOURCE / "Cargo.lock", home / "counter")
         with (home / "counter/Cargo.toml").open("a") as manifest:
             manifest.write('\n[profile.release]\ndebug = "line-tables-only"\n')
@@ -204,12 +209,12 @@ class Package:
         said = run("cargo", "tree", "--package", "mlx-sys", "--depth", "0", env=environment, cwd=home / "counter")
         expect(str(SOURCE / "crates/mlx-sys") in said, f"not etkv's mlx-sys: {said}")
         run("cargo", "build", *built, env=environment, cwd=home / "counter")
-        # Started by itself, without the library paths that Cargo sets.
+        # Run it directly, without the library paths that Cargo sets.
         said = run(SOURCE / "build/cargo/release/counter")
         expect(said.endswith("0 of 4096 positions\n"), said)
 
     def wheel(self) -> None:
-        """The wheel of Python's package, where nothing else of the checkout is, and docs/python.md on it."""
+        """Build Python's wheel, install it apart from the checkout, and follow docs/python.md with it."""
         wheels = self.scratch / "wheels"
         settings = {"build-dir": self.scratch / "wheel", "cmake.define.ETKV_CARGO_TARGET_DIR": SOURCE / "build/cargo"}
         options = [f"--config-settings={name}={value}" for name, value in settings.items()]
@@ -221,8 +226,8 @@ class Package:
         venv = self.scratch / "venv"
         run(self.python, "-m", "venv", venv)
         python = venv / "bin/python"
-        # What it depends on, from where it is installed already: a path in a .pth brings no .pth files of its own, and
-        # so not the checkout.
+        # The wheel's dependencies come from the folder where they are installed already. Python does not read the .pth
+        # files of a folder that a .pth file names, so the checkout stays out.
         (site,) = venv.glob("lib/python3*/site-packages")
         (site / "dependencies.pth").write_text(f"{package('executorch').parent}\n")
         run(python, "-m", "pip", "install", *offline[:1], *offline[2:], wheel)
@@ -237,12 +242,12 @@ def main(build: Path) -> int:
         run(sys.executable, SOURCE / "tests/cpp/models.py", SOURCE / "tests/python/tiny_models.py", MODELS)
     # Only the main thread may set a handler.
     bounded.take_interruptions()
-    # The parent's settings would reach every project below.
+    # Settings of the environment would affect every project below.
     for name in ("CMAKE_PREFIX_PATH", "LD_LIBRARY_PATH", "PKG_CONFIG_PATH", "MAKEFLAGS", "MAKELEVEL"):
         os.environ.pop(name, None)
     with tempfile.TemporaryDirectory(prefix="etkv-package-") as scratch:
         tests = Package(build.resolve(), Path(scratch).resolve())
-        # The others build on what it installs. The longest begin first.
+        # The other tests use the tree that it installs. The longest begin first.
         results = [result(tests.install)]
         others = (
             tests.crate,
@@ -253,7 +258,7 @@ def main(build: Path) -> int:
             tests.caches_only,
             tests.pkg_config,
         )
-        # Most of them wait for one compiler or one linker.
+        # Most of them wait for a single compiler or linker.
         with concurrent.futures.ThreadPoolExecutor(2) as pool:
             results += pool.map(result, others)
     print(f"{results.count(True)} passed, {results.count(False)} failed")
@@ -261,7 +266,7 @@ def main(build: Path) -> int:
 
 
 def result(test: Callable[[], None]) -> bool:
-    """Whether `test` passes. It prints how long it took, and what failed."""
+    """Run `test` and return whether it passes. Print its seconds, and the failure if there is one."""
     started = time.monotonic()
     failure = ""
     try:

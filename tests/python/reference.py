@@ -1,7 +1,7 @@
-"""What the tests that run models share: programs to run, the tools that run them, and transformers to compare with.
+"""Exports programs for the tests that run models, runs them, and computes the same with transformers and mlx-lm.
 
-Programs are exported to ``build/models/`` when they are missing or were made from something else; a second run finds
-them. Set ``ETKV_TEST_KEEP_PROGRAMS=1`` to take every program that is there as it is, while the exporter changes.
+Programs are exported to ``build/models/`` if they are missing or if their sources have changed; a second run uses them
+again. Set ``ETKV_TEST_KEEP_PROGRAMS=1`` to use every existing program as it is, while the exporter changes.
 """
 
 from __future__ import annotations
@@ -46,10 +46,10 @@ UNIT_ROUNDOFF = {"f32": 2.0**-24, "f16": 2.0**-11, "bf16": 2.0**-8}
 """The largest relative error of rounding to the dtype."""
 
 TINY_CHUNK = 64
-"""Tokens in one execution of a tiny model's program, at most."""
+"""The most tokens in one execution of a tiny model's program."""
 
 EVERYTHING = os.environ.get("ETKV_TEST_LONG") == "1"
-"""As much as can be asked; a part of it otherwise, which takes minutes less."""
+"""True for all cases of a test; otherwise a part of them runs, which takes minutes less."""
 
 _TIMEOUT_SECONDS = 300
 
@@ -73,7 +73,7 @@ what is surprising." She rubbed out the wall and began again. The new account to
 it was harder to read, and when a storm washed away the chalk of a single day, everything after that day \
 was wrong until she climbed down to the river and measured afresh.
 """
-"""A text of some three hundred tokens."""
+"""A text of about 300 tokens."""
 
 
 # ---- Programs -------------------------------------------------------------------------------------------------------
@@ -81,7 +81,7 @@ was wrong until she climbed down to the river and measured afresh.
 
 @dataclass(frozen=True)
 class Variant:
-    """A model in a dtype, quantized or not, and what else makes one program."""
+    """The arguments of one export: a model, its dtype and quantization, and the program's layers and outputs."""
 
     model: str
     dtype: str = "f32"
@@ -92,7 +92,7 @@ class Variant:
 
     @property
     def name(self) -> str:
-        """The name of the program's folder."""
+        """Return the name of the program's folder."""
         parts = [self.model, self.dtype, self.quantize]
         if self.model not in tiny_models.CONFIGS and self.dtype == "f32":
             parts.remove("f32")
@@ -115,19 +115,19 @@ class Program:
 
 
 def program(variant: Variant) -> Program:
-    """The program of ``variant``, exported if need be."""
+    """Return the program of ``variant``. Export it if it is missing or stale."""
     return programs([variant])[variant]
 
 
 def programs(variants: Iterable[Variant]) -> dict[Variant, Program]:
-    """The programs of ``variants``; those to be exported are, two at a time."""
+    """Return the programs of ``variants``. Export those that are missing or stale, two at a time."""
     requests = {variant: _request(variant) for variant in variants}
     export(list(requests.values()))
     return {variant: Program(variant, request.output, request.keep_hf) for variant, request in requests.items()}
 
 
 def export(requests: Sequence[ExportRequest]) -> None:
-    """Make what is missing or stale of ``requests``, two at a time."""
+    """Run those of ``requests`` whose programs are missing or stale, two at a time."""
     if not all(map(_is_usable, requests)):
         with alone():
             # The process that held the lock before may have made some of them.
@@ -136,7 +136,7 @@ def export(requests: Sequence[ExportRequest]) -> None:
 
 @contextlib.contextmanager
 def alone() -> Iterator[None]:
-    """Keep other processes that run tests from writing models meanwhile: they would write the same files."""
+    """Hold the lock on ``build/models/``. Other processes that run tests would write the same files."""
     MODELS.mkdir(parents=True, exist_ok=True)
     with (MODELS / ".lock").open("w") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
@@ -145,7 +145,7 @@ def alone() -> Iterator[None]:
 
 @functools.cache
 def _exporters() -> ProcessPoolExecutor:
-    """Two processes, for as long as the tests run: importing what they need takes longer than a tiny export."""
+    """Return a pool of two processes, kept while the tests run: their imports take longer than a tiny export."""
     return ProcessPoolExecutor(2, mp_context=get_context("spawn"))
 
 
@@ -166,14 +166,17 @@ def _request(variant: Variant) -> ExportRequest:
 
 
 def _package_source(variant: Variant) -> Path:
-    """The GGUF file for the model as it is; for what is made of it the folder of that, which is read in less time."""
+    """Return the GGUF file for the model without changes, and its exported folder for all other variants.
+
+    The folder is read in less time.
+    """
     plain = Variant(variant.model)
     return models.path(variant.model) if variant == plain else program(plain).hf
 
 
 @functools.cache
 def tiny_source(name: str) -> Path:
-    """The folder of a tiny model, written if it is missing or if the code that writes it has changed."""
+    """Return the folder of a tiny model. Write it if it is missing or if the code that writes it has changed."""
     folder = MODELS / name
     stamp = folder / "made-by.txt"
     made_by = hashlib.sha256(Path(tiny_models.__file__).read_bytes()).hexdigest()
@@ -195,12 +198,12 @@ def _export(request: ExportRequest) -> None:
         export_program(request)
 
 
-# ---- Running them ---------------------------------------------------------------------------------------------------
+# ---- Running programs -----------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
 class Ran:
-    """What ``etkv_forward`` made of a prompt: the greedy ids, and rows of logits where they were asked for.
+    """The output of ``etkv_forward`` for a prompt: greedy ids, logits or None, and bytes allocated for the cache.
 
     ``logits`` has a row for each token of the prompt and for each step after it, or the prompt's last row only.
     """
@@ -219,7 +222,10 @@ def forward(
     kv_format: str | None = None,
     rows: str | None = None,
 ) -> Ran:
-    """Run ``prompt`` in chunks, then ``decode`` greedy steps; ``rows`` is ``all`` or ``last`` to get logits."""
+    """Run ``prompt`` in prefill chunks of ``chunk`` tokens, then ``decode`` greedy steps. Return the output.
+
+    ``rows`` selects the rows of logits: ``all``, ``last`` or None. Fails the test if the tool fails.
+    """
     with tempfile.TemporaryDirectory() as scratch:
         ids_file, logits_file = Path(scratch, "ids.txt"), Path(scratch, "logits.bin")
         ids_file.write_text(" ".join(map(str, prompt)))
@@ -238,7 +244,7 @@ def forward(
 
 
 def run(command: Sequence[Any], timeout: float = _TIMEOUT_SECONDS, **options: Any) -> subprocess.CompletedProcess[str]:
-    """Run a tool to its end, its output as text. What is not UTF-8 in it fails the test that asked."""
+    """Run a tool to its end, for ``timeout`` seconds at most. Return its output as text; it must be UTF-8."""
     words = [str(word) for word in command]
     options = {"stdin": subprocess.DEVNULL, "check": False, **options}
     return subprocess.run(words, capture_output=True, text=True, encoding="utf-8", timeout=timeout, **options)
@@ -246,7 +252,7 @@ def run(command: Sequence[Any], timeout: float = _TIMEOUT_SECONDS, **options: An
 
 @contextlib.contextmanager
 def started(command: Sequence[Any], **options: Any) -> Iterator[subprocess.Popen]:
-    """A tool that runs beside the test. It ends with the block, however that does."""
+    """Run a tool beside the test. End it at the end of the block, also after an error."""
     with subprocess.Popen([str(word) for word in command], **options) as process:
         try:
             yield process
@@ -258,7 +264,7 @@ def started(command: Sequence[Any], **options: Any) -> Iterator[subprocess.Popen
 
 
 def load_hf(folder: Path, dtype: str = "f32") -> PreTrainedModel:
-    """The model in ``folder``, computing in ``dtype``."""
+    """Return the model in ``folder``, which computes in ``dtype``."""
     import torch
     from transformers import AutoModelForCausalLM
 
@@ -268,7 +274,7 @@ def load_hf(folder: Path, dtype: str = "f32") -> PreTrainedModel:
 
 
 def logits(model: PreTrainedModel, ids: Sequence[int], dtype: str = "f32") -> np.ndarray:
-    """A row of logits for each of ``ids``, computed in one pass in ``dtype`` on a model that is float32."""
+    """Return logits ``[ids, vocabulary]`` in float32, computed in one pass in ``dtype``. ``model`` is float32."""
     import torch
 
     if dtype != "f32":
@@ -278,7 +284,7 @@ def logits(model: PreTrainedModel, ids: Sequence[int], dtype: str = "f32") -> np
 
 
 def tokenize(program: Program, text: str) -> list[int]:
-    """The ids of ``text`` as it is, without a template."""
+    """Return the ids of ``text``, without a chat template."""
     from transformers import AutoTokenizer
 
     return AutoTokenizer.from_pretrained(program.hf, local_files_only=True)(text).input_ids
@@ -286,16 +292,17 @@ def tokenize(program: Program, text: str) -> list[int]:
 
 @dataclass(frozen=True)
 class Greedy:
-    """Greedy ids, and for each of them by how much its logit leads the next best one."""
+    """Greedy ids, and for each of them the difference between its logit and the next best one."""
 
     ids: list[int]
     margins: list[float]
 
 
 def greedy(folder: Path, prompts: dict[str, list[int]], count: int) -> dict[str, Greedy]:
-    """What transformers generates greedily in float32 with its cache: ``count`` ids for each prompt, past end tokens.
+    """Return the ``count`` ids that transformers generates for each prompt, by the prompt's name.
 
-    Results are kept in ``build/reference/`` by the weights, the prompt and the versions.
+    Decoding is greedy, in float32, with transformers' cache, and goes on past eos tokens. Results are stored in
+    ``build/reference/`` by the weights, the prompt and the versions.
     """
     model: PreTrainedModel | None = None
     answers = {}
@@ -317,7 +324,7 @@ def _generate(model: PreTrainedModel, prompt: list[int], count: int) -> Greedy:
     import torch
     from transformers import GenerationConfig
 
-    # What a call leaves open is taken from here, end tokens among them.
+    # The call takes its other settings from here: there are no eos tokens.
     model.generation_config = GenerationConfig(do_sample=False, use_cache=True, pad_token_id=0)
     ids = torch.tensor([prompt])
     made = model.generate(
@@ -354,7 +361,10 @@ def _weights_digest(folder: Path) -> str:
 
 
 def mlx_lm_logits(folder: Path, ids: Sequence[int]) -> np.ndarray:
-    """A row of float32 logits for each of ``ids``: mlx-lm with the weights in ``folder``, their dtype and its cache."""
+    """Return logits ``[ids, vocabulary]`` in float32 of mlx-lm with its cache, and the weights in ``folder``.
+
+    mlx-lm computes in the dtype of the weights.
+    """
     import mlx.core as mx
     from mlx_lm.models.cache import make_prompt_cache
     from mlx_lm.utils import load_model
@@ -364,14 +374,14 @@ def mlx_lm_logits(folder: Path, ids: Sequence[int]) -> np.ndarray:
     return np.array(rows.astype(mx.float32))
 
 
-# ---- What a program holds -------------------------------------------------------------------------------------------
+# ---- The weights of a program ---------------------------------------------------------------------------------------
 
 
 def weights(program: Program) -> dict[str, torch.Tensor]:
-    """The weights of ``program`` by their Hugging Face names, read from the .pte, dequantized, as float32.
+    """Return the weights in the .pte of ``program`` by their Hugging Face names, dequantized, as float32.
 
-    A quantized weight is kept as unsigned integers of 4 or 8 bits, packed into words from the lowest bits on, and
-    scales for groups of a row; its zero is the middle of the range.
+    The program stores a quantized weight as unsigned integers of 4 or 8 bits, packed into words from the lowest bits
+    on, and scales for groups of a row. Zero is the middle of the range.
     """
     constants = read_constants(program.path)
     state = {}
@@ -387,7 +397,7 @@ def weights(program: Program) -> dict[str, torch.Tensor]:
 
 
 def from_weights(program: Program) -> PreTrainedModel:
-    """transformers' model of ``program``'s configuration with the very weights that the .pte holds, in float32."""
+    """Return transformers' model with the configuration of ``program`` and the weights in its .pte, in float32."""
     model = load_hf(program.hf)
     missing, unexpected = model.load_state_dict(weights(program), strict=False)
     assert not unexpected, unexpected
@@ -417,12 +427,12 @@ def _hf_name(name: str) -> str:
 
 
 def rms(values: np.ndarray) -> float:
-    """Root of the mean square."""
+    """Return the root of the mean square of ``values``."""
     return float(np.sqrt(np.mean(np.square(values, dtype=np.float64))))
 
 
 def spread(rows: np.ndarray) -> float:
-    """How far logits are apart within a row, as a standard deviation: what errors of logits are measured against."""
+    """Return the standard deviation of logits within their rows, which tests compare errors of logits with."""
     return rms(rows - rows.mean(axis=-1, keepdims=True))
 
 

@@ -1,4 +1,4 @@
-"""What the tests of the example runners share: how they are run, on what, and how their answers are read."""
+"""Runs the example runners for their tests, makes their programs and options, and reads their answers."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ RUNNERS = {
     "rollback": [],
     "speculative": ["--depth", 3, "--width", 2],
 }
-"""Name -> what it is asked besides, so that it is done soon on a tiny model."""
+"""Name -> options that make the runner short on a tiny model."""
 
 EACH = pytest.mark.parametrize("name", RUNNERS)
 
@@ -32,15 +32,15 @@ FORMATS = [
     *("f32", "f16", "bf16", "mxfp8", "mxfp4", "nvfp4", "row-int4", "row-fp4"),
     *(f"affine{bits}g32" for bits in (2, 3, 4, 5, 6, 8)),
 ]
-"""Those that fit rows of 32 elements."""
+"""The storage formats that fit rows of 32 elements."""
 
 QUESTIONS = [f"Question {i}: what comes after {'abcdefghij'[i] * (i + 1)}?" for i in range(10)]
 MOST = 64
-"""Tokens of an answer."""
+"""The most tokens of an answer."""
 CONTEXT = 2048
 
 LETTERS = [word for letter in "abc" for word in ("--prompt", 30 * letter)]
-"""Prompts that have little in common."""
+"""Options for three prompts that have little in common."""
 
 only_long = pytest.mark.skipif(not EVERYTHING, reason="takes a minute: make test-long")
 
@@ -50,7 +50,7 @@ def runner(name: str) -> Path:
 
 
 def with_longer_context(name: str, **options) -> Program:
-    """The program of a tiny model for conversations of ``CONTEXT`` bytes: its weights do not depend on that."""
+    """Return the program of a tiny model for ``CONTEXT`` positions. Its weights are those of the shorter one."""
     short = reference.program(Variant(name))
     folder = reference.MODELS / "-".join([name, "long", *(f"{key}-{value}" for key, value in options.items())])
     hf = reference.MODELS / f"{name}-long" / "hf"
@@ -76,12 +76,12 @@ def succeed(name: str, program: Program, *options: object) -> subprocess.Complet
 
 
 def answers(output: str) -> list[list[int]]:
-    """The ids of every answer, in the order they were written in."""
+    """Return the ids of every answer in ``output``, in order."""
     return [[int(word) for word in line.split()] for line in re.findall(r"^ids:(.*)$", output, re.MULTILINE)]
 
 
 def checked(done: subprocess.CompletedProcess[str]) -> tuple[int, int]:
-    """How many answers and tokens the runner has found to be those of reference decoding, all of them."""
+    """Return the numbers of answers and tokens that the runner checked. Fails unless all equal reference decoding."""
     found = re.findall(r"^check: (\d+) answers?, (\d+) tokens? as reference decoding chooses them$", done.stderr, re.M)
     assert len(found) == done.stderr.count("check: ") > 0, done.stderr
     return sum(int(n_answers) for n_answers, _ in found), sum(int(n_tokens) for _, n_tokens in found)
@@ -92,7 +92,7 @@ def prompts(texts: list[str]) -> list[str]:
 
 
 def by_title(output: str) -> dict[str, list[int]]:
-    """The ids of every answer by what it answers."""
+    """Return the ids of every answer by its title in ``output``."""
     found = {}
     for block in re.split(r"^## ", output, flags=re.M)[1:]:
         title, _, rest = block.partition("\n")
@@ -101,7 +101,7 @@ def by_title(output: str) -> dict[str, list[int]]:
 
 
 def refused(words: list[object], status: int, *told: str, **how) -> None:
-    """A runner refuses with one line that tells each of ``told``."""
+    """Check that a runner ends with ``status`` and prints only one line, on stderr, with each of ``told``."""
     done = reference.run(words, timeout=60, **how)
     assert (done.returncode, done.stdout) == (status, ""), done.stderr
     line = done.stderr.removesuffix("\n")

@@ -170,7 +170,7 @@ def test_draws(program):
         ({"temperature": -0.5}, "temperature is -0.5, the least is 0"),
         ({"temperature": float("nan")}, "temperature is nan, the least is 0"),
         ({"seed": -1}, "seed is -1, the least is 0"),
-        ({"top_p": 0}, "top_p is 0, it is above 0 and at most 1"),
+        ({"top_p": 0}, "top_p is 0, expected more than 0 and at most 1"),
         ({"top_k": -2}, "top_k is -2, the least is 0"),
         ({"sequence": 3}, "sequence is 3, and the session has one only: use a SeqSession"),
         ({"prompt": []}, "prompt is empty"),
@@ -421,7 +421,7 @@ def test_missing_tokenizer(tmp_path):
     for read, path in ((etkv.Tokenizer.from_pretrained, tmp_path), (etkv.Tokenizer.from_file, file)):
         with pytest.raises(etkv.EtkvError, match="cannot be read"):
             read(path)
-    with pytest.raises(etkv.EtkvError, match="hf is str, it is a fast tokenizer of transformers"):
+    with pytest.raises(etkv.EtkvError, match="hf is str, expected a fast tokenizer of transformers"):
         etkv.Tokenizer("model.pte")
 
 

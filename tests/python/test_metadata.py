@@ -147,8 +147,8 @@ def test_facts_of_the_exporter_that_are_absent(name):
     ("facts", "words"),
     [
         ({}, "does not tell `get_n_caches`"),
-        (versioned(n_layers=0), "`kv_cache.n_layers` is 0, it is 1 to 65536"),
-        (versioned(n_layers=2**31 - 1), "`kv_cache.n_layers` is 2147483647, it is 1 to 65536"),
+        (versioned(n_layers=0), "`kv_cache.n_layers` is 0, expected 1 to 65536"),
+        (versioned(n_layers=2**31 - 1), "`kv_cache.n_layers` is 2147483647, expected 1 to 65536"),
         (versioned(window=[0, -5]), "`kv_cache.window` has -5, which is not a 32-bit count"),
         (versioned(v_head_dim=[64]), "`kv_cache.v_head_dim` is not one integer for each of 2 layers"),
         (exporters(get_prefill_chunk_size=-1), "`get_prefill_chunk_size` is -1"),
@@ -163,7 +163,7 @@ def test_invalid_facts_are_refused(facts, words):
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
-        ({"n_layers": 0}, "`n_layers` is 0, it is 1 to 65536"),
+        ({"n_layers": 0}, "`n_layers` is 0, expected 1 to 65536"),
         ({"n_layers": 2.0}, "`n_layers` is 2.0, which is not a 32-bit count"),
         ({"n_kv_heads": -1}, "`n_kv_heads` is -1, which is not a 32-bit count"),
         ({"head_dim": [64]}, "`head_dim` is not one integer for each of 2 layers"),

@@ -199,10 +199,10 @@ BAD = {
     "positions in a cube": (
         {"position": torch.zeros(2, 1, 1).long()},
         Status.SHAPE,
-        r"shape \[2, 1, 1\], it is \[q_len",
+        r"shape \[2, 1, 1\], expected \[q_len",
     ),
     "no components": ({"position": torch.zeros(2, 0).long()}, Status.SHAPE, r"position has shape \[2, 0\]"),
-    "float positions": ({"position": torch.tensor([2.0, 3.0])}, Status.DTYPE, "position is float32, it is int32 or"),
+    "float positions": ({"position": torch.tensor([2.0, 3.0])}, Status.DTYPE, "position is float32, expected int32 or"),
     "a gap": ({"position": torch.tensor([3, 4])}, Status.POSITION, "position 3 leaves a gap: the next is 2"),
     "double queries": ({"q": torch.zeros(1, 4, 2, 8).double()}, Status.DTYPE, "expected q in one of .*, got float64"),
     "integer values": ({"v": torch.zeros(1, 2, 2, 8).int()}, Status.DTYPE, "expected v in one of .*, got int32"),

@@ -88,17 +88,17 @@ def test_invalid_configs_are_refused(kind, change, words):
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        ({"capacity": "8"}, "capacity is '8', it is an integer"),
+        ({"capacity": "8"}, "capacity is '8', expected an integer"),
         ({"capacity": 8, "max_step_tokens": True}, "max_step_tokens is True"),
-        ({"capacity": 8, "k_format": None}, "k_format is None, it is a string"),
+        ({"capacity": 8, "k_format": None}, "k_format is None, expected a string"),
         ({"capacity": 8, "layers": LayerConfig(1, 8)}, "it is a sequence of LayerConfig"),
-        ({"capacity": 8, "layers": [(1, 8)]}, r"layers\[0\] is \(1, 8\), it is a LayerConfig"),
+        ({"capacity": 8, "layers": [(1, 8)]}, r"layers\[0\] is \(1, 8\), expected a LayerConfig"),
     ],
 )
 def test_configs_of_wrong_types(arguments, words):
     with pytest.raises(EtkvError, match=words):
         CacheConfig(**{"layers": [LayerConfig(1, 8)], **arguments})
-    with pytest.raises(EtkvError, match=r"n_kv_heads is 1\.5, it is an integer"):
+    with pytest.raises(EtkvError, match=r"n_kv_heads is 1\.5, expected an integer"):
         LayerConfig(1.5, 8)
 
 

@@ -104,8 +104,8 @@ def test_inputs_that_the_method_does_not_take(tiny, session):
         ids, at = torch.tensor([PROMPT]), torch.arange(len(PROMPT))
         for inputs, told in [
             ((ids,), "model.pte has 2 inputs, 1 are given"),
-            ((ids[0], at), r"input 0 of model.pte has shape \[7\], it is at most \[1, 64\]"),
-            ((ids, torch.arange(65)), r"input 1 of model.pte has shape \[65\], it is at most \[64\]"),
+            ((ids[0], at), r"input 0 of model.pte has shape \[7\], expected at most \[1, 64\]"),
+            ((ids, torch.arange(65)), r"input 1 of model.pte has shape \[65\], expected at most \[64\]"),
         ]:
             with pytest.raises(etkv.EtkvError, match=told):
                 program.execute(*inputs)
@@ -241,7 +241,7 @@ def test_a_bad_step_changes_nothing(tiny, session, expected, ids, positions, err
 def test_rows_without_a_session(tmp_path):
     """``logits`` is checked and applied also where there is no cache."""
     path = cacheless(tmp_path / "x.pte")
-    with pytest.raises(etkv.EtkvError, match="logits is 'some', it is one of all, last"):
+    with pytest.raises(etkv.EtkvError, match="logits is 'some', expected one of all, last"):
         etkv.load(path, None, logits="some")
     for logits, rows in (("all", 5), ("last", 1)):
         with etkv.load(path, None, logits=logits) as program:
@@ -320,9 +320,9 @@ def test_what_is_no_program(tiny, session, tmp_path):
         etkv.load(file, session)
     with pytest.raises(etkv.EtkvError, match="has no method 'backward'; it has forward"):
         etkv.load(tiny.path, session, method="backward")
-    with pytest.raises(etkv.EtkvError, match="logits is 'none', it is one of all, last"):
+    with pytest.raises(etkv.EtkvError, match="logits is 'none', expected one of all, last"):
         etkv.load(tiny.path, session, logits="none")
-    with pytest.raises(etkv.EtkvError, match="session is 'cache-0', it is a DecodeSession"):
+    with pytest.raises(etkv.EtkvError, match="session is 'cache-0', expected a DecodeSession"):
         etkv.load(tiny.path, "cache-0")
 
 
@@ -373,11 +373,11 @@ def test_the_cache_outlives_the_session_for_the_program(tiny):
 @pytest.mark.parametrize(
     ("ids", "positions", "told"),
     [
-        ([[1, 2], [3, 4]], [0, 1, 2, 3], r"tokens has shape \[2, 2\], it is \[T\] or \[1, T\]"),
+        ([[1, 2], [3, 4]], [0, 1, 2, 3], r"tokens has shape \[2, 2\], expected \[T\] or \[1, T\]"),
         ([[1], [2]], [0, 1], r"tokens has shape \[2, 1\]"),
-        ([1, 2], [[0, 0], [1, 1]], r"positions has shape \[2, 2\], it is \[T\], \[T, 1\] or \[1, T\]"),
-        (["a"], [0], r"tokens is \['a'\], it has 64-bit integers"),
-        ([1], None, "positions is None, it has 64-bit integers"),
+        ([1, 2], [[0, 0], [1, 1]], r"positions has shape \[2, 2\], expected \[T\], \[T, 1\] or \[1, T\]"),
+        (["a"], [0], r"tokens is \['a'\], expected 64-bit integers"),
+        ([1], None, "positions is None, expected 64-bit integers"),
         ([[1], [2, 3]], [0], r"tokens is \[\[1\], \[2, 3\]\]"),
         ([2**63], [0], rf"tokens is \[{2**63}\]"),
         (torch.zeros(1, dtype=torch.long, device="meta"), [0], "tokens is a tensor without rows in memory"),

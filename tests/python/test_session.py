@@ -97,19 +97,19 @@ def test_an_invalid_config_is_refused(changes, status, told):
 
 
 def test_what_is_wrong_before_it_gets_to_the_library():
-    with pytest.raises(etkv.EtkvError, match="growth is 'never', it is one of doubling"):
+    with pytest.raises(etkv.EtkvError, match="growth is 'never', expected one of doubling"):
         DecodeSession(config(growth="never"))
-    with pytest.raises(etkv.EtkvError, match="capacity is 2147483648, it is a 32-bit integer"):
+    with pytest.raises(etkv.EtkvError, match="capacity is 2147483648, expected a 32-bit integer"):
         DecodeSession(config(capacity=2**31))
     with pytest.raises(etkv.EtkvError, match="it is a CacheConfig"):
         DecodeSession({"capacity": 3})
     with SeqSession(config()) as session:
-        with pytest.raises(etkv.EtkvError, match=r"sequence is 1.5, it is an integer"):
+        with pytest.raises(etkv.EtkvError, match=r"sequence is 1.5, expected an integer"):
             session.seq_len(1.5)
         with pytest.raises(etkv.EtkvError, match="sequences is"):
             session.begin_step("ab")
         with (
-            pytest.raises(etkv.EtkvError, match="logits is 'some', it is one of all, last"),
+            pytest.raises(etkv.EtkvError, match="logits is 'some', expected one of all, last"),
             session.bound(logits="some"),
         ):
             pass

@@ -115,7 +115,7 @@ unsafe fn estimate(
             if !(0..=config.capacity).contains(&length) {
                 fail!(
                     InvalidArgument,
-                    "length is {length}, it is 0 to the capacity of {}",
+                    "length is {length}, expected 0 to the capacity of {}",
                     config.capacity
                 );
             }
@@ -208,7 +208,7 @@ fn read_layer(layer: &etkv_layer_config) -> Result<LayerConfig> {
 /// Refuses a reserved field that is not 0: a later version may give it a meaning.
 fn refuse_reserved(reserved: i32, name: &str) -> Result<()> {
     if reserved != 0 {
-        fail!(InvalidArgument, "{name}.reserved is {reserved}, it is 0 in this version");
+        fail!(InvalidArgument, "{name}.reserved is {reserved}, expected 0 in this version");
     }
     Ok(())
 }

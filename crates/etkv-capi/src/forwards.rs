@@ -184,7 +184,7 @@ pub unsafe extern "C" fn etkv_forwards_update_and_attend(
             if !fits || q.dim(1) <= 0 || q.dim(1) % heads.max(1) != 0 {
                 fail!(
                     Shape,
-                    "q has shape {:?}, it is [1, n_heads, {n}, {dim}] with a multiple of {heads} heads",
+                    "q has shape {:?}, expected [1, n_heads, {n}, {dim}] with a multiple of {heads} heads",
                     q.shape()
                 );
             }
@@ -248,10 +248,10 @@ impl Rows<'_> {
 
 fn check_float(name: &str, rows: &Array) -> Result<()> {
     if !matches!(rows.dtype(), Dtype::Float32 | Dtype::Float16 | Dtype::Bfloat16) {
-        fail!(Dtype, "{name} is {:?}, it is float32, float16 or bfloat16", rows.dtype());
+        fail!(Dtype, "{name} is {:?}, expected float32, float16 or bfloat16", rows.dtype());
     }
     if rows.ndim() != 4 {
-        fail!(Shape, "{name} has shape {:?}, it is [1, heads, T, head_dim]", rows.shape());
+        fail!(Shape, "{name} has shape {:?}, expected [1, heads, T, head_dim]", rows.shape());
     }
     Ok(())
 }

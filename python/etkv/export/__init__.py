@@ -31,7 +31,7 @@ __all__ = ["EtkvError", "ExportRequest", "Progress", "export_program", "is_curre
 def is_current(request: ExportRequest) -> bool:
     """Return whether ``request.output`` is up to date with ``request``. Imports none of the large packages.
 
-    Raises :class:`EtkvError` if the request is wrong in itself.
+    Raises :class:`EtkvError` if the request is wrong for any model, or if there is no model at its path.
     """
     request = request.validated()
     return manifest.is_current(request, source.find(request.model))
@@ -40,8 +40,8 @@ def is_current(request: ExportRequest) -> bool:
 def export_program(request: ExportRequest, progress: Progress | None = None) -> Path:
     """Export ``request.model`` to ``request.output`` and return the absolute path of the program.
 
-    The files that a runner needs and ``export.json`` are written beside it. Nothing appears under its final name
-    before all of it is complete: a failed export leaves what was there before.
+    The files that a runner needs and ``export.json`` are written beside it. No file gets its final name before all
+    files are complete: a failed export leaves the earlier files in place.
 
     Raises :class:`EtkvError` if the request or the model is wrong; the message is one line.
     """
@@ -98,7 +98,7 @@ def export_program(request: ExportRequest, progress: Progress | None = None) -> 
 
 @contextlib.contextmanager
 def _writing(path: Path) -> Iterator[None]:
-    """Add the path to an error of writing."""
+    """Raise an :class:`OSError` of the block as :class:`EtkvError` with ``path``."""
     try:
         yield
     except OSError as error:
@@ -106,7 +106,7 @@ def _writing(path: Path) -> Iterator[None]:
 
 
 def _import_tools() -> None:
-    """Import the packages that take seconds, under a step with a name."""
+    """Import the packages that take seconds. Raises :class:`EtkvError` if one is not installed."""
     try:
         import transformers  # noqa: F401
 
@@ -135,7 +135,7 @@ def _feature_predictor(
 
 
 def _step(request: ExportRequest, model: PreTrainedModel, predictor: FeaturePredictor | None) -> Forward | DraftForward:
-    """Return the module to trace."""
+    """Return the module to trace: a draft's if there is a predictor."""
     from etkv.export.draft import DraftForward
     from etkv.export.forward import Forward
 

@@ -133,7 +133,7 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Run the command. Return its exit status: 0, or 2 after a wrong argument or model."""
+    """Run the command. Return its exit status: 0, 2 after a wrong argument or model, or 130 after an interrupt."""
     arguments = sys.argv[1:] if arguments is None else arguments
     verbose = "--verbose" in arguments
     try:

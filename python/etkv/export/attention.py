@@ -17,7 +17,7 @@ _LACKED = {"softcap": "a softcap", "s_aux": "learned sinks"}
 
 
 def register() -> None:
-    """Register the attention :data:`NAME` with transformers, without masks: the cache decides what is seen."""
+    """Register the attention :data:`NAME` with transformers, without masks: the cache applies them."""
     ensure_available()
     from executorch.backends.mlx.llm.hf_attention import register_mlx_offgraph_attention, sdpa_mask_passthrough
     from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
@@ -30,7 +30,7 @@ def register() -> None:
 
 
 def layer_windows(config: Any) -> list[int]:
-    """Return the window of each layer of a model in positions, from its configuration; 0 sees everything."""
+    """Return the window of each layer in positions, from the configuration of a model; 0 is full history."""
     window = getattr(config, "sliding_window", None) or 0
     kinds = (
         getattr(config, "layer_types", None)

@@ -1,4 +1,4 @@
-"""Drafts that are fed with hidden states: a model's last layers, behind a predictor of what reaches them.
+"""Makes drafts that are fed with hidden states: a model's last layers, behind a predictor of their input.
 
 A model that is tapped below its last layers returns, for each token that it has run, the input of these layers. For
 other tokens the feature predictor predicts this input: a linear function of the token's embedding and of the hidden
@@ -56,7 +56,7 @@ class DraftForward(torch.nn.Module):
         self._rows = kept_rows(model, last_logits)
 
     def inputs(self, length: int) -> dict[str, torch.Tensor]:
-        """An example of ``length`` tokens."""
+        """Return example inputs of ``length`` tokens."""
         hidden = self.model.config.get_text_config().hidden_size
         return {
             **token_inputs(length),
@@ -103,7 +103,7 @@ def starts(tokenizer: PreTrainedTokenizerBase, first: list[int | None]) -> list[
         raise EtkvError("draft: the model names no token that a text could begin with")
     found = [[token]]
     said = "etkv"
-    with contextlib.suppress(Exception):  # Templates are programs, and fail in ways of their own.
+    with contextlib.suppress(Exception):  # A template is a program, and may raise anything.
         chat = tokenizer.apply_chat_template([{"role": "user", "content": said}], tokenize=False)
         found.append(tokenizer(chat[: chat.rindex(said)], add_special_tokens=False)["input_ids"])
     return [start for start in found if start]

@@ -16,8 +16,8 @@ from etkv.export import layers
 class Forward(torch.nn.Module):
     """``forward(input_ids [1, T], cache_position [T])`` -> logits, or logits and hidden states.
 
-    Logits are ``[1, T, vocabulary]``, or ``[1, 1, vocabulary]`` for the last token if ``last_logits`` is set. Features
-    are there if there are ``taps``: ``[1, T, hidden * taps]``, what the layers of these indices hand on, side by side,
+    Logits are ``[1, T, vocabulary]``, or ``[1, 1, vocabulary]`` for the last token if ``last_logits`` is set. With
+    ``taps``, hidden states are ``[1, T, hidden * taps]``: the outputs of the layers of these indices side by side,
     before any final norm.
     """
 
@@ -37,7 +37,7 @@ class Forward(torch.nn.Module):
         return keep
 
     def inputs(self, length: int) -> dict[str, torch.Tensor]:
-        """An example of ``length`` tokens."""
+        """Return example inputs of ``length`` tokens."""
         return token_inputs(length)
 
     def forward(
@@ -46,7 +46,7 @@ class Forward(torch.nn.Module):
         made = self.model(
             input_ids=input_ids,
             cache_position=cache_position,
-            # The model would count positions from a cache that it does not have.
+            # Without these, the model counts positions from its own cache, and it has none.
             position_ids=cache_position.unsqueeze(0),
             use_cache=False,
             past_key_values=None,
@@ -59,7 +59,7 @@ class Forward(torch.nn.Module):
 
 
 def token_inputs(length: int) -> dict[str, torch.Tensor]:
-    """Return the inputs of every program: ids ``[1, T]`` and positions ``[T]``."""
+    """Return examples of the inputs that every program has: ids ``[1, T]`` and positions ``[T]``."""
     return {
         "input_ids": torch.zeros((1, length), dtype=torch.long),
         "cache_position": torch.arange(length, dtype=torch.long),
@@ -67,9 +67,9 @@ def token_inputs(length: int) -> dict[str, torch.Tensor]:
 
 
 def kept_rows(model: PreTrainedModel, last_only: bool) -> dict[str, int]:
-    """Return the argument that makes ``model`` compute its head on the last token only, if ``last_only``.
+    """Return the argument that makes ``model`` compute its head on the last token only; empty unless ``last_only``.
 
-    Raises :class:`EtkvError` for a family that has none.
+    Raises :class:`EtkvError` for a family without such an argument.
     """
     if not last_only:
         return {}

@@ -1,4 +1,4 @@
-"""Reading GGUF files: what transformers leaves out."""
+"""Reads the parts of GGUF files that transformers leaves out."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ def check_magic(path: Path) -> None:
 def restore_pre_tokenizer(path: Path, tokenizer: PreTrainedTokenizerBase) -> None:
     """Make ``tokenizer`` split text by the file's ``tokenizer.ggml.pre``, if transformers does not do so.
 
-    A GGUF file names its pre-tokenizer, and transformers takes GPT-2's for a name that it does not know. SmolLM's
-    separates every digit first; without that, white space before a digit becomes other tokens than the model was
+    A GGUF file names its pre-tokenizer, and transformers uses GPT-2's for a name that it does not support. SmolLM's
+    separates every digit first. Without that, white space before a digit becomes other tokens than the model was
     trained on.
     """
     if _pre_tokenizer_name(path) != "smollm":
@@ -46,7 +46,7 @@ def restore_pre_tokenizer(path: Path, tokenizer: PreTrainedTokenizerBase) -> Non
 def forget_quantization(model: PreTrainedModel) -> None:
     """Mark a model whose weights transformers has dequantized as not quantized.
 
-    ``save_pretrained`` refuses a model that it takes for quantized.
+    ``save_pretrained`` refuses a model that is marked as quantized.
     """
     model.hf_quantizer = None
     model.is_quantized = False

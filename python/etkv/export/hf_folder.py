@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 class Staged:
     """A Hugging Face folder under construction, in a temporary folder inside its target.
 
-    Nothing of that changes before :meth:`publish`. A context manager: leaving it removes what was not published.
+    The target does not change before :meth:`publish`. A context manager: leaving it removes the temporary folder.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -31,7 +31,7 @@ class Staged:
         _write(self._scratch, model, tokenizer, generation)
 
     def publish(self) -> None:
-        """Replace the files of an earlier export one by one, each of them whole, the configuration last."""
+        """Replace the files of an earlier export, each in one operation, the configuration last."""
         written = {file.name for file in self._scratch.iterdir()}
         for stale in (*self.folder.glob("*.safetensors"), *self.folder.glob("*.safetensors.index.json")):
             if stale.name not in written:
@@ -61,8 +61,8 @@ def _write(
 def name_rope_for_mlx_lm(config_file: Path) -> None:
     """Repeat the rotary parameters under their former names.
 
-    transformers 5 writes ``rope_parameters``; mlx-lm reads ``rope_theta``, ``partial_rotary_factor`` and
-    ``rope_scaling`` at the top level and takes a default for what it does not find.
+    transformers 5 writes ``rope_parameters``. mlx-lm reads ``rope_theta``, ``partial_rotary_factor`` and
+    ``rope_scaling`` at the top level, and uses a default for each that is absent.
     """
     config = json.loads(config_file.read_text(encoding="utf-8"))
     rope = config.get("rope_parameters")
@@ -74,7 +74,7 @@ def name_rope_for_mlx_lm(config_file: Path) -> None:
 
 
 def _plain_weights(model: PreTrainedModel) -> dict[str, Any]:
-    """Return the state of ``model`` with ordinary tensors only, without weights that are tied to another."""
+    """Return the weights of ``model`` by name, dequantized, without weights that are tied to another."""
     from torchao.utils import TorchAOBaseTensor
 
     state = {}

@@ -1,4 +1,4 @@
-"""The layers of a model: the exported ones, and the tapped ones."""
+"""Selects the layers of a model to export, and checks those to tap."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ _ONE_A_LAYER = ("layer_types", "no_rope_layers")
 
 
 def keep_first(config: PreTrainedConfig, count: int | None) -> None:
-    """Make ``config`` one of a model with the first ``count`` layers only; ``None`` keeps all.
+    """Change ``config`` to that of a model with the first ``count`` layers only; ``None`` keeps all.
 
-    Raises :class:`EtkvError` if the model has fewer.
+    Raises :class:`EtkvError` if the model has fewer layers.
     """
     if count is None:
         return
@@ -29,9 +29,9 @@ def keep_first(config: PreTrainedConfig, count: int | None) -> None:
 
 
 def last(config: PreTrainedConfig, count: int) -> PreTrainedConfig:
-    """Return ``config`` for a model with the last ``count`` layers only.
+    """Return the configuration of a model with the last ``count`` layers only. ``config`` is unchanged.
 
-    Raises :class:`EtkvError` if that leaves none out.
+    Raises :class:`EtkvError` unless the model has more than ``count`` layers.
     """
     there = config.get_text_config().num_hidden_layers
     if count >= there:

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 
 _EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
-"""The names of the number of experts, by family."""
+"""The names that families have for their number of experts."""
 
 
 @dataclass(frozen=True)
@@ -50,7 +50,10 @@ class Limits:
 
 
 def settle(request: ExportRequest, config: PreTrainedConfig) -> Limits:
-    """Return the limits of the program of ``request``. Raises :class:`EtkvError` if the model has less."""
+    """Return the limits of the program of ``request``.
+
+    Raises :class:`EtkvError` if the request exceeds the limits of the model, or if the model cannot be exported.
+    """
     layout = _layout(config)
     own = getattr(config.get_text_config(), "max_position_embeddings", None)
     max_context = request.max_context
@@ -101,7 +104,10 @@ def _layout(config: PreTrainedConfig) -> CacheLayout:
 
 
 def _group_size(request: ExportRequest, config: PreTrainedConfig) -> int | None:
-    """Return the group size, which divides every quantized row."""
+    """Return the group size in elements; None for one scale a row, or without quantization.
+
+    Raises :class:`EtkvError` if the group size does not divide every quantized row.
+    """
     if request.quantize is None:
         return None
     import torch

@@ -24,7 +24,10 @@ METHOD = "forward"
 
 
 def quantize(model: PreTrainedModel, name: str, group_size: int | None) -> None:
-    """Quantize every linear and embedding weight of ``model`` in place; a tied output layer stays tied."""
+    """Quantize every linear and embedding weight of ``model`` in place. A tied output layer stays tied.
+
+    ``group_size`` counts elements; ``None`` is one scale a row.
+    """
     from executorch.backends.mlx.llm.quantization import quantize_model_
 
     # 0 asks for one scale a row; None would take ExecuTorch's default.
@@ -42,10 +45,10 @@ def quantize(model: PreTrainedModel, name: str, group_size: int | None) -> None:
 def constant_methods(request: ExportRequest, limits: Limits, generation: dict[str, Any]) -> dict[str, Any]:
     """Return the constant methods of the program: name -> value.
 
-    The first six are those of ExecuTorch's MLX exporter, ``get_bos_id`` and ``get_eos_ids`` those that ExecuTorch's own
-    LLM runner reads. ``get_logits_rows`` is 0 for a row of logits a token, 1 for the last token's row alone;
-    ``get_tap_layers`` is there if hidden states are an output. ``kv_cache.*`` says of the caches what the first four
-    do, and has a version.
+    The first six are those of ExecuTorch's MLX exporter. ``get_bos_id`` and ``get_eos_ids`` are those that ExecuTorch's
+    own LLM runner reads. ``get_logits_rows`` is 0 for a row of logits a token, and 1 for the last token's row only.
+    ``get_tap_layers`` is there if hidden states are an output. ``kv_cache.*`` has the facts of the first four, with a
+    version.
     """
     import torch
 
@@ -77,7 +80,7 @@ def constant_methods(request: ExportRequest, limits: Limits, generation: dict[st
 
 
 def _once(facts: list[int]) -> int | list[int]:
-    """Return one number if it is the same for all layers."""
+    """Return one number if it is the same for all layers, and else ``facts``."""
     return facts[0] if len(set(facts)) == 1 else facts
 
 
@@ -106,7 +109,7 @@ def lower(
 def _trace(step: Forward | DraftForward, chunk: int) -> ExportedProgram:
     import torch
 
-    # The tracer takes an example of one token for a static shape.
+    # The tracer treats an example of one token as a static shape.
     inputs = step.inputs(min(3, chunk))
     tokens = torch.export.Dim("tokens", min=1, max=chunk)
     with torch.no_grad():
@@ -121,14 +124,14 @@ def _trace(step: Forward | DraftForward, chunk: int) -> ExportedProgram:
 
 
 def _reason(error: Exception) -> str:
-    """Return the reason why tracing failed, out of the message of the tracer."""
+    """Return the reason why tracing failed, from the message of the tracer."""
     line = root_line(error)
     raised = re.fullmatch(r"raised exception \w+\((['\"])(.*)\1\)", line)
     return raised[2] if raised else line
 
 
 def _check_caches(traced: ExportedProgram, limits: Limits, family: str) -> None:
-    """Check that the program uses every cache that it declares, and no other."""
+    """Raise :class:`EtkvError` unless the program uses every cache that it declares, and no other."""
     import torch
 
     op = torch.ops.kvcache.update_and_attend.default
@@ -165,7 +168,7 @@ def _delegate(traced: ExportedProgram, methods: dict[str, Any]) -> EdgeProgramMa
 
 
 def _check_delegation(edge: EdgeProgramManager, family: str) -> None:
-    """Check that the whole graph is one delegate: portable kernels lack the KV cache op."""
+    """Raise :class:`EtkvError` unless the whole graph is one delegate. Portable kernels lack the KV cache op."""
     from executorch.exir.delegate import executorch_call_delegate
 
     calls = [node.target for node in edge.exported_program(METHOD).graph.nodes if node.op == "call_function"]

@@ -18,7 +18,7 @@ from etkv.export.source import Source
 NAME = "export.json"
 
 _OUTWARD = ("__main__.py", "progress.py")
-"""Modules that do not affect the program."""
+"""Modules of the exporter that do not affect the program."""
 
 _PACKAGES = ("executorch", "torch", "torchao", "transformers", "gguf")
 

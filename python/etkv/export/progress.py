@@ -1,4 +1,4 @@
-"""Progress of a long export: each step by name, with the seconds since the start."""
+"""Prints the progress of a long export: each step by name, with the seconds since the start."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ _HEARTBEAT_SECONDS = 10.0
 
 
 class Progress:
-    """Prints steps to ``stream``. A long step is repeated, so that silence means a hang.
+    """Prints steps to ``stream``; ``None`` prints nothing.
 
-    ``stream=None`` prints nothing.
+    A long step is printed again and again, so no output means that the process hangs.
     """
 
     def __init__(self, stream: TextIO | None = None) -> None:
@@ -26,14 +26,14 @@ class Progress:
         self._start = time.monotonic()
 
     def note(self, text: str) -> None:
-        """Print one line."""
+        """Print ``text`` as one line, after the seconds since the start."""
         if self._stream is not None:
             seconds = time.monotonic() - self._start
             print(f"[{seconds:6.1f} s] {text}", file=self._stream, flush=True)
 
     @contextlib.contextmanager
     def step(self, text: str) -> Iterator[None]:
-        """Announce a step, and repeat it every ten seconds while the body runs."""
+        """Print the name of a step, and print it again every ten seconds while the body runs."""
         self.note(text)
         done = threading.Event()
         ticker = threading.Thread(target=self._tick, args=(text, done), daemon=True)
@@ -53,10 +53,10 @@ class Progress:
 
 @contextlib.contextmanager
 def third_party_noise(allowed: bool) -> Iterator[None]:
-    """Keep warnings, log lines, prints and progress bars of torch, transformers and ExecuTorch off the terminal.
+    """Hide warnings, log lines, prints and progress bars of torch, transformers and ExecuTorch unless ``allowed``.
 
-    Process-wide while it is open, hence for the command only; to be opened before those packages are imported. Errors
-    are still logged.
+    It affects the whole process while it is open, so only commands open it. Open it before those packages are imported.
+    Errors are still logged.
     """
     if allowed:
         yield

@@ -28,18 +28,18 @@ DEFAULT_MAX_CONTEXT = 8192
 """The default context of a program, in tokens; never more than the model's own."""
 
 DEFAULT_PREFILL_CHUNK = 512
-"""The default of the most tokens in one execution."""
+"""The default of the most tokens in one execution of a program."""
 
 LOGITS = ("all", "last")
-"""Rows of logits of a step: one for each of its tokens, or the last token's."""
+"""The rows of logits that a step returns: one for each of its tokens, or the last token's only."""
 
 MIN_STEP = 2
-"""The least step. A dynamic dimension spans at least two lengths, so a program takes one *and* two tokens."""
+"""The least context and prefill chunk, in tokens: a dynamic dimension has at least two lengths, one and two tokens."""
 
 
 @dataclass(frozen=True)
 class ExportRequest:
-    """One export.
+    """The arguments of one export.
 
     ``model`` is a Hugging Face model folder or a ``.gguf`` file. ``output`` is the ``.pte`` to write; the files that a
     runner needs beside it go into its folder. ``dtype`` is the type of activations and of weights that are not
@@ -48,9 +48,9 @@ class ExportRequest:
     receives the exported weights, dequantized, as a Hugging Face model.
 
     ``layers`` exports the model's first layers only, with its final norm and its head: a draft of the model.
-    ``draft`` exports its last layers, fed with the hidden states of the layer below them. ``logits`` tells the rows of
-    logits that a step gives, ``all`` or ``last``. ``tap_layers`` are indices of layers, from 0; what these hand on
-    becomes a second output of the program, side by side.
+    ``draft`` exports its last layers, fed with the hidden states of the layer below them. ``logits`` selects the rows
+    of logits that a step returns, ``all`` or ``last``. ``tap_layers`` are indices of layers, from 0. The outputs of
+    these, side by side, are a second output of the program.
     """
 
     model: Path
@@ -69,8 +69,8 @@ class ExportRequest:
     def validated(self) -> ExportRequest:
         """Return the request with the dtype spelled in full and absolute paths.
 
-        Raises :class:`EtkvError` for everything that is wrong for any model. Limits that depend on the
-        model are checked once its configuration is read.
+        Raises :class:`EtkvError` if the request is wrong for any model. Limits that depend on the model are checked
+        after its configuration is read.
         """
         model = _existing(self.model)
         # Checked before anything is written, including folders and trial files.
@@ -94,9 +94,10 @@ class ExportRequest:
 
 
 def _spares(model: Path, name: str, given: Path, folder: Path) -> None:
-    """Refuse a ``folder`` to write to that has files of the model or lies inside its folder, by any link.
+    """Raise :class:`EtkvError` if ``folder`` is in the model's folder, or is that of a file which the model links to.
 
-    A GGUF file stands for itself: exports write none of that name, so the folder around it may be written to.
+    The export writes to ``folder``. Links are resolved. The folder of a GGUF file is accepted: exports write no file of
+    its name.
     """
     if not model.is_dir():
         return
@@ -134,7 +135,10 @@ def _writable_program(output: Path) -> Path:
 
 
 def _writable_folder(folder: Path) -> Path:
-    """Create ``folder`` and write a trial file, so that an export does not fail at its end."""
+    """Create ``folder``, write a trial file to it, and return its absolute path.
+
+    Raises :class:`EtkvError` if that fails, so that an export does not fail at its end.
+    """
     try:
         folder.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryFile(dir=folder):

@@ -1,6 +1,6 @@
-"""Rotary embeddings that change with the length of a text, fixed for the context of a program.
+"""Fixes rotary embeddings whose frequencies depend on the length of a text, for the context of a program.
 
-A graph cannot change its frequencies, and what is in a cache was rotated by those of its time.
+A graph cannot change its frequencies, and the keys in a cache were rotated with the frequencies of an earlier length.
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ _FIXED = "default"
 
 
 def settle(model: PreTrainedModel, max_context: int) -> None:
-    """Give every rotary embedding of ``model`` its frequencies at ``max_context`` positions.
+    """Set every rotary embedding of ``model`` to its frequencies at ``max_context`` positions.
 
-    Long RoPE has two sets of frequencies, and takes the second for texts longer than those of the first training.
-    Dynamic scaling begins past the positions that the model was made for, where no program goes.
+    Long RoPE has two sets of frequencies: the second is for texts longer than those of the first training. Dynamic
+    scaling begins past the positions that the model was made for, and no program has more positions than these.
     """
     for module in model.modules():
         kind = getattr(module, "rope_type", None)

@@ -20,8 +20,7 @@ _WEIGHTS = ("*.safetensors", "*.bin")
 class Source:
     """The source of a model.
 
-    ``folder`` holds the files; ``gguf_file`` is the name of the one that holds everything, ``None`` for a Hugging Face
-    folder.
+    ``folder`` has the files. ``gguf_file`` is the name of the GGUF file in it; ``None`` for a Hugging Face folder.
     """
 
     folder: Path
@@ -29,23 +28,23 @@ class Source:
 
     @property
     def path(self) -> Path:
-        """The path that the user gave."""
+        """Return the path that the user gave."""
         return self.folder / self.gguf_file if self.gguf_file else self.folder
 
     def files(self) -> list[Path]:
-        """The files that the export reads, in a fixed order."""
+        """Return the files that the export reads, in a fixed order."""
         if self.gguf_file:
             return [self.path]
         wanted = (*_WEIGHTS, "*.json", "*.jinja", "*.model", "*.txt")
         return sorted({file for pattern in wanted for file in self.folder.glob(pattern) if file.is_file()})
 
     def arguments(self) -> dict[str, Any]:
-        """Keyword arguments that make ``from_pretrained`` read only this source."""
+        """Return the keyword arguments that make ``from_pretrained`` read only this source."""
         return {"gguf_file": self.gguf_file} if self.gguf_file else {"local_files_only": True}
 
 
 def find(model: Path) -> Source:
-    """Return the source at ``model`` after a check of its files. Raises :class:`EtkvError` if it holds no model."""
+    """Return the source at ``model`` after a check of its files. Raises :class:`EtkvError` if there is no model."""
     if model.is_dir():
         if not (model / "config.json").is_file():
             raise EtkvError(f"folder {model} has no config.json; it has to be a Hugging Face model folder")
@@ -76,7 +75,10 @@ def read_config(source: Source) -> PreTrainedConfig:
 
 
 def read_tokenizer(source: Source) -> PreTrainedTokenizerBase:
-    """Return the model's tokenizer, which can be written as ``tokenizer.json``."""
+    """Return the model's tokenizer, which can be written as ``tokenizer.json``.
+
+    Raises :class:`EtkvError` if it cannot be read, or cannot be written so.
+    """
     from transformers import AutoTokenizer
 
     try:
@@ -125,10 +127,10 @@ def read_model(source: Source, config: PreTrainedConfig, dtype: str) -> PreTrain
 
 
 def generation_settings(source: Source, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> dict[str, Any]:
-    """Return the contents of ``generation_config.json``, with every end token of model and tokenizer.
+    """Return the contents of ``generation_config.json``, with every eos token id of model and tokenizer.
 
     A chat model often ends its turn with a token that only one of the two names. ``eos_token_id`` is a list, the
-    model's own ids first; ``bos_token_id`` is there if any of the two has one.
+    model's own ids first. ``bos_token_id`` is there if the model or the tokenizer has one.
     """
     file = source.folder / "generation_config.json"
     if source.gguf_file is None and file.is_file():

@@ -1,7 +1,7 @@
 """KV caches in plain PyTorch, one for each kind. Tests compare the native caches with them.
 
-They answer and refuse as the native ones do, and round rows as the same storage formats do. They are written for
-readers: a sequence is a dictionary from positions to tokens, a mask is computed from what a query may see, and
+They return the same results, raise the same errors and round rows as the native caches do. Their code is written to be
+read: a sequence is a dictionary from positions to tokens, a mask is computed from the positions that a query sees, and
 attention is the softmax in float64. Run a model on one within ``etkv.op.active(cache)``.
 """
 
@@ -19,7 +19,10 @@ KINDS: dict[str, type[ReferenceCache]] = {cache.kind: cache for cache in (Contig
 
 
 def make_cache(kind: str, config: CacheConfig) -> ReferenceCache:
-    """Returns an empty cache of the kind ``contiguous``, ``seq`` or ``tree``."""
+    """Returns an empty cache of the kind ``contiguous``, ``seq`` or ``tree``.
+
+    Raises :class:`StatusError` with ``INVALID_ARGUMENT`` for another kind, or for an invalid config.
+    """
     if kind not in KINDS:
         raise invalid(f"unknown cache kind {kind!r}; available: {', '.join(KINDS)}")
     return KINDS[kind](config)

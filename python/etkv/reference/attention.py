@@ -15,8 +15,8 @@ def attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, scale: float, out_d
     """Returns the softmax of the scaled scores that ``mask`` lets through, times the values.
 
     ``q`` is ``[1, n_heads, T, k_head_dim]``, ``k`` ``[1, n_kv_heads, L, k_head_dim]``, ``v``
-    ``[1, n_kv_heads, L, v_head_dim]``, and ``mask`` ``[T, L]``, true where a query sees a key. Query heads share KV
-    heads evenly, neighbours together. Returns ``[1, n_heads, T, v_head_dim]`` in ``out_dtype``.
+    ``[1, n_kv_heads, L, v_head_dim]``, and ``mask`` ``[T, L]``, true where a query sees a key. Each KV head serves the
+    same number of adjacent query heads. Returns ``[1, n_heads, T, v_head_dim]`` in ``out_dtype``.
     """
     share = q.shape[1] // k.shape[1]
     keys, values = (rows.double().repeat_interleave(share, dim=1) for rows in (k, v))
@@ -35,7 +35,7 @@ def check_dtypes(**dtypes: torch.dtype) -> None:
 
 
 def check_queries(q: Tensor, k: Tensor, v: Tensor) -> None:
-    """Checks the shapes of one attention, for any cache."""
+    """Raises :class:`StatusError` with ``SHAPE`` if ``q``, ``k`` and ``v`` do not fit together."""
     for name, tensor in (("q", q), ("k", k), ("v", v)):
         if tensor.dim() != 4 or tensor.shape[0] != 1:
             raise status_error(

@@ -20,7 +20,7 @@ from etkv.reference.rows import RowStore, TokenKv, stack
 from etkv.reference.window import Sight, WindowLayerGroup
 
 Given = tuple[Tensor, Tensor, Tensor]
-"""Keys and values that queries attend to, and the mask."""
+"""The keys and values that queries attend to, and the mask."""
 
 
 @dataclass
@@ -45,19 +45,19 @@ class Step:
     history: list[int]
     """Tokens that the queries may see, besides the step's own."""
     seen: list[set[int]]
-    """For each query the tokens of its text. Its position and the window decide which of them it sees."""
+    """For each query the tokens that it may see. Its position and the window restrict them."""
     commit: Callable[[], None]
     """Adds the tokens to the cache."""
     calls: dict[int, Call] = field(default_factory=dict)
     """The calls by layer, in their order."""
     again: set[int] = field(default_factory=set)
-    """The layers called again since the first one was: perhaps those of a new forward with the same positions."""
+    """The layers called again, from the first layer on. They may belong to a new forward with the same positions."""
     masks: dict[Sight, Tensor] = field(default_factory=dict)
 
     def answer(self, layer: int, k: Tensor, v: Tensor) -> Given | None:
-        """Returns the answer to a layer that is called again with the same rows.
+        """Returns the result of a layer that is called again with the same rows.
 
-        Returns None if it was not called, or has other rows.
+        Returns None if the layer was not called yet, or had other rows.
         """
         call = self.calls.get(layer)
         if call is None or not (_same(call.k, k) and _same(call.v, v)):
@@ -70,17 +70,17 @@ class Step:
 
 
 class ReferenceCache(ABC):
-    """A KV cache in plain PyTorch. It answers and refuses as the native caches do, which tests compare with it.
+    """A KV cache in plain PyTorch. Tests compare the results and the errors of the native caches with it.
 
-    It is for one thread, and slow: a step creates a Python object for each token of the history in each layer.
+    Use it on one thread. It is slow: a step creates a Python object for each token of the history in each layer.
     """
 
     kind: ClassVar[str]
     shares_rows: ClassVar[bool] = False
-    """Whether queries read rows of other sequences, which a mask hides from them."""
+    """True if queries read rows of other sequences, which the mask hides."""
 
     def __init__(self, config: CacheConfig) -> None:
-        """Raises :class:`StatusError` with ``INVALID_ARGUMENT`` for an invalid config."""
+        """Makes an empty cache. Raises :class:`StatusError` with ``INVALID_ARGUMENT`` for an invalid config."""
         self.config = config
         self._limits = limits_of(config)
         self._store = RowStore(config, self._limits)
@@ -96,17 +96,17 @@ class ReferenceCache(ABC):
         self._last: Step | None = None
         """The last forward, until the next change: layers that share keys and values may be called again."""
 
-    # ---- What a runner asks ----------------------------------------------
+    # ---- Queries of a runner ---------------------------------------------
 
     @property
     def capacity(self) -> int:
-        """The most positions that the cache holds."""
+        """Returns the most positions that the cache can hold."""
         return self.config.capacity
 
     @property
     @abstractmethod
     def length(self) -> int:
-        """The number of positions held. One that several sequences share counts once."""
+        """Returns the number of positions held. One that several sequences share counts once."""
 
     def can_extend(self, n: int = 1) -> bool:
         """Returns whether ``n`` more positions fit."""
@@ -116,7 +116,7 @@ class ReferenceCache(ABC):
 
     @property
     def formats(self) -> tuple[str, str]:
-        """The present formats of keys and values."""
+        """Returns the present formats of keys and values."""
         k_format, v_format = self._store.formats
         return k_format.name, v_format.name
 
@@ -124,7 +124,7 @@ class ReferenceCache(ABC):
     def rewindable_to(self) -> int:
         """Returns the least length other than 0 that the only sequence can be rewound to."""
 
-    # ---- What a runner changes -------------------------------------------
+    # ---- Changes by a runner ---------------------------------------------
 
     @abstractmethod
     def rewind(self, length: int) -> None:
@@ -144,7 +144,7 @@ class ReferenceCache(ABC):
         self._refuse_in_step("convert the cache")
         self._store.convert(k_format, v_format)
 
-    # ---- What a program calls --------------------------------------------
+    # ---- Steps of a program ----------------------------------------------
 
     def update_and_attend(
         self,
@@ -156,15 +156,17 @@ class ReferenceCache(ABC):
         scale: float,
         out_dtype: torch.dtype,
     ) -> Tensor:
-        """Writes a layer's rows, and attends to all rows that its queries see.
+        """Writes a layer's rows, and returns the attention of its queries to all rows that they see.
 
         ``q`` is ``[1, n_heads, T, k_head_dim]``, ``k`` ``[1, n_kv_heads, T, k_head_dim]`` and ``v``
         ``[1, n_kv_heads, T, v_head_dim]``; the result is ``[1, n_heads, T, v_head_dim]`` in ``out_dtype``.
 
         A forward begins with the call of the first layer. It commits once every layer is called with the same
-        positions, in any order. A layer that is called again with the same rows only attends: that is how layers share
-        keys and values. A layer that is called with other rows, or other positions, begins a new forward. So does the
+        positions, in any order. A layer that is called again with the same rows only attends: layers that share keys
+        and values do so. A layer that is called with other rows, or other positions, begins a new forward. So does the
         call after a refused one. An unfinished forward is rolled back.
+
+        Raises :class:`StatusError` if the inputs do not fit or the cache refuses the step. The forward is rolled back.
         """
         try:
             check_dtypes(q=q.dtype, k=k.dtype, v=v.dtype, out_dtype=out_dtype)
@@ -176,11 +178,11 @@ class ReferenceCache(ABC):
         return attention(q, keys, values, mask, scale, out_dtype)
 
     def update_and_fetch(self, layer: int, k: Tensor, v: Tensor, positions: Sequence[int]) -> Given:
-        """Writes a layer's rows, and returns what its queries attend to.
+        """Writes a layer's rows, and returns the keys, the values and the mask for its queries.
 
-        That is every stored key ``[1, n_kv_heads, L, k_head_dim]`` and value ``[1, n_kv_heads, L, v_head_dim]`` in
-        float32, the new ones last, and a mask ``[T, L]``, true where a query sees a key. Layers of equal windows get
-        the same mask.
+        The keys ``[1, n_kv_heads, L, k_head_dim]`` and values ``[1, n_kv_heads, L, v_head_dim]`` are all that are
+        stored, in float32, the new ones last. The mask ``[T, L]`` is true where a query sees a key. Layers of equal
+        windows get the same mask.
         """
         try:
             positions = [integer("a position", position) for position in positions]
@@ -203,9 +205,10 @@ class ReferenceCache(ABC):
         self._step = self._last = None
 
     def _begin_anew(self, had: Step, layer: int) -> None:
-        """Begins a forward with the positions of the one before.
+        """Begins a forward with the positions of the forward before it, ``had``.
 
-        Layers already called for it had the same rows as before, and were taken for layers that share rows.
+        The layers in ``had.again`` were already called for the new forward. Their rows were the same as before, so they
+        were treated as layers that share rows.
         """
         self.abort()
         if had.again and layer not in had.again:
@@ -231,7 +234,7 @@ class ReferenceCache(ABC):
         return given
 
     def _mask(self, step: Step, sight: Sight) -> Tensor:
-        """Returns which of the tokens that are read each query sees."""
+        """Returns the mask ``[T, L]`` of a step: true where a query sees a token that is read."""
         if sight not in step.masks:
             at = {**self._positions, **dict(zip(step.tokens, step.positions, strict=True))}
             step.masks[sight] = torch.tensor(
@@ -257,11 +260,11 @@ class ReferenceCache(ABC):
         self._positions = {token: self._positions[token] for token in held}
         self._store.convert_at(self._committed())
 
-    # ---- What kinds differ in --------------------------------------------
+    # ---- Defined by each kind --------------------------------------------
 
     @abstractmethod
     def _plan(self, positions: list[int]) -> Step:
-        """Returns a step for tokens at these positions, or refuses it."""
+        """Returns a step for tokens at these positions. Raises :class:`StatusError` if the cache refuses it."""
 
     @abstractmethod
     def _held(self) -> list[int]:
@@ -275,7 +278,7 @@ class ReferenceCache(ABC):
         """Returns the number of positions held, without candidates."""
         return self.length
 
-    # ---- What kinds share ------------------------------------------------
+    # ---- Shared by the kinds ---------------------------------------------
 
     def _new_tokens(self, n: int) -> list[int]:
         return list(itertools.islice(self._numbers, n))
@@ -286,7 +289,7 @@ class ReferenceCache(ABC):
         self._last = None
 
     def _check_count(self, n_tokens: int) -> None:
-        """Checks that window layers can roll back this many tokens of a sequence."""
+        """Raises :class:`StatusError` with ``CAPACITY`` for more tokens of a sequence than windows can roll back."""
         for group in self._groups.values():
             if group.drops and n_tokens > group.max_step_tokens:
                 raise status_error(
@@ -296,7 +299,7 @@ class ReferenceCache(ABC):
                 )
 
     def _check_floats(self, n_tokens: int, length: int) -> None:
-        """Checks that a step stores no more positions in float than the memory estimate allows."""
+        """Raises :class:`StatusError` with ``CAPACITY`` for more positions in float than the memory estimate allows."""
         most = self._limits.most_floats
         if self._store.awaits_conversion and length > most:
             raise status_error(

@@ -31,7 +31,8 @@ class ContiguousCache(ReferenceCache):
     def rewind(self, length: int) -> None:
         """Removes the positions from ``length`` on.
 
-        ``POSITION`` if there are fewer, or if windows have dropped what a query there sees.
+        Raises :class:`StatusError` with ``POSITION`` if there are fewer positions, or if windows have dropped some that
+        a query there sees.
         """
         self._refuse_in_step("rewind the cache")
         length = integer("length", length)

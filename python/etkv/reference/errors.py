@@ -9,7 +9,7 @@ from etkv.errors import NoCacheError, Status, StatusError, status_error
 
 
 class NoActiveCacheError(NoCacheError, RuntimeError):
-    """``kvcache::update_and_attend`` runs in plain PyTorch and no cache is active."""
+    """``kvcache::update_and_attend`` ran in plain PyTorch, and no cache was active."""
 
     def __init__(self) -> None:
         super().__init__(
@@ -23,7 +23,10 @@ def invalid(message: str) -> StatusError:
 
 
 def integer(name: str, value: Any) -> int:
-    """Returns ``value`` as an int. Takes integers of numpy and torch; refuses bools and floats."""
+    """Returns ``value``, an integer of Python, numpy or torch, as an int.
+
+    Raises :class:`StatusError` with ``INVALID_ARGUMENT`` for all else, also for bools and floats.
+    """
     if not isinstance(value, bool):
         try:
             return operator.index(value)

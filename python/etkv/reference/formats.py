@@ -1,4 +1,4 @@
-"""The storage formats: how each rounds rows.
+"""The storage formats, and the rounding of rows by each.
 
 A row is one position of one KV head: the last axis of a tensor. No format mixes rows. Codes, scales and offsets are
 those of the native caches, so :func:`stored` returns the numbers that their attention reads, in float32.
@@ -69,7 +69,10 @@ class Format:
 
 
 def format_of(name: str) -> Format:
-    """Returns the format of this name. ``affine4`` is ``affine4g64``."""
+    """Returns the format of this name. ``affine4`` is ``affine4g64``.
+
+    Raises :class:`StatusError` with ``INVALID_ARGUMENT`` for an unknown name.
+    """
     if name in FLOATS:
         return Format(name, 1)
     if name in _OTHERS:

@@ -31,12 +31,16 @@ class Limits:
 
     @property
     def most_floats(self) -> int:
-        """The most positions that are ever stored in ``float_format`` before ``quantized_kv_start``."""
+        """Returns the most positions that are stored in ``float_format`` before ``quantized_kv_start``."""
         return min(max(self.quantized_kv_start - 1, 0) + self.max_step_tokens, self.capacity)
 
 
 def limits_of(config: CacheConfig) -> Limits:
-    """Checks every field; ``INVALID_ARGUMENT`` names the field, the value and the limit."""
+    """Returns the limits of a config.
+
+    Raises :class:`StatusError` with ``INVALID_ARGUMENT`` for an invalid field. The message names the field, the value
+    and the limit.
+    """
     if not config.layers:
         raise invalid("a cache needs at least 1 layer")
     at_least(1, "capacity", config.capacity)

@@ -1,4 +1,4 @@
-"""The rows of a cache: keys and values of each token, rounded as their format does."""
+"""The rows of a cache: keys and values of each token, rounded by their format."""
 
 from __future__ import annotations
 
@@ -36,7 +36,10 @@ class RowStore:
         self.formats = floats if self.awaits_conversion else self._limits.formats
 
     def encode(self, layer: int, k: Tensor, v: Tensor, n_tokens: int) -> list[TokenKv]:
-        """Returns new rows, ``[1, n_kv_heads, n_tokens, head_dim]``, as they will be stored. Stores nothing."""
+        """Returns new rows, ``[1, n_kv_heads, n_tokens, head_dim]``, in their stored form, by token. Stores nothing.
+
+        Raises :class:`StatusError` with ``SHAPE`` for another shape.
+        """
         config = self._config.layers[layer]
         for what, rows, head_dim in (("keys", k, config.k_head_dim), ("values", v, config.value_dim)):
             expected = (1, config.n_kv_heads, n_tokens, head_dim)
@@ -49,10 +52,9 @@ class RowStore:
         return [(keys[:, token], values[:, token]) for token in range(n_tokens)]
 
     def check_values(self, layer: int, v: Tensor) -> None:
-        """Refuses values that are not finite as stored.
+        """Raises :class:`StatusError` with ``INVALID_ARGUMENT`` for values that are not finite as stored.
 
-        The native caches read masked rows with weight 0, and 0 times infinity is NaN: one sequence would spoil the
-        others.
+        The native caches read masked rows with weight 0, and 0 times infinity is NaN: other sequences would get NaN.
         """
         stored_as = self.formats[1]
         if not torch.isfinite(stored_as.stored(v) if stored_as.is_float else v).all():
@@ -73,7 +75,10 @@ class RowStore:
                 del layer[token]
 
     def convert(self, k_format: str, v_format: str) -> None:
-        """Converts stored and future rows to other formats, until everything is cleared."""
+        """Converts stored and future rows to other formats, until everything is cleared.
+
+        Raises :class:`StatusError` with ``INVALID_ARGUMENT`` for a format that is unknown or does not fit a layer.
+        """
         wanted = (format_of(k_format), format_of(v_format))
         for index, layer in enumerate(self._config.layers):
             try:

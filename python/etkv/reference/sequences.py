@@ -10,7 +10,7 @@ from etkv.reference.cache import ReferenceCache, Step, refuse_empty
 from etkv.reference.errors import integer, invalid
 
 MAX_SEQUENCES = 256
-"""The number of sequences; they are numbered from 0."""
+"""The most sequences. Their numbers begin at 0."""
 
 Members = tuple[int, ...]
 """The sequences that a token belongs to."""
@@ -29,11 +29,11 @@ class SeqCache(ReferenceCache):
     def __init__(self, config: CacheConfig) -> None:
         super().__init__(config)
         self._sequences: dict[int, dict[int, int]] = {}
-        """Position to token, by the numbers of the sequences that hold tokens."""
+        """Sequence that holds tokens -> position -> token."""
         self._declared: list[Members] | None = None
         """The sequences of the next step's tokens, if they are declared."""
 
-    # ---- What a runner asks ----------------------------------------------
+    # ---- Queries of a runner ---------------------------------------------
 
     @property
     def length(self) -> int:
@@ -65,7 +65,7 @@ class SeqCache(ReferenceCache):
     def seq_rewindable_to(self, sequence: int) -> int:
         """Returns the least length other than 0 that a sequence can be rewound to.
 
-        It holds the position before, and every layer holds all that a query there sees.
+        The sequence holds the position before that length, and every layer holds all positions that a query there sees.
         """
         positions = self._tokens(self._number(sequence))
         least = self._exact_from(sequence, list(positions))
@@ -76,7 +76,7 @@ class SeqCache(ReferenceCache):
     def rewindable_to(self) -> int:
         return self.seq_rewindable_to(self._only_sequence())
 
-    # ---- What a runner changes -------------------------------------------
+    # ---- Changes by a runner ---------------------------------------------
 
     def begin_step(self, sequences: Sequence[int]) -> None:
         """Declares the sequence of each token of the next step. The default is the only sequence.
@@ -90,15 +90,15 @@ class SeqCache(ReferenceCache):
         self._declare([tuple(members) for members in sequences])
 
     def cancel_step(self) -> None:
-        """Withdraws the declaration of ``begin_step`` or ``begin_step_shared``, for a step that does not come."""
+        """Removes the declaration of ``begin_step`` or ``begin_step_shared``, if the declared step is not run."""
         self._refuse_in_step("cancel the declaration of the next")
         self._declared = None
 
     def seq_cp(self, source: int, target: int, begin: int = 0, end: int | None = None) -> None:
         """Makes ``target`` share the positions of ``source`` from ``begin`` up to ``end``.
 
-        ``POSITION`` if ``target`` holds other tokens for some of them, or if layers with windows have dropped what its
-        next query would see.
+        Raises :class:`StatusError` with ``POSITION`` if ``target`` holds other tokens at some of these positions, or if
+        layers with windows have dropped positions that its next query would see.
         """
         self._refuse_in_step("copy a sequence")
         source, target = self._number(source), self._number(target)
@@ -130,7 +130,7 @@ class SeqCache(ReferenceCache):
     def seq_rm(self, sequence: int, begin: int = 0, end: int | None = None) -> None:
         """Removes the positions from ``begin`` up to ``end`` from a sequence. An empty sequence begins at 0 again.
 
-        ``POSITION`` if it would go on below :meth:`seq_rewindable_to`.
+        Raises :class:`StatusError` with ``POSITION`` if it would go on below :meth:`seq_rewindable_to`.
         """
         self._refuse_in_step("remove from a sequence")
         sequence = self._number(sequence)
@@ -162,7 +162,8 @@ class SeqCache(ReferenceCache):
     def rewind(self, length: int) -> None:
         """Removes the positions from ``length`` on, of the only sequence; 0 removes all of them.
 
-        ``INVALID_ARGUMENT`` if there are several sequences, and ``POSITION`` for a length that it cannot go on at.
+        Raises :class:`StatusError` with ``INVALID_ARGUMENT`` if there are several sequences, and with ``POSITION`` for
+        a length at which the sequence cannot go on.
         """
         self._refuse_in_step("rewind the cache")
         length = integer("length", length)
@@ -305,19 +306,22 @@ class SeqCache(ReferenceCache):
         self._declared = None
 
     def _refuse_under_tree(self, sequence: int, what: str) -> None:
-        """Refuses ``what`` for a sequence that carries a tree. Sequences of this kind carry none."""
+        """Raises :class:`StatusError` if the sequence carries a tree. Sequences of this kind carry none."""
 
     def _drop_tree(self, sequence: int) -> None:
         """Removes the tree of a sequence. Sequences of this kind carry none."""
 
 
 def _before(owners: list[Members], token: int, sequence: int) -> int:
-    """Returns the number of tokens of a sequence in a step before one."""
+    """Returns the number of tokens of ``sequence`` in a step before the token ``token``."""
     return sum(sequence in members for members in owners[:token])
 
 
 def _range(begin: int, end: int | None) -> tuple[int, int]:
-    """Returns a range of positions. ``end`` None means all that follow."""
+    """Returns a range of positions. ``end`` None means all that follow.
+
+    Raises :class:`StatusError` with ``INVALID_ARGUMENT`` for a negative begin, or an end before it.
+    """
     begin = integer("begin", begin)
     last = 2**31 - 1 if end is None else integer("end", end)
     if begin < 0 or last < begin:

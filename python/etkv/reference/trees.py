@@ -20,18 +20,18 @@ class Tree:
 
     parents: list[int] = field(default_factory=list)
     tokens: list[int] = field(default_factory=list)
-    """The tokens of the nodes that ran: all, or all before the last frontier."""
+    """The tokens of the nodes that have run: of all nodes, or of all before the last frontier."""
 
     def __len__(self) -> int:
         return len(self.parents)
 
     @property
     def n_pending(self) -> int:
-        """The number of nodes that the next step runs."""
+        """Returns the number of nodes that the next step runs."""
         return len(self.parents) - len(self.tokens)
 
     def path(self, node: int) -> list[int]:
-        """Returns the nodes from the sequence down to one, including it."""
+        """Returns the nodes from the child of the sequence down to ``node``, including both."""
         path = [node]
         while self.parents[path[0]] != ROOT:
             path.insert(0, self.parents[path[0]])
@@ -58,8 +58,11 @@ class TreeCache(SeqCache):
     def propose(self, parents: Sequence[int], sequence: int = 0) -> None:
         """Appends a frontier of candidates to the tree behind a sequence: the queries of its next step.
 
-        Each sees the sequence, its ancestors and itself. A parent is the number of an earlier node of the tree, over
-        all its frontiers, or -1 for the sequence itself. A node's position is the sequence's next plus its depth.
+        A candidate sees the sequence, its ancestors and itself. A parent is the number of an earlier node of the tree,
+        over all its frontiers, or -1 for the sequence itself. A node's position is the sequence's next plus its depth.
+
+        Raises :class:`StatusError`: with ``CAPACITY`` if the frontier does not fit, with ``STEP`` if the last frontier
+        has not run, and with ``INVALID_ARGUMENT`` for no candidates or a wrong parent.
         """
         self._refuse_in_step("propose a tree")
         sequence = self._number(sequence)
@@ -88,7 +91,10 @@ class TreeCache(SeqCache):
     def commit(self, accepted: Sequence[int], sequence: int = 0) -> None:
         """Adds a chain of candidates to the sequence, from its child down, and removes the rest of the tree.
 
-        No nodes remove the whole tree.
+        An empty chain removes the whole tree.
+
+        Raises :class:`StatusError` with ``INVALID_ARGUMENT`` if the sequence has no tree, or if ``accepted`` is not a
+        chain of nodes that have run.
         """
         self._refuse_in_step("commit a tree")
         sequence = self._number(sequence)
@@ -165,7 +171,7 @@ class TreeCache(SeqCache):
     # ---- Inside ----------------------------------------------------------
 
     def _node(self, owners: list[Members], token: int, sequence: int) -> int:
-        """Returns the node of a token of a step, in the tree behind a sequence."""
+        """Returns the node that a token of a step runs, in the tree behind a sequence."""
         return len(self._trees[sequence].tokens) + _before(owners, token, sequence)
 
     def _held(self) -> list[int]:

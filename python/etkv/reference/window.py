@@ -1,7 +1,7 @@
-"""Sliding windows: what a query sees of a sequence, and which positions the native caches drop.
+"""Sliding windows: the positions that a query sees, and the positions that the native caches drop.
 
-The reference itself drops no rows. It tracks what a native cache holds for one reason: a sequence cannot be rewound to
-where a query would see dropped positions, and both must refuse that alike.
+The reference itself drops no rows. It tracks the positions that a native cache holds for one reason: a sequence cannot
+be rewound to a length where a query would see dropped positions, and both raise the same error for that.
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ class Sight:
     """The positions of a sequence that the queries of a layer see."""
 
     window: int = 0
-    """Positions, including the query's own; 0 for all."""
+    """The number of positions, including the query's own; 0 for all."""
     sinks: int = 0
-    """First positions that are also seen."""
+    """The number of first positions that are also seen."""
 
     def sees(self, query: int, position: int) -> bool:
         """Returns whether a query at position ``query`` sees ``position`` of its own sequence."""
@@ -49,7 +49,7 @@ class WindowLayerGroup:
 
     @property
     def drops(self) -> bool:
-        """Whether a sequence can be longer than the slots."""
+        """Returns whether a sequence can be longer than the slots."""
         return self.slots < self.capacity
 
     def append(self, sequence: int, positions: Iterable[int]) -> None:
