@@ -101,7 +101,7 @@ def test_what_is_wrong_before_it_gets_to_the_library():
         DecodeSession(config(growth="never"))
     with pytest.raises(etkv.EtkvError, match="capacity is 2147483648, expected a 32-bit integer"):
         DecodeSession(config(capacity=2**31))
-    with pytest.raises(etkv.EtkvError, match="it is a CacheConfig"):
+    with pytest.raises(etkv.EtkvError, match="expected a CacheConfig"):
         DecodeSession({"capacity": 3})
     with SeqSession(config()) as session:
         with pytest.raises(etkv.EtkvError, match=r"sequence is 1.5, expected an integer"):
