@@ -274,7 +274,8 @@ pub(super) struct Unpack<'a, D> {
     pub rows: Rows<'a>,
     /// Elements of a row: a multiple of the group, or less than a vector more than one.
     pub dim: usize,
-    /// As many rows of `padded` numbers. Those beyond `dim` become zeros.
+    /// As many rows of `padded` numbers. Those beyond `dim` are finite if the row is, so that they
+    /// count nothing where queries have zeros.
     pub out: *mut f32,
     /// The next multiple of the lanes.
     pub padded: usize,
@@ -324,7 +325,6 @@ impl<D: Decode> Unpack<'_, D> {
             let scale = self.decode.scale::<S>(row, at / self.decode.group(self.dim));
             let row = [codes.as_ptr().wrapping_sub(begins), row[1], row[2]];
             S::store(numbers.as_mut_ptr(), self.decode.load::<S>(row, at, scale));
-            numbers[count..].fill(0.0);
             std::ptr::copy_nonoverlapping(numbers.as_ptr(), out, self.padded - at);
         }
     }
