@@ -25,12 +25,9 @@ pub const MLX_VERSION: &str = env!("ETKV_MLX_VERSION");
 struct Runtime {
     stream: Stream,
     on_gpu: bool,
-    /// Streams of programs that are gone. MLX keeps a stream, and its thread, until the process
-    /// ends.
-    spare: Mutex<Vec<Stream>>,
 }
 
-// SAFETY: the streams belong to no thread, and are used under `LOCK` only, by one thread at a time.
+// SAFETY: the stream belongs to no thread, and is used under `LOCK` only, by one thread at a time.
 unsafe impl Send for Runtime {}
 // SAFETY: as above.
 unsafe impl Sync for Runtime {}
@@ -117,12 +114,8 @@ impl Mlx {
         self.run_on(&self.runtime.stream, work)
     }
 
-    /// Runs `work` on `own`, or on the stream of the enclosing call.
-    pub(crate) fn run_in<T>(&self, own: &OwnStream, work: impl FnOnce() -> T) -> T {
-        self.run_on(own.0.as_ref().unwrap_or(&self.runtime.stream), work)
-    }
-
-    fn run_on<T>(&self, stream: &Stream, work: impl FnOnce() -> T) -> T {
+    /// Runs `work` on a stream that belongs to no thread, or on the stream of the enclosing call.
+    pub(crate) fn run_on<T>(&self, stream: &Stream, work: impl FnOnce() -> T) -> T {
         thread_local! {
             static HAS_STREAM: Cell<bool> = const { Cell::new(false) };
         }
@@ -140,22 +133,6 @@ impl Mlx {
         mlx_rs::with_stream(stream, work)
     }
 
-    /// Returns a stream for a program alone. On the CPU MLX computes each stream on a thread of its
-    /// own, so programs on several threads are computed at the same time. A GPU is shared anyway.
-    ///
-    /// # Errors
-    /// [`Backend`](Status::Backend) if MLX cannot make one.
-    pub(crate) fn own_stream(&self) -> Result<OwnStream> {
-        if self.runtime.on_gpu {
-            return Ok(OwnStream(None));
-        }
-        let spare = self.runtime.spare.lock().pop();
-        Ok(OwnStream(Some(match spare {
-            Some(stream) => stream,
-            None => unowned_stream(&Device::cpu())?,
-        })))
-    }
-
     /// Returns whether the shared stream runs on a GPU.
     pub fn on_gpu(&self) -> bool {
         self.runtime.on_gpu
@@ -168,20 +145,6 @@ impl Mlx {
             work()
         } else {
             give_way(work)
-        }
-    }
-}
-
-/// A stream of one program. Another program gets it when this is dropped.
-pub(crate) struct OwnStream(Option<Stream>);
-
-// SAFETY: the stream belongs to no thread, and is used under `LOCK` only.
-unsafe impl Send for OwnStream {}
-
-impl Drop for OwnStream {
-    fn drop(&mut self) {
-        if let (Some(stream), Ok(runtime)) = (self.0.take(), runtime()) {
-            runtime.spare.lock().push(stream);
         }
     }
 }
@@ -290,7 +253,7 @@ fn start() -> Result<Runtime> {
     // process then ends with its own exit status. It is needed also where the stream is on the CPU.
     // SAFETY: it registers a function without state; the stream exists.
     unsafe { mlx_sys::etkv_mlx_end_without_driver() };
-    Ok(Runtime { stream, on_gpu, spare: Mutex::default() })
+    Ok(Runtime { stream, on_gpu })
 }
 
 /// Returns the device that `ETKV_DEVICE` names (`cpu` or `gpu`), or else MLX's own choice.
@@ -313,7 +276,7 @@ fn default_device() -> Result<Device> {
 }
 
 /// Makes a stream that any thread may use, one at a time.
-fn unowned_stream(device: &Device) -> Result<Stream> {
+pub(crate) fn unowned_stream(device: &Device) -> Result<Stream> {
     let (kind, index) = (device.get_type()?, device.get_index()?);
     // SAFETY: handles are made and freed here; the stream outlives its use because
     // the wrapper holds its own.

@@ -16,10 +16,11 @@ use super::frame::{Frame, Output, StepState};
 use super::interpreter::Schedule;
 use super::ir::{Dim, Graph, InputSpec, Op, Value};
 use super::passes::{self, Target};
+use super::stream::ProgramStream;
 use super::{payload, TARGET};
 use crate::backend::{ProgramCache, Step, MLX_BACKEND};
 use crate::error::{fail, Error, Result, Status};
-use crate::mlx::{self, Mlx, OwnStream};
+use crate::mlx::{self, Mlx};
 
 /// The rows of the logits that a program computes.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
@@ -66,7 +67,7 @@ pub struct Program {
     n_values: u32,
     n_ints: u32,
     cache: Option<ProgramCache>,
-    stream: OwnStream,
+    stream: ProgramStream,
 }
 
 impl Program {
@@ -120,7 +121,7 @@ impl Program {
                 n_values: graph.n_values,
                 n_ints: graph.n_ints,
                 cache,
-                stream: mlx.own_stream()?,
+                stream: ProgramStream::new(&mlx)?,
             })
         })
     }
@@ -178,13 +179,13 @@ impl Program {
             None => StepState::NoCache,
         };
         let frame = Frame::new(&mlx, self.n_values, self.n_ints, &self.constants, step);
-        let (made, step) = mlx.run_in(&self.stream, || self.start(frame, inputs, output_types))?;
+        let (made, step) = self.stream.run(&mlx, || self.start(frame, inputs, output_types))?;
         mlx.outside(|| made.iter().try_for_each(Output::wait))?;
         // Inside: on a GPU this moves the elements to where the host can read them.
         let outputs: SmallVec<[_; 4]> = made.iter().map(Output::argument).collect::<Result<_>>()?;
         mlx.outside(|| host.take(&outputs))?;
         match step {
-            Some(step) => mlx.run_in(&self.stream, || Ok(step.commit(&[])?)),
+            Some(step) => self.stream.run(&mlx, || Ok(step.commit(&[])?)),
             None => Ok(()),
         }
     }

@@ -21,6 +21,7 @@ mod ops;
 mod passes;
 mod payload;
 mod slots;
+mod stream;
 #[cfg(test)]
 mod tests;
 

@@ -1,9 +1,9 @@
 //! Attention over rows as they are stored.
 //!
-//! A call is split into tasks ([`plan`]) of some query rows and some slots. A task goes through its
-//! slots in tiles of 64 ([`task`]): scores, an online softmax, and the weighted values ([`kernels`],
-//! [`softmax`]). If tasks share the slots of a row, their parts are put together in the end. Kernels
-//! are written once over vectors ([`simd`]) and formats ([`decode`]).
+//! A call is split into tasks (`plan`) of some query rows and some slots. A task goes through its
+//! slots in tiles of 64 (`task`): scores, an online softmax, and the weighted values (`kernels`,
+//! `softmax`). If tasks share the slots of a row, their parts are put together in the end. Kernels
+//! are written once over vectors (`simd`) and formats (`decode`).
 
 mod decode;
 mod kernels;
