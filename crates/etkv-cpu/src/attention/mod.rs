@@ -143,9 +143,9 @@ fn attend_with(
     if sizes.rows() == 0 || sizes.n_kv_heads == 0 || sizes.v_dim == 0 {
         return Ok(());
     }
-    // Tasks of a few microseconds are not worth a second thread.
+    // About ten microseconds are not worth waking a thread.
     let work = sizes.n_kv_heads * sizes.n_slots * (sizes.k_dim + sizes.v_dim) * sizes.rows();
-    let parallel = if work < 1 << 15 { &Serial } else { parallel };
+    let parallel = if work < 1 << 17 { &Serial } else { parallel };
     let plan = Plan::new(sizes, parallel.threads());
     let threads = parallel.threads().min(plan.n_tasks()).max(1);
     let (parts, blocks) = workspace.prepare(&plan, threads)?;

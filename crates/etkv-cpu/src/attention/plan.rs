@@ -8,11 +8,12 @@ use super::kernels::TILE;
 const ROWS: usize = 192;
 
 /// Query rows of a KV head up to which a task takes several heads, so that it reads slots whole.
-const FEW_ROWS: usize = 16;
+const FEW_ROWS: usize = 32;
 
-/// The most parts that slots are split into, for few and for many query rows: each costs a row of
-/// values to write and to put together.
-const PARTS: [usize; 2] = [32, 8];
+/// The least and the most parts that slots are split into, and the rows of all parts of a KV head
+/// between them: each row of a part is written and put together with the others.
+const PARTS: [usize; 2] = [8, 32];
+const PART_ROWS: usize = 512;
 
 /// The fewest tiles of a part.
 const TILES: usize = 2;
@@ -80,10 +81,9 @@ impl Plan {
         let tokens = (ROWS / sizes.group).clamp(1, sizes.n_tokens);
         let n_tiles = sizes.n_slots.div_ceil(TILE);
         let few = sizes.rows() <= FEW_ROWS;
-        let most = match (tokens == sizes.n_tokens, few) {
-            (true, true) => PARTS[0],
-            (true, false) => PARTS[1],
-            (false, _) => 1,
+        let most = match tokens == sizes.n_tokens {
+            true => (PART_ROWS / sizes.rows()).clamp(PARTS[0], PARTS[1]),
+            false => 1,
         };
         let slots = n_tiles.div_ceil(most).max(TILES) * TILE;
         let n_parts = sizes.n_slots.div_ceil(slots).max(1);
