@@ -79,22 +79,22 @@ rust:
 programs: model
 	python tests/python/programs.py
 
+# Packages are built with the same features of their dependencies as far as they go: Cargo would
+# build these again.
 lint: .venv/.ready ## Check formats, lints and docs
 	cargo fmt --all --check
 	cargo clippy $(CARGO_FLAGS) --workspace --all-targets -- -D warnings
-	cargo clippy $(CARGO_FLAGS) -p etkv-capi --no-default-features -- -D warnings
-	cargo clippy --locked -p etkv-core --all-targets -- -D warnings
-	RUSTDOCFLAGS="-D warnings" cargo doc $(CARGO_FLAGS) --workspace --no-deps --quiet
+	cargo clippy $(CARGO_FLAGS) --workspace --exclude etkv-benches --all-targets --no-default-features -- -D warnings
+	RUSTDOCFLAGS="-D warnings" cargo doc $(CARGO_FLAGS) --workspace --exclude mlx-sys --no-deps --quiet
 	git ls-files -- '*.h' '*.hpp' '*.cpp' | xargs clang-format --dry-run -Werror
 	ruff check --quiet .
 	ruff format --check --quiet .
 	mypy
 	python tests/lint/words.py
 
-# The tests of the caches without a backend have to build without MLX. They run with the rest.
-test-rust: .venv/.ready ## Run Rust's tests; the core also by itself, without MLX
+# `make lint` has built the tests of caches that need no MLX without it.
+test-rust: .venv/.ready ## Run Rust's tests; the core also by itself
 	$(BOUNDED) 3600 cargo test --locked -p etkv-core
-	$(BOUNDED) 3600 cargo check $(CARGO_FLAGS) -p etkv-tests --no-default-features --all-targets
 	$(BOUNDED) 3600 cargo test $(CARGO_FLAGS) --workspace
 
 test-cpp: build ## Run the tests of the C and C++ faces

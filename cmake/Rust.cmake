@@ -5,6 +5,13 @@ if(NOT ETKV_CARGO)
   message(FATAL_ERROR "etkv needs Rust, and no cargo is in PATH: install it from https://rustup.rs, or set ETKV_CARGO")
 endif()
 
+# All of them are built at once: what they have in common is then built once, with
+# the features that any of them needs.
+set(ETKV_RUST_PACKAGES --package etkv-capi)
+if(ETKV_BUILD_EXAMPLES)
+  list(APPEND ETKV_RUST_PACKAGES --package etkv-tokenizer)
+endif()
+
 # etkv_rust_library(TARGET PACKAGE package LIBRARY libname.a|.so [NO_DEFAULT_FEATURES])
 function(etkv_rust_library target)
   cmake_parse_arguments(PARSE_ARGV 1 arg "NO_DEFAULT_FEATURES" "PACKAGE;LIBRARY" "")
@@ -31,7 +38,7 @@ function(etkv_rust_library target)
     ${target}_build
     COMMAND
       ${CMAKE_COMMAND} -E env ${environment} ${ETKV_CARGO} build --release
-      --locked --package ${arg_PACKAGE} ${features}
+      --locked ${ETKV_RUST_PACKAGES} ${features}
       --target-dir ${ETKV_CARGO_TARGET_DIR}
     WORKING_DIRECTORY ${PROJECT_SOURCE_DIR}
     BYPRODUCTS ${library}

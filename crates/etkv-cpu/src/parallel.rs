@@ -46,7 +46,7 @@ struct Shared {
     busy: AtomicBool,
     /// What to call; written while no call is left.
     call: UnsafeCell<Option<Call>>,
-    /// Calls that no thread has begun. Whoever takes one off makes it, and may read `call`: it stays
+    /// Calls that no thread has begun. A thread that takes one off makes it, and may read `call`: it stays
     /// until that call is done.
     left: AtomicUsize,
     /// Calls that are not done.

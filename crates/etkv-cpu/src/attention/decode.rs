@@ -12,7 +12,7 @@ pub(super) trait Decode: Copy {
     /// Bits of an element in the first plane.
     const BITS: usize;
 
-    /// What the elements of a group are multiplied with and moved by, in every lane.
+    /// What the elements of a group are multiplied with and moved by, in every element of the vector.
     type Scale<S: Simd>: Copy;
 
     /// Returns the elements that share a scale, of rows of `dim` elements.
@@ -24,7 +24,7 @@ pub(super) trait Decode: Copy {
     /// As [`Simd`]; the row has this group.
     unsafe fn scale<S: Simd>(self, row: Row, group: usize) -> Self::Scale<S>;
 
-    /// Returns the elements from `at`, a multiple of the lanes; all are of the group of `scale`.
+    /// Returns the elements from `at`, a multiple of the vector width; all are of the group of `scale`.
     ///
     /// # Safety
     /// As [`Simd`]; the row has these elements.
@@ -91,7 +91,7 @@ impl<const BITS: usize> Decode for Affine<BITS> {
 
     #[inline(always)]
     unsafe fn load<S: Simd>(self, row: Row, at: usize, scale: Self::Scale<S>) -> S::F {
-        // SAFETY: the caller's; the lanes are a multiple of 8, so the element begins a byte.
+        // SAFETY: the caller's; the vector width is a multiple of 8, so the element begins a byte.
         unsafe { S::fma(S::integers::<BITS>(row[0].add(at / 8 * BITS)), scale.0, scale.1) }
     }
 }

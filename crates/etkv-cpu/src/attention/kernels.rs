@@ -45,7 +45,7 @@ impl Rows<'_> {
 }
 
 /// Rows that are read after this loop, which asks for their bytes in time: they are too far apart for
-/// the machine to guess.
+/// the machine to fetch them by itself.
 #[derive(Debug, Clone, Copy)]
 pub(super) struct Next<'a> {
     /// The rows.
@@ -130,7 +130,7 @@ pub(super) struct Dots<'a, D, const R: usize> {
     /// `R` rows of `dim` numbers.
     pub queries: [*const f32; R],
     pub keys: Rows<'a>,
-    /// A multiple of the lanes, and of the group.
+    /// A multiple of the vector width, and of the group.
     pub dim: usize,
     /// `R` rows of [`TILE`] numbers, one after another. Those beyond the slots, up to a multiple of
     /// four, are written too.
@@ -174,7 +174,7 @@ impl<D: Decode, const R: usize> Kernel for Dots<'_, D, R> {
                                 sums[r][i] = S::fma(query, keys[i], sums[r][i]);
                             }
                         }
-                        at += S::LANES;
+                        at += S::WIDTH;
                     }
                 }
                 for (r, sums) in sums.into_iter().enumerate() {
@@ -193,7 +193,7 @@ pub(super) struct Product<'a, D, const R: usize> {
     /// `R` rows with a number for each stored row.
     pub factors: [*const f32; R],
     pub rows: Rows<'a>,
-    /// Elements of a stored row: a multiple of the lanes, and of the group.
+    /// Elements of a stored row: a multiple of the vector width, and of the group.
     pub dim: usize,
     /// `R` rows of `dim` numbers; all different.
     pub out: [*mut f32; R],
@@ -208,17 +208,17 @@ impl<D: Decode, const R: usize> Kernel for Product<'_, D, R> {
         // SAFETY: the pointers are as the fields say, and the blocks make up `dim`.
         unsafe {
             let mut at = 0;
-            while at + S::COLS * S::LANES <= self.dim {
+            while at + S::COLS * S::WIDTH <= self.dim {
                 if S::COLS == 4 {
                     self.block::<S, 4>(at);
                 } else {
                     self.block::<S, 2>(at);
                 }
-                at += S::COLS * S::LANES;
+                at += S::COLS * S::WIDTH;
             }
             while at < self.dim {
                 self.block::<S, 1>(at);
-                at += S::LANES;
+                at += S::WIDTH;
             }
         }
     }
@@ -240,7 +240,7 @@ impl<D: Decode, const R: usize> Product<'_, D, R> {
                 let mut scale = self.decode.scale::<S>(row, at / group);
                 let mut values = [S::splat(0.0); C];
                 for (c, value) in values.iter_mut().enumerate() {
-                    let at = at + c * S::LANES;
+                    let at = at + c * S::WIDTH;
                     if c > 0 && at.is_multiple_of(group) {
                         scale = self.decode.scale::<S>(row, at / group);
                     }
@@ -256,7 +256,7 @@ impl<D: Decode, const R: usize> Product<'_, D, R> {
             for r in 0..R {
                 let keep = self.keep[r];
                 for (c, &sum) in sums[r].iter().enumerate() {
-                    let out = self.out[r].add(at + c * S::LANES);
+                    let out = self.out[r].add(at + c * S::WIDTH);
                     let sum = match keep == 0.0 {
                         true => sum,
                         false => S::fma(S::load(out), S::splat(keep), sum),
@@ -277,7 +277,7 @@ pub(super) struct Unpack<'a, D> {
     /// As many rows of `padded` numbers. Those beyond `dim` are finite if the row is, so that they
     /// count nothing where queries have zeros.
     pub out: *mut f32,
-    /// The next multiple of the lanes.
+    /// The next multiple of the vector width.
     pub padded: usize,
 }
 
@@ -285,7 +285,7 @@ impl<D: Decode> Kernel for Unpack<'_, D> {
     #[inline(always)]
     unsafe fn run<S: Simd>(self) {
         let group = self.decode.group(self.dim);
-        let whole = self.dim - self.dim % S::LANES;
+        let whole = self.dim - self.dim % S::WIDTH;
         // SAFETY: the pointers are as the fields say.
         unsafe {
             for i in 0..self.rows.slots.len() {
@@ -296,7 +296,7 @@ impl<D: Decode> Kernel for Unpack<'_, D> {
                     let end = whole.min(at + group);
                     while at < end {
                         S::store(out.add(at), self.decode.load::<S>(row, at, scale));
-                        at += S::LANES;
+                        at += S::WIDTH;
                     }
                 }
                 if whole < self.dim {
@@ -330,7 +330,7 @@ impl<D: Decode> Unpack<'_, D> {
     }
 }
 
-/// Turns [`TILE`] rows of `dim` numbers, a multiple of the lanes, into `dim` rows of [`TILE`].
+/// Turns [`TILE`] rows of `dim` numbers, a multiple of the vector width, into `dim` rows of [`TILE`].
 pub(super) struct Transpose {
     pub from: *const f32,
     pub dim: usize,
@@ -340,8 +340,8 @@ pub(super) struct Transpose {
 impl Kernel for Transpose {
     #[inline(always)]
     unsafe fn run<S: Simd>(self) {
-        for slot in (0..TILE).step_by(S::LANES) {
-            for at in (0..self.dim).step_by(S::LANES) {
+        for slot in (0..TILE).step_by(S::WIDTH) {
+            for at in (0..self.dim).step_by(S::WIDTH) {
                 // SAFETY: the pointers are as the fields say.
                 unsafe {
                     let from = self.from.add(slot * self.dim + at);

@@ -136,8 +136,8 @@ fn attend_with(
     scale: f32,
     out: &mut Output,
 ) -> Result<()> {
-    let lanes = with_simd!(instructions, |S| S::LANES);
-    let sizes = sizes(queries.shape(), k, v, out.shape(), lanes)?;
+    let vector_width = with_simd!(instructions, |S| S::WIDTH);
+    let sizes = sizes(queries.shape(), k, v, out.shape(), vector_width)?;
     mask.check(sizes.n_tokens, sizes.n_slots)?;
     let stored = [stored(k)?, stored(v)?];
     if sizes.rows() == 0 || sizes.n_kv_heads == 0 || sizes.v_dim == 0 {
@@ -202,7 +202,7 @@ fn run<S: Simd>(job: &Job, blocks: &Blocks, parallel: &dyn Parallel, threads: us
 }
 
 /// Checks that the shapes fit each other, and returns them.
-fn sizes(queries: Shape, k: &View, v: &View, out: Shape, lanes: usize) -> Result<Sizes> {
+fn sizes(queries: Shape, k: &View, v: &View, out: Shape, vector_width: usize) -> Result<Sizes> {
     let Shape { n_heads, n_tokens, head_dim, .. } = queries;
     let n_kv_heads = k.n_kv_heads;
     if v.n_kv_heads != n_kv_heads || v.n_slots != k.n_slots {
@@ -238,7 +238,7 @@ fn sizes(queries: Shape, k: &View, v: &View, out: Shape, lanes: usize) -> Result
         n_slots: k.n_slots,
         k_dim: k.head_dim,
         v_dim: v.head_dim,
-        lanes,
+        vector_width,
     })
 }
 

@@ -29,7 +29,7 @@ pub(super) struct Sizes {
     pub k_dim: usize,
     pub v_dim: usize,
     /// Float32 numbers of a vector.
-    pub lanes: usize,
+    pub vector_width: usize,
 }
 
 impl Sizes {
@@ -40,12 +40,12 @@ impl Sizes {
 
     /// Returns the elements of a key with zeros up to a whole vector.
     pub fn k_padded(&self) -> usize {
-        self.k_dim.next_multiple_of(self.lanes)
+        self.k_dim.next_multiple_of(self.vector_width)
     }
 
     /// Returns the elements of a value with zeros up to a whole vector.
     pub fn v_padded(&self) -> usize {
-        self.v_dim.next_multiple_of(self.lanes)
+        self.v_dim.next_multiple_of(self.vector_width)
     }
 }
 
@@ -151,8 +151,15 @@ mod tests {
             (5, 2, 200, 300),
             (2, 300, 3, 65),
         ] {
-            let sizes =
-                Sizes { n_kv_heads, group, n_tokens, n_slots, k_dim: 64, v_dim: 64, lanes: 16 };
+            let sizes = Sizes {
+                n_kv_heads,
+                group,
+                n_tokens,
+                n_slots,
+                k_dim: 64,
+                v_dim: 64,
+                vector_width: 16,
+            };
             for threads in [1, 3, 64] {
                 let plan = Plan::new(sizes, threads);
                 let mut seen = vec![0u8; n_kv_heads * n_tokens * n_slots];

@@ -78,7 +78,7 @@ impl Kernel for Weigh<'_> {
                 let (peak, total) =
                     (self.totals.peaks.add(row as usize), self.totals.sums.add(row as usize));
                 let before = *peak;
-                let (now, sum) = match S::LANES {
+                let (now, sum) = match S::WIDTH {
                     16 => weigh::<S, { TILE / 16 }>(scores, before),
                     _ => weigh::<S, { TILE / 8 }>(scores, before),
                 };
@@ -104,7 +104,7 @@ unsafe fn weigh<S: Simd, const N: usize>(scores: *mut f32, before: f32) -> (f32,
     unsafe {
         let mut x = [S::splat(0.0); N];
         for (i, x) in x.iter_mut().enumerate() {
-            *x = S::load(scores.add(i * S::LANES));
+            *x = S::load(scores.add(i * S::WIDTH));
         }
         let mut peaks = [x[0], x[1]];
         for i in 2..N {
@@ -114,7 +114,7 @@ unsafe fn weigh<S: Simd, const N: usize>(scores: *mut f32, before: f32) -> (f32,
         let mut sums = [S::splat(0.0); 2];
         for (i, &x) in x.iter().enumerate() {
             let weights = exp2::<S>(S::sub(x, S::splat(now)));
-            S::store(scores.add(i * S::LANES), weights);
+            S::store(scores.add(i * S::WIDTH), weights);
             sums[i % 2] = S::add(sums[i % 2], weights);
         }
         (now, S::sum(S::add(sums[0], sums[1])))
@@ -131,7 +131,7 @@ pub(super) struct Merge<'a> {
     pub values_stride: usize,
     pub parts: usize,
     /// The mean of the values by their weights; zeros if the row has seen nothing. As long as a row
-    /// of `values`, a multiple of the lanes.
+    /// of `values`, a multiple of the vector width.
     pub out: &'a mut [f32],
 }
 
@@ -155,7 +155,7 @@ impl Kernel for Merge<'_> {
                 let power = powers[0];
                 total += power * sum_of(part);
                 let values = self.values.add(part * self.values_stride);
-                for at in (0..self.out.len()).step_by(S::LANES) {
+                for at in (0..self.out.len()).step_by(S::WIDTH) {
                     let out = self.out.as_mut_ptr().add(at);
                     let sum = S::fma(S::splat(power), S::load(values.add(at)), S::load(out));
                     S::store(out, sum);

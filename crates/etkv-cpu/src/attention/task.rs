@@ -33,7 +33,7 @@ impl Stored {
             Encoding::F32 => 12,
             _ => 8,
         };
-        S::ROWS > 0 && n_rows <= most && self.dim.is_multiple_of(S::LANES)
+        S::ROWS > 0 && n_rows <= most && self.dim.is_multiple_of(S::WIDTH)
     }
 
     fn rows<'a>(&self, head: usize, slots: &'a [u32]) -> Rows<'a> {

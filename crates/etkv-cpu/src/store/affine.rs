@@ -57,10 +57,10 @@ fn clipped(value: f32) -> f32 {
 
 /// Returns the least and the largest of some values, without NaN.
 fn range(group: &[f32]) -> (f32, f32) {
-    const LANES: usize = 8;
-    let (mut least, mut most) = ([f32::INFINITY; LANES], [f32::NEG_INFINITY; LANES]);
+    const WIDTH: usize = 8;
+    let (mut least, mut most) = ([f32::INFINITY; WIDTH], [f32::NEG_INFINITY; WIDTH]);
     // Groups are multiples of 32.
-    for values in group.chunks_exact(LANES) {
+    for values in group.chunks_exact(WIDTH) {
         for ((least, most), &value) in least.iter_mut().zip(&mut most).zip(values) {
             let value = clipped(value);
             *least = if value < *least { value } else { *least };

@@ -47,7 +47,7 @@ impl Avx2 {
 /// Safety is that of the trait: the machine has AVX2, FMA and F16C, and pointers are good for what
 /// is read and written.
 impl Simd for Avx2 {
-    const LANES: usize = 8;
+    const WIDTH: usize = 8;
     const ROWS: usize = 3;
     const COLS: usize = 2;
     type F = __m256;

@@ -51,7 +51,7 @@ impl Avx512 {
 /// Safety is that of the trait: the machine has AVX-512, and pointers are good for what is read and
 /// written.
 impl Simd for Avx512 {
-    const LANES: usize = 16;
+    const WIDTH: usize = 16;
     const ROWS: usize = 4;
     const COLS: usize = 4;
     type F = __m512;

@@ -35,7 +35,7 @@ pub(super) trait Kernel {
 /// function reads or writes; they need no alignment.
 pub(super) trait Simd: Copy {
     /// Float32 numbers in a vector: 8 or 16.
-    const LANES: usize;
+    const WIDTH: usize;
     /// Query rows that fit the registers beside four stored rows; 0 if stored rows are better
     /// unpacked to memory first.
     const ROWS: usize;
@@ -68,26 +68,26 @@ pub(super) trait Simd: Copy {
     unsafe fn largest(x: Self::F) -> f32;
     /// Writes the sums of four vectors to four numbers.
     unsafe fn sums(x: [Self::F; 4], to: *mut f32);
-    /// Transposes `LANES` rows of `LANES` numbers. Strides are in numbers.
+    /// Transposes `WIDTH` rows of `WIDTH` numbers. Strides are in numbers.
     unsafe fn transpose(from: *const f32, from_stride: usize, to: *mut f32, to_stride: usize);
 
-    /// Returns `LANES` float16 numbers.
+    /// Returns `WIDTH` float16 numbers.
     unsafe fn f16(from: *const u8) -> Self::F;
-    /// Returns `LANES` bfloat16 numbers.
+    /// Returns `WIDTH` bfloat16 numbers.
     unsafe fn bf16(from: *const u8) -> Self::F;
-    /// Returns one float16 number in every lane.
+    /// Returns one float16 number in every element of the vector.
     unsafe fn splat_f16(from: *const u8) -> Self::F;
-    /// Returns `LANES` integers of `BITS` bits, the first in the lowest bits.
+    /// Returns `WIDTH` integers of `BITS` bits, the first in the lowest bits.
     unsafe fn integers<const BITS: usize>(from: *const u8) -> Self::F;
     /// Returns what [`int4`](Self::int4) takes to multiply with `scale` and add `offset`.
     unsafe fn int4_table(scale: Self::F, offset: Self::F) -> Self::Table;
-    /// Returns `LANES` integers of four bits, the first in the lowest bits.
+    /// Returns `WIDTH` integers of four bits, the first in the lowest bits.
     unsafe fn int4(from: *const u8, table: Self::Table) -> Self::F;
     /// Returns what [`e2m1`](Self::e2m1) takes to multiply with `scale`.
     unsafe fn e2m1_table(scale: Self::F) -> Self::Table;
-    /// Returns `LANES` E2M1 numbers, the first in the lowest bits.
+    /// Returns `WIDTH` E2M1 numbers, the first in the lowest bits.
     unsafe fn e2m1(from: *const u8, table: Self::Table) -> Self::F;
-    /// Returns `LANES` E4M3 numbers.
+    /// Returns `WIDTH` E4M3 numbers.
     unsafe fn e4m3(from: *const u8) -> Self::F;
 }
 
@@ -141,12 +141,12 @@ pub(super) unsafe fn bytes<const BYTES: usize>(from: *const u8) -> u128 {
 }
 
 #[cfg(target_arch = "x86_64")]
-/// For lane `i` of integers of `bits` bits: the bytes that hold it, as four indices of a byte
+/// For integer `i` of a vector, of `bits` bits: the bytes that hold it, as four indices of a byte
 /// shuffle, and how far to shift them right.
-pub(super) const fn places<const LANES: usize>(bits: usize) -> ([[u8; 4]; LANES], [u32; LANES]) {
-    let (mut bytes, mut shifts) = ([[0; 4]; LANES], [0; LANES]);
+pub(super) const fn places<const WIDTH: usize>(bits: usize) -> ([[u8; 4]; WIDTH], [u32; WIDTH]) {
+    let (mut bytes, mut shifts) = ([[0; 4]; WIDTH], [0; WIDTH]);
     let mut i = 0;
-    while i < LANES {
+    while i < WIDTH {
         let first = i * bits / 8;
         // An integer of at most 8 bits lies in two bytes; the others are cleared (128).
         bytes[i] = [first as u8, first as u8 + 1, 128, 128];

@@ -14,7 +14,7 @@ pub(crate) struct Neon;
 /// Safety is that of the trait: pointers are good for what is read and written. Every machine has
 /// the instructions.
 impl Simd for Neon {
-    const LANES: usize = 8;
+    const WIDTH: usize = 8;
     const ROWS: usize = 2;
     const COLS: usize = 2;
     type F = [float32x4_t; 2];

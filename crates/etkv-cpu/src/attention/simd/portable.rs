@@ -12,7 +12,7 @@ pub(crate) struct Portable;
 
 /// Safety is that of the trait: pointers are good for what is read and written.
 impl Simd for Portable {
-    const LANES: usize = 8;
+    const WIDTH: usize = 8;
     const ROWS: usize = 0;
     const COLS: usize = 2;
     type F = [f32; 8];
