@@ -434,7 +434,7 @@ fn corners(array: &Array, axis: usize, start: i32, stop: i32, step: i32) -> [Cor
 }
 
 /// Returns the elements of a computed, row-contiguous array, as bytes.
-#[cfg(feature = "delegate")]
+#[cfg(any(test, feature = "delegate"))]
 pub(crate) fn bytes(array: &Array) -> Result<&[u8]> {
     let n = array.nbytes();
     if n == 0 {
