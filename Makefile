@@ -16,7 +16,7 @@ export HF_HUB_OFFLINE := 1
 export ONEDNN_MAX_CPU_ISA ?= AVX512_CORE_FP16
 
 .DEFAULT_GOAL := help
-.PHONY: help setup build demo chat model programs rust rust programs test test-rust test-cpp test-package test-sanitize test-python test-macos test-macos-short test-long lint format bench bench-caches bench-speculation bench-threads clean
+.PHONY: help setup build demo chat model programs rust test test-rust test-cpp test-package test-sanitize test-python test-macos test-macos-short test-long lint format bench bench-caches bench-speculation bench-threads clean
 
 help: ## Show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
