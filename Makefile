@@ -79,8 +79,8 @@ rust:
 programs: model
 	python tests/python/programs.py
 
-# Packages are built with the same features of their dependencies as far as they go: Cargo would
-# build these again.
+# The second command chooses as many packages as the first, so that dependencies have the same
+# features: with others Cargo would build them again.
 lint: .venv/.ready ## Check formats, lints and docs
 	cargo fmt --all --check
 	cargo clippy $(CARGO_FLAGS) --workspace --all-targets -- -D warnings

@@ -9,14 +9,17 @@
 //! program drives an [`AttendCache`], one [`Step`] a forward. The program finds the cache by the
 //! key of a [`Session`].
 //!
-//! A backend implements [`Store`] and registers a builder for each of its kinds:
+//! A backend implements [`Store`], registers the kinds of this crate on it with
+//! [`BuilderRegistry::register_kinds`], and each kind of its own by a builder:
 //!
 //! ```
 //! use etkv_core::{BuilderRegistry, ContiguousCache, SharedCache, Store};
 //!
 //! fn register<S: Store>(backend_id: &str) {
 //!     let builders = BuilderRegistry::global();
-//!     builders.register(backend_id, ContiguousCache::<S>::KIND, |config| {
+//!     builders.register_kinds::<S>(backend_id);
+//!     builders.register(backend_id, "contiguous, of 8 positions", |mut config| {
+//!         config.capacity = config.capacity.min(8);
 //!         Ok(SharedCache::new(ContiguousCache::<S>::new(config)?))
 //!     });
 //! }

@@ -5,9 +5,11 @@ use std::sync::{Arc, LazyLock};
 
 use dashmap::{DashMap, Entry as Place};
 
+use crate::cache::{CellsCache, ContiguousCache};
 use crate::config::CacheConfig;
 use crate::error::{fail, Error, Result, Status};
 use crate::shared::SharedCache;
+use crate::store::Store;
 
 /// Creates a cache of one kind.
 pub type Builder = Arc<dyn Fn(CacheConfig) -> Result<SharedCache> + Send + Sync>;
@@ -64,6 +66,19 @@ impl BuilderRegistry {
                 Ok(())
             }
         }
+    }
+
+    /// Registers the three kinds of this crate on a backend's store: contiguous, seq and tree.
+    pub fn register_kinds<S: Store>(&self, backend_id: &str) {
+        self.register(backend_id, ContiguousCache::<S>::KIND, |config| {
+            Ok(SharedCache::new(ContiguousCache::<S>::new(config)?))
+        });
+        self.register(backend_id, CellsCache::<S>::SEQ, |config| {
+            Ok(SharedCache::new(CellsCache::<S>::new(config)?))
+        });
+        self.register(backend_id, CellsCache::<S>::TREE, |config| {
+            Ok(SharedCache::new(CellsCache::<S>::with_trees(config)?))
+        });
     }
 
     /// Returns whether this kind is registered.

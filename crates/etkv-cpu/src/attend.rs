@@ -1,6 +1,6 @@
 //! The attention of a step.
 
-use etkv_core::{Mask, Result, Spec};
+use etkv_core::{fail, Mask, Result, Spec};
 use half::{bf16, f16};
 
 use crate::attention::{self, MaskRef, Output, Shape, Workspace};
@@ -13,7 +13,8 @@ use crate::tensor::{Dtype, Tensor, Values};
 /// Returns `[1, n_heads, T, v_head_dim]` in `out_dtype`, or in the dtype of `q` for `None`.
 ///
 /// # Errors
-/// Those of [`attention::attend`].
+/// [`Shape`](etkv_core::Status::Shape) for queries of another batch than 1, and those of
+/// [`attention::attend`].
 pub fn attend(
     q: &Tensor,
     spec: &Spec<CpuStore>,
@@ -27,7 +28,10 @@ pub fn attend(
         Mask::Causal => MaskRef::Causal,
         Mask::Explicit(mask) => mask.as_ref(),
     };
-    let [_, heads, n, _] = *q.shape();
+    let [batch, heads, n, _] = *q.shape();
+    if batch != 1 {
+        fail!(Shape, "expected queries of shape [1, n_heads, T, k_head_dim], got {:?}", q.shape());
+    }
     let shape = [1, heads, n, spec.v.head_dim() as i32];
     let [heads, n, dim] = [heads as usize, n as usize, spec.v.head_dim()];
     let size = heads * n * dim;
@@ -44,4 +48,29 @@ pub fn attend(
         attention::attend(workspace, parallel, queries, k, v, mask, scale, &mut out)
     })?;
     Tensor::new(shape, values)
+}
+
+#[cfg(test)]
+mod tests {
+    use etkv_core::{AttendSpec, KvFormat, Status};
+
+    use super::*;
+    use crate::attention::synthetic::{view, Random};
+    use crate::parallel::Serial;
+
+    #[test]
+    fn queries_of_another_batch_are_refused() {
+        let rows = || view(KvFormat::F32, 1, 16, 4, &mut Random::new(1)).unwrap();
+        let spec = AttendSpec { k: rows(), v: rows(), mask: Mask::None };
+        let attend = |batch: i32| {
+            let q = Tensor::new([batch, 1, 1, 16], vec![0.5f32; 16 * batch as usize]).unwrap();
+            super::attend(&q, &spec, 0.25, None, &mut Workspace::new(), &Serial)
+        };
+        assert_eq!(attend(1).unwrap().shape(), &[1, 1, 1, 16]);
+        for batch in [0, 2] {
+            let error = attend(batch).unwrap_err();
+            assert_eq!(error.status(), Status::Shape);
+            assert!(error.message().contains(&format!("got [{batch}, 1, 1, 16]")), "{error}");
+        }
+    }
 }

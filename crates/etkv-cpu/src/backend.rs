@@ -2,7 +2,7 @@
 
 use std::sync::Once;
 
-use etkv_core::{AttendCache, BuilderRegistry, SharedCache};
+use etkv_core::{AttendCache, BuilderRegistry};
 
 use crate::store::CpuStore;
 
@@ -45,17 +45,7 @@ pub type Step<'a> = etkv_core::Step<'a, CpuStore>;
 pub fn builders() -> &'static BuilderRegistry {
     static REGISTERED: Once = Once::new();
     let builders = BuilderRegistry::global();
-    REGISTERED.call_once(|| {
-        builders.register(CPU_BACKEND, ContiguousCache::KIND, |config| {
-            Ok(SharedCache::new(ContiguousCache::new(config)?))
-        });
-        builders.register(CPU_BACKEND, CellsCache::SEQ, |config| {
-            Ok(SharedCache::new(CellsCache::new(config)?))
-        });
-        builders.register(CPU_BACKEND, CellsCache::TREE, |config| {
-            Ok(SharedCache::new(CellsCache::with_trees(config)?))
-        });
-    });
+    REGISTERED.call_once(|| builders.register_kinds::<CpuStore>(CPU_BACKEND));
     builders
 }
 

@@ -6,6 +6,7 @@ use etkv_core::{KvFormat, Result};
 use half::{bf16, f16};
 
 use crate::memory::Memory;
+use crate::store::Codec;
 use crate::view::{Plane, View};
 
 /// Pseudorandom numbers: SplitMix64.
@@ -37,22 +38,6 @@ impl Random {
     }
 }
 
-/// Returns the bytes of one row in each plane of a format; 0 for planes that it does not have.
-pub fn row_bytes(format: KvFormat, head_dim: usize) -> [usize; 3] {
-    match format {
-        KvFormat::F32 => [4 * head_dim, 0, 0],
-        KvFormat::F16 | KvFormat::Bf16 => [2 * head_dim, 0, 0],
-        KvFormat::Affine { bits, group } => {
-            let scales = 2 * (head_dim / usize::from(group));
-            [head_dim * usize::from(bits) / 8, scales, scales]
-        }
-        KvFormat::Mxfp8 => [head_dim, head_dim / 32, 0],
-        KvFormat::Mxfp4 => [head_dim / 2, head_dim / 32, 0],
-        KvFormat::Nvfp4 => [head_dim / 2, head_dim / 16, 0],
-        _ => [head_dim / 2, 2, 0],
-    }
-}
-
 /// Returns a view of random rows, of magnitudes up to about 2. Every code of the format occurs.
 ///
 /// # Errors
@@ -65,7 +50,8 @@ pub fn view(
     random: &mut Random,
 ) -> Result<View> {
     let mut planes = [const { None }; 3];
-    for (p, bytes) in row_bytes(format, head_dim).into_iter().enumerate().filter(|&(_, b)| b > 0) {
+    let widths = Codec::of(format)?.widths(head_dim);
+    for (p, bytes) in widths.into_iter().enumerate().filter(|&(_, bytes)| bytes > 0) {
         // The view begins within its memory, as one of a store may.
         let (offset, slot_stride) = (64, bytes * n_kv_heads);
         let memory = Memory::zeroed(offset + n_slots * slot_stride)?;

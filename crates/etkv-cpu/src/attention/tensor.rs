@@ -88,21 +88,9 @@ impl<'a> Queries<'a> {
         // SAFETY: the row is of the tensor, as promised to `new`.
         unsafe {
             let start = self.start.add(offset * self.dtype.size());
-            match self.dtype {
-                Dtype::F32 => {
-                    let row = std::slice::from_raw_parts(start.cast::<f32>(), dim);
-                    out.iter_mut().zip(row).for_each(|(out, x)| *out = x * factor);
-                }
-                Dtype::F16 => {
-                    let row = std::slice::from_raw_parts(start.cast::<f16>(), dim);
-                    out.iter_mut().zip(row).for_each(|(out, x)| *out = x.to_f32() * factor);
-                }
-                Dtype::Bf16 => {
-                    let row = std::slice::from_raw_parts(start.cast::<bf16>(), dim);
-                    out.iter_mut().zip(row).for_each(|(out, x)| *out = x.to_f32() * factor);
-                }
-            }
+            self.dtype.load(std::slice::from_raw_parts(start, dim * self.dtype.size()), out);
         }
+        out.iter_mut().for_each(|x| *x *= factor);
     }
 }
 

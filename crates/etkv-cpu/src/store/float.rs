@@ -1,7 +1,7 @@
 //! Rows in float32, float16 or bfloat16: one plane, the rows themselves.
 
 use super::codec::{RowCodec, Widths};
-use crate::floats::{load_bf16, load_f16, load_f32, store_bf16, store_f16, store_f32};
+use crate::floats::{store_bf16, store_f16, store_f32};
 use crate::tensor::Dtype;
 
 /// Rows in a float dtype. Values beyond the range of float16 become infinite.
@@ -37,11 +37,7 @@ impl RowCodec for Float {
     }
 
     fn decode(&self, [elements, ..]: [&[u8]; 3], row: &mut [f32]) {
-        match self {
-            Self::F32 => load_f32(elements, row),
-            Self::F16 => load_f16(elements, row),
-            Self::Bf16 => load_bf16(elements, row),
-        }
+        self.dtype().load(elements, row);
     }
 
     fn infinite_from(&self) -> u32 {

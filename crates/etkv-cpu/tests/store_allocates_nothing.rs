@@ -1,35 +1,11 @@
 //! A step of one token allocates nothing in the store.
 
-use std::alloc::{GlobalAlloc, Layout, System};
-use std::cell::Cell;
+mod counting;
 
+use counting::allocations;
 use etkv_core::bookkeeping::Slots;
 use etkv_core::{KvFormat, LayerConfig, LayerPolicy, Store};
 use etkv_cpu::{CpuStore, Tensor};
-
-thread_local! {
-    static ALLOCATIONS: Cell<usize> = const { Cell::new(0) };
-}
-
-/// The system's allocator, which counts.
-struct Counting;
-
-// SAFETY: it passes all calls on.
-unsafe impl GlobalAlloc for Counting {
-    unsafe fn alloc(&self, layout: Layout) -> *mut u8 {
-        ALLOCATIONS.set(ALLOCATIONS.get() + 1);
-        // SAFETY: as for this function.
-        unsafe { System.alloc(layout) }
-    }
-
-    unsafe fn dealloc(&self, start: *mut u8, layout: Layout) {
-        // SAFETY: as for this function.
-        unsafe { System.dealloc(start, layout) }
-    }
-}
-
-#[global_allocator]
-static COUNTING: Counting = Counting;
 
 #[test]
 fn a_step_of_one_token_allocates_nothing() {
@@ -67,8 +43,8 @@ fn a_step_of_one_token_allocates_nothing() {
         };
         // The first step makes room for what is watched.
         step(0);
-        let before = ALLOCATIONS.get();
+        let before = allocations();
         (1..64).for_each(&mut step);
-        assert_eq!(ALLOCATIONS.get() - before, 0, "{format}");
+        assert_eq!(allocations() - before, 0, "{format}");
     }
 }

@@ -1,34 +1,12 @@
 //! Steps of one shape allocate nothing after the first.
 
-use std::alloc::{GlobalAlloc, Layout, System};
-use std::sync::atomic::{AtomicUsize, Ordering};
+mod counting;
 
+use counting::allocations;
 use etkv_core::KvFormat;
 use etkv_cpu::attention::synthetic::{self, Random};
 use etkv_cpu::attention::{attend, MaskRef, Output, Queries, Shape, Workspace};
 use etkv_cpu::Pool;
-
-/// The system's allocator, counting.
-struct Counting;
-
-static COUNT: AtomicUsize = AtomicUsize::new(0);
-
-// SAFETY: it is the system's allocator.
-unsafe impl GlobalAlloc for Counting {
-    unsafe fn alloc(&self, layout: Layout) -> *mut u8 {
-        COUNT.fetch_add(1, Ordering::SeqCst);
-        // SAFETY: the caller's.
-        unsafe { System.alloc(layout) }
-    }
-
-    unsafe fn dealloc(&self, at: *mut u8, layout: Layout) {
-        // SAFETY: the caller's.
-        unsafe { System.dealloc(at, layout) }
-    }
-}
-
-#[global_allocator]
-static ALLOCATOR: Counting = Counting;
 
 #[test]
 fn a_step_of_the_same_shape_allocates_nothing() {
@@ -46,13 +24,13 @@ fn a_step_of_the_same_shape_allocates_nothing() {
         let mut out = Output::of_f32(&mut numbers, 9, n_tokens, 64).unwrap();
         let mask = MaskRef::Runs { runs: &runs, ends: &ends };
         let mut work = Workspace::new();
-        let before = COUNT.load(Ordering::SeqCst);
+        let before = allocations();
         attend(&mut work, &pool, &queries, &k, &v, mask, 0.125, &mut out).unwrap();
-        let first = COUNT.load(Ordering::SeqCst);
+        let first = allocations();
         assert!(first > before, "the first step allocates the workspace");
         for _ in 0..20 {
             attend(&mut work, &pool, &queries, &k, &v, mask, 0.125, &mut out).unwrap();
         }
-        assert_eq!(COUNT.load(Ordering::SeqCst), first, "{n_tokens} tokens");
+        assert_eq!(allocations(), first, "{n_tokens} tokens");
     }
 }

@@ -1,0 +1,31 @@
+//! An allocator that counts, for programs of one test.
+
+use std::alloc::{GlobalAlloc, Layout, System};
+use std::sync::atomic::{AtomicUsize, Ordering};
+
+/// The system's allocator, which counts.
+struct Counting;
+
+static COUNT: AtomicUsize = AtomicUsize::new(0);
+
+/// Returns the number of allocations of the process so far.
+pub fn allocations() -> usize {
+    COUNT.load(Ordering::SeqCst)
+}
+
+// SAFETY: it passes all calls on.
+unsafe impl GlobalAlloc for Counting {
+    unsafe fn alloc(&self, layout: Layout) -> *mut u8 {
+        COUNT.fetch_add(1, Ordering::SeqCst);
+        // SAFETY: as for this function.
+        unsafe { System.alloc(layout) }
+    }
+
+    unsafe fn dealloc(&self, start: *mut u8, layout: Layout) {
+        // SAFETY: as for this function.
+        unsafe { System.dealloc(start, layout) }
+    }
+}
+
+#[global_allocator]
+static ALLOCATOR: Counting = Counting;
