@@ -9,6 +9,10 @@ import importlib.util
 import os
 import sys
 from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from etkv.export import ExportRequest
 
 PROGRAMS = {
     "llama-f32": ("tiny-llama", {}),
@@ -39,14 +43,13 @@ def _tiny_models(path: Path):
     return module
 
 
-def main(tiny_models: Path, outdir: Path) -> int:
-    # Nothing is looked for on a hub.
-    os.environ.setdefault("HF_HUB_OFFLINE", "1")
-    from etkv.export import ExportRequest, Progress, export_program, is_current
+def requests(tiny_models: Path, outdir: Path) -> list[ExportRequest]:
+    """Return what exports the programs. Write the models' weights where they are missing or stale."""
+    from etkv.export import ExportRequest
     from etkv.export.progress import third_party_noise
 
     tiny = _tiny_models(tiny_models)
-    written = 0
+    found = []
     for name, (model, options) in PROGRAMS.items():
         weights = outdir / "hf" / model
         stamp = weights / ".written"
@@ -54,15 +57,21 @@ def main(tiny_models: Path, outdir: Path) -> int:
             with third_party_noise(allowed=False):
                 tiny.write(model, weights)
             stamp.touch()
-        output = outdir / name / "model.pte"
-        output.parent.mkdir(parents=True, exist_ok=True)
-        request = ExportRequest(model=weights, output=output, **{**DEFAULTS, **options})
-        if is_current(request):
-            continue
+        found.append(ExportRequest(model=weights, output=outdir / name / "model.pte", **{**DEFAULTS, **options}))
+    return found
+
+
+def main(tiny_models: Path, outdir: Path) -> int:
+    # Nothing is looked for on a hub.
+    os.environ.setdefault("HF_HUB_OFFLINE", "1")
+    from etkv.export import Progress, export_program, is_current
+    from etkv.export.progress import third_party_noise
+
+    stale = [request for request in requests(tiny_models, outdir) if not is_current(request)]
+    for request in stale:
         with third_party_noise(allowed=False):
             export_program(request, Progress(sys.stderr))
-        written += 1
-    print(f"{written} written, {len(PROGRAMS) - written} current")
+    print(f"{len(stale)} written, {len(PROGRAMS) - len(stale)} current")
     return 0
 
 

@@ -2,16 +2,27 @@
 
 from __future__ import annotations
 
+import sys
+from pathlib import Path
+
 import reference
+import runners
 import test_export
 import test_families
 import test_model_precision
+import tiny_models
+
+sys.path.append(str(reference.ROOT / "tests/cpp"))
+import models as of_cpp
 
 
 def main() -> None:
     variants = {*test_export.VARIANTS, *test_families.VARIANTS, *test_model_precision.VARIANTS}
     variants |= set(test_model_precision.SMOLLM2)
     reference.programs(sorted(variants, key=str))
+    requests = of_cpp.requests(Path(tiny_models.__file__), reference.MODELS / "cpp-tests")
+    requests += [runners.request_with_longer_context(name, **options) for name, options in runners.LONGER]
+    reference.export(requests)
 
 
 if __name__ == "__main__":

@@ -194,6 +194,7 @@ def _is_usable(request: ExportRequest) -> bool:
 
 
 def _export(request: ExportRequest) -> None:
+    request.output.parent.mkdir(parents=True, exist_ok=True)
     with third_party_noise(allowed=False):
         export_program(request)
 

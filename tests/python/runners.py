@@ -42,6 +42,8 @@ CONTEXT = 2048
 LETTERS = [word for letter in "abc" for word in ("--prompt", 30 * letter)]
 """Options for three prompts that have little in common."""
 
+TARGET_AND_DRAFT = ({"tap_layers": (0,)}, {"draft": 1})
+
 only_long = pytest.mark.skipif(not EVERYTHING, reason="takes a minute: make test-long")
 
 
@@ -49,8 +51,26 @@ def runner(name: str) -> Path:
     return reference.BUILD / "bin" / f"etkv_{name}"
 
 
-def with_longer_context(name: str, **options) -> Program:
+LONGER = [
+    *(("tiny-llama", options) for options in ({}, {"prefill_chunk": 512}, {"logits": "last"}, {"tap_layers": (1,)})),
+    *(("tiny-qwen3", options) for options in ({}, {"layers": 1})),
+    *((name, options) for name in ("tiny-gemma3", "tiny-llama", "tiny-qwen3") for options in TARGET_AND_DRAFT),
+    ("tiny-llama", {"draft": 1, "prefill_chunk": 4}),
+    ("tiny-gemma3", {}),
+    ("tiny-mistral-window", {}),
+]
+"""The programs that tests of the runners ask `with_longer_context` for."""
+
+
+def with_longer_context(name: str, **options: object) -> Program:
     """Return the program of a tiny model for ``CONTEXT`` positions. Its weights are those of the shorter one."""
+    request = request_with_longer_context(name, **options)
+    reference.export([request])
+    return Program(Variant(name), request.output, request.model)
+
+
+def request_with_longer_context(name: str, **options: object) -> ExportRequest:
+    """Return what exports that program. Write its weights if they are missing or stale."""
     short = reference.program(Variant(name))
     folder = reference.MODELS / "-".join([name, "long", *(f"{key}-{value}" for key, value in options.items())])
     hf = reference.MODELS / f"{name}-long" / "hf"
@@ -60,9 +80,7 @@ def with_longer_context(name: str, **options) -> Program:
             shutil.copytree(short.hf, hf, dirs_exist_ok=True)
             file.write_text(json.dumps({**json.loads(file.read_text()), "max_position_embeddings": CONTEXT}))
     options = {"prefill_chunk": reference.TINY_CHUNK, **options}
-    request = ExportRequest(model=hf, output=folder / "model.pte", dtype="float32", **options)
-    reference.export([request])
-    return Program(short.variant, request.output, hf)
+    return ExportRequest(model=hf, output=folder / "model.pte", dtype="float32", **options)
 
 
 def command(name: str, program: Program, *options: object) -> list[object]:
