@@ -1,5 +1,5 @@
-# The MLX and the ExecuTorch that pip has installed, as targets etkv::mlx and
-# etkv::executorch. Used by etkv's own build and, installed, by etkvConfig.cmake.
+# The MLX and the ExecuTorch that pip has installed, as targets etkv::mlx,
+# etkv::executorch and etkv::executorch_{threadpool,kernels,xnnpack}. Used by etkv's own build and, installed, by etkvConfig.cmake.
 #
 # Where they are looked for, first to last:
 #   ETKV_MLX_DIR, ETKV_EXECUTORCH_DIR   their folders `mlx` and `executorch`
@@ -165,4 +165,15 @@ function(etkv_find_executorch why)
     INTERFACE_COMPILE_DEFINITIONS
       "C10_USING_CUSTOM_GENERATED_MACROS;ET_EVENT_TRACER_ENABLED"
     INTERFACE_COMPILE_FEATURES cxx_std_17)
+  # What CPU programs need besides.
+  foreach(
+    library
+    threadpool:threadpool kernels:kernels_optimized xnnpack:backend_xnnpack)
+    string(REPLACE ":" ";" pair ${library})
+    list(GET pair 0 name)
+    list(GET pair 1 file)
+    etkv_shared_library(
+      etkv::executorch_${name}
+      ${dir}/lib/libexecutorch_${file}${CMAKE_SHARED_LIBRARY_SUFFIX})
+  endforeach()
 endfunction()

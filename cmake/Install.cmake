@@ -3,7 +3,9 @@
 
 if(SKBUILD)
   # Of a wheel: what Python loads, and the headers that it reads signatures from.
-  install(TARGETS etkv etkv_mlx_backend LIBRARY DESTINATION lib COMPONENT python)
+  install(
+    TARGETS etkv etkv_mlx_backend etkv_cpu_backend
+    LIBRARY DESTINATION lib COMPONENT python)
   if(TARGET etkv_blas)
     install(TARGETS etkv_blas LIBRARY DESTINATION lib COMPONENT python)
   endif()
@@ -28,20 +30,30 @@ if(TARGET etkv_blas)
 endif()
 install(EXPORT etkvTargets NAMESPACE etkv:: DESTINATION ${package_dir})
 # Apart, so that a program without ExecuTorch can load the one above.
-if(ETKV_BUILD_MLX_BACKEND)
-  install(
-    TARGETS etkv_mlx_backend etkv_mlx_backend_archive etkv_mlx_backend_static
-    EXPORT etkv_mlx_backendTargets)
-  install(EXPORT etkv_mlx_backendTargets NAMESPACE etkv:: DESTINATION ${package_dir})
+if(TARGET etkv_delegate)
+  install(TARGETS etkv_delegate EXPORT etkv_delegateTargets)
+  install(EXPORT etkv_delegateTargets NAMESPACE etkv:: DESTINATION ${package_dir})
 endif()
+foreach(backend mlx_backend cpu_backend)
+  if(TARGET etkv_${backend})
+    install(
+      TARGETS etkv_${backend} etkv_${backend}_archive etkv_${backend}_static
+      EXPORT etkv_${backend}Targets)
+    install(EXPORT etkv_${backend}Targets NAMESPACE etkv:: DESTINATION ${package_dir})
+  endif()
+endforeach()
 
 write_basic_package_version_file(
   ${CMAKE_CURRENT_BINARY_DIR}/etkvConfigVersion.cmake COMPATIBILITY SameMinorVersion)
+configure_file(cmake/etkvConfig.cmake.in etkvConfig.cmake @ONLY)
 install(
-  FILES cmake/etkvConfig.cmake cmake/EtkvPackages.cmake
+  FILES ${CMAKE_CURRENT_BINARY_DIR}/etkvConfig.cmake cmake/EtkvPackages.cmake
         ${CMAKE_CURRENT_BINARY_DIR}/etkvConfigVersion.cmake
   DESTINATION ${package_dir})
 
+if(NOT ETKV_MLX)
+  return()
+endif()
 # Without CMake nothing finds MLX, so the file has the one that was built
 # against, as a variable that can be defined anew.
 get_target_property(ETKV_MLX_LIBRARY etkv::mlx IMPORTED_LOCATION)

@@ -1,19 +1,17 @@
-# etkv::etkv and etkv::mlx_backend, shared and static.
+# etkv::etkv, etkv::mlx_backend and etkv::cpu_backend, shared and static.
 
-etkv_find_mlx(problem)
-if(NOT problem AND ETKV_BUILD_MLX_BACKEND)
+set(problem "")
+if(ETKV_MLX)
+  etkv_find_mlx(problem)
+endif()
+if(NOT problem AND (ETKV_BUILD_MLX_BACKEND OR ETKV_BUILD_CPU_BACKEND))
   etkv_find_executorch(problem)
 endif()
 if(problem)
   message(FATAL_ERROR "${problem} In etkv's own folder, `make setup` does both.")
 endif()
 
-# The bridge to the delegate is a default feature.
-set(features "")
-if(NOT ETKV_BUILD_MLX_BACKEND)
-  set(features NO_DEFAULT_FEATURES)
-endif()
-etkv_rust_library(etkv_rust PACKAGE etkv-capi LIBRARY libetkv_capi.a ${features})
+etkv_rust_library(etkv_rust PACKAGE etkv-capi LIBRARY libetkv_capi.a)
 
 # Compiled once for both kinds of library.
 function(etkv_objects name source)
@@ -61,7 +59,7 @@ set(etkv_includes
 # ---- Matrix products on the CPU -------------------------------------------------
 
 # A program needs it before libmlx, whose products it takes the place of.
-if(CMAKE_SYSTEM_NAME STREQUAL "Linux")
+if(ETKV_MLX AND CMAKE_SYSTEM_NAME STREQUAL "Linux")
   add_library(etkv_blas SHARED crates/mlx-sys/shim/blas.c)
   add_library(etkv::blas ALIAS etkv_blas)
   set_target_properties(
@@ -100,9 +98,9 @@ target_include_directories(etkv INTERFACE ${etkv_includes})
 target_link_libraries(
   etkv
   PRIVATE $<LINK_LIBRARY:WHOLE_ARCHIVE,etkv_rust>
-  PUBLIC $<TARGET_NAME_IF_EXISTS:etkv::blas> etkv::mlx)
+  PUBLIC $<TARGET_NAME_IF_EXISTS:etkv::blas> $<TARGET_NAME_IF_EXISTS:etkv::mlx>)
 
-# What Rust's archive needs is MLX, the C++ library for mlx-c, and the system's.
+# What Rust's archive needs is MLX, the C++ library, and the system's.
 add_library(etkv_static INTERFACE)
 add_library(etkv::etkv_static ALIAS etkv_static)
 target_include_directories(etkv_static INTERFACE ${etkv_includes})
@@ -111,20 +109,20 @@ target_link_libraries(
   etkv_static INTERFACE
   $<BUILD_INTERFACE:etkv_rust>
   $<INSTALL_INTERFACE:$<INSTALL_PREFIX>/${CMAKE_INSTALL_LIBDIR}/libetkv.a>
-  $<TARGET_NAME_IF_EXISTS:etkv::blas> etkv::mlx)
+  $<TARGET_NAME_IF_EXISTS:etkv::blas> $<TARGET_NAME_IF_EXISTS:etkv::mlx>)
 if(APPLE)
   target_link_libraries(etkv_static INTERFACE c++)
 else()
   target_link_libraries(etkv_static INTERFACE stdc++ dl pthread m)
 endif()
 
-if(NOT ETKV_BUILD_MLX_BACKEND)
+if(NOT ETKV_BUILD_MLX_BACKEND AND NOT ETKV_BUILD_CPU_BACKEND)
   file(CONFIGURE OUTPUT empty.cpp CONTENT "// Everything is in the archive.\n")
   target_sources(etkv PRIVATE ${CMAKE_CURRENT_BINARY_DIR}/empty.cpp)
   return()
 endif()
 
-# ---- The delegate ---------------------------------------------------------------
+# ---- The delegates --------------------------------------------------------------
 
 etkv_objects(etkv_interpreter cpp/interpreter.cpp)
 target_compile_definitions(etkv_interpreter PRIVATE ETKV_BUILDING)
@@ -134,38 +132,62 @@ target_include_directories(
 add_dependencies(etkv_interpreter etkv_rust_build)
 target_sources(etkv PRIVATE $<TARGET_OBJECTS:etkv_interpreter>)
 
-etkv_objects(etkv_backend cpp/backend.cpp)
-target_link_libraries(etkv_backend PRIVATE etkv::executorch)
-
-add_library(etkv_mlx_backend SHARED $<TARGET_OBJECTS:etkv_backend>)
-add_library(etkv::mlx_backend ALIAS etkv_mlx_backend)
-set_target_properties(etkv_mlx_backend PROPERTIES EXPORT_NAME mlx_backend)
-etkv_shared(etkv_mlx_backend cpp/nothing)
-target_link_libraries(etkv_mlx_backend PUBLIC etkv etkv::executorch)
-# It registers itself when it is loaded, and no program names anything of it:
-# where the linker drops libraries that are not named, it is told not to.
-if(NOT APPLE)
-  target_link_options(
-    etkv_mlx_backend INTERFACE
-    $<BUILD_INTERFACE:LINKER:--push-state,--no-as-needed,$<TARGET_FILE:etkv_mlx_backend>,--pop-state>
-    $<INSTALL_INTERFACE:LINKER:--push-state,--no-as-needed,$<TARGET_FILE:etkv::mlx_backend>,--pop-state>)
-endif()
-
+etkv_objects(etkv_delegate_objects cpp/delegate.cpp)
+target_link_libraries(etkv_delegate_objects PRIVATE etkv::executorch)
+# What static backends have in common.
 add_library(
-  etkv_mlx_backend_archive STATIC
-  $<TARGET_OBJECTS:etkv_backend> $<TARGET_OBJECTS:etkv_interpreter>)
+  etkv_delegate STATIC
+  $<TARGET_OBJECTS:etkv_delegate_objects> $<TARGET_OBJECTS:etkv_interpreter>)
 set_target_properties(
-  etkv_mlx_backend_archive PROPERTIES
-  LINKER_LANGUAGE CXX
-  OUTPUT_NAME etkv_mlx_backend
-  EXPORT_NAME mlx_backend_archive)
-# The same for a linker that takes from an archive what is named.
-add_library(etkv_mlx_backend_static INTERFACE)
-add_library(etkv::mlx_backend_static ALIAS etkv_mlx_backend_static)
-set_target_properties(
-  etkv_mlx_backend_static PROPERTIES EXPORT_NAME mlx_backend_static)
-target_link_libraries(
-  etkv_mlx_backend_static INTERFACE
-  $<BUILD_INTERFACE:$<LINK_LIBRARY:WHOLE_ARCHIVE,etkv_mlx_backend_archive>>
-  $<INSTALL_INTERFACE:$<LINK_LIBRARY:WHOLE_ARCHIVE,etkv::mlx_backend_archive>>
-  etkv_static etkv::executorch)
+  etkv_delegate PROPERTIES LINKER_LANGUAGE CXX EXPORT_NAME delegate)
+target_link_libraries(etkv_delegate INTERFACE etkv_static)
+
+# etkv_backend(NAME libraries...): etkv::NAME and etkv::NAME_static, with the
+# libraries of ExecuTorch that programs of the backend need.
+function(etkv_backend name)
+  etkv_objects(etkv_${name}_objects cpp/${name}.cpp)
+  target_link_libraries(etkv_${name}_objects PRIVATE etkv::executorch)
+
+  add_library(
+    etkv_${name} SHARED
+    $<TARGET_OBJECTS:etkv_${name}_objects> $<TARGET_OBJECTS:etkv_delegate_objects>)
+  add_library(etkv::${name} ALIAS etkv_${name})
+  set_target_properties(etkv_${name} PROPERTIES EXPORT_NAME ${name})
+  etkv_shared(etkv_${name} cpp/nothing)
+  target_link_libraries(etkv_${name} PUBLIC etkv etkv::executorch ${ARGN})
+  # It registers itself when it is loaded, and no program names anything of it:
+  # where the linker drops libraries that are not named, it is told not to.
+  if(NOT APPLE)
+    target_link_options(
+      etkv_${name} INTERFACE
+      $<BUILD_INTERFACE:LINKER:--push-state,--no-as-needed,$<TARGET_FILE:etkv_${name}>,--pop-state>
+      $<INSTALL_INTERFACE:LINKER:--push-state,--no-as-needed,$<TARGET_FILE:etkv::${name}>,--pop-state>)
+  endif()
+
+  add_library(etkv_${name}_archive STATIC $<TARGET_OBJECTS:etkv_${name}_objects>)
+  set_target_properties(
+    etkv_${name}_archive PROPERTIES
+    LINKER_LANGUAGE CXX
+    OUTPUT_NAME etkv_${name}
+    EXPORT_NAME ${name}_archive)
+  # The same for a linker that takes from an archive what is named.
+  add_library(etkv_${name}_static INTERFACE)
+  add_library(etkv::${name}_static ALIAS etkv_${name}_static)
+  set_target_properties(
+    etkv_${name}_static PROPERTIES EXPORT_NAME ${name}_static)
+  target_link_libraries(
+    etkv_${name}_static INTERFACE
+    $<BUILD_INTERFACE:$<LINK_LIBRARY:WHOLE_ARCHIVE,etkv_${name}_archive>>
+    $<INSTALL_INTERFACE:$<LINK_LIBRARY:WHOLE_ARCHIVE,etkv::${name}_archive>>
+    $<BUILD_INTERFACE:etkv_delegate> $<INSTALL_INTERFACE:etkv::delegate>
+    etkv_static etkv::executorch ${ARGN})
+endfunction()
+
+if(ETKV_BUILD_MLX_BACKEND)
+  etkv_backend(mlx_backend)
+endif()
+if(ETKV_BUILD_CPU_BACKEND)
+  etkv_backend(
+    cpu_backend
+    etkv::executorch_threadpool etkv::executorch_kernels etkv::executorch_xnnpack)
+endif()

@@ -42,7 +42,9 @@ file(
   examples/common/*.cpp examples/speculation/*.cpp)
 add_library(etkv_examples_common STATIC ${ETKV_COMMON})
 target_include_directories(etkv_examples_common PUBLIC ${PROJECT_SOURCE_DIR})
-target_link_libraries(etkv_examples_common PUBLIC etkv::mlx_backend etkv_tokenizer)
+target_link_libraries(
+  etkv_examples_common
+  PUBLIC $<TARGET_NAME_IF_EXISTS:etkv::mlx_backend> etkv::cpu_backend etkv_tokenizer)
 set_target_properties(
   etkv_examples_common PROPERTIES
   CXX_STANDARD 17

@@ -12,14 +12,20 @@ if(ETKV_BUILD_EXAMPLES)
   list(APPEND ETKV_RUST_PACKAGES --package etkv-tokenizer)
 endif()
 
-# etkv_rust_library(TARGET PACKAGE package LIBRARY libname.a|.so [NO_DEFAULT_FEATURES])
+# Cargo's defaults, unless something is left out.
+set(ETKV_RUST_FEATURES "")
+if(NOT ETKV_MLX AND ETKV_BUILD_CPU_BACKEND)
+  set(ETKV_RUST_FEATURES --no-default-features --features etkv-capi/delegate)
+elseif(NOT ETKV_MLX)
+  set(ETKV_RUST_FEATURES --no-default-features)
+elseif(NOT ETKV_BUILD_MLX_BACKEND AND NOT ETKV_BUILD_CPU_BACKEND)
+  set(ETKV_RUST_FEATURES --no-default-features --features etkv-capi/mlx)
+endif()
+
+# etkv_rust_library(TARGET PACKAGE package LIBRARY libname.a|.so)
 function(etkv_rust_library target)
-  cmake_parse_arguments(PARSE_ARGV 1 arg "NO_DEFAULT_FEATURES" "PACKAGE;LIBRARY" "")
+  cmake_parse_arguments(PARSE_ARGV 1 arg "" "PACKAGE;LIBRARY" "")
   set(library ${ETKV_CARGO_TARGET_DIR}/release/${arg_LIBRARY})
-  set(features "")
-  if(arg_NO_DEFAULT_FEATURES)
-    set(features --no-default-features)
-  endif()
   # Cargo builds again what was built in another environment, so it is given
   # what was given here and no more.
   set(environment ETKV_PYTHON=${ETKV_PYTHON})
@@ -38,7 +44,7 @@ function(etkv_rust_library target)
     ${target}_build
     COMMAND
       ${CMAKE_COMMAND} -E env ${environment} ${ETKV_CARGO} build --release
-      --locked ${ETKV_RUST_PACKAGES} ${features}
+      --locked ${ETKV_RUST_PACKAGES} ${ETKV_RUST_FEATURES}
       --target-dir ${ETKV_CARGO_TARGET_DIR}
     WORKING_DIRECTORY ${PROJECT_SOURCE_DIR}
     BYPRODUCTS ${library}

@@ -11,6 +11,9 @@
 
 namespace etkv::bridge {
 
+/// Work of Rust's that threads share.
+struct Task;
+
 /// The program's constants, by name.
 class Constants {
  public:
@@ -42,6 +45,20 @@ class Host {
 
  private:
   interpreter::Host& host_;
+};
+
+/// The threads of the host.
+class Threads {
+ public:
+  explicit Threads(const interpreter::Threads& threads) : threads_(threads) {}
+
+  std::size_t count() const {
+    return threads_.count();
+  }
+  void run(std::size_t n_parts, const Task& task) const;
+
+ private:
+  const interpreter::Threads& threads_;
 };
 
 } // namespace etkv::bridge

@@ -11,7 +11,7 @@
 namespace etkv::interpreter {
 namespace {
 
-// The layout of src/program/argument.rs, which checks the same numbers.
+// The layout of crates/etkv-host/src/argument.rs, which checks the same numbers.
 static_assert(std::is_trivially_copyable_v<Argument>);
 static_assert(sizeof(void*) != 8 || sizeof(Argument) == 48);
 static_assert(sizeof(void*) != 8 || offsetof(Argument, shape) == 16);
@@ -38,6 +38,9 @@ Outcome outcome(const bridge::Outcome& outcome) {
 
 class BridgedProgram final : public Program {
  public:
+  explicit BridgedProgram(Target target)
+      : delegate_(bridge::new_delegate(target == Target::cpu)) {}
+
   Outcome load(
       View<std::uint8_t> payload,
       Constants& constants,
@@ -51,10 +54,12 @@ class BridgedProgram final : public Program {
   Outcome execute(
       View<Argument> inputs,
       View<std::int8_t> output_types,
-      Host& host) override {
+      Host& host,
+      const Threads& threads) override {
     bridge::Host bridged(host);
-    return outcome(
-        delegate_->execute(slice(inputs), slice(output_types), bridged));
+    const bridge::Threads shared(threads);
+    return outcome(delegate_->execute(
+        slice(inputs), slice(output_types), bridged, shared));
   }
 
   std::size_t n_inputs() const override {
@@ -65,13 +70,13 @@ class BridgedProgram final : public Program {
   }
 
  private:
-  rust::Box<bridge::Delegate> delegate_ = bridge::new_delegate();
+  rust::Box<bridge::Delegate> delegate_;
 };
 
 class BridgedInterpreter final : public Interpreter {
  public:
-  std::unique_ptr<Program> new_program() const override {
-    return std::make_unique<BridgedProgram>();
+  std::unique_ptr<Program> new_program(Target target) const override {
+    return std::make_unique<BridgedProgram>(target);
   }
   void report(etkv_status status, std::string_view message) const override {
     bridge::report(status, text(message));
@@ -81,7 +86,20 @@ class BridgedInterpreter final : public Interpreter {
 } // namespace
 } // namespace etkv::interpreter
 
-const etkv::interpreter::Interpreter* etkv_private_interpreter_3() {
+namespace etkv::bridge {
+
+void Threads::run(std::size_t n_parts, const Task& task) const {
+  threads_.run(
+      n_parts,
+      {[](const void* context, std::size_t i) {
+         static_cast<const Task*>(context)->run(i);
+       },
+       &task});
+}
+
+} // namespace etkv::bridge
+
+const etkv::interpreter::Interpreter* etkv_private_interpreter_4() {
   static const etkv::interpreter::BridgedInterpreter interpreter;
   return &interpreter;
 }

@@ -1,7 +1,7 @@
-// The interface between libetkv_mlx_backend and libetkv: the backend runs
+// The interface between libetkv's backends for ExecuTorch and libetkv: they run
 // programs through it.
 //
-// Private to the two libraries, which are built together. It is one C symbol
+// Private to these libraries, which are built together. It is one C symbol
 // and virtual calls, so that nothing of cxx's runtime is exported. Otherwise,
 // in a program with Rust code of its own, the program's copy of that runtime
 // would replace ours.
@@ -31,8 +31,8 @@ struct Outcome {
 };
 
 /// An argument of a program, an input or an output: a contiguous tensor, or an
-/// integer. It crosses to Rust unchanged: src/program/argument.rs has the same
-/// fields.
+/// integer. It crosses to Rust unchanged: crates/etkv-host/src/argument.rs has
+/// the same fields.
 struct Argument {
   /// The elements of a tensor, row-major.
   const std::uint8_t* data = nullptr;
@@ -65,6 +65,29 @@ class Host {
   virtual std::string take(View<Argument> outputs) = 0;
 };
 
+/// Work that threads share: `run(context, i)` does part `i` of it.
+struct Task {
+  void (*run)(const void* context, std::size_t i) = nullptr;
+  const void* context = nullptr;
+};
+
+/// The threads of the host.
+class Threads {
+ public:
+  virtual ~Threads() = default;
+  /// Returns the most parts that are done at the same time.
+  virtual std::size_t count() const = 0;
+  /// Does each of `n_parts` parts once, in any order, and returns after the
+  /// last.
+  virtual void run(std::size_t n_parts, const Task& task) const = 0;
+};
+
+/// The programs that an interpreter runs.
+enum class Target {
+  mlx, ///< of ExecuTorch's MLX delegate: a graph each
+  cpu, ///< of etkv's CPU exports: a call of a graph each
+};
+
 /// One delegate of a loaded method; empty until it is loaded.
 class Program {
  public:
@@ -81,7 +104,8 @@ class Program {
   virtual Outcome execute(
       View<Argument> inputs,
       View<std::int8_t> output_types,
-      Host& host) = 0;
+      Host& host,
+      const Threads& threads) = 0;
   /// Return the numbers of inputs and outputs of a loaded program.
   virtual std::size_t n_inputs() const = 0;
   virtual std::size_t n_outputs() const = 0;
@@ -91,7 +115,7 @@ class Program {
 class Interpreter {
  public:
   virtual ~Interpreter() = default;
-  virtual std::unique_ptr<Program> new_program() const = 0;
+  virtual std::unique_ptr<Program> new_program(Target target) const = 0;
   /// Keeps an error for etkv_delegate_take_error on this thread.
   virtual void report(etkv_status status, std::string_view message) const = 0;
 };
@@ -103,4 +127,4 @@ class Interpreter {
 /// the version of the classes above: increase it with any change to them, so
 /// that libraries of two builds do not load together.
 extern "C" ETKV_API const etkv::interpreter::Interpreter*
-etkv_private_interpreter_3();
+etkv_private_interpreter_4();

@@ -159,7 +159,8 @@ class Server {
 
 Result<void> run(const RunnerOptions& options, const AdmissionOptions& more) {
   ASSIGN_OR_RETURN(auto model, Model::open(options.model));
-  ASSIGN_OR_RETURN(auto session, make_seq_session(kMLXBackend, model.config()));
+  ASSIGN_OR_RETURN(
+      auto session, make_seq_session(model.backend_id(), model.config()));
   RETURN_IF_ERROR(model.program().load(session.key(), Logits::all));
   std::vector<Decoding> coming;
   for (const auto& prompt : options.prompts_or(questions())) {

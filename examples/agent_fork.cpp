@@ -352,7 +352,7 @@ Result<void> run(const RunnerOptions& options, const ForkOptions& more) {
   // A context is long, and a doubling buffer would hold as much again.
   config.growth = Growth::step;
   config.min_chunk = 64;
-  ASSIGN_OR_RETURN(auto session, make_seq_session(kMLXBackend, config));
+  ASSIGN_OR_RETURN(auto session, make_seq_session(model.backend_id(), config));
   RETURN_IF_ERROR(model.program().load(session.key(), Logits::all));
   ASSIGN_OR_RETURN(
       const std::string context, read_context(more, model.tokenizer()));

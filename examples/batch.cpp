@@ -118,7 +118,8 @@ class Together {
 
 Result<void> run(const RunnerOptions& options) {
   ASSIGN_OR_RETURN(auto model, Model::open(options.model));
-  ASSIGN_OR_RETURN(auto session, make_seq_session(kMLXBackend, model.config()));
+  ASSIGN_OR_RETURN(
+      auto session, make_seq_session(model.backend_id(), model.config()));
   RETURN_IF_ERROR(model.program().load(session.key(), Logits::all));
 
   Refusals refusals;

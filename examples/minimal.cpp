@@ -25,7 +25,7 @@ int main(int argc, char** argv) {
   auto params = etkv::read_kv_cache_metadata(module);
   must(params);
   auto config = etkv::make_config(*params, params->max_context_length, "f32");
-  auto session = etkv::make_decode_session(etkv::kMLXBackend, config);
+  auto session = etkv::make_decode_session(params->backend_id, config);
   must(session);
   etkv::LoadOptions options(session->key());
   options.logits(etkv::Logits::last);

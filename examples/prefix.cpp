@@ -201,7 +201,8 @@ class Server {
 
 Result<void> run(const RunnerOptions& options) {
   ASSIGN_OR_RETURN(auto model, Model::open(options.model));
-  ASSIGN_OR_RETURN(auto session, make_seq_session(kMLXBackend, model.config()));
+  ASSIGN_OR_RETURN(
+      auto session, make_seq_session(model.backend_id(), model.config()));
   // One row of logits a step is enough for one sequence at a time.
   RETURN_IF_ERROR(model.program().load(session.key(), Logits::last));
 

@@ -307,7 +307,8 @@ class Rollback {
 
 Result<void> run(const RunnerOptions& options, const WindowOptions& more) {
   ASSIGN_OR_RETURN(auto model, Model::open(options.model));
-  ASSIGN_OR_RETURN(auto session, make_seq_session(kMLXBackend, model.config()));
+  ASSIGN_OR_RETURN(
+      auto session, make_seq_session(model.backend_id(), model.config()));
   RETURN_IF_ERROR(model.program().load(session.key(), Logits::last));
 
   Rollback rollback(model, session.cache(), options);

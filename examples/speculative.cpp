@@ -38,7 +38,7 @@ Result<void> run(
     const Sampling& sampling) {
   ASSIGN_OR_RETURN(auto model, Model::open(options.model));
   ASSIGN_OR_RETURN(
-      auto session, make_tree_session(kMLXBackend, model.config()));
+      auto session, make_tree_session(model.backend_id(), model.config()));
   TreeCache& cache = session.cache();
   RETURN_IF_ERROR(model.program().load(session.key(), Logits::all));
   ASSIGN_OR_RETURN(

@@ -1,10 +1,11 @@
-//! Compiles the C++ half of the bridge to ExecuTorch's backend.
+//! Compiles the C++ half of the bridge to ExecuTorch's backends.
 
 fn main() {
     println!("cargo:rerun-if-changed=build.rs");
     // Cargo applies a build script's linker arguments to its own package only.
-    let mlx = std::env::var("DEP_MLX_LIB").unwrap_or_default();
-    println!("cargo:rustc-link-arg=-Wl,-rpath,{mlx}");
+    if let Ok(mlx) = std::env::var("DEP_MLX_LIB") {
+        println!("cargo:rustc-link-arg=-Wl,-rpath,{mlx}");
+    }
     #[cfg(feature = "delegate")]
     bridge();
 }

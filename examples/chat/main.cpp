@@ -27,7 +27,8 @@ Result<int> talk(Chat chat, const Options& options) {
 template <typename Face>
 Result<int> run_on(Model& model, const Options& options) {
   ASSIGN_OR_RETURN(
-      auto session, CacheSession<Face>::make(kMLXBackend, model.config()));
+      auto session,
+      CacheSession<Face>::make(model.backend_id(), model.config()));
   RETURN_IF_ERROR(model.program().load(session.key(), Logits::last));
   return talk(Chat(model, session.cache(), options), options);
 }
@@ -35,7 +36,7 @@ Result<int> run_on(Model& model, const Options& options) {
 /// Verifies a draft's proposals in trees.
 Result<int> run_with_draft(Model& model, const Options& options) {
   ASSIGN_OR_RETURN(
-      auto session, make_tree_session(kMLXBackend, model.config()));
+      auto session, make_tree_session(model.backend_id(), model.config()));
   RETURN_IF_ERROR(model.program().load(session.key(), Logits::all));
   ASSIGN_OR_RETURN(
       const auto draft,

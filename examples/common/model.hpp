@@ -45,6 +45,11 @@ class Model {
   /// Opens a program and its tokenizer. Does not load the weights.
   static Result<Model> open(const ModelOptions& options);
 
+  /// Returns the backend that runs the program, for a session.
+  const std::string& backend_id() const {
+    return program_.params().backend_id;
+  }
+
   /// Returns the config of the cache, for a session.
   CacheConfig config() const {
     return make_config(program_.params(), capacity_, format_);

@@ -183,7 +183,8 @@ Result<void> check_answers(
              })) {
     capacity = config.capacity;
   }
-  ASSIGN_OR_RETURN(auto session, make_decode_session(kMLXBackend, config));
+  ASSIGN_OR_RETURN(
+      auto session, make_decode_session(model.backend_id(), config));
   RETURN_IF_ERROR(model.program().load(session.key(), Logits::last));
 
   ReferenceDecoder reference(model, session.cache());

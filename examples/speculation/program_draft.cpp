@@ -113,7 +113,7 @@ Result<CacheSession<TreeCache>> ProgramDraft::make_session(
   ASSIGN_OR_RETURN(
       auto session,
       make_tree_session(
-          kMLXBackend,
+          program.params().backend_id,
           make_config(
               program.params(),
               capacity,

@@ -25,8 +25,14 @@
 
 namespace etkv {
 
-/// The backend id in programs for MLX.
+/// The backend id in programs for MLX, and of sessions for them.
 inline constexpr char kMLXBackend[] = "MLXBackend";
+
+/// The backend id of sessions for CPU programs.
+inline constexpr char kCPUBackend[] = "cpu";
+
+/// The backend id in CPU programs, of the calls that etkv carries out.
+inline constexpr char kCPUDelegate[] = "EtkvForCPU";
 
 /// The id that etkv's delegate always has. It is as long as kMLXBackend, which
 /// it replaces in a program.

@@ -85,9 +85,9 @@ typedef struct etkv_cache_vtable {
  * Adds a kind for as long as the process lives. Its caches have the functions
  * that those of `base` have: of sequences, and of trees.
  *
- * @param backend_id  the backend that uses the caches: "MLXBackend".
+ * @param backend_id  the backend that uses the caches: "MLXBackend" or "cpu".
  * @param kind        a name, not empty, that no kind of that backend has yet.
- * @param base        the kind of "MLXBackend" that the inner caches have.
+ * @param base        the kind of that backend that the inner caches have.
  * @param vtable      copied; its functions must stay callable while the process
  *                    lives.
  * @param context     passed to `create`; must live as long. The host owns it.

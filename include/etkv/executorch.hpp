@@ -41,15 +41,18 @@ enum class Logits {
 /// The backend options that a program is loaded with.
 class LoadOptions {
  public:
-  /// Binds the cache of the session with this key, in programs of this backend.
-  /// For kMLXBackend that includes programs that open_module has renamed.
-  /// ExecuTorch holds backend ids of at most 63 characters, and passes no
-  /// options to a longer one.
+  /// Binds the cache of the session with this key: in programs of etkv's
+  /// backends, and in those of `backend_id` if it is another. ExecuTorch holds
+  /// backend ids of at most 63 characters, and passes no options to a longer
+  /// one.
   explicit LoadOptions(
       const char* cache_key,
       const std::string& backend_id = kMLXBackend)
       : backend_id_(backend_id) {
     options_.set_option("cache_key", cache_key == nullptr ? "" : cache_key);
+    // One working memory for each program: those of several threads do not wait
+    // for each other.
+    xnnpack_.set_option("workspace_sharing_mode", 1);
   }
 
   /// Sets the rows of the logits. `Logits::last` computes the last, wide
@@ -64,16 +67,18 @@ class LoadOptions {
   /// object.
   executorch::runtime::LoadBackendOptionsMap map() {
     executorch::runtime::LoadBackendOptionsMap map;
-    map.set_options(backend_id_.c_str(), options_.view());
-    if (backend_id_ == kMLXBackend) {
-      map.set_options(kEtkvBackend, options_.view());
+    for (const char* id :
+         {kMLXBackend, kEtkvBackend, kCPUDelegate, backend_id_.c_str()}) {
+      map.set_options(id, options_.view());
     }
+    map.set_options("XnnpackBackend", xnnpack_.view());
     return map;
   }
 
  private:
   std::string backend_id_;
   executorch::runtime::BackendOptions<4> options_;
+  executorch::runtime::BackendOptions<1> xnnpack_;
 };
 
 /// A session, and the load options by which a program finds its cache.
@@ -174,8 +179,15 @@ inline Result<void> load_method(
     return opened;
   }
   const char* id = delegate_backend_id();
+  const auto meta = module.method_meta(method);
+  if (meta.ok() && meta->uses_backend(kCPUDelegate) &&
+      executorch::runtime::get_backend_class(kCPUDelegate) == nullptr) {
+    return Error(
+        ETKV_ERROR_UNSUPPORTED,
+        "the method " + method + " runs on " + kCPUDelegate +
+            ", and that is not in this process; link etkv::cpu_backend");
+  }
   if (id == nullptr || std::strcmp(id, kMLXBackend) != 0) {
-    const auto meta = module.method_meta(method);
     if (meta.ok() && meta->uses_backend(kMLXBackend)) {
       return Error(
           ETKV_ERROR_UNSUPPORTED,
@@ -225,6 +237,8 @@ struct ModelCacheParams {
   /// The positions that it was exported for; 0 where the program does not
   /// report it.
   int32_t max_context_length = 0;
+  /// The backend of sessions for the program: kMLXBackend or kCPUBackend.
+  std::string backend_id = kMLXBackend;
 };
 
 /// The version of the `kv_cache.*` metadata that this header reads.
@@ -507,16 +521,22 @@ inline Result<ModelCacheParams> read_kv_cache_metadata(
     const executorch::runtime::MethodMeta& method,
     const ConstantMethods& constants,
     const std::string& backend_id = kMLXBackend) {
+  const bool on_cpu = backend_id == kCPUBackend;
   const bool renamed =
       backend_id == kMLXBackend && method.uses_backend(kEtkvBackend);
-  if (!renamed && !method.uses_backend(backend_id.c_str())) {
+  if (!renamed &&
+      !method.uses_backend(on_cpu ? kCPUDelegate : backend_id.c_str())) {
     return Error(
         ETKV_ERROR_PROGRAM,
         std::string("the method ") + method.name() + " does not run on " +
             backend_id);
   }
   auto params = read_kv_cache_metadata(constants);
-  if (!params.ok() || params->prefill_chunk_size > 0) {
+  if (!params.ok()) {
+    return params;
+  }
+  params->backend_id = backend_id;
+  if (params->prefill_chunk_size > 0) {
     return params;
   }
   for (size_t i = 0; i < method.num_inputs(); ++i) {
@@ -558,6 +578,9 @@ inline Result<ModelCacheParams> read_kv_cache_metadata(
   };
   if (names->count(method) != 0) {
     const auto meta = module.method_meta(method);
+    if (meta.ok() && meta->uses_backend(kCPUDelegate)) {
+      return read_kv_cache_metadata(*meta, constants, kCPUBackend);
+    }
     if (meta.ok() &&
         (meta->uses_backend(kMLXBackend) || meta->uses_backend(kEtkvBackend))) {
       return read_kv_cache_metadata(*meta, constants);

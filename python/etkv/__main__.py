@@ -88,7 +88,10 @@ def _generate(options: argparse.Namespace) -> None:
     tokenizer = etkv.Tokenizer.from_pretrained(options.program)
     messages = [{"role": "user", "content": options.prompt}]
     prompt = options.prompt if options.raw else tokenizer.apply_chat_template(messages, add_generation_prompt=True)
-    with etkv.DecodeSession(config) as session, etkv.load(options.program, session, logits="last") as program:
+    with (
+        etkv.DecodeSession(config, backend=facts.backend) as session,
+        etkv.load(options.program, session, logits="last") as program,
+    ):
         responses = etkv.stream_generate(
             program,
             tokenizer,

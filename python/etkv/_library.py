@@ -29,6 +29,9 @@ MLX_BACKEND = "MLXBackend"
 OWN_BACKEND = "EtkvForMLX"
 """The id that the delegate always has, as ``etkv/backend_id.hpp`` says."""
 
+CPU_DELEGATE = "EtkvForCPU"
+"""The id in CPU programs of the calls that etkv carries out."""
+
 EXECUTORCH_CALLS = threading.RLock()
 """Hold this lock while ExecuTorch's Python module loads or runs anything.
 
@@ -65,8 +68,8 @@ def etkv() -> Path:
     return library
 
 
-def mlx_backend() -> str:
-    """Load the delegate into ExecuTorch's runtime. Return the id of the backend that runs programs on it.
+def backends() -> str:
+    """Load the delegates into ExecuTorch's runtime. Return the id of the backend that runs MLX programs on etkv's.
 
     The id is ``MLXBackend``, or :data:`OWN_BACKEND` if another backend was registered as ``MLXBackend`` before. Imports
     torch and ExecuTorch, which takes seconds.
@@ -77,11 +80,14 @@ def mlx_backend() -> str:
     _delegate()
     import executorch.extension.pybindings.portable_lib as portable_lib
 
-    if not portable_lib._is_available(OWN_BACKEND):
-        raise EtkvError(
-            f"libetkv_mlx_backend is loaded, and ExecuTorch knows no {OWN_BACKEND}: libexecutorch is there twice; "
-            "start a new process, and import nothing in it that brings another copy"
-        )
+    # It needs libraries of ExecuTorch's that the import has loaded.
+    _load(folder() / f"libetkv_cpu_backend{_SUFFIX}")
+    for library, backend in (("libetkv_mlx_backend", OWN_BACKEND), ("libetkv_cpu_backend", CPU_DELEGATE)):
+        if not portable_lib._is_available(backend):
+            raise EtkvError(
+                f"{library} is loaded, and ExecuTorch knows no {backend}: libexecutorch is there twice; "
+                "start a new process, and import nothing in it that brings another copy"
+            )
     return MLX_BACKEND if _backend(MLX_BACKEND) == _backend(OWN_BACKEND) else OWN_BACKEND
 
 
@@ -89,7 +95,7 @@ def go_first() -> None:
     """Load the delegate, if possible, before ExecuTorch's extension module is imported.
 
     On macOS that module registers ExecuTorch's own ``MLXBackend``, and the first backend of a name keeps the name.
-    Errors are ignored here; :func:`mlx_backend` raises them when a program needs the delegate.
+    Errors are ignored here; :func:`backends` raises them when a program needs the delegate.
     """
     with contextlib.suppress(EtkvError):
         _delegate()

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from numbers import Integral
 from os import PathLike
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, TypeAlias
 
 from etkv.config import LayerConfig
 from etkv.errors import EtkvError
@@ -25,6 +25,15 @@ SCHEMA_VERSION = 1
 
 MOST_LAYERS = 65536
 """The most layers of a program. A larger number means that the program is damaged."""
+
+BACKENDS = ("MLXBackend", "cpu")
+"""The ids of the backends whose programs caches are for."""
+
+Backend: TypeAlias = Literal["MLXBackend", "cpu"]
+"""One of :data:`BACKENDS`."""
+
+BACKEND = "kv_cache.backend"
+"""The constant method with the backend of the program. One without it is for MLX."""
 
 _VERSION = "kv_cache.schema_version"
 _INT32_MAX = 2**31 - 1
@@ -43,6 +52,8 @@ class ModelCacheParams:
     """The most tokens of one step; 0 if the program does not say."""
     max_context_length: int
     """The positions that the program was exported for; 0 if it does not say."""
+    backend: Backend = "MLXBackend"
+    """The backend that runs the program, for its session."""
 
 
 def write_kv_cache_metadata(
@@ -92,7 +103,10 @@ def read_kv_cache_metadata(source: str | PathLike[str] | Mapping[str, Any]) -> M
         raise EtkvError(f"the program's {_VERSION} is {version}; this etkv reads version {SCHEMA_VERSION}")
     layers = _exporters_layers(constants) if version is None else _versioned_layers(constants)
     context = next((found for name in _CONTEXT_NAMES if (found := _find(constants, name)) is not None), 0)
-    return ModelCacheParams(layers, _find(constants, "get_prefill_chunk_size") or 0, context)
+    backend = constants.get(BACKEND, "MLXBackend")
+    if backend not in BACKENDS:
+        raise EtkvError(f"`{BACKEND}` is {backend!r}, expected one of {', '.join(BACKENDS)}")
+    return ModelCacheParams(layers, _find(constants, "get_prefill_chunk_size") or 0, context, backend)
 
 
 def _versioned_layers(constants: Mapping[str, Any]) -> tuple[LayerConfig, ...]:

@@ -17,9 +17,7 @@ from etkv._capi import ask, call, ffi, follow_log_levels, lib, text
 from etkv.cache import Cache, SeqCache, TreeCache, raw_config
 from etkv.config import CacheConfig
 from etkv.errors import EtkvError
-
-BACKEND = "MLXBackend"
-"""The id of the backend whose programs the caches are for."""
+from etkv.metadata import Backend
 
 LOGITS = ("all", "last")
 """The rows of the logits that a program computes: as exported, or that of the last token only."""
@@ -41,14 +39,14 @@ class Session(Cache):
 
     _open = False
 
-    def __init__(self, config: CacheConfig) -> None:
-        """Make the cache and register it.
+    def __init__(self, config: CacheConfig, *, backend: Backend = "MLXBackend") -> None:
+        """Make the cache and register it. ``backend`` runs the programs: see :attr:`etkv.ModelCacheParams.backend`.
 
         Raises :class:`EtkvError` for a config that is not valid. The message names the value and its limit.
         """
         follow_log_levels()
         raw, _keep = raw_config(config)
-        made = ask("etkv_session_new", "etkv_session*", BACKEND.encode(), self.KIND.encode(), raw)
+        made = ask("etkv_session_new", "etkv_session*", backend.encode(), self.KIND.encode(), raw)
         self._session = ffi.gc(made, lib().etkv_session_free)
         self.config = config
         self._open = True

@@ -4,13 +4,13 @@ use std::collections::HashMap;
 
 use mlx_rs::Array;
 
-use super::argument::Argument;
 use super::dtype::dtype_of;
 use super::ir::{Int, IntValue, Out, Value};
 use crate::attention::AttendSpec;
 use crate::backend::{MlxCache, Step};
 use crate::error::{fail, Error, Result, Status};
 use crate::mlx::{self, Mlx};
+use etkv_host::Argument;
 
 /// The state of one run of a chain.
 pub struct Frame<'a> {

@@ -8,7 +8,6 @@
 //! The payload is read once. The interpreter runs `ir`: typed instructions over values that are
 //! each written once. What can be computed before a run is computed before it.
 
-mod argument;
 mod constants;
 mod decode;
 mod describe;
@@ -25,14 +24,14 @@ mod stream;
 #[cfg(test)]
 mod tests;
 
-pub use argument::{Argument, Host};
 pub use constants::ConstantSource;
 pub use describe::{
     ArgumentDescription, AttentionDescription, ChangeDescription, ConstantDescription,
     ConstantsDescription, DimDescription, InstructionDescription, LayoutsDescription,
     OperationCount, PassDescription, ProgramDescription,
 };
-pub use execute::{LoadOptions, LogitsRows, Program};
+pub use etkv_host::{Argument, Host, LoadOptions, LogitsRows};
+pub use execute::Program;
 
 /// The target of the spans and events of programs.
 const TARGET: &str = "etkv::program";

@@ -340,7 +340,7 @@ impl ConstantSource for Weights {
 struct Made(Vec<(Vec<i32>, Vec<f32>)>);
 
 impl Host for Made {
-    fn take(&mut self, outputs: &[Argument]) -> Result<()> {
+    fn take(&mut self, outputs: &[Argument]) -> etkv_core::Result<()> {
         self.0.extend(outputs.iter().map(|out| (out.shape().to_vec(), floats(out.bytes()))));
         Ok(())
     }

@@ -1,17 +1,21 @@
-//! The private bridge to `cpp/interpreter.cpp`, through which the ExecuTorch backend runs programs.
+//! The private bridge to `cpp/interpreter.cpp`, through which ExecuTorch's backends run programs.
 //!
 //! Nothing throws across it, in either direction: every call returns an [`ffi::Outcome`].
 
 use std::panic::{catch_unwind, AssertUnwindSafe};
 use std::pin::Pin;
+use std::sync::atomic::{AtomicBool, Ordering};
 
 use cxx::kind::Trivial;
 use cxx::{type_id, ExternType};
-use etkv::program::{ConstantSource, Host, LoadOptions, Program};
 use etkv_core::{Error, Result, Status};
+use etkv_cpu::Parallel;
+use etkv_host::{Host, LoadOptions};
 
+use crate::program::Program;
 use crate::{boundary, delegate};
 
+#[cfg_attr(not(feature = "mlx"), allow(dead_code))] // Constants are MLX programs'.
 #[cxx::bridge(namespace = "etkv::bridge")]
 mod ffi {
     /// The result of a call: 0, or a status and a message.
@@ -23,7 +27,8 @@ mod ffi {
     extern "Rust" {
         type Delegate;
 
-        fn new_delegate() -> Box<Delegate>;
+        /// Returns a delegate for a program, or for a call of a CPU program.
+        fn new_delegate(on_cpu: bool) -> Box<Delegate>;
 
         /// Decodes a payload, copies its constants and binds the cache. An empty `cache_key` or
         /// `logits` is an absent option.
@@ -42,6 +47,7 @@ mod ffi {
             inputs: &[Argument],
             output_types: &[i8],
             host: Pin<&mut Host>,
+            threads: &Threads,
         ) -> Outcome;
 
         fn n_inputs(self: &Delegate) -> usize;
@@ -49,6 +55,12 @@ mod ffi {
 
         /// Keeps an error for `etkv_delegate_take_error` on this thread.
         fn report(status: i32, message: &str);
+
+        /// Work that threads share.
+        type Task<'a>;
+
+        /// Does part `i`.
+        fn run(self: &Task, i: usize);
     }
 
     unsafe extern "C++" {
@@ -71,12 +83,21 @@ mod ffi {
 
         /// Receives the outputs. Returns "" on success, or else a message.
         fn take(self: Pin<&mut Host>, outputs: &[Argument]) -> String;
+
+        /// The threads of the host.
+        type Threads;
+
+        /// Returns the most parts that are done at the same time.
+        fn count(self: &Threads) -> usize;
+        /// Does each of `n_parts` parts of a task once.
+        #[cxx_name = "run"]
+        fn run_parts(self: &Threads, n_parts: usize, task: &Task);
     }
 }
 
-/// [`etkv::program::Argument`] under its C++ name.
+/// [`etkv_host::Argument`] under its C++ name.
 #[repr(transparent)]
-pub struct Argument<'a>(etkv::program::Argument<'a>);
+pub struct Argument<'a>(etkv_host::Argument<'a>);
 
 // SAFETY: the two have the same fields in the same order, and neither has a destructor;
 // `cpp/interpreter.cpp` checks the layout.
@@ -86,29 +107,30 @@ unsafe impl ExternType for Argument<'_> {
 }
 
 /// One delegate of a loaded method; empty until it is loaded.
-#[derive(Default)]
 pub struct Delegate {
+    on_cpu: bool,
     program: Option<Program>,
     /// Set after a panic: the state behind it is unknown.
     poisoned: bool,
 }
 
-fn new_delegate() -> Box<Delegate> {
-    Box::default()
+fn new_delegate(on_cpu: bool) -> Box<Delegate> {
+    Box::new(Delegate { on_cpu, program: None, poisoned: false })
 }
 
 impl Delegate {
     fn load(
         &mut self,
         payload: &[u8],
-        mut constants: Pin<&mut ffi::Constants>,
+        constants: Pin<&mut ffi::Constants>,
         cache_key: &str,
         logits: &str,
     ) -> ffi::Outcome {
         self.guarded(|delegate| {
             let texts = delegate::or_of_thread(cache_key, logits);
             let options = LoadOptions::parse(&texts.cache_key, &texts.logits)?;
-            delegate.program = Some(Program::load(payload, &mut constants.as_mut(), &options)?);
+            let program = Program::load(delegate.on_cpu, payload, constants, &options)?;
+            delegate.program = Some(program);
             Ok(())
         })
     }
@@ -118,12 +140,14 @@ impl Delegate {
         inputs: &[Argument],
         output_types: &[i8],
         mut host: Pin<&mut ffi::Host>,
+        threads: &ffi::Threads,
     ) -> ffi::Outcome {
         self.guarded(|delegate| {
             let Some(program) = &mut delegate.program else {
                 return Err(Error::new(Status::Internal, "the program was not loaded"));
             };
-            Ok(program.execute(unwrapped(inputs), output_types, &mut host.as_mut())?)
+            let host = &mut host.as_mut();
+            program.execute(unwrapped(inputs), output_types, host, &SharedThreads(threads))
         })
     }
 
@@ -152,12 +176,12 @@ impl Delegate {
     }
 }
 
-fn unwrapped<'a, 'b>(arguments: &'b [Argument<'a>]) -> &'b [etkv::program::Argument<'a>] {
+fn unwrapped<'a, 'b>(arguments: &'b [Argument<'a>]) -> &'b [etkv_host::Argument<'a>] {
     // SAFETY: `Argument` is a transparent wrapper of the other type.
     unsafe { std::slice::from_raw_parts(arguments.as_ptr().cast(), arguments.len()) }
 }
 
-fn wrapped<'a, 'b>(arguments: &'b [etkv::program::Argument<'a>]) -> &'b [Argument<'a>] {
+fn wrapped<'a, 'b>(arguments: &'b [etkv_host::Argument<'a>]) -> &'b [Argument<'a>] {
     // SAFETY: as above.
     unsafe { std::slice::from_raw_parts(arguments.as_ptr().cast(), arguments.len()) }
 }
@@ -175,23 +199,55 @@ fn report(status: i32, message: &str) {
     delegate::report(status, message);
 }
 
-impl ConstantSource for Pin<&mut ffi::Constants> {
-    fn find(&mut self, name: &str) -> Option<&[u8]> {
-        if self.as_mut().find(name) {
-            Some(self.bytes())
-        } else {
-            None
-        }
-    }
-}
+pub(crate) use ffi::Constants;
 
 impl Host for Pin<&mut ffi::Host> {
-    fn take(&mut self, outputs: &[etkv::program::Argument]) -> etkv::Result<()> {
+    fn take(&mut self, outputs: &[etkv_host::Argument]) -> Result<()> {
         let refusal = self.as_mut().take(wrapped(outputs));
         if refusal.is_empty() {
             Ok(())
         } else {
-            Err(etkv::Error::new(Status::Shape, refusal))
+            Err(Error::new(Status::Shape, refusal))
+        }
+    }
+}
+
+/// The host's threads, for calls of Rust's.
+struct SharedThreads<'a>(&'a ffi::Threads);
+
+// SAFETY: the C++ object may be used by any thread.
+unsafe impl Send for SharedThreads<'_> {}
+// SAFETY: as above.
+unsafe impl Sync for SharedThreads<'_> {}
+
+/// Work that the host's threads share.
+pub struct Task<'a> {
+    call: &'a (dyn Fn(usize) + Sync),
+    /// Whether a part panicked: a panic must not leave [`run`](Self::run).
+    panicked: AtomicBool,
+}
+
+impl Task<'_> {
+    fn run(&self, i: usize) {
+        if catch_unwind(AssertUnwindSafe(|| (self.call)(i))).is_err() {
+            self.panicked.store(true, Ordering::Relaxed);
+        }
+    }
+}
+
+impl Parallel for SharedThreads<'_> {
+    fn threads(&self) -> usize {
+        self.0.count()
+    }
+
+    fn run(&self, count: usize, call: &(dyn Fn(usize) + Sync)) {
+        let task = Task { call, panicked: AtomicBool::new(false) };
+        self.0.run_parts(count, &task);
+        if task.panicked.into_inner() {
+            #[allow(clippy::panic)] // That of a part goes on.
+            {
+                panic!("a part of the work failed by a defect");
+            }
         }
     }
 }

@@ -5,6 +5,7 @@ use std::ptr::{null, null_mut};
 
 use etkv_core::{fail, Cache, Result, SharedCache};
 
+use super::backends;
 use super::boundary::{boundary, free, lasting, out, text, value};
 use super::config::{etkv_cache_config, given_format, read_config};
 use super::error::etkv_error;
@@ -39,7 +40,7 @@ pub unsafe extern "C" fn etkv_cache_new(
             let target = out(cache, "cache")?;
             let backend_id = text(backend_id, "backend_id")?;
             let kind = text(kind, "kind")?;
-            let cache = etkv::builders().build(backend_id, kind, read_config(config)?)?;
+            let cache = backends::builders().build(backend_id, kind, read_config(config)?)?;
             target.write(handle::give(etkv_cache { cache }));
             Ok(())
         })

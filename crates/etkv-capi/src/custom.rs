@@ -4,13 +4,12 @@ use std::ffi::{c_char, c_void};
 use std::ops::Range;
 use std::ptr::{null_mut, NonNull};
 
-use etkv::{AttendSpec, MlxCache, MlxStore, ProgramCache, MLX_BACKEND};
 use etkv_core::{
-    fail, AttendCache, Cache, CacheConfig, CacheReport, KvFormat, Memory, Result, SeqCache,
-    SharedCache, TreeCache,
+    fail, AttendCache, Cache, CacheConfig, CacheReport, KvFormat, Memory, ProgramCache, Result,
+    SeqCache, SharedCache, Spec, Store, TreeCache,
 };
-use mlx_rs::Array;
 
+use super::backends;
 use super::boundary::{boundary, free, read_struct, text};
 use super::cache::etkv_cache;
 use super::error::{etkv_error, from_host};
@@ -60,7 +59,7 @@ pub unsafe extern "C" fn etkv_builder_register(
     // SAFETY: the caller says so.
     unsafe {
         boundary(error, || {
-            let registry = etkv::builders();
+            let registry = backends::builders();
             let backend_id = text(backend_id, "backend_id")?;
             let kind = text(kind, "kind")?.to_owned();
             let base = text(base, "base")?.to_owned();
@@ -69,24 +68,36 @@ pub unsafe extern "C" fn etkv_builder_register(
             if kind.is_empty() {
                 fail!(InvalidArgument, "kind is empty");
             }
-            if !registry.knows(MLX_BACKEND, &base) {
-                fail!(Kind, "base is `{base}`, an unknown cache kind for backend `{MLX_BACKEND}`");
+            let inner = backends::storage_of(backend_id);
+            if !registry.knows(inner, &base) {
+                fail!(Kind, "base is `{base}`, an unknown cache kind for backend `{inner}`");
             }
-            registry.register_new(backend_id, &kind.clone(), move |config| {
-                let inner = etkv::builders().build(MLX_BACKEND, &base, config)?;
-                Ok(SharedCache::new(Custom::new(&kind, inner, vtable, context)?))
+            let build = move |config| backends::builders().build(inner, &base, config);
+            let name = kind.clone();
+            #[cfg(feature = "mlx")]
+            if inner == etkv::MLX_BACKEND {
+                return registry.register_new(backend_id, &name, move |config| {
+                    let cache: Custom<etkv::MlxStore> =
+                        Custom::new(&kind, build(config)?, vtable, context)?;
+                    Ok(SharedCache::new(cache))
+                });
+            }
+            registry.register_new(backend_id, &name, move |config| {
+                let cache: Custom<etkv_cpu::CpuStore> =
+                    Custom::new(&kind, build(config)?, vtable, context)?;
+                Ok(SharedCache::new(cache))
             })
         })
     }
 }
 
 /// A cache of a kind that the host adds. Its inner cache keeps the rows and positions.
-struct Custom {
+struct Custom<S: Store> {
     kind: String,
     config: CacheConfig,
     has_sequences: bool,
     has_trees: bool,
-    inner: ProgramCache,
+    inner: ProgramCache<S>,
     /// The host's handle on `inner`.
     handle: Option<NonNull<etkv_cache>>,
     vtable: etkv_cache_vtable,
@@ -97,9 +108,9 @@ struct Custom {
 
 // SAFETY: the host allows calls of its callbacks, with its state, on any thread; the handle is a
 // number.
-unsafe impl Send for Custom {}
+unsafe impl<S: Store> Send for Custom<S> {}
 
-impl Custom {
+impl<S: Store> Custom<S> {
     fn new(
         kind: &str,
         inner: SharedCache,
@@ -155,7 +166,7 @@ impl Custom {
     }
 
     /// Asks the inner cache. If it is poisoned, returns the default.
-    fn ask<T: Default>(&self, question: impl FnOnce(&MlxCache) -> T) -> T {
+    fn ask<T: Default>(&self, question: impl FnOnce(&dyn AttendCache<Store = S>) -> T) -> T {
         self.inner.lock().map(|cache| question(&*cache)).unwrap_or_default()
     }
 
@@ -181,7 +192,7 @@ fn call(what: &str, callback: impl FnOnce(Place) -> i32) -> Result<()> {
     from_host(status, error, what)
 }
 
-impl Drop for Custom {
+impl<S: Store> Drop for Custom<S> {
     fn drop(&mut self) {
         self.end(false);
         if let Some(destroy) = self.vtable.destroy {
@@ -192,7 +203,7 @@ impl Drop for Custom {
     }
 }
 
-impl Cache for Custom {
+impl<S: Store> Cache for Custom<S> {
     fn kind(&self) -> &str {
         &self.kind
     }
@@ -294,7 +305,7 @@ impl Cache for Custom {
     }
 }
 
-impl SeqCache for Custom {
+impl<S: Store> SeqCache for Custom<S> {
     fn begin_step(&mut self, sequences: &[i32]) -> Result<()> {
         self.with_sequences(|cache| cache.begin_step(sequences))
     }
@@ -344,7 +355,7 @@ impl SeqCache for Custom {
     }
 }
 
-impl TreeCache for Custom {
+impl<S: Store> TreeCache for Custom<S> {
     fn propose(&mut self, sequence: i32, parents: &[i32]) -> Result<()> {
         self.with_trees(|cache| cache.propose(sequence, parents))
     }
@@ -358,8 +369,8 @@ impl TreeCache for Custom {
     }
 }
 
-impl AttendCache for Custom {
-    type Store = MlxStore;
+impl<S: Store> AttendCache for Custom<S> {
+    type Store = S;
 
     fn begin(&mut self, positions: &[i32]) -> Result<()> {
         if self.open {
@@ -379,15 +390,15 @@ impl AttendCache for Custom {
         begun
     }
 
-    fn update_and_fetch(&mut self, layer: usize, k: &Array, v: &Array) -> Result<AttendSpec> {
+    fn update_and_fetch(&mut self, layer: usize, k: &S::Tensor, v: &S::Tensor) -> Result<Spec<S>> {
         self.inner.lock()?.update_and_fetch(layer, k, v)
     }
 
-    fn eval(&self, outputs: &[&Array]) -> Result<()> {
+    fn eval(&self, outputs: &[&S::Tensor]) -> Result<()> {
         self.inner.lock()?.eval(outputs)
     }
 
-    fn schedule(&self, outputs: &[&Array]) -> Result<()> {
+    fn schedule(&self, outputs: &[&S::Tensor]) -> Result<()> {
         self.inner.lock()?.schedule(outputs)
     }
 

@@ -90,8 +90,9 @@ pub unsafe extern "C" fn etkv_delegate_check(
 
 #[cfg(feature = "delegate")]
 mod program {
-    use etkv::program::{LoadOptions, Program};
     use etkv_core::Result;
+    use etkv_cpu::program::Call;
+    use etkv_host::LoadOptions;
 
     use super::LoadTexts;
 
@@ -100,8 +101,25 @@ mod program {
         Ok(())
     }
 
+    /// The payload of a call of a CPU program is JSON.
     pub fn check(payload: &[u8]) -> Result<()> {
-        Ok(Program::check(payload)?)
+        if payload.starts_with(b"{") {
+            return Call::check(payload);
+        }
+        check_mlx(payload)
+    }
+
+    #[cfg(feature = "mlx")]
+    fn check_mlx(payload: &[u8]) -> Result<()> {
+        Ok(etkv::program::Program::check(payload)?)
+    }
+
+    #[cfg(not(feature = "mlx"))]
+    fn check_mlx(_: &[u8]) -> Result<()> {
+        etkv_core::fail!(
+            Unsupported,
+            "this libetkv was built without MLX, which the program needs"
+        );
     }
 }
 

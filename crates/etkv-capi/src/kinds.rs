@@ -2,6 +2,7 @@
 
 use std::ffi::{c_char, c_void, CString};
 
+use super::backends;
 use super::boundary::value;
 
 /// Calls `visit` for each kind of cache.
@@ -13,7 +14,7 @@ pub extern "C" fn etkv_kinds(
     let Some(visit) = visit else { return };
     value((), || {
         let as_c = |name: String| CString::new(name).unwrap_or_default();
-        for (backend_id, kind) in etkv::builders().kinds() {
+        for (backend_id, kind) in backends::builders().kinds() {
             let (backend_id, kind) = (as_c(backend_id), as_c(kind));
             visit(context, backend_id.as_ptr(), kind.as_ptr());
         }

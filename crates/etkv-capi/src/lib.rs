@@ -1,11 +1,12 @@
-//! The C interface; `include/etkv/etkv.h` documents it. With the feature `delegate` also the bridge
-//! to ExecuTorch's backend.
+//! The C interface; `include/etkv/etkv.h` documents it. Caches lie in plain memory, and with the
+//! feature `mlx` in MLX arrays. With the feature `delegate` also the bridge to ExecuTorch's backends.
 //!
 //! Each file is named after the header of its functions: `seq.rs` has those of
 //! `include/etkv/seq.h`. `boundary` and `handle` serve all of them.
 //!
 //! This is the only crate that exports C symbols.
 
+mod backends;
 mod boundary;
 #[cfg(feature = "delegate")]
 mod bridge;
@@ -14,12 +15,15 @@ mod config;
 mod custom;
 mod delegate;
 mod error;
+#[cfg(feature = "mlx")]
 mod forwards;
 mod handle;
 mod kinds;
 mod log;
 mod memory;
 mod process;
+#[cfg(feature = "delegate")]
+mod program;
 mod registry;
 mod report;
 mod seq;

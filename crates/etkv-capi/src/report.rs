@@ -65,14 +65,14 @@ pub unsafe extern "C" fn etkv_string_free(string: *mut c_char) {
     }
 }
 
-#[cfg(feature = "delegate")]
+#[cfg(all(feature = "delegate", feature = "mlx"))]
 fn describe(payload: &[u8]) -> Result<*mut c_char> {
     text_of(&etkv::program::Program::describe(payload)?)
 }
 
-#[cfg(not(feature = "delegate"))]
+#[cfg(not(all(feature = "delegate", feature = "mlx")))]
 fn describe(_: &[u8]) -> Result<*mut c_char> {
-    etkv_core::fail!(Unsupported, "this libetkv was built without the interpreter of programs");
+    etkv_core::fail!(Unsupported, "this libetkv was built without the interpreter of MLX programs");
 }
 
 /// Returns JSON as a string for the caller, which frees it.

@@ -5,6 +5,7 @@ use std::ptr::{null, null_mut};
 
 use etkv_core::{Result, Session, SharedCache};
 
+use super::backends;
 use super::boundary::{boundary, free, out, text, value};
 use super::cache::etkv_cache;
 use super::config::{etkv_cache_config, read_config};
@@ -42,7 +43,8 @@ pub unsafe extern "C" fn etkv_session_new(
             let target = out(session, "session")?;
             let backend_id = text(backend_id, "backend_id")?;
             let kind = text(kind, "kind")?;
-            let session = Session::new(etkv::builders(), backend_id, kind, read_config(config)?)?;
+            let session =
+                Session::new(backends::builders(), backend_id, kind, read_config(config)?)?;
             let key = CString::new(session.key()).unwrap_or_default();
             target.write(handle::give(etkv_session { session, key }));
             Ok(())

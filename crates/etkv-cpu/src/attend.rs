@@ -23,6 +23,34 @@ pub fn attend(
     workspace: &mut Workspace,
     parallel: &dyn Parallel,
 ) -> Result<Tensor> {
+    let [_, heads, n, _] = *q.shape();
+    let shape = [1, heads, n, spec.v.head_dim() as i32];
+    let size = heads as usize * n as usize * spec.v.head_dim();
+    let mut values = match out_dtype.unwrap_or(q.dtype()) {
+        Dtype::F32 => Values::F32(vec![0.0; size]),
+        Dtype::F16 => Values::F16(vec![f16::ZERO; size]),
+        Dtype::Bf16 => Values::Bf16(vec![bf16::ZERO; size]),
+    };
+    let (start, dtype) = values.as_mut_ptr();
+    // SAFETY: the elements are those of `values`, side by side.
+    unsafe { attend_into(q, spec, scale, start, dtype, workspace, parallel)? };
+    Tensor::new(shape, values)
+}
+
+/// [`attend`], to elements that lie at `start`.
+///
+/// # Safety
+/// `n_heads * T * v_head_dim` elements of `dtype` lie at `start`, aligned to their size, and no one
+/// else touches them during the call.
+pub(crate) unsafe fn attend_into(
+    q: &Tensor,
+    spec: &Spec<CpuStore>,
+    scale: f32,
+    start: *mut u8,
+    dtype: Dtype,
+    workspace: &mut Workspace,
+    parallel: &dyn Parallel,
+) -> Result<()> {
     let mask = match &spec.mask {
         Mask::None => MaskRef::None,
         Mask::Causal => MaskRef::Causal,
@@ -32,22 +60,13 @@ pub fn attend(
     if batch != 1 {
         fail!(Shape, "expected queries of shape [1, n_heads, T, k_head_dim], got {:?}", q.shape());
     }
-    let shape = [1, heads, n, spec.v.head_dim() as i32];
-    let [heads, n, dim] = [heads as usize, n as usize, spec.v.head_dim()];
-    let size = heads * n * dim;
-    let mut values = match out_dtype.unwrap_or(q.dtype()) {
-        Dtype::F32 => Values::F32(vec![0.0; size]),
-        Dtype::F16 => Values::F16(vec![f16::ZERO; size]),
-        Dtype::Bf16 => Values::Bf16(vec![bf16::ZERO; size]),
-    };
-    let (start, dtype) = values.as_mut_ptr();
-    // SAFETY: the elements are those of `values`, side by side.
-    let mut out = unsafe { Output::new(start, dtype, Shape::contiguous(heads, n, dim)) };
+    let shape = Shape::contiguous(heads as usize, n as usize, spec.v.head_dim());
+    // SAFETY: the caller says so.
+    let mut out = unsafe { Output::new(start, dtype, shape) };
     q.with_queries(|queries| {
         let (k, v) = (&spec.k, &spec.v);
         attention::attend(workspace, parallel, queries, k, v, mask, scale, &mut out)
-    })?;
-    Tensor::new(shape, values)
+    })
 }
 
 #[cfg(test)]

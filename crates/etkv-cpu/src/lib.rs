@@ -1,8 +1,8 @@
 //! KV caches in plain memory, and attention over them on the CPU.
 //!
 //! The kinds of caches come from `etkv_core`. This crate adds a [`Store`](etkv_core::Store) on
-//! plain memory, and attention that reads rows as they are stored. It knows no MLX, no C++ and no
-//! Python.
+//! plain memory, attention that reads rows as they are stored, and the calls of ExecuTorch's programs
+//! that attend. It knows no MLX, no C++ and no Python.
 //!
 //! Rows are stored with the bits of etkv's storage on MLX arrays, in every format.
 
@@ -13,6 +13,7 @@ mod floats;
 mod mask;
 mod memory;
 mod parallel;
+pub mod program;
 mod store;
 mod tensor;
 mod view;

@@ -65,7 +65,7 @@ def export_program(request: ExportRequest, progress: Progress | None = None) -> 
     predictor = _feature_predictor(model, tokenizer, request.draft, generation, progress) if request.draft else None
     if request.quantize is not None:
         with progress.step(f"quantizing to {request.quantize}"):
-            lowering.quantize(model, request.quantize, settled.group_size)
+            lowering.quantize(model, request, settled.group_size)
     with contextlib.ExitStack() as scratches:
         kept = None
         if request.keep_hf is not None:
@@ -78,7 +78,7 @@ def export_program(request: ExportRequest, progress: Progress | None = None) -> 
         methods = lowering.constant_methods(request, settled, generation)
         if predictor is not None:
             methods["get_draft_tap"] = config.get_text_config().num_hidden_layers - request.draft - 1
-        program = lowering.lower(_step(request, model, predictor), settled, methods, progress)
+        program = lowering.lower(_step(request, model, predictor), request, settled, methods, progress)
 
         folder = request.output.parent
         with progress.step(f"writing {request.output}"), _writing(request.output):

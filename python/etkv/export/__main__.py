@@ -13,6 +13,7 @@ from etkv.errors import EtkvError
 from etkv.export import export_program, is_current
 from etkv.export.progress import Progress, third_party_noise
 from etkv.export.request import (
+    BACKENDS,
     DEFAULT_MAX_CONTEXT,
     DEFAULT_PREFILL_CHUNK,
     DTYPES,
@@ -44,7 +45,7 @@ def _indices(text: str) -> tuple[int, ...]:
 def _parser() -> argparse.ArgumentParser:
     parser = _Parser(
         prog="python -m etkv.export",
-        description="Export a causal language model as an ExecuTorch program (.pte) for the MLX delegate, with its KV "
+        description="Export a causal language model as an ExecuTorch program (.pte) for MLX or the CPU, with its KV "
         "caches outside the graph. The tokenizer, its configuration, the chat template, the generation settings and "
         "export.json, a record of the export, are written beside it.",
     )
@@ -57,6 +58,13 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--output", required=True, type=Path, metavar="X.pte", help="the program to write")
     parser.add_argument(
+        "--backend",
+        default="mlx",
+        metavar="NAME",
+        help="what runs the program: mlx, for Apple silicon, NVIDIA GPUs and trials on a CPU, or cpu, for XNNPACK and "
+        "ExecuTorch's kernels (default: mlx)",
+    )
+    parser.add_argument(
         "--dtype",
         default="float32",
         metavar="NAME",
@@ -65,14 +73,16 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--quantize",
         metavar="NAME",
-        help=f"quantize linear and embedding weights: {', '.join(QUANTIZATIONS)} (default: not quantized)",
+        help="quantize weights, "
+        + ", ".join(f"on {name}: {' or '.join(known)}" for name, known in BACKENDS.items())
+        + "; 8da4w leaves embeddings as they are (default: not quantized)",
     )
     parser.add_argument(
         "--group-size",
         type=int,
         metavar="N",
         help=f"weights that share a scale: {', '.join(map(str, GROUP_SIZES))} "
-        f"(default: {QUANTIZATIONS['4w']} for 4w, a whole row for 8w)",
+        f"(default: {QUANTIZATIONS['4w']} for 4w and 8da4w, a whole row for 8w)",
     )
     parser.add_argument(
         "--max-context",

@@ -1,16 +1,17 @@
-"""Turns a model in memory into an ExecuTorch program with one MLX delegate and its KV caches outside the graph."""
+"""Turns a model in memory into an ExecuTorch program whose KV caches are outside the graph."""
 
 from __future__ import annotations
 
-import operator
 import re
+from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 from etkv.errors import EtkvError, root_line
+from etkv.export import cpu, mlx
 from etkv.export.limits import Limits
 from etkv.export.progress import Progress
 from etkv.export.request import ExportRequest
-from etkv.metadata import write_kv_cache_metadata
+from etkv.metadata import BACKEND, write_kv_cache_metadata
 
 if TYPE_CHECKING:
     from executorch.exir import EdgeProgramManager, ExecutorchProgramManager
@@ -23,23 +24,9 @@ if TYPE_CHECKING:
 METHOD = "forward"
 
 
-def quantize(model: PreTrainedModel, name: str, group_size: int | None) -> None:
-    """Quantize every linear and embedding weight of ``model`` in place. A tied output layer stays tied.
-
-    ``group_size`` counts elements; ``None`` is one scale a row.
-    """
-    from executorch.backends.mlx.llm.quantization import quantize_model_
-
-    # 0 asks for one scale a row; None would take ExecuTorch's default.
-    size = group_size or 0
-    quantize_model_(
-        model,
-        qlinear_config=name,
-        qlinear_group_size=size,
-        qembedding_config=name,
-        qembedding_group_size=size,
-        tie_word_embeddings=bool(model.config.get_text_config().tie_word_embeddings),
-    )
+def quantize(model: PreTrainedModel, request: ExportRequest, group_size: int | None) -> None:
+    """Quantize the weights of ``model`` in place, as the request says. ``group_size`` counts elements."""
+    _target(request.backend).quantize(model, request.quantize, group_size)
 
 
 def constant_methods(request: ExportRequest, limits: Limits, generation: dict[str, Any]) -> dict[str, Any]:
@@ -62,6 +49,8 @@ def constant_methods(request: ExportRequest, limits: Limits, generation: dict[st
         "get_max_ctx_len": limits.max_context,
         "get_logits_rows": 1 if request.logits == "last" else 0,
     }
+    if request.backend == "cpu":
+        methods[BACKEND] = "cpu"
     if request.tap_layers:
         methods["get_tap_layers"] = torch.tensor(request.tap_layers, dtype=torch.int32)
     if generation.get("bos_token_id") is not None:
@@ -84,24 +73,31 @@ def _once(facts: list[int]) -> int | list[int]:
     return facts[0] if len(set(facts)) == 1 else facts
 
 
+def _target(backend: str) -> ModuleType:
+    """Return the module that exports for ``backend``."""
+    return {"mlx": mlx, "cpu": cpu}[backend]
+
+
 def lower(
-    step: Forward | DraftForward, limits: Limits, methods: dict[str, Any], progress: Progress
+    step: Forward | DraftForward, request: ExportRequest, limits: Limits, methods: dict[str, Any], progress: Progress
 ) -> ExecutorchProgramManager:
     """Return the program of ``step``, with T from 1 to ``limits.prefill_chunk``.
 
     Raises :class:`EtkvError` if the family cannot be traced, does not route its attention through the KV cache op, or
-    has an operator that the MLX backend lacks.
+    has an operator that the backend lacks.
     """
     family = step.model.config.model_type
+    target = _target(request.backend)
+    target.prepare(step.model, request)
     with progress.step("tracing the graph"):
         try:
             traced = _trace(step, limits.prefill_chunk)
         except Exception as error:
             raise EtkvError(f"model family {family!r} cannot be traced: {_reason(error)}") from error
         _check_caches(traced, limits, family)
-    with progress.step("delegating to MLX"):
-        edge = _delegate(traced, methods)
-        _check_delegation(edge, family)
+    with progress.step(f"delegating to {target.NAME}"):
+        edge = target.delegate({METHOD: traced}, methods, request)
+        target.check(edge.exported_program(METHOD).graph, family)
     with progress.step("serializing"):
         return _serialize(edge)
 
@@ -150,34 +146,6 @@ def _check_caches(traced: ExportedProgram, limits: Limits, family: str) -> None:
             f"model family {family!r} cannot be exported: it declares {declared} KV caches, "
             f"and its attention uses {len(used)}"
         )
-
-
-def _delegate(traced: ExportedProgram, methods: dict[str, Any]) -> EdgeProgramManager:
-    from executorch import exir
-    from executorch.backends.mlx import MLXPartitioner
-    from executorch.backends.mlx.passes import get_default_passes
-
-    return exir.to_edge_transform_and_lower(
-        {METHOD: traced},
-        transform_passes=get_default_passes(),
-        partitioner=[MLXPartitioner()],
-        constant_methods=methods,
-        # The KV cache op is not part of the edge dialect, and MLX has its own dimension order.
-        compile_config=exir.EdgeCompileConfig(_check_ir_validity=False, _skip_dim_order=True),
-    )
-
-
-def _check_delegation(edge: EdgeProgramManager, family: str) -> None:
-    """Raise :class:`EtkvError` unless the whole graph is one delegate. Portable kernels lack the KV cache op."""
-    from executorch.exir.delegate import executorch_call_delegate
-
-    calls = [node.target for node in edge.exported_program(METHOD).graph.nodes if node.op == "call_function"]
-    delegates = [call for call in calls if call is executorch_call_delegate]
-    left = sorted({call.__name__ for call in calls if call not in (executorch_call_delegate, operator.getitem)})
-    if left:
-        raise EtkvError(f"model family {family!r} has operators that the MLX backend lacks: {', '.join(left)}")
-    if len(delegates) != 1:
-        raise EtkvError(f"model family {family!r} splits into {len(delegates)} delegates, and a program has one")
 
 
 def _serialize(edge: EdgeProgramManager) -> ExecutorchProgramManager:

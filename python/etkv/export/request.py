@@ -18,7 +18,10 @@ DTYPES = {
 }
 """Accepted spelling -> torch's name of the dtype."""
 
-QUANTIZATIONS = {"4w": 32, "8w": None}
+BACKENDS = {"mlx": ("4w", "8w"), "cpu": ("8da4w",)}
+"""What runs a program -> the quantizations of weights that it has."""
+
+QUANTIZATIONS = {"4w": 32, "8w": None, "8da4w": 32}
 """Quantization of weights -> default group size in elements; ``None`` is one scale a row."""
 
 GROUP_SIZES = (32, 64, 128)
@@ -41,7 +44,8 @@ MIN_STEP = 2
 class ExportRequest:
     """The arguments of one export.
 
-    ``model`` is a Hugging Face model folder or a ``.gguf`` file. ``output`` is the ``.pte`` to write; the files that a
+    ``model`` is a Hugging Face model folder or a ``.gguf`` file. ``backend`` is what will run the program: ``mlx``, or
+    ``cpu`` for XNNPACK and ExecuTorch's kernels. ``output`` is the ``.pte`` to write; the files that a
     runner needs beside it go into its folder. ``dtype`` is the type of activations and of weights that are not
     quantized. ``quantize`` names the quantization of linear and embedding weights. ``group_size`` counts elements,
     ``max_context`` and ``prefill_chunk`` count tokens; ``None`` takes the default. ``keep_hf`` is a folder that
@@ -55,6 +59,7 @@ class ExportRequest:
 
     model: Path
     output: Path
+    backend: str = "mlx"
     dtype: str = "float32"
     quantize: str | None = None
     group_size: int | None = None
@@ -80,8 +85,9 @@ class ExportRequest:
         return ExportRequest(
             model=model,
             output=_writable_program(self.output),
-            dtype=_dtype(self.dtype),
-            quantize=_quantization(self.quantize),
+            backend=_backend(self.backend),
+            dtype=_dtype(self.dtype, self.backend),
+            quantize=_quantization(self.quantize, self.backend),
             group_size=_group_size(self.group_size, self.quantize),
             max_context=_at_least("max-context", self.max_context, MIN_STEP),
             prefill_chunk=_at_least("prefill-chunk", self.prefill_chunk, MIN_STEP),
@@ -148,15 +154,23 @@ def _writable_folder(folder: Path) -> Path:
     return folder.absolute()
 
 
-def _dtype(name: str) -> str:
+def _backend(name: str) -> str:
+    if name not in BACKENDS:
+        raise EtkvError(f"backend {name!r} is not one of {', '.join(BACKENDS)}")
+    return name
+
+
+def _dtype(name: str, backend: str) -> str:
     if name not in DTYPES:
         raise EtkvError(f"dtype {name!r} is not one of {', '.join(DTYPES)}")
+    if backend == "cpu" and DTYPES[name] != "float32":
+        raise EtkvError(f"dtype {name!r} is not float32, the dtype that programs for the CPU compute in")
     return DTYPES[name]
 
 
-def _quantization(name: str | None) -> str | None:
-    if name is not None and name not in QUANTIZATIONS:
-        raise EtkvError(f"quantize {name!r} is not one of {', '.join(QUANTIZATIONS)}")
+def _quantization(name: str | None, backend: str) -> str | None:
+    if name is not None and name not in BACKENDS[backend]:
+        raise EtkvError(f"quantize {name!r} is not one of {', '.join(BACKENDS[backend])}, which backend {backend} has")
     return name
 
 

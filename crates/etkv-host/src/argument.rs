@@ -2,7 +2,7 @@
 
 use std::marker::PhantomData;
 
-use crate::error::Result;
+use etkv_core::Result;
 
 /// An argument of a program, an input or an output: a contiguous tensor, or an integer.
 ///

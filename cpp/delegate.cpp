@@ -1,6 +1,7 @@
-// ExecuTorch's backend for MLX programs, on libetkv's interpreter. This file
-// translates between ExecuTorch and interpreter.hpp. The interpreter gives
+// Translates between ExecuTorch and interpreter.hpp. The interpreter gives
 // programs their meaning.
+#include "cpp/delegate.hpp"
+
 #include <algorithm>
 #include <cstring>
 #include <memory>
@@ -10,14 +11,11 @@
 #include <utility>
 #include <vector>
 
-#include <executorch/runtime/backend/interface.h>
 #include <executorch/runtime/core/error.h>
 #include <executorch/runtime/core/evalue.h>
 #include <executorch/runtime/core/exec_aten/util/tensor_util.h>
 #include <executorch/runtime/core/named_data_map.h>
-#include <executorch/runtime/platform/runtime.h>
 
-#include "cpp/interpreter.hpp"
 #include "etkv/etkv.h"
 
 namespace etkv::executorch_backend {
@@ -37,6 +35,10 @@ using ::executorch::runtime::NamedDataMap;
 using ::executorch::runtime::Result;
 using ::executorch::runtime::Span;
 using interpreter::View;
+
+const interpreter::Interpreter& libetkv() {
+  return *etkv_private_interpreter_4();
+}
 
 /// Returns ExecuTorch's code for a status of etkv.h. The message goes to the
 /// log, and etkv_delegate_take_error returns it.
@@ -66,7 +68,8 @@ Error to_executorch(etkv_status status) {
   }
 }
 
-Error fail(etkv_status status, std::string_view message) {
+/// Logs an error of `backend` and keeps it for the caller.
+Error fail(const char* backend, etkv_status status, std::string_view message) {
   // The log cuts long lines, perhaps in the middle of a character of several
   // bytes, and ExecuTorch's Python module ends the process on a line that is
   // not UTF-8.
@@ -76,14 +79,15 @@ Error fail(etkv_status status, std::string_view message) {
       line.end(),
       [](char byte) { return (byte & 0x80) != 0; },
       '?');
-  ET_LOG(Error, "MLXBackend: %s", line.c_str());
-  etkv_private_interpreter_3()->report(status, message);
+  ET_LOG(Error, "%s: %s", backend, line.c_str());
+  libetkv().report(status, message);
   return to_executorch(status);
 }
 
-Error check(const interpreter::Outcome& outcome) {
-  return outcome.status == ETKV_OK ? Error::Ok
-                                   : fail(outcome.status, outcome.message);
+Error check(const char* backend, const interpreter::Outcome& outcome) {
+  return outcome.status == ETKV_OK
+             ? Error::Ok
+             : fail(backend, outcome.status, outcome.message);
 }
 
 /// Constants from the program's file. Each is unmapped when the next one is
@@ -169,28 +173,28 @@ class OutputArguments final : public interpreter::Host {
   Span<EValue*> outputs_;
 };
 
-/// Converts an argument of the host's to one of the interpreter's.
-Error read_argument(const EValue& value, interpreter::Argument& argument) {
+/// Converts an argument of the host's to one of the interpreter's. Returns what
+/// is wrong with it, or nullptr.
+const char* read_argument(
+    const EValue& value,
+    interpreter::Argument& argument) {
   if (value.isInt()) {
     argument = {};
     argument.integer = value.toInt();
-    return Error::Ok;
+    return nullptr;
   }
   if (!value.isTensor()) {
-    return fail(
-        ETKV_ERROR_INVALID_ARGUMENT,
-        "an input is neither a tensor nor an integer");
+    return "an input is neither a tensor nor an integer";
   }
   const Tensor& tensor = value.toTensor();
   // ExecuTorch's own check refuses the strides that it gives an empty tensor.
   if (tensor.numel() != 0 &&
       !::executorch::runtime::tensor_is_contiguous(tensor)) {
-    return fail(
-        ETKV_ERROR_INVALID_ARGUMENT, "an input tensor is not contiguous");
+    return "an input tensor is not contiguous";
   }
   const void* data = tensor.const_data_ptr();
   if (data == nullptr && tensor.nbytes() != 0) {
-    return fail(ETKV_ERROR_INVALID_ARGUMENT, "an input tensor has no data");
+    return "an input tensor has no data";
   }
   static_assert(sizeof(SizesType) == sizeof(std::int32_t));
   argument.data = static_cast<const std::uint8_t*>(data);
@@ -199,7 +203,7 @@ Error read_argument(const EValue& value, interpreter::Argument& argument) {
   argument.rank = tensor.sizes().size();
   argument.scalar_type = static_cast<std::int8_t>(tensor.scalar_type());
   argument.is_tensor = true;
-  return Error::Ok;
+  return nullptr;
 }
 
 /// The object that ExecuTorch holds for one delegate: the program, and room for
@@ -215,7 +219,10 @@ Delegate& to_delegate(DelegateHandle* handle) {
 }
 
 /// Reads a backend option that is text; "" if it is absent.
-Result<std::string> option(const BackendInitContext& context, const char* key) {
+Result<std::string> option(
+    const char* backend,
+    const BackendInitContext& context,
+    const char* key) {
   const auto value = context.get_runtime_spec<const char*>(key);
   if (value.ok()) {
     return std::string(value.get());
@@ -224,117 +231,85 @@ Result<std::string> option(const BackendInitContext& context, const char* key) {
     return std::string();
   }
   return fail(
+      backend,
       ETKV_ERROR_INVALID_ARGUMENT,
       std::string("the option `") + key + "` is not text");
 }
 
-class MLXBackend final : public ::executorch::runtime::BackendInterface {
- public:
-  bool is_available() const override {
-    return true;
-  }
-
-  Result<DelegateHandle*> init(
-      BackendInitContext& context,
-      FreeableBuffer* processed,
-      ArrayRef<CompileSpec>) const override {
-    // Constructs the delegate last. Every path frees the payload and the
-    // objects below.
-    if (processed == nullptr || processed->data() == nullptr) {
-      return fail(ETKV_ERROR_PROGRAM, "the delegate has no payload");
-    }
-    auto program = etkv_private_interpreter_3()->new_program();
-    FileConstants constants(context.get_named_data_map());
-    const auto cache_key = option(context, "cache_key");
-    const auto logits = option(context, "logits");
-    if (!cache_key.ok() || !logits.ok()) {
-      processed->Free();
-      return Error::InvalidArgument;
-    }
-    const auto outcome = program->load(
-        {static_cast<const std::uint8_t*>(processed->data()),
-         processed->size()},
-        constants,
-        *cache_key,
-        *logits);
-    processed->Free();
-    if (const Error error = check(outcome); error != Error::Ok) {
-      return error;
-    }
-    auto delegate = std::make_unique<Delegate>();
-    delegate->inputs.resize(program->n_inputs());
-    delegate->output_types.resize(program->n_outputs());
-    delegate->program = std::move(program);
-    return reinterpret_cast<DelegateHandle*>(delegate.release());
-  }
-
-  Error execute(
-      BackendExecutionContext&,
-      DelegateHandle* handle,
-      Span<EValue*> args) const override {
-    Delegate& delegate = to_delegate(handle);
-    const std::size_t n_inputs = delegate.inputs.size();
-    const std::size_t n_outputs = delegate.output_types.size();
-    if (args.size() != n_inputs + n_outputs) {
-      return fail(
-          ETKV_ERROR_INVALID_ARGUMENT,
-          "expected " + std::to_string(n_inputs) + " inputs and " +
-              std::to_string(n_outputs) + " outputs, got " +
-              std::to_string(args.size()) + " arguments");
-    }
-    for (std::size_t i = 0; i < n_inputs; ++i) {
-      if (const Error error = read_argument(*args[i], delegate.inputs[i]);
-          error != Error::Ok) {
-        return error;
-      }
-    }
-    for (std::size_t i = 0; i < n_outputs; ++i) {
-      const EValue& value = *args[n_inputs + i];
-      delegate.output_types[i] =
-          value.isTensor()
-              ? static_cast<std::int8_t>(value.toTensor().scalar_type())
-              : 0;
-    }
-    OutputArguments outputs({args.data() + n_inputs, n_outputs});
-    return check(delegate.program->execute(
-        {delegate.inputs.data(), n_inputs},
-        {delegate.output_types.data(), n_outputs},
-        outputs));
-  }
-
-  void destroy(DelegateHandle* handle) const override {
-    delete &to_delegate(handle);
-  }
-};
-
-MLXBackend backend;
-
-/// The delegate's own id: kEtkvBackend of etkv/backend_id.hpp.
-constexpr char kOwnId[] = "EtkvForMLX";
-
-/// Registers the backend when the library is loaded, without a call. The first
-/// backend to register an id keeps it. The delegate may or may not get
-/// MLXBackend, and always has its own id.
-[[maybe_unused]] const bool registered = [] {
-  using ::executorch::runtime::register_backend;
-  ::executorch::runtime::runtime_init();
-  if (register_backend({kOwnId, &backend}) != Error::Ok) {
-    ET_LOG(
-        Error,
-        "etkv's delegate cannot register as %s: a process has one etkv, and at "
-        "most 16 backends",
-        kOwnId);
-    return false;
-  }
-  if (register_backend({"MLXBackend", &backend}) != Error::Ok) {
-    ET_LOG(
-        Info,
-        "another backend is registered as MLXBackend; etkv::open_module and "
-        "etkv.load run programs on etkv's as %s",
-        kOwnId);
-  }
-  return true;
-}();
-
 } // namespace
+
+Result<DelegateHandle*> Backend::init(
+    BackendInitContext& context,
+    FreeableBuffer* processed,
+    ArrayRef<CompileSpec>) const {
+  // Constructs the delegate last. Every path frees the payload and the objects
+  // below.
+  if (processed == nullptr || processed->data() == nullptr) {
+    return fail(name_, ETKV_ERROR_PROGRAM, "the delegate has no payload");
+  }
+  auto program = libetkv().new_program(target_);
+  FileConstants constants(context.get_named_data_map());
+  const auto cache_key = option(name_, context, "cache_key");
+  const auto logits = option(name_, context, "logits");
+  if (!cache_key.ok() || !logits.ok()) {
+    processed->Free();
+    return Error::InvalidArgument;
+  }
+  const auto outcome = program->load(
+      {static_cast<const std::uint8_t*>(processed->data()), processed->size()},
+      constants,
+      *cache_key,
+      *logits);
+  processed->Free();
+  if (const Error error = check(name_, outcome); error != Error::Ok) {
+    return error;
+  }
+  auto delegate = std::make_unique<Delegate>();
+  delegate->inputs.resize(program->n_inputs());
+  delegate->output_types.resize(program->n_outputs());
+  delegate->program = std::move(program);
+  return reinterpret_cast<DelegateHandle*>(delegate.release());
+}
+
+Error Backend::execute(
+    BackendExecutionContext&,
+    DelegateHandle* handle,
+    Span<EValue*> args) const {
+  Delegate& delegate = to_delegate(handle);
+  const std::size_t n_inputs = delegate.inputs.size();
+  const std::size_t n_outputs = delegate.output_types.size();
+  if (args.size() != n_inputs + n_outputs) {
+    return fail(
+        name_,
+        ETKV_ERROR_INVALID_ARGUMENT,
+        "expected " + std::to_string(n_inputs) + " inputs and " +
+            std::to_string(n_outputs) + " outputs, got " +
+            std::to_string(args.size()) + " arguments");
+  }
+  for (std::size_t i = 0; i < n_inputs; ++i) {
+    if (const char* wrong = read_argument(*args[i], delegate.inputs[i])) {
+      return fail(name_, ETKV_ERROR_INVALID_ARGUMENT, wrong);
+    }
+  }
+  for (std::size_t i = 0; i < n_outputs; ++i) {
+    const EValue& value = *args[n_inputs + i];
+    delegate.output_types[i] =
+        value.isTensor()
+            ? static_cast<std::int8_t>(value.toTensor().scalar_type())
+            : 0;
+  }
+  OutputArguments outputs({args.data() + n_inputs, n_outputs});
+  return check(
+      name_,
+      delegate.program->execute(
+          {delegate.inputs.data(), n_inputs},
+          {delegate.output_types.data(), n_outputs},
+          outputs,
+          threads_));
+}
+
+void Backend::destroy(DelegateHandle* handle) const {
+  delete &to_delegate(handle);
+}
+
 } // namespace etkv::executorch_backend

@@ -1,0 +1,54 @@
+// Registers the backend for MLX programs.
+#include <executorch/runtime/platform/runtime.h>
+
+#include "cpp/delegate.hpp"
+
+namespace etkv::executorch_backend {
+namespace {
+
+/// MLX has threads of its own.
+class OneThread final : public interpreter::Threads {
+ public:
+  std::size_t count() const override {
+    return 1;
+  }
+  void run(std::size_t n_parts, const interpreter::Task& task) const override {
+    for (std::size_t i = 0; i < n_parts; ++i) {
+      task.run(task.context, i);
+    }
+  }
+};
+
+const OneThread one_thread;
+Backend backend("MLXBackend", interpreter::Target::mlx, one_thread);
+
+/// The delegate's own id: kEtkvBackend of etkv/backend_id.hpp.
+constexpr char kOwnId[] = "EtkvForMLX";
+
+/// Registers the backend when the library is loaded, without a call. The first
+/// backend to register an id keeps it. The delegate may or may not get
+/// MLXBackend, and always has its own id.
+[[maybe_unused]] const bool registered = [] {
+  using ::executorch::runtime::Error;
+  using ::executorch::runtime::register_backend;
+  ::executorch::runtime::runtime_init();
+  if (register_backend({kOwnId, &backend}) != Error::Ok) {
+    ET_LOG(
+        Error,
+        "etkv's delegate cannot register as %s: a process has one etkv, and at "
+        "most 16 backends",
+        kOwnId);
+    return false;
+  }
+  if (register_backend({"MLXBackend", &backend}) != Error::Ok) {
+    ET_LOG(
+        Info,
+        "another backend is registered as MLXBackend; etkv::open_module and "
+        "etkv.load run programs on etkv's as %s",
+        kOwnId);
+  }
+  return true;
+}();
+
+} // namespace
+} // namespace etkv::executorch_backend

@@ -1,0 +1,90 @@
+//! The arguments of a call, checked.
+
+use etkv_core::{fail, Result};
+use etkv_host::Argument;
+
+use crate::tensor::{Dtype, Tensor};
+
+/// Returns the dtype that has this number in ExecuTorch.
+///
+/// # Errors
+/// [`Dtype`](etkv_core::Status::Dtype) for other types than float32, float16 and bfloat16.
+pub fn dtype(scalar_type: i8) -> Result<Dtype> {
+    match scalar_type {
+        6 => Ok(Dtype::F32),
+        5 => Ok(Dtype::F16),
+        15 => Ok(Dtype::Bf16),
+        other => fail!(
+            Dtype,
+            "expected a tensor in float32, float16 or bfloat16, got ExecuTorch's type {other}"
+        ),
+    }
+}
+
+/// Returns rows, `[1, heads, T, dim]`, that stay where the argument has them.
+///
+/// # Errors
+/// [`Shape`](etkv_core::Status::Shape) and [`Dtype`](etkv_core::Status::Dtype) for another
+/// argument, which `name` says in the message.
+pub fn rows(argument: &Argument, name: &str) -> Result<Tensor> {
+    let dtype = tensor(argument, name).and_then(|()| dtype(argument.scalar_type()));
+    let dtype = dtype.map_err(|error| error.at(name))?;
+    let &[batch, heads, n, dim] = argument.shape() else {
+        fail!(Shape, "{name}: expected 4 dimensions, got shape {:?}", argument.shape());
+    };
+    let shape = [batch, heads, n, dim];
+    let count: usize = shape.iter().map(|&size| usize::try_from(size).unwrap_or(0)).product();
+    let bytes = argument.bytes();
+    if bytes.len() != count * dtype.size() || bytes.as_ptr().align_offset(dtype.size()) != 0 {
+        fail!(
+            Shape,
+            "{name}: expected {} aligned bytes for shape {shape:?}, got {}",
+            count * dtype.size(),
+            bytes.len()
+        );
+    }
+    let mut strides = [1isize; 4];
+    for axis in (0..3).rev() {
+        strides[axis] = strides[axis + 1] * shape[axis + 1] as isize;
+    }
+    // SAFETY: the argument has the bytes for the shape, and the call ends before its arguments do.
+    unsafe { Tensor::borrowed(bytes.as_ptr().cast(), dtype, shape, strides) }
+}
+
+/// Reads positions, int64 or int32 in `[T]` or `[T, n]`, of which the first component counts.
+///
+/// # Errors
+/// [`Position`](etkv_core::Status::Position) for one that is no 32-bit integer;
+/// [`Dtype`](etkv_core::Status::Dtype) and [`Shape`](etkv_core::Status::Shape) for other tensors.
+pub fn positions(argument: &Argument, out: &mut Vec<i32>) -> Result<()> {
+    tensor(argument, "positions").map_err(|error| error.at("positions"))?;
+    let components = match *argument.shape() {
+        [_] => 1,
+        [_, n] if n > 0 => n as usize,
+        _ => fail!(Shape, "positions: expected [T] or [T, n], got {:?}", argument.shape()),
+    };
+    let size = match argument.scalar_type() {
+        4 => 8,
+        3 => 4,
+        other => fail!(Dtype, "positions: expected int64 or int32, got ExecuTorch's type {other}"),
+    };
+    out.clear();
+    for token in argument.bytes().chunks_exact(size * components) {
+        let position = match size {
+            8 => i64::from_ne_bytes(token[..8].try_into().unwrap_or_default()),
+            _ => i64::from(i32::from_ne_bytes(token[..4].try_into().unwrap_or_default())),
+        };
+        match i32::try_from(position) {
+            Ok(position) => out.push(position),
+            Err(_) => fail!(Position, "position {position} is not a 32-bit integer"),
+        }
+    }
+    Ok(())
+}
+
+fn tensor(argument: &Argument, name: &str) -> Result<()> {
+    if !argument.is_tensor() {
+        fail!(InvalidArgument, "expected a tensor of {name}, got an integer");
+    }
+    Ok(())
+}

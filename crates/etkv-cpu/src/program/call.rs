@@ -1,0 +1,106 @@
+//! A call of a program, loaded.
+
+use std::sync::Arc;
+
+use etkv_core::{fail, Result};
+use etkv_host::{Argument, Host, LoadOptions, LogitsRows};
+use tracing::{debug, warn};
+
+use super::forward::Forward;
+use super::payload::{Attend, Logits, Payload};
+use super::{rows, TARGET};
+use crate::parallel::Parallel;
+
+/// A call of a loaded program. It has one output.
+pub struct Call(Op);
+
+enum Op {
+    Attend { call: Attend, forward: Option<Arc<Forward>> },
+    SelectRows(LogitsRows),
+}
+
+impl Call {
+    /// Reads the payload of a call and binds it to its cache.
+    ///
+    /// # Errors
+    /// - [`Program`](etkv_core::Status::Program) for a payload that is damaged or of another version.
+    /// - [`NoCache`](etkv_core::Status::NoCache) for an unknown key,
+    ///   [`Kind`](etkv_core::Status::Kind) for a cache of another backend, and
+    ///   [`Shape`](etkv_core::Status::Shape) for a cache with fewer layers.
+    /// - [`Unsupported`](etkv_core::Status::Unsupported) for the last row of a program that computes
+    ///   all.
+    pub fn load(payload: &[u8], options: &LoadOptions) -> Result<Self> {
+        Self::load_now(payload, options).inspect_err(|error| {
+            warn!(target: TARGET, status = ?error.status(), %error, "a program is refused");
+        })
+    }
+
+    fn load_now(payload: &[u8], options: &LoadOptions) -> Result<Self> {
+        let call = match Payload::read(payload)? {
+            Payload::SelectRows(_) => return Ok(Self(Op::SelectRows(options.logits))),
+            Payload::UpdateAndAttend(call) => call,
+        };
+        if options.logits == LogitsRows::Last && call.logits == Logits::All {
+            fail!(
+                Unsupported,
+                "option `logits` is `last`, and the program computes all rows; export it again"
+            );
+        }
+        let key = options.cache_key.as_deref();
+        let forward = key.map(|key| Forward::of_call(&call, key)).transpose()?;
+        debug!(target: TARGET, call = call.call, layer = call.layer, key, "a call is loaded");
+        Ok(Self(Op::Attend { call, forward }))
+    }
+
+    /// Checks a payload.
+    ///
+    /// # Errors
+    /// [`Program`](etkv_core::Status::Program) for one that is damaged or of another version.
+    pub fn check(payload: &[u8]) -> Result<()> {
+        Payload::read(payload).map(|_| ())
+    }
+
+    /// Returns the number of inputs.
+    pub fn n_inputs(&self) -> usize {
+        match &self.0 {
+            Op::Attend { call, .. } => call.n_inputs(),
+            Op::SelectRows(_) => 1,
+        }
+    }
+
+    /// Carries the call out and hands its output to `host`, in the dtype of this ExecuTorch number.
+    ///
+    /// # Errors
+    /// [`NoCache`](etkv_core::Status::NoCache) if the program was loaded without a cache, those of
+    /// the cache for what it refuses, and those of the host. The step is then rolled back.
+    pub fn execute(
+        &mut self,
+        inputs: &[Argument],
+        output_types: &[i8],
+        host: &mut dyn Host,
+        parallel: &dyn Parallel,
+    ) -> Result<()> {
+        let (n_inputs, n_outputs) = (inputs.len(), output_types.len());
+        if (n_inputs, n_outputs) != (self.n_inputs(), 1) {
+            fail!(
+                InvalidArgument,
+                "expected {} inputs and 1 output, got {n_inputs} and {n_outputs}",
+                self.n_inputs()
+            );
+        }
+        let done = match &self.0 {
+            Op::SelectRows(selected) => rows::select(*selected, &inputs[0], host),
+            Op::Attend { call, forward: Some(forward) } => {
+                let attended = forward.attend(call, inputs, output_types[0], host, parallel);
+                attended.map_err(|error| error.at(format_args!("layer {}", call.layer)))
+            }
+            Op::Attend { .. } => fail!(
+                NoCache,
+                "the program was loaded without a cache; load it with the key of a session"
+            ),
+        };
+        done.inspect_err(|error| {
+            warn!(target: TARGET, status = ?error.status(), %error, "a forward fails");
+        })
+    }
+}

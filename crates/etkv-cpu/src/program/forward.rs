@@ -1,0 +1,225 @@
+//! The forward that the calls of a program share: a step that is open on the cache from the first
+//! call to the last.
+
+use std::cell::RefCell;
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
+
+use etkv_core::{fail, CacheRegistry, Result};
+use etkv_host::{Argument, Host};
+
+use super::argument;
+use super::payload::Attend;
+use crate::attend::attend_into;
+use crate::attention::Workspace;
+use crate::backend::{ProgramCache, CPU_BACKEND};
+use crate::memory::Memory;
+use crate::parallel::Parallel;
+
+/// The forwards of a loaded method on its cache, one at a time.
+pub struct Forward {
+    cache: ProgramCache,
+    n_calls: usize,
+    state: Mutex<State>,
+}
+
+/// What changes from call to call.
+#[derive(Default)]
+struct State {
+    /// The call that comes next. The step is open unless it is 0.
+    next: usize,
+    /// The positions of the open step.
+    positions: Vec<i32>,
+    /// Those of the call.
+    given: Vec<i32>,
+    workspace: Workspace,
+    out: Option<Memory>,
+    out_size: usize,
+}
+
+/// The method that this thread loads: ExecuTorch makes its delegates one after another.
+struct Loading {
+    program: String,
+    key: String,
+    /// Whether each of its calls is there.
+    had: Vec<bool>,
+    forward: Weak<Forward>,
+}
+
+thread_local! {
+    static LOADING: RefCell<Option<Loading>> = const { RefCell::new(None) };
+}
+
+impl Forward {
+    /// Returns the forward of the method that this thread loads: that of its calls so far, or a new
+    /// one on the cache with this key.
+    ///
+    /// # Errors
+    /// [`NoCache`](etkv_core::Status::NoCache) for an unknown key, [`Kind`](etkv_core::Status::Kind)
+    /// for a cache of another backend, and [`Shape`](etkv_core::Status::Shape) for a cache without
+    /// this layer.
+    pub fn of_call(call: &Attend, key: &str) -> Result<Arc<Self>> {
+        LOADING.with(|loading| {
+            let loading = &mut *loading.borrow_mut();
+            if let Some(method) = loading {
+                if let Some(forward) = method.join(call, key) {
+                    return forward.with_layer(call.layer);
+                }
+            }
+            let forward = Arc::new(Self::bind(key, call.n_calls)?).with_layer(call.layer)?;
+            let mut had = vec![false; call.n_calls];
+            had[call.call] = true;
+            *loading = Some(Loading {
+                program: call.program.clone(),
+                key: key.to_owned(),
+                had,
+                forward: Arc::downgrade(&forward),
+            });
+            Ok(forward)
+        })
+    }
+
+    fn bind(key: &str, n_calls: usize) -> Result<Self> {
+        let entry = CacheRegistry::global().get(key)?;
+        if entry.backend_id != CPU_BACKEND {
+            fail!(
+                Kind,
+                "expected a cache for backend `{CPU_BACKEND}`, got `{key}` for `{}`; make the \
+                 session for the backend of the program",
+                entry.backend_id
+            );
+        }
+        Ok(Self { cache: entry.cache.program()?, n_calls, state: Mutex::default() })
+    }
+
+    fn with_layer(self: Arc<Self>, layer: usize) -> Result<Arc<Self>> {
+        let n_layers = self.cache.lock()?.config().layers.len();
+        if layer >= n_layers {
+            fail!(Shape, "the program uses layer {layer}, and the cache has {n_layers} layers");
+        }
+        Ok(self)
+    }
+
+    /// Carries out a call. An error rolls the step back.
+    ///
+    /// # Errors
+    /// Those of [`begin`](etkv_core::AttendCache::begin),
+    /// [`update_and_fetch`](etkv_core::AttendCache::update_and_fetch) and
+    /// [`commit`](etkv_core::AttendCache::commit), those of `host`, and
+    /// [`Step`](etkv_core::Status::Step) for a call out of order.
+    pub fn attend(
+        &self,
+        call: &Attend,
+        inputs: &[Argument],
+        output_type: i8,
+        host: &mut dyn Host,
+        parallel: &dyn Parallel,
+    ) -> Result<()> {
+        let mut state = self.state()?;
+        let done = self.attend_now(&mut state, call, inputs, output_type, host, parallel);
+        match done {
+            Ok(()) => state.next = (call.call + 1) % self.n_calls,
+            Err(_) => self.abort(&mut state),
+        }
+        done
+    }
+
+    fn attend_now(
+        &self,
+        state: &mut State,
+        call: &Attend,
+        inputs: &[Argument],
+        output_type: i8,
+        host: &mut dyn Host,
+        parallel: &dyn Parallel,
+    ) -> Result<()> {
+        let [q, k, v, positions] = call.inputs.map(|i| &inputs[i]);
+        let q = argument::rows(q, "queries")?;
+        let (k, v) = (argument::rows(k, "keys")?, argument::rows(v, "values")?);
+        argument::positions(positions, &mut state.given)?;
+        if call.call == 0 {
+            // An operator between the calls of the last forward failed.
+            self.abort(state);
+        } else if state.next != call.call {
+            fail!(
+                Step,
+                "expected call {} of a forward, got call {}: run whole forwards, one at a time",
+                state.next,
+                call.call
+            );
+        } else if state.given != state.positions {
+            fail!(Position, "expected the positions of the forward's first layer, got others");
+        }
+        let mut cache = self.cache.lock()?;
+        if call.call == 0 {
+            cache.begin(&state.given)?;
+            state.positions.clone_from(&state.given);
+            state.next = 1;
+        }
+        let spec = cache.update_and_fetch(call.layer, &k, &v)?;
+        let dtype = argument::dtype(output_type).map_err(|error| error.at("output"))?;
+        let &[_, heads, n, _] = q.shape();
+        let shape = [1, heads, n, spec.v.head_dim() as i32];
+        let size = shape[1..].iter().map(|&size| size as usize).product::<usize>() * dtype.size();
+        let State { workspace, out, out_size, .. } = state;
+        if size > *out_size || out.is_none() {
+            (*out, *out_size) = (None, 0);
+            (*out, *out_size) = (Some(Memory::zeroed(size)?), size);
+        }
+        let start = out.as_ref().map_or(std::ptr::null_mut(), Memory::as_ptr);
+        // SAFETY: the block has `size` bytes, is aligned to a cache line, and is this call's alone.
+        unsafe { attend_into(&q, &spec, call.scale, start, dtype, workspace, parallel)? };
+        // A view that is kept would turn the moves of a commit into copies.
+        drop(spec);
+        // SAFETY: as above, and no one writes to it until the host has taken it.
+        let bytes = unsafe { std::slice::from_raw_parts(start, size) };
+        host.take(&[Argument::tensor(output_type, &shape, bytes)])?;
+        if call.call + 1 == self.n_calls {
+            cache.commit()?;
+        }
+        Ok(())
+    }
+
+    /// Rolls an open step back.
+    fn abort(&self, state: &mut State) {
+        if state.next != 0 {
+            state.next = 0;
+            // A poisoned cache has no step to roll back.
+            if let Ok(mut cache) = self.cache.lock() {
+                cache.abort();
+            }
+        }
+    }
+
+    fn state(&self) -> Result<MutexGuard<'_, State>> {
+        match self.state.lock() {
+            Ok(state) => Ok(state),
+            Err(_) => {
+                fail!(
+                    Internal,
+                    "an earlier call of the program failed by a defect; load the program again"
+                )
+            }
+        }
+    }
+}
+
+impl Drop for Forward {
+    fn drop(&mut self) {
+        let mut state =
+            std::mem::take(self.state.get_mut().unwrap_or_else(PoisonError::into_inner));
+        self.abort(&mut state);
+    }
+}
+
+impl Loading {
+    /// Returns the forward if the call is the next of this method.
+    fn join(&mut self, call: &Attend, key: &str) -> Option<Arc<Forward>> {
+        let same = self.program == call.program
+            && self.key == key
+            && self.had.get(call.call) == Some(&false);
+        // All calls of an earlier load are gone: it failed.
+        let forward = self.forward.upgrade().filter(|_| same)?;
+        self.had[call.call] = true;
+        Some(forward)
+    }
+}

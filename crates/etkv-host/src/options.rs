@@ -1,0 +1,40 @@
+//! The options that a program is loaded with.
+
+use etkv_core::{fail, Result};
+
+/// The rows of the logits that a program computes.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+#[non_exhaustive]
+pub enum LogitsRows {
+    /// As exported.
+    #[default]
+    All,
+    /// The row of the last token only.
+    Last,
+}
+
+/// The options of a load.
+#[derive(Debug, Clone, Default)]
+#[non_exhaustive]
+pub struct LoadOptions {
+    /// The key of the cache to bind.
+    pub cache_key: Option<String>,
+    /// The rows of the output that the program computes.
+    pub logits: LogitsRows,
+}
+
+impl LoadOptions {
+    /// Parses the options that a backend receives. An empty string is an absent option.
+    ///
+    /// # Errors
+    /// [`InvalidArgument`](etkv_core::Status::InvalidArgument) for other `logits` than `all` and `last`.
+    pub fn parse(cache_key: &str, logits: &str) -> Result<Self> {
+        let logits = match logits {
+            "" | "all" => LogitsRows::All,
+            "last" => LogitsRows::Last,
+            other => fail!(InvalidArgument, "option `logits` is `{other}`, it may be all or last"),
+        };
+        let cache_key = (!cache_key.is_empty()).then(|| cache_key.to_owned());
+        Ok(Self { cache_key, logits })
+    }
+}

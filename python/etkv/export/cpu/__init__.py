@@ -1,0 +1,86 @@
+"""Programs for the CPU: XNNPACK and ExecuTorch's kernels compute the model, and etkv's calls attend.
+
+Every call of ``kvcache::update_and_attend`` becomes a delegate of its own, see :mod:`etkv.export.cpu.calls`. So it gets
+the key of its cache when the program is loaded, as a program for MLX does.
+"""
+
+from __future__ import annotations
+
+import operator
+from typing import TYPE_CHECKING, Any
+
+from etkv.errors import EtkvError
+from etkv.export.request import ExportRequest
+
+if TYPE_CHECKING:
+    import torch
+    from executorch.exir import EdgeProgramManager
+    from torch.export import ExportedProgram
+    from transformers import PreTrainedModel
+
+NAME = "XNNPACK"
+
+_KERNELS = {
+    "aten.arange.start_step",
+    "aten._to_copy.default",
+    "aten.alias_copy.default",
+    "aten.cat.default",
+    "aten.cos.default",
+    "aten.embedding.default",
+    "aten.expand_copy.default",
+    "aten.mean.dim",
+    "aten.permute_copy.default",
+    "aten.select_copy.int",
+    "aten.sin.default",
+    "aten.slice_copy.Tensor",
+    "aten.split_with_sizes_copy.default",
+    "aten.squeeze_copy.dims",
+    "sym_size.int",
+    "aten.unsqueeze_copy.default",
+    "aten.view_copy.default",
+}
+"""Operators that ExecuTorch's own kernels may run: they move rows or run once a step."""
+
+
+def quantize(model: PreTrainedModel, name: str, group_size: int | None) -> None:
+    """Quantize every linear weight of ``model`` in place; activations are quantized as a step computes them."""
+    from etkv.export.cpu import quantization
+
+    quantization.quantize(model, name, group_size)
+
+
+def prepare(model: PreTrainedModel, request: ExportRequest) -> None:
+    """Let a load choose the rows of logits, unless the request has chosen."""
+    from etkv.export.cpu import calls
+
+    if request.logits == "all":
+        calls.select_rows_before_head(model)
+
+
+def delegate(traced: dict[str, ExportedProgram], methods: dict[str, Any], request: ExportRequest) -> EdgeProgramManager:
+    """Return the programs with what XNNPACK and etkv compute as delegates."""
+    from executorch import exir
+    from executorch.backends.xnnpack.partition.xnnpack_partitioner import XnnpackPartitioner
+
+    from etkv.export.cpu import calls, rewrites
+
+    for program in traced.values():
+        rewrites.apply(program)
+    return exir.to_edge_transform_and_lower(
+        traced,
+        partitioner=[calls.CallPartitioner(request.logits), XnnpackPartitioner()],
+        constant_methods=methods,
+        # The KV cache op is not part of the edge dialect.
+        compile_config=exir.EdgeCompileConfig(_check_ir_validity=False, _skip_dim_order=True),
+    )
+
+
+def check(graph: torch.fx.Graph, family: str) -> None:
+    """Raise :class:`EtkvError` if something is left that would compute products outside of XNNPACK."""
+    from executorch.exir.delegate import executorch_call_delegate
+
+    called = {node.target for node in graph.nodes if node.op == "call_function"}
+    names = {target.__name__ for target in called - {executorch_call_delegate, operator.getitem}}
+    left = sorted(names - _KERNELS)
+    if left:
+        raise EtkvError(f"model family {family!r} has operators that the CPU backend lacks: {', '.join(left)}")

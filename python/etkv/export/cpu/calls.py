@@ -1,0 +1,114 @@
+"""The calls of a graph that etkv carries out, each a delegate of its own.
+
+``kvcache::update_and_attend`` writes and reads a layer of the cache. ``etkv::select_rows`` passes on the rows that the
+head of the model computes logits of: all, or the last, as the program is loaded.
+``crates/etkv-cpu/src/program/payload.rs`` reads what this writes.
+"""
+
+from __future__ import annotations
+
+import json
+import uuid
+from typing import TYPE_CHECKING, Any
+
+import torch
+from executorch.backends.xnnpack.partition.xnnpack_partitioner import XnnpackPartitioner
+from executorch.exir.backend.backend_details import BackendDetails, PreprocessResult
+from executorch.exir.backend.compile_spec_schema import CompileSpec
+from executorch.exir.backend.partitioner import DelegationSpec, Partitioner, PartitionResult
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from torch.export import ExportedProgram
+    from transformers import PreTrainedModel
+
+VERSION = 1
+"""The version of the payloads."""
+
+_ATTEND = "update_and_attend"
+_SELECT = "select_rows"
+_TENSORS = 4
+"""Tensors of ``update_and_attend``: queries, keys, values and positions."""
+
+
+@torch.library.custom_op(f"etkv::{_SELECT}", mutates_args=())
+def select_rows(hidden: torch.Tensor) -> torch.Tensor:
+    """Return the rows of ``hidden`` [1, T, hidden] that the head computes logits of: all, in plain PyTorch."""
+    return hidden.clone()
+
+
+@select_rows.register_fake
+def _(hidden: torch.Tensor) -> torch.Tensor:
+    # At run time it has one row or T. Nothing behind it depends on which.
+    return torch.empty_like(hidden)
+
+
+def select_rows_before_head(model: PreTrainedModel) -> None:
+    """Make the head of ``model`` compute logits of the rows that :func:`select_rows` passes on."""
+    head = model.get_output_embeddings()
+    if head is None:
+        return
+
+    def select(module: torch.nn.Module, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
+        return select_rows(inputs[0]), *inputs[1:]
+
+    head.register_forward_pre_hook(select)
+
+
+class EtkvForCPU(BackendDetails):
+    """Writes the payload of a call. ExecuTorch finds a backend by the name of its class."""
+
+    @staticmethod
+    def preprocess(edge_program: ExportedProgram, compile_specs: list[CompileSpec]) -> PreprocessResult:
+        """Return the payload: what the partitioner knows of the call, and which input is which argument."""
+        (call,) = (node for node in edge_program.graph.nodes if node.op == "call_function")
+        payload = json.loads(compile_specs[0].value)
+        if payload["op"] == _ATTEND:
+            # An input that is two arguments is there once.
+            given = [node for node in edge_program.graph.nodes if node.op == "placeholder"]
+            payload["inputs"] = [given.index(argument) for argument in call.args[:_TENSORS]]
+        return PreprocessResult(processed_bytes=json.dumps(payload).encode())
+
+
+class CallPartitioner(Partitioner):
+    """Finds the calls in the graph of a program. ``logits`` are the rows that it was asked to compute."""
+
+    def __init__(self, logits: str) -> None:
+        super().__init__()
+        self._logits = logits
+
+    def partition(self, exported_program: ExportedProgram) -> PartitionResult:
+        """Give each call a tag and a payload of its own."""
+        nodes = [node for node in exported_program.graph.nodes if node.op == "call_function"]
+        attends = [node for node in nodes if _ATTEND in str(node.target)]
+        selects = [node for node in nodes if _SELECT in str(node.target)]
+        program = {
+            "program": uuid.uuid5(uuid.NAMESPACE_OID, str(exported_program.graph)).hex,
+            "n_calls": len(attends),
+            "logits": "last" if self._logits == "last" else "selected" if selects else "all",
+        }
+        specs = {}
+        for call, node in enumerate(attends):
+            layer, scale = _argument(node, 4, "layer_id"), _argument(node, 5, "scale")
+            tag = node.meta["delegation_tag"] = f"{_ATTEND}_{call}"
+            specs[tag] = _spec({"op": _ATTEND, **program, "call": call, "layer": layer, "scale": float(scale)})
+        for number, node in enumerate(selects):
+            tag = node.meta["delegation_tag"] = f"{_SELECT}_{number}"
+            specs[tag] = _spec({"op": _SELECT})
+        return PartitionResult(tagged_exported_program=exported_program, partition_tags=specs)
+
+    def ops_to_not_decompose(
+        self, ep: ExportedProgram
+    ) -> tuple[list[torch._ops.OpOverload], Callable[[torch.fx.Node], bool] | None]:
+        """Return what XNNPACK needs whole: all partitioners see the graph as the first one leaves it."""
+        return XnnpackPartitioner().ops_to_not_decompose(ep)
+
+
+def _argument(node: torch.fx.Node, index: int, name: str) -> Any:
+    return node.kwargs[name] if name in node.kwargs else node.args[index]
+
+
+def _spec(payload: dict[str, Any]) -> DelegationSpec:
+    value = json.dumps({**payload, "version": VERSION}).encode()
+    return DelegationSpec(EtkvForCPU.__name__, [CompileSpec("payload", value)])

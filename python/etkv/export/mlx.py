@@ -1,0 +1,69 @@
+"""Programs for MLX: one delegate that runs the whole graph."""
+
+from __future__ import annotations
+
+import operator
+from typing import TYPE_CHECKING, Any
+
+from etkv.errors import EtkvError
+from etkv.export.request import ExportRequest
+
+if TYPE_CHECKING:
+    import torch
+    from executorch.exir import EdgeProgramManager
+    from torch.export import ExportedProgram
+    from transformers import PreTrainedModel
+
+NAME = "MLX"
+
+
+def quantize(model: PreTrainedModel, name: str, group_size: int | None) -> None:
+    """Quantize every linear and embedding weight of ``model`` in place. A tied output layer stays tied.
+
+    ``group_size`` counts elements; ``None`` is one scale a row.
+    """
+    from executorch.backends.mlx.llm.quantization import quantize_model_
+
+    # 0 asks for one scale a row; None would take ExecuTorch's default.
+    size = group_size or 0
+    quantize_model_(
+        model,
+        qlinear_config=name,
+        qlinear_group_size=size,
+        qembedding_config=name,
+        qembedding_group_size=size,
+        tie_word_embeddings=bool(model.config.get_text_config().tie_word_embeddings),
+    )
+
+
+def prepare(model: PreTrainedModel, request: ExportRequest) -> None:
+    """Do what ``model`` needs before it is traced: nothing."""
+
+
+def delegate(traced: dict[str, ExportedProgram], methods: dict[str, Any], request: ExportRequest) -> EdgeProgramManager:
+    """Return the programs with their graphs as delegates."""
+    from executorch import exir
+    from executorch.backends.mlx import MLXPartitioner
+    from executorch.backends.mlx.passes import get_default_passes
+
+    return exir.to_edge_transform_and_lower(
+        traced,
+        transform_passes=get_default_passes(),
+        partitioner=[MLXPartitioner()],
+        constant_methods=methods,
+        # The KV cache op is not part of the edge dialect, and MLX has its own dimension order.
+        compile_config=exir.EdgeCompileConfig(_check_ir_validity=False, _skip_dim_order=True),
+    )
+
+
+def check(graph: torch.fx.Graph, family: str) -> None:
+    """Raise :class:`EtkvError` unless the whole graph is one delegate. Portable kernels lack the KV cache op."""
+    from executorch.exir.delegate import executorch_call_delegate
+
+    calls = [node.target for node in graph.nodes if node.op == "call_function"]
+    delegates = [call for call in calls if call is executorch_call_delegate]
+    left = sorted({call.__name__ for call in calls if call not in (executorch_call_delegate, operator.getitem)})
+    if left:
+        raise EtkvError(f"model family {family!r} has operators that the MLX backend lacks: {', '.join(left)}")
+    if len(delegates) != 1:
+        raise EtkvError(f"model family {family!r} splits into {len(delegates)} delegates, and a program has one")
