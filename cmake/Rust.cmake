@@ -7,10 +7,12 @@ endif()
 
 # All of them are built at once: what they have in common is then built once, with
 # the features that any of them needs.
-set(ETKV_RUST_PACKAGES --package etkv-capi)
+set(packages --package etkv-capi)
 if(ETKV_BUILD_EXAMPLES)
-  list(APPEND ETKV_RUST_PACKAGES --package etkv-tokenizer)
+  list(APPEND packages --package etkv-tokenizer)
 endif()
+set(ETKV_RUST_PACKAGES ${packages} CACHE STRING "The packages that Cargo is asked for")
+mark_as_advanced(ETKV_RUST_PACKAGES)
 
 # Cargo's defaults, unless something is left out.
 set(ETKV_RUST_FEATURES "")

@@ -5,12 +5,13 @@ from __future__ import annotations
 import argparse
 import itertools
 import json
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 from etkv import pte
-from etkv._capi import lib, text
+from etkv._capi import call, ffi, lib, text
 from etkv.cache import estimate
 from etkv.config import CacheConfig, LayerConfig
 from etkv.description import describe_program, dtype_and_shape
@@ -45,6 +46,8 @@ def report(
         described = describe_program(path)
         found["program"] = _program(described)
         found["runs_here"] = _runs_here(described, file)
+    elif payloads := file.cpu_payloads():
+        found["runs_here"] = _runs_here({"refused": _refusal(payloads)}, file, ("aten::", "executorch_prim::"))
     try:
         facts = read_kv_cache_metadata(constants)
     except EtkvError as error:
@@ -81,11 +84,24 @@ def _counts(operations: list[dict[str, Any]]) -> dict[str, int]:
     return {counted["operation"]: counted["count"] for counted in operations}
 
 
-def _runs_here(described: dict[str, Any], file: PteFile) -> dict[str, Any]:
-    """Return the versions of this build and whether it runs the program. ``why`` has the reason or a condition."""
+def _refusal(payloads: list[bytes]) -> str | None:
+    """Return why this build does not run the calls of a CPU program; None if it does."""
+    try:
+        for payload in payloads:
+            call("etkv_delegate_check", ffi.from_buffer("uint8_t[]", payload), len(payload))
+    except StatusError as error:
+        return str(error)
+    return None
+
+
+def _runs_here(described: dict[str, Any], file: PteFile, known: tuple[str, ...] = ()) -> dict[str, Any]:
+    """Return the versions of this build and whether it runs the program. ``why`` has the reason or a condition.
+
+    Operators outside of delegates that begin with one of ``known`` are there wherever the program runs.
+    """
     versions = {"etkv": lib().etkv_version(), "mlx": lib().etkv_mlx_version(), "blas": lib().etkv_mlx_blas()}
     build = {name: text(version) for name, version in versions.items()}
-    left = sorted({name for method in file.delegates for name in file.operators(method)})
+    left = sorted({name for method in file.delegates for name in file.operators(method) if not name.startswith(known)})
     if described["refused"] is not None:
         return {**build, "runs": False, "why": described["refused"]}
     if left:
@@ -118,8 +134,8 @@ def lines(found: dict[str, Any]) -> Iterator[str]:
     """Yield a report as text, line by line."""
     yield f"{found['path']}: {_bytes(found['bytes'])}"
     for name, method in found["methods"].items():
-        parts = [*method["delegates"], *method["operators"]]
-        yield f"method {name}: {', '.join(parts)}"
+        parts = Counter([*method["delegates"], *method["operators"]])
+        yield f"method {name}: {', '.join(part if n == 1 else f'{part} ({n} times)' for part, n in parts.items())}"
     if "runs_here" in found:
         yield _runs_text(found["runs_here"])
     yield f"constants: {found['constants']['count']}, {_bytes(found['constants']['bytes'])}"

@@ -92,16 +92,25 @@ class PteFile:
 
         Raises :class:`EtkvError` if there is no such delegate, or if the file is damaged.
         """
-        found = [
-            delegate
-            for plan in self._plans.values()
-            for delegate in plan.get("delegates", [])
-            if delegate["id"] == _MLX
-        ]
+        found = self._delegates(_MLX)
         if not 0 <= index < len(found):
             raise EtkvError(f"{self.path} has no MLX delegate number {index}")
+        return self._payload(found[index])
+
+    def cpu_payloads(self) -> list[bytes]:
+        """Return the payloads of the calls that etkv carries out on the CPU, in order over all methods.
+
+        Raises :class:`EtkvError` if the file is damaged.
+        """
+        return [self._payload(delegate) for delegate in self._delegates(_library.CPU_DELEGATE)]
+
+    def _delegates(self, backend: str) -> list[dict[str, Any]]:
+        found = (delegate for plan in self._plans.values() for delegate in plan.get("delegates", []))
+        return [delegate for delegate in found if delegate["id"] == backend]
+
+    def _payload(self, delegate: dict[str, Any]) -> bytes:
         with self._damage_told():
-            place = found[index]["processed"]
+            place = delegate["processed"]
             if place["location"] == "SEGMENT":
                 segment = self._tables["segments"][place["index"]]
                 return self._read(self._segments_at + segment["offset"], segment["size"])

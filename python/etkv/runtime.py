@@ -40,9 +40,9 @@ _process: int | None = None
 def register_backend() -> str:
     """Register etkv's delegates with the installed ExecuTorch's runtime, in this process. A second call does nothing.
 
-    Returns the id of the backend that runs MLX programs on etkv's: ``MLXBackend``, or ``EtkvForMLX`` if ExecuTorch's own MLX
-    backend was registered before, as on macOS by an earlier ``import executorch.runtime``. :func:`load` works with
-    both.
+    Returns the id of the backend that runs MLX programs on etkv's: ``MLXBackend``, or ``EtkvForMLX`` if ExecuTorch's
+    own MLX backend was registered before, as on macOS by an earlier ``import executorch.runtime``. :func:`load` works
+    with both.
 
     Raises :class:`EtkvError` if ExecuTorch, MLX or the native libraries are missing or of another release.
     """

@@ -34,6 +34,9 @@ SECONDS = 3600
 MODELS = SOURCE / "build/models/cpp-tests"
 PROGRAM = MODELS / "llama-f32/model.pte"
 
+# As many as etkv's own build asks for, so that dependencies have the same features and are not compiled again.
+PACKAGES = "--package;etkv-capi;--package;etkv-tokenizer"
+
 CARGO = SOURCE / "build/package/cargo"
 """Cargo's output for projects with other features than etkv by itself. What they build does not replace `build/lib`."""
 
@@ -180,7 +183,13 @@ class Package:
         """Use add_subdirectory: shared and static."""
         build = self.scratch / "subdirectory-build"
         options = [f"-DETKV_SOURCE={SOURCE}", f"-DETKV_PYTHON={self.python}", *AS_NEEDED]
-        configure(HERE / "subdirectory", build, *options, f"-DETKV_CARGO_TARGET_DIR={CARGO}")
+        configure(
+            HERE / "subdirectory",
+            build,
+            *options,
+            f"-DETKV_CARGO_TARGET_DIR={CARGO}",
+            f"-DETKV_RUST_PACKAGES={PACKAGES}",
+        )
         run("cmake", "--build", build)
         for program in ("delegate", "delegate_static"):
             expect(run(build / program, PROGRAM) == "4 positions of 4\n", program)
@@ -221,7 +230,11 @@ class Package:
     def wheel(self) -> None:
         """Build Python's wheel, install it apart from the checkout, and follow docs/python.md with it."""
         wheels = self.scratch / "wheels"
-        settings = {"build-dir": self.scratch / "wheel", "cmake.define.ETKV_CARGO_TARGET_DIR": CARGO}
+        settings = {
+            "build-dir": self.scratch / "wheel",
+            "cmake.define.ETKV_CARGO_TARGET_DIR": CARGO,
+            "cmake.define.ETKV_RUST_PACKAGES": PACKAGES,
+        }
         options = [f"--config-settings={name}={value}" for name, value in settings.items()]
         offline = ["--no-deps", "--no-build-isolation", "--disable-pip-version-check"]
         run(self.python, "-m", "pip", "wheel", SOURCE, *offline, "--wheel-dir", wheels, *options)
@@ -254,7 +267,8 @@ def main(build: Path) -> int:
         # Most of it is the same. Cargo goes by the times of files.
         copied = CARGO.with_name("copied")
         shutil.rmtree(copied, ignore_errors=True)
-        shutil.copytree(SOURCE / "build/cargo/release", copied / "release", symlinks=True)
+        for folder in ("release", "cxxbridge"):
+            shutil.copytree(SOURCE / "build/cargo" / folder, copied / folder, symlinks=True)
         copied.rename(CARGO)
     with tempfile.TemporaryDirectory(prefix="etkv-package-") as scratch:
         tests = Package(build.resolve(), Path(scratch).resolve())

@@ -60,15 +60,17 @@ def prepare(model: PreTrainedModel, request: ExportRequest) -> None:
 def delegate(traced: dict[str, ExportedProgram], methods: dict[str, Any], request: ExportRequest) -> EdgeProgramManager:
     """Return the programs with what XNNPACK and etkv compute as delegates."""
     from executorch import exir
-    from executorch.backends.xnnpack.partition.xnnpack_partitioner import XnnpackPartitioner
+    from executorch.backends.transforms.remove_clone_ops import RemoveCloneOpsTransform
 
-    from etkv.export.cpu import calls, rewrites
+    from etkv.export.cpu import rewrites
+    from etkv.export.cpu.partitioner import CPUPartitioner
 
     for program in traced.values():
         rewrites.apply(program)
     return exir.to_edge_transform_and_lower(
         traced,
-        partitioner=[calls.CallPartitioner(request.logits), XnnpackPartitioner()],
+        transform_passes=[RemoveCloneOpsTransform()],
+        partitioner=[CPUPartitioner(request.logits)],
         constant_methods=methods,
         # The KV cache op is not part of the edge dialect.
         compile_config=exir.EdgeCompileConfig(_check_ir_validity=False, _skip_dim_order=True),

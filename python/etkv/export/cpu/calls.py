@@ -12,14 +12,11 @@ import uuid
 from typing import TYPE_CHECKING, Any
 
 import torch
-from executorch.backends.xnnpack.partition.xnnpack_partitioner import XnnpackPartitioner
 from executorch.exir.backend.backend_details import BackendDetails, PreprocessResult
 from executorch.exir.backend.compile_spec_schema import CompileSpec
-from executorch.exir.backend.partitioner import DelegationSpec, Partitioner, PartitionResult
+from executorch.exir.backend.partitioner import DelegationSpec
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
     from torch.export import ExportedProgram
     from transformers import PreTrainedModel
 
@@ -71,38 +68,28 @@ class EtkvForCPU(BackendDetails):
         return PreprocessResult(processed_bytes=json.dumps(payload).encode())
 
 
-class CallPartitioner(Partitioner):
-    """Finds the calls in the graph of a program. ``logits`` are the rows that it was asked to compute."""
+def tag(program: ExportedProgram, logits: str) -> dict[str, DelegationSpec]:
+    """Give each call in the graph of ``program`` a tag and a payload of its own. Return the payloads by tag.
 
-    def __init__(self, logits: str) -> None:
-        super().__init__()
-        self._logits = logits
-
-    def partition(self, exported_program: ExportedProgram) -> PartitionResult:
-        """Give each call a tag and a payload of its own."""
-        nodes = [node for node in exported_program.graph.nodes if node.op == "call_function"]
-        attends = [node for node in nodes if _ATTEND in str(node.target)]
-        selects = [node for node in nodes if _SELECT in str(node.target)]
-        program = {
-            "program": uuid.uuid5(uuid.NAMESPACE_OID, str(exported_program.graph)).hex,
-            "n_calls": len(attends),
-            "logits": "last" if self._logits == "last" else "selected" if selects else "all",
-        }
-        specs = {}
-        for call, node in enumerate(attends):
-            layer, scale = _argument(node, 4, "layer_id"), _argument(node, 5, "scale")
-            tag = node.meta["delegation_tag"] = f"{_ATTEND}_{call}"
-            specs[tag] = _spec({"op": _ATTEND, **program, "call": call, "layer": layer, "scale": float(scale)})
-        for number, node in enumerate(selects):
-            tag = node.meta["delegation_tag"] = f"{_SELECT}_{number}"
-            specs[tag] = _spec({"op": _SELECT})
-        return PartitionResult(tagged_exported_program=exported_program, partition_tags=specs)
-
-    def ops_to_not_decompose(
-        self, ep: ExportedProgram
-    ) -> tuple[list[torch._ops.OpOverload], Callable[[torch.fx.Node], bool] | None]:
-        """Return what XNNPACK needs whole: all partitioners see the graph as the first one leaves it."""
-        return XnnpackPartitioner().ops_to_not_decompose(ep)
+    ``logits`` are the rows that the program was asked to compute.
+    """
+    nodes = [node for node in program.graph.nodes if node.op == "call_function"]
+    attends = [node for node in nodes if _ATTEND in str(node.target)]
+    selects = [node for node in nodes if _SELECT in str(node.target)]
+    common = {
+        "program": uuid.uuid5(uuid.NAMESPACE_OID, str(program.graph)).hex,
+        "n_calls": len(attends),
+        "logits": "last" if logits == "last" else "selected" if selects else "all",
+    }
+    specs = {}
+    for call, node in enumerate(attends):
+        layer, scale = _argument(node, 4, "layer_id"), _argument(node, 5, "scale")
+        name = node.meta["delegation_tag"] = f"{_ATTEND}_{call}"
+        specs[name] = _spec({"op": _ATTEND, **common, "call": call, "layer": layer, "scale": float(scale)})
+    for number, node in enumerate(selects):
+        name = node.meta["delegation_tag"] = f"{_SELECT}_{number}"
+        specs[name] = _spec({"op": _SELECT})
+    return specs
 
 
 def _argument(node: torch.fx.Node, index: int, name: str) -> Any:

@@ -1,0 +1,94 @@
+"""Which nodes of a program become which delegates: the calls one each, and what XNNPACK computes between them."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from executorch.backends.xnnpack.partition.xnnpack_partitioner import XnnpackPartitioner
+from executorch.exir.backend.compile_spec_schema import CompileSpec
+from executorch.exir.backend.partitioner import DelegationSpec, PartitionResult
+
+from etkv.export.cpu import calls
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    import torch
+    from torch.export import ExportedProgram
+
+_AS_THEY_ARE = {
+    "aten.add.Tensor",
+    "aten.cos.default",
+    "aten.div.Tensor",
+    "aten.exp.default",
+    "aten.gelu.default",
+    "aten.linear.default",
+    "aten.mul.Tensor",
+    "aten.neg.default",
+    "aten.permute_copy.default",
+    "aten.pow.Tensor_Scalar",
+    "aten.rsqrt.default",
+    "aten.sigmoid.default",
+    "aten.sin.default",
+    "aten.sqrt.default",
+    "aten.sub.Tensor",
+    "aten.tanh.default",
+    "aten.view_copy.default",
+    "torchao.choose_qparams_affine.default",
+    "torchao.dequantize_affine.default",
+    "torchao.quantize_affine.default",
+    "getitem",
+}
+"""Operators that XNNPACK's delegates hold as they are. Its passes over a graph look for others, which they replace."""
+
+_ONE_PASS = CompileSpec("dqlinear_partitioner", b"")
+"""Makes XNNPACK's ``preprocess`` run one of its passes, for linear layers, instead of all 17.
+
+Each pass traces the graph of each delegate again: together, they take most of an export. A release that does not know
+the name runs all.
+"""
+
+
+class CPUPartitioner(XnnpackPartitioner):  # type: ignore[misc] # ExecuTorch's classes have no types.
+    """Gives every node that etkv or XNNPACK computes a tag: the nodes of one tag are one delegate.
+
+    ``logits`` are the rows that the program was asked to compute.
+    """
+
+    def __init__(self, logits: str) -> None:
+        super().__init__()
+        self._logits = logits
+
+    def partition(self, exported_program: ExportedProgram) -> PartitionResult:
+        """Return the program with tags, and what each tag stands for."""
+        found = super().partition(exported_program)
+        nodes: dict[str, list[torch.fx.Node]] = {tag: [] for tag in found.partition_tags}
+        for node in exported_program.graph.nodes:
+            if node.op == "call_function" and "delegation_tag" in node.meta:
+                nodes[node.meta["delegation_tag"]].append(node)
+        specs = {tag: _spec(spec, nodes[tag]) for tag, spec in found.partition_tags.items()}
+        specs |= calls.tag(exported_program, self._logits)
+        return PartitionResult(tagged_exported_program=exported_program, partition_tags=specs)
+
+    def ops_to_not_decompose(
+        self, ep: ExportedProgram
+    ) -> tuple[list[torch._ops.OpOverload[Any, Any]], Callable[[torch.fx.Node], bool] | None]:
+        """Return the operators that XNNPACK takes whole, wherever they are in the graph.
+
+        XNNPACK's own answer has a function beside the list, which decides node by node. For that, ExecuTorch traces the
+        whole graph twice more.
+        """
+        operators, takes = super().ops_to_not_decompose(ep)
+        refused = {node.target for node in ep.graph.nodes if node.op == "call_function" and not takes(node)}
+        return [operator for operator in operators if operator not in refused], None
+
+
+def _spec(spec: DelegationSpec, nodes: list[torch.fx.Node]) -> DelegationSpec:
+    """Return ``spec`` for a delegate of ``nodes``, with one pass if the others would change nothing."""
+    plain = all(_name(node) in _AS_THEY_ARE for node in nodes)
+    return DelegationSpec(spec.backend_id, [*spec.compile_specs, _ONE_PASS] if plain else spec.compile_specs)
+
+
+def _name(node: torch.fx.Node) -> str:
+    target: Any = node.target
+    return str(target.__name__)
