@@ -11,8 +11,8 @@
 
 namespace etkv::bridge {
 
-/// Work of Rust's that threads share.
-struct Task;
+/// Does part `i` of Rust's work at this address.
+void run_part(std::size_t task, std::size_t i) noexcept;
 
 /// The program's constants, by name.
 class Constants {
@@ -55,7 +55,12 @@ class Threads {
   std::size_t count() const {
     return threads_.count();
   }
-  void run(std::size_t n_parts, const Task& task) const;
+  void run(std::size_t n_parts, std::size_t task) const {
+    const auto run_one = [](const void* context, std::size_t i) {
+      run_part(reinterpret_cast<std::size_t>(context), i);
+    };
+    threads_.run(n_parts, {run_one, reinterpret_cast<const void*>(task)});
+  }
 
  private:
   const interpreter::Threads& threads_;

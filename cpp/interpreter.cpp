@@ -86,19 +86,6 @@ class BridgedInterpreter final : public Interpreter {
 } // namespace
 } // namespace etkv::interpreter
 
-namespace etkv::bridge {
-
-void Threads::run(std::size_t n_parts, const Task& task) const {
-  threads_.run(
-      n_parts,
-      {[](const void* context, std::size_t i) {
-         static_cast<const Task*>(context)->run(i);
-       },
-       &task});
-}
-
-} // namespace etkv::bridge
-
 const etkv::interpreter::Interpreter* etkv_private_interpreter_4() {
   static const etkv::interpreter::BridgedInterpreter interpreter;
   return &interpreter;

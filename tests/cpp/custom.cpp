@@ -62,7 +62,7 @@ void register_kind(
     const char* base,
     const etkv_cache_vtable& v,
     Host& host) {
-  must(BuilderRegistry::add(kMLXBackend, kind, base, v, &host));
+  must(BuilderRegistry::add(backend(), kind, base, v, &host));
 }
 
 template <typename Face>
@@ -70,7 +70,7 @@ CacheSession<Face>
 session_of(Model& model, const char* kind, int32_t capacity) {
   auto session = must(
       CacheSession<Face>::make(
-          kMLXBackend, kind, make_config(model.params(), capacity, "f32", 4)));
+          backend(), kind, make_config(model.params(), capacity, "f32", 4)));
   must(model.load(session.key()));
   return session;
 }
@@ -233,14 +233,14 @@ void a_kind_that_cannot_be_made() {
   Model model("llama-f32");
   const auto config = make_config(model.params(), 16);
   CHECK_REFUSED(
-      CacheSession<Cache>::make(kMLXBackend, "broken", config),
+      CacheSession<Cache>::make(backend(), "broken", config),
       ETKV_ERROR_UNSUPPORTED,
       "not on this machine");
   CHECK_INT(broken.created, 1);
   CHECK_INT(broken.destroyed, 0);
   // What is wrong with the config is found before the host is asked.
   CHECK_REFUSED(
-      CacheSession<Cache>::make(kMLXBackend, "broken", CacheConfig{}),
+      CacheSession<Cache>::make(backend(), "broken", CacheConfig{}),
       ETKV_ERROR_INVALID_ARGUMENT,
       "layer");
   CHECK_INT(broken.created, 1);
@@ -262,7 +262,10 @@ void asked_during_steps() {
   std::atomic<long> asked{0};
   std::thread other([&] {
     while (!done) {
-      CHECK(*session->can_extend(4));
+      // On the CPU a step is open between the calls of a forward, and
+      // nothing can be removed then.
+      const bool fits = *session->can_extend(4);
+      CHECK(fits || on_cpu());
       ++asked;
     }
   });
@@ -313,7 +316,9 @@ int main() {
   a_kind_that_refuses();
   a_kind_that_cannot_be_made();
   asked_during_steps();
-  undone_steps();
+  if (!on_cpu()) {
+    undone_steps();
+  }
   CHECK_INT(etkv_live_handles(), 0);
   return check_report();
 }

@@ -33,7 +33,22 @@ using Ids = std::vector<int64_t>;
 inline constexpr int64_t kVocabulary = 320;
 inline constexpr int64_t kMostTokens = 32;
 
-inline std::string program_path(const std::string& name) {
+/// Whether the test runs float32 programs for the CPU in place of MLX's.
+inline bool on_cpu() {
+  const char* backend = std::getenv("ETKV_TEST_BACKEND");
+  return backend != nullptr && std::strcmp(backend, kCPUBackend) == 0;
+}
+
+/// The backend of sessions for those programs.
+inline const char* backend() {
+  return on_cpu() ? kCPUBackend : kMLXBackend;
+}
+
+inline std::string program_path(std::string name) {
+  const size_t end = name.rfind("-f32");
+  if (on_cpu() && end != std::string::npos) {
+    name.replace(end, std::string::npos, "-cpu");
+  }
   return std::string(ETKV_TEST_MODELS) + "/" + name + "/model.pte";
 }
 
@@ -190,8 +205,9 @@ inline Session session_for(
     int32_t capacity = 64,
     const std::string& format = "f32",
     int32_t min_chunk = 4) {
+  const auto params = model.params();
   return must(make_decode_session(
-      kMLXBackend, make_config(model.params(), capacity, format, min_chunk)));
+      params.backend_id, make_config(params, capacity, format, min_chunk)));
 }
 
 /// A program on a cache of its own, of the kind that the face is named after.
@@ -207,11 +223,12 @@ struct On {
   static CacheSession<Face> make(
       Model& model,
       const std::function<void(CacheConfig&)>& change) {
-    auto config = make_config(model.params(), 64, "f32", 4);
+    const auto params = model.params();
+    auto config = make_config(params, 64, "f32", 4);
     if (change) {
       change(config);
     }
-    return must(CacheSession<Face>::make(kMLXBackend, config));
+    return must(CacheSession<Face>::make(params.backend_id, config));
   }
 
   Face* operator->() {

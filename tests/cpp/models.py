@@ -16,9 +16,11 @@ if TYPE_CHECKING:
 
 PROGRAMS = {
     "llama-f32": ("tiny-llama", {}),
+    "llama-cpu": ("tiny-llama", {"backend": "cpu"}),
     "llama-bf16": ("tiny-llama", {"dtype": "bfloat16"}),
     # As many layers and KV heads as the others, and a larger head_dim.
     "qwen3-f32": ("tiny-qwen3", {}),
+    "qwen3-cpu": ("tiny-qwen3", {"backend": "cpu"}),
     # Drafts that take less than their targets, or keep less.
     "llama-chunk4": ("tiny-llama", {"prefill_chunk": 4}),
     "llama-last": ("tiny-llama", {"logits": "last"}),

@@ -62,7 +62,13 @@ Rows with_refusals(const std::vector<Refused>& steps, Ids ids) {
     if (result.ok() || !(Seen(bound.cache()) == before)) {
       std::printf("%s:\n", step.what);
     }
-    CHECK_REFUSED(result, step.status, step.words);
+    // On the CPU ExecuTorch's own kernel looks tokens up.
+    const bool by_kernel =
+        on_cpu() && step.status == ETKV_ERROR_INVALID_ARGUMENT;
+    CHECK_REFUSED(
+        result,
+        by_kernel ? ETKV_ERROR_PROGRAM : step.status,
+        by_kernel ? "forward" : step.words);
     CHECK(Seen(bound.cache()) == before);
   }
   return bound.at(9, slice(ids, 9, 3));
@@ -403,7 +409,7 @@ void keys_and_values_apart() {
   Model model("llama-f32");
   auto config = make_config(model.params(), 8, "f32", 8);
   config.v_format = "f16";
-  auto session = must(make_decode_session(kMLXBackend, config));
+  auto session = must(make_decode_session(backend(), config));
   must(model.load(session.key()));
   model.at(0, text(3));
   CHECK_INT(session->memory()->allocated, 8 * 2 * 2 * 16 * (4 + 2));
@@ -426,7 +432,9 @@ int main() {
   growth();
   growth_changes_nothing();
   clearing();
-  memory_is_given_back();
+  if (!on_cpu()) {
+    memory_is_given_back();
+  }
   formats();
   keys_and_values_apart();
   CHECK_INT(etkv_live_handles(), 0);

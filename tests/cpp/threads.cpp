@@ -126,7 +126,10 @@ void one_cache() {
       } else {
         ++refused;
         const auto status = result.error().status();
-        CHECK(status == ETKV_ERROR_POSITION || status == ETKV_ERROR_CAPACITY);
+        // A forward on the CPU is several calls, and does not wait for another.
+        CHECK(
+            status == ETKV_ERROR_POSITION || status == ETKV_ERROR_CAPACITY ||
+            (on_cpu() && status == ETKV_ERROR_STEP));
       }
       const int32_t length = *first.cache().length();
       CHECK(length >= 0 && length <= kCapacity);
@@ -357,7 +360,7 @@ void keys_of_many_threads() {
       config.layers = {{1, 1, 1, 0}};
       config.capacity = 1;
       for (int k = 0; k < 200; ++k) {
-        made[i].push_back(must(make_decode_session(kMLXBackend, config)).key());
+        made[i].push_back(must(make_decode_session(backend(), config)).key());
       }
     });
   }

@@ -33,11 +33,12 @@ SECONDS = 3600
 
 MODELS = SOURCE / "build/models/cpp-tests"
 PROGRAM = MODELS / "llama-f32/model.pte"
+CPU_PROGRAM = MODELS / "llama-cpu/model.pte"
 
 # As many as etkv's own build asks for, so that dependencies have the same features and are not compiled again.
 PACKAGES = "--package;etkv-capi;--package;etkv-tokenizer"
 
-CARGO = SOURCE / "build/package/cargo"
+CARGO, CARGO_WITHOUT_MLX = SOURCE / "build/package/cargo", SOURCE / "build/package/cargo-without-mlx"
 """Cargo's output for projects with other features than etkv by itself. What they build does not replace `build/lib`."""
 
 DARWIN = sys.platform == "darwin"
@@ -127,16 +128,17 @@ class Package:
         for kind in ("", "_static"):
             expect("MLX" in run(build / f"caches_c{kind}"), "caches_c tells no version of MLX")
             expect(run(build / f"caches_cpp{kind}") == "0 of 64 positions\n", "caches_cpp")
-            expect(run(build / f"delegate{kind}", PROGRAM) == "4 positions of 4\n", "delegate")
-            *log, report = run(build / f"logged{kind}", PROGRAM).splitlines()
+            expect(run(build / f"on_mlx{kind}", PROGRAM) == "4 positions of 4\n", "on_mlx")
+            expect(run(build / f"on_cpu{kind}", CPU_PROGRAM).endswith("4 positions of 4\n"), "on_cpu")
+            *log, report = run(build / f"logged_mlx{kind}", PROGRAM).splitlines()
             step = "4 etkv::core forward: step{tokens=4 first=0 mask=causal read=4}: done took_us="
             expect(any(line.startswith(step) for line in log), "\n".join(["no line of the step:", *log]))
             found = json.loads(report)
             expect((found["length"], found["sequences"][0]["next"]) == (4, 4), report)
-            loaded = libraries(build / f"delegate{kind}")
+            loaded = libraries(build / f"on_mlx{kind}")
             expect(DARWIN or loaded.count("libmlx.so =>") == 1, f"one MLX a process, not:\n{loaded}")
-            expect(("libetkv." in loaded) == (kind == ""), f"delegate{kind} loads:\n{loaded}")
-            expect(DARWIN or "libetkv_blas." in loaded, f"delegate{kind} multiplies by MLX's own BLAS:\n{loaded}")
+            expect(("libetkv." in loaded) == (kind == ""), f"on_mlx{kind} loads:\n{loaded}")
+            expect(DARWIN or "libetkv_blas." in loaded, f"on_mlx{kind} multiplies by MLX's own BLAS:\n{loaded}")
             expect(DARWIN or kind != "" or str(self.prefix) in loaded, f"not the moved tree:\n{loaded}")
             expect("executorch" not in libraries(build / f"caches_c{kind}"), "caches alone load ExecuTorch")
 
@@ -166,6 +168,24 @@ class Package:
         refused(["needs mlx 0.32.2", "is mlx 0.31.0", "==0.32.2"], f"-DETKV_MLX_DIR={other.parent.parent}")
         refused(["has no include/mlx"], f"-DETKV_MLX_DIR={self.scratch}")
 
+    def without_mlx(self) -> None:
+        """Build etkv for the CPU alone, install it, and use it, all where there is no MLX."""
+        build, prefix, user = (self.scratch / f"cpu-{part}" for part in ("build", "prefix", "user"))
+        executorch = [f"-DETKV_PYTHON={shutil.which('false')}", f"-DETKV_EXECUTORCH_DIR={package('executorch')}"]
+        options = ["-DETKV_MLX=OFF", "-DETKV_BUILD_EXAMPLES=OFF", "-DETKV_BUILD_TESTS=OFF", *executorch]
+        cargo = [f"-DETKV_CARGO_TARGET_DIR={CARGO_WITHOUT_MLX}", f"-DETKV_RUST_PACKAGES={PACKAGES}"]
+        configure(SOURCE, build / "cmake", *options, *cargo)
+        run("cmake", "--build", build / "cmake")
+        run("cmake", "--install", build / "cmake", "--prefix", prefix)
+        configure(HERE / "installed", user, f"-DCMAKE_PREFIX_PATH={prefix}", "-DCPU_ONLY=ON", *executorch, *AS_NEEDED)
+        run("cmake", "--build", user)
+        for kind in ("", "_static"):
+            expect(run(user / f"on_cpu{kind}", CPU_PROGRAM).endswith("4 positions of 4\n"), "on_cpu")
+            loaded = libraries(user / f"on_cpu{kind}")
+            expect("mlx" not in loaded, f"on_cpu{kind} loads:\n{loaded}")
+            said = run(user / f"on_cpu{kind}", PROGRAM, fails=True)
+            expect("MLXBackend" in said, said)
+
     def pkg_config(self) -> None:
         """Build a C program with pkg-config, in one line."""
         if shutil.which("pkg-config") is None:
@@ -192,7 +212,8 @@ class Package:
         )
         run("cmake", "--build", build)
         for program in ("delegate", "delegate_static"):
-            expect(run(build / program, PROGRAM) == "4 positions of 4\n", program)
+            for model in (PROGRAM, CPU_PROGRAM):
+                expect(run(build / program, model).endswith("4 positions of 4\n"), f"{program} {model}")
 
     def documentation(self) -> None:
         """Follow docs/embedding.md: write its files, run its commands and compare their output."""
@@ -218,6 +239,9 @@ class Package:
         shutil.copy(SOURCE / "Cargo.lock", home / "counter")
         with (home / "counter/Cargo.toml").open("a") as manifest:
             manifest.write('\n[profile.release]\ndebug = "line-tables-only"\n')
+            # Packages with a path have another name here, so these are compiled for this test alone.
+            for name in ("etkv", "etkv-core", "mlx-rs"):
+                manifest.write(f"[profile.release.package.{name}]\nopt-level = 0\n")
         built = ["--release", "--quiet", "--target-dir", CARGO]
         environment = {"ETKV_PYTHON": str(self.python)}
         said = run("cargo", "tree", "--package", "mlx-sys", "--depth", "0", env=environment, cwd=home / "counter")
@@ -256,26 +280,23 @@ class Package:
 
 
 def main(build: Path) -> int:
-    if not PROGRAM.exists():
+    if not PROGRAM.exists() or not CPU_PROGRAM.exists():
         run(sys.executable, SOURCE / "tests/cpp/models.py", SOURCE / "tests/python/tiny_models.py", MODELS)
     # Only the main thread may set a handler.
     bounded.take_interruptions()
     # Settings of the environment would affect every project below.
     for name in ("CMAKE_PREFIX_PATH", "LD_LIBRARY_PATH", "PKG_CONFIG_PATH", "MAKEFLAGS", "MAKELEVEL"):
         os.environ.pop(name, None)
-    if not CARGO.exists():
-        # Most of it is the same. Cargo goes by the times of files.
-        copied = CARGO.with_name("copied")
-        shutil.rmtree(copied, ignore_errors=True)
-        for folder in ("release", "cxxbridge"):
-            shutil.copytree(SOURCE / "build/cargo" / folder, copied / folder, symlinks=True)
-        copied.rename(CARGO)
+    for target in (CARGO, CARGO_WITHOUT_MLX):
+        if not target.exists():
+            copy_cargo(target)
     with tempfile.TemporaryDirectory(prefix="etkv-package-") as scratch:
         tests = Package(build.resolve(), Path(scratch).resolve())
         # The other tests use the tree that it installs. The longest begin first.
         results = [result(tests.install)]
         others = (
             tests.crate,
+            tests.without_mlx,
             tests.subdirectory,
             tests.wheel,
             tests.documentation,
@@ -288,6 +309,15 @@ def main(build: Path) -> int:
             results += pool.map(result, others)
     print(f"{results.count(True)} passed, {results.count(False)} failed")
     return 0 if all(results) else 1
+
+
+def copy_cargo(target: Path) -> None:
+    """Copy Cargo's output, most of which the projects build the same. Cargo goes by the times of files."""
+    copied = target.with_name("copied")
+    shutil.rmtree(copied, ignore_errors=True)
+    for folder in ("release", "cxxbridge"):
+        shutil.copytree(SOURCE / "build/cargo" / folder, copied / folder, symlinks=True)
+    copied.rename(target)
 
 
 def result(test: Callable[[], None]) -> bool:

@@ -14,7 +14,7 @@ import reference
 import tiny_models
 from etkv import describe_program, pte
 from etkv.errors import EtkvError
-from etkv.export import ExportRequest, attention, export_program, is_current, limits, lowering, source
+from etkv.export import ExportRequest, attention, cpu, export_program, is_current, limits, mlx, source
 from reference import Program, Variant
 
 VARIANTS = [
@@ -465,13 +465,14 @@ def test_an_undelegated_operator_is_named(monkeypatch):
     def node(target):
         return type("Node", (), {"op": "call_function", "target": target})
 
-    def edge(*targets):
-        graph = type("Graph", (), {"nodes": [node(target) for target in targets]})
-        program = type("Program", (), {"graph": graph})
-        return type("Edge", (), {"exported_program": lambda self, method: program})()
+    def graph(*targets):
+        return type("Graph", (), {"nodes": [node(target) for target in targets]})
 
-    lowering._check_delegation(edge(executorch_call_delegate, operator.getitem), "x")
+    mlx.check(graph(executorch_call_delegate, operator.getitem), "x")
     with pytest.raises(EtkvError, match="lacks: len, sum"):
-        lowering._check_delegation(edge(executorch_call_delegate, sum, len), "x")
+        mlx.check(graph(executorch_call_delegate, sum, len), "x")
     with pytest.raises(EtkvError, match="splits into 2 delegates"):
-        lowering._check_delegation(edge(executorch_call_delegate, executorch_call_delegate), "x")
+        mlx.check(graph(executorch_call_delegate, executorch_call_delegate), "x")
+    cpu.check(graph(executorch_call_delegate, executorch_call_delegate, operator.getitem), "x")
+    with pytest.raises(EtkvError, match="lacks: len, sum"):
+        cpu.check(graph(executorch_call_delegate, sum, len), "x")

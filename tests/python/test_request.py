@@ -39,7 +39,11 @@ def model(tmp_path) -> Path:
     ("arguments", "said"),
     [
         (["--dtype", "f8"], "dtype 'f8' is not one of float32, f32, float16, f16, bfloat16, bf16"),
-        (["--quantize", "2w"], "quantize '2w' is not one of 4w, 8w"),
+        (["--quantize", "2w"], "quantize '2w' is not one of 4w, 8w, those of backend mlx"),
+        (["--backend", "gpu"], "backend 'gpu' is not one of mlx, cpu"),
+        (["--backend", "cpu", "--quantize", "4w"], "quantize '4w' is not one of 8da4w, those of backend cpu"),
+        (["--backend", "cpu", "--dtype", "bf16"], "dtype 'bf16' is not float32, the dtype of backend cpu"),
+        (["--backend", "cpu", "--group-size", "32"], "group-size 32 needs --quantize 8da4w"),
         (["--group-size", "32"], "group-size 32 needs --quantize 4w or 8w"),
         (["--quantize", "4w", "--group-size", "48"], "group-size 48 is not one of 32, 64, 128"),
         (["--group-size", "many"], "argument --group-size: invalid int value: 'many'"),

@@ -56,11 +56,11 @@ mod ffi {
         /// Keeps an error for `etkv_delegate_take_error` on this thread.
         fn report(status: i32, message: &str);
 
-        /// Work that threads share.
-        type Task<'a>;
-
-        /// Does part `i`.
-        fn run(self: &Task, i: usize);
+        /// Does part `i` of the work at an address.
+        ///
+        /// # Safety
+        /// A [`Task`](super::Task) is there.
+        unsafe fn run_part(task: usize, i: usize);
     }
 
     unsafe extern "C++" {
@@ -90,8 +90,7 @@ mod ffi {
         /// Returns the most parts that are done at the same time.
         fn count(self: &Threads) -> usize;
         /// Does each of `n_parts` parts of a task once.
-        #[cxx_name = "run"]
-        fn run_parts(self: &Threads, n_parts: usize, task: &Task);
+        fn run(self: &Threads, n_parts: usize, task: usize);
     }
 }
 
@@ -221,17 +220,19 @@ unsafe impl Send for SharedThreads<'_> {}
 unsafe impl Sync for SharedThreads<'_> {}
 
 /// Work that the host's threads share.
-pub struct Task<'a> {
+struct Task<'a> {
     call: &'a (dyn Fn(usize) + Sync),
-    /// Whether a part panicked: a panic must not leave [`run`](Self::run).
+    /// Whether a part panicked: a panic must not leave [`run_part`].
     panicked: AtomicBool,
 }
 
-impl Task<'_> {
-    fn run(&self, i: usize) {
-        if catch_unwind(AssertUnwindSafe(|| (self.call)(i))).is_err() {
-            self.panicked.store(true, Ordering::Relaxed);
-        }
+/// # Safety
+/// A [`Task`] is at this address, and stays for the call.
+unsafe fn run_part(task: usize, i: usize) {
+    // SAFETY: the caller says so.
+    let task = unsafe { &*(task as *const Task) };
+    if catch_unwind(AssertUnwindSafe(|| (task.call)(i))).is_err() {
+        task.panicked.store(true, Ordering::Relaxed);
     }
 }
 
@@ -242,7 +243,7 @@ impl Parallel for SharedThreads<'_> {
 
     fn run(&self, count: usize, call: &(dyn Fn(usize) + Sync)) {
         let task = Task { call, panicked: AtomicBool::new(false) };
-        self.0.run_parts(count, &task);
+        self.0.run(count, std::ptr::from_ref(&task) as usize);
         if task.panicked.into_inner() {
             #[allow(clippy::panic)] // That of a part goes on.
             {

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import ast
 import contextlib
 import dataclasses
+import functools
 import hashlib
 import importlib.metadata
 import json
@@ -12,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from etkv.export.limits import Limits
-from etkv.export.request import ExportRequest
+from etkv.export.request import BACKENDS, ExportRequest
 from etkv.export.source import Source
 
 NAME = "export.json"
@@ -36,7 +38,7 @@ def describe(request: ExportRequest, source: Source) -> dict[str, Any]:
         "versions": {
             "python": f"{sys.version_info.major}.{sys.version_info.minor}",
             **{package: _version(package) for package in _PACKAGES},
-            "exporter": _exporter_digest(),
+            "exporter": _exporter_digest(request.backend),
         },
     }
 
@@ -88,13 +90,29 @@ def _version(package: str) -> str | None:
     return None
 
 
-def _exporter_digest() -> str:
-    """Return a digest of the code that affects an export."""
+@functools.cache
+def _exporter_digest(backend: str) -> str:
+    """Return a digest of the code that affects an export for ``backend``, without its comments and docstrings."""
     digest = hashlib.sha256()
     package = Path(__file__).parent
-    for file in (*sorted(package.glob("*.py")), package.parent / "metadata.py"):
-        if file.name in _OUTWARD:
+    others = {name for known in BACKENDS if known != backend for name in (f"{known}.py", known)}
+    for file in (*sorted(package.rglob("*.py")), package.parent / "metadata.py"):
+        parts = {file.name, file.parent.name}
+        if parts & {*_OUTWARD, *others}:
             continue
         digest.update(file.name.encode())
-        digest.update(file.read_bytes())
+        digest.update(_code(file.read_text(encoding="utf-8")).encode())
     return digest.hexdigest()[:16]
+
+
+def _code(source: str) -> str:
+    """Return Python source as a tree, without what does not run."""
+    tree = ast.parse(source)
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef):
+            node.body = [line for line in node.body if not _is_text(line)]
+    return ast.dump(tree)
+
+
+def _is_text(line: ast.stmt) -> bool:
+    return isinstance(line, ast.Expr) and isinstance(line.value, ast.Constant) and isinstance(line.value.value, str)

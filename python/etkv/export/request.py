@@ -88,7 +88,7 @@ class ExportRequest:
             backend=_backend(self.backend),
             dtype=_dtype(self.dtype, self.backend),
             quantize=_quantization(self.quantize, self.backend),
-            group_size=_group_size(self.group_size, self.quantize),
+            group_size=_group_size(self.group_size, self.quantize, self.backend),
             max_context=_at_least("max-context", self.max_context, MIN_STEP),
             prefill_chunk=_at_least("prefill-chunk", self.prefill_chunk, MIN_STEP),
             keep_hf=_writable_folder(self.keep_hf) if self.keep_hf is not None else None,
@@ -164,21 +164,21 @@ def _dtype(name: str, backend: str) -> str:
     if name not in DTYPES:
         raise EtkvError(f"dtype {name!r} is not one of {', '.join(DTYPES)}")
     if backend == "cpu" and DTYPES[name] != "float32":
-        raise EtkvError(f"dtype {name!r} is not float32, the dtype that programs for the CPU compute in")
+        raise EtkvError(f"dtype {name!r} is not float32, the dtype of backend cpu")
     return DTYPES[name]
 
 
 def _quantization(name: str | None, backend: str) -> str | None:
     if name is not None and name not in BACKENDS[backend]:
-        raise EtkvError(f"quantize {name!r} is not one of {', '.join(BACKENDS[backend])}, which backend {backend} has")
+        raise EtkvError(f"quantize {name!r} is not one of {', '.join(BACKENDS[backend])}, those of backend {backend}")
     return name
 
 
-def _group_size(size: int | None, quantize: str | None) -> int | None:
+def _group_size(size: int | None, quantize: str | None, backend: str) -> int | None:
     if size is None:
         return None
     if quantize is None:
-        raise EtkvError(f"group-size {size} needs --quantize {' or '.join(QUANTIZATIONS)}")
+        raise EtkvError(f"group-size {size} needs --quantize {' or '.join(BACKENDS[backend])}")
     if size not in GROUP_SIZES:
         raise EtkvError(f"group-size {size} is not one of {', '.join(map(str, GROUP_SIZES))}")
     return size

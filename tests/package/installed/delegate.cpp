@@ -33,7 +33,7 @@ int main(int argc, char** argv) {
   auto params = etkv::read_kv_cache_metadata(module);
   must(params);
   auto session = etkv::make_decode_session(
-      etkv::kMLXBackend, etkv::make_config(*params, 64, "f32"));
+      params->backend_id, etkv::make_config(*params, 64, "f32"));
   must(session);
   etkv::LoadOptions options(session->key());
   must(etkv::load_method(module, "forward", options));

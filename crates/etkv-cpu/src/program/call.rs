@@ -96,7 +96,8 @@ impl Call {
             }
             Op::Attend { .. } => fail!(
                 NoCache,
-                "the program was loaded without a cache; load it with the key of a session"
+                "the program keeps its KV cache outside, and was loaded without one; pass \
+                 `cache_key` when loading it"
             ),
         };
         done.inspect_err(|error| {

@@ -6,9 +6,11 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
 
 use etkv_core::{fail, CacheRegistry, Result};
 use etkv_host::{Argument, Host};
+use tracing::info;
 
 use super::argument;
 use super::payload::Attend;
+use super::TARGET;
 use crate::attend::attend_into;
 use crate::attention::Workspace;
 use crate::backend::{ProgramCache, CPU_BACKEND};
@@ -62,10 +64,10 @@ impl Forward {
             let loading = &mut *loading.borrow_mut();
             if let Some(method) = loading {
                 if let Some(forward) = method.join(call, key) {
-                    return forward.with_layer(call.layer);
+                    return Ok(forward);
                 }
             }
-            let forward = Arc::new(Self::bind(key, call.n_calls)?).with_layer(call.layer)?;
+            let forward = Arc::new(Self::bind(key, call)?);
             let mut had = vec![false; call.n_calls];
             had[call.call] = true;
             *loading = Some(Loading {
@@ -78,25 +80,25 @@ impl Forward {
         })
     }
 
-    fn bind(key: &str, n_calls: usize) -> Result<Self> {
+    fn bind(key: &str, call: &Attend) -> Result<Self> {
         let entry = CacheRegistry::global().get(key)?;
         if entry.backend_id != CPU_BACKEND {
             fail!(
                 Kind,
-                "expected a cache for backend `{CPU_BACKEND}`, got `{key}` for `{}`; make the \
-                 session for the backend of the program",
+                "the cache `{key}` was made for backend `{}`, not `{CPU_BACKEND}`",
                 entry.backend_id
             );
         }
-        Ok(Self { cache: entry.cache.program()?, n_calls, state: Mutex::default() })
-    }
-
-    fn with_layer(self: Arc<Self>, layer: usize) -> Result<Arc<Self>> {
-        let n_layers = self.cache.lock()?.config().layers.len();
-        if layer >= n_layers {
-            fail!(Shape, "the program uses layer {layer}, and the cache has {n_layers} layers");
+        let n_layers = entry.cache.n_layers();
+        if n_layers != call.n_layers {
+            fail!(
+                Shape,
+                "the program attends in {} layers, the cache `{key}` has {n_layers}",
+                call.n_layers
+            );
         }
-        Ok(self)
+        let cache = entry.cache.program()?;
+        Ok(Self { cache, n_calls: call.n_calls, state: Mutex::default() })
     }
 
     /// Carries out a call. An error rolls the step back.
@@ -220,6 +222,9 @@ impl Loading {
         // All calls of an earlier load are gone: it failed.
         let forward = self.forward.upgrade().filter(|_| same)?;
         self.had[call.call] = true;
+        if self.had.iter().all(|&had| had) {
+            info!(target: TARGET, calls = self.had.len(), key, "a program is loaded");
+        }
         Some(forward)
     }
 }

@@ -26,6 +26,8 @@ pub struct Attend {
     pub call: usize,
     /// The number of those.
     pub n_calls: usize,
+    /// The layers of the cache that they use, from 0.
+    pub n_layers: usize,
     /// The layer of the cache.
     pub layer: usize,
     /// The factor of the scores.
@@ -88,6 +90,9 @@ impl Attend {
         if self.call >= self.n_calls {
             fail!(Program, "expected a call below {}, got {}", self.n_calls, self.call);
         }
+        if self.layer >= self.n_layers {
+            fail!(Program, "expected a layer below {}, got {}", self.n_layers, self.layer);
+        }
         if self.inputs.iter().any(|&input| input >= self.inputs.len()) {
             fail!(Program, "expected inputs from 0 to 3, got {:?}", self.inputs);
         }
@@ -103,7 +108,7 @@ mod tests {
     use super::*;
 
     const GOOD: &str = r#"{"op": "update_and_attend", "version": 1, "program": "p", "call": 0, "n_calls": 2,
-        "layer": 1, "scale": 0.5, "inputs": [2, 0, 0, 1], "logits": "selected"}"#;
+        "n_layers": 2, "layer": 1, "scale": 0.5, "inputs": [2, 0, 0, 1], "logits": "selected"}"#;
 
     #[test]
     fn a_call_is_read() {
@@ -122,6 +127,7 @@ mod tests {
             ("update_and_attend", "update", "unknown variant `update`"),
             ("\"call\": 0", "\"call\": 2", "below 2, got 2"),
             ("\"call\": 0", "\"call\": -1", "damaged"),
+            ("\"layer\": 1", "\"layer\": 2", "layer below 2, got 2"),
             ("[2, 0, 0, 1]", "[2, 0, 4, 1]", "from 0 to 3, got [2, 0, 4, 1]"),
             ("[2, 0, 0, 1]", "[2, 0, 1]", "damaged"),
             ("0.5", "1e39", "scale"),

@@ -53,7 +53,7 @@ def select_rows_before_head(model: PreTrainedModel) -> None:
     head.register_forward_pre_hook(select)
 
 
-class EtkvForCPU(BackendDetails):
+class EtkvForCPU(BackendDetails):  # type: ignore[misc] # ExecuTorch's classes have no types.
     """Writes the payload of a call. ExecuTorch finds a backend by the name of its class."""
 
     @staticmethod
@@ -79,6 +79,7 @@ def tag(program: ExportedProgram, logits: str) -> dict[str, DelegationSpec]:
     common = {
         "program": uuid.uuid5(uuid.NAMESPACE_OID, str(program.graph)).hex,
         "n_calls": len(attends),
+        "n_layers": len({_argument(node, 4, "layer_id") for node in attends}),
         "logits": "last" if logits == "last" else "selected" if selects else "all",
     }
     specs = {}

@@ -85,10 +85,13 @@ class CPUPartitioner(XnnpackPartitioner):  # type: ignore[misc] # ExecuTorch's c
 
 def _spec(spec: DelegationSpec, nodes: list[torch.fx.Node]) -> DelegationSpec:
     """Return ``spec`` for a delegate of ``nodes``, with one pass if the others would change nothing."""
-    plain = all(_name(node) in _AS_THEY_ARE for node in nodes)
+    plain = all(_is_as_it_is(node) for node in nodes)
     return DelegationSpec(spec.backend_id, [*spec.compile_specs, _ONE_PASS] if plain else spec.compile_specs)
 
 
-def _name(node: torch.fx.Node) -> str:
+def _is_as_it_is(node: torch.fx.Node) -> bool:
     target: Any = node.target
-    return str(target.__name__)
+    if target.__name__ == "aten.cat.default":
+        # XNNPACK splits longer ones.
+        return len(node.all_input_nodes) <= 4
+    return target.__name__ in _AS_THEY_ARE

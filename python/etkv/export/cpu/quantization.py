@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+import functools
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    import torch
     from transformers import PreTrainedModel
 
 
@@ -17,9 +21,79 @@ def quantize(model: PreTrainedModel, name: str, group_size: int | None) -> None:
     from torchao.quantization import Int8DynamicActivationIntxWeightConfig, quantize_
     from torchao.quantization.granularity import PerGroup
 
+    infer_shapes_quickly()
     if name != "8da4w" or group_size is None:
         raise AssertionError(f"no quantization {name} of groups of {group_size}")
+    int4: Any = getattr(torch, "int4")  # noqa: B009 (torch's types lack it)
     quantize_(
         model,
-        Int8DynamicActivationIntxWeightConfig(weight_dtype=torch.int4, weight_granularity=PerGroup(group_size)),
+        Int8DynamicActivationIntxWeightConfig(weight_dtype=int4, weight_granularity=PerGroup(group_size)),
     )
+
+
+@functools.cache
+def infer_shapes_quickly() -> torch.library.Library:
+    """Let torchao's quantization of fake tensors, which have a shape and no values, return a shape at once.
+
+    torchao takes some twenty steps for it. An export asks for it a dozen times for each linear layer, which would take
+    minutes. Real tensors are computed as before. It lasts as long as the process.
+    """
+    import torch
+    from torch._inductor.decomposition import decompositions
+
+    shapes: dict[str, Callable[..., Any]] = {
+        "choose_qparams_affine": _chosen,
+        "quantize_affine": _quantized,
+        "dequantize_affine": _dequantized,
+    }
+    library = torch.library.Library("torchao", "IMPL")
+    for name, shape in shapes.items():
+        op = getattr(torch.ops.torchao, name).default
+        library.impl(name, _for_fakes(op, decompositions[op], shape), "CompositeImplicitAutograd")
+    return library
+
+
+def _for_fakes(op: Any, compute: Callable[..., Any], shape: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a function that calls ``shape`` with the arguments of ``op`` by name, for fake tensors, else ``compute``.
+
+    ``shape`` returns None where it does not know.
+    """
+    from torch._subclasses.fake_tensor import FakeTensor
+
+    names = [argument.name for argument in op._schema.arguments]
+
+    def quick(*arguments: Any, **named: Any) -> Any:
+        known = None
+        if isinstance(arguments[0], FakeTensor):
+            known = shape(**dict(zip(names, arguments, strict=False)), **named)
+        return compute(*arguments, **named) if known is None else known
+
+    return quick
+
+
+def _chosen(
+    input: torch.Tensor,
+    block_size: list[int],
+    scale_dtype: torch.dtype | None = None,
+    zero_point_dtype: torch.dtype | None = None,
+    keepdim: bool = False,
+    **others: Any,
+) -> tuple[torch.Tensor, torch.Tensor] | None:
+    """Return scales and zero points: one for each row."""
+    import torch
+
+    if any(size != 1 for size in block_size[:-1]) or block_size[-1] != input.shape[-1]:
+        return None
+    shape = (*input.shape[:-1], 1) if keepdim else input.shape[:-1]
+    scale = input.new_empty(shape, dtype=scale_dtype or input.dtype)
+    return scale, input.new_empty(shape, dtype=zero_point_dtype or torch.int32)
+
+
+def _quantized(input: torch.Tensor, output_dtype: torch.dtype, **others: Any) -> torch.Tensor:
+    return input.new_empty(input.shape, dtype=output_dtype)
+
+
+def _dequantized(input: torch.Tensor, output_dtype: torch.dtype | None = None, **others: Any) -> torch.Tensor:
+    import torch
+
+    return input.new_empty(input.shape, dtype=output_dtype or torch.float32)

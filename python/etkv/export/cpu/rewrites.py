@@ -1,10 +1,12 @@
-"""Rewrites of a traced graph to operators that XNNPACK takes, so that a layer is few delegates.
+"""Rewrites of a traced graph to operators that XNNPACK takes, so that what is between two calls is one delegate.
 
-XNNPACK takes neither means over the last axis nor slices with a dynamic length beside them. Both are linear.
+XNNPACK takes neither means over the last axis, nor slices beside a dynamic length, nor views with a length that is an
+input. The first two are linear, and the last can be inferred.
 """
 
 from __future__ import annotations
 
+import math
 import operator
 from typing import TYPE_CHECKING, Any
 
@@ -20,57 +22,158 @@ _ATEN = torch.ops.aten
 
 def apply(program: ExportedProgram) -> None:
     """Rewrite the graph of ``program`` in place."""
-    for node in list(_calls(program, _ATEN.mean.dim)):
+    _drop_checks(program)
+    for node in _calls(program, _ATEN.layer_norm.default):
+        _layer_norm(program, node)
+    for node in _calls(program, _ATEN.gelu.default):
+        _gelu(program, node)
+    for node in _calls(program, _ATEN.pow.Tensor_Scalar):
+        _cube(program, node)
+    for node in _calls(program, _ATEN.mean.dim):
         _mean(program, node)
-    for node in list(_calls(program, _ATEN.cat.default)):
+    for node in _calls(program, _ATEN.cat.default):
         _half_turn(program, node)
-    _share(program, _ATEN.unsqueeze.default)
+    for node in _calls(program, _ATEN.slice.Tensor):
+        _part_of_head(program, node)
+    for node in _calls(program, _ATEN.unsqueeze.default):
+        node.target, node.args = _ATEN.view.default, (node.args[0], list(node.meta["val"].shape))
+    for node in _calls(program, _ATEN.view.default, _ATEN.reshape.default):
+        _infer_length(node)
+    _share(program)
     program.graph.eliminate_dead_code()
     program.graph_module.recompile()
 
 
-def _calls(program: ExportedProgram, target: Any) -> Iterator[torch.fx.Node]:
-    return (node for node in program.graph.nodes if node.op == "call_function" and node.target is target)
+def _calls(program: ExportedProgram, *targets: Any) -> Iterator[torch.fx.Node]:
+    """Yield the calls of ``targets`` in their order. The graph may change meanwhile."""
+    for node in list(program.graph.nodes):
+        if node.op == "call_function" and node.target in targets:
+            yield node
+
+
+def _drop_checks(program: ExportedProgram) -> None:
+    """Remove what checks a dtype, and conversions of a tensor to what it is. Later steps would trace them again."""
+    for node in _calls(program, _ATEN._assert_tensor_metadata.default):
+        program.graph.erase_node(node)
+    for node in _calls(program, _ATEN.to.dtype, _ATEN.to.device, _ATEN.alias.default):
+        source: Any = node.args[0]
+        is_output = any(user.op == "output" for user in node.users)
+        if source.meta["val"].dtype == node.meta["val"].dtype and not is_output:
+            node.replace_all_uses_with(source)
+            program.graph.erase_node(node)
+
+
+def _layer_norm(program: ExportedProgram, node: torch.fx.Node) -> None:
+    """Replace a LayerNorm over the last axis by its arithmetic."""
+    given: list[Any] = [*node.args, *[None] * (5 - len(node.args))]
+    source, shape, weight, bias, epsilon = given[:5]
+    if len(shape) != 1:
+        return
+    with program.graph.inserting_before(node):
+        apart = _call(program, _ATEN.sub.Tensor, source, _call(program, _ATEN.mean.dim, source, [-1], True))
+        square = _call(program, _ATEN.mul.Tensor, apart, apart)
+        variance = _call(program, _ATEN.mean.dim, square, [-1], True)
+        spread = _call(program, _ATEN.add.Tensor, variance, 1e-5 if epsilon is None else epsilon)
+        made = _call(program, _ATEN.mul.Tensor, apart, _call(program, _ATEN.rsqrt.default, spread))
+        if weight is not None:
+            made = _call(program, _ATEN.mul.Tensor, made, weight)
+        if bias is not None:
+            made = _call(program, _ATEN.add.Tensor, made, bias)
+    _replace(program, node, made)
+
+
+def _gelu(program: ExportedProgram, node: torch.fx.Node) -> None:
+    """Replace GELU's approximation with tanh by its arithmetic: XNNPACK would compute the exact function."""
+    if node.kwargs.get("approximate", "none") != "tanh":
+        return
+    source: Any = node.args[0]
+    with program.graph.inserting_before(node):
+        cube = _call(program, _ATEN.mul.Tensor, _call(program, _ATEN.mul.Tensor, source, source), source)
+        inner = _call(program, _ATEN.add.Tensor, source, _call(program, _ATEN.mul.Tensor, cube, 0.044715))
+        bent = _call(program, _ATEN.tanh.default, _call(program, _ATEN.mul.Tensor, inner, math.sqrt(2 / math.pi)))
+        part = _call(program, _ATEN.add.Tensor, bent, 1.0)
+        made = _call(program, _ATEN.mul.Tensor, _call(program, _ATEN.mul.Tensor, source, 0.5), part)
+    _replace(program, node, made)
+
+
+def _cube(program: ExportedProgram, node: torch.fx.Node) -> None:
+    """Replace a third power by products: XNNPACK takes squares alone."""
+    given: list[Any] = [*node.args]
+    source, exponent = given
+    if exponent != 3:
+        return
+    with program.graph.inserting_before(node):
+        made = _call(program, _ATEN.mul.Tensor, _call(program, _ATEN.mul.Tensor, source, source), source)
+    _replace(program, node, made)
+
+
+def _call(program: ExportedProgram, target: Any, *arguments: Any) -> torch.fx.Node:
+    """Insert a call of ``target`` at the graph's insertion point, with the shape of what it returns."""
+    node: torch.fx.Node = program.graph.call_function(target, arguments)
+    node.meta["val"] = target(
+        *(given.meta["val"] if isinstance(given, torch.fx.Node) else given for given in arguments)
+    )
+    return node
+
+
+def _replace(program: ExportedProgram, node: torch.fx.Node, other: torch.fx.Node) -> None:
+    node.replace_all_uses_with(other)
+    program.graph.erase_node(node)
 
 
 def _mean(program: ExportedProgram, node: torch.fx.Node) -> None:
     """Replace a mean over the last axis, kept as one element, by a product with equal weights."""
-    source, dims, *rest = node.args
+    given: list[Any] = [*node.args]
+    source, dims, *rest = given
     keep = rest[0] if rest else node.kwargs.get("keepdim", False)
-    shape = source.meta["val"].shape
-    width = shape[-1]
-    if [dim % len(shape) for dim in dims] != [len(shape) - 1] or not keep or not isinstance(width, int):
+    value = source.meta["val"]
+    width = value.shape[-1]
+    if [dim % value.dim() for dim in dims] != [value.dim() - 1] or not keep or not isinstance(width, int):
         return
-    if node.kwargs.get("dtype") not in (None, source.meta["val"].dtype):
+    if node.kwargs.get("dtype") not in (None, value.dtype):
         return
-    weights = torch.full((1, width), 1.0 / width, dtype=source.meta["val"].dtype)
-    _linear(program, node, source, f"etkv_mean_of_{width}", weights)
+    _linear(program, node, source, f"etkv_mean_of_{width}", torch.full((1, width), 1.0 / width, dtype=value.dtype))
 
 
 def _half_turn(program: ExportedProgram, node: torch.fx.Node) -> None:
     """Replace ``cat(-x[..., half:], x[..., :half])``, of rotary embeddings, by a product with a signed permutation."""
-    parts, *dim = node.args
+    given: list[Any] = [*node.args]
+    parts, *dim = given
     if len(parts) != 2 or parts[0].target is not _ATEN.neg.default:
         return
     ends, starts = parts[0].args[0], parts[1]
     if not all(part.target is _ATEN.slice.Tensor for part in (ends, starts)) or ends.args[0] is not starts.args[0]:
         return
     source = starts.args[0]
-    shape = source.meta["val"].shape
-    axis, width = len(shape) - 1, shape[-1]
-    if not isinstance(width, int) or (dim[0] if dim else 0) % len(shape) != axis or width % 2:
+    value = source.meta["val"]
+    axis, width = value.dim() - 1, value.shape[-1]
+    if not isinstance(width, int) or (dim[0] if dim else 0) % value.dim() != axis or width % 2:
         return
     if _range(ends, axis, width) != (width // 2, width) or _range(starts, axis, width) != (0, width // 2):
         return
-    half = torch.eye(width // 2, dtype=source.meta["val"].dtype)
+    half = torch.eye(width // 2, dtype=value.dtype)
     zero = torch.zeros_like(half)
     turn = torch.cat([torch.cat([zero, -half], 1), torch.cat([half, zero], 1)])
     _linear(program, node, source, f"etkv_half_turn_of_{width}", turn)
 
 
+def _part_of_head(program: ExportedProgram, node: torch.fx.Node) -> None:
+    """Replace a slice of the last axis of heads [1, heads, T, dim] by a product with rows of the identity."""
+    source: Any = node.args[0]
+    value = source.meta["val"]
+    if value.dim() != 4 or not isinstance(value.shape[-1], int):
+        return
+    part = _range(node, 3, value.shape[-1])
+    if part is not None:
+        # XNNPACK's writer takes a tensor's storage from its beginning.
+        rows = torch.eye(value.shape[-1], dtype=value.dtype)[part[0] : part[1]].clone()
+        _linear(program, node, source, f"etkv_{part[0]}_to_{part[1]}_of_{value.shape[-1]}", rows)
+
+
 def _range(node: torch.fx.Node, axis: int, width: int) -> tuple[int, int] | None:
     """Return the first element of a slice of the last axis and the end, or None for another slice."""
-    _, dim, first, end, *step = [*node.args, *[None] * (4 - len(node.args))]
+    given: list[Any] = [*node.args, *[None] * (4 - len(node.args))]
+    _, dim, first, end, *step = given
     if (dim or 0) % (axis + 1) != axis or (step and step[0] not in (None, 1)):
         return None
     first, end = first or 0, width if end is None else end
@@ -79,26 +182,38 @@ def _range(node: torch.fx.Node, axis: int, width: int) -> tuple[int, int] | None
     return first % width if first < 0 else first, min(end % width if end < 0 else end, width)
 
 
-def _linear(program: ExportedProgram, node: torch.fx.Node, source: torch.fx.Node, name: str, weights: Any) -> None:
-    """Replace ``node`` by a product of ``source`` with constant weights, [out, in]."""
+def _linear(
+    program: ExportedProgram, node: torch.fx.Node, source: torch.fx.Node, name: str, weights: torch.Tensor
+) -> None:
+    """Replace ``node`` by a product of ``source`` with constant weights, [out, in], shared by name."""
     from executorch.backends.transforms.utils import create_constant_placeholder
     from torch.export.graph_signature import InputKind
 
     graph = program.graph
-    with graph.inserting_before(next(n for n in graph.nodes if n.op == "placeholder")):
+    with graph.inserting_before(next(iter(graph.nodes))):
         constant = create_constant_placeholder(program, graph, name, InputKind.BUFFER, weights, persistent_buffer=True)
     with graph.inserting_before(node):
         product = graph.call_function(_ATEN.linear.default, (source, constant))
     product.meta = {**node.meta}
-    node.replace_all_uses_with(product)
-    graph.erase_node(node)
+    _replace(program, node, product)
 
 
-def _share(program: ExportedProgram, target: Any) -> None:
-    """Replace calls of ``target`` with equal arguments by the first of them."""
+def _infer_length(node: torch.fx.Node) -> None:
+    """Make a view infer its dynamic length, if it has one."""
+    sizes = list(node.meta["val"].shape)
+    if sum(not isinstance(size, int) for size in sizes) <= 1:
+        node.args = (node.args[0], [size if isinstance(size, int) else -1 for size in sizes])
+
+
+def _share(program: ExportedProgram) -> None:
+    """Replace calls with equal arguments by the first of them: positions, and activations quantized for each layer."""
+    ao = torch.ops.torchao
+    quantized = ("choose_qparams_affine", "quantize_affine", "dequantize_affine")
+    targets = [_ATEN.select.int, _ATEN.view.default, _ATEN.reshape.default, operator.getitem]
+    targets += [getattr(ao, name).default for name in quantized if hasattr(ao, name)]
     had: dict[Any, torch.fx.Node] = {}
-    for node in list(_calls(program, target)):
-        key = (node.args, tuple(sorted(node.kwargs.items(), key=operator.itemgetter(0))))
+    for node in _calls(program, *targets):
+        key = (node.target, node.args, tuple(sorted(node.kwargs.items(), key=operator.itemgetter(0))))
         first = had.setdefault(key, node)
         if first is not node:
             node.replace_all_uses_with(first)
