@@ -332,7 +332,8 @@ Result<void> run(const Options& options) {
   const auto capacity = static_cast<int32_t>(
       options.capacity.value_or(program->params().max_context_length));
   auto session = make_decode_session(
-      kMLXBackend, make_config(program->params(), capacity, format));
+      program->params().backend_id,
+      make_config(program->params(), capacity, format));
   if (!session.ok()) {
     return session.error();
   }
