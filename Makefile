@@ -8,7 +8,9 @@ PYTHON ?= python3
 BIN := .venv/bin
 # Installs packages in a tenth of the time that pip takes.
 UV := uv==0.13.9
-MODEL := build/models/smollm2-135m
+# What runs the model that `make model` exports: mlx or cpu.
+BACKEND ?= mlx
+MODEL := build/models/smollm2-135m$(if $(filter cpu,$(BACKEND)),-cpu)
 # Cargo and CMake build against the packages of this Python.
 export ETKV_PYTHON := $(CURDIR)/$(BIN)/python
 export PATH := $(CURDIR)/$(BIN):$(HOME)/.cargo/bin:$(PATH)
@@ -40,8 +42,9 @@ setup: .venv/.ready ## Install the pinned Python packages into .venv/
 	@$(BIN)/uv pip install --python $(BIN)/python --no-deps --no-build-isolation --quiet -e .
 	@touch $@
 
+# Ninja cannot read make's own list of jobs.
 build: build/cmake/build.ninja ## Build the libraries, the runners and the test tools
-	@cmake --build build/cmake
+	@env -u MAKEFLAGS cmake --build build/cmake
 
 build/cmake/build.ninja: | .venv/.ready
 	@cmake -S . -B build/cmake -G Ninja -DETKV_PYTHON=$(ETKV_PYTHON)
@@ -50,7 +53,7 @@ build/cmake/build.ninja: | .venv/.ready
 
 model: .venv/.ready ## Export SmolLM2-135M-Instruct
 	@python -m etkv.export --if-changed --model "$$(python -m etkv.models smollm2-135m)" \
-	  --output $(MODEL)/model.pte --keep-hf $(MODEL)/hf
+	  --backend $(BACKEND) --output $(MODEL)/model.pte --keep-hf $(MODEL)/hf
 
 # The export takes one core for a minute, and the build takes both.
 demo: build/cmake/build.ninja ## Ask the exported model a question
@@ -58,7 +61,7 @@ demo: build/cmake/build.ninja ## Ask the exported model a question
 	@build/bin/etkv_chat --model $(MODEL)/model.pte --prompt "What is the capital of France?"
 
 chat: build/cmake/build.ninja
-	@cmake --build build/cmake --target etkv_chat
+	@env -u MAKEFLAGS cmake --build build/cmake --target etkv_chat
 
 # ---- Checking it ------------------------------------------------------------
 
@@ -127,8 +130,9 @@ format: .venv/.ready ## Format every file
 	ruff check --fix --quiet .
 	ruff format --quiet .
 
-bench: build model ## Compare speed and memory with mlx-lm
+bench: build model ## Compare speed and memory with mlx-lm, on the CPU with other runtimes
 	python benches/against_mlx_lm.py
+	python benches/cpu_peers.py
 
 bench-caches: .venv/.ready ## Measure plans, forks and decode steps of every kind and format
 	cargo bench --locked -p etkv-benches

@@ -1,7 +1,7 @@
 //! The calls of a CPU program that etkv carries out. ExecuTorch and XNNPACK carry out the others.
 //!
-//! The exporter makes each call a delegate of its own, with a [`payload`] that says what it is. A
-//! loaded method has one [`Call`] for each. Those that attend share a [`forward`]: the step that is
+//! The exporter makes each call a delegate of its own, with a `payload` that says what it is. A
+//! loaded method has one [`Call`] for each. Those that attend share a `forward`: the step that is
 //! open on the cache from the first of them to the last.
 
 mod argument;

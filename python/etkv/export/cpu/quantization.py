@@ -15,7 +15,8 @@ if TYPE_CHECKING:
 def quantize(model: PreTrainedModel, name: str, group_size: int | None) -> None:
     """Quantize every linear weight of ``model`` in place. ``group_size`` elements share a scale.
 
-    Embeddings stay as they are: a step reads few of their rows. A head that is tied to them is quantized apart.
+    Embeddings stay as they are: a step reads few of their rows. A head that is tied to them is quantized apart, and
+    the model is no longer one of tied weights.
     """
     import torch
     from torchao.quantization import Int8DynamicActivationIntxWeightConfig, quantize_
@@ -29,6 +30,7 @@ def quantize(model: PreTrainedModel, name: str, group_size: int | None) -> None:
         model,
         Int8DynamicActivationIntxWeightConfig(weight_dtype=int4, weight_granularity=PerGroup(group_size)),
     )
+    model.config.get_text_config().tie_word_embeddings = False
 
 
 @functools.cache

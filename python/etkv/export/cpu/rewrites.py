@@ -23,8 +23,8 @@ _ATEN = torch.ops.aten
 def apply(program: ExportedProgram) -> None:
     """Rewrite the graph of ``program`` in place."""
     _drop_checks(program)
-    for node in _calls(program, _ATEN.layer_norm.default):
-        _layer_norm(program, node)
+    for node in _calls(program, _ATEN.layer_norm.default, _ATEN.rms_norm.default):
+        _norm(program, node)
     for node in _calls(program, _ATEN.gelu.default):
         _gelu(program, node)
     for node in _calls(program, _ATEN.pow.Tensor_Scalar):
@@ -63,22 +63,27 @@ def _drop_checks(program: ExportedProgram) -> None:
             program.graph.erase_node(node)
 
 
-def _layer_norm(program: ExportedProgram, node: torch.fx.Node) -> None:
-    """Replace a LayerNorm over the last axis by its arithmetic."""
-    given: list[Any] = [*node.args, *[None] * (5 - len(node.args))]
-    source, shape, weight, bias, epsilon = given[:5]
-    if len(shape) != 1:
+def _norm(program: ExportedProgram, node: torch.fx.Node) -> None:
+    """Replace a LayerNorm or an RMSNorm over the last axis by its arithmetic."""
+    centered = node.target is _ATEN.layer_norm.default
+    names = ["input", "normalized_shape", "weight", *(["bias"] if centered else []), "eps"]
+    given: dict[str, Any] = {**dict(zip(names, node.args, strict=False)), **node.kwargs}
+    made = given["input"]
+    if len(given["normalized_shape"]) != 1:
         return
+    epsilon = given.get("eps")
+    if epsilon is None:
+        epsilon = 1e-5 if centered else torch.finfo(made.meta["val"].dtype).eps
     with program.graph.inserting_before(node):
-        apart = _call(program, _ATEN.sub.Tensor, source, _call(program, _ATEN.mean.dim, source, [-1], True))
-        square = _call(program, _ATEN.mul.Tensor, apart, apart)
-        variance = _call(program, _ATEN.mean.dim, square, [-1], True)
-        spread = _call(program, _ATEN.add.Tensor, variance, 1e-5 if epsilon is None else epsilon)
-        made = _call(program, _ATEN.mul.Tensor, apart, _call(program, _ATEN.rsqrt.default, spread))
-        if weight is not None:
-            made = _call(program, _ATEN.mul.Tensor, made, weight)
-        if bias is not None:
-            made = _call(program, _ATEN.add.Tensor, made, bias)
+        if centered:
+            made = _call(program, _ATEN.sub.Tensor, made, _call(program, _ATEN.mean.dim, made, [-1], True))
+        square = _call(program, _ATEN.mul.Tensor, made, made)
+        spread = _call(program, _ATEN.add.Tensor, _call(program, _ATEN.mean.dim, square, [-1], True), epsilon)
+        made = _call(program, _ATEN.mul.Tensor, made, _call(program, _ATEN.rsqrt.default, spread))
+        if given.get("weight") is not None:
+            made = _call(program, _ATEN.mul.Tensor, made, given["weight"])
+        if given.get("bias") is not None:
+            made = _call(program, _ATEN.add.Tensor, made, given["bias"])
     _replace(program, node, made)
 
 
@@ -206,13 +211,13 @@ def _infer_length(node: torch.fx.Node) -> None:
 
 
 def _share(program: ExportedProgram) -> None:
-    """Replace calls with equal arguments by the first of them: positions, and activations quantized for each layer."""
-    ao = torch.ops.torchao
-    quantized = ("choose_qparams_affine", "quantize_affine", "dequantize_affine")
-    targets = [_ATEN.select.int, _ATEN.view.default, _ATEN.reshape.default, operator.getitem]
-    targets += [getattr(ao, name).default for name in quantized if hasattr(ao, name)]
+    """Replace views and rows with equal arguments by the first of them, as each layer makes them of positions.
+
+    Activations that are quantized for several layers are not shared: XNNPACK's partitioner would split what is between
+    two calls at each.
+    """
     had: dict[Any, torch.fx.Node] = {}
-    for node in _calls(program, *targets):
+    for node in _calls(program, _ATEN.select.int, _ATEN.view.default, _ATEN.reshape.default):
         key = (node.target, node.args, tuple(sorted(node.kwargs.items(), key=operator.itemgetter(0))))
         first = had.setdefault(key, node)
         if first is not node:

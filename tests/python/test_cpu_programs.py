@@ -1,0 +1,294 @@
+"""Programs for the CPU: the model by XNNPACK and ExecuTorch's kernels, attention and the cache by etkv."""
+
+from __future__ import annotations
+
+import json
+
+import numpy as np
+import pytest
+import torch
+
+import cpu_programs
+import etkv
+import reference
+import test_families
+from etkv import pte
+from etkv.errors import EtkvError
+from etkv.export import ExportRequest
+from etkv.pte import PteFile
+from reference import EVERYTHING, STORY, Variant
+from test_draft import hidden_states as first_hidden_states
+from test_outputs import hidden_states
+
+FAMILIES = [variant for variant in test_families.VARIANTS if variant.dtype == "f32" and not variant.quantize]
+LLAMA = Variant("tiny-llama")
+TAPPED = Variant("tiny-llama", tap_layers=(1, 0))
+LAST_ROW = Variant("tiny-gemma3", logits="last", tap_layers=(0,))
+QUANTIZED = Variant("tiny-llama", quantize="8da4w")
+DRAFT_OF = Variant("tiny-gemma3")
+PROMPT, DECODE = 70, 32
+IDS = list(STORY.encode())
+
+only_long = pytest.mark.skipif(not EVERYTHING, reason="exports once more: make test-long")
+
+
+@pytest.fixture(scope="module")
+def programs():
+    return cpu_programs.programs([*FAMILIES, TAPPED, LAST_ROW, QUANTIZED])
+
+
+@pytest.fixture(scope="module")
+def draft(tiny):
+    """The program of a tiny model's second layer, which takes the hidden states of the first."""
+    folder = reference.MODELS / f"cpu-{DRAFT_OF.name}-draft1"
+    made = cpu_programs.request(DRAFT_OF, output=folder / "model.pte", keep_hf=None, draft=1)
+    reference.export([made])
+    return made.output
+
+
+# ---- Answers --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("variant", FAMILIES, ids=str)
+def test_ids_equal_those_of_transformers(programs, variant):
+    """Through a prompt in chunks and a token a step behind it."""
+    program = programs[variant]
+    prompt = IDS[:PROMPT]
+    ids, rows = cpu_programs.greedy(program.path, prompt, DECODE)
+    assert ids == reference.greedy(program.hf, {"story": prompt}, DECODE)["story"].ids
+    expected = reference.logits(reference.load_hf(program.hf), prompt + ids[:-1])
+    np.testing.assert_allclose(rows, expected, atol=1e-4)
+
+
+@pytest.mark.parametrize("model", ["tiny-mistral-window", "tiny-gemma3"])
+def test_windows(programs, model):
+    """Far past a window of 64, in every layer and in the first alone."""
+    program = programs[Variant(model)]
+    prompt = IDS[:150]
+    ids, rows = cpu_programs.greedy(program.path, prompt, 60)
+    expected = reference.logits(reference.load_hf(program.hf), prompt + ids[:-1])
+    np.testing.assert_allclose(rows, expected, atol=2e-4)
+    assert ids == expected[149:].argmax(axis=1).tolist()
+
+
+@pytest.mark.parametrize("step", [1, 64])
+def test_steps_of_any_length(programs, step):
+    """A token a step, and as many as the program takes: 64, then the rest."""
+    program = programs[LLAMA]
+    (rows,) = cpu_programs.run(program.path, IDS[:100], step=step)
+    np.testing.assert_allclose(rows, reference.logits(reference.load_hf(program.hf), IDS[:100]), atol=1e-4)
+
+
+def test_quantized(programs, tiny):
+    """8da4w against the same model in PyTorch: weights in 4 bits, activations in 8 bits.
+
+    Both round the same activations. Sums in another order move some of them to the next of 255 values: the two differ
+    by less than what the rounding moves in all, which is what PyTorch's own answers are off those in float32 on the
+    same weights. In turn that is less than what the rounding of the weights moves.
+    """
+    from etkv.export.cpu import quantization
+
+    program = programs[QUANTIZED]
+    ids, rows = cpu_programs.greedy(program.path, IDS[:PROMPT], DECODE)
+    text = IDS[:PROMPT] + ids[:-1]
+    exact = reference.logits(reference.load_hf(program.hf), text)
+    model = reference.load_hf(tiny("tiny-llama"))
+    before = reference.logits(model, text)
+    quantization.quantize(model, "8da4w", 32)
+    theirs = reference.logits(model, text)
+
+    rounding = reference.rms(theirs - exact)
+    error, apart = reference.rms(rows.numpy() - exact), reference.rms(rows.numpy() - theirs)
+    of_weights = reference.rms(exact - before)
+    reference.note(f"rms error {error:.3f}, PyTorch's {rounding:.3f}, apart {apart:.3f}, of weights {of_weights:.3f}")
+    assert 0 < error < 1.5 * rounding
+    assert apart < rounding < of_weights
+
+
+# ---- Outputs --------------------------------------------------------------------------------------------------------
+
+
+def test_the_last_row_alone(programs):
+    """A program of all rows, loaded for the last one: a row a step, equal to the last row of all."""
+    path = programs[LLAMA].path
+    (every,) = cpu_programs.run(path, IDS[:90])
+    (last,) = cpu_programs.run(path, IDS[:90], logits="last")
+    assert (len(every), len(last)) == (90, 3)
+    np.testing.assert_allclose(last, every[[39, 79, 89]], rtol=1e-5, atol=1e-5)
+
+
+def test_hidden_states_are_what_layers_hand_on(programs):
+    """In the order that was asked for, of the last layer before the final norm; every row, whatever the logits."""
+    program = programs[TAPPED]
+    assert pte.constant_methods(program.path)["get_tap_layers"] == [1, 0]
+    first, second = hidden_states(program.hf, IDS[:90], 2)
+    expected = reference.logits(reference.load_hf(program.hf), IDS[:90])
+    for logits, rows in (("all", slice(None)), ("last", [39, 79, 89])):
+        made, tapped = cpu_programs.run(program.path, IDS[:90], logits=logits)
+        np.testing.assert_allclose(made, expected[rows], atol=2e-4)
+        np.testing.assert_allclose(tapped, torch.cat([second, first], dim=-1), atol=1e-4)
+
+
+def test_a_program_of_the_last_row_alone(programs):
+    """One row a step, however it is loaded, and hidden states of every token beside it."""
+    program = programs[LAST_ROW]
+    assert pte.constant_methods(program.path)["get_logits_rows"] == 1
+    (expected,) = hidden_states(program.hf, IDS[:90], 1)
+    whole = reference.logits(reference.load_hf(program.hf), IDS[:90])
+    for logits in ("all", "last"):
+        made, tapped = cpu_programs.run(program.path, IDS[:90], logits=logits)
+        np.testing.assert_allclose(made, whole[[39, 79, 89]], atol=2e-4)
+        np.testing.assert_allclose(tapped, expected, atol=1e-4)
+
+
+def test_a_draft_on_hidden_states_of_the_model_is_the_model(draft, tiny):
+    model = reference.load_hf(tiny("tiny-gemma3"))
+    ids = IDS[:90]
+    given = first_hidden_states(model, ids)
+    made, handed_on = cpu_programs.run(draft, ids, given, torch.ones(1, len(ids), 1))
+    np.testing.assert_allclose(made, reference.logits(model, ids), atol=2e-4)
+    np.testing.assert_allclose(handed_on, given[0], atol=1e-5)
+
+
+def test_a_draft_predicts_what_is_not_known(draft, tiny):
+    """It hands on what it has predicted for the last tokens, and continues from that."""
+    model = reference.load_hf(tiny("tiny-gemma3"))
+    ids = IDS[:90]
+    own, known = first_hidden_states(model, ids), torch.ones(1, len(ids), 1)
+    known[:, -5:] = 0
+    given = torch.where(known == 1, own, own.roll(1, dims=1))
+    logits, handed_on = cpu_programs.run(draft, ids, given, known)
+    np.testing.assert_allclose(handed_on[:-5], own[0, :-5], atol=1e-5)
+    assert (handed_on[-5:] - given[0, -5:]).abs().amax(dim=1).min() > 0.1
+
+    with torch.inference_mode():
+        model.get_decoder().layers[0].register_forward_hook(lambda module, inputs, output: handed_on[None])
+    np.testing.assert_allclose(logits, reference.logits(model, ids), atol=5e-4)
+
+
+# ---- The file -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("variant", "scale"), [(LLAMA, 16**-0.5), (LAST_ROW, 24**-0.5)], ids=str)
+def test_payloads_of_calls(programs, variant, scale):
+    """One for each layer, in their order, and one for the rows of logits unless the export has chosen them."""
+    payloads = list(map(json.loads, PteFile(programs[variant].path).cpu_payloads()))
+    calls = [payload for payload in payloads if payload["op"] == "update_and_attend"]
+    others = [payload for payload in payloads if payload["op"] != "update_and_attend"]
+    assert [(call["call"], call["layer"], call["n_calls"]) for call in calls] == [(0, 0, 2), (1, 1, 2)]
+    for call in calls:
+        assert call["scale"] == pytest.approx(scale)
+        assert sorted(call["inputs"]) == [0, 1, 2, 3]
+        assert call["version"] == 1
+    assert {call["logits"] for call in calls} == {"last" if variant is LAST_ROW else "selected"}
+    assert others == ([] if variant is LAST_ROW else [{"op": "select_rows", "version": 1}])
+
+
+def test_all_calls_of_a_program_have_its_name(programs):
+    names = []
+    for variant in (LLAMA, QUANTIZED, LAST_ROW):
+        payloads = map(json.loads, PteFile(programs[variant].path).cpu_payloads())
+        (name,) = {payload["program"] for payload in payloads if "program" in payload}
+        names.append(name)
+    assert len(set(names)) == 3
+
+
+@pytest.mark.parametrize("variant", [*FAMILIES, QUANTIZED], ids=str)
+def test_what_is_between_two_calls_is_one_delegate(programs, variant):
+    """Angles are before the first, where a kernel joins two halves, and the head is behind the last."""
+    file = PteFile(programs[variant].path)
+    n_layers = pte.constant_methods(programs[variant].path)["kv_cache.n_layers"]
+    count = file.delegates["forward"].count("XnnpackBackend")
+    if variant.model == "tiny-phi3":
+        # Kernels split its joint products, of queries, keys and values, and of gate and up.
+        assert count == 4 * n_layers
+    else:
+        assert count == n_layers + 3
+        assert not [name for name in file.operators("forward") if "slice" in name]
+
+
+@only_long
+@pytest.mark.parametrize("variant", [LLAMA, QUANTIZED], ids=str)
+def test_passes_that_are_left_out_would_change_nothing(programs, variant, tmp_path, monkeypatch):
+    from etkv.export import export_program
+    from etkv.export.cpu import partitioner
+
+    monkeypatch.setattr(partitioner, "_AS_THEY_ARE", set())
+    request = cpu_programs.request(variant, output=tmp_path / "model.pte", keep_hf=None)
+    export_program(request)
+    ours, theirs = PteFile(programs[variant].path), PteFile(request.output)
+    kept = [ours._payload(delegate) for delegate in ours._delegates("XnnpackBackend")]
+    assert kept
+    assert kept == [theirs._payload(delegate) for delegate in theirs._delegates("XnnpackBackend")]
+
+
+def test_shapes_of_quantized_tensors():
+    """Fake tensors become what real ones do, per token and per group."""
+    from torch._subclasses.fake_tensor import FakeTensorMode
+    from torchao.quantization.quant_primitives import MappingType
+
+    from etkv.export.cpu import quantization
+
+    quantization.infer_shapes_quickly()
+    ops = torch.ops.torchao
+
+    def all_of(x, block, dtypes, keepdim):
+        choose = (x, MappingType.ASYMMETRIC.name, block, torch.int8, -128, 127, None, *dtypes, keepdim)
+        scale, zero = ops.choose_qparams_affine(*choose)
+        codes = ops.quantize_affine(x, block, scale, zero, torch.int8, -128, 127)
+        back = ops.dequantize_affine(codes, block, scale, zero, torch.int8, -128, 127)
+        half = ops.dequantize_affine(codes, block, scale, zero, torch.int8, -128, 127, torch.float16)
+        return scale, zero, codes, back, half
+
+    blocks = [[1, 1, 64], [1, 1, 32], [1, 5, 64]]
+    for block in blocks:
+        for dtypes in ((None, None), (torch.float64, torch.int8)):
+            for keepdim in (False, True):
+                if keepdim and block == [1, 1, 32]:
+                    continue
+                real = all_of(torch.randn(1, 5, 64), block, dtypes, keepdim)
+                with FakeTensorMode():
+                    fake = all_of(torch.empty(1, 5, 64), block, dtypes, keepdim)
+                told = [[(made.shape, made.stride(), made.dtype) for made in side] for side in (real, fake)]
+                assert told[0] == told[1]
+
+
+# ---- Wrong use ------------------------------------------------------------------------------------------------------
+
+
+def test_a_session_of_another_backend(programs):
+    for_cpu, for_mlx = programs[LLAMA].path, reference.program(LLAMA).path
+    layers = etkv.read_kv_cache_metadata(for_cpu).layers
+    config = etkv.CacheConfig(layers, cpu_programs.CAPACITY)
+    for backend, path, own in (("MLXBackend", for_cpu, "cpu"), ("cpu", for_mlx, "MLXBackend")):
+        with etkv.DecodeSession(config, backend=backend) as session, pytest.raises(EtkvError) as caught:
+            etkv.load(path, session)
+        assert f"`{backend}`" in str(caught.value)
+        assert f"`{own}`" in str(caught.value)
+
+
+def test_a_program_without_a_session(programs):
+    with etkv.load(programs[LLAMA].path, None) as loaded, pytest.raises(EtkvError) as caught:
+        loaded.forward([1, 2], [0, 1])
+    assert "was loaded without one; pass `cache_key` when loading it" in str(caught.value)
+
+
+def test_a_cache_with_too_few_layers(programs):
+    path = programs[LLAMA].path
+    config = etkv.CacheConfig(etkv.read_kv_cache_metadata(path).layers[:1], cpu_programs.CAPACITY)
+    with etkv.DecodeSession(config, backend="cpu") as session:
+        with pytest.raises(EtkvError) as caught:
+            etkv.load(path, session)
+        assert str(caught.value) == f"the program attends in 2 layers, the cache `{session.key}` has 1"
+
+
+@pytest.mark.parametrize("dtype", ["bf16", "f16"])
+def test_other_dtypes_are_refused(tiny, tmp_path, dtype):
+    with pytest.raises(EtkvError, match=f"dtype '{dtype}' .*float32"):
+        ExportRequest(tiny("tiny-llama"), tmp_path / "x.pte", backend="cpu", dtype=dtype).validated()
+
+
+@pytest.mark.parametrize(("backend", "quantize"), [("cpu", "4w"), ("mlx", "8da4w")])
+def test_a_quantization_of_the_other_backend_is_refused(tiny, tmp_path, backend, quantize):
+    with pytest.raises(EtkvError, match=f"quantize '{quantize}' .*{backend}"):
+        ExportRequest(tiny("tiny-llama"), tmp_path / "x.pte", backend=backend, quantize=quantize).validated()
