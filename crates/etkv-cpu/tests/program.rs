@@ -1,0 +1,305 @@
+//! The calls of a program, as ExecuTorch's delegates make them.
+
+#![allow(clippy::panic, clippy::unwrap_used)]
+
+use etkv_core::{
+    CacheConfig, CacheRegistry, Entry, Error, KvFormat, Result, Session, SharedCache, Status,
+};
+use etkv_cpu::program::Call;
+use etkv_cpu::{builders, ContiguousCache, Serial, CPU_BACKEND};
+use etkv_host::{Argument, Host, LoadOptions};
+
+const DIM: usize = 8;
+const FLOAT: i8 = 6;
+const LONG: i8 = 4;
+
+/// Keeps the output of a call, or refuses it.
+#[derive(Default)]
+struct Taker {
+    shape: Vec<i32>,
+    values: Vec<f32>,
+    refuses: bool,
+}
+
+impl Host for Taker {
+    fn take(&mut self, outputs: &[Argument]) -> Result<()> {
+        if self.refuses {
+            return Err(Error::new(Status::Shape, "no room"));
+        }
+        let [output] = outputs else { panic!("{} outputs", outputs.len()) };
+        self.shape = output.shape().to_vec();
+        self.values = output
+            .bytes()
+            .chunks_exact(4)
+            .map(|bytes| f32::from_ne_bytes(bytes.try_into().unwrap()))
+            .collect();
+        Ok(())
+    }
+}
+
+fn attend_payload(program: &str, call: usize, n_calls: usize) -> String {
+    format!(
+        r#"{{"op": "update_and_attend", "version": 1, "program": "{program}", "call": {call},
+            "n_calls": {n_calls}, "n_layers": {n_calls}, "layer": {call}, "scale": 0.5,
+            "inputs": [0, 1, 2, 3], "logits": "selected"}}"#
+    )
+}
+
+fn session(n_layers: usize) -> Session {
+    let config = CacheConfig::uniform(n_layers, 1, DIM as i32, 8).stored_as(KvFormat::F32);
+    Session::new(builders(), CPU_BACKEND, ContiguousCache::KIND, config).unwrap()
+}
+
+fn options(key: &str) -> LoadOptions {
+    LoadOptions::parse(key, "all").unwrap()
+}
+
+/// A loaded method of two layers, one query and one KV head each.
+struct Method(Vec<Call>);
+
+impl Method {
+    fn load(program: &str, key: &str) -> Self {
+        let load = |call| Call::load(attend_payload(program, call, 2).as_bytes(), &options(key));
+        Self((0..2).map(|call| load(call).unwrap()).collect())
+    }
+
+    /// One call with rows that follow from the positions. Returns the output.
+    fn call(&mut self, call: usize, positions: &[i64], host: &mut Taker) -> Result<()> {
+        let rows = |add: f32| -> Vec<f32> {
+            let row = |&at: &i64| (0..DIM).map(move |i| (at as f32 + add) * 0.1 + i as f32 * 0.01);
+            positions.iter().flat_map(row).collect()
+        };
+        let (q, k, v) = (rows(1.0), rows(2.0), rows(3.0 + call as f32));
+        let shape = [1, 1, positions.len() as i32, DIM as i32];
+        let (q, k, v) = (bytes(&q), bytes(&k), bytes(&v));
+        let at: Vec<u8> = positions.iter().flat_map(|at| at.to_ne_bytes()).collect();
+        let at_shape = [positions.len() as i32, 1];
+        let inputs = [
+            Argument::tensor(FLOAT, &shape, q),
+            Argument::tensor(FLOAT, &shape, k),
+            Argument::tensor(FLOAT, &shape, v),
+            Argument::tensor(LONG, &at_shape, &at),
+        ];
+        self.0[call].execute(&inputs, &[FLOAT], host, &Serial)
+    }
+
+    fn forward(&mut self, positions: &[i64]) -> Result<Vec<f32>> {
+        let mut host = Taker::default();
+        self.call(0, positions, &mut host)?;
+        self.call(1, positions, &mut host)?;
+        assert_eq!(host.shape, [1, 1, positions.len() as i32, DIM as i32]);
+        Ok(host.values)
+    }
+}
+
+/// Bytes at an address that floats are aligned to.
+fn bytes(values: &[f32]) -> &[u8] {
+    // SAFETY: all bits are bytes.
+    unsafe { std::slice::from_raw_parts(values.as_ptr().cast(), size_of_val(values)) }
+}
+
+/// What layer 1 gives the query at the last of these positions.
+fn expected(positions: std::ops::RangeInclusive<i64>) -> Vec<f32> {
+    let last = *positions.end();
+    let row = |at: i64, add: f32| (0..DIM).map(move |i| (at as f32 + add) * 0.1 + i as f32 * 0.01);
+    let score = |at| 0.5 * row(last, 1.0).zip(row(at, 2.0)).map(|(q, k)| q * k).sum::<f32>();
+    let weights: Vec<f32> = positions.clone().map(|at| score(at).exp()).collect();
+    let sum: f32 = weights.iter().sum();
+    let mut out = vec![0.0; DIM];
+    for (at, weight) in positions.zip(weights) {
+        out.iter_mut().zip(row(at, 4.0)).for_each(|(out, v)| *out += weight / sum * v);
+    }
+    out
+}
+
+fn assert_near(found: &[f32], expected: &[f32]) {
+    assert_eq!(found.len(), expected.len());
+    for (a, b) in found.iter().zip(expected) {
+        assert!((a - b).abs() < 1e-5, "{found:?}, expected {expected:?}");
+    }
+}
+
+fn length(session: &Session) -> i32 {
+    session.cache().lock().unwrap().length()
+}
+
+#[test]
+fn a_forward_attends_and_commits() {
+    let session = session(2);
+    let mut method = Method::load("forward", session.key());
+    let prompt = method.forward(&[0, 1, 2]).unwrap();
+    assert_near(&prompt[2 * DIM..], &expected(0..=2));
+    assert_eq!(length(&session), 3);
+    assert_near(&method.forward(&[3]).unwrap(), &expected(0..=3));
+    assert_eq!(length(&session), 4);
+}
+
+/// A step is open between the calls of a forward. What fails there rolls it back.
+#[test]
+fn a_failed_forward_changes_nothing() {
+    let session = session(2);
+    let mut method = Method::load("fails", session.key());
+    method.forward(&[0, 1, 2]).unwrap();
+    let mut host = Taker::default();
+    let mut refusing = Taker { refuses: true, ..Taker::default() };
+    let check = |method: &mut Method, failed: Result<()>, status, told: &str| {
+        let error = failed.unwrap_err();
+        assert_eq!(error.status(), status, "{error}");
+        assert!(error.message().contains(told), "{error}");
+        assert_eq!(length(&session), 3);
+        assert_near(&method.forward(&[3]).unwrap(), &expected(0..=3));
+        session.cache().lock().unwrap().rewind(3).unwrap();
+    };
+
+    let refused = method.call(0, &[9], &mut host);
+    check(&mut method, refused, Status::Position, "layer 0: position 9");
+    let refused = method.call(0, &[i64::from(i32::MAX) + 1], &mut host);
+    check(&mut method, refused, Status::Position, "2147483648 is not a 32-bit integer");
+    let refused = method.call(0, &[3, 4, 5, 6, 7, 8], &mut host);
+    check(&mut method, refused, Status::Capacity, "8");
+    let refused = method.call(1, &[3], &mut host);
+    check(&mut method, refused, Status::Step, "expected call 0 of a forward, got call 1");
+    let refused = method.call(0, &[3], &mut refusing);
+    check(&mut method, refused, Status::Shape, "no room");
+    method.call(0, &[3], &mut host).unwrap();
+    let refused = method.call(1, &[3], &mut refusing);
+    check(&mut method, refused, Status::Shape, "no room");
+    method.call(0, &[3], &mut host).unwrap();
+    let refused = method.call(1, &[4], &mut host);
+    check(&mut method, refused, Status::Position, "the positions of the forward's first layer");
+}
+
+/// An operator between two calls fails: the next forward begins anew, and so does unloading.
+#[test]
+fn an_unfinished_forward_is_rolled_back() {
+    let session = session(2);
+    let mut method = Method::load("unfinished", session.key());
+    let mut host = Taker::default();
+    method.call(0, &[0, 1], &mut host).unwrap();
+    assert_eq!(length(&session), 0);
+    let refused = session.cache().lock().unwrap().rewind(0).unwrap_err();
+    assert_eq!(refused.status(), Status::Step);
+    method.forward(&[0, 1, 2]).unwrap();
+    assert_eq!(length(&session), 3);
+
+    method.call(0, &[3], &mut host).unwrap();
+    drop(method);
+    assert_eq!(length(&session), 3);
+    session.cache().lock().unwrap().rewind(1).unwrap();
+}
+
+/// Calls of two loads, by turns on one thread, with the same program.
+#[test]
+fn each_load_has_a_forward_of_its_own() {
+    let [one, two] = [session(2), session(2)];
+    let load = |session: &Session, call| {
+        Call::load(attend_payload("twice", call, 2).as_bytes(), &options(session.key())).unwrap()
+    };
+    let mut first = Method::load("twice", one.key());
+    let mut second = Method::load("twice", two.key());
+    // In another order, as a file may have them.
+    let last = load(&one, 1);
+    let mut third = Method(vec![load(&one, 0), last]);
+    first.forward(&[0, 1]).unwrap();
+    second.forward(&[0]).unwrap();
+    assert_eq!((length(&one), length(&two)), (2, 1));
+    let mut host = Taker::default();
+    first.call(0, &[2], &mut host).unwrap();
+    // The third shares a cache with the first, and not its forward.
+    let refused = third.call(1, &[2], &mut host).unwrap_err();
+    assert!(refused.message().contains("expected call 0"), "{refused}");
+    let refused = third.call(0, &[2], &mut host).unwrap_err();
+    assert_eq!(refused.status(), Status::Step);
+    first.call(1, &[2], &mut host).unwrap();
+    third.forward(&[3]).unwrap();
+    assert_eq!(length(&one), 4);
+}
+
+/// A load that fails half-way leaves nothing for the next one.
+#[test]
+fn a_load_that_fails_is_forgotten() {
+    let session = session(2);
+    let load = |call| {
+        Call::load(attend_payload("half", call, 2).as_bytes(), &options(session.key())).unwrap()
+    };
+    drop(load(1));
+    let mut method = Method((0..2).map(load).collect());
+    method.forward(&[0]).unwrap();
+    assert_eq!(length(&session), 1);
+}
+
+#[test]
+fn caches_that_do_not_fit_are_refused() {
+    let load = |key: &str| Call::load(attend_payload("x", 0, 2).as_bytes(), &options(key)).err();
+    let check = |key: &str, status, told: &str| {
+        let error = load(key).unwrap();
+        assert_eq!(error.status(), status, "{error}");
+        assert!(error.message().contains(told), "{error}");
+    };
+    check("no such", Status::NoCache, "no such");
+    let three = session(3);
+    check(three.key(), Status::Shape, "attends in 2 layers");
+    let cache = ContiguousCache::new(CacheConfig::uniform(2, 1, DIM as i32, 8)).unwrap();
+    let entry = Entry { backend_id: "other".to_owned(), cache: SharedCache::new(cache) };
+    CacheRegistry::global().install("of another", entry).unwrap();
+    check("of another", Status::Kind, "made for backend `other`, not `cpu`");
+    CacheRegistry::global().erase("of another");
+
+    let mut method = Method::load("none", "");
+    let error = method.call(0, &[0], &mut Taker::default()).unwrap_err();
+    assert_eq!(error.status(), Status::NoCache);
+    assert!(error.message().contains("pass `cache_key`"), "{error}");
+}
+
+#[test]
+fn arguments_that_do_not_fit_are_refused() {
+    let session = session(2);
+    let mut method = Method::load("arguments", session.key());
+    let row = [0.5f32; DIM];
+    let shape = [1, 1, 1, DIM as i32];
+    let good = Argument::tensor(FLOAT, &shape, bytes(&row));
+    let at = Argument::tensor(LONG, &[1], &[0; 8]);
+    let refusals = [
+        (0, Argument::of(3), "queries: expected a tensor"),
+        (1, Argument::tensor(LONG, &shape, bytes(&row)), "keys: expected a tensor in float32"),
+        (2, Argument::tensor(FLOAT, &shape[1..], bytes(&row)), "values: expected 4 dimensions"),
+        (0, Argument::tensor(FLOAT, &shape, &bytes(&row)[4..]), "expected 32 aligned bytes"),
+        (1, Argument::tensor(FLOAT, &[1, 2, 1, 4], bytes(&row)), "expected keys of shape"),
+        (3, Argument::tensor(FLOAT, &[1], &[0; 4]), "positions: expected int64 or int32"),
+        (3, Argument::tensor(LONG, &[1, 1, 1], &[0; 8]), "positions: expected [T] or [T, n]"),
+        (3, Argument::tensor(LONG, &[2], &[0; 16]), "expected"),
+    ];
+    for (place, argument, told) in refusals {
+        let mut inputs = [good, good, good, at];
+        inputs[place] = argument;
+        let refused = method.0[0].execute(&inputs, &[FLOAT], &mut Taker::default(), &Serial);
+        let error = refused.unwrap_err();
+        assert!(error.message().contains(told), "{error}, expected: {told}");
+        assert_eq!(length(&session), 0);
+    }
+    let inputs = [good, good, good, at];
+    for (inputs, outputs) in [(&inputs[..3], &[FLOAT][..]), (&inputs[..], &[])] {
+        let refused = method.0[0].execute(inputs, outputs, &mut Taker::default(), &Serial);
+        assert!(refused.unwrap_err().message().contains("expected 4 inputs and 1 output"));
+    }
+    let refused = method.0[0].execute(&inputs, &[LONG], &mut Taker::default(), &Serial);
+    assert_eq!(refused.unwrap_err().status(), Status::Dtype);
+    method.forward(&[0]).unwrap();
+}
+
+#[test]
+fn rows_are_selected_at_load() {
+    let values: Vec<f32> = (0..12).map(|i| i as f32).collect();
+    let payload = br#"{"op": "select_rows", "version": 1}"#;
+    for (logits, rows, expected) in [("all", 3, &values[..]), ("last", 1, &values[8..])] {
+        let mut call = Call::load(payload, &LoadOptions::parse("", logits).unwrap()).unwrap();
+        let mut host = Taker::default();
+        let hidden = Argument::tensor(FLOAT, &[1, 3, 4], bytes(&values));
+        call.execute(&[hidden], &[FLOAT], &mut host, &Serial).unwrap();
+        assert_eq!((host.shape, &host.values[..]), (vec![1, rows, 4], expected));
+    }
+    let all = attend_payload("x", 0, 2).replace("selected", "all");
+    let last = LoadOptions::parse("", "last").unwrap();
+    let error = Call::load(all.as_bytes(), &last).err().unwrap();
+    assert_eq!(error.status(), Status::Unsupported);
+}
