@@ -8,6 +8,8 @@ PYTHON ?= python3
 BIN := .venv/bin
 # Installs packages in a tenth of the time that pip takes.
 UV := uv==0.13.9
+# The backend that answers `make demo`: the faster one with the packages that are installed here.
+DEMO := $(or $(BACKEND),$(if $(filter Darwin,$(shell uname)),mlx,cpu))
 # What runs the model that `make model` exports: mlx or cpu.
 BACKEND ?= mlx
 MODEL := build/models/smollm2-135m$(if $(filter cpu,$(BACKEND)),-cpu)
@@ -20,7 +22,7 @@ export HF_HUB_OFFLINE := 1
 export ONEDNN_MAX_CPU_ISA ?= AVX512_CORE_FP16
 
 .DEFAULT_GOAL := help
-.PHONY: help setup build demo chat model programs rust faces test test-rust test-cpp test-package test-sanitize test-python test-macos test-macos-short test-long lint format bench bench-caches bench-speculation bench-threads clean
+.PHONY: help setup build demo question chat model programs rust faces test test-rust test-cpp test-package test-sanitize test-python test-macos test-macos-short test-long lint format bench bench-caches bench-speculation bench-threads clean
 
 help: ## Show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -55,9 +57,13 @@ model: .venv/.ready ## Export SmolLM2-135M-Instruct
 	@python -m etkv.export --if-changed --model "$$(python -m etkv.models smollm2-135m)" \
 	  --backend $(BACKEND) --output $(MODEL)/model.pte --keep-hf $(MODEL)/hf
 
-# The export takes one core for a minute, and the build takes both.
+# The export takes one core for a minute or two, and the build takes both.
 demo: build/cmake/build.ninja ## Ask the exported model a question
-	@$(MAKE) --no-print-directory -j2 model chat
+	@$(MAKE) --no-print-directory -j2 model chat BACKEND=$(DEMO)
+	@$(MAKE) --no-print-directory question BACKEND=$(DEMO)
+
+question:
+	@echo "On the backend $(BACKEND); BACKEND=$(if $(filter cpu,$(BACKEND)),mlx,cpu) selects the other one."
 	@build/bin/etkv_chat --model $(MODEL)/model.pte --prompt "What is the capital of France?"
 
 chat: build/cmake/build.ninja

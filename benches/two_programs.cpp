@@ -1,5 +1,5 @@
 // What two programs on two threads decode together, compared with one after the
-// other: how far their steps overlap.
+// other: how far their steps overlap. Programs for the CPU have one thread each.
 //
 //   etkv_two_programs MODEL.pte [TOKENS [ROUNDS]]
 #include <algorithm>
@@ -9,12 +9,15 @@
 #include <numeric>
 #include <thread>
 
+#include <executorch/extension/threadpool/threadpool_guard.h>
+
 #include "etkv/executorch.hpp"
 
 namespace {
 
 using executorch::extension::from_blob;
 using executorch::extension::Module;
+using executorch::extension::threadpool::NoThreadPoolGuard;
 
 template <typename T>
 void must(const etkv::Result<T>& result) {
@@ -30,6 +33,7 @@ class Decoder {
   Decoder(const char* path, int32_t capacity)
       : module_(path, Module::LoadMode::Mmap),
         session_(make_session(module_, capacity)) {
+    const NoThreadPoolGuard one_thread;
     etkv::LoadOptions options(session_.key());
     options.logits(etkv::Logits::last);
     must(etkv::load_method(module_, "forward", options));
@@ -55,12 +59,13 @@ class Decoder {
     auto params = etkv::read_kv_cache_metadata(module);
     must(params);
     auto session = etkv::make_decode_session(
-        etkv::kMLXBackend, etkv::make_config(*params, capacity, "f32"));
+        params->backend_id, etkv::make_config(*params, capacity, "f32"));
     must(session);
     return std::move(session).value();
   }
 
   void step() {
+    const NoThreadPoolGuard one_thread;
     const int n = static_cast<int>(tokens_.size());
     std::vector<int64_t> positions(n);
     std::iota(positions.begin(), positions.end(), *session_.cache().length());

@@ -36,7 +36,8 @@ def apply(program: ExportedProgram) -> None:
     for node in _calls(program, _ATEN.slice.Tensor):
         _part_of_head(program, node)
     for node in _calls(program, _ATEN.unsqueeze.default):
-        node.target, node.args = _ATEN.view.default, (node.args[0], list(node.meta["val"].shape))
+        if _n_dynamic(node) <= 1:
+            node.target = _ATEN.view.default
     for node in _calls(program, _ATEN.view.default, _ATEN.reshape.default):
         _infer_length(node)
     _share(program)
@@ -205,9 +206,13 @@ def _linear(
 
 def _infer_length(node: torch.fx.Node) -> None:
     """Make a view infer its dynamic length, if it has one."""
-    sizes = list(node.meta["val"].shape)
-    if sum(not isinstance(size, int) for size in sizes) <= 1:
+    if _n_dynamic(node) <= 1:
+        sizes = node.meta["val"].shape
         node.args = (node.args[0], [size if isinstance(size, int) else -1 for size in sizes])
+
+
+def _n_dynamic(node: torch.fx.Node) -> int:
+    return sum(not isinstance(size, int) for size in node.meta["val"].shape)
 
 
 def _share(program: ExportedProgram) -> None:
