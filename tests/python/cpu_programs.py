@@ -32,7 +32,7 @@ def request(variant: Variant, **changes: Any) -> ExportRequest:
     """Return what exports ``variant`` for the CPU to ``build/models/cpu-*/``."""
     folder = reference.MODELS / f"cpu-{variant.name}"
     changes = {"output": folder / "model.pte", "keep_hf": folder / "hf", **changes}
-    return dataclasses.replace(reference._request(variant), backend="cpu", **changes)
+    return dataclasses.replace(reference.request(variant), backend="cpu", **changes)
 
 
 def session(path: Path) -> etkv.DecodeSession:

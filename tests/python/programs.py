@@ -5,8 +5,10 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
+import cpu_programs
 import reference
 import runners
+import test_cpu_programs
 import test_export
 import test_families
 import test_model_precision
@@ -21,6 +23,7 @@ def main() -> None:
     variants |= set(test_model_precision.SMOLLM2)
     reference.programs(sorted(variants, key=str))
     requests = of_cpp.requests(Path(tiny_models.__file__), reference.MODELS / "cpp-tests")
+    requests += [cpu_programs.request(variant) for variant in test_cpu_programs.VARIANTS]
     requests += [runners.request_with_longer_context(name, **options) for name, options in runners.LONGER]
     reference.export(requests)
 

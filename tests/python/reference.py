@@ -121,7 +121,7 @@ def program(variant: Variant) -> Program:
 
 def programs(variants: Iterable[Variant]) -> dict[Variant, Program]:
     """Return the programs of ``variants``. Export those that are missing or stale, two at a time."""
-    requests = {variant: _request(variant) for variant in variants}
+    requests = {variant: request(variant) for variant in variants}
     export(list(requests.values()))
     return {variant: Program(variant, request.output, request.keep_hf) for variant, request in requests.items()}
 
@@ -149,7 +149,8 @@ def _exporters() -> ProcessPoolExecutor:
     return ProcessPoolExecutor(2, mp_context=get_context("spawn"))
 
 
-def _request(variant: Variant) -> ExportRequest:
+def request(variant: Variant) -> ExportRequest:
+    """Return what exports ``variant``."""
     folder = MODELS / variant.name
     tiny = variant.model in tiny_models.CONFIGS
     return ExportRequest(

@@ -25,6 +25,7 @@ LLAMA = Variant("tiny-llama")
 TAPPED = Variant("tiny-llama", tap_layers=(1, 0))
 LAST_ROW = Variant("tiny-gemma3", logits="last", tap_layers=(0,))
 QUANTIZED = Variant("tiny-llama", quantize="8da4w")
+VARIANTS = [*FAMILIES, TAPPED, LAST_ROW, QUANTIZED]
 DRAFT_OF = Variant("tiny-gemma3")
 PROMPT, DECODE = 70, 32
 IDS = list(STORY.encode())
@@ -34,7 +35,7 @@ only_long = pytest.mark.skipif(not EVERYTHING, reason="exports once more: make t
 
 @pytest.fixture(scope="module")
 def programs():
-    return cpu_programs.programs([*FAMILIES, TAPPED, LAST_ROW, QUANTIZED])
+    return cpu_programs.programs(VARIANTS)
 
 
 @pytest.fixture(scope="module")

@@ -1,4 +1,4 @@
-//! What the exporter says of a call: JSON, written by `python/etkv/export/cpu.py`.
+//! What the exporter says of a call: JSON, written by `python/etkv/export/cpu/calls.py`.
 
 use etkv_core::{fail, Error, Result, Status};
 use serde::Deserialize;
@@ -20,7 +20,7 @@ pub enum Payload {
 #[derive(Debug, Clone, PartialEq, Deserialize)]
 pub struct Attend {
     version: u32,
-    /// A name that all calls of a program share, and no other program has.
+    /// A name that all calls of a program share. Programs of the same graph share it too.
     pub program: String,
     /// The number of this call among those of a forward, from 0.
     pub call: usize,
