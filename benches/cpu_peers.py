@@ -80,16 +80,15 @@ def prepare(contestant: Contestant, llama_python: str) -> str | None:
     # Imported here: the Python that runs llama.cpp need not have etkv.
     from etkv.models import path
 
-    source, file = str(path("smollm2-135m")), str(contestant.file)
+    source, file, folder = str(path("smollm2-135m")), str(contestant.file), contestant.file.parent
     made = contestant.file.exists()
     if contestant.engine == "etkv":
         if not FORWARD.exists():
             return "there is no build/bin/etkv_forward: make build makes it"
-        if contestant.quantize:
-            return None if made else f"there is no build/models/{contestant.model}: etkv.export makes it"
-        # It looks by itself whether the program is up to date.
+        # It looks by itself whether the program is up to date. As `make model` asks for it, so that one export serves both.
         command = [sys.executable, "-m", "etkv.export", "--if-changed", "--backend", "cpu", "--model", source]
         command += ["--output", file]
+        command += ["--quantize", contestant.quantize] if contestant.quantize else ["--keep-hf", str(folder / "hf")]
         made = False
     elif contestant.engine == "executorch":
         command = [sys.executable, str(ROOT / "benches" / "executorch_sdpa.py"), source, file]
@@ -103,7 +102,7 @@ def prepare(contestant: Contestant, llama_python: str) -> str | None:
     if made:
         return None
     print(f"preparing build/models/{contestant.model}", file=sys.stderr, flush=True)
-    contestant.file.parent.mkdir(parents=True, exist_ok=True)
+    folder.mkdir(parents=True, exist_ok=True)
     ended = subprocess.run(command, capture_output=True, text=True)
     return failure(ended) if ended.returncode != 0 else None
 
