@@ -85,7 +85,7 @@ def prepare(contestant: Contestant, llama_python: str) -> str | None:
     if contestant.engine == "etkv":
         if not FORWARD.exists():
             return "there is no build/bin/etkv_forward: make build makes it"
-        # It looks by itself whether the program is up to date. As `make model` asks for it, so that one export serves both.
+        # It looks by itself whether the program is up to date, and asks for it as `make model` does: one serves both.
         command = [sys.executable, "-m", "etkv.export", "--if-changed", "--backend", "cpu", "--model", source]
         command += ["--output", file]
         command += ["--quantize", contestant.quantize] if contestant.quantize else ["--keep-hf", str(folder / "hf")]
