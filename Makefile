@@ -165,7 +165,7 @@ test-long: build model ## Millions of generated operations against the oracles; 
 	ETKV_STEP_SEEDS=20 python -m pytest $(LONG) tests/python/test_native_steps.py
 	ETKV_DAMAGED_COPIES=10000 python -m pytest $(LONG) tests/python/test_damaged_programs.py
 	ETKV_RUNS=1000 $(BOUNDED) 3600 cargo test --release --locked -p etkv-tests --test memory
-	ETKV_TEST_LONG=1 python -m pytest $(LONG) tests/python/test_model_precision.py tests/python/test_model_greedy.py
+	ETKV_TEST_LONG=1 python -m pytest $(LONG) tests/python/test_model_precision.py tests/python/test_model_greedy.py tests/python/test_cpu_programs.py
 	ETKV_TEST_LONG=1 python -m pytest $(LONG) -m real_model tests/python/test_runners.py tests/python/test_runner_page.py
 
 clean: ## Remove what was built; .venv/ and exported models stay
