@@ -53,7 +53,7 @@ def runner(name: str) -> Path:
 
 LONGER = [
     *(("tiny-llama", options) for options in ({}, {"prefill_chunk": 512}, {"logits": "last"}, {"tap_layers": (1,)})),
-    *(("tiny-qwen3", options) for options in ({}, {"layers": 1})),
+    *(("tiny-qwen3", options) for options in ({}, {"layers": 1}, {"backend": "cpu"})),
     *((name, options) for name in ("tiny-gemma3", "tiny-llama", "tiny-qwen3") for options in TARGET_AND_DRAFT),
     ("tiny-llama", {"draft": 1, "prefill_chunk": 4}),
     ("tiny-gemma3", {}),

@@ -44,6 +44,12 @@ def qwen3() -> Program:
     return with_longer_context("tiny-qwen3")
 
 
+@pytest.fixture(scope="module")
+def on_cpu() -> Program:
+    """The same for the CPU."""
+    return with_longer_context("tiny-qwen3", backend="cpu")
+
+
 # ---- Answers --------------------------------------------------------------------------------------------------------
 
 
@@ -55,6 +61,19 @@ def test_answers_are_those_of_reference_decoding(llama, name):
     assert n_answers == len(answers(done.stdout)) >= len(QUESTIONS) == 10
     assert n_tokens == sum(map(len, answers(done.stdout)))
     reference.note(f"{name}: {n_answers} answers, {n_tokens} tokens")
+
+
+@EACH
+@pytest.mark.parametrize("kv_format", ["f32", "affine4g32"])
+def test_answers_on_the_cpu(on_cpu, qwen3, name, kv_format):
+    """By the runner's own check; in float32 they are those on MLX."""
+    words = ["--max-tokens", MOST, "--check", "--ids", "--kv-format", kv_format, *prompts(QUESTIONS)]
+    done = succeed(name, on_cpu, *words)
+    n_answers, n_tokens = checked(done)
+    assert n_answers == len(answers(done.stdout)) >= 10
+    assert n_tokens == sum(map(len, answers(done.stdout)))
+    if kv_format == "f32":
+        assert answers(done.stdout) == answers(succeed(name, qwen3, *words).stdout)
 
 
 @pytest.mark.parametrize(

@@ -6,7 +6,7 @@ use etkv_core::{fail, Result};
 use etkv_host::{Argument, Host, LoadOptions, LogitsRows};
 use tracing::{debug, warn};
 
-use super::forward::Forward;
+use super::forward::{Forward, Run};
 use super::payload::{Attend, Logits, Payload};
 use super::{rows, TARGET};
 use crate::parallel::Parallel;
@@ -91,8 +91,8 @@ impl Call {
         let done = match &self.0 {
             Op::SelectRows(selected) => rows::select(*selected, &inputs[0], host),
             Op::Attend { call, forward: Some(forward) } => {
-                let attended = forward.attend(call, inputs, output_types[0], host, parallel);
-                attended.map_err(|error| error.at(format_args!("layer {}", call.layer)))
+                let run = Run { inputs, output_type: output_types[0], host, parallel };
+                forward.attend(call, run).map_err(|error| error.at(format_args!("layer {}", call.layer)))
             }
             Op::Attend { .. } => fail!(
                 NoCache,

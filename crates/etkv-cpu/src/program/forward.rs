@@ -24,6 +24,15 @@ pub struct Forward {
     state: Mutex<State>,
 }
 
+/// What a call gets from its host.
+pub struct Run<'a> {
+    pub inputs: &'a [Argument<'a>],
+    /// ExecuTorch's number of the output's dtype.
+    pub output_type: i8,
+    pub host: &'a mut dyn Host,
+    pub parallel: &'a dyn Parallel,
+}
+
 /// What changes from call to call.
 #[derive(Default)]
 struct State {
@@ -108,16 +117,9 @@ impl Forward {
     /// [`update_and_fetch`](etkv_core::AttendCache::update_and_fetch) and
     /// [`commit`](etkv_core::AttendCache::commit), those of `host`, and
     /// [`Step`](etkv_core::Status::Step) for a call out of order.
-    pub fn attend(
-        &self,
-        call: &Attend,
-        inputs: &[Argument],
-        output_type: i8,
-        host: &mut dyn Host,
-        parallel: &dyn Parallel,
-    ) -> Result<()> {
+    pub fn attend(&self, call: &Attend, run: Run) -> Result<()> {
         let mut state = self.state()?;
-        let done = self.attend_now(&mut state, call, inputs, output_type, host, parallel);
+        let done = self.attend_now(&mut state, call, run);
         match done {
             Ok(()) => state.next = (call.call + 1) % self.n_calls,
             Err(_) => self.abort(&mut state),
@@ -125,15 +127,8 @@ impl Forward {
         done
     }
 
-    fn attend_now(
-        &self,
-        state: &mut State,
-        call: &Attend,
-        inputs: &[Argument],
-        output_type: i8,
-        host: &mut dyn Host,
-        parallel: &dyn Parallel,
-    ) -> Result<()> {
+    fn attend_now(&self, state: &mut State, call: &Attend, run: Run) -> Result<()> {
+        let Run { inputs, output_type, host, parallel } = run;
         let [q, k, v, positions] = call.inputs.map(|i| &inputs[i]);
         let q = argument::rows(q, "queries")?;
         let (k, v) = (argument::rows(k, "keys")?, argument::rows(v, "values")?);
