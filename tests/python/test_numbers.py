@@ -32,7 +32,7 @@ def _traced(request: ExportRequest):
     model = source.read_model(origin, config, request.dtype)
     rope.settle(model, settled.max_context)
     if request.quantize:
-        lowering.quantize(model, request.quantize, settled.group_size)
+        lowering.quantize(model, request, settled.group_size)
     return lowering._trace(Forward(model), settled.prefill_chunk).module(), settled
 
 

@@ -51,6 +51,18 @@ static int use(void* library, const char* prefix) {
   return 1;
 }
 
+/* MLX's BLAS apart from the rest of the process. It calls functions of its own by
+ * names such as sgemm_, which ExecuTorch's kernels have too: where a program links
+ * these, theirs would be called. */
+static void* apart(void* mlx) {
+  Dl_info found;
+  void* symbol = mlx ? dlsym(mlx, "cblas_sgemm") : NULL;
+  if (!symbol || !dladdr(symbol, &found)) {
+    return NULL;
+  }
+  return dlmopen(LM_ID_NEWLM, found.dli_fname, RTLD_NOW | RTLD_LOCAL);
+}
+
 static void choose(void) {
   const char* asked = getenv("ETKV_BLAS");
   if (!asked || strcmp(asked, "mlx") != 0) {
@@ -74,6 +86,10 @@ static void choose(void) {
   }
   /* In libmlx and what it was linked to, which this library is not among. */
   void* mlx = dlopen("libmlx.so", RTLD_NOW | RTLD_NOLOAD);
+  void* own = apart(mlx);
+  if (own && use(own, "")) {
+    return;
+  }
   if (!mlx || !use(mlx, "")) {
     snprintf(name, sizeof(name), "none");
   }
