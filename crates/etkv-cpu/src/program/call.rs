@@ -92,7 +92,9 @@ impl Call {
             Op::SelectRows(selected) => rows::select(*selected, &inputs[0], host),
             Op::Attend { call, forward: Some(forward) } => {
                 let run = Run { inputs, output_type: output_types[0], host, parallel };
-                forward.attend(call, run).map_err(|error| error.at(format_args!("layer {}", call.layer)))
+                forward
+                    .attend(call, run)
+                    .map_err(|error| error.at(format_args!("layer {}", call.layer)))
             }
             Op::Attend { .. } => fail!(
                 NoCache,
