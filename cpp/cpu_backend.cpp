@@ -1,47 +1,44 @@
 // Registers the backend for the calls of CPU programs that etkv carries out.
+#include <executorch/extension/threadpool/threadpool_guard.h>
+#include <executorch/runtime/core/function_ref.h>
 #include <executorch/runtime/platform/runtime.h>
 
 #include "cpp/delegate.hpp"
 
 // What is used of ExecuTorch's pool of threads. Its wheel has the library, and
-// not these headers.
-struct pthreadpool;
-extern "C" std::size_t pthreadpool_get_threads_count(pthreadpool* pool);
-extern "C" void pthreadpool_parallelize_1d(
-    pthreadpool* pool,
-    void (*task)(void*, std::size_t),
-    void* context,
-    std::size_t range,
-    std::uint32_t flags);
+// not this header.
 namespace executorch::extension::threadpool {
-/// Returns the pool of the process, or NULL where this thread may not use it.
-pthreadpool* get_pthreadpool();
+class ThreadPool {
+ public:
+  size_t get_thread_count() const;
+  /// Calls `part` with 0 to `n_parts - 1`, on this thread alone where it may not
+  /// use the pool.
+  void run(
+      ::executorch::runtime::FunctionRef<void(size_t)> part,
+      size_t n_parts);
+};
+/// Returns the pool of the process.
+ThreadPool* get_threadpool();
 } // namespace executorch::extension::threadpool
 
 namespace etkv::executorch_backend {
 namespace {
 
-using ::executorch::extension::threadpool::get_pthreadpool;
+using ::executorch::extension::threadpool::get_threadpool;
+using ::executorch::extension::threadpool::NoThreadPoolGuard;
 
 /// The threads that XNNPACK and ExecuTorch's kernels use too: a second pool
 /// would fight for the same cores.
 class SharedPool final : public interpreter::Threads {
  public:
   std::size_t count() const override {
-    pthreadpool* pool = get_pthreadpool();
-    return pool == nullptr ? 1 : pthreadpool_get_threads_count(pool);
+    return NoThreadPoolGuard::is_enabled()
+               ? 1
+               : get_threadpool()->get_thread_count();
   }
   void run(std::size_t n_parts, const interpreter::Task& task) const override {
-    // Without a pool it does all parts on this thread.
-    pthreadpool_parallelize_1d(
-        get_pthreadpool(),
-        [](void* context, std::size_t i) {
-          const auto& task = *static_cast<const interpreter::Task*>(context);
-          task.run(task.context, i);
-        },
-        const_cast<interpreter::Task*>(&task),
-        n_parts,
-        0);
+    const auto part = [&task](std::size_t i) { task.run(task.context, i); };
+    get_threadpool()->run(part, n_parts);
   }
 };
 

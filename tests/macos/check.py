@@ -137,6 +137,7 @@ def mach_o(library: str) -> object:
 
 MLX = "mlx/lib/libmlx.dylib"
 EXECUTORCH = "executorch/lib/libexecutorch.dylib"
+THREADPOOL = "executorch/lib/libexecutorch_threadpool.dylib"
 THEIRS = "executorch/lib/libexecutorch_backend_mlx.dylib"
 EXTENSION = "executorch/extension/pybindings/_C.cpython-312-darwin.so"
 REGISTER = "__ZN10executorch7runtime16register_backendERKNS0_7BackendE"
@@ -349,7 +350,7 @@ def symbols(objects: dict[Path, Path]) -> None:
     """Check that the wheels have the undefined symbols of the objects, and the C headers all exported ones."""
     listing = run(venv("python"), "-c", READ_OBJECTS, input="\n".join(map(str, objects.values()))).stdout
     read = json.loads(listing)
-    of_mlx, of_executorch = (set(mach_o(library)["exports"]) for library in (MLX, EXECUTORCH))
+    of_mlx, *of_executorch = (set(mach_o(library)["exports"]) for library in (MLX, EXECUTORCH, THREADPOOL))
     own = {name for undefined, defined, hidden in read.values() for name in (*defined, *hidden)}
     needed: dict[str, set[str]] = {"MLX": set(), "ExecuTorch": set()}
     for undefined, _, _ in read.values():
@@ -357,9 +358,9 @@ def symbols(objects: dict[Path, Path]) -> None:
             bare = re.sub(r"^__ZN?K?(T[VIS]N?)?", "", name)
             if bare.startswith("3mlx4core"):
                 needed["MLX"].add(name)
-            elif bare.startswith(("10executorch", "5torch8executor")) or name.startswith("_et_pal_"):
+            elif bare.startswith(("10executorch", "5torch8executor")) or name.startswith(("_et_pal_", "_pthreadpool_")):
                 needed["ExecuTorch"].add(name)
-    for what, exports in (("MLX", of_mlx), ("ExecuTorch", of_executorch)):
+    for what, exports in (("MLX", of_mlx), ("ExecuTorch", set().union(*of_executorch))):
         missing = sorted(needed[what] - exports)
         print(f"         {len(needed[what])} symbols of {what}")
         expect(bool(needed[what]), f"the objects need no symbol of {what}: nothing was looked up")
