@@ -79,7 +79,7 @@ BOUNDED := python tests/package/bounded.py
 # Tests share the cores, and OpenBLAS's threads spin while they wait for each other.
 test rust faces programs test-rust test-cpp test-package test-python test-macos test-macos-short test-sanitize test-long: export OPENBLAS_NUM_THREADS ?= 1
 
-# The exports take one core for minutes, and so does what Cargo cannot build at the same time.
+# Exports run two at a time; Cargo has stretches that use one core only.
 test: .venv/.ready ## Run every check and test
 	@$(MAKE) --no-print-directory -j2 rust programs
 	@$(MAKE) --no-print-directory -j2 test-python faces
@@ -88,7 +88,7 @@ rust:
 	@$(MAKE) --no-print-directory lint
 	@$(MAKE) --no-print-directory test-rust
 
-# pytest waits for models half of its time.
+# What `test` runs beside pytest, one after the other.
 faces: build
 	@$(MAKE) --no-print-directory test-cpp
 	@$(MAKE) --no-print-directory test-package

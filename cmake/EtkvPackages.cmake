@@ -1,5 +1,6 @@
 # The MLX and the ExecuTorch that pip has installed, as targets etkv::mlx,
-# etkv::executorch and etkv::executorch_{threadpool,kernels,xnnpack}. Used by etkv's own build and, installed, by etkvConfig.cmake.
+# etkv::executorch and etkv::executorch_{threadpool,kernels,xnnpack}. Used by
+# etkv's own build and, installed, by etkvConfig.cmake.
 #
 # Where they are looked for, first to last:
 #   ETKV_MLX_DIR, ETKV_EXECUTORCH_DIR   their folders `mlx` and `executorch`
@@ -166,14 +167,9 @@ function(etkv_find_executorch why)
       "C10_USING_CUSTOM_GENERATED_MACROS;ET_EVENT_TRACER_ENABLED"
     INTERFACE_COMPILE_FEATURES cxx_std_17)
   # What CPU programs need besides.
-  foreach(
-    library
-    threadpool:threadpool kernels:kernels_optimized xnnpack:backend_xnnpack)
-    string(REPLACE ":" ";" pair ${library})
-    list(GET pair 0 name)
-    list(GET pair 1 file)
-    etkv_shared_library(
-      etkv::executorch_${name}
-      ${dir}/lib/libexecutorch_${file}${CMAKE_SHARED_LIBRARY_SUFFIX})
-  endforeach()
+  set(library ${dir}/lib/libexecutorch_)
+  set(suffix ${CMAKE_SHARED_LIBRARY_SUFFIX})
+  etkv_shared_library(etkv::executorch_threadpool ${library}threadpool${suffix})
+  etkv_shared_library(etkv::executorch_kernels ${library}kernels_optimized${suffix})
+  etkv_shared_library(etkv::executorch_xnnpack ${library}backend_xnnpack${suffix})
 endfunction()

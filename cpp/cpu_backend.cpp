@@ -1,7 +1,6 @@
 // Registers the backend for the calls of CPU programs that etkv carries out.
 #include <executorch/extension/threadpool/threadpool_guard.h>
 #include <executorch/runtime/core/function_ref.h>
-#include <executorch/runtime/platform/runtime.h>
 
 #include "cpp/delegate.hpp"
 
@@ -49,19 +48,7 @@ const SharedPool shared_pool;
 Backend backend(kId, interpreter::Target::cpu, shared_pool);
 
 /// Registers the backend when the library is loaded, without a call.
-[[maybe_unused]] const bool registered = [] {
-  using ::executorch::runtime::Error;
-  ::executorch::runtime::runtime_init();
-  if (::executorch::runtime::register_backend({kId, &backend}) != Error::Ok) {
-    ET_LOG(
-        Error,
-        "etkv's delegate cannot register as %s: a process has one etkv, and at "
-        "most 16 backends",
-        kId);
-    return false;
-  }
-  return true;
-}();
+[[maybe_unused]] const bool registered = backend.register_own(kId);
 
 } // namespace
 } // namespace etkv::executorch_backend

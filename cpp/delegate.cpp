@@ -15,6 +15,7 @@
 #include <executorch/runtime/core/evalue.h>
 #include <executorch/runtime/core/exec_aten/util/tensor_util.h>
 #include <executorch/runtime/core/named_data_map.h>
+#include <executorch/runtime/platform/runtime.h>
 
 #include "etkv/etkv.h"
 
@@ -237,6 +238,19 @@ Result<std::string> option(
 }
 
 } // namespace
+
+bool Backend::register_own(const char* id) {
+  ::executorch::runtime::runtime_init();
+  if (::executorch::runtime::register_backend({id, this}) == Error::Ok) {
+    return true;
+  }
+  ET_LOG(
+      Error,
+      "etkv's delegate cannot register as %s: a process has one etkv, and at "
+      "most 16 backends",
+      id);
+  return false;
+}
 
 Result<DelegateHandle*> Backend::init(
     BackendInitContext& context,

@@ -31,13 +31,7 @@ constexpr char kOwnId[] = "EtkvForMLX";
 [[maybe_unused]] const bool registered = [] {
   using ::executorch::runtime::Error;
   using ::executorch::runtime::register_backend;
-  ::executorch::runtime::runtime_init();
-  if (register_backend({kOwnId, &backend}) != Error::Ok) {
-    ET_LOG(
-        Error,
-        "etkv's delegate cannot register as %s: a process has one etkv, and at "
-        "most 16 backends",
-        kOwnId);
+  if (!backend.register_own(kOwnId)) {
     return false;
   }
   if (register_backend({"MLXBackend", &backend}) != Error::Ok) {

@@ -57,6 +57,22 @@ impl Memory {
         Ok(Self { block, layout, start, size })
     }
 
+    /// Returns a block of at least `size` bytes: the one in `place`, or a new one of zeros there. The
+    /// old one is freed first.
+    ///
+    /// # Errors
+    /// [`Backend`](Status::Backend) if there is no such memory; `place` is then empty.
+    pub fn at_least(place: &mut Option<Self>, size: usize) -> Result<&mut Self> {
+        let block = match place.take() {
+            Some(block) if block.size >= size => block,
+            old => {
+                drop(old);
+                Self::zeroed(size)?
+            }
+        };
+        Ok(place.insert(block))
+    }
+
     /// Returns `size` bytes: these, and zeros behind them.
     ///
     /// # Errors

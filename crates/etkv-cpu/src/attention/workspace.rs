@@ -14,7 +14,6 @@ use crate::memory::Memory;
 #[derive(Debug, Default)]
 pub struct Workspace {
     memory: Option<Memory>,
-    size: usize,
 }
 
 impl Workspace {
@@ -25,7 +24,7 @@ impl Workspace {
 
     /// Returns the bytes that it holds.
     pub fn size(&self) -> usize {
-        self.size
+        self.memory.as_ref().map_or(0, |memory| memory.bytes().len())
     }
 
     /// Returns room for the parts of a call, and for what each of `threads` threads works in.
@@ -43,12 +42,7 @@ impl Workspace {
         Scratch::new(&mut pieces, plan);
         let each = pieces.used;
         let size = shared + threads * each;
-        if size > self.size || self.memory.is_none() {
-            // The old block is freed first.
-            (self.memory, self.size) = (None, 0);
-            (self.memory, self.size) = (Some(Memory::zeroed(size)?), size);
-        }
-        let start = self.memory.as_ref().map_or(std::ptr::null_mut(), Memory::as_ptr);
+        let start = Memory::at_least(&mut self.memory, size)?.as_ptr();
         let parts = Parts::new(&mut Pieces { start, used: 0 }, rows, v_padded);
         let start = start.wrapping_add(shared);
         Ok((parts, Blocks { start, each, threads, plan: *plan, lifetime: PhantomData }))

@@ -44,7 +44,6 @@ struct State {
     given: Vec<i32>,
     workspace: Workspace,
     out: Option<Memory>,
-    out_size: usize,
 }
 
 /// The method that this thread loads: ExecuTorch makes its delegates one after another.
@@ -157,12 +156,8 @@ impl Forward {
         let &[_, heads, n, _] = q.shape();
         let shape = [1, heads, n, spec.v.head_dim() as i32];
         let size = shape[1..].iter().map(|&size| size as usize).product::<usize>() * dtype.size();
-        let State { workspace, out, out_size, .. } = state;
-        if size > *out_size || out.is_none() {
-            (*out, *out_size) = (None, 0);
-            (*out, *out_size) = (Some(Memory::zeroed(size)?), size);
-        }
-        let start = out.as_ref().map_or(std::ptr::null_mut(), Memory::as_ptr);
+        let State { workspace, out, .. } = state;
+        let start = Memory::at_least(out, size)?.as_ptr();
         // SAFETY: the block has `size` bytes, is aligned to a cache line, and is this call's alone.
         unsafe { attend_into(&q, &spec, call.scale, start, dtype, workspace, parallel)? };
         // A view that is kept would turn the moves of a commit into copies.
