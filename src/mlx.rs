@@ -216,8 +216,8 @@ pub fn version() -> String {
     }
 }
 
-/// Returns the name of the library that multiplies matrices for MLX on the CPU: OpenBLAS with its
-/// configuration, `MLX's own`, or Apple's `Accelerate`.
+/// Returns the name of the library that multiplies matrices for MLX on the CPU, and loads it:
+/// OpenBLAS with its configuration, `MLX's own`, or Apple's `Accelerate`.
 pub fn blas() -> &'static str {
     #[cfg(target_os = "linux")]
     {
@@ -247,8 +247,13 @@ fn start() -> Result<Runtime> {
     let on_gpu = matches!(device.get_type()?, DeviceType::Gpu);
     let stream = unowned_stream(&device)?;
     // This call makes the linker keep etkv's BLAS library. MLX then finds the matrix products of
-    // that library before those of its wheel.
-    blas();
+    // that library before those of its wheel. OpenBLAS itself is loaded by the first product: its
+    // threads would take the cores from a program that only asks for MLX's memory.
+    #[cfg(target_os = "linux")]
+    // SAFETY: the function does nothing.
+    unsafe {
+        mlx_sys::etkv_blas_keep();
+    }
     // At the end of a process some objects of MLX for CUDA outlive the driver and throw. The
     // process then ends with its own exit status. It is needed also where the stream is on the CPU.
     // SAFETY: it registers a function without state; the stream exists.

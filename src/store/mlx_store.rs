@@ -206,12 +206,12 @@ impl Store for MlxStore {
         Ok([k.read(slots.start, slots.end)?, v.read(slots.start, slots.end)?])
     }
 
-    fn mask(bytes: &[u8], n_tokens: i32) -> Array {
+    fn mask(bytes: &[u8], n_tokens: i32) -> etkv_core::Result<Array> {
         let n_tokens = n_tokens.max(1);
         let shape = [n_tokens, (bytes.len() / n_tokens as usize) as i32];
         // SAFETY: the shape has no more elements than there are bytes. Each byte is 0 or 1, as MLX
         // stores booleans. MLX copies them.
-        unsafe { Array::from_raw_data(bytes.as_ptr().cast(), &shape, Dtype::Bool) }
+        Ok(unsafe { Array::from_raw_data(bytes.as_ptr().cast(), &shape, Dtype::Bool) })
     }
 
     fn eval(&self, outputs: &[&Array]) -> Result<()> {

@@ -97,7 +97,10 @@ pub trait Store: Sized + Send + 'static {
 
     /// Returns a mask of `n_tokens` rows, at least 1, from one byte for each slot that is read: 1
     /// is seen, 0 is not.
-    fn mask(bytes: &[u8], n_tokens: i32) -> Self::Mask;
+    ///
+    /// # Errors
+    /// [`Backend`](crate::Status::Backend).
+    fn mask(bytes: &[u8], n_tokens: i32) -> Result<Self::Mask>;
 
     /// Computes `outputs` together with what the open step wrote.
     ///

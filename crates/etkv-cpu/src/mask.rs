@@ -3,6 +3,8 @@
 use std::ops::Range;
 use std::sync::Arc;
 
+use etkv_core::{Error, Result, Status};
+
 use crate::attention::MaskRef;
 
 /// The slots that each query of a step sees, of those that are read. Most are long runs, and
@@ -24,20 +26,34 @@ struct Runs {
 impl Mask {
     /// Returns the mask of `n_tokens` queries from one byte for each slot that is read: 1 is seen,
     /// 0 is not.
-    pub(crate) fn new(bytes: &[u8], n_tokens: usize) -> Self {
+    ///
+    /// # Errors
+    /// [`Backend`](Status::Backend) if memory is lacking.
+    pub(crate) fn new(bytes: &[u8], n_tokens: usize) -> Result<Self> {
         let n_slots = bytes.len() / n_tokens.max(1);
-        let mut all = Runs { n_slots, runs: Vec::new(), ends: Vec::with_capacity(n_tokens) };
+        let lacking = |_| {
+            Error::new(
+                Status::Backend,
+                format_args!(
+                    "out of memory: the mask of {n_tokens} tokens over {n_slots} slots; free memory \
+                     or take fewer tokens at a time"
+                ),
+            )
+        };
+        let mut all = Runs { n_slots, runs: Vec::new(), ends: Vec::new() };
+        all.ends.try_reserve_exact(n_tokens).map_err(lacking)?;
         for query in 0..n_tokens {
             let bytes = &bytes[query * n_slots..][..n_slots];
             let mut start = end_of_run(bytes, 0, 0);
             while start < n_slots {
                 let stop = end_of_run(bytes, start, 1);
+                all.runs.try_reserve(1).map_err(lacking)?;
                 all.runs.push(start as u32..stop as u32);
                 start = end_of_run(bytes, stop, 0);
             }
             all.ends.push(all.runs.len() as u32);
         }
-        Self { runs: Arc::new(all) }
+        Ok(Self { runs: Arc::new(all) })
     }
 
     /// Returns the number of queries.
@@ -115,7 +131,7 @@ mod tests {
                     bytes.extend(std::iter::repeat_n((next() % 2) as u8, n as usize));
                 }
                 bytes.truncate(n_slots * n_tokens);
-                let mask = Mask::new(&bytes, n_tokens);
+                let mask = Mask::new(&bytes, n_tokens).unwrap();
                 assert_eq!((mask.n_tokens(), mask.n_slots()), (n_tokens, n_slots));
                 for query in 0..n_tokens {
                     let row = &bytes[query * n_slots..][..n_slots];
@@ -129,7 +145,7 @@ mod tests {
     #[test]
     fn whole_rows_are_one_run_or_none() {
         let bytes = [[1; 4096], [0; 4096]].concat();
-        let mask = Mask::new(&bytes, 2);
+        let mask = Mask::new(&bytes, 2).unwrap();
         let [whole] = mask.runs(0) else { panic!("{:?}", mask.runs(0)) };
         assert_eq!(*whole, 0..4096);
         assert!(mask.runs(1).is_empty());

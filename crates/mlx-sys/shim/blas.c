@@ -104,6 +104,10 @@ static void need(void) {
   }
 }
 
+/* Does nothing. A call of it makes a linker keep this library, and loads no BLAS. */
+API void etkv_blas_keep(void) {
+}
+
 API const char* etkv_blas_name(void) {
   pthread_once(&once, choose);
   return name;

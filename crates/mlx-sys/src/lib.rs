@@ -46,7 +46,11 @@ extern "C" {
         written: mlx_array,
     ) -> ::std::os::raw::c_int;
 
-    /// What multiplies matrices for MLX on the CPU: a string of libetkv_blas's.
+    /// Does nothing. A call of it makes a linker keep libetkv_blas.
+    #[cfg(target_os = "linux")]
+    pub fn etkv_blas_keep();
+
+    /// What multiplies matrices for MLX on the CPU: a string of libetkv_blas's. Loads that library.
     #[cfg(target_os = "linux")]
     pub fn etkv_blas_name() -> *const ::std::os::raw::c_char;
 

@@ -177,7 +177,7 @@ impl Run {
         for (group, slots) in self.groups.iter_mut().enumerate() {
             let displaced = self.book.displaced(group, &plan);
             saved.push((displaced.start, slots.saved(displaced)));
-            let todo = self.book.group(group, &plan);
+            let todo = self.book.group(group, &plan).unwrap();
             slots.write(&todo, &ids);
             for (query, &at) in positions.iter().enumerate() {
                 let sight = self.windows[group];

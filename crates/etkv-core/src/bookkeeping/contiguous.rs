@@ -3,7 +3,7 @@
 
 use std::ops::Range;
 
-use super::plan::mask_len;
+use super::plan::{blank_mask, mask_len};
 use super::{LayerGroupPlan, MaskPlan, Move, Slots, Window};
 use crate::error::{fail, Result};
 
@@ -167,23 +167,23 @@ impl ContiguousBookkeeping {
     /// # Panics
     /// If the layer group does not exist; [`used`](Self::used) and [`displaced`](Self::displaced)
     /// do the same.
-    pub fn group(&self, group: usize, plan: &ContiguousPlan) -> LayerGroupPlan {
+    pub fn group(&self, group: usize, plan: &ContiguousPlan) -> Result<LayerGroupPlan> {
         let dropped = self.dropped(group, plan);
         let write = Slots::Run(plan.start - dropped..plan.end - dropped);
         let (read, sight) = self.read(group, plan);
         let mask = match sight {
             Sight::All => MaskPlan::None,
             Sight::Causal => MaskPlan::Causal,
-            Sight::Windows => MaskPlan::Explicit(self.windows(group, plan, &read)),
+            Sight::Windows => MaskPlan::Explicit(self.windows(group, plan, &read)?),
         };
-        LayerGroupPlan { write, read, mask }
+        Ok(LayerGroupPlan { write, read, mask })
     }
 
     /// Returns [`group`](Self::group) for each layer group.
     pub fn groups<'a>(
         &'a self,
         plan: &'a ContiguousPlan,
-    ) -> impl Iterator<Item = LayerGroupPlan> + 'a {
+    ) -> impl Iterator<Item = Result<LayerGroupPlan>> + 'a {
         (0..self.groups.len()).map(|group| self.group(group, plan))
     }
 
@@ -206,12 +206,12 @@ impl ContiguousBookkeeping {
     }
 
     /// Returns the mask of a window over the slots in `read`.
-    fn windows(&self, group: usize, plan: &ContiguousPlan, read: &Range<i32>) -> Vec<u8> {
+    fn windows(&self, group: usize, plan: &ContiguousPlan, read: &Range<i32>) -> Result<Vec<u8>> {
         let dropped = self.dropped(group, plan);
         let Some(window) = self.groups[group].window else {
-            return Vec::new();
+            return Ok(Vec::new());
         };
-        let mut mask = vec![0; read.len() * plan.n_tokens() as usize];
+        let mut mask = blank_mask(plan.n_tokens() as usize, read.len())?;
         for (position, row) in (plan.start..plan.end).zip(mask.chunks_exact_mut(read.len())) {
             // With sinks, slots are read from 0 on.
             row[..window.sinks().min(position + 1) as usize].fill(1);
@@ -221,7 +221,7 @@ impl ContiguousBookkeeping {
                 row[slot(seen)..=slot(position)].fill(1);
             }
         }
-        mask
+        Ok(mask)
     }
 
     /// Returns the slots of one layer group whose present rows a plan overwrites. The plan is not

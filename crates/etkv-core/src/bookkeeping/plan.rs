@@ -72,6 +72,24 @@ pub enum MaskPlan {
 /// The most elements of a mask. Arrays count elements in 32 bits.
 const MAX_MASK: usize = i32::MAX as usize;
 
+/// Returns the mask of `n_tokens` queries over `width` slots, none of which is seen yet.
+///
+/// # Errors
+/// Those of [`mask_len`], and [`Backend`](crate::Status::Backend) if there is no such memory.
+pub fn blank_mask(n_tokens: usize, width: usize) -> Result<Vec<u8>> {
+    let len = mask_len(n_tokens, width)?;
+    let mut mask = Vec::new();
+    if mask.try_reserve_exact(len).is_err() {
+        fail!(
+            Backend,
+            "out of memory: {len} bytes for the mask of {n_tokens} tokens over {width} slots; free \
+             memory or take fewer tokens at a time"
+        );
+    }
+    mask.resize(len, 0);
+    Ok(mask)
+}
+
 /// Returns the bytes of the mask of `n_tokens` queries over `width` slots.
 ///
 /// # Errors

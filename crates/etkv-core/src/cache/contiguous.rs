@@ -45,14 +45,23 @@ impl<S: Store> ContiguousCache<S> {
         if let Some(&first) = positions.first() {
             self.storage.check_floats(positions.len(), first, first)?;
         }
-        if plan.displaced().is_empty() {
-            self.storage.begin_appending()?;
-        } else {
-            self.storage.begin(|group| Slots::Run(self.book.displaced(group, &plan)))?;
+        if let Err(error) = self.open(&plan) {
+            self.plans.clear();
+            return Err(error);
         }
-        self.plans.extend(self.book.groups(&plan));
         self.step = Some(plan);
         Ok(())
+    }
+
+    fn open(&mut self, plan: &ContiguousPlan) -> Result<()> {
+        for group in self.book.groups(plan) {
+            self.plans.push(group?);
+        }
+        if plan.displaced().is_empty() {
+            self.storage.begin_appending()
+        } else {
+            self.storage.begin(|group| Slots::Run(self.book.displaced(group, plan)))
+        }
     }
 
     fn refuse_in_step(&self, what: &str) -> Result<()> {

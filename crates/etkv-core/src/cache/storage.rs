@@ -274,7 +274,7 @@ impl<S: Store> Storage<S> {
             mask = watch::mask(plan),
             "a layer"
         );
-        Ok(AttendSpec { k, v, mask: self.mask(group, plan, n) })
+        Ok(AttendSpec { k, v, mask: self.mask(group, plan, n)? })
     }
 
     fn grow(&mut self, layer: usize, slots: i32) -> Result<()> {
@@ -290,19 +290,30 @@ impl<S: Store> Storage<S> {
         self.store.grow(layer, slots)
     }
 
-    fn mask(&mut self, group: usize, plan: &LayerGroupPlan, n_tokens: i32) -> Mask<S::Mask> {
-        match &plan.mask {
+    fn mask(
+        &mut self,
+        group: usize,
+        plan: &LayerGroupPlan,
+        n_tokens: i32,
+    ) -> Result<Mask<S::Mask>> {
+        Ok(match &plan.mask {
             MaskPlan::None => Mask::None,
             MaskPlan::Causal => Mask::Causal,
             MaskPlan::Explicit(bytes) => {
                 let width = plan.read.end - plan.read.start;
-                let made = self.masks[group].get_or_insert_with(|| {
-                    debug_assert_eq!(bytes.len() as i64, i64::from(n_tokens) * i64::from(width));
-                    S::mask(bytes, n_tokens)
-                });
+                let made = match &mut self.masks[group] {
+                    Some(made) => made,
+                    none => {
+                        debug_assert_eq!(
+                            bytes.len() as i64,
+                            i64::from(n_tokens) * i64::from(width)
+                        );
+                        none.insert(S::mask(bytes, n_tokens)?)
+                    }
+                };
                 Mask::Explicit(made.clone())
             }
-        }
+        })
     }
 
     /// Returns the slots that a layer group has allocated for `needed` slots.

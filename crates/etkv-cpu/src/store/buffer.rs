@@ -245,6 +245,44 @@ impl Buffer {
         Ok(())
     }
 
+    /// Moves rows, as if all were read before any is written. Takes no memory for a run of slots,
+    /// nor for rows in the order of their slots that move towards slot 0: all that windows, accepted
+    /// candidates and compaction ask for.
+    ///
+    /// # Errors
+    /// [`Backend`](etkv_core::Status::Backend), before anything is moved, if there is no memory for a
+    /// copy of the rows.
+    pub fn relocate(&mut self, from: &Slots, to: &Slots) -> Result<()> {
+        self.check(from)?;
+        self.check(to)?;
+        let n = from.len();
+        if to.len() != n {
+            fail!(Internal, "{n} rows do not fit {} slots", to.len());
+        }
+        let runs = matches!((from, to), (Slots::Run(_), Slots::Run(_)));
+        let ascend = |slots: &Slots| (1..n).all(|at| slot_at(slots, at - 1) < slot_at(slots, at));
+        let down = |at: usize| slot_at(to, at) <= slot_at(from, at);
+        if !runs && !((0..n).all(down) && ascend(from) && ascend(to)) {
+            let rows = self.copy(from)?;
+            return self.put(to, &rows);
+        }
+        for at in 0..self.planes.len() {
+            let size = self.slot_bytes(at);
+            let Some(plane) = &mut self.planes[at] else { continue };
+            let bytes = unshared(plane)?;
+            let mut shift = |first: usize, n: usize| {
+                let start = slot_at(from, first) * size;
+                bytes.copy_within(start..start + n * size, slot_at(to, first) * size);
+            };
+            if runs && n > 0 {
+                shift(0, n);
+            } else {
+                (0..n).for_each(|at| shift(at, 1));
+            }
+        }
+        Ok(())
+    }
+
     /// Sets slots to zero.
     ///
     /// # Errors

@@ -128,7 +128,7 @@ impl Store for CpuStore {
         Ok([k.read(slots.clone())?, v.read(slots)?])
     }
 
-    fn mask(bytes: &[u8], n_tokens: i32) -> Mask {
+    fn mask(bytes: &[u8], n_tokens: i32) -> Result<Mask> {
         Mask::new(bytes, n_tokens.max(1) as usize)
     }
 
@@ -161,9 +161,8 @@ impl Store for CpuStore {
 
     fn relocate(&mut self, layer: usize, from: &Slots, to: &Slots, slots: i32) -> Result<()> {
         for buffer in &mut self.layers[layer] {
-            let rows = buffer.copy(from)?;
             buffer.grow(slots)?;
-            buffer.put(to, &rows)?;
+            buffer.relocate(from, to)?;
         }
         Ok(())
     }

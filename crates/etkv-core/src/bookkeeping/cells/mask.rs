@@ -9,7 +9,7 @@ use super::runs::{Run, Runs};
 use super::segments::Segments;
 use super::tree::Tree;
 use super::CellsBookkeeping;
-use crate::bookkeeping::plan::mask_len;
+use crate::bookkeeping::plan::blank_mask;
 use crate::bookkeeping::{LayerGroupPlan, MaskPlan, Slots};
 use crate::error::Result;
 
@@ -99,7 +99,7 @@ impl CellsBookkeeping {
         let state = &self.groups[group];
         let read = self.extent(group, segments, cells);
         let width = read.len();
-        let mut mask = vec![0; mask_len(cells.len(), width)?];
+        let mut mask = blank_mask(cells.len(), width)?;
         let mut rows = mask.chunks_exact_mut(width.max(1));
         let mut tokens = cells.iter().zip(positions);
         let mut fresh: BTreeMap<i32, Runs> = BTreeMap::new();

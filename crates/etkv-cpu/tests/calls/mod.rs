@@ -1,0 +1,97 @@
+//! A method of two layers, called as ExecuTorch's delegates call it.
+
+#![allow(clippy::panic, clippy::unwrap_used)]
+
+use etkv_core::{Error, Result, Status};
+use etkv_cpu::program::Call;
+use etkv_cpu::Serial;
+use etkv_host::{Argument, Host, LoadOptions};
+
+/// Elements of a row.
+pub const DIM: usize = 8;
+/// ExecuTorch's numbers of dtypes.
+pub const FLOAT: i8 = 6;
+pub const LONG: i8 = 4;
+
+/// Keeps the output of a call, or refuses it.
+#[derive(Default)]
+pub struct Taker {
+    pub shape: Vec<i32>,
+    pub values: Vec<f32>,
+    pub refuses: bool,
+}
+
+impl Host for Taker {
+    fn take(&mut self, outputs: &[Argument]) -> Result<()> {
+        if self.refuses {
+            return Err(Error::new(Status::Shape, "no room"));
+        }
+        let [output] = outputs else { panic!("{} outputs", outputs.len()) };
+        self.shape = output.shape().to_vec();
+        self.values = output
+            .bytes()
+            .chunks_exact(4)
+            .map(|bytes| f32::from_ne_bytes(bytes.try_into().unwrap()))
+            .collect();
+        Ok(())
+    }
+}
+
+/// The payload of a call in which a layer attends.
+pub fn attend_payload(program: &str, call: usize, n_calls: usize) -> String {
+    format!(
+        r#"{{"op": "update_and_attend", "version": 1, "program": "{program}", "call": {call},
+            "n_calls": {n_calls}, "n_layers": {n_calls}, "layer": {call}, "scale": 0.5,
+            "inputs": [0, 1, 2, 3], "logits": "selected"}}"#
+    )
+}
+
+/// A loaded method of two layers, one query and one KV head each.
+pub struct Method(pub Vec<Call>);
+
+impl Method {
+    pub fn load(program: &str, key: &str) -> Self {
+        let load = |call| {
+            Call::load(
+                attend_payload(program, call, 2).as_bytes(),
+                &LoadOptions::parse(key, "all").unwrap(),
+            )
+        };
+        Self((0..2).map(|call| load(call).unwrap()).collect())
+    }
+
+    /// One call with rows that follow from the positions. Returns the output.
+    pub fn call(&mut self, call: usize, positions: &[i64], host: &mut Taker) -> Result<()> {
+        let rows = |add: f32| -> Vec<f32> {
+            let row = |&at: &i64| (0..DIM).map(move |i| (at as f32 + add) * 0.1 + i as f32 * 0.01);
+            positions.iter().flat_map(row).collect()
+        };
+        let (q, k, v) = (rows(1.0), rows(2.0), rows(3.0 + call as f32));
+        let shape = [1, 1, positions.len() as i32, DIM as i32];
+        let (q, k, v) = (bytes(&q), bytes(&k), bytes(&v));
+        let at: Vec<u8> = positions.iter().flat_map(|at| at.to_ne_bytes()).collect();
+        let at_shape = [positions.len() as i32, 1];
+        let inputs = [
+            Argument::tensor(FLOAT, &shape, q),
+            Argument::tensor(FLOAT, &shape, k),
+            Argument::tensor(FLOAT, &shape, v),
+            Argument::tensor(LONG, &at_shape, &at),
+        ];
+        self.0[call].execute(&inputs, &[FLOAT], host, &Serial)
+    }
+
+    /// A forward. Returns what its last layer gives.
+    pub fn forward(&mut self, positions: &[i64]) -> Result<Vec<f32>> {
+        let mut host = Taker::default();
+        self.call(0, positions, &mut host)?;
+        self.call(1, positions, &mut host)?;
+        assert_eq!(host.shape, [1, 1, positions.len() as i32, DIM as i32]);
+        Ok(host.values)
+    }
+}
+
+/// Bytes at an address that floats are aligned to.
+pub fn bytes(values: &[f32]) -> &[u8] {
+    // SAFETY: all bits are bytes.
+    unsafe { std::slice::from_raw_parts(values.as_ptr().cast(), size_of_val(values)) }
+}
