@@ -16,7 +16,7 @@ const HEADS: usize = 9;
 const KV_HEADS: usize = 3;
 const DIM: usize = 64;
 /// Keys and values are new to the caches if this many bytes were read since.
-const COLD: usize = 160 << 20;
+const COLD: usize = 600 << 20;
 
 /// A call and the copies of its keys and values that it goes through.
 struct Case {
@@ -100,6 +100,8 @@ fn main() -> Result<(), etkv_core::Error> {
         (16384, &[1, 2, 4, 8, 16]),
         (512, &[512]),
         (2560, &[512]),
+        (4096, &[512]),
+        (16384, &[512]),
     ] {
         let mut cases = Vec::new();
         for format in formats {
