@@ -121,16 +121,28 @@ fn linear_on_gpu(x: &Array, packed: &Packed) -> Result<Array> {
     packed_product(x, packed, true)
 }
 
+/// The elements of a weight that an x86-64 processor's caches hold in float32: 32 MB.
+const CACHED_ELEMENTS: i64 = 8 << 20;
+
 /// Multiplies in the faster way. MLX's packed product on the CPU runs row by row, unpacks the
 /// weight for each, and is an order of magnitude slower in half precision than in float32. A few
 /// rows go through it in float32. For more rows it is faster to unpack the weight once and
 /// multiply.
 ///
-/// The number of rows was measured on x86-64 with MLX 0.32.2, for 4 and 8 bits: the two ways meet
-/// between 8 and 16 rows in float32, and between 4 and 8 in half precision.
+/// The number of rows was measured on x86-64 with MLX 0.32.2 and two threads of OpenBLAS, for 4 and
+/// 8 bits (`cargo bench -p etkv-benches --bench weights`). The two ways meet at 3 to 4 rows in
+/// float32 and at 6 to 8 in half precision. A weight that no cache holds once it is unpacked needs
+/// two to three times as many.
 fn linear_on_cpu(x: &Array, packed: &Packed) -> Result<Array> {
     let (rows, dtype) = (x.dim(1), x.dtype());
-    let unpack_from = if dtype == Dtype::Float32 { 12 } else { 8 };
+    let is_float = dtype == Dtype::Float32;
+    let elements = i64::from(packed.w.dim(0)) * i64::from(x.dim(2));
+    let unpack_from = match (is_float, elements < CACHED_ELEMENTS) {
+        (true, true) => 4,
+        (true, false) => 10,
+        (false, true) => 8,
+        (false, false) => 16,
+    };
     if rows < unpack_from {
         let wide = Packed {
             scales: &cast(packed.scales, Dtype::Float32)?,
