@@ -69,9 +69,11 @@ etkv_runner(etkv_forward tests/cpp/forward.cpp)
 
 etkv_runner(etkv_minimal examples/minimal.cpp)
 
-# Measures what two programs on two threads decode together; built for it alone.
+# Benchmarks, each built for its own command alone: what two programs on two threads
+# decode together, and what steps of lengths never run before take.
 etkv_runner(etkv_two_programs benches/two_programs.cpp)
+etkv_runner(etkv_lengths benches/lengths.cpp)
 set_target_properties(
-  etkv_two_programs PROPERTIES
+  etkv_two_programs etkv_lengths PROPERTIES
   EXCLUDE_FROM_ALL ON
   RUNTIME_OUTPUT_DIRECTORY ${PROJECT_BINARY_DIR}/benches)

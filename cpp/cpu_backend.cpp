@@ -16,7 +16,7 @@ class ThreadPool {
       ::executorch::runtime::FunctionRef<void(size_t)> part,
       size_t n_parts);
 };
-/// Returns the pool of the process.
+/// Returns the pool of the process; null where it cannot tell the processors.
 ThreadPool* get_threadpool();
 } // namespace executorch::extension::threadpool
 
@@ -31,13 +31,22 @@ using ::executorch::extension::threadpool::NoThreadPoolGuard;
 class SharedPool final : public interpreter::Threads {
  public:
   std::size_t count() const override {
-    return NoThreadPoolGuard::is_enabled()
-               ? 1
-               : get_threadpool()->get_thread_count();
+    if (NoThreadPoolGuard::is_enabled()) {
+      return 1;
+    }
+    const auto* pool = get_threadpool();
+    return pool == nullptr ? 1 : pool->get_thread_count();
   }
   void run(std::size_t n_parts, const interpreter::Task& task) const override {
     const auto part = [&task](std::size_t i) { task.run(task.context, i); };
-    get_threadpool()->run(part, n_parts);
+    auto* pool = NoThreadPoolGuard::is_enabled() ? nullptr : get_threadpool();
+    if (pool != nullptr) {
+      pool->run(part, n_parts);
+      return;
+    }
+    for (std::size_t i = 0; i < n_parts; ++i) {
+      part(i);
+    }
   }
 };
 

@@ -47,6 +47,14 @@ etkv_delegate_check(const uint8_t* payload, size_t n_bytes, etkv_error** error);
  */
 ETKV_API etkv_error* etkv_delegate_take_error(void);
 
+/**
+ * Rolls back the step of a program for the CPU that the calling thread began
+ * and that is not done: an operator of ExecuTorch failed in the middle. A host
+ * that runs programs by itself calls it after each failed execution; execute()
+ * of executorch.hpp does. Does nothing where no such step is open.
+ */
+ETKV_API void etkv_delegate_abort_forward(void);
+
 #ifdef __cplusplus
 } /* extern "C" */
 #endif

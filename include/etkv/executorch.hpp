@@ -223,6 +223,7 @@ inline Result<std::vector<executorch::runtime::EValue>> execute(
   }
   auto outputs = module.execute(method, inputs);
   if (!outputs.ok()) {
+    etkv_delegate_abort_forward();
     return detail::executorch_error(outputs.error(), cannot);
   }
   return std::move(outputs.get());

@@ -221,6 +221,11 @@ def raise_delegate_error(otherwise: Callable[[], EtkvError], cause: BaseExceptio
     raise _taken(error, lib().etkv_error_status(error)) from cause
 
 
+def abort_forward() -> None:
+    """Roll back the step of a CPU program that this thread began, where an operator of ExecuTorch failed in it."""
+    lib().etkv_delegate_abort_forward()
+
+
 def forget_delegate_error() -> None:
     """Drop an earlier error of this thread, which is not the reason of the next one."""
     lib().etkv_error_free(lib().etkv_delegate_take_error())

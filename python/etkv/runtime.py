@@ -170,6 +170,7 @@ class Program:
             # The public execute always copies what it returns.
             return list(loaded._method.call(list(inputs), clone_outputs=copy))
         except RuntimeError as error:
+            _capi.abort_forward()
             reason = f"{self.path.name}: {first_line(error)}"
             _capi.raise_delegate_error(lambda: EtkvError(reason), error)
 

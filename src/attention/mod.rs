@@ -1,5 +1,7 @@
 //! What a step attends to. Only this module calls MLX's attention.
 
+mod fused;
+
 use mlx_rs::fast::{scaled_dot_product_attention, ScaledDotProductAttentionMask};
 use mlx_rs::ops::{arange, concatenate, select, softmax_axis};
 use mlx_rs::transforms::eval;
@@ -21,7 +23,7 @@ pub type AttendSpec = etkv_core::AttendSpec<KvView, Array>;
 ///
 /// Rows in the dtype of `q` are read in place. For packed rows and rows in another dtype, few
 /// queries read the stored rows, or a block of them at a time. For many queries the keys and values
-/// of one KV head are unpacked at a time, never more.
+/// of one KV head are unpacked at a time, on a GPU of as many as fit 256 MiB.
 ///
 /// # Errors
 /// [`Backend`](crate::Status::Backend) if the shapes do not fit each other.
@@ -46,12 +48,20 @@ pub fn attend_stored(q: &Array, spec: &AttendSpec, scale: f32, packed: bool) -> 
     if packed {
         by_products(q, spec, group, scale)
     } else {
-        by_head(q, spec, group, scale)
+        by_heads(q, spec, group, scale)
     }
 }
 
-/// Calls MLX's own attention.
+/// The most bytes of keys and values that are unpacked at a time on a GPU, in float32.
+const MOST_UNPACKED: u64 = 256 << 20;
+
+/// Calls MLX's own attention. Returns the dtype of `q`.
 fn by_mlx(q: &Array, k: &Array, v: &Array, mask: &Mask, scale: f32) -> Result<Array> {
+    let dtype = fused::dtype_for(q, k, mask)?;
+    if dtype != q.dtype() {
+        let [wide_q, k, v] = [cast(q, dtype)?, cast(k, dtype)?, cast(v, dtype)?];
+        return cast(&by_mlx(&wide_q, &k, &v, mask, scale)?, q.dtype());
+    }
     let mask = match mask {
         Mask::None => None,
         Mask::Causal => Some(ScaledDotProductAttentionMask::Causal),
@@ -126,14 +136,17 @@ fn masked(scores: &Array, mask: &Mask) -> Result<Array> {
     Ok(select(seen, scores, Array::from_f32(least).as_dtype(scores.dtype())?)?)
 }
 
-/// Calls MLX's attention for one KV head at a time, each unpacked separately.
-fn by_head(q: &Array, spec: &AttendSpec, group: i32, scale: f32) -> Result<Array> {
+/// Calls MLX's attention for some KV heads at a time, and unpacks these alone.
+fn by_heads(q: &Array, spec: &AttendSpec, group: i32, scale: f32) -> Result<Array> {
     let q = cast(q, dtype_of_products(q)?)?;
+    let heads = spec.k.n_kv_heads();
+    let step = heads_at_a_time(spec)?;
     let mut outs: Vec<Array> = Vec::new();
-    for head in 0..spec.k.n_kv_heads() {
-        let (from, to) = (head * group, (head + 1) * group);
-        let k = spec.k.head(head)?.dequantized(q.dtype())?;
-        let v = spec.v.head(head)?.dequantized(q.dtype())?;
+    for first in (0..heads).step_by(step) {
+        let last = heads.min(first.saturating_add(step as i32));
+        let (from, to) = (first * group, last * group);
+        let k = spec.k.heads(first, last)?.dequantized(q.dtype())?;
+        let v = spec.v.heads(first, last)?.dequantized(q.dtype())?;
         let mask = match &spec.mask {
             Mask::Explicit(mask) if mask.ndim() >= 3 && mask.dim(-3) != 1 => {
                 Mask::Explicit(slice_axis(mask, mask.ndim() - 3, from, to, 1)?)
@@ -141,9 +154,26 @@ fn by_head(q: &Array, spec: &AttendSpec, group: i32, scale: f32) -> Result<Array
             mask => mask.clone(),
         };
         let out = by_mlx(&slice_axis(&q, 1, from, to, 1)?, &k, &v, &mask, scale)?;
-        // Evaluate now: MLX would otherwise unpack every head before it attends to the first.
-        eval([&out])?;
+        if last - first < heads {
+            // Evaluate now: MLX would otherwise unpack every head before it attends to the first.
+            eval([&out])?;
+        }
         outs.push(out);
     }
-    Ok(concatenate(&outs, 1)?)
+    match outs.len() {
+        1 => Ok(outs.swap_remove(0)),
+        _ => Ok(concatenate(&outs, 1)?),
+    }
+}
+
+/// Returns the KV heads whose rows are unpacked together: one on the CPU, where memory is shared with
+/// everything else and each is as fast alone. A GPU waits for each call.
+fn heads_at_a_time(spec: &AttendSpec) -> Result<usize> {
+    if !mlx::on_gpu()? {
+        return Ok(1);
+    }
+    let size = |n: i32| u64::from(n.unsigned_abs());
+    let row = size(spec.k.head_dim()) + size(spec.v.head_dim());
+    let head = size(spec.k.len()) * row * size_of::<f32>() as u64;
+    Ok((MOST_UNPACKED / head.max(1)).clamp(1, size(spec.k.n_kv_heads()).max(1)) as usize)
 }

@@ -1,9 +1,11 @@
 //! Loads the constants of a program, one at a time, each in its final layout.
 
-use mlx_rs::Array;
+use std::collections::HashMap;
+
+use mlx_rs::{Array, Dtype};
 
 use super::dtype;
-use super::ir::Constant;
+use super::ir::{Constant, Graph, Value};
 use crate::error::{fail, Result};
 
 /// The source of a program's constants.
@@ -21,6 +23,22 @@ pub enum Layout {
     Transposed,
     /// Not kept: nothing uses it.
     Absent,
+}
+
+/// Returns the values of the constants of one float32 that nothing replaces. One that is missing or
+/// damaged is left out: loading it tells why.
+pub fn scalars(graph: &Graph, source: &mut dyn ConstantSource) -> HashMap<Value, f32> {
+    let mut scalars = HashMap::new();
+    for (value, constant) in (0..).map(Value).zip(&graph.constants) {
+        let is_one = constant.shape.iter().all(|&size| size == 1);
+        if !is_one || constant.dtype != Dtype::Float32 || graph.init_targets.contains(&value) {
+            continue;
+        }
+        if let Some(bytes) = source.find(&constant.name).and_then(|bytes| bytes.try_into().ok()) {
+            scalars.insert(value, f32::from_ne_bytes(bytes));
+        }
+    }
+    scalars
 }
 
 /// Loads a constant.

@@ -1,7 +1,7 @@
 //! Describes a program: its inputs, operations and outputs, and the changes that the passes make.
 //! Loads no constants and does not use MLX.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, HashMap};
 
 use serde::Serialize;
 
@@ -207,7 +207,7 @@ fn passes_of(mut graph: Graph, described: &mut ProgramDescription) -> Result<()>
     let mut before = kinds(&graph.main);
     let mut n_before = graph.main.instructions.len();
     let target = Target { on_gpu: false, last_token_only: false };
-    let layouts = passes::run_each(&mut graph, target, |name, graph| {
+    let layouts = passes::run_each(&mut graph, target, &HashMap::new(), |name, graph| {
         let after = kinds(&graph.main);
         let n_after = graph.main.instructions.len();
         let changed = changes(&before, &after);

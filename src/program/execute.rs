@@ -67,7 +67,8 @@ impl Program {
                 on_gpu: mlx.on_gpu(),
                 last_token_only: options.logits == LogitsRows::Last,
             };
-            let layouts = passes::run(&mut graph, target)?;
+            let scalars = constants::scalars(&graph, source);
+            let layouts = passes::run(&mut graph, target, &scalars)?;
             let constants = load_constants(&mlx, &mut graph, &layouts, source)?;
             info!(
                 target: TARGET,

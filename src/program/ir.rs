@@ -193,6 +193,19 @@ pub enum Op {
         x: Value,
         index: Value,
     },
+    /// Made by a pass: the rotary embedding of `x`, `[1, heads, T, head_dim]`, whose token `i` is at
+    /// `offsets[i]`, in `dtype`. Element `j` turns together with `head_dim / 2 + j`, by `1 /
+    /// periods[j]` a position.
+    Rotary {
+        x: Value,
+        offsets: Value,
+        periods: Value,
+        dtype: Dtype,
+    },
+    /// Made by a pass: one over each element of a constant, in one axis.
+    RotaryPeriods {
+        inverse: Value,
+    },
     /// Made by a pass: the last row of the tokens' axis, the second of `x`.
     LastToken {
         x: Value,
@@ -220,6 +233,7 @@ impl Op {
             | Op::Slice { x, .. }
             | Op::Piece { x, .. }
             | Op::LastToken { x }
+            | Op::RotaryPeriods { inverse: x }
             | Op::SymSize { x, .. } => visit(x),
             Op::Binary { a, b, .. } => {
                 visit(a);
@@ -235,6 +249,11 @@ impl Op {
             Op::TakeTransposed { x, index } => {
                 visit(x);
                 visit(index);
+            }
+            Op::Rotary { x, offsets, periods, .. } => {
+                visit(x);
+                visit(offsets);
+                visit(periods);
             }
             Op::RmsNorm { x, weight, .. } => {
                 visit(x);

@@ -1,7 +1,7 @@
 //! Hand-made payloads: contradictions, payloads that would cost more than their size, and rare
 //! output of the exporter.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, HashMap};
 use std::time::{Duration, Instant};
 
 use flatbuffers::{FlatBufferBuilder, UnionWIPOffset, WIPOffset};
@@ -250,7 +250,8 @@ fn quick(payload: &[u8]) -> Result<()> {
     assert!((MEGABYTE / 2..MEGABYTE * 2).contains(&payload.len()), "{} bytes", payload.len());
     let started = Instant::now();
     let result = payload::read(payload).and_then(decode::decode).and_then(|mut graph| {
-        passes::run(&mut graph, Target { on_gpu: false, last_token_only: false }).map(drop)
+        passes::run(&mut graph, Target { on_gpu: false, last_token_only: false }, &HashMap::new())
+            .map(drop)
     });
     let took = started.elapsed();
     assert!(took < Duration::from_secs(1), "{} bytes took {took:?}", payload.len());

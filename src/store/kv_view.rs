@@ -65,12 +65,12 @@ impl KvView {
         self.along(SLOTS, start, stop)
     }
 
-    /// Returns the rows of one KV head.
+    /// Returns the rows of the KV heads from `first` to before `last`.
     ///
     /// # Errors
     /// [`Backend`](crate::Status::Backend).
-    pub fn head(&self, head: i32) -> Result<Self> {
-        self.along(HEADS, head, head + 1)
+    pub fn heads(&self, first: i32, last: i32) -> Result<Self> {
+        self.along(HEADS, first, last)
     }
 
     fn along(&self, axis: usize, start: i32, stop: i32) -> Result<Self> {

@@ -47,6 +47,12 @@ pub extern "C" fn etkv_delegate_take_error() -> *mut etkv_error {
     taken.map_or(std::ptr::null_mut(), handle::give)
 }
 
+/// Rolls back the step of a program for the CPU that the calling thread began and that is not done.
+#[no_mangle]
+pub extern "C" fn etkv_delegate_abort_forward() {
+    etkv_cpu::program::abort_forward();
+}
+
 /// Sets the options with which the calling thread loads programs from now on.
 ///
 /// # Safety

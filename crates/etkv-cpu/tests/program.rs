@@ -4,13 +4,16 @@
 
 mod calls;
 
+use std::sync::mpsc::{channel, Receiver, Sender};
+use std::time::Duration;
+
 use calls::{attend_payload, bytes, Method, Taker, DIM, FLOAT, LONG};
 use etkv_core::{
-    CacheConfig, CacheRegistry, Entry, KvFormat, Result, Session, SharedCache, Status,
+    CacheConfig, CacheRegistry, Entry, Error, KvFormat, Result, Session, SharedCache, Status,
 };
-use etkv_cpu::program::Call;
-use etkv_cpu::{builders, ContiguousCache, Serial, CPU_BACKEND};
-use etkv_host::{Argument, LoadOptions};
+use etkv_cpu::program::{abort_forward, Call};
+use etkv_cpu::{builders, CellsCache, ContiguousCache, Serial, CPU_BACKEND};
+use etkv_host::{Argument, Host, LoadOptions};
 
 fn session(n_layers: usize) -> Session {
     let config = CacheConfig::uniform(n_layers, 1, DIM as i32, 8).stored_as(KvFormat::F32);
@@ -109,6 +112,58 @@ fn an_unfinished_forward_is_rolled_back() {
     drop(method);
     assert_eq!(length(&session), 3);
     session.cache().lock().unwrap().rewind(1).unwrap();
+}
+
+/// A host that knows of the failure rolls the step back at once: sequences that were declared for a
+/// step could not be declared for the next one before.
+#[test]
+fn a_host_aborts_an_unfinished_forward() {
+    let config = CacheConfig::uniform(2, 1, DIM as i32, 8).stored_as(KvFormat::F32);
+    let session = Session::new(builders(), CPU_BACKEND, CellsCache::SEQ, config).unwrap();
+    let declare = || session.cache().lock().unwrap().sequences_mut().unwrap().begin_step(&[7]);
+    let mut method = Method::load("aborted", session.key());
+    abort_forward();
+    declare().unwrap();
+    method.call(0, &[0], &mut Taker::default()).unwrap();
+    assert_eq!(declare().unwrap_err().status(), Status::Step);
+    abort_forward();
+    assert_eq!(length(&session), 0);
+    declare().unwrap();
+    assert_near(&method.forward(&[0]).unwrap(), &expected(0..=0));
+    assert_eq!(length(&session), 1);
+    // Nothing is left to abort, also on a thread that began nothing.
+    abort_forward();
+    declare().unwrap();
+    method.call(0, &[1], &mut Taker::default()).unwrap();
+    std::thread::scope(|scope| scope.spawn(abort_forward).join().unwrap());
+    method.call(1, &[1], &mut Taker::default()).unwrap();
+    assert_eq!(length(&session), 2);
+}
+
+/// Each of two programs waits inside a call until the other is inside one.
+#[test]
+fn programs_run_at_the_same_time() {
+    struct Meeting(Sender<()>, Receiver<()>);
+    impl Host for Meeting {
+        fn take(&mut self, _: &[Argument]) -> Result<()> {
+            self.0.send(()).unwrap();
+            let met = self.1.recv_timeout(Duration::from_secs(30));
+            met.map_err(|_| Error::new(Status::Internal, "the other program did not run meanwhile"))
+        }
+    }
+    let [(to_a, from_b), (to_b, from_a)] = [channel(), channel()];
+    let meetings = [("a", Meeting(to_b, from_b)), ("b", Meeting(to_a, from_a))];
+    std::thread::scope(|scope| {
+        for (name, mut host) in meetings {
+            scope.spawn(move || {
+                let session = session(2);
+                let mut method = Method::load(name, session.key());
+                method.call(0, &[0, 1], &mut host).unwrap();
+                method.call(1, &[0, 1], &mut host).unwrap();
+                assert_eq!(length(&session), 2);
+            });
+        }
+    });
 }
 
 /// Calls of two loads, by turns on one thread, with the same program.

@@ -10,6 +10,7 @@ mod integers;
 mod linear;
 mod norm;
 mod quantized;
+mod rotary;
 mod shape;
 
 use mlx_rs::Array;
@@ -153,6 +154,10 @@ pub fn run(op: &Op, frame: &mut Frame) -> Result<Made> {
             };
             attention::run_update_and_attend(frame, [*q, *k, *v], *position, call)?
         }
+        Op::Rotary { x, offsets, periods, dtype } => {
+            rotary::run(frame, *x, [*offsets, *periods], *dtype)?
+        }
+        Op::RotaryPeriods { inverse } => frame.tensor(*inverse)?.reshape(&[-1])?.reciprocal()?,
         Op::LastToken { x } => shape::run_last_token(frame.tensor(*x)?)?,
         Op::SymSize { x, dim } => {
             return shape::run_sym_size(frame.tensor(*x)?, *dim).map(Made::Int)

@@ -1,7 +1,7 @@
 //! Finds positions that come straight from an input, so that they are read where the host left
 //! them, without waiting for the device.
 
-use crate::program::ir::{Graph, Index, InputSpec, Int, Op, Out, Value};
+use crate::program::ir::{Graph, Index, InputSpec, Instruction, Int, Op, Out, Value};
 use std::collections::HashMap;
 
 /// The most axes of positions: more than any program has, and few enough to copy for every view.
@@ -10,7 +10,19 @@ const MAX_AXES: usize = 8;
 /// Makes every cache op read its positions from an input, if they are that input element for
 /// element.
 pub fn trace(graph: &mut Graph) {
-    // The inputs `[T]`, and views with the elements of one input in order.
+    let views = views(graph);
+    for instruction in &mut graph.main.instructions {
+        if let Op::UpdateAndAttend { position, .. } = &mut instruction.op {
+            if let Some(input) = views.get(position) {
+                *position = *input;
+            }
+        }
+    }
+}
+
+/// Returns the inputs `[T]` of integers, and the views with the elements of one input in order, each
+/// with its input.
+pub fn views(graph: &Graph) -> HashMap<Value, Value> {
     let mut views: HashMap<Value, (Value, Vec<Axis>)> = graph
         .inputs
         .iter()
@@ -21,22 +33,15 @@ pub fn trace(graph: &mut Graph) {
             _ => None,
         })
         .collect();
-    for instruction in &mut graph.main.instructions {
-        match (&mut instruction.op, instruction.out) {
-            (Op::UpdateAndAttend { position, .. }, _) => {
-                if let Some((input, _)) = views.get(position) {
-                    *position = *input;
-                }
-            }
-            (op, Out::Tensor(value)) => {
-                let view = viewed(op)
-                    .and_then(|x| views.get(&x))
-                    .and_then(|(input, axes)| apply(op, axes.clone()).map(|axes| (*input, axes)));
-                views.extend(view.map(|view| (value, view)));
-            }
-            (_, Out::Int(_)) => {}
+    for Instruction { op, out } in &graph.main.instructions {
+        if let Out::Tensor(value) = *out {
+            let view = viewed(op)
+                .and_then(|x| views.get(&x))
+                .and_then(|(input, axes)| apply(op, axes.clone()).map(|axes| (*input, axes)));
+            views.extend(view.map(|view| (value, view)));
         }
     }
+    views.into_iter().map(|(view, (input, _))| (view, input)).collect()
 }
 
 /// Returns the operand of a view that may keep every element.

@@ -146,8 +146,10 @@ fn attend_with(
     // About ten microseconds are not worth waking a thread.
     let work = sizes.n_kv_heads * sizes.n_slots * (sizes.k_dim + sizes.v_dim) * sizes.rows();
     let parallel = if work < 1 << 17 { &Serial } else { parallel };
-    let plan = Plan::new(sizes, parallel.threads());
-    let threads = parallel.threads().min(plan.n_tasks()).max(1);
+    // A host may take a lock to answer.
+    let available = parallel.threads();
+    let plan = Plan::new(sizes, available);
+    let threads = available.min(plan.n_tasks()).max(1);
     let (parts, blocks) = workspace.prepare(&plan, threads)?;
     let [k, v] = stored;
     let factor = scale * std::f32::consts::LOG2_E;

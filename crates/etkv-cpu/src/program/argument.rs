@@ -33,6 +33,9 @@ pub fn rows(argument: &Argument, name: &str) -> Result<Tensor> {
         fail!(Shape, "{name}: expected 4 dimensions, got shape {:?}", argument.shape());
     };
     let shape = [batch, heads, n, dim];
+    if n == 0 {
+        fail!(Shape, "{name}: the step has no tokens, got shape {shape:?}; pass at least one");
+    }
     let count: usize = shape.iter().map(|&size| usize::try_from(size).unwrap_or(0)).product();
     let bytes = argument.bytes();
     if bytes.len() != count * dtype.size() || bytes.as_ptr().align_offset(dtype.size()) != 0 {
@@ -69,6 +72,7 @@ pub fn positions(argument: &Argument, out: &mut Vec<i32>) -> Result<()> {
         other => fail!(Dtype, "positions: expected int64 or int32, got ExecuTorch's type {other}"),
     };
     out.clear();
+    reserve(out, argument.bytes().len() / (size * components))?;
     for token in argument.bytes().chunks_exact(size * components) {
         let position = match size {
             8 => i64::from_ne_bytes(token[..8].try_into().unwrap_or_default()),
@@ -78,6 +82,17 @@ pub fn positions(argument: &Argument, out: &mut Vec<i32>) -> Result<()> {
             Ok(position) => out.push(position),
             Err(_) => fail!(Position, "position {position} is not a 32-bit integer"),
         }
+    }
+    Ok(())
+}
+
+/// Makes room for `n` positions behind those in `positions`.
+///
+/// # Errors
+/// [`Backend`](etkv_core::Status::Backend) if there is no such memory.
+pub fn reserve(positions: &mut Vec<i32>, n: usize) -> Result<()> {
+    if positions.try_reserve(n).is_err() {
+        fail!(Backend, "out of memory: {n} positions; free memory or take fewer tokens at a time");
     }
     Ok(())
 }

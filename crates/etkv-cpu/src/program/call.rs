@@ -26,7 +26,8 @@ impl Call {
     /// - [`Program`](etkv_core::Status::Program) for a payload that is damaged or of another version.
     /// - [`NoCache`](etkv_core::Status::NoCache) for an unknown key,
     ///   [`Kind`](etkv_core::Status::Kind) for a cache of another backend, and
-    ///   [`Shape`](etkv_core::Status::Shape) for a cache with fewer layers.
+    ///   [`Shape`](etkv_core::Status::Shape) for a cache with another
+    ///   number of layers.
     /// - [`Unsupported`](etkv_core::Status::Unsupported) for the last row of a program that computes
     ///   all.
     pub fn load(payload: &[u8], options: &LoadOptions) -> Result<Self> {

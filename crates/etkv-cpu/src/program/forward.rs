@@ -57,6 +57,21 @@ struct Loading {
 
 thread_local! {
     static LOADING: RefCell<Option<Loading>> = const { RefCell::new(None) };
+    /// The forward whose step this thread opened last: ExecuTorch makes the calls of a forward on one
+    /// thread.
+    static OPEN: RefCell<Weak<Forward>> = const { RefCell::new(Weak::new()) };
+}
+
+/// Rolls back the forward that this thread began, if it is not done: an operator between two calls
+/// failed.
+pub fn abort_forward() {
+    // A thread that ends may have no storage left.
+    let open = OPEN.try_with(|open| open.take().upgrade()).ok().flatten();
+    if let Some(forward) = open {
+        if let Ok(mut state) = forward.state() {
+            forward.abort(&mut state);
+        }
+    }
 }
 
 impl Forward {
@@ -65,8 +80,8 @@ impl Forward {
     ///
     /// # Errors
     /// [`NoCache`](etkv_core::Status::NoCache) for an unknown key, [`Kind`](etkv_core::Status::Kind)
-    /// for a cache of another backend, and [`Shape`](etkv_core::Status::Shape) for a cache without
-    /// this layer.
+    /// for a cache of another backend, and [`Shape`](etkv_core::Status::Shape) for a cache with
+    /// another number of layers.
     pub fn of_call(call: &Attend, key: &str) -> Result<Arc<Self>> {
         LOADING.with(|loading| {
             let loading = &mut *loading.borrow_mut();
@@ -116,8 +131,11 @@ impl Forward {
     /// [`update_and_fetch`](etkv_core::AttendCache::update_and_fetch) and
     /// [`commit`](etkv_core::AttendCache::commit), those of `host`, and
     /// [`Step`](etkv_core::Status::Step) for a call out of order.
-    pub fn attend(&self, call: &Attend, run: Run) -> Result<()> {
+    pub fn attend(self: &Arc<Self>, call: &Attend, run: Run) -> Result<()> {
         let mut state = self.state()?;
+        if call.call == 0 {
+            OPEN.with(|open| open.replace(Arc::downgrade(self)));
+        }
         let done = self.attend_now(&mut state, call, run);
         match done {
             Ok(()) => state.next = (call.call + 1) % self.n_calls,
@@ -147,8 +165,8 @@ impl Forward {
         }
         let mut cache = self.cache.lock()?;
         if call.call == 0 {
-            cache.begin(&state.given)?;
-            state.positions.clone_from(&state.given);
+            copy(&state.given, &mut state.positions)?;
+            cache.begin(&state.positions)?;
             state.next = 1;
         }
         let spec = cache.update_and_fetch(call.layer, &k, &v)?;
@@ -193,6 +211,14 @@ impl Forward {
             }
         }
     }
+}
+
+/// Makes `to` the same positions.
+fn copy(from: &[i32], to: &mut Vec<i32>) -> Result<()> {
+    to.clear();
+    argument::reserve(to, from.len())?;
+    to.extend_from_slice(from);
+    Ok(())
 }
 
 impl Drop for Forward {

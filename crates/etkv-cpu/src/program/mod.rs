@@ -11,6 +11,7 @@ mod payload;
 mod rows;
 
 pub use call::Call;
+pub use forward::abort_forward;
 
 /// The target of the spans and events of programs.
 const TARGET: &str = "etkv::program";

@@ -6,6 +6,9 @@ use serde::Deserialize;
 /// The version of payloads that this reads.
 const VERSION: u32 = 1;
 
+/// The most calls of a forward: more than any model has, and few enough to count each.
+const MOST_CALLS: usize = 1 << 16;
+
 /// The payload of a call.
 #[derive(Debug, Clone, PartialEq, Deserialize)]
 #[serde(tag = "op", rename_all = "snake_case", deny_unknown_fields)]
@@ -87,6 +90,13 @@ impl Attend {
     }
 
     fn check(&self) -> Result<()> {
+        if self.n_calls > MOST_CALLS {
+            fail!(
+                Program,
+                "expected at most {MOST_CALLS} calls of a forward, got {}",
+                self.n_calls
+            );
+        }
         if self.call >= self.n_calls {
             fail!(Program, "expected a call below {}, got {}", self.n_calls, self.call);
         }
@@ -127,6 +137,7 @@ mod tests {
             ("update_and_attend", "update", "unknown variant `update`"),
             ("\"call\": 0", "\"call\": 2", "below 2, got 2"),
             ("\"call\": 0", "\"call\": -1", "damaged"),
+            ("\"n_calls\": 2", "\"n_calls\": 100000000000000", "at most 65536 calls"),
             ("\"layer\": 1", "\"layer\": 2", "layer below 2, got 2"),
             ("[2, 0, 0, 1]", "[2, 0, 4, 1]", "from 0 to 3, got [2, 0, 4, 1]"),
             ("[2, 0, 0, 1]", "[2, 0, 1]", "damaged"),

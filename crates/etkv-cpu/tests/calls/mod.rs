@@ -61,7 +61,7 @@ impl Method {
     }
 
     /// One call with rows that follow from the positions. Returns the output.
-    pub fn call(&mut self, call: usize, positions: &[i64], host: &mut Taker) -> Result<()> {
+    pub fn call(&mut self, call: usize, positions: &[i64], host: &mut dyn Host) -> Result<()> {
         let rows = |add: f32| -> Vec<f32> {
             let row = |&at: &i64| (0..DIM).map(move |i| (at as f32 + add) * 0.1 + i as f32 * 0.01);
             positions.iter().flat_map(row).collect()

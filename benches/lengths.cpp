@@ -1,0 +1,151 @@
+// What steps take at lengths that the process has not run before, and that it
+// has: prompts, a token a step, and a few tokens to verify.
+//
+//   etkv_lengths MODEL.pte [KV_FORMAT [LONGEST]]
+#include <algorithm>
+#include <cstdint>
+#include <cstdio>
+#include <cstdlib>
+#include <functional>
+#include <string>
+#include <vector>
+
+#include "etkv/executorch.hpp"
+#include "examples/common/clock.hpp"
+#include "examples/common/log.hpp"
+#include "examples/common/logits.hpp"
+#include "examples/common/program.hpp"
+
+namespace {
+
+using etkv::Cache;
+using etkv::Result;
+using etkv::examples::Program;
+using etkv::examples::Stopwatch;
+
+template <typename T>
+auto must(Result<T> result) {
+  if (!result) {
+    std::fprintf(stderr, "%s\n", result.error().message().c_str());
+    std::exit(1);
+  }
+  return std::move(result).value();
+}
+
+void must(const Result<void>& result) {
+  if (!result) {
+    std::fprintf(stderr, "%s\n", result.error().message().c_str());
+    std::exit(1);
+  }
+}
+
+/// Milliseconds until the host has chosen a token.
+double timed(const std::function<etkv::examples::LogitsView()>& step) {
+  Stopwatch watch;
+  const auto logits = step();
+  must(etkv::examples::argmax(logits, logits.last_row()));
+  return 1e3 * watch.lap();
+}
+
+double median(std::vector<double> times) {
+  std::nth_element(
+      times.begin(), times.begin() + times.size() / 2, times.end());
+  return times[times.size() / 2];
+}
+
+void print(const std::string& what, const std::vector<double>& times) {
+  const auto [least, most] = std::minmax_element(times.begin(), times.end());
+  std::printf(
+      "%-44s median %9.3f ms   least %9.3f   most %9.3f\n",
+      what.c_str(),
+      median(times),
+      *least,
+      *most);
+  std::fflush(stdout);
+}
+
+} // namespace
+
+int main(int argc, char** argv) {
+  if (argc < 2) {
+    std::fprintf(
+        stderr, "usage: etkv_lengths MODEL.pte [KV_FORMAT [LONGEST]]\n");
+    return 2;
+  }
+  etkv::examples::quiet_executorch();
+  auto program = must(Program::open(argv[1]));
+  const std::string format = argc > 2 ? argv[2] : program.native_format();
+  const int64_t longest = argc > 3 ? std::atoll(argv[3]) : 4000;
+  const auto& params = program.params();
+  auto session = must(
+      etkv::make_decode_session(
+          params.backend_id,
+          etkv::make_config(
+              params, static_cast<int32_t>(longest + 64), format)));
+  Cache& cache = session.cache();
+  Stopwatch watch;
+  must(program.load(session.key(), etkv::Logits::last));
+  std::printf(
+      "%s, %s: loaded in %.1f s\n", argv[1], format.c_str(), watch.lap());
+
+  std::vector<int64_t> tokens(static_cast<size_t>(longest) + 64);
+  for (size_t i = 0; i < tokens.size(); ++i) {
+    tokens[i] = static_cast<int64_t>(10 + i * 31 % 200);
+  }
+  const auto prompt = [&](int64_t n) {
+    must(cache.clear());
+    return timed([&] {
+      return *must(
+          etkv::examples::prefill(
+              program, tokens.data(), 0, static_cast<size_t>(n), 0, {}));
+    });
+  };
+  const auto step = [&](int64_t n) {
+    const int64_t at = must(cache.length());
+    return timed([&] {
+      return must(program.step_at(&tokens[at], at, static_cast<size_t>(n)));
+    });
+  };
+
+  std::printf("first prompt of 40 tokens: %.1f ms\n", prompt(40));
+  std::printf("second, of 41: %.1f ms\n", prompt(41));
+  // From the longest to the shortest and back, as no conversation grows.
+  std::vector<double> fresh;
+  std::vector<double> again;
+  std::vector<double> ratios;
+  for (int64_t i = 0; i < 20; ++i) {
+    const int64_t n = 100 + (longest - 100) * (i * 7 % 20) / 20 + i;
+    fresh.push_back(prompt(n));
+    again.push_back(prompt(n));
+    ratios.push_back(fresh.back() / again.back());
+  }
+  print("prompts, lengths not seen before", fresh);
+  print("prompts, the same lengths again", again);
+  std::printf(
+      "ratio, median %.2f, most %.2f\n",
+      median(ratios),
+      *std::max_element(ratios.begin(), ratios.end()));
+
+  for (const int64_t context : {int64_t{128}, longest / 2}) {
+    prompt(context);
+    std::vector<double> ones;
+    for (int i = 0; i < 64; ++i) {
+      ones.push_back(step(1));
+    }
+    print("a token behind " + std::to_string(context), ones);
+    const double one = median(ones);
+    std::printf("  %.1f tokens/s\n", 1e3 / one);
+    for (const int64_t n : {2, 4, 8, 16}) {
+      prompt(context + n);
+      std::vector<double> times;
+      for (int i = 0; i < 24; ++i) {
+        times.push_back(step(n));
+        // As after a verification that accepts one token.
+        must(cache.rewind(must(cache.length()) - static_cast<int32_t>(n) + 1));
+      }
+      print("  " + std::to_string(n) + " tokens, a new length each", times);
+      std::printf("  %.2f times one token\n", median(times) / one);
+    }
+  }
+  return 0;
+}

@@ -1,0 +1,70 @@
+//! Rotary embedding by MLX's own function.
+
+use mlx_rs::fast::rope_dynamic;
+use mlx_rs::{Array, Dtype};
+
+use crate::error::{fail, Result};
+use crate::mlx::cast;
+use crate::program::frame::Frame;
+use crate::program::ir::Value;
+
+pub fn run(frame: &Frame, x: Value, [offsets, periods]: [Value; 2], dtype: Dtype) -> Result<Array> {
+    let (offsets, periods) = (frame.tensor(offsets)?, frame.tensor(periods)?);
+    cast(&rotary(frame.tensor(x)?, offsets, periods)?, dtype)
+}
+
+/// Embeds `x`, `[1, heads, T, head_dim]`. MLX's function has an offset for each entry of a batch, and
+/// counts the tokens of an entry from there. Here each token is an entry of its own.
+fn rotary(x: &Array, offsets: &Array, periods: &Array) -> Result<Array> {
+    if x.ndim() != 4 || x.dim(0) != 1 || offsets.shape() != [x.dim(2)] {
+        let (x, offsets) = (x.shape(), offsets.shape());
+        fail!(Shape, "expected one position for each token of {x:?}, got positions {offsets:?}");
+    }
+    let embed = |x: &Array| rope_dynamic(x, x.dim(3), false, None, 1.0, offsets, periods);
+    if x.dim(2) == 1 {
+        return Ok(embed(x)?);
+    }
+    let tokens_first = [2, 1, 0, 3];
+    Ok(embed(&x.transpose_axes(&tokens_first)?)?.transpose_axes(&tokens_first)?)
+}
+
+#[cfg(test)]
+mod tests {
+    use mlx_rs::ops::concatenate;
+    use mlx_rs::random::normal;
+
+    use super::*;
+    use crate::mlx::{self, slice_axis};
+
+    /// As exporters write it.
+    fn written(x: &Array, offsets: &Array, inverse: &Array) -> Result<Array> {
+        let half = x.dim(3) / 2;
+        let angles = offsets.as_dtype(Dtype::Float32)?.reshape(&[-1, 1])?.multiply(inverse)?;
+        let angles = concatenate(&[&angles, &angles], -1)?;
+        let back = slice_axis(x, 3, half, 2 * half, 1)?.negative()?;
+        let turned = concatenate(&[&back, &slice_axis(x, 3, 0, half, 1)?], -1)?;
+        Ok(x.multiply(angles.cos()?)?.add(turned.multiply(angles.sin()?)?)?)
+    }
+
+    #[test]
+    fn tokens_turn_by_their_own_positions() {
+        mlx::run(|| {
+            let inverse = Array::from_slice(&[1.0f32, 0.3, 0.07, 0.0], &[4]);
+            for positions in [&[0][..], &[5], &[0, 1, 2, 3], &[9, 9, 2, 700, 11]] {
+                let n = positions.len() as i32;
+                let offsets = Array::from_slice(positions, &[n]);
+                // The layout that a projection leaves.
+                let x = normal::<f32>(&[1, n, 3, 8], None, None, None)?
+                    .transpose_axes(&[0, 2, 1, 3])?;
+                let found = rotary(&x, &offsets, &inverse.reciprocal()?)?;
+                let expected = written(&x, &offsets, &inverse)?;
+                assert_eq!(found.shape(), expected.shape());
+                assert!(found.all_close(&expected, 1e-4, 1e-4, None)?);
+            }
+            let x = normal::<f32>(&[1, 1, 2, 8], None, None, None)?;
+            assert!(rotary(&x, &Array::from_slice(&[1], &[1]), &inverse).is_err());
+            Ok(())
+        })
+        .unwrap();
+    }
+}
