@@ -22,7 +22,7 @@ export HF_HUB_OFFLINE := 1
 export ONEDNN_MAX_CPU_ISA ?= AVX512_CORE_FP16
 
 .DEFAULT_GOAL := help
-.PHONY: help setup build demo question chat model programs rust faces test test-rust test-cpp test-package test-sanitize test-python test-macos test-macos-short test-long lint format bench bench-caches bench-speculation bench-threads clean
+.PHONY: help setup build demo question chat model programs rust faces test test-rust test-cpp test-package test-sanitize test-python test-macos test-macos-short test-long lint format bench bench-caches bench-speculation bench-threads bench-llama bench-lengths clean
 
 help: ## Show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -138,7 +138,16 @@ format: .venv/.ready ## Format every file
 
 bench: build model ## Compare speed and memory with mlx-lm, on the CPU with other runtimes
 	python benches/against_mlx_lm.py
-	python benches/cpu_peers.py
+	python benches/cpu_peers.py $(if $(wildcard build/llama/bin/python),--llama-python build/llama/bin/python)
+
+# SIGILL from it on a virtual machine: benches/cpu_peers.py says how to build it then.
+bench-llama: .venv/.ready ## Build llama.cpp for `make bench`, in build/llama
+	@test -x build/llama/bin/python || python -m venv build/llama
+	build/llama/bin/python -m pip install --quiet --no-binary llama-cpp-python llama-cpp-python==0.3.36
+
+bench-lengths: build model ## Measure steps at lengths that were not run before
+	@cmake --build build/cmake --target etkv_lengths
+	@build/cmake/benches/etkv_lengths $(MODEL)/model.pte
 
 bench-caches: .venv/.ready ## Measure plans, forks and decode steps of every kind and format
 	cargo bench --locked -p etkv-benches

@@ -49,7 +49,7 @@ fn plan_all(book: &mut CellsBookkeeping, sequences: &[i32], positions: &[i32]) {
 
 fn plan_contiguous(book: &ContiguousBookkeeping, position: i32) {
     let plan = book.plan(black_box(&[position])).expect("a step");
-    black_box(book.group(0, &plan));
+    black_box(book.group(0, &plan).expect("a plan"));
 }
 
 fn plan_one(book: &mut CellsBookkeeping, position: i32) {

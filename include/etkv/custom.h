@@ -47,7 +47,8 @@ typedef struct etkv_cache_vtable {
   /**
    * Called in place of the inner cache's function; it may change the inner
    * cache. `n` is at least 0. A failure counts as false, and its error is not
-   * reported.
+   * reported. On the CPU backend the inner cache cannot be changed during a
+   * step of another thread (ETKV_ERROR_STEP).
    */
   etkv_status (*can_extend)(
       void* state,

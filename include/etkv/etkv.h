@@ -68,7 +68,8 @@
  *   Calls on one cache run one at a time, and not during the steps of
  *   programs. A call during a step waits for the step to end. It sees the
  *   cache before or after the step, never in between. Functions that return
- *   facts do not wait.
+ *   facts do not wait. On the CPU backend calls that change the cache do not
+ *   wait either: they answer ETKV_ERROR_STEP during a step.
  *
  *   Calls that move, convert or free rows also wait for MLX, which takes work
  *   from one thread at a time. A thread that waits for a cache, for the device,

@@ -94,7 +94,9 @@ class PteFile:
         """
         found = self._delegates(_MLX)
         if not 0 <= index < len(found):
-            raise EtkvError(f"{self.path} has no MLX delegate number {index}")
+            raise EtkvError(
+                f"{self.path} has no MLX delegate number {index}; it has {len(found)}. Programs for the CPU have none"
+            )
         return self._payload(found[index])
 
     def cpu_payloads(self) -> list[bytes]:

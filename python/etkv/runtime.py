@@ -126,7 +126,8 @@ class Program:
         tensor in the program's dtype if ``tokens`` is a torch tensor, and else a numpy array. Numpy lacks bfloat16, so
         such rows become float32. Without ``copy`` the rows are the program's own memory, valid until its next step.
 
-        Raises :class:`EtkvError` if the inputs do not fit or the step fails. The cache is then as it was before.
+        Raises :class:`EtkvError` if the inputs do not fit or the step fails. The cache is then as it was before, unless
+        the last product of a CPU program fails: docs/cpu.md.
         """
         as_tensor = _is_tensor(tokens)
         ids, at = _integers(tokens, "tokens"), _integers(positions, "positions")

@@ -196,7 +196,8 @@ fn bind(graph: &Graph, key: &str) -> Result<ProgramCache> {
     if entry.backend_id != MLX_BACKEND {
         fail!(
             Kind,
-            "the cache `{key}` was made for backend `{}`, not `{MLX_BACKEND}`",
+            "the program is for backend `{MLX_BACKEND}`, the cache `{key}` for `{}`; make the session \
+             for the program's backend",
             entry.backend_id
         );
     }

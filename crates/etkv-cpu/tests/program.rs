@@ -220,7 +220,7 @@ fn caches_that_do_not_fit_are_refused() {
     let cache = ContiguousCache::new(CacheConfig::uniform(2, 1, DIM as i32, 8)).unwrap();
     let entry = Entry { backend_id: "other".to_owned(), cache: SharedCache::new(cache) };
     CacheRegistry::global().install("of another", entry).unwrap();
-    check("of another", Status::Kind, "made for backend `other`, not `cpu`");
+    check("of another", Status::Kind, "for backend `cpu`, the cache `of another` for `other`");
     CacheRegistry::global().erase("of another");
 
     let mut method = Method::load("none", "");

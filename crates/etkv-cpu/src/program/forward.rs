@@ -108,7 +108,8 @@ impl Forward {
         if entry.backend_id != CPU_BACKEND {
             fail!(
                 Kind,
-                "the cache `{key}` was made for backend `{}`, not `{CPU_BACKEND}`",
+                "the program is for backend `{CPU_BACKEND}`, the cache `{key}` for `{}`; make the \
+                 session for the program's backend",
                 entry.backend_id
             );
         }

@@ -262,7 +262,8 @@ impl Buffer {
         let runs = matches!((from, to), (Slots::Run(_), Slots::Run(_)));
         let ascend = |slots: &Slots| (1..n).all(|at| slot_at(slots, at - 1) < slot_at(slots, at));
         let down = |at: usize| slot_at(to, at) <= slot_at(from, at);
-        if !runs && !((0..n).all(down) && ascend(from) && ascend(to)) {
+        let in_place = runs || ((0..n).all(down) && ascend(from) && ascend(to));
+        if !in_place {
             let rows = self.copy(from)?;
             return self.put(to, &rows);
         }
