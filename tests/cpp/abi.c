@@ -148,6 +148,8 @@ static void errors(void) {
   /* The delegate has done nothing here, and errors of other calls are not its.
    */
   CHECK(etkv_delegate_take_error() == NULL);
+  etkv_delegate_abort_forward();
+  CHECK(etkv_delegate_take_error() == NULL);
 }
 
 /* What they do to programs is in sessions.cpp. */

@@ -397,7 +397,9 @@ void two_programs_on_one_cache() {
   Model half("llama-bf16");
   if (on_cpu()) {
     CHECK_REFUSED(
-        half.load(first.session.key()), ETKV_ERROR_KIND, "not `MLXBackend`");
+        half.load(first.session.key()),
+        ETKV_ERROR_KIND,
+        "the program is for backend `MLXBackend`");
     must(first.cache().rewind(8));
   } else {
     // One of another dtype reads the same storage.
