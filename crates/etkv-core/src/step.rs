@@ -82,6 +82,26 @@ impl<'a, S: Store> Step<'a, S> {
         self.open = false;
         Ok(())
     }
+
+    /// Leaves the step open without the cache; see [`AttendCache::set_aside`]. Returns its number.
+    ///
+    /// # Errors
+    /// Returns the step if the cache keeps each step open until it ends.
+    pub fn set_aside(mut self) -> std::result::Result<u64, Self> {
+        match self.cache.set_aside() {
+            Some(number) => {
+                self.open = false;
+                Ok(number)
+            }
+            None => Err(self),
+        }
+    }
+
+    /// Takes up the step that was set aside under this number. Returns `None` if it was rolled back
+    /// meanwhile.
+    pub fn resume(cache: &'a mut dyn AttendCache<Store = S>, number: u64) -> Option<Self> {
+        cache.resume(number).then_some(Self { cache, open: true })
+    }
 }
 
 impl<S: Store> Drop for Step<'_, S> {

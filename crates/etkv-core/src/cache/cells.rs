@@ -4,6 +4,7 @@ use std::ops::Range;
 
 use tracing::debug_span;
 
+use super::aside::Aside;
 use super::storage::Storage;
 use super::{AttendCache, Cache, SeqCache, TreeCache};
 use crate::bookkeeping::{CellsBookkeeping, Move};
@@ -21,6 +22,7 @@ pub struct CellsCache<S: Store> {
     book: CellsBookkeeping,
     storage: Storage<S>,
     open: bool,
+    aside: Aside,
 }
 
 impl<S: Store> CellsCache<S> {
@@ -50,7 +52,7 @@ impl<S: Store> CellsCache<S> {
         let capacity = config.capacity;
         let storage = Storage::new(config, true)?;
         let book = CellsBookkeeping::new(capacity, storage.windows());
-        Ok(Self { kind, book, storage, open: false })
+        Ok(Self { kind, book, storage, open: false, aside: Aside::default() })
     }
 
     fn try_begin(&mut self, positions: &[i32]) -> Result<()> {
@@ -66,6 +68,18 @@ impl<S: Store> CellsCache<S> {
         }
         self.open = true;
         Ok(())
+    }
+
+    /// The bookkeeping, to change it. Rolls back a step that was set aside.
+    fn changing(&mut self) -> &mut CellsBookkeeping {
+        self.drop_aside();
+        &mut self.book
+    }
+
+    fn drop_aside(&mut self) {
+        if self.aside.waits() {
+            self.abort();
+        }
     }
 
     /// The positions that count for `quantized_kv_start`: candidates do not.
@@ -110,6 +124,7 @@ impl<S: Store> Cache for CellsCache<S> {
     }
 
     fn clear(&mut self, release: bool) -> Result<()> {
+        self.drop_aside();
         if self.open {
             fail!(Step, "cannot clear the cache in the middle of a step");
         }
@@ -119,7 +134,7 @@ impl<S: Store> Cache for CellsCache<S> {
     }
 
     fn rewind(&mut self, length: i32) -> Result<()> {
-        self.book.rewind(length)
+        self.changing().rewind(length)
     }
 
     fn rewindable_to(&self) -> Result<i32> {
@@ -151,6 +166,7 @@ impl<S: Store> Cache for CellsCache<S> {
     }
 
     fn convert(&mut self, k_format: KvFormat, v_format: KvFormat) -> Result<()> {
+        self.drop_aside();
         if self.open {
             fail!(Step, "cannot convert the cache in the middle of a step");
         }
@@ -177,27 +193,27 @@ impl<S: Store> Cache for CellsCache<S> {
 
 impl<S: Store> SeqCache for CellsCache<S> {
     fn begin_step(&mut self, sequences: &[i32]) -> Result<()> {
-        self.book.begin_step(sequences)
+        self.changing().begin_step(sequences)
     }
 
     fn begin_step_shared(&mut self, sequences: &[&[i32]]) -> Result<()> {
-        self.book.begin_step_shared(sequences)
+        self.changing().begin_step_shared(sequences)
     }
 
     fn cancel_step(&mut self) -> Result<()> {
-        self.book.cancel_step()
+        self.changing().cancel_step()
     }
 
     fn seq_cp(&mut self, source: i32, target: i32, positions: Range<i32>) -> Result<()> {
-        self.book.seq_cp(source, target, positions)
+        self.changing().seq_cp(source, target, positions)
     }
 
     fn seq_rm(&mut self, sequence: i32, positions: Range<i32>) -> Result<()> {
-        self.book.seq_rm(sequence, positions)
+        self.changing().seq_rm(sequence, positions)
     }
 
     fn seq_keep(&mut self, sequence: i32) -> Result<()> {
-        self.book.seq_keep(sequence)
+        self.changing().seq_keep(sequence)
     }
 
     fn seq_len(&self, sequence: i32) -> Result<i32> {
@@ -223,7 +239,7 @@ impl<S: Store> SeqCache for CellsCache<S> {
     fn compact(&mut self) -> Result<()> {
         self.storage.check()?;
         let _span = debug_span!(target: TARGET, "compact").entered();
-        let moves = self.book.compact();
+        let moves = self.changing().compact();
         self.apply(moves)
     }
 }
@@ -231,12 +247,12 @@ impl<S: Store> SeqCache for CellsCache<S> {
 impl<S: Store> TreeCache for CellsCache<S> {
     fn propose(&mut self, sequence: i32, parents: &[i32]) -> Result<()> {
         self.storage.check()?;
-        self.book.propose(sequence, parents)
+        self.changing().propose(sequence, parents)
     }
 
     fn commit_tree(&mut self, sequence: i32, accepted: &[i32]) -> Result<()> {
         self.storage.check()?;
-        let moves = self.book.commit_tree(sequence, accepted);
+        let moves = self.changing().commit_tree(sequence, accepted);
         self.apply(moves)?;
         self.quantize();
         Ok(())
@@ -251,6 +267,7 @@ impl<S: Store> AttendCache for CellsCache<S> {
     type Store = S;
 
     fn begin(&mut self, positions: &[i32]) -> Result<()> {
+        self.drop_aside();
         let begun = self.try_begin(positions);
         self.storage.begun(positions, self.book.plans(), begun)
     }
@@ -279,17 +296,26 @@ impl<S: Store> AttendCache for CellsCache<S> {
         self.storage.check_done()?;
         let moves = self.book.commit()?;
         self.open = false;
+        self.aside.end();
         self.storage.commit(&moves)?;
         self.quantize();
         Ok(())
     }
 
     fn abort(&mut self) {
+        let aside = self.aside.end();
         if self.open {
             self.open = false;
             let plans = self.book.plans();
-            self.storage.abort(|group| plans.get(group).map(|plan| plan.write.clone()));
+            self.storage.abort(aside, |group| plans.get(group).map(|plan| plan.write.clone()));
             self.book.abort();
         }
+    }
+    fn set_aside(&mut self) -> Option<u64> {
+        self.open.then(|| self.aside.set())
+    }
+
+    fn resume(&mut self, step: u64) -> bool {
+        self.aside.resume(step)
     }
 }

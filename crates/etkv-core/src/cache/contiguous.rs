@@ -1,5 +1,6 @@
 //! One growing sequence: the single-stream path.
 
+use super::aside::Aside;
 use super::storage::Storage;
 use super::{AttendCache, Cache};
 use crate::bookkeeping::{ContiguousBookkeeping, ContiguousPlan, LayerGroupPlan, Slots};
@@ -15,6 +16,7 @@ pub struct ContiguousCache<S: Store> {
     book: ContiguousBookkeeping,
     storage: Storage<S>,
     step: Option<ContiguousPlan>,
+    aside: Aside,
     /// The open step's plan for each layer group, made once for all of its layers.
     plans: Vec<LayerGroupPlan>,
 }
@@ -33,7 +35,7 @@ impl<S: Store> ContiguousCache<S> {
         let storage = Storage::new(config, false)?;
         let groups = std::iter::once(None).chain(storage.windows().map(Some));
         let book = ContiguousBookkeeping::new(capacity, groups);
-        Ok(Self { book, storage, step: None, plans: Vec::new() })
+        Ok(Self { book, storage, step: None, aside: Aside::default(), plans: Vec::new() })
     }
 
     fn try_begin(&mut self, positions: &[i32]) -> Result<()> {
@@ -64,7 +66,15 @@ impl<S: Store> ContiguousCache<S> {
         }
     }
 
-    fn refuse_in_step(&self, what: &str) -> Result<()> {
+    /// Rolls back a step that was set aside.
+    fn drop_aside(&mut self) {
+        if self.aside.waits() {
+            self.abort();
+        }
+    }
+
+    fn refuse_in_step(&mut self, what: &str) -> Result<()> {
+        self.drop_aside();
         if self.step.is_some() {
             fail!(Step, "cannot {what} in the middle of a step");
         }
@@ -141,6 +151,7 @@ impl<S: Store> AttendCache for ContiguousCache<S> {
     type Store = S;
 
     fn begin(&mut self, positions: &[i32]) -> Result<()> {
+        self.drop_aside();
         let begun = self.try_begin(positions);
         self.storage.begun(positions, &self.plans, begun)
     }
@@ -169,6 +180,7 @@ impl<S: Store> AttendCache for ContiguousCache<S> {
         self.storage.check_done()?;
         let moves = self.book.commit(&plan)?;
         self.step = None;
+        self.aside.end();
         self.plans.clear();
         self.storage.commit(&moves)?;
         self.storage.quantize_at(self.book.length());
@@ -176,9 +188,18 @@ impl<S: Store> AttendCache for ContiguousCache<S> {
     }
 
     fn abort(&mut self) {
+        let aside = self.aside.end();
         if self.step.take().is_some() {
             self.plans.clear();
-            self.storage.abort(|_| None);
+            self.storage.abort(aside, |_| None);
         }
+    }
+
+    fn set_aside(&mut self) -> Option<u64> {
+        self.step.is_some().then(|| self.aside.set())
+    }
+
+    fn resume(&mut self, step: u64) -> bool {
+        self.aside.resume(step)
     }
 }

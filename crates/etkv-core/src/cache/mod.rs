@@ -4,6 +4,7 @@
 //! caches of several sequences and of candidates. A program's `update_and_attend` drives an
 //! [`AttendCache`], in the tensors of its backend. One object has both faces.
 
+mod aside;
 mod cells;
 mod contiguous;
 mod storage;
@@ -121,8 +122,8 @@ pub trait Cache: Send {
 ///
 /// Ranges are of positions; `i32::MAX` as the end means all that follow.
 ///
-/// While a step is open, every call that changes something is refused with
-/// [`Step`](crate::Status::Step), and queries answer as before the step. Every call answers
+/// While a step is open and not [set aside](AttendCache::set_aside), every call that changes something
+/// is refused with [`Step`](crate::Status::Step), and queries answer as before the step. Every call answers
 /// [`InvalidArgument`](crate::Status::InvalidArgument) to a number out of range and to a range that
 /// ends before it starts or starts below 0.
 pub trait SeqCache: Cache {
@@ -303,4 +304,18 @@ pub trait AttendCache: Cache {
 
     /// Rolls the step back. Does nothing without one.
     fn abort(&mut self);
+
+    /// Sets the open step aside: a program that runs ahead of its host waits for it without the
+    /// cache. Whatever else is then called that changes the cache rolls the step back first. Returns
+    /// the step's number, for [`resume`](Self::resume); `None` if no step is open, or in a cache
+    /// that keeps each step open until it ends.
+    fn set_aside(&mut self) -> Option<u64> {
+        None
+    }
+
+    /// Takes a step that was set aside up again, to commit or abort it. Returns `false` if it was
+    /// rolled back meanwhile.
+    fn resume(&mut self, _step: u64) -> bool {
+        false
+    }
 }

@@ -2,7 +2,7 @@
 //! everything that all kinds of caches do with a store.
 
 use tracing::span::EnteredSpan;
-use tracing::{debug_span, enabled, error, info, trace, warn, Level, Span};
+use tracing::{debug, debug_span, enabled, error, info, trace, warn, Level, Span};
 
 use crate::bookkeeping::{LayerGroupPlan, MaskPlan, Move, Slots, Window};
 use crate::config::{slot_bytes, CacheConfig, LayerConfig, LayerPolicy};
@@ -398,14 +398,19 @@ impl<S: Store> Storage<S> {
         }
     }
 
-    /// Rolls the step back. `written` are the slots of each layer group that it wrote.
+    /// Rolls the step back. `written` are the slots of each layer group that it wrote. One that was
+    /// set `aside` ends like this in the ordinary course.
     ///
     /// Unevaluated writes are rolled back without being evaluated: if that failed once, it would
     /// fail again. Evaluated writes are not needed, and no value may stay that a mask cannot hide.
-    pub fn abort(&mut self, written: impl Fn(usize) -> Option<Slots>) {
+    pub fn abort(&mut self, aside: bool, written: impl Fn(usize) -> Option<Slots>) {
         let _span = self.enter_step();
         let layers = self.done.iter().filter(|&&progress| progress != Progress::Waiting).count();
-        warn!(target: TARGET, layers, "a step is rolled back");
+        if aside {
+            debug!(target: TARGET, layers, "a step that waited is rolled back");
+        } else {
+            warn!(target: TARGET, layers, "a step is rolled back");
+        }
         let done = std::mem::take(&mut self.done);
         let saved = self.saved.take();
         self.end();

@@ -166,6 +166,7 @@ impl<B: Backend> Run<B> {
         let n = positions.len();
         let ids: Vec<Id> = self.model.write(positions);
         let stop_after = self.rng.chance(0.2).then(|| self.rng.below(self.layers.len() + 1));
+        let length = self.cache.length();
         let mut step = Step::begin(&mut self.cache, positions).unwrap();
         for (index, (layer, sight, rows)) in self.layers.iter_mut().enumerate() {
             let heads = layer.n_kv_heads as usize;
@@ -199,6 +200,17 @@ impl<B: Backend> Run<B> {
             let out = B::attend(&B::tensor(&q), &spec, SCALE).unwrap();
             assert_sees::<B>(&self.model, *sight, owners, &ids, (&q, &out), rows);
         }
+        let step = if self.rng.chance(0.3) {
+            let number = step.set_aside().ok().unwrap();
+            assert_eq!(self.cache.length(), length);
+            if stop_after.is_some() {
+                // The next call that changes the cache rolls it back.
+                return;
+            }
+            Step::resume(&mut self.cache, number).unwrap()
+        } else {
+            step
+        };
         if stop_after.is_some() {
             drop(step);
         } else {

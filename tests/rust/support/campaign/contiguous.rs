@@ -138,6 +138,17 @@ impl<B: Backend> Run<B> {
             let out = B::attend(&B::tensor(&q), &spec, SCALE).unwrap();
             assert_sees::<B>(layer.policy, start, (&q, &out), &written[id].0, &written[id].1);
         }
+        let step = if self.rng.chance(0.3) {
+            let number = step.set_aside().ok().unwrap();
+            assert_eq!(self.cache.length() as usize, length);
+            if stop_after.is_some() {
+                // The next call that changes the cache rolls it back.
+                return;
+            }
+            Step::resume(&mut self.cache, number).unwrap()
+        } else {
+            step
+        };
         if stop_after.is_some() {
             // Not committed: the cache is as before, also where the step overwrote rows.
             drop(step);

@@ -1,0 +1,33 @@
+//! An open step that waits until its host asks for more.
+
+/// Which step is open, and whether it was set aside.
+#[derive(Debug, Default)]
+pub struct Aside {
+    /// The number of the last step that was set aside; no two have the same.
+    number: u64,
+    waits: bool,
+}
+
+impl Aside {
+    /// Sets the open step aside, and returns its number.
+    pub fn set(&mut self) -> u64 {
+        self.number += 1;
+        self.waits = true;
+        self.number
+    }
+
+    /// Takes the step of this number up again. Returns whether it still waits.
+    pub fn resume(&mut self, number: u64) -> bool {
+        self.waits && self.number == number && self.end()
+    }
+
+    /// Returns whether a step waits.
+    pub fn waits(&self) -> bool {
+        self.waits
+    }
+
+    /// Forgets the step, which has ended or goes on. Returns whether it waited.
+    pub fn end(&mut self) -> bool {
+        std::mem::take(&mut self.waits)
+    }
+}
