@@ -1,6 +1,7 @@
 //! A loaded program: load it once, run it once a step.
 
 use std::collections::BTreeSet;
+use std::sync::Arc;
 
 use etkv_core::CacheRegistry;
 use etkv_host::{Argument, Host, LoadOptions, LogitsRows};
@@ -9,29 +10,42 @@ use mlx_rs::{Array, Dtype};
 use smallvec::SmallVec;
 use tracing::{debug_span, info, warn};
 
+use super::bound;
 use super::constants::{self, ConstantSource, Layout};
 use super::decode::decode;
 use super::dtype::{self, dtype_of};
 use super::frame::{Frame, Output, StepState};
+use super::generation::{TextInputs, Tokens};
 use super::interpreter::Schedule;
 use super::ir::{Dim, Graph, InputSpec, Op, Value};
 use super::passes::{self, Target};
 use super::stream::ProgramStream;
 use super::{payload, TARGET};
-use crate::backend::{ProgramCache, Step, MLX_BACKEND};
+use crate::backend::{MlxCache, ProgramCache, Step, MLX_BACKEND};
 use crate::error::{fail, Error, Result, Status};
 use crate::mlx::{self, Mlx};
 
-/// A loaded program.
-pub struct Program {
-    inputs: Vec<InputSpec>,
+/// A loaded program. Clones are the same program, which lives until the last is gone.
+#[derive(Clone)]
+pub struct Program(pub(super) Arc<Loaded>);
+
+/// What is loaded of a program.
+pub struct Loaded {
+    pub(super) inputs: Vec<InputSpec>,
     constants: Vec<Option<Array>>,
     main: Schedule,
     n_values: u32,
     n_ints: u32,
-    cache: Option<ProgramCache>,
-    stream: ProgramStream,
+    pub(super) cache: Option<ProgramCache>,
+    /// The rows of the logits that it was loaded for.
+    pub(super) logits: LogitsRows,
+    pub(super) stream: ProgramStream,
 }
+
+// SAFETY: arrays and the stream are used under the lock of MLX only, by one thread at a time.
+unsafe impl Send for Loaded {}
+// SAFETY: as above.
+unsafe impl Sync for Loaded {}
 
 impl Program {
     /// Decodes a payload, loads its constants and binds its cache.
@@ -78,15 +92,18 @@ impl Program {
                 "a program is loaded"
             );
             let n_kept = (graph.constants.len() + tensor_inputs(&graph.inputs)) as u32;
-            Ok(Self {
+            let program = Self(Arc::new(Loaded {
                 inputs: graph.inputs,
                 constants,
                 main: Schedule::new(graph.main, n_kept),
                 n_values: graph.n_values,
                 n_ints: graph.n_ints,
                 cache,
+                logits: options.logits,
                 stream: ProgramStream::new(&mlx)?,
-            })
+            }));
+            bound::add(&program);
+            Ok(program)
         })
     }
 
@@ -101,12 +118,12 @@ impl Program {
 
     /// Returns the number of inputs.
     pub fn n_inputs(&self) -> usize {
-        self.inputs.len()
+        self.0.inputs.len()
     }
 
     /// Returns the number of outputs.
     pub fn n_outputs(&self) -> usize {
-        self.main.chain().outputs.len()
+        self.0.main.chain().outputs.len()
     }
 
     /// Runs the program once, converts each output tensor to the dtype in `output_types` (numbers of
@@ -123,18 +140,20 @@ impl Program {
     ///   program needs a cache and has none.
     /// - [`Backend`](Status::Backend), and those of `host`.
     pub fn execute(
-        &mut self,
+        &self,
         inputs: &[Argument],
         output_types: &[i8],
         host: &mut dyn Host,
     ) -> Result<()> {
         let span = debug_span!(target: TARGET, "forward");
-        span.in_scope(|| self.run(inputs, output_types, host)).inspect_err(|error| {
+        span.in_scope(|| self.0.run(inputs, output_types, host)).inspect_err(|error| {
             warn!(target: TARGET, status = ?error.status(), %error, "a forward fails");
         })
     }
+}
 
-    fn run(&mut self, inputs: &[Argument], output_types: &[i8], host: &mut dyn Host) -> Result<()> {
+impl Loaded {
+    fn run(&self, inputs: &[Argument], output_types: &[i8], host: &mut dyn Host) -> Result<()> {
         let mut cache = self.cache.as_ref().map(ProgramCache::lock).transpose()?;
         // Dropped after the arrays that are made under it.
         let mut mlx = mlx::enter()?;
@@ -157,7 +176,7 @@ impl Program {
     /// Runs the instructions, and starts the computation of the outputs.
     fn start<'a>(
         &self,
-        mut frame: Frame<'a>,
+        mut frame: Frame<'_, 'a>,
         inputs: &[Argument],
         output_types: &[i8],
     ) -> Result<(Vec<Output>, Option<Step<'a>>)> {
@@ -182,7 +201,37 @@ impl Program {
     }
 }
 
-impl Drop for Program {
+impl Loaded {
+    /// Runs the instructions of a step of a language model. Returns the first output, its logits, and
+    /// the step.
+    ///
+    /// # Errors
+    /// Those of [`Program::execute`].
+    pub(super) fn logits<'a>(
+        &self,
+        mlx: &Mlx,
+        inputs: &TextInputs,
+        tokens: &Tokens,
+        positions: &[i32],
+        cache: &'a mut MlxCache,
+    ) -> Result<(Array, Step<'a>)> {
+        let step = StepState::Ready(cache);
+        let mut frame = Frame::new(mlx, self.n_values, self.n_ints, &self.constants, step);
+        inputs.bind(&mut frame, tokens, positions)?;
+        self.main.run(&mut frame)?;
+        // Other outputs are never computed.
+        let first = self.main.chain().outputs.get(..1).unwrap_or_default();
+        match frame.finish(first)? {
+            (made, Some(step)) => match made.into_iter().next() {
+                Some(Output::Tensor(logits, _)) => Ok((logits, step)),
+                _ => fail!(Unsupported, "cannot generate: the first output is no tensor"),
+            },
+            (_, None) => fail!(Unsupported, "cannot generate: the program attends to no cache"),
+        }
+    }
+}
+
+impl Drop for Loaded {
     fn drop(&mut self) {
         let _held = mlx::hold();
         self.constants.clear();

@@ -13,16 +13,19 @@ use crate::mlx::{self, Mlx};
 use etkv_host::Argument;
 
 /// The state of one run of a chain.
-pub struct Frame<'a> {
+pub struct Frame<'c, 's> {
     tensors: Vec<Option<Array>>,
     ints: Vec<Option<i32>>,
-    constants: &'a [Option<Array>],
+    constants: &'c [Option<Array>],
     on_gpu: bool,
     /// The elements of integer inputs, as the host passed them.
     host: HashMap<Value, Vec<i64>>,
+    /// An input whose elements the host does not know, and a number that each is below; none is
+    /// negative.
+    limit: Option<(Value, i32)>,
     /// Declared after the tensors, so that it is dropped after them. Dropping a step aborts it, and
     /// views of its buffers would turn that into copies.
-    step: StepState<'a>,
+    step: StepState<'s>,
 }
 
 /// The step of a run.
@@ -35,14 +38,14 @@ pub enum StepState<'a> {
     Open(Step<'a>, Value, Vec<i32>),
 }
 
-impl<'a> Frame<'a> {
+impl<'c, 's> Frame<'c, 's> {
     /// Returns an empty frame for values below `n_values` and integers below `n_ints`.
     pub fn new(
         mlx: &Mlx,
         n_values: u32,
         n_ints: u32,
-        constants: &'a [Option<Array>],
-        step: StepState<'a>,
+        constants: &'c [Option<Array>],
+        step: StepState<'s>,
     ) -> Self {
         Self {
             tensors: (0..n_values).map(|_| None).collect(),
@@ -50,6 +53,7 @@ impl<'a> Frame<'a> {
             constants,
             on_gpu: mlx.on_gpu(),
             host: HashMap::new(),
+            limit: None,
             step,
         }
     }
@@ -114,6 +118,16 @@ impl<'a> Frame<'a> {
     /// Returns the elements of an integer input, or `None` if `value` is another value.
     pub fn host_ints(&self, value: Value) -> Option<&[i64]> {
         self.host.get(&value).map(|numbers| &numbers[..])
+    }
+
+    /// Says that the elements of an input are at least 0 and below `limit`.
+    pub fn set_limit(&mut self, value: Value, limit: i32) {
+        self.limit = Some((value, limit));
+    }
+
+    /// Returns the number that the elements of an input are known to be below.
+    pub fn limit(&self, value: Value) -> Option<i32> {
+        self.limit.filter(|(limited, _)| *limited == value).map(|(_, limit)| limit)
     }
 
     /// Opens the step with the positions in `position`, at the first layer. Later layers must have
@@ -183,7 +197,7 @@ impl<'a> Frame<'a> {
     }
 
     /// Ends the run. Returns the outputs of the chain, and the step if one is open.
-    pub fn finish(mut self, outputs: &[Out]) -> Result<(Vec<Output>, Option<Step<'a>>)> {
+    pub fn finish(mut self, outputs: &[Out]) -> Result<(Vec<Output>, Option<Step<'s>>)> {
         let made = outputs
             .iter()
             .map(|out| match *out {

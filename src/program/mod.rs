@@ -8,12 +8,14 @@
 //! The payload is read once. The interpreter runs `ir`: typed instructions over values that are
 //! each written once. What can be computed before a run is computed before it.
 
+mod bound;
 mod constants;
 mod decode;
 mod describe;
 mod dtype;
 mod execute;
 mod frame;
+mod generation;
 mod interpreter;
 mod ir;
 mod ops;
@@ -30,8 +32,9 @@ pub use describe::{
     ConstantsDescription, DimDescription, InstructionDescription, LayoutsDescription,
     OperationCount, PassDescription, ProgramDescription,
 };
-pub use etkv_host::{Argument, Host, LoadOptions, LogitsRows};
+pub use etkv_host::{Argument, Host, LoadOptions, LogitsRows, Sampling};
 pub use execute::Program;
+pub use generation::{End, Generated, Generation, GenerationOptions, Prompt};
 
 /// The target of the spans and events of programs.
 const TARGET: &str = "etkv::program";

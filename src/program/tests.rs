@@ -374,7 +374,7 @@ fn run(
     };
     let mut weights = Weights([("w", bytes(&W)), ("v", bytes(&V))].into());
     let payload = parts.payload(chains);
-    let mut program = Program::load(&payload, &mut weights, &LoadOptions::default()).unwrap();
+    let program = Program::load(&payload, &mut weights, &LoadOptions::default()).unwrap();
     let ones = bytes(&[1.0; 3]);
     let input = Argument::tensor(FLOAT32, &[1, 3], &ones);
     let mut made = Made::default();

@@ -15,7 +15,7 @@ pub enum Program {
     Cpu(Call),
     /// An MLX program.
     #[cfg(feature = "mlx")]
-    Mlx(Box<etkv::program::Program>),
+    Mlx(etkv::program::Program),
 }
 
 impl Program {
@@ -44,7 +44,7 @@ impl Program {
     ) -> Result<Self> {
         let mut constants = mlx::OfProgram(constants);
         let program = etkv::program::Program::load(payload, &mut constants, options)?;
-        Ok(Self::Mlx(Box::new(program)))
+        Ok(Self::Mlx(program))
     }
 
     #[cfg(not(feature = "mlx"))]

@@ -103,7 +103,7 @@ impl SharedCache {
 
     /// Returns whether both are the same cache.
     pub fn is(&self, other: &Self) -> bool {
-        Arc::ptr_eq(&self.cache.0, &other.cache.0)
+        self.cache.is(&other.cache)
     }
 }
 
@@ -125,6 +125,11 @@ impl<C: ?Sized> Clone for Shared<C> {
 }
 
 impl<C: ?Sized> Shared<C> {
+    /// Returns whether both are the same cache.
+    pub fn is(&self, other: &Self) -> bool {
+        Arc::ptr_eq(&self.0, &other.0)
+    }
+
     /// Locks the cache, also for the whole of a step; see [`SharedCache::lock`].
     ///
     /// # Errors

@@ -1,8 +1,10 @@
-//! What programs of every backend exchange with the host that runs them: options, arguments, and
-//! calls of the host.
+//! What programs of every backend exchange with the host that runs them: options, arguments,
+//! calls of the host, and how tokens are chosen.
 
 mod argument;
 mod options;
+mod sampling;
 
 pub use argument::{Argument, Host};
 pub use options::{LoadOptions, LogitsRows};
+pub use sampling::Sampling;

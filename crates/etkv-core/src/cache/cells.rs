@@ -76,9 +76,12 @@ impl<S: Store> CellsCache<S> {
         &mut self.book
     }
 
+    /// Rolls back a step that was set aside, and withdraws what was declared for it.
     fn drop_aside(&mut self) {
         if self.aside.waits() {
             self.abort();
+            // No step is open now, so it cannot be refused.
+            let _ = self.book.cancel_step();
         }
     }
 

@@ -1,0 +1,91 @@
+//! The inputs of a language model: token ids and positions.
+
+use mlx_rs::{Array, Dtype};
+
+use crate::error::{fail, Result};
+use crate::program::dtype::dtype_of;
+use crate::program::frame::Frame;
+use crate::program::ir::{Dim, InputSpec, Value};
+
+/// Tokens of a step on a GPU or in main memory.
+pub enum Tokens<'a> {
+    /// Ids that the host knows.
+    Host(&'a [i64]),
+    /// Ids that the device has chosen, `[T]`, each less than a limit.
+    Device(&'a Array, i32),
+}
+
+/// The two inputs of a language model.
+#[derive(Debug, Clone, Copy)]
+pub struct TextInputs {
+    /// Token ids, `[1, T]`.
+    tokens: (Value, Dtype),
+    /// Their positions, `[T]`.
+    positions: (Value, Dtype),
+    /// The most tokens of a step, if the program limits them.
+    pub most: Option<i32>,
+}
+
+impl TextInputs {
+    /// Finds them among the inputs of a program.
+    ///
+    /// # Errors
+    /// [`Unsupported`](crate::Status::Unsupported) for a program with other inputs.
+    pub fn find(inputs: &[InputSpec]) -> Result<Self> {
+        let (mut tokens, mut positions, mut most) = (None, None, None);
+        for input in inputs {
+            let InputSpec::Tensor { value, shape, scalar_type, .. } = input else {
+                fail!(Unsupported, "cannot generate with a program that takes an integer");
+            };
+            let dtype = dtype_of(*scalar_type)?;
+            let found = match shape[..] {
+                [Dim::Static(1), Dim::UpTo(limit)] => {
+                    most = limit;
+                    &mut tokens
+                }
+                [Dim::UpTo(_)] => &mut positions,
+                _ => fail!(
+                    Unsupported,
+                    "cannot generate with a program whose inputs are other than tokens [1, T] and \
+                     positions [T]"
+                ),
+            };
+            let is_integer = matches!(dtype, Dtype::Int32 | Dtype::Int64);
+            if !is_integer || found.replace((*value, dtype)).is_some() {
+                fail!(
+                    Unsupported,
+                    "cannot generate with a program whose inputs are other than tokens [1, T] and \
+                     positions [T], both integers"
+                );
+            }
+        }
+        match (tokens, positions) {
+            (Some(tokens), Some(positions)) => Ok(Self { tokens, positions, most }),
+            _ => fail!(
+                Unsupported,
+                "cannot generate with a program that has not both tokens [1, T] and positions [T]"
+            ),
+        }
+    }
+
+    /// Binds the inputs of a step.
+    pub fn bind(&self, frame: &mut Frame, tokens: &Tokens, positions: &[i32]) -> Result<()> {
+        let n = positions.len() as i32;
+        let (value, dtype) = self.tokens;
+        match tokens {
+            Tokens::Host(ids) => {
+                let array = Array::from_slice(ids, &[1, n]).as_dtype(dtype)?;
+                frame.set(value, array);
+                frame.set_host_ints(value, ids.to_vec());
+            }
+            Tokens::Device(ids, below) => {
+                frame.set(value, ids.as_dtype(dtype)?.reshape(&[1, n])?);
+                frame.set_limit(value, *below);
+            }
+        }
+        let (value, dtype) = self.positions;
+        frame.set(value, Array::from_slice(positions, &[n]).as_dtype(dtype)?);
+        frame.set_host_ints(value, positions.iter().copied().map(i64::from).collect());
+        Ok(())
+    }
+}
