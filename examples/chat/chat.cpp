@@ -31,7 +31,12 @@ Chat::Chat(
       cache_(cache),
       options_(options),
       speculator_(speculator),
-      generator_(model.program(), cache, model.eos_token_ids(), speculator),
+      generator_(
+          model.program(),
+          cache,
+          model.eos_token_ids(),
+          speculator,
+          options.sampling),
       conversation_(model.tokenizer(), options.model.raw, options.system) {}
 
 Result<Answer> Chat::ask(const std::string& said) {

@@ -42,7 +42,12 @@ Result<int> run_with_draft(Model& model, const Options& options) {
       const auto draft,
       make_draft(
           *options.speculation.draft, options.model, model, session.cache()));
-  Speculator speculator(model, session.cache(), *draft, options.speculation);
+  Speculator speculator(
+      model,
+      session.cache(),
+      *draft,
+      options.speculation,
+      Sampler(options.sampling.temperature, options.sampling.seed));
   return talk(Chat(model, session.cache(), options, &speculator), options);
 }
 

@@ -12,8 +12,84 @@ namespace {
 /// Options as written; their consequences are computed later.
 struct Given {
   std::optional<int64_t> max_tokens;
+  double temperature = 0.0;
+  double top_p = 1.0;
+  double min_p = 0.0;
+  double repetition_penalty = 1.0;
+  std::optional<int64_t> top_k;
+  std::optional<int64_t> seed;
   Options options;
 };
+
+void add_sampling_arguments(Arguments& arguments, Given& given) {
+  arguments.number(
+      "--temperature",
+      "T",
+      "draw ids at random, with the logits divided by this;\n"
+      "0, the default, takes the greatest",
+      0.0,
+      100.0,
+      &given.temperature);
+  arguments.integer(
+      "--top-k",
+      "N",
+      "draw from the N most probable ids; 0, the default,\n"
+      "draws from all",
+      0,
+      std::numeric_limits<int32_t>::max(),
+      &given.top_k);
+  arguments.number(
+      "--top-p",
+      "P",
+      "draw from the fewest ids that have this share of the\n"
+      "probability (1)",
+      1e-6,
+      1.0,
+      &given.top_p);
+  arguments.number(
+      "--min-p",
+      "P",
+      "draw from ids of at least this share of the greatest\n"
+      "probability (0)",
+      0.0,
+      1.0,
+      &given.min_p);
+  arguments.number(
+      "--repetition-penalty",
+      "R",
+      "divide the positive logits of the last 64 ids by this\n"
+      "(1)",
+      0.01,
+      100.0,
+      &given.repetition_penalty);
+  arguments.integer(
+      "--seed",
+      "N",
+      "seed of the random numbers (0)",
+      0,
+      std::numeric_limits<int64_t>::max(),
+      &given.seed);
+}
+
+Sampling sampling_of(const Given& given) {
+  Sampling sampling;
+  sampling.temperature = static_cast<float>(given.temperature);
+  sampling.top_k = static_cast<int32_t>(given.top_k.value_or(0));
+  sampling.top_p = static_cast<float>(given.top_p);
+  sampling.min_p = static_cast<float>(given.min_p);
+  sampling.repetition_penalty = static_cast<float>(given.repetition_penalty);
+  sampling.seed = static_cast<uint64_t>(given.seed.value_or(0));
+  return sampling;
+}
+
+/// Names the option that has no meaning with a draft; nothing if there is none.
+const char* without_draft(const Given& given) {
+  return given.top_k                       ? "--top-k"
+         : given.top_p != 1.0              ? "--top-p"
+         : given.min_p != 0.0              ? "--min-p"
+         : given.repetition_penalty != 1.0 ? "--repetition-penalty"
+                                           : nullptr;
+}
 
 Arguments arguments_into(Given& given) {
   Arguments arguments(
@@ -35,6 +111,7 @@ Arguments arguments_into(Given& given) {
       1,
       std::numeric_limits<int32_t>::max(),
       &given.max_tokens);
+  add_sampling_arguments(arguments, given);
   add_speculation_arguments(
       arguments, given.options.speculation, "; none otherwise");
   arguments.choice(
@@ -82,10 +159,17 @@ Result<Options> parse_options(int argc, const char* const* argv) {
         std::string(options.speculation.depth ? "--depth" : "--width") +
         " is the shape of a draft's tree, and there is no --draft");
   }
+  if (const char* unused = without_draft(given);
+      options.speculation.draft && unused != nullptr) {
+    return refuse(
+        std::string(unused) +
+        " does not go with --draft, which takes --temperature alone");
+  }
   if (options.prompt && options.prompt->empty()) {
     return refuse("the prompt is empty");
   }
   options.max_tokens = given.max_tokens.value_or(options.max_tokens);
+  options.sampling = sampling_of(given);
   return options;
 }
 

@@ -17,6 +17,7 @@ struct Options {
   std::optional<std::string> prompt;
   std::optional<std::string> system;
   int64_t max_tokens = 256;
+  Sampling sampling;
   SpeculationOptions speculation;
   /// The kind of cache; empty for "contiguous", or "tree" with a draft.
   std::optional<std::string> session;

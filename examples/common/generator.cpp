@@ -26,31 +26,50 @@ Result<void> check_length(size_t prompt_tokens, const Cache& cache) {
   return {};
 }
 
-Result<int64_t> GreedyStepper::first(const LogitsView& logits) {
-  return argmax(logits, logits.last_row());
+void SamplingStepper::begin(std::vector<int64_t> prompt) {
+  prompt_ = std::move(prompt);
 }
 
-Result<std::vector<int64_t>> GreedyStepper::next(
+Result<int64_t> SamplingStepper::first(const LogitsView& logits) {
+  return choose(logits, prompt_);
+}
+
+Result<std::vector<int64_t>> SamplingStepper::next(
     const std::vector<int64_t>& text,
     size_t) {
   ASSIGN_OR_RETURN(
       const auto logits,
       program_.step_at(
           &text.back(), static_cast<int64_t>(text.size()) - 1, /*n=*/1));
-  ASSIGN_OR_RETURN(const int64_t id, argmax(logits, logits.last_row()));
+  ASSIGN_OR_RETURN(const int64_t id, choose(logits, text));
   return std::vector<int64_t>{id};
+}
+
+Result<int64_t> SamplingStepper::choose(
+    const LogitsView& logits,
+    const std::vector<int64_t>& text) {
+  row_.resize(static_cast<size_t>(logits.vocabulary));
+  copy_row(logits, logits.last_row(), row_.data());
+  return etkv::choose(
+      sampling_,
+      row_.data(),
+      row_.size(),
+      text,
+      /*n=*/text.size() - prompt_.size());
 }
 
 Generator::Generator(
     Program& program,
     Cache& cache,
     std::vector<int64_t> eos_token_ids,
-    Stepper* stepper)
+    Stepper* stepper,
+    Sampling sampling)
     : program_(program),
       cache_(cache),
       eos_token_ids_(std::move(eos_token_ids)),
-      greedy_(program),
-      stepper_(stepper == nullptr ? &greedy_ : stepper) {}
+      sampling_(std::move(sampling)),
+      own_stepper_(program, sampling_),
+      stepper_(stepper) {}
 
 Result<Answer> Generator::answer(
     const std::vector<int64_t>& prompt,
@@ -66,7 +85,11 @@ Result<Answer> Generator::answer(
 
   Answer answer;
   answer.reused_tokens = kept;
-  const auto ran = run(prompt, max_tokens, listener, answer);
+  const bool on_device =
+      stepper_ == nullptr && program_.params().backend_id == kMLXBackend;
+  const auto ran = on_device
+                       ? run_on_device(prompt, max_tokens, listener, answer)
+                       : run(prompt, max_tokens, listener, answer);
   if (ran.ok() && !answer.ids.empty()) {
     return answer;
   }
@@ -77,14 +100,91 @@ Result<Answer> Generator::answer(
   return answer;
 }
 
-Result<void> Generator::run(
+Result<void> Generator::run_on_device(
     const std::vector<int64_t>& prompt,
     int64_t max_tokens,
     const Listener& listener,
     Answer& answer) {
   const size_t start = answer.reused_tokens;
+  const auto first = prompt.begin() + static_cast<std::ptrdiff_t>(start);
+  const size_t total = prompt.size() - start;
+  GenerationOptions options;
+  options.sampling = sampling_;
+  options.max_tokens = static_cast<int32_t>(max_tokens);
+  options.stop = eos_token_ids_;
+  ASSIGN_OR_RETURN(
+      auto generation,
+      Generation::make(
+          cache_, {{std::vector<int64_t>(first, prompt.end())}}, options));
+  if (listener.on_prefill) {
+    listener.on_prefill(0, total);
+  }
+  Stopwatch watch;
+  for (size_t waiting = total; waiting > 0;) {
+    if (waiting < total && interrupted()) {
+      answer.stop = Stop::interrupted;
+      return {};
+    }
+    ASSIGN_OR_RETURN(waiting, generation.read_prompts());
+    held_.assign(
+        prompt.begin(), prompt.end() - static_cast<std::ptrdiff_t>(waiting));
+    answer.prefill_tokens = total - waiting;
+    answer.prefill_seconds += watch.lap();
+    if (listener.on_prefill) {
+      listener.on_prefill(total - waiting, total);
+    }
+  }
+  if (interrupted()) {
+    answer.stop = Stop::interrupted;
+    return {};
+  }
+  const auto decoded = decode_on_device(generation, listener, answer);
+  answer.decode_seconds = watch.lap();
+  return decoded;
+}
+
+Result<void> Generator::decode_on_device(
+    Generation& generation,
+    const Listener& listener,
+    Answer& answer) {
+  for (;;) {
+    ASSIGN_OR_RETURN(const auto next, generation.next());
+    if (next.empty()) {
+      return {};
+    }
+    const auto& [_, id, end] = next.front();
+    if (!answer.ids.empty()) {
+      held_.push_back(answer.ids.back());
+      ++answer.decode_tokens;
+      ++answer.decode_steps;
+    }
+    answer.ids.push_back(id);
+    if (!ends(id) && listener.on_token) {
+      RETURN_IF_ERROR(listener.on_token(id));
+    }
+    if (end == End::none && interrupted()) {
+      answer.stop = Stop::interrupted;
+      return {};
+    }
+    if (end != End::none) {
+      answer.stop = end == End::stop     ? Stop::end
+                    : end == End::length ? Stop::limit
+                                         : Stop::capacity;
+      return {};
+    }
+  }
+}
+
+Result<void> Generator::run(
+    const std::vector<int64_t>& prompt,
+    int64_t max_tokens,
+    const Listener& listener,
+    Answer& answer) {
+  Stepper& stepper = stepper_ == nullptr ? own_stepper_ : *stepper_;
+  own_stepper_.begin(prompt);
+  const size_t start = answer.reused_tokens;
   const auto on_chunk = [&](size_t done, size_t total, const LogitsView&) {
-    stepper_->read(static_cast<int64_t>(held_.size()));
+    stepper.read(static_cast<int64_t>(held_.size()));
     const auto* chunk = prompt.data() + held_.size();
     held_.insert(held_.end(), chunk, prompt.data() + start + done);
     if (listener.on_prefill) {
@@ -112,17 +212,18 @@ Result<void> Generator::run(
     answer.stop = Stop::interrupted;
     return {};
   }
-  return decode(*logits.value(), max_tokens, listener, answer);
+  return decode(stepper, *logits.value(), max_tokens, listener, answer);
 }
 
 Result<void> Generator::decode(
+    Stepper& stepper,
     const LogitsView& logits,
     int64_t max_tokens,
     const Listener& listener,
     Answer& answer) {
   Stopwatch watch;
   const auto most = static_cast<size_t>(max_tokens);
-  ASSIGN_OR_RETURN(const int64_t first, stepper_->first(logits));
+  ASSIGN_OR_RETURN(const int64_t first, stepper.first(logits));
   std::vector<int64_t> ids = {first};
   // The ids that the cache holds, and the last one, which it does not hold.
   std::vector<int64_t> text = held_;
@@ -151,7 +252,7 @@ Result<void> Generator::decode(
       answer.stop = Stop::capacity;
       break;
     }
-    ASSIGN_OR_RETURN(ids, stepper_->next(text, most - answer.ids.size()));
+    ASSIGN_OR_RETURN(ids, stepper.next(text, most - answer.ids.size()));
     held_ = text;
     held_.insert(held_.end(), ids.begin(), ids.end() - 1);
     answer.decode_tokens += static_cast<int64_t>(ids.size());

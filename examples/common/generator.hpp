@@ -5,6 +5,7 @@
 #include <cstddef>
 #include <cstdint>
 #include <functional>
+#include <utility>
 #include <vector>
 
 #include "etkv/etkv.hpp"
@@ -68,10 +69,14 @@ class Stepper {
       size_t most) = 0;
 };
 
-/// Chooses one token a step, with the greatest logit.
-class GreedyStepper : public Stepper {
+/// Runs one token a step, and chooses the next one on the host.
+class SamplingStepper : public Stepper {
  public:
-  explicit GreedyStepper(Program& program) : program_(program) {}
+  SamplingStepper(Program& program, Sampling sampling)
+      : program_(program), sampling_(std::move(sampling)) {}
+
+  /// Begins an answer to `prompt`, which has all tokens from the first on.
+  void begin(std::vector<int64_t> prompt);
 
   Result<int64_t> first(const LogitsView& logits) override;
   Result<std::vector<int64_t>> next(
@@ -79,20 +84,31 @@ class GreedyStepper : public Stepper {
       size_t most) override;
 
  private:
+  Result<int64_t> choose(
+      const LogitsView& logits,
+      const std::vector<int64_t>& text);
+
   Program& program_;
+  Sampling sampling_;
+  std::vector<int64_t> prompt_;
+  std::vector<float> row_;
 };
 
 /// Answers prompts. It keeps the ids that the cache holds. If a prompt begins
 /// with them, only the rest of it runs.
+///
+/// Tokens of an MLX program are chosen on the device, by an etkv::Generation. A
+/// program for the CPU, and one with a stepper, runs step by step.
 class Generator {
  public:
   /// Borrows its arguments, which must outlive it. `eos_token_ids` end an
-  /// answer. Without a stepper, steps are greedy.
+  /// answer. A stepper chooses ids in its own way, and not as `sampling` says.
   Generator(
       Program& program,
       Cache& cache,
       std::vector<int64_t> eos_token_ids,
-      Stepper* stepper = nullptr);
+      Stepper* stepper = nullptr,
+      Sampling sampling = {});
   Generator(const Generator&) = delete;
   Generator& operator=(const Generator&) = delete;
 
@@ -122,7 +138,17 @@ class Generator {
       int64_t max_tokens,
       const Listener& listener,
       Answer& answer);
+  Result<void> run_on_device(
+      const std::vector<int64_t>& prompt,
+      int64_t max_tokens,
+      const Listener& listener,
+      Answer& answer);
+  Result<void> decode_on_device(
+      Generation& generation,
+      const Listener& listener,
+      Answer& answer);
   Result<void> decode(
+      Stepper& stepper,
       const LogitsView& logits,
       int64_t max_tokens,
       const Listener& listener,
@@ -132,7 +158,8 @@ class Generator {
   Program& program_;
   Cache& cache_;
   std::vector<int64_t> eos_token_ids_;
-  GreedyStepper greedy_;
+  Sampling sampling_;
+  SamplingStepper own_stepper_;
   Stepper* stepper_;
   std::vector<int64_t> held_;
 };

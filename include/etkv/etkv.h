@@ -46,10 +46,10 @@
  *   counts them.
  *
  *   A cache is not a handle. Its owners are its handles (etkv_cache,
- *   etkv_seq_cache, etkv_tree_cache and etkv_forwards), its session, its
- *   entries in the registry, and the programs that were loaded with its key.
- *   It lives until the last of them is gone, in any order. Freeing a handle
- *   never frees a cache that has other owners.
+ *   etkv_seq_cache, etkv_tree_cache, etkv_forwards and etkv_generation), its
+ *   session, its entries in the registry, and the programs that were loaded
+ *   with its key. It lives until the last of them is gone, in any order.
+ *   Freeing a handle never frees a cache that has other owners.
  *
  *   A session owns one entry of the process-wide registry, under a key that is
  *   unique in the process. An entry of etkv_registry_install() stays until it
@@ -101,12 +101,14 @@
 #include "etkv/error.h"
 #include "etkv/export.h"
 #include "etkv/forwards.h"
+#include "etkv/generation.h"
 #include "etkv/kinds.h"
 #include "etkv/log.h"
 #include "etkv/memory.h"
 #include "etkv/process.h"
 #include "etkv/registry.h"
 #include "etkv/report.h"
+#include "etkv/sampling.h"
 #include "etkv/seq.h"
 #include "etkv/session.h"
 #include "etkv/tree.h"

@@ -9,10 +9,12 @@ from __future__ import annotations
 import contextlib
 import time
 import weakref
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias, TypedDict
 
+from etkv._device import DeviceAnswer
+from etkv._sampling import Sampling, choose
 from etkv.cache import SeqCache
 from etkv.errors import CapacityError, EtkvError
 from etkv.runtime import Program
@@ -42,6 +44,9 @@ class GenerateOptions(TypedDict, total=False):
     temperature: float
     top_k: int
     top_p: float
+    min_p: float
+    repetition_penalty: float
+    logit_bias: Mapping[int, float] | None
     seed: int | None
     eos_token_ids: Collection[int] | None
     progress: bool
@@ -124,6 +129,9 @@ def generate_tokens(
     temperature: float = 0.0,
     top_k: int = 0,
     top_p: float = 1.0,
+    min_p: float = 0.0,
+    repetition_penalty: float = 1.0,
+    logit_bias: Mapping[int, float] | None = None,
     seed: int | None = None,
     eos_token_ids: Collection[int] | None = None,
     progress: bool = False,
@@ -131,9 +139,17 @@ def generate_tokens(
     """Append ``prompt`` to the cache of ``program``, then the answer of the model.
 
     ``prompt`` follows the positions that the session holds; none is removed. ``sequence`` is the sequence to continue,
-    if the session has several. At a ``temperature`` of 0 the greatest logit is chosen. Otherwise tokens are sampled
-    from the ``top_k`` best (0 for all), and of those from the fewest that have ``top_p`` of the probability.
-    ``eos_token_ids`` end the answer; ``None`` uses those of the program. ``progress`` shows bars on stderr.
+    if the session has several. ``eos_token_ids`` end the answer; ``None`` uses those of the program. ``progress`` shows
+    bars on stderr.
+
+    ``logit_bias`` is added to the logits of the token ids that it names; minus infinity forbids one.
+    ``repetition_penalty`` divides the positive logits of the last 64 tokens of prompt and answer, and multiplies the
+    negative ones. At a ``temperature`` of 0 the greatest logit is then chosen. Otherwise tokens are sampled from the
+    ``top_k`` best (0 for all), of those from the fewest that have ``top_p`` of the probability, and of those from the
+    ones with at least ``min_p`` of the greatest probability. A ``seed`` repeats an answer.
+
+    With an MLX program the device chooses each token, and starts the next step before Python asks for its token. A
+    program for the CPU runs step by step. The answers are the same.
 
     Nothing runs before the first token is requested. A ``break`` and an interruption (Ctrl-C) leave the session usable:
     it holds the prompt and the first :attr:`Generation.cached_tokens` of the answer. A prompt that is interrupted is
@@ -145,20 +161,13 @@ def generate_tokens(
     ids = _id_list(prompt)
     if not ids:
         raise EtkvError("prompt is empty; it has at least one token")
-    for name, value, least in (("max_tokens", max_tokens, 0), ("top_k", top_k, 0)):
-        if value < least:
-            raise EtkvError(f"{name} is {value}, the least is {least}")
-    # Written so that a NaN, which is neither, is refused.
-    if not temperature >= 0:
-        raise EtkvError(f"temperature is {temperature}, the least is 0")
-    if seed is not None and seed < 0:
-        raise EtkvError(f"seed is {seed}, the least is 0")
-    if not 0 < top_p <= 1:
-        raise EtkvError(f"top_p is {top_p}, expected more than 0 and at most 1")
+    if max_tokens < 0:
+        raise EtkvError(f"max_tokens is {max_tokens}, the least is 0")
+    sampling = Sampling(temperature, top_k, top_p, min_p, repetition_penalty, logit_bias or {}, seed)
     if sequence and not isinstance(program.session, SeqCache):
         raise EtkvError(f"sequence is {sequence}, and the session has one only: use a SeqSession")
     eos = frozenset(program.eos_token_ids if eos_token_ids is None else eos_token_ids)
-    return Generation(program, ids, max_tokens, sequence, _Sampler(temperature, top_k, top_p, seed), eos, progress)
+    return Generation(program, ids, max_tokens, sequence, sampling, eos, progress)
 
 
 class Generation(Iterator[int]):
@@ -174,7 +183,7 @@ class Generation(Iterator[int]):
         prompt: list[int],
         max_tokens: int,
         sequence: int,
-        sampler: _Sampler,
+        sampling: Sampling,
         eos_token_ids: frozenset[int],
         progress: bool,
     ) -> None:
@@ -185,7 +194,7 @@ class Generation(Iterator[int]):
         self.decode_seconds = 0.0
         self.prompt_tokens = len(prompt)
         self._program, self._session, self._sequence = program, program.session, sequence
-        self._sampler, self._eos_token_ids = sampler, eos_token_ids
+        self._sampling, self._eos_token_ids = sampling, eos_token_ids
         self._max_tokens = max_tokens
         self._bars = _Bars(len(prompt), max_tokens) if progress else None
         self._start: int | None = None
@@ -232,34 +241,101 @@ class Generation(Iterator[int]):
             )
         self._start = self._next()
         try:
-            token = self._chosen(self._start, self._prefill, prompt)
-            while len(self.token_ids) < self._max_tokens:
-                if token in self._eos_token_ids:
-                    self.finish_reason = "stop"
-                    return
-                self.token_ids.append(token)
-                if bars:
-                    bars.answered(1)
-                yield token
-                if len(self.token_ids) == self._max_tokens:
-                    break
-                if not session.can_extend(1):
-                    self.finish_reason = "capacity"
-                    return
-                token = self._chosen(self._start + self.prompt_tokens + len(self.token_ids) - 1, self._decode, [token])
-            self.finish_reason = "length"
+            answer = self._on_device(prompt)
+            # Called on the class: a method of the object would keep the object alive.
+            own = Generation
+            yield from own._stepped(self, prompt) if answer is None else own._received(self, answer)
         finally:
             if bars:
                 bars.close()
 
-    def _chosen(self, position: int, run: Callable[[list[int]], Row], ids: list[int]) -> int:
-        """Run ``ids`` from ``position`` on, and choose the next token."""
+    def _on_device(self, prompt: list[int]) -> DeviceAnswer | None:
+        stop = self._eos_token_ids
+        answer = DeviceAnswer.make(self._session, self._sequence, prompt, self._sampling, stop, self._max_tokens)
+        if answer is not None:
+            self._program.ends_with(answer)
+        return answer
+
+    def _received(self, answer: DeviceAnswer) -> Iterator[int]:
+        """Yield the tokens that the device chooses."""
         try:
-            return self._sampler.choose(run(ids))
-        except BaseException:
-            # The ids may have run without a next token: roll them back, so that they can run again.
-            self._forget(position)
+            self._read(answer)
+            while True:
+                self._program.check_open()
+                began = time.perf_counter()
+                found = answer.next()
+                self.decode_seconds += time.perf_counter() - began if self.token_ids else 0.0
+                if found is None:
+                    self.finish_reason = "length"
+                    return
+                token, end = found
+                if end == "stop":
+                    self.finish_reason = end
+                    return
+                self._add(token)
+                yield token
+                if end is not None:
+                    self.finish_reason = end
+                    return
+        except GeneratorExit:
             raise
+        except BaseException:
+            # A token may have come that was not taken: it and what leads to it run again.
+            answer.close()
+            self._forget(self._last())
+            raise
+        finally:
+            answer.close()
+
+    def _read(self, answer: DeviceAnswer) -> None:
+        began = time.perf_counter()
+        waiting = self.prompt_tokens
+        while waiting:
+            self._program.check_open()
+            left = answer.read_prompt()
+            if self._bars:
+                self._bars.prefilled(waiting - left)
+            waiting = left
+        self.prefill_seconds = time.perf_counter() - began
+
+    def _add(self, token: int) -> None:
+        self.token_ids.append(token)
+        if self._bars:
+            self._bars.answered(1)
+
+    def _last(self) -> int:
+        """The position of the answer's last token; that of the prompt's first before it has one."""
+        assert self._start is not None
+        n = len(self.token_ids)
+        return self._start + self.prompt_tokens + n - 1 if n else self._start
+
+    def _stepped(self, prompt: list[int]) -> Iterator[int]:
+        """Yield the tokens that are chosen from the logits of each step."""
+        session, sampling = self._session, self._sampling.raw()
+        ids = prompt
+        while True:
+            try:
+                row = self._decode(ids) if self.token_ids else self._prefill(ids)
+                token = choose(sampling, row, prompt + self.token_ids, len(self.token_ids))
+            except BaseException:
+                # The ids may have run without a next token: roll them back, so that they can run again.
+                self._forget(self._last())
+                raise
+            if not self._max_tokens:
+                self.finish_reason = "length"
+                return
+            if token in self._eos_token_ids:
+                self.finish_reason = "stop"
+                return
+            self._add(token)
+            yield token
+            if len(self.token_ids) == self._max_tokens:
+                self.finish_reason = "length"
+                return
+            if not session.can_extend(1):
+                self.finish_reason = "capacity"
+                return
+            ids = [token]
 
     def _decode(self, ids: list[int]) -> Row:
         began = time.perf_counter()
@@ -304,34 +380,6 @@ class Generation(Iterator[int]):
         rows = self._program.forward(ids, range(position, position + len(ids)), copy=False)
         row: Row = rows[-1]
         return row
-
-
-class _Sampler:
-    """Chooses an id from a row of logits."""
-
-    def __init__(self, temperature: float, top_k: int, top_p: float, seed: int | None) -> None:
-        import numpy as np
-
-        self._temperature, self._top_k, self._top_p = temperature, top_k, top_p
-        self._random = np.random.default_rng(seed)
-
-    def choose(self, row: Row) -> int:
-        import numpy as np
-
-        if self._temperature == 0:
-            return int(row.argmax())
-        # At a temperature near 0 all logits but the best become minus infinity.
-        with np.errstate(over="ignore"):
-            scaled = (row.astype(np.float64) - row.max()) / self._temperature
-        order = np.argsort(-scaled, kind="stable")
-        if self._top_k:
-            order = order[: self._top_k]
-        shares = np.exp(scaled[order] - scaled[order[0]])
-        shares /= shares.sum()
-        # The id that reaches top_p is included.
-        kept = int(np.searchsorted(np.cumsum(shares), self._top_p)) + 1
-        shares = shares[:kept] / shares[:kept].sum()
-        return int(self._random.choice(order[:kept], p=shares))
 
 
 class _Bars:

@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import os
 import warnings
+import weakref
 from collections.abc import Sequence
 from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, SupportsIndex, TypeAlias, overload
+from typing import TYPE_CHECKING, Any, Protocol, SupportsIndex, TypeAlias, overload
 
 from etkv import _capi, _library, pte
 from etkv.errors import EtkvError, ProgramError, first_line
@@ -71,6 +72,12 @@ def load(path: str | Path, session: Session | None, *, logits: Logits = "all", m
     return Program(path, session, logits, method, register_backend())
 
 
+class Closable(Protocol):
+    """What is closed with a program."""
+
+    def close(self) -> None: ...
+
+
 class Program:
     """A loaded program, as :func:`load` returns it. A context manager: leaving it releases weights and cache.
 
@@ -85,6 +92,7 @@ class Program:
         self.path = path
         self.session = session
         self._metadata: ModelCacheParams | None = None
+        self._parts: weakref.WeakSet[Closable] = weakref.WeakSet()
         try:
             with _library.EXECUTORCH_CALLS:
                 self._load(logits, method, backend)
@@ -152,16 +160,24 @@ class Program:
 
         Raises :class:`EtkvError` if the inputs do not fit or the step fails, or if the program or session is closed.
         """
-        _require_one_process()
-        self._opened(self._method)
-        if self.session is not None and self.session.closed:
-            raise EtkvError(f"the session of {self.path.name} is closed: make a new one, and load the program with it")
+        self.check_open()
         _capi.follow_log_levels()
         try:
             with _library.EXECUTORCH_CALLS:
                 return self._call(inputs, copy)
         finally:
             _capi.deliver_log()
+
+    def check_open(self) -> None:
+        """Raise :class:`EtkvError` if the program or its session is closed, or if the process was forked."""
+        _require_one_process()
+        self._opened(self._method)
+        if self.session is not None and self.session.closed:
+            raise EtkvError(f"the session of {self.path.name} is closed: make a new one, and load the program with it")
+
+    def ends_with(self, part: Closable) -> None:
+        """Close ``part``, which holds the program, when the program is closed."""
+        self._parts.add(part)
 
     def _call(self, inputs: tuple[Any, ...], copy: bool) -> list[Any]:
         loaded = self._opened(self._method)
@@ -210,7 +226,9 @@ class Program:
         return part
 
     def close(self) -> None:
-        """Release the weights and the cache. Closing twice does nothing."""
+        """Release the weights and the cache, and end answers. Closing twice does nothing."""
+        for part in list(self._parts):
+            part.close()
         self._method = None
         self._program = None
 

@@ -17,6 +17,7 @@ mod delegate;
 mod error;
 #[cfg(feature = "mlx")]
 mod forwards;
+mod generation;
 mod handle;
 mod kinds;
 mod log;
@@ -26,6 +27,7 @@ mod process;
 mod program;
 mod registry;
 mod report;
+mod sampling;
 mod seq;
 mod session;
 mod tree;

@@ -1,0 +1,261 @@
+//! `etkv_generation`: answers of a loaded program.
+
+use etkv_core::Result;
+
+use super::boundary::{boundary, free, list, out, read_struct};
+use super::cache::etkv_cache;
+use super::error::etkv_error;
+use super::handle::{self, Object};
+use super::sampling::{etkv_sampling, read_sampling};
+
+/// A text to continue, as C passes it.
+#[repr(C)]
+#[derive(Clone, Copy)]
+#[allow(non_camel_case_types)]
+pub struct etkv_prompt {
+    pub struct_size: usize,
+    pub tokens: *const i64,
+    pub n_tokens: usize,
+    pub sequence: i32,
+    pub reserved: i32,
+}
+
+/// How answers are made, as C passes it.
+#[repr(C)]
+#[derive(Clone, Copy)]
+#[allow(non_camel_case_types)]
+pub struct etkv_generation_options {
+    pub struct_size: usize,
+    pub sampling: *const etkv_sampling,
+    pub stop: *const i64,
+    pub n_stop: usize,
+    pub max_tokens: i32,
+    pub step_by_step: i32,
+}
+
+/// A handle on answers that are being made.
+#[allow(non_camel_case_types)]
+pub struct etkv_generation(inner::Generation);
+
+impl Object for etkv_generation {
+    const NAME: &'static str = "etkv_generation";
+}
+
+/// Prepares answers by the program that was last loaded with a cache.
+///
+/// # Safety
+/// Pointers are NULL or as the header says.
+#[no_mangle]
+pub unsafe extern "C" fn etkv_generation_new(
+    cache: *const etkv_cache,
+    prompts: *const etkv_prompt,
+    n_prompts: usize,
+    options: *const etkv_generation_options,
+    generation: *mut *mut etkv_generation,
+    error: *mut *mut etkv_error,
+) -> i32 {
+    // SAFETY: the caller says so.
+    unsafe {
+        boundary(error, || {
+            let target = out(generation, "generation")?;
+            let cache = handle::look_up(cache, "cache")?;
+            let options = read_struct(options, "options")?;
+            let mut given = Vec::new();
+            let mut prompt = prompts;
+            for index in 0..n_prompts {
+                let name = format!("prompts[{index}]");
+                let raw = read_struct(prompt, &name)?;
+                let tokens = list(raw.tokens, raw.n_tokens, "tokens of a prompt")?;
+                given.push((raw.sequence, tokens.to_vec()));
+                prompt = prompt.byte_add(raw.struct_size);
+            }
+            let stop = list(options.stop, options.n_stop, "options.stop")?.to_vec();
+            let sampling = read_sampling(options.sampling)?;
+            let made = inner::Generation::new(&cache.cache, given, sampling, stop, &options)?;
+            target.write(handle::give(etkv_generation(made)));
+            Ok(())
+        })
+    }
+}
+
+/// Frees answers, and rolls back the step that runs ahead.
+#[no_mangle]
+pub extern "C" fn etkv_generation_free(generation: *mut etkv_generation) {
+    free(generation);
+}
+
+/// Runs the next step of the prompts.
+///
+/// # Safety
+/// Pointers are NULL or as the header says.
+#[no_mangle]
+pub unsafe extern "C" fn etkv_generation_read_prompts(
+    generation: *const etkv_generation,
+    waiting: *mut usize,
+    error: *mut *mut etkv_error,
+) -> i32 {
+    // SAFETY: the caller says so.
+    unsafe {
+        boundary(error, || {
+            let waiting = out(waiting, "waiting")?;
+            waiting.write(handle::look_up(generation, "generation")?.0.read_prompts()?);
+            Ok(())
+        })
+    }
+}
+
+/// Returns the next token of each answer.
+///
+/// # Safety
+/// Pointers are NULL or as the header says.
+#[no_mangle]
+pub unsafe extern "C" fn etkv_generation_next(
+    generation: *const etkv_generation,
+    tokens: *mut i64,
+    ends: *mut i32,
+    room: usize,
+    n: *mut usize,
+    error: *mut *mut etkv_error,
+) -> i32 {
+    // SAFETY: the caller says so.
+    unsafe {
+        boundary(error, || {
+            let (tokens, n) = (out(tokens, "tokens")?, out(n, "n")?);
+            let ends = out(ends, "ends")?;
+            let generation = handle::look_up(generation, "generation")?;
+            let next = generation.0.next(room)?;
+            for index in 0..room {
+                let (token, end) = next.tokens.get(index).copied().unwrap_or((-1, 0));
+                tokens.add(index).write(token);
+                ends.add(index).write(end);
+            }
+            n.write(next.count);
+            Ok(())
+        })
+    }
+}
+
+/// Rolls back the step that runs ahead.
+///
+/// # Safety
+/// Pointers are NULL or as the header says.
+#[no_mangle]
+pub unsafe extern "C" fn etkv_generation_pause(
+    generation: *const etkv_generation,
+    error: *mut *mut etkv_error,
+) -> i32 {
+    // SAFETY: the caller says so.
+    unsafe { boundary(error, || handle::look_up(generation, "generation")?.0.pause()) }
+}
+
+/// The tokens of one call, by prompt: an id, or -1, and the number of why the answer ended.
+struct Next {
+    tokens: Vec<(i64, i32)>,
+    count: usize,
+}
+
+#[cfg(all(feature = "mlx", feature = "delegate"))]
+mod inner {
+    use etkv::program::{self, End, GenerationOptions, Program, Prompt};
+    use etkv_core::{fail, SharedCache};
+    use etkv_host::Sampling;
+    use parking_lot::Mutex;
+
+    use super::{etkv_generation_options, Next, Result};
+
+    /// Answers of an MLX program.
+    pub struct Generation {
+        generation: Mutex<program::Generation>,
+        n_prompts: usize,
+    }
+
+    impl Generation {
+        pub fn new(
+            cache: &SharedCache,
+            prompts: Vec<(i32, Vec<i64>)>,
+            sampling: Sampling,
+            stop: Vec<i64>,
+            options: &etkv_generation_options,
+        ) -> Result<Self> {
+            let Ok(max_tokens) = usize::try_from(options.max_tokens) else {
+                fail!(InvalidArgument, "max_tokens is {}, the least is 0", options.max_tokens);
+            };
+            let mut made = GenerationOptions::default();
+            (made.sampling, made.stop, made.max_tokens) = (sampling, stop, max_tokens);
+            made.ahead = options.step_by_step == 0;
+            let n_prompts = prompts.len();
+            let prompts =
+                prompts.into_iter().map(|(sequence, tokens)| Prompt::new(sequence, tokens));
+            let program = Program::bound_to(cache)?;
+            let generation = program::Generation::new(&program, prompts.collect(), made)?;
+            Ok(Self { generation: Mutex::new(generation), n_prompts })
+        }
+
+        pub fn read_prompts(&self) -> Result<usize> {
+            Ok(self.generation.lock().read_prompts()?)
+        }
+
+        pub fn next(&self, room: usize) -> Result<Next> {
+            if room < self.n_prompts {
+                fail!(
+                    InvalidArgument,
+                    "tokens and ends have room for {room}, there are {} prompts",
+                    self.n_prompts
+                );
+            }
+            let generated = self.generation.lock().next_tokens()?;
+            let mut tokens = vec![(-1, 0); self.n_prompts];
+            for one in &generated {
+                let end = match one.end {
+                    None => 0,
+                    Some(End::Stop) => 1,
+                    Some(End::Length) => 2,
+                    Some(End::Capacity) => 3,
+                    Some(_) => fail!(Internal, "an answer ended for a reason without a number"),
+                };
+                tokens[one.prompt] = (one.token, end);
+            }
+            Ok(Next { tokens, count: generated.len() })
+        }
+
+        pub fn pause(&self) -> Result<()> {
+            self.generation.lock().pause();
+            Ok(())
+        }
+    }
+}
+
+#[cfg(not(all(feature = "mlx", feature = "delegate")))]
+mod inner {
+    use etkv_core::{fail, SharedCache};
+    use etkv_host::Sampling;
+
+    use super::{etkv_generation_options, Next, Result};
+
+    /// Answers, of which there are none without MLX programs.
+    pub enum Generation {}
+
+    impl Generation {
+        pub fn new(
+            _: &SharedCache,
+            _: Vec<(i32, Vec<i64>)>,
+            _: Sampling,
+            _: Vec<i64>,
+            _: &etkv_generation_options,
+        ) -> Result<Self> {
+            fail!(Unsupported, "this libetkv runs no MLX programs, which alone can generate");
+        }
+
+        pub fn read_prompts(&self) -> Result<usize> {
+            match *self {}
+        }
+
+        pub fn next(&self, _: usize) -> Result<Next> {
+            match *self {}
+        }
+
+        pub fn pause(&self) -> Result<()> {
+            match *self {}
+        }
+    }
+}

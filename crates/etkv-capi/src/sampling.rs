@@ -1,0 +1,103 @@
+//! `etkv_sampling`: how tokens are chosen, and the choice on the host.
+
+use etkv_core::{fail, Result};
+use etkv_host::Sampling;
+
+use super::boundary::{boundary, list, out, read_struct};
+use super::error::etkv_error;
+
+/// A number that is added to a logit.
+#[repr(C)]
+#[derive(Clone, Copy)]
+#[allow(non_camel_case_types)]
+pub struct etkv_logit_bias {
+    pub token: i64,
+    pub bias: f32,
+    pub reserved: i32,
+}
+
+/// How a token is chosen, as C passes it.
+#[repr(C)]
+#[derive(Clone, Copy)]
+#[allow(non_camel_case_types)]
+pub struct etkv_sampling {
+    pub struct_size: usize,
+    pub temperature: f32,
+    pub top_p: f32,
+    pub min_p: f32,
+    pub repetition_penalty: f32,
+    pub top_k: i32,
+    pub repetition_context: i32,
+    pub seed: u64,
+    pub logit_bias: *const etkv_logit_bias,
+    pub n_logit_bias: usize,
+}
+
+/// Reads how tokens are chosen. NULL means the greatest logit.
+///
+/// # Safety
+/// `sampling` is NULL or as the header says.
+pub(crate) unsafe fn read_sampling(sampling: *const etkv_sampling) -> Result<Sampling> {
+    if sampling.is_null() {
+        return Ok(Sampling::default());
+    }
+    // SAFETY: the caller says so.
+    let (raw, biases) = unsafe {
+        let raw = read_struct(sampling, "sampling")?;
+        (raw, list(raw.logit_bias, raw.n_logit_bias, "sampling.logit_bias")?)
+    };
+    let defaults = Sampling::default();
+    let or = |given: f32, default| if given == 0.0 { default } else { given };
+    let count = |given: i32, name: &str| -> Result<usize> {
+        match usize::try_from(given) {
+            Ok(count) => Ok(count),
+            Err(_) => fail!(InvalidArgument, "{name} is {given}, the least is 0"),
+        }
+    };
+    let sampling = Sampling {
+        logit_bias: biases.iter().map(|one| (one.token, one.bias)).collect(),
+        repetition_penalty: or(raw.repetition_penalty, defaults.repetition_penalty),
+        repetition_context: match count(raw.repetition_context, "repetition_context")? {
+            0 => defaults.repetition_context,
+            given => given,
+        },
+        temperature: raw.temperature,
+        top_k: count(raw.top_k, "top_k")?,
+        top_p: or(raw.top_p, defaults.top_p),
+        min_p: raw.min_p,
+        seed: raw.seed,
+    };
+    sampling.check()?;
+    Ok(sampling)
+}
+
+/// Chooses a token from the logits of a step that the host ran.
+///
+/// # Safety
+/// Pointers are NULL or as the header says.
+#[no_mangle]
+pub unsafe extern "C" fn etkv_sampling_choose(
+    sampling: *const etkv_sampling,
+    logits: *const f32,
+    n_logits: usize,
+    text: *const i64,
+    n_text: usize,
+    answer: usize,
+    n: u64,
+    token: *mut i64,
+    error: *mut *mut etkv_error,
+) -> i32 {
+    // SAFETY: the caller says so.
+    unsafe {
+        boundary(error, || {
+            let token = out(token, "token")?;
+            let sampling = read_sampling(sampling)?;
+            let text = list(text, n_text, "text")?;
+            let mut logits = list(logits, n_logits, "logits")?.to_vec();
+            let draw = sampling.draw(answer, n);
+            let chosen = sampling.choose(&mut logits, sampling.recent(text), draw)?;
+            token.write(chosen as i64);
+            Ok(())
+        })
+    }
+}

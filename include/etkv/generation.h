@@ -1,0 +1,145 @@
+/*
+ * Answers of a loaded MLX program. A part of etkv.h, whose conventions hold
+ * here.
+ */
+#ifndef ETKV_GENERATION_H
+#define ETKV_GENERATION_H
+
+#include <stddef.h>
+#include <stdint.h>
+
+#include "etkv/cache.h"
+#include "etkv/error.h"
+#include "etkv/export.h"
+#include "etkv/sampling.h"
+
+#ifdef __cplusplus
+extern "C" {
+#endif
+
+/**
+ * A handle for answers of a program, token by token. The device chooses each
+ * token, and starts the next step before the host has the last one: it does not
+ * wait for the host.
+ *
+ * The cache holds what the host was given and no more. After each call of
+ * etkv_generation_next() it holds the prompts, and the tokens of the answers
+ * but the last of each. Nothing has to be rewound when the host stops: the step
+ * that runs ahead is rolled back by etkv_generation_pause(), by
+ * etkv_generation_free(), and by any call that changes the cache. Between calls
+ * the host may run steps of other sequences. If it changes a sequence of the
+ * answers, the next call returns ETKV_ERROR_POSITION.
+ *
+ * Calls wait for each other, and for other steps on the cache.
+ */
+typedef struct etkv_generation etkv_generation;
+
+/** A text to continue. The caller owns what it points to. */
+typedef struct etkv_prompt {
+  size_t struct_size;
+  /** The tokens behind what the sequence holds, at least one. */
+  const int64_t* tokens;
+  size_t n_tokens;
+  /** The sequence that it continues; 0 in a cache of one. */
+  int32_t sequence;
+  /** 0. */
+  int32_t reserved;
+} etkv_prompt;
+
+/** How answers are made. The caller owns what it points to. */
+typedef struct etkv_generation_options {
+  size_t struct_size;
+  /** How tokens are chosen; NULL for the greatest logit. */
+  const etkv_sampling* sampling;
+  /** `n_stop` tokens that end an answer. */
+  const int64_t* stop;
+  size_t n_stop;
+  /** The most tokens of an answer. */
+  int32_t max_tokens;
+  /** 1 starts each step when its token is asked for; 0 runs ahead. */
+  int32_t step_by_step;
+} etkv_generation_options;
+
+/** Why an answer ended. */
+typedef int32_t etkv_end;
+enum {
+  /** It goes on. */
+  ETKV_END_NONE = 0,
+  /** The token is one of `stop`. */
+  ETKV_END_STOP = 1,
+  /** It has `max_tokens` tokens. */
+  ETKV_END_LENGTH = 2,
+  /** The cache is full. */
+  ETKV_END_CAPACITY = 3,
+};
+
+/**
+ * Prepares answers to `n_prompts` prompts, each for another sequence, by the
+ * program that was last loaded with the cache. Copies what it is given. Nothing
+ * runs yet. The caller frees the handle with etkv_generation_free(); the
+ * program lives until then.
+ *
+ * ETKV_ERROR_INVALID_ARGUMENT if no MLX program is loaded with the cache, and
+ * for several prompts of a program that was loaded with `logits=last`.
+ * ETKV_ERROR_KIND for a cache of another backend: choose tokens with
+ * etkv_sampling_choose() there. ETKV_ERROR_UNSUPPORTED for a program whose
+ * inputs are not tokens [1, T] and positions [T]. ETKV_ERROR_CAPACITY for
+ * prompts that do not fit the cache.
+ */
+ETKV_API etkv_status etkv_generation_new(
+    const etkv_cache* cache,
+    const etkv_prompt* prompts,
+    size_t n_prompts,
+    const etkv_generation_options* options,
+    etkv_generation** generation,
+    etkv_error** error);
+
+/** Frees the handle, and rolls back the step that runs ahead. */
+ETKV_API void etkv_generation_free(etkv_generation* generation);
+
+/**
+ * Runs the next step of the prompts, for hosts that show progress or stop in
+ * between. etkv_generation_next() runs what is left.
+ *
+ * @param waiting  receives the tokens of the prompts that have not run.
+ *
+ * After an error the steps before stay in the cache.
+ */
+ETKV_API etkv_status etkv_generation_read_prompts(
+    const etkv_generation* generation,
+    size_t* waiting,
+    etkv_error** error);
+
+/**
+ * Stores the next token of each answer.
+ *
+ * @param tokens  receives one token id a prompt, -1 for an answer that has
+ *                ended before.
+ * @param ends    receives why the answer ended with this token.
+ * @param room    the places in both, at least the number of prompts.
+ * @param n       receives the number of tokens; 0 if all answers have ended.
+ *
+ * ETKV_ERROR_POSITION if the host changed a sequence of the answers, and
+ * ETKV_ERROR_BACKEND for logits that are not numbers.
+ */
+ETKV_API etkv_status etkv_generation_next(
+    const etkv_generation* generation,
+    int64_t* tokens,
+    etkv_end* ends,
+    size_t room,
+    size_t* n,
+    etkv_error** error);
+
+/**
+ * Rolls back the step that runs ahead, if one does, for a host that will not
+ * ask for its tokens soon. The next call of etkv_generation_next() goes on from
+ * there.
+ */
+ETKV_API etkv_status
+etkv_generation_pause(const etkv_generation* generation, etkv_error** error);
+
+#ifdef __cplusplus
+} /* extern "C" */
+#endif
+
+#endif /* ETKV_GENERATION_H */

@@ -1,0 +1,180 @@
+// Answers of a loaded MLX program. A part of etkv.hpp.
+//
+//   auto answer = etkv::generate(
+//       session.cache(), prompt, {}, [&](int64_t token, etkv::End) {
+//         print(token);
+//         return true; // false: enough
+//       });
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <functional>
+#include <utility>
+#include <vector>
+
+#include "etkv/cache.hpp"
+#include "etkv/detail.hpp"
+#include "etkv/error.h"
+#include "etkv/generation.h"
+#include "etkv/result.hpp"
+#include "etkv/sampling.hpp"
+
+namespace etkv {
+
+/// A text to continue.
+struct Prompt {
+  /// The tokens behind what the sequence holds, at least one.
+  std::vector<int64_t> tokens;
+  /// The sequence that it continues; 0 in a cache of one.
+  int32_t sequence = 0;
+};
+
+/// How answers are made.
+struct GenerationOptions {
+  Sampling sampling = {};
+  /// The most tokens of an answer.
+  int32_t max_tokens = 256;
+  /// Tokens that end an answer.
+  std::vector<int64_t> stop = {};
+  /// Whether each step starts only when its token is asked for.
+  bool step_by_step = false;
+};
+
+/// Why an answer ended.
+enum class End : etkv_end {
+  none = ETKV_END_NONE,         ///< it goes on
+  stop = ETKV_END_STOP,         ///< the token is one that ends it
+  length = ETKV_END_LENGTH,     ///< it has as many tokens as it may have
+  capacity = ETKV_END_CAPACITY, ///< the cache is full
+};
+
+/// A token of an answer.
+struct Generated {
+  /// The number of the prompt that it answers.
+  size_t prompt = 0;
+  int64_t token = 0;
+  /// Why the answer ends with this token.
+  End end = End::none;
+};
+
+/// Answers that are being made; see etkv_generation.
+class Generation {
+ public:
+  /// Prepares answers to prompts, each for another sequence, by the program that
+  /// was last loaded with the cache. Nothing runs yet.
+  static Result<Generation> make(
+      const Cache& cache,
+      const std::vector<Prompt>& prompts,
+      const GenerationOptions& options) {
+    std::vector<etkv_prompt> given;
+    for (const auto& prompt : prompts) {
+      etkv_prompt raw{};
+      raw.struct_size = sizeof(raw);
+      raw.tokens = prompt.tokens.data();
+      raw.n_tokens = prompt.tokens.size();
+      raw.sequence = prompt.sequence;
+      given.push_back(raw);
+    }
+    const detail::RawSampling sampling(options.sampling);
+    etkv_generation_options raw{};
+    raw.struct_size = sizeof(raw);
+    raw.sampling = sampling.get();
+    raw.stop = options.stop.data();
+    raw.n_stop = options.stop.size();
+    raw.max_tokens = options.max_tokens;
+    raw.step_by_step = options.step_by_step ? 1 : 0;
+    auto made = detail::ask<etkv_generation*>(
+        [&](etkv_generation** generation, etkv_error** error) {
+          return etkv_generation_new(
+              cache.raw(), given.data(), given.size(), &raw, generation, error);
+        });
+    if (!made.ok()) {
+      return made.error();
+    }
+    return Generation(*made, prompts.size());
+  }
+
+  /// Runs the next step of the prompts. Returns how many of their tokens have
+  /// not run. next() runs what is left.
+  Result<size_t> read_prompts() {
+    return detail::ask<size_t>([&](size_t* waiting, etkv_error** error) {
+      return etkv_generation_read_prompts(raw(), waiting, error);
+    });
+  }
+
+  /// Returns the next token of each answer that goes on; none if all have
+  /// ended.
+  Result<std::vector<Generated>> next() {
+    std::vector<int64_t> tokens(n_prompts_);
+    std::vector<etkv_end> ends(n_prompts_);
+    auto found = detail::ask<size_t>([&](size_t* n, etkv_error** error) {
+      return etkv_generation_next(
+          raw(), tokens.data(), ends.data(), n_prompts_, n, error);
+    });
+    if (!found.ok()) {
+      return found.error();
+    }
+    std::vector<Generated> generated;
+    for (size_t prompt = 0; prompt < n_prompts_; ++prompt) {
+      if (tokens[prompt] >= 0) {
+        generated.push_back(
+            {prompt, tokens[prompt], static_cast<End>(ends[prompt])});
+      }
+    }
+    return generated;
+  }
+
+  /// Rolls back the step that runs ahead, if one does.
+  Result<void> pause() {
+    return detail::run([&](etkv_error** error) {
+      return etkv_generation_pause(raw(), error);
+    });
+  }
+
+  etkv_generation* raw() const {
+    return handle_.get();
+  }
+
+ private:
+  Generation(etkv_generation* raw, size_t n_prompts)
+      : handle_(raw), n_prompts_(n_prompts) {}
+
+  detail::Handle<etkv_generation, etkv_generation_free> handle_;
+  size_t n_prompts_;
+};
+
+/// Answers a prompt. `on_token` is called with each token, and why the answer
+/// ends if it does; false stops it. The cache then holds the prompt and the
+/// answer but its last token.
+///
+/// @returns the tokens of the answer, one that stops it included.
+inline Result<std::vector<int64_t>> generate(
+    const Cache& cache,
+    std::vector<int64_t> prompt,
+    const GenerationOptions& options,
+    const std::function<bool(int64_t token, End end)>& on_token = {}) {
+  std::vector<Prompt> prompts(1);
+  prompts[0].tokens = std::move(prompt);
+  auto generation = Generation::make(cache, prompts, options);
+  if (!generation.ok()) {
+    return generation.error();
+  }
+  std::vector<int64_t> answer;
+  for (;;) {
+    const auto next = generation->next();
+    if (!next.ok()) {
+      return next.error();
+    }
+    if (next->empty()) {
+      return answer;
+    }
+    const auto& [_, token, end] = next->front();
+    answer.push_back(token);
+    if (on_token && !on_token(token, end)) {
+      return answer;
+    }
+  }
+}
+
+} // namespace etkv
