@@ -165,6 +165,77 @@ static void the_delegate(void) {
   CHECK_INT(etkv_delegate_check(payload, 0, NULL), ETKV_ERROR_PROGRAM);
 }
 
+/* What they do is in generation.cpp. */
+static void generations(void) {
+  const etkv_status invalid = ETKV_ERROR_INVALID_ARGUMENT;
+  const float logits[3] = {0.5f, 2.0f, 1.0f};
+  const int64_t text[2] = {1, 0};
+  etkv_sampling sampling = {0};
+  etkv_prompt prompt = {0};
+  etkv_generation_options options = {0};
+  etkv_generation* generation = UNTOUCHED;
+  const etkv_generation* untouched_one = generation;
+  int64_t token = -7;
+  etkv_end end = -7;
+  size_t n = 7;
+  setup s;
+
+  CHECK_INT(
+      etkv_sampling_choose(NULL, logits, 3, NULL, 0, 0, 0, &token, NULL),
+      ETKV_OK);
+  CHECK_INT(token, 1);
+  sampling.struct_size = sizeof(sampling);
+  sampling.repetition_penalty = 4.0f;
+  CHECK_INT(
+      etkv_sampling_choose(&sampling, logits, 3, text, 2, 0, 0, &token, NULL),
+      ETKV_OK);
+  CHECK_INT(token, 2);
+  sampling.top_k = -1;
+  CHECK_INT(
+      etkv_sampling_choose(&sampling, logits, 3, text, 2, 0, 0, &token, NULL),
+      invalid);
+  CHECK_INT(
+      etkv_sampling_choose(NULL, NULL, 3, NULL, 0, 0, 0, &token, NULL),
+      invalid);
+  CHECK_INT(
+      etkv_sampling_choose(NULL, logits, 3, NULL, 0, 0, 0, NULL, NULL),
+      invalid);
+  CHECK_INT(token, 2);
+
+  set_up(&s);
+  etkv_cache* cache = NULL;
+  CHECK_INT(etkv_cache_new(BACKEND, KIND, &s.config, &cache, NULL), ETKV_OK);
+  prompt.struct_size = sizeof(prompt);
+  prompt.tokens = text;
+  prompt.n_tokens = 2;
+  options.struct_size = sizeof(options);
+  options.max_tokens = 1;
+  CHECK_INT(
+      etkv_generation_new(NULL, &prompt, 1, &options, &generation, NULL),
+      invalid);
+  CHECK_INT(
+      etkv_generation_new(cache, &prompt, 1, NULL, &generation, NULL), invalid);
+  CHECK_INT(
+      etkv_generation_new(cache, NULL, 1, &options, &generation, NULL),
+      invalid);
+  CHECK_INT(
+      etkv_generation_new(cache, &prompt, 1, &options, NULL, NULL), invalid);
+  /* No program is loaded with it. */
+  CHECK_INT(
+      etkv_generation_new(cache, &prompt, 1, &options, &generation, NULL),
+      invalid);
+  CHECK(generation == untouched_one);
+  etkv_cache_free(cache);
+
+  CHECK_INT(etkv_generation_read_prompts(NULL, &n, NULL), invalid);
+  CHECK_INT(etkv_generation_next(NULL, &token, &end, 1, &n, NULL), invalid);
+  CHECK_INT(etkv_generation_pause(NULL, NULL), invalid);
+  CHECK_INT(token, 2);
+  CHECK_INT(end, -7);
+  CHECK_INT(n, 7);
+  etkv_generation_free(NULL);
+}
+
 static void struct_sizes(void) {
   setup s;
   const etkv_status invalid = ETKV_ERROR_INVALID_ARGUMENT;
@@ -737,6 +808,7 @@ int main(void) {
   status_names();
   errors();
   the_delegate();
+  generations();
   struct_sizes();
   config_fields();
   estimates();

@@ -227,8 +227,9 @@ impl Generation {
         self.firsts.extend(first);
         let waiting = self.waiting();
         if waiting == 0 {
-            let _held = mlx::hold();
-            let chosen = Chosen::joined(std::mem::take(&mut self.firsts))?;
+            let mlx = mlx::enter()?;
+            let firsts = std::mem::take(&mut self.firsts);
+            let chosen = self.program.0.stream.run(&mlx, || Chosen::joined(firsts))?;
             let answers = (0..self.answers.len()).collect();
             self.ahead = Some(Ahead { answers, chosen, step: None });
         }

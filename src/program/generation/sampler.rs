@@ -3,6 +3,7 @@
 use etkv_host::Sampling;
 use mlx_rs::ops::indexing::argmax_axis;
 use mlx_rs::ops::{concatenate, select, softmax_axis, sort_axis};
+use mlx_rs::transforms::async_eval;
 use mlx_rs::{Array, Dtype};
 
 use crate::error::{fail, Error, Result, Status};
@@ -48,13 +49,19 @@ impl Chosen {
         Ok(ids.into_iter().map(i64::from).collect())
     }
 
-    /// Returns these tokens in one list, in order.
-    pub fn joined(parts: Vec<Self>) -> Result<Self> {
+    /// Returns these tokens in one list, in order, and starts its computation.
+    pub fn joined(mut parts: Vec<Self>) -> Result<Self> {
+        if parts.len() == 1 {
+            return Ok(parts.swap_remove(0));
+        }
         let all = |of: fn(&Self) -> &Array| -> Result<Array> {
             Ok(concatenate(&parts.iter().map(of).collect::<Vec<_>>(), 0)?)
         };
         let below = parts.iter().map(|part| part.below).max().unwrap_or(0);
-        Ok(Self { tokens: all(|part| &part.tokens)?, witness: all(|part| &part.witness)?, below })
+        let joined =
+            Self { tokens: all(|part| &part.tokens)?, witness: all(|part| &part.witness)?, below };
+        async_eval(joined.arrays())?;
+        Ok(joined)
     }
 
     /// Returns the tokens at `rows`.

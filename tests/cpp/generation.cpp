@@ -1,0 +1,274 @@
+// Answers whose tokens the device chooses, compared with steps of the host's own.
+
+#include "examples/common/log.hpp"
+#include "fixture.hpp"
+
+namespace etkv::tests {
+namespace {
+
+constexpr int32_t kTokens = 24;
+
+/// The answer of steps: each token is chosen from the logits of the one before.
+Ids by_steps(
+    const Ids& prompt,
+    const Sampling& sampling,
+    size_t answer = 0,
+    const std::function<void(CacheConfig&)>& change = nullptr) {
+  On<Cache> bound(change);
+  Ids text;
+  Rows rows;
+  for (size_t i = 0; i < prompt.size(); i += 16) {
+    const auto part = slice(prompt, i, std::min<size_t>(16, prompt.size() - i));
+    rows = bound.model.at(static_cast<int64_t>(i), part).last();
+  }
+  text = prompt;
+  for (uint64_t n = 0;; ++n) {
+    const auto last = rows.last();
+    text.push_back(must(choose(
+        sampling, last.values.data(), last.values.size(), text, n, answer)));
+    if (n + 1 == kTokens) {
+      return slice(text, prompt.size(), kTokens);
+    }
+    rows = bound.model.at(static_cast<int64_t>(text.size()) - 1, {text.back()});
+  }
+}
+
+GenerationOptions options(const Sampling& sampling = {}) {
+  GenerationOptions made;
+  made.sampling = sampling;
+  made.max_tokens = kTokens;
+  return made;
+}
+
+std::vector<Sampling> samplings() {
+  std::vector<Sampling> all(6);
+  for (size_t i = 1; i < all.size(); ++i) {
+    all[i].temperature = 1.3F;
+    all[i].seed = i;
+  }
+  all[2].top_k = 30;
+  all[3].top_p = 0.8F;
+  all[4].min_p = 0.1F;
+  all[4].repetition_penalty = 1.6F;
+  all[4].repetition_context = 7;
+  all[5].logit_bias = {{5, 6.0F}, {9, -INFINITY}};
+  return all;
+}
+
+/// With the same seed the same ids, on caches of each kind, ahead of the host or
+/// not.
+template <typename Face>
+void same_as_steps() {
+  const Ids prompt = text(40, 3);
+  for (const auto& sampling : samplings()) {
+    const Ids wanted = by_steps(prompt, sampling);
+    for (const bool ahead : {true, false}) {
+      On<Face> bound;
+      auto how = options(sampling);
+      how.step_by_step = !ahead;
+      CHECK(must(generate(*bound.operator->(), prompt, how)) == wanted);
+      CHECK_INT(*bound->length(), 40 + kTokens - 1);
+    }
+  }
+}
+
+/// At every token the cache holds the prompt and what was delivered before, also
+/// where windows have moved; it goes on from there as if nothing had run ahead.
+void holds_what_was_delivered() {
+  const auto windows = [](CacheConfig& config) {
+    for (auto& layer : config.layers) {
+      layer.window = 6;
+    }
+    config.max_step_tokens = 16;
+  };
+  const Ids prompt = text(30, 7);
+  const Ids wanted = by_steps(prompt, {}, 0, windows);
+  for (size_t taken = 1; taken < kTokens; taken += 5) {
+    On<Cache> bound(windows);
+    size_t delivered = 0;
+    const auto answer = must(
+        generate(*bound.operator->(), prompt, options(), [&](int64_t, End) {
+          CHECK_INT(*bound->length(), prompt.size() + delivered);
+          return ++delivered < taken;
+        }));
+    CHECK(answer == slice(wanted, 0, taken));
+    CHECK_INT(*bound->length(), prompt.size() + taken - 1);
+    const auto position = static_cast<int64_t>(prompt.size() + taken) - 1;
+    CHECK_INT(bound.model.at(position, {answer.back()}).best(), wanted[taken]);
+  }
+}
+
+void ends() {
+  const Ids prompt = text(20, 5);
+  const Ids wanted = by_steps(prompt, {});
+  On<Cache> bound;
+  auto how = options();
+  how.stop = {wanted[9], -3};
+  const auto first = static_cast<size_t>(
+      std::find(wanted.begin(), wanted.end(), wanted[9]) - wanted.begin());
+  End end = End::none;
+  const auto last = [&](int64_t, End reason) {
+    end = reason;
+    return true;
+  };
+  CHECK(
+      must(generate(*bound.operator->(), prompt, how, last)) ==
+      slice(wanted, 0, first + 1));
+  CHECK(end == End::stop);
+  CHECK_INT(*bound->length(), 20 + first);
+
+  On<Cache> small([](CacheConfig& config) { config.capacity = 25; });
+  CHECK(
+      must(generate(*small.operator->(), prompt, options(), last)) ==
+      slice(wanted, 0, 6));
+  CHECK(end == End::capacity);
+  CHECK_INT(*small->length(), 25);
+  how = options();
+  how.max_tokens = 0;
+  On<Cache> nothing;
+  CHECK(must(generate(*nothing.operator->(), prompt, how)).empty());
+  CHECK_INT(*nothing->length(), 20);
+}
+
+/// Several sequences in one cache, which end at different times: each as alone.
+void batches() {
+  const std::vector<Ids> prompts = {text(9, 3), text(17, 4), text(1, 5)};
+  Sampling sampling;
+  sampling.temperature = 0.9F;
+  sampling.repetition_penalty = 1.2F;
+  for (const auto& one : {Sampling(), sampling}) {
+    std::vector<Ids> wanted;
+    std::vector<Prompt> given;
+    for (size_t i = 0; i < prompts.size(); ++i) {
+      wanted.push_back(by_steps(prompts[i], one, i));
+      given.push_back({prompts[i], static_cast<int32_t>(2 * i)});
+    }
+    On<SeqCache> bound([](CacheConfig& config) { config.capacity = 200; });
+    auto how = options(one);
+    how.stop = {wanted[1][5]};
+    auto generation = must(Generation::make(*bound.operator->(), given, how));
+    std::vector<Ids> answers(prompts.size());
+    std::vector<bool> ended(prompts.size());
+    for (auto next = must(generation.next()); !next.empty();
+         next = must(generation.next())) {
+      for (const auto& [prompt, token, end] : next) {
+        CHECK(!ended[prompt]);
+        answers[prompt].push_back(token);
+        ended[prompt] = end != End::none;
+      }
+    }
+    for (size_t i = 0; i < prompts.size(); ++i) {
+      CHECK(ended[i]);
+      const auto stop =
+          std::find(wanted[i].begin(), wanted[i].end(), how.stop[0]);
+      const auto n = static_cast<size_t>(stop - wanted[i].begin());
+      CHECK(
+          answers[i] == slice(wanted[i], 0, std::min<size_t>(n + 1, kTokens)));
+      CHECK_INT(
+          *bound->seq_len(static_cast<int32_t>(2 * i)),
+          prompts[i].size() + answers[i].size() - 1);
+    }
+  }
+}
+
+/// The host may do other things with the cache between two tokens.
+void between_tokens() {
+  const Ids prompt = text(12, 9);
+  const Ids wanted = by_steps(prompt, {});
+  On<SeqCache> bound;
+  auto one =
+      must(Generation::make(*bound.operator->(), {{prompt, 0}}, options()));
+  auto two =
+      must(Generation::make(*bound.operator->(), {{prompt, 1}}, options()));
+  Ids first;
+  Ids second;
+  for (size_t n = 0; n < 8; ++n) {
+    first.push_back(must(one.next()).at(0).token);
+    if (n % 2 == 0) {
+      second.push_back(must(two.next()).at(0).token);
+    }
+    if (n == 3) {
+      must(one.pause());
+      must(bound->seq_cp(0, 2));
+      must(bound->begin_step({2}));
+      bound.model.at(12 + 3, {1});
+      CHECK_INT(*bound->seq_len(0), 12 + 3);
+    }
+  }
+  CHECK(first == slice(wanted, 0, 8));
+  CHECK(second == slice(wanted, 0, 4));
+  // Its own sequence is no longer what it was.
+  must(bound->seq_rm(0, 10, kAll));
+  CHECK_REFUSED(one.next(), ETKV_ERROR_POSITION, "goes on at 10");
+}
+
+void refusals() {
+  On<SeqCache> bound;
+  const auto refused = [&](const std::vector<Prompt>& prompts,
+                           const GenerationOptions& how,
+                           etkv_status status,
+                           const char* words) {
+    CHECK_REFUSED(
+        Generation::make(*bound.operator->(), prompts, how), status, words);
+  };
+  const auto invalid = ETKV_ERROR_INVALID_ARGUMENT;
+  refused({}, options(), invalid, "no prompt");
+  refused({{{}, 0}}, options(), invalid, "prompt 0 has no tokens");
+  refused({{{1}, 0}, {{1}, 0}}, options(), invalid, "second for sequence 0");
+  refused({{{1}, 256}}, options(), invalid, "256");
+  refused({{text(65), 0}}, options(), ETKV_ERROR_CAPACITY, "65 tokens");
+  auto how = options();
+  how.max_tokens = -1;
+  refused({{{1}, 0}}, how, invalid, "max_tokens is -1, the least is 0");
+  how = options();
+  how.sampling.top_p = 1.5F;
+  refused({{{1}, 0}}, how, invalid, "top_p is 1.5");
+  CHECK_REFUSED(
+      generate(*bound.operator->(), {kVocabulary}, options()),
+      invalid,
+      "from 0 to 319, got 320");
+  CHECK_INT(*bound->length(), 0);
+
+  On<Cache> one;
+  CHECK_REFUSED(
+      Generation::make(*one.operator->(), {{{1}, 3}}, options()),
+      invalid,
+      "no sequence 3");
+  Model model("llama-f32");
+  auto session = session_for(model);
+  CHECK_REFUSED(
+      Generation::make(session.cache(), {{{1}, 0}}, options()),
+      invalid,
+      "no loaded program has this cache");
+  Model for_cpu("llama-cpu");
+  auto on_cpu = session_for(for_cpu);
+  must(for_cpu.load(on_cpu.key()));
+  CHECK_REFUSED(
+      Generation::make(on_cpu.cache(), {{{1}, 0}}, options()),
+      ETKV_ERROR_KIND,
+      "expected a cache in MLX storage");
+  On<SeqCache> last;
+  Model narrow("llama-f32");
+  must(narrow.load(last.session.key(), Logits::last));
+  CHECK_REFUSED(
+      Generation::make(*last.operator->(), {{{1}, 0}, {{1}, 1}}, options()),
+      invalid,
+      "load it with logits=all");
+}
+
+} // namespace
+} // namespace etkv::tests
+
+int main() {
+  using namespace etkv::tests;
+  etkv::examples::quiet_executorch();
+  same_as_steps<etkv::Cache>();
+  same_as_steps<etkv::SeqCache>();
+  same_as_steps<etkv::TreeCache>();
+  holds_what_was_delivered();
+  ends();
+  batches();
+  between_tokens();
+  refusals();
+  return check_report();
+}
