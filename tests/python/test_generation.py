@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import json
+import math
 import os
 import shutil
 import signal
@@ -16,6 +17,7 @@ import pytest
 
 import etkv
 import reference
+from etkv import _device, generation
 from reference import Variant
 from test_runtime import PROMPT, config
 
@@ -29,6 +31,12 @@ def tiny() -> reference.Program:
 def program(tiny):
     with etkv.DecodeSession(config(tiny, 200)) as session, etkv.load(tiny.path, session, logits="last") as program:
         yield program
+
+
+@pytest.fixture
+def by_steps(monkeypatch):
+    """Every token is chosen from the logits of a step, as those of a program for the CPU are."""
+    monkeypatch.setattr(_device.DeviceAnswer, "make", lambda *_: None)
 
 
 @pytest.fixture(scope="module")
@@ -90,22 +98,28 @@ def test_a_prompt_longer_than_a_step(program):
 
 
 @pytest.mark.parametrize("at", [1, 4])
-def test_interrupted_where_a_token_is_chosen(program, greedy, monkeypatch, at):
-    """What was run and led to no token is rolled back, so that nothing of the answer is lost."""
-    answer = etkv.generate_tokens(program, PROMPT, max_tokens=8, eos_token_ids=[])
-    choose, calls = answer._sampler.choose, []
+@pytest.mark.parametrize("where", ["device", "host"])
+def test_interrupted_where_a_token_is_chosen(program, greedy, monkeypatch, where, at):
+    """What was run and led to no token that was taken is rolled back, so that nothing of the answer is lost."""
+    if where == "host":
+        monkeypatch.setattr(_device.DeviceAnswer, "make", lambda *_: None)
+    place, name = (_device.DeviceAnswer, "next") if where == "device" else (generation, "choose")
+    choose, calls = getattr(place, name), []
 
-    def interrupted(row):
+    def interrupted(*args):
+        chosen = choose(*args)
         calls.append(1)
         if len(calls) == at:
             raise KeyboardInterrupt
-        return choose(row)
+        return chosen
 
-    monkeypatch.setattr(answer._sampler, "choose", interrupted)
+    answer = etkv.generate_tokens(program, PROMPT, max_tokens=8, eos_token_ids=[])
+    monkeypatch.setattr(place, name, interrupted)
     with pytest.raises(KeyboardInterrupt):
         list(answer)
     assert answer.token_ids == greedy[: at - 1]
     assert program.session.length == (len(PROMPT) + answer.cached_tokens if answer.token_ids else 0)
+    monkeypatch.setattr(place, name, choose)
     rest = answer.token_ids[answer.cached_tokens :] or PROMPT
     assert list(etkv.generate_tokens(program, rest, max_tokens=3, eos_token_ids=[])) == greedy[at - 1 : at + 2]
 
@@ -120,7 +134,7 @@ def test_sequences_of_one_session(tiny, greedy):
 
 
 @pytest.mark.parametrize("failing", [1, 2], ids=["prefill", "decode"])
-def test_a_step_that_fails_leaves_nothing_declared(tiny, greedy, monkeypatch, failing):
+def test_a_step_that_fails_leaves_nothing_declared(tiny, greedy, monkeypatch, by_steps, failing):
     """A tree takes candidates, and any step is the next one's own."""
     with etkv.TreeSession(config(tiny, 200)) as session, etkv.load(tiny.path, session) as program:
         forward, calls = program.forward, []
@@ -161,6 +175,40 @@ def test_draws(program):
     assert draw(temperature=1.5, seed=1) == draw(temperature=1.5, seed=1)
     assert len({tuple(draw(temperature=1.5, seed=seed)) for seed in range(4)}) > 1
     assert draw(temperature=1e-320, seed=1) == best
+    assert draw(temperature=0.7, min_p=1.0, seed=1) == best
+    assert draw(logit_bias={best[0]: -math.inf})[0] != best[0]
+    assert draw(logit_bias={3: 1e9}) == [3] * 16
+    assert len(set(draw(repetition_penalty=100.0))) == 16
+
+
+SAMPLINGS = [
+    {},
+    {"temperature": 1.5},
+    {"temperature": 1.2, "top_k": 20, "repetition_penalty": 1.3},
+    {"temperature": 1.2, "top_p": 0.7, "logit_bias": {7: 3.0}},
+    {"temperature": 1.2, "min_p": 0.2},
+]
+
+
+@pytest.mark.parametrize("sampling", SAMPLINGS, ids=str)
+def test_the_device_chooses_what_the_host_chooses(program, monkeypatch, sampling):
+    def drawn() -> list[int]:
+        program.session.clear()
+        return list(etkv.generate_tokens(program, PROMPT, max_tokens=40, eos_token_ids=[], seed=11, **sampling))
+
+    on_device = drawn()
+    monkeypatch.setattr(_device.DeviceAnswer, "make", lambda *_: None)
+    assert drawn() == on_device
+
+
+def test_a_program_that_is_closed_ends_its_answers(tiny):
+    with etkv.DecodeSession(config(tiny, 200)) as session:
+        with etkv.load(tiny.path, session, logits="last") as program:
+            answer = etkv.generate_tokens(program, PROMPT, max_tokens=24, eos_token_ids=[])
+            next(answer)
+        with pytest.raises(etkv.EtkvError, match="is closed: load it again"):
+            next(answer)
+        assert session.length == len(PROMPT)
 
 
 @pytest.mark.parametrize(
@@ -172,6 +220,8 @@ def test_draws(program):
         ({"seed": -1}, "seed is -1, the least is 0"),
         ({"top_p": 0}, "top_p is 0, expected more than 0 and at most 1"),
         ({"top_k": -2}, "top_k is -2, the least is 0"),
+        ({"min_p": 2}, "min_p is 2, expected 0 to 1"),
+        ({"repetition_penalty": 0}, "repetition_penalty is 0, expected more than 0"),
         ({"sequence": 3}, "sequence is 3, and the session has one only: use a SeqSession"),
         ({"prompt": []}, "prompt is empty"),
         ({"prompt": "Hello"}, "prompt has 'H'; it has token ids, and a tokenizer makes them of text"),
@@ -382,14 +432,16 @@ def test_a_chat_goes_on_after_a_turn_that_is_refused_or_fails(tiny, program, tok
     fails_at, options = options.get("fails_at"), {key: options[key] for key in options if key != "fails_at"}
     with monkeypatch.context() as patch, pytest.raises(etkv.EtkvError):
         if fails_at:
-            steps, forward = iter(range(1, 100)), program.forward
+            steps = iter(range(1, 100))
 
-            def failing(*arguments, **more):
+            def failing(step, *arguments, **more):
                 if next(steps) == fails_at:
                     raise etkv.EtkvError("a step that fails")
-                return forward(*arguments, **more)
+                return step(*arguments, **more)
 
-            patch.setattr(program, "forward", failing)
+            for name in ("read_prompt", "next"):
+                step = getattr(_device.DeviceAnswer, name)
+                patch.setattr(_device.DeviceAnswer, name, lambda answer, step=step: failing(step, answer))
         list(chat.send_message("and then?" if options or fails_at else "x" * 300, **options, eos_token_ids=[]))
     assert chat.messages == messages
 

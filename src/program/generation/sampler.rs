@@ -161,10 +161,10 @@ impl Sampler {
         let mut p = softmax_axis(&logits, -1, true)?;
         if top_p < 1.0 {
             let sorted = sort_axis(&p, -1)?;
-            // The sum of a token and of all less probable ones. What is more probable sums to less than
-            // `top_p` if this is more than the rest.
+            // All less a token and what is less probable is what is more probable.
             let sums = sorted.cumsum(-1, false, true)?;
-            let kept = sums.gt(Array::from_f32(1.0 - top_p))?;
+            let all = slice_axis(&sums, 1, vocabulary - 1, vocabulary, 1)?;
+            let kept = all.subtract(&sums)?.lt(Array::from_f32(top_p))?;
             let least = select(kept, &sorted, Array::from_f32(1.0))?.min_axis(-1, true)?;
             p = select(p.ge(least)?, &p, &zero)?;
         }
@@ -201,6 +201,7 @@ mod tests {
             plain.clone(),
             Sampling { top_k: 20, ..plain.clone() },
             Sampling { top_p: 0.7, ..plain.clone() },
+            Sampling { top_p: 1e-9, ..plain.clone() },
             Sampling { min_p: 0.2, ..plain.clone() },
             Sampling { top_k: 40, top_p: 0.9, min_p: 0.05, ..plain.clone() },
             Sampling { logit_bias: bias.clone(), ..plain.clone() },
