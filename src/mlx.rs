@@ -18,6 +18,7 @@ use mlx_rs::{Array, Device, DeviceType, Dtype, Stream};
 use parking_lot::{Mutex, MutexGuard, ReentrantMutex, ReentrantMutexGuard};
 
 use crate::error::{fail, Error, Result, Status};
+use crate::kernel_cache::{self, KernelCache};
 
 /// The MLX release that this build is made for.
 pub const MLX_VERSION: &str = env!("ETKV_MLX_VERSION");
@@ -25,6 +26,8 @@ pub const MLX_VERSION: &str = env!("ETKV_MLX_VERSION");
 struct Runtime {
     stream: Stream,
     on_gpu: bool,
+    /// The kernels that MLX compiles for an NVIDIA GPU, if they are kept.
+    kernels: Option<KernelCache>,
 }
 
 // SAFETY: the stream belongs to no thread, and is used under `LOCK` only, by one thread at a time.
@@ -136,6 +139,16 @@ impl Mlx {
     /// Returns whether the shared stream runs on a GPU.
     pub fn on_gpu(&self) -> bool {
         self.runtime.on_gpu
+    }
+
+    /// Keeps the kernels that were compiled since for later processes.
+    #[cfg(feature = "delegate")]
+    pub(crate) fn publish_kernels(&self) {
+        if let Some(kernels) = &self.runtime.kernels {
+            if let Err(error) = kernels.publish() {
+                tracing::warn!(%error, "kernels cannot be kept for later processes");
+            }
+        }
     }
 
     /// Runs `work` without the lock of MLX, so that other threads may enter. If an enclosing call
@@ -258,7 +271,30 @@ fn start() -> Result<Runtime> {
     // process then ends with its own exit status. It is needed also where the stream is on the CPU.
     // SAFETY: it registers a function without state; the stream exists.
     unsafe { mlx_sys::etkv_mlx_end_without_driver() };
-    Ok(Runtime { stream, on_gpu })
+    let kernels = match on_gpu && cfg!(target_os = "linux") {
+        true => architecture(&device)
+            .and_then(|architecture| kernel_cache::start(&architecture, MLX_VERSION)),
+        false => None,
+    };
+    Ok(Runtime { stream, on_gpu, kernels })
+}
+
+/// Returns MLX's name of the kind of a device, such as `sm_90`.
+fn architecture(device: &Device) -> Option<String> {
+    let (kind, index) = (device.get_type().ok()?, device.get_index().ok()?);
+    // SAFETY: handles are made and freed here; the text lives as long as `info`, and is copied.
+    unsafe {
+        let raw = mlx_sys::mlx_device_new_type(kind.into(), index);
+        let mut info = mlx_sys::mlx_device_info_new();
+        let mut text = std::ptr::null();
+        let found = mlx_sys::mlx_device_info_get(&mut info, raw) == 0
+            && mlx_sys::mlx_device_info_get_string(&mut text, info, c"architecture".as_ptr()) == 0
+            && !text.is_null();
+        let name = found.then(|| CStr::from_ptr(text).to_string_lossy().into_owned());
+        mlx_sys::mlx_device_info_free(info);
+        mlx_sys::mlx_device_free(raw);
+        name
+    }
 }
 
 /// Returns the device that `ETKV_DEVICE` names (`cpu` or `gpu`), or else MLX's own choice.

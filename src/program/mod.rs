@@ -25,6 +25,7 @@ mod slots;
 mod stream;
 #[cfg(test)]
 mod tests;
+mod warm_up;
 
 pub use constants::ConstantSource;
 pub use describe::{

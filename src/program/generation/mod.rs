@@ -16,9 +16,10 @@ use mlx_rs::ops::concatenate;
 use mlx_rs::Array;
 use tracing::debug;
 
+pub use self::sampler::Sampler;
 pub use self::text_inputs::{TextInputs, Tokens};
 
-use self::sampler::{Chosen, Sampler};
+use self::sampler::Chosen;
 use super::execute::Program;
 use super::TARGET;
 use crate::backend::{MlxCache, ProgramCache, Step};
@@ -570,7 +571,7 @@ fn next_position(cache: &MlxCache, sequence: i32) -> Result<i32> {
 }
 
 /// Withdraws what was declared for a step that does not come.
-fn withdraw(cache: &mut MlxCache) {
+pub fn withdraw(cache: &mut MlxCache) {
     if let Some(cells) = cache.sequences_mut() {
         // No step is open, so it cannot be refused.
         let _ = cells.cancel_step();
@@ -578,7 +579,7 @@ fn withdraw(cache: &mut MlxCache) {
 }
 
 /// Returns the last `n` rows of logits, `[1, T, vocabulary]`, as `[n, vocabulary]`.
-fn last_rows(logits: &Array, n: usize) -> Result<Array> {
+pub fn last_rows(logits: &Array, n: usize) -> Result<Array> {
     let (rows, n) = (logits.shape().get(1).copied().unwrap_or(0), n as i32);
     if logits.ndim() != 3 || logits.dim(0) != 1 || rows < n {
         fail!(

@@ -76,6 +76,7 @@ impl Chosen {
 }
 
 /// Chooses tokens as a [`Sampling`] says.
+#[derive(Default)]
 pub struct Sampler {
     sampling: Sampling,
     /// The bias of each token, `[vocabulary]`, float32, once the vocabulary is known.

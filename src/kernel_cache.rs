@@ -1,0 +1,227 @@
+//! Keeps the kernels that MLX compiles for an NVIDIA GPU, for later processes.
+//!
+//! MLX looks for a kernel in a folder, by name, and writes there what it compiles. Its own choice is one
+//! folder for all users and GPUs, and a process that reads there while another one writes finds half
+//! a kernel. Here each process has a folder of its own. It begins with links to the kernels that
+//! earlier processes have published, for the same MLX and the same kind of GPU, and what is compiled
+//! is published once it is whole.
+
+use std::fs;
+use std::io;
+use std::path::{Path, PathBuf};
+
+use tracing::{debug, warn};
+
+/// The target of this module's events.
+const TARGET: &str = "etkv::kernels";
+
+/// The environment variable with MLX's folder.
+const VARIABLE: &str = "MLX_PTX_CACHE_DIR";
+
+/// MLX's files of one kernel, in the order in which it writes them. Only the first two are read.
+const PARTS: [&str; 3] = ["ptx", "txt", "cu"];
+
+/// The folder of this process and the one of all.
+pub struct KernelCache {
+    shared: PathBuf,
+    own: PathBuf,
+}
+
+impl KernelCache {
+    /// Makes the folder of this process under `root`, with the kernels that were published, and
+    /// removes those of processes that are gone. `name` tells one kind of GPU and MLX from another.
+    ///
+    /// # Errors
+    /// Those of the file system.
+    pub fn open(root: &Path, name: &str) -> io::Result<Self> {
+        let folder = root.join(name);
+        let (shared, runs) = (folder.join("published"), folder.join("processes"));
+        make_private(&shared)?;
+        make_private(&runs)?;
+        for entry in fs::read_dir(&runs)?.flatten() {
+            let alive = entry.file_name().to_str().is_some_and(is_alive);
+            if !alive {
+                // Another process may do the same.
+                let _ = fs::remove_dir_all(entry.path());
+            }
+        }
+        let own = runs.join(std::process::id().to_string());
+        let _ = fs::remove_dir_all(&own);
+        make_private(&own)?;
+        let cache = Self { shared, own };
+        let n = link_new(&cache.shared, &cache.own)?;
+        debug!(target: TARGET, kernels = n, folder = %cache.own.display(), "kernels are kept");
+        Ok(cache)
+    }
+
+    /// Publishes the kernels that were compiled since. Returns their number. Call it while nothing
+    /// is compiled.
+    ///
+    /// # Errors
+    /// Those of the file system.
+    pub fn publish(&self) -> io::Result<usize> {
+        link_new(&self.own, &self.shared)
+    }
+
+    /// Returns the folder of this process.
+    pub fn own(&self) -> &Path {
+        &self.own
+    }
+}
+
+/// Lets MLX keep its kernels in the user's cache folder. Does nothing if the host has chosen a folder.
+/// Call it before MLX compiles anything.
+pub fn start(architecture: &str, mlx_version: &str) -> Option<KernelCache> {
+    if std::env::var_os(VARIABLE).is_some() {
+        return None;
+    }
+    let folder = |name: &str| std::env::var_os(name).map(PathBuf::from);
+    let user = folder("XDG_CACHE_HOME")
+        .filter(|path| path.is_absolute())
+        .or_else(|| folder("HOME").map(|home| home.join(".cache")))?;
+    let name = format!("mlx-{mlx_version}-{architecture}");
+    match KernelCache::open(&user.join("etkv").join("kernels"), &name) {
+        Ok(cache) => {
+            std::env::set_var(VARIABLE, cache.own());
+            Some(cache)
+        }
+        Err(error) => {
+            warn!(target: TARGET, %error, "kernels are compiled anew in each process: there is no folder to keep them");
+            None
+        }
+    }
+}
+
+/// Makes a folder that only this user can write to: a kernel is code.
+fn make_private(path: &Path) -> io::Result<()> {
+    let mut builder = fs::DirBuilder::new();
+    builder.recursive(true);
+    #[cfg(unix)]
+    std::os::unix::fs::DirBuilderExt::mode(&mut builder, 0o700);
+    builder.create(path)
+}
+
+/// Returns whether a process runs.
+fn is_alive(process: &str) -> bool {
+    process.parse::<u32>().is_ok() && Path::new("/proc").join(process).exists()
+}
+
+/// Links every whole kernel of `from` that `to` lacks, its last file last. Returns their number.
+fn link_new(from: &Path, to: &Path) -> io::Result<usize> {
+    let mut n = 0;
+    for entry in fs::read_dir(from)? {
+        let path = entry?.path();
+        let Some(name) = path.file_name() else { continue };
+        if path.is_dir() {
+            // Long names are folders.
+            make_private(&to.join(name))?;
+            n += link_new(&path, &to.join(name))?;
+            continue;
+        }
+        let [_, _, last] = PARTS.map(|part| path.with_extension(part));
+        let is_last = path.extension().is_some_and(|extension| extension == PARTS[2]);
+        if !is_last || to.join(name).exists() {
+            continue;
+        }
+        let whole = PARTS.iter().all(|part| last.with_extension(part).exists());
+        if whole && PARTS.iter().all(|part| link(&last.with_extension(part), to).is_ok()) {
+            n += 1;
+        }
+    }
+    Ok(n)
+}
+
+/// Links a file into a folder. Another process may have done so.
+fn link(file: &Path, folder: &Path) -> io::Result<()> {
+    let Some(name) = file.file_name() else {
+        return Ok(());
+    };
+    match fs::hard_link(file, folder.join(name)) {
+        Err(error) if error.kind() == io::ErrorKind::AlreadyExists => Ok(()),
+        other => other,
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// A folder that is removed in the end.
+    struct Root(PathBuf);
+
+    impl Root {
+        fn new(name: &str) -> Self {
+            let path = std::env::temp_dir().join(format!("etkv-{name}-{}", std::process::id()));
+            let _ = fs::remove_dir_all(&path);
+            Self(path)
+        }
+    }
+
+    impl Drop for Root {
+        fn drop(&mut self) {
+            let _ = fs::remove_dir_all(&self.0);
+        }
+    }
+
+    fn write(folder: &Path, kernel: &str, parts: &[&str]) {
+        for part in parts {
+            fs::create_dir_all(folder.join(kernel).parent().unwrap()).unwrap();
+            fs::write(folder.join(kernel).with_extension(part), kernel).unwrap();
+        }
+    }
+
+    fn has(folder: &Path, kernel: &str) -> bool {
+        PARTS.iter().all(|part| folder.join(kernel).with_extension(part).exists())
+    }
+
+    #[test]
+    fn whole_kernels_reach_the_next_process() {
+        let root = Root::new("kernels");
+        let cache = KernelCache::open(&root.0, "gpu").unwrap();
+        write(cache.own(), "add", &PARTS);
+        write(cache.own(), "long/name", &PARTS);
+        // It is being compiled.
+        write(cache.own(), "half", &PARTS[..2]);
+        assert_eq!(cache.publish().unwrap(), 2);
+        assert_eq!(cache.publish().unwrap(), 0);
+        // As a later process does.
+        let later = KernelCache::open(&root.0, "gpu").unwrap();
+        assert!(has(later.own(), "add") && has(later.own(), "long/name"));
+        assert!(!later.own().join("half.ptx").exists());
+        let other = KernelCache::open(&root.0, "other").unwrap();
+        assert!(!has(other.own(), "add"), "of another GPU");
+    }
+
+    #[test]
+    fn folders_of_processes_that_are_gone_are_removed() {
+        let root = Root::new("gone");
+        let cache = KernelCache::open(&root.0, "gpu").unwrap();
+        let gone = cache.own().with_file_name("4294967295");
+        fs::create_dir_all(&gone).unwrap();
+        // That of a process that runs: the first one.
+        let running = cache.own().with_file_name("1");
+        fs::create_dir_all(&running).unwrap();
+        KernelCache::open(&root.0, "gpu").unwrap();
+        assert!(!gone.exists() && running.exists());
+    }
+
+    #[test]
+    fn processes_that_publish_at_once_lose_nothing() {
+        let root = Root::new("at-once");
+        let shared = root.0.join("gpu/published");
+        make_private(&shared).unwrap();
+        std::thread::scope(|scope| {
+            for process in 0..4 {
+                let own = root.0.join(format!("gpu/processes/{process}"));
+                let cache = KernelCache { shared: shared.clone(), own: own.clone() };
+                scope.spawn(move || {
+                    for kernel in 0..50 {
+                        write(&own, &format!("kernel{kernel}"), &PARTS);
+                        cache.publish().unwrap();
+                    }
+                });
+            }
+        });
+        assert!((0..50).all(|kernel| has(&shared, &format!("kernel{kernel}"))));
+    }
+}
