@@ -1,0 +1,464 @@
+//! The steps of answers, one of them ahead of the host.
+
+use std::sync::Arc;
+
+use etkv_host::LogitsRows;
+use mlx_rs::ops::concatenate;
+use mlx_rs::Array;
+use tracing::debug;
+
+use super::answer::{check_prompts, next_position, Answer, Prompt};
+use super::sampler::{Chosen, Sampler};
+use super::text_inputs::{TextInputs, Tokens};
+use super::{End, Generated, GenerationOptions};
+use crate::backend::{MlxCache, ProgramCache, Step};
+use crate::error::{fail, Error, Result};
+use crate::mlx::{self, slice_axis, Mlx};
+use crate::program::execute::Program;
+use crate::program::TARGET;
+
+/// The most tokens of a step where neither the program nor the cache says it.
+const CHUNK: usize = 512;
+
+/// Tokens that are being computed.
+struct Ahead {
+    /// The answers that they continue.
+    answers: Vec<usize>,
+    chosen: Chosen,
+    /// The number of the step that computes them, if it waits to be committed.
+    step: Option<u64>,
+}
+
+/// Answers to one prompt, or to several in one cache of sequences.
+///
+/// A cache that the host changes while it waits for the next token, such as by a step of its own on
+/// another sequence, is no error: the step that ran ahead runs again. If the answer's own sequence
+/// changed, the next call fails.
+pub struct Generation {
+    program: Program,
+    cache: ProgramCache,
+    inputs: TextInputs,
+    sampler: Sampler,
+    options: GenerationOptions,
+    answers: Vec<Answer>,
+    /// The first token of each prompt that was read.
+    firsts: Vec<Chosen>,
+    ahead: Option<Ahead>,
+    /// The error of a step that ran ahead, for the call that asks for its tokens.
+    failed: Option<Error>,
+    /// The most tokens of a step of a prompt.
+    chunk: usize,
+}
+
+impl Generation {
+    /// Prepares answers by a program that was loaded with a cache. Nothing runs.
+    ///
+    /// # Errors
+    /// - [`Unsupported`](crate::Status::Unsupported) for a program that is no language model.
+    /// - [`InvalidArgument`](crate::Status::InvalidArgument) for no prompt, a prompt without tokens,
+    ///   several prompts for one sequence, several with a program that was loaded for the last row of
+    ///   the logits, and options out of their range.
+    /// - [`Capacity`](crate::Status::Capacity) if the prompts do not fit the cache.
+    pub fn new(
+        program: &Program,
+        prompts: Vec<Prompt>,
+        options: GenerationOptions,
+    ) -> Result<Self> {
+        options.sampling.check()?;
+        let inputs = TextInputs::find(&program.0.inputs)?;
+        let Some(cache) = program.0.cache.clone() else {
+            fail!(NoCache, "cannot generate with a program that was loaded without a cache");
+        };
+        check_prompts(&prompts)?;
+        if prompts.len() > 1 && program.0.logits == LogitsRows::Last {
+            fail!(
+                InvalidArgument,
+                "{} prompts need a row of logits each, and the program was loaded with logits=last; \
+                 load it with logits=all",
+                prompts.len()
+            );
+        }
+        let mut limits = vec![inputs.most.map_or(CHUNK, |most| most.max(1) as usize)];
+        let answers = {
+            let cache = cache.lock()?;
+            let n: usize = prompts.iter().map(|prompt| prompt.tokens.len()).sum();
+            if !i32::try_from(n).is_ok_and(|n| cache.can_extend(n)) {
+                fail!(
+                    Capacity,
+                    "the prompts have {n} tokens, the cache holds {} of {} positions",
+                    cache.length(),
+                    cache.capacity()
+                );
+            }
+            let config = cache.config();
+            if config.max_step_tokens > 0 {
+                limits.push(config.max_step_tokens as usize);
+            }
+            prompts.into_iter().map(|prompt| Answer::new(&*cache, prompt)).collect::<Result<_>>()?
+        };
+        Ok(Self {
+            program: program.clone(),
+            cache,
+            inputs,
+            sampler: Sampler::new(options.sampling.clone()),
+            options,
+            answers,
+            firsts: Vec::new(),
+            ahead: None,
+            failed: None,
+            chunk: limits.into_iter().min().unwrap_or(CHUNK),
+        })
+    }
+
+    /// Returns the tokens of the prompts that have not run.
+    pub fn waiting(&self) -> usize {
+        self.answers.iter().map(|answer| answer.n_prompt.saturating_sub(answer.done)).sum()
+    }
+
+    /// Runs the next step of the prompts, and returns the tokens that then have not run.
+    ///
+    /// # Errors
+    /// Those of [`Program::execute`]. The steps before stay: the host may call again, or roll the
+    /// sequence back.
+    pub fn read_prompts(&mut self) -> Result<usize> {
+        let reading = |answer: &Answer| answer.done < answer.n_prompt;
+        let Some(index) = self.answers.iter().position(reading) else {
+            return Ok(0);
+        };
+        let answer = &self.answers[index];
+        let end = answer.n_prompt.min(answer.done + self.chunk);
+        let positions: Vec<i32> = (answer.done..end).map(|n| answer.position(n)).collect();
+        let tokens = answer.text[answer.done..end].to_vec();
+        let first = self.run(&[index], &tokens, &positions, end == answer.n_prompt)?;
+        self.answers[index].done = end;
+        self.firsts.extend(first);
+        let waiting = self.waiting();
+        if waiting == 0 {
+            let mlx = mlx::enter()?;
+            let firsts = std::mem::take(&mut self.firsts);
+            let chosen = self.program.0.stream.run(&mlx, || Chosen::joined(firsts))?;
+            let answers = (0..self.answers.len()).collect();
+            self.ahead = Some(Ahead { answers, chosen, step: None });
+        }
+        Ok(waiting)
+    }
+
+    /// Returns the next token of each answer that goes on. Runs what has not run of the prompts. Empty
+    /// once all answers have ended.
+    ///
+    /// # Errors
+    /// Those of [`Program::execute`], [`Position`](crate::Status::Position) if the cache no longer
+    /// holds the text so far, and [`Backend`](crate::Status::Backend) for logits that are no numbers.
+    pub fn next_tokens(&mut self) -> Result<Vec<Generated>> {
+        while self.read_prompts()? > 0 {}
+        if let Some(error) = self.failed.take() {
+            return Err(error);
+        }
+        if self.options.max_tokens == 0 {
+            self.answers.iter_mut().for_each(|answer| answer.ended = true);
+        }
+        let active: Vec<usize> =
+            (0..self.answers.len()).filter(|&index| !self.answers[index].ended).collect();
+        if active.is_empty() {
+            return Ok(Vec::new());
+        }
+        let coming = match self.ahead.take() {
+            Some(ahead) => self.settled(ahead)?,
+            None => self.again(active)?,
+        };
+        if self.options.ahead {
+            match self.run_ahead(&coming) {
+                Ok(next) => self.ahead = next,
+                Err(error) => self.failed = Some(error),
+            }
+        }
+        let ids = {
+            let mut mlx = mlx::enter()?;
+            mlx.outside(|| coming.chosen.wait())?;
+            let ids = coming.chosen.ids();
+            drop(coming.chosen);
+            ids?
+        };
+        self.take(&coming.answers, &ids)
+    }
+
+    /// Rolls back the step that runs ahead, if there is one. The cache then holds the prompts that were
+    /// read and all tokens of the answers but the last of each. [`next_tokens`](Self::next_tokens) goes on from there.
+    pub fn pause(&mut self) {
+        let Some(number) = self.ahead.as_ref().and_then(|ahead| ahead.step) else {
+            return;
+        };
+        let _held = mlx::hold();
+        self.ahead = None;
+        // A poisoned cache has no step.
+        if let Ok(mut cache) = self.cache.lock() {
+            if cache.resume(number) {
+                cache.abort();
+                withdraw(&mut *cache);
+            }
+        }
+    }
+
+    /// Commits the step that computes these tokens. Runs it again if it was rolled back meanwhile.
+    fn settled(&mut self, mut ahead: Ahead) -> Result<Ahead> {
+        let Some(number) = ahead.step.take() else {
+            return Ok(ahead);
+        };
+        {
+            let mut cache = self.cache.lock()?;
+            let mlx = mlx::enter()?;
+            if let Some(step) = Step::resume(&mut *cache, number) {
+                self.program.0.stream.run(&mlx, || step.commit(&[]))?;
+                for &index in &ahead.answers {
+                    self.answers[index].done += 1;
+                }
+                return Ok(ahead);
+            }
+            drop(ahead.chosen);
+        }
+        debug!(target: TARGET, "a step that ran ahead runs again");
+        self.again(ahead.answers)
+    }
+
+    /// Runs the step of the last tokens of these answers.
+    fn again(&mut self, answers: Vec<usize>) -> Result<Ahead> {
+        let of = |index: &usize| {
+            let answer = &self.answers[*index];
+            (answer.text[answer.done], answer.position(answer.done))
+        };
+        let (tokens, positions): (Vec<i64>, Vec<i32>) = answers.iter().map(of).unzip();
+        let Some(chosen) = self.run(&answers, &tokens, &positions, true)? else {
+            fail!(Internal, "a step has chosen no tokens");
+        };
+        for &index in &answers {
+            self.answers[index].done += 1;
+        }
+        Ok(Ahead { answers, chosen, step: None })
+    }
+
+    /// Runs tokens of these answers, and commits the step. Returns the tokens that follow if they are
+    /// asked for.
+    fn run(
+        &mut self,
+        answers: &[usize],
+        tokens: &[i64],
+        positions: &[i32],
+        choose: bool,
+    ) -> Result<Option<Chosen>> {
+        let shared = self.cache.clone();
+        let mut cache = shared.lock()?;
+        for &index in answers {
+            let answer = &self.answers[index];
+            let (expected, next) =
+                (answer.position(answer.done), next_position(&*cache, answer.sequence)?);
+            if next != expected {
+                fail!(
+                    Position,
+                    "the answer goes on at position {expected}, and the cache goes on at {next}: it \
+                     was changed meanwhile; generate anew"
+                );
+            }
+        }
+        let mut mlx = mlx::enter()?;
+        let batch = Batch { answers, tokens: Tokens::Host(tokens), positions, choose };
+        let stream = Arc::clone(&self.program.0);
+        self.with_step(&mut mlx, &mut *cache, batch, |mlx, chosen, step| {
+            if let Some(chosen) = &chosen {
+                mlx.outside(|| chosen.wait())?;
+            }
+            stream.stream.run(mlx, || step.commit(&[]))?;
+            Ok(chosen)
+        })
+    }
+
+    /// Starts the step behind tokens that are being computed, for the answers that may go on.
+    fn run_ahead(&mut self, coming: &Ahead) -> Result<Option<Ahead>> {
+        let of_row = |row: usize| &self.answers[coming.answers[row]];
+        let rows: Vec<usize> = (0..coming.answers.len())
+            .filter(|&row| of_row(row).n_answered() + 1 < self.options.max_tokens)
+            .collect();
+        let positions: Vec<i32> =
+            rows.iter().map(|&row| of_row(row).position(of_row(row).text.len())).collect();
+        let answers: Vec<usize> = rows.iter().map(|&row| coming.answers[row]).collect();
+        let shared = self.cache.clone();
+        let mut cache = shared.lock()?;
+        if answers.is_empty() || !cache.can_extend(answers.len() as i32) {
+            return Ok(None);
+        }
+        let mut mlx = mlx::enter()?;
+        let ids = self.program.0.stream.run(&mlx, || coming.chosen.at(&rows))?;
+        let batch = Batch {
+            answers: &answers,
+            tokens: Tokens::Device(&ids, coming.chosen.below),
+            positions: &positions,
+            choose: true,
+        };
+        self.with_step(&mut mlx, &mut *cache, batch, |_, chosen, step| {
+            Ok(match (chosen, step.set_aside()) {
+                (Some(chosen), Ok(number)) => {
+                    Some(Ahead { answers: answers.clone(), chosen, step: Some(number) })
+                }
+                // The cache keeps each step open until it ends: nothing can run ahead.
+                _ => None,
+            })
+        })
+    }
+
+    /// Starts a step, and calls `work` with it and with the tokens that it chooses. A failure leaves
+    /// nothing of the step.
+    fn with_step<T>(
+        &mut self,
+        mlx: &mut Mlx,
+        cache: &mut MlxCache,
+        batch: Batch,
+        work: impl FnOnce(&mut Mlx, Option<Chosen>, Step<'_>) -> Result<T>,
+    ) -> Result<T> {
+        let loaded = Arc::clone(&self.program.0);
+        let begun = loaded.stream.run(mlx, || self.begin(mlx, cache, &batch));
+        let done = begun.and_then(|(chosen, step)| work(mlx, chosen, step));
+        if done.is_err() {
+            withdraw(cache);
+        }
+        done
+    }
+
+    /// Opens a step, and starts its computation.
+    fn begin<'c>(
+        &mut self,
+        mlx: &Mlx,
+        cache: &'c mut MlxCache,
+        batch: &Batch,
+    ) -> Result<(Option<Chosen>, Step<'c>)> {
+        if let Some(cells) = cache.sequences_mut() {
+            let sequence = |&index: &usize| self.answers[index].sequence;
+            cells.begin_step(&match batch.answers {
+                [one] => vec![sequence(one); batch.positions.len()],
+                each => each.iter().map(sequence).collect(),
+            })?;
+        }
+        let program = &self.program.0;
+        let (logits, step) =
+            program.logits(mlx, &self.inputs, &batch.tokens, batch.positions, cache)?;
+        if !batch.choose {
+            // The logits are never computed.
+            drop(logits);
+            step.eval(&[])?;
+            return Ok((None, step));
+        }
+        let logits = last_rows(&logits, batch.answers.len())?;
+        let recent = self.recent(batch)?;
+        let pending = usize::from(matches!(batch.tokens, Tokens::Device(..)));
+        let draws: Vec<f32> = batch
+            .answers
+            .iter()
+            .map(|&index| {
+                let n = self.answers[index].n_answered() + pending;
+                self.options.sampling.draw(index, n as u64)
+            })
+            .collect();
+        let chosen = self.sampler.choose(&logits, recent.as_ref(), &draws)?;
+        step.schedule(&chosen.arrays())?;
+        Ok((Some(chosen), step))
+    }
+
+    /// Returns the tokens that count as repeated, `[B, n]`: those of the texts, and those that the
+    /// device has chosen.
+    fn recent(&self, batch: &Batch) -> Result<Option<Array>> {
+        let sampling = &self.options.sampling;
+        if !sampling.is_repetition_penalized() {
+            return Ok(None);
+        }
+        let coming = match &batch.tokens {
+            Tokens::Device(ids, _) => Some(ids.reshape(&[-1, 1])?),
+            Tokens::Host(_) => None,
+        };
+        let most = sampling.repetition_context - usize::from(coming.is_some());
+        let texts = || batch.answers.iter().map(|&index| &self.answers[index].text[..]);
+        let width = texts().map(|text| text.len().min(most)).max().unwrap_or(0);
+        let mut ids: Vec<i32> = Vec::new();
+        for text in texts() {
+            let recent = &text[text.len() - text.len().min(most)..];
+            // A token that comes twice counts once.
+            let filler = recent.first().copied().into_iter().cycle();
+            let row = recent.iter().copied().chain(filler).take(width);
+            ids.extend(row.map(|id| i32::try_from(id).unwrap_or(0)));
+        }
+        let known = Array::from_slice(&ids, &[batch.answers.len() as i32, width as i32]);
+        Ok(Some(match coming {
+            None => known,
+            Some(coming) if width == 0 => coming,
+            Some(coming) => concatenate(&[&known, &coming], 1)?,
+        }))
+    }
+
+    /// Takes the tokens that were computed into the texts, and tells which answers have ended.
+    fn take(&mut self, answers: &[usize], ids: &[i64]) -> Result<Vec<Generated>> {
+        let fits = self.cache.lock()?.can_extend(answers.len() as i32);
+        let mut generated = Vec::new();
+        for (&index, &token) in answers.iter().zip(ids) {
+            let answer = &mut self.answers[index];
+            answer.text.push(token);
+            let end = if self.options.stop.contains(&token) {
+                Some(End::Stop)
+            } else if answer.n_answered() >= self.options.max_tokens {
+                Some(End::Length)
+            } else {
+                (!fits).then_some(End::Capacity)
+            };
+            answer.ended = end.is_some();
+            generated.push(Generated { prompt: index, token, end });
+        }
+        let ran_on = self
+            .ahead
+            .as_ref()
+            .is_some_and(|ahead| ahead.answers.iter().any(|&index| self.answers[index].ended));
+        if ran_on {
+            self.pause();
+        }
+        Ok(generated)
+    }
+}
+
+impl Drop for Generation {
+    fn drop(&mut self) {
+        self.pause();
+        let _held = mlx::hold();
+        self.firsts.clear();
+        self.ahead = None;
+        self.sampler.release();
+    }
+}
+
+/// The tokens of one step: several of one answer, or one of each of several.
+struct Batch<'a> {
+    answers: &'a [usize],
+    tokens: Tokens<'a>,
+    positions: &'a [i32],
+    /// Whether tokens are chosen from its logits.
+    choose: bool,
+}
+
+/// Withdraws what was declared for a step that does not come.
+pub fn withdraw(cache: &mut MlxCache) {
+    if let Some(cells) = cache.sequences_mut() {
+        // No step is open, so it cannot be refused.
+        let _ = cells.cancel_step();
+    }
+}
+
+/// Returns the last `n` rows of logits, `[1, T, vocabulary]`, as `[n, vocabulary]`.
+pub fn last_rows(logits: &Array, n: usize) -> Result<Array> {
+    let (rows, n) = (logits.shape().get(1).copied().unwrap_or(0), n as i32);
+    if logits.ndim() != 3 || logits.dim(0) != 1 || rows < n {
+        fail!(
+            Unsupported,
+            "cannot generate {n} tokens from logits of shape {:?}; expected [1, T, vocabulary]",
+            logits.shape()
+        );
+    }
+    let logits = match rows == n {
+        true => logits.clone(),
+        false => slice_axis(logits, 1, rows - n, rows, 1)?,
+    };
+    Ok(logits.reshape(&[n, logits.dim(2)])?)
+}
