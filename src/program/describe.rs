@@ -206,7 +206,7 @@ pub fn describe(payload: &[u8]) -> Result<ProgramDescription> {
 fn passes_of(mut graph: Graph, described: &mut ProgramDescription) -> Result<()> {
     let mut before = kinds(&graph.main);
     let mut n_before = graph.main.instructions.len();
-    let target = Target { on_gpu: false, last_token_only: false };
+    let target = Target::default();
     let layouts = passes::run_each(&mut graph, target, &HashMap::new(), |name, graph| {
         let after = kinds(&graph.main);
         let n_after = graph.main.instructions.len();

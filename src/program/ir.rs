@@ -295,6 +295,35 @@ impl Op {
         }
     }
 
+    /// Calls `visit` with every integer argument.
+    pub fn for_each_int(&mut self, mut visit: impl FnMut(&mut Int)) {
+        match self {
+            Op::Reshape { shape, .. } => shape.iter_mut().for_each(visit),
+            Op::Slice { axis, start, stop, .. } => {
+                visit(axis);
+                visit(start);
+                visit(stop);
+            }
+            Op::IntBinary { a, b, .. } => {
+                visit(a);
+                visit(b);
+            }
+            Op::Take { index: Index::One(index), .. } => visit(index),
+            _ => {}
+        }
+    }
+
+    /// Returns the integer values that the instruction reads.
+    pub fn int_reads(&self) -> Vec<IntValue> {
+        let mut values = Vec::new();
+        self.clone().for_each_int(|int| {
+            if let Int::Value(value) = int {
+                values.push(*value);
+            }
+        });
+        values
+    }
+
     /// Returns the tensors that the instruction reads.
     pub fn reads(&self) -> Vec<Value> {
         let mut values = Vec::new();

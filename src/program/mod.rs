@@ -30,7 +30,7 @@ pub use describe::{
     ConstantsDescription, DimDescription, InstructionDescription, LayoutsDescription,
     OperationCount, PassDescription, ProgramDescription,
 };
-pub use etkv_host::{Argument, Host, LoadOptions, LogitsRows};
+pub use etkv_host::{Argument, Host, LoadOptions, LogitsRows, Passes};
 pub use execute::Program;
 
 /// The target of the spans and events of programs.

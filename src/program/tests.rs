@@ -250,8 +250,7 @@ fn quick(payload: &[u8]) -> Result<()> {
     assert!((MEGABYTE / 2..MEGABYTE * 2).contains(&payload.len()), "{} bytes", payload.len());
     let started = Instant::now();
     let result = payload::read(payload).and_then(decode::decode).and_then(|mut graph| {
-        passes::run(&mut graph, Target { on_gpu: false, last_token_only: false }, &HashMap::new())
-            .map(drop)
+        passes::run(&mut graph, Target::default(), &HashMap::new()).map(drop)
     });
     let took = started.elapsed();
     assert!(took < Duration::from_secs(1), "{} bytes took {took:?}", payload.len());

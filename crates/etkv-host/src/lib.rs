@@ -5,4 +5,4 @@ mod argument;
 mod options;
 
 pub use argument::{Argument, Host};
-pub use options::{LoadOptions, LogitsRows};
+pub use options::{LoadOptions, LogitsRows, Passes};
