@@ -154,6 +154,8 @@ pub struct LayoutsDescription {
     pub stored: usize,
     /// Transposed, as a matrix product reads them.
     pub transposed: usize,
+    /// In the stored order, seen through a transposition.
+    pub views: usize,
     /// Not kept: nothing uses them.
     pub absent: usize,
 }
@@ -223,6 +225,7 @@ fn passes_of(mut graph: Graph, described: &mut ProgramDescription) -> Result<()>
     described.layouts = Some(LayoutsDescription {
         stored: number(Layout::Stored),
         transposed: number(Layout::Transposed),
+        views: number(Layout::View),
         absent: number(Layout::Absent),
     });
     Ok(())

@@ -36,6 +36,7 @@ pub fn share(graph: &mut Graph) {
         match out {
             Out::Tensor(value) => *value = *tensors.get(value).unwrap_or(value),
             Out::Int(value) => *value = *ints.get(value).unwrap_or(value),
+            Out::Tensors(..) => {}
         }
     }
 }

@@ -9,16 +9,16 @@ pub fn eliminate(graph: &mut Graph) {
     let mut tensors: HashSet<Value> = HashSet::new();
     let mut ints: HashSet<IntValue> = HashSet::new();
     for out in &graph.main.outputs {
-        match out {
-            Out::Tensor(value) => tensors.insert(*value),
-            Out::Int(value) => ints.insert(*value),
-        };
+        tensors.extend(out.tensors());
+        if let Out::Int(value) = out {
+            ints.insert(*value);
+        }
     }
     let mut kept = Vec::new();
     for instruction in std::mem::take(&mut graph.main.instructions).into_iter().rev() {
         let wanted = match instruction.out {
-            Out::Tensor(value) => tensors.contains(&value),
             Out::Int(value) => ints.contains(&value),
+            out => out.tensors().any(|value| tensors.contains(&value)),
         };
         if wanted || matches!(instruction.op, Op::UpdateAndAttend { .. }) {
             tensors.extend(instruction.op.reads());

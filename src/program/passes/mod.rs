@@ -1,12 +1,17 @@
 //! Passes that improve a program before it runs.
 
+mod activation;
 mod common;
 mod dead;
+mod dtypes;
+mod fold;
+mod joined;
 mod last_token;
 mod linear;
 mod positions;
 mod rotary;
 mod rows;
+mod views;
 
 use super::constants::Layout;
 use super::ir::{Graph, Instruction, Op, Out, Value};
@@ -79,8 +84,16 @@ pub fn run_each(
     pass("last_token", faster || target.last_token_only, &|graph| {
         last_token::narrow(graph, target.last_token_only)
     })?;
-    pass("share_common", faster, &plain(common::share))?;
     pass("eliminate_dead", faster, &plain(dead::eliminate))?;
+    pass("share_common", faster, &plain(common::share))?;
+    pass("merge_views", faster, &plain(views::merge))?;
+    pass("fuse_activations", faster && target.on_gpu, &|graph| {
+        activation::fuse(graph, scalars);
+        Ok(())
+    })?;
+    pass("join_products", faster && target.on_gpu, &plain(joined::join))?;
+    // Last: it numbers the values anew, and `scalars` are those of the numbers before.
+    pass("fold_constants", faster, &plain(fold::fold))?;
     Ok(linear::choose_layouts(graph, target))
 }
 
@@ -93,7 +106,7 @@ fn makers(graph: &Graph) -> HashMap<Value, usize> {
         .enumerate()
         .filter_map(|(index, instruction)| match instruction.out {
             Out::Tensor(value) => Some((value, index)),
-            Out::Int(_) => None,
+            Out::Tensors(..) | Out::Int(_) => None,
         })
         .collect()
 }
