@@ -148,6 +148,7 @@ mod tests {
     use mlx_rs::Dtype;
 
     use super::*;
+    use crate::program::ops::views::run_split;
 
     #[test]
     fn a_traced_function_is_the_same() {
@@ -183,5 +184,38 @@ mod tests {
             Ok(())
         })
         .unwrap();
+    }
+
+    /// On the CPU MLX would need a C++ compiler.
+    #[test]
+    fn a_compiled_function_is_the_same_on_a_gpu() {
+        let compare = || {
+            mlx::run(|| {
+                for n_tokens in [1, 5] {
+                    let both = mlx_rs::random::normal::<f32>(&[1, n_tokens, 64], None, None, None)?;
+                    let parts = run_split(&both, -1, &[32], &(64..=64))?;
+                    for dtype in [Dtype::Float32, Dtype::Bfloat16] {
+                        let (x, by) = (parts[0].as_dtype(dtype)?, parts[1].as_dtype(dtype)?);
+                        for (compiled, function) in
+                            [(&SILU_BY, Unary::Silu), (&GELU_TANH_BY, Unary::GeluTanh)]
+                        {
+                            let made = compiled.call(&[x.as_ptr(), by.as_ptr()])?;
+                            let expected = plain(function, &x, Some(&by))?;
+                            assert_eq!(made.shape(), expected.shape());
+                            assert_eq!(made.dtype(), dtype);
+                            assert!(made.all_close(&expected, 1e-2, 1e-2, None)?);
+                        }
+                    }
+                }
+                Ok(())
+            })
+            .unwrap();
+        };
+        if mlx::on_gpu().unwrap() {
+            compare();
+            // Each thread traces its own.
+            std::thread::spawn(compare).join().unwrap();
+            compare();
+        }
     }
 }

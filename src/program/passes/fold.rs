@@ -66,3 +66,90 @@ fn result_size(op: &Op, sizes: &HashMap<Value, u64>) -> Option<u64> {
         _ => None,
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::program::ir::{Binary, Chain, Dim, InputSpec, Instruction, Unary};
+    use mlx_rs::Dtype;
+
+    /// Constants are 0, a norm's weight, 1, a number, and 2, which is large. The input is 3.
+    fn folded(ops: Vec<Op>, init: Chain, init_targets: Vec<Value>) -> Graph {
+        let constant = |shape: &[i32]| Constant {
+            name: String::new(),
+            shape: shape.to_vec(),
+            dtype: Dtype::Bfloat16,
+            joined: Vec::new(),
+        };
+        let n = ops.len() as u32;
+        let made = (4..).zip(ops);
+        let mut graph = Graph {
+            constants: vec![constant(&[64]), constant(&[]), constant(&[1 << 10, 1 << 10])],
+            inputs: vec![InputSpec::Tensor {
+                value: Value(3),
+                name: String::new(),
+                shape: vec![Dim::UpTo(None)],
+                scalar_type: 6,
+            }],
+            init,
+            init_targets,
+            main: Chain {
+                instructions: made
+                    .map(|(out, op)| Instruction { op, out: Out::Tensor(Value(out)) })
+                    .collect(),
+                outputs: vec![Out::Tensor(Value(3 + n))],
+            },
+            n_values: 4 + n,
+            n_ints: 0,
+        };
+        fold(&mut graph);
+        graph
+    }
+
+    fn wide(x: u32) -> Op {
+        Op::AsType { x: Value(x), dtype: Dtype::Float32 }
+    }
+
+    fn sum(a: u32, b: u32) -> Op {
+        Op::Binary { function: Binary::Add, a: Value(a), b: Value(b) }
+    }
+
+    fn norm(weight: u32) -> Op {
+        Op::RmsNorm { x: Value(3), weight: Some(Value(weight)), eps: 1e-6 }
+    }
+
+    #[test]
+    fn what_constants_lead_to_is_made_at_load() {
+        let graph = folded(vec![wide(0), sum(4, 1), norm(5)], Chain::default(), Vec::new());
+        // Two constants more: the input is 5, the values from 6 on.
+        let ops: Vec<Op> = graph.main.instructions.iter().map(|made| made.op.clone()).collect();
+        assert_eq!(ops, [Op::RmsNorm { x: Value(5), weight: Some(Value(4)), eps: 1e-6 }]);
+        assert_eq!(graph.main.outputs, [Out::Tensor(Value(8))]);
+        assert_eq!(graph.constants.len(), 5);
+        assert!(matches!(graph.inputs[0], InputSpec::Tensor { value: Value(5), .. }));
+        let init: Vec<Op> = graph.init.instructions.iter().map(|made| made.op.clone()).collect();
+        assert_eq!(init, [wide(0), sum(6, 1)]);
+        assert_eq!(graph.init_targets, [Value(3), Value(4)]);
+        assert_eq!(graph.init.outputs, [Out::Tensor(Value(6)), Out::Tensor(Value(7))]);
+        assert_eq!(graph.n_values, 9);
+    }
+
+    #[test]
+    fn what_is_large_or_no_constant_stays() {
+        for op in [wide(2), wide(3), sum(0, 2)] {
+            let graph = folded(vec![op.clone(), norm(4)], Chain::default(), Vec::new());
+            assert_eq!(graph.main.instructions[0].op, op);
+            assert_eq!(graph.constants.len(), 3);
+        }
+        // An output is made where it is read.
+        assert_eq!(folded(vec![wide(0)], Chain::default(), Vec::new()).constants.len(), 3);
+        // The init chain replaces the constant.
+        let replaced = Instruction {
+            op: Op::Unary { function: Unary::Neg, x: Value(1) },
+            out: Out::Tensor(Value(9)),
+        };
+        let init = Chain { instructions: vec![replaced], outputs: vec![Out::Tensor(Value(9))] };
+        let graph = folded(vec![wide(0), norm(4)], init, vec![Value(0)]);
+        assert_eq!(graph.main.instructions.len(), 2);
+    }
+}

@@ -86,14 +86,21 @@ fn drop_from_load(graph: &mut Graph, unneeded: &HashSet<Value>) {
 }
 
 fn split(x: Value, products: &[Product]) -> Op {
-    let mut total = 0;
-    let mut at: Vec<i32> = Vec::new();
-    for product in products {
-        total += product.rows;
-        at.push(total);
-    }
-    at.pop();
+    let (at, total) = cuts(products.iter().map(|product| product.rows));
     Op::Split { x, axis: -1, at, sizes: total..=total }
+}
+
+/// Returns where pieces of these sizes cut an axis, and its size.
+pub fn cuts(sizes: impl Iterator<Item = i32>) -> (Vec<i32>, i32) {
+    let mut total = 0;
+    let mut at: Vec<i32> = sizes
+        .map(|size| {
+            total += size;
+            total
+        })
+        .collect();
+    at.pop();
+    (at, total)
 }
 
 /// A product with a constant, and the sum with a constant that alone reads it, if there is one.
@@ -246,4 +253,163 @@ fn biases_at_load(graph: &Graph) -> HashMap<Value, (Value, Value)> {
         (is_number && stays && is_once(*a) && is_once(out)).then_some((biases, (*a, *b)))
     });
     made.collect()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::program::ir::{Chain, Constant};
+
+    fn constant(name: &str, shape: &[i32]) -> Constant {
+        Constant {
+            name: name.to_owned(),
+            shape: shape.to_vec(),
+            dtype: Dtype::Float32,
+            joined: Vec::new(),
+        }
+    }
+
+    /// The input is the value after the constants; `ops` make the next ones, which are outputs.
+    fn graph(constants: Vec<Constant>, ops: Vec<Op>) -> Graph {
+        let first = constants.len() as u32 + 1;
+        let n_values = first + ops.len() as u32;
+        Graph {
+            constants,
+            inputs: Vec::new(),
+            init: Chain::default(),
+            init_targets: Vec::new(),
+            main: Chain {
+                instructions: (first..)
+                    .zip(ops)
+                    .map(|(out, op)| Instruction { op, out: Out::Tensor(Value(out)) })
+                    .collect(),
+                outputs: (first..n_values).map(|value| Out::Tensor(Value(value))).collect(),
+            },
+            n_values,
+            n_ints: 0,
+        }
+    }
+
+    fn linear(x: u32, weight: u32, bias: Option<u32>) -> Op {
+        let (x, weight, bias) = (Value(x), Value(weight), bias.map(Value));
+        Op::Linear { x, weight, bias, transposed: false }
+    }
+
+    fn joined_names(graph: &Graph, constant: usize) -> Vec<&str> {
+        graph.constants[constant].joined.iter().map(|part| &part.name[..]).collect()
+    }
+
+    #[test]
+    fn products_of_one_tensor_are_one() {
+        let weights = [("q", 8), ("k", 4), ("v", 4)].map(|(name, rows)| constant(name, &[rows, 6]));
+        // 3 is the input.
+        let ops = (0..3).map(|weight| linear(3, weight, None)).collect();
+        let mut graph = graph(weights.to_vec(), ops);
+        join(&mut graph);
+        assert_eq!(joined_names(&graph, 0), ["k", "v"]);
+        let [product, split] = &graph.main.instructions[..] else { panic!("{:?}", graph.main) };
+        assert_eq!(product.op, linear(3, 0, None));
+        let [x] = split.op.reads()[..] else { panic!("{split:?}") };
+        assert_eq!(product.out, Out::Tensor(x));
+        assert_eq!(split.op, Op::Split { x, axis: -1, at: vec![8, 12], sizes: 16..=16 });
+        let pieces: Vec<Out> = split.out.tensors().map(Out::Tensor).collect();
+        assert_eq!(graph.main.outputs, pieces);
+    }
+
+    #[test]
+    fn products_that_differ_stay() {
+        let w = |name| constant(name, &[4, 6]);
+        let stays = |constants: Vec<Constant>, ops: Vec<Op>, change: fn(&mut Graph)| {
+            let mut graph = graph(constants, ops);
+            change(&mut graph);
+            let before = graph.main.clone();
+            join(&mut graph);
+            assert_eq!(graph.main.instructions, before.instructions);
+            assert!(graph.constants.iter().all(|constant| constant.joined.is_empty()));
+        };
+        let pair = || vec![linear(2, 0, None), linear(2, 1, None)];
+        let same = |_: &mut Graph| {};
+        // Of other tensors, with other rows, of another dtype.
+        stays(vec![w("a"), w("b")], vec![linear(2, 0, None), linear(3, 1, None)], same);
+        stays(vec![w("a"), constant("b", &[4, 5])], pair(), same);
+        stays(vec![w("a"), w("b")], pair(), |graph| graph.constants[1].dtype = Dtype::Bfloat16);
+        // One with a bias.
+        let bias = constant("bias", &[4]);
+        stays(vec![w("a"), w("b"), bias], vec![linear(3, 0, None), linear(3, 1, Some(2))], same);
+        // A weight that something else reads, at load or later, or that the load replaces.
+        stays(vec![w("a"), w("b")], vec![linear(2, 0, None), linear(2, 0, None)], same);
+        stays(vec![w("a"), w("b")], pair(), |graph| graph.main.outputs.push(Out::Tensor(Value(0))));
+        stays(vec![w("a"), w("b")], pair(), |graph| graph.init.outputs.push(Out::Tensor(Value(1))));
+        stays(vec![w("a"), w("b")], pair(), |graph| graph.init_targets.push(Value(1)));
+    }
+
+    /// Packed weights whose biases are made at load, and the sums after their products.
+    fn quantized() -> Graph {
+        let packed = |name: &str| constant(name, &[4, 8]);
+        let scales = |name: &str| constant(name, &[4, 2]);
+        let one = |name: &str| constant(name, &[]);
+        let constants = vec![
+            packed("w0"),
+            scales("s0"),
+            one("b0"),
+            constant("a0", &[4]),
+            packed("w1"),
+            scales("s1"),
+            one("b1"),
+            constant("a1", &[4]),
+            one("zero"),
+        ];
+        let product = |w: u32| Op::QuantizedMatmul {
+            x: Value(9),
+            w: Value(w),
+            scales: Value(w + 1),
+            biases: Some(Value(w + 2)),
+            packing: Affine { group_size: 32, bits: 4 },
+            transpose: true,
+        };
+        let sum = |a, b| Op::Binary { function: Binary::Add, a: Value(a), b: Value(b) };
+        let ops = vec![product(0), sum(10, 3), product(4), sum(7, 12)];
+        let mut graph = graph(constants, ops);
+        graph.main.outputs = vec![Out::Tensor(Value(11)), Out::Tensor(Value(13))];
+        for (scales, biases, out) in [(1, 2, 20), (5, 6, 21)] {
+            let (a, b) = (Value(scales), Value(8));
+            let op = Op::Binary { function: Binary::Multiply, a, b };
+            let out = Out::Tensor(Value(out));
+            graph.init.instructions.push(Instruction { op, out });
+            graph.init.outputs.push(out);
+            graph.init_targets.push(Value(biases));
+        }
+        graph.n_values = 22;
+        graph
+    }
+
+    #[test]
+    fn packed_weights_are_joined_with_all_that_belongs_to_them() {
+        let mut graph = quantized();
+        join(&mut graph);
+        let kinds: Vec<String> =
+            graph.main.instructions.iter().map(|made| made.op.kind()).collect();
+        assert_eq!(kinds, ["QuantizedMatmul", "Add", "Split"]);
+        for (place, name) in [(0, "w1"), (1, "s1"), (3, "a1")] {
+            assert_eq!(joined_names(&graph, place), [name]);
+        }
+        // The joined scales make the joined biases.
+        assert!(graph.constants[2].joined.is_empty());
+        assert_eq!(graph.init.instructions.len(), 1);
+        assert_eq!(graph.init_targets, [Value(2)]);
+        assert_eq!(graph.init.outputs, [Out::Tensor(Value(20))]);
+    }
+
+    #[test]
+    fn biases_of_other_numbers_stay() {
+        let mut graph = quantized();
+        graph.constants.push(constant("other", &[]));
+        // Values move up by the constant; of the init chain only what is compared matters.
+        if let Op::Binary { b, .. } = &mut graph.init.instructions[1].op {
+            *b = Value(3);
+        }
+        let before = graph.main.clone();
+        join(&mut graph);
+        assert_eq!(graph.main.instructions, before.instructions);
+    }
 }

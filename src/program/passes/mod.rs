@@ -5,6 +5,7 @@ mod common;
 mod dead;
 mod dtypes;
 mod fold;
+mod heads;
 mod joined;
 mod last_token;
 mod linear;
@@ -92,6 +93,7 @@ pub fn run_each(
         Ok(())
     })?;
     pass("join_products", faster && target.on_gpu, &plain(joined::join))?;
+    pass("join_heads", faster && target.on_gpu, &plain(heads::join))?;
     // Last: it numbers the values anew, and `scalars` are those of the numbers before.
     pass("fold_constants", faster, &plain(fold::fold))?;
     Ok(linear::choose_layouts(graph, target))

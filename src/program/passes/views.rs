@@ -121,10 +121,12 @@ fn pair(graph: &mut Graph) {
         }
     }
     let mut gone = vec![false; graph.main.instructions.len()];
+    let mut is_pair = vec![false; gone.len()];
     for (index, before, op) in paired {
         // The first of three views pairs with the second, and then the third stays.
-        if !gone[index] && !std::mem::replace(&mut gone[before], true) {
+        if !is_pair[before] {
             graph.main.instructions[index].op = op;
+            (is_pair[index], gone[before]) = (true, true);
         }
     }
     let mut gone = gone.into_iter();
@@ -207,4 +209,131 @@ fn cuts(pieces: &[Piece]) -> Option<Vec<i32>> {
     }
     let same_sizes = before.iter().all(|piece| piece.sizes == last.sizes);
     (last.stop.is_none() && Some(&last.start) == at.last() && same_sizes).then_some(at)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::program::ir::{Chain, Dim, InputSpec, IntValue, Unary};
+    use mlx_rs::Dtype;
+
+    /// The input is 0; `ops` make the values from 1 on, and the last ones are outputs.
+    fn merged(ops: Vec<Op>, n_outputs: u32) -> (Vec<Op>, Vec<Out>) {
+        let n = ops.len() as u32;
+        let made = (1..).zip(ops);
+        let mut graph = Graph {
+            constants: Vec::new(),
+            inputs: vec![InputSpec::Tensor {
+                value: Value(0),
+                name: String::new(),
+                shape: vec![Dim::UpTo(None)],
+                scalar_type: 15,
+            }],
+            init: Chain::default(),
+            init_targets: Vec::new(),
+            main: Chain {
+                instructions: made
+                    .map(|(out, op)| Instruction { op, out: Out::Tensor(Value(out)) })
+                    .collect(),
+                outputs: (n + 1 - n_outputs..=n).map(|value| Out::Tensor(Value(value))).collect(),
+            },
+            n_values: n + 1,
+            n_ints: 1,
+        };
+        merge(&mut graph);
+        let ops = graph.main.instructions.into_iter().map(|made| made.op).collect();
+        (ops, graph.main.outputs)
+    }
+
+    fn reshape(x: u32, last: i64) -> Op {
+        let shape =
+            [Int::Literal(1), Int::Value(IntValue(0)), Int::Literal(-1), Int::Literal(last)];
+        Op::Reshape { x: Value(x), shape: shape.to_vec() }
+    }
+
+    fn transpose(x: u32, perm: &[i32]) -> Op {
+        Op::Transpose { x: Value(x), perm: perm.to_vec() }
+    }
+
+    fn slice(x: u32, start: i64, stop: i64) -> Op {
+        Op::Slice {
+            x: Value(x),
+            axis: Int::Literal(2),
+            start: Int::Literal(start),
+            stop: Int::Literal(stop),
+            step: 1,
+        }
+    }
+
+    fn neg(x: u32) -> Op {
+        Op::Unary { function: Unary::Neg, x: Value(x) }
+    }
+
+    const END: i64 = i64::MAX;
+
+    #[test]
+    fn chains_of_views_are_one() {
+        assert_eq!(merged(vec![reshape(0, 8), reshape(1, 16)], 1).0, [reshape(0, 16)]);
+        let expand = Op::ExpandDims { x: Value(0), axis: 0 };
+        assert_eq!(merged(vec![expand, reshape(1, 16)], 1).0, [reshape(0, 16)]);
+        let turns = vec![transpose(0, &[2, 0, 1]), transpose(1, &[0, 2, 1])];
+        assert_eq!(merged(turns, 1).0, [transpose(0, &[2, 1, 0])]);
+        let back = vec![transpose(0, &[2, 0, 1]), transpose(1, &[1, 2, 0]), neg(2)];
+        assert_eq!(merged(back, 1).0, [neg(0)]);
+    }
+
+    #[test]
+    fn a_reshape_and_a_transposition_are_one() {
+        let (Op::Reshape { shape, .. }, perm) = (reshape(0, 8), vec![0, 2, 1, 3]) else { return };
+        let heads = vec![reshape(0, 8), transpose(1, &perm)];
+        let expected =
+            Op::ReshapeTranspose { x: Value(0), shape: shape.clone(), perm: perm.clone() };
+        assert_eq!(merged(heads, 1).0, [expected.clone()]);
+        let back = vec![transpose(0, &perm), reshape(1, 8)];
+        let x = Value(0);
+        assert_eq!(
+            merged(back, 1).0,
+            [Op::TransposeReshape { x, perm: perm.clone(), shape: shape.clone() }]
+        );
+        // Of three the first two pair.
+        let three = vec![reshape(0, 8), transpose(1, &perm), reshape(2, 8)];
+        assert_eq!(merged(three, 1).0, [expected, reshape(2, 8)]);
+        // The value between is read.
+        let read = vec![reshape(0, 8), transpose(1, &perm), neg(1)];
+        assert_eq!(merged(read.clone(), 2).0, read);
+    }
+
+    #[test]
+    fn what_changes_nothing_goes() {
+        let same = Op::AsType { x: Value(0), dtype: Dtype::Bfloat16 };
+        assert_eq!(merged(vec![same, slice(1, 0, END)], 1), (vec![], vec![Out::Tensor(Value(0))]));
+        let other = vec![Op::AsType { x: Value(0), dtype: Dtype::Float32 }, slice(1, 1, END)];
+        assert_eq!(merged(other.clone(), 1).0, other);
+        assert_eq!(merged(vec![transpose(0, &[0, 1])], 1), (vec![], vec![Out::Tensor(Value(0))]));
+    }
+
+    #[test]
+    fn slices_that_make_up_an_axis_are_one_split() {
+        let (ops, outputs) = merged(vec![slice(0, 4, END), slice(0, 0, 4)], 2);
+        let expected = Op::Split { x: Value(0), axis: 2, at: vec![4], sizes: 0..=i32::MAX };
+        assert_eq!(ops, [expected]);
+        assert_eq!(outputs, [Out::Tensor(Value(4)), Out::Tensor(Value(3))]);
+        let piece = |start, stop| Op::Piece { x: Value(0), axis: 1, start, stop, sizes: 9..=12 };
+        let (ops, _) = merged(vec![piece(0, 4), piece(4, 8), piece(8, 12)], 3);
+        assert_eq!(ops, [Op::Split { x: Value(0), axis: 1, at: vec![4, 8], sizes: 9..=12 }]);
+    }
+
+    #[test]
+    fn other_slices_stay() {
+        for slices in [
+            vec![slice(0, 0, 4)],
+            vec![slice(0, 0, 4), slice(0, 5, END)],
+            vec![slice(0, 0, 4), slice(0, 4, 8)],
+            vec![slice(0, 0, 4), slice(0, 0, 4), slice(0, 4, END)],
+            vec![slice(0, 0, -4), slice(0, -4, END)],
+            vec![slice(0, 1, 4), slice(0, 4, END)],
+        ] {
+            assert_eq!(merged(slices.clone(), slices.len() as u32).0, slices);
+        }
+    }
 }
