@@ -38,7 +38,7 @@ using ::executorch::runtime::Span;
 using interpreter::View;
 
 const interpreter::Interpreter& libetkv() {
-  return *etkv_private_interpreter_4();
+  return *etkv_private_interpreter_5();
 }
 
 /// Returns ExecuTorch's code for a status of etkv.h. The message goes to the
@@ -265,7 +265,8 @@ Result<DelegateHandle*> Backend::init(
   FileConstants constants(context.get_named_data_map());
   const auto cache_key = option(name_, context, "cache_key");
   const auto logits = option(name_, context, "logits");
-  if (!cache_key.ok() || !logits.ok()) {
+  const auto passes = option(name_, context, "passes");
+  if (!cache_key.ok() || !logits.ok() || !passes.ok()) {
     processed->Free();
     return Error::InvalidArgument;
   }
@@ -273,7 +274,8 @@ Result<DelegateHandle*> Backend::init(
       {static_cast<const std::uint8_t*>(processed->data()), processed->size()},
       constants,
       *cache_key,
-      *logits);
+      *logits,
+      *passes);
   processed->Free();
   if (const Error error = check(name_, outcome); error != Error::Ok) {
     return error;

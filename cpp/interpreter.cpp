@@ -45,10 +45,11 @@ class BridgedProgram final : public Program {
       View<std::uint8_t> payload,
       Constants& constants,
       std::string_view cache_key,
-      std::string_view logits) override {
+      std::string_view logits,
+      std::string_view passes) override {
     bridge::Constants bridged(constants);
     return outcome(delegate_->load(
-        slice(payload), bridged, text(cache_key), text(logits)));
+        slice(payload), bridged, text(cache_key), text(logits), text(passes)));
   }
 
   Outcome execute(
@@ -86,7 +87,7 @@ class BridgedInterpreter final : public Interpreter {
 } // namespace
 } // namespace etkv::interpreter
 
-const etkv::interpreter::Interpreter* etkv_private_interpreter_4() {
+const etkv::interpreter::Interpreter* etkv_private_interpreter_5() {
   static const etkv::interpreter::BridgedInterpreter interpreter;
   return &interpreter;
 }

@@ -93,12 +93,13 @@ class Program {
  public:
   virtual ~Program() = default;
   /// Decodes a payload, copies its constants and binds the cache. An empty
-  /// `cache_key` or `logits` is an absent option.
+  /// `cache_key`, `logits` or `passes` is an absent option.
   virtual Outcome load(
       View<std::uint8_t> payload,
       Constants& constants,
       std::string_view cache_key,
-      std::string_view logits) = 0;
+      std::string_view logits,
+      std::string_view passes) = 0;
   /// Runs the program on its inputs and hands the outputs to `host`, in the
   /// dtypes of these ExecuTorch numbers.
   virtual Outcome execute(
@@ -127,4 +128,4 @@ class Interpreter {
 /// the version of the classes above: increase it with any change to them, so
 /// that libraries of two builds do not load together.
 extern "C" ETKV_API const etkv::interpreter::Interpreter*
-etkv_private_interpreter_4();
+etkv_private_interpreter_5();

@@ -199,6 +199,13 @@ pub unsafe fn run_on<T>(
     })
 }
 
+/// Runs `work` on the shared stream, also where an enclosing call has another one. The caller is
+/// inside MLX.
+#[cfg(feature = "delegate")]
+pub(crate) fn on_shared<T>(work: impl FnOnce() -> Result<T>) -> Result<T> {
+    mlx_rs::with_stream(&runtime()?.stream, work)
+}
+
 fn runtime() -> Result<&'static Runtime> {
     RUNTIME.get_or_init(start).as_ref().map_err(Clone::clone)
 }

@@ -23,10 +23,13 @@ extern "C" {
  * @param cache_key  a session's key, or one of the registry; NULL for none.
  * @param logits     "all" or "last": the rows of the logits that the program
  *                   computes. NULL for "all".
+ * @param passes     "default" or "none": the passes that make the program
+ *                   faster when it is loaded. NULL for "default".
  */
 ETKV_API etkv_status etkv_delegate_set_load_options(
     const char* cache_key,
     const char* logits,
+    const char* passes,
     etkv_error** error);
 
 /**

@@ -38,6 +38,12 @@ enum class Logits {
   last, ///< of the last token only: [1, 1, vocabulary]
 };
 
+/// The passes that change a program of the MLX delegate when it is loaded.
+enum class Passes {
+  standard, ///< those that make it faster on its device
+  none,     ///< those that the other options need, to compare and to find faults
+};
+
 /// The backend options that a program is loaded with.
 class LoadOptions {
  public:
@@ -60,6 +66,13 @@ class LoadOptions {
   /// such product then fails to load.
   LoadOptions& logits(Logits rows) {
     options_.set_option("logits", rows == Logits::last ? "last" : "all");
+    return *this;
+  }
+
+  /// Sets the passes over programs of the MLX delegate. They change results by
+  /// float rounding at most.
+  LoadOptions& passes(Passes passes) {
+    options_.set_option("passes", passes == Passes::none ? "none" : "default");
     return *this;
   }
 

@@ -77,6 +77,7 @@ def _program(described: dict[str, Any]) -> dict[str, Any]:
         **{name: _counts(described[name]) for name in ("operations", "operations_at_load")},
         "attention_layers": described["attention_layers"],
         "passes": described["passes"],
+        "passes_on_gpu": described["passes_on_gpu"],
     }
 
 
@@ -150,9 +151,8 @@ def lines(found: dict[str, Any]) -> Iterator[str]:
         yield f"outputs: {', '.join(program['outputs'])}"
         yield from _operation_lines("operations at load", program["operations_at_load"])
         yield from _operation_lines("operations a step", program["operations"])
-        for done in program["passes"]:
-            if done["changed"]:
-                yield f"pass {done['name']}: {_changes_text(done['changed'])}"
+        yield from _pass_lines("on the CPU", program["passes"])
+        yield from _pass_lines("on a GPU", program["passes_on_gpu"])
 
 
 def _runs_text(runs: dict[str, Any]) -> str:
@@ -193,6 +193,15 @@ def _operation_lines(title: str, counts: dict[str, int]) -> Iterator[str]:
     yield f"{title}: {sum(counts.values())}"
     for name, count in counts.items():
         yield f"  {count:6} {name}"
+
+
+def _pass_lines(where: str, passes: list[dict[str, Any]]) -> Iterator[str]:
+    if passes:
+        yield f"instructions {where}: {passes[0]['before']}, {passes[-1]['after']} after the passes"
+    for done in passes:
+        if done["changed"]:
+            counts = f"{done['before']} to {done['after']}"
+            yield f"  pass {done['name']}, {counts}: {_changes_text(done['changed'])}"
 
 
 def _changes_text(changed: list[dict[str, Any]]) -> str:

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, Protocol, SupportsIndex, TypeAlias, overl
 
 from etkv import _capi, _library, pte
 from etkv.errors import EtkvError, ProgramError, first_line
-from etkv.session import Logits, Session, load_options
+from etkv.session import Logits, Passes, Session, load_options
 
 if TYPE_CHECKING:
     import numpy as np
@@ -51,12 +51,20 @@ def register_backend() -> str:
         return _library.backends()
 
 
-def load(path: str | Path, session: Session | None, *, logits: Logits = "all", method: str = METHOD) -> Program:
+def load(
+    path: str | Path,
+    session: Session | None,
+    *,
+    logits: Logits = "all",
+    passes: Passes = "default",
+    method: str = METHOD,
+) -> Program:
     """Open the program at ``path`` and bind it to the cache of ``session``.
 
     ``session`` may be ``None`` for a program without a cache. The program is then bound to no cache, even within
     :meth:`etkv.Session.bound`. ``logits`` selects the rows of logits that a step computes: ``all``, or ``last`` for the
-    last row, which is enough for a prompt. ``method`` is the name of the method to run.
+    last row, which is enough for a prompt. ``passes`` selects the passes that make a program of the MLX delegate faster:
+    ``default``, or ``none`` to compare with. ``method`` is the name of the method to run.
 
     Raises :class:`EtkvError` if something is missing or does not fit. The message names it.
     """
@@ -69,7 +77,7 @@ def load(path: str | Path, session: Session | None, *, logits: Logits = "all", m
     except OSError as error:
         raise EtkvError(f"{path} cannot be read: {error.strerror}") from error
     pte.check_mark(head, path)
-    return Program(path, session, logits, method, register_backend())
+    return Program(path, session, logits, method, register_backend(), passes)
 
 
 class Closable(Protocol):
@@ -86,7 +94,15 @@ class Program:
     running raise :class:`EtkvError` there.
     """
 
-    def __init__(self, path: Path, session: Session | None, logits: Logits, method: str, backend: str) -> None:
+    def __init__(
+        self,
+        path: Path,
+        session: Session | None,
+        logits: Logits,
+        method: str,
+        backend: str,
+        passes: Passes = "default",
+    ) -> None:
         _require_one_process()
         _capi.follow_log_levels()
         self.path = path
@@ -95,11 +111,11 @@ class Program:
         self._parts: weakref.WeakSet[Closable] = weakref.WeakSet()
         try:
             with _library.EXECUTORCH_CALLS:
-                self._load(logits, method, backend)
+                self._load(logits, passes, method, backend)
         finally:
             _capi.deliver_log()
 
-    def _load(self, logits: Logits, method: str, backend: str) -> None:
+    def _load(self, logits: Logits, passes: Passes, method: str, backend: str) -> None:
         from executorch.runtime import Runtime, Verification
 
         path, session = self.path, self.session
@@ -114,7 +130,8 @@ class Program:
             raise EtkvError(f"{path} has no method {method!r}; it has {names}")
         _capi.forget_delegate_error()
         try:
-            with load_options(None, logits) if session is None else session.bound(logits=logits):
+            key = None if session is None else session.key
+            with load_options(key, logits, passes):
                 self._method = self._program.load_method(method)
             self._max_tokens = _max_tokens(self._method.metadata)
         except pte.DAMAGE as error:

@@ -25,6 +25,13 @@ LOGITS = ("all", "last")
 Logits: TypeAlias = Literal["all", "last"]
 """One of :data:`LOGITS`."""
 
+PASSES = ("default", "none")
+"""The passes that change a program of the MLX delegate when it is loaded: those that make it faster on its device, or
+those that the other options need and no more. ``gpu``, those of a GPU on any device, is for tests."""
+
+Passes: TypeAlias = Literal["default", "none", "gpu"]
+"""One of :data:`PASSES`, or ``gpu``."""
+
 _Self = TypeVar("_Self", bound="Session")
 
 
@@ -75,7 +82,7 @@ class Session(Cache):
         return not self._open
 
     @contextlib.contextmanager
-    def bound(self, *, logits: Logits = "all") -> Iterator[None]:
+    def bound(self, *, logits: Logits = "all", passes: Passes = "default") -> Iterator[None]:
         """Bind every program that this thread loads in the block to this session.
 
         For ExecuTorch's own runtime, which passes no options to backends:
@@ -85,9 +92,9 @@ class Session(Cache):
             with session.bound():
                 forward = Runtime.get().load_program(path).load_method("forward")
 
-        ``logits`` is one of :data:`LOGITS`.
+        ``logits`` is one of :data:`LOGITS`, and ``passes`` one of :data:`PASSES`.
         """
-        with load_options(self.key, logits):
+        with load_options(self.key, logits, passes):
             yield
 
     def _raw(self) -> Any:
@@ -128,16 +135,19 @@ _of_thread = threading.local()
 
 
 @contextlib.contextmanager
-def load_options(key: str | None, logits: Logits) -> Iterator[None]:
-    """Set the load options of this thread in the block: the cache of ``key``, or none, and the rows of logits.
+def load_options(key: str | None, logits: Logits, passes: Passes = "default") -> Iterator[None]:
+    """Set the load options of this thread in the block: the cache of ``key``, or none, the rows of logits, and the passes.
 
     Blocks nest. In a block without a key, programs are bound to no cache, even within a block with one.
     """
     if logits not in LOGITS:
         raise EtkvError(f"logits is {logits!r}, expected one of {', '.join(LOGITS)}")
+    if passes not in (*PASSES, "gpu"):
+        raise EtkvError(f"passes is {passes!r}, expected one of {', '.join(PASSES)}")
     lib()
-    before = getattr(_of_thread, "options", (ffi.NULL, ffi.NULL))
-    options = ffi.NULL if key is None else ffi.new("char[]", key.encode()), ffi.new("char[]", logits.encode())
+    before = getattr(_of_thread, "options", (ffi.NULL, ffi.NULL, ffi.NULL))
+    given = ffi.NULL if key is None else ffi.new("char[]", key.encode())
+    options = given, ffi.new("char[]", logits.encode()), ffi.new("char[]", passes.encode())
     call("etkv_delegate_set_load_options", *options)
     _of_thread.options = options
     try:

@@ -2,6 +2,7 @@
 
 use std::collections::HashMap;
 
+use mlx_rs::ops::concatenate;
 use mlx_rs::{Array, Dtype};
 
 use super::dtype;
@@ -21,6 +22,8 @@ pub enum Layout {
     Stored,
     /// Transposed, as a matrix product reads it.
     Transposed,
+    /// As it is stored, seen through a transposition.
+    View,
     /// Not kept: nothing uses it.
     Absent,
 }
@@ -44,12 +47,33 @@ pub fn scalars(graph: &Graph, source: &mut dyn ConstantSource) -> HashMap<Value,
 /// Loads a constant.
 ///
 /// Copies the bytes once, into MLX's memory. The source may free them as soon as this returns, so a
-/// program's weights are never there twice.
+/// program's weights are never there twice. Of a constant with joined ones, only its own parts are,
+/// while they are joined.
 ///
 /// # Errors
 /// [`Program`](crate::Status::Program) if the data are missing or their size differs from the
 /// program's; [`Backend`](crate::Status::Backend).
 pub fn load(constant: &Constant, layout: Layout, source: &mut dyn ConstantSource) -> Result<Array> {
+    let mut stored = stored(constant, source)?;
+    if !constant.joined.is_empty() {
+        let mut parts = vec![stored];
+        for part in &constant.joined {
+            parts.push(self::stored(part, source)?);
+        }
+        stored = concatenate(&parts, 0)?;
+        stored.eval()?;
+    }
+    let transposed = match layout {
+        Layout::Transposed => stored.transpose_axes(&[1, 0])?.contiguous()?,
+        Layout::View => stored.transpose_axes(&[1, 0])?,
+        Layout::Stored | Layout::Absent => return Ok(stored),
+    };
+    transposed.eval()?;
+    Ok(transposed)
+}
+
+/// Copies the bytes of a constant, without those that are joined to it.
+fn stored(constant: &Constant, source: &mut dyn ConstantSource) -> Result<Array> {
     let Constant { name, shape, .. } = constant;
     let Some(bytes) = source.find(name) else {
         fail!(Program, "the program's data have no constant `{name}`");
@@ -67,11 +91,5 @@ pub fn load(constant: &Constant, layout: Layout, source: &mut dyn ConstantSource
         );
     }
     // SAFETY: the number of bytes matches shape and dtype; MLX copies them.
-    let stored = unsafe { Array::from_raw_data(bytes.as_ptr().cast(), shape, constant.dtype) };
-    if layout == Layout::Transposed {
-        let transposed = stored.transpose_axes(&[1, 0])?.contiguous()?;
-        transposed.eval()?;
-        return Ok(transposed);
-    }
-    Ok(stored)
+    Ok(unsafe { Array::from_raw_data(bytes.as_ptr().cast(), shape, constant.dtype) })
 }

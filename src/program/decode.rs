@@ -91,7 +91,12 @@ fn constants(slots: &mut Slots, graph: fb::MLXGraph, names: &Names) -> Result<Ve
                 })
                 .collect::<Result<Vec<_>>>()?;
             slots.bind(slot);
-            Ok(Constant { name: name.to_owned(), shape, dtype: dtype_of(meta.scalar_type())? })
+            Ok(Constant {
+                name: name.to_owned(),
+                shape,
+                dtype: dtype_of(meta.scalar_type())?,
+                joined: Vec::new(),
+            })
         })
         .collect()
 }

@@ -4,7 +4,7 @@ use std::collections::BTreeSet;
 use std::sync::Arc;
 
 use etkv_core::CacheRegistry;
-use etkv_host::{Argument, Host, LoadOptions, LogitsRows};
+use etkv_host::{Argument, Host, LoadOptions, LogitsRows, Passes};
 use mlx_rs::transforms::async_eval;
 use mlx_rs::{Array, Dtype};
 use smallvec::SmallVec;
@@ -61,7 +61,7 @@ impl Program {
         options: &LoadOptions,
     ) -> Result<Self> {
         let key = options.cache_key.as_deref();
-        let span = debug_span!(target: TARGET, "load", bytes = payload.len(), key, logits = ?options.logits);
+        let span = debug_span!(target: TARGET, "load", bytes = payload.len(), key, logits = ?options.logits, passes = ?options.passes);
         span.in_scope(|| Self::load_now(payload, source, options)).inspect_err(|error| {
             warn!(target: TARGET, status = ?error.status(), %error, "a program is refused");
         })
@@ -78,8 +78,9 @@ impl Program {
         let mlx = mlx::enter()?;
         mlx.run(|| {
             let target = Target {
-                on_gpu: mlx.on_gpu(),
+                on_gpu: mlx.on_gpu() || options.passes == Passes::Gpu,
                 last_token_only: options.logits == LogitsRows::Last,
+                only_needed: options.passes == Passes::None,
             };
             let scalars = constants::scalars(&graph, source);
             let layouts = passes::run(&mut graph, target, &scalars)?;

@@ -202,6 +202,7 @@ impl<'c, 's> Frame<'c, 's> {
             .iter()
             .map(|out| match *out {
                 Out::Tensor(value) => Ok(Output::Tensor(self.tensor(value)?.clone(), 0)),
+                Out::Tensors(..) => fail!(Internal, "an output of a chain is several tensors"),
                 Out::Int(value) => Ok(Output::Int(self.int_value(value)?)),
             })
             .collect::<Result<Vec<_>>>()?;

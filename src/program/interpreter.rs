@@ -22,9 +22,7 @@ impl Schedule {
         seen.extend(chain.tensor_outputs());
         for (index, instruction) in chain.instructions.iter().enumerate().rev() {
             let mut values = instruction.op.reads();
-            if let Out::Tensor(value) = instruction.out {
-                values.push(value);
-            }
+            values.extend(instruction.out.tensors());
             for value in values {
                 if value.0 >= n_kept && seen.insert(value) {
                     dead_after[index].push(value);
@@ -47,6 +45,9 @@ impl Schedule {
             })?;
             match (made, instruction.out) {
                 (Made::Tensor(array), Out::Tensor(value)) => frame.set(value, array),
+                (Made::Tensors(arrays), Out::Tensors(_, n)) if arrays.len() == n as usize => {
+                    instruction.out.tensors().zip(arrays).for_each(|(v, a)| frame.set(v, a));
+                }
                 (Made::Int(number), Out::Int(value)) => frame.set_int(value, number),
                 _ => fail!(Internal, "instruction {index} makes another kind of value"),
             }

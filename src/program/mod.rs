@@ -33,7 +33,7 @@ pub use describe::{
     ConstantsDescription, DimDescription, InstructionDescription, LayoutsDescription,
     OperationCount, PassDescription, ProgramDescription,
 };
-pub use etkv_host::{Argument, Host, LoadOptions, LogitsRows, Sampling};
+pub use etkv_host::{Argument, Host, LoadOptions, LogitsRows, Passes, Sampling};
 pub use execute::Program;
 pub use generation::{End, Generated, Generation, GenerationOptions, Prompt};
 

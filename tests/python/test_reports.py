@@ -133,8 +133,10 @@ def test_a_description_tells_what_the_file_tells(exported):
     fuse = next(done for done in found["passes"] if done["name"] == "fuse_linear")
     made = {change["operation"]: change["after"] - change["before"] for change in fuse["changed"]}
     assert made["Linear"] == counts["Addmm"] == -made["Addmm"]
-    before = [done["before"] for done in found["passes"]]
-    assert before[1:] == [done["after"] for done in found["passes"]][:-1]
+    for device in ("passes", "passes_on_gpu"):
+        before = [done["before"] for done in found[device]]
+        assert before[1:] == [done["after"] for done in found[device]][:-1]
+    assert found["passes_on_gpu"][-1]["after"] < found["passes"][-1]["after"] < found["passes"][0]["before"]
     attention = next(node for node in found["instructions"] if node["operation"] == "UpdateAndAttend")
     assert re.fullmatch(
         r"q: t\d+, k: t\d+, v: t\d+, position: t\d+, out: t\d+, layer_id: 0, scale: [\d.]+, out_dtype: 6",
@@ -146,7 +148,7 @@ def test_a_program_that_is_refused_is_described(lacking):
     found = etkv.describe_program(lacking)
     assert found["missing"] == [{"operation": "Cumsum", "count": 2}]
     assert "Cumsum (2 times)" in found["refused"]
-    assert (found["passes"], found["layouts"]) == ([], None)
+    assert (found["passes"], found["passes_on_gpu"], found["layouts"]) == ([], [], None)
     assert found["inputs"] == [{"name": found["inputs"][0]["name"], "dtype": "float32", "shape": [3]}]
 
 

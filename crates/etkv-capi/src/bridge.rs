@@ -30,14 +30,15 @@ mod ffi {
         /// Returns a delegate for a program, or for a call of a CPU program.
         fn new_delegate(on_cpu: bool) -> Box<Delegate>;
 
-        /// Decodes a payload, copies its constants and binds the cache. An empty `cache_key` or
-        /// `logits` is an absent option.
+        /// Decodes a payload, copies its constants and binds the cache. An empty `cache_key`,
+        /// `logits` or `passes` is an absent option.
         fn load(
             self: &mut Delegate,
             payload: &[u8],
             constants: Pin<&mut Constants>,
             cache_key: &str,
             logits: &str,
+            passes: &str,
         ) -> Outcome;
 
         /// Runs the program on its inputs and hands the outputs to `host`, in the dtypes of these
@@ -124,10 +125,11 @@ impl Delegate {
         constants: Pin<&mut ffi::Constants>,
         cache_key: &str,
         logits: &str,
+        passes: &str,
     ) -> ffi::Outcome {
         self.guarded(|delegate| {
-            let texts = delegate::or_of_thread(cache_key, logits);
-            let options = LoadOptions::parse(&texts.cache_key, &texts.logits)?;
+            let texts = delegate::or_of_thread(cache_key, logits, passes);
+            let options = LoadOptions::parse(&texts.cache_key, &texts.logits, &texts.passes)?;
             let program = Program::load(delegate.on_cpu, payload, constants, &options)?;
             delegate.program = Some(program);
             Ok(())

@@ -16,6 +16,8 @@ pub(crate) struct LoadTexts {
     pub cache_key: String,
     /// The rows of the logits to compute.
     pub logits: String,
+    /// The passes that change the program.
+    pub passes: String,
 }
 
 thread_local! {
@@ -34,10 +36,14 @@ pub(crate) fn report(status: i32, message: &str) {
 /// Returns the load options that ExecuTorch passed. For absent ones, returns those that this thread
 /// has set.
 #[cfg_attr(not(feature = "delegate"), allow(dead_code))]
-pub(crate) fn or_of_thread(cache_key: &str, logits: &str) -> LoadTexts {
+pub(crate) fn or_of_thread(cache_key: &str, logits: &str, passes: &str) -> LoadTexts {
     let set = LOAD_OPTIONS.try_with(|set| set.borrow().clone()).unwrap_or_default();
     let or = |given: &str, set: String| if given.is_empty() { set } else { given.to_owned() };
-    LoadTexts { cache_key: or(cache_key, set.cache_key), logits: or(logits, set.logits) }
+    LoadTexts {
+        cache_key: or(cache_key, set.cache_key),
+        logits: or(logits, set.logits),
+        passes: or(passes, set.passes),
+    }
 }
 
 /// Returns the error that the delegate last reported on the calling thread, and forgets it.
@@ -61,6 +67,7 @@ pub extern "C" fn etkv_delegate_abort_forward() {
 pub unsafe extern "C" fn etkv_delegate_set_load_options(
     cache_key: *const c_char,
     logits: *const c_char,
+    passes: *const c_char,
     error: *mut *mut etkv_error,
 ) -> i32 {
     // SAFETY: the caller says so.
@@ -72,6 +79,7 @@ pub unsafe extern "C" fn etkv_delegate_set_load_options(
             let texts = LoadTexts {
                 cache_key: optional(cache_key, "cache_key")?,
                 logits: optional(logits, "logits")?,
+                passes: optional(passes, "passes")?,
             };
             program::check_options(&texts)?;
             LOAD_OPTIONS.with(|set| set.replace(texts));
@@ -103,7 +111,7 @@ mod program {
     use super::LoadTexts;
 
     pub fn check_options(texts: &LoadTexts) -> Result<()> {
-        LoadOptions::parse(&texts.cache_key, &texts.logits)?;
+        LoadOptions::parse(&texts.cache_key, &texts.logits, &texts.passes)?;
         Ok(())
     }
 

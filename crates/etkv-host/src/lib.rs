@@ -6,5 +6,5 @@ mod options;
 mod sampling;
 
 pub use argument::{Argument, Host};
-pub use options::{LoadOptions, LogitsRows};
+pub use options::{LoadOptions, LogitsRows, Passes};
 pub use sampling::Sampling;

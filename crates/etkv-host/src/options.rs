@@ -13,6 +13,19 @@ pub enum LogitsRows {
     Last,
 }
 
+/// The passes that change a program when it is loaded.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+#[non_exhaustive]
+pub enum Passes {
+    /// Those that make the program faster on its device.
+    #[default]
+    Default,
+    /// Those that the other options need, and no more.
+    None,
+    /// Those of a GPU, on any device; for tests.
+    Gpu,
+}
+
 /// The options of a load.
 #[derive(Debug, Clone, Default)]
 #[non_exhaustive]
@@ -21,20 +34,31 @@ pub struct LoadOptions {
     pub cache_key: Option<String>,
     /// The rows of the output that the program computes.
     pub logits: LogitsRows,
+    /// The passes over the program. Programs for the CPU have none.
+    pub passes: Passes,
 }
 
 impl LoadOptions {
     /// Parses the options that a backend receives. An empty string is an absent option.
     ///
     /// # Errors
-    /// [`InvalidArgument`](etkv_core::Status::InvalidArgument) for other `logits` than `all` and `last`.
-    pub fn parse(cache_key: &str, logits: &str) -> Result<Self> {
+    /// [`InvalidArgument`](etkv_core::Status::InvalidArgument) for other `logits` than `all` and `last`,
+    /// and other `passes` than `default`, `none` and `gpu`.
+    pub fn parse(cache_key: &str, logits: &str, passes: &str) -> Result<Self> {
         let logits = match logits {
             "" | "all" => LogitsRows::All,
             "last" => LogitsRows::Last,
             other => fail!(InvalidArgument, "option `logits` is `{other}`, it may be all or last"),
         };
+        let passes = match passes {
+            "" | "default" => Passes::Default,
+            "none" => Passes::None,
+            "gpu" => Passes::Gpu,
+            other => {
+                fail!(InvalidArgument, "option `passes` is `{other}`, it may be default or none")
+            }
+        };
         let cache_key = (!cache_key.is_empty()).then(|| cache_key.to_owned());
-        Ok(Self { cache_key, logits })
+        Ok(Self { cache_key, logits, passes })
     }
 }

@@ -3,6 +3,7 @@
 //! A new operation is a variant of [`Op`], one function that decodes it, one that runs it, and a
 //! line in each of the two tables here.
 
+mod activation;
 mod attention;
 mod elementwise;
 mod indexing;
@@ -12,6 +13,7 @@ mod norm;
 mod quantized;
 mod rotary;
 mod shape;
+mod views;
 
 use mlx_rs::Array;
 
@@ -25,6 +27,8 @@ use crate::error::{fail, Result};
 pub enum Made {
     /// A tensor.
     Tensor(Array),
+    /// Several tensors.
+    Tensors(Vec<Array>),
     /// An integer.
     Int(i32),
 }
@@ -118,6 +122,19 @@ pub fn run(op: &Op, frame: &mut Frame) -> Result<Made> {
         }
         Op::Piece { x, axis, start, stop, sizes } => {
             shape::run_piece(frame.tensor(*x)?, *axis, [*start, *stop], sizes)?
+        }
+        Op::Split { x, axis, at, sizes } => {
+            return views::run_split(frame.tensor(*x)?, *axis, at, sizes).map(Made::Tensors)
+        }
+        Op::ReshapeTranspose { x, shape, perm } => {
+            views::run_reshape_transpose(frame, *x, shape, perm)?
+        }
+        Op::TransposeReshape { x, perm, shape } => {
+            views::run_transpose_reshape(frame, *x, perm, shape)?
+        }
+        Op::Activation { function, x, by } => {
+            let by = by.map(|by| frame.tensor(by)).transpose()?;
+            activation::run(frame, *function, frame.tensor(*x)?, by)?
         }
         Op::Concatenate { tensors, axis } => shape::run_concatenate(frame, tensors, *axis)?,
         Op::Take { x, index, axis } => indexing::run_take(frame, *x, *index, *axis)?,

@@ -114,6 +114,11 @@ pub fn sym_size(slots: &mut Slots, node: fb::SymSizeNode) -> Result<Instruction>
 pub fn run_reshape(frame: &Frame, x: Value, shape: &[Int]) -> Result<Array> {
     let shape = shape.iter().map(|&dim| frame.int(dim)).collect::<Result<Vec<_>>>()?;
     let x = frame.tensor(x)?;
+    Ok(x.reshape(&resolved(x, shape)?)?)
+}
+
+/// Returns a new shape of `x` with its open dimension, -1, as a size.
+pub fn resolved(x: &Array, mut shape: Vec<i32>) -> Result<Vec<i32>> {
     let open = shape.iter().filter(|&&dim| dim == -1).count();
     let product = shape
         .iter()
@@ -127,7 +132,10 @@ pub fn run_reshape(frame: &Frame, x: Value, shape: &[Int]) -> Result<Array> {
     if !fits {
         fail!(Program, "cannot reshape {:?} to {shape:?}: they differ in elements", x.shape());
     }
-    Ok(x.reshape(&shape)?)
+    if let (Some(product), Some(open)) = (product, shape.iter_mut().find(|dim| **dim == -1)) {
+        *open = (x.size() / product) as i32;
+    }
+    Ok(shape)
 }
 
 /// Slices along one axis as Python does: bounds below zero count from the end, and all bounds are

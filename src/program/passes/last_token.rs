@@ -142,7 +142,12 @@ mod tests {
             (2..).zip(ops).map(|(value, op)| Instruction { op, out: Out::Tensor(Value(value)) }),
         );
         Graph {
-            constants: vec![Constant { name: "weight".into(), shape, dtype: Dtype::Float32 }],
+            constants: vec![Constant {
+                name: "weight".into(),
+                shape,
+                dtype: Dtype::Float32,
+                joined: Vec::new(),
+            }],
             inputs: vec![InputSpec::Tensor {
                 value: TOKENS,
                 name: "tokens".into(),

@@ -1,11 +1,18 @@
 //! Passes that improve a program before it runs.
 
+mod activation;
+mod common;
 mod dead;
+mod dtypes;
+mod fold;
+mod heads;
+mod joined;
 mod last_token;
 mod linear;
 mod positions;
 mod rotary;
 mod rows;
+mod views;
 
 use super::constants::Layout;
 use super::ir::{Graph, Instruction, Op, Out, Value};
@@ -16,12 +23,14 @@ use std::collections::HashMap;
 use tracing::{debug, debug_span};
 
 /// The target that the passes prepare a program for.
-#[derive(Debug, Clone, Copy)]
+#[derive(Debug, Clone, Copy, Default)]
 pub struct Target {
     /// Whether the program runs on a GPU.
     pub on_gpu: bool,
     /// Whether the host wants only the last token's row of the output.
     pub last_token_only: bool,
+    /// Whether only those passes run that the rest of the target needs.
+    pub only_needed: bool,
 }
 
 /// Improves a program for a target, and returns how to keep each constant. `scalars` are the values of
@@ -47,7 +56,11 @@ pub fn run_each(
     scalars: &HashMap<Value, f32>,
     mut after: impl FnMut(&'static str, &Graph),
 ) -> Result<Vec<Layout>> {
-    let mut pass = |name, work: &dyn Fn(&mut Graph) -> Result<()>| -> Result<()> {
+    let faster = !target.only_needed;
+    let mut pass = |name, runs: bool, work: &dyn Fn(&mut Graph) -> Result<()>| -> Result<()> {
+        if !runs {
+            return Ok(());
+        }
         let _span = debug_span!(target: TARGET, "pass", name).entered();
         let before = graph.main.instructions.len();
         work(graph)?;
@@ -55,26 +68,34 @@ pub fn run_each(
         after(name, graph);
         Ok(())
     };
-    pass("trace_positions", &|graph| {
-        positions::trace(graph);
-        Ok(())
-    })?;
-    pass("fuse_linear", &|graph| {
-        linear::fuse(graph);
-        Ok(())
-    })?;
-    // On the CPU MLX's function takes 2.5 times as long as the instructions.
-    if target.on_gpu {
-        pass("fuse_rotary", &|graph| {
-            rotary::fuse(graph, scalars);
+    let plain = |work: fn(&mut Graph)| {
+        move |graph: &mut Graph| {
+            work(graph);
             Ok(())
-        })?;
-    }
-    pass("last_token", &|graph| last_token::narrow(graph, target.last_token_only))?;
-    pass("eliminate_dead", &|graph| {
-        dead::eliminate(graph);
+        }
+    };
+    pass("trace_positions", true, &plain(positions::trace))?;
+    // The last row is found through linear layers.
+    pass("fuse_linear", faster || target.last_token_only, &plain(linear::fuse))?;
+    // On the CPU MLX's function takes 2.5 times as long as the instructions.
+    pass("fuse_rotary", faster && target.on_gpu, &|graph| {
+        rotary::fuse(graph, scalars);
         Ok(())
     })?;
+    pass("last_token", faster || target.last_token_only, &|graph| {
+        last_token::narrow(graph, target.last_token_only)
+    })?;
+    pass("eliminate_dead", faster, &plain(dead::eliminate))?;
+    pass("share_common", faster, &plain(common::share))?;
+    pass("merge_views", faster, &plain(views::merge))?;
+    pass("fuse_activations", faster && target.on_gpu, &|graph| {
+        activation::fuse(graph, scalars);
+        Ok(())
+    })?;
+    pass("join_products", faster && target.on_gpu, &plain(joined::join))?;
+    pass("join_heads", faster && target.on_gpu, &plain(heads::join))?;
+    // Last: it numbers the values anew, and `scalars` are those of the numbers before.
+    pass("fold_constants", faster, &plain(fold::fold))?;
     Ok(linear::choose_layouts(graph, target))
 }
 
@@ -87,7 +108,7 @@ fn makers(graph: &Graph) -> HashMap<Value, usize> {
         .enumerate()
         .filter_map(|(index, instruction)| match instruction.out {
             Out::Tensor(value) => Some((value, index)),
-            Out::Int(_) => None,
+            Out::Tensors(..) | Out::Int(_) => None,
         })
         .collect()
 }

@@ -178,6 +178,7 @@ mod tests {
             name: String::new(),
             shape: shape.to_vec(),
             dtype: Dtype::Float32,
+            joined: Vec::new(),
         };
         let input = |value, shape: &[Dim], scalar_type| InputSpec::Tensor {
             value: Value(value),

@@ -1,29 +1,10 @@
-//! The instructions of a program, typed, over values each of which is written once.
-//!
-//! The payload reuses tensor slots, and an instruction may write the slot that it reads. Here every
-//! write makes a new value. So "the value that linear 12 makes" is unique, and passes can reason
-//! about uses.
+//! The operations.
 
 use std::ops::RangeInclusive;
 
 use mlx_rs::Dtype;
 
-/// A tensor value: a constant, an input, or the result of one instruction.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord)]
-pub struct Value(pub u32);
-
-/// An integer value: an input, or the result of one instruction.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
-pub struct IntValue(pub u32);
-
-/// An integer argument.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Int {
-    /// Known when the program was exported. `i64::MAX` means "to the end".
-    Literal(i64),
-    /// Known when the program runs.
-    Value(IntValue),
-}
+use super::{Int, IntValue, Value};
 
 /// Element-wise functions of one tensor.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -73,7 +54,7 @@ pub enum Index {
 }
 
 /// The packing of affine-quantized rows.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub struct Affine {
     /// Elements that share a scale and a bias.
     pub group_size: i32,
@@ -126,6 +107,33 @@ pub enum Op {
         start: i32,
         stop: i32,
         sizes: RangeInclusive<i32>,
+    },
+    /// Made by a pass: the pieces of an axis that is cut at these places, in order. Results are
+    /// several tensors. The axis has a size in `sizes`, as for `Piece`.
+    Split {
+        x: Value,
+        axis: i32,
+        at: Vec<i32>,
+        sizes: RangeInclusive<i32>,
+    },
+    /// Made by a pass: a reshape, then a transposition. One reshape will do where the axes of more
+    /// than one element stay in order, as those of a single token.
+    ReshapeTranspose {
+        x: Value,
+        shape: Vec<Int>,
+        perm: Vec<i32>,
+    },
+    /// Made by a pass: a transposition, then a reshape, likewise.
+    TransposeReshape {
+        x: Value,
+        perm: Vec<i32>,
+        shape: Vec<Int>,
+    },
+    /// Made by a pass: a function of `x`, times another tensor if there is one. One launch on a GPU.
+    Activation {
+        function: Unary,
+        x: Value,
+        by: Option<Value>,
     },
     Concatenate {
         tensors: Vec<Value>,
@@ -232,12 +240,19 @@ impl Op {
             | Op::Transpose { x, .. }
             | Op::Slice { x, .. }
             | Op::Piece { x, .. }
+            | Op::Split { x, .. }
+            | Op::ReshapeTranspose { x, .. }
+            | Op::TransposeReshape { x, .. }
             | Op::LastToken { x }
             | Op::RotaryPeriods { inverse: x }
             | Op::SymSize { x, .. } => visit(x),
             Op::Binary { a, b, .. } => {
                 visit(a);
                 visit(b);
+            }
+            Op::Activation { x, by, .. } => {
+                visit(x);
+                by.iter_mut().for_each(visit);
             }
             Op::Concatenate { tensors, .. } => tensors.iter_mut().for_each(visit),
             Op::Take { x, index, .. } => {
@@ -295,6 +310,37 @@ impl Op {
         }
     }
 
+    /// Calls `visit` with every integer argument.
+    pub fn for_each_int(&mut self, mut visit: impl FnMut(&mut Int)) {
+        match self {
+            Op::Reshape { shape, .. }
+            | Op::ReshapeTranspose { shape, .. }
+            | Op::TransposeReshape { shape, .. } => shape.iter_mut().for_each(visit),
+            Op::Slice { axis, start, stop, .. } => {
+                visit(axis);
+                visit(start);
+                visit(stop);
+            }
+            Op::IntBinary { a, b, .. } => {
+                visit(a);
+                visit(b);
+            }
+            Op::Take { index: Index::One(index), .. } => visit(index),
+            _ => {}
+        }
+    }
+
+    /// Returns the integer values that the instruction reads.
+    pub fn int_reads(&self) -> Vec<IntValue> {
+        let mut values = Vec::new();
+        self.clone().for_each_int(|int| {
+            if let Int::Value(value) = int {
+                values.push(*value);
+            }
+        });
+        values
+    }
+
     /// Returns the tensors that the instruction reads.
     pub fn reads(&self) -> Vec<Value> {
         let mut values = Vec::new();
@@ -322,119 +368,5 @@ impl Op {
             Op::IntBinary { function, .. } => format!("Int{function:?}"),
             other => other.name(),
         }
-    }
-}
-
-/// The result of an instruction.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Out {
-    /// A tensor.
-    Tensor(Value),
-    /// An integer.
-    Int(IntValue),
-}
-
-/// An operation and its result.
-#[derive(Debug, Clone, PartialEq)]
-#[allow(missing_docs)]
-pub struct Instruction {
-    pub op: Op,
-    pub out: Out,
-}
-
-/// A constant of the program.
-#[derive(Debug, Clone)]
-pub struct Constant {
-    /// Its key in the program's data.
-    pub name: String,
-    /// Its shape.
-    pub shape: Vec<i32>,
-    /// Its dtype.
-    pub dtype: Dtype,
-}
-
-/// A dimension of an input.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Dim {
-    /// The dimension is always this.
-    Static(i32),
-    /// The dimension is at most this, if there is a limit. The exporter's lower limit belongs to
-    /// its tracing: programs also run on one token.
-    UpTo(Option<i32>),
-}
-
-/// An input of the program.
-#[derive(Debug, Clone)]
-pub enum InputSpec {
-    /// A tensor, and the value that it becomes.
-    Tensor {
-        /// The value that it becomes.
-        value: Value,
-        /// The name in messages.
-        name: String,
-        /// Its shape.
-        shape: Vec<Dim>,
-        /// ExecuTorch's number of its dtype.
-        scalar_type: i8,
-    },
-    /// An integer, and the value that it becomes.
-    Int(IntValue),
-}
-
-/// A straight run of instructions and its outputs.
-#[derive(Debug, Clone, Default)]
-pub struct Chain {
-    /// The instructions, in order.
-    pub instructions: Vec<Instruction>,
-    /// The outputs.
-    pub outputs: Vec<Out>,
-}
-
-impl Chain {
-    /// Returns the output tensors.
-    pub fn tensor_outputs(&self) -> impl Iterator<Item = Value> + '_ {
-        self.outputs.iter().filter_map(|out| match out {
-            Out::Tensor(value) => Some(*value),
-            Out::Int(_) => None,
-        })
-    }
-
-    /// Returns every use of a tensor: by the instructions, and as an output.
-    pub fn uses(&self) -> impl Iterator<Item = Value> + '_ {
-        let read = self.instructions.iter().flat_map(|instruction| instruction.op.reads());
-        read.chain(self.tensor_outputs())
-    }
-}
-
-/// A program. Values `0..constants.len()` are its constants, the next ones its tensor inputs, and
-/// instructions make the rest.
-#[derive(Debug, Clone)]
-pub struct Graph {
-    /// Constants, in the order of their values.
-    pub constants: Vec<Constant>,
-    /// Inputs, in the order of the arguments.
-    pub inputs: Vec<InputSpec>,
-    /// Runs once, when the program is loaded. Its outputs replace constants.
-    pub init: Chain,
-    /// The constants that `init`'s outputs replace.
-    pub init_targets: Vec<Value>,
-    /// Runs at every call.
-    pub main: Chain,
-    /// The number of tensor values.
-    pub n_values: u32,
-    /// The number of integer values.
-    pub n_ints: u32,
-}
-
-impl Graph {
-    /// Returns whether `value` is a constant.
-    pub fn is_constant(&self, value: Value) -> bool {
-        (value.0 as usize) < self.constants.len()
-    }
-
-    /// Returns a new value.
-    pub fn new_value(&mut self) -> Value {
-        self.n_values += 1;
-        Value(self.n_values - 1)
     }
 }

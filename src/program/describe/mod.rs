@@ -1,6 +1,8 @@
 //! Describes a program: its inputs, operations and outputs, and the changes that the passes make.
 //! Loads no constants and does not use MLX.
 
+mod fields;
+
 use std::collections::{BTreeMap, HashMap};
 
 use serde::Serialize;
@@ -9,7 +11,7 @@ use super::constants::Layout;
 use super::decode::{self, decode};
 use super::dtype;
 use super::fb;
-use super::ir::{Chain, Graph};
+use super::ir::{Chain, Graph, Value};
 use super::passes::{self, Target};
 use super::{ops, payload};
 use crate::error::{Error, Result, Status};
@@ -39,8 +41,10 @@ pub struct ProgramDescription {
     /// The number of tensors that the program keeps from one forward to the next: 0 if its KV cache
     /// is outside of it.
     pub mutable_buffers: u32,
-    /// The effect of each pass, in order; empty if the program is refused.
+    /// The effect of each pass on the CPU, in order; empty if the program is refused.
     pub passes: Vec<PassDescription>,
+    /// The effect of each pass on a GPU, in order; empty if the program is refused.
+    pub passes_on_gpu: Vec<PassDescription>,
     /// The layouts of constants on the CPU; absent if the program is refused.
     pub layouts: Option<LayoutsDescription>,
     /// Every instruction of a forward, as exported.
@@ -154,6 +158,8 @@ pub struct LayoutsDescription {
     pub stored: usize,
     /// Transposed, as a matrix product reads them.
     pub transposed: usize,
+    /// In the stored order, seen through a transposition.
+    pub views: usize,
     /// Not kept: nothing uses them.
     pub absent: usize,
 }
@@ -189,12 +195,17 @@ pub fn describe(payload: &[u8]) -> Result<ProgramDescription> {
         constants: constants(graph),
         mutable_buffers: graph.num_mutable_buffer_tensors(),
         passes: Vec::new(),
+        passes_on_gpu: Vec::new(),
         layouts: None,
         instructions: main.iter().map(instruction).collect(),
         instructions_at_load: init.iter().map(instruction).collect(),
     };
     match decode(graph) {
-        Ok(graph) => passes_of(graph, &mut described)?,
+        Ok(graph) => {
+            (described.passes_on_gpu, _) = passes_of(graph.clone(), true)?;
+            let (passes, layouts) = passes_of(graph, false)?;
+            (described.passes, described.layouts) = (passes, Some(layouts));
+        }
         Err(error) if error.status() == Status::Unsupported => {
             described.refused = Some(error.to_string());
         }
@@ -203,15 +214,25 @@ pub fn describe(payload: &[u8]) -> Result<ProgramDescription> {
     Ok(described)
 }
 
-fn passes_of(mut graph: Graph, described: &mut ProgramDescription) -> Result<()> {
+/// Returns the effects of the passes for a device, and the layouts of constants there.
+///
+/// Constants are not read. Those of one element count as 1: a scale that no exporter leaves out of
+/// tables of rotary embedding.
+fn passes_of(mut graph: Graph, on_gpu: bool) -> Result<(Vec<PassDescription>, LayoutsDescription)> {
     let mut before = kinds(&graph.main);
     let mut n_before = graph.main.instructions.len();
-    let target = Target { on_gpu: false, last_token_only: false };
-    let layouts = passes::run_each(&mut graph, target, &HashMap::new(), |name, graph| {
+    let mut passes = Vec::new();
+    let target = Target { on_gpu, ..Target::default() };
+    let constants = (0..).map(Value).zip(&graph.constants);
+    let scalars: HashMap<Value, f32> = constants
+        .filter(|(_, constant)| constant.shape.iter().all(|&size| size == 1))
+        .map(|(value, _)| (value, 1.0))
+        .collect();
+    let layouts = passes::run_each(&mut graph, target, &scalars, |name, graph| {
         let after = kinds(&graph.main);
         let n_after = graph.main.instructions.len();
         let changed = changes(&before, &after);
-        described.passes.push(PassDescription {
+        passes.push(PassDescription {
             name: name.to_owned(),
             before: n_before,
             after: n_after,
@@ -220,12 +241,13 @@ fn passes_of(mut graph: Graph, described: &mut ProgramDescription) -> Result<()>
         (before, n_before) = (after, n_after);
     })?;
     let number = |wanted| layouts.iter().filter(|&&layout| layout == wanted).count();
-    described.layouts = Some(LayoutsDescription {
+    let layouts = LayoutsDescription {
         stored: number(Layout::Stored),
         transposed: number(Layout::Transposed),
+        views: number(Layout::View),
         absent: number(Layout::Absent),
-    });
-    Ok(())
+    };
+    Ok((passes, layouts))
 }
 
 type Kinds = BTreeMap<String, usize>;
@@ -352,85 +374,7 @@ fn constants(graph: fb::MLXGraph<'_>) -> ConstantsDescription {
 }
 
 fn instruction(found: &fb::Instruction<'_>) -> InstructionDescription {
-    InstructionDescription { operation: name(found.op_type()), fields: fields(found) }
-}
-
-/// Returns the fields of an instruction as the schema's reader prints them, with short forms of
-/// numbers and tensors.
-fn fields(found: &fb::Instruction<'_>) -> String {
-    let text = format!("{found:?}");
-    // `Instruction { op_type: X, op: X { fields } }`
-    let inner = text.split_once(" op: ").map_or("", |(_, op)| op);
-    let inner = inner.split_once('{').map_or("", |(_, fields)| fields);
-    let mut text = inner.trim().strip_suffix("} }").unwrap_or_default().trim().to_owned();
-    for (reference, short) in [("Tid", 't'), ("Vid", 'v')] {
-        text = replaced(&text, &format!("{reference} {{ idx: "), |index| format!("{short}{index}"));
-    }
-    for choice in ["IntOrVidOrTid", "IntOrVid", "FloatOrVid", "VidOrTid"] {
-        text = replaced(&text, &format!("{choice} {{ "), chosen);
-    }
-    replaced_some(&text)
-}
-
-/// Replaces each `start...` up to the next ` }` in `text` with the result of `of` on the part
-/// between.
-fn replaced(text: &str, start: &str, of: impl Fn(&str) -> String) -> String {
-    let mut made = String::with_capacity(text.len());
-    let mut rest = text;
-    while let Some((before, found)) = rest.split_once(start) {
-        let Some((inner, after)) = found.split_once(" }") else { break };
-        made.push_str(before);
-        made.push_str(&of(inner));
-        rest = after;
-    }
-    made.push_str(rest);
-    made
-}
-
-/// Returns the value of the field that a choice selects.
-fn chosen(fields: &str) -> String {
-    let field = |name: &str| {
-        let found =
-            fields.split(", ").find_map(|field| field.strip_prefix(name)?.strip_prefix(": "));
-        found.unwrap_or_default()
-    };
-    let first = fields.split_once(": ").map_or("", |(name, _)| name);
-    let name = match (field("is_vid"), field("kind")) {
-        ("true", _) | (_, "1") => "vid",
-        (_, "2") => "tid",
-        _ if first == "literal" => "literal",
-        _ => "tid",
-    };
-    field(name).to_owned()
-}
-
-/// Replaces `Some(x)` with `x`.
-fn replaced_some(text: &str) -> String {
-    const SOME: &str = "Some(";
-    let mut made = String::with_capacity(text.len());
-    // For each open bracket, whether it is removed.
-    let mut open = Vec::new();
-    let mut rest = text;
-    while let Some(c) = rest.chars().next() {
-        if let Some(inner) = rest.strip_prefix(SOME) {
-            open.push(true);
-            rest = inner;
-            continue;
-        }
-        let goes = match c {
-            '(' => {
-                open.push(false);
-                false
-            }
-            ')' => open.pop().unwrap_or(false),
-            _ => false,
-        };
-        if !goes {
-            made.push(c);
-        }
-        rest = &rest[c.len_utf8()..];
-    }
-    made
+    InstructionDescription { operation: name(found.op_type()), fields: fields::of(found) }
 }
 
 impl super::Program {

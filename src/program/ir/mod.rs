@@ -1,0 +1,226 @@
+//! The instructions of a program, typed, over values each of which is written once.
+//!
+//! The payload reuses tensor slots, and an instruction may write the slot that it reads. Here every
+//! write makes a new value. So "the value that linear 12 makes" is unique, and passes can reason
+//! about uses.
+
+mod op;
+
+use std::collections::HashMap;
+
+use mlx_rs::Dtype;
+
+pub use op::{Affine, Binary, Index, IntBinary, Op, Unary};
+
+/// A tensor value: a constant, an input, or the result of one instruction.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord)]
+pub struct Value(pub u32);
+
+/// An integer value: an input, or the result of one instruction.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+pub struct IntValue(pub u32);
+
+/// An integer argument.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Int {
+    /// Known when the program was exported. `i64::MAX` means "to the end".
+    Literal(i64),
+    /// Known when the program runs.
+    Value(IntValue),
+}
+
+/// The result of an instruction.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Out {
+    /// A tensor.
+    Tensor(Value),
+    /// Several tensors: this value and the next ones, in all this many. No output of a chain.
+    Tensors(Value, u32),
+    /// An integer.
+    Int(IntValue),
+}
+
+impl Out {
+    /// Returns the tensors of the result.
+    pub fn tensors(self) -> impl Iterator<Item = Value> {
+        let (first, n) = match self {
+            Out::Tensor(value) => (value.0, 1),
+            Out::Tensors(value, n) => (value.0, n),
+            Out::Int(_) => (0, 0),
+        };
+        (first..first + n).map(Value)
+    }
+}
+
+/// An operation and its result.
+#[derive(Debug, Clone, PartialEq)]
+#[allow(missing_docs)]
+pub struct Instruction {
+    pub op: Op,
+    pub out: Out,
+}
+
+/// A constant of the program.
+#[derive(Debug, Clone)]
+pub struct Constant {
+    /// Its key in the program's data.
+    pub name: String,
+    /// Its shape.
+    pub shape: Vec<i32>,
+    /// Its dtype.
+    pub dtype: Dtype,
+    /// Made by a pass: the constants whose rows follow its own. Each has its shape but for the
+    /// number of rows. The shape is still that of its own rows.
+    pub joined: Vec<Constant>,
+}
+
+/// A dimension of an input.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Dim {
+    /// The dimension is always this.
+    Static(i32),
+    /// The dimension is at most this, if there is a limit. The exporter's lower limit belongs to
+    /// its tracing: programs also run on one token.
+    UpTo(Option<i32>),
+}
+
+/// An input of the program.
+#[derive(Debug, Clone)]
+pub enum InputSpec {
+    /// A tensor, and the value that it becomes.
+    Tensor {
+        /// The value that it becomes.
+        value: Value,
+        /// The name in messages.
+        name: String,
+        /// Its shape.
+        shape: Vec<Dim>,
+        /// ExecuTorch's number of its dtype.
+        scalar_type: i8,
+    },
+    /// An integer, and the value that it becomes.
+    Int(IntValue),
+}
+
+/// A straight run of instructions and its outputs.
+#[derive(Debug, Clone, Default)]
+pub struct Chain {
+    /// The instructions, in order.
+    pub instructions: Vec<Instruction>,
+    /// The outputs.
+    pub outputs: Vec<Out>,
+}
+
+impl Chain {
+    /// Returns the output tensors.
+    pub fn tensor_outputs(&self) -> impl Iterator<Item = Value> + '_ {
+        self.outputs.iter().flat_map(|out| out.tensors())
+    }
+
+    /// Returns every use of a tensor: by the instructions, and as an output.
+    pub fn uses(&self) -> impl Iterator<Item = Value> + '_ {
+        let read = self.instructions.iter().flat_map(|instruction| instruction.op.reads());
+        read.chain(self.tensor_outputs())
+    }
+}
+
+/// A program. Values `0..constants.len()` are its constants, the next ones its tensor inputs, and
+/// instructions make the rest.
+#[derive(Debug, Clone)]
+pub struct Graph {
+    /// Constants, in the order of their values.
+    pub constants: Vec<Constant>,
+    /// Inputs, in the order of the arguments.
+    pub inputs: Vec<InputSpec>,
+    /// Runs once, when the program is loaded. Its outputs replace constants.
+    pub init: Chain,
+    /// The constants that `init`'s outputs replace.
+    pub init_targets: Vec<Value>,
+    /// Runs at every call.
+    pub main: Chain,
+    /// The number of tensor values.
+    pub n_values: u32,
+    /// The number of integer values.
+    pub n_ints: u32,
+}
+
+impl Graph {
+    /// Returns whether `value` is a constant.
+    pub fn is_constant(&self, value: Value) -> bool {
+        (value.0 as usize) < self.constants.len()
+    }
+
+    /// Returns a new value.
+    pub fn new_value(&mut self) -> Value {
+        self.new_values(1)
+    }
+
+    /// Returns the first of `n` new values, which follow each other.
+    pub fn new_values(&mut self, n: u32) -> Value {
+        self.n_values += n;
+        Value(self.n_values - n)
+    }
+
+    /// Lets everything that reads a value in `renamed` read another one instead, in the main chain.
+    pub fn rename(&mut self, renamed: &HashMap<Value, Value>) {
+        if renamed.is_empty() {
+            return;
+        }
+        let rename = |value: &mut Value| *value = *renamed.get(value).unwrap_or(value);
+        for instruction in &mut self.main.instructions {
+            instruction.op.for_each_read(rename);
+        }
+        for out in &mut self.main.outputs {
+            if let Out::Tensor(value) = out {
+                rename(value);
+            }
+        }
+    }
+
+    /// Adds constants that the init chain makes: it computes each of the values of `made`, which
+    /// the main chain made before.
+    ///
+    /// Constants come first, so all other values move up.
+    pub fn make_at_load(&mut self, made: Vec<Instruction>) {
+        let (old, n) = (self.constants.len() as u32, made.len() as u32);
+        let moved = |value: &mut Value| {
+            if value.0 >= old {
+                value.0 += n;
+            }
+        };
+        let moved_out = |out: &mut Out| {
+            if let Out::Tensor(value) | Out::Tensors(value, _) = out {
+                moved(value);
+            }
+        };
+        self.n_values += n;
+        self.init.instructions.extend(made.iter().cloned());
+        self.init.outputs.extend(made.iter().map(|instruction| instruction.out));
+        self.init_targets.extend((old..old + n).map(Value));
+        for chain in [&mut self.init, &mut self.main] {
+            for instruction in &mut chain.instructions {
+                instruction.op.for_each_read(moved);
+                moved_out(&mut instruction.out);
+            }
+            chain.outputs.iter_mut().for_each(moved_out);
+        }
+        for input in &mut self.inputs {
+            if let InputSpec::Tensor { value, .. } = input {
+                moved(value);
+            }
+        }
+        let mut constant_of = HashMap::new();
+        for (constant, instruction) in (old..).zip(made) {
+            constant_of.extend(
+                instruction.out.tensors().map(|value| (Value(value.0 + n), Value(constant))),
+            );
+            self.constants.push(Constant {
+                name: format!("result of {}", instruction.op.name()),
+                shape: Vec::new(),
+                dtype: Dtype::Float32,
+                joined: Vec::new(),
+            });
+        }
+        self.rename(&constant_of);
+    }
+}

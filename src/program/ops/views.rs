@@ -1,0 +1,173 @@
+//! Views that passes merge.
+
+use std::ops::RangeInclusive;
+
+use mlx_rs::{Array, Stream};
+
+use super::shape::{normalize_axis, resolved};
+use crate::error::{fail, Result};
+use crate::mlx::{check, slice_axis};
+use crate::program::frame::Frame;
+use crate::program::ir::{Int, Value};
+
+/// Returns the pieces of an axis that is cut at these places.
+pub fn run_split(
+    x: &Array,
+    axis: i32,
+    at: &[i32],
+    sizes: &RangeInclusive<i32>,
+) -> Result<Vec<Array>> {
+    let axis = normalize_axis(axis, x.ndim())?;
+    let size = x.dim(axis as i32);
+    if !sizes.contains(&size) {
+        fail!(
+            Program,
+            "expected an axis of {} to {} elements to split, got {size}",
+            sizes.start(),
+            sizes.end()
+        );
+    }
+    if at.last().is_none_or(|&last| last > size) {
+        // Slices past the end are short or empty, as in Python.
+        let ends = at.iter().copied().chain([size]);
+        return std::iter::once(0)
+            .chain(at.iter().copied())
+            .zip(ends)
+            .map(|(start, stop)| {
+                let start = start.min(size);
+                slice_axis(x, axis, start, stop.clamp(start, size), 1)
+            })
+            .collect();
+    }
+    let stream = Stream::thread_local_or_default();
+    // SAFETY: the list of pieces is made, read and freed here; the handles and `at` outlive the
+    // call.
+    unsafe {
+        let mut made = mlx_sys::mlx_vector_array_new();
+        let pieces = check(mlx_sys::mlx_split_sections(
+            &mut made,
+            x.as_ptr(),
+            at.as_ptr(),
+            at.len(),
+            axis as i32,
+            stream.as_ptr(),
+        ))
+        .and_then(|()| arrays(made));
+        mlx_sys::mlx_vector_array_free(made);
+        pieces
+    }
+}
+
+/// Returns the arrays of a list.
+///
+/// # Safety
+/// The list is live.
+pub unsafe fn arrays(list: mlx_sys::mlx_vector_array) -> Result<Vec<Array>> {
+    // SAFETY: the caller says that the list is live; each handle gets an owner.
+    unsafe {
+        (0..mlx_sys::mlx_vector_array_size(list))
+            .map(|index| {
+                let mut one = mlx_sys::mlx_array_new();
+                let status = mlx_sys::mlx_vector_array_get(&mut one, list, index);
+                let array = Array::from_ptr(one);
+                check(status).map(|()| array)
+            })
+            .collect()
+    }
+}
+
+/// Reshapes, then transposes.
+pub fn run_reshape_transpose(
+    frame: &Frame,
+    x: Value,
+    shape: &[Int],
+    perm: &[i32],
+) -> Result<Array> {
+    let shape = sizes(frame, shape)?;
+    let x = frame.tensor(x)?;
+    let shape = resolved(x, shape)?;
+    if let Some(transposed) = transposed_in_order(&shape, perm) {
+        return Ok(x.reshape(&transposed)?);
+    }
+    Ok(x.reshape(&shape)?.transpose_axes(perm)?)
+}
+
+/// Transposes, then reshapes.
+pub fn run_transpose_reshape(
+    frame: &Frame,
+    x: Value,
+    perm: &[i32],
+    shape: &[Int],
+) -> Result<Array> {
+    let shape = sizes(frame, shape)?;
+    let x = frame.tensor(x)?;
+    let shape = resolved(x, shape)?;
+    if transposed_in_order(x.shape(), perm).is_some() {
+        return Ok(x.reshape(&shape)?);
+    }
+    Ok(x.transpose_axes(perm)?.reshape(&shape)?)
+}
+
+fn sizes(frame: &Frame, shape: &[Int]) -> Result<Vec<i32>> {
+    shape.iter().map(|&dim| frame.int(dim)).collect()
+}
+
+/// Returns the shape after a transposition that keeps the elements in order: one that moves axes of
+/// one element only.
+fn transposed_in_order(shape: &[i32], perm: &[i32]) -> Option<Vec<i32>> {
+    let mut last = None;
+    let mut seen = vec![false; shape.len()];
+    let mut transposed = Vec::with_capacity(shape.len());
+    for &axis in perm {
+        let axis = usize::try_from(axis).ok().filter(|&axis| axis < shape.len())?;
+        if std::mem::replace(&mut seen[axis], true) {
+            return None;
+        }
+        if shape[axis] != 1 {
+            if last > Some(axis) {
+                return None;
+            }
+            last = Some(axis);
+        }
+        transposed.push(shape[axis]);
+    }
+    (perm.len() == shape.len()).then_some(transposed)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn axes_of_one_element_move_freely() {
+        let heads = [0, 2, 1, 3];
+        assert_eq!(transposed_in_order(&[1, 1, 4, 8], &heads), Some(vec![1, 4, 1, 8]));
+        assert_eq!(transposed_in_order(&[1, 5, 1, 8], &heads), Some(vec![1, 1, 5, 8]));
+        assert_eq!(transposed_in_order(&[1, 5, 4, 8], &heads), None);
+        assert_eq!(transposed_in_order(&[1, 1, 4, 8], &[0, 0, 1, 3]), None);
+        assert_eq!(transposed_in_order(&[1, 1, 4], &heads), None);
+        assert_eq!(transposed_in_order(&[1, 4], &[0, -1]), None);
+    }
+
+    #[test]
+    fn pieces_are_those_of_slices() {
+        crate::mlx::run(|| {
+            let x = Array::from_slice(&[0, 1, 2, 3, 4, 5, 6, 7, 8, 9], &[2, 5]);
+            for (at, expected) in [
+                (vec![2], vec![(0, 2), (2, 5)]),
+                (vec![1, 4, 9], vec![(0, 1), (1, 4), (4, 5), (5, 5)]),
+            ] {
+                let pieces = run_split(&x, -1, &at, &(0..=i32::MAX))?;
+                assert_eq!(pieces.len(), expected.len());
+                for (piece, (start, stop)) in pieces.iter().zip(expected) {
+                    assert_eq!(piece.shape(), [2, stop - start]);
+                    assert!(piece.eq_values(&slice_axis(&x, 1, start, stop, 1)?)?);
+                }
+            }
+            assert!(run_split(&x, 1, &[2], &(6..=7)).is_err());
+            assert!(run_split(&x, 2, &[1], &(0..=9)).is_err());
+            Ok(())
+        })
+        .unwrap();
+    }
+}
