@@ -80,8 +80,9 @@ fn difference(q: &Array, pool: &Pool, n: i32, ours: bool) -> Result<Option<f32>>
     else {
         return Ok(None);
     };
-    let most = exact.abs()?.max(None)?.item::<f32>();
-    let worst = out.as_dtype(Dtype::Float32)?.subtract(&exact)?.abs()?.max(None)?.item::<f32>();
+    let most = exact.abs()?.max(None)?.item_exact::<f32>();
+    let worst =
+        out.as_dtype(Dtype::Float32)?.subtract(&exact)?.abs()?.max(None)?.item_exact::<f32>();
     Ok(Some(worst / most))
 }
 

@@ -21,7 +21,7 @@ fn array(seed: u64, shape: [i32; 4], dtype: Dtype) -> Array {
 
 fn values(array: &Array) -> Vec<f64> {
     let array = array.as_dtype(Dtype::Float32).unwrap();
-    let array = mlx_rs::ops::contiguous(&array, None).unwrap();
+    let array = array.reshape(&[-1]).unwrap();
     array.eval().unwrap();
     array.as_slice::<f32>().iter().map(|&x| f64::from(x)).collect()
 }
