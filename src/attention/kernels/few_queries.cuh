@@ -1,0 +1,120 @@
+// Attention of a few queries over many keys, in one launch: the block that is last to finish its slice
+// of the keys merges those of all.
+
+namespace etkv {
+
+// The most slices that are merged at once; more are merged in groups first.
+constexpr int MOST_MERGED = 16;
+constexpr int GROUP = 8;
+constexpr int MOST_GROUPS = 8;
+
+template <typename E, int DK, int DV, int MASK, int STAGES, int MOST_ROW_WARPS>
+struct FewQueries : Slice<E, DK, DV, MASK, STAGES, MOST_ROW_WARPS> {
+  using Base = Slice<E, DK, DV, MASK, STAGES, MOST_ROW_WARPS>;
+  using Base::first_row, Base::leave, Base::rows_of_block, Base::shared, Base::sizes, Base::write;
+
+  // Merges `n` slices of these rows, `step` apart from `first` on. Writes the result if these are all,
+  // or else what they leave in the place of the first.
+  __device__ void merge(E* out, float* parts, float* stats, int first, int n, int step, bool is_all) {
+    int rows = rows_of_block();
+    float* weights = reinterpret_cast<float*>(shared);
+    float* wholes = weights + MOST_MERGED * rows;
+    float* mosts = wholes + MOST_MERGED * rows;
+    for (int i = threadIdx.x; i < n * rows; i += THREADS) {
+      const float* from = stats + 2 * ((first + i / rows * step) * rows + i % rows);
+      weights[i] = __ldcg(from);
+      wholes[i] = __ldcg(from + 1);
+    }
+    __syncthreads();
+    for (int r = threadIdx.x; r < rows; r += THREADS) {
+      float highest = -INFINITY, whole = 0;
+      for (int i = r; i < n * rows; i += rows) highest = fmaxf(highest, weights[i]);
+      for (int i = r; i < n * rows; i += rows) {
+        weights[i] = weight_of(weights[i], highest);
+        whole += weights[i] * wholes[i];
+      }
+      wholes[r] = whole;
+      mosts[r] = highest;
+    }
+    __syncthreads();
+    // What a slice left comes from far: a thread asks for two pieces of eight slices at a time.
+    constexpr int PIECES = DV / 4;
+    for (int i = threadIdx.x; i < rows * PIECES; i += 2 * THREADS) {
+      float sums[2][4] = {};
+      for (int from = 0; from < n; from += 8) {
+        float4 loaded[2][8];
+#pragma unroll
+        for (int j = 0; j < 16; ++j) {
+          int piece = i + j / 8 * THREADS, slice = from + j % 8;
+          bool exists = slice < n && piece < rows * PIECES;
+          const float* at = parts + static_cast<long long>(first + slice * step) * rows * DV + 4 * piece;
+          loaded[j / 8][j % 8] = make_float4(0, 0, 0, 0);
+          if (exists) loaded[j / 8][j % 8] = __ldcg(reinterpret_cast<const float4*>(at));
+        }
+#pragma unroll
+        for (int j = 0; j < 16; ++j) {
+          int piece = i + j / 8 * THREADS, slice = from + j % 8;
+          bool exists = slice < n && piece < rows * PIECES;
+          float weight = exists ? weights[slice * rows + piece / PIECES] : 0;
+          float4 x = loaded[j / 8][j % 8];
+          float* sum = sums[j / 8];
+          sum[0] += weight * x.x;
+          sum[1] += weight * x.y;
+          sum[2] += weight * x.z;
+          sum[3] += weight * x.w;
+        }
+      }
+#pragma unroll
+      for (int j = 0; j < 2; ++j) {
+        int piece = i + j * THREADS, r = piece / PIECES, column = piece % PIECES * 4;
+        if (first_row() + r >= sizes.rows() || r >= rows) break;
+        if (is_all) {
+          write(out, first_row() + r, column, sums[j], wholes[r]);
+        } else {
+          leave(parts, stats, first * rows + r, column, sums[j], mosts[r], wholes[r]);
+        }
+      }
+    }
+  }
+
+  // Returns whether this block is the last of `n` to get here. It then sees what the others wrote.
+  __device__ bool is_last(unsigned* count, int n) {
+    int* answer = reinterpret_cast<int*>(shared);
+    __threadfence();
+    __syncthreads();
+    if (threadIdx.x == 0) {
+      *answer = atomicAdd(count, 1u) == n - 1;
+      if (*answer) *count = 0;
+    }
+    __syncthreads();
+    bool last = *answer;
+    __syncthreads();
+    __threadfence();
+    return last;
+  }
+
+  // `counts` count the blocks that are finished, and are 0 before and after. Many slices are merged in
+  // two steps, so that the last block has less to read.
+  __device__ void run(E* out, float* partial, unsigned* counts) {
+    this->start();
+    this->attend_to_slice();
+    int slices = gridDim.x, slice = blockIdx.x, rows_of_blocks = blockIdx.z * gridDim.y + blockIdx.y;
+    long long rows = static_cast<long long>(slices) * rows_of_block();
+    float* parts = partial + rows_of_blocks * rows * DV;
+    float* stats = partial + gridDim.z * gridDim.y * rows * DV + 2 * rows_of_blocks * rows;
+    this->end_slice(out, parts, stats);
+    if (slices == 1) return;
+    if (slices <= MOST_MERGED) {
+      if (is_last(counts + rows_of_blocks, slices)) merge(out, parts, stats, 0, slices, 1, true);
+      return;
+    }
+    int groups = (slices + GROUP - 1) / GROUP, first = slice / GROUP * GROUP;
+    int members = first + GROUP <= slices ? GROUP : slices - first;
+    counts += rows_of_blocks * (MOST_GROUPS + 1);
+    if (!is_last(counts + 1 + slice / GROUP, members)) return;
+    merge(out, parts, stats, first, members, 1, false);
+    if (is_last(counts, groups)) merge(out, parts, stats, 0, groups, GROUP, true);
+  }
+};
+
+}  // namespace etkv

@@ -1,0 +1,63 @@
+// The instructions of a GPU that C++ has no words for. Everything else is in few_queries.cuh, so that
+// it runs in any C++ program that has functions of these names.
+
+namespace etkv {
+
+template <typename E>
+inline constexpr bool is_half = sizeof(E) == 2;
+
+// Copies 16 bytes to shared memory without waiting; writes zeros if `exists` is false.
+__device__ inline void copy_later(void* to, const void* from, bool exists) {
+  unsigned at = static_cast<unsigned>(__cvta_generic_to_shared(to));
+  asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(at), "l"(from), "r"(exists ? 16 : 0)
+               : "memory");
+}
+
+__device__ inline void end_of_copies() {
+  asm volatile("cp.async.commit_group;" ::: "memory");
+}
+
+// Waits for all groups of this thread's copies but the last `N`.
+template <int N>
+__device__ inline void wait_for_copies() {
+  asm volatile("cp.async.wait_group %0;" ::"n"(N) : "memory");
+}
+
+// Reads four matrices of 8x8 halves. Thread `i` names row `i % 8` of matrix `i / 8`, and gets the
+// elements 2 * (i % 4) and the next of row `i / 4` of each.
+__device__ inline void read_matrices(unsigned (&to)[4], const void* row) {
+  unsigned at = static_cast<unsigned>(__cvta_generic_to_shared(row));
+  asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
+               : "=r"(to[0]), "=r"(to[1]), "=r"(to[2]), "=r"(to[3])
+               : "r"(at)
+               : "memory");
+}
+
+// The same with each matrix transposed.
+__device__ inline void read_transposed(unsigned (&to)[4], const void* row) {
+  unsigned at = static_cast<unsigned>(__cvta_generic_to_shared(row));
+  asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
+               : "=r"(to[0]), "=r"(to[1]), "=r"(to[2]), "=r"(to[3])
+               : "r"(at)
+               : "memory");
+}
+
+// Adds the product of a 16x16 and a 16x8 matrix to a 16x8 matrix in float32.
+template <typename E>
+__device__ inline void multiply(float (&c)[4], const unsigned (&a)[4], unsigned b0, unsigned b1) {
+  if constexpr (cuda::std::is_same_v<E, __half>) {
+    asm volatile(
+        "mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, "
+        "{%0, %1, %2, %3};"
+        : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
+        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
+  } else {
+    asm volatile(
+        "mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, "
+        "{%0, %1, %2, %3};"
+        : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
+        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
+  }
+}
+
+}  // namespace etkv
