@@ -1,8 +1,8 @@
 """Writes a model in the shapes of a published one, with weights that repeat and so compress well.
 
-``python benches/repeating_model.py llama-3.2-1b FOLDER`` writes a Hugging Face folder in bfloat16: config.json and
-model.safetensors, and a tokenizer whose ids are the bytes of the text. Steps of a program take as long with these weights
-as with trained ones, and a program of 2.5 GB travels in a few MB. What the model says means nothing.
+``python benches/repeating_model.py llama-3.2-1b FOLDER`` writes a Hugging Face folder in bfloat16: config.json,
+model.safetensors, and a tokenizer whose ids are the bytes of the text. Steps of a program take as long as with trained
+weights, and a program of 2.5 GB travels in a few MB. What the model says means nothing.
 
 Every tensor repeats random values of its own. The number of values differs from tensor to tensor, so that no two
 tensors are equal, which a program would store once. It is a multiple of 64, so that quantized groups repeat too.
