@@ -26,11 +26,14 @@ def measure(bench: Bench) -> Topic:
         "same lengths again; then steps of some tokens, as a verification of draft tokens has them, behind a context "
         "that grows by a token a step. The host reads a token after each step, on both sides.",
     )
-    longest = bench.choose(quick=160, cpu=512, gpu=4000)
-    prompts = bench.choose(quick=3, cpu=6, gpu=20)
-    steps = bench.choose(quick=4, cpu=16, gpu=64)
+    longest = bench.choose(quick=128, cpu=256, gpu=4000)
+    prompts = bench.choose(quick=2, cpu=4, gpu=20)
+    steps = bench.choose(quick=3, cpu=16, gpu=64)
     model = bench.models[0]
-    cases = [(context, n) for context in (128, longest // 2) for n in (1, 2, 4, 8, 16)]
+    # On a CPU the context changes little.
+    contexts = bench.choose(quick=[64], cpu=[128], gpu=[128, longest // 2])
+    sizes = bench.choose(quick=[1, 4], cpu=[1, 2, 4, 8, 16], gpu=[1, 2, 4, 8, 16])
+    cases = [(context, n) for context in contexts for n in sizes]
 
     def etkv() -> Figures:
         # Its dtype's own format is the default of the others; this tool takes formats by place.

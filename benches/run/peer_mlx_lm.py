@@ -178,9 +178,14 @@ def lengths(job: dict[str, Any]) -> dict[str, Any]:
         fresh.append(prompt(n))
         again.append(prompt(n))
     measured = []
+    most = max(case["tokens"] for case in job["steps"])
     for case in job["steps"]:
         n, repeat = case["tokens"], case["repeat"]
-        prompt(case["context"] + (n if n > 1 else 0))
+        behind = case["context"] + (n if n > 1 else 0)
+        if cache[0].offset < behind:
+            prompt(case["context"] + most)
+        for layer in cache:
+            layer.trim(layer.offset - behind)
         times = []
         for _ in range(repeat):
             times.append(step(n))

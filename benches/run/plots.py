@@ -66,40 +66,41 @@ def draw_plot(plot: dict[str, Any], device: str, file: Path) -> None:
 
 def lines(axis: Any, panel: dict[str, Any], plot: dict[str, Any]) -> None:
     """Draws the series as lines, with a mark at every value."""
+    values_of_all = [y for values in panel["series"].values() for y in values if y]
     for i, (name, values) in enumerate(panel["series"].items()):
         points = [(x, y) for x, y in zip(panel["x"], values, strict=True) if y is not None]
-        if not points:
-            continue
-        compared = name.startswith("as many")
-        axis.plot(
-            *zip(*points, strict=True),
-            label=name,
-            color="#999999" if compared else COLORS[i],
-            linestyle=":" if compared else "-",
-            marker="" if compared else MARKERS[i],
-            markersize=5,
-        )
+        if points:
+            axis.plot(*zip(*points, strict=True), label=name, markersize=5, **line_style(i, name))
     from matplotlib.ticker import FuncFormatter, NullFormatter
 
     whole = FuncFormatter(lambda value, _: f"{value:,.10g}")
     if plot["log_x"]:
         axis.set_xscale("log", base=2)
         axis.set_xticks(panel["x"])
+        axis.xaxis.set_minor_formatter(NullFormatter())
     axis.xaxis.set_major_formatter(whole)
-    if plot["log_y"]:
+    # Less than a power of ten shows better from zero on.
+    if plot["log_y"] and values_of_all and max(values_of_all) > 10 * min(values_of_all):
         axis.set_yscale("log")
-        spread = [y for values in panel["series"].values() for y in values if y]
-        if spread and max(spread) < 30 * min(spread):
-            # One power of ten has too few marks.
-            axis.yaxis.set_minor_formatter(FuncFormatter(only(2, 5)))
-        else:
-            axis.yaxis.set_minor_formatter(NullFormatter())
+        narrow = max(values_of_all) < 100 * min(values_of_all)
+        axis.yaxis.set_minor_formatter(FuncFormatter(only(2, 5)) if narrow else NullFormatter())
     else:
         axis.set_ylim(bottom=0)
     axis.yaxis.set_major_formatter(whole)
     axis.set_xlabel(panel["x_label"])
     axis.set_ylabel(panel["y_label"])
     axis.grid(alpha=0.3)
+
+
+def line_style(number: int, name: str) -> dict[str, Any]:
+    """Returns the style of a series: a second one of the same contestant is dashed, in its colour."""
+    if name.startswith("as many"):
+        return {"color": "#999999", "linestyle": ":", "marker": ""}
+    if name.endswith(", again"):
+        return {"color": COLORS[number // 2], "linestyle": "--", "marker": "s"}
+    if name.endswith(", a new length"):
+        return {"color": COLORS[number // 2], "linestyle": "-", "marker": "o"}
+    return {"color": COLORS[number], "linestyle": "-", "marker": MARKERS[number]}
 
 
 def only(*digits: int) -> Any:

@@ -117,8 +117,8 @@ def described(report: Figures) -> list[str]:
         f"{machine['load_average']:.1f} before.",
         "",
         f"Rounds of each, in turns: {rounds}, where a topic does not say otherwise. Each round is a process of its "
-        "own. Figures are medians of the rounds. A ratio is of two medians; in brackets are the least and the most of a "
-        "round.",
+        "own. Figures are medians of the rounds. A ratio is of two medians; in brackets are the least and the most of "
+        "a round.",
         *(["", "This is a short run (`--quick`): it shows that everything runs, not how fast."] * options["quick"]),
     ]
 

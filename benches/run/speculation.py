@@ -31,7 +31,7 @@ def measure(bench: Bench) -> Topic:
         "enough of them are right. `make bench-speculation` compares more drafts.",
     )
     model = bench.models[0]
-    sizes = bench.choose(quick=[1, 4], cpu=[1, 2, 4, 8, 16, 32], gpu=[1, 2, 4, 8, 16, 32])
+    sizes = bench.choose(quick=[1, 4], cpu=[1, 2, 4, 8, 16], gpu=[1, 2, 4, 8, 16, 32])
     found = {size: forwards(bench, topic, model, size) for size in sizes}
     topic.tables = [costs(model, found)]
     series: dict[str, list[float | None]] = {
@@ -50,7 +50,7 @@ def measure(bench: Bench) -> Topic:
 
 def forwards(bench: Bench, topic: Topic, model: Model, size: int) -> Results:
     """Runs a prompt in steps of so many tokens, with all rows of logits."""
-    ids = model.prompt(bench.choose(quick=32, cpu=96, gpu=192))
+    ids = model.prompt(bench.choose(quick=16, cpu=96, gpu=192))
     file = bench.ids_file(ids)
 
     def etkv() -> Figures:
