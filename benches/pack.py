@@ -1,12 +1,12 @@
 """Makes a folder with which the benchmark runs on a machine without a checkout, such as one with an NVIDIA GPU.
 
 The folder (build/bench-pack) has etkv's programs in ``bin``, the libraries that they need except MLX's in ``lib``, the
-package ``run``, and ``models``: programs of repeating weights, and the same weights for mlx-lm, compressed. On the
-machine, whose Python has MLX and mlx-lm::
+package ``run``, and ``models``: programs of repeating weights, and the same weights for mlx-lm, compressed. One archive
+beside it (build/bench-pack.tar.xz) holds all of it. On the machine, whose Python has MLX and mlx-lm::
 
-    cd bench-pack && python3 -m run
+    tar xf bench-pack.tar.xz && cd bench-pack && python3 -m run
 
-``--models`` makes models missing from build/repeating, which takes minutes and 8 GB of memory for llama-3.2-1b.
+Models that are missing from build/repeating are made, which takes minutes and 8 GB of memory for llama-3.2-1b.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ import lzma
 import shutil
 import subprocess
 import sys
+import tarfile
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -147,8 +148,11 @@ def main() -> None:
     (options.output / "version.txt").write_text(version)
     for number, name in enumerate(options.models, 1):
         pack_model(number, MODELS[name], options.output)
+    archive = options.output.with_name(f"{options.output.name}.tar.xz")
+    with tarfile.open(archive, "w:xz", preset=4) as tar:
+        tar.add(options.output, "bench-pack")
     size = sum(file.stat().st_size for file in options.output.rglob("*") if file.is_file())
-    print(f"{options.output}: {size / 1e6:.1f} MB")
+    print(f"{options.output}: {size / 1e6:.1f} MB; {archive}: {archive.stat().st_size / 1e6:.1f} MB")
 
 
 if __name__ == "__main__":

@@ -86,4 +86,4 @@ set_target_properties(
   ${benches} PROPERTIES
   EXCLUDE_FROM_ALL ON
   RUNTIME_OUTPUT_DIRECTORY ${PROJECT_BINARY_DIR}/benches)
-add_custom_target(benches DEPENDS ${benches})
+add_custom_target(etkv_benches DEPENDS ${benches})

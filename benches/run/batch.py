@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from functools import partial
 
+from .decode import SAME_ON_CPU
 from .measure import Bench, Figures, Model, Results
 from .report import Panel, Plot, Table, Topic, cell, ratio_cell, thousands
 
@@ -48,13 +49,10 @@ def compare(bench: Bench, topic: Topic, model: Model, size: int, context: int, s
 
     prompts = [[1 + (7919 * i + 31 * number) % (model.n_ids - 1) for i in range(context)] for number in range(size)]
     contestants = {ETKV: etkv}
-    loops = {PIPELINED: "pipelined", WAITING: "waiting"}
-    if bench.device == "cpu":
-        # There both take the same time, and 64 prompts take minutes.
-        del loops[WAITING]
-    for name, loop in loops.items():
+    for name, loop in ((PIPELINED, "pipelined"), (WAITING, "waiting")):
         contestants[name] = partial(bench.peer, "batch", model, ids=prompts, steps=steps, loop=loop)
-    results = bench.in_turns({"model": model.name, "sequences": size}, contestants)
+    skipped: dict[str, str] = bench.choose(quick={}, cpu={WAITING: SAME_ON_CPU}, gpu={})
+    results = bench.in_turns({"model": model.name, "sequences": size}, contestants, skipped=skipped)
     topic.left_out(results, f"{size} sequence{'s' * (size > 1)}")
     return results
 

@@ -187,10 +187,17 @@ class Bench:
         return file
 
     def in_turns(
-        self, case: Mapping[str, Any], contestants: Mapping[str, Callable[[], Figures]], rounds: int | None = None
+        self,
+        case: Mapping[str, Any],
+        contestants: Mapping[str, Callable[[], Figures]],
+        rounds: int | None = None,
+        skipped: Mapping[str, str] | None = None,
     ) -> Results:
-        """Runs a round of each contestant, then the next round. One that cannot run is left out from there on."""
-        results = Results()
+        """Runs a round of each contestant, then the next round. One that cannot run is left out from there on.
+
+        ``skipped`` has those that do not run here at all, and why.
+        """
+        results = Results(not_run=dict(skipped or {}))
         rounds = rounds or self.rounds
         label = ", ".join(str(value) for value in case.values())
         for turn in range(rounds):
