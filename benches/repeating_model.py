@@ -22,7 +22,7 @@ BOS, EOS = 256, 257
 """The ids after those of the bytes."""
 
 POSITIONS = 16384
-"""Of every model: a program holds a table of rotary embeddings for all of them, which does not compress."""
+"""Of every model, and of a program for it with ``--max-context``: enough for 8,192 tokens and an answer."""
 
 SHAPES = {
     "smollm2-135m": {

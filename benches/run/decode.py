@@ -33,7 +33,8 @@ def measure(bench: Bench) -> Topic:
         shortest = bench.device == "cpu" and model is not bench.models[0] and not bench.contexts
         results: dict[int, Results] = {}
         for context in contexts[:1] if shortest else contexts:
-            fitting = min(context, int(model.config.get("max_position_embeddings", context)) - n_decode - 1)
+            positions = model.config.get("max_position_embeddings")
+            fitting = min(context, int(positions) - n_decode - 1) if positions else context
             results[fitting] = compare(bench, topic, model, fitting, n_decode)
         topic.tables += tables(model, results, n_decode)
         panels.append(
