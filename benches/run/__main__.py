@@ -23,7 +23,7 @@ import time
 from pathlib import Path
 
 from . import batch, decode, fork, formats, lengths, models, op, plots, report, speculation, startup
-from .measure import PEER, Bench, Figures, Model, NotRunError, json_lines, run_process, say
+from .measure import PEER, Bench, Figures, NotRunError, json_lines, run_process, say
 
 TOPICS = {topic.NAME: topic for topic in (decode, lengths, formats, batch, fork, speculation, startup, op)}
 
@@ -75,7 +75,7 @@ def main(arguments: list[str] | None = None) -> int:
     if not compared:
         compared = models.of_pack(PACK) if carried else models.of_checkout(quick=options.quick)
     bench = Bench(
-        models=[Model(one.name, one.program.resolve(), one.weights and one.weights.resolve()) for one in compared],
+        models=compared,
         folders=folders,
         output=output,
         environment=environment(folders),

@@ -113,6 +113,8 @@ class Model:
     name: str
     program: Path
     weights: Path | None = None
+    trained: bool = True
+    """Without this its texts mean nothing."""
 
     @property
     def config(self) -> Figures:

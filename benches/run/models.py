@@ -44,7 +44,7 @@ def named(text: str) -> Model:
         raise ValueError(f"{text!r} is not NAME=PROGRAM.pte:FOLDER")
     if not Path(program).is_file():
         raise ValueError(f"there is no {program}")
-    return Model(name, Path(program), Path(weights) if weights else None)
+    return Model(name, Path(program).resolve(), Path(weights).resolve() if weights else None)
 
 
 def of_checkout(*, quick: bool) -> list[Model]:
@@ -141,7 +141,7 @@ def of_pack(pack: Path) -> list[Model]:
         name = folder / "name.txt"
         label = name.read_text().strip() if name.exists() else folder.name
         weights = folder / "hf"
-        found.append(Model(label, folder / "model.pte", weights if weights.is_dir() else None))
+        found.append(Model(label, folder / "model.pte", weights if weights.is_dir() else None, trained=False))
     return found
 
 

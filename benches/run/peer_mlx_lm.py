@@ -37,11 +37,15 @@ def facts(job: dict[str, Any]) -> dict[str, Any]:
     import mlx.core as mx
 
     device = "gpu" if mx.default_device() == mx.Device(mx.gpu, 0) else "cpu"
+    try:
+        name = str(mx.device_info().get("device_name", device))
+    except Exception:
+        name = device
     return {
         "mlx": installed("mlx"),
         "mlx_lm": installed("mlx-lm"),
         "device": device,
-        "device_name": str(mx.device_info().get("device_name", "unknown")),
+        "device_name": name,
     }
 
 

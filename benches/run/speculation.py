@@ -104,10 +104,15 @@ def answers(bench: Bench, topic: Topic, model: Model) -> Table:
     contestants = {name: partial(run, options) for name, options in DRAFTS.items()}
     results = bench.in_turns({"model": model.name, "answers": most}, contestants)
     topic.left_out(results, "answers")
+    note = (
+        f"At most {most} tokens to `{PROMPT}`; drafts are n-grams of the text. A ratio above 1: the answer is so many "
+    )
+    note += "times as fast as without drafts."
+    if not model.trained:
+        note += " These weights are not trained: how many tokens a step has here says nothing of a text."
     made = Table(
         f"{model.name}: answers",
-        f"At most {most} tokens to `{PROMPT}`; drafts are n-grams of the text. A ratio above 1: the answer is so many "
-        "times as fast as without drafts.",
+        note,
         ["draft", "tokens a step", "tokens/s", "ratio"],
     )
     for name in DRAFTS:
