@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 
 from .measure import Bench, Figures, Model, Results
@@ -10,7 +11,14 @@ from .report import Panel, Plot, Table, Topic, cell, ratio_cell, thousands
 NAME = "decode"
 
 ETKV, PIPELINED, WAITING = "etkv", "mlx-lm", "mlx-lm, waiting"
-"""The contestants. etkv steps on the host: it reads every token before the next step begins."""
+"""The contestants."""
+
+LOOPS: dict[str, list[str]] = {ETKV: []}
+"""etkv's loops -> options of ``etkv_forward``. This one steps on the host: it reads every token before the next step
+begins. A loop that leaves tokens on the device is one more entry, and mlx-lm's own loop is then compared with it."""
+
+RIVALS = {PIPELINED: ETKV, WAITING: ETKV}
+"""mlx-lm's loops -> the loop of etkv's that the ratio is of."""
 
 SAME_ON_CPU = "on a CPU it takes as long as mlx-lm's own loop, and its prompt takes minutes"
 
@@ -45,7 +53,7 @@ def measure(bench: Bench) -> Topic:
                 "tokens/s",
                 {
                     name: [rate(one, name, "decode_seconds", n_decode) for one in results.values()]
-                    for name in (ETKV, PIPELINED, WAITING)
+                    for name in (*LOOPS, *RIVALS)
                 },
             )
         )
@@ -60,14 +68,14 @@ def compare(bench: Bench, topic: Topic, model: Model, context: int, n_decode: in
     # A run before the one that counts, where kernels are compiled and lengths planned.
     repeat = bench.choose(quick=1, cpu=2 if context <= 512 else 1, gpu=2)
 
-    def etkv() -> Figures:
-        options = ["--model", model.program, "--ids-file", file, "--decode", n_decode]
+    def etkv(loop: list[str]) -> Figures:
+        options: list[object] = [*loop, "--model", model.program, "--ids-file", file, "--decode", n_decode]
         options += ["--capacity", context + n_decode, "--repeat", repeat, "--json"]
         (result,) = bench.tool("etkv_forward", *options)
         run = result["runs"][-1]
         return {**run, "load_seconds": result["load_seconds"], "decode_seconds": sum(run["decode_seconds"])}
 
-    contestants = {ETKV: etkv}
+    contestants: dict[str, Callable[[], Figures]] = {name: partial(etkv, loop) for name, loop in LOOPS.items()}
     for name, loop in ((PIPELINED, "pipelined"), (WAITING, "waiting")):
         job = {"ids": ids, "decode": n_decode, "repeat": repeat, "loop": loop}
         contestants[name] = partial(bench.peer, "decode", model, **job)
@@ -102,7 +110,7 @@ def tables(model: Model, results: dict[int, Results], n_decode: int) -> list[Tab
     decode = Table(
         f"{model.name}: decoding",
         f"Tokens a second over {n_decode} tokens, a token a step. {better} as mlx-lm's loop in the column before.",
-        ["context", "etkv", "mlx-lm", "ratio", "mlx-lm, waiting", "ratio", "first ids alike"],
+        ["context", *LOOPS, *(word for name in RIVALS for word in (name, "ratio")), "first ids alike"],
     )
     prefill = Table(
         f"{model.name}: the prompt, and memory",
@@ -114,10 +122,10 @@ def tables(model: Model, results: dict[int, Results], n_decode: int) -> list[Tab
         ],
     )
     for context, one in results.items():
-        row = [thousands(context), cell(rate(one, ETKV, "decode_seconds", n_decode))]
-        for name in (PIPELINED, WAITING):
+        row = [thousands(context), *(cell(rate(one, name, "decode_seconds", n_decode)) for name in LOOPS)]
+        for name, rival in RIVALS.items():
             row.append(cell(rate(one, name, "decode_seconds", n_decode)))
-            row.append(ratio_cell(one.ratio(ETKV, name, "decode_seconds", more_is_better=False)))
+            row.append(ratio_cell(one.ratio(rival, name, "decode_seconds", more_is_better=False)))
         decode.rows.append([*row, same_ids(one)])
         row = [thousands(context)]
         row += [cell(rate(one, name, "prefill_seconds", context)) for name in (ETKV, PIPELINED)]
