@@ -22,7 +22,7 @@ export HF_HUB_OFFLINE := 1
 export ONEDNN_MAX_CPU_ISA ?= AVX512_CORE_FP16
 
 .DEFAULT_GOAL := help
-.PHONY: help setup build demo question chat model programs rust faces test test-rust test-cpp test-package test-sanitize test-python test-macos test-macos-short test-long lint format bench bench-caches bench-speculation bench-threads bench-llama bench-lengths clean
+.PHONY: help setup build demo question chat model programs rust faces test test-rust test-cpp test-package test-sanitize test-python test-macos test-macos-short test-long lint format benches bench bench-pack bench-caches bench-speculation bench-threads bench-llama bench-lengths clean
 
 help: ## Show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -127,7 +127,7 @@ test-sanitize: .venv/.ready ## Run the tests of the C and C++ faces with address
 	@cmake --build build/sanitize
 	ctest --test-dir build/sanitize --output-on-failure
 
-test-python: build model ## Run the exporter's tests, and models against transformers
+test-python: benches model ## Run the exporter's tests, and models against transformers
 	python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
 
 format: .venv/.ready ## Format every file
@@ -136,17 +136,23 @@ format: .venv/.ready ## Format every file
 	ruff check --fix --quiet .
 	ruff format --quiet .
 
-bench: build model ## Compare speed and memory with mlx-lm, on the CPU with other runtimes
-	python benches/against_mlx_lm.py
+# The binaries of `make bench` that `make build` leaves out.
+benches: build
+	@cmake --build build/cmake --target etkv_benches
+
+bench: benches model ## Compare speed and memory, side by side: a report in build/bench, an hour
+	python -m benches.run $(BENCH)
 	python benches/cpu_peers.py $(if $(wildcard build/llama/bin/python),--llama-python build/llama/bin/python)
+
+bench-pack: benches ## Make a folder that runs the benchmark elsewhere, as on an NVIDIA GPU
+	python benches/pack.py
 
 # SIGILL from it on a virtual machine: benches/cpu_peers.py says how to build it then.
 bench-llama: .venv/.ready ## Build llama.cpp for `make bench`, in build/llama
 	@test -x build/llama/bin/python || python -m venv build/llama
 	build/llama/bin/python -m pip install --quiet --no-binary llama-cpp-python llama-cpp-python==0.3.36
 
-bench-lengths: build model ## Measure steps at lengths that were not run before
-	@cmake --build build/cmake --target etkv_lengths
+bench-lengths: benches model ## Measure steps at lengths that were not run before
 	@build/cmake/benches/etkv_lengths $(MODEL)/model.pte
 
 bench-caches: .venv/.ready ## Measure plans, forks and decode steps of every kind and format
@@ -155,8 +161,7 @@ bench-caches: .venv/.ready ## Measure plans, forks and decode steps of every kin
 bench-speculation: build model ## Measure what speculative decoding takes and brings
 	python benches/speculation.py
 
-bench-threads: build model ## Measure how far the steps of two programs overlap
-	@cmake --build build/cmake --target etkv_two_programs
+bench-threads: benches model ## Measure how far the steps of two programs overlap
 	@build/cmake/benches/etkv_two_programs $(MODEL)/model.pte
 
 # Needs no Mac: clang with macOS's headers, and the wheels for it, from PyPI, in build/macos.

@@ -98,7 +98,7 @@ def prepare(contestant: Contestant, llama_python: str) -> str | None:
             return f"{llama_python} cannot import llama_cpp: --help says how to get it"
         command = [llama_python, __file__, "--requantize", source, "--work", contestant.name]
     else:
-        return None if made else f"there is no build/models/{contestant.model}: benches/against_mlx_lm.py makes it"
+        return None if made else f"there is no build/models/{contestant.model}: python -m benches.run makes it"
     if made:
         return None
     print(f"preparing build/models/{contestant.model}", file=sys.stderr, flush=True)
@@ -186,7 +186,7 @@ def load_llama(contestant: Contestant, n_threads: int) -> Callable[[list[int], i
 
 
 def answer_by_mlx_lm(model, ids: list[int], n_decode: int) -> dict:
-    """Reads and decodes by mlx-lm's own loop, as ``benches/against_mlx_lm.py`` does."""
+    """Reads and decodes by mlx-lm's own loop, as ``benches/run/peer_mlx_lm.py`` does."""
     import mlx.core as mx
     from mlx_lm.generate import generate_step
 

@@ -1,11 +1,16 @@
 // What steps take at lengths that the process has not run before, and that it
 // has: prompts, a token a step, and a few tokens to verify.
 //
-//   etkv_lengths MODEL.pte [KV_FORMAT [LONGEST]]
+//   etkv_lengths MODEL.pte [KV_FORMAT [LONGEST [PROMPTS [STEPS]]]] [--json]
+//
+// LONGEST is the most tokens of a prompt (4000), PROMPTS how many lengths there
+// are (20), STEPS how many steps of a token follow (64). --json adds a line with
+// every time.
 #include <algorithm>
 #include <cstdint>
 #include <cstdio>
 #include <cstdlib>
+#include <cstring>
 #include <functional>
 #include <string>
 #include <vector>
@@ -64,18 +69,45 @@ void print(const std::string& what, const std::vector<double>& times) {
   std::fflush(stdout);
 }
 
+/// A list of numbers as JSON.
+template <typename T>
+std::string list(const std::vector<T>& numbers) {
+  std::string text = "[";
+  for (const T number : numbers) {
+    text += (text.size() > 1 ? ", " : "") + std::to_string(number);
+  }
+  return text + "]";
+}
+
 } // namespace
 
 int main(int argc, char** argv) {
+  bool json = false;
+  for (int i = argc - 1; i > 0; --i) {
+    if (std::strcmp(argv[i], "--json") == 0) {
+      json = true;
+      std::move(argv + i + 1, argv + argc, argv + i);
+      --argc;
+    }
+  }
   if (argc < 2) {
     std::fprintf(
-        stderr, "usage: etkv_lengths MODEL.pte [KV_FORMAT [LONGEST]]\n");
+        stderr,
+        "usage: etkv_lengths MODEL.pte [KV_FORMAT [LONGEST [PROMPTS [STEPS]]]] "
+        "[--json]\n");
     return 2;
   }
   etkv::examples::quiet_executorch();
   auto program = must(Program::open(argv[1]));
   const std::string format = argc > 2 ? argv[2] : program.native_format();
   const int64_t longest = argc > 3 ? std::atoll(argv[3]) : 4000;
+  const int64_t prompts = argc > 4 ? std::atoll(argv[4]) : 20;
+  const int64_t steps = argc > 5 ? std::atoll(argv[5]) : 64;
+  if (longest < 128 || prompts < 1 || steps < 1) {
+    std::fprintf(
+        stderr, "etkv_lengths: LONGEST is at least 128, the others 1\n");
+    return 2;
+  }
   const auto& params = program.params();
   auto session = must(
       etkv::make_decode_session(
@@ -107,14 +139,18 @@ int main(int argc, char** argv) {
     });
   };
 
-  std::printf("first prompt of 40 tokens: %.1f ms\n", prompt(40));
-  std::printf("second, of 41: %.1f ms\n", prompt(41));
+  const double first = prompt(40);
+  const double second = prompt(41);
+  std::printf("first prompt of 40 tokens: %.1f ms\n", first);
+  std::printf("second, of 41: %.1f ms\n", second);
   // From the longest to the shortest and back, as no conversation grows.
+  std::vector<int64_t> lengths;
   std::vector<double> fresh;
   std::vector<double> again;
   std::vector<double> ratios;
-  for (int64_t i = 0; i < 20; ++i) {
-    const int64_t n = 100 + (longest - 100) * (i * 7 % 20) / 20 + i;
+  for (int64_t i = 0; i < prompts; ++i) {
+    const int64_t n = 100 + (longest - 100) * (i * 7 % prompts) / prompts + i;
+    lengths.push_back(n);
     fresh.push_back(prompt(n));
     again.push_back(prompt(n));
     ratios.push_back(fresh.back() / again.back());
@@ -126,26 +162,49 @@ int main(int argc, char** argv) {
       median(ratios),
       *std::max_element(ratios.begin(), ratios.end()));
 
+  std::string measured;
+  const auto add =
+      [&](int64_t context, int64_t n, const std::vector<double>& times) {
+        measured += (measured.empty() ? "" : ", ") +
+                    ("{\"context\": " + std::to_string(context)) +
+                    ", \"tokens\": " + std::to_string(n) +
+                    ", \"ms\": " + list(times) + "}";
+      };
   for (const int64_t context : {int64_t{128}, longest / 2}) {
     prompt(context);
     std::vector<double> ones;
-    for (int i = 0; i < 64; ++i) {
+    for (int64_t i = 0; i < steps; ++i) {
       ones.push_back(step(1));
     }
+    add(context, 1, ones);
     print("a token behind " + std::to_string(context), ones);
     const double one = median(ones);
     std::printf("  %.1f tokens/s\n", 1e3 / one);
     for (const int64_t n : {2, 4, 8, 16}) {
       prompt(context + n);
       std::vector<double> times;
-      for (int i = 0; i < 24; ++i) {
+      for (int64_t i = 0; i < std::max<int64_t>(steps * 3 / 8, 1); ++i) {
         times.push_back(step(n));
         // As after a verification that accepts one token.
         must(cache.rewind(must(cache.length()) - static_cast<int32_t>(n) + 1));
       }
       print("  " + std::to_string(n) + " tokens, a new length each", times);
+      add(context, n, times);
       std::printf("  %.2f times one token\n", median(times) / one);
     }
+  }
+  if (json) {
+    std::printf(
+        "{\"kv_format\": \"%s\", \"first_ms\": %f, \"second_ms\": %f, "
+        "\"lengths\": %s, \"fresh_ms\": %s, \"again_ms\": %s, "
+        "\"steps\": [%s]}\n",
+        format.c_str(),
+        first,
+        second,
+        list(lengths).c_str(),
+        list(fresh).c_str(),
+        list(again).c_str(),
+        measured.c_str());
   }
   return 0;
 }

@@ -69,11 +69,21 @@ etkv_runner(etkv_forward tests/cpp/forward.cpp)
 
 etkv_runner(etkv_minimal examples/minimal.cpp)
 
-# Benchmarks, each built for its own command alone: what two programs on two threads
-# decode together, and what steps of lengths never run before take.
-etkv_runner(etkv_two_programs benches/two_programs.cpp)
+# Benchmarks, built for `make bench` and their own commands alone: what steps of lengths
+# never run before take, what two programs on two threads decode together, what steps of
+# several sequences take, and attention on a cache against MLX alone.
 etkv_runner(etkv_lengths benches/lengths.cpp)
+etkv_runner(etkv_two_programs benches/two_programs.cpp)
+etkv_runner(etkv_sequences benches/sequences.cpp)
+set(benches etkv_lengths etkv_two_programs etkv_sequences)
+if(ETKV_MLX)
+  etkv_program(etkv_op benches/op.cpp)
+  target_link_libraries(etkv_op PRIVATE etkv etkv::mlx)
+  set_target_properties(etkv_op PROPERTIES CXX_STANDARD 20)
+  list(APPEND benches etkv_op)
+endif()
 set_target_properties(
-  etkv_two_programs etkv_lengths PROPERTIES
+  ${benches} PROPERTIES
   EXCLUDE_FROM_ALL ON
   RUNTIME_OUTPUT_DIRECTORY ${PROJECT_BINARY_DIR}/benches)
+add_custom_target(etkv_benches DEPENDS ${benches})

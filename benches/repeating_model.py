@@ -1,0 +1,186 @@
+"""Writes a model in the shapes of a published one, with weights that repeat and so compress well.
+
+``python benches/repeating_model.py llama-3.2-1b FOLDER`` writes a Hugging Face folder in bfloat16: config.json,
+model.safetensors, and a tokenizer whose ids are the bytes of the text. Steps of a program take as long as with trained
+weights, and a program of 2.5 GB travels in a few MB. What the model says means nothing.
+
+Every tensor repeats random values of its own. The number of values differs from tensor to tensor, so that no two
+tensors are equal, which a program would store once. It is a multiple of 64, so that quantized groups repeat too.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import struct
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+
+BOS, EOS = 256, 257
+"""The ids after those of the bytes."""
+
+POSITIONS = 16384
+"""Of every model, and of a program for it with ``--max-context``: enough for 8,192 tokens and an answer."""
+
+SHAPES = {
+    "smollm2-135m": {
+        "vocab_size": 49152,
+        "hidden_size": 576,
+        "intermediate_size": 1536,
+        "num_hidden_layers": 30,
+        "num_attention_heads": 9,
+        "num_key_value_heads": 3,
+        "head_dim": 64,
+        "rope_theta": 100000.0,
+    },
+    "llama-3.2-1b": {
+        "vocab_size": 128256,
+        "hidden_size": 2048,
+        "intermediate_size": 8192,
+        "num_hidden_layers": 16,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 8,
+        "head_dim": 64,
+        "rope_theta": 500000.0,
+    },
+    # As small as a program can be: for trials of the benchmark itself.
+    "tiny": {
+        "vocab_size": 512,
+        "hidden_size": 128,
+        "intermediate_size": 256,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 2,
+        "num_key_value_heads": 1,
+        "head_dim": 64,
+        "rope_theta": 10000.0,
+    },
+}
+"""Name -> the settings that published models of this name have, by their names in config.json."""
+
+
+def tensors(shape: dict) -> dict[str, tuple[int, ...]]:
+    """Returns the shapes of a Llama model's tensors, in the order of the file; the head is the embedding."""
+    hidden, between = shape["hidden_size"], shape["intermediate_size"]
+    queries = shape["num_attention_heads"] * shape["head_dim"]
+    keys = shape["num_key_value_heads"] * shape["head_dim"]
+    found: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (shape["vocab_size"], hidden)}
+    for layer in range(shape["num_hidden_layers"]):
+        name = f"model.layers.{layer}"
+        found |= {
+            f"{name}.self_attn.q_proj.weight": (queries, hidden),
+            f"{name}.self_attn.k_proj.weight": (keys, hidden),
+            f"{name}.self_attn.v_proj.weight": (keys, hidden),
+            f"{name}.self_attn.o_proj.weight": (hidden, queries),
+            f"{name}.mlp.gate_proj.weight": (between, hidden),
+            f"{name}.mlp.up_proj.weight": (between, hidden),
+            f"{name}.mlp.down_proj.weight": (hidden, between),
+            f"{name}.input_layernorm.weight": (hidden,),
+            f"{name}.post_attention_layernorm.weight": (hidden,),
+        }
+    found["model.norm.weight"] = (hidden,)
+    return found
+
+
+def values(shapes: dict[str, tuple[int, ...]]) -> Iterator[np.ndarray]:
+    """Yields each tensor's values, flat, as bfloat16 in unsigned integers. Norms are ones."""
+    rng = np.random.default_rng(1)
+    for number, dims in enumerate(shapes.values()):
+        n = int(np.prod(dims))
+        if len(dims) == 1:
+            pattern = np.ones(64, np.float32)
+        else:
+            pattern = rng.normal(0.0, 0.02, 4096 + 64 * number).astype(np.float32)
+        # The upper half of a float32 is a bfloat16, rounded towards zero.
+        yield np.resize((pattern.view(np.uint32) >> 16).astype("<u2"), n)
+
+
+def tokenizer() -> dict:
+    """Returns what tokenizer.json of such a model holds: the ids are the bytes, without a merge."""
+    # The letters that byte-level tokenizers write bytes as: printable bytes are their own.
+    printable = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
+    others = iter(range(256, 512))
+    letters = [chr(byte if byte in printable else next(others)) for byte in range(256)]
+    special = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False, "special": True}
+    names = {BOS: "<|begin_of_text|>", EOS: "<|end_of_text|>"}
+    byte_level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": False}
+    return {
+        "version": "1.0",
+        "truncation": None,
+        "padding": None,
+        "added_tokens": [{"id": number, "content": name, **special} for number, name in names.items()],
+        "normalizer": None,
+        "pre_tokenizer": byte_level,
+        "post_processor": None,
+        "decoder": byte_level,
+        "model": {
+            "type": "BPE",
+            "dropout": None,
+            "unk_token": None,
+            "continuing_subword_prefix": None,
+            "end_of_word_suffix": None,
+            "fuse_unk": False,
+            "byte_fallback": False,
+            "ignore_merges": False,
+            "vocab": {letter: number for number, letter in enumerate(letters)},
+            "merges": [],
+        },
+    }
+
+
+def write(name: str, folder: Path) -> Path:
+    """Writes the model ``name``, a key of ``SHAPES``, to ``folder``, and returns it."""
+    shape = SHAPES[name]
+    folder.mkdir(parents=True, exist_ok=True)
+    config = {
+        **shape,
+        "architectures": ["LlamaForCausalLM"],
+        "model_type": "llama",
+        "torch_dtype": "bfloat16",
+        "hidden_act": "silu",
+        "rms_norm_eps": 1e-5,
+        "max_position_embeddings": POSITIONS,
+        "tie_word_embeddings": True,
+        "attention_bias": False,
+        "mlp_bias": False,
+        "bos_token_id": BOS,
+        "eos_token_id": EOS,
+    }
+    shapes = tensors(shape)
+    header: dict = {"__metadata__": {"format": "pt"}}
+    offset = 0
+    for tensor, dims in shapes.items():
+        size = 2 * int(np.prod(dims))
+        header[tensor] = {"dtype": "BF16", "shape": dims, "data_offsets": [offset, offset + size]}
+        offset += size
+    # The values begin at a multiple of 8 bytes: spaces may follow the header.
+    text = json.dumps(header).encode()
+    text += b" " * (-len(text) % 8)
+    with (folder / "model.safetensors").open("wb") as file:
+        file.write(struct.pack("<Q", len(text)) + text)
+        for array in values(shapes):
+            file.write(array.tobytes())
+    settings = {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "bos_token": "<|begin_of_text|>",
+        "eos_token": "<|end_of_text|>",
+    }
+    (folder / "tokenizer.json").write_text(json.dumps(tokenizer()))
+    (folder / "tokenizer_config.json").write_text(json.dumps(settings))
+    # Last: a folder with it is whole.
+    (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n")
+    return folder
+
+
+def main() -> None:
+    """Parses the command line."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("name", choices=SHAPES)
+    parser.add_argument("folder", type=Path)
+    arguments = parser.parse_args()
+    write(arguments.name, arguments.folder)
+
+
+if __name__ == "__main__":
+    main()

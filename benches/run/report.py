@@ -1,0 +1,134 @@
+"""The report of a run: tables as Markdown, and everything as JSON."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from .measure import Figures, Ratio, Results
+
+FORMAT = 1
+"""Raised when report.json changes its shape."""
+
+NOT_RUN = "not run"
+
+
+@dataclass
+class Table:
+    """Cells of text under headings. ``note`` says what is compared, and what a ratio above 1 means."""
+
+    title: str
+    note: str
+    head: list[str]
+    rows: list[list[str]] = field(default_factory=list)
+
+
+@dataclass
+class Panel:
+    """A part of a plot: one value of each series for each place on the x axis, nothing where it was not measured."""
+
+    title: str
+    x: list[Any]
+    x_label: str
+    y_label: str
+    series: dict[str, list[float | None]]
+
+
+@dataclass
+class Plot:
+    """A picture: ``bars``, or ``lines`` over numbers, whose axes may be logarithmic."""
+
+    file: str
+    title: str
+    kind: str
+    panels: list[Panel]
+    log_x: bool = False
+    log_y: bool = False
+
+
+@dataclass
+class Topic:
+    """What a run says about one topic."""
+
+    name: str
+    title: str
+    about: str
+    tables: list[Table] = field(default_factory=list)
+    plots: list[Plot] = field(default_factory=list)
+    not_run: list[str] = field(default_factory=list)
+
+    def left_out(self, results: Results, case: str) -> None:
+        """Notes who did not run on a case, and why."""
+        self.not_run += [f"{name}, {case}: {reason}" for name, reason in results.not_run.items()]
+
+
+def cell(value: float | None, digits: int = 1, unit: float = 1.0) -> str:
+    """Returns a number as a cell: with separators of thousands, in ``unit``."""
+    return NOT_RUN if value is None else f"{value / unit:,.{digits}f}"
+
+
+def ratio_cell(ratio: Ratio | None) -> str:
+    """Returns a ratio as a cell: with the range of the rounds, where it is wide enough to show."""
+    if ratio is None:
+        return ""
+    low, high = f"{ratio.least:.2f}", f"{ratio.most:.2f}"
+    return f"{ratio.value:.2f}" if low == high else f"{ratio.value:.2f} ({low} to {high})"
+
+
+def thousands(number: int) -> str:
+    """Returns an integer with separators of thousands."""
+    return f"{number:,}"
+
+
+def markdown_table(table: Table) -> str:
+    """Returns a table as Markdown, its title and note above."""
+    lines = [f"### {table.title}", "", table.note, ""] if table.title else [table.note, ""]
+    lines += ["| " + " | ".join(table.head) + " |", "|" + " --- |" * len(table.head)]
+    lines += ["| " + " | ".join(row) + " |" for row in table.rows]
+    return "\n".join(lines)
+
+
+def markdown(report: Figures) -> str:
+    """Returns a whole report as Markdown, from what report.json has."""
+    parts = ["# etkv side by side", "", *described(report), ""]
+    for topic in report["topics"]:
+        parts += [f"## {topic['title']}", "", topic["about"], ""]
+        for table in topic["tables"]:
+            parts += [markdown_table(Table(**table)), ""]
+        for plot in topic["plots"]:
+            parts += [f"![{plot['title']}]({plot['file']})", ""]
+        if topic["not_run"]:
+            parts += ["Not run:", "", *(f"- {reason}" for reason in topic["not_run"]), ""]
+    return "\n".join(parts).rstrip() + "\n"
+
+
+def described(report: Figures) -> list[str]:
+    """Returns the machine, versions and options of a report as lines."""
+    machine, versions, options = report["machine"], report["versions"], report["options"]
+    names = ", ".join(f"{name} {version}" for name, version in versions.items() if version)
+    rounds = options["rounds"]
+    return [
+        f"{machine['device_name']} ({machine['device']}); {machine['cores']} cores of {machine['processor']}, "
+        f"{machine['memory_gib']:.0f} GiB; {machine['system']}.",
+        f"{names}.",
+        f"{report['started']}, {report['seconds'] / 60:.1f} minutes; the load average was "
+        f"{machine['load_average']:.1f} before.",
+        "",
+        f"Rounds of each, in turns: {rounds}, where a topic does not say otherwise. Each round is a process of its "
+        "own. Figures are medians of the rounds. A ratio is of two medians; in brackets are the least and the most of "
+        "a round.",
+        *(["", "This is a short run (`--quick`): it shows that everything runs, not how fast."] * options["quick"]),
+    ]
+
+
+def write(report: Figures, folder: Path) -> None:
+    """Writes report.json and report.md."""
+    (folder / "report.json").write_text(json.dumps(report, indent=1, allow_nan=False) + "\n")
+    (folder / "report.md").write_text(markdown(report))
+
+
+def topic_as_json(topic: Topic) -> Figures:
+    """Returns a topic as report.json has it."""
+    return asdict(topic)

@@ -1,0 +1,107 @@
+"""A process from its start to its first token, and what it holds at most."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from functools import partial
+
+from .measure import Bench, Figures, Model, Results
+from .report import Panel, Plot, Table, Topic, cell, ratio_cell
+
+NAME = "startup"
+
+ETKV, PEER = "etkv", "mlx-lm"
+
+PROMPT = 40
+
+MIB = 2**20
+
+
+def measure(bench: Bench) -> Topic:
+    """Compares both on every model."""
+    topic = Topic(
+        NAME,
+        "Load, first token and memory",
+        f"Each round is a new process that loads the model and reads a prompt of {PROMPT} tokens up to the first "
+        "token. The files are in the system's page cache, and MLX's compiled kernels in its folder, from the round "
+        "before.",
+    )
+    found = {model.name: compare(bench, topic, model) for model in bench.models}
+    topic.tables = [table(name, results) for name, results in found.items()]
+    names = list(found)
+    topic.plots = [
+        Plot(
+            "startup.png",
+            "From the start of a process to its first token",
+            "bars",
+            [
+                Panel(title, names, "", unit, values(found, metric, scale))
+                for title, metric, scale, unit in (
+                    ("whole process", "process_seconds", 1.0, "seconds"),
+                    ("peak memory of the process", "peak_memory_bytes", MIB, "MiB"),
+                )
+            ],
+        )
+    ]
+    return topic
+
+
+def values(found: dict[str, Results], metric: str, scale: float) -> dict[str, list[float | None]]:
+    """Returns a figure of both on each model."""
+    made: dict[str, list[float | None]] = {}
+    for name in (ETKV, PEER):
+        medians = (results.median(name, metric) for results in found.values())
+        made[name] = [None if median is None else median / scale for median in medians]
+    return made
+
+
+def compare(bench: Bench, topic: Topic, model: Model) -> Results:
+    """Runs one model."""
+    ids = model.prompt(PROMPT)
+    file = bench.ids_file(ids)
+
+    def etkv() -> Figures:
+        options = ["--model", model.program, "--ids-file", file, "--capacity", 256, "--json"]
+        (result,) = bench.tool("etkv_forward", *options)
+        run = result["runs"][0]
+        return {**run, "load_seconds": result["load_seconds"], "first_token_seconds": run["prefill_seconds"]}
+
+    contestants = {ETKV: partial(timed, etkv), PEER: partial(timed, partial(bench.peer, "startup", model, ids=ids))}
+    # A round before those that count: files come from the disk, and kernels are compiled.
+    for run in contestants.values():
+        bench.in_turns({"model": model.name, "warm-up": True}, {"warm-up": run}, 1)
+    results = bench.in_turns({"model": model.name}, contestants)
+    topic.left_out(results, model.name)
+    return results
+
+
+def timed(run: Callable[[], Figures]) -> Figures:
+    """Adds the seconds from the start of the process to its end."""
+    start = time.perf_counter()
+    figures = run()
+    return {**figures, "process_seconds": time.perf_counter() - start}
+
+
+def table(name: str, results: Results) -> Table:
+    """Returns the table of one model."""
+    made = Table(
+        name,
+        "A ratio above 1: etkv is so many times as fast as mlx-lm, or takes so many times less memory. mlx-lm's "
+        "process holds Python too.",
+        ["", ETKV, PEER, "ratio"],
+    )
+    for label, metric, unit, digits in (
+        ("imports of Python, s", "import_seconds", 1.0, 2),
+        ("load, s", "load_seconds", 1.0, 3),
+        ("first token after it, s", "first_token_seconds", 1.0, 3),
+        ("whole process, s", "process_seconds", 1.0, 2),
+        ("peak memory of the process, MiB", "peak_memory_bytes", MIB, 1),
+        ("peak memory of MLX, MiB", "peak_mlx_bytes", MIB, 1),
+    ):
+        cells = [cell(results.median(one, metric), digits, unit) for one in (ETKV, PEER)]
+        if metric == "import_seconds":
+            cells[0] = ""
+        ratio = results.ratio(ETKV, PEER, metric, more_is_better=False)
+        made.rows.append([label, *cells, ratio_cell(ratio)])
+    return made
