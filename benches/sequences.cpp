@@ -27,6 +27,7 @@ struct Options {
   std::optional<int64_t> context;
   std::optional<int64_t> steps;
   std::optional<int64_t> ids;
+  std::optional<std::string> loop;
   bool fork = false;
   bool help = false;
 };
@@ -64,6 +65,12 @@ Arguments arguments_into(Options& options) {
       2,
       kMost,
       &options.ids);
+  arguments.choice(
+      "--loop",
+      {"steps", "device"},
+      "who chooses tokens: this program from the logits of\n"
+      "each step (steps), or the device, which runs ahead",
+      &options.loop);
   arguments.flag(
       "--fork",
       "read one prompt, and fork it to the other sequences",
@@ -105,8 +112,26 @@ class Sequences {
     return cache_.seq_cp(0, sequence);
   }
 
+  /// Lets the device choose the next `n` tokens of each sequence.
+  Result<void> begin_on_device(int64_t n) {
+    std::vector<Prompt> prompts;
+    for (size_t i = 0; i < tokens_.size(); ++i) {
+      prompts.push_back({{tokens_[i]}, static_cast<int32_t>(i)});
+    }
+    GenerationOptions options;
+    options.max_tokens = static_cast<int32_t>(n);
+    ASSIGN_OR_RETURN(
+        auto generation, Generation::make(cache_, prompts, options));
+    generation_.emplace(std::move(generation));
+    return {};
+  }
+
   /// Runs the next token of each sequence.
   Result<void> step() {
+    if (generation_) {
+      RETURN_IF_ERROR(generation_->next());
+      return {};
+    }
     const auto most = static_cast<size_t>(program_.params().prefill_chunk_size);
     for (size_t first = 0; first < tokens_.size(); first += most) {
       const size_t n = std::min(most, tokens_.size() - first);
@@ -128,6 +153,7 @@ class Sequences {
  private:
   Program& program_;
   SeqCache& cache_;
+  std::optional<Generation> generation_;
   std::vector<int64_t> tokens_;
   int64_t last_ = 0;
   int64_t position_ = 0;
@@ -182,6 +208,9 @@ Result<void> run(const Options& options) {
   }
   const double fork_seconds = watch.lap();
   ASSIGN_OR_RETURN(const Memory after, cache.memory());
+  if (options.loop == "device") {
+    RETURN_IF_ERROR(sequences.begin_on_device(steps));
+  }
   std::string step_seconds;
   for (int64_t i = 0; i < steps; ++i) {
     watch.lap();

@@ -18,6 +18,7 @@
 #include "examples/common/runner.hpp"
 #include "examples/common/scheduler.hpp"
 #include "examples/common/try.hpp"
+#include "examples/common/warm_up.hpp"
 
 namespace etkv::examples {
 namespace {
@@ -161,7 +162,7 @@ Result<void> run(const RunnerOptions& options, const AdmissionOptions& more) {
   ASSIGN_OR_RETURN(auto model, Model::open(options.model));
   ASSIGN_OR_RETURN(
       auto session, make_seq_session(model.backend_id(), model.config()));
-  RETURN_IF_ERROR(model.program().load(session.key(), Logits::all));
+  RETURN_IF_ERROR(load_warm(model.program(), session, Logits::all));
   std::vector<Decoding> coming;
   for (const auto& prompt : options.prompts_or(questions())) {
     ASSIGN_OR_RETURN(auto ids, model.encode(prompt));

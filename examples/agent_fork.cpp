@@ -19,6 +19,7 @@
 #include "examples/common/reference_decoding.hpp"
 #include "examples/common/runner.hpp"
 #include "examples/common/try.hpp"
+#include "examples/common/warm_up.hpp"
 
 namespace etkv::examples {
 namespace {
@@ -353,7 +354,7 @@ Result<void> run(const RunnerOptions& options, const ForkOptions& more) {
   config.growth = Growth::step;
   config.min_chunk = 64;
   ASSIGN_OR_RETURN(auto session, make_seq_session(model.backend_id(), config));
-  RETURN_IF_ERROR(model.program().load(session.key(), Logits::all));
+  RETURN_IF_ERROR(load_warm(model.program(), session, Logits::all));
   ASSIGN_OR_RETURN(
       const std::string context, read_context(more, model.tokenizer()));
 

@@ -15,6 +15,7 @@
 #include "examples/common/reference_decoding.hpp"
 #include "examples/common/runner.hpp"
 #include "examples/common/try.hpp"
+#include "examples/common/warm_up.hpp"
 
 namespace etkv::examples {
 namespace {
@@ -120,7 +121,7 @@ Result<void> run(const RunnerOptions& options) {
   ASSIGN_OR_RETURN(auto model, Model::open(options.model));
   ASSIGN_OR_RETURN(
       auto session, make_seq_session(model.backend_id(), model.config()));
-  RETURN_IF_ERROR(model.program().load(session.key(), Logits::all));
+  RETURN_IF_ERROR(load_warm(model.program(), session, Logits::all));
 
   Refusals refusals;
   std::vector<Decoding> all;

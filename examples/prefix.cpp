@@ -16,6 +16,7 @@
 #include "examples/common/reference_decoding.hpp"
 #include "examples/common/runner.hpp"
 #include "examples/common/try.hpp"
+#include "examples/common/warm_up.hpp"
 
 namespace etkv::examples {
 namespace {
@@ -204,7 +205,7 @@ Result<void> run(const RunnerOptions& options) {
   ASSIGN_OR_RETURN(
       auto session, make_seq_session(model.backend_id(), model.config()));
   // One row of logits a step is enough for one sequence at a time.
-  RETURN_IF_ERROR(model.program().load(session.key(), Logits::last));
+  RETURN_IF_ERROR(load_warm(model.program(), session, Logits::last));
 
   std::vector<Turn> asked;
   for (const auto& prompt : options.prompts) {

@@ -17,6 +17,7 @@
 #include "examples/common/reference_decoding.hpp"
 #include "examples/common/runner.hpp"
 #include "examples/common/try.hpp"
+#include "examples/common/warm_up.hpp"
 
 namespace etkv::examples {
 namespace {
@@ -309,7 +310,7 @@ Result<void> run(const RunnerOptions& options, const WindowOptions& more) {
   ASSIGN_OR_RETURN(auto model, Model::open(options.model));
   ASSIGN_OR_RETURN(
       auto session, make_seq_session(model.backend_id(), model.config()));
-  RETURN_IF_ERROR(model.program().load(session.key(), Logits::last));
+  RETURN_IF_ERROR(load_warm(model.program(), session, Logits::last));
 
   Rollback rollback(model, session.cache(), options);
   using Scene = Result<bool> (Rollback::*)();

@@ -13,6 +13,7 @@
 #include "examples/common/reference_decoding.hpp"
 #include "examples/common/runner.hpp"
 #include "examples/common/try.hpp"
+#include "examples/common/warm_up.hpp"
 #include "examples/speculation/speculator.hpp"
 
 namespace etkv::examples {
@@ -40,7 +41,7 @@ Result<void> run(
   ASSIGN_OR_RETURN(
       auto session, make_tree_session(model.backend_id(), model.config()));
   TreeCache& cache = session.cache();
-  RETURN_IF_ERROR(model.program().load(session.key(), Logits::all));
+  RETURN_IF_ERROR(load_warm(model.program(), session, Logits::all));
   ASSIGN_OR_RETURN(
       const auto draft,
       make_draft(

@@ -10,14 +10,14 @@ from .report import Panel, Plot, Table, Topic, cell, ratio_cell, thousands
 
 NAME = "decode"
 
-ETKV, PIPELINED, WAITING = "etkv", "mlx-lm", "mlx-lm, waiting"
+ETKV, STEPS, PIPELINED, WAITING = "etkv", "etkv, waiting", "mlx-lm", "mlx-lm, waiting"
 """The contestants."""
 
-LOOPS: dict[str, list[str]] = {ETKV: []}
-"""etkv's loops -> options of ``etkv_forward``. This one steps on the host: it reads every token before the next step
-begins. A loop that leaves tokens on the device is one more entry, and mlx-lm's own loop is then compared with it."""
+LOOPS: dict[str, list[str]] = {ETKV: ["--loop", "device"], STEPS: ["--loop", "steps"]}
+"""etkv's loops -> options of ``etkv_forward``: one leaves tokens on the device, the other reads every token before the
+next step begins."""
 
-RIVALS = {PIPELINED: ETKV, WAITING: ETKV}
+RIVALS = {PIPELINED: ETKV, WAITING: STEPS}
 """mlx-lm's loops -> the loop of etkv's that the ratio is of."""
 
 SAME_ON_CPU = "on a CPU it takes as long as mlx-lm's own loop, and its prompt takes minutes"
@@ -30,8 +30,8 @@ def measure(bench: Bench) -> Topic:
     topic = Topic(
         NAME,
         "Decoding, against mlx-lm",
-        "The same weights, dtype, ids and MLX; greedy. mlx-lm has two loops: its own enqueues the next step before it "
-        "reads a token, and `waiting` reads each token first, as etkv does here.",
+        "The same weights, dtype, ids and MLX; greedy. Both have two loops: one starts the next step before it reads a "
+        "token, and the one that waits reads each token first. Each is compared with its like.",
     )
     contexts = bench.contexts or bench.choose(quick=[48], cpu=[128, 2048, 8192], gpu=[128, 2048, 8192])
     n_decode = bench.choose(quick=8, cpu=32, gpu=128)

@@ -9,6 +9,7 @@
 #include "examples/common/model.hpp"
 #include "examples/common/runner.hpp"
 #include "examples/common/try.hpp"
+#include "examples/common/warm_up.hpp"
 
 namespace etkv::examples {
 namespace {
@@ -29,7 +30,7 @@ Result<int> run_on(Model& model, const Options& options) {
   ASSIGN_OR_RETURN(
       auto session,
       CacheSession<Face>::make(model.backend_id(), model.config()));
-  RETURN_IF_ERROR(model.program().load(session.key(), Logits::last));
+  RETURN_IF_ERROR(load_warm(model.program(), session, Logits::last));
   return talk(Chat(model, session.cache(), options), options);
 }
 
@@ -37,7 +38,7 @@ Result<int> run_on(Model& model, const Options& options) {
 Result<int> run_with_draft(Model& model, const Options& options) {
   ASSIGN_OR_RETURN(
       auto session, make_tree_session(model.backend_id(), model.config()));
-  RETURN_IF_ERROR(model.program().load(session.key(), Logits::all));
+  RETURN_IF_ERROR(load_warm(model.program(), session, Logits::all));
   ASSIGN_OR_RETURN(
       const auto draft,
       make_draft(

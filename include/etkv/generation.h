@@ -138,6 +138,22 @@ ETKV_API etkv_status etkv_generation_next(
 ETKV_API etkv_status
 etkv_generation_pause(const etkv_generation* generation, etkv_error** error);
 
+/**
+ * Warms up the MLX program that was last loaded with the cache, while that is
+ * empty: on a GPU it runs steps of several lengths, which are rolled back, so
+ * that the first token takes no longer than later ones. What the GPU compiles
+ * is kept in the user's cache folder for later processes (docs/performance.md).
+ * Does nothing on a CPU, and for a cache that holds positions.
+ *
+ * @param progress  called before each step, and at the end, with the steps done
+ *                  and all; NULL for none. It must not call etkv.
+ */
+ETKV_API etkv_status etkv_generation_warm_up(
+    const etkv_cache* cache,
+    void (*progress)(void* context, size_t done, size_t steps),
+    void* context,
+    etkv_error** error);
+
 #ifdef __cplusplus
 } /* extern "C" */
 #endif

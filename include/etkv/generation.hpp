@@ -177,4 +177,26 @@ inline Result<std::vector<int64_t>> generate(
   }
 }
 
+/// Warms up the program that was last loaded with the cache; see
+/// etkv_generation_warm_up. `on_progress` is called with the steps done, and
+/// all.
+inline Result<void> warm_up(
+    const Cache& cache,
+    const std::function<void(size_t done, size_t steps)>& on_progress = {}) {
+  const auto call = [](void* context, size_t done, size_t steps) {
+    const auto& progress =
+        *static_cast<const std::function<void(size_t, size_t)>*>(context);
+    if (progress) {
+      progress(done, steps);
+    }
+  };
+  return detail::run([&](etkv_error** error) {
+    return etkv_generation_warm_up(
+        cache.raw(),
+        call,
+        const_cast<std::function<void(size_t, size_t)>*>(&on_progress),
+        error);
+  });
+}
+
 } // namespace etkv

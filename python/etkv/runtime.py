@@ -6,6 +6,7 @@ after a call of :func:`register_backend`: see :meth:`etkv.Session.bound`.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import warnings
 import weakref
@@ -15,7 +16,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any, Protocol, SupportsIndex, TypeAlias, overload
 
 from etkv import _capi, _library, pte
-from etkv.errors import EtkvError, ProgramError, first_line
+from etkv.errors import EtkvError, KindError, ProgramError, UnsupportedError, first_line
 from etkv.session import Logits, Passes, Session, load_options
 
 if TYPE_CHECKING:
@@ -58,13 +59,15 @@ def load(
     logits: Logits = "all",
     passes: Passes = "default",
     method: str = METHOD,
+    warm_up: bool = True,
 ) -> Program:
     """Open the program at ``path`` and bind it to the cache of ``session``.
 
     ``session`` may be ``None`` for a program without a cache. The program is then bound to no cache, even within
     :meth:`etkv.Session.bound`. ``logits`` selects the rows of logits that a step computes: ``all``, or ``last`` for the
     last row, which is enough for a prompt. ``passes`` selects the passes that make a program of the MLX delegate faster:
-    ``default``, or ``none`` to compare with. ``method`` is the name of the method to run.
+    ``default``, or ``none`` to compare with. ``method`` is the name of the method to run. On a GPU ``warm_up`` runs a few
+    steps, which are rolled back, so that the first token takes no longer than later ones.
 
     Raises :class:`EtkvError` if something is missing or does not fit. The message names it.
     """
@@ -77,7 +80,10 @@ def load(
     except OSError as error:
         raise EtkvError(f"{path} cannot be read: {error.strerror}") from error
     pte.check_mark(head, path)
-    return Program(path, session, logits, method, register_backend(), passes)
+    program = Program(path, session, logits, method, register_backend(), passes)
+    if warm_up and session is not None:
+        program.warm_up()
+    return program
 
 
 class Closable(Protocol):
@@ -191,6 +197,14 @@ class Program:
         self._opened(self._method)
         if self.session is not None and self.session.closed:
             raise EtkvError(f"the session of {self.path.name} is closed: make a new one, and load the program with it")
+
+    def warm_up(self) -> None:
+        """Run a few steps on a GPU, if the session is empty, and roll them back. Does nothing on a CPU."""
+        self.check_open()
+        assert self.session is not None
+        # A program for the CPU has nothing to warm up.
+        with contextlib.suppress(KindError, UnsupportedError):
+            _capi.call("etkv_generation_warm_up", self.session._raw(), _capi.ffi.NULL, _capi.ffi.NULL)
 
     def ends_with(self, part: Closable) -> None:
         """Close ``part``, which holds the program, when the program is closed."""

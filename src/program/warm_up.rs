@@ -7,7 +7,7 @@ use std::collections::BTreeSet;
 use std::time::Instant;
 
 use etkv_core::Growth;
-use tracing::{debug, info, warn};
+use tracing::{debug, info};
 
 use super::execute::Program;
 use super::generation::{last_rows, withdraw, Sampler, TextInputs, Tokens};
@@ -19,23 +19,26 @@ use crate::mlx;
 const STEPS: [i32; 5] = [1, 2, 8, 16, 512];
 
 impl Program {
-    /// Runs steps of several lengths on the program's cache, if that is empty, and rolls them back.
-    /// Frees the buffers that they needed. A failure is logged: a real step tells it again.
-    pub fn warm_up(&self) {
-        let began = Instant::now();
-        match self.try_warm_up() {
-            Ok(0) => {}
-            Ok(steps) => info!(
-                target: TARGET,
-                steps,
-                seconds = began.elapsed().as_secs_f32(),
-                "a program is warm"
-            ),
-            Err(error) => warn!(target: TARGET, %error, "a program cannot be warmed up"),
+    /// On a GPU, runs steps of several lengths on the program's cache, if that is empty, rolls them
+    /// back, and frees the buffers that they needed. Calls `progress` before each, and at the end, with
+    /// the steps that ran and that there are. Returns the number of steps: none on a CPU, where the
+    /// first run takes no longer than later ones, and none for a program that is no language model.
+    ///
+    /// # Errors
+    /// Those of [`execute`](Self::execute), and of [`AttendCache`](crate::AttendCache) if the cache is
+    /// in use.
+    pub fn warm_up(&self, progress: &mut dyn FnMut(usize, usize)) -> Result<usize> {
+        if !mlx::on_gpu()? {
+            return Ok(0);
         }
+        let began = Instant::now();
+        let steps = self.run_ahead_of_time(progress)?;
+        let seconds = began.elapsed().as_secs_f32();
+        info!(target: TARGET, steps, seconds, "a program is warm");
+        Ok(steps)
     }
 
-    fn try_warm_up(&self) -> Result<usize> {
+    fn run_ahead_of_time(&self, progress: &mut dyn FnMut(usize, usize)) -> Result<usize> {
         let loaded = &self.0;
         let (Some(cache), Ok(inputs)) = (&loaded.cache, TextInputs::find(&loaded.inputs)) else {
             return Ok(0);
@@ -47,12 +50,10 @@ impl Program {
         let most = [inputs.most.unwrap_or(i32::MAX), cache.config().max_step_tokens];
         let most = most.into_iter().filter(|&most| most > 0).min().unwrap_or(i32::MAX);
         let lengths: BTreeSet<i32> = STEPS.map(|n| most.min(n)).into_iter().collect();
-        let mut steps = 0;
+        let fitting: Vec<i32> = lengths.into_iter().filter(|&n| cache.can_extend(n)).collect();
         let mut mlx = mlx::enter()?;
-        for n in lengths {
-            if !cache.can_extend(n) {
-                break;
-            }
+        for (done, &n) in fitting.iter().enumerate() {
+            progress(done, fitting.len());
             let positions: Vec<i32> = (0..n).collect();
             let tokens = vec![0; n as usize];
             if let Some(cells) = cache.sequences_mut() {
@@ -78,7 +79,6 @@ impl Program {
             });
             withdraw(&mut *cache);
             ran?;
-            steps += 1;
             debug!(
                 target: TARGET,
                 tokens = n,
@@ -90,6 +90,7 @@ impl Program {
             cache.clear(true)?;
         }
         mlx.publish_kernels();
-        Ok(steps)
+        progress(fitting.len(), fitting.len());
+        Ok(fitting.len())
     }
 }

@@ -226,6 +226,7 @@ static void generations(void) {
       etkv_generation_new(cache, &prompt, 1, &options, &generation, NULL),
       invalid);
   CHECK(generation == untouched_one);
+  CHECK_INT(etkv_generation_warm_up(cache, NULL, NULL, NULL), invalid);
   etkv_cache_free(cache);
 
   CHECK_INT(etkv_generation_read_prompts(NULL, &n, NULL), invalid);
@@ -234,6 +235,7 @@ static void generations(void) {
   CHECK_INT(token, 2);
   CHECK_INT(end, -7);
   CHECK_INT(n, 7);
+  CHECK_INT(etkv_generation_warm_up(NULL, NULL, NULL, NULL), invalid);
   etkv_generation_free(NULL);
 }
 

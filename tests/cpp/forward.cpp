@@ -19,6 +19,7 @@
 #include "examples/common/log.hpp"
 #include "examples/common/model.hpp"
 #include "examples/common/program.hpp"
+#include "examples/common/try.hpp"
 
 namespace etkv::examples {
 namespace {
@@ -28,6 +29,7 @@ struct Options {
   std::optional<std::string> ids_file;
   std::optional<std::string> kv_format;
   std::optional<std::string> rows;
+  std::optional<std::string> loop;
   std::optional<std::string> logits_file;
   std::optional<std::string> all_logits_file;
   std::optional<int64_t> capacity;
@@ -73,6 +75,12 @@ Arguments arguments_into(Options& options) {
       0,
       kMost,
       &options.decode);
+  arguments.choice(
+      "--loop",
+      {"steps", "device"},
+      "who chooses tokens: this program from the logits of\n"
+      "each step (steps), or the device, which runs ahead",
+      &options.loop);
   arguments.choice(
       "--rows",
       {"last", "all"},
@@ -231,16 +239,42 @@ class Forward {
         all_rows->write(next.value(), next.value().last_row());
       }
     }
+    read_memory(run);
+    return run;
+  }
+
+  /// Runs once, with tokens that the device chooses.
+  Result<Run> run_on_device(int64_t decode) {
+    Run run;
+    GenerationOptions options;
+    options.max_tokens = static_cast<int32_t>(decode) + 1;
+    Stopwatch watch;
+    ASSIGN_OR_RETURN(
+        auto generation, Generation::make(cache_, {{prompt_}}, options));
+    for (int64_t i = 0; i <= decode; ++i) {
+      ASSIGN_OR_RETURN(const auto next, generation.next());
+      run.ids.push_back(next.at(0).token);
+      const double seconds = watch.lap();
+      if (i == 0) {
+        run.prefill_seconds = seconds;
+      } else {
+        run.decode_seconds.push_back(seconds);
+      }
+    }
+    read_memory(run);
+    return run;
+  }
+
+ private:
+  void read_memory(Run& run) {
     run.memory = *cache_.memory();
     run.peak_memory = peak_memory_bytes();
     etkv_mlx_memory mlx{};
     mlx.struct_size = sizeof(mlx);
     etkv_mlx_memory_read(&mlx, nullptr);
     run.peak_mlx = mlx.peak;
-    return run;
   }
 
- private:
   Program& program_;
   Cache& cache_;
   std::vector<int64_t> prompt_;
@@ -338,6 +372,7 @@ Result<void> run(const Options& options) {
     return session.error();
   }
   const bool all = all_rows || options.rows == "all";
+  const bool on_device = options.loop == "device";
   if (auto loaded =
           program->load(session->key(), all ? Logits::all : Logits::last);
       !loaded.ok()) {
@@ -353,11 +388,12 @@ Result<void> run(const Options& options) {
     }
     // The rows are the same each time; writing them once leaves the times of
     // the other runs alone.
-    auto run = forward.run(
-        static_cast<size_t>(options.chunk.value_or(0)),
-        options.decode.value_or(0),
-        i == 0 && last_row ? &*last_row : nullptr,
-        i == 0 && all_rows ? &*all_rows : nullptr);
+    auto run = on_device ? forward.run_on_device(options.decode.value_or(0))
+                         : forward.run(
+                               static_cast<size_t>(options.chunk.value_or(0)),
+                               options.decode.value_or(0),
+                               i == 0 && last_row ? &*last_row : nullptr,
+                               i == 0 && all_rows ? &*all_rows : nullptr);
     if (!run.ok()) {
       return run.error();
     }
@@ -407,6 +443,11 @@ int main(int argc, char** argv) {
   }
   if (const auto checked = check_format(options.kv_format); !checked.ok()) {
     return fail(checked.error(), 2);
+  }
+  if (options.loop == "device" &&
+      (options.chunk || options.logits_file || options.all_logits_file)) {
+    return fail(
+        refuse("--chunk, --logits and --all-logits take --loop steps"), 2);
   }
   const auto ran = run(options);
   return ran.ok() ? 0 : fail(ran.error(), 1);

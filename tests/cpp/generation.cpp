@@ -202,6 +202,23 @@ void between_tokens() {
   CHECK_REFUSED(one.next(), ETKV_ERROR_POSITION, "goes on at 10");
 }
 
+/// A warm-up leaves nothing, and a cache that holds positions alone.
+template <typename Face>
+void warm_ups() {
+  On<Face> bound;
+  size_t last = 0;
+  must(warm_up(*bound.operator->(), [&](size_t done, size_t steps) {
+    CHECK(done >= last && done <= steps);
+    last = done;
+  }));
+  CHECK_INT(*bound->length(), 0);
+  const Ids prompt = text(12, 9);
+  const Ids wanted = by_steps(prompt, {});
+  CHECK(must(generate(*bound.operator->(), prompt, options())) == wanted);
+  must(warm_up(*bound.operator->()));
+  CHECK_INT(*bound->length(), 12 + kTokens - 1);
+}
+
 void refusals() {
   On<SeqCache> bound;
   const auto refused = [&](const std::vector<Prompt>& prompts,
@@ -269,6 +286,8 @@ int main() {
   ends();
   batches();
   between_tokens();
+  warm_ups<etkv::Cache>();
+  warm_ups<etkv::TreeCache>();
   refusals();
   return check_report();
 }

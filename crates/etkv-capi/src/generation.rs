@@ -1,5 +1,7 @@
 //! `etkv_generation`: answers of a loaded program.
 
+use std::ffi::c_void;
+
 use etkv_core::Result;
 
 use super::boundary::{boundary, free, list, out, read_struct};
@@ -148,6 +150,30 @@ pub unsafe extern "C" fn etkv_generation_pause(
     unsafe { boundary(error, || handle::look_up(generation, "generation")?.0.pause()) }
 }
 
+/// Warms up the program that was last loaded with a cache.
+///
+/// # Safety
+/// Pointers are NULL or as the header says.
+#[no_mangle]
+pub unsafe extern "C" fn etkv_generation_warm_up(
+    cache: *const etkv_cache,
+    progress: Option<extern "C" fn(*mut c_void, usize, usize)>,
+    context: *mut c_void,
+    error: *mut *mut etkv_error,
+) -> i32 {
+    // SAFETY: the caller says so.
+    unsafe {
+        boundary(error, || {
+            let cache = handle::look_up(cache, "cache")?;
+            inner::warm_up(&cache.cache, &mut |done, steps| {
+                if let Some(progress) = progress {
+                    progress(context, done, steps);
+                }
+            })
+        })
+    }
+}
+
 /// The tokens of one call, by prompt: an id, or -1, and the number of why the answer ended.
 struct Next {
     tokens: Vec<(i64, i32)>,
@@ -162,6 +188,11 @@ mod inner {
     use parking_lot::Mutex;
 
     use super::{etkv_generation_options, Next, Result};
+
+    pub fn warm_up(cache: &SharedCache, progress: &mut dyn FnMut(usize, usize)) -> Result<()> {
+        Program::bound_to(cache)?.warm_up(progress)?;
+        Ok(())
+    }
 
     /// Answers of an MLX program.
     pub struct Generation {
@@ -231,6 +262,10 @@ mod inner {
     use etkv_host::Sampling;
 
     use super::{etkv_generation_options, Next, Result};
+
+    pub fn warm_up(_: &SharedCache, _: &mut dyn FnMut(usize, usize)) -> Result<()> {
+        fail!(Unsupported, "this libetkv runs no MLX programs");
+    }
 
     /// Answers, of which there are none without MLX programs.
     pub enum Generation {}
