@@ -63,7 +63,7 @@ pub use etkv_core::{
     Session, SharedCache, Status, TreeCache,
 };
 pub use {
-    attention::{attend, attend_stored, AttendSpec, Mask},
+    attention::{attend, attend_rows, attend_stored, AttendSpec, Mask},
     backend::{builders, CellsCache, ContiguousCache, MlxCache, ProgramCache, Step, MLX_BACKEND},
     error::{Error, Result},
     layers::{layer_caches, Forwards, KeyValueCache, LayerCache},

@@ -1,6 +1,7 @@
-//! What a step attends to. Only this module calls MLX's attention.
+//! What a step attends to. Only this module calls MLX's attention, or the kernel in its place.
 
 mod fused;
+mod kernel;
 
 use mlx_rs::fast::{scaled_dot_product_attention, ScaledDotProductAttentionMask};
 use mlx_rs::ops::{arange, concatenate, select, softmax_axis};
@@ -29,7 +30,7 @@ pub type AttendSpec = etkv_core::AttendSpec<KvView, Array>;
 /// [`Backend`](crate::Status::Backend) if the shapes do not fit each other.
 pub fn attend(q: &Array, spec: &AttendSpec, scale: f32, out_dtype: Option<Dtype>) -> Result<Array> {
     let out = match (spec.k.as_dtype(q.dtype()), spec.v.as_dtype(q.dtype())) {
-        (Some(k), Some(v)) => by_mlx(q, k, v, &spec.mask, scale)?,
+        (Some(k), Some(v)) => by_rows(q, k, v, &spec.mask, scale)?,
         _ => {
             let rows = group_of(q, spec)?.saturating_mul(q.dim(2));
             let dtype = dtype_of_products(q)?;
@@ -52,8 +53,32 @@ pub fn attend_stored(q: &Array, spec: &AttendSpec, scale: f32, packed: bool) -> 
     }
 }
 
+/// Computes attention over rows in the dtype of `q` by the kernel for few queries, which takes one
+/// query here too, or by MLX. Returns `None` where there is no kernel. The benchmark compares them.
+#[doc(hidden)]
+pub fn attend_rows(
+    [q, k, v]: [&Array; 3],
+    mask: &Mask,
+    scale: f32,
+    by_kernel: bool,
+) -> Result<Option<Array>> {
+    if by_kernel {
+        kernel::attend(q, k, v, mask, scale)
+    } else {
+        by_mlx(q, k, v, mask, scale).map(Some)
+    }
+}
+
 /// The most bytes of keys and values that are unpacked at a time on a GPU, in float32.
 const MOST_UNPACKED: u64 = 256 << 20;
+
+/// Computes attention over rows in the dtype of `q`, and returns that dtype.
+fn by_rows(q: &Array, k: &Array, v: &Array, mask: &Mask, scale: f32) -> Result<Array> {
+    match kernel::few_queries(q, k, v, mask, scale)? {
+        Some(out) => Ok(out),
+        None => by_mlx(q, k, v, mask, scale),
+    }
+}
 
 /// Calls MLX's own attention. Returns the dtype of `q`.
 fn by_mlx(q: &Array, k: &Array, v: &Array, mask: &Mask, scale: f32) -> Result<Array> {
@@ -153,7 +178,7 @@ fn by_heads(q: &Array, spec: &AttendSpec, group: i32, scale: f32) -> Result<Arra
             }
             mask => mask.clone(),
         };
-        let out = by_mlx(&slice_axis(&q, 1, from, to, 1)?, &k, &v, &mask, scale)?;
+        let out = by_rows(&slice_axis(&q, 1, from, to, 1)?, &k, &v, &mask, scale)?;
         if last - first < heads {
             // Evaluate now: MLX would otherwise unpack every head before it attends to the first.
             eval([&out])?;

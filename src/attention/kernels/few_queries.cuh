@@ -17,59 +17,6 @@ constexpr int TILE = 64;
 constexpr int STEP = 16;
 // Rows of a warp.
 constexpr int ROWS = 16;
-constexpr float LOG2_E = 1.4426950408889634f;
-constexpr unsigned ALL = 0xffffffffu;
-
-enum Masks { SEES_ALL, SEES_UP_TO_ITSELF, SEES_MARKED };
-
-// Rows of one head after another, each axis with its own stride.
-template <typename E>
-struct View {
-  const E* data;
-  long long head, row, column;
-
-  __device__ const E* at(int h, int r) const { return data + h * head + r * row; }
-
-  // Returns whether each row consists of whole, aligned groups of 16 bytes.
-  __device__ bool is_aligned() const {
-    long long misfits = (head * sizeof(E)) | (row * sizeof(E)) | reinterpret_cast<long long>(data);
-    return column == 1 && misfits % 16 == 0;
-  }
-};
-
-// The mask: which keys a query sees, with a stride of 0 along an axis that repeats.
-struct Marks {
-  const bool* data;
-  long long query, key;
-};
-
-struct Sizes {
-  int group, queries, keys;
-
-  __device__ int rows() const { return group * queries; }
-};
-
-template <typename E>
-__device__ inline unsigned pair_of(E low, E high) {
-  unsigned short bits[2];
-  memcpy(&bits[0], &low, 2);
-  memcpy(&bits[1], &high, 2);
-  return bits[0] | static_cast<unsigned>(bits[1]) << 16;
-}
-
-__device__ inline float over_row(float x, bool adds) {
-  for (int step = 1; step <= 2; step *= 2) {
-    float other = __shfl_xor_sync(ALL, x, step);
-    x = adds ? x + other : fmaxf(x, other);
-  }
-  return x;
-}
-
-// The weight of a part of a row whose largest score is `most` where that of the row is `highest`.
-// Scores are multiples of log 2, so that the weight is a power of 2. Where nothing is seen, it is 0.
-__device__ inline float weight_of(float most, float highest) {
-  return most == -INFINITY ? 0.0f : exp2f(most - highest);
-}
 
 template <typename E, int DK, int DV, int MASK, int STAGES, int MOST_ROW_WARPS>
 struct FewQueries {

@@ -1,0 +1,153 @@
+//! MLX's custom CUDA kernels, which mlx-rs does not offer.
+
+use std::ffi::CStr;
+
+use mlx_rs::{Array, DeviceType, Dtype, Stream};
+use smallvec::SmallVec;
+
+use crate::error::{Error, Result, Status};
+use crate::mlx::{call, check};
+
+/// Returns whether the stream of the enclosing [`run`](crate::mlx::run) is on a GPU.
+pub fn stream_is_on_gpu() -> Result<bool> {
+    let stream = Stream::thread_local_or_default();
+    let mut device = mlx_sys::mlx_device { ctx: std::ptr::null_mut() };
+    let mut kind = 0;
+    // SAFETY: the stream is live; the device is freed here.
+    unsafe {
+        check(mlx_sys::mlx_stream_get_device(&mut device, stream.as_ptr()))?;
+        let asked = check(mlx_sys::mlx_device_get_type(&mut kind, device));
+        mlx_sys::mlx_device_free(device);
+        asked?;
+    }
+    let gpu: mlx_sys::mlx_device_type = DeviceType::Gpu.into();
+    Ok(kind == gpu)
+}
+
+/// A kernel that MLX compiles where it runs first.
+pub struct Kernel(mlx_sys::mlx_fast_cuda_kernel);
+
+// SAFETY: the kernel belongs to no thread, and is used under the lock of MLX only.
+unsafe impl Send for Kernel {}
+
+impl Kernel {
+    /// Makes a kernel of `source`, the body of a function of `inputs` and `outputs`, with `bytes`
+    /// of shared memory. Inputs are passed as they lie.
+    pub fn new(
+        name: &CStr,
+        inputs: &[&CStr],
+        outputs: &[&CStr],
+        source: &CStr,
+        header: &CStr,
+        bytes: i32,
+    ) -> Result<Self> {
+        let [inputs, outputs] = [Strings::new(inputs)?, Strings::new(outputs)?];
+        let (name, source, header) = (name.as_ptr(), source.as_ptr(), header.as_ptr());
+        // SAFETY: the lists and strings outlive the call, which copies them.
+        let kernel = Self(unsafe {
+            mlx_sys::mlx_fast_cuda_kernel_new(
+                name, inputs.0, outputs.0, source, header, false, bytes,
+            )
+        });
+        if kernel.0.ctx.is_null() {
+            return Err(Error::new(Status::Backend, "MLX makes no kernels"));
+        }
+        Ok(kernel)
+    }
+
+    /// Launches the kernel over `threads`, in blocks of `block` along the first axis. Returns the
+    /// first output.
+    pub fn launch(
+        &self,
+        inputs: &[&Array],
+        outputs: &[(&[i32], Dtype)],
+        threads: [i32; 3],
+        block: i32,
+    ) -> Result<Array> {
+        let inputs: SmallVec<[mlx_sys::mlx_array; 8]> =
+            inputs.iter().map(|array| array.as_ptr()).collect();
+        // SAFETY: the handles are live, and the list copies them.
+        let inputs =
+            Arrays(unsafe { mlx_sys::mlx_vector_array_new_data(inputs.as_ptr(), inputs.len()) });
+        // SAFETY: the configuration is filled here and freed with its owner; each shape has as many
+        // elements as is said.
+        let config = Config(unsafe { mlx_sys::mlx_fast_cuda_kernel_config_new() });
+        unsafe {
+            for (shape, dtype) in outputs {
+                check(mlx_sys::mlx_fast_cuda_kernel_config_add_output_arg(
+                    config.0,
+                    shape.as_ptr(),
+                    shape.len(),
+                    (*dtype).into(),
+                ))?;
+            }
+            let [x, y, z] = threads;
+            check(mlx_sys::mlx_fast_cuda_kernel_config_set_grid(config.0, x, y, z))?;
+            check(mlx_sys::mlx_fast_cuda_kernel_config_set_thread_group(config.0, block, 1, 1))?;
+        }
+        call(|first, stream| {
+            // SAFETY: all handles are live; the list of outputs is freed with its owner, after its
+            // first element has another handle.
+            unsafe {
+                let mut made = Arrays(mlx_sys::mlx_vector_array_new());
+                match mlx_sys::mlx_fast_cuda_kernel_apply(
+                    &mut made.0,
+                    self.0,
+                    inputs.0,
+                    config.0,
+                    stream,
+                ) {
+                    0 => mlx_sys::mlx_vector_array_get(first, made.0, 0),
+                    status => status,
+                }
+            }
+        })
+    }
+}
+
+impl Drop for Kernel {
+    fn drop(&mut self) {
+        // SAFETY: the handle has no other owner.
+        unsafe { mlx_sys::mlx_fast_cuda_kernel_free(self.0) };
+    }
+}
+
+struct Config(mlx_sys::mlx_fast_cuda_kernel_config);
+
+impl Drop for Config {
+    fn drop(&mut self) {
+        // SAFETY: the handle has no other owner.
+        unsafe { mlx_sys::mlx_fast_cuda_kernel_config_free(self.0) };
+    }
+}
+
+struct Arrays(mlx_sys::mlx_vector_array);
+
+impl Drop for Arrays {
+    fn drop(&mut self) {
+        // SAFETY: the handle has no other owner.
+        unsafe { mlx_sys::mlx_vector_array_free(self.0) };
+    }
+}
+
+struct Strings(mlx_sys::mlx_vector_string);
+
+impl Strings {
+    fn new(strings: &[&CStr]) -> Result<Self> {
+        // SAFETY: the list copies each string.
+        unsafe {
+            let list = Self(mlx_sys::mlx_vector_string_new());
+            for string in strings {
+                check(mlx_sys::mlx_vector_string_append_value(list.0, string.as_ptr()))?;
+            }
+            Ok(list)
+        }
+    }
+}
+
+impl Drop for Strings {
+    fn drop(&mut self) {
+        // SAFETY: the handle has no other owner.
+        unsafe { mlx_sys::mlx_vector_string_free(self.0) };
+    }
+}
