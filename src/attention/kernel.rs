@@ -53,10 +53,13 @@ const MOST_SHARED: i32 = 96 << 10;
 /// for each layer would never end.
 const MOST_KERNELS: usize = 64;
 
-/// Counters of a call that has several slices, which has at most half as many rows of blocks as
-/// there are blocks, and the calls that have counters of their own. The kernels of calls that are
-/// further apart never run at a time: MLX's graphs have 100 operations or fewer.
-const COUNTERS: i32 = BLOCKS / 2;
+/// Slices that are merged at once, as in the kernel.
+const MOST_MERGED: i32 = 16;
+
+/// Counters of a call, and the calls that have counters of their own. Rows of blocks need one, or 9
+/// where there are more slices than are merged at once; many rows of blocks have few slices. The kernels of calls that are further apart never run at a time:
+/// MLX's graphs have 100 operations or fewer.
+const COUNTERS: i32 = 144;
 const CALLS: i32 = 512;
 
 /// What is compiled into a kernel.
@@ -234,10 +237,10 @@ impl Template {
             _ => 0,
         };
         let tiles = if 2 * tile + queries <= MOST_SHARED { 2 } else { 1 };
-        // The same memory takes the sums of all warps with their weights, and then two floats of
-        // each row of each slice.
-        let sums = 64 * (self.v_dim + 8 + 2) * 4;
-        let weights = MOST_SLICES * 64 * 2 * 4;
+        // The same memory takes the sums of all warps with their weights, and then those of the
+        // slices that are merged.
+        let sums = 4 * ROWS * (self.v_dim + 8 + 2) * 4;
+        let weights = (2 * MOST_MERGED + 1) * 4 * ROWS * 4;
         Some((tiles, (tiles * tile + queries).max(sums).max(weights)))
     }
 
@@ -265,6 +268,7 @@ impl Template {
         let header = bare(concat!(
             include_str!("kernels/instructions.cuh"),
             include_str!("kernels/rows.cuh"),
+            include_str!("kernels/slice.cuh"),
             include_str!("kernels/few_queries.cuh"),
         ));
         let text = |text: String| {

@@ -1,364 +1,119 @@
-// Attention of a few queries over many keys, in one launch.
-//
-// A block reads a slice of the keys of one KV head once, for up to 64 rows: the query heads of that KV
-// head times the queries. Row `r` is query `r / group` of query head `r % group`, so that rows of one
-// query, which see the same keys, are neighbours. A warp has 16 rows and a share of each tile of keys,
-// and keeps the running softmax of the two in registers. The block that is last to finish its slice
-// merges those of all.
-//
-// Lengths and strides are arguments; only dtypes, dimensions and the kind of mask are compiled in.
+// Attention of a few queries over many keys, in one launch: the block that is last to finish its slice
+// of the keys merges those of all.
 
 namespace etkv {
 
-constexpr int WARPS = 4;
-constexpr int THREADS = 32 * WARPS;
-// Keys that a block reads at a time, and those that a warp multiplies at a time.
-constexpr int TILE = 64;
-constexpr int STEP = 16;
-// Rows of a warp.
-constexpr int ROWS = 16;
+// The most slices that are merged at once; more are merged in groups first.
+constexpr int MOST_MERGED = 16;
+constexpr int GROUP = 8;
+constexpr int MOST_GROUPS = 8;
 
 template <typename E, int DK, int DV, int MASK, int STAGES, int MOST_ROW_WARPS>
-struct FewQueries {
-  static constexpr int PIECE = 16 / sizeof(E);
-  // Rows in shared memory are apart by an odd number of 16 bytes, so that eight of them lie in
-  // different banks.
-  static constexpr int K_PITCH = DK + PIECE;
-  static constexpr int V_PITCH = DV + PIECE;
-  static constexpr int STAGE = TILE * (K_PITCH + V_PITCH);
-  static constexpr int SUM_PITCH = DV + 8;
+struct FewQueries : Slice<E, DK, DV, MASK, STAGES, MOST_ROW_WARPS> {
+  using Base = Slice<E, DK, DV, MASK, STAGES, MOST_ROW_WARPS>;
+  using Base::first_row, Base::leave, Base::rows_of_block, Base::shared, Base::sizes, Base::write;
 
-  View<E> q, k, v;
-  Marks marks;
-  Sizes sizes;
-  float scale;
-  char* shared;
-
-  // Queries: as operands of products in half precision, else rows in shared memory.
-  unsigned q_parts[is_half<E> ? DK / 16 : 1][4];
-  E* q_rows;
-  // The running softmax of the rows `lane / 4` and that plus 8.
-  float most[2];
-  float total[2];
-  float sums[DV / 8][4];
-
-  int lane, warp, row_warps, row_of_warp, key_of_warp, head;
-
-  __device__ int rows_of_block() const { return ROWS * row_warps; }
-  __device__ int first_row() const { return static_cast<int>(blockIdx.z) * rows_of_block(); }
-  // The row of the whole head that this lane's elements with `lower` belong to.
-  __device__ int row(int lower) const { return first_row() + row_of_warp + lane / 4 + 8 * lower; }
-
-  __device__ const E* query(int r) const {
-    return q.at(head * sizes.group + r % sizes.group, r / sizes.group);
-  }
-
-  __device__ void start() {
-    lane = threadIdx.x % 32;
-    warp = threadIdx.x / 32;
-    int needed = (sizes.rows() + ROWS - 1) / ROWS;
-    row_warps = needed <= 1 ? 1 : needed <= 2 || MOST_ROW_WARPS == 2 ? 2 : 4;
-    row_of_warp = ROWS * (warp % row_warps);
-    key_of_warp = STEP * row_warps * (warp / row_warps);
-    head = blockIdx.y;
-    for (int i = 0; i < 2; ++i) {
-      most[i] = -INFINITY;
-      total[i] = 0;
-    }
-#pragma unroll
-    for (int i = 0; i < DV / 2; ++i) sums[i / 4][i % 4] = 0;
-    if constexpr (is_half<E>) {
-#pragma unroll
-      for (int part = 0; part < DK / 16; ++part) {
-        for (int i = 0; i < 4; ++i) {
-          int r = row(i % 2), column = part * 16 + 2 * (lane % 4) + 8 * (i / 2);
-          q_parts[part][i] = 0;
-          if (r < sizes.rows()) {
-            const E* from = query(r) + column * q.column;
-            q_parts[part][i] = pair_of(from[0], from[q.column]);
-          }
-        }
-      }
-    } else {
-      q_rows = reinterpret_cast<E*>(shared) + STAGES * STAGE;
-      for (int i = threadIdx.x; i < rows_of_block() * DK; i += THREADS) {
-        int r = first_row() + i / DK;
-        q_rows[i / DK * K_PITCH + i % DK] = r < sizes.rows() ? query(r)[i % DK * q.column] : E(0);
-      }
-    }
-  }
-
-  template <int D>
-  __device__ void load(E* to, const View<E>& rows, int first, bool aligned) {
-    constexpr int PIECES = D / PIECE;
-    for (int i = threadIdx.x; i < TILE * PIECES; i += THREADS) {
-      int r = i / PIECES, column = i % PIECES * PIECE;
-      bool exists = first + r < sizes.keys;
-      const E* from = exists ? rows.at(head, first + r) : rows.data;
-      E* piece = to + r * (D + PIECE) + column;
-      if (aligned) {
-        copy_later(piece, exists ? from + column : from, exists);
-      } else {
-        for (int j = 0; j < PIECE; ++j) piece[j] = exists ? from[(column + j) * rows.column] : E(0);
-      }
-    }
-  }
-
-  // Multiplies this warp's rows by the keys from `keys` on. A lane gets the scores of its two rows and
-  // of the keys 2 * (lane % 4) and the next, and the same 8 later.
-  __device__ void multiply_keys(float (&scores)[2][4], const E* keys) {
-    if constexpr (is_half<E>) {
-      keys += (lane / 16 * 8 + lane % 8) * K_PITCH + lane / 8 % 2 * 8;
-#pragma unroll
-      for (int part = 0; part < DK / 16; ++part) {
-        unsigned b[4];
-        read_matrices(b, keys + 16 * part);
-        multiply<E>(scores[0], q_parts[part], b[0], b[1]);
-        multiply<E>(scores[1], q_parts[part], b[2], b[3]);
-      }
-    } else {
-      const E* rows = q_rows + (row_of_warp + lane / 4) * K_PITCH;
-      for (int d = 0; d < DK; ++d) {
-        for (int i = 0; i < 8; ++i) {
-          scores[i / 4][i % 4] += rows[i / 2 % 2 * 8 * K_PITCH + d] * keys[(i / 4 * 8 + lane % 4 * 2 + i % 2) * K_PITCH + d];
-        }
-      }
-    }
-  }
-
-  __device__ void add_values(const float (&p)[2][4], const E* values) {
-    if constexpr (is_half<E>) {
-      unsigned a[4];
-      for (int i = 0; i < 4; ++i) a[i] = pair_of(E(p[i / 2][i % 2 * 2]), E(p[i / 2][i % 2 * 2 + 1]));
-      values += lane % 16 * V_PITCH + lane / 16 * 8;
-#pragma unroll
-      for (int part = 0; part < DV / 16; ++part) {
-        unsigned b[4];
-        read_transposed(b, values + 16 * part);
-        multiply<E>(sums[2 * part], a, b[0], b[1]);
-        multiply<E>(sums[2 * part + 1], a, b[2], b[3]);
-      }
-    } else {
-#pragma unroll
-      for (int i = 0; i < STEP; ++i) {
-        int owner = lane / 4 * 4 + i % 8 / 2;
-        float upper = __shfl_sync(ALL, p[i / 8][i % 2], owner);
-        float lower = __shfl_sync(ALL, p[i / 8][i % 2 + 2], owner);
-        const E* value = values + i * V_PITCH + lane % 4 * 2;
-#pragma unroll
-        for (int part = 0; part < DV / 8; ++part) {
-          for (int j = 0; j < 2; ++j) {
-            sums[part][j] += upper * value[8 * part + j];
-            sums[part][j + 2] += lower * value[8 * part + j];
-          }
-        }
-      }
-    }
-  }
-
-  // Returns which of this lane's scores of the step count, a bit each.
-  __device__ unsigned seen_of(int first) const {
-    unsigned seen = 0;
-    for (int i = 0; i < 8; ++i) {
-      int r = row(i / 2 % 2), key = first + i / 4 * 8 + lane % 4 * 2 + i % 2;
-      bool sees = r < sizes.rows() && key < sizes.keys;
-      if (MASK == SEES_UP_TO_ITSELF) {
-        sees = sees && key <= sizes.keys - sizes.queries + r / sizes.group;
-      } else if (MASK == SEES_MARKED) {
-        sees = sees && marks.data[r / sizes.group * marks.query + key * marks.key];
-      }
-      seen |= static_cast<unsigned>(sees) << i;
-    }
-    return seen;
-  }
-
-  __device__ void attend_to(const E* keys, const E* values, unsigned seen) {
-    // A key that no row of the warp sees costs nothing: those of the other sequences of a batch.
-    if (!__any_sync(ALL, seen != 0)) return;
-    float scores[2][4] = {};
-    multiply_keys(scores, keys);
-    float highest[2] = {most[0], most[1]};
-    for (int i = 0; i < 8; ++i) {
-      float& score = scores[i / 4][i % 4];
-      score = seen >> i & 1 ? score * scale : -INFINITY;
-      highest[i / 2 % 2] = fmaxf(highest[i / 2 % 2], score);
-    }
-    bool grows = false;
-    for (int i = 0; i < 2; ++i) {
-      highest[i] = over_row(highest[i], false);
-      grows = grows || highest[i] != most[i];
-    }
-    if (__any_sync(ALL, grows)) {
-      float weight[2];
-      for (int i = 0; i < 2; ++i) {
-        weight[i] = weight_of(most[i], highest[i]);
-        total[i] *= weight[i];
-        most[i] = highest[i];
-      }
-#pragma unroll
-      for (int i = 0; i < DV / 2; ++i) sums[i / 4][i % 4] *= weight[i / 2 % 2];
-    }
-    for (int i = 0; i < 8; ++i) {
-      float& score = scores[i / 4][i % 4];
-      score = weight_of(score, most[i / 2 % 2]);
-      total[i / 2 % 2] += score;
-    }
-    add_values(scores, values);
-  }
-
-  __device__ void attend_to_slice() {
-    int tiles = (sizes.keys + TILE - 1) / TILE;
-    int begin = static_cast<int>(static_cast<long long>(tiles) * blockIdx.x / gridDim.x);
-    int end = static_cast<int>(static_cast<long long>(tiles) * (blockIdx.x + 1) / gridDim.x);
-    bool k_aligned = k.is_aligned(), v_aligned = v.is_aligned();
-    E* stages = reinterpret_cast<E*>(shared);
-    auto load_tile = [&](int tile) {
-      if (tile < end) {
-        E* to = stages + (tile - begin) % STAGES * STAGE;
-        load<DK>(to, k, tile * TILE, k_aligned);
-        load<DV>(to + TILE * K_PITCH, v, tile * TILE, v_aligned);
-      }
-      end_of_copies();
-    };
-    for (int i = 0; i < STAGES - 1; ++i) load_tile(begin + i);
-    for (int tile = begin; tile < end; ++tile) {
-      load_tile(tile + STAGES - 1);
-      int first = tile * TILE + key_of_warp;
-      // The marks come from far: ask for those of all steps at once.
-      unsigned seen[4];
-#pragma unroll
-      for (int i = 0; i < 4; ++i) seen[i] = i < row_warps ? seen_of(first + STEP * i) : 0;
-      wait_for_copies<STAGES - 1>();
-      __syncthreads();
-      const E* keys = stages + (tile - begin) % STAGES * STAGE;
-      const E* values = keys + TILE * K_PITCH;
-#pragma unroll
-      for (int i = 0; i < 4; ++i) {
-        int at = key_of_warp + STEP * i;
-        if (i < row_warps) attend_to(keys + at * K_PITCH, values + at * V_PITCH, seen[i]);
-      }
-      __syncthreads();
-    }
-  }
-
-  // Writes four elements of a row, divided by `whole`.
-  __device__ void write(E* out, int r, int column, const float (&x)[4], float whole) {
-    E* to = out + (static_cast<long long>(head * sizes.group + r % sizes.group) * sizes.queries + r / sizes.group) * DV + column;
-    for (int i = 0; i < 4; ++i) {
-      float value = x[i] / whole;
-      if (whole == 0) {
-        // Nothing is seen. MLX then weighs all keys alike.
-        value = 0;
-        for (int key = 0; key < sizes.keys; ++key) {
-          value += static_cast<float>(v.at(head, key)[(column + i) * v.column]) / static_cast<float>(sizes.keys);
-        }
-      }
-      to[i] = E(value);
-    }
-  }
-
-  // Adds the sums of the warps that share rows. Writes the result if this is the only slice, or else
-  // what the last block merges.
-  __device__ void end_slice(E* out, float* parts, float* stats) {
-    float* all = reinterpret_cast<float*>(shared);
-    float* ends = all + WARPS * ROWS * SUM_PITCH;
-    for (int i = 0; i < 2; ++i) {
-      int at = warp * ROWS + lane / 4 + 8 * i;
-      float whole = over_row(total[i], true);
-#pragma unroll
-      for (int part = 0; part < DV / 8; ++part) {
-        for (int j = 0; j < 2; ++j) all[at * SUM_PITCH + 8 * part + lane % 4 * 2 + j] = sums[part][2 * i + j];
-      }
-      if (lane % 4 == 0) {
-        ends[2 * at] = most[i];
-        ends[2 * at + 1] = whole;
-      }
-    }
-    __syncthreads();
-    for (int i = threadIdx.x; i < rows_of_block() * (DV / 4); i += THREADS) {
-      int r = i / (DV / 4), column = i % (DV / 4) * 4;
-      if (first_row() + r >= sizes.rows()) break;
-      // The warps of row `r` are `rows_of_block()` rows apart.
-      float highest = -INFINITY, whole = 0, sum[4] = {};
-      for (int at = r; at < WARPS * ROWS; at += rows_of_block()) highest = fmaxf(highest, ends[2 * at]);
-      for (int at = r; at < WARPS * ROWS; at += rows_of_block()) {
-        float weight = weight_of(ends[2 * at], highest);
-        whole += weight * ends[2 * at + 1];
-        for (int j = 0; j < 4; ++j) sum[j] += weight * all[at * SUM_PITCH + column + j];
-      }
-      if (gridDim.x == 1) {
-        write(out, first_row() + r, column, sum, whole);
-        continue;
-      }
-      *reinterpret_cast<float4*>(parts + r * DV + column) = make_float4(sum[0], sum[1], sum[2], sum[3]);
-      if (column == 0) {
-        stats[2 * r] = highest;
-        stats[2 * r + 1] = whole;
-      }
-    }
-  }
-
-  // Merges the slices of all blocks of these rows.
-  __device__ void merge(E* out, const float* parts, const float* stats) {
-    int slices = gridDim.x, rows = rows_of_block();
+  // Merges `n` slices of these rows, `step` apart from `first` on. Writes the result if these are all,
+  // or else what they leave in the place of the first.
+  __device__ void merge(E* out, float* parts, float* stats, int first, int n, int step, bool is_all) {
+    int rows = rows_of_block();
     float* weights = reinterpret_cast<float*>(shared);
-    float* wholes = weights + slices * rows;
-    for (int i = threadIdx.x; i < slices * rows; i += THREADS) {
-      weights[i] = __ldcg(stats + 2 * i);
-      wholes[i] = __ldcg(stats + 2 * i + 1);
+    float* wholes = weights + MOST_MERGED * rows;
+    float* mosts = wholes + MOST_MERGED * rows;
+    for (int i = threadIdx.x; i < n * rows; i += THREADS) {
+      const float* from = stats + 2 * ((first + i / rows * step) * rows + i % rows);
+      weights[i] = __ldcg(from);
+      wholes[i] = __ldcg(from + 1);
     }
     __syncthreads();
     for (int r = threadIdx.x; r < rows; r += THREADS) {
       float highest = -INFINITY, whole = 0;
-      for (int i = r; i < slices * rows; i += rows) highest = fmaxf(highest, weights[i]);
-      for (int i = r; i < slices * rows; i += rows) {
+      for (int i = r; i < n * rows; i += rows) highest = fmaxf(highest, weights[i]);
+      for (int i = r; i < n * rows; i += rows) {
         weights[i] = weight_of(weights[i], highest);
         whole += weights[i] * wholes[i];
       }
       wholes[r] = whole;
+      mosts[r] = highest;
     }
     __syncthreads();
-    for (int i = threadIdx.x; i < rows * (DV / 4); i += THREADS) {
-      int r = i / (DV / 4), column = i % (DV / 4) * 4;
-      if (first_row() + r >= sizes.rows()) break;
-      float sum[4] = {};
-#pragma unroll 8
-      for (int slice = 0; slice < slices; ++slice) {
-        int at = slice * rows + r;
-        float4 part = __ldcg(reinterpret_cast<const float4*>(parts + static_cast<long long>(at) * DV + column));
-        float weight = weights[at];
-        sum[0] += weight * part.x;
-        sum[1] += weight * part.y;
-        sum[2] += weight * part.z;
-        sum[3] += weight * part.w;
+    // What a slice left comes from far: a thread asks for two pieces of eight slices at a time.
+    constexpr int PIECES = DV / 4;
+    for (int i = threadIdx.x; i < rows * PIECES; i += 2 * THREADS) {
+      float sums[2][4] = {};
+      for (int from = 0; from < n; from += 8) {
+        float4 loaded[2][8];
+#pragma unroll
+        for (int j = 0; j < 16; ++j) {
+          int piece = i + j / 8 * THREADS, slice = from + j % 8;
+          bool exists = slice < n && piece < rows * PIECES;
+          const float* at = parts + static_cast<long long>(first + slice * step) * rows * DV + 4 * piece;
+          loaded[j / 8][j % 8] = make_float4(0, 0, 0, 0);
+          if (exists) loaded[j / 8][j % 8] = __ldcg(reinterpret_cast<const float4*>(at));
+        }
+#pragma unroll
+        for (int j = 0; j < 16; ++j) {
+          int piece = i + j / 8 * THREADS, slice = from + j % 8;
+          bool exists = slice < n && piece < rows * PIECES;
+          float weight = exists ? weights[slice * rows + piece / PIECES] : 0;
+          float4 x = loaded[j / 8][j % 8];
+          float* sum = sums[j / 8];
+          sum[0] += weight * x.x;
+          sum[1] += weight * x.y;
+          sum[2] += weight * x.z;
+          sum[3] += weight * x.w;
+        }
       }
-      write(out, first_row() + r, column, sum, wholes[r]);
+#pragma unroll
+      for (int j = 0; j < 2; ++j) {
+        int piece = i + j * THREADS, r = piece / PIECES, column = piece % PIECES * 4;
+        if (first_row() + r >= sizes.rows() || r >= rows) break;
+        if (is_all) {
+          write(out, first_row() + r, column, sums[j], wholes[r]);
+        } else {
+          leave(parts, stats, first * rows + r, column, sums[j], mosts[r], wholes[r]);
+        }
+      }
     }
   }
 
-  // `done` counts the blocks of these rows that are finished, and is 0 before and after.
-  __device__ void run(E* out, float* partial, unsigned* done) {
-    start();
-    attend_to_slice();
-    long long slices = gridDim.x, rows = rows_of_block();
-    long long rows_before = (static_cast<long long>(blockIdx.z) * gridDim.y + blockIdx.y) * slices * rows;
-    float* parts = partial + rows_before * DV;
-    float* stats = partial + gridDim.z * gridDim.y * slices * rows * DV + 2 * rows_before;
-    end_slice(out, parts + blockIdx.x * rows * DV, stats + 2 * blockIdx.x * rows);
+  // Returns whether this block is the last of `n` to get here. It then sees what the others wrote.
+  __device__ bool is_last(unsigned* count, int n) {
+    int* answer = reinterpret_cast<int*>(shared);
+    __threadfence();
+    __syncthreads();
+    if (threadIdx.x == 0) {
+      *answer = atomicAdd(count, 1u) == n - 1;
+      if (*answer) *count = 0;
+    }
+    __syncthreads();
+    bool last = *answer;
+    __syncthreads();
+    __threadfence();
+    return last;
+  }
+
+  // `counts` count the blocks that are finished, and are 0 before and after. Many slices are merged in
+  // two steps, so that the last block has less to read.
+  __device__ void run(E* out, float* partial, unsigned* counts) {
+    this->start();
+    this->attend_to_slice();
+    int slices = gridDim.x, slice = blockIdx.x, rows_of_blocks = blockIdx.z * gridDim.y + blockIdx.y;
+    long long rows = static_cast<long long>(slices) * rows_of_block();
+    float* parts = partial + rows_of_blocks * rows * DV;
+    float* stats = partial + gridDim.z * gridDim.y * rows * DV + 2 * rows_of_blocks * rows;
+    this->end_slice(out, parts, stats);
     if (slices == 1) return;
-    // What every thread wrote is to be seen before the count is.
-    __threadfence();
-    __syncthreads();
-    unsigned* ticket = reinterpret_cast<unsigned*>(shared);
-    done += blockIdx.z * gridDim.y + blockIdx.y;
-    if (threadIdx.x == 0) *ticket = atomicAdd(done, 1u);
-    __syncthreads();
-    bool is_last = *ticket == gridDim.x - 1;
-    __syncthreads();
-    if (!is_last) return;
-    __threadfence();
-    if (threadIdx.x == 0) *done = 0;
-    merge(out, parts, stats);
+    if (slices <= MOST_MERGED) {
+      if (is_last(counts + rows_of_blocks, slices)) merge(out, parts, stats, 0, slices, 1, true);
+      return;
+    }
+    int groups = (slices + GROUP - 1) / GROUP, first = slice / GROUP * GROUP;
+    int members = first + GROUP <= slices ? GROUP : slices - first;
+    counts += rows_of_blocks * (MOST_GROUPS + 1);
+    if (!is_last(counts + 1 + slice / GROUP, members)) return;
+    merge(out, parts, stats, first, members, 1, false);
+    if (is_last(counts, groups)) merge(out, parts, stats, 0, groups, GROUP, true);
   }
 };
 

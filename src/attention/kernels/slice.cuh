@@ -1,0 +1,311 @@
+// The attention of a few queries over a slice of many keys: what a block does.
+//
+// A block reads the keys of one KV head once, for up to 64 rows: the query heads of that KV head times
+// the queries. Row `r` is query `r / group` of query head `r % group`, so that rows of one
+// query, which see the same keys, are neighbours. A warp has 16 rows and a share of each tile of keys,
+// and keeps the running softmax of the two in registers.
+//
+// Lengths and strides are arguments; only dtypes, dimensions and the kind of mask are compiled in.
+
+namespace etkv {
+
+constexpr int WARPS = 4;
+constexpr int THREADS = 32 * WARPS;
+// Keys that a block reads at a time, and those that a warp multiplies at a time.
+constexpr int TILE = 64;
+constexpr int STEP = 16;
+// Rows of a warp.
+constexpr int ROWS = 16;
+
+template <typename E, int DK, int DV, int MASK, int STAGES, int MOST_ROW_WARPS>
+struct Slice {
+  static constexpr int PIECE = 16 / sizeof(E);
+  // Rows in shared memory are apart by an odd number of 16 bytes, so that eight of them lie in
+  // different banks.
+  static constexpr int K_PITCH = DK + PIECE;
+  static constexpr int V_PITCH = DV + PIECE;
+  static constexpr int STAGE = TILE * (K_PITCH + V_PITCH);
+  static constexpr int SUM_PITCH = DV + 8;
+
+  View<E> q, k, v;
+  Marks marks;
+  Sizes sizes;
+  float scale;
+  char* shared;
+
+  // Queries: as operands of products in half precision, else rows in shared memory.
+  unsigned q_parts[is_half<E> ? DK / 16 : 1][4];
+  E* q_rows;
+  // The running softmax of the rows `lane / 4` and that plus 8.
+  float most[2];
+  float total[2];
+  float sums[DV / 8][4];
+
+  int lane, warp, row_warps, row_of_warp, key_of_warp, head;
+
+  __device__ int rows_of_block() const { return ROWS * row_warps; }
+  __device__ int first_row() const { return static_cast<int>(blockIdx.z) * rows_of_block(); }
+  // The row of the whole head that this lane's elements with `lower` belong to.
+  __device__ int row(int lower) const { return first_row() + row_of_warp + lane / 4 + 8 * lower; }
+
+  __device__ const E* query(int r) const {
+    return q.at(head * sizes.group + r % sizes.group, r / sizes.group);
+  }
+
+  __device__ void start() {
+    lane = threadIdx.x % 32;
+    warp = threadIdx.x / 32;
+    int needed = (sizes.rows() + ROWS - 1) / ROWS;
+    row_warps = needed <= 1 ? 1 : needed <= 2 || MOST_ROW_WARPS == 2 ? 2 : 4;
+    row_of_warp = ROWS * (warp % row_warps);
+    key_of_warp = STEP * row_warps * (warp / row_warps);
+    head = blockIdx.y;
+    for (int i = 0; i < 2; ++i) {
+      most[i] = -INFINITY;
+      total[i] = 0;
+    }
+#pragma unroll
+    for (int i = 0; i < DV / 2; ++i) sums[i / 4][i % 4] = 0;
+    if constexpr (is_half<E>) {
+#pragma unroll
+      for (int part = 0; part < DK / 16; ++part) {
+        for (int i = 0; i < 4; ++i) {
+          int r = row(i % 2), column = part * 16 + 2 * (lane % 4) + 8 * (i / 2);
+          q_parts[part][i] = 0;
+          if (r < sizes.rows()) {
+            const E* from = query(r) + column * q.column;
+            q_parts[part][i] = pair_of(from[0], from[q.column]);
+          }
+        }
+      }
+    } else {
+      q_rows = reinterpret_cast<E*>(shared) + STAGES * STAGE;
+      for (int i = threadIdx.x; i < rows_of_block() * DK; i += THREADS) {
+        int r = first_row() + i / DK;
+        q_rows[i / DK * K_PITCH + i % DK] = r < sizes.rows() ? query(r)[i % DK * q.column] : E(0);
+      }
+    }
+  }
+
+  template <int D>
+  __device__ void load(E* to, const View<E>& rows, int first, bool aligned) {
+    constexpr int PIECES = D / PIECE;
+    for (int i = threadIdx.x; i < TILE * PIECES; i += THREADS) {
+      int r = i / PIECES, column = i % PIECES * PIECE;
+      bool exists = first + r < sizes.keys;
+      const E* from = exists ? rows.at(head, first + r) : rows.data;
+      E* piece = to + r * (D + PIECE) + column;
+      if (aligned) {
+        copy_later(piece, exists ? from + column : from, exists);
+      } else {
+        for (int j = 0; j < PIECE; ++j) piece[j] = exists ? from[(column + j) * rows.column] : E(0);
+      }
+    }
+  }
+
+  // Multiplies this warp's rows by the keys from `keys` on. A lane gets the scores of its two rows and
+  // of the keys 2 * (lane % 4) and the next, and the same 8 later.
+  __device__ void multiply_keys(float (&scores)[2][4], const E* keys) {
+    if constexpr (is_half<E>) {
+      keys += (lane / 16 * 8 + lane % 8) * K_PITCH + lane / 8 % 2 * 8;
+#pragma unroll
+      for (int part = 0; part < DK / 16; ++part) {
+        unsigned b[4];
+        read_matrices(b, keys + 16 * part);
+        multiply<E>(scores[0], q_parts[part], b[0], b[1]);
+        multiply<E>(scores[1], q_parts[part], b[2], b[3]);
+      }
+    } else {
+      const E* rows = q_rows + (row_of_warp + lane / 4) * K_PITCH;
+      for (int d = 0; d < DK; ++d) {
+        for (int i = 0; i < 8; ++i) {
+          int key = i / 4 * 8 + lane % 4 * 2 + i % 2;
+          scores[i / 4][i % 4] += rows[i / 2 % 2 * 8 * K_PITCH + d] * keys[key * K_PITCH + d];
+        }
+      }
+    }
+  }
+
+  __device__ void add_values(const float (&p)[2][4], const E* values) {
+    if constexpr (is_half<E>) {
+      unsigned a[4];
+      for (int i = 0; i < 4; ++i) a[i] = pair_of(E(p[i / 2][i % 2 * 2]), E(p[i / 2][i % 2 * 2 + 1]));
+      values += lane % 16 * V_PITCH + lane / 16 * 8;
+#pragma unroll
+      for (int part = 0; part < DV / 16; ++part) {
+        unsigned b[4];
+        read_transposed(b, values + 16 * part);
+        multiply<E>(sums[2 * part], a, b[0], b[1]);
+        multiply<E>(sums[2 * part + 1], a, b[2], b[3]);
+      }
+    } else {
+#pragma unroll
+      for (int i = 0; i < STEP; ++i) {
+        int owner = lane / 4 * 4 + i % 8 / 2;
+        float upper = __shfl_sync(ALL, p[i / 8][i % 2], owner);
+        float lower = __shfl_sync(ALL, p[i / 8][i % 2 + 2], owner);
+        const E* value = values + i * V_PITCH + lane % 4 * 2;
+#pragma unroll
+        for (int part = 0; part < DV / 8; ++part) {
+          for (int j = 0; j < 2; ++j) {
+            sums[part][j] += upper * value[8 * part + j];
+            sums[part][j + 2] += lower * value[8 * part + j];
+          }
+        }
+      }
+    }
+  }
+
+  // Returns which of this lane's scores of the step count, a bit each.
+  __device__ unsigned seen_of(int first) const {
+    unsigned seen = 0;
+    for (int i = 0; i < 8; ++i) {
+      int r = row(i / 2 % 2), key = first + i / 4 * 8 + lane % 4 * 2 + i % 2;
+      bool sees = r < sizes.rows() && key < sizes.keys;
+      if (MASK == SEES_UP_TO_ITSELF) {
+        sees = sees && key <= sizes.keys - sizes.queries + r / sizes.group;
+      } else if (MASK == SEES_MARKED) {
+        sees = sees && marks.data[r / sizes.group * marks.query + key * marks.key];
+      }
+      seen |= static_cast<unsigned>(sees) << i;
+    }
+    return seen;
+  }
+
+  __device__ void attend_to(const E* keys, const E* values, unsigned seen) {
+    // A key that no row of the warp sees costs nothing: those of the other sequences of a batch.
+    if (!__any_sync(ALL, seen != 0)) return;
+    float scores[2][4] = {};
+    multiply_keys(scores, keys);
+    float highest[2] = {most[0], most[1]};
+    for (int i = 0; i < 8; ++i) {
+      float& score = scores[i / 4][i % 4];
+      score = seen >> i & 1 ? score * scale : -INFINITY;
+      highest[i / 2 % 2] = fmaxf(highest[i / 2 % 2], score);
+    }
+    bool grows = false;
+    for (int i = 0; i < 2; ++i) {
+      highest[i] = over_row(highest[i], false);
+      grows = grows || highest[i] != most[i];
+    }
+    if (__any_sync(ALL, grows)) {
+      float weight[2];
+      for (int i = 0; i < 2; ++i) {
+        weight[i] = weight_of(most[i], highest[i]);
+        total[i] *= weight[i];
+        most[i] = highest[i];
+      }
+#pragma unroll
+      for (int i = 0; i < DV / 2; ++i) sums[i / 4][i % 4] *= weight[i / 2 % 2];
+    }
+    for (int i = 0; i < 8; ++i) {
+      float& score = scores[i / 4][i % 4];
+      score = weight_of(score, most[i / 2 % 2]);
+      total[i / 2 % 2] += score;
+    }
+    add_values(scores, values);
+  }
+
+  __device__ void attend_to_slice() {
+    int tiles = (sizes.keys + TILE - 1) / TILE;
+    int begin = static_cast<int>(static_cast<long long>(tiles) * blockIdx.x / gridDim.x);
+    int end = static_cast<int>(static_cast<long long>(tiles) * (blockIdx.x + 1) / gridDim.x);
+    bool k_aligned = k.is_aligned(), v_aligned = v.is_aligned();
+    E* stages = reinterpret_cast<E*>(shared);
+    auto load_tile = [&](int tile) {
+      if (tile < end) {
+        E* to = stages + (tile - begin) % STAGES * STAGE;
+        load<DK>(to, k, tile * TILE, k_aligned);
+        load<DV>(to + TILE * K_PITCH, v, tile * TILE, v_aligned);
+      }
+      end_of_copies();
+    };
+    for (int i = 0; i < STAGES - 1; ++i) load_tile(begin + i);
+    for (int tile = begin; tile < end; ++tile) {
+      load_tile(tile + STAGES - 1);
+      int first = tile * TILE + key_of_warp;
+      // The marks come from far: ask for those of all steps at once.
+      unsigned seen[4];
+#pragma unroll
+      for (int i = 0; i < 4; ++i) seen[i] = i < row_warps ? seen_of(first + STEP * i) : 0;
+      wait_for_copies<STAGES - 1>();
+      __syncthreads();
+      const E* keys = stages + (tile - begin) % STAGES * STAGE;
+      const E* values = keys + TILE * K_PITCH;
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        int at = key_of_warp + STEP * i;
+        if (i < row_warps) attend_to(keys + at * K_PITCH, values + at * V_PITCH, seen[i]);
+      }
+      __syncthreads();
+    }
+  }
+
+  // Writes four elements of a row, divided by `whole`.
+  __device__ void write(E* out, int r, int column, const float (&x)[4], float whole) {
+    long long query_head = head * sizes.group + r % sizes.group;
+    E* to = out + (query_head * sizes.queries + r / sizes.group) * DV + column;
+    for (int i = 0; i < 4; ++i) {
+      float value = x[i] / whole;
+      if (whole == 0) {
+        // Nothing is seen. MLX then weighs all keys alike.
+        value = 0;
+        for (int key = 0; key < sizes.keys; ++key) {
+          value += static_cast<float>(v.at(head, key)[(column + i) * v.column]);
+        }
+        value /= static_cast<float>(sizes.keys);
+      }
+      to[i] = E(value);
+    }
+  }
+
+  // Leaves four elements of a row to the block that merges. Row 0 is that of the first slice.
+  __device__ void leave(
+      float* parts, float* stats, int r, int column, const float (&x)[4], float highest, float whole) {
+    float* to = parts + static_cast<long long>(r) * DV + column;
+    *reinterpret_cast<float4*>(to) = make_float4(x[0], x[1], x[2], x[3]);
+    if (column == 0) {
+      stats[2 * r] = highest;
+      stats[2 * r + 1] = whole;
+    }
+  }
+
+  // Adds the sums of the warps that share rows. Writes the result if this is the only slice, or else
+  // what the last block merges.
+  __device__ void end_slice(E* out, float* parts, float* stats) {
+    float* all = reinterpret_cast<float*>(shared);
+    float* ends = all + WARPS * ROWS * SUM_PITCH;
+    for (int i = 0; i < 2; ++i) {
+      int at = warp * ROWS + lane / 4 + 8 * i;
+      float whole = over_row(total[i], true);
+#pragma unroll
+      for (int part = 0; part < DV / 8; ++part) {
+        for (int j = 0; j < 2; ++j) all[at * SUM_PITCH + 8 * part + lane % 4 * 2 + j] = sums[part][2 * i + j];
+      }
+      if (lane % 4 == 0) {
+        ends[2 * at] = most[i];
+        ends[2 * at + 1] = whole;
+      }
+    }
+    __syncthreads();
+    for (int i = threadIdx.x; i < rows_of_block() * (DV / 4); i += THREADS) {
+      int r = i / (DV / 4), column = i % (DV / 4) * 4;
+      if (first_row() + r >= sizes.rows()) break;
+      // The warps of row `r` are `rows_of_block()` rows apart.
+      float highest = -INFINITY, whole = 0, sum[4] = {};
+      for (int at = r; at < WARPS * ROWS; at += rows_of_block()) highest = fmaxf(highest, ends[2 * at]);
+      for (int at = r; at < WARPS * ROWS; at += rows_of_block()) {
+        float weight = weight_of(ends[2 * at], highest);
+        whole += weight * ends[2 * at + 1];
+        for (int j = 0; j < 4; ++j) sum[j] += weight * all[at * SUM_PITCH + column + j];
+      }
+      if (gridDim.x == 1) {
+        write(out, first_row() + r, column, sum, whole);
+        continue;
+      }
+      leave(parts, stats, static_cast<int>(blockIdx.x) * rows_of_block() + r, column, sum, highest, whole);
+    }
+  }
+};
+
+}  // namespace etkv
