@@ -131,6 +131,10 @@ fn batch(sequences: i32, n: i32, dim: i32) -> Result<()> {
 fn main() {
     let differences = std::env::args().any(|argument| argument == "differences");
     let measured = etkv::mlx::run(|| {
+        if !etkv::mlx::on_gpu()? {
+            println!("MLX has no GPU here");
+            return Ok(());
+        }
         for dim in [64, 128] {
             let title = format!("{HEADS} query and {KV_HEADS} KV heads of {dim}, bfloat16, causal");
             if differences {

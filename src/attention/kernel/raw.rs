@@ -69,9 +69,9 @@ impl Kernel {
         // SAFETY: the handles are live, and the list copies them.
         let inputs =
             Arrays(unsafe { mlx_sys::mlx_vector_array_new_data(inputs.as_ptr(), inputs.len()) });
-        // SAFETY: the configuration is filled here and freed with its owner; each shape has as many
-        // elements as is said.
+        // SAFETY: the handle is freed with its owner.
         let config = Config(unsafe { mlx_sys::mlx_fast_cuda_kernel_config_new() });
+        // SAFETY: the handle is live; each shape has as many elements as is said.
         unsafe {
             for (shape, dtype) in outputs {
                 check(mlx_sys::mlx_fast_cuda_kernel_config_add_output_arg(

@@ -23,7 +23,7 @@ __device__ inline void wait_for_copies() {
   asm volatile("cp.async.wait_group %0;" ::"n"(N) : "memory");
 }
 
-// Reads four matrices of 8x8 halves. Lane `i` names row `i % 8` of matrix `i / 8`, and gets the
+// Reads four matrices of 8x8 halves. Thread `i` names row `i % 8` of matrix `i / 8`, and gets the
 // elements 2 * (i % 4) and the next of row `i / 4` of each.
 __device__ inline void read_matrices(unsigned (&to)[4], const void* row) {
   unsigned at = static_cast<unsigned>(__cvta_generic_to_shared(row));

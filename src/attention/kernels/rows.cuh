@@ -3,7 +3,7 @@
 namespace etkv {
 
 constexpr float LOG2_E = 1.4426950408889634f;
-// All lanes of a warp.
+// All threads of a warp.
 constexpr unsigned ALL = 0xffffffffu;
 
 enum Masks { SEES_ALL, SEES_UP_TO_ITSELF, SEES_MARKED };

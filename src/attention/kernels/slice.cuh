@@ -36,24 +36,25 @@ struct Slice {
   // Queries: as operands of products in half precision, else rows in shared memory.
   unsigned q_parts[is_half<E> ? DK / 16 : 1][4];
   E* q_rows;
-  // The running softmax of the rows `lane / 4` and that plus 8.
+  // The running softmax of the rows `thread / 4` and that plus 8.
   float most[2];
   float total[2];
   float sums[DV / 8][4];
 
-  int lane, warp, row_warps, row_of_warp, key_of_warp, head;
+  // This thread of its warp, and what the warp has of the block.
+  int thread, warp, row_warps, row_of_warp, key_of_warp, head;
 
   __device__ int rows_of_block() const { return ROWS * row_warps; }
   __device__ int first_row() const { return static_cast<int>(blockIdx.z) * rows_of_block(); }
-  // The row of the whole head that this lane's elements with `lower` belong to.
-  __device__ int row(int lower) const { return first_row() + row_of_warp + lane / 4 + 8 * lower; }
+  // The row of the whole head that this thread's elements with `lower` belong to.
+  __device__ int row(int lower) const { return first_row() + row_of_warp + thread / 4 + 8 * lower; }
 
   __device__ const E* query(int r) const {
     return q.at(head * sizes.group + r % sizes.group, r / sizes.group);
   }
 
   __device__ void start() {
-    lane = threadIdx.x % 32;
+    thread = threadIdx.x % 32;
     warp = threadIdx.x / 32;
     int needed = (sizes.rows() + ROWS - 1) / ROWS;
     row_warps = needed <= 1 ? 1 : needed <= 2 || MOST_ROW_WARPS == 2 ? 2 : 4;
@@ -70,7 +71,7 @@ struct Slice {
 #pragma unroll
       for (int part = 0; part < DK / 16; ++part) {
         for (int i = 0; i < 4; ++i) {
-          int r = row(i % 2), column = part * 16 + 2 * (lane % 4) + 8 * (i / 2);
+          int r = row(i % 2), column = part * 16 + 2 * (thread % 4) + 8 * (i / 2);
           q_parts[part][i] = 0;
           if (r < sizes.rows()) {
             const E* from = query(r) + column * q.column;
@@ -103,11 +104,11 @@ struct Slice {
     }
   }
 
-  // Multiplies this warp's rows by the keys from `keys` on. A lane gets the scores of its two rows and
-  // of the keys 2 * (lane % 4) and the next, and the same 8 later.
+  // Multiplies this warp's rows by the keys from `keys` on. A thread gets the scores of its two rows and
+  // of the keys 2 * (thread % 4) and the next, and the same 8 later.
   __device__ void multiply_keys(float (&scores)[2][4], const E* keys) {
     if constexpr (is_half<E>) {
-      keys += (lane / 16 * 8 + lane % 8) * K_PITCH + lane / 8 % 2 * 8;
+      keys += (thread / 16 * 8 + thread % 8) * K_PITCH + thread / 8 % 2 * 8;
 #pragma unroll
       for (int part = 0; part < DK / 16; ++part) {
         unsigned b[4];
@@ -116,10 +117,10 @@ struct Slice {
         multiply<E>(scores[1], q_parts[part], b[2], b[3]);
       }
     } else {
-      const E* rows = q_rows + (row_of_warp + lane / 4) * K_PITCH;
+      const E* rows = q_rows + (row_of_warp + thread / 4) * K_PITCH;
       for (int d = 0; d < DK; ++d) {
         for (int i = 0; i < 8; ++i) {
-          int key = i / 4 * 8 + lane % 4 * 2 + i % 2;
+          int key = i / 4 * 8 + thread % 4 * 2 + i % 2;
           scores[i / 4][i % 4] += rows[i / 2 % 2 * 8 * K_PITCH + d] * keys[key * K_PITCH + d];
         }
       }
@@ -130,7 +131,7 @@ struct Slice {
     if constexpr (is_half<E>) {
       unsigned a[4];
       for (int i = 0; i < 4; ++i) a[i] = pair_of(E(p[i / 2][i % 2 * 2]), E(p[i / 2][i % 2 * 2 + 1]));
-      values += lane % 16 * V_PITCH + lane / 16 * 8;
+      values += thread % 16 * V_PITCH + thread / 16 * 8;
 #pragma unroll
       for (int part = 0; part < DV / 16; ++part) {
         unsigned b[4];
@@ -141,10 +142,10 @@ struct Slice {
     } else {
 #pragma unroll
       for (int i = 0; i < STEP; ++i) {
-        int owner = lane / 4 * 4 + i % 8 / 2;
+        int owner = thread / 4 * 4 + i % 8 / 2;
         float upper = __shfl_sync(ALL, p[i / 8][i % 2], owner);
         float lower = __shfl_sync(ALL, p[i / 8][i % 2 + 2], owner);
-        const E* value = values + i * V_PITCH + lane % 4 * 2;
+        const E* value = values + i * V_PITCH + thread % 4 * 2;
 #pragma unroll
         for (int part = 0; part < DV / 8; ++part) {
           for (int j = 0; j < 2; ++j) {
@@ -156,11 +157,11 @@ struct Slice {
     }
   }
 
-  // Returns which of this lane's scores of the step count, a bit each.
+  // Returns which of this thread's scores of the step count, a bit each.
   __device__ unsigned seen_of(int first) const {
     unsigned seen = 0;
     for (int i = 0; i < 8; ++i) {
-      int r = row(i / 2 % 2), key = first + i / 4 * 8 + lane % 4 * 2 + i % 2;
+      int r = row(i / 2 % 2), key = first + i / 4 * 8 + thread % 4 * 2 + i % 2;
       bool sees = r < sizes.rows() && key < sizes.keys;
       if (MASK == SEES_UP_TO_ITSELF) {
         sees = sees && key <= sizes.keys - sizes.queries + r / sizes.group;
@@ -276,13 +277,14 @@ struct Slice {
     float* all = reinterpret_cast<float*>(shared);
     float* ends = all + WARPS * ROWS * SUM_PITCH;
     for (int i = 0; i < 2; ++i) {
-      int at = warp * ROWS + lane / 4 + 8 * i;
+      int at = warp * ROWS + thread / 4 + 8 * i;
       float whole = over_row(total[i], true);
 #pragma unroll
       for (int part = 0; part < DV / 8; ++part) {
-        for (int j = 0; j < 2; ++j) all[at * SUM_PITCH + 8 * part + lane % 4 * 2 + j] = sums[part][2 * i + j];
+        float* to = all + at * SUM_PITCH + 8 * part + thread % 4 * 2;
+        for (int j = 0; j < 2; ++j) to[j] = sums[part][2 * i + j];
       }
-      if (lane % 4 == 0) {
+      if (thread % 4 == 0) {
         ends[2 * at] = most[i];
         ends[2 * at + 1] = whole;
       }
