@@ -1,7 +1,7 @@
 //! Attention of a few queries on a GPU, by the kernel and by MLX: 16 calls that depend on each other
 //! as layers do, at a length that is new each time.
 //!
-//! With the argument `differences` it prints the largest difference from float32, in parts of the
+//! With the argument `kernel` it leaves MLX out. With `differences` it prints the largest difference from float32, in parts of the
 //! largest value. Set `MLX_ENABLE_TF32=0` for that.
 
 use std::time::Instant;
@@ -49,6 +49,9 @@ fn time(
     mask: &dyn Fn(i32) -> Mask,
     ours: bool,
 ) -> Result<Option<f64>> {
+    if !ours && is_asked_for("kernel") {
+        return Ok(None);
+    }
     let scale = (q.dim(3) as f32).sqrt().recip();
     let mut times = Vec::new();
     for round in 0..WARM + ROUNDS {
@@ -84,6 +87,10 @@ fn difference(q: &Array, pool: &Pool, n: i32, ours: bool) -> Result<Option<f32>>
     let worst =
         out.as_dtype(Dtype::Float32)?.subtract(&exact)?.abs()?.max(None)?.item_exact::<f32>();
     Ok(Some(worst / most))
+}
+
+fn is_asked_for(what: &str) -> bool {
+    std::env::args().any(|argument| argument == what)
 }
 
 fn shown(value: Option<f64>, digits: usize) -> String {
@@ -129,7 +136,7 @@ fn batch(sequences: i32, n: i32, dim: i32) -> Result<()> {
 }
 
 fn main() {
-    let differences = std::env::args().any(|argument| argument == "differences");
+    let differences = is_asked_for("differences");
     let measured = etkv::mlx::run(|| {
         if !etkv::mlx::on_gpu()? {
             println!("MLX has no GPU here");
