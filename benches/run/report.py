@@ -123,6 +123,19 @@ def described(report: Figures) -> list[str]:
     ]
 
 
+def joined(reports: list[Figures]) -> Figures:
+    """Returns reports of different topics as one. Raises ValueError if they are not of one device and one etkv."""
+    first = reports[0]
+    made = {**first, "topics": [], "samples": [], "seconds": 0.0}
+    for one in reports:
+        if one["versions"] != first["versions"] or one["machine"]["device_name"] != first["machine"]["device_name"]:
+            raise ValueError("the reports are of different devices or versions")
+        made["topics"] += one["topics"]
+        made["samples"] += one["samples"]
+        made["seconds"] += one["seconds"]
+    return made
+
+
 def write(report: Figures, folder: Path) -> None:
     """Writes report.json and report.md."""
     (folder / "report.json").write_text(json.dumps(report, indent=1, allow_nan=False) + "\n")

@@ -180,6 +180,18 @@ def test_a_report_is_written_read_and_drawn(tmp_path, capsys):
         assert (tmp_path / name).read_bytes().startswith(b"\x89PNG")
 
 
+def test_reports_of_several_runs_are_joined(tmp_path):
+    first, second = a_report(), a_report()
+    second["topics"][0]["name"] = "op"
+    made = report.joined([first, second])
+    assert [topic["name"] for topic in made["topics"]] == ["decode", "op"]
+    assert made["seconds"] == 120.0
+    assert first == a_report()
+    second["machine"]["device_name"] = "another"
+    with pytest.raises(ValueError, match="different devices"):
+        report.joined([first, second])
+
+
 def test_marks_between_powers_of_ten():
     marks = plots.only(2, 5)
     assert [marks(value, None) for value in (2.0, 3.0, 50.0, 2000.0)] == ["2", "", "50", "2,000"]
