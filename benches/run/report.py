@@ -14,6 +14,9 @@ FORMAT = 1
 
 NOT_RUN = "not run"
 
+REFERENCE = "as many"
+"""How the name of a series begins that no contestant ran."""
+
 
 @dataclass
 class Table:
@@ -143,5 +146,13 @@ def write(report: Figures, folder: Path) -> None:
 
 
 def topic_as_json(topic: Topic) -> Figures:
-    """Returns a topic as report.json has it."""
-    return asdict(topic)
+    """Returns a topic as report.json has it, without plots that have no value."""
+    made = asdict(topic)
+    made["plots"] = [plot for plot in made["plots"] if any(measured(panel) for panel in plot["panels"])]
+    return made
+
+
+def measured(panel: Figures) -> bool:
+    """Whether any contestant has a value; a line to compare with is none."""
+    values = (one for name, one in panel["series"].items() if not name.startswith(REFERENCE))
+    return any(value is not None for one in values for value in one)
