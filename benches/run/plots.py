@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import textwrap
 from pathlib import Path
 from typing import Any
 
@@ -60,7 +61,7 @@ def draw_plot(plot: dict[str, Any], device: str, file: Path) -> None:
         handles, labels = axes[0].get_legend_handles_labels()
         if len(labels) > 1:
             figure.legend(handles, labels, loc="outside lower center", ncols=min(len(labels), 4), frameon=False)
-        figure.suptitle(f"{plot['title']} ({device})", fontsize=12)
+        figure.suptitle(textwrap.fill(f"{plot['title']} ({device})", 78), fontsize=12)
         figure.savefig(file, dpi=150)
         pyplot.close(figure)
 
