@@ -211,8 +211,8 @@ def batch(job: dict[str, Any]) -> dict[str, Any]:
 def fork(job: dict[str, Any]) -> dict[str, Any]:
     """Copies the cache of a prompt for each branch, as mlx-lm's prompt caches do; then decodes the branches together.
 
-    The branches' copies are merged into one cache with a row for each, as mlx-lm's batches are. MLX copies no bytes before
-    that: a copied array is the same buffer until one of both changes.
+    The branches' copies are merged into one cache with a row for each, as mlx-lm's batches are. MLX copies no bytes
+    before that: a copied array is the same buffer until one of both changes.
     """
     peer = Peer(job)
     mx, n = peer.mx, job["sequences"]
