@@ -53,7 +53,13 @@ def main(arguments: list[str] | None = None) -> int:
     )
     parser.add_argument("--contexts", type=int, nargs="+", default=[], metavar="N", help="of the topic decode")
     parser.add_argument("--limit", type=float, default=1800, metavar="SECONDS", help="of one process (1800)")
-    parser.add_argument("--draw", type=Path, metavar="FOLDER", help="only make the tables and plots of its report.json")
+    parser.add_argument(
+        "--draw",
+        type=Path,
+        nargs="+",
+        metavar="FOLDER",
+        help="only make the tables and plots of a folder's report.json, or of several as one, in --output or the first",
+    )
     options = parser.parse_args(arguments)
     unknown = [name for name in options.only if name not in TOPICS]
     if unknown:
@@ -61,7 +67,13 @@ def main(arguments: list[str] | None = None) -> int:
     if options.rounds is not None and options.rounds < 1:
         parser.error("--rounds is at least 1")
     if options.draw:
-        finish(json.loads((options.draw / "report.json").read_text()), options.draw)
+        try:
+            made = report.joined([json.loads((folder / "report.json").read_text()) for folder in options.draw])
+        except (OSError, ValueError) as error:
+            parser.error(str(error))
+        output = options.output or options.draw[0]
+        output.mkdir(parents=True, exist_ok=True)
+        finish(made, output)
         return 0
     carried = (PACK / "bin").is_dir()
     output = (options.output or (PACK / "report" if carried else models.ROOT / "build" / "bench")).resolve()

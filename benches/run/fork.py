@@ -18,7 +18,8 @@ def measure(bench: Bench) -> Topic:
         NAME,
         "Forks",
         "One context is read once and continued by several branches, which decode together. etkv's branches share its "
-        "cells; mlx-lm copies its cache for each branch, and merges the copies into a batch.",
+        "cells; mlx-lm copies its cache for each branch, and merges the copies into a batch. Making the branches ends "
+        "when they can decode together.",
     )
     model = bench.models[0]
     context = bench.choose(quick=32, cpu=512, gpu=2048)

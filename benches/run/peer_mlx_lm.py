@@ -211,19 +211,19 @@ def batch(job: dict[str, Any]) -> dict[str, Any]:
 def fork(job: dict[str, Any]) -> dict[str, Any]:
     """Copies the cache of a prompt for each branch, as mlx-lm's prompt caches do; then decodes the branches together.
 
-    The branches' copies are merged into one cache with a row for each, as mlx-lm's batches are.
+    The branches' copies are merged into one cache with a row for each, as mlx-lm's batches are. MLX copies no bytes
+    before that: a copied array is the same buffer until one of both changes.
     """
     peer = Peer(job)
     mx, n = peer.mx, job["sequences"]
     cache, chosen = peer.prefill([job["ids"]])
     before = mx.get_active_memory()
     start = time.perf_counter()
-    copies = [copy.deepcopy(cache) for _ in range(n - 1)]
-    mx.eval([layer.state for branch in copies for layer in branch])
+    branches = [cache, *(copy.deepcopy(cache) for _ in range(n - 1))]
+    merged = [type(layer).merge([branch[i] for branch in branches]) for i, layer in enumerate(cache)]
+    mx.eval([(layer.keys, layer.values) for layer in merged])
     forked = time.perf_counter() - start
     copied = mx.get_active_memory() - before
-    branches = [cache, *copies]
-    merged = [type(layer).merge([branch[i] for branch in branches]) for i, layer in enumerate(cache)]
     tokens = mx.repeat(chosen, n)
     peer.steps(tokens, merged, 2, "pipelined")
     seconds, _ = peer.steps(tokens, merged, job["steps"], "pipelined")

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import textwrap
 from pathlib import Path
 from typing import Any
 
 from .measure import Figures, NotRunError
+from .report import REFERENCE
 
 COLORS = ["#1f77b4", "#ff7f0e", "#c9a227", "#7f7f7f", "#2ca02c", "#9467bd"]
 MARKERS = ["o", "s", "D", "^", "v", "x"]
@@ -59,7 +61,7 @@ def draw_plot(plot: dict[str, Any], device: str, file: Path) -> None:
         handles, labels = axes[0].get_legend_handles_labels()
         if len(labels) > 1:
             figure.legend(handles, labels, loc="outside lower center", ncols=min(len(labels), 4), frameon=False)
-        figure.suptitle(f"{plot['title']} ({device})", fontsize=12)
+        figure.suptitle(textwrap.fill(f"{plot['title']} ({device})", 78), fontsize=12)
         figure.savefig(file, dpi=150)
         pyplot.close(figure)
 
@@ -94,7 +96,7 @@ def lines(axis: Any, panel: dict[str, Any], plot: dict[str, Any]) -> None:
 
 def line_style(number: int, name: str) -> dict[str, Any]:
     """Returns the style of a series: a second one of the same contestant is dashed, in its colour."""
-    if name.startswith("as many"):
+    if name.startswith(REFERENCE):
         return {"color": "#999999", "linestyle": ":", "marker": ""}
     if name.endswith(", again"):
         return {"color": COLORS[number // 2], "linestyle": "--", "marker": "s"}
@@ -121,6 +123,7 @@ def bars(axis: Any, panel: dict[str, Any]) -> None:
         drawn = axis.bar(at, [value or 0.0 for value in values], width * 0.92, label=name, color=COLORS[i])
         axis.bar_label(drawn, [text_of(value) for value in values], fontsize=8, padding=2)
     axis.set_xticks(range(len(panel["x"])), [str(x) for x in panel["x"]])
+    axis.yaxis.set_major_formatter(lambda value, _: f"{value:,.10g}")
     axis.margins(y=0.12)
     axis.set_xlabel(panel["x_label"])
     axis.set_ylabel(panel["y_label"])
@@ -136,6 +139,7 @@ def flat_bars(axis: Any, panel: dict[str, Any]) -> None:
         axis.bar_label(drawn, [text_of(value) for value in values], fontsize=9, padding=3)
     axis.set_yticks(range(len(panel["x"])), [str(x) for x in panel["x"]])
     axis.invert_yaxis()
+    axis.xaxis.set_major_formatter(lambda value, _: f"{value:,.10g}")
     axis.margins(x=0.16)
     axis.set_xlabel(panel["y_label"])
 

@@ -14,6 +14,9 @@ FORMAT = 1
 
 NOT_RUN = "not run"
 
+REFERENCE = "as many"
+"""How the name of a series begins that no contestant ran."""
+
 
 @dataclass
 class Table:
@@ -123,6 +126,19 @@ def described(report: Figures) -> list[str]:
     ]
 
 
+def joined(reports: list[Figures]) -> Figures:
+    """Returns reports of different topics as one. Raises ValueError if they are not of one device and one etkv."""
+    first = reports[0]
+    made = {**first, "topics": [], "samples": [], "seconds": 0.0}
+    for one in reports:
+        if one["versions"] != first["versions"] or one["machine"]["device_name"] != first["machine"]["device_name"]:
+            raise ValueError("the reports are of different devices or versions")
+        made["topics"] += one["topics"]
+        made["samples"] += one["samples"]
+        made["seconds"] += one["seconds"]
+    return made
+
+
 def write(report: Figures, folder: Path) -> None:
     """Writes report.json and report.md."""
     (folder / "report.json").write_text(json.dumps(report, indent=1, allow_nan=False) + "\n")
@@ -130,5 +146,13 @@ def write(report: Figures, folder: Path) -> None:
 
 
 def topic_as_json(topic: Topic) -> Figures:
-    """Returns a topic as report.json has it."""
-    return asdict(topic)
+    """Returns a topic as report.json has it, without plots that have no value."""
+    made = asdict(topic)
+    made["plots"] = [plot for plot in made["plots"] if any(measured(panel) for panel in plot["panels"])]
+    return made
+
+
+def measured(panel: Figures) -> bool:
+    """Whether any contestant has a value; a line to compare with is none."""
+    values = (one for name, one in panel["series"].items() if not name.startswith(REFERENCE))
+    return any(value is not None for one in values for value in one)

@@ -146,7 +146,9 @@ def a_report():
     bars = [Panel("left", ["128", "2,048"], "context", "tokens/s", {"a": [1.0, None], "b": [2.0, 3.0]})]
     wide = [Panel("", ["affine4g64", "f16"], "", "MiB", {"MiB": [1.0, 2.0]})]
     lines = [Panel("", [1, 2, 64], "sequences", "tokens/s", {"a": [1.0, None, 900.0], "b": [None, None, None]})]
+    nothing = [Panel("", [1], "x", "y", {"a": [None], "as many as x": [1.0]})]
     plotted = [
+        Plot("nothing.png", "Nothing", "lines", nothing),
         Plot("bars.png", "Bars", "bars", bars),
         Plot("wide.png", "Wide", "bars", wide * 4),
         Plot("lines.png", "Lines", "lines", lines, log_x=True, log_y=True),
@@ -176,8 +178,21 @@ def test_a_report_is_written_read_and_drawn(tmp_path, capsys):
     assert command.main(["--draw", str(tmp_path)]) == 0
     assert (tmp_path / "report.md").read_text() == text
     assert "### a table" in capsys.readouterr().out
+    assert "nothing.png" not in text and not (tmp_path / "nothing.png").exists()
     for name in ("bars.png", "wide.png", "lines.png"):
         assert (tmp_path / name).read_bytes().startswith(b"\x89PNG")
+
+
+def test_reports_of_several_runs_are_joined(tmp_path):
+    first, second = a_report(), a_report()
+    second["topics"][0]["name"] = "op"
+    made = report.joined([first, second])
+    assert [topic["name"] for topic in made["topics"]] == ["decode", "op"]
+    assert made["seconds"] == 120.0
+    assert first == a_report()
+    second["machine"]["device_name"] = "another"
+    with pytest.raises(ValueError, match="different devices"):
+        report.joined([first, second])
 
 
 def test_marks_between_powers_of_ten():
