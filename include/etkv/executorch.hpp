@@ -41,7 +41,7 @@ enum class Logits {
 /// The passes that change a program of the MLX delegate when it is loaded.
 enum class Passes {
   standard, ///< those that make it faster on its device
-  none,     ///< those that the other options need, to compare and to find faults
+  none, ///< those that the other options need, to compare and to find faults
 };
 
 /// The backend options that a program is loaded with.

@@ -136,7 +136,7 @@ _of_thread = threading.local()
 
 @contextlib.contextmanager
 def load_options(key: str | None, logits: Logits, passes: Passes = "default") -> Iterator[None]:
-    """Set the load options of this thread in the block: the cache of ``key``, or none, the rows of logits, and the passes.
+    """Set the load options of this thread in the block: the cache of ``key``, or none, rows of logits and passes.
 
     Blocks nest. In a block without a key, programs are bound to no cache, even within a block with one.
     """

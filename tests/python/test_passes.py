@@ -5,12 +5,13 @@
 
 from __future__ import annotations
 
+import itertools
+
 import numpy as np
 import pytest
 
 import etkv
 import reference
-from etkv import describe_program
 from reference import STORY, Program, Variant
 
 VARIANTS = [
@@ -47,10 +48,7 @@ def logits(program: Program, ids: list[int], passes: str, rows: str = "all") -> 
         etkv.load(program.path, session, logits=rows, passes=passes) as loaded,
     ):
         cuts = [0, 7, PROMPT, *range(PROMPT + 1, len(ids) + 1)]
-        made = [
-            loaded.forward(ids[start:stop], list(range(start, stop)))
-            for start, stop in zip(cuts, cuts[1:], strict=False)
-        ]
+        made = [loaded.forward(ids[start:stop], list(range(start, stop))) for start, stop in itertools.pairwise(cuts)]
     return np.concatenate(made)
 
 

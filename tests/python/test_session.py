@@ -113,6 +113,11 @@ def test_what_is_wrong_before_it_gets_to_the_library():
             session.bound(logits="some"),
         ):
             pass
+        with (
+            pytest.raises(etkv.EtkvError, match="passes is 'some', expected one of default, none"),
+            session.bound(passes="some"),
+        ):
+            pass
 
 
 def test_errors_have_a_class_and_a_status():

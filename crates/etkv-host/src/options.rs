@@ -62,3 +62,22 @@ impl LoadOptions {
         Ok(Self { cache_key, logits, passes })
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn options_are_words() {
+        let options = LoadOptions::parse("", "", "").unwrap();
+        assert_eq!(options.cache_key, None);
+        assert_eq!((options.logits, options.passes), (LogitsRows::All, Passes::Default));
+        let options = LoadOptions::parse("key", "last", "none").unwrap();
+        assert_eq!(options.cache_key.as_deref(), Some("key"));
+        assert_eq!((options.logits, options.passes), (LogitsRows::Last, Passes::None));
+        assert_eq!(LoadOptions::parse("", "all", "gpu").unwrap().passes, Passes::Gpu);
+        let error = LoadOptions::parse("", "", "some").unwrap_err();
+        assert_eq!(error.message(), "option `passes` is `some`, it may be default or none");
+        assert!(LoadOptions::parse("", "some", "").is_err());
+    }
+}

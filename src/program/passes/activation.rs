@@ -134,7 +134,7 @@ mod tests {
     use super::*;
     use crate::program::ir::{Chain, Constant, Dim, InputSpec, Instruction};
 
-    const SCALARS: [f32; 5] = [0.5, 1.0, 0.797_884_56, 0.044_715, 3.0];
+    const SCALARS: [f32; 5] = [0.5, 1.0, 0.797_884_6, 0.044_715, 3.0];
 
     /// The constants are 0 to 4, the input is 5; `ops` make the values from 6 on, the last of which
     /// is the output.

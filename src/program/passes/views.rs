@@ -148,9 +148,8 @@ fn split(graph: &mut Graph) {
     let mut found = BTreeMap::<(Value, i32), Vec<Piece>>::new();
     for (index, instruction) in graph.main.instructions.iter().enumerate() {
         let Out::Tensor(value) = instruction.out else { continue };
-        if let Some((x, axis, start, stop, sizes)) = piece(&instruction.op) {
-            let piece = Piece { index, value, start, stop, sizes };
-            found.entry((x, axis)).or_default().push(piece);
+        if let Some((of, piece)) = piece(index, &instruction.op, value) {
+            found.entry(of).or_default().push(piece);
         }
     }
     let mut renamed = HashMap::new();
@@ -173,13 +172,14 @@ fn split(graph: &mut Graph) {
     graph.rename(&renamed);
 }
 
-/// Returns the operand, the axis, the bounds and the sizes of a slice with fixed bounds.
-fn piece(op: &Op) -> Option<(Value, i32, i32, Option<i32>, RangeInclusive<i32>)> {
+/// Returns the operand and the axis of a slice with fixed bounds, and the piece that it makes.
+fn piece(index: usize, op: &Op, value: Value) -> Option<((Value, i32), Piece)> {
     match op {
         Op::Piece { x, axis, start, stop, sizes } => {
             // The last piece goes to the end of the axis, wherever that is.
             let stop = (stop < sizes.end()).then_some(*stop);
-            Some((*x, *axis, *start, stop, sizes.clone()))
+            let (start, sizes) = (*start, sizes.clone());
+            Some(((*x, *axis), Piece { index, value, start, stop, sizes }))
         }
         Op::Slice {
             x,
@@ -193,7 +193,8 @@ fn piece(op: &Op) -> Option<(Value, i32, i32, Option<i32>, RangeInclusive<i32>)>
                 stop => Some(i32::try_from(*stop).ok().filter(|&stop| stop >= 0)?),
             };
             let start = i32::try_from(*start).ok().filter(|&start| start >= 0)?;
-            Some((*x, i32::try_from(*axis).ok()?, start, stop, 0..=i32::MAX))
+            let axis = i32::try_from(*axis).ok()?;
+            Some(((*x, axis), Piece { index, value, start, stop, sizes: 0..=i32::MAX }))
         }
         _ => None,
     }
@@ -288,7 +289,7 @@ mod tests {
         let heads = vec![reshape(0, 8), transpose(1, &perm)];
         let expected =
             Op::ReshapeTranspose { x: Value(0), shape: shape.clone(), perm: perm.clone() };
-        assert_eq!(merged(heads, 1).0, [expected.clone()]);
+        assert_eq!(merged(heads, 1).0, vec![expected.clone()]);
         let back = vec![transpose(0, &perm), reshape(1, 8)];
         let x = Value(0);
         assert_eq!(
