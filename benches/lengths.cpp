@@ -117,8 +117,16 @@ int main(int argc, char** argv) {
   Cache& cache = session.cache();
   Stopwatch watch;
   must(program.load(session.key(), etkv::Logits::last));
+  const double loaded = watch.lap();
+  if (params.backend_id == etkv::kMLXBackend) {
+    must(etkv::warm_up(cache));
+  }
   std::printf(
-      "%s, %s: loaded in %.1f s\n", argv[1], format.c_str(), watch.lap());
+      "%s, %s: loaded in %.1f s, warm in %.1f s\n",
+      argv[1],
+      format.c_str(),
+      loaded,
+      watch.lap());
 
   std::vector<int64_t> tokens(static_cast<size_t>(longest) + 64);
   for (size_t i = 0; i < tokens.size(); ++i) {

@@ -29,6 +29,10 @@ use raw::Kernel;
 /// faster.
 pub const MOST_QUERIES: i32 = 64;
 
+/// The most queries of one sequence, such as tokens to verify. For more, the steps of a prompt, MLX's
+/// attention is fast enough, and needs no kernel that each process compiles.
+const MOST_OF_ONE: i32 = 16;
+
 /// The dimensions of a row that the kernel takes, in multiples of 16.
 const DIMS: std::ops::RangeInclusive<i32> = 32..=256;
 
@@ -37,14 +41,14 @@ const TILE: i32 = 64;
 const ROWS: i32 = 16;
 const THREADS: i32 = 128;
 
-/// Blocks that keep a large GPU busy: two on each multiprocessor of an H100.
-const BLOCKS: i32 = 264;
+/// Blocks that keep a large GPU busy: four on each multiprocessor of an H100.
+const BLOCKS: i32 = 528;
 
 /// The most slices of the keys. The last block reads what each has left.
 const MOST_SLICES: i32 = 64;
 
-/// The fewest tiles of a slice: less is faster to read than to merge.
-const FEWEST_TILES: i32 = 2;
+/// The fewest tiles of a slice.
+const FEWEST_TILES: i32 = 1;
 
 /// Shared memory that every GPU since Ampere has.
 const MOST_SHARED: i32 = 96 << 10;
@@ -57,9 +61,10 @@ const MOST_KERNELS: usize = 64;
 const MOST_MERGED: i32 = 16;
 
 /// Counters of a call, and the calls that have counters of their own. Rows of blocks need one, or 9
-/// where there are more slices than are merged at once; many rows of blocks have few slices. The kernels of calls that are further apart never run at a time:
-/// MLX's graphs have 100 operations or fewer.
-const COUNTERS: i32 = 144;
+/// where there are more slices than are merged at once; many rows of blocks have few slices. The
+/// kernels of calls that are further apart never run at a time: MLX's graphs have 100 operations or
+/// fewer.
+const COUNTERS: i32 = 600;
 const CALLS: i32 = 512;
 
 /// What is compiled into a kernel.
@@ -96,7 +101,11 @@ pub fn few_queries(
     mask: &Mask,
     scale: f32,
 ) -> Result<Option<Array>> {
-    if q.ndim() != 4 || q.dim(2) < 2 {
+    let most = match mask {
+        Mask::Explicit(_) => MOST_QUERIES,
+        Mask::None | Mask::Causal => MOST_OF_ONE,
+    };
+    if q.ndim() != 4 || !(2..=most).contains(&q.dim(2)) {
         return Ok(None);
     }
     attend(q, k, v, mask, scale)
@@ -167,7 +176,7 @@ impl Call {
         let [slices, heads, blocks] = self.grid;
         match slices {
             1 => 1,
-            // At most 64 slices of 64 rows in 264 blocks.
+            // At most 64 slices of 64 rows in 528 blocks.
             _ => slices * heads * blocks * self.rows_of_block * (self.template.v_dim + 2),
         }
     }

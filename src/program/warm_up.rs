@@ -50,14 +50,23 @@ impl Program {
         let most = [inputs.most.unwrap_or(i32::MAX), cache.config().max_step_tokens];
         let most = most.into_iter().filter(|&most| most > 0).min().unwrap_or(i32::MAX);
         let lengths: BTreeSet<i32> = STEPS.map(|n| most.min(n)).into_iter().collect();
-        let fitting: Vec<i32> = lengths.into_iter().filter(|&n| cache.can_extend(n)).collect();
+        let fitting = lengths.into_iter().filter(|&n| cache.can_extend(n));
+        let mut steps: Vec<Vec<i32>> = fitting.map(|n| vec![0; n as usize]).collect();
+        if cache.sequences().is_some() && cache.can_extend(2) {
+            // Two sequences need a mask.
+            steps.push(vec![0, 1]);
+        }
         let mut mlx = mlx::enter()?;
-        for (done, &n) in fitting.iter().enumerate() {
-            progress(done, fitting.len());
-            let positions: Vec<i32> = (0..n).collect();
-            let tokens = vec![0; n as usize];
+        for (done, sequences) in steps.iter().enumerate() {
+            progress(done, steps.len());
+            let n = sequences.len() as i32;
+            let positions: Vec<i32> = match sequences.last() {
+                Some(0) => (0..n).collect(),
+                _ => vec![0; sequences.len()],
+            };
+            let tokens = vec![0; sequences.len()];
             if let Some(cells) = cache.sequences_mut() {
-                cells.begin_step(&vec![0; n as usize])?;
+                cells.begin_step(sequences)?;
             }
             let began = Instant::now();
             let ran: Result<_> = loaded.stream.run(&mlx, || {
@@ -90,7 +99,7 @@ impl Program {
             cache.clear(true)?;
         }
         mlx.publish_kernels();
-        progress(fitting.len(), fitting.len());
-        Ok(fitting.len())
+        progress(steps.len(), steps.len());
+        Ok(steps.len())
     }
 }

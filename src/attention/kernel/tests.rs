@@ -213,8 +213,9 @@ fn calls_that_run_at_a_time_do_not_disturb_each_other() {
 #[test]
 fn slices_fill_a_gpu_and_are_worth_merging() {
     assert_eq!(slices_of(64, 8), 1);
-    assert_eq!(slices_of(1500, 8), 12);
-    assert_eq!(slices_of(32_768, 8), 33);
+    assert_eq!(slices_of(1500, 8), 24);
+    assert_eq!(slices_of(32_768, 8), MOST_SLICES);
+    assert_eq!(slices_of(32_768, 32), 16);
     assert_eq!(slices_of(i32::MAX, 1), MOST_SLICES);
     for rows in 1..600 {
         let counters = match slices_of(i32::MAX, rows) {
