@@ -25,7 +25,11 @@ fn rotary(x: &Array, offsets: &Array, periods: &Array) -> Result<Array> {
         return Ok(embed(x)?);
     }
     let tokens_first = [2, 1, 0, 3];
-    Ok(embed(&x.transpose_axes(&tokens_first)?)?.transpose_axes(&tokens_first)?)
+    // A piece of a joined product has gaps between its tokens. On CUDA MLX's function makes room for the
+    // elements alone, and writes them as far apart as it read them: past the end of its result (MLX
+    // 0.32.2).
+    let dense = x.transpose_axes(&tokens_first)?.contiguous()?;
+    Ok(embed(&dense)?.transpose_axes(&tokens_first)?)
 }
 
 #[cfg(test)]
@@ -61,6 +65,13 @@ mod tests {
                 assert_eq!(found.shape(), expected.shape());
                 assert!(found.all_close(&expected, 1e-4, 1e-4, None)?);
             }
+            // A piece of a wider product.
+            let wide = normal::<f32>(&[1, 5, 48], None, None, None)?;
+            let piece = slice_axis(&wide, 2, 8, 32, 1)?.reshape(&[1, 5, 3, 8])?;
+            let x = piece.transpose_axes(&[0, 2, 1, 3])?;
+            let offsets = Array::from_slice(&[4, 5, 6, 7, 8], &[5]);
+            let found = rotary(&x, &offsets, &inverse.reciprocal()?)?;
+            assert!(found.all_close(written(&x, &offsets, &inverse)?, 1e-4, 1e-4, None)?);
             let x = normal::<f32>(&[1, 1, 2, 8], None, None, None)?;
             assert!(rotary(&x, &Array::from_slice(&[1], &[1]), &inverse).is_err());
             Ok(())
