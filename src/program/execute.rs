@@ -235,6 +235,9 @@ impl Loaded {
 impl Drop for Loaded {
     fn drop(&mut self) {
         let _held = mlx::hold();
+        if let Ok(mlx) = mlx::enter() {
+            mlx.publish_kernels();
+        }
         self.constants.clear();
         self.cache = None;
     }
