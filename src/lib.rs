@@ -50,6 +50,7 @@
 pub mod attention;
 mod backend;
 mod error;
+#[cfg(feature = "delegate")]
 mod kernel_cache;
 mod layers;
 pub mod mlx;

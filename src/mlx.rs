@@ -18,6 +18,7 @@ use mlx_rs::{Array, Device, DeviceType, Dtype, Stream};
 use parking_lot::{Mutex, MutexGuard, ReentrantMutex, ReentrantMutexGuard};
 
 use crate::error::{fail, Error, Result, Status};
+#[cfg(feature = "delegate")]
 use crate::kernel_cache::{self, KernelCache};
 
 /// The MLX release that this build is made for.
@@ -27,6 +28,7 @@ struct Runtime {
     stream: Stream,
     on_gpu: bool,
     /// The kernels that MLX compiles for an NVIDIA GPU, if they are kept.
+    #[cfg(feature = "delegate")]
     kernels: Option<KernelCache>,
 }
 
@@ -278,15 +280,22 @@ fn start() -> Result<Runtime> {
     // process then ends with its own exit status. It is needed also where the stream is on the CPU.
     // SAFETY: it registers a function without state; the stream exists.
     unsafe { mlx_sys::etkv_mlx_end_without_driver() };
+    #[cfg(feature = "delegate")]
     let kernels = match on_gpu && cfg!(target_os = "linux") {
         true => architecture(&device)
             .and_then(|architecture| kernel_cache::start(&architecture, MLX_VERSION)),
         false => None,
     };
-    Ok(Runtime { stream, on_gpu, kernels })
+    Ok(Runtime {
+        stream,
+        on_gpu,
+        #[cfg(feature = "delegate")]
+        kernels,
+    })
 }
 
 /// Returns MLX's name of the kind of a device, such as `sm_90`.
+#[cfg(feature = "delegate")]
 fn architecture(device: &Device) -> Option<String> {
     let (kind, index) = (device.get_type().ok()?, device.get_index().ok()?);
     // SAFETY: handles are made and freed here; the text lives as long as `info`, and is copied.

@@ -66,8 +66,8 @@ def load(
     ``session`` may be ``None`` for a program without a cache. The program is then bound to no cache, even within
     :meth:`etkv.Session.bound`. ``logits`` selects the rows of logits that a step computes: ``all``, or ``last`` for the
     last row, which is enough for a prompt. ``passes`` selects the passes that make an MLX program faster: ``default``,
-    or ``none`` to compare with. ``method`` is the name of the method to run. On a GPU ``warm_up`` runs a few steps, which
-    are rolled back, so that the first token takes no longer than later ones.
+    or ``none`` to compare with. ``method`` is the name of the method to run. On a GPU ``warm_up`` runs a few steps and
+    rolls them back, so that the first token takes no longer than later ones.
 
     Raises :class:`EtkvError` if something is missing or does not fit. The message names it.
     """

@@ -148,7 +148,7 @@ impl Generation {
     ///
     /// # Errors
     /// Those of [`Program::execute`], [`Position`](crate::Status::Position) if the cache no longer
-    /// holds the text so far, and [`Backend`](crate::Status::Backend) for logits that are no numbers.
+    /// holds the text so far, and [`Backend`](crate::Status::Backend) for logits that are not finite.
     pub fn next_tokens(&mut self) -> Result<Vec<Generated>> {
         while self.read_prompts()? > 0 {}
         if let Some(error) = self.failed.take() {

@@ -33,7 +33,7 @@ impl Chosen {
     /// Returns the computed token ids.
     ///
     /// # Errors
-    /// [`Backend`](Status::Backend) for logits that are no numbers.
+    /// [`Backend`](Status::Backend) for logits that are not finite.
     pub fn ids(&self) -> Result<Vec<i64>> {
         let failed = |error| Error::new(Status::Backend, &error).caused_by(error);
         let witness: Vec<f32> = self.witness.to_vec_exact().map_err(failed)?;

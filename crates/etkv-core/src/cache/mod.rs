@@ -306,7 +306,8 @@ pub trait AttendCache: Cache {
     fn abort(&mut self);
 
     /// Sets the open step aside: a program that runs ahead of its host waits for it without the
-    /// cache. Whatever else is then called that changes the cache rolls the step back first. Returns
+    /// cache. Whatever else is then called that changes the cache rolls the step back first, and
+    /// withdraws what was declared for it. Returns
     /// the step's number, for [`resume`](Self::resume); `None` if no step is open, or in a cache
     /// that keeps each step open until it ends.
     fn set_aside(&mut self) -> Option<u64> {

@@ -204,7 +204,8 @@ impl<B: Backend> Run<B> {
             let number = step.set_aside().ok().unwrap();
             assert_eq!(self.cache.length(), length);
             if stop_after.is_some() {
-                // The next call that changes the cache rolls it back.
+                // The next call that changes the cache rolls it back, with what was declared for it.
+                self.model.declared = None;
                 return;
             }
             Step::resume(&mut self.cache, number).unwrap()
