@@ -38,14 +38,17 @@ impl KernelCache {
         let (shared, runs) = (folder.join("published"), folder.join("processes"));
         make_private(&shared)?;
         make_private(&runs)?;
+        let place = place();
         for entry in fs::read_dir(&runs)?.flatten() {
-            let alive = entry.file_name().to_str().is_some_and(is_alive);
-            if !alive {
+            // Those of another machine, or container, are not known here.
+            let name = entry.file_name();
+            let process = name.to_str().and_then(|name| name.strip_prefix(&place));
+            if process.is_some_and(|process| !is_alive(process)) {
                 // Another process may do the same.
                 let _ = fs::remove_dir_all(entry.path());
             }
         }
-        let own = runs.join(std::process::id().to_string());
+        let own = runs.join(format!("{place}{}", std::process::id()));
         let _ = fs::remove_dir_all(&own);
         make_private(&own)?;
         let cache = Self { shared, own };
@@ -70,7 +73,7 @@ impl KernelCache {
 }
 
 /// Lets MLX keep its kernels in the user's cache folder. Does nothing if the host has chosen a folder.
-/// Call it before MLX compiles anything.
+/// Call it before MLX compiles anything. It changes the environment of the process, once.
 pub fn start(architecture: &str, mlx_version: &str) -> Option<KernelCache> {
     if std::env::var_os(VARIABLE).is_some() {
         return None;
@@ -99,6 +102,15 @@ fn make_private(path: &Path) -> io::Result<()> {
     #[cfg(unix)]
     std::os::unix::fs::DirBuilderExt::mode(&mut builder, 0o700);
     builder.create(path)
+}
+
+/// Returns what tells the processes of this machine, and of its containers, from those of others that
+/// share the folder.
+fn place() -> String {
+    let boot = fs::read_to_string("/proc/sys/kernel/random/boot_id").unwrap_or_default();
+    let space = fs::read_link("/proc/self/ns/pid").unwrap_or_default();
+    let digits = |text: &str| text.chars().filter(char::is_ascii_alphanumeric).collect::<String>();
+    format!("{}-{}-", digits(boot.trim()), digits(&space.to_string_lossy()))
 }
 
 /// Returns whether a process runs.
@@ -196,13 +208,16 @@ mod tests {
     fn folders_of_processes_that_are_gone_are_removed() {
         let root = Root::new("gone");
         let cache = KernelCache::open(&root.0, "gpu").unwrap();
-        let gone = cache.own().with_file_name("4294967295");
+        let named = |process: &str| cache.own().with_file_name(format!("{}{process}", place()));
+        let gone = named("4294967295");
         fs::create_dir_all(&gone).unwrap();
         // That of a process that runs: the first one.
-        let running = cache.own().with_file_name("1");
+        let running = named("1");
         fs::create_dir_all(&running).unwrap();
+        let elsewhere = cache.own().with_file_name("elsewhere-4294967295");
+        fs::create_dir_all(&elsewhere).unwrap();
         KernelCache::open(&root.0, "gpu").unwrap();
-        assert!(!gone.exists() && running.exists());
+        assert!(!gone.exists() && running.exists() && elsewhere.exists());
     }
 
     #[test]

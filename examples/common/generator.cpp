@@ -26,8 +26,9 @@ Result<void> check_length(size_t prompt_tokens, const Cache& cache) {
   return {};
 }
 
-void SamplingStepper::begin(std::vector<int64_t> prompt) {
+void SamplingStepper::begin(std::vector<int64_t> prompt, size_t start) {
   prompt_ = std::move(prompt);
+  start_ = start;
 }
 
 Result<int64_t> SamplingStepper::first(const LogitsView& logits) {
@@ -54,7 +55,7 @@ Result<int64_t> SamplingStepper::choose(
       sampling_,
       row_.data(),
       row_.size(),
-      text,
+      {text.begin() + static_cast<std::ptrdiff_t>(start_), text.end()},
       /*n=*/text.size() - prompt_.size());
 }
 
@@ -181,7 +182,7 @@ Result<void> Generator::run(
     const Listener& listener,
     Answer& answer) {
   Stepper& stepper = stepper_ == nullptr ? own_stepper_ : *stepper_;
-  own_stepper_.begin(prompt);
+  own_stepper_.begin(prompt, answer.reused_tokens);
   const size_t start = answer.reused_tokens;
   const auto on_chunk = [&](size_t done, size_t total, const LogitsView&) {
     stepper.read(static_cast<int64_t>(held_.size()));

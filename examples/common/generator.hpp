@@ -75,8 +75,9 @@ class SamplingStepper : public Stepper {
   SamplingStepper(Program& program, Sampling sampling)
       : program_(program), sampling_(std::move(sampling)) {}
 
-  /// Begins an answer to `prompt`, which has all tokens from the first on.
-  void begin(std::vector<int64_t> prompt);
+  /// Begins an answer to `prompt`, which has all tokens from the first on. Those
+  /// from `start` on count as repeated, as for an etkv::Generation.
+  void begin(std::vector<int64_t> prompt, size_t start);
 
   Result<int64_t> first(const LogitsView& logits) override;
   Result<std::vector<int64_t>> next(
@@ -91,6 +92,7 @@ class SamplingStepper : public Stepper {
   Program& program_;
   Sampling sampling_;
   std::vector<int64_t> prompt_;
+  size_t start_ = 0;
   std::vector<float> row_;
 };
 

@@ -27,8 +27,9 @@ extern "C" {
  * but the last of each. Nothing has to be rewound when the host stops: the step
  * that runs ahead is rolled back by etkv_generation_pause(), by
  * etkv_generation_free(), and by any call that changes the cache. Between calls
- * the host may run steps of other sequences. If it changes a sequence of the
- * answers, the next call returns ETKV_ERROR_POSITION.
+ * the host may run steps of other sequences. If a sequence of the answers no
+ * longer goes on at the same position, the next call returns
+ * ETKV_ERROR_POSITION.
  *
  * Calls wait for each other, and for other steps on the cache.
  */
@@ -54,7 +55,7 @@ typedef struct etkv_generation_options {
   /** `n_stop` tokens that end an answer. */
   const int64_t* stop;
   size_t n_stop;
-  /** The most tokens of an answer. */
+  /** The most tokens of an answer; 0 reads the prompts and makes none. */
   int32_t max_tokens;
   /** 1 starts each step when its token is asked for; 0 runs ahead. */
   int32_t step_by_step;
@@ -146,7 +147,8 @@ etkv_generation_pause(const etkv_generation* generation, etkv_error** error);
  * Does nothing on a CPU, and for a cache that holds positions.
  *
  * @param progress  called before each step, and at the end, with the steps done
- *                  and all; NULL for none. It must not call etkv.
+ *                  and all; NULL for none. It must not call etkv, wait for
+ *                  another thread that does, or throw.
  */
 ETKV_API etkv_status etkv_generation_warm_up(
     const etkv_cache* cache,

@@ -50,7 +50,10 @@ typedef struct etkv_sampling {
   float repetition_penalty;
   /** Keeps the tokens of so many greatest logits; 0 keeps all. */
   int32_t top_k;
-  /** The last tokens of the text that count as repeated; 0 for 64. */
+  /**
+   * The last tokens of the text that count as repeated; 0 for 64. The text of an
+   * etkv_generation is its prompt and answer, not what the cache held before.
+   */
   int32_t repetition_context;
   /** The same seed chooses the same tokens from the same logits. */
   uint64_t seed;

@@ -13,6 +13,7 @@ from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias, TypedDict
 
+from etkv._capi import INT32_MAX
 from etkv._device import DeviceAnswer
 from etkv._sampling import Sampling, choose
 from etkv.cache import SeqCache
@@ -163,6 +164,8 @@ def generate_tokens(
         raise EtkvError("prompt is empty; it has at least one token")
     if max_tokens < 0:
         raise EtkvError(f"max_tokens is {max_tokens}, the least is 0")
+    if max_tokens > INT32_MAX:
+        raise EtkvError(f"max_tokens is {max_tokens}, the most is {INT32_MAX}")
     sampling = Sampling(temperature, top_k, top_p, min_p, repetition_penalty, logit_bias or {}, seed)
     if sequence and not isinstance(program.session, SeqCache):
         raise EtkvError(f"sequence is {sequence}, and the session has one only: use a SeqSession")

@@ -29,8 +29,9 @@ impl Program {
     pub fn bound_to(cache: &SharedCache) -> Result<Self> {
         let cache = cache.program::<MlxStore>()?;
         let has = |program: &Arc<Loaded>| program.cache.as_ref().is_some_and(|own| own.is(&cache));
-        let found = BOUND.lock().iter().rev().filter_map(Weak::upgrade).find(has);
-        match found {
+        // What is not the program is dropped after the list is free: that waits for MLX.
+        let alive: Vec<Arc<Loaded>> = BOUND.lock().iter().filter_map(Weak::upgrade).collect();
+        match alive.into_iter().rev().find(has) {
             Some(program) => Ok(Self(program)),
             None => fail!(
                 InvalidArgument,

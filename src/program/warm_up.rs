@@ -52,7 +52,7 @@ impl Program {
         let lengths: BTreeSet<i32> = STEPS.map(|n| most.min(n)).into_iter().collect();
         let fitting = lengths.into_iter().filter(|&n| cache.can_extend(n));
         let mut steps: Vec<Vec<i32>> = fitting.map(|n| vec![0; n as usize]).collect();
-        if cache.sequences().is_some() && cache.can_extend(2) {
+        if most >= 2 && cache.sequences().is_some() && cache.can_extend(2) {
             // Two sequences need a mask.
             steps.push(vec![0, 1]);
         }
@@ -83,9 +83,10 @@ impl Program {
             });
             let ran: Result<()> = ran.and_then(|(chosen, step)| {
                 mlx.outside(|| chosen.wait())?;
-                drop(step);
+                let _ = step.set_aside();
                 Ok(())
             });
+            cache.abort();
             withdraw(&mut *cache);
             ran?;
             debug!(

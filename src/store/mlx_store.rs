@@ -271,6 +271,11 @@ impl Store for MlxStore {
         self.pending.set(false);
     }
 
+    fn exclusively(work: &mut dyn FnMut()) {
+        let _held = mlx::hold();
+        work();
+    }
+
     fn give_way(wait: &mut dyn FnMut()) {
         mlx::give_way(wait);
     }

@@ -157,6 +157,11 @@ pub trait Store: Sized + Send + 'static {
     /// Frees all buffers, including unfinished work.
     fn release(&mut self);
 
+    /// Runs `work`, which drops tensors, when no other thread uses the backend.
+    fn exclusively(work: &mut dyn FnMut()) {
+        work();
+    }
+
     /// Runs `wait`, which blocks until another thread is done with a cache. A backend
     /// with a lock for the whole process gives it up meanwhile: the other thread may
     /// need it.

@@ -53,7 +53,11 @@ impl Sampling {
     /// [`InvalidArgument`](etkv_core::Status::InvalidArgument) for a number out of its range.
     pub fn check(&self) -> Result<()> {
         if !(self.temperature >= 0.0 && self.temperature.is_finite()) {
-            fail!(InvalidArgument, "temperature is {}, expected at least 0", self.temperature);
+            fail!(
+                InvalidArgument,
+                "temperature is {}, expected a finite number of at least 0",
+                self.temperature
+            );
         }
         if !(self.top_p > 0.0 && self.top_p <= 1.0) {
             fail!(InvalidArgument, "top_p is {}, expected more than 0 and at most 1", self.top_p);

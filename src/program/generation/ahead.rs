@@ -44,8 +44,8 @@ pub struct Generation {
     /// The first token of each prompt that was read.
     firsts: Vec<Chosen>,
     ahead: Option<Ahead>,
-    /// The error of a step that ran ahead, for the call that asks for its tokens.
-    failed: Option<Error>,
+    /// The error of tokens that could not be read, after which the answers cannot go on.
+    broken: Option<Error>,
     /// The most tokens of a step of a prompt.
     chunk: usize,
 }
@@ -78,6 +78,14 @@ impl Generation {
                 prompts.len()
             );
         }
+        if inputs.most.is_some_and(|most| prompts.len() > most.max(1) as usize) {
+            fail!(
+                InvalidArgument,
+                "there are {} prompts, and a step of the program takes at most {} tokens",
+                prompts.len(),
+                inputs.most.unwrap_or_default()
+            );
+        }
         let mut limits = vec![inputs.most.map_or(CHUNK, |most| most.max(1) as usize)];
         let answers = {
             let cache = cache.lock()?;
@@ -85,8 +93,8 @@ impl Generation {
             if !i32::try_from(n).is_ok_and(|n| cache.can_extend(n)) {
                 fail!(
                     Capacity,
-                    "the prompts have {n} tokens, the cache holds {} of {} positions",
-                    cache.length(),
+                    "the prompts have {n} tokens, the cache has room for {} of {}",
+                    cache.capacity() - cache.length(),
                     cache.capacity()
                 );
             }
@@ -105,7 +113,7 @@ impl Generation {
             answers,
             firsts: Vec::new(),
             ahead: None,
-            failed: None,
+            broken: None,
             chunk: limits.into_iter().min().unwrap_or(CHUNK),
         })
     }
@@ -150,10 +158,10 @@ impl Generation {
     /// Those of [`Program::execute`], [`Position`](crate::Status::Position) if the cache no longer
     /// holds the text so far, and [`Backend`](crate::Status::Backend) for logits that are not finite.
     pub fn next_tokens(&mut self) -> Result<Vec<Generated>> {
-        while self.read_prompts()? > 0 {}
-        if let Some(error) = self.failed.take() {
-            return Err(error);
+        if let Some(error) = &self.broken {
+            return Err(error.clone());
         }
+        while self.read_prompts()? > 0 {}
         if self.options.max_tokens == 0 {
             self.answers.iter_mut().for_each(|answer| answer.ended = true);
         }
@@ -167,19 +175,20 @@ impl Generation {
             None => self.again(active)?,
         };
         if self.options.ahead {
+            // Where it fails, nothing runs ahead: the next call runs the step, and tells why if it fails
+            // again.
             match self.run_ahead(&coming) {
                 Ok(next) => self.ahead = next,
-                Err(error) => self.failed = Some(error),
+                Err(error) => debug!(target: TARGET, %error, "no step runs ahead"),
             }
         }
-        let ids = {
-            let mut mlx = mlx::enter()?;
-            mlx.outside(|| coming.chosen.wait())?;
-            let ids = coming.chosen.ids();
-            drop(coming.chosen);
-            ids?
-        };
-        self.take(&coming.answers, &ids)
+        let Ahead { answers, chosen, .. } = coming;
+        let taken = read(chosen).and_then(|ids| self.take(&answers, &ids));
+        if let Err(error) = &taken {
+            self.pause();
+            self.broken = Some(error.clone());
+        }
+        taken
     }
 
     /// Rolls back the step that runs ahead, if there is one. The cache then holds the prompts that were
@@ -190,12 +199,17 @@ impl Generation {
         };
         let _held = mlx::hold();
         self.ahead = None;
+        self.abandon(number);
+    }
+
+    /// Rolls a step back that was set aside.
+    fn abandon(&self, number: u64) {
         // A poisoned cache has no step.
-        if let Ok(mut cache) = self.cache.lock() {
-            if cache.resume(number) {
-                cache.abort();
-                withdraw(&mut *cache);
-            }
+        let Ok(mut cache) = self.cache.lock() else { return };
+        if cache.resume(number) {
+            cache.set_aside();
+            cache.abort();
+            withdraw(&mut *cache);
         }
     }
 
@@ -204,20 +218,43 @@ impl Generation {
         let Some(number) = ahead.step.take() else {
             return Ok(ahead);
         };
-        {
-            let mut cache = self.cache.lock()?;
-            let mlx = mlx::enter()?;
-            if let Some(step) = Step::resume(&mut *cache, number) {
-                self.program.0.stream.run(&mlx, || step.commit(&[]))?;
+        match self.commit(number, &ahead.chosen) {
+            Ok(true) => {
                 for &index in &ahead.answers {
                     self.answers[index].done += 1;
                 }
-                return Ok(ahead);
+                Ok(ahead)
             }
-            drop(ahead.chosen);
+            Ok(false) => {
+                debug!(target: TARGET, "a step that ran ahead runs again");
+                release(ahead.chosen);
+                self.again(ahead.answers)
+            }
+            Err(error) => {
+                release(ahead.chosen);
+                self.abandon(number);
+                Err(error)
+            }
         }
-        debug!(target: TARGET, "a step that ran ahead runs again");
-        self.again(ahead.answers)
+    }
+
+    /// Commits a step that was set aside. Returns `false` if it was rolled back meanwhile.
+    fn commit(&self, number: u64, chosen: &Chosen) -> Result<bool> {
+        let mut cache = self.cache.lock()?;
+        let mut mlx = mlx::enter()?;
+        if cache.sequences().is_some() {
+            // Its commit reads whether all values are finite, and would wait for them in MLX.
+            mlx.outside(|| chosen.wait())?;
+        }
+        let Some(step) = Step::resume(&mut *cache, number) else {
+            return Ok(false);
+        };
+        let committed = self.program.0.stream.run(&mlx, || step.commit(&[]));
+        if committed.is_err() {
+            withdraw(&mut *cache);
+        }
+        committed?;
+        Ok(true)
     }
 
     /// Runs the step of the last tokens of these answers.
@@ -282,7 +319,8 @@ impl Generation {
         let answers: Vec<usize> = rows.iter().map(|&row| coming.answers[row]).collect();
         let shared = self.cache.clone();
         let mut cache = shared.lock()?;
-        if answers.is_empty() || !cache.can_extend(answers.len() as i32) {
+        let fits = cache.can_extend(answers.len() as i32);
+        if answers.is_empty() || !fits || !cache.can_set_aside() {
             return Ok(None);
         }
         let mut mlx = mlx::enter()?;
@@ -298,7 +336,7 @@ impl Generation {
                 (Some(chosen), Ok(number)) => {
                     Some(Ahead { answers: answers.clone(), chosen, step: Some(number) })
                 }
-                // The cache keeps each step open until it ends: nothing can run ahead.
+                // Such a cache was passed by above.
                 _ => None,
             })
         })
@@ -346,7 +384,7 @@ impl Generation {
             return Ok((None, step));
         }
         let logits = last_rows(&logits, batch.answers.len())?;
-        let recent = self.recent(batch)?;
+        let recent = self.recent(batch, logits.dim(-1))?;
         let pending = usize::from(matches!(batch.tokens, Tokens::Device(..)));
         let draws: Vec<f32> = batch
             .answers
@@ -363,7 +401,7 @@ impl Generation {
 
     /// Returns the tokens that count as repeated, `[B, n]`: those of the texts, and those that the
     /// device has chosen.
-    fn recent(&self, batch: &Batch) -> Result<Option<Array>> {
+    fn recent(&self, batch: &Batch, vocabulary: i32) -> Result<Option<Array>> {
         let sampling = &self.options.sampling;
         if !sampling.is_repetition_penalized() {
             return Ok(None);
@@ -381,7 +419,17 @@ impl Generation {
             // A token that comes twice counts once.
             let filler = recent.first().copied().into_iter().cycle();
             let row = recent.iter().copied().chain(filler).take(width);
-            ids.extend(row.map(|id| i32::try_from(id).unwrap_or(0)));
+            for id in row {
+                // MLX writes whatever lies at an index past the end.
+                match i32::try_from(id) {
+                    Ok(id) if id < vocabulary => ids.push(id),
+                    _ => fail!(
+                        InvalidArgument,
+                        "token {id} has no logit to penalize, the vocabulary has {vocabulary}; set \
+                         repetition_penalty to 1"
+                    ),
+                }
+            }
         }
         let known = Array::from_slice(&ids, &[batch.answers.len() as i32, width as i32]);
         Ok(Some(match coming {
@@ -393,20 +441,24 @@ impl Generation {
 
     /// Takes the tokens that were computed into the texts, and tells which answers have ended.
     fn take(&mut self, answers: &[usize], ids: &[i64]) -> Result<Vec<Generated>> {
-        let fits = self.cache.lock()?.can_extend(answers.len() as i32);
+        let cache = self.cache.lock()?;
         let mut generated = Vec::new();
         for (&index, &token) in answers.iter().zip(ids) {
             let answer = &mut self.answers[index];
             answer.text.push(token);
             let end = if self.options.stop.contains(&token) {
                 Some(End::Stop)
-            } else if answer.n_answered() >= self.options.max_tokens {
-                Some(End::Length)
             } else {
-                (!fits).then_some(End::Capacity)
+                (answer.n_answered() >= self.options.max_tokens).then_some(End::Length)
             };
-            answer.ended = end.is_some();
             generated.push(Generated { prompt: index, token, end });
+        }
+        let going = generated.iter().filter(|one| one.end.is_none()).count();
+        let fits = cache.can_extend(going as i32);
+        drop(cache);
+        for one in &mut generated {
+            one.end = one.end.or((!fits).then_some(End::Capacity));
+            self.answers[one.prompt].ended = one.end.is_some();
         }
         let ran_on = self
             .ahead
@@ -427,6 +479,27 @@ impl Drop for Generation {
         self.ahead = None;
         self.sampler.release();
     }
+}
+
+/// Waits for tokens, and returns their ids.
+fn read(chosen: Chosen) -> Result<Vec<i64>> {
+    let mut mlx = match mlx::enter() {
+        Ok(mlx) => mlx,
+        Err(error) => {
+            release(chosen);
+            return Err(error);
+        }
+    };
+    let ids = mlx.outside(|| chosen.wait()).and_then(|()| chosen.ids());
+    // Before MLX is free.
+    drop(chosen);
+    ids
+}
+
+/// Drops tokens that are not read, under the lock of MLX.
+fn release(chosen: Chosen) {
+    let _held = mlx::hold();
+    drop(chosen);
 }
 
 /// The tokens of one step: several of one answer, or one of each of several.

@@ -2,7 +2,7 @@
 
 use etkv_host::Sampling;
 use mlx_rs::ops::indexing::argmax_axis;
-use mlx_rs::ops::{concatenate, select, softmax_axis, sort_axis};
+use mlx_rs::ops::{arange, concatenate, select, softmax_axis, sort_axis};
 use mlx_rs::transforms::async_eval;
 use mlx_rs::{Array, Dtype};
 
@@ -175,11 +175,15 @@ impl Sampler {
         }
         let sums = p.cumsum(-1, false, true)?;
         let all = slice_axis(&sums, 1, vocabulary - 1, vocabulary, 1)?;
-        let before = sums.le(all.multiply(draws)?)?;
-        let tokens = cast(&before, Dtype::Int32)?.sum_axis(-1, false)?;
-        let tokens = mlx_rs::ops::minimum(tokens, Array::from_int(vocabulary - 1))?;
+        // Sums that are added in parallel may grow at a token that is not kept.
+        let passed = sums.gt(all.multiply(draws)?)?.logical_and(p.gt(&zero)?)?;
+        let none = Array::from_int(vocabulary);
+        let ids = arange::<_, i32>(0, vocabulary, None)?.reshape(&[1, vocabulary])?;
+        let first = select(passed, ids, &none)?.min_axis(-1, false)?;
+        let best = cast(&argmax_axis(&p, -1, false)?, Dtype::Int32)?;
+        let tokens = select(first.lt(&none)?, &first, best)?;
         let witness = all.reshape(&[-1])?.contiguous()?;
-        Ok(Chosen { tokens: cast(&tokens, Dtype::Int32)?, witness, below: vocabulary })
+        Ok(Chosen { tokens, witness, below: vocabulary })
     }
 }
 

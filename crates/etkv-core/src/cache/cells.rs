@@ -314,6 +314,10 @@ impl<S: Store> AttendCache for CellsCache<S> {
             self.book.abort();
         }
     }
+    fn can_set_aside(&self) -> bool {
+        true
+    }
+
     fn set_aside(&mut self) -> Option<u64> {
         self.open.then(|| self.aside.set())
     }

@@ -195,6 +195,10 @@ impl<S: Store> AttendCache for ContiguousCache<S> {
         }
     }
 
+    fn can_set_aside(&self) -> bool {
+        true
+    }
+
     fn set_aside(&mut self) -> Option<u64> {
         self.step.is_some().then(|| self.aside.set())
     }

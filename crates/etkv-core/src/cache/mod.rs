@@ -305,6 +305,11 @@ pub trait AttendCache: Cache {
     /// Rolls the step back. Does nothing without one.
     fn abort(&mut self);
 
+    /// Returns whether steps can be set aside.
+    fn can_set_aside(&self) -> bool {
+        false
+    }
+
     /// Sets the open step aside: a program that runs ahead of its host waits for it without the
     /// cache. Whatever else is then called that changes the cache rolls the step back first, and
     /// withdraws what was declared for it. Returns

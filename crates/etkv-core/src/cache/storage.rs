@@ -404,6 +404,10 @@ impl<S: Store> Storage<S> {
     /// Unevaluated writes are rolled back without being evaluated: if that failed once, it would
     /// fail again. Evaluated writes are not needed, and no value may stay that a mask cannot hide.
     pub fn abort(&mut self, aside: bool, written: impl Fn(usize) -> Option<Slots>) {
+        S::exclusively(&mut || self.roll_back(aside, &written));
+    }
+
+    fn roll_back(&mut self, aside: bool, written: &dyn Fn(usize) -> Option<Slots>) {
         let _span = self.enter_step();
         let layers = self.done.iter().filter(|&&progress| progress != Progress::Waiting).count();
         if aside {
