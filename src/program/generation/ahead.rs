@@ -199,11 +199,11 @@ impl Generation {
         };
         let _held = mlx::hold();
         self.ahead = None;
-        self.abandon(number);
+        self.roll_back(number);
     }
 
     /// Rolls a step back that was set aside.
-    fn abandon(&self, number: u64) {
+    fn roll_back(&self, number: u64) {
         // A poisoned cache has no step.
         let Ok(mut cache) = self.cache.lock() else { return };
         if cache.resume(number) {
@@ -232,7 +232,7 @@ impl Generation {
             }
             Err(error) => {
                 release(ahead.chosen);
-                self.abandon(number);
+                self.roll_back(number);
                 Err(error)
             }
         }
