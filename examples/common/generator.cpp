@@ -109,6 +109,7 @@ Result<void> Generator::run_on_device(
   const size_t start = answer.reused_tokens;
   const auto first = prompt.begin() + static_cast<std::ptrdiff_t>(start);
   const size_t total = prompt.size() - start;
+  RETURN_IF_ERROR(program_.check_ids(prompt.data() + start, total));
   GenerationOptions options;
   options.sampling = sampling_;
   options.max_tokens = static_cast<int32_t>(max_tokens);

@@ -255,6 +255,10 @@ Result<void> Program::check_tokens(const int64_t* tokens, size_t n) const {
         "a step of " + std::to_string(n) + " tokens; the program takes 1 to " +
             std::to_string(most));
   }
+  return check_ids(tokens, n);
+}
+
+Result<void> Program::check_ids(const int64_t* tokens, size_t n) const {
   // An embedding does not check its index: a wrong tokenizer would read memory
   // past the table.
   const auto* stray = std::find_if(tokens, tokens + n, [this](int64_t token) {

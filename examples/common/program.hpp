@@ -51,6 +51,9 @@ class Program {
   const ModelCacheParams& params() const {
     return params_;
   }
+  /// Refuses ids that the vocabulary lacks.
+  Result<void> check_ids(const int64_t* tokens, size_t n) const;
+
   /// Returns the tokens of a prompt in one step: the program's limit, or fewer
   /// if each token has a row of logits. Such a row is as wide as the vocabulary
   /// and held twice.
@@ -85,12 +88,12 @@ class Program {
 
  private:
   Program() = default;
+  Result<void> check_tokens(const int64_t* tokens, size_t n) const;
   Result<void> read_facts();
   Result<void> read_signature();
   Result<void> read_hidden_states();
   Result<std::optional<std::vector<int64_t>>> read_integers(
       const std::string& name);
-  Result<void> check_tokens(const int64_t* tokens, size_t n) const;
   Result<LogitsView> run(
       const std::vector<executorch::runtime::EValue>& inputs,
       size_t n);

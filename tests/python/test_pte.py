@@ -32,8 +32,10 @@ def test_report(program, capsys):
     assert "2 UpdateAndAttend" in [line.strip() for line in lines]
     assert any(line.startswith("cache in affine4: not possible: layer 0") for line in lines), lines
     assert "inputs: input_ids int64[1, 2..64], cache_position int64[2..64]" in lines
-    assert any(line.startswith("pass fuse_linear: 15 Addmm to 0, 0 Linear to 15") for line in lines), lines
-    assert not any(line.startswith("instructions") for line in lines)
+    fused = [line for line in lines if line.startswith("  pass fuse_linear, ")]
+    assert [line.partition(": ")[2] for line in fused] == ["15 Addmm to 0, 0 Linear to 15"] * 2, lines
+    devices = [line.partition(":")[0] for line in lines if line.startswith("instructions")]
+    assert devices == ["instructions on the CPU", "instructions on a GPU"]
 
 
 def test_report_as_json(program, capsys):
