@@ -295,6 +295,6 @@ def test_without_programs_and_weights_the_report_says_so(tmp_path):
     decode, op = made["topics"]
     assert "etkv, tiny, 48 tokens of context: there is no etkv_forward in" in decode["not_run"][0]
     assert "no folder of weights for tiny" in decode["not_run"][2]
-    assert decode["tables"][0]["rows"] == [["48", "not run", "not run", "", "not run", "", ""]]
+    assert decode["tables"][0]["rows"] == [["48", "not run", "not run", "not run", "", "not run", "", ""]]
     assert "there is no etkv_op" in op["not_run"][0]
     assert made["samples"] == []
