@@ -27,13 +27,14 @@ ROOT = Path(__file__).resolve().parent.parent
 REPEATING = ROOT / "build" / "repeating"
 
 TOOLS = ["etkv_forward", "etkv_speculative", "etkv_lengths", "etkv_sequences", "etkv_op"]
+OWN, OTHERS = ("lib{}.0.dylib", "lib{}.dylib") if sys.platform == "darwin" else ("lib{}.so.0", "lib{}.so")
+"""The files of libraries: etkv's, and ExecuTorch's."""
+
 LIBRARIES = [
-    *("libetkv.so.0", "libetkv_blas.so.0", "libetkv_mlx_backend.so.0", "libetkv_cpu_backend.so.0"),
-    "libetkv_tokenizer.so.0",
+    OWN.format(name) for name in ("etkv", "etkv_blas", "etkv_mlx_backend", "etkv_cpu_backend", "etkv_tokenizer")
 ]
 EXECUTORCH = [
-    *("libexecutorch.so", "libexecutorch_threadpool.so", "libexecutorch_kernels_optimized.so"),
-    "libexecutorch_backend_xnnpack.so",
+    OTHERS.format(f"executorch{part}") for part in ("", "_threadpool", "_kernels_optimized", "_backend_xnnpack")
 ]
 
 

@@ -116,7 +116,8 @@ def environment(folders: list[Path]) -> dict[str, str]:
     packages of NVIDIA. Those of a checkout know their places.
     """
     found = {**os.environ, "PYTHONDONTWRITEBYTECODE": "1"}
-    carried = [folder.parent / "lib" for folder in folders if (folder.parent / "lib" / "libetkv.so.0").exists()]
+    library = "libetkv.0.dylib" if sys.platform == "darwin" else "libetkv.so.0"
+    carried = [folder.parent / "lib" for folder in folders if (folder.parent / "lib" / library).exists()]
     carried = [folder for folder in carried if folder != models.ROOT / "build" / "lib"]
     if carried:
         places = [*carried, *packaged("mlx", "lib"), *packaged("nvidia", "*/lib"), Path("/usr/local/cuda/lib64")]
