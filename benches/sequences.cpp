@@ -221,9 +221,6 @@ Result<void> run(const Options& options) {
     }
   }
   ASSIGN_OR_RETURN(const Memory memory, cache.memory());
-  etkv_mlx_memory mlx{};
-  mlx.struct_size = sizeof(mlx);
-  etkv_mlx_memory_read(&mlx, nullptr);
 
   const std::string json =
       "{\"kv_format\": \"" + format + "\"" +
@@ -237,7 +234,7 @@ Result<void> run(const Options& options) {
       field("cache_allocated_bytes", memory.allocated) +
       field("cache_used_bytes", memory.used) +
       field("peak_memory_bytes", peak_memory_bytes()) +
-      field("peak_mlx_bytes", mlx.peak) + "}\n";
+      field("peak_mlx_bytes", mlx_memory().peak) + "}\n";
   std::fputs(json.c_str(), stdout);
   return {};
 }

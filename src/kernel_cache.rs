@@ -130,13 +130,13 @@ fn link_new(from: &Path, to: &Path) -> io::Result<usize> {
             n += link_new(&path, &to.join(name))?;
             continue;
         }
-        let [_, _, last] = PARTS.map(|part| path.with_extension(part));
         let is_last = path.extension().is_some_and(|extension| extension == PARTS[2]);
         if !is_last || to.join(name).exists() {
             continue;
         }
-        let whole = PARTS.iter().all(|part| last.with_extension(part).exists());
-        if whole && PARTS.iter().all(|part| link(&last.with_extension(part), to).is_ok()) {
+        let parts = PARTS.map(|part| path.with_extension(part));
+        let is_whole = parts.iter().all(|part| part.exists());
+        if is_whole && parts.iter().all(|part| link(part, to).is_ok()) {
             n += 1;
         }
     }

@@ -184,21 +184,37 @@ pub unsafe fn run_on<T>(
     work: impl FnOnce() -> Result<T>,
 ) -> Result<T> {
     run(|| {
-        let mut raw_device = mlx_sys::mlx_device { ctx: std::ptr::null_mut() };
-        let mut kind = 0;
-        // SAFETY: the caller says that the stream is live; the device is freed here.
-        unsafe {
-            check(mlx_sys::mlx_stream_get_device(&mut raw_device, stream))?;
-            let asked = check(mlx_sys::mlx_device_get_type(&mut kind, raw_device));
-            mlx_sys::mlx_device_free(raw_device);
-            asked?;
-        }
-        let gpu: mlx_sys::mlx_device_type = DeviceType::Gpu.into();
-        let device = if kind == gpu { Device::gpu() } else { Device::cpu() };
-        // SAFETY: as above.
-        let stream = unsafe { adopted(&device, stream) }?;
+        // SAFETY: the caller says that the stream is live.
+        let stream = unsafe {
+            let device = if is_on_gpu(stream)? { Device::gpu() } else { Device::cpu() };
+            adopted(&device, stream)?
+        };
         mlx_rs::with_stream(&stream, work)
     })
+}
+
+/// Returns whether a stream is on a GPU.
+///
+/// # Safety
+/// `stream` is a live stream of MLX.
+unsafe fn is_on_gpu(stream: mlx_sys::mlx_stream) -> Result<bool> {
+    let mut device = mlx_sys::mlx_device { ctx: std::ptr::null_mut() };
+    let mut kind = 0;
+    // SAFETY: the caller says that the stream is live; the device is freed here.
+    unsafe {
+        check(mlx_sys::mlx_stream_get_device(&mut device, stream))?;
+        let asked = check(mlx_sys::mlx_device_get_type(&mut kind, device));
+        mlx_sys::mlx_device_free(device);
+        asked?;
+    }
+    let gpu: mlx_sys::mlx_device_type = DeviceType::Gpu.into();
+    Ok(kind == gpu)
+}
+
+/// Returns whether the stream of the enclosing [`run`] is on a GPU.
+pub(crate) fn is_stream_on_gpu() -> Result<bool> {
+    // SAFETY: the stream lives as long as its object.
+    unsafe { is_on_gpu(Stream::thread_local_or_default().as_ptr()) }
 }
 
 /// Runs `work` on the shared stream, also where an enclosing call has another one. The caller is

@@ -64,4 +64,11 @@ uint64_t peak_memory_bytes() {
 
 #endif
 
+etkv_mlx_memory mlx_memory() {
+  etkv_mlx_memory memory{};
+  memory.struct_size = sizeof(memory);
+  etkv_mlx_memory_read(&memory, nullptr);
+  return memory;
+}
+
 } // namespace etkv::examples

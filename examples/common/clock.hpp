@@ -4,6 +4,8 @@
 #include <chrono>
 #include <cstdint>
 
+#include "etkv/etkv.h"
+
 namespace etkv::examples {
 
 /// Measures seconds since it was made, or since the last lap.
@@ -28,5 +30,8 @@ uint64_t memory_bytes();
 /// Returns the most bytes of memory that the process has held; 0 if the system
 /// does not report them.
 uint64_t peak_memory_bytes();
+
+/// Returns the bytes that MLX holds and has held; zeros in a build without MLX.
+etkv_mlx_memory mlx_memory();
 
 } // namespace etkv::examples

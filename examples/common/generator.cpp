@@ -55,7 +55,8 @@ Result<int64_t> SamplingStepper::choose(
       sampling_,
       row_.data(),
       row_.size(),
-      {text.begin() + static_cast<std::ptrdiff_t>(start_), text.end()},
+      text.data() + start_,
+      text.size() - start_,
       /*n=*/text.size() - prompt_.size());
 }
 

@@ -17,12 +17,9 @@ namespace {
 /// Prints the memory that is held once a round has closed everything that it
 /// opened.
 void say_memory(int64_t round) {
-  etkv_mlx_memory mlx{};
-  mlx.struct_size = sizeof(mlx);
-  etkv_mlx_memory_read(&mlx, nullptr);
   say("round " + std::to_string(round) + ": " +
       counted(static_cast<int64_t>(etkv_live_handles()), "handle") + ", " +
-      std::to_string(mlx.active) + " bytes in MLX, " +
+      std::to_string(mlx_memory().active) + " bytes in MLX, " +
       mebibytes(memory_bytes()) + " in the process");
 }
 

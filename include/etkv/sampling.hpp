@@ -63,27 +63,20 @@ class RawSampling {
 } // namespace detail
 
 /// Chooses a token from the logits of a step that the host ran; see
-/// etkv_sampling_choose. `text` is the prompt with the answer so far, and `n`
-/// the number of the token in the answer.
+/// etkv_sampling_choose. `text` has the `n_text` tokens of the prompt and of the
+/// answer so far, and `n` is the number of the token in the answer.
 inline Result<int64_t> choose(
     const Sampling& sampling,
     const float* logits,
     size_t n_logits,
-    const std::vector<int64_t>& text,
+    const int64_t* text,
+    size_t n_text,
     uint64_t n,
     size_t answer = 0) {
   const detail::RawSampling raw(sampling);
   return detail::ask<int64_t>([&](int64_t* token, etkv_error** error) {
     return etkv_sampling_choose(
-        raw.get(),
-        logits,
-        n_logits,
-        text.data(),
-        text.size(),
-        answer,
-        n,
-        token,
-        error);
+        raw.get(), logits, n_logits, text, n_text, answer, n, token, error);
   });
 }
 

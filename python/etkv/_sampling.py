@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import secrets
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -14,6 +14,10 @@ from etkv.errors import EtkvError
 if TYPE_CHECKING:
     import numpy as np
     import numpy.typing as npt
+
+
+CONTEXT = 64
+"""The last tokens of prompt and answer that count as repeated."""
 
 
 @dataclass(frozen=True)
@@ -57,19 +61,20 @@ class Sampling:
             top_p=max(self.top_p, 1e-30),
             min_p=self.min_p,
             repetition_penalty=self.repetition_penalty,
+            repetition_context=CONTEXT,
             seed=secrets.randbits(64) if self.seed is None else self.seed % 2**64,
             logit_bias=biases,
             n_logit_bias=len(biases),
         )
 
 
-def choose(raw: Any, row: npt.NDArray[np.floating[Any]], text: Sequence[int], n: int) -> int:
-    """Choose a token from a row of logits, as number ``n`` of the answer; ``text`` is the prompt and the answer."""
+def choose(raw: Any, row: npt.NDArray[np.floating[Any]], recent: Collection[int], n: int) -> int:
+    """Choose a token from a row of logits, as number ``n`` of the answer; ``recent`` has the last CONTEXT tokens."""
     import numpy as np
 
     logits = np.ascontiguousarray(row, dtype=np.float32)
     made = ffi.new("int64_t*")
-    ids = ffi.new("int64_t[]", list(text))
+    ids = ffi.new("int64_t[]", list(recent))
     call(
         "etkv_sampling_choose",
         raw,

@@ -9,13 +9,14 @@ from __future__ import annotations
 import contextlib
 import time
 import weakref
+from collections import deque
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias, TypedDict
 
 from etkv._capi import INT32_MAX
 from etkv._device import DeviceAnswer
-from etkv._sampling import Sampling, choose
+from etkv._sampling import CONTEXT, Sampling, choose
 from etkv.cache import SeqCache
 from etkv.errors import CapacityError, EtkvError
 from etkv.runtime import Program
@@ -315,11 +316,11 @@ class Generation(Iterator[int]):
     def _stepped(self, prompt: list[int]) -> Iterator[int]:
         """Yield the tokens that are chosen from the logits of each step."""
         session, sampling = self._session, self._sampling.raw()
-        ids = prompt
+        ids, recent = prompt, deque(prompt, CONTEXT)
         while True:
             try:
                 row = self._decode(ids) if self.token_ids else self._prefill(ids)
-                token = choose(sampling, row, prompt + self.token_ids, len(self.token_ids))
+                token = choose(sampling, row, recent, len(self.token_ids))
             except BaseException:
                 # The ids may have run without a next token: roll them back, so that they can run again.
                 self._forget(self._last())
@@ -331,6 +332,7 @@ class Generation(Iterator[int]):
                 self.finish_reason = "stop"
                 return
             self._add(token)
+            recent.append(token)
             yield token
             if len(self.token_ids) == self._max_tokens:
                 self.finish_reason = "length"

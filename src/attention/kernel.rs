@@ -120,7 +120,7 @@ pub fn attend(q: &Array, k: &Array, v: &Array, mask: &Mask, scale: f32) -> Resul
         return Ok(None);
     };
     // A host may run a program on a CPU's stream all the same.
-    if !raw::stream_is_on_gpu()? {
+    if !mlx::is_stream_on_gpu()? {
         return Ok(None);
     }
     let mut kernels = KERNELS.lock();

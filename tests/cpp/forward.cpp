@@ -269,10 +269,7 @@ class Forward {
   void read_memory(Run& run) {
     run.memory = *cache_.memory();
     run.peak_memory = peak_memory_bytes();
-    etkv_mlx_memory mlx{};
-    mlx.struct_size = sizeof(mlx);
-    etkv_mlx_memory_read(&mlx, nullptr);
-    run.peak_mlx = mlx.peak;
+    run.peak_mlx = mlx_memory().peak;
   }
 
   Program& program_;

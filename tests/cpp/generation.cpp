@@ -25,7 +25,13 @@ Ids by_steps(
   for (uint64_t n = 0;; ++n) {
     const auto last = rows.last();
     text.push_back(must(choose(
-        sampling, last.values.data(), last.values.size(), text, n, answer)));
+        sampling,
+        last.values.data(),
+        last.values.size(),
+        text.data(),
+        text.size(),
+        n,
+        answer)));
     if (n + 1 == kTokens) {
       return slice(text, prompt.size(), kTokens);
     }

@@ -93,9 +93,9 @@ pub unsafe extern "C" fn etkv_sampling_choose(
             let token = out(token, "token")?;
             let sampling = read_sampling(sampling)?;
             let text = list(text, n_text, "text")?;
-            let mut logits = list(logits, n_logits, "logits")?.to_vec();
+            let logits = list(logits, n_logits, "logits")?;
             let draw = sampling.draw(answer, n);
-            let chosen = sampling.choose(&mut logits, sampling.recent(text), draw)?;
+            let chosen = sampling.choose(logits, sampling.recent(text), draw)?;
             token.write(chosen as i64);
             Ok(())
         })

@@ -4,6 +4,8 @@
 //! the same numbers, so the same seed gives the same tokens, but for what the last bits of a float
 //! decide.
 
+use std::borrow::Cow;
+
 use etkv_core::{fail, Result};
 use rand_chacha::rand_core::{RngCore, SeedableRng};
 use rand_chacha::ChaCha8Rng;
@@ -121,24 +123,28 @@ impl Sampling {
         (numbers.next_u32() >> 8) as f32 / (1u32 << 24) as f32
     }
 
-    /// Chooses a token from the logits of the vocabulary, which it changes. `recent` are the tokens
-    /// that count as repeated, and `draw` is from 0 to 1.
+    /// Chooses a token from the logits of the vocabulary. `recent` are the tokens that count as
+    /// repeated, and `draw` is from 0 to 1.
     ///
     /// # Errors
     /// [`InvalidArgument`](etkv_core::Status::InvalidArgument) for no logits, for logits that are no
     /// numbers, and for a bias of a token that has no logit.
-    pub fn choose(&self, logits: &mut [f32], recent: &[i64], draw: f32) -> Result<usize> {
+    pub fn choose(&self, logits: &[f32], recent: &[i64], draw: f32) -> Result<usize> {
         self.check_vocabulary(logits.len())?;
+        let mut logits = Cow::Borrowed(logits);
         for &(id, bias) in &self.logit_bias {
-            logits[id as usize] += bias;
+            logits.to_mut()[id as usize] += bias;
         }
-        self.penalize(logits, recent);
-        let best = greatest(logits)?;
+        if !recent.is_empty() {
+            self.penalize(logits.to_mut(), recent);
+        }
+        let best = greatest(&logits)?;
         if self.temperature == 0.0 {
             return Ok(best);
         }
-        self.weigh(logits, best);
-        Ok(pick(logits, draw).unwrap_or(best))
+        let mut weights = logits.into_owned();
+        self.weigh(&mut weights, best);
+        Ok(pick(&weights, draw).unwrap_or(best))
     }
 
     fn penalize(&self, logits: &mut [f32], recent: &[i64]) {
@@ -243,7 +249,7 @@ mod tests {
         let mut counts = vec![0; shares.len()];
         for at in 0..1000 {
             let draw = (at as f32 + 0.5) / 1000.0;
-            counts[sampling.choose(&mut logits(shares), &[], draw).unwrap()] += 1;
+            counts[sampling.choose(&logits(shares), &[], draw).unwrap()] += 1;
         }
         counts
     }
@@ -287,7 +293,7 @@ mod tests {
         assert_eq!(penalty.recent(&text), [1, 1]);
         assert_eq!(Sampling::default().recent(&text), []);
         let choose =
-            |mut logits: Vec<f32>| penalty.choose(&mut logits, penalty.recent(&text), 0.0).unwrap();
+            |logits: Vec<f32>| penalty.choose(&logits, penalty.recent(&text), 0.0).unwrap();
         assert_eq!(choose(vec![1.0, 3.9, 2.0]), 2);
         assert_eq!(choose(vec![1.0, 4.1, 2.0]), 1);
         assert_eq!(choose(vec![-3.0, -1.0, -1.9]), 2);
@@ -296,10 +302,10 @@ mod tests {
     #[test]
     fn ties_go_to_the_first_and_what_is_no_number_is_refused() {
         let greedy = Sampling::default();
-        assert_eq!(greedy.choose(&mut [1.0, 2.0, 2.0], &[], 0.5).unwrap(), 1);
+        assert_eq!(greedy.choose(&[1.0, 2.0, 2.0], &[], 0.5).unwrap(), 1);
         for sampling in [greedy, sampling()] {
             for bad in [&[f32::NAN, 1.0][..], &[1.0, f32::NAN, 2.0], &[f32::NEG_INFINITY; 2], &[]] {
-                let error = sampling.choose(&mut bad.to_vec(), &[], 0.5).unwrap_err();
+                let error = sampling.choose(bad, &[], 0.5).unwrap_err();
                 assert_eq!(error.status(), Status::InvalidArgument);
             }
         }
@@ -336,6 +342,6 @@ mod tests {
         }
         assert!(sampling().check().is_ok());
         let far = Sampling { logit_bias: vec![(3, 1.0)], ..sampling() };
-        assert!(far.choose(&mut [0.0; 3], &[], 0.0).is_err());
+        assert!(far.choose(&[0.0; 3], &[], 0.0).is_err());
     }
 }

@@ -2,27 +2,11 @@
 
 use std::ffi::CStr;
 
-use mlx_rs::{Array, DeviceType, Dtype, Stream};
+use mlx_rs::{Array, Dtype};
 use smallvec::SmallVec;
 
 use crate::error::{Error, Result, Status};
 use crate::mlx::{call, check};
-
-/// Returns whether the stream of the enclosing [`run`](crate::mlx::run) is on a GPU.
-pub fn stream_is_on_gpu() -> Result<bool> {
-    let stream = Stream::thread_local_or_default();
-    let mut device = mlx_sys::mlx_device { ctx: std::ptr::null_mut() };
-    let mut kind = 0;
-    // SAFETY: the stream is live; the device is freed here.
-    unsafe {
-        check(mlx_sys::mlx_stream_get_device(&mut device, stream.as_ptr()))?;
-        let asked = check(mlx_sys::mlx_device_get_type(&mut kind, device));
-        mlx_sys::mlx_device_free(device);
-        asked?;
-    }
-    let gpu: mlx_sys::mlx_device_type = DeviceType::Gpu.into();
-    Ok(kind == gpu)
-}
 
 /// A kernel that MLX compiles where it runs first.
 pub struct Kernel(mlx_sys::mlx_fast_cuda_kernel);

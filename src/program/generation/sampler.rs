@@ -228,8 +228,8 @@ mod tests {
                     let draws: Vec<f32> = (0..rows).map(|row| sampling.draw(row, n)).collect();
                     let chosen = sampler.choose(&array, on_device.as_ref(), &draws)?;
                     for (row, id) in chosen.ids()?.into_iter().enumerate() {
-                        let mut row_logits = logits(row, vocabulary);
-                        let expected = sampling.choose(&mut row_logits, &recent, draws[row])?;
+                        let row_logits = logits(row, vocabulary);
+                        let expected = sampling.choose(&row_logits, &recent, draws[row])?;
                         assert_eq!(id, expected as i64, "{sampling:?}, row {row}, token {n}");
                     }
                 }

@@ -117,6 +117,15 @@ impl Chain {
         self.outputs.iter().flat_map(|out| out.tensors())
     }
 
+    /// Returns how often each tensor is used.
+    pub fn n_uses(&self) -> HashMap<Value, usize> {
+        let mut counts = HashMap::new();
+        for value in self.uses() {
+            *counts.entry(value).or_default() += 1;
+        }
+        counts
+    }
+
     /// Returns every use of a tensor: by the instructions, and as an output.
     pub fn uses(&self) -> impl Iterator<Item = Value> + '_ {
         let read = self.instructions.iter().flat_map(|instruction| instruction.op.reads());

@@ -171,6 +171,12 @@ pub fn run_piece(
     [start, stop]: [i32; 2],
     sizes: &RangeInclusive<i32>,
 ) -> Result<Array> {
+    let (axis, size) = axis_to_split(x, axis, sizes)?;
+    slice_axis(x, axis, start, stop.min(size), 1)
+}
+
+/// Returns an axis of one of these sizes, and its size.
+pub fn axis_to_split(x: &Array, axis: i32, sizes: &RangeInclusive<i32>) -> Result<(usize, i32)> {
     let axis = normalize_axis(axis, x.ndim())?;
     let size = x.dim(axis as i32);
     if !sizes.contains(&size) {
@@ -181,7 +187,7 @@ pub fn run_piece(
             sizes.end()
         );
     }
-    slice_axis(x, axis, start, stop.min(size), 1)
+    Ok((axis, size))
 }
 
 pub fn run_concatenate(frame: &Frame, tensors: &[Value], axis: i32) -> Result<Array> {

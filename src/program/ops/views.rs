@@ -4,8 +4,8 @@ use std::ops::RangeInclusive;
 
 use mlx_rs::{Array, Stream};
 
-use super::shape::{normalize_axis, resolved};
-use crate::error::{fail, Result};
+use super::shape::{axis_to_split, resolved};
+use crate::error::Result;
 use crate::mlx::{check, slice_axis};
 use crate::program::frame::Frame;
 use crate::program::ir::{Int, Value};
@@ -17,16 +17,7 @@ pub fn run_split(
     at: &[i32],
     sizes: &RangeInclusive<i32>,
 ) -> Result<Vec<Array>> {
-    let axis = normalize_axis(axis, x.ndim())?;
-    let size = x.dim(axis as i32);
-    if !sizes.contains(&size) {
-        fail!(
-            Program,
-            "expected an axis of {} to {} elements to split, got {size}",
-            sizes.start(),
-            sizes.end()
-        );
-    }
+    let (axis, size) = axis_to_split(x, axis, sizes)?;
     if at.last().is_none_or(|&last| last > size) {
         // Slices past the end are short or empty, as in Python.
         let ends = at.iter().copied().chain([size]);

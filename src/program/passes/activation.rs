@@ -31,10 +31,7 @@ fn is_activation(function: Unary) -> bool {
 
 /// Joins each activation with the product that alone reads it.
 fn products(graph: &mut Graph) {
-    let mut n_uses = HashMap::<Value, usize>::new();
-    for value in graph.main.uses() {
-        *n_uses.entry(value).or_default() += 1;
-    }
+    let n_uses = graph.main.n_uses();
     let makers = makers(graph);
     let fused: Vec<Option<Op>> = graph
         .main

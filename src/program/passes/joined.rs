@@ -233,10 +233,7 @@ impl<'a> Finder<'a> {
 /// points, which are the same for all groups, as biases. With each, its two operands. Nothing else
 /// in the init chain reads the first of these.
 fn biases_at_load(graph: &Graph) -> HashMap<Value, (Value, Value)> {
-    let mut n_uses = HashMap::<Value, usize>::new();
-    for value in graph.init.uses() {
-        *n_uses.entry(value).or_default() += 1;
-    }
+    let n_uses = graph.init.n_uses();
     let written: HashSet<Value> = graph.init_targets.iter().copied().collect();
     let is_once = |value: Value| n_uses.get(&value) == Some(&1);
     let targets: HashMap<Value, Value> =

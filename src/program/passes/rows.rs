@@ -37,10 +37,7 @@ impl Rows {
                 InputSpec::Int(_) => None,
             })
             .collect();
-        let mut n_uses = HashMap::<Value, usize>::new();
-        for value in graph.main.uses() {
-            *n_uses.entry(value).or_default() += 1;
-        }
+        let n_uses = graph.main.n_uses();
         let outputs: HashSet<Value> = graph.main.tensor_outputs().collect();
         let mut rows = Self {
             counts: HashSet::new(),

@@ -89,10 +89,7 @@ fn composed(first: &[i32], second: &[i32]) -> Option<Vec<i32>> {
 /// Makes one instruction of a reshape and a transposition that follow each other, if nothing else
 /// reads the value between.
 fn pair(graph: &mut Graph) {
-    let mut n_uses = HashMap::<Value, usize>::new();
-    for value in graph.main.uses() {
-        *n_uses.entry(value).or_default() += 1;
-    }
+    let n_uses = graph.main.n_uses();
     let makers = makers(graph);
     let mut paired = Vec::new();
     for (index, instruction) in graph.main.instructions.iter().enumerate() {
@@ -129,8 +126,13 @@ fn pair(graph: &mut Graph) {
             (is_pair[index], gone[before]) = (true, true);
         }
     }
-    let mut gone = gone.into_iter();
-    graph.main.instructions.retain(|_| !gone.next().unwrap_or(false));
+    remove(graph, gone);
+}
+
+/// Removes the instructions of the main chain that are marked.
+fn remove(graph: &mut Graph, marked: Vec<bool>) {
+    let mut marked = marked.into_iter();
+    graph.main.instructions.retain(|_| !marked.next().unwrap_or(false));
 }
 
 /// A piece of a tensor: where it starts and stops, and the sizes that the axis may have.
@@ -167,8 +169,7 @@ fn split(graph: &mut Graph) {
         graph.main.instructions[first] =
             Instruction { op: Op::Split { x, axis, at, sizes }, out: values };
     }
-    let mut gone = gone.into_iter();
-    graph.main.instructions.retain(|_| !gone.next().unwrap_or(false));
+    remove(graph, gone);
     graph.rename(&renamed);
 }
 
