@@ -52,6 +52,7 @@ mod backend;
 mod error;
 #[cfg(feature = "delegate")]
 mod kernel_cache;
+mod kernels;
 mod layers;
 pub mod mlx;
 #[cfg(feature = "delegate")]

@@ -1,7 +1,6 @@
 //! What a step attends to. Only this module calls MLX's attention, or the kernel in its place.
 
 mod fused;
-mod kernel;
 
 use mlx_rs::fast::{scaled_dot_product_attention, ScaledDotProductAttentionMask};
 use mlx_rs::ops::{arange, concatenate, select, softmax_axis};
@@ -9,6 +8,7 @@ use mlx_rs::transforms::eval;
 use mlx_rs::{Array, Dtype};
 
 use crate::error::{fail, Result};
+use crate::kernels;
 use crate::mlx::{self, cast, slice_axis};
 use crate::store::KvView;
 
@@ -53,8 +53,8 @@ pub fn attend_stored(q: &Array, spec: &AttendSpec, scale: f32, packed: bool) -> 
     }
 }
 
-/// Computes attention over rows in the dtype of `q` by the kernel for few queries, which takes one
-/// query here too, or by MLX. Returns `None` where there is no kernel. The benchmark compares them.
+/// Computes attention over rows in the dtype of `q` by the kernel for several queries, which takes
+/// one here too, or by MLX. Returns `None` where there is no kernel. The benchmark compares them.
 #[doc(hidden)]
 pub fn attend_rows(
     [q, k, v]: [&Array; 3],
@@ -63,7 +63,7 @@ pub fn attend_rows(
     by_kernel: bool,
 ) -> Result<Option<Array>> {
     if by_kernel {
-        kernel::attend(q, k, v, mask, scale)
+        kernels::attend(q, k, v, mask, scale)
     } else {
         by_mlx(q, k, v, mask, scale).map(Some)
     }
@@ -74,7 +74,7 @@ const MOST_UNPACKED: u64 = 256 << 20;
 
 /// Computes attention over rows in the dtype of `q`, and returns that dtype.
 fn by_rows(q: &Array, k: &Array, v: &Array, mask: &Mask, scale: f32) -> Result<Array> {
-    match kernel::few_queries(q, k, v, mask, scale)? {
+    match kernels::several_queries(q, k, v, mask, scale)? {
         Some(out) => Ok(out),
         None => by_mlx(q, k, v, mask, scale),
     }

@@ -15,8 +15,8 @@ use super::TARGET;
 use crate::error::Result;
 use crate::mlx;
 
-/// The tokens of the steps: one of an answer, some to verify, and as many as a prompt's.
-const STEPS: [i32; 5] = [1, 2, 8, 16, 512];
+/// The tokens of the steps: one of an answer, some to verify, and those that a prompt's count as.
+const STEPS: [i32; 13] = [1, 2, 8, 16, 32, 64, 128, 192, 256, 320, 384, 448, 512];
 
 impl Program {
     /// On a GPU, runs steps of several lengths on the program's cache, if that is empty, rolls them

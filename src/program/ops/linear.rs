@@ -1,10 +1,12 @@
 //! Matrix products of floats.
 
-use mlx_rs::ops::{addmm as mlx_addmm, matmul};
+use mlx_rs::ops::{addmm as mlx_addmm, concatenate, matmul};
 use mlx_rs::Array;
 
 use super::instruction;
 use crate::error::{fail, Result};
+use crate::kernels;
+use crate::mlx::{self, slice_axis};
 use crate::program::fb;
 use crate::program::frame::Frame;
 use crate::program::ir::{Instruction, Op, Value};
@@ -46,11 +48,45 @@ pub fn run_linear(
 ) -> Result<Array> {
     let (x, weight) = (frame.tensor(x)?, frame.tensor(weight)?);
     let bias = bias.map(|bias| frame.tensor(bias)).transpose()?;
-    if transposed {
-        product(x, weight, bias, 1.0, 1.0)
-    } else {
-        product(x, &weight.transpose_axes(&[1, 0])?, bias, 1.0, 1.0)
+    if let Some(out) = kernels::few_rows(x, weight, bias, transposed)? {
+        return Ok(out);
     }
+    let turned;
+    let weight = match transposed {
+        true => weight,
+        false => {
+            turned = weight.transpose_axes(&[1, 0])?;
+            &turned
+        }
+    };
+    match rows_to_add(x)? {
+        0 => product(x, weight, bias, 1.0, 1.0),
+        more => with_rows(x, more, |x| product(x, weight, bias, 1.0, 1.0)),
+    }
+}
+
+/// Numbers of rows that cuBLAS meets are half of this, or multiples of it. It takes 3 ms to choose how to multiply with
+/// a number that the process had not before, for each weight.
+const ROWS: i32 = 64;
+
+/// Returns how many rows `x`, `[1, T, in]`, lacks on a GPU to a number that comes often.
+fn rows_to_add(x: &Array) -> Result<i32> {
+    let is_one = x.ndim() == 3 && x.dim(0) == 1;
+    if !is_one || x.dim(1) <= kernels::MOST_ROWS || !mlx::is_stream_on_gpu()? {
+        return Ok(0);
+    }
+    Ok(match x.dim(1) {
+        rows if rows <= ROWS / 2 => ROWS / 2 - rows,
+        rows => (ROWS - rows % ROWS) % ROWS,
+    })
+}
+
+/// Calls `work` with `x`, `[1, T, in]`, and its first `more` rows once more, at most `T`. Returns what it
+/// makes of the rows of `x`.
+fn with_rows(x: &Array, more: i32, work: impl FnOnce(&Array) -> Result<Array>) -> Result<Array> {
+    let n = x.dim(1);
+    let out = work(&concatenate(&[x, &slice_axis(x, 1, 0, more, 1)?], 1)?)?;
+    slice_axis(&out, 1, 0, n, 1)
 }
 
 fn product(
@@ -64,4 +100,26 @@ fn product(
         None => matmul(mat1, mat2)?,
         Some(bias) => mlx_addmm(bias, mat1, mat2, alpha, beta)?,
     })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn more_rows_change_no_product() {
+        mlx::run(|| {
+            let numbers = |shape: &[i32]| mlx_rs::random::normal::<f32>(shape, None, None, None);
+            let (x, weight, bias) = (numbers(&[1, 70, 24])?, numbers(&[24, 10])?, numbers(&[10])?);
+            let plain = product(&x, &weight, Some(&bias), 1.0, 1.0)?;
+            let longer = with_rows(&x, 58, |x| {
+                assert_eq!(x.shape(), [1, 128, 24]);
+                product(x, &weight, Some(&bias), 1.0, 1.0)
+            })?;
+            assert_eq!(longer.shape(), [1, 70, 10]);
+            assert!(plain.all_close(&longer, 1e-5, 1e-5, None)?);
+            Ok(())
+        })
+        .unwrap();
+    }
 }

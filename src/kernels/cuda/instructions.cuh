@@ -1,5 +1,5 @@
-// The instructions of a GPU that C++ has no words for. Everything else is in few_queries.cuh, so that
-// it runs in any C++ program that has functions of these names.
+// The instructions of a GPU that C++ has no words for. The other files have none, so that they
+// run in any C++ program that has functions of these names.
 
 namespace etkv {
 

@@ -1,37 +1,33 @@
-//! Attention of a few queries in one launch on CUDA, where MLX has a plan for each pair of lengths or
-//! ten launches a layer. Everywhere else, and for what the kernel does not take, there is no result
-//! and MLX computes it.
+//! Attention of several queries in one launch on CUDA, where MLX has a plan for each pair of lengths or
+//! ten launches a layer.
 //!
 //! A launch costs the host 6 to 10 µs, which is most of the time of a step of a few tokens. So the
 //! kernel does not leave the merging of slices to a second one: its blocks count themselves, and the
-//! last merges. See `kernels/few_queries.cuh`.
-
-use std::collections::HashMap;
-use std::ffi::CString;
+//! last merges. See `cuda/attention.cuh`.
 
 use mlx_rs::transforms::eval;
 use mlx_rs::{Array, Dtype};
 use parking_lot::Mutex;
 use smallvec::SmallVec;
-use tracing::warn;
 
-use super::Mask;
-use crate::error::{Error, Result, Status};
-use crate::mlx::{self, slice_axis};
+use super::raw::Kernel;
+use super::{bare, c_text, can_run, element, Compiled};
+use crate::attention::Mask;
+use crate::error::{Error, Result};
+use crate::mlx::slice_axis;
 
-mod raw;
 #[cfg(test)]
 mod tests;
 
-use raw::Kernel;
+/// The most queries of a call in half precision: the steps of a prompt. One query has MLX's own kernel.
+const MOST_QUERIES: i32 = 1 << 16;
 
-/// The most queries of a call. One query has MLX's own kernel; for many, products of matrices are
-/// faster.
-pub const MOST_QUERIES: i32 = 64;
+/// The most queries of a call in float32, whose products are slow without tensor cores: for more, MLX's
+/// attention is faster.
+const MOST_WIDE: i32 = 64;
 
-/// The most queries of one sequence, such as tokens to verify. For more, the steps of a prompt, MLX's
-/// attention is fast enough, and needs no kernel that each process compiles.
-const MOST_OF_ONE: i32 = 16;
+/// The most of one sequence in float32.
+const MOST_WIDE_OF_ONE: i32 = 16;
 
 /// The dimensions of a row that the kernel takes, in multiples of 16.
 const DIMS: std::ops::RangeInclusive<i32> = 32..=256;
@@ -53,10 +49,6 @@ const FEWEST_TILES: i32 = 1;
 /// Shared memory that every GPU since Ampere has.
 const MOST_SHARED: i32 = 96 << 10;
 
-/// Kernels that a process compiles, in 1 to 3 s each. A program has one or two; one with a scale
-/// for each layer would never end.
-const MOST_KERNELS: usize = 64;
-
 /// Slices that are merged at once, as in the kernel.
 const MOST_MERGED: i32 = 16;
 
@@ -77,13 +69,10 @@ struct Template {
     scale: u32,
 }
 
-/// A template's kernel, or `None` if it cannot be compiled.
-type Compiled = HashMap<Template, Option<Kernel>>;
-
 /// The kernels of this process, and the counters of its calls. Used under the lock of MLX only.
 #[derive(Default)]
 struct Kernels {
-    compiled: Compiled,
+    compiled: Compiled<Template>,
     counters: Vec<Array>,
     calls: usize,
 }
@@ -94,16 +83,17 @@ static KERNELS: Mutex<Option<Kernels>> = Mutex::new(None);
 ///
 /// Keys and values may be views of any strides. A query that sees nothing gets the mean of all
 /// values, as with MLX's composed attention; a query of our caches sees at least its own key.
-pub fn few_queries(
+pub fn several_queries(
     q: &Array,
     k: &Array,
     v: &Array,
     mask: &Mask,
     scale: f32,
 ) -> Result<Option<Array>> {
-    let most = match mask {
-        Mask::Explicit(_) => MOST_QUERIES,
-        Mask::None | Mask::Causal => MOST_OF_ONE,
+    let most = match (q.dtype(), mask) {
+        (Dtype::Float32, Mask::Explicit(_)) => MOST_WIDE,
+        (Dtype::Float32, Mask::None | Mask::Causal) => MOST_WIDE_OF_ONE,
+        _ => MOST_QUERIES,
     };
     if q.ndim() != 4 || !(2..=most).contains(&q.dim(2)) {
         return Ok(None);
@@ -111,16 +101,12 @@ pub fn few_queries(
     attend(q, k, v, mask, scale)
 }
 
-/// [`few_queries`] for one query, too.
+/// [`several_queries`] for one query, too.
 pub fn attend(q: &Array, k: &Array, v: &Array, mask: &Mask, scale: f32) -> Result<Option<Array>> {
-    if cfg!(target_os = "macos") || !mlx::on_gpu()? {
-        return Ok(None);
-    }
     let Some(call) = Call::of(q, k, v, mask, scale) else {
         return Ok(None);
     };
-    // A host may run a program on a CPU's stream all the same.
-    if !mlx::is_stream_on_gpu()? {
+    if !can_run()? {
         return Ok(None);
     }
     let mut kernels = KERNELS.lock();
@@ -166,7 +152,7 @@ impl Call {
             template,
             grid: [slices, kv_heads, blocks_of_rows],
             rows_of_block,
-            out: [1, heads, t, v_dim],
+            out: [1, t, heads, v_dim],
         })
     }
 
@@ -176,7 +162,7 @@ impl Call {
         let [slices, heads, blocks] = self.grid;
         match slices {
             1 => 1,
-            // At most 64 slices of 64 rows in 528 blocks.
+            // No more than `BLOCKS` in all, of 64 rows each.
             _ => slices * heads * blocks * self.rows_of_block * (self.template.v_dim + 2),
         }
     }
@@ -213,15 +199,6 @@ fn kind_of(mask: &Mask, t: i32, n: i32) -> Option<u8> {
 }
 
 impl Template {
-    fn element(&self) -> Option<(&'static str, i32)> {
-        match self.dtype {
-            Dtype::Float16 => Some(("__half", 2)),
-            Dtype::Bfloat16 => Some(("__nv_bfloat16", 2)),
-            Dtype::Float32 => Some(("float", 4)),
-            _ => None,
-        }
-    }
-
     fn is_supported(&self) -> bool {
         [self.k_dim, self.v_dim].iter().all(|dim| DIMS.contains(dim) && dim % 16 == 0)
             && self.memory().is_some_and(|(_, bytes)| bytes <= MOST_SHARED)
@@ -238,7 +215,7 @@ impl Template {
 
     /// Returns the tiles that a block holds at a time, and its bytes of shared memory.
     fn memory(&self) -> Option<(i32, i32)> {
-        let (_, size) = self.element()?;
+        let (_, size) = element(self.dtype)?;
         let pad = 16 / size;
         let tile = TILE * (self.k_dim + self.v_dim + 2 * pad) * size;
         let queries = match self.dtype {
@@ -254,11 +231,11 @@ impl Template {
     }
 
     fn compile(&self) -> Result<Option<Kernel>> {
-        let (Some((element, _)), Some((tiles, bytes))) = (self.element(), self.memory()) else {
+        let (Some((name, _)), Some((tiles, bytes))) = (element(self.dtype), self.memory()) else {
             return Ok(None);
         };
         let mut source = format!(
-            "using Element = {element};\nconstexpr int DK = {}, DV = {}, MASK = {}, STAGES = {tiles}, \
+            "using Element = {name};\nconstexpr int DK = {}, DV = {}, MASK = {}, STAGES = {tiles}, \
              ROW_WARPS = {}, SCALE = {};\n",
             self.k_dim,
             self.v_dim,
@@ -266,57 +243,32 @@ impl Template {
             self.most_row_warps(),
             self.scale as i32,
         );
-        source.push_str(&bare(include_str!("kernels/call.cuh")));
+        source.push_str(&bare(include_str!("cuda/call.cuh")));
         let mut inputs = vec![c"q", c"k", c"v"];
         if self.mask == 2 {
-            source.push_str(&bare(include_str!("kernels/call_marked.cuh")));
+            source.push_str(&bare(include_str!("cuda/call_marked.cuh")));
             inputs.push(c"mask");
         }
         source.push_str("work.run(out, partial, const_cast<unsigned*>(done));\n");
         inputs.push(c"done");
         let header = bare(concat!(
-            include_str!("kernels/instructions.cuh"),
-            include_str!("kernels/rows.cuh"),
-            include_str!("kernels/slice.cuh"),
-            include_str!("kernels/few_queries.cuh"),
+            include_str!("cuda/instructions.cuh"),
+            include_str!("cuda/rows.cuh"),
+            include_str!("cuda/slice.cuh"),
+            include_str!("cuda/attention.cuh"),
         ));
-        let text = |text: String| {
-            CString::new(text).map_err(|_| Error::new(Status::Internal, "a zero byte in a kernel"))
-        };
         let outputs = [c"out", c"partial"];
-        Kernel::new(c"etkv_few_queries", &inputs, &outputs, &text(source)?, &text(header)?, bytes)
+        Kernel::new(c"etkv_attention", &inputs, &outputs, &c_text(source)?, &c_text(header)?, bytes)
             .map(Some)
     }
-}
-
-/// Returns a kernel's text without comments and indentation: MLX copies and hashes it in each call.
-fn bare(text: &str) -> String {
-    text.lines()
-        .map(|line| line.split("//").next().unwrap_or_default().trim())
-        .filter(|line| !line.is_empty())
-        .flat_map(|line| [line, "\n"])
-        .collect()
 }
 
 impl Kernels {
     fn attend(&mut self, rows: [&Array; 3], mask: &Mask, call: &Call) -> Result<Option<Array>> {
         let counters = self.next_counters()?;
-        if !self.compiled.contains_key(&call.template) {
-            if self.compiled.len() >= MOST_KERNELS {
-                return Ok(None);
-            }
-            let kernel = match tried(&call.template, &counters) {
-                Ok(kernel) => kernel,
-                Err(error) => {
-                    warn!(%error, "attention of several queries stays with MLX: no kernel");
-                    None
-                }
-            };
-            self.compiled.insert(call.template, kernel);
-        }
-        match self.compiled.get(&call.template) {
-            Some(Some(kernel)) => launch(kernel, rows, mask, &counters, call).map(Some),
-            _ => Ok(None),
+        match self.compiled.get(call.template, |template| tried(template, &counters)) {
+            Some(kernel) => launch(kernel, rows, mask, &counters, call).map(Some),
+            None => Ok(None),
         }
     }
 
@@ -369,10 +321,11 @@ fn launch(
     inputs.push(counters);
     let [slices, heads, blocks] = call.grid;
     let between = [call.floats_between_blocks()];
-    kernel.launch(
+    let by_token = kernel.launch(
         &inputs,
         &[(&call.out, call.template.dtype), (&between, Dtype::Float32)],
         [slices * THREADS, heads, blocks],
         THREADS,
-    )
+    )?;
+    Ok(by_token.transpose_axes(&[0, 2, 1, 3])?)
 }

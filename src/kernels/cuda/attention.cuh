@@ -1,4 +1,4 @@
-// Attention of a few queries over many keys, in one launch: the block that is last to finish its slice
+// Attention of several queries over many keys, in one launch: the block that is last to finish its slice
 // of the keys merges those of all.
 
 namespace etkv {
@@ -9,7 +9,7 @@ constexpr int GROUP = 8;
 constexpr int MOST_GROUPS = 8;
 
 template <typename E, int DK, int DV, int MASK, int STAGES, int MOST_ROW_WARPS>
-struct FewQueries : Slice<E, DK, DV, MASK, STAGES, MOST_ROW_WARPS> {
+struct Attention : Slice<E, DK, DV, MASK, STAGES, MOST_ROW_WARPS> {
   using Base = Slice<E, DK, DV, MASK, STAGES, MOST_ROW_WARPS>;
   using Base::first_row, Base::leave, Base::rows_of_block, Base::shared, Base::sizes, Base::write;
 

@@ -1,4 +1,4 @@
-// The attention of a few queries over a slice of many keys: what a block does.
+// The attention of several queries over a slice of many keys: what a block does.
 //
 // A block reads the keys of one KV head once, for up to 64 rows: the query heads of that KV head times
 // the queries. Row `r` is query `r / group` of query head `r % group`, so that rows of one
@@ -207,8 +207,18 @@ struct Slice {
     add_values(scores, values);
   }
 
+  // Returns the tiles of keys that some row of the block may see.
+  __device__ int tiles() const {
+    int keys = sizes.keys;
+    if (MASK == SEES_UP_TO_ITSELF) {
+      int last = min(first_row() + rows_of_block(), sizes.rows()) - 1;
+      keys += last / sizes.group + 1 - sizes.queries;
+    }
+    return (keys + TILE - 1) / TILE;
+  }
+
   __device__ void attend_to_slice() {
-    int tiles = (sizes.keys + TILE - 1) / TILE;
+    int tiles = this->tiles();
     int begin = static_cast<int>(static_cast<long long>(tiles) * blockIdx.x / gridDim.x);
     int end = static_cast<int>(static_cast<long long>(tiles) * (blockIdx.x + 1) / gridDim.x);
     bool k_aligned = k.is_aligned(), v_aligned = v.is_aligned();
@@ -245,7 +255,9 @@ struct Slice {
   // Writes four elements of a row, divided by `whole`.
   __device__ void write(E* out, int r, int column, const float (&x)[4], float whole) {
     long long query_head = head * sizes.group + r % sizes.group;
-    E* to = out + (query_head * sizes.queries + r / sizes.group) * DV + column;
+    // Token by token, as the product that follows reads it.
+    long long heads = static_cast<long long>(gridDim.y) * sizes.group;
+    E* to = out + (r / sizes.group * heads + query_head) * DV + column;
     for (int i = 0; i < 4; ++i) {
       float value = x[i] / whole;
       if (whole == 0) {

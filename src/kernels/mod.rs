@@ -1,0 +1,95 @@
+//! Kernels for CUDA where MLX has none that is fast enough. MLX compiles them where they run first, a
+//! second or less each, once in a process.
+//!
+//! Everywhere else, and for what a kernel does not take, there is no result and MLX computes it.
+
+mod attention;
+mod linear;
+mod raw;
+
+use std::collections::HashMap;
+use std::ffi::CString;
+use std::hash::Hash;
+
+use mlx_rs::Dtype;
+use tracing::warn;
+
+pub use self::attention::{attend, several_queries};
+#[cfg(feature = "delegate")]
+pub use self::linear::{few_rows, MOST_ROWS};
+use self::raw::Kernel;
+use crate::error::{Error, Result, Status};
+use crate::mlx;
+
+/// Kernels of one kind that a process compiles. A program has one to six; one with another scale in
+/// each layer would never end.
+const MOST_KERNELS: usize = 64;
+
+/// Returns whether kernels can run on the device and the stream.
+fn can_run() -> Result<bool> {
+    // A host may run a program on a CPU's stream all the same.
+    Ok(!cfg!(target_os = "macos") && mlx::on_gpu()? && mlx::is_stream_on_gpu()?)
+}
+
+/// The kernels of one kind, or `None` for one that cannot be compiled. Used under the lock of MLX only.
+struct Compiled<T>(HashMap<T, Option<Kernel>>);
+
+impl<T> Default for Compiled<T> {
+    fn default() -> Self {
+        Self(HashMap::new())
+    }
+}
+
+impl<T: Eq + Hash> Compiled<T> {
+    /// Returns the kernel of `template`. `make` compiles it and runs it once, the first time.
+    fn get(
+        &mut self,
+        template: T,
+        make: impl FnOnce(&T) -> Result<Option<Kernel>>,
+    ) -> Option<&Kernel> {
+        if !self.0.contains_key(&template) {
+            if self.0.len() >= MOST_KERNELS {
+                return None;
+            }
+            let kernel = make(&template).unwrap_or_else(|error| {
+                warn!(%error, "MLX computes what a kernel would: it cannot be compiled");
+                None
+            });
+            return self.0.entry(template).or_insert(kernel).as_ref();
+        }
+        self.0.get(&template)?.as_ref()
+    }
+}
+
+/// Returns the name of a float dtype in CUDA, and its bytes.
+fn element(dtype: Dtype) -> Option<(&'static str, i32)> {
+    match dtype {
+        Dtype::Float16 => Some(("__half", 2)),
+        Dtype::Bfloat16 => Some(("__nv_bfloat16", 2)),
+        Dtype::Float32 => Some(("float", 4)),
+        _ => None,
+    }
+}
+
+/// Returns a kernel's text without comments and indentation: MLX copies and hashes it in each call.
+fn bare(text: &str) -> String {
+    text.lines()
+        .map(|line| line.split("//").next().unwrap_or_default().trim())
+        .filter(|line| !line.is_empty())
+        .flat_map(|line| [line, "\n"])
+        .collect()
+}
+
+fn c_text(text: String) -> Result<CString> {
+    CString::new(text).map_err(|_| Error::new(Status::Internal, "a zero byte in a kernel"))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn mlx_gets_no_comments() {
+        assert_eq!(bare("// why\n  a;  // b\n\n\tc;\n"), "a;\nc;\n");
+    }
+}
