@@ -2,15 +2,16 @@
 
 use std::cell::Cell;
 use std::ops::Range;
+use std::sync::Arc;
 
-use etkv_core::bookkeeping::Slots;
+use etkv_core::bookkeeping::{MaskRuns, Slots};
 use etkv_core::{Extent, KvFormat, LayerConfig, Result, Store};
 use mlx_rs::error::Exception;
 use mlx_rs::ops::zeros_dtype;
 use mlx_rs::transforms::{async_eval, eval};
 use mlx_rs::{Array, Dtype};
 
-use super::{convert, float_dtype, pool_for, KvView, Pool, StoredRows};
+use super::{convert, float_dtype, mask, pool_for, KvView, Pool, StoredRows};
 use crate::error;
 use crate::mlx::{self, cast};
 
@@ -206,12 +207,8 @@ impl Store for MlxStore {
         Ok([k.read(slots.start, slots.end)?, v.read(slots.start, slots.end)?])
     }
 
-    fn mask(bytes: &[u8], n_tokens: i32) -> etkv_core::Result<Array> {
-        let n_tokens = n_tokens.max(1);
-        let shape = [n_tokens, (bytes.len() / n_tokens as usize) as i32];
-        // SAFETY: the shape has no more elements than there are bytes. Each byte is 0 or 1, as MLX
-        // stores booleans. MLX copies them.
-        Ok(unsafe { Array::from_raw_data(bytes.as_ptr().cast(), &shape, Dtype::Bool) })
+    fn mask(runs: &Arc<MaskRuns>) -> Result<Array> {
+        Ok(mask::array(runs)?)
     }
 
     fn eval(&self, outputs: &[&Array]) -> Result<()> {

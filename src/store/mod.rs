@@ -12,6 +12,7 @@ mod block_float;
 mod codec;
 mod float;
 mod kv_view;
+mod mask;
 mod mlx_store;
 mod packed;
 mod planes;

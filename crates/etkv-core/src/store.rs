@@ -1,8 +1,9 @@
 //! The trait that a backend implements: the bytes of a cache.
 
 use std::ops::Range;
+use std::sync::Arc;
 
-use crate::bookkeeping::Slots;
+use crate::bookkeeping::{MaskRuns, Slots};
 use crate::config::LayerConfig;
 use crate::error::Result;
 use crate::format::KvFormat;
@@ -95,12 +96,11 @@ pub trait Store: Sized + Send + 'static {
     /// [`Backend`](crate::Status::Backend).
     fn read(&self, layer: usize, slots: Range<i32>) -> Result<[Self::View; 2]>;
 
-    /// Returns a mask of `n_tokens` rows, at least 1, from one byte for each slot that is read: 1
-    /// is seen, 0 is not.
+    /// Returns a mask as attention takes it.
     ///
     /// # Errors
     /// [`Backend`](crate::Status::Backend).
-    fn mask(bytes: &[u8], n_tokens: i32) -> Result<Self::Mask>;
+    fn mask(runs: &Arc<MaskRuns>) -> Result<Self::Mask>;
 
     /// Computes `outputs` together with what the open step wrote.
     ///

@@ -54,7 +54,10 @@ pub(crate) unsafe fn attend_into(
     let mask = match &spec.mask {
         Mask::None => MaskRef::None,
         Mask::Causal => MaskRef::Causal,
-        Mask::Explicit(mask) => mask.as_ref(),
+        Mask::Explicit(mask) => {
+            let (runs, ends) = mask.all();
+            MaskRef::Runs { runs, ends }
+        }
     };
     let [batch, heads, n, _] = *q.shape();
     if batch != 1 {

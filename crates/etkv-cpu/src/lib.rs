@@ -10,7 +10,6 @@ mod attend;
 pub mod attention;
 mod backend;
 mod floats;
-mod mask;
 mod memory;
 mod parallel;
 pub mod program;
@@ -22,7 +21,6 @@ pub use attend::attend;
 pub use backend::{
     builders, CellsCache, ContiguousCache, CpuCache, ProgramCache, Step, CPU_BACKEND,
 };
-pub use mask::Mask;
 pub use parallel::{Parallel, Pool, Serial};
 pub use store::{CpuStore, SavedRows};
 pub use tensor::{Dtype, Tensor, Values};

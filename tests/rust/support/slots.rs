@@ -21,8 +21,7 @@ impl LayerGroupSlots {
         let targets = distinct(&plan.write);
         assert_eq!(targets.len(), ids.len(), "a slot for each token");
         if let MaskPlan::Explicit(mask) = &plan.mask {
-            assert_eq!(mask.len(), ids.len() * plan.read.len(), "a byte for each query and slot");
-            assert!(mask.iter().all(|&byte| byte <= 1), "a mask of zeros and ones");
+            assert_eq!((mask.n_tokens(), mask.n_slots()), (ids.len(), plan.read.len()));
         }
         for (&slot, &id) in targets.iter().zip(ids) {
             self.slots[slot] = Some(id);
@@ -70,7 +69,7 @@ impl LayerGroupSlots {
             MaskPlan::None => true,
             // Aligned at the lower right: the last query sees all.
             MaskPlan::Causal => offset + (n_queries - 1 - query) < read.len(),
-            MaskPlan::Explicit(mask) => mask[query * read.len() + offset] == 1,
+            MaskPlan::Explicit(mask) => mask.sees(query, offset),
         };
         let mut shown: Vec<Id> = read
             .iter()

@@ -7,7 +7,7 @@ use std::cell::Cell;
 use std::ops::Range;
 use std::sync::Arc;
 
-use etkv_core::bookkeeping::Slots;
+use etkv_core::bookkeeping::{MaskRuns, Slots};
 use etkv_core::{
     AttendSpec, Error, Extent, KvFormat, LayerConfig, Mask, Result, Spec, Status, Store,
 };
@@ -162,7 +162,7 @@ impl Store for VecStore {
 
     type Tensor = Tensor;
     type View = Tensor;
-    type Mask = Arc<[u8]>;
+    type Mask = Arc<MaskRuns>;
     type Saved = Vec<(usize, Slots, [Tensor; 2])>;
 
     fn new(layers: &[LayerConfig], [k, v]: [KvFormat; 2]) -> Result<Self> {
@@ -229,8 +229,8 @@ impl Store for VecStore {
         Ok([view(k), view(v)])
     }
 
-    fn mask(bytes: &[u8], _: i32) -> Result<Arc<[u8]>> {
-        Ok(bytes.into())
+    fn mask(runs: &Arc<MaskRuns>) -> Result<Arc<MaskRuns>> {
+        Ok(Arc::clone(runs))
     }
 
     fn eval(&self, outputs: &[&Tensor]) -> Result<()> {
@@ -348,7 +348,7 @@ impl Backend for OnVec {
                 let is_seen = |slot: usize| match mask {
                     Mask::None => true,
                     Mask::Causal => slot + n <= len + query,
-                    Mask::Explicit(bytes) => bytes[query * len + slot] == 1,
+                    Mask::Explicit(mask) => mask.sees(query, slot),
                 };
                 let row = q.row(head, query);
                 let score = |slot: usize| {

@@ -2,8 +2,9 @@
 //! sliding window drop positions at the front and move their rows.
 
 use std::ops::Range;
+use std::sync::Arc;
 
-use super::plan::{blank_mask, mask_len};
+use super::mask_runs::{mask_len, MaskRuns};
 use super::{LayerGroupPlan, MaskPlan, Move, Slots, Window};
 use crate::error::{fail, Result};
 
@@ -174,7 +175,7 @@ impl ContiguousBookkeeping {
         let mask = match sight {
             Sight::All => MaskPlan::None,
             Sight::Causal => MaskPlan::Causal,
-            Sight::Windows => MaskPlan::Explicit(self.windows(group, plan, &read)?),
+            Sight::Windows => MaskPlan::Explicit(Arc::new(self.windows(group, plan, &read)?)),
         };
         Ok(LayerGroupPlan { write, read, mask })
     }
@@ -206,20 +207,19 @@ impl ContiguousBookkeeping {
     }
 
     /// Returns the mask of a window over the slots in `read`.
-    fn windows(&self, group: usize, plan: &ContiguousPlan, read: &Range<i32>) -> Result<Vec<u8>> {
+    fn windows(&self, group: usize, plan: &ContiguousPlan, read: &Range<i32>) -> Result<MaskRuns> {
         let dropped = self.dropped(group, plan);
+        let mut mask = MaskRuns::new(plan.n_tokens() as usize, read.len())?;
         let Some(window) = self.groups[group].window else {
-            return Ok(Vec::new());
+            return Ok(mask);
         };
-        let mut mask = blank_mask(plan.n_tokens() as usize, read.len())?;
-        for (position, row) in (plan.start..plan.end).zip(mask.chunks_exact_mut(read.len())) {
+        for position in plan.start..plan.end {
             // With sinks, slots are read from 0 on.
-            row[..window.sinks().min(position + 1) as usize].fill(1);
+            mask.see(0..window.sinks().min(position + 1))?;
             let seen = window.first_seen(position).max(window.sinks());
-            let slot = |position: i32| (position - dropped - read.start) as usize;
-            if seen <= position {
-                row[slot(seen)..=slot(position)].fill(1);
-            }
+            let slot = |position: i32| position - dropped - read.start;
+            mask.see(slot(seen)..slot(position) + 1)?;
+            mask.end_query();
         }
         Ok(mask)
     }

@@ -5,10 +5,12 @@
 
 mod cells;
 mod contiguous;
+mod mask_runs;
 mod plan;
 mod window;
 
 pub use cells::{CellsBookkeeping, MAX_SEQUENCES};
 pub use contiguous::{ContiguousBookkeeping, ContiguousPlan};
+pub use mask_runs::MaskRuns;
 pub use plan::{LayerGroupPlan, MaskPlan, Move, Slots};
 pub use window::Window;

@@ -4,8 +4,9 @@
 //! slots, so they share one plan and one mask.
 
 use std::ops::Range;
+use std::sync::Arc;
 
-use crate::error::{fail, Result};
+use super::MaskRuns;
 
 /// Slots that rows are written to, read from or moved to.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -65,44 +66,8 @@ pub enum MaskPlan {
     None,
     /// Query `i` of `T` sees all but the last `T - 1 - i`.
     Causal,
-    /// The slots with a 1: `T` rows of one byte for each slot that is read.
-    Explicit(Vec<u8>),
-}
-
-/// The most elements of a mask. Arrays count elements in 32 bits.
-const MAX_MASK: usize = i32::MAX as usize;
-
-/// Returns the mask of `n_tokens` queries over `width` slots, none of which is seen yet.
-///
-/// # Errors
-/// Those of [`mask_len`], and [`Backend`](crate::Status::Backend) if there is no such memory.
-pub fn blank_mask(n_tokens: usize, width: usize) -> Result<Vec<u8>> {
-    let len = mask_len(n_tokens, width)?;
-    let mut mask = Vec::new();
-    if mask.try_reserve_exact(len).is_err() {
-        fail!(
-            Backend,
-            "out of memory: {len} bytes for the mask of {n_tokens} tokens over {width} slots; free \
-             memory or take fewer tokens at a time"
-        );
-    }
-    mask.resize(len, 0);
-    Ok(mask)
-}
-
-/// Returns the bytes of the mask of `n_tokens` queries over `width` slots.
-///
-/// # Errors
-/// [`Capacity`](crate::Status::Capacity) if an array cannot have so many elements.
-pub fn mask_len(n_tokens: usize, width: usize) -> Result<usize> {
-    match n_tokens.checked_mul(width) {
-        Some(len) if len <= MAX_MASK => Ok(len),
-        _ => fail!(
-            Capacity,
-            "a step of {n_tokens} tokens that reads {width} slots takes a mask of \
-             {n_tokens} x {width} elements, the most are {MAX_MASK}: take fewer tokens at a time"
-        ),
-    }
+    /// Other slots for each query.
+    Explicit(Arc<MaskRuns>),
 }
 
 /// What a step does to the slots of one layer group.

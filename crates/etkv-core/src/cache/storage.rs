@@ -299,16 +299,15 @@ impl<S: Store> Storage<S> {
         Ok(match &plan.mask {
             MaskPlan::None => Mask::None,
             MaskPlan::Causal => Mask::Causal,
-            MaskPlan::Explicit(bytes) => {
-                let width = plan.read.end - plan.read.start;
+            MaskPlan::Explicit(runs) => {
                 let made = match &mut self.masks[group] {
                     Some(made) => made,
                     none => {
                         debug_assert_eq!(
-                            bytes.len() as i64,
-                            i64::from(n_tokens) * i64::from(width)
+                            [runs.n_tokens(), runs.n_slots()],
+                            [n_tokens as usize, plan.read.len()]
                         );
-                        none.insert(S::mask(bytes, n_tokens)?)
+                        none.insert(S::mask(runs)?)
                     }
                 };
                 Mask::Explicit(made.clone())

@@ -3,14 +3,14 @@
 
 use std::collections::BTreeMap;
 use std::ops::Range;
+use std::sync::Arc;
 
 use super::group::LayerGroup;
 use super::runs::{Run, Runs};
 use super::segments::Segments;
 use super::tree::Tree;
 use super::CellsBookkeeping;
-use crate::bookkeeping::plan::blank_mask;
-use crate::bookkeeping::{LayerGroupPlan, MaskPlan, Slots};
+use crate::bookkeeping::{LayerGroupPlan, MaskPlan, MaskRuns, Slots};
 use crate::error::Result;
 
 impl CellsBookkeeping {
@@ -34,7 +34,7 @@ impl CellsBookkeeping {
             return Ok(LayerGroupPlan { write, read, mask });
         }
         let (read, mask) = self.explicit(group, segments, positions, cells)?;
-        Ok(LayerGroupPlan { write, read, mask: MaskPlan::Explicit(mask) })
+        Ok(LayerGroupPlan { write, read, mask: MaskPlan::Explicit(Arc::new(mask)) })
     }
 
     /// Returns the cells that the step reads if it needs no mask but the order of its tokens: it is
@@ -88,42 +88,41 @@ impl CellsBookkeeping {
         (positions.len() == 1 && in_order).then(|| start + hidden..write.end)
     }
 
-    /// Returns the cells that the step reads, and for each token one byte a cell.
+    /// Returns the cells that the step reads, and those that each token sees.
     fn explicit(
         &self,
         group: usize,
         segments: &Segments,
         positions: &[i32],
         cells: &[i32],
-    ) -> Result<(Range<i32>, Vec<u8>)> {
+    ) -> Result<(Range<i32>, MaskRuns)> {
         let state = &self.groups[group];
         let read = self.extent(group, segments, cells);
-        let width = read.len();
-        let mut mask = blank_mask(cells.len(), width)?;
-        let mut rows = mask.chunks_exact_mut(width.max(1));
+        let mut mask = MaskRuns::new(cells.len(), read.len())?;
         let mut tokens = cells.iter().zip(positions);
         let mut fresh: BTreeMap<i32, Runs> = BTreeMap::new();
         let mut nodes: BTreeMap<i32, Vec<i32>> = BTreeMap::new();
         for (members, n_tokens) in segments.iter() {
             for _ in 0..n_tokens {
-                let (Some(row), Some((&cell, &position))) = (rows.next(), tokens.next()) else {
+                let Some((&cell, &position)) = tokens.next() else {
                     break;
                 };
-                let mut row = Row { row, start: read.start };
+                let mut row = Row { mask: &mut mask, start: read.start };
                 for &sequence in members {
                     let seen = Seen { group: state, position };
-                    seen.mark(state.held(sequence), &mut row);
+                    seen.mark(state.held(sequence), &mut row)?;
                     if let Some(tree) = self.trees.get(&sequence) {
                         let nodes = nodes.entry(sequence).or_default();
-                        seen.mark_chain(tree, &tree.cells[group], nodes, &mut row);
+                        seen.mark_chain(tree, &tree.cells[group], nodes, &mut row)?;
                         nodes.push(cell);
                     } else {
                         let fresh = fresh.entry(sequence).or_default();
-                        seen.mark(fresh, &mut row);
+                        seen.mark(fresh, &mut row)?;
                         fresh.push(Run { position, cell, len: 1 });
                     }
                 }
-                row.fill(cell..cell + 1);
+                row.see(cell..cell + 1)?;
+                mask.end_query();
             }
         }
         Ok((read, mask))
@@ -150,15 +149,15 @@ impl CellsBookkeeping {
     }
 }
 
-/// One token's row of the mask. Its first byte stands for the cell `start`.
+/// One token's row of the mask. Its first slot is the cell `start`.
 struct Row<'a> {
-    row: &'a mut [u8],
+    mask: &'a mut MaskRuns,
     start: i32,
 }
 
 impl Row<'_> {
-    fn fill(&mut self, cells: Range<i32>) {
-        self.row[(cells.start - self.start) as usize..(cells.end - self.start) as usize].fill(1);
+    fn see(&mut self, cells: Range<i32>) -> Result<()> {
+        self.mask.see(cells.start - self.start..cells.end - self.start)
     }
 }
 
@@ -169,19 +168,20 @@ struct Seen<'a> {
 }
 
 impl Seen<'_> {
-    fn mark(&self, runs: &Runs, row: &mut Row) {
+    fn mark(&self, runs: &Runs, row: &mut Row) -> Result<()> {
         let (sinks, first) = match self.group.window {
             None => (0, 0),
             Some(window) => (window.sinks(), window.first_seen(self.position)),
         };
         for range in [0..sinks.min(first), first..self.position + 1] {
-            runs.clipped(range).for_each(|run| row.fill(run.cells()));
+            runs.clipped(range).try_for_each(|run| row.see(run.cells()))?;
         }
+        Ok(())
     }
 
     /// Marks the ancestors of the next node of `tree`. The `written` nodes have cells from earlier
     /// steps, the `fresh` ones from this step.
-    fn mark_chain(&self, tree: &Tree, written: &[i32], fresh: &[i32], row: &mut Row) {
+    fn mark_chain(&self, tree: &Tree, written: &[i32], fresh: &[i32], row: &mut Row) -> Result<()> {
         let node = written.len() + fresh.len();
         let base = self.position - tree.depth(node);
         for ancestor in tree.chain_up(node).skip(1) {
@@ -194,8 +194,9 @@ impl Seen<'_> {
                     Some(&cell) => cell,
                     None => fresh[ancestor - written.len()],
                 };
-                row.fill(cell..cell + 1);
+                row.see(cell..cell + 1)?;
             }
         }
+        Ok(())
     }
 }

@@ -1,0 +1,121 @@
+//! Masks as boolean arrays.
+
+use etkv_core::bookkeeping::MaskRuns;
+use mlx_rs::ops::arange;
+use mlx_rs::{Array, Dtype};
+
+use crate::error::Result;
+use crate::mlx;
+
+/// From so many elements on, a GPU makes a mask of its runs. The few launches that it takes cost as
+/// much as to fill and copy so many bytes.
+const FEWEST: usize = 1 << 18;
+
+/// The most elements of one run for each query, over all runs of a query. More are made of bytes.
+const MOST: usize = 64 << 20;
+
+/// Returns the mask as an array, `[T, L]`.
+pub fn array(mask: &MaskRuns) -> Result<Array> {
+    let elements = mask.n_tokens() * mask.n_slots();
+    if elements >= FEWEST && mlx::is_stream_on_gpu()? {
+        let most = (0..mask.n_tokens()).map(|query| mask.runs(query).len()).max().unwrap_or(0);
+        if (1..=MOST / elements).contains(&most) {
+            return of_runs(mask, most);
+        }
+    }
+    let bytes = mask.bytes()?;
+    let shape = [mask.n_tokens() as i32, mask.n_slots() as i32];
+    // SAFETY: the shape has as many elements as there are bytes. Each byte is 0 or 1, as MLX stores
+    // booleans. MLX copies them.
+    Ok(unsafe { Array::from_raw_data(bytes.as_ptr().cast(), &shape, Dtype::Bool) })
+}
+
+/// Makes the mask on the device, of queries that have `most` runs or fewer.
+fn of_runs(mask: &MaskRuns, most: usize) -> Result<Array> {
+    let n = mask.n_tokens();
+    let (mut starts, mut ends) = (Vec::with_capacity(n * most), Vec::with_capacity(n * most));
+    for query in 0..n {
+        let runs = mask.runs(query);
+        for at in 0..most {
+            let run = runs.get(at).cloned().unwrap_or(0..0);
+            starts.push(run.start as i32);
+            ends.push(run.end as i32);
+        }
+    }
+    let shape = [n as i32, most as i32, 1];
+    let slots = arange::<_, i32>(0, mask.n_slots() as i32, None)?;
+    let behind = slots.ge(Array::from_slice(&starts, &shape))?;
+    let before = slots.lt(Array::from_slice(&ends, &shape))?;
+    let seen = behind.logical_and(before)?;
+    Ok(match most {
+        1 => seen.squeeze_axes(&[1])?,
+        _ => seen.any_axis(1, false)?,
+    })
+}
+
+#[cfg(test)]
+mod tests {
+    use etkv_core::bookkeeping::{CellsBookkeeping, LayerGroupPlan, MaskPlan};
+
+    use super::*;
+
+    fn bools(array: &Array) -> Vec<bool> {
+        array.eval().unwrap();
+        array.as_slice::<bool>().to_vec()
+    }
+
+    /// The plan of a token of each of three sequences, whose cells are one run, two, and five.
+    fn plan() -> LayerGroupPlan {
+        let mut book = CellsBookkeeping::new(100, []);
+        let mut append = |sequences: &[i32], positions: &[i32]| {
+            book.begin_step(sequences).unwrap();
+            book.plan(positions).unwrap();
+            book.commit().unwrap();
+        };
+        append(&[0; 4], &[0, 1, 2, 3]);
+        append(&[1; 3], &[0, 1, 2]);
+        for position in 0..5 {
+            append(&[2, 3], &[position, position]);
+        }
+        append(&[1], &[3]);
+        book.begin_step(&[0, 1, 2]).unwrap();
+        book.plan(&[4, 4, 5]).unwrap();
+        book.plans()[0].clone()
+    }
+
+    #[test]
+    fn runs_make_the_array_that_bytes_make() {
+        mlx::run(|| {
+            let MaskPlan::Explicit(mask) = plan().mask else { panic!("no mask") };
+            let most = (0..3).map(|query| mask.runs(query).len()).max().unwrap();
+            assert!(most > 1);
+            let expected: Vec<bool> = mask.bytes()?.iter().map(|&byte| byte == 1).collect();
+            for made in [array(&mask)?, of_runs(&mask, most)?, of_runs(&mask, most + 2)?] {
+                assert_eq!(made.shape(), [3, mask.n_slots() as i32]);
+                assert_eq!(bools(&made), expected);
+            }
+            Ok(())
+        })
+        .unwrap();
+    }
+
+    #[test]
+    fn one_run_for_each_query_needs_no_axis_of_runs() {
+        mlx::run(|| {
+            let mut book = CellsBookkeeping::new(1000, []);
+            for sequence in [0, 1] {
+                book.begin_step(&[sequence; 5]).unwrap();
+                book.plan(&[0, 1, 2, 3, 4]).unwrap();
+                book.commit().unwrap();
+            }
+            book.begin_step(&[0, 1]).unwrap();
+            book.plan(&[5, 5]).unwrap();
+            let MaskPlan::Explicit(mask) = &book.plans()[0].mask else { panic!("no mask") };
+            let expected: Vec<bool> = mask.bytes()?.iter().map(|&byte| byte == 1).collect();
+            assert_eq!(mask.runs(0).len(), 1);
+            assert_eq!(bools(&of_runs(mask, 1)?), expected);
+            Ok(())
+        })
+        .unwrap();
+    }
+}
