@@ -8,7 +8,7 @@ mod contiguous;
 mod plan;
 mod window;
 
-pub use cells::{CellsBookkeeping, MAX_SEQUENCES};
+pub use cells::{AddedStep, CellsBookkeeping, MAX_SEQUENCES};
 pub use contiguous::{ContiguousBookkeeping, ContiguousPlan};
 pub use plan::{LayerGroupPlan, MaskPlan, Move, Slots};
 pub use window::Window;
