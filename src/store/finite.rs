@@ -61,7 +61,7 @@ impl Finite {
         Ok(())
     }
 
-    /// Returns the flags, which are to be computed with what the step wrote. Writes since the last call
+    /// Returns the flags. The caller computes them with what the step wrote. Writes since the last call
     /// that have the same shape and dtype share one: each flag is several launches on a GPU.
     ///
     /// # Errors

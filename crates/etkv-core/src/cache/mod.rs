@@ -125,7 +125,9 @@ pub trait Cache: Send {
 /// While a step is open and not [set aside](AttendCache::set_aside), every call that changes something
 /// is refused with [`Step`](crate::Status::Step), and queries answer as before the step. Every call answers
 /// [`InvalidArgument`](crate::Status::InvalidArgument) to a number out of range and to a range that
-/// ends before it starts or starts below 0.
+/// ends before it starts or starts below 0. Behind a step that was
+/// [committed unread](AttendCache::commit_unread), a call that changes something returns its error if the
+/// values of that step are not finite.
 pub trait SeqCache: Cache {
     /// Declares the sequence of each token of the next step. Without a declaration the tokens are
     /// those of the proposed frontiers, by the number of their sequence; without frontiers, those

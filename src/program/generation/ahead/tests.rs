@@ -118,6 +118,7 @@ fn nothing_is_left_of_the_step_behind_one_that_is_undone() {
     let mut text = Vec::new();
     let error = loop {
         match generation.next_tokens() {
+            Ok(next) if next.is_empty() => panic!("no step is refused: {text:?}"),
             Ok(next) => text.extend(next.iter().filter(|one| one.prompt == 0).map(|one| one.token)),
             Err(error) => break error,
         }

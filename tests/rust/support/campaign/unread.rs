@@ -117,7 +117,7 @@ fn changes<B: Backend>() -> Vec<Change<B>> {
     ]
 }
 
-/// Whoever calls next gets the error of the step, and the step is not there.
+/// The next call that changes the cache gets the error of the step, and the step is not there.
 pub fn values_that_are_not_finite_undo_a_committed_step<B: Backend>() {
     B::run(|| {
         for format in ["f16", "f32", "affine4g64"].map(|name| name.parse().unwrap()) {
