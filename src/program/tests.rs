@@ -11,34 +11,34 @@ use super::{decode, fb, payload, Argument, ConstantSource, Host, LoadOptions, Pr
 use crate::{Result, Status};
 
 const FLOAT32: i8 = 6;
-const INT64: i8 = 4;
+pub const INT64: i8 = 4;
 /// A dimension that is known only at run time.
-const OPEN: i32 = -1;
+pub const OPEN: i32 = -1;
 
-type Node = (fb::OpNode, WIPOffset<UnionWIPOffset>);
-type Builder<'a> = FlatBufferBuilder<'a>;
+pub type Node = (fb::OpNode, WIPOffset<UnionWIPOffset>);
+pub type Builder<'a> = FlatBufferBuilder<'a>;
 
 /// A program without its instructions. Slots are numbered as in the payload: constants, inputs,
 /// temporaries.
 #[derive(Default)]
-struct Parts {
+pub struct Parts {
     /// Name and shape, in float32.
-    constants: Vec<(String, Vec<i32>)>,
+    pub constants: Vec<(String, Vec<i32>)>,
     /// Shape and dtype.
-    inputs: Vec<(Vec<i32>, i8)>,
-    n_temporaries: u32,
-    n_values: u32,
+    pub inputs: Vec<(Vec<i32>, i8)>,
+    pub n_temporaries: u32,
+    pub n_values: u32,
     /// Replaces all inputs, in order.
-    input_map: Option<Vec<(fb::SlotType, u32)>>,
-    outputs: Vec<u32>,
+    pub input_map: Option<Vec<(fb::SlotType, u32)>>,
+    pub outputs: Vec<u32>,
     /// Whether all inputs are one table in the payload.
-    one_meta: bool,
+    pub one_meta: bool,
 }
 
 impl Parts {
     /// Returns the payload of the program with a main chain, and with an init chain if there are
     /// two.
-    fn payload(self, chains: impl FnOnce(&mut Builder) -> Vec<Vec<Node>>) -> Vec<u8> {
+    pub fn payload(self, chains: impl FnOnce(&mut Builder) -> Vec<Vec<Node>>) -> Vec<u8> {
         let builder = &mut FlatBufferBuilder::new();
         let chains: Vec<_> = chains(builder)
             .into_iter()
@@ -179,10 +179,19 @@ fn product(builder: &mut Builder, a: u32, b: u32, out: u32) -> Node {
     (fb::OpNode::AddmmNode, fb::AddmmNode::create(builder, &args).as_union_value())
 }
 
-fn expand(builder: &mut Builder, x: u32, out: u32) -> Node {
+pub fn expand(builder: &mut Builder, x: u32, out: u32) -> Node {
     let (x, out) = (fb::Tid::new(x), fb::Tid::new(out));
     let args = fb::ExpandDimsNodeArgs { x: Some(&x), out: Some(&out), axis: 0 };
     (fb::OpNode::ExpandDimsNode, fb::ExpandDimsNode::create(builder, &args).as_union_value())
+}
+
+/// Rows of `x` at the indices of `index`.
+pub fn take(builder: &mut Builder, x: u32, index: u32, out: u32) -> Node {
+    let [x, index, out] = [x, index, out].map(fb::Tid::new);
+    let args = fb::IntOrVidOrTidArgs { kind: 2, tid: Some(&index), ..Default::default() };
+    let index = Some(fb::IntOrVidOrTid::create(builder, &args));
+    let args = fb::TakeNodeArgs { x: Some(&x), out: Some(&out), index, axis: 0 };
+    (fb::OpNode::TakeNode, fb::TakeNode::create(builder, &args).as_union_value())
 }
 
 fn size(builder: &mut Builder, x: u32, out: u32) -> Node {
@@ -191,7 +200,7 @@ fn size(builder: &mut Builder, x: u32, out: u32) -> Node {
     (fb::OpNode::SymSizeNode, fb::SymSizeNode::create(builder, &args).as_union_value())
 }
 
-fn attend(builder: &mut Builder, rows: u32, position: u32, out: u32) -> Node {
+pub fn attend(builder: &mut Builder, rows: u32, position: u32, out: u32) -> Node {
     let [rows, position, out] = [rows, position, out].map(fb::Tid::new);
     let args = fb::UpdateAndAttendNodeArgs {
         q: Some(&rows),
@@ -331,7 +340,7 @@ fn what_many_places_share_is_refused_in_time() {
 
 // ---- What the exporter writes seldom ---------------------------------------
 
-struct Weights(BTreeMap<&'static str, Vec<u8>>);
+pub struct Weights(pub BTreeMap<&'static str, Vec<u8>>);
 
 impl ConstantSource for Weights {
     fn find(&mut self, name: &str) -> Option<&[u8]> {
@@ -349,7 +358,7 @@ impl Host for Made {
     }
 }
 
-fn bytes(numbers: &[f32]) -> Vec<u8> {
+pub fn bytes(numbers: &[f32]) -> Vec<u8> {
     numbers.iter().flat_map(|number| number.to_ne_bytes()).collect()
 }
 

@@ -11,17 +11,20 @@ use mlx_rs::ops::zeros_dtype;
 use mlx_rs::transforms::{async_eval, eval};
 use mlx_rs::{Array, Dtype};
 
+use super::finite::Finite;
 use super::{convert, float_dtype, mask, pool_for, KvView, Pool, StoredRows};
 use crate::error;
-use crate::mlx::{self, cast};
+use crate::mlx;
 
 /// The pools of all layers. A step on it is one inside [`mlx::run`](crate::mlx::run);
 /// [`grow`](Store::grow) and what is done between steps enter MLX themselves.
 pub struct MlxStore {
     /// Keys and values of each layer.
     pools: Vec<[Box<dyn Pool>; 2]>,
-    /// For each watched write of the open step: a number that is 0 if all values are finite.
-    finite: Vec<Array>,
+    /// The watched writes of the open step.
+    finite: Finite,
+    /// Those of a step that ended unread.
+    unread: Finite,
     /// Whether something was written whose computation was not started.
     pending: Cell<bool>,
 }
@@ -32,7 +35,7 @@ pub struct SavedRows(Vec<(usize, Slots, [StoredRows; 2])>);
 
 impl MlxStore {
     fn buffers(&self) -> impl Iterator<Item = &Array> {
-        self.pools.iter().flatten().flat_map(|pool| pool.buffers()).chain(&self.finite)
+        self.pools.iter().flatten().flat_map(|pool| pool.buffers())
     }
 
     /// Passes `outputs` to `work`, with the buffers if something in them is not computed.
@@ -42,8 +45,10 @@ impl MlxStore {
         work: impl FnOnce(Vec<&Array>) -> std::result::Result<(), Exception>,
     ) -> error::Result<()> {
         let mut arrays = outputs.to_vec();
-        if self.pending.get() {
-            arrays.extend(self.buffers());
+        let pending = self.pending.get();
+        let flags = if pending { self.finite.flags()? } else { Vec::new() };
+        if pending {
+            arrays.extend(self.buffers().chain(&flags));
         }
         if !arrays.is_empty() {
             work(arrays)?;
@@ -62,13 +67,6 @@ impl MlxStore {
         // turn writes into copies of all of it.
         eval(saved.iter().flat_map(|(.., rows)| rows).flat_map(StoredRows::arrays))?;
         Ok(SavedRows(saved))
-    }
-
-    /// Returns a number that is 0 if all of these values are finite as they are stored.
-    fn zero_if_finite(&self, layer: usize, v: &Array) -> error::Result<Array> {
-        let stored = cast(v, float_dtype(self.pools[layer][1].format()).unwrap_or(v.dtype()))?;
-        let zero = Array::from_f32(0.0).as_dtype(stored.dtype())?;
-        Ok(stored.multiply(zero)?.sum(None)?)
     }
 
     /// Unevaluated writes are rolled back without being evaluated: if that failed once, it would
@@ -137,6 +135,7 @@ impl MlxStore {
 
 impl Store for MlxStore {
     const NAME: &'static str = "MLX";
+    const ENDS_UNREAD: bool = true;
 
     type Tensor = Array;
     type View = KvView;
@@ -152,7 +151,8 @@ impl Store for MlxStore {
         });
         Ok(Self {
             pools: pools.collect::<error::Result<_>>()?,
-            finite: Vec::new(),
+            finite: Finite::default(),
+            unread: Finite::default(),
             pending: Cell::new(false),
         })
     }
@@ -197,7 +197,8 @@ impl Store for MlxStore {
         keys.write(slots, k)?;
         values.write(slots, v)?;
         if watch {
-            self.finite.push(self.zero_if_finite(layer, v)?);
+            let stored = float_dtype(values.format()).unwrap_or(v.dtype());
+            self.finite.watch(v, stored)?;
         }
         Ok(())
     }
@@ -220,11 +221,30 @@ impl Store for MlxStore {
     }
 
     fn non_finite(&self) -> Option<usize> {
-        self.finite.iter().position(|sum| !is_zero(sum))
+        self.finite.non_finite()
     }
 
     fn end(&mut self) {
         self.finite.clear();
+    }
+
+    fn end_unread(&mut self) {
+        self.unread = std::mem::take(&mut self.finite);
+    }
+
+    fn unread_non_finite(&mut self) -> Option<usize> {
+        let unread = std::mem::take(&mut self.unread);
+        let Ok(mut mlx) = mlx::enter() else {
+            let _held = mlx::hold();
+            drop(unread);
+            return Some(0);
+        };
+        // What fails here fails again where the flags are read.
+        let _ = mlx.outside(|| unread.wait());
+        let found = mlx.run(|| unread.non_finite());
+        // Before MLX is free.
+        drop(unread);
+        found
     }
 
     fn abort(&mut self, saved: SavedRows, blank: &[(usize, Slots)]) -> Result<()> {
@@ -283,14 +303,6 @@ impl Drop for MlxStore {
         let _held = mlx::hold();
         self.pools.clear();
         self.end();
-    }
-}
-
-/// Returns whether a scalar in a float dtype is 0.
-fn is_zero(scalar: &Array) -> bool {
-    match scalar.dtype() {
-        Dtype::Float16 => scalar.try_item_exact().is_ok_and(|x: half::f16| x == half::f16::ZERO),
-        Dtype::Bfloat16 => scalar.try_item_exact().is_ok_and(|x: half::bf16| x == half::bf16::ZERO),
-        _ => scalar.try_item_exact().is_ok_and(|x: f32| x == 0.0),
+        self.unread.clear();
     }
 }

@@ -10,6 +10,7 @@ mod affine;
 mod bits;
 mod block_float;
 mod codec;
+mod finite;
 mod float;
 mod kv_view;
 mod mask;

@@ -83,6 +83,23 @@ impl<'a, S: Store> Step<'a, S> {
         Ok(())
     }
 
+    /// Makes the step's positions visible before its values are read, if the cache can; see
+    /// [`AttendCache::commit_unread`]. Starts to compute `outputs` and what the step wrote, unless
+    /// that was done or started before.
+    ///
+    /// # Errors
+    /// As [`commit`](Self::commit). Values that are not finite are an error of
+    /// [`AttendCache::check_unread`] instead.
+    pub fn commit_unread(mut self, outputs: &[&S::Tensor]) -> Result<()> {
+        if !self.cache.can_commit_unread() {
+            return self.commit(outputs);
+        }
+        self.schedule(outputs)?;
+        self.cache.commit_unread()?;
+        self.open = false;
+        Ok(())
+    }
+
     /// Leaves the step open without the cache; see [`AttendCache::set_aside`]. Returns its number.
     ///
     /// # Errors

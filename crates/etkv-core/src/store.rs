@@ -21,7 +21,9 @@ use crate::spec::AttendSpec;
 ///
 /// [`begin`](Self::begin), then for each layer `grow`, `write` and `read`, then `eval` or
 /// `schedule` to compute outputs, then `non_finite`, and then [`end`](Self::end) to commit the step
-/// or [`abort`](Self::abort) to roll it back. `grow` and `eval` are also called between steps;
+/// or [`abort`](Self::abort) to roll it back. In place of `non_finite` and `end` there may be
+/// [`end_unread`](Self::end_unread), and before the commit of another step or any call between steps
+/// but `begin`, [`unread_non_finite`](Self::unread_non_finite). `grow` and `eval` are also called between steps;
 /// `relocate`, `convert`, `clear` and `release` between steps only. Layers are numbered from 0.
 /// Slots are allocated before they are named, and no call names a slot twice. Shapes are checked
 /// before a store is called.
@@ -33,6 +35,10 @@ use crate::spec::AttendSpec;
 pub trait Store: Sized + Send + 'static {
     /// The backend's name, for messages.
     const NAME: &'static str;
+
+    /// Whether a step can end before it is known whether its values are finite: it has
+    /// [`end_unread`](Self::end_unread). A store that computes at once gains nothing by it.
+    const ENDS_UNREAD: bool = false;
 
     /// Rows as programs pass them, `[1, n_kv_heads, T, head_dim]` in any float dtype; also the
     /// outputs of programs.
@@ -123,6 +129,20 @@ pub trait Store: Sized + Send + 'static {
 
     /// Ends the open step and keeps what it wrote.
     fn end(&mut self);
+
+    /// Ends the open step like [`end`](Self::end), before [`non_finite`](Self::non_finite) was asked:
+    /// [`unread_non_finite`](Self::unread_non_finite) answers that later. All that the step wrote is
+    /// computed, or its computation started.
+    fn end_unread(&mut self) {
+        self.end();
+    }
+
+    /// Returns what [`non_finite`](Self::non_finite) would have for the step that ended
+    /// [unread](Self::end_unread), and forgets its answer. Waits for the computation. Another step may
+    /// be open.
+    fn unread_non_finite(&mut self) -> Option<usize> {
+        None
+    }
 
     /// Ends the open step: undoes what it wrote, restores `saved`, and sets the slots of `blank` to
     /// zero.

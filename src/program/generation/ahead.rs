@@ -3,17 +3,16 @@
 use std::sync::Arc;
 
 use etkv_host::LogitsRows;
-use mlx_rs::ops::concatenate;
-use mlx_rs::Array;
 use tracing::debug;
 
 use super::answer::{check_prompts, next_position, Answer, Prompt};
 use super::sampler::{Chosen, Sampler};
+use super::step::{withdraw, Batch};
 use super::text_inputs::{TextInputs, Tokens};
 use super::{End, Generated, GenerationOptions};
 use crate::backend::{MlxCache, ProgramCache, Step};
 use crate::error::{fail, Error, Result};
-use crate::mlx::{self, slice_axis, Mlx};
+use crate::mlx;
 use crate::program::execute::Program;
 use crate::program::TARGET;
 
@@ -27,6 +26,8 @@ struct Ahead {
     chosen: Chosen,
     /// The number of the step that computes them, if it waits to be committed.
     step: Option<u64>,
+    /// Whether that step is committed and its values are not read.
+    unread: bool,
 }
 
 /// Answers to one prompt, or to several in one cache of sequences.
@@ -35,12 +36,12 @@ struct Ahead {
 /// another sequence, is no error: the step that ran ahead runs again. If the answer's own sequence
 /// changed, the next call fails.
 pub struct Generation {
-    program: Program,
+    pub(super) program: Program,
     cache: ProgramCache,
-    inputs: TextInputs,
-    sampler: Sampler,
-    options: GenerationOptions,
-    answers: Vec<Answer>,
+    pub(super) inputs: TextInputs,
+    pub(super) sampler: Sampler,
+    pub(super) options: GenerationOptions,
+    pub(super) answers: Vec<Answer>,
     /// The first token of each prompt that was read.
     firsts: Vec<Chosen>,
     ahead: Option<Ahead>,
@@ -137,7 +138,9 @@ impl Generation {
         let end = answer.n_prompt.min(answer.done + self.chunk);
         let positions: Vec<i32> = (answer.done..end).map(|n| answer.position(n)).collect();
         let tokens = answer.text[answer.done..end].to_vec();
-        let first = self.run(&[index], &tokens, &positions, end == answer.n_prompt)?;
+        let choose = end == answer.n_prompt;
+        let shared = self.cache.clone();
+        let first = self.run(&mut *shared.lock()?, &[index], &tokens, &positions, choose)?;
         self.answers[index].done = end;
         self.firsts.extend(first);
         let waiting = self.waiting();
@@ -146,7 +149,7 @@ impl Generation {
             let firsts = std::mem::take(&mut self.firsts);
             let chosen = self.program.0.stream.run(&mlx, || Chosen::joined(firsts))?;
             let answers = (0..self.answers.len()).collect();
-            self.ahead = Some(Ahead { answers, chosen, step: None });
+            self.ahead = Some(Ahead { answers, chosen, step: None, unread: false });
         }
         Ok(waiting)
     }
@@ -170,19 +173,7 @@ impl Generation {
         if active.is_empty() {
             return Ok(Vec::new());
         }
-        let coming = match self.ahead.take() {
-            Some(ahead) => self.settled(ahead)?,
-            None => self.again(active)?,
-        };
-        if self.options.ahead {
-            // Where it fails, nothing runs ahead: the next call runs the step, and tells why if it fails
-            // again.
-            match self.run_ahead(&coming) {
-                Ok(next) => self.ahead = next,
-                Err(error) => debug!(target: TARGET, %error, "no step runs ahead"),
-            }
-        }
-        let Ahead { answers, chosen, .. } = coming;
+        let Ahead { answers, chosen, .. } = self.advance(active)?;
         let taken = read(chosen).and_then(|ids| self.take(&answers, &ids));
         if let Err(error) = &taken {
             self.pause();
@@ -199,95 +190,138 @@ impl Generation {
         };
         let _held = mlx::hold();
         self.ahead = None;
-        self.roll_back(number);
-    }
-
-    /// Rolls a step back that was set aside.
-    fn roll_back(&self, number: u64) {
         // A poisoned cache has no step.
-        let Ok(mut cache) = self.cache.lock() else { return };
-        if cache.resume(number) {
-            cache.set_aside();
-            cache.abort();
-            withdraw(&mut *cache);
+        if let Ok(mut cache) = self.cache.lock() {
+            roll_back(&mut *cache, number);
         }
     }
 
+    /// Commits the step that computes the next tokens of the answers that go on, `active`, or runs it.
+    /// Then starts the step behind it. Returns the tokens, perhaps not computed yet.
+    fn advance(&mut self, active: Vec<usize>) -> Result<Ahead> {
+        let shared = self.cache.clone();
+        // Until the values of the step are read: others must not build on it before.
+        let mut cache = shared.lock()?;
+        let coming = match self.ahead.take() {
+            Some(ahead) => self.settled(&mut *cache, ahead)?,
+            None => self.again(&mut *cache, active)?,
+        };
+        if self.options.ahead {
+            // Where it fails, nothing runs ahead: the next call runs the step, and tells why if it fails
+            // again.
+            match self.run_ahead(&mut *cache, &coming) {
+                Ok(next) => self.ahead = next,
+                Err(error) => debug!(target: TARGET, %error, "no step runs ahead"),
+            }
+        }
+        if coming.unread {
+            self.check(&mut *cache, coming)
+        } else {
+            Ok(coming)
+        }
+    }
+
+    /// Reads whether the values of the committed step are finite, and waits for them. If they are not,
+    /// neither it nor the step behind it is there.
+    fn check(&mut self, cache: &mut MlxCache, mut coming: Ahead) -> Result<Ahead> {
+        // Outside of MLX. If it fails, reading the tokens tells why.
+        let waited = mlx::enter().and_then(|mut mlx| mlx.outside(|| coming.chosen.wait()));
+        coming.unread = false;
+        let Err(error) = cache.check_unread() else {
+            return Ok(coming);
+        };
+        withdraw(cache);
+        for &index in &coming.answers {
+            self.answers[index].done -= 1;
+        }
+        release(coming.chosen);
+        let _held = mlx::hold();
+        self.ahead = None;
+        Err(waited.err().unwrap_or(error.into()))
+    }
+
     /// Commits the step that computes these tokens. Runs it again if it was rolled back meanwhile.
-    fn settled(&mut self, mut ahead: Ahead) -> Result<Ahead> {
+    fn settled(&mut self, cache: &mut MlxCache, mut ahead: Ahead) -> Result<Ahead> {
         let Some(number) = ahead.step.take() else {
             return Ok(ahead);
         };
-        match self.commit(number, &ahead.chosen) {
+        let late = cache.can_commit_unread();
+        match self.commit(cache, number, &ahead.chosen, late) {
             Ok(true) => {
                 for &index in &ahead.answers {
                     self.answers[index].done += 1;
                 }
-                Ok(ahead)
+                Ok(Ahead { unread: late, ..ahead })
             }
             Ok(false) => {
                 debug!(target: TARGET, "a step that ran ahead runs again");
                 release(ahead.chosen);
-                self.again(ahead.answers)
+                self.again(cache, ahead.answers)
             }
             Err(error) => {
                 release(ahead.chosen);
-                self.roll_back(number);
+                roll_back(cache, number);
                 Err(error)
             }
         }
     }
 
-    /// Commits a step that was set aside. Returns `false` if it was rolled back meanwhile.
-    fn commit(&self, number: u64, chosen: &Chosen) -> Result<bool> {
-        let mut cache = self.cache.lock()?;
+    /// Commits a step that was set aside, `late`: before its values are read. Returns `false` if it was
+    /// rolled back meanwhile.
+    fn commit(
+        &self,
+        cache: &mut MlxCache,
+        number: u64,
+        chosen: &Chosen,
+        late: bool,
+    ) -> Result<bool> {
         let mut mlx = mlx::enter()?;
-        if cache.sequences().is_some() {
+        if cache.sequences().is_some() && !late {
             // Its commit reads whether all values are finite, and would wait for them in MLX.
             mlx.outside(|| chosen.wait())?;
         }
-        let Some(step) = Step::resume(&mut *cache, number) else {
+        let Some(step) = Step::resume(cache, number) else {
             return Ok(false);
         };
-        let committed = self.program.0.stream.run(&mlx, || step.commit(&[]));
+        let commit = || if late { step.commit_unread(&[]) } else { step.commit(&[]) };
+        let committed = self.program.0.stream.run(&mlx, commit);
         if committed.is_err() {
-            withdraw(&mut *cache);
+            withdraw(cache);
         }
         committed?;
         Ok(true)
     }
 
     /// Runs the step of the last tokens of these answers.
-    fn again(&mut self, answers: Vec<usize>) -> Result<Ahead> {
+    fn again(&mut self, cache: &mut MlxCache, answers: Vec<usize>) -> Result<Ahead> {
         let of = |index: &usize| {
             let answer = &self.answers[*index];
             (answer.text[answer.done], answer.position(answer.done))
         };
         let (tokens, positions): (Vec<i64>, Vec<i32>) = answers.iter().map(of).unzip();
-        let Some(chosen) = self.run(&answers, &tokens, &positions, true)? else {
+        let Some(chosen) = self.run(cache, &answers, &tokens, &positions, true)? else {
             fail!(Internal, "a step has chosen no tokens");
         };
         for &index in &answers {
             self.answers[index].done += 1;
         }
-        Ok(Ahead { answers, chosen, step: None })
+        Ok(Ahead { answers, chosen, step: None, unread: false })
     }
 
     /// Runs tokens of these answers, and commits the step. Returns the tokens that follow if they are
     /// asked for.
     fn run(
         &mut self,
+        cache: &mut MlxCache,
         answers: &[usize],
         tokens: &[i64],
         positions: &[i32],
         choose: bool,
     ) -> Result<Option<Chosen>> {
-        let shared = self.cache.clone();
-        let mut cache = shared.lock()?;
         for &index in answers {
             let answer = &self.answers[index];
             let (expected, next) =
-                (answer.position(answer.done), next_position(&*cache, answer.sequence)?);
+                (answer.position(answer.done), next_position(cache, answer.sequence)?);
             if next != expected {
                 fail!(
                     Position,
@@ -299,7 +333,7 @@ impl Generation {
         let mut mlx = mlx::enter()?;
         let batch = Batch { answers, tokens: Tokens::Host(tokens), positions, choose };
         let stream = Arc::clone(&self.program.0);
-        self.with_step(&mut mlx, &mut *cache, batch, |mlx, chosen, step| {
+        self.with_step(&mut mlx, cache, batch, |mlx, chosen, step| {
             if let Some(chosen) = &chosen {
                 mlx.outside(|| chosen.wait())?;
             }
@@ -309,7 +343,7 @@ impl Generation {
     }
 
     /// Starts the step behind tokens that are being computed, for the answers that may go on.
-    fn run_ahead(&mut self, coming: &Ahead) -> Result<Option<Ahead>> {
+    fn run_ahead(&mut self, cache: &mut MlxCache, coming: &Ahead) -> Result<Option<Ahead>> {
         let of_row = |row: usize| &self.answers[coming.answers[row]];
         let rows: Vec<usize> = (0..coming.answers.len())
             .filter(|&row| of_row(row).n_answered() + 1 < self.options.max_tokens)
@@ -317,8 +351,6 @@ impl Generation {
         let positions: Vec<i32> =
             rows.iter().map(|&row| of_row(row).position(of_row(row).text.len())).collect();
         let answers: Vec<usize> = rows.iter().map(|&row| coming.answers[row]).collect();
-        let shared = self.cache.clone();
-        let mut cache = shared.lock()?;
         let fits = cache.can_extend(answers.len() as i32);
         if answers.is_empty() || !fits || !cache.can_set_aside() {
             return Ok(None);
@@ -331,112 +363,18 @@ impl Generation {
             positions: &positions,
             choose: true,
         };
-        self.with_step(&mut mlx, &mut *cache, batch, |_, chosen, step| {
+        self.with_step(&mut mlx, cache, batch, |_, chosen, step| {
             Ok(match (chosen, step.set_aside()) {
-                (Some(chosen), Ok(number)) => {
-                    Some(Ahead { answers: answers.clone(), chosen, step: Some(number) })
-                }
+                (Some(chosen), Ok(number)) => Some(Ahead {
+                    answers: answers.clone(),
+                    chosen,
+                    step: Some(number),
+                    unread: false,
+                }),
                 // Such a cache was passed by above.
                 _ => None,
             })
         })
-    }
-
-    /// Starts a step, and calls `work` with it and with the tokens that it chooses. A failure leaves
-    /// nothing of the step.
-    fn with_step<T>(
-        &mut self,
-        mlx: &mut Mlx,
-        cache: &mut MlxCache,
-        batch: Batch,
-        work: impl FnOnce(&mut Mlx, Option<Chosen>, Step<'_>) -> Result<T>,
-    ) -> Result<T> {
-        let loaded = Arc::clone(&self.program.0);
-        let begun = loaded.stream.run(mlx, || self.begin(mlx, cache, &batch));
-        let done = begun.and_then(|(chosen, step)| work(mlx, chosen, step));
-        if done.is_err() {
-            withdraw(cache);
-        }
-        done
-    }
-
-    /// Opens a step, and starts its computation.
-    fn begin<'c>(
-        &mut self,
-        mlx: &Mlx,
-        cache: &'c mut MlxCache,
-        batch: &Batch,
-    ) -> Result<(Option<Chosen>, Step<'c>)> {
-        if let Some(cells) = cache.sequences_mut() {
-            let sequence = |&index: &usize| self.answers[index].sequence;
-            cells.begin_step(&match batch.answers {
-                [one] => vec![sequence(one); batch.positions.len()],
-                each => each.iter().map(sequence).collect(),
-            })?;
-        }
-        let program = &self.program.0;
-        let (logits, step) =
-            program.logits(mlx, &self.inputs, &batch.tokens, batch.positions, cache)?;
-        if !batch.choose {
-            // The logits are never computed.
-            drop(logits);
-            step.eval(&[])?;
-            return Ok((None, step));
-        }
-        let logits = last_rows(&logits, batch.answers.len())?;
-        let recent = self.recent(batch, logits.dim(-1))?;
-        let pending = usize::from(matches!(batch.tokens, Tokens::Device(..)));
-        let draws: Vec<f32> = batch
-            .answers
-            .iter()
-            .map(|&index| {
-                let n = self.answers[index].n_answered() + pending;
-                self.options.sampling.draw(index, n as u64)
-            })
-            .collect();
-        let chosen = self.sampler.choose(&logits, recent.as_ref(), &draws)?;
-        step.schedule(&chosen.arrays())?;
-        Ok((Some(chosen), step))
-    }
-
-    /// Returns the tokens that count as repeated, `[B, n]`: those of the texts, and those that the
-    /// device has chosen.
-    fn recent(&self, batch: &Batch, vocabulary: i32) -> Result<Option<Array>> {
-        let sampling = &self.options.sampling;
-        if !sampling.is_repetition_penalized() {
-            return Ok(None);
-        }
-        let coming = match &batch.tokens {
-            Tokens::Device(ids, _) => Some(ids.reshape(&[-1, 1])?),
-            Tokens::Host(_) => None,
-        };
-        let most = sampling.repetition_context - usize::from(coming.is_some());
-        let texts = || batch.answers.iter().map(|&index| &self.answers[index].text[..]);
-        let width = texts().map(|text| text.len().min(most)).max().unwrap_or(0);
-        let mut ids: Vec<i32> = Vec::new();
-        for text in texts() {
-            let recent = &text[text.len() - text.len().min(most)..];
-            // A token that comes twice counts once.
-            let filler = recent.first().copied().into_iter().cycle();
-            let row = recent.iter().copied().chain(filler).take(width);
-            for id in row {
-                // MLX writes whatever lies at an index past the end.
-                match i32::try_from(id) {
-                    Ok(id) if id < vocabulary => ids.push(id),
-                    _ => fail!(
-                        InvalidArgument,
-                        "token {id} has no logit to penalize, the vocabulary has {vocabulary}; set \
-                         repetition_penalty to 1"
-                    ),
-                }
-            }
-        }
-        let known = Array::from_slice(&ids, &[batch.answers.len() as i32, width as i32]);
-        Ok(Some(match coming {
-            None => known,
-            Some(coming) if width == 0 => coming,
-            Some(coming) => concatenate(&[&known, &coming], 1)?,
-        }))
     }
 
     /// Takes the tokens that were computed into the texts, and tells which answers have ended.
@@ -481,6 +419,15 @@ impl Drop for Generation {
     }
 }
 
+/// Rolls a step back that was set aside.
+fn roll_back(cache: &mut MlxCache, number: u64) {
+    if cache.resume(number) {
+        cache.set_aside();
+        cache.abort();
+        withdraw(cache);
+    }
+}
+
 /// Waits for tokens, and returns their ids.
 fn read(chosen: Chosen) -> Result<Vec<i64>> {
     let mut mlx = match mlx::enter() {
@@ -502,36 +449,5 @@ fn release(chosen: Chosen) {
     drop(chosen);
 }
 
-/// The tokens of one step: several of one answer, or one of each of several.
-struct Batch<'a> {
-    answers: &'a [usize],
-    tokens: Tokens<'a>,
-    positions: &'a [i32],
-    /// Whether tokens are chosen from its logits.
-    choose: bool,
-}
-
-/// Withdraws what was declared for a step that does not come.
-pub fn withdraw(cache: &mut MlxCache) {
-    if let Some(cells) = cache.sequences_mut() {
-        // No step is open, so it cannot be refused.
-        let _ = cells.cancel_step();
-    }
-}
-
-/// Returns the last `n` rows of logits, `[1, T, vocabulary]`, as `[n, vocabulary]`.
-pub fn last_rows(logits: &Array, n: usize) -> Result<Array> {
-    let (rows, n) = (logits.shape().get(1).copied().unwrap_or(0), n as i32);
-    if logits.ndim() != 3 || logits.dim(0) != 1 || rows < n {
-        fail!(
-            Unsupported,
-            "cannot generate {n} tokens from logits of shape {:?}; expected [1, T, vocabulary]",
-            logits.shape()
-        );
-    }
-    let logits = match rows == n {
-        true => logits.clone(),
-        false => slice_axis(logits, 1, rows - n, rows, 1)?,
-    };
-    Ok(logits.reshape(&[n, logits.dim(2)])?)
-}
+#[cfg(test)]
+mod tests;

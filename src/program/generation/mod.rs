@@ -9,13 +9,15 @@
 mod ahead;
 mod answer;
 mod sampler;
+mod step;
 mod text_inputs;
 
 use etkv_host::Sampling;
 
-pub use self::ahead::{last_rows, withdraw, Generation};
+pub use self::ahead::Generation;
 pub use self::answer::Prompt;
 pub use self::sampler::Sampler;
+pub use self::step::{last_rows, withdraw};
 pub use self::text_inputs::{TextInputs, Tokens};
 
 /// How answers are made.

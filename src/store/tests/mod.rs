@@ -1,6 +1,7 @@
 //! Pools of every format, compared with plain Rust.
 
 mod attention;
+mod finite;
 mod memory;
 mod storage;
 

@@ -8,6 +8,7 @@ mod contiguous;
 mod layout;
 mod regressions;
 mod steps;
+mod undo;
 
 use etkv_core::{Result, Status};
 

@@ -153,12 +153,15 @@ pub struct VecStore {
     layers: Vec<[Buffer; 2]>,
     /// For each watched write of the open step, whether its values are finite.
     finite: Vec<bool>,
+    /// The same for a step that ended unread.
+    unread: Vec<bool>,
     /// Whether the open step wrote a tensor whose computation fails.
     fails: bool,
 }
 
 impl Store for VecStore {
     const NAME: &'static str = "Vec";
+    const ENDS_UNREAD: bool = true;
 
     type Tensor = Tensor;
     type View = Tensor;
@@ -172,7 +175,8 @@ impl Store for VecStore {
                 Buffer::new(v, layer.n_kv_heads, layer.v_head_dim)?,
             ])
         });
-        Ok(Self { layers: layers.collect::<Result<_>>()?, finite: Vec::new(), fails: false })
+        let layers = layers.collect::<Result<_>>()?;
+        Ok(Self { layers, finite: Vec::new(), unread: Vec::new(), fails: false })
     }
 
     fn shape(tensor: &Tensor) -> &[i32] {
@@ -247,6 +251,16 @@ impl Store for VecStore {
     fn end(&mut self) {
         self.finite.clear();
         self.fails = false;
+    }
+
+    fn end_unread(&mut self) {
+        assert!(self.unread.is_empty(), "a step ends before the values of the last are read");
+        self.unread = std::mem::take(&mut self.finite);
+        self.end();
+    }
+
+    fn unread_non_finite(&mut self) -> Option<usize> {
+        std::mem::take(&mut self.unread).iter().position(|finite| !finite)
     }
 
     fn abort(&mut self, saved: Self::Saved, blank: &[(usize, Slots)]) -> Result<()> {

@@ -9,7 +9,7 @@ mod mask_runs;
 mod plan;
 mod window;
 
-pub use cells::{CellsBookkeeping, MAX_SEQUENCES};
+pub use cells::{AddedStep, CellsBookkeeping, MAX_SEQUENCES};
 pub use contiguous::{ContiguousBookkeeping, ContiguousPlan};
 pub use mask_runs::MaskRuns;
 pub use plan::{LayerGroupPlan, MaskPlan, Move, Slots};

@@ -7,7 +7,7 @@ use tracing::debug_span;
 use super::aside::Aside;
 use super::storage::Storage;
 use super::{AttendCache, Cache, SeqCache, TreeCache};
-use crate::bookkeeping::{CellsBookkeeping, Move};
+use crate::bookkeeping::{AddedStep, CellsBookkeeping, Move};
 use crate::config::CacheConfig;
 use crate::error::{fail, Result};
 use crate::format::KvFormat;
@@ -16,6 +16,13 @@ use crate::report::{CacheReport, SequenceReport};
 use crate::store::{Spec, Store};
 use crate::watch::TARGET;
 
+/// A committed step whose values were not read.
+struct Unread {
+    added: AddedStep,
+    /// Whether the step behind it has begun.
+    followed: bool,
+}
+
 /// Sequences that share cells. A single sequence is read like a contiguous cache.
 pub struct CellsCache<S: Store> {
     kind: &'static str,
@@ -23,6 +30,7 @@ pub struct CellsCache<S: Store> {
     storage: Storage<S>,
     open: bool,
     aside: Aside,
+    unread: Option<Unread>,
 }
 
 impl<S: Store> CellsCache<S> {
@@ -52,7 +60,7 @@ impl<S: Store> CellsCache<S> {
         let capacity = config.capacity;
         let storage = Storage::new(config, true)?;
         let book = CellsBookkeeping::new(capacity, storage.windows());
-        Ok(Self { kind, book, storage, open: false, aside: Aside::default() })
+        Ok(Self { kind, book, storage, open: false, aside: Aside::default(), unread: None })
     }
 
     fn try_begin(&mut self, positions: &[i32]) -> Result<()> {
@@ -70,10 +78,33 @@ impl<S: Store> CellsCache<S> {
         Ok(())
     }
 
-    /// The bookkeeping, to change it. Rolls back a step that was set aside.
-    fn changing(&mut self) -> &mut CellsBookkeeping {
+    /// The bookkeeping, to change it. Rolls back a step that was set aside, and reads the values of
+    /// the step before.
+    fn changing(&mut self) -> Result<&mut CellsBookkeeping> {
+        self.settle()?;
+        Ok(&mut self.book)
+    }
+
+    /// The bookkeeping, to declare a step. Rolls back a step that was set aside.
+    fn declaring(&mut self) -> &mut CellsBookkeeping {
         self.drop_aside();
         &mut self.book
+    }
+
+    /// Rolls back a step that was set aside. Then reads the values of the step that was committed
+    /// unread, so that nothing builds on what would be undone.
+    fn settle(&mut self) -> Result<()> {
+        self.drop_aside();
+        // While a step is open the call is refused, and what it builds on is read by the commit.
+        if self.open {
+            return Ok(());
+        }
+        self.check_before()
+    }
+
+    /// Reads the values of the step that was committed unread, for a call that did not bring them.
+    fn check_before(&mut self) -> Result<()> {
+        self.check_unread().map_err(|error| error.at("the step before is undone"))
     }
 
     /// Rolls back a step that was set aside, and withdraws what was declared for it.
@@ -131,13 +162,15 @@ impl<S: Store> Cache for CellsCache<S> {
         if self.open {
             fail!(Step, "cannot clear the cache in the middle of a step");
         }
+        // Undone or not, its positions go. Buffers may stay, so no value may that a mask cannot hide.
+        let _ = self.check_unread();
         self.storage.clear(release)?;
         self.book.clear();
         Ok(())
     }
 
     fn rewind(&mut self, length: i32) -> Result<()> {
-        self.changing().rewind(length)
+        self.changing()?.rewind(length)
     }
 
     fn rewindable_to(&self) -> Result<i32> {
@@ -169,7 +202,7 @@ impl<S: Store> Cache for CellsCache<S> {
     }
 
     fn convert(&mut self, k_format: KvFormat, v_format: KvFormat) -> Result<()> {
-        self.drop_aside();
+        self.settle()?;
         if self.open {
             fail!(Step, "cannot convert the cache in the middle of a step");
         }
@@ -196,27 +229,27 @@ impl<S: Store> Cache for CellsCache<S> {
 
 impl<S: Store> SeqCache for CellsCache<S> {
     fn begin_step(&mut self, sequences: &[i32]) -> Result<()> {
-        self.changing().begin_step(sequences)
+        self.declaring().begin_step(sequences)
     }
 
     fn begin_step_shared(&mut self, sequences: &[&[i32]]) -> Result<()> {
-        self.changing().begin_step_shared(sequences)
+        self.declaring().begin_step_shared(sequences)
     }
 
     fn cancel_step(&mut self) -> Result<()> {
-        self.changing().cancel_step()
+        self.declaring().cancel_step()
     }
 
     fn seq_cp(&mut self, source: i32, target: i32, positions: Range<i32>) -> Result<()> {
-        self.changing().seq_cp(source, target, positions)
+        self.changing()?.seq_cp(source, target, positions)
     }
 
     fn seq_rm(&mut self, sequence: i32, positions: Range<i32>) -> Result<()> {
-        self.changing().seq_rm(sequence, positions)
+        self.changing()?.seq_rm(sequence, positions)
     }
 
     fn seq_keep(&mut self, sequence: i32) -> Result<()> {
-        self.changing().seq_keep(sequence)
+        self.changing()?.seq_keep(sequence)
     }
 
     fn seq_len(&self, sequence: i32) -> Result<i32> {
@@ -242,7 +275,7 @@ impl<S: Store> SeqCache for CellsCache<S> {
     fn compact(&mut self) -> Result<()> {
         self.storage.check()?;
         let _span = debug_span!(target: TARGET, "compact").entered();
-        let moves = self.changing().compact();
+        let moves = self.changing()?.compact();
         self.apply(moves)
     }
 }
@@ -250,12 +283,12 @@ impl<S: Store> SeqCache for CellsCache<S> {
 impl<S: Store> TreeCache for CellsCache<S> {
     fn propose(&mut self, sequence: i32, parents: &[i32]) -> Result<()> {
         self.storage.check()?;
-        self.changing().propose(sequence, parents)
+        self.changing()?.propose(sequence, parents)
     }
 
     fn commit_tree(&mut self, sequence: i32, accepted: &[i32]) -> Result<()> {
         self.storage.check()?;
-        let moves = self.changing().commit_tree(sequence, accepted);
+        let moves = self.changing()?.commit_tree(sequence, accepted);
         self.apply(moves)?;
         self.quantize();
         Ok(())
@@ -271,7 +304,13 @@ impl<S: Store> AttendCache for CellsCache<S> {
 
     fn begin(&mut self, positions: &[i32]) -> Result<()> {
         self.drop_aside();
-        let begun = self.try_begin(positions);
+        // The first step may begin before the values are read: its commit reads them.
+        let behind = match &mut self.unread {
+            Some(unread) if !self.open => !std::mem::replace(&mut unread.followed, true),
+            _ => false,
+        };
+        let settled = if behind { Ok(()) } else { self.settle() };
+        let begun = settled.and_then(|()| self.try_begin(positions));
         self.storage.begun(positions, self.book.plans(), begun)
     }
 
@@ -295,6 +334,7 @@ impl<S: Store> AttendCache for CellsCache<S> {
         if !self.open {
             fail!(Step, "no step is open on this cache");
         }
+        self.check_before()?;
         let _span = self.storage.enter_step();
         self.storage.check_done()?;
         let moves = self.book.commit()?;
@@ -314,6 +354,46 @@ impl<S: Store> AttendCache for CellsCache<S> {
             self.book.abort();
         }
     }
+
+    fn can_commit_unread(&self) -> bool {
+        let n_tokens = self.book.plans().first().map_or(0, |plan| plan.write.len() as i32);
+        S::ENDS_UNREAD
+            && self.open
+            && self.book.only_adds()
+            && !self.storage.is_time_to_quantize(self.counted() + n_tokens)
+    }
+
+    fn commit_unread(&mut self) -> Result<()> {
+        if !self.can_commit_unread() {
+            return self.commit();
+        }
+        self.check_before()?;
+        let _span = self.storage.enter_step();
+        self.storage.check_written()?;
+        let added = self.book.commit_added()?;
+        self.open = false;
+        self.aside.end();
+        self.storage.commit_unread();
+        self.unread = Some(Unread { added, followed: false });
+        Ok(())
+    }
+
+    fn check_unread(&mut self) -> Result<()> {
+        let Some(Unread { added, .. }) = self.unread.take() else {
+            return Ok(());
+        };
+        let checked = self.storage.check_unread();
+        if checked.is_err() {
+            // An open step has read what is undone.
+            self.drop_aside();
+            self.abort();
+            // No step is open now, so it cannot be refused.
+            let _ = self.book.undo(&added);
+            self.storage.blank(added.cells());
+        }
+        checked
+    }
+
     fn can_set_aside(&self) -> bool {
         true
     }

@@ -125,7 +125,9 @@ pub trait Cache: Send {
 /// While a step is open and not [set aside](AttendCache::set_aside), every call that changes something
 /// is refused with [`Step`](crate::Status::Step), and queries answer as before the step. Every call answers
 /// [`InvalidArgument`](crate::Status::InvalidArgument) to a number out of range and to a range that
-/// ends before it starts or starts below 0.
+/// ends before it starts or starts below 0. Behind a step that was
+/// [committed unread](AttendCache::commit_unread), a call that changes something returns its error if the
+/// values of that step are not finite.
 pub trait SeqCache: Cache {
     /// Declares the sequence of each token of the next step. Without a declaration the tokens are
     /// those of the proposed frontiers, by the number of their sequence; without frontiers, those
@@ -301,6 +303,40 @@ pub trait AttendCache: Cache {
     /// - [`Backend`](crate::Status::Backend) if window layers could not move their rows: the cache is
     ///   poisoned until it is cleared.
     fn commit(&mut self) -> Result<()>;
+
+    /// Returns whether [`commit_unread`](Self::commit_unread) leaves the values of the open step to be
+    /// read later. Otherwise it is [`commit`](Self::commit), and waits for them.
+    fn can_commit_unread(&self) -> bool {
+        false
+    }
+
+    /// Commits the open step before it is known whether its values are finite, as sequences that share
+    /// cells ask of it. The device may still compute them. [`check_unread`](Self::check_unread) reads
+    /// them, and undoes the step if they are not.
+    ///
+    /// Until then queries count the step. One step may begin, and be set aside: the one behind it, which
+    /// the same caller begins before it gives the cache to others. Every other call that changes the
+    /// cache reads the values first, as does the commit of that step. If they are not finite, the
+    /// call undoes the step, changes nothing else and returns the error of `check_unread`; only
+    /// [`clear`](Cache::clear) goes on, and a call that declares a step does not ask.
+    ///
+    /// # Errors
+    /// As [`commit`](Self::commit).
+    fn commit_unread(&mut self) -> Result<()> {
+        self.commit()
+    }
+
+    /// Reads the values of the step that was committed unread, and waits for them. If they are not
+    /// finite, undoes the step: its positions are removed, as if it had been rolled back. A step that is
+    /// open or set aside is rolled back before, with what was declared for one set aside. Does nothing
+    /// without such a step.
+    ///
+    /// # Errors
+    /// [`InvalidArgument`](crate::Status::InvalidArgument) if the values are not finite, with the
+    /// message of [`commit`](Self::commit).
+    fn check_unread(&mut self) -> Result<()> {
+        Ok(())
+    }
 
     /// Rolls the step back. Does nothing without one.
     fn abort(&mut self);

@@ -152,8 +152,8 @@ impl<S: Store> Storage<S> {
         );
     }
 
-    /// Returns whether `length` positions reach `quantized_kv_start`.
-    fn is_time_to_quantize(&self, length: i32) -> bool {
+    /// Returns whether `length` positions reach `quantized_kv_start`, and are not converted.
+    pub fn is_time_to_quantize(&self, length: i32) -> bool {
         self.awaits && self.config.quantized_kv_start.is_some_and(|tokens| length >= tokens)
     }
 
@@ -354,10 +354,19 @@ impl<S: Store> Storage<S> {
     }
 
     fn find_undone(&self) -> Result<()> {
+        self.find_missing()?;
+        self.refuse_non_finite(self.store.non_finite())
+    }
+
+    fn find_missing(&self) -> Result<()> {
         if let Some(layer) = self.done.iter().position(|&progress| progress != Progress::Done) {
             fail!(Step, "the step ends without layer {layer}; call every layer first");
         }
-        if let Some(layer) = self.store.non_finite() {
+        Ok(())
+    }
+
+    fn refuse_non_finite(&self, found: Option<usize>) -> Result<()> {
+        if let Some(layer) = found {
             fail!(
                 InvalidArgument,
                 "a value of this step is not finite as {} (attention layer {layer} of \
@@ -376,6 +385,44 @@ impl<S: Store> Storage<S> {
         self.store.end();
         self.end();
         self.apply(moves)
+    }
+
+    /// Refuses to end a step that lacks a layer, as [`check_done`](Self::check_done) does, and starts the
+    /// computation of what is not started.
+    pub fn check_written(&self) -> Result<()> {
+        self.find_missing().inspect_err(|error| {
+            warn!(target: TARGET, status = ?error.status(), %error, "a step cannot end");
+        })?;
+        self.schedule(&[])
+    }
+
+    /// Ends a committed step that moves no rows, before its values are read.
+    pub fn commit_unread(&mut self) {
+        self.store.end_unread();
+        self.end();
+    }
+
+    /// Refuses the step that ended unread if it brought values which would spoil other sequences.
+    /// Waits for them.
+    pub fn check_unread(&mut self) -> Result<()> {
+        let found = self.store.unread_non_finite();
+        self.refuse_non_finite(found).inspect_err(|error| {
+            warn!(target: TARGET, status = ?error.status(), %error, "a committed step is undone");
+        })
+    }
+
+    /// Sets these slots of the layer group of full history to zero, which is the only one. No step is
+    /// open.
+    pub fn blank(&mut self, slots: &Slots) {
+        S::exclusively(&mut || {
+            let blank: Vec<_> =
+                (0..self.groups.len()).map(|layer| (layer, slots.clone())).collect();
+            // A step that is rolled back at once.
+            let begun = self.store.begin(&[]);
+            if let Err(error) = begun.and_then(|saved| self.store.abort(saved, &blank)) {
+                self.poison(error);
+            }
+        });
     }
 
     /// Converts the rows if `length` positions reach `quantized_kv_start`.

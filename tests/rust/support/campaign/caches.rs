@@ -5,7 +5,7 @@
 //! `ETKV_SEED=<seed>` runs only that one, `ETKV_RUNS=<n>` more.
 
 use etkv_core::{
-    AttendCache, Cache, CacheConfig, CellsCache, Growth, KvFormat, LayerConfig, LayerPolicy,
+    AttendCache, Cache, CacheConfig, CellsCache, Error, Growth, KvFormat, LayerConfig, LayerPolicy,
     Status, Step,
 };
 
@@ -167,6 +167,8 @@ impl<B: Backend> Run<B> {
         let ids: Vec<Id> = self.model.write(positions);
         let stop_after = self.rng.chance(0.2).then(|| self.rng.below(self.layers.len() + 1));
         let length = self.cache.length();
+        // A layer whose last value is not finite: such a step cannot stay.
+        let spoiled = self.rng.chance(0.1).then(|| self.rng.below(self.layers.len()));
         let mut step = Step::begin(&mut self.cache, positions).unwrap();
         for (index, (layer, sight, rows)) in self.layers.iter_mut().enumerate() {
             let heads = layer.n_kv_heads as usize;
@@ -179,14 +181,20 @@ impl<B: Backend> Run<B> {
                 continue;
             }
             let q = oracle::random_rows(&mut self.rng, n, N_HEADS, kd);
+            let mut v = v;
+            if spoiled == Some(index) {
+                v[n - 1][heads - 1][vd - 1] = f32::INFINITY;
+            }
             let spec = step.update_and_fetch(index, &B::tensor(&k), &B::tensor(&v)).unwrap();
             let out = B::attend(&B::tensor(&q), &spec, SCALE).unwrap();
             drop(spec);
             step.eval(&[&out]).unwrap();
-            assert_sees::<B>(&self.model, *sight, owners, &ids, (&q, &out), rows);
+            if spoiled != Some(index) {
+                assert_sees::<B>(&self.model, *sight, owners, &ids, (&q, &out), rows);
+            }
         }
         let n_had = stop_after.unwrap_or(self.layers.len()).min(self.layers.len());
-        if n_had > 0 && self.rng.chance(0.3) {
+        if n_had > 0 && spoiled.is_none() && self.rng.chance(0.3) {
             // A layer whose rows are written already, with other queries and with rows whose values
             // show that nothing is written.
             let index = self.rng.below(n_had);
@@ -214,11 +222,66 @@ impl<B: Backend> Run<B> {
         };
         if stop_after.is_some() {
             drop(step);
+        } else if self.rng.chance(0.5) {
+            step.commit_unread(&[]).map_or_else(|error| refused(&error, spoiled), drop);
+            let late = self.cache.length() > length;
+            match spoiled {
+                // The next call that changes the cache reads the values, or the next but one if a step
+                // begins.
+                None => {
+                    self.model.commit(owners, &ids);
+                    self.quantize();
+                    if self.rng.chance(0.5) {
+                        self.cache.check_unread().unwrap();
+                    }
+                }
+                Some(_) if late => self.undo(spoiled, length),
+                Some(_) => {}
+            }
         } else {
-            step.commit(&[]).unwrap();
-            self.model.commit(owners, &ids);
-            self.quantize();
+            match step.commit(&[]) {
+                Ok(()) => {
+                    assert_eq!(spoiled, None);
+                    self.model.commit(owners, &ids);
+                    self.quantize();
+                }
+                Err(error) => refused(&error, spoiled),
+            }
         }
+    }
+
+    /// Lets one of several calls find out that the values of the last step are not finite.
+    fn undo(&mut self, spoiled: Option<usize>, length: i32) {
+        self.model.declared = None;
+        let behind = self.rng.chance(0.5).then(|| self.sequence());
+        let mut number = None;
+        if let Some(sequence) = behind {
+            let cells = self.cache.sequences_mut().unwrap();
+            cells.begin_step(&[sequence]).unwrap();
+            let next = cells.seq_next(sequence).unwrap();
+            if self.cache.can_extend(1) && self.cache.begin(&[next]).is_ok() {
+                for (index, (layer, _, _)) in self.layers.iter().enumerate() {
+                    let heads = layer.n_kv_heads as usize;
+                    let k = oracle::random_rows(&mut self.rng, 1, heads, layer.k_head_dim as usize);
+                    let v = oracle::random_rows(&mut self.rng, 1, heads, layer.v_head_dim as usize);
+                    let (k, v) = (B::tensor(&k), B::tensor(&v));
+                    drop(self.cache.update_and_fetch(index, &k, &v).unwrap());
+                }
+                self.cache.schedule(&[]).unwrap();
+                number = self.cache.set_aside();
+            } else {
+                self.cache.sequences_mut().unwrap().cancel_step().unwrap();
+            }
+        }
+        let error = match (self.rng.below(4), number) {
+            (0, Some(number)) => Step::resume(&mut self.cache, number).unwrap().commit(&[]),
+            (1, _) => self.cache.sequences_mut().unwrap().compact(),
+            (2, _) => self.cache.sequences_mut().unwrap().seq_rm(0, 0..i32::MAX),
+            _ => self.cache.check_unread(),
+        };
+        refused(&error.unwrap_err(), spoiled);
+        assert_eq!(self.cache.length(), length);
+        self.cache.sequences_mut().unwrap().cancel_step().unwrap();
     }
 
     fn fork_or_remove(&mut self) {
@@ -307,6 +370,13 @@ impl<B: Backend> Run<B> {
         }
         self.formats = formats;
     }
+}
+
+/// Checks that this is the error of a step whose values in layer `spoiled` are not finite.
+fn refused(error: &Error, spoiled: Option<usize>) {
+    assert_eq!(error.status(), Status::InvalidArgument, "{error}");
+    let layer = format!("(attention layer {} of", spoiled.expect("all values are finite"));
+    assert!(error.message().contains(&layer), "{error}: expected {layer}");
 }
 
 /// Checks that queries attend to the rows that the model says they see.

@@ -5,6 +5,7 @@ pub mod caches;
 pub mod contiguous;
 pub mod estimates;
 pub mod isolation;
+pub mod unread;
 
 use crate::backend::{Backend, Tensor};
 
@@ -34,6 +35,9 @@ macro_rules! campaign {
             isolation::a_conversion_by_hand_lasts_until_the_cache_is_cleared,
             isolation::candidates_do_not_count_for_quantized_kv_start,
             isolation::at_capacity_is_the_most_that_is_held,
+            unread::values_that_are_not_finite_undo_a_committed_step,
+            unread::a_step_that_was_committed_unread_stays,
+            unread::steps_that_cannot_be_undone_are_read_at_once,
             estimates::memory_is_what_was_estimated_at_every_length,
         }
     };

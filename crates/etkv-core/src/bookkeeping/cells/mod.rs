@@ -15,6 +15,7 @@ mod segments;
 mod sequences;
 mod step;
 mod tree;
+mod undo;
 
 use std::collections::BTreeMap;
 use std::ops::Range;
@@ -25,6 +26,7 @@ use group::LayerGroup;
 use segments::Segments;
 use step::OpenStep;
 use tree::Tree;
+pub use undo::AddedStep;
 
 /// The number of sequences; they are numbered from 0.
 pub const MAX_SEQUENCES: i32 = 256;

@@ -9,7 +9,7 @@ use crate::error::{fail, Result};
 /// A step that is planned and neither committed nor aborted.
 #[derive(Debug, Clone)]
 pub struct OpenStep {
-    segments: Segments,
+    pub(super) segments: Segments,
     declared: bool,
 }
 

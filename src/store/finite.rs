@@ -1,0 +1,147 @@
+//! Whether the values that a step writes are finite.
+
+use std::cell::RefCell;
+
+use half::{bf16, f16};
+use mlx_rs::ops::concatenate;
+use mlx_rs::{Array, Dtype};
+
+use crate::error::Result;
+use crate::mlx::{self, cast};
+
+/// The most tokens of a step whose values are kept until it ends. Those of a prompt would take the
+/// memory of all layers at once, so theirs are read layer by layer.
+const MOST_KEPT: i32 = 64;
+
+/// The watched writes of one step.
+#[derive(Default)]
+pub struct Finite {
+    writes: Vec<Write>,
+    flags: RefCell<Vec<Flag>>,
+}
+
+struct Write {
+    /// The values, unless a flag of their own reads them.
+    kept: Option<Array>,
+    /// The dtype that they are stored in.
+    stored: Dtype,
+}
+
+/// A number that is 0 if the values of some writes are finite as they are stored.
+struct Flag {
+    /// The writes, in order.
+    writes: Vec<usize>,
+    zero: Array,
+}
+
+impl Write {
+    /// Returns whether one array can hold the values of both.
+    fn joins(&self, other: &Self) -> bool {
+        match (&self.kept, &other.kept) {
+            (Some(a), Some(b)) => {
+                a.shape() == b.shape() && a.dtype() == b.dtype() && self.stored == other.stored
+            }
+            _ => false,
+        }
+    }
+}
+
+impl Finite {
+    /// Adds values, `[1, n_kv_heads, T, head_dim]`, that are stored as `stored`.
+    ///
+    /// # Errors
+    /// [`Backend`](crate::Status::Backend).
+    pub fn watch(&mut self, values: &Array, stored: Dtype) -> Result<()> {
+        let few = values.ndim() == 4 && values.dim(2) <= MOST_KEPT;
+        if !few {
+            let flag = Flag { writes: vec![self.writes.len()], zero: zero_if(values, stored)? };
+            self.flags.get_mut().push(flag);
+        }
+        self.writes.push(Write { kept: few.then(|| values.clone()), stored });
+        Ok(())
+    }
+
+    /// Returns the flags. The caller computes them with what the step wrote. Writes since the last call
+    /// that have the same shape and dtype share one: each flag is several launches on a GPU.
+    ///
+    /// # Errors
+    /// [`Backend`](crate::Status::Backend).
+    pub fn flags(&self) -> Result<Vec<Array>> {
+        let mut flags = self.flags.borrow_mut();
+        let mut left: Vec<usize> = (0..self.writes.len()).collect();
+        left.retain(|write| !flags.iter().any(|flag| flag.writes.contains(write)));
+        while let Some(&first) = left.first() {
+            let stored = self.writes[first].stored;
+            let joins = |&write: &usize| self.writes[first].joins(&self.writes[write]);
+            let (writes, others): (Vec<usize>, _) = left.into_iter().partition(joins);
+            let all: Vec<&Array> =
+                writes.iter().filter_map(|&write| self.writes[write].kept.as_ref()).collect();
+            let zero = match all[..] {
+                [one] => zero_if(one, stored)?,
+                // Along the heads.
+                _ => zero_if(&concatenate(&all, 1)?, stored)?,
+            };
+            flags.push(Flag { writes, zero });
+            left = others;
+        }
+        Ok(flags.iter().map(|flag| flag.zero.clone()).collect())
+    }
+
+    /// Waits until the flags are computed, which was started before.
+    ///
+    /// # Errors
+    /// [`Backend`](crate::Status::Backend).
+    pub fn wait(&self) -> Result<()> {
+        self.flags.borrow().iter().try_for_each(|flag| mlx::wait(&flag.zero))
+    }
+
+    /// Returns the first write with a value that is not finite.
+    pub fn non_finite(&self) -> Option<usize> {
+        if self.flags().is_err() {
+            // What cannot be read may be anything.
+            return Some(0);
+        }
+        let flags = self.flags.borrow();
+        let bad = flags.iter().filter(|flag| !is_zero(&flag.zero));
+        bad.filter_map(|flag| self.first_in(flag)).min()
+    }
+
+    /// Returns the first write that a flag other than 0 tells of.
+    fn first_in(&self, flag: &Flag) -> Option<usize> {
+        let is_bad = |write: &Write| match &write.kept {
+            Some(values) => !zero_if(values, write.stored).is_ok_and(|zero| is_zero(&zero)),
+            None => true,
+        };
+        let found = flag.writes.iter().copied().find(|&write| is_bad(&self.writes[write]));
+        // It may be the flag that cannot be read.
+        found.or(flag.writes.first().copied())
+    }
+
+    /// Forgets all writes.
+    pub fn clear(&mut self) {
+        self.writes.clear();
+        self.flags.get_mut().clear();
+    }
+}
+
+/// Returns a number that is 0 if all of these values are finite as they are stored: 0 times any other
+/// is NaN.
+fn zero_if(values: &Array, stored: Dtype) -> Result<Array> {
+    let stored = cast(values, stored)?;
+    // Made in the dtype: a conversion would be one more launch.
+    let zero = match stored.dtype() {
+        Dtype::Float16 => Array::from_slice(&[f16::ZERO], &[1]),
+        Dtype::Bfloat16 => Array::from_slice(&[bf16::ZERO], &[1]),
+        _ => Array::from_slice(&[0.0f32], &[1]),
+    };
+    Ok(stored.multiply(zero)?.sum(None)?)
+}
+
+/// Returns whether a scalar in a float dtype is 0.
+fn is_zero(scalar: &Array) -> bool {
+    match scalar.dtype() {
+        Dtype::Float16 => scalar.try_item_exact().is_ok_and(|x: f16| x == f16::ZERO),
+        Dtype::Bfloat16 => scalar.try_item_exact().is_ok_and(|x: bf16| x == bf16::ZERO),
+        _ => scalar.try_item_exact().is_ok_and(|x: f32| x == 0.0),
+    }
+}
