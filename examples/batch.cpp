@@ -54,9 +54,74 @@ class Together {
 
   /// Answers prompts in the empty cache, and leaves it empty.
   Result<void> answer(std::vector<Decoding>& all) {
-    Stopwatch watch;
     for (auto& one : all) {
       one.sequence = static_cast<int32_t>(&one - all.data());
+    }
+    if (model_.backend_id() == kMLXBackend) {
+      return answer_on_device(all);
+    }
+    return answer_by_steps(all);
+  }
+
+  Result<void> report() const {
+    ASSIGN_OR_RETURN(const Memory memory, cache_.memory());
+    say("prefill " + counted(took_.prefill_tokens, "token") + " (" +
+        rate(took_.prefill_tokens, took_.prefill_seconds) + ") · decode " +
+        counted(took_.decode_tokens, "token") + " in " +
+        counted(took_.decode_steps, "step") + " (" +
+        rate(took_.decode_tokens, took_.decode_seconds) + ") · cache " +
+        mebibytes(memory.allocated) + " of " + mebibytes(memory.at_capacity) +
+        " (" + model_.format() + ")");
+    return {};
+  }
+
+ private:
+  /// Each step starts before the host has read the tokens of the one before.
+  Result<void> answer_on_device(std::vector<Decoding>& all) {
+    Stopwatch watch;
+    std::vector<Prompt> prompts;
+    for (const auto& one : all) {
+      RETURN_IF_ERROR(
+          model_.program().check_ids(one.prompt.data(), one.prompt.size()));
+      prompts.push_back({one.prompt, one.sequence});
+    }
+    GenerationOptions options;
+    options.max_tokens = static_cast<int32_t>(options_.max_tokens);
+    options.stop = model_.eos_token_ids();
+    ASSIGN_OR_RETURN(
+        auto generation, Generation::make(cache_, prompts, options));
+    for (size_t waiting = 1; waiting > 0;) {
+      if (interrupted()) {
+        return {};
+      }
+      ASSIGN_OR_RETURN(waiting, generation.read_prompts());
+    }
+    for (const auto& one : all) {
+      took_.prefill_tokens += static_cast<int64_t>(one.prompt.size());
+    }
+    took_.prefill_seconds += watch.lap();
+    while (!interrupted()) {
+      ASSIGN_OR_RETURN(const auto next, generation.next());
+      if (next.empty()) {
+        break;
+      }
+      if (!all.front().ids.empty()) {
+        took_.decode_tokens += static_cast<int64_t>(next.size());
+        ++took_.decode_steps;
+      }
+      for (const auto& [prompt, id, end] : next) {
+        all[prompt].ids.push_back(id);
+        all[prompt].stop = stop_of(end);
+      }
+      RETURN_IF_ERROR(retire(all));
+    }
+    took_.decode_seconds += watch.lap();
+    return {};
+  }
+
+  Result<void> answer_by_steps(std::vector<Decoding>& all) {
+    Stopwatch watch;
+    for (auto& one : all) {
       ASSIGN_OR_RETURN(
           const bool begun, begin(model_, cache_, one, /*held=*/0));
       if (!begun) {
@@ -85,19 +150,6 @@ class Together {
     return {};
   }
 
-  Result<void> report() const {
-    ASSIGN_OR_RETURN(const Memory memory, cache_.memory());
-    say("prefill " + counted(took_.prefill_tokens, "token") + " (" +
-        rate(took_.prefill_tokens, took_.prefill_seconds) + ") · decode " +
-        counted(took_.decode_tokens, "token") + " in " +
-        counted(took_.decode_steps, "step") + " (" +
-        rate(took_.decode_tokens, took_.decode_seconds) + ") · cache " +
-        mebibytes(memory.allocated) + " of " + mebibytes(memory.at_capacity) +
-        " (" + model_.format() + ")");
-    return {};
-  }
-
- private:
   /// Shows answers that have just ended, and frees their cells for the others.
   Result<void> retire(std::vector<Decoding>& all) {
     for (auto& one : all) {

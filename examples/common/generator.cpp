@@ -26,6 +26,20 @@ Result<void> check_length(size_t prompt_tokens, const Cache& cache) {
   return {};
 }
 
+std::optional<Stop> stop_of(End end) {
+  switch (end) {
+    case End::none:
+      return std::nullopt;
+    case End::stop:
+      return Stop::end;
+    case End::length:
+      return Stop::limit;
+    case End::capacity:
+      return Stop::capacity;
+  }
+  return std::nullopt;
+}
+
 void SamplingStepper::begin(std::vector<int64_t> prompt, size_t start) {
   prompt_ = std::move(prompt);
   start_ = start;
@@ -169,10 +183,8 @@ Result<void> Generator::decode_on_device(
       answer.stop = Stop::interrupted;
       return {};
     }
-    if (end != End::none) {
-      answer.stop = end == End::stop     ? Stop::end
-                    : end == End::length ? Stop::limit
-                                         : Stop::capacity;
+    if (const auto stop = stop_of(end)) {
+      answer.stop = *stop;
       return {};
     }
   }

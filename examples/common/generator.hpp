@@ -5,6 +5,7 @@
 #include <cstddef>
 #include <cstdint>
 #include <functional>
+#include <optional>
 #include <utility>
 #include <vector>
 
@@ -20,6 +21,9 @@ enum class Stop {
   capacity,    ///< the cache is full
   interrupted, ///< at Ctrl-C
 };
+
+/// Returns why an answer ended that a generation made; nothing if it goes on.
+std::optional<Stop> stop_of(End end);
 
 /// An answer, with the tokens and the time that it took.
 struct Answer {

@@ -18,8 +18,8 @@ pub(crate) const SLOTS: usize = 2;
 /// The axis of the KV heads.
 pub(crate) const HEADS: usize = 1;
 
-/// The most runs of slots that are written one by one. More runs are scattered, which moves one row
-/// of one head at a time.
+/// The most runs of slots that are written one by one on the CPU. More runs are scattered, which moves
+/// one row of one head at a time. On a GPU each run is a launch, and all of them scattered are one too.
 const MAX_RUNS: usize = 8;
 
 /// One plane of a row: codes, scales or offsets.
@@ -205,7 +205,7 @@ fn indices(list: &[i32]) -> Array {
 /// Returns `buffer` with the slots of `list` replaced, in place.
 fn update_list(buffer: &Array, rows: &Array, list: &[i32]) -> Result<Array> {
     let runs = runs(list);
-    if runs.len() > MAX_RUNS {
+    if runs.len() > 1 && (runs.len() > MAX_RUNS || mlx::is_stream_on_gpu()?) {
         // Scattered updates carry the axis of the slots in front.
         let rows = rows.transpose_axes(&[2, 0, 1, 3])?.expand_dims(3)?;
         return Ok(scatter_single(buffer, indices(list), rows, SLOTS as i32)?);
