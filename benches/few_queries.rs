@@ -1,4 +1,4 @@
-//! Attention of a few queries on a GPU, by the kernel and by MLX: 16 calls that depend on each other
+//! Attention of up to 64 queries on a GPU, by the kernel and by MLX: 16 calls that depend on each other
 //! as layers do, at a length that is new each time.
 //!
 //! With the argument `kernel` it leaves MLX out. With `differences` it prints the largest difference

@@ -19,8 +19,8 @@ extern "C" {
 
 /**
  * A handle for answers of a program, token by token. The device chooses each
- * token, and starts the next step before the host has the last one: it does not
- * wait for the host.
+ * token. A GPU starts the next step before the host has the last one: it does
+ * not wait for the host.
  *
  * The cache holds what the host was given and no more. After each call of
  * etkv_generation_next() it holds the prompts, and the tokens of the answers
@@ -47,6 +47,20 @@ typedef struct etkv_prompt {
   int32_t reserved;
 } etkv_prompt;
 
+/** Whether a step starts before the host asks for its token. */
+typedef int32_t etkv_run_ahead;
+enum {
+  /**
+   * On a GPU. On a CPU nothing is gained: MLX then copies each buffer that the
+   * step before still reads.
+   */
+  ETKV_RUN_AHEAD_AUTO = 0,
+  /** Each step starts when its token is asked for. */
+  ETKV_RUN_AHEAD_NEVER = 1,
+  /** Also on a CPU. */
+  ETKV_RUN_AHEAD_ALWAYS = 2,
+};
+
 /** How answers are made. The caller owns what it points to. */
 typedef struct etkv_generation_options {
   size_t struct_size;
@@ -57,8 +71,8 @@ typedef struct etkv_generation_options {
   size_t n_stop;
   /** The most tokens of an answer; 0 reads the prompts and makes none. */
   int32_t max_tokens;
-  /** 1 starts each step when its token is asked for; 0 runs ahead. */
-  int32_t step_by_step;
+  /** Whether a step starts before the host asks for its token. */
+  etkv_run_ahead run_ahead;
 } etkv_generation_options;
 
 /** Why an answer ended. */

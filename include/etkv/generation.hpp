@@ -30,6 +30,13 @@ struct Prompt {
   int32_t sequence = 0;
 };
 
+/// Whether a step starts before the host asks for its token.
+enum class RunAhead : etkv_run_ahead {
+  automatic = ETKV_RUN_AHEAD_AUTO, ///< on a GPU
+  never = ETKV_RUN_AHEAD_NEVER,    ///< when its token is asked for
+  always = ETKV_RUN_AHEAD_ALWAYS,  ///< also on a CPU
+};
+
 /// How answers are made.
 struct GenerationOptions {
   Sampling sampling = {};
@@ -37,8 +44,7 @@ struct GenerationOptions {
   int32_t max_tokens = 256;
   /// Tokens that end an answer.
   std::vector<int64_t> stop = {};
-  /// Whether each step starts only when its token is asked for.
-  bool step_by_step = false;
+  RunAhead run_ahead = RunAhead::automatic;
 };
 
 /// Why an answer ended.
@@ -83,7 +89,7 @@ class Generation {
     raw.stop = options.stop.data();
     raw.n_stop = options.stop.size();
     raw.max_tokens = options.max_tokens;
-    raw.step_by_step = options.step_by_step ? 1 : 0;
+    raw.run_ahead = static_cast<etkv_run_ahead>(options.run_ahead);
     auto made = detail::ask<etkv_generation*>(
         [&](etkv_generation** generation, etkv_error** error) {
           return etkv_generation_new(

@@ -24,10 +24,10 @@ const MOST_QUERIES: i32 = 1 << 16;
 
 /// The most queries of a call in float32, whose products are slow without tensor cores: for more, MLX's
 /// attention is faster.
-const MOST_WIDE: i32 = 64;
+const MOST_F32: i32 = 64;
 
 /// The most of one sequence in float32.
-const MOST_WIDE_OF_ONE: i32 = 16;
+const MOST_F32_OF_ONE: i32 = 16;
 
 /// The dimensions of a row that the kernel takes, in multiples of 16.
 const DIMS: std::ops::RangeInclusive<i32> = 32..=256;
@@ -39,6 +39,9 @@ const THREADS: i32 = 128;
 
 /// Blocks that keep a large GPU busy: four on each multiprocessor of an H100.
 const BLOCKS: i32 = 528;
+
+/// The most blocks of a launch along its second and third axis.
+const MOST_BLOCKS: i32 = 65_535;
 
 /// The most slices of the keys. The last block reads what each has left.
 const MOST_SLICES: i32 = 64;
@@ -91,8 +94,8 @@ pub fn several_queries(
     scale: f32,
 ) -> Result<Option<Array>> {
     let most = match (q.dtype(), mask) {
-        (Dtype::Float32, Mask::Explicit(_)) => MOST_WIDE,
-        (Dtype::Float32, Mask::None | Mask::Causal) => MOST_WIDE_OF_ONE,
+        (Dtype::Float32, Mask::Explicit(_)) => MOST_F32,
+        (Dtype::Float32, Mask::None | Mask::Causal) => MOST_F32_OF_ONE,
         _ => MOST_QUERIES,
     };
     if q.ndim() != 4 || !(2..=most).contains(&q.dim(2)) {
@@ -111,6 +114,24 @@ pub fn attend(q: &Array, k: &Array, v: &Array, mask: &Mask, scale: f32) -> Resul
     }
     let mut kernels = KERNELS.lock();
     kernels.get_or_insert_default().attend([q, k, v], mask, &call)
+}
+
+/// Compiles the kernels for masks that are like those without that have run. A sequence whose layers
+/// have windows needs them only once it is longer than these.
+#[cfg(feature = "delegate")]
+pub fn compile_masked() -> Result<()> {
+    if !can_run()? {
+        return Ok(());
+    }
+    let mut kernels = KERNELS.lock();
+    let kernels = kernels.get_or_insert_default();
+    let plain: Vec<Template> = kernels.compiled.templates().copied().collect();
+    for template in plain {
+        let counters = kernels.next_counters()?;
+        let masked = Template { mask: 2, ..template };
+        kernels.compiled.get(masked, |template| tried(template, &counters));
+    }
+    Ok(())
 }
 
 /// A call that the kernel takes.
@@ -146,6 +167,9 @@ impl Call {
         let rows_of_block = ROWS * row_warps;
         let blocks_of_rows = (heads / kv_heads * t + rows_of_block - 1) / rows_of_block;
         let slices = slices_of(n, kv_heads.checked_mul(blocks_of_rows)?);
+        if blocks_of_rows.max(kv_heads) > MOST_BLOCKS {
+            return None;
+        }
         // MLX counts threads.
         slices.checked_mul(kv_heads)?.checked_mul(blocks_of_rows)?.checked_mul(THREADS)?;
         Some(Self {

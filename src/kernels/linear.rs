@@ -38,8 +38,8 @@ struct Template {
 static KERNELS: Mutex<Option<Compiled<Template>>> = Mutex::new(None);
 
 /// Returns the product of `x`, `[..., T, in]`, and a weight, plus `bias`, `[out]`, in their dtype, if
-/// the kernel takes it. The weight lies in memory as `[out, in]`, row-major: it is an array of that
-/// shape, or the transposition of one (`transposed`).
+/// the kernel takes it. The weight is evaluated, and lies in memory as `[out, in]`, row-major: it is an
+/// array of that shape, or the transposition of one (`transposed`).
 pub fn few_rows(
     x: &Array,
     weight: &Array,
@@ -77,6 +77,7 @@ impl Call {
         let is_bias = |bias: &Array| bias.dtype() == dtype && bias.shape() == [outputs];
         let fits = leading.iter().all(|&n| n == 1)
             && (2..=MOST_ROWS).contains(&rows)
+            && inner > 0
             && inner % PIECE == 0
             && is_half
             && weight.dtype() == dtype
@@ -111,13 +112,12 @@ fn threads(outputs: i32) -> Option<i32> {
 /// Returns the outputs of a weight for rows of `inner` elements, if it lies in memory as the kernel
 /// reads it.
 fn weight_outputs(weight: &Array, inner: i32, transposed: bool) -> Option<i32> {
-    let (shape, strides) = (weight.shape(), weight.strides());
-    let (&[outputs, found], &[row, column]) = match transposed {
-        true => (&[*shape.get(1)?, shape[0]], &[*strides.get(1)?, strides[0]]),
-        false => (&[shape[0], *shape.get(1)?], &[strides[0], *strides.get(1)?]),
+    let (&[a, b], &[along_a, along_b]) = (weight.shape(), weight.strides()) else {
+        return None;
     };
-    let is_plain =
-        shape.len() == 2 && found == inner && column == 1 && row as i64 == i64::from(inner);
+    let (outputs, found, row, column) =
+        if transposed { (b, a, along_b, along_a) } else { (a, b, along_a, along_b) };
+    let is_plain = found == inner && column == 1 && row as i64 == i64::from(inner);
     (is_plain && outputs > 0).then_some(outputs)
 }
 

@@ -1,9 +1,10 @@
-//! Kernels for CUDA where MLX has none that is fast enough. MLX compiles them where they run first, a
-//! second or less each, once in a process.
+//! Kernels for CUDA where MLX has none that is fast enough. MLX compiles them where they run first, in
+//! about a second each, once in a process.
 //!
 //! Everywhere else, and for what a kernel does not take, there is no result and MLX computes it.
 
 mod attention;
+#[cfg(feature = "delegate")]
 mod linear;
 mod raw;
 
@@ -14,6 +15,8 @@ use std::hash::Hash;
 use mlx_rs::Dtype;
 use tracing::warn;
 
+#[cfg(feature = "delegate")]
+pub use self::attention::compile_masked;
 pub use self::attention::{attend, several_queries};
 #[cfg(feature = "delegate")]
 pub use self::linear::{few_rows, MOST_ROWS};
@@ -25,10 +28,10 @@ use crate::mlx;
 /// each layer would never end.
 const MOST_KERNELS: usize = 64;
 
-/// Returns whether kernels can run on the device and the stream.
+/// Returns whether kernels can run here: on the shared stream of a GPU. A host may have streams of its
+/// own, on a CPU too; kernels of two streams would share their counters.
 fn can_run() -> Result<bool> {
-    // A host may run a program on a CPU's stream all the same.
-    Ok(!cfg!(target_os = "macos") && mlx::on_gpu()? && mlx::is_stream_on_gpu()?)
+    Ok(!cfg!(target_os = "macos") && mlx::on_gpu()? && mlx::is_stream_shared()?)
 }
 
 /// The kernels of one kind, or `None` for one that cannot be compiled. Used under the lock of MLX only.
@@ -58,6 +61,12 @@ impl<T: Eq + Hash> Compiled<T> {
             return self.0.entry(template).or_insert(kernel).as_ref();
         }
         self.0.get(&template)?.as_ref()
+    }
+
+    /// Returns the templates whose kernels run.
+    #[cfg(feature = "delegate")]
+    fn templates(&self) -> impl Iterator<Item = &T> {
+        self.0.iter().filter(|(_, kernel)| kernel.is_some()).map(|(template, _)| template)
     }
 }
 

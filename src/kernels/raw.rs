@@ -3,10 +3,9 @@
 use std::ffi::CStr;
 
 use mlx_rs::{Array, Dtype};
-use smallvec::SmallVec;
 
 use crate::error::{Error, Result, Status};
-use crate::mlx::{call, check};
+use crate::mlx::{call, check, Arrays};
 
 /// A kernel that MLX compiles where it runs first.
 pub struct Kernel(mlx_sys::mlx_fast_cuda_kernel);
@@ -48,11 +47,8 @@ impl Kernel {
         threads: [i32; 3],
         block: i32,
     ) -> Result<Array> {
-        let inputs: SmallVec<[mlx_sys::mlx_array; 8]> =
-            inputs.iter().map(|array| array.as_ptr()).collect();
-        // SAFETY: the handles are live, and the list copies them.
-        let inputs =
-            Arrays(unsafe { mlx_sys::mlx_vector_array_new_data(inputs.as_ptr(), inputs.len()) });
+        let inputs = Arrays::of(inputs.iter().copied());
+        let mut made = Arrays::empty();
         // SAFETY: the handle is freed with its owner.
         let config = Config(unsafe { mlx_sys::mlx_fast_cuda_kernel_config_new() });
         // SAFETY: the handle is live; each shape has as many elements as is said.
@@ -70,18 +66,16 @@ impl Kernel {
             check(mlx_sys::mlx_fast_cuda_kernel_config_set_thread_group(config.0, block, 1, 1))?;
         }
         call(|first, stream| {
-            // SAFETY: all handles are live; the list of outputs is freed with its owner, after its
-            // first element has another handle.
+            // SAFETY: all handles are live; the first element gets another handle.
             unsafe {
-                let mut made = Arrays(mlx_sys::mlx_vector_array_new());
                 match mlx_sys::mlx_fast_cuda_kernel_apply(
-                    &mut made.0,
+                    made.as_raw_mut(),
                     self.0,
-                    inputs.0,
+                    inputs.as_raw(),
                     config.0,
                     stream,
                 ) {
-                    0 => mlx_sys::mlx_vector_array_get(first, made.0, 0),
+                    0 => mlx_sys::mlx_vector_array_get(first, made.as_raw(), 0),
                     status => status,
                 }
             }
@@ -102,15 +96,6 @@ impl Drop for Config {
     fn drop(&mut self) {
         // SAFETY: the handle has no other owner.
         unsafe { mlx_sys::mlx_fast_cuda_kernel_config_free(self.0) };
-    }
-}
-
-struct Arrays(mlx_sys::mlx_vector_array);
-
-impl Drop for Arrays {
-    fn drop(&mut self) {
-        // SAFETY: the handle has no other owner.
-        unsafe { mlx_sys::mlx_vector_array_free(self.0) };
     }
 }
 

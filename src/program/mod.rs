@@ -35,7 +35,7 @@ pub use describe::{
 };
 pub use etkv_host::{Argument, Host, LoadOptions, LogitsRows, Passes, Sampling};
 pub use execute::Program;
-pub use generation::{End, Generated, Generation, GenerationOptions, Prompt};
+pub use generation::{End, Generated, Generation, GenerationOptions, Prompt, RunAhead};
 
 /// The target of the spans and events of programs.
 const TARGET: &str = "etkv::program";

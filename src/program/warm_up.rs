@@ -6,17 +6,45 @@
 use std::collections::BTreeSet;
 use std::time::Instant;
 
-use etkv_core::Growth;
+use etkv_core::{Growth, LayerPolicy};
 use tracing::{debug, info};
 
 use super::execute::Program;
 use super::generation::{last_rows, withdraw, Sampler, TextInputs, Tokens};
+use super::ops::ROWS_THAT_RECUR;
 use super::TARGET;
+use crate::backend::MlxCache;
 use crate::error::Result;
-use crate::mlx;
+use crate::kernels;
+use crate::mlx::{self, Mlx};
 
-/// The tokens of the steps: one of an answer, some to verify, and those that a prompt's count as.
-const STEPS: [i32; 13] = [1, 2, 8, 16, 32, 64, 128, 192, 256, 320, 384, 448, 512];
+/// The tokens of steps that are no prompt's: one of an answer, and some to verify.
+const FEW: [i32; 5] = [1, 2, 8, 16, 32];
+
+/// The most tokens of a step that is warmed up.
+const MOST: i32 = 2048;
+
+/// A step of the warm-up: the sequence and the position of each token.
+struct WarmStep {
+    sequences: Vec<i32>,
+    positions: Vec<i32>,
+    /// Whether it stays for the next one.
+    stays: bool,
+}
+
+impl WarmStep {
+    fn of(tokens: i32) -> Self {
+        let positions = (0..tokens).collect();
+        Self { sequences: vec![0; tokens as usize], positions, stays: false }
+    }
+}
+
+/// Returns the numbers of tokens of the steps, if a step may have up to `most`: a few, and those that
+/// [products](super::ops::ROWS_THAT_RECUR) are filled up to.
+fn lengths(most: i32) -> BTreeSet<i32> {
+    let prompts = (1..).map(|n| n * ROWS_THAT_RECUR).take_while(|&n| n <= MOST);
+    FEW.into_iter().chain(prompts).map(|n| most.min(n)).collect()
+}
 
 impl Program {
     /// On a GPU, runs steps of several lengths on the program's cache, if that is empty, rolls them
@@ -49,52 +77,32 @@ impl Program {
         }
         let most = [inputs.most.unwrap_or(i32::MAX), cache.config().max_step_tokens];
         let most = most.into_iter().filter(|&most| most > 0).min().unwrap_or(i32::MAX);
-        let lengths: BTreeSet<i32> = STEPS.map(|n| most.min(n)).into_iter().collect();
-        let fitting = lengths.into_iter().filter(|&n| cache.can_extend(n));
-        let mut steps: Vec<Vec<i32>> = fitting.map(|n| vec![0; n as usize]).collect();
-        if most >= 2 && cache.sequences().is_some() && cache.can_extend(2) {
-            // Two sequences need a mask.
-            steps.push(vec![0, 1]);
+        let fitting = lengths(most).into_iter().filter(|&n| cache.can_extend(n));
+        let mut steps: Vec<WarmStep> = fitting.map(WarmStep::of).collect();
+        let has_sequences = cache.sequences().is_some();
+        if most >= 2 && has_sequences && cache.can_extend(3) {
+            // Two sequences need a mask, and slots that are apart: the second one leaves room behind
+            // the first.
+            steps.push(WarmStep { stays: true, ..WarmStep::of(1) });
+            steps.push(WarmStep { sequences: vec![0, 1], positions: vec![1, 0], stays: false });
         }
         let mut mlx = mlx::enter()?;
-        for (done, sequences) in steps.iter().enumerate() {
+        let mut ran = Ok(());
+        for (done, step) in steps.iter().enumerate() {
             progress(done, steps.len());
-            let n = sequences.len() as i32;
-            let positions: Vec<i32> = match sequences.last() {
-                Some(0) => (0..n).collect(),
-                _ => vec![0; sequences.len()],
-            };
-            let tokens = vec![0; sequences.len()];
-            if let Some(cells) = cache.sequences_mut() {
-                cells.begin_step(sequences)?;
+            ran = self.run_warm_step(&mut mlx, &mut *cache, &inputs, step);
+            if ran.is_err() {
+                break;
             }
-            let began = Instant::now();
-            let ran: Result<_> = loaded.stream.run(&mlx, || {
-                let (logits, step) = loaded.logits(
-                    &mlx,
-                    &inputs,
-                    &Tokens::Host(&tokens),
-                    &positions,
-                    &mut *cache,
-                )?;
-                let chosen = Sampler::default().choose(&last_rows(&logits, 1)?, None, &[0.0])?;
-                step.schedule(&chosen.arrays())?;
-                Ok((chosen, step))
-            });
-            let ran: Result<()> = ran.and_then(|(chosen, step)| {
-                mlx.outside(|| chosen.wait())?;
-                let _ = step.set_aside();
-                Ok(())
-            });
-            cache.abort();
-            withdraw(&mut *cache);
-            ran?;
-            debug!(
-                target: TARGET,
-                tokens = n,
-                seconds = began.elapsed().as_secs_f32(),
-                "a step of the warm-up"
-            );
+        }
+        if let Some(cells) = cache.sequences_mut() {
+            cells.seq_rm(0, 0..i32::MAX)?;
+        }
+        ran?;
+        let has_windows =
+            cache.config().layers.iter().any(|layer| layer.policy != LayerPolicy::Full);
+        if has_windows {
+            mlx.run(kernels::compile_masked)?;
         }
         if cache.config().growth != Growth::Upfront {
             cache.clear(true)?;
@@ -102,5 +110,60 @@ impl Program {
         mlx.publish_kernels();
         progress(steps.len(), steps.len());
         Ok(steps.len())
+    }
+
+    fn run_warm_step(
+        &self,
+        mlx: &mut Mlx,
+        cache: &mut MlxCache,
+        inputs: &TextInputs,
+        step: &WarmStep,
+    ) -> Result<()> {
+        let loaded = &self.0;
+        let tokens = vec![0; step.positions.len()];
+        if let Some(cells) = cache.sequences_mut() {
+            cells.begin_step(&step.sequences)?;
+        }
+        let began = Instant::now();
+        let ran: Result<_> = loaded.stream.run(mlx, || {
+            let tokens = Tokens::Host(&tokens);
+            let (logits, opened) = loaded.logits(mlx, inputs, &tokens, &step.positions, cache)?;
+            let chosen = Sampler::default().choose(&last_rows(&logits, 1)?, None, &[0.0])?;
+            opened.schedule(&chosen.arrays())?;
+            Ok((chosen, opened))
+        });
+        let ran = ran.and_then(|(chosen, opened)| {
+            mlx.outside(|| chosen.wait())?;
+            if step.stays {
+                loaded.stream.run(mlx, || opened.commit(&[]))?;
+            } else {
+                let _ = opened.set_aside();
+            }
+            Ok(())
+        });
+        cache.abort();
+        withdraw(cache);
+        debug!(
+            target: TARGET,
+            tokens = tokens.len(),
+            seconds = began.elapsed().as_secs_f32(),
+            "a step of the warm-up"
+        );
+        ran
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn steps_are_those_that_come() {
+        let of = |most| lengths(most).into_iter().collect::<Vec<_>>();
+        assert_eq!(of(1), [1]);
+        assert_eq!(of(40), [1, 2, 8, 16, 32, 40]);
+        assert_eq!(of(200), [1, 2, 8, 16, 32, 64, 128, 192, 200]);
+        assert_eq!(of(512).len(), 5 + 8);
+        assert_eq!(of(i32::MAX).last(), Some(&MOST));
     }
 }

@@ -11,18 +11,26 @@ use crate::mlx;
 /// much as to fill and copy so many bytes.
 const FEWEST: usize = 1 << 18;
 
-/// The most elements of one run for each query, over all runs of a query. More are made of bytes.
-const MOST: usize = 64 << 20;
+/// The most elements that each of three arrays may have on the way: one for each query, slot and run of
+/// a query. Masks of more are made of bytes.
+const MOST: usize = 8 << 20;
 
 /// Returns the mask as an array, `[T, L]`.
 pub fn array(mask: &MaskRuns) -> Result<Array> {
-    let elements = mask.n_tokens() * mask.n_slots();
-    if elements >= FEWEST && mlx::is_stream_on_gpu()? {
-        let most = (0..mask.n_tokens()).map(|query| mask.runs(query).len()).max().unwrap_or(0);
-        if (1..=MOST / elements).contains(&most) {
-            return of_runs(mask, most);
-        }
+    match runs_to_compare(mask) {
+        Some(most) if mlx::is_stream_on_gpu()? => of_runs(mask, most),
+        _ => of_bytes(mask),
     }
+}
+
+/// Returns the most runs of a query, if a GPU makes the mask sooner of them than the host of bytes.
+fn runs_to_compare(mask: &MaskRuns) -> Option<usize> {
+    let elements = mask.n_tokens() * mask.n_slots();
+    let most = (0..mask.n_tokens()).map(|query| mask.runs(query).len()).max()?;
+    (elements >= FEWEST && (1..=MOST / elements).contains(&most)).then_some(most)
+}
+
+fn of_bytes(mask: &MaskRuns) -> Result<Array> {
     let bytes = mask.bytes()?;
     let shape = [mask.n_tokens() as i32, mask.n_slots() as i32];
     // SAFETY: the shape has as many elements as there are bytes. Each byte is 0 or 1, as MLX stores
@@ -90,7 +98,9 @@ mod tests {
             let most = (0..3).map(|query| mask.runs(query).len()).max().unwrap();
             assert!(most > 1);
             let expected: Vec<bool> = mask.bytes()?.iter().map(|&byte| byte == 1).collect();
-            for made in [array(&mask)?, of_runs(&mask, most)?, of_runs(&mask, most + 2)?] {
+            for made in
+                [array(&mask)?, of_bytes(&mask)?, of_runs(&mask, most)?, of_runs(&mask, most + 2)?]
+            {
                 assert_eq!(made.shape(), [3, mask.n_slots() as i32]);
                 assert_eq!(bools(&made), expected);
             }
@@ -117,5 +127,32 @@ mod tests {
             Ok(())
         })
         .unwrap();
+    }
+
+    #[test]
+    fn small_masks_and_those_of_many_runs_are_made_of_bytes() {
+        let in_turns = |n_tokens: i32| {
+            let mut book = CellsBookkeeping::new(1 << 20, []);
+            for position in 0..n_tokens {
+                book.begin_step(&[0, 1]).unwrap();
+                book.plan(&[position, position]).unwrap();
+                book.commit().unwrap();
+            }
+            book.begin_step(&[0, 1]).unwrap();
+            book.plan(&[n_tokens, n_tokens]).unwrap();
+            let MaskPlan::Explicit(mask) = &book.plans()[0].mask else { panic!("no mask") };
+            runs_to_compare(mask)
+        };
+        assert_eq!((in_turns(3), in_turns(70_000)), (None, None));
+        let mut book = CellsBookkeeping::new(1 << 20, []);
+        for sequence in [0, 1] {
+            book.begin_step(&vec![sequence; 70_000]).unwrap();
+            book.plan(&(0..70_000).collect::<Vec<_>>()).unwrap();
+            book.commit().unwrap();
+        }
+        book.begin_step(&[0, 1]).unwrap();
+        book.plan(&[70_000, 70_000]).unwrap();
+        let MaskPlan::Explicit(mask) = &book.plans()[0].mask else { panic!("no mask") };
+        assert!(runs_to_compare(mask).is_some_and(|most| most <= 2));
     }
 }

@@ -43,6 +43,7 @@ GenerationOptions options(const Sampling& sampling = {}) {
   GenerationOptions made;
   made.sampling = sampling;
   made.max_tokens = kTokens;
+  made.run_ahead = RunAhead::always;
   return made;
 }
 
@@ -71,7 +72,7 @@ void same_as_steps() {
     for (const bool ahead : {true, false}) {
       On<Face> bound;
       auto how = options(sampling);
-      how.step_by_step = !ahead;
+      how.run_ahead = ahead ? RunAhead::always : RunAhead::never;
       CHECK(must(generate(*bound.operator->(), prompt, how)) == wanted);
       CHECK_INT(*bound->length(), 40 + kTokens - 1);
     }

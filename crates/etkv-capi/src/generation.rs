@@ -32,7 +32,7 @@ pub struct etkv_generation_options {
     pub stop: *const i64,
     pub n_stop: usize,
     pub max_tokens: i32,
-    pub step_by_step: i32,
+    pub run_ahead: i32,
 }
 
 /// A handle on answers that are being made.
@@ -182,7 +182,7 @@ struct Next {
 
 #[cfg(all(feature = "mlx", feature = "delegate"))]
 mod inner {
-    use etkv::program::{self, End, GenerationOptions, Program, Prompt};
+    use etkv::program::{self, End, GenerationOptions, Program, Prompt, RunAhead};
     use etkv_core::{fail, SharedCache};
     use etkv_host::Sampling;
     use parking_lot::Mutex;
@@ -213,7 +213,12 @@ mod inner {
             };
             let mut made = GenerationOptions::default();
             (made.sampling, made.stop, made.max_tokens) = (sampling, stop, max_tokens);
-            made.ahead = options.step_by_step == 0;
+            made.run_ahead = match options.run_ahead {
+                0 => RunAhead::Auto,
+                1 => RunAhead::Never,
+                2 => RunAhead::Always,
+                other => fail!(InvalidArgument, "run_ahead is {other}, it may be from 0 to 2"),
+            };
             let n_prompts = prompts.len();
             let prompts =
                 prompts.into_iter().map(|(sequence, tokens)| Prompt::new(sequence, tokens));

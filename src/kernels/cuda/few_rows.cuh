@@ -2,20 +2,12 @@
 
 namespace etkv {
 
-__device__ inline uint4 read_once(const void* at) {
-  uint4 x;
-  asm volatile("ld.global.nc.L1::no_allocate.v4.u32 {%0, %1, %2, %3}, [%4];"
-               : "=r"(x.x), "=r"(x.y), "=r"(x.z), "=r"(x.w)
-               : "l"(at));
-  return x;
-}
-
 // Outputs of a block, and its warps, which share the inner axis, 64 elements at a time.
 constexpr int OUTPUTS = 16;
 constexpr int SHARES = 8;
 // Rows that are multiplied together, and the floats that the warps leave for the most rows.
-constexpr int EIGHT = 8;
-constexpr int SUMS = SHARES * 2 * EIGHT * OUTPUTS;
+constexpr int ROWS = 8;
+constexpr int SUMS = SHARES * 2 * ROWS * OUTPUTS;
 
 template <typename E>
 struct FewRows {
@@ -26,19 +18,19 @@ struct FewRows {
   long long bias_step;
   int rows, outputs, inner;
 
-  // Eight elements of a row of x.
-  __device__ uint4 piece_of_x(int r, int at, bool is_aligned) const {
-    const E* from = x + r * row + at * column;
-    if (is_aligned) return __ldg(reinterpret_cast<const uint4*>(from));
+  // Eight elements that lie anywhere.
+  __device__ static uint4 gathered(const E* from, long long step) {
     E each[8];
-    for (int i = 0; i < 8; ++i) each[i] = from[i * column];
+    for (int i = 0; i < 8; ++i) each[i] = from[i * step];
     uint4 piece;
     memcpy(&piece, each, sizeof(piece));
     return piece;
   }
 
+  __device__ static bool is_aligned(const E* at) { return reinterpret_cast<unsigned long long>(at) % 16 == 0; }
+
   __device__ void run(E* out, float* sums) const {
-    if (rows <= EIGHT) {
+    if (rows <= ROWS) {
       multiply_rows<1>(out, sums);
     } else {
       multiply_rows<2>(out, sums);
@@ -48,10 +40,10 @@ struct FewRows {
   // Multiplies up to 8 * TILES rows.
   template <int TILES>
   __device__ void multiply_rows(E* out, float* sums) const {
-    int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
-    int group = lane / 4, member = lane % 4;
+    int thread = threadIdx.x % 32, warp = threadIdx.x / 32;
+    int group = thread / 4, member = thread % 4;
     int first = blockIdx.x * OUTPUTS;
-    bool is_aligned = column == 1 && row % 8 == 0 && reinterpret_cast<unsigned long long>(x) % 16 == 0;
+    bool x_aligned = column == 1 && row % 8 == 0 && is_aligned(x), w_aligned = is_aligned(w);
     const E* at_row[2];
     for (int i = 0; i < 2; ++i) {
       int output = min(first + group + 8 * i, outputs - 1);
@@ -67,13 +59,17 @@ struct FewRows {
         bool exists = from + 8 * member < inner;
 #pragma unroll
         for (int i = 0; i < 2; ++i) {
-          a[slot][i][half] = exists ? read_once(at_row[i] + from) : make_uint4(0, 0, 0, 0);
+          a[slot][i][half] = make_uint4(0, 0, 0, 0);
+          if (exists) a[slot][i][half] = w_aligned ? read_once(at_row[i] + from) : gathered(at_row[i] + from, 1);
         }
 #pragma unroll
         for (int j = 0; j < TILES; ++j) {
-          int r = group + EIGHT * j;
-          bool is_row = exists && r < rows;
-          b[slot][j][half] = is_row ? piece_of_x(r, from + 8 * member, is_aligned) : make_uint4(0, 0, 0, 0);
+          int r = group + ROWS * j;
+          const E* piece = x + r * row + (from + 8 * member) * column;
+          b[slot][j][half] = make_uint4(0, 0, 0, 0);
+          if (exists && r < rows) {
+            b[slot][j][half] = x_aligned ? __ldg(reinterpret_cast<const uint4*>(piece)) : gathered(piece, column);
+          }
         }
       }
     };
@@ -104,17 +100,17 @@ struct FewRows {
     for (int j = 0; j < TILES; ++j) {
 #pragma unroll
       for (int e = 0; e < 4; ++e) {
-        int r = (warp * TILES + j) * EIGHT + 2 * member + e % 2;
+        int r = (warp * TILES + j) * ROWS + 2 * member + e % 2;
         sums[r * OUTPUTS + group + 8 * (e / 2)] = acc[j][e];
       }
     }
     __syncthreads();
-    for (int i = threadIdx.x; i < TILES * EIGHT * OUTPUTS; i += 32 * SHARES) {
+    for (int i = threadIdx.x; i < TILES * ROWS * OUTPUTS; i += 32 * SHARES) {
       int r = i / OUTPUTS, output = first + i % OUTPUTS;
       if (r >= rows || output >= outputs) continue;
       float sum = bias ? static_cast<float>(bias[output * bias_step]) : 0;
 #pragma unroll
-      for (int share = 0; share < SHARES; ++share) sum += sums[share * TILES * EIGHT * OUTPUTS + i];
+      for (int share = 0; share < SHARES; ++share) sum += sums[share * TILES * ROWS * OUTPUTS + i];
       out[static_cast<long long>(r) * outputs + output] = static_cast<E>(sum);
     }
   }

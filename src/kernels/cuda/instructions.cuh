@@ -42,6 +42,15 @@ __device__ inline void read_transposed(unsigned (&to)[4], const void* row) {
                : "memory");
 }
 
+// Reads 16 bytes that no other block reads.
+__device__ inline uint4 read_once(const void* at) {
+  uint4 x;
+  asm volatile("ld.global.nc.L1::no_allocate.v4.u32 {%0, %1, %2, %3}, [%4];"
+               : "=r"(x.x), "=r"(x.y), "=r"(x.z), "=r"(x.w)
+               : "l"(at));
+  return x;
+}
+
 // Adds the product of a 16x16 and a 16x8 matrix to a 16x8 matrix in float32.
 template <typename E>
 __device__ inline void multiply(float (&c)[4], const unsigned (&a)[4], unsigned b0, unsigned b1) {

@@ -8,14 +8,15 @@
 
 mod ahead;
 mod answer;
+mod device_loop;
 mod sampler;
 mod step;
 mod text_inputs;
 
 use etkv_host::Sampling;
 
-pub use self::ahead::Generation;
 pub use self::answer::Prompt;
+pub use self::device_loop::Generation;
 pub use self::sampler::Sampler;
 pub use self::step::{last_rows, withdraw};
 pub use self::text_inputs::{TextInputs, Tokens};
@@ -31,12 +32,31 @@ pub struct GenerationOptions {
     /// Tokens that end an answer.
     pub stop: Vec<i64>,
     /// Whether a step starts before the host asks for its token.
-    pub ahead: bool,
+    pub run_ahead: RunAhead,
+}
+
+/// Whether a step starts before the host asks for its token.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
+#[non_exhaustive]
+pub enum RunAhead {
+    /// On a GPU. On a CPU nothing is gained: MLX then copies each buffer that the step before still
+    /// reads.
+    #[default]
+    Auto,
+    /// Each step starts when its token is asked for.
+    Never,
+    /// Also on a CPU.
+    Always,
 }
 
 impl Default for GenerationOptions {
     fn default() -> Self {
-        Self { sampling: Sampling::default(), max_tokens: 256, stop: Vec::new(), ahead: true }
+        Self {
+            sampling: Sampling::default(),
+            max_tokens: 256,
+            stop: Vec::new(),
+            run_ahead: RunAhead::Auto,
+        }
     }
 }
 

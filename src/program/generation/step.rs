@@ -5,7 +5,7 @@ use std::sync::Arc;
 use mlx_rs::ops::concatenate;
 use mlx_rs::Array;
 
-use super::ahead::Generation;
+use super::device_loop::Generation;
 use super::sampler::Chosen;
 use super::text_inputs::Tokens;
 use crate::backend::{MlxCache, Step};

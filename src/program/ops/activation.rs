@@ -9,9 +9,8 @@ use mlx_rs::Array;
 use mlx_sys::{mlx_closure, mlx_vector_array};
 
 use super::elementwise::run_unary;
-use super::views::arrays;
 use crate::error::{fail, Result};
-use crate::mlx::{self, check};
+use crate::mlx::{self, arrays, check, Arrays};
 use crate::program::frame::Frame;
 use crate::program::ir::Unary;
 
@@ -31,8 +30,8 @@ pub fn run(frame: &Frame, function: Unary, x: &Array, by: Option<&Array>) -> Res
         _ => return plain(function, x, by),
     };
     match by {
-        Some(by) => compiled.call(&[x.as_ptr(), by.as_ptr()]),
-        None => compiled.call(&[x.as_ptr()]),
+        Some(by) => compiled.call(&[x, by]),
+        None => compiled.call(&[x]),
     }
 }
 
@@ -80,22 +79,15 @@ compiled! {
 
 impl Compiled {
     /// Calls the function. The caller holds the lock of MLX.
-    fn call(&self, arguments: &[mlx_sys::mlx_array]) -> Result<Array> {
+    fn call(&self, arguments: &[&Array]) -> Result<Array> {
         let closure = match self.made.get_or_init(|| self.compile()) {
             Ok(closure) => closure,
             Err(error) => return Err(error.clone()),
         };
-        // SAFETY: the lists are made and freed here; the arguments outlive the call.
-        let made = unsafe {
-            let given = mlx_sys::mlx_vector_array_new_data(arguments.as_ptr(), arguments.len());
-            let mut made = mlx_sys::mlx_vector_array_new();
-            let called = check(mlx_sys::mlx_closure_apply(&mut made, closure.0, given))
-                .and_then(|()| arrays(made));
-            mlx_sys::mlx_vector_array_free(given);
-            mlx_sys::mlx_vector_array_free(made);
-            called?
-        };
-        match <[Array; 1]>::try_from(made) {
+        let (given, mut made) = (Arrays::of(arguments.iter().copied()), Arrays::empty());
+        // SAFETY: the lists outlive the call.
+        check(unsafe { mlx_sys::mlx_closure_apply(made.as_raw_mut(), closure.0, given.as_raw()) })?;
+        match <[Array; 1]>::try_from(made.to_vec()?) {
             Ok([array]) => Ok(array),
             Err(made) => fail!(Internal, "a compiled function makes {} arrays", made.len()),
         }
@@ -164,19 +156,16 @@ mod tests {
                 ];
                 for (function, kind) in traced {
                     // The function itself: compiled, it needs a C++ compiler on the CPU.
-                    // SAFETY: lists and handles are made and freed here.
-                    let made = unsafe {
-                        let pair = [x.as_ptr(), y.as_ptr()];
-                        let given = mlx_sys::mlx_vector_array_new_data(pair.as_ptr(), 2);
+                    let (given, mut made) = (Arrays::of([&x, &y]), Arrays::empty());
+                    // SAFETY: the handle is made and freed here; the lists outlive the call.
+                    unsafe {
                         let closure = mlx_sys::mlx_closure_new_func(Some(function));
-                        let mut made = mlx_sys::mlx_vector_array_new();
-                        check(mlx_sys::mlx_closure_apply(&mut made, closure, given))?;
-                        let made_arrays = arrays(made)?;
-                        mlx_sys::mlx_vector_array_free(given);
-                        mlx_sys::mlx_vector_array_free(made);
+                        let called =
+                            mlx_sys::mlx_closure_apply(made.as_raw_mut(), closure, given.as_raw());
                         mlx_sys::mlx_closure_free(closure);
-                        made_arrays
-                    };
+                        check(called)?;
+                    }
+                    let made = made.to_vec()?;
                     assert_eq!(made[0].dtype(), dtype);
                     assert!(made[0].eq_values(&plain(kind, &x, Some(&y))?)?);
                 }
@@ -199,7 +188,7 @@ mod tests {
                         for (compiled, function) in
                             [(&SILU_BY, Unary::Silu), (&GELU_TANH_BY, Unary::GeluTanh)]
                         {
-                            let made = compiled.call(&[x.as_ptr(), by.as_ptr()])?;
+                            let made = compiled.call(&[&x, &by])?;
                             let expected = plain(function, &x, Some(&by))?;
                             assert_eq!(made.shape(), expected.shape());
                             assert_eq!(made.dtype(), dtype);

@@ -65,20 +65,27 @@ pub fn run_linear(
     }
 }
 
-/// Numbers of rows that cuBLAS meets are half of this, or multiples of it. It takes 3 ms to choose how to multiply with
+/// Behind the rows that the [kernel](kernels::few_rows) takes, cuBLAS meets half of this, or multiples of
+/// it. It takes 3 ms to choose how to multiply with
 /// a number that the process had not before, for each weight.
-const ROWS: i32 = 64;
+pub const ROWS_THAT_RECUR: i32 = 64;
 
 /// Returns how many rows `x`, `[1, T, in]`, lacks on a GPU to a number that comes often.
 fn rows_to_add(x: &Array) -> Result<i32> {
     let is_one = x.ndim() == 3 && x.dim(0) == 1;
-    if !is_one || x.dim(1) <= kernels::MOST_ROWS || !mlx::is_stream_on_gpu()? {
+    if cfg!(target_os = "macos") || !is_one || !mlx::is_stream_on_gpu()? {
         return Ok(0);
     }
-    Ok(match x.dim(1) {
-        rows if rows <= ROWS / 2 => ROWS / 2 - rows,
-        rows => (ROWS - rows % ROWS) % ROWS,
-    })
+    Ok(lacking(x.dim(1)))
+}
+
+/// Returns how many rows to add to `rows`, no more than there are.
+fn lacking(rows: i32) -> i32 {
+    match rows {
+        ..=kernels::MOST_ROWS => 0,
+        rows if rows <= ROWS_THAT_RECUR / 2 => ROWS_THAT_RECUR / 2 - rows,
+        rows => (ROWS_THAT_RECUR - rows % ROWS_THAT_RECUR) % ROWS_THAT_RECUR,
+    }
 }
 
 /// Calls `work` with `x`, `[1, T, in]`, and its first `more` rows once more, at most `T`. Returns what it
@@ -105,6 +112,15 @@ fn product(
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn rows_are_filled_up_to_few_numbers() {
+        for (rows, filled) in [(1, 1), (16, 16), (17, 32), (32, 32), (33, 64), (64, 64), (65, 128)]
+        {
+            assert_eq!(rows + lacking(rows), filled);
+        }
+        assert!((1..5000).all(|rows| lacking(rows) <= rows));
+    }
 
     #[test]
     fn more_rows_change_no_product() {

@@ -6,7 +6,7 @@ use mlx_rs::{Array, Stream};
 
 use super::shape::{axis_to_split, resolved};
 use crate::error::Result;
-use crate::mlx::{check, slice_axis};
+use crate::mlx::{check, slice_axis, Arrays};
 use crate::program::frame::Frame;
 use crate::program::ir::{Int, Value};
 
@@ -31,40 +31,19 @@ pub fn run_split(
             .collect();
     }
     let stream = Stream::thread_local_or_default();
-    // SAFETY: the list of pieces is made, read and freed here; the handles and `at` outlive the
-    // call.
-    unsafe {
-        let mut made = mlx_sys::mlx_vector_array_new();
-        let pieces = check(mlx_sys::mlx_split_sections(
-            &mut made,
+    let mut made = Arrays::empty();
+    // SAFETY: the handles and `at` outlive the call.
+    check(unsafe {
+        mlx_sys::mlx_split_sections(
+            made.as_raw_mut(),
             x.as_ptr(),
             at.as_ptr(),
             at.len(),
             axis as i32,
             stream.as_ptr(),
-        ))
-        .and_then(|()| arrays(made));
-        mlx_sys::mlx_vector_array_free(made);
-        pieces
-    }
-}
-
-/// Returns the arrays of a list.
-///
-/// # Safety
-/// The list is live.
-pub unsafe fn arrays(list: mlx_sys::mlx_vector_array) -> Result<Vec<Array>> {
-    // SAFETY: the caller says that the list is live; each handle gets an owner.
-    unsafe {
-        (0..mlx_sys::mlx_vector_array_size(list))
-            .map(|index| {
-                let mut one = mlx_sys::mlx_array_new();
-                let status = mlx_sys::mlx_vector_array_get(&mut one, list, index);
-                let array = Array::from_ptr(one);
-                check(status).map(|()| array)
-            })
-            .collect()
-    }
+        )
+    })?;
+    made.to_vec()
 }
 
 /// Reshapes, then transposes.

@@ -36,12 +36,16 @@ impl MaskRuns {
     /// first slot that is read is 0.
     ///
     /// # Errors
-    /// [`Backend`](Status::Backend) if there is no memory.
+    /// [`Backend`](Status::Backend) if there is no memory, [`Internal`](Status::Internal) for slots that
+    /// are not read.
     pub(crate) fn see(&mut self, slots: Range<i32>) -> Result<()> {
         if slots.is_empty() {
             return Ok(());
         }
-        debug_assert!(slots.start >= 0 && slots.end as usize <= self.n_slots);
+        let fits = slots.start >= 0 && slots.end as usize <= self.n_slots;
+        if !fits {
+            fail!(Internal, "a query sees slots {slots:?} of {} that are read", self.n_slots);
+        }
         let slots = slots.start as u32..slots.end as u32;
         let begun = self.runs.len() > self.begin();
         match self.runs.last_mut() {

@@ -5,10 +5,12 @@ use std::collections::BTreeMap;
 
 use etkv_core::{CacheConfig, LayerPolicy, SeqCache, Session};
 
+use super::super::device_loop::read;
+use super::super::{GenerationOptions, Prompt};
 use super::*;
 use crate::backend::builders;
 use crate::program::tests::{attend, bytes, expand, take, Parts, Weights, INT64, OPEN};
-use crate::program::LoadOptions;
+use crate::program::{LoadOptions, Program};
 use crate::MLX_BACKEND;
 
 const VOCABULARY: i64 = 32;
@@ -57,7 +59,8 @@ fn session(kind: &str, policy: LayerPolicy) -> Session {
 /// Begins answers in sequences 0, 2 and so on to prompts of two tokens, the last of them `lasts`.
 fn generation(program: &Program, lasts: &[i64], ahead: bool) -> Generation {
     let prompts = (0..).zip(lasts).map(|(n, &last)| Prompt::new(2 * n, vec![last - 1, last]));
-    let options = GenerationOptions { ahead, max_tokens: 11, ..GenerationOptions::default() };
+    let run_ahead = if ahead { RunAhead::Always } else { RunAhead::Never };
+    let options = GenerationOptions { run_ahead, max_tokens: 11, ..GenerationOptions::default() };
     Generation::new(program, prompts.collect(), options).unwrap()
 }
 

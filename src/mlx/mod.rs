@@ -1,0 +1,309 @@
+//! All access to MLX: a process-wide lock, the stream that all work runs on, and the few operations
+//! that mlx-rs does not offer.
+//!
+//! MLX's graph is not thread-safe, and its ordinary streams belong to the thread that made them. A
+//! host may load on one thread, execute on a second and destroy on a third. So all work here runs
+//! on streams that belong to no thread, under one lock: a shared one, and on the CPU one for each
+//! program. MLX waits where an array of one stream is used on another. [`Mlx`] is the lock: one
+//! thread at a time holds it.
+//!
+//! Locks cannot wait for each other in a circle, because a thread that holds MLX waits for nothing
+//! but the device: [`give_way`] releases MLX while it waits for a cache.
+
+mod calls;
+mod start;
+
+use std::cell::Cell;
+use std::sync::OnceLock;
+
+use mlx_rs::{Device, DeviceType, Stream};
+use parking_lot::{Mutex, MutexGuard, ReentrantMutex, ReentrantMutexGuard};
+
+#[cfg(feature = "delegate")]
+pub(crate) use self::calls::arrays;
+#[cfg(any(test, feature = "delegate"))]
+pub(crate) use self::calls::bytes;
+pub use self::calls::check;
+pub(crate) use self::calls::wait;
+pub(crate) use self::calls::{before_writes, call, cast, slice_axis, update_axis, Arrays};
+#[cfg(feature = "delegate")]
+pub(crate) use self::start::unowned_stream;
+use self::start::{adopted, start, Runtime};
+pub use self::start::{blas, version, MLX_VERSION};
+use crate::error::Result;
+
+static LOCK: ReentrantMutex<()> = ReentrantMutex::new(());
+static RUNTIME: OnceLock<Result<Runtime>> = OnceLock::new();
+
+thread_local! {
+    /// The number of times that this thread holds `LOCK`.
+    static DEPTH: Cell<usize> = const { Cell::new(0) };
+}
+
+/// The lock of MLX, held by this thread until it is dropped. Dropping arrays needs it, also where
+/// MLX could not start.
+pub(crate) struct Held {
+    _lock: ReentrantMutexGuard<'static, ()>,
+}
+
+/// Waits until no other thread is in MLX, and locks it.
+pub(crate) fn hold() -> Held {
+    let lock = LOCK.lock();
+    DEPTH.set(DEPTH.get() + 1);
+    Held { _lock: lock }
+}
+
+impl Drop for Held {
+    fn drop(&mut self) {
+        DEPTH.set(DEPTH.get() - 1);
+    }
+}
+
+/// Runs `wait`, which may block, without the lock of MLX, however often this thread holds it. What
+/// the thread has built in MLX stays. Other threads may build and evaluate meanwhile.
+#[doc(hidden)]
+pub fn give_way<T>(wait: impl FnOnce() -> T) -> T {
+    /// Takes the lock again on drop, also where `wait` panics.
+    struct Again(usize);
+    impl Drop for Again {
+        fn drop(&mut self) {
+            (0..self.0).for_each(|_| std::mem::forget(LOCK.lock()));
+            DEPTH.set(self.0);
+        }
+    }
+    let depth = DEPTH.replace(0);
+    for _ in 0..depth {
+        // SAFETY: this thread holds the lock `depth` times, by guards that live until `Again` has
+        // taken it as often.
+        unsafe { LOCK.force_unlock() };
+    }
+    let _again = Again(depth);
+    wait()
+}
+
+/// Locks `mutex`. Releases MLX while it waits.
+pub(crate) fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
+    match mutex.try_lock() {
+        Some(guard) => guard,
+        None => give_way(|| mutex.lock()),
+    }
+}
+
+/// Access to MLX, which this thread has alone until it is dropped.
+pub struct Mlx {
+    runtime: &'static Runtime,
+    _held: Held,
+}
+
+/// Waits until no other thread is in MLX, and enters it. A thread may enter again while it is
+/// inside.
+///
+/// # Errors
+/// - [`Unsupported`](crate::Status::Unsupported) if the process runs another release of MLX than
+///   [`MLX_VERSION`], or if `ETKV_DEVICE` is `gpu` and MLX has none.
+/// - [`InvalidArgument`](crate::Status::InvalidArgument) if `ETKV_DEVICE` is neither `cpu` nor `gpu`.
+/// - [`Backend`](crate::Status::Backend) if MLX cannot start.
+pub fn enter() -> Result<Mlx> {
+    let held = hold();
+    Ok(Mlx { runtime: runtime()?, _held: held })
+}
+
+impl Mlx {
+    /// Runs `work` on the shared stream, or on the stream of the enclosing call.
+    pub fn run<T>(&self, work: impl FnOnce() -> T) -> T {
+        self.run_on(&self.runtime.stream, work)
+    }
+
+    /// Runs `work` on a stream that belongs to no thread, or on the stream of the enclosing call.
+    pub(crate) fn run_on<T>(&self, stream: &Stream, work: impl FnOnce() -> T) -> T {
+        thread_local! {
+            static HAS_STREAM: Cell<bool> = const { Cell::new(false) };
+        }
+        /// Ends the outermost call on drop, also where `work` panics.
+        struct Outermost;
+        impl Drop for Outermost {
+            fn drop(&mut self) {
+                HAS_STREAM.set(false);
+            }
+        }
+        if HAS_STREAM.replace(true) {
+            return work();
+        }
+        let _outermost = Outermost;
+        mlx_rs::with_stream(stream, work)
+    }
+
+    /// Returns whether the shared stream runs on a GPU.
+    pub fn on_gpu(&self) -> bool {
+        self.runtime.on_gpu
+    }
+
+    /// Keeps the kernels that were compiled since for later processes.
+    #[cfg(feature = "delegate")]
+    pub(crate) fn publish_kernels(&self) {
+        if let Some(kernels) = &self.runtime.kernels {
+            if let Err(error) = kernels.publish() {
+                tracing::warn!(%error, "kernels cannot be kept for later processes");
+            }
+        }
+    }
+
+    /// Runs `work` without the lock of MLX, so that other threads may enter. If an enclosing call
+    /// of this thread holds the lock too, it stays locked.
+    pub fn outside<T>(&mut self, work: impl FnOnce() -> T) -> T {
+        if DEPTH.get() > 1 {
+            work()
+        } else {
+            give_way(work)
+        }
+    }
+}
+
+/// Runs `work` alone in MLX, on the shared stream. Calls may nest. While `work` waits for a shared
+/// cache, other threads may enter MLX.
+///
+/// # Errors
+/// Those of `work` and of [`enter`].
+pub fn run<T>(work: impl FnOnce() -> Result<T>) -> Result<T> {
+    enter()?.run(work)
+}
+
+/// Does what [`run`] does on a stream of the caller's. `work` may also use arrays of the shared
+/// stream: MLX waits where it must.
+///
+/// # Safety
+/// `stream` is a live stream of MLX.
+#[doc(hidden)]
+pub unsafe fn run_on<T>(
+    stream: mlx_sys::mlx_stream,
+    work: impl FnOnce() -> Result<T>,
+) -> Result<T> {
+    run(|| {
+        // SAFETY: the caller says that the stream is live.
+        let stream = unsafe {
+            let device = if is_on_gpu(stream)? { Device::gpu() } else { Device::cpu() };
+            adopted(&device, stream)?
+        };
+        mlx_rs::with_stream(&stream, work)
+    })
+}
+
+/// Returns whether a stream is on a GPU.
+///
+/// # Safety
+/// `stream` is a live stream of MLX.
+unsafe fn is_on_gpu(stream: mlx_sys::mlx_stream) -> Result<bool> {
+    let mut device = mlx_sys::mlx_device { ctx: std::ptr::null_mut() };
+    let mut kind = 0;
+    // SAFETY: the caller says that the stream is live; the device is freed here.
+    unsafe {
+        check(mlx_sys::mlx_stream_get_device(&mut device, stream))?;
+        let asked = check(mlx_sys::mlx_device_get_type(&mut kind, device));
+        mlx_sys::mlx_device_free(device);
+        asked?;
+    }
+    let gpu: mlx_sys::mlx_device_type = DeviceType::Gpu.into();
+    Ok(kind == gpu)
+}
+
+/// Returns whether the stream of the enclosing [`run`] is the shared one, not one of a host.
+pub(crate) fn is_stream_shared() -> Result<bool> {
+    let own = Stream::thread_local_or_default();
+    // SAFETY: both streams live as long as their objects.
+    Ok(unsafe { mlx_sys::mlx_stream_equal(own.as_ptr(), runtime()?.stream.as_ptr()) })
+}
+
+/// Returns whether the stream of the enclosing [`run`] is on a GPU.
+pub(crate) fn is_stream_on_gpu() -> Result<bool> {
+    // SAFETY: the stream lives as long as its object.
+    unsafe { is_on_gpu(Stream::thread_local_or_default().as_ptr()) }
+}
+
+/// Runs `work` on the shared stream, also where an enclosing call has another one. The caller is
+/// inside MLX.
+#[cfg(feature = "delegate")]
+pub(crate) fn on_shared<T>(work: impl FnOnce() -> Result<T>) -> Result<T> {
+    mlx_rs::with_stream(&runtime()?.stream, work)
+}
+
+fn runtime() -> Result<&'static Runtime> {
+    RUNTIME.get_or_init(start).as_ref().map_err(Clone::clone)
+}
+
+/// Returns whether the shared stream runs on a GPU. Takes no lock once MLX has started.
+///
+/// # Errors
+/// Those of [`enter`].
+pub fn on_gpu() -> Result<bool> {
+    match RUNTIME.get() {
+        Some(Ok(runtime)) => Ok(runtime.on_gpu),
+        _ => Ok(enter()?.on_gpu()),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use mlx_rs::Array;
+
+    use super::*;
+
+    #[test]
+    fn arrays_cross_threads() {
+        let make =
+            || run(|| Ok(Array::from_slice(&[1.0f32, 2.0], &[2]).add(Array::from_f32(1.0))?));
+        let lazy = std::thread::spawn(make).join().unwrap().unwrap();
+        let values = std::thread::spawn(move || {
+            run(|| {
+                lazy.eval()?;
+                Ok(lazy.as_slice::<f32>().to_vec())
+            })
+        });
+        assert_eq!(values.join().unwrap().unwrap(), [2.0, 3.0]);
+    }
+
+    /// The other thread holds the cache and needs MLX. This one holds MLX and needs the cache.
+    #[test]
+    fn a_thread_that_waits_for_a_cache_lets_others_into_mlx() {
+        use etkv_core::{CacheConfig, SharedCache};
+        use std::sync::mpsc::channel;
+
+        let cache = crate::ContiguousCache::new(CacheConfig::uniform(1, 1, 4, 8)).unwrap();
+        let cache = SharedCache::new(cache);
+        let (locked, is_locked) = channel();
+        let (inside, is_inside) = channel();
+        let other = {
+            let cache = cache.clone();
+            std::thread::spawn(move || {
+                let guard = cache.lock().unwrap();
+                locked.send(()).unwrap();
+                is_inside.recv().unwrap();
+                run(|| Ok(())).unwrap();
+                drop(guard);
+            })
+        };
+        is_locked.recv().unwrap();
+        run(|| {
+            run(|| {
+                inside.send(()).unwrap();
+                assert_eq!(cache.lock()?.length(), 0);
+                assert_eq!(DEPTH.get(), 2);
+                Ok(())
+            })
+        })
+        .unwrap();
+        assert_eq!(DEPTH.get(), 0);
+        other.join().unwrap();
+    }
+
+    #[test]
+    fn others_are_in_mlx_while_a_thread_is_outside() {
+        let mut mlx = enter().unwrap();
+        let is_free = || std::thread::spawn(|| LOCK.try_lock().is_some()).join().unwrap();
+        assert!(!is_free());
+        mlx.outside(|| std::thread::spawn(|| run(|| Ok(()))).join().unwrap()).unwrap();
+        assert!(!is_free());
+        // An enclosing call keeps MLX locked.
+        let _around = hold();
+        assert!(!mlx.outside(is_free));
+    }
+}

@@ -1,0 +1,178 @@
+//! How MLX starts: its release, device, stream and libraries.
+
+use std::ffi::CStr;
+
+use mlx_rs::{Device, DeviceType, Stream};
+
+use super::calls::{check, on_error};
+use crate::error::{fail, Error, Result, Status};
+#[cfg(feature = "delegate")]
+use crate::kernel_cache::{self, KernelCache};
+
+/// The MLX release that this build is made for.
+pub const MLX_VERSION: &str = env!("ETKV_MLX_VERSION");
+
+/// What MLX is started with.
+pub struct Runtime {
+    pub stream: Stream,
+    pub on_gpu: bool,
+    /// The kernels that MLX compiles for an NVIDIA GPU, if they are kept.
+    #[cfg(feature = "delegate")]
+    pub kernels: Option<KernelCache>,
+}
+
+// SAFETY: the stream belongs to no thread, and is used under the lock of MLX only, by one thread at a time.
+unsafe impl Send for Runtime {}
+// SAFETY: as above.
+unsafe impl Sync for Runtime {}
+
+/// Returns the version of the MLX in this process.
+pub fn version() -> String {
+    // SAFETY: the string is made, read and freed here.
+    unsafe {
+        let mut string = mlx_sys::mlx_string_new();
+        let text = if mlx_sys::mlx_version(&mut string) == 0 {
+            CStr::from_ptr(mlx_sys::mlx_string_data(string)).to_string_lossy().into_owned()
+        } else {
+            String::from("unknown")
+        };
+        mlx_sys::mlx_string_free(string);
+        text
+    }
+}
+
+/// Returns the name of the library that multiplies matrices for MLX on the CPU, and loads it:
+/// OpenBLAS with its configuration, `MLX's own`, or Apple's `Accelerate`.
+pub fn blas() -> &'static str {
+    #[cfg(target_os = "linux")]
+    {
+        // SAFETY: the library's string is static, and ends in a zero byte.
+        let name = unsafe { CStr::from_ptr(mlx_sys::etkv_blas_name()) };
+        name.to_str().unwrap_or_default()
+    }
+    #[cfg(not(target_os = "linux"))]
+    {
+        "Accelerate"
+    }
+}
+
+/// Starts MLX.
+pub fn start() -> Result<Runtime> {
+    let found = version();
+    if found != MLX_VERSION {
+        fail!(
+            Unsupported,
+            "this process runs on MLX {found}, but this library is built for {MLX_VERSION}"
+        );
+    }
+    // The first call through mlx-rs replaces mlx-c's error handler, which ends the process. Our
+    // handler then replaces that of mlx-rs, and calls it.
+    let device = default_device()?;
+    // SAFETY: the handler is a function without state.
+    unsafe { mlx_sys::mlx_set_error_handler(Some(on_error), std::ptr::null_mut(), None) };
+    let on_gpu = matches!(device.get_type()?, DeviceType::Gpu);
+    let stream = unowned_stream(&device)?;
+    // This call makes the linker keep etkv's BLAS library. MLX then finds the matrix products of
+    // that library before those of its wheel. OpenBLAS itself is loaded by the first product: its
+    // threads would take the cores from a program that only asks for MLX's memory.
+    #[cfg(target_os = "linux")]
+    // SAFETY: the function does nothing.
+    unsafe {
+        mlx_sys::etkv_blas_keep();
+    }
+    // At the end of a process some objects of MLX for CUDA outlive the driver and throw. The
+    // process then ends with its own exit status. It is needed also where the stream is on the CPU.
+    // SAFETY: it registers a function without state; the stream exists.
+    unsafe { mlx_sys::etkv_mlx_end_without_driver() };
+    #[cfg(feature = "delegate")]
+    let kernels = match on_gpu && cfg!(target_os = "linux") {
+        true => architecture(&device)
+            .and_then(|architecture| kernel_cache::start(&architecture, MLX_VERSION)),
+        false => None,
+    };
+    Ok(Runtime {
+        stream,
+        on_gpu,
+        #[cfg(feature = "delegate")]
+        kernels,
+    })
+}
+
+/// Returns MLX's name of the kind of a device, such as `sm_90`.
+#[cfg(feature = "delegate")]
+fn architecture(device: &Device) -> Option<String> {
+    let (kind, index) = (device.get_type().ok()?, device.get_index().ok()?);
+    // SAFETY: handles are made and freed here; the text lives as long as `info`, and is copied.
+    unsafe {
+        let raw = mlx_sys::mlx_device_new_type(kind.into(), index);
+        let mut info = mlx_sys::mlx_device_info_new();
+        let mut text = std::ptr::null();
+        let found = mlx_sys::mlx_device_info_get(&mut info, raw) == 0
+            && mlx_sys::mlx_device_info_get_string(&mut text, info, c"architecture".as_ptr()) == 0
+            && !text.is_null();
+        let name = found.then(|| CStr::from_ptr(text).to_string_lossy().into_owned());
+        mlx_sys::mlx_device_info_free(info);
+        mlx_sys::mlx_device_free(raw);
+        name
+    }
+}
+
+/// Returns the device that `ETKV_DEVICE` names (`cpu` or `gpu`), or else MLX's own choice.
+fn default_device() -> Result<Device> {
+    let device = Device::try_default()?;
+    match std::env::var("ETKV_DEVICE").as_deref() {
+        Ok("cpu") => Ok(Device::cpu()),
+        Ok("gpu") => match device.get_type()? {
+            DeviceType::Gpu => Ok(device),
+            DeviceType::Cpu => {
+                Err(Error::new(Status::Unsupported, "ETKV_DEVICE is gpu, but this MLX has none"))
+            }
+        },
+        Ok(other) => Err(Error::new(
+            Status::InvalidArgument,
+            format!("ETKV_DEVICE is `{other}`, it may be cpu or gpu"),
+        )),
+        Err(_) => Ok(device),
+    }
+}
+
+/// Makes a stream that any thread may use, one at a time.
+pub fn unowned_stream(device: &Device) -> Result<Stream> {
+    let (kind, index) = (device.get_type()?, device.get_index()?);
+    // SAFETY: handles are made and freed here; the stream outlives its use because
+    // the wrapper holds its own.
+    unsafe {
+        let raw_device = mlx_sys::mlx_device_new_type(kind.into(), index);
+        let raw = mlx_sys::mlx_stream_new_thread_unsafe(raw_device);
+        mlx_sys::mlx_device_free(raw_device);
+        let made = adopted(device, raw);
+        mlx_sys::mlx_stream_free(raw);
+        made
+    }
+}
+
+/// Returns a stream of mlx-c as a stream of mlx-rs. mlx-rs makes streams of a device's default
+/// only, so this makes the stream the default for a moment.
+///
+/// # Safety
+/// `raw` is a live stream on `device`.
+pub unsafe fn adopted(device: &Device, raw: mlx_sys::mlx_stream) -> Result<Stream> {
+    let before = Stream::try_default_on_device(device)?;
+    // SAFETY: both are live streams.
+    unsafe {
+        let made = check(mlx_sys::mlx_set_default_stream(raw))
+            .and_then(|()| Ok(Stream::try_default_on_device(device)?));
+        check(mlx_sys::mlx_set_default_stream(before.as_ptr()))?;
+        made
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_process_runs_on_the_mlx_that_was_built_for() {
+        assert_eq!(version(), MLX_VERSION);
+    }
+}
