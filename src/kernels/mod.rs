@@ -7,6 +7,8 @@ mod attention;
 #[cfg(feature = "delegate")]
 mod linear;
 mod raw;
+#[cfg(test)]
+mod testing;
 
 use std::collections::HashMap;
 use std::ffi::CString;

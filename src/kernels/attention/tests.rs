@@ -1,30 +1,8 @@
 //! The kernel, compared with attention in float64. Without CUDA only what surrounds it is tested.
 
 use super::*;
+use crate::kernels::testing::{array, values};
 use crate::mlx::{self, run};
-
-/// Returns numbers between -2 and 2.
-fn numbers(seed: u64, n: usize) -> Vec<f32> {
-    let mut state = seed.wrapping_mul(0x9e37_79b9_7f4a_7c15) | 1;
-    let mut next = move || {
-        state =
-            state.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1_442_695_040_888_963_407);
-        (state >> 40) as f32 / (1 << 22) as f32 - 2.0
-    };
-    (0..n).map(|_| next()).collect()
-}
-
-fn array(seed: u64, shape: [i32; 4], dtype: Dtype) -> Array {
-    let n = shape.iter().product::<i32>() as usize;
-    Array::from_slice(&numbers(seed, n), &shape).as_dtype(dtype).unwrap()
-}
-
-fn values(array: &Array) -> Vec<f64> {
-    let array = array.as_dtype(Dtype::Float32).unwrap();
-    let array = array.reshape(&[-1]).unwrap();
-    array.eval().unwrap();
-    array.as_slice::<f32>().iter().map(|&x| f64::from(x)).collect()
-}
 
 /// How rows lie in memory.
 #[derive(Debug, Clone, Copy)]
@@ -51,13 +29,13 @@ impl Case {
     fn rows(&self, seed: u64, dim: i32) -> Array {
         let (heads, n) = (self.kv_heads, self.n);
         match self.layout {
-            Layout::Whole => array(seed, [1, heads, n, dim], self.dtype),
+            Layout::Whole => array(seed, &[1, heads, n, dim], self.dtype),
             Layout::Pool => {
-                let pool = array(seed, [1, heads, n + 9, dim], self.dtype);
+                let pool = array(seed, &[1, heads, n + 9, dim], self.dtype);
                 slice_axis(&pool, 2, 4, 4 + n, 1).unwrap()
             }
             Layout::Unaligned => {
-                let pool = array(seed, [1, heads, n, dim + 3], self.dtype);
+                let pool = array(seed, &[1, heads, n, dim + 3], self.dtype);
                 slice_axis(&pool, 3, 1, 1 + dim, 1).unwrap()
             }
         }
@@ -66,8 +44,8 @@ impl Case {
     fn queries(&self) -> Array {
         let (heads, t, dim) = (self.kv_heads * self.group, self.t, self.dims.0);
         match self.layout {
-            Layout::Whole => array(1, [1, heads, t, dim], self.dtype),
-            _ => array(1, [1, t, heads, dim], self.dtype).transpose_axes(&[0, 2, 1, 3]).unwrap(),
+            Layout::Whole => array(1, &[1, heads, t, dim], self.dtype),
+            _ => array(1, &[1, t, heads, dim], self.dtype).transpose_axes(&[0, 2, 1, 3]).unwrap(),
         }
     }
 
@@ -197,8 +175,8 @@ fn calls_that_run_at_a_time_do_not_disturb_each_other() {
             return Ok(());
         }
         let shape = |heads, n| [1, heads, n, 64];
-        let q = array(1, shape(32, 8), Dtype::Bfloat16);
-        let [k, v] = [2, 3].map(|seed| array(seed, shape(8, 3000), Dtype::Bfloat16));
+        let q = array(1, &shape(32, 8), Dtype::Bfloat16);
+        let [k, v] = [2, 3].map(|seed| array(seed, &shape(8, 3000), Dtype::Bfloat16));
         let once = || attend(&q, &k, &v, &Mask::Causal, 0.125).map(|out| out.expect("a kernel"));
         let first = values(&once()?);
         for _ in 0..20 {

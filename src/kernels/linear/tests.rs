@@ -1,19 +1,8 @@
 //! The kernel, compared with products in float64. Without CUDA only what surrounds it is tested.
 
 use super::*;
+use crate::kernels::testing::{array, values};
 use crate::mlx::{on_gpu, run, slice_axis};
-
-fn numbers(seed: u64, shape: &[i32], dtype: Dtype) -> Array {
-    let key = mlx_rs::random::key(seed).unwrap();
-    let x = mlx_rs::random::normal::<f32>(shape, None, None, Some(&key)).unwrap();
-    x.as_dtype(dtype).unwrap()
-}
-
-fn values(array: &Array) -> Vec<f64> {
-    let array = array.as_dtype(Dtype::Float32).unwrap().reshape(&[-1]).unwrap();
-    array.eval().unwrap();
-    array.as_slice::<f32>().iter().map(|&x| f64::from(x)).collect()
-}
 
 /// How the rows of `x` lie in memory.
 #[derive(Debug, Clone, Copy)]
@@ -28,21 +17,21 @@ enum Rows {
 impl Rows {
     fn make(self, rows: i32, inner: i32, dtype: Dtype) -> Array {
         match self {
-            Self::Whole => numbers(1, &[1, rows, inner], dtype),
+            Self::Whole => array(1, &[1, rows, inner], dtype),
             Self::Unaligned => {
-                slice_axis(&numbers(1, &[1, rows, inner + 5], dtype), 2, 3, 3 + inner, 1).unwrap()
+                slice_axis(&array(1, &[1, rows, inner + 5], dtype), 2, 3, 3 + inner, 1).unwrap()
             }
-            Self::Columns => numbers(1, &[inner, rows], dtype).transpose_axes(&[1, 0]).unwrap(),
+            Self::Columns => array(1, &[inner, rows], dtype).transpose_axes(&[1, 0]).unwrap(),
         }
     }
 }
 
 fn check(dtype: Dtype, rows: i32, outputs: i32, inner: i32, lie: Rows, has_bias: bool) {
     let x = lie.make(rows, inner, dtype);
-    let w = numbers(2, &[outputs, inner], dtype);
+    let w = array(2, &[outputs, inner], dtype);
     w.eval().unwrap();
     let transposed = rows % 2 == 0;
-    let bias = has_bias.then(|| numbers(3, &[outputs], dtype));
+    let bias = has_bias.then(|| array(3, &[outputs], dtype));
     let seen = if transposed { w.transpose_axes(&[1, 0]).unwrap() } else { w.clone() };
     seen.eval().unwrap();
     let out = few_rows(&x, &seen, bias.as_ref(), transposed).unwrap().expect("the kernel takes it");
@@ -96,11 +85,9 @@ fn only_what_the_kernel_reads_is_taken() {
     run(|| {
         let half = Dtype::Bfloat16;
         let takes = |x: &[i32], w: &[i32], transposed: bool| {
-            let weight = numbers(2, w, half);
+            let weight = array(2, w, half);
             weight.eval()?;
-            Ok::<_, crate::Error>(
-                Call::of(&numbers(1, x, half), &weight, None, transposed).is_some(),
-            )
+            Ok::<_, crate::Error>(Call::of(&array(1, x, half), &weight, None, transposed).is_some())
         };
         assert!(takes(&[1, 4, 64], &[10, 64], false)?);
         assert!(takes(&[4, 64], &[10, 64], false)?);
@@ -111,18 +98,18 @@ fn only_what_the_kernel_reads_is_taken() {
         assert!(!takes(&[1, 4, 12], &[10, 12], false)?);
         // A weight that lies the other way round.
         assert!(!takes(&[1, 4, 64], &[64, 10], true)?);
-        let x = numbers(1, &[1, 4, 64], half);
-        let view = numbers(2, &[10, 64], half).transpose_axes(&[1, 0])?;
+        let x = array(1, &[1, 4, 64], half);
+        let view = array(2, &[10, 64], half).transpose_axes(&[1, 0])?;
         view.eval()?;
         assert!(Call::of(&x, &view, None, true).is_some());
-        let weight = numbers(2, &[10, 64], half);
+        let weight = array(2, &[10, 64], half);
         for (shape, dtype, fits) in
             [(&[10][..], half, true), (&[1], half, false), (&[10], Dtype::Float32, false)]
         {
-            let bias = numbers(3, shape, dtype);
+            let bias = array(3, shape, dtype);
             assert_eq!(Call::of(&x, &weight, Some(&bias), false).is_some(), fits);
         }
-        assert!(Call::of(&numbers(1, &[1, 4, 64], Dtype::Float32), &weight, None, false).is_none());
+        assert!(Call::of(&array(1, &[1, 4, 64], Dtype::Float32), &weight, None, false).is_none());
         Ok(())
     })
     .unwrap();

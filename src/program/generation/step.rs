@@ -131,11 +131,17 @@ pub fn withdraw(cache: &mut MlxCache) {
 /// Returns the last `n` rows of logits, `[1, T, vocabulary]`, as `[n, vocabulary]`.
 pub fn last_rows(logits: &Array, n: usize) -> Result<Array> {
     let (rows, n) = (logits.shape().get(1).copied().unwrap_or(0), n as i32);
-    if logits.ndim() != 3 || logits.dim(0) != 1 || rows < n {
+    if logits.ndim() != 3 || logits.dim(0) != 1 {
         fail!(
             Unsupported,
-            "cannot generate {n} tokens from logits of shape {:?}; expected [1, T, vocabulary]",
+            "cannot generate from logits of shape {:?}, expected [1, T, vocabulary]",
             logits.shape()
+        );
+    }
+    if rows < n {
+        fail!(
+            Unsupported,
+            "the program gives logits of {rows} of {n} tokens; export it without `--logits last`"
         );
     }
     let logits = match rows == n {

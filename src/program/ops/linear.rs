@@ -65,9 +65,9 @@ pub fn run_linear(
     }
 }
 
-/// Behind the rows that the [kernel](kernels::few_rows) takes, cuBLAS meets half of this, or multiples of
-/// it. It takes 3 ms to choose how to multiply with
-/// a number that the process had not before, for each weight.
+/// More rows than the [kernel](kernels::few_rows) takes are half of this, or a multiple of it, when cuBLAS
+/// gets them. It takes 3 ms to choose how to multiply with a number that the process had not before, for
+/// each weight.
 pub const ROWS_THAT_RECUR: i32 = 64;
 
 /// Returns how many rows `x`, `[1, T, in]`, lacks on a GPU to a number that comes often.

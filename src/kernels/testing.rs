@@ -1,0 +1,28 @@
+//! Numbers for tests.
+
+use mlx_rs::{Array, Dtype};
+
+/// Returns numbers between -2 and 2.
+fn numbers(seed: u64, n: usize) -> Vec<f32> {
+    let mut state = seed.wrapping_mul(0x9e37_79b9_7f4a_7c15) | 1;
+    let mut next = move || {
+        state =
+            state.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1_442_695_040_888_963_407);
+        (state >> 40) as f32 / (1 << 22) as f32 - 2.0
+    };
+    (0..n).map(|_| next()).collect()
+}
+
+/// Returns an array of numbers between -2 and 2.
+pub fn array(seed: u64, shape: &[i32], dtype: Dtype) -> Array {
+    let n = shape.iter().product::<i32>() as usize;
+    Array::from_slice(&numbers(seed, n), shape).as_dtype(dtype).unwrap()
+}
+
+/// Returns the elements.
+pub fn values(array: &Array) -> Vec<f64> {
+    let array = array.as_dtype(Dtype::Float32).unwrap();
+    let array = array.reshape(&[-1]).unwrap();
+    array.eval().unwrap();
+    array.as_slice::<f32>().iter().map(|&x| f64::from(x)).collect()
+}
