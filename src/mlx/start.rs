@@ -21,7 +21,8 @@ pub struct Runtime {
     pub kernels: Option<KernelCache>,
 }
 
-// SAFETY: the stream belongs to no thread, and is used under the lock of MLX only, by one thread at a time.
+// SAFETY: the stream belongs to no thread, and is used under the lock of MLX only, by one
+// thread at a time.
 unsafe impl Send for Runtime {}
 // SAFETY: as above.
 unsafe impl Sync for Runtime {}

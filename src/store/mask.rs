@@ -63,7 +63,9 @@ fn of_runs(mask: &MaskRuns, most: usize) -> Result<Array> {
 
 #[cfg(test)]
 mod tests {
-    use etkv_core::bookkeeping::{CellsBookkeeping, LayerGroupPlan, MaskPlan};
+    use std::sync::Arc;
+
+    use etkv_core::bookkeeping::{CellsBookkeeping, MaskPlan};
 
     use super::*;
 
@@ -72,32 +74,48 @@ mod tests {
         array.as_slice::<bool>().to_vec()
     }
 
-    /// The plan of a token of each of three sequences, whose cells are one run, two, and five.
-    fn plan() -> LayerGroupPlan {
-        let mut book = CellsBookkeeping::new(100, []);
-        let mut append = |sequences: &[i32], positions: &[i32]| {
-            book.begin_step(sequences).unwrap();
-            book.plan(positions).unwrap();
-            book.commit().unwrap();
-        };
-        append(&[0; 4], &[0, 1, 2, 3]);
-        append(&[1; 3], &[0, 1, 2]);
-        for position in 0..5 {
-            append(&[2, 3], &[position, position]);
+    fn append(book: &mut CellsBookkeeping, sequences: &[i32], positions: &[i32]) {
+        book.begin_step(sequences).unwrap();
+        book.plan(positions).unwrap();
+        book.commit().unwrap();
+    }
+
+    /// Returns the mask of a token of each of these sequences.
+    fn mask_of(book: &mut CellsBookkeeping, sequences: &[i32], positions: &[i32]) -> Arc<MaskRuns> {
+        book.begin_step(sequences).unwrap();
+        book.plan(positions).unwrap();
+        let MaskPlan::Explicit(mask) = &book.plans()[0].mask else { panic!("no mask") };
+        Arc::clone(mask)
+    }
+
+    /// Returns two sequences of `n` tokens, each in one run of cells.
+    fn two_runs(capacity: i32, n: i32) -> CellsBookkeeping {
+        let mut book = CellsBookkeeping::new(capacity, []);
+        for sequence in [0, 1] {
+            append(&mut book, &vec![sequence; n as usize], &(0..n).collect::<Vec<_>>());
         }
-        append(&[1], &[3]);
-        book.begin_step(&[0, 1, 2]).unwrap();
-        book.plan(&[4, 4, 5]).unwrap();
-        book.plans()[0].clone()
+        book
+    }
+
+    fn expected(mask: &MaskRuns) -> Result<Vec<bool>> {
+        Ok(mask.bytes()?.iter().map(|&byte| byte == 1).collect())
     }
 
     #[test]
     fn runs_make_the_array_that_bytes_make() {
         mlx::run(|| {
-            let MaskPlan::Explicit(mask) = plan().mask else { panic!("no mask") };
+            // Cells in one run, in two, and in five.
+            let mut book = CellsBookkeeping::new(100, []);
+            append(&mut book, &[0; 4], &[0, 1, 2, 3]);
+            append(&mut book, &[1; 3], &[0, 1, 2]);
+            for position in 0..5 {
+                append(&mut book, &[2, 3], &[position, position]);
+            }
+            append(&mut book, &[1], &[3]);
+            let mask = mask_of(&mut book, &[0, 1, 2], &[4, 4, 5]);
             let most = (0..3).map(|query| mask.runs(query).len()).max().unwrap();
             assert!(most > 1);
-            let expected: Vec<bool> = mask.bytes()?.iter().map(|&byte| byte == 1).collect();
+            let expected = expected(&mask)?;
             for made in
                 [array(&mask)?, of_bytes(&mask)?, of_runs(&mask, most)?, of_runs(&mask, most + 2)?]
             {
@@ -112,18 +130,9 @@ mod tests {
     #[test]
     fn one_run_for_each_query_needs_no_axis_of_runs() {
         mlx::run(|| {
-            let mut book = CellsBookkeeping::new(1000, []);
-            for sequence in [0, 1] {
-                book.begin_step(&[sequence; 5]).unwrap();
-                book.plan(&[0, 1, 2, 3, 4]).unwrap();
-                book.commit().unwrap();
-            }
-            book.begin_step(&[0, 1]).unwrap();
-            book.plan(&[5, 5]).unwrap();
-            let MaskPlan::Explicit(mask) = &book.plans()[0].mask else { panic!("no mask") };
-            let expected: Vec<bool> = mask.bytes()?.iter().map(|&byte| byte == 1).collect();
+            let mask = mask_of(&mut two_runs(1000, 5), &[0, 1], &[5, 5]);
             assert_eq!(mask.runs(0).len(), 1);
-            assert_eq!(bools(&of_runs(mask, 1)?), expected);
+            assert_eq!(bools(&of_runs(&mask, 1)?), expected(&mask)?);
             Ok(())
         })
         .unwrap();
@@ -134,25 +143,12 @@ mod tests {
         let in_turns = |n_tokens: i32| {
             let mut book = CellsBookkeeping::new(1 << 20, []);
             for position in 0..n_tokens {
-                book.begin_step(&[0, 1]).unwrap();
-                book.plan(&[position, position]).unwrap();
-                book.commit().unwrap();
+                append(&mut book, &[0, 1], &[position, position]);
             }
-            book.begin_step(&[0, 1]).unwrap();
-            book.plan(&[n_tokens, n_tokens]).unwrap();
-            let MaskPlan::Explicit(mask) = &book.plans()[0].mask else { panic!("no mask") };
-            runs_to_compare(mask)
+            runs_to_compare(&mask_of(&mut book, &[0, 1], &[n_tokens, n_tokens]))
         };
         assert_eq!((in_turns(3), in_turns(70_000)), (None, None));
-        let mut book = CellsBookkeeping::new(1 << 20, []);
-        for sequence in [0, 1] {
-            book.begin_step(&vec![sequence; 70_000]).unwrap();
-            book.plan(&(0..70_000).collect::<Vec<_>>()).unwrap();
-            book.commit().unwrap();
-        }
-        book.begin_step(&[0, 1]).unwrap();
-        book.plan(&[70_000, 70_000]).unwrap();
-        let MaskPlan::Explicit(mask) = &book.plans()[0].mask else { panic!("no mask") };
-        assert!(runs_to_compare(mask).is_some_and(|most| most <= 2));
+        let mask = mask_of(&mut two_runs(1 << 20, 70_000), &[0, 1], &[70_000, 70_000]);
+        assert!(runs_to_compare(&mask).is_some_and(|most| most <= 2));
     }
 }

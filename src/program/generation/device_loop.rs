@@ -168,7 +168,8 @@ impl Generation {
     }
 
     /// Rolls back the step that runs ahead, if there is one. The cache then holds the prompts that were
-    /// read and all tokens of the answers but the last of each. [`next_tokens`](Self::next_tokens) goes on from there.
+    /// read and all tokens of the answers but the last of each. [`next_tokens`](Self::next_tokens) goes
+    /// on from there.
     pub fn pause(&mut self) {
         let Some(number) = self.ahead.as_ref().and_then(|ahead| ahead.step) else {
             return;

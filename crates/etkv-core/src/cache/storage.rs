@@ -348,14 +348,9 @@ impl<S: Store> Storage<S> {
     /// Refuses to end a step that lacks a layer, or that brought values which would spoil other
     /// sequences.
     pub fn check_done(&self) -> Result<()> {
-        self.find_undone().inspect_err(|error| {
-            warn!(target: TARGET, status = ?error.status(), %error, "a step cannot end");
-        })
-    }
-
-    fn find_undone(&self) -> Result<()> {
-        self.find_missing()?;
-        self.refuse_non_finite(self.store.non_finite())
+        let found =
+            self.find_missing().and_then(|()| self.refuse_non_finite(self.store.non_finite()));
+        tell_of_end(found)
     }
 
     fn find_missing(&self) -> Result<()> {
@@ -390,9 +385,7 @@ impl<S: Store> Storage<S> {
     /// Refuses to end a step that lacks a layer, as [`check_done`](Self::check_done) does, and starts the
     /// computation of what is not started.
     pub fn check_written(&self) -> Result<()> {
-        self.find_missing().inspect_err(|error| {
-            warn!(target: TARGET, status = ?error.status(), %error, "a step cannot end");
-        })?;
+        tell_of_end(self.find_missing())?;
         self.schedule(&[])
     }
 
@@ -594,6 +587,13 @@ impl<S: Store> Storage<S> {
             .collect();
         Memory::of(layers, at_capacity)
     }
+}
+
+/// Tells why a step cannot end, if it cannot.
+fn tell_of_end(checked: Result<()>) -> Result<()> {
+    checked.inspect_err(|error| {
+        warn!(target: TARGET, status = ?error.status(), %error, "a step cannot end");
+    })
 }
 
 fn check_rows(what: &str, layer: usize, found: &[i32], expected: [i32; 4]) -> Result<()> {
