@@ -11,7 +11,7 @@ use parking_lot::Mutex;
 use smallvec::SmallVec;
 
 use super::raw::Kernel;
-use super::{bare, c_text, can_run, element, Compiled};
+use super::{can_run, element, header, source, Compiled};
 use crate::attention::Mask;
 use crate::error::{Error, Result};
 use crate::mlx::slice_axis;
@@ -258,7 +258,7 @@ impl Template {
         let (Some((name, _)), Some((tiles, bytes))) = (element(self.dtype), self.memory()) else {
             return Ok(None);
         };
-        let mut source = format!(
+        let mut call = format!(
             "using Element = {name};\nconstexpr int DK = {}, DV = {}, MASK = {}, STAGES = {tiles}, \
              ROW_WARPS = {}, SCALE = {};\n",
             self.k_dim,
@@ -267,23 +267,25 @@ impl Template {
             self.most_row_warps(),
             self.scale as i32,
         );
-        source.push_str(&bare(include_str!("cuda/call.cuh")));
+        call.push_str(include_str!("cuda/call.cuh"));
         let mut inputs = vec![c"q", c"k", c"v"];
         if self.mask == 2 {
-            source.push_str(&bare(include_str!("cuda/call_marked.cuh")));
+            call.push_str(include_str!("cuda/call_marked.cuh"));
             inputs.push(c"mask");
         }
-        source.push_str("work.run(out, partial, const_cast<unsigned*>(done));\n");
+        call.push_str("work.run(out, partial, const_cast<unsigned*>(done));\n");
         inputs.push(c"done");
-        let header = bare(concat!(
-            include_str!("cuda/instructions.cuh"),
-            include_str!("cuda/rows.cuh"),
-            include_str!("cuda/slice.cuh"),
-            include_str!("cuda/attention.cuh"),
-        ));
+        let header = header(
+            "attention",
+            concat!(
+                include_str!("cuda/instructions.cuh"),
+                include_str!("cuda/rows.cuh"),
+                include_str!("cuda/slice.cuh"),
+                include_str!("cuda/attention.cuh"),
+            ),
+        )?;
         let outputs = [c"out", c"partial"];
-        Kernel::new(c"etkv_attention", &inputs, &outputs, &c_text(source)?, &c_text(header)?, bytes)
-            .map(Some)
+        Kernel::new(c"etkv_attention", &inputs, &outputs, &source(&call)?, &header, bytes).map(Some)
     }
 }
 

@@ -1,23 +1,24 @@
 //! Products of a few rows with a weight in one launch, such as those of tokens to verify, or of a token
-//! of each of several sequences.
+//! of each of several sequences, with what a layer does before and after them.
 //!
-//! MLX gives them to cuBLAS: each call costs the host 16 to 30 µs on an H200, where a launch costs 6 to
+//! MLX gives products to cuBLAS: each call costs the host 16 to 30 µs on an H200, where a launch costs 6 to
 //! 10, and the first call with another number of rows 3 ms. The time of the device is that of reading
 //! the weight, in both. See `cuda/few_rows.cuh`.
 
+use mlx_rs::ops::broadcast_to;
 use mlx_rs::transforms::eval;
 use mlx_rs::{Array, Dtype};
 use parking_lot::Mutex;
 use smallvec::SmallVec;
 
 use super::raw::Kernel;
-use super::{bare, c_text, can_run, element, Compiled};
+use super::{can_run, element, header, source, Compiled};
 use crate::error::{Error, Result};
 
 #[cfg(test)]
 mod tests;
 
-/// The most rows of a call. One row has MLX's own kernel; for more, cuBLAS is faster.
+/// The most rows of a call. For more, cuBLAS is faster.
 pub const MOST_ROWS: i32 = 16;
 
 /// Outputs of a block, and its threads: as in the kernel.
@@ -27,6 +28,55 @@ const THREADS: i32 = 256;
 /// Elements that a thread reads at a time.
 const PIECE: i32 = 8;
 
+/// A product, and what surrounds it.
+#[derive(Debug, Clone, Copy)]
+pub struct Product<'a> {
+    /// The rows, `[..., T, in]`.
+    pub x: &'a Array,
+    /// The weight. It is evaluated, and lies in memory as `[out, in]`, row-major: it is an array of that
+    /// shape, or the transposition of one.
+    pub weight: &'a Array,
+    /// Whether the weight is seen as `[in, out]`.
+    pub transposed: bool,
+    /// `[out]`, added to each row.
+    pub bias: Option<&'a Array>,
+    /// How `x` is normalized first.
+    pub norm: Option<RmsNorm<'a>>,
+    /// The function of the first half of the outputs, by which the second half is multiplied.
+    pub gate: Option<Gate>,
+    /// Rows that are added to the result, of its shape.
+    pub plus: Option<&'a Array>,
+}
+
+/// A normalization by the root mean square, as MLX's `fast.rms_norm`.
+#[derive(Debug, Clone, Copy)]
+pub struct RmsNorm<'a> {
+    /// `[in]`.
+    pub weight: Option<&'a Array>,
+    /// Added to the mean square.
+    pub eps: f32,
+}
+
+/// An activation function. The kernel has the same numbers.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[allow(missing_docs)]
+pub enum Gate {
+    Silu = 1,
+    Gelu = 2,
+    GeluTanh = 3,
+}
+
+impl<'a> Product<'a> {
+    /// Returns a product with nothing around it.
+    pub fn plain(x: &'a Array, weight: &'a Array, transposed: bool) -> Self {
+        Self { x, weight, transposed, bias: None, norm: None, gate: None, plus: None }
+    }
+
+    fn is_plain(&self) -> bool {
+        self.norm.is_none() && self.gate.is_none() && self.plus.is_none()
+    }
+}
+
 /// What is compiled into a kernel.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 struct Template {
@@ -35,26 +85,36 @@ struct Template {
     rank: usize,
 }
 
-static KERNELS: Mutex<Option<Compiled<Template>>> = Mutex::new(None);
+/// What a call does besides multiplying.
+#[derive(Debug, Clone, Copy, PartialEq)]
+struct Form {
+    gate: i32,
+    normalizes: bool,
+    eps: f32,
+}
 
-/// Returns the product of `x`, `[..., T, in]`, and a weight, plus `bias`, `[out]`, in their dtype, if
-/// the kernel takes it. The weight is evaluated, and lies in memory as `[out, in]`, row-major: it is an
-/// array of that shape, or the transposition of one (`transposed`).
-pub fn few_rows(
-    x: &Array,
-    weight: &Array,
-    bias: Option<&Array>,
-    transposed: bool,
-) -> Result<Option<Array>> {
-    let Some(call) = Call::of(x, weight, bias, transposed) else {
+/// The kernels of this process, and the forms of its calls. Used under the lock of MLX only.
+#[derive(Default)]
+struct Kernels {
+    compiled: Compiled<Template>,
+    forms: Vec<(Form, Dtype, Array)>,
+}
+
+static KERNELS: Mutex<Option<Kernels>> = Mutex::new(None);
+
+/// Returns the result in the dtype of `x`, if the kernel takes the product.
+pub fn few_rows(product: &Product) -> Result<Option<Array>> {
+    let Some(call) = Call::of(product) else {
         return Ok(None);
     };
     if !can_run()? {
         return Ok(None);
     }
     let mut kernels = KERNELS.lock();
-    match kernels.get_or_insert_default().get(call.template, tried) {
-        Some(kernel) => call.launch(kernel, x, weight, bias).map(Some),
+    let Kernels { compiled, forms } = kernels.get_or_insert_default();
+    let form = kept(forms, call.form, call.template.dtype)?;
+    match compiled.get(call.template, |template| tried(template, &form)) {
+        Some(kernel) => call.launch(kernel, product, &form).map(Some),
         None => Ok(None),
     }
 }
@@ -62,51 +122,86 @@ pub fn few_rows(
 /// A call that the kernel takes.
 struct Call {
     template: Template,
+    form: Form,
     /// Those of all blocks.
     threads: i32,
     out: SmallVec<[i32; 4]>,
 }
 
 impl Call {
-    fn of(x: &Array, weight: &Array, bias: Option<&Array>, transposed: bool) -> Option<Self> {
+    fn of(product: &Product) -> Option<Self> {
+        let Product { x, weight, bias, norm, gate, plus, .. } = *product;
         let shape = x.shape();
         let (leading, &[rows, inner]) = shape.split_last_chunk()?;
-        let outputs = weight_outputs(weight, inner, transposed)?;
+        let weights = weight_outputs(weight, inner, product.transposed)?;
+        let halves = if gate.is_some() { 2 } else { 1 };
         let dtype = x.dtype();
         let is_half = matches!(dtype, Dtype::Float16 | Dtype::Bfloat16);
-        let is_bias = |bias: &Array| bias.dtype() == dtype && bias.shape() == [outputs];
+        let is_row = |row: &Array, size: i32| row.dtype() == dtype && row.shape() == [size];
+        // One row without anything else has MLX's own kernel.
+        let fewest = if product.is_plain() { 2 } else { 1 };
         let fits = leading.iter().all(|&n| n == 1)
-            && (2..=MOST_ROWS).contains(&rows)
+            && (fewest..=MOST_ROWS).contains(&rows)
             && inner > 0
             && inner % PIECE == 0
+            && weights % halves == 0
             && is_half
             && weight.dtype() == dtype
-            && bias.is_none_or(is_bias);
+            && bias.is_none_or(|bias| is_row(bias, weights))
+            && norm.and_then(|norm| norm.weight).is_none_or(|weight| is_row(weight, inner));
         if !fits {
             return None;
         }
+        let outputs = weights / halves;
         let mut out: SmallVec<[i32; 4]> = SmallVec::from_slice(shape);
         *out.last_mut()? = outputs;
+        if !plus.is_none_or(|plus| plus.dtype() == dtype && plus.shape() == &out[..]) {
+            return None;
+        }
+        let form = Form {
+            gate: gate.map_or(0, |gate| gate as i32),
+            normalizes: norm.is_some(),
+            eps: norm.map_or(0.0, |norm| norm.eps),
+        };
         let template = Template { dtype, rank: shape.len() };
-        Some(Self { template, threads: threads(outputs)?, out })
+        Some(Self { template, form, threads: threads(outputs, TILE / halves)?, out })
     }
 
-    fn launch(
-        &self,
-        kernel: &Kernel,
-        x: &Array,
-        weight: &Array,
-        bias: Option<&Array>,
-    ) -> Result<Array> {
-        // Without a bias `x` fills its place.
-        let inputs = [x, weight, bias.unwrap_or(x)];
+    fn launch(&self, kernel: &Kernel, product: &Product, form: &Array) -> Result<Array> {
+        let Product { x, weight, bias, norm, plus, .. } = *product;
+        let norm = norm.and_then(|norm| norm.weight);
+        // What is missing has the form in its place.
+        let [bias, norm, plus] = [bias, norm, plus].map(|array| array.unwrap_or(form));
+        let inputs = [x, weight, bias, norm, plus, form];
         kernel.launch(&inputs, &[(&self.out, self.template.dtype)], [self.threads, 1, 1], THREADS)
     }
 }
 
-/// Returns the threads of all blocks, which is what MLX counts, if they can be counted.
-fn threads(outputs: i32) -> Option<i32> {
-    (outputs / TILE + i32::from(outputs % TILE != 0)).checked_mul(THREADS)
+/// Returns the array that tells a form to the kernel. MLX passes no numbers to a kernel but the shapes of
+/// arrays, so this one has them as its shape. Its one element is repeated, and never read.
+fn kept(forms: &mut Vec<(Form, Dtype, Array)>, form: Form, dtype: Dtype) -> Result<Array> {
+    let same = |(known, its, _): &&(Form, Dtype, Array)| (*known, *its) == (form, dtype);
+    if let Some((.., array)) = forms.iter().find(same) {
+        return Ok(array.clone());
+    }
+    // An axis has at least one element.
+    let how = 1 + form.gate + if form.normalizes { 4 } else { 0 };
+    let shape = [how, (form.eps.to_bits() as i32).max(1)];
+    let array = broadcast_to(&Array::zeros::<f32>(&[1, 1])?.as_dtype(dtype)?, &shape)?;
+    eval([&array])?;
+    if forms.len() >= MOST_FORMS {
+        forms.clear();
+    }
+    forms.push((form, dtype, array.clone()));
+    Ok(array)
+}
+
+/// Forms that are kept. A program has five.
+const MOST_FORMS: usize = 64;
+
+/// Returns the threads of all blocks of `tile` outputs, which is what MLX counts, if they can be counted.
+fn threads(outputs: i32, tile: i32) -> Option<i32> {
+    (outputs / tile + i32::from(outputs % tile != 0)).checked_mul(THREADS)
 }
 
 /// Returns the outputs of a weight for rows of `inner` elements, if it lies in memory as the kernel
@@ -127,35 +222,41 @@ impl Template {
             return Ok(None);
         };
         let (row, column) = (self.rank - 2, self.rank - 1);
-        let source = format!(
-            "__shared__ float sums[etkv::SUMS];\n\
-             const int inner = x_shape[{column}];\n\
-             etkv::FewRows<{name}> work{{x, x_strides[{row}], x_strides[{column}], w, bias == x ? nullptr : \
-             bias, bias_strides[0], x_shape[{row}], int(1ll * w_shape[0] * w_shape[1] / inner), inner}};\n\
-             work.run(out, sums);\n",
+        let call = format!(
+            "#undef custom_kernel_etkv_few_rows\n\
+             __shared__ float sums[etkv::SUMS], scales[2 * etkv::ROWS];\n\
+             const int inner = x_shape[{column}], how = form_shape[0] - 1, gate = how % 4;\n\
+             const int outputs = int(1ll * w_shape[0] * w_shape[1] / inner) / (gate ? 2 : 1);\n\
+             etkv::FewRows<{name}> work{{x, x_strides[{row}], x_strides[{column}], w,\n\
+             bias == form ? nullptr : bias, bias_strides[0],\n\
+             how >= 4, __int_as_float(form_shape[1]), norm == form ? nullptr : norm,\n\
+             plus == form ? nullptr : plus, plus_strides[{row}], plus_strides[{column}],\n\
+             gate, x_shape[{row}], outputs, inner}};\n\
+             work.run(out, sums, scales);\n",
         );
-        let header = bare(concat!(
-            include_str!("cuda/instructions.cuh"),
-            include_str!("cuda/few_rows.cuh"),
-        ));
-        let inputs = [c"x", c"w", c"bias"];
-        let (source, header) = (c_text(source)?, c_text(header)?);
-        Kernel::new(c"etkv_few_rows", &inputs, &[c"out"], &source, &header, 0).map(Some)
+        let inputs = [c"x", c"w", c"bias", c"norm", c"plus", c"form"];
+        let header = header(
+            "few_rows",
+            concat!(include_str!("cuda/instructions.cuh"), include_str!("cuda/few_rows.cuh")),
+        )?;
+        Kernel::new(c"etkv_few_rows", &inputs, &[c"out"], &source(&call)?, &header, 0).map(Some)
     }
 }
 
 /// Compiles a kernel and runs it over two rows.
-fn tried(template: &Template) -> Result<Option<Kernel>> {
+fn tried(template: &Template, form: &Array) -> Result<Option<Kernel>> {
     let Some(kernel) = template.compile()? else {
         return Ok(None);
     };
     let ones = |shape: &[i32]| Ok::<_, Error>(Array::ones::<f32>(shape)?.as_dtype(template.dtype)?);
     let mut shape = vec![1; template.rank];
     shape[template.rank - 2..].copy_from_slice(&[2, PIECE]);
-    let (x, weight) = (ones(&shape)?, ones(&[1, PIECE])?);
-    shape[template.rank - 1] = 1;
+    // Two outputs, for a form with a gate.
+    let (x, weight) = (ones(&shape)?, ones(&[2, PIECE])?);
+    shape[template.rank - 1] = 2;
     let out = SmallVec::from_slice(&shape);
-    let call = Call { template: *template, threads: THREADS, out };
-    eval([&call.launch(&kernel, &x, &weight, None)?])?;
+    let plain = Form { gate: 0, normalizes: false, eps: 0.0 };
+    let call = Call { template: *template, form: plain, threads: THREADS, out };
+    eval([&call.launch(&kernel, &Product::plain(&x, &weight, false), form)?])?;
     Ok(Some(kernel))
 }

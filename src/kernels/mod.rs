@@ -4,15 +4,20 @@
 //! Everywhere else, and for what a kernel does not take, there is no result and MLX computes it.
 
 mod attention;
+mod finite;
 #[cfg(feature = "delegate")]
 mod linear;
 mod raw;
+#[cfg(feature = "delegate")]
+mod rotary;
 #[cfg(test)]
 mod testing;
 
 use std::collections::HashMap;
 use std::ffi::CString;
+use std::fs;
 use std::hash::Hash;
+use std::path::Path;
 
 use mlx_rs::Dtype;
 use tracing::warn;
@@ -20,9 +25,12 @@ use tracing::warn;
 #[cfg(feature = "delegate")]
 pub use self::attention::compile_masked;
 pub use self::attention::{attend, several_queries};
+pub use self::finite::{non_finite, MOST_ARRAYS};
 #[cfg(feature = "delegate")]
-pub use self::linear::{few_rows, MOST_ROWS};
+pub use self::linear::{few_rows, Gate, Product, RmsNorm, MOST_ROWS};
 use self::raw::Kernel;
+#[cfg(feature = "delegate")]
+pub use self::rotary::rotary;
 use crate::error::{Error, Result, Status};
 use crate::mlx;
 
@@ -82,7 +90,39 @@ fn element(dtype: Dtype) -> Option<(&'static str, i32)> {
     }
 }
 
-/// Returns a kernel's text without comments and indentation: MLX copies and hashes it in each call.
+/// Returns what a kernel of MLX begins with to have `text`, the functions that it calls.
+///
+/// MLX copies and hashes a kernel's text in each call, which takes as long as the rest of the call if the
+/// text is long. So the text is a file in the folder of this process, and the kernel includes it.
+fn header(name: &str, text: &str) -> Result<CString> {
+    let bare = bare(text);
+    let included = mlx::kernel_folder().and_then(|folder| included(folder, name, &bare));
+    c_text(included.unwrap_or(bare))
+}
+
+/// Returns the line that includes `text`, which is then in a file of `folder`, if it can be there.
+fn included(folder: &Path, name: &str, text: &str) -> Option<String> {
+    let path = folder.join(format!("etkv_{name}.cuh"));
+    let named = path.to_str().filter(|path| !path.contains(['"', '\\', '\n']))?;
+    let line = format!("#include \"{named}\"\n");
+    if fs::read_to_string(&path).is_ok_and(|found| found == text) {
+        return Some(line);
+    }
+    match fs::write(&path, text) {
+        Ok(()) => Some(line),
+        Err(error) => {
+            warn!(%error, file = named, "a kernel's calls take longer: its text cannot be a file");
+            None
+        }
+    }
+}
+
+/// Returns the text of a kernel's own function.
+fn source(text: &str) -> Result<CString> {
+    c_text(bare(text))
+}
+
+/// Returns a kernel's text without comments and indentation.
 fn bare(text: &str) -> String {
     text.lines()
         .map(|line| line.split("//").next().unwrap_or_default().trim())
@@ -98,6 +138,22 @@ fn c_text(text: String) -> Result<CString> {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn a_text_is_included_from_a_file_of_the_folder() {
+        let folder = std::env::temp_dir().join(format!("etkv-kernels-{}", std::process::id()));
+        fs::create_dir_all(&folder).unwrap();
+        for text in ["int one();\n", "int two();\n"] {
+            for _ in 0..2 {
+                let line = included(&folder, "numbers", text).unwrap();
+                let path = line.trim().strip_prefix("#include \"").unwrap();
+                assert_eq!(fs::read_to_string(path.trim_end_matches('"')).unwrap(), text);
+            }
+        }
+        assert_eq!(included(&folder.join("missing"), "numbers", "x"), None);
+        assert_eq!(included(&folder.join("a\"b"), "numbers", "x"), None);
+        fs::remove_dir_all(&folder).unwrap();
+    }
 
     #[test]
     fn mlx_gets_no_comments() {

@@ -230,6 +230,15 @@ fn runtime() -> Result<&'static Runtime> {
     RUNTIME.get_or_init(start).as_ref().map_err(Clone::clone)
 }
 
+/// Returns the folder of this process for what is made of kernels, if there is one.
+pub(crate) fn kernel_folder() -> Option<&'static std::path::Path> {
+    #[cfg(feature = "delegate")]
+    if let Ok(runtime) = runtime() {
+        return runtime.kernels.as_ref().map(|kernels| kernels.own());
+    }
+    None
+}
+
 /// Returns whether the shared stream runs on a GPU. Takes no lock once MLX has started.
 ///
 /// # Errors

@@ -7,6 +7,7 @@ use mlx_rs::ops::concatenate;
 use mlx_rs::{Array, Dtype};
 
 use crate::error::Result;
+use crate::kernels;
 use crate::mlx::{self, cast};
 
 /// The most tokens of a step whose values are kept until it ends. Those of a prompt would take the
@@ -27,11 +28,26 @@ struct Write {
     stored: Dtype,
 }
 
-/// A number that is 0 if the values of some writes are finite as they are stored.
+/// Whether the values of some writes are finite as they are stored.
 struct Flag {
     /// The writes, in order.
     writes: Vec<usize>,
-    zero: Array,
+    told: Told,
+}
+
+enum Told {
+    /// A number that is 0 if all are.
+    Together(Array),
+    /// A number for each write, 0 if its values are.
+    Each(Array),
+}
+
+impl Told {
+    fn array(&self) -> &Array {
+        match self {
+            Self::Together(array) | Self::Each(array) => array,
+        }
+    }
 }
 
 impl Write {
@@ -54,7 +70,8 @@ impl Finite {
     pub fn watch(&mut self, values: &Array, stored: Dtype) -> Result<()> {
         let few = values.ndim() == 4 && values.dim(2) <= MOST_KEPT;
         if !few {
-            let flag = Flag { writes: vec![self.writes.len()], zero: zero_if(values, stored)? };
+            let told = Told::Together(zero_if(values, stored)?);
+            let flag = Flag { writes: vec![self.writes.len()], told };
             self.flags.get_mut().push(flag);
         }
         self.writes.push(Write { kept: few.then(|| values.clone()), stored });
@@ -62,7 +79,7 @@ impl Finite {
     }
 
     /// Returns the flags. The caller computes them with what the step wrote. Writes since the last call
-    /// that have the same shape and dtype share one: each flag is several launches on a GPU.
+    /// share one where they can: each flag is one launch or more on a GPU.
     ///
     /// # Errors
     /// [`Backend`](crate::Status::Backend).
@@ -71,20 +88,31 @@ impl Finite {
         let mut left: Vec<usize> = (0..self.writes.len()).collect();
         left.retain(|write| !flags.iter().any(|flag| flag.writes.contains(write)));
         while let Some(&first) = left.first() {
-            let stored = self.writes[first].stored;
             let joins = |&write: &usize| self.writes[first].joins(&self.writes[write]);
             let (writes, others): (Vec<usize>, _) = left.into_iter().partition(joins);
-            let all: Vec<&Array> =
-                writes.iter().filter_map(|&write| self.writes[write].kept.as_ref()).collect();
-            let zero = match all[..] {
-                [one] => zero_if(one, stored)?,
-                // Along the heads.
-                _ => zero_if(&concatenate(&all, 1)?, stored)?,
-            };
-            flags.push(Flag { writes, zero });
+            for some in writes.chunks(kernels::MOST_ARRAYS) {
+                flags.push(Flag { writes: some.to_vec(), told: self.tell(some)? });
+            }
             left = others;
         }
-        Ok(flags.iter().map(|flag| flag.zero.clone()).collect())
+        Ok(flags.iter().map(|flag| flag.told.array().clone()).collect())
+    }
+
+    /// Returns whether the values of writes that [join](Write::joins) are finite.
+    fn tell(&self, writes: &[usize]) -> Result<Told> {
+        let all: Vec<&Array> =
+            writes.iter().filter_map(|&write| self.writes[write].kept.as_ref()).collect();
+        let stored = self.writes[writes[0]].stored;
+        if all[0].dtype() == stored {
+            if let Some(each) = kernels::non_finite(&all)? {
+                return Ok(Told::Each(each));
+            }
+        }
+        Ok(Told::Together(match all[..] {
+            [one] => zero_if(one, stored)?,
+            // Along the heads.
+            _ => zero_if(&concatenate(&all, 1)?, stored)?,
+        }))
     }
 
     /// Waits until the flags are computed, which was started before.
@@ -92,7 +120,7 @@ impl Finite {
     /// # Errors
     /// [`Backend`](crate::Status::Backend).
     pub fn wait(&self) -> Result<()> {
-        self.flags.borrow().iter().try_for_each(|flag| mlx::wait(&flag.zero))
+        self.flags.borrow().iter().try_for_each(|flag| mlx::wait(flag.told.array()))
     }
 
     /// Returns the first write with a value that is not finite.
@@ -102,12 +130,23 @@ impl Finite {
             return Some(0);
         }
         let flags = self.flags.borrow();
-        let bad = flags.iter().filter(|flag| !is_zero(&flag.zero));
-        bad.filter_map(|flag| self.first_in(flag)).min()
+        flags.iter().filter_map(|flag| self.first_in(flag)).min()
     }
 
-    /// Returns the first write that a flag other than 0 tells of.
+    /// Returns the first write that a flag tells of, if it tells of any.
     fn first_in(&self, flag: &Flag) -> Option<usize> {
+        let zero = match &flag.told {
+            Told::Each(each) => {
+                let numbers = each.try_as_slice::<u32>().unwrap_or_default();
+                // What cannot be read may be anything.
+                let is_bad = |at: &usize| numbers.get(*at).is_none_or(|&number| number != 0);
+                return (0..flag.writes.len()).find(is_bad).map(|at| flag.writes[at]);
+            }
+            Told::Together(zero) => zero,
+        };
+        if is_zero(zero) {
+            return None;
+        }
         let is_bad = |write: &Write| match &write.kept {
             Some(values) => !zero_if(values, write.stored).is_ok_and(|zero| is_zero(&zero)),
             None => true,

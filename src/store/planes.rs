@@ -5,6 +5,7 @@ use mlx_rs::ops::indexing::{scatter_single, take_axis};
 use mlx_rs::ops::zeros_dtype;
 use mlx_rs::transforms::eval;
 use mlx_rs::{Array, Dtype};
+use parking_lot::Mutex;
 use smallvec::SmallVec;
 
 use crate::error::{fail, Result};
@@ -198,8 +199,19 @@ impl Planes {
     }
 }
 
+/// Returns slots as an array. All planes of all layers are written and read at the same ones, so the last
+/// array is kept.
 fn indices(list: &[i32]) -> Array {
-    Array::from_slice(list, &[list.len() as i32])
+    static LAST: Mutex<Option<(Vec<i32>, Array)>> = Mutex::new(None);
+    let mut last = LAST.lock();
+    match &*last {
+        Some((slots, array)) if slots == list => array.clone(),
+        _ => {
+            let array = Array::from_slice(list, &[list.len() as i32]);
+            *last = Some((list.to_vec(), array.clone()));
+            array
+        }
+    }
 }
 
 /// Returns `buffer` with the slots of `list` replaced, in place.

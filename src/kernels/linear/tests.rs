@@ -26,27 +26,104 @@ impl Rows {
     }
 }
 
-fn check(dtype: Dtype, rows: i32, outputs: i32, inner: i32, lie: Rows, has_bias: bool) {
+/// What surrounds a product in a test.
+#[derive(Debug, Clone, Copy, Default)]
+struct Around {
+    bias: bool,
+    /// With weights, or without.
+    norm: Option<bool>,
+    gate: Option<Gate>,
+    /// Rows that lie whole, or by column.
+    plus: Option<bool>,
+}
+
+const PLAIN: Around = Around { bias: false, norm: None, gate: None, plus: None };
+const BIAS: Around = Around { bias: true, ..PLAIN };
+
+fn activated(gate: Gate, x: f64) -> f64 {
+    match gate {
+        Gate::Silu => x / (1.0 + (-x).exp()),
+        Gate::GeluTanh => {
+            let inner = (2.0 / std::f64::consts::PI).sqrt() * (x + 0.044715 * x.powi(3));
+            0.5 * x * (1.0 + inner.tanh())
+        }
+        // The integral of the bell, by small steps.
+        Gate::Gelu => {
+            let steps = 4000;
+            let width = x / f64::from(steps);
+            let bell = |at: f64| (-at * at / 2.0).exp() / (2.0 * std::f64::consts::PI).sqrt();
+            let area: f64 = (0..steps).map(|i| bell((f64::from(i) + 0.5) * width) * width).sum();
+            x * (0.5 + area)
+        }
+    }
+}
+
+fn check(dtype: Dtype, rows: i32, outputs: i32, inner: i32, lie: Rows, around: Around) {
+    const EPS: f32 = 1e-5;
+    let halves = if around.gate.is_some() { 2 } else { 1 };
     let x = lie.make(rows, inner, dtype);
-    let w = array(2, &[outputs, inner], dtype);
-    w.eval().unwrap();
+    // Products of about 1, which an activation does not flatten.
+    let small = Array::from_f32(1.0 / (inner as f32).sqrt()).as_dtype(dtype).unwrap();
+    let w = array(2, &[halves * outputs, inner], dtype).multiply(small).unwrap();
     let transposed = rows % 2 == 0;
-    let bias = has_bias.then(|| array(3, &[outputs], dtype));
     let seen = if transposed { w.transpose_axes(&[1, 0]).unwrap() } else { w.clone() };
     seen.eval().unwrap();
-    let out = few_rows(&x, &seen, bias.as_ref(), transposed).unwrap().expect("the kernel takes it");
+    w.eval().unwrap();
+    let bias = around.bias.then(|| array(3, &[halves * outputs], dtype));
+    let norm_weight = array(4, &[inner], dtype);
+    let plus = around.plus.map(|whole| match whole {
+        true => array(5, &[1, rows, outputs], dtype),
+        false => array(5, &[1, outputs, rows], dtype).transpose_axes(&[0, 2, 1]).unwrap(),
+    });
+    let plus =
+        plus.map(|plus| plus.reshape(&[&x.shape()[..x.ndim() - 1], &[outputs]].concat()).unwrap());
+    let norm =
+        around.norm.map(|weighs| RmsNorm { weight: weighs.then_some(&norm_weight), eps: EPS });
+    let product = Product {
+        bias: bias.as_ref(),
+        norm,
+        gate: around.gate,
+        plus: plus.as_ref(),
+        ..Product::plain(&x, &seen, transposed)
+    };
+    let out = few_rows(&product).unwrap().expect("the kernel takes it");
     assert_eq!((out.dtype(), out.shape().last()), (dtype, Some(&outputs)));
-    let (x, w, out) = (values(&x), values(&w), values(&out));
-    let bias = bias.map(|bias| values(&bias));
-    let inner = inner as usize;
-    for (at, &found) in out.iter().enumerate() {
-        let (row, output) = (at / outputs as usize, at % outputs as usize);
+    let (mut x, w, out) = (values(&x), values(&w), values(&out));
+    let (bias, plus) = (bias.map(|bias| values(&bias)), plus.map(|plus| values(&plus)));
+    let rounding = if dtype == Dtype::Float16 { 1e-3 } else { 8e-3 };
+    let (inner, outputs) = (inner as usize, outputs as usize);
+    if let Some(weighs) = around.norm {
+        let by = values(&norm_weight);
+        for row in x.chunks_mut(inner) {
+            let mean: f64 = row.iter().map(|x| x * x).sum::<f64>() / inner as f64;
+            let scale = 1.0 / (mean + f64::from(EPS)).sqrt();
+            row.iter_mut()
+                .zip(&by)
+                .for_each(|(x, by)| *x *= scale * if weighs { *by } else { 1.0 });
+        }
+    }
+    let product = |row: usize, output: usize| {
         let (x, w) = (&x[row * inner..][..inner], &w[output * inner..][..inner]);
         let product: f64 = x.iter().zip(w).map(|(x, w)| x * w).sum();
-        let wanted = product + bias.as_ref().map_or(0.0, |bias| bias[output]);
-        let rounding = if dtype == Dtype::Float16 { 1e-3 } else { 8e-3 };
-        let most = rounding * wanted.abs() + 1e-4 * (inner as f64).sqrt();
-        let case = (dtype, rows, outputs, inner, lie, has_bias);
+        product + bias.as_ref().map_or(0.0, |bias| bias[output])
+    };
+    for (at, &found) in out.iter().enumerate() {
+        let (row, output) = (at / outputs, at % outputs);
+        let mut wanted = product(row, output);
+        let mut largest = wanted.abs();
+        if let Some(gate) = around.gate {
+            let gated = product(row, outputs + output);
+            largest = largest.max(1.0) * gated.abs().max(1.0);
+            wanted = activated(gate, wanted) * gated;
+        }
+        if let Some(plus) = &plus {
+            wanted += plus[at];
+            largest = largest.max(plus[at].abs()).max(wanted.abs());
+        }
+        // Normalized rows are rounded before they are multiplied.
+        let roundings = if around.norm.is_some() { 4.0 } else { 2.0 };
+        let most = roundings * rounding * largest.max(0.5);
+        let case = (dtype, rows, outputs, inner, lie, around);
         assert!((found - wanted).abs() <= most, "{case:?}: {found} at {at} for {wanted}");
     }
 }
@@ -65,15 +142,56 @@ fn the_kernel_multiplies_as_the_definition_says() {
         for (outputs, inner) in sizes {
             for (rows, lie) in cases.clone() {
                 for dtype in [Dtype::Bfloat16, Dtype::Float16] {
-                    check(dtype, rows, outputs, inner, lie, rows % 3 == 0);
+                    check(
+                        dtype,
+                        rows,
+                        outputs,
+                        inner,
+                        lie,
+                        Around { bias: rows % 3 == 0, ..PLAIN },
+                    );
                 }
             }
             for rows in [5, 12] {
-                check(Dtype::Bfloat16, rows, outputs, inner, Rows::Columns, true);
+                check(Dtype::Bfloat16, rows, outputs, inner, Rows::Columns, BIAS);
             }
         }
         for rows in 2..=MOST_ROWS {
-            check(Dtype::Bfloat16, rows, 100, 128, Rows::Whole, false);
+            check(Dtype::Bfloat16, rows, 100, 128, Rows::Whole, PLAIN);
+        }
+        Ok(())
+    })
+    .unwrap();
+}
+
+#[test]
+fn the_kernel_does_what_surrounds_a_product() {
+    run(|| {
+        if !on_gpu()? || cfg!(target_os = "macos") {
+            println!("skipped: MLX has no CUDA here");
+            return Ok(());
+        }
+        let norms = [None, Some(true), Some(false)];
+        let gates = [None, Some(Gate::Silu), Some(Gate::Gelu), Some(Gate::GeluTanh)];
+        let sums = [None, Some(true), Some(false)];
+        let mut n = 0;
+        for (outputs, inner) in [(1, 8), (20, 72), (576, 1536), (1100, 264)] {
+            for norm in norms {
+                for gate in gates {
+                    for plus in sums {
+                        n += 1;
+                        let around = Around { bias: n % 2 == 0, norm, gate, plus };
+                        if norm.is_none() && gate.is_none() && plus.is_none() {
+                            continue;
+                        }
+                        let lie = [Rows::Whole, Rows::Unaligned, Rows::Columns][n % 3];
+                        let dtype = [Dtype::Bfloat16, Dtype::Float16][n / 3 % 2];
+                        for rows in [1, [2, 3, 8, 9, 16][n % 5]] {
+                            check(dtype, rows, outputs, inner, lie, around);
+                        }
+                    }
+                }
+            }
         }
         Ok(())
     })
@@ -87,7 +205,8 @@ fn only_what_the_kernel_reads_is_taken() {
         let takes = |x: &[i32], w: &[i32], transposed: bool| {
             let weight = array(2, w, half);
             weight.eval()?;
-            Ok::<_, crate::Error>(Call::of(&array(1, x, half), &weight, None, transposed).is_some())
+            let x = array(1, x, half);
+            Ok::<_, crate::Error>(Call::of(&Product::plain(&x, &weight, transposed)).is_some())
         };
         assert!(takes(&[1, 4, 64], &[10, 64], false)?);
         assert!(takes(&[4, 64], &[10, 64], false)?);
@@ -101,15 +220,48 @@ fn only_what_the_kernel_reads_is_taken() {
         let x = array(1, &[1, 4, 64], half);
         let view = array(2, &[10, 64], half).transpose_axes(&[1, 0])?;
         view.eval()?;
-        assert!(Call::of(&x, &view, None, true).is_some());
+        assert!(Call::of(&Product::plain(&x, &view, true)).is_some());
         let weight = array(2, &[10, 64], half);
+        let plain = Product::plain(&x, &weight, false);
         for (shape, dtype, fits) in
             [(&[10][..], half, true), (&[1], half, false), (&[10], Dtype::Float32, false)]
         {
             let bias = array(3, shape, dtype);
-            assert_eq!(Call::of(&x, &weight, Some(&bias), false).is_some(), fits);
+            assert_eq!(Call::of(&Product { bias: Some(&bias), ..plain }).is_some(), fits);
         }
-        assert!(Call::of(&array(1, &[1, 4, 64], Dtype::Float32), &weight, None, false).is_none());
+        let full = array(1, &[1, 4, 64], Dtype::Float32);
+        assert!(Call::of(&Product { x: &full, ..plain }).is_none());
+        Ok(())
+    })
+    .unwrap();
+}
+
+#[test]
+fn what_surrounds_a_product_fits_it() {
+    run(|| {
+        let half = Dtype::Bfloat16;
+        let (x, weight) = (array(1, &[1, 1, 64], half), array(2, &[10, 64], half));
+        let plain = Product::plain(&x, &weight, false);
+        let norm = |weight: &Array| {
+            let norm = Some(RmsNorm { weight: Some(weight), eps: 1e-6 });
+            Call::of(&Product { norm, ..plain }).is_some()
+        };
+        assert!(norm(&array(3, &[64], half)));
+        assert!(!norm(&array(3, &[64], Dtype::Float32)));
+        assert!(!norm(&array(3, &[10], half)));
+        let gated = Product { gate: Some(Gate::Silu), ..plain };
+        assert_eq!(Call::of(&gated).map(|call| call.out.to_vec()), Some(vec![1, 1, 5]));
+        let odd = array(2, &[9, 64], half);
+        assert!(Call::of(&Product { weight: &odd, ..gated }).is_none());
+        let plus = |shape: &[i32], gate: Option<Gate>| {
+            let plus = array(3, shape, half);
+            Call::of(&Product { plus: Some(&plus), gate, ..plain }).is_some()
+        };
+        assert!(plus(&[1, 1, 10], None) && plus(&[1, 1, 5], Some(Gate::Gelu)));
+        // What MLX would repeat.
+        assert!(
+            !plus(&[10], None) && !plus(&[1, 1, 1], None) && !plus(&[1, 1, 10], Some(Gate::Gelu))
+        );
         Ok(())
     })
     .unwrap();
@@ -117,9 +269,11 @@ fn only_what_the_kernel_reads_is_taken() {
 
 #[test]
 fn blocks_take_every_output() {
-    for outputs in [1, 16, 17, 4096, 128_256] {
-        let blocks = threads(outputs).unwrap() / THREADS;
-        assert!((blocks - 1) * TILE < outputs && outputs <= blocks * TILE);
+    for tile in [TILE, TILE / 2] {
+        for outputs in [1, 16, 17, 4096, 128_256] {
+            let blocks = threads(outputs, tile).unwrap() / THREADS;
+            assert!((blocks - 1) * tile < outputs && outputs <= blocks * tile);
+        }
+        assert_eq!(threads(i32::MAX, tile), None);
     }
-    assert_eq!(threads(i32::MAX), None);
 }

@@ -10,7 +10,7 @@ use std::collections::HashMap;
 
 use mlx_rs::Dtype;
 
-pub use op::{Affine, Binary, Index, IntBinary, Op, Unary};
+pub use op::{Affine, Binary, Index, IntBinary, Norm, Op, Unary};
 
 /// A tensor value: a constant, an input, or the result of one instruction.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord)]

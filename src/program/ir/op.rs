@@ -62,6 +62,15 @@ pub struct Affine {
     pub bits: i32,
 }
 
+/// The arguments of an `RmsNorm`.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub struct Norm {
+    /// What each normalized feature is multiplied by.
+    pub weight: Option<Value>,
+    /// What is added to the mean square.
+    pub eps: f32,
+}
+
 /// The operation of an instruction. Fields have the names of ExecuTorch's schema, which documents
 /// them.
 #[derive(Debug, Clone, PartialEq)]
@@ -196,6 +205,18 @@ pub enum Op {
         bias: Option<Value>,
         transposed: bool,
     },
+    /// Made by a pass: a `Linear` with what a layer does around it. `x` is normalized first if there is a
+    /// norm. If there is a gate, the result is its function of the first half of the features, times the
+    /// second half. Then `plus` is added. One launch on a GPU for a few rows.
+    LinearBlock {
+        x: Value,
+        weight: Value,
+        bias: Option<Value>,
+        transposed: bool,
+        norm: Option<Norm>,
+        gate: Option<Unary>,
+        plus: Option<Value>,
+    },
     /// Made by a pass: rows of a weight that is kept transposed.
     TakeTransposed {
         x: Value,
@@ -288,6 +309,12 @@ impl Op {
                 visit(x);
                 visit(weight);
                 bias.iter_mut().for_each(visit);
+            }
+            Op::LinearBlock { x, weight, bias, norm, plus, .. } => {
+                visit(x);
+                visit(weight);
+                let norm = norm.iter_mut().filter_map(|norm| norm.weight.as_mut());
+                bias.iter_mut().chain(norm).chain(plus).for_each(visit);
             }
             Op::QuantizedMatmul { x, w, scales, biases, .. } => {
                 visit(x);

@@ -3,13 +3,14 @@
 use mlx_rs::ops::{addmm as mlx_addmm, concatenate, matmul};
 use mlx_rs::Array;
 
-use super::instruction;
+use super::views::run_split;
+use super::{activation, instruction};
 use crate::error::{fail, Result};
-use crate::kernels;
+use crate::kernels::{self, Gate, Product, RmsNorm};
 use crate::mlx::{self, slice_axis};
 use crate::program::fb;
 use crate::program::frame::Frame;
-use crate::program::ir::{Instruction, Op, Value};
+use crate::program::ir::{Instruction, Norm, Op, Unary, Value};
 use crate::program::slots::Slots;
 
 pub fn addmm(slots: &mut Slots, node: fb::AddmmNode) -> Result<Instruction> {
@@ -46,11 +47,80 @@ pub fn run_linear(
     bias: Option<Value>,
     transposed: bool,
 ) -> Result<Array> {
-    let (x, weight) = (frame.tensor(x)?, frame.tensor(weight)?);
     let bias = bias.map(|bias| frame.tensor(bias)).transpose()?;
-    if let Some(out) = kernels::few_rows(x, weight, bias, transposed)? {
+    let (x, weight) = (frame.tensor(x)?, frame.tensor(weight)?);
+    linear(&Product { bias, ..Product::plain(x, weight, transposed) })
+}
+
+/// What a layer does before and after a product.
+pub struct Block {
+    pub norm: Option<Norm>,
+    pub gate: Option<Unary>,
+    pub plus: Option<Value>,
+}
+
+/// Multiplies as [`run_linear`] does, between what `block` says.
+pub fn run_block(
+    frame: &Frame,
+    x: Value,
+    weight: Value,
+    bias: Option<Value>,
+    transposed: bool,
+    block: Block,
+) -> Result<Array> {
+    let tensor = |value: Option<Value>| value.map(|value| frame.tensor(value)).transpose();
+    let (x, weight, bias) = (frame.tensor(x)?, frame.tensor(weight)?, tensor(bias)?);
+    let plus = tensor(block.plus)?;
+    let norm = match block.norm {
+        Some(norm) => Some(RmsNorm { weight: tensor(norm.weight)?, eps: norm.eps }),
+        None => None,
+    };
+    let plain = Product { bias, ..Product::plain(x, weight, transposed) };
+    let is_known = block.gate.is_none_or(|gate| kernel_gate(gate).is_some());
+    if is_known {
+        let gate = block.gate.and_then(kernel_gate);
+        if let Some(out) = kernels::few_rows(&Product { norm, gate, plus, ..plain })? {
+            return Ok(out);
+        }
+    }
+    let normalized;
+    let x = match norm {
+        Some(norm) => {
+            normalized = mlx_rs::fast::rms_norm(x, norm.weight, norm.eps)?;
+            &normalized
+        }
+        None => x,
+    };
+    let mut out = linear(&Product { x, ..plain })?;
+    if let Some(gate) = block.gate {
+        let features = out.shape().last().copied().unwrap_or_default();
+        let halves = run_split(&out, -1, &[features / 2], &(features..=features))?;
+        let [activated, gated] = &halves[..] else {
+            fail!(Shape, "a gate of {features} features has no two halves");
+        };
+        out = activation::run(frame, gate, activated, Some(gated))?;
+    }
+    Ok(match plus {
+        Some(plus) => out.add(plus)?,
+        None => out,
+    })
+}
+
+fn kernel_gate(function: Unary) -> Option<Gate> {
+    match function {
+        Unary::Silu => Some(Gate::Silu),
+        Unary::Gelu => Some(Gate::Gelu),
+        Unary::GeluTanh => Some(Gate::GeluTanh),
+        _ => None,
+    }
+}
+
+/// Returns a product with its bias.
+fn linear(linear: &Product) -> Result<Array> {
+    if let Some(out) = kernels::few_rows(linear)? {
         return Ok(out);
     }
+    let Product { x, weight, transposed, bias, .. } = *linear;
     let turned;
     let weight = match transposed {
         true => weight,

@@ -150,6 +150,10 @@ pub fn run(op: &Op, frame: &mut Frame) -> Result<Made> {
         Op::Linear { x, weight, bias, transposed } => {
             linear::run_linear(frame, *x, *weight, *bias, *transposed)?
         }
+        Op::LinearBlock { x, weight, bias, transposed, norm, gate, plus } => {
+            let block = linear::Block { norm: *norm, gate: *gate, plus: *plus };
+            linear::run_block(frame, *x, *weight, *bias, *transposed, block)?
+        }
         Op::QuantizedMatmul { x, w, scales, biases, packing, transpose } => {
             quantized::run_quantized_matmul(
                 frame,

@@ -4,6 +4,7 @@ use mlx_rs::fast::rope_dynamic;
 use mlx_rs::{Array, Dtype};
 
 use crate::error::{fail, Result};
+use crate::kernels;
 use crate::mlx::cast;
 use crate::program::frame::Frame;
 use crate::program::ir::Value;
@@ -23,6 +24,9 @@ fn rotary(x: &Array, offsets: &Array, periods: &Array) -> Result<Array> {
     let embed = |x: &Array| rope_dynamic(x, x.dim(3), false, None, 1.0, offsets, periods);
     if x.dim(2) == 1 {
         return Ok(embed(x)?);
+    }
+    if let Some(turned) = kernels::rotary(x, offsets, periods)? {
+        return Ok(turned);
     }
     let tokens_first = [2, 1, 0, 3];
     // A piece of a joined product has gaps between its tokens. On CUDA MLX's function makes room for the

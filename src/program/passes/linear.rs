@@ -66,9 +66,10 @@ pub fn choose_layouts(graph: &mut Graph, target: Target) -> Vec<Layout> {
             }
             layouts[read.0 as usize] = Layout::Stored;
             let fits = match &instruction.op {
-                Op::Linear { x, weight, bias, .. } => {
+                op @ (Op::Linear { weight, .. } | Op::LinearBlock { weight, .. }) => {
                     linear.insert(*weight);
-                    *weight == read && *x != read && *bias != Some(read)
+                    *weight == read
+                        && op.reads().iter().filter(|&&other| other == read).count() == 1
                 }
                 Op::Take { x, index: Index::Many(index), axis: 0 } => {
                     taken.insert(*x);
@@ -98,7 +99,7 @@ pub fn choose_layouts(graph: &mut Graph, target: Target) -> Vec<Layout> {
     }
     for instruction in &mut graph.main.instructions {
         match &mut instruction.op {
-            Op::Linear { weight, transposed, .. } => {
+            Op::Linear { weight, transposed, .. } | Op::LinearBlock { weight, transposed, .. } => {
                 let layout = layouts.get(weight.0 as usize);
                 *transposed = matches!(layout, Some(Layout::Transposed | Layout::View));
             }

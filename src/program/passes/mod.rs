@@ -1,6 +1,7 @@
 //! Passes that improve a program before it runs.
 
 mod activation;
+mod blocks;
 mod common;
 mod dead;
 mod dtypes;
@@ -94,6 +95,7 @@ pub fn run_each(
     })?;
     pass("join_products", faster && target.on_gpu, &plain(joined::join))?;
     pass("join_heads", faster && target.on_gpu, &plain(heads::join))?;
+    pass("join_blocks", faster && target.on_gpu, &plain(blocks::join))?;
     // Last: it numbers the values anew, and `scalars` are those of the numbers before.
     pass("fold_constants", faster, &plain(fold::fold))?;
     Ok(linear::choose_layouts(graph, target))
