@@ -21,12 +21,21 @@ mod tests;
 /// The most rows of a call. For more, cuBLAS is faster.
 pub const MOST_ROWS: i32 = 16;
 
-/// Outputs of a block, and its threads: as in the kernel.
+/// Outputs of a tile, and the threads of a block: as in the kernel.
 const TILE: i32 = 16;
 const THREADS: i32 = 256;
 
+/// The most blocks: two on each multiprocessor of an H200. A block has several tiles if there are more.
+const MOST_BLOCKS: i32 = 264;
+
 /// Elements that a thread reads at a time.
 const PIECE: i32 = 8;
+
+/// Rows that fit shared memory are there, normalized: elements between two of them, and the most of all,
+/// as in the kernel.
+const PAD: i32 = 32;
+const MOST_SHARED: i32 = 33_280;
+const BYTES_SHARED: i32 = 2 * MOST_SHARED;
 
 /// A product, and what surrounds it.
 #[derive(Debug, Clone, Copy)]
@@ -40,7 +49,7 @@ pub struct Product<'a> {
     pub transposed: bool,
     /// `[out]`, added to each row.
     pub bias: Option<&'a Array>,
-    /// How `x` is normalized first.
+    /// How `x` is normalized first. Long rows are not: see [`few_rows`].
     pub norm: Option<RmsNorm<'a>>,
     /// The function of the first half of the outputs, by which the second half is multiplied.
     pub gate: Option<Gate>,
@@ -102,7 +111,8 @@ struct Kernels {
 
 static KERNELS: Mutex<Option<Kernels>> = Mutex::new(None);
 
-/// Returns the result in the dtype of `x`, if the kernel takes the product.
+/// Returns the result in the dtype of `x`, if the kernel takes the product. Rows that it normalizes have
+/// up to 33,280 elements together.
 pub fn few_rows(product: &Product) -> Result<Option<Array>> {
     let Some(call) = Call::of(product) else {
         return Ok(None);
@@ -148,7 +158,8 @@ impl Call {
             && is_half
             && weight.dtype() == dtype
             && bias.is_none_or(|bias| is_row(bias, weights))
-            && norm.and_then(|norm| norm.weight).is_none_or(|weight| is_row(weight, inner));
+            && norm.and_then(|norm| norm.weight).is_none_or(|weight| is_row(weight, inner))
+            && (norm.is_none() || rows.checked_mul(inner + PAD)? <= MOST_SHARED);
         if !fits {
             return None;
         }
@@ -164,7 +175,7 @@ impl Call {
             eps: norm.map_or(0.0, |norm| norm.eps),
         };
         let template = Template { dtype, rank: shape.len() };
-        Some(Self { template, form, threads: threads(outputs, TILE / halves)?, out })
+        Some(Self { template, form, threads: threads(outputs, TILE / halves), out })
     }
 
     fn launch(&self, kernel: &Kernel, product: &Product, form: &Array) -> Result<Array> {
@@ -199,9 +210,10 @@ fn kept(forms: &mut Vec<(Form, Dtype, Array)>, form: Form, dtype: Dtype) -> Resu
 /// Forms that are kept. A program has five.
 const MOST_FORMS: usize = 64;
 
-/// Returns the threads of all blocks of `tile` outputs, which is what MLX counts, if they can be counted.
-fn threads(outputs: i32, tile: i32) -> Option<i32> {
-    (outputs / tile + i32::from(outputs % tile != 0)).checked_mul(THREADS)
+/// Returns the threads of all blocks, which is what MLX counts, for tiles of `tile` outputs.
+fn threads(outputs: i32, tile: i32) -> i32 {
+    let tiles = outputs / tile + i32::from(outputs % tile != 0);
+    tiles.min(MOST_BLOCKS) * THREADS
 }
 
 /// Returns the outputs of a weight for rows of `inner` elements, if it lies in memory as the kernel
@@ -224,7 +236,8 @@ impl Template {
         let (row, column) = (self.rank - 2, self.rank - 1);
         let call = format!(
             "#undef custom_kernel_etkv_few_rows\n\
-             __shared__ float sums[etkv::SUMS], scales[2 * etkv::ROWS];\n\
+             extern __shared__ uint4 shared_memory[];\n\
+             __shared__ float sums[etkv::SUMS], squares[etkv::SQUARES];\n\
              const int inner = x_shape[{column}], how = form_shape[0] - 1, gate = how % 4;\n\
              const int outputs = int(1ll * w_shape[0] * w_shape[1] / inner) / (gate ? 2 : 1);\n\
              etkv::FewRows<{name}> work{{x, x_strides[{row}], x_strides[{column}], w,\n\
@@ -232,14 +245,15 @@ impl Template {
              how >= 4, __int_as_float(form_shape[1]), norm == form ? nullptr : norm,\n\
              plus == form ? nullptr : plus, plus_strides[{row}], plus_strides[{column}],\n\
              gate, x_shape[{row}], outputs, inner}};\n\
-             work.run(out, sums, scales);\n",
+             work.run(out, reinterpret_cast<{name}*>(shared_memory), sums, squares);\n",
         );
         let inputs = [c"x", c"w", c"bias", c"norm", c"plus", c"form"];
         let header = header(
             "few_rows",
             concat!(include_str!("cuda/instructions.cuh"), include_str!("cuda/few_rows.cuh")),
         )?;
-        Kernel::new(c"etkv_few_rows", &inputs, &[c"out"], &source(&call)?, &header, 0).map(Some)
+        Kernel::new(c"etkv_few_rows", &inputs, &[c"out"], &source(&call)?, &header, BYTES_SHARED)
+            .map(Some)
     }
 }
 

@@ -22,7 +22,7 @@ pub fn array(seed: u64, shape: &[i32], dtype: Dtype) -> Array {
 /// Returns the elements.
 pub fn values(array: &Array) -> Vec<f64> {
     let array = array.as_dtype(Dtype::Float32).unwrap();
-    let array = array.reshape(&[-1]).unwrap();
+    let array = array.reshape(&[-1]).unwrap().contiguous().unwrap();
     array.eval().unwrap();
     array.as_slice::<f32>().iter().map(|&x| f64::from(x)).collect()
 }

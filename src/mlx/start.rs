@@ -12,6 +12,9 @@ use crate::kernel_cache::{self, KernelCache};
 /// The MLX release that this build is made for.
 pub const MLX_VERSION: &str = env!("ETKV_MLX_VERSION");
 
+/// The operations of a graph that MLX sends to an NVIDIA GPU.
+const OPERATIONS_OF_A_GRAPH: &str = "50";
+
 /// What MLX is started with.
 pub struct Runtime {
     pub stream: Stream,
@@ -72,6 +75,9 @@ pub fn start() -> Result<Runtime> {
     // SAFETY: the handler is a function without state.
     unsafe { mlx_sys::mlx_set_error_handler(Some(on_error), std::ptr::null_mut(), None) };
     let on_gpu = matches!(device.get_type()?, DeviceType::Gpu);
+    if on_gpu && cfg!(target_os = "linux") {
+        limit_graphs();
+    }
     let stream = unowned_stream(&device)?;
     // This call makes the linker keep etkv's BLAS library. MLX then finds the matrix products of
     // that library before those of its wheel. OpenBLAS itself is loaded by the first product: its
@@ -97,6 +103,16 @@ pub fn start() -> Result<Runtime> {
         #[cfg(feature = "delegate")]
         kernels,
     })
+}
+
+/// Lets MLX send shorter graphs to an NVIDIA GPU than the 100 operations of its own choice: the GPU has
+/// nothing to do until the first graph of a step is complete. A host may choose another number. Call it
+/// before the first stream is made. It changes the environment of the process, once.
+fn limit_graphs() {
+    const VARIABLE: &str = "MLX_MAX_OPS_PER_BUFFER";
+    if std::env::var_os(VARIABLE).is_none() {
+        std::env::set_var(VARIABLE, OPERATIONS_OF_A_GRAPH);
+    }
 }
 
 /// Returns MLX's name of the kind of a device, such as `sm_90`.

@@ -4,12 +4,21 @@
 
 namespace etkv {
 
-// Outputs of a block, and its warps, which share the inner axis, 64 elements at a time.
+// Outputs of a tile, and the warps of a block, which share the inner axis, 64 elements at a time.
 constexpr int OUTPUTS = 16;
 constexpr int SHARES = 8;
-// Rows that are multiplied together, and the floats that the warps leave for the most rows.
+constexpr int STEP = 64 * SHARES;
+// Rows that are multiplied together, and the most rows.
 constexpr int ROWS = 8;
-constexpr int SUMS = SHARES * 2 * ROWS * OUTPUTS;
+constexpr int MOST_ROWS = 2 * ROWS;
+// Pieces of the weight that a thread has asked for.
+constexpr int DEPTH = 4;
+// The floats that the warps leave of two tiles, and of the rows' squares.
+constexpr int SUMS = 2 * SHARES * MOST_ROWS * OUTPUTS;
+constexpr int SQUARES = MOST_ROWS * SHARES;
+// Elements between rows in shared memory, so that two rows are in different banks; and the most of all.
+constexpr int PAD = 32;
+constexpr int MOST_SHARED = 33280;
 
 // The function of the first half of the outputs, as the host numbers them.
 enum Gates { NO_GATE, SILU, GELU, GELU_TANH };
@@ -56,26 +65,20 @@ struct FewRows {
 
   __device__ bool is_x_aligned() const { return column == 1 && row % 8 == 0 && is_aligned(x); }
 
-  // Leaves what each row is multiplied with. Rounds as a function of its own would.
-  __device__ void find_scales(float* scales) const {
-    int thread = threadIdx.x % 32, warp = threadIdx.x / 32;
-    bool aligned = is_x_aligned();
-    for (int r = warp; r < rows; r += SHARES) {
-      float sum = 0;
-      for (int at = 8 * thread; at < inner; at += 256) {
-        uint4 piece = piece_of(x + r * row + at * column, column, aligned);
-        E each[8];
-        memcpy(each, &piece, sizeof(piece));
+  __device__ bool is_shared() const { return rows * (inner + PAD) <= MOST_SHARED; }
+
+  __device__ int width() const { return gate ? OUTPUTS / 2 : OUTPUTS; }
+
+  __device__ static float sum_of_squares(uint4 piece) {
+    E each[8];
+    memcpy(each, &piece, sizeof(piece));
+    float sum = 0;
 #pragma unroll
-        for (int i = 0; i < 8; ++i) sum += static_cast<float>(each[i]) * static_cast<float>(each[i]);
-      }
-#pragma unroll
-      for (int step = 16; step > 0; step /= 2) sum += __shfl_xor_sync(0xffffffffu, sum, step);
-      if (thread == 0) scales[r] = rsqrtf(sum / inner + eps);
-    }
-    __syncthreads();
+    for (int i = 0; i < 8; ++i) sum += static_cast<float>(each[i]) * static_cast<float>(each[i]);
+    return sum;
   }
 
+  // Rounds as a function of its own would.
   __device__ uint4 normalized(uint4 piece, uint4 weights, float scale) const {
     E each[8], by[8];
     memcpy(each, &piece, sizeof(piece));
@@ -89,97 +92,162 @@ struct FewRows {
     return piece;
   }
 
-  __device__ void run(E* out, float* sums, float* scales) const {
-    rows <= ROWS ? multiply_rows<1>(out, sums, scales) : multiply_rows<2>(out, sums, scales);
+  // Calls `work` with the row and the place of each piece of `x` that this thread has, and `end` with the
+  // row behind its last one. Few rows have several warps each; all threads of a warp have the same rows.
+  template <typename Work, typename End>
+  __device__ void for_pieces(const Work& work, const End& end) const {
+    int warps = rows == 1 ? 8 : rows == 2 ? 4 : rows <= 4 ? 2 : 1;
+    int thread = threadIdx.x % 32, warp = threadIdx.x / 32;
+    for (int r = warp / warps; r < rows; r += SHARES / warps) {
+#pragma unroll 4
+      for (int at = 8 * (32 * (warp % warps) + thread); at < inner; at += 256 * warps) work(r, at);
+      end(r);
+    }
   }
 
-  // Multiplies up to 8 * TILES rows.
+  // Copies the rows to shared memory, normalized if that is asked for.
+  __device__ void share(E* shared, float* squares) const {
+    bool aligned = is_x_aligned(), norm_aligned = is_aligned(norm);
+    int thread = threadIdx.x % 32, warp = threadIdx.x / 32;
+    auto piece = [&](int r, int at) { return piece_of(x + r * row + at * column, column, aligned); };
+    if (normalizes) {
+      for (int r = thread; r < rows; r += 32) squares[r * SHARES + warp] = 0;
+      __syncwarp();
+      float sum = 0;
+      auto end_row = [&](int r) {
+#pragma unroll
+        for (int step = 16; step > 0; step /= 2) sum += __shfl_xor_sync(0xffffffffu, sum, step);
+        if (thread == 0) squares[r * SHARES + warp] = sum;
+        sum = 0;
+      };
+      for_pieces([&](int r, int at) { sum += sum_of_squares(piece(r, at)); }, end_row);
+      __syncthreads();
+    }
+    auto leave = [&](int r, int at) {
+      uint4 y = piece(r, at);
+      if (normalizes) {
+        float whole = 0;
+#pragma unroll
+        for (int share = 0; share < SHARES; ++share) whole += squares[r * SHARES + share];
+        uint4 weights = norm ? piece_of(norm + at, 1, norm_aligned) : make_uint4(0, 0, 0, 0);
+        y = normalized(y, weights, rsqrtf(whole / inner + eps));
+      }
+      *reinterpret_cast<uint4*>(shared + r * (inner + PAD) + at) = y;
+    };
+    for_pieces(leave, [](int) {});
+    __syncthreads();
+  }
+
+  __device__ void run(E* out, E* shared, float* sums, float* squares) const {
+    rows <= ROWS ? multiply_rows<1>(out, shared, sums, squares) : multiply_rows<2>(out, shared, sums, squares);
+  }
+
+  // Multiplies up to 8 * TILES rows with the weights of this block's tiles. What a thread has asked for
+  // goes on over the end of a tile, so that memory is never idle.
   template <int TILES>
-  __device__ void multiply_rows(E* out, float* sums, float* scales) const {
+  __device__ void multiply_rows(E* out, E* shared, float* sums, float* squares) const {
     int thread = threadIdx.x % 32, warp = threadIdx.x / 32;
     int group = thread / 4, member = thread % 4;
-    int first = blockIdx.x * (gate ? OUTPUTS / 2 : OUTPUTS);
-    bool x_aligned = is_x_aligned(), w_aligned = is_aligned(w), norm_aligned = is_aligned(norm);
+    int tiles = (outputs + width() - 1) / width(), slots = (inner + STEP - 1) / STEP;
+    bool x_aligned = is_x_aligned(), w_aligned = is_aligned(w), is_in_shared = is_shared();
+    int mine = 64 * warp + 8 * member;
+
+    uint4 a[DEPTH][2][2];
     const E* at_row[2];
-    for (int i = 0; i < 2; ++i) {
-      // The second half of a block's weights are those of the gated half.
-      int output = gate ? min(first + group, outputs - 1) + i * outputs : min(first + group + 8 * i, outputs - 1);
-      at_row[i] = w + static_cast<long long>(output) * inner + 8 * member;
-    }
-    float acc[TILES][4] = {};
-    // What is multiplied now, and what comes next.
-    uint4 a[2][2][2], b[2][TILES][2];
-    auto ask = [&](int slot, int at) {
+    int next_tile = blockIdx.x, next_slot = 0;
+    auto turn = [&]() {
+      int first = next_tile * width();
 #pragma unroll
-      for (int half = 0; half < 2; ++half) {
-        int from = at + 32 * half;
-        bool exists = from + 8 * member < inner;
-#pragma unroll
-        for (int i = 0; i < 2; ++i) {
-          a[slot][i][half] = make_uint4(0, 0, 0, 0);
-          if (exists) a[slot][i][half] = w_aligned ? read_once(at_row[i] + from) : gathered(at_row[i] + from, 1);
-        }
-#pragma unroll
-        for (int j = 0; j < TILES; ++j) {
-          int r = group + ROWS * j;
-          const E* piece = x + r * row + (from + 8 * member) * column;
-          b[slot][j][half] = make_uint4(0, 0, 0, 0);
-          if (exists && r < rows) b[slot][j][half] = piece_of(piece, column, x_aligned);
-        }
+      for (int i = 0; i < 2; ++i) {
+        // The second half of a block's weights are those of the gated half.
+        int output = gate ? min(first + group, outputs - 1) + i * outputs : min(first + group + 8 * i, outputs - 1);
+        at_row[i] = w + static_cast<long long>(output) * inner;
       }
     };
-    constexpr int STEP = 64 * SHARES;
-    int at = 64 * warp;
-    ask(0, at);
-    float scale[TILES] = {};
-    if (normalizes) {
-      find_scales(scales);
+    auto ask = [&](int place) {
 #pragma unroll
-      for (int j = 0; j < TILES; ++j) {
-        int r = group + ROWS * j;
-        if (r < rows) scale[j] = scales[r];
+      for (int half = 0; half < 2; ++half) {
+        int from = next_slot * STEP + mine + 32 * half;
+        bool exists = next_tile < tiles && from < inner;
+#pragma unroll
+        for (int i = 0; i < 2; ++i) {
+          a[place][i][half] = make_uint4(0, 0, 0, 0);
+          if (exists) a[place][i][half] = w_aligned ? read_once(at_row[i] + from) : gathered(at_row[i] + from, 1);
+        }
       }
-    }
-    for (; at < inner; at += 2 * STEP) {
+      if (++next_slot == slots) {
+        next_slot = 0;
+        next_tile += gridDim.x;
+        turn();
+      }
+    };
+    turn();
 #pragma unroll
-      for (int slot = 0; slot < 2; ++slot) {
-        ask(1 - slot, at + (slot + 1) * STEP);
+    for (int place = 0; place < DEPTH; ++place) ask(place);
+    if (is_in_shared) share(shared, squares);
+
+    float acc[TILES][4] = {};
+    int tile = blockIdx.x, slot = 0, parity = 0;
+    while (tile < tiles) {
+#pragma unroll
+      for (int place = 0; place < DEPTH; ++place) {
+        if (tile >= tiles) break;
+        uint4 b[TILES][2];
+#pragma unroll
+        for (int half = 0; half < 2; ++half) {
+          int from = slot * STEP + mine + 32 * half;
+#pragma unroll
+          for (int j = 0; j < TILES; ++j) {
+            int r = group + ROWS * j;
+            b[j][half] = make_uint4(0, 0, 0, 0);
+            if (from >= inner || r >= rows) continue;
+            b[j][half] = is_in_shared ? *reinterpret_cast<const uint4*>(shared + r * (inner + PAD) + from)
+                                      : piece_of(x + r * row + from * column, column, x_aligned);
+          }
+        }
 #pragma unroll
         for (int half = 0; half < 2; ++half) {
           // Both operands take the elements of the inner axis in the order in which they were read, not
           // in that of the matrices: the sum is the same.
-          uint4 upper = a[slot][0][half], lower = a[slot][1][half];
-          uint4 weights = make_uint4(0, 0, 0, 0);
-          if (normalizes) {
-            int from = at + slot * STEP + 32 * half + 8 * member;
-            if (from < inner && norm) weights = piece_of(norm + from, 1, norm_aligned);
-          }
+          uint4 upper = a[place][0][half], lower = a[place][1][half];
           unsigned head[4] = {upper.x, lower.x, upper.y, lower.y};
           unsigned tail[4] = {upper.z, lower.z, upper.w, lower.w};
 #pragma unroll
           for (int j = 0; j < TILES; ++j) {
-            uint4 y = b[slot][j][half];
-            if (normalizes) y = normalized(y, weights, scale[j]);
+            uint4 y = b[j][half];
             multiply<E>(acc[j], head, y.x, y.y);
             multiply<E>(acc[j], tail, y.z, y.w);
           }
         }
+        ask(place);
+        if (++slot < slots) continue;
+        // The other half of `sums` is still read by slower warps.
+        end_tile<TILES>(out, sums + parity * (SUMS / 2), tile, acc);
+        slot = 0;
+        parity = 1 - parity;
+        tile += gridDim.x;
       }
     }
+  }
+
+  template <int TILES>
+  __device__ void end_tile(E* out, float* sums, int tile, float (&acc)[TILES][4]) const {
+    int thread = threadIdx.x % 32, warp = threadIdx.x / 32;
+    int group = thread / 4, member = thread % 4;
 #pragma unroll
     for (int j = 0; j < TILES; ++j) {
 #pragma unroll
       for (int e = 0; e < 4; ++e) {
         int r = (warp * TILES + j) * ROWS + 2 * member + e % 2;
         sums[r * OUTPUTS + group + 8 * (e / 2)] = acc[j][e];
+        acc[j][e] = 0;
       }
     }
     __syncthreads();
-    int width = gate ? OUTPUTS / 2 : OUTPUTS;
-    for (int i = threadIdx.x; i < TILES * ROWS * width; i += 32 * SHARES) {
-      int r = i / width, output = first + i % width;
+    for (int i = threadIdx.x; i < TILES * ROWS * width(); i += 32 * SHARES) {
+      int r = i / width(), output = tile * width() + i % width();
       if (r >= rows || output >= outputs) continue;
-      const float* from = sums + r * OUTPUTS + i % width;
+      const float* from = sums + r * OUTPUTS + i % width();
       constexpr int APART = TILES * ROWS * OUTPUTS;
       E value = total<APART>(from, output);
       if (gate) {

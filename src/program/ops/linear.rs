@@ -75,23 +75,30 @@ pub fn run_block(
         Some(norm) => Some(RmsNorm { weight: tensor(norm.weight)?, eps: norm.eps }),
         None => None,
     };
-    let plain = Product { bias, ..Product::plain(x, weight, transposed) };
-    let is_known = block.gate.is_none_or(|gate| kernel_gate(gate).is_some());
-    if is_known {
-        let gate = block.gate.and_then(kernel_gate);
-        if let Some(out) = kernels::few_rows(&Product { norm, gate, plus, ..plain })? {
-            return Ok(out);
-        }
+    let gate = block.gate.and_then(kernel_gate);
+    let can_gate = gate.is_some() || block.gate.is_none();
+    let product = Product { bias, norm, gate, plus, ..Product::plain(x, weight, transposed) };
+    let in_one_launch = |product: &Product| match can_gate {
+        true => kernels::few_rows(product),
+        false => Ok(None),
+    };
+    if let Some(out) = in_one_launch(&product)? {
+        return Ok(out);
     }
     let normalized;
     let x = match norm {
         Some(norm) => {
             normalized = mlx_rs::fast::rms_norm(x, norm.weight, norm.eps)?;
+            // Rows may only be too long to be normalized on the way.
+            if let Some(out) = in_one_launch(&Product { x: &normalized, norm: None, ..product })? {
+                return Ok(out);
+            }
             &normalized
         }
         None => x,
     };
-    let mut out = linear(&Product { x, ..plain })?;
+    let plain = Product { bias, ..Product::plain(x, weight, transposed) };
+    let mut out = linear(&plain)?;
     if let Some(gate) = block.gate {
         let features = out.shape().last().copied().unwrap_or_default();
         let halves = run_split(&out, -1, &[features / 2], &(features..=features))?;
