@@ -149,7 +149,7 @@ impl Call {
         let is_half = matches!(dtype, Dtype::Float16 | Dtype::Bfloat16);
         let is_row = |row: &Array, size: i32| row.dtype() == dtype && row.shape() == [size];
         // One row without anything else has MLX's own kernel.
-        let fewest = if product.is_plain() { 2 } else { 1 };
+        let fewest = if product.is_plain() || std::env::var_os("TRY2").is_some() { 2 } else { 1 };
         let fits = leading.iter().all(|&n| n == 1)
             && (fewest..=MOST_ROWS).contains(&rows)
             && inner > 0

@@ -139,7 +139,91 @@ struct FewRows {
   }
 
   __device__ void run(E* out, E* shared, float* sums, float* squares) const {
-    rows <= ROWS ? multiply_rows<1>(out, shared, sums, squares) : multiply_rows<2>(out, shared, sums, squares);
+    if (rows == 1 && is_shared()) {
+      multiply_row(out, shared, squares);
+    } else if (rows <= ROWS) {
+      multiply_rows<1>(out, shared, sums, squares);
+    } else {
+      multiply_rows<2>(out, shared, sums, squares);
+    }
+  }
+
+  // The product of eight elements with eight others.
+  __device__ static float product_of(uint4 a, uint4 b, float sum) {
+    E first[8], second[8];
+    memcpy(first, &a, sizeof(a));
+    memcpy(second, &b, sizeof(b));
+#pragma unroll
+    for (int i = 0; i < 8; ++i) sum = fmaf(static_cast<float>(first[i]), static_cast<float>(second[i]), sum);
+    return sum;
+  }
+
+  // Multiplies one row. A warp has two rows of weights at a time, which it reads 512 bytes at once: two
+  // outputs, or one output and its gated half.
+  __device__ void multiply_row(E* out, E* shared, float* squares) const {
+    constexpr int SLOTS = 8, STRIDE = 256;
+    int thread = threadIdx.x % 32, warp = threadIdx.x / 32;
+    int tiles = (outputs + width() - 1) / width(), slots = (inner + STRIDE - 1) / STRIDE;
+    bool w_aligned = is_aligned(w);
+
+    uint4 a[SLOTS][2];
+    const E* at_row[2];
+    int next_tile = blockIdx.x, next_slot = 0;
+    auto turn = [&]() {
+#pragma unroll
+      for (int i = 0; i < 2; ++i) {
+        int first = next_tile * width();
+        int output = gate ? min(first + warp, outputs - 1) + i * outputs : min(first + 2 * warp + i, outputs - 1);
+        at_row[i] = w + static_cast<long long>(output) * inner;
+      }
+    };
+    auto ask = [&](int place) {
+      int from = next_slot * STRIDE + 8 * thread;
+      bool exists = next_tile < tiles && from < inner;
+#pragma unroll
+      for (int i = 0; i < 2; ++i) {
+        a[place][i] = make_uint4(0, 0, 0, 0);
+        if (exists) a[place][i] = w_aligned ? read_once(at_row[i] + from) : gathered(at_row[i] + from, 1);
+      }
+      if (++next_slot == slots) {
+        next_slot = 0;
+        next_tile += gridDim.x;
+        turn();
+      }
+    };
+    turn();
+#pragma unroll
+    for (int place = 0; place < SLOTS; ++place) ask(place);
+    share(shared, squares);
+
+    float sums[2] = {};
+    int tile = blockIdx.x, slot = 0;
+    while (tile < tiles) {
+#pragma unroll
+      for (int place = 0; place < SLOTS; ++place) {
+        if (tile >= tiles) break;
+        int from = slot * STRIDE + 8 * thread;
+        uint4 y = from < inner ? *reinterpret_cast<const uint4*>(shared + from) : make_uint4(0, 0, 0, 0);
+        sums[0] = product_of(a[place][0], y, sums[0]);
+        sums[1] = product_of(a[place][1], y, sums[1]);
+        ask(place);
+        if (++slot < slots) continue;
+#pragma unroll
+        for (int step = 16; step > 0; step /= 2) {
+          sums[0] += __shfl_xor_sync(0xffffffffu, sums[0], step);
+          sums[1] += __shfl_xor_sync(0xffffffffu, sums[1], step);
+        }
+        int first = tile * width();
+        if (gate) {
+          if (thread == 0) end_output(out, 0, first + warp, sums[0], sums[1]);
+        } else if (thread < 2) {
+          end_output(out, 0, first + 2 * warp + thread, thread == 0 ? sums[0] : sums[1], 0);
+        }
+        sums[0] = sums[1] = 0;
+        slot = 0;
+        tile += gridDim.x;
+      }
+    }
   }
 
   // Multiplies up to 8 * TILES rows with the weights of this block's tiles. What a thread has asked for
@@ -245,31 +329,38 @@ struct FewRows {
     }
     __syncthreads();
     for (int i = threadIdx.x; i < TILES * ROWS * width(); i += 32 * SHARES) {
-      int r = i / width(), output = tile * width() + i % width();
-      if (r >= rows || output >= outputs) continue;
-      const float* from = sums + r * OUTPUTS + i % width();
+      int r = i / width(), column = i % width();
+      if (r >= rows) continue;
       constexpr int APART = TILES * ROWS * OUTPUTS;
-      E value = total<APART>(from, output);
-      if (gate) {
-        E gated = total<APART>(from + OUTPUTS / 2, outputs + output);
-        E active = static_cast<E>(activated(gate, static_cast<float>(value)));
-        value = static_cast<E>(static_cast<float>(active) * static_cast<float>(gated));
+      const float* from = sums + r * OUTPUTS + column;
+      float sum = 0, gated = 0;
+#pragma unroll
+      for (int share = 0; share < SHARES; ++share) {
+        sum += from[share * APART];
+        if (gate) gated += from[share * APART + OUTPUTS / 2];
       }
-      if (plus) {
-        E other = plus[r * plus_row + output * plus_column];
-        value = static_cast<E>(static_cast<float>(value) + static_cast<float>(other));
-      }
-      out[static_cast<long long>(r) * outputs + output] = value;
+      end_output(out, r, tile * width() + column, sum, gated);
     }
   }
 
-  // Returns what all warps have of an output, and its bias.
-  template <int APART>
-  __device__ E total(const float* sums, int output) const {
-    float sum = bias ? static_cast<float>(bias[output * bias_step]) : 0;
-#pragma unroll
-    for (int share = 0; share < SHARES; ++share) sum += sums[share * APART];
-    return static_cast<E>(sum);
+  // Writes an output of a row: the sum, or the sum of the gate and that of what is gated. Rounds where
+  // functions of their own would.
+  __device__ void end_output(E* out, int r, int output, float sum, float gated) const {
+    if (output >= outputs) return;
+    if (bias) {
+      sum += static_cast<float>(bias[output * bias_step]);
+      if (gate) gated += static_cast<float>(bias[(outputs + output) * bias_step]);
+    }
+    E value = static_cast<E>(sum);
+    if (gate) {
+      E active = static_cast<E>(activated(gate, static_cast<float>(value)));
+      value = static_cast<E>(static_cast<float>(active) * static_cast<float>(static_cast<E>(gated)));
+    }
+    if (plus) {
+      E other = plus[r * plus_row + output * plus_column];
+      value = static_cast<E>(static_cast<float>(value) + static_cast<float>(other));
+    }
+    out[static_cast<long long>(r) * outputs + output] = value;
   }
 };
 
