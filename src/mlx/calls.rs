@@ -100,6 +100,13 @@ impl Arrays {
         &mut self.0
     }
 
+    /// Returns the arrays, one after the other.
+    #[cfg(feature = "delegate")]
+    pub fn iter(&self) -> impl Iterator<Item = Result<Array>> + '_ {
+        // SAFETY: the list is live.
+        unsafe { each(self.0) }
+    }
+
     /// Returns the arrays.
     #[cfg(feature = "delegate")]
     pub fn to_vec(&self) -> Result<Vec<Array>> {
@@ -121,17 +128,27 @@ impl Drop for Arrays {
 /// The list is live.
 #[cfg(feature = "delegate")]
 pub unsafe fn arrays(list: mlx_sys::mlx_vector_array) -> Result<Vec<Array>> {
-    // SAFETY: the caller says that the list is live; each handle gets an owner.
-    unsafe {
-        (0..mlx_sys::mlx_vector_array_size(list))
-            .map(|index| {
-                let mut one = mlx_sys::mlx_array_new();
-                let status = mlx_sys::mlx_vector_array_get(&mut one, list, index);
-                let array = Array::from_ptr(one);
-                check(status).map(|()| array)
-            })
-            .collect()
-    }
+    // SAFETY: as for this function.
+    unsafe { each(list) }.collect()
+}
+
+/// Returns the arrays of a list, one after the other.
+///
+/// # Safety
+/// The list lives as long as the iterator.
+#[cfg(feature = "delegate")]
+unsafe fn each(list: mlx_sys::mlx_vector_array) -> impl Iterator<Item = Result<Array>> {
+    // SAFETY: the caller says that the list is live.
+    let n = unsafe { mlx_sys::mlx_vector_array_size(list) };
+    (0..n).map(move |index| {
+        // SAFETY: as above; each handle gets an owner.
+        let (status, array) = unsafe {
+            let mut one = mlx_sys::mlx_array_new();
+            let status = mlx_sys::mlx_vector_array_get(&mut one, list, index);
+            (status, Array::from_ptr(one))
+        };
+        check(status).map(|()| array)
+    })
 }
 
 /// Returns a view of `array` from `start` to `stop` along `axis`, by `step`.

@@ -14,7 +14,7 @@ use super::bound;
 use super::constants::{self, ConstantSource, Layout};
 use super::decode::decode;
 use super::dtype::{self, dtype_of};
-use super::frame::{Frame, Output, StepState};
+use super::frame::{Frame, HostInts, Output, Outputs, StepState};
 use super::generation::{TextInputs, Tokens};
 use super::interpreter::Schedule;
 use super::ir::{Dim, Graph, InputSpec, Op, Value};
@@ -180,7 +180,7 @@ impl Loaded {
         mut frame: Frame<'_, 'a>,
         inputs: &[Argument],
         output_types: &[i8],
-    ) -> Result<(Vec<Output>, Option<Step<'a>>)> {
+    ) -> Result<(Outputs, Option<Step<'a>>)> {
         bind_inputs(&self.inputs, inputs, &mut frame)?;
         self.main.run(&mut frame)?;
         let (made, step) = frame.finish(&self.main.chain().outputs)?;
@@ -192,7 +192,7 @@ impl Loaded {
             .into_iter()
             .zip(output_types)
             .map(|(output, &scalar_type)| output.of_type(scalar_type))
-            .collect::<Result<Vec<_>>>()?;
+            .collect::<Result<Outputs>>()?;
         let tensors = made.iter().filter_map(Output::tensor);
         match &step {
             Some(step) => step.schedule(&tensors.collect::<SmallVec<[_; 4]>>())?,
@@ -398,7 +398,7 @@ fn check_shape(found: &[i32], expected: &[Dim]) -> Result<()> {
 }
 
 /// Returns the elements of an integer tensor, or `None` for other dtypes.
-fn integers(dtype: Dtype, bytes: &[u8]) -> Option<Vec<i64>> {
+fn integers(dtype: Dtype, bytes: &[u8]) -> Option<HostInts> {
     let chunks = |size: usize| bytes.chunks_exact(size);
     match dtype {
         Dtype::Int64 => Some(

@@ -1,8 +1,7 @@
 //! The state of one run of a program: its values so far, and its step.
 
-use std::collections::HashMap;
-
 use mlx_rs::Array;
+use smallvec::SmallVec;
 
 use super::dtype::dtype_of;
 use super::ir::{Int, IntValue, Out, Value};
@@ -12,6 +11,9 @@ use crate::error::{fail, Error, Result, Status};
 use crate::mlx::{self, Mlx};
 use etkv_host::Argument;
 
+/// The elements of an integer input. Those of a step of few tokens need no allocation.
+pub type HostInts = SmallVec<[i64; 4]>;
+
 /// The state of one run of a chain.
 pub struct Frame<'c, 's> {
     tensors: Vec<Option<Array>>,
@@ -19,7 +21,7 @@ pub struct Frame<'c, 's> {
     constants: &'c [Option<Array>],
     on_gpu: bool,
     /// The elements of integer inputs, as the host passed them.
-    host: HashMap<Value, Vec<i64>>,
+    host: SmallVec<[(Value, HostInts); 4]>,
     /// An input whose elements the host does not know, and a number that each is below; none is
     /// negative.
     limit: Option<(Value, i32)>,
@@ -28,6 +30,9 @@ pub struct Frame<'c, 's> {
     step: StepState<'s>,
 }
 
+/// The positions of a step.
+type Positions = SmallVec<[i32; 8]>;
+
 /// The step of a run.
 pub enum StepState<'a> {
     /// The program has no cache.
@@ -35,7 +40,7 @@ pub enum StepState<'a> {
     /// The program has a cache, and its first layer opens the step.
     Ready(&'a mut MlxCache),
     /// The step is open, with these positions, which this value holds.
-    Open(Step<'a>, Value, Vec<i32>),
+    Open(Step<'a>, Value, Positions),
 }
 
 impl<'c, 's> Frame<'c, 's> {
@@ -52,7 +57,7 @@ impl<'c, 's> Frame<'c, 's> {
             ints: vec![None; n_ints as usize],
             constants,
             on_gpu: mlx.on_gpu(),
-            host: HashMap::new(),
+            host: SmallVec::new(),
             limit: None,
             step,
         }
@@ -111,13 +116,14 @@ impl<'c, 's> Frame<'c, 's> {
     }
 
     /// Keeps the elements of an integer input, for [`host_ints`](Self::host_ints).
-    pub fn set_host_ints(&mut self, value: Value, numbers: Vec<i64>) {
-        self.host.insert(value, numbers);
+    pub fn set_host_ints(&mut self, value: Value, numbers: HostInts) {
+        self.host.push((value, numbers));
     }
 
     /// Returns the elements of an integer input, or `None` if `value` is another value.
     pub fn host_ints(&self, value: Value) -> Option<&[i64]> {
-        self.host.get(&value).map(|numbers| &numbers[..])
+        let found = self.host.iter().rfind(|(of, _)| *of == value);
+        found.map(|(_, numbers)| &numbers[..])
     }
 
     /// Says that the elements of an input are at least 0 and below `limit`.
@@ -161,7 +167,7 @@ impl<'c, 's> Frame<'c, 's> {
 
     /// Returns the positions in `position`, `[T]` or `[T, 1]`. Those of an input are kept on the
     /// host. Others are computed, and this waits for them.
-    fn positions(&self, position: Value) -> Result<Vec<i32>> {
+    fn positions(&self, position: Value) -> Result<Positions> {
         let array = self.tensor(position)?;
         let shape = array.shape();
         if !matches!(shape, [_] | [_, 1]) {
@@ -197,7 +203,7 @@ impl<'c, 's> Frame<'c, 's> {
     }
 
     /// Ends the run. Returns the outputs of the chain, and the step if one is open.
-    pub fn finish(mut self, outputs: &[Out]) -> Result<(Vec<Output>, Option<Step<'s>>)> {
+    pub fn finish(mut self, outputs: &[Out]) -> Result<(Outputs, Option<Step<'s>>)> {
         let made = outputs
             .iter()
             .map(|out| match *out {
@@ -205,7 +211,7 @@ impl<'c, 's> Frame<'c, 's> {
                 Out::Tensors(..) => fail!(Internal, "an output of a chain is several tensors"),
                 Out::Int(value) => Ok(Output::Int(self.int_value(value)?)),
             })
-            .collect::<Result<Vec<_>>>()?;
+            .collect::<Result<Outputs>>()?;
         let step = match std::mem::replace(&mut self.step, StepState::NoCache) {
             StepState::Open(step, ..) => Some(step),
             _ => None,
@@ -213,6 +219,9 @@ impl<'c, 's> Frame<'c, 's> {
         Ok((made, step))
     }
 }
+
+/// The outputs of a chain.
+pub type Outputs = SmallVec<[Output; 4]>;
 
 /// An output of a chain.
 pub enum Output {

@@ -8,6 +8,8 @@
 //! The payload is read once. The interpreter runs `ir`: typed instructions over values that are
 //! each written once. What can be computed before a run is computed before it.
 
+#[cfg(test)]
+mod allocations;
 mod bound;
 mod constants;
 mod decode;

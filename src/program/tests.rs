@@ -10,7 +10,7 @@ use super::passes::{self, Target};
 use super::{decode, fb, payload, Argument, ConstantSource, Host, LoadOptions, Program};
 use crate::{Result, Status};
 
-const FLOAT32: i8 = 6;
+pub const FLOAT32: i8 = 6;
 pub const INT64: i8 = 4;
 /// A dimension that is known only at run time.
 pub const OPEN: i32 = -1;

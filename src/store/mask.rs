@@ -140,14 +140,16 @@ mod tests {
 
     #[test]
     fn small_masks_and_those_of_many_runs_are_made_of_bytes() {
-        let in_turns = |n_tokens: i32| {
+        let in_turns = |turns: i32, n: i32| {
             let mut book = CellsBookkeeping::new(1 << 20, []);
-            for position in 0..n_tokens {
-                append(&mut book, &[0, 1], &[position, position]);
+            for first in (0..turns).map(|turn| turn * n) {
+                let positions: Vec<i32> = (first..first + n).collect();
+                append(&mut book, &vec![0; n as usize], &positions);
+                append(&mut book, &vec![1; n as usize], &positions);
             }
-            runs_to_compare(&mask_of(&mut book, &[0, 1], &[n_tokens, n_tokens]))
+            runs_to_compare(&mask_of(&mut book, &[0, 1], &[turns * n, turns * n]))
         };
-        assert_eq!((in_turns(3), in_turns(70_000)), (None, None));
+        assert_eq!((in_turns(3, 1), in_turns(70, 1000)), (None, None));
         let mask = mask_of(&mut two_runs(1 << 20, 70_000), &[0, 1], &[70_000, 70_000]);
         assert!(runs_to_compare(&mask).is_some_and(|most| most <= 2));
     }

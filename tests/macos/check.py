@@ -77,6 +77,16 @@ def venv(tool: str) -> Path:
     return BUILD / "venv/bin" / tool
 
 
+LINKS_NOTHING = """\
+case " $* " in
+*" -c "* | *" -E "* | *" -v "* | *" --version "*) ;;
+*) echo "this compiler links nothing" >&2; exit 1 ;;
+esac
+"""
+"""The start of a compiler's script. CMake's first test of a compiler links a program, for which zig compiles all of
+libc++. If that fails, CMake compiles an object."""
+
+
 def tools() -> None:
     """Install the tools and unpack the wheels, unless that is done for the present requirements and wheels."""
     (BUILD / "objects").mkdir(parents=True, exist_ok=True)
@@ -84,8 +94,21 @@ def tools() -> None:
     environment["ZIG_GLOBAL_CACHE_DIR"] = environment["ZIG_LOCAL_CACHE_DIR"] = str(BUILD / "zig")
     wanted = (HERE / "requirements.txt").read_text() + " ".join(WHEELS)
     stamp = BUILD / "ready"
-    if stamp.is_file() and stamp.read_text() == wanted:
-        return
+    if not stamp.is_file() or stamp.read_text() != wanted:
+        install()
+        stamp.write_text(wanted)
+    (zig,) = (BUILD / "venv").glob("lib/python3*/site-packages/ziglang/zig")
+    (BUILD / "bin").mkdir(exist_ok=True)
+    targets = {"": f"aarch64-macos.{MACOS}", "linux-": "x86_64-linux-gnu"}
+    for prefix, target in targets.items():
+        for tool in ("cc", "c++"):
+            script(f"{prefix}{tool}", LINKS_NOTHING + f"exec {shlex.quote(str(zig))} {tool} -target {target}")
+    for tool in ("ar", "ranlib"):
+        script(tool, f"exec {shlex.quote(str(zig))} {tool}")
+
+
+def install() -> None:
+    """Install the tools, and unpack the wheels."""
     pip = ["-m", "pip", "--quiet", "--disable-pip-version-check"]
     run(sys.executable, "-m", "venv", BUILD / "venv")
     run(venv("python"), *pip, "install", "-r", HERE / "requirements.txt")
@@ -94,15 +117,6 @@ def tools() -> None:
     run(sys.executable, *pip, *download, *system, "-d", BUILD / "wheels", *WHEELS)
     for wheel in (BUILD / "wheels").glob("*.whl"):
         zipfile.ZipFile(wheel).extractall(SITE)
-    (zig,) = (BUILD / "venv").glob("lib/python3*/site-packages/ziglang/zig")
-    (BUILD / "bin").mkdir(exist_ok=True)
-    targets = {"": f"aarch64-macos.{MACOS}", "linux-": "x86_64-linux-gnu"}
-    for prefix, target in targets.items():
-        for tool in ("cc", "c++"):
-            script(f"{prefix}{tool}", f"exec {shlex.quote(str(zig))} {tool} -target {target}")
-    for tool in ("ar", "ranlib"):
-        script(tool, f"exec {shlex.quote(str(zig))} {tool}")
-    stamp.write_text(wanted)
 
 
 def script(name: str, line: str) -> None:

@@ -173,7 +173,8 @@ class Package:
         build, prefix, user = (self.scratch / f"cpu-{part}" for part in ("build", "prefix", "user"))
         executorch = [f"-DETKV_PYTHON={shutil.which('false')}", f"-DETKV_EXECUTORCH_DIR={package('executorch')}"]
         options = ["-DETKV_MLX=OFF", "-DETKV_BUILD_EXAMPLES=OFF", "-DETKV_BUILD_TESTS=OFF", *executorch]
-        cargo = [f"-DETKV_CARGO_TARGET_DIR={CARGO_WITHOUT_MLX}", f"-DETKV_RUST_PACKAGES={PACKAGES}"]
+        # Without MLX the tokenizer's dependencies have other features: Cargo would compile them for nothing.
+        cargo = [f"-DETKV_CARGO_TARGET_DIR={CARGO_WITHOUT_MLX}", "-DETKV_RUST_PACKAGES=--package;etkv-capi"]
         configure(SOURCE, build / "cmake", *options, *cargo)
         run("cmake", "--build", build / "cmake")
         run("cmake", "--install", build / "cmake", "--prefix", prefix)

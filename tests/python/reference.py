@@ -10,6 +10,7 @@ import contextlib
 import copy
 import fcntl
 import functools
+import gc
 import hashlib
 import json
 import os
@@ -146,7 +147,8 @@ def alone() -> Iterator[None]:
 @functools.cache
 def _exporters() -> ProcessPoolExecutor:
     """Return a pool of two processes, kept while the tests run: their imports take longer than a tiny export."""
-    return ProcessPoolExecutor(2, mp_context=get_context("spawn"))
+    # An export makes millions of objects that stay until its end. Looking for cycles among them takes an eighth of it.
+    return ProcessPoolExecutor(2, get_context("spawn"), gc.set_threshold, (50_000, 20, 100))
 
 
 def request(variant: Variant) -> ExportRequest:

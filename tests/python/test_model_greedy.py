@@ -11,7 +11,8 @@ from reference import EVERYTHING, STORY, UNIT_ROUNDOFF, Variant
 
 pytestmark = pytest.mark.real_model
 
-NEW_TOKENS = 64
+NEW_TOKENS = 64 if EVERYTHING else 32
+"""The ids of an answer."""
 
 
 @dataclass(frozen=True)

@@ -1,6 +1,7 @@
 //! The inputs of a language model: token ids and positions.
 
 use mlx_rs::{Array, Dtype};
+use smallvec::SmallVec;
 
 use crate::error::{fail, Result};
 use crate::program::dtype::dtype_of;
@@ -76,7 +77,7 @@ impl TextInputs {
             Tokens::Host(ids) => {
                 let array = Array::from_slice(ids, &[1, n]).as_dtype(dtype)?;
                 frame.set(value, array);
-                frame.set_host_ints(value, ids.to_vec());
+                frame.set_host_ints(value, SmallVec::from_slice(ids));
             }
             Tokens::Device(ids, below) => {
                 frame.set(value, ids.as_dtype(dtype)?.reshape(&[1, n])?);

@@ -29,7 +29,7 @@ pub enum Made {
     /// A tensor.
     Tensor(Array),
     /// Several tensors.
-    Tensors(Vec<Array>),
+    Tensors(views::Pieces),
     /// An integer.
     Int(i32),
 }

@@ -2,12 +2,12 @@
 
 use std::ops::RangeInclusive;
 
-use mlx_rs::ops::concatenate as mlx_concatenate;
 use mlx_rs::Array;
+use smallvec::SmallVec;
 
 use super::{instruction, ints};
 use crate::error::{fail, Result};
-use crate::mlx::slice_axis;
+use crate::mlx::{call, slice_axis, Arrays};
 use crate::program::fb;
 use crate::program::frame::Frame;
 use crate::program::ir::{Instruction, Int, Op, Value};
@@ -112,13 +112,21 @@ pub fn sym_size(slots: &mut Slots, node: fb::SymSizeNode) -> Result<Instruction>
 }
 
 pub fn run_reshape(frame: &Frame, x: Value, shape: &[Int]) -> Result<Array> {
-    let shape = shape.iter().map(|&dim| frame.int(dim)).collect::<Result<Vec<_>>>()?;
+    let shape = sizes(frame, shape)?;
     let x = frame.tensor(x)?;
     Ok(x.reshape(&resolved(x, shape)?)?)
 }
 
+/// A shape, without an allocation for up to eight axes.
+pub type Sizes = SmallVec<[i32; 8]>;
+
+/// Returns the numbers of a shape.
+pub fn sizes(frame: &Frame, shape: &[Int]) -> Result<Sizes> {
+    shape.iter().map(|&dim| frame.int(dim)).collect()
+}
+
 /// Returns a new shape of `x` with its open dimension, -1, as a size.
-pub fn resolved(x: &Array, mut shape: Vec<i32>) -> Result<Vec<i32>> {
+pub fn resolved(x: &Array, mut shape: Sizes) -> Result<Sizes> {
     let open = shape.iter().filter(|&&dim| dim == -1).count();
     let product = shape
         .iter()
@@ -191,8 +199,13 @@ pub fn axis_to_split(x: &Array, axis: i32, sizes: &RangeInclusive<i32>) -> Resul
 }
 
 pub fn run_concatenate(frame: &Frame, tensors: &[Value], axis: i32) -> Result<Array> {
-    let tensors = tensors.iter().map(|&value| frame.tensor(value)).collect::<Result<Vec<_>>>()?;
-    Ok(mlx_concatenate(&tensors, axis)?)
+    let tensors: SmallVec<[&Array; 8]> =
+        tensors.iter().map(|&value| frame.tensor(value)).collect::<Result<_>>()?;
+    let tensors = Arrays::of(tensors);
+    // SAFETY: the list outlives the call.
+    call(|made, stream| unsafe {
+        mlx_sys::mlx_concatenate_axis(made, tensors.as_raw(), axis, stream)
+    })
 }
 
 pub fn run_sym_size(x: &Array, dim: i32) -> Result<i32> {

@@ -3,20 +3,19 @@
 use std::ops::RangeInclusive;
 
 use mlx_rs::{Array, Stream};
+use smallvec::{smallvec, SmallVec};
 
-use super::shape::{axis_to_split, resolved};
+use super::shape::{axis_to_split, resolved, sizes, Sizes};
 use crate::error::Result;
 use crate::mlx::{check, slice_axis, Arrays};
 use crate::program::frame::Frame;
 use crate::program::ir::{Int, Value};
 
+/// The outputs of a split.
+pub type Pieces = SmallVec<[Array; 4]>;
+
 /// Returns the pieces of an axis that is cut at these places.
-pub fn run_split(
-    x: &Array,
-    axis: i32,
-    at: &[i32],
-    sizes: &RangeInclusive<i32>,
-) -> Result<Vec<Array>> {
+pub fn run_split(x: &Array, axis: i32, at: &[i32], sizes: &RangeInclusive<i32>) -> Result<Pieces> {
     let (axis, size) = axis_to_split(x, axis, sizes)?;
     if at.last().is_none_or(|&last| last > size) {
         // Slices past the end are short or empty, as in Python.
@@ -43,7 +42,7 @@ pub fn run_split(
             stream.as_ptr(),
         )
     })?;
-    made.to_vec()
+    made.iter().collect()
 }
 
 /// Reshapes, then transposes.
@@ -78,16 +77,12 @@ pub fn run_transpose_reshape(
     Ok(x.transpose_axes(perm)?.reshape(&shape)?)
 }
 
-fn sizes(frame: &Frame, shape: &[Int]) -> Result<Vec<i32>> {
-    shape.iter().map(|&dim| frame.int(dim)).collect()
-}
-
 /// Returns the shape after a transposition that keeps the elements in order: one that moves axes of
 /// one element only.
-fn transposed_in_order(shape: &[i32], perm: &[i32]) -> Option<Vec<i32>> {
+fn transposed_in_order(shape: &[i32], perm: &[i32]) -> Option<Sizes> {
     let mut last = None;
-    let mut seen = vec![false; shape.len()];
-    let mut transposed = Vec::with_capacity(shape.len());
+    let mut seen: SmallVec<[bool; 8]> = smallvec![false; shape.len()];
+    let mut transposed = Sizes::new();
     for &axis in perm {
         let axis = usize::try_from(axis).ok().filter(|&axis| axis < shape.len())?;
         if std::mem::replace(&mut seen[axis], true) {
@@ -111,8 +106,8 @@ mod tests {
     #[test]
     fn axes_of_one_element_move_freely() {
         let heads = [0, 2, 1, 3];
-        assert_eq!(transposed_in_order(&[1, 1, 4, 8], &heads), Some(vec![1, 4, 1, 8]));
-        assert_eq!(transposed_in_order(&[1, 5, 1, 8], &heads), Some(vec![1, 1, 5, 8]));
+        assert_eq!(transposed_in_order(&[1, 1, 4, 8], &heads), Some(smallvec![1, 4, 1, 8]));
+        assert_eq!(transposed_in_order(&[1, 5, 1, 8], &heads), Some(smallvec![1, 1, 5, 8]));
         assert_eq!(transposed_in_order(&[1, 5, 4, 8], &heads), None);
         assert_eq!(transposed_in_order(&[1, 1, 4, 8], &[0, 0, 1, 3]), None);
         assert_eq!(transposed_in_order(&[1, 1, 4], &heads), None);
