@@ -128,6 +128,7 @@ fn compile_mlx_c(mlx_c: &Path, mlx_include: &Path) {
         .expect("OUT_DIR is writable");
     let mut sources = vec![together];
     sources.push("shim/exit.cpp".into());
+    sources.push("shim/host.cpp".into());
     sources.push("shim/writes.cpp".into());
     if env::var("CARGO_CFG_TARGET_ARCH").as_deref() != Ok("aarch64") {
         sources.push("shim/half.cpp".into());

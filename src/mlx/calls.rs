@@ -5,8 +5,6 @@ use std::ffi::{c_char, c_void, CStr};
 
 use mlx_rs::{Array, Dtype, Stream};
 
-#[cfg(any(test, feature = "delegate"))]
-use crate::error::fail;
 use crate::error::{Error, Result, Status};
 
 thread_local! {
@@ -207,23 +205,6 @@ fn corners(array: &Array, axis: usize, start: i32, stop: i32, step: i32) -> [Cor
         (from[axis], to[axis], by[axis]) = (start, stop, step);
     }
     [from, to, by]
-}
-
-/// Returns the elements of a computed, row-contiguous array, as bytes.
-#[cfg(any(test, feature = "delegate"))]
-pub fn bytes(array: &Array) -> Result<&[u8]> {
-    let n = array.nbytes();
-    if n == 0 {
-        return Ok(&[]);
-    }
-    // SAFETY: the accessor reads nothing; it waits for the buffer and points to it.
-    let data = unsafe { mlx_sys::mlx_array_data_uint8(array.as_ptr()) };
-    if data.is_null() {
-        fail!(Internal, "an array has no data");
-    }
-    // SAFETY: an evaluated array has `n` bytes there, and keeps them while it is
-    // borrowed.
-    Ok(unsafe { std::slice::from_raw_parts(data, n) })
 }
 
 /// Returns `array` as `dtype`, or the same array if it has that dtype.

@@ -11,6 +11,7 @@
 //! but the device: [`give_way`] releases MLX while it waits for a cache.
 
 mod calls;
+mod host;
 mod start;
 
 use std::cell::Cell;
@@ -21,11 +22,14 @@ use parking_lot::{Mutex, MutexGuard, ReentrantMutex, ReentrantMutexGuard};
 
 #[cfg(feature = "delegate")]
 pub(crate) use self::calls::arrays;
-#[cfg(any(test, feature = "delegate"))]
-pub(crate) use self::calls::bytes;
 pub use self::calls::check;
 pub(crate) use self::calls::wait;
 pub(crate) use self::calls::{before_writes, call, cast, slice_axis, update_axis, Arrays};
+#[cfg(any(test, feature = "delegate"))]
+pub(crate) use self::host::bytes;
+#[cfg(feature = "delegate")]
+pub(crate) use self::host::HostBytes;
+pub(crate) use self::host::{array_of, elements, host_array, on_device};
 #[cfg(feature = "delegate")]
 pub(crate) use self::start::unowned_stream;
 use self::start::{adopted, start, Runtime};

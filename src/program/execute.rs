@@ -165,8 +165,13 @@ impl Loaded {
         let frame = Frame::new(&mlx, self.n_values, self.n_ints, &self.constants, step);
         let (made, step) = self.stream.run(&mlx, || self.start(frame, inputs, output_types))?;
         mlx.outside(|| made.iter().try_for_each(Output::wait))?;
-        // Inside: on a GPU this moves the elements to where the host can read them.
-        let outputs: SmallVec<[_; 4]> = made.iter().map(Output::argument).collect::<Result<_>>()?;
+        // Inside: on a GPU this copies the elements to where the host can read them.
+        let read: SmallVec<[_; 4]> = made.iter().map(Output::read).collect::<Result<_>>()?;
+        let outputs: SmallVec<[_; 4]> = made
+            .iter()
+            .zip(&read)
+            .map(|(output, read)| output.argument(read))
+            .collect::<Result<_>>()?;
         mlx.outside(|| host.take(&outputs))?;
         match step {
             Some(step) => self.stream.run(&mlx, || Ok(step.commit(&[])?)),
@@ -371,8 +376,8 @@ fn tensor(input: &Argument, shape: &[Dim], scalar_type: i8) -> Result<Array> {
     if n * dtype::item_size(dtype) != input.bytes().len() {
         fail!(Internal, "{} bytes for shape {:?}", input.bytes().len(), input.shape());
     }
-    // SAFETY: the bytes are as many as shape and dtype say; MLX copies them.
-    Ok(unsafe { Array::from_raw_data(input.bytes().as_ptr().cast(), input.shape(), dtype) })
+    // SAFETY: the bytes are as many as shape and dtype say.
+    unsafe { mlx::host_array(input.bytes(), input.shape(), dtype) }
 }
 
 fn check_shape(found: &[i32], expected: &[Dim]) -> Result<()> {

@@ -8,7 +8,7 @@ use super::ir::{Int, IntValue, Out, Value};
 use crate::attention::AttendSpec;
 use crate::backend::{MlxCache, Step};
 use crate::error::{fail, Error, Result, Status};
-use crate::mlx::{self, Mlx};
+use crate::mlx::{self, HostBytes, Mlx};
 use etkv_host::Argument;
 
 /// The elements of an integer input. Those of a step of few tokens need no allocation.
@@ -257,13 +257,19 @@ impl Output {
         self.tensor().map_or(Ok(()), mlx::wait)
     }
 
-    /// Returns the output for the host, once it is computed.
-    pub fn argument(&self) -> Result<Argument<'_>> {
-        match self {
-            Self::Tensor(array, scalar_type) => {
-                Ok(Argument::tensor(*scalar_type, array.shape(), mlx::bytes(array)?))
+    /// Returns the elements of a tensor for the host, once they are computed.
+    pub fn read(&self) -> Result<Option<HostBytes<'_>>> {
+        self.tensor().map(mlx::bytes).transpose()
+    }
+
+    /// Returns the output for the host, with what was [read](Self::read).
+    pub fn argument<'a>(&'a self, read: &'a Option<HostBytes<'_>>) -> Result<Argument<'a>> {
+        match (self, read) {
+            (Self::Tensor(array, scalar_type), Some(bytes)) => {
+                Ok(Argument::tensor(*scalar_type, array.shape(), bytes))
             }
-            Self::Int(number) => Ok(Argument::of(i64::from(*number))),
+            (Self::Tensor(..), None) => fail!(Internal, "an output was not read"),
+            (Self::Int(number), _) => Ok(Argument::of(i64::from(*number))),
         }
     }
 }

@@ -137,7 +137,7 @@ impl Finite {
     fn first_in(&self, flag: &Flag) -> Option<usize> {
         let zero = match &flag.told {
             Told::Each(each) => {
-                let numbers = each.try_as_slice::<u32>().unwrap_or_default();
+                let numbers = mlx::elements::<u32>(each).unwrap_or_default();
                 // What cannot be read may be anything.
                 let is_bad = |at: &usize| numbers.get(*at).is_none_or(|&number| number != 0);
                 return (0..flag.writes.len()).find(is_bad).map(|at| flag.writes[at]);

@@ -34,8 +34,10 @@ fn of_bytes(mask: &MaskRuns) -> Result<Array> {
     let bytes = mask.bytes()?;
     let shape = [mask.n_tokens() as i32, mask.n_slots() as i32];
     // SAFETY: the shape has as many elements as there are bytes. Each byte is 0 or 1, as MLX stores
-    // booleans. MLX copies them.
-    Ok(unsafe { Array::from_raw_data(bytes.as_ptr().cast(), &shape, Dtype::Bool) })
+    // booleans.
+    let mask = unsafe { mlx::host_array(&bytes, &shape, Dtype::Bool) }?;
+    // Every layer reads it.
+    mlx::on_device(&mask)
 }
 
 /// Makes the mask on the device, of queries that have `most` runs or fewer.
@@ -52,8 +54,8 @@ fn of_runs(mask: &MaskRuns, most: usize) -> Result<Array> {
     }
     let shape = [n as i32, most as i32, 1];
     let slots = arange::<_, i32>(0, mask.n_slots() as i32, None)?;
-    let behind = slots.ge(Array::from_slice(&starts, &shape))?;
-    let before = slots.lt(Array::from_slice(&ends, &shape))?;
+    let behind = slots.ge(mlx::array_of(&starts, &shape)?)?;
+    let before = slots.lt(mlx::array_of(&ends, &shape)?)?;
     let seen = behind.logical_and(before)?;
     Ok(match most {
         1 => seen.squeeze_axes(&[1])?,

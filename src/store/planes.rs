@@ -193,7 +193,7 @@ impl Planes {
         }
         let copy = |buffer| match slots {
             Slots::Run(run) => Ok(slice_axis(buffer, SLOTS, run.start, run.end, 1)?.contiguous()?),
-            Slots::List(list) => Ok(take_axis(buffer, indices(list), SLOTS as i32)?),
+            Slots::List(list) => Ok(take_axis(buffer, indices(list)?, SLOTS as i32)?),
         };
         self.buffers.iter().map(copy).collect()
     }
@@ -201,15 +201,15 @@ impl Planes {
 
 /// Returns slots as an array. All planes of all layers are written and read at the same ones, so the last
 /// array is kept.
-fn indices(list: &[i32]) -> Array {
+fn indices(list: &[i32]) -> Result<Array> {
     static LAST: Mutex<Option<(Vec<i32>, Array)>> = Mutex::new(None);
     let mut last = LAST.lock();
     match &*last {
-        Some((slots, array)) if slots == list => array.clone(),
+        Some((slots, array)) if slots == list => Ok(array.clone()),
         _ => {
-            let array = Array::from_slice(list, &[list.len() as i32]);
+            let array = mlx::on_device(&mlx::array_of(list, &[list.len() as i32])?)?;
             *last = Some((list.to_vec(), array.clone()));
-            array
+            Ok(array)
         }
     }
 }
@@ -220,7 +220,7 @@ fn update_list(buffer: &Array, rows: &Array, list: &[i32]) -> Result<Array> {
     if runs.len() > 1 && (runs.len() > MAX_RUNS || mlx::is_stream_on_gpu()?) {
         // Scattered updates carry the axis of the slots in front.
         let rows = rows.transpose_axes(&[2, 0, 1, 3])?.expand_dims(3)?;
-        return Ok(scatter_single(buffer, indices(list), rows, SLOTS as i32)?);
+        return Ok(scatter_single(buffer, indices(list)?, rows, SLOTS as i32)?);
     }
     let mut buffer = buffer.clone();
     for (first, n) in runs {

@@ -46,6 +46,29 @@ extern "C" {
         written: mlx_array,
     ) -> ::std::os::raw::c_int;
 
+    /// Stores an array of `bytes` bytes of the host's that a GPU reads where they are. Not made, and
+    /// nothing stored, on a CPU, for more than 64 KiB, and while too many of these arrays exist.
+    #[cfg(target_os = "linux")]
+    pub fn etkv_mlx_array_pinned(
+        array: *mut mlx_array,
+        made: *mut bool,
+        data: *const ::std::os::raw::c_void,
+        bytes: usize,
+        shape: *const ::std::os::raw::c_int,
+        rank: usize,
+        dtype: mlx_dtype,
+    ) -> ::std::os::raw::c_int;
+
+    /// Copies the elements of a computed, row-contiguous array on an NVIDIA GPU, `bytes` bytes. Not
+    /// done where the host can read them in place. For MLX's build for CUDA only.
+    #[cfg(target_os = "linux")]
+    pub fn etkv_mlx_array_read(
+        done: *mut bool,
+        to: *mut ::std::os::raw::c_void,
+        bytes: usize,
+        array: mlx_array,
+    ) -> ::std::os::raw::c_int;
+
     /// Does nothing. A call of it makes a linker keep libetkv_blas.
     #[cfg(target_os = "linux")]
     pub fn etkv_blas_keep();

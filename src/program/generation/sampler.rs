@@ -6,7 +6,7 @@ use mlx_rs::ops::{arange, concatenate, select, softmax_axis, sort_axis};
 use mlx_rs::transforms::async_eval;
 use mlx_rs::{Array, Dtype};
 
-use crate::error::{fail, Error, Result, Status};
+use crate::error::{fail, Result};
 use crate::mlx::{self, cast, slice_axis};
 
 /// The tokens that one step chooses, perhaps not computed yet.
@@ -33,11 +33,10 @@ impl Chosen {
     /// Returns the computed token ids.
     ///
     /// # Errors
-    /// [`Backend`](Status::Backend) for logits that are not finite.
+    /// [`Backend`](crate::Status::Backend) for logits that are not finite.
     pub fn ids(&self) -> Result<Vec<i64>> {
-        let failed = |error| Error::new(Status::Backend, &error).caused_by(error);
-        let witness: Vec<f32> = self.witness.to_vec_exact().map_err(failed)?;
-        let ids: Vec<i32> = self.tokens.to_vec_exact().map_err(failed)?;
+        let witness: Vec<f32> = mlx::elements(&self.witness)?;
+        let ids: Vec<i32> = mlx::elements(&self.tokens)?;
         for (index, (found, id)) in witness.iter().zip(&ids).enumerate() {
             if !found.is_finite() {
                 fail!(
@@ -71,7 +70,7 @@ impl Chosen {
             return Ok(self.tokens.clone());
         }
         let rows: Vec<i32> = rows.iter().map(|&row| row as i32).collect();
-        Ok(self.tokens.take_axis(Array::from_slice(&rows, &[rows.len() as i32]), 0)?)
+        Ok(self.tokens.take_axis(mlx::array_of(&rows, &[rows.len() as i32])?, 0)?)
     }
 }
 
@@ -98,7 +97,7 @@ impl Sampler {
     /// that count as repeated; `draws` are numbers from 0 to 1, one for each row.
     ///
     /// # Errors
-    /// [`InvalidArgument`](Status::InvalidArgument) for a bias of a token that has no logit.
+    /// [`InvalidArgument`](crate::Status::InvalidArgument) for a bias of a token that has no logit.
     pub fn choose(
         &mut self,
         logits: &Array,
@@ -117,7 +116,7 @@ impl Sampler {
             let witness = cast(&logits.max_axis(-1, false)?, Dtype::Float32)?;
             return Ok(Chosen { tokens, witness, below: logits.dim(-1) });
         }
-        let draws = Array::from_slice(draws, &[draws.len() as i32, 1]);
+        let draws = mlx::array_of(draws, &[draws.len() as i32, 1])?;
         self.drawn(&cast(&logits, Dtype::Float32)?, &draws)
     }
 
@@ -190,6 +189,7 @@ impl Sampler {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::error::Status;
 
     /// Logits that an inexact sum cannot confuse: a few hundred tokens of different probability.
     fn logits(row: usize, n: usize) -> Vec<f32> {

@@ -10,7 +10,7 @@ use super::sampler::Chosen;
 use super::text_inputs::Tokens;
 use crate::backend::{MlxCache, Step};
 use crate::error::{fail, Result};
-use crate::mlx::{slice_axis, Mlx};
+use crate::mlx::{self, slice_axis, Mlx};
 
 /// The tokens of one step: several of one answer, or one of each of several.
 pub(super) struct Batch<'a> {
@@ -111,7 +111,7 @@ impl Generation {
                 }
             }
         }
-        let known = Array::from_slice(&ids, &[batch.answers.len() as i32, width as i32]);
+        let known = mlx::array_of(&ids, &[batch.answers.len() as i32, width as i32])?;
         Ok(Some(match coming {
             None => known,
             Some(coming) if width == 0 => coming,

@@ -4,6 +4,7 @@ use mlx_rs::{Array, Dtype};
 use smallvec::SmallVec;
 
 use crate::error::{fail, Result};
+use crate::mlx;
 use crate::program::dtype::dtype_of;
 use crate::program::frame::Frame;
 use crate::program::ir::{Dim, InputSpec, Value};
@@ -75,7 +76,7 @@ impl TextInputs {
         let (value, dtype) = self.tokens;
         match tokens {
             Tokens::Host(ids) => {
-                let array = Array::from_slice(ids, &[1, n]).as_dtype(dtype)?;
+                let array = mlx::array_of(ids, &[1, n])?.as_dtype(dtype)?;
                 frame.set(value, array);
                 frame.set_host_ints(value, SmallVec::from_slice(ids));
             }
@@ -85,7 +86,7 @@ impl TextInputs {
             }
         }
         let (value, dtype) = self.positions;
-        frame.set(value, Array::from_slice(positions, &[n]).as_dtype(dtype)?);
+        frame.set(value, mlx::array_of(positions, &[n])?.as_dtype(dtype)?);
         frame.set_host_ints(value, positions.iter().copied().map(i64::from).collect());
         Ok(())
     }

@@ -64,7 +64,8 @@ fn values(array: &Array) -> Result<Vec<f32>> {
 fn bytes_of(array: &Array) -> Result<Vec<u8>> {
     let flat = array.contiguous()?;
     flat.eval()?;
-    Ok(crate::mlx::bytes(&flat)?.to_vec())
+    let bytes = crate::mlx::bytes(&flat)?;
+    Ok(bytes.to_vec())
 }
 
 fn pool_of(format: KvFormat, rows: &Array) -> Result<Box<dyn Pool>> {

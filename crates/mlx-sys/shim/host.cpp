@@ -1,0 +1,223 @@
+// Small arrays between the memory of the host and that of an NVIDIA GPU.
+//
+// MLX keeps what the host makes in managed memory, whose pages move to the GPU when a
+// kernel reads them first: 80 to 280 us an array on an H200, in every step, for some
+// positions or a mask. Pinned memory is read over the bus, in a microsecond or two. And
+// what the host reads MLX moves to managed memory for good, which allocates anew each
+// time. Here it is copied.
+
+#include <cstddef>
+#include <cstdint>
+#include <cstring>
+#include <exception>
+#include <mutex>
+#include <utility>
+#include <vector>
+
+#include "mlx/c/array.h"
+#include "mlx/c/error.h"
+#include "mlx/c/private/enums.h"
+#include "mlx/c/private/mlx.h"
+
+#if defined(__linux__)
+
+#include <dlfcn.h>
+
+namespace {
+
+/// What a buffer of MLX for CUDA points to (mlx/backend/cuda/allocator.h, MLX 0.32.2).
+/// The host may read and write memory of device -1.
+struct CudaBuffer {
+  void* data;
+  size_t size;
+  int device;
+};
+
+constexpr size_t kBlock = size_t{1} << 16;
+constexpr size_t kBlocks = 64;
+
+/// The driver, which is there already where MLX runs on a GPU, and a stream of it that
+/// waits for no other. Its header is not needed to build.
+class Driver {
+ public:
+  /// Returns the driver, or null if it is not there.
+  static Driver* get() {
+    static auto* driver = new Driver();
+    return driver->ready_ ? driver : nullptr;
+  }
+
+  /// Returns memory that every device of the process can read, or null.
+  void* pinned(size_t bytes) {
+    constexpr unsigned kPortable = 1;
+    void* memory = nullptr;
+    const bool done = in_context(
+        [&] { return allocate_(&memory, bytes, kPortable) == 0; });
+    return done ? memory : nullptr;
+  }
+
+  /// Copies computed memory of the device to the host. Returns whether it did.
+  bool read(void* to, const void* from, size_t bytes) {
+    const auto address = reinterpret_cast<uintptr_t>(from);
+    return in_context([&] {
+      return copy_(to, address, bytes, stream_) == 0 && wait_(stream_) == 0;
+    });
+  }
+
+ private:
+  Driver() {
+    void* library = dlopen("libcuda.so.1", RTLD_NOW | RTLD_NOLOAD);
+    const auto find = [library]<typename F>(F*& function, const char* name) {
+      function = reinterpret_cast<F*>(dlsym(library, name));
+      return function != nullptr;
+    };
+    int (*retain)(void**, int) = nullptr;
+    int (*make_stream)(void**, unsigned) = nullptr;
+    constexpr unsigned kNonBlocking = 1;
+    ready_ = library != nullptr && find(retain, "cuDevicePrimaryCtxRetain") &&
+        find(make_stream, "cuStreamCreate") &&
+        find(push_, "cuCtxPushCurrent_v2") &&
+        find(pop_, "cuCtxPopCurrent_v2") &&
+        find(allocate_, "cuMemHostAlloc") &&
+        find(copy_, "cuMemcpyDtoHAsync_v2") &&
+        find(wait_, "cuStreamSynchronize") && retain(&context_, 0) == 0 &&
+        in_context([&] { return make_stream(&stream_, kNonBlocking) == 0; });
+  }
+
+  template <typename Work>
+  bool in_context(const Work& work) {
+    if (push_(context_) != 0) {
+      return false;
+    }
+    const bool done = work();
+    void* before = nullptr;
+    pop_(&before);
+    return done;
+  }
+
+  bool ready_ = false;
+  void* context_ = nullptr;
+  void* stream_ = nullptr;
+  int (*push_)(void*) = nullptr;
+  int (*pop_)(void**) = nullptr;
+  int (*allocate_)(void**, size_t, unsigned) = nullptr;
+  int (*copy_)(void*, uintptr_t, size_t, void*) = nullptr;
+  int (*wait_)(void*) = nullptr;
+};
+
+/// Pinned memory in blocks, all of it allocated at once, and never freed: MLX may give
+/// back an array after everything else.
+class PinnedBlocks {
+ public:
+  static PinnedBlocks& get() {
+    static auto* blocks = new PinnedBlocks();
+    return *blocks;
+  }
+
+  /// Returns a block, or null if there is none.
+  void* take() {
+    const std::lock_guard lock(mutex_);
+    if (free_.empty()) {
+      return nullptr;
+    }
+    void* block = free_.back();
+    free_.pop_back();
+    return block;
+  }
+
+  void give_back(void* block) {
+    const std::lock_guard lock(mutex_);
+    free_.push_back(block);
+  }
+
+ private:
+  PinnedBlocks() {
+    auto* driver = Driver::get();
+    auto* memory = driver == nullptr
+        ? nullptr
+        : static_cast<char*>(driver->pinned(kBlock * kBlocks));
+    for (size_t i = 0; memory != nullptr && i < kBlocks; ++i) {
+      free_.push_back(memory + i * kBlock);
+    }
+  }
+
+  std::mutex mutex_;
+  std::vector<void*> free_;
+};
+
+} // namespace
+
+// Hidden: for the Rust beside them, and no part of what libetkv exports.
+
+/// Makes an array of `bytes` bytes in pinned memory. `made` is false, and there is no
+/// array, where there is no such memory or no block is free.
+extern "C" __attribute__((visibility("hidden"))) int etkv_mlx_array_pinned(
+    mlx_array* array,
+    bool* made,
+    const void* data,
+    size_t bytes,
+    const int* shape,
+    size_t rank,
+    mlx_dtype dtype) {
+  *made = false;
+  if (bytes > kBlock) {
+    return 0;
+  }
+  void* block = nullptr;
+  try {
+    auto& blocks = PinnedBlocks::get();
+    block = blocks.take();
+    if (block == nullptr) {
+      return 0;
+    }
+    std::memcpy(block, data, bytes);
+    const auto give_back = [&blocks](mlx::core::allocator::Buffer buffer) {
+      auto* kept = static_cast<CudaBuffer*>(buffer.ptr());
+      blocks.give_back(kept->data);
+      delete kept;
+    };
+    mlx::core::array pinned(
+        mlx::core::allocator::Buffer(new CudaBuffer{block, kBlock, -1}),
+        mlx::core::Shape(shape, shape + rank),
+        mlx_dtype_to_cpp(dtype),
+        give_back);
+    // From here on the array gives it back.
+    block = nullptr;
+    mlx_array_set_(*array, std::move(pinned));
+    *made = true;
+    return 0;
+  } catch (const std::exception& error) {
+    if (block != nullptr) {
+      PinnedBlocks::get().give_back(block);
+    }
+    mlx_error(error.what());
+    return 1;
+  }
+}
+
+/// Copies the elements of a computed, row-contiguous array of MLX for CUDA. `done` is
+/// false, and nothing is copied, where the host can read them in place, and where there
+/// is no driver.
+extern "C" __attribute__((visibility("hidden"))) int etkv_mlx_array_read(
+    bool* done,
+    void* to,
+    size_t bytes,
+    const mlx_array array) {
+  *done = false;
+  try {
+    auto& found = mlx_array_get_(array);
+    const auto* buffer = static_cast<const CudaBuffer*>(found.buffer().ptr());
+    if (buffer == nullptr || buffer->device < 0 || bytes != found.nbytes()) {
+      return 0;
+    }
+    if (auto* driver = Driver::get()) {
+      *done = driver->read(
+          to, static_cast<const char*>(buffer->data) + found.offset(), bytes);
+    }
+    return 0;
+  } catch (const std::exception& error) {
+    mlx_error(error.what());
+    return 1;
+  }
+}
+
+#endif
