@@ -18,7 +18,7 @@ use crate::error::{Error, Result};
 #[cfg(test)]
 mod tests;
 
-/// The most rows of a call. For more, cuBLAS is faster.
+/// The most rows of a call. For more, cuBLAS is faster; one row has MLX's own kernel, which is faster.
 pub const MOST_ROWS: i32 = 16;
 
 /// Outputs of a tile, and the threads of a block: as in the kernel.
@@ -79,10 +79,6 @@ impl<'a> Product<'a> {
     /// Returns a product with nothing around it.
     pub fn plain(x: &'a Array, weight: &'a Array, transposed: bool) -> Self {
         Self { x, weight, transposed, bias: None, norm: None, gate: None, plus: None }
-    }
-
-    fn is_plain(&self) -> bool {
-        self.norm.is_none() && self.gate.is_none() && self.plus.is_none()
     }
 }
 
@@ -148,17 +144,17 @@ impl Call {
         let dtype = x.dtype();
         let is_half = matches!(dtype, Dtype::Float16 | Dtype::Bfloat16);
         let is_row = |row: &Array, size: i32| row.dtype() == dtype && row.shape() == [size];
-        // One row without anything else has MLX's own kernel.
-        let fewest = if product.is_plain() || std::env::var_os("TRY2").is_some() { 2 } else { 1 };
         let fits = leading.iter().all(|&n| n == 1)
-            && (fewest..=MOST_ROWS).contains(&rows)
+            && (2..=MOST_ROWS).contains(&rows)
             && inner > 0
             && inner % PIECE == 0
             && weights % halves == 0
             && is_half
             && weight.dtype() == dtype
             && bias.is_none_or(|bias| is_row(bias, weights))
-            && norm.and_then(|norm| norm.weight).is_none_or(|weight| is_row(weight, inner))
+            && norm
+                .and_then(|norm| norm.weight)
+                .is_none_or(|weight| is_row(weight, inner) && weight.strides() == [1])
             && (norm.is_none() || rows.checked_mul(inner + PAD)? <= MOST_SHARED);
         if !fits {
             return None;

@@ -96,7 +96,7 @@ struct FewRows {
   // row behind its last one. Few rows have several warps each; all threads of a warp have the same rows.
   template <typename Work, typename End>
   __device__ void for_pieces(const Work& work, const End& end) const {
-    int warps = rows == 1 ? 8 : rows == 2 ? 4 : rows <= 4 ? 2 : 1;
+    int warps = rows <= 2 ? 4 : rows <= 4 ? 2 : 1;
     int thread = threadIdx.x % 32, warp = threadIdx.x / 32;
     for (int r = warp / warps; r < rows; r += SHARES / warps) {
 #pragma unroll 4
@@ -139,90 +139,10 @@ struct FewRows {
   }
 
   __device__ void run(E* out, E* shared, float* sums, float* squares) const {
-    if (rows == 1 && is_shared()) {
-      multiply_row(out, shared, squares);
-    } else if (rows <= ROWS) {
+    if (rows <= ROWS) {
       multiply_rows<1>(out, shared, sums, squares);
     } else {
       multiply_rows<2>(out, shared, sums, squares);
-    }
-  }
-
-  // The product of eight elements with eight others.
-  __device__ static float product_of(uint4 a, uint4 b, float sum) {
-    E first[8], second[8];
-    memcpy(first, &a, sizeof(a));
-    memcpy(second, &b, sizeof(b));
-#pragma unroll
-    for (int i = 0; i < 8; ++i) sum = fmaf(static_cast<float>(first[i]), static_cast<float>(second[i]), sum);
-    return sum;
-  }
-
-  // Multiplies one row. A warp has two rows of weights at a time, which it reads 512 bytes at once: two
-  // outputs, or one output and its gated half.
-  __device__ void multiply_row(E* out, E* shared, float* squares) const {
-    constexpr int SLOTS = 8, STRIDE = 256;
-    int thread = threadIdx.x % 32, warp = threadIdx.x / 32;
-    int tiles = (outputs + width() - 1) / width(), slots = (inner + STRIDE - 1) / STRIDE;
-    bool w_aligned = is_aligned(w);
-
-    uint4 a[SLOTS][2];
-    const E* at_row[2];
-    int next_tile = blockIdx.x, next_slot = 0;
-    auto turn = [&]() {
-#pragma unroll
-      for (int i = 0; i < 2; ++i) {
-        int first = next_tile * width();
-        int output = gate ? min(first + warp, outputs - 1) + i * outputs : min(first + 2 * warp + i, outputs - 1);
-        at_row[i] = w + static_cast<long long>(output) * inner;
-      }
-    };
-    auto ask = [&](int place) {
-      int from = next_slot * STRIDE + 8 * thread;
-      bool exists = next_tile < tiles && from < inner;
-#pragma unroll
-      for (int i = 0; i < 2; ++i) {
-        a[place][i] = make_uint4(0, 0, 0, 0);
-        if (exists) a[place][i] = w_aligned ? read_once(at_row[i] + from) : gathered(at_row[i] + from, 1);
-      }
-      if (++next_slot == slots) {
-        next_slot = 0;
-        next_tile += gridDim.x;
-        turn();
-      }
-    };
-    turn();
-#pragma unroll
-    for (int place = 0; place < SLOTS; ++place) ask(place);
-    share(shared, squares);
-
-    float sums[2] = {};
-    int tile = blockIdx.x, slot = 0;
-    while (tile < tiles) {
-#pragma unroll
-      for (int place = 0; place < SLOTS; ++place) {
-        if (tile >= tiles) break;
-        int from = slot * STRIDE + 8 * thread;
-        uint4 y = from < inner ? *reinterpret_cast<const uint4*>(shared + from) : make_uint4(0, 0, 0, 0);
-        sums[0] = product_of(a[place][0], y, sums[0]);
-        sums[1] = product_of(a[place][1], y, sums[1]);
-        ask(place);
-        if (++slot < slots) continue;
-#pragma unroll
-        for (int step = 16; step > 0; step /= 2) {
-          sums[0] += __shfl_xor_sync(0xffffffffu, sums[0], step);
-          sums[1] += __shfl_xor_sync(0xffffffffu, sums[1], step);
-        }
-        int first = tile * width();
-        if (gate) {
-          if (thread == 0) end_output(out, 0, first + warp, sums[0], sums[1]);
-        } else if (thread < 2) {
-          end_output(out, 0, first + 2 * warp + thread, thread == 0 ? sums[0] : sums[1], 0);
-        }
-        sums[0] = sums[1] = 0;
-        slot = 0;
-        tile += gridDim.x;
-      }
     }
   }
 
