@@ -50,8 +50,8 @@ class Driver {
   void* pinned(size_t bytes) {
     constexpr unsigned kPortable = 1;
     void* memory = nullptr;
-    const bool done = in_context(
-        [&] { return allocate_(&memory, bytes, kPortable) == 0; });
+    const bool done =
+        in_context([&] { return allocate_(&memory, bytes, kPortable) == 0; });
     return done ? memory : nullptr;
   }
 
@@ -73,11 +73,11 @@ class Driver {
     int (*retain)(void**, int) = nullptr;
     int (*make_stream)(void**, unsigned) = nullptr;
     constexpr unsigned kNonBlocking = 1;
-    ready_ = library != nullptr && find(retain, "cuDevicePrimaryCtxRetain") &&
+    ready_ =
+        library != nullptr && find(retain, "cuDevicePrimaryCtxRetain") &&
         find(make_stream, "cuStreamCreate") &&
         find(push_, "cuCtxPushCurrent_v2") &&
-        find(pop_, "cuCtxPopCurrent_v2") &&
-        find(allocate_, "cuMemHostAlloc") &&
+        find(pop_, "cuCtxPopCurrent_v2") && find(allocate_, "cuMemHostAlloc") &&
         find(copy_, "cuMemcpyDtoHAsync_v2") &&
         find(wait_, "cuStreamSynchronize") && retain(&context_, 0) == 0 &&
         in_context([&] { return make_stream(&stream_, kNonBlocking) == 0; });
@@ -133,8 +133,8 @@ class PinnedBlocks {
   PinnedBlocks() {
     auto* driver = Driver::get();
     auto* memory = driver == nullptr
-        ? nullptr
-        : static_cast<char*>(driver->pinned(kBlock * kBlocks));
+                       ? nullptr
+                       : static_cast<char*>(driver->pinned(kBlock * kBlocks));
     for (size_t i = 0; memory != nullptr && i < kBlocks; ++i) {
       free_.push_back(memory + i * kBlock);
     }
@@ -197,11 +197,8 @@ extern "C" __attribute__((visibility("hidden"))) int etkv_mlx_array_pinned(
 /// Copies the elements of a computed, row-contiguous array of MLX for CUDA. `done` is
 /// false, and nothing is copied, where the host can read them in place, and where there
 /// is no driver.
-extern "C" __attribute__((visibility("hidden"))) int etkv_mlx_array_read(
-    bool* done,
-    void* to,
-    size_t bytes,
-    const mlx_array array) {
+extern "C" __attribute__((visibility("hidden"))) int
+etkv_mlx_array_read(bool* done, void* to, size_t bytes, const mlx_array array) {
   *done = false;
   try {
     auto& found = mlx_array_get_(array);

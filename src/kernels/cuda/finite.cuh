@@ -14,7 +14,7 @@ struct Rows {
     bool found = false;
     for (int i = threadIdx.x; i < n; i += blockDim.x) {
       int d = i % columns, t = i / columns % tokens, h = i / columns / tokens;
-      // False for infinities, and for what is no number.
+      // False for infinities and NaN.
       found |= !(fabsf(static_cast<float>(data[h * head + t * token + d * column])) <= 3.402823466e38f);
     }
     return __syncthreads_or(found);
