@@ -12,6 +12,8 @@
 
 mod calls;
 mod host;
+#[cfg(feature = "delegate")]
+mod shares;
 mod start;
 
 use std::cell::Cell;
@@ -30,6 +32,8 @@ pub(crate) use self::host::bytes;
 #[cfg(feature = "delegate")]
 pub(crate) use self::host::HostBytes;
 pub(crate) use self::host::{array_of, elements, host_array, on_device};
+#[cfg(feature = "delegate")]
+pub(crate) use self::shares::shared;
 #[cfg(feature = "delegate")]
 pub(crate) use self::start::unowned_stream;
 use self::start::{adopted, start, Runtime};

@@ -1,7 +1,7 @@
 //! Matrix products of floats.
 
 use mlx_rs::ops::{addmm as mlx_addmm, concatenate, matmul};
-use mlx_rs::Array;
+use mlx_rs::{Array, Dtype};
 
 use super::views::run_split;
 use super::{activation, instruction};
@@ -128,6 +128,25 @@ fn linear(linear: &Product) -> Result<Array> {
         return Ok(out);
     }
     let Product { x, weight, transposed, bias, .. } = *linear;
+    let axis = usize::from(transposed);
+    let outputs = weight.shape().get(axis).copied().unwrap_or_default();
+    let cuts = weight.ndim() == 2 && bias.is_none_or(|bias| bias.shape() == [outputs]);
+    // float32 goes to a BLAS, which has threads of its own.
+    if x.dtype() != Dtype::Float32 && cuts {
+        let shared = mlx::shared(outputs, x.size() as i64, |range| {
+            let part = |array, axis| slice_axis(array, axis, range.start, range.end, 1);
+            let bias = bias.map(|bias| part(bias, 0)).transpose()?;
+            whole(x, &part(weight, axis)?, transposed, bias.as_ref())
+        })?;
+        if let Some(out) = shared {
+            return Ok(out);
+        }
+    }
+    whole(x, weight, transposed, bias)
+}
+
+/// Returns a product with its bias, by MLX.
+fn whole(x: &Array, weight: &Array, transposed: bool, bias: Option<&Array>) -> Result<Array> {
     let turned;
     let weight = match transposed {
         true => weight,

@@ -5,7 +5,7 @@ use mlx_rs::{Array, Dtype};
 
 use super::instruction;
 use crate::error::{fail, Result};
-use crate::mlx::{call, cast};
+use crate::mlx::{self, call, cast, slice_axis};
 use crate::program::dtype::dtype_of;
 use crate::program::fb;
 use crate::program::frame::Frame;
@@ -149,7 +149,17 @@ fn linear_on_cpu(x: &Array, packed: &Packed) -> Result<Array> {
             biases: &cast(packed.biases, Dtype::Float32)?,
             ..*packed
         };
-        let product = packed_product(&cast(x, Dtype::Float32)?, &wide, true)?;
+        let x = cast(x, Dtype::Float32)?;
+        let shared = mlx::shared(packed.w.dim(0), x.size() as i64, |range| {
+            let part = |array| slice_axis(array, 0, range.start, range.end, 1);
+            let (w, scales, biases) = (part(wide.w)?, part(wide.scales)?, part(wide.biases)?);
+            let part = Packed { w: &w, scales: &scales, biases: &biases, packing: wide.packing };
+            packed_product(&x, &part, true)
+        })?;
+        let product = match shared {
+            Some(product) => product,
+            None => packed_product(&x, &wide, true)?,
+        };
         return cast(&product, dtype);
     }
     let w = packed.unpack()?;
