@@ -63,7 +63,7 @@ fn tried(dtype: &Dtype) -> Result<Option<Kernel>> {
     let Some((name, _)) = element(*dtype) else {
         return Ok(None);
     };
-    let mut call = format!("etkv::Rows<{name}> rows;\nswitch (blockIdx.x) {{\n");
+    let mut call = format!("etkv::Elements<{name}> rows;\nswitch (blockIdx.x) {{\n");
     let mut inputs: Vec<CString> = Vec::new();
     for (i, letter) in ('a'..='z').take(MOST_ARRAYS).enumerate() {
         let x = format!("rows_{letter}");
@@ -77,7 +77,7 @@ fn tried(dtype: &Dtype) -> Result<Option<Kernel>> {
         inputs.push(c_text(x)?);
     }
     call.push_str(
-        "}\nbool others = rows.has_others();\nif (threadIdx.x == 0) out[blockIdx.x] = others;\n",
+        "}\nbool bad = rows.has_non_finite();\nif (threadIdx.x == 0) out[blockIdx.x] = bad;\n",
     );
     let inputs: Vec<&CStr> = inputs.iter().map(CString::as_c_str).collect();
     let header = header("finite", include_str!("cuda/finite.cuh"))?;

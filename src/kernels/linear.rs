@@ -108,7 +108,7 @@ struct Kernels {
 static KERNELS: Mutex<Option<Kernels>> = Mutex::new(None);
 
 /// Returns the result in the dtype of `x`, if the kernel takes the product. Rows that it normalizes have
-/// up to 33,280 elements together.
+/// up to 33,280 elements together, with 32 more for each.
 pub fn few_rows(product: &Product) -> Result<Option<Array>> {
     let Some(call) = Call::of(product) else {
         return Ok(None);
@@ -152,9 +152,8 @@ impl Call {
             && is_half
             && weight.dtype() == dtype
             && bias.is_none_or(|bias| is_row(bias, weights))
-            && norm
-                .and_then(|norm| norm.weight)
-                .is_none_or(|weight| is_row(weight, inner) && weight.strides() == [1])
+            && norm.and_then(|norm| norm.weight).is_none_or(|weight| is_row(weight, inner))
+            && norm.is_none_or(|norm| norm.eps >= 0.0)
             && (norm.is_none() || rows.checked_mul(inner + PAD)? <= MOST_SHARED);
         if !fits {
             return None;
@@ -238,7 +237,7 @@ impl Template {
              const int outputs = int(1ll * w_shape[0] * w_shape[1] / inner) / (gate ? 2 : 1);\n\
              etkv::FewRows<{name}> work{{x, x_strides[{row}], x_strides[{column}], w,\n\
              bias == form ? nullptr : bias, bias_strides[0],\n\
-             how >= 4, __int_as_float(form_shape[1]), norm == form ? nullptr : norm,\n\
+             how >= 4, __int_as_float(form_shape[1]), norm == form ? nullptr : norm, norm_strides[0],\n\
              plus == form ? nullptr : plus, plus_strides[{row}], plus_strides[{column}],\n\
              gate, x_shape[{row}], outputs, inner}};\n\
              work.run(out, reinterpret_cast<{name}*>(shared_memory), sums, squares);\n",

@@ -51,12 +51,12 @@ pub fn array_of<T: ArrayElement>(elements: &[T], shape: &[i32]) -> Result<Array>
     }
 }
 
-/// Returns a copy of an array that several kernels read, where the device reads it fastest.
+/// Returns an array of the host's that several kernels read, copied to the memory of an NVIDIA GPU.
 pub fn on_device(array: &Array) -> Result<Array> {
-    if !is_stream_on_gpu()? {
+    if cfg!(target_os = "macos") || !is_stream_on_gpu()? {
         return Ok(array.clone());
     }
-    // MLX would reuse the memory of an array that is named once.
+    // MLX would leave the result in the memory of an array that is named once.
     Ok(match array.dtype() {
         Dtype::Bool => array.logical_or(array)?,
         _ => mlx_rs::ops::maximum(array, array)?,
@@ -70,6 +70,9 @@ pub enum HostBytes<'a> {
     /// In a copy.
     Copy(Vec<u8>),
 }
+
+/// The most bytes that are kept between copies: the logits of a step of one token.
+const MOST_SPARE: usize = 1 << 20;
 
 thread_local! {
     /// The memory of the last copy, for the next one.
@@ -92,7 +95,7 @@ impl Drop for HostBytes<'_> {
         if let Self::Copy(bytes) = self {
             let bytes = std::mem::take(bytes);
             SPARE.with_borrow_mut(|spare| {
-                if spare.capacity() < bytes.capacity() {
+                if (spare.capacity()..=MOST_SPARE).contains(&bytes.capacity()) {
                     *spare = bytes;
                 }
             });
@@ -133,7 +136,7 @@ pub fn bytes(array: &Array) -> Result<HostBytes<'_>> {
     Ok(HostBytes::InPlace(unsafe { std::slice::from_raw_parts(data, n) }))
 }
 
-/// Returns the elements of a row-contiguous array of few elements. Waits until it is computed.
+/// Returns the elements of a row-contiguous array. Waits until it is computed.
 pub fn elements<T: ArrayElement + Copy>(array: &Array) -> Result<Vec<T>> {
     if array.dtype() != T::DTYPE {
         fail!(Internal, "elements of {:?} are read as {:?}", array.dtype(), T::DTYPE);

@@ -113,7 +113,7 @@ mod tests {
             }
         }
         // Small products stay whole.
-        assert_eq!(cut(64, FEWEST / 64, 8), [0..64]);
+        assert_eq!(cut(64, FEWEST / 64, 8).len(), 1);
         assert_eq!(cut(64, FEWEST / 16, 2).len(), 2);
     }
 

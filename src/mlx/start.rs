@@ -75,9 +75,11 @@ pub fn start() -> Result<Runtime> {
     // SAFETY: the handler is a function without state.
     unsafe { mlx_sys::mlx_set_error_handler(Some(on_error), std::ptr::null_mut(), None) };
     let on_gpu = matches!(device.get_type()?, DeviceType::Gpu);
-    if on_gpu && cfg!(target_os = "linux") {
-        limit_graphs();
-    }
+    let architecture = match on_gpu && cfg!(target_os = "linux") {
+        true => architecture(&device),
+        false => None,
+    };
+    limit_graphs(architecture.as_deref());
     let stream = unowned_stream(&device)?;
     // This call makes the linker keep etkv's BLAS library. MLX then finds the matrix products of
     // that library before those of its wheel. OpenBLAS itself is loaded by the first product: its
@@ -92,11 +94,8 @@ pub fn start() -> Result<Runtime> {
     // SAFETY: it registers a function without state; the stream exists.
     unsafe { mlx_sys::etkv_mlx_end_without_driver() };
     #[cfg(feature = "delegate")]
-    let kernels = match on_gpu && cfg!(target_os = "linux") {
-        true => architecture(&device)
-            .and_then(|architecture| kernel_cache::start(&architecture, MLX_VERSION)),
-        false => None,
-    };
+    let kernels =
+        architecture.and_then(|architecture| kernel_cache::start(&architecture, MLX_VERSION));
     Ok(Runtime {
         stream,
         on_gpu,
@@ -105,18 +104,20 @@ pub fn start() -> Result<Runtime> {
     })
 }
 
-/// Lets MLX send shorter graphs to an NVIDIA GPU than the 100 operations of its own choice: the GPU has
-/// nothing to do until the first graph of a step is complete. A host may choose another number. Call it
-/// before the first stream is made. It changes the environment of the process, once.
-fn limit_graphs() {
+/// Lets MLX send shorter graphs to the NVIDIA GPUs for which it chooses 100 operations: the GPU has nothing
+/// to do until the first graph of a step is complete. For others it chooses 20. A host may choose another
+/// number. Call it before the first stream is made. It changes the environment of the process, once.
+fn limit_graphs(architecture: Option<&str>) {
     const VARIABLE: &str = "MLX_MAX_OPS_PER_BUFFER";
-    if std::env::var_os(VARIABLE).is_none() {
+    const LONG: [&str; 3] = ["sm_90", "sm_100", "sm_120"];
+    let is_long =
+        architecture.is_some_and(|name| LONG.contains(&name.trim_end_matches(char::is_alphabetic)));
+    if is_long && std::env::var_os(VARIABLE).is_none() {
         std::env::set_var(VARIABLE, OPERATIONS_OF_A_GRAPH);
     }
 }
 
 /// Returns MLX's name of the kind of a device, such as `sm_90`.
-#[cfg(feature = "delegate")]
 fn architecture(device: &Device) -> Option<String> {
     let (kind, index) = (device.get_type().ok()?, device.get_index().ok()?);
     // SAFETY: handles are made and freed here; the text lives as long as `info`, and is copied.

@@ -377,7 +377,12 @@ fn tensor(input: &Argument, shape: &[Dim], scalar_type: i8) -> Result<Array> {
         fail!(Internal, "{} bytes for shape {:?}", input.bytes().len(), input.shape());
     }
     // SAFETY: the bytes are as many as shape and dtype say.
-    unsafe { mlx::host_array(input.bytes(), input.shape(), dtype) }
+    let array = unsafe { mlx::host_array(input.bytes(), input.shape(), dtype) }?;
+    match dtype {
+        // Ids and positions are read once.
+        Dtype::Int32 | Dtype::Int64 => Ok(array),
+        _ => mlx::on_device(&array),
+    }
 }
 
 fn check_shape(found: &[i32], expected: &[Dim]) -> Result<()> {

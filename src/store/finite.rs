@@ -32,17 +32,17 @@ struct Write {
 struct Flag {
     /// The writes, in order.
     writes: Vec<usize>,
-    told: Told,
+    numbers: Numbers,
 }
 
-enum Told {
+enum Numbers {
     /// A number that is 0 if all are.
     Together(Array),
     /// A number for each write, 0 if its values are.
     Each(Array),
 }
 
-impl Told {
+impl Numbers {
     fn array(&self) -> &Array {
         match self {
             Self::Together(array) | Self::Each(array) => array,
@@ -70,8 +70,8 @@ impl Finite {
     pub fn watch(&mut self, values: &Array, stored: Dtype) -> Result<()> {
         let few = values.ndim() == 4 && values.dim(2) <= MOST_KEPT;
         if !few {
-            let told = Told::Together(zero_if(values, stored)?);
-            let flag = Flag { writes: vec![self.writes.len()], told };
+            let numbers = Numbers::Together(zero_if(values, stored)?);
+            let flag = Flag { writes: vec![self.writes.len()], numbers };
             self.flags.get_mut().push(flag);
         }
         self.writes.push(Write { kept: few.then(|| values.clone()), stored });
@@ -91,24 +91,24 @@ impl Finite {
             let joins = |&write: &usize| self.writes[first].joins(&self.writes[write]);
             let (writes, others): (Vec<usize>, _) = left.into_iter().partition(joins);
             for some in writes.chunks(kernels::MOST_ARRAYS) {
-                flags.push(Flag { writes: some.to_vec(), told: self.tell(some)? });
+                flags.push(Flag { writes: some.to_vec(), numbers: self.numbers(some)? });
             }
             left = others;
         }
-        Ok(flags.iter().map(|flag| flag.told.array().clone()).collect())
+        Ok(flags.iter().map(|flag| flag.numbers.array().clone()).collect())
     }
 
     /// Returns whether the values of writes that [join](Write::joins) are finite.
-    fn tell(&self, writes: &[usize]) -> Result<Told> {
+    fn numbers(&self, writes: &[usize]) -> Result<Numbers> {
         let all: Vec<&Array> =
             writes.iter().filter_map(|&write| self.writes[write].kept.as_ref()).collect();
         let stored = self.writes[writes[0]].stored;
         if all[0].dtype() == stored {
             if let Some(each) = kernels::non_finite(&all)? {
-                return Ok(Told::Each(each));
+                return Ok(Numbers::Each(each));
             }
         }
-        Ok(Told::Together(match all[..] {
+        Ok(Numbers::Together(match all[..] {
             [one] => zero_if(one, stored)?,
             // Along the heads.
             _ => zero_if(&concatenate(&all, 1)?, stored)?,
@@ -120,7 +120,7 @@ impl Finite {
     /// # Errors
     /// [`Backend`](crate::Status::Backend).
     pub fn wait(&self) -> Result<()> {
-        self.flags.borrow().iter().try_for_each(|flag| mlx::wait(flag.told.array()))
+        self.flags.borrow().iter().try_for_each(|flag| mlx::wait(flag.numbers.array()))
     }
 
     /// Returns the first write with a value that is not finite.
@@ -133,16 +133,16 @@ impl Finite {
         flags.iter().filter_map(|flag| self.first_in(flag)).min()
     }
 
-    /// Returns the first write that a flag tells of, if it tells of any.
+    /// Returns the first write of a flag whose values are not finite, if there is one.
     fn first_in(&self, flag: &Flag) -> Option<usize> {
-        let zero = match &flag.told {
-            Told::Each(each) => {
+        let zero = match &flag.numbers {
+            Numbers::Each(each) => {
                 let numbers = mlx::elements::<u32>(each).unwrap_or_default();
                 // What cannot be read may be anything.
                 let is_bad = |at: &usize| numbers.get(*at).is_none_or(|&number| number != 0);
                 return (0..flag.writes.len()).find(is_bad).map(|at| flag.writes[at]);
             }
-            Told::Together(zero) => zero,
+            Numbers::Together(zero) => zero,
         };
         if is_zero(zero) {
             return None;

@@ -3,7 +3,7 @@
 
 use mlx_rs::ops::indexing::{scatter_single, take_axis};
 use mlx_rs::ops::zeros_dtype;
-use mlx_rs::transforms::eval;
+use mlx_rs::transforms::{async_eval, eval};
 use mlx_rs::{Array, Dtype};
 use parking_lot::Mutex;
 use smallvec::SmallVec;
@@ -199,15 +199,23 @@ impl Planes {
     }
 }
 
+/// The most slots of a list whose array is kept: those of a step.
+const MOST_KEPT: usize = 4096;
+
 /// Returns slots as an array. All planes of all layers are written and read at the same ones, so the last
-/// array is kept.
+/// array is kept, computed: on the shared stream of a GPU, where making it takes a launch.
 fn indices(list: &[i32]) -> Result<Array> {
     static LAST: Mutex<Option<(Vec<i32>, Array)>> = Mutex::new(None);
+    let make = || mlx::on_device(&mlx::array_of(list, &[list.len() as i32])?);
+    if list.len() > MOST_KEPT || !mlx::is_stream_on_gpu()? || !mlx::is_stream_shared()? {
+        return make();
+    }
     let mut last = LAST.lock();
     match &*last {
         Some((slots, array)) if slots == list => Ok(array.clone()),
         _ => {
-            let array = mlx::on_device(&mlx::array_of(list, &[list.len() as i32])?)?;
+            let array = make()?;
+            async_eval([&array])?;
             *last = Some((list.to_vec(), array.clone()));
             Ok(array)
         }

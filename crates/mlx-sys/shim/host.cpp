@@ -18,10 +18,17 @@
 #include "mlx/c/error.h"
 #include "mlx/c/private/enums.h"
 #include "mlx/c/private/mlx.h"
+#include "mlx/version.h"
 
 #if defined(__linux__)
 
 #include <dlfcn.h>
+
+#include <memory>
+
+static_assert(
+    MLX_VERSION_MAJOR == 0 && MLX_VERSION_MINOR == 32 && MLX_VERSION_PATCH == 2,
+    "compare CudaBuffer with the one of this MLX");
 
 namespace {
 
@@ -36,8 +43,8 @@ struct CudaBuffer {
 constexpr size_t kBlock = size_t{1} << 16;
 constexpr size_t kBlocks = 64;
 
-/// The driver, which is there already where MLX runs on a GPU, and a stream of it that
-/// waits for no other. Its header is not needed to build.
+/// The driver, which is there already where MLX runs on a GPU, and a non-blocking stream
+/// of device 0. Its header is not needed to build.
 class Driver {
  public:
   /// Returns the driver, or null if it is not there.
@@ -148,8 +155,8 @@ class PinnedBlocks {
 
 // Hidden: for the Rust beside them, and no part of what libetkv exports.
 
-/// Makes an array of `bytes` bytes in pinned memory. `made` is false, and there is no
-/// array, where there is no such memory or no block is free.
+/// Makes an array of `bytes` bytes in pinned memory, for MLX's build for CUDA only. `made`
+/// is false, and there is no array, where there is no such memory or no block is free.
 extern "C" __attribute__((visibility("hidden"))) int etkv_mlx_array_pinned(
     mlx_array* array,
     bool* made,
@@ -175,13 +182,15 @@ extern "C" __attribute__((visibility("hidden"))) int etkv_mlx_array_pinned(
       blocks.give_back(kept->data);
       delete kept;
     };
+    mlx::core::Shape sizes(shape, shape + rank);
+    auto kept = std::make_unique<CudaBuffer>(CudaBuffer{block, kBlock, -1});
+    // From here on the array gives it back. Without memory for the array it is lost.
+    block = nullptr;
     mlx::core::array pinned(
-        mlx::core::allocator::Buffer(new CudaBuffer{block, kBlock, -1}),
-        mlx::core::Shape(shape, shape + rank),
+        mlx::core::allocator::Buffer(kept.release()),
+        std::move(sizes),
         mlx_dtype_to_cpp(dtype),
         give_back);
-    // From here on the array gives it back.
-    block = nullptr;
     mlx_array_set_(*array, std::move(pinned));
     *made = true;
     return 0;
@@ -203,7 +212,8 @@ etkv_mlx_array_read(bool* done, void* to, size_t bytes, const mlx_array array) {
   try {
     auto& found = mlx_array_get_(array);
     const auto* buffer = static_cast<const CudaBuffer*>(found.buffer().ptr());
-    if (buffer == nullptr || buffer->device < 0 || bytes != found.nbytes()) {
+    // The stream is one of device 0.
+    if (buffer == nullptr || buffer->device != 0 || bytes != found.nbytes()) {
       return 0;
     }
     if (auto* driver = Driver::get()) {

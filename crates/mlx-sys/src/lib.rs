@@ -47,7 +47,8 @@ extern "C" {
     ) -> ::std::os::raw::c_int;
 
     /// Stores an array of `bytes` bytes of the host's that a GPU reads where they are. Not made, and
-    /// nothing stored, on a CPU, for more than 64 KiB, and while too many of these arrays exist.
+    /// nothing stored, for more than 64 KiB, and while too many of these arrays exist. For MLX's build
+    /// for CUDA only.
     #[cfg(target_os = "linux")]
     pub fn etkv_mlx_array_pinned(
         array: *mut mlx_array,

@@ -41,6 +41,7 @@ struct FewRows {
   bool normalizes;
   float eps;
   const E* norm;
+  long long norm_step;
   // Rows that are added to the result, or null.
   const E* plus;
   long long plus_row, plus_column;
@@ -107,7 +108,7 @@ struct FewRows {
 
   // Copies the rows to shared memory, normalized if that is asked for.
   __device__ void share(E* shared, float* squares) const {
-    bool aligned = is_x_aligned(), norm_aligned = is_aligned(norm);
+    bool aligned = is_x_aligned(), norm_aligned = norm_step == 1 && is_aligned(norm);
     int thread = threadIdx.x % 32, warp = threadIdx.x / 32;
     auto piece = [&](int r, int at) { return piece_of(x + r * row + at * column, column, aligned); };
     if (normalizes) {
@@ -129,7 +130,7 @@ struct FewRows {
         float whole = 0;
 #pragma unroll
         for (int share = 0; share < SHARES; ++share) whole += squares[r * SHARES + share];
-        uint4 weights = norm ? piece_of(norm + at, 1, norm_aligned) : make_uint4(0, 0, 0, 0);
+        uint4 weights = norm ? piece_of(norm + at * norm_step, norm_step, norm_aligned) : make_uint4(0, 0, 0, 0);
         y = normalized(y, weights, rsqrtf(whole / inner + eps));
       }
       *reinterpret_cast<uint4*>(shared + r * (inner + PAD) + at) = y;

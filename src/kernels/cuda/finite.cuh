@@ -3,13 +3,13 @@
 namespace etkv {
 
 template <typename E>
-struct Rows {
+struct Elements {
   const E* data;
   long long head, token, column;
   int heads, tokens, columns;
 
   // Returns to all threads of a block whether there is an element that is not finite.
-  __device__ bool has_others() const {
+  __device__ bool has_non_finite() const {
     int n = heads * tokens * columns;
     bool found = false;
     for (int i = threadIdx.x; i < n; i += blockDim.x) {

@@ -1,8 +1,8 @@
 //! Lets a product take on what a layer does around it: the normalization before it, the gate that its
 //! halves make, and the sum with the layer's input.
 //!
-//! On a GPU a product of a few rows does it on the way. Each launch costs the host more than the work
-//! takes the device: a layer of a Llama has 8 instead of 14.
+//! On a GPU a product of 2 to 16 rows in half precision does it on the way. Each launch costs the host more
+//! than the work takes the device: a layer of a Llama has 8 instead of 14 for such a step.
 
 use std::collections::{HashMap, HashSet};
 

@@ -61,7 +61,7 @@ fn of(op: &Op, dtypes: &HashMap<Value, Dtype>) -> Option<Dtype> {
         Op::Linear { x, weight, bias, .. } => {
             shared([of(x), of(weight)].into_iter().chain(bias.as_ref().map(of)))
         }
-        Op::LinearBlock { x, weight, .. } => shared([of(x), of(weight)].into_iter()),
+        Op::LinearBlock { .. } => shared(op.reads().iter().map(of)),
         Op::Addmm { mat1, mat2, bias, .. } => {
             shared([of(mat1), of(mat2)].into_iter().chain(bias.as_ref().map(of)))
         }
