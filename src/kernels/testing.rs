@@ -1,6 +1,21 @@
-//! Numbers for tests.
+//! Numbers for tests, and where tests of kernels run.
 
 use mlx_rs::{Array, Dtype};
+
+use crate::error::Result;
+use crate::mlx;
+
+/// Runs a test of a kernel, where MLX has CUDA.
+pub fn on_cuda(test: impl FnOnce() -> Result<()>) {
+    let ran = mlx::run(|| match mlx::on_gpu()? && !cfg!(target_os = "macos") {
+        true => test(),
+        false => {
+            println!("skipped: MLX has no CUDA here");
+            Ok(())
+        }
+    });
+    ran.unwrap();
+}
 
 /// Returns numbers between -2 and 2.
 fn numbers(seed: u64, n: usize) -> Vec<f32> {

@@ -1,8 +1,8 @@
 //! The kernel, compared with attention in float64. Without CUDA only what surrounds it is tested.
 
 use super::*;
-use crate::kernels::testing::{array, values};
-use crate::mlx::{self, run};
+use crate::kernels::testing::{array, on_cuda, values};
+use crate::mlx::run;
 
 /// How rows lie in memory.
 #[derive(Debug, Clone, Copy)]
@@ -122,11 +122,7 @@ impl Case {
 
 #[test]
 fn the_kernel_attends_as_the_definition_says() {
-    run(|| {
-        if !mlx::on_gpu()? || cfg!(target_os = "macos") {
-            println!("skipped: MLX has no CUDA here");
-            return Ok(());
-        }
+    on_cuda(|| {
         let shapes = [
             (2, 4, 1, 5),
             (2, 4, 2, 64),
@@ -162,18 +158,13 @@ fn the_kernel_attends_as_the_definition_says() {
             }
         }
         Ok(())
-    })
-    .unwrap();
+    });
 }
 
 /// Calls of one graph that do not wait for each other have counters of their own.
 #[test]
 fn calls_that_run_at_a_time_do_not_disturb_each_other() {
-    run(|| {
-        if !mlx::on_gpu()? || cfg!(target_os = "macos") {
-            println!("skipped: MLX has no CUDA here");
-            return Ok(());
-        }
+    on_cuda(|| {
         let shape = |heads, n| [1, heads, n, 64];
         let q = array(1, &shape(32, 8), Dtype::Bfloat16);
         let [k, v] = [2, 3].map(|seed| array(seed, &shape(8, 3000), Dtype::Bfloat16));
@@ -187,8 +178,7 @@ fn calls_that_run_at_a_time_do_not_disturb_each_other() {
             }
         }
         Ok(())
-    })
-    .unwrap();
+    });
 }
 
 #[test]
