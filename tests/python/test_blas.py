@@ -6,8 +6,11 @@ import os
 import subprocess
 import sys
 
+import numpy as np
 import pytest
 
+import reference
+from reference import STORY, Program, Variant
 from runners import runner
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="macOS has Accelerate")
@@ -15,6 +18,7 @@ pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="macOS has Accel
 OURS = "libetkv_blas.so"
 NOWHERE = "/nowhere/libscipy_openblas.so"
 """Names of Linux."""
+HALF = [Variant("tiny-llama", "f16"), Variant("tiny-gemma3", "bf16")]
 PYTHON = """
 import etkv
 from etkv._capi import lib, text
@@ -63,3 +67,23 @@ def test_it_is_what_mlx_calls():
     bound = [line for line in done.stderr.splitlines() if "libmlx.so" in line and "`cblas_sgemm'" in line]
     assert bound
     assert all(OURS in line for line in bound), bound
+
+
+@pytest.fixture(scope="module")
+def programs() -> dict[Variant, Program]:
+    return reference.programs(HALF)
+
+
+@pytest.mark.parametrize("variant", HALF, ids=str)
+def test_threads_share_products_in_half_precision(programs, variant, monkeypatch):
+    """No BLAS computes them. Each output is computed as by one thread."""
+    program = programs[variant]
+    prompt = reference.tokenize(program, STORY)[:40]
+
+    def logits(threads: int) -> np.ndarray:
+        monkeypatch.setenv("OPENBLAS_NUM_THREADS", str(threads))
+        return reference.forward(program, prompt, decode=4, rows="all").logits
+
+    one = logits(1)
+    for threads in (2, 3):
+        np.testing.assert_array_equal(logits(threads), one)

@@ -1,5 +1,7 @@
 //! Products with weights of a few bits, and rows of such weights.
 
+use std::ops::Range;
+
 use mlx_rs::ops::matmul;
 use mlx_rs::{Array, Dtype};
 
@@ -150,12 +152,9 @@ fn linear_on_cpu(x: &Array, packed: &Packed) -> Result<Array> {
             ..*packed
         };
         let x = cast(x, Dtype::Float32)?;
-        let shared = mlx::shared(packed.w.dim(0), x.size() as i64, |range| {
-            let part = |array| slice_axis(array, 0, range.start, range.end, 1);
-            let (w, scales, biases) = (part(wide.w)?, part(wide.scales)?, part(wide.biases)?);
-            let part = Packed { w: &w, scales: &scales, biases: &biases, packing: wide.packing };
-            packed_product(&x, &part, true)
-        })?;
+        let outputs = packed.w.dim(0);
+        let shared =
+            mlx::shared(outputs, x.size() as i64, |range| packed_outputs(&x, &wide, range))?;
         let product = match shared {
             Some(product) => product,
             None => packed_product(&x, &wide, true)?,
@@ -189,6 +188,14 @@ fn packed_product(x: &Array, packed: &Packed, transpose: bool) -> Result<Array> 
     })
 }
 
+/// Returns these outputs of a packed product with rows of a weight.
+fn packed_outputs(x: &Array, packed: &Packed, range: Range<i32>) -> Result<Array> {
+    let part = |array| slice_axis(array, 0, range.start, range.end, 1);
+    let (w, scales, biases) = (part(packed.w)?, part(packed.scales)?, part(packed.biases)?);
+    let part = Packed { w: &w, scales: &scales, biases: &biases, packing: packed.packing };
+    packed_product(x, &part, true)
+}
+
 pub fn run_dequantize(
     frame: &Frame,
     w: Value,
@@ -210,5 +217,35 @@ pub fn run_dequantize(
     match dtype {
         Some(dtype) => cast(&values, dtype),
         None => Ok(values),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use mlx_rs::ops::{concatenate, quantize};
+    use mlx_rs::random::normal;
+
+    use super::*;
+
+    #[test]
+    fn parts_of_a_packed_product_are_the_whole() {
+        mlx::run(|| {
+            let numbers = |shape: &[i32]| normal::<f32>(shape, None, None, None);
+            for bits in [4, 8] {
+                let packing = Affine { group_size: 32, bits };
+                let parts = quantize(numbers(&[48, 64])?, 32, bits)?;
+                let (w, scales, biases) = parts;
+                let packed = Packed { w: &w, scales: &scales, biases: &biases, packing };
+                let x = numbers(&[1, 3, 64])?;
+                let whole = packed_product(&x, &packed, true)?;
+                let parts: Vec<Array> = [0..16, 16..40, 40..48]
+                    .map(|range| packed_outputs(&x, &packed, range))
+                    .into_iter()
+                    .collect::<Result<_>>()?;
+                assert!(concatenate(&parts, -1)?.eq_values(&whole)?);
+            }
+            Ok(())
+        })
+        .unwrap();
     }
 }
