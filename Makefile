@@ -74,7 +74,8 @@ chat: build/cmake/build.ninja
 # One profile for all but the core: MLX's bindings are compiled once.
 CARGO_FLAGS := --release --locked
 # Every test has a limit of time: pytest's and ctest's have one each, Cargo's a run of them, what is compiled included.
-BOUNDED := python tests/package/bounded.py
+# Like Ninja, Cargo cannot read make's own list of jobs, and would say so for each crate with examples in its docs.
+BOUNDED := env -u MAKEFLAGS -u MFLAGS python tests/package/bounded.py
 
 # Tests share the cores, and OpenBLAS's threads spin while they wait for each other.
 test rust faces programs test-rust test-cpp test-package test-python test-macos test-macos-short test-sanitize test-long: export OPENBLAS_NUM_THREADS ?= 1
