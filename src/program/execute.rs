@@ -167,11 +167,8 @@ impl Loaded {
         mlx.outside(|| made.iter().try_for_each(Output::wait))?;
         // Inside: on a GPU this copies the elements to where the host can read them.
         let read: SmallVec<[_; 4]> = made.iter().map(Output::read).collect::<Result<_>>()?;
-        let outputs: SmallVec<[_; 4]> = made
-            .iter()
-            .zip(&read)
-            .map(|(output, read)| output.argument(read))
-            .collect::<Result<_>>()?;
+        let outputs: SmallVec<[_; 4]> =
+            made.iter().zip(&read).map(|(output, read)| output.argument(read)).collect();
         mlx.outside(|| host.take(&outputs))?;
         match step {
             Some(step) => self.stream.run(&mlx, || Ok(step.commit(&[])?)),

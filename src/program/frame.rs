@@ -7,7 +7,7 @@ use super::dtype::dtype_of;
 use super::ir::{Int, IntValue, Out, Value};
 use crate::attention::AttendSpec;
 use crate::backend::{MlxCache, Step};
-use crate::error::{fail, Error, Result, Status};
+use crate::error::{fail, Result};
 use crate::mlx::{self, HostBytes, Mlx};
 use etkv_host::Argument;
 
@@ -178,9 +178,7 @@ impl<'c, 's> Frame<'c, 's> {
             Some(numbers) => numbers,
             None => {
                 let flat = array.as_dtype(mlx_rs::Dtype::Int64)?.contiguous()?;
-                computed = flat
-                    .to_vec_exact::<i64>()
-                    .map_err(|error| Error::new(Status::Backend, &error).caused_by(error))?;
+                computed = mlx::elements::<i64>(&flat)?;
                 &computed
             }
         };
@@ -257,19 +255,16 @@ impl Output {
         self.tensor().map_or(Ok(()), mlx::wait)
     }
 
-    /// Returns the elements of a tensor for the host, once they are computed.
-    pub fn read(&self) -> Result<Option<HostBytes<'_>>> {
-        self.tensor().map(mlx::bytes).transpose()
+    /// Returns the elements of a tensor for the host, once they are computed. An integer has none.
+    pub fn read(&self) -> Result<HostBytes<'_>> {
+        self.tensor().map_or(Ok(HostBytes::InPlace(&[])), mlx::bytes)
     }
 
     /// Returns the output for the host, with what was [read](Self::read).
-    pub fn argument<'a>(&'a self, read: &'a Option<HostBytes<'_>>) -> Result<Argument<'a>> {
-        match (self, read) {
-            (Self::Tensor(array, scalar_type), Some(bytes)) => {
-                Ok(Argument::tensor(*scalar_type, array.shape(), bytes))
-            }
-            (Self::Tensor(..), None) => fail!(Internal, "an output was not read"),
-            (Self::Int(number), _) => Ok(Argument::of(i64::from(*number))),
+    pub fn argument<'a>(&'a self, read: &'a HostBytes<'_>) -> Argument<'a> {
+        match self {
+            Self::Tensor(array, scalar_type) => Argument::tensor(*scalar_type, array.shape(), read),
+            Self::Int(number) => Argument::of(i64::from(*number)),
         }
     }
 }

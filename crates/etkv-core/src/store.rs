@@ -24,10 +24,9 @@ use crate::spec::AttendSpec;
 /// or [`abort`](Self::abort) to roll it back. In place of `non_finite` and `end` there may be
 /// [`end_unread`](Self::end_unread), and before the commit of another step or any call between steps
 /// but `begin`, [`unread_non_finite`](Self::unread_non_finite). `grow` and `eval` are also called
-/// between steps;
-/// `relocate`, `convert`, `clear` and `release` between steps only. Layers are numbered from 0.
-/// Slots are allocated before they are named, and no call names a slot twice. Shapes are checked
-/// before a store is called.
+/// between steps; `relocate`, `convert`, `clear` and `release` between steps only. Layers are
+/// numbered from 0. Slots are allocated before they are named, and no call names a slot twice. Shapes
+/// are checked before a store is called.
 ///
 /// # Errors
 ///

@@ -75,14 +75,9 @@ pub fn run_block(
         Some(norm) => Some(RmsNorm { weight: tensor(norm.weight)?, eps: norm.eps }),
         None => None,
     };
-    let gate = block.gate.and_then(kernel_gate);
-    let can_gate = gate.is_some() || block.gate.is_none();
+    let gate = block.gate.map(kernel_gate).transpose()?;
     let product = Product { bias, norm, gate, plus, ..Product::plain(x, weight, transposed) };
-    let in_one_launch = |product: &Product| match can_gate {
-        true => kernels::few_rows(product),
-        false => Ok(None),
-    };
-    if let Some(out) = in_one_launch(&product)? {
+    if let Some(out) = kernels::few_rows(&product)? {
         return Ok(out);
     }
     let normalized;
@@ -90,7 +85,8 @@ pub fn run_block(
         Some(norm) => {
             normalized = mlx_rs::fast::rms_norm(x, norm.weight, norm.eps)?;
             // Rows may only be too long to be normalized on the way.
-            if let Some(out) = in_one_launch(&Product { x: &normalized, norm: None, ..product })? {
+            let rest = Product { x: &normalized, norm: None, ..product };
+            if let Some(out) = kernels::few_rows(&rest)? {
                 return Ok(out);
             }
             &normalized
@@ -113,13 +109,13 @@ pub fn run_block(
     })
 }
 
-fn kernel_gate(function: Unary) -> Option<Gate> {
-    match function {
-        Unary::Silu => Some(Gate::Silu),
-        Unary::Gelu => Some(Gate::Gelu),
-        Unary::GeluTanh => Some(Gate::GeluTanh),
-        _ => None,
-    }
+fn kernel_gate(function: Unary) -> Result<Gate> {
+    Ok(match function {
+        Unary::Silu => Gate::Silu,
+        Unary::Gelu => Gate::Gelu,
+        Unary::GeluTanh => Gate::GeluTanh,
+        other => fail!(Internal, "{other:?} is no activation of a gate"),
+    })
 }
 
 /// Returns a product with its bias.

@@ -4,19 +4,16 @@
 //! On a GPU a product of 2 to 16 rows in half precision does it on the way. Each launch costs the host more
 //! than the work takes the device: a layer of a Llama has 8 instead of 14 for such a step.
 
-use std::collections::{HashMap, HashSet};
+use std::collections::HashMap;
 
+use super::{makers, only_readers};
 use crate::program::ir::{Binary, Graph, Instruction, Norm, Op, Out, Unary, Value};
 
 /// Rewrites the products of the main chain.
 pub fn join(graph: &mut Graph) {
-    let readers = only_readers(graph);
+    let (readers, makers) = (only_readers(graph), makers(graph));
     let mut instructions: Vec<Option<Instruction>> =
         std::mem::take(&mut graph.main.instructions).into_iter().map(Some).collect();
-    let makers: HashMap<Value, usize> = (0..)
-        .zip(instructions.iter().flatten())
-        .flat_map(|(index, made)| made.out.tensors().map(move |value| (value, index)))
-        .collect();
     for index in 0..instructions.len() {
         let Some(block) = instructions[index].as_ref().and_then(Block::of) else { continue };
         let finder = Finder { instructions: &instructions, readers: &readers, makers: &makers };
@@ -33,17 +30,6 @@ pub fn join(graph: &mut Graph) {
         instructions[last] = Some(Instruction { op: found.block.into_op(), out });
     }
     graph.main.instructions = instructions.into_iter().flatten().collect();
-}
-
-/// Returns the instruction that reads each value, for values that only one reads, once, and that are no
-/// output.
-fn only_readers(graph: &Graph) -> HashMap<Value, usize> {
-    let n_uses = graph.main.n_uses();
-    let outputs: HashSet<Value> = graph.main.tensor_outputs().collect();
-    let reads = (0..)
-        .zip(&graph.main.instructions)
-        .flat_map(|(index, made)| made.op.reads().into_iter().map(move |value| (value, index)));
-    reads.filter(|(value, _)| n_uses[value] == 1 && !outputs.contains(value)).collect()
 }
 
 /// A product, with what it takes on.

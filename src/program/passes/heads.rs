@@ -7,6 +7,7 @@
 use std::collections::{HashMap, HashSet};
 
 use super::joined::cuts;
+use super::only_readers;
 use crate::program::ir::{Graph, Instruction, Int, Op, Out, Value};
 
 /// The axis of heads in `[1, heads, T, head_dim]`.
@@ -56,16 +57,7 @@ struct Finder<'a> {
 
 impl<'a> Finder<'a> {
     fn new(graph: &'a Graph) -> Self {
-        let mut readers = HashMap::new();
-        let mut shared: HashSet<Value> = graph.main.tensor_outputs().collect();
-        for (index, instruction) in graph.main.instructions.iter().enumerate() {
-            for value in instruction.op.reads() {
-                if readers.insert(value, index).is_some() {
-                    shared.insert(value);
-                }
-            }
-        }
-        readers.retain(|value, _| !shared.contains(value));
+        let readers = only_readers(graph);
         Self { graph, readers }
     }
 

@@ -115,6 +115,16 @@ fn makers(graph: &Graph) -> HashMap<Value, usize> {
         .collect()
 }
 
+/// Returns the instruction of the main chain that reads each value, for values that only one reads, once,
+/// and that are no output.
+fn only_readers(graph: &Graph) -> HashMap<Value, usize> {
+    let n_uses = graph.main.n_uses();
+    let reads = (0..)
+        .zip(&graph.main.instructions)
+        .flat_map(|(index, made)| made.op.reads().into_iter().map(move |value| (value, index)));
+    reads.filter(|(value, _)| n_uses[value] == 1).collect()
+}
+
 fn maker<'a>(graph: &'a Graph, makers: &HashMap<Value, usize>, value: Value) -> Option<&'a Op> {
     makers.get(&value).map(|&index| &graph.main.instructions[index].op)
 }
