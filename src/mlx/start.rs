@@ -2,7 +2,7 @@
 
 use std::ffi::CStr;
 
-use mlx_rs::{Device, DeviceType, Stream};
+use mlx_rs::{memory, Device, DeviceType, Stream};
 
 use super::calls::{check, on_error};
 use crate::error::{fail, Error, Result, Status};
@@ -80,6 +80,11 @@ pub fn start() -> Result<Runtime> {
         false => None,
     };
     limit_graphs(architecture.as_deref());
+    if on_gpu && cfg!(target_os = "linux") {
+        // MLX for CUDA destroys its streams at the end of the process, and they use what its allocator
+        // makes. What is made first is destroyed last.
+        memory::active_memory()?;
+    }
     let stream = unowned_stream(&device)?;
     // This call makes the linker keep etkv's BLAS library. MLX then finds the matrix products of
     // that library before those of its wheel. OpenBLAS itself is loaded by the first product: its
@@ -89,8 +94,9 @@ pub fn start() -> Result<Runtime> {
     unsafe {
         mlx_sys::etkv_blas_keep();
     }
-    // At the end of a process some objects of MLX for CUDA outlive the driver and throw. The
-    // process then ends with its own exit status. It is needed also where the stream is on the CPU.
+    // At the end of a process that has used MLX before, some objects of MLX for CUDA outlive the driver
+    // and throw. The process then ends with its own exit status. It is needed also where the stream is
+    // on the CPU.
     // SAFETY: it registers a function without state; the stream exists.
     unsafe { mlx_sys::etkv_mlx_end_without_driver() };
     #[cfg(feature = "delegate")]

@@ -1,9 +1,10 @@
-// The end of a process that has used a GPU. Some of MLX's static objects outlive
-// the CUDA driver, ask it for something once more in their destructors, and throw:
-// so a process that did all its work ends in an abort
-// (https://github.com/ml-explore/mlx/pull/4480, /4531). Their order cannot be
-// changed from outside, and MLX's clear_streams() comes too late in a handler of
-// exit(): what it clears for the thread is destroyed by then.
+// The end of a process that has used a GPU. Some of MLX's static objects may outlive
+// the CUDA driver: they ask it for something once more in their destructors, and throw,
+// so that a process that did all its work ends in an abort
+// (https://github.com/ml-explore/mlx/pull/4480, /4531). Their order is that in which
+// they were made, which is the host's where it has used MLX before. MLX's
+// clear_streams() comes too late in a handler of exit(): what it clears for the thread
+// is destroyed by then.
 
 #include <cstdio>
 #include <cstdlib>
