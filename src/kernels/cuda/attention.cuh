@@ -46,10 +46,11 @@ struct Attention : Slice<E, DK, DV, MASK, STAGES, MOST_ROW_WARPS> {
 #pragma unroll
         for (int j = 0; j < 16; ++j) {
           int piece = i + j / 8 * THREADS, slice = from + j % 8;
-          bool exists = slice < n && piece < rows * PIECES;
+          // A row has no part in the slices that are of other sequences.
+          bool counts = slice < n && piece < rows * PIECES && weights[slice * rows + piece / PIECES] != 0;
           const float* at = parts + static_cast<long long>(first + slice * step) * rows * DV + 4 * piece;
           loaded[j / 8][j % 8] = make_float4(0, 0, 0, 0);
-          if (exists) loaded[j / 8][j % 8] = __ldcg(reinterpret_cast<const float4*>(at));
+          if (counts) loaded[j / 8][j % 8] = __ldcg(reinterpret_cast<const float4*>(at));
         }
 #pragma unroll
         for (int j = 0; j < 16; ++j) {

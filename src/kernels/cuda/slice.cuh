@@ -272,11 +272,12 @@ struct Slice {
     }
   }
 
-  // Leaves four elements of a row to the block that merges. Row 0 is that of the first slice.
+  // Leaves four elements of a row to the block that merges, which does not read those of a row that has
+  // seen nothing. Row 0 is that of the first slice.
   __device__ void leave(
       float* parts, float* stats, int r, int column, const float (&x)[4], float highest, float whole) {
     float* to = parts + static_cast<long long>(r) * DV + column;
-    *reinterpret_cast<float4*>(to) = make_float4(x[0], x[1], x[2], x[3]);
+    if (whole != 0) *reinterpret_cast<float4*>(to) = make_float4(x[0], x[1], x[2], x[3]);
     if (column == 0) {
       stats[2 * r] = highest;
       stats[2 * r + 1] = whole;
