@@ -152,7 +152,10 @@ Result<Inputs> inputs_from(
           expected + ", --input has " + tensor_text(tensor.type, sizes));
     };
     const auto tag = meta.input_tag(i);
-    const auto info = meta.input_tensor_meta(i);
+    if (tag.ok() && *tag == Tag::None) {
+      // What ExecuTorch 1.5 makes of an integer that is not fixed.
+      return mismatch("without a type in the program, and takes no value");
+    }
     if (tag.ok() && *tag == Tag::Int) {
       if (tensor.type != ScalarType::Long || !tensor.sizes.empty()) {
         return mismatch("an integer, i64 []");
@@ -162,8 +165,12 @@ Result<Inputs> inputs_from(
       inputs.values.emplace_back(value);
       continue;
     }
-    if (!tag.ok() || *tag != Tag::Tensor || !info.ok()) {
+    if (!tag.ok() || *tag != Tag::Tensor) {
       return mismatch("neither a tensor nor an integer");
+    }
+    const auto info = meta.input_tensor_meta(i);
+    if (!info.ok()) {
+      return mismatch("a tensor without a shape");
     }
     bool fits = tensor.type == info->scalar_type() &&
                 tensor.sizes.size() == info->sizes().size();
