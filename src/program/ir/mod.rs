@@ -4,12 +4,14 @@
 //! write makes a new value. So "the value that linear 12 makes" is unique, and passes can reason
 //! about uses.
 
+mod metal;
 mod op;
 
 use std::collections::HashMap;
 
 use mlx_rs::Dtype;
 
+pub use metal::{Gguf, MetalKernel};
 pub use op::{Affine, Binary, Index, IntBinary, Norm, Op, Unary};
 
 /// A tensor value: a constant, an input, or the result of one instruction.

@@ -4,7 +4,7 @@ use std::ops::RangeInclusive;
 
 use mlx_rs::Dtype;
 
-use super::{Int, IntValue, Value};
+use super::{Int, IntValue, MetalKernel, Value};
 
 /// Element-wise functions of one tensor.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -239,6 +239,12 @@ pub enum Op {
     LastToken {
         x: Value,
     },
+    /// A Metal kernel, by what it computes. Results have these shapes; several are several tensors.
+    MetalKernel {
+        kernel: MetalKernel,
+        inputs: Vec<Value>,
+        shapes: Vec<Vec<Int>>,
+    },
     SymSize {
         x: Value,
         dim: i32,
@@ -276,6 +282,7 @@ impl Op {
                 by.iter_mut().for_each(visit);
             }
             Op::Concatenate { tensors, .. } => tensors.iter_mut().for_each(visit),
+            Op::MetalKernel { inputs, .. } => inputs.iter_mut().for_each(visit),
             Op::Take { x, index, .. } => {
                 visit(x);
                 if let Index::Many(indices) = index {
@@ -353,6 +360,7 @@ impl Op {
                 visit(b);
             }
             Op::Take { index: Index::One(index), .. } => visit(index),
+            Op::MetalKernel { shapes, .. } => shapes.iter_mut().flatten().for_each(visit),
             _ => {}
         }
     }
@@ -379,6 +387,7 @@ impl Op {
     pub fn name(&self) -> String {
         match self {
             Op::UpdateAndAttend { layer, .. } => format!("UpdateAndAttend of layer {layer}"),
+            Op::MetalKernel { kernel, .. } => format!("MetalKernel {kernel}"),
             other => {
                 let text = format!("{other:?}");
                 text.split([' ', '{']).next().unwrap_or_default().to_owned()

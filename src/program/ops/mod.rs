@@ -9,6 +9,7 @@ mod elementwise;
 mod indexing;
 mod integers;
 mod linear;
+mod metal;
 mod norm;
 mod quantized;
 mod rotary;
@@ -70,6 +71,7 @@ decoding! {
     FloorDivideIntNode: op_as_floor_divide_int_node => integers::floor_divide,
     GeluNode: op_as_gelu_node => elementwise::gelu,
     LayerNormNode: op_as_layer_norm_node => norm::layer_norm,
+    MetalKernelNode: op_as_metal_kernel_node => metal::metal_kernel,
     ModIntNode: op_as_mod_int_node => integers::modulo,
     MultiplyIntNode: op_as_multiply_int_node => integers::multiply,
     MultiplyNode: op_as_multiply_node => elementwise::multiply,
@@ -181,6 +183,9 @@ pub fn run(op: &Op, frame: &mut Frame) -> Result<Made> {
         }
         Op::RotaryPeriods { inverse } => frame.tensor(*inverse)?.reshape(&[-1])?.reciprocal()?,
         Op::LastToken { x } => shape::run_last_token(frame.tensor(*x)?)?,
+        Op::MetalKernel { kernel, inputs, shapes } => {
+            return metal::run(frame, kernel, inputs, shapes)
+        }
         Op::SymSize { x, dim } => {
             return shape::run_sym_size(frame.tensor(*x)?, *dim).map(Made::Int)
         }
