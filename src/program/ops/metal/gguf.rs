@@ -17,15 +17,15 @@ use mlx_rs::{Array, Dtype};
 
 use super::{and, bytes, expect_dtype, expect_float, expect_shape, leading, or, shl, shr, with};
 use crate::error::{fail, Result};
-use crate::mlx::{self, cast, slice_axis};
+use crate::mlx::{cast, slice_axis};
 use crate::program::ir::Gguf;
 
 /// The elements of a super-block.
 pub const BLOCK: i32 = 256;
 
-/// The elements of a weight that are unpacked at a time: 4 MB in float32 on a CPU, where parts stay
+/// The elements of a weight that are unpacked at a time: 2 MB in float32 on a CPU, where parts stay
 /// in its caches, and 512 MB on a GPU, where each part costs a launch for each of its operations.
-const PART: i64 = 1 << 20;
+const PART: i64 = 1 << 19;
 const PART_ON_GPU: i64 = 1 << 27;
 
 impl Gguf {
@@ -80,17 +80,15 @@ impl Linear {
         }
         // Half precision on a CPU is an order of magnitude slower than float32.
         let dtype = if on_gpu { self.dtype } else { Dtype::Float32 };
-        let rows = (x.size() / self.features as usize) as i32;
+        let rows = leading.iter().try_fold(1i32, |rows, &size| rows.checked_mul(size));
+        let Some(rows) = rows else {
+            fail!(Program, "expected `x` of up to {} rows, got {leading:?}", i32::MAX);
+        };
         let x = cast(x, dtype)?.reshape(&[rows, self.features])?;
         let columns = x.transpose_axes(&[1, 0])?.contiguous()?;
         let part = if on_gpu { PART_ON_GPU } else { PART };
         let step = (part / i64::from(self.features)).clamp(1, i64::from(i32::MAX)) as i32;
-        let product = |range| self.product(&columns, weight, range, step);
-        let multiplications = i64::from(self.features) * i64::from(rows.max(1));
-        let made = match mlx::shared(self.outputs, multiplications, product)? {
-            Some(made) => made,
-            None => product(0..self.outputs)?,
-        };
+        let made = self.product(&columns, weight, step)?;
         let made = match bias {
             Some(bias) => made.add(bias)?,
             None => made,
@@ -98,17 +96,12 @@ impl Linear {
         Ok(cast(&made, self.out)?.reshape(&with(leading, &[self.outputs]))?)
     }
 
-    /// Returns the outputs of a range of the weight's rows, `[rows of x, range]`. Unpacks `step` rows
-    /// of the weight at a time.
-    fn product(
-        &self,
-        columns: &Array,
-        weight: &Array,
-        range: Range<i32>,
-        step: i32,
-    ) -> Result<Array> {
-        let parts = range.clone().step_by(step as usize).map(|start| {
-            let stop = range.end.min(start.saturating_add(step));
+    /// Returns the outputs, `[rows of x, outputs]`. Unpacks `step` rows of the weight at a time.
+    ///
+    /// Threads do not share the parts: BLAS has threads of its own, which would wait for each other.
+    fn product(&self, columns: &Array, weight: &Array, step: i32) -> Result<Array> {
+        let parts = (0..self.outputs).step_by(step as usize).map(|start| {
+            let stop = self.outputs.min(start.saturating_add(step));
             let part = unpacked(&slice_axis(weight, 0, start, stop, 1)?, self.format)?;
             // The weight stands on the left, as it is: the other way round BLAS would walk it along
             // its short side.
@@ -143,8 +136,8 @@ pub fn embedding(
 
 /// Returns the elements of rows `[n, bytes]` in float32, `[n, features]`.
 fn unpacked(rows: &Array, format: Gguf) -> Result<Array> {
-    let (n, blocks) = (rows.dim(0), rows.dim(1) / format.block_bytes());
-    let blocks = Blocks { bytes: rows.reshape(&[n, blocks, format.block_bytes()])? };
+    let (n, per_row) = (rows.dim(0), rows.dim(1) / format.block_bytes());
+    let blocks = Blocks { bytes: rows.reshape(&[n, per_row, format.block_bytes()])? };
     let elements = match format {
         Gguf::Q4K => blocks.affine(&blocks.nibbles(16..144, 32)?)?,
         Gguf::Q5K => {
@@ -158,7 +151,7 @@ fn unpacked(rows: &Array, format: Gguf) -> Result<Array> {
             blocks.symmetric(&or(&low, &high)?)?
         }
     };
-    Ok(elements.reshape(&[n, -1])?)
+    Ok(elements.reshape(&[n, per_row * BLOCK])?)
 }
 
 /// Super-blocks, `[rows, blocks, bytes]`.
