@@ -327,7 +327,10 @@ mod tests {
         );
         let error = error(&payload);
         assert_eq!(error.status(), Status::Unsupported);
-        assert!(error.message().contains("operation 250 (1 times), operation 251 (2 times)"), "{error}");
+        assert!(
+            error.message().contains("operation 250 (1 times), operation 251 (2 times)"),
+            "{error}"
+        );
     }
 
     #[test]

@@ -5,6 +5,7 @@
 //! about uses.
 
 mod function;
+mod metal;
 mod op;
 
 use std::collections::HashMap;
@@ -14,6 +15,7 @@ use mlx_rs::Dtype;
 pub use function::{
     Convolution, Fill, Function, OneAxis, Packing, PackingMode, PadMode, Reduction,
 };
+pub use metal::{Gguf, MetalKernel};
 pub use op::{Affine, Binary, Index, IntBinary, Norm, Op, Scan, Unary};
 
 /// A tensor value: a constant, an input, or the result of one instruction.

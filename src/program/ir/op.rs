@@ -6,7 +6,7 @@ use mlx_rs::Dtype;
 
 use smallvec::SmallVec;
 
-use super::{Chain, Function, Int, IntValue, Value};
+use super::{Chain, Function, Int, IntValue, MetalKernel, Value};
 
 /// Element-wise functions of one tensor.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -308,6 +308,12 @@ pub enum Op {
     /// A chain that runs for each element of an axis. The results are its outputs, each stacked along that
     /// axis, and then what it carries after the last element.
     Scan(Box<Scan>),
+    /// A Metal kernel, by what it computes. Results have these shapes; several are several tensors.
+    MetalKernel {
+        kernel: MetalKernel,
+        inputs: Vec<Value>,
+        shapes: Vec<Vec<Int>>,
+    },
     SymSize {
         x: Value,
         dim: i32,
@@ -363,6 +369,7 @@ impl Op {
                 by.iter_mut().for_each(visit);
             }
             Op::Concatenate { tensors, .. } => tensors.iter_mut().for_each(visit),
+            Op::MetalKernel { inputs, .. } => inputs.iter_mut().for_each(visit),
             Op::Take { x, index, .. } => {
                 visit(x);
                 if let Index::Many(indices) = index {
@@ -454,6 +461,7 @@ impl Op {
                 let instructions = &mut scan.body.instructions;
                 instructions.iter_mut().for_each(|made| made.op.for_each_int(&mut *visit));
             }
+            Op::MetalKernel { shapes, .. } => shapes.iter_mut().flatten().for_each(visit),
             _ => {}
         }
     }
@@ -490,6 +498,7 @@ impl Op {
         match self {
             Op::UpdateAndAttend { layer, .. } => format!("UpdateAndAttend of layer {layer}"),
             Op::Call { function, .. } => function.name(),
+            Op::MetalKernel { kernel, .. } => format!("MetalKernel {kernel}"),
             other => {
                 let text = format!("{other:?}");
                 text.split([' ', '{', '(']).next().unwrap_or_default().to_owned()

@@ -54,7 +54,7 @@ pub fn run_take_transposed(frame: &Frame, x: Value, index: Value) -> Result<Arra
 
 /// Checks indices: MLX reads whatever lies at an index past the end. An input's indices, such as
 /// tokens, are available; others have to be computed first.
-fn check_range(frame: &Frame, index: Value, size: i32) -> Result<()> {
+pub fn check_range(frame: &Frame, index: Value, size: i32) -> Result<()> {
     check_between(frame, index, 0, size)
 }
 

@@ -16,6 +16,7 @@ mod gather;
 mod indexing;
 mod integers;
 mod linear;
+mod metal;
 mod norm;
 mod order;
 mod packed;
@@ -151,6 +152,7 @@ decoding! {
     MedianNode: op_as_median_node => reduction::median,
     MinNode: op_as_min_node => reduction::min,
     MinimumNode: op_as_minimum_node => elementwise::minimum,
+    MetalKernelNode: op_as_metal_kernel_node => metal::metal_kernel,
     ModIntNode: op_as_mod_int_node => integers::modulo,
     MultiplyIntNode: op_as_multiply_int_node => integers::multiply,
     MultiplyNode: op_as_multiply_node => elementwise::multiply,
@@ -299,6 +301,9 @@ pub fn run(op: &Op, frame: &mut Frame) -> Result<Made> {
         Op::Call { function, tensors, ints } => calls::run(frame, function, tensors, ints)?,
         Op::If { .. } | Op::Scan(_) => fail!(Internal, "the schedule runs chains inside"),
         Op::ItemInt { x } => return integers::run_item(frame.tensor(*x)?).map(Made::Int),
+        Op::MetalKernel { kernel, inputs, shapes } => {
+            return metal::run(frame, kernel, inputs, shapes)
+        }
         Op::SymSize { x, dim } => {
             return shape::run_sym_size(frame.tensor(*x)?, *dim).map(Made::Int)
         }

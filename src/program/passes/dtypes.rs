@@ -34,6 +34,7 @@ fn of(op: &Op, dtypes: &HashMap<Value, Dtype>) -> Option<Dtype> {
         Op::AsType { dtype, .. } | Op::Rotary { dtype, .. } => Some(*dtype),
         Op::UpdateAndAttend { out_dtype, .. } => *out_dtype,
         Op::Dequantize { dtype, .. } => *dtype,
+        Op::MetalKernel { kernel, .. } => Some(kernel.dtype()),
         Op::ExpandDims { x, .. }
         | Op::Reshape { x, .. }
         | Op::Transpose { x, .. }

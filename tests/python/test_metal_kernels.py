@@ -1,0 +1,280 @@
+"""Metal kernels that ExecuTorch ships: what runs in their place, compared with ExecuTorch's eager references."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from etkv import _mlx_serialization, load
+from etkv.errors import EtkvError
+
+_mlx_serialization.ensure_available()
+
+F32, F16, BF16 = torch.float32, torch.float16, torch.bfloat16
+FLOATS = [F32, F16, BF16]
+ROUNDOFF = {F32: 2.0**-24, F16: 2.0**-11, BF16: 2.0**-8}
+"""The largest relative error of rounding to the dtype."""
+
+FORMATS = {"q4_k": 144, "q5_k": 176, "q6_k": 210}
+"""The bytes of a super-block of 256 elements."""
+
+
+class Function(torch.nn.Module):
+    """A function as a module."""
+
+    def __init__(self, function: Callable[..., Any]) -> None:
+        super().__init__()
+        self.function = function
+
+    def forward(self, *inputs: Tensor) -> Any:
+        return self.function(*inputs)
+
+
+def export(model: torch.nn.Module, inputs: Sequence[Tensor], path: Path, dynamic: Any = None) -> Path:
+    """Write a program that is one delegate of MLX."""
+    from executorch import exir
+    from executorch.backends.mlx import MLXPartitioner, ops  # noqa: F401
+
+    traced = torch.export.export(model, tuple(inputs), dynamic_shapes=dynamic, strict=False)
+    program = exir.to_edge_transform_and_lower(
+        traced,
+        partitioner=[MLXPartitioner()],
+        compile_config=exir.EdgeCompileConfig(_check_ir_validity=False, _skip_dim_order=True),
+    ).to_executorch()
+    path.write_bytes(program.buffer)
+    return path
+
+
+def outputs(path: Path, *inputs: Tensor) -> list[Tensor]:
+    with load(path, None) as program:
+        return program.execute(*inputs)
+
+
+def numbers(*shape: int, dtype: torch.dtype = F32, seed: int = 0) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
+
+
+def check_close(found: Tensor, expected: Tensor, errors: float) -> None:
+    """Compare with the result in float32, in roundings of the result's dtype to its largest element."""
+    assert found.shape == expected.shape
+    limit = errors * ROUNDOFF[found.dtype] * max(1e-30, expected.abs().max().item())
+    worst = (found.double() - expected.double()).abs().max().item()
+    assert worst <= limit, f"{worst} of {limit}"
+
+
+# ---- TurboQuant ------------------------------------------------------------
+
+SHAPES = [(1, 1, 1, 64), (2, 3, 5, 128), (7, 64), (64,)]
+
+
+def boundaries(dtype: torch.dtype) -> Tensor:
+    return torch.linspace(-1.5, 1.5, 15).to(dtype)
+
+
+@pytest.mark.parametrize("dtype", FLOATS)
+@pytest.mark.parametrize("shape", [*SHAPES, (3, 2), (1, 4, 6)])
+def test_values_become_codes(shape, dtype, tmp_path):
+    import executorch.backends.mlx.custom_kernel_ops.tq4_compress  # noqa: F401
+
+    def codes(values: Tensor, limits: Tensor) -> Tensor:
+        return torch.ops.mlx.tq4_compress(values, limits)
+
+    limits = boundaries(dtype)
+    values = numbers(*shape, dtype=dtype)
+    # Values on a boundary, and ones that no boundary is beyond.
+    edges = torch.cat([limits, torch.tensor([-torch.inf, torch.inf, 0.0]).to(dtype)])
+    values.view(-1)[: edges.numel()] = edges[: values.numel()]
+    path = export(Function(codes), (values, limits), tmp_path / "codes.pte")
+    (found,) = outputs(path, values, limits)
+    assert found.dtype == torch.uint8
+    assert torch.equal(found, codes(values, limits))
+
+
+@pytest.mark.parametrize("dtype", FLOATS)
+@pytest.mark.parametrize("shape", SHAPES)
+def test_codes_become_values(shape, dtype, tmp_path):
+    import executorch.backends.mlx.custom_kernel_ops.tq_dequant  # noqa: F401
+
+    def values(packed: Tensor, norms: Tensor, centroids: Tensor) -> Tensor:
+        return torch.ops.mlx.tq_dequant(packed, norms, centroids)
+
+    codes = np.random.default_rng(0).integers(0, 256, [*shape[:-1], shape[-1] // 2], np.uint8)
+    inputs = torch.from_numpy(codes), numbers(*shape[:-1], 1, dtype=dtype), numbers(16, dtype=dtype, seed=1)
+    path = export(Function(values), inputs, tmp_path / "values.pte")
+    (found,) = outputs(path, *inputs)
+    assert found.dtype == dtype
+    assert torch.equal(found, values(*inputs))
+
+
+@pytest.mark.parametrize("dtype", FLOATS)
+@pytest.mark.parametrize("shape", [*SHAPES, (3, 32), (5, 96)])
+def test_norms(shape, dtype, tmp_path):
+    import executorch.backends.mlx.custom_kernel_ops.tq_norm  # noqa: F401
+
+    def norms(x: Tensor) -> Tensor:
+        return torch.ops.mlx.tq_norm(x)
+
+    x = numbers(*shape, dtype=dtype)
+    path = export(Function(norms), (x,), tmp_path / "norms.pte")
+    (found,) = outputs(path, x)
+    assert found.dtype == dtype
+    check_close(found, norms(x.float()), 4 if dtype == F32 else 1.01)
+
+
+def test_a_kernel_for_any_number_of_tokens(tmp_path):
+    import executorch.backends.mlx.custom_kernel_ops.tq4_compress
+    import executorch.backends.mlx.custom_kernel_ops.tq_dequant
+    import executorch.backends.mlx.custom_kernel_ops.tq_norm  # noqa: F401
+
+    limits, centroids = boundaries(F32), torch.linspace(-1.6, 1.6, 16)
+
+    def there_and_back(x: Tensor) -> Tensor:
+        norms = torch.ops.mlx.tq_norm(x)
+        codes = torch.ops.mlx.tq4_compress(x / norms, limits)
+        return torch.ops.mlx.tq_dequant(codes, norms, centroids)
+
+    tokens = torch.export.Dim("tokens", min=1, max=64)
+    path = export(Function(there_and_back), (numbers(1, 3, 64),), tmp_path / "any.pte", (({1: tokens},),))
+    for n in (1, 3, 64):
+        x = numbers(1, n, 64, seed=n)
+        (found,) = outputs(path, x)
+        check_close(found, there_and_back(x), 4)
+
+
+# ---- GGUF ------------------------------------------------------------------
+
+
+def blocks(ggml_type: str, rows: int, features: int, seed: int = 0) -> Tensor:
+    """Return random super-blocks: every byte but the scales of a super-block, which are about 1e-3."""
+    random = np.random.default_rng(seed)
+    made = random.integers(0, 256, [rows, features // 256, FORMATS[ggml_type]], np.uint8)
+    at, n = (208, 1) if ggml_type == "q6_k" else (0, 2)
+    scales = random.uniform(-1e-3, 1e-3, [*made.shape[:2], n]).astype(np.float16)
+    made[..., at : at + 2 * n] = scales.view(np.uint8)
+    return torch.from_numpy(made.reshape(rows, -1))
+
+
+@pytest.fixture
+def direct(monkeypatch):
+    """Has the exporter write kernels, not MLX's own packed weights."""
+    import executorch.backends.mlx.custom_kernel_ops.gguf.patterns  # noqa: F401
+
+    monkeypatch.setenv("ET_MLX_EMIT_DIRECT_GGUF", "1")
+
+
+def weight(ggml_type: str, rows: int, features: int, dtype: torch.dtype) -> Any:
+    from executorch.extension.llm.export.gguf import ExportableGGUFTensor
+
+    return ExportableGGUFTensor.from_raw(blocks(ggml_type, rows, features), ggml_type, dtype)
+
+
+def linear(ggml_type: str, outputs: int, features: int, dtype: torch.dtype, bias: bool) -> torch.nn.Linear:
+    made = torch.nn.Linear(features, outputs, bias=bias).to(dtype)
+    made.weight = torch.nn.Parameter(weight(ggml_type, outputs, features, dtype), requires_grad=False)
+    return made
+
+
+LINEAR = [
+    # Leading axes, outputs, features, dtype, bias.
+    ((1,), 256, 256, F32, True),
+    ((1, 1), 1, 512, BF16, False),
+    ((5,), 37, 256, F16, True),
+    ((2, 3), 300, 1024, F32, False),
+    ((1, 40), 300, 768, BF16, True),
+    ((1, 70), 2100, 512, F32, True),
+]
+
+
+@pytest.mark.parametrize("case", LINEAR, ids=str)
+@pytest.mark.parametrize("ggml_type", FORMATS)
+def test_linear_layers_of_gguf(ggml_type, case, direct, tmp_path):
+    leading, n, features, dtype, bias = case
+    model = linear(ggml_type, n, features, dtype, bias)
+    x = numbers(*leading, features, dtype=dtype)
+    path = export(model, (x,), tmp_path / "linear.pte")
+    (found,) = outputs(path, x)
+    assert found.dtype == dtype
+    wide = model.weight.dequantize(F32)
+    expected = torch.nn.functional.linear(x.float(), wide, model.bias.float() if bias else None)
+    check_close(found, expected, features**0.5 if dtype == F32 else 1.1)
+
+
+@pytest.mark.parametrize("dtype", FLOATS)
+@pytest.mark.parametrize("ggml_type", FORMATS)
+def test_rows_of_gguf(ggml_type, dtype, direct, tmp_path):
+    model = torch.nn.Embedding(45, 512)
+    model.weight = torch.nn.Parameter(weight(ggml_type, 45, 512, dtype), requires_grad=False)
+    tokens = torch.export.Dim("tokens", min=1, max=64)
+    path = export(model, (torch.arange(6).reshape(2, 3),), tmp_path / "rows.pte", ({1: tokens},))
+    wide = model.weight.dequantize(F32)
+    for ids in ([[44], [0]], [[3, 3, 44, 1], [0, 9, 12, 13]]):
+        (found,) = outputs(path, torch.tensor(ids))
+        assert found.dtype == dtype
+        check_close(found, wide[torch.tensor(ids)], 4 if dtype == F32 else 1.01)
+    for wrong in (45, -1):
+        with pytest.raises(EtkvError, match=f"expected an index .* from 0 to 44, got {wrong}"):
+            outputs(path, torch.tensor([[0], [wrong]]))
+
+
+# ---- The gated delta rule --------------------------------------------------
+
+
+class GatedDelta(torch.nn.Module):
+    def __init__(self, state: Tensor) -> None:
+        super().__init__()
+        self.register_buffer("state", state)
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor) -> Tensor:
+        return torch.ops.mlx.gated_delta_rule(q, k, v, g, beta, self.state, use_custom_kernel=True)
+
+
+def delta_inputs(batch: int, n: int, k_heads: int, v_heads: int, k_dim: int, v_dim: int, seed: int) -> list[Tensor]:
+    k = torch.nn.functional.normalize(numbers(batch, n, k_heads, k_dim, seed=seed), dim=-1)
+    gates = [torch.sigmoid(2 + numbers(batch, n, v_heads, seed=seed + 1 + i)) for i in range(2)]
+    q, v = numbers(batch, n, k_heads, k_dim, seed=seed + 3), numbers(batch, n, v_heads, v_dim, seed=seed + 4)
+    return [q, k, v, *gates]
+
+
+@pytest.mark.parametrize("sizes", [(1, 1, 1, 32, 8), (1, 2, 4, 64, 24), (2, 2, 2, 32, 5)], ids=str)
+def test_the_gated_delta_rule(sizes, tmp_path):
+    import executorch.backends.mlx.custom_kernel_ops.gated_delta_rule  # noqa: F401
+
+    batch, k_heads, v_heads, k_dim, v_dim = sizes
+    sizes = (k_heads, v_heads, k_dim, v_dim)
+    model = GatedDelta(torch.zeros(batch, v_heads, v_dim, k_dim))
+    tokens = torch.export.Dim("tokens", min=1, max=256)
+    inputs = delta_inputs(batch, 3, *sizes, seed=0)
+    path = export(model, inputs, tmp_path / "delta.pte", ({1: tokens},) * 5)
+    try:
+        program = load(path, None)
+    except EtkvError as error:
+        if "buffers of its own" in str(error) or "needs operations" in str(error):
+            pytest.skip(f"the kernel's surroundings are missing: {error}")
+        raise
+    eager = GatedDelta(torch.zeros(batch, v_heads, v_dim, k_dim))
+    with program:
+        # The state of each step goes on from the one before.
+        for seed, n in enumerate((5, 1, 1, 33, 70)):
+            inputs = delta_inputs(batch, n, *sizes, seed=10 * seed)
+            (found,) = program.execute(*inputs)
+            check_close(found, eager(*inputs), 256)
+
+
+# ---- Kernels that are refused ----------------------------------------------
+
+
+def test_another_kernel_is_refused_by_name(tmp_path):
+    import executorch.backends.mlx.custom_kernel_ops.tq_norm as tq_norm
+
+    path = export(Function(torch.ops.mlx.tq_norm), (numbers(3, 32),), tmp_path / "norms.pte")
+    data = path.read_bytes()
+    assert data.count(b"\0tq_norm\0") == 1, tq_norm.__name__
+    path.write_bytes(data.replace(b"\0tq_norm\0", b"\0tq_morn\0"))
+    with pytest.raises(EtkvError, match="Metal kernel `tq_morn`: this build has no implementation of it"):
+        load(path, None)
