@@ -10,6 +10,8 @@ use super::passes::{self, Target};
 use super::{decode, fb, payload, Argument, ConstantSource, Host, LoadOptions, Program};
 use crate::{Result, Status};
 
+mod control;
+
 pub const FLOAT32: i8 = 6;
 pub const INT64: i8 = 4;
 /// A dimension that is known only at run time.
@@ -18,7 +20,7 @@ pub const OPEN: i32 = -1;
 pub type Node = (fb::OpNode, WIPOffset<UnionWIPOffset>);
 pub type Builder<'a> = FlatBufferBuilder<'a>;
 
-/// A program without its instructions. Slots are numbered as in the payload: constants, inputs,
+/// A program without its instructions. Slots are numbered as in the payload: constants, inputs, buffers,
 /// temporaries.
 #[derive(Default)]
 pub struct Parts {
@@ -26,8 +28,12 @@ pub struct Parts {
     pub constants: Vec<(String, Vec<i32>)>,
     /// Shape and dtype.
     pub inputs: Vec<(Vec<i32>, i8)>,
+    /// The shapes of what the program keeps, in float32.
+    pub buffers: Vec<Vec<i32>>,
     pub n_temporaries: u32,
     pub n_values: u32,
+    /// Whether chains but the first stand inside instructions.
+    pub inner: bool,
     /// Replaces all inputs, in order.
     pub input_map: Option<Vec<(fb::SlotType, u32)>>,
     pub outputs: Vec<u32>,
@@ -36,8 +42,8 @@ pub struct Parts {
 }
 
 impl Parts {
-    /// Returns the payload of the program with a main chain, and with an init chain if there are
-    /// two.
+    /// Returns the payload of the program with a main chain, and with an init chain if there are two and
+    /// none stands inside.
     pub fn payload(self, chains: impl FnOnce(&mut Builder) -> Vec<Vec<Node>>) -> Vec<u8> {
         let builder = &mut FlatBufferBuilder::new();
         let chains: Vec<_> = chains(builder)
@@ -72,6 +78,7 @@ impl Parts {
             let made = (self.one_meta && index > 0).then(|| metas[n_constants as usize]);
             metas.push(made.unwrap_or_else(|| meta(builder, shape, *dtype)));
         }
+        metas.extend(self.buffers.iter().map(|shape| meta(builder, shape, FLOAT32)));
         let every_input = || {
             (n_constants..n_constants + n_inputs)
                 .map(|slot| (fb::SlotType::TensorSlot, slot))
@@ -83,10 +90,11 @@ impl Parts {
         let args = fb::MLXGraphArgs {
             num_constant_tensors: n_constants,
             num_input_tensors: n_inputs,
+            num_mutable_buffer_tensors: self.buffers.len() as u32,
             num_temp_tensors: self.n_temporaries,
             num_values: self.n_values,
             // The second of two chains is the init chain.
-            init_chain_idx: if chains.len() > 1 { 1 } else { -1 },
+            init_chain_idx: if chains.len() > 1 && !self.inner { 1 } else { -1 },
             instruction_chains: Some(builder.create_vector(&chains)),
             input_map: Some(input_map),
             output_map: Some(output_map),
@@ -349,7 +357,7 @@ impl ConstantSource for Weights {
 }
 
 #[derive(Default)]
-struct Made(Vec<(Vec<i32>, Vec<f32>)>);
+pub struct Made(pub Vec<(Vec<i32>, Vec<f32>)>);
 
 impl Host for Made {
     fn take(&mut self, outputs: &[Argument]) -> etkv_core::Result<()> {

@@ -1,0 +1,379 @@
+//! Chains inside instructions, and what a program keeps between calls.
+
+use std::collections::BTreeMap;
+
+use flatbuffers::WIPOffset;
+
+use super::*;
+
+const INT: fb::SlotType = fb::SlotType::IntValueSlot;
+const TENSOR: fb::SlotType = fb::SlotType::TensorSlot;
+
+fn pair(
+    builder: &mut Builder,
+    [a, b, out]: [u32; 3],
+    make: impl Fn(&mut Builder, [fb::Tid; 3]) -> Node,
+) -> Node {
+    make(builder, [a, b, out].map(fb::Tid::new))
+}
+
+fn add(builder: &mut Builder, a: u32, b: u32, out: u32) -> Node {
+    pair(builder, [a, b, out], |builder, [a, b, out]| {
+        let args = fb::AddNodeArgs { a: Some(&a), b: Some(&b), out: Some(&out) };
+        (fb::OpNode::AddNode, fb::AddNode::create(builder, &args).as_union_value())
+    })
+}
+
+fn multiply(builder: &mut Builder, a: u32, b: u32, out: u32) -> Node {
+    pair(builder, [a, b, out], |builder, [a, b, out]| {
+        let args = fb::MultiplyNodeArgs { a: Some(&a), b: Some(&b), out: Some(&out) };
+        (fb::OpNode::MultiplyNode, fb::MultiplyNode::create(builder, &args).as_union_value())
+    })
+}
+
+fn value<'a>(builder: &mut Builder<'a>, vid: u32) -> WIPOffset<fb::IntOrVid<'a>> {
+    let vid = fb::Vid::new(vid);
+    let args = fb::IntOrVidArgs { is_vid: true, vid: Some(&vid), ..Default::default() };
+    fb::IntOrVid::create(builder, &args)
+}
+
+fn choose(builder: &mut Builder, cond: u32, then_chain_idx: u32, else_chain_idx: u32) -> Node {
+    let cond = Some(value(builder, cond));
+    let args = fb::IfNodeArgs { cond, then_chain_idx, else_chain_idx };
+    (fb::OpNode::IfNode, fb::IfNode::create(builder, &args).as_union_value())
+}
+
+/// The tensors of a loop: what is cut, the pieces, the outputs, and what is carried.
+struct Loop<'a> {
+    originals: &'a [u32],
+    sliced: &'a [u32],
+    outputs: &'a [u32],
+    carry: &'a [u32],
+    axis: i32,
+    body: i32,
+}
+
+impl Loop<'_> {
+    fn node(&self, builder: &mut Builder) -> Node {
+        let mut tids = |list: &[u32]| {
+            let list: Vec<_> = list.iter().map(|&slot| fb::Tid::new(slot)).collect();
+            Some(builder.create_vector(&list))
+        };
+        let args = fb::ScanNodeArgs {
+            originals: tids(self.originals),
+            sliced: tids(self.sliced),
+            outputs: tids(self.outputs),
+            carry: tids(self.carry),
+            body_chain_idx: self.body,
+            scan_axis: self.axis,
+        };
+        (fb::OpNode::ScanNode, fb::ScanNode::create(builder, &args).as_union_value())
+    }
+}
+
+fn load(payload: &[u8]) -> Result<Program> {
+    Program::load(payload, &mut Weights(BTreeMap::new()), &LoadOptions::default())
+}
+
+/// An input: a tensor of these sizes, or an integer.
+enum Input<'a> {
+    Tensor(&'a [i32], Vec<u8>),
+    Int(i64),
+}
+
+fn execute(program: &Program, inputs: &[Input]) -> Result<Vec<(Vec<i32>, Vec<f32>)>> {
+    let inputs: Vec<Argument> = inputs
+        .iter()
+        .map(|input| match input {
+            Input::Tensor(shape, bytes) => Argument::tensor(FLOAT32, shape, bytes),
+            Input::Int(number) => Argument::of(*number),
+        })
+        .collect();
+    let mut made = Made::default();
+    program.execute(&inputs, &vec![FLOAT32; program.n_outputs()], &mut made)?;
+    Ok(made.0)
+}
+
+// ---- Choices ----------------------------------------------------------------
+
+/// The program: `then` doubles the input, `otherwise` squares it, and both change slot 1. Slot 2 is a
+/// temporary of one of them.
+fn choice() -> Vec<u8> {
+    let parts = Parts {
+        inputs: vec![(vec![3], FLOAT32)],
+        n_temporaries: 3,
+        n_values: 1,
+        inner: true,
+        input_map: Some(vec![(TENSOR, 0), (INT, 0)]),
+        outputs: vec![1, 3],
+        ..Default::default()
+    };
+    parts.payload(|builder| {
+        let main = vec![neg(builder, 0, 1), choose(builder, 0, 1, 2), add(builder, 0, 1, 3)];
+        let then = vec![add(builder, 0, 0, 1)];
+        let otherwise = vec![multiply(builder, 0, 0, 2), copy(builder, 2, 1)];
+        vec![main, then, otherwise]
+    })
+}
+
+#[test]
+fn one_of_two_chains_runs() {
+    let program = load(&choice()).unwrap();
+    let x = [1.0, -2.0, 3.0];
+    for (cond, expected) in
+        [(1, x.map(|x| 2.0 * x)), (0, x.map(|x| x * x)), (-5, x.map(|x| 2.0 * x))]
+    {
+        let inputs = [Input::Tensor(&[3], bytes(&x)), Input::Int(cond)];
+        let made = execute(&program, &inputs).unwrap();
+        assert_eq!(made[0].1, expected, "{cond}");
+        let sums: Vec<f32> = x.iter().zip(expected).map(|(a, b)| a + b).collect();
+        assert_eq!(made[1].1, sums, "{cond}");
+    }
+}
+
+#[test]
+fn what_one_chain_makes_is_not_there_behind_a_choice() {
+    let parts = || Parts {
+        inputs: vec![(vec![3], FLOAT32)],
+        n_temporaries: 2,
+        n_values: 1,
+        inner: true,
+        input_map: Some(vec![(TENSOR, 0), (INT, 0)]),
+        outputs: vec![1],
+        ..Default::default()
+    };
+    let payload = parts().payload(|builder| {
+        vec![vec![choose(builder, 0, 1, 2)], vec![neg(builder, 0, 1)], vec![neg(builder, 0, 2)]]
+    });
+    assert_eq!(refusal(&payload), "tensor 1 is read before it is written");
+    let inside_itself = parts()
+        .payload(|builder| vec![vec![choose(builder, 0, 1, 1)], vec![choose(builder, 0, 1, 1)]]);
+    assert!(refusal(&inside_itself).contains("chain 1 stands inside itself"));
+    let missing = parts().payload(|builder| vec![vec![choose(builder, 0, 7, 0)]]);
+    assert!(refusal(&missing).contains("chain 7 is to run, the program has 1"));
+}
+
+/// Choices inside choices stand for many more instructions than there are.
+#[test]
+fn choices_of_choices_are_refused_in_time() {
+    let parts = Parts {
+        inputs: vec![(vec![3], FLOAT32)],
+        n_temporaries: 1,
+        n_values: 1,
+        inner: true,
+        input_map: Some(vec![(TENSOR, 0), (INT, 0)]),
+        ..Default::default()
+    };
+    let payload = parts.payload(|builder| {
+        (0..14u32).map(|n| (0..40).map(|_| choose(builder, 0, n + 1, n + 1)).collect()).collect()
+    });
+    let started = Instant::now();
+    assert!(Program::check(&payload).is_err());
+    assert!(started.elapsed() < Duration::from_secs(5), "{:?}", started.elapsed());
+}
+
+// ---- Loops ------------------------------------------------------------------
+
+/// A loop along an axis of `x`, `[2, T, 3]`: what is carried is its square's half and the piece, and the
+/// output is that times the piece. Slots: 0 `x`, 1 the first carried, 2 the piece, 3 the carried, 4 the
+/// output, 5 a temporary.
+fn recurrence(axis: i32) -> Vec<u8> {
+    let parts = Parts {
+        inputs: vec![(vec![OPEN, OPEN, 3], FLOAT32), (vec![OPEN, 3], FLOAT32)],
+        n_temporaries: 4,
+        inner: true,
+        outputs: vec![4, 3],
+        ..Default::default()
+    };
+    parts.payload(|builder| {
+        let scan =
+            Loop { originals: &[0], sliced: &[2], outputs: &[4], carry: &[3], axis, body: 1 };
+        let main = vec![copy(builder, 1, 3), scan.node(builder)];
+        let body = vec![
+            multiply(builder, 3, 3, 5),
+            multiply(builder, 5, 3, 5),
+            add(builder, 5, 2, 3),
+            multiply(builder, 3, 2, 4),
+        ];
+        vec![main, body]
+    })
+}
+
+#[test]
+fn a_loop_carries_what_it_says_along_either_axis() {
+    let [a, b, c] = [2usize, 5, 3];
+    for (axis, steps, rows) in [(1, b, a), (0, a, b), (-2, b, a)] {
+        let program = load(&recurrence(axis)).unwrap();
+        for n in [1usize, steps] {
+            let sizes = if axis == 0 { [n, b, c] } else { [a, n, c] };
+            let at = |i: usize, j: usize, k: usize| ((i * 7 + j * 3 + k) as f32).sin() / 2.0;
+            let place = |step: usize, row: usize, k: usize| match axis {
+                0 => at(step, row, k),
+                _ => at(row, step, k),
+            };
+            let mut x = Vec::new();
+            for i in 0..sizes[0] {
+                for j in 0..sizes[1] {
+                    x.extend((0..c).map(|k| at(i, j, k)));
+                }
+            }
+            // Step by step, in the order of the definition.
+            let mut carried = vec![0.25f32; rows * c];
+            let mut outputs = vec![vec![0.0f32; rows * c]; n];
+            for step in 0..n {
+                for row in 0..rows {
+                    for k in 0..c {
+                        let y = &mut carried[row * c + k];
+                        *y = *y * *y * *y + place(step, row, k);
+                        outputs[step][row * c + k] = *y * place(step, row, k);
+                    }
+                }
+            }
+            let mut expected = Vec::new();
+            for i in 0..sizes[0] {
+                for j in 0..sizes[1] {
+                    let (step, row) = if axis == 0 { (i, j) } else { (j, i) };
+                    expected.extend(&outputs[step][row * c..(row + 1) * c]);
+                }
+            }
+            let shape = sizes.map(|size| size as i32);
+            let first = [rows as i32, c as i32];
+            let inputs = [
+                Input::Tensor(&shape, bytes(&x)),
+                Input::Tensor(&first, bytes(&vec![0.25; rows * c])),
+            ];
+            let made = execute(&program, &inputs).unwrap();
+            assert_eq!(made[0].0, shape);
+            for (part, want) in [(&made[0].1, &expected), (&made[1].1, &carried)] {
+                for (got, want) in part.iter().zip(want.iter()) {
+                    assert!((got - want).abs() < 1e-6, "{got}, not {want}, axis {axis}");
+                }
+                assert_eq!(part.len(), want.len());
+            }
+        }
+    }
+}
+
+#[test]
+fn loops_that_contradict_themselves_are_refused() {
+    let program = |scan: Loop, body: fn(&mut Builder) -> Vec<Node>| {
+        let parts = Parts {
+            inputs: vec![(vec![2, OPEN], FLOAT32), (vec![2], FLOAT32)],
+            n_temporaries: 4,
+            inner: true,
+            outputs: vec![3],
+            ..Default::default()
+        };
+        parts.payload(|builder| vec![vec![copy(builder, 1, 4), scan.node(builder)], body(builder)])
+    };
+    let scan = |carry: &'static [u32], axis: i32| Loop {
+        originals: &[0],
+        sliced: &[2],
+        outputs: &[3],
+        carry,
+        axis,
+        body: 1,
+    };
+    // 4 changes from run to run.
+    let body = |builder: &mut Builder| vec![add(builder, 2, 4, 3), add(builder, 4, 2, 4)];
+    Program::check(&program(scan(&[4], 1), body)).unwrap();
+    let hidden = refusal(&program(scan(&[], 1), body));
+    assert_eq!(
+        hidden,
+        "instruction 1: a loop changes tensor 4, which it reads, and does not carry it"
+    );
+    let unwritten = refusal(&program(scan(&[4], 1), |_| vec![]));
+    assert!(unwritten.contains("tensor 3 is read before it is written"), "{unwritten}");
+    let none = Loop { originals: &[], sliced: &[], ..scan(&[], 1) };
+    assert!(refusal(&program(none, |_| vec![])).contains("one slice for each tensor"));
+    let uneven = Loop { sliced: &[2, 4], ..scan(&[], 1) };
+    assert!(refusal(&program(uneven, body)).contains("got 2 for 1"));
+    let past = load(&program(scan(&[4], 3), body)).unwrap();
+    let inputs = [Input::Tensor(&[2, 2], bytes(&[0.0; 4])), Input::Tensor(&[2], bytes(&[0.0; 2]))];
+    assert_eq!(execute(&past, &inputs).unwrap_err().status(), Status::Program);
+}
+
+// ---- What is kept -----------------------------------------------------------
+
+/// A program that adds its input to a buffer, and writes the sum's first column to a place of another one.
+/// Slots: 0 the input, 1 and 2 the buffers, 3 a temporary.
+fn keeping() -> Vec<u8> {
+    let parts = Parts {
+        inputs: vec![(vec![OPEN], FLOAT32)],
+        buffers: vec![vec![3], vec![100]],
+        n_temporaries: 1,
+        n_values: 1,
+        input_map: Some(vec![(TENSOR, 0), (INT, 0)]),
+        outputs: vec![1, 2],
+        ..Default::default()
+    };
+    parts.payload(|builder| {
+        let literal = |builder: &mut Builder<'_>, literal| {
+            let args = fb::IntOrVidArgs { literal, ..Default::default() };
+            fb::IntOrVid::create(builder, &args).value()
+        };
+        let sum = add(builder, 1, 0, 1);
+        let (zero, one) = (literal(builder, 0), literal(builder, 1));
+        let [zero, one] = [zero, one].map(WIPOffset::new);
+        let args = fb::SliceNodeArgs {
+            x: Some(&fb::Tid::new(1)),
+            out: Some(&fb::Tid::new(3)),
+            axis: Some(zero),
+            start: Some(zero),
+            stop: Some(one),
+            step: 1,
+        };
+        let first = fb::SliceNode::create(builder, &args).as_union_value();
+        let (axis, start) = (WIPOffset::new(literal(builder, 0)), value(builder, 0));
+        let stop = WIPOffset::new(literal(builder, i64::MAX));
+        // To the end: a row of one element is repeated.
+        let args = fb::SliceUpdateNodeArgs {
+            dst: Some(&fb::Tid::new(2)),
+            update: Some(&fb::Tid::new(3)),
+            out: Some(&fb::Tid::new(2)),
+            axis: Some(axis),
+            start: Some(start),
+            stop: Some(stop),
+            step: 1,
+        };
+        let update = fb::SliceUpdateNode::create(builder, &args).as_union_value();
+        vec![vec![sum, (fb::OpNode::SliceNode, first), (fb::OpNode::SliceUpdateNode, update)]]
+    })
+}
+
+#[test]
+fn buffers_are_kept_over_a_hundred_calls() {
+    let payload = keeping();
+    let (program, other) = (load(&payload).unwrap(), load(&payload).unwrap());
+    assert_eq!(program.n_outputs(), 2);
+    let mut sum = [0.0f32; 3];
+    let mut row = vec![0.0f32; 100];
+    for step in 0..100usize {
+        let x = [step as f32, 1.0, -0.5];
+        let inputs = [Input::Tensor(&[3], bytes(&x)), Input::Int(step as i64)];
+        let made = execute(&program, &inputs).unwrap();
+        sum.iter_mut().zip(x).for_each(|(sum, x)| *sum += x);
+        row[step..].fill(sum[0]);
+        assert_eq!(made, [(vec![3], sum.to_vec()), (vec![100], row.clone())], "{step}");
+        if step % 10 == 0 {
+            // Too long: nothing changes.
+            let bad = [Input::Tensor(&[4], bytes(&[9.0; 4])), Input::Int(0)];
+            assert!(execute(&program, &bad).is_err());
+        }
+    }
+    // Another handle has buffers of its own, and a reset one begins anew.
+    let inputs = || [Input::Tensor(&[3], bytes(&[1.0; 3])), Input::Int(99)];
+    let fresh = execute(&other, &inputs()).unwrap();
+    assert_eq!(fresh[0].1, [1.0; 3]);
+    program.reset().unwrap();
+    assert_eq!(execute(&program, &inputs()).unwrap(), fresh);
+}
+
+#[test]
+fn buffers_without_bound_are_refused() {
+    let parts = Parts { buffers: vec![vec![1 << 20, 1 << 10], vec![1]], ..Default::default() };
+    let message = refusal(&parts.payload(|_| vec![vec![]]));
+    assert!(message.contains("keeps more than 4294967296 bytes"), "{message}");
+    let parts = Parts { buffers: vec![vec![OPEN]], ..Default::default() };
+    assert!(refusal(&parts.payload(|_| vec![vec![]])).contains("has no fixed shape"));
+}
