@@ -38,7 +38,7 @@ using ::executorch::runtime::Span;
 using interpreter::View;
 
 const interpreter::Interpreter& libetkv() {
-  return *etkv_private_interpreter_5();
+  return *etkv_private_interpreter_6();
 }
 
 /// Returns ExecuTorch's code for a status of etkv.h. The message goes to the
@@ -266,7 +266,8 @@ Result<DelegateHandle*> Backend::init(
   const auto cache_key = option(name_, context, "cache_key");
   const auto logits = option(name_, context, "logits");
   const auto passes = option(name_, context, "passes");
-  if (!cache_key.ok() || !logits.ok() || !passes.ok()) {
+  const auto buffers = option(name_, context, "buffers");
+  if (!cache_key.ok() || !logits.ok() || !passes.ok() || !buffers.ok()) {
     processed->Free();
     return Error::InvalidArgument;
   }
@@ -275,7 +276,8 @@ Result<DelegateHandle*> Backend::init(
       constants,
       *cache_key,
       *logits,
-      *passes);
+      *passes,
+      *buffers);
   processed->Free();
   if (const Error error = check(name_, outcome); error != Error::Ok) {
     return error;

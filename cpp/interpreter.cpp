@@ -46,10 +46,16 @@ class BridgedProgram final : public Program {
       Constants& constants,
       std::string_view cache_key,
       std::string_view logits,
-      std::string_view passes) override {
+      std::string_view passes,
+      std::string_view buffers) override {
     bridge::Constants bridged(constants);
     return outcome(delegate_->load(
-        slice(payload), bridged, text(cache_key), text(logits), text(passes)));
+        slice(payload),
+        bridged,
+        text(cache_key),
+        text(logits),
+        text(passes),
+        text(buffers)));
   }
 
   Outcome execute(
@@ -87,7 +93,7 @@ class BridgedInterpreter final : public Interpreter {
 } // namespace
 } // namespace etkv::interpreter
 
-const etkv::interpreter::Interpreter* etkv_private_interpreter_5() {
+const etkv::interpreter::Interpreter* etkv_private_interpreter_6() {
   static const etkv::interpreter::BridgedInterpreter interpreter;
   return &interpreter;
 }

@@ -99,7 +99,8 @@ class Program {
       Constants& constants,
       std::string_view cache_key,
       std::string_view logits,
-      std::string_view passes) = 0;
+      std::string_view passes,
+      std::string_view buffers) = 0;
   /// Runs the program on its inputs and hands the outputs to `host`, in the
   /// dtypes of these ExecuTorch numbers.
   virtual Outcome execute(
@@ -128,4 +129,4 @@ class Interpreter {
 /// the version of the classes above: increase it with any change to them, so
 /// that libraries of two builds do not load together.
 extern "C" ETKV_API const etkv::interpreter::Interpreter*
-etkv_private_interpreter_5();
+etkv_private_interpreter_6();

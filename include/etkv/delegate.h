@@ -25,12 +25,25 @@ extern "C" {
  *                   computes. NULL for "all".
  * @param passes     "default" or "none": the passes that make the program
  *                   faster when it is loaded. NULL for "default".
+ * @param buffers    a name for the buffers that the program keeps between its
+ *                   calls, such as a cache in its graph; NULL for none. See
+ *                   etkv_delegate_reset_buffers().
  */
 ETKV_API etkv_status etkv_delegate_set_load_options(
     const char* cache_key,
     const char* logits,
     const char* passes,
+    const char* buffers,
     etkv_error** error);
+
+/**
+ * Lets the buffers of all programs that were loaded with this name be zeros
+ * again, as when they were loaded. The next call of each begins anew.
+ *
+ * ETKV_ERROR_INVALID_ARGUMENT: no loaded program keeps buffers under the name.
+ */
+ETKV_API etkv_status
+etkv_delegate_reset_buffers(const char* buffers, etkv_error** error);
 
 /**
  * Checks whether this build can run a program. `payload` is the delegate's

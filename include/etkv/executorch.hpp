@@ -76,6 +76,14 @@ class LoadOptions {
     return *this;
   }
 
+  /// Names the buffers that the program keeps between calls, such as a cache in
+  /// its graph, for reset_buffers(). Programs may share a name. ExecuTorch holds
+  /// names of at most 255 characters.
+  LoadOptions& buffers(const char* name) {
+    options_.set_option("buffers", name);
+    return *this;
+  }
+
   /// Returns the options for Module::load_method. The map lives as long as this
   /// object.
   executorch::runtime::LoadBackendOptionsMap map() {
@@ -93,6 +101,14 @@ class LoadOptions {
   executorch::runtime::BackendOptions<4> options_;
   executorch::runtime::BackendOptions<1> xnnpack_;
 };
+
+/// Lets the buffers of the programs that were loaded with this name of buffers
+/// be zeros again: the next call begins anew.
+inline Result<void> reset_buffers(const char* name) {
+  return detail::call([&](etkv_error** error) {
+    return etkv_delegate_reset_buffers(name, error);
+  });
+}
 
 /// A session, and the load options by which a program finds its cache.
 template <typename Face>

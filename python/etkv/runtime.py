@@ -7,6 +7,7 @@ after a call of :func:`register_backend`: see :meth:`etkv.Session.bound`.
 from __future__ import annotations
 
 import contextlib
+import itertools
 import os
 import warnings
 import weakref
@@ -86,6 +87,10 @@ def load(
     return program
 
 
+_NUMBERS = itertools.count()
+"""The numbers of programs, which tell their buffers apart."""
+
+
 class Closable(Protocol):
     """What is closed with a program."""
 
@@ -113,6 +118,7 @@ class Program:
         _capi.follow_log_levels()
         self.path = path
         self.session = session
+        self._buffers = f"etkv program {next(_NUMBERS)}"
         self._metadata: ModelCacheParams | None = None
         self._parts: weakref.WeakSet[Closable] = weakref.WeakSet()
         try:
@@ -137,12 +143,19 @@ class Program:
         _capi.forget_delegate_error()
         try:
             key = None if session is None else session.key
-            with load_options(key, logits, passes):
+            with load_options(key, logits, passes, self._buffers):
                 self._method = self._program.load_method(method)
             self._max_tokens = _max_tokens(self._method.metadata)
         except pte.DAMAGE as error:
             reason = f"the method {method} of {path} cannot be loaded: {first_line(error)}"
             _capi.raise_delegate_error(lambda: ProgramError(reason), error)
+
+    def reset_buffers(self) -> None:
+        """Let the buffers that the program keeps between calls, such as a cache in its graph, be zeros again.
+
+        Raises :class:`EtkvError` if it keeps none.
+        """
+        _capi.call("etkv_delegate_reset_buffers", _capi.ffi.new("char[]", self._buffers.encode()))
 
     @overload
     def forward(self, tokens: torch.Tensor, positions: Ids, *, copy: bool = True) -> torch.Tensor: ...

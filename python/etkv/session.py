@@ -135,8 +135,11 @@ _of_thread = threading.local()
 
 
 @contextlib.contextmanager
-def load_options(key: str | None, logits: Logits, passes: Passes = "default") -> Iterator[None]:
-    """Set the load options of this thread in the block: the cache of ``key``, or none, rows of logits and passes.
+def load_options(
+    key: str | None, logits: Logits, passes: Passes = "default", buffers: str | None = None
+) -> Iterator[None]:
+    """Set the load options of this thread in the block: the cache of ``key``, or none, rows of logits and passes, and
+    a name for the buffers that programs keep.
 
     Blocks nest. In a block without a key, programs are bound to no cache, even within a block with one.
     """
@@ -145,9 +148,8 @@ def load_options(key: str | None, logits: Logits, passes: Passes = "default") ->
     if passes not in (*PASSES, "gpu"):
         raise EtkvError(f"passes is {passes!r}, expected one of {', '.join(PASSES)}")
     lib()
-    before = getattr(_of_thread, "options", (ffi.NULL, ffi.NULL, ffi.NULL))
-    given = ffi.NULL if key is None else ffi.new("char[]", key.encode())
-    options = given, ffi.new("char[]", logits.encode()), ffi.new("char[]", passes.encode())
+    before = getattr(_of_thread, "options", (ffi.NULL, ffi.NULL, ffi.NULL, ffi.NULL))
+    options = tuple(ffi.NULL if text is None else ffi.new("char[]", text.encode()) for text in (key, logits, passes, buffers))
     call("etkv_delegate_set_load_options", *options)
     _of_thread.options = options
     try:

@@ -11,15 +11,21 @@ use crate::error::{fail, Result};
 
 /// The buffers of a loaded program. Zeros until a call writes them. Used under the lock of MLX only.
 pub struct Buffers {
+    name: Option<String>,
     list: Vec<Buffer>,
     arrays: Mutex<Vec<Option<Array>>>,
 }
 
 impl Buffers {
     /// Returns buffers of zeros.
-    pub fn new(list: Vec<Buffer>) -> Result<Self> {
+    pub fn new(name: Option<String>, list: Vec<Buffer>) -> Self {
         let arrays = Mutex::new(vec![None; list.len()]);
-        Ok(Self { list, arrays })
+        Self { name, list, arrays }
+    }
+
+    /// Returns whether there are buffers, under this name.
+    pub fn is_named(&self, name: &str) -> bool {
+        !self.list.is_empty() && self.name.as_deref() == Some(name)
     }
 
     /// Returns the number of buffers.

@@ -95,7 +95,8 @@ impl Program {
                 "a program is loaded"
             );
             let n_kept = (graph.constants.len() + tensor_inputs(&graph.inputs)) as u32;
-            let buffers = Buffers::new(std::mem::take(&mut graph.buffers))?;
+            let buffers = std::mem::take(&mut graph.buffers);
+            let buffers = Buffers::new(options.buffers.clone(), buffers);
             let program = Self(Arc::new(Loaded {
                 inputs: graph.inputs,
                 constants,

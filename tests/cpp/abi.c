@@ -157,10 +157,12 @@ static void the_delegate(void) {
   const etkv_status invalid = ETKV_ERROR_INVALID_ARGUMENT;
   const uint8_t payload[24] = {0};
 
-  CHECK_INT(etkv_delegate_set_load_options("a", "some", NULL, NULL), invalid);
-  CHECK_INT(etkv_delegate_set_load_options("a", NULL, "some", NULL), invalid);
-  CHECK_INT(etkv_delegate_set_load_options("a", "last", "none", NULL), ETKV_OK);
-  CHECK_INT(etkv_delegate_set_load_options(NULL, NULL, NULL, NULL), ETKV_OK);
+  CHECK_INT(etkv_delegate_set_load_options("a", "some", NULL, NULL, NULL), invalid);
+  CHECK_INT(etkv_delegate_set_load_options("a", NULL, "some", NULL, NULL), invalid);
+  CHECK_INT(etkv_delegate_set_load_options("a", "last", "none", "b", NULL), ETKV_OK);
+  CHECK_INT(etkv_delegate_set_load_options(NULL, NULL, NULL, NULL, NULL), ETKV_OK);
+  CHECK_INT(etkv_delegate_reset_buffers("b", NULL), invalid);
+  CHECK_INT(etkv_delegate_reset_buffers(NULL, NULL), invalid);
   CHECK_INT(etkv_delegate_check(NULL, 1, NULL), invalid);
   CHECK_INT(etkv_delegate_check(payload, 24, NULL), ETKV_ERROR_PROGRAM);
   CHECK_INT(etkv_delegate_check(payload, 0, NULL), ETKV_ERROR_PROGRAM);

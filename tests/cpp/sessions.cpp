@@ -208,7 +208,8 @@ void options_of_the_thread() {
   using executorch::runtime::Error;
   const auto set = [](const char* key, const char* logits) {
     return detail::run([&](etkv_error** error) {
-      return etkv_delegate_set_load_options(key, logits, nullptr, error);
+      return etkv_delegate_set_load_options(
+          key, logits, nullptr, nullptr, error);
     });
   };
   Model model("llama-f32");

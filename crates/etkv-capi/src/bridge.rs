@@ -31,7 +31,7 @@ mod ffi {
         fn new_delegate(on_cpu: bool) -> Box<Delegate>;
 
         /// Decodes a payload, copies its constants and binds the cache. An empty `cache_key`,
-        /// `logits` or `passes` is an absent option.
+        /// `logits`, `passes` or `buffers` is an absent option.
         fn load(
             self: &mut Delegate,
             payload: &[u8],
@@ -39,6 +39,7 @@ mod ffi {
             cache_key: &str,
             logits: &str,
             passes: &str,
+            buffers: &str,
         ) -> Outcome;
 
         /// Runs the program on its inputs and hands the outputs to `host`, in the dtypes of these
@@ -126,10 +127,12 @@ impl Delegate {
         cache_key: &str,
         logits: &str,
         passes: &str,
+        buffers: &str,
     ) -> ffi::Outcome {
         self.guarded(|delegate| {
-            let texts = delegate::or_of_thread(cache_key, logits, passes);
-            let options = LoadOptions::parse(&texts.cache_key, &texts.logits, &texts.passes)?;
+            let texts = delegate::or_of_thread([cache_key, logits, passes, buffers]);
+            let delegate::LoadTexts { cache_key, logits, passes, buffers } = &texts;
+            let options = LoadOptions::parse(cache_key, logits, passes, buffers)?;
             let program = Program::load(delegate.on_cpu, payload, constants, &options)?;
             delegate.program = Some(program);
             Ok(())

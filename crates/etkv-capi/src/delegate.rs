@@ -18,6 +18,8 @@ pub(crate) struct LoadTexts {
     pub logits: String,
     /// The passes that change the program.
     pub passes: String,
+    /// The name of the buffers that the program keeps.
+    pub buffers: String,
 }
 
 thread_local! {
@@ -36,13 +38,15 @@ pub(crate) fn report(status: i32, message: &str) {
 /// Returns the load options that ExecuTorch passed. For absent ones, returns those that this thread
 /// has set.
 #[cfg_attr(not(feature = "delegate"), allow(dead_code))]
-pub(crate) fn or_of_thread(cache_key: &str, logits: &str, passes: &str) -> LoadTexts {
+pub(crate) fn or_of_thread(given: [&str; 4]) -> LoadTexts {
+    let [cache_key, logits, passes, buffers] = given;
     let set = LOAD_OPTIONS.try_with(|set| set.borrow().clone()).unwrap_or_default();
     let or = |given: &str, set: String| if given.is_empty() { set } else { given.to_owned() };
     LoadTexts {
         cache_key: or(cache_key, set.cache_key),
         logits: or(logits, set.logits),
         passes: or(passes, set.passes),
+        buffers: or(buffers, set.buffers),
     }
 }
 
@@ -68,6 +72,7 @@ pub unsafe extern "C" fn etkv_delegate_set_load_options(
     cache_key: *const c_char,
     logits: *const c_char,
     passes: *const c_char,
+    buffers: *const c_char,
     error: *mut *mut etkv_error,
 ) -> i32 {
     // SAFETY: the caller says so.
@@ -80,12 +85,26 @@ pub unsafe extern "C" fn etkv_delegate_set_load_options(
                 cache_key: optional(cache_key, "cache_key")?,
                 logits: optional(logits, "logits")?,
                 passes: optional(passes, "passes")?,
+                buffers: optional(buffers, "buffers")?,
             };
             program::check_options(&texts)?;
             LOAD_OPTIONS.with(|set| set.replace(texts));
             Ok(())
         })
     }
+}
+
+/// Lets the buffers that programs keep be zeros, of the programs that were loaded with this name.
+///
+/// # Safety
+/// Pointers are NULL or as the header says.
+#[no_mangle]
+pub unsafe extern "C" fn etkv_delegate_reset_buffers(
+    buffers: *const c_char,
+    error: *mut *mut etkv_error,
+) -> i32 {
+    // SAFETY: the caller says so.
+    unsafe { boundary(error, || program::reset_buffers(text(buffers, "buffers")?)) }
 }
 
 /// Checks whether this build can run a program.
@@ -111,8 +130,18 @@ mod program {
     use super::LoadTexts;
 
     pub fn check_options(texts: &LoadTexts) -> Result<()> {
-        LoadOptions::parse(&texts.cache_key, &texts.logits, &texts.passes)?;
+        LoadOptions::parse(&texts.cache_key, &texts.logits, &texts.passes, &texts.buffers)?;
         Ok(())
+    }
+
+    #[cfg(feature = "mlx")]
+    pub fn reset_buffers(name: &str) -> Result<()> {
+        Ok(etkv::program::Program::reset_buffers(name)?)
+    }
+
+    #[cfg(not(feature = "mlx"))]
+    pub fn reset_buffers(name: &str) -> Result<()> {
+        etkv_core::fail!(InvalidArgument, "no loaded program keeps buffers named `{name}`");
     }
 
     /// The payload of a call of a CPU program is JSON.
@@ -144,6 +173,10 @@ mod program {
     use super::LoadTexts;
 
     pub fn check_options(_: &LoadTexts) -> Result<()> {
+        fail!(Unsupported, "this libetkv was built without the interpreter of programs");
+    }
+
+    pub fn reset_buffers(_: &str) -> Result<()> {
         fail!(Unsupported, "this libetkv was built without the interpreter of programs");
     }
 

@@ -21,7 +21,7 @@ fn session(n_layers: usize) -> Session {
 }
 
 fn options(key: &str) -> LoadOptions {
-    LoadOptions::parse(key, "all", "").unwrap()
+    LoadOptions::parse(key, "all", "", "").unwrap()
 }
 
 /// What layer 1 gives the query at the last of these positions.
@@ -270,14 +270,14 @@ fn rows_are_selected_at_load() {
     let values: Vec<f32> = (0..12).map(|i| i as f32).collect();
     let payload = br#"{"op": "select_rows", "version": 1}"#;
     for (logits, rows, expected) in [("all", 3, &values[..]), ("last", 1, &values[8..])] {
-        let mut call = Call::load(payload, &LoadOptions::parse("", logits, "").unwrap()).unwrap();
+        let mut call = Call::load(payload, &LoadOptions::parse("", logits, "", "").unwrap()).unwrap();
         let mut host = Taker::default();
         let hidden = Argument::tensor(FLOAT, &[1, 3, 4], bytes(&values));
         call.execute(&[hidden], &[FLOAT], &mut host, &Serial).unwrap();
         assert_eq!((host.shape, &host.values[..]), (vec![1, rows, 4], expected));
     }
     let all = attend_payload("x", 0, 2).replace("selected", "all");
-    let last = LoadOptions::parse("", "last", "").unwrap();
+    let last = LoadOptions::parse("", "last", "", "").unwrap();
     let error = Call::load(all.as_bytes(), &last).err().unwrap();
     assert_eq!(error.status(), Status::Unsupported);
 }

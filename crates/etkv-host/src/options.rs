@@ -36,6 +36,8 @@ pub struct LoadOptions {
     pub logits: LogitsRows,
     /// The passes over the program. Programs for the CPU have none.
     pub passes: Passes,
+    /// The name by which the buffers that the program keeps can be reset.
+    pub buffers: Option<String>,
 }
 
 impl LoadOptions {
@@ -44,7 +46,7 @@ impl LoadOptions {
     /// # Errors
     /// [`InvalidArgument`](etkv_core::Status::InvalidArgument) for other `logits` than `all` and `last`,
     /// and other `passes` than `default`, `none` and `gpu`.
-    pub fn parse(cache_key: &str, logits: &str, passes: &str) -> Result<Self> {
+    pub fn parse(cache_key: &str, logits: &str, passes: &str, buffers: &str) -> Result<Self> {
         let logits = match logits {
             "" | "all" => LogitsRows::All,
             "last" => LogitsRows::Last,
@@ -58,8 +60,8 @@ impl LoadOptions {
                 fail!(InvalidArgument, "option `passes` is `{other}`, it may be default or none")
             }
         };
-        let cache_key = (!cache_key.is_empty()).then(|| cache_key.to_owned());
-        Ok(Self { cache_key, logits, passes })
+        let given = |text: &str| (!text.is_empty()).then(|| text.to_owned());
+        Ok(Self { cache_key: given(cache_key), logits, passes, buffers: given(buffers) })
     }
 }
 
@@ -69,15 +71,16 @@ mod tests {
 
     #[test]
     fn options_are_words() {
-        let options = LoadOptions::parse("", "", "").unwrap();
-        assert_eq!(options.cache_key, None);
+        let options = LoadOptions::parse("", "", "", "").unwrap();
+        assert_eq!((&options.cache_key, &options.buffers), (&None, &None));
         assert_eq!((options.logits, options.passes), (LogitsRows::All, Passes::Default));
-        let options = LoadOptions::parse("key", "last", "none").unwrap();
+        let options = LoadOptions::parse("key", "last", "none", "mine").unwrap();
         assert_eq!(options.cache_key.as_deref(), Some("key"));
+        assert_eq!(options.buffers.as_deref(), Some("mine"));
         assert_eq!((options.logits, options.passes), (LogitsRows::Last, Passes::None));
-        assert_eq!(LoadOptions::parse("", "all", "gpu").unwrap().passes, Passes::Gpu);
-        let error = LoadOptions::parse("", "", "some").unwrap_err();
+        assert_eq!(LoadOptions::parse("", "all", "gpu", "").unwrap().passes, Passes::Gpu);
+        let error = LoadOptions::parse("", "", "some", "").unwrap_err();
         assert_eq!(error.message(), "option `passes` is `some`, it may be default or none");
-        assert!(LoadOptions::parse("", "some", "").is_err());
+        assert!(LoadOptions::parse("", "some", "", "").is_err());
     }
 }

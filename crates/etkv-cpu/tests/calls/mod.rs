@@ -54,7 +54,7 @@ impl Method {
         let load = |call| {
             Call::load(
                 attend_payload(program, call, 2).as_bytes(),
-                &LoadOptions::parse(key, "all", "").unwrap(),
+                &LoadOptions::parse(key, "all", "", "").unwrap(),
             )
         };
         Self((0..2).map(|call| load(call).unwrap()).collect())
