@@ -10,6 +10,8 @@ from typing import Any
 from . import cases, workers
 from .cases import Case
 
+_WORKER = f"{__package__}.export_worker"
+
 _SECONDS = 900.0
 """The most that one export may take."""
 
@@ -32,7 +34,7 @@ def export(jobs: int, wanted: Callable[[str], bool], note: Callable[[str], None]
             if finished % 50 == 0 or finished == len(stale):
                 note(f"exported {finished} of {len(stale)}")
 
-        workers.answer("export_worker", [(index, _SECONDS) for index in stale], done, jobs)
+        workers.answer(_WORKER, [(index, _SECONDS) for index in stale], done, jobs)
     found = [cases.read(folder) for folder in folders]
     return [case for case in found if case is not None]
 
@@ -41,7 +43,7 @@ def _folders() -> list[str]:
     folders = cases.listed()
     if folders is None:
         told: list[Any] = []
-        workers.answer("export_worker", [(None, _SECONDS)], lambda _, answer: told.append(answer), 1)
+        workers.answer(_WORKER, [(None, _SECONDS)], lambda _, answer: told.append(answer), 1)
         folders = told[0]
         if isinstance(folders, workers.Death):
             raise RuntimeError(f"the wheel's tests cannot be listed: {folders.reason}")
