@@ -152,6 +152,34 @@ def test_a_worker_that_cannot_start_is_an_error(tmp_path, monkeypatch):
         workers.answer("trial_worker", [("task", 60.0)], lambda task, answer: None, 1)
 
 
+EXPORTER = """
+import dataclasses, os
+from tests.upstream_ops import cases, worker
+
+def export(index):
+    if index == 0:
+        os.abort()
+    fields = {field.name: None for field in dataclasses.fields(cases.Case)}
+    cases.Case(**{**fields, "folder": "001-b", "error": "no such op", "stamp": cases.stamp()}).write()
+
+worker.serve(lambda: export)
+"""
+
+
+def test_an_export_that_ends_its_process_is_tried_again(tmp_path, monkeypatch):
+    (tmp_path / "trial_worker.py").write_text(EXPORTER)
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(tmp_path), *sys.path]))
+    monkeypatch.setenv("ETKV_UPSTREAM_OPS_DIR", str(tmp_path))
+    monkeypatch.setattr(cases, "FOLDER", tmp_path)
+    monkeypatch.setattr(export, "_WORKER", "trial_worker")
+    cases.write_json(tmp_path / cases.INDEX, {"stamp": cases.stamp(), "folders": ["000-a", "001-b"]})
+    for stale in ("2 of 2", "1 of 2"):
+        notes = []
+        found = export.export(1, lambda folder: True, notes.append)
+        assert notes[0] == f"exporting {stale} configurations"
+        assert [case.error for case in found] == ["the process ended with SIGABRT", "no such op"]
+
+
 def test_outputs_are_compared_at_the_tolerances_of_the_test(ended, tmp_path, monkeypatch):
     """A program that adds, with expected outputs that it has, nearly has, and has not."""
     (output,) = unpacked((cases.FOLDER / "000-add" / "expected_output.bin").read_bytes())
