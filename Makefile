@@ -22,7 +22,7 @@ export HF_HUB_OFFLINE := 1
 export ONEDNN_MAX_CPU_ISA ?= AVX512_CORE_FP16
 
 .DEFAULT_GOAL := help
-.PHONY: help setup build demo question chat model programs rust faces test test-rust test-cpp test-package test-sanitize test-python test-macos test-macos-short test-long lint format benches bench bench-pack bench-caches bench-speculation bench-threads bench-llama bench-lengths clean
+.PHONY: help setup build demo question chat model programs rust faces test test-rust test-cpp test-package test-sanitize test-python test-macos test-macos-short test-long upstream-ops lint format benches bench bench-pack bench-caches bench-speculation bench-threads bench-llama bench-lengths clean
 
 help: ## Show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -97,6 +97,7 @@ faces: build
 
 programs: model
 	python tests/python/programs.py
+	python -m tests.upstream_ops --export-only
 
 # The second command chooses as many packages as the first, so that dependencies have the same
 # features: with others Cargo would build them again.
@@ -130,6 +131,10 @@ test-sanitize: .venv/.ready ## Run the tests of the C and C++ faces with address
 
 test-python: benches model ## Run the exporter's tests, and models against transformers
 	python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
+
+# Options for it: make upstream-ops UPSTREAM='--op Softmax'.
+upstream-ops: build ## Run ExecuTorch's own tests of MLX operations: a report in build/upstream_ops
+	python -m tests.upstream_ops $(UPSTREAM)
 
 format: .venv/.ready ## Format every file
 	cargo fmt --all

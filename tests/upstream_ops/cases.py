@@ -18,6 +18,7 @@ from etkv.export.manifest import _code
 
 ROOT = Path(__file__).resolve().parents[2]
 FOLDER = Path(os.environ.get("ETKV_UPSTREAM_OPS_DIR") or ROOT / "build" / "upstream_ops")
+"""The exports and the report. ``ETKV_UPSTREAM_OPS_DIR`` names another folder, as a test does."""
 RECORD = "case.json"
 INDEX = "configurations.json"
 """The file that names every configuration, so that a run with current exports does not import the wheel's tests."""
@@ -82,7 +83,8 @@ def read(folder: str) -> Case | None:
     record = read_json(FOLDER / folder / RECORD)
     if not record or record.get("stamp") != stamp():
         return None
-    return Case(**record)
+    case = Case(**record)
+    return case if case.error or (case.path / "model.pte").is_file() else None
 
 
 @functools.cache

@@ -10,6 +10,8 @@ from typing import Any
 from . import cases, workers
 from .cases import Case
 
+_WORKER = f"{__package__}.export_worker"
+
 _SECONDS = 900.0
 """The most that one export may take."""
 
@@ -23,17 +25,22 @@ def export(jobs: int, wanted: Callable[[str], bool], note: Callable[[str], None]
         if stale:
             note(f"exporting {len(stale)} of {len(folders)} configurations")
         finished = 0
+        # These are not kept: the next run tries them again, as memory may have been short.
+        ended: dict[str, Case] = {}
 
         def done(index: int, answer: Any) -> None:
             nonlocal finished
             finished += 1
             if isinstance(answer, workers.Death):
-                _give_up(stale[index], answer.reason)
+                ended[stale[index]] = _without_export(stale[index], answer.reason)
             if finished % 50 == 0 or finished == len(stale):
                 note(f"exported {finished} of {len(stale)}")
 
-        workers.answer("export_worker", [(index, _SECONDS) for index in stale], done, jobs)
-    found = [cases.read(folder) for folder in folders]
+        workers.answer(_WORKER, [(index, _SECONDS) for index in stale], done, jobs)
+    found = [ended.get(folder) or cases.read(folder) for folder in folders]
+    missing = [folder for folder, case in zip(folders, found, strict=True) if case is None]
+    if missing:
+        raise RuntimeError(f"{cases.FOLDER} lacks what was just exported: {', '.join(missing)}")
     return [case for case in found if case is not None]
 
 
@@ -41,7 +48,7 @@ def _folders() -> list[str]:
     folders = cases.listed()
     if folders is None:
         told: list[Any] = []
-        workers.answer("export_worker", [(None, _SECONDS)], lambda _, answer: told.append(answer), 1)
+        workers.answer(_WORKER, [(None, _SECONDS)], lambda _, answer: told.append(answer), 1)
         folders = told[0]
         if isinstance(folders, workers.Death):
             raise RuntimeError(f"the wheel's tests cannot be listed: {folders.reason}")
@@ -53,9 +60,9 @@ def _index(folder: str) -> int:
     return int(folder.partition("-")[0])
 
 
-def _give_up(folder: str, reason: str) -> None:
-    """Record an export that ended its process."""
-    Case(
+def _without_export(folder: str, reason: str) -> Case:
+    """Return the case of an export that ended its process."""
+    return Case(
         folder=folder,
         test="",
         rtol=0,
@@ -66,8 +73,7 @@ def _give_up(folder: str, reason: str) -> None:
         expected_segments=0,
         expected_nodes=None,
         error=reason,
-        stamp=cases.stamp(),
-    ).write()
+    )
 
 
 @contextlib.contextmanager

@@ -14,6 +14,9 @@ from .cases import Case
 KINDS = ("passed", "failed", "refused", "not comparable", "not exported")
 REPORT = "report.json"
 
+_NEAR = 0.5
+"""A part of what the tolerances allow: the report names each configuration with a larger error."""
+
 _MISSING = re.compile(r"needs operations that this build lacks: (.*)")
 
 
@@ -50,7 +53,7 @@ def run(found: Sequence[Case], passes: str, jobs: int) -> list[Outcome]:
     tasks = [
         ({"case": dataclasses.asdict(case), "passes": passes}, case.timeout) for case in found if case.error is None
     ]
-    workers.answer("run_worker", tasks, done, jobs)
+    workers.answer(f"{__package__}.run_worker", tasks, done, jobs)
     return [outcomes.get(case.folder) or Outcome(case, "not exported", case.error or "") for case in found]
 
 
@@ -115,6 +118,11 @@ def text(outcomes: Sequence[Outcome]) -> str:
             f"{name:{width}}  {counts['passed']:6}  {counts['failed']:6}  {counts['refused']:7}"
             for name, counts in rest.items()
         ]
+        lines.append("")
+    near = [outcome for outcome in outcomes if outcome.kind == "passed" and (outcome.error or 0) > _NEAR]
+    if near:
+        lines.append("passed, with the largest error as a part of what the test allows:")
+        lines += [f"  {outcome.case.folder}: {outcome.error:.2f}" for outcome in near]
         lines.append("")
     shown: list[tuple[str, Callable[[Outcome], bool]]] = [
         ("failed", lambda outcome: outcome.kind == "failed"),

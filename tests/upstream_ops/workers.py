@@ -31,7 +31,7 @@ class Death:
 
 
 class _Worker:
-    """One process of a module of this package."""
+    """One process that runs a module, which calls :func:`.worker.serve`."""
 
     def __init__(self, module: str) -> None:
         # Each worker has one thread: workers share the cores.
@@ -42,7 +42,7 @@ class _Worker:
         environment.setdefault("ONEDNN_MAX_CPU_ISA", "AVX512_CORE_FP16")
         self.errors = tempfile.TemporaryFile()  # noqa: SIM115
         self.process = subprocess.Popen(
-            [sys.executable, "-m", f"{__package__}.{module}"],
+            [sys.executable, "-m", module],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=self.errors,
