@@ -88,6 +88,20 @@ impl Arrays {
         Self(unsafe { mlx_sys::mlx_vector_array_new_data(handles.as_ptr(), handles.len()) })
     }
 
+    /// Adds an array.
+    #[cfg(feature = "delegate")]
+    pub fn push(&mut self, array: &Array) -> Result<()> {
+        // SAFETY: both handles are live, and the list copies the array's.
+        check(unsafe { mlx_sys::mlx_vector_array_append_value(self.0, array.as_ptr()) })
+    }
+
+    /// Returns the arrays stacked along a new axis.
+    #[cfg(feature = "delegate")]
+    pub fn stack(&self, axis: i32) -> Result<Array> {
+        // SAFETY: the list is live.
+        call(|made, stream| unsafe { mlx_sys::mlx_stack_axis(made, self.0, axis, stream) })
+    }
+
     /// Returns the handle, which lives as long as the list.
     pub fn as_raw(&self) -> mlx_sys::mlx_vector_array {
         self.0

@@ -2,10 +2,10 @@
 
 use std::collections::{BTreeMap, BTreeSet};
 
-use super::dtype::dtype_of;
+use super::dtype::{dtype_of, item_size};
 use super::fb;
-use super::ir::{Chain, Constant, Dim, Graph, InputSpec, Out, Value};
-use super::ops;
+use super::ir::{Buffer, Chain, Constant, Dim, Graph, InputSpec, Out, Value};
+use super::ops::{self, control};
 use super::slots::{Counts, Slots};
 use crate::error::{fail, Result};
 
@@ -21,7 +21,8 @@ pub fn decode(graph: fb::MLXGraph) -> Result<Graph> {
     let names = tensor_names(graph);
     let constants = constants(&mut slots, graph, &names)?;
     let inputs = inputs(&mut slots, graph, &names)?;
-    let (init, init_targets) = init(&mut slots, graph)?;
+    let buffers = buffers(&mut slots, graph, &names)?;
+    let (init, init_targets) = init(&mut slots, graph, &buffers)?;
     let main = main_chain(&mut slots, graph)?;
     Ok(Graph {
         constants,
@@ -29,6 +30,7 @@ pub fn decode(graph: fb::MLXGraph) -> Result<Graph> {
         init,
         init_targets,
         main,
+        buffers,
         n_values: slots.n_values(),
         n_ints: slots.n_ints(),
     })
@@ -82,18 +84,10 @@ fn constants(slots: &mut Slots, graph: fb::MLXGraph, names: &Names) -> Result<Ve
                 fail!(Program, "constants {other} and {slot} have the same name, `{name}`");
             }
             let meta = meta(graph, slot)?;
-            let shape = meta
-                .shape()
-                .iter()
-                .map(|dim| match dim.value() {
-                    size if size >= 0 => Ok(size),
-                    _ => fail!(Program, "constant `{name}` has no fixed shape"),
-                })
-                .collect::<Result<Vec<_>>>()?;
             slots.bind(slot);
             Ok(Constant {
                 name: name.to_owned(),
-                shape,
+                shape: fixed_shape(meta, name)?,
                 dtype: dtype_of(meta.scalar_type())?,
                 joined: Vec::new(),
             })
@@ -139,18 +133,54 @@ fn inputs(slots: &mut Slots, graph: fb::MLXGraph, names: &Names) -> Result<Vec<I
         .collect()
 }
 
-fn init(slots: &mut Slots, graph: fb::MLXGraph) -> Result<(Chain, Vec<Value>)> {
+/// The most bytes of the buffers that a program keeps.
+const MOST_BYTES: usize = 4 << 30;
+
+fn buffers(slots: &mut Slots, graph: fb::MLXGraph, names: &Names) -> Result<Vec<Buffer>> {
+    let (first, n) = slots.counts().buffers;
+    let mut bytes = 0usize;
+    (first..first + n)
+        .map(|slot| {
+            let name = slot_name(names, slot);
+            let meta = meta(graph, slot)?;
+            let (shape, dtype) = (fixed_shape(meta, &name)?, dtype_of(meta.scalar_type())?);
+            let size = shape
+                .iter()
+                .try_fold(item_size(dtype), |size, &dim| size.checked_mul(dim as usize))
+                .and_then(|size| bytes.checked_add(size))
+                .filter(|&all| all <= MOST_BYTES);
+            let Some(all) = size else {
+                fail!(
+                    Program,
+                    "with buffer `{name}`, of shape {shape:?}, the program keeps more than {MOST_BYTES} bytes"
+                );
+            };
+            bytes = all;
+            Ok(Buffer { name, shape, dtype, value: slots.bind(slot) })
+        })
+        .collect()
+}
+
+fn fixed_shape(meta: fb::TensorMeta, name: &str) -> Result<Vec<i32>> {
+    let sizes = meta.shape().iter().map(|dim| match dim.value() {
+        size if size >= 0 => Ok(size),
+        _ => fail!(Program, "`{name}` has no fixed shape"),
+    });
+    sizes.collect()
+}
+
+fn init(slots: &mut Slots, graph: fb::MLXGraph, buffers: &[Buffer]) -> Result<(Chain, Vec<Value>)> {
     let Ok(index) = usize::try_from(graph.init_chain_idx()) else {
         return Ok((Chain::default(), Vec::new()));
     };
-    let mut chain = chain(slots, graph, index)?;
-    let (targets, values): (Vec<Value>, Vec<Value>) = slots.end_init().into_iter().unzip();
+    let mut chain = chain(slots, graph, index, &mut Place::default())?;
+    let (targets, values): (Vec<Value>, Vec<Value>) = slots.end_init(buffers).into_iter().unzip();
     chain.outputs.extend(values.into_iter().map(Out::Tensor));
     Ok((chain, targets))
 }
 
 fn main_chain(slots: &mut Slots, graph: fb::MLXGraph) -> Result<Chain> {
-    let mut chain = chain(slots, graph, graph.main_chain_idx() as usize)?;
+    let mut chain = chain(slots, graph, graph.main_chain_idx() as usize, &mut Place::default())?;
     for slot in graph.output_map().into_iter().flatten() {
         chain.outputs.push(match slot.slot_type() {
             fb::SlotType::TensorSlot => Out::Tensor(slots.read(&fb::Tid::new(slot.idx()))?),
@@ -158,20 +188,54 @@ fn main_chain(slots: &mut Slots, graph: fb::MLXGraph) -> Result<Chain> {
             other => fail!(Unsupported, "an output of kind {other:?}"),
         });
     }
+    let (first, n) = slots.counts().buffers;
+    for slot in first..first + n {
+        chain.outputs.push(Out::Tensor(slots.read(&fb::Tid::new(slot))?));
+    }
     Ok(chain)
 }
 
-fn chain(slots: &mut Slots, graph: fb::MLXGraph, index: usize) -> Result<Chain> {
+/// The most chains inside one another.
+const MOST_INSIDE: usize = 16;
+
+/// The most instructions of a program, with those of chains as often as they stand inside others.
+const MOST_INSTRUCTIONS: usize = 1 << 20;
+
+/// Where a chain stands.
+#[derive(Default)]
+struct Place {
+    /// The chains around it.
+    around: Vec<usize>,
+    /// The instructions so far, in all chains.
+    n_instructions: usize,
+}
+
+/// Decodes a chain with those inside it.
+fn chain(slots: &mut Slots, graph: fb::MLXGraph, index: usize, place: &mut Place) -> Result<Chain> {
     let chains = graph.instruction_chains();
     if index >= chains.len() {
         fail!(Program, "chain {index} is to run, the program has {}", chains.len());
     }
+    if place.around.contains(&index) || place.around.len() >= MOST_INSIDE {
+        fail!(Program, "chain {index} stands inside itself, or inside {MOST_INSIDE} others");
+    }
+    place.around.push(index);
     let mut chain = Chain::default();
     for (number, instruction) in chains.get(index).instructions().iter().enumerate() {
-        let decoded = ops::decode(slots, instruction)
-            .map_err(|error| error.at(format_args!("instruction {number}")))?;
+        place.n_instructions += 1;
+        if place.n_instructions > MOST_INSTRUCTIONS {
+            fail!(Program, "the program has more than {MOST_INSTRUCTIONS} instructions");
+        }
+        let mut inner = |slots: &mut Slots, index| self::chain(slots, graph, index, place);
+        let decoded = match instruction.op_type() {
+            fb::OpNode::IfNode => control::decode_if(slots, instruction, &mut inner),
+            fb::OpNode::ScanNode => control::decode_scan(slots, instruction, &mut inner),
+            _ => ops::decode(slots, instruction),
+        };
+        let decoded = decoded.map_err(|error| error.at(format_args!("instruction {number}")))?;
         chain.instructions.extend(decoded);
     }
+    place.around.pop();
     Ok(chain)
 }
 
@@ -251,20 +315,22 @@ mod tests {
     fn every_operation_that_is_missing_is_named_at_once() {
         let payload = program(
             |builder| {
+                // The schema may grow: these are numbers of operations to come.
                 let tid = fb::Tid::new(0);
-                let tan = |builder: &mut FlatBufferBuilder| {
+                let mut unknown = |number| {
                     let args = fb::TanNodeArgs { x: Some(&tid), out: Some(&tid) };
-                    (fb::OpNode::TanNode, fb::TanNode::create(builder, &args).as_union_value())
+                    (fb::OpNode(number), fb::TanNode::create(builder, &args).as_union_value())
                 };
-                let floor = fb::FloorNodeArgs { x: Some(&tid), out: Some(&tid) };
-                let floor = fb::FloorNode::create(builder, &floor).as_union_value();
-                vec![tan(builder), (fb::OpNode::FloorNode, floor), tan(builder)]
+                vec![unknown(251), unknown(250), unknown(251)]
             },
             1,
         );
         let error = error(&payload);
         assert_eq!(error.status(), Status::Unsupported);
-        assert!(error.message().contains("Floor (1 times), Tan (2 times)"), "{error}");
+        assert!(
+            error.message().contains("operation 250 (1 times), operation 251 (2 times)"),
+            "{error}"
+        );
     }
 
     #[test]

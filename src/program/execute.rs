@@ -11,6 +11,7 @@ use smallvec::SmallVec;
 use tracing::{debug_span, info, warn};
 
 use super::bound;
+use super::buffers::Buffers;
 use super::constants::{self, ConstantSource, Layout};
 use super::decode::decode;
 use super::dtype::{self, dtype_of};
@@ -36,6 +37,7 @@ pub struct Loaded {
     main: Schedule,
     n_values: u32,
     n_ints: u32,
+    pub(super) buffers: Buffers,
     pub(super) cache: Option<ProgramCache>,
     /// The rows of the logits that it was loaded for.
     pub(super) logits: LogitsRows,
@@ -93,12 +95,14 @@ impl Program {
                 "a program is loaded"
             );
             let n_kept = (graph.constants.len() + tensor_inputs(&graph.inputs)) as u32;
+            let buffers = Buffers::new(std::mem::take(&mut graph.buffers))?;
             let program = Self(Arc::new(Loaded {
                 inputs: graph.inputs,
                 constants,
                 main: Schedule::new(graph.main, n_kept),
                 n_values: graph.n_values,
                 n_ints: graph.n_ints,
+                buffers,
                 cache,
                 logits: options.logits,
                 stream: ProgramStream::new(&mlx)?,
@@ -124,7 +128,17 @@ impl Program {
 
     /// Returns the number of outputs.
     pub fn n_outputs(&self) -> usize {
-        self.0.main.chain().outputs.len()
+        self.0.main.chain().outputs.len() - self.0.buffers.len()
+    }
+
+    /// Lets the buffers that the program keeps between calls be zeros again.
+    ///
+    /// # Errors
+    /// [`Backend`](Status::Backend).
+    pub fn reset(&self) -> Result<()> {
+        let _held = mlx::hold();
+        self.0.buffers.reset();
+        Ok(())
     }
 
     /// Runs the program once, converts each output tensor to the dtype in `output_types` (numbers of
@@ -184,8 +198,11 @@ impl Loaded {
         output_types: &[i8],
     ) -> Result<(Outputs, Option<Step<'a>>)> {
         bind_inputs(&self.inputs, inputs, &mut frame)?;
+        let found = self.buffers.bind(&mut frame)?;
         self.main.run(&mut frame)?;
-        let (made, step) = frame.finish(&self.main.chain().outputs)?;
+        let (mut made, step) = frame.finish(&self.main.chain().outputs)?;
+        let left = made.len() - self.buffers.len();
+        let buffers: SmallVec<[Output; 4]> = made.drain(left..).collect();
         if made.len() != output_types.len() {
             let n = output_types.len();
             fail!(InvalidArgument, "expected {} outputs, got {n}", made.len());
@@ -195,7 +212,10 @@ impl Loaded {
             .zip(output_types)
             .map(|(output, &scalar_type)| output.of_type(scalar_type))
             .collect::<Result<Outputs>>()?;
-        let tensors = made.iter().filter_map(Output::tensor);
+        // What the call found is let go: MLX then writes in place.
+        drop(found);
+        let kept = self.buffers.keep(buffers)?;
+        let tensors = made.iter().filter_map(Output::tensor).chain(&kept);
         match &step {
             Some(step) => step.schedule(&tensors.collect::<SmallVec<[_; 4]>>())?,
             None => async_eval(tensors)?,
@@ -220,6 +240,9 @@ impl Loaded {
     ) -> Result<(Array, Step<'a>)> {
         let step = StepState::Ready(cache);
         let mut frame = Frame::new(mlx, self.n_values, self.n_ints, &self.constants, step);
+        if self.buffers.len() > 0 {
+            fail!(Unsupported, "cannot generate: the program keeps its cache in the graph");
+        }
         inputs.bind(&mut frame, tokens, positions)?;
         self.main.run(&mut frame)?;
         // Other outputs are never computed.
@@ -241,6 +264,7 @@ impl Drop for Loaded {
             mlx.publish_kernels();
         }
         self.constants.clear();
+        self.buffers.reset();
         self.cache = None;
     }
 }

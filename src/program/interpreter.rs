@@ -1,8 +1,10 @@
-//! Runs a chain of instructions.
+//! Runs chains.
+
+use std::collections::HashSet;
 
 use super::frame::Frame;
-use super::ir::{Chain, Out, Value};
-use super::ops::{self, Made};
+use super::ir::{Chain, Op, Out, Value};
+use super::ops::{self, control, Made};
 use crate::error::{fail, Result};
 
 /// A chain, and the instruction after which each value is not needed.
@@ -11,25 +13,47 @@ use crate::error::{fail, Result};
 pub struct Schedule {
     chain: Chain,
     dead_after: Vec<Vec<Value>>,
+    /// The chains inside instructions, with the instruction's index.
+    inside: Vec<(usize, Vec<Schedule>)>,
 }
 
 impl Schedule {
     /// Computes the last uses in a chain. Values below `n_kept` are constants and inputs, which
     /// stay.
     pub fn new(chain: Chain, n_kept: u32) -> Self {
+        Self::keeping(chain, |value| value.0 < n_kept)
+    }
+
+    /// Computes the last uses in a chain that stands inside an instruction. What it does not make stays.
+    fn inner(chain: &Chain) -> Self {
+        let made = chain.instructions.iter().flat_map(|instruction| instruction.out.tensors());
+        let made: HashSet<Value> = made.collect();
+        Self::keeping(chain.clone(), |value| !made.contains(&value))
+    }
+
+    fn keeping(chain: Chain, stays: impl Fn(Value) -> bool) -> Self {
         let mut dead_after = vec![Vec::new(); chain.instructions.len()];
-        let mut seen = std::collections::HashSet::new();
+        let mut seen = HashSet::new();
         seen.extend(chain.tensor_outputs());
+        let mut inside = Vec::new();
         for (index, instruction) in chain.instructions.iter().enumerate().rev() {
             let mut values = instruction.op.reads();
             values.extend(instruction.out.tensors());
             for value in values {
-                if value.0 >= n_kept && seen.insert(value) {
+                if !stays(value) && seen.insert(value) {
                     dead_after[index].push(value);
                 }
             }
+            match &instruction.op {
+                Op::If { then, otherwise, .. } => {
+                    inside.push((index, vec![Self::inner(then), Self::inner(otherwise)]));
+                }
+                Op::Scan(scan) => inside.push((index, vec![Self::inner(&scan.body)])),
+                _ => {}
+            }
         }
-        Self { chain, dead_after }
+        inside.reverse();
+        Self { chain, dead_after, inside }
     }
 
     /// Returns the chain.
@@ -40,7 +64,7 @@ impl Schedule {
     /// Runs the chain in `frame`.
     pub fn run(&self, frame: &mut Frame) -> Result<()> {
         for (index, instruction) in self.chain.instructions.iter().enumerate() {
-            let made = ops::run(&instruction.op, frame).map_err(|error| {
+            let made = self.run_one(index, frame).map_err(|error| {
                 error.at(format_args!("instruction {index}, {}", instruction.op.name()))
             })?;
             match (made, instruction.out) {
@@ -56,5 +80,19 @@ impl Schedule {
             }
         }
         Ok(())
+    }
+
+    fn run_one(&self, index: usize, frame: &mut Frame) -> Result<Made> {
+        let op = &self.chain.instructions[index].op;
+        if !matches!(op, Op::If { .. } | Op::Scan(_)) {
+            return ops::run(op, frame);
+        }
+        let found = self.inside.binary_search_by_key(&index, |(at, _)| *at);
+        let chains = found.map_or(&[][..], |found| &self.inside[found].1);
+        match (op, chains) {
+            (Op::If { cond, .. }, chains) => control::run_if(frame, *cond, chains),
+            (Op::Scan(scan), [body]) => control::run_scan(frame, scan, body),
+            _ => fail!(Internal, "instruction {index} has {} chains inside", chains.len()),
+        }
     }
 }

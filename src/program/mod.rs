@@ -11,6 +11,7 @@
 #[cfg(test)]
 mod allocations;
 mod bound;
+mod buffers;
 mod constants;
 mod decode;
 mod describe;

@@ -3,7 +3,7 @@
 use std::collections::BTreeMap;
 
 use super::fb;
-use super::ir::{Int, IntValue, Out, Value};
+use super::ir::{Buffer, Int, IntValue, Out, Value};
 use crate::error::{fail, Result};
 
 /// The most slots of a program: more than any program has, and few enough to allocate.
@@ -13,6 +13,8 @@ const MAX_SLOTS: u32 = 1_000_000;
 pub struct Counts {
     pub constants: u32,
     pub inputs: u32,
+    /// The first buffer that the program keeps between calls, and how many there are.
+    pub buffers: (u32, u32),
     all: u32,
     ints: u32,
 }
@@ -35,28 +37,27 @@ impl Counts {
                 graph.num_values()
             );
         }
-        if graph.num_mutable_buffer_tensors() > 0 {
-            fail!(
-                Unsupported,
-                "the program keeps {} buffers of its own, such as an in-graph KV cache; export it \
-                 with an off-graph one",
-                graph.num_mutable_buffer_tensors()
-            );
-        }
         Ok(Self {
             constants: kinds[0],
             inputs: kinds[1],
+            buffers: (kinds[0] + kinds[1] + kinds[2], kinds[3]),
             all: all as u32,
             ints: graph.num_values(),
         })
     }
 }
 
+/// The value that each slot holds at one place of a program.
+#[derive(Debug, Clone, Default)]
+pub struct Held {
+    pub tensors: BTreeMap<u32, Value>,
+    pub ints: BTreeMap<u32, IntValue>,
+}
+
 /// Tracks the value that each slot holds.
 pub struct Slots {
     counts: Counts,
-    tensors: BTreeMap<u32, Value>,
-    ints: BTreeMap<u32, IntValue>,
+    held: Held,
     n_values: u32,
     n_ints: u32,
 }
@@ -64,7 +65,7 @@ pub struct Slots {
 impl Slots {
     /// Returns slots without values.
     pub fn new(counts: Counts) -> Self {
-        Self { counts, tensors: BTreeMap::new(), ints: BTreeMap::new(), n_values: 0, n_ints: 0 }
+        Self { counts, held: Held::default(), n_values: 0, n_ints: 0 }
     }
 
     /// Returns the number of slots.
@@ -84,7 +85,7 @@ impl Slots {
 
     /// Returns the value in a slot.
     pub fn read(&self, tid: &fb::Tid) -> Result<Value> {
-        match self.tensors.get(&tid.idx()) {
+        match self.held.tensors.get(&tid.idx()) {
             Some(&value) => Ok(value),
             None => fail!(Program, "tensor {} is read before it is written", tid.idx()),
         }
@@ -108,7 +109,7 @@ impl Slots {
 
     /// Returns the value in an integer slot.
     pub fn read_int(&self, vid: &fb::Vid) -> Result<IntValue> {
-        match self.ints.get(&vid.idx()) {
+        match self.held.ints.get(&vid.idx()) {
             Some(&value) => Ok(value),
             None => fail!(Program, "value {} is read before it is written", vid.idx()),
         }
@@ -120,7 +121,7 @@ impl Slots {
             fail!(Program, "tensor {} is written, the program has {}", tid.idx(), self.counts.all);
         }
         let value = self.new_value();
-        self.tensors.insert(tid.idx(), value);
+        self.held.tensors.insert(tid.idx(), value);
         Ok(Out::Tensor(value))
     }
 
@@ -146,39 +147,62 @@ impl Slots {
         if to.idx() >= self.counts.all {
             fail!(Program, "tensor {} is written, the program has {}", to.idx(), self.counts.all);
         }
-        self.tensors.insert(to.idx(), value);
+        self.held.tensors.insert(to.idx(), value);
         Ok(())
     }
 
     /// Puts a new value in the slot of a constant or an input.
     pub fn bind(&mut self, slot: u32) -> Value {
         let value = self.new_value();
-        self.tensors.insert(slot, value);
+        self.held.tensors.insert(slot, value);
         value
     }
 
     fn bind_int(&mut self, slot: u32) -> IntValue {
-        let value = IntValue(self.n_ints);
-        self.n_ints += 1;
-        self.ints.insert(slot, value);
+        let value = self.new_int();
+        self.held.ints.insert(slot, value);
         value
     }
 
     /// Ends the init chain. Returns the constants that it has overwritten, as pairs of the
     /// constant and its new contents. Afterwards the constants' slots mean the constants
     /// again, and nothing else of the chain is visible.
-    pub fn end_init(&mut self) -> Vec<(Value, Value)> {
+    pub fn end_init(&mut self, buffers: &[Buffer]) -> Vec<(Value, Value)> {
         let mut written = Vec::new();
         for slot in 0..self.counts.constants {
             let constant = Value(slot);
-            match self.tensors.insert(slot, constant) {
+            match self.held.tensors.insert(slot, constant) {
                 Some(value) if value != constant => written.push((constant, value)),
                 _ => {}
             }
         }
         let inputs_end = self.counts.constants + self.counts.inputs;
-        self.tensors.retain(|&slot, _| slot < inputs_end);
+        self.held.tensors.retain(|&slot, _| slot < inputs_end);
+        let first = self.counts.buffers.0;
+        self.held.tensors.extend((first..).zip(buffers.iter().map(|buffer| buffer.value)));
         written
+    }
+
+    /// Returns what the slots hold here.
+    pub fn held(&self) -> &Held {
+        &self.held
+    }
+
+    /// Lets the slots hold what they have held at another place. Returns what they hold here.
+    pub fn exchange(&mut self, held: Held) -> Held {
+        std::mem::replace(&mut self.held, held)
+    }
+
+    /// Returns the first of `n` new values, which follow each other and which no slot holds.
+    pub fn new_values(&mut self, n: u32) -> Value {
+        self.n_values += n;
+        Value(self.n_values - n)
+    }
+
+    /// Returns a new integer value, which no slot holds.
+    pub fn new_int(&mut self) -> IntValue {
+        self.n_ints += 1;
+        IntValue(self.n_ints - 1)
     }
 
     fn new_value(&mut self) -> Value {

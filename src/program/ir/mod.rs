@@ -4,6 +4,7 @@
 //! write makes a new value. So "the value that linear 12 makes" is unique, and passes can reason
 //! about uses.
 
+mod function;
 mod metal;
 mod op;
 
@@ -11,8 +12,11 @@ use std::collections::HashMap;
 
 use mlx_rs::Dtype;
 
+pub use function::{
+    Convolution, Fill, Function, OneAxis, Packing, PackingMode, PadMode, Reduction,
+};
 pub use metal::{Gguf, MetalKernel};
-pub use op::{Affine, Binary, Index, IntBinary, Norm, Op, Unary};
+pub use op::{Affine, Binary, Index, IntBinary, Norm, Op, Scan, Unary};
 
 /// A tensor value: a constant, an input, or the result of one instruction.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord)]
@@ -105,7 +109,7 @@ pub enum InputSpec {
 }
 
 /// A straight run of instructions and its outputs.
-#[derive(Debug, Clone, Default)]
+#[derive(Debug, Clone, Default, PartialEq)]
 pub struct Chain {
     /// The instructions, in order.
     pub instructions: Vec<Instruction>,
@@ -113,7 +117,36 @@ pub struct Chain {
     pub outputs: Vec<Out>,
 }
 
+/// A tensor that a program keeps from one call to the next, such as the rows of a cache of its own.
+#[derive(Debug, Clone)]
+pub struct Buffer {
+    /// Its name in the program.
+    pub name: String,
+    /// Its shape.
+    pub shape: Vec<i32>,
+    /// Its dtype. Its elements begin as zeros.
+    pub dtype: Dtype,
+    /// What a call finds in it.
+    pub value: Value,
+}
+
 impl Chain {
+    /// Calls `visit` with every tensor that the chain reads or makes; of several that an instruction makes,
+    /// with the first.
+    pub fn for_each_value(&mut self, visit: &mut dyn FnMut(&mut Value)) {
+        for instruction in &mut self.instructions {
+            instruction.op.for_each_read(visit);
+            if let Out::Tensor(value) | Out::Tensors(value, _) = &mut instruction.out {
+                visit(value);
+            }
+        }
+        for out in &mut self.outputs {
+            if let Out::Tensor(value) = out {
+                visit(value);
+            }
+        }
+    }
+
     /// Returns the output tensors.
     pub fn tensor_outputs(&self) -> impl Iterator<Item = Value> + '_ {
         self.outputs.iter().flat_map(|out| out.tensors())
@@ -135,8 +168,8 @@ impl Chain {
     }
 }
 
-/// A program. Values `0..constants.len()` are its constants, the next ones its tensor inputs, and
-/// instructions make the rest.
+/// A program. Values `0..constants.len()` are its constants, the next ones its tensor inputs, then those of
+/// its buffers, and instructions make the rest.
 #[derive(Debug, Clone)]
 pub struct Graph {
     /// Constants, in the order of their values.
@@ -147,8 +180,11 @@ pub struct Graph {
     pub init: Chain,
     /// The constants that `init`'s outputs replace.
     pub init_targets: Vec<Value>,
-    /// Runs at every call.
+    /// Runs at every call. Its outputs are those of the program, and then what each buffer has after the
+    /// call.
     pub main: Chain,
+    /// What the program keeps between calls.
+    pub buffers: Vec<Buffer>,
     /// The number of tensor values.
     pub n_values: u32,
     /// The number of integer values.
@@ -179,7 +215,7 @@ impl Graph {
         }
         let rename = |value: &mut Value| *value = *renamed.get(value).unwrap_or(value);
         for instruction in &mut self.main.instructions {
-            instruction.op.for_each_read(rename);
+            instruction.op.for_each_read(&mut { rename });
         }
         for out in &mut self.main.outputs {
             if let Out::Tensor(value) = out {
@@ -210,7 +246,7 @@ impl Graph {
         self.init_targets.extend((old..old + n).map(Value));
         for chain in [&mut self.init, &mut self.main] {
             for instruction in &mut chain.instructions {
-                instruction.op.for_each_read(moved);
+                instruction.op.for_each_read(&mut { moved });
                 moved_out(&mut instruction.out);
             }
             chain.outputs.iter_mut().for_each(moved_out);
@@ -220,6 +256,7 @@ impl Graph {
                 moved(value);
             }
         }
+        self.buffers.iter_mut().for_each(|buffer| moved(&mut buffer.value));
         let mut constant_of = HashMap::new();
         for (constant, instruction) in (old..).zip(made) {
             constant_of.extend(

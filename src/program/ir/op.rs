@@ -4,21 +4,49 @@ use std::ops::RangeInclusive;
 
 use mlx_rs::Dtype;
 
-use super::{Int, IntValue, MetalKernel, Value};
+use smallvec::SmallVec;
+
+use super::{Chain, Function, Int, IntValue, MetalKernel, Value};
 
 /// Element-wise functions of one tensor.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 #[allow(missing_docs)]
 pub enum Unary {
+    Abs,
+    Arccos,
+    Arccosh,
+    Arcsin,
+    Arcsinh,
+    Arctan,
+    Arctanh,
+    BitwiseInvert,
+    Ceil,
     Cos,
+    Cosh,
+    Erf,
+    Exp,
+    Expm1,
+    Floor,
     Gelu,
     /// With tanh in place of the error function.
     GeluTanh,
+    Log,
+    Log10,
+    Log1p,
+    Log2,
     Neg,
+    Reciprocal,
+    Rsqrt,
     Sigmoid,
+    Sign,
     Silu,
     Sin,
+    Sinh,
+    Sqrt,
+    Square,
+    Tan,
     Tanh,
+    Trunc,
 }
 
 /// Element-wise functions of two tensors, which broadcast.
@@ -26,9 +54,15 @@ pub enum Unary {
 #[allow(missing_docs)]
 pub enum Binary {
     Add,
+    Atan2,
     Divide,
+    FloorDivide,
+    LogAddExp,
+    Maximum,
+    Minimum,
     Multiply,
     Power,
+    Remainder,
     Subtract,
 }
 
@@ -69,6 +103,25 @@ pub struct Norm {
     pub weight: Option<Value>,
     /// What is added to the mean square.
     pub eps: f32,
+}
+
+/// A chain that runs for each element of an axis.
+#[derive(Debug, Clone, PartialEq)]
+pub struct Scan {
+    /// The axis, of all of `originals`.
+    pub axis: i32,
+    /// The tensors that are cut along the axis.
+    pub originals: Vec<Value>,
+    /// What the body reads of each: the element of this run.
+    pub sliced: Vec<Value>,
+    /// What the first run reads in the place of each of `inside`.
+    pub carried: Vec<Value>,
+    /// What the body reads of what the run before has left.
+    pub inside: Vec<Value>,
+    /// The outputs that are stacked. The body's other outputs are what the next run reads.
+    pub n_stacked: usize,
+    /// The instructions.
+    pub body: Chain,
 }
 
 /// The operation of an instruction. Fields have the names of ExecuTorch's schema, which documents
@@ -245,9 +298,29 @@ pub enum Op {
         inputs: Vec<Value>,
         shapes: Vec<Vec<Int>>,
     },
+    /// A function that no pass looks into, of tensors and integers in the order that it says.
+    Call {
+        function: Function,
+        tensors: SmallVec<[Value; 4]>,
+        ints: Vec<Int>,
+    },
+    /// One of two chains, which have as many outputs, all tensors. The results are those of the one that
+    /// runs.
+    If {
+        cond: Int,
+        then: Box<Chain>,
+        otherwise: Box<Chain>,
+    },
+    /// A chain that runs for each element of an axis. The results are its outputs, each stacked along that
+    /// axis, and then what it carries after the last element.
+    Scan(Box<Scan>),
     SymSize {
         x: Value,
         dim: i32,
+    },
+    /// The element of a tensor that has one.
+    ItemInt {
+        x: Value,
     },
     IntBinary {
         function: IntBinary,
@@ -257,8 +330,9 @@ pub enum Op {
 }
 
 impl Op {
-    /// Calls `visit` with every tensor that the instruction reads.
-    pub fn for_each_read(&mut self, mut visit: impl FnMut(&mut Value)) {
+    /// Calls `visit` with every tensor that the instruction reads. Of chains inside it, also with those that
+    /// they make.
+    pub fn for_each_read(&mut self, visit: &mut dyn FnMut(&mut Value)) {
         match self {
             Op::Unary { x, .. }
             | Op::AsType { x, .. }
@@ -272,7 +346,20 @@ impl Op {
             | Op::TransposeReshape { x, .. }
             | Op::LastToken { x }
             | Op::RotaryPeriods { inverse: x }
+            | Op::ItemInt { x }
             | Op::SymSize { x, .. } => visit(x),
+            Op::Call { tensors, .. } => tensors.iter_mut().for_each(visit),
+            Op::If { then, otherwise, .. } => {
+                then.for_each_value(visit);
+                otherwise.for_each_value(visit);
+            }
+            Op::Scan(scan) => {
+                let Scan { originals, sliced, carried, inside, body, .. } = &mut **scan;
+                for values in [originals, sliced, carried, inside] {
+                    values.iter_mut().for_each(&mut *visit);
+                }
+                body.for_each_value(visit);
+            }
             Op::Binary { a, b, .. } => {
                 visit(a);
                 visit(b);
@@ -304,7 +391,7 @@ impl Op {
             }
             Op::LayerNorm { x, weight, bias, .. } => {
                 visit(x);
-                weight.iter_mut().for_each(&mut visit);
+                weight.iter_mut().for_each(&mut *visit);
                 bias.iter_mut().for_each(visit);
             }
             Op::Addmm { mat1, mat2, bias, .. } => {
@@ -345,7 +432,7 @@ impl Op {
     }
 
     /// Calls `visit` with every integer argument.
-    pub fn for_each_int(&mut self, mut visit: impl FnMut(&mut Int)) {
+    pub fn for_each_int(&mut self, visit: &mut dyn FnMut(&mut Int)) {
         match self {
             Op::Reshape { shape, .. }
             | Op::ReshapeTranspose { shape, .. }
@@ -361,6 +448,20 @@ impl Op {
             }
             Op::Take { index: Index::One(index), .. } => visit(index),
             Op::MetalKernel { shapes, .. } => shapes.iter_mut().flatten().for_each(visit),
+            Op::Call { ints, .. } => ints.iter_mut().for_each(visit),
+            Op::If { cond, then, otherwise } => {
+                visit(cond);
+                for chain in [then, otherwise] {
+                    chain
+                        .instructions
+                        .iter_mut()
+                        .for_each(|made| made.op.for_each_int(&mut *visit));
+                }
+            }
+            Op::Scan(scan) => {
+                let instructions = &mut scan.body.instructions;
+                instructions.iter_mut().for_each(|made| made.op.for_each_int(&mut *visit));
+            }
             _ => {}
         }
     }
@@ -368,7 +469,7 @@ impl Op {
     /// Returns the integer values that the instruction reads.
     pub fn int_reads(&self) -> Vec<IntValue> {
         let mut values = Vec::new();
-        self.clone().for_each_int(|int| {
+        self.clone().for_each_int(&mut |int| {
             if let Int::Value(value) = int {
                 values.push(*value);
             }
@@ -379,8 +480,17 @@ impl Op {
     /// Returns the tensors that the instruction reads.
     pub fn reads(&self) -> Vec<Value> {
         let mut values = Vec::new();
-        self.clone().for_each_read(|value| values.push(*value));
+        self.clone().for_each_read(&mut |value| values.push(*value));
         values
+    }
+
+    /// Returns whether another instruction with the same arguments has the same results, and no other effect.
+    pub fn is_repeatable(&self) -> bool {
+        match self {
+            Op::UpdateAndAttend { .. } | Op::If { .. } | Op::Scan(_) => false,
+            Op::Call { function, .. } => function.is_repeatable(),
+            _ => true,
+        }
     }
 
     /// Returns the name of the instruction in messages.
@@ -388,9 +498,10 @@ impl Op {
         match self {
             Op::UpdateAndAttend { layer, .. } => format!("UpdateAndAttend of layer {layer}"),
             Op::MetalKernel { kernel, .. } => format!("MetalKernel {kernel}"),
+            Op::Call { function, .. } => function.name(),
             other => {
                 let text = format!("{other:?}");
-                text.split([' ', '{']).next().unwrap_or_default().to_owned()
+                text.split([' ', '{', '(']).next().unwrap_or_default().to_owned()
             }
         }
     }

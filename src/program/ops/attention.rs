@@ -1,15 +1,16 @@
-//! The op that reads and writes the cache.
+//! Attention: the op that reads and writes the cache, and MLX's own.
 
 use mlx_rs::{Array, Dtype};
 
+use super::calls::{decode, none, Arguments};
 use super::instruction;
 use crate::attention::{attend, Mask};
 use crate::error::{fail, Result};
-use crate::mlx::slice_axis;
+use crate::mlx::{call, cast, slice_axis};
 use crate::program::dtype::dtype_of;
 use crate::program::fb;
 use crate::program::frame::Frame;
-use crate::program::ir::{Instruction, Op, Value};
+use crate::program::ir::{Function, Instruction, Op, Value};
 use crate::program::slots::Slots;
 
 pub fn update_and_attend(slots: &mut Slots, node: fb::UpdateAndAttendNode) -> Result<Instruction> {
@@ -34,6 +35,52 @@ pub fn update_and_attend(slots: &mut Slots, node: fb::UpdateAndAttendNode) -> Re
         last_query: false,
     };
     Ok(instruction(op, slots.write(node.out())?))
+}
+
+pub fn sdpa(slots: &mut Slots, node: fb::SdpaNode) -> Result<Instruction> {
+    let mask = node.mask();
+    let function =
+        Function::Sdpa { scale: node.scale(), causal: node.causal(), mask: mask.is_some() };
+    let tensors: Vec<_> =
+        [Some(node.q()), Some(node.k()), Some(node.v()), mask].into_iter().flatten().collect();
+    decode(slots, function, &tensors, Vec::new(), node.out())
+}
+
+/// Runs MLX's attention of `q`, `[B, n_heads, T, head_dim]`.
+pub fn run_sdpa(arguments: &Arguments, scale: f32, causal: bool, mask: bool) -> Result<Array> {
+    let [q, k, v] = [0, 1, 2].map(|index| arguments.tensor(index));
+    let (q, k, v) = (q?, k?, v?);
+    if causal && mask {
+        fail!(Program, "attention is causal and has a mask; it may have one of the two");
+    }
+    let mask = match mask {
+        true => Some(arguments.tensor(3)?),
+        false => None,
+    };
+    // Marks are taken as they are, and numbers in the dtype of the queries.
+    let mask = mask.map(|mask| match mask.dtype() {
+        Dtype::Bool => Ok(mask.clone()),
+        _ => cast(mask, q.dtype()),
+    });
+    let mask = mask.transpose()?;
+    let handle = mask.as_ref().map_or(none(), Array::as_ptr);
+    let mode = if causal { c"causal" } else { c"" };
+    let (q, k, v) = (q.as_ptr(), k.as_ptr(), v.as_ptr());
+    // SAFETY: the arrays are live, or none.
+    call(|made, stream| unsafe {
+        mlx_sys::mlx_fast_scaled_dot_product_attention(
+            made,
+            q,
+            k,
+            v,
+            scale,
+            mode.as_ptr(),
+            handle,
+            none(),
+            false,
+            stream,
+        )
+    })
 }
 
 /// The axis of tokens in `[1, heads, T, head_dim]`.

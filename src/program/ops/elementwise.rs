@@ -2,12 +2,12 @@
 
 use std::f32::consts::{FRAC_1_SQRT_2, FRAC_2_SQRT_PI};
 
-use mlx_rs::ops::{erf, sigmoid as mlx_sigmoid, tanh as mlx_tanh};
+use mlx_rs::ops::{erf as mlx_erf, select, sigmoid as mlx_sigmoid, tanh as mlx_tanh};
 use mlx_rs::{Array, Dtype};
 
 use super::instruction;
 use crate::error::{fail, Result};
-use crate::mlx::cast;
+use crate::mlx::{call, cast};
 use crate::program::dtype::dtype_of;
 use crate::program::fb;
 use crate::program::ir::{Binary, Instruction, Op, Unary};
@@ -24,12 +24,38 @@ macro_rules! unary {
 }
 
 unary! {
+    abs: AbsNode => Abs,
+    arccos: ArccosNode => Arccos,
+    arccosh: ArccoshNode => Arccosh,
+    arcsin: ArcsinNode => Arcsin,
+    arcsinh: ArcsinhNode => Arcsinh,
+    arctan: ArctanNode => Arctan,
+    arctanh: ArctanhNode => Arctanh,
+    bitwise_invert: BitwiseInvertNode => BitwiseInvert,
+    ceil: CeilNode => Ceil,
     cos: CosNode => Cos,
+    cosh: CoshNode => Cosh,
+    erf: ErfNode => Erf,
+    exp: ExpNode => Exp,
+    expm1: Expm1Node => Expm1,
+    floor: FloorNode => Floor,
+    log: LogNode => Log,
+    log10: Log10Node => Log10,
+    log1p: Log1pNode => Log1p,
+    log2: Log2Node => Log2,
     neg: NegNode => Neg,
+    reciprocal: ReciprocalNode => Reciprocal,
+    rsqrt: RsqrtNode => Rsqrt,
     sigmoid: SigmoidNode => Sigmoid,
+    sign: SignNode => Sign,
     silu: SiluNode => Silu,
     sin: SinNode => Sin,
+    sinh: SinhNode => Sinh,
+    sqrt: SqrtNode => Sqrt,
+    square: SquareNode => Square,
+    tan: TanNode => Tan,
     tanh: TanhNode => Tanh,
+    trunc: TruncNode => Trunc,
 }
 
 macro_rules! binary {
@@ -44,9 +70,15 @@ macro_rules! binary {
 
 binary! {
     add: AddNode => Add,
+    atan2: Atan2Node => Atan2,
     divide: DivideNode => Divide,
+    floor_divide: FloorDivideNode => FloorDivide,
+    logaddexp: LogAddExpNode => LogAddExp,
+    maximum: MaximumNode => Maximum,
+    minimum: MinimumNode => Minimum,
     multiply: MultiplyNode => Multiply,
     power: PowerNode => Power,
+    remainder: RemainderNode => Remainder,
     subtract: SubtractNode => Subtract,
 }
 
@@ -66,18 +98,48 @@ pub fn as_type(slots: &mut Slots, node: fb::AsTypeNode) -> Result<Instruction> {
 }
 
 pub fn run_unary(function: Unary, x: &Array) -> Result<Array> {
+    let mlx = |work: unsafe extern "C" fn(*mut _, _, _) -> i32| {
+        // SAFETY: the array is live.
+        call(|made, stream| unsafe { work(made, x.as_ptr(), stream) })
+    };
     Ok(match function {
-        Unary::Cos => x.cos()?,
-        Unary::Gelu => run_gelu(x, |x| erf(x.multiply(Array::from_f32(FRAC_1_SQRT_2))?))?,
+        Unary::Abs => mlx(mlx_sys::mlx_abs)?,
+        Unary::Arccos => mlx(mlx_sys::mlx_arccos)?,
+        Unary::Arccosh => mlx(mlx_sys::mlx_arccosh)?,
+        Unary::Arcsin => mlx(mlx_sys::mlx_arcsin)?,
+        Unary::Arcsinh => mlx(mlx_sys::mlx_arcsinh)?,
+        Unary::Arctan => mlx(mlx_sys::mlx_arctan)?,
+        Unary::Arctanh => mlx(mlx_sys::mlx_arctanh)?,
+        Unary::BitwiseInvert => mlx(mlx_sys::mlx_bitwise_invert)?,
+        Unary::Ceil => mlx(mlx_sys::mlx_ceil)?,
+        Unary::Cos => mlx(mlx_sys::mlx_cos)?,
+        Unary::Cosh => mlx(mlx_sys::mlx_cosh)?,
+        Unary::Erf => mlx(mlx_sys::mlx_erf)?,
+        Unary::Exp => mlx(mlx_sys::mlx_exp)?,
+        Unary::Expm1 => mlx(mlx_sys::mlx_expm1)?,
+        Unary::Floor => mlx(mlx_sys::mlx_floor)?,
+        Unary::Gelu => run_gelu(x, |x| mlx_erf(x.multiply(Array::from_f32(FRAC_1_SQRT_2))?))?,
         Unary::GeluTanh => run_gelu(x, |x| {
             let cubic = x.square()?.multiply(x)?.multiply(Array::from_f32(0.044_715))?;
             mlx_tanh(x.add(cubic)?.multiply(Array::from_f32(FRAC_2_SQRT_PI * FRAC_1_SQRT_2))?)
         })?,
-        Unary::Neg => x.negative()?,
+        Unary::Log => mlx(mlx_sys::mlx_log)?,
+        Unary::Log10 => mlx(mlx_sys::mlx_log10)?,
+        Unary::Log1p => mlx(mlx_sys::mlx_log1p)?,
+        Unary::Log2 => mlx(mlx_sys::mlx_log2)?,
+        Unary::Neg => mlx(mlx_sys::mlx_negative)?,
+        Unary::Reciprocal => mlx(mlx_sys::mlx_reciprocal)?,
+        Unary::Rsqrt => mlx(mlx_sys::mlx_rsqrt)?,
         Unary::Sigmoid => mlx_sigmoid(x)?,
+        Unary::Sign => mlx(mlx_sys::mlx_sign)?,
         Unary::Silu => x.multiply(mlx_sigmoid(x)?)?,
-        Unary::Sin => x.sin()?,
+        Unary::Sin => mlx(mlx_sys::mlx_sin)?,
+        Unary::Sinh => mlx(mlx_sys::mlx_sinh)?,
+        Unary::Sqrt => mlx(mlx_sys::mlx_sqrt)?,
+        Unary::Square => mlx(mlx_sys::mlx_square)?,
+        Unary::Tan => mlx(mlx_sys::mlx_tan)?,
         Unary::Tanh => mlx_tanh(x)?,
+        Unary::Trunc => truncated(x)?,
     })
 }
 
@@ -89,14 +151,66 @@ fn run_gelu(x: &Array, bell: impl Fn(&Array) -> mlx_rs::error::Result<Array>) ->
     cast(&gelu, x.dtype())
 }
 
+/// Returns the integers next to `x` towards zero.
+fn truncated(x: &Array) -> Result<Array> {
+    if !is_float(x.dtype()) {
+        return Ok(x.clone());
+    }
+    let zero = Array::from_f32(0.0).as_dtype(x.dtype())?;
+    let (floor, ceil) = (run_unary(Unary::Floor, x)?, run_unary(Unary::Ceil, x)?);
+    Ok(select(x.lt(zero)?, ceil, floor)?)
+}
+
+fn is_float(dtype: Dtype) -> bool {
+    matches!(dtype, Dtype::Float16 | Dtype::Bfloat16 | Dtype::Float32)
+}
+
 pub fn run_binary(function: Binary, a: &Array, b: &Array) -> Result<Array> {
+    let mlx = |work: unsafe extern "C" fn(*mut _, _, _, _) -> i32| {
+        // SAFETY: the arrays are live.
+        call(|made, stream| unsafe { work(made, a.as_ptr(), b.as_ptr(), stream) })
+    };
     Ok(match function {
         Binary::Add => a.add(b)?,
+        Binary::Atan2 => mlx(mlx_sys::mlx_arctan2)?,
         Binary::Divide => a.divide(b)?,
+        Binary::FloorDivide => floor_divided(a, b)?,
+        Binary::LogAddExp => mlx(mlx_sys::mlx_logaddexp)?,
+        Binary::Maximum => mlx(mlx_sys::mlx_maximum)?,
+        Binary::Minimum => mlx(mlx_sys::mlx_minimum)?,
         Binary::Multiply => a.multiply(b)?,
         Binary::Power => a.power(b)?,
+        Binary::Remainder => rest(a, b)?,
         Binary::Subtract => a.subtract(b)?,
     })
+}
+
+/// Returns quotients rounded down. MLX rounds those of integers towards zero.
+fn floor_divided(a: &Array, b: &Array) -> Result<Array> {
+    if is_float(a.dtype()) || is_float(b.dtype()) {
+        return Ok(a.floor_divide(b)?);
+    }
+    let divisor = nonzero(b)?;
+    let quotient = a.floor_divide(&divisor)?;
+    let rest = a.subtract(quotient.multiply(&divisor)?)?;
+    let zero = Array::from_int(0);
+    let other_signs = rest.lt(&zero)?.ne(divisor.lt(&zero)?)?;
+    let is_inexact = rest.ne(&zero)?.logical_and(other_signs)?;
+    Ok(quotient.subtract(is_inexact.as_dtype(quotient.dtype())?)?)
+}
+
+/// Returns what is left of a division rounded down, of the sign of the divisor.
+fn rest(a: &Array, b: &Array) -> Result<Array> {
+    if is_float(a.dtype()) || is_float(b.dtype()) {
+        return Ok(a.remainder(b)?);
+    }
+    Ok(a.remainder(nonzero(b)?)?)
+}
+
+/// Returns divisors with 1 in the place of 0: a processor stops a program that divides an integer by zero.
+fn nonzero(b: &Array) -> Result<Array> {
+    let (zero, one) = (Array::from_int(0), Array::from_int(1).as_dtype(b.dtype())?);
+    Ok(select(b.eq(zero)?, one, b)?)
 }
 
 #[cfg(test)]

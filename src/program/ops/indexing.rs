@@ -55,6 +55,15 @@ pub fn run_take_transposed(frame: &Frame, x: Value, index: Value) -> Result<Arra
 /// Checks indices: MLX reads whatever lies at an index past the end. An input's indices, such as
 /// tokens, are available; others have to be computed first.
 pub fn check_range(frame: &Frame, index: Value, size: i32) -> Result<()> {
+    check_between(frame, index, 0, size)
+}
+
+/// Checks indices below `end`, of an axis of `size` elements. Those below zero count from the end.
+pub fn check_indices(frame: &Frame, index: Value, end: i32, size: i32) -> Result<()> {
+    check_between(frame, index, -size, end)
+}
+
+fn check_between(frame: &Frame, index: Value, begin: i32, size: i32) -> Result<()> {
     if frame.limit(index).is_some_and(|limit| limit <= size) {
         return Ok(());
     }
@@ -75,10 +84,10 @@ pub fn check_range(frame: &Frame, index: Value, size: i32) -> Result<()> {
         }
     };
     for index in [least, most].into_iter().flatten() {
-        if index < 0 || index >= i64::from(size) {
+        if index < i64::from(begin) || index >= i64::from(size) {
             fail!(
                 InvalidArgument,
-                "expected an index (such as a token id) from 0 to {}, got {index}",
+                "expected an index (such as a token id) from {begin} to {}, got {index}",
                 size - 1
             );
         }

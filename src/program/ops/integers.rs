@@ -1,7 +1,10 @@
 //! Arithmetic on sizes: 32-bit; overflow is an error.
 
+use mlx_rs::{Array, Dtype};
+
 use super::instruction;
 use crate::error::{fail, Result};
+use crate::mlx;
 use crate::program::fb;
 use crate::program::ir::{Instruction, IntBinary, Op};
 use crate::program::slots::Slots;
@@ -22,6 +25,23 @@ binary! {
     modulo: ModIntNode => Modulo,
     multiply: MultiplyIntNode => Multiply,
     subtract: SubtractIntNode => Subtract,
+}
+
+pub fn item(slots: &mut Slots, node: fb::ItemIntNode) -> Result<Instruction> {
+    let op = Op::ItemInt { x: slots.read(node.x())? };
+    Ok(instruction(op, slots.write_int(node.out())?))
+}
+
+/// Returns the element of a tensor of one, which has to be computed first.
+pub fn run_item(x: &Array) -> Result<i32> {
+    if x.size() != 1 {
+        fail!(Program, "expected a tensor of one element, got shape {:?}", x.shape());
+    }
+    let number = mlx::elements::<i64>(&x.as_dtype(Dtype::Int64)?.contiguous()?)?[0];
+    match i32::try_from(number) {
+        Ok(number) => Ok(number),
+        Err(_) => fail!(Program, "the element {number} is past 32 bits"),
+    }
 }
 
 pub fn run(function: IntBinary, a: i32, b: i32) -> Result<i32> {

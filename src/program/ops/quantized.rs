@@ -5,18 +5,27 @@ use std::ops::Range;
 use mlx_rs::ops::matmul;
 use mlx_rs::{Array, Dtype};
 
+use super::calls::decode;
 use super::instruction;
+use super::packed::packing;
 use crate::error::{fail, Result};
 use crate::mlx::{self, call, cast, slice_axis};
 use crate::program::dtype::dtype_of;
 use crate::program::fb;
 use crate::program::frame::Frame;
-use crate::program::ir::{Affine, Instruction, Op, Value};
+use crate::program::ir::{Affine, Function, Instruction, Op, PackingMode, Value};
 use crate::program::slots::Slots;
 
 pub fn quantized_matmul(slots: &mut Slots, node: fb::QuantizedMatmulNode) -> Result<Instruction> {
+    let packing = packing(node.mode(), node.group_size(), node.bits(), node.biases().is_some())?;
+    if packing.mode != PackingMode::Affine {
+        let function =
+            Function::PackedMatmul { packing, transpose: node.transpose(), biases: false };
+        let tensors = [node.x(), node.w(), node.scales()];
+        return decode(slots, function, &tensors, Vec::new(), node.out());
+    }
     let biases = slots.read_optional(node.biases())?;
-    let packing = affine(node.mode(), node.group_size(), node.bits(), biases)?;
+    let packing = Affine { group_size: packing.group_size, bits: packing.bits };
     let op = Op::QuantizedMatmul {
         x: slots.read(node.x())?,
         w: slots.read(node.w())?,
@@ -29,38 +38,31 @@ pub fn quantized_matmul(slots: &mut Slots, node: fb::QuantizedMatmulNode) -> Res
 }
 
 pub fn dequantize(slots: &mut Slots, node: fb::DequantizeNode) -> Result<Instruction> {
-    let biases = slots.read_optional(node.biases())?;
-    let packing = affine(node.mode(), node.group_size(), node.bits(), biases)?;
-    if node.global_scale().is_some() {
-        fail!(
-            Unsupported,
-            "expected affine quantization without a scale for the whole tensor, got one"
-        );
+    let packing = packing(node.mode(), node.group_size(), node.bits(), node.biases().is_some())?;
+    let dtype = node.dtype().map(dtype_of).transpose()?;
+    if packing.mode != PackingMode::Affine || node.global_scale().is_some() {
+        let (biases, global_scale) = (node.biases(), node.global_scale());
+        let function = Function::Dequantize {
+            packing,
+            biases: biases.is_some(),
+            global_scale: global_scale.is_some(),
+            dtype,
+        };
+        let required = [node.w(), node.scales()].map(Some);
+        let tensors: Vec<_> =
+            required.into_iter().chain([biases, global_scale]).flatten().collect();
+        return decode(slots, function, &tensors, Vec::new(), node.out());
     }
+    let biases = slots.read_optional(node.biases())?;
+    let packing = Affine { group_size: packing.group_size, bits: packing.bits };
     let op = Op::Dequantize {
         w: slots.read(node.w())?,
         scales: slots.read(node.scales())?,
         biases,
         packing,
-        dtype: node.dtype().map(dtype_of).transpose()?,
+        dtype,
     };
     Ok(instruction(op, slots.write(node.out())?))
-}
-
-fn affine(mode: &str, group_size: i32, bits: i32, biases: Option<Value>) -> Result<Affine> {
-    if mode != "affine" {
-        fail!(Unsupported, "unknown quantization `{mode}`; available: affine");
-    }
-    if biases.is_none() {
-        fail!(Program, "expected biases with affine quantization, got none");
-    }
-    if !matches!(bits, 2 | 3 | 4 | 5 | 6 | 8) {
-        fail!(Unsupported, "expected weights of 2, 3, 4, 5, 6 or 8 bits, got {bits}");
-    }
-    if !matches!(group_size, 32 | 64 | 128) {
-        fail!(Unsupported, "expected quantization in groups of 32, 64 or 128, got {group_size}");
-    }
-    Ok(Affine { group_size, bits })
 }
 
 /// A packed matrix: `bits` bits an element, a scale and a bias for each group.

@@ -3,11 +3,94 @@
 use mlx_rs::fast::rope_dynamic;
 use mlx_rs::{Array, Dtype};
 
+use super::calls::{decode, none, Arguments};
 use crate::error::{fail, Result};
 use crate::kernels;
-use crate::mlx::cast;
+use crate::mlx::{call, cast};
+use crate::program::fb;
 use crate::program::frame::Frame;
-use crate::program::ir::Value;
+use crate::program::ir::{Function, Instruction, Int, Value};
+use crate::program::slots::Slots;
+
+pub fn rope(slots: &mut Slots, node: fb::RopeNode) -> Result<Instruction> {
+    let offset = node.offset();
+    let (mut tensors, mut ints) = (vec![node.x()], Vec::new());
+    match (offset.is_vid(), offset.vid(), offset.tid()) {
+        (true, Some(vid), _) => ints.push(Int::Value(slots.read_int(vid)?)),
+        (false, _, Some(tid)) => tensors.push(tid),
+        _ => fail!(Program, "a rotary embedding has no offset"),
+    }
+    tensors.extend(node.freqs());
+    let function = Function::Rope {
+        dims: node.dims(),
+        traditional: node.traditional(),
+        base: node.base(),
+        scale: node.scale(),
+        offsets: !offset.is_vid(),
+        freqs: node.freqs().is_some(),
+    };
+    decode(slots, function, &tensors, ints, node.out())
+}
+
+/// How a rotary embedding turns.
+pub struct Turn {
+    /// The first elements of a row, which turn.
+    pub dims: i32,
+    /// Whether neighbours turn together, and not the halves.
+    pub traditional: bool,
+    /// What positions are multiplied by.
+    pub scale: f32,
+}
+
+pub fn run_rope(
+    arguments: &Arguments,
+    turn: Turn,
+    base: f32,
+    [offsets, freqs]: [bool; 2],
+) -> Result<Array> {
+    let Turn { dims, traditional, scale } = turn;
+    // MLX's function on CUDA writes past the end of its result where tokens have gaps between them.
+    let x = arguments.tensor(0)?.contiguous()?;
+    let features = if x.ndim() < 3 { 0 } else { x.dim(-1) };
+    if dims % 2 != 0 || !(1..=features).contains(&dims) {
+        fail!(Program, "cannot turn {dims} elements of each row of {:?}", x.shape());
+    }
+    let periods = match freqs {
+        true => {
+            let periods = arguments.tensor(1 + usize::from(offsets))?;
+            if periods.shape() != [dims / 2] {
+                fail!(Program, "expected {} periods, got shape {:?}", dims / 2, periods.shape());
+            }
+            periods.as_ptr()
+        }
+        false => none(),
+    };
+    let base = mlx_sys::mlx_optional_float { value: base, has_value: !freqs };
+    let (x, at) = (x.as_ptr(), arguments.ints.first().copied());
+    // SAFETY: the arrays are live, or none.
+    call(|made, stream| unsafe {
+        match (at, arguments.tensors.get(1)) {
+            (Some(at), _) => {
+                mlx_sys::mlx_fast_rope(made, x, dims, traditional, base, scale, at, periods, stream)
+            }
+            (None, Some(offsets)) => {
+                let offsets = offsets.as_ptr();
+                mlx_sys::mlx_fast_rope_dynamic(
+                    made,
+                    x,
+                    dims,
+                    traditional,
+                    base,
+                    scale,
+                    offsets,
+                    periods,
+                    stream,
+                )
+            }
+            (None, None) => 1,
+        }
+    })
+}
 
 pub fn run(frame: &Frame, x: Value, [offsets, periods]: [Value; 2], dtype: Dtype) -> Result<Array> {
     let (offsets, periods) = (frame.tensor(offsets)?, frame.tensor(periods)?);

@@ -10,7 +10,7 @@ use crate::error::{fail, Result};
 use crate::mlx::{call, slice_axis, Arrays};
 use crate::program::fb;
 use crate::program::frame::Frame;
-use crate::program::ir::{Instruction, Int, Op, Value};
+use crate::program::ir::{Instruction, Int, IntBinary, Op, Out, Value};
 use crate::program::slots::Slots;
 
 /// The axis of tokens in `[1, T, ...]`.
@@ -45,16 +45,17 @@ pub fn slice(slots: &mut Slots, node: fb::SliceNode) -> Result<Instruction> {
 /// Decodes a split: one piece of the same tensor for each output. One size is that of all pieces
 /// but the last, which may be smaller; several sizes are those of the pieces.
 pub fn split(slots: &mut Slots, node: fb::SplitNode) -> Result<Vec<Instruction>> {
-    let sizes = ints(slots, node.sizes())?
-        .into_iter()
+    let sizes = ints(slots, node.sizes())?;
+    let literals: Option<Vec<i64>> = sizes
+        .iter()
         .map(|size| match size {
-            Int::Literal(size) => Ok(size),
-            Int::Value(_) => fail!(
-                Unsupported,
-                "expected a split of fixed sizes, got sizes that are known only when it runs"
-            ),
+            Int::Literal(size) => Some(*size),
+            Int::Value(_) => None,
         })
-        .collect::<Result<Vec<_>>>()?;
+        .collect();
+    let Some(sizes) = literals else {
+        return split_at_run(slots, node, &sizes);
+    };
     let pieces = pieces(&sizes, node.outs().len())?;
     let x = slots.read(node.x())?;
     let (least, most) = match (&sizes[..], pieces.last()) {
@@ -71,6 +72,27 @@ pub fn split(slots: &mut Slots, node: fb::SplitNode) -> Result<Vec<Instruction>>
             Ok(instruction(op, slots.write(out)?))
         })
         .collect()
+}
+
+/// Decodes a split whose sizes are known when it runs: slices whose bounds are sums.
+fn split_at_run(slots: &mut Slots, node: fb::SplitNode, sizes: &[Int]) -> Result<Vec<Instruction>> {
+    let n = node.outs().len();
+    let each: Vec<Int> = match sizes {
+        [size] => vec![*size; n],
+        sizes if sizes.len() == n => sizes.to_vec(),
+        sizes => fail!(Program, "expected {} outputs of a split, got {n}", sizes.len()),
+    };
+    let (x, axis) = (slots.read(node.x())?, Int::Literal(i64::from(node.axis())));
+    let (mut made, mut start) = (Vec::with_capacity(2 * n), Int::Literal(0));
+    for (out, size) in node.outs().iter().zip(each) {
+        let sum = slots.new_int();
+        let op = Op::IntBinary { function: IntBinary::Add, a: start, b: size };
+        made.push(instruction(op, Out::Int(sum)));
+        let stop = Int::Value(sum);
+        made.push(instruction(Op::Slice { x, axis, start, stop, step: 1 }, slots.write(out)?));
+        start = stop;
+    }
+    Ok(made)
 }
 
 /// Returns where each of `n` pieces starts and stops.
@@ -147,7 +169,7 @@ pub fn resolved(x: &Array, mut shape: Sizes) -> Result<Sizes> {
 }
 
 /// Slices along one axis as Python does: bounds below zero count from the end, and all bounds are
-/// clamped to the axis.
+/// clamped to the axis. A step below zero goes backwards.
 pub fn run_slice(
     frame: &Frame,
     x: Value,
@@ -157,20 +179,23 @@ pub fn run_slice(
 ) -> Result<Array> {
     let x = frame.tensor(x)?;
     let axis = normalize_axis(frame.int(axis)?, x.ndim())?;
-    if step < 1 {
-        fail!(Unsupported, "expected a slice with a step of at least 1, got {step}");
+    if step == 0 {
+        fail!(Program, "a slice has a step of 0");
     }
     let size = x.dim(axis as i32);
-    let bound = |bound: i32| {
-        if bound < 0 {
-            bound.saturating_add(size).max(0)
-        } else {
-            bound.min(size)
-        }
-    };
-    let start = bound(frame.int(start)?);
-    let stop = bound(frame.int(stop)?).max(start);
-    slice_axis(x, axis, start, stop, step)
+    let bound = |bound: i32| if bound < 0 { bound.saturating_add(size) } else { bound };
+    let (start, stop) = (bound(frame.int(start)?), bound(frame.int(stop)?));
+    if step > 0 {
+        let start = start.clamp(0, size);
+        return slice_axis(x, axis, start, stop.clamp(start, size), step);
+    }
+    // Backwards: from an element to the one before the first at most, which MLX names from the end.
+    let start = start.clamp(-1, size - 1);
+    let stop = stop.clamp(-1, start);
+    match stop == start {
+        true => slice_axis(x, axis, 0, 0, 1),
+        false => slice_axis(x, axis, start, if stop < 0 { -size - 1 } else { stop }, step),
+    }
 }
 
 pub fn run_piece(

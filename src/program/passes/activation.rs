@@ -154,6 +154,7 @@ mod tests {
             }],
             init: Chain::default(),
             init_targets: Vec::new(),
+            buffers: Vec::new(),
             main: Chain {
                 instructions: made
                     .map(|(out, op)| Instruction { op, out: Out::Tensor(Value(out)) })

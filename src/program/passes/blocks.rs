@@ -167,6 +167,7 @@ mod tests {
             inputs: Vec::new(),
             init: Chain::default(),
             init_targets: Vec::new(),
+            buffers: Vec::new(),
             main: Chain {
                 instructions: ops.into_iter().map(|(op, out)| Instruction { op, out }).collect(),
                 outputs,

@@ -1,7 +1,7 @@
 //! Makes each value once: an instruction that repeats another one's work is removed.
 //!
 //! Exporters write the same conversion, view or size in each layer. Instructions are functions of
-//! what they read, except those that write to the cache, which stay.
+//! what they read, except those that write to the cache or draw numbers, which stay.
 
 use std::collections::HashMap;
 
@@ -15,7 +15,7 @@ pub fn share(graph: &mut Graph) {
     let old = std::mem::take(&mut graph.main.instructions);
     for Instruction { mut op, out } in old {
         rename(&mut op, &tensors, &ints);
-        if matches!(op, Op::UpdateAndAttend { .. }) {
+        if !op.is_repeatable() {
             graph.main.instructions.push(Instruction { op, out });
             continue;
         }
@@ -42,8 +42,8 @@ pub fn share(graph: &mut Graph) {
 }
 
 fn rename(op: &mut Op, tensors: &HashMap<Value, Value>, ints: &HashMap<IntValue, IntValue>) {
-    op.for_each_read(|value| *value = *tensors.get(value).unwrap_or(value));
-    op.for_each_int(|int| {
+    op.for_each_read(&mut |value| *value = *tensors.get(value).unwrap_or(value));
+    op.for_each_int(&mut |int| {
         if let Int::Value(value) = int {
             *value = *ints.get(value).unwrap_or(value);
         }
@@ -72,6 +72,7 @@ mod tests {
             inputs: Vec::new(),
             init: Chain::default(),
             init_targets: Vec::new(),
+            buffers: Vec::new(),
             main: Chain {
                 instructions: instructions
                     .into_iter()

@@ -67,7 +67,12 @@ fn of(op: &Op, dtypes: &HashMap<Value, Dtype>) -> Option<Dtype> {
             shared([of(mat1), of(mat2)].into_iter().chain(bias.as_ref().map(of)))
         }
         Op::QuantizedMatmul { x, scales, .. } => shared([of(x), of(scales)].into_iter()),
-        Op::SymSize { .. } | Op::IntBinary { .. } => None,
+        Op::Call { .. }
+        | Op::If { .. }
+        | Op::Scan(_)
+        | Op::SymSize { .. }
+        | Op::ItemInt { .. }
+        | Op::IntBinary { .. } => None,
     }
 }
 

@@ -93,6 +93,7 @@ mod tests {
             }],
             init,
             init_targets,
+            buffers: Vec::new(),
             main: Chain {
                 instructions: made
                     .map(|(out, op)| Instruction { op, out: Out::Tensor(Value(out)) })

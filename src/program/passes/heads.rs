@@ -244,6 +244,7 @@ mod tests {
             inputs: Vec::new(),
             init: Chain::default(),
             init_targets: Vec::new(),
+            buffers: Vec::new(),
             main: Chain {
                 instructions: made.map(|(op, out)| Instruction { op, out }).into(),
                 outputs: vec![Out::Tensor(Value(11))],

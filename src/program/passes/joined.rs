@@ -275,6 +275,7 @@ mod tests {
             inputs: Vec::new(),
             init: Chain::default(),
             init_targets: Vec::new(),
+            buffers: Vec::new(),
             main: Chain {
                 instructions: (first..)
                     .zip(ops)

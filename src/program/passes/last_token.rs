@@ -102,7 +102,7 @@ fn rewrite(graph: &mut Graph, narrow: &HashSet<Value>, rows: &Rows) {
                 inserted.push((index, Instruction { op, out: Out::Tensor(row) }));
                 row
             });
-            op.for_each_read(|value| {
+            op.for_each_read(&mut |value| {
                 if *value == wide {
                     *value = row;
                 }
@@ -156,6 +156,7 @@ mod tests {
             }],
             init: Chain::default(),
             init_targets: Vec::new(),
+            buffers: Vec::new(),
             main: Chain { instructions, outputs: vec![Out::Tensor(Value(n_values - 1))] },
             n_values,
             n_ints: 1,

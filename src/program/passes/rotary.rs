@@ -227,6 +227,7 @@ mod tests {
             ],
             init: Chain::default(),
             init_targets: Vec::new(),
+            buffers: Vec::new(),
             main: Chain { instructions: instructions.collect(), outputs: vec![Out::Tensor(v(21))] },
             n_values: 22,
             n_ints: 0,

@@ -25,7 +25,7 @@ fn skip_through(graph: &mut Graph) {
     // The views so far, each with what it reads after the changes.
     let mut views = HashMap::<Value, Op>::new();
     for Instruction { op, out } in &mut graph.main.instructions {
-        op.for_each_read(|value| *value = *renamed.get(value).unwrap_or(value));
+        op.for_each_read(&mut |value| *value = *renamed.get(value).unwrap_or(value));
         let Out::Tensor(value) = *out else { continue };
         match op {
             Op::Reshape { x, .. } => {
@@ -233,6 +233,7 @@ mod tests {
             }],
             init: Chain::default(),
             init_targets: Vec::new(),
+            buffers: Vec::new(),
             main: Chain {
                 instructions: made
                     .map(|(out, op)| Instruction { op, out: Out::Tensor(Value(out)) })

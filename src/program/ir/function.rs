@@ -1,0 +1,300 @@
+//! Functions of tensors that no pass looks into.
+
+use mlx_rs::Dtype;
+
+/// A function of tensors and integers, which an [`Op::Call`](super::Op::Call) has in the order that is said
+/// here. Names and attributes are those of ExecuTorch's schema, which documents them.
+#[derive(Debug, Clone, PartialEq)]
+#[allow(missing_docs)]
+pub enum Function {
+    // Of each element.
+    BitwiseAnd,
+    BitwiseOr,
+    BitwiseXor,
+    /// Of `x`, then of the bounds that exist.
+    Clip {
+        a_min: bool,
+        a_max: bool,
+    },
+    Equal,
+    Greater,
+    GreaterEqual,
+    Less,
+    LessEqual,
+    LogicalAnd,
+    LogicalNot,
+    LogicalOr,
+    NotEqual,
+    Round {
+        decimals: i32,
+    },
+    Where,
+
+    // Over axes.
+    All(Reduction),
+    Any(Reduction),
+    Argmax(OneAxis),
+    Argmin(OneAxis),
+    Cumsum {
+        axis: i32,
+        reverse: bool,
+        inclusive: bool,
+    },
+    LogSumExp(Reduction),
+    Max(Reduction),
+    Mean(Reduction),
+    Median(Reduction),
+    Min(Reduction),
+    Prod(Reduction),
+    Softmax {
+        axis: i32,
+        precise: bool,
+    },
+    Std {
+        over: Reduction,
+        ddof: i32,
+    },
+    Sum(Reduction),
+    Var {
+        over: Reduction,
+        ddof: i32,
+    },
+
+    // Order.
+    /// The integer is `kth`.
+    ArgPartition {
+        axis: i32,
+    },
+    Argsort {
+        axis: i32,
+    },
+    /// The integer is `kth`.
+    Partition {
+        axis: i32,
+    },
+    Sort {
+        axis: i32,
+    },
+
+    // New tensors.
+    /// The integers are `start`, `stop` and `step`.
+    ARange {
+        dtype: Dtype,
+    },
+    /// The integers are the shape.
+    Full {
+        v: Fill,
+        dtype: Dtype,
+    },
+    /// Of the tensor whose shape it has. The dtype is that tensor's where none is given.
+    FullLike {
+        v: Fill,
+        dtype: Option<Dtype>,
+    },
+    /// The integers are the shape, and the seed if there is one.
+    RandomBits {
+        width: i32,
+        seed: bool,
+    },
+    /// The integers are `n` and `m`.
+    Tri {
+        k: i32,
+        dtype: Dtype,
+    },
+
+    // The same elements, elsewhere.
+    /// The integers are the shape, then the strides.
+    AsStrided {
+        offset: u64,
+    },
+    /// The integers are the shape.
+    BroadcastTo,
+    Contiguous,
+    Flip {
+        axes: Vec<i32>,
+    },
+    /// The integers are the elements before and after, axis by axis.
+    Pad {
+        mode: PadMode,
+        value: f32,
+    },
+    /// The integer is the number of repetitions.
+    Repeat {
+        axis: i32,
+    },
+    /// The integers are the shifts.
+    Roll {
+        axes: Vec<i32>,
+    },
+    Squeeze {
+        dims: Vec<i32>,
+    },
+    Stack {
+        axis: i32,
+    },
+    /// The integers are the repetitions of each axis.
+    Tile,
+    Tril {
+        k: i32,
+    },
+    Triu {
+        k: i32,
+    },
+
+    // By index.
+    /// Of `x`, then of the indices along each axis.
+    Gather {
+        axes: Vec<i32>,
+        slice_sizes: Vec<i32>,
+    },
+    /// Of the destination, the update and the indices.
+    IndexCopy {
+        axis: i32,
+    },
+    /// Of `x`, the indices and the updates.
+    ScatterAdd {
+        axis: i32,
+    },
+    /// Of the destination and the update. The integers are axis, start and stop.
+    SliceUpdate {
+        step: i32,
+    },
+    TakeAlongAxis {
+        axis: i32,
+    },
+
+    // Products.
+    Conv(Convolution),
+    /// Of packed rows, scales, biases if there are any, and the scale of the whole if there is one.
+    Dequantize {
+        packing: Packing,
+        biases: bool,
+        global_scale: bool,
+        dtype: Option<Dtype>,
+    },
+    /// Of `a` and `b`, then of the indices that exist. The integer, if there is one, says whether those of
+    /// `b` are sorted.
+    GatherMm {
+        lhs: bool,
+        rhs: bool,
+        sorted: bool,
+    },
+    /// Of `x`, packed rows and scales, then of biases and indices that exist. The integer as above.
+    GatherQmm {
+        packing: Packing,
+        transpose: bool,
+        biases: bool,
+        lhs: bool,
+        rhs: bool,
+        sorted: bool,
+    },
+    /// Of `x`, packed rows, scales, and biases if there are any.
+    PackedMatmul {
+        packing: Packing,
+        transpose: bool,
+        biases: bool,
+    },
+
+    // Attention.
+    /// Of `x`, of the offsets if they are a tensor, and of frequencies if there are any. The integer is
+    /// the offset if there is one.
+    Rope {
+        dims: i32,
+        traditional: bool,
+        base: f32,
+        scale: f32,
+        offsets: bool,
+        freqs: bool,
+    },
+    /// Of queries, keys, values, and a mask if there is one.
+    Sdpa {
+        scale: f32,
+        causal: bool,
+        mask: bool,
+    },
+}
+
+/// The axes that a function reduces; none means all.
+#[derive(Debug, Clone, PartialEq)]
+#[allow(missing_docs)]
+pub struct Reduction {
+    pub axes: Vec<i32>,
+    pub keep_dims: bool,
+}
+
+/// The axis that a function reduces.
+#[derive(Debug, Clone, Copy, PartialEq)]
+#[allow(missing_docs)]
+pub struct OneAxis {
+    pub axis: i32,
+    pub keep_dims: bool,
+}
+
+/// The number that fills a tensor.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub enum Fill {
+    /// Known when the program was exported.
+    Literal(f64),
+    /// The last of the call's integers.
+    Last,
+}
+
+/// What stands around a padded tensor.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum PadMode {
+    /// A number.
+    Constant,
+    /// The outermost elements.
+    Edge,
+}
+
+/// A convolution of one, two or three dimensions, which are as many as there are strides.
+#[derive(Debug, Clone, PartialEq)]
+#[allow(missing_docs)]
+pub struct Convolution {
+    pub stride: Vec<i32>,
+    pub padding: Vec<i32>,
+    pub dilation: Vec<i32>,
+    /// Of a transposed convolution.
+    pub output_padding: Option<Vec<i32>>,
+    pub groups: i32,
+}
+
+/// How the rows of a weight are packed.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[allow(missing_docs)]
+pub struct Packing {
+    pub mode: PackingMode,
+    pub group_size: i32,
+    pub bits: i32,
+}
+
+/// MLX's ways to pack rows.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[allow(missing_docs)]
+pub enum PackingMode {
+    Affine,
+    Mxfp4,
+    Mxfp8,
+    Nvfp4,
+}
+
+impl Function {
+    /// Returns the name of the function, as in ExecuTorch's schema.
+    pub fn name(&self) -> String {
+        let text = match self {
+            Self::Conv(Convolution { stride, output_padding, .. }) => {
+                let kind = if output_padding.is_some() { "ConvTranspose" } else { "Conv" };
+                return format!("{kind}{}D", stride.len());
+            }
+            Self::PackedMatmul { .. } => return String::from("QuantizedMatmul"),
+            other => format!("{other:?}"),
+        };
+        text.split([' ', '{', '(']).next().unwrap_or_default().to_owned()
+    }
+
+    /// Returns whether two calls with the same arguments have the same result.
+    pub fn is_repeatable(&self) -> bool {
+        !matches!(self, Self::RandomBits { seed: false, .. })
+    }
+}

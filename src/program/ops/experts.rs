@@ -1,0 +1,125 @@
+//! Products with weights that an index chooses, as a mixture of experts has them.
+
+use mlx_rs::{Array, Dtype};
+
+use super::calls::{decode, Arguments};
+use super::indexing::check_indices;
+use super::packed::{self, given, packing, some};
+use crate::error::{fail, Result};
+use crate::mlx::{call, cast};
+use crate::program::fb;
+use crate::program::ir::{Function, Instruction, Int, Packing};
+use crate::program::slots::Slots;
+
+/// Returns the integer that says whether indices are sorted, where it is known only at run time.
+fn sorted_flag(slots: &Slots, flag: Option<fb::IntOrVid>) -> Result<Vec<Int>> {
+    flag.into_iter().map(|flag| slots.int(flag)).collect()
+}
+
+pub fn gather_mm(slots: &mut Slots, node: fb::GatherMmNode) -> Result<Instruction> {
+    let (lhs, rhs) = (node.lhs_indices(), node.rhs_indices());
+    let function = Function::GatherMm {
+        lhs: lhs.is_some(),
+        rhs: rhs.is_some(),
+        sorted: node.sorted_indices(),
+    };
+    let ints = sorted_flag(slots, node.sorted_indices_flag())?;
+    let tensors: Vec<_> =
+        [Some(node.a()), Some(node.b()), lhs, rhs].into_iter().flatten().collect();
+    decode(slots, function, &tensors, ints, node.out())
+}
+
+pub fn gather_qmm(slots: &mut Slots, node: fb::GatherQmmNode) -> Result<Instruction> {
+    let (biases, lhs, rhs) = (node.biases(), node.lhs_indices(), node.rhs_indices());
+    let function = Function::GatherQmm {
+        packing: packing(node.mode(), node.group_size(), node.bits(), biases.is_some())?,
+        transpose: node.transpose(),
+        biases: biases.is_some(),
+        lhs: lhs.is_some(),
+        rhs: rhs.is_some(),
+        sorted: node.sorted_indices(),
+    };
+    let ints = sorted_flag(slots, node.sorted_indices_flag())?;
+    let required = [node.x(), node.w(), node.scales()].map(Some);
+    let tensors: Vec<_> = required.into_iter().chain([biases, lhs, rhs]).flatten().collect();
+    decode(slots, function, &tensors, ints, node.out())
+}
+
+/// Returns whether the indices are sorted.
+fn is_sorted(arguments: &Arguments, sorted: bool) -> bool {
+    arguments.ints.first().map_or(sorted, |&flag| flag != 0)
+}
+
+/// Checks the indices of matrices: MLX reads whatever lies at an index past the end.
+fn check(arguments: &Arguments, index: usize, given: bool, matrices: &Array) -> Result<()> {
+    if !given {
+        return Ok(());
+    }
+    if matrices.ndim() < 2 {
+        fail!(Program, "expected matrices, got shape {:?}", matrices.shape());
+    }
+    let leading = &matrices.shape()[..matrices.ndim() - 2];
+    let n: i64 = leading.iter().map(|&size| i64::from(size)).product();
+    let n = i32::try_from(n).unwrap_or(i32::MAX);
+    check_indices(arguments.frame, arguments.values[index], n, n)
+}
+
+pub fn run_gather_mm(arguments: &Arguments, [lhs, rhs]: [bool; 2], sorted: bool) -> Result<Array> {
+    let (a, b) = (arguments.tensor(0)?, arguments.tensor(1)?);
+    check(arguments, 2, lhs, a)?;
+    check(arguments, 2 + usize::from(lhs), rhs, b)?;
+    // On a CPU MLX multiplies only float32 like this.
+    let dtype = a.dtype();
+    let is_widened = !arguments.frame.on_gpu() && dtype != Dtype::Float32;
+    let (a, b) = match is_widened {
+        true => (cast(a, Dtype::Float32)?, cast(b, Dtype::Float32)?),
+        false => (a.clone(), b.clone()),
+    };
+    let mut next = 2;
+    let left = given(arguments, &mut next, lhs)?;
+    let right = given(arguments, &mut next, rhs)?;
+    let sorted = is_sorted(arguments, sorted);
+    // SAFETY: the arrays are live, or none; each index is one of a matrix.
+    let made = call(|made, stream| unsafe {
+        mlx_sys::mlx_gather_mm(made, a.as_ptr(), b.as_ptr(), left, right, sorted, stream)
+    })?;
+    cast(&made, dtype)
+}
+
+pub fn run_gather_qmm(
+    arguments: &Arguments,
+    packing: Packing,
+    transpose: bool,
+    [biases, lhs, rhs]: [bool; 3],
+    sorted: bool,
+) -> Result<Array> {
+    let (x, w) = (arguments.tensor(0)?, arguments.tensor(1)?);
+    let first = 3 + usize::from(biases);
+    check(arguments, first, lhs, x)?;
+    check(arguments, first + usize::from(lhs), rhs, w)?;
+    let scales = arguments.tensor(2)?.as_ptr();
+    let mut next = 3;
+    let biases = packed::given(arguments, &mut next, biases)?;
+    let left = packed::given(arguments, &mut next, lhs)?;
+    let right = packed::given(arguments, &mut next, rhs)?;
+    let (group, bits, mode) = (some(packing.group_size), some(packing.bits), packing.name());
+    let sorted = is_sorted(arguments, sorted);
+    // SAFETY: the arrays are live, or none; each index is one of a matrix.
+    call(|made, stream| unsafe {
+        mlx_sys::mlx_gather_qmm(
+            made,
+            x.as_ptr(),
+            w.as_ptr(),
+            scales,
+            biases,
+            left,
+            right,
+            transpose,
+            group,
+            bits,
+            mode.as_ptr(),
+            sorted,
+            stream,
+        )
+    })
+}
