@@ -61,7 +61,7 @@ file(GLOB ETKV_CHAT CONFIGURE_DEPENDS examples/chat/*.cpp)
 etkv_runner(etkv_chat ${ETKV_CHAT})
 
 # One file a use case.
-foreach(runner admission agent_fork batch prefix rollback speculative)
+foreach(runner admission agent_fork batch prefix rollback run speculative)
   etkv_runner(etkv_${runner} examples/${runner}.cpp)
 endforeach()
 

@@ -68,7 +68,9 @@ void add_format_argument(
   arguments.alias("--kv-dtype", "--kv-format");
 }
 
-Result<void> check_format(const std::optional<std::string>& format) {
+Result<void> check_format(
+    const std::optional<std::string>& format,
+    const std::string& option) {
   if (!format) {
     return {};
   }
@@ -79,7 +81,7 @@ Result<void> check_format(const std::optional<std::string>& format) {
   const etkv_status status =
       etkv_format_row_bytes(format->c_str(), kHeadDim, &bytes, &error);
   if (status != ETKV_OK) {
-    return refuse("--kv-format: " + Error::adopt(status, error).message());
+    return refuse(option + ": " + Error::adopt(status, error).message());
   }
   return {};
 }

@@ -37,8 +37,10 @@ void add_format_argument(
     Arguments& arguments,
     std::optional<std::string>* format);
 
-/// Refuses an unknown storage format.
-Result<void> check_format(const std::optional<std::string>& format);
+/// Refuses an unknown storage format, which `option` gave.
+Result<void> check_format(
+    const std::optional<std::string>& format,
+    const std::string& option = "--kv-format");
 
 class Model {
  public:

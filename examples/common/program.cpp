@@ -74,17 +74,20 @@ const char* format_of(ScalarType type) {
 
 } // namespace
 
-Result<Program> Program::open(const std::string& path) {
-  if (auto checked = check_file(path); !checked.ok()) {
-    return checked.error();
-  }
-  Program program;
-  program.module_ = std::make_unique<Module>(path, Module::LoadMode::Mmap);
-  const auto code = program.module_->load(
+Result<std::unique_ptr<Module>> open_program_file(const std::string& path) {
+  RETURN_IF_ERROR(check_file(path));
+  auto module = std::make_unique<Module>(path, Module::LoadMode::Mmap);
+  const auto code = module->load(
       executorch::runtime::Program::Verification::InternalConsistency);
   if (code != executorch::runtime::Error::Ok) {
     return damaged(path, code);
   }
+  return module;
+}
+
+Result<Program> Program::open(const std::string& path) {
+  Program program;
+  ASSIGN_OR_RETURN(program.module_, open_program_file(path));
   RETURN_IF_ERROR(program.read_facts());
   RETURN_IF_ERROR(program.read_signature());
   auto params = read_kv_cache_metadata(*program.module_);

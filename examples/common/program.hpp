@@ -16,6 +16,10 @@
 
 namespace etkv::examples {
 
+/// Opens a .pte file and checks all of its tables. Does not load the weights.
+Result<std::unique_ptr<executorch::extension::Module>> open_program_file(
+    const std::string& path);
+
 class Program {
  public:
   /// Opens a .pte file and reads its metadata. Does not load the weights.

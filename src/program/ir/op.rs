@@ -292,12 +292,6 @@ pub enum Op {
     LastToken {
         x: Value,
     },
-    /// A Metal kernel, by what it computes. Results have these shapes; several are several tensors.
-    MetalKernel {
-        kernel: MetalKernel,
-        inputs: Vec<Value>,
-        shapes: Vec<Vec<Int>>,
-    },
     /// A function that no pass looks into, of tensors and integers in the order that it says.
     Call {
         function: Function,
@@ -314,6 +308,12 @@ pub enum Op {
     /// A chain that runs for each element of an axis. The results are its outputs, each stacked along that
     /// axis, and then what it carries after the last element.
     Scan(Box<Scan>),
+    /// A Metal kernel, by what it computes. Results have these shapes; several are several tensors.
+    MetalKernel {
+        kernel: MetalKernel,
+        inputs: Vec<Value>,
+        shapes: Vec<Vec<Int>>,
+    },
     SymSize {
         x: Value,
         dim: i32,
@@ -447,7 +447,6 @@ impl Op {
                 visit(b);
             }
             Op::Take { index: Index::One(index), .. } => visit(index),
-            Op::MetalKernel { shapes, .. } => shapes.iter_mut().flatten().for_each(visit),
             Op::Call { ints, .. } => ints.iter_mut().for_each(visit),
             Op::If { cond, then, otherwise } => {
                 visit(cond);
@@ -462,6 +461,7 @@ impl Op {
                 let instructions = &mut scan.body.instructions;
                 instructions.iter_mut().for_each(|made| made.op.for_each_int(&mut *visit));
             }
+            Op::MetalKernel { shapes, .. } => shapes.iter_mut().flatten().for_each(visit),
             _ => {}
         }
     }
@@ -497,8 +497,8 @@ impl Op {
     pub fn name(&self) -> String {
         match self {
             Op::UpdateAndAttend { layer, .. } => format!("UpdateAndAttend of layer {layer}"),
-            Op::MetalKernel { kernel, .. } => format!("MetalKernel {kernel}"),
             Op::Call { function, .. } => function.name(),
+            Op::MetalKernel { kernel, .. } => format!("MetalKernel {kernel}"),
             other => {
                 let text = format!("{other:?}");
                 text.split([' ', '{', '(']).next().unwrap_or_default().to_owned()

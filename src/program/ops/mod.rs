@@ -150,9 +150,9 @@ decoding! {
     MaximumNode: op_as_maximum_node => elementwise::maximum,
     MeanNode: op_as_mean_node => reduction::mean,
     MedianNode: op_as_median_node => reduction::median,
-    MetalKernelNode: op_as_metal_kernel_node => metal::metal_kernel,
     MinNode: op_as_min_node => reduction::min,
     MinimumNode: op_as_minimum_node => elementwise::minimum,
+    MetalKernelNode: op_as_metal_kernel_node => metal::metal_kernel,
     ModIntNode: op_as_mod_int_node => integers::modulo,
     MultiplyIntNode: op_as_multiply_int_node => integers::multiply,
     MultiplyNode: op_as_multiply_node => elementwise::multiply,
@@ -298,12 +298,12 @@ pub fn run(op: &Op, frame: &mut Frame) -> Result<Made> {
         }
         Op::RotaryPeriods { inverse } => frame.tensor(*inverse)?.reshape(&[-1])?.reciprocal()?,
         Op::LastToken { x } => shape::run_last_token(frame.tensor(*x)?)?,
-        Op::MetalKernel { kernel, inputs, shapes } => {
-            return metal::run(frame, kernel, inputs, shapes)
-        }
         Op::Call { function, tensors, ints } => calls::run(frame, function, tensors, ints)?,
         Op::If { .. } | Op::Scan(_) => fail!(Internal, "the schedule runs chains inside"),
         Op::ItemInt { x } => return integers::run_item(frame.tensor(*x)?).map(Made::Int),
+        Op::MetalKernel { kernel, inputs, shapes } => {
+            return metal::run(frame, kernel, inputs, shapes)
+        }
         Op::SymSize { x, dim } => {
             return shape::run_sym_size(frame.tensor(*x)?, *dim).map(Made::Int)
         }

@@ -1,0 +1,153 @@
+"""Gives tasks to worker processes. A process that crashes, hangs or grows is replaced, and costs its own task only."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import queue
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Any
+
+from .cases import ROOT
+
+LARGE = 3 << 30
+"""Resident bytes after which a worker is replaced: what it has kept of former tasks takes the rest of the memory."""
+
+_START_SECONDS = 300.0
+
+
+@dataclass(frozen=True)
+class Death:
+    """Why a worker ended in the middle of a task."""
+
+    reason: str
+
+
+class _Worker:
+    """One process of a module of this package."""
+
+    def __init__(self, module: str) -> None:
+        # Each worker has one thread: workers share the cores.
+        threads = dict.fromkeys(("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS"), "1")
+        # Tests compare float32 with float32. Without this, newer GPUs round the factors of products to TF32.
+        environment = {**os.environ, **threads, "MLX_ENABLE_TF32": "0"}
+        # Some virtual machines report AMX but cannot run it: PyTorch's bfloat16 products end the process there.
+        environment.setdefault("ONEDNN_MAX_CPU_ISA", "AVX512_CORE_FP16")
+        self.errors = tempfile.TemporaryFile()  # noqa: SIM115
+        self.process = subprocess.Popen(
+            [sys.executable, "-m", f"{__package__}.{module}"],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=self.errors,
+            cwd=ROOT,
+            env=environment,
+        )
+        self.bytes = 0
+        told = self._receive(_START_SECONDS)
+        if isinstance(told, Death):
+            self.end()
+            raise RuntimeError(f"a process of {module} does not start: {told.reason}")
+
+    def ask(self, task: Any, seconds: float) -> Any | Death:
+        assert self.process.stdin is not None
+        self.errors.seek(0, os.SEEK_END)
+        with contextlib.suppress(BrokenPipeError):
+            self.process.stdin.write(json.dumps(task).encode() + b"\n")
+            self.process.stdin.flush()
+        return self._receive(seconds)
+
+    def _receive(self, seconds: float) -> Any | Death:
+        assert self.process.stdout is not None
+        begin = self.errors.tell()
+        late = threading.Event()
+
+        def stop() -> None:
+            late.set()
+            self.process.kill()
+
+        timer = threading.Timer(seconds, stop)
+        timer.start()
+        try:
+            line = self.process.stdout.readline()
+        finally:
+            timer.cancel()
+        if line.endswith(b"\n"):
+            told = json.loads(line)
+            self.bytes = told["bytes"]
+            return told["answer"]
+        status = self.process.wait()
+        if late.is_set():
+            return Death(f"no answer within {seconds:g} s")
+        self.errors.seek(begin)
+        last = [text.strip() for text in self.errors.read().decode(errors="replace").splitlines() if text.strip()][-1:]
+        name = signal.Signals(-status).name if status < 0 else f"status {status}"
+        return Death(": ".join([f"the process ended with {name}", *last]))
+
+    @property
+    def usable(self) -> bool:
+        return self.process.poll() is None and self.bytes < LARGE
+
+    def end(self) -> None:
+        self.process.kill()
+        self.process.wait()
+        for stream in (self.process.stdin, self.process.stdout, self.errors):
+            with contextlib.suppress(OSError):
+                if stream is not None:
+                    stream.close()
+
+
+def answer(
+    module: str, tasks: Iterable[tuple[Any, float]], done: Callable[[Any, Any | Death], None], processes: int
+) -> None:
+    """Give each task, with the seconds that it may take, to one of ``processes`` workers of ``module``.
+
+    ``done`` is called with a task and its answer, or the worker's death, on one thread at a time.
+    """
+    waiting: queue.SimpleQueue[tuple[Any, float]] = queue.SimpleQueue()
+    count = 0
+    for task in tasks:
+        waiting.put(task)
+        count += 1
+    told = threading.Lock()
+    failures: list[BaseException] = []
+    stopped = threading.Event()
+
+    def work() -> None:
+        worker = None
+        try:
+            while not stopped.is_set():
+                try:
+                    task, seconds = waiting.get_nowait()
+                except queue.Empty:
+                    return
+                if worker is not None and not worker.usable:
+                    worker.end()
+                    worker = None
+                if worker is None:
+                    worker = _Worker(module)
+                result = worker.ask(task, seconds)
+                with told:
+                    done(task, result)
+        except BaseException as error:
+            failures.append(error)
+        finally:
+            if worker is not None:
+                worker.end()
+
+    threads = [threading.Thread(target=work) for _ in range(min(processes, count))]
+    for thread in threads:
+        thread.start()
+    try:
+        for thread in threads:
+            thread.join()
+    finally:
+        stopped.set()
+    if failures:
+        raise failures[0]
