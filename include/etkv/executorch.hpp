@@ -105,7 +105,7 @@ class LoadOptions {
 /// Lets the buffers of the programs that were loaded with this name of buffers
 /// be zeros again: the next call begins anew.
 inline Result<void> reset_buffers(const char* name) {
-  return detail::call([&](etkv_error** error) {
+  return detail::run([&](etkv_error** error) {
     return etkv_delegate_reset_buffers(name, error);
   });
 }

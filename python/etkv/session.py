@@ -149,7 +149,9 @@ def load_options(
         raise EtkvError(f"passes is {passes!r}, expected one of {', '.join(PASSES)}")
     lib()
     before = getattr(_of_thread, "options", (ffi.NULL, ffi.NULL, ffi.NULL, ffi.NULL))
-    options = tuple(ffi.NULL if text is None else ffi.new("char[]", text.encode()) for text in (key, logits, passes, buffers))
+    options = tuple(
+        ffi.NULL if text is None else ffi.new("char[]", text.encode()) for text in (key, logits, passes, buffers)
+    )
     call("etkv_delegate_set_load_options", *options)
     _of_thread.options = options
     try:

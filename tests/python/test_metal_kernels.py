@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -11,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from etkv import _mlx_serialization, load
+from etkv import _mlx_serialization, describe_program, load
 from etkv.errors import EtkvError
 
 _mlx_serialization.ensure_available()
@@ -205,6 +206,21 @@ def test_linear_layers_of_gguf(ggml_type, case, direct, tmp_path):
     check_close(found, expected, features**0.5 if dtype == F32 else 1.1)
 
 
+@pytest.mark.parametrize("ggml_type", FORMATS)
+def test_a_layer_for_one_row_and_for_several(ggml_type, direct, tmp_path):
+    """The exporter writes a choice of two kernels where the number of rows is open."""
+    model = linear(ggml_type, 40, 256, BF16, bias=True)
+    tokens = torch.export.Dim("tokens", min=1, max=64)
+    path = export(model, (numbers(1, 3, 256, dtype=BF16),), tmp_path / "linear.pte", ({1: tokens},))
+    name = f"gguf_{ggml_type.replace('_', '')}".encode()
+    assert all(name + form in path.read_bytes() for form in (b"_matvec", b"_matmul"))
+    wide = model.weight.dequantize(F32)
+    for n in (1, 2, 64):
+        x = numbers(1, n, 256, dtype=BF16, seed=n)
+        (found,) = outputs(path, x)
+        check_close(found, torch.nn.functional.linear(x.float(), wide, model.bias.float()), 1.1)
+
+
 @pytest.mark.parametrize("dtype", FLOATS)
 @pytest.mark.parametrize("ggml_type", FORMATS)
 def test_rows_of_gguf(ggml_type, dtype, direct, tmp_path):
@@ -251,19 +267,42 @@ def test_the_gated_delta_rule(sizes, tmp_path):
     tokens = torch.export.Dim("tokens", min=1, max=256)
     inputs = delta_inputs(batch, 3, *sizes, seed=0)
     path = export(model, inputs, tmp_path / "delta.pte", ({1: tokens},) * 5)
-    try:
-        program = load(path, None)
-    except EtkvError as error:
-        if "buffers of its own" in str(error) or "needs operations" in str(error):
-            pytest.skip(f"the kernel's surroundings are missing: {error}")
-        raise
     eager = GatedDelta(torch.zeros(batch, v_heads, v_dim, k_dim))
-    with program:
+    with load(path, None) as program:
         # The state of each step goes on from the one before.
         for seed, n in enumerate((5, 1, 1, 33, 70)):
             inputs = delta_inputs(batch, n, *sizes, seed=10 * seed)
             (found,) = program.execute(*inputs)
             check_close(found, eager(*inputs), 256)
+
+
+@pytest.mark.parametrize("dtype", [F16, BF16])
+def test_the_gated_delta_rule_in_half_precision(dtype, tmp_path):
+    import executorch.backends.mlx.custom_kernel_ops.gated_delta_rule  # noqa: F401
+
+    inputs = [array.to(dtype) for array in delta_inputs(1, 40, 2, 4, 32, 16, seed=0)]
+    path = export(GatedDelta(torch.zeros(1, 4, 16, 32, dtype=dtype)), inputs, tmp_path / "delta.pte")
+    (found,) = outputs(path, *inputs)
+    assert found.dtype == dtype
+    # As the kernel does, the state stays in float32 until the last token.
+    expected = GatedDelta(torch.zeros(1, 4, 16, 32))(*[array.float() for array in inputs])
+    check_close(found, expected, 1.1)
+
+
+# ---- What is told of a kernel ----------------------------------------------
+
+
+def test_a_kernel_is_described_without_its_source(tmp_path):
+    import executorch.backends.mlx.custom_kernel_ops.tq_norm  # noqa: F401
+
+    path = export(Function(torch.ops.mlx.tq_norm), (numbers(3, 32),), tmp_path / "norms.pte")
+    described = describe_program(path)
+    assert described["refused"] is None
+    (fields,) = [node["fields"] for node in described["instructions"] if node["operation"] == "MetalKernel"]
+    assert fields.startswith('name: "tq_norm", source: ')
+    assert "simd_sum" not in fields
+    assert "using namespace" not in fields
+    assert re.search(r"source: \d{3} bytes, inputs: \[t0\], outputs: \[t1\], .* header: \d+ bytes, ", fields), fields
 
 
 # ---- Kernels that are refused ----------------------------------------------

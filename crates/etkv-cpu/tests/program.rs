@@ -270,7 +270,8 @@ fn rows_are_selected_at_load() {
     let values: Vec<f32> = (0..12).map(|i| i as f32).collect();
     let payload = br#"{"op": "select_rows", "version": 1}"#;
     for (logits, rows, expected) in [("all", 3, &values[..]), ("last", 1, &values[8..])] {
-        let mut call = Call::load(payload, &LoadOptions::parse("", logits, "", "").unwrap()).unwrap();
+        let mut call =
+            Call::load(payload, &LoadOptions::parse("", logits, "", "").unwrap()).unwrap();
         let mut host = Taker::default();
         let hidden = Argument::tensor(FLOAT, &[1, 3, 4], bytes(&values));
         call.execute(&[hidden], &[FLOAT], &mut host, &Serial).unwrap();

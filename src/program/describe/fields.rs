@@ -10,6 +10,9 @@ pub fn of(found: &fb::Instruction<'_>) -> String {
     let inner = text.split_once(" op: ").map_or("", |(_, op)| op);
     let inner = inner.split_once('{').map_or("", |(_, fields)| fields);
     let mut text = inner.trim().strip_suffix("} }").unwrap_or_default().trim().to_owned();
+    if let Some(node) = found.op_as_metal_kernel_node() {
+        text = without_source(text, node);
+    }
     for (reference, short) in [("Tid", 't'), ("Vid", 'v')] {
         text = replaced(&text, &format!("{reference} {{ idx: "), |index| format!("{short}{index}"));
     }
@@ -17,6 +20,25 @@ pub fn of(found: &fb::Instruction<'_>) -> String {
         text = replaced(&text, &format!("{choice} {{ "), chosen);
     }
     replaced_some(&text)
+}
+
+/// Replaces the sources of a kernel, which fill pages, with their sizes.
+fn without_source(text: String, node: fb::MetalKernelNode<'_>) -> String {
+    let mut text = text;
+    let header = node.header().unwrap_or_default();
+    for (start, size) in [("source: \"", node.source().len()), ("header: Some(\"", header.len())] {
+        let Some((before, after)) = text.split_once(start) else { continue };
+        let mut escaped = false;
+        let end = after.find(|c| {
+            let is_end = c == '"' && !escaped;
+            escaped = c == '\\' && !escaped;
+            is_end
+        });
+        let Some(end) = end else { continue };
+        let name = start.trim_end_matches('"');
+        text = format!("{before}{name}{size} bytes{}", &after[end + 1..]);
+    }
+    text
 }
 
 /// Replaces each `start...` up to the next ` }` in `text` with the result of `of` on the part

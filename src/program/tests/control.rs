@@ -220,12 +220,12 @@ fn a_loop_carries_what_it_says_along_either_axis() {
             // Step by step, in the order of the definition.
             let mut carried = vec![0.25f32; rows * c];
             let mut outputs = vec![vec![0.0f32; rows * c]; n];
-            for step in 0..n {
+            for (step, output) in outputs.iter_mut().enumerate() {
                 for row in 0..rows {
                     for k in 0..c {
                         let y = &mut carried[row * c + k];
                         *y = *y * *y * *y + place(step, row, k);
-                        outputs[step][row * c + k] = *y * place(step, row, k);
+                        output[row * c + k] = *y * place(step, row, k);
                     }
                 }
             }

@@ -124,7 +124,7 @@ impl Chunk {
         let kept = state.multiply(last(&decayed)?)?;
         if n == 1 {
             let y = answers.add(scores.multiply(&corrections)?)?;
-            return Ok((y, kept.add(matmul(turned(&corrections)?, &self.k)?)?));
+            return Ok((y, kept.add(turned(&corrections)?.multiply(&self.k)?)?));
         }
         let between = self.between(n)?;
         let likeness = matmul(&self.k, &keys)?.multiply(&between)?.multiply(&self.beta)?;

@@ -43,7 +43,7 @@ pub fn metal_kernel(slots: &mut Slots, node: fb::MetalKernelNode) -> Result<Inst
     let out = match (outs.next().transpose()?, outs.collect::<Result<Vec<_>>>()?.len()) {
         (Some(Out::Tensor(first)), others @ 1..) => Out::Tensors(first, 1 + others as u32),
         (Some(out), _) => out,
-        (None, _) => fail!(Program, "{}: expected an output, got none", place()),
+        (None, _) => fail!(Internal, "{} without outputs", place()),
     };
     Ok(instruction(Op::MetalKernel { kernel, inputs, shapes }, out))
 }

@@ -214,10 +214,6 @@ fn nodes_that_contradict_themselves_are_refused() {
     told("expected outputs of 0 to 8 axes, got 9", norm, &|node| {
         (node.lengths, node.shapes) = (vec![9], vec![1; 9]);
     });
-    told("expected an output, got none", norm, &|node| {
-        (node.outputs, node.lengths) = (vec![], vec![]);
-        (node.shapes, node.dtypes) = (vec![], vec![]);
-    });
 }
 
 // ---- Inputs that do not fit ------------------------------------------------

@@ -1,0 +1,86 @@
+"""What a program keeps between its calls: zeros at first, one set for each load, zeros again after a reset."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+import etkv
+from etkv import _mlx_serialization
+
+WIDTH, PLACES = 3, 4
+
+
+class Ring(torch.nn.Module):
+    """Adds rows to those of a ring that was written ``PLACES`` calls before, and returns all."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("rows", torch.zeros(PLACES, WIDTH))
+        self.register_buffer("sums", torch.zeros(WIDTH, dtype=torch.int32))
+
+    def forward(self, x: torch.Tensor, place: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        self.rows.index_copy_(0, place, self.rows[place] + x)
+        self.sums.add_(1)
+        return self.rows.clone(), self.sums.clone()
+
+
+@pytest.fixture(scope="module")
+def program(tmp_path_factory) -> Path:
+    _mlx_serialization.ensure_available()
+    from executorch import exir
+    from executorch.backends.mlx import MLXPartitioner, ops  # noqa: F401
+
+    traced = torch.export.export(Ring(), (torch.ones(1, WIDTH), torch.tensor([0])), strict=True)
+    edge = exir.to_edge_transform_and_lower(traced, partitioner=[MLXPartitioner()])
+    path = tmp_path_factory.mktemp("buffers") / "ring.pte"
+    path.write_bytes(edge.to_executorch().buffer)
+    return path
+
+
+def execute(loaded: etkv.Program, x: torch.Tensor, place: int) -> list[torch.Tensor]:
+    return [out.clone() for out in loaded._method.execute([x, torch.tensor([place])])]
+
+
+def test_buffers_are_kept_over_a_hundred_calls(program):
+    torch.manual_seed(1)
+    with etkv.load(program, None) as loaded, etkv.load(program, None) as other:
+        expected = torch.zeros(PLACES, WIDTH)
+        for call in range(100):
+            x = torch.randn(1, WIDTH)
+            rows, sums = execute(loaded, x, call % PLACES)
+            expected[call % PLACES] += x[0]
+            torch.testing.assert_close(rows, expected)
+            assert sums.tolist() == [call + 1] * WIDTH
+
+        ones = torch.ones(1, WIDTH)
+        fresh = execute(other, ones, 2)
+        assert fresh[0].sum() == WIDTH
+        loaded.reset_buffers()
+        assert all(map(torch.equal, execute(loaded, ones, 2), fresh))
+        # The other program went on.
+        assert execute(other, ones, 2)[1].tolist() == [2] * WIDTH
+
+
+def test_an_index_past_the_end_changes_nothing(program):
+    with etkv.load(program, None) as loaded:
+        ones = torch.ones(1, WIDTH)
+        execute(loaded, ones, 1)
+        with pytest.raises(RuntimeError):
+            execute(loaded, ones, PLACES)
+        rows, sums = execute(loaded, ones, 1)
+        assert rows[1].tolist() == [2.0] * WIDTH
+        assert sums.tolist() == [2] * WIDTH
+
+
+def test_a_program_without_buffers_has_none_to_reset(tmp_path):
+    from executorch import exir
+    from executorch.backends.mlx import MLXPartitioner
+
+    traced = torch.export.export(torch.nn.Tanh(), (torch.ones(2),), strict=True)
+    path = tmp_path / "tanh.pte"
+    path.write_bytes(exir.to_edge_transform_and_lower(traced, partitioner=[MLXPartitioner()]).to_executorch().buffer)
+    with etkv.load(path, None) as loaded, pytest.raises(etkv.EtkvError, match="no loaded program keeps buffers"):
+        loaded.reset_buffers()
