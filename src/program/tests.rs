@@ -11,6 +11,7 @@ use super::{decode, fb, payload, Argument, ConstantSource, Host, LoadOptions, Pr
 use crate::{Result, Status};
 
 mod control;
+mod functions;
 
 pub const FLOAT32: i8 = 6;
 pub const INT64: i8 = 4;

@@ -14,7 +14,7 @@ import reference
 from test_run import packed, unpacked
 
 sys.path.append(str(reference.ROOT))
-from tests.upstream_ops import cases, expected, export, outcomes, workers
+from tests.upstream_ops import cases, expected, export, outcomes, table, workers
 from tests.upstream_ops.cases import Case
 from tests.upstream_ops.outcomes import Outcome
 
@@ -34,6 +34,10 @@ def test_every_configuration_ends_as_expected(ended):
     assert not different, "\n".join(
         [*different, "after a change for the better: make upstream-ops UPSTREAM=--write-expected"]
     )
+
+
+def test_the_page_of_operations_is_current(ended):
+    assert table.PAGE.read_text() == table.text(ended), "make upstream-ops UPSTREAM=--write-expected"
 
 
 @pytest.mark.parametrize("passes", ["none", "gpu"])

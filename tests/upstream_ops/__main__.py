@@ -10,7 +10,7 @@ import re
 import sys
 import time
 
-from . import expected, export, outcomes
+from . import expected, export, outcomes, table
 
 
 def main() -> int:
@@ -24,7 +24,9 @@ def main() -> int:
     parser.add_argument("--export-only", action="store_true", help="export what is missing or stale, and run nothing")
     parser.add_argument("--jobs", type=int, default=2, metavar="N", help="processes that export and run (2)")
     parser.add_argument("--passes", choices=("default", "none", "gpu"), default="default", help="passes over programs")
-    parser.add_argument("--write-expected", action="store_true", help="write expected.json from this run")
+    parser.add_argument(
+        "--write-expected", action="store_true", help="write expected.json and docs/ops.md from this run"
+    )
     options = parser.parse_args()
     if options.jobs < 1:
         parser.error(f"--jobs takes a whole number of at least 1, not {options.jobs}")
@@ -58,6 +60,7 @@ def main() -> int:
         outcomes.write(ended, options.passes)
     if options.write_expected:
         expected.write(ended)
+        table.write(ended)
     different = expected.differences(ended, everything=everything)
     if different:
         print("\nnot as tests/upstream_ops/expected.json says:", *different, sep="\n  ")

@@ -1,0 +1,88 @@
+"""The page ``docs/ops.md``: what runs each operation of ExecuTorch's schema, and where it was tried.
+
+Made of the schema of the installed wheel, the table of operations in ``src/program/ops/mod.rs``, and the outcomes of a
+run. ``python -m tests.upstream_ops --write-expected`` writes it; a test compares it.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from pathlib import Path
+
+from .outcomes import Outcome
+
+ROOT = Path(__file__).resolve().parents[2]
+PAGE = ROOT / "docs" / "ops.md"
+
+RUN_ON_CUDA = frozenset(
+    "Add Addmm AsType Concatenate Cos Dequantize ExpandDims Multiply Neg QuantizedMatmul RMSNorm Reshape Silu Sin Slice "
+    "SymSize Take Transpose UpdateAndAttend".split()
+)
+"""Those of the language models whose programs were run on an NVIDIA GPU."""
+
+ELSEWHERE = {
+    "If": "control.rs",
+    "Scan": "control.rs",
+    "Split": "shape.rs",
+    "IdCopy": "mod.rs",
+    "Noop": "mod.rs",
+}
+"""Operations that are more or fewer than one instruction, and are not in the table of those that are."""
+
+_HEAD = """# Operations
+
+What runs each operation of the schema of ExecuTorch's MLX delegate. `make upstream-ops UPSTREAM=--write-expected` writes
+this page from the code and a run of [ExecuTorch's own tests](programs.md#executorchs-own-tests).
+
+- **file** is in [src/program/ops](../src/program/ops).
+- **CPU**: the tests of ExecuTorch with this operation that pass, of those that compare something. `-` means that the wheel
+  has no test of it; those of [src/program/tests](../src/program/tests) cover it.
+- **CUDA**: whether programs with it were run on an NVIDIA GPU. The others are the same operations of MLX, and were not run
+  there.
+- **Metal**: no operation was run there. [Metal kernels](programs.md#metal-kernels) run as operations of MLX.
+
+| operation | file | CPU | CUDA |
+| --- | --- | --- | --- |
+"""
+
+
+def names(schema: str) -> list[str]:
+    """Return the names of the operations in the text of the schema, in its order."""
+    union = re.search(r"union OpNode \{(.*?)\}", schema, re.DOTALL)
+    assert union is not None
+    lines = [line.partition("//")[0] for line in union[1].splitlines()]
+    return [name.removesuffix("Node") for name in re.findall(r"\w+Node", "\n".join(lines))]
+
+
+def _files() -> dict[str, str]:
+    """Return the file of each operation."""
+    table = (ROOT / "src" / "program" / "ops" / "mod.rs").read_text()
+    files = dict(ELSEWHERE)
+    for name, module in re.findall(r"^    (\w+)Node: \w+ => (\w+)::\w+,$", table, re.MULTILINE):
+        path = ROOT / "src" / "program" / "ops" / f"{module}.rs"
+        files[name] = path.name if path.exists() else f"{module}/"
+    return files
+
+
+def text(ended: Sequence[Outcome]) -> str:
+    """Return the page."""
+    import executorch
+
+    wheel = Path(next(iter(executorch.__path__)))
+    schema = (wheel / "backends" / "mlx" / "serialization" / "schema.fbs").read_text()
+    files = _files()
+    rows = []
+    for name in sorted(names(schema), key=str.lower):
+        having = [outcome for outcome in ended if name in outcome.case.ops]
+        compared = [outcome for outcome in having if outcome.kind not in ("not comparable", "not exported")]
+        passed = sum(outcome.kind == "passed" for outcome in compared)
+        tests = f"{passed} of {len(compared)}" if compared else "-"
+        cuda = "run" if name in RUN_ON_CUDA else ""
+        rows.append(f"| {name} | `{files[name]}` | {tests} | {cuda} |\n")
+    return _HEAD + "".join(rows)
+
+
+def write(ended: Sequence[Outcome]) -> None:
+    """Write the page from a run of all configurations."""
+    PAGE.write_text(text(ended))
