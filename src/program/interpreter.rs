@@ -2,6 +2,9 @@
 
 use std::collections::HashSet;
 
+use mlx_rs::Array;
+
+use super::dtype;
 use super::frame::Frame;
 use super::ir::{Chain, Op, Out, Value};
 use super::ops::{self, control, Made};
@@ -64,9 +67,9 @@ impl Schedule {
     /// Runs the chain in `frame`.
     pub fn run(&self, frame: &mut Frame) -> Result<()> {
         for (index, instruction) in self.chain.instructions.iter().enumerate() {
-            let made = self.run_one(index, frame).map_err(|error| {
-                error.at(format_args!("instruction {index}, {}", instruction.op.name()))
-            })?;
+            let made = self
+                .run_one(index, frame)
+                .map_err(|error| error.at(place(index, &instruction.op, frame)))?;
             match (made, instruction.out) {
                 (Made::Tensor(array), Out::Tensor(value)) => frame.set(value, array),
                 (Made::Tensors(arrays), Out::Tensors(_, n)) if arrays.len() == n as usize => {
@@ -95,4 +98,22 @@ impl Schedule {
             _ => fail!(Internal, "instruction {index} has {} chains inside", chains.len()),
         }
     }
+}
+
+/// Returns where a run has failed: the instruction, and the shapes that it has read.
+fn place(index: usize, op: &Op, frame: &Frame) -> String {
+    let mut text = format!("instruction {index}, {}", op.name());
+    if matches!(op, Op::If { .. } | Op::Scan(_)) {
+        return text;
+    }
+    for (number, value) in op.reads().into_iter().enumerate() {
+        let shape = frame.tensor(value).map_or_else(|_| String::from("nothing"), shape_of);
+        text.push_str(if number == 0 { " of " } else { ", " });
+        text.push_str(&shape);
+    }
+    text
+}
+
+fn shape_of(array: &Array) -> String {
+    format!("{}{:?}", dtype::name(array.dtype()), array.shape())
 }

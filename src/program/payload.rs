@@ -14,8 +14,8 @@ const MAX_VERSION: u32 = 1;
 /// Verifies a payload and returns its program.
 ///
 /// # Errors
-/// [`Program`](Status::Program) for a payload that is damaged, foreign, or of a
-/// newer format.
+/// [`Program`](Status::Program) for a payload that is damaged or foreign, and
+/// [`Unsupported`](Status::Unsupported) for one of a newer format.
 pub fn read(payload: &[u8]) -> Result<fb::MLXGraph<'_>> {
     if payload.len() < HEADER {
         fail!(Program, "the payload has {} bytes, its header alone has {HEADER}", payload.len());
@@ -70,7 +70,10 @@ fn check_version(version: Option<&str>) -> Result<()> {
         None => Ok(()),
         Some(Ok(number)) if number <= MAX_VERSION => Ok(()),
         Some(Ok(number)) => {
-            fail!(Program, "the program has format {number}, this build reads up to {MAX_VERSION}")
+            fail!(
+                Unsupported,
+                "the program has format {number}, this build reads up to {MAX_VERSION}"
+            )
         }
         Some(Err(_)) => {
             fail!(Program, "the program's format `{}` is not a number", version.unwrap_or_default())
