@@ -221,6 +221,20 @@ def test_a_layer_for_one_row_and_for_several(ggml_type, direct, tmp_path):
         check_close(found, torch.nn.functional.linear(x.float(), wide, model.bias.float()), 1.1)
 
 
+def test_mlx_s_own_packed_weights_take_rows_of_any_shape(direct, monkeypatch, tmp_path):
+    """The exporter prefers these to a kernel. On a CPU MLX's own product of half precision adds up in it."""
+    monkeypatch.setenv("ET_MLX_EMIT_DIRECT_GGUF", "0")
+    x = numbers(6, 512, dtype=BF16)
+    found = []
+    for shape in ([1, 6], [6], [2, 3]):
+        model = linear("q4_k", 40, 512, BF16, bias=False)
+        path = export(model, (x.reshape(*shape, 512),), tmp_path / "packed.pte")
+        assert b"gguf_q4k_mat" not in path.read_bytes()
+        found += outputs(path, x.reshape(*shape, 512))
+        assert found[-1].shape == (*shape, 40)
+    assert all(torch.equal(other.reshape(6, 40), found[0].reshape(6, 40)) for other in found)
+
+
 @pytest.mark.parametrize("dtype", FLOATS)
 @pytest.mark.parametrize("ggml_type", FORMATS)
 def test_rows_of_gguf(ggml_type, dtype, direct, tmp_path):

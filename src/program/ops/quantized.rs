@@ -8,6 +8,7 @@ use mlx_rs::{Array, Dtype};
 use super::calls::decode;
 use super::instruction;
 use super::packed::packing;
+use super::shape::Sizes;
 use crate::error::{fail, Result};
 use crate::mlx::{self, call, cast, slice_axis};
 use crate::program::dtype::dtype_of;
@@ -103,16 +104,21 @@ pub fn run_quantized_matmul(
         biases: frame.tensor(biases)?,
         packing,
     };
-    // [1, T, features] by the rows of a weight, as in a linear layer.
-    let is_linear = transpose && x.ndim() == 3 && x.dim(0) == 1 && packed.w.ndim() == 2;
-    if !is_linear {
+    // [..., features] by the rows of a weight, as in a linear layer.
+    let is_linear = transpose && x.size() > 0 && packed.w.ndim() == 2;
+    let Some((&features, leading)) = x.shape().split_last().filter(|_| is_linear) else {
         return packed_product(x, &packed, transpose);
+    };
+    let linear = |x: &Array| match frame.on_gpu() {
+        true => linear_on_gpu(x, &packed),
+        false => linear_on_cpu(x, &packed),
+    };
+    if let [1, _] = leading {
+        return linear(x);
     }
-    if frame.on_gpu() {
-        linear_on_gpu(x, &packed)
-    } else {
-        linear_on_cpu(x, &packed)
-    }
+    let product = linear(&x.reshape(&[1, -1, features])?)?;
+    let shape: Sizes = leading.iter().copied().chain([product.dim(2)]).collect();
+    Ok(product.reshape(&shape)?)
 }
 
 /// Multiplies by MLX's packed product, except for weights of one group a row. Their product with
