@@ -32,14 +32,14 @@ ELSEWHERE = {
 
 _HEAD = """# Operations
 
-What runs each operation of the schema of ExecuTorch's MLX delegate. `make upstream-ops UPSTREAM=--write-expected` writes
-this page from the code and a run of [ExecuTorch's own tests](programs.md#executorchs-own-tests).
+What runs each operation of the schema of ExecuTorch's MLX delegate. `make upstream-ops UPSTREAM=--write-expected`
+writes this page from the code and a run of [ExecuTorch's own tests](programs.md#executorchs-own-tests).
 
 - **file** is in [src/program/ops](../src/program/ops).
-- **CPU**: the tests of ExecuTorch with this operation that pass, of those that compare something. `-` means that the wheel
-  has no test of it; those of [src/program/tests](../src/program/tests) cover it.
-- **CUDA**: whether programs with it were run on an NVIDIA GPU. The others are the same operations of MLX, and were not run
-  there.
+- **CPU**: the tests of ExecuTorch with this operation that pass, of those that compare something. `-` means that the
+  wheel has no test of it; those of [src/program/tests](../src/program/tests) cover it.
+- **CUDA**: whether programs with it were run on an NVIDIA GPU. The others are the same operations of MLX, and were not
+  run there.
 - **Metal**: no operation was run there. [Metal kernels](programs.md#metal-kernels) run as operations of MLX.
 
 | operation | file | CPU | CUDA |
