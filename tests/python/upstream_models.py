@@ -1,0 +1,172 @@
+"""Tiny random-weight models of the families that ExecuTorch's own MLX exporters take and etkv's exporter does not.
+
+They are complete Hugging Face folders, as those of :mod:`tiny_models`, with the processors that the exporters load.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import tiny_models
+from tiny_models import BOS, EOS, SHAPE, VOCABULARY
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+MEL_BINS, FRAMES = 16, 100
+"""The shape of Whisper's input: one second of sound."""
+
+WHISPER_SPECIAL = (
+    *("<|endoftext|>", "<|startoftranscript|>", "<|en|>", "<|de|>", "<|translate|>", "<|transcribe|>"),
+    *("<|startoflm|>", "<|startofprev|>", "<|nospeech|>", "<|notimestamps|>"),
+)
+WHISPER_IDS = {text: 256 + index for index, text in enumerate(WHISPER_SPECIAL)}
+
+TAPPED = (0, 2)
+"""Layers of the target whose hidden states the DFlash draft takes."""
+
+MASK = 259
+"""The id that stands for a token that the DFlash draft proposes."""
+
+
+def _gemma4(**overrides):
+    from transformers import Gemma4TextConfig
+
+    return Gemma4TextConfig(
+        **{
+            **SHAPE,
+            "num_hidden_layers": 4,
+            "layer_types": ["sliding_attention", "full_attention"] * 2,
+            "sliding_window": 64,
+            "head_dim": 32,
+            "global_head_dim": 32,
+            "hidden_size_per_layer_input": 32,
+            "vocab_size_per_layer_input": VOCABULARY,
+            **overrides,
+        }
+    )
+
+
+def _whisper():
+    from transformers import WhisperConfig
+
+    return WhisperConfig(
+        vocab_size=VOCABULARY,
+        d_model=64,
+        encoder_layers=2,
+        decoder_layers=2,
+        encoder_attention_heads=4,
+        decoder_attention_heads=4,
+        encoder_ffn_dim=128,
+        decoder_ffn_dim=128,
+        num_mel_bins=MEL_BINS,
+        max_source_positions=FRAMES // 2,
+        max_target_positions=128,
+        init_std=0.2,
+        decoder_start_token_id=WHISPER_IDS["<|startoftranscript|>"],
+        bos_token_id=WHISPER_IDS["<|endoftext|>"],
+        eos_token_id=WHISPER_IDS["<|endoftext|>"],
+        pad_token_id=WHISPER_IDS["<|endoftext|>"],
+        suppress_tokens=None,
+        begin_suppress_tokens=None,
+    )
+
+
+def _qwen3_target():
+    from transformers import Qwen3Config
+
+    return Qwen3Config(**{**SHAPE, "num_hidden_layers": 4, "head_dim": 32, "tie_word_embeddings": True})
+
+
+TEXT = {
+    # The last two layers share the keys and values of the first two.
+    "tiny-gemma4": lambda: _gemma4(num_kv_shared_layers=2),
+    # As published models have it: heads of full layers are wider.
+    "tiny-gemma4-wide": lambda: _gemma4(num_kv_shared_layers=2, global_head_dim=64),
+    "tiny-dflash-target": _qwen3_target,
+}
+"""Model name -> function that returns its transformers configuration, for models that take text alone."""
+
+NAMES = (*tiny_models.CONFIGS, *TEXT, "tiny-whisper", "tiny-dflash-draft")
+
+
+def write(name: str, folder: Path) -> Path:
+    """Write the model ``name``, one of :data:`NAMES`, to ``folder`` and return it."""
+    if name in tiny_models.CONFIGS:
+        return tiny_models.write(name, folder)
+    import torch
+
+    torch.manual_seed(0)
+    if name == "tiny-whisper":
+        return _write_whisper(folder)
+    if name == "tiny-dflash-draft":
+        return _write_dflash_draft(folder)
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_config(TEXT[name](), dtype=torch.float32)
+    _write(model, folder)
+    tiny_models.tokenizer().save_pretrained(folder)
+    return folder
+
+
+def _write(model: PreTrainedModel, folder: Path) -> None:
+    folder.mkdir(parents=True, exist_ok=True)
+    _move_vectors(model)
+    model.save_pretrained(folder)
+
+
+def _move_vectors(model) -> None:
+    """Move norms and biases, which start as ones and zeros, so that one that is applied wrongly shows."""
+    import torch
+
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.dim() == 1:
+                parameter.add_(0.1 * torch.randn_like(parameter))
+
+
+def _write_whisper(folder: Path) -> Path:
+    from transformers import (
+        AddedToken,
+        WhisperFeatureExtractor,
+        WhisperForConditionalGeneration,
+        WhisperProcessor,
+        WhisperTokenizer,
+    )
+
+    _write(WhisperForConditionalGeneration(_whisper()).eval(), folder)
+    letters = json.loads(tiny_models.tokenizer().backend_tokenizer.to_str())["model"]["vocab"]
+    tokenizer = WhisperTokenizer(vocab=letters, merges=[])
+    tokenizer.add_tokens([AddedToken(text, special=True) for text in WHISPER_SPECIAL], special_tokens=True)
+    # One second; the model takes two frames of 10 ms a position.
+    extractor = WhisperFeatureExtractor(feature_size=MEL_BINS, chunk_length=1)
+    WhisperProcessor(extractor, tokenizer).save_pretrained(folder)
+    return folder
+
+
+def _write_dflash_draft(folder: Path) -> Path:
+    """Write a draft for ``tiny-dflash-target`` as DFlash publishes them: without embedding and output layer."""
+    from executorch.backends.mlx.examples.llm.dflash.model import DFlashDraftModel, load_dflash_config
+    from safetensors.torch import save_file
+
+    folder.mkdir(parents=True, exist_ok=True)
+    config = {
+        **{name: size for name, size in SHAPE.items() if not name.endswith("_token_id")},
+        "model_type": "qwen3",
+        "head_dim": 32,
+        "rms_norm_eps": 1e-6,
+        "rope_theta": 10000.0,
+        "block_size": 5,
+        "dflash_config": {"target_layer_ids": list(TAPPED), "mask_token_id": MASK},
+    }
+    (folder / "config.json").write_text(json.dumps(config))
+    model = DFlashDraftModel(load_dflash_config(folder))
+    _move_vectors(model)
+    left_out = ("embed_tokens.", "lm_head.")
+    save_file({k: v for k, v in model.state_dict().items() if not k.startswith(left_out)}, folder / "model.safetensors")
+    return folder
+
+
+__all__ = ["BOS", "EOS", "NAMES", "TEXT", "write"]

@@ -1,0 +1,232 @@
+"""Exports programs with ExecuTorch's own exporters for MLX, which run as they are in its wheel.
+
+Programs are kept in ``build/models/upstream/`` until the exporter's options, this module or a package changes.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import hashlib
+import json
+import os
+import shutil
+import sys
+import traceback
+from collections.abc import Iterable, Iterator
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import dataclass
+from importlib.metadata import version
+from multiprocessing import get_context
+from pathlib import Path
+
+import reference
+import tiny_models
+import upstream_models
+
+FOLDER = reference.MODELS / "upstream"
+CONTEXT, CHUNK = 256, 64
+"""The most tokens of a context and of a step."""
+
+OPTIMUM = os.environ.get("ETKV_TEST_OPTIMUM")
+"""A folder with optimum-executorch, which pins a transformers of its own and so cannot be among the other packages."""
+
+PACKAGES = ("executorch", "torch", "torchao", "transformers")
+EXAMPLES = "executorch.backends.mlx.examples."
+IN_GRAPH, OFF_GRAPH = ("--use-custom-sdpa", "--use-custom-kv-cache"), ("--use-offgraph-cache",)
+
+
+@dataclass(frozen=True)
+class Export:
+    """One run of an exporter.
+
+    In ``options`` the text ``{out}`` stands for the folder of the result, and ``{tiny-...}`` for that of a model.
+    ``hooks`` installs transformers' hooks for hidden states before the exporter traces the model: installing them takes
+    a lock, which torch.export cannot trace.
+    """
+
+    name: str
+    model: str
+    exporter: str
+    options: tuple[str, ...]
+    hooks: bool = False
+
+    def __str__(self) -> str:
+        return self.name
+
+    @property
+    def folder(self) -> Path:
+        return FOLDER / self.name
+
+    @property
+    def path(self) -> Path:
+        return self.folder / "model.pte"
+
+    @property
+    def weights(self) -> Path:
+        """Return the Hugging Face folder of the model."""
+        return model(self.model)
+
+
+def llm(model: str, *options: str, dtype: str = "fp32", hooks: bool = False) -> Export:
+    """Return what exports a model with ``export_llm_hf``."""
+    words = [model, *(option.removeprefix("--") for option in options), *([dtype] if dtype != "fp32" else [])]
+    words += ["hooks"] if hooks else []
+    given = ("--model-id", f"{{{model}}}", "--output", "{out}/model.pte", "--dtype", dtype)
+    sizes = ("--max-ctx-len", str(CONTEXT), "--prefill-chunk-size", str(CHUNK))
+    return Export("-".join(words), model, "llm.export_llm_hf", (*given, *sizes, *options), hooks)
+
+
+def whisper(*options: str) -> Export:
+    """Return what exports Whisper's three programs."""
+    words = ["tiny-whisper", *(option.removeprefix("--") for option in options)]
+    given = ("--model-id", "{tiny-whisper}", "--output-dir", "{out}", "--dtype", "fp32", "--max-decoder-seq-len", "128")
+    return Export("-".join(words), "tiny-whisper", "whisper.export_whisper", (*given, *options))
+
+
+def dflash() -> Export:
+    """Return what exports a target and its DFlash draft, with 8-bit weights; the exporter quantizes always."""
+    given = ("--target-model", "{tiny-dflash-target}", "--draft-model", HUB_DRAFT, "--output", "{out}/model.pte")
+    sizes = ("--max-ctx-len", str(CONTEXT), "--prefill-chunk-size", str(CHUNK), "--dtype", "fp32")
+    quantize = ("--qlinear", "8w", "--qembedding", "8w")
+    return Export("tiny-dflash", "tiny-dflash-target", "llm.dflash.export", (*given, *sizes, *quantize), hooks=True)
+
+
+HUB_DRAFT = "etkv/tiny-dflash-draft"
+"""The DFlash exporter takes its draft from a hub only. A cache of the hub has it under this name."""
+
+
+def export(exports: Iterable[Export]) -> dict[Export, str | None]:
+    """Export the programs that are missing or stale, two at a time. Return the error of each, None if it succeeded."""
+    wanted = list(exports)
+    with reference.alone():
+        for each in wanted:
+            model(each.model)
+        model("tiny-dflash-draft")
+        missing = [each for each in wanted if _known(each) is None]
+        if missing:
+            list(_workers().map(_export, missing))
+    known = {each: _known(each) for each in wanted}
+    return {each: json.loads(text)["error"] for each, text in known.items() if text is not None}
+
+
+def model(name: str) -> Path:
+    """Return the folder of a tiny model. Write it if it is missing or if the code that writes it has changed."""
+    folder = FOLDER / "hf" / name
+    stamp = folder / "made-by.txt"
+    made_by = _sources()
+    if not stamp.is_file() or stamp.read_text() != made_by:
+        shutil.rmtree(folder, ignore_errors=True)
+        _ready()
+        upstream_models.write(name, folder)
+        stamp.write_text(made_by)
+    return folder
+
+
+def _known(each: Export) -> str | None:
+    """Return what an export ended with, or None if it is missing or stale."""
+    file = each.folder / "ended.json"
+    if not file.is_file():
+        return None
+    text = file.read_text()
+    return text if json.loads(text)["made_by"] == _made_by(each) else None
+
+
+def _made_by(each: Export) -> str:
+    return f"{_sources()} {each!r} {bool(OPTIMUM)}"
+
+
+@functools.cache
+def _sources() -> str:
+    digest = hashlib.sha256(" ".join(map(version, PACKAGES)).encode())
+    for module in (tiny_models, upstream_models, sys.modules[__name__]):
+        digest.update(Path(module.__file__).read_bytes())
+    return digest.hexdigest()
+
+
+@functools.cache
+def _workers() -> ProcessPoolExecutor:
+    return ProcessPoolExecutor(2, get_context("spawn"))
+
+
+def _ready() -> None:
+    from etkv import _mlx_serialization
+
+    _mlx_serialization.ensure_available()
+
+
+def _export(each: Export) -> None:
+    """Run the exporter, and write how it ended beside the program."""
+    from etkv.export.progress import third_party_noise
+
+    shutil.rmtree(each.folder, ignore_errors=True)
+    each.folder.mkdir(parents=True)
+    error = None
+    with third_party_noise(allowed=False):
+        try:
+            _run(each)
+        except Exception as failure:
+            error = f"{type(failure).__name__}: {failure}"
+            (each.folder / "error.txt").write_text(traceback.format_exc())
+    (each.folder / "ended.json").write_text(json.dumps({"made_by": _made_by(each), "error": error}))
+
+
+def _run(each: Export) -> None:
+    import runpy
+
+    import huggingface_hub.constants
+    import torch
+
+    _ready()
+    if OPTIMUM and OPTIMUM not in sys.path:
+        sys.path.append(OPTIMUM)
+    torch._dynamo.reset()
+    # The exporter looks its draft up in the cache of the hub.
+    huggingface_hub.constants.HF_HUB_CACHE = str(_hub())
+    module = EXAMPLES + each.exporter
+    folders = {name: FOLDER / "hf" / name for name in upstream_models.NAMES}
+    options = [option.format(out=each.folder, **folders) for option in each.options]
+    before, sys.argv = sys.argv, [module, *options]
+    try:
+        with _hooks_installed_early() if each.hooks else contextlib.nullcontext():
+            runpy.run_module(module, run_name="__main__", alter_sys=True)
+    finally:
+        sys.argv = before
+
+
+def _hub() -> Path:
+    """Return the cache of a hub that has the DFlash draft."""
+    hub = FOLDER / "hub"
+    repository, revision = hub / f"models--{HUB_DRAFT.replace('/', '--')}", "0" * 40
+    snapshot = repository / "snapshots" / revision
+    shutil.copytree(FOLDER / "hf" / "tiny-dflash-draft", snapshot, dirs_exist_ok=True)
+    (repository / "refs").mkdir(exist_ok=True)
+    (repository / "refs" / "main").write_text(revision)
+    return hub
+
+
+@contextlib.contextmanager
+def _hooks_installed_early() -> Iterator[None]:
+    """Install transformers' hooks for hidden states in each model that is loaded in the block."""
+    import transformers
+    from transformers.utils.output_capturing import maybe_install_capturing_hooks
+
+    auto = transformers.AutoModelForCausalLM
+    before = auto.__dict__.get("from_pretrained")
+    load = auto.from_pretrained.__func__
+
+    def from_pretrained(cls, *args, **options):
+        loaded = load(cls, *args, **options)
+        for part in loaded.modules():
+            if isinstance(part, transformers.PreTrainedModel):
+                maybe_install_capturing_hooks(part)
+        return loaded
+
+    auto.from_pretrained = classmethod(from_pretrained)
+    try:
+        yield
+    finally:
+        if before is None:
+            del auto.from_pretrained
+        else:
+            auto.from_pretrained = before
