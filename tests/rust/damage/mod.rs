@@ -13,8 +13,14 @@ use std::process::{Child, Command, Stdio};
 use std::sync::mpsc::{self, RecvTimeoutError};
 use std::time::{Duration, Instant};
 
-/// The bytes that a worker has besides those that it starts with.
-pub const LEFT: u64 = 1 << 30;
+/// The bytes that a program may take in memory besides those that a worker starts with.
+pub const MOST: u64 = 1 << 30;
+
+/// The bytes of addresses that a worker has besides those that it starts with.
+pub const LEFT: u64 = 6 << 30;
+
+/// The most bytes of one tensor, so that several are less than [`MOST`].
+pub const TENSOR: usize = 64 << 20;
 
 /// A program that takes longer hangs: seconds of a processor, and seconds of a clock.
 const PROCESSOR: f64 = 10.0;
@@ -39,7 +45,7 @@ pub fn main() {
             first: number("ETKV_FIRST_SEED").unwrap_or(1),
             n: number("ETKV_RUNS").unwrap_or(4_000),
             jobs: number("ETKV_JOBS").unwrap_or(1),
-            tell: false,
+            tell: std::env::var_os("ETKV_VERBOSE").is_some(),
         },
     };
     let found = campaign.run();

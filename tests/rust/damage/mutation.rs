@@ -54,7 +54,7 @@ pub fn damaged(programs: &[Exported], seed: u64) -> Damaged {
         12..17 => Passes::Gpu,
         _ => Passes::None,
     };
-    let logits = if one_in(rng, 10) { LogitsRows::Last } else { LogitsRows::All };
+    let logits = if one_in(rng, 40) { LogitsRows::Last } else { LogitsRows::All };
     let runs = if one_in(rng, 3) { 2 } else { 1 };
     Damaged { program, passes, logits, runs, changes }
 }
@@ -92,15 +92,18 @@ impl Damage<'_> {
     }
 
     fn site(&mut self) -> Site {
-        let inside = below(self.rng, 100) < 75;
-        loop {
-            let site = pick(self.rng, &self.program.sites);
-            // Of changes to the structure fewer get past the verifier.
-            let is_structure = matches!(site.kind, Kind::Offset | Kind::Field | Kind::Text);
-            if (site.inside || !inside) && (!is_structure || one_in(self.rng, 5)) {
-                return site;
-            }
-        }
+        // Of changes to the structure few get past the verifier, and of changed tensors few past the decoder.
+        let (inside, kinds) = (below(self.rng, 100) < 75, below(self.rng, 100));
+        let fits = |kind: Kind| match kind {
+            Kind::Slot | Kind::Type => (72..86).contains(&kinds),
+            Kind::Length => (86..95).contains(&kinds),
+            Kind::Offset | Kind::Field | Kind::Text => 95 <= kinds,
+            _ => kinds < 72,
+        };
+        let sites = &self.program.sites;
+        let fit: Vec<Site> =
+            sites.iter().copied().filter(|site| fits(site.kind) && site.inside == inside).collect();
+        pick(self.rng, if fit.is_empty() { sites } else { &fit })
     }
 
     /// Returns another site of the same kind.
@@ -192,10 +195,9 @@ impl Damage<'_> {
                 pick(rng, &some).to_bits()
             }
             Kind::Uint32 | Kind::Slot => match below(rng, 10) {
-                0..4 => of_other,
-                4..6 => rng.below(16) as u64,
-                6 => old.wrapping_add(1),
-                7 => old.wrapping_sub(1),
+                0..7 => of_other,
+                7 => rng.below(16) as u64,
+                8 => old.wrapping_add(1),
                 _ => pick(rng, &[0, u64::from(u32::MAX), 1 << 31, 1_000_000, 1 << 20]),
             },
             Kind::Length => match below(rng, 10) {

@@ -11,13 +11,10 @@ use etkv::{CacheConfig, KvFormat, Session, Status, MLX_BACKEND};
 
 use super::corpus::{self, Exported, Tensor};
 use super::mutation::{self, Damaged};
-use super::LEFT;
+use super::{LEFT, MOST, TENSOR};
 
 /// The most bytes of an input that is made to fit a damaged program.
 const MOST_INPUT: usize = 16 << 20;
-
-/// The most bytes that a program may ask MLX for at once: four times what one tensor may have.
-const MOST_ASKED: u64 = 16 << 30;
 
 /// Takes the seeds `first..` in steps of `step`, `n` of them. Writes a line before each and one behind it.
 pub fn work(programs: &Path, first: u64, step: u64, n: u64) {
@@ -25,6 +22,7 @@ pub fn work(programs: &Path, first: u64, step: u64, n: u64) {
     // A panic is told to the one that started this.
     std::panic::set_hook(Box::new(|info| eprintln!("{info}")));
     warm_up(&programs[0]);
+    etkv::program::set_most_bytes(TENSOR);
     limit();
     let start = resident();
     let mut out = std::io::stdout().lock();
@@ -32,10 +30,14 @@ pub fn work(programs: &Path, first: u64, step: u64, n: u64) {
         let damaged = mutation::damaged(&programs, seed);
         writeln!(out, "begin {seed}").unwrap();
         let ended = catch_unwind(AssertUnwindSafe(|| run(&damaged)));
-        let told = ended.unwrap_or_else(|_| String::from("panic"));
+        let mut told = ended.unwrap_or_else(|_| String::from("panic"));
+        let grown = peak().saturating_sub(start);
+        if grown > MOST {
+            told = format!("memory {grown} bytes: {told}");
+        }
         writeln!(out, "end {seed} {told}").unwrap();
         // What is left of former programs is not to take the memory of the next.
-        if resident() > start + LEFT / 4 {
+        if resident() > start + MOST / 4 {
             writeln!(out, "grown {seed}").unwrap();
             return;
         }
@@ -67,6 +69,14 @@ fn limit() {
     }
 }
 
+/// Returns the most bytes that were resident since the last call.
+fn peak() -> u64 {
+    let status = std::fs::read_to_string("/proc/self/status").unwrap_or_default();
+    let line = status.lines().find_map(|line| line.strip_prefix("VmHWM:")).unwrap_or_default();
+    let _ = std::fs::write("/proc/self/clear_refs", "5");
+    line.split_whitespace().next().and_then(|n| n.parse::<u64>().ok()).unwrap_or(0) * 1024
+}
+
 fn resident() -> u64 {
     let status = std::fs::read_to_string("/proc/self/statm").unwrap_or_default();
     status.split(' ').nth(1).and_then(|pages| pages.parse::<u64>().ok()).unwrap_or(0) * 4096
@@ -78,12 +88,9 @@ pub fn run(damaged: &Damaged) -> String {
         Ok(()) => String::from("ran"),
         Err((place, error)) => {
             let message = error.to_string().replace('\n', " ");
-            let asked = message.split("Unable to allocate ").nth(1);
-            let asked = asked.and_then(|rest| rest.split(' ').next()?.parse::<u64>().ok());
-            match asked {
-                Some(asked) if asked > MOST_ASKED => format!("memory {asked} bytes: {message}"),
-                _ if error.status() == Status::Internal => format!("internal {message}"),
-                _ => format!("{place} {:?}: {message}", error.status()),
+            match error.status() {
+                Status::Internal => format!("internal {message}"),
+                status => format!("{place} {status:?}: {message}"),
             }
         }
     }
