@@ -2,9 +2,10 @@
 
 use std::collections::{BTreeMap, BTreeSet};
 
-use super::dtype::{dtype_of, item_size};
+use super::dtype::dtype_of;
 use super::fb;
 use super::ir::{Buffer, Chain, Constant, Dim, Graph, InputSpec, Out, Value};
+use super::limits::{bytes_of, most_bytes};
 use super::ops::{self, control};
 use super::slots::{Counts, Slots};
 use crate::error::{fail, Result};
@@ -22,7 +23,7 @@ pub fn decode(graph: fb::MLXGraph) -> Result<Graph> {
     let constants = constants(&mut slots, graph, &names)?;
     let inputs = inputs(&mut slots, graph, &names)?;
     let buffers = buffers(&mut slots, graph, &names)?;
-    let (init, init_targets) = init(&mut slots, graph, &buffers)?;
+    let (init, init_targets) = init(&mut slots, graph)?;
     let main = main_chain(&mut slots, graph)?;
     Ok(Graph {
         constants,
@@ -133,9 +134,6 @@ fn inputs(slots: &mut Slots, graph: fb::MLXGraph, names: &Names) -> Result<Vec<I
         .collect()
 }
 
-/// The most bytes of the buffers that a program keeps.
-const MOST_BYTES: usize = 4 << 30;
-
 fn buffers(slots: &mut Slots, graph: fb::MLXGraph, names: &Names) -> Result<Vec<Buffer>> {
     let (first, n) = slots.counts().buffers;
     let mut bytes = 0usize;
@@ -144,15 +142,14 @@ fn buffers(slots: &mut Slots, graph: fb::MLXGraph, names: &Names) -> Result<Vec<
             let name = slot_name(names, slot);
             let meta = meta(graph, slot)?;
             let (shape, dtype) = (fixed_shape(meta, &name)?, dtype_of(meta.scalar_type())?);
-            let size = shape
-                .iter()
-                .try_fold(item_size(dtype), |size, &dim| size.checked_mul(dim as usize))
+            let size = bytes_of(&shape, dtype)
                 .and_then(|size| bytes.checked_add(size))
-                .filter(|&all| all <= MOST_BYTES);
+                .filter(|&all| all <= most_bytes());
             let Some(all) = size else {
                 fail!(
                     Program,
-                    "with buffer `{name}`, of shape {shape:?}, the program keeps more than {MOST_BYTES} bytes"
+                    "with buffer `{name}`, of shape {shape:?}, the program keeps more than {} bytes",
+                    most_bytes()
                 );
             };
             bytes = all;
@@ -169,13 +166,23 @@ fn fixed_shape(meta: fb::TensorMeta, name: &str) -> Result<Vec<i32>> {
     sizes.collect()
 }
 
-fn init(slots: &mut Slots, graph: fb::MLXGraph, buffers: &[Buffer]) -> Result<(Chain, Vec<Value>)> {
+fn init(slots: &mut Slots, graph: fb::MLXGraph) -> Result<(Chain, Vec<Value>)> {
     let Ok(index) = usize::try_from(graph.init_chain_idx()) else {
         return Ok((Chain::default(), Vec::new()));
     };
+    // Inputs and buffers are not there yet, and what the chain writes in their slots is gone behind it.
+    let before = slots.held().clone();
+    let (tensors, ints) = (slots.counts().constants..slots.n_values(), 0..slots.n_ints());
     let mut chain = chain(slots, graph, index, &mut Place::default())?;
-    let (targets, values): (Vec<Value>, Vec<Value>) = slots.end_init(buffers).into_iter().unzip();
+    let (targets, values): (Vec<Value>, Vec<Value>) = slots.end_init(before).into_iter().unzip();
     chain.outputs.extend(values.into_iter().map(Out::Tensor));
+    if let Some(value) = chain.uses().find(|value| tensors.contains(&value.0)) {
+        fail!(Program, "the init chain reads value {}, which is an input or a buffer", value.0);
+    }
+    let read = chain.instructions.iter().flat_map(|instruction| instruction.op.int_reads());
+    if let Some(value) = read.into_iter().find(|value| ints.contains(&value.0)) {
+        fail!(Program, "the init chain reads integer {}, which is an input", value.0);
+    }
     Ok((chain, targets))
 }
 

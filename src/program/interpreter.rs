@@ -7,6 +7,7 @@ use mlx_rs::Array;
 use super::dtype;
 use super::frame::Frame;
 use super::ir::{Chain, Op, Out, Value};
+use super::limits::check_made;
 use super::ops::{self, control, Made};
 use crate::error::{fail, Result};
 
@@ -70,6 +71,7 @@ impl Schedule {
             let made = self
                 .run_one(index, frame)
                 .map_err(|error| error.at(place(index, &instruction.op, frame)))?;
+            self.check(&made, index, frame)?;
             match (made, instruction.out) {
                 (Made::Tensor(array), Out::Tensor(value)) => frame.set(value, array),
                 (Made::Tensors(arrays), Out::Tensors(_, n)) if arrays.len() == n as usize => {
@@ -83,6 +85,20 @@ impl Schedule {
             }
         }
         Ok(())
+    }
+
+    /// Checks the sizes of what an instruction has made.
+    fn check(&self, made: &Made, index: usize, frame: &Frame) -> Result<()> {
+        let op = &self.chain.instructions[index].op;
+        let arrays = match made {
+            Made::Tensor(array) => std::slice::from_ref(array),
+            Made::Tensors(arrays) => &arrays[..],
+            Made::Int(_) => &[],
+        };
+        arrays
+            .iter()
+            .try_for_each(|array| check_made(array, op, frame))
+            .map_err(|error| error.at(format_args!("instruction {index}, {}", op.name())))
     }
 
     fn run_one(&self, index: usize, frame: &mut Frame) -> Result<Made> {

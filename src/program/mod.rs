@@ -21,6 +21,7 @@ mod frame;
 mod generation;
 mod interpreter;
 mod ir;
+mod limits;
 mod ops;
 mod passes;
 mod payload;
@@ -39,6 +40,8 @@ pub use describe::{
 pub use etkv_host::{Argument, Host, LoadOptions, LogitsRows, Passes, Sampling};
 pub use execute::Program;
 pub use generation::{End, Generated, Generation, GenerationOptions, Prompt, RunAhead};
+#[doc(hidden)]
+pub use limits::set_most_bytes;
 
 /// The target of the spans and events of programs.
 const TARGET: &str = "etkv::program";

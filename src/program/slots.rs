@@ -3,7 +3,7 @@
 use std::collections::BTreeMap;
 
 use super::fb;
-use super::ir::{Buffer, Int, IntValue, Out, Value};
+use super::ir::{Int, IntValue, Out, Value};
 use crate::error::{fail, Result};
 
 /// The most slots of a program: more than any program has, and few enough to allocate.
@@ -165,9 +165,9 @@ impl Slots {
     }
 
     /// Ends the init chain. Returns the constants that it has overwritten, as pairs of the
-    /// constant and its new contents. Afterwards the constants' slots mean the constants
-    /// again, and nothing else of the chain is visible.
-    pub fn end_init(&mut self, buffers: &[Buffer]) -> Vec<(Value, Value)> {
+    /// constant and its new contents. Afterwards all slots hold what they have held
+    /// `before`, and nothing else of the chain is visible.
+    pub fn end_init(&mut self, before: Held) -> Vec<(Value, Value)> {
         let mut written = Vec::new();
         for slot in 0..self.counts.constants {
             let constant = Value(slot);
@@ -176,10 +176,7 @@ impl Slots {
                 _ => {}
             }
         }
-        let inputs_end = self.counts.constants + self.counts.inputs;
-        self.held.tensors.retain(|&slot, _| slot < inputs_end);
-        let first = self.counts.buffers.0;
-        self.held.tensors.extend((first..).zip(buffers.iter().map(|buffer| buffer.value)));
+        self.held = before;
         written
     }
 

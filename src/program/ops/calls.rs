@@ -1,6 +1,6 @@
 //! The functions that no pass looks into: what they share, and the table of what runs them.
 
-use mlx_rs::{Array, Dtype};
+use mlx_rs::Array;
 use smallvec::SmallVec;
 
 use super::{
@@ -8,14 +8,10 @@ use super::{
     rearrange, reduction, rotary,
 };
 use crate::error::{fail, Result};
-use crate::program::dtype::item_size;
 use crate::program::fb;
 use crate::program::frame::Frame;
 use crate::program::ir::{Function, Instruction, Int, Op, Value};
 use crate::program::slots::Slots;
-
-/// The most bytes of a tensor that a program makes of numbers alone, as in ExecuTorch.
-const MOST_BYTES: usize = 4 << 30;
 
 /// The arguments of a call.
 pub struct Arguments<'a, 's> {
@@ -155,22 +151,9 @@ pub fn run(frame: &Frame, function: &Function, values: &[Value], ints: &[Int]) -
     }
 }
 
-/// Checks the shape of a tensor that a program makes of numbers.
-pub fn check_size(shape: &[i32], dtype: Dtype) -> Result<()> {
-    let size = shape
-        .iter()
-        .try_fold(item_size(dtype), |size, &dim| size.checked_mul(usize::try_from(dim).ok()?));
-    match size {
-        Some(size) if size <= MOST_BYTES => Ok(()),
-        _ => fail!(
-            Program,
-            "expected a tensor of at most {MOST_BYTES} bytes, got shape {shape:?} of {dtype:?}"
-        ),
-    }
-}
-
 /// Returns the axis of a tensor of so many axes, counted from the end where it is below zero.
 pub use super::shape::normalize_axis;
+pub use crate::program::limits::check_size;
 
 /// An array that MLX takes for none.
 pub fn none() -> mlx_sys::mlx_array {

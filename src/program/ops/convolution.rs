@@ -2,11 +2,12 @@
 
 use mlx_rs::Array;
 
-use super::calls::{decode, Arguments};
+use super::calls::{check_size, decode, Arguments};
 use crate::error::{fail, Result};
 use crate::mlx::call;
 use crate::program::fb;
 use crate::program::ir::{Convolution, Function, Instruction};
+use crate::program::limits::{bytes_of, most_bytes};
 use crate::program::slots::Slots;
 
 /// The most of a stride, a padding and so on: more than any model has, and few enough that sizes do not
@@ -82,6 +83,62 @@ fn check(convolution: &Convolution) -> Result<()> {
     Ok(())
 }
 
+/// Checks the sizes of what MLX makes on the way, which it computes in 32 bits: the input with its
+/// paddings, and for a transposed convolution with its strides; the result; and on a CPU a row of the
+/// input for each element of the result.
+fn check_sizes(x: &Array, w: &Array, convolution: &Convolution, on_gpu: bool) -> Result<()> {
+    let Convolution { stride, padding, dilation, output_padding, .. } = convolution;
+    let (rank, channels) = (stride.len(), x.dim(-1));
+    let (mut padded, mut made) = (vec![x.dim(0)], vec![x.dim(0)]);
+    for axis in 0..rank {
+        let [size, kernel] = [x, w].map(|array| i64::from(array.shape()[axis + 1]));
+        let [stride, padding, dilation] =
+            [stride, padding, dilation].map(|list| i64::from(list[axis]));
+        let kernel = dilation * (kernel - 1) + 1;
+        let (padded_size, made_size) = match output_padding {
+            None => {
+                let padded = size + 2 * padding;
+                (padded, (padded - kernel).div_euclid(stride) + 1)
+            }
+            Some(output_padding) => {
+                let more = 2 * (kernel - 1 - padding) + i64::from(output_padding[axis]);
+                let padded = (size - 1) * stride + 1 + more;
+                (padded.max((size - 1) * stride + 1), padded - kernel + 1)
+            }
+        };
+        if made_size < 1 {
+            fail!(
+                Program,
+                "a convolution of {:?} with {:?} has no element: {convolution:?}",
+                x.shape(),
+                w.shape()
+            );
+        }
+        for (list, size) in [(&mut padded, padded_size), (&mut made, made_size)] {
+            list.push(i32::try_from(size).unwrap_or(-1));
+        }
+    }
+    padded.push(channels);
+    check_size(&padded, x.dtype())?;
+    let elements = w.size() / w.dim(0) as usize * convolution.groups as usize;
+    let rows = bytes_of(&made, x.dtype()).and_then(|bytes| bytes.checked_mul(elements));
+    made.push(w.dim(0));
+    check_size(&made, x.dtype())?;
+    let most = most_bytes().saturating_mul(ROWS);
+    match rows {
+        Some(rows) if on_gpu || rows <= most => Ok(()),
+        _ => fail!(
+            Program,
+            "a convolution of {:?} with {:?} needs more than {most} bytes: {convolution:?}",
+            x.shape(),
+            w.shape()
+        ),
+    }
+}
+
+/// The bytes of the rows of a convolution on a CPU, at most, as a multiple of those of a tensor.
+const ROWS: usize = 4;
+
 /// Runs a convolution of `x`, `[N, ..., C]`, with `w`, `[O, ..., C / groups]`.
 pub fn run(arguments: &Arguments, convolution: &Convolution) -> Result<Array> {
     let (x, w) = (arguments.tensor(0)?, arguments.tensor(1)?);
@@ -95,6 +152,7 @@ pub fn run(arguments: &Arguments, convolution: &Convolution) -> Result<Array> {
             w.shape()
         );
     }
+    check_sizes(x, w, convolution, arguments.frame.on_gpu())?;
     let (x, w, groups) = (x.as_ptr(), w.as_ptr(), *groups);
     let (s, p, d) = (&stride[..], &padding[..], &dilation[..]);
     // SAFETY: the arrays are live.

@@ -1,10 +1,10 @@
 //! Order along an axis.
 
-use mlx_rs::Array;
+use mlx_rs::{Array, Dtype};
 
 use super::calls::{decode, normalize_axis, Arguments};
 use crate::error::{fail, Result};
-use crate::mlx::call;
+use crate::mlx::{call, cast};
 use crate::program::fb;
 use crate::program::ir::{Function, Instruction};
 use crate::program::slots::Slots;
@@ -30,6 +30,13 @@ pub fn argpartition(slots: &mut Slots, node: fb::ArgPartitionNode) -> Result<Ins
 pub fn run_sort(function: &Function, arguments: &Arguments, axis: i32) -> Result<Array> {
     let x = arguments.tensor(0)?;
     let axis = normalize_axis(axis, x.ndim())? as i32;
+    // MLX divides by the elements of the axis.
+    if x.size() == 0 {
+        return match function {
+            Function::Sort { .. } => Ok(x.clone()),
+            _ => cast(x, Dtype::Uint32),
+        };
+    }
     let work = match function {
         Function::Sort { .. } => mlx_sys::mlx_sort_axis,
         _ => mlx_sys::mlx_argsort_axis,
@@ -44,6 +51,12 @@ pub fn run_partition(function: &Function, arguments: &Arguments, axis: i32) -> R
     let size = x.dim(axis);
     if kth < -size || kth >= size {
         fail!(Program, "expected a place from {} to {}, got {kth}", -size, size - 1);
+    }
+    if x.size() == 0 {
+        return match function {
+            Function::Partition { .. } => Ok(x.clone()),
+            _ => cast(x, Dtype::Uint32),
+        };
     }
     let work = match function {
         Function::Partition { .. } => mlx_sys::mlx_partition_axis,

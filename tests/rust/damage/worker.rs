@@ -1,0 +1,225 @@
+//! A process that loads and runs damaged programs, with a limit on its memory.
+
+use std::io::Write;
+use std::panic::{catch_unwind, AssertUnwindSafe};
+use std::path::Path;
+
+use etkv::program::{
+    Argument, ArgumentDescription, ConstantSource, DimDescription, Host, LoadOptions, Program,
+};
+use etkv::{CacheConfig, KvFormat, Session, Status, MLX_BACKEND};
+
+use super::corpus::{self, Exported, Tensor};
+use super::mutation::{self, Damaged};
+use super::{LEFT, MOST, TENSOR};
+
+/// The most bytes of an input that is made to fit a damaged program.
+const MOST_INPUT: usize = 16 << 20;
+
+/// Takes the seeds `first..` in steps of `step`, `n` of them. Writes a line before each and one behind it.
+pub fn work(programs: &Path, first: u64, step: u64, n: u64) {
+    let programs = corpus::read(programs);
+    // A panic is told to the one that started this.
+    std::panic::set_hook(Box::new(|info| eprintln!("{info}")));
+    warm_up(&programs[0]);
+    etkv::program::set_most_bytes(TENSOR);
+    limit();
+    let start = resident();
+    let mut out = std::io::stdout().lock();
+    for seed in (0..n).map(|index| first + index * step) {
+        let damaged = mutation::damaged(&programs, seed);
+        writeln!(out, "begin {seed}").unwrap();
+        let ended = catch_unwind(AssertUnwindSafe(|| run(&damaged)));
+        let mut told = ended.unwrap_or_else(|_| String::from("panic"));
+        let grown = peak().saturating_sub(start);
+        if grown > MOST {
+            told = format!("memory {grown} bytes: {told}");
+        }
+        writeln!(out, "end {seed} {told}").unwrap();
+        // What is left of former programs is not to take the memory of the next.
+        if resident() > start + MOST / 4 {
+            writeln!(out, "grown {seed}").unwrap();
+            return;
+        }
+    }
+    writeln!(out, "done").unwrap();
+}
+
+/// Starts what MLX starts once.
+fn warm_up(program: &Exported) {
+    let damaged = Damaged {
+        program: program.clone(),
+        passes: Default::default(),
+        logits: Default::default(),
+        runs: 1,
+        changes: Vec::new(),
+    };
+    assert_eq!(run(&damaged), "ran", "{} does not run", program.name);
+}
+
+/// Limits the process to its present memory and [`LEFT`] more.
+fn limit() {
+    let status = std::fs::read_to_string("/proc/self/statm").unwrap();
+    let pages: u64 = status.split(' ').next().unwrap().parse().unwrap();
+    let soft = pages * 4096 + LEFT;
+    for (resource, soft) in [(libc::RLIMIT_AS, soft), (libc::RLIMIT_CORE, 0)] {
+        let limit = libc::rlimit { rlim_cur: soft, rlim_max: soft };
+        // SAFETY: the struct outlives the call.
+        assert_eq!(unsafe { libc::setrlimit(resource, &limit) }, 0);
+    }
+}
+
+/// Returns the most bytes that were resident since the last call.
+fn peak() -> u64 {
+    let status = std::fs::read_to_string("/proc/self/status").unwrap_or_default();
+    let line = status.lines().find_map(|line| line.strip_prefix("VmHWM:")).unwrap_or_default();
+    let _ = std::fs::write("/proc/self/clear_refs", "5");
+    line.split_whitespace().next().and_then(|n| n.parse::<u64>().ok()).unwrap_or(0) * 1024
+}
+
+fn resident() -> u64 {
+    let status = std::fs::read_to_string("/proc/self/statm").unwrap_or_default();
+    status.split(' ').nth(1).and_then(|pages| pages.parse::<u64>().ok()).unwrap_or(0) * 4096
+}
+
+/// Returns what became of a program, in a line.
+pub fn run(damaged: &Damaged) -> String {
+    match load_and_run(damaged) {
+        Ok(()) => String::from("ran"),
+        Err((place, error)) => {
+            let message = error.to_string().replace('\n', " ");
+            match error.status() {
+                Status::Internal => format!("internal {message}"),
+                status => format!("{place} {status:?}: {message}"),
+            }
+        }
+    }
+}
+
+type Failure = (&'static str, etkv::Error);
+
+fn load_and_run(damaged: &Damaged) -> Result<(), Failure> {
+    let Damaged { program, .. } = damaged;
+    let session = session(&program.cache);
+    let mut options = LoadOptions::default();
+    options.cache_key = session.as_ref().map(|session| session.key().to_owned());
+    options.passes = damaged.passes;
+    options.logits = damaged.logits;
+    let mut source = Constants(&program.constants);
+    let loaded =
+        Program::load(&program.payload, &mut source, &options).map_err(|error| ("load", error))?;
+    for _ in 0..damaged.runs {
+        let ran = execute(&loaded, &program.inputs, program);
+        let Err(error) = ran else { continue };
+        let of_inputs =
+            matches!(error.status(), Status::InvalidArgument | Status::Shape | Status::Dtype);
+        match of_inputs.then(|| fitting(program)).flatten() {
+            Some(inputs) => execute(&loaded, &inputs, program).map_err(|error| ("run", error))?,
+            None => return Err(("run", error)),
+        }
+    }
+    Ok(())
+}
+
+fn execute(loaded: &Program, inputs: &[Tensor], program: &Exported) -> etkv::Result<()> {
+    let arguments: Vec<Argument> = inputs
+        .iter()
+        .map(|input| match input.scalar_type {
+            INTEGER => {
+                Argument::of(input.bytes.iter().rev().fold(0, |n, &byte| n << 8 | i64::from(byte)))
+            }
+            scalar_type => Argument::tensor(scalar_type, &input.shape, &input.bytes),
+        })
+        .collect();
+    let mut types = program.outputs.clone();
+    types.resize(loaded.n_outputs(), FLOAT32);
+    loaded.execute(&arguments, &types, &mut Nothing)
+}
+
+/// The number of float32, and one that says that an input is an integer.
+const FLOAT32: i8 = 6;
+const INTEGER: i8 = -1;
+
+/// Returns inputs of the dtypes and shapes that a damaged program declares, of the elements of its own.
+fn fitting(program: &Exported) -> Option<Vec<Tensor>> {
+    let described = Program::describe(&program.payload).ok()?;
+    let whole: Vec<u8> = program.inputs.iter().flat_map(|input| input.bytes.clone()).collect();
+    let mut inputs = Vec::new();
+    for (index, argument) in described.inputs.iter().enumerate() {
+        let own = program.inputs.get(index).map_or(&whole, |input| &input.bytes);
+        inputs.push(fit(argument, own)?);
+    }
+    Some(inputs)
+}
+
+fn fit(argument: &ArgumentDescription, own: &[u8]) -> Option<Tensor> {
+    let Some(shape) = &argument.shape else {
+        let bytes = own.iter().copied().chain(std::iter::repeat(0)).take(8).collect();
+        return Some(Tensor { scalar_type: INTEGER, shape: Vec::new(), bytes });
+    };
+    let shape: Vec<i32> = shape
+        .iter()
+        .map(|dim| match *dim {
+            DimDescription::Static(size) => size,
+            DimDescription::Range { most, .. } => most.unwrap_or(3).min(3),
+            _ => 1,
+        })
+        .collect();
+    let (scalar_type, size) = match &argument.dtype[..] {
+        "uint8" => (0, 1),
+        "int8" => (1, 1),
+        "int16" => (2, 2),
+        "int32" => (3, 4),
+        "int64" => (4, 8),
+        "float16" => (5, 2),
+        "float32" => (6, 4),
+        "bool" => (11, 1),
+        "bfloat16" => (15, 2),
+        "uint16" => (27, 2),
+        "uint32" => (28, 4),
+        "uint64" => (29, 8),
+        _ => return None,
+    };
+    let n = shape
+        .iter()
+        .try_fold(size, |n: usize, &dim| n.checked_mul(usize::try_from(dim).ok()?))
+        .filter(|&n| n <= MOST_INPUT)?;
+    let own = if own.is_empty() { &[0] } else { own };
+    Some(Tensor { scalar_type, shape, bytes: own.iter().copied().cycle().take(n).collect() })
+}
+
+fn session(cache: &str) -> Option<Session> {
+    if cache.is_empty() {
+        return None;
+    }
+    let numbers: Vec<i32> = cache.split(',').map(|number| number.parse().unwrap()).collect();
+    let config = CacheConfig::uniform(numbers[1] as usize, numbers[2], numbers[3], numbers[0]);
+    let format = match numbers.get(4) {
+        Some(5) => KvFormat::F16,
+        Some(15) => KvFormat::Bf16,
+        _ => KvFormat::F32,
+    };
+    let session =
+        Session::new(etkv::builders(), MLX_BACKEND, "contiguous", config.stored_as(format));
+    Some(session.unwrap())
+}
+
+struct Constants<'a>(&'a [(String, Vec<u8>)]);
+
+impl ConstantSource for Constants<'_> {
+    fn find(&mut self, name: &str) -> Option<&[u8]> {
+        self.0.iter().find(|(key, _)| key == name).map(|(_, bytes)| &bytes[..])
+    }
+}
+
+/// Reads every output, and keeps none.
+struct Nothing;
+
+impl Host for Nothing {
+    fn take(&mut self, outputs: &[Argument]) -> etkv_core::Result<()> {
+        for output in outputs {
+            std::hint::black_box(output.bytes().iter().fold(0u8, |all, &byte| all ^ byte));
+        }
+        Ok(())
+    }
+}
