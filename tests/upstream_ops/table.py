@@ -16,8 +16,27 @@ ROOT = Path(__file__).resolve().parents[2]
 PAGE = ROOT / "docs" / "ops.md"
 
 RUN_ON_CUDA = frozenset(
-    "Add Addmm AsType Concatenate Cos Dequantize ExpandDims Multiply Neg QuantizedMatmul RMSNorm Reshape Silu Sin "
-    "Slice SymSize Take Transpose UpdateAndAttend".split()
+    [
+        "Add",
+        "Addmm",
+        "AsType",
+        "Concatenate",
+        "Cos",
+        "Dequantize",
+        "ExpandDims",
+        "Multiply",
+        "Neg",
+        "QuantizedMatmul",
+        "RMSNorm",
+        "Reshape",
+        "Silu",
+        "Sin",
+        "Slice",
+        "SymSize",
+        "Take",
+        "Transpose",
+        "UpdateAndAttend",
+    ]
 )
 """Those of the language models whose programs were run on an NVIDIA GPU."""
 
