@@ -63,6 +63,10 @@ class Export:
         return self.folder / "model.pte"
 
     @property
+    def needs_optimum(self) -> bool:
+        return self.exporter == "llm.export_llm_hf" and not {*IN_GRAPH, *OFF_GRAPH} & {*self.options}
+
+    @property
     def weights(self) -> Path:
         """Return the Hugging Face folder of the model."""
         return model(self.model)
@@ -133,7 +137,7 @@ def _known(each: Export) -> str | None:
 
 
 def _made_by(each: Export) -> str:
-    return f"{_sources()} {each!r} {bool(OPTIMUM)}"
+    return f"{_sources()} {each!r} {OPTIMUM if each.needs_optimum else None}"
 
 
 @functools.cache
