@@ -24,7 +24,8 @@ pub fn decode(graph: fb::MLXGraph) -> Result<Graph> {
     let inputs = inputs(&mut slots, graph, &names)?;
     let buffers = buffers(&mut slots, graph, &names)?;
     let (init, init_targets) = init(&mut slots, graph)?;
-    let main = main_chain(&mut slots, graph)?;
+    let mut main = main_chain(&mut slots, graph)?;
+    ops::note_reduced(&mut main);
     Ok(Graph {
         constants,
         inputs,

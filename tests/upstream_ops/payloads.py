@@ -224,19 +224,16 @@ def _list(entries: list[bytes]) -> bytes:
     return struct.pack("<I", len(entries)) + b"".join(entries)
 
 
-def main(name: str) -> None:
-    path = Path(name)
+def gather(path: Path) -> None:
+    """Export what is missing, and write the file if it is missing or stale."""
 
     def note(text: str) -> None:
         print(text, file=sys.stderr, flush=True)
 
     found = export.export(2, lambda folder: True, note)
-    if is_current(path):
-        return
-    found = [case for case in found if case.error is None]
-    write(path, found)
-    note(f"{len(found)} programs are in {path}")
+    if not is_current(path):
+        write(path, [case for case in found if case.error is None])
 
 
 if __name__ == "__main__":
-    main(*sys.argv[1:])
+    gather(Path(sys.argv[1]))

@@ -106,6 +106,8 @@ pub enum Function {
     /// The integers are the shape, then the strides.
     AsStrided {
         offset: u64,
+        /// The axes that its only reader reduces; none where something else reads it.
+        reduced: Option<Vec<i32>>,
     },
     /// The integers are the shape.
     BroadcastTo,

@@ -110,7 +110,9 @@ pub fn run(frame: &Frame, function: &Function, values: &[Value], ints: &[Int]) -
         Function::RandomBits { width, seed } => create::run_random_bits(call, *width, *seed),
         Function::Tri { k, dtype } => create::run_tri(call, *k, *dtype),
 
-        Function::AsStrided { offset } => rearrange::run_as_strided(call, *offset),
+        Function::AsStrided { offset, reduced } => {
+            rearrange::run_as_strided(call, *offset, reduced.as_deref())
+        }
         Function::BroadcastTo => rearrange::run_broadcast_to(call),
         Function::Contiguous => Ok(call.tensor(0)?.contiguous()?),
         Function::Flip { axes } => rearrange::run_flip(call, axes),

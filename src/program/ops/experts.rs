@@ -3,7 +3,7 @@
 use mlx_rs::{Array, Dtype};
 
 use super::calls::{decode, Arguments};
-use super::indexing::check_indices;
+use super::indexing::check_range;
 use super::packed::{self, given, packing, some};
 use crate::error::{fail, Result};
 use crate::mlx::{call, cast};
@@ -50,7 +50,8 @@ fn is_sorted(arguments: &Arguments, sorted: bool) -> bool {
     arguments.ints.first().map_or(sorted, |&flag| flag != 0)
 }
 
-/// Checks the indices of matrices: MLX reads whatever lies at an index past the end.
+/// Checks the indices of matrices: MLX reads whatever lies at an index past the end, and takes one below
+/// zero for one without a sign.
 fn check(arguments: &Arguments, index: usize, given: bool, matrices: &Array) -> Result<()> {
     if !given {
         return Ok(());
@@ -61,7 +62,7 @@ fn check(arguments: &Arguments, index: usize, given: bool, matrices: &Array) -> 
     let leading = &matrices.shape()[..matrices.ndim() - 2];
     let n: i64 = leading.iter().map(|&size| i64::from(size)).product();
     let n = i32::try_from(n).unwrap_or(i32::MAX);
-    check_indices(arguments.frame, arguments.values[index], n, n)
+    check_range(arguments.frame, arguments.values[index], n)
 }
 
 pub fn run_gather_mm(arguments: &Arguments, [lhs, rhs]: [bool; 2], sorted: bool) -> Result<Array> {

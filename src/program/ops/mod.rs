@@ -30,6 +30,7 @@ mod views;
 use mlx_rs::Array;
 
 pub use self::linear::ROWS_THAT_RECUR;
+pub use self::rearrange::note_reduced;
 use super::fb::{self, OpNode};
 use super::frame::Frame;
 use super::ir::{Instruction, Int, Op, Out};

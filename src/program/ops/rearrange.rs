@@ -1,13 +1,16 @@
 //! The same elements in other places.
 
+use std::collections::HashMap;
+
 use mlx_rs::Array;
+use smallvec::SmallVec;
 
 use super::calls::{check_size, decode, normalize_axis, Arguments};
 use super::ints;
 use crate::error::{fail, Result};
 use crate::mlx::{call, Arrays};
 use crate::program::fb;
-use crate::program::ir::{Function, Instruction, PadMode};
+use crate::program::ir::{Chain, Function, Instruction, Op, Out, PadMode, Value};
 use crate::program::slots::Slots;
 
 pub fn as_strided(slots: &mut Slots, node: fb::AsStridedNode) -> Result<Instruction> {
@@ -17,7 +20,7 @@ pub fn as_strided(slots: &mut Slots, node: fb::AsStridedNode) -> Result<Instruct
     }
     let mut ints_of = ints(slots, node.shape())?;
     ints_of.extend(ints(slots, node.strides())?);
-    let function = Function::AsStrided { offset: node.offset() };
+    let function = Function::AsStrided { offset: node.offset(), reduced: None };
     decode(slots, function, &[node.x()], ints_of, node.out())
 }
 
@@ -83,8 +86,91 @@ pub fn triu(slots: &mut Slots, node: fb::TriuNode) -> Result<Instruction> {
     decode(slots, Function::Triu { k: node.k() }, &[node.x()], Vec::new(), node.out())
 }
 
+/// Notes for each view at strides which axes its only reader reduces.
+pub fn note_reduced(chain: &mut Chain) {
+    let mut readers: HashMap<Value, Option<Vec<i32>>> = HashMap::new();
+    for instruction in &chain.instructions {
+        for value in instruction.op.reads() {
+            let axes = match &instruction.op {
+                Op::Call { function, .. } => reduced_by(function),
+                _ => None,
+            };
+            // A second reader may read anything.
+            readers.entry(value).and_modify(|axes| *axes = None).or_insert(axes);
+        }
+    }
+    chain.tensor_outputs().for_each(|value| drop(readers.insert(value, None)));
+    for Instruction { op, out } in &mut chain.instructions {
+        if let (
+            Op::Call { function: Function::AsStrided { reduced, .. }, .. },
+            Out::Tensor(value),
+        ) = (op, out)
+        {
+            *reduced = readers.remove(value).flatten();
+        }
+    }
+}
+
+/// Returns the axes that a function reduces by MLX's reductions.
+fn reduced_by(function: &Function) -> Option<Vec<i32>> {
+    match function {
+        Function::Max(over)
+        | Function::Mean(over)
+        | Function::Min(over)
+        | Function::Prod(over)
+        | Function::Sum(over) => Some(over.axes.clone()),
+        _ => None,
+    }
+}
+
+/// Returns whether some elements of a view lie in the places of others.
+fn overlaps(shape: &[i32], strides: &[i32]) -> bool {
+    let axes = shape.iter().zip(strides).filter(|(&size, &stride)| size > 1 && stride != 0);
+    let mut axes: SmallVec<[(i64, i64); 8]> =
+        axes.map(|(&size, &stride)| (i64::from(stride), i64::from(size))).collect();
+    axes.sort_unstable();
+    let mut reach = 0;
+    axes.iter().any(|&(stride, size)| {
+        let is_inside = stride <= reach;
+        reach += stride.saturating_mul(size - 1);
+        is_inside
+    })
+}
+
+/// Returns whether MLX (0.32.2) reduces these axes of an overlapping view within its result: on a CPU it
+/// takes as many results at once as the least stride of a reduced axis, if so many elements behind it lie
+/// in a row. These have to be the last axes, and none of those that are reduced.
+fn reduces_within(shape: &[i32], strides: &[i32], reduced: &[i32]) -> bool {
+    let rank = shape.len() as i32;
+    let is_reduced = |axis: i32| {
+        reduced.is_empty() || reduced.contains(&axis) || reduced.contains(&(axis - rank))
+    };
+    let of_axis = |axis: i32| (i64::from(shape[axis as usize]), i64::from(strides[axis as usize]));
+    let least = (0..rank).filter(|&axis| is_reduced(axis)).map(of_axis);
+    let Some(least) = least.filter(|(size, _)| *size > 1).map(|(_, stride)| stride).min() else {
+        return true;
+    };
+    let mut in_a_row = 1;
+    for axis in (0..rank).rev() {
+        let (size, stride) = of_axis(axis);
+        if in_a_row == least {
+            // More elements in a row would be more than the stride.
+            return size == 1 || stride != in_a_row || is_reduced(axis) && stride == least;
+        }
+        if is_reduced(axis) || size > 1 && stride != in_a_row {
+            return false;
+        }
+        in_a_row *= size;
+    }
+    false
+}
+
 /// Returns elements of `x`, as they lie in a row, at any strides. MLX reads wherever it is told to.
-pub fn run_as_strided(arguments: &Arguments, offset: u64) -> Result<Array> {
+pub fn run_as_strided(
+    arguments: &Arguments,
+    offset: u64,
+    reduced: Option<&[i32]>,
+) -> Result<Array> {
     let x = arguments.tensor(0)?;
     let (shape, strides) = arguments.ints.split_at(arguments.ints.len() / 2);
     check_size(shape, x.dtype())?;
@@ -107,8 +193,10 @@ pub fn run_as_strided(arguments: &Arguments, offset: u64) -> Result<Array> {
     let strides: Vec<i64> = strides.iter().map(|&stride| i64::from(stride)).collect();
     let offset = if is_empty { 0 } else { offset as usize };
     let (sizes, rank) = (shape.as_ptr(), shape.len());
+    let is_copied = overlaps(shape, &arguments.ints[rank..])
+        && reduced.is_none_or(|axes| !reduces_within(shape, &arguments.ints[rank..], axes));
     // SAFETY: the lists are as long as is said; all elements lie within the array.
-    call(|made, stream| unsafe {
+    let view = call(|made, stream| unsafe {
         mlx_sys::mlx_as_strided(
             made,
             x.as_ptr(),
@@ -119,7 +207,12 @@ pub fn run_as_strided(arguments: &Arguments, offset: u64) -> Result<Array> {
             offset,
             stream,
         )
-    })
+    })?;
+    // Other operations of MLX do not expect that elements share a place.
+    if is_copied {
+        return Ok(view.contiguous()?);
+    }
+    Ok(view)
 }
 
 /// Broadcasts. A size of -1 is that of `x`.

@@ -1,10 +1,10 @@
 //! Functions over axes.
 
-use mlx_rs::Array;
+use mlx_rs::{Array, Dtype};
 
 use super::calls::{decode, normalize_axis, Arguments};
 use crate::error::{fail, Result};
-use crate::mlx::call;
+use crate::mlx::{call, cast};
 use crate::program::fb;
 use crate::program::ir::{Function, Instruction, OneAxis, Reduction};
 use crate::program::slots::Slots;
@@ -159,6 +159,13 @@ pub fn run_cumsum(
 ) -> Result<Array> {
     let x = arguments.tensor(0)?;
     let axis = normalize_axis(axis, x.ndim())? as i32;
+    // MLX divides by the elements of the axis.
+    if x.size() == 0 {
+        return match x.dtype() {
+            Dtype::Bool => cast(x, Dtype::Int32),
+            _ => Ok(x.clone()),
+        };
+    }
     // MLX chooses the dtype.
     let dtype = mlx_sys::mlx_optional_dtype { value: x.dtype().into(), has_value: false };
     // SAFETY: the array is live.

@@ -238,10 +238,14 @@ impl Worker {
             };
             let _ = send.send(Ended { seed, what, told: self.last_words() });
             next = seed + self.step;
-        } else if !status.success() {
-            panic!("a worker ended with {status}: {}", self.last_words());
         } else if next == self.first {
             panic!("a worker took none of {} programs: {}", self.n, self.last_words());
+        }
+        if running.is_none() && !status.success() {
+            // One of the programs before has written where it may not.
+            let told =
+                format!("{status} behind seeds {} to here: {}", self.first, self.last_words());
+            let _ = send.send(Ended { seed: next - self.step, what: String::from("late"), told });
         }
         let _ = std::fs::remove_file(&self.errors);
         next

@@ -1,0 +1,32 @@
+"""Damaged programs of every operation that ExecuTorch's exporter writes: each runs or is refused.
+
+``make fuzz-programs`` runs more of them, with seeds of its own.
+"""
+
+from __future__ import annotations
+
+import re
+import sys
+
+import pytest
+
+import reference
+
+sys.path.insert(0, str(reference.ROOT))
+
+from tests.upstream_ops import damage
+
+PROGRAMS = 10_000
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="processes are limited as on Linux")
+@pytest.mark.timeout(3600)
+def test_damaged_programs_of_every_operation():
+    ended = damage.run(PROGRAMS)
+    assert ended.returncode == 0, ended.stdout
+    told = re.search(rf"{PROGRAMS} damaged programs, .*", ended.stdout)
+    assert told, ended.stdout
+    # Damage that is always refused, or never, would show nothing.
+    for count in (r"(\d+) ran", r"(\d+) were refused when loaded", r"(\d+) when run"):
+        assert int(re.search(count, told[0])[1]) > PROGRAMS // 20, told[0]
+    reference.note(told[0])

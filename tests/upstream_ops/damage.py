@@ -1,0 +1,52 @@
+"""The command ``python -m tests.upstream_ops.damage``: damaged programs of every operation, in processes of their own.
+
+Exports what is missing. Exits with 0 if every program ran or was refused, and with 1 if one crashed, hung, or took
+memory without bound: then it prints the seed and the damaged payload of each.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import subprocess
+import sys
+
+from . import cases, payloads
+
+PROGRAMS = cases.FOLDER.parent / "damage" / "programs.bin"
+
+
+def run(count: int, *, first: int = 1, seed: int | None = None, jobs: int = 1) -> subprocess.CompletedProcess[str]:
+    """Run the campaign: ``count`` seeds from ``first`` on, or ``seed`` alone."""
+    payloads.gather(PROGRAMS)
+    environment = {
+        **os.environ,
+        "ETKV_DAMAGE_PROGRAMS": str(PROGRAMS),
+        "ETKV_RUNS": str(count),
+        "ETKV_FIRST_SEED": str(first),
+        "ETKV_JOBS": str(jobs),
+    }
+    environment.pop("ETKV_SEED", None)
+    if seed is not None:
+        environment["ETKV_SEED"] = str(seed)
+    # As `make lint` chooses packages: with others Cargo would build dependencies again.
+    words = ["cargo", "test", "--quiet", "--release", "--locked", "--workspace", "--test", "damaged_programs"]
+    return subprocess.run(words, cwd=cases.ROOT, env=environment, stdout=subprocess.PIPE, text=True, check=False)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(prog="python -m tests.upstream_ops.damage", description=__doc__)
+    parser.add_argument("--programs", type=int, default=100_000, metavar="N", help="damaged programs (100000)")
+    parser.add_argument("--first", type=int, default=1, metavar="SEED", help="the first seed (1)")
+    parser.add_argument("--seed", type=int, metavar="SEED", help="run this seed alone, and tell what was damaged")
+    parser.add_argument("--jobs", type=int, default=2, metavar="N", help="worker processes (2)")
+    options = parser.parse_args()
+    if min(options.programs, options.jobs) < 1:
+        parser.error("--programs and --jobs take whole numbers of at least 1")
+    ended = run(options.programs, first=options.first, seed=options.seed, jobs=options.jobs)
+    print(ended.stdout, end="")
+    return 1 if ended.returncode else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
