@@ -166,7 +166,7 @@ def _with_defaults(flatc: Path, schema: Path, payloads: list[bytes]) -> list[byt
             (folder / f"{index}.bin").write_bytes(payload[HEADER : end or len(payload)])
         of = [f"{index}.bin" for index in range(len(payloads))]
         to = [f"{index}.json" for index in range(len(payloads))]
-        words = [flatc, "--json", "--strict-json", "--raw-binary", schema, "--", *of]
+        words = [str(flatc), "--json", "--strict-json", "--raw-binary", str(schema), "--", *of]
         subprocess.run(words, cwd=folder, check=True)
         shutil.rmtree(folder / "out", ignore_errors=True)
         subprocess.run([flatc, "--binary", "--force-defaults", "-o", "out", schema, *to], cwd=folder, check=True)

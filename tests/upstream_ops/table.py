@@ -16,7 +16,7 @@ ROOT = Path(__file__).resolve().parents[2]
 PAGE = ROOT / "docs" / "ops.md"
 
 RUN_ON_CUDA = frozenset(
-    [
+    {
         "Add",
         "Addmm",
         "AsType",
@@ -36,7 +36,7 @@ RUN_ON_CUDA = frozenset(
         "Take",
         "Transpose",
         "UpdateAndAttend",
-    ]
+    }
 )
 """Those of the language models whose programs were run on an NVIDIA GPU."""
 
