@@ -10,10 +10,10 @@ use super::frame::Frame;
 use super::ir::Op;
 use crate::error::{fail, Result};
 
-/// The most bytes of one tensor, besides those of what it is made of. As in ExecuTorch.
+/// The most bytes of one tensor, besides those of its parts. As in ExecuTorch.
 static MOST_BYTES: AtomicUsize = AtomicUsize::new(4 << 30);
 
-/// Returns the most bytes of a tensor that a program makes, besides those of what it is made of.
+/// Returns the most bytes of a tensor that a program makes, besides those of its parts.
 pub fn most_bytes() -> usize {
     MOST_BYTES.load(Ordering::Relaxed)
 }
