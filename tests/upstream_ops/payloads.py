@@ -54,8 +54,7 @@ class _Schema:
         self.structs = set(re.findall(r"\bstruct (\w+)", text))
         self.enums = set(re.findall(r"\benum (\w+)", text))
         self.unions = {
-            name: ["", *re.findall(r"\w+", members)]
-            for name, members in re.findall(r"\bunion (\w+)\s*{([^}]*)}", text)
+            name: ["", *re.findall(r"\w+", members)] for name, members in re.findall(r"\bunion (\w+)\s*{([^}]*)}", text)
         }
         self.tables: dict[str, list[str]] = {}
         for name, body in re.findall(r"\btable (\w+)\s*{([^}]*)}", text):
