@@ -22,7 +22,7 @@ export HF_HUB_OFFLINE := 1
 export ONEDNN_MAX_CPU_ISA ?= AVX512_CORE_FP16
 
 .DEFAULT_GOAL := help
-.PHONY: help setup build demo question chat model programs rust faces test test-rust test-cpp test-package test-sanitize test-python test-macos test-macos-short test-long upstream-ops lint format benches bench bench-pack bench-caches bench-speculation bench-threads bench-llama bench-lengths clean
+.PHONY: help setup build demo question chat model programs rust faces test test-rust test-cpp test-package test-sanitize test-python test-macos test-macos-short test-long upstream-ops fuzz-programs lint format benches bench bench-pack bench-caches bench-speculation bench-threads bench-llama bench-lengths clean
 
 help: ## Show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -78,7 +78,7 @@ CARGO_FLAGS := --release --locked
 BOUNDED := env -u MAKEFLAGS -u MFLAGS python tests/package/bounded.py
 
 # Tests share the cores, and OpenBLAS's threads spin while they wait for each other.
-test rust faces programs test-rust test-cpp test-package test-python test-macos test-macos-short test-sanitize test-long: export OPENBLAS_NUM_THREADS ?= 1
+test rust faces programs test-rust test-cpp test-package test-python test-macos test-macos-short test-sanitize test-long fuzz-programs: export OPENBLAS_NUM_THREADS ?= 1
 
 # Exports run two at a time; Cargo has stretches that use one core only.
 test: .venv/.ready ## Run every check and test
@@ -183,10 +183,14 @@ test-long: build model ## Millions of generated operations against the oracles; 
 	ETKV_RUNS=40000 $(BOUNDED) 14400 cargo test --release --locked -p etkv-tests --no-default-features
 	ETKV_RUNS=4000 $(BOUNDED) 14400 cargo test --release --locked -p etkv-tests --test on_mlx
 	ETKV_STEP_SEEDS=20 python -m pytest $(LONG) tests/python/test_native_steps.py
+	python -m tests.upstream_ops.damage --programs 1000000
 	ETKV_DAMAGED_COPIES=10000 python -m pytest $(LONG) tests/python/test_damaged_programs.py
 	ETKV_RUNS=1000 $(BOUNDED) 3600 cargo test --release --locked -p etkv-tests --test memory
 	ETKV_TEST_LONG=1 python -m pytest $(LONG) tests/python/test_model_precision.py tests/python/test_model_greedy.py tests/python/test_cpu_programs.py
 	ETKV_TEST_LONG=1 python -m pytest $(LONG) -m real_model tests/python/test_runners.py tests/python/test_runner_page.py
+
+fuzz-programs: .venv/.ready ## Run damaged programs of every operation: FUZZ="--programs 100000 --first 1"
+	python -m tests.upstream_ops.damage $(FUZZ)
 
 clean: ## Remove what was built; .venv/ and exported models stay
 	rm -rf build/cargo build/cmake build/sanitize build/bin build/lib

@@ -10,10 +10,10 @@ use super::frame::Frame;
 use super::ir::Op;
 use crate::error::{fail, Result};
 
-/// The most bytes of one tensor, besides those of its parts. As in ExecuTorch.
+/// The most bytes of one tensor, besides those of the tensors that it reads. As in ExecuTorch.
 static MOST_BYTES: AtomicUsize = AtomicUsize::new(4 << 30);
 
-/// Returns the most bytes of a tensor that a program makes, besides those of its parts.
+/// Returns the most bytes of a tensor that a program makes, besides those of the tensors that it reads.
 pub fn most_bytes() -> usize {
     MOST_BYTES.load(Ordering::Relaxed)
 }
@@ -59,5 +59,21 @@ pub fn check_made(made: &Array, op: &Op, frame: &Frame) -> Result<()> {
             made.shape(),
             made.dtype()
         ),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn sizes_past_the_limit_are_refused() {
+        let four_gib = 1 << 30;
+        check_size(&[four_gib], Dtype::Float32).unwrap();
+        check_size(&[0, i32::MAX, i32::MAX, i32::MAX], Dtype::Float32).unwrap();
+        for shape in [&[four_gib + 1][..], &[-1], &[i32::MAX, i32::MAX, i32::MAX]] {
+            let error = check_size(shape, Dtype::Float32).unwrap_err();
+            assert!(error.message().contains("at most 4294967296 bytes"), "{error}");
+        }
     }
 }

@@ -259,6 +259,21 @@ fn constants_have_names_of_their_own() {
     assert_eq!(refusal(&payload), "constants 0 and 2 have the same name, `w`");
 }
 
+#[test]
+fn an_init_chain_reads_no_input() {
+    let parts = || Parts {
+        constants: vec![("w".to_owned(), vec![1])],
+        inputs: vec![(vec![1], FLOAT32)],
+        outputs: vec![0],
+        ..Default::default()
+    };
+    let payload = parts().payload(|builder| vec![vec![], vec![neg(builder, 1, 0)]]);
+    assert_eq!(refusal(&payload), "the init chain reads value 1, which is an input or a buffer");
+    // What it writes over an input is gone behind it.
+    let chains = |builder: &mut Builder| vec![vec![neg(builder, 1, 0)], vec![neg(builder, 0, 1)]];
+    Program::check(&parts().payload(chains)).unwrap();
+}
+
 // ---- What would cost more than its size ------------------------------------
 
 const MEGABYTE: usize = 1 << 20;

@@ -19,12 +19,13 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from etkv.description import describe_program
 from etkv.pte import PteFile
 
 from . import cases, export, wheel
 from .cases import Case
 
-MARK = b"etkv-damage-3\n"
+MARK = b"etkv-damage-4\n"
 HEADER = 24
 """Bytes before the flatbuffer of a payload."""
 
@@ -183,9 +184,31 @@ def _program(schema: _Schema, case: Case, buffer: bytes) -> Iterator[bytes]:
     yield _list([struct.pack("<IBB", HEADER + at, kind, inside) for (at, kind), inside in sites])
     yield _list([_text(name) + _bytes(data) for name, data in _constants(case.path / "model.pte")])
     utils = wheel.test_utils()
-    yield _list([_tensor(tensor) for tensor in utils.load_tensors_from_bin(case.path / "input.bin")])
+    given = utils.load_tensors_from_bin(case.path / "input.bin")
+    declared = describe_program(case.path / "model.pte")["inputs"]
+    yield _list([_tensor(tensor) for tensor in _in_order(given, declared)])
     outputs = utils.load_tensors_from_bin(case.path / "expected_output.bin")
     yield _list([struct.pack("<b", _scalar_type(tensor)) for tensor in outputs])
+
+
+def _in_order(given: list[Any], declared: list[dict[str, Any]]) -> list[Any]:
+    """Return a method's inputs in the order in which its delegate takes them, which is another."""
+    rest = list(given)
+
+    def fits(tensor: Any, argument: dict[str, Any]) -> bool:
+        shape = argument["shape"]
+        if shape is None:
+            return tensor.numel() == 1
+        same = [not isinstance(size, int) or size == found for size, found in zip(shape, tensor.shape, strict=False)]
+        return str(tensor.dtype) == f"torch.{argument['dtype']}" and len(shape) == tensor.ndim and all(same)
+
+    ordered = []
+    for argument in declared:
+        index = next((index for index, tensor in enumerate(rest) if fits(tensor, argument)), None)
+        if index is None:
+            return given
+        ordered.append(rest.pop(index))
+    return ordered
 
 
 def _constants(path: Path) -> Iterator[tuple[str, bytes]]:

@@ -360,3 +360,30 @@ pub fn run_triangle(function: &Function, arguments: &Arguments, k: i32) -> Resul
     // SAFETY: the array is live.
     call(|made, stream| unsafe { work(made, x.as_ptr(), k, stream) })
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn views_with_shared_places_overlap() {
+        assert!(!overlaps(&[2, 3, 4], &[12, 4, 1]));
+        assert!(!overlaps(&[2, 3, 4], &[0, 1, 3]));
+        assert!(overlaps(&[1, 16, 3, 8], &[272, 16, 8, 1]));
+        assert!(overlaps(&[2, 2], &[1, 1]));
+        assert!(overlaps(&[3], &[-1]));
+    }
+
+    /// Windows of a pooling, which MLX reduces where they lie, and others.
+    #[test]
+    fn windows_are_reduced_where_they_lie() {
+        let (shape, strides) = ([1, 16, 3, 8], [272, 16, 8, 1]);
+        assert!(reduces_within(&shape, &strides, &[2]));
+        assert!(reduces_within(&shape, &strides, &[-2]));
+        assert!(!reduces_within(&shape, &strides, &[1]));
+        assert!(!reduces_within(&[1, 16, 3, 8], &[272, 16, 7, 1], &[2]));
+        let (shape, strides) = ([1, 16, 8, 3, 2, 16], [4608, 256, 32, 256, 16, 1]);
+        assert!(reduces_within(&shape, &strides, &[3, 4]));
+        assert!(!reduces_within(&shape, &strides, &[1]));
+    }
+}

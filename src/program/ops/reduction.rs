@@ -1,5 +1,6 @@
 //! Functions over axes.
 
+use mlx_rs::ops::zeros_dtype;
 use mlx_rs::{Array, Dtype};
 
 use super::calls::{decode, normalize_axis, Arguments};
@@ -93,8 +94,15 @@ fn axes_of(x: &Array, over: &Reduction) -> Result<Vec<i32>> {
     Ok(axes)
 }
 
-pub fn run(function: &Function, over: &Reduction, arguments: &Arguments) -> Result<Array> {
+/// Returns the tensor that is reduced. On a CPU MLX (0.32.2) reads the strides of one without elements,
+/// and loops along those of a view that has none.
+fn reduced(arguments: &Arguments) -> Result<Array> {
     let x = arguments.tensor(0)?;
+    Ok(if x.size() == 0 { zeros_dtype(x.shape(), x.dtype())? } else { x.clone() })
+}
+
+pub fn run(function: &Function, over: &Reduction, arguments: &Arguments) -> Result<Array> {
+    let x = &reduced(arguments)?;
     let axes = axes_of(x, over)?;
     let work = match function {
         Function::All(_) => mlx_sys::mlx_all_axes,
@@ -125,7 +133,7 @@ pub fn run_spread(
     ddof: i32,
     arguments: &Arguments,
 ) -> Result<Array> {
-    let x = arguments.tensor(0)?;
+    let x = &reduced(arguments)?;
     let axes = axes_of(x, over)?;
     let work = match function {
         Function::Std { .. } => mlx_sys::mlx_std_axes,

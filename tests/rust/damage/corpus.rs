@@ -2,7 +2,7 @@
 
 use std::path::Path;
 
-const MARK: &[u8] = b"etkv-damage-3\n";
+const MARK: &[u8] = b"etkv-damage-4\n";
 
 /// A number of a payload.
 #[derive(Clone, Copy)]

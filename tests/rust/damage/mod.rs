@@ -38,6 +38,8 @@ pub fn main() {
         let first = number("ETKV_FIRST_SEED").unwrap();
         return worker::work(&programs, first, number("ETKV_JOBS").unwrap(), work);
     }
+    let refused = worker::refused(&programs);
+    assert!(refused.is_empty(), "programs without damage: {refused:#?}");
     let campaign = match number("ETKV_SEED") {
         Some(seed) => Campaign { programs, first: seed, n: 1, jobs: 1, tell: true },
         None => Campaign {

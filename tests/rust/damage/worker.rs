@@ -47,14 +47,29 @@ pub fn work(programs: &Path, first: u64, step: u64, n: u64) {
 
 /// Starts what MLX starts once.
 fn warm_up(program: &Exported) {
-    let damaged = Damaged {
+    assert_eq!(run(&whole(program)), "ran", "{} does not run", program.name);
+}
+
+/// Returns a program without damage.
+fn whole(program: &Exported) -> Damaged {
+    Damaged {
         program: program.clone(),
         passes: Default::default(),
         logits: Default::default(),
         runs: 1,
         changes: Vec::new(),
-    };
-    assert_eq!(run(&damaged), "ran", "{} does not run", program.name);
+    }
+}
+
+/// Returns what became of the programs without damage that did not run, besides those with a kernel that
+/// no build has.
+pub fn refused(programs: &Path) -> Vec<String> {
+    etkv::program::set_most_bytes(TENSOR);
+    let programs = corpus::read(programs);
+    let told = programs.iter().map(|program| (program, run(&whole(program))));
+    told.filter(|(_, told)| told != "ran" && !told.contains("Metal kernel"))
+        .map(|(program, told)| format!("{}: {told}", program.name))
+        .collect()
 }
 
 /// Limits the process to its present memory and [`LEFT`] more.
