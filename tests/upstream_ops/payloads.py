@@ -198,7 +198,7 @@ def _in_order(given: list[Any], declared: list[dict[str, Any]]) -> list[Any]:
     def fits(tensor: Any, argument: dict[str, Any]) -> bool:
         shape = argument["shape"]
         if shape is None:
-            return tensor.numel() == 1
+            return bool(tensor.numel() == 1)
         same = [not isinstance(size, int) or size == found for size, found in zip(shape, tensor.shape, strict=False)]
         return str(tensor.dtype) == f"torch.{argument['dtype']}" and len(shape) == tensor.ndim and all(same)
 
