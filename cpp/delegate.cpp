@@ -82,7 +82,8 @@ Error fail(const char* backend, etkv_status status, std::string_view message) {
       '?');
   ET_LOG(Error, "%s: %s", backend, line.c_str());
   libetkv().report(status, message);
-  // MLX throws one kind of exception for everything.
+  // MLX throws one kind of exception for everything. These say "Unable to
+  // allocate" or "Attempting to allocate".
   if (status == ETKV_ERROR_BACKEND &&
       message.find("llocate") != std::string_view::npos) {
     return Error::MemoryAllocationFailed;

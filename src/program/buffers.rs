@@ -7,20 +7,22 @@ use smallvec::SmallVec;
 
 use super::frame::{Frame, Output};
 use super::ir::Buffer;
-use crate::error::{fail, Result};
+use crate::error::{fail, Error, Result};
 
 /// The buffers of a loaded program. Zeros until a call writes them. Used under the lock of MLX only.
 pub struct Buffers {
     name: Option<String>,
     list: Vec<Buffer>,
     arrays: Mutex<Vec<Option<Array>>>,
+    /// Why what they hold was not computed.
+    broken: Mutex<Option<Error>>,
 }
 
 impl Buffers {
     /// Returns buffers of zeros.
     pub fn new(name: Option<String>, list: Vec<Buffer>) -> Self {
         let arrays = Mutex::new(vec![None; list.len()]);
-        Self { name, list, arrays }
+        Self { name, list, arrays, broken: Mutex::new(None) }
     }
 
     /// Returns whether there are buffers, under this name.
@@ -36,11 +38,22 @@ impl Buffers {
     /// Lets all buffers be zeros.
     pub fn reset(&self) {
         self.arrays.lock().fill(None);
+        *self.broken.lock() = None;
+    }
+
+    /// Refuses further calls until a reset: what the last one left could not be computed.
+    pub fn give_up(&self, error: &Error) {
+        if !self.list.is_empty() {
+            *self.broken.lock() = Some(error.clone());
+        }
     }
 
     /// Binds the values of the buffers. Returns another reference to each: a call that fails before its
     /// computation starts leaves all of them as they were.
     pub fn bind(&self, frame: &mut Frame) -> Result<SmallVec<[Array; 4]>> {
+        if let Some(error) = &*self.broken.lock() {
+            fail!(Step, "an earlier call did not compute what the program keeps ({error}); reset its buffers");
+        }
         let mut found = SmallVec::new();
         let arrays = self.arrays.lock();
         for (buffer, array) in self.list.iter().zip(arrays.iter()) {

@@ -175,6 +175,11 @@ fn init(slots: &mut Slots, graph: fb::MLXGraph) -> Result<(Chain, Vec<Value>)> {
     let before = slots.held().clone();
     let (tensors, ints) = (slots.counts().constants..slots.n_values(), 0..slots.n_ints());
     let mut chain = chain(slots, graph, index, &mut Place::default())?;
+    let (first, n) = slots.counts().buffers;
+    let after = slots.held();
+    if (first..first + n).any(|slot| after.tensors.get(&slot) != before.tensors.get(&slot)) {
+        fail!(Unsupported, "the init chain writes a buffer, and buffers begin as zeros");
+    }
     let (targets, values): (Vec<Value>, Vec<Value>) = slots.end_init(before).into_iter().unzip();
     chain.outputs.extend(values.into_iter().map(Out::Tensor));
     if let Some(value) = chain.uses().find(|value| tensors.contains(&value.0)) {
@@ -209,6 +214,9 @@ const MOST_INSIDE: usize = 16;
 /// The most instructions of a program, with those of chains as often as they stand inside others.
 const MOST_INSTRUCTIONS: usize = 1 << 20;
 
+/// The most slots that are copied for chains inside others.
+const MOST_COPIED: usize = 1 << 24;
+
 /// Where a chain stands.
 #[derive(Default)]
 struct Place {
@@ -216,6 +224,8 @@ struct Place {
     around: Vec<usize>,
     /// The instructions so far, in all chains.
     n_instructions: usize,
+    /// The slots that were copied so far, once for each chain inside another.
+    n_copied: usize,
 }
 
 /// Decodes a chain with those inside it.
@@ -233,6 +243,13 @@ fn chain(slots: &mut Slots, graph: fb::MLXGraph, index: usize, place: &mut Place
         place.n_instructions += 1;
         if place.n_instructions > MOST_INSTRUCTIONS {
             fail!(Program, "the program has more than {MOST_INSTRUCTIONS} instructions");
+        }
+        if matches!(instruction.op_type(), fb::OpNode::IfNode | fb::OpNode::ScanNode) {
+            // What all slots hold is copied.
+            place.n_copied += slots.held().tensors.len() + slots.held().ints.len();
+            if place.n_copied > MOST_COPIED {
+                fail!(Program, "the program has too many chains inside others for its tensors");
+            }
         }
         let mut inner = |slots: &mut Slots, index| self::chain(slots, graph, index, place);
         let decoded = match instruction.op_type() {

@@ -178,8 +178,11 @@ impl Loaded {
             None => StepState::NoCache,
         };
         let frame = Frame::new(&mlx, self.n_values, self.n_ints, &self.constants, step);
-        let (made, step) = self.stream.run(&mlx, || self.start(frame, inputs, output_types))?;
-        mlx.outside(|| made.iter().try_for_each(Output::wait))?;
+        let (made, kept, step) =
+            self.stream.run(&mlx, || self.start(frame, inputs, output_types))?;
+        mlx.outside(|| made.iter().try_for_each(Output::wait))
+            .and_then(|()| mlx.outside(|| kept.iter().try_for_each(mlx::wait)))
+            .inspect_err(|error| self.buffers.give_up(error))?;
         // Inside: on a GPU this copies the elements to where the host can read them.
         let read: SmallVec<[_; 4]> = made.iter().map(Output::read).collect::<Result<_>>()?;
         let outputs: SmallVec<[_; 4]> =
@@ -191,13 +194,13 @@ impl Loaded {
         }
     }
 
-    /// Runs the instructions, and starts the computation of the outputs.
+    /// Runs the instructions, and starts the computation of the outputs and of what is kept.
     fn start<'a>(
         &self,
         mut frame: Frame<'_, 'a>,
         inputs: &[Argument],
         output_types: &[i8],
-    ) -> Result<(Outputs, Option<Step<'a>>)> {
+    ) -> Result<(Outputs, Vec<Array>, Option<Step<'a>>)> {
         bind_inputs(&self.inputs, inputs, &mut frame)?;
         let found = self.buffers.bind(&mut frame)?;
         self.main.run(&mut frame)?;
@@ -217,11 +220,14 @@ impl Loaded {
         drop(found);
         let kept = self.buffers.keep(buffers)?;
         let tensors = made.iter().filter_map(Output::tensor).chain(&kept);
-        match &step {
-            Some(step) => step.schedule(&tensors.collect::<SmallVec<[_; 4]>>())?,
-            None => async_eval(tensors)?,
-        }
-        Ok((made, step))
+        let started = match &step {
+            Some(step) => {
+                step.schedule(&tensors.collect::<SmallVec<[_; 4]>>()).map_err(Error::from)
+            }
+            None => async_eval(tensors).map_err(Error::from),
+        };
+        started.inspect_err(|error| self.buffers.give_up(error))?;
+        Ok((made, kept, step))
     }
 }
 

@@ -89,7 +89,9 @@ pub fn decode_scan(
     }
 
     let mut behind = unchanged(&before, &[&after]);
-    refuse_hidden_state(&before, &behind, &body)?;
+    let known: Vec<u32> =
+        [node.carry(), node.sliced()].iter().flatten().map(fb::Tid::idx).collect();
+    refuse_hidden_state(&before, &behind, &body, &known)?;
     let n_stacked = node.outputs().len();
     let n = (n_stacked + carried.len()) as u32;
     let first = slots.new_values(n);
@@ -143,15 +145,16 @@ fn unchanged(before: &Held, after: &[&Held]) -> Held {
 }
 
 /// Refuses a body that changes what it has read, and does not say that it carries it: the next run would
-/// read something else.
-fn refuse_hidden_state(before: &Held, unchanged: &Held, body: &Chain) -> Result<()> {
+/// read something else. `known` are the slots that it names.
+fn refuse_hidden_state(before: &Held, unchanged: &Held, body: &Chain, known: &[u32]) -> Result<()> {
     let tensors: HashSet<Value> = body.uses().collect();
     for (slot, value) in &before.tensors {
-        if !unchanged.tensors.contains_key(slot) && tensors.contains(value) {
+        let is_changed = !unchanged.tensors.contains_key(slot) && !known.contains(slot);
+        if is_changed && tensors.contains(value) {
             fail!(Program, "a loop changes tensor {slot}, which it reads, and does not carry it");
         }
     }
-    let ints: Vec<_> = body.instructions.iter().flat_map(|made| made.op.int_reads()).collect();
+    let ints: HashSet<_> = body.instructions.iter().flat_map(|made| made.op.int_reads()).collect();
     for (slot, value) in &before.ints {
         if !unchanged.ints.contains_key(slot) && ints.contains(value) {
             fail!(Unsupported, "a loop changes value {slot}, which it reads");

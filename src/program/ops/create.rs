@@ -86,7 +86,8 @@ fn filled<'a>(arguments: &'a Arguments, v: Fill) -> Result<(&'a [i32], Array)> {
 /// Returns a number as MLX can have it: floats of 64 bits are none that a GPU has.
 fn number(v: f64) -> Array {
     const EXACT: f64 = (1u64 << 53) as f64;
-    if v.fract() == 0.0 && v.abs() <= EXACT {
+    // Integers have no zero below zero.
+    if v.fract() == 0.0 && v.abs() <= EXACT && (v != 0.0 || v.is_sign_positive()) {
         return Array::from_slice(&[v as i64], &[]);
     }
     Array::from_f32(v as f32)

@@ -190,13 +190,17 @@ fn floor_divided(a: &Array, b: &Array) -> Result<Array> {
     if is_float(a.dtype()) || is_float(b.dtype()) {
         return Ok(a.floor_divide(b)?);
     }
-    let divisor = nonzero(b)?;
+    let divisor = divisor(b)?;
     let quotient = a.floor_divide(&divisor)?;
     let rest = a.subtract(quotient.multiply(&divisor)?)?;
     let zero = Array::from_int(0);
     let other_signs = rest.lt(&zero)?.ne(divisor.lt(&zero)?)?;
     let is_inexact = rest.ne(&zero)?.logical_and(other_signs)?;
-    Ok(quotient.subtract(is_inexact.as_dtype(quotient.dtype())?)?)
+    let rounded = quotient.subtract(is_inexact.as_dtype(quotient.dtype())?)?;
+    match is_signed(b.dtype()) {
+        true => Ok(select(b.eq(Array::from_int(-1))?, a.negative()?, rounded)?),
+        false => Ok(rounded),
+    }
 }
 
 /// Returns what is left of a division rounded down, of the sign of the divisor.
@@ -204,13 +208,22 @@ fn rest(a: &Array, b: &Array) -> Result<Array> {
     if is_float(a.dtype()) || is_float(b.dtype()) {
         return Ok(a.remainder(b)?);
     }
-    Ok(a.remainder(nonzero(b)?)?)
+    Ok(a.remainder(divisor(b)?)?)
 }
 
-/// Returns divisors with 1 in the place of 0: a processor stops a program that divides an integer by zero.
-fn nonzero(b: &Array) -> Result<Array> {
-    let (zero, one) = (Array::from_int(0), Array::from_int(1).as_dtype(b.dtype())?);
-    Ok(select(b.eq(zero)?, one, b)?)
+/// Returns divisors with 1 in the place of 0 and of -1: a processor stops a program that divides an integer
+/// by zero, or the least one by -1.
+fn divisor(b: &Array) -> Result<Array> {
+    let one = Array::from_int(1).as_dtype(b.dtype())?;
+    let mut stops = b.eq(Array::from_int(0))?;
+    if is_signed(b.dtype()) {
+        stops = stops.logical_or(b.eq(Array::from_int(-1))?)?;
+    }
+    Ok(select(stops, one, b)?)
+}
+
+fn is_signed(dtype: Dtype) -> bool {
+    matches!(dtype, Dtype::Int8 | Dtype::Int16 | Dtype::Int32 | Dtype::Int64)
 }
 
 #[cfg(test)]
@@ -272,6 +285,28 @@ mod tests {
             let cube =
                 run_binary(Binary::Power, &Array::from_slice(&X, &[7]), &Array::from_f32(3.0))?;
             assert_close(&cube, |x| x.powi(3), 1e-4);
+            Ok(())
+        })
+        .unwrap();
+    }
+
+    #[test]
+    fn integers_are_divided_as_pythons_are() {
+        crate::mlx::run(|| {
+            // The last two stop a processor: they are divided otherwise.
+            let a = Array::from_slice(&[7, -7, 7, -7, 6, i32::MIN, 5], &[7]);
+            let b = Array::from_slice(&[2, 2, -2, -2, -1, -1, 0], &[7]);
+            let quotients = run_binary(Binary::FloorDivide, &a, &b)?;
+            quotients.eval()?;
+            assert_eq!(quotients.as_slice::<i32>(), [3, -4, -4, 3, -6, i32::MIN, 5]);
+            let rests = run_binary(Binary::Remainder, &a, &b)?;
+            rests.eval()?;
+            assert_eq!(rests.as_slice::<i32>(), [1, 1, -1, -1, 0, 0, 0]);
+            let a = Array::from_slice(&[7u32, 200], &[2]);
+            let b = Array::from_slice(&[2u32, u32::MAX], &[2]);
+            let quotients = run_binary(Binary::FloorDivide, &a, &b)?;
+            quotients.eval()?;
+            assert_eq!(quotients.as_slice::<u32>(), [3, 0]);
             Ok(())
         })
         .unwrap();

@@ -69,13 +69,15 @@ pub fn run_gather_mm(arguments: &Arguments, [lhs, rhs]: [bool; 2], sorted: bool)
     let (a, b) = (arguments.tensor(0)?, arguments.tensor(1)?);
     check(arguments, 2, lhs, a)?;
     check(arguments, 2 + usize::from(lhs), rhs, b)?;
-    // On a CPU MLX multiplies only float32 like this.
-    let dtype = a.dtype();
-    let is_widened = !arguments.frame.on_gpu() && dtype != Dtype::Float32;
-    let (a, b) = match is_widened {
-        true => (cast(a, Dtype::Float32)?, cast(b, Dtype::Float32)?),
-        false => (a.clone(), b.clone()),
-    };
+    let is_float =
+        |x: &Array| matches!(x.dtype(), Dtype::Float16 | Dtype::Bfloat16 | Dtype::Float32);
+    if !is_float(a) || !is_float(b) {
+        fail!(Program, "expected products of floats, got {:?} and {:?}", a.dtype(), b.dtype());
+    }
+    // On a CPU MLX multiplies only float32 like this: the whole of both, in each call.
+    let dtype = if a.dtype() == b.dtype() { a.dtype() } else { Dtype::Float32 };
+    let wide = if arguments.frame.on_gpu() { dtype } else { Dtype::Float32 };
+    let (a, b) = (cast(a, wide)?, cast(b, wide)?);
     let mut next = 2;
     let left = given(arguments, &mut next, lhs)?;
     let right = given(arguments, &mut next, rhs)?;

@@ -3,7 +3,7 @@
 use mlx_rs::{Array, Dtype};
 
 use super::calls::{decode, normalize_axis, Arguments};
-use super::indexing::check_indices;
+use super::indexing::{check_indices, check_range};
 use crate::error::{fail, Result};
 use crate::mlx::{self, call, slice_axis, update_axis, Arrays};
 use crate::program::fb;
@@ -60,9 +60,12 @@ pub fn run_gather(arguments: &Arguments, axes: &[i32], slice_sizes: &[i32]) -> R
         if !(0..x.ndim() as i32).contains(&axis) {
             fail!(Program, "expected an axis from 0 to {}, got {axis}", x.ndim() as i32 - 1);
         }
-        // A slice begins at the index.
-        let last = x.dim(axis) - slice_sizes[axis as usize] + 1;
-        check_indices(arguments.frame, arguments.values[index + 1], last, x.dim(axis))?;
+        // A slice begins at the index. MLX counts one below zero from the end, and reads on from there.
+        let (frame, value) = (arguments.frame, arguments.values[index + 1]);
+        match slice_sizes[axis as usize] {
+            ..=1 => check_indices(frame, value, x.dim(axis), x.dim(axis))?,
+            slice => check_range(frame, value, x.dim(axis) - slice + 1)?,
+        }
     }
     let indices = Arrays::of(arguments.tensors[1..].iter().copied());
     // SAFETY: the lists are as long as is said, and each slice lies within the array.

@@ -1,10 +1,12 @@
 //! Rows by index: the embedding.
 
+use mlx_rs::transforms::eval;
 use mlx_rs::{Array, Dtype};
 
 use super::instruction;
 use super::shape::normalize_axis;
 use crate::error::{fail, Error, Result, Status};
+use crate::program::dtype;
 use crate::program::fb;
 use crate::program::frame::Frame;
 use crate::program::ir::{Index, Instruction, Int, Op, Value};
@@ -63,9 +65,20 @@ pub fn check_indices(frame: &Frame, index: Value, end: i32, size: i32) -> Result
     check_between(frame, index, -size, end)
 }
 
+fn is_integer(dtype: Dtype) -> bool {
+    !matches!(
+        dtype,
+        Dtype::Float16 | Dtype::Bfloat16 | Dtype::Float32 | Dtype::Float64 | Dtype::Complex64
+    )
+}
+
 fn check_between(frame: &Frame, index: Value, begin: i32, size: i32) -> Result<()> {
     if frame.limit(index).is_some_and(|limit| limit <= size) {
         return Ok(());
+    }
+    let dtype = frame.tensor(index)?.dtype();
+    if dtype == Dtype::Bool || !is_integer(dtype) {
+        fail!(Program, "expected indices of integers, got {}", dtype::name(dtype));
     }
     let (least, most) = match frame.host_ints(index) {
         Some(indices) => (indices.iter().min().copied(), indices.iter().max().copied()),
@@ -80,7 +93,10 @@ fn check_between(frame: &Frame, index: Value, begin: i32, size: i32) -> Result<(
                     .map(Some)
                     .map_err(|error| Error::new(Status::Backend, &error).caused_by(error))
             };
-            (one(indices.min(None)?)?, one(indices.max(None)?)?)
+            let (least, most) = (indices.min(None)?, indices.max(None)?);
+            // One wait for both.
+            eval([&least, &most])?;
+            (one(least)?, one(most)?)
         }
     };
     for index in [least, most].into_iter().flatten() {

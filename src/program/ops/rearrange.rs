@@ -171,7 +171,11 @@ pub fn run_as_strided(
     offset: u64,
     reduced: Option<&[i32]>,
 ) -> Result<Array> {
-    let x = arguments.tensor(0)?;
+    // MLX takes one axis as it lies.
+    let x = match arguments.tensor(0)? {
+        x if x.ndim() > 1 => x.clone(),
+        x => x.contiguous()?,
+    };
     let (shape, strides) = arguments.ints.split_at(arguments.ints.len() / 2);
     check_size(shape, x.dtype())?;
     let offset = i64::try_from(offset).unwrap_or(i64::MAX);

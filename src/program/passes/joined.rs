@@ -80,8 +80,9 @@ fn drop_from_load(graph: &mut Graph, unneeded: &HashSet<Value>) {
         .unzip();
     (graph.init_targets, graph.init.outputs) = (targets, outputs);
     let needed: HashSet<Value> = graph.init.uses().collect();
-    let is_needed =
-        |made: &Instruction| made.out.tensors().next().is_none_or(|out| needed.contains(&out));
+    let is_needed = |made: &Instruction| {
+        matches!(made.out, Out::Int(_)) || made.out.tensors().any(|out| needed.contains(&out))
+    };
     graph.init.instructions.retain(is_needed);
 }
 
