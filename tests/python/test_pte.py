@@ -6,6 +6,7 @@ import json
 
 import pytest
 
+import lacking_program
 from etkv import __main__ as command
 from etkv import describe_program, inspection, pte
 from etkv.errors import EtkvError
@@ -55,22 +56,7 @@ def test_instructions(program, capsys):
 
 def test_a_program_that_does_not_run_here(tmp_path, capsys):
     """Every operation that is lacking is named, with how often it is there."""
-    import torch
-    from executorch.exir import to_edge_transform_and_lower
-
-    from etkv import _mlx_serialization
-
-    _mlx_serialization.ensure_available()
-    from executorch.backends.mlx import MLXPartitioner
-
-    class Model(torch.nn.Module):
-        def forward(self, x):
-            return torch.cumsum(torch.cumsum(x, 0), 0) + torch.sort(x, 0).values
-
-    traced = torch.export.export(Model(), (torch.ones(3),))
-    lowered = to_edge_transform_and_lower(traced, partitioner=[MLXPartitioner()]).to_executorch()
-    file = tmp_path / "x.pte"
-    file.write_bytes(lowered.buffer)
+    file = lacking_program.write(tmp_path / "x.pte")
     found = inspection.report(file)
     assert found["runs_here"]["runs"] is False
     assert "2 times" in found["runs_here"]["why"]

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 import etkv
+import lacking_program
 from etkv.pte import PteFile
 
 PAGE = (Path(__file__).parents[2] / "docs/reports.md").read_text(encoding="utf-8")
@@ -65,22 +66,7 @@ def config(capacity=64, **more) -> etkv.CacheConfig:
 @pytest.fixture(scope="module")
 def lacking(tmp_path_factory) -> Path:
     """A program with operations that this build lacks."""
-    import torch
-    from executorch.exir import to_edge_transform_and_lower
-
-    from etkv import _mlx_serialization
-
-    _mlx_serialization.ensure_available()
-    from executorch.backends.mlx import MLXPartitioner
-
-    class Model(torch.nn.Module):
-        def forward(self, x):
-            return torch.cumsum(torch.cumsum(x, 0), 0)
-
-    traced = torch.export.export(Model(), (torch.ones(3),))
-    file = tmp_path_factory.mktemp("lacking") / "x.pte"
-    file.write_bytes(to_edge_transform_and_lower(traced, partitioner=[MLXPartitioner()]).to_executorch().buffer)
-    return file
+    return lacking_program.write(tmp_path_factory.mktemp("lacking") / "x.pte")
 
 
 def test_fields_of_a_cache():
@@ -146,8 +132,8 @@ def test_a_description_tells_what_the_file_tells(exported):
 
 def test_a_program_that_is_refused_is_described(lacking):
     found = etkv.describe_program(lacking)
-    assert found["missing"] == [{"operation": "Cumsum", "count": 2}]
-    assert "Cumsum (2 times)" in found["refused"]
+    assert found["missing"] == [{"operation": lacking_program.NAME, "count": 2}]
+    assert f"{lacking_program.NAME} (2 times)" in found["refused"]
     assert (found["passes"], found["passes_on_gpu"], found["layouts"]) == ([], [], None)
     assert found["inputs"] == [{"name": found["inputs"][0]["name"], "dtype": "float32", "shape": [3]}]
 

@@ -1,0 +1,50 @@
+"""A program with an operation that this build lacks: one of a schema to come."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import etkv
+
+TANH, TO_COME = 29, 250
+"""The number of an operation in the schema, and one that no operation has yet."""
+
+NAME = f"operation {TO_COME}"
+
+
+def write(path: Path) -> Path:
+    """Write a program that has the operation twice."""
+    import torch
+    from executorch.exir import to_edge_transform_and_lower
+
+    from etkv import _mlx_serialization
+
+    _mlx_serialization.ensure_available()
+    from executorch.backends.mlx import MLXPartitioner
+
+    class Model(torch.nn.Module):
+        def forward(self, x):
+            return torch.tanh(torch.tanh(x))
+
+    traced = torch.export.export(Model(), (torch.ones(3),))
+    program = to_edge_transform_and_lower(traced, partitioner=[MLXPartitioner()]).to_executorch().buffer
+    places = [place for place, byte in enumerate(program) if byte == TANH and _is_operation(program, place, path)]
+    assert len(places) == 2
+    path.write_bytes(_changed(program, places))
+    return path
+
+
+def _changed(program: bytes, places: list[int]) -> bytes:
+    changed = bytearray(program)
+    for place in places:
+        changed[place] = TO_COME
+    return bytes(changed)
+
+
+def _is_operation(program: bytes, place: int, path: Path) -> bool:
+    """Return whether a byte is the number of an operation."""
+    path.write_bytes(_changed(program, [place]))
+    try:
+        return etkv.describe_program(path)["missing"] == [{"operation": NAME, "count": 1}]
+    except etkv.EtkvError:
+        return False
