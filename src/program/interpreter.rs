@@ -9,7 +9,7 @@ use super::frame::Frame;
 use super::ir::{Chain, Op, Out, Value};
 use super::limits::check_made;
 use super::ops::{self, control, Made};
-use crate::error::{fail, Result};
+use crate::error::{fail, Result, Status};
 
 /// A chain, and the instruction after which each value is not needed.
 ///
@@ -68,9 +68,10 @@ impl Schedule {
     /// Runs the chain in `frame`.
     pub fn run(&self, frame: &mut Frame) -> Result<()> {
         for (index, instruction) in self.chain.instructions.iter().enumerate() {
-            let made = self
-                .run_one(index, frame)
-                .map_err(|error| error.at(place(index, &instruction.op, frame)))?;
+            let made = self.run_one(index, frame).map_err(|error| {
+                let place = place(index, &instruction.op, frame, error.status());
+                error.at(place)
+            })?;
             self.check(&made, index, frame)?;
             match (made, instruction.out) {
                 (Made::Tensor(array), Out::Tensor(value)) => frame.set(value, array),
@@ -116,10 +117,14 @@ impl Schedule {
     }
 }
 
-/// Returns where a run has failed: the instruction, and the shapes that it has read.
-fn place(index: usize, op: &Op, frame: &Frame) -> String {
+/// Returns where a run has failed: the instruction, and the shapes that it has read where they may be why.
+fn place(index: usize, op: &Op, frame: &Frame, status: Status) -> String {
     let mut text = format!("instruction {index}, {}", op.name());
-    if matches!(op, Op::If { .. } | Op::Scan(_)) {
+    let is_of_shapes = matches!(
+        status,
+        Status::Backend | Status::Program | Status::Internal | Status::Unsupported
+    );
+    if !is_of_shapes || matches!(op, Op::If { .. } | Op::Scan(_)) {
         return text;
     }
     for (number, value) in op.reads().into_iter().enumerate() {
