@@ -191,6 +191,11 @@ pub fn update_axis(
     })
 }
 
+/// Returns a number where MLX would choose one itself.
+pub fn optional_int(value: i32) -> mlx_sys::mlx_optional_int {
+    mlx_sys::mlx_optional_int { value, has_value: true }
+}
+
 /// Waits until an array is computed. Its computation must have started.
 pub fn wait(array: &Array) -> Result<()> {
     // SAFETY: the handle is live.

@@ -10,6 +10,7 @@
 //! Locks cannot wait for each other in a circle, because a thread that holds MLX waits for nothing
 //! but the device: [`give_way`] releases MLX while it waits for a cache.
 
+pub(crate) mod bits;
 mod calls;
 mod host;
 #[cfg(feature = "delegate")]
@@ -25,6 +26,7 @@ use parking_lot::{Mutex, MutexGuard, ReentrantMutex, ReentrantMutexGuard};
 #[cfg(feature = "delegate")]
 pub(crate) use self::calls::arrays;
 pub use self::calls::check;
+pub(crate) use self::calls::optional_int;
 pub(crate) use self::calls::wait;
 pub(crate) use self::calls::{before_writes, call, cast, slice_axis, update_axis, Arrays};
 #[cfg(any(test, feature = "delegate"))]

@@ -7,6 +7,7 @@ use mlx_rs::{Array, Dtype};
 
 use super::dtype;
 use super::ir::{Constant, Graph, Value};
+use super::limits::bytes_of;
 use crate::error::{fail, Result};
 
 /// The source of a program's constants.
@@ -78,9 +79,7 @@ fn stored(constant: &Constant, source: &mut dyn ConstantSource) -> Result<Array>
     let Some(bytes) = source.find(name) else {
         fail!(Program, "the program's data have no constant `{name}`");
     };
-    let expected = shape
-        .iter()
-        .try_fold(dtype::item_size(constant.dtype), |size, &dim| size.checked_mul(dim as usize));
+    let expected = bytes_of(shape, constant.dtype);
     if expected != Some(bytes.len()) {
         fail!(
             Program,

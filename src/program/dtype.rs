@@ -36,6 +36,11 @@ pub fn item_size(dtype: Dtype) -> usize {
     }
 }
 
+/// Returns whether a dtype is a float that programs compute in.
+pub fn is_float(dtype: Dtype) -> bool {
+    matches!(dtype, Dtype::Float16 | Dtype::Bfloat16 | Dtype::Float32)
+}
+
 /// The dtype's name, as users write it.
 pub fn name(dtype: Dtype) -> &'static str {
     match dtype {

@@ -5,30 +5,8 @@ use mlx_rs::ops::{maximum, minimum, sum_axis};
 use mlx_rs::{Array, Dtype};
 
 use crate::error::Result;
-use crate::mlx::{call, cast};
-
-macro_rules! elementwise {
-    ($($(#[$doc:meta])* $name:ident = $function:ident;)+) => {$(
-        $(#[$doc])*
-        pub(super) fn $name(a: &Array, b: &Array) -> Result<Array> {
-            // SAFETY: the handles outlive the call.
-            call(|made, stream| unsafe {
-                mlx_sys::$function(made, a.as_ptr(), b.as_ptr(), stream)
-            })
-        }
-    )+};
-}
-
-elementwise! {
-    /// Returns `a << b`.
-    shl = mlx_left_shift;
-    /// Returns `a >> b`.
-    shr = mlx_right_shift;
-    /// Returns `a & b`.
-    and = mlx_bitwise_and;
-    /// Returns `a | b`.
-    or = mlx_bitwise_or;
-}
+use crate::mlx::bits::{and, or, shl, shr};
+use crate::mlx::cast;
 
 /// Codes in a word of 32 bits.
 const PER_WORD: i32 = 8;

@@ -4,10 +4,10 @@ use std::ffi::CStr;
 
 use mlx_rs::ops::{concatenate, repeat_axis};
 use mlx_rs::{Array, Dtype};
-use mlx_sys::{mlx_optional_dtype, mlx_optional_int};
+use mlx_sys::mlx_optional_dtype;
 
 use crate::error::{fail, Result};
-use crate::mlx::{self, call, cast, slice_axis};
+use crate::mlx::{self, call, cast, optional_int, slice_axis};
 
 /// A packed layout of MLX.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -111,7 +111,7 @@ impl Packed {
 
     fn whole_product(&self, x: &Array, transposed: bool) -> Result<Array> {
         let fit = self;
-        let (group, bits) = (some(fit.layout.group()), some(fit.layout.bits()));
+        let (group, bits) = (optional_int(fit.layout.group()), optional_int(fit.layout.bits()));
         // SAFETY: an empty handle stands for no array and owns nothing.
         let none = unsafe { mlx_sys::mlx_array_new() };
         let offsets = fit.offsets.as_ref().map_or(none, Array::as_ptr);
@@ -134,7 +134,7 @@ impl Packed {
 
     /// Returns all rows in `dtype`.
     pub fn unpacked(&self, dtype: Dtype) -> Result<Array> {
-        let (group, bits) = (some(self.layout.group()), some(self.layout.bits()));
+        let (group, bits) = (optional_int(self.layout.group()), optional_int(self.layout.bits()));
         // The affine layout is unpacked in the dtype of its scales.
         let (scales, offsets) = match &self.offsets {
             Some(offsets) if dtype != offsets.dtype() => {
@@ -200,10 +200,6 @@ impl Packed {
 const CPU_COPIED: usize = 64 << 10;
 /// The same limit on a GPU.
 const GPU_COPIED: usize = 1 << 20;
-
-fn some(value: i32) -> mlx_optional_int {
-    mlx_optional_int { value, has_value: true }
-}
 
 /// Returns the planes as an array of exactly `N`.
 pub(super) fn exactly<const N: usize>(parts: &[Array]) -> Result<&[Array; N]> {

@@ -111,7 +111,7 @@ impl Codec for Row {
                 let shifted = clip(steps.round(None)?, (-8.0, 7.0))?.add(Array::from_f32(8.0))?;
                 // NaN has no integer; the least code stands for it.
                 let shifted = maximum(shifted, Array::from_f32(0.0))?;
-                super::bits::and(
+                crate::mlx::bits::and(
                     &cast(&shifted, Dtype::Uint32)?,
                     &Array::from_slice(&[15u32], &[1]),
                 )?

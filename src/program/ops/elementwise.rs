@@ -8,7 +8,7 @@ use mlx_rs::{Array, Dtype};
 use super::instruction;
 use crate::error::{fail, Result};
 use crate::mlx::{call, cast};
-use crate::program::dtype::dtype_of;
+use crate::program::dtype::{dtype_of, is_float};
 use crate::program::fb;
 use crate::program::ir::{Binary, Instruction, Op, Unary};
 use crate::program::slots::Slots;
@@ -159,10 +159,6 @@ fn truncated(x: &Array) -> Result<Array> {
     let zero = Array::from_f32(0.0).as_dtype(x.dtype())?;
     let (floor, ceil) = (run_unary(Unary::Floor, x)?, run_unary(Unary::Ceil, x)?);
     Ok(select(x.lt(zero)?, ceil, floor)?)
-}
-
-fn is_float(dtype: Dtype) -> bool {
-    matches!(dtype, Dtype::Float16 | Dtype::Bfloat16 | Dtype::Float32)
 }
 
 pub fn run_binary(function: Binary, a: &Array, b: &Array) -> Result<Array> {

@@ -4,9 +4,10 @@ use mlx_rs::{Array, Dtype};
 
 use super::calls::{decode, Arguments};
 use super::indexing::check_range;
-use super::packed::{self, given, packing, some};
+use super::packed::{given, packing};
 use crate::error::{fail, Result};
-use crate::mlx::{call, cast};
+use crate::mlx::{call, cast, optional_int};
+use crate::program::dtype::is_float;
 use crate::program::fb;
 use crate::program::ir::{Function, Instruction, Int, Packing};
 use crate::program::slots::Slots;
@@ -69,9 +70,7 @@ pub fn run_gather_mm(arguments: &Arguments, [lhs, rhs]: [bool; 2], sorted: bool)
     let (a, b) = (arguments.tensor(0)?, arguments.tensor(1)?);
     check(arguments, 2, lhs, a)?;
     check(arguments, 2 + usize::from(lhs), rhs, b)?;
-    let is_float =
-        |x: &Array| matches!(x.dtype(), Dtype::Float16 | Dtype::Bfloat16 | Dtype::Float32);
-    if !is_float(a) || !is_float(b) {
+    if !is_float(a.dtype()) || !is_float(b.dtype()) {
         fail!(Program, "expected products of floats, got {:?} and {:?}", a.dtype(), b.dtype());
     }
     // On a CPU MLX multiplies only float32 like this: the whole of both, in each call.
@@ -102,10 +101,11 @@ pub fn run_gather_qmm(
     check(arguments, first + usize::from(lhs), rhs, w)?;
     let scales = arguments.tensor(2)?.as_ptr();
     let mut next = 3;
-    let biases = packed::given(arguments, &mut next, biases)?;
-    let left = packed::given(arguments, &mut next, lhs)?;
-    let right = packed::given(arguments, &mut next, rhs)?;
-    let (group, bits, mode) = (some(packing.group_size), some(packing.bits), packing.name());
+    let biases = given(arguments, &mut next, biases)?;
+    let left = given(arguments, &mut next, lhs)?;
+    let right = given(arguments, &mut next, rhs)?;
+    let (group, bits, mode) =
+        (optional_int(packing.group_size), optional_int(packing.bits), packing.name());
     let sorted = is_sorted(arguments, sorted);
     // SAFETY: the arrays are live, or none; each index is one of a matrix.
     call(|made, stream| unsafe {

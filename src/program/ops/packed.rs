@@ -7,7 +7,7 @@ use mlx_rs::{Array, Dtype};
 
 use super::calls::{none, Arguments};
 use crate::error::{fail, Result};
-use crate::mlx::call;
+use crate::mlx::{call, optional_int};
 use crate::program::ir::{Packing, PackingMode};
 
 /// The packings that MLX knows, with the sizes of their groups and their bits.
@@ -59,11 +59,6 @@ impl Packing {
     }
 }
 
-/// A number that MLX may choose.
-pub fn some(value: i32) -> mlx_sys::mlx_optional_int {
-    mlx_sys::mlx_optional_int { value, has_value: true }
-}
-
 /// Returns a tensor of a call, or none.
 pub fn given(
     arguments: &Arguments,
@@ -91,7 +86,8 @@ pub fn run_dequantize(
         value: dtype.unwrap_or(Dtype::Float32).into(),
         has_value: dtype.is_some(),
     };
-    let (group, bits, mode) = (some(packing.group_size), some(packing.bits), packing.name());
+    let (group, bits, mode) =
+        (optional_int(packing.group_size), optional_int(packing.bits), packing.name());
     // SAFETY: the arrays are live, or none.
     call(|made, stream| unsafe {
         mlx_sys::mlx_dequantize(
@@ -118,7 +114,8 @@ pub fn run_matmul(
     let [x, w, scales] = [0, 1, 2].map(|index| arguments.tensor(index));
     let (x, w, scales) = (x?.as_ptr(), w?.as_ptr(), scales?.as_ptr());
     let biases = given(arguments, &mut 3, biases)?;
-    let (group, bits, mode) = (some(packing.group_size), some(packing.bits), packing.name());
+    let (group, bits, mode) =
+        (optional_int(packing.group_size), optional_int(packing.bits), packing.name());
     // SAFETY: the arrays are live, or none.
     call(|made, stream| unsafe {
         mlx_sys::mlx_quantized_matmul(

@@ -10,7 +10,7 @@ use super::instruction;
 use super::packed::packing;
 use super::shape::Sizes;
 use crate::error::{fail, Result};
-use crate::mlx::{self, call, cast, slice_axis};
+use crate::mlx::{self, call, cast, optional_int, slice_axis};
 use crate::program::dtype::dtype_of;
 use crate::program::fb;
 use crate::program::frame::Frame;
@@ -178,7 +178,6 @@ fn linear_on_cpu(x: &Array, packed: &Packed) -> Result<Array> {
 }
 
 fn packed_product(x: &Array, packed: &Packed, transpose: bool) -> Result<Array> {
-    let some = |value| mlx_sys::mlx_optional_int { value, has_value: true };
     // SAFETY: the handles outlive the call.
     call(|made, stream| unsafe {
         mlx_sys::mlx_quantized_matmul(
@@ -188,8 +187,8 @@ fn packed_product(x: &Array, packed: &Packed, transpose: bool) -> Result<Array> 
             packed.scales.as_ptr(),
             packed.biases.as_ptr(),
             transpose,
-            some(packed.packing.group_size),
-            some(packed.packing.bits),
+            optional_int(packed.packing.group_size),
+            optional_int(packed.packing.bits),
             c"affine".as_ptr(),
             stream,
         )

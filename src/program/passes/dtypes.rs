@@ -4,7 +4,7 @@ use std::collections::HashMap;
 
 use mlx_rs::Dtype;
 
-use crate::program::dtype::dtype_of;
+use crate::program::dtype::{dtype_of, is_float};
 use crate::program::ir::{Graph, InputSpec, Op, Unary, Value};
 
 /// Returns the dtypes of the constants, the inputs and those results of the main chain whose dtype
@@ -80,8 +80,4 @@ fn of(op: &Op, dtypes: &HashMap<Value, Dtype>) -> Option<Dtype> {
 fn shared(mut dtypes: impl Iterator<Item = Option<Dtype>>) -> Option<Dtype> {
     let first = dtypes.next().flatten().filter(|&dtype| is_float(dtype))?;
     dtypes.all(|dtype| dtype == Some(first)).then_some(first)
-}
-
-fn is_float(dtype: Dtype) -> bool {
-    matches!(dtype, Dtype::Float16 | Dtype::Bfloat16 | Dtype::Float32)
 }

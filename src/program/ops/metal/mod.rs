@@ -16,8 +16,8 @@ use super::indexing::check_range;
 use super::shape::sizes;
 use super::{instruction, Made};
 use crate::error::{fail, Result};
-use crate::mlx::call;
-use crate::program::dtype::{dtype_of, name};
+use crate::mlx::bits::{and, or, shl, shr};
+use crate::program::dtype::{dtype_of, is_float, name};
 use crate::program::fb;
 use crate::program::frame::Frame;
 use crate::program::ir::{Gguf, Instruction, Int, MetalKernel, Op, Out, Value};
@@ -388,10 +388,6 @@ fn compute(kernel: &MetalKernel, inputs: &[&Array], on_gpu: bool) -> Result<Vec<
     }
 }
 
-fn is_float(dtype: Dtype) -> bool {
-    matches!(dtype, Dtype::Float16 | Dtype::Bfloat16 | Dtype::Float32)
-}
-
 /// Refuses an input of another dtype.
 fn expect_dtype(input: &str, array: &Array, expected: Dtype) -> Result<()> {
     if array.dtype() != expected {
@@ -433,29 +429,6 @@ fn leading<'a>(input: &str, array: &'a Array, size: i32) -> Result<&'a [i32]> {
 /// Returns a shape with more axes.
 fn with(leading: &[i32], axes: &[i32]) -> SmallVec<[i32; 8]> {
     leading.iter().chain(axes).copied().collect()
-}
-
-macro_rules! elementwise {
-    ($($(#[$doc:meta])* $name:ident = $function:ident;)+) => {$(
-        $(#[$doc])*
-        fn $name(a: &Array, b: &Array) -> Result<Array> {
-            // SAFETY: the handles outlive the call.
-            call(|made, stream| unsafe {
-                mlx_sys::$function(made, a.as_ptr(), b.as_ptr(), stream)
-            })
-        }
-    )+};
-}
-
-elementwise! {
-    /// Returns `a << b`.
-    shl = mlx_left_shift;
-    /// Returns `a >> b`.
-    shr = mlx_right_shift;
-    /// Returns `a & b`.
-    and = mlx_bitwise_and;
-    /// Returns `a | b`.
-    or = mlx_bitwise_or;
 }
 
 /// Returns bytes as one axis, or as a scalar if there is one.
