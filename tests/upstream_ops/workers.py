@@ -50,22 +50,23 @@ class _Worker:
             env=environment,
         )
         self.bytes = 0
-        told = self._receive(_START_SECONDS)
+        told = self._receive(_START_SECONDS, errors=0)
         if isinstance(told, Death):
             self.end()
             raise RuntimeError(f"a process of {module} does not start: {told.reason}")
 
     def ask(self, task: Any, seconds: float) -> Any | Death:
         assert self.process.stdin is not None
-        self.errors.seek(0, os.SEEK_END)
+        # The process writes at the same place in this file: it moves as soon as the task is told.
+        errors = self.errors.seek(0, os.SEEK_END)
         with contextlib.suppress(BrokenPipeError):
             self.process.stdin.write(json.dumps(task).encode() + b"\n")
             self.process.stdin.flush()
-        return self._receive(seconds)
+        return self._receive(seconds, errors)
 
-    def _receive(self, seconds: float) -> Any | Death:
+    def _receive(self, seconds: float, errors: int) -> Any | Death:
+        """Return the next answer; of a death the last line that was written behind ``errors`` bytes."""
         assert self.process.stdout is not None
-        begin = self.errors.tell()
         late = threading.Event()
 
         def stop() -> None:
@@ -85,7 +86,7 @@ class _Worker:
         status = self.process.wait()
         if late.is_set():
             return Death(f"no answer within {seconds:g} s")
-        self.errors.seek(begin)
+        self.errors.seek(errors)
         last = [text.strip() for text in self.errors.read().decode(errors="replace").splitlines() if text.strip()][-1:]
         name = signal.Signals(-status).name if status < 0 else f"status {status}"
         return Death(": ".join([f"the process ended with {name}", *last]))
