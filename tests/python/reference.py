@@ -395,6 +395,8 @@ def weights(program: Program) -> dict[str, torch.Tensor]:
             scales = constants.get(f"{base}1_regrouped", constants.get(f"{base}1"))
             assert f"{base}2" not in constants, f"{name}: a zero for each group"
             state[_hf_name(base)] = _dequantize(tensor, scales.float(), int(program.variant.quantize.removesuffix("w")))
+        elif ".experts." in name:
+            state.update(_experts(name, tensor, constants, program.variant.quantize))
         elif ".parametrizations." not in name and name.endswith((".weight", ".bias")):
             state[_hf_name(name)] = tensor.float()
     return state
@@ -407,6 +409,20 @@ def from_weights(program: Program) -> PreTrainedModel:
     assert not unexpected, unexpected
     assert set(missing) <= set(model.all_tied_weights_keys), missing
     return model
+
+
+def _experts(
+    name: str, tensor: torch.Tensor, constants: dict[str, torch.Tensor], quantize: str | None
+) -> dict[str, torch.Tensor]:
+    """Return the weights of experts in one constant, ``[experts, out, in]``; of their scales nothing."""
+    base, _, part = name.rpartition(".")
+    if part == "weight":
+        return {_hf_name(base): tensor.float().transpose(-1, -2)}
+    if not part.endswith("to_packed"):
+        return {}
+    scales = constants[f"{base}.scale"].float()
+    rows = _dequantize(tensor.flatten(0, 1), scales.flatten(0, 1), int(quantize.removesuffix("w")))
+    return {_hf_name(base): rows.reshape(*tensor.shape[:2], -1)}
 
 
 _PACKED = "0_to_packed"

@@ -359,12 +359,22 @@ def test_family_that_sees_what_comes_after(tmp_path):
     )
 
 
-def test_family_of_experts(tmp_path):
+def test_experts_are_for_mlx(tmp_path):
     from transformers import MixtralConfig
 
     config = MixtralConfig(**tiny_models.SHAPE, num_local_experts=4)
-    assert _error(_write_model(config, tmp_path / "model"), _folder(tmp_path / "out")) == (
-        "model family 'mixtral' is a mixture of 4 experts, and their routing cannot be exported"
+    assert _error(_write_model(config, tmp_path / "model"), _folder(tmp_path / "out"), backend="cpu") == (
+        "model family 'mixtral' is a mixture of 4 experts, which backend cpu cannot run; --backend mlx can"
+    )
+
+
+def test_groups_that_experts_do_not_have(tmp_path):
+    from transformers import Qwen3MoeConfig
+
+    config = Qwen3MoeConfig(**tiny_models.SHAPE, moe_intermediate_size=96, num_experts=2, num_experts_per_tok=1)
+    model = _write_model(config, tmp_path / "model")
+    assert _error(model, _folder(tmp_path / "out"), quantize="4w", group_size=64) == (
+        "group-size 64 does not divide 96, the width of model.layers.0.mlp.experts.down_proj"
     )
 
 

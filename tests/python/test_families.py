@@ -19,6 +19,11 @@ VARIANTS = [
     Variant("tiny-phi"),
     Variant("tiny-phi3"),
     Variant("tiny-smollm3"),
+    Variant("tiny-mixtral"),
+    Variant("tiny-qwen3-moe"),
+    Variant("tiny-qwen3-moe", "f32", "4w"),
+    Variant("tiny-qwen3-moe", "f32", "8w"),
+    Variant("tiny-qwen3-moe", "bf16"),
 ]
 PROMPT, DECODE = 70, 32
 
@@ -39,11 +44,21 @@ def test_logits_equal_those_of_transformers(programs, variant):
         if variant.dtype == "f32":
             np.testing.assert_allclose(ran.logits, expected, rtol=1e-4, atol=2e-4)
             assert ran.ids == expected[PROMPT - 1 :].argmax(axis=1).tolist()
-        error = reference.rms(ran.logits - expected)
+        error = _error(variant, ran.logits - expected)
         reference.note(f"{variant}, chunk {chunk}: rms error {error:.1e}, spread {reference.spread(expected):.1e}")
         if variant.dtype != "f32":
-            usual = reference.rms(reference.logits(hf, prompt + ran.ids[:-1], variant.dtype) - expected)
+            usual = _error(variant, reference.logits(hf, prompt + ran.ids[:-1], variant.dtype) - expected)
             assert error < 1.5 * usual
+
+
+def _error(variant: Variant, difference: np.ndarray) -> float:
+    """Return the error of all rows; of a mixture of experts the median row's.
+
+    A token whose router finds two experts nearly equal gets one or the other by a last bit.
+    """
+    if "moe" in variant.model:
+        return float(np.median([reference.rms(row) for row in difference]))
+    return reference.rms(difference)
 
 
 @pytest.mark.parametrize("variant", [v for v in VARIANTS if v.dtype == "f32" and not v.quantize], ids=str)

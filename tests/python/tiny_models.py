@@ -89,6 +89,19 @@ def _smollm3(**overrides):
     return SmolLM3Config(**{**SHAPE, **overrides})
 
 
+def _mixtral(**overrides):
+    from transformers import MixtralConfig
+
+    return MixtralConfig(**{**SHAPE, "num_local_experts": 4, "num_experts_per_tok": 2, **overrides})
+
+
+def _qwen3_moe(**overrides):
+    from transformers import Qwen3MoeConfig
+
+    shape = {"head_dim": 32, "num_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 64}
+    return Qwen3MoeConfig(**{**SHAPE, **shape, "norm_topk_prob": True, **overrides})
+
+
 CONFIGS = {
     "tiny-llama": lambda: _llama(tie_word_embeddings=True),
     "tiny-llama-untied": lambda: _llama(tie_word_embeddings=False, num_key_value_heads=1),
@@ -121,6 +134,9 @@ CONFIGS = {
     ),
     # The second layer has no positions.
     "tiny-smollm3": lambda: _smollm3(no_rope_layer_interval=2),
+    "tiny-mixtral": lambda: _mixtral(),
+    # The first layer has no experts.
+    "tiny-qwen3-moe": lambda: _qwen3_moe(mlp_only_layers=[0]),
 }
 """Model name -> function that returns its transformers configuration."""
 

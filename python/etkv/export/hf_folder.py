@@ -77,9 +77,12 @@ def _plain_weights(model: PreTrainedModel) -> dict[str, Any]:
     """Return the weights of ``model`` by name, dequantized, without weights that are tied to another."""
     from torchao.utils import TorchAOBaseTensor
 
-    state = {}
+    from etkv.export import experts
+
+    state = experts.plain_weights(model)
     tied = set(model.all_tied_weights_keys) if model.config.get_text_config().tie_word_embeddings else set()
+    of_experts = tuple(f"{name}." for name in state)
     for name, tensor in model.state_dict().items():
-        if name not in tied:
+        if name not in tied and not name.startswith(of_experts):
             state[name] = tensor.dequantize() if isinstance(tensor, TorchAOBaseTensor) else tensor
     return state

@@ -54,6 +54,7 @@ def settle(request: ExportRequest, config: PreTrainedConfig) -> Limits:
 
     Raises :class:`EtkvError` if the request exceeds the limits of the model, or if the model cannot be exported.
     """
+    _check_experts(request, config)
     layout = _layout(config)
     own = getattr(config.get_text_config(), "max_position_embeddings", None)
     max_context = request.max_context
@@ -76,16 +77,22 @@ def settle(request: ExportRequest, config: PreTrainedConfig) -> Limits:
     return Limits(max_context, chunk, _group_size(request, config), layout)
 
 
+def _check_experts(request: ExportRequest, config: PreTrainedConfig) -> None:
+    """Raise :class:`EtkvError` for a mixture of experts whose backend cannot select weights by an index."""
+    text_config = config.get_text_config()
+    for name in _EXPERTS:
+        count = getattr(text_config, name, None) or 1
+        if count > 1 and request.backend != "mlx":
+            raise EtkvError(
+                f"model family {config.model_type!r} is a mixture of {count} experts, which backend "
+                f"{request.backend} cannot run; --backend mlx can"
+            )
+
+
 def _layout(config: PreTrainedConfig) -> CacheLayout:
     from executorch.backends.mlx.llm.cache import resolve_hf_cache_layout
 
     text_config = config.get_text_config()
-    for name in _EXPERTS:
-        if (getattr(text_config, name, None) or 1) > 1:
-            raise EtkvError(
-                f"model family {config.model_type!r} is a mixture of {getattr(text_config, name)} experts, and their "
-                "routing cannot be exported"
-            )
     try:
         kinds, kv_heads, head_dims = resolve_hf_cache_layout(config)
     except AttributeError as error:
@@ -113,6 +120,8 @@ def _group_size(request: ExportRequest, config: PreTrainedConfig) -> int | None:
     import torch
     from transformers import AutoModelForCausalLM
 
+    from etkv.export import experts
+
     size = request.group_size or QUANTIZATIONS[request.quantize]
     # A scale for a whole row is repeated over groups of a size that MLX takes.
     divisor = size or min(GROUP_SIZES)
@@ -120,7 +129,10 @@ def _group_size(request: ExportRequest, config: PreTrainedConfig) -> int | None:
         skeleton = AutoModelForCausalLM.from_config(config)
     for name, module in skeleton.named_modules():
         if isinstance(module, torch.nn.Linear | torch.nn.Embedding):
-            width = module.weight.shape[-1]
+            widths = {name: module.weight.shape[-1]}
+        else:
+            widths = experts.widths(name, module)
+        for of, width in widths.items():
             if width % divisor:
-                raise EtkvError(f"group-size {divisor} does not divide {width}, the width of {name}")
+                raise EtkvError(f"group-size {divisor} does not divide {width}, the width of {of}")
     return size

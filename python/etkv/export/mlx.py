@@ -37,7 +37,10 @@ def quantize(model: PreTrainedModel, name: str, group_size: int | None) -> None:
 
 
 def prepare(model: PreTrainedModel, request: ExportRequest) -> None:
-    """Do what ``model`` needs before it is traced: nothing."""
+    """Do what ``model`` needs before it is traced: pack the weights of experts."""
+    from etkv.export import experts
+
+    experts.pack(model)
 
 
 def delegate(traced: dict[str, ExportedProgram], methods: dict[str, Any], request: ExportRequest) -> EdgeProgramManager:

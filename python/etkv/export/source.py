@@ -95,12 +95,17 @@ def read_tokenizer(source: Source) -> PreTrainedTokenizerBase:
 def read_model(source: Source, config: PreTrainedConfig, dtype: str) -> PreTrainedModel:
     """Return the model of ``config`` with weights of ``dtype`` and attention that calls the KV cache op.
 
+    Experts are products with weights that an index selects.
+
     Raises :class:`EtkvError` if weights are missing or cannot be read, or if the family's attention cannot be replaced.
     """
     import torch
     from transformers import AutoModelForCausalLM
 
+    from etkv.export import experts
+
     attention.register()
+    experts.register()
     try:
         model, report = AutoModelForCausalLM.from_pretrained(
             source.folder,
@@ -123,6 +128,7 @@ def read_model(source: Source, config: PreTrainedConfig, dtype: str) -> PreTrain
         raise EtkvError(f"{source.path} lacks {len(missing)} weights of its model, the first is {missing[0]}")
     if source.gguf_file:
         gguf.forget_quantization(model)
+    experts.take(model)
     return model.eval()
 
 

@@ -3,13 +3,16 @@
 use mlx_rs::{Array, Dtype};
 
 use super::calls::{decode, Arguments};
-use super::indexing::check_range;
+use super::indexing::{check_range, read_range};
 use super::packed::{given, packing};
+use super::quantized::Packed;
+use super::{by_expert, linear, quantized};
 use crate::error::{fail, Result};
-use crate::mlx::{call, cast, optional_int};
+use crate::kernels::Product;
+use crate::mlx::{call, cast, optional_int, slice_axis};
 use crate::program::dtype::is_float;
 use crate::program::fb;
-use crate::program::ir::{Function, Instruction, Int, Packing};
+use crate::program::ir::{Affine, Function, Instruction, Int, Packing, PackingMode};
 use crate::program::slots::Slots;
 
 /// Returns the integer that says whether indices are sorted, where it is known only at run time.
@@ -66,8 +69,40 @@ fn check(arguments: &Arguments, index: usize, given: bool, matrices: &Array) -> 
     check_range(arguments.frame, arguments.values[index], n)
 }
 
+/// Returns the indices of weights, and their shape, where each weight that they choose is multiplied by itself:
+/// on a CPU, for weights in one axis.
+fn chosen<'a>(
+    arguments: &Arguments<'a, '_>,
+    index: usize,
+    weights: &Array,
+    [lhs, rhs]: [bool; 2],
+) -> Result<Option<(Vec<i32>, &'a [i32])>> {
+    let x = arguments.tensor(0)?;
+    if arguments.frame.on_gpu() || lhs || !rhs || weights.ndim() != 3 || x.ndim() < 2 {
+        return Ok(None);
+    }
+    let indices = arguments.tensor(index)?;
+    if indices.size() == 0 || x.size() == 0 {
+        return Ok(None);
+    }
+    let read = read_range(arguments.frame, arguments.values[index], weights.dim(0))?;
+    Ok(Some((read, indices.shape())))
+}
+
+/// Returns one matrix of many.
+fn matrix(matrices: &Array, index: i32) -> Result<Array> {
+    Ok(slice_axis(matrices, 0, index, index + 1, 1)?.squeeze_axes(&[0])?)
+}
+
 pub fn run_gather_mm(arguments: &Arguments, [lhs, rhs]: [bool; 2], sorted: bool) -> Result<Array> {
     let (a, b) = (arguments.tensor(0)?, arguments.tensor(1)?);
+    if a.dtype() == b.dtype() && is_float(a.dtype()) {
+        if let Some((indices, leading)) = chosen(arguments, 2, b, [lhs, rhs])? {
+            return by_expert::multiply(a, &indices, leading, |rows, index| {
+                linear::linear(&Product::plain(rows, &matrix(b, index)?, true))
+            });
+        }
+    }
     check(arguments, 2, lhs, a)?;
     check(arguments, 2 + usize::from(lhs), rhs, b)?;
     if !is_float(a.dtype()) || !is_float(b.dtype()) {
@@ -97,6 +132,17 @@ pub fn run_gather_qmm(
 ) -> Result<Array> {
     let (x, w) = (arguments.tensor(0)?, arguments.tensor(1)?);
     let first = 3 + usize::from(biases);
+    if packing.mode == PackingMode::Affine && transpose && biases {
+        if let Some((indices, leading)) = chosen(arguments, first, w, [lhs, rhs])? {
+            let (scales, biases) = (arguments.tensor(2)?, arguments.tensor(3)?);
+            let packing = Affine { group_size: packing.group_size, bits: packing.bits };
+            return by_expert::multiply(x, &indices, leading, |rows, index| {
+                let [w, scales, biases] = [w, scales, biases].map(|parts| matrix(parts, index));
+                let (w, scales, biases) = (&w?, &scales?, &biases?);
+                quantized::linear_on_cpu(rows, &Packed { w, scales, biases, packing })
+            });
+        }
+    }
     check(arguments, first, lhs, x)?;
     check(arguments, first + usize::from(lhs), rhs, w)?;
     let scales = arguments.tensor(2)?.as_ptr();

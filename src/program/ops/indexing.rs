@@ -65,6 +65,17 @@ pub fn check_indices(frame: &Frame, index: Value, end: i32, size: i32) -> Result
     check_between(frame, index, -size, end)
 }
 
+/// Returns indices that are checked as [`check_range`] does.
+pub fn read_range(frame: &Frame, index: Value, size: i32) -> Result<Vec<i32>> {
+    check_range(frame, index, size)?;
+    if let Some(indices) = frame.host_ints(index) {
+        return Ok(indices.iter().map(|&index| index as i32).collect());
+    }
+    let indices = frame.tensor(index)?.as_dtype(Dtype::Int32)?.contiguous()?;
+    indices.eval()?;
+    Ok(indices.as_slice::<i32>().to_vec())
+}
+
 fn is_integer(dtype: Dtype) -> bool {
     !matches!(
         dtype,

@@ -119,7 +119,7 @@ fn kernel_gate(function: Unary) -> Result<Gate> {
 }
 
 /// Returns a product with its bias.
-fn linear(linear: &Product) -> Result<Array> {
+pub fn linear(linear: &Product) -> Result<Array> {
     if let Some(out) = kernels::few_rows(linear)? {
         return Ok(out);
     }

@@ -5,6 +5,7 @@
 
 mod activation;
 mod attention;
+mod by_expert;
 mod calls;
 mod compare;
 pub mod control;

@@ -67,11 +67,11 @@ pub fn dequantize(slots: &mut Slots, node: fb::DequantizeNode) -> Result<Instruc
 }
 
 /// A packed matrix: `bits` bits an element, a scale and a bias for each group.
-struct Packed<'a> {
-    w: &'a Array,
-    scales: &'a Array,
-    biases: &'a Array,
-    packing: Affine,
+pub struct Packed<'a> {
+    pub w: &'a Array,
+    pub scales: &'a Array,
+    pub biases: &'a Array,
+    pub packing: Affine,
 }
 
 impl Packed<'_> {
@@ -134,7 +134,7 @@ fn linear_on_gpu(x: &Array, packed: &Packed) -> Result<Array> {
 /// The elements of a weight that an x86-64 processor's caches hold in float32: 32 MB.
 const CACHED_ELEMENTS: i64 = 8 << 20;
 
-/// Multiplies in the faster way. MLX's packed product on the CPU runs row by row, unpacks the
+/// Multiplies `[1, rows, in]` in the faster way. MLX's packed product on the CPU runs row by row, unpacks the
 /// weight for each, and is an order of magnitude slower in half precision than in float32. A few
 /// rows go through it in float32. For more rows it is faster to unpack the weight once and
 /// multiply.
@@ -143,7 +143,7 @@ const CACHED_ELEMENTS: i64 = 8 << 20;
 /// 8 bits (`cargo bench -p etkv-benches --bench weights`). The two ways meet at 3 to 4 rows in
 /// float32 and at 6 to 8 in half precision. A weight that no cache holds once it is unpacked needs
 /// two to three times as many.
-fn linear_on_cpu(x: &Array, packed: &Packed) -> Result<Array> {
+pub fn linear_on_cpu(x: &Array, packed: &Packed) -> Result<Array> {
     let (rows, dtype) = (x.dim(1), x.dtype());
     let is_float = dtype == Dtype::Float32;
     let elements = i64::from(packed.w.dim(0)) * i64::from(x.dim(2));
