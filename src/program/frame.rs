@@ -22,9 +22,9 @@ pub struct Frame<'c, 's> {
     on_gpu: bool,
     /// The elements of integer inputs, as the host passed them.
     host: SmallVec<[(Value, HostInts); 4]>,
-    /// An input whose elements the host does not know, and a number that each is below; none is
-    /// negative.
-    limit: Option<(Value, i32)>,
+    /// A number that the elements of a value are below, none of them negative; 0 if none is known. Empty
+    /// until one is.
+    limits: Vec<i32>,
     /// Declared after the tensors, so that it is dropped after them. Dropping a step aborts it, and
     /// views of its buffers would turn that into copies.
     step: StepState<'s>,
@@ -58,7 +58,7 @@ impl<'c, 's> Frame<'c, 's> {
             constants,
             on_gpu: mlx.on_gpu(),
             host: SmallVec::new(),
-            limit: None,
+            limits: Vec::new(),
             step,
         }
     }
@@ -126,14 +126,21 @@ impl<'c, 's> Frame<'c, 's> {
         found.map(|(_, numbers)| &numbers[..])
     }
 
-    /// Says that the elements of an input are at least 0 and below `limit`.
-    pub fn set_limit(&mut self, value: Value, limit: i32) {
-        self.limit = Some((value, limit));
+    /// Says that the elements of a value are at least 0 and below `limit`; or, with `None`, that nothing is
+    /// known of them.
+    pub fn set_limit(&mut self, value: Value, limit: Option<i32>) {
+        if self.limits.is_empty() {
+            if limit.is_none() {
+                return;
+            }
+            self.limits.resize(self.tensors.len(), 0);
+        }
+        self.limits[value.0 as usize] = limit.unwrap_or(0);
     }
 
-    /// Returns the number that the elements of an input are known to be below.
+    /// Returns the number that the elements of a value are known to be below, none of them negative.
     pub fn limit(&self, value: Value) -> Option<i32> {
-        self.limit.filter(|(limited, _)| *limited == value).map(|(_, limit)| limit)
+        self.limits.get(value.0 as usize).copied().filter(|&limit| limit > 0)
     }
 
     /// Opens the step with the positions in `position`, at the first layer. Later layers must have

@@ -6,7 +6,7 @@ use mlx_rs::Array;
 
 use super::dtype;
 use super::frame::Frame;
-use super::ir::{Chain, Op, Out, Value};
+use super::ir::{Chain, Instruction, Op, Out, Value};
 use super::limits::check_made;
 use super::ops::{self, control, Made};
 use crate::error::{fail, Result, Status};
@@ -73,6 +73,11 @@ impl Schedule {
                 error.at(place)
             })?;
             self.check(&made, index, frame)?;
+            // A choice has said what is known of its results.
+            if !matches!(instruction.op, Op::If { .. }) {
+                let limit = ops::bounds::limit(&instruction.op, frame);
+                instruction.out.tensors().for_each(|value| frame.set_limit(value, limit));
+            }
             match (made, instruction.out) {
                 (Made::Tensor(array), Out::Tensor(value)) => frame.set(value, array),
                 (Made::Tensors(arrays), Out::Tensors(_, n)) if arrays.len() == n as usize => {
@@ -103,14 +108,14 @@ impl Schedule {
     }
 
     fn run_one(&self, index: usize, frame: &mut Frame) -> Result<Made> {
-        let op = &self.chain.instructions[index].op;
+        let Instruction { op, out } = &self.chain.instructions[index];
         if !matches!(op, Op::If { .. } | Op::Scan(_)) {
             return ops::run(op, frame);
         }
         let found = self.inside.binary_search_by_key(&index, |(at, _)| *at);
         let chains = found.map_or(&[][..], |found| &self.inside[found].1);
         match (op, chains) {
-            (Op::If { cond, .. }, chains) => control::run_if(frame, *cond, chains),
+            (Op::If { cond, .. }, chains) => control::run_if(frame, *cond, chains, *out),
             (Op::Scan(scan), [body]) => control::run_scan(frame, scan, body),
             _ => fail!(Internal, "instruction {index} has {} chains inside", chains.len()),
         }

@@ -156,7 +156,7 @@ def write(name: str, folder: Path, seed: int = 0) -> Path:
     folder.mkdir(parents=True, exist_ok=True)
     model.save_pretrained(folder)
     tokenizer().save_pretrained(folder)
-    hf_folder.name_rope_for_mlx_lm(folder / "config.json")
+    hf_folder.name_for_mlx_lm(folder / "config.json")
     return folder
 
 

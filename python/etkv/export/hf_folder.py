@@ -55,14 +55,15 @@ def _write(
         # safetensors ignores the umask: only the owner can read its files.
         file.chmod((folder / "config.json").stat().st_mode)
     (folder / "generation_config.json").write_text(json.dumps(generation, indent=2) + "\n", encoding="utf-8")
-    name_rope_for_mlx_lm(folder / "config.json")
+    name_for_mlx_lm(folder / "config.json")
 
 
-def name_rope_for_mlx_lm(config_file: Path) -> None:
-    """Repeat the rotary parameters under their former names.
+def name_for_mlx_lm(config_file: Path) -> None:
+    """Repeat entries under the names that mlx-lm reads.
 
     transformers 5 writes ``rope_parameters``. mlx-lm reads ``rope_theta``, ``partial_rotary_factor`` and
-    ``rope_scaling`` at the top level, and uses a default for each that is absent.
+    ``rope_scaling`` at the top level, and uses a default for each that is absent. The number of experts has one name in
+    transformers and two in mlx-lm.
     """
     config = json.loads(config_file.read_text(encoding="utf-8"))
     rope = config.get("rope_parameters")
@@ -70,6 +71,8 @@ def name_rope_for_mlx_lm(config_file: Path) -> None:
         config |= {key: rope[key] for key in ("rope_theta", "partial_rotary_factor") if key in rope}
         if rope.get("rope_type", "default") != "default":
             config["rope_scaling"] = {key: value for key, value in rope.items() if key != "rope_theta"}
+    if "num_local_experts" in config:
+        config.setdefault("num_experts", config["num_local_experts"])
     config_file.write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
 
 

@@ -82,7 +82,7 @@ impl TextInputs {
             }
             Tokens::Device(ids, below) => {
                 frame.set(value, ids.as_dtype(dtype)?.reshape(&[1, n])?);
-                frame.set_limit(value, *below);
+                frame.set_limit(value, Some(*below));
             }
         }
         let (value, dtype) = self.positions;

@@ -164,12 +164,15 @@ fn refuse_hidden_state(before: &Held, unchanged: &Held, body: &Chain, known: &[u
 }
 
 /// Runs the first chain unless `cond` is 0, else the second.
-pub fn run_if(frame: &mut Frame, cond: Int, chains: &[Schedule]) -> Result<Made> {
+pub fn run_if(frame: &mut Frame, cond: Int, chains: &[Schedule], out: Out) -> Result<Made> {
     let index = usize::from(frame.int(cond)? == 0);
     let Some(chain) = chains.get(index) else {
         fail!(Internal, "a choice has {} chains", chains.len());
     };
     chain.run(frame)?;
+    for (value, made) in out.tensors().zip(chain.chain().tensor_outputs()) {
+        frame.set_limit(value, frame.limit(made));
+    }
     Ok(Made::Tensors(outputs(frame, chain)?.into()))
 }
 

@@ -5,6 +5,7 @@
 
 mod activation;
 mod attention;
+pub mod bounds;
 mod by_expert;
 mod calls;
 mod compare;
