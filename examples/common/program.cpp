@@ -253,7 +253,8 @@ Result<void> Program::read_limits() {
       params_.prefill_chunk_size, read_count("get_prefill_chunk_size"));
   if (params_.prefill_chunk_size == 0) {
     const auto ids = module_->method_meta(kForward)->input_tensor_meta(0);
-    params_.prefill_chunk_size = ids->sizes()[ids->sizes().size() - 1];
+    const auto sizes = ids->sizes();
+    params_.prefill_chunk_size = sizes.empty() ? 0 : sizes[sizes.size() - 1];
   }
   for (const char* name :
        {"get_max_ctx_len", "get_max_context_len", "get_max_seq_len"}) {
