@@ -12,6 +12,7 @@ import etkv
 import reference
 import upstream_programs
 from etkv import inspection
+from etkv.__main__ import main
 from reference import Variant
 from runners import FAILED, answers, refused, runner
 from upstream_programs import CHUNK, CONTEXT, IN_GRAPH, llm
@@ -244,6 +245,25 @@ def test_inspect_names_it(model):
     assert f"cache: part of the program, in 4 buffers for {CONTEXT} positions; it takes no session" in list(
         inspection.lines(found)
     )
+
+
+def test_the_command_that_answers(model, tokenizer, capsys):
+    def generate(*words: object) -> tuple[int, str, str]:
+        status = main(["generate", str(model), *map(str, words)])
+        return status, *capsys.readouterr()
+
+    prompt = tokenizer.apply_chat_template([{"role": "user", "content": SAID[0]}], add_generation_prompt=True)
+    status, out, told = generate(SAID[0], "--max-tokens", COUNT)
+    assert (status, out) == (0, tokenizer.decode(expected(tokenizer, prompt)) + "\n")
+    assert told.count("the cache is part of the program: there is no session") == 1
+    assert "the cache is full: 20 positions" in generate("x" * 18, "--raw", "--capacity", 20)[2]
+    for options, message in (
+        (["--kv-format", "f16"], "--kv-format is for a cache that etkv makes"),
+        (["--capacity", CONTEXT + 1], f"--capacity is {CONTEXT + 1}, the program's cache takes 1 to {CONTEXT}"),
+    ):
+        status, out, told = generate("Hi", *options)
+        assert (status, out) == (2, "")
+        assert f"error: {message}" in told
 
 
 def test_a_session_is_refused(model):
