@@ -15,7 +15,7 @@ from etkv import inspection
 from etkv.__main__ import main
 from reference import Variant
 from runners import FAILED, answers, refused, runner
-from upstream_programs import CHUNK, CONTEXT, IN_GRAPH, llm
+from upstream_programs import CHUNK, CONTEXT, IN_GRAPH, OPTIMUM, llm
 
 MADE = llm("tiny-llama", *IN_GRAPH)
 COUNT = 24
@@ -106,6 +106,22 @@ def test_what_goes_on_runs_new_tokens_only(model, tokenizer):
     held = len(first + answer) - 1
     assert f"prefill {len(added) + 1} tokens" in done.stderr
     assert f", {held} cached" in done.stderr
+
+
+@pytest.mark.skipif(not OPTIMUM, reason="optimum-executorch exports it: ETKV_TEST_OPTIMUM")
+@pytest.mark.parametrize("name", ["tiny-llama", "tiny-gemma3"])
+def test_programs_of_the_plain_pipeline(name):
+    """They tell no most tokens of a step. Gemma's takes one."""
+    made = llm(name)
+    assert upstream_programs.export([made])[made] is None
+    tokenizer = etkv.Tokenizer.from_pretrained(made.weights)
+    prompt = tokenizer.encode("Hello")
+    greedy = reference.greedy(made.weights, {"": prompt}, COUNT)[""].ids
+    done = chat(made.path, "--tokenizer", made.weights, "--raw", "--prompt", "Hello")
+    (told,) = answers(done.stdout)
+    assert told == greedy[: len(told)]
+    with etkv.load(made.path, None) as program:
+        assert list(etkv.generate_tokens(program, prompt, max_tokens=COUNT, eos_token_ids=[])) == greedy
 
 
 def test_one_prompt_and_samples_are_those_of_python(model, tokenizer, program):
