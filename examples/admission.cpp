@@ -186,7 +186,7 @@ Result<void> run(const RunnerOptions& options, const AdmissionOptions& more) {
     for (const size_t number : done) {
       const auto& one = server.requests()[number];
       RETURN_IF_ERROR(show(model, options, one.title, one.ids));
-      say_stop(*one.stop, session.cache());
+      say_stop(*one.stop, session.cache().capacity());
     }
   }
   RETURN_IF_ERROR(server.report(watch.lap()));

@@ -162,7 +162,7 @@ class Fork {
     for (const auto& task : tasks) {
       ASSIGN_OR_RETURN(
           auto ids, model_.encode({{"system", context_}, {"user", task}}));
-      RETURN_IF_ERROR(check_length(ids.size(), cache_));
+      RETURN_IF_ERROR(check_length(ids.size(), cache_.capacity()));
       // A branch has at least its own last token: its logits are needed.
       const size_t most = ids.size() - 1;
       shared_ = branches_.empty()
@@ -228,7 +228,7 @@ class Fork {
 
   void stop_full(Decoding& branch) {
     branch.stop = Stop::capacity;
-    say_stop(Stop::capacity, cache_);
+    say_stop(Stop::capacity, cache_.capacity());
   }
 
   Result<void> show_scored(const Decoding& branch) {

@@ -156,7 +156,7 @@ class Together {
       ASSIGN_OR_RETURN(const auto held, cache_.seq_len(one.sequence));
       if (one.stop && held > 0) {
         RETURN_IF_ERROR(show(model_, options_, one.title, one.ids));
-        say_stop(*one.stop, cache_);
+        say_stop(*one.stop, cache_.capacity());
         RETURN_IF_ERROR(cache_.seq_rm(one.sequence));
       }
     }

@@ -98,7 +98,7 @@ class Server {
     tokens_ += one.prompt.size();
     reused_ += shared;
     RETURN_IF_ERROR(show(model_, options_, one.title, one.ids));
-    say_stop(*one.stop, cache_);
+    say_stop(*one.stop, cache_.capacity());
     say(counted(static_cast<int64_t>(one.prompt.size()), "token") + ", " +
         std::to_string(shared) + " cached, " + std::to_string(rest) +
         " read in " + fixed(prefill_seconds, 2) + " s");

@@ -94,7 +94,7 @@ class Thread {
   /// again.
   Result<Decoding>
   answer(std::string title, std::vector<int64_t> prompt, int64_t most) {
-    RETURN_IF_ERROR(check_length(prompt.size(), cache_));
+    RETURN_IF_ERROR(check_length(prompt.size(), cache_.capacity()));
     Decoding one{std::move(title), std::move(prompt), most};
     const size_t shared =
         std::min(shared_prefix(one.prompt, held_), one.prompt.size() - 1);
@@ -221,7 +221,7 @@ class Rollback {
     RETURN_IF_ERROR(thread_.roll_back(0));
     Decoding one{"window: " + prompts_.back(), {}, options_.max_tokens};
     ASSIGN_OR_RETURN(one.prompt, model_.encode(prompts_.back()));
-    RETURN_IF_ERROR(check_length(one.prompt.size(), cache_));
+    RETURN_IF_ERROR(check_length(one.prompt.size(), cache_.capacity()));
     // All tokens of one step see each other: the window is at least as large.
     if (const auto n = static_cast<int32_t>(one.prompt.size()); *window < n) {
       say("window: " + std::to_string(n) + " in place of " +
@@ -293,7 +293,7 @@ class Rollback {
 
   Result<void> tell(const Decoding& one) const {
     if (one.stop) {
-      say_stop(*one.stop, cache_);
+      say_stop(*one.stop, cache_.capacity());
     }
     return show(model_, options_, one.title, one.ids);
   }

@@ -70,7 +70,7 @@ Result<void> run(
     if (interrupted()) {
       return {};
     }
-    say_stop(answer.stop, cache);
+    say_stop(answer.stop, cache.capacity());
     say(describe(speculator.take_statistics()));
     answers.push_back(std::move(one));
   }

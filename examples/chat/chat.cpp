@@ -24,7 +24,7 @@ constexpr char kCommands[] =
 
 Chat::Chat(
     Model& model,
-    Cache& cache,
+    TextCache cache,
     const Options& options,
     Speculator* speculator)
     : model_(model),
@@ -91,21 +91,37 @@ Result<Answer> Chat::ask(const std::string& said) {
 }
 
 void Chat::report(const Answer& answer) const {
-  say_stop(answer.stop, cache_);
+  say_stop(answer.stop, cache_.capacity());
   if (answer.stop == Stop::interrupted) {
     say("stopped: interrupted");
   }
-  if (const auto memory = cache_.memory(); memory.ok()) {
-    say(describe(answer, *memory, model_.format()));
-  } else {
-    say(memory.error().message());
-  }
+  const auto cache = describe_cache();
+  say(cache.ok() ? describe(answer) + " · cache " + *cache
+                 : cache.error().message());
   if (speculator_ != nullptr && answer.decode_steps > 0) {
     say(describe(speculator_->take_statistics()));
   }
   if (options_.ids) {
     write_piece(ids_line(answer.ids));
   }
+}
+
+/// Returns what the cache takes; for one in the program's graph, what it holds.
+Result<std::string> Chat::describe_cache() const {
+  if (const Cache* cache = cache_.of_session()) {
+    const auto memory = cache->memory();
+    if (!memory.ok()) {
+      return memory.error();
+    }
+    return mebibytes(memory->allocated) + " of " +
+           mebibytes(memory->at_capacity) + " (" + model_.format() + ")";
+  }
+  const auto length = cache_.length();
+  if (!length.ok()) {
+    return length.error();
+  }
+  return std::to_string(*length) + " of " +
+         counted(cache_.capacity(), "position") + " (in the program)";
 }
 
 void Chat::converse() {
@@ -191,8 +207,14 @@ void Chat::stats() const {
     line += " at " + rate(decode_tokens_, decode_seconds_);
   }
   say(line);
-  const auto length = cache_.length();
-  const auto memory = cache_.memory();
+  const Cache* cache = cache_.of_session();
+  if (cache == nullptr) {
+    const auto held = describe_cache();
+    say(held.ok() ? "cache " + *held : held.error().message());
+    return;
+  }
+  const auto length = cache->length();
+  const auto memory = cache->memory();
   if (!length.ok() || !memory.ok()) {
     say((length.ok() ? memory.error() : length.error()).message());
     return;
@@ -205,7 +227,12 @@ void Chat::stats() const {
 }
 
 void Chat::report() const {
-  const auto report = cache_report(cache_);
+  const Cache* cache = cache_.of_session();
+  if (cache == nullptr) {
+    say("there is no report of a cache that is part of the program");
+    return;
+  }
+  const auto report = cache_report(*cache);
   say(report.ok() ? report.value() : report.error().message());
 }
 

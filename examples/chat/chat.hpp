@@ -14,11 +14,11 @@ namespace etkv::examples {
 
 class Chat {
  public:
-  /// Borrows its arguments: a loaded model that is bound to the cache, and the
-  /// speculator, if steps take more than one token.
+  /// Borrows its arguments: a loaded model with its cache, and the speculator,
+  /// if steps take more than one token.
   Chat(
       Model& model,
-      Cache& cache,
+      TextCache cache,
       const Options& options,
       Speculator* speculator = nullptr);
 
@@ -37,9 +37,10 @@ class Chat {
   void stats() const;
   void report() const;
   void report(const Answer& answer) const;
+  Result<std::string> describe_cache() const;
 
   Model& model_;
-  Cache& cache_;
+  TextCache cache_;
   const Options& options_;
   Speculator* speculator_;
   Generator generator_;

@@ -52,8 +52,23 @@ Result<int> run_with_draft(Model& model, const Options& options) {
   return talk(Chat(model, session.cache(), options, &speculator), options);
 }
 
+/// Runs a program that keeps its cache in its graph, without a session.
+Result<int> run_with_graph_cache(Model& model, const Options& options) {
+  RETURN_IF_ERROR(require_no_session(options));
+  RETURN_IF_ERROR(model.program().load_with_graph_cache(Logits::last));
+  say("the cache is part of the program: there is no session and no rewind; a "
+      "text that does not go on from the one it holds resets it and is read "
+      "whole");
+  return talk(
+      Chat(model, TextCache(model.program(), model.capacity()), options),
+      options);
+}
+
 Result<int> run(const Options& options) {
-  ASSIGN_OR_RETURN(auto model, Model::open(options.model));
+  ASSIGN_OR_RETURN(auto model, Model::open(options.model, GraphCache::allowed));
+  if (model.program().has_graph_cache()) {
+    return run_with_graph_cache(model, options);
+  }
   if (options.speculation.draft) {
     return run_with_draft(model, options);
   }

@@ -173,6 +173,20 @@ Result<Options> parse_options(int argc, const char* const* argv) {
   return options;
 }
 
+Result<void> require_no_session(const Options& options) {
+  const char* given = options.session             ? "--session"
+                      : options.model.kv_format   ? "--kv-format"
+                      : options.speculation.draft ? "--draft"
+                                                  : nullptr;
+  if (given == nullptr) {
+    return {};
+  }
+  return refuse(
+      std::string(given) +
+      " is for a cache that etkv makes, and the program has its own in its "
+      "graph (it does not tell `get_n_caches`)");
+}
+
 std::string help_text() {
   Given unused;
   return arguments_into(unused).help() +

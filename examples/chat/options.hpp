@@ -28,6 +28,10 @@ struct Options {
 
 Result<Options> parse_options(int argc, const char* const* argv);
 
+/// Refuses the options of a session, for a program that has its cache in its
+/// graph.
+Result<void> require_no_session(const Options& options);
+
 std::string help_text();
 
 } // namespace etkv::examples

@@ -72,10 +72,7 @@ void PrefillProgress::erase() {
   }
 }
 
-std::string describe(
-    const Answer& answer,
-    const Memory& memory,
-    const std::string& format) {
+std::string describe(const Answer& answer) {
   std::string text =
       counted(static_cast<int64_t>(answer.ids.size()), "token") +
       " · prefill " +
@@ -95,8 +92,7 @@ std::string describe(
             1) +
         " tokens/s";
   }
-  return text + " · cache " + mebibytes(memory.allocated) + " of " +
-         mebibytes(memory.at_capacity) + " (" + format + ")";
+  return text;
 }
 
 } // namespace etkv::examples

@@ -32,7 +32,6 @@ class PrefillProgress {
 };
 
 /// "12 tokens · prefill 31 tokens in 0.42 s (73.8/s) · …"
-std::string
-describe(const Answer& answer, const Memory& memory, const std::string& format);
+std::string describe(const Answer& answer);
 
 } // namespace etkv::examples

@@ -11,12 +11,11 @@
 
 namespace etkv::examples {
 
-Result<void> check_length(size_t prompt_tokens, const Cache& cache) {
+Result<void> check_length(size_t prompt_tokens, int32_t capacity) {
   if (prompt_tokens == 0) {
     return Error(ETKV_ERROR_INVALID_ARGUMENT, "the prompt has no tokens");
   }
-  const auto capacity = static_cast<size_t>(cache.capacity());
-  if (prompt_tokens > capacity) {
+  if (prompt_tokens > static_cast<size_t>(capacity)) {
     return Error(
         ETKV_ERROR_CAPACITY,
         "the prompt is " + std::to_string(prompt_tokens) +
@@ -76,7 +75,7 @@ Result<int64_t> SamplingStepper::choose(
 
 Generator::Generator(
     Program& program,
-    Cache& cache,
+    TextCache cache,
     std::vector<int64_t> eos_token_ids,
     Stepper* stepper,
     Sampling sampling)
@@ -91,7 +90,8 @@ Result<Answer> Generator::answer(
     const std::vector<int64_t>& prompt,
     int64_t max_tokens,
     const Listener& listener) {
-  if (auto checked = check_length(prompt.size(), cache_); !checked.ok()) {
+  if (auto checked = check_length(prompt.size(), cache_.capacity());
+      !checked.ok()) {
     return checked.error();
   }
   // The last token runs even if it is held: its logits are not kept.
@@ -101,8 +101,9 @@ Result<Answer> Generator::answer(
 
   Answer answer;
   answer.reused_tokens = kept;
-  const bool on_device =
-      stepper_ == nullptr && program_.params().backend_id == kMLXBackend;
+  const bool on_device = stepper_ == nullptr &&
+                         cache_.of_session() != nullptr &&
+                         program_.params().backend_id == kMLXBackend;
   const auto ran = on_device
                        ? run_on_device(prompt, max_tokens, listener, answer)
                        : run(prompt, max_tokens, listener, answer);
@@ -132,7 +133,9 @@ Result<void> Generator::run_on_device(
   ASSIGN_OR_RETURN(
       auto generation,
       Generation::make(
-          cache_, {{std::vector<int64_t>(first, prompt.end())}}, options));
+          *cache_.of_session(),
+          {{std::vector<int64_t>(first, prompt.end())}},
+          options));
   if (listener.on_prefill) {
     listener.on_prefill(0, total);
   }
@@ -280,18 +283,9 @@ Result<void> Generator::decode(
 Result<size_t> Generator::rewind(size_t length) {
   // The cache's own length, not that of `held_`: a failed step is rolled back,
   // or fails after its commit.
-  ASSIGN_OR_RETURN(const int32_t held, cache_.length());
-  if (static_cast<size_t>(held) > length) {
-    const auto rewound = cache_.rewind(static_cast<int32_t>(length));
-    if (!rewound.ok() && rewound.error().status() == ETKV_ERROR_POSITION) {
-      // Layers with windows have dropped what the next token would see.
-      length = 0;
-      RETURN_IF_ERROR(cache_.rewind(0));
-    } else {
-      RETURN_IF_ERROR(rewound);
-    }
-  }
-  held_.resize(std::min(held_.size(), length));
+  ASSIGN_OR_RETURN(
+      const int32_t left, cache_.rewind(static_cast<int32_t>(length)));
+  held_.resize(std::min(held_.size(), static_cast<size_t>(left)));
   return held_.size();
 }
 

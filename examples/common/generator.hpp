@@ -11,6 +11,7 @@
 
 #include "etkv/etkv.hpp"
 #include "examples/common/program.hpp"
+#include "examples/common/text_cache.hpp"
 
 namespace etkv::examples {
 
@@ -40,8 +41,8 @@ struct Answer {
   double decode_seconds = 0.0;
 };
 
-/// Refuses a prompt that is empty, or longer than the cache.
-Result<void> check_length(size_t prompt_tokens, const Cache& cache);
+/// Refuses a prompt that is empty, or longer than a cache of this capacity.
+Result<void> check_length(size_t prompt_tokens, int32_t capacity);
 
 /// Callbacks that follow an answer as it is made.
 struct Listener {
@@ -104,14 +105,15 @@ class SamplingStepper : public Stepper {
 /// with them, only the rest of it runs.
 ///
 /// Tokens of an MLX program are chosen on the device, by an etkv::Generation. A
-/// program for the CPU, and one with a stepper, runs step by step.
+/// program for the CPU, one with its cache in the graph, and one with a stepper
+/// run step by step.
 class Generator {
  public:
   /// Borrows its arguments, which must outlive it. `eos_token_ids` end an
   /// answer. A stepper chooses ids in its own way, and not as `sampling` says.
   Generator(
       Program& program,
-      Cache& cache,
+      TextCache cache,
       std::vector<int64_t> eos_token_ids,
       Stepper* stepper = nullptr,
       Sampling sampling = {});
@@ -121,16 +123,15 @@ class Generator {
   /// Answers `prompt`, the whole conversation from its first token on.
   ///
   /// After an error, and after an interruption before the first token, the
-  /// cache holds what it shared with the prompt before, as far as layers with
-  /// windows allow.
+  /// cache holds what it shared with the prompt before, or nothing where it
+  /// cannot go back so far.
   Result<Answer> answer(
       const std::vector<int64_t>& prompt,
       int64_t max_tokens,
       const Listener& listener);
 
-  /// Removes the positions from `length` on, or all of them if layers with
-  /// windows have dropped what the next token would see. Returns how many are
-  /// left.
+  /// Removes the positions from `length` on, or all of them where the cache
+  /// cannot go back so far. Returns how many are left.
   Result<size_t> rewind(size_t length);
 
   /// Returns the ids whose keys and values the cache holds.
@@ -162,7 +163,7 @@ class Generator {
   bool ends(int64_t id) const;
 
   Program& program_;
-  Cache& cache_;
+  TextCache cache_;
   std::vector<int64_t> eos_token_ids_;
   Sampling sampling_;
   SamplingStepper own_stepper_;

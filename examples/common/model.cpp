@@ -86,9 +86,9 @@ Result<void> check_format(
   return {};
 }
 
-Result<Model> Model::open(const ModelOptions& options) {
+Result<Model> Model::open(const ModelOptions& options, GraphCache graph_cache) {
   ASSIGN_OR_RETURN(const std::string path, path_of(options));
-  ASSIGN_OR_RETURN(auto program, Program::open(path));
+  ASSIGN_OR_RETURN(auto program, Program::open(path, graph_cache));
   if (program.draft_tap()) {
     return refuse(path + " is a draft of a model: give it with --draft");
   }

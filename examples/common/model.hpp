@@ -45,11 +45,18 @@ Result<void> check_format(
 class Model {
  public:
   /// Opens a program and its tokenizer. Does not load the weights.
-  static Result<Model> open(const ModelOptions& options);
+  static Result<Model> open(
+      const ModelOptions& options,
+      GraphCache graph_cache = GraphCache::refused);
 
   /// Returns the backend that runs the program, for a session.
   const std::string& backend_id() const {
     return program_.params().backend_id;
+  }
+
+  /// Returns the positions that the cache may hold.
+  int32_t capacity() const {
+    return capacity_;
   }
 
   /// Returns the config of the cache, for a session.

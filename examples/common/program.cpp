@@ -1,6 +1,7 @@
 #include "examples/common/program.hpp"
 
 #include <algorithm>
+#include <atomic>
 #include <cerrno>
 #include <cstring>
 #include <filesystem>
@@ -85,16 +86,16 @@ Result<std::unique_ptr<Module>> open_program_file(const std::string& path) {
   return module;
 }
 
-Result<Program> Program::open(const std::string& path) {
+Result<Program> Program::open(const std::string& path, GraphCache graph_cache) {
   Program program;
   ASSIGN_OR_RETURN(program.module_, open_program_file(path));
   RETURN_IF_ERROR(program.read_facts());
   RETURN_IF_ERROR(program.read_signature());
-  auto params = read_kv_cache_metadata(*program.module_);
-  if (!params.ok()) {
-    return params.error();
+  if (graph_cache == GraphCache::allowed && program.tells_of_no_cache()) {
+    RETURN_IF_ERROR(program.read_limits());
+  } else {
+    ASSIGN_OR_RETURN(program.params_, read_kv_cache_metadata(*program.module_));
   }
-  program.params_ = std::move(params.value());
   if (program.params_.prefill_chunk_size < 1) {
     return Error(
         ETKV_ERROR_PROGRAM,
@@ -225,12 +226,75 @@ Result<std::optional<std::vector<int64_t>>> Program::read_integers(
   return std::optional(std::move(found));
 }
 
+/// Returns the count of a constant method; 0 if there is no such method.
+Result<int32_t> Program::read_count(const std::string& name) {
+  ASSIGN_OR_RETURN(const auto found, read_integers(name));
+  if (!found) {
+    return 0;
+  }
+  if (found->size() != 1 || found->front() < 0 || found->front() > INT32_MAX) {
+    return Error(
+        ETKV_ERROR_PROGRAM, "the program's `" + name + "` is not a count");
+  }
+  return static_cast<int32_t>(found->front());
+}
+
+bool Program::tells_of_no_cache() const {
+  const auto names = module_->method_names();
+  const auto meta = module_->method_meta(kForward);
+  return names.ok() && names->count("get_n_caches") == 0 &&
+         names->count("kv_cache.schema_version") == 0 && meta.ok() &&
+         (meta->uses_backend(kMLXBackend) || meta->uses_backend(kEtkvBackend));
+}
+
+/// Reads the sizes of a program that tells of no cache.
+Result<void> Program::read_limits() {
+  ASSIGN_OR_RETURN(
+      params_.prefill_chunk_size, read_count("get_prefill_chunk_size"));
+  if (params_.prefill_chunk_size == 0) {
+    const auto ids = module_->method_meta(kForward)->input_tensor_meta(0);
+    const auto sizes = ids->sizes();
+    params_.prefill_chunk_size = sizes.empty() ? 0 : sizes[sizes.size() - 1];
+  }
+  for (const char* name :
+       {"get_max_ctx_len", "get_max_context_len", "get_max_seq_len"}) {
+    if (params_.max_context_length == 0) {
+      ASSIGN_OR_RETURN(params_.max_context_length, read_count(name));
+    }
+  }
+  return {};
+}
+
 Result<void> Program::load(const char* cache_key, Logits rows) {
+  return load_with(LoadOptions(cache_key), rows);
+}
+
+Result<void> Program::load_with_graph_cache(Logits rows) {
+  static std::atomic<uint64_t> n_loaded = 0;
+  buffers_ = "runner " + std::to_string(n_loaded++);
+  LoadOptions options(/*cache_key=*/nullptr);
+  options.buffers(buffers_.c_str());
+  RETURN_IF_ERROR(load_with(options, rows));
+  if (!reset().ok()) {
+    return Error(
+        ETKV_ERROR_PROGRAM,
+        "the program has no KV cache: it does not tell `get_n_caches`, and its "
+        "graph keeps nothing from one step to the next");
+  }
+  return {};
+}
+
+Result<void> Program::reset() {
+  RETURN_IF_ERROR(reset_buffers(buffers_.c_str()));
+  length_ = 0;
+  return {};
+}
+
+Result<void> Program::load_with(LoadOptions options, Logits rows) {
   if (module_->is_method_loaded(kForward)) {
     module_->unload_method(kForward);
   }
   hidden_states_.reset();
-  LoadOptions options(cache_key);
   options.logits(rows);
   rows_ = rows;
   auto loaded = load_method(*module_, kForward, options);
@@ -291,6 +355,8 @@ Program::step(const int64_t* tokens, const int64_t* positions, size_t n) {
       from_blob(const_cast<int64_t*>(tokens), {1, length}, ScalarType::Long);
   const auto at =
       from_blob(const_cast<int64_t*>(positions), {length}, ScalarType::Long);
+  // A step that fails may have written to a cache in the graph.
+  length_ = static_cast<int32_t>(positions[n - 1]) + 1;
   return run({EValue(*ids), EValue(*at)}, n);
 }
 

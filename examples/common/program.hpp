@@ -20,15 +20,37 @@ namespace etkv::examples {
 Result<std::unique_ptr<executorch::extension::Module>> open_program_file(
     const std::string& path);
 
+/// Whether a program may keep its KV cache in its graph.
+enum class GraphCache { refused, allowed };
+
 class Program {
  public:
   /// Opens a .pte file and reads its metadata. Does not load the weights.
-  static Result<Program> open(const std::string& path);
+  static Result<Program> open(
+      const std::string& path,
+      GraphCache graph_cache = GraphCache::refused);
 
   /// Loads the model, bound to the cache with this key. Unloads it first if it
   /// is loaded, so that its weights are never in memory twice. A program that
   /// cannot leave out rows of logits computes all of them.
   Result<void> load(const char* cache_key, Logits rows);
+
+  /// Loads a model that keeps its cache in its graph. Refuses one that keeps
+  /// nothing from one step to the next.
+  Result<void> load_with_graph_cache(Logits rows);
+
+  /// Returns whether the program tells of no cache outside of its graph.
+  bool has_graph_cache() const {
+    return params_.layers.empty();
+  }
+
+  /// Returns the positions that the cache in the graph holds.
+  int32_t length() const {
+    return length_;
+  }
+
+  /// Lets the cache in the graph hold nothing.
+  Result<void> reset();
 
   /// Runs the model on `n` tokens at these positions, in its cache. The logits
   /// are valid until the next step. A draft with hidden states as inputs needs
@@ -98,6 +120,10 @@ class Program {
   Result<void> read_hidden_states();
   Result<std::optional<std::vector<int64_t>>> read_integers(
       const std::string& name);
+  Result<int32_t> read_count(const std::string& name);
+  Result<void> read_limits();
+  bool tells_of_no_cache() const;
+  Result<void> load_with(LoadOptions options, Logits rows);
   Result<LogitsView> run(
       const std::vector<executorch::runtime::EValue>& inputs,
       size_t n);
@@ -112,6 +138,8 @@ class Program {
   std::optional<HiddenStateType> hidden_state_type_;
   std::optional<HiddenStatesView> hidden_states_;
   std::vector<int64_t> positions_;
+  std::string buffers_;
+  int32_t length_ = 0;
   Logits rows_ = Logits::all;
 };
 

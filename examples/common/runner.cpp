@@ -149,10 +149,10 @@ Result<void> show(
   return {};
 }
 
-void say_stop(Stop stop, const Cache& cache) {
+void say_stop(Stop stop, int32_t capacity) {
   if (stop == Stop::capacity) {
-    say("stopped: the cache is full at " +
-        counted(cache.capacity(), "position") + " (--capacity)");
+    say("stopped: the cache is full at " + counted(capacity, "position") +
+        " (--capacity)");
   }
 }
 
@@ -160,7 +160,7 @@ bool Refusals::admit(
     const std::string& title,
     size_t prompt_tokens,
     const Cache& cache) {
-  const auto checked = check_length(prompt_tokens, cache);
+  const auto checked = check_length(prompt_tokens, cache.capacity());
   if (!checked.ok()) {
     say("refused \"" + title + "\": " + checked.error().message());
   }

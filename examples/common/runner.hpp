@@ -89,8 +89,9 @@ Result<void> show(
     const std::string& title,
     const std::vector<int64_t>& ids);
 
-/// Prints a message if an answer ended because the cache is full.
-void say_stop(Stop stop, const Cache& cache);
+/// Prints a message if an answer ended because the cache is full, at its
+/// capacity.
+void say_stop(Stop stop, int32_t capacity);
 
 /// Counts the requests that a server refuses while it goes on with the others.
 class Refusals {

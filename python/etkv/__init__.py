@@ -31,6 +31,7 @@ from etkv.errors import (
     UnsupportedError,
 )
 from etkv.generation import Generation, GenerationResponse, generate, generate_tokens, stream_generate
+from etkv.graph_cache import GraphCache
 from etkv.metadata import ModelCacheParams, read_kv_cache_metadata, write_kv_cache_metadata
 from etkv.runtime import Program, load, register_backend
 from etkv.session import DecodeSession, SeqSession, Session, TreeSession
@@ -45,6 +46,7 @@ __all__ = [
     "EtkvError",
     "Generation",
     "GenerationResponse",
+    "GraphCache",
     "KindError",
     "LayerConfig",
     "LayerMemory",

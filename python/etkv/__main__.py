@@ -10,10 +10,14 @@ import sys
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
-from typing import NoReturn
+from typing import TYPE_CHECKING, NoReturn
 
 from etkv import __version__
 from etkv.errors import EtkvError
+
+if TYPE_CHECKING:
+    from etkv.graph_cache import GraphCache
+    from etkv.runtime import Program
 
 _WRONG_USE = 2
 _INTERRUPTED = 130
@@ -46,9 +50,7 @@ def _parser() -> argparse.ArgumentParser:
     generate.add_argument("--raw", action="store_true", help="continue the text as it is, without the chat template")
     generate.add_argument("--max-tokens", type=int, default=256, metavar="N", help="at most (default: 256)")
     generate.add_argument("--capacity", type=int, metavar="N", help="positions of the cache (default: the program's)")
-    generate.add_argument(
-        "--kv-format", default="f16", metavar="NAME", help="storage of keys and values (default: f16)"
-    )
+    generate.add_argument("--kv-format", metavar="NAME", help="storage of keys and values (default: f16)")
     generate.add_argument("--temperature", type=float, default=0.0, metavar="T", help="0 is greedy (default: 0)")
     generate.add_argument("--top-k", type=int, default=0, metavar="N", help="draw from the N best (default: 0, all)")
     generate.add_argument("--top-p", type=float, default=1.0, metavar="P", help="and from the share P (default: 1)")
@@ -72,26 +74,56 @@ def _import_noise_off() -> Iterator[None]:
         logging.disable(previous)
 
 
-def _generate(options: argparse.Namespace) -> None:
+@contextlib.contextmanager
+def _loaded(options: argparse.Namespace) -> Iterator[Program]:
+    """Load the program, with a session unless it keeps its cache in its graph."""
     import etkv
+    from etkv.metadata import describes_layers
+    from etkv.pte import constant_methods
 
     with _import_noise_off():
         etkv.register_backend()
-        facts = etkv.read_kv_cache_metadata(options.program)
+        constants = constant_methods(options.program)
+    if not describes_layers(constants):
+        with etkv.load(options.program, None) as program:
+            if isinstance(program.cache, etkv.GraphCache):
+                _fit(program.cache, options)
+                print("the cache is part of the program: there is no session", file=sys.stderr)
+                yield program
+                return
+    facts = etkv.read_kv_cache_metadata(constants)
+    kv_format = options.kv_format or "f16"
     config = etkv.CacheConfig(
         facts.layers,
         (facts.max_context_length or 4096) if options.capacity is None else options.capacity,
-        k_format=options.kv_format,
-        v_format=options.kv_format,
+        k_format=kv_format,
+        v_format=kv_format,
         max_step_tokens=facts.prefill_chunk_size,
     )
-    tokenizer = etkv.Tokenizer.from_pretrained(options.program)
-    messages = [{"role": "user", "content": options.prompt}]
-    prompt = options.prompt if options.raw else tokenizer.apply_chat_template(messages, add_generation_prompt=True)
     with (
         etkv.DecodeSession(config, backend=facts.backend) as session,
         etkv.load(options.program, session, logits="last") as program,
     ):
+        yield program
+
+
+def _fit(cache: GraphCache, options: argparse.Namespace) -> None:
+    """Apply the options of the cache to one in a graph. Raises :class:`EtkvError` for those that do not apply."""
+    if options.kv_format:
+        raise EtkvError("--kv-format is for a cache that etkv makes, and the program has its own in its graph")
+    if options.capacity is not None:
+        if not 1 <= options.capacity <= cache.capacity:
+            raise EtkvError(f"--capacity is {options.capacity}, the program's cache takes 1 to {cache.capacity}")
+        cache.capacity = options.capacity
+
+
+def _generate(options: argparse.Namespace) -> None:
+    import etkv
+
+    tokenizer = etkv.Tokenizer.from_pretrained(options.program)
+    messages = [{"role": "user", "content": options.prompt}]
+    prompt = options.prompt if options.raw else tokenizer.apply_chat_template(messages, add_generation_prompt=True)
+    with _loaded(options) as program:
         responses = etkv.stream_generate(
             program,
             tokenizer,
@@ -108,8 +140,8 @@ def _generate(options: argparse.Namespace) -> None:
             print(response.text, end="", flush=True)
             finish_reason = response.finish_reason
         print()
-        if finish_reason == "capacity":
-            print(f"the cache is full: {session.capacity} positions", file=sys.stderr)
+        if finish_reason == "capacity" and program.cache is not None:
+            print(f"the cache is full: {program.cache.capacity} positions", file=sys.stderr)
 
 
 def main(arguments: list[str] | None = None) -> int:

@@ -1,4 +1,4 @@
-"""A conversation on one session. A turn runs only the tokens that the cache does not hold yet."""
+"""A conversation on one cache. A turn runs only the tokens that the cache does not hold yet."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 from etkv.errors import EtkvError
 from etkv.generation import GenerateOptions, Generation, generate_tokens, with_eos_token_ids
+from etkv.graph_cache import GraphCache
 from etkv.runtime import Program
 from etkv.session import DecodeSession
 from etkv.tokenizer import Tokenizer
@@ -25,19 +26,20 @@ class Chat:
     """
 
     def __init__(self, program: Program, tokenizer: Tokenizer, *, system: str | None = None) -> None:
-        """Begin a conversation, and clear the session of ``program``: a :class:`DecodeSession` for this chat alone.
+        """Begin a conversation, and clear the cache of ``program``, which is for this chat alone: a
+        :class:`DecodeSession`, or the :class:`GraphCache` of a program that keeps its cache in its graph.
 
         ``system`` is the content of the system message; None for no such message.
 
-        Raises :class:`EtkvError` if ``program`` has no session or one of another type.
+        Raises :class:`EtkvError` if ``program`` has no cache or one of another type.
         """
-        if not isinstance(program.session, DecodeSession):
-            raise EtkvError(f"a chat needs a program with a DecodeSession, this one has {program.session!r}")
+        if not isinstance(program.cache, (DecodeSession, GraphCache)):
+            raise EtkvError(f"a chat needs a program with a DecodeSession, this one has {program.cache!r}")
         self.messages: list[dict[str, str]] = [] if system is None else [{"role": "system", "content": system}]
         self.generation: Generation | None = None
-        self._program, self._session, self._tokenizer = program, program.session, tokenizer
+        self._program, self._cache, self._tokenizer = program, program.cache, tokenizer
         self._held: list[int] = []
-        self._session.clear()
+        self._cache.clear()
 
     def send_message(self, text: str, **options: Unpack[GenerateOptions]) -> Iterator[str]:
         """Yield the model's answer to ``text`` in pieces. ``options`` are those of :func:`etkv.generate_tokens`.
@@ -70,7 +72,7 @@ class Chat:
             if piece := detokenizer.last_segment:
                 yield piece
         finally:
-            self._held = [*ids, *generation.token_ids][: self._session.length]
+            self._held = [*ids, *generation.token_ids][: self._cache.length]
             self.messages.append({"role": "assistant", "content": detokenizer.text})
 
     def _rewind_to_shared(self, ids: list[int]) -> int:
@@ -81,8 +83,8 @@ class Chat:
         pairs = zip(self._held, ids, strict=False)
         shared = sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], pairs))
         shared = min(shared, len(ids) - 1)
-        if shared < self._session.rewindable_to():
-            # Layers with windows have dropped what the next query would see.
+        if shared < self._cache.rewindable_to():
+            # Layers with windows have dropped what the next query would see, and a cache in a graph cannot rewind.
             shared = 0
-        self._session.rewind(shared)
+        self._cache.rewind(shared)
         return shared

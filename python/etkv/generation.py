@@ -19,6 +19,7 @@ from etkv._device import DeviceAnswer
 from etkv._sampling import CONTEXT, Sampling, choose
 from etkv.cache import SeqCache
 from etkv.errors import CapacityError, EtkvError
+from etkv.graph_cache import GraphCache
 from etkv.runtime import Program
 
 if TYPE_CHECKING:
@@ -140,9 +141,9 @@ def generate_tokens(
 ) -> Generation:
     """Append ``prompt`` to the cache of ``program``, then the answer of the model.
 
-    ``prompt`` follows the positions that the session holds; none is removed. ``sequence`` is the sequence to continue,
-    if the session has several. ``eos_token_ids`` end the answer; ``None`` uses those of the program. ``progress`` shows
-    bars on stderr.
+    The cache is the session's, or the one in the graph of the program: :attr:`Program.cache`. ``prompt`` follows the
+    positions that it holds; none is removed. ``sequence`` is the sequence to continue, if the session has several.
+    ``eos_token_ids`` end the answer; ``None`` uses those of the program. ``progress`` shows bars on stderr.
 
     ``logit_bias`` is added to the logits of the token ids that it names; minus infinity forbids one.
     ``repetition_penalty`` divides the positive logits of the last 64 tokens of prompt and answer, and multiplies the
@@ -151,14 +152,15 @@ def generate_tokens(
     ones with at least ``min_p`` of the greatest probability. A ``seed`` repeats an answer.
 
     With an MLX program the device chooses each token, and starts the next step before Python asks for its token. A
-    program for the CPU runs step by step. The answers are the same.
+    program for the CPU, and one with its cache in its graph, runs step by step. The answers are the same.
 
-    Nothing runs before the first token is requested. A ``break`` and an interruption (Ctrl-C) leave the session usable:
+    Nothing runs before the first token is requested. A ``break`` and an interruption (Ctrl-C) leave the cache usable:
     it holds the prompt and the first :attr:`Generation.cached_tokens` of the answer. A prompt that is interrupted is
-    rolled back, as far as layers with windows still hold the positions before it. If threads share a session, each one
+    rolled back, as far as layers with windows still hold the positions before it; a cache in a graph keeps what ran. If
+    threads share a session, each one
     must hold a lock of the application's while it iterates: a step that fails cancels the declaration of the next one.
     """
-    if program.session is None:
+    if program.cache is None:
         raise EtkvError(f"{program.path.name} was loaded without a session: pass one to etkv.load")
     ids = _id_list(prompt)
     if not ids:
@@ -168,8 +170,8 @@ def generate_tokens(
     if max_tokens > INT32_MAX:
         raise EtkvError(f"max_tokens is {max_tokens}, the most is {INT32_MAX}")
     sampling = Sampling(temperature, top_k, top_p, min_p, repetition_penalty, logit_bias or {}, seed)
-    if sequence and not isinstance(program.session, SeqCache):
-        raise EtkvError(f"sequence is {sequence}, and the session has one only: use a SeqSession")
+    if sequence and not isinstance(program.cache, SeqCache):
+        raise EtkvError(f"sequence is {sequence}, and the cache has one only: use a SeqSession")
     eos = frozenset(program.eos_token_ids if eos_token_ids is None else eos_token_ids)
     return Generation(program, ids, max_tokens, sequence, sampling, eos, progress)
 
@@ -191,13 +193,13 @@ class Generation(Iterator[int]):
         eos_token_ids: frozenset[int],
         progress: bool,
     ) -> None:
-        assert program.session is not None
+        assert program.cache is not None
         self.token_ids: list[int] = []
         self.finish_reason: FinishReason | None = None
         self.prefill_seconds = 0.0
         self.decode_seconds = 0.0
         self.prompt_tokens = len(prompt)
-        self._program, self._session, self._sequence = program, program.session, sequence
+        self._program, self._cache, self._sequence = program, program.cache, sequence
         self._sampling, self._eos_token_ids = sampling, eos_token_ids
         self._max_tokens = max_tokens
         self._bars = _Bars(len(prompt), max_tokens) if progress else None
@@ -233,15 +235,15 @@ class Generation(Iterator[int]):
         )
 
     def _next(self) -> int:
-        session = self._session
-        return session.seq_next(self._sequence) if isinstance(session, SeqCache) else session.length
+        cache = self._cache
+        return cache.seq_next(self._sequence) if isinstance(cache, SeqCache) else cache.length
 
     def _run(self, prompt: list[int], bars: _Bars | None) -> Iterator[int]:
-        session = self._session
-        if not session.can_extend(len(prompt)):
-            free = session.capacity - session.length
+        cache = self._cache
+        if not cache.can_extend(len(prompt)):
+            free = cache.capacity - cache.length
             raise CapacityError(
-                f"the prompt has {len(prompt)} tokens, the cache has room for {free} of {session.capacity}"
+                f"the prompt has {len(prompt)} tokens, the cache has room for {free} of {cache.capacity}"
             )
         self._start = self._next()
         try:
@@ -254,8 +256,10 @@ class Generation(Iterator[int]):
                 bars.close()
 
     def _on_device(self, prompt: list[int]) -> DeviceAnswer | None:
+        if isinstance(self._cache, GraphCache):
+            return None
         stop = self._eos_token_ids
-        answer = DeviceAnswer.make(self._session, self._sequence, prompt, self._sampling, stop, self._max_tokens)
+        answer = DeviceAnswer.make(self._cache, self._sequence, prompt, self._sampling, stop, self._max_tokens)
         if answer is not None:
             self._program.ends_with(answer)
         return answer
@@ -315,7 +319,7 @@ class Generation(Iterator[int]):
 
     def _stepped(self, prompt: list[int]) -> Iterator[int]:
         """Yield the tokens that are chosen from the logits of each step."""
-        session, sampling = self._session, self._sampling.raw()
+        cache, sampling = self._cache, self._sampling.raw()
         ids, recent = prompt, deque(prompt, CONTEXT)
         while True:
             try:
@@ -337,7 +341,7 @@ class Generation(Iterator[int]):
             if len(self.token_ids) == self._max_tokens:
                 self.finish_reason = "length"
                 return
-            if not session.can_extend(1):
+            if not cache.can_extend(1):
                 self.finish_reason = "capacity"
                 return
             ids = [token]
@@ -361,8 +365,10 @@ class Generation(Iterator[int]):
 
     def _most_tokens(self) -> int:
         """The most tokens of a step: the limit of the program, and that of the cache if it has one."""
-        most = self._program.constant("get_prefill_chunk_size") or DEFAULT_CHUNK
-        config = self._session.config
+        most: int = self._program.constant("get_prefill_chunk_size") or self._program.max_step_tokens or DEFAULT_CHUNK
+        if isinstance(self._cache, GraphCache):
+            return most
+        config = self._cache.config
         if config.quantized_kv_start or any(layer.window for layer in config.layers):
             most = min(most, config.max_step_tokens or DEFAULT_CHUNK)
         return most
@@ -370,18 +376,18 @@ class Generation(Iterator[int]):
     def _forget(self, position: int) -> None:
         """Roll back the positions from ``position`` on, as far as layers with windows allow."""
         with contextlib.suppress(EtkvError):
-            if isinstance(self._session, SeqCache):
+            if isinstance(self._cache, SeqCache):
                 # The declaration of a step that did not run would apply to the next one.
-                self._session.cancel_step()
-                self._session.seq_rm(self._sequence, position)
-            elif self._session.length > position:
-                self._session.rewind(position)
+                self._cache.cancel_step()
+                self._cache.seq_rm(self._sequence, position)
+            elif self._cache.length > position:
+                self._cache.rewind(position)
 
     def _step(self, ids: list[int]) -> Row:
         """Run ``ids`` after the positions held; return the last row of logits [vocabulary], valid until the next."""
         position = self._next()
-        if isinstance(self._session, SeqCache):
-            self._session.begin_step([self._sequence] * len(ids))
+        if isinstance(self._cache, SeqCache):
+            self._cache.begin_step([self._sequence] * len(ids))
         rows = self._program.forward(ids, range(position, position + len(ids)), copy=False)
         row: Row = rows[-1]
         return row

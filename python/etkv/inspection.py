@@ -16,7 +16,7 @@ from etkv.cache import estimate
 from etkv.config import CacheConfig, LayerConfig
 from etkv.description import describe_program, dtype_and_shape
 from etkv.errors import EtkvError, StatusError
-from etkv.metadata import read_kv_cache_metadata
+from etkv.metadata import context_length, describes_layers, read_kv_cache_metadata
 from etkv.pte import PteFile
 
 DEFAULT_FORMATS = ("f32", "f16", "affine4")
@@ -48,6 +48,13 @@ def report(
         found["runs_here"] = _runs_here(described, file)
     elif payloads := file.cpu_payloads():
         found["runs_here"] = _runs_here({"refused": _refusal(payloads)}, file, ("aten::", "executorch_prim::"))
+    if _has_graph_cache(found, constants):
+        buffers = found["program"]["mutable_buffers"]
+        found["layers"], found["cache"] = (
+            None,
+            {"in_graph": {"buffers": buffers, "capacity": context_length(constants)}},
+        )
+        return found
     try:
         facts = read_kv_cache_metadata(constants)
     except EtkvError as error:
@@ -60,6 +67,12 @@ def report(
         "bytes": {name: _cache_bytes(facts.layers, facts.prefill_chunk_size, positions, name) for name in formats},
     }
     return found
+
+
+def _has_graph_cache(found: dict[str, Any], constants: dict[str, Any]) -> bool:
+    """Return whether the program keeps tensors between its forwards, and neither has nor describes a cache outside."""
+    program = found.get("program", {"mutable_buffers": 0})
+    return program["mutable_buffers"] > 0 and not program["attention_layers"] and not describes_layers(constants)
 
 
 def _methods(file: PteFile) -> dict[str, Any]:
@@ -75,7 +88,7 @@ def _program(described: dict[str, Any]) -> dict[str, Any]:
     return {
         **{name: [_argument_text(argument) for argument in described[name]] for name in ("inputs", "outputs")},
         **{name: _counts(described[name]) for name in ("operations", "operations_at_load")},
-        "attention_layers": described["attention_layers"],
+        **{name: described[name] for name in ("attention_layers", "mutable_buffers")},
         "passes": described["passes"],
         "passes_on_gpu": described["passes_on_gpu"],
     }
@@ -163,6 +176,10 @@ def _runs_text(runs: dict[str, Any]) -> str:
 
 
 def _cache_lines(found: dict[str, Any]) -> Iterator[str]:
+    if in_graph := found["cache"].get("in_graph"):
+        capacity = f" for {in_graph['capacity']} positions" if in_graph["capacity"] else ""
+        yield f"cache: part of the program, in {in_graph['buffers']} buffers{capacity}; it takes no session"
+        return
     if found["layers"] is None:
         yield f"cache: {found['cache']['unknown']}"
         return

@@ -10,7 +10,7 @@ The rules are those of ``read_kv_cache_metadata`` in ``include/etkv/executorch.h
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from numbers import Integral
 from os import PathLike
@@ -37,7 +37,7 @@ BACKEND = "kv_cache.backend"
 
 _VERSION = "kv_cache.schema_version"
 _INT32_MAX = 2**31 - 1
-_CONTEXT_NAMES = ("get_max_ctx_len", "get_max_context_len", "get_max_seq_len")
+CONTEXT_NAMES = ("get_max_ctx_len", "get_max_context_len", "get_max_seq_len")
 
 Count = int | Sequence[int]
 """One count for all layers, or one for each."""
@@ -102,11 +102,24 @@ def read_kv_cache_metadata(source: str | PathLike[str] | Mapping[str, Any]) -> M
     if version is not None and version != SCHEMA_VERSION:
         raise EtkvError(f"the program's {_VERSION} is {version}; this etkv reads version {SCHEMA_VERSION}")
     layers = _exporters_layers(constants) if version is None else _versioned_layers(constants)
-    context = next((found for name in _CONTEXT_NAMES if (found := _find(constants, name)) is not None), 0)
+    context = context_length(constants)
     backend = constants.get(BACKEND, "MLXBackend")
     if backend not in BACKENDS:
         raise EtkvError(f"`{BACKEND}` is {backend!r}, expected one of {', '.join(BACKENDS)}")
     return ModelCacheParams(layers, _find(constants, "get_prefill_chunk_size") or 0, context, backend)
+
+
+def context_length(constants: Mapping[str, Any]) -> int:
+    """Return the positions that a program was exported for; 0 if its constant methods do not say.
+
+    Raises :class:`EtkvError` if the value is not a count.
+    """
+    return next((found for name in CONTEXT_NAMES if (found := _find(constants, name)) is not None), 0)
+
+
+def describes_layers(names: Collection[str]) -> bool:
+    """Return whether constant methods of these names describe the layers of a cache outside of the graph."""
+    return _VERSION in names or "get_n_caches" in names
 
 
 def _versioned_layers(constants: Mapping[str, Any]) -> tuple[LayerConfig, ...]:

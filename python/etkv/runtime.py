@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any, Protocol, SupportsIndex, TypeAlias, overl
 
 from etkv import _capi, _library, pte
 from etkv.errors import EtkvError, KindError, ProgramError, UnsupportedError, first_line
+from etkv.graph_cache import GraphCache
 from etkv.session import Logits, Passes, Session, load_options
 
 if TYPE_CHECKING:
@@ -64,11 +65,11 @@ def load(
 ) -> Program:
     """Open the program at ``path`` and bind it to the cache of ``session``.
 
-    ``session`` may be ``None`` for a program without a cache. The program is then bound to no cache, even within
-    :meth:`etkv.Session.bound`. ``logits`` selects the rows of logits that a step computes: ``all``, or ``last`` for the
-    last row, which is enough for a prompt. ``passes`` selects the passes that make an MLX program faster: ``default``,
-    or ``none`` to compare with. ``method`` is the name of the method to run. On a GPU ``warm_up`` runs a few steps and
-    rolls them back, so that the first token takes no longer than later ones.
+    ``session`` may be ``None`` for a program without a cache, or with one in its graph. The program is then bound to no
+    session, even within :meth:`etkv.Session.bound`. ``logits`` selects the rows of logits that a step computes:
+    ``all``, or ``last`` for the last row, which is enough for a prompt. ``passes`` selects the passes that make an MLX
+    program faster: ``default``, or ``none`` to compare with. ``method`` is the name of the method to run. On a GPU
+    ``warm_up`` runs a few steps and rolls them back, so that the first token takes no longer than later ones.
 
     Raises :class:`EtkvError` if something is missing or does not fit. The message names it.
     """
@@ -87,6 +88,9 @@ def load(
     return program
 
 
+_LONG = 4
+"""The number of int64 among ExecuTorch's dtypes."""
+
 _NUMBERS = itertools.count()
 """The numbers of programs, which tell their buffers apart."""
 
@@ -100,9 +104,11 @@ class Closable(Protocol):
 class Program:
     """A loaded program, as :func:`load` returns it. A context manager: leaving it releases weights and cache.
 
-    ``session`` is the session that the program is bound to. Any thread may run the program; a process runs one step at
-    a time. A process that was forked after a program was loaded lacks the threads of ExecuTorch and MLX. Loading and
-    running raise :class:`EtkvError` there.
+    ``session`` is the session that the program is bound to. ``cache`` is what its steps extend: the session, or the
+    :class:`GraphCache` of a program that keeps its cache in its graph; ``None`` if it has neither. ``max_step_tokens``
+    is the most tokens of a step; ``None`` if the first input is not token ids. Any thread may run the program; a
+    process runs one step at a time. A process that was forked after a program was loaded lacks the threads of
+    ExecuTorch and MLX. Loading and running raise :class:`EtkvError` there.
     """
 
     def __init__(
@@ -121,6 +127,7 @@ class Program:
         self._buffers = f"etkv program {next(_NUMBERS)}"
         self._metadata: ModelCacheParams | None = None
         self._parts: weakref.WeakSet[Closable] = weakref.WeakSet()
+        self.cache: Session | GraphCache | None = session
         try:
             with _library.EXECUTORCH_CALLS:
                 self._load(logits, passes, method, backend)
@@ -145,16 +152,33 @@ class Program:
             key = None if session is None else session.key
             with load_options(key, logits, passes, self._buffers):
                 self._method = self._program.load_method(method)
-            self._max_tokens = _max_tokens(self._method.metadata)
+            self.max_step_tokens = _max_tokens(self._method.metadata)
+            if session is None:
+                self.cache = self._graph_cache()
         except pte.DAMAGE as error:
             reason = f"the method {method} of {path} cannot be loaded: {first_line(error)}"
             _capi.raise_delegate_error(lambda: ProgramError(reason), error)
+
+    def _graph_cache(self) -> GraphCache | None:
+        """Return the cache in the graph of a model of tokens and positions; None for another program."""
+        from etkv.metadata import CONTEXT_NAMES, context_length, describes_layers
+
+        if not _takes_text(self._method.metadata) or describes_layers(self._program.method_names):
+            return None
+        context = context_length({name: self.constant(name) for name in CONTEXT_NAMES if name in self.method_names})
+        with contextlib.suppress(EtkvError):
+            return GraphCache(self._buffers, context) if context else None
+        # It keeps nothing from one call to the next.
+        return None
 
     def reset_buffers(self) -> None:
         """Let the buffers that the program keeps between calls, such as a cache in its graph, be zeros again.
 
         Raises :class:`EtkvError` if it keeps none.
         """
+        if isinstance(self.cache, GraphCache):
+            self.cache.clear()
+            return
         _capi.call("etkv_delegate_reset_buffers", _capi.ffi.new("char[]", self._buffers.encode()))
 
     @overload
@@ -182,8 +206,8 @@ class Program:
         ids, at = ids.reshape(1, -1), at.reshape(-1)
         if ids.numel() != at.numel():
             raise EtkvError(f"there are {at.numel()} positions for {ids.numel()} tokens")
-        if self._max_tokens is not None and ids.numel() > self._max_tokens:
-            raise EtkvError(f"the step has {ids.numel()} tokens, the program takes at most {self._max_tokens}")
+        if self.max_step_tokens is not None and ids.numel() > self.max_step_tokens:
+            raise EtkvError(f"the step has {ids.numel()} tokens, the program takes at most {self.max_step_tokens}")
         rows = self.execute(ids, at, copy=copy)[0]
         rows = rows.reshape(rows.shape[-2:])
         if not copy:
@@ -229,11 +253,14 @@ class Program:
         _capi.forget_delegate_error()
         try:
             # The public execute always copies what it returns.
-            return list(loaded._method.call(list(inputs), clone_outputs=copy))
+            outputs = list(loaded._method.call(list(inputs), clone_outputs=copy))
         except RuntimeError as error:
             _capi.abort_forward()
             reason = f"{self.path.name}: {first_line(error)}"
             _capi.raise_delegate_error(lambda: EtkvError(reason), error)
+        if isinstance(self.cache, GraphCache):
+            self.cache.ran_to(int(inputs[1][-1]) + 1)
+        return outputs
 
     @property
     def metadata(self) -> ModelCacheParams:
@@ -285,7 +312,7 @@ class Program:
         self.close()
 
     def __repr__(self) -> str:
-        state = "closed" if self.closed else f"bound to {self.session!r}" if self.session else "without a session"
+        state = "closed" if self.closed else f"bound to {self.cache!r}" if self.cache else "without a session"
         return f"<{type(self).__name__}: {self.path.name}, {state}>"
 
 
@@ -328,6 +355,15 @@ def _max_tokens(method: Any) -> int | None:
         return None
     sizes = method.input_tensor_meta(0).sizes()
     return sizes[1] if len(sizes) == 2 else None
+
+
+def _takes_text(method: Any) -> bool:
+    """Return whether the inputs of a method are token ids [1, T] and positions [T], both int64."""
+    if method.num_inputs() != 2:
+        return False
+    inputs = [method.input_tensor_meta(index) for index in range(2)]
+    shapes = [list(each.sizes()) for each in inputs]
+    return all(each.dtype() == _LONG for each in inputs) and [len(shape) for shape in shapes] == [2, 1]
 
 
 def _is_tensor(value: Any) -> bool:

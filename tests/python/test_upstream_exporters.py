@@ -154,7 +154,7 @@ def test_ids_are_those_of_transformers(made, ended):
     assert ended[made] is None
     with loaded(made) as program:
         # The plain pipeline fixes one token a step for models with windows.
-        step = min(STEP, program._max_tokens)
+        step = min(STEP, program.max_step_tokens)
         ids, rows = greedy(program, prompt(), DECODE, step)
     assert ids == reference.greedy(made.weights, {"": prompt()}, DECODE)[""].ids
     expected = reference.logits(reference.load_hf(made.weights), prompt() + ids[:-1])
