@@ -49,13 +49,8 @@ impl CellsBookkeeping {
                 return Err(damaged("a window holds positions that their sequence lacks"));
             }
         }
-        let pending: usize = trees.values().map(Tree::n_pending).sum();
-        let restored = Self { groups, trees, ..Self::new(self.capacity, []) };
-        let room = (restored.capacity - restored.length()).max(0) as usize;
-        if pending > room {
-            return Err(damaged(format_args!("{pending} candidates wait for {room} cells")));
-        }
-        Ok(Self { cells: vec![Vec::new(); n_groups], ..restored })
+        let cells = vec![Vec::new(); n_groups];
+        Ok(Self { groups, trees, cells, ..Self::new(self.capacity, []) })
     }
 
     /// Returns the cells of a layer group that hold rows, in order.
