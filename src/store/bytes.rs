@@ -70,7 +70,6 @@ impl Planes {
 
 #[cfg(test)]
 mod tests {
-    use super::*;
     use crate::store::codec_for;
 
     /// The planes of a format are those that files have.

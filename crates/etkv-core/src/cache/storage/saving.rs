@@ -10,7 +10,7 @@ use crate::store::Store;
 use super::Storage;
 
 /// The bytes of a plane that pass at a time, unless one slot has more.
-const CHUNK: usize = 4 << 20;
+const CHUNK: usize = 256 << 10;
 
 impl<S: Store> Storage<S> {
     /// Returns whether the cache has yet to reach `quantized_kv_start`.
