@@ -65,6 +65,7 @@ pub use etkv_core::{
     CacheReport, Entry, Growth, KvFormat, LayerConfig, LayerMemory, LayerPolicy, Memory, SeqCache,
     Session, SharedCache, Status, TreeCache,
 };
+pub use etkv_file as file;
 pub use {
     attention::{attend, attend_rows, attend_stored, AttendSpec, Mask},
     backend::{builders, CellsCache, ContiguousCache, MlxCache, ProgramCache, Step, MLX_BACKEND},

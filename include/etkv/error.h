@@ -49,6 +49,11 @@ enum {
   ETKV_ERROR_STEP = 11,
   /** A defect inside etkv. */
   ETKV_ERROR_INTERNAL = 12,
+  /**
+   * A file of a cache's contents cannot be read or written, is damaged, or is
+   * of another version, model or config.
+   */
+  ETKV_ERROR_FILE = 13,
 };
 
 /**

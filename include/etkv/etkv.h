@@ -109,6 +109,7 @@
 #include "etkv/registry.h"
 #include "etkv/report.h"
 #include "etkv/sampling.h"
+#include "etkv/saving.h"
 #include "etkv/seq.h"
 #include "etkv/session.h"
 #include "etkv/tree.h"

@@ -32,6 +32,7 @@
 #include "etkv/report.hpp"
 #include "etkv/result.hpp"
 #include "etkv/sampling.hpp"
+#include "etkv/saving.hpp"
 #include "etkv/seq.hpp"
 #include "etkv/session.hpp"
 #include "etkv/tree.hpp"

@@ -19,6 +19,7 @@ from etkv.chat import Chat
 from etkv.config import CacheConfig, LayerConfig
 from etkv.description import describe_program
 from etkv.errors import (
+    CacheFileError,
     CapacityError,
     EtkvError,
     KindError,
@@ -40,6 +41,7 @@ from etkv.tokenizer import StreamingDetokenizer, Tokenizer
 __all__ = [
     "Cache",
     "CacheConfig",
+    "CacheFileError",
     "CapacityError",
     "Chat",
     "DecodeSession",

@@ -18,7 +18,7 @@ import cffi
 from etkv import _library, _log
 from etkv.errors import EtkvError, status_error
 
-ABI_VERSION = 6
+ABI_VERSION = 7
 """The least ``etkv_abi_version()`` that this package works with."""
 
 INT32_MAX = 2**31 - 1
@@ -147,6 +147,14 @@ def int32s(values: Sequence[int], name: str) -> Any:
         return ffi.new("int32_t[]", [int32(value, name) for value in values])
     except TypeError as error:
         raise EtkvError(f"{name} is {values!r}, expected a list of integers") from error
+
+
+def int64s(values: Sequence[int], name: str) -> Any:
+    """A C array of these. Raises :class:`EtkvError` for a value that is not a 64-bit integer."""
+    try:
+        return ffi.new("int64_t[]", [value.__index__() for value in values])
+    except (AttributeError, OverflowError, TypeError) as error:
+        raise EtkvError(f"{name} is {values!r}, expected a list of 64-bit integers") from error
 
 
 def int32(value: int, name: str) -> int:

@@ -7,12 +7,13 @@ They are the functions of ``etkv.h``, whose chapter on threads holds here too. S
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
 from etkv import _capi
-from etkv._capi import ask, ask_list, ask_text, call, ffi, int32, int32s, lib, struct
+from etkv._capi import ask, ask_list, ask_text, call, ffi, int32, int32s, int64s, lib, struct
 from etkv.config import GROWTHS, CacheConfig
 from etkv.errors import EtkvError
 
@@ -114,6 +115,31 @@ class Cache:
         """Return a report for monitoring and debugging; ``docs/reports.md`` lists the fields."""
         report: dict[str, Any] = json.loads(ask_text("etkv_cache_report", self._raw()))
         return report
+
+    def save(self, path: str | os.PathLike[str], *, tokens: Sequence[int] = (), fingerprint: str = "") -> None:
+        """Write the contents to a file: rows as they are stored, positions, sequences and trees, and ``tokens``.
+
+        An older file stays until the new one is complete and on the disk. ``fingerprint`` is what the caller tells
+        models apart by, such as a hash of the program. Raises :class:`~etkv.CacheFileError` if the file cannot be
+        written.
+        """
+        given = ffi.new("char[]", _name(fingerprint, "fingerprint"))
+        listed = int64s(tokens, "tokens")
+        options = struct("etkv_save_options", fingerprint=given, tokens=listed, n_tokens=len(tokens))
+        call("etkv_cache_save", self._raw(), _path(path), options)
+
+    def load(self, path: str | os.PathLike[str], *, fingerprint: str = "") -> list[int]:
+        """Replace the contents by those of a file, and return the file's tokens.
+
+        Raises :class:`~etkv.CacheFileError` for a file that cannot be read, is damaged, or is of another version, model
+        or config. The contents are then as before.
+        """
+        tokens, n = ffi.new("int64_t**"), ffi.new("size_t*")
+        call("etkv_cache_load", self._raw(), _path(path), _name(fingerprint, "fingerprint"), tokens, n)
+        try:
+            return list(tokens[0][0 : n[0]])
+        finally:
+            lib().etkv_tokens_free(tokens[0], n[0])
 
     def memory(self) -> Memory:
         """Return the bytes of the buffers."""
@@ -306,6 +332,10 @@ def _name(value: str, name: str) -> bytes:
     if not isinstance(value, str) or "\0" in value:
         raise EtkvError(f"{name} is {value!r}, expected a name")
     return value.encode("utf-8")
+
+
+def _path(path: str | os.PathLike[str]) -> bytes:
+    return _name(os.fspath(path), "path")
 
 
 def _read_memory(n_layers: int, fill: Any) -> Memory:

@@ -20,6 +20,7 @@ class Status(IntEnum):
     BACKEND = 10
     STEP = 11
     INTERNAL = 12
+    FILE = 13
 
 
 class EtkvError(ValueError):
@@ -85,9 +86,24 @@ class StepError(StatusError):
     status = Status.STEP
 
 
+class CacheFileError(StatusError):
+    """A file of a cache's contents cannot be read or written, is damaged, or is of another version, model or config."""
+
+    status = Status.FILE
+
+
 _CLASSES = {
     cls.status: cls
-    for cls in (CapacityError, PositionError, NoCacheError, KindError, ProgramError, UnsupportedError, StepError)
+    for cls in (
+        CapacityError,
+        PositionError,
+        NoCacheError,
+        KindError,
+        ProgramError,
+        UnsupportedError,
+        StepError,
+        CacheFileError,
+    )
 }
 
 

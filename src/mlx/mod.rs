@@ -29,7 +29,6 @@ pub use self::calls::check;
 pub(crate) use self::calls::optional_int;
 pub(crate) use self::calls::wait;
 pub(crate) use self::calls::{before_writes, call, cast, slice_axis, update_axis, Arrays};
-#[cfg(any(test, feature = "delegate"))]
 pub(crate) use self::host::bytes;
 #[cfg(feature = "delegate")]
 pub(crate) use self::host::HostBytes;

@@ -5,6 +5,7 @@ use std::ops::Range;
 use std::sync::Arc;
 
 use etkv_core::bookkeeping::{MaskRuns, Slots};
+use etkv_core::snapshot::PlaneId;
 use etkv_core::{Extent, KvFormat, LayerConfig, Result, Store};
 use mlx_rs::error::Exception;
 use mlx_rs::ops::zeros_dtype;
@@ -286,6 +287,16 @@ impl Store for MlxStore {
         let _held = mlx::hold();
         self.pools.iter_mut().flatten().for_each(|pool| pool.release());
         self.pending.set(false);
+    }
+
+    fn copy_out(&self, id: PlaneId, slots: &Slots, bytes: &mut [u8]) -> Result<()> {
+        let pool = &self.pools[id.layer][usize::from(id.values)];
+        Ok(mlx::run(|| pool.copy_out(id.plane, slots, bytes))?)
+    }
+
+    fn copy_in(&mut self, id: PlaneId, slots: &Slots, bytes: &[u8]) -> Result<()> {
+        let pool = &mut self.pools[id.layer][usize::from(id.values)];
+        Ok(mlx::run(|| pool.copy_in(id.plane, slots, bytes))?)
     }
 
     fn exclusively(work: &mut dyn FnMut()) {

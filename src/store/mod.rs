@@ -9,6 +9,7 @@
 mod affine;
 mod bits;
 mod block_float;
+mod bytes;
 mod codec;
 mod finite;
 mod float;
@@ -98,6 +99,18 @@ pub trait Pool: Send {
 
     /// Frees the buffers.
     fn release(&mut self);
+
+    /// Copies the rows of a plane to `bytes`: slot by slot, the heads of a slot side by side.
+    ///
+    /// # Errors
+    /// [`Backend`](crate::Status::Backend).
+    fn copy_out(&self, plane: usize, slots: &Slots, bytes: &mut [u8]) -> Result<()>;
+
+    /// Writes what [`copy_out`](Self::copy_out) copied.
+    ///
+    /// # Errors
+    /// [`Backend`](crate::Status::Backend).
+    fn copy_in(&mut self, plane: usize, slots: &Slots, bytes: &[u8]) -> Result<()>;
 }
 
 /// Returns a pool without slots, for rows of `head_dim` elements in `n_kv_heads` heads.
@@ -226,6 +239,14 @@ impl Pool for CodecPool {
 
     fn release(&mut self) {
         self.planes.release();
+    }
+
+    fn copy_out(&self, plane: usize, slots: &Slots, bytes: &mut [u8]) -> Result<()> {
+        self.planes.copy_out(plane, slots, bytes)
+    }
+
+    fn copy_in(&mut self, plane: usize, slots: &Slots, bytes: &[u8]) -> Result<()> {
+        self.planes.copy_in(plane, slots, bytes)
     }
 }
 

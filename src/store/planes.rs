@@ -33,7 +33,7 @@ pub struct Plane {
 }
 
 impl Plane {
-    fn row_bytes(&self) -> u64 {
+    pub(super) fn row_bytes(&self) -> u64 {
         let width = match self.dtype {
             Dtype::Uint8 => 1,
             Dtype::Float16 | Dtype::Bfloat16 => 2,
@@ -56,11 +56,11 @@ pub(super) fn along(parts: &[Array], axis: usize, start: i32, stop: i32) -> Resu
 
 /// The buffers of a pool, all of one size.
 pub(super) struct Planes {
-    n_kv_heads: i32,
-    layout: Layout,
+    pub(super) n_kv_heads: i32,
+    pub(super) layout: Layout,
     /// One buffer for each plane, or none without slots. No other handle holds the buffers, so
     /// writes happen in place.
-    buffers: Parts,
+    pub(super) buffers: Parts,
 }
 
 impl Planes {
@@ -204,7 +204,7 @@ const MOST_KEPT: usize = 4096;
 
 /// Returns slots as an array. All planes of all layers are written and read at the same ones, so the last
 /// array is kept, computed: on the shared stream of a GPU, where making it takes a launch.
-fn indices(list: &[i32]) -> Result<Array> {
+pub(super) fn indices(list: &[i32]) -> Result<Array> {
     static LAST: Mutex<Option<(Vec<i32>, Array)>> = Mutex::new(None);
     let make = || mlx::on_device(&mlx::array_of(list, &[list.len() as i32])?);
     if list.len() > MOST_KEPT || !mlx::is_stream_on_gpu()? || !mlx::is_stream_shared()? {
@@ -223,7 +223,7 @@ fn indices(list: &[i32]) -> Result<Array> {
 }
 
 /// Returns `buffer` with the slots of `list` replaced, in place.
-fn update_list(buffer: &Array, rows: &Array, list: &[i32]) -> Result<Array> {
+pub(super) fn update_list(buffer: &Array, rows: &Array, list: &[i32]) -> Result<Array> {
     let runs = runs(list);
     if runs.len() > 1 && (runs.len() > MAX_RUNS || mlx::is_stream_on_gpu()?) {
         // Scattered updates carry the axis of the slots in front.

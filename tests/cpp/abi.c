@@ -74,6 +74,7 @@ _Static_assert(ETKV_ERROR_UNSUPPORTED == 9, "");
 _Static_assert(ETKV_ERROR_BACKEND == 10, "");
 _Static_assert(ETKV_ERROR_STEP == 11, "");
 _Static_assert(ETKV_ERROR_INTERNAL == 12, "");
+_Static_assert(ETKV_ERROR_FILE == 13, "");
 _Static_assert(ETKV_GROWTH_DOUBLING == 0, "");
 _Static_assert(ETKV_GROWTH_STEP == 1, "");
 _Static_assert(ETKV_GROWTH_EXACT == 2, "");
@@ -109,9 +110,10 @@ static void status_names(void) {
   CHECK_NAME(BACKEND);
   CHECK_NAME(STEP);
   CHECK_NAME(INTERNAL);
+  CHECK_NAME(FILE);
   CHECK(strcmp(etkv_status_name(ETKV_OK), "OK") == 0);
   CHECK(strcmp(etkv_status_name(-1), "UNKNOWN") == 0);
-  CHECK(strcmp(etkv_status_name(ETKV_ERROR_INTERNAL + 1), "UNKNOWN") == 0);
+  CHECK(strcmp(etkv_status_name(ETKV_ERROR_FILE + 1), "UNKNOWN") == 0);
   CHECK(etkv_status_name(ETKV_ERROR_STEP) == etkv_status_name(ETKV_ERROR_STEP));
 }
 
@@ -141,7 +143,7 @@ static void errors(void) {
   CHECK(strcmp(etkv_error_message(own), "not there") == 0);
   etkv_error_free(own);
   CHECK(etkv_error_new(ETKV_OK, "no error") == NULL);
-  CHECK(etkv_error_new(ETKV_ERROR_INTERNAL + 1, "none") == NULL);
+  CHECK(etkv_error_new(ETKV_ERROR_FILE + 1, "none") == NULL);
   CHECK(etkv_error_new(-1, "none") == NULL);
   CHECK(etkv_error_new(ETKV_ERROR_STEP, "\xff") == NULL);
 
@@ -157,10 +159,14 @@ static void the_delegate(void) {
   const etkv_status invalid = ETKV_ERROR_INVALID_ARGUMENT;
   const uint8_t payload[24] = {0};
 
-  CHECK_INT(etkv_delegate_set_load_options("a", "some", NULL, NULL, NULL), invalid);
-  CHECK_INT(etkv_delegate_set_load_options("a", NULL, "some", NULL, NULL), invalid);
-  CHECK_INT(etkv_delegate_set_load_options("a", "last", "none", "b", NULL), ETKV_OK);
-  CHECK_INT(etkv_delegate_set_load_options(NULL, NULL, NULL, NULL, NULL), ETKV_OK);
+  CHECK_INT(
+      etkv_delegate_set_load_options("a", "some", NULL, NULL, NULL), invalid);
+  CHECK_INT(
+      etkv_delegate_set_load_options("a", NULL, "some", NULL, NULL), invalid);
+  CHECK_INT(
+      etkv_delegate_set_load_options("a", "last", "none", "b", NULL), ETKV_OK);
+  CHECK_INT(
+      etkv_delegate_set_load_options(NULL, NULL, NULL, NULL, NULL), ETKV_OK);
   CHECK_INT(etkv_delegate_reset_buffers("b", NULL), invalid);
   CHECK_INT(etkv_delegate_reset_buffers(NULL, NULL), invalid);
   CHECK_INT(etkv_delegate_check(NULL, 1, NULL), invalid);
@@ -773,6 +779,73 @@ static void an_empty_cache(void) {
   etkv_session_free(session);
 }
 
+/* What is in the files is in saving.cpp. */
+static void files(void) {
+  const etkv_status invalid = ETKV_ERROR_INVALID_ARGUMENT;
+  const char* path = "abi-test.safetensors";
+  const int64_t text[2] = {7, -1};
+  setup s;
+  set_up(&s);
+  etkv_session* session = new_session(&s.config);
+  etkv_cache* cache = cache_of(session);
+  etkv_save_options options = {0};
+  int64_t* tokens = UNTOUCHED;
+  const int64_t* untouched_list = tokens;
+  size_t n = 9;
+
+  CHECK_INT(etkv_cache_save(cache, path, NULL, NULL), ETKV_OK);
+  CHECK_INT(etkv_cache_load(cache, path, NULL, NULL, NULL, NULL), ETKV_OK);
+  CHECK_INT(etkv_cache_load(cache, path, "", &tokens, &n, NULL), ETKV_OK);
+  CHECK_INT(n, 0);
+  etkv_tokens_free(tokens, n);
+  options.struct_size = sizeof(options);
+  options.fingerprint = "a model";
+  options.tokens = text;
+  options.n_tokens = 2;
+  CHECK_INT(etkv_cache_save(cache, path, &options, NULL), ETKV_OK);
+  CHECK_INT(
+      etkv_cache_load(cache, path, "a model", &tokens, &n, NULL), ETKV_OK);
+  REQUIRE(n == 2);
+  CHECK(tokens[0] == 7 && tokens[1] == -1);
+  etkv_tokens_free(tokens, n);
+  etkv_tokens_free(NULL, 0);
+
+  tokens = UNTOUCHED;
+  CHECK_REFUSED(
+      etkv_cache_load(cache, path, "another", &tokens, &n, error),
+      ETKV_ERROR_FILE,
+      "of the model `a model`, expected `another`");
+  CHECK_REFUSED(
+      etkv_cache_load(cache, path, NULL, &tokens, NULL, error),
+      invalid,
+      "n_tokens");
+  CHECK_REFUSED(
+      etkv_cache_load(cache, NULL, NULL, NULL, NULL, error), invalid, "path");
+  CHECK_REFUSED(
+      etkv_cache_load(cache, "", NULL, NULL, NULL, error), invalid, "path");
+  CHECK_REFUSED(
+      etkv_cache_load(NULL, path, NULL, NULL, NULL, error), invalid, "cache");
+  CHECK_REFUSED(
+      etkv_cache_save(NULL, path, NULL, error), invalid, "cache is NULL");
+  CHECK_REFUSED(
+      etkv_cache_save(cache, NULL, NULL, error), invalid, "path is NULL");
+  CHECK_REFUSED(
+      etkv_cache_save(cache, "no/such/folder", NULL, error),
+      ETKV_ERROR_FILE,
+      "no/such/folder");
+  options.struct_size = 1;
+  CHECK_REFUSED(
+      etkv_cache_save(cache, path, &options, error), invalid, "struct_size");
+  remove(path);
+  CHECK_REFUSED(
+      etkv_cache_load(cache, path, NULL, &tokens, &n, error),
+      ETKV_ERROR_FILE,
+      path);
+  CHECK(tokens == untouched_list && n == 2);
+  etkv_cache_free(cache);
+  etkv_session_free(session);
+}
+
 static void keys_and_handles(void) {
   enum { SESSIONS = 64 };
   setup s;
@@ -821,6 +894,7 @@ int main(void) {
   kinds();
   own_kinds();
   an_empty_cache();
+  files();
   keys_and_handles();
   CHECK_INT(etkv_live_handles(), 0);
   return check_report();

@@ -17,3 +17,11 @@ fn a_cache_of_another_backend_is_refused() {
     let own = SharedCache::new(etkv::ContiguousCache::new(config).unwrap());
     assert!(own.program::<etkv::MlxStore>().is_ok());
 }
+
+#[test]
+fn files_cross_backends() {
+    use etkv_tests::campaign::saving::files_cross_backends;
+    use etkv_tests::{on_cpu::OnCpu, on_mlx::OnMlx};
+    files_cross_backends::<OnMlx, OnCpu>();
+    files_cross_backends::<OnCpu, OnMlx>();
+}

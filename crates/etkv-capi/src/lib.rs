@@ -28,6 +28,7 @@ mod program;
 mod registry;
 mod report;
 mod sampling;
+mod saving;
 mod seq;
 mod session;
 mod tree;

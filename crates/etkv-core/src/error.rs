@@ -35,11 +35,14 @@ pub enum Status {
     Step = 11,
     /// A defect inside this crate.
     Internal = 12,
+    /// A file of a cache's contents cannot be read or written, is damaged, or is of another version,
+    /// model or config.
+    File = 13,
 }
 
 impl Status {
     /// All of them, in the order of their numbers.
-    pub const ALL: [Self; 12] = [
+    pub const ALL: [Self; 13] = [
         Self::InvalidArgument,
         Self::Capacity,
         Self::Position,
@@ -52,6 +55,7 @@ impl Status {
         Self::Backend,
         Self::Step,
         Self::Internal,
+        Self::File,
     ];
 
     /// The name that it has in every language: that of C's constant without `ETKV_ERROR_`.
@@ -69,6 +73,7 @@ impl Status {
             Self::Backend => "BACKEND",
             Self::Step => "STEP",
             Self::Internal => "INTERNAL",
+            Self::File => "FILE",
         }
     }
 

@@ -3,11 +3,14 @@
 use std::fmt;
 use std::str::FromStr;
 
+use serde::{Deserialize, Serialize};
+
 use crate::error::{fail, Error, Result, Status};
 
 /// A storage format. A row is one position of one KV head. Each row is stored alone: no format
 /// mixes rows.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Default)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Default, Serialize, Deserialize)]
+#[serde(into = "String", try_from = "String")]
 #[non_exhaustive]
 pub enum KvFormat {
     /// IEEE binary32.
@@ -115,6 +118,20 @@ impl fmt::Display for KvFormat {
             Self::RowInt4 => out.write_str("row-int4"),
             Self::RowFp4 => out.write_str("row-fp4"),
         }
+    }
+}
+
+impl From<KvFormat> for String {
+    fn from(format: KvFormat) -> Self {
+        format.to_string()
+    }
+}
+
+impl TryFrom<String> for KvFormat {
+    type Error = Error;
+
+    fn try_from(name: String) -> Result<Self> {
+        name.parse()
     }
 }
 

@@ -33,10 +33,12 @@ pub mod error;
 pub mod format;
 mod growth;
 pub mod memory;
+mod planes;
 mod registry;
 mod report;
 mod session;
 mod shared;
+pub mod snapshot;
 mod spec;
 mod step;
 mod store;
@@ -48,6 +50,7 @@ pub use error::{Error, Result, Status};
 pub use format::KvFormat;
 pub use growth::Growth;
 pub use memory::{Bytes, LayerMemory, Memory};
+pub use planes::{Element, PlaneFormat};
 pub use registry::{Builder, BuilderRegistry, CacheRegistry, Entry};
 pub use report::{
     BufferReport, CacheReport, ConfigReport, FormatsReport, LayerConfigReport, LayerReport,
@@ -55,6 +58,7 @@ pub use report::{
 };
 pub use session::Session;
 pub use shared::{CacheGuard, ProgramCache, ProgramGuard, Shared, SharedCache, SharedGuard};
+pub use snapshot::{SaveCache, Snapshot};
 pub use spec::{AttendSpec, Mask};
 pub use step::Step;
 pub use store::{Extent, Spec, Store};

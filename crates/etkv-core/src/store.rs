@@ -5,8 +5,9 @@ use std::sync::Arc;
 
 use crate::bookkeeping::{MaskRuns, Slots};
 use crate::config::LayerConfig;
-use crate::error::Result;
+use crate::error::{fail, Result};
 use crate::format::KvFormat;
+use crate::snapshot::PlaneId;
 use crate::spec::AttendSpec;
 
 /// The storage of one cache in a backend: the keys and values of every layer, in slots.
@@ -176,6 +177,25 @@ pub trait Store: Sized + Send + 'static {
 
     /// Frees all buffers, including unfinished work.
     fn release(&mut self);
+
+    /// Copies the rows of a plane at these slots to `bytes`, between steps: slot by slot, the heads of
+    /// a slot side by side, as [`KvFormat::planes`] says. There is at least one slot.
+    ///
+    /// # Errors
+    /// [`Unsupported`](crate::Status::Unsupported) by default, and
+    /// [`Backend`](crate::Status::Backend).
+    fn copy_out(&self, _id: PlaneId, _slots: &Slots, _bytes: &mut [u8]) -> Result<()> {
+        fail!(Unsupported, "{} storage cannot be saved", Self::NAME)
+    }
+
+    /// Writes what [`copy_out`](Self::copy_out) copied to these slots, between steps.
+    ///
+    /// # Errors
+    /// [`Unsupported`](crate::Status::Unsupported) by default, and
+    /// [`Backend`](crate::Status::Backend); the rows of these slots are unknown.
+    fn copy_in(&mut self, _id: PlaneId, _slots: &Slots, _bytes: &[u8]) -> Result<()> {
+        fail!(Unsupported, "{} storage cannot be loaded", Self::NAME)
+    }
 
     /// Runs `work`, which drops tensors, when no other thread uses the backend.
     fn exclusively(work: &mut dyn FnMut()) {

@@ -14,6 +14,9 @@ pub trait Backend: 'static {
     /// Whether an op that fails fails when it is called, not when its outputs are computed.
     const COMPUTES_AT_ONCE: bool = false;
 
+    /// Whether its caches can be saved.
+    const SAVES: bool = true;
+
     /// Runs `work` where tensors may be made and computed.
     fn run<T>(work: impl FnOnce() -> T) -> T;
 

@@ -329,6 +329,8 @@ pub struct OnVec;
 impl Backend for OnVec {
     type Store = VecStore;
 
+    const SAVES: bool = false;
+
     fn run<T>(work: impl FnOnce() -> T) -> T {
         work()
     }

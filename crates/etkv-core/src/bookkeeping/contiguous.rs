@@ -1,6 +1,8 @@
 //! One growing sequence. Position `p` lies in slot `p`, so the length describes it. Layers with a
 //! sliding window drop positions at the front and move their rows.
 
+mod state;
+
 use std::ops::Range;
 use std::sync::Arc;
 

@@ -1,5 +1,7 @@
 //! Many sequences in one pool of cells, and trees of candidates behind them.
 
+mod saving;
+
 use std::ops::Range;
 
 use tracing::debug_span;
@@ -13,6 +15,7 @@ use crate::error::{fail, Result};
 use crate::format::KvFormat;
 use crate::memory::Memory;
 use crate::report::{CacheReport, SequenceReport};
+use crate::snapshot::SaveCache;
 use crate::store::{Spec, Store};
 use crate::watch::TARGET;
 
@@ -208,6 +211,10 @@ impl<S: Store> Cache for CellsCache<S> {
         }
         self.storage.check()?;
         self.storage.convert([k_format, v_format])
+    }
+
+    fn saving(&mut self) -> Option<&mut dyn SaveCache> {
+        Some(self)
     }
 
     fn sequences(&self) -> Option<&dyn SeqCache> {

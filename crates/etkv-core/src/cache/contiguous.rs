@@ -1,5 +1,7 @@
 //! One growing sequence: the single-stream path.
 
+mod saving;
+
 use super::aside::Aside;
 use super::storage::Storage;
 use super::{AttendCache, Cache};
@@ -9,6 +11,7 @@ use crate::error::{fail, Result};
 use crate::format::KvFormat;
 use crate::memory::Memory;
 use crate::report::{CacheReport, SequenceReport};
+use crate::snapshot::SaveCache;
 use crate::store::{Spec, Store};
 
 /// One sequence; without a mask if all layers have full history.
@@ -144,6 +147,10 @@ impl<S: Store> Cache for ContiguousCache<S> {
         self.refuse_in_step("convert the cache")?;
         self.storage.check()?;
         self.storage.convert([k_format, v_format])
+    }
+
+    fn saving(&mut self) -> Option<&mut dyn SaveCache> {
+        Some(self)
     }
 }
 

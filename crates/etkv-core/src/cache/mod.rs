@@ -19,6 +19,7 @@ use crate::error::Result;
 use crate::format::KvFormat;
 use crate::memory::Memory;
 use crate::report::CacheReport;
+use crate::snapshot::SaveCache;
 use crate::store::{Spec, Store};
 
 /// The runner's face of a cache.
@@ -94,6 +95,12 @@ pub trait Cache: Send {
     /// - [`Backend`](crate::Status::Backend): some layers may be converted and others not, each of them
     ///   whole; call again to go on.
     fn convert(&mut self, k_format: KvFormat, v_format: KvFormat) -> Result<()>;
+
+    /// Returns the face by which the contents are written to a file and read back, if the cache has
+    /// it.
+    fn saving(&mut self) -> Option<&mut dyn SaveCache> {
+        None
+    }
 
     /// Returns the face for several sequences, if the cache has it.
     fn sequences(&self) -> Option<&dyn SeqCache> {

@@ -1,6 +1,8 @@
 //! The bytes of a cache: a backend's store, driven by the plans of its layer groups. It has
 //! everything that all kinds of caches do with a store.
 
+mod saving;
+
 use tracing::span::EnteredSpan;
 use tracing::{debug, debug_span, enabled, error, info, trace, warn, Level, Span};
 
@@ -54,13 +56,20 @@ impl<S: Store> Storage<S> {
     /// Returns a store for a valid config. It allocates as positions come, or now if the config
     /// says so. `shared`: several sequences will use it.
     pub fn new(config: CacheConfig, shared: bool) -> Result<Self> {
+        let formats = config.formats_at(0);
+        let mut storage = Self::without_slots(config, shared, formats)?;
+        storage.grow_upfront()?;
+        Ok(storage)
+    }
+
+    /// Returns a store for a valid config that has allocated nothing and stores rows in `formats`.
+    fn without_slots(config: CacheConfig, shared: bool, formats: [KvFormat; 2]) -> Result<Self> {
         let mut policies = vec![LayerPolicy::Full];
         for layer in &config.layers {
             if !policies.contains(&layer.policy) {
                 policies.push(layer.policy);
             }
         }
-        let formats = config.formats_at(0);
         let group_of = |layer: &LayerConfig| {
             policies.iter().position(|&policy| policy == layer.policy).unwrap_or(0)
         };
@@ -68,7 +77,7 @@ impl<S: Store> Storage<S> {
         let store = S::new(&config.layers, formats)?;
         let masks = vec![None; policies.len()];
         let awaits = config.quantized_kv_start.is_some();
-        let mut storage = Self {
+        Ok(Self {
             config,
             policies,
             groups,
@@ -81,9 +90,7 @@ impl<S: Store> Storage<S> {
             awaits,
             step: Span::none(),
             poisoned: None,
-        };
-        storage.grow_upfront()?;
-        Ok(storage)
+        })
     }
 
     /// Allocates everything, if the config says so.

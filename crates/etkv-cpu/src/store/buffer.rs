@@ -23,7 +23,7 @@ pub(super) struct Buffer {
     widths: Widths,
     slots: i32,
     /// As many as the format has, or none without slots.
-    planes: [Option<Arc<Memory>>; 3],
+    pub(super) planes: [Option<Arc<Memory>>; 3],
 }
 
 /// Copies of rows, bit for bit: a run of slots for each plane.
@@ -61,12 +61,12 @@ impl Buffer {
     }
 
     /// Returns the bytes of one slot in a plane: its heads.
-    fn slot_bytes(&self, plane: usize) -> usize {
+    pub(super) fn slot_bytes(&self, plane: usize) -> usize {
         // Saturated sizes are refused when they are allocated.
         self.n_kv_heads.saturating_mul(self.widths[plane])
     }
 
-    fn has_plane(&self, plane: usize) -> bool {
+    pub(super) fn has_plane(&self, plane: usize) -> bool {
         plane == 0 || self.widths[plane] > 0
     }
 
@@ -112,7 +112,7 @@ impl Buffer {
         self.slots = 0;
     }
 
-    fn check(&self, slots: &Slots) -> Result<()> {
+    pub(super) fn check(&self, slots: &Slots) -> Result<()> {
         let least = match slots {
             Slots::Run(run) => run.start,
             Slots::List(list) => list.iter().min().copied().unwrap_or(0),
@@ -360,7 +360,7 @@ fn slot_at(slots: &Slots, at: usize) -> usize {
 
 /// Passes runs of slots to `take`, in bytes: where they lie in a plane, and where in a copy that has
 /// these slots alone.
-fn for_each_run(
+pub(super) fn for_each_run(
     slots: &Slots,
     slot_bytes: usize,
     mut take: impl FnMut(Range<usize>, Range<usize>),

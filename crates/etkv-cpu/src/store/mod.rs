@@ -7,6 +7,7 @@ mod affine;
 mod bits;
 mod block_float;
 mod buffer;
+mod bytes;
 mod codec;
 mod float;
 mod row;
@@ -16,6 +17,7 @@ use std::sync::Arc;
 
 use etkv_core::bookkeeping::{MaskRuns, Slots};
 use etkv_core::error::fail;
+use etkv_core::snapshot::PlaneId;
 use etkv_core::{Extent, KvFormat, LayerConfig, Result, Store};
 
 use crate::tensor::Tensor;
@@ -190,6 +192,14 @@ impl Store for CpuStore {
 
     fn release(&mut self) {
         self.layers.iter_mut().flatten().for_each(Buffer::release);
+    }
+
+    fn copy_out(&self, id: PlaneId, slots: &Slots, bytes: &mut [u8]) -> Result<()> {
+        self.layers[id.layer][usize::from(id.values)].copy_out(id.plane, slots, bytes)
+    }
+
+    fn copy_in(&mut self, id: PlaneId, slots: &Slots, bytes: &[u8]) -> Result<()> {
+        self.layers[id.layer][usize::from(id.values)].copy_in(id.plane, slots, bytes)
     }
 }
 

@@ -5,6 +5,7 @@ pub mod caches;
 pub mod contiguous;
 pub mod estimates;
 pub mod isolation;
+pub mod saving;
 pub mod unread;
 
 use crate::backend::{Backend, Tensor};
@@ -35,6 +36,10 @@ macro_rules! campaign {
             isolation::a_conversion_by_hand_lasts_until_the_cache_is_cleared,
             isolation::candidates_do_not_count_for_quantized_kv_start,
             isolation::at_capacity_is_the_most_that_is_held,
+            saving::what_was_saved_and_loaded_goes_on_alike,
+            saving::a_file_that_does_not_fit_is_refused,
+            saving::float_formats_are_converted,
+            saving::damaged_files_are_refused_and_change_nothing,
             unread::values_that_are_not_finite_undo_a_committed_step,
             unread::a_step_that_was_committed_unread_stays,
             unread::steps_that_cannot_be_undone_are_read_at_once,

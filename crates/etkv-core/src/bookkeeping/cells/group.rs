@@ -1,5 +1,7 @@
 //! The cells of one layer group: their owners, and the order in which they are allocated.
 
+mod state;
+
 use std::ops::Range;
 
 use super::occupancy::Occupancy;

@@ -13,6 +13,7 @@ mod occupancy;
 mod runs;
 mod segments;
 mod sequences;
+mod state;
 mod step;
 mod tree;
 mod undo;

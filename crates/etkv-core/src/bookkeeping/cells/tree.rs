@@ -3,6 +3,7 @@
 use super::{check_sequence, CellsBookkeeping};
 use crate::bookkeeping::{Move, Slots};
 use crate::error::{fail, Result};
+use crate::snapshot::{damaged, TreeState};
 
 /// A tree of candidates behind one sequence. Nodes are numbered in the order of their proposal. A
 /// parent comes before its children.
@@ -22,6 +23,28 @@ pub const ROOT: i32 = -1;
 impl Tree {
     pub fn new(n_groups: usize) -> Self {
         Self { cells: vec![Vec::new(); n_groups], ..Self::default() }
+    }
+
+    /// Returns what a file keeps of the tree behind `sequence`.
+    pub fn state(&self, sequence: i32) -> TreeState {
+        let Self { parents, n_written, cells, .. } = self.clone();
+        TreeState { sequence, parents, n_written, cells }
+    }
+
+    /// Returns the tree that a file keeps. Its cells are not checked.
+    ///
+    /// # Errors
+    /// [`File`](crate::Status::File) for what is no tree.
+    pub fn of_state(state: &TreeState, n_groups: usize) -> Result<Self> {
+        let mut tree = Self::new(n_groups);
+        tree.propose(&state.parents).map_err(damaged)?;
+        let TreeState { n_written, cells, .. } = state;
+        let whole = cells.len() == n_groups && cells.iter().all(|cells| cells.len() == *n_written);
+        if *n_written > tree.len() || !whole {
+            let n = tree.len();
+            return Err(damaged(format_args!("a tree of {n} nodes has the cells of {n_written}")));
+        }
+        Ok(Self { n_written: *n_written, cells: cells.clone(), ..tree })
     }
 
     /// Returns the number of nodes, written or not.

@@ -1,0 +1,117 @@
+//! The contents of caches in files, and back.
+
+use std::ffi::c_char;
+use std::path::Path;
+
+use etkv_core::{fail, Result};
+use etkv_file::Labels;
+
+use super::boundary::{boundary, list, read_struct, text};
+use super::cache::etkv_cache;
+use super::error::etkv_error;
+use super::handle;
+
+/// What the caller adds to the contents of a cache; see the header.
+#[allow(non_camel_case_types)]
+#[repr(C)]
+#[derive(Clone, Copy)]
+pub struct etkv_save_options {
+    struct_size: usize,
+    fingerprint: *const c_char,
+    tokens: *const i64,
+    n_tokens: usize,
+}
+
+/// Writes the contents of a cache to a file.
+///
+/// # Safety
+/// Pointers are NULL or as the header says.
+#[no_mangle]
+pub unsafe extern "C" fn etkv_cache_save(
+    cache: *const etkv_cache,
+    path: *const c_char,
+    options: *const etkv_save_options,
+    error: *mut *mut etkv_error,
+) -> i32 {
+    // SAFETY: the caller says so.
+    unsafe {
+        boundary(error, || {
+            let cache = handle::look_up(cache, "cache")?;
+            let path = given_path(path)?;
+            let mut labels = Labels::default();
+            if !options.is_null() {
+                let options = read_struct(options, "options")?;
+                labels.fingerprint = fingerprint_of(options.fingerprint)?;
+                labels.tokens = list(options.tokens, options.n_tokens, "tokens")?;
+            }
+            let mut cache = cache.cache.lock()?;
+            etkv_file::save(&mut *cache, path, labels)
+        })
+    }
+}
+
+/// Replaces the contents of a cache by those of a file.
+///
+/// # Safety
+/// Pointers are NULL or as the header says.
+#[no_mangle]
+pub unsafe extern "C" fn etkv_cache_load(
+    cache: *mut etkv_cache,
+    path: *const c_char,
+    fingerprint: *const c_char,
+    tokens: *mut *mut i64,
+    n_tokens: *mut usize,
+    error: *mut *mut etkv_error,
+) -> i32 {
+    // SAFETY: the caller says so.
+    unsafe {
+        boundary(error, || {
+            let cache = handle::look_up(cache, "cache")?;
+            let path = given_path(path)?;
+            let fingerprint = fingerprint_of(fingerprint)?;
+            if tokens.is_null() != n_tokens.is_null() {
+                fail!(InvalidArgument, "expected tokens and n_tokens, got one of them as NULL");
+            }
+            let found = etkv_file::load(&mut *cache.cache.lock()?, path, fingerprint)?;
+            if !tokens.is_null() {
+                n_tokens.write(found.len());
+                tokens.write(Box::into_raw(found.into_boxed_slice()).cast());
+            }
+            Ok(())
+        })
+    }
+}
+
+/// Frees token ids.
+///
+/// # Safety
+/// `tokens` is NULL, or a list of `n_tokens` that [`etkv_cache_load`] stored and that is not freed
+/// yet.
+#[no_mangle]
+pub unsafe extern "C" fn etkv_tokens_free(tokens: *mut i64, n_tokens: usize) {
+    if !tokens.is_null() {
+        // SAFETY: the caller says so.
+        drop(unsafe { Box::from_raw(std::ptr::slice_from_raw_parts_mut(tokens, n_tokens)) });
+    }
+}
+
+/// # Safety
+/// `path` is NULL or a string that ends in a zero byte.
+unsafe fn given_path<'a>(path: *const c_char) -> Result<&'a Path> {
+    // SAFETY: the caller says so.
+    let path = unsafe { text(path, "path") }?;
+    if path.is_empty() {
+        fail!(InvalidArgument, "path is empty");
+    }
+    Ok(Path::new(path))
+}
+
+/// # Safety
+/// `fingerprint` is NULL or a string that ends in a zero byte.
+unsafe fn fingerprint_of<'a>(fingerprint: *const c_char) -> Result<&'a str> {
+    if fingerprint.is_null() {
+        return Ok("");
+    }
+    // SAFETY: the caller says so.
+    unsafe { text(fingerprint, "fingerprint") }
+}

@@ -1,0 +1,132 @@
+//! The cells of a layer group, in a file and back.
+
+use super::{LayerGroup, Run};
+use crate::bookkeeping::cells::check_sequence;
+use crate::error::{fail, Error, Result, Status};
+use crate::snapshot::{damaged, GroupState, SequenceState};
+
+/// The most positions of a sequence in a file. Integers then do not overflow for as many more.
+const MOST_POSITIONS: i32 = 1 << 30;
+
+impl LayerGroup {
+    /// Returns the state without that of the trees.
+    pub fn state(&self) -> GroupState {
+        let sequence = |sequence: i32| SequenceState {
+            sequence,
+            runs: self.held(sequence).iter().map(|run| [run.position, run.cell, run.len]).collect(),
+        };
+        GroupState { size: self.size, sequences: self.owners().map(sequence).collect() }
+    }
+
+    /// Returns the cells that sequences and trees own, in order.
+    pub fn owned_cells(&self) -> Vec<i32> {
+        (0..).zip(&self.owners).filter(|(_, &n)| n > 0).map(|(cell, _)| cell).collect()
+    }
+
+    /// Returns a layer group like this one that holds what `state` says, and the cells of trees in
+    /// `nodes`.
+    ///
+    /// # Errors
+    /// [`File`](Status::File) for cells that cannot be held so, [`Backend`](Status::Backend) if there
+    /// is no memory.
+    pub fn with_state(&self, state: &GroupState, nodes: &[i32]) -> Result<Self> {
+        let mut group = Self::new(self.window, self.capacity);
+        // Full history may use every cell of any capacity.
+        if self.window.is_some() {
+            let (size, least, most) = (state.size, group.size, self.capacity);
+            if size < least || size > most {
+                fail!(File, "the file has {size} cells of a window, expected {least} to {most}");
+            }
+            group.size = size;
+        }
+        let mut all: Vec<Run> = Vec::new();
+        let mut before = -1;
+        for SequenceState { sequence, runs } in &state.sequences {
+            check_sequence(*sequence).map_err(damaged)?;
+            if *sequence <= before {
+                return Err(damaged(format_args!("sequence {sequence} follows {before}")));
+            }
+            before = *sequence;
+            check_runs(*sequence, runs)?;
+            all.extend(runs.iter().map(|&[position, cell, len]| Run { position, cell, len }));
+        }
+        let end = group.check_cells(all, nodes)?;
+        if group.owners.try_reserve_exact(end).is_err() {
+            return Err(Error::new(
+                Status::Backend,
+                format_args!("out of memory: {end} cells; free memory"),
+            ));
+        }
+        for SequenceState { sequence, runs } in &state.sequences {
+            for &[position, cell, len] in runs {
+                let run = Run { position, cell, len };
+                group.own(&run);
+                group.held_mut(*sequence).push(run);
+            }
+        }
+        nodes.iter().for_each(|&cell| group.own_as_node(cell));
+        for cell in group.owned_cells() {
+            group.occupancy.take(cell);
+        }
+        Ok(group)
+    }
+
+    /// Checks that cells exist, and that each holds one position or one node. Returns one past the
+    /// last.
+    fn check_cells(&self, runs: Vec<Run>, nodes: &[i32]) -> Result<usize> {
+        // The distance from a cell to its position, and none for a node.
+        let shifted = runs.iter().map(|run| (run.cell, run.len, Some(run.position)));
+        let mut all: Vec<(i32, i32, Option<i32>)> =
+            shifted.chain(nodes.iter().map(|&cell| (cell, 1, None))).collect();
+        drop(runs);
+        all.sort_unstable();
+        let (mut end, mut before) = (0, None);
+        for (cell, len, position) in all {
+            let behind = cell.checked_add(len).filter(|&behind| cell >= 0 && behind <= self.size);
+            let Some(behind) = behind else {
+                fail!(
+                    File,
+                    "the file has {len} cells from {cell} on, this cache has {}; make it with the \
+                     file's capacity",
+                    self.size
+                );
+            };
+            let shift = position.map(|position| position - cell);
+            if cell < end && (shift.is_none() || shift != before) {
+                return Err(damaged(format_args!("cell {cell} holds two positions")));
+            }
+            (end, before) = (end.max(behind), shift);
+        }
+        // At most the size, which is an i32.
+        Ok(end as usize)
+    }
+
+    /// Returns whether the group holds every position that `other` holds.
+    pub fn covers(&self, other: &Self) -> bool {
+        let within = |sequence: i32| {
+            let missing = other.held(sequence).last_missing_in(self.held(sequence), &(0..i32::MAX));
+            missing.is_none()
+        };
+        other.owners().all(within)
+    }
+}
+
+/// Checks that the runs of a sequence are in the order of their positions.
+fn check_runs(sequence: i32, runs: &[[i32; 3]]) -> Result<()> {
+    if runs.is_empty() {
+        return Err(damaged(format_args!("sequence {sequence} has no positions")));
+    }
+    let mut next = 0;
+    for &[position, _, len] in runs {
+        let end = position.checked_add(len).filter(|&end| end <= MOST_POSITIONS);
+        match end {
+            Some(end) if position >= next && len >= 1 => next = end,
+            _ => {
+                return Err(damaged(format_args!(
+                    "sequence {sequence} has {len} positions from {position} on, behind {next}"
+                )))
+            }
+        }
+    }
+    Ok(())
+}

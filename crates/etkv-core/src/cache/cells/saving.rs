@@ -1,0 +1,66 @@
+//! Sequences and trees, in a file and back.
+
+use super::CellsCache;
+use crate::bookkeeping::{CellsBookkeeping, Slots};
+use crate::cache::Cache;
+use crate::error::{fail, Result};
+use crate::format::KvFormat;
+use crate::snapshot::{damaged, Book, GiveRows, PlaneRows, SaveCache, Snapshot, TakeRows};
+use crate::store::Store;
+
+/// What a snapshot comes to.
+struct Contents {
+    book: CellsBookkeeping,
+    held: Vec<Slots>,
+    target: ([KvFormat; 2], bool),
+}
+
+impl<S: Store> CellsCache<S> {
+    fn contents(&self, snapshot: &Snapshot) -> Result<Contents> {
+        snapshot.check(self.kind(), self.config())?;
+        let Book::Cells(state) = &snapshot.book else {
+            return Err(damaged("it has no cells"));
+        };
+        if self.kind == Self::SEQ && !state.trees.is_empty() {
+            return Err(damaged("it has trees, and a cache of this kind has none"));
+        }
+        let book = self.book.with_state(state)?;
+        let target = snapshot.target(self.config(), book.length() - book.candidates())?;
+        let held = (0..state.groups.len()).map(|group| book.held_cells(group)).collect();
+        Ok(Contents { book, held, target })
+    }
+
+    fn settle_between_steps(&mut self, what: &str) -> Result<()> {
+        self.settle()?;
+        if self.open {
+            fail!(Step, "cannot {what} the cache in the middle of a step");
+        }
+        self.storage.check()
+    }
+}
+
+impl<S: Store> SaveCache for CellsCache<S> {
+    fn snapshot(&mut self) -> Result<Snapshot> {
+        self.settle_between_steps("save")?;
+        let book = Book::Cells(self.book.state());
+        let formats = (self.formats(), self.storage.awaits());
+        Ok(Snapshot::new(self.kind(), self.config(), formats, book))
+    }
+
+    fn planes(&self, snapshot: &Snapshot) -> Result<Vec<PlaneRows>> {
+        let held = self.contents(snapshot)?.held;
+        Ok(self.storage.planes(snapshot.formats, &held))
+    }
+
+    fn read_rows(&self, snapshot: &Snapshot, take: &mut TakeRows) -> Result<()> {
+        self.storage.read_rows(&self.contents(snapshot)?.held, take)
+    }
+
+    fn restore(&mut self, snapshot: &Snapshot, give: &mut GiveRows) -> Result<()> {
+        self.settle_between_steps("load")?;
+        let Contents { book, held, target } = self.contents(snapshot)?;
+        self.storage = self.storage.restored(snapshot, target, &held, give)?;
+        self.book = book;
+        Ok(())
+    }
+}

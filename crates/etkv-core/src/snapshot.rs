@@ -1,0 +1,352 @@
+//! What a cache writes to a file and reads back: its integers, and its rows plane by plane.
+
+use serde::{Deserialize, Serialize};
+
+use crate::config::{CacheConfig, LayerConfig, LayerPolicy};
+use crate::error::{fail, Error, Result, Status};
+use crate::format::KvFormat;
+use crate::planes::PlaneFormat;
+
+/// The integers of a cache: what it holds and where, and the config that this fits.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct Snapshot {
+    /// The kind's name.
+    pub kind: String,
+    /// The sizes of each layer.
+    pub layers: Vec<SavedLayer>,
+    /// The config's capacity.
+    pub capacity: i32,
+    /// The config's `max_step_tokens`.
+    pub max_step_tokens: i32,
+    /// The formats of the config.
+    pub storage: SavedFormats,
+    /// The formats of keys and values now.
+    pub formats: [KvFormat; 2],
+    /// Whether the cache has yet to reach `quantized_kv_start`.
+    pub awaits: bool,
+    /// The positions that it holds, and their slots.
+    pub book: Book,
+}
+
+/// One layer of a [`LayerConfig`].
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct SavedLayer {
+    /// KV heads.
+    pub n_kv_heads: i32,
+    /// Elements of one key.
+    pub k_head_dim: i32,
+    /// Elements of one value.
+    pub v_head_dim: i32,
+    /// The window and the sinks, or `None` for full history.
+    pub window: Option<[i32; 2]>,
+}
+
+/// The formats of a [`CacheConfig`].
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct SavedFormats {
+    /// Storage of keys.
+    pub k_format: KvFormat,
+    /// Storage of values.
+    pub v_format: KvFormat,
+    /// Positions that are stored in `float_format` before all are converted.
+    pub quantized_kv_start: Option<i32>,
+    /// Storage before that.
+    pub float_format: KvFormat,
+}
+
+/// The state of a bookkeeping.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub enum Book {
+    /// One growing sequence.
+    #[serde(rename = "contiguous")]
+    Contiguous(ContiguousState),
+    /// Sequences in cells, and trees behind them.
+    #[serde(rename = "cells")]
+    Cells(CellsState),
+}
+
+/// The state of one growing sequence.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct ContiguousState {
+    /// The number of positions.
+    pub length: i32,
+    /// For each layer group, the positions that it has dropped behind its sinks.
+    pub dropped: Vec<i32>,
+}
+
+/// The state of sequences in cells.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct CellsState {
+    /// The layer groups.
+    pub groups: Vec<GroupState>,
+    /// The trees, in the order of their sequences.
+    pub trees: Vec<TreeState>,
+}
+
+/// The cells of a layer group.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct GroupState {
+    /// Cells below this one are allocated.
+    pub size: i32,
+    /// The sequences that hold cells, in order.
+    pub sequences: Vec<SequenceState>,
+}
+
+/// The cells of a sequence.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct SequenceState {
+    /// The sequence's number.
+    pub sequence: i32,
+    /// First position, cell of it, and number of positions of each run, in the order of positions.
+    pub runs: Vec<[i32; 3]>,
+}
+
+/// The tree of candidates behind a sequence.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct TreeState {
+    /// The sequence's number.
+    pub sequence: i32,
+    /// The parent of each node; -1 for the sequence itself.
+    pub parents: Vec<i32>,
+    /// Nodes whose rows are written.
+    pub n_written: usize,
+    /// The cells of these, for each layer group.
+    pub cells: Vec<Vec<i32>>,
+}
+
+/// A plane of a layer's keys, or of its values.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct PlaneId {
+    /// The layer.
+    pub layer: usize,
+    /// Whether it is one of the values'.
+    pub values: bool,
+    /// Its number in [`KvFormat::planes`].
+    pub plane: usize,
+}
+
+/// The rows of one plane that a snapshot goes with: `[n_slots, n_kv_heads, width]`.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct PlaneRows {
+    /// Whose they are.
+    pub id: PlaneId,
+    /// The elements of a row.
+    pub format: PlaneFormat,
+    /// KV heads.
+    pub n_kv_heads: usize,
+    /// Slots that hold rows.
+    pub n_slots: usize,
+}
+
+impl PlaneRows {
+    /// Returns the bytes of one slot: its heads.
+    pub const fn slot_bytes(&self) -> usize {
+        self.format.row_bytes().saturating_mul(self.n_kv_heads)
+    }
+
+    /// Returns the bytes of all slots.
+    pub const fn bytes(&self) -> usize {
+        self.slot_bytes().saturating_mul(self.n_slots)
+    }
+}
+
+/// Takes the bytes of a plane, some whole slots at a time.
+pub type TakeRows<'a> = dyn FnMut(&PlaneRows, &[u8]) -> Result<()> + 'a;
+
+/// Gives the bytes of a plane, some whole slots at a time.
+pub type GiveRows<'a> = dyn FnMut(&PlaneRows, &mut [u8]) -> Result<()> + 'a;
+
+/// The face of a cache whose contents can be written to a file and read back.
+///
+/// A declaration of the sequences of a next step is not among the contents.
+pub trait SaveCache {
+    /// Returns the integers. Rolls back a step that was set aside, and reads the values of a step
+    /// that was committed unread.
+    ///
+    /// # Errors
+    /// [`Step`](Status::Step) while a step is open, [`Backend`](Status::Backend) if the cache is
+    /// poisoned, and the error of an unread step.
+    fn snapshot(&mut self) -> Result<Snapshot>;
+
+    /// Returns the planes that go with a snapshot, in the order in which
+    /// [`read_rows`](Self::read_rows) and [`restore`](Self::restore) pass them. Checks that
+    /// the snapshot is whole and fits the cache.
+    ///
+    /// # Errors
+    /// [`File`](Status::File), naming what does not fit.
+    fn planes(&self, snapshot: &Snapshot) -> Result<Vec<PlaneRows>>;
+
+    /// Passes the rows that go with the snapshot of this cache, which has not changed since.
+    ///
+    /// # Errors
+    /// Those of `take`, and [`Backend`](Status::Backend).
+    fn read_rows(&self, snapshot: &Snapshot, take: &mut TakeRows) -> Result<()>;
+
+    /// Replaces the contents by those of a snapshot and its rows. The old contents go when the new
+    /// ones are complete; there is memory for both until then.
+    ///
+    /// # Errors
+    /// Those of [`planes`](Self::planes) and of `give`, [`Step`](Status::Step) while a step is open,
+    /// and [`Backend`](Status::Backend) if memory is lacking. The contents are then as before.
+    fn restore(&mut self, snapshot: &Snapshot, give: &mut GiveRows) -> Result<()>;
+}
+
+impl From<&LayerConfig> for SavedLayer {
+    fn from(layer: &LayerConfig) -> Self {
+        let window = match layer.policy {
+            LayerPolicy::Full => None,
+            LayerPolicy::Window { window, sinks } => Some([window, sinks]),
+        };
+        let LayerConfig { n_kv_heads, k_head_dim, v_head_dim, .. } = *layer;
+        Self { n_kv_heads, k_head_dim, v_head_dim, window }
+    }
+}
+
+impl From<&CacheConfig> for SavedFormats {
+    fn from(config: &CacheConfig) -> Self {
+        Self {
+            k_format: config.k_format,
+            v_format: config.v_format,
+            quantized_kv_start: config.quantized_kv_start,
+            // Without a start it has no meaning.
+            float_format: config.quantized_kv_start.map_or(KvFormat::F32, |_| config.float_format),
+        }
+    }
+}
+
+impl Snapshot {
+    pub(crate) fn new(
+        kind: &str,
+        config: &CacheConfig,
+        (formats, awaits): ([KvFormat; 2], bool),
+        book: Book,
+    ) -> Self {
+        Self {
+            kind: kind.to_owned(),
+            layers: config.layers.iter().map(SavedLayer::from).collect(),
+            capacity: config.capacity,
+            max_step_tokens: config.max_step_tokens,
+            storage: config.into(),
+            formats,
+            awaits,
+            book,
+        }
+    }
+
+    /// Refuses a snapshot of another kind, or of layers of other sizes.
+    pub(crate) fn check(&self, kind: &str, config: &CacheConfig) -> Result<()> {
+        if self.kind != kind {
+            fail!(File, "the file is of a cache of kind `{}`, this one is `{kind}`", self.kind);
+        }
+        let [found, expected] = [self.layers.len(), config.layers.len()];
+        if found != expected {
+            fail!(File, "the file has {found} layers, this cache has {expected}");
+        }
+        for (id, (found, layer)) in self.layers.iter().zip(&config.layers).enumerate() {
+            let expected = SavedLayer::from(layer);
+            for (name, found, expected) in [
+                ("n_kv_heads", found.n_kv_heads, expected.n_kv_heads),
+                ("k_head_dim", found.k_head_dim, expected.k_head_dim),
+                ("v_head_dim", found.v_head_dim, expected.v_head_dim),
+            ] {
+                if found != expected {
+                    fail!(File, "layer {id} has {name} {found} in the file, {expected} here");
+                }
+            }
+            if found.window != expected.window {
+                let of = |window: Option<[i32; 2]>| match window {
+                    None => String::from("full history"),
+                    Some([window, sinks]) => format!("a window of {window} and {sinks} sinks"),
+                };
+                let [found, expected] = [of(found.window), of(expected.window)];
+                fail!(File, "layer {id} has {found} in the file, {expected} here");
+            }
+            self.check_window(config, layer.policy)?;
+        }
+        Ok(())
+    }
+
+    /// Refuses windows of other slots: what they hold would not fit.
+    fn check_window(&self, config: &CacheConfig, policy: LayerPolicy) -> Result<()> {
+        let saved = CacheConfig {
+            capacity: self.capacity,
+            max_step_tokens: self.max_step_tokens,
+            ..CacheConfig::uniform(0, 1, 1, 1)
+        };
+        if self.capacity < 1 || self.max_step_tokens < 1 {
+            let Self { capacity, max_step_tokens, .. } = self;
+            fail!(
+                File,
+                "the file has capacity {capacity} and max_step_tokens {max_step_tokens}, the least \
+                 is 1"
+            );
+        }
+        let facts = |config: &CacheConfig| {
+            let window = config.window(policy)?;
+            Some((window.slots(), window.max_step_tokens(), window.slides()))
+        };
+        if facts(&saved) != facts(config) {
+            fail!(
+                File,
+                "the windows of the file are for capacity {} and max_step_tokens {}, those of this \
+                 cache for {} and {}; make the cache with the file's",
+                self.capacity,
+                self.max_step_tokens,
+                config.capacity,
+                config.max_step_tokens
+            );
+        }
+        Ok(())
+    }
+
+    /// Returns the formats that the cache has after loading, and whether it then has yet to reach
+    /// `quantized_kv_start`. `counted` positions count for that.
+    pub(crate) fn target(
+        &self,
+        config: &CacheConfig,
+        counted: i32,
+    ) -> Result<([KvFormat; 2], bool)> {
+        for (formats, layer) in self.layers.iter().map(|layer| (self.formats, layer)) {
+            let as_file = |error: Error| Error::new(Status::File, error.at("the file"));
+            formats[0].check(layer.k_head_dim).map_err(as_file)?;
+            formats[1].check(layer.v_head_dim).map_err(as_file)?;
+        }
+        if self.storage == SavedFormats::from(config) {
+            // As it was, also after a conversion by hand.
+            let floats = [config.float_format; 2];
+            if self.awaits && (config.quantized_kv_start.is_none() || self.formats != floats) {
+                let [k, v] = self.formats;
+                fail!(File, "the file has {k} keys and {v} values before quantized_kv_start");
+            }
+            return Ok((self.formats, self.awaits));
+        }
+        let target = config.formats_at(counted);
+        for (what, found, expected) in
+            [("keys", self.formats[0], target[0]), ("values", self.formats[1], target[1])]
+        {
+            if found != expected && !(found.is_float() && expected.is_float()) {
+                fail!(
+                    File,
+                    "the file has {what} in {found}, this cache stores them in {expected}; only f32, \
+                     f16 and bf16 are converted into each other"
+                );
+            }
+        }
+        let awaits = config.quantized_kv_start.is_some_and(|tokens| counted < tokens);
+        Ok((target, awaits))
+    }
+}
+
+/// Returns an error of a file whose integers contradict each other.
+pub(crate) fn damaged(what: impl std::fmt::Display) -> Error {
+    Error::new(Status::File, format_args!("the file is damaged: {what}"))
+}

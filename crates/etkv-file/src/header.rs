@@ -1,0 +1,179 @@
+//! The header of a file: its tensors by safetensors' rules, and what is in its metadata.
+
+use std::collections::HashMap;
+
+use etkv_core::error::fail;
+use etkv_core::snapshot::PlaneRows;
+use etkv_core::{Element, Error, Result, Snapshot, Status};
+use safetensors::tensor::{Metadata, TensorInfo};
+use safetensors::Dtype;
+
+use crate::checksum;
+
+/// The version of the format. A file of another version is refused.
+pub const VERSION: u32 = 1;
+
+/// The most bytes of a header.
+pub const LARGEST_HEADER: u64 = 64 << 20;
+
+const KIND: &str = "etkv-cache";
+const TOKENS: &str = "tokens";
+const CHECKSUMS: &str = "checksums";
+
+/// What a file says before its tensors.
+pub struct Header {
+    pub fingerprint: String,
+    pub snapshot: Snapshot,
+    pub n_tokens: usize,
+    /// Name, dtype, shape, first and last byte of each tensor.
+    tensors: Vec<(String, TensorInfo)>,
+}
+
+/// Returns an error of a file.
+pub fn refused(what: impl std::fmt::Display) -> Error {
+    Error::new(Status::File, what)
+}
+
+/// Returns the tensors of a file: token ids, planes, and the checksums of the header and of these.
+/// Planes without slots have none.
+pub fn tensors(n_tokens: usize, planes: &[PlaneRows]) -> Result<Vec<(String, TensorInfo)>> {
+    let mut all = Vec::new();
+    let mut start = 0usize;
+    let mut add = |name: String, dtype: Dtype, shape: Vec<usize>| {
+        let elements = shape.iter().try_fold(1usize, |n, &size| n.checked_mul(size));
+        let bytes = elements.and_then(|n| n.checked_mul(dtype.bitsize() / 8));
+        let Some(end) = bytes.and_then(|bytes| start.checked_add(bytes)) else {
+            fail!(File, "the tensor {name} of shape {shape:?} is larger than any file");
+        };
+        all.push((name, TensorInfo { dtype, shape, data_offsets: (start, end) }));
+        start = end;
+        Ok(())
+    };
+    add(TOKENS.into(), Dtype::I64, vec![n_tokens])?;
+    let mut n_parts = 2;
+    for rows in planes.iter().filter(|rows| rows.n_slots > 0) {
+        let side = if rows.id.values { "v" } else { "k" };
+        let dtype = match rows.format.element {
+            Element::U8 => Dtype::U8,
+            Element::F16 => Dtype::F16,
+            Element::Bf16 => Dtype::BF16,
+            Element::F32 => Dtype::F32,
+        };
+        let shape = vec![rows.n_slots, rows.n_kv_heads, rows.format.width];
+        add(format!("layers.{}.{side}.{}", rows.id.layer, rows.format.name), dtype, shape)?;
+        n_parts += 1;
+    }
+    add(CHECKSUMS.into(), Dtype::U8, vec![n_parts, checksum::BYTES])?;
+    Ok(all)
+}
+
+impl Header {
+    pub fn new(
+        fingerprint: &str,
+        snapshot: Snapshot,
+        n_tokens: usize,
+        planes: &[PlaneRows],
+    ) -> Result<Self> {
+        let tensors = tensors(n_tokens, planes)?;
+        Ok(Self { fingerprint: fingerprint.to_owned(), snapshot, n_tokens, tensors })
+    }
+
+    /// Returns the number of checksums: of the header, the tokens and each plane.
+    pub fn n_parts(&self) -> usize {
+        self.tensors.len()
+    }
+
+    /// Returns the bytes of all tensors.
+    pub fn data_bytes(&self) -> u64 {
+        self.tensors.last().map_or(0, |(_, info)| info.data_offsets.1 as u64)
+    }
+
+    /// Refuses a file whose tensors are not those that its integers ask for.
+    pub fn check_tensors(&self, expected: &[(String, TensorInfo)]) -> Result<()> {
+        let same = |a: &TensorInfo, b: &TensorInfo| {
+            a.dtype == b.dtype && a.shape == b.shape && a.data_offsets == b.data_offsets
+        };
+        for (at, (name, info)) in expected.iter().enumerate() {
+            match self.tensors.get(at) {
+                Some((found, there)) if found == name && same(info, there) => {}
+                Some((found, there)) => fail!(
+                    File,
+                    "the file is damaged: expected the tensor {name} of {:?} {:?}, got {found} of \
+                     {:?} {:?}",
+                    info.dtype,
+                    info.shape,
+                    there.dtype,
+                    there.shape
+                ),
+                None => fail!(File, "the file is damaged: it lacks the tensor {name}"),
+            }
+        }
+        if let Some((name, _)) = self.tensors.get(expected.len()) {
+            fail!(File, "the file is damaged: it has a tensor {name} too many");
+        }
+        Ok(())
+    }
+
+    /// Returns the header as it is in a file: its length, and JSON.
+    pub fn to_bytes(&self) -> Result<Vec<u8>> {
+        let internal = |error: &dyn std::fmt::Display| Error::new(Status::Internal, error);
+        let state = serde_json::to_string(&self.snapshot).map_err(|error| internal(&error))?;
+        let metadata = HashMap::from([
+            ("kind".into(), KIND.into()),
+            ("version".into(), VERSION.to_string()),
+            ("model".into(), self.fingerprint.clone()),
+            ("cache".into(), state),
+        ]);
+        let all = self.tensors.iter().map(|(name, info)| (name.clone(), copied(info))).collect();
+        let all = Metadata::new(Some(metadata), all).map_err(|error| internal(&error))?;
+        let mut bytes = vec![0; 8];
+        serde_json::to_writer(&mut bytes, &all).map_err(|error| internal(&error))?;
+        // Tensors begin at a multiple of 8 bytes.
+        bytes.resize(bytes.len().next_multiple_of(8), b' ');
+        let length = bytes.len() as u64 - 8;
+        if length > LARGEST_HEADER {
+            fail!(
+                File,
+                "the cache's sequences take a header of {length} bytes, the most is \
+                 {LARGEST_HEADER}; compact the cache first"
+            );
+        }
+        bytes[..8].copy_from_slice(&length.to_le_bytes());
+        Ok(bytes)
+    }
+
+    /// Returns the header in the JSON of a file.
+    pub fn of_json(json: &[u8]) -> Result<Self> {
+        let all: Metadata = serde_json::from_slice(json)
+            .map_err(|error| refused(format_args!("the file is no safetensors file: {error}")))?;
+        let words = all.metadata().as_ref();
+        let word = |name: &str| words.and_then(|words| words.get(name)).map(String::as_str);
+        if word("kind") != Some(KIND) {
+            fail!(File, "the file is not of a cache: its metadata lacks the kind `{KIND}`");
+        }
+        let version = word("version").unwrap_or("none");
+        if version != VERSION.to_string() {
+            fail!(File, "the file has version {version} of the format, this build reads {VERSION}");
+        }
+        let (Some(fingerprint), Some(state)) = (word("model"), word("cache")) else {
+            fail!(File, "the file is damaged: its metadata lacks the model or the cache");
+        };
+        let snapshot = serde_json::from_str(state)
+            .map_err(|error| refused(format_args!("the file is damaged: its integers: {error}")))?;
+        let tensors: Vec<(String, TensorInfo)> = all
+            .offset_keys()
+            .into_iter()
+            .filter_map(|name| all.info(&name).map(|info| (name.clone(), copied(info))))
+            .collect();
+        let n_tokens = match tensors.first() {
+            Some((name, info)) if name == TOKENS && info.shape.len() == 1 => info.shape[0],
+            _ => fail!(File, "the file is damaged: it lacks the tensor {TOKENS}"),
+        };
+        Ok(Self { fingerprint: fingerprint.to_owned(), snapshot, n_tokens, tensors })
+    }
+}
+
+fn copied(info: &TensorInfo) -> TensorInfo {
+    let TensorInfo { dtype, shape, data_offsets } = info;
+    TensorInfo { dtype: *dtype, shape: shape.clone(), data_offsets: *data_offsets }
+}

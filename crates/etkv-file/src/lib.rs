@@ -1,0 +1,77 @@
+//! The contents of a cache in a file, and back.
+//!
+//! A file is one of safetensors: the planes of every layer's keys and values as they are stored, the
+//! token ids of the caller, checksums, and in its metadata the version of this format, the model's
+//! fingerprint and the integers of the cache. docs/saving.md describes it.
+//!
+//! Nothing here knows a backend: a file that one backend's cache wrote can be read by another's.
+#![forbid(unsafe_code)]
+
+mod checksum;
+mod header;
+mod read;
+mod write;
+
+use std::path::Path;
+
+use etkv_core::error::fail;
+use etkv_core::{Cache, Result, SaveCache};
+
+pub use header::{LARGEST_HEADER, VERSION};
+
+/// What the caller adds to the contents of a cache.
+#[derive(Debug, Clone, Copy, Default)]
+pub struct Labels<'a> {
+    /// What the caller tells models apart by, such as a hash of the program. A file is loaded with the
+    /// fingerprint that it was saved with.
+    pub fingerprint: &'a str,
+    /// Token ids, which are not interpreted.
+    pub tokens: &'a [i64],
+}
+
+/// Writes the contents of a cache to a file, beside it under another name first. An older file
+/// under this name stays until the new one is complete and on the disk.
+///
+/// The cache stays as it is, but for a step that was set aside, which is rolled back.
+///
+/// # Errors
+/// - [`File`](etkv_core::Status::File) if the file cannot be written. An older file is as before.
+/// - [`Step`](etkv_core::Status::Step) while a step is open.
+/// - [`Unsupported`](etkv_core::Status::Unsupported) for a kind or a storage that cannot be saved.
+/// - [`Backend`](etkv_core::Status::Backend) if the cache is poisoned or memory is lacking.
+pub fn save(cache: &mut dyn Cache, path: &Path, labels: Labels) -> Result<()> {
+    write::save(face(cache)?, path, labels)
+}
+
+/// Replaces the contents of a cache by those of a file, and returns the token ids of the file. Both
+/// contents are in memory until the new ones are complete.
+///
+/// A file of a cache of the same kind, layers and windows fits. If the formats of its config are the
+/// cache's too, the cache goes on as the saved one would have. Else float formats are converted into
+/// those of the cache, and other formats are refused.
+///
+/// # Errors
+/// - [`File`](etkv_core::Status::File) for a file that cannot be read, is damaged, or is of another
+///   version, model or config.
+/// - [`Step`](etkv_core::Status::Step) while a step is open.
+/// - [`Unsupported`](etkv_core::Status::Unsupported) for a kind or a storage that cannot be loaded.
+/// - [`Backend`](etkv_core::Status::Backend) if the cache is poisoned or memory is lacking.
+///
+/// The contents are then as before.
+pub fn load(cache: &mut dyn Cache, path: &Path, fingerprint: &str) -> Result<Vec<i64>> {
+    read::load(face(cache)?, path, fingerprint)
+}
+
+/// Returns the checksum of a header, for tests that make files of their own.
+#[doc(hidden)]
+pub fn checksum(bytes: &[u8]) -> [u8; checksum::BYTES] {
+    checksum::of(bytes)
+}
+
+fn face(cache: &mut dyn Cache) -> Result<&mut dyn SaveCache> {
+    let kind = cache.kind().to_owned();
+    match cache.saving() {
+        Some(face) => Ok(face),
+        None => fail!(Unsupported, "caches of kind `{kind}` are neither saved nor loaded"),
+    }
+}

@@ -1,0 +1,157 @@
+//! Reads a file. Everything is checked before the cache changes, and sizes before memory is taken.
+
+use std::fs::File;
+use std::io::{Read, Seek, SeekFrom};
+use std::path::Path;
+
+use etkv_core::error::fail;
+use etkv_core::{Error, Result, SaveCache, Status};
+
+use crate::checksum::{self, Checksum, Sum};
+use crate::header::{refused, tensors, Header, LARGEST_HEADER};
+
+/// See [`load`](crate::load).
+pub fn load(cache: &mut dyn SaveCache, path: &Path, fingerprint: &str) -> Result<Vec<i64>> {
+    read(cache, path, fingerprint).map_err(|error| match error.status() {
+        Status::File => error.at(format_args!("cannot load {}", path.display())),
+        _ => error,
+    })
+}
+
+fn read(cache: &mut dyn SaveCache, path: &Path, fingerprint: &str) -> Result<Vec<i64>> {
+    let mut file = Source::open(path)?;
+    let bytes = file.header()?;
+    let header = Header::of_json(&bytes[8..])?;
+    if header.fingerprint != fingerprint {
+        fail!(File, "the file is of the model `{}`, expected `{fingerprint}`", header.fingerprint);
+    }
+    let expected = bytes.len() as u64 + header.data_bytes();
+    if file.len != expected {
+        fail!(File, "the file has {} bytes, its header says {expected}", file.len);
+    }
+    let mut sums = file.checksums(header.n_parts())?.into_iter();
+    let mut check = |found: Checksum, what: std::fmt::Arguments| match sums.next() {
+        Some(expected) if expected == found => Ok(()),
+        _ => Err(refused(format_args!("the file is damaged: the checksum of {what} is another"))),
+    };
+    check(checksum::of(&bytes), format_args!("the header"))?;
+    header.check_tensors(&tensors(header.n_tokens, &cache.planes(&header.snapshot)?)?)?;
+
+    file.go_to(bytes.len() as u64)?;
+    drop(bytes);
+    let tokens = file.tokens(header.n_tokens)?;
+    check(file.sum.take(), format_args!("the token ids"))?;
+
+    let mut left = None;
+    cache.restore(&header.snapshot, &mut |rows, bytes| {
+        file.read(bytes)?;
+        let after = left.unwrap_or(rows.bytes()).saturating_sub(bytes.len());
+        left = (after > 0).then_some(after);
+        if after == 0 {
+            let side = if rows.id.values { "values" } else { "keys" };
+            check(file.sum.take(), format_args!("the {side} of layer {}", rows.id.layer))?;
+        }
+        Ok(())
+    })?;
+    Ok(tokens)
+}
+
+/// An open file, and the checksum of what was read of it.
+struct Source {
+    file: File,
+    len: u64,
+    sum: Sum,
+}
+
+impl Source {
+    fn open(path: &Path) -> Result<Self> {
+        let found = std::fs::metadata(path).map_err(unread)?;
+        if !found.is_file() {
+            fail!(File, "it is no file");
+        }
+        let file = File::open(path).map_err(unread)?;
+        let len = file.metadata().map_err(unread)?.len();
+        Ok(Self { file, len, sum: Sum::new() })
+    }
+
+    fn read(&mut self, bytes: &mut [u8]) -> Result<()> {
+        self.file.read_exact(bytes).map_err(unread)?;
+        self.sum.add(bytes);
+        Ok(())
+    }
+
+    fn go_to(&mut self, at: u64) -> Result<()> {
+        self.file.seek(SeekFrom::Start(at)).map_err(unread)?;
+        self.sum = Sum::new();
+        Ok(())
+    }
+
+    /// Returns the header with the length before it.
+    fn header(&mut self) -> Result<Vec<u8>> {
+        if self.len < 8 {
+            fail!(File, "the file has {} bytes, the least is 8", self.len);
+        }
+        let mut length = [0; 8];
+        self.read(&mut length)?;
+        let most = LARGEST_HEADER.min(self.len - 8);
+        let n = u64::from_le_bytes(length);
+        if n > most {
+            fail!(
+                File,
+                "the header has {n} bytes, the most is {most} in a file of {} bytes",
+                self.len
+            );
+        }
+        let mut bytes = zeroed(8 + n as usize)?;
+        bytes[..8].copy_from_slice(&length);
+        self.read(&mut bytes[8..])?;
+        Ok(bytes)
+    }
+
+    /// Returns the checksums at the end of the file.
+    fn checksums(&mut self, n: usize) -> Result<Vec<Checksum>> {
+        let bytes = n as u64 * checksum::BYTES as u64;
+        if bytes > self.len {
+            fail!(File, "the file has {} bytes, {n} checksums take {bytes}", self.len);
+        }
+        self.go_to(self.len - bytes)?;
+        let mut all = zeroed(bytes as usize)?;
+        self.read(&mut all)?;
+        let each = all.chunks_exact(checksum::BYTES);
+        Ok(each.filter_map(|sum| sum.try_into().ok()).collect())
+    }
+
+    /// Returns as many token ids. The file has their bytes.
+    fn tokens(&mut self, n: usize) -> Result<Vec<i64>> {
+        let mut tokens = Vec::new();
+        if tokens.try_reserve_exact(n).is_err() {
+            return Err(lacking(n as u64 * 8));
+        }
+        let mut chunk = zeroed(8 << 13)?;
+        while tokens.len() < n {
+            let bytes = (n - tokens.len()).saturating_mul(8).min(chunk.len());
+            let some = &mut chunk[..bytes];
+            self.read(some)?;
+            let each = some.chunks_exact(8).filter_map(|token| token.try_into().ok());
+            tokens.extend(each.map(i64::from_le_bytes));
+        }
+        Ok(tokens)
+    }
+}
+
+fn zeroed(n: usize) -> Result<Vec<u8>> {
+    let mut bytes = Vec::new();
+    if bytes.try_reserve_exact(n).is_err() {
+        return Err(lacking(n as u64));
+    }
+    bytes.resize(n, 0);
+    Ok(bytes)
+}
+
+fn lacking(bytes: u64) -> Error {
+    Error::new(Status::Backend, format_args!("out of memory: {bytes} bytes of a file"))
+}
+
+fn unread(error: std::io::Error) -> Error {
+    refused(format_args!("{error}")).caused_by(error)
+}

@@ -1,0 +1,83 @@
+//! Writes a file.
+
+use std::io::Write;
+use std::path::Path;
+
+use etkv_core::{Error, Result, SaveCache};
+use tempfile::NamedTempFile;
+
+use crate::checksum::{self, Sum};
+use crate::header::{refused, Header};
+use crate::Labels;
+
+/// See [`save`](crate::save).
+pub fn save(cache: &mut dyn SaveCache, path: &Path, labels: Labels) -> Result<()> {
+    let snapshot = cache.snapshot()?;
+    let planes = cache.planes(&snapshot)?;
+    let header = Header::new(labels.fingerprint, snapshot, labels.tokens.len(), &planes)?;
+    let wrong = |error: std::io::Error| unwritten(path, error);
+
+    let folder = match path.parent() {
+        Some(folder) if !folder.as_os_str().is_empty() => folder,
+        _ => Path::new("."),
+    };
+    // Only the user may read it. It is removed where something fails.
+    let mut file = tempfile::Builder::new()
+        .prefix(".etkv-")
+        .suffix(".part")
+        .tempfile_in(folder)
+        .map_err(wrong)?;
+    write(&*cache, &header, labels.tokens, &mut file, path)?;
+    file.as_file().sync_all().map_err(wrong)?;
+    file.persist(path).map_err(|error| unwritten(path, error.error))?;
+    sync_folder(folder).map_err(wrong)
+}
+
+fn write(
+    cache: &dyn SaveCache,
+    header: &Header,
+    tokens: &[i64],
+    file: &mut NamedTempFile,
+    path: &Path,
+) -> Result<()> {
+    let wrong = |error: std::io::Error| unwritten(path, error);
+    let bytes = header.to_bytes()?;
+    file.write_all(&bytes).map_err(wrong)?;
+    let mut sums = vec![checksum::of(&bytes)];
+
+    let mut sum = Sum::new();
+    for some in tokens.chunks(1 << 16) {
+        let bytes: Vec<u8> = some.iter().flat_map(|token| token.to_le_bytes()).collect();
+        sum.add(&bytes);
+        file.write_all(&bytes).map_err(wrong)?;
+    }
+    sums.push(sum.take());
+
+    let mut left = None;
+    cache.read_rows(&header.snapshot, &mut |rows, bytes| {
+        sum.add(bytes);
+        file.write_all(bytes).map_err(wrong)?;
+        let after = left.unwrap_or(rows.bytes()).saturating_sub(bytes.len());
+        left = (after > 0).then_some(after);
+        if after == 0 {
+            sums.push(sum.take());
+        }
+        Ok(())
+    })?;
+    file.write_all(&sums.concat()).map_err(wrong)
+}
+
+fn unwritten(path: &Path, error: std::io::Error) -> Error {
+    refused(format_args!("cannot write {}: {error}", path.display())).caused_by(error)
+}
+
+/// Makes the new name last.
+#[cfg(unix)]
+fn sync_folder(folder: &Path) -> std::io::Result<()> {
+    std::fs::File::open(folder)?.sync_all()
+}
+
+#[cfg(not(unix))]
+fn sync_folder(_: &Path) -> std::io::Result<()> {
+    Ok(())
+}

@@ -1,0 +1,59 @@
+// The contents of a cache in a file, and back, for C++17. See saving.h, and
+// docs/saving.md for the file.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <string>
+#include <vector>
+
+#include "etkv/cache.hpp"
+#include "etkv/detail.hpp"
+#include "etkv/error.h"
+#include "etkv/result.hpp"
+#include "etkv/saving.h"
+
+namespace etkv {
+
+/// What the caller adds to the contents of a cache; see etkv_save_options.
+struct SaveOptions {
+  std::string fingerprint;
+  std::vector<int64_t> tokens;
+};
+
+/// Writes the contents of a cache to a file; see etkv_cache_save.
+inline Result<void> save_cache(
+    const Cache& cache,
+    const std::string& path,
+    const SaveOptions& options = {}) {
+  etkv_save_options raw = {};
+  raw.struct_size = sizeof(raw);
+  raw.fingerprint = options.fingerprint.c_str();
+  raw.tokens = options.tokens.data();
+  raw.n_tokens = options.tokens.size();
+  return detail::run([&](etkv_error** error) {
+    return etkv_cache_save(cache.raw(), path.c_str(), &raw, error);
+  });
+}
+
+/// Replaces the contents of a cache by those of a file, and returns the token
+/// ids of the file; see etkv_cache_load.
+inline Result<std::vector<int64_t>> load_cache(
+    Cache& cache,
+    const std::string& path,
+    const std::string& fingerprint = "") {
+  int64_t* tokens = nullptr;
+  size_t n = 0;
+  if (auto loaded = detail::run([&](etkv_error** error) {
+        return etkv_cache_load(
+            cache.raw(), path.c_str(), fingerprint.c_str(), &tokens, &n, error);
+      });
+      !loaded) {
+    return loaded.error();
+  }
+  std::vector<int64_t> copy(tokens, tokens + n);
+  etkv_tokens_free(tokens, n);
+  return copy;
+}
+
+} // namespace etkv

@@ -1,0 +1,89 @@
+//! The bytes of a pool's planes, for files. There slots come first, and the heads of a slot lie side by
+//! side; in the buffers heads come first.
+
+use mlx_rs::ops::indexing::take_axis;
+use mlx_rs::transforms::eval;
+
+use super::planes::{indices, update_list, Planes, SLOTS};
+use crate::error::{fail, Result};
+use crate::mlx::{self, slice_axis, update_axis};
+use etkv_core::bookkeeping::Slots;
+
+/// Exchanges the axes of the heads and of the slots.
+const EXCHANGED: [i32; 4] = [0, 2, 1, 3];
+
+impl Planes {
+    /// Copies the rows of a plane to `bytes`. Waits for them.
+    pub fn copy_out(&self, plane: usize, slots: &Slots, bytes: &mut [u8]) -> Result<()> {
+        self.check_bytes(plane, slots, bytes.len())?;
+        let buffer = &self.buffers[plane];
+        let rows = match slots {
+            Slots::Run(run) => slice_axis(buffer, SLOTS, run.start, run.end, 1)?,
+            Slots::List(list) => take_axis(buffer, indices(list)?, SLOTS as i32)?,
+        };
+        let rows = rows.transpose_axes(&EXCHANGED)?.contiguous()?;
+        eval([&rows])?;
+        bytes.copy_from_slice(&mlx::bytes(&rows)?);
+        Ok(())
+    }
+
+    /// Writes rows of a plane. Waits until they are written.
+    pub fn copy_in(&mut self, plane: usize, slots: &Slots, bytes: &[u8]) -> Result<()> {
+        self.check_bytes(plane, slots, bytes.len())?;
+        let (width, dtype) = (self.layout[plane].width, self.layout[plane].dtype);
+        let shape = [1, slots.len() as i32, self.n_kv_heads, width];
+        // SAFETY: the bytes are as many as the shape and the dtype say.
+        let rows = unsafe { mlx::host_array(bytes, &shape, dtype)? };
+        let mut rows = rows.transpose_axes(&EXCHANGED)?;
+        if slots.len() as i32 == self.slots() {
+            // MLX would take rows for the whole buffer as the buffer, with slots first.
+            rows = rows.contiguous()?;
+        }
+        let buffer = &self.buffers[plane];
+        let written = match slots {
+            Slots::Run(run) => update_axis(buffer, &rows, SLOTS, run.start, run.end)?,
+            Slots::List(list) => update_list(buffer, &rows, list)?,
+        };
+        // It holds the buffer alone, so the write is in place.
+        self.buffers[plane] = written;
+        Ok(eval([&self.buffers[plane]])?)
+    }
+
+    fn check_bytes(&self, plane: usize, slots: &Slots, found: usize) -> Result<()> {
+        let expected = self.layout.get(plane).map(|plane| {
+            let rows = slots.len() as u64 * u64::from(self.n_kv_heads.unsigned_abs());
+            rows.saturating_mul(plane.row_bytes())
+        });
+        let fits = expected == Some(found as u64) && slots.end() <= self.slots();
+        if !fits || slots.is_empty() || plane >= self.buffers.len() {
+            fail!(
+                Internal,
+                "{found} bytes for plane {plane} of {} slots up to {} of {}",
+                slots.len(),
+                slots.end(),
+                self.slots()
+            );
+        }
+        Ok(())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use crate::store::codec_for;
+
+    /// The planes of a format are those that files have.
+    #[test]
+    fn planes_lie_as_files_say() {
+        for name in
+            ["f32", "f16", "bf16", "affine3g32", "affine8g64", "mxfp8", "mxfp4", "nvfp4", "row-fp4"]
+        {
+            let format: crate::KvFormat = name.parse().unwrap();
+            let layout = codec_for(format, 64).unwrap().layout();
+            let bytes: Vec<u64> = layout.iter().map(|plane| plane.row_bytes()).collect();
+            let planes = format.planes(64);
+            let expected: Vec<u64> = planes.iter().map(|plane| plane.row_bytes() as u64).collect();
+            assert_eq!(bytes, expected, "{name}");
+        }
+    }
+}

@@ -1,0 +1,104 @@
+// Caches in files: what was saved and loaded goes on with the same logits, bit
+// for bit, under a program; what does not fit is refused.
+
+#include <filesystem>
+#include <fstream>
+
+#include "fixture.hpp"
+
+namespace etkv::tests {
+namespace {
+
+const char* const kFingerprint = "tiny llama";
+
+/// A file of this test, removed in the end.
+struct Place {
+  Place()
+      : path((std::filesystem::temp_directory_path() /
+              ("etkv-saving-" + std::string(backend()) + ".safetensors"))
+                 .string()) {
+    std::filesystem::remove(path);
+  }
+  ~Place() {
+    std::filesystem::remove(path);
+  }
+  std::string path;
+};
+
+/// A prompt, saved; the next tokens in the cache that was saved, and in another
+/// one that loads it.
+template <typename Face>
+void goes_on(const std::function<void(CacheConfig&)>& change) {
+  const Place place;
+  const Ids ids = text(20);
+  On<Face> saved(change);
+  for (int64_t i = 0; i < 12; i += 4) {
+    saved.model.at(i, slice(ids, static_cast<size_t>(i), 4));
+  }
+  must(save_cache(
+      saved.session.cache(), place.path, {kFingerprint, slice(ids, 0, 12)}));
+
+  On<Face> loaded(change);
+  // Its contents go.
+  loaded.model.at(0, text(5, 9));
+  const auto tokens =
+      must(load_cache(loaded.session.cache(), place.path, kFingerprint));
+  CHECK(tokens == slice(ids, 0, 12));
+  CHECK_INT(*loaded->length(), 12);
+  for (int64_t i = 12; i < 20; ++i) {
+    const Ids one = slice(ids, static_cast<size_t>(i), 1);
+    CHECK(loaded.model.at(i, one) == saved.model.at(i, one));
+  }
+}
+
+void a_damaged_file() {
+  const Place place;
+  const Ids ids = text(8);
+  Bound bound;
+  bound.at(0, ids);
+  must(save_cache(bound.cache(), place.path));
+  const auto size = std::filesystem::file_size(place.path);
+  std::filesystem::resize_file(place.path, size - 1);
+  CHECK_REFUSED(
+      load_cache(bound.cache(), place.path),
+      ETKV_ERROR_FILE,
+      "its header says");
+  must(save_cache(bound.cache(), place.path));
+  {
+    // In the last checksum.
+    std::fstream file(
+        place.path, std::ios::in | std::ios::out | std::ios::binary);
+    file.seekg(-1, std::ios::end);
+    const int last = file.get();
+    file.seekp(-1, std::ios::end);
+    file.put(static_cast<char>(last ^ 1));
+  }
+  CHECK_REFUSED(
+      load_cache(bound.cache(), place.path), ETKV_ERROR_FILE, "checksum");
+  // It goes on as before.
+  CHECK_INT(*bound.cache().length(), 8);
+  Bound other;
+  other.at(0, ids);
+  CHECK(bound.at(8, {1}) == other.at(8, {1}));
+}
+
+void run_all() {
+  goes_on<Cache>(nullptr);
+  goes_on<SeqCache>(nullptr);
+  goes_on<TreeCache>(nullptr);
+  goes_on<Cache>([](CacheConfig& config) {
+    config.k_format = "row-int4";
+    config.v_format = "bf16";
+  });
+  a_damaged_file();
+}
+
+} // namespace
+} // namespace etkv::tests
+
+int main() {
+  etkv::examples::quiet_executorch();
+  etkv::tests::run_all();
+  CHECK_INT(etkv_live_handles(), 0);
+  return check_report();
+}

@@ -1,0 +1,84 @@
+"""Caches in files, from Python: what was saved and loaded goes on alike, and what does not fit is refused."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+import etkv
+import reference
+from reference import Variant
+
+PROMPT = [60, 61, 62, 63, 64, 65, 66]
+KINDS = [etkv.DecodeSession, etkv.SeqSession, etkv.TreeSession]
+LAYERS = (etkv.LayerConfig(2, 64), etkv.LayerConfig(1, 32, 64, window=8, sinks=2))
+
+
+def config(**changes) -> etkv.CacheConfig:
+    return etkv.CacheConfig(**{"layers": LAYERS, "capacity": 100, **changes})
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("format", ["f32", "row-int4"])
+def test_a_program_goes_on_with_the_same_bits(kind, format, tmp_path):
+    tiny = reference.program(Variant("tiny-llama"))
+    facts = etkv.read_kv_cache_metadata(tiny.path)
+    stored = etkv.CacheConfig(facts.layers, 64, k_format=format, v_format=format)
+    path = tmp_path / "a cache.safetensors"
+
+    def step(program, ids, start):
+        return program.forward(ids, list(range(start, start + len(ids))))
+
+    with (
+        kind(stored, backend=facts.backend) as session,
+        kind(stored, backend=facts.backend) as other,
+        etkv.load(tiny.path, session) as program,
+        etkv.load(tiny.path, other) as second,
+    ):
+        step(program, PROMPT[:4], 0)
+        session.save(path, tokens=PROMPT[:4], fingerprint="tiny")
+        assert other.load(path, fingerprint="tiny") == PROMPT[:4]
+        assert other.length == 4
+        for at in range(4, len(PROMPT)):
+            rows = [step(one, PROMPT[at : at + 1], at) for one in (program, second)]
+            np.testing.assert_array_equal(*rows)
+
+
+def test_tokens_are_kept(tmp_path):
+    path = tmp_path / "cache"
+    with etkv.DecodeSession(config(), backend="cpu") as session:
+        for tokens in [[], [0], [-1, 2**63 - 1, -(2**63)]]:
+            session.save(str(path), tokens=tokens)
+            assert session.load(path) == tokens
+        with pytest.raises(etkv.EtkvError, match="64-bit"):
+            session.save(path, tokens=[2**63])
+        with pytest.raises(etkv.EtkvError, match="64-bit"):
+            session.save(path, tokens=["a"])
+        # A refused call leaves the file.
+        assert session.load(path) == [-1, 2**63 - 1, -(2**63)]
+
+
+def test_another_backend_loads_it(tmp_path):
+    with etkv.SeqSession(config()) as saved, etkv.SeqSession(config(), backend="cpu") as loaded:
+        saved.save(tmp_path / "cache", tokens=[3])
+        assert loaded.load(tmp_path / "cache") == [3]
+
+
+def test_what_does_not_fit_is_refused(tmp_path):
+    path = tmp_path / "cache"
+    with etkv.DecodeSession(config(), backend="cpu") as session, etkv.SeqSession(config(), backend="cpu") as other:
+        session.save(path, fingerprint="one")
+        for call, words in [
+            (lambda: session.load(path), "of the model `one`, expected ``"),
+            (lambda: other.load(path, fingerprint="one"), "`contiguous`, this one is `seq`"),
+            (lambda: session.load(tmp_path / "none"), "none"),
+            (lambda: session.load(tmp_path), "no file"),
+            (lambda: session.save(tmp_path / "no" / "folder"), "folder"),
+        ]:
+            with pytest.raises(etkv.CacheFileError, match=words) as caught:
+                call()
+            assert caught.value.status == etkv.Status.FILE
+        path.write_bytes(path.read_bytes()[:-1])
+        with pytest.raises(etkv.CacheFileError, match="its header says"):
+            session.load(path, fingerprint="one")
+    assert [found.name for found in tmp_path.iterdir()] == ["cache"]

@@ -1,0 +1,189 @@
+//! Caches that were saved and loaded go on as those that were not, and damaged files are refused.
+//!
+//! A failure prints its seed; `ETKV_SEED=<seed>` runs only that one, `ETKV_RUNS=<n>` more.
+
+mod damage;
+mod driver;
+
+use std::path::PathBuf;
+
+use etkv_core::{CacheConfig, KvFormat, LayerPolicy, Status};
+use etkv_file::{load, save, Labels};
+
+use crate::backend::Backend;
+use crate::{for_seeds, Rng};
+pub use damage::damaged_files_are_refused_and_change_nothing;
+use driver::{operate, AnyCache, Shape};
+
+const MODEL: &str = "a model";
+
+/// A folder that is removed in the end, and a file in it.
+struct Place {
+    _folder: tempfile::TempDir,
+    path: PathBuf,
+}
+
+impl Place {
+    fn new() -> Self {
+        let folder = tempfile::tempdir().unwrap();
+        let path = folder.path().join("a cache.safetensors");
+        Self { _folder: folder, path }
+    }
+}
+
+fn labels(tokens: &[i64]) -> Labels<'_> {
+    Labels { fingerprint: MODEL, tokens }
+}
+
+pub fn what_was_saved_and_loaded_goes_on_alike<B: Backend>() {
+    if !B::SAVES {
+        return;
+    }
+    let place = Place::new();
+    for_seeds(150, |seed| {
+        B::run(|| {
+            let mut rng = Rng::new(seed);
+            let shape = Shape::new(&mut rng);
+            let mut caches: Vec<AnyCache<B>> = vec![shape.make::<B>()];
+            for round in 0..3i64 {
+                for _ in 0..rng.below(15) {
+                    operate::<B>(&mut rng, &mut caches);
+                }
+                let tokens = [round, -1, i64::MAX];
+                save(&mut *caches[0], &place.path, labels(&tokens)).unwrap();
+                // Into a new cache, and into one with contents, which go.
+                if caches.len() < 3 {
+                    caches.push(shape.make::<B>());
+                }
+                for cache in &mut caches[1..] {
+                    assert_eq!(load(&mut **cache, &place.path, MODEL).unwrap(), tokens);
+                }
+                for _ in 0..10 {
+                    operate::<B>(&mut rng, &mut caches);
+                }
+            }
+        });
+    });
+}
+
+/// A cache of one backend loads what one of another saved, and saves the same bytes.
+pub fn files_cross_backends<A: Backend, B: Backend>() {
+    let place = Place::new();
+    for_seeds(30, |seed| {
+        let mut rng = Rng::new(seed);
+        let shape = Shape::new(&mut rng);
+        A::run(|| {
+            let mut caches: Vec<AnyCache<A>> = vec![shape.make::<A>()];
+            for _ in 0..20 {
+                operate::<A>(&mut rng, &mut caches);
+            }
+            save(&mut *caches[0], &place.path, labels(&[5])).unwrap();
+        });
+        let saved = std::fs::read(&place.path).unwrap();
+        B::run(|| {
+            let mut cache = shape.make::<B>();
+            load(&mut *cache, &place.path, MODEL).unwrap();
+            save(&mut *cache, &place.path, labels(&[5])).unwrap();
+        });
+        let again = std::fs::read(&place.path).unwrap();
+        let [saved, again] =
+            [&saved, &again].map(|bytes| safetensors::SafeTensors::deserialize(bytes).unwrap());
+        assert_eq!(saved.names().len(), again.names().len());
+        // The order of words in the metadata is any, and so is the checksum of the header.
+        for name in saved.names().into_iter().filter(|&name| name != "checksums") {
+            assert_eq!(saved.tensor(name).unwrap(), again.tensor(name).unwrap(), "{name}");
+        }
+    });
+}
+
+/// A cache of one sequence with some rows in it.
+fn filled<B: Backend>(config: CacheConfig, steps: usize) -> AnyCache<B> {
+    let mut caches = vec![Shape { kind: 0, config }.make::<B>()];
+    for seed in 0..steps as u64 {
+        operate::<B>(&mut Rng::new(seed), &mut caches);
+    }
+    caches.remove(0)
+}
+
+pub fn a_file_that_does_not_fit_is_refused<B: Backend>() {
+    if !B::SAVES {
+        return;
+    }
+    let place = Place::new();
+    let mut config = CacheConfig::uniform(2, 2, 64, 40).stored_as(KvFormat::RowInt4);
+    config.max_step_tokens = 12;
+    config.layers[1].policy = LayerPolicy::Window { window: 4, sinks: 1 };
+    B::run(|| {
+        let mut cache = filled::<B>(config.clone(), 12);
+        assert!(cache.length() > 3);
+        save(&mut *cache, &place.path, labels(&[])).unwrap();
+        let refused = |config: CacheConfig, kind, model: &str, words: &str| {
+            let mut other = Shape { kind, config }.make::<B>();
+            let error = load(&mut *other, &place.path, model).unwrap_err();
+            assert_eq!(error.status(), Status::File, "{error}");
+            assert!(error.message().contains(words), "{error}: expected {words}");
+            assert_eq!(other.length(), 0);
+        };
+        refused(config.clone(), 0, "another", "of the model `a model`, expected `another`");
+        refused(config.clone(), 1, MODEL, "of kind `contiguous`, this one is `seq`");
+        let changed = |change: &dyn Fn(&mut CacheConfig)| {
+            let mut config = config.clone();
+            change(&mut config);
+            config
+        };
+        let more = changed(&|config| config.layers.push(config.layers[0]));
+        refused(more, 0, MODEL, "the file has 2 layers, this cache has 3");
+        let heads = changed(&|config| config.layers[0].n_kv_heads = 1);
+        refused(heads, 0, MODEL, "layer 0 has n_kv_heads 2 in the file, 1 here");
+        let dims = changed(&|config| config.layers[1].v_head_dim = 128);
+        refused(dims, 0, MODEL, "layer 1 has v_head_dim 64 in the file, 128 here");
+        let full = changed(&|config| config.layers[1].policy = LayerPolicy::Full);
+        refused(full, 0, MODEL, "a window of 4 and 1 sinks in the file, full history here");
+        let steps = changed(&|config| config.max_step_tokens = 3);
+        refused(steps, 0, MODEL, "max_step_tokens 12, those of this cache for 40 and 3");
+        let format = changed(&|config| config.k_format = KvFormat::F16);
+        refused(format, 0, MODEL, "keys in row-int4, this cache stores them in f16");
+        let full = |capacity| CacheConfig::uniform(1, 1, 64, capacity);
+        let mut cache = filled::<B>(full(40), 12);
+        save(&mut *cache, &place.path, labels(&[])).unwrap();
+        refused(full(2), 0, MODEL, "the capacity of this cache is 2");
+        std::fs::write(&place.path, b"no").unwrap();
+        refused(full(40), 0, MODEL, "the file has 2 bytes, the least is 8");
+        std::fs::remove_file(&place.path).unwrap();
+        refused(full(40), 0, MODEL, "a cache.safetensors");
+        cache.begin(&[cache.length()]).unwrap();
+        for error in [
+            save(&mut *cache, &place.path, labels(&[])).unwrap_err(),
+            load(&mut *cache, &place.path, MODEL).unwrap_err(),
+        ] {
+            assert!(matches!(error.status(), Status::Step | Status::File), "{error}");
+        }
+        cache.abort();
+    });
+}
+
+/// Rows of one float format in a cache of another are those that a conversion makes.
+pub fn float_formats_are_converted<B: Backend>() {
+    if !B::SAVES {
+        return;
+    }
+    let place = Place::new();
+    B::run(|| {
+        let floats = [KvFormat::F32, KvFormat::F16, KvFormat::Bf16];
+        for (from, to) in floats.iter().flat_map(|&from| floats.map(|to| (from, to))) {
+            let config = CacheConfig::uniform(2, 2, 64, 300);
+            let mut saved = filled::<B>(config.clone().stored_as(from), 10);
+            assert!(saved.length() > 0);
+            save(&mut *saved, &place.path, labels(&[])).unwrap();
+            let mut loaded = Shape { kind: 0, config: config.stored_as(to) }.make::<B>();
+            load(&mut *loaded, &place.path, MODEL).unwrap();
+            assert_eq!(loaded.formats(), [to; 2]);
+            saved.convert(to, to).unwrap();
+            for seed in 0..10 {
+                let positions = [saved.length()];
+                let next = |cache| driver::forward::<B>(&mut Rng::new(seed), cache, &positions);
+                assert_eq!(next(&mut saved), next(&mut loaded), "{from} to {to}");
+            }
+        }
+    });
+}
