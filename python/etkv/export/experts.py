@@ -150,12 +150,13 @@ def _run(
         hidden_states, experts, chosen, max(1, SORTED_FROM // chosen - 1)
     )
 
-    def bias(name: str) -> torch.Tensor | float:
-        return getattr(module, f"{name}_bias")[experts].unsqueeze(-2) if module.has_bias else 0.0
-
-    made = first(x, experts, is_sorted) + bias(_names(module)[0])
+    made = first(x, experts, is_sorted)
+    if module.has_bias:
+        made = made + getattr(module, f"{_names(module)[0]}_bias")[experts].unsqueeze(-2)
     made = module._apply_gate(made) if module.has_gate else module.act_fn(made)
-    made = second(made, experts, is_sorted) + bias("down_proj")
+    made = second(made, experts, is_sorted)
+    if module.has_bias:
+        made = made + module.down_proj_bias[experts].unsqueeze(-2)
     if module.has_post_expert_norm:
         made = module.post_expert_norm(made)
     made = ops.moe_scatter_outputs(made, is_sorted, inverse, chosen)
