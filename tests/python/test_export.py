@@ -44,7 +44,7 @@ def test_program(programs, variant):
     window = config.get("sliding_window") or 0
     kinds = config.get("layer_types") or ["sliding_attention" if window else "full_attention"] * layers
     windows = [window if kind == "sliding_attention" else 0 for kind in kinds]
-    head_dim = config.get("head_dim", 16)
+    head_dim = config.get("head_dim") or 16
 
     called = pte.PteFile(file).delegates
     assert called["forward"] == ["MLXBackend"]
