@@ -64,6 +64,8 @@ Error to_executorch(etkv_status status) {
       return Error::NotSupported;
     case ETKV_ERROR_STEP:
       return Error::InvalidState;
+    case ETKV_ERROR_VERSION:
+      return Error::DelegateInvalidCompatibility;
     default:
       return Error::Internal;
   }

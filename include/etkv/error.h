@@ -54,6 +54,8 @@ enum {
    * of another version, model or config.
    */
   ETKV_ERROR_FILE = 13,
+  /** The program is of a version that this build does not read. */
+  ETKV_ERROR_VERSION = 14,
 };
 
 /**

@@ -23,8 +23,8 @@ extern "C" {
 typedef struct etkv_save_options {
   size_t struct_size;
   /**
-   * What the caller tells models apart by, such as a hash of the program. NULL
-   * is the same as "".
+   * What the caller tells models apart by, such as etkv_fingerprint() of the
+   * program. NULL is the same as "".
    */
   const char* fingerprint;
   /** Token ids, `n_tokens` of them. etkv does not interpret them. */
@@ -80,6 +80,19 @@ ETKV_API etkv_status etkv_cache_load(
     int64_t** tokens,
     size_t* n_tokens,
     etkv_error** error);
+
+/**
+ * Stores the fingerprint of a file, such as a program: "xxh3-" and 32
+ * hexadecimal digits, which files of the same bytes have in common. Reads the
+ * whole file.
+ *
+ * @param fingerprint  receives a string, which the caller frees with
+ *                     etkv_string_free().
+ *
+ * ETKV_ERROR_FILE where the file cannot be read.
+ */
+ETKV_API etkv_status
+etkv_fingerprint(const char* path, char** fingerprint, etkv_error** error);
 
 /**
  * Frees the token ids that etkv_cache_load() stored, with the number that it

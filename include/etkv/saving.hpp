@@ -10,6 +10,7 @@
 #include "etkv/cache.hpp"
 #include "etkv/detail.hpp"
 #include "etkv/error.h"
+#include "etkv/report.hpp"
 #include "etkv/result.hpp"
 #include "etkv/saving.h"
 
@@ -54,6 +55,13 @@ inline Result<std::vector<int64_t>> load_cache(
   std::vector<int64_t> copy(tokens, tokens + n);
   etkv_tokens_free(tokens, n);
   return copy;
+}
+
+/// Returns the fingerprint of a file, such as a program; see etkv_fingerprint.
+inline Result<std::string> fingerprint(const std::string& path) {
+  return detail::ask_string([&](char** text, etkv_error** error) {
+    return etkv_fingerprint(path.c_str(), text, error);
+  });
 }
 
 } // namespace etkv

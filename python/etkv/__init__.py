@@ -14,7 +14,17 @@ Importing this package imports neither torch nor ExecuTorch: its functions do so
 """
 
 from etkv._capi import set_log_level
-from etkv.cache import Cache, LayerMemory, Memory, SeqCache, TreeCache, estimate, estimate_shared, row_bytes
+from etkv.cache import (
+    Cache,
+    LayerMemory,
+    Memory,
+    SeqCache,
+    TreeCache,
+    estimate,
+    estimate_shared,
+    fingerprint,
+    row_bytes,
+)
 from etkv.chat import Chat
 from etkv.config import CacheConfig, LayerConfig
 from etkv.description import describe_program
@@ -30,6 +40,7 @@ from etkv.errors import (
     StatusError,
     StepError,
     UnsupportedError,
+    VersionError,
 )
 from etkv.generation import Generation, GenerationResponse, generate, generate_tokens, stream_generate
 from etkv.graph_cache import GraphCache
@@ -69,9 +80,11 @@ __all__ = [
     "TreeCache",
     "TreeSession",
     "UnsupportedError",
+    "VersionError",
     "describe_program",
     "estimate",
     "estimate_shared",
+    "fingerprint",
     "generate",
     "generate_tokens",
     "load",

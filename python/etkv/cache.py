@@ -120,7 +120,7 @@ class Cache:
         """Write the contents to a file: rows as they are stored, positions, sequences and trees, and ``tokens``.
 
         An older file stays until the new one is complete and on the disk. ``fingerprint`` is what the caller tells
-        models apart by, such as a hash of the program. Raises :class:`~etkv.CacheFileError` if the file cannot be
+        models apart by, such as :func:`~etkv.fingerprint` of the program. Raises :class:`~etkv.CacheFileError` if the file cannot be
         written.
         """
         given = ffi.new("char[]", _name(fingerprint, "fingerprint"))
@@ -284,6 +284,15 @@ def estimate_shared(config: CacheConfig, length: int) -> Memory:
 def row_bytes(format: str, head_dim: int) -> int:
     """Return the bytes of one row of ``head_dim`` elements in a format, its scales included."""
     return ask("etkv_format_row_bytes", "uint64_t", _name(format, "format"), int32(head_dim, "head_dim"))
+
+
+def fingerprint(path: str | os.PathLike[str]) -> str:
+    """Return the fingerprint of a file, such as a program, for :meth:`Cache.save` and :meth:`Cache.load`.
+
+    Files of the same bytes have the same. Reads the whole file. Raises :class:`~etkv.CacheFileError` if it cannot be
+    read.
+    """
+    return ask_text("etkv_fingerprint", _path(path))
 
 
 def raw_config(config: CacheConfig) -> tuple[Any, Any]:

@@ -21,6 +21,7 @@ class Status(IntEnum):
     STEP = 11
     INTERNAL = 12
     FILE = 13
+    VERSION = 14
 
 
 class EtkvError(ValueError):
@@ -69,7 +70,7 @@ class KindError(StatusError):
 
 
 class ProgramError(StatusError):
-    """The program is damaged, foreign or of a newer format."""
+    """The program is damaged or foreign."""
 
     status = Status.PROGRAM
 
@@ -92,6 +93,12 @@ class CacheFileError(StatusError):
     status = Status.FILE
 
 
+class VersionError(StatusError):
+    """The program is of a version that this build does not read."""
+
+    status = Status.VERSION
+
+
 _CLASSES = {
     cls.status: cls
     for cls in (
@@ -103,6 +110,7 @@ _CLASSES = {
         UnsupportedError,
         StepError,
         CacheFileError,
+        VersionError,
     )
 }
 

@@ -54,6 +54,7 @@ impl Program {
     ///
     /// # Errors
     /// - [`Program`](Status::Program) for a payload that is damaged or foreign.
+    /// - [`Version`](Status::Version) for one of a newer format.
     /// - [`Unsupported`](Status::Unsupported) for a program that needs what this build lacks.
     /// - [`NoCache`](Status::NoCache) for an unknown key, [`Kind`](Status::Kind) for a cache of
     ///   another backend, and [`Shape`](Status::Shape) for a cache with other layers.

@@ -15,7 +15,7 @@ const MAX_VERSION: u32 = 1;
 ///
 /// # Errors
 /// [`Program`](Status::Program) for a payload that is damaged or foreign, and
-/// [`Unsupported`](Status::Unsupported) for one of a newer format.
+/// [`Version`](Status::Version) for one of a newer format.
 pub fn read(payload: &[u8]) -> Result<fb::MLXGraph<'_>> {
     if payload.len() < HEADER {
         fail!(Program, "the payload has {} bytes, its header alone has {HEADER}", payload.len());
@@ -70,10 +70,7 @@ fn check_version(version: Option<&str>) -> Result<()> {
         None => Ok(()),
         Some(Ok(number)) if number <= MAX_VERSION => Ok(()),
         Some(Ok(number)) => {
-            fail!(
-                Unsupported,
-                "the program has format {number}, this build reads up to {MAX_VERSION}"
-            )
+            fail!(Version, "the program has format {number}, this build reads up to {MAX_VERSION}")
         }
         Some(Err(_)) => {
             fail!(Program, "the program's format `{}` is not a number", version.unwrap_or_default())
@@ -112,7 +109,9 @@ mod tests {
     fn newer_formats_are_refused() {
         assert!(check_version(None).is_ok());
         assert!(check_version(Some("1")).is_ok());
-        assert!(check_version(Some("2")).unwrap_err().message().contains("format 2"));
+        let error = check_version(Some("2")).unwrap_err();
+        assert_eq!(error.status(), Status::Version);
+        assert!(error.message().contains("format 2"));
         assert!(check_version(Some("x")).unwrap_err().message().contains("`x`"));
     }
 }

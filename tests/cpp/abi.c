@@ -75,6 +75,7 @@ _Static_assert(ETKV_ERROR_BACKEND == 10, "");
 _Static_assert(ETKV_ERROR_STEP == 11, "");
 _Static_assert(ETKV_ERROR_INTERNAL == 12, "");
 _Static_assert(ETKV_ERROR_FILE == 13, "");
+_Static_assert(ETKV_ERROR_VERSION == 14, "");
 _Static_assert(ETKV_GROWTH_DOUBLING == 0, "");
 _Static_assert(ETKV_GROWTH_STEP == 1, "");
 _Static_assert(ETKV_GROWTH_EXACT == 2, "");
@@ -111,9 +112,10 @@ static void status_names(void) {
   CHECK_NAME(STEP);
   CHECK_NAME(INTERNAL);
   CHECK_NAME(FILE);
+  CHECK_NAME(VERSION);
   CHECK(strcmp(etkv_status_name(ETKV_OK), "OK") == 0);
   CHECK(strcmp(etkv_status_name(-1), "UNKNOWN") == 0);
-  CHECK(strcmp(etkv_status_name(ETKV_ERROR_FILE + 1), "UNKNOWN") == 0);
+  CHECK(strcmp(etkv_status_name(ETKV_ERROR_VERSION + 1), "UNKNOWN") == 0);
   CHECK(etkv_status_name(ETKV_ERROR_STEP) == etkv_status_name(ETKV_ERROR_STEP));
 }
 
@@ -143,7 +145,7 @@ static void errors(void) {
   CHECK(strcmp(etkv_error_message(own), "not there") == 0);
   etkv_error_free(own);
   CHECK(etkv_error_new(ETKV_OK, "no error") == NULL);
-  CHECK(etkv_error_new(ETKV_ERROR_FILE + 1, "none") == NULL);
+  CHECK(etkv_error_new(ETKV_ERROR_VERSION + 1, "none") == NULL);
   CHECK(etkv_error_new(-1, "none") == NULL);
   CHECK(etkv_error_new(ETKV_ERROR_STEP, "\xff") == NULL);
 
@@ -809,6 +811,19 @@ static void files(void) {
   CHECK(tokens[0] == 7 && tokens[1] == -1);
   etkv_tokens_free(tokens, n);
   etkv_tokens_free(NULL, 0);
+
+  char* fingerprint = NULL;
+  CHECK_INT(etkv_fingerprint(path, &fingerprint, NULL), ETKV_OK);
+  CHECK(strncmp(fingerprint, "xxh3-", 5) == 0 && strlen(fingerprint) == 37);
+  etkv_string_free(fingerprint);
+  fingerprint = UNTOUCHED;
+  CHECK_REFUSED(
+      etkv_fingerprint("no/such/file", &fingerprint, error),
+      ETKV_ERROR_FILE,
+      "cannot read no/such/file");
+  CHECK_REFUSED(
+      etkv_fingerprint(path, NULL, error), invalid, "fingerprint");
+  CHECK(fingerprint == UNTOUCHED);
 
   tokens = UNTOUCHED;
   CHECK_REFUSED(

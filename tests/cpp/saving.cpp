@@ -37,6 +37,7 @@ void goes_on(const std::function<void(CacheConfig&)>& change) {
   }
   must(save_cache(
       saved.session.cache(), place.path, {kFingerprint, slice(ids, 0, 12)}));
+  CHECK(must(fingerprint(place.path)).rfind("xxh3-", 0) == 0);
 
   On<Face> loaded(change);
   // Its contents go.

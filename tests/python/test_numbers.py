@@ -6,7 +6,7 @@ import pytest
 
 import tiny_models
 from etkv import _mlx_serialization
-from etkv.export import ExportRequest, limits, lowering, rope, source
+from etkv.export import ExportRequest, limits, lowering, mlx, rope, source
 
 _PROMPT = [tiny_models.IM_START, *b"user\nhow far is it?", tiny_models.EOS, *b"\n"]
 _LENGTH = len(_PROMPT)
@@ -33,6 +33,7 @@ def _traced(request: ExportRequest):
     rope.settle(model, settled.max_context)
     if request.quantize:
         lowering.quantize(model, request, settled.group_size)
+    mlx.prepare(model, request)
     return lowering._trace(Forward(model), settled.prefill_chunk).module(), settled
 
 

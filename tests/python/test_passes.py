@@ -29,6 +29,8 @@ VARIANTS = [
     Variant("tiny-phi"),
     Variant("tiny-phi3"),
     Variant("tiny-smollm3"),
+    Variant("tiny-qwen3-moe"),
+    Variant("tiny-qwen3-moe", "f32", "4w"),
 ]
 PROMPT, DECODE = 40, 6
 

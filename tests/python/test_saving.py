@@ -36,12 +36,23 @@ def test_a_program_goes_on_with_the_same_bits(kind, format, tmp_path):
         etkv.load(tiny.path, other) as second,
     ):
         step(program, PROMPT[:4], 0)
-        session.save(path, tokens=PROMPT[:4], fingerprint="tiny")
-        assert other.load(path, fingerprint="tiny") == PROMPT[:4]
+        model = etkv.fingerprint(tiny.path)
+        session.save(path, tokens=PROMPT[:4], fingerprint=model)
+        assert other.load(path, fingerprint=model) == PROMPT[:4]
         assert other.length == 4
         for at in range(4, len(PROMPT)):
             rows = [step(one, PROMPT[at : at + 1], at) for one in (program, second)]
             np.testing.assert_array_equal(*rows)
+
+
+def test_a_fingerprint_is_that_of_the_bytes(tmp_path):
+    files = [tmp_path / name for name in ("a", "b", "c")]
+    for file, held in zip(files, (b"weights", b"weights", b"other weights"), strict=True):
+        file.write_bytes(held)
+    a, b, c = map(etkv.fingerprint, files)
+    assert a == b != c
+    with pytest.raises(etkv.CacheFileError, match="cannot read"):
+        etkv.fingerprint(tmp_path / "none")
 
 
 def test_tokens_are_kept(tmp_path):

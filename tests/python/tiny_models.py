@@ -135,10 +135,13 @@ CONFIGS = {
     # The second layer has no positions.
     "tiny-smollm3": lambda: _smollm3(no_rope_layer_interval=2),
     "tiny-mixtral": lambda: _mixtral(),
-    # The first layer has no experts.
-    "tiny-qwen3-moe": lambda: _qwen3_moe(mlp_only_layers=[0]),
+    # The second layer has no experts.
+    "tiny-qwen3-moe": lambda: _qwen3_moe(mlp_only_layers=[1]),
 }
 """Model name -> function that returns its transformers configuration."""
+
+MIXTURES = ("tiny-mixtral", "tiny-qwen3-moe")
+"""Mixtures of experts, which the CPU backend does not run."""
 
 
 def write(name: str, folder: Path, seed: int = 0) -> Path:

@@ -80,5 +80,11 @@ pub(super) fn text_of(report: &impl Serialize) -> Result<*mut c_char> {
     let internal = |error: &dyn std::fmt::Display| Error::new(Status::Internal, error);
     let json = serde_json::to_string(report).map_err(|error| internal(&error))?;
     // JSON has no zero byte.
-    Ok(CString::new(json).map_err(|error| internal(&error))?.into_raw())
+    string(json)
+}
+
+/// Returns a text without zero bytes as a string for the caller, which frees it.
+pub(super) fn string(text: String) -> Result<*mut c_char> {
+    let internal = |error| Error::new(Status::Internal, error);
+    Ok(CString::new(text).map_err(internal)?.into_raw())
 }

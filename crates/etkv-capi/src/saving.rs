@@ -6,10 +6,11 @@ use std::path::Path;
 use etkv_core::{fail, Result};
 use etkv_file::Labels;
 
-use super::boundary::{boundary, list, read_struct, text};
+use super::boundary::{boundary, list, out, read_struct, text};
 use super::cache::etkv_cache;
 use super::error::etkv_error;
 use super::handle;
+use super::report::string;
 
 /// What the caller adds to the contents of a cache; see the header.
 #[allow(non_camel_case_types)]
@@ -77,6 +78,27 @@ pub unsafe extern "C" fn etkv_cache_load(
                 n_tokens.write(found.len());
                 tokens.write(Box::into_raw(found.into_boxed_slice()).cast());
             }
+            Ok(())
+        })
+    }
+}
+
+/// Stores the fingerprint of a file.
+///
+/// # Safety
+/// Pointers are NULL or as the header says.
+#[no_mangle]
+pub unsafe extern "C" fn etkv_fingerprint(
+    path: *const c_char,
+    fingerprint: *mut *mut c_char,
+    error: *mut *mut etkv_error,
+) -> i32 {
+    // SAFETY: the caller says so.
+    unsafe {
+        boundary(error, || {
+            let target = out(fingerprint, "fingerprint")?;
+            let found = etkv_file::fingerprint(given_path(path)?)?;
+            target.write(string(found)?);
             Ok(())
         })
     }

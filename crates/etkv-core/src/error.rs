@@ -25,7 +25,7 @@ pub enum Status {
     Shape = 6,
     /// A tensor's dtype does not match the cache or the program.
     Dtype = 7,
-    /// The program is damaged, foreign, or of a newer format.
+    /// The program is damaged or foreign.
     Program = 8,
     /// The program needs something that this build lacks.
     Unsupported = 9,
@@ -38,11 +38,13 @@ pub enum Status {
     /// A file of a cache's contents cannot be read or written, is damaged, or is of another version,
     /// model or config.
     File = 13,
+    /// The program is of a version that this build does not read.
+    Version = 14,
 }
 
 impl Status {
     /// All of them, in the order of their numbers.
-    pub const ALL: [Self; 13] = [
+    pub const ALL: [Self; 14] = [
         Self::InvalidArgument,
         Self::Capacity,
         Self::Position,
@@ -56,6 +58,7 @@ impl Status {
         Self::Step,
         Self::Internal,
         Self::File,
+        Self::Version,
     ];
 
     /// The name that it has in every language: that of C's constant without `ETKV_ERROR_`.
@@ -74,6 +77,7 @@ impl Status {
             Self::Step => "STEP",
             Self::Internal => "INTERNAL",
             Self::File => "FILE",
+            Self::Version => "VERSION",
         }
     }
 

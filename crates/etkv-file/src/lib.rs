@@ -8,6 +8,7 @@
 #![forbid(unsafe_code)]
 
 mod checksum;
+mod fingerprint;
 mod header;
 mod read;
 mod write;
@@ -17,12 +18,13 @@ use std::path::Path;
 use etkv_core::error::fail;
 use etkv_core::{Cache, Result, SaveCache};
 
+pub use fingerprint::fingerprint;
 pub use header::{LARGEST_HEADER, VERSION};
 
 /// What the caller adds to the contents of a cache.
 #[derive(Debug, Clone, Copy, Default)]
 pub struct Labels<'a> {
-    /// What the caller tells models apart by, such as a hash of the program. A file is loaded with the
+    /// What the caller tells models apart by, such as the [`fingerprint`] of the program. A file is loaded with the
     /// fingerprint that it was saved with.
     pub fingerprint: &'a str,
     /// Token ids, which are not interpreted.

@@ -63,7 +63,8 @@ impl Payload {
     /// Reads a payload.
     ///
     /// # Errors
-    /// [`Program`](Status::Program) for what is no payload, or of another version.
+    /// [`Program`](Status::Program) for what is no payload, and [`Version`](Status::Version) for one of
+    /// another version.
     pub fn read(bytes: &[u8]) -> Result<Self> {
         let payload: Self = serde_json::from_slice(bytes).map_err(|error| {
             Error::new(Status::Program, format!("the payload of a CPU call is damaged: {error}"))
@@ -72,7 +73,7 @@ impl Payload {
         | Self::SelectRows(SelectRows { version })) = payload;
         if version != VERSION {
             fail!(
-                Program,
+                Version,
                 "expected a CPU program of version {VERSION}, got {version}; export it again"
             );
         }
@@ -133,7 +134,6 @@ mod tests {
     #[test]
     fn damage_is_refused() {
         for (from, to, told) in [
-            ("1, \"program", "2, \"program", "version 1, got 2"),
             ("update_and_attend", "update", "unknown variant `update`"),
             ("\"call\": 0", "\"call\": 2", "below 2, got 2"),
             ("\"call\": 0", "\"call\": -1", "damaged"),
@@ -150,5 +150,13 @@ mod tests {
             assert_eq!(error.status(), Status::Program, "{text}");
             assert!(error.message().contains(told), "{error}");
         }
+    }
+
+    #[test]
+    fn other_versions_are_refused() {
+        let text = GOOD.replacen("\"version\": 1", "\"version\": 2", 1);
+        let error = Payload::read(text.as_bytes()).unwrap_err();
+        assert_eq!(error.status(), Status::Version);
+        assert!(error.message().contains("version 1, got 2"), "{error}");
     }
 }
