@@ -120,8 +120,8 @@ class Cache:
         """Write the contents to a file: rows as they are stored, positions, sequences and trees, and ``tokens``.
 
         An older file stays until the new one is complete and on the disk. ``fingerprint`` is what the caller tells
-        models apart by, such as :func:`~etkv.fingerprint` of the program. Raises :class:`~etkv.CacheFileError` if the file cannot be
-        written.
+        models apart by, such as :func:`~etkv.fingerprint` of the program. Raises :class:`~etkv.CacheFileError` if the
+        file cannot be written.
         """
         given = ffi.new("char[]", _name(fingerprint, "fingerprint"))
         listed = int64s(tokens, "tokens")

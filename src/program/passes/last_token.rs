@@ -240,7 +240,11 @@ mod tests {
         let shape = vec![Int::Literal(1), Int::Value(COUNT), Int::Literal(-1)];
         let merged = Op::Reshape { x: Value(6), shape };
         let mut graph = graph(vec![embed(), attend(2), gate, gated, heads, merged, linear(7)]);
-        assert_eq!(narrow(&mut graph, true).unwrap_err().status(), Status::Unsupported);
+        narrow(&mut graph, true).unwrap();
+        let made = ops(&graph);
+        assert!(matches!(made[2], Op::UpdateAndAttend { last_query: false, .. }));
+        let cut: Vec<_> = made.iter().filter(|op| matches!(op, Op::LastToken { .. })).collect();
+        assert_eq!(cut, [&&Op::LastToken { x: Value(7) }], "once the tokens are in place");
     }
 
     /// 2: embedding, 3: attention, 4: heads back, 5: merged, 6: logits.
@@ -260,6 +264,22 @@ mod tests {
         assert!(matches!(made[2], Op::UpdateAndAttend { last_query: false, .. }));
         // Its second axis is that of the heads: rows are cut once the heads are in place.
         assert!(!made.contains(&&Op::LastToken { x: Value(3) }));
+    }
+
+    #[test]
+    fn what_has_tokens_again_gives_its_last_row() {
+        // 2: embedding, 3: its rows alone, [T, features], 4: [1, T, features] again, 5: sum, 6: logits.
+        let rows = Op::Reshape { x: Value(2), shape: vec![Int::Literal(-1), Int::Literal(8)] };
+        let shape = vec![Int::Literal(1), Int::Value(COUNT), Int::Literal(8)];
+        let again = Op::Reshape { x: Value(3), shape };
+        let sum = Op::Binary { function: Binary::Add, a: Value(2), b: Value(4) };
+        let mut graph = graph(vec![embed(), rows, again.clone(), sum, linear(5)]);
+        narrow(&mut graph, true).unwrap();
+        let made = ops(&graph);
+        assert!(made.contains(&&again), "it is made of all rows");
+        for x in [2, 4] {
+            assert!(made.contains(&&Op::LastToken { x: Value(x) }));
+        }
     }
 
     #[test]

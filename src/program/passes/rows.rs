@@ -85,7 +85,8 @@ impl Rows {
             Op::Transpose { x, perm } => {
                 (perm[..] == [0, 2, 1, 3] && self.attended.contains(x)).then_some(4)
             }
-            Op::Reshape { .. } => self.read_by(op, graph).map(|_| 3),
+            // Also of what is not made row by row, such as a mixture of experts.
+            Op::Reshape { shape, .. } => self.counts_tokens(shape).then_some(3),
             op => self.by_row.get(self.read_by(op, graph)?.first()?).copied(),
         }
     }
@@ -103,14 +104,9 @@ impl Rows {
     pub fn read_by(&self, op: &Op, graph: &Graph) -> Option<Vec<Value>> {
         match op {
             // [1, T, heads, head_dim] to [1, T, features].
-            Op::Reshape { x, shape } => match shape[..] {
-                [Int::Literal(1), Int::Value(count), Int::Literal(_)]
-                    if self.counts.contains(&count) && self.by_row.contains_key(x) =>
-                {
-                    Some(vec![*x])
-                }
-                _ => None,
-            },
+            Op::Reshape { x, shape } => {
+                (self.counts_tokens(shape) && self.by_row.contains_key(x)).then(|| vec![*x])
+            }
             // The result of attention, to [1, T, heads, head_dim]. Its own second axis is that of
             // the heads, so no row can be cut out of it while it stays whole.
             Op::Transpose { x, perm } if perm[..] == [0, 2, 1, 3] => {
@@ -118,6 +114,14 @@ impl Rows {
             }
             op => row_by_row(op, graph, &self.by_row),
         }
+    }
+
+    /// Returns whether a shape is `[1, T, features]`.
+    fn counts_tokens(&self, shape: &[Int]) -> bool {
+        matches!(
+            shape,
+            [Int::Literal(1), Int::Value(count), Int::Literal(_)] if self.counts.contains(count)
+        )
     }
 
     /// Returns whether an instruction takes the last row of a value with rows.
