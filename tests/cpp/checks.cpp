@@ -1,12 +1,11 @@
 // What `--check` of the example runners finds: an answer that is not that of reference
 // decoding, or ends for no reason.
 
-#include <chrono>
+#include <atomic>
 #include <cmath>
 #include <csignal>
-#include <thread>
+#include <functional>
 
-#include "examples/common/clock.hpp"
 #include "examples/common/interrupt.hpp"
 #include "examples/common/reference_decoding.hpp"
 #include "fixture.hpp"
@@ -134,32 +133,47 @@ void no_answers() {
       "check: there is no answer to compare");
 }
 
-/// Ctrl-C is asked for between two steps of one answer.
+/// Checks an answer whose last id is wrong. Calls `at_step` at the end of each
+/// step, with the number of steps before it. Returns whether the wrong id was found.
+bool finds_the_wrong_id(
+    examples::Model& model,
+    const Decoding& wrong,
+    const std::function<void(int)>& at_step) {
+  std::atomic<int> steps = 0;
+  must(set_log_callback(
+      "etkv::core=debug",
+      [&](LogLevel, std::string_view, std::string_view message) {
+        if (message.rfind("step{", 0) == 0 &&
+            message.find("}: done") != std::string_view::npos &&
+            message.find("grow{") == std::string_view::npos) {
+          at_step(steps++);
+        }
+      }));
+  examples::arm_interrupt();
+  const bool found = !check_answers(model, {wrong}).ok();
+  must(set_log_callback("", nullptr));
+  examples::arm_interrupt();
+  return found;
+}
+
+/// Ctrl-C comes in the middle of an answer.
 void interrupts() {
   auto model = open("llama-f32");
   model.end_with({});
-  Decoding wrong = answer(text(7), 56);
+  Decoding wrong = answer(text(7), 20);
   wrong.ids.back() = (wrong.ids.back() + 1) % kVocabulary;
-  examples::arm_interrupt();
-  examples::Stopwatch watch;
-  CHECK(!check_answers(model, {wrong}).ok());
-  const double whole = watch.lap();
-  // Where the check was stopped it has not come to the wrong id. The machine's
-  // speed is its own: several moments are tried, all of them long after the start.
-  bool stopped = false;
-  for (int i = 1; i < 10 && !stopped; ++i) {
-    examples::arm_interrupt();
-    std::thread person([&] {
-      std::this_thread::sleep_for(
-          std::chrono::duration<double>(whole * (20 - i) / 20.0));
+  int n = 0;
+  CHECK(finds_the_wrong_id(model, wrong, [&](int) { ++n; }));
+  REQUIRE(n >= 20);
+  int last = 0;
+  const bool found = finds_the_wrong_id(model, wrong, [&](int step) {
+    last = step;
+    if (step == n / 2) {
       std::raise(SIGINT);
-    });
-    const bool found = !check_answers(model, {wrong}).ok();
-    stopped = !found;
-    person.join();
-  }
-  examples::arm_interrupt();
-  CHECK(stopped);
+    }
+  });
+  CHECK(!found);
+  CHECK(last == n / 2);
 }
 
 /// Reference decoding on another cache, where that is what an answer was made with.
