@@ -157,8 +157,8 @@ def generate_tokens(
     Nothing runs before the first token is requested. A ``break`` and an interruption (Ctrl-C) leave the cache usable:
     it holds the prompt and the first :attr:`Generation.cached_tokens` of the answer. A prompt that is interrupted is
     rolled back, as far as layers with windows still hold the positions before it; a cache in a graph keeps what ran. If
-    threads share a session, each one
-    must hold a lock of the application's while it iterates: a step that fails cancels the declaration of the next one.
+    threads share a session, each one must hold a lock of the application's while it iterates: a step that fails cancels
+    the declaration of the next one.
     """
     if program.cache is None:
         raise EtkvError(f"{program.path.name} was loaded without a session: pass one to etkv.load")

@@ -9,20 +9,29 @@ pub const BYTES: usize = 16;
 pub type Checksum = [u8; BYTES];
 
 /// The checksum of what was added.
-pub struct Sum(XxHash3_128);
+pub struct Sum {
+    hash: XxHash3_128,
+    n_bytes: usize,
+}
 
 impl Sum {
     pub fn new() -> Self {
-        Self(XxHash3_128::new())
+        Self { hash: XxHash3_128::new(), n_bytes: 0 }
     }
 
     pub fn add(&mut self, bytes: &[u8]) {
-        self.0.write(bytes);
+        self.hash.write(bytes);
+        self.n_bytes += bytes.len();
     }
 
     /// Returns the checksum, and begins anew.
     pub fn take(&mut self) -> Checksum {
-        std::mem::replace(self, Self::new()).0.finish_128().to_le_bytes()
+        std::mem::replace(self, Self::new()).hash.finish_128().to_le_bytes()
+    }
+
+    /// Returns the checksum and begins anew, if all `n_bytes` of a part were added.
+    pub fn take_after(&mut self, n_bytes: usize) -> Option<Checksum> {
+        (self.n_bytes >= n_bytes).then(|| self.take())
     }
 }
 

@@ -42,14 +42,11 @@ fn read(cache: &mut dyn SaveCache, path: &Path, fingerprint: &str) -> Result<Vec
     let tokens = file.tokens(header.n_tokens)?;
     check(file.sum.take(), format_args!("the token ids"))?;
 
-    let mut left = None;
     cache.restore(&header.snapshot, &mut |rows, bytes| {
         file.read(bytes)?;
-        let after = left.unwrap_or(rows.bytes()).saturating_sub(bytes.len());
-        left = (after > 0).then_some(after);
-        if after == 0 {
+        if let Some(sum) = file.sum.take_after(rows.bytes()) {
             let side = if rows.id.values { "values" } else { "keys" };
-            check(file.sum.take(), format_args!("the {side} of layer {}", rows.id.layer))?;
+            check(sum, format_args!("the {side} of layer {}", rows.id.layer))?;
         }
         Ok(())
     })?;

@@ -53,15 +53,10 @@ fn write(
     }
     sums.push(sum.take());
 
-    let mut left = None;
     cache.read_rows(&header.snapshot, &mut |rows, bytes| {
         sum.add(bytes);
         file.write_all(bytes).map_err(wrong)?;
-        let after = left.unwrap_or(rows.bytes()).saturating_sub(bytes.len());
-        left = (after > 0).then_some(after);
-        if after == 0 {
-            sums.push(sum.take());
-        }
+        sums.extend(sum.take_after(rows.bytes()));
         Ok(())
     })?;
     file.write_all(&sums.concat()).map_err(wrong)

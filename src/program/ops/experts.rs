@@ -132,7 +132,7 @@ pub fn run_gather_qmm(
 ) -> Result<Array> {
     let (x, w) = (arguments.tensor(0)?, arguments.tensor(1)?);
     let first = 3 + usize::from(biases);
-    if packing.mode == PackingMode::Affine && transpose && biases {
+    if packing.mode == PackingMode::Affine && transpose {
         if let Some((indices, leading)) = chosen(arguments, first, w, [lhs, rhs])? {
             let (scales, biases) = (arguments.tensor(2)?, arguments.tensor(3)?);
             let packing = Affine { group_size: packing.group_size, bits: packing.bits };

@@ -3,6 +3,8 @@
 
 mod saving;
 
+pub use saving::Contents;
+
 use tracing::span::EnteredSpan;
 use tracing::{debug, debug_span, enabled, error, info, trace, warn, Level, Span};
 

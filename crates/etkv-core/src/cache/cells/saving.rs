@@ -1,22 +1,15 @@
 //! Sequences and trees, in a file and back.
 
 use super::CellsCache;
-use crate::bookkeeping::{CellsBookkeeping, Slots};
+use crate::bookkeeping::CellsBookkeeping;
+use crate::cache::storage::Contents;
 use crate::cache::Cache;
 use crate::error::{fail, Result};
-use crate::format::KvFormat;
 use crate::snapshot::{damaged, Book, GiveRows, PlaneRows, SaveCache, Snapshot, TakeRows};
 use crate::store::Store;
 
-/// What a snapshot comes to.
-struct Contents {
-    book: CellsBookkeeping,
-    held: Vec<Slots>,
-    target: ([KvFormat; 2], bool),
-}
-
 impl<S: Store> CellsCache<S> {
-    fn contents(&self, snapshot: &Snapshot) -> Result<Contents> {
+    fn contents(&self, snapshot: &Snapshot) -> Result<Contents<CellsBookkeeping>> {
         snapshot.check(self.kind(), self.config())?;
         let Book::Cells(state) = &snapshot.book else {
             return Err(damaged("it has no cells"));
@@ -58,9 +51,9 @@ impl<S: Store> SaveCache for CellsCache<S> {
 
     fn restore(&mut self, snapshot: &Snapshot, give: &mut GiveRows) -> Result<()> {
         self.settle_between_steps("load")?;
-        let Contents { book, held, target } = self.contents(snapshot)?;
-        self.storage = self.storage.restored(snapshot, target, &held, give)?;
-        self.book = book;
+        let contents = self.contents(snapshot)?;
+        self.storage = self.storage.restored(snapshot, &contents, give)?;
+        self.book = contents.book;
         Ok(())
     }
 }

@@ -1,22 +1,15 @@
 //! One growing sequence, in a file and back.
 
 use super::ContiguousCache;
-use crate::bookkeeping::{ContiguousBookkeeping, Slots};
+use crate::bookkeeping::ContiguousBookkeeping;
+use crate::cache::storage::Contents;
 use crate::cache::Cache;
 use crate::error::Result;
-use crate::format::KvFormat;
 use crate::snapshot::{damaged, Book, GiveRows, PlaneRows, SaveCache, Snapshot, TakeRows};
 use crate::store::Store;
 
-/// What a snapshot comes to.
-struct Contents {
-    book: ContiguousBookkeeping,
-    held: Vec<Slots>,
-    target: ([KvFormat; 2], bool),
-}
-
 impl<S: Store> ContiguousCache<S> {
-    fn contents(&self, snapshot: &Snapshot) -> Result<Contents> {
+    fn contents(&self, snapshot: &Snapshot) -> Result<Contents<ContiguousBookkeeping>> {
         snapshot.check(self.kind(), self.config())?;
         let Book::Contiguous(state) = &snapshot.book else {
             return Err(damaged("it has cells, and one sequence has none"));
@@ -49,9 +42,9 @@ impl<S: Store> SaveCache for ContiguousCache<S> {
     fn restore(&mut self, snapshot: &Snapshot, give: &mut GiveRows) -> Result<()> {
         self.refuse_in_step("load the cache")?;
         self.storage.check()?;
-        let Contents { book, held, target } = self.contents(snapshot)?;
-        self.storage = self.storage.restored(snapshot, target, &held, give)?;
-        self.book = book;
+        let contents = self.contents(snapshot)?;
+        self.storage = self.storage.restored(snapshot, &contents, give)?;
+        self.book = contents.book;
         Ok(())
     }
 }

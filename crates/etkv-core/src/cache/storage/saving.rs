@@ -12,6 +12,16 @@ use super::Storage;
 /// The bytes of a plane that pass at a time, unless one slot has more.
 const CHUNK: usize = 256 << 10;
 
+/// What a snapshot comes to in a cache with this bookkeeping.
+pub struct Contents<B> {
+    /// The positions, and their slots.
+    pub book: B,
+    /// For each layer group, the slots that hold rows.
+    pub held: Vec<Slots>,
+    /// The formats after loading, and whether the cache has yet to reach `quantized_kv_start`.
+    pub target: ([KvFormat; 2], bool),
+}
+
 impl<S: Store> Storage<S> {
     /// Returns whether the cache has yet to reach `quantized_kv_start`.
     pub fn awaits(&self) -> bool {
@@ -51,15 +61,16 @@ impl<S: Store> Storage<S> {
         Ok(())
     }
 
-    /// Returns a store like this one with the rows that `give` gives, at the `held` slots. They come
-    /// in the formats of the snapshot and are converted to `target`.
-    pub fn restored(
+    /// Returns a store like this one with the rows that `give` gives, at the held slots. They come
+    /// in the formats of the snapshot and are converted to the target's.
+    pub fn restored<B>(
         &self,
         snapshot: &Snapshot,
-        (target, awaits): ([KvFormat; 2], bool),
-        held: &[Slots],
+        contents: &Contents<B>,
         give: &mut GiveRows,
     ) -> Result<Self> {
+        let Contents { held, target: (target, awaits), .. } = contents;
+        let (target, awaits) = (*target, *awaits);
         let config: CacheConfig = self.config.clone();
         let mut made = Self::without_slots(config, self.shared, snapshot.formats)?;
         for (layer, &group) in self.groups.iter().enumerate() {
