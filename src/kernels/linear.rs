@@ -55,6 +55,21 @@ pub struct Product<'a> {
     pub gate: Option<Gate>,
     /// Rows that are added to the result, of its shape.
     pub plus: Option<&'a Array>,
+    /// How the outputs turn, which are heads. Then there is no gate and no sum, and the result is `[1, T,
+    /// heads, head_dim]`.
+    pub turn: Option<Turn<'a>>,
+}
+
+/// The rotary embedding of the first outputs of each row: element `j` of a head turns together with
+/// `head_dim / 2 + j`, by `1 / periods[j]` a position.
+#[derive(Debug, Clone, Copy)]
+pub struct Turn<'a> {
+    /// Where the rows are, `[T]`, int32.
+    pub positions: &'a Array,
+    /// `[head_dim / 2]`, float32.
+    pub periods: &'a Array,
+    /// The heads that turn. Those after them do not.
+    pub heads: i32,
 }
 
 /// A normalization by the root mean square, as MLX's `fast.rms_norm`.
@@ -78,7 +93,7 @@ pub enum Gate {
 impl<'a> Product<'a> {
     /// Returns a product with nothing around it.
     pub fn plain(x: &'a Array, weight: &'a Array, transposed: bool) -> Self {
-        Self { x, weight, transposed, bias: None, norm: None, gate: None, plus: None }
+        Self { x, weight, transposed, bias: None, norm: None, gate: None, plus: None, turn: None }
     }
 }
 
@@ -96,6 +111,8 @@ struct Form {
     gate: i32,
     normalizes: bool,
     eps: f32,
+    /// Outputs that turn.
+    turned: i32,
 }
 
 /// The kernels of this process, and the forms of its calls. Used under the lock of MLX only.
@@ -103,6 +120,8 @@ struct Form {
 struct Kernels {
     compiled: Compiled<Template>,
     forms: Vec<(Form, Dtype, Array)>,
+    /// A position and a period, for products that do not turn.
+    unturned: Option<[Array; 2]>,
 }
 
 static KERNELS: Mutex<Option<Kernels>> = Mutex::new(None);
@@ -117,12 +136,28 @@ pub fn few_rows(product: &Product) -> Result<Option<Array>> {
         return Ok(None);
     }
     let mut kernels = KERNELS.lock();
-    let Kernels { compiled, forms } = kernels.get_or_insert_default();
+    let Kernels { compiled, forms, unturned } = kernels.get_or_insert_default();
+    if unturned.is_none() {
+        let arrays = [Array::zeros::<i32>(&[1])?, Array::ones::<f32>(&[1])?];
+        eval(&arrays)?;
+        *unturned = Some(arrays);
+    }
+    let Some(unturned) = unturned else {
+        return Ok(None);
+    };
     let form = kept(forms, call.form, call.template.dtype)?;
-    match compiled.get(call.template, |template| tried(template, &form)) {
-        Some(kernel) => call.launch(kernel, product, &form).map(Some),
+    let how = How { form: &form, unturned };
+    match compiled.get(call.template, |template| tried(template, how)) {
+        Some(kernel) => call.launch(kernel, product, how).map(Some),
         None => Ok(None),
     }
+}
+
+/// The arrays of a call that are no part of its product.
+#[derive(Clone, Copy)]
+struct How<'a> {
+    form: &'a Array,
+    unturned: &'a [Array; 2],
 }
 
 /// A call that the kernel takes.
@@ -136,7 +171,7 @@ struct Call {
 
 impl Call {
     fn of(product: &Product) -> Option<Self> {
-        let Product { x, weight, bias, norm, gate, plus, .. } = *product;
+        let Product { x, weight, bias, norm, gate, plus, turn, .. } = *product;
         let shape = x.shape();
         let (leading, &[rows, inner]) = shape.split_last_chunk()?;
         let weights = weight_outputs(weight, inner, product.transposed)?;
@@ -164,22 +199,54 @@ impl Call {
         if !plus.is_none_or(|plus| plus.dtype() == dtype && plus.shape() == &out[..]) {
             return None;
         }
+        let mut turned = 0;
+        if let Some(turn) = turn {
+            if gate.is_some() || plus.is_some() || leading.len() != 1 {
+                return None;
+            }
+            let head_dim = turn.head_dim(rows, outputs)?;
+            turned = turn.heads * head_dim;
+            out = SmallVec::from_buf([1, rows, outputs / head_dim, head_dim]);
+        }
         let form = Form {
             gate: gate.map_or(0, |gate| gate as i32),
             normalizes: norm.is_some(),
             eps: norm.map_or(0.0, |norm| norm.eps),
+            turned,
         };
         let template = Template { dtype, rank: shape.len() };
         Some(Self { template, form, threads: threads(outputs, TILE / halves), out })
     }
 
-    fn launch(&self, kernel: &Kernel, product: &Product, form: &Array) -> Result<Array> {
-        let Product { x, weight, bias, norm, plus, .. } = *product;
+    fn launch(&self, kernel: &Kernel, product: &Product, how: How) -> Result<Array> {
+        let Product { x, weight, bias, norm, plus, turn, .. } = *product;
         let norm = norm.and_then(|norm| norm.weight);
         // What is missing has the form in its place.
-        let [bias, norm, plus] = [bias, norm, plus].map(|array| array.unwrap_or(form));
-        let inputs = [x, weight, bias, norm, plus, form];
+        let [bias, norm, plus] = [bias, norm, plus].map(|array| array.unwrap_or(how.form));
+        let [position, period] = how.unturned;
+        let (positions, periods) =
+            turn.map_or((position, period), |turn| (turn.positions, turn.periods));
+        let inputs = [x, weight, bias, norm, plus, positions, periods, how.form];
         kernel.launch(&inputs, &[(&self.out, self.template.dtype)], [self.threads, 1, 1], THREADS)
+    }
+}
+
+impl Turn<'_> {
+    /// Returns the size of a head, if the kernel can turn these outputs: a tile has whole pairs.
+    fn head_dim(&self, rows: i32, outputs: i32) -> Option<i32> {
+        let &[half] = self.periods.shape() else {
+            return None;
+        };
+        let head_dim = half.checked_mul(2)?;
+        let turned = self.heads.checked_mul(head_dim)?;
+        let fits = head_dim > 0
+            && head_dim % TILE == 0
+            && outputs % head_dim == 0
+            && (1..=outputs).contains(&turned)
+            && self.positions.shape() == [rows]
+            && self.positions.dtype() == Dtype::Int32
+            && self.periods.dtype() == Dtype::Float32;
+        fits.then_some(head_dim)
     }
 }
 
@@ -192,8 +259,8 @@ fn kept(forms: &mut Vec<(Form, Dtype, Array)>, form: Form, dtype: Dtype) -> Resu
     }
     // An axis has at least one element.
     let how = 1 + form.gate + if form.normalizes { 4 } else { 0 };
-    let shape = [how, (form.eps.to_bits() as i32).max(1)];
-    let array = broadcast_to(&Array::zeros::<f32>(&[1, 1])?.as_dtype(dtype)?, &shape)?;
+    let shape = [how, (form.eps.to_bits() as i32).max(1), 1 + form.turned];
+    let array = broadcast_to(&Array::zeros::<f32>(&[1, 1, 1])?.as_dtype(dtype)?, &shape)?;
     eval([&array])?;
     if forms.len() >= MOST_FORMS {
         forms.clear();
@@ -239,13 +306,19 @@ impl Template {
              bias == form ? nullptr : bias, bias_strides[0],\n\
              how >= 4, __int_as_float(form_shape[1]), norm == form ? nullptr : norm, norm_strides[0],\n\
              plus == form ? nullptr : plus, plus_strides[{row}], plus_strides[{column}],\n\
-             gate, x_shape[{row}], outputs, inner}};\n\
+             gate, x_shape[{row}], outputs, inner,\n\
+             form_shape[2] > 1 ? 2 * periods_shape[0] : 0, form_shape[2] - 1,\n\
+             positions, positions_strides[0], periods, periods_strides[0]}};\n\
              work.run(out, reinterpret_cast<{name}*>(shared_memory), sums, squares);\n",
         );
-        let inputs = [c"x", c"w", c"bias", c"norm", c"plus", c"form"];
+        let inputs = [c"x", c"w", c"bias", c"norm", c"plus", c"positions", c"periods", c"form"];
         let header = header(
             "few_rows",
-            concat!(include_str!("cuda/instructions.cuh"), include_str!("cuda/few_rows.cuh")),
+            concat!(
+                include_str!("cuda/instructions.cuh"),
+                include_str!("cuda/turn.cuh"),
+                include_str!("cuda/few_rows.cuh"),
+            ),
         )?;
         Kernel::new(c"etkv_few_rows", &inputs, &[c"out"], &source(&call)?, &header, BYTES_SHARED)
             .map(Some)
@@ -253,7 +326,7 @@ impl Template {
 }
 
 /// Compiles a kernel and runs it over two rows.
-fn tried(template: &Template, form: &Array) -> Result<Option<Kernel>> {
+fn tried(template: &Template, how: How) -> Result<Option<Kernel>> {
     let Some(kernel) = template.compile()? else {
         return Ok(None);
     };
@@ -264,8 +337,8 @@ fn tried(template: &Template, form: &Array) -> Result<Option<Kernel>> {
     let (x, weight) = (ones(&shape)?, ones(&[2, PIECE])?);
     shape[template.rank - 1] = 2;
     let out = SmallVec::from_slice(&shape);
-    let plain = Form { gate: 0, normalizes: false, eps: 0.0 };
+    let plain = Form { gate: 0, normalizes: false, eps: 0.0, turned: 0 };
     let call = Call { template: *template, form: plain, threads: THREADS, out };
-    eval([&call.launch(&kernel, &Product::plain(&x, &weight, false), form)?])?;
+    eval([&call.launch(&kernel, &Product::plain(&x, &weight, false), how)?])?;
     Ok(Some(kernel))
 }

@@ -27,7 +27,7 @@ pub use self::attention::compile_masked;
 pub use self::attention::{attend, several_queries};
 pub use self::finite::{non_finite, MOST_ARRAYS};
 #[cfg(feature = "delegate")]
-pub use self::linear::{few_rows, Gate, Product, RmsNorm, MOST_ROWS};
+pub use self::linear::{few_rows, Gate, Product, RmsNorm, Turn, MOST_ROWS};
 use self::raw::Kernel;
 #[cfg(feature = "delegate")]
 pub use self::rotary::rotary;

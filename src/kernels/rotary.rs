@@ -70,7 +70,8 @@ fn tried(dtype: &Dtype) -> Result<Option<Kernel>> {
          work.run(out);\n",
     );
     let inputs = [c"x", c"positions", c"periods"];
-    let header = header("rotary", include_str!("cuda/rotary.cuh"))?;
+    let header =
+        header("rotary", concat!(include_str!("cuda/turn.cuh"), include_str!("cuda/rotary.cuh")))?;
     let kernel = Kernel::new(c"etkv_rotary", &inputs, &[c"out"], &source(&call)?, &header, 0)?;
     let x = Array::ones::<f32>(&[1, 1, 1, 2])?.as_dtype(*dtype)?;
     let (positions, periods) = (Array::zeros::<i32>(&[1])?, Array::ones::<f32>(&[1])?);

@@ -1,6 +1,7 @@
 // Products of a few rows with a weight: each weight is read once, from where it lies, into registers.
-// What a layer does before and after a product is done on the way: its rows are normalized, the
-// activated half of the outputs gates the other half, and the result is added to other rows.
+// What a layer does before and after a product is done on the way: its rows are normalized; the
+// activated half of the outputs gates the other half, or heads turn by rotary embedding; and the result
+// is added to other rows.
 
 namespace etkv {
 
@@ -48,6 +49,13 @@ struct FewRows {
   int gate;
   // Outputs are those of the result: a gate has twice as many rows of weights.
   int rows, outputs, inner;
+  // Outputs are heads of so many, the first `turned` outputs of which turn; or 0. Element `j` of a head
+  // turns together with `j + head_dim / 2`.
+  int head_dim, turned;
+  const int* positions;
+  long long position_step;
+  const float* periods;
+  long long period_step;
 
   // Eight elements that lie anywhere.
   __device__ static uint4 gathered(const E* from, long long step) {
@@ -68,7 +76,20 @@ struct FewRows {
 
   __device__ bool is_shared() const { return rows * (inner + PAD) <= MOST_SHARED; }
 
+  // A tile has two outputs of each pair that belongs together: a gate and what is gated, or two that turn.
+  __device__ bool is_paired() const { return gate || head_dim; }
+
+  __device__ int columns() const { return is_paired() ? OUTPUTS / 2 : OUTPUTS; }
+
+  // Outputs of the result in a tile.
   __device__ int width() const { return gate ? OUTPUTS / 2 : OUTPUTS; }
+
+  // The first output of a tile.
+  __device__ int first_of(int tile) const {
+    if (!head_dim) return tile * width();
+    int tiles = head_dim / OUTPUTS;
+    return tile / tiles * head_dim + tile % tiles * columns();
+  }
 
   __device__ static float sum_of_squares(uint4 piece) {
     E each[8];
@@ -161,11 +182,11 @@ struct FewRows {
     const E* at_row[2];
     int next_tile = blockIdx.x, next_slot = 0;
     auto turn = [&]() {
-      int first = next_tile * width();
+      int first = first_of(next_tile), apart = head_dim ? head_dim / 2 : ROWS;
 #pragma unroll
       for (int i = 0; i < 2; ++i) {
         // The second half of a block's weights are those of the gated half.
-        int output = gate ? min(first + group, outputs - 1) + i * outputs : min(first + group + 8 * i, outputs - 1);
+        int output = gate ? min(first + group, outputs - 1) + i * outputs : min(first + group + apart * i, outputs - 1);
         at_row[i] = w + static_cast<long long>(output) * inner;
       }
     };
@@ -249,25 +270,48 @@ struct FewRows {
       }
     }
     __syncthreads();
-    for (int i = threadIdx.x; i < TILES * ROWS * width(); i += 32 * SHARES) {
-      int r = i / width(), column = i % width();
+    for (int i = threadIdx.x; i < TILES * ROWS * columns(); i += 32 * SHARES) {
+      int r = i / columns(), column = i % columns();
       if (r >= rows) continue;
       constexpr int APART = TILES * ROWS * OUTPUTS;
       const float* from = sums + r * OUTPUTS + column;
-      float sum = 0, gated = 0;
+      float sum = 0, other = 0;
 #pragma unroll
       for (int share = 0; share < SHARES; ++share) {
         sum += from[share * APART];
-        if (gate) gated += from[share * APART + OUTPUTS / 2];
+        if (is_paired()) other += from[share * APART + OUTPUTS / 2];
       }
-      end_output(out, r, tile * width() + column, sum, gated);
+      int output = first_of(tile) + column;
+      if (output >= outputs) continue;
+      if (head_dim) {
+        end_pair(out, r, output, sum, other);
+      } else {
+        end_output(out, r, output, sum, other);
+      }
     }
+  }
+
+  // Writes two outputs of a head, which turn if they are among the first. Rounds where a function of its
+  // own would.
+  __device__ void end_pair(E* out, int r, int output, float sum, float other) const {
+    int half = head_dim / 2;
+    if (bias) {
+      sum += static_cast<float>(bias[output * bias_step]);
+      other += static_cast<float>(bias[(output + half) * bias_step]);
+    }
+    E first = static_cast<E>(sum), second = static_cast<E>(other);
+    if (output < turned) {
+      float angle = angle_of(positions[r * position_step], periods[output % head_dim * period_step]);
+      turn(first, second, angle);
+    }
+    E* to = out + static_cast<long long>(r) * outputs + output;
+    to[0] = first;
+    to[half] = second;
   }
 
   // Writes an output of a row: the sum, or the sum of the gate and that of what is gated. Rounds where
   // functions of their own would.
   __device__ void end_output(E* out, int r, int output, float sum, float gated) const {
-    if (output >= outputs) return;
     if (bias) {
       sum += static_cast<float>(bias[output * bias_step]);
       if (gate) gated += static_cast<float>(bias[(outputs + output) * bias_step]);

@@ -18,15 +18,12 @@ struct Rotary {
     int i = blockIdx.x * blockDim.x + threadIdx.x;
     if (i >= tokens * heads * half) return;
     int j = i % half, h = i / half % heads, t = i / half / heads;
-    float period = periods[j * period_step];
-    float angle = static_cast<float>(positions[t * position_step]) * (1.0f / period);
-    float sine, cosine;
-    sincosf(angle, &sine, &cosine);
     const E* from = x + h * head + t * token + j * column;
-    float first = static_cast<float>(from[0]), second = static_cast<float>(from[half * column]);
+    E first = from[0], second = from[half * column];
+    turn(first, second, angle_of(positions[t * position_step], periods[j * period_step]));
     E* to = out + (static_cast<long long>(t) * heads + h) * 2 * half + j;
-    to[0] = static_cast<E>(first * cosine - second * sine);
-    to[half] = static_cast<E>(first * sine + second * cosine);
+    to[0] = first;
+    to[half] = second;
   }
 };
 

@@ -188,6 +188,95 @@ fn the_kernel_does_what_surrounds_a_product() {
     });
 }
 
+/// Compares a product of heads, of which all but the last two turn.
+fn check_heads(dtype: Dtype, rows: i32, n: i32, head_dim: i32, lie: Rows, bias: bool) {
+    let (inner, outputs, half) = (72, n * head_dim, head_dim / 2);
+    let x = lie.make(rows, inner, dtype);
+    let small = Array::from_f32(1.0 / (inner as f32).sqrt()).as_dtype(dtype).unwrap();
+    let w = array(2, &[outputs, inner], dtype).multiply(small).unwrap();
+    let bias = bias.then(|| array(3, &[outputs], dtype));
+    w.eval().unwrap();
+    let at: Vec<i32> = (0..rows).map(|row| row * 371 % 1000).collect();
+    let lengths: Vec<f32> = (0..half).map(|j| 1.5f32.powi(j % 16)).collect();
+    let positions = Array::from_slice(&at, &[rows]);
+    let periods = Array::from_slice(&lengths, &[half]);
+    let turn = Some(Turn { positions: &positions, periods: &periods, heads: n - 2 });
+    let norm = (rows % 2 == 0).then_some(RmsNorm { weight: None, eps: 1e-5 });
+    let turned = Product { bias: bias.as_ref(), turn, norm, ..Product::plain(&x, &w, false) };
+    let found = values(&few_rows(&turned).unwrap().expect("the kernel takes it"));
+    let plain = few_rows(&Product { turn: None, ..turned }).unwrap().unwrap();
+    let plain = values(&plain);
+    let rounding = if dtype == Dtype::Float16 { 1e-3 } else { 8e-3 };
+    let (head_dim, half, outputs) = (head_dim as usize, half as usize, outputs as usize);
+    for (i, &found) in found.iter().enumerate() {
+        let (row, output) = (i / outputs, i % outputs);
+        let j = output % head_dim;
+        let first = i - j + j % half;
+        let (x, y) = (plain[first], plain[first + half]);
+        let angle = if output / head_dim < n as usize - 2 {
+            f64::from(at[row]) / f64::from(lengths[j % half])
+        } else {
+            0.0
+        };
+        let wanted = match j < half {
+            true => x * angle.cos() - y * angle.sin(),
+            false => x * angle.sin() + y * angle.cos(),
+        };
+        // The angle is one of float32.
+        let most = rounding * x.abs().max(y.abs()) + 1e-6 * angle * x.abs().max(y.abs()) + 1e-6;
+        let case = (dtype, rows, n, head_dim, lie);
+        assert!((found - wanted).abs() <= most, "{case:?}: {found} at {i} for {wanted}");
+    }
+}
+
+#[test]
+fn heads_turn_on_the_way() {
+    on_cuda(|| {
+        for (n, head_dim) in [(3, 16), (15, 64), (48, 64), (9, 96), (5, 128)] {
+            for (rows, lie) in [
+                (2, Rows::Whole),
+                (5, Rows::Columns),
+                (8, Rows::Unaligned),
+                (11, Rows::Whole),
+                (16, Rows::Whole),
+            ] {
+                for dtype in [Dtype::Bfloat16, Dtype::Float16] {
+                    check_heads(dtype, rows, n, head_dim, lie, rows % 3 == 2);
+                }
+            }
+        }
+        Ok(())
+    });
+}
+
+#[test]
+fn heads_that_turn_fit_the_product() {
+    run(|| {
+        let half = Dtype::Bfloat16;
+        let (x, weight) = (array(1, &[1, 3, 64], half), array(2, &[160, 64], half));
+        let takes = |tokens: i32, n_periods: i32, heads: i32, gate: Option<Gate>| {
+            let positions = Array::zeros::<i32>(&[tokens])?;
+            let periods = Array::ones::<f32>(&[n_periods])?;
+            let turn = Some(Turn { positions: &positions, periods: &periods, heads });
+            let product = Product { turn, gate, ..Product::plain(&x, &weight, false) };
+            Ok::<_, crate::Error>(Call::of(&product).map(|call| call.form.turned))
+        };
+        assert_eq!(takes(3, 16, 4, None)?, Some(128));
+        assert_eq!(takes(3, 16, 5, None)?, Some(160));
+        // Other tokens, heads that fill no tiles or do not fill the outputs, none, and too many.
+        for (tokens, periods, heads) in [(4, 16, 4), (3, 4, 4), (3, 24, 1), (3, 16, 0), (3, 16, 6)]
+        {
+            assert_eq!(takes(tokens, periods, heads, None)?, None);
+        }
+        assert_eq!(takes(3, 16, 2, Some(Gate::Silu))?, None);
+        let (positions, periods) = (Array::ones::<f32>(&[3])?, Array::ones::<f32>(&[16])?);
+        let turn = Some(Turn { positions: &positions, periods: &periods, heads: 1 });
+        assert!(Call::of(&Product { turn, ..Product::plain(&x, &weight, false) }).is_none());
+        Ok(())
+    })
+    .unwrap();
+}
+
 #[test]
 fn only_what_the_kernel_reads_is_taken() {
     run(|| {

@@ -16,7 +16,7 @@ pub use function::{
     Convolution, Fill, Function, OneAxis, Packing, PackingMode, PadMode, Reduction,
 };
 pub use metal::{Gguf, MetalKernel};
-pub use op::{Affine, Binary, Index, IntBinary, Norm, Op, Scan, Unary};
+pub use op::{Affine, Binary, Heads, Index, IntBinary, Norm, Op, Scan, Unary};
 
 /// A tensor value: a constant, an input, or the result of one instruction.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord)]

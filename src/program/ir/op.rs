@@ -105,6 +105,27 @@ pub struct Norm {
     pub eps: f32,
 }
 
+/// How the features of a product are heads, the first of which turn by rotary embedding.
+#[derive(Debug, Clone, PartialEq)]
+pub struct Heads {
+    /// The tokens of the product.
+    pub tokens: Int,
+    /// Features of a head.
+    pub head_dim: i32,
+    /// The heads.
+    pub n: i32,
+    /// Where the heads are cut into pieces: the heads before each cut.
+    pub at: Vec<i32>,
+    /// How many heads turn: those of the first pieces. The last piece does not.
+    pub turned: i32,
+    /// The position of each token.
+    pub offsets: Value,
+    /// As in [`Op::Rotary`].
+    pub periods: Value,
+    /// The dtype of the heads that turn.
+    pub dtype: Dtype,
+}
+
 /// A chain that runs for each element of an axis.
 #[derive(Debug, Clone, PartialEq)]
 pub struct Scan {
@@ -270,6 +291,16 @@ pub enum Op {
         gate: Option<Unary>,
         plus: Option<Value>,
     },
+    /// Made by a pass: a `Linear` of rows that are normalized first if there is a norm, whose features are
+    /// heads. Makes the pieces, `[1, heads, T, head_dim]`. One launch on a GPU for a few rows.
+    LinearHeads {
+        x: Value,
+        weight: Value,
+        bias: Option<Value>,
+        transposed: bool,
+        norm: Option<Norm>,
+        heads: Heads,
+    },
     /// Made by a pass: rows of a weight that is kept transposed.
     TakeTransposed {
         x: Value,
@@ -410,6 +441,14 @@ impl Op {
                 let norm = norm.iter_mut().filter_map(|norm| norm.weight.as_mut());
                 bias.iter_mut().chain(norm).chain(plus).for_each(visit);
             }
+            Op::LinearHeads { x, weight, bias, norm, heads, .. } => {
+                visit(x);
+                visit(weight);
+                let norm = norm.iter_mut().filter_map(|norm| norm.weight.as_mut());
+                bias.iter_mut().chain(norm).for_each(&mut *visit);
+                visit(&mut heads.offsets);
+                visit(&mut heads.periods);
+            }
             Op::QuantizedMatmul { x, w, scales, biases, .. } => {
                 visit(x);
                 visit(w);
@@ -447,6 +486,7 @@ impl Op {
                 visit(b);
             }
             Op::Take { index: Index::One(index), .. } => visit(index),
+            Op::LinearHeads { heads, .. } => visit(&mut heads.tokens),
             Op::Call { ints, .. } => ints.iter_mut().for_each(visit),
             Op::If { cond, then, otherwise } => {
                 visit(cond);

@@ -77,22 +77,11 @@ pub fn run_block(
     };
     let gate = block.gate.map(kernel_gate).transpose()?;
     let product = Product { bias, norm, gate, plus, ..Product::plain(x, weight, transposed) };
-    if let Some(out) = kernels::few_rows(&product)? {
-        return Ok(out);
-    }
-    let normalized;
-    let x = match norm {
-        Some(norm) => {
-            normalized = mlx_rs::fast::rms_norm(x, norm.weight, norm.eps)?;
-            // Rows may only be too long to be normalized on the way.
-            let rest = Product { x: &normalized, norm: None, ..product };
-            if let Some(out) = kernels::few_rows(&rest)? {
-                return Ok(out);
-            }
-            &normalized
-        }
-        None => x,
+    let normalized = match by_kernel(&product)? {
+        ByKernel::Made(out) => return Ok(out),
+        ByKernel::Left(normalized) => normalized,
     };
+    let x = normalized.as_ref().unwrap_or(x);
     let plain = Product { bias, ..Product::plain(x, weight, transposed) };
     let mut out = linear(&plain)?;
     if let Some(gate) = block.gate {
@@ -106,6 +95,31 @@ pub fn run_block(
     Ok(match plus {
         Some(plus) => out.add(plus)?,
         None => out,
+    })
+}
+
+/// What the kernel has done of a product.
+pub enum ByKernel {
+    /// All of it.
+    Made(Array),
+    /// Nothing. These are the normalized rows, if the product has a norm.
+    Left(Option<Array>),
+}
+
+/// Computes a product with what surrounds it by the [kernel](kernels::few_rows), if that takes it.
+pub fn by_kernel(product: &Product) -> Result<ByKernel> {
+    if let Some(out) = kernels::few_rows(product)? {
+        return Ok(ByKernel::Made(out));
+    }
+    let Some(norm) = product.norm else {
+        return Ok(ByKernel::Left(None));
+    };
+    let normalized = mlx_rs::fast::rms_norm(product.x, norm.weight, norm.eps)?;
+    // Rows may only be too long to be normalized on the way.
+    let rest = Product { x: &normalized, norm: None, ..*product };
+    Ok(match kernels::few_rows(&rest)? {
+        Some(out) => ByKernel::Made(out),
+        None => ByKernel::Left(Some(normalized)),
     })
 }
 

@@ -15,6 +15,7 @@ mod create;
 mod elementwise;
 mod experts;
 mod gather;
+mod heads;
 mod indexing;
 mod integers;
 mod linear;
@@ -273,6 +274,10 @@ pub fn run(op: &Op, frame: &mut Frame) -> Result<Made> {
         Op::LinearBlock { x, weight, bias, transposed, norm, gate, plus } => {
             let block = linear::Block { norm: *norm, gate: *gate, plus: *plus };
             linear::run_block(frame, *x, *weight, *bias, *transposed, block)?
+        }
+        Op::LinearHeads { x, weight, bias, transposed, norm, heads } => {
+            let layer = heads::Layer { x: *x, weight: *weight, bias: *bias, norm: *norm };
+            return heads::run(frame, &layer, *transposed, heads).map(Made::Tensors);
         }
         Op::QuantizedMatmul { x, w, scales, biases, packing, transpose } => {
             quantized::run_quantized_matmul(

@@ -99,7 +99,7 @@ pub fn run(frame: &Frame, x: Value, [offsets, periods]: [Value; 2], dtype: Dtype
 
 /// Embeds `x`, `[1, heads, T, head_dim]`. MLX's function has an offset for each entry of a batch, and
 /// counts the tokens of an entry from there. Here each token is an entry of its own.
-fn rotary(x: &Array, offsets: &Array, periods: &Array) -> Result<Array> {
+pub fn rotary(x: &Array, offsets: &Array, periods: &Array) -> Result<Array> {
     if x.ndim() != 4 || x.dim(0) != 1 || offsets.shape() != [x.dim(2)] {
         let (x, offsets) = (x.shape(), offsets.shape());
         fail!(Shape, "expected one position for each token of {x:?}, got positions {offsets:?}");

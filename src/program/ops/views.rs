@@ -54,11 +54,15 @@ pub fn run_reshape_transpose(
 ) -> Result<Array> {
     let shape = sizes(frame, shape)?;
     let x = frame.tensor(x)?;
-    let shape = resolved(x, shape)?;
-    if let Some(transposed) = transposed_in_order(&shape, perm) {
+    reshape_transpose(x, &resolved(x, shape)?, perm)
+}
+
+/// Reshapes, then transposes, in one reshape where that will do.
+pub fn reshape_transpose(x: &Array, shape: &[i32], perm: &[i32]) -> Result<Array> {
+    if let Some(transposed) = transposed_in_order(shape, perm) {
         return Ok(x.reshape(&transposed)?);
     }
-    Ok(x.reshape(&shape)?.transpose_axes(perm)?)
+    Ok(x.reshape(shape)?.transpose_axes(perm)?)
 }
 
 /// Transposes, then reshapes.

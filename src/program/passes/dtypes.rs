@@ -63,6 +63,10 @@ fn of(op: &Op, dtypes: &HashMap<Value, Dtype>) -> Option<Dtype> {
             shared([of(x), of(weight)].into_iter().chain(bias.as_ref().map(of)))
         }
         Op::LinearBlock { .. } => shared(op.reads().iter().map(of)),
+        Op::LinearHeads { x, weight, bias, heads, .. } => {
+            let product = [of(x), of(weight)].into_iter().chain(bias.as_ref().map(of));
+            shared(product.chain([Some(heads.dtype)]))
+        }
         Op::Addmm { mat1, mat2, bias, .. } => {
             shared([of(mat1), of(mat2)].into_iter().chain(bias.as_ref().map(of)))
         }

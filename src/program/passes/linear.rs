@@ -66,7 +66,9 @@ pub fn choose_layouts(graph: &mut Graph, target: Target) -> Vec<Layout> {
             }
             layouts[read.0 as usize] = Layout::Stored;
             let fits = match &instruction.op {
-                op @ (Op::Linear { weight, .. } | Op::LinearBlock { weight, .. }) => {
+                op @ (Op::Linear { weight, .. }
+                | Op::LinearBlock { weight, .. }
+                | Op::LinearHeads { weight, .. }) => {
                     linear.insert(*weight);
                     *weight == read
                         && op.reads().iter().filter(|&&other| other == read).count() == 1
@@ -99,7 +101,9 @@ pub fn choose_layouts(graph: &mut Graph, target: Target) -> Vec<Layout> {
     }
     for instruction in &mut graph.main.instructions {
         match &mut instruction.op {
-            Op::Linear { weight, transposed, .. } | Op::LinearBlock { weight, transposed, .. } => {
+            Op::Linear { weight, transposed, .. }
+            | Op::LinearBlock { weight, transposed, .. }
+            | Op::LinearHeads { weight, transposed, .. } => {
                 let layout = layouts.get(weight.0 as usize);
                 *transposed = matches!(layout, Some(Layout::Transposed | Layout::View));
             }

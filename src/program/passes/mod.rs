@@ -13,6 +13,7 @@ mod linear;
 mod positions;
 mod rotary;
 mod rows;
+mod turned;
 mod views;
 
 use super::constants::Layout;
@@ -96,6 +97,7 @@ pub fn run_each(
     pass("join_products", faster && target.on_gpu, &plain(joined::join))?;
     pass("join_heads", faster && target.on_gpu, &plain(heads::join))?;
     pass("join_blocks", faster && target.on_gpu, &plain(blocks::join))?;
+    pass("join_rotary", faster && target.on_gpu, &plain(turned::join))?;
     // Last: it numbers the values anew, and `scalars` are those of the numbers before.
     pass("fold_constants", faster, &plain(fold::fold))?;
     Ok(linear::choose_layouts(graph, target))
