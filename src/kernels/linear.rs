@@ -115,6 +115,8 @@ struct Form {
     turned: i32,
 }
 
+const PLAIN: Form = Form { gate: 0, normalizes: false, eps: 0.0, turned: 0 };
+
 /// The kernels of this process, and the forms of its calls. Used under the lock of MLX only.
 #[derive(Default)]
 struct Kernels {
@@ -147,7 +149,11 @@ pub fn few_rows(product: &Product) -> Result<Option<Array>> {
     };
     let form = kept(forms, call.form, call.template.dtype)?;
     let how = How { form: &form, unturned };
-    match compiled.get(call.template, |template| tried(template, how)) {
+    let compile = |template: &Template| {
+        let plain = kept(forms, PLAIN, template.dtype)?;
+        tried(template, How { form: &plain, unturned })
+    };
+    match compiled.get(call.template, compile) {
         Some(kernel) => call.launch(kernel, product, how).map(Some),
         None => Ok(None),
     }
@@ -333,12 +339,10 @@ fn tried(template: &Template, how: How) -> Result<Option<Kernel>> {
     let ones = |shape: &[i32]| Ok::<_, Error>(Array::ones::<f32>(shape)?.as_dtype(template.dtype)?);
     let mut shape = vec![1; template.rank];
     shape[template.rank - 2..].copy_from_slice(&[2, PIECE]);
-    // Two outputs, for a form with a gate.
     let (x, weight) = (ones(&shape)?, ones(&[2, PIECE])?);
     shape[template.rank - 1] = 2;
     let out = SmallVec::from_slice(&shape);
-    let plain = Form { gate: 0, normalizes: false, eps: 0.0, turned: 0 };
-    let call = Call { template: *template, form: plain, threads: THREADS, out };
+    let call = Call { template: *template, form: PLAIN, threads: THREADS, out };
     eval([&call.launch(&kernel, &Product::plain(&x, &weight, false), how)?])?;
     Ok(Some(kernel))
 }
