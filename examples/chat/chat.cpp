@@ -9,6 +9,7 @@
 #include "examples/common/format.hpp"
 #include "examples/common/interrupt.hpp"
 #include "examples/common/runner.hpp"
+#include "examples/common/try.hpp"
 
 namespace etkv::examples {
 namespace {
@@ -26,11 +27,13 @@ Chat::Chat(
     Model& model,
     TextCache cache,
     const Options& options,
-    Speculator* speculator)
+    Speculator* speculator,
+    StoredTexts* stored)
     : model_(model),
       cache_(cache),
       options_(options),
       speculator_(speculator),
+      stored_(stored),
       generator_(
           model.program(),
           cache,
@@ -46,6 +49,9 @@ Result<Answer> Chat::ask(const std::string& said) {
     return prompt.error();
   }
 
+  if (stored_ != nullptr) {
+    RETURN_IF_ERROR(stored_->load(*cache_.of_session(), generator_, *prompt));
+  }
   std::string text;
   const auto write = [&text](std::string_view piece) {
     text += piece;
@@ -87,6 +93,13 @@ Result<Answer> Chat::ask(const std::string& said) {
   decode_tokens_ += made.decode_tokens;
   decode_seconds_ += made.decode_seconds;
   report(made);
+  if (stored_ != nullptr) {
+    // The answer is there; that it is not stored is no reason to lose it.
+    if (auto saved = stored_->save(*cache_.of_session(), generator_);
+        !saved.ok()) {
+      say(saved.error().message());
+    }
+  }
   return answer;
 }
 

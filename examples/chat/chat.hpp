@@ -7,6 +7,7 @@
 #include "etkv/etkv.hpp"
 #include "examples/chat/conversation.hpp"
 #include "examples/chat/options.hpp"
+#include "examples/chat/stored_texts.hpp"
 #include "examples/common/generator.hpp"
 #include "examples/common/model.hpp"
 
@@ -14,13 +15,14 @@ namespace etkv::examples {
 
 class Chat {
  public:
-  /// Borrows its arguments: a loaded model with its cache, and the speculator,
-  /// if steps take more than one token.
+  /// Borrows its arguments: a loaded model with its cache, the speculator, if
+  /// steps take more than one token, and the texts that are stored, if any are.
   Chat(
       Model& model,
       TextCache cache,
       const Options& options,
-      Speculator* speculator = nullptr);
+      Speculator* speculator = nullptr,
+      StoredTexts* stored = nullptr);
 
   /// Writes the model's answer to `said` as it is generated, and then its
   /// figures. After an error the conversation is as before.
@@ -43,6 +45,7 @@ class Chat {
   TextCache cache_;
   const Options& options_;
   Speculator* speculator_;
+  StoredTexts* stored_;
   Generator generator_;
   Conversation conversation_;
   int64_t tokens_made_ = 0;

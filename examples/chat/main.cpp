@@ -31,7 +31,15 @@ Result<int> run_on(Model& model, const Options& options) {
       auto session,
       CacheSession<Face>::make(model.backend_id(), model.config()));
   RETURN_IF_ERROR(load_warm(model.program(), session, Logits::last));
-  return talk(Chat(model, session.cache(), options), options);
+  ASSIGN_OR_RETURN(auto stored, StoredTexts::open(model, options));
+  return talk(
+      Chat(
+          model,
+          session.cache(),
+          options,
+          /*speculator=*/nullptr,
+          stored ? &*stored : nullptr),
+      options);
 }
 
 /// Verifies a draft's proposals in trees.

@@ -12,6 +12,7 @@ namespace {
 /// Options as written; their consequences are computed later.
 struct Given {
   std::optional<int64_t> max_tokens;
+  std::optional<int64_t> prefix_store_mib;
   double temperature = 0.0;
   double top_p = 1.0;
   double min_p = 0.0;
@@ -120,6 +121,21 @@ Arguments arguments_into(Given& given) {
       "the kind of cache; the answers are the same\n"
       "(contiguous, or tree with --draft)",
       &given.options.session);
+  arguments.text(
+      "--prefix-store",
+      "DIR",
+      "keep what the model has read in this folder, and load\n"
+      "what a prompt begins with from there; the files hold\n"
+      "the texts",
+      &given.options.prefix_store);
+  arguments.integer(
+      "--prefix-store-mib",
+      "N",
+      "let the files take so many MiB; those that were used\n"
+      "least recently go first (4096)",
+      1,
+      std::numeric_limits<int32_t>::max(),
+      &given.prefix_store_mib);
   arguments.flag(
       "--ids",
       "end with a line `ids: …` of the generated ids, the\n"
@@ -165,10 +181,19 @@ Result<Options> parse_options(int argc, const char* const* argv) {
         std::string(unused) +
         " does not go with --draft, which takes --temperature alone");
   }
+  if (options.speculation.draft && options.prefix_store) {
+    return refuse(
+        "--prefix-store does not go with --draft: a draft reads the text, too");
+  }
+  if (given.prefix_store_mib && !options.prefix_store) {
+    return refuse("--prefix-store-mib is for a --prefix-store, and there is none");
+  }
   if (options.prompt && options.prompt->empty()) {
     return refuse("the prompt is empty");
   }
   options.max_tokens = given.max_tokens.value_or(options.max_tokens);
+  options.prefix_store_bytes =
+      static_cast<uint64_t>(given.prefix_store_mib.value_or(4096)) << 20;
   options.sampling = sampling_of(given);
   return options;
 }
@@ -177,6 +202,7 @@ Result<void> require_no_session(const Options& options) {
   const char* given = options.session             ? "--session"
                       : options.model.kv_format   ? "--kv-format"
                       : options.speculation.draft ? "--draft"
+                      : options.prefix_store      ? "--prefix-store"
                                                   : nullptr;
   if (given == nullptr) {
     return {};

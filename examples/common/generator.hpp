@@ -134,6 +134,11 @@ class Generator {
   /// cannot go back so far. Returns how many are left.
   Result<size_t> rewind(size_t length);
 
+  /// Tells that the cache now holds the keys and values of these ids.
+  void hold(std::vector<int64_t> ids) {
+    held_ = std::move(ids);
+  }
+
   /// Returns the ids whose keys and values the cache holds.
   const std::vector<int64_t>& held() const {
     return held_;

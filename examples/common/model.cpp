@@ -115,7 +115,7 @@ Result<Model> Model::open(const ModelOptions& options, GraphCache graph_cache) {
         "there is no chat template beside " + tokenizer_path +
         "; --raw takes the prompt as it is");
   }
-  Model model(std::move(program), std::move(tokenizer));
+  Model model(path, std::move(program), std::move(tokenizer));
   if (model.program_.eos_token_ids()) {
     model.eos_token_ids_ = *model.program_.eos_token_ids();
   } else {

@@ -80,6 +80,10 @@ class Model {
   /// Returns whether this id ends an answer.
   bool ends(int64_t id) const;
 
+  /// Returns the file of the program.
+  const std::string& path() const {
+    return path_;
+  }
   Program& program() {
     return program_;
   }
@@ -102,9 +106,12 @@ class Model {
   }
 
  private:
-  Model(Program program, Tokenizer tokenizer)
-      : program_(std::move(program)), tokenizer_(std::move(tokenizer)) {}
+  Model(std::string path, Program program, Tokenizer tokenizer)
+      : path_(std::move(path)),
+        program_(std::move(program)),
+        tokenizer_(std::move(tokenizer)) {}
 
+  std::string path_;
   Program program_;
   Tokenizer tokenizer_;
   std::vector<int64_t> eos_token_ids_;

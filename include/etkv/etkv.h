@@ -105,6 +105,7 @@
 #include "etkv/kinds.h"
 #include "etkv/log.h"
 #include "etkv/memory.h"
+#include "etkv/prefix_store.h"
 #include "etkv/process.h"
 #include "etkv/registry.h"
 #include "etkv/report.h"

@@ -28,6 +28,7 @@
 #include "etkv/kinds.hpp"
 #include "etkv/log.hpp"
 #include "etkv/memory.hpp"
+#include "etkv/prefix_store.hpp"
 #include "etkv/registry.hpp"
 #include "etkv/report.hpp"
 #include "etkv/result.hpp"

@@ -22,16 +22,26 @@ struct SaveOptions {
   std::vector<int64_t> tokens;
 };
 
-/// Writes the contents of a cache to a file; see etkv_cache_save.
-inline Result<void> save_cache(
-    const Cache& cache,
-    const std::string& path,
-    const SaveOptions& options = {}) {
+namespace detail {
+
+/// Borrows the options.
+inline etkv_save_options raw_of(const SaveOptions& options) {
   etkv_save_options raw = {};
   raw.struct_size = sizeof(raw);
   raw.fingerprint = options.fingerprint.c_str();
   raw.tokens = options.tokens.data();
   raw.n_tokens = options.tokens.size();
+  return raw;
+}
+
+} // namespace detail
+
+/// Writes the contents of a cache to a file; see etkv_cache_save.
+inline Result<void> save_cache(
+    const Cache& cache,
+    const std::string& path,
+    const SaveOptions& options = {}) {
+  const auto raw = detail::raw_of(options);
   return detail::run([&](etkv_error** error) {
     return etkv_cache_save(cache.raw(), path.c_str(), &raw, error);
   });

@@ -45,6 +45,7 @@ from etkv.errors import (
 from etkv.generation import Generation, GenerationResponse, generate, generate_tokens, stream_generate
 from etkv.graph_cache import GraphCache
 from etkv.metadata import ModelCacheParams, read_kv_cache_metadata, write_kv_cache_metadata
+from etkv.prefix_store import PrefixStore
 from etkv.runtime import Program, load, register_backend
 from etkv.session import DecodeSession, SeqSession, Session, TreeSession
 from etkv.tokenizer import StreamingDetokenizer, Tokenizer
@@ -67,6 +68,7 @@ __all__ = [
     "ModelCacheParams",
     "NoCacheError",
     "PositionError",
+    "PrefixStore",
     "Program",
     "ProgramError",
     "SeqCache",

@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import logging
+import os
 import re
 import threading
 from collections.abc import Callable, Sequence
@@ -18,7 +19,7 @@ import cffi
 from etkv import _library, _log
 from etkv.errors import EtkvError, status_error
 
-ABI_VERSION = 7
+ABI_VERSION = 8
 """The least ``etkv_abi_version()`` that this package works with."""
 
 INT32_MAX = 2**31 - 1
@@ -139,6 +140,18 @@ def struct(kind: str, **fields: Any) -> Any:
     for name, value in fields.items():
         setattr(made, name, value)
     return made
+
+
+def encoded(value: str, name: str) -> bytes:
+    """Return ``value`` as C reads it. Raises :class:`EtkvError` for what is no string, or has a zero byte."""
+    if not isinstance(value, str) or "\0" in value:
+        raise EtkvError(f"{name} is {value!r}, expected a name")
+    return value.encode("utf-8")
+
+
+def encoded_path(path: str | os.PathLike[str], name: str = "path") -> bytes:
+    """Return ``path`` as C reads it."""
+    return encoded(os.fspath(path), name)
 
 
 def int32s(values: Sequence[int], name: str) -> Any:

@@ -13,7 +13,20 @@ from dataclasses import dataclass
 from typing import Any, NoReturn
 
 from etkv import _capi
-from etkv._capi import ask, ask_list, ask_text, call, ffi, int32, int32s, int64s, lib, struct
+from etkv._capi import (
+    ask,
+    ask_list,
+    ask_text,
+    call,
+    encoded,
+    encoded_path,
+    ffi,
+    int32,
+    int32s,
+    int64s,
+    lib,
+    struct,
+)
 from etkv.config import GROWTHS, CacheConfig
 from etkv.errors import EtkvError
 
@@ -109,7 +122,7 @@ class Cache:
     def convert(self, k_format: str, v_format: str | None = None) -> None:
         """Convert stored and later rows to other formats, until the cache is cleared."""
         v_format = k_format if v_format is None else v_format
-        call("etkv_cache_convert", self._raw(), _name(k_format, "k_format"), _name(v_format, "v_format"))
+        call("etkv_cache_convert", self._raw(), encoded(k_format, "k_format"), encoded(v_format, "v_format"))
 
     def report(self) -> dict[str, Any]:
         """Return a report for monitoring and debugging; ``docs/reports.md`` lists the fields."""
@@ -123,10 +136,10 @@ class Cache:
         models apart by, such as :func:`~etkv.fingerprint` of the program. Raises :class:`~etkv.CacheFileError` if the
         file cannot be written.
         """
-        given = ffi.new("char[]", _name(fingerprint, "fingerprint"))
+        given = ffi.new("char[]", encoded(fingerprint, "fingerprint"))
         listed = int64s(tokens, "tokens")
         options = struct("etkv_save_options", fingerprint=given, tokens=listed, n_tokens=len(tokens))
-        call("etkv_cache_save", self._raw(), _path(path), options)
+        call("etkv_cache_save", self._raw(), encoded_path(path), options)
 
     def load(self, path: str | os.PathLike[str], *, fingerprint: str = "") -> list[int]:
         """Replace the contents by those of a file, and return the file's tokens.
@@ -135,7 +148,7 @@ class Cache:
         or config. The contents are then as before.
         """
         tokens, n = ffi.new("int64_t**"), ffi.new("size_t*")
-        call("etkv_cache_load", self._raw(), _path(path), _name(fingerprint, "fingerprint"), tokens, n)
+        call("etkv_cache_load", self._raw(), encoded_path(path), encoded(fingerprint, "fingerprint"), tokens, n)
         try:
             return list(tokens[0][0 : n[0]])
         finally:
@@ -283,7 +296,7 @@ def estimate_shared(config: CacheConfig, length: int) -> Memory:
 
 def row_bytes(format: str, head_dim: int) -> int:
     """Return the bytes of one row of ``head_dim`` elements in a format, its scales included."""
-    return ask("etkv_format_row_bytes", "uint64_t", _name(format, "format"), int32(head_dim, "head_dim"))
+    return ask("etkv_format_row_bytes", "uint64_t", encoded(format, "format"), int32(head_dim, "head_dim"))
 
 
 def fingerprint(path: str | os.PathLike[str]) -> str:
@@ -292,7 +305,7 @@ def fingerprint(path: str | os.PathLike[str]) -> str:
     Files of the same bytes have the same. Reads the whole file. Raises :class:`~etkv.CacheFileError` if it cannot be
     read.
     """
-    return ask_text("etkv_fingerprint", _path(path))
+    return ask_text("etkv_fingerprint", encoded_path(path))
 
 
 def raw_config(config: CacheConfig) -> tuple[Any, Any]:
@@ -311,7 +324,7 @@ def raw_config(config: CacheConfig) -> tuple[Any, Any]:
     if config.growth not in GROWTHS:
         raise EtkvError(f"growth is {config.growth!r}, expected one of {', '.join(GROWTHS)}")
     names = {
-        field: ffi.new("char[]", _name(getattr(config, field), field))
+        field: ffi.new("char[]", encoded(getattr(config, field), field))
         for field in ("k_format", "v_format", "float_format")
     }
     raw = struct(
@@ -335,16 +348,6 @@ def _estimate(function: str, config: CacheConfig, length: int) -> Memory:
 
 def _end(end: int | None) -> int:
     return _capi.INT32_MAX if end is None else int32(end, "end")
-
-
-def _name(value: str, name: str) -> bytes:
-    if not isinstance(value, str) or "\0" in value:
-        raise EtkvError(f"{name} is {value!r}, expected a name")
-    return value.encode("utf-8")
-
-
-def _path(path: str | os.PathLike[str]) -> bytes:
-    return _name(os.fspath(path), "path")
 
 
 def _read_memory(n_layers: int, fill: Any) -> Memory:

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 from etkv.errors import EtkvError
 from etkv.generation import GenerateOptions, Generation, generate_tokens, with_eos_token_ids
 from etkv.graph_cache import GraphCache
+from etkv.prefix_store import PrefixStore
 from etkv.runtime import Program
 from etkv.session import DecodeSession
 from etkv.tokenizer import Tokenizer
@@ -25,19 +26,33 @@ class Chat:
     last turn, or None before the first.
     """
 
-    def __init__(self, program: Program, tokenizer: Tokenizer, *, system: str | None = None) -> None:
+    def __init__(
+        self,
+        program: Program,
+        tokenizer: Tokenizer,
+        *,
+        system: str | None = None,
+        prefix_store: PrefixStore | None = None,
+        fingerprint: str = "",
+    ) -> None:
         """Begin a conversation, and clear the cache of ``program``, which is for this chat alone: a
         :class:`DecodeSession`, or the :class:`GraphCache` of a program that keeps its cache in its graph.
 
-        ``system`` is the content of the system message; None for no such message.
+        ``system`` is the content of the system message; None for no such message. With a ``prefix_store`` the chat
+        loads what its texts begin with from there, and stores each turn. ``fingerprint`` is that of the program:
+        :func:`etkv.fingerprint`.
 
-        Raises :class:`EtkvError` if ``program`` has no cache or one of another type.
+        Raises :class:`EtkvError` if ``program`` has no cache or one of another type, and for a ``prefix_store`` with a
+        cache in the graph.
         """
         if not isinstance(program.cache, (DecodeSession, GraphCache)):
             raise EtkvError(f"a chat needs a program with a DecodeSession, this one has {program.cache!r}")
         self.messages: list[dict[str, str]] = [] if system is None else [{"role": "system", "content": system}]
         self.generation: Generation | None = None
         self._program, self._cache, self._tokenizer = program, program.cache, tokenizer
+        self._store, self._fingerprint = prefix_store, fingerprint
+        if prefix_store is not None and not isinstance(program.cache, DecodeSession):
+            raise EtkvError("a prefix_store needs a program with a DecodeSession, this one has its cache in its graph")
         self._held: list[int] = []
         self._cache.clear()
 
@@ -59,6 +74,7 @@ class Chat:
         """Yield the answer to the last message. Append the answer to ``messages``, also if the turn stops early."""
         ids = self._tokenizer.apply_chat_template(self.messages, add_generation_prompt=True)
         shared = self._rewind_to_shared(ids)
+        shared = self._load_stored(ids, shared)
         self._held = ids[:shared]
         options = with_eos_token_ids(options, self._program, self._tokenizer)
         self.generation = generation = generate_tokens(self._program, ids[shared:], **options)
@@ -74,6 +90,21 @@ class Chat:
         finally:
             self._held = [*ids, *generation.token_ids][: self._cache.length]
             self.messages.append({"role": "assistant", "content": detokenizer.text})
+        if self._store is not None and isinstance(self._cache, DecodeSession):
+            self._store.save(self._cache, self._held, fingerprint=self._fingerprint)
+
+    def _load_stored(self, ids: list[int], shared: int) -> int:
+        """Load what the store has of ``ids``, if it is more than the first ``shared``, which the cache holds.
+
+        Returns how many the cache then holds.
+        """
+        cache, text = self._cache, ids[:-1]
+        if self._store is None or not isinstance(cache, DecodeSession):
+            return shared
+        if self._store.find(cache, text, fingerprint=self._fingerprint) <= shared:
+            return shared
+        cache.clear()
+        return self._store.load(cache, text, fingerprint=self._fingerprint)
 
     def _rewind_to_shared(self, ids: list[int]) -> int:
         """Rewind the cache to the positions that it shares with ``ids``, and return their number.

@@ -861,6 +861,100 @@ static void files(void) {
   etkv_session_free(session);
 }
 
+/* What is in the folder is in saving.cpp. */
+static void prefix_stores(void) {
+  const etkv_status invalid = ETKV_ERROR_INVALID_ARGUMENT;
+  const int64_t text[2] = {7, -1};
+  setup s;
+  set_up(&s);
+  etkv_session* session = new_session(&s.config);
+  etkv_cache* cache = cache_of(session);
+  etkv_save_options options = {0};
+  options.struct_size = sizeof(options);
+  options.fingerprint = "a model";
+  options.tokens = text;
+  etkv_prefix_store* store = UNTOUCHED;
+  CHECK_REFUSED(
+      etkv_prefix_store_open("", 1, &store, error), invalid, "folder is empty");
+  CHECK_REFUSED(
+      etkv_prefix_store_open(NULL, 1, &store, error), invalid, "folder");
+  CHECK_REFUSED(
+      etkv_prefix_store_open("abi-test-store", 1, NULL, error),
+      invalid,
+      "store");
+  CHECK(store == UNTOUCHED);
+  REQUIRE(
+      etkv_prefix_store_open("abi-test-store", 1 << 20, &store, NULL) ==
+      ETKV_OK);
+
+  size_t n = 9;
+  uint64_t bytes = 9;
+  bool written = true;
+  CHECK_INT(etkv_prefix_store_usage(store, &n, &bytes, NULL), ETKV_OK);
+  CHECK(n == 0 && bytes == 0);
+  /* An empty cache has the empty text, which is too short. */
+  CHECK_INT(
+      etkv_prefix_store_save(store, cache, &options, &written, NULL), ETKV_OK);
+  CHECK(!written);
+  CHECK_INT(
+      etkv_prefix_store_save(store, cache, &options, NULL, NULL), ETKV_OK);
+  options.n_tokens = 2;
+  n = 9;
+  CHECK_INT(
+      etkv_prefix_store_load(store, cache, &options, &n, NULL), ETKV_OK);
+  CHECK_INT(n, 0);
+  n = 9;
+  CHECK_INT(
+      etkv_prefix_store_find(store, cache, &options, &n, NULL), ETKV_OK);
+  CHECK_INT(n, 0);
+
+  written = true;
+  n = 9;
+  CHECK_REFUSED(
+      etkv_prefix_store_save(store, cache, &options, &written, error),
+      invalid,
+      "holds 0 positions, and the text has 2 tokens");
+  CHECK_REFUSED(
+      etkv_prefix_store_save(NULL, cache, &options, &written, error),
+      invalid,
+      "store is NULL");
+  CHECK_REFUSED(
+      etkv_prefix_store_save(store, NULL, &options, &written, error),
+      invalid,
+      "cache is NULL");
+  CHECK_REFUSED(
+      etkv_prefix_store_save(store, cache, NULL, &written, error),
+      invalid,
+      "options");
+  CHECK_REFUSED(
+      etkv_prefix_store_load(store, cache, &options, NULL, error),
+      invalid,
+      "n_tokens");
+  CHECK_REFUSED(
+      etkv_prefix_store_load(store, cache, NULL, &n, error),
+      invalid,
+      "options");
+  CHECK_REFUSED(
+      etkv_prefix_store_find(NULL, cache, &options, &n, error),
+      invalid,
+      "store is NULL");
+  CHECK_REFUSED(
+      etkv_prefix_store_usage(store, NULL, &bytes, error), invalid, "n_files");
+  CHECK_REFUSED(
+      etkv_prefix_store_usage(store, &n, NULL, error), invalid, "n_bytes");
+  CHECK(written && n == 9);
+
+  etkv_prefix_store_free(store);
+  etkv_prefix_store_free(NULL);
+  CHECK_REFUSED(
+      etkv_prefix_store_usage(store, &n, &bytes, error),
+      invalid,
+      "store is no handle");
+  CHECK(remove("abi-test-store") == 0);
+  etkv_cache_free(cache);
+  etkv_session_free(session);
+}
+
 static void keys_and_handles(void) {
   enum { SESSIONS = 64 };
   setup s;
@@ -910,6 +1004,7 @@ int main(void) {
   own_kinds();
   an_empty_cache();
   files();
+  prefix_stores();
   keys_and_handles();
   CHECK_INT(etkv_live_handles(), 0);
   return check_report();

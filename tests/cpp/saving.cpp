@@ -25,6 +25,20 @@ struct Place {
   std::string path;
 };
 
+/// A folder of this test, removed in the end.
+struct Folder {
+  Folder()
+      : path((std::filesystem::temp_directory_path() /
+              ("etkv-store-" + std::string(backend())))
+                 .string()) {
+    std::filesystem::remove_all(path);
+  }
+  ~Folder() {
+    std::filesystem::remove_all(path);
+  }
+  std::string path;
+};
+
 /// A prompt, saved; the next tokens in the cache that was saved, and in another
 /// one that loads it.
 template <typename Face>
@@ -83,7 +97,52 @@ void a_damaged_file() {
   CHECK(bound.at(8, {1}) == other.at(8, {1}));
 }
 
+/// A text that another one begins like: what both have in common is loaded, and
+/// goes on with the same logits.
+template <typename Face>
+void a_stored_text() {
+  const Folder folder;
+  auto store = must(PrefixStore::open(folder.path, 1 << 20));
+  const Ids ids = text(44);
+  On<Face> saved;
+  for (int64_t i = 0; i < 40; i += 4) {
+    saved.model.at(i, slice(ids, static_cast<size_t>(i), 4));
+  }
+  const SaveOptions whole = {kFingerprint, slice(ids, 0, 40)};
+  CHECK(must(store.save(saved.session.cache(), whole)));
+  CHECK(!must(store.save(saved.session.cache(), whole)));
+  CHECK_INT(must(store.usage()).files, 1);
+
+  // Alike up to 36, then different.
+  Ids other = slice(ids, 0, 36);
+  const Ids rest = text(6, 7);
+  other.insert(other.end(), rest.begin(), rest.end());
+  other[36] = (ids[36] + 1) % kVocabulary;
+  On<Face> loaded;
+  const SaveOptions asked = {kFingerprint, other};
+  CHECK_INT(must(store.find(loaded.session.cache(), asked)), 36);
+  CHECK_INT(must(store.load(loaded.session.cache(), asked)), 36);
+  CHECK_INT(*loaded->length(), 36);
+  must(saved.session.cache().rewind(36));
+  for (size_t i = 36; i < other.size(); ++i) {
+    const Ids one = slice(other, i, 1);
+    const auto at = static_cast<int64_t>(i);
+    CHECK(loaded.model.at(at, one) == saved.model.at(at, one));
+  }
+  // Another model, and a cache that holds something.
+  On<Face> fresh;
+  CHECK_INT(
+      must(store.load(fresh.session.cache(), {"another model", other})), 0);
+  CHECK_REFUSED(
+      store.load(loaded.session.cache(), asked),
+      ETKV_ERROR_INVALID_ARGUMENT,
+      "clear it");
+}
+
 void run_all() {
+  a_stored_text<Cache>();
+  a_stored_text<SeqCache>();
+  a_stored_text<TreeCache>();
   goes_on<Cache>(nullptr);
   goes_on<SeqCache>(nullptr);
   goes_on<TreeCache>(nullptr);

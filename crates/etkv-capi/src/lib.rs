@@ -22,6 +22,7 @@ mod handle;
 mod kinds;
 mod log;
 mod memory;
+mod prefix_store;
 mod process;
 #[cfg(feature = "delegate")]
 mod program;

@@ -18,9 +18,9 @@ use super::report::string;
 #[derive(Clone, Copy)]
 pub struct etkv_save_options {
     struct_size: usize,
-    fingerprint: *const c_char,
-    tokens: *const i64,
-    n_tokens: usize,
+    pub(crate) fingerprint: *const c_char,
+    pub(crate) tokens: *const i64,
+    pub(crate) n_tokens: usize,
 }
 
 /// Writes the contents of a cache to a file.
@@ -38,7 +38,7 @@ pub unsafe extern "C" fn etkv_cache_save(
     unsafe {
         boundary(error, || {
             let cache = handle::look_up(cache, "cache")?;
-            let path = given_path(path)?;
+            let path = given_path(path, "path")?;
             let mut labels = Labels::default();
             if !options.is_null() {
                 let options = read_struct(options, "options")?;
@@ -68,7 +68,7 @@ pub unsafe extern "C" fn etkv_cache_load(
     unsafe {
         boundary(error, || {
             let cache = handle::look_up(cache, "cache")?;
-            let path = given_path(path)?;
+            let path = given_path(path, "path")?;
             let fingerprint = fingerprint_of(fingerprint)?;
             if tokens.is_null() != n_tokens.is_null() {
                 fail!(InvalidArgument, "expected tokens and n_tokens, got one of them as NULL");
@@ -97,7 +97,7 @@ pub unsafe extern "C" fn etkv_fingerprint(
     unsafe {
         boundary(error, || {
             let target = out(fingerprint, "fingerprint")?;
-            let found = etkv_file::fingerprint(given_path(path)?)?;
+            let found = etkv_file::fingerprint(given_path(path, "path")?)?;
             target.write(string(found)?);
             Ok(())
         })
@@ -119,18 +119,18 @@ pub unsafe extern "C" fn etkv_tokens_free(tokens: *mut i64, n_tokens: usize) {
 
 /// # Safety
 /// `path` is NULL or a string that ends in a zero byte.
-unsafe fn given_path<'a>(path: *const c_char) -> Result<&'a Path> {
+pub(crate) unsafe fn given_path<'a>(path: *const c_char, name: &str) -> Result<&'a Path> {
     // SAFETY: the caller says so.
-    let path = unsafe { text(path, "path") }?;
+    let path = unsafe { text(path, name) }?;
     if path.is_empty() {
-        fail!(InvalidArgument, "path is empty");
+        fail!(InvalidArgument, "{name} is empty");
     }
     Ok(Path::new(path))
 }
 
 /// # Safety
 /// `fingerprint` is NULL or a string that ends in a zero byte.
-unsafe fn fingerprint_of<'a>(fingerprint: *const c_char) -> Result<&'a str> {
+pub(crate) unsafe fn fingerprint_of<'a>(fingerprint: *const c_char) -> Result<&'a str> {
     if fingerprint.is_null() {
         return Ok("");
     }

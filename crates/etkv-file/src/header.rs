@@ -17,6 +17,7 @@ pub const VERSION: u32 = 1;
 pub const LARGEST_HEADER: u64 = 64 << 20;
 
 const KIND: &str = "etkv-cache";
+const REWINDABLE_TO: &str = "rewindable_to";
 const TOKENS: &str = "tokens";
 const CHECKSUMS: &str = "checksums";
 
@@ -25,6 +26,8 @@ pub struct Header {
     pub fingerprint: String,
     pub snapshot: Snapshot,
     pub n_tokens: usize,
+    /// The least length that the only sequence can be rewound to, if that is known.
+    pub rewindable_to: Option<i32>,
     /// Name, dtype, shape, first and last byte of each tensor.
     tensors: Vec<(String, TensorInfo)>,
 }
@@ -75,7 +78,8 @@ impl Header {
         planes: &[PlaneRows],
     ) -> Result<Self> {
         let tensors = tensors(n_tokens, planes)?;
-        Ok(Self { fingerprint: fingerprint.to_owned(), snapshot, n_tokens, tensors })
+        let fingerprint = fingerprint.to_owned();
+        Ok(Self { fingerprint, snapshot, n_tokens, rewindable_to: None, tensors })
     }
 
     /// Returns the number of checksums: of the header, the tokens and each plane.
@@ -118,12 +122,14 @@ impl Header {
     pub fn to_bytes(&self) -> Result<Vec<u8>> {
         let internal = |error: &dyn std::fmt::Display| Error::new(Status::Internal, error);
         let state = serde_json::to_string(&self.snapshot).map_err(|error| internal(&error))?;
-        let metadata = HashMap::from([
+        let mut metadata = HashMap::from([
             ("kind".into(), KIND.into()),
             ("version".into(), VERSION.to_string()),
             ("model".into(), self.fingerprint.clone()),
             ("cache".into(), state),
         ]);
+        let least = self.rewindable_to.map(|least| (REWINDABLE_TO.into(), least.to_string()));
+        metadata.extend(least);
         let all = self.tensors.iter().map(|(name, info)| (name.clone(), copied(info))).collect();
         let all = Metadata::new(Some(metadata), all).map_err(|error| internal(&error))?;
         let mut bytes = vec![0; 8];
@@ -166,10 +172,16 @@ impl Header {
             .filter_map(|name| all.info(&name).map(|info| (name.clone(), copied(info))))
             .collect();
         let n_tokens = match tensors.first() {
-            Some((name, info)) if name == TOKENS && info.shape.len() == 1 => info.shape[0],
+            Some((name, info))
+                if name == TOKENS && info.dtype == Dtype::I64 && info.shape.len() == 1 =>
+            {
+                info.shape[0]
+            }
             _ => fail!(File, "the file is damaged: it lacks the tensor {TOKENS}"),
         };
-        Ok(Self { fingerprint: fingerprint.to_owned(), snapshot, n_tokens, tensors })
+        let fingerprint = fingerprint.to_owned();
+        let rewindable_to = word(REWINDABLE_TO).and_then(|least| least.parse().ok());
+        Ok(Self { fingerprint, snapshot, n_tokens, rewindable_to, tensors })
     }
 }
 

@@ -11,6 +11,7 @@ mod checksum;
 mod fingerprint;
 mod header;
 mod read;
+mod store;
 mod write;
 
 use std::path::Path;
@@ -20,6 +21,7 @@ use etkv_core::{Cache, Result, SaveCache};
 
 pub use fingerprint::fingerprint;
 pub use header::{LARGEST_HEADER, VERSION};
+pub use store::{PrefixStore, LEAST_TOKENS};
 
 /// What the caller adds to the contents of a cache.
 #[derive(Debug, Clone, Copy, Default)]
@@ -42,7 +44,8 @@ pub struct Labels<'a> {
 /// - [`Unsupported`](etkv_core::Status::Unsupported) for a kind or a storage that cannot be saved.
 /// - [`Backend`](etkv_core::Status::Backend) if the cache is poisoned or memory is lacking.
 pub fn save(cache: &mut dyn Cache, path: &Path, labels: Labels) -> Result<()> {
-    write::save(face(cache)?, path, labels)
+    let rewindable_to = cache.rewindable_to().ok();
+    write::save(face(cache)?, path, labels, rewindable_to)
 }
 
 /// Replaces the contents of a cache by those of a file, and returns the token ids of the file. Both

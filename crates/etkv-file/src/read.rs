@@ -18,39 +18,68 @@ pub fn load(cache: &mut dyn SaveCache, path: &Path, fingerprint: &str) -> Result
     })
 }
 
+/// Returns what a file says before its rows, and its token ids, both checked against their checksums.
+pub fn beginning(path: &Path) -> Result<(Header, Vec<i64>)> {
+    let opened = Opened::new(path)?;
+    Ok((opened.header, opened.tokens))
+}
+
 fn read(cache: &mut dyn SaveCache, path: &Path, fingerprint: &str) -> Result<Vec<i64>> {
-    let mut file = Source::open(path)?;
-    let bytes = file.header()?;
-    let header = Header::of_json(&bytes[8..])?;
+    let Opened { mut file, header, tokens, mut sums } = Opened::new(path)?;
     if header.fingerprint != fingerprint {
         fail!(File, "the file is of the model `{}`, expected `{fingerprint}`", header.fingerprint);
     }
-    let expected = bytes.len() as u64 + header.data_bytes();
-    if file.len != expected {
-        fail!(File, "the file has {} bytes, its header says {expected}", file.len);
-    }
-    let mut sums = file.checksums(header.n_parts())?.into_iter();
-    let mut check = |found: Checksum, what: std::fmt::Arguments| match sums.next() {
-        Some(expected) if expected == found => Ok(()),
-        _ => Err(refused(format_args!("the file is damaged: the checksum of {what} is another"))),
-    };
-    check(checksum::of(&bytes), format_args!("the header"))?;
     header.check_tensors(&tensors(header.n_tokens, &cache.planes(&header.snapshot)?)?)?;
-
-    file.go_to(bytes.len() as u64)?;
-    drop(bytes);
-    let tokens = file.tokens(header.n_tokens)?;
-    check(file.sum.take(), format_args!("the token ids"))?;
-
     cache.restore(&header.snapshot, &mut |rows, bytes| {
         file.read(bytes)?;
         if let Some(sum) = file.sum.take_after(rows.bytes()) {
             let side = if rows.id.values { "values" } else { "keys" };
-            check(sum, format_args!("the {side} of layer {}", rows.id.layer))?;
+            sums.check(sum, format_args!("the {side} of layer {}", rows.id.layer))?;
         }
         Ok(())
     })?;
     Ok(tokens)
+}
+
+/// A file whose header and token ids are read and checked. The rows follow.
+struct Opened {
+    file: Source,
+    header: Header,
+    tokens: Vec<i64>,
+    sums: Checksums,
+}
+
+impl Opened {
+    fn new(path: &Path) -> Result<Self> {
+        let mut file = Source::open(path)?;
+        let bytes = file.header()?;
+        let header = Header::of_json(&bytes[8..])?;
+        let expected = (bytes.len() as u64).saturating_add(header.data_bytes());
+        if file.len != expected {
+            fail!(File, "the file has {} bytes, its header says {expected}", file.len);
+        }
+        let mut sums = Checksums(file.checksums(header.n_parts())?.into_iter());
+        sums.check(checksum::of(&bytes), format_args!("the header"))?;
+        file.go_to(bytes.len() as u64)?;
+        drop(bytes);
+        let tokens = file.tokens(header.n_tokens)?;
+        sums.check(file.sum.take(), format_args!("the token ids"))?;
+        Ok(Self { file, header, tokens, sums })
+    }
+}
+
+/// The checksums of a file that are not used yet.
+struct Checksums(std::vec::IntoIter<Checksum>);
+
+impl Checksums {
+    fn check(&mut self, found: Checksum, what: std::fmt::Arguments) -> Result<()> {
+        match self.0.next() {
+            Some(expected) if expected == found => Ok(()),
+            _ => {
+                Err(refused(format_args!("the file is damaged: the checksum of {what} is another")))
+            }
+        }
+    }
 }
 
 /// An open file, and the checksum of what was read of it.

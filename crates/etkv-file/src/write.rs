@@ -11,10 +11,16 @@ use crate::header::{refused, Header};
 use crate::Labels;
 
 /// See [`save`](crate::save).
-pub fn save(cache: &mut dyn SaveCache, path: &Path, labels: Labels) -> Result<()> {
+pub fn save(
+    cache: &mut dyn SaveCache,
+    path: &Path,
+    labels: Labels,
+    rewindable_to: Option<i32>,
+) -> Result<()> {
     let snapshot = cache.snapshot()?;
     let planes = cache.planes(&snapshot)?;
-    let header = Header::new(labels.fingerprint, snapshot, labels.tokens.len(), &planes)?;
+    let mut header = Header::new(labels.fingerprint, snapshot, labels.tokens.len(), &planes)?;
+    header.rewindable_to = rewindable_to;
     let wrong = |error: std::io::Error| unwritten(path, error);
 
     let folder = match path.parent() {

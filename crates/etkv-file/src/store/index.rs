@@ -1,0 +1,295 @@
+//! Which texts the files of a folder hold.
+
+use std::cmp::Ordering;
+use std::collections::{BTreeMap, HashMap};
+use std::ops::Bound;
+
+use etkv_core::{Error, Result, Snapshot, Status};
+
+use crate::header::Header;
+
+/// What the texts of one group have in common: the model's fingerprint, and the kind, layers and formats
+/// of the cache, as JSON.
+pub type Group = String;
+
+/// Returns the group of a snapshot.
+pub fn group_of(fingerprint: &str, snapshot: &Snapshot) -> Result<Group> {
+    let Snapshot { kind, layers, storage, .. } = snapshot;
+    serde_json::to_string(&(fingerprint, kind, layers, storage))
+        .map_err(|error| Error::new(Status::Internal, error))
+}
+
+/// A file, as far as it is known.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Entry {
+    /// Its name in the folder.
+    pub name: String,
+    /// The least length other than 0 that its cache can be rewound to.
+    pub rewindable_to: usize,
+}
+
+/// A file whose text begins like another text.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Match {
+    /// Its name in the folder.
+    pub name: String,
+    /// The tokens that both begin with, and that its cache can be rewound to.
+    pub n_tokens: usize,
+}
+
+/// The texts of a folder's files. Texts of a group are in order, so that those which begin most like a
+/// text are its neighbours.
+#[derive(Debug, Default)]
+pub struct Index {
+    groups: HashMap<Group, BTreeMap<Vec<i64>, Entry>>,
+    /// The group and the text of each file, or `None` for a file that cannot be used.
+    files: HashMap<String, Option<(Group, Vec<i64>)>>,
+}
+
+impl Index {
+    pub fn knows(&self, name: &str) -> bool {
+        self.files.contains_key(name)
+    }
+
+    /// Adds a file with its beginning, or one that cannot be used.
+    pub fn add(&mut self, name: &str, beginning: Option<(&Header, Vec<i64>)>) -> Result<()> {
+        self.remove(name);
+        let mut place = None;
+        if let Some((header, tokens)) = beginning {
+            let group = group_of(&header.fingerprint, &header.snapshot)?;
+            let least = header.rewindable_to.and_then(|least| usize::try_from(least).ok());
+            let rewindable_to = least.unwrap_or(tokens.len());
+            let entry = Entry { name: name.to_owned(), rewindable_to };
+            self.groups.entry(group.clone()).or_default().insert(tokens.clone(), entry);
+            place = Some((group, tokens));
+        }
+        self.files.insert(name.to_owned(), place);
+        Ok(())
+    }
+
+    pub fn remove(&mut self, name: &str) {
+        let Some(Some((group, tokens))) = self.files.remove(name) else { return };
+        let Some(texts) = self.groups.get_mut(&group) else { return };
+        // Another file may have the same text.
+        if texts.get(&tokens).is_some_and(|entry| entry.name == name) {
+            texts.remove(&tokens);
+        }
+        if texts.is_empty() {
+            self.groups.remove(&group);
+        }
+    }
+
+    /// Forgets the files that are not among these.
+    pub fn keep(&mut self, is_there: impl Fn(&str) -> bool) {
+        let gone: Vec<String> = self.files.keys().filter(|name| !is_there(name)).cloned().collect();
+        gone.iter().for_each(|name| self.remove(name));
+    }
+
+    /// Returns the files whose caches have `least` tokens or more in common with a text and `capacity`
+    /// at most in all, those with the most first.
+    pub fn matches<'a>(
+        &'a self,
+        group: &str,
+        tokens: &'a [i64],
+        least: usize,
+        capacity: usize,
+    ) -> impl Iterator<Item = Match> + 'a {
+        let texts = self.groups.get(group);
+        let up_to: (Bound<&[i64]>, _) = (Bound::Unbounded, Bound::Included(tokens));
+        let behind: (_, Bound<&[i64]>) = (Bound::Excluded(tokens), Bound::Unbounded);
+        let all = texts.map(|texts| {
+            let before = texts.range::<[i64], _>(up_to).rev();
+            let after = texts.range::<[i64], _>(behind);
+            merged(counted(before, tokens), counted(after, tokens))
+        });
+        all.into_iter().flatten().take_while(move |(n, ..)| *n >= least.max(1)).filter_map(
+            move |(n, text, entry)| {
+                let fits = text.len() <= capacity;
+                let stays = n == text.len() || n >= entry.rewindable_to;
+                (fits && stays).then(|| Match { name: entry.name.clone(), n_tokens: n })
+            },
+        )
+    }
+
+    /// Returns the file that makes one of this text unneeded: its text begins with it, and its cache can
+    /// be rewound so far.
+    pub fn covering(&self, group: &str, tokens: &[i64]) -> Option<&Entry> {
+        let texts = self.groups.get(group)?;
+        let from: (Bound<&[i64]>, _) = (Bound::Included(tokens), Bound::Unbounded);
+        texts
+            .range::<[i64], _>(from)
+            .take_while(|(text, _)| text.starts_with(tokens))
+            .find(|(text, entry)| text.len() == tokens.len() || entry.rewindable_to <= tokens.len())
+            .map(|(_, entry)| entry)
+    }
+
+    /// Returns the files that one of this text makes unneeded.
+    pub fn covered(&self, group: &str, tokens: &[i64], rewindable_to: usize) -> Vec<String> {
+        let Some(texts) = self.groups.get(group) else { return Vec::new() };
+        let mut covered = Vec::new();
+        let mut bound = Bound::Excluded(tokens);
+        // Beginnings of a text come before it, the longest first.
+        while let Some((text, entry)) =
+            texts.range::<[i64], _>((Bound::Unbounded, bound)).next_back()
+        {
+            let n = shared(text, tokens);
+            bound = if n < text.len() {
+                // One that differs: beginnings that are longer than what it shares would come behind it.
+                Bound::Included(&tokens[..n])
+            } else {
+                if n >= rewindable_to {
+                    covered.push(entry.name.clone());
+                }
+                Bound::Excluded(&tokens[..n])
+            };
+        }
+        covered
+    }
+}
+
+type Counted<'a> = (usize, &'a Vec<i64>, &'a Entry);
+
+fn counted<'a>(
+    texts: impl Iterator<Item = (&'a Vec<i64>, &'a Entry)>,
+    tokens: &'a [i64],
+) -> impl Iterator<Item = Counted<'a>> {
+    texts.map(|(text, entry)| (shared(text, tokens), text, entry))
+}
+
+/// Merges two sequences with falling numbers into one.
+fn merged<'a>(
+    a: impl Iterator<Item = Counted<'a>>,
+    b: impl Iterator<Item = Counted<'a>>,
+) -> impl Iterator<Item = Counted<'a>> {
+    let (mut a, mut b) = (a.peekable(), b.peekable());
+    std::iter::from_fn(move || {
+        let order = match (a.peek(), b.peek()) {
+            (Some((n, ..)), Some((m, ..))) => n.cmp(m),
+            (Some(_), None) => Ordering::Greater,
+            (None, _) => Ordering::Less,
+        };
+        if order == Ordering::Less {
+            b.next()
+        } else {
+            a.next()
+        }
+    })
+}
+
+/// Returns how many tokens two texts begin with alike.
+fn shared(a: &[i64], b: &[i64]) -> usize {
+    a.iter().zip(b).take_while(|(a, b)| a == b).count()
+}
+
+#[cfg(test)]
+mod tests {
+    use etkv_core::snapshot::{Book, ContiguousState, SavedFormats};
+    use etkv_core::KvFormat;
+
+    use super::*;
+
+    fn header(fingerprint: &str, rewindable_to: i32) -> Header {
+        let snapshot = Snapshot {
+            kind: "contiguous".into(),
+            layers: Vec::new(),
+            capacity: 100,
+            max_step_tokens: 0,
+            storage: SavedFormats {
+                k_format: KvFormat::F32,
+                v_format: KvFormat::F32,
+                quantized_kv_start: None,
+                float_format: KvFormat::F32,
+            },
+            formats: [KvFormat::F32; 2],
+            awaits: false,
+            book: Book::Contiguous(ContiguousState { length: 0, dropped: Vec::new() }),
+        };
+        let mut header = Header::new(fingerprint, snapshot, 0, &[]).unwrap();
+        header.rewindable_to = Some(rewindable_to);
+        header
+    }
+
+    /// A text of a few tokens, of which many begin alike.
+    fn text(state: &mut u64) -> Vec<i64> {
+        let mut next = |below: u64| {
+            *state = state.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1_442_695_041);
+            (*state >> 33) % below
+        };
+        (0..1 + next(7)).map(|_| next(3) as i64 - 1).collect()
+    }
+
+    /// Compares the index with a list that is searched from end to end.
+    #[test]
+    fn an_index_finds_what_a_list_finds() {
+        let mut state = 7;
+        for _ in 0..200 {
+            let mut index = Index::default();
+            let mut list: Vec<(Vec<i64>, usize, String)> = Vec::new();
+            let group = group_of("a", &header("a", 0).snapshot).unwrap();
+            let n_files = 1 + text(&mut state).len() * 3;
+            for file in 0..n_files {
+                let tokens = text(&mut state);
+                let least = text(&mut state).len() - 1;
+                let name = format!("{file}");
+                index.add(&name, Some((&header("a", least as i32), tokens.clone()))).unwrap();
+                list.retain(|(text, ..)| *text != tokens);
+                list.push((tokens, least, name));
+                if file % 4 == 3 {
+                    let (.., name) = list.remove(file % list.len());
+                    index.remove(&name);
+                }
+            }
+            index.add("other", Some((&header("b", 0), vec![0, 0, 0]))).unwrap();
+            index.add("damaged", None).unwrap();
+            let query = text(&mut state);
+            for (least, capacity) in [(1, 100), (2, 5), (3, 3)] {
+                let found: Vec<Match> = index.matches(&group, &query, least, capacity).collect();
+                let mut wanted: Vec<(usize, &str)> = list
+                    .iter()
+                    .map(|(text, to, name)| (shared(text, &query), text.len(), *to, name))
+                    .filter(|&(n, len, to, _)| {
+                        n >= least && len <= capacity && (n == len || n >= to)
+                    })
+                    .map(|(n, _, _, name)| (n, name.as_str()))
+                    .collect();
+                let counts: Vec<usize> = found.iter().map(|found| found.n_tokens).collect();
+                assert!(counts.is_sorted_by(|a, b| a >= b));
+                let mut found: Vec<(usize, &str)> =
+                    found.iter().map(|found| (found.n_tokens, found.name.as_str())).collect();
+                found.sort_unstable();
+                wanted.sort_unstable();
+                assert_eq!(found, wanted, "{query:?} in {list:?}");
+            }
+            let covers = list.iter().any(|(text, to, _)| {
+                text.starts_with(&query) && (text.len() == query.len() || *to <= query.len())
+            });
+            assert_eq!(index.covering(&group, &query).is_some(), covers);
+            for to in [0, 2, 4] {
+                let mut covered = index.covered(&group, &query, to);
+                let is_covered = |text: &[i64]| {
+                    query.starts_with(text) && text.len() < query.len() && text.len() >= to
+                };
+                let wanted = list.iter().filter(|(text, ..)| is_covered(text));
+                let mut wanted: Vec<String> = wanted.map(|(.., name)| name.clone()).collect();
+                covered.sort_unstable();
+                wanted.sort_unstable();
+                assert_eq!(covered, wanted, "{query:?} in {list:?}");
+            }
+        }
+    }
+
+    #[test]
+    fn files_that_are_gone_are_forgotten() {
+        let mut index = Index::default();
+        let group = group_of("a", &header("a", 0).snapshot).unwrap();
+        index.add("one", Some((&header("a", 0), vec![1, 2]))).unwrap();
+        index.add("two", Some((&header("a", 0), vec![1, 2]))).unwrap();
+        index.add("three", None).unwrap();
+        index.keep(|name| name == "two");
+        assert!(index.knows("two") && !index.knows("one") && !index.knows("three"));
+        let found: Vec<Match> = index.matches(&group, &[1, 2, 3], 1, 9).collect();
+        assert_eq!(found, [Match { name: "two".into(), n_tokens: 2 }]);
+        index.keep(|_| false);
+        assert_eq!(index.matches(&group, &[1, 2], 1, 9).count(), 0);
+    }
+}
