@@ -186,7 +186,8 @@ Result<Options> parse_options(int argc, const char* const* argv) {
         "--prefix-store does not go with --draft: a draft reads the text, too");
   }
   if (given.prefix_store_mib && !options.prefix_store) {
-    return refuse("--prefix-store-mib is for a --prefix-store, and there is none");
+    return refuse(
+        "--prefix-store-mib is for a --prefix-store, and there is none");
   }
   if (options.prompt && options.prompt->empty()) {
     return refuse("the prompt is empty");

@@ -45,9 +45,7 @@ Result<void> StoredTexts::load(
   return {};
 }
 
-Result<void> StoredTexts::save(
-    const Cache& cache,
-    const Generator& generator) {
+Result<void> StoredTexts::save(const Cache& cache, const Generator& generator) {
   ASSIGN_OR_RETURN(
       const bool written, store_.save(cache, {fingerprint_, generator.held()}));
   static_cast<void>(written);

@@ -29,11 +29,10 @@ class PrefixStore {
   static Result<PrefixStore> open(
       const std::string& folder,
       uint64_t max_bytes) {
-    auto opened = detail::ask<etkv_prefix_store*>(
-        [&](etkv_prefix_store** store, etkv_error** error) {
-          return etkv_prefix_store_open(
-              folder.c_str(), max_bytes, store, error);
-        });
+    auto opened = detail::ask<etkv_prefix_store*>([&](etkv_prefix_store** store,
+                                                      etkv_error** error) {
+      return etkv_prefix_store_open(folder.c_str(), max_bytes, store, error);
+    });
     if (!opened.ok()) {
       return opened.error();
     }
@@ -68,8 +67,7 @@ class PrefixStore {
   Result<size_t> load(Cache& cache, const SaveOptions& text) const {
     const auto raw = detail::raw_of(text);
     return detail::ask<size_t>([&](size_t* n, etkv_error** error) {
-      return etkv_prefix_store_load(
-          handle_.get(), cache.raw(), &raw, n, error);
+      return etkv_prefix_store_load(handle_.get(), cache.raw(), &raw, n, error);
     });
   }
 
@@ -77,8 +75,7 @@ class PrefixStore {
   Result<size_t> find(const Cache& cache, const SaveOptions& text) const {
     const auto raw = detail::raw_of(text);
     return detail::ask<size_t>([&](size_t* n, etkv_error** error) {
-      return etkv_prefix_store_find(
-          handle_.get(), cache.raw(), &raw, n, error);
+      return etkv_prefix_store_find(handle_.get(), cache.raw(), &raw, n, error);
     });
   }
 

@@ -49,7 +49,7 @@ class PrefixStore:
         None is for a text of fewer than 32 tokens, one that the folder has already as the beginning of another, and one
         that takes more bytes than the folder may have. Files whose texts this one begins with go.
 
-        Raises :class:`~etkv.InvalidArgumentError` if the cache does not hold as many positions as there are tokens, and
+        Raises :class:`~etkv.EtkvError` if the cache does not hold as many positions as there are tokens, and
         what :meth:`Cache.save` raises.
         """
         options, _keep = _text(tokens, fingerprint)
@@ -61,7 +61,7 @@ class PrefixStore:
         The program runs the rest, at least one token, whose logits it needs: so pass the text without its last token.
         0 if there is none of 32 tokens or more. A file that is damaged is passed by, with a warning in the log.
 
-        Raises :class:`~etkv.InvalidArgumentError` if the cache is not empty.
+        Raises :class:`~etkv.EtkvError` if the cache is not empty.
         """
         options, _keep = _text(tokens, fingerprint)
         return ask("etkv_prefix_store_load", "size_t", self._store, cache._raw(), options)

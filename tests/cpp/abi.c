@@ -821,8 +821,7 @@ static void files(void) {
       etkv_fingerprint("no/such/file", &fingerprint, error),
       ETKV_ERROR_FILE,
       "cannot read no/such/file");
-  CHECK_REFUSED(
-      etkv_fingerprint(path, NULL, error), invalid, "fingerprint");
+  CHECK_REFUSED(etkv_fingerprint(path, NULL, error), invalid, "fingerprint");
   CHECK(fingerprint == UNTOUCHED);
 
   tokens = UNTOUCHED;
@@ -900,12 +899,10 @@ static void prefix_stores(void) {
       etkv_prefix_store_save(store, cache, &options, NULL, NULL), ETKV_OK);
   options.n_tokens = 2;
   n = 9;
-  CHECK_INT(
-      etkv_prefix_store_load(store, cache, &options, &n, NULL), ETKV_OK);
+  CHECK_INT(etkv_prefix_store_load(store, cache, &options, &n, NULL), ETKV_OK);
   CHECK_INT(n, 0);
   n = 9;
-  CHECK_INT(
-      etkv_prefix_store_find(store, cache, &options, &n, NULL), ETKV_OK);
+  CHECK_INT(etkv_prefix_store_find(store, cache, &options, &n, NULL), ETKV_OK);
   CHECK_INT(n, 0);
 
   written = true;

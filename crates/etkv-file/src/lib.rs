@@ -4,6 +4,8 @@
 //! token ids of the caller, checksums, and in its metadata the version of this format, the model's
 //! fingerprint and the integers of the cache. docs/saving.md describes it.
 //!
+//! A [`PrefixStore`] is a folder of such files, by the texts that they hold.
+//!
 //! Nothing here knows a backend: a file that one backend's cache wrote can be read by another's.
 #![forbid(unsafe_code)]
 

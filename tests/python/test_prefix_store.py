@@ -1,0 +1,137 @@
+"""Stores of texts, from Python and in ``etkv_chat``: a later process does not read again what an earlier one has."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+
+import pytest
+
+import etkv
+import reference
+from reference import Program
+from runners import FAILED, MISUSED, answers, refused, runner, with_longer_context
+
+SYSTEM = "Answer in a few words, and never guess: say that you do not know. " * 3
+LIMIT = 64 << 20
+
+
+@pytest.fixture(scope="module")
+def llama() -> Program:
+    return with_longer_context("tiny-llama")
+
+
+@pytest.fixture(scope="module")
+def windows() -> Program:
+    return with_longer_context("tiny-mistral-window")
+
+
+def session(program: Program) -> etkv.DecodeSession:
+    facts = etkv.read_kv_cache_metadata(program.path)
+    return etkv.DecodeSession(etkv.CacheConfig(facts.layers, 512), backend=facts.backend)
+
+
+def test_a_text_outlives_its_session(llama, tmp_path):
+    model = etkv.fingerprint(llama.path)
+    store = etkv.PrefixStore(tmp_path / "texts", LIMIT)
+    ids = [5 + i * 7 % 50 for i in range(60)]
+    assert store.usage() == (0, 0)
+    with session(llama) as cache, etkv.load(llama.path, cache) as program:
+        program.forward(ids, list(range(60)))
+        assert store.find(cache, ids, fingerprint=model) == 0
+        assert store.save(cache, ids, fingerprint=model)
+        assert not store.save(cache, ids, fingerprint=model)
+        with pytest.raises(etkv.EtkvError, match=r"holds 60 positions, and the text has 59"):
+            store.save(cache, ids[:-1], fingerprint=model)
+        with pytest.raises(etkv.EtkvError, match="holds 60 positions; clear it"):
+            store.load(cache, ids, fingerprint=model)
+        cache.rewind(45)
+        expected = program.forward([9, 8], [45, 46])
+    other = [*ids[:45], 9, 8]
+    with session(llama) as cache, etkv.load(llama.path, cache) as program:
+        assert store.load(cache, other, fingerprint="another") == 0
+        assert store.load(cache, other[:-2], fingerprint=model) == 45 == cache.length
+        assert (program.forward([9, 8], [45, 46]) == expected).all()
+    assert store.usage().files == 1
+    assert repr(store) == f"<PrefixStore: {tmp_path / 'texts'}>"
+    assert os.stat(tmp_path / "texts").st_mode & 0o777 == 0o700
+
+
+def test_what_is_no_store_is_refused(tmp_path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(etkv.CacheFileError, match=r"cannot make .*file"):
+        etkv.PrefixStore(tmp_path / "file", LIMIT)
+    with pytest.raises(etkv.EtkvError, match="max_bytes is -1, expected 0 to"):
+        etkv.PrefixStore(tmp_path, -1)
+    with pytest.raises(etkv.EtkvError, match="folder is empty"):
+        etkv.PrefixStore("", LIMIT)
+
+
+@pytest.mark.parametrize("name", ["llama", "windows"])
+def test_a_chat_goes_on_where_an_earlier_one_was(name, request, tmp_path):
+    made = request.getfixturevalue(name)
+    model = etkv.fingerprint(made.path)
+    tokenizer = etkv.Tokenizer.from_pretrained(made.path)
+    said = ["What is a cache?", "And where is it?"]
+
+    def chat(cache, store, messages=None) -> tuple[list[list[int]], list[int], list[dict[str, str]]]:
+        """Return the ids of the answers, the tokens of each prompt that ran, and the messages."""
+        ids, ran = [], []
+        with etkv.load(made.path, cache) as program:
+            talk = etkv.Chat(program, tokenizer, system=SYSTEM, prefix_store=store, fingerprint=model)
+            talk.messages[:] = messages or talk.messages
+            for text in said[len(talk.messages) // 2 :]:
+                "".join(talk.send_message(text, max_tokens=12))
+                ids.append(talk.generation.token_ids)
+                ran.append(talk.generation.prompt_tokens)
+            return ids, ran, talk.messages
+
+    store = etkv.PrefixStore(tmp_path, LIMIT)
+    with session(made) as cache:
+        expected, plain, messages = chat(cache, None)
+    with session(made) as cache:
+        assert chat(cache, store)[0] == expected
+    # The first turn again: but for one token it is stored, and with windows, where it ended.
+    with session(made) as cache:
+        again, ran, _ = chat(cache, store)
+        assert again == expected
+        assert ran[0] == 1 or name == "windows"
+    # The second turn in a conversation that another process began.
+    with session(made) as cache:
+        again, ran, _ = chat(cache, store, messages[:3])
+        assert again == expected[1:]
+        assert ran[0] < plain[0] / 2
+
+
+@pytest.mark.parametrize("kind", ["contiguous", "seq", "tree"])
+def test_etkv_chat_loads_what_it_stored(llama, kind, tmp_path):
+    words = [runner("chat"), "--model", llama.path, "--system", SYSTEM, "--ids", "--max-tokens", 16, "--session", kind]
+    stored = [*words, "--prefix-store", tmp_path / "texts"]
+    asked = {"input": "What is a cache?\nAnd where?\n", "stdin": None}
+    plain = reference.run(words, **asked)
+    first, again = (reference.run(stored, **asked) for _ in range(2))
+    assert [one.returncode for one in (plain, first, again)] == [0, 0, 0]
+    assert plain.stdout == first.stdout == again.stdout
+    assert len(answers(plain.stdout)) == 2
+
+    def read(one: subprocess.CompletedProcess[str]) -> list[int]:
+        return [int(n) for n in re.findall(r"prefill (\d+) token", one.stderr)]
+
+    assert read(plain) == read(first)
+    assert read(again) == [1, 1]
+    # Another question after the same system message.
+    other = reference.run([*stored, "--prompt", "What is a tree?"])
+    assert other.returncode == 0
+    assert read(other)[0] < read(first)[0] / 3
+    assert int(re.search(r"(\d+) cached", other.stderr)[1]) > 32
+
+
+def test_etkv_chat_refuses_what_does_not_go_together(llama, tmp_path):
+    words = [runner("chat"), "--model", llama.path, "--prompt", "hi"]
+    refused([*words, "--prefix-store-mib", 9], MISUSED, "--prefix-store-mib is for a --prefix-store")
+    refused(
+        [*words, "--prefix-store", tmp_path, "--draft", "ngram"], MISUSED, "--prefix-store does not go with --draft"
+    )
+    (tmp_path / "file").write_text("")
+    refused([*words, "--prefix-store", tmp_path / "file"], FAILED, "cannot make", "file")
