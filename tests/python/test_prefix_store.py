@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import re
 import subprocess
 
@@ -55,7 +54,7 @@ def test_a_text_outlives_its_session(llama, tmp_path):
         assert (program.forward([9, 8], [45, 46]) == expected).all()
     assert store.usage().files == 1
     assert repr(store) == f"<PrefixStore: {tmp_path / 'texts'}>"
-    assert os.stat(tmp_path / "texts").st_mode & 0o777 == 0o700
+    assert (tmp_path / "texts").stat().st_mode & 0o777 == 0o700
 
 
 def test_what_is_no_store_is_refused(tmp_path):
