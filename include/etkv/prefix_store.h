@@ -34,9 +34,9 @@ typedef struct etkv_prefix_store etkv_prefix_store;
  * caller frees the store with etkv_prefix_store_free().
  *
  * @param folder     the folder.
- * @param max_bytes  the most bytes of its files. Whoever stores one removes
- *                   those that were used least recently. While a file is
- *                   written it is there besides.
+ * @param max_bytes  the most bytes of its files. etkv_prefix_store_save()
+ *                   removes those that were used least recently. While a
+ *                   file is written it is there besides.
  *
  * ETKV_ERROR_FILE where the folder cannot be made or read.
  */

@@ -28,7 +28,7 @@ class PrefixStore:
     def __init__(self, folder: str | os.PathLike[str], max_bytes: int) -> None:
         """Open a folder, which is made, for the user alone, if it is not there.
 
-        Its files take ``max_bytes`` at most: whoever stores one removes those that were used least recently. Raises
+        Its files take ``max_bytes`` at most: :meth:`save` removes those that were used least recently. Raises
         :class:`~etkv.CacheFileError` if the folder cannot be made or read.
         """
         if not 0 <= max_bytes < 2**64:

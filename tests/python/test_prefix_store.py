@@ -12,7 +12,7 @@ import reference
 from reference import Program
 from runners import FAILED, MISUSED, answers, refused, runner, with_longer_context
 
-SYSTEM = "Answer in a few words, and never guess: say that you do not know. " * 3
+SYSTEM = "Answer in a few words, and always check: say that you do not know. " * 3
 LIMIT = 64 << 20
 
 

@@ -42,7 +42,7 @@ impl PrefixStore {
     /// Opens a folder, which is made if it is not there, for the user alone. Removes what a process left
     /// there that was killed while it wrote, an hour ago or longer.
     ///
-    /// Files take `max_bytes` at most: whoever stores one removes those that were used least recently. The
+    /// Files take `max_bytes` at most: [`save`](Self::save) removes those that were used least recently. The
     /// new file is there besides while it is written.
     ///
     /// # Errors
