@@ -50,7 +50,11 @@ Result<Answer> Chat::ask(const std::string& said) {
   }
 
   if (stored_ != nullptr) {
-    RETURN_IF_ERROR(stored_->load(*cache_.of_session(), generator_, *prompt));
+    // Without it the model reads the prompt itself.
+    if (auto loaded = stored_->load(*cache_.of_session(), generator_, *prompt);
+        !loaded.ok()) {
+      say(loaded.error().message());
+    }
   }
   std::string text;
   const auto write = [&text](std::string_view piece) {

@@ -34,7 +34,10 @@ Result<void> StoredTexts::load(
   // The last token runs in any case: its logits choose the first of the answer.
   const SaveOptions text = {fingerprint_, {prompt.begin(), prompt.end() - 1}};
   ASSIGN_OR_RETURN(const size_t stored, store_.find(cache, text));
-  if (stored <= shared_prefix(text.tokens, generator.held())) {
+  const size_t shared = shared_prefix(text.tokens, generator.held());
+  // Layers with windows may have dropped what the next token would see.
+  ASSIGN_OR_RETURN(const int32_t least, cache.rewindable_to());
+  if (stored <= (shared < static_cast<size_t>(least) ? 0 : shared)) {
     return {};
   }
   RETURN_IF_ERROR(cache.clear());

@@ -63,16 +63,18 @@ ETKV_API etkv_status etkv_prefix_store_usage(
 /**
  * Stores the contents of a cache of one sequence. No file is written for a text
  * of fewer than 32 tokens, one that the folder has already as the beginning of
- * another, and one that takes more bytes than the folder may have. Files whose
- * texts this one begins with go.
+ * another, and one that takes more bytes than the folder may have; nor for a
+ * cache that was converted by hand. Files go whose texts this one begins with,
+ * if it serves all that they do.
  *
  * @param options  the model's fingerprint, and the text of the cache, token by
  *                 token.
  * @param written  receives whether a file was written. NULL where it is not
  *                 wanted.
  *
- * ETKV_ERROR_INVALID_ARGUMENT where the cache holds several sequences, or not as
- * many positions as there are tokens, and the errors of etkv_cache_save().
+ * ETKV_ERROR_INVALID_ARGUMENT for no fingerprint, and where the cache does not
+ * hold the positions of all tokens, of sequence 0 alone and without candidates;
+ * and the errors of etkv_cache_save().
  */
 ETKV_API etkv_status etkv_prefix_store_save(
     const etkv_prefix_store* store,
@@ -95,7 +97,8 @@ ETKV_API etkv_status etkv_prefix_store_save(
  * @param n_loaded  receives how many of the first tokens the cache then holds:
  *                  0, or 32 or more.
  *
- * ETKV_ERROR_INVALID_ARGUMENT where the cache is not empty. ETKV_ERROR_FILE where
+ * ETKV_ERROR_INVALID_ARGUMENT for no fingerprint, and where the cache is not
+ * empty. ETKV_ERROR_FILE where
  * the folder cannot be read. ETKV_ERROR_STEP while a step is open.
  * ETKV_ERROR_UNSUPPORTED for a kind that the host added. ETKV_ERROR_BACKEND where
  * the cache is poisoned or memory is lacking.

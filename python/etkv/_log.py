@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import logging
 
-NAMES = ("etkv.core", "etkv.program", "etkv.api")
+NAMES = ("etkv.core", "etkv.program", "etkv.file", "etkv.api")
 """The loggers: the library's targets, with ``.`` for ``::``."""
 
 TRACE = 5

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
+import logging
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
+from etkv import cache as etkv_cache
 from etkv.errors import EtkvError
 from etkv.generation import GenerateOptions, Generation, generate_tokens, with_eos_token_ids
 from etkv.graph_cache import GraphCache
@@ -16,6 +19,8 @@ from etkv.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
+
+_log = logging.getLogger("etkv.chat")
 
 
 class Chat:
@@ -33,14 +38,14 @@ class Chat:
         *,
         system: str | None = None,
         prefix_store: PrefixStore | None = None,
-        fingerprint: str = "",
+        fingerprint: str | None = None,
     ) -> None:
         """Begin a conversation, and clear the cache of ``program``, which is for this chat alone: a
         :class:`DecodeSession`, or the :class:`GraphCache` of a program that keeps its cache in its graph.
 
         ``system`` is the content of the system message; None for no such message. With a ``prefix_store`` the chat
-        loads what its texts begin with from there, and stores each turn. ``fingerprint`` is that of the program:
-        :func:`etkv.fingerprint`.
+        loads what its texts begin with from there, and stores each turn that ends. ``fingerprint`` names the model;
+        None for :func:`etkv.fingerprint` of the program. A store that fails is passed by, with a warning in the log.
 
         Raises :class:`EtkvError` if ``program`` has no cache or one of another type, and for a ``prefix_store`` with a
         cache in the graph.
@@ -50,9 +55,11 @@ class Chat:
         self.messages: list[dict[str, str]] = [] if system is None else [{"role": "system", "content": system}]
         self.generation: Generation | None = None
         self._program, self._cache, self._tokenizer = program, program.cache, tokenizer
-        self._store, self._fingerprint = prefix_store, fingerprint
+        self._store, self._fingerprint = prefix_store, fingerprint or ""
         if prefix_store is not None and not isinstance(program.cache, DecodeSession):
             raise EtkvError("a prefix_store needs a program with a DecodeSession, this one has its cache in its graph")
+        if prefix_store is not None and fingerprint is None:
+            self._fingerprint = etkv_cache.fingerprint(program.path)
         self._held: list[int] = []
         self._cache.clear()
 
@@ -73,9 +80,9 @@ class Chat:
     def _turn(self, options: GenerateOptions) -> Iterator[str]:
         """Yield the answer to the last message. Append the answer to ``messages``, also if the turn stops early."""
         ids = self._tokenizer.apply_chat_template(self.messages, add_generation_prompt=True)
-        shared = self._rewind_to_shared(ids)
-        shared = self._load_stored(ids, shared)
-        self._held = ids[:shared]
+        self._held = ids[: self._rewind_to_shared(ids)]
+        self._load_stored(ids)
+        shared = len(self._held)
         options = with_eos_token_ids(options, self._program, self._tokenizer)
         self.generation = generation = generate_tokens(self._program, ids[shared:], **options)
         detokenizer = self._tokenizer.detokenizer
@@ -91,20 +98,21 @@ class Chat:
             self._held = [*ids, *generation.token_ids][: self._cache.length]
             self.messages.append({"role": "assistant", "content": detokenizer.text})
         if self._store is not None and isinstance(self._cache, DecodeSession):
-            self._store.save(self._cache, self._held, fingerprint=self._fingerprint)
+            # The answer is there: that it is not stored is no reason to lose it.
+            with _warning():
+                self._store.save(self._cache, self._held, fingerprint=self._fingerprint)
 
-    def _load_stored(self, ids: list[int], shared: int) -> int:
-        """Load what the store has of ``ids``, if it is more than the first ``shared``, which the cache holds.
-
-        Returns how many the cache then holds.
-        """
+    def _load_stored(self, ids: list[int]) -> None:
+        """Load what the store has of ``ids``, if it is more than the cache holds. A store that fails is passed by."""
         cache, text = self._cache, ids[:-1]
         if self._store is None or not isinstance(cache, DecodeSession):
-            return shared
-        if self._store.find(cache, text, fingerprint=self._fingerprint) <= shared:
-            return shared
-        cache.clear()
-        return self._store.load(cache, text, fingerprint=self._fingerprint)
+            return
+        with _warning():
+            if self._store.find(cache, text, fingerprint=self._fingerprint) > len(self._held):
+                # In this order: what is held is true wherever this stops.
+                self._held = []
+                cache.clear()
+                self._held = text[: self._store.load(cache, text, fingerprint=self._fingerprint)]
 
     def _rewind_to_shared(self, ids: list[int]) -> int:
         """Rewind the cache to the positions that it shares with ``ids``, and return their number.
@@ -119,3 +127,12 @@ class Chat:
             shared = 0
         self._cache.rewind(shared)
         return shared
+
+
+@contextlib.contextmanager
+def _warning() -> Iterator[None]:
+    """Log an error of the block, and go on."""
+    try:
+        yield
+    except EtkvError as error:
+        _log.warning("the prefix store is passed by: %s", error)

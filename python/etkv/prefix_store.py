@@ -43,19 +43,21 @@ class PrefixStore:
         call("etkv_prefix_store_usage", self._store, files, held)
         return Usage(files[0], held[0])
 
-    def save(self, cache: Cache, tokens: Sequence[int], *, fingerprint: str = "") -> bool:
+    def save(self, cache: Cache, tokens: Sequence[int], *, fingerprint: str) -> bool:
         """Store the contents of a cache of one sequence, whose text is ``tokens``. Return whether a file was written.
 
         None is for a text of fewer than 32 tokens, one that the folder has already as the beginning of another, and one
-        that takes more bytes than the folder may have. Files whose texts this one begins with go.
+        that takes more bytes than the folder may have; nor for a cache that was converted by hand. Files go whose texts
+        this one begins with, if it serves all that they do. ``fingerprint`` is :func:`etkv.fingerprint` of the program,
+        or another name of the model.
 
-        Raises :class:`~etkv.EtkvError` if the cache does not hold as many positions as there are tokens, and
-        what :meth:`Cache.save` raises.
+        Raises :class:`~etkv.EtkvError` if the cache does not hold the positions of all tokens, of sequence 0 alone and
+        without candidates, and what :meth:`Cache.save` raises.
         """
         options, _keep = _text(tokens, fingerprint)
         return ask("etkv_prefix_store_save", "bool", self._store, cache._raw(), options)
 
-    def load(self, cache: Cache, tokens: Sequence[int], *, fingerprint: str = "") -> int:
+    def load(self, cache: Cache, tokens: Sequence[int], *, fingerprint: str) -> int:
         """Load the longest beginning of ``tokens`` that the folder has into an empty cache, and return its length.
 
         The program runs the rest, at least one token, whose logits it needs: so pass the text without its last token.
@@ -66,7 +68,7 @@ class PrefixStore:
         options, _keep = _text(tokens, fingerprint)
         return ask("etkv_prefix_store_load", "size_t", self._store, cache._raw(), options)
 
-    def find(self, cache: Cache, tokens: Sequence[int], *, fingerprint: str = "") -> int:
+    def find(self, cache: Cache, tokens: Sequence[int], *, fingerprint: str) -> int:
         """Return how many tokens :meth:`load` would load for a cache like this one, which may hold something."""
         options, _keep = _text(tokens, fingerprint)
         return ask("etkv_prefix_store_find", "size_t", self._store, cache._raw(), options)

@@ -926,7 +926,7 @@ static void prefix_stores(void) {
   CHECK_REFUSED(
       etkv_prefix_store_load(store, cache, &options, NULL, error),
       invalid,
-      "n_tokens");
+      "n_loaded");
   CHECK_REFUSED(
       etkv_prefix_store_load(store, cache, NULL, &n, error),
       invalid,

@@ -69,7 +69,7 @@ def test_each_logger_has_a_level_of_its_own(caplog):
         with pytest.raises(etkv.PositionError):
             session.rewind(-1)
     assert {name for name, _, _ in told(caplog)} == {"etkv.core"}
-    assert _log.wanted() == "etkv::core=debug,etkv::program=error,etkv::api=error"
+    assert _log.wanted() == "etkv::core=debug,etkv::program=error,etkv::file=error,etkv::api=error"
 
 
 def test_levels_are_looked_at_when_a_session_is_made(caplog):

@@ -182,8 +182,8 @@ fn the_longest_beginning_is_loaded() {
                     };
                     let served = |n| if n < LEAST_TOKENS { 0 } else { n };
                     assert!((served(least)..=served(most)).contains(&found), "{found}");
-                    let mut cache = shape.make();
-                    assert_eq!(stores[1 - which].n_stored(&mut *cache, MODEL, &text), Ok(found));
+                    let cache = shape.make();
+                    assert_eq!(stores[1 - which].n_stored(&*cache, MODEL, &text), Ok(found));
                 }
             }
         }
@@ -260,7 +260,9 @@ fn what_is_damaged_or_foreign_is_passed_by() {
     let [short] = &files(folder.path())[..] else { panic!() };
     assert!(save(&store, shape, &text));
     let long = files(folder.path()).into_iter().find(|path| path != short).unwrap();
-    std::fs::write(folder.path().join("prefix-x.safetensors"), b"no cache").unwrap();
+    let nothing = format!("prefix-{:032x}.safetensors", 7);
+    std::fs::write(folder.path().join(nothing), b"no cache").unwrap();
+    std::fs::write(folder.path().join("prefix-tuning.safetensors"), b"not ours").unwrap();
     std::fs::write(folder.path().join("other.txt"), b"not ours").unwrap();
     std::fs::create_dir(folder.path().join("prefix-folder.safetensors")).unwrap();
 
@@ -286,6 +288,93 @@ fn what_is_damaged_or_foreign_is_passed_by() {
     assert!(refused.message().contains("holds 40 positions, and the text has 90 tokens"));
     let refused = PrefixStore::open(short, 1).unwrap_err();
     assert_eq!(refused.status(), Status::File);
+}
+
+/// Keys and values of a cache that is no text, or no longer as its config says, are not stored.
+#[test]
+fn only_texts_are_stored() {
+    let folder = TempDir::new().unwrap();
+    let store = PrefixStore::open(folder.path(), u64::MAX).unwrap();
+    let text: Vec<i64> = (0..60).collect();
+    let refused = |cache: &mut AnyCache, told: &str| {
+        let error = store.save(&mut **cache, labels(&text)).unwrap_err();
+        assert_eq!(error.status(), Status::InvalidArgument);
+        assert!(error.message().contains(told), "{error}");
+    };
+    for kind in [1, 2] {
+        let shape = Shape { kind, windowed: false };
+        let mut cache = shape.make();
+        read(&mut cache, &text);
+        cache.sequences_mut().unwrap().seq_rm(0, 20..30).unwrap();
+        refused(&mut cache, "holds 50 positions up to 60");
+
+        let mut cache = shape.make();
+        read(&mut cache, &text);
+        let all = cache.sequences_mut().unwrap();
+        all.seq_cp(0, 3, 0..i32::MAX).unwrap();
+        refused(&mut cache, "holds 2 sequences");
+        cache.sequences_mut().unwrap().seq_keep(3).unwrap();
+        refused(&mut cache, "the sequences [3], a text is sequence 0");
+    }
+    let mut cache = Shape { kind: 2, windowed: false }.make();
+    read(&mut cache, &text);
+    cache.trees_mut().unwrap().propose(0, &[-1, 0]).unwrap();
+    refused(&mut cache, "2 candidates");
+
+    let mut cache = Shape { kind: 0, windowed: false }.make();
+    read(&mut cache, &text);
+    cache.convert("f16".parse().unwrap(), "f16".parse().unwrap()).unwrap();
+    assert_eq!(store.save(&mut *cache, labels(&text)), Ok(false));
+    let unnamed = Labels { fingerprint: "", tokens: &text };
+    for error in [
+        store.save(&mut *cache, unnamed).unwrap_err(),
+        store.load(&mut *Shape { kind: 0, windowed: false }.make(), "", &text).unwrap_err(),
+    ] {
+        assert!(error.message().contains("the fingerprint is empty"), "{error}");
+    }
+    assert_eq!(files(folder.path()).len(), 0);
+}
+
+/// A file serves caches that are as large as its text, in the formats that they would have.
+#[test]
+fn what_a_cache_could_not_have_read_is_not_loaded() {
+    let folder = TempDir::new().unwrap();
+    let store = PrefixStore::open(folder.path(), u64::MAX).unwrap();
+    let make = |capacity, quantized_kv_start| -> AnyCache {
+        let config = CacheConfig {
+            max_step_tokens: 8,
+            k_format: "row-int4".parse().unwrap(),
+            v_format: "row-int4".parse().unwrap(),
+            float_format: "f32".parse().unwrap(),
+            quantized_kv_start,
+            ..CacheConfig::uniform(LAYERS, HEADS as i32, DIM as i32, capacity)
+        };
+        Box::new(ContiguousCache::<CpuStore>::new(config).unwrap())
+    };
+    let text: Vec<i64> = (0..90).collect();
+    let save = |mut cache: AnyCache, text: &[i64]| {
+        read(&mut cache, text);
+        store.save(&mut *cache, labels(text)).unwrap()
+    };
+    let load = |mut cache: AnyCache, text: &[i64]| store.load(&mut *cache, MODEL, text).unwrap();
+    // A longer text does not take the place of one for smaller caches, nor spare it.
+    assert!(save(make(64, None), &text[..50]));
+    assert!(save(make(200, None), &text));
+    assert_eq!(files(folder.path()).len(), 2);
+    assert_eq!(load(make(64, None), &text), 50);
+    assert_eq!(load(make(200, None), &text), 90);
+    std::fs::remove_file(&files(folder.path())[0]).unwrap();
+    std::fs::remove_file(&files(folder.path())[0]).unwrap();
+    assert!(save(make(200, None), &text));
+    assert!(save(make(64, None), &text[..50]));
+
+    // Behind the start the rows are converted; before it they are not.
+    assert!(save(make(200, Some(60)), &text));
+    assert_eq!(load(make(200, Some(60)), &text), 90);
+    assert_eq!(load(make(200, Some(60)), &text[..70]), 70);
+    assert_eq!(load(make(200, Some(60)), &text[..50]), 0);
+    assert!(save(make(200, Some(60)), &text[..50]));
+    assert_eq!(load(make(200, Some(60)), &text[..55]), 50);
 }
 
 #[test]

@@ -2,7 +2,7 @@
 
 use std::ffi::c_char;
 
-use etkv_core::Result;
+use etkv_core::{Cache, Result};
 use etkv_file::{Labels, PrefixStore};
 
 use super::boundary::{boundary, free, list, out, read_struct};
@@ -115,7 +115,7 @@ pub unsafe extern "C" fn etkv_prefix_store_load(
     // SAFETY: the caller says so.
     unsafe {
         boundary(error, || {
-            found(store, cache, options, n_loaded, |store, cache, labels| {
+            write_count(store, cache, options, (n_loaded, "n_loaded"), |store, cache, labels| {
                 store.load(cache, labels.fingerprint, labels.tokens)
             })
         })
@@ -137,7 +137,7 @@ pub unsafe extern "C" fn etkv_prefix_store_find(
     // SAFETY: the caller says so.
     unsafe {
         boundary(error, || {
-            found(store, cache, options, n_stored, |store, cache, labels| {
+            write_count(store, cache, options, (n_stored, "n_stored"), |store, cache, labels| {
                 store.n_stored(cache, labels.fingerprint, labels.tokens)
             })
         })
@@ -148,16 +148,16 @@ pub unsafe extern "C" fn etkv_prefix_store_find(
 ///
 /// # Safety
 /// Pointers are NULL or as the header says.
-unsafe fn found(
+unsafe fn write_count(
     store: *const etkv_prefix_store,
     cache: *const etkv_cache,
     options: *const etkv_save_options,
-    target: *mut usize,
-    find: impl FnOnce(&PrefixStore, &mut dyn etkv_core::Cache, Labels) -> Result<usize>,
+    (target, name): (*mut usize, &str),
+    find: impl FnOnce(&PrefixStore, &mut dyn Cache, Labels) -> Result<usize>,
 ) -> Result<()> {
     // SAFETY: the caller says so.
     unsafe {
-        let target = out(target, "n_tokens")?;
+        let target = out(target, name)?;
         let store = handle::look_up(store, "store")?;
         let cache = handle::look_up(cache, "cache")?;
         let options = read_struct(options, "options")?;

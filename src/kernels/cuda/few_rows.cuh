@@ -181,7 +181,8 @@ struct FewRows {
     uint4 a[DEPTH][2][2];
     const E* at_row[2];
     int next_tile = blockIdx.x, next_slot = 0;
-    auto turn = [&]() {
+    // Sets out for the next tile.
+    auto aim = [&]() {
       int first = first_of(next_tile), apart = head_dim ? head_dim / 2 : ROWS;
 #pragma unroll
       for (int i = 0; i < 2; ++i) {
@@ -204,10 +205,10 @@ struct FewRows {
       if (++next_slot == slots) {
         next_slot = 0;
         next_tile += gridDim.x;
-        turn();
+        aim();
       }
     };
-    turn();
+    aim();
 #pragma unroll
     for (int place = 0; place < DEPTH; ++place) ask(place);
     if (is_in_shared) share(shared, squares);

@@ -25,6 +25,8 @@ pub struct Found {
     pub bytes: u64,
     /// When it was last used.
     pub used: SystemTime,
+    /// What tells it from a file that had its name before.
+    pub identity: u64,
 }
 
 #[derive(Debug)]
@@ -54,7 +56,7 @@ impl Folder {
 
     /// Returns the stored files, without what others write or have removed at this moment.
     pub fn files(&self) -> Result<Vec<Found>> {
-        self.all(|name| name.starts_with(BEGIN) && name.ends_with(END))
+        self.all(is_name)
     }
 
     fn all(&self, fits: impl Fn(&str) -> bool) -> Result<Vec<Found>> {
@@ -71,7 +73,7 @@ impl Folder {
             let Ok(found) = entry.metadata() else { continue };
             if found.is_file() {
                 let used = found.modified().unwrap_or(SystemTime::UNIX_EPOCH);
-                files.push(Found { name, bytes: found.len(), used });
+                files.push(Found { name, bytes: found.len(), used, identity: identity_of(&found) });
             }
         }
         Ok(files)
@@ -106,6 +108,24 @@ impl Folder {
         }
         Ok(())
     }
+}
+
+/// Returns whether a file has a name of [`name_of`].
+fn is_name(name: &str) -> bool {
+    let digits = name.strip_prefix(BEGIN).and_then(|name| name.strip_suffix(END));
+    digits.is_some_and(|digits| {
+        digits.len() == 32 && digits.bytes().all(|digit| digit.is_ascii_hexdigit())
+    })
+}
+
+#[cfg(unix)]
+fn identity_of(found: &fs::Metadata) -> u64 {
+    std::os::unix::fs::MetadataExt::ino(found)
+}
+
+#[cfg(not(unix))]
+fn identity_of(found: &fs::Metadata) -> u64 {
+    found.len()
 }
 
 /// Returns the name of the file of a text: the same in every process.

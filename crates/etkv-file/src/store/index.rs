@@ -4,18 +4,39 @@ use std::cmp::Ordering;
 use std::collections::{BTreeMap, HashMap};
 use std::ops::Bound;
 
-use etkv_core::{Error, Result, Snapshot, Status};
+use etkv_core::snapshot::{SavedFormats, SavedLayer};
+use etkv_core::{Cache, Error, Result, Snapshot, Status};
 
+use super::folder::Found;
 use crate::header::Header;
 
 /// What the texts of one group have in common: the model's fingerprint, and the kind, layers and formats
-/// of the cache, as JSON.
+/// of the cache, as JSON. With windows also what their slots depend on.
 pub type Group = String;
 
-/// Returns the group of a snapshot.
-pub fn group_of(fingerprint: &str, snapshot: &Snapshot) -> Result<Group> {
-    let Snapshot { kind, layers, storage, .. } = snapshot;
-    serde_json::to_string(&(fingerprint, kind, layers, storage))
+/// Returns the group of a cache's texts.
+pub fn group_of(fingerprint: &str, cache: &dyn Cache) -> Result<Group> {
+    let config = cache.config();
+    let layers: Vec<SavedLayer> = config.layers.iter().map(SavedLayer::from).collect();
+    let sizes = [config.capacity, config.max_step_tokens];
+    group(fingerprint, cache.kind(), &layers, &SavedFormats::from(config), sizes)
+}
+
+/// Returns the group of a file.
+fn group_of_file(header: &Header) -> Result<Group> {
+    let Snapshot { kind, layers, storage, capacity, max_step_tokens, .. } = &header.snapshot;
+    group(&header.fingerprint, kind, layers, storage, [*capacity, *max_step_tokens])
+}
+
+fn group(
+    fingerprint: &str,
+    kind: &str,
+    layers: &[SavedLayer],
+    formats: &SavedFormats,
+    sizes: [i32; 2],
+) -> Result<Group> {
+    let sizes = layers.iter().any(|layer| layer.window.is_some()).then_some(sizes);
+    serde_json::to_string(&(fingerprint, kind, layers, formats, sizes))
         .map_err(|error| Error::new(Status::Internal, error))
 }
 
@@ -26,6 +47,8 @@ pub struct Entry {
     pub name: String,
     /// The least length other than 0 that its cache can be rewound to.
     pub rewindable_to: usize,
+    /// The capacity of the cache that was stored.
+    pub capacity: usize,
 }
 
 /// A file whose text begins like another text.
@@ -42,33 +65,55 @@ pub struct Match {
 #[derive(Debug, Default)]
 pub struct Index {
     groups: HashMap<Group, BTreeMap<Vec<i64>, Entry>>,
-    /// The group and the text of each file, or `None` for a file that cannot be used.
-    files: HashMap<String, Option<(Group, Vec<i64>)>>,
+    /// What is known of each file.
+    files: HashMap<String, Known>,
+}
+
+/// A file that was read.
+#[derive(Debug)]
+struct Known {
+    /// What tells it from another one of its name.
+    identity: u64,
+    /// The group and the text, or `None` if it cannot be used.
+    place: Option<(Group, Vec<i64>)>,
 }
 
 impl Index {
-    pub fn knows(&self, name: &str) -> bool {
-        self.files.contains_key(name)
+    /// Returns whether this file was read.
+    pub fn knows(&self, file: &Found) -> bool {
+        self.files.get(&file.name).is_some_and(|known| known.identity == file.identity)
     }
 
     /// Adds a file with its beginning, or one that cannot be used.
-    pub fn add(&mut self, name: &str, beginning: Option<(&Header, Vec<i64>)>) -> Result<()> {
+    pub fn add(&mut self, file: &Found, beginning: Option<(&Header, Vec<i64>)>) -> Result<()> {
+        let Found { name, identity, .. } = file;
         self.remove(name);
         let mut place = None;
         if let Some((header, tokens)) = beginning {
-            let group = group_of(&header.fingerprint, &header.snapshot)?;
+            let group = group_of_file(header)?;
             let least = header.rewindable_to.and_then(|least| usize::try_from(least).ok());
             let rewindable_to = least.unwrap_or(tokens.len());
-            let entry = Entry { name: name.to_owned(), rewindable_to };
+            let capacity = usize::try_from(header.snapshot.capacity).unwrap_or_default();
+            let entry = Entry { name: name.clone(), rewindable_to, capacity };
             self.groups.entry(group.clone()).or_default().insert(tokens.clone(), entry);
             place = Some((group, tokens));
         }
-        self.files.insert(name.to_owned(), place);
+        self.files.insert(name.clone(), Known { identity: *identity, place });
         Ok(())
     }
 
+    /// Notes that a file cannot be used, until another one has its name.
+    pub fn give_up(&mut self, name: &str) {
+        if let Some(identity) = self.files.get(name).map(|known| known.identity) {
+            self.remove(name);
+            self.files.insert(name.to_owned(), Known { identity, place: None });
+        }
+    }
+
     pub fn remove(&mut self, name: &str) {
-        let Some(Some((group, tokens))) = self.files.remove(name) else { return };
+        let Some((group, tokens)) = self.files.remove(name).and_then(|known| known.place) else {
+            return;
+        };
         let Some(texts) = self.groups.get_mut(&group) else { return };
         // Another file may have the same text.
         if texts.get(&tokens).is_some_and(|entry| entry.name == name) {
@@ -111,19 +156,25 @@ impl Index {
         )
     }
 
-    /// Returns the file that makes one of this text unneeded: its text begins with it, and its cache can
-    /// be rewound so far.
-    pub fn covering(&self, group: &str, tokens: &[i64]) -> Option<&Entry> {
+    /// Returns the file that makes one of this text unneeded: all that it would serve, the other serves,
+    /// also caches of `capacity`.
+    pub fn covering(
+        &self,
+        group: &str,
+        tokens: &[i64],
+        rewindable_to: usize,
+        capacity: usize,
+    ) -> Option<&Entry> {
         let texts = self.groups.get(group)?;
         let from: (Bound<&[i64]>, _) = (Bound::Included(tokens), Bound::Unbounded);
         texts
             .range::<[i64], _>(from)
             .take_while(|(text, _)| text.starts_with(tokens))
-            .find(|(text, entry)| text.len() == tokens.len() || entry.rewindable_to <= tokens.len())
+            .find(|(text, entry)| entry.rewindable_to <= rewindable_to && text.len() <= capacity)
             .map(|(_, entry)| entry)
     }
 
-    /// Returns the files that one of this text makes unneeded.
+    /// Returns the files that one of this text makes unneeded: all that they serve, it serves too.
     pub fn covered(&self, group: &str, tokens: &[i64], rewindable_to: usize) -> Vec<String> {
         let Some(texts) = self.groups.get(group) else { return Vec::new() };
         let mut covered = Vec::new();
@@ -137,7 +188,7 @@ impl Index {
                 // One that differs: beginnings that are longer than what it shares would come behind it.
                 Bound::Included(&tokens[..n])
             } else {
-                if n >= rewindable_to {
+                if entry.rewindable_to >= rewindable_to && tokens.len() <= entry.capacity {
                     covered.push(entry.name.clone());
                 }
                 Bound::Excluded(&tokens[..n])
@@ -188,6 +239,11 @@ mod tests {
 
     use super::*;
 
+    fn file(name: &str) -> Found {
+        let used = std::time::SystemTime::UNIX_EPOCH;
+        Found { name: name.to_owned(), bytes: 1, used, identity: 1 }
+    }
+
     fn header(fingerprint: &str, rewindable_to: i32) -> Header {
         let snapshot = Snapshot {
             kind: "contiguous".into(),
@@ -225,22 +281,24 @@ mod tests {
         for _ in 0..200 {
             let mut index = Index::default();
             let mut list: Vec<(Vec<i64>, usize, String)> = Vec::new();
-            let group = group_of("a", &header("a", 0).snapshot).unwrap();
+            let group = group_of_file(&header("a", 0)).unwrap();
             let n_files = 1 + text(&mut state).len() * 3;
-            for file in 0..n_files {
+            for number in 0..n_files {
                 let tokens = text(&mut state);
                 let least = text(&mut state).len() - 1;
-                let name = format!("{file}");
-                index.add(&name, Some((&header("a", least as i32), tokens.clone()))).unwrap();
+                let name = format!("{number}");
+                index
+                    .add(&file(&name), Some((&header("a", least as i32), tokens.clone())))
+                    .unwrap();
                 list.retain(|(text, ..)| *text != tokens);
                 list.push((tokens, least, name));
-                if file % 4 == 3 {
-                    let (.., name) = list.remove(file % list.len());
+                if number % 4 == 3 {
+                    let (.., name) = list.remove(number % list.len());
                     index.remove(&name);
                 }
             }
-            index.add("other", Some((&header("b", 0), vec![0, 0, 0]))).unwrap();
-            index.add("damaged", None).unwrap();
+            index.add(&file("other"), Some((&header("b", 0), vec![0, 0, 0]))).unwrap();
+            index.add(&file("damaged"), None).unwrap();
             let query = text(&mut state);
             for (least, capacity) in [(1, 100), (2, 5), (3, 3)] {
                 let found: Vec<Match> = index.matches(&group, &query, least, capacity).collect();
@@ -260,16 +318,19 @@ mod tests {
                 wanted.sort_unstable();
                 assert_eq!(found, wanted, "{query:?} in {list:?}");
             }
-            let covers = list.iter().any(|(text, to, _)| {
-                text.starts_with(&query) && (text.len() == query.len() || *to <= query.len())
-            });
-            assert_eq!(index.covering(&group, &query).is_some(), covers);
+            for (mine, capacity) in [(0, 100), (2, 100), (6, 5)] {
+                let covers = list.iter().any(|(text, to, _)| {
+                    text.starts_with(&query) && *to <= mine && text.len() <= capacity
+                });
+                let found = index.covering(&group, &query, mine, capacity);
+                assert_eq!(found.is_some(), covers);
+            }
             for to in [0, 2, 4] {
                 let mut covered = index.covered(&group, &query, to);
-                let is_covered = |text: &[i64]| {
-                    query.starts_with(text) && text.len() < query.len() && text.len() >= to
+                let is_covered = |text: &[i64], least: usize| {
+                    query.starts_with(text) && text.len() < query.len() && least >= to
                 };
-                let wanted = list.iter().filter(|(text, ..)| is_covered(text));
+                let wanted = list.iter().filter(|(text, least, _)| is_covered(text, *least));
                 let mut wanted: Vec<String> = wanted.map(|(.., name)| name.clone()).collect();
                 covered.sort_unstable();
                 wanted.sort_unstable();
@@ -281,14 +342,19 @@ mod tests {
     #[test]
     fn files_that_are_gone_are_forgotten() {
         let mut index = Index::default();
-        let group = group_of("a", &header("a", 0).snapshot).unwrap();
-        index.add("one", Some((&header("a", 0), vec![1, 2]))).unwrap();
-        index.add("two", Some((&header("a", 0), vec![1, 2]))).unwrap();
-        index.add("three", None).unwrap();
+        let group = group_of_file(&header("a", 0)).unwrap();
+        index.add(&file("one"), Some((&header("a", 0), vec![1, 2]))).unwrap();
+        index.add(&file("two"), Some((&header("a", 0), vec![1, 2]))).unwrap();
+        index.add(&file("three"), None).unwrap();
         index.keep(|name| name == "two");
-        assert!(index.knows("two") && !index.knows("one") && !index.knows("three"));
+        assert!(index.knows(&file("two")));
+        assert!(!index.knows(&file("one")) && !index.knows(&file("three")));
+        assert!(!index.knows(&Found { identity: 2, ..file("two") }));
         let found: Vec<Match> = index.matches(&group, &[1, 2, 3], 1, 9).collect();
         assert_eq!(found, [Match { name: "two".into(), n_tokens: 2 }]);
+        index.give_up("two");
+        assert_eq!(index.matches(&group, &[1, 2, 3], 1, 9).count(), 0);
+        assert!(index.knows(&file("two")));
         index.keep(|_| false);
         assert_eq!(index.matches(&group, &[1, 2], 1, 9).count(), 0);
     }

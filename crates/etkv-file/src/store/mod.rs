@@ -6,6 +6,8 @@
 mod folder;
 mod index;
 
+use std::collections::HashSet;
+use std::error::Error as _;
 use std::path::Path;
 
 use etkv_core::error::fail;
@@ -13,13 +15,16 @@ use etkv_core::{Cache, Result, Status};
 use parking_lot::Mutex;
 use tracing::{debug, warn};
 
-use self::folder::{Folder, Found};
+use self::folder::Folder;
 use self::index::{group_of, Index, Match};
 use crate::header::Header;
 use crate::{face, read, write, Labels};
 
 /// The target of log events.
 const TARGET: &str = "etkv::file";
+
+/// The most files that are tried for a text.
+const MOST_TRIED: usize = 8;
 
 /// The fewest tokens that are stored, and that are worth reading a file for.
 pub const LEAST_TOKENS: usize = 32;
@@ -29,7 +34,7 @@ pub const LEAST_TOKENS: usize = 32;
 ///
 /// A file holds a whole cache of one sequence. Another cache loads it if it has the same kind, layers and
 /// formats, and if the model's fingerprint is the same, and is then rewound to what both texts have in
-/// common. Layers with windows can be rewound a little only, so their files serve texts that go on near
+/// common. With windows its capacity and `max_step_tokens` are the same, too. Layers with windows can be rewound a little only, so their files serve texts that go on near
 /// their end.
 #[derive(Debug)]
 pub struct PrefixStore {
@@ -67,16 +72,18 @@ impl PrefixStore {
     }
 
     /// Stores the contents of a cache, which are those of the text `labels.tokens`. Returns whether a file
-    /// was written: none is for a text that is shorter than [`LEAST_TOKENS`], that the folder has already, or
-    /// that takes more bytes than the folder may have. Files whose texts this one begins with go.
+    /// was written. None is for a text that is shorter than [`LEAST_TOKENS`], that the folder has already,
+    /// or that takes more bytes than the folder may have; nor for a cache that was converted by hand. Files
+    /// go whose texts this one begins with, if it serves all that they do.
     ///
     /// # Errors
-    /// - [`InvalidArgument`](Status::InvalidArgument) if the cache holds several sequences, or not as many
-    ///   positions as there are tokens.
+    /// - [`InvalidArgument`](Status::InvalidArgument) for an empty fingerprint, and if the cache does not
+    ///   hold the positions of all tokens, of sequence 0 alone and without candidates.
     /// - Those of [`save`](crate::save).
     pub fn save(&self, cache: &mut dyn Cache, labels: Labels) -> Result<bool> {
         let tokens = labels.tokens;
-        let length = cache.next_position()?;
+        check_fingerprint(labels.fingerprint)?;
+        let length = text_length(cache)?;
         if usize::try_from(length).ok() != Some(tokens.len()) {
             fail!(
                 InvalidArgument,
@@ -84,37 +91,39 @@ impl PrefixStore {
                 tokens.len()
             );
         }
-        if tokens.len() < LEAST_TOKENS {
+        let formats = cache.config().formats_at(length);
+        if tokens.len() < LEAST_TOKENS || cache.formats() != formats {
             return Ok(false);
         }
-        let rewindable_to = cache.rewindable_to()?;
-        let saving = face(cache)?;
-        let snapshot = saving.snapshot()?;
-        let group = group_of(labels.fingerprint, &snapshot)?;
+        // A text that is still shorter than where rows are converted has other formats.
+        let converted_at = cache.config().quantized_kv_start.filter(|&start| start <= length);
+        let rewindable_to = cache.rewindable_to()?.max(converted_at.unwrap_or_default());
+        let least = usize::try_from(rewindable_to).unwrap_or_default();
+        let capacity = usize::try_from(cache.capacity()).unwrap_or_default();
+        let group = group_of(labels.fingerprint, cache)?;
         self.refresh()?;
-        if let Some(entry) = self.index.lock().covering(&group, tokens) {
+        if let Some(entry) = self.index.lock().covering(&group, tokens, least, capacity) {
             self.folder.touch(&entry.name);
             return Ok(false);
         }
+        let saving = face(cache)?;
+        let snapshot = saving.snapshot()?;
         let planes = saving.planes(&snapshot)?;
         let mut header = Header::new(labels.fingerprint, snapshot, tokens.len(), &planes)?;
         header.rewindable_to = Some(rewindable_to);
-        let bytes = header.data_bytes();
+        let bytes = header.data_bytes().saturating_add(header.to_bytes()?.len() as u64);
         if bytes > self.max_bytes {
             debug!(target: TARGET, bytes, most = self.max_bytes, "a text is larger than its folder");
             return Ok(false);
         }
         let name = folder::name_of(&group, tokens);
         write::save(saving, &self.folder.file(&name), labels, Some(rewindable_to))?;
-        let covered = {
-            let mut index = self.index.lock();
-            let least = usize::try_from(rewindable_to).unwrap_or_default();
-            let covered = index.covered(&group, tokens, least);
-            covered.iter().for_each(|name| index.remove(name));
-            index.add(&name, Some((&header, tokens.to_vec())))?;
-            covered
-        };
-        covered.iter().for_each(|name| self.folder.remove(name));
+        // It is read from the folder like the files of others.
+        self.refresh()?;
+        let covered = self.index.lock().covered(&group, tokens, least);
+        for name in &covered {
+            self.folder.remove(name);
+        }
         debug!(target: TARGET, tokens = tokens.len(), bytes, file = name, "a text was stored");
         self.make_room(&name)?;
         Ok(true)
@@ -123,14 +132,10 @@ impl PrefixStore {
     /// Returns how many of the first tokens of a text a cache like this one could load.
     ///
     /// # Errors
-    /// Those of [`load`](Self::load), except for a cache that holds positions.
-    pub fn n_stored(
-        &self,
-        cache: &mut dyn Cache,
-        fingerprint: &str,
-        tokens: &[i64],
-    ) -> Result<usize> {
-        let matches = self.matches(cache, fingerprint, tokens)?;
+    /// [`InvalidArgument`](Status::InvalidArgument) for an empty fingerprint, and [`File`](Status::File) if
+    /// the folder cannot be read.
+    pub fn n_stored(&self, cache: &dyn Cache, fingerprint: &str, tokens: &[i64]) -> Result<usize> {
+        let matches = self.matches(cache, fingerprint, tokens, 1)?;
         Ok(matches.first().map_or(0, |found| found.n_tokens))
     }
 
@@ -138,10 +143,11 @@ impl PrefixStore {
     /// the cache then holds: 0 for none, or [`LEAST_TOKENS`] or more. The host runs the rest. The model
     /// computes logits for what runs only, so it passes the text without its last token.
     ///
-    /// A file that is damaged, or gone meanwhile, is passed by.
+    /// A file that is damaged, does not fit, or is gone meanwhile, is passed by.
     ///
     /// # Errors
-    /// - [`InvalidArgument`](Status::InvalidArgument) if the cache is not empty.
+    /// - [`InvalidArgument`](Status::InvalidArgument) for an empty fingerprint, and if the cache is not
+    ///   empty.
     /// - [`File`](Status::File) if the folder cannot be read.
     /// - [`Step`](Status::Step) while a step is open.
     /// - [`Unsupported`](Status::Unsupported) for a kind or a storage that cannot be loaded.
@@ -154,17 +160,17 @@ impl PrefixStore {
                 cache.length()
             );
         }
-        let matches = self.matches(cache, fingerprint, tokens)?;
-        for Match { name, n_tokens } in matches {
+        for Match { name, n_tokens } in self.matches(cache, fingerprint, tokens, MOST_TRIED)? {
             match self.load_file(cache, fingerprint, &name, &tokens[..n_tokens]) {
-                Ok(()) => {
+                Ok(true) => {
                     self.folder.touch(&name);
                     debug!(target: TARGET, tokens = n_tokens, file = name, "a text was loaded");
                     return Ok(n_tokens);
                 }
+                Ok(false) => debug!(target: TARGET, file = name, "a stored text does not fit"),
                 Err(error) if error.status() == Status::File => {
                     warn!(target: TARGET, %error, "a stored text is passed by");
-                    self.index.lock().add(&name, None)?;
+                    self.index.lock().give_up(&name);
                 }
                 Err(error) => return Err(error),
             }
@@ -172,58 +178,70 @@ impl PrefixStore {
         Ok(0)
     }
 
+    /// Loads a text, and rewinds the cache to `tokens`. Returns `false` for a file that does not fit. The
+    /// cache is empty then, and after an error.
     fn load_file(
         &self,
         cache: &mut dyn Cache,
         fingerprint: &str,
         name: &str,
         tokens: &[i64],
-    ) -> Result<()> {
-        let found = crate::load(cache, &self.folder.file(name), fingerprint)?;
-        let n = tokens.len() as i32;
-        let fits = found.starts_with(tokens) && cache.next_position() == Ok(found.len() as i32);
-        let rewound = match fits {
-            true => cache.rewind(n),
-            false => Ok(()),
-        };
-        if !fits || rewound.is_err() {
-            cache.clear(false)?;
-            rewound?;
-            fail!(File, "the file {name} holds another text than it did");
+    ) -> Result<bool> {
+        let path = self.folder.file(name);
+        let (header, _) = read::beginning(&path)?;
+        if face(cache)?.planes(&header.snapshot).is_err() {
+            return Ok(false);
         }
-        Ok(())
+        let found = crate::load(cache, &path, fingerprint)?;
+        let n = i32::try_from(tokens.len()).unwrap_or(i32::MAX);
+        let is_text = |cache: &dyn Cache, n: usize| text_length(cache) == Ok(n as i32);
+        let rewound = found.starts_with(tokens)
+            && is_text(cache, found.len())
+            && cache.rewind(n).is_ok()
+            && is_text(cache, tokens.len())
+            && cache.formats() == cache.config().formats_at(n);
+        if !rewound {
+            cache.clear(false)?;
+            fail!(File, "the file {name} does not hold the text that it names");
+        }
+        Ok(true)
     }
 
-    /// Returns the files that hold beginnings of a text, those with the longest first.
+    /// Returns some files that hold beginnings of a text, those with the longest first.
     fn matches(
         &self,
-        cache: &mut dyn Cache,
+        cache: &dyn Cache,
         fingerprint: &str,
         tokens: &[i64],
+        most: usize,
     ) -> Result<Vec<Match>> {
+        check_fingerprint(fingerprint)?;
         let capacity = usize::try_from(cache.capacity()).unwrap_or_default();
-        let group = group_of(fingerprint, &face(cache)?.snapshot()?)?;
+        let group = group_of(fingerprint, cache)?;
         self.refresh()?;
         let index = self.index.lock();
-        let matches = index.matches(&group, tokens, LEAST_TOKENS, capacity).collect();
-        drop(index);
-        Ok(matches)
+        Ok(index.matches(&group, tokens, LEAST_TOKENS, capacity).take(most).collect())
     }
 
     /// Reads the beginnings of files that are new, and forgets those that are gone.
     fn refresh(&self) -> Result<()> {
         let found = self.folder.files()?;
+        let names: HashSet<&str> = found.iter().map(|file| file.name.as_str()).collect();
         let mut index = self.index.lock();
-        index.keep(|name| found.iter().any(|file| file.name == name));
-        for Found { name, .. } in &found {
-            if index.knows(name) {
+        index.keep(|name| names.contains(name));
+        for file in &found {
+            if index.knows(file) {
                 continue;
             }
-            match read::beginning(&self.folder.file(name)) {
-                Ok((header, tokens)) => index.add(name, Some((&header, tokens)))?,
+            match read::beginning(&self.folder.file(&file.name)) {
+                Ok((header, tokens)) => index.add(file, Some((&header, tokens)))?,
+                // The system may fail in another way the next time.
+                Err(error) if error.status() != Status::File || error.source().is_some() => {
+                    debug!(target: TARGET, %error, file = file.name, "a stored text was not read");
+                }
                 Err(error) => {
-                    warn!(target: TARGET, %error, file = name, "a stored text cannot be used");
-                    index.add(name, None)?;
+                    warn!(target: TARGET, %error, file = file.name, "a stored text cannot be used");
+                    index.add(file, None)?;
                 }
             }
         }
@@ -240,10 +258,43 @@ impl PrefixStore {
                 break;
             }
             self.folder.remove(&file.name);
-            self.index.lock().remove(&file.name);
             bytes -= file.bytes;
             debug!(target: TARGET, file = file.name, bytes = file.bytes, "a stored text made room");
         }
         Ok(())
     }
+}
+
+/// Returns how many positions of one text the cache holds, which is that of sequence 0 from position 0 on.
+fn text_length(cache: &dyn Cache) -> Result<i32> {
+    let length = cache.next_position()?;
+    let others = cache.sequences().map(|all| all.live_sequences()).unwrap_or_default();
+    if others.iter().any(|&sequence| sequence != 0) {
+        fail!(InvalidArgument, "the cache holds the sequences {others:?}, a text is sequence 0");
+    }
+    let candidates = cache.trees().map_or(Ok(0), |trees| trees.tree_len(0))?;
+    if candidates > 0 {
+        fail!(
+            InvalidArgument,
+            "sequence 0 carries {candidates} candidates; commit or drop them first"
+        );
+    }
+    if cache.length() != length {
+        fail!(
+            InvalidArgument,
+            "the cache holds {} positions up to {length}: some of the text were removed",
+            cache.length()
+        );
+    }
+    Ok(length)
+}
+
+fn check_fingerprint(fingerprint: &str) -> Result<()> {
+    if fingerprint.is_empty() {
+        fail!(
+            InvalidArgument,
+            "the fingerprint is empty: a store holds the texts of several models"
+        );
+    }
+    Ok(())
 }

@@ -10,7 +10,7 @@ use crate::store::Store;
 use super::Storage;
 
 /// The bytes of a plane that pass at a time, unless one slot has more.
-const CHUNK: usize = 256 << 10;
+const CHUNK: usize = 4 << 20;
 
 /// What a snapshot comes to in a cache with this bookkeeping.
 pub struct Contents<B> {
