@@ -323,7 +323,7 @@ fn only_texts_are_stored() {
 
     let mut cache = Shape { kind: 0, windowed: false }.make();
     read(&mut cache, &text);
-    cache.convert("f16".parse().unwrap(), "f16".parse().unwrap()).unwrap();
+    cache.convert("f32".parse().unwrap(), "f32".parse().unwrap()).unwrap();
     assert_eq!(store.save(&mut *cache, labels(&text)), Ok(false));
     let unnamed = Labels { fingerprint: "", tokens: &text };
     for error in [
