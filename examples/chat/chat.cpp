@@ -9,7 +9,6 @@
 #include "examples/common/format.hpp"
 #include "examples/common/interrupt.hpp"
 #include "examples/common/runner.hpp"
-#include "examples/common/try.hpp"
 
 namespace etkv::examples {
 namespace {

@@ -8,7 +8,7 @@ import logging
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
-from etkv import cache as etkv_cache
+from etkv.cache import fingerprint as fingerprint_of
 from etkv.errors import EtkvError
 from etkv.generation import GenerateOptions, Generation, generate_tokens, with_eos_token_ids
 from etkv.graph_cache import GraphCache
@@ -56,10 +56,13 @@ class Chat:
         self.generation: Generation | None = None
         self._program, self._cache, self._tokenizer = program, program.cache, tokenizer
         self._store, self._fingerprint = prefix_store, fingerprint or ""
-        if prefix_store is not None and not isinstance(program.cache, DecodeSession):
-            raise EtkvError("a prefix_store needs a program with a DecodeSession, this one has its cache in its graph")
-        if prefix_store is not None and fingerprint is None:
-            self._fingerprint = etkv_cache.fingerprint(program.path)
+        if prefix_store is not None:
+            if not isinstance(program.cache, DecodeSession):
+                raise EtkvError(
+                    "a prefix_store needs a program with a DecodeSession, this one has its cache in its graph"
+                )
+            if fingerprint is None:
+                self._fingerprint = fingerprint_of(program.path)
         self._held: list[int] = []
         self._cache.clear()
 

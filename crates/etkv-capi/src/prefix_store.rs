@@ -5,11 +5,11 @@ use std::ffi::c_char;
 use etkv_core::{Cache, Result};
 use etkv_file::{Labels, PrefixStore};
 
-use super::boundary::{boundary, free, list, out, read_struct};
+use super::boundary::{boundary, free, out};
 use super::cache::etkv_cache;
 use super::error::etkv_error;
 use super::handle::{self, Object};
-use super::saving::{etkv_save_options, fingerprint_of, given_path};
+use super::saving::{etkv_save_options, given_path, labels_of};
 
 /// A store; see the header.
 #[allow(non_camel_case_types)]
@@ -85,13 +85,7 @@ pub unsafe extern "C" fn etkv_prefix_store_save(
     // SAFETY: the caller says so.
     unsafe {
         boundary(error, || {
-            let store = handle::look_up(store, "store")?;
-            let cache = handle::look_up(cache, "cache")?;
-            let options = read_struct(options, "options")?;
-            let fingerprint = fingerprint_of(options.fingerprint)?;
-            let tokens = list(options.tokens, options.n_tokens, "tokens")?;
-            let mut cache = cache.cache.lock()?;
-            let saved = store.0.save(&mut *cache, Labels { fingerprint, tokens })?;
+            let saved = with_text(store, cache, options, PrefixStore::save)?;
             if !written.is_null() {
                 written.write(saved);
             }
@@ -115,9 +109,11 @@ pub unsafe extern "C" fn etkv_prefix_store_load(
     // SAFETY: the caller says so.
     unsafe {
         boundary(error, || {
-            write_count(store, cache, options, (n_loaded, "n_loaded"), |store, cache, labels| {
-                store.load(cache, labels.fingerprint, labels.tokens)
-            })
+            let target = out(n_loaded, "n_loaded")?;
+            target.write(with_text(store, cache, options, |store, cache, text| {
+                store.load(cache, text.fingerprint, text.tokens)
+            })?);
+            Ok(())
         })
     }
 }
@@ -137,34 +133,29 @@ pub unsafe extern "C" fn etkv_prefix_store_find(
     // SAFETY: the caller says so.
     unsafe {
         boundary(error, || {
-            write_count(store, cache, options, (n_stored, "n_stored"), |store, cache, labels| {
-                store.n_stored(cache, labels.fingerprint, labels.tokens)
-            })
+            let target = out(n_stored, "n_stored")?;
+            target.write(with_text(store, cache, options, |store, cache, text| {
+                store.n_stored(cache, text.fingerprint, text.tokens)
+            })?);
+            Ok(())
         })
     }
 }
 
-/// Writes the number of tokens that `find` returns for the text of `options`.
+/// Returns the result of `work` on a store, a cache and a text.
 ///
 /// # Safety
 /// Pointers are NULL or as the header says.
-unsafe fn write_count(
+unsafe fn with_text<T>(
     store: *const etkv_prefix_store,
     cache: *const etkv_cache,
     options: *const etkv_save_options,
-    (target, name): (*mut usize, &str),
-    find: impl FnOnce(&PrefixStore, &mut dyn Cache, Labels) -> Result<usize>,
-) -> Result<()> {
+    work: impl FnOnce(&PrefixStore, &mut dyn Cache, Labels) -> Result<T>,
+) -> Result<T> {
+    let store = handle::look_up(store, "store")?;
+    let cache = handle::look_up(cache, "cache")?;
     // SAFETY: the caller says so.
-    unsafe {
-        let target = out(target, name)?;
-        let store = handle::look_up(store, "store")?;
-        let cache = handle::look_up(cache, "cache")?;
-        let options = read_struct(options, "options")?;
-        let fingerprint = fingerprint_of(options.fingerprint)?;
-        let tokens = list(options.tokens, options.n_tokens, "tokens")?;
-        let mut cache = cache.cache.lock()?;
-        target.write(find(&store.0, &mut *cache, Labels { fingerprint, tokens })?);
-        Ok(())
-    }
+    let text = unsafe { labels_of(options) }?;
+    let mut cache = cache.cache.lock()?;
+    work(&store.0, &mut *cache, text)
 }

@@ -18,9 +18,9 @@ use super::report::string;
 #[derive(Clone, Copy)]
 pub struct etkv_save_options {
     struct_size: usize,
-    pub(crate) fingerprint: *const c_char,
-    pub(crate) tokens: *const i64,
-    pub(crate) n_tokens: usize,
+    fingerprint: *const c_char,
+    tokens: *const i64,
+    n_tokens: usize,
 }
 
 /// Writes the contents of a cache to a file.
@@ -39,12 +39,10 @@ pub unsafe extern "C" fn etkv_cache_save(
         boundary(error, || {
             let cache = handle::look_up(cache, "cache")?;
             let path = given_path(path, "path")?;
-            let mut labels = Labels::default();
-            if !options.is_null() {
-                let options = read_struct(options, "options")?;
-                labels.fingerprint = fingerprint_of(options.fingerprint)?;
-                labels.tokens = list(options.tokens, options.n_tokens, "tokens")?;
-            }
+            let labels = match options.is_null() {
+                true => Labels::default(),
+                false => labels_of(options)?,
+            };
             let mut cache = cache.cache.lock()?;
             etkv_file::save(&mut *cache, path, labels)
         })
@@ -129,8 +127,20 @@ pub(crate) unsafe fn given_path<'a>(path: *const c_char, name: &str) -> Result<&
 }
 
 /// # Safety
+/// `options` is NULL, or as the header says.
+pub(crate) unsafe fn labels_of<'a>(options: *const etkv_save_options) -> Result<Labels<'a>> {
+    // SAFETY: the caller says so.
+    unsafe {
+        let options = read_struct(options, "options")?;
+        let fingerprint = fingerprint_of(options.fingerprint)?;
+        let tokens = list(options.tokens, options.n_tokens, "tokens")?;
+        Ok(Labels { fingerprint, tokens })
+    }
+}
+
+/// # Safety
 /// `fingerprint` is NULL or a string that ends in a zero byte.
-pub(crate) unsafe fn fingerprint_of<'a>(fingerprint: *const c_char) -> Result<&'a str> {
+unsafe fn fingerprint_of<'a>(fingerprint: *const c_char) -> Result<&'a str> {
     if fingerprint.is_null() {
         return Ok("");
     }

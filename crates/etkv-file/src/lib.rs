@@ -47,7 +47,9 @@ pub struct Labels<'a> {
 /// - [`Backend`](etkv_core::Status::Backend) if the cache is poisoned or memory is lacking.
 pub fn save(cache: &mut dyn Cache, path: &Path, labels: Labels) -> Result<()> {
     let rewindable_to = cache.rewindable_to().ok();
-    write::save(face(cache)?, path, labels, rewindable_to)
+    let saving = face(cache)?;
+    let header = write::header_of(saving, labels, rewindable_to)?;
+    write::save(saving, path, &header, labels.tokens)
 }
 
 /// Replaces the contents of a cache by those of a file, and returns the token ids of the file. Both

@@ -12,45 +12,45 @@ use crate::header::{refused, tensors, Header, LARGEST_HEADER};
 
 /// See [`load`](crate::load).
 pub fn load(cache: &mut dyn SaveCache, path: &Path, fingerprint: &str) -> Result<Vec<i64>> {
-    read(cache, path, fingerprint).map_err(|error| match error.status() {
+    let opened = Opened::new(path);
+    opened.and_then(|file| file.load(cache, fingerprint)).map_err(|error| match error.status() {
         Status::File => error.at(format_args!("cannot load {}", path.display())),
         _ => error,
     })
 }
 
-/// Returns what a file says before its rows, and its token ids, both checked against their checksums.
-pub fn beginning(path: &Path) -> Result<(Header, Vec<i64>)> {
-    let opened = Opened::new(path)?;
-    Ok((opened.header, opened.tokens))
-}
-
-fn read(cache: &mut dyn SaveCache, path: &Path, fingerprint: &str) -> Result<Vec<i64>> {
-    let Opened { mut file, header, tokens, mut sums } = Opened::new(path)?;
-    if header.fingerprint != fingerprint {
-        fail!(File, "the file is of the model `{}`, expected `{fingerprint}`", header.fingerprint);
-    }
-    header.check_tensors(&tensors(header.n_tokens, &cache.planes(&header.snapshot)?)?)?;
-    cache.restore(&header.snapshot, &mut |rows, bytes| {
-        file.read(bytes)?;
-        if let Some(sum) = file.sum.take_after(rows.bytes()) {
-            let side = if rows.id.values { "values" } else { "keys" };
-            sums.check(sum, format_args!("the {side} of layer {}", rows.id.layer))?;
-        }
-        Ok(())
-    })?;
-    Ok(tokens)
-}
-
-/// A file whose header and token ids are read and checked. The rows follow.
-struct Opened {
+/// A file whose header and token ids are read and checked against their checksums. The rows follow.
+pub struct Opened {
+    pub header: Header,
+    pub tokens: Vec<i64>,
     file: Source,
-    header: Header,
-    tokens: Vec<i64>,
     sums: Checksums,
 }
 
 impl Opened {
-    fn new(path: &Path) -> Result<Self> {
+    /// Loads the rows into a cache, and returns the token ids.
+    pub fn load(self, cache: &mut dyn SaveCache, fingerprint: &str) -> Result<Vec<i64>> {
+        let Self { mut file, header, tokens, mut sums } = self;
+        if header.fingerprint != fingerprint {
+            fail!(
+                File,
+                "the file is of the model `{}`, expected `{fingerprint}`",
+                header.fingerprint
+            );
+        }
+        header.check_tensors(&tensors(header.n_tokens, &cache.planes(&header.snapshot)?)?)?;
+        cache.restore(&header.snapshot, &mut |rows, bytes| {
+            file.read(bytes)?;
+            if let Some(sum) = file.sum.take_after(rows.bytes()) {
+                let side = if rows.id.values { "values" } else { "keys" };
+                sums.check(sum, format_args!("the {side} of layer {}", rows.id.layer))?;
+            }
+            Ok(())
+        })?;
+        Ok(tokens)
+    }
+
+    pub fn new(path: &Path) -> Result<Self> {
         let mut file = Source::open(path)?;
         let bytes = file.header()?;
         let header = Header::of_json(&bytes[8..])?;

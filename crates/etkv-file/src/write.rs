@@ -10,17 +10,22 @@ use crate::checksum::{self, Sum};
 use crate::header::{refused, Header};
 use crate::Labels;
 
-/// See [`save`](crate::save).
-pub fn save(
+/// Returns the header of a file with the contents of a cache.
+pub fn header_of(
     cache: &mut dyn SaveCache,
-    path: &Path,
     labels: Labels,
     rewindable_to: Option<i32>,
-) -> Result<()> {
+) -> Result<Header> {
     let snapshot = cache.snapshot()?;
     let planes = cache.planes(&snapshot)?;
     let mut header = Header::new(labels.fingerprint, snapshot, labels.tokens.len(), &planes)?;
     header.rewindable_to = rewindable_to;
+    Ok(header)
+}
+
+/// Writes a file of this header and these tokens, with the rows of the cache, which has not changed since
+/// the header was made.
+pub fn save(cache: &dyn SaveCache, path: &Path, header: &Header, tokens: &[i64]) -> Result<()> {
     let wrong = |error: std::io::Error| unwritten(path, error);
 
     let folder = match path.parent() {
@@ -33,7 +38,7 @@ pub fn save(
         .suffix(".part")
         .tempfile_in(folder)
         .map_err(wrong)?;
-    write(&*cache, &header, labels.tokens, &mut file, path)?;
+    write(cache, header, tokens, &mut file, path)?;
     file.as_file().sync_all().map_err(wrong)?;
     file.persist(path).map_err(|error| unwritten(path, error.error))?;
     sync_folder(folder).map_err(wrong)
@@ -52,8 +57,7 @@ fn write(
     let mut sums = vec![checksum::of(&bytes)];
 
     let mut sum = Sum::new();
-    for some in tokens.chunks(1 << 16) {
-        let bytes: Vec<u8> = some.iter().flat_map(|token| token.to_le_bytes()).collect();
+    for bytes in token_bytes(tokens) {
         sum.add(&bytes);
         file.write_all(&bytes).map_err(wrong)?;
     }
@@ -66,6 +70,11 @@ fn write(
         Ok(())
     })?;
     file.write_all(&sums.concat()).map_err(wrong)
+}
+
+/// Returns the bytes of tokens as a file has them, some at a time.
+pub fn token_bytes(tokens: &[i64]) -> impl Iterator<Item = Vec<u8>> + '_ {
+    tokens.chunks(1 << 16).map(|some| some.iter().flat_map(|token| token.to_le_bytes()).collect())
 }
 
 fn unwritten(path: &Path, error: std::io::Error) -> Error {

@@ -11,6 +11,7 @@ use tracing::debug;
 use super::TARGET;
 use crate::checksum::Sum;
 use crate::header::refused;
+use crate::write::token_bytes;
 
 const BEGIN: &str = "prefix-";
 const END: &str = ".safetensors";
@@ -133,10 +134,7 @@ pub fn name_of(group: &str, tokens: &[i64]) -> String {
     let mut sum = Sum::new();
     sum.add(&(group.len() as u64).to_le_bytes());
     sum.add(group.as_bytes());
-    for some in tokens.chunks(1 << 16) {
-        let bytes: Vec<u8> = some.iter().flat_map(|token| token.to_le_bytes()).collect();
-        sum.add(&bytes);
-    }
+    token_bytes(tokens).for_each(|bytes| sum.add(&bytes));
     format!("{BEGIN}{:032x}{END}", u128::from_le_bytes(sum.take()))
 }
 

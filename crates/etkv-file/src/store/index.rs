@@ -110,7 +110,7 @@ impl Index {
         }
     }
 
-    pub fn remove(&mut self, name: &str) {
+    fn remove(&mut self, name: &str) {
         let Some((group, tokens)) = self.files.remove(name).and_then(|known| known.place) else {
             return;
         };

@@ -17,8 +17,8 @@ use tracing::{debug, warn};
 
 use self::folder::Folder;
 use self::index::{group_of, Index, Match};
-use crate::header::Header;
-use crate::{face, read, write, Labels};
+use crate::read::Opened;
+use crate::{face, write, Labels};
 
 /// The target of log events.
 const TARGET: &str = "etkv::file";
@@ -34,8 +34,8 @@ pub const LEAST_TOKENS: usize = 32;
 ///
 /// A file holds a whole cache of one sequence. Another cache loads it if it has the same kind, layers and
 /// formats, and if the model's fingerprint is the same, and is then rewound to what both texts have in
-/// common. With windows its capacity and `max_step_tokens` are the same, too. Layers with windows can be rewound a little only, so their files serve texts that go on near
-/// their end.
+/// common. Layers with windows can be rewound a little only, so their files serve texts that go on near
+/// their end, in caches of the same capacity and `max_step_tokens`.
 #[derive(Debug)]
 pub struct PrefixStore {
     folder: Folder,
@@ -107,17 +107,14 @@ impl PrefixStore {
             return Ok(false);
         }
         let saving = face(cache)?;
-        let snapshot = saving.snapshot()?;
-        let planes = saving.planes(&snapshot)?;
-        let mut header = Header::new(labels.fingerprint, snapshot, tokens.len(), &planes)?;
-        header.rewindable_to = Some(rewindable_to);
+        let header = write::header_of(saving, labels, Some(rewindable_to))?;
         let bytes = header.data_bytes().saturating_add(header.to_bytes()?.len() as u64);
         if bytes > self.max_bytes {
             debug!(target: TARGET, bytes, most = self.max_bytes, "a text is larger than its folder");
             return Ok(false);
         }
         let name = folder::name_of(&group, tokens);
-        write::save(saving, &self.folder.file(&name), labels, Some(rewindable_to))?;
+        write::save(saving, &self.folder.file(&name), &header, tokens)?;
         // It is read from the folder like the files of others.
         self.refresh()?;
         let covered = self.index.lock().covered(&group, tokens, least);
@@ -169,7 +166,7 @@ impl PrefixStore {
                 }
                 Ok(false) => debug!(target: TARGET, file = name, "a stored text does not fit"),
                 Err(error) if error.status() == Status::File => {
-                    warn!(target: TARGET, %error, "a stored text is passed by");
+                    warn!(target: TARGET, %error, file = name, "a stored text is passed by");
                     self.index.lock().give_up(&name);
                 }
                 Err(error) => return Err(error),
@@ -187,12 +184,12 @@ impl PrefixStore {
         name: &str,
         tokens: &[i64],
     ) -> Result<bool> {
-        let path = self.folder.file(name);
-        let (header, _) = read::beginning(&path)?;
-        if face(cache)?.planes(&header.snapshot).is_err() {
+        let file = Opened::new(&self.folder.file(name))?;
+        let loading = face(cache)?;
+        if loading.planes(&file.header.snapshot).is_err() {
             return Ok(false);
         }
-        let found = crate::load(cache, &path, fingerprint)?;
+        let found = file.load(loading, fingerprint)?;
         let n = i32::try_from(tokens.len()).unwrap_or(i32::MAX);
         let is_text = |cache: &dyn Cache, n: usize| text_length(cache) == Ok(n as i32);
         let rewound = found.starts_with(tokens)
@@ -233,8 +230,8 @@ impl PrefixStore {
             if index.knows(file) {
                 continue;
             }
-            match read::beginning(&self.folder.file(&file.name)) {
-                Ok((header, tokens)) => index.add(file, Some((&header, tokens)))?,
+            match Opened::new(&self.folder.file(&file.name)) {
+                Ok(Opened { header, tokens, .. }) => index.add(file, Some((&header, tokens)))?,
                 // The system may fail in another way the next time.
                 Err(error) if error.status() != Status::File || error.source().is_some() => {
                     debug!(target: TARGET, %error, file = file.name, "a stored text was not read");
