@@ -137,16 +137,39 @@ Result<VerificationResult> Speculator::verify_in_one_forward(
     const TokenTree& tree,
     int64_t base) {
   RETURN_IF_ERROR(cache_.propose(tree.parents));
-  const auto positions = tree.positions(base);
-  const auto logits =
-      target_.program().step(tree.tokens.data(), positions.data(), tree.size());
-  auto verified = logits.ok() ? verify(tree, logits.value(), sampler_)
-                              : Result<VerificationResult>(logits.error());
+  const Program& program = target_.program();
+  // A draft that is fed with hidden states needs all that the step gives.
+  const bool on_device = sampler_.greedy() && !program.hidden_state_type() &&
+                         program.params().backend_id == kMLXBackend;
+  auto verified =
+      on_device ? verify_on_device(tree, base) : verify_on_host(tree, base);
   if (!verified.ok()) {
     // The sequence goes on without the tree.
     RETURN_IF_ERROR(cache_.commit({}));
   }
   return verified;
+}
+
+Result<VerificationResult> Speculator::verify_on_host(
+    const TokenTree& tree,
+    int64_t base) {
+  const auto positions = tree.positions(base);
+  ASSIGN_OR_RETURN(
+      const auto logits,
+      target_.program().step(
+          tree.tokens.data(), positions.data(), tree.size()));
+  return verify(tree, logits, sampler_);
+}
+
+/// Verifies a tree without its logits on the host.
+Result<VerificationResult> Speculator::verify_on_device(
+    const TokenTree& tree,
+    int64_t base) {
+  const auto positions = tree.positions(base);
+  ASSIGN_OR_RETURN(
+      const auto chosen,
+      choose(cache_, tree.tokens, {positions.begin(), positions.end()}));
+  return verify(tree, chosen);
 }
 
 /// An eos id is the last of its answer: it does not run, and nothing behind it

@@ -75,6 +75,12 @@ class Speculator : public Stepper {
   Result<VerificationResult> verify_in_one_forward(
       const TokenTree& tree,
       int64_t base);
+  Result<VerificationResult> verify_on_host(
+      const TokenTree& tree,
+      int64_t base);
+  Result<VerificationResult> verify_on_device(
+      const TokenTree& tree,
+      int64_t base);
   void cut_at_end(const TokenTree& tree, VerificationResult& verified) const;
 
   Model& target_;

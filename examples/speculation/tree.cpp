@@ -1,5 +1,6 @@
 #include "examples/speculation/tree.hpp"
 
+#include <string>
 #include <utility>
 
 #include "examples/common/try.hpp"
@@ -62,6 +63,26 @@ verify(const TokenTree& tree, const LogitsView& logits, Sampler& sampler) {
       ASSIGN_OR_RETURN(auto p, softmax(logits, node, sampler.temperature));
       choice = draw_choice(tree, node, children, std::move(p), sampler.rng);
     }
+    node = choice.child;
+    verified.next = choice.next;
+  }
+  return verified;
+}
+
+Result<VerificationResult> verify(
+    const TokenTree& tree,
+    const std::vector<int64_t>& chosen) {
+  if (chosen.size() != tree.size()) {
+    return Error(
+        ETKV_ERROR_SHAPE,
+        std::to_string(chosen.size()) + " chosen ids for a tree of " +
+            std::to_string(tree.size()));
+  }
+  VerificationResult verified;
+  for (int32_t node = 0; node >= 0;) {
+    verified.accepted.push_back(node);
+    const int64_t best = chosen[static_cast<size_t>(node)];
+    const auto choice = choose_greedily(tree, tree.children(node), best);
     node = choice.child;
     verified.next = choice.next;
   }

@@ -86,4 +86,9 @@ struct VerificationResult {
 Result<VerificationResult>
 verify(const TokenTree& tree, const LogitsView& logits, Sampler& sampler);
 
+/// Does the same greedily with the model's own id behind each node.
+Result<VerificationResult> verify(
+    const TokenTree& tree,
+    const std::vector<int64_t>& chosen);
+
 } // namespace etkv::examples

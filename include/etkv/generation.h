@@ -154,6 +154,33 @@ ETKV_API etkv_status
 etkv_generation_pause(const etkv_generation* generation, etkv_error** error);
 
 /**
+ * Runs one step of the program that was last loaded with the cache, as its
+ * `forward` would, and stores the id of the greatest logit of each token's row,
+ * the first of equal ones. The logits stay on the device: on a GPU it takes
+ * longer to copy those of a few tokens than to verify these. A tree is verified
+ * after etkv_tree_cache_propose(), by its tokens in that order; a step of several
+ * sequences is declared before, as for `forward`.
+ *
+ * @param tokens     `n` token ids, at least one.
+ * @param positions  the position of each.
+ * @param chosen     receives `n` token ids.
+ *
+ * ETKV_ERROR_INVALID_ARGUMENT if no MLX program is loaded with the cache, and
+ * ETKV_ERROR_KIND for a cache of another backend. ETKV_ERROR_UNSUPPORTED for a
+ * program whose inputs are not tokens [1, T] and positions [T], and for several
+ * tokens of one that was loaded with `logits=last`. ETKV_ERROR_BACKEND for
+ * logits that are not numbers, and the errors of a step that the cache refuses.
+ * After an error the cache is as it was.
+ */
+ETKV_API etkv_status etkv_generation_choose(
+    const etkv_cache* cache,
+    const int64_t* tokens,
+    const int32_t* positions,
+    size_t n,
+    int64_t* chosen,
+    etkv_error** error);
+
+/**
  * Warms up the MLX program that was last loaded with the cache, while that is
  * empty: on a GPU it runs steps of several lengths, which are rolled back, so
  * that the first token takes no longer than later ones. What the GPU compiles

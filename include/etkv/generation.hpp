@@ -10,6 +10,7 @@
 #include <cstddef>
 #include <cstdint>
 #include <functional>
+#include <string>
 #include <utility>
 #include <vector>
 
@@ -181,6 +182,36 @@ inline Result<std::vector<int64_t>> generate(
       return answer;
     }
   }
+}
+
+/// Runs one step of the program that was last loaded with the cache, and returns
+/// the id of the greatest logit of each token's row; see etkv_generation_choose.
+/// There are as many positions as tokens.
+inline Result<std::vector<int64_t>> choose(
+    const Cache& cache,
+    const std::vector<int64_t>& tokens,
+    const std::vector<int32_t>& positions) {
+  if (tokens.empty() || tokens.size() != positions.size()) {
+    return Error(
+        ETKV_ERROR_INVALID_ARGUMENT,
+        std::to_string(tokens.size()) + " tokens at " +
+            std::to_string(positions.size()) +
+            " positions; expected 1 or more, one at each");
+  }
+  std::vector<int64_t> chosen(tokens.size());
+  auto done = detail::run([&](etkv_error** error) {
+    return etkv_generation_choose(
+        cache.raw(),
+        tokens.data(),
+        positions.data(),
+        tokens.size(),
+        chosen.data(),
+        error);
+  });
+  if (!done.ok()) {
+    return done.error();
+  }
+  return chosen;
 }
 
 /// Warms up the program that was last loaded with the cache; see

@@ -243,6 +243,23 @@ class Program:
         with contextlib.suppress(KindError, UnsupportedError):
             _capi.call("etkv_generation_warm_up", self.session._raw(), _capi.ffi.NULL, _capi.ffi.NULL)
 
+    def choose(self, tokens: Sequence[int], positions: Sequence[int]) -> list[int]:
+        """Run a step as :meth:`forward` does, and return the id of the greatest logit of each token's row.
+
+        The device chooses, so the logits are not copied: a GPU verifies a few tokens in less time than the copy of
+        their logits takes. Needs an MLX program that was loaded with ``logits="all"``, and raises
+        :class:`UnsupportedError` or :class:`KindError` for another. After an error the cache is as it was.
+        """
+        self.check_open()
+        if self.session is None:
+            raise EtkvError(f"{self.path.name} was loaded without a session: pass one to etkv.load")
+        if not tokens or len(tokens) != len(positions):
+            raise EtkvError(f"{len(tokens)} tokens at {len(positions)} positions; expected 1 or more, one at each")
+        chosen = _capi.ffi.new("int64_t[]", len(tokens))
+        ids, at = _capi.ffi.new("int64_t[]", list(tokens)), _capi.ffi.new("int32_t[]", list(positions))
+        _capi.call("etkv_generation_choose", self.session._raw(), ids, at, len(tokens), chosen)
+        return list(chosen)
+
     def ends_with(self, part: Closable) -> None:
         """Close ``part``, which holds the program, when the program is closed."""
         self._parts.add(part)

@@ -181,6 +181,8 @@ static void generations(void) {
   const etkv_status invalid = ETKV_ERROR_INVALID_ARGUMENT;
   const float logits[3] = {0.5f, 2.0f, 1.0f};
   const int64_t text[2] = {1, 0};
+  const int32_t positions[2] = {0, 1};
+  int64_t chosen[2] = {-7, -7};
   etkv_sampling sampling = {0};
   etkv_prompt prompt = {0};
   etkv_generation_options options = {0};
@@ -237,6 +239,16 @@ static void generations(void) {
       invalid);
   CHECK(generation == untouched_one);
   CHECK_INT(etkv_generation_warm_up(cache, NULL, NULL, NULL), invalid);
+  CHECK_INT(
+      etkv_generation_choose(cache, text, positions, 2, chosen, NULL), invalid);
+  CHECK_INT(
+      etkv_generation_choose(cache, NULL, positions, 2, chosen, NULL), invalid);
+  CHECK_INT(
+      etkv_generation_choose(cache, text, NULL, 2, chosen, NULL), invalid);
+  CHECK_INT(
+      etkv_generation_choose(cache, text, positions, 2, NULL, NULL), invalid);
+  CHECK_INT(chosen[0], -7);
+  CHECK_INT(chosen[1], -7);
   etkv_cache_free(cache);
 
   CHECK_INT(etkv_generation_read_prompts(NULL, &n, NULL), invalid);

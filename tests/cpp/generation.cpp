@@ -209,6 +209,49 @@ void between_tokens() {
   CHECK_REFUSED(one.next(), ETKV_ERROR_POSITION, "goes on at 10");
 }
 
+/// Steps of the host's own whose ids the device chooses: those of the rows of
+/// logits, in text and in trees, and nothing of a step that is refused.
+void choices() {
+  const Ids prompt = text(20, 11);
+  Ids wanted;
+  On<TreeCache> logits;
+  const Rows rows = logits.model.at(0, prompt);
+  for (int64_t row = 0; row < rows.count; ++row) {
+    wanted.push_back(rows.row(row).best());
+  }
+  On<TreeCache> bound;
+  const TreeCache& cache = *bound.operator->();
+  const auto at = [](int32_t first, size_t n) {
+    std::vector<int32_t> positions(n);
+    std::iota(positions.begin(), positions.end(), first);
+    return positions;
+  };
+  CHECK(must(choose(cache, prompt, at(0, 20))) == wanted);
+  CHECK_INT(*bound->length(), 20);
+
+  // Three candidates behind the first of four tokens.
+  const Ids tree = {1, 2, 3, 4};
+  const std::vector<int32_t> positions = {20, 21, 21, 22};
+  must(bound->propose({-1, 0, 0, 2}));
+  const auto chosen = must(choose(cache, tree, positions));
+  for (const Ids& path : {Ids{1}, Ids{1, 2}, Ids{1, 3}, Ids{1, 3, 4}}) {
+    must(logits->rewind(20));
+    const auto node = static_cast<size_t>(path.back()) - 1;
+    CHECK_INT(logits.model.at(20, path).best(), chosen[node]);
+  }
+  must(bound->commit({0, 2}));
+  CHECK_INT(*bound->length(), 22);
+
+  const auto invalid = ETKV_ERROR_INVALID_ARGUMENT;
+  CHECK_REFUSED(choose(cache, {}, {}), invalid, "0 tokens");
+  CHECK_REFUSED(
+      choose(cache, {1, 2}, {22}), invalid, "2 tokens at 1 positions");
+  CHECK_REFUSED(choose(cache, {1}, {30}), ETKV_ERROR_POSITION, "30");
+  CHECK_REFUSED(
+      choose(cache, text(33), at(22, 33)), invalid, "33 tokens; the program");
+  CHECK_INT(*bound->length(), 22);
+}
+
 /// A warm-up leaves nothing, and a cache that holds positions alone.
 template <typename Face>
 void warm_ups() {
@@ -278,6 +321,15 @@ void refusals() {
       Generation::make(*last.operator->(), {{{1}, 0}, {{1}, 1}}, options()),
       invalid,
       "load it with logits=all");
+  CHECK_REFUSED(
+      choose(*last.operator->(), {1, 2}, {0, 1}),
+      ETKV_ERROR_UNSUPPORTED,
+      "load it with logits=all");
+  CHECK_REFUSED(
+      choose(on_cpu.cache(), {1}, {0}),
+      ETKV_ERROR_KIND,
+      "expected a cache in MLX storage");
+  CHECK_INT(*last->length(), 0);
 }
 
 } // namespace
@@ -293,6 +345,7 @@ int main() {
   ends();
   batches();
   between_tokens();
+  choices();
   warm_ups<etkv::Cache>();
   warm_ups<etkv::TreeCache>();
   refusals();

@@ -201,6 +201,26 @@ def test_the_device_chooses_what_the_host_chooses(program, monkeypatch, sampling
     assert drawn() == on_device
 
 
+def test_the_device_chooses_for_every_token_of_a_step(tiny):
+    """Those of the rows of logits; a step that is refused leaves nothing."""
+    with etkv.DecodeSession(config(tiny, 64)) as session, etkv.load(tiny.path, session) as program:
+        wanted = program.forward(PROMPT, range(len(PROMPT))).argmax(-1).tolist()
+        session.clear()
+        assert program.choose(PROMPT, range(len(PROMPT))) == wanted
+        for tokens, at, told in [
+            ([], [], "0 tokens"),
+            ([1], [0, 1], "1 tokens at 2 positions"),
+            ([1], [60], "60"),
+        ]:
+            with pytest.raises(etkv.EtkvError, match=told):
+                program.choose(tokens, at)
+        assert session.length == len(PROMPT)
+    with pytest.raises(etkv.EtkvError, match="is closed"):
+        program.choose([1], [0])
+    with etkv.load(tiny.path, None) as program, pytest.raises(etkv.EtkvError, match="without a session"):
+        program.choose([1], [0])
+
+
 def test_a_program_that_is_closed_ends_its_answers(tiny):
     with etkv.DecodeSession(config(tiny, 200)) as session:
         with etkv.load(tiny.path, session, logits="last") as program:

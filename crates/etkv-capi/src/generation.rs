@@ -150,6 +150,35 @@ pub unsafe extern "C" fn etkv_generation_pause(
     unsafe { boundary(error, || handle::look_up(generation, "generation")?.0.pause()) }
 }
 
+/// Runs one step of the program that was last loaded with a cache, and chooses a token for each of its
+/// own.
+///
+/// # Safety
+/// Pointers are NULL or as the header says.
+#[no_mangle]
+pub unsafe extern "C" fn etkv_generation_choose(
+    cache: *const etkv_cache,
+    tokens: *const i64,
+    positions: *const i32,
+    n: usize,
+    chosen: *mut i64,
+    error: *mut *mut etkv_error,
+) -> i32 {
+    // SAFETY: the caller says so.
+    unsafe {
+        boundary(error, || {
+            let chosen = out(chosen, "chosen")?;
+            let cache = handle::look_up(cache, "cache")?;
+            let tokens = list(tokens, n, "tokens")?;
+            let ids = inner::choose(&cache.cache, tokens, list(positions, n, "positions")?)?;
+            for (index, &id) in ids.iter().enumerate() {
+                chosen.add(index).write(id);
+            }
+            Ok(())
+        })
+    }
+}
+
 /// Warms up the program that was last loaded with a cache.
 ///
 /// # Safety
@@ -192,6 +221,10 @@ mod inner {
     pub fn warm_up(cache: &SharedCache, progress: &mut dyn FnMut(usize, usize)) -> Result<()> {
         Program::bound_to(cache)?.warm_up(progress)?;
         Ok(())
+    }
+
+    pub fn choose(cache: &SharedCache, tokens: &[i64], positions: &[i32]) -> Result<Vec<i64>> {
+        Ok(Program::bound_to(cache)?.choose(tokens, positions)?)
     }
 
     /// Answers of an MLX program.
@@ -269,6 +302,10 @@ mod inner {
     use super::{etkv_generation_options, Next, Result};
 
     pub fn warm_up(_: &SharedCache, _: &mut dyn FnMut(usize, usize)) -> Result<()> {
+        fail!(Unsupported, "this libetkv runs no MLX programs");
+    }
+
+    pub fn choose(_: &SharedCache, _: &[i64], _: &[i32]) -> Result<Vec<i64>> {
         fail!(Unsupported, "this libetkv runs no MLX programs");
     }
 

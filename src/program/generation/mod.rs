@@ -8,6 +8,7 @@
 
 mod ahead;
 mod answer;
+mod choose;
 mod device_loop;
 mod sampler;
 mod step;
