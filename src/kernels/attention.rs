@@ -3,8 +3,9 @@
 //!
 //! A launch costs the host 6 to 10 µs, which is most of the time of a step of a few tokens. So the
 //! kernel does not leave the merging of slices to a second one: its blocks count themselves, and the
-//! last merges. See `cuda/attention.cuh`.
+//! last merges. See `attention.cuh` of `etkv_cuda`.
 
+use etkv_cuda::text;
 use mlx_rs::transforms::eval;
 use mlx_rs::{Array, Dtype};
 use parking_lot::Mutex;
@@ -277,12 +278,7 @@ impl Template {
         inputs.push(c"done");
         let header = header(
             "attention",
-            concat!(
-                include_str!("cuda/instructions.cuh"),
-                include_str!("cuda/rows.cuh"),
-                include_str!("cuda/slice.cuh"),
-                include_str!("cuda/attention.cuh"),
-            ),
+            &[text::INSTRUCTIONS, text::ROWS, text::SLICE, text::ATTENTION].concat(),
         )?;
         let outputs = [c"out", c"partial"];
         Kernel::new(c"etkv_attention", &inputs, &outputs, &source(&call)?, &header, bytes).map(Some)

@@ -3,8 +3,9 @@
 //!
 //! MLX gives products to cuBLAS: each call costs the host 16 to 30 µs on an H200, where a launch costs 6 to
 //! 10, and the first call with another number of rows 3 ms. The time of the device is that of reading
-//! the weight, in both. See `cuda/few_rows.cuh`.
+//! the weight, in both. See `few_rows.cuh` of `etkv_cuda`.
 
+use etkv_cuda::text;
 use mlx_rs::ops::broadcast_to;
 use mlx_rs::transforms::eval;
 use mlx_rs::{Array, Dtype};
@@ -318,14 +319,8 @@ impl Template {
              work.run(out, reinterpret_cast<{name}*>(shared_memory), sums, squares);\n",
         );
         let inputs = [c"x", c"w", c"bias", c"norm", c"plus", c"positions", c"periods", c"form"];
-        let header = header(
-            "few_rows",
-            concat!(
-                include_str!("cuda/instructions.cuh"),
-                include_str!("cuda/turn.cuh"),
-                include_str!("cuda/few_rows.cuh"),
-            ),
-        )?;
+        let header =
+            header("few_rows", &[text::INSTRUCTIONS, text::TURN, text::FEW_ROWS].concat())?;
         Kernel::new(c"etkv_few_rows", &inputs, &[c"out"], &source(&call)?, &header, BYTES_SHARED)
             .map(Some)
     }

@@ -3,6 +3,7 @@
 //! MLX's function takes the tokens as a batch, which must lie without gaps: a piece of a joined product
 //! is copied for it.
 
+use etkv_cuda::text;
 use mlx_rs::transforms::eval;
 use mlx_rs::{Array, Dtype};
 use parking_lot::Mutex;
@@ -70,8 +71,7 @@ fn tried(dtype: &Dtype) -> Result<Option<Kernel>> {
          work.run(out);\n",
     );
     let inputs = [c"x", c"positions", c"periods"];
-    let header =
-        header("rotary", concat!(include_str!("cuda/turn.cuh"), include_str!("cuda/rotary.cuh")))?;
+    let header = header("rotary", &[text::TURN, include_str!("cuda/rotary.cuh")].concat())?;
     let kernel = Kernel::new(c"etkv_rotary", &inputs, &[c"out"], &source(&call)?, &header, 0)?;
     let x = Array::ones::<f32>(&[1, 1, 1, 2])?.as_dtype(*dtype)?;
     let (positions, periods) = (Array::zeros::<i32>(&[1])?, Array::ones::<f32>(&[1])?);

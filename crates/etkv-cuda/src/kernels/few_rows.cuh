@@ -1,7 +1,7 @@
 // Products of a few rows with a weight: each weight is read once, from where it lies, into registers.
 // What a layer does before and after a product is done on the way: its rows are normalized; the
 // activated half of the outputs gates the other half, or heads turn by rotary embedding; and the result
-// is added to other rows.
+// is added to other rows. Heads of keys and values may go to where a cache keeps them.
 
 namespace etkv {
 
@@ -30,6 +30,19 @@ __device__ inline float activated(int gate, float x) {
   return 0.5f * x * (1.0f + tanhf(0.79788456f * (x + 0.044715f * x * x * x)));
 }
 
+// Where heads go. The first `queries` heads go to the result; the next `each` are keys, and the last are
+// values, which go to pools of `[each, capacity, head_dim]`. The keys are null if all go to the result.
+template <typename E>
+struct Pools {
+  E* keys;
+  E* values;
+  // The elements between two heads.
+  long long keys_head, values_head;
+  // The place of each row in a head.
+  const int* slots;
+  int queries, each;
+};
+
 template <typename E>
 struct FewRows {
   const E* x;
@@ -56,6 +69,9 @@ struct FewRows {
   long long position_step;
   const float* periods;
   long long period_step;
+  Pools<E> pools = {};
+  // Rows of up to so many elements are in shared memory, those between them counted in.
+  int most_shared = MOST_SHARED;
 
   // Eight elements that lie anywhere.
   __device__ static uint4 gathered(const E* from, long long step) {
@@ -69,12 +85,12 @@ struct FewRows {
   __device__ static bool is_aligned(const E* at) { return reinterpret_cast<unsigned long long>(at) % 16 == 0; }
 
   __device__ static uint4 piece_of(const E* at, long long step, bool aligned) {
-    return aligned ? __ldg(reinterpret_cast<const uint4*>(at)) : gathered(at, step);
+    return aligned ? read_rows(at) : gathered(at, step);
   }
 
   __device__ bool is_x_aligned() const { return column == 1 && row % 8 == 0 && is_aligned(x); }
 
-  __device__ bool is_shared() const { return rows * (inner + PAD) <= MOST_SHARED; }
+  __device__ bool is_shared() const { return rows * (inner + PAD) <= most_shared; }
 
   // A tile has two outputs of each pair that belongs together: a gate and what is gated, or two that turn.
   __device__ bool is_paired() const { return gate || head_dim; }
@@ -211,6 +227,7 @@ struct FewRows {
     aim();
 #pragma unroll
     for (int place = 0; place < DEPTH; ++place) ask(place);
+    wait_for_previous();
     if (is_in_shared) share(shared, squares);
 
     float acc[TILES][4] = {};
@@ -292,6 +309,18 @@ struct FewRows {
     }
   }
 
+  // Returns the place of an output of a head. That of another element of the head is as far as the
+  // elements are apart.
+  __device__ E* place_of(E* out, int r, int output) const {
+    if (!pools.keys) return out + static_cast<long long>(r) * outputs + output;
+    int head = output / head_dim, element = output % head_dim;
+    if (head < pools.queries) return out + (static_cast<long long>(r) * pools.queries + head) * head_dim + element;
+    head -= pools.queries;
+    long long at = static_cast<long long>(pools.slots[r]) * head_dim + element;
+    if (head < pools.each) return pools.keys + head * pools.keys_head + at;
+    return pools.values + (head - pools.each) * pools.values_head + at;
+  }
+
   // Writes two outputs of a head, which turn if they are among the first. Rounds where a function of its
   // own would.
   __device__ void end_pair(E* out, int r, int output, float sum, float other) const {
@@ -305,7 +334,7 @@ struct FewRows {
       float angle = angle_of(positions[r * position_step], periods[output % head_dim * period_step]);
       turn(first, second, angle);
     }
-    E* to = out + static_cast<long long>(r) * outputs + output;
+    E* to = place_of(out, r, output);
     to[0] = first;
     to[half] = second;
   }

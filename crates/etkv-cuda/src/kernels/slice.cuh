@@ -41,6 +41,8 @@ struct Slice {
   float total[2];
   float sums[DV / 8][4];
 
+  // The slices that have keys: as many as the grid has, or fewer if there are fewer tiles.
+  int slices;
   // This thread of its warp, and what the warp has of the block.
   int thread, warp, row_warps, row_of_warp, key_of_warp, head;
 
@@ -61,6 +63,7 @@ struct Slice {
     row_of_warp = ROWS * (warp % row_warps);
     key_of_warp = STEP * row_warps * (warp / row_warps);
     head = blockIdx.y;
+    slices = max(min(tiles(), static_cast<int>(gridDim.x)), 1);
     for (int i = 0; i < 2; ++i) {
       most[i] = -INFINITY;
       total[i] = 0;
@@ -219,8 +222,8 @@ struct Slice {
 
   __device__ void attend_to_slice() {
     int tiles = this->tiles();
-    int begin = static_cast<int>(static_cast<long long>(tiles) * blockIdx.x / gridDim.x);
-    int end = static_cast<int>(static_cast<long long>(tiles) * (blockIdx.x + 1) / gridDim.x);
+    int begin = static_cast<int>(static_cast<long long>(tiles) * blockIdx.x / slices);
+    int end = static_cast<int>(static_cast<long long>(tiles) * (blockIdx.x + 1) / slices);
     bool k_aligned = k.is_aligned(), v_aligned = v.is_aligned();
     E* stages = reinterpret_cast<E*>(shared);
     auto load_tile = [&](int tile) {
@@ -314,7 +317,7 @@ struct Slice {
         whole += weight * ends[2 * at + 1];
         for (int j = 0; j < 4; ++j) sum[j] += weight * all[at * SUM_PITCH + column + j];
       }
-      if (gridDim.x == 1) {
+      if (slices == 1) {
         write(out, first_row() + r, column, sum, whole);
         continue;
       }

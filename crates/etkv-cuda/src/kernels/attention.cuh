@@ -11,7 +11,8 @@ constexpr int MOST_GROUPS = 8;
 template <typename E, int DK, int DV, int MASK, int STAGES, int MOST_ROW_WARPS>
 struct Attention : Slice<E, DK, DV, MASK, STAGES, MOST_ROW_WARPS> {
   using Base = Slice<E, DK, DV, MASK, STAGES, MOST_ROW_WARPS>;
-  using Base::first_row, Base::leave, Base::rows_of_block, Base::shared, Base::sizes, Base::write;
+  using Base::first_row, Base::leave, Base::rows_of_block, Base::shared, Base::sizes, Base::slices,
+      Base::write;
 
   // Merges `n` slices of these rows, `step` apart from `first` on. Writes the result if these are all,
   // or else what they leave in the place of the first.
@@ -98,9 +99,11 @@ struct Attention : Slice<E, DK, DV, MASK, STAGES, MOST_ROW_WARPS> {
   // two steps, so that the last block has less to read.
   __device__ void run(E* out, float* partial, unsigned* counts) {
     this->start();
+    int slice = blockIdx.x, rows_of_blocks = blockIdx.z * gridDim.y + blockIdx.y;
+    // The grid may be one for more keys than there are.
+    if (slice >= slices) return;
     this->attend_to_slice();
-    int slices = gridDim.x, slice = blockIdx.x, rows_of_blocks = blockIdx.z * gridDim.y + blockIdx.y;
-    long long rows = static_cast<long long>(slices) * rows_of_block();
+    long long rows = static_cast<long long>(gridDim.x) * rows_of_block();
     float* parts = partial + rows_of_blocks * rows * DV;
     float* stats = partial + gridDim.z * gridDim.y * rows * DV + 2 * rows_of_blocks * rows;
     this->end_slice(out, parts, stats);

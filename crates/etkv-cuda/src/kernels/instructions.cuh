@@ -51,6 +51,31 @@ __device__ inline uint4 read_once(const void* at) {
   return x;
 }
 
+// Reads 16 bytes that the kernel before this one may have written. Where that kernel may still run when
+// this one begins, the read cannot be one of constants, which the compiler moves and caches keep.
+__device__ inline uint4 read_rows(const void* at) {
+#ifdef ETKV_OVERLAPS
+  return *reinterpret_cast<const uint4*>(at);
+#else
+  return __ldg(reinterpret_cast<const uint4*>(at));
+#endif
+}
+
+// Lets the next kernel begin once all blocks are here.
+__device__ inline void let_next_begin() {
+#ifdef ETKV_OVERLAPS
+  asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
+#endif
+}
+
+// Waits for the end of the kernel before, which has waited likewise. Nothing that another kernel writes
+// is read before, and nothing is written.
+__device__ inline void wait_for_previous() {
+#ifdef ETKV_OVERLAPS
+  asm volatile("griddepcontrol.wait;" ::: "memory");
+#endif
+}
+
 // Adds the product of a 16x16 and a 16x8 matrix to a 16x8 matrix in float32.
 template <typename E>
 __device__ inline void multiply(float (&c)[4], const unsigned (&a)[4], unsigned b0, unsigned b1) {

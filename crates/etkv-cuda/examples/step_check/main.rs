@@ -1,0 +1,244 @@
+//! Checks the kernels of etkv-cuda on a GPU against plain arithmetic, launch by launch, and times steps.
+//!
+//! `step_check [FOLDER]` keeps compiled kernels in FOLDER, or in one of the temporary directory.
+#![allow(missing_docs)]
+
+mod model;
+mod reference;
+mod timing;
+
+use std::collections::BTreeMap;
+use std::error::Error;
+use std::io::Write;
+use std::path::PathBuf;
+use std::process::ExitCode;
+use std::time::Instant;
+
+use etkv_cuda::{Captured, Device, Element, Plan, StepInputs};
+
+use model::{rounded, to_bytes, to_numbers, Model, Random, Shape};
+use reference::Done;
+
+type Answer<T> = Result<T, Box<dyn Error>>;
+
+/// Prints a line that is seen even if the next one never comes.
+macro_rules! say {
+    ($($text:tt)*) => {{
+        println!($($text)*);
+        let _ = std::io::stdout().flush();
+    }};
+}
+pub(crate) use say;
+
+const SMALL: Shape = Shape {
+    name: "8/2 heads",
+    element: Element::Bf16,
+    layers: 2,
+    hidden: 256,
+    n_q: 8,
+    n_kv: 2,
+    head_dim: 64,
+    intermediate: 512,
+    vocabulary: 1000,
+    capacity: 2304,
+    bias: false,
+    turns: true,
+};
+
+const NINE: Shape = Shape { name: "9/3 heads", hidden: 576, n_q: 9, n_kv: 3, ..SMALL };
+
+const WIDE: Shape = Shape { name: "4/2 heads of 128", n_q: 4, head_dim: 128, ..SMALL };
+
+fn main() -> ExitCode {
+    match run() {
+        Ok(true) => {
+            say!("ok: all checks passed");
+            ExitCode::SUCCESS
+        }
+        Ok(false) => {
+            say!("FAIL: see above");
+            ExitCode::FAILURE
+        }
+        Err(error) => {
+            say!("FAIL: {error}");
+            ExitCode::FAILURE
+        }
+    }
+}
+
+fn run() -> Answer<bool> {
+    let begin = Instant::now();
+    let folder = std::env::args().nth(1).map(PathBuf::from);
+    let folder = folder.unwrap_or_else(|| std::env::temp_dir().join("etkv-cubins"));
+    let device = Device::open(Some(&folder))?;
+    say!("device open after {:?}, kernels in {}", begin.elapsed(), folder.display());
+    let mut good = true;
+    let checked: &[Element] = match std::env::var_os("ETKV_QUICK") {
+        Some(_) => &[],
+        None => &[Element::Bf16, Element::F16],
+    };
+    for &element in checked {
+        for shape in [
+            SMALL,
+            Shape { bias: true, turns: false, ..SMALL },
+            NINE,
+            Shape { bias: true, ..NINE },
+            WIDE,
+        ] {
+            good &= check_shape(&device, Shape { element, ..shape })?;
+        }
+    }
+    say!("checked after {:?}", begin.elapsed());
+    timing::run(&device)?;
+    say!("all after {:?}", begin.elapsed());
+    Ok(good)
+}
+
+fn check_shape(device: &Device, shape: Shape) -> Answer<bool> {
+    let Shape { name, element, bias, turns, .. } = shape;
+    say!("{name}, {element:?}, bias {bias}, turns {turns}");
+    let limit = if element == Element::Bf16 { 0.012 } else { 0.002 };
+    let mut random = Random(0x9e37_79b9_7f4a_7c15);
+    let mut model = Model::new(device, shape, Some(Random(88_172_645_463_325_252)))?;
+    fill_pools(&mut model, &mut random)?;
+    let mut good = true;
+    for tokens in [1, 2, 5, 8, 16] {
+        let spread = model.plan(tokens, true, false);
+        let mut kinds = Vec::new();
+        for (what, plan) in [
+            ("compact", model.plan(tokens, false, false)),
+            ("overlap", Plan { overlap: true, ..model.plan(tokens, false, false) }),
+            ("last row", Plan { overlap: true, ..model.plan(tokens, false, true) }),
+            ("few blocks", Plan { attention_blocks: Some(1), ..model.plan(tokens, true, false) }),
+        ] {
+            kinds.push((what, device.capture(&plan)?));
+        }
+        let mut captured = device.capture(&spread)?;
+        let mut largest = BTreeMap::new();
+        for before in [0, 47, 64, 1000, 2100] {
+            let step = Tokens::new(tokens, before, before % 2 == 1, &mut random, shape);
+            let step = step.inputs(before);
+            // SAFETY: the model outlives the graphs, and nothing else uses it.
+            let outputs = unsafe { captured.run(&step) }?;
+            let logits = outputs.logits.to_vec();
+            let chosen = outputs.chosen.to_vec();
+            good &= are_greatest(&to_numbers(element, &logits), &chosen);
+            let done = Done { model: &model, plan: &spread, captured: &captured, step };
+            for launch in &spread.launches {
+                for found in done.differences(launch)? {
+                    let most = largest.entry(found.what).or_insert(0.0);
+                    *most = f64::max(*most, found.largest);
+                }
+            }
+            let pools = read_pools(&model)?;
+            for (what, other) in &mut kinds {
+                for again in 0..2 {
+                    let same = is_same(what, other, &step, &logits, &chosen, limit, element)?;
+                    let same = same && (*what == "few blocks" || read_pools(&model)? == pools);
+                    if !same {
+                        say!("  FAIL {what}: T {tokens}, {before} keys before, run {again}");
+                        good = false;
+                    }
+                }
+            }
+            // The next steps read the rows that the first plan wrote.
+            for (memory, bytes) in model.pools.iter_mut().zip(&pools) {
+                memory.write(0, bytes)?;
+            }
+        }
+        let within = largest.values().all(|&most| most <= limit);
+        let word = if within { "ok  " } else { "FAIL" };
+        let all: Vec<String> =
+            largest.iter().map(|(what, most)| format!("{what} {most:.5}")).collect();
+        say!("  {word} T {tokens}: {}; limit {limit}", all.join(", "));
+        good &= within;
+    }
+    Ok(good)
+}
+
+/// The tokens of a step.
+struct Tokens {
+    ids: Vec<i32>,
+    positions: Vec<i32>,
+    slots: Vec<i32>,
+}
+
+impl Tokens {
+    /// Makes tokens behind `before` keys. The slots of some steps are in another order.
+    fn new(n: usize, before: usize, mixed: bool, random: &mut Random, shape: Shape) -> Self {
+        let id = |x: f64| (x.abs() * 1e4) as i32 % shape.vocabulary as i32;
+        let mut ids: Vec<i32> = (0..n).map(|_| id(random.next())).collect();
+        if n > 4 {
+            ids[1] = -5;
+            ids[2] = i32::MAX;
+        }
+        let positions = (before as i32..).take(n).collect();
+        let mut slots: Vec<i32> = (before as i32..).take(n).collect();
+        if mixed {
+            slots.reverse();
+        }
+        Self { ids, positions, slots }
+    }
+
+    fn inputs(&self, before: usize) -> StepInputs<'_> {
+        let Self { ids, positions, slots } = self;
+        StepInputs { ids, positions, slots, n_keys: before + ids.len() }
+    }
+}
+
+fn fill_pools(model: &mut Model, random: &mut Random) -> Answer<()> {
+    let element = model.shape.element;
+    for pool in &mut model.pools {
+        let rows: Vec<f64> =
+            (0..pool.bytes() / 2).map(|_| rounded(element, random.next())).collect();
+        pool.write(0, &to_bytes(element, &rows))?;
+    }
+    Ok(())
+}
+
+fn read_pools(model: &Model) -> Answer<Vec<Vec<u8>>> {
+    let mut all = Vec::new();
+    for pool in &model.pools {
+        let mut bytes = vec![0; pool.bytes()];
+        pool.read(0, &mut bytes)?;
+        all.push(bytes);
+    }
+    Ok(all)
+}
+
+fn are_greatest(logits: &[f64], chosen: &[i32]) -> bool {
+    let vocabulary = logits.len() / chosen.len().max(1);
+    let greatest = |row: &[f64]| {
+        let first = |best: usize, (i, x): (usize, &f64)| if *x > row[best] { i } else { best };
+        row.iter().enumerate().fold(0, first) as i32
+    };
+    let expected: Vec<i32> = logits.chunks_exact(vocabulary).map(greatest).collect();
+    if expected != chosen {
+        say!("  FAIL chosen {chosen:?}, expected {expected:?}");
+    }
+    expected == chosen
+}
+
+/// Returns whether another plan for the same step has the same logits: the same bits, or nearly the same
+/// ones where the work is divided otherwise.
+fn is_same(
+    what: &str,
+    other: &mut Captured,
+    step: &StepInputs,
+    logits: &[u8],
+    chosen: &[i32],
+    limit: f64,
+    element: Element,
+) -> Answer<bool> {
+    // SAFETY: the model outlives the graphs, and nothing else uses it.
+    let outputs = unsafe { other.run(step) }?;
+    if what != "few blocks" && what != "last row" {
+        return Ok(outputs.logits == logits && outputs.chosen == chosen);
+    }
+    // The last row alone is normalized by other warps. The differences of an attention grow in the layers
+    // behind it.
+    let last = logits.len().saturating_sub(outputs.logits.len());
+    let [x, y] = [&logits[last..], outputs.logits].map(|bytes| to_numbers(element, bytes));
+    let near = x.iter().zip(&y).all(|(x, y)| (x - y).abs() < 8.0 * limit);
+    Ok(near && !y.is_empty() && are_greatest(&y, outputs.chosen))
+}

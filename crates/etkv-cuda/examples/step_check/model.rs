@@ -1,0 +1,256 @@
+//! Decoders as plans.
+
+use etkv_cuda::{
+    Address, Attend, Buffer, Device, Element, Embed, Gate, Heads, Launch, Logits, Memory, Norm,
+    Plan, Pool, Product, Result,
+};
+use half::{bf16, f16};
+
+/// The sizes of a decoder.
+#[derive(Debug, Clone, Copy)]
+pub struct Shape {
+    pub name: &'static str,
+    pub element: Element,
+    pub layers: usize,
+    pub hidden: usize,
+    pub n_q: usize,
+    pub n_kv: usize,
+    pub head_dim: usize,
+    pub intermediate: usize,
+    pub vocabulary: usize,
+    pub capacity: usize,
+    pub bias: bool,
+    pub turns: bool,
+}
+
+/// Random numbers of about a normal distribution.
+pub struct Random(pub u64);
+
+impl Random {
+    pub fn next(&mut self) -> f64 {
+        let mut sum = 0.0;
+        for _ in 0..6 {
+            self.0 ^= self.0 << 13;
+            self.0 ^= self.0 >> 7;
+            self.0 ^= self.0 << 17;
+            sum += (self.0 >> 11) as f64 / (1u64 << 53) as f64;
+        }
+        (sum - 3.0) * std::f64::consts::SQRT_2
+    }
+}
+
+/// Returns a number as the elements have it.
+pub fn rounded(element: Element, x: f64) -> f64 {
+    match element {
+        Element::F16 => f64::from(f16::from_f32(x as f32)),
+        Element::Bf16 => f64::from(bf16::from_f32(x as f32)),
+    }
+}
+
+pub fn to_bytes(element: Element, numbers: &[f64]) -> Vec<u8> {
+    let bits = |&x: &f64| match element {
+        Element::F16 => f16::from_f32(x as f32).to_le_bytes(),
+        Element::Bf16 => bf16::from_f32(x as f32).to_le_bytes(),
+    };
+    numbers.iter().flat_map(bits).collect()
+}
+
+pub fn to_numbers(element: Element, bytes: &[u8]) -> Vec<f64> {
+    let number = |bits: &[u8]| match element {
+        Element::F16 => f64::from(f16::from_le_bytes([bits[0], bits[1]])),
+        Element::Bf16 => f64::from(bf16::from_le_bytes([bits[0], bits[1]])),
+    };
+    bytes.chunks_exact(2).map(number).collect()
+}
+
+/// A matrix, on the device and here.
+pub struct Weight {
+    pub memory: Memory,
+    pub numbers: Vec<f64>,
+}
+
+/// The weights and the pools of a decoder.
+pub struct Model {
+    pub shape: Shape,
+    pub weights: Vec<Weight>,
+    pub pools: Vec<Memory>,
+    random: Option<Random>,
+}
+
+/// Indices of a layer's weights, behind the table.
+const NORM: usize = 0;
+const QKV: usize = 1;
+const BIAS: usize = 2;
+const O: usize = 3;
+const NORM_2: usize = 4;
+const GATE_UP: usize = 5;
+const DOWN: usize = 6;
+const EACH: usize = 7;
+
+impl Model {
+    /// Makes a decoder of random weights, or of zeros.
+    pub fn new(device: &Device, shape: Shape, random: Option<Random>) -> Result<Self> {
+        let mut model = Self { shape, weights: Vec::new(), pools: Vec::new(), random };
+        let Shape { hidden, intermediate, vocabulary, .. } = shape;
+        let outputs = (shape.n_q + 2 * shape.n_kv) * shape.head_dim;
+        model.add(device, vocabulary * hidden, 1.0)?;
+        for _ in 0..shape.layers {
+            let of = |inner: usize| 1.0 / (inner as f64).sqrt();
+            model.add(device, hidden, 1.0)?;
+            model.add(device, outputs * hidden, of(hidden))?;
+            model.add(device, outputs, 0.5)?;
+            model.add(device, hidden * shape.n_q * shape.head_dim, of(hidden))?;
+            model.add(device, hidden, 1.0)?;
+            model.add(device, 2 * intermediate * hidden, of(hidden))?;
+            model.add(device, hidden * intermediate, of(intermediate))?;
+            for _ in 0..2 {
+                let elements = shape.n_kv * shape.capacity * shape.head_dim;
+                model.pools.push(device.allocate(2 * elements)?);
+            }
+        }
+        model.add(device, hidden, 1.0)?;
+        model.add(device, vocabulary * hidden, 1.0 / (hidden as f64).sqrt())?;
+        let half = shape.head_dim / 2;
+        let period = |j: usize| 10_000f32.powf(j as f32 / half as f32);
+        let periods: Vec<f32> = (0..half).map(period).collect();
+        let mut memory = device.allocate(4 * half)?;
+        let bytes: Vec<u8> = periods.iter().flat_map(|period| period.to_le_bytes()).collect();
+        memory.write(0, &bytes)?;
+        let numbers = periods.into_iter().map(f64::from).collect();
+        model.weights.push(Weight { memory, numbers });
+        Ok(model)
+    }
+
+    fn add(&mut self, device: &Device, elements: usize, scale: f64) -> Result<()> {
+        let element = self.shape.element;
+        let mut memory = device.allocate(2 * elements)?;
+        let mut numbers = Vec::new();
+        if let Some(random) = &mut self.random {
+            numbers.extend((0..elements).map(|_| rounded(element, random.next() * scale)));
+            memory.write(0, &to_bytes(element, &numbers))?;
+        }
+        self.weights.push(Weight { memory, numbers });
+        Ok(())
+    }
+
+    /// Returns the numbers at an address.
+    pub fn numbers(&self, address: Address) -> &[f64] {
+        let found = self.weights.iter().find(|weight| weight.memory.address() == address);
+        found.map_or(&[], |weight| &weight.numbers)
+    }
+
+    fn at(&self, index: usize) -> Address {
+        self.weights[index].memory.address()
+    }
+
+    fn pool(&self, index: usize) -> Pool {
+        Pool { address: self.pools[index].address(), capacity: self.shape.capacity }
+    }
+
+    /// Returns a plan of a step. With `spread` each launch has a buffer of its own, so that all results
+    /// can be read afterwards.
+    pub fn plan(&self, tokens: usize, spread: bool, last_row: bool) -> Plan {
+        let Shape { hidden, n_q, n_kv, head_dim, intermediate, vocabulary, .. } = self.shape;
+        let outputs = (n_q + 2 * n_kv) * head_dim;
+        let mut buffers = Buffers { sizes: Vec::new(), spread, shared: Vec::new() };
+        let mut launches = Vec::new();
+        let norm = |weight| Some(Norm { weight: Some(weight), eps: 1e-5 });
+        let plain = |x, weight, inner, outputs, out| Product {
+            x,
+            last_row: false,
+            weight,
+            inner,
+            outputs,
+            bias: None,
+            norm: None,
+            gate: None,
+            plus: None,
+            heads: None,
+            out,
+        };
+        let mut x = buffers.take(0, tokens * hidden);
+        let table = self.at(0);
+        launches.push(Launch::Embed(Embed { table, vocabulary, inner: hidden, out: x }));
+        for layer in 0..self.shape.layers {
+            let at = |index| self.at(1 + EACH * layer + index);
+            let (keys, values) = (self.pool(2 * layer), self.pool(2 * layer + 1));
+            let periods = self.shape.turns.then(|| self.at(self.weights.len() - 1));
+            let heads = Heads { n_q, n_kv, head_dim, periods, keys, values };
+            let q = buffers.take(1, tokens * n_q * head_dim);
+            launches.push(Launch::Product(Product {
+                bias: self.shape.bias.then(|| at(BIAS)),
+                norm: norm(at(NORM)),
+                heads: Some(heads),
+                ..plain(x, at(QKV), hidden, outputs, q)
+            }));
+            let attended = buffers.take(2, tokens * n_q * head_dim);
+            let scale = 1.0 / (head_dim as f32).sqrt();
+            let out = attended;
+            launches.push(Launch::Attend(Attend {
+                q,
+                keys,
+                values,
+                n_q,
+                n_kv,
+                head_dim,
+                scale,
+                out,
+            }));
+            let next = buffers.take(0, tokens * hidden);
+            launches.push(Launch::Product(Product {
+                plus: Some(x),
+                ..plain(attended, at(O), n_q * head_dim, hidden, next)
+            }));
+            x = next;
+            let gated = buffers.take(3, tokens * intermediate);
+            launches.push(Launch::Product(Product {
+                norm: norm(at(NORM_2)),
+                gate: Some(Gate::Silu),
+                ..plain(x, at(GATE_UP), hidden, intermediate, gated)
+            }));
+            let next = buffers.take(0, tokens * hidden);
+            launches.push(Launch::Product(Product {
+                plus: Some(x),
+                ..plain(gated, at(DOWN), intermediate, hidden, next)
+            }));
+            x = next;
+        }
+        let rows = if last_row { 1 } else { tokens };
+        let logits = buffers.take(4, rows * vocabulary);
+        let end = 1 + EACH * self.shape.layers;
+        launches.push(Launch::Product(Product {
+            last_row,
+            norm: norm(self.at(end)),
+            ..plain(x, self.at(end + 1), hidden, vocabulary, logits)
+        }));
+        Plan {
+            element: self.shape.element,
+            tokens,
+            buffers: buffers.sizes,
+            launches,
+            logits: Some(Logits { buffer: logits, rows, vocabulary, copied: true, chosen: true }),
+            overlap: false,
+            attention_blocks: None,
+        }
+    }
+}
+
+/// The buffers of a plan, by their use.
+struct Buffers {
+    sizes: Vec<usize>,
+    spread: bool,
+    shared: Vec<(usize, Buffer)>,
+}
+
+impl Buffers {
+    fn take(&mut self, usage: usize, elements: usize) -> Buffer {
+        let found = self.shared.iter().find(|(known, _)| *known == usage);
+        if let (Some((_, buffer)), false) = (found, self.spread) {
+            return *buffer;
+        }
+        let buffer = Buffer(self.sizes.len());
+        self.sizes.push(elements);
+        self.shared.push((usage, buffer));
+        buffer
+    }
+}

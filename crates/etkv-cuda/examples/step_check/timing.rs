@@ -1,0 +1,125 @@
+//! The time of a step.
+
+use std::time::Instant;
+
+use etkv_cuda::{Device, Element, Logits, Plan, Result, StepInputs};
+
+use crate::model::{Model, Shape};
+use crate::say;
+use std::io::Write;
+
+const CAPACITY: usize = 8192;
+const RUNS: usize = 40;
+
+const LLAMA: Shape = Shape {
+    name: "Llama-3.2-1B",
+    element: Element::Bf16,
+    layers: 16,
+    hidden: 2048,
+    n_q: 32,
+    n_kv: 8,
+    head_dim: 64,
+    intermediate: 8192,
+    vocabulary: 128_256,
+    capacity: CAPACITY,
+    bias: false,
+    turns: true,
+};
+
+const SMOL: Shape = Shape {
+    name: "SmolLM2-135M",
+    layers: 30,
+    hidden: 576,
+    n_q: 9,
+    n_kv: 3,
+    intermediate: 1536,
+    vocabulary: 49_152,
+    ..LLAMA
+};
+
+/// Prints the median time of steps, with the launch and the wait of the host.
+pub fn run(device: &Device) -> Result<()> {
+    for shape in [LLAMA, SMOL] {
+        let model = Model::new(device, shape, None)?;
+        let bytes: usize = model.weights[1..].iter().map(|weight| weight.memory.bytes()).sum();
+        say!(
+            "{}: {} MB of weights a step; median us of {RUNS} steps",
+            shape.name,
+            bytes / 1_000_000
+        );
+        if std::env::var_os("ETKV_QUICK").is_some() {
+            for tokens in [1, 8] {
+                let mut text = String::new();
+                for keys in [16, 256, 2048] {
+                    for copied in [true, false] {
+                        let mut plan = Plan { overlap: true, ..model.plan(tokens, false, false) };
+                        plan.logits = plan.logits.map(|logits| Logits { copied, ..logits });
+                        let time = median(&mut device.capture(&plan)?, tokens, keys)?;
+                        text.push_str(&format!(" {time:8.1}"));
+                    }
+                }
+                say!("  T {tokens}, keys 16, 256, 2048, copied and chosen: {text}");
+            }
+            continue;
+        }
+        say!("  T  keys | logits copied: apart overlap | chosen only: apart overlap | GB/s of weights");
+        for tokens in [1, 2, 4, 8, 16] {
+            let mut graphs = Vec::new();
+            for copied in [true, false] {
+                for overlap in [false, true] {
+                    let mut plan = Plan { overlap, ..model.plan(tokens, false, false) };
+                    plan.logits = plan.logits.map(|logits| Logits { copied, ..logits });
+                    graphs.push(device.capture(&plan)?);
+                }
+            }
+            for keys in [256, 2048, 8000] {
+                let mut times = Vec::new();
+                for graph in &mut graphs {
+                    times.push(median(graph, tokens, keys)?);
+                }
+                let rate = bytes as f64 / times[3] / 1e3;
+                say!(
+                    "  {tokens:2} {keys:5} | {:21.1} {:7.1} | {:19.1} {:7.1} | {rate:.0}",
+                    times[0],
+                    times[1],
+                    times[2],
+                    times[3],
+                );
+            }
+        }
+        let blocks = [66, 132, 264, 396, 528];
+        say!("  blocks of attention {blocks:?}, chosen only, overlap");
+        for tokens in [1, 8] {
+            for keys in [256, 2048, 8000] {
+                let mut times = Vec::new();
+                for blocks in blocks {
+                    let mut plan = model.plan(tokens, false, false);
+                    plan.overlap = true;
+                    plan.attention_blocks = Some(blocks);
+                    plan.logits = plan.logits.map(|logits| Logits { copied: false, ..logits });
+                    times.push(median(&mut device.capture(&plan)?, tokens, keys)?);
+                }
+                let times: Vec<String> = times.iter().map(|time| format!("{time:.1}")).collect();
+                say!("  {tokens:2} {keys:5} | {}", times.join(" "));
+            }
+        }
+    }
+    Ok(())
+}
+
+fn median(graph: &mut etkv_cuda::Captured, tokens: usize, keys: usize) -> Result<f64> {
+    let ids: Vec<i32> = (0..tokens as i32).collect();
+    let slots: Vec<i32> = ((keys - tokens) as i32..).take(tokens).collect();
+    let step = StepInputs { ids: &ids, positions: &slots, slots: &slots, n_keys: keys };
+    let mut times = Vec::new();
+    for run in 0..RUNS + 4 {
+        let begin = Instant::now();
+        // SAFETY: the model outlives the graph, and nothing else uses it.
+        unsafe { graph.run(&step) }?;
+        if run >= 4 {
+            times.push(begin.elapsed().as_secs_f64() * 1e6);
+        }
+    }
+    times.sort_by(f64::total_cmp);
+    Ok(times[times.len() / 2])
+}

@@ -1,0 +1,165 @@
+// The product of a single row with a weight. A warp has two rows of the weight at a time, which belong
+// together: those of a gate and of what is gated, those of two elements that turn, or two neighbours.
+// It asks for their first pieces before it waits for the kernel before, and never for a piece that
+// another block has asked for.
+
+namespace etkv {
+
+// Pieces of 8 elements that a thread has of each of the two rows at a time, and how often it has them.
+constexpr int ROW_PIECES = 4;
+constexpr int ROW_DEPTH = 2;
+constexpr int ROW_BATCH = 8 * 32 * ROW_PIECES;
+// Pieces of `x` that a thread keeps in registers between its two readings.
+constexpr int ROW_HELD = 4;
+
+template <typename E>
+struct OneRow : FewRows<E> {
+  using Base = FewRows<E>;
+  using Base::end_output, Base::end_pair, Base::gathered, Base::is_aligned, Base::normalized, Base::piece_of,
+      Base::sum_of_squares;
+  using Base::gate, Base::head_dim, Base::inner, Base::norm, Base::norm_step, Base::normalizes, Base::outputs;
+
+  __device__ int pairs() const { return gate ? outputs : (outputs + 1) / 2; }
+
+  // The first output of a pair; of a gate, the only one.
+  __device__ int output_of(int pair) const {
+    if (gate) return pair;
+    if (!head_dim) return 2 * pair;
+    int half = head_dim / 2;
+    return pair / half * head_dim + pair % half;
+  }
+
+  // How far apart the two rows of the weight are.
+  __device__ int apart() const { return gate ? outputs : head_dim ? head_dim / 2 : 1; }
+
+  // Copies the row to shared memory, normalized if that is asked for.
+  __device__ void share_row(E* shared, float* squares) const {
+    constexpr int THREADS = 32 * SHARES;
+    bool aligned = is_aligned(this->x), norm_aligned = is_aligned(norm);
+    auto piece = [&](int at) { return piece_of(this->x + at, 1, aligned); };
+    uint4 held[ROW_HELD];
+    float sum = 0;
+#pragma unroll
+    for (int i = 0; i < ROW_HELD; ++i) {
+      int at = 8 * (threadIdx.x + THREADS * i);
+      held[i] = at < inner ? piece(at) : make_uint4(0, 0, 0, 0);
+      sum += sum_of_squares(held[i]);
+    }
+    for (int at = 8 * (threadIdx.x + THREADS * ROW_HELD); at < inner; at += 8 * THREADS) {
+      sum += sum_of_squares(piece(at));
+    }
+    float scale = 1;
+    if (normalizes) {
+#pragma unroll
+      for (int step = 16; step > 0; step /= 2) sum += __shfl_xor_sync(0xffffffffu, sum, step);
+      if (threadIdx.x % 32 == 0) squares[threadIdx.x / 32] = sum;
+      __syncthreads();
+      float whole = 0;
+#pragma unroll
+      for (int share = 0; share < SHARES; ++share) whole += squares[share];
+      scale = rsqrtf(whole / inner + this->eps);
+    }
+    auto leave = [&](int at, uint4 y) {
+      if (normalizes) {
+        uint4 weights = norm ? piece_of(norm + at * norm_step, norm_step, norm_aligned) : make_uint4(0, 0, 0, 0);
+        y = normalized(y, weights, scale);
+      }
+      *reinterpret_cast<uint4*>(shared + at) = y;
+    };
+#pragma unroll
+    for (int i = 0; i < ROW_HELD; ++i) {
+      int at = 8 * (threadIdx.x + THREADS * i);
+      if (at < inner) leave(at, held[i]);
+    }
+    for (int at = 8 * (threadIdx.x + THREADS * ROW_HELD); at < inner; at += 8 * THREADS) leave(at, piece(at));
+    __syncthreads();
+  }
+
+  __device__ static void add_product(float& sum, uint4 piece, uint4 other) {
+    E a[8], b[8];
+    memcpy(a, &piece, sizeof(piece));
+    memcpy(b, &other, sizeof(other));
+#pragma unroll
+    for (int i = 0; i < 8; ++i) sum += static_cast<float>(a[i]) * static_cast<float>(b[i]);
+  }
+
+  __device__ void run_row(E* out, E* shared, float* squares) const {
+    int thread = threadIdx.x % 32, first = blockIdx.x * SHARES + threadIdx.x / 32;
+    int stride = gridDim.x * SHARES, n = pairs(), batches = (inner + ROW_BATCH - 1) / ROW_BATCH;
+    bool aligned = is_aligned(this->w);
+
+    uint4 a[ROW_DEPTH][2][ROW_PIECES];
+    const E* at_row[2];
+    int next = first, next_batch = 0;
+    auto aim = [&]() {
+      int output = output_of(next);
+      // The last of an odd number of outputs is its own neighbour.
+      int other = gate ? output + outputs : min(output + apart(), outputs - 1);
+      at_row[0] = this->w + static_cast<long long>(output) * inner;
+      at_row[1] = this->w + static_cast<long long>(other) * inner;
+    };
+    auto ask = [&](int place) {
+#pragma unroll
+      for (int j = 0; j < ROW_PIECES; ++j) {
+        int from = next_batch * ROW_BATCH + 8 * (thread + 32 * j);
+        bool exists = next < n && from < inner;
+#pragma unroll
+        for (int i = 0; i < 2; ++i) {
+          a[place][i][j] = make_uint4(0, 0, 0, 0);
+          if (exists) a[place][i][j] = aligned ? read_once(at_row[i] + from) : gathered(at_row[i] + from, 1);
+        }
+      }
+      if (++next_batch == batches) {
+        next_batch = 0;
+        next += stride;
+        aim();
+      }
+    };
+    aim();
+#pragma unroll
+    for (int place = 0; place < ROW_DEPTH; ++place) ask(place);
+    wait_for_previous();
+    share_row(shared, squares);
+
+    float sums[2] = {};
+    int pair = first, batch = 0;
+    while (pair < n) {
+#pragma unroll
+      for (int place = 0; place < ROW_DEPTH; ++place) {
+        if (pair >= n) break;
+#pragma unroll
+        for (int j = 0; j < ROW_PIECES; ++j) {
+          int from = batch * ROW_BATCH + 8 * (thread + 32 * j);
+          if (from >= inner) continue;
+          uint4 y = *reinterpret_cast<const uint4*>(shared + from);
+          add_product(sums[0], a[place][0][j], y);
+          add_product(sums[1], a[place][1][j], y);
+        }
+        ask(place);
+        if (++batch < batches) continue;
+        end_row(out, pair, sums);
+        sums[0] = sums[1] = 0;
+        batch = 0;
+        pair += stride;
+      }
+    }
+  }
+
+  __device__ void end_row(E* out, int pair, float (&sums)[2]) const {
+#pragma unroll
+    for (int step = 16; step > 0; step /= 2) {
+      sums[0] += __shfl_xor_sync(0xffffffffu, sums[0], step);
+      sums[1] += __shfl_xor_sync(0xffffffffu, sums[1], step);
+    }
+    if (threadIdx.x % 32 != 0) return;
+    int output = output_of(pair);
+    if (head_dim) {
+      end_pair(out, 0, output, sums[0], sums[1]);
+      return;
+    }
+    end_output(out, 0, output, sums[0], sums[1]);
+    if (!gate && output + 1 < outputs) end_output(out, 0, output + 1, sums[1], 0);
+  }
+};
+
+}  // namespace etkv

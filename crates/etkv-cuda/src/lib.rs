@@ -1,0 +1,19 @@
+//! A decode step of a language model as one replayed CUDA graph.
+//!
+//! A [`Plan`] says what 1 to 16 tokens of one sequence go through: rows of a table, products with
+//! weights, and attention over the keys and values of each layer. [`Device::capture`] makes a graph of it,
+//! and [`Captured::run`] replays that: a step then costs the host one launch, whatever its kernels.
+//!
+//! Weights, keys and values belong to another library of the same process; the plan has their addresses.
+//! This crate knows nothing of that library, of caches, or of programs. It builds and loads where there
+//! is no CUDA: [`Device::open`] then says so.
+
+#[cfg(feature = "device")]
+mod step;
+pub mod text;
+
+#[cfg(feature = "device")]
+pub use step::{
+    Address, Attend, Buffer, Captured, Device, Element, Embed, Error, Gate, Heads, Launch, Logits,
+    Memory, Norm, Outputs, Plan, Pool, Product, Result, StepInputs, MOST_TOKENS,
+};

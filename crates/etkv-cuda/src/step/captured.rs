@@ -1,0 +1,248 @@
+//! A step as a graph that is replayed.
+
+use std::ptr::null_mut;
+
+use cudarc::driver::sys::{self, CUstreamCaptureMode};
+
+use crate::step::check::{capacity, check as check_plan, check_step, StepInputs};
+use crate::step::device::Device;
+use crate::step::driver::{Pinned, Stream};
+use crate::step::error::{check, fail, Result};
+use crate::step::launch::{int, Step};
+use crate::step::plan::{Buffer, Plan, MOST_TOKENS};
+use crate::step::work::{Work, LOGITS_AT};
+
+/// A plan that is captured: an instantiated graph and its memory. It keeps its device.
+///
+/// Dropping it waits for a step that runs.
+#[derive(Debug)]
+pub struct Captured {
+    exec: sys::CUgraphExec,
+    started: bool,
+    tokens: usize,
+    capacity: usize,
+    /// The ids that are chosen, and the bytes of logits that are copied.
+    chosen: usize,
+    logits: usize,
+    step: Pinned,
+    outputs: Pinned,
+    /// What the graph's nodes name.
+    work: Work,
+    device: Device,
+}
+
+// SAFETY: a graph may be used by all threads, one at a time, which `&mut` ensures.
+unsafe impl Send for Captured {}
+// SAFETY: shared references read plain fields only.
+unsafe impl Sync for Captured {}
+
+/// What a step gives the host.
+#[derive(Debug, Clone, Copy)]
+pub struct Outputs<'a> {
+    /// The logits, `[rows, vocabulary]` of the plan's elements, in their 2 bytes each. Empty if they are
+    /// not copied.
+    pub logits: &'a [u8],
+    /// The place of the greatest logit of each row, the first of equals, or -1 if one is NaN or
+    /// the greatest is infinite. Empty if
+    /// none is chosen.
+    pub chosen: &'a [i32],
+}
+
+impl Captured {
+    pub(crate) fn new(device: &Device, plan: &Plan) -> Result<Self> {
+        check_plan(plan)?;
+        let context = &device.0.context;
+        let bytes_of = |rows: usize, columns: usize| 2 * rows * columns;
+        let all = plan.logits.map_or(0, |logits| bytes_of(logits.rows, logits.vocabulary));
+        let copied = plan.logits.is_some_and(|logits| logits.copied);
+        let logits = if copied { all } else { 0 };
+        let chosen = plan.logits.filter(|logits| logits.chosen).map_or(0, |logits| logits.rows);
+        let work = Work::new(device, plan)?;
+        let step = Pinned::new(context, size_of::<Step>())?;
+        let outputs = Pinned::new(context, LOGITS_AT + logits)?;
+
+        let stream = Stream::new(context)?;
+        let graph = Graph::capture(&stream, || {
+            // SAFETY: both places have so many bytes, as long as the graph lives.
+            check("cuMemcpyHtoDAsync", unsafe {
+                let to = work.step.address().0;
+                sys::cuMemcpyHtoDAsync_v2(to, step.data().cast(), size_of::<Step>(), stream.raw)
+            })?;
+            work.launch_all(&stream, plan)?;
+            let begin = if chosen > 0 { 0 } else { LOGITS_AT };
+            let end = if copied { LOGITS_AT + logits } else { 4 * chosen };
+            if end <= begin {
+                return Ok(());
+            }
+            let from = work.outputs.address().0 + begin as u64;
+            // SAFETY: both places have so many bytes, as long as the graph lives.
+            check("cuMemcpyDtoHAsync", unsafe {
+                let to = outputs.data().add(begin).cast();
+                sys::cuMemcpyDtoHAsync_v2(to, from, end - begin, stream.raw)
+            })
+        })?;
+        let exec = graph.instantiate(&device.0.stream)?;
+        Ok(Self {
+            exec,
+            started: false,
+            tokens: plan.tokens,
+            capacity: capacity(plan),
+            chosen,
+            logits,
+            step,
+            outputs,
+            work,
+            device: device.clone(),
+        })
+    }
+
+    /// Runs a step and waits for it.
+    ///
+    /// # Errors
+    /// [`Error::Step`](crate::Error::Step) for a step that does not fit the plan, or while one runs;
+    /// nothing has changed then. [`Error::Driver`](crate::Error::Driver) if the device fails, which
+    /// leaves the step's rows of the pools unknown.
+    ///
+    /// # Safety
+    /// As for [`Captured::start`].
+    pub unsafe fn run(&mut self, step: &StepInputs) -> Result<Outputs<'_>> {
+        // SAFETY: as the caller says.
+        unsafe { self.start(step) }?;
+        self.wait()
+    }
+
+    /// Starts a step, which runs after those that were started before on this device.
+    ///
+    /// # Errors
+    /// As for [`Captured::run`].
+    ///
+    /// # Safety
+    /// All addresses of the plan are live until the step has been waited for, with the shapes that the
+    /// plan says; what other streams write there is complete; and no other work writes there, or
+    /// reads the step's rows of the pools, meanwhile.
+    pub unsafe fn start(&mut self, step: &StepInputs) -> Result<()> {
+        if self.started {
+            fail!(Step, "a step of this plan runs; wait for it first");
+        }
+        check_step(step, self.tokens, self.capacity)?;
+        let mut inputs = Step {
+            keys: int(step.n_keys),
+            unused: [0; 3],
+            ids: [0; MOST_TOKENS],
+            positions: [0; MOST_TOKENS],
+            slots: [0; MOST_TOKENS],
+        };
+        inputs.ids[..self.tokens].copy_from_slice(step.ids);
+        inputs.positions[..self.tokens].copy_from_slice(step.positions);
+        inputs.slots[..self.tokens].copy_from_slice(step.slots);
+        // SAFETY: the block has the bytes of a step, and is aligned to a page. No graph reads it: none is
+        // started.
+        unsafe { self.step.data().cast::<Step>().write(inputs) };
+        let Device(device) = &self.device;
+        let _current = device.context.enter()?;
+        // SAFETY: the graph and the stream are live, and what the graph names is, as the caller says.
+        let launched = unsafe { sys::cuGraphLaunch(self.exec, device.stream.raw) };
+        check("cuGraphLaunch", launched)?;
+        self.started = true;
+        Ok(())
+    }
+
+    /// Waits for the step that was started, and returns its results.
+    ///
+    /// # Errors
+    /// [`Error::Step`](crate::Error::Step) if none was started, and
+    /// [`Error::Driver`](crate::Error::Driver) if the device fails.
+    pub fn wait(&mut self) -> Result<Outputs<'_>> {
+        if !self.started {
+            fail!(Step, "no step was started");
+        }
+        self.started = false;
+        self.device.0.stream.wait()?;
+        let bytes = self.outputs.bytes();
+        // SAFETY: the block has 64 ids or more, and is aligned to a page.
+        let chosen = unsafe { std::slice::from_raw_parts(bytes.as_ptr().cast(), self.chosen) };
+        Ok(Outputs { logits: &bytes[LOGITS_AT..][..self.logits], chosen })
+    }
+}
+
+impl Captured {
+    /// Copies what the last step left in the beginning of a buffer, for tests: a launch may have written
+    /// over what another one left.
+    ///
+    /// # Errors
+    /// [`Error::Step`](crate::Error::Step) while a step runs or for more bytes than the buffer has, and
+    /// [`Error::Driver`](crate::Error::Driver) if the device fails.
+    pub fn read(&self, buffer: Buffer, to: &mut [u8]) -> Result<()> {
+        if self.started {
+            fail!(Step, "a step of this plan runs; wait for it first");
+        }
+        let Some(&(place, bytes)) = self.work.places.get(buffer.0) else {
+            fail!(Step, "buffer {} of {}", buffer.0, self.work.places.len());
+        };
+        if to.len() > bytes {
+            fail!(Step, "{} bytes of buffer {}, which has {bytes}", to.len(), buffer.0);
+        }
+        let _current = self.device.0.context.enter()?;
+        // SAFETY: the buffer has so many bytes.
+        let copied = unsafe { sys::cuMemcpyDtoH_v2(to.as_mut_ptr().cast(), place, to.len()) };
+        check("cuMemcpyDtoH", copied)
+    }
+}
+
+impl Drop for Captured {
+    fn drop(&mut self) {
+        if self.started {
+            // After an error of the device nothing runs.
+            let _ = self.device.0.stream.wait();
+        }
+        if let Ok(_current) = self.device.0.context.enter() {
+            // SAFETY: instantiated once; no step runs.
+            unsafe { sys::cuGraphExecDestroy(self.exec) };
+        }
+    }
+}
+
+/// The nodes of a graph.
+struct Graph(sys::CUgraph);
+
+impl Graph {
+    /// Captures what `work` asks of the stream.
+    fn capture(stream: &Stream, work: impl FnOnce() -> Result<()>) -> Result<Self> {
+        let _current = stream.context.enter()?;
+        // Other threads, and other libraries, go on as they like.
+        let mode = CUstreamCaptureMode::CU_STREAM_CAPTURE_MODE_THREAD_LOCAL;
+        // SAFETY: the stream is live and no one else's.
+        check("cuStreamBeginCapture", unsafe { sys::cuStreamBeginCapture_v2(stream.raw, mode) })?;
+        let done = work();
+        let mut graph = Self(null_mut());
+        // SAFETY: writes a handle, or null.
+        let ended = unsafe { sys::cuStreamEndCapture(stream.raw, &mut graph.0) };
+        done?;
+        check("cuStreamEndCapture", ended)?;
+        Ok(graph)
+    }
+
+    /// Returns the graph as one that can run, its parts already on the device.
+    fn instantiate(&self, stream: &Stream) -> Result<sys::CUgraphExec> {
+        let _current = stream.context.enter()?;
+        let mut exec = null_mut();
+        // SAFETY: the graph and the stream are live; the first call writes the handle.
+        unsafe {
+            check("cuGraphInstantiate", sys::cuGraphInstantiateWithFlags(&mut exec, self.0, 0))?;
+            if let Err(error) = check("cuGraphUpload", sys::cuGraphUpload(exec, stream.raw)) {
+                sys::cuGraphExecDestroy(exec);
+                return Err(error);
+            }
+        }
+        Ok(exec)
+    }
+}
+
+impl Drop for Graph {
+    fn drop(&mut self) {
+        if !self.0.is_null() {
+            // SAFETY: made once.
+            unsafe { sys::cuGraphDestroy(self.0) };
+        }
+    }
+}

@@ -1,0 +1,261 @@
+//! Which plans and steps can be.
+
+use crate::step::error::{fail, Result};
+use crate::step::plan::{
+    Address, Attend, Buffer, Embed, Heads, Launch, Logits, Plan, Pool, Product, MOST_TOKENS,
+};
+
+/// The most elements of a row, rows of a table, and keys: products of two stay within 64 bits, and
+/// twice each within 32.
+const LARGEST: usize = 1 << 30;
+/// The most elements of a row that is multiplied, and heads.
+const LONGEST: usize = 1 << 24;
+const MOST_HEADS: usize = 4096;
+/// Elements that a thread reads at a time, and outputs of a tile.
+const PIECE: usize = 8;
+const TILE: usize = 16;
+/// The elements of a head.
+const DIMS: std::ops::RangeInclusive<usize> = 32..=256;
+
+/// The inputs of a step of T tokens. The rows of keys and values that it writes are `slots`, and
+/// those that it reads are the first `n_keys`.
+#[derive(Debug, Clone, Copy)]
+pub struct StepInputs<'a> {
+    /// `[T]`.
+    pub ids: &'a [i32],
+    /// `[T]`: where the tokens are in the sequence.
+    pub positions: &'a [i32],
+    /// `[T]`: different rows of the pools. Attention takes the last T of the first `n_keys` rows for
+    /// those of the step's tokens.
+    pub slots: &'a [i32],
+    /// The keys after this step: T to the capacity of the pools.
+    pub n_keys: usize,
+}
+
+/// Returns an error if the plan cannot be on any device.
+pub(crate) fn check(plan: &Plan) -> Result<()> {
+    if !(1..=MOST_TOKENS).contains(&plan.tokens) {
+        fail!(Plan, "{} tokens, expected 1 to {MOST_TOKENS}", plan.tokens);
+    }
+    if plan.attention_blocks == Some(0) {
+        fail!(Plan, "0 blocks of attention, expected 1 or more");
+    }
+    for &elements in &plan.buffers {
+        is_within("elements of a buffer", elements, 1, LARGEST)?;
+    }
+    let mut work = Work { plan, written: vec![false; plan.buffers.len()] };
+    for (number, launch) in plan.launches.iter().enumerate() {
+        work.check_launch(launch).map_err(|error| match error {
+            crate::Error::Plan(text) => crate::Error::Plan(format!("launch {number}: {text}")),
+            error => error,
+        })?;
+    }
+    match plan.logits {
+        Some(logits) => work.check_logits(logits),
+        None => Ok(()),
+    }
+}
+
+/// Returns the rows that each head of every pool has.
+pub(crate) fn capacity(plan: &Plan) -> usize {
+    let of = |launch: &Launch| match launch {
+        Launch::Embed(_) => None,
+        Launch::Product(product) => {
+            product.heads.map(|heads| heads.keys.capacity.min(heads.values.capacity))
+        }
+        Launch::Attend(attend) => Some(attend.keys.capacity.min(attend.values.capacity)),
+    };
+    plan.launches.iter().filter_map(of).min().unwrap_or(LARGEST)
+}
+
+/// Returns an error if the step is not one of `tokens` tokens over pools of `capacity` rows.
+pub(crate) fn check_step(step: &StepInputs, tokens: usize, capacity: usize) -> Result<()> {
+    let given = [("ids", step.ids), ("positions", step.positions), ("slots", step.slots)];
+    for (name, given) in given {
+        if given.len() != tokens {
+            fail!(Step, "{} {name}, expected {tokens}", given.len());
+        }
+    }
+    if !(tokens..=capacity).contains(&step.n_keys) {
+        fail!(Step, "{} keys, expected {tokens} to {capacity}", step.n_keys);
+    }
+    for (t, &slot) in step.slots.iter().enumerate() {
+        if !usize::try_from(slot).is_ok_and(|slot| slot < capacity) {
+            fail!(Step, "slot {slot}, expected 0 to {}", capacity - 1);
+        }
+        if step.slots[..t].contains(&slot) {
+            fail!(Step, "slot {slot} twice");
+        }
+    }
+    Ok(())
+}
+
+/// A plan, and the buffers that the launches so far have written.
+struct Work<'a> {
+    plan: &'a Plan,
+    written: Vec<bool>,
+}
+
+impl Work<'_> {
+    fn check_launch(&mut self, launch: &Launch) -> Result<()> {
+        match launch {
+            Launch::Embed(embed) => self.check_embed(embed),
+            Launch::Product(product) => self.check_product(product),
+            Launch::Attend(attend) => self.check_attend(attend),
+        }
+    }
+
+    fn check_embed(&mut self, embed: &Embed) -> Result<()> {
+        is_within("rows of a table", embed.vocabulary, 1, LARGEST)?;
+        is_within("elements of a row", embed.inner, 1, LONGEST)?;
+        is_address("the table", embed.table, 2)?;
+        self.write(embed.out, self.plan.tokens * embed.inner)
+    }
+
+    fn check_product(&mut self, product: &Product) -> Result<()> {
+        let Product { inner, outputs, .. } = *product;
+        is_within("elements of a row", inner, PIECE, LONGEST)?;
+        if inner % PIECE != 0 {
+            fail!(Plan, "rows of {inner} elements, expected a multiple of {PIECE}");
+        }
+        is_within("outputs", outputs, 1, LONGEST)?;
+        let rows = rows(self.plan, product);
+        self.read(product.x, self.plan.tokens * inner)?;
+        is_address("the weight", product.weight, 2)?;
+        if let Some(bias) = product.bias {
+            is_address("the bias", bias, 2)?;
+        }
+        if let Some(norm) = product.norm {
+            if let Some(weight) = norm.weight {
+                is_address("the weight of the norm", weight, 2)?;
+            }
+            if !(norm.eps >= 0.0 && norm.eps.is_finite()) {
+                fail!(Plan, "an epsilon of {}, expected 0 or more", norm.eps);
+            }
+        }
+        if let Some(plus) = product.plus {
+            self.read(plus, rows * outputs)?;
+        }
+        if product.x == product.out {
+            fail!(Plan, "the result is written over the rows that are multiplied");
+        }
+        match &product.heads {
+            None => self.write(product.out, rows * outputs),
+            Some(heads) => {
+                if product.gate.is_some() || product.plus.is_some() || product.last_row {
+                    fail!(Plan, "heads have no gate, no sum, and all rows");
+                }
+                self.check_heads(heads, outputs)?;
+                self.write(product.out, rows * heads.n_q * heads.head_dim)
+            }
+        }
+    }
+
+    fn check_heads(&self, heads: &Heads, outputs: usize) -> Result<()> {
+        let Heads { n_q, n_kv, head_dim, .. } = *heads;
+        are_heads(n_q, n_kv, head_dim)?;
+        let expected = (n_q + 2 * n_kv) * head_dim;
+        if outputs != expected {
+            fail!(Plan, "{outputs} outputs, expected {expected} of {n_q}+2*{n_kv} heads");
+        }
+        if let Some(periods) = heads.periods {
+            is_address("the periods", periods, 4)?;
+        }
+        is_pool("the keys", heads.keys)?;
+        is_pool("the values", heads.values)
+    }
+
+    fn check_attend(&mut self, attend: &Attend) -> Result<()> {
+        let Attend { n_q, n_kv, head_dim, scale, .. } = *attend;
+        are_heads(n_q, n_kv, head_dim)?;
+        is_pool("the keys", attend.keys)?;
+        is_pool("the values", attend.values)?;
+        if !scale.is_finite() {
+            fail!(Plan, "a scale of {scale}, expected a finite one");
+        }
+        let elements = self.plan.tokens * n_q * head_dim;
+        self.read(attend.q, elements)?;
+        if attend.q == attend.out {
+            fail!(Plan, "the result is written over the queries");
+        }
+        self.write(attend.out, elements)
+    }
+
+    fn check_logits(&self, logits: Logits) -> Result<()> {
+        is_within("rows of logits", logits.rows, 1, MOST_TOKENS)?;
+        is_within("logits of a row", logits.vocabulary, 1, LONGEST)?;
+        self.read(logits.buffer, logits.rows * logits.vocabulary)
+    }
+
+    fn read(&self, buffer: Buffer, elements: usize) -> Result<()> {
+        self.has(buffer, elements)?;
+        if !self.written[buffer.0] {
+            fail!(Plan, "buffer {} is read before it is written", buffer.0);
+        }
+        Ok(())
+    }
+
+    fn write(&mut self, buffer: Buffer, elements: usize) -> Result<()> {
+        self.has(buffer, elements)?;
+        self.written[buffer.0] = true;
+        Ok(())
+    }
+
+    fn has(&self, Buffer(index): Buffer, elements: usize) -> Result<()> {
+        match self.plan.buffers.get(index) {
+            Some(&found) if found >= elements => Ok(()),
+            Some(found) => {
+                fail!(Plan, "buffer {index} has {found} elements, expected {elements}")
+            }
+            None => fail!(Plan, "buffer {index} of {}", self.plan.buffers.len()),
+        }
+    }
+}
+
+/// Returns the rows that a product multiplies.
+pub(crate) fn rows(plan: &Plan, product: &Product) -> usize {
+    if product.last_row {
+        1
+    } else {
+        plan.tokens
+    }
+}
+
+fn is_within(what: &str, value: usize, least: usize, most: usize) -> Result<()> {
+    if !(least..=most).contains(&value) {
+        fail!(Plan, "{value} {what}, expected {least} to {most}");
+    }
+    Ok(())
+}
+
+fn are_heads(n_q: usize, n_kv: usize, head_dim: usize) -> Result<()> {
+    is_within("heads", n_q, 1, MOST_HEADS)?;
+    is_within("heads of keys", n_kv, 1, n_q)?;
+    if n_q % n_kv != 0 {
+        fail!(Plan, "{n_q} heads, expected a multiple of {n_kv}");
+    }
+    if !DIMS.contains(&head_dim) || head_dim % TILE != 0 {
+        fail!(
+            Plan,
+            "heads of {head_dim} elements, expected a multiple of {TILE} of {} to {}",
+            DIMS.start(),
+            DIMS.end()
+        );
+    }
+    Ok(())
+}
+
+fn is_pool(what: &str, pool: Pool) -> Result<()> {
+    is_within("rows of a pool", pool.capacity, 1, LARGEST)?;
+    is_address(what, pool.address, 16)
+}
+
+fn is_address(what: &str, Address(address): Address, multiple: u64) -> Result<()> {
+    if address == 0 || address % multiple != 0 {
+        fail!(Plan, "{what} at {address:#x}, expected a multiple of {multiple} above 0");
+    }
+    Ok(())
+}
+
+#[cfg(test)]
+mod tests;

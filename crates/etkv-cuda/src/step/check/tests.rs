@@ -1,0 +1,162 @@
+use super::*;
+use crate::step::plan::{Element, Gate, Norm};
+use crate::Error;
+
+/// Returns a plan of one layer.
+fn plan() -> Plan {
+    let pool = |address| Pool { address: Address(address), capacity: 100 };
+    let (keys, values) = (pool(1 << 20), pool(2 << 20));
+    let product = Product {
+        x: Buffer(0),
+        last_row: false,
+        weight: Address(4096),
+        inner: 256,
+        outputs: 768,
+        bias: None,
+        norm: Some(Norm { weight: Some(Address(4096)), eps: 1e-5 }),
+        gate: None,
+        plus: None,
+        heads: None,
+        out: Buffer(1),
+    };
+    let heads = Heads { n_q: 8, n_kv: 2, head_dim: 64, periods: None, keys, values };
+    Plan {
+        element: Element::Bf16,
+        tokens: 4,
+        buffers: vec![4 * 256, 4 * 512, 4 * 512, 1000],
+        launches: vec![
+            Launch::Embed(Embed {
+                table: Address(4096),
+                vocabulary: 1000,
+                inner: 256,
+                out: Buffer(0),
+            }),
+            Launch::Product(Product { heads: Some(heads), ..product }),
+            Launch::Attend(Attend {
+                q: Buffer(1),
+                keys,
+                values,
+                n_q: 8,
+                n_kv: 2,
+                head_dim: 64,
+                scale: 0.125,
+                out: Buffer(2),
+            }),
+            Launch::Product(Product {
+                x: Buffer(2),
+                inner: 512,
+                outputs: 256,
+                norm: None,
+                plus: Some(Buffer(0)),
+                out: Buffer(0),
+                ..product
+            }),
+            Launch::Product(Product { last_row: true, outputs: 1000, out: Buffer(3), ..product }),
+        ],
+        logits: Some(Logits {
+            buffer: Buffer(3),
+            rows: 1,
+            vocabulary: 1000,
+            copied: true,
+            chosen: true,
+        }),
+        overlap: true,
+        attention_blocks: None,
+    }
+}
+
+/// Returns what is wrong with a plan that `change` has changed.
+fn refused(change: impl FnOnce(&mut Plan)) -> String {
+    let mut plan = plan();
+    change(&mut plan);
+    match check(&plan) {
+        Err(Error::Plan(text)) => text,
+        other => panic!("{other:?}"),
+    }
+}
+
+fn product(plan: &mut Plan, number: usize) -> &mut Product {
+    match &mut plan.launches[number] {
+        Launch::Product(product) => product,
+        other => panic!("{other:?}"),
+    }
+}
+
+fn heads(plan: &mut Plan) -> &mut Heads {
+    product(plan, 1).heads.as_mut().unwrap()
+}
+
+fn attend(plan: &mut Plan) -> &mut Attend {
+    match &mut plan.launches[2] {
+        Launch::Attend(attend) => attend,
+        other => panic!("{other:?}"),
+    }
+}
+
+#[test]
+fn a_plan_that_can_be_is_taken() {
+    check(&plan()).unwrap();
+    assert_eq!(capacity(&plan()), 100);
+}
+
+#[test]
+fn sizes_that_kernels_do_not_take_are_refused() {
+    assert_eq!(refused(|plan| plan.tokens = 0), "0 tokens, expected 1 to 16");
+    assert_eq!(refused(|plan| plan.tokens = 17), "17 tokens, expected 1 to 16");
+    assert!(refused(|plan| plan.attention_blocks = Some(0)).contains("0 blocks"));
+    let text = refused(|plan| product(plan, 3).inner = 508);
+    assert_eq!(text, "launch 3: rows of 508 elements, expected a multiple of 8");
+    assert!(refused(|plan| product(plan, 4).outputs = 0).contains("0 outputs"));
+    assert!(refused(|plan| product(plan, 1).outputs = 512).contains("expected 768"));
+    assert!(refused(|plan| heads(plan).n_kv = 3).contains("expected a multiple of 3"));
+    assert!(refused(|plan| heads(plan).head_dim = 72).contains("multiple of 16"));
+    assert!(refused(|plan| attend(plan).head_dim = 272).contains("of 272 elements"));
+    assert!(refused(|plan| attend(plan).scale = f32::NAN).contains("NaN"));
+    assert!(refused(|plan| product(plan, 1).norm = Some(Norm { weight: None, eps: -1.0 }))
+        .contains("-1"));
+}
+
+#[test]
+fn addresses_that_cannot_be_read_are_refused() {
+    assert!(refused(|plan| product(plan, 3).weight = Address(0)).contains("the weight at 0x0"));
+    assert!(refused(|plan| product(plan, 3).bias = Some(Address(3))).contains("the bias at 0x3"));
+    assert!(refused(|plan| heads(plan).keys.address = Address(8)).contains("a multiple of 16"));
+    assert!(refused(|plan| heads(plan).periods = Some(Address(2))).contains("the periods"));
+    assert!(refused(|plan| attend(plan).values.capacity = 0).contains("0 rows of a pool"));
+}
+
+#[test]
+fn buffers_that_do_not_fit_are_refused() {
+    assert!(refused(|plan| plan.buffers[1] -= 1).contains("buffer 1 has 2047 elements"));
+    assert!(refused(|plan| plan.buffers[3] = usize::MAX).contains("elements of a buffer"));
+    assert!(refused(|plan| product(plan, 4).out = Buffer(9)).contains("buffer 9 of 4"));
+    assert!(refused(|plan| product(plan, 3).out = Buffer(2)).contains("written over"));
+    assert!(refused(|plan| attend(plan).out = Buffer(1)).contains("over the queries"));
+    let text = refused(|plan| {
+        plan.launches.remove(2);
+    });
+    assert_eq!(text, "launch 2: buffer 2 is read before it is written");
+    assert!(refused(|plan| plan.logits.as_mut().unwrap().rows = 2).contains("expected 2000"));
+    assert!(refused(|plan| product(plan, 1).gate = Some(Gate::Silu)).contains("no gate"));
+}
+
+#[test]
+fn steps_that_do_not_fit_are_refused() {
+    let refused = |ids: &[i32], slots: &[i32], n_keys| {
+        let step = StepInputs { ids, positions: &[0, 1], slots, n_keys };
+        match check_step(&step, 2, 10) {
+            Err(Error::Step(text)) => text,
+            other => panic!("{other:?}"),
+        }
+    };
+    assert_eq!(refused(&[1], &[0, 1], 2), "1 ids, expected 2");
+    assert_eq!(refused(&[1, 2], &[0, 1, 2], 2), "3 slots, expected 2");
+    assert_eq!(refused(&[1, 2], &[0, 1], 1), "1 keys, expected 2 to 10");
+    assert_eq!(refused(&[1, 2], &[0, 1], 11), "11 keys, expected 2 to 10");
+    assert_eq!(refused(&[1, 2], &[0, 10], 10), "slot 10, expected 0 to 9");
+    assert_eq!(refused(&[1, 2], &[-1, 1], 10), "slot -1, expected 0 to 9");
+    assert_eq!(refused(&[1, 2], &[3, 3], 10), "slot 3 twice");
+    // Ids are not checked: the nearest row of the table is taken.
+    let step = StepInputs { ids: &[-1, i32::MAX], positions: &[0, 1], slots: &[9, 8], n_keys: 10 };
+    check_step(&step, 2, 10).unwrap();
+}

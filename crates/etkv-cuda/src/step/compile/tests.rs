@@ -1,0 +1,91 @@
+use std::cell::RefCell;
+
+use super::*;
+use crate::Error;
+
+/// Returns the compiler, unless its library is missing.
+fn found(capability: usize, folder: Option<&Path>) -> Option<Compiler> {
+    let compiler = Compiler::find(capability, folder);
+    if let Err(error) = &compiler {
+        eprintln!("skipped: {error}");
+    }
+    compiler.ok()
+}
+
+#[test]
+fn all_kernels_compile_without_headers() {
+    for capability in [80, 90, 100] {
+        let Some(compiler) = found(capability, None) else {
+            return;
+        };
+        for element in [Element::F16, Element::Bf16] {
+            let attend = |dim, tiles| Source::Attend { element, dim, tiles };
+            let sources = [Source::Product(element), attend(64, 2), attend(128, 2), attend(256, 1)];
+            // All take a minute.
+            let count = match (capability, element) {
+                (90, _) => 4,
+                (_, Element::Bf16) => 2,
+                _ => 0,
+            };
+            for source in &sources[..count] {
+                let cubin = compiler.compile(&source.text(capability)).unwrap();
+                assert_eq!(&cubin[..4], b"\x7fELF", "{source:?}");
+            }
+        }
+    }
+}
+
+#[test]
+fn a_text_that_is_none_is_refused_with_the_log() {
+    let Some(compiler) = found(90, None) else {
+        return;
+    };
+    let Err(Error::Compiler(text)) = compiler.compile("int main(") else {
+        panic!("compiled");
+    };
+    assert!(text.contains("etkv.cu"), "{text}");
+}
+
+#[test]
+fn a_kept_kernel_is_loaded_and_a_bad_one_compiled_anew() {
+    let folder = std::env::temp_dir().join(format!("etkv-cubins-{}", std::process::id()));
+    let Some(compiler) = found(90, Some(&folder)) else {
+        return;
+    };
+    let source = Source::Product(Element::F16);
+    let path = folder.join(compiler.name(&source.text(90)));
+    let first = compiler.load(source, |cubin| Ok(cubin.to_vec())).unwrap();
+    assert_eq!(read(&path).unwrap(), first);
+    // One that is whole but that the driver refuses.
+    write(&path, b"other").unwrap();
+    let seen = RefCell::new(Vec::new());
+    let load = |cubin: &[u8]| {
+        seen.borrow_mut().push(cubin.to_vec());
+        if cubin == b"other" {
+            fail!(Compiler, "refused");
+        }
+        Ok(())
+    };
+    compiler.load(source, load).unwrap();
+    assert_eq!(*seen.borrow(), [b"other".to_vec(), first.clone()]);
+    // One that is damaged, and one that is empty.
+    for bytes in [&[1u8; 100][..], &[]] {
+        fs::write(&path, bytes).unwrap();
+        assert_eq!(compiler.load(source, |cubin| Ok(cubin.to_vec())).unwrap(), first);
+        assert_eq!(read(&path).unwrap(), first);
+    }
+    assert_eq!(fs::read_dir(&folder).unwrap().count(), 1);
+    fs::remove_dir_all(&folder).unwrap();
+}
+
+#[test]
+fn only_devices_that_overlap_get_the_instructions() {
+    for source in [
+        Source::Product(Element::F16),
+        Source::Attend { element: Element::Bf16, dim: 64, tiles: 2 },
+    ] {
+        assert!(!source.text(80).contains("#define ETKV_OVERLAPS"));
+        assert!(source.text(90).contains("#define ETKV_OVERLAPS"));
+        assert!(!source.text(90).contains("#include"));
+    }
+}

@@ -1,0 +1,118 @@
+//! The device that steps run on.
+
+use std::collections::HashMap;
+use std::ffi::CStr;
+use std::path::Path;
+use std::sync::Arc;
+
+use cudarc::driver::sys::CUdevice_attribute as Attribute;
+use parking_lot::Mutex;
+
+use crate::step::captured::Captured;
+use crate::step::compile::{Compiler, Source};
+use crate::step::driver::{Context, Kernel, Memory, Module, Stream};
+use crate::step::error::{fail, Result};
+use crate::step::launch::Limits;
+use crate::step::plan::Plan;
+
+/// The least compute capability: that of Ampere, as the kernels' instructions need it.
+const LEAST_CAPABILITY: usize = 80;
+
+/// Device 0 of CUDA, and the kernels that are loaded on it. Clones are the same device.
+#[derive(Debug, Clone)]
+pub struct Device(pub(crate) Arc<Inner>);
+
+#[derive(Debug)]
+pub(crate) struct Inner {
+    modules: Mutex<HashMap<Source, Arc<Module>>>,
+    compiler: Compiler,
+    pub(crate) limits: Limits,
+    /// Whether kernels can begin before those before them have ended.
+    pub(crate) overlaps: bool,
+    pub(crate) stream: Stream,
+    pub(crate) context: Arc<Context>,
+}
+
+impl Device {
+    /// Opens device 0, with its primary context, which other libraries of this process share, and a
+    /// stream of its own. Compiled kernels are kept in `cubin_folder`, which need not exist.
+    ///
+    /// # Errors
+    /// [`Error::Unavailable`](crate::Error::Unavailable) with the reason, if there is no driver with
+    /// CUDA 12.3, no device of compute capability 8.0, or no compiler (libnvrtc);
+    /// [`Error::Driver`](crate::Error::Driver) if the driver fails.
+    pub fn open(cubin_folder: Option<&Path>) -> Result<Self> {
+        let context = Context::open()?;
+        let of = |attribute| context.attribute(attribute);
+        let capability = 10 * of(Attribute::CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR)?
+            + of(Attribute::CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MINOR)?;
+        if capability < LEAST_CAPABILITY {
+            fail!(
+                Unavailable,
+                "the device has compute capability {capability}, expected {LEAST_CAPABILITY}"
+            );
+        }
+        let limits = Limits {
+            processors: of(Attribute::CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT)?.max(1),
+            block_shared: of(Attribute::CU_DEVICE_ATTRIBUTE_MAX_SHARED_MEMORY_PER_BLOCK_OPTIN)?,
+            processor_shared: of(
+                Attribute::CU_DEVICE_ATTRIBUTE_MAX_SHARED_MEMORY_PER_MULTIPROCESSOR,
+            )?,
+        };
+        let compiler = Compiler::find(capability, cubin_folder)?;
+        let stream = Stream::new(&context)?;
+        let overlaps = capability >= 90;
+        let modules = Mutex::default();
+        Ok(Self(Arc::new(Inner { modules, compiler, limits, overlaps, stream, context })))
+    }
+
+    /// Captures a plan as a graph. Kernels that no plan has needed before are compiled, which takes
+    /// seconds, or read from the folder.
+    ///
+    /// # Errors
+    /// [`Error::Plan`](crate::Error::Plan) for a plan that cannot be;
+    /// [`Error::Compiler`](crate::Error::Compiler) and [`Error::Driver`](crate::Error::Driver), such as
+    /// for lack of memory.
+    pub fn capture(&self, plan: &Plan) -> Result<Captured> {
+        Captured::new(self, plan)
+    }
+
+    /// Allocates memory of zeros, for callers that have none of another library.
+    ///
+    /// # Errors
+    /// [`Error::Driver`](crate::Error::Driver) for lack of memory.
+    pub fn allocate(&self, bytes: usize) -> Result<Memory> {
+        Memory::new(&self.0.context, bytes)
+    }
+
+    /// Returns a kernel that may have up to `shared` bytes of dynamic shared memory.
+    pub(crate) fn kernel(&self, source: Source, name: &CStr, shared: usize) -> Result<Kernel> {
+        let inner = &*self.0;
+        let mut modules = inner.modules.lock();
+        let module = match modules.get(&source) {
+            Some(module) => module.clone(),
+            None => {
+                let load = |cubin: &[u8]| Module::load(&inner.context, cubin);
+                let module = inner.compiler.load(source, load)?;
+                modules.insert(source, module.clone());
+                module
+            }
+        };
+        module.kernel(name, shared)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::Error;
+
+    #[test]
+    fn without_cuda_there_is_a_reason() {
+        match Device::open(None) {
+            Ok(_) => eprintln!("skipped: there is a device"),
+            Err(Error::Unavailable(reason)) => assert!(!reason.is_empty()),
+            Err(error) => panic!("{error}"),
+        }
+    }
+}

@@ -1,0 +1,276 @@
+//! The kernels as they are launched: arguments, grids, and shared memory.
+
+use std::ffi::c_void;
+
+use cudarc::driver::sys;
+
+use crate::step::check::rows;
+use crate::step::compile::Source;
+use crate::step::driver::{Kernel, Stream};
+use crate::step::error::{check, fail, Result};
+use crate::step::plan::{Address, Attend, Plan, Product, MOST_TOKENS};
+
+/// Threads of a block, as in the kernels.
+pub(crate) const PRODUCT_THREADS: usize = 256;
+pub(crate) const ATTEND_THREADS: usize = 128;
+pub(crate) const EMBED_THREADS: usize = 128;
+pub(crate) const CHOOSE_THREADS: usize = 1024;
+
+/// Outputs of a tile of a product, as in the kernel.
+const OUTPUTS: usize = 16;
+/// Elements between two rows in shared memory, and the most of all for which a multiprocessor holds two
+/// blocks on every device.
+const PAD: usize = 32;
+const FEW_SHARED: usize = 33_280;
+/// The blocks of a single row's product on each multiprocessor. One leaves room for the next kernel's, and
+/// takes a quarter longer on an H200.
+const ROW_BLOCKS: usize = 2;
+/// The shared memory that a product has besides the rows, and what every block takes of a
+/// multiprocessor's.
+const STATIC_SHARED: usize = 4 * (2 * 8 * 16 * 16 + 16 * 8);
+const SYSTEM_SHARED: usize = 1024;
+
+/// Keys that attention reads at a time, rows of a warp, and the most slices, as in the kernel.
+const TILE: usize = 64;
+const ROWS: usize = 16;
+const MOST_SLICES: usize = 64;
+const MOST_MERGED: usize = 16;
+/// Counters of each row of blocks.
+const COUNTERS: usize = 9;
+/// Shared memory for more than one tile.
+const MOST_TILES_SHARED: usize = 96 << 10;
+/// The most blocks along the second and third axis.
+const MOST_BLOCKS: usize = 65_535;
+
+/// What a device has.
+#[derive(Debug, Clone, Copy)]
+pub(crate) struct Limits {
+    /// Multiprocessors.
+    pub(crate) processors: usize,
+    /// Bytes of shared memory that a block may have.
+    pub(crate) block_shared: usize,
+    /// Bytes that a multiprocessor has.
+    pub(crate) processor_shared: usize,
+}
+
+impl Limits {
+    /// Returns the bytes of dynamic shared memory that a product may have.
+    pub(crate) fn product_shared(&self) -> usize {
+        self.block_shared.saturating_sub(STATIC_SHARED)
+    }
+}
+
+/// A step, as the kernels read it.
+#[repr(C)]
+#[derive(Debug, Clone, Copy)]
+pub(crate) struct Step {
+    pub(crate) keys: i32,
+    pub(crate) unused: [i32; 3],
+    pub(crate) ids: [i32; MOST_TOKENS],
+    pub(crate) positions: [i32; MOST_TOKENS],
+    pub(crate) slots: [i32; MOST_TOKENS],
+}
+
+/// The argument of a product. Addresses are 0 where there is nothing.
+#[repr(C)]
+#[derive(Debug, Clone, Copy, Default)]
+pub(crate) struct ProductWork {
+    pub(crate) x: u64,
+    pub(crate) w: u64,
+    pub(crate) bias: u64,
+    pub(crate) norm: u64,
+    pub(crate) plus: u64,
+    pub(crate) out: u64,
+    pub(crate) periods: u64,
+    pub(crate) keys: u64,
+    pub(crate) values: u64,
+    pub(crate) step: u64,
+    pub(crate) keys_head: i64,
+    pub(crate) values_head: i64,
+    pub(crate) eps: f32,
+    pub(crate) normalizes: i32,
+    pub(crate) gate: i32,
+    pub(crate) rows: i32,
+    pub(crate) outputs: i32,
+    pub(crate) inner: i32,
+    pub(crate) head_dim: i32,
+    pub(crate) turned: i32,
+    pub(crate) queries: i32,
+    pub(crate) each: i32,
+    pub(crate) most_shared: i32,
+}
+
+/// The argument of attention.
+#[repr(C)]
+#[derive(Debug, Clone, Copy, Default)]
+pub(crate) struct AttendWork {
+    pub(crate) q: u64,
+    pub(crate) keys: u64,
+    pub(crate) values: u64,
+    pub(crate) out: u64,
+    pub(crate) step: u64,
+    pub(crate) partial: u64,
+    pub(crate) counts: u64,
+    pub(crate) keys_head: i64,
+    pub(crate) values_head: i64,
+    pub(crate) scale: f32,
+    pub(crate) tokens: i32,
+    pub(crate) queries: i32,
+    pub(crate) each: i32,
+}
+
+// The kernels' files have the same sizes.
+const _: () = assert!(size_of::<Step>() == 208);
+const _: () = assert!(size_of::<ProductWork>() == 144);
+const _: () = assert!(size_of::<AttendWork>() == 88);
+
+/// How a product is launched.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) struct ProductShape {
+    pub(crate) blocks: usize,
+    /// Elements in shared memory, or 0.
+    pub(crate) shared: usize,
+    /// Whether the kernel for a single row runs.
+    pub(crate) is_row: bool,
+}
+
+impl ProductShape {
+    /// Returns the shape of a launch.
+    ///
+    /// # Errors
+    /// [`Error::Plan`](crate::Error::Plan) if rows that are normalized do not fit shared memory.
+    pub(crate) fn of(plan: &Plan, product: &Product, limits: Limits) -> Result<Self> {
+        let elements = rows(plan, product) * (product.inner + PAD);
+        let most = match product.norm {
+            Some(_) => limits.product_shared() / 2,
+            None => FEW_SHARED.min(limits.product_shared() / 2),
+        };
+        if elements > most && product.norm.is_some() {
+            fail!(
+                Plan,
+                "{elements} elements of rows that are normalized, {PAD} of them after each row, \
+                 expected {most} or fewer on this device"
+            );
+        }
+        if rows(plan, product) == 1 && elements <= limits.product_shared() / 2 {
+            let halves = if product.gate.is_some() { 1 } else { 2 };
+            let pairs = product.outputs.div_ceil(halves);
+            let blocks = pairs.div_ceil(PRODUCT_THREADS / 32);
+            let blocks = blocks.min(ROW_BLOCKS * limits.processors);
+            return Ok(Self { blocks, shared: elements, is_row: true });
+        }
+        let shared = if elements <= most { elements } else { 0 };
+        let block = 2 * shared + STATIC_SHARED + SYSTEM_SHARED;
+        let each = if 2 * block <= limits.processor_shared { 2 } else { 1 };
+        let width = if product.gate.is_some() { OUTPUTS / 2 } else { OUTPUTS };
+        let tiles = product.outputs.div_ceil(width);
+        let blocks = tiles.min(each * limits.processors).max(1);
+        Ok(Self { blocks, shared, is_row: false })
+    }
+}
+
+/// How attention is launched.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) struct AttendShape {
+    pub(crate) source: Source,
+    pub(crate) grid: [usize; 3],
+    pub(crate) bytes_shared: usize,
+    /// Floats that blocks leave to each other, and counters of their ends.
+    pub(crate) floats: usize,
+    pub(crate) counters: usize,
+}
+
+impl AttendShape {
+    pub(crate) fn of(plan: &Plan, attend: &Attend, limits: Limits) -> Result<Self> {
+        let dim = attend.head_dim;
+        let rows = attend.n_q / attend.n_kv * plan.tokens;
+        let row_warps = match rows {
+            ..=16 => 1,
+            17..=32 => 2,
+            _ => 4,
+        };
+        let rows_of_block = ROWS * row_warps;
+        let row_blocks = rows.div_ceil(rows_of_block);
+        if row_blocks > MOST_BLOCKS {
+            fail!(Plan, "{rows} rows of queries, expected {} or fewer", MOST_BLOCKS * ROWS);
+        }
+        let blocks = plan.attention_blocks.unwrap_or(2 * limits.processors);
+        let tiles = attend.keys.capacity.min(attend.values.capacity).div_ceil(TILE);
+        let slices = (blocks / (attend.n_kv * row_blocks)).min(tiles).clamp(1, MOST_SLICES);
+        let (held, bytes_shared) = Self::memory(dim);
+        if bytes_shared > limits.block_shared {
+            let most = limits.block_shared;
+            fail!(Plan, "heads of {dim} take {bytes_shared} bytes, the device has {most}");
+        }
+        Ok(Self {
+            source: Source::Attend { element: plan.element, dim, tiles: held },
+            grid: [slices, attend.n_kv, row_blocks],
+            bytes_shared,
+            floats: slices * attend.n_kv * row_blocks * rows_of_block * (dim + 2),
+            counters: attend.n_kv * row_blocks * COUNTERS,
+        })
+    }
+
+    /// Returns the tiles that a block holds at a time, and its bytes of shared memory.
+    fn memory(dim: usize) -> (usize, usize) {
+        // Rows are 16 bytes apart. Elements have 2.
+        let tile = TILE * 2 * (dim + 8) * 2;
+        let tiles = if 2 * tile <= MOST_TILES_SHARED { 2 } else { 1 };
+        // The same memory takes the sums of all warps with their weights, and then those of the slices
+        // that are merged.
+        let sums = 4 * ROWS * (dim + 8 + 2) * 4;
+        let weights = (2 * MOST_MERGED + 1) * 4 * ROWS * 4;
+        (tiles, (tiles * tile).max(sums).max(weights))
+    }
+}
+
+/// Returns an address, or 0.
+pub(crate) fn or_null(address: Option<Address>) -> u64 {
+    address.map_or(0, |address| address.0)
+}
+
+/// Returns a size that a plan's check has limited.
+pub(crate) fn int(size: usize) -> i32 {
+    i32::try_from(size).unwrap_or(i32::MAX)
+}
+
+/// Launches a kernel. With `overlaps` it may begin before the kernel before it has ended.
+///
+/// # Safety
+/// The arguments are those of the kernel, in order, and valid when it runs.
+pub(crate) unsafe fn launch(
+    stream: &Stream,
+    kernel: &Kernel,
+    grid: [usize; 3],
+    threads: usize,
+    shared: usize,
+    arguments: &mut [*mut c_void],
+    overlaps: bool,
+) -> Result<()> {
+    let [x, y, z] = grid.map(|n| int(n) as u32);
+    let mut attribute = sys::CUlaunchAttribute {
+        id: sys::CUlaunchAttributeID::CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION,
+        pad: [0; 4],
+        value: sys::CUlaunchAttributeValue { programmaticStreamSerializationAllowed: 1 },
+    };
+    let config = sys::CUlaunchConfig {
+        gridDimX: x,
+        gridDimY: y,
+        gridDimZ: z,
+        blockDimX: int(threads) as u32,
+        blockDimY: 1,
+        blockDimZ: 1,
+        sharedMemBytes: int(shared) as u32,
+        hStream: stream.raw,
+        attrs: &mut attribute,
+        numAttrs: u32::from(overlaps),
+    };
+    let arguments = arguments.as_mut_ptr();
+    // SAFETY: the stream and the kernel are live; the driver copies the arguments.
+    let result =
+        unsafe { sys::cuLaunchKernelEx(&config, kernel.raw, arguments, std::ptr::null_mut()) };
+    check("cuLaunchKernelEx", result)
+}
+
+#[cfg(test)]
+mod tests;

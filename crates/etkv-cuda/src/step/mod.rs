@@ -1,0 +1,21 @@
+//! Plans, graphs, and the device that runs them.
+
+mod captured;
+mod check;
+mod compile;
+mod device;
+mod driver;
+mod error;
+mod launch;
+mod plan;
+mod work;
+
+pub use self::captured::{Captured, Outputs};
+pub use self::check::StepInputs;
+pub use self::device::Device;
+pub use self::driver::Memory;
+pub use self::error::{Error, Result};
+pub use self::plan::{
+    Address, Attend, Buffer, Element, Embed, Gate, Heads, Launch, Logits, Norm, Plan, Pool,
+    Product, MOST_TOKENS,
+};

@@ -1,0 +1,183 @@
+//! What a step computes: its launches, and what lies between them.
+
+/// Tokens of a step, at most.
+pub const MOST_TOKENS: usize = 16;
+
+/// The type of all weights, keys and values, and of what lies between launches.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+#[allow(missing_docs)]
+pub enum Element {
+    F16,
+    Bf16,
+}
+
+impl Element {
+    /// Returns the name in CUDA.
+    pub(crate) fn name(self) -> &'static str {
+        match self {
+            Self::F16 => "__half",
+            Self::Bf16 => "__nv_bfloat16",
+        }
+    }
+}
+
+/// Where memory of the device begins, which belongs to the caller.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+pub struct Address(pub u64);
+
+/// A buffer of a [`Plan`]: an index of [`Plan::buffers`].
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+pub struct Buffer(pub usize);
+
+/// The keys or the values of a layer, `[1, n_kv, capacity, head_dim]`, row-major.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+pub struct Pool {
+    /// Where the first row begins: a multiple of 16 bytes.
+    pub address: Address,
+    /// The rows of each head.
+    pub capacity: usize,
+}
+
+/// A step of `tokens` tokens, T below.
+#[derive(Debug, Clone, PartialEq)]
+pub struct Plan {
+    /// The type of all elements.
+    pub element: Element,
+    /// T: 1 to [`MOST_TOKENS`].
+    pub tokens: usize,
+    /// The elements of each buffer between launches. The device allocates them.
+    pub buffers: Vec<usize>,
+    /// What runs, in this order.
+    pub launches: Vec<Launch>,
+    /// What the host gets.
+    pub logits: Option<Logits>,
+    /// Whether a kernel may begin before the one before it has ended, and ask for its weights. Without
+    /// effect on devices before compute capability 9.0.
+    pub overlap: bool,
+    /// The blocks of an attention that is divided among the multiprocessors, or `None` for two on each.
+    pub attention_blocks: Option<usize>,
+}
+
+/// The logits, as the last launch that writes their buffer leaves them.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Logits {
+    /// `[rows, vocabulary]`.
+    pub buffer: Buffer,
+    /// 1 to [`MOST_TOKENS`].
+    pub rows: usize,
+    /// The logits of a row.
+    pub vocabulary: usize,
+    /// Whether they are copied to the host.
+    pub copied: bool,
+    /// Whether the place of the greatest logit of each row is.
+    pub chosen: bool,
+}
+
+/// A kernel of a step.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub enum Launch {
+    /// The rows of the step's tokens.
+    Embed(Embed),
+    /// A product with a weight.
+    Product(Product),
+    /// Attention over the keys of a layer.
+    Attend(Attend),
+}
+
+/// The rows of a table by the step's token ids. An id that is none gets the nearest row.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub struct Embed {
+    /// `[vocabulary, inner]`, row-major.
+    pub table: Address,
+    /// The rows of the table.
+    pub vocabulary: usize,
+    /// The elements of a row.
+    pub inner: usize,
+    /// `[T, inner]`.
+    pub out: Buffer,
+}
+
+/// `out = turned(gated(norm(x) weight^T + bias)) + plus`.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub struct Product {
+    /// `[T, inner]`.
+    pub x: Buffer,
+    /// Whether only the last row is taken, so that the result has one row.
+    pub last_row: bool,
+    /// `[outputs, inner]`, row-major; `[2 * outputs, inner]` with a gate, whose half is the first.
+    pub weight: Address,
+    /// The elements of a row of `x`: a multiple of 8.
+    pub inner: usize,
+    /// The elements of a row of the result.
+    pub outputs: usize,
+    /// An element for each row of the weight.
+    pub bias: Option<Address>,
+    /// How `x` is normalized first.
+    pub norm: Option<Norm>,
+    /// The function of the first half of the outputs, by which the second half is multiplied.
+    pub gate: Option<Gate>,
+    /// `[rows, outputs]`, added to the result. May be `out`.
+    pub plus: Option<Buffer>,
+    /// What the outputs are if they are heads. Then there is no gate and no sum.
+    pub heads: Option<Heads>,
+    /// `[rows, outputs]`, or `[rows, n_q, head_dim]` for heads.
+    pub out: Buffer,
+}
+
+/// A normalization by the root mean square.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub struct Norm {
+    /// `[inner]`, or `None` for ones.
+    pub weight: Option<Address>,
+    /// Added to the mean square.
+    pub eps: f32,
+}
+
+/// An activation function. The kernel has the same numbers.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[allow(missing_docs)]
+pub enum Gate {
+    Silu = 1,
+    Gelu = 2,
+    GeluTanh = 3,
+}
+
+/// Outputs that are heads: `n_q` of queries, then `n_kv` of keys, then `n_kv` of values. Row t of the
+/// keys and values goes to row `slots[t]` of each head of the pools.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub struct Heads {
+    /// Heads of queries: a multiple of `n_kv`.
+    pub n_q: usize,
+    /// Heads of keys, and of values.
+    pub n_kv: usize,
+    /// The elements of a head: a multiple of 16, of 32 to 256.
+    pub head_dim: usize,
+    /// The periods of rotary embedding, `[head_dim / 2]`, float32: element j of a query or key turns
+    /// together with `head_dim / 2 + j`, by `1 / periods[j]` a position. `None` if nothing turns.
+    pub periods: Option<Address>,
+    /// Where the keys go.
+    pub keys: Pool,
+    /// Where the values go.
+    pub values: Pool,
+}
+
+/// Causal attention: query t of T sees the rows of the pools below `n_keys - T + t + 1`.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub struct Attend {
+    /// `[T, n_q, head_dim]`.
+    pub q: Buffer,
+    /// The keys, those of this step too.
+    pub keys: Pool,
+    /// The values, likewise.
+    pub values: Pool,
+    /// Heads of queries: a multiple of `n_kv`.
+    pub n_q: usize,
+    /// Heads of keys.
+    pub n_kv: usize,
+    /// The elements of a head: a multiple of 16, of 32 to 256.
+    pub head_dim: usize,
+    /// By which scores are multiplied.
+    pub scale: f32,
+    /// `[T, n_q * head_dim]`.
+    pub out: Buffer,
+}

@@ -1,0 +1,20 @@
+//! The texts of the kernels, for those who compile them by themselves.
+//!
+//! All but [`PRELUDE`] expect `__half` and `__nv_bfloat16`, `INFINITY` and `cuda::std::is_same_v`, which
+//! CUDA's headers have. `ETKV_OVERLAPS` is defined where kernels may begin before those that they need
+//! have ended; without it no instruction of that kind is in the texts.
+
+/// What the others expect of CUDA's headers.
+pub const PRELUDE: &str = include_str!("kernels/prelude.cuh");
+/// The instructions that C++ has no words for.
+pub const INSTRUCTIONS: &str = include_str!("kernels/instructions.cuh");
+/// The turn of two elements in rotary embedding.
+pub const TURN: &str = include_str!("kernels/turn.cuh");
+/// Products of a few rows with a weight. Needs [`INSTRUCTIONS`] and [`TURN`].
+pub const FEW_ROWS: &str = include_str!("kernels/few_rows.cuh");
+/// Rows as attention gets them.
+pub const ROWS: &str = include_str!("kernels/rows.cuh");
+/// Attention over a slice of the keys. Needs [`INSTRUCTIONS`] and [`ROWS`].
+pub const SLICE: &str = include_str!("kernels/slice.cuh");
+/// Attention over all slices. Needs [`SLICE`].
+pub const ATTENTION: &str = include_str!("kernels/attention.cuh");
