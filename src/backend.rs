@@ -55,9 +55,45 @@ pub fn builders() -> &'static BuilderRegistry {
 
 #[cfg(test)]
 mod tests {
-    use etkv_core::{CacheConfig, CacheRegistry, Session};
+    use etkv_core::bookkeeping::{MaskPlan, Slots};
+    use etkv_core::{Cache, CacheConfig, CacheRegistry, Placement, Session};
 
     use super::*;
+
+    /// A program may write the rows of a step into the store itself.
+    #[test]
+    fn rows_are_placed_without_being_seen() {
+        let config = CacheConfig::uniform(2, 1, 4, 16).stored_as(etkv_core::KvFormat::F16);
+        let mut cache = ContiguousCache::new(config.clone()).unwrap();
+        let placed = |n: i32, first: i32, mask| Placement {
+            write: Slots::Run(first..first + n),
+            read: 0..first + n,
+            mask,
+        };
+        let mut step = Step::begin(&mut cache, &[0, 1, 2]).unwrap();
+        assert_eq!(step.place(0), Ok(Some(placed(3, 0, MaskPlan::Causal))));
+        assert_eq!(step.place(2).unwrap_err().status(), etkv_core::Status::Shape);
+        let told = step.commit(&[]).unwrap_err();
+        assert!(told.message().contains("without layer 1"), "{told}");
+        assert_eq!(cache.length(), 0);
+
+        for (first, n, mask) in [(0, 3, MaskPlan::Causal), (3, 1, MaskPlan::None)] {
+            let positions: Vec<i32> = (first..first + n).collect();
+            let mut step = Step::begin(&mut cache, &positions).unwrap();
+            for layer in 0..2 {
+                assert_eq!(step.place(layer), Ok(Some(placed(n, first, mask.clone()))));
+            }
+            let [keys, values] = step.store().unwrap().float_buffers(1).unwrap();
+            assert!(keys.dim(2) >= first + n && keys.shape() == values.shape());
+            step.commit(&[]).unwrap();
+            assert_eq!(cache.length(), first + n);
+        }
+        // One that shares cells has to see the values.
+        let mut cells = CellsCache::new(config).unwrap();
+        let mut step = Step::begin(&mut cells, &[0]).unwrap();
+        assert_eq!(step.place(0), Ok(None));
+        assert!(step.store().is_none());
+    }
 
     /// A host may name keys of its own as sessions do.
     #[test]

@@ -35,6 +35,15 @@ pub struct MlxStore {
 pub struct SavedRows(Vec<(usize, Slots, [StoredRows; 2])>);
 
 impl MlxStore {
+    /// Returns the buffers of a layer's keys and values, `[1, n_kv_heads, slots, head_dim]` each, if both
+    /// are stored in floats.
+    #[cfg(any(test, all(feature = "delegate", target_os = "linux")))]
+    pub(crate) fn float_buffers(&self, layer: usize) -> Option<[&Array; 2]> {
+        let [k, v] = self.pools.get(layer)?;
+        float_dtype(k.format()).and(float_dtype(v.format()))?;
+        Some([*k.buffers().first()?, *v.buffers().first()?])
+    }
+
     fn buffers(&self) -> impl Iterator<Item = &Array> {
         self.pools.iter().flatten().flat_map(|pool| pool.buffers())
     }

@@ -59,7 +59,7 @@ pub use report::{
 pub use session::Session;
 pub use shared::{CacheGuard, ProgramCache, ProgramGuard, Shared, SharedCache, SharedGuard};
 pub use snapshot::{SaveCache, Snapshot};
-pub use spec::{AttendSpec, Mask};
+pub use spec::{AttendSpec, Mask, Placement};
 pub use step::Step;
 pub use store::{Extent, Spec, Store};
 pub use watch::TARGET;

@@ -1,5 +1,9 @@
 //! The keys, values and mask that the queries of a step attend to.
 
+use std::ops::Range;
+
+use crate::bookkeeping::{MaskPlan, Slots};
+
 /// The keys that a query sees.
 #[derive(Debug, Clone)]
 pub enum Mask<M> {
@@ -22,4 +26,15 @@ pub struct AttendSpec<V, M> {
     pub v: V,
     /// The mask.
     pub mask: Mask<M>,
+}
+
+/// Where a step puts a layer's new rows, for a program that writes them into the store itself.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Placement {
+    /// The slots of the rows, in the order of the step's tokens.
+    pub write: Slots,
+    /// The slots that attention reads, those of the new rows too.
+    pub read: Range<i32>,
+    /// Which of them each query sees.
+    pub mask: MaskPlan,
 }

@@ -2,6 +2,7 @@
 
 use crate::cache::AttendCache;
 use crate::error::Result;
+use crate::spec::Placement;
 use crate::store::{Spec, Store};
 
 /// One forward of a program on a cache.
@@ -49,6 +50,20 @@ impl<'a, S: Store> Step<'a, S> {
         v: &S::Tensor,
     ) -> Result<Spec<S>> {
         self.cache.update_and_fetch(layer, k, v)
+    }
+
+    /// Takes a layer's new rows as written, and returns where the caller writes them; see
+    /// [`AttendCache::place`].
+    ///
+    /// # Errors
+    /// Those of [`AttendCache::place`].
+    pub fn place(&mut self, layer: usize) -> Result<Option<Placement>> {
+        self.cache.place(layer)
+    }
+
+    /// Returns the storage, if rows can be placed in it.
+    pub fn store(&self) -> Option<&S> {
+        self.cache.store()
     }
 
     /// Evaluates `outputs` together with what the step wrote.

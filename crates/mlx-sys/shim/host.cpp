@@ -203,6 +203,30 @@ extern "C" __attribute__((visibility("hidden"))) int etkv_mlx_array_pinned(
   }
 }
 
+/// Stores where the elements of a computed array of MLX for CUDA begin, or 0 if they are not
+/// computed. Kernels of others can use them there until the host reads the array through MLX,
+/// which moves it.
+extern "C" __attribute__((visibility("hidden"))) int etkv_mlx_array_address(
+    uint64_t* address,
+    const mlx_array array) {
+  *address = 0;
+  try {
+    auto& found = mlx_array_get_(array);
+    if (!found.is_available()) {
+      return 0;
+    }
+    const auto* buffer = static_cast<const CudaBuffer*>(found.buffer().ptr());
+    if (buffer != nullptr && buffer->data != nullptr) {
+      *address = reinterpret_cast<uint64_t>(buffer->data) +
+                 static_cast<uint64_t>(found.offset());
+    }
+    return 0;
+  } catch (const std::exception& error) {
+    mlx_error(error.what());
+    return 1;
+  }
+}
+
 /// Copies the elements of a computed, row-contiguous array of MLX for CUDA. `done` is
 /// false, and nothing is copied, where the host can read them in place, and where there
 /// is no driver.

@@ -70,6 +70,11 @@ extern "C" {
         array: mlx_array,
     ) -> ::std::os::raw::c_int;
 
+    /// Stores where the elements of an array of MLX for CUDA begin, or 0 if they are not computed. It is
+    /// the first element also where the array is a view. For MLX's build for CUDA only.
+    #[cfg(target_os = "linux")]
+    pub fn etkv_mlx_array_address(address: *mut u64, array: mlx_array) -> ::std::os::raw::c_int;
+
     /// Does nothing. A call of it makes a linker keep libetkv_blas.
     #[cfg(target_os = "linux")]
     pub fn etkv_blas_keep();

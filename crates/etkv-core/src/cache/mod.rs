@@ -20,6 +20,7 @@ use crate::format::KvFormat;
 use crate::memory::Memory;
 use crate::report::CacheReport;
 use crate::snapshot::SaveCache;
+use crate::spec::Placement;
 use crate::store::{Spec, Store};
 
 /// The runner's face of a cache.
@@ -286,6 +287,21 @@ pub trait AttendCache: Cache {
         k: &<Self::Store as Store>::Tensor,
         v: &<Self::Store as Store>::Tensor,
     ) -> Result<Spec<Self::Store>>;
+
+    /// Takes a layer's new rows as written and returns where they go: the caller writes them into the
+    /// [store](Self::store) itself, before it commits. The slots are allocated. Returns `None`, and
+    /// changes nothing, if this cache has to see the rows.
+    ///
+    /// # Errors
+    /// As [`update_and_fetch`](Self::update_and_fetch).
+    fn place(&mut self, _layer: usize) -> Result<Option<Placement>> {
+        Ok(None)
+    }
+
+    /// Returns the storage, if rows can be [placed](Self::place) in it.
+    fn store(&self) -> Option<&Self::Store> {
+        None
+    }
 
     /// Computes `outputs` together with what the open step wrote.
     ///

@@ -15,7 +15,7 @@ use crate::format::KvFormat;
 use crate::growth::Growth;
 use crate::memory::{Bytes, LayerMemory, Memory};
 use crate::report::CacheReport;
-use crate::spec::{AttendSpec, Mask};
+use crate::spec::{AttendSpec, Mask, Placement};
 use crate::store::{Extent, Spec, Store};
 use crate::watch::{self, TARGET};
 
@@ -284,6 +284,23 @@ impl<S: Store> Storage<S> {
             "a layer"
         );
         Ok(AttendSpec { k, v, mask: self.mask(group, plan, n)? })
+    }
+
+    /// Takes a layer's new rows as written, and returns where they go. The slots are allocated.
+    pub fn place(&mut self, layer: usize, plan: &LayerGroupPlan) -> Result<Placement> {
+        let _span = self.enter_step();
+        let group = self.group(layer)?;
+        if self.done.get(layer).is_none() {
+            fail!(Step, "no step is open on this cache");
+        }
+        self.grow(layer, self.allocated(group, plan.needed()))?;
+        self.done[layer] = Progress::Done;
+        let LayerGroupPlan { write, read, mask } = plan.clone();
+        Ok(Placement { write, read, mask })
+    }
+
+    pub fn store(&self) -> &S {
+        &self.store
     }
 
     fn grow(&mut self, layer: usize, slots: i32) -> Result<()> {
