@@ -26,7 +26,7 @@ import repeating_model
 ROOT = Path(__file__).resolve().parent.parent
 REPEATING = ROOT / "build" / "repeating"
 
-TOOLS = ["etkv_forward", "etkv_speculative", "etkv_lengths", "etkv_sequences", "etkv_op"]
+TOOLS = ["etkv_captured", "etkv_forward", "etkv_speculative", "etkv_lengths", "etkv_sequences", "etkv_op"]
 OWN, OTHERS = ("lib{}.0.dylib", "lib{}.dylib") if sys.platform == "darwin" else ("lib{}.so.0", "lib{}.so")
 """The files of libraries: etkv's, and ExecuTorch's."""
 

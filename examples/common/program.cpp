@@ -265,8 +265,10 @@ Result<void> Program::read_limits() {
   return {};
 }
 
-Result<void> Program::load(const char* cache_key, Logits rows) {
-  return load_with(LoadOptions(cache_key), rows);
+Result<void> Program::load(const char* cache_key, Logits rows, Passes passes) {
+  LoadOptions options(cache_key);
+  options.passes(passes);
+  return load_with(options, rows);
 }
 
 Result<void> Program::load_with_graph_cache(Logits rows) {

@@ -33,7 +33,8 @@ class Program {
   /// Loads the model, bound to the cache with this key. Unloads it first if it
   /// is loaded, so that its weights are never in memory twice. A program that
   /// cannot leave out rows of logits computes all of them.
-  Result<void> load(const char* cache_key, Logits rows);
+  Result<void>
+  load(const char* cache_key, Logits rows, Passes passes = Passes::standard);
 
   /// Loads a model that keeps its cache in its graph. Refuses one that keeps
   /// nothing from one step to the next.

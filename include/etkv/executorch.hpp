@@ -42,6 +42,8 @@ enum class Logits {
 enum class Passes {
   standard, ///< those that make it faster on its device
   none, ///< those that the other options need, to compare and to find faults
+  /// As standard, and no step is captured as one launch of a GPU.
+  interpreted,
 };
 
 /// The backend options that a program is loaded with.
@@ -72,7 +74,11 @@ class LoadOptions {
   /// Sets the passes over programs of the MLX delegate. They change results by
   /// float rounding at most.
   LoadOptions& passes(Passes passes) {
-    options_.set_option("passes", passes == Passes::none ? "none" : "default");
+    options_.set_option(
+        "passes",
+        passes == Passes::none          ? "none"
+        : passes == Passes::interpreted ? "interpreted"
+                                        : "default");
     return *this;
   }
 

@@ -25,11 +25,11 @@ LOGITS = ("all", "last")
 Logits: TypeAlias = Literal["all", "last"]
 """One of :data:`LOGITS`."""
 
-PASSES = ("default", "none")
+PASSES = ("default", "interpreted", "none")
 """The passes that change a program of the MLX delegate when it is loaded: those that make it faster on its device, or
 those that the other options need and no more. ``gpu``, those of a GPU on any device, is for tests."""
 
-Passes: TypeAlias = Literal["default", "none", "gpu"]
+Passes: TypeAlias = Literal["default", "interpreted", "none", "gpu"]
 """One of :data:`PASSES`, or ``gpu``."""
 
 _Self = TypeVar("_Self", bound="Session")

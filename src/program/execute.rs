@@ -12,6 +12,8 @@ use tracing::{debug_span, info, warn};
 
 use super::bound;
 use super::buffers::Buffers;
+#[cfg(target_os = "linux")]
+use super::captured::{CapturedSteps, Recipe};
 use super::constants::{self, ConstantSource, Layout};
 use super::decode::decode;
 use super::dtype::{self, dtype_of};
@@ -33,7 +35,10 @@ pub struct Program(pub(super) Arc<Loaded>);
 /// What is loaded of a program.
 pub struct Loaded {
     pub(super) inputs: Vec<InputSpec>,
-    constants: Vec<Option<Array>>,
+    pub(super) constants: Vec<Option<Array>>,
+    /// Its steps of a few tokens, if they are captured.
+    #[cfg(target_os = "linux")]
+    pub(super) captured: Option<CapturedSteps>,
     main: Schedule,
     n_values: u32,
     n_ints: u32,
@@ -88,6 +93,12 @@ impl Program {
             let scalars = constants::scalars(&graph, source);
             let layouts = passes::run(&mut graph, target, &scalars)?;
             let constants = load_constants(&mlx, &mut graph, &layouts, source)?;
+            #[cfg(target_os = "linux")]
+            let captured = match (options.passes, &cache) {
+                (Passes::Default, Some(_)) => Recipe::of(&graph)
+                    .and_then(|recipe| CapturedSteps::of(&mlx, recipe, &constants)),
+                _ => None,
+            };
             info!(
                 target: TARGET,
                 instructions = graph.main.instructions.len(),
@@ -101,6 +112,8 @@ impl Program {
             let program = Self(Arc::new(Loaded {
                 inputs: graph.inputs,
                 constants,
+                #[cfg(target_os = "linux")]
+                captured,
                 main: Schedule::new(graph.main, n_kept),
                 n_values: graph.n_values,
                 n_ints: graph.n_ints,
@@ -174,6 +187,12 @@ impl Loaded {
         let mut cache = self.cache.as_ref().map(ProgramCache::lock).transpose()?;
         // Dropped after the arrays that are made under it.
         let mut mlx = mlx::enter()?;
+        #[cfg(target_os = "linux")]
+        if let Some(cache) = cache.as_deref_mut() {
+            if self.run_captured(&mut mlx, cache, inputs, output_types, host)? {
+                return Ok(());
+            }
+        }
         let step = match cache.as_deref_mut() {
             Some(cache) => StepState::Ready(cache),
             None => StepState::NoCache,
@@ -414,7 +433,7 @@ fn tensor(input: &Argument, shape: &[Dim], scalar_type: i8) -> Result<Array> {
     }
 }
 
-fn check_shape(found: &[i32], expected: &[Dim]) -> Result<()> {
+pub(super) fn check_shape(found: &[i32], expected: &[Dim]) -> Result<()> {
     let fits = |(&size, dim): (&i32, &Dim)| match *dim {
         Dim::Static(expected) => size == expected,
         Dim::UpTo(limit) => size >= 1 && limit.is_none_or(|limit| size <= limit),
@@ -437,7 +456,7 @@ fn check_shape(found: &[i32], expected: &[Dim]) -> Result<()> {
 }
 
 /// Returns the elements of an integer tensor, or `None` for other dtypes.
-fn integers(dtype: Dtype, bytes: &[u8]) -> Option<HostInts> {
+pub(super) fn integers(dtype: Dtype, bytes: &[u8]) -> Option<HostInts> {
     let chunks = |size: usize| bytes.chunks_exact(size);
     match dtype {
         Dtype::Int64 => Some(

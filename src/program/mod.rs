@@ -12,6 +12,8 @@
 mod allocations;
 mod bound;
 mod buffers;
+#[cfg(target_os = "linux")]
+mod captured;
 mod constants;
 mod decode;
 mod describe;

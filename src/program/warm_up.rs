@@ -99,6 +99,10 @@ impl Program {
             cells.seq_rm(0, 0..i32::MAX)?;
         }
         ran?;
+        #[cfg(target_os = "linux")]
+        if loaded.choose_captured(&mut mlx, &mut *cache, &[0], &[0])?.is_some() {
+            cache.rewind(0)?;
+        }
         let has_windows =
             cache.config().layers.iter().any(|layer| layer.policy != LayerPolicy::Full);
         if has_windows {

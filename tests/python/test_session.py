@@ -114,7 +114,7 @@ def test_what_is_wrong_before_it_gets_to_the_library():
         ):
             pass
         with (
-            pytest.raises(etkv.EtkvError, match="passes is 'some', expected one of default, none"),
+            pytest.raises(etkv.EtkvError, match="passes is 'some', expected one of default, interpreted, none"),
             session.bound(passes="some"),
         ):
             pass

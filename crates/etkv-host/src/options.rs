@@ -24,6 +24,8 @@ pub enum Passes {
     None,
     /// Those of a GPU, on any device; for tests.
     Gpu,
+    /// As by default, and no step is captured as one launch: the interpreter runs all.
+    Interpreted,
 }
 
 /// The options of a load.
@@ -45,7 +47,7 @@ impl LoadOptions {
     ///
     /// # Errors
     /// [`InvalidArgument`](etkv_core::Status::InvalidArgument) for other `logits` than `all` and `last`,
-    /// and other `passes` than `default`, `none` and `gpu`.
+    /// and other `passes` than `default`, `interpreted`, `none` and `gpu`.
     pub fn parse(cache_key: &str, logits: &str, passes: &str, buffers: &str) -> Result<Self> {
         let logits = match logits {
             "" | "all" => LogitsRows::All,
@@ -56,8 +58,12 @@ impl LoadOptions {
             "" | "default" => Passes::Default,
             "none" => Passes::None,
             "gpu" => Passes::Gpu,
+            "interpreted" => Passes::Interpreted,
             other => {
-                fail!(InvalidArgument, "option `passes` is `{other}`, it may be default or none")
+                fail!(
+                    InvalidArgument,
+                    "option `passes` is `{other}`, it may be default, interpreted or none"
+                )
             }
         };
         let given = |text: &str| (!text.is_empty()).then(|| text.to_owned());
@@ -80,7 +86,10 @@ mod tests {
         assert_eq!((options.logits, options.passes), (LogitsRows::Last, Passes::None));
         assert_eq!(LoadOptions::parse("", "all", "gpu", "").unwrap().passes, Passes::Gpu);
         let error = LoadOptions::parse("", "", "some", "").unwrap_err();
-        assert_eq!(error.message(), "option `passes` is `some`, it may be default or none");
+        assert_eq!(
+            error.message(),
+            "option `passes` is `some`, it may be default, interpreted or none"
+        );
         assert!(LoadOptions::parse("", "some", "", "").is_err());
     }
 }

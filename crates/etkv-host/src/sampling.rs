@@ -99,6 +99,11 @@ impl Sampling {
         }
     }
 
+    /// Returns whether each token is the one with the greatest logit, whatever came before.
+    pub fn takes_greatest(&self) -> bool {
+        self.temperature == 0.0 && self.logit_bias.is_empty() && !self.is_repetition_penalized()
+    }
+
     /// Returns whether tokens that the text has count.
     pub fn is_repetition_penalized(&self) -> bool {
         self.repetition_penalty != 1.0 && self.repetition_context > 0

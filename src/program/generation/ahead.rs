@@ -37,7 +37,7 @@ impl Generation {
             Some(ahead) => self.settled(&mut *cache, ahead)?,
             None => self.again(&mut *cache, active)?,
         };
-        if self.runs_ahead()? {
+        if self.runs_ahead(&*cache)? {
             // Where it fails, nothing runs ahead: the next call runs the step, and tells why if it fails
             // again.
             match self.run_ahead(&mut *cache, &coming) {
@@ -52,12 +52,24 @@ impl Generation {
         }
     }
 
-    fn runs_ahead(&self) -> Result<bool> {
+    fn runs_ahead(&self, cache: &MlxCache) -> Result<bool> {
         match self.options.run_ahead {
-            RunAhead::Auto => mlx::on_gpu(),
+            RunAhead::Auto => Ok(mlx::on_gpu()? && !self.is_captured(cache)),
             RunAhead::Never => Ok(false),
             RunAhead::Always => Ok(true),
         }
+    }
+
+    /// Returns whether steps of the answer are one launch each, which is faster than to run ahead.
+    fn is_captured(&self, cache: &MlxCache) -> bool {
+        #[cfg(target_os = "linux")]
+        if let Some(captured) = &self.program.0.captured {
+            return self.answers.len() == 1
+                && self.options.sampling.takes_greatest()
+                && captured.suits(cache);
+        }
+        let _ = cache;
+        false
     }
 
     /// Reads whether the values of the committed step are finite, and waits for them. If they are not,
@@ -172,6 +184,14 @@ impl Generation {
             }
         }
         let mut mlx = mlx::enter()?;
+        #[cfg(target_os = "linux")]
+        if choose && self.is_captured(cache) {
+            let program = &self.program.0;
+            if let Some(ids) = program.choose_captured(&mut mlx, cache, tokens, positions)? {
+                let last = ids.last().copied().into_iter().collect::<Vec<_>>();
+                return mlx.run(|| Chosen::known(&last)).map(Some);
+            }
+        }
         let batch = Batch { answers, tokens: Tokens::Host(tokens), positions, choose };
         let stream = Arc::clone(&self.program.0);
         self.with_step(&mut mlx, cache, batch, |mlx, chosen, step| {

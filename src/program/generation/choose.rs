@@ -41,6 +41,10 @@ impl Program {
         }
         let mut cache = cache.lock()?;
         let mut mlx = mlx::enter()?;
+        #[cfg(target_os = "linux")]
+        if let Some(ids) = loaded.choose_captured(&mut mlx, &mut *cache, tokens, positions)? {
+            return Ok(ids);
+        }
         let started: Result<_> = loaded.stream.run(&mlx, || {
             let tokens = Tokens::Host(tokens);
             let (logits, step) = loaded.logits(&mlx, &inputs, &tokens, positions, &mut *cache)?;

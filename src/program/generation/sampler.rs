@@ -20,6 +20,15 @@ pub struct Chosen {
 }
 
 impl Chosen {
+    /// Returns tokens that the host knows.
+    pub fn known(ids: &[i64]) -> Result<Self> {
+        let n = ids.len() as i32;
+        let tokens = ids.iter().map(|&id| id as i32).collect::<Vec<_>>();
+        let below = tokens.iter().max().map_or(0, |most| most + 1);
+        let witness = mlx::array_of(&vec![0.0f32; ids.len()], &[n])?;
+        Ok(Self { tokens: mlx::array_of(&tokens, &[n])?, witness, below })
+    }
+
     /// Returns the arrays to compute.
     pub fn arrays(&self) -> [&Array; 2] {
         [&self.tokens, &self.witness]

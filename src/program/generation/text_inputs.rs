@@ -18,7 +18,7 @@ pub enum Tokens<'a> {
 }
 
 /// The two inputs of a language model.
-#[derive(Debug, Clone, Copy)]
+#[derive(Debug, Clone, Copy, PartialEq)]
 pub struct TextInputs {
     /// Token ids, `[1, T]`.
     tokens: (Value, Dtype),
@@ -68,6 +68,16 @@ impl TextInputs {
                 "cannot generate with a program that has not both tokens [1, T] and positions [T]"
             ),
         }
+    }
+
+    /// Returns the value of the token ids.
+    pub fn tokens(&self) -> Value {
+        self.tokens.0
+    }
+
+    /// Returns the value of the positions.
+    pub fn positions(&self) -> Value {
+        self.positions.0
     }
 
     /// Binds the inputs of a step.

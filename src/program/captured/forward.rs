@@ -1,0 +1,89 @@
+//! Steps of a host on a program, captured where they can be.
+
+use etkv_host::{Argument, Host};
+
+use super::{Made, Wanted};
+use crate::backend::MlxCache;
+use crate::error::{fail, Result};
+use crate::mlx::Mlx;
+use crate::program::dtype::{dtype_of, item_size};
+use crate::program::execute::{check_shape, integers, Loaded};
+use crate::program::frame::HostInts;
+use crate::program::ir::{InputSpec, Value};
+
+impl Loaded {
+    /// Runs a step as one launch. Returns whether it did. Otherwise it has changed nothing, and the
+    /// interpreter runs the step, or says what is wrong with it.
+    pub fn run_captured(
+        &self,
+        mlx: &mut Mlx,
+        cache: &mut MlxCache,
+        inputs: &[Argument],
+        output_types: &[i8],
+        host: &mut dyn Host,
+    ) -> Result<bool> {
+        let (Some(captured), &[scalar_type]) = (&self.captured, output_types) else {
+            return Ok(false);
+        };
+        if dtype_of(scalar_type).ok() != Some(captured.planner.dtype) {
+            return Ok(false);
+        }
+        let text = &captured.recipe.inputs;
+        let given = |value| given(&self.inputs, inputs, value);
+        let (Some(ids), Some(positions)) = (given(text.tokens()), given(text.positions())) else {
+            return Ok(false);
+        };
+        let narrow = |&position: &i64| i32::try_from(position).ok();
+        let Some(positions) = positions.iter().map(narrow).collect::<Option<Vec<i32>>>() else {
+            return Ok(false);
+        };
+        let take = |mlx: &mut Mlx, made: Made| match made {
+            Made::Logits(bytes, shape) => {
+                let logits = Argument::tensor(scalar_type, &shape, bytes);
+                Ok(mlx.outside(|| host.take(&[logits]))?)
+            }
+            Made::Chosen(_) => fail!(Internal, "a step chose ids in place of logits"),
+        };
+        let text = (&ids[..], &positions[..]);
+        let ran = captured.run(mlx, &self.constants, cache, text, Wanted::Logits, take)?;
+        Ok(ran.is_some())
+    }
+
+    /// Runs a step as one launch, and returns the place of the greatest logit of each token. Returns `None`
+    /// as [`run_captured`](Self::run_captured) returns false.
+    pub fn choose_captured(
+        &self,
+        mlx: &mut Mlx,
+        cache: &mut MlxCache,
+        ids: &[i64],
+        positions: &[i32],
+    ) -> Result<Option<Vec<i64>>> {
+        let Some(captured) = &self.captured else {
+            return Ok(None);
+        };
+        let text = (ids, positions);
+        captured.run(mlx, &self.constants, cache, text, Wanted::Chosen, |_, made| match made {
+            Made::Chosen(ids) => Ok(ids),
+            Made::Logits(..) => fail!(Internal, "a step made logits in place of ids"),
+        })
+    }
+}
+
+/// Returns the elements of an input of integers, if it is as it is declared.
+fn given(specs: &[InputSpec], inputs: &[Argument], wanted: Value) -> Option<HostInts> {
+    let is_wanted =
+        |spec: &InputSpec| matches!(spec, InputSpec::Tensor { value, .. } if *value == wanted);
+    let index = specs.iter().position(is_wanted)?;
+    let (InputSpec::Tensor { shape, scalar_type, .. }, input) = (&specs[index], inputs.get(index)?)
+    else {
+        return None;
+    };
+    let dtype = dtype_of(*scalar_type).ok()?;
+    let n: usize = input.shape().iter().map(|&size| size as usize).product();
+    let fits = specs.len() == inputs.len()
+        && input.is_tensor()
+        && input.scalar_type() == *scalar_type
+        && check_shape(input.shape(), shape).is_ok()
+        && n * item_size(dtype) == input.bytes().len();
+    fits.then(|| integers(dtype, input.bytes())).flatten()
+}

@@ -1,0 +1,250 @@
+//! Steps of a few tokens as one launch of a GPU.
+//!
+//! Each operation of MLX costs the host 6 to 10 µs on an NVIDIA GPU, more than most take on the device. A
+//! program that is a decoder, as a [`Recipe`] knows it, is captured as a CUDA graph instead: its
+//! kernels read weights, and read and write keys and values, where MLX's arrays have them.
+//!
+//! MLX owns the memory, and both use it in turns. A captured step begins when what MLX writes to the
+//! cache's buffers is complete, and the host waits for its end before MLX is asked for anything. MLX moves
+//! an array when the host reads it and makes others when a pool grows, so a step compares the addresses
+//! with those of its graph and captures anew if one has changed.
+//!
+//! What is not captured runs as before: other programs, steps of more tokens, caches of several sequences,
+//! windows and packed formats. The results are the same but for the order of sums.
+
+mod forward;
+mod plan;
+mod recipe;
+
+use std::path::PathBuf;
+use std::sync::OnceLock;
+
+use etkv_core::bookkeeping::{MaskPlan, Slots};
+use etkv_core::{KvFormat, LayerConfig, LayerPolicy, Placement};
+use etkv_cuda::{Captured, Device, Element, StepInputs, MOST_TOKENS};
+use mlx_rs::{Array, Dtype};
+use parking_lot::Mutex;
+use smallvec::SmallVec;
+use tracing::{debug, warn};
+
+use self::plan::{Places, Planner};
+pub use self::recipe::Recipe;
+use super::TARGET;
+use crate::backend::{MlxCache, Step};
+use crate::error::{fail, Error, Result, Status};
+use crate::mlx::{self, Mlx};
+
+/// What the host gets of a step.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Wanted {
+    /// The logits of each token.
+    Logits,
+    /// The place of the greatest logit of each token.
+    Chosen,
+}
+
+/// What a step made.
+pub enum Made<'a> {
+    /// `[rows, vocabulary]`, in the program's dtype, and its shape.
+    Logits(&'a [u8], [i32; 3]),
+    /// An id for each token.
+    Chosen(Vec<i64>),
+}
+
+/// The captured steps of one program.
+pub struct CapturedSteps {
+    recipe: Recipe,
+    planner: Planner,
+    state: Mutex<State>,
+}
+
+#[derive(Default)]
+struct State {
+    graphs: Vec<Graph>,
+    /// Whether capturing failed once: it would fail again.
+    failed: bool,
+}
+
+struct Graph {
+    tokens: usize,
+    wanted: Wanted,
+    places: Places,
+    captured: Captured,
+}
+
+/// The device, if this process can capture steps on it.
+fn device() -> Option<&'static Device> {
+    static DEVICE: OnceLock<Option<Device>> = OnceLock::new();
+    DEVICE
+        .get_or_init(|| match Device::open(folder().as_deref()) {
+            Ok(device) => Some(device),
+            Err(error) => {
+                warn!(target: TARGET, %error, "steps are not captured");
+                None
+            }
+        })
+        .as_ref()
+}
+
+/// Where compiled kernels are kept for later processes.
+fn folder() -> Option<PathBuf> {
+    mlx::kernel_folder()?.parent()?.parent().map(|folder| folder.join("captured"))
+}
+
+impl CapturedSteps {
+    /// Returns the captured steps of a program, if its constants are what they read and there is a device.
+    pub fn of(mlx: &Mlx, recipe: Recipe, constants: &[Option<Array>]) -> Option<Self> {
+        if !mlx.on_gpu() {
+            return None;
+        }
+        let planner = Planner::of(&recipe, constants)?;
+        device()?;
+        debug!(target: TARGET, parts = recipe.parts.len(), "steps of a few tokens are captured");
+        Some(Self { recipe, planner, state: Mutex::default() })
+    }
+
+    /// Returns whether steps of a few tokens on this cache are captured.
+    pub fn suits(&self, cache: &MlxCache) -> bool {
+        let is_full = |layer: &LayerConfig| layer.policy == LayerPolicy::Full;
+        cache.store().is_some()
+            && cache.formats() == [format_of(self.planner.element); 2]
+            && cache.config().layers.iter().all(is_full)
+            && !self.state.lock().failed
+    }
+
+    /// Runs a step, and commits it if `take` takes what it made. Returns `None`, and changes nothing, if the
+    /// step cannot be captured.
+    ///
+    /// # Errors
+    /// Those of the cache for positions that it refuses, those of `take`, and
+    /// [`Backend`](Status::Backend). The step is rolled back.
+    pub fn run<T>(
+        &self,
+        mlx: &mut Mlx,
+        constants: &[Option<Array>],
+        cache: &mut MlxCache,
+        (ids, positions): (&[i64], &[i32]),
+        wanted: Wanted,
+        take: impl FnOnce(&mut Mlx, Made) -> Result<T>,
+    ) -> Result<Option<T>> {
+        let n = positions.len();
+        let takes = (1..=MOST_TOKENS).contains(&n)
+            && ids.len() == n
+            && (n == 1 || !self.recipe.last_row_only)
+            && self.suits(cache);
+        let Some(ids) = takes.then(|| self.planner.ids(ids)).flatten() else {
+            return Ok(None);
+        };
+        let mut state = self.state.lock();
+        let mut step = Step::begin(cache, positions)?;
+        let Some(slots) = self.place(&mut step)? else {
+            return Ok(None);
+        };
+        let Some(places) = step.store().and_then(|store| self.planner.places(store, constants))
+        else {
+            return Ok(None);
+        };
+        let inputs = StepInputs {
+            ids: &ids,
+            positions,
+            slots: &slots.clone().collect::<SmallVec<[i32; MOST_TOKENS]>>(),
+            n_keys: slots.end as usize,
+        };
+        let Some(graph) = self.graph(&mut state, n, wanted, places) else {
+            return Ok(None);
+        };
+        // SAFETY: the constants and the cache's buffers live as long as the step, and have the shapes that
+        // were planned for. The addresses are those of now, and MLX has written what it writes there. This
+        // thread has locked the cache.
+        let ran = mlx.outside(|| unsafe { graph.captured.run(&inputs) });
+        let outputs = ran.map_err(|error| Error::new(Status::Backend, error.to_string()))?;
+        let made = match wanted {
+            Wanted::Logits => {
+                Made::Logits(outputs.logits, [1, n as i32, self.planner.vocabulary as i32])
+            }
+            Wanted::Chosen => Made::Chosen(chosen(outputs.chosen)?),
+        };
+        let taken = take(mlx, made)?;
+        step.commit(&[])?;
+        Ok(Some(taken))
+    }
+
+    /// Places the rows of all layers. Returns the slots, if the kernels can take them: the same run in each
+    /// layer, behind all that is read.
+    fn place(&self, step: &mut Step) -> Result<Option<std::ops::Range<i32>>> {
+        let mut all: Option<std::ops::Range<i32>> = None;
+        for layer in 0..self.planner.n_layers {
+            let Some(Placement { write: Slots::Run(slots), read, mask }) = step.place(layer)?
+            else {
+                return Ok(None);
+            };
+            let in_order = slots.len() == 1 || mask == MaskPlan::Causal;
+            let fits = read == (0..slots.end)
+                && in_order
+                && !matches!(mask, MaskPlan::Explicit(_))
+                && all.as_ref().is_none_or(|all| *all == slots);
+            if !fits {
+                return Ok(None);
+            }
+            all = Some(slots);
+        }
+        Ok(all)
+    }
+
+    /// Returns the graph for so many tokens at these places, captured anew if they are others than before.
+    fn graph<'a>(
+        &self,
+        state: &'a mut State,
+        tokens: usize,
+        wanted: Wanted,
+        places: Places,
+    ) -> Option<&'a mut Graph> {
+        let same = |graph: &Graph| (graph.tokens, graph.wanted) == (tokens, wanted);
+        let found = state.graphs.iter().position(same);
+        if let Some(found) = found.filter(|&found| state.graphs[found].places == places) {
+            return state.graphs.get_mut(found);
+        }
+        if let Some(found) = found {
+            state.graphs.swap_remove(found);
+        }
+        let plan = self.planner.plan(&self.recipe, &places, tokens, wanted);
+        let made = device().map(|device| device.capture(&plan));
+        debug!(target: TARGET, tokens, ?wanted, "a step is captured");
+        match made {
+            Some(Ok(captured)) => {
+                state.graphs.push(Graph { tokens, wanted, places, captured });
+                state.graphs.last_mut()
+            }
+            Some(Err(error)) => {
+                warn!(target: TARGET, %error, "steps are not captured");
+                state.failed = true;
+                None
+            }
+            None => None,
+        }
+    }
+}
+
+/// Returns the chosen ids.
+fn chosen(ids: &[i32]) -> Result<Vec<i64>> {
+    if let Some(row) = ids.iter().position(|&id| id < 0) {
+        fail!(Backend, "logits of row {row} are no finite numbers, so no token can be chosen");
+    }
+    Ok(ids.iter().map(|&id| i64::from(id)).collect())
+}
+
+fn format_of(element: Element) -> KvFormat {
+    match element {
+        Element::F16 => KvFormat::F16,
+        Element::Bf16 => KvFormat::Bf16,
+    }
+}
+
+/// Returns the type of the elements of a program, if steps can have it.
+fn element_of(dtype: Dtype) -> Option<Element> {
+    match dtype {
+        Dtype::Float16 => Some(Element::F16),
+        Dtype::Bfloat16 => Some(Element::Bf16),
+        _ => None,
+    }
+}

@@ -1,0 +1,260 @@
+//! From a recipe to what the device captures: shapes, once, and addresses, for each step.
+
+use etkv_cuda::{
+    Address, Attend, Buffer, Element, Embed, Heads, Launch, Logits, Norm, Plan, Pool, Product,
+    MOST_TOKENS,
+};
+use mlx_rs::{Array, Dtype};
+use smallvec::SmallVec;
+
+use super::recipe::{self, Part, Recipe};
+use super::{element_of, Wanted};
+use crate::mlx;
+use crate::program::ir::Value;
+use crate::store::MlxStore;
+
+/// The shapes of a recipe's parts.
+pub struct Planner {
+    pub element: Element,
+    pub dtype: Dtype,
+    pub vocabulary: usize,
+    pub n_layers: usize,
+    /// The rows of the table of embeddings.
+    n_ids: usize,
+    /// The elements of a row of each buffer.
+    widths: Vec<usize>,
+    /// The heads of keys of each layer, and their elements.
+    layers: Vec<(usize, usize)>,
+    /// The constants that are read, in the order in which the parts name them.
+    constants: Vec<Value>,
+}
+
+/// Where everything is now.
+#[derive(Debug, PartialEq, Eq)]
+pub struct Places {
+    constants: Vec<u64>,
+    pools: Vec<[Pool; 2]>,
+}
+
+impl Planner {
+    /// Checks the constants of a recipe, and takes their shapes.
+    pub fn of(recipe: &Recipe, constants: &[Option<Array>]) -> Option<Self> {
+        let array = |value: Value| constants.get(value.0 as usize)?.as_ref();
+        let Part::Embed { table, .. } = *recipe.parts.first()? else {
+            return None;
+        };
+        let dtype = array(table)?.dtype();
+        let mut planner = Self {
+            element: element_of(dtype)?,
+            dtype,
+            vocabulary: 0,
+            n_layers: 0,
+            n_ids: 0,
+            widths: vec![0; recipe.n_buffers],
+            layers: Vec::new(),
+            constants: Vec::new(),
+        };
+        for part in &recipe.parts {
+            match part {
+                Part::Embed { table, out } => {
+                    let (rows, inner) = matrix(array(*table)?, dtype, false)?;
+                    planner.n_ids = rows;
+                    planner.widths[*out] = inner;
+                    planner.constants.push(*table);
+                }
+                Part::Product(product) => planner.add(product, dtype, &array)?,
+                Part::Attend { q, out, dtype: made, .. } => {
+                    made.is_none_or(|made| made == dtype).then_some(())?;
+                    planner.widths[*out] = planner.widths[*q];
+                }
+            }
+        }
+        planner.vocabulary = planner.widths[recipe.logits];
+        planner.n_layers = planner.layers.len();
+        (planner.vocabulary > 0).then_some(planner)
+    }
+
+    fn add<'a>(
+        &mut self,
+        product: &recipe::Product,
+        dtype: Dtype,
+        array: &dyn Fn(Value) -> Option<&'a Array>,
+    ) -> Option<()> {
+        let (rows, inner) = matrix(array(product.weight)?, dtype, product.transposed)?;
+        let is_row = |value: Option<Value>, n: usize, dtype: Dtype| {
+            value.is_none_or(|value| array(value).is_some_and(|found| is_vector(found, n, dtype)))
+        };
+        let norm = product.norm.and_then(|norm| norm.weight);
+        let halves = if product.gate.is_some() { 2 } else { 1 };
+        let fits = self.widths[product.x] == inner
+            && rows % halves == 0
+            && is_row(product.bias, rows, dtype)
+            && is_row(norm, inner, dtype)
+            && product.plus.is_none_or(|plus| self.widths[plus] == rows);
+        fits.then_some(())?;
+        self.constants.push(product.weight);
+        self.constants.extend(product.bias.iter().chain(&norm));
+        let mut width = rows / halves;
+        if let Some((heads, layer)) = &product.heads {
+            let sizes = [heads.n, heads.head_dim, *heads.at.first()?];
+            let [n, head_dim, n_q] = sizes.map(|size| usize::try_from(size).unwrap_or(0));
+            let n_kv = n.checked_sub(n_q)? / 2;
+            let fits = n * head_dim == rows
+                && n_kv > 0
+                && *layer == self.layers.len()
+                && heads.dtype == dtype
+                && is_row(Some(heads.periods), head_dim / 2, Dtype::Float32);
+            fits.then_some(())?;
+            self.layers.push((n_kv, head_dim));
+            self.constants.push(heads.periods);
+            width = n_q * head_dim;
+        }
+        self.widths[product.out] = width;
+        Some(())
+    }
+
+    /// Returns ids as the kernels take them, if all have a row of the table.
+    pub fn ids(&self, ids: &[i64]) -> Option<SmallVec<[i32; MOST_TOKENS]>> {
+        let known =
+            |&id: &i64| i32::try_from(id).ok().filter(|&id| (id as usize) < self.n_ids && id >= 0);
+        ids.iter().map(known).collect()
+    }
+
+    /// Returns where everything is, once MLX has computed it. Nothing, if the cache's buffers are not what
+    /// the kernels read.
+    pub fn places(&self, store: &MlxStore, constants: &[Option<Array>]) -> Option<Places> {
+        let of_constant = |value: &Value| address(constants.get(value.0 as usize)?.as_ref()?);
+        let constants = self.constants.iter().map(of_constant).collect::<Option<_>>()?;
+        let pool_of = |array: &Array, (n_kv, head_dim): (usize, usize)| {
+            let sizes = array.shape().iter().map(|&size| size as usize);
+            let &[1, heads, capacity, dim] = &sizes.collect::<SmallVec<[usize; 4]>>()[..] else {
+                return None;
+            };
+            let fits = (heads, dim) == (n_kv, head_dim)
+                && element_of(array.dtype()) == Some(self.element)
+                && array.strides() == [n_kv * capacity * dim, capacity * dim, dim, 1];
+            fits.then_some(())?;
+            Some(Pool { address: Address(address(array)?), capacity })
+        };
+        let of_layer = |(layer, &heads): (usize, &(usize, usize))| {
+            let [k, v] = store.float_buffers(layer)?;
+            Some([pool_of(k, heads)?, pool_of(v, heads)?])
+        };
+        let pools = self.layers.iter().enumerate().map(of_layer).collect::<Option<_>>()?;
+        Some(Places { constants, pools })
+    }
+
+    /// Returns the plan of a step of `tokens` tokens.
+    pub fn plan(&self, recipe: &Recipe, places: &Places, tokens: usize, wanted: Wanted) -> Plan {
+        let mut addresses = places.constants.iter().map(|&address| Address(address));
+        // There are as many as the parts name.
+        let mut next = || addresses.next().unwrap_or(Address(0));
+        let launches = recipe
+            .parts
+            .iter()
+            .map(|part| match part {
+                Part::Embed { out, .. } => Launch::Embed(Embed {
+                    table: next(),
+                    vocabulary: self.n_ids,
+                    inner: self.widths[*out],
+                    out: Buffer(*out),
+                }),
+                Part::Product(product) => Launch::Product(self.product(product, places, &mut next)),
+                Part::Attend { layer, q, scale, out, .. } => {
+                    let (n_kv, head_dim) = self.layers[*layer];
+                    let [keys, values] = places.pools[*layer];
+                    Launch::Attend(Attend {
+                        q: Buffer(*q),
+                        keys,
+                        values,
+                        n_q: self.widths[*q] / head_dim,
+                        n_kv,
+                        head_dim,
+                        scale: *scale,
+                        out: Buffer(*out),
+                    })
+                }
+            })
+            .collect();
+        Plan {
+            element: self.element,
+            tokens,
+            buffers: self.widths.iter().map(|width| width * tokens).collect(),
+            launches,
+            logits: Some(Logits {
+                buffer: Buffer(recipe.logits),
+                rows: tokens,
+                vocabulary: self.vocabulary,
+                copied: wanted == Wanted::Logits,
+                chosen: wanted == Wanted::Chosen,
+            }),
+            overlap: true,
+            attention_blocks: None,
+        }
+    }
+
+    fn product(
+        &self,
+        product: &recipe::Product,
+        places: &Places,
+        next: &mut dyn FnMut() -> Address,
+    ) -> Product {
+        // In the order in which they were added.
+        let weight = next();
+        let bias = product.bias.map(|_| next());
+        let norm =
+            product.norm.map(|norm| Norm { weight: norm.weight.map(|_| next()), eps: norm.eps });
+        let heads = product.heads.as_ref().map(|(_, layer)| {
+            let (n_kv, head_dim) = self.layers[*layer];
+            let [keys, values] = places.pools[*layer];
+            let n_q = self.widths[product.out] / head_dim;
+            Heads { n_q, n_kv, head_dim, periods: Some(next()), keys, values }
+        });
+        Product {
+            x: Buffer(product.x),
+            last_row: false,
+            weight,
+            inner: self.widths[product.x],
+            outputs: match heads {
+                Some(heads) => (heads.n_q + 2 * heads.n_kv) * heads.head_dim,
+                None => self.widths[product.out],
+            },
+            bias,
+            norm,
+            gate: product.gate,
+            plus: product.plus.map(Buffer),
+            heads,
+            out: Buffer(product.out),
+        }
+    }
+}
+
+/// Returns the rows and columns of a weight that lies in memory row by row.
+fn matrix(array: &Array, dtype: Dtype, transposed: bool) -> Option<(usize, usize)> {
+    let (&[a, b], &[along_a, along_b]) = (array.shape(), array.strides()) else {
+        return None;
+    };
+    let (rows, columns, row, column) =
+        if transposed { (b, a, along_b, along_a) } else { (a, b, along_a, along_b) };
+    let is_plain = array.dtype() == dtype && column == 1 && row == columns as usize;
+    is_plain.then_some((rows as usize, columns as usize))
+}
+
+fn is_vector(array: &Array, n: usize, dtype: Dtype) -> bool {
+    array.dtype() == dtype && array.shape() == [n as i32] && array.strides() == [1]
+}
+
+/// Returns where the elements of an array begin. Waits until they are computed.
+fn address(array: &Array) -> Option<u64> {
+    for _ in 0..2 {
+        let mut address = 0;
+        // SAFETY: the handle is live; MLX runs on CUDA.
+        mlx::check(unsafe { mlx_sys::etkv_mlx_array_address(&mut address, array.as_ptr()) })
+            .ok()?;
+        if address != 0 {
+            return Some(address);
+        }
+        mlx::wait(array).ok()?;
+    }
+    None
+}

@@ -1,0 +1,278 @@
+//! What a program must look like to be captured: a decoder, as the passes for a GPU leave one.
+
+use std::collections::HashMap;
+
+use etkv_cuda::Gate;
+use mlx_rs::Dtype;
+
+use crate::program::generation::TextInputs;
+use crate::program::ir::{Graph, Heads, Index, Norm, Op, Out, Unary, Value};
+
+/// The steps of a program, in the order in which they run. Values are constants of the program; buffers
+/// are what is between two parts.
+#[derive(Debug, PartialEq)]
+pub struct Recipe {
+    pub parts: Vec<Part>,
+    /// The buffers, by number.
+    pub n_buffers: usize,
+    /// The buffer of the logits.
+    pub logits: usize,
+    /// Whether the program drops all rows but the last on the way. Steps of several tokens are then not
+    /// captured.
+    pub last_row_only: bool,
+    pub inputs: TextInputs,
+}
+
+#[derive(Debug, PartialEq)]
+pub enum Part {
+    Embed { table: Value, out: usize },
+    Product(Product),
+    Attend { layer: usize, q: usize, scale: f32, dtype: Option<Dtype>, out: usize },
+}
+
+#[derive(Debug, PartialEq)]
+pub struct Product {
+    pub x: usize,
+    pub weight: Value,
+    pub transposed: bool,
+    pub bias: Option<Value>,
+    pub norm: Option<Norm>,
+    pub gate: Option<Gate>,
+    pub plus: Option<usize>,
+    /// The heads, and the layer whose keys and values are among them.
+    pub heads: Option<(Heads, usize)>,
+    pub out: usize,
+}
+
+impl Recipe {
+    /// Returns the recipe of a program, if all of it is known here.
+    pub fn of(graph: &Graph) -> Option<Self> {
+        let inputs = TextInputs::find(&graph.inputs).ok()?;
+        let mut reader = Reader {
+            graph,
+            inputs,
+            buffers: HashMap::new(),
+            positions: vec![inputs.positions()],
+            parts: Vec::new(),
+            n_buffers: 0,
+            last_row_only: false,
+        };
+        for index in 0..graph.main.instructions.len() {
+            reader.read(index)?;
+        }
+        let &[Out::Tensor(logits)] = &graph.main.outputs[..] else {
+            return None;
+        };
+        let logits = *reader.buffers.get(&logits)?;
+        let has_attention = reader.parts.iter().any(|part| matches!(part, Part::Attend { .. }));
+        (graph.buffers.is_empty() && has_attention).then_some(Self {
+            parts: reader.parts,
+            n_buffers: reader.n_buffers,
+            logits,
+            last_row_only: reader.last_row_only,
+            inputs,
+        })
+    }
+}
+
+struct Reader<'a> {
+    graph: &'a Graph,
+    inputs: TextInputs,
+    /// The buffer of each value that has one.
+    buffers: HashMap<Value, usize>,
+    /// The values that are the positions.
+    positions: Vec<Value>,
+    parts: Vec<Part>,
+    n_buffers: usize,
+    last_row_only: bool,
+}
+
+impl Reader<'_> {
+    fn buffer(&self, value: Value) -> Option<usize> {
+        self.buffers.get(&value).copied()
+    }
+
+    /// Gives a value a buffer of its own.
+    fn made(&mut self, value: Value) -> usize {
+        let buffer = self.n_buffers;
+        self.n_buffers += 1;
+        self.buffers.insert(value, buffer);
+        buffer
+    }
+
+    /// Lets a value be the same buffer as another.
+    fn same(&mut self, value: Value, as_other: Value) -> Option<()> {
+        self.buffers.insert(value, self.buffer(as_other)?);
+        Some(())
+    }
+
+    fn constant(&self, value: Value) -> Option<Value> {
+        ((value.0 as usize) < self.graph.constants.len()).then_some(value)
+    }
+
+    fn optional(&self, value: Option<Value>) -> Option<Option<Value>> {
+        match value {
+            Some(value) => self.constant(value).map(Some),
+            None => Some(None),
+        }
+    }
+
+    fn norm(&self, norm: Option<Norm>) -> Option<Option<Norm>> {
+        match norm {
+            Some(norm) => self.optional(norm.weight).map(|_| Some(norm)),
+            None => Some(None),
+        }
+    }
+
+    /// Reads an instruction. Returns `None` for one that is not known here.
+    fn read(&mut self, index: usize) -> Option<()> {
+        let instruction = &self.graph.main.instructions[index];
+        match (&instruction.op, instruction.out) {
+            // Only the shapes of views have such integers, which are the tokens of the step.
+            (Op::SymSize { .. }, Out::Int(_)) => Some(()),
+            (&Op::AsType { x, dtype: Dtype::Int32 }, Out::Tensor(out))
+                if self.positions.contains(&x) =>
+            {
+                self.positions.push(out);
+                Some(())
+            }
+            (&Op::Take { x, index: Index::Many(ids), axis: 0 }, Out::Tensor(out))
+                if ids == self.inputs.tokens() =>
+            {
+                let table = self.constant(x)?;
+                let out = self.made(out);
+                self.parts.push(Part::Embed { table, out });
+                Some(())
+            }
+            (&Op::LastToken { x }, Out::Tensor(out)) => {
+                self.last_row_only = true;
+                self.same(out, x)
+            }
+            (Op::TransposeReshape { x, perm, shape }, Out::Tensor(out))
+                if perm[..] == [0, 2, 1, 3] && shape.len() == 3 =>
+            {
+                let is_attention = self.parts.iter().any(
+                    |part| matches!(part, Part::Attend { out, .. } if Some(*out) == self.buffer(*x)),
+                );
+                is_attention.then_some(())?;
+                self.same(out, *x)
+            }
+            (op, Out::Tensor(out)) => self.read_product(op, out),
+            (op, Out::Tensors(..)) => self.read_layer(op, instruction.out, index),
+            _ => None,
+        }
+    }
+
+    fn read_product(&mut self, op: &Op, out: Value) -> Option<()> {
+        let product = match *op {
+            Op::UpdateAndAttend { .. } => return self.read_attention(op, out),
+            Op::Linear { x, weight, bias, transposed } => Product {
+                x: self.buffer(x)?,
+                weight: self.constant(weight)?,
+                transposed,
+                bias: self.optional(bias)?,
+                norm: None,
+                gate: None,
+                plus: None,
+                heads: None,
+                out: 0,
+            },
+            Op::LinearBlock { x, weight, bias, transposed, norm, gate, plus } => Product {
+                x: self.buffer(x)?,
+                weight: self.constant(weight)?,
+                transposed,
+                bias: self.optional(bias)?,
+                norm: self.norm(norm)?,
+                gate: match gate {
+                    None => None,
+                    Some(function) => Some(gate_of(function)?),
+                },
+                plus: match plus {
+                    None => None,
+                    Some(plus) => Some(self.buffer(plus)?),
+                },
+                heads: None,
+                out: 0,
+            },
+            _ => return None,
+        };
+        let out = self.made(out);
+        self.parts.push(Part::Product(Product { out, ..product }));
+        Some(())
+    }
+
+    /// Reads a product of heads. The layer's attention is the one that reads its pieces.
+    fn read_layer(&mut self, op: &Op, out: Out, index: usize) -> Option<()> {
+        let Op::LinearHeads { x, weight, bias, transposed, norm, heads } = op else {
+            return None;
+        };
+        let pieces: Vec<Value> = out.tensors().collect();
+        let &[queries, keys, values] = &pieces[..] else {
+            return None;
+        };
+        let mut readers = self.graph.main.instructions[index..]
+            .iter()
+            .filter(|made| made.op.reads().iter().any(|value| pieces.contains(value)));
+        let (Some(reader), None) = (readers.next(), readers.next()) else {
+            return None;
+        };
+        let &Op::UpdateAndAttend { q, k, v, layer, .. } = &reader.op else {
+            return None;
+        };
+        let &[n_q, n_turned] = &heads.at[..] else {
+            return None;
+        };
+        let fits = [q, k, v] == [queries, keys, values]
+            && n_turned == heads.turned
+            && heads.n - n_turned == n_turned - n_q
+            && self.positions.contains(&heads.offsets)
+            && self.constant(heads.periods).is_some();
+        fits.then_some(())?;
+        let product = Product {
+            x: self.buffer(*x)?,
+            weight: self.constant(*weight)?,
+            transposed: *transposed,
+            bias: self.optional(*bias)?,
+            norm: self.norm(*norm)?,
+            gate: None,
+            plus: None,
+            heads: Some((heads.clone(), layer)),
+            out: self.made(queries),
+        };
+        self.parts.push(Part::Product(product));
+        Some(())
+    }
+
+    fn read_attention(&mut self, op: &Op, out: Value) -> Option<()> {
+        let &Op::UpdateAndAttend {
+            q, position, layer, scale, last_query, out_dtype: dtype, ..
+        } = op
+        else {
+            return None;
+        };
+        self.positions.contains(&position).then_some(())?;
+        // Its keys and values are those of the product that made its queries.
+        let queries = self.buffer(q)?;
+        let is_own = |part: &Part| {
+            matches!(part, Part::Product(Product { heads: Some((_, own)), out, .. })
+                if *own == layer && *out == queries)
+        };
+        self.parts.iter().any(is_own).then_some(())?;
+        self.last_row_only |= last_query;
+        let out = self.made(out);
+        self.parts.push(Part::Attend { layer, q: queries, scale, dtype, out });
+        Some(())
+    }
+}
+
+fn gate_of(function: Unary) -> Option<Gate> {
+    match function {
+        Unary::Silu => Some(Gate::Silu),
+        Unary::Gelu => Some(Gate::Gelu),
+        Unary::GeluTanh => Some(Gate::GeluTanh),
+        _ => None,
+    }
+}
+
+#[cfg(test)]
+mod tests;
