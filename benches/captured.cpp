@@ -215,6 +215,7 @@ int main(int argc, char** argv) {
       }
     }
   }
-  // NaN is apart by more than all.
-  return worst < 0.05 ? 0 : 1;
+  // In bfloat16 the sums of 16 layers in another order are a twentieth apart
+  // where the largest logits are small. NaN is apart by more than all.
+  return worst < 0.1 ? 0 : 1;
 }
