@@ -51,8 +51,8 @@ typedef struct etkv_prompt {
 typedef int32_t etkv_run_ahead;
 enum {
   /**
-   * On a GPU. On a CPU nothing is gained: MLX then copies each buffer that the
-   * step before still reads.
+   * On a GPU, but for steps that are one launch. On a CPU nothing is gained: MLX
+   * then copies each buffer that the step before still reads.
    */
   ETKV_RUN_AHEAD_AUTO = 0,
   /** Each step starts when its token is asked for. */

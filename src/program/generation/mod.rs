@@ -40,8 +40,8 @@ pub struct GenerationOptions {
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 #[non_exhaustive]
 pub enum RunAhead {
-    /// On a GPU. On a CPU nothing is gained: MLX then copies each buffer that the step before still
-    /// reads.
+    /// On a GPU, but for steps that are one launch. On a CPU nothing is gained: MLX then copies each buffer
+    /// that the step before still reads.
     #[default]
     Auto,
     /// Each step starts when its token is asked for.
