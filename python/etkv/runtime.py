@@ -253,7 +253,7 @@ class Program:
         self.check_open()
         if self.session is None:
             raise EtkvError(f"{self.path.name} was loaded without a session: pass one to etkv.load")
-        if not tokens or len(tokens) != len(positions):
+        if len(tokens) == 0 or len(tokens) != len(positions):
             raise EtkvError(f"{len(tokens)} tokens at {len(positions)} positions; expected 1 or more, one at each")
         chosen = _capi.ffi.new("int64_t[]", len(tokens))
         ids, at = _capi.ffi.new("int64_t[]", list(tokens)), _capi.ffi.new("int32_t[]", list(positions))

@@ -290,6 +290,10 @@ impl Drop for Loaded {
         if let Ok(mlx) = mlx::enter() {
             mlx.publish_kernels();
         }
+        #[cfg(target_os = "linux")]
+        {
+            self.captured = None;
+        }
         self.constants.clear();
         self.buffers.reset();
         self.cache = None;

@@ -100,8 +100,13 @@ impl Program {
         }
         ran?;
         #[cfg(target_os = "linux")]
-        if loaded.choose_captured(&mut mlx, &mut *cache, &[0], &[0])?.is_some() {
-            cache.rewind(0)?;
+        {
+            let captured = loaded.choose_captured(&mut mlx, &mut *cache, &[0], &[0]);
+            if !matches!(captured, Ok(None)) {
+                // Undoes also the conversion of a `quantized_kv_start` that one token reaches.
+                cache.clear(false)?;
+            }
+            captured?;
         }
         let has_windows =
             cache.config().layers.iter().any(|layer| layer.policy != LayerPolicy::Full);

@@ -216,7 +216,8 @@ extern "C" __attribute__((visibility("hidden"))) int etkv_mlx_array_address(
       return 0;
     }
     const auto* buffer = static_cast<const CudaBuffer*>(found.buffer().ptr());
-    if (buffer != nullptr && buffer->data != nullptr) {
+    // Device 0, or memory that it shares with the host.
+    if (buffer != nullptr && buffer->data != nullptr && buffer->device <= 0) {
       *address = reinterpret_cast<uint64_t>(buffer->data) +
                  static_cast<uint64_t>(found.offset());
     }

@@ -4,8 +4,8 @@
 //! program that is a decoder, as a [`Recipe`] knows it, is captured as a CUDA graph instead: its
 //! kernels read weights, and read and write keys and values, where MLX's arrays have them.
 //!
-//! MLX owns the memory, and both use it in turns. A captured step begins when what MLX writes to the
-//! cache's buffers is complete, and the host waits for its end before MLX is asked for anything. MLX moves
+//! MLX owns the memory, and both use a cache in turns. A captured step begins when what MLX writes to the
+//! cache's buffers is complete, and the cache is locked until its end. MLX moves
 //! an array when the host reads it and makes others when a pool grows, so a step compares the addresses
 //! with those of its graph and captures anew if one has changed.
 //!
@@ -61,8 +61,8 @@ pub struct CapturedSteps {
 #[derive(Default)]
 struct State {
     graphs: Vec<Graph>,
-    /// Whether capturing failed once: it would fail again.
-    failed: bool,
+    /// The numbers of tokens that could not be captured: those of long rows fit no shared memory.
+    failed: Vec<usize>,
 }
 
 struct Graph {
@@ -109,7 +109,7 @@ impl CapturedSteps {
         cache.store().is_some()
             && cache.formats() == [format_of(self.planner.element); 2]
             && cache.config().layers.iter().all(is_full)
-            && !self.state.lock().failed
+            && !self.state.lock().failed.contains(&1)
     }
 
     /// Runs a step, and commits it if `take` takes what it made. Returns `None`, and changes nothing, if the
@@ -136,6 +136,9 @@ impl CapturedSteps {
             return Ok(None);
         };
         let mut state = self.state.lock();
+        if state.failed.contains(&n) {
+            return Ok(None);
+        }
         let mut step = Step::begin(cache, positions)?;
         let Some(slots) = self.place(&mut step)? else {
             return Ok(None);
@@ -216,8 +219,8 @@ impl CapturedSteps {
                 state.graphs.last_mut()
             }
             Some(Err(error)) => {
-                warn!(target: TARGET, %error, "steps are not captured");
-                state.failed = true;
+                warn!(target: TARGET, tokens, %error, "steps of so many tokens are not captured");
+                state.failed.push(tokens);
                 None
             }
             None => None,
