@@ -4,6 +4,7 @@
 #![allow(missing_docs)]
 
 mod model;
+mod products;
 mod reference;
 mod timing;
 
@@ -49,6 +50,9 @@ const NINE: Shape = Shape { name: "9/3 heads", hidden: 576, n_q: 9, n_kv: 3, ..S
 
 const WIDE: Shape = Shape { name: "4/2 heads of 128", n_q: 4, head_dim: 128, ..SMALL };
 
+// Rows that do not stay in registers.
+const LONG: Shape = Shape { name: "8/2 heads, long rows", intermediate: 4616, ..SMALL };
+
 fn main() -> ExitCode {
     match run() {
         Ok(true) => {
@@ -84,11 +88,14 @@ fn run() -> Answer<bool> {
             NINE,
             Shape { bias: true, ..NINE },
             WIDE,
+            LONG,
         ] {
             good &= check_shape(&device, Shape { element, ..shape })?;
         }
     }
     say!("checked after {:?}", begin.elapsed());
+    products::run(&device, timing::LLAMA)?;
+    products::run(&device, timing::SMOL)?;
     timing::run(&device)?;
     say!("all after {:?}", begin.elapsed());
     Ok(good)

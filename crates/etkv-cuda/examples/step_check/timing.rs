@@ -11,7 +11,7 @@ use std::io::Write;
 const CAPACITY: usize = 8192;
 const RUNS: usize = 40;
 
-const LLAMA: Shape = Shape {
+pub const LLAMA: Shape = Shape {
     name: "Llama-3.2-1B",
     element: Element::Bf16,
     layers: 16,
@@ -26,7 +26,7 @@ const LLAMA: Shape = Shape {
     turns: true,
 };
 
-const SMOL: Shape = Shape {
+pub const SMOL: Shape = Shape {
     name: "SmolLM2-135M",
     layers: 30,
     hidden: 576,
@@ -48,7 +48,7 @@ pub fn run(device: &Device) -> Result<()> {
             bytes / 1_000_000
         );
         if std::env::var_os("ETKV_QUICK").is_some() {
-            for tokens in [1, 8] {
+            for tokens in [1, 2, 4, 8, 16] {
                 let mut text = String::new();
                 for keys in [16, 256, 2048] {
                     for copied in [true, false] {
@@ -107,7 +107,7 @@ pub fn run(device: &Device) -> Result<()> {
     Ok(())
 }
 
-fn median(graph: &mut etkv_cuda::Captured, tokens: usize, keys: usize) -> Result<f64> {
+pub fn median(graph: &mut etkv_cuda::Captured, tokens: usize, keys: usize) -> Result<f64> {
     let ids: Vec<i32> = (0..tokens as i32).collect();
     let slots: Vec<i32> = ((keys - tokens) as i32..).take(tokens).collect();
     let step = StepInputs { ids: &ids, positions: &slots, slots: &slots, n_keys: keys };

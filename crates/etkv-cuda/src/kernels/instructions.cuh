@@ -76,6 +76,11 @@ __device__ inline void wait_for_previous() {
 #endif
 }
 
+// Waits for the other threads of a team of this block, which has so many. There are up to 15 teams.
+__device__ inline void wait_for_team(int team, int threads) {
+  asm volatile("bar.sync %0, %1;" ::"r"(team + 1), "r"(threads) : "memory");
+}
+
 // Adds the product of a 16x16 and a 16x8 matrix to a 16x8 matrix in float32.
 template <typename E>
 __device__ inline void multiply(float (&c)[4], const unsigned (&a)[4], unsigned b0, unsigned b1) {

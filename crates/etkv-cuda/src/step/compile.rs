@@ -15,6 +15,7 @@ use crate::text;
 
 // The texts that only steps need.
 const ONE_ROW: &str = include_str!("../kernels/one_row.cuh");
+const TILED_ROWS: &str = include_str!("../kernels/tiled_rows.cuh");
 const STEP: &str = include_str!("../kernels/step.cuh");
 const TOKENS: &str = include_str!("../kernels/tokens.cuh");
 const PRODUCT_ENTRY: &str = include_str!("../kernels/product_entry.cuh");
@@ -51,6 +52,7 @@ impl Source {
                     text::TURN,
                     text::FEW_ROWS,
                     ONE_ROW,
+                    TILED_ROWS,
                     TOKENS,
                     PRODUCT_ENTRY,
                 ][..],

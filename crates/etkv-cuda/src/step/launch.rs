@@ -30,6 +30,15 @@ const ROW_BLOCKS: usize = 2;
 const STATIC_SHARED: usize = 4 * (2 * 8 * 16 * 16 + 16 * 8);
 const SYSTEM_SHARED: usize = 1024;
 
+/// What the kernel with rings has: its warps; the elements of a row that a warp has at a time and the places
+/// of its ring, for rows that stay in registers and for others; and the longest rows that stay there.
+const TILED_WARPS: usize = 16;
+const HELD_WIDE: usize = 128;
+const HELD_DEPTH: usize = 2;
+const OTHER_WIDE: usize = 64;
+const OTHER_DEPTH: usize = 3;
+const MOST_HELD: usize = TILED_WARPS * HELD_WIDE;
+
 /// Keys that attention reads at a time, rows of a warp, and the most slices, as in the kernel.
 const TILE: usize = 64;
 const ROWS: usize = 16;
@@ -124,14 +133,26 @@ const _: () = assert!(size_of::<Step>() == 208);
 const _: () = assert!(size_of::<ProductWork>() == 144);
 const _: () = assert!(size_of::<AttendWork>() == 88);
 
+/// The kernels of products.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum ProductKernel {
+    /// A single row.
+    Row,
+    /// Rows that are in shared memory, or read anew for each tile.
+    Few,
+    /// Rows in registers, and the weight in rings.
+    Tiled,
+}
+
 /// How a product is launched.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) struct ProductShape {
+    pub(crate) kernel: ProductKernel,
     pub(crate) blocks: usize,
-    /// Elements in shared memory, or 0.
+    /// Threads of a block.
+    pub(crate) threads: usize,
+    /// Bytes of dynamic shared memory of a block.
     pub(crate) shared: usize,
-    /// Whether the kernel for a single row runs.
-    pub(crate) is_row: bool,
 }
 
 impl ProductShape {
@@ -140,7 +161,11 @@ impl ProductShape {
     /// # Errors
     /// [`Error::Plan`](crate::Error::Plan) if rows that are normalized do not fit shared memory.
     pub(crate) fn of(plan: &Plan, product: &Product, limits: Limits) -> Result<Self> {
-        let elements = rows(plan, product) * (product.inner + PAD);
+        let n = rows(plan, product);
+        if let Some(shape) = Self::tiled(n, product, limits) {
+            return Ok(shape);
+        }
+        let elements = n * (product.inner + PAD);
         let most = match product.norm {
             Some(_) => limits.product_shared() / 2,
             None => FEW_SHARED.min(limits.product_shared() / 2),
@@ -152,12 +177,13 @@ impl ProductShape {
                  expected {most} or fewer on this device"
             );
         }
-        if rows(plan, product) == 1 && elements <= limits.product_shared() / 2 {
+        if n == 1 && elements <= limits.product_shared() / 2 {
             let halves = if product.gate.is_some() { 1 } else { 2 };
             let pairs = product.outputs.div_ceil(halves);
             let blocks = pairs.div_ceil(PRODUCT_THREADS / 32);
             let blocks = blocks.min(ROW_BLOCKS * limits.processors);
-            return Ok(Self { blocks, shared: elements, is_row: true });
+            let (kernel, threads) = (ProductKernel::Row, PRODUCT_THREADS);
+            return Ok(Self { kernel, blocks, threads, shared: 2 * elements });
         }
         let shared = if elements <= most { elements } else { 0 };
         let block = 2 * shared + STATIC_SHARED + SYSTEM_SHARED;
@@ -165,8 +191,34 @@ impl ProductShape {
         let width = if product.gate.is_some() { OUTPUTS / 2 } else { OUTPUTS };
         let tiles = product.outputs.div_ceil(width);
         let blocks = tiles.min(each * limits.processors).max(1);
-        Ok(Self { blocks, shared, is_row: false })
+        let (kernel, threads) = (ProductKernel::Few, PRODUCT_THREADS);
+        Ok(Self { kernel, blocks, threads, shared: 2 * shared })
     }
+
+    /// Returns the shape of a launch of the kernel with rings, if it takes the product. A block of it takes a
+    /// whole multiprocessor, so that a step of a single row is faster by kernels that overlap, on an H200.
+    fn tiled(rows: usize, product: &Product, limits: Limits) -> Option<Self> {
+        let is_held = product.inner <= MOST_HELD;
+        let shared = tiled_shared(rows, is_held);
+        let takes = rows > 1
+            && shared <= limits.block_shared
+            && product.weight.0 % 16 == 0
+            && (is_held || product.norm.is_none());
+        takes.then_some(())?;
+        let columns = if product.gate.is_some() { OUTPUTS / 2 } else { OUTPUTS };
+        let blocks = product.outputs.div_ceil(columns).min(limits.processors);
+        Some(Self { kernel: ProductKernel::Tiled, blocks, threads: 32 * TILED_WARPS, shared })
+    }
+}
+
+/// Returns the bytes of shared memory that the kernel with rings takes.
+fn tiled_shared(rows: usize, is_held: bool) -> usize {
+    let x_rows = rows.next_multiple_of(8);
+    let ring = match is_held {
+        true => HELD_DEPTH * OUTPUTS * HELD_WIDE,
+        false => OTHER_DEPTH * (OUTPUTS + x_rows) * OTHER_WIDE,
+    };
+    TILED_WARPS * (2 * ring + 4 * 2 * x_rows * OUTPUTS + 4 * x_rows)
 }
 
 /// How attention is launched.

@@ -8,7 +8,7 @@ use crate::step::device::Device;
 use crate::step::driver::{Kernel, Memory, Stream};
 use crate::step::error::{fail, Result};
 use crate::step::launch::{
-    self, int, or_null, AttendShape, AttendWork, ProductShape, ProductWork, Step,
+    self, int, or_null, AttendShape, AttendWork, ProductKernel, ProductShape, ProductWork, Step,
 };
 use crate::step::plan::{Attend, Buffer, Embed, Launch, Plan, Product};
 
@@ -21,6 +21,7 @@ const APART: usize = 256;
 pub(crate) struct Work {
     product: Kernel,
     row: Kernel,
+    tiled: Kernel,
     embed: Kernel,
     choose: Kernel,
     /// Of each launch, if it is attention.
@@ -79,6 +80,7 @@ impl Work {
         Ok(Self {
             product: device.kernel(source, c"etkv_product", limits.product_shared())?,
             row: device.kernel(source, c"etkv_row", limits.product_shared())?,
+            tiled: device.kernel(source, c"etkv_tiled", limits.block_shared)?,
             embed: device.kernel(source, c"etkv_embed", 0)?,
             choose: device.kernel(source, c"etkv_choose", 0)?,
             attend,
@@ -159,7 +161,7 @@ impl Work {
             rows: int(rows(plan, product)),
             outputs: int(product.outputs),
             inner: int(product.inner),
-            most_shared: int(shape.shared),
+            most_shared: int(shape.shared / 2),
             ..ProductWork::default()
         };
         if let Some(heads) = &product.heads {
@@ -174,9 +176,13 @@ impl Work {
             work.queries = int(heads.n_q);
             work.each = int(heads.n_kv);
         }
-        let kernel = if shape.is_row { &self.row } else { &self.product };
-        let (grid, threads) = ([shape.blocks, 1, 1], launch::PRODUCT_THREADS);
-        let (shared, arguments) = (2 * shape.shared, &mut [of(&work)]);
+        let kernel = match shape.kernel {
+            ProductKernel::Row => &self.row,
+            ProductKernel::Few => &self.product,
+            ProductKernel::Tiled => &self.tiled,
+        };
+        let (threads, shared) = (shape.threads, shape.shared);
+        let (grid, arguments) = ([shape.blocks, 1, 1], &mut [of(&work)]);
         // SAFETY: this is the kernel's argument; the plan's check has compared all sizes.
         unsafe { launch::launch(stream, kernel, grid, threads, shared, arguments, overlaps) }
     }

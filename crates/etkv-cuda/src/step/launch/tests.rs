@@ -34,21 +34,49 @@ fn product(inner: usize, outputs: usize) -> Product {
 #[test]
 fn rows_that_are_normalized_fit_shared_memory() {
     let of = |tokens, product: &Product| ProductShape::of(&plan(tokens), product, H100);
-    let shape = |blocks, shared| ProductShape { blocks, shared, is_row: false };
-    let row = |blocks, shared| ProductShape { is_row: true, ..shape(blocks, shared) };
+    let few = |blocks, elements: usize| {
+        let (kernel, threads) = (ProductKernel::Few, 256);
+        ProductShape { kernel, blocks, threads, shared: 2 * elements }
+    };
+    let row =
+        |blocks, elements| ProductShape { kernel: ProductKernel::Row, ..few(blocks, elements) };
     assert_eq!(of(1, &product(2048, 2560)), Ok(row(160, 2080)));
     assert_eq!(of(1, &product(2048, 128_256)), Ok(row(264, 2080)));
-    assert_eq!(of(2, &product(2048, 2560)), Ok(shape(160, 4160)));
-    assert_eq!(of(16, &product(2048, 128_256)), Ok(shape(264, 33_280)));
-    assert_eq!(of(16, &product(6144, 4096)), Ok(shape(132, 98_816)));
+    assert_eq!(of(2, &product(2056, 2560)), Ok(few(160, 4176)));
+    assert_eq!(of(16, &product(2056, 128_256)), Ok(few(264, 33_408)));
+    assert_eq!(of(16, &product(6144, 4096)), Ok(few(132, 98_816)));
     let text = of(16, &product(8192, 4096)).unwrap_err().to_string();
     assert!(text.contains("131584 elements") && text.contains("107776 or fewer"), "{text}");
     let last = Product { last_row: true, ..product(8192, 4096) };
     assert_eq!(of(16, &last), Ok(row(256, 8224)));
-    let plain = Product { norm: None, ..product(8192, 2048) };
-    assert_eq!(of(16, &plain), Ok(shape(128, 0)));
     let gated = Product { gate: Some(Gate::Silu), ..product(2048, 1000) };
     assert_eq!(of(1, &gated), Ok(row(125, 2080)));
+}
+
+#[test]
+fn rings_take_what_fits_them() {
+    let of = |tokens, product: &Product| ProductShape::of(&plan(tokens), product, H100).unwrap();
+    let tiled = |blocks, shared| {
+        let (kernel, threads) = (ProductKernel::Tiled, 512);
+        ProductShape { kernel, blocks, threads, shared }
+    };
+    let held = [16 * (8192 + 1024 + 32), 16 * (8192 + 2048 + 64)];
+    assert_eq!(of(2, &product(2048, 1024)), tiled(64, held[0]));
+    assert_eq!(of(16, &product(2048, 128_256)), tiled(132, held[1]));
+    let gated = Product { gate: Some(Gate::Silu), ..product(2048, 1000) };
+    assert_eq!(of(8, &gated), tiled(125, held[0]));
+    // Long rows, if they are not normalized.
+    let plain = Product { norm: None, ..product(8192, 2048) };
+    assert_eq!(of(1, &plain).kernel, ProductKernel::Row);
+    assert_eq!(of(2, &plain), tiled(128, 16 * (9216 + 1024 + 32)));
+    assert_eq!(of(16, &plain), tiled(128, 16 * (12_288 + 2048 + 64)));
+    assert_eq!(of(2, &product(8192, 2048)).kernel, ProductKernel::Few);
+    // Weights that do not lie on 16 bytes, and devices with less shared memory.
+    let misplaced = Product { weight: Address(8), ..plain };
+    assert_eq!(of(16, &misplaced).kernel, ProductKernel::Few);
+    let small = Limits { processors: 82, block_shared: 101_376, processor_shared: 102_400 };
+    let shape = ProductShape::of(&plan(16), &plain, small).unwrap();
+    assert_eq!(shape.kernel, ProductKernel::Few);
 }
 
 #[test]

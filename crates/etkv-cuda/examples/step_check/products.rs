@@ -1,0 +1,111 @@
+//! The time of each product and of attention alone, behind each other as in a step.
+
+use etkv_cuda::{
+    Address, Attend, Buffer, Device, Element, Gate, Heads, Launch, Norm, Plan, Pool, Product,
+    Result,
+};
+
+use crate::model::Shape;
+use crate::say;
+use crate::timing::median;
+use std::io::Write;
+
+/// Bytes of weights that are read one after another: more than a device's caches hold.
+const BYTES: usize = 540 << 20;
+/// Launches of a plan.
+const LEAST: usize = 4;
+const MOST: usize = 64;
+const TOKENS: [usize; 5] = [1, 2, 4, 8, 16];
+
+/// Prints the median microseconds of a launch for 1 to 16 tokens.
+pub fn run(device: &Device, shape: Shape) -> Result<()> {
+    let Shape { hidden, n_q, n_kv, head_dim, intermediate, vocabulary, .. } = shape;
+    let weights = device.allocate(BYTES)?;
+    let rows = (n_q + 2 * n_kv) * head_dim;
+    let kinds = [
+        ("heads", hidden, rows),
+        ("out", n_q * head_dim, hidden),
+        ("gate", hidden, intermediate),
+        ("down", intermediate, hidden),
+        ("head", hidden, vocabulary),
+    ];
+    let pool = device.allocate(2 * n_kv * shape.capacity * head_dim)?;
+    let pool = Pool { address: pool.address(), capacity: shape.capacity };
+    let heads = Heads { n_q, n_kv, head_dim, periods: None, keys: pool, values: pool };
+    say!("{}: microseconds of a launch, T {TOKENS:?}", shape.name);
+    for (name, inner, outputs) in kinds {
+        let bytes = 2 * inner * outputs * if name == "gate" { 2 } else { 1 };
+        let count = (BYTES / bytes).clamp(LEAST, MOST);
+        let product = |number: usize| Product {
+            x: Buffer(0),
+            last_row: false,
+            weight: Address(weights.address().0 + (number % (BYTES / bytes) * bytes) as u64),
+            inner,
+            outputs,
+            bias: None,
+            norm: (name != "out" && name != "down").then_some(Norm { weight: None, eps: 1e-5 }),
+            gate: (name == "gate").then_some(Gate::Silu),
+            plus: (name == "out" || name == "down").then_some(Buffer(1)),
+            heads: (name == "heads").then_some(heads),
+            out: Buffer(1),
+        };
+        let times =
+            times(device, shape, |_| (0..count).map(|n| Launch::Product(product(n))).collect())?;
+        let floor = bytes as f64 / 4.2e6;
+        say!("  {name:5} {times}   ({floor:.1} at 4.2 TB/s)");
+    }
+    for keys in [256, 2048, 8000] {
+        let attend = Attend {
+            q: Buffer(0),
+            keys: pool,
+            values: pool,
+            n_q,
+            n_kv,
+            head_dim,
+            scale: 0.1,
+            out: Buffer(1),
+        };
+        let text = times_of(device, shape, keys, |_| vec![Launch::Attend(attend); MOST])?;
+        say!("  attention over {keys}: {text}");
+    }
+    Ok(())
+}
+
+fn times(device: &Device, shape: Shape, launches: impl Fn(usize) -> Vec<Launch>) -> Result<String> {
+    times_of(device, shape, 256, launches)
+}
+
+fn times_of(
+    device: &Device,
+    shape: Shape,
+    keys: usize,
+    launches: impl Fn(usize) -> Vec<Launch>,
+) -> Result<String> {
+    let widest = shape.vocabulary.max(2 * shape.intermediate).max(shape.hidden);
+    let table = device.allocate(2 * 1024 * widest)?;
+    let mut text = String::new();
+    for tokens in TOKENS {
+        let embed = |inner, out| {
+            Launch::Embed(etkv_cuda::Embed { table: table.address(), vocabulary: 1024, inner, out })
+        };
+        let mut all = vec![embed(widest, Buffer(0)), embed(widest, Buffer(1))];
+        let some = launches(tokens);
+        let count = some.len();
+        let mut base = all.clone();
+        base.truncate(2);
+        all.extend(some);
+        let plan = |launches| Plan {
+            element: Element::Bf16,
+            tokens,
+            buffers: vec![tokens * widest; 2],
+            launches,
+            logits: None,
+            overlap: true,
+            attention_blocks: None,
+        };
+        let whole = median(&mut device.capture(&plan(all))?, tokens, keys)?;
+        let empty = median(&mut device.capture(&plan(base))?, tokens, keys)?;
+        text.push_str(&format!(" {:8.2}", (whole - empty) / count as f64));
+    }
+    Ok(text)
+}
