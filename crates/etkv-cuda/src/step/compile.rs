@@ -17,6 +17,7 @@ use crate::text;
 const ONE_ROW: &str = include_str!("../kernels/one_row.cuh");
 const TILED_ROWS: &str = include_str!("../kernels/tiled_rows.cuh");
 const STEP: &str = include_str!("../kernels/step.cuh");
+const MERGE: &str = include_str!("../kernels/merge.cuh");
 const TOKENS: &str = include_str!("../kernels/tokens.cuh");
 const PRODUCT_ENTRY: &str = include_str!("../kernels/product_entry.cuh");
 const ATTEND_ENTRY: &str = include_str!("../kernels/attend_entry.cuh");
@@ -62,8 +63,7 @@ impl Source {
                     "{overlaps}using Element = {};\nconstexpr int DIM = {dim}, STAGES = {tiles};\n",
                     element.name(),
                 ),
-                &[STEP, text::INSTRUCTIONS, text::ROWS, text::SLICE, text::ATTENTION, ATTEND_ENTRY]
-                    [..],
+                &[STEP, text::INSTRUCTIONS, text::ROWS, text::SLICE, MERGE, ATTEND_ENTRY][..],
             ),
         };
         [text::PRELUDE, &head].into_iter().chain(parts.iter().copied()).collect()

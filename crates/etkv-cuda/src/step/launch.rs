@@ -44,8 +44,6 @@ const TILE: usize = 64;
 const ROWS: usize = 16;
 const MOST_SLICES: usize = 64;
 const MOST_MERGED: usize = 16;
-/// Counters of each row of blocks.
-const COUNTERS: usize = 9;
 /// Shared memory for more than one tile.
 const MOST_TILES_SHARED: usize = 96 << 10;
 /// The most blocks along the second and third axis.
@@ -119,13 +117,13 @@ pub(crate) struct AttendWork {
     pub(crate) out: u64,
     pub(crate) step: u64,
     pub(crate) partial: u64,
-    pub(crate) counts: u64,
     pub(crate) keys_head: i64,
     pub(crate) values_head: i64,
     pub(crate) scale: f32,
     pub(crate) tokens: i32,
     pub(crate) queries: i32,
     pub(crate) each: i32,
+    pub(crate) slices: i32,
 }
 
 // The kernels' files have the same sizes.
@@ -227,9 +225,9 @@ pub(crate) struct AttendShape {
     pub(crate) source: Source,
     pub(crate) grid: [usize; 3],
     pub(crate) bytes_shared: usize,
-    /// Floats that blocks leave to each other, and counters of their ends.
+    /// Floats that slices leave to be merged, and the blocks that merge.
     pub(crate) floats: usize,
-    pub(crate) counters: usize,
+    pub(crate) merging: [usize; 3],
 }
 
 impl AttendShape {
@@ -259,7 +257,7 @@ impl AttendShape {
             grid: [slices, attend.n_kv, row_blocks],
             bytes_shared,
             floats: slices * attend.n_kv * row_blocks * rows_of_block * (dim + 2),
-            counters: attend.n_kv * row_blocks * COUNTERS,
+            merging: [rows, attend.n_kv, 1],
         })
     }
 

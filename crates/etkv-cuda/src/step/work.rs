@@ -24,14 +24,13 @@ pub(crate) struct Work {
     tiled: Kernel,
     embed: Kernel,
     choose: Kernel,
-    /// Of each launch, if it is attention.
-    attend: Vec<Option<(Kernel, AttendShape)>>,
+    /// Of each launch, if it is attention: itself, and what merges its slices.
+    attend: Vec<Option<(Kernel, Kernel, AttendShape)>>,
     /// Where each buffer is, and its bytes.
     pub(crate) places: Vec<(u64, usize)>,
     pub(crate) step: Memory,
     pub(crate) outputs: Memory,
     partial: Memory,
-    counts: Memory,
     _buffers: Memory,
     device: Device,
 }
@@ -47,7 +46,8 @@ impl Work {
                 Launch::Attend(work) => {
                     let shape = AttendShape::of(plan, work, limits)?;
                     let kernel = device.kernel(shape.source, c"etkv_attend", shape.bytes_shared)?;
-                    Some((kernel, shape))
+                    let merge = device.kernel(shape.source, c"etkv_merge", 0)?;
+                    Some((kernel, merge, shape))
                 }
                 Launch::Product(product) => {
                     ProductShape::of(plan, product, limits)?;
@@ -56,9 +56,8 @@ impl Work {
                 Launch::Embed(_) => None,
             });
         }
-        let shapes = || attend.iter().flatten().map(|(_, shape)| shape);
+        let shapes = || attend.iter().flatten().map(|(_, _, shape)| shape);
         let floats = shapes().map(|shape| shape.floats).max().unwrap_or(0);
-        let counters = shapes().map(|shape| shape.counters).max().unwrap_or(0);
         let logits = plan.logits.map(|logits| logits.buffer);
         let logits_bytes = logits.map_or(0, |Buffer(index)| 2 * plan.buffers[index]);
         let outputs = Memory::new(context, LOGITS_AT + logits_bytes)?;
@@ -88,7 +87,6 @@ impl Work {
             step: Memory::new(context, size_of::<Step>())?,
             outputs,
             partial: Memory::new(context, 4 * floats)?,
-            counts: Memory::new(context, 4 * counters)?,
             _buffers: buffers,
             device: device.clone(),
         })
@@ -107,8 +105,17 @@ impl Work {
             match (launch, &self.attend[number]) {
                 (Launch::Embed(embed), _) => self.embed(stream, plan, embed, overlaps)?,
                 (Launch::Product(product), _) => self.product(stream, plan, product, overlaps)?,
-                (Launch::Attend(attend), Some((kernel, shape))) => {
-                    self.attend(stream, plan, attend, kernel, shape, overlaps)?;
+                (Launch::Attend(attend), Some((kernel, merge, shape))) => {
+                    let work = self.attend_work(plan, attend, shape);
+                    let (threads, shared) = (launch::ATTEND_THREADS, shape.bytes_shared);
+                    let arguments = &mut [of(&work)];
+                    // SAFETY: this is the kernels' argument; the plan's check has compared all sizes.
+                    unsafe {
+                        let grid = shape.grid;
+                        launch::launch(stream, kernel, grid, threads, shared, arguments, overlaps)?;
+                        let grid = shape.merging;
+                        launch::launch(stream, merge, grid, threads, 0, arguments, overlap)?;
+                    }
                 }
                 (Launch::Attend(_), None) => fail!(Plan, "attention has no kernel"),
             }
@@ -187,34 +194,22 @@ impl Work {
         unsafe { launch::launch(stream, kernel, grid, threads, shared, arguments, overlaps) }
     }
 
-    fn attend(
-        &self,
-        stream: &Stream,
-        plan: &Plan,
-        attend: &Attend,
-        kernel: &Kernel,
-        shape: &AttendShape,
-        overlaps: bool,
-    ) -> Result<()> {
-        let work = AttendWork {
+    fn attend_work(&self, plan: &Plan, attend: &Attend, shape: &AttendShape) -> AttendWork {
+        AttendWork {
             q: self.at(attend.q),
             keys: attend.keys.address.0,
             values: attend.values.address.0,
             out: self.at(attend.out),
             step: self.step.address().0,
             partial: self.partial.address().0,
-            counts: self.counts.address().0,
             keys_head: (attend.keys.capacity * attend.head_dim) as i64,
             values_head: (attend.values.capacity * attend.head_dim) as i64,
             scale: attend.scale,
             tokens: int(plan.tokens),
             queries: int(attend.n_q),
             each: int(attend.n_kv),
-        };
-        let (threads, arguments) = (launch::ATTEND_THREADS, &mut [of(&work)]);
-        let (grid, shared) = (shape.grid, shape.bytes_shared);
-        // SAFETY: this is the kernel's argument; the plan's check has compared all sizes.
-        unsafe { launch::launch(stream, kernel, grid, threads, shared, arguments, overlaps) }
+            slices: int(shape.grid[0]),
+        }
     }
 }
 

@@ -97,7 +97,7 @@ fn attention_is_divided_among_the_processors() {
     };
     let llama = of(1, 32, 8, 64, 8192);
     assert_eq!((llama.grid, llama.bytes_shared), ([33, 8, 1], 36_864));
-    assert_eq!((llama.floats, llama.counters), (33 * 8 * 16 * 66, 72));
+    assert_eq!((llama.floats, llama.merging), (33 * 8 * 16 * 66, [4, 8, 1]));
     assert_eq!(of(16, 32, 8, 64, 8192).grid, [33, 8, 1]);
     assert_eq!(of(16, 9, 1, 64, 8192).grid, [64, 1, 3]);
     // No more slices than tiles.
