@@ -331,8 +331,7 @@ struct Slice {
     }
   }
 
-  // Leaves four elements of a row to the block that merges, which does not read those of a row that has
-  // seen nothing. Row 0 is that of the first slice.
+  // Leaves four elements of a row to be merged. Those of a row that has seen nothing are not read then. Row 0 is that of the first slice.
   __device__ void leave(
       float* parts,
       float* stats,
@@ -351,7 +350,7 @@ struct Slice {
   }
 
   // Adds the sums of the warps that share rows. Writes the result if this is the only slice, or else
-  // what the last block merges.
+  // what is merged.
   __device__ void end_slice(E* out, float* parts, float* stats) {
     float* all = reinterpret_cast<float*>(shared);
     float* ends = all + WARPS * ROWS * SUM_PITCH;

@@ -43,7 +43,6 @@ const MOST_HELD: usize = TILED_WARPS * HELD_WIDE;
 const TILE: usize = 64;
 const ROWS: usize = 16;
 const MOST_SLICES: usize = 64;
-const MOST_MERGED: usize = 16;
 /// Shared memory for more than one tile.
 const MOST_TILES_SHARED: usize = 96 << 10;
 /// The most blocks along the second and third axis.
@@ -266,11 +265,9 @@ impl AttendShape {
         // Rows are 16 bytes apart. Elements have 2.
         let tile = TILE * 2 * (dim + 8) * 2;
         let tiles = if 2 * tile <= MOST_TILES_SHARED { 2 } else { 1 };
-        // The same memory takes the sums of all warps with their weights, and then those of the slices
-        // that are merged.
+        // The same memory takes the sums of all warps and what they end with.
         let sums = 4 * ROWS * (dim + 8 + 2) * 4;
-        let weights = (2 * MOST_MERGED + 1) * 4 * ROWS * 4;
-        (tiles, (tiles * tile).max(sums).max(weights))
+        (tiles, (tiles * tile).max(sums))
     }
 }
 
