@@ -331,7 +331,8 @@ struct Slice {
     }
   }
 
-  // Leaves four elements of a row to be merged. Those of a row that has seen nothing are not read then. Row 0 is that of the first slice.
+  // Leaves four elements of a row to be merged. Those of a row that has seen nothing are not read then.
+  // Row 0 is that of the first slice.
   __device__ void leave(
       float* parts,
       float* stats,
