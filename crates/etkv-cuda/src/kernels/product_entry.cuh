@@ -14,48 +14,20 @@ struct ProductWork {
   const etkv::Step* step;
   long long keys_head, values_head;
   float eps;
-  int normalizes, gate, rows, outputs, inner, head_dim, turned, queries, each,
-      most_shared;
+  int normalizes, gate, rows, outputs, inner, head_dim, turned, queries, each, most_shared;
 };
 static_assert(sizeof(ProductWork) == 144, "as the host has it");
 
 __device__ inline etkv::FewRows<Element> rows_of(const ProductWork& work) {
   return {
-      work.x,
-      work.inner,
-      1,
-      work.w,
-      work.bias,
-      1,
-      work.normalizes != 0,
-      work.eps,
-      work.norm,
-      1,
-      work.plus,
-      work.outputs,
-      1,
-      work.gate,
-      work.rows,
-      work.outputs,
-      work.inner,
-      work.head_dim,
-      work.turned,
-      work.step->positions,
-      1,
-      work.periods,
-      1,
-      {work.keys,
-       work.values,
-       work.keys_head,
-       work.values_head,
-       work.step->slots,
-       work.queries,
-       work.each},
+      work.x, work.inner, 1, work.w, work.bias, 1, work.normalizes != 0, work.eps, work.norm, 1,
+      work.plus, work.outputs, 1, work.gate, work.rows, work.outputs, work.inner, work.head_dim,
+      work.turned, work.step->positions, 1, work.periods, 1,
+      {work.keys, work.values, work.keys_head, work.values_head, work.step->slots, work.queries, work.each},
       work.most_shared};
 }
 
-extern "C" __global__ void __launch_bounds__(256, 2)
-    etkv_row(const ProductWork work) {
+extern "C" __global__ void __launch_bounds__(256, 2) etkv_row(const ProductWork work) {
   extern __shared__ uint4 shared_memory[];
   __shared__ float squares[etkv::SHARES];
   etkv::let_next_begin();
@@ -63,8 +35,7 @@ extern "C" __global__ void __launch_bounds__(256, 2)
   row.run_row(work.out, reinterpret_cast<Element*>(shared_memory), squares);
 }
 
-extern "C" __global__ void __launch_bounds__(256, 2)
-    etkv_product(const ProductWork work) {
+extern "C" __global__ void __launch_bounds__(256, 2) etkv_product(const ProductWork work) {
   extern __shared__ uint4 shared_memory[];
   __shared__ float sums[etkv::SUMS], squares[etkv::SQUARES];
   etkv::let_next_begin();
@@ -75,35 +46,26 @@ extern "C" __global__ void __launch_bounds__(256, 2)
 template <int HALVES, bool HELD>
 using Tiled = etkv::TiledRows<Element, HALVES, HELD>;
 
-extern "C" __global__ void __launch_bounds__(32 * etkv::TILED_WARPS, 1)
-    etkv_tiled(const ProductWork work) {
+extern "C" __global__ void __launch_bounds__(32 * etkv::TILED_WARPS, 1) etkv_tiled(const ProductWork work) {
   extern __shared__ uint4 shared_memory[];
   etkv::let_next_begin();
   Element* memory = reinterpret_cast<Element*>(shared_memory);
   bool is_held = work.inner <= etkv::MOST_HELD, is_half = work.rows <= 8;
-  if (is_held && is_half)
-    Tiled<1, true>{rows_of(work)}.run_tiled(work.out, memory);
-  if (is_held && !is_half)
-    Tiled<2, true>{rows_of(work)}.run_tiled(work.out, memory);
-  if (!is_held && is_half)
-    Tiled<1, false>{rows_of(work)}.run_tiled(work.out, memory);
-  if (!is_held && !is_half)
-    Tiled<2, false>{rows_of(work)}.run_tiled(work.out, memory);
+  if (is_held && is_half) Tiled<1, true>{rows_of(work)}.run_tiled(work.out, memory);
+  if (is_held && !is_half) Tiled<2, true>{rows_of(work)}.run_tiled(work.out, memory);
+  if (!is_held && is_half) Tiled<1, false>{rows_of(work)}.run_tiled(work.out, memory);
+  if (!is_held && !is_half) Tiled<2, false>{rows_of(work)}.run_tiled(work.out, memory);
 }
 
 extern "C" __global__ void __launch_bounds__(etkv::EMBED_THREADS) etkv_embed(
-    Element* out,
-    const Element* table,
-    const etkv::Step* step,
-    int vocabulary,
-    int inner) {
+    Element* out, const Element* table, const etkv::Step* step, int vocabulary, int inner) {
   etkv::let_next_begin();
   etkv::wait_for_previous();
   etkv::embed(out, table, step, vocabulary, inner);
 }
 
-extern "C" __global__ void __launch_bounds__(etkv::CHOOSE_THREADS)
-    etkv_choose(int* out, const Element* logits, int vocabulary) {
+extern "C" __global__ void __launch_bounds__(etkv::CHOOSE_THREADS) etkv_choose(
+    int* out, const Element* logits, int vocabulary) {
   __shared__ etkv::Choice choices[etkv::CHOOSE_THREADS];
   etkv::let_next_begin();
   etkv::wait_for_previous();

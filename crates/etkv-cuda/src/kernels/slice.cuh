@@ -46,16 +46,10 @@ struct Slice {
   // This thread of its warp, and what the warp has of the block.
   int thread, warp, row_warps, row_of_warp, key_of_warp, head;
 
-  __device__ int rows_of_block() const {
-    return ROWS * row_warps;
-  }
-  __device__ int first_row() const {
-    return static_cast<int>(blockIdx.z) * rows_of_block();
-  }
+  __device__ int rows_of_block() const { return ROWS * row_warps; }
+  __device__ int first_row() const { return static_cast<int>(blockIdx.z) * rows_of_block(); }
   // The row of the whole head that this thread's elements with `lower` belong to.
-  __device__ int row(int lower) const {
-    return first_row() + row_of_warp + thread / 4 + 8 * lower;
-  }
+  __device__ int row(int lower) const { return first_row() + row_of_warp + thread / 4 + 8 * lower; }
 
   __device__ const E* query(int r) const {
     return q.at(head * sizes.group + r % sizes.group, r / sizes.group);
@@ -80,16 +74,14 @@ struct Slice {
       total[i] = 0;
     }
 #pragma unroll
-    for (int i = 0; i < DV / 2; ++i)
-      sums[i / 4][i % 4] = 0;
+    for (int i = 0; i < DV / 2; ++i) sums[i / 4][i % 4] = 0;
   }
 
   // Reads the queries of this thread, or in float32 those of the block to shared memory.
   __device__ void read_queries() {
     if constexpr (is_half<E>) {
       const E* rows[2];
-      for (int i = 0; i < 2; ++i)
-        rows[i] = row(i) < sizes.rows() ? query(row(i)) : nullptr;
+      for (int i = 0; i < 2; ++i) rows[i] = row(i) < sizes.rows() ? query(row(i)) : nullptr;
       bool aligned = q.is_aligned();
 #pragma unroll
       for (int part = 0; part < DK / 16; ++part) {
@@ -97,11 +89,9 @@ struct Slice {
           const E* from = rows[i % 2];
           int column = part * 16 + 2 * (thread % 4) + 8 * (i / 2);
           q_parts[part][i] = 0;
-          if (!from)
-            continue;
+          if (!from) continue;
           if (aligned) {
-            q_parts[part][i] =
-                *reinterpret_cast<const unsigned*>(from + column);
+            q_parts[part][i] = *reinterpret_cast<const unsigned*>(from + column);
           } else {
             from += column * q.column;
             q_parts[part][i] = pair_of(from[0], from[q.column]);
@@ -112,8 +102,7 @@ struct Slice {
       q_rows = reinterpret_cast<E*>(shared) + STAGES * STAGE;
       for (int i = threadIdx.x; i < rows_of_block() * DK; i += THREADS) {
         int r = first_row() + i / DK;
-        q_rows[i / DK * K_PITCH + i % DK] =
-            r < sizes.rows() ? query(r)[i % DK * q.column] : E(0);
+        q_rows[i / DK * K_PITCH + i % DK] = r < sizes.rows() ? query(r)[i % DK * q.column] : E(0);
       }
     }
   }
@@ -129,8 +118,7 @@ struct Slice {
       if (aligned) {
         copy_later(piece, exists ? from + column : from, exists);
       } else {
-        for (int j = 0; j < PIECE; ++j)
-          piece[j] = exists ? from[(column + j) * rows.column] : E(0);
+        for (int j = 0; j < PIECE; ++j) piece[j] = exists ? from[(column + j) * rows.column] : E(0);
       }
     }
   }
@@ -152,8 +140,7 @@ struct Slice {
       for (int d = 0; d < DK; ++d) {
         for (int i = 0; i < 8; ++i) {
           int key = i / 4 * 8 + thread % 4 * 2 + i % 2;
-          scores[i / 4][i % 4] +=
-              rows[i / 2 % 2 * 8 * K_PITCH + d] * keys[key * K_PITCH + d];
+          scores[i / 4][i % 4] += rows[i / 2 % 2 * 8 * K_PITCH + d] * keys[key * K_PITCH + d];
         }
       }
     }
@@ -162,8 +149,7 @@ struct Slice {
   __device__ void add_values(const float (&p)[2][4], const E* values) {
     if constexpr (is_half<E>) {
       unsigned a[4];
-      for (int i = 0; i < 4; ++i)
-        a[i] = pair_of(E(p[i / 2][i % 2 * 2]), E(p[i / 2][i % 2 * 2 + 1]));
+      for (int i = 0; i < 4; ++i) a[i] = pair_of(E(p[i / 2][i % 2 * 2]), E(p[i / 2][i % 2 * 2 + 1]));
       values += thread % 16 * V_PITCH + thread / 16 * 8;
 #pragma unroll
       for (int part = 0; part < DV / 16; ++part) {
@@ -199,8 +185,7 @@ struct Slice {
       if (MASK == SEES_UP_TO_ITSELF) {
         sees = sees && key <= sizes.keys - sizes.queries + r / sizes.group;
       } else if (MASK == SEES_MARKED) {
-        sees =
-            sees && marks.data[r / sizes.group * marks.query + key * marks.key];
+        sees = sees && marks.data[r / sizes.group * marks.query + key * marks.key];
       }
       seen |= static_cast<unsigned>(sees) << i;
     }
@@ -209,8 +194,7 @@ struct Slice {
 
   __device__ void attend_to(const E* keys, const E* values, unsigned seen) {
     // A key that no row of the warp sees costs nothing: those of the other sequences of a batch.
-    if (!__any_sync(ALL, seen != 0))
-      return;
+    if (!__any_sync(ALL, seen != 0)) return;
     float scores[2][4] = {};
     multiply_keys(scores, keys);
     float highest[2] = {most[0], most[1]};
@@ -232,8 +216,7 @@ struct Slice {
         most[i] = highest[i];
       }
 #pragma unroll
-      for (int i = 0; i < DV / 2; ++i)
-        sums[i / 4][i % 4] *= weight[i / 2 % 2];
+      for (int i = 0; i < DV / 2; ++i) sums[i / 4][i % 4] *= weight[i / 2 % 2];
     }
     for (int i = 0; i < 8; ++i) {
       float& score = scores[i / 4][i % 4];
@@ -254,9 +237,7 @@ struct Slice {
   }
 
   // Returns the slices of a block of rows, of which there are no more than `most`.
-  __device__ int slices_of(int block, int most) const {
-    return max(min(tiles_of(block), most), 1);
-  }
+  __device__ int slices_of(int block, int most) const { return max(min(tiles_of(block), most), 1); }
 
   __device__ void attend_to_slice() {
     attend_to_slice(0, [] {});
@@ -266,10 +247,8 @@ struct Slice {
   template <typename Wait>
   __device__ void attend_to_slice(int known, const Wait& wait) {
     int tiles = tiles_of(blockIdx.z);
-    int begin =
-        static_cast<int>(static_cast<long long>(tiles) * blockIdx.x / slices);
-    int end = static_cast<int>(
-        static_cast<long long>(tiles) * (blockIdx.x + 1) / slices);
+    int begin = static_cast<int>(static_cast<long long>(tiles) * blockIdx.x / slices);
+    int end = static_cast<int>(static_cast<long long>(tiles) * (blockIdx.x + 1) / slices);
     bool k_aligned = k.is_aligned(), v_aligned = v.is_aligned();
     E* stages = reinterpret_cast<E*>(shared);
     auto load_tile = [&](int tile) {
@@ -281,12 +260,9 @@ struct Slice {
       end_of_copies();
     };
     bool is_known = (begin + STAGES - 1) * TILE <= known;
-    if (!is_known)
-      wait();
-    for (int i = 0; i < STAGES - 1; ++i)
-      load_tile(begin + i);
-    if (is_known)
-      wait();
+    if (!is_known) wait();
+    for (int i = 0; i < STAGES - 1; ++i) load_tile(begin + i);
+    if (is_known) wait();
     read_queries();
     for (int tile = begin; tile < end; ++tile) {
       load_tile(tile + STAGES - 1);
@@ -294,8 +270,7 @@ struct Slice {
       // The marks come from far: ask for those of all steps at once.
       unsigned seen[4];
 #pragma unroll
-      for (int i = 0; i < 4; ++i)
-        seen[i] = i < row_warps ? seen_of(first + STEP * i) : 0;
+      for (int i = 0; i < 4; ++i) seen[i] = i < row_warps ? seen_of(first + STEP * i) : 0;
       wait_for_copies<STAGES - 1>();
       __syncthreads();
       const E* keys = stages + (tile - begin) % STAGES * STAGE;
@@ -303,16 +278,14 @@ struct Slice {
 #pragma unroll
       for (int i = 0; i < 4; ++i) {
         int at = key_of_warp + STEP * i;
-        if (i < row_warps)
-          attend_to(keys + at * K_PITCH, values + at * V_PITCH, seen[i]);
+        if (i < row_warps) attend_to(keys + at * K_PITCH, values + at * V_PITCH, seen[i]);
       }
       __syncthreads();
     }
   }
 
   // Writes four elements of a row, divided by `whole`.
-  __device__ void
-  write(E* out, int r, int column, const float (&x)[4], float whole) {
+  __device__ void write(E* out, int r, int column, const float (&x)[4], float whole) {
     long long query_head = head * sizes.group + r % sizes.group;
     // Token by token, as the product that follows reads it.
     long long heads = static_cast<long long>(gridDim.y) * sizes.group;
@@ -334,16 +307,9 @@ struct Slice {
   // Leaves four elements of a row to be merged. Those of a row that has seen nothing are not read then.
   // Row 0 is that of the first slice.
   __device__ void leave(
-      float* parts,
-      float* stats,
-      int r,
-      int column,
-      const float (&x)[4],
-      float highest,
-      float whole) {
+      float* parts, float* stats, int r, int column, const float (&x)[4], float highest, float whole) {
     float* to = parts + static_cast<long long>(r) * DV + column;
-    if (whole != 0)
-      *reinterpret_cast<float4*>(to) = make_float4(x[0], x[1], x[2], x[3]);
+    if (whole != 0) *reinterpret_cast<float4*>(to) = make_float4(x[0], x[1], x[2], x[3]);
     if (column == 0) {
       stats[2 * r] = highest;
       stats[2 * r + 1] = whole;
@@ -361,8 +327,7 @@ struct Slice {
 #pragma unroll
       for (int part = 0; part < DV / 8; ++part) {
         float* to = all + at * SUM_PITCH + 8 * part + thread % 4 * 2;
-        for (int j = 0; j < 2; ++j)
-          to[j] = sums[part][2 * i + j];
+        for (int j = 0; j < 2; ++j) to[j] = sums[part][2 * i + j];
       }
       if (thread % 4 == 0) {
         ends[2 * at] = most[i];
@@ -372,32 +337,22 @@ struct Slice {
     __syncthreads();
     for (int i = threadIdx.x; i < rows_of_block() * (DV / 4); i += THREADS) {
       int r = i / (DV / 4), column = i % (DV / 4) * 4;
-      if (first_row() + r >= sizes.rows())
-        break;
+      if (first_row() + r >= sizes.rows()) break;
       // The warps of row `r` are `rows_of_block()` rows apart.
       float highest = -INFINITY, whole = 0, sum[4] = {};
-      for (int at = r; at < WARPS * ROWS; at += rows_of_block())
-        highest = fmaxf(highest, ends[2 * at]);
+      for (int at = r; at < WARPS * ROWS; at += rows_of_block()) highest = fmaxf(highest, ends[2 * at]);
       for (int at = r; at < WARPS * ROWS; at += rows_of_block()) {
         float weight = weight_of(ends[2 * at], highest);
         whole += weight * ends[2 * at + 1];
-        for (int j = 0; j < 4; ++j)
-          sum[j] += weight * all[at * SUM_PITCH + column + j];
+        for (int j = 0; j < 4; ++j) sum[j] += weight * all[at * SUM_PITCH + column + j];
       }
       if (slices == 1) {
         write(out, first_row() + r, column, sum, whole);
         continue;
       }
-      leave(
-          parts,
-          stats,
-          static_cast<int>(blockIdx.x) * rows_of_block() + r,
-          column,
-          sum,
-          highest,
-          whole);
+      leave(parts, stats, static_cast<int>(blockIdx.x) * rows_of_block() + r, column, sum, highest, whole);
     }
   }
 };
 
-} // namespace etkv
+}  // namespace etkv

@@ -20,10 +20,9 @@ constexpr int MOST_HELD = TILED_WARPS * HELD_WIDE;
 template <typename E, int HALVES, bool HELD>
 struct TiledRows : FewRows<E> {
   using Base = FewRows<E>;
-  using Base::end_output, Base::end_pair, Base::is_paired, Base::normalized,
-      Base::sum_of_squares;
-  using Base::gate, Base::head_dim, Base::inner, Base::norm, Base::normalizes,
-      Base::outputs, Base::rows, Base::w, Base::x;
+  using Base::end_output, Base::end_pair, Base::is_paired, Base::normalized, Base::sum_of_squares;
+  using Base::gate, Base::head_dim, Base::inner, Base::norm, Base::normalizes, Base::outputs, Base::rows, Base::w,
+      Base::x;
 
   static constexpr int GROUPS = TILE / 8;
   static constexpr int WIDE = HELD ? HELD_WIDE : OTHER_WIDE;
@@ -34,21 +33,16 @@ struct TiledRows : FewRows<E> {
   static constexpr int COPIED = 32 / PIECES;
   static constexpr int SUMS_OF_WARP = 8 * HALVES * TILE;
 
-  __device__ int columns() const {
-    return is_paired() ? TILE / 2 : TILE;
-  }
+  __device__ int columns() const { return is_paired() ? TILE / 2 : TILE; }
 
   __device__ int first_of(int tile) const {
-    if (!head_dim)
-      return tile * columns();
+    if (!head_dim) return tile * columns();
     int tiles = head_dim / TILE;
     return tile / tiles * head_dim + tile % tiles * (TILE / 2);
   }
 
   // Where a piece of a row is in a place: neighbouring rows differ, so that they are in different banks.
-  __device__ static int at_piece(int r, int piece) {
-    return r * WIDE + 8 * (piece ^ (r % 2 * 4));
-  }
+  __device__ static int at_piece(int r, int piece) { return r * WIDE + 8 * (piece ^ (r % 2 * 4)); }
 
   // `memory` has a ring for each warp, the sums of two tiles, and the squares of rows.
   __device__ void run_tiled(E* out, E* memory) const {
@@ -57,11 +51,9 @@ struct TiledRows : FewRows<E> {
     int group = thread / 4, member = thread % 4;
     int shares = HELD ? (inner + WIDE - 1) / WIDE : W, teams = W / shares;
     int team = warp / shares, share = warp % shares;
-    if (team >= teams)
-      return;
+    if (team >= teams) return;
     int stride = teams * gridDim.x;
-    int tiles =
-        head_dim ? outputs / TILE : (outputs + columns() - 1) / columns();
+    int tiles = head_dim ? outputs / TILE : (outputs + columns() - 1) / columns();
     int steps = HELD ? 1 : (inner + W * WIDE - 1) / (W * WIDE);
     E* ring = memory + warp * DEPTH * PLACE;
     float* sums = reinterpret_cast<float*>(memory + W * DEPTH * PLACE);
@@ -74,13 +66,11 @@ struct TiledRows : FewRows<E> {
 #pragma unroll
     for (int c = 0; c < TILE / COPIED; ++c) {
       int r = first_row + c * COPIED;
-      offsets[c] =
-          inner * (is_paired() ? r % (TILE / 2) + r / (TILE / 2) * apart : r);
+      offsets[c] = inner * (is_paired() ? r % (TILE / 2) + r / (TILE / 2) * apart : r);
     }
     int next = team * gridDim.x + blockIdx.x, next_step = 0;
     auto ask_weights = [&](int place) {
-      int from = (next_step * W + share) * WIDE + 8 * piece,
-          first = first_of(next);
+      int from = (next_step * W + share) * WIDE + 8 * piece, first = first_of(next);
       const E* at = w + static_cast<long long>(first) * inner + from;
       E* to = ring + place * PLACE;
 #pragma unroll
@@ -88,8 +78,7 @@ struct TiledRows : FewRows<E> {
         int r = first_row + c * COPIED;
         int output = first + (is_paired() ? r % (TILE / 2) : r);
         bool exists = next < tiles && from < inner && output < outputs;
-        copy_later(
-            to + at_piece(r, piece), exists ? at + offsets[c] : w, exists);
+        copy_later(to + at_piece(r, piece), exists ? at + offsets[c] : w, exists);
       }
     };
     // The rows of `x` lie behind those of the weight.
@@ -100,10 +89,7 @@ struct TiledRows : FewRows<E> {
       for (int c = 0; c < 8 * HALVES / COPIED; ++c) {
         int r = first_row + c * COPIED;
         bool exists = from < inner && r < rows;
-        copy_later(
-            to + at_piece(r, piece),
-            exists ? x + static_cast<long long>(r) * inner + from : x,
-            exists);
+        copy_later(to + at_piece(r, piece), exists ? x + static_cast<long long>(r) * inner + from : x, exists);
       }
     };
     auto advance = [&]() {
@@ -145,34 +131,29 @@ struct TiledRows : FewRows<E> {
           if constexpr (HELD) {
             a[i] = held[j][i];
           } else {
-            a[i] = *reinterpret_cast<const uint4*>(
-                at + TILE * WIDE + at_piece(group + 8 * i, 4 * j + member));
+            a[i] = *reinterpret_cast<const uint4*>(at + TILE * WIDE + at_piece(group + 8 * i, 4 * j + member));
           }
         }
         // Both operands take the elements in the order in which they lie in memory: the sum is the same.
-        unsigned head[4] = {a[0].x, 0, a[0].y, 0},
-                 tail[4] = {a[0].z, 0, a[0].w, 0};
+        unsigned head[4] = {a[0].x, 0, a[0].y, 0}, tail[4] = {a[0].z, 0, a[0].w, 0};
         if constexpr (HALVES == 2) {
           head[1] = a[1].x, head[3] = a[1].y;
           tail[1] = a[1].z, tail[3] = a[1].w;
         }
 #pragma unroll
         for (int n = 0; n < GROUPS; ++n) {
-          uint4 b = *reinterpret_cast<const uint4*>(
-              at + at_piece(group + 8 * n, 4 * j + member));
+          uint4 b = *reinterpret_cast<const uint4*>(at + at_piece(group + 8 * n, 4 * j + member));
           multiply<E>(acc[n], head, b.x, b.y);
           multiply<E>(acc[n], tail, b.z, b.w);
         }
       }
       __syncwarp();
       ask_weights(place);
-      if constexpr (!HELD)
-        ask_rows(place, next_step);
+      if constexpr (!HELD) ask_rows(place, next_step);
       end_of_copies();
       advance();
       place = place + 1 == DEPTH ? 0 : place + 1;
-      if (++step < steps)
-        continue;
+      if (++step < steps) continue;
       // The other half of the sums is still read by slower warps.
       end_tile(out, sums + parity * W * SUMS_OF_WARP, tile, acc, team, shares);
       step = 0;
@@ -183,12 +164,8 @@ struct TiledRows : FewRows<E> {
 
   // Reads this thread's pieces of the rows, normalized if that is asked for. `squares` has a float for each
   // row and warp of the team.
-  __device__ void hold(
-      uint4 (&held)[HELD ? WIDE / 32 : 1][HALVES],
-      float* squares,
-      int team,
-      int shares,
-      int share) const {
+  __device__ void hold(uint4 (&held)[HELD ? WIDE / 32 : 1][HALVES], float* squares, int team, int shares,
+                       int share) const {
     int thread = threadIdx.x % 32, group = thread / 4, member = thread % 4;
     float sum[HALVES] = {};
 #pragma unroll
@@ -197,50 +174,37 @@ struct TiledRows : FewRows<E> {
       for (int i = 0; i < HALVES; ++i) {
         int r = group + 8 * i, at = share * WIDE + 32 * j + 8 * member;
         held[j][i] = make_uint4(0, 0, 0, 0);
-        if (r < rows && at < inner)
-          held[j][i] = read_rows(x + static_cast<long long>(r) * inner + at);
+        if (r < rows && at < inner) held[j][i] = read_rows(x + static_cast<long long>(r) * inner + at);
       }
     }
-    if (!normalizes)
-      return;
+    if (!normalizes) return;
 #pragma unroll
     for (int i = 0; i < HALVES; ++i) {
 #pragma unroll
-      for (int j = 0; j < WIDE / 32; ++j)
-        sum[i] += sum_of_squares(held[j][i]);
+      for (int j = 0; j < WIDE / 32; ++j) sum[i] += sum_of_squares(held[j][i]);
       sum[i] += __shfl_xor_sync(0xffffffffu, sum[i], 1);
       sum[i] += __shfl_xor_sync(0xffffffffu, sum[i], 2);
-      if (member == 0)
-        squares[(8 * i + group) * shares + share] = sum[i];
+      if (member == 0) squares[(8 * i + group) * shares + share] = sum[i];
     }
     wait_for_team(team, 32 * shares);
 #pragma unroll
     for (int i = 0; i < HALVES; ++i) {
       float whole = 0;
-      for (int s = 0; s < shares; ++s)
-        whole += squares[(8 * i + group) * shares + s];
+      for (int s = 0; s < shares; ++s) whole += squares[(8 * i + group) * shares + s];
       sum[i] = rsqrtf(whole / inner + this->eps);
     }
 #pragma unroll
     for (int j = 0; j < WIDE / 32; ++j) {
       int at = share * WIDE + 32 * j + 8 * member;
       uint4 weights = make_uint4(0, 0, 0, 0);
-      if (norm && at < inner)
-        weights = __ldg(reinterpret_cast<const uint4*>(norm + at));
+      if (norm && at < inner) weights = __ldg(reinterpret_cast<const uint4*>(norm + at));
 #pragma unroll
-      for (int i = 0; i < HALVES; ++i)
-        held[j][i] = normalized(held[j][i], weights, sum[i]);
+      for (int i = 0; i < HALVES; ++i) held[j][i] = normalized(held[j][i], weights, sum[i]);
     }
   }
 
   // Adds what the warps of a team have of a tile, and writes its outputs.
-  __device__ void end_tile(
-      E* out,
-      float* sums,
-      int tile,
-      float (&acc)[GROUPS][4],
-      int team,
-      int shares) const {
+  __device__ void end_tile(E* out, float* sums, int tile, float (&acc)[GROUPS][4], int team, int shares) const {
     int thread = threadIdx.x % 32, warp = threadIdx.x / 32;
     int group = thread / 4, member = thread % 4;
     float* own = sums + warp * SUMS_OF_WARP;
@@ -249,27 +213,22 @@ struct TiledRows : FewRows<E> {
 #pragma unroll
       for (int e = 0; e < 4; ++e) {
         int r = group + 8 * (e / 2);
-        if (r < 8 * HALVES)
-          own[r * TILE + 8 * n + 2 * member + e % 2] = acc[n][e];
+        if (r < 8 * HALVES) own[r * TILE + 8 * n + 2 * member + e % 2] = acc[n][e];
         acc[n][e] = 0;
       }
     }
     wait_for_team(team, 32 * shares);
-    for (int i = threadIdx.x - 32 * team * shares; i < rows * columns();
-         i += 32 * shares) {
+    for (int i = threadIdx.x - 32 * team * shares; i < rows * columns(); i += 32 * shares) {
       int r = i / columns(), column = i % columns();
-      const float* from =
-          sums + team * shares * SUMS_OF_WARP + r * TILE + column;
+      const float* from = sums + team * shares * SUMS_OF_WARP + r * TILE + column;
       float sum = 0, other = 0;
 #pragma unroll 4
       for (int s = 0; s < shares; ++s) {
         sum += from[s * SUMS_OF_WARP];
-        if (is_paired())
-          other += from[s * SUMS_OF_WARP + TILE / 2];
+        if (is_paired()) other += from[s * SUMS_OF_WARP + TILE / 2];
       }
       int output = first_of(tile) + column;
-      if (output >= outputs)
-        continue;
+      if (output >= outputs) continue;
       if (head_dim) {
         end_pair(out, r, output, sum, other);
       } else {
@@ -279,4 +238,4 @@ struct TiledRows : FewRows<E> {
   }
 };
 
-} // namespace etkv
+}  // namespace etkv
