@@ -3,6 +3,7 @@
 mod attention;
 mod finite;
 mod memory;
+mod placed;
 mod storage;
 
 use mlx_rs::{Array, Dtype};

@@ -1,0 +1,151 @@
+//! Rows that a program writes into the buffers itself, and a step that is then rolled back: what the cache
+//! held before it has the same bits.
+
+use etkv_core::bookkeeping::Slots;
+use etkv_core::{AttendCache, Cache, CacheConfig, Growth};
+
+use crate::backend::{ContiguousCache, Step};
+use crate::mlx;
+use crate::store::tests::{rows, values};
+use crate::{KvFormat, Result};
+
+const LAYERS: usize = 2;
+const HEADS: i32 = 3;
+const DIM: i32 = 16;
+
+/// A cache whose buffers begin with 4 slots.
+fn cache(format: KvFormat) -> ContiguousCache {
+    let growth = Growth::Doubling { first: 4 };
+    let config = CacheConfig::uniform(LAYERS, HEADS, DIM, 32);
+    ContiguousCache::new(CacheConfig { growth, ..config.stored_as(format) }).unwrap()
+}
+
+/// Runs a step through MLX, and commits it.
+fn run(cache: &mut ContiguousCache, positions: &[i32], seed: u64) {
+    let new = |layer| rows(seed + layer as u64, HEADS, positions.len() as i32, DIM);
+    mlx::run(|| {
+        let mut step = Step::begin(cache, positions)?;
+        for layer in 0..LAYERS {
+            step.update_and_fetch(layer, &new(layer), &new(layer + 10))?;
+        }
+        Ok(step.commit(&[])?)
+    })
+    .unwrap();
+}
+
+/// Opens a step, places its rows and overwrites them with `byte`, as a kernel does: MLX does not know of it.
+/// Commits it if that is asked for.
+fn place(cache: &mut ContiguousCache, positions: &[i32], byte: u8, commit: bool) {
+    let mut step = Step::begin(cache, positions).unwrap();
+    for layer in 0..LAYERS {
+        let placed = step.place(layer).unwrap().unwrap();
+        let Slots::Run(slots) = placed.write else { panic!("{placed:?}") };
+        for buffer in step.store().unwrap().float_buffers(layer).unwrap() {
+            let &[1, heads, n_slots, dim] = buffer.shape() else { panic!("{:?}", buffer.shape()) };
+            assert_eq!((heads, dim), (HEADS, DIM));
+            let row = buffer.nbytes() / (heads * n_slots) as usize;
+            // SAFETY: the buffer is computed and lies row by row, which is how its elements are counted
+            // here; no other thread has it.
+            unsafe {
+                let data = mlx_sys::mlx_array_data_uint8(buffer.as_ptr()).cast_mut();
+                for head in 0..heads {
+                    let from = data.add((head * n_slots + slots.start) as usize * row);
+                    from.write_bytes(byte, slots.len() * row);
+                }
+            }
+            let written = mlx::slice_axis(buffer, 2, slots.start, slots.end, 1);
+            let written = mlx::run(|| super::bytes_of(&written?)).unwrap();
+            assert!(written.iter().all(|&one| one == byte), "the rows are where MLX reads them");
+        }
+    }
+    if commit {
+        step.commit(&[]).unwrap();
+    }
+}
+
+/// The bits of the first `n` rows of each head of all layers.
+fn bits(cache: &mut ContiguousCache, n: i32) -> Vec<u8> {
+    let store = cache.store().unwrap();
+    let of_buffer = |buffer: &mlx_rs::Array| -> Result<Vec<u8>> {
+        super::bytes_of(&mlx::slice_axis(buffer, 2, 0, n, 1)?)
+    };
+    let buffers = (0..LAYERS).flat_map(|layer| store.float_buffers(layer).unwrap());
+    mlx::run(|| Ok(buffers.map(of_buffer).collect::<Result<Vec<_>>>()?.concat())).unwrap()
+}
+
+/// What steps of MLX's own read, which is also what they wrote, behind `length` rows.
+fn goes_on(cache: &mut ContiguousCache, length: i32, before: &[u8], what: &str) {
+    run(cache, &[length], 77);
+    assert_eq!(cache.length(), length + 1);
+    assert_eq!(bits(cache, length), before, "{what}: behind a further step");
+    let expected = rows(77, HEADS, 1, DIM);
+    let store = cache.store().unwrap();
+    let [keys, _] = store.float_buffers(0).unwrap();
+    let (found, expected) = mlx::run(|| {
+        Ok((values(&mlx::slice_axis(keys, 2, length, length + 1, 1)?)?, values(&expected)?))
+    })
+    .unwrap();
+    let apart = found.iter().zip(&expected).map(|(a, b)| (a - b).abs()).fold(0.0, f32::max);
+    assert!(apart < 0.02, "{what}: {apart}");
+}
+
+const FORMATS: [KvFormat; 3] = [KvFormat::F32, KvFormat::F16, KvFormat::Bf16];
+
+/// Where MLX is on a GPU, the host cannot write into its memory as a kernel does.
+fn is_on_cpu() -> bool {
+    !mlx::on_gpu().unwrap()
+}
+
+/// The step begins behind the rewind: rows that were rewound are gone, those before them stay.
+#[test]
+fn a_step_behind_a_rewind_leaves_what_was_before_it() {
+    for format in FORMATS.into_iter().filter(|_| is_on_cpu()) {
+        let mut cache = cache(format);
+        run(&mut cache, &[0, 1, 2, 3, 4, 5], 1);
+        let before = bits(&mut cache, 4);
+        cache.rewind(4).unwrap();
+        place(&mut cache, &[4, 5, 6], 0xa5, false);
+        assert_eq!(cache.length(), 4);
+        assert_eq!(bits(&mut cache, 4), before, "{format}");
+        goes_on(&mut cache, 4, &before, "rewound");
+    }
+}
+
+/// The step itself rewinds: it overwrites rows that are there again when it is rolled back.
+#[test]
+fn a_step_that_rewinds_gives_back_what_it_overwrote() {
+    for format in FORMATS.into_iter().filter(|_| is_on_cpu()) {
+        for positions in [&[3, 4, 5, 6, 7][..], &[5], &[0, 1], &[0, 1, 2, 3, 4, 5, 6, 7, 8]] {
+            let mut cache = cache(format);
+            run(&mut cache, &[0, 1, 2, 3, 4, 5], 2);
+            let before = bits(&mut cache, 6);
+            place(&mut cache, positions, 0xa5, false);
+            assert_eq!(cache.length(), 6, "{format} {positions:?}");
+            assert_eq!(bits(&mut cache, 6), before, "{format} {positions:?}");
+            goes_on(&mut cache, 6, &before, "overwritten");
+        }
+    }
+}
+
+/// The step grows the buffers, which are others then, and the rows before it were written by MLX or placed.
+#[test]
+fn a_step_that_grows_leaves_what_was_before_it() {
+    for format in FORMATS.into_iter().filter(|_| is_on_cpu()) {
+        for placed_before in [false, true] {
+            let mut cache = cache(format);
+            run(&mut cache, &[0, 1], 3);
+            if placed_before {
+                place(&mut cache, &[2], 0x3c, true);
+            } else {
+                run(&mut cache, &[2], 4);
+            }
+            let before = bits(&mut cache, 3);
+            let allocated = cache.memory().allocated;
+            place(&mut cache, &[3, 4, 5, 6, 7, 8], 0xa5, false);
+            assert!(cache.memory().allocated > allocated, "the buffers have grown");
+            assert_eq!(cache.length(), 3);
+            assert_eq!(bits(&mut cache, 3), before, "{format}, placed: {placed_before}");
+            goes_on(&mut cache, 3, &before, "grown");
+        }
+    }
+}
