@@ -49,23 +49,25 @@ impl Loaded {
         Ok(ran.is_some())
     }
 
-    /// Runs a step as one launch, and returns the place of the greatest logit of each token. Returns `None`
-    /// as [`run_captured`](Self::run_captured) returns false.
-    pub fn choose_captured(
+    /// Runs a step as one launch, and commits it if `take` takes the place of the greatest logit of each
+    /// token, less than 0 where logits are not finite. Returns `None` as
+    /// [`run_captured`](Self::run_captured) returns false.
+    pub fn choose_captured<T>(
         &self,
         mlx: &mut Mlx,
         cache: &mut MlxCache,
-        ids: &[i64],
-        positions: &[i32],
-    ) -> Result<Option<Vec<i64>>> {
+        (ids, positions): (&[i64], &[i32]),
+        take: impl FnOnce(&mut Mlx, &[i32]) -> Result<T>,
+    ) -> Result<Option<T>> {
         let Some(captured) = &self.captured else {
             return Ok(None);
         };
         let text = (ids, positions);
-        captured.run(mlx, &self.constants, cache, text, Wanted::Chosen, |_, made| match made {
-            Made::Chosen(ids) => Ok(ids),
+        let take = |mlx: &mut Mlx, made: Made| match made {
+            Made::Chosen(ids) => take(mlx, ids),
             Made::Logits(..) => fail!(Internal, "a step made logits in place of ids"),
-        })
+        };
+        captured.run(mlx, &self.constants, cache, text, Wanted::Chosen, take)
     }
 }
 

@@ -16,6 +16,7 @@ mod forward;
 mod plan;
 mod recipe;
 
+use std::ops::Range;
 use std::path::PathBuf;
 use std::sync::OnceLock;
 
@@ -31,7 +32,7 @@ use self::plan::{Places, Planner};
 pub use self::recipe::Recipe;
 use super::TARGET;
 use crate::backend::{MlxCache, Step};
-use crate::error::{fail, Error, Result, Status};
+use crate::error::{Error, Result, Status};
 use crate::mlx::{self, Mlx};
 
 /// What the host gets of a step.
@@ -47,8 +48,8 @@ pub enum Wanted {
 pub enum Made<'a> {
     /// `[rows, vocabulary]`, in the program's dtype, and its shape.
     Logits(&'a [u8], [i32; 3]),
-    /// An id for each token.
-    Chosen(Vec<i64>),
+    /// An id for each token, less than 0 for one whose logits are not finite.
+    Chosen(&'a [i32]),
 }
 
 /// The captured steps of one program.
@@ -105,11 +106,14 @@ impl CapturedSteps {
 
     /// Returns whether steps of a few tokens on this cache are captured.
     pub fn suits(&self, cache: &MlxCache) -> bool {
+        self.can_write_to(cache) && !self.state.lock().failed.contains(&1)
+    }
+
+    fn can_write_to(&self, cache: &MlxCache) -> bool {
         let is_full = |layer: &LayerConfig| layer.policy == LayerPolicy::Full;
         cache.store().is_some()
             && cache.formats() == [format_of(self.planner.element); 2]
             && cache.config().layers.iter().all(is_full)
-            && !self.state.lock().failed.contains(&1)
     }
 
     /// Runs a step, and commits it if `take` takes what it made. Returns `None`, and changes nothing, if the
@@ -131,7 +135,7 @@ impl CapturedSteps {
         let takes = (1..=MOST_TOKENS).contains(&n)
             && ids.len() == n
             && (n == 1 || !self.recipe.last_row_only)
-            && self.suits(cache);
+            && self.can_write_to(cache);
         let Some(ids) = takes.then(|| self.planner.ids(ids)).flatten() else {
             return Ok(None);
         };
@@ -140,7 +144,7 @@ impl CapturedSteps {
             return Ok(None);
         }
         let mut step = Step::begin(cache, positions)?;
-        let Some(slots) = self.place(&mut step)? else {
+        let Some(slots) = place(&mut step, self.planner.n_layers)? else {
             return Ok(None);
         };
         let Some(places) = step.store().and_then(|store| self.planner.places(store, constants))
@@ -165,33 +169,11 @@ impl CapturedSteps {
             Wanted::Logits => {
                 Made::Logits(outputs.logits, [1, n as i32, self.planner.vocabulary as i32])
             }
-            Wanted::Chosen => Made::Chosen(chosen(outputs.chosen)?),
+            Wanted::Chosen => Made::Chosen(outputs.chosen),
         };
         let taken = take(mlx, made)?;
         step.commit(&[])?;
         Ok(Some(taken))
-    }
-
-    /// Places the rows of all layers. Returns the slots, if the kernels can take them: the same run in each
-    /// layer, behind all that is read.
-    fn place(&self, step: &mut Step) -> Result<Option<std::ops::Range<i32>>> {
-        let mut all: Option<std::ops::Range<i32>> = None;
-        for layer in 0..self.planner.n_layers {
-            let Some(Placement { write: Slots::Run(slots), read, mask }) = step.place(layer)?
-            else {
-                return Ok(None);
-            };
-            let in_order = slots.len() == 1 || mask == MaskPlan::Causal;
-            let fits = read == (0..slots.end)
-                && in_order
-                && !matches!(mask, MaskPlan::Explicit(_))
-                && all.as_ref().is_none_or(|all| *all == slots);
-            if !fits {
-                return Ok(None);
-            }
-            all = Some(slots);
-        }
-        Ok(all)
     }
 
     /// Returns the graph for so many tokens at these places, captured anew if they are others than before.
@@ -228,12 +210,27 @@ impl CapturedSteps {
     }
 }
 
-/// Returns the chosen ids.
-fn chosen(ids: &[i32]) -> Result<Vec<i64>> {
-    if let Some(row) = ids.iter().position(|&id| id < 0) {
-        fail!(Backend, "logits of row {row} are no finite numbers, so no token can be chosen");
+/// Places the rows of all layers. Returns the slots, if the kernels can take them: the same run in each
+/// layer, behind all that is read.
+fn place(step: &mut Step, n_layers: usize) -> Result<Option<Range<i32>>> {
+    let mut all: Option<Range<i32>> = None;
+    for layer in 0..n_layers {
+        let Some(Placement { write: Slots::Run(slots), read, mask }) = step.place(layer)? else {
+            return Ok(None);
+        };
+        let is_causal = match mask {
+            MaskPlan::Causal => true,
+            MaskPlan::None => slots.len() == 1,
+            MaskPlan::Explicit(_) => false,
+        };
+        let fits =
+            is_causal && read == (0..slots.end) && all.as_ref().is_none_or(|all| *all == slots);
+        if !fits {
+            return Ok(None);
+        }
+        all = Some(slots);
     }
-    Ok(ids.iter().map(|&id| i64::from(id)).collect())
+    Ok(all)
 }
 
 fn format_of(element: Element) -> KvFormat {
@@ -251,3 +248,6 @@ fn element_of(dtype: Dtype) -> Option<Element> {
         _ => None,
     }
 }
+
+#[cfg(test)]
+mod tests;

@@ -187,9 +187,14 @@ impl Generation {
         #[cfg(target_os = "linux")]
         if choose && self.is_captured(cache) {
             let program = &self.program.0;
-            if let Some(ids) = program.choose_captured(&mut mlx, cache, tokens, positions)? {
-                let last = ids.last().copied().into_iter().collect::<Vec<_>>();
-                return mlx.run(|| Chosen::known(&last)).map(Some);
+            // As in the interpreter, only the last row has to be finite, and it is checked when the token
+            // is read, behind the commit.
+            let take = |mlx: &mut mlx::Mlx, ids: &[i32]| {
+                mlx.run(|| Chosen::known(&ids[ids.len().saturating_sub(1)..]))
+            };
+            let text = (tokens, positions);
+            if let Some(chosen) = program.choose_captured(&mut mlx, cache, text, take)? {
+                return Ok(Some(chosen));
             }
         }
         let batch = Batch { answers, tokens: Tokens::Host(tokens), positions, choose };

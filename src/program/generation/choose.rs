@@ -1,6 +1,6 @@
 //! A step of the host's own whose tokens the device chooses: those of a verification.
 
-use super::sampler::Sampler;
+use super::sampler::{finite, Sampler};
 use super::step::last_rows;
 use super::text_inputs::{TextInputs, Tokens};
 use crate::error::{fail, Result};
@@ -42,8 +42,12 @@ impl Program {
         let mut cache = cache.lock()?;
         let mut mlx = mlx::enter()?;
         #[cfg(target_os = "linux")]
-        if let Some(ids) = loaded.choose_captured(&mut mlx, &mut *cache, tokens, positions)? {
-            return Ok(ids);
+        {
+            let take = |_: &mut mlx::Mlx, ids: &[i32]| finite(ids, |row| ids[row] >= 0);
+            let text = (tokens, positions);
+            if let Some(ids) = loaded.choose_captured(&mut mlx, &mut *cache, text, take)? {
+                return Ok(ids);
+            }
         }
         let started: Result<_> = loaded.stream.run(&mlx, || {
             let tokens = Tokens::Host(tokens);

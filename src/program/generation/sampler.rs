@@ -20,13 +20,13 @@ pub struct Chosen {
 }
 
 impl Chosen {
-    /// Returns tokens that the host knows.
-    pub fn known(ids: &[i64]) -> Result<Self> {
+    /// Returns tokens that the host knows. One less than 0 stands for logits that are not finite.
+    pub fn known(ids: &[i32]) -> Result<Self> {
         let n = ids.len() as i32;
-        let tokens = ids.iter().map(|&id| id as i32).collect::<Vec<_>>();
-        let below = tokens.iter().max().map_or(0, |most| most + 1);
-        let witness = mlx::array_of(&vec![0.0f32; ids.len()], &[n])?;
-        Ok(Self { tokens: mlx::array_of(&tokens, &[n])?, witness, below })
+        let below = ids.iter().max().map_or(0, |most| most + 1);
+        let witness = |&id: &i32| if id < 0 { f32::NAN } else { 0.0 };
+        let witness = mlx::array_of(&ids.iter().map(witness).collect::<Vec<f32>>(), &[n])?;
+        Ok(Self { tokens: mlx::array_of(ids, &[n])?, witness, below })
     }
 
     /// Returns the arrays to compute.
@@ -46,15 +46,7 @@ impl Chosen {
     pub fn ids(&self) -> Result<Vec<i64>> {
         let witness: Vec<f32> = mlx::elements(&self.witness)?;
         let ids: Vec<i32> = mlx::elements(&self.tokens)?;
-        for (index, (found, id)) in witness.iter().zip(&ids).enumerate() {
-            if !found.is_finite() {
-                fail!(
-                    Backend,
-                    "logits of row {index} are no finite numbers, so no token can be chosen ({id})"
-                );
-            }
-        }
-        Ok(ids.into_iter().map(i64::from).collect())
+        finite(&ids, |row| witness[row].is_finite())
     }
 
     /// Returns these tokens in one list, in order, and starts its computation.
@@ -81,6 +73,17 @@ impl Chosen {
         let rows: Vec<i32> = rows.iter().map(|&row| row as i32).collect();
         Ok(self.tokens.take_axis(mlx::array_of(&rows, &[rows.len() as i32])?, 0)?)
     }
+}
+
+/// Returns the ids of rows, all of which `is_finite`.
+///
+/// # Errors
+/// [`Backend`](crate::Status::Backend) for logits that are not finite.
+pub fn finite(ids: &[i32], is_finite: impl Fn(usize) -> bool) -> Result<Vec<i64>> {
+    if let Some(row) = (0..ids.len()).find(|&row| !is_finite(row)) {
+        fail!(Backend, "logits of row {row} are not finite, so no token can be chosen");
+    }
+    Ok(ids.iter().copied().map(i64::from).collect())
 }
 
 /// Chooses tokens as a [`Sampling`] says.
@@ -248,8 +251,28 @@ mod tests {
         .unwrap();
     }
 
+    /// A step of one launch gives ids, and -1 for logits that are not finite.
     #[test]
-    fn what_is_no_number_is_refused() {
+    fn known_tokens_are_refused_where_their_logits_are_not_finite() {
+        mlx::run(|| {
+            let chosen = Chosen::known(&[3, 0, 7])?;
+            assert_eq!((chosen.ids()?, chosen.below), (vec![3, 0, 7], 8));
+            for row in 0..3 {
+                let mut ids = [3, 0, 7];
+                ids[row] = -1;
+                let refused = Chosen::known(&ids)?.ids().unwrap_err();
+                assert_eq!(refused.status(), Status::Backend);
+                assert!(refused.message().contains(&format!("row {row} are not finite")));
+                assert_eq!(finite(&ids, |row| ids[row] >= 0).unwrap_err(), refused);
+            }
+            assert_eq!(Chosen::known(&[-1])?.below, 0);
+            Ok(())
+        })
+        .unwrap();
+    }
+
+    #[test]
+    fn what_is_not_finite_is_refused() {
         mlx::run(|| {
             let array = Array::from_slice(&[0.0, f32::NAN, 1.0], &[1, 3]);
             for temperature in [0.0, 1.0] {
