@@ -16,6 +16,7 @@
 #include <string>
 #include <vector>
 
+#include "benches/common.hpp"
 #include "etkv/executorch.hpp"
 #include "examples/common/clock.hpp"
 #include "examples/common/log.hpp"
@@ -25,25 +26,10 @@
 namespace {
 
 using etkv::Cache;
-using etkv::Result;
+using etkv::benches::median;
+using etkv::benches::must;
 using etkv::examples::Program;
 using etkv::examples::Stopwatch;
-
-template <typename T>
-auto must(Result<T> result) {
-  if (!result) {
-    std::fprintf(stderr, "%s\n", result.error().message().c_str());
-    std::exit(1);
-  }
-  return std::move(result).value();
-}
-
-void must(const Result<void>& result) {
-  if (!result) {
-    std::fprintf(stderr, "%s\n", result.error().message().c_str());
-    std::exit(1);
-  }
-}
 
 /// Milliseconds until the host has chosen a token.
 double timed(const std::function<etkv::examples::LogitsView()>& step) {
@@ -51,12 +37,6 @@ double timed(const std::function<etkv::examples::LogitsView()>& step) {
   const auto logits = step();
   must(etkv::examples::argmax(logits, logits.last_row()));
   return 1e3 * watch.lap();
-}
-
-double median(std::vector<double> times) {
-  std::nth_element(
-      times.begin(), times.begin() + times.size() / 2, times.end());
-  return times[times.size() / 2];
 }
 
 void print(const std::string& what, const std::vector<double>& times) {

@@ -21,11 +21,14 @@
 
 #include <mlx/mlx.h>
 
+#include "benches/common.hpp"
 #include "etkv/mlx_cache.hpp"
 
 namespace {
 
 namespace mx = mlx::core;
+
+using etkv::benches::must;
 
 struct Shape {
   int heads = 0;
@@ -50,15 +53,6 @@ struct Shape {
     return made;
   }
 };
-
-template <typename T>
-T must(etkv::Result<T> result) {
-  if (!result) {
-    std::fprintf(stderr, "etkv_op: %s\n", result.error().message().c_str());
-    std::exit(1);
-  }
-  return std::move(result).value();
-}
 
 /// Steps through etkv's cache.
 class Cached {

@@ -3,7 +3,6 @@
 //
 //   etkv_two_programs MODEL.pte [TOKENS [ROUNDS]]
 #include <algorithm>
-#include <chrono>
 #include <cstdio>
 #include <cstdlib>
 #include <numeric>
@@ -11,21 +10,16 @@
 
 #include <executorch/extension/threadpool/threadpool_guard.h>
 
+#include "benches/common.hpp"
 #include "etkv/executorch.hpp"
+#include "examples/common/clock.hpp"
 
 namespace {
 
+using etkv::benches::must;
 using executorch::extension::from_blob;
 using executorch::extension::Module;
 using executorch::extension::threadpool::NoThreadPoolGuard;
-
-template <typename T>
-void must(const etkv::Result<T>& result) {
-  if (!result) {
-    std::fprintf(stderr, "%s\n", result.error().message().c_str());
-    std::exit(1);
-  }
-}
 
 /// A program with a session of its own, which decodes greedily.
 class Decoder {
@@ -56,12 +50,10 @@ class Decoder {
   static etkv::CacheSession<etkv::Cache> make_session(
       Module& module,
       int32_t capacity) {
-    auto params = etkv::read_kv_cache_metadata(module);
-    must(params);
-    auto session = etkv::make_decode_session(
-        params->backend_id, etkv::make_config(*params, capacity, "f32"));
-    must(session);
-    return std::move(session).value();
+    const auto params = must(etkv::read_kv_cache_metadata(module));
+    return must(
+        etkv::make_decode_session(
+            params.backend_id, etkv::make_config(params, capacity, "f32")));
   }
 
   void step() {
@@ -71,9 +63,8 @@ class Decoder {
     std::iota(positions.begin(), positions.end(), *session_.cache().length());
     auto ids = from_blob(tokens_.data(), {1, n}, etkv::kLong);
     auto at = from_blob(positions.data(), {n}, etkv::kLong);
-    auto outputs = etkv::execute(module_, "forward", {ids, at});
-    must(outputs);
-    const auto& logits = outputs->front().toTensor();
+    const auto outputs = must(etkv::execute(module_, "forward", {ids, at}));
+    const auto& logits = outputs.front().toTensor();
     const float* row = logits.const_data_ptr<float>();
     tokens_ = {std::max_element(row, row + logits.numel()) - row};
   }
@@ -85,11 +76,9 @@ class Decoder {
 
 template <typename Work>
 double seconds(const Work& work) {
-  const auto start = std::chrono::steady_clock::now();
+  etkv::examples::Stopwatch watch;
   work();
-  const std::chrono::duration<double> took =
-      std::chrono::steady_clock::now() - start;
-  return took.count();
+  return watch.lap();
 }
 
 } // namespace
@@ -126,6 +115,5 @@ int main(int argc, char** argv) {
         2 * n / together,
         ratios.back());
   }
-  std::sort(ratios.begin(), ratios.end());
-  std::printf("median ratio %.2f\n", ratios[ratios.size() / 2]);
+  std::printf("median ratio %.2f\n", etkv::benches::median(ratios));
 }

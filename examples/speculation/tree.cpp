@@ -8,16 +8,30 @@
 namespace etkv::examples {
 namespace {
 
-/// Returns the accepted child of `node`, or -1 and the id to continue with.
+using Children = std::vector<int32_t>;
+
+/// The accepted child of a node, or -1 and the id to continue with.
 struct Choice {
   int32_t child;
   int64_t next;
 };
 
-Choice choose_greedily(
-    const TokenTree& tree,
-    const std::vector<int32_t>& children,
-    int64_t best) {
+/// Walks from the root to the last accepted node. `choose` chooses among the
+/// children of a node.
+template <typename Choose>
+Result<VerificationResult> walk(const TokenTree& tree, const Choose& choose) {
+  VerificationResult verified;
+  for (int32_t node = 0; node >= 0;) {
+    verified.accepted.push_back(node);
+    ASSIGN_OR_RETURN(const Choice choice, choose(node, tree.children(node)));
+    node = choice.child;
+    verified.next = choice.next;
+  }
+  return verified;
+}
+
+Choice
+choose_greedily(const TokenTree& tree, const Children& children, int64_t best) {
   for (const int32_t child : children) {
     if (tree.tokens[static_cast<size_t>(child)] == best) {
       return {child, best};
@@ -29,7 +43,7 @@ Choice choose_greedily(
 Choice draw_choice(
     const TokenTree& tree,
     int32_t node,
-    const std::vector<int32_t>& children,
+    const Children& children,
     Distribution p,
     Rng& rng) {
   Distribution q = tree.drawn_from[static_cast<size_t>(node)];
@@ -51,22 +65,15 @@ Choice draw_choice(
 Result<VerificationResult>
 verify(const TokenTree& tree, const LogitsView& logits, Sampler& sampler) {
   RETURN_IF_ERROR(check_rows(logits, tree.size()));
-  VerificationResult verified;
-  for (int32_t node = 0; node >= 0;) {
-    verified.accepted.push_back(node);
-    const auto children = tree.children(node);
-    Choice choice{};
-    if (sampler.greedy()) {
-      ASSIGN_OR_RETURN(const int64_t best, argmax(logits, node));
-      choice = choose_greedily(tree, children, best);
-    } else {
-      ASSIGN_OR_RETURN(auto p, softmax(logits, node, sampler.temperature));
-      choice = draw_choice(tree, node, children, std::move(p), sampler.rng);
-    }
-    node = choice.child;
-    verified.next = choice.next;
-  }
-  return verified;
+  return walk(
+      tree, [&](int32_t node, const Children& children) -> Result<Choice> {
+        if (sampler.greedy()) {
+          ASSIGN_OR_RETURN(const int64_t best, argmax(logits, node));
+          return choose_greedily(tree, children, best);
+        }
+        ASSIGN_OR_RETURN(auto p, softmax(logits, node, sampler.temperature));
+        return draw_choice(tree, node, children, std::move(p), sampler.rng);
+      });
 }
 
 Result<VerificationResult> verify(
@@ -78,15 +85,11 @@ Result<VerificationResult> verify(
         std::to_string(chosen.size()) + " chosen ids for a tree of " +
             std::to_string(tree.size()));
   }
-  VerificationResult verified;
-  for (int32_t node = 0; node >= 0;) {
-    verified.accepted.push_back(node);
-    const int64_t best = chosen[static_cast<size_t>(node)];
-    const auto choice = choose_greedily(tree, tree.children(node), best);
-    node = choice.child;
-    verified.next = choice.next;
-  }
-  return verified;
+  return walk(
+      tree, [&](int32_t node, const Children& children) -> Result<Choice> {
+        const int64_t best = chosen[static_cast<size_t>(node)];
+        return choose_greedily(tree, children, best);
+      });
 }
 
 } // namespace etkv::examples

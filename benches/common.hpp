@@ -1,0 +1,44 @@
+// What benchmarks have in common: results that must be there, and medians.
+#pragma once
+
+#include <algorithm>
+#include <cstddef>
+#include <cstdio>
+#include <cstdlib>
+#include <utility>
+#include <vector>
+
+#include "etkv/result.hpp"
+
+namespace etkv::benches {
+
+/// Ends the process with the error of a result that has one.
+template <typename T>
+void check(const Result<T>& result) {
+  if (!result) {
+    std::fprintf(stderr, "%s\n", result.error().message().c_str());
+    std::exit(1);
+  }
+}
+
+/// Returns the value of a result, or ends the process with its error.
+template <typename T>
+T must(Result<T> result) {
+  check(result);
+  return std::move(result).value();
+}
+
+inline void must(const Result<void>& result) {
+  check(result);
+}
+
+/// Returns the median of numbers, the upper one of an even number. There is at
+/// least one.
+inline double median(std::vector<double> numbers) {
+  const auto middle =
+      numbers.begin() + static_cast<std::ptrdiff_t>(numbers.size() / 2);
+  std::nth_element(numbers.begin(), middle, numbers.end());
+  return *middle;
+}
+
+} // namespace etkv::benches
