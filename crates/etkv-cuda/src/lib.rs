@@ -15,5 +15,5 @@ pub mod text;
 #[cfg(feature = "device")]
 pub use step::{
     Address, Attend, Buffer, Captured, Device, Element, Embed, Error, Gate, Heads, Launch, Logits,
-    Memory, Norm, Outputs, Plan, Pool, Product, Result, StepInputs, MOST_TOKENS,
+    Memory, Norm, Outputs, Packed, Plan, Pool, Product, Result, StepInputs, Weight, MOST_TOKENS,
 };

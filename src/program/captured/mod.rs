@@ -13,6 +13,7 @@
 //! windows and packed formats. The results are the same but for the order of sums.
 
 mod forward;
+mod packed;
 mod plan;
 mod recipe;
 

@@ -2,11 +2,12 @@
 
 use etkv_cuda::{
     Address, Attend, Buffer, Element, Embed, Heads, Launch, Logits, Norm, Plan, Pool, Product,
-    MOST_TOKENS,
+    Weight, MOST_TOKENS,
 };
 use mlx_rs::{Array, Dtype};
 use smallvec::SmallVec;
 
+use super::packed::Packed;
 use super::recipe::{self, Part, Recipe};
 use super::{element_of, Wanted};
 use crate::mlx;
@@ -43,7 +44,9 @@ impl Planner {
         let Part::Embed { table, .. } = *recipe.parts.first()? else {
             return None;
         };
-        let dtype = array(table)?.dtype();
+        let (recipe::Weight::Plain { value, .. }
+        | recipe::Weight::Packed(Packed { scales: value, .. })) = table;
+        let dtype = array(value)?.dtype();
         let mut planner = Self {
             element: element_of(dtype)?,
             dtype,
@@ -57,10 +60,10 @@ impl Planner {
         for part in &recipe.parts {
             match part {
                 Part::Embed { table, out } => {
-                    let (rows, inner) = matrix(array(*table)?, dtype, false)?;
+                    let (rows, inner) = weight_sizes(*table, dtype, &array)?;
                     planner.n_ids = rows;
                     planner.widths[*out] = inner;
-                    planner.constants.push(*table);
+                    planner.add_weight(*table);
                 }
                 Part::Product(product) => planner.add(product, dtype, &array)?,
                 Part::Attend { q, out, dtype: made, .. } => {
@@ -80,7 +83,7 @@ impl Planner {
         dtype: Dtype,
         array: &dyn Fn(Value) -> Option<&'a Array>,
     ) -> Option<()> {
-        let (rows, inner) = matrix(array(product.weight)?, dtype, product.transposed)?;
+        let (rows, inner) = weight_sizes(product.weight, dtype, array)?;
         let is_row = |value: Option<Value>, n: usize, dtype: Dtype| {
             value.is_none_or(|value| array(value).is_some_and(|found| is_vector(found, n, dtype)))
         };
@@ -92,7 +95,7 @@ impl Planner {
             && is_row(norm, inner, dtype)
             && product.plus.is_none_or(|plus| self.widths[plus] == rows);
         fits.then_some(())?;
-        self.constants.push(product.weight);
+        self.add_weight(product.weight);
         self.constants.extend(product.bias.iter().chain(&norm));
         let mut width = rows / halves;
         if let Some((heads, layer)) = &product.heads {
@@ -111,6 +114,15 @@ impl Planner {
         }
         self.widths[product.out] = width;
         Some(())
+    }
+
+    fn add_weight(&mut self, weight: recipe::Weight) {
+        match weight {
+            recipe::Weight::Plain { value, .. } => self.constants.push(value),
+            recipe::Weight::Packed(Packed { codes, scales, biases, .. }) => {
+                self.constants.extend([codes, scales, biases]);
+            }
+        }
     }
 
     /// Returns ids as the kernels take them, if all have a row of the table.
@@ -153,8 +165,8 @@ impl Planner {
             .parts
             .iter()
             .map(|part| match part {
-                Part::Embed { out, .. } => Launch::Embed(Embed {
-                    table: next(),
+                Part::Embed { table, out } => Launch::Embed(Embed {
+                    table: weight_at(*table, &mut next),
                     vocabulary: self.n_ids,
                     inner: self.widths[*out],
                     out: Buffer(*out),
@@ -200,7 +212,7 @@ impl Planner {
         next: &mut dyn FnMut() -> Address,
     ) -> Product {
         // In the order in which they were added.
-        let weight = next();
+        let weight = weight_at(product.weight, next);
         let bias = product.bias.map(|_| next());
         let norm =
             product.norm.map(|norm| Norm { weight: norm.weight.map(|_| next()), eps: norm.eps });
@@ -229,7 +241,45 @@ impl Planner {
     }
 }
 
-/// Returns the rows and columns of a weight that lies in memory row by row.
+/// Returns a weight at the next addresses, in the order of [`Planner::add_weight`].
+fn weight_at(weight: recipe::Weight, next: &mut dyn FnMut() -> Address) -> Weight {
+    match weight {
+        recipe::Weight::Plain { .. } => Weight::Plain(next()),
+        recipe::Weight::Packed(Packed { packing, .. }) => Weight::Packed(etkv_cuda::Packed {
+            codes: next(),
+            scales: next(),
+            biases: next(),
+            bits: packing.bits as usize,
+            group: packing.group_size as usize,
+        }),
+    }
+}
+
+/// Returns the rows and columns of a weight, if the kernels read it as it is.
+fn weight_sizes<'a>(
+    weight: recipe::Weight,
+    dtype: Dtype,
+    array: &dyn Fn(Value) -> Option<&'a Array>,
+) -> Option<(usize, usize)> {
+    let Packed { codes, scales, biases, packing } = match weight {
+        recipe::Weight::Plain { value, transposed } => {
+            return matrix(array(value)?, dtype, transposed);
+        }
+        recipe::Weight::Packed(packed) => packed,
+    };
+    let (4 | 8, 32 | 64 | 128) = (packing.bits, packing.group_size) else {
+        return None;
+    };
+    let (rows, words) = matrix(array(codes)?, Dtype::Uint32, false)?;
+    let columns = words * 32 / packing.bits as usize;
+    let groups = Some((rows, columns / packing.group_size as usize));
+    let fits = columns % packing.group_size as usize == 0
+        && matrix(array(scales)?, dtype, false) == groups
+        && matrix(array(biases)?, dtype, false) == groups;
+    fits.then_some((rows, columns))
+}
+
+/// Returns the rows and columns of a matrix that lies in memory row by row.
 fn matrix(array: &Array, dtype: Dtype, transposed: bool) -> Option<(usize, usize)> {
     let (&[a, b], &[along_a, along_b]) = (array.shape(), array.strides()) else {
         return None;
@@ -258,3 +308,6 @@ fn address(array: &Array) -> Option<u64> {
     }
     None
 }
+
+#[cfg(test)]
+mod tests;

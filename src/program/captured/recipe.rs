@@ -5,6 +5,7 @@ use std::collections::HashMap;
 use etkv_cuda::Gate;
 use mlx_rs::Dtype;
 
+use super::packed::{self, Packed, PackedWeights};
 use crate::program::generation::TextInputs;
 use crate::program::ir::{Graph, Heads, Index, Norm, Op, Out, Unary, Value};
 
@@ -25,16 +26,26 @@ pub struct Recipe {
 
 #[derive(Debug, PartialEq)]
 pub enum Part {
-    Embed { table: Value, out: usize },
+    Embed { table: Weight, out: usize },
     Product(Product),
     Attend { layer: usize, q: usize, scale: f32, dtype: Option<Dtype>, out: usize },
+}
+
+/// A matrix among the program's constants.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub enum Weight {
+    /// Perhaps seen through a transposition.
+    Plain {
+        value: Value,
+        transposed: bool,
+    },
+    Packed(Packed),
 }
 
 #[derive(Debug, PartialEq)]
 pub struct Product {
     pub x: usize,
-    pub weight: Value,
-    pub transposed: bool,
+    pub weight: Weight,
     pub bias: Option<Value>,
     pub norm: Option<Norm>,
     pub gate: Option<Gate>,
@@ -47,9 +58,17 @@ pub struct Product {
 impl Recipe {
     /// Returns the recipe of a program, if all of it is known here.
     pub fn of(graph: &Graph) -> Option<Self> {
+        match packed::as_plain(graph) {
+            Some((plain, weights)) => Self::read(&plain, &weights),
+            None => Self::read(graph, &PackedWeights::new()),
+        }
+    }
+
+    fn read(graph: &Graph, packed: &PackedWeights) -> Option<Self> {
         let inputs = TextInputs::find(&graph.inputs).ok()?;
         let mut reader = Reader {
             graph,
+            packed,
             inputs,
             buffers: HashMap::new(),
             positions: vec![inputs.positions()],
@@ -77,6 +96,7 @@ impl Recipe {
 
 struct Reader<'a> {
     graph: &'a Graph,
+    packed: &'a PackedWeights,
     inputs: TextInputs,
     /// The buffer of each value that has one.
     buffers: HashMap<Value, usize>,
@@ -110,6 +130,13 @@ impl Reader<'_> {
         ((value.0 as usize) < self.graph.constants.len()).then_some(value)
     }
 
+    fn weight(&self, value: Value, transposed: bool) -> Option<Weight> {
+        match self.packed.get(&value) {
+            Some(packed) => (!transposed).then_some(Weight::Packed(*packed)),
+            None => self.constant(value).map(|value| Weight::Plain { value, transposed }),
+        }
+    }
+
     fn optional(&self, value: Option<Value>) -> Option<Option<Value>> {
         match value {
             Some(value) => self.constant(value).map(Some),
@@ -139,7 +166,7 @@ impl Reader<'_> {
             (&Op::Take { x, index: Index::Many(ids), axis: 0 }, Out::Tensor(out))
                 if ids == self.inputs.tokens() =>
             {
-                let table = self.constant(x)?;
+                let table = self.weight(x, false)?;
                 let out = self.made(out);
                 self.parts.push(Part::Embed { table, out });
                 Some(())
@@ -168,8 +195,7 @@ impl Reader<'_> {
             Op::UpdateAndAttend { .. } => return self.read_attention(op, out),
             Op::Linear { x, weight, bias, transposed } => Product {
                 x: self.buffer(x)?,
-                weight: self.constant(weight)?,
-                transposed,
+                weight: self.weight(weight, transposed)?,
                 bias: self.optional(bias)?,
                 norm: None,
                 gate: None,
@@ -179,8 +205,7 @@ impl Reader<'_> {
             },
             Op::LinearBlock { x, weight, bias, transposed, norm, gate, plus } => Product {
                 x: self.buffer(x)?,
-                weight: self.constant(weight)?,
-                transposed,
+                weight: self.weight(weight, transposed)?,
                 bias: self.optional(bias)?,
                 norm: self.norm(norm)?,
                 gate: match gate {
@@ -230,8 +255,7 @@ impl Reader<'_> {
         fits.then_some(())?;
         let product = Product {
             x: self.buffer(*x)?,
-            weight: self.constant(*weight)?,
-            transposed: *transposed,
+            weight: self.weight(*weight, *transposed)?,
             bias: self.optional(*bias)?,
             norm: self.norm(*norm)?,
             gate: None,

@@ -103,6 +103,14 @@ pub fn run_each(
     Ok(linear::choose_layouts(graph, target))
 }
 
+/// Joins the products of the main chain with what a layer does around them, and removes what nothing reads.
+#[cfg(target_os = "linux")]
+pub fn join_layers(graph: &mut Graph) {
+    dead::eliminate(graph);
+    blocks::join(graph);
+    turned::join(graph);
+}
+
 /// Returns the instruction of the main chain that makes each value.
 fn makers(graph: &Graph) -> HashMap<Value, usize> {
     graph
@@ -119,7 +127,7 @@ fn makers(graph: &Graph) -> HashMap<Value, usize> {
 
 /// Returns the instruction of the main chain that reads each value, for values that only one reads, once,
 /// and that are no output.
-fn only_readers(graph: &Graph) -> HashMap<Value, usize> {
+pub fn only_readers(graph: &Graph) -> HashMap<Value, usize> {
     let n_uses = graph.main.n_uses();
     let reads = (0..)
         .zip(&graph.main.instructions)

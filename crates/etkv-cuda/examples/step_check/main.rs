@@ -17,7 +17,7 @@ use std::time::Instant;
 
 use etkv_cuda::{Captured, Device, Element, Plan, StepInputs};
 
-use model::{rounded, to_bytes, to_numbers, Model, Random, Shape};
+use model::{rounded, to_bytes, to_numbers, Model, Packing, Random, Shape};
 use reference::Done;
 
 type Answer<T> = Result<T, Box<dyn Error>>;
@@ -44,6 +44,7 @@ const SMALL: Shape = Shape {
     capacity: 2304,
     bias: false,
     turns: true,
+    packing: None,
 };
 
 const NINE: Shape = Shape { name: "9/3 heads", hidden: 576, n_q: 9, n_kv: 3, ..SMALL };
@@ -89,6 +90,12 @@ fn run() -> Answer<bool> {
             Shape { bias: true, ..NINE },
             WIDE,
             LONG,
+            packed(SMALL, 4, 32),
+            packed(Shape { bias: true, ..SMALL }, 4, 128),
+            packed(NINE, 4, 64),
+            packed(SMALL, 8, 128),
+            packed(Shape { bias: true, turns: false, ..NINE }, 8, 64),
+            packed(WIDE, 8, 32),
         ] {
             good &= check_shape(&device, Shape { element, ..shape })?;
         }
@@ -101,9 +108,14 @@ fn run() -> Answer<bool> {
     Ok(good)
 }
 
+/// Returns a shape with packed matrices, the table and the head too.
+fn packed(shape: Shape, bits: usize, group: usize) -> Shape {
+    Shape { packing: Some(Packing { bits, group }), ..shape }
+}
+
 fn check_shape(device: &Device, shape: Shape) -> Answer<bool> {
-    let Shape { name, element, bias, turns, .. } = shape;
-    say!("{name}, {element:?}, bias {bias}, turns {turns}");
+    let Shape { name, element, bias, turns, packing, .. } = shape;
+    say!("{name}, {element:?}, bias {bias}, turns {turns}, {packing:?}");
     let limit = if element == Element::Bf16 { 0.012 } else { 0.002 };
     let mut random = Random(0x9e37_79b9_7f4a_7c15);
     let mut model = Model::new(device, shape, Some(Random(88_172_645_463_325_252)))?;

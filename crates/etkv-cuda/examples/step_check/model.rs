@@ -2,7 +2,7 @@
 
 use etkv_cuda::{
     Address, Attend, Buffer, Device, Element, Embed, Gate, Heads, Launch, Logits, Memory, Norm,
-    Plan, Pool, Product, Result,
+    Packed, Plan, Pool, Product, Result, Weight,
 };
 use half::{bf16, f16};
 
@@ -21,6 +21,14 @@ pub struct Shape {
     pub capacity: usize,
     pub bias: bool,
     pub turns: bool,
+    pub packing: Option<Packing>,
+}
+
+/// How matrices are packed.
+#[derive(Debug, Clone, Copy)]
+pub struct Packing {
+    pub bits: usize,
+    pub group: usize,
 }
 
 /// Random numbers of about a normal distribution.
@@ -64,15 +72,38 @@ pub fn to_numbers(element: Element, bytes: &[u8]) -> Vec<f64> {
 }
 
 /// A matrix, on the device and here.
-pub struct Weight {
+pub struct Matrix {
     pub memory: Memory,
+    /// Its scales and its biases, if `memory` are codes.
+    groups: Option<(Packing, [Memory; 2])>,
     pub numbers: Vec<f64>,
+}
+
+impl Matrix {
+    pub fn bytes(&self) -> usize {
+        let groups = self.groups.iter().flat_map(|(_, groups)| groups);
+        self.memory.bytes() + groups.map(Memory::bytes).sum::<usize>()
+    }
+
+    fn weight(&self) -> Weight {
+        let address = self.memory.address();
+        match &self.groups {
+            None => Weight::Plain(address),
+            Some((packing, [scales, biases])) => Weight::Packed(Packed {
+                codes: address,
+                scales: scales.address(),
+                biases: biases.address(),
+                bits: packing.bits,
+                group: packing.group,
+            }),
+        }
+    }
 }
 
 /// The weights and the pools of a decoder.
 pub struct Model {
     pub shape: Shape,
-    pub weights: Vec<Weight>,
+    pub weights: Vec<Matrix>,
     pub pools: Vec<Memory>,
     random: Option<Random>,
 }
@@ -93,23 +124,23 @@ impl Model {
         let mut model = Self { shape, weights: Vec::new(), pools: Vec::new(), random };
         let Shape { hidden, intermediate, vocabulary, .. } = shape;
         let outputs = (shape.n_q + 2 * shape.n_kv) * shape.head_dim;
-        model.add(device, vocabulary * hidden, 1.0)?;
+        model.add_matrix(device, vocabulary * hidden, 1.0)?;
         for _ in 0..shape.layers {
             let of = |inner: usize| 1.0 / (inner as f64).sqrt();
             model.add(device, hidden, 1.0)?;
-            model.add(device, outputs * hidden, of(hidden))?;
+            model.add_matrix(device, outputs * hidden, of(hidden))?;
             model.add(device, outputs, 0.5)?;
-            model.add(device, hidden * shape.n_q * shape.head_dim, of(hidden))?;
+            model.add_matrix(device, hidden * shape.n_q * shape.head_dim, of(hidden))?;
             model.add(device, hidden, 1.0)?;
-            model.add(device, 2 * intermediate * hidden, of(hidden))?;
-            model.add(device, hidden * intermediate, of(intermediate))?;
+            model.add_matrix(device, 2 * intermediate * hidden, of(hidden))?;
+            model.add_matrix(device, hidden * intermediate, of(intermediate))?;
             for _ in 0..2 {
                 let elements = shape.n_kv * shape.capacity * shape.head_dim;
                 model.pools.push(device.allocate(2 * elements)?);
             }
         }
         model.add(device, hidden, 1.0)?;
-        model.add(device, vocabulary * hidden, 1.0 / (hidden as f64).sqrt())?;
+        model.add_matrix(device, vocabulary * hidden, 1.0 / (hidden as f64).sqrt())?;
         let half = shape.head_dim / 2;
         let period = |j: usize| 10_000f32.powf(j as f32 / half as f32);
         let periods: Vec<f32> = (0..half).map(period).collect();
@@ -117,7 +148,7 @@ impl Model {
         let bytes: Vec<u8> = periods.iter().flat_map(|period| period.to_le_bytes()).collect();
         memory.write(0, &bytes)?;
         let numbers = periods.into_iter().map(f64::from).collect();
-        model.weights.push(Weight { memory, numbers });
+        model.weights.push(Matrix { memory, groups: None, numbers });
         Ok(model)
     }
 
@@ -129,7 +160,44 @@ impl Model {
             numbers.extend((0..elements).map(|_| rounded(element, random.next() * scale)));
             memory.write(0, &to_bytes(element, &numbers))?;
         }
-        self.weights.push(Weight { memory, numbers });
+        self.weights.push(Matrix { memory, groups: None, numbers });
+        Ok(())
+    }
+
+    /// Adds a matrix, packed if the shape's are. Its rows are whole groups.
+    fn add_matrix(&mut self, device: &Device, elements: usize, scale: f64) -> Result<()> {
+        let Some(packing) = self.shape.packing else {
+            return self.add(device, elements, scale);
+        };
+        let (element, Packing { bits, group }) = (self.shape.element, packing);
+        let mut codes = device.allocate(elements * bits / 8)?;
+        let mut scales = device.allocate(2 * elements / group)?;
+        let mut biases = device.allocate(2 * elements / group)?;
+        let mut numbers = Vec::new();
+        if let Some(random) = &mut self.random {
+            let most = (1 << bits) - 1;
+            let mut bytes = vec![0u8; elements * bits / 8];
+            let (mut all_scales, mut all_biases) = (Vec::new(), Vec::new());
+            for of_group in 0..elements / group {
+                // Codes that are spread evenly are about as wide as normal numbers of this scale.
+                let step = scale * 3.5 / f64::from(most) * (0.75 + 0.25 * random.next().abs());
+                let step = rounded(element, step);
+                let bias = -step * f64::from(most) / 2.0 * (1.0 + 0.1 * random.next());
+                let bias = rounded(element, bias);
+                for i in of_group * group..(of_group + 1) * group {
+                    let code = (random.next().abs() * 1e6) as i32 & most;
+                    bytes[i * bits / 8] |= (code as u8) << (i * bits % 8);
+                    numbers.push(step * f64::from(code) + bias);
+                }
+                all_scales.push(step);
+                all_biases.push(bias);
+            }
+            codes.write(0, &bytes)?;
+            scales.write(0, &to_bytes(element, &all_scales))?;
+            biases.write(0, &to_bytes(element, &all_biases))?;
+        }
+        let groups = Some((packing, [scales, biases]));
+        self.weights.push(Matrix { memory: codes, groups, numbers });
         Ok(())
     }
 
@@ -137,6 +205,12 @@ impl Model {
     pub fn numbers(&self, address: Address) -> &[f64] {
         let found = self.weights.iter().find(|weight| weight.memory.address() == address);
         found.map_or(&[], |weight| &weight.numbers)
+    }
+
+    /// Returns the numbers of a weight. Those of a packed one are not rounded.
+    pub fn numbers_of(&self, weight: Weight) -> &[f64] {
+        let (Weight::Plain(address) | Weight::Packed(Packed { codes: address, .. })) = weight;
+        self.numbers(address)
     }
 
     fn at(&self, index: usize) -> Address {
@@ -169,10 +243,11 @@ impl Model {
             out,
         };
         let mut x = buffers.take(0, tokens * hidden);
-        let table = self.at(0);
+        let table = self.weights[0].weight();
         launches.push(Launch::Embed(Embed { table, vocabulary, inner: hidden, out: x }));
         for layer in 0..self.shape.layers {
             let at = |index| self.at(1 + EACH * layer + index);
+            let weight = |index: usize| self.weights[1 + EACH * layer + index].weight();
             let (keys, values) = (self.pool(2 * layer), self.pool(2 * layer + 1));
             let periods = self.shape.turns.then(|| self.at(self.weights.len() - 1));
             let heads = Heads { n_q, n_kv, head_dim, periods, keys, values };
@@ -181,7 +256,7 @@ impl Model {
                 bias: self.shape.bias.then(|| at(BIAS)),
                 norm: norm(at(NORM)),
                 heads: Some(heads),
-                ..plain(x, at(QKV), hidden, outputs, q)
+                ..plain(x, weight(QKV), hidden, outputs, q)
             }));
             let attended = buffers.take(2, tokens * n_q * head_dim);
             let scale = 1.0 / (head_dim as f32).sqrt();
@@ -199,19 +274,19 @@ impl Model {
             let next = buffers.take(0, tokens * hidden);
             launches.push(Launch::Product(Product {
                 plus: Some(x),
-                ..plain(attended, at(O), n_q * head_dim, hidden, next)
+                ..plain(attended, weight(O), n_q * head_dim, hidden, next)
             }));
             x = next;
             let gated = buffers.take(3, tokens * intermediate);
             launches.push(Launch::Product(Product {
                 norm: norm(at(NORM_2)),
                 gate: Some(Gate::Silu),
-                ..plain(x, at(GATE_UP), hidden, intermediate, gated)
+                ..plain(x, weight(GATE_UP), hidden, intermediate, gated)
             }));
             let next = buffers.take(0, tokens * hidden);
             launches.push(Launch::Product(Product {
                 plus: Some(x),
-                ..plain(gated, at(DOWN), intermediate, hidden, next)
+                ..plain(gated, weight(DOWN), intermediate, hidden, next)
             }));
             x = next;
         }
@@ -221,7 +296,7 @@ impl Model {
         launches.push(Launch::Product(Product {
             last_row,
             norm: norm(self.at(end)),
-            ..plain(x, self.at(end + 1), hidden, vocabulary, logits)
+            ..plain(x, self.weights[end + 1].weight(), hidden, vocabulary, logits)
         }));
         Plan {
             element: self.shape.element,

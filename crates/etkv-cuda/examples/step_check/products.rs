@@ -2,7 +2,7 @@
 
 use etkv_cuda::{
     Address, Attend, Buffer, Device, Element, Gate, Heads, Launch, Norm, Plan, Pool, Product,
-    Result,
+    Result, Weight,
 };
 
 use crate::model::Shape;
@@ -36,10 +36,11 @@ pub fn run(device: &Device, shape: Shape) -> Result<()> {
     for (name, inner, outputs) in kinds {
         let bytes = 2 * inner * outputs * if name == "gate" { 2 } else { 1 };
         let count = (BYTES / bytes).clamp(LEAST, MOST);
+        let at = |offset: usize| Address(weights.address().0 + offset as u64);
         let product = |number: usize| Product {
             x: Buffer(0),
             last_row: false,
-            weight: Address(weights.address().0 + (number % (BYTES / bytes) * bytes) as u64),
+            weight: Weight::Plain(at(number % (BYTES / bytes) * bytes)),
             inner,
             outputs,
             bias: None,
@@ -86,7 +87,12 @@ fn times_of(
     let mut text = String::new();
     for tokens in TOKENS {
         let embed = |inner, out| {
-            Launch::Embed(etkv_cuda::Embed { table: table.address(), vocabulary: 1024, inner, out })
+            Launch::Embed(etkv_cuda::Embed {
+                table: Weight::Plain(table.address()),
+                vocabulary: 1024,
+                inner,
+                out,
+            })
         };
         let mut all = vec![embed(widest, Buffer(0)), embed(widest, Buffer(1))];
         let some = launches(tokens);

@@ -51,10 +51,11 @@ impl Done<'_> {
     }
 
     fn embed(&self, embed: &Embed) -> Result<Vec<Difference>> {
-        let table = self.model.numbers(embed.table);
+        let table = self.model.numbers_of(embed.table);
         let last = embed.vocabulary as i32 - 1;
         let row = |&id: &i32| {
-            table[id.clamp(0, last) as usize * embed.inner..][..embed.inner].iter().copied()
+            let row = &table[id.clamp(0, last) as usize * embed.inner..][..embed.inner];
+            row.iter().map(|&x| self.round(x))
         };
         let expected: Vec<f64> = self.step.ids.iter().flat_map(row).collect();
         Ok(vec![difference("embed", &self.buffer(embed.out)?, &expected)])
@@ -77,7 +78,7 @@ impl Done<'_> {
     fn product(&self, product: &Product) -> Result<Vec<Difference>> {
         let &Product { inner, outputs, .. } = product;
         let tokens = self.plan.tokens;
-        let weight = self.model.numbers(product.weight);
+        let weight = self.model.numbers_of(product.weight);
         let bias = product.bias.map(|bias| self.model.numbers(bias));
         let x = self.buffer(product.x)?;
         let plus = product.plus.map(|plus| self.buffer(plus)).transpose()?;

@@ -4,7 +4,7 @@ use std::time::Instant;
 
 use etkv_cuda::{Device, Element, Logits, Plan, Result, StepInputs};
 
-use crate::model::{Model, Shape};
+use crate::model::{Matrix, Model, Packing, Shape};
 use crate::say;
 use std::io::Write;
 
@@ -24,6 +24,26 @@ pub const LLAMA: Shape = Shape {
     capacity: CAPACITY,
     bias: false,
     turns: true,
+    packing: None,
+};
+
+/// In the groups of mlx-lm's programs, and in those of this project's.
+const LLAMA_64: Shape = Shape {
+    name: "Llama-3.2-1B in 4 bits, groups of 64",
+    packing: Some(Packing { bits: 4, group: 64 }),
+    ..LLAMA
+};
+
+const LLAMA_32: Shape = Shape {
+    name: "Llama-3.2-1B in 4 bits, groups of 32",
+    packing: Some(Packing { bits: 4, group: 32 }),
+    ..LLAMA
+};
+
+const LLAMA_8: Shape = Shape {
+    name: "Llama-3.2-1B in 8 bits, groups of 64",
+    packing: Some(Packing { bits: 8, group: 64 }),
+    ..LLAMA
 };
 
 pub const SMOL: Shape = Shape {
@@ -39,9 +59,9 @@ pub const SMOL: Shape = Shape {
 
 /// Prints the median time of steps, with the launch and the wait of the host.
 pub fn run(device: &Device) -> Result<()> {
-    for shape in [LLAMA, SMOL] {
+    for shape in [LLAMA, LLAMA_64, LLAMA_32, LLAMA_8, SMOL] {
         let model = Model::new(device, shape, None)?;
-        let bytes: usize = model.weights[1..].iter().map(|weight| weight.memory.bytes()).sum();
+        let bytes: usize = model.weights[1..].iter().map(Matrix::bytes).sum();
         say!(
             "{}: {} MB of weights a step; median us of {RUNS} steps",
             shape.name,

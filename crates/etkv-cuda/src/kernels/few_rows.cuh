@@ -107,6 +107,13 @@ struct FewRows {
     return tile / tiles * head_dim + tile % tiles * columns();
   }
 
+  // The first of two rows of the weight, or the second, of those that belong to `place` of 8 in a tile.
+  __device__ int row_of(int tile, int place, int second) const {
+    int first = first_of(tile) + place, apart = head_dim ? head_dim / 2 : ROWS;
+    // The second half of a gate's weights are those of the gated half.
+    return gate ? min(first, outputs - 1) + second * outputs : min(first + apart * second, outputs - 1);
+  }
+
   __device__ static float sum_of_squares(uint4 piece) {
     E each[8];
     memcpy(each, &piece, sizeof(piece));
@@ -199,12 +206,9 @@ struct FewRows {
     int next_tile = blockIdx.x, next_slot = 0;
     // Sets out for the next tile.
     auto aim = [&]() {
-      int first = first_of(next_tile), apart = head_dim ? head_dim / 2 : ROWS;
 #pragma unroll
       for (int i = 0; i < 2; ++i) {
-        // The second half of a block's weights are those of the gated half.
-        int output = gate ? min(first + group, outputs - 1) + i * outputs : min(first + group + apart * i, outputs - 1);
-        at_row[i] = w + static_cast<long long>(output) * inner;
+        at_row[i] = w + static_cast<long long>(row_of(next_tile, group, i)) * inner;
       }
     };
     auto ask = [&](int place) {

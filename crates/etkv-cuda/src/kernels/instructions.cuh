@@ -99,4 +99,28 @@ __device__ inline void multiply(float (&c)[4], const unsigned (&a)[4], unsigned 
   }
 }
 
+// Returns a * b + c of each element of pairs, rounded once.
+template <typename E>
+__device__ inline unsigned multiply_add_pairs(unsigned a, unsigned b, unsigned c) {
+  unsigned d;
+  if constexpr (cuda::std::is_same_v<E, __half>) {
+    asm("fma.rn.f16x2 %0, %1, %2, %3;" : "=r"(d) : "r"(a), "r"(b), "r"(c));
+  } else {
+    asm("fma.rn.bf16x2 %0, %1, %2, %3;" : "=r"(d) : "r"(a), "r"(b), "r"(c));
+  }
+  return d;
+}
+
+// Returns two numbers as a pair.
+template <typename E>
+__device__ inline unsigned rounded_pair(float low, float high) {
+  unsigned d;
+  if constexpr (cuda::std::is_same_v<E, __half>) {
+    asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(d) : "f"(high), "f"(low));
+  } else {
+    asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(d) : "f"(high), "f"(low));
+  }
+  return d;
+}
+
 }  // namespace etkv

@@ -1,31 +1,4 @@
-// The kernels of a step but attention, for an `Element` that is defined before.
-
-// As the host has it.
-struct ProductWork {
-  const Element* x;
-  const Element* w;
-  const Element* bias;
-  const Element* norm;
-  const Element* plus;
-  Element* out;
-  const float* periods;
-  Element* keys;
-  Element* values;
-  const etkv::Step* step;
-  long long keys_head, values_head;
-  float eps;
-  int normalizes, gate, rows, outputs, inner, head_dim, turned, queries, each, most_shared;
-};
-static_assert(sizeof(ProductWork) == 144, "as the host has it");
-
-__device__ inline etkv::FewRows<Element> rows_of(const ProductWork& work) {
-  return {
-      work.x, work.inner, 1, work.w, work.bias, 1, work.normalizes != 0, work.eps, work.norm, 1,
-      work.plus, work.outputs, 1, work.gate, work.rows, work.outputs, work.inner, work.head_dim,
-      work.turned, work.step->positions, 1, work.periods, 1,
-      {work.keys, work.values, work.keys_head, work.values_head, work.step->slots, work.queries, work.each},
-      work.most_shared};
-}
+// The kernels of a step but attention and products with packed weights, for the `Element` of `ProductWork`.
 
 extern "C" __global__ void __launch_bounds__(256, 2) etkv_row(const ProductWork work) {
   extern __shared__ uint4 shared_memory[];

@@ -2,7 +2,8 @@
 
 use crate::step::error::{fail, Result};
 use crate::step::plan::{
-    Address, Attend, Buffer, Embed, Heads, Launch, Logits, Plan, Pool, Product, MOST_TOKENS,
+    Address, Attend, Buffer, Embed, Heads, Launch, Logits, Packed, Plan, Pool, Product, Weight,
+    MOST_TOKENS,
 };
 
 /// The most elements of a row, rows of a table, and keys: products of two stay within 64 bits, and
@@ -14,6 +15,9 @@ const MOST_HEADS: usize = 4096;
 /// Elements that a thread reads at a time, and outputs of a tile.
 const PIECE: usize = 8;
 const TILE: usize = 16;
+/// The bits of a packed weight's codes, and the codes of a group.
+const BITS: [usize; 2] = [4, 8];
+const GROUPS: [usize; 3] = [32, 64, 128];
 /// The elements of a head.
 const DIMS: std::ops::RangeInclusive<usize> = 32..=256;
 
@@ -108,7 +112,7 @@ impl Work<'_> {
     fn check_embed(&mut self, embed: &Embed) -> Result<()> {
         is_within("rows of a table", embed.vocabulary, 1, LARGEST)?;
         is_within("elements of a row", embed.inner, 1, LONGEST)?;
-        is_address("the table", embed.table, 2)?;
+        is_weight("the table", embed.table, embed.inner)?;
         self.write(embed.out, self.plan.tokens * embed.inner)
     }
 
@@ -121,7 +125,7 @@ impl Work<'_> {
         is_within("outputs", outputs, 1, LONGEST)?;
         let rows = rows(self.plan, product);
         self.read(product.x, self.plan.tokens * inner)?;
-        is_address("the weight", product.weight, 2)?;
+        is_weight("the weight", product.weight, inner)?;
         if let Some(bias) = product.bias {
             is_address("the bias", bias, 2)?;
         }
@@ -248,6 +252,26 @@ fn are_heads(n_q: usize, n_kv: usize, head_dim: usize) -> Result<()> {
 fn is_pool(what: &str, pool: Pool) -> Result<()> {
     is_within("rows of a pool", pool.capacity, 1, LARGEST)?;
     is_address(what, pool.address, 16)
+}
+
+fn is_weight(what: &str, weight: Weight, inner: usize) -> Result<()> {
+    let Packed { codes, scales, biases, bits, group } = match weight {
+        Weight::Plain(address) => return is_address(what, address, 2),
+        Weight::Packed(packed) => packed,
+    };
+    if !BITS.contains(&bits) {
+        fail!(Plan, "{what} of {bits} bits, expected {BITS:?}");
+    }
+    if !GROUPS.contains(&group) {
+        fail!(Plan, "{what} in groups of {group}, expected {GROUPS:?}");
+    }
+    if inner % group != 0 {
+        fail!(Plan, "{what} with rows of {inner} elements, expected a multiple of {group}");
+    }
+    // A thread reads 16 bytes of codes at a time.
+    is_address(&format!("the codes of {what}"), codes, 16)?;
+    is_address(&format!("the scales of {what}"), scales, 2)?;
+    is_address(&format!("the biases of {what}"), biases, 2)
 }
 
 fn is_address(what: &str, Address(address): Address, multiple: u64) -> Result<()> {

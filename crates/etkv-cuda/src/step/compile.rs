@@ -16,10 +16,13 @@ use crate::text;
 // The texts that only steps need.
 const ONE_ROW: &str = include_str!("../kernels/one_row.cuh");
 const TILED_ROWS: &str = include_str!("../kernels/tiled_rows.cuh");
+const PACKED: &str = include_str!("../kernels/packed.cuh");
 const STEP: &str = include_str!("../kernels/step.cuh");
 const MERGE: &str = include_str!("../kernels/merge.cuh");
 const TOKENS: &str = include_str!("../kernels/tokens.cuh");
+const PRODUCT_WORK: &str = include_str!("../kernels/product_work.cuh");
 const PRODUCT_ENTRY: &str = include_str!("../kernels/product_entry.cuh");
+const PACKED_ENTRY: &str = include_str!("../kernels/packed_entry.cuh");
 const ATTEND_ENTRY: &str = include_str!("../kernels/attend_entry.cuh");
 
 /// The compiler, for the devices of one architecture.
@@ -34,8 +37,10 @@ pub(crate) struct Compiler {
 /// What is compiled together.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub(crate) enum Source {
-    /// All kernels but attention.
+    /// All kernels but attention and those that read packed weights.
     Product(Element),
+    /// Kernels that read packed weights of so many bits.
+    Packed { element: Element, bits: usize },
     /// Attention over heads of so many elements, of which a block holds so many tiles at a time.
     Attend { element: Element, dim: usize, tiles: usize },
 }
@@ -55,7 +60,25 @@ impl Source {
                     ONE_ROW,
                     TILED_ROWS,
                     TOKENS,
+                    PRODUCT_WORK,
                     PRODUCT_ENTRY,
+                ][..],
+            ),
+            Self::Packed { element, bits } => (
+                format!(
+                    "{overlaps}using Element = {};\nconstexpr int BITS = {bits};\n",
+                    element.name(),
+                ),
+                &[
+                    STEP,
+                    text::INSTRUCTIONS,
+                    text::TURN,
+                    text::FEW_ROWS,
+                    ONE_ROW,
+                    TOKENS,
+                    PACKED,
+                    PRODUCT_WORK,
+                    PACKED_ENTRY,
                 ][..],
             ),
             Self::Attend { element, dim, tiles } => (

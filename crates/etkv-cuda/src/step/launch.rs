@@ -8,7 +8,7 @@ use crate::step::check::rows;
 use crate::step::compile::Source;
 use crate::step::driver::{Kernel, Stream};
 use crate::step::error::{check, fail, Result};
-use crate::step::plan::{Address, Attend, Plan, Product, MOST_TOKENS};
+use crate::step::plan::{Address, Attend, Plan, Product, Weight, MOST_TOKENS};
 
 /// Threads of a block, as in the kernels.
 pub(crate) const PRODUCT_THREADS: usize = 256;
@@ -106,6 +106,18 @@ pub(crate) struct ProductWork {
     pub(crate) most_shared: i32,
 }
 
+/// The argument of a product with a packed weight, the codes of which are `product.w`.
+#[repr(C)]
+#[derive(Debug, Clone, Copy, Default)]
+pub(crate) struct PackedWork {
+    pub(crate) product: ProductWork,
+    pub(crate) scales: u64,
+    pub(crate) biases: u64,
+    /// The logarithm of a group's size.
+    pub(crate) group_shift: i32,
+    pub(crate) unused: i32,
+}
+
 /// The argument of attention.
 #[repr(C)]
 #[derive(Debug, Clone, Copy, Default)]
@@ -128,6 +140,7 @@ pub(crate) struct AttendWork {
 // The kernels' files have the same sizes.
 const _: () = assert!(size_of::<Step>() == 208);
 const _: () = assert!(size_of::<ProductWork>() == 144);
+const _: () = assert!(size_of::<PackedWork>() == 168);
 const _: () = assert!(size_of::<AttendWork>() == 88);
 
 /// The kernels of products.
@@ -174,7 +187,8 @@ impl ProductShape {
                  expected {most} or fewer on this device"
             );
         }
-        if n == 1 && elements <= limits.product_shared() / 2 {
+        let is_plain = matches!(product.weight, Weight::Plain(_));
+        if is_plain && n == 1 && elements <= limits.product_shared() / 2 {
             let halves = if product.gate.is_some() { 1 } else { 2 };
             let pairs = product.outputs.div_ceil(halves);
             let blocks = pairs.div_ceil(PRODUCT_THREADS / 32);
@@ -195,11 +209,14 @@ impl ProductShape {
     /// Returns the shape of a launch of the kernel with rings, if it takes the product. A block of it takes a
     /// whole multiprocessor, so that a step of a single row is faster by kernels that overlap, on an H200.
     fn tiled(rows: usize, product: &Product, limits: Limits) -> Option<Self> {
+        let Weight::Plain(weight) = product.weight else {
+            return None;
+        };
         let is_held = product.inner <= MOST_HELD;
         let shared = tiled_shared(rows, is_held);
         let takes = rows > 1
             && shared <= limits.block_shared
-            && product.weight.0 % 16 == 0
+            && weight.0 % 16 == 0
             && (is_held || product.norm.is_none());
         takes.then_some(())?;
         let columns = if product.gate.is_some() { OUTPUTS / 2 } else { OUTPUTS };

@@ -16,6 +16,6 @@ pub use self::device::Device;
 pub use self::driver::Memory;
 pub use self::error::{Error, Result};
 pub use self::plan::{
-    Address, Attend, Buffer, Element, Embed, Gate, Heads, Launch, Logits, Norm, Plan, Pool,
-    Product, MOST_TOKENS,
+    Address, Attend, Buffer, Element, Embed, Gate, Heads, Launch, Logits, Norm, Packed, Plan, Pool,
+    Product, Weight, MOST_TOKENS,
 };

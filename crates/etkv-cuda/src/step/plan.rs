@@ -3,7 +3,7 @@
 /// Tokens of a step, at most.
 pub const MOST_TOKENS: usize = 16;
 
-/// The type of all weights, keys and values, and of what lies between launches.
+/// The type of all weights that are not packed, of keys and values, and of what lies between launches.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 #[allow(missing_docs)]
 pub enum Element {
@@ -36,6 +36,30 @@ pub struct Pool {
     pub address: Address,
     /// The rows of each head.
     pub capacity: usize,
+}
+
+/// A matrix `[rows, columns]`, row-major.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+pub enum Weight {
+    /// Of the plan's elements.
+    Plain(Address),
+    /// Of fewer bits an element.
+    Packed(Packed),
+}
+
+/// A matrix of codes: code `q` stands for `scale * q + bias`, by the scale and the bias of its group.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+pub struct Packed {
+    /// `[rows, columns]`, of so many bits a code, the first the lowest: a multiple of 16 bytes.
+    pub codes: Address,
+    /// `[rows, columns / group]`, of the plan's elements.
+    pub scales: Address,
+    /// Likewise.
+    pub biases: Address,
+    /// 4 or 8.
+    pub bits: usize,
+    /// The codes of a group: 32, 64 or 128, which the columns are a multiple of.
+    pub group: usize,
 }
 
 /// A step of `tokens` tokens, T below.
@@ -87,8 +111,8 @@ pub enum Launch {
 /// The rows of a table by the step's token ids. An id that is none gets the nearest row.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct Embed {
-    /// `[vocabulary, inner]`, row-major.
-    pub table: Address,
+    /// `[vocabulary, inner]`.
+    pub table: Weight,
     /// The rows of the table.
     pub vocabulary: usize,
     /// The elements of a row.
@@ -104,8 +128,8 @@ pub struct Product {
     pub x: Buffer,
     /// Whether only the last row is taken, so that the result has one row.
     pub last_row: bool,
-    /// `[outputs, inner]`, row-major; `[2 * outputs, inner]` with a gate, whose half is the first.
-    pub weight: Address,
+    /// `[outputs, inner]`; `[2 * outputs, inner]` with a gate, whose half is the first.
+    pub weight: Weight,
     /// The elements of a row of `x`: a multiple of 8.
     pub inner: usize,
     /// The elements of a row of the result.

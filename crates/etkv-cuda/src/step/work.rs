@@ -1,5 +1,6 @@
 //! The kernels of a plan as they are launched, and the memory between them.
 
+use std::collections::HashMap;
 use std::ffi::c_void;
 
 use crate::step::check::rows;
@@ -8,9 +9,10 @@ use crate::step::device::Device;
 use crate::step::driver::{Kernel, Memory, Stream};
 use crate::step::error::{fail, Result};
 use crate::step::launch::{
-    self, int, or_null, AttendShape, AttendWork, ProductKernel, ProductShape, ProductWork, Step,
+    self, int, or_null, AttendShape, AttendWork, PackedWork, ProductKernel, ProductShape,
+    ProductWork, Step,
 };
-use crate::step::plan::{Attend, Buffer, Embed, Launch, Plan, Product};
+use crate::step::plan::{Attend, Buffer, Embed, Launch, Packed, Plan, Product, Weight};
 
 /// Where the logits are behind the ids that are chosen, in bytes, and how far apart buffers begin.
 pub(crate) const LOGITS_AT: usize = 256;
@@ -24,6 +26,8 @@ pub(crate) struct Work {
     tiled: Kernel,
     embed: Kernel,
     choose: Kernel,
+    /// Those of packed weights, by the bits of a code.
+    packed: HashMap<usize, PackedKernels>,
     /// Of each launch, if it is attention: itself, and what merges its slices.
     attend: Vec<Option<(Kernel, Kernel, AttendShape)>>,
     /// Where each buffer is, and its bytes.
@@ -33,6 +37,36 @@ pub(crate) struct Work {
     partial: Memory,
     _buffers: Memory,
     device: Device,
+}
+
+/// The kernels that read packed weights of some number of bits.
+#[derive(Debug)]
+struct PackedKernels {
+    product: Kernel,
+    embed: Kernel,
+}
+
+impl PackedKernels {
+    /// Returns the kernels that a plan needs.
+    fn of(device: &Device, plan: &Plan) -> Result<HashMap<usize, Self>> {
+        let mut found = HashMap::new();
+        for launch in &plan.launches {
+            let (Launch::Product(Product { weight: Weight::Packed(Packed { bits, .. }), .. })
+            | Launch::Embed(Embed { table: Weight::Packed(Packed { bits, .. }), .. })) = *launch
+            else {
+                continue;
+            };
+            if found.contains_key(&bits) {
+                continue;
+            }
+            let source = Source::Packed { element: plan.element, bits };
+            let shared = device.0.limits.product_shared();
+            let product = device.kernel(source, c"etkv_packed", shared)?;
+            let embed = device.kernel(source, c"etkv_embed_packed", 0)?;
+            found.insert(bits, Self { product, embed });
+        }
+        Ok(found)
+    }
 }
 
 impl Work {
@@ -82,6 +116,7 @@ impl Work {
             tiled: device.kernel(source, c"etkv_tiled", limits.block_shared)?,
             embed: device.kernel(source, c"etkv_embed", 0)?,
             choose: device.kernel(source, c"etkv_choose", 0)?,
+            packed: PackedKernels::of(device, plan)?,
             attend,
             places,
             step: Memory::new(context, size_of::<Step>())?,
@@ -136,13 +171,43 @@ impl Work {
         }
     }
 
+    /// Returns the kernels of a packed weight, which the plan has.
+    fn packed(&self, packed: &Packed) -> Result<&PackedKernels> {
+        match self.packed.get(&packed.bits) {
+            Some(kernels) => Ok(kernels),
+            None => fail!(Plan, "weights of {} bits have no kernels", packed.bits),
+        }
+    }
+
     fn embed(&self, stream: &Stream, plan: &Plan, embed: &Embed, overlaps: bool) -> Result<()> {
-        let (out, table, step) = (self.at(embed.out), embed.table.0, self.step.address().0);
+        let (out, step) = (self.at(embed.out), self.step.address().0);
         let (vocabulary, inner) = (int(embed.vocabulary), int(embed.inner));
-        let arguments = &mut [of(&out), of(&table), of(&step), of(&vocabulary), of(&inner)];
         let (grid, threads) = ([plan.tokens, 1, 1], launch::EMBED_THREADS);
-        // SAFETY: these are the kernel's arguments; the buffer has a row for each token.
-        unsafe { launch::launch(stream, &self.embed, grid, threads, 0, arguments, overlaps) }
+        let launch = |kernel: &Kernel, arguments: &mut [*mut c_void]| {
+            // SAFETY: these are the kernel's arguments; the buffer has a row for each token.
+            unsafe { launch::launch(stream, kernel, grid, threads, 0, arguments, overlaps) }
+        };
+        match embed.table {
+            Weight::Plain(table) => {
+                let arguments =
+                    &mut [of(&out), of(&table.0), of(&step), of(&vocabulary), of(&inner)];
+                launch(&self.embed, arguments)
+            }
+            Weight::Packed(table) => {
+                let shift = group_shift(&table);
+                let arguments = &mut [
+                    of(&out),
+                    of(&table.codes.0),
+                    of(&table.scales.0),
+                    of(&table.biases.0),
+                    of(&step),
+                    of(&shift),
+                    of(&vocabulary),
+                    of(&inner),
+                ];
+                launch(&self.packed(&table)?.embed, arguments)
+            }
+        }
     }
 
     fn product(
@@ -154,9 +219,10 @@ impl Work {
     ) -> Result<()> {
         let shape = ProductShape::of(plan, product, self.device.0.limits)?;
         let skipped = (plan.tokens - rows(plan, product)) * product.inner;
+        let (Weight::Plain(codes) | Weight::Packed(Packed { codes, .. })) = product.weight;
         let mut work = ProductWork {
             x: self.at(product.x) + 2 * skipped as u64,
-            w: product.weight.0,
+            w: codes.0,
             bias: or_null(product.bias),
             norm: or_null(product.norm.and_then(|norm| norm.weight)),
             plus: product.plus.map_or(0, |plus| self.at(plus)),
@@ -183,15 +249,27 @@ impl Work {
             work.queries = int(heads.n_q);
             work.each = int(heads.n_kv);
         }
-        let kernel = match shape.kernel {
-            ProductKernel::Row => &self.row,
-            ProductKernel::Few => &self.product,
-            ProductKernel::Tiled => &self.tiled,
+        let grid = [shape.blocks, 1, 1];
+        let launch = |kernel: &Kernel, argument: *mut c_void| {
+            let (threads, shared, arguments) = (shape.threads, shape.shared, &mut [argument]);
+            // SAFETY: this is the kernel's argument; the plan's check has compared all sizes.
+            unsafe { launch::launch(stream, kernel, grid, threads, shared, arguments, overlaps) }
         };
-        let (threads, shared) = (shape.threads, shape.shared);
-        let (grid, arguments) = ([shape.blocks, 1, 1], &mut [of(&work)]);
-        // SAFETY: this is the kernel's argument; the plan's check has compared all sizes.
-        unsafe { launch::launch(stream, kernel, grid, threads, shared, arguments, overlaps) }
+        match (product.weight, shape.kernel) {
+            (Weight::Packed(packed), _) => {
+                let work = PackedWork {
+                    product: work,
+                    scales: packed.scales.0,
+                    biases: packed.biases.0,
+                    group_shift: group_shift(&packed),
+                    unused: 0,
+                };
+                launch(&self.packed(&packed)?.product, of(&work))
+            }
+            (Weight::Plain(_), ProductKernel::Row) => launch(&self.row, of(&work)),
+            (Weight::Plain(_), ProductKernel::Few) => launch(&self.product, of(&work)),
+            (Weight::Plain(_), ProductKernel::Tiled) => launch(&self.tiled, of(&work)),
+        }
     }
 
     fn attend_work(&self, plan: &Plan, attend: &Attend, shape: &AttendShape) -> AttendWork {
@@ -211,6 +289,11 @@ impl Work {
             slices: int(shape.grid[0]),
         }
     }
+}
+
+/// Returns the logarithm of the size of a packed weight's groups, which the plan's check has limited.
+fn group_shift(packed: &Packed) -> i32 {
+    packed.group.trailing_zeros() as i32
 }
 
 /// Returns the address of an argument, which the driver reads.

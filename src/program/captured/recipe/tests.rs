@@ -101,7 +101,8 @@ fn a_decoder_is_known() {
     let [embed, heads, attend, out, gated, down, head] = &recipe.parts[..] else {
         panic!("{:?}", recipe.parts);
     };
-    assert_eq!(*embed, Part::Embed { table: TABLE, out: 0 });
+    let plain = |value, transposed| Weight::Plain { value, transposed };
+    assert_eq!(*embed, Part::Embed { table: plain(TABLE, false), out: 0 });
     let dtype = Some(Dtype::Bfloat16);
     assert_eq!(*attend, Part::Attend { layer: 0, q: 1, scale: 0.25, dtype, out: 2 });
     let products = [heads, out, gated, down, head].map(|part| match part {
@@ -114,11 +115,11 @@ fn a_decoder_is_known() {
     assert_eq!(
         products,
         [
-            (0, HEADS, None, None, Some(0), 1),
-            (2, OUT, None, Some(0), None, 3),
-            (3, GATED, Some(Gate::Silu), None, None, 4),
-            (4, DOWN, None, Some(3), None, 5),
-            (5, TABLE, None, None, None, 6),
+            (0, plain(HEADS, true), None, None, Some(0), 1),
+            (2, plain(OUT, true), None, Some(0), None, 3),
+            (3, plain(GATED, true), Some(Gate::Silu), None, None, 4),
+            (4, plain(DOWN, true), None, Some(3), None, 5),
+            (5, plain(TABLE, true), None, None, None, 6),
         ]
     );
 }

@@ -9,7 +9,7 @@ fn plan() -> Plan {
     let product = Product {
         x: Buffer(0),
         last_row: false,
-        weight: Address(4096),
+        weight: Weight::Plain(Address(4096)),
         inner: 256,
         outputs: 768,
         bias: None,
@@ -26,7 +26,7 @@ fn plan() -> Plan {
         buffers: vec![4 * 256, 4 * 512, 4 * 512, 1000],
         launches: vec![
             Launch::Embed(Embed {
-                table: Address(4096),
+                table: Weight::Plain(Address(4096)),
                 vocabulary: 1000,
                 inner: 256,
                 out: Buffer(0),
@@ -82,6 +82,12 @@ fn product(plan: &mut Plan, number: usize) -> &mut Product {
     }
 }
 
+/// Returns a packed weight of any rows.
+fn packed() -> Packed {
+    let at = Address(4096);
+    Packed { codes: at, scales: at, biases: at, bits: 4, group: 64 }
+}
+
 fn heads(plan: &mut Plan) -> &mut Heads {
     product(plan, 1).heads.as_mut().unwrap()
 }
@@ -118,11 +124,43 @@ fn sizes_that_kernels_do_not_take_are_refused() {
 
 #[test]
 fn addresses_that_cannot_be_read_are_refused() {
-    assert!(refused(|plan| product(plan, 3).weight = Address(0)).contains("the weight at 0x0"));
+    let text = refused(|plan| product(plan, 3).weight = Weight::Plain(Address(0)));
+    assert!(text.contains("the weight at 0x0"));
     assert!(refused(|plan| product(plan, 3).bias = Some(Address(3))).contains("the bias at 0x3"));
     assert!(refused(|plan| heads(plan).keys.address = Address(8)).contains("a multiple of 16"));
     assert!(refused(|plan| heads(plan).periods = Some(Address(2))).contains("the periods"));
     assert!(refused(|plan| attend(plan).values.capacity = 0).contains("0 rows of a pool"));
+}
+
+#[test]
+fn packed_weights_that_kernels_do_not_take_are_refused() {
+    let with = |change: fn(&mut Packed)| {
+        let mut packed = packed();
+        change(&mut packed);
+        let mut plan = plan();
+        product(&mut plan, 3).weight = Weight::Packed(packed);
+        match check(&plan) {
+            Ok(()) => String::new(),
+            Err(error) => error.to_string(),
+        }
+    };
+    assert_eq!(with(|_| ()), "");
+    assert_eq!(with(|packed| (packed.bits, packed.group) = (8, 128)), "");
+    assert!(with(|packed| packed.bits = 2).contains("the weight of 2 bits, expected [4, 8]"));
+    assert!(with(|packed| packed.group = 16).contains("groups of 16, expected [32, 64, 128]"));
+    assert!(with(|packed| packed.codes = Address(8)).contains("the codes of the weight at 0x8"));
+    assert!(with(|packed| packed.scales = Address(0)).contains("the scales of the weight at 0x0"));
+    assert!(with(|packed| packed.biases = Address(1)).contains("the biases of the weight at 0x1"));
+    let text = refused(|plan| {
+        product(plan, 3).inner = 480;
+        product(plan, 3).weight = Weight::Packed(packed());
+    });
+    assert_eq!(text, "launch 3: the weight with rows of 480 elements, expected a multiple of 64");
+    let text = refused(|plan| match &mut plan.launches[0] {
+        Launch::Embed(embed) => embed.table = Weight::Packed(Packed { bits: 5, ..packed() }),
+        other => panic!("{other:?}"),
+    });
+    assert_eq!(text, "launch 0: the table of 5 bits, expected [4, 8]");
 }
 
 #[test]

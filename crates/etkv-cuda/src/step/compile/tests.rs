@@ -20,11 +20,19 @@ fn all_kernels_compile_without_headers() {
         };
         for element in [Element::F16, Element::Bf16] {
             let attend = |dim, tiles| Source::Attend { element, dim, tiles };
-            let sources = [Source::Product(element), attend(64, 2), attend(128, 2), attend(256, 1)];
+            let packed = |bits| Source::Packed { element, bits };
+            let sources = [
+                Source::Product(element),
+                attend(64, 2),
+                packed(4),
+                packed(8),
+                attend(128, 2),
+                attend(256, 1),
+            ];
             // All take a minute.
             let count = match (capability, element) {
-                (90, _) => 4,
-                (_, Element::Bf16) => 2,
+                (90, _) => 6,
+                (_, Element::Bf16) => 4,
                 _ => 0,
             };
             for source in &sources[..count] {
@@ -82,6 +90,7 @@ fn a_kept_kernel_is_loaded_and_a_bad_one_compiled_anew() {
 fn only_devices_that_overlap_get_the_instructions() {
     for source in [
         Source::Product(Element::F16),
+        Source::Packed { element: Element::F16, bits: 4 },
         Source::Attend { element: Element::Bf16, dim: 64, tiles: 2 },
     ] {
         assert!(!source.text(80).contains("#define ETKV_OVERLAPS"));

@@ -1,5 +1,5 @@
 use super::*;
-use crate::step::plan::{Buffer, Element, Gate, Norm, Pool};
+use crate::step::plan::{Buffer, Element, Gate, Norm, Packed, Pool};
 
 const H100: Limits = Limits { processors: 132, block_shared: 232_448, processor_shared: 233_472 };
 
@@ -19,7 +19,7 @@ fn product(inner: usize, outputs: usize) -> Product {
     Product {
         x: Buffer(0),
         last_row: false,
-        weight: Address(16),
+        weight: Weight::Plain(Address(16)),
         inner,
         outputs,
         bias: None,
@@ -51,6 +51,12 @@ fn rows_that_are_normalized_fit_shared_memory() {
     assert_eq!(of(16, &last), Ok(row(256, 8224)));
     let gated = Product { gate: Some(Gate::Silu), ..product(2048, 1000) };
     assert_eq!(of(1, &gated), Ok(row(125, 2080)));
+    // One kernel for all numbers of rows.
+    let at = Address(16);
+    let packed = Packed { codes: at, scales: at, biases: at, bits: 4, group: 64 };
+    let packed = Product { weight: Weight::Packed(packed), ..product(2048, 2560) };
+    assert_eq!(of(1, &packed), Ok(few(160, 2080)));
+    assert_eq!(of(16, &packed), Ok(few(160, 33_280)));
 }
 
 #[test]
@@ -72,7 +78,7 @@ fn rings_take_what_fits_them() {
     assert_eq!(of(16, &plain), tiled(128, 16 * (12_288 + 2048 + 64)));
     assert_eq!(of(2, &product(8192, 2048)).kernel, ProductKernel::Few);
     // Weights that do not lie on 16 bytes, and devices with less shared memory.
-    let misplaced = Product { weight: Address(8), ..plain };
+    let misplaced = Product { weight: Weight::Plain(Address(8)), ..plain };
     assert_eq!(of(16, &misplaced).kernel, ProductKernel::Few);
     let small = Limits { processors: 82, block_shared: 101_376, processor_shared: 102_400 };
     let shape = ProductShape::of(&plan(16), &plain, small).unwrap();

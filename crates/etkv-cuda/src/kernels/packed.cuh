@@ -1,0 +1,227 @@
+// Weights of 4 or 8 bits an element, as MLX's affine format packs them: element `i` of a row is in the bits
+// from `BITS * i` on, and each group of elements has a scale and a bias, so that a code `q` stands for `scale *
+// q + bias`. That is rounded to the elements' type, as MLX does where it unpacks a weight.
+
+namespace etkv {
+
+// The codes of a thread: 16 bytes. They are of one group.
+template <int BITS>
+constexpr int CODES = 128 / BITS;
+
+template <typename E, int BITS>
+struct Codes {
+  // Eights of a piece.
+  static constexpr int EIGHTS = CODES<BITS> / 8;
+
+  // Returns the piece with its eights in turn, beginning with number `first`.
+  __device__ static uint4 turned(uint4 piece, int first) {
+    if (BITS == 4 && first % 2) piece = make_uint4(piece.y, piece.z, piece.w, piece.x);
+    if (BITS == 4 ? first / 2 : first) piece = make_uint4(piece.z, piece.w, piece.x, piece.y);
+    return piece;
+  }
+
+  // Unpacks an eight of codes to pairs, in the order of `arranged`. `group` is a scale, and a bias behind it.
+  __device__ static void unpack(unsigned (&pairs)[4], uint4 piece, int eight, unsigned group) {
+    unsigned words[4] = {piece.x, piece.y, piece.z, piece.w};
+    unsigned scales = __byte_perm(group, 0, 0x1010), biases = __byte_perm(group, 0, 0x3232);
+    constexpr bool IS_F16 = cuda::std::is_same_v<E, __half>;
+    if constexpr (BITS == 8 && !IS_F16) {
+      // Too many bits for the trick below.
+      float scale = __uint_as_float(group << 16), bias = __uint_as_float(group & 0xffff0000u);
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        unsigned word = words[2 * eight + i / 2];
+        float numbers[2];
+#pragma unroll
+        for (int j = 0; j < 2; ++j) {
+          // The code as the last byte of 2^23.
+          float number = __uint_as_float(__byte_perm(word, 0x4b000000u, 0x7440 + i % 2 * 2 + j)) - 8388608.0f;
+          numbers[j] = number * scale + bias;
+        }
+        pairs[i] = rounded_pair<E>(numbers[0], numbers[1]);
+      }
+      return;
+    }
+    // The codes as the last bits of 1024 or 128.
+    constexpr unsigned ONES = IS_F16 ? 0x3c003c00u : 0x3f803f80u;
+    constexpr unsigned LARGE = IS_F16 ? 0x64006400u : 0x43004300u;
+    constexpr unsigned MINUS_LARGE = LARGE | 0x80008000u;
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      unsigned codes;
+      if constexpr (BITS == 4) {
+        codes = ((words[eight] >> 4 * i) & 0x000f000fu) | LARGE;
+      } else {
+        codes = __byte_perm(words[2 * eight + i / 2], LARGE, i % 2 ? 0x5352 : 0x5150);
+      }
+      codes = multiply_add_pairs<E>(codes, ONES, MINUS_LARGE);
+      pairs[i] = multiply_add_pairs<E>(codes, scales, biases);
+    }
+  }
+
+  // Returns eight elements as `unpack` has the codes: of 4 bits, element `i` is in a pair with `i + 4`.
+  __device__ static uint4 arranged(uint4 x) {
+    if constexpr (BITS == 8) return x;
+    return make_uint4(
+        __byte_perm(x.x, x.z, 0x5410), __byte_perm(x.x, x.z, 0x7632), __byte_perm(x.y, x.w, 0x5410),
+        __byte_perm(x.y, x.w, 0x7632));
+  }
+};
+
+// Products of a few rows, or of one, with such a weight. A block has a tile of 16 outputs at a time, whose
+// inner axis its warps share; codes become elements in registers, on the way to the tensor cores.
+template <typename E, int BITS>
+struct PackedRows : OneRow<E> {
+  using Base = OneRow<E>;
+  using Base::is_shared, Base::piece_of, Base::width;
+  using Base::inner, Base::outputs, Base::rows;
+  using Kind = Codes<E, BITS>;
+
+  // The weight begins at `w`. A group has `1 << group_shift` elements.
+  const E* scales;
+  const E* biases;
+  int group_shift;
+
+  // Elements of a piece, of four threads' pieces, and of two of these for each warp; and how often a thread
+  // has asked for what it has of a tile.
+  static constexpr int PIECE = CODES<BITS>;
+  static constexpr int SPAN = 4 * PIECE;
+  static constexpr int PACKED_STEP = 2 * SPAN * SHARES;
+  static constexpr int PACKED_DEPTH = 2;
+
+  __device__ void run_packed(E* out, E* shared, float* sums, float* squares) const {
+    if (rows <= ROWS) {
+      multiply_packed<1>(out, shared, sums, squares);
+    } else {
+      multiply_packed<2>(out, shared, sums, squares);
+    }
+  }
+
+  // Returns the scale of an element's group, with the bias behind it.
+  __device__ unsigned group_of(long long element) const {
+    long long at = element >> group_shift;
+    unsigned scale = __ldg(reinterpret_cast<const unsigned short*>(scales) + at);
+    unsigned bias = __ldg(reinterpret_cast<const unsigned short*>(biases) + at);
+    return scale | bias << 16;
+  }
+
+  // Multiplies up to 8 * TILES rows, as `FewRows` does.
+  template <int TILES>
+  __device__ void multiply_packed(E* out, E* shared, float* sums, float* squares) const {
+    int thread = threadIdx.x % 32, warp = threadIdx.x / 32;
+    int group = thread / 4, member = thread % 4;
+    int tiles = (outputs + width() - 1) / width(), slots = (inner + PACKED_STEP - 1) / PACKED_STEP;
+    bool x_aligned = this->is_x_aligned(), is_in_shared = is_shared();
+    int first = 2 * SPAN * warp, mine = first + PIECE * member;
+    // Threads of a group begin with different eights: those of rows in shared memory are then in different
+    // banks.
+    int turn = member * Kind::EIGHTS / 4;
+
+    uint4 a[PACKED_DEPTH][2][2];
+    unsigned groups[PACKED_DEPTH][2][2];
+    long long at_row[2];
+    int next_tile = blockIdx.x, next_slot = 0;
+    auto aim = [&]() {
+#pragma unroll
+      for (int i = 0; i < 2; ++i) at_row[i] = static_cast<long long>(this->row_of(next_tile, group, i)) * inner;
+    };
+    auto ask = [&](int place) {
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        int from = next_slot * PACKED_STEP + mine + SPAN * half;
+        bool exists = next_tile < tiles && from < inner;
+#pragma unroll
+        for (int i = 0; i < 2; ++i) {
+          a[place][i][half] = make_uint4(0, 0, 0, 0);
+          groups[place][i][half] = 0;
+          if (!exists) continue;
+          a[place][i][half] = read_once(reinterpret_cast<const uint4*>(this->w) + (at_row[i] + from) / PIECE);
+          groups[place][i][half] = group_of(at_row[i] + from);
+        }
+      }
+      if (++next_slot == slots) {
+        next_slot = 0;
+        next_tile += gridDim.x;
+        aim();
+      }
+    };
+    aim();
+#pragma unroll
+    for (int place = 0; place < PACKED_DEPTH; ++place) ask(place);
+    wait_for_previous();
+    if (is_in_shared) {
+      if (rows == 1) {
+        this->share_row(shared, squares);
+      } else {
+        this->share(shared, squares);
+      }
+    }
+
+    // Eight elements of row `r`, or zeros.
+    auto read = [&](int r, int from) {
+      if (r >= rows || from >= inner) return make_uint4(0, 0, 0, 0);
+      uint4 y = is_in_shared ? *reinterpret_cast<const uint4*>(shared + r * (inner + PAD) + from)
+                             : piece_of(this->x + r * this->row + from * this->column, this->column, x_aligned);
+      return Kind::arranged(y);
+    };
+    float acc[TILES][4] = {};
+    int tile = blockIdx.x, slot = 0, parity = 0;
+    while (tile < tiles) {
+#pragma unroll
+      for (int place = 0; place < PACKED_DEPTH; ++place) {
+        if (tile >= tiles) break;
+#pragma unroll
+        for (int half = 0; half < 2; ++half) {
+          int from = slot * PACKED_STEP + SPAN * half;
+          if (from + first >= inner) continue;
+          uint4 upper = Kind::turned(a[place][0][half], turn), lower = Kind::turned(a[place][1][half], turn);
+#pragma unroll
+          for (int i = 0; i < Kind::EIGHTS; ++i) {
+            unsigned up[4], low[4];
+            Kind::unpack(up, upper, i, groups[place][0][half]);
+            Kind::unpack(low, lower, i, groups[place][1][half]);
+            unsigned head[4] = {up[0], low[0], up[1], low[1]};
+            unsigned tail[4] = {up[2], low[2], up[3], low[3]};
+            int eight = (i + turn) % Kind::EIGHTS;
+#pragma unroll
+            for (int j = 0; j < TILES; ++j) {
+              uint4 y = read(group + ROWS * j, from + mine + 8 * eight);
+              multiply<E>(acc[j], head, y.x, y.y);
+              multiply<E>(acc[j], tail, y.z, y.w);
+            }
+          }
+        }
+        ask(place);
+        if (++slot < slots) continue;
+        // The other half of `sums` is still read by slower warps.
+        this->template end_tile<TILES>(out, sums + parity * (SUMS / 2), tile, acc);
+        slot = 0;
+        parity = 1 - parity;
+        tile += gridDim.x;
+      }
+    }
+  }
+};
+
+// Unpacks the row of a token, one a block, as `embed` copies one. Rounds once.
+template <typename E, int BITS>
+__device__ inline void embed_packed(
+    E* out, const unsigned* codes, const E* scales, const E* biases, int group_shift, const Step* step,
+    int vocabulary, int inner) {
+  int id = max(min(step->ids[blockIdx.x], vocabulary - 1), 0);
+  long long row = static_cast<long long>(id) * inner;
+  E* to = out + static_cast<long long>(blockIdx.x) * inner;
+  constexpr int OF_WORD = 32 / BITS;
+  for (int i = OF_WORD * threadIdx.x; i < inner; i += OF_WORD * EMBED_THREADS) {
+    unsigned word = codes[(row + i) / OF_WORD];
+    long long group = (row + i) >> group_shift;
+    float scale = static_cast<float>(scales[group]), bias = static_cast<float>(biases[group]);
+#pragma unroll
+    for (int j = 0; j < OF_WORD; ++j) {
+      int code = word >> BITS * j & ((1 << BITS) - 1);
+      to[i + j] = static_cast<E>(scale * static_cast<float>(code) + bias);
+    }
+  }
+}
+
+}  // namespace etkv

@@ -1,0 +1,28 @@
+// What a product gets from the host, for an `Element` that is defined before.
+
+// As the host has it.
+struct ProductWork {
+  const Element* x;
+  const Element* w;
+  const Element* bias;
+  const Element* norm;
+  const Element* plus;
+  Element* out;
+  const float* periods;
+  Element* keys;
+  Element* values;
+  const etkv::Step* step;
+  long long keys_head, values_head;
+  float eps;
+  int normalizes, gate, rows, outputs, inner, head_dim, turned, queries, each, most_shared;
+};
+static_assert(sizeof(ProductWork) == 144, "as the host has it");
+
+__device__ inline etkv::FewRows<Element> rows_of(const ProductWork& work) {
+  return {
+      work.x, work.inner, 1, work.w, work.bias, 1, work.normalizes != 0, work.eps, work.norm, 1,
+      work.plus, work.outputs, 1, work.gate, work.rows, work.outputs, work.inner, work.head_dim,
+      work.turned, work.step->positions, 1, work.periods, 1,
+      {work.keys, work.values, work.keys_head, work.values_head, work.step->slots, work.queries, work.each},
+      work.most_shared};
+}
