@@ -20,8 +20,9 @@ struct Codes {
     return piece;
   }
 
-  // Unpacks an eight of codes to pairs, in the order of `arranged`. `group` is a scale, and a bias behind it.
-  __device__ static void unpack(unsigned (&pairs)[4], uint4 piece, int eight, unsigned group) {
+  // Unpacks an eight of codes to pairs, in the order of `arranged`. `group` is a scale, and a bias behind it;
+  // `mask` has the four lowest bits of both halves.
+  __device__ static void unpack(unsigned (&pairs)[4], uint4 piece, int eight, unsigned group, unsigned mask) {
     unsigned words[4] = {piece.x, piece.y, piece.z, piece.w};
     unsigned scales = __byte_perm(group, 0, 0x1010), biases = __byte_perm(group, 0, 0x3232);
     constexpr bool IS_F16 = cuda::std::is_same_v<E, __half>;
@@ -50,7 +51,7 @@ struct Codes {
     for (int i = 0; i < 4; ++i) {
       unsigned codes;
       if constexpr (BITS == 4) {
-        codes = ((words[eight] >> 4 * i) & 0x000f000fu) | LARGE;
+        codes = ((words[eight] >> 4 * i) & mask) | LARGE;
       } else {
         codes = __byte_perm(words[2 * eight + i / 2], LARGE, i % 2 ? 0x5352 : 0x5150);
       }
@@ -62,9 +63,8 @@ struct Codes {
   // Returns eight elements as `unpack` has the codes: of 4 bits, element `i` is in a pair with `i + 4`.
   __device__ static uint4 arranged(uint4 x) {
     if constexpr (BITS == 8) return x;
-    return make_uint4(
-        __byte_perm(x.x, x.z, 0x5410), __byte_perm(x.x, x.z, 0x7632), __byte_perm(x.y, x.w, 0x5410),
-        __byte_perm(x.y, x.w, 0x7632));
+    return make_uint4(__byte_perm(x.x, x.z, 0x5410), __byte_perm(x.x, x.z, 0x7632), __byte_perm(x.y, x.w, 0x5410),
+                      __byte_perm(x.y, x.w, 0x7632));
   }
 };
 
@@ -73,8 +73,8 @@ struct Codes {
 template <typename E, int BITS>
 struct PackedRows : OneRow<E> {
   using Base = OneRow<E>;
-  using Base::is_shared, Base::piece_of, Base::width;
   using Base::inner, Base::outputs, Base::rows;
+  using Base::is_shared, Base::width;
   using Kind = Codes<E, BITS>;
 
   // The weight begins at `w`. A group has `1 << group_shift` elements.
@@ -91,9 +91,18 @@ struct PackedRows : OneRow<E> {
 
   __device__ void run_packed(E* out, E* shared, float* sums, float* squares) const {
     if (rows <= ROWS) {
-      multiply_packed<1>(out, shared, sums, squares);
+      run_tiles<1>(out, shared, sums, squares);
     } else {
-      multiply_packed<2>(out, shared, sums, squares);
+      run_tiles<2>(out, shared, sums, squares);
+    }
+  }
+
+  template <int TILES>
+  __device__ void run_tiles(E* out, E* shared, float* sums, float* squares) const {
+    if (is_shared()) {
+      multiply_packed<TILES, true>(out, shared, sums, squares);
+    } else {
+      multiply_packed<TILES, false>(out, shared, sums, squares);
     }
   }
 
@@ -105,13 +114,12 @@ struct PackedRows : OneRow<E> {
     return scale | bias << 16;
   }
 
-  // Multiplies up to 8 * TILES rows, as `FewRows` does.
-  template <int TILES>
+  // Multiplies up to 8 * TILES rows, as `FewRows` does. The rows of `x` are whole, aligned groups of 16 bytes.
+  template <int TILES, bool IN_SHARED>
   __device__ void multiply_packed(E* out, E* shared, float* sums, float* squares) const {
     int thread = threadIdx.x % 32, warp = threadIdx.x / 32;
     int group = thread / 4, member = thread % 4;
     int tiles = (outputs + width() - 1) / width(), slots = (inner + PACKED_STEP - 1) / PACKED_STEP;
-    bool x_aligned = this->is_x_aligned(), is_in_shared = is_shared();
     int first = 2 * SPAN * warp, mine = first + PIECE * member;
     // Threads of a group begin with different eights: those of rows in shared memory are then in different
     // banks.
@@ -149,21 +157,19 @@ struct PackedRows : OneRow<E> {
 #pragma unroll
     for (int place = 0; place < PACKED_DEPTH; ++place) ask(place);
     wait_for_previous();
-    if (is_in_shared) {
-      if (rows == 1) {
-        this->share_row(shared, squares);
-      } else {
-        this->share(shared, squares);
-      }
-    }
+    if (IN_SHARED && rows == 1) this->share_row(shared, squares);
+    if (IN_SHARED && rows > 1) this->share(shared, squares);
 
-    // Eight elements of row `r`, or zeros.
-    auto read = [&](int r, int from) {
-      if (r >= rows || from >= inner) return make_uint4(0, 0, 0, 0);
-      uint4 y = is_in_shared ? *reinterpret_cast<const uint4*>(shared + r * (inner + PAD) + from)
-                             : piece_of(this->x + r * this->row + from * this->column, this->column, x_aligned);
-      return Kind::arranged(y);
-    };
+    // Rows beyond the last are those of no output, so that any will do.
+    const E* at_x[TILES];
+#pragma unroll
+    for (int j = 0; j < TILES; ++j) {
+      int r = min(group + ROWS * j, rows - 1);
+      at_x[j] = IN_SHARED ? shared + r * (inner + PAD) : this->x + r * this->row;
+    }
+    // Not known to the compiler, which would move a constant to a register anew for each use: a seventh of all
+    // instructions here. No shift is negative.
+    unsigned mask = 0x000f000fu | (group_shift >> 31);
     float acc[TILES][4] = {};
     int tile = blockIdx.x, slot = 0, parity = 0;
     while (tile < tiles) {
@@ -174,18 +180,21 @@ struct PackedRows : OneRow<E> {
         for (int half = 0; half < 2; ++half) {
           int from = slot * PACKED_STEP + SPAN * half;
           if (from + first >= inner) continue;
+          // Codes behind a row are zeros, as their scales and biases are.
+          int from_x = min(from + mine, inner - PIECE);
           uint4 upper = Kind::turned(a[place][0][half], turn), lower = Kind::turned(a[place][1][half], turn);
 #pragma unroll
           for (int i = 0; i < Kind::EIGHTS; ++i) {
             unsigned up[4], low[4];
-            Kind::unpack(up, upper, i, groups[place][0][half]);
-            Kind::unpack(low, lower, i, groups[place][1][half]);
+            Kind::unpack(up, upper, i, groups[place][0][half], mask);
+            Kind::unpack(low, lower, i, groups[place][1][half], mask);
             unsigned head[4] = {up[0], low[0], up[1], low[1]};
             unsigned tail[4] = {up[2], low[2], up[3], low[3]};
-            int eight = (i + turn) % Kind::EIGHTS;
+            int at = from_x + 8 * ((i + turn) % Kind::EIGHTS);
 #pragma unroll
             for (int j = 0; j < TILES; ++j) {
-              uint4 y = read(group + ROWS * j, from + mine + 8 * eight);
+              uint4 y = IN_SHARED ? *reinterpret_cast<const uint4*>(at_x[j] + at) : read_rows(at_x[j] + at);
+              y = Kind::arranged(y);
               multiply<E>(acc[j], head, y.x, y.y);
               multiply<E>(acc[j], tail, y.z, y.w);
             }
@@ -205,9 +214,8 @@ struct PackedRows : OneRow<E> {
 
 // Unpacks the row of a token, one a block, as `embed` copies one. Rounds once.
 template <typename E, int BITS>
-__device__ inline void embed_packed(
-    E* out, const unsigned* codes, const E* scales, const E* biases, int group_shift, const Step* step,
-    int vocabulary, int inner) {
+__device__ inline void embed_packed(E* out, const unsigned* codes, const E* scales, const E* biases, int group_shift,
+                                    const Step* step, int vocabulary, int inner) {
   int id = max(min(step->ids[blockIdx.x], vocabulary - 1), 0);
   long long row = static_cast<long long>(id) * inner;
   E* to = out + static_cast<long long>(blockIdx.x) * inner;

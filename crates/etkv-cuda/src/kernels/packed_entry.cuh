@@ -18,9 +18,9 @@ extern "C" __global__ void __launch_bounds__(256, 2) etkv_packed(const PackedWor
   rows.run_packed(work.product.out, reinterpret_cast<Element*>(shared_memory), sums, squares);
 }
 
-extern "C" __global__ void __launch_bounds__(etkv::EMBED_THREADS) etkv_embed_packed(
-    Element* out, const unsigned* codes, const Element* scales, const Element* biases, const etkv::Step* step,
-    int group_shift, int vocabulary, int inner) {
+extern "C" __global__ void __launch_bounds__(etkv::EMBED_THREADS)
+    etkv_embed_packed(Element* out, const unsigned* codes, const Element* scales, const Element* biases,
+                      const etkv::Step* step, int group_shift, int vocabulary, int inner) {
   etkv::let_next_begin();
   etkv::wait_for_previous();
   etkv::embed_packed<Element, BITS>(out, codes, scales, biases, group_shift, step, vocabulary, inner);
