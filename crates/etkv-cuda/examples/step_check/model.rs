@@ -187,7 +187,8 @@ impl Model {
                 for i in of_group * group..(of_group + 1) * group {
                     let code = (random.next().abs() * 1e6) as i32 & most;
                     bytes[i * bits / 8] |= (code as u8) << (i * bits % 8);
-                    numbers.push(step * f64::from(code) + bias);
+                    // The kernels round what they unpack.
+                    numbers.push(rounded(element, step * f64::from(code) + bias));
                 }
                 all_scales.push(step);
                 all_biases.push(bias);
