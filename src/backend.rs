@@ -56,7 +56,7 @@ pub fn builders() -> &'static BuilderRegistry {
 #[cfg(test)]
 mod tests {
     use etkv_core::bookkeeping::{MaskPlan, Slots};
-    use etkv_core::{Cache, CacheConfig, CacheRegistry, Placement, Session};
+    use etkv_core::{Cache, CacheConfig, CacheRegistry, Placement, SeqCache, Session};
 
     use super::*;
 
@@ -88,11 +88,25 @@ mod tests {
             step.commit(&[]).unwrap();
             assert_eq!(cache.length(), first + n);
         }
-        // One that shares cells has to see the values.
+        // Two sequences see their own cells.
         let mut cells = CellsCache::new(config).unwrap();
-        let mut step = Step::begin(&mut cells, &[0]).unwrap();
-        assert_eq!(step.place(0), Ok(None));
-        assert!(step.store().is_none());
+        for sequence in [0, 1] {
+            cells.begin_step(&[sequence; 2]).unwrap();
+            let mut step = Step::begin(&mut cells, &[0, 1]).unwrap();
+            for layer in 0..2 {
+                let Placement { write, read, mask } = step.place(layer).unwrap().unwrap();
+                let first = 2 * sequence;
+                assert_eq!((write, read), (Slots::Run(first..first + 2), 0..first + 2));
+                let MaskPlan::Explicit(runs) = mask else {
+                    assert_eq!((sequence, mask), (0, MaskPlan::Causal));
+                    continue;
+                };
+                assert_eq!((runs.runs(0), runs.runs(1)), (&[2..3][..], &[2..4][..]));
+            }
+            assert_eq!(step.store().unwrap().float_buffers(0).unwrap()[0].dim(1), 1);
+            step.commit(&[]).unwrap();
+            assert_eq!(cells.length(), 2 * (sequence + 1));
+        }
     }
 
     /// A host may name keys of its own as sessions do.

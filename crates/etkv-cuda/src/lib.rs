@@ -1,6 +1,6 @@
 //! A decode step of a language model as one replayed CUDA graph.
 //!
-//! A [`Plan`] says what 1 to 16 tokens of one sequence go through: rows of a table, products with
+//! A [`Plan`] says what 1 to 16 tokens go through: rows of a table, products with
 //! weights, and attention over the keys and values of each layer. [`Device::capture`] makes a graph of it,
 //! and [`Captured::run`] replays that: a step then costs the host one launch, whatever its kernels.
 //!
@@ -14,6 +14,7 @@ pub mod text;
 
 #[cfg(feature = "device")]
 pub use step::{
-    Address, Attend, Buffer, Captured, Device, Element, Embed, Error, Gate, Heads, Launch, Logits,
-    Memory, Norm, Outputs, Packed, Plan, Pool, Product, Result, StepInputs, Weight, MOST_TOKENS,
+    Address, Attend, Buffer, Captured, Device, Element, Embed, Error, Gate, Heads, KeyMask, Launch,
+    Logits, Memory, Norm, Outputs, Packed, Plan, Pool, Product, Result, StepInputs, Weight,
+    MOST_TOKENS,
 };

@@ -9,28 +9,27 @@
 //! an array when the host reads it and makes others when a pool grows, so a step compares the addresses
 //! with those of its graph and captures anew if one has changed.
 //!
-//! What is not captured runs as before: other programs, steps of more tokens, caches of several sequences,
-//! windows and packed formats. The results are the same but for the order of sums.
+//! What is not captured runs as before: other programs, steps of more tokens, windows and packed formats. The results are the same but for the order of sums.
 
 mod forward;
 mod packed;
 mod plan;
 mod recipe;
+mod rows;
 
-use std::ops::Range;
 use std::path::PathBuf;
 use std::sync::OnceLock;
 
-use etkv_core::bookkeeping::{MaskPlan, Slots};
-use etkv_core::{KvFormat, LayerConfig, LayerPolicy, Placement};
-use etkv_cuda::{Captured, Device, Element, StepInputs, MOST_TOKENS};
+use etkv_core::{KvFormat, LayerConfig, LayerPolicy};
+pub use etkv_cuda::MOST_TOKENS;
+use etkv_cuda::{Captured, Device, Element, StepInputs};
 use mlx_rs::{Array, Dtype};
 use parking_lot::Mutex;
-use smallvec::SmallVec;
 use tracing::{debug, warn};
 
 use self::plan::{Places, Planner};
 pub use self::recipe::Recipe;
+use self::rows::Rows;
 use super::TARGET;
 use crate::backend::{MlxCache, Step};
 use crate::error::{Error, Result, Status};
@@ -67,9 +66,19 @@ struct State {
     failed: Vec<usize>,
 }
 
-struct Graph {
+/// What a graph computes.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+struct Kind {
     tokens: usize,
-    wanted: Wanted,
+    /// Whether each token sees keys of its own, and not all before it.
+    masked: bool,
+    /// Whether the logits are copied to the host, and whether the greatest of each row is chosen.
+    copied: bool,
+    chosen: bool,
+}
+
+struct Graph {
+    kind: Kind,
     places: Places,
     captured: Captured,
 }
@@ -152,8 +161,9 @@ impl CapturedSteps {
         if state.failed.contains(&n) {
             return Ok(None);
         }
+        let is_shared = cache.sequences().is_some();
         let mut step = Step::begin(cache, positions)?;
-        let Some(slots) = place(&mut step, self.planner.n_layers)? else {
+        let Some(rows) = Rows::place(&mut step, self.planner.n_layers)? else {
             return Ok(None);
         };
         let Some(places) = step.store().and_then(|store| self.planner.places(store, constants))
@@ -163,10 +173,17 @@ impl CapturedSteps {
         let inputs = StepInputs {
             ids: &ids,
             positions,
-            slots: &slots.clone().collect::<SmallVec<[i32; MOST_TOKENS]>>(),
-            n_keys: slots.end as usize,
+            slots: &rows.slots,
+            n_keys: rows.n_keys,
+            mask: rows.mask.as_ref(),
         };
-        let Some(graph) = self.graph(&mut state, n, wanted, places) else {
+        let kind = Kind {
+            tokens: n,
+            masked: rows.mask.is_some(),
+            copied: wanted == Wanted::Logits,
+            chosen: wanted == Wanted::Chosen || is_shared,
+        };
+        let Some(graph) = self.graph(&mut state, kind, places) else {
             return Ok(None);
         };
         // SAFETY: the constants and the cache's buffers live as long as the step, and have the shapes that
@@ -174,6 +191,11 @@ impl CapturedSteps {
         // thread has locked the cache.
         let ran = mlx.outside(|| unsafe { graph.captured.run(&inputs) });
         let outputs = ran.map_err(|error| Error::new(Status::Backend, error.to_string()))?;
+        if is_shared && outputs.chosen.iter().any(|&id| id < 0) {
+            // A value that is not finite makes the logits of its token so, and other sequences would read
+            // it. The interpreter finds out.
+            return Ok(None);
+        }
         let made = match wanted {
             Wanted::Logits => {
                 Made::Logits(outputs.logits, [1, n as i32, self.planner.vocabulary as i32])
@@ -185,28 +207,22 @@ impl CapturedSteps {
         Ok(Some(taken))
     }
 
-    /// Returns the graph for so many tokens at these places, captured anew if they are others than before.
-    fn graph<'a>(
-        &self,
-        state: &'a mut State,
-        tokens: usize,
-        wanted: Wanted,
-        places: Places,
-    ) -> Option<&'a mut Graph> {
-        let same = |graph: &Graph| (graph.tokens, graph.wanted) == (tokens, wanted);
-        let found = state.graphs.iter().position(same);
+    /// Returns the graph of a kind at these places, captured anew if they are others than before.
+    fn graph<'a>(&self, state: &'a mut State, kind: Kind, places: Places) -> Option<&'a mut Graph> {
+        let found = state.graphs.iter().position(|graph| graph.kind == kind);
         if let Some(found) = found.filter(|&found| state.graphs[found].places == places) {
             return state.graphs.get_mut(found);
         }
         if let Some(found) = found {
             state.graphs.swap_remove(found);
         }
-        let plan = self.planner.plan(&self.recipe, &places, tokens, wanted);
+        let plan = self.planner.plan(&self.recipe, &places, kind);
+        let tokens = kind.tokens;
         let made = device().map(|device| device.capture(&plan));
-        debug!(target: TARGET, tokens, ?wanted, "a step is captured");
+        debug!(target: TARGET, ?kind, "a step is captured");
         match made {
             Some(Ok(captured)) => {
-                state.graphs.push(Graph { tokens, wanted, places, captured });
+                state.graphs.push(Graph { kind, places, captured });
                 state.graphs.last_mut()
             }
             Some(Err(error)) => {
@@ -217,29 +233,6 @@ impl CapturedSteps {
             None => None,
         }
     }
-}
-
-/// Places the rows of all layers. Returns the slots, if the kernels can take them: the same run in each
-/// layer, behind all that is read.
-fn place(step: &mut Step, n_layers: usize) -> Result<Option<Range<i32>>> {
-    let mut all: Option<Range<i32>> = None;
-    for layer in 0..n_layers {
-        let Some(Placement { write: Slots::Run(slots), read, mask }) = step.place(layer)? else {
-            return Ok(None);
-        };
-        let is_causal = match mask {
-            MaskPlan::Causal => true,
-            MaskPlan::None => slots.len() == 1,
-            MaskPlan::Explicit(_) => false,
-        };
-        let fits =
-            is_causal && read == (0..slots.end) && all.as_ref().is_none_or(|all| *all == slots);
-        if !fits {
-            return Ok(None);
-        }
-        all = Some(slots);
-    }
-    Ok(all)
 }
 
 fn format_of(element: Element) -> KvFormat {

@@ -9,7 +9,7 @@ use smallvec::SmallVec;
 
 use super::packed::Packed;
 use super::recipe::{self, Part, Recipe};
-use super::{element_of, Wanted};
+use super::{element_of, Kind};
 use crate::mlx;
 use crate::program::ir::Value;
 use crate::store::MlxStore;
@@ -156,8 +156,9 @@ impl Planner {
         Some(Places { constants, pools })
     }
 
-    /// Returns the plan of a step of `tokens` tokens.
-    pub fn plan(&self, recipe: &Recipe, places: &Places, tokens: usize, wanted: Wanted) -> Plan {
+    /// Returns the plan of a kind of step.
+    pub fn plan(&self, recipe: &Recipe, places: &Places, kind: Kind) -> Plan {
+        let Kind { tokens, masked, copied, chosen } = kind;
         let mut addresses = places.constants.iter().map(|&address| Address(address));
         // There are as many as the parts name.
         let mut next = || addresses.next().unwrap_or(Address(0));
@@ -197,11 +198,12 @@ impl Planner {
                 buffer: Buffer(recipe.logits),
                 rows: tokens,
                 vocabulary: self.vocabulary,
-                copied: wanted == Wanted::Logits,
-                chosen: wanted == Wanted::Chosen,
+                copied,
+                chosen,
             }),
             overlap: true,
             attention_blocks: None,
+            masked,
         }
     }
 

@@ -1,4 +1,4 @@
-use etkv_core::{Cache, CacheConfig, LayerPolicy};
+use etkv_core::{Cache, CacheConfig, SeqCache, TreeCache};
 
 use super::*;
 use crate::backend::{CellsCache, ContiguousCache};
@@ -11,35 +11,78 @@ fn config() -> CacheConfig {
 }
 
 /// Places the rows of a step, and commits it if the kernels can take them.
-fn placed(cache: &mut MlxCache, positions: &[i32]) -> Option<Range<i32>> {
+fn placed(cache: &mut MlxCache, positions: &[i32]) -> Option<Rows> {
     let mut step = Step::begin(cache, positions).unwrap();
-    let slots = place(&mut step, LAYERS).unwrap();
-    if slots.is_some() {
+    let rows = Rows::place(&mut step, LAYERS).unwrap();
+    if rows.is_some() {
         step.commit(&[]).unwrap();
     }
-    slots
+    rows
+}
+
+/// Returns the keys that each token sees.
+fn seen(rows: &Rows) -> Vec<Vec<usize>> {
+    let mask = rows.mask.as_ref().unwrap();
+    let of = |token| (0..rows.n_keys).filter(|&key| mask.sees(token, key)).collect();
+    (0..rows.slots.len()).map(of).collect()
 }
 
 #[test]
 fn rows_of_full_history_go_behind_all_that_is_read() {
-    let mut cache = ContiguousCache::new(config()).unwrap();
-    assert_eq!(placed(&mut cache, &[0, 1, 2]), Some(0..3));
-    assert_eq!(placed(&mut cache, &[3]), Some(3..4));
-    assert_eq!(placed(&mut cache, &[4, 5]), Some(4..6));
+    let mut contiguous = ContiguousCache::new(config()).unwrap();
+    // A single sequence is read likewise.
+    let mut cells = CellsCache::new(config()).unwrap();
+    for cache in [&mut contiguous as &mut MlxCache, &mut cells] {
+        for (first, n) in [(0, 3), (3, 1), (4, 2)] {
+            let slots = first..first + n;
+            let rows = placed(cache, &slots.clone().collect::<Vec<_>>()).unwrap();
+            assert!(slots.clone().eq(rows.slots.iter().copied()), "{rows:?}");
+            assert_eq!((rows.n_keys, rows.mask), (slots.end as usize, None));
+        }
+    }
     // A step may rewind.
-    assert_eq!(placed(&mut cache, &[1]), Some(1..2));
-    assert_eq!(cache.length(), 2);
+    let rows = placed(&mut contiguous, &[1]).unwrap();
+    assert_eq!((&rows.slots[..], rows.n_keys, rows.mask), (&[1][..], 2, None));
+    assert_eq!(contiguous.length(), 2);
 }
 
 #[test]
-fn what_the_kernels_cannot_take_is_rolled_back() {
+fn layers_that_see_other_keys_are_rolled_back() {
     let mut windows = config();
     windows.layers[1].policy = LayerPolicy::Window { window: 4, sinks: 0 };
     let mut cache = ContiguousCache::new(windows).unwrap();
-    // The queries of a window see different keys.
     assert_eq!(placed(&mut cache, &[0, 1, 2, 3, 4, 5]), None);
     assert_eq!(cache.length(), 0);
+}
+
+#[test]
+fn tokens_of_several_sequences_see_their_own_keys() {
     let mut cells = CellsCache::new(config()).unwrap();
-    assert_eq!(placed(&mut cells, &[0]), None);
-    assert_eq!(cells.length(), 0);
+    for sequence in [0, 1] {
+        cells.begin_step(&[sequence; 3]).unwrap();
+        placed(&mut cells, &[0, 1, 2]).unwrap();
+    }
+    cells.begin_step(&[1, 0]).unwrap();
+    let rows = placed(&mut cells, &[3, 3]).unwrap();
+    assert_eq!((&rows.slots[..], rows.n_keys), (&[6, 7][..], 8));
+    assert_eq!(seen(&rows), [[3, 4, 5, 6], [0, 1, 2, 7]]);
+    // Cells that are free again are taken anew, before those that are read.
+    cells.seq_rm(0, 0..i32::MAX).unwrap();
+    let rows = placed(&mut cells, &[4]).unwrap();
+    assert_eq!(
+        seen(&rows),
+        [[&rows.slots.iter().map(|&slot| slot as usize).collect::<Vec<_>>()[..], &[3, 4, 5, 6]]
+            .concat()]
+    );
+}
+
+#[test]
+fn candidates_see_those_that_lead_to_them() {
+    let mut cells = CellsCache::with_trees(config()).unwrap();
+    placed(&mut cells, &[0, 1]).unwrap();
+    // Two that follow the sequence, and one behind each.
+    cells.propose(0, &[-1, -1, 0, 1]).unwrap();
+    let rows = placed(&mut cells, &[2, 2, 3, 3]).unwrap();
+    assert_eq!(rows.slots[..], [2, 3, 4, 5]);
+    assert_eq!(seen(&rows), [vec![0, 1, 2], vec![0, 1, 3], vec![0, 1, 2, 4], vec![0, 1, 3, 5]]);
 }

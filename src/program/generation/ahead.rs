@@ -13,6 +13,8 @@ use super::RunAhead;
 use crate::backend::{MlxCache, Step};
 use crate::error::{fail, Result};
 use crate::mlx;
+#[cfg(target_os = "linux")]
+use crate::program::captured::MOST_TOKENS as MOST_CAPTURED;
 use crate::program::TARGET;
 
 /// Tokens that are being computed.
@@ -60,11 +62,11 @@ impl Generation {
         }
     }
 
-    /// Returns whether steps of the answer are one launch each, which is faster than to run ahead.
+    /// Returns whether steps of the answers are one launch each, which is faster than to run ahead.
     fn is_captured(&self, cache: &MlxCache) -> bool {
         #[cfg(target_os = "linux")]
         if let Some(captured) = &self.program.0.captured {
-            return self.answers.len() == 1
+            return self.answers.len() <= MOST_CAPTURED
                 && self.options.sampling.takes_greatest()
                 && captured.suits(cache);
         }
@@ -187,13 +189,18 @@ impl Generation {
         #[cfg(target_os = "linux")]
         if choose && self.is_captured(cache) {
             let program = &self.program.0;
-            // As in the interpreter, only the last row has to be finite, and it is checked when the token
-            // is read, behind the commit.
+            // As in the interpreter, only the last row of an answer has to be finite, and it is checked
+            // when the token is read, behind the commit.
             let take = |mlx: &mut mlx::Mlx, ids: &[i32]| {
-                mlx.run(|| Chosen::known(&ids[ids.len().saturating_sub(1)..]))
+                mlx.run(|| Chosen::known(&ids[ids.len().saturating_sub(answers.len())..]))
             };
             let text = (tokens, positions);
-            if let Some(chosen) = program.choose_captured(&mut mlx, cache, text, take)? {
+            self.declare(cache, answers, positions.len())?;
+            let captured = program.choose_captured(&mut mlx, cache, text, take);
+            if captured.is_err() {
+                withdraw(cache);
+            }
+            if let Some(chosen) = captured? {
                 return Ok(Some(chosen));
             }
         }

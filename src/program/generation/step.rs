@@ -40,6 +40,18 @@ impl Generation {
         done
     }
 
+    /// Declares the sequences of a step of `n` tokens, if the cache has several.
+    pub(super) fn declare(&self, cache: &mut MlxCache, answers: &[usize], n: usize) -> Result<()> {
+        let Some(cells) = cache.sequences_mut() else {
+            return Ok(());
+        };
+        let sequence = |&index: &usize| self.answers[index].sequence;
+        Ok(cells.begin_step(&match answers {
+            [one] => vec![sequence(one); n],
+            each => each.iter().map(sequence).collect(),
+        })?)
+    }
+
     /// Opens a step, and starts its computation.
     fn begin<'c>(
         &mut self,
@@ -47,13 +59,7 @@ impl Generation {
         cache: &'c mut MlxCache,
         batch: &Batch,
     ) -> Result<(Option<Chosen>, Step<'c>)> {
-        if let Some(cells) = cache.sequences_mut() {
-            let sequence = |&index: &usize| self.answers[index].sequence;
-            cells.begin_step(&match batch.answers {
-                [one] => vec![sequence(one); batch.positions.len()],
-                each => each.iter().map(sequence).collect(),
-            })?;
-        }
+        self.declare(cache, batch.answers, batch.positions.len())?;
         let program = &self.program.0;
         let (logits, step) =
             program.logits(mlx, &self.inputs, &batch.tokens, batch.positions, cache)?;

@@ -16,6 +16,7 @@ use crate::format::KvFormat;
 use crate::memory::Memory;
 use crate::report::{CacheReport, SequenceReport};
 use crate::snapshot::SaveCache;
+use crate::spec::Placement;
 use crate::store::{Spec, Store};
 use crate::watch::TARGET;
 
@@ -327,6 +328,18 @@ impl<S: Store> AttendCache for CellsCache<S> {
             fail!(Step, "no step is open on this cache");
         };
         self.storage.update_and_fetch(layer, k, v, plan)
+    }
+
+    fn place(&mut self, layer: usize) -> Result<Option<Placement>> {
+        let group = self.storage.group(layer)?;
+        let Some(plan) = self.book.plans().get(group) else {
+            fail!(Step, "no step is open on this cache");
+        };
+        self.storage.place(layer, plan).map(Some)
+    }
+
+    fn store(&self) -> Option<&S> {
+        Some(self.storage.store())
     }
 
     fn eval(&self, outputs: &[&S::Tensor]) -> Result<()> {

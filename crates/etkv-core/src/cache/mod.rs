@@ -292,6 +292,9 @@ pub trait AttendCache: Cache {
     /// [store](Self::store) itself, before it commits. The slots are allocated. Returns `None`, and
     /// changes nothing, if this cache has to see the rows.
     ///
+    /// Where sequences share cells, the caller commits no values that are not finite: other sequences would
+    /// read them, with a weight of 0, as NaN.
+    ///
     /// # Errors
     /// As [`update_and_fetch`](Self::update_and_fetch).
     fn place(&mut self, _layer: usize) -> Result<Option<Placement>> {

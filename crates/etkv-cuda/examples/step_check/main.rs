@@ -15,7 +15,7 @@ use std::path::PathBuf;
 use std::process::ExitCode;
 use std::time::Instant;
 
-use etkv_cuda::{Captured, Device, Element, Plan, StepInputs};
+use etkv_cuda::{Captured, Device, Element, KeyMask, Plan, StepInputs};
 
 use model::{rounded, to_bytes, to_numbers, Model, Packing, Random, Shape};
 use reference::Done;
@@ -143,12 +143,7 @@ fn check_shape(device: &Device, shape: Shape) -> Answer<bool> {
             let chosen = outputs.chosen.to_vec();
             good &= are_greatest(&to_numbers(element, &logits), &chosen);
             let done = Done { model: &model, plan: &spread, captured: &captured, step };
-            for launch in &spread.launches {
-                for found in done.differences(launch)? {
-                    let most = largest.entry(found.what).or_insert(0.0);
-                    *most = f64::max(*most, found.largest);
-                }
-            }
+            done.add_differences(&mut largest)?;
             let pools = read_pools(&model)?;
             for (what, other) in &mut kinds {
                 for again in 0..2 {
@@ -165,14 +160,73 @@ fn check_shape(device: &Device, shape: Shape) -> Answer<bool> {
                 memory.write(0, bytes)?;
             }
         }
-        let within = largest.values().all(|&most| most <= limit);
-        let word = if within { "ok  " } else { "FAIL" };
-        let all: Vec<String> =
-            largest.iter().map(|(what, most)| format!("{what} {most:.5}")).collect();
-        say!("  {word} T {tokens}: {}; limit {limit}", all.join(", "));
-        good &= within;
+        good &= is_within(&format!("T {tokens}"), &largest, limit);
+        good &= check_masks(device, &model, tokens, limit, &mut random)?;
     }
     Ok(good)
+}
+
+fn is_within(what: &str, largest: &BTreeMap<&str, f64>, limit: f64) -> bool {
+    let within = largest.values().all(|&most| most <= limit);
+    let word = if within { "ok  " } else { "FAIL" };
+    let all: Vec<String> = largest.iter().map(|(what, most)| format!("{what} {most:.5}")).collect();
+    say!("  {word} {what}: {}; limit {limit}", all.join(", "));
+    within
+}
+
+/// Checks steps whose tokens see keys of their own, and that a mask of all keys before changes no bit.
+fn check_masks(
+    device: &Device,
+    model: &Model,
+    tokens: usize,
+    limit: f64,
+    random: &mut Random,
+) -> Answer<bool> {
+    let plain = model.plan(tokens, true, false);
+    let plan = Plan { masked: true, overlap: true, ..plain.clone() };
+    let (mut plain, mut captured) = (device.capture(&plain)?, device.capture(&plan)?);
+    let mut largest = BTreeMap::new();
+    let mut good = true;
+    for before in [0, 47, 1000, 2100] {
+        let mut step = Tokens::new(tokens, before, false, random, model.shape);
+        let causal = KeyMask::of((0..tokens).map(|t| [0..before + t + 1]));
+        let inputs = step.inputs(before);
+        // SAFETY: the model outlives the graphs, and nothing else uses it.
+        let expected = unsafe { plain.run(&inputs) }?.logits.to_vec();
+        // SAFETY: likewise.
+        let found = unsafe { captured.run(&StepInputs { mask: Some(&causal), ..inputs }) }?;
+        if found.logits != expected {
+            say!("  FAIL a mask of all keys before: T {tokens}, {before} keys before");
+            good = false;
+        }
+        let n_keys = before + tokens;
+        let mut number = |below: usize| (random.next().abs() * 1e6) as usize % below;
+        for _ in 0..3 {
+            for t in 0..tokens {
+                let at = number(tokens);
+                step.slots.swap(t, at);
+                step.positions[t] = number(n_keys) as i32;
+            }
+            // Its own key, and some runs that overlap or lie far apart.
+            let runs: Vec<Vec<_>> = (0..tokens)
+                .map(|t| {
+                    let own = step.slots[t] as usize;
+                    let some = (0..number(4)).map(|_| {
+                        let start = number(n_keys);
+                        start..n_keys.min(start + 1 + number(200))
+                    });
+                    some.chain([own..own + 1]).collect()
+                })
+                .collect();
+            let mask = KeyMask::of(runs.into_iter());
+            let step = StepInputs { mask: Some(&mask), ..step.inputs(before) };
+            // SAFETY: likewise.
+            unsafe { captured.run(&step) }?;
+            let done = Done { model, plan: &plan, captured: &captured, step };
+            done.add_differences(&mut largest)?;
+        }
+    }
+    Ok(is_within(&format!("T {tokens}, masks"), &largest, limit) && good)
 }
 
 /// The tokens of a step.
@@ -201,7 +255,7 @@ impl Tokens {
 
     fn inputs(&self, before: usize) -> StepInputs<'_> {
         let Self { ids, positions, slots } = self;
-        StepInputs { ids, positions, slots, n_keys: before + ids.len() }
+        StepInputs { ids, positions, slots, n_keys: before + ids.len(), mask: None }
     }
 }
 

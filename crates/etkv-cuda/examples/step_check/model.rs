@@ -307,6 +307,7 @@ impl Model {
             logits: Some(Logits { buffer: logits, rows, vocabulary, copied: true, chosen: true }),
             overlap: false,
             attention_blocks: None,
+            masked: false,
         }
     }
 }

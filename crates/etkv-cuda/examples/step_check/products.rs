@@ -108,6 +108,7 @@ fn times_of(
             logits: None,
             overlap: true,
             attention_blocks: None,
+            masked: false,
         };
         let whole = median(&mut device.capture(&plan(all))?, tokens, keys)?;
         let empty = median(&mut device.capture(&plan(base))?, tokens, keys)?;

@@ -1,5 +1,7 @@
 //! What each launch computes, here.
 
+use std::collections::BTreeMap;
+
 use etkv_cuda::{
     Attend, Buffer, Captured, Embed, Gate, Heads, Launch, Plan, Pool, Product, Result, StepInputs,
 };
@@ -21,8 +23,19 @@ pub struct Difference {
 }
 
 impl Done<'_> {
+    /// Adds the differences of all launches to the largest so far.
+    pub fn add_differences(&self, largest: &mut BTreeMap<&'static str, f64>) -> Result<()> {
+        for launch in &self.plan.launches {
+            for found in self.differences(launch)? {
+                let most = largest.entry(found.what).or_insert(0.0);
+                *most = f64::max(*most, found.largest);
+            }
+        }
+        Ok(())
+    }
+
     /// Returns the differences of what a launch left from what it should have made of its inputs.
-    pub fn differences(&self, launch: &Launch) -> Result<Vec<Difference>> {
+    fn differences(&self, launch: &Launch) -> Result<Vec<Difference>> {
         match launch {
             Launch::Embed(embed) => self.embed(embed),
             Launch::Product(product) => self.product(product),
@@ -163,7 +176,10 @@ impl Done<'_> {
         let q = self.buffer(attend.q)?;
         let mut expected = Vec::new();
         for t in 0..tokens {
-            let seen = self.step.n_keys - tokens + t + 1;
+            let seen: Vec<usize> = match self.step.mask {
+                None => (0..self.step.n_keys - tokens + t + 1).collect(),
+                Some(mask) => (0..self.step.n_keys).filter(|&key| mask.sees(t, key)).collect(),
+            };
             for head in 0..n_q {
                 let query = &q[(t * n_q + head) * head_dim..][..head_dim];
                 let kv_head = head / (n_q / n_kv);
@@ -176,11 +192,11 @@ impl Done<'_> {
                     let sum: f64 = query.iter().zip(row).map(|(x, y)| x * y).sum();
                     sum * f64::from(attend.scale)
                 };
-                let scores: Vec<f64> = (0..seen).map(score).collect();
+                let scores: Vec<f64> = seen.iter().map(|&key| score(key)).collect();
                 let most = scores.iter().copied().fold(f64::NEG_INFINITY, f64::max);
                 let mut whole = 0.0;
                 let mut sums = vec![0.0; head_dim];
-                for (key, score) in scores.iter().enumerate() {
+                for (&key, score) in seen.iter().zip(&scores) {
                     let weight = (score - most).exp();
                     whole += weight;
                     let row = &values[of(attend.values, key)];

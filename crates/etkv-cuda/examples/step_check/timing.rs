@@ -130,7 +130,7 @@ pub fn run(device: &Device) -> Result<()> {
 pub fn median(graph: &mut etkv_cuda::Captured, tokens: usize, keys: usize) -> Result<f64> {
     let ids: Vec<i32> = (0..tokens as i32).collect();
     let slots: Vec<i32> = ((keys - tokens) as i32..).take(tokens).collect();
-    let step = StepInputs { ids: &ids, positions: &slots, slots: &slots, n_keys: keys };
+    let step = StepInputs { ids: &ids, positions: &slots, slots: &slots, n_keys: keys, mask: None };
     let mut times = Vec::new();
     for run in 0..RUNS + 4 {
         let begin = Instant::now();

@@ -1,4 +1,4 @@
-// Attention over pools, for an `Element`, a `DIM` and `STAGES` that are defined before.
+// Attention over pools, for an `Element`, a `DIM`, `STAGES` and `IS_LISTED` that are defined before.
 
 // As the host has it.
 struct AttendWork {
@@ -7,15 +7,17 @@ struct AttendWork {
   const Element* values;
   Element* out;
   const etkv::Step* step;
+  const unsigned long long* tiles;
   float* partial;
   long long keys_head, values_head;
   float scale;
   // `slices`: the most of them.
   int tokens, queries, each, slices;
 };
-static_assert(sizeof(AttendWork) == 88, "as the host has it");
+static_assert(sizeof(AttendWork) == 96, "as the host has it");
 
-using Slices = etkv::Slice<Element, DIM, DIM, etkv::SEES_UP_TO_ITSELF, STAGES, 4>;
+constexpr int MASK = IS_LISTED ? etkv::SEES_LISTED : etkv::SEES_UP_TO_ITSELF;
+using Slices = etkv::Slice<Element, DIM, DIM, MASK, STAGES, 4>;
 
 // Where the slices of a block of rows leave theirs: parts of all blocks, and then what they end with.
 __device__ inline long long first_part(const AttendWork& work, const Slices& slices, int head, int block) {
@@ -27,8 +29,9 @@ __device__ inline float* stats_of(const AttendWork& work, const Slices& slices) 
   return work.partial + first_part(work, slices, 0, blocks) * DIM;
 }
 
-__device__ inline etkv::Sizes sizes_of(const AttendWork& work) {
-  return {work.queries / work.each, work.tokens, work.step->keys};
+__device__ inline void set_sizes(Slices& slices, const AttendWork& work) {
+  slices.sizes = {work.queries / work.each, work.tokens, work.step->keys};
+  slices.listed = {work.tiles, work.tokens, work.step->tiles};
 }
 
 extern "C" __global__ void __launch_bounds__(etkv::THREADS) etkv_attend(const AttendWork work) {
@@ -38,7 +41,7 @@ extern "C" __global__ void __launch_bounds__(etkv::THREADS) etkv_attend(const At
   slices.q = {work.q, DIM, static_cast<long long>(work.queries) * DIM, 1};
   slices.k = {work.keys, work.keys_head, DIM, 1};
   slices.v = {work.values, work.values_head, DIM, 1};
-  slices.sizes = sizes_of(work);
+  set_sizes(slices, work);
   slices.scale = work.scale * etkv::LOG2_E;
   slices.shared = reinterpret_cast<char*>(shared_memory);
   slices.start();
@@ -58,7 +61,7 @@ extern "C" __global__ void __launch_bounds__(etkv::THREADS) etkv_attend(const At
 extern "C" __global__ void __launch_bounds__(etkv::THREADS) etkv_merge(const AttendWork work) {
   etkv::let_next_begin();
   Slices slices;
-  slices.sizes = sizes_of(work);
+  set_sizes(slices, work);
   slices.divide_rows();
   int r = blockIdx.x, head = blockIdx.y, group = slices.sizes.group;
   int block = r / slices.rows_of_block(), n = slices.slices_of(block, work.slices);

@@ -6,7 +6,7 @@ constexpr float LOG2_E = 1.4426950408889634f;
 // All threads of a warp.
 constexpr unsigned ALL = 0xffffffffu;
 
-enum Masks { SEES_ALL, SEES_UP_TO_ITSELF, SEES_MARKED };
+enum Masks { SEES_ALL, SEES_UP_TO_ITSELF, SEES_MARKED, SEES_LISTED };
 
 // Rows of one head after another, each axis with its own stride.
 template <typename E>
@@ -27,6 +27,17 @@ struct View {
 struct Marks {
   const bool* data;
   long long query, key;
+};
+
+// The mask as a list of the tiles of keys in which a query sees some: the number of each, and a bit for
+// each of its keys and each query. The other tiles are not read.
+struct TileList {
+  const unsigned long long* data;
+  int queries, count;
+
+  __device__ const unsigned long long* at(int i) const { return data + static_cast<long long>(i) * (1 + queries); }
+  __device__ int number(int i) const { return static_cast<int>(*at(i)); }
+  __device__ unsigned long long bits(int i, int query) const { return at(i)[1 + query]; }
 };
 
 struct Sizes {

@@ -29,6 +29,7 @@ struct Slice {
 
   View<E> q, k, v;
   Marks marks;
+  TileList listed;
   Sizes sizes;
   float scale;
   char* shared;
@@ -192,6 +193,24 @@ struct Slice {
     return seen;
   }
 
+  // The same by the bits that a tile has for the queries of this thread's rows.
+  __device__ unsigned seen_of(const unsigned long long (&bits)[2], int first) const {
+    unsigned seen = 0;
+    for (int i = 0; i < 8; ++i) {
+      int key = first + i / 4 * 8 + thread % 4 * 2 + i % 2;
+      seen |= static_cast<unsigned>(bits[i / 2 % 2] >> key & 1) << i;
+    }
+    return seen;
+  }
+
+  // Returns the bits of a tile for the queries of this thread's rows.
+  __device__ void read_bits(unsigned long long (&bits)[2], int tile) const {
+    static_assert(TILE == 8 * sizeof(bits[0]), "a bit for each key");
+    for (int i = 0; i < 2; ++i) {
+      bits[i] = row(i) < sizes.rows() ? listed.bits(tile, row(i) / sizes.group) : 0;
+    }
+  }
+
   __device__ void attend_to(const E* keys, const E* values, unsigned seen) {
     // A key that no row of the warp sees costs nothing: those of the other sequences of a batch.
     if (!__any_sync(ALL, seen != 0)) return;
@@ -228,6 +247,7 @@ struct Slice {
 
   // Returns the tiles of keys that some row of a block of rows may see.
   __device__ int tiles_of(int block) const {
+    if (MASK == SEES_LISTED) return listed.count;
     int keys = sizes.keys;
     if (MASK == SEES_UP_TO_ITSELF) {
       int last = min((block + 1) * rows_of_block(), sizes.rows()) - 1;
@@ -235,6 +255,9 @@ struct Slice {
     }
     return (keys + TILE - 1) / TILE;
   }
+
+  // Returns the first key of a tile that is read.
+  __device__ int first_key(int tile) const { return TILE * (MASK == SEES_LISTED ? listed.number(tile) : tile); }
 
   // Returns the slices of a block of rows, of which there are no more than `most`.
   __device__ int slices_of(int block, int most) const { return max(min(tiles_of(block), most), 1); }
@@ -254,23 +277,35 @@ struct Slice {
     auto load_tile = [&](int tile) {
       if (tile < end) {
         E* to = stages + (tile - begin) % STAGES * STAGE;
-        load<DK>(to, k, tile * TILE, k_aligned);
-        load<DV>(to + TILE * K_PITCH, v, tile * TILE, v_aligned);
+        int first = first_key(tile);
+        load<DK>(to, k, first, k_aligned);
+        load<DV>(to + TILE * K_PITCH, v, first, v_aligned);
       }
       end_of_copies();
     };
-    bool is_known = (begin + STAGES - 1) * TILE <= known;
+    int early = min(begin + STAGES - 1, end) - 1;
+    bool is_known = early < begin || first_key(early) + TILE <= known;
     if (!is_known) wait();
     for (int i = 0; i < STAGES - 1; ++i) load_tile(begin + i);
     if (is_known) wait();
     read_queries();
     for (int tile = begin; tile < end; ++tile) {
       load_tile(tile + STAGES - 1);
-      int first = tile * TILE + key_of_warp;
       // The marks come from far: ask for those of all steps at once.
       unsigned seen[4];
+      unsigned long long bits[2];
+      if constexpr (MASK == SEES_LISTED) read_bits(bits, tile);
 #pragma unroll
-      for (int i = 0; i < 4; ++i) seen[i] = i < row_warps ? seen_of(first + STEP * i) : 0;
+      for (int i = 0; i < 4; ++i) {
+        int first = key_of_warp + STEP * i;
+        seen[i] = 0;
+        if (i >= row_warps) continue;
+        if constexpr (MASK == SEES_LISTED) {
+          seen[i] = seen_of(bits, first);
+        } else {
+          seen[i] = seen_of(tile * TILE + first);
+        }
+      }
       wait_for_copies<STAGES - 1>();
       __syncthreads();
       const E* keys = stages + (tile - begin) % STAGES * STAGE;

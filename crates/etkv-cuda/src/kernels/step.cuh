@@ -7,7 +7,9 @@ constexpr int MOST_TOKENS = 16;
 struct Step {
   // The keys that the last token sees: those before the step and those of it.
   int keys;
-  int unused[3];
+  // The tiles of keys that are listed, if the step has a mask.
+  int tiles;
+  int unused[2];
   int ids[MOST_TOKENS];
   int positions[MOST_TOKENS];
   int slots[MOST_TOKENS];

@@ -25,6 +25,7 @@ pub struct Captured {
     chosen: usize,
     logits: usize,
     step: Pinned,
+    tiles: Option<Pinned>,
     outputs: Pinned,
     /// What the graph's nodes name.
     work: Work,
@@ -60,6 +61,10 @@ impl Captured {
         let work = Work::new(device, plan)?;
         let step = Pinned::new(context, size_of::<Step>())?;
         let outputs = Pinned::new(context, LOGITS_AT + logits)?;
+        let tiles = match &work.tiles {
+            Some(memory) => Some(Pinned::new(context, memory.bytes())?),
+            None => None,
+        };
 
         let stream = Stream::new(context)?;
         let graph = Graph::capture(&stream, || {
@@ -90,6 +95,7 @@ impl Captured {
             chosen,
             logits,
             step,
+            tiles,
             outputs,
             work,
             device: device.clone(),
@@ -124,10 +130,11 @@ impl Captured {
         if self.started {
             fail!(Step, "a step of this plan runs; wait for it first");
         }
-        check_step(step, self.tokens, self.capacity)?;
+        check_step(step, self.tokens, self.capacity, self.tiles.is_some())?;
         let mut inputs = Step {
             keys: int(step.n_keys),
-            unused: [0; 3],
+            tiles: step.mask.map_or(0, |mask| int(mask.n_tiles())),
+            unused: [0; 2],
             ids: [0; MOST_TOKENS],
             positions: [0; MOST_TOKENS],
             slots: [0; MOST_TOKENS],
@@ -140,11 +147,28 @@ impl Captured {
         unsafe { self.step.data().cast::<Step>().write(inputs) };
         let Device(device) = &self.device;
         let _current = device.context.enter()?;
+        self.copy_tiles(step)?;
         // SAFETY: the graph and the stream are live, and what the graph names is, as the caller says.
         let launched = unsafe { sys::cuGraphLaunch(self.exec, device.stream.raw) };
         check("cuGraphLaunch", launched)?;
         self.started = true;
         Ok(())
+    }
+
+    /// Starts the copy of a step's mask, of which the graph does not know the size.
+    fn copy_tiles(&self, step: &StepInputs) -> Result<()> {
+        let (Some(mask), Some(from), Some(to)) = (step.mask, &self.tiles, &self.work.tiles) else {
+            return Ok(());
+        };
+        let numbers = mask.numbers();
+        // SAFETY: both places have the bytes of every mask of so many tokens over the plan's pools, which the
+        // step's check has compared. No step runs that reads them.
+        let copied = unsafe {
+            from.data().cast::<u64>().copy_from_nonoverlapping(numbers.as_ptr(), numbers.len());
+            let (to, bytes) = (to.address().0, size_of_val(numbers));
+            sys::cuMemcpyHtoDAsync_v2(to, from.data().cast(), bytes, self.device.0.stream.raw)
+        };
+        check("cuMemcpyHtoDAsync", copied)
     }
 
     /// Waits for the step that was started, and returns its results.

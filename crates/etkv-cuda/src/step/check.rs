@@ -1,6 +1,7 @@
 //! Which plans and steps can be.
 
 use crate::step::error::{fail, Result};
+use crate::step::mask::KeyMask;
 use crate::step::plan::{
     Address, Attend, Buffer, Embed, Heads, Launch, Logits, Packed, Plan, Pool, Product, Weight,
     MOST_TOKENS,
@@ -29,11 +30,13 @@ pub struct StepInputs<'a> {
     pub ids: &'a [i32],
     /// `[T]`: where the tokens are in the sequence.
     pub positions: &'a [i32],
-    /// `[T]`: different rows of the pools. Attention takes the last T of the first `n_keys` rows for
-    /// those of the step's tokens.
+    /// `[T]`: different rows of the pools. Without a mask, attention takes the last T of the first `n_keys`
+    /// rows for those of the step's tokens.
     pub slots: &'a [i32],
     /// The keys after this step: T to the capacity of the pools.
     pub n_keys: usize,
+    /// The keys that each token sees, if the plan is [masked](crate::Plan::masked).
+    pub mask: Option<&'a KeyMask>,
 }
 
 /// Returns an error if the plan cannot be on any device.
@@ -73,7 +76,12 @@ pub(crate) fn capacity(plan: &Plan) -> usize {
 }
 
 /// Returns an error if the step is not one of `tokens` tokens over pools of `capacity` rows.
-pub(crate) fn check_step(step: &StepInputs, tokens: usize, capacity: usize) -> Result<()> {
+pub(crate) fn check_step(
+    step: &StepInputs,
+    tokens: usize,
+    capacity: usize,
+    masked: bool,
+) -> Result<()> {
     let given = [("ids", step.ids), ("positions", step.positions), ("slots", step.slots)];
     for (name, given) in given {
         if given.len() != tokens {
@@ -91,7 +99,17 @@ pub(crate) fn check_step(step: &StepInputs, tokens: usize, capacity: usize) -> R
             fail!(Step, "slot {slot} twice");
         }
     }
-    Ok(())
+    match step.mask {
+        None if masked => fail!(Step, "no mask for a plan that takes one"),
+        Some(_) if !masked => fail!(Step, "a mask for a plan that takes none"),
+        Some(mask) if mask.n_tokens() != tokens => {
+            fail!(Step, "a mask of {} tokens, expected {tokens}", mask.n_tokens());
+        }
+        Some(mask) if mask.end() > step.n_keys => {
+            fail!(Step, "a mask that sees key {} of {}", mask.end() - 1, step.n_keys);
+        }
+        _ => Ok(()),
+    }
 }
 
 /// A plan, and the buffers that the launches so far have written.

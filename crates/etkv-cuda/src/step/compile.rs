@@ -42,7 +42,7 @@ pub(crate) enum Source {
     /// Kernels that read packed weights of so many bits.
     Packed { element: Element, bits: usize },
     /// Attention over heads of so many elements, of which a block holds so many tiles at a time.
-    Attend { element: Element, dim: usize, tiles: usize },
+    Attend { element: Element, dim: usize, tiles: usize, masked: bool },
 }
 
 impl Source {
@@ -81,9 +81,10 @@ impl Source {
                     PACKED_ENTRY,
                 ][..],
             ),
-            Self::Attend { element, dim, tiles } => (
+            Self::Attend { element, dim, tiles, masked } => (
                 format!(
-                    "{overlaps}using Element = {};\nconstexpr int DIM = {dim}, STAGES = {tiles};\n",
+                    "{overlaps}using Element = {};\nconstexpr int DIM = {dim}, STAGES = {tiles};\n\
+                     constexpr bool IS_LISTED = {masked};\n",
                     element.name(),
                 ),
                 &[STEP, text::INSTRUCTIONS, text::ROWS, text::SLICE, MERGE, ATTEND_ENTRY][..],

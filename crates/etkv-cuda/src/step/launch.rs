@@ -40,7 +40,7 @@ const OTHER_DEPTH: usize = 3;
 const MOST_HELD: usize = TILED_WARPS * HELD_WIDE;
 
 /// Keys that attention reads at a time, rows of a warp, and the most slices, as in the kernel.
-const TILE: usize = 64;
+pub(crate) const TILE: usize = 64;
 const ROWS: usize = 16;
 const MOST_SLICES: usize = 64;
 /// Shared memory for more than one tile.
@@ -71,7 +71,8 @@ impl Limits {
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct Step {
     pub(crate) keys: i32,
-    pub(crate) unused: [i32; 3],
+    pub(crate) tiles: i32,
+    pub(crate) unused: [i32; 2],
     pub(crate) ids: [i32; MOST_TOKENS],
     pub(crate) positions: [i32; MOST_TOKENS],
     pub(crate) slots: [i32; MOST_TOKENS],
@@ -127,6 +128,7 @@ pub(crate) struct AttendWork {
     pub(crate) values: u64,
     pub(crate) out: u64,
     pub(crate) step: u64,
+    pub(crate) tiles: u64,
     pub(crate) partial: u64,
     pub(crate) keys_head: i64,
     pub(crate) values_head: i64,
@@ -141,7 +143,7 @@ pub(crate) struct AttendWork {
 const _: () = assert!(size_of::<Step>() == 208);
 const _: () = assert!(size_of::<ProductWork>() == 144);
 const _: () = assert!(size_of::<PackedWork>() == 168);
-const _: () = assert!(size_of::<AttendWork>() == 88);
+const _: () = assert!(size_of::<AttendWork>() == 96);
 
 /// The kernels of products.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -269,7 +271,7 @@ impl AttendShape {
             fail!(Plan, "heads of {dim} take {bytes_shared} bytes, the device has {most}");
         }
         Ok(Self {
-            source: Source::Attend { element: plan.element, dim, tiles: held },
+            source: Source::Attend { element: plan.element, dim, tiles: held, masked: plan.masked },
             grid: [slices, attend.n_kv, row_blocks],
             bytes_shared,
             floats: slices * attend.n_kv * row_blocks * rows_of_block * (dim + 2),

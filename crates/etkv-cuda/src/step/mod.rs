@@ -7,6 +7,7 @@ mod device;
 mod driver;
 mod error;
 mod launch;
+mod mask;
 mod plan;
 mod work;
 
@@ -15,6 +16,7 @@ pub use self::check::StepInputs;
 pub use self::device::Device;
 pub use self::driver::Memory;
 pub use self::error::{Error, Result};
+pub use self::mask::KeyMask;
 pub use self::plan::{
     Address, Attend, Buffer, Element, Embed, Gate, Heads, Launch, Logits, Norm, Packed, Plan, Pool,
     Product, Weight, MOST_TOKENS,

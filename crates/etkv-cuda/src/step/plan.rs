@@ -73,6 +73,9 @@ pub struct Plan {
     pub buffers: Vec<usize>,
     /// What runs, in this order.
     pub launches: Vec<Launch>,
+    /// Whether each step has a [`KeyMask`](crate::KeyMask). Without one query t of T sees the rows of the pools
+    /// below `n_keys - T + t + 1`.
+    pub masked: bool,
     /// What the host gets.
     pub logits: Option<Logits>,
     /// Whether a kernel may begin before the one before it has ended, and ask for its weights. Without
@@ -185,7 +188,7 @@ pub struct Heads {
     pub values: Pool,
 }
 
-/// Causal attention: query t of T sees the rows of the pools below `n_keys - T + t + 1`.
+/// Attention to the rows of the pools that [`Plan::masked`] says.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct Attend {
     /// `[T, n_q, head_dim]`.

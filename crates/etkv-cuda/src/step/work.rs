@@ -3,7 +3,7 @@
 use std::collections::HashMap;
 use std::ffi::c_void;
 
-use crate::step::check::rows;
+use crate::step::check::{capacity, rows};
 use crate::step::compile::Source;
 use crate::step::device::Device;
 use crate::step::driver::{Kernel, Memory, Stream};
@@ -12,6 +12,7 @@ use crate::step::launch::{
     self, int, or_null, AttendShape, AttendWork, PackedWork, ProductKernel, ProductShape,
     ProductWork, Step,
 };
+use crate::step::mask::most_numbers;
 use crate::step::plan::{Attend, Buffer, Embed, Launch, Packed, Plan, Product, Weight};
 
 /// Where the logits are behind the ids that are chosen, in bytes, and how far apart buffers begin.
@@ -34,6 +35,8 @@ pub(crate) struct Work {
     pub(crate) places: Vec<(u64, usize)>,
     pub(crate) step: Memory,
     pub(crate) outputs: Memory,
+    /// The mask of a step, if the plan is masked.
+    pub(crate) tiles: Option<Memory>,
     partial: Memory,
     _buffers: Memory,
     device: Device,
@@ -121,6 +124,10 @@ impl Work {
             places,
             step: Memory::new(context, size_of::<Step>())?,
             outputs,
+            tiles: match plan.masked {
+                true => Some(Memory::new(context, 8 * most_numbers(plan.tokens, capacity(plan)))?),
+                false => None,
+            },
             partial: Memory::new(context, 4 * floats)?,
             _buffers: buffers,
             device: device.clone(),
@@ -279,6 +286,7 @@ impl Work {
             values: attend.values.address.0,
             out: self.at(attend.out),
             step: self.step.address().0,
+            tiles: self.tiles.as_ref().map_or(0, |tiles| tiles.address().0),
             partial: self.partial.address().0,
             keys_head: (attend.keys.capacity * attend.head_dim) as i64,
             values_head: (attend.values.capacity * attend.head_dim) as i64,

@@ -71,7 +71,8 @@ fn packed_weights_are_planned_for() {
             assert_eq!(planner.widths, [COLUMNS as usize, ROWS as usize]);
             assert_eq!(planner.n_ids, ROWS as usize);
             let places = Places { constants: (1..=7).collect(), pools: Vec::new() };
-            let plan = planner.plan(&recipe, &places, 3, Wanted::Logits);
+            let kind = Kind { tokens: 3, masked: false, copied: true, chosen: false };
+            let plan = planner.plan(&recipe, &places, kind);
             let packed = |first| {
                 Weight::Packed(etkv_cuda::Packed {
                     codes: Address(first),

@@ -62,6 +62,7 @@ fn plan() -> Plan {
         }),
         overlap: true,
         attention_blocks: None,
+        masked: false,
     }
 }
 
@@ -181,8 +182,8 @@ fn buffers_that_do_not_fit_are_refused() {
 #[test]
 fn steps_that_do_not_fit_are_refused() {
     let refused = |ids: &[i32], slots: &[i32], n_keys| {
-        let step = StepInputs { ids, positions: &[0, 1], slots, n_keys };
-        match check_step(&step, 2, 10) {
+        let step = StepInputs { ids, positions: &[0, 1], slots, n_keys, mask: None };
+        match check_step(&step, 2, 10, false) {
             Err(Error::Step(text)) => text,
             other => panic!("{other:?}"),
         }
@@ -195,6 +196,28 @@ fn steps_that_do_not_fit_are_refused() {
     assert_eq!(refused(&[1, 2], &[-1, 1], 10), "slot -1, expected 0 to 9");
     assert_eq!(refused(&[1, 2], &[3, 3], 10), "slot 3 twice");
     // Ids are not checked: the nearest row of the table is taken.
-    let step = StepInputs { ids: &[-1, i32::MAX], positions: &[0, 1], slots: &[9, 8], n_keys: 10 };
-    check_step(&step, 2, 10).unwrap();
+    let (ids, slots) = (&[-1, i32::MAX], &[9, 8]);
+    let step = StepInputs { ids, positions: &[0, 1], slots, n_keys: 10, mask: None };
+    check_step(&step, 2, 10, false).unwrap();
+}
+
+#[test]
+fn masks_that_do_not_fit_are_refused() {
+    let refused = |mask: Option<&KeyMask>, masked| {
+        let (ids, slots) = (&[1, 2], &[0, 1]);
+        let step = StepInputs { ids, positions: &[0, 1], slots, n_keys: 8, mask };
+        match check_step(&step, 2, 10, masked) {
+            Err(Error::Step(text)) => text,
+            other => panic!("{other:?}"),
+        }
+    };
+    let mask = |ends: &[usize]| KeyMask::of(ends.iter().map(|&end| [0..end]));
+    assert_eq!(refused(None, true), "no mask for a plan that takes one");
+    assert_eq!(refused(Some(&mask(&[7, 8])), false), "a mask for a plan that takes none");
+    assert_eq!(refused(Some(&mask(&[7])), true), "a mask of 1 tokens, expected 2");
+    assert_eq!(refused(Some(&mask(&[9, 8])), true), "a mask that sees key 8 of 8");
+    let (ids, slots) = (&[1, 2], &[0, 1]);
+    let mask = mask(&[7, 8]);
+    let step = StepInputs { ids, positions: &[0, 1], slots, n_keys: 8, mask: Some(&mask) };
+    check_step(&step, 2, 10, true).unwrap();
 }

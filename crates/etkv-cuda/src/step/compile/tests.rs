@@ -19,20 +19,21 @@ fn all_kernels_compile_without_headers() {
             return;
         };
         for element in [Element::F16, Element::Bf16] {
-            let attend = |dim, tiles| Source::Attend { element, dim, tiles };
+            let attend = |dim, tiles, masked| Source::Attend { element, dim, tiles, masked };
             let packed = |bits| Source::Packed { element, bits };
             let sources = [
                 Source::Product(element),
-                attend(64, 2),
+                attend(64, 2, false),
+                attend(64, 2, true),
                 packed(4),
                 packed(8),
-                attend(128, 2),
-                attend(256, 1),
+                attend(128, 2, false),
+                attend(256, 1, true),
             ];
             // All take a minute.
             let count = match (capability, element) {
-                (90, _) => 6,
-                (_, Element::Bf16) => 4,
+                (90, _) => 7,
+                (_, Element::Bf16) => 5,
                 _ => 0,
             };
             for source in &sources[..count] {
@@ -91,7 +92,7 @@ fn only_devices_that_overlap_get_the_instructions() {
     for source in [
         Source::Product(Element::F16),
         Source::Packed { element: Element::F16, bits: 4 },
-        Source::Attend { element: Element::Bf16, dim: 64, tiles: 2 },
+        Source::Attend { element: Element::Bf16, dim: 64, tiles: 2, masked: true },
     ] {
         assert!(!source.text(80).contains("#define ETKV_OVERLAPS"));
         assert!(source.text(90).contains("#define ETKV_OVERLAPS"));

@@ -12,6 +12,7 @@ fn plan(tokens: usize) -> Plan {
         logits: None,
         overlap: false,
         attention_blocks: None,
+        masked: false,
     }
 }
 
@@ -112,6 +113,7 @@ fn attention_is_divided_among_the_processors() {
     // More KV heads than blocks.
     assert_eq!(of(1, 512, 512, 64, 8192).grid, [1, 512, 1]);
     let wide = of(16, 8, 1, 256, 8192);
-    assert_eq!(wide.source, Source::Attend { element: Element::Bf16, dim: 256, tiles: 1 });
+    let element = Element::Bf16;
+    assert_eq!(wide.source, Source::Attend { element, dim: 256, tiles: 1, masked: false });
     assert_eq!(wide.bytes_shared, 68_096);
 }
