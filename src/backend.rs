@@ -93,20 +93,21 @@ mod tests {
         for sequence in [0, 1] {
             cells.begin_step(&[sequence; 2]).unwrap();
             let mut step = Step::begin(&mut cells, &[0, 1]).unwrap();
+            let slots = 2 * sequence..2 * sequence + 2;
+            let write = Slots::Run(slots.clone());
+            let expected = Placement { write, read: slots, mask: MaskPlan::Causal };
             for layer in 0..2 {
-                let Placement { write, read, mask } = step.place(layer).unwrap().unwrap();
-                let first = 2 * sequence;
-                assert_eq!((write, read), (Slots::Run(first..first + 2), 0..first + 2));
-                let MaskPlan::Explicit(runs) = mask else {
-                    assert_eq!((sequence, mask), (0, MaskPlan::Causal));
-                    continue;
-                };
-                assert_eq!((runs.runs(0), runs.runs(1)), (&[2..3][..], &[2..4][..]));
+                assert_eq!(step.place(layer), Ok(Some(expected.clone())));
             }
             assert_eq!(step.store().unwrap().float_buffers(0).unwrap()[0].dim(1), 1);
             step.commit(&[]).unwrap();
-            assert_eq!(cells.length(), 2 * (sequence + 1));
         }
+        cells.begin_step(&[0, 1]).unwrap();
+        let mut step = Step::begin(&mut cells, &[2, 2]).unwrap();
+        let Placement { write, read, mask } = step.place(1).unwrap().unwrap();
+        assert_eq!((write, read), (Slots::Run(4..6), 0..6));
+        let MaskPlan::Explicit(runs) = mask else { panic!("{mask:?}") };
+        assert_eq!((runs.runs(0), runs.runs(1)), (&[0..2, 4..5][..], &[2..4, 5..6][..]));
     }
 
     /// A host may name keys of its own as sessions do.
