@@ -23,9 +23,13 @@ pub struct Difference {
 }
 
 impl Done<'_> {
-    /// Adds the differences of all launches to the largest so far.
-    pub fn add_differences(&self, largest: &mut BTreeMap<&'static str, f64>) -> Result<()> {
-        for launch in &self.plan.launches {
+    /// Adds the differences of launches to the largest so far.
+    pub fn add_differences(
+        &self,
+        launches: impl Fn(&Launch) -> bool,
+        largest: &mut BTreeMap<&'static str, f64>,
+    ) -> Result<()> {
+        for launch in self.plan.launches.iter().filter(|launch| launches(launch)) {
             for found in self.differences(launch)? {
                 let most = largest.entry(found.what).or_insert(0.0);
                 *most = f64::max(*most, found.largest);

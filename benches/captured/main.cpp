@@ -9,80 +9,35 @@
 // by more than the rounding of the program's dtype explains, and if a captured
 // step chooses another id than that of its own greatest logit.
 #include <algorithm>
-#include <cmath>
 #include <cstdint>
 #include <cstdio>
 #include <cstdlib>
-#include <functional>
 #include <memory>
-#include <mutex>
 #include <numeric>
 #include <set>
 #include <string>
-#include <string_view>
 #include <vector>
 
+#include "benches/captured/agreement.hpp"
+#include "benches/captured/log.hpp"
+#include "benches/captured/shared.hpp"
 #include "benches/common.hpp"
 #include "etkv/executorch.hpp"
 #include "examples/common/clock.hpp"
 #include "examples/common/log.hpp"
-#include "examples/common/logits.hpp"
 #include "examples/common/program.hpp"
 
 namespace {
 
 using etkv::Cache;
+using etkv::benches::Agreement;
+using etkv::benches::equal;
+using etkv::benches::greatest;
+using etkv::benches::Log;
 using etkv::benches::median;
 using etkv::benches::must;
 using etkv::examples::Program;
 using etkv::examples::Stopwatch;
-
-/// What etkv's log tells of captured steps.
-class Log {
- public:
-  Log() {
-    must(
-        etkv::set_log_callback(
-            "etkv::program=debug",
-            [this](etkv::LogLevel, std::string_view, std::string_view message) {
-              take(message);
-            }));
-  }
-  Log(const Log&) = delete;
-  Log& operator=(const Log&) = delete;
-  ~Log() {
-    must(etkv::set_log_callback("off", nullptr));
-  }
-
-  /// Steps that were captured, each anew when an address has changed.
-  size_t captured() {
-    const std::lock_guard<std::mutex> lock(mutex_);
-    return captured_;
-  }
-
-  /// Reasons why some were not.
-  std::set<std::string> reasons() {
-    const std::lock_guard<std::mutex> lock(mutex_);
-    return reasons_;
-  }
-
- private:
-  void take(std::string_view message) {
-    const auto has = [&](const char* part) {
-      return message.find(part) != std::string_view::npos;
-    };
-    const std::lock_guard<std::mutex> lock(mutex_);
-    if (has("a step is captured")) {
-      ++captured_;
-    } else if (has("not captured") || has("no step is captured")) {
-      reasons_.emplace(message);
-    }
-  }
-
-  std::mutex mutex_;
-  size_t captured_ = 0;
-  std::set<std::string> reasons_;
-};
 
 /// A program on a cache of its own.
 struct Side {
@@ -105,15 +60,8 @@ struct Side {
 
   /// Runs the tokens behind what the cache holds. Returns all logits.
   std::vector<float> step(const std::vector<int64_t>& tokens) {
-    const auto logits =
-        must(program.step_at(tokens.data(), length(), tokens.size()));
-    std::vector<float> rows(
-        static_cast<size_t>(logits.rows * logits.vocabulary));
-    for (int64_t row = 0; row < logits.rows; ++row) {
-      etkv::examples::copy_row(
-          logits, row, rows.data() + row * logits.vocabulary);
-    }
-    return rows;
+    return etkv::benches::rows_of(
+        must(program.step_at(tokens.data(), length(), tokens.size())));
   }
 
   /// Runs them from position `at` on, and lets the device choose ids.
@@ -159,107 +107,58 @@ struct Side {
   etkv::CacheSession<Cache> session;
 };
 
-/// The place of the greatest logit of each row, the first of equal ones.
-std::vector<int64_t> greatest(const std::vector<float>& logits, size_t rows) {
-  const size_t wide = logits.size() / rows;
-  std::vector<int64_t> places;
-  for (size_t row = 0; row < rows; ++row) {
-    const float* from = logits.data() + row * wide;
-    places.push_back(std::max_element(from, from + wide) - from);
-  }
-  return places;
-}
-
-size_t equal(const std::vector<int64_t>& a, const std::vector<int64_t>& b) {
-  return std::inner_product(
-      a.begin(),
-      a.end(),
-      b.begin(),
-      size_t{0},
-      std::plus<>(),
-      [](auto x, auto y) { return size_t{x == y}; });
-}
-
-/// The larger number; NaN is larger than all.
-double larger(double a, double b) {
-  return std::isnan(a) || a > b ? a : b;
-}
-
 /// Runs the same steps on both sides. Returns whether they agree.
 bool compare(Side& captured, Side& interpreted, Log& log, size_t longest) {
-  double worst = 0.0;
+  bool agree = true;
   size_t rows = 0;
-  size_t same = 0;
   size_t same_chosen = 0;
   size_t wrong = 0;
   std::set<size_t> sizes;
   for (const size_t behind : {size_t{0}, size_t{70}, longest / 2, longest}) {
     captured.fill(behind);
     interpreted.fill(behind);
-    double apart = 0.0;
-    double largest = 0.0;
+    Agreement agreement;
     for (const size_t n : {1, 2, 3, 5, 8, 13, 16, 1, 1}) {
       const int32_t at = captured.length();
       const auto tokens = captured.tokens(static_cast<size_t>(at), n);
       const size_t before = log.captured();
-      const auto a = captured.step(tokens);
+      const auto found = captured.step(tokens);
       if (log.captured() > before) {
         sizes.insert(n);
       }
-      const auto b = interpreted.step(tokens);
-      for (size_t i = 0; i < b.size(); ++i) {
-        apart = larger(std::abs(double{a[i]} - double{b[i]}), apart);
-        largest = std::max(largest, std::abs(double{b[i]}));
-      }
-      const auto best = greatest(a, n);
+      agreement.add(found, interpreted.step(tokens), n);
       const auto chosen = captured.choose(tokens, at);
       rows += n;
-      same += equal(best, greatest(b, n));
-      wrong += n - equal(chosen, best);
+      wrong += n - equal(chosen, greatest(found, n));
       same_chosen += equal(chosen, interpreted.choose(tokens, at));
     }
-    std::printf(
-        "behind %5zu: logits apart by %.4f of up to %.3f\n",
-        behind,
-        apart,
-        largest);
-    std::fflush(stdout);
-    worst = larger(largest > 0.0 ? apart / largest : apart, worst);
+    agreement.print(("behind " + std::to_string(behind)).c_str());
+    if (!agreement.is_rounding()) {
+      std::fprintf(stderr, "etkv_captured: these logits are too far apart\n");
+      agree = false;
+    }
   }
-  std::printf(
-      "%zu of %zu rows have the same greatest logit, %zu the same chosen id; "
-      "apart by %.4f of the largest\n",
-      same,
-      rows,
-      same_chosen,
-      worst);
+  std::printf("%zu of %zu rows have the same chosen id\n", same_chosen, rows);
   std::printf("captured are steps of");
   for (const size_t n : sizes) {
     std::printf(" %zu", n);
   }
   std::printf(" tokens\n");
-  bool agree = true;
-  const auto refuse = [&](const std::string& what) {
-    std::fprintf(stderr, "etkv_captured: %s\n", what.c_str());
-    agree = false;
-  };
   if (sizes.empty()) {
-    refuse("no step is captured, so the interpreter was compared with itself");
-  }
-  for (const auto& reason : log.reasons()) {
-    std::fprintf(stderr, "etkv_captured: the log tells: %s\n", reason.c_str());
+    std::fprintf(
+        stderr,
+        "etkv_captured: no step is captured, so the interpreter was compared "
+        "with itself\n");
+    agree = false;
   }
   if (wrong > 0) {
-    refuse(
-        "captured steps chose " + std::to_string(wrong) + " of " +
-        std::to_string(rows) + " ids that are not their greatest logit's");
-  }
-  // In bfloat16 the sums of 16 layers in another order are a twentieth apart
-  // where the largest logits are small.
-  if (!(worst < 0.1)) {
-    refuse(
-        "logits are apart by " + std::to_string(worst) +
-        " of the largest, the most is 0.1");
+    std::fprintf(
+        stderr,
+        "etkv_captured: captured steps chose %zu of %zu ids that are not their "
+        "greatest logit's\n",
+        wrong,
+        rows);
+    agree = false;
   }
   return agree;
 }
@@ -325,7 +224,11 @@ int main(int argc, char** argv) {
     std::fprintf(stderr, "etkv_captured: passes=interpreted captures a step\n");
     return 1;
   }
-  const bool agree = compare(captured, interpreted, *log, longest);
+  bool agree = compare(captured, interpreted, *log, longest);
+  agree = etkv::benches::compare_shared(argv[1], *log) && agree;
+  for (const auto& reason : log->reasons()) {
+    std::fprintf(stderr, "etkv_captured: the log tells: %s\n", reason.c_str());
+  }
   log.reset();
   if (!agree) {
     return 1;

@@ -1,0 +1,96 @@
+// How far the logits of the same steps are apart.
+#pragma once
+
+#include <algorithm>
+#include <cmath>
+#include <cstddef>
+#include <cstdint>
+#include <cstdio>
+#include <vector>
+
+#include "examples/common/logits.hpp"
+
+namespace etkv::benches {
+
+/// All logits of a step, row by row.
+inline std::vector<float> rows_of(const examples::LogitsView& logits) {
+  std::vector<float> rows(static_cast<size_t>(logits.rows * logits.vocabulary));
+  for (int64_t row = 0; row < logits.rows; ++row) {
+    examples::copy_row(logits, row, rows.data() + row * logits.vocabulary);
+  }
+  return rows;
+}
+
+/// The place of the greatest logit of each row, the first of equal ones.
+inline std::vector<int64_t> greatest(
+    const std::vector<float>& logits,
+    size_t rows) {
+  const size_t wide = logits.size() / rows;
+  std::vector<int64_t> places;
+  for (size_t row = 0; row < rows; ++row) {
+    const float* from = logits.data() + row * wide;
+    places.push_back(std::max_element(from, from + wide) - from);
+  }
+  return places;
+}
+
+/// The numbers that two lists share, place by place.
+inline size_t equal(
+    const std::vector<int64_t>& a,
+    const std::vector<int64_t>& b) {
+  size_t same = 0;
+  for (size_t i = 0; i < std::min(a.size(), b.size()); ++i) {
+    same += a[i] == b[i] ? 1 : 0;
+  }
+  return same;
+}
+
+/// The largest difference of logits, and of the rows those whose greatest logit
+/// has the same place.
+class Agreement {
+ public:
+  void add(
+      const std::vector<float>& found,
+      const std::vector<float>& expected,
+      size_t rows) {
+    for (size_t i = 0; i < expected.size(); ++i) {
+      const double apart = std::abs(double{found[i]} - double{expected[i]});
+      // NaN is larger than all.
+      apart_ = std::isnan(apart) || apart > apart_ ? apart : apart_;
+      largest_ = std::max(largest_, std::abs(double{expected[i]}));
+    }
+    rows_ += rows;
+    same_ += equal(greatest(found, rows), greatest(expected, rows));
+  }
+
+  size_t rows() const {
+    return rows_;
+  }
+
+  void print(const char* what) const {
+    std::printf(
+        "%s: logits apart by %.4f of up to %.3f, %zu of %zu rows have the same "
+        "greatest one\n",
+        what,
+        apart_,
+        largest_,
+        same_,
+        rows_);
+    std::fflush(stdout);
+  }
+
+  /// Returns whether rounding explains the differences. In bfloat16 the sums of
+  /// 16 layers in another order are a twentieth apart where the largest logits
+  /// are small.
+  bool is_rounding() const {
+    return rows_ > 0 && apart_ < 0.1 * largest_;
+  }
+
+ private:
+  double apart_ = 0.0;
+  double largest_ = 0.0;
+  size_t rows_ = 0;
+  size_t same_ = 0;
+};
+
+} // namespace etkv::benches

@@ -1,0 +1,12 @@
+// Captured steps of several sequences and of trees.
+#pragma once
+
+#include "benches/captured/log.hpp"
+
+namespace etkv::benches {
+
+/// Runs steps of several sequences that share cells, and of trees, captured and
+/// in the interpreter. Returns whether steps were captured and agree.
+bool compare_shared(const char* model, const Log& log);
+
+} // namespace etkv::benches
