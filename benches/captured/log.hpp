@@ -16,12 +16,11 @@ namespace etkv::benches {
 class Log {
  public:
   Log() {
-    must(
-        set_log_callback(
-            "etkv::program=debug",
-            [this](LogLevel, std::string_view, std::string_view message) {
-              take(message);
-            }));
+    must(set_log_callback(
+        "etkv::program=debug",
+        [this](LogLevel, std::string_view, std::string_view message) {
+          take(message);
+        }));
   }
   Log(const Log&) = delete;
   Log& operator=(const Log&) = delete;

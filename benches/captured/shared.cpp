@@ -26,9 +26,8 @@ struct Side {
   Side(
       const char* model,
       Passes passes,
-      Result<CacheSession<C>> (*make)(
-          const std::string& backend,
-          const CacheConfig& config))
+      Result<CacheSession<C>> (
+          *make)(const std::string& backend, const CacheConfig& config))
       : program(must(Program::open(model))),
         session(must(make(
             program.params().backend_id,
@@ -59,9 +58,8 @@ class Both {
  public:
   Both(
       const char* model,
-      Result<CacheSession<C>> (*make)(
-          const std::string& backend,
-          const CacheConfig& config))
+      Result<CacheSession<C>> (
+          *make)(const std::string& backend, const CacheConfig& config))
       : captured_(model, Passes::standard, make),
         interpreted_(model, Passes::interpreted, make) {}
 
