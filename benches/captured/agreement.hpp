@@ -80,10 +80,11 @@ class Agreement {
   }
 
   /// Returns whether rounding explains the differences. In bfloat16 the sums of
-  /// 16 layers in another order are a twentieth apart where the largest logits
-  /// are small.
+  /// 16 layers in another order are a twentieth apart, and a ninth with packed
+  /// weights, where the largest logits are small as those of repeating weights.
+  /// Steps that see a wrong key are as far apart as the logits are large.
   bool is_rounding() const {
-    return rows_ > 0 && apart_ < 0.1 * largest_;
+    return rows_ > 0 && apart_ < 0.2 * largest_;
   }
 
  private:

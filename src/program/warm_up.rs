@@ -100,16 +100,7 @@ impl Program {
         }
         ran?;
         #[cfg(target_os = "linux")]
-        {
-            // As in the steps above, it does not matter what is chosen.
-            let text = (&[0][..], &[0][..]);
-            let captured = loaded.choose_captured(&mut mlx, &mut *cache, text, |_, _| Ok(()));
-            if !matches!(captured, Ok(None)) {
-                // Undoes also the conversion of a `quantized_kv_start` that one token reaches.
-                cache.clear(false)?;
-            }
-            captured?;
-        }
+        self.capture_ahead_of_time(&mut mlx, &mut *cache, most)?;
         let has_windows =
             cache.config().layers.iter().any(|layer| layer.policy != LayerPolicy::Full);
         if has_windows {
@@ -121,6 +112,30 @@ impl Program {
         mlx.publish_kernels();
         progress(steps.len(), steps.len());
         Ok(steps.len())
+    }
+
+    /// Captures a step of one token, and one of two sequences, whose attention is another kernel.
+    #[cfg(target_os = "linux")]
+    fn capture_ahead_of_time(&self, mlx: &mut Mlx, cache: &mut MlxCache, most: i32) -> Result<()> {
+        for sequences in [&[0][..], &[0, 1]] {
+            let n = sequences.len();
+            if n > 1 && (most < 2 || cache.sequences().is_none() || !cache.can_extend(2)) {
+                break;
+            }
+            if let Some(cells) = cache.sequences_mut() {
+                cells.begin_step(sequences)?;
+            }
+            // As in the other steps, it does not matter what is chosen.
+            let text = (&[0; 2][..n], &[0; 2][..n]);
+            let captured = self.0.choose_captured(mlx, cache, text, |_, _| Ok(()));
+            withdraw(cache);
+            if !matches!(captured, Ok(None)) {
+                // Undoes also the conversion of a `quantized_kv_start` that the step reaches.
+                cache.clear(false)?;
+            }
+            captured?;
+        }
+        Ok(())
     }
 
     fn run_warm_step(

@@ -9,7 +9,8 @@
 //! an array when the host reads it and makes others when a pool grows, so a step compares the addresses
 //! with those of its graph and captures anew if one has changed.
 //!
-//! What is not captured runs as before: other programs, steps of more tokens, windows and packed formats. The results are the same but for the order of sums.
+//! What is not captured runs as before: other programs, steps of more tokens, windows and packed formats.
+//! The results are the same but for the order of sums.
 
 mod forward;
 mod packed;
@@ -83,10 +84,6 @@ struct Graph {
     captured: Captured,
 }
 
-/// The environment variable that lets programs with packed weights be captured. Their kernels agree with
-/// plain arithmetic on a GPU, but no program's steps were compared with the interpreter's yet.
-const CAPTURE_PACKED: &str = "ETKV_CAPTURE_PACKED";
-
 /// The device, if this process can capture steps on it.
 fn device() -> Option<&'static Device> {
     static DEVICE: OnceLock<Option<Device>> = OnceLock::new();
@@ -110,10 +107,6 @@ impl CapturedSteps {
     /// Returns the captured steps of a program, if its constants are what they read and there is a device.
     pub fn of(mlx: &Mlx, recipe: Recipe, constants: &[Option<Array>]) -> Option<Self> {
         if !mlx.on_gpu() {
-            return None;
-        }
-        if recipe.has_packed() && std::env::var_os(CAPTURE_PACKED).is_none() {
-            debug!(target: TARGET, "steps are not captured: the weights are packed");
             return None;
         }
         let planner = Planner::of(&recipe, constants)?;

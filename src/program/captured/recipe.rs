@@ -64,17 +64,6 @@ impl Recipe {
         }
     }
 
-    /// Returns whether a weight is packed.
-    pub fn has_packed(&self) -> bool {
-        let is_packed = |part: &Part| match part {
-            Part::Embed { table: weight, .. } | Part::Product(Product { weight, .. }) => {
-                matches!(weight, Weight::Packed(_))
-            }
-            Part::Attend { .. } => false,
-        };
-        self.parts.iter().any(is_packed)
-    }
-
     fn read(graph: &Graph, packed: &PackedWeights) -> Option<Self> {
         let inputs = TextInputs::find(&graph.inputs).ok()?;
         let mut reader = Reader {

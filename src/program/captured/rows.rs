@@ -1,5 +1,6 @@
 //! Where the rows of a captured step go, and the keys that its tokens see.
 
+use std::iter::once;
 use std::ops::Range;
 
 use etkv_core::bookkeeping::{MaskPlan, Slots};
@@ -53,8 +54,8 @@ impl Rows {
 
 fn key_mask(n: usize, read: Range<usize>, mask: &MaskPlan) -> KeyMask {
     match mask {
-        MaskPlan::None => KeyMask::of((0..n).map(|_| [read.clone()])),
-        MaskPlan::Causal => KeyMask::of((0..n).map(|t| [read.start..read.end - n + t + 1])),
+        MaskPlan::None => KeyMask::of((0..n).map(|_| once(read.clone()))),
+        MaskPlan::Causal => KeyMask::of((0..n).map(|t| once(read.start..read.end - n + t + 1))),
         MaskPlan::Explicit(runs) => KeyMask::of((0..n).map(|query| {
             let start = read.start;
             runs.runs(query)

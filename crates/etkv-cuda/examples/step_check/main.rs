@@ -11,6 +11,7 @@ mod timing;
 use std::collections::BTreeMap;
 use std::error::Error;
 use std::io::Write;
+use std::iter::once;
 use std::path::PathBuf;
 use std::process::ExitCode;
 use std::time::Instant;
@@ -189,7 +190,7 @@ fn check_masks(
     let mut good = true;
     for before in [0, 47, 1000, 2100] {
         let mut step = Tokens::new(tokens, before, false, random, model.shape);
-        let causal = KeyMask::of((0..tokens).map(|t| [0..before + t + 1]));
+        let causal = KeyMask::of((0..tokens).map(|t| once(0..before + t + 1)));
         let inputs = step.inputs(before);
         // SAFETY: the model outlives the graphs, and nothing else uses it.
         let expected = unsafe { plain.run(&inputs) }?.logits.to_vec();
@@ -215,7 +216,7 @@ fn check_masks(
                         let start = number(n_keys);
                         start..n_keys.min(start + 1 + number(200))
                     });
-                    some.chain([own..own + 1]).collect()
+                    some.chain(once(own..own + 1)).collect()
                 })
                 .collect();
             let mask = KeyMask::of(runs.into_iter());

