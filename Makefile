@@ -149,7 +149,7 @@ format: .venv/.ready ## Format every file
 
 # The binaries of `make bench` that `make build` leaves out.
 benches: build
-	@cmake --build build/cmake --target etkv_benches
+	@env -u MAKEFLAGS cmake --build build/cmake --target etkv_benches
 
 bench: benches model ## Compare speed and memory, side by side: a report in build/bench, an hour
 	python -m benches.run $(BENCH)
