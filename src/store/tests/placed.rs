@@ -2,9 +2,9 @@
 //! held before it has the same bits.
 
 use etkv_core::bookkeeping::Slots;
-use etkv_core::{AttendCache, Cache, CacheConfig, Growth};
+use etkv_core::{AttendCache, Cache, CacheConfig, Growth, SeqCache};
 
-use crate::backend::{ContiguousCache, Step};
+use crate::backend::{CellsCache, ContiguousCache, MlxCache, Step};
 use crate::mlx;
 use crate::store::tests::{rows, values};
 use crate::{KvFormat, Result};
@@ -15,13 +15,17 @@ const DIM: i32 = 16;
 
 /// A cache whose buffers begin with 4 slots.
 fn cache(format: KvFormat) -> ContiguousCache {
+    ContiguousCache::new(config(format)).unwrap()
+}
+
+fn config(format: KvFormat) -> CacheConfig {
     let growth = Growth::Doubling { first: 4 };
     let config = CacheConfig::uniform(LAYERS, HEADS, DIM, 32);
-    ContiguousCache::new(CacheConfig { growth, ..config.stored_as(format) }).unwrap()
+    CacheConfig { growth, ..config.stored_as(format) }
 }
 
 /// Runs a step through MLX, and commits it.
-fn run(cache: &mut ContiguousCache, positions: &[i32], seed: u64) {
+fn run(cache: &mut MlxCache, positions: &[i32], seed: u64) {
     let new = |layer| rows(seed + layer as u64, HEADS, positions.len() as i32, DIM);
     mlx::run(|| {
         let mut step = Step::begin(cache, positions)?;
@@ -35,7 +39,7 @@ fn run(cache: &mut ContiguousCache, positions: &[i32], seed: u64) {
 
 /// Opens a step, places its rows and overwrites them with `byte`, as a kernel does: MLX does not know of it.
 /// Commits it if that is asked for.
-fn place(cache: &mut ContiguousCache, positions: &[i32], byte: u8, commit: bool) {
+fn place(cache: &mut MlxCache, positions: &[i32], byte: u8, commit: bool) {
     let mut step = Step::begin(cache, positions).unwrap();
     for layer in 0..LAYERS {
         let placed = step.place(layer).unwrap().unwrap();
@@ -64,7 +68,7 @@ fn place(cache: &mut ContiguousCache, positions: &[i32], byte: u8, commit: bool)
 }
 
 /// The bits of the first `n` rows of each head of all layers.
-fn bits(cache: &mut ContiguousCache, n: i32) -> Vec<u8> {
+fn bits(cache: &mut MlxCache, n: i32) -> Vec<u8> {
     let store = cache.store().unwrap();
     let of_buffer = |buffer: &mlx_rs::Array| -> Result<Vec<u8>> {
         super::bytes_of(&mlx::slice_axis(buffer, 2, 0, n, 1)?)
@@ -147,5 +151,32 @@ fn a_step_that_grows_leaves_what_was_before_it() {
             assert_eq!(bits(&mut cache, 3), before, "{format}, placed: {placed_before}");
             goes_on(&mut cache, 3, &before, "grown");
         }
+    }
+}
+
+/// Where sequences share cells, others read the values with a weight of 0, which hides no NaN. So they become
+/// zeros. The sequences that were declared for the step stay so: the interpreter runs it instead.
+#[test]
+fn a_step_of_several_sequences_leaves_zeros_and_runs_again() {
+    for format in FORMATS.into_iter().filter(|_| is_on_cpu()) {
+        let mut cells = CellsCache::new(config(format)).unwrap();
+        cells.begin_step(&[0; 3]).unwrap();
+        run(&mut cells, &[0, 1, 2], 5);
+        let before = bits(&mut cells, 3);
+        cells.begin_step(&[1, 0]).unwrap();
+        place(&mut cells, &[0, 3], 0xff, false);
+        assert_eq!((cells.length(), bits(&mut cells, 3)), (3, before.clone()), "{format}");
+        // The last two rows of each head are those of the step.
+        let rows = bits(&mut cells, 5);
+        let buffer = rows.len() / (2 * LAYERS);
+        for values in rows.chunks_exact(buffer).skip(1).step_by(2) {
+            for head in values.chunks_exact(buffer / HEADS as usize) {
+                let of_step = &head[head.len() / 5 * 3..];
+                assert!(of_step.iter().all(|&byte| byte == 0), "{format}: {of_step:?}");
+            }
+        }
+        run(&mut cells, &[0, 3], 6);
+        assert_eq!((cells.seq_len(0), cells.seq_len(1)), (Ok(4), Ok(1)));
+        assert_eq!(bits(&mut cells, 3), before, "{format}");
     }
 }
