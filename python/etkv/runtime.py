@@ -255,6 +255,10 @@ class Program:
             raise EtkvError(f"{self.path.name} was loaded without a session: pass one to etkv.load")
         if len(tokens) == 0 or len(tokens) != len(positions):
             raise EtkvError(f"{len(tokens)} tokens at {len(positions)} positions; expected 1 or more, one at each")
+        for what, numbers, bits in (("token", tokens, 63), ("position", positions, 31)):
+            for number in numbers:
+                if not -(2**bits) <= number < 2**bits:
+                    raise EtkvError(f"{what} {number}; expected 0 to {2**bits - 1}")
         chosen = _capi.ffi.new("int64_t[]", len(tokens))
         ids, at = _capi.ffi.new("int64_t[]", list(tokens)), _capi.ffi.new("int32_t[]", list(positions))
         _capi.call("etkv_generation_choose", self.session._raw(), ids, at, len(tokens), chosen)

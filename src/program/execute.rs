@@ -268,7 +268,7 @@ impl Loaded {
         let step = StepState::Ready(cache);
         let mut frame = Frame::new(mlx, self.n_values, self.n_ints, &self.constants, step);
         if self.buffers.len() > 0 {
-            fail!(Unsupported, "cannot generate: the program keeps its cache in the graph");
+            fail!(Unsupported, "cannot choose tokens: the program keeps its cache in the graph");
         }
         inputs.bind(&mut frame, tokens, positions)?;
         self.main.run(&mut frame)?;
@@ -277,9 +277,11 @@ impl Loaded {
         match frame.finish(first)? {
             (made, Some(step)) => match made.into_iter().next() {
                 Some(Output::Tensor(logits, _)) => Ok((logits, step)),
-                _ => fail!(Unsupported, "cannot generate: the first output is no tensor"),
+                _ => fail!(Unsupported, "cannot choose tokens: the first output is no tensor"),
             },
-            (_, None) => fail!(Unsupported, "cannot generate: the program attends to no cache"),
+            (_, None) => {
+                fail!(Unsupported, "cannot choose tokens: the program attends to no cache")
+            }
         }
     }
 }

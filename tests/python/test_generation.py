@@ -211,6 +211,8 @@ def test_the_device_chooses_for_every_token_of_a_step(tiny):
             ([], [], "0 tokens"),
             ([1], [0, 1], "1 tokens at 2 positions"),
             ([1], [60], "60"),
+            ([1], [2**31], "position 2147483648; expected 0 to 2147483647"),
+            ([2**63], [6], "token 9223372036854775808; expected 0 to"),
         ]:
             with pytest.raises(etkv.EtkvError, match=told):
                 program.choose(tokens, at)

@@ -53,7 +53,7 @@ impl Generation {
         options.sampling.check()?;
         let inputs = TextInputs::find(&program.0.inputs)?;
         let Some(cache) = program.0.cache.clone() else {
-            fail!(NoCache, "cannot generate with a program that was loaded without a cache");
+            fail!(NoCache, "cannot choose tokens with a program that was loaded without a cache");
         };
         check_prompts(&prompts)?;
         if prompts.len() > 1 && program.0.logits == LogitsRows::Last {

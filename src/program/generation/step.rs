@@ -140,7 +140,7 @@ pub fn last_rows(logits: &Array, n: usize) -> Result<Array> {
     if logits.ndim() != 3 || logits.dim(0) != 1 {
         fail!(
             Unsupported,
-            "cannot generate from logits of shape {:?}, expected [1, T, vocabulary]",
+            "cannot choose tokens from logits of shape {:?}, expected [1, T, vocabulary]",
             logits.shape()
         );
     }

@@ -37,7 +37,7 @@ impl TextInputs {
         let (mut tokens, mut positions, mut most) = (None, None, None);
         for input in inputs {
             let InputSpec::Tensor { value, shape, scalar_type, .. } = input else {
-                fail!(Unsupported, "cannot generate with a program that takes an integer");
+                fail!(Unsupported, "cannot choose tokens with a program that takes an integer");
             };
             let dtype = dtype_of(*scalar_type)?;
             let found = match shape[..] {
@@ -48,7 +48,7 @@ impl TextInputs {
                 [Dim::UpTo(_)] => &mut positions,
                 _ => fail!(
                     Unsupported,
-                    "cannot generate with a program whose inputs are other than tokens [1, T] and \
+                    "cannot choose tokens with a program whose inputs are other than tokens [1, T] and \
                      positions [T]"
                 ),
             };
@@ -56,7 +56,7 @@ impl TextInputs {
             if !is_integer || found.replace((*value, dtype)).is_some() {
                 fail!(
                     Unsupported,
-                    "cannot generate with a program whose inputs are other than tokens [1, T] and \
+                    "cannot choose tokens with a program whose inputs are other than tokens [1, T] and \
                      positions [T], both integers"
                 );
             }
@@ -65,7 +65,7 @@ impl TextInputs {
             (Some(tokens), Some(positions)) => Ok(Self { tokens, positions, most }),
             _ => fail!(
                 Unsupported,
-                "cannot generate with a program that has not both tokens [1, T] and positions [T]"
+                "cannot choose tokens with a program that has not both tokens [1, T] and positions [T]"
             ),
         }
     }
