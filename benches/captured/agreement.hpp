@@ -63,10 +63,6 @@ class Agreement {
     same_ += equal(greatest(found, rows), greatest(expected, rows));
   }
 
-  size_t rows() const {
-    return rows_;
-  }
-
   void print(const char* what) const {
     std::printf(
         "%s: logits apart by %.4f of up to %.3f, %zu of %zu rows have the same "
@@ -82,7 +78,7 @@ class Agreement {
   /// Returns whether rounding explains the differences. In bfloat16 the sums of
   /// 16 layers in another order are a twentieth apart, and a ninth with packed
   /// weights, where the largest logits are small as those of repeating weights.
-  /// Steps that see a wrong key are as far apart as the logits are large.
+  /// This finds wrong weights and masks, and not one wrong key among many.
   bool is_rounding() const {
     return rows_ > 0 && apart_ < 0.2 * largest_;
   }

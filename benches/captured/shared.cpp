@@ -70,8 +70,7 @@ class Both {
     must(change(interpreted_.cache()));
   }
 
-  /// Runs tokens of sequences behind those that they have, `counts` of
-  /// sequence 0, 1 and so on.
+  /// Runs so many tokens of each sequence, behind those that it has.
   void run(const std::vector<std::pair<int32_t, int>>& counts) {
     Batch batch;
     for (const auto& [sequence, n] : counts) {
@@ -120,8 +119,7 @@ class Both {
   Agreement agreement_;
 };
 
-Agreement run_sequences(const char* model) {
-  Both<SeqCache> both(model, make_seq_session);
+void run_sequences(Both<SeqCache>& both) {
   both.run({{0, 40}});
   both.run({{1, 150}});
   both.run({{2, 9}});
@@ -146,11 +144,9 @@ Agreement run_sequences(const char* model) {
   }
   both.change([](SeqCache& cache) { return cache.compact(); });
   both.run(many);
-  return both.agreement();
 }
 
-Agreement run_trees(const char* model) {
-  Both<TreeCache> both(model, make_tree_session);
+void run_trees(Both<TreeCache>& both) {
   both.run({{0, 100}});
   int64_t base = 100;
   const std::vector<int32_t> parents = {-1, 0, 0, 1, 1, 2, 5};
@@ -163,16 +159,17 @@ Agreement run_trees(const char* model) {
     both.run({{0, 1}});
     base += 1;
   }
-  return both.agreement();
 }
 
 } // namespace
 
 bool compare_shared(const char* model, const Log& log) {
   bool agree = true;
-  const auto compare = [&](const char* what, auto run) {
+  const auto compare = [&](const char* what, auto&& both, auto run) {
+    // Behind the warm-up of both sides, which captures steps as well.
     const size_t before = log.captured();
-    const Agreement found = run(model);
+    run(both);
+    const Agreement& found = both.agreement();
     found.print(what);
     if (log.captured() == before) {
       std::fprintf(stderr, "etkv_captured: %s are not captured\n", what);
@@ -182,8 +179,11 @@ bool compare_shared(const char* model, const Log& log) {
       agree = false;
     }
   };
-  compare("several sequences", run_sequences);
-  compare("trees", run_trees);
+  compare(
+      "several sequences",
+      Both<SeqCache>(model, make_seq_session),
+      run_sequences);
+  compare("trees", Both<TreeCache>(model, make_tree_session), run_trees);
   return agree;
 }
 
