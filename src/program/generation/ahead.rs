@@ -189,14 +189,14 @@ impl Generation {
         #[cfg(target_os = "linux")]
         if choose && self.is_captured(cache) {
             let program = &self.program.0;
-            // As in the interpreter, only the last row of an answer has to be finite, and it is checked
-            // when the token is read, behind the commit.
+            // Only the last row of an answer is read. Where it is not finite, reading the token says so.
             let take = |mlx: &mut mlx::Mlx, ids: &[i32]| {
                 mlx.run(|| Chosen::known(&ids[ids.len().saturating_sub(answers.len())..]))
             };
             let text = (tokens, positions);
-            self.declare(cache, answers, positions.len())?;
-            let captured = program.choose_captured(&mut mlx, cache, text, take);
+            let captured = self
+                .declare(cache, answers, positions.len())
+                .and_then(|()| program.choose_captured(&mut mlx, cache, text, take));
             if captured.is_err() {
                 withdraw(cache);
             }
