@@ -12,7 +12,7 @@
 
 namespace etkv::benches {
 
-/// Counts the steps that are captured, and keeps why some are not.
+/// Counts the steps that are captured and those that are not, and keeps why.
 class Log {
  public:
   Log() {
@@ -34,7 +34,13 @@ class Log {
     return captured_;
   }
 
-  /// Reasons why some were not.
+  /// Steps of a few tokens that the interpreter ran in their place.
+  size_t interpreted() const {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    return interpreted_;
+  }
+
+  /// Reasons why some were not captured.
   std::set<std::string> reasons() const {
     const std::lock_guard<std::mutex> lock(mutex_);
     return reasons_;
@@ -48,6 +54,9 @@ class Log {
     const std::lock_guard<std::mutex> lock(mutex_);
     if (has("a step is captured")) {
       ++captured_;
+    } else if (has("the interpreter runs a step")) {
+      ++interpreted_;
+      reasons_.emplace(message);
     } else if (has("not captured") || has("no step is captured")) {
       reasons_.emplace(message);
     }
@@ -55,6 +64,7 @@ class Log {
 
   mutable std::mutex mutex_;
   size_t captured_ = 0;
+  size_t interpreted_ = 0;
   std::set<std::string> reasons_;
 };
 

@@ -5,9 +5,10 @@
 //   etkv_captured MODEL.pte [LONGEST [ROUNDS]]
 //
 // LONGEST is the most positions (2000), ROUNDS the steps that are timed of each
-// number of tokens (64). Ends with 1 if no step is captured, if logits are apart
-// by more than the rounding of the program's dtype explains, and if a captured
-// step chooses another id than that of its own greatest logit.
+// number of tokens (64). Ends with 1 if no step is captured, or the interpreter
+// runs one of a few tokens in its place; if logits are apart by more than the
+// rounding of the program's dtype explains; and if a captured step chooses
+// another id than that of its own greatest logit.
 #include <algorithm>
 #include <cstdint>
 #include <cstdio>
@@ -228,6 +229,14 @@ int main(int argc, char** argv) {
   agree = etkv::benches::compare_shared(argv[1], *log) && agree;
   for (const auto& reason : log->reasons()) {
     std::fprintf(stderr, "etkv_captured: the log tells: %s\n", reason.c_str());
+  }
+  if (log->interpreted() > 0) {
+    std::fprintf(
+        stderr,
+        "etkv_captured: the interpreter ran %zu steps that are captured "
+        "elsewhere\n",
+        log->interpreted());
+    agree = false;
   }
   log.reset();
   if (!agree) {

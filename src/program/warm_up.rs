@@ -100,7 +100,7 @@ impl Program {
         }
         ran?;
         #[cfg(target_os = "linux")]
-        self.capture_ahead_of_time(&mut mlx, &mut *cache, most)?;
+        self.capture_ahead_of_time(&mut mlx, &mut *cache)?;
         let has_windows =
             cache.config().layers.iter().any(|layer| layer.policy != LayerPolicy::Full);
         if has_windows {
@@ -114,28 +114,28 @@ impl Program {
         Ok(steps.len())
     }
 
-    /// Captures a step of one token, and one of two sequences, whose attention is another kernel.
+    /// Captures a step of one token, and one of a second sequence, whose keys are behind those of the first:
+    /// its attention is another kernel, which steps of several sequences and trees need.
     #[cfg(target_os = "linux")]
-    fn capture_ahead_of_time(&self, mlx: &mut Mlx, cache: &mut MlxCache, most: i32) -> Result<()> {
-        for sequences in [&[0][..], &[0, 1]] {
-            let n = sequences.len();
-            if n > 1 && (most < 2 || cache.sequences().is_none() || !cache.can_extend(2)) {
-                break;
-            }
-            if let Some(cells) = cache.sequences_mut() {
-                cells.begin_step(sequences)?;
+    fn capture_ahead_of_time(&self, mlx: &mut Mlx, cache: &mut MlxCache) -> Result<()> {
+        let mut captured = Ok(Some(()));
+        let mut sequence = 0;
+        while sequence < 2 && matches!(captured, Ok(Some(()))) && cache.can_extend(1) {
+            match cache.sequences_mut() {
+                Some(cells) => cells.begin_step(&[sequence])?,
+                None if sequence > 0 => break,
+                None => {}
             }
             // As in the other steps, it does not matter what is chosen.
-            let text = (&[0; 2][..n], &[0; 2][..n]);
-            let captured = self.0.choose_captured(mlx, cache, text, |_, _| Ok(()));
+            captured = self.0.choose_captured(mlx, cache, (&[0], &[0]), |_, _| Ok(()));
             withdraw(cache);
-            if !matches!(captured, Ok(None)) {
-                // Undoes also the conversion of a `quantized_kv_start` that the step reaches.
-                cache.clear(false)?;
-            }
-            captured?;
+            sequence += 1;
         }
-        Ok(())
+        if cache.length() > 0 || captured.is_err() {
+            // Undoes also the conversion of a `quantized_kv_start` that a step reaches.
+            cache.clear(false)?;
+        }
+        captured.map(|_| ())
     }
 
     fn run_warm_step(

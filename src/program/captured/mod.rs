@@ -22,8 +22,7 @@ use std::path::PathBuf;
 use std::sync::OnceLock;
 
 use etkv_core::{KvFormat, LayerConfig, LayerPolicy};
-pub use etkv_cuda::MOST_TOKENS;
-use etkv_cuda::{Captured, Device, Element, StepInputs};
+use etkv_cuda::{Captured, Device, Element, StepInputs, MOST_TOKENS};
 use mlx_rs::{Array, Dtype};
 use parking_lot::Mutex;
 use tracing::{debug, warn};
@@ -53,6 +52,9 @@ pub enum Made<'a> {
     Chosen(&'a [i32]),
 }
 
+/// What a captured step came to, or why the step is the interpreter's.
+type Ran<T> = std::result::Result<T, &'static str>;
+
 /// The captured steps of one program.
 pub struct CapturedSteps {
     recipe: Recipe,
@@ -63,8 +65,16 @@ pub struct CapturedSteps {
 #[derive(Default)]
 struct State {
     graphs: Vec<Graph>,
-    /// The numbers of tokens that could not be captured: those of long rows fit no shared memory.
-    failed: Vec<usize>,
+    /// What could not be captured: long rows of many tokens fit no shared memory.
+    failed: Vec<Kind>,
+}
+
+impl State {
+    /// Returns whether steps of so many tokens could not be captured. What fails without a mask fails
+    /// with one.
+    fn has_failed(&self, tokens: usize, masked: bool) -> bool {
+        self.failed.iter().any(|kind| kind.tokens == tokens && (masked || !kind.masked))
+    }
 }
 
 /// What a graph computes.
@@ -115,9 +125,16 @@ impl CapturedSteps {
         Some(Self { recipe, planner, state: Mutex::default() })
     }
 
-    /// Returns whether steps of a few tokens on this cache are captured.
-    pub fn suits(&self, cache: &MlxCache) -> bool {
-        self.can_write_to(cache) && !self.state.lock().failed.contains(&1)
+    /// Returns whether a step of so many tokens on this cache is captured, as far as is known before it.
+    pub fn suits(&self, cache: &MlxCache, tokens: usize) -> bool {
+        let may_be_masked = cache.sequences().is_some();
+        self.takes(cache, tokens) && !self.state.lock().has_failed(tokens, may_be_masked)
+    }
+
+    fn takes(&self, cache: &MlxCache, tokens: usize) -> bool {
+        (1..=MOST_TOKENS).contains(&tokens)
+            && (tokens == 1 || !self.recipe.last_row_only)
+            && self.can_write_to(cache)
     }
 
     fn can_write_to(&self, cache: &MlxCache) -> bool {
@@ -127,8 +144,8 @@ impl CapturedSteps {
             && cache.config().layers.iter().all(is_full)
     }
 
-    /// Runs a step, and commits it if `take` takes what it made. Returns `None`, and changes nothing, if the
-    /// step cannot be captured.
+    /// Runs a step, and commits it if `take` takes what it made. Returns `None`, with the step rolled back,
+    /// if it cannot be captured or a value that it stores is not finite.
     ///
     /// # Errors
     /// Those of the cache for positions that it refuses, those of `take`, and
@@ -138,30 +155,47 @@ impl CapturedSteps {
         mlx: &mut Mlx,
         constants: &[Option<Array>],
         cache: &mut MlxCache,
-        (ids, positions): (&[i64], &[i32]),
+        text: (&[i64], &[i32]),
         wanted: Wanted,
         take: impl FnOnce(&mut Mlx, Made) -> Result<T>,
     ) -> Result<Option<T>> {
-        let n = positions.len();
-        let takes = (1..=MOST_TOKENS).contains(&n)
-            && ids.len() == n
-            && (n == 1 || !self.recipe.last_row_only)
-            && self.can_write_to(cache);
-        let Some(ids) = takes.then(|| self.planner.ids(ids)).flatten() else {
+        let (ids, positions) = text;
+        if ids.len() != positions.len() || !self.takes(cache, ids.len()) {
             return Ok(None);
+        }
+        let ran = self.run_or_tell(mlx, constants, cache, text, wanted, take)?;
+        if let Err(why) = ran {
+            debug!(target: TARGET, tokens = ids.len(), why, "the interpreter runs a step");
+        }
+        Ok(ran.ok())
+    }
+
+    /// Runs a step, or tells why it cannot be captured.
+    fn run_or_tell<T>(
+        &self,
+        mlx: &mut Mlx,
+        constants: &[Option<Array>],
+        cache: &mut MlxCache,
+        (ids, positions): (&[i64], &[i32]),
+        wanted: Wanted,
+        take: impl FnOnce(&mut Mlx, Made) -> Result<T>,
+    ) -> Result<Ran<T>> {
+        let n = positions.len();
+        let Some(ids) = self.planner.ids(ids) else {
+            return Ok(Err("an id has no row of the table"));
         };
         let mut state = self.state.lock();
-        if state.failed.contains(&n) {
-            return Ok(None);
+        if state.has_failed(n, false) {
+            return Ok(Err("so many tokens could not be captured"));
         }
         let is_shared = cache.sequences().is_some();
         let mut step = Step::begin(cache, positions)?;
         let Some(rows) = Rows::place(&mut step, self.planner.n_layers)? else {
-            return Ok(None);
+            return Ok(Err("the cache has to see the rows"));
         };
         let Some(places) = step.store().and_then(|store| self.planner.places(store, constants))
         else {
-            return Ok(None);
+            return Ok(Err("kernels cannot read the buffers as they are"));
         };
         let inputs = StepInputs {
             ids: &ids,
@@ -177,7 +211,7 @@ impl CapturedSteps {
             chosen: wanted == Wanted::Chosen || is_shared,
         };
         let Some(graph) = self.graph(&mut state, kind, places) else {
-            return Ok(None);
+            return Ok(Err("this kind could not be captured"));
         };
         // SAFETY: the constants and the cache's buffers live as long as the step, and have the shapes that
         // were planned for. The addresses are those of now, and MLX has written what it writes there. This
@@ -187,7 +221,7 @@ impl CapturedSteps {
         if is_shared && outputs.chosen.iter().any(|&id| id < 0) {
             // A value that is not finite makes the logits of its token so, and other sequences would read
             // it. The interpreter finds out.
-            return Ok(None);
+            return Ok(Err("logits are not finite"));
         }
         let made = match wanted {
             Wanted::Logits => {
@@ -197,11 +231,14 @@ impl CapturedSteps {
         };
         let taken = take(mlx, made)?;
         step.commit(&[])?;
-        Ok(Some(taken))
+        Ok(Ok(taken))
     }
 
     /// Returns the graph of a kind at these places, captured anew if they are others than before.
     fn graph<'a>(&self, state: &'a mut State, kind: Kind, places: Places) -> Option<&'a mut Graph> {
+        if state.has_failed(kind.tokens, kind.masked) {
+            return None;
+        }
         let found = state.graphs.iter().position(|graph| graph.kind == kind);
         if let Some(found) = found.filter(|&found| state.graphs[found].places == places) {
             return state.graphs.get_mut(found);
@@ -210,7 +247,6 @@ impl CapturedSteps {
             state.graphs.swap_remove(found);
         }
         let plan = self.planner.plan(&self.recipe, &places, kind);
-        let tokens = kind.tokens;
         let made = device().map(|device| device.capture(&plan));
         debug!(target: TARGET, ?kind, "a step is captured");
         match made {
@@ -219,8 +255,8 @@ impl CapturedSteps {
                 state.graphs.last_mut()
             }
             Some(Err(error)) => {
-                warn!(target: TARGET, tokens, %error, "steps of so many tokens are not captured");
-                state.failed.push(tokens);
+                warn!(target: TARGET, ?kind, %error, "steps of this kind are not captured");
+                state.failed.push(kind);
                 None
             }
             None => None,

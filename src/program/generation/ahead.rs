@@ -13,8 +13,6 @@ use super::RunAhead;
 use crate::backend::{MlxCache, Step};
 use crate::error::{fail, Result};
 use crate::mlx;
-#[cfg(target_os = "linux")]
-use crate::program::captured::MOST_TOKENS as MOST_CAPTURED;
 use crate::program::TARGET;
 
 /// Tokens that are being computed.
@@ -39,7 +37,7 @@ impl Generation {
             Some(ahead) => self.settled(&mut *cache, ahead)?,
             None => self.again(&mut *cache, active)?,
         };
-        if self.runs_ahead(&*cache)? {
+        if self.runs_ahead(&*cache, coming.answers.len())? {
             // Where it fails, nothing runs ahead: the next call runs the step, and tells why if it fails
             // again.
             match self.run_ahead(&mut *cache, &coming) {
@@ -54,23 +52,22 @@ impl Generation {
         }
     }
 
-    fn runs_ahead(&self, cache: &MlxCache) -> Result<bool> {
+    /// Returns whether the next step, of so many tokens, begins before those of this one are read.
+    fn runs_ahead(&self, cache: &MlxCache, tokens: usize) -> Result<bool> {
         match self.options.run_ahead {
-            RunAhead::Auto => Ok(mlx::on_gpu()? && !self.is_captured(cache)),
+            RunAhead::Auto => Ok(mlx::on_gpu()? && !self.is_captured(cache, tokens)),
             RunAhead::Never => Ok(false),
             RunAhead::Always => Ok(true),
         }
     }
 
-    /// Returns whether steps of the answers are one launch each, which is faster than to run ahead.
-    fn is_captured(&self, cache: &MlxCache) -> bool {
+    /// Returns whether a step of so many tokens is one launch, which is faster than to run ahead.
+    fn is_captured(&self, cache: &MlxCache, tokens: usize) -> bool {
         #[cfg(target_os = "linux")]
         if let Some(captured) = &self.program.0.captured {
-            return self.answers.len() <= MOST_CAPTURED
-                && self.options.sampling.takes_greatest()
-                && captured.suits(cache);
+            return self.options.sampling.takes_greatest() && captured.suits(cache, tokens);
         }
-        let _ = cache;
+        let _ = (cache, tokens);
         false
     }
 
@@ -187,7 +184,7 @@ impl Generation {
         }
         let mut mlx = mlx::enter()?;
         #[cfg(target_os = "linux")]
-        if choose && self.is_captured(cache) {
+        if choose && self.is_captured(cache, tokens.len()) {
             let program = &self.program.0;
             // Only the last row of an answer is read. Where it is not finite, reading the token says so.
             let take = |mlx: &mut mlx::Mlx, ids: &[i32]| {

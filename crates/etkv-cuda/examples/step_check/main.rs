@@ -52,6 +52,9 @@ const NINE: Shape = Shape { name: "9/3 heads", hidden: 576, n_q: 9, n_kv: 3, ..S
 
 const WIDE: Shape = Shape { name: "4/2 heads of 128", n_q: 4, head_dim: 128, ..SMALL };
 
+// More rows of queries for each head of keys than a block has.
+const MANY: Shape = Shape { name: "16/2 heads", n_q: 16, ..SMALL };
+
 // Rows that do not stay in registers.
 const LONG: Shape = Shape { name: "8/2 heads, long rows", intermediate: 4616, ..SMALL };
 
@@ -90,6 +93,7 @@ fn run() -> Answer<bool> {
             NINE,
             Shape { bias: true, ..NINE },
             WIDE,
+            MANY,
             LONG,
             packed(SMALL, 4, 32),
             packed(Shape { bias: true, ..SMALL }, 4, 128),
@@ -196,7 +200,13 @@ fn check_masks(
         let expected = unsafe { plain.run(&inputs) }?.logits.to_vec();
         // SAFETY: likewise.
         let found = unsafe { captured.run(&StepInputs { mask: Some(&causal), ..inputs }) }?;
-        if found.logits != expected {
+        // Blocks behind the first read fewer tiles without a mask: their sums are divided otherwise.
+        let one_block = tokens * model.shape.n_q / model.shape.n_kv <= 64;
+        let same = match one_block {
+            true => found.logits == expected,
+            false => are_near(found.logits, &expected, limit, model.shape.element),
+        };
+        if !same {
             say!("  FAIL a mask of all keys before: T {tokens}, {before} keys before");
             good = false;
         }
@@ -311,10 +321,15 @@ fn is_same(
     if what != "few blocks" && what != "last row" {
         return Ok(outputs.logits == logits && outputs.chosen == chosen);
     }
-    // The last row alone is normalized by other warps. The differences of an attention grow in the layers
-    // behind it.
+    // The last row alone is normalized by other warps.
     let last = logits.len().saturating_sub(outputs.logits.len());
-    let [x, y] = [&logits[last..], outputs.logits].map(|bytes| to_numbers(element, bytes));
+    let near = are_near(outputs.logits, &logits[last..], limit, element);
+    Ok(near && are_greatest(&to_numbers(element, outputs.logits), outputs.chosen))
+}
+
+/// Returns whether logits are nearly the same: the differences of an attention grow in the layers behind it.
+fn are_near(found: &[u8], expected: &[u8], limit: f64, element: Element) -> bool {
+    let [x, y] = [found, expected].map(|bytes| to_numbers(element, bytes));
     let near = x.iter().zip(&y).all(|(x, y)| (x - y).abs() < 8.0 * limit);
-    Ok(near && !y.is_empty() && are_greatest(&y, outputs.chosen))
+    near && x.len() == y.len() && !y.is_empty()
 }

@@ -220,6 +220,9 @@ struct Slice {
     for (int i = 0; i < 8; ++i) {
       float& score = scores[i / 4][i % 4];
       score = seen >> i & 1 ? score * scale : -INFINITY;
+      // Only a key or a query that is not finite scores so low. Several sequences share the pools: the host
+      // has to see it, and it would be a key without a weight.
+      if (MASK == SEES_LISTED && (seen >> i & 1) && score == -INFINITY) score = INFINITY - INFINITY;
       highest[i / 2 % 2] = fmaxf(highest[i / 2 % 2], score);
     }
     bool grows = false;

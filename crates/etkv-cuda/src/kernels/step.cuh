@@ -5,7 +5,7 @@ namespace etkv {
 constexpr int MOST_TOKENS = 16;
 
 struct Step {
-  // The keys that the last token sees: those before the step and those of it.
+  // One past the last row of the pools that is read, the step's own rows among them.
   int keys;
   // The tiles of keys that are listed, if the step has a mask.
   int tiles;

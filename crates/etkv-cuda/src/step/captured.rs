@@ -43,9 +43,8 @@ pub struct Outputs<'a> {
     /// The logits, `[rows, vocabulary]` of the plan's elements, in their 2 bytes each. Empty if they are
     /// not copied.
     pub logits: &'a [u8],
-    /// The place of the greatest logit of each row, the first of equals, or -1 if one is NaN or
-    /// the greatest is infinite. Empty if
-    /// none is chosen.
+    /// The place of the greatest logit of each row, the first of equals, or -1 if one is NaN or the
+    /// greatest is infinite. Empty if none is chosen.
     pub chosen: &'a [i32],
 }
 
@@ -150,7 +149,11 @@ impl Captured {
         self.copy_tiles(step)?;
         // SAFETY: the graph and the stream are live, and what the graph names is, as the caller says.
         let launched = unsafe { sys::cuGraphLaunch(self.exec, device.stream.raw) };
-        check("cuGraphLaunch", launched)?;
+        if let Err(error) = check("cuGraphLaunch", launched) {
+            // The copy of the tiles reads what the next step writes.
+            let _ = device.stream.wait();
+            return Err(error);
+        }
         self.started = true;
         Ok(())
     }

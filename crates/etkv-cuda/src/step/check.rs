@@ -33,7 +33,7 @@ pub struct StepInputs<'a> {
     /// `[T]`: different rows of the pools. Without a mask, attention takes the last T of the first `n_keys`
     /// rows for those of the step's tokens.
     pub slots: &'a [i32],
-    /// The keys after this step: T to the capacity of the pools.
+    /// One past the last row that is read, the step's rows among them: T to the capacity of the pools.
     pub n_keys: usize,
     /// The keys that each token sees, if the plan is [masked](crate::Plan::masked).
     pub mask: Option<&'a KeyMask>,
@@ -49,6 +49,10 @@ pub(crate) fn check(plan: &Plan) -> Result<()> {
     }
     for &elements in &plan.buffers {
         is_within("elements of a buffer", elements, 1, LARGEST)?;
+    }
+    let attends = plan.launches.iter().any(|launch| matches!(launch, Launch::Attend(_)));
+    if plan.masked && !attends {
+        fail!(Plan, "a mask without attention");
     }
     let mut work = Work { plan, written: vec![false; plan.buffers.len()] };
     for (number, launch) in plan.launches.iter().enumerate() {
@@ -108,7 +112,11 @@ pub(crate) fn check_step(
         Some(mask) if mask.end() > step.n_keys => {
             fail!(Step, "a mask that sees key {} of {}", mask.end() - 1, step.n_keys);
         }
-        _ => Ok(()),
+        Some(mask) => match mask.blind() {
+            Some(token) => fail!(Step, "token {token} sees no key"),
+            None => Ok(()),
+        },
+        None => Ok(()),
     }
 }
 

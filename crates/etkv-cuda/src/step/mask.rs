@@ -9,6 +9,8 @@ use crate::step::launch::TILE;
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct KeyMask {
     n_tokens: usize,
+    /// The first token that sees no key.
+    blind: Option<usize>,
     /// One past the last key that is seen.
     end: usize,
     /// Of each tile its number, and a bit for each of its keys and each token, the first key the lowest.
@@ -23,6 +25,8 @@ impl KeyMask {
     {
         let n_tokens = runs.len();
         let each = || runs.clone().flatten().filter(|run| !run.is_empty());
+        let sees_none = |runs: R| runs.into_iter().all(|run| run.is_empty());
+        let blind = runs.clone().position(sees_none);
         let end = each().map(|run| run.end).max().unwrap_or(0);
         // Where each tile is in the list, once all are known.
         let mut places = vec![usize::MAX; end.div_ceil(TILE)];
@@ -45,11 +49,16 @@ impl KeyMask {
                 }
             }
         }
-        Self { n_tokens, end, numbers }
+        Self { n_tokens, blind, end, numbers }
     }
 
     pub(crate) fn n_tokens(&self) -> usize {
         self.n_tokens
+    }
+
+    /// Returns the first token that sees no key.
+    pub(crate) fn blind(&self) -> Option<usize> {
+        self.blind
     }
 
     /// Returns one past the last key that is seen.
@@ -89,6 +98,7 @@ mod tests {
         let runs = [vec![0..3, 200..201], vec![63..65, 5..5], vec![], vec![192..256, 1..2]];
         let mask = KeyMask::of(runs.iter().cloned());
         assert_eq!((mask.n_tokens(), mask.end(), mask.n_tiles()), (4, 256, 3));
+        assert_eq!(mask.blind(), Some(2));
         assert_eq!(mask.numbers().iter().step_by(5).collect::<Vec<_>>(), [&0, &1, &3]);
         for (token, runs) in runs.iter().enumerate() {
             for key in 0..300 {

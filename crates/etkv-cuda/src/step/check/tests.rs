@@ -177,6 +177,11 @@ fn buffers_that_do_not_fit_are_refused() {
     assert_eq!(text, "launch 2: buffer 2 is read before it is written");
     assert!(refused(|plan| plan.logits.as_mut().unwrap().rows = 2).contains("expected 2000"));
     assert!(refused(|plan| product(plan, 1).gate = Some(Gate::Silu)).contains("no gate"));
+    let text = refused(|plan| {
+        plan.masked = true;
+        plan.launches.truncate(1);
+    });
+    assert_eq!(text, "a mask without attention");
 }
 
 #[test]
@@ -216,6 +221,7 @@ fn masks_that_do_not_fit_are_refused() {
     assert_eq!(refused(Some(&mask(&[7, 8])), false), "a mask for a plan that takes none");
     assert_eq!(refused(Some(&mask(&[7])), true), "a mask of 1 tokens, expected 2");
     assert_eq!(refused(Some(&mask(&[9, 8])), true), "a mask that sees key 8 of 8");
+    assert_eq!(refused(Some(&mask(&[7, 0])), true), "token 1 sees no key");
     let (ids, slots) = (&[1, 2], &[0, 1]);
     let mask = mask(&[7, 8]);
     let step = StepInputs { ids, positions: &[0, 1], slots, n_keys: 8, mask: Some(&mask) };
