@@ -82,3 +82,121 @@ fn candidates_see_those_that_lead_to_them() {
     assert_eq!(rows.slots[..], [2, 3, 4, 5]);
     assert_eq!(seen(&rows), [vec![0, 1, 2], vec![0, 1, 3], vec![0, 1, 2, 4], vec![0, 1, 3, 5]]);
 }
+
+/// Returns numbers below a limit, one after the other.
+fn numbers(mut state: u64) -> impl FnMut(usize) -> usize {
+    move |below| {
+        // A step of xorshift64.
+        state ^= state << 13;
+        state ^= state >> 7;
+        state ^= state << 17;
+        (state >> 33) as usize % below
+    }
+}
+
+/// What a slot holds: a position, and the sequences that it belongs to.
+#[derive(Clone, Default)]
+struct Held {
+    position: i32,
+    sequences: Vec<i32>,
+}
+
+const SEQUENCES: i32 = 5;
+
+/// A cache, and what its slots hold by the steps that were placed.
+struct Sequences {
+    cells: CellsCache,
+    held: Vec<Held>,
+}
+
+impl Sequences {
+    fn next(&self, sequence: i32) -> i32 {
+        self.cells.seq_next(sequence).unwrap()
+    }
+
+    fn remove(&mut self, sequence: i32, from: i32) {
+        self.cells.seq_rm(sequence, from..i32::MAX).unwrap();
+        for cell in self.held.iter_mut().filter(|cell| cell.position >= from) {
+            cell.sequences.retain(|&other| other != sequence);
+        }
+    }
+
+    fn fork(&mut self, source: i32, target: i32) {
+        self.cells.seq_cp(source, target, 0..i32::MAX).unwrap();
+        for cell in self.held.iter_mut().filter(|cell| cell.sequences.contains(&source)) {
+            cell.sequences.push(target);
+        }
+    }
+
+    /// Runs a token of each of these sequences. Returns its rows, and the keys that each token should see.
+    fn step(&mut self, sequences: &[i32]) -> (Rows, Vec<Vec<usize>>) {
+        let mut next: Vec<i32> = (0..SEQUENCES).map(|sequence| self.next(sequence)).collect();
+        let mut position = |&sequence: &i32| {
+            next[sequence as usize] += 1;
+            next[sequence as usize] - 1
+        };
+        let positions: Vec<i32> = sequences.iter().map(&mut position).collect();
+        self.cells.begin_step(sequences).unwrap();
+        let rows = placed(&mut self.cells, &positions).unwrap();
+        for (t, &slot) in rows.slots.iter().enumerate() {
+            let cell = &mut self.held[slot as usize];
+            assert!(cell.sequences.is_empty(), "slot {slot} is in use");
+            *cell = Held { position: positions[t], sequences: vec![sequences[t]] };
+        }
+        let of = |t: usize| {
+            let sees = |&key: &usize| {
+                let Held { position, sequences: owners } = &self.held[key];
+                owners.contains(&sequences[t]) && *position <= positions[t]
+            };
+            (0..self.held.len()).filter(sees).collect()
+        };
+        let expected = (0..sequences.len()).map(of).collect();
+        (rows, expected)
+    }
+}
+
+/// The keys that each token sees where there is no mask.
+fn seen_without(rows: &Rows) -> Vec<Vec<usize>> {
+    let first = rows.n_keys - rows.slots.len();
+    let behind = (first..rows.n_keys).eq(rows.slots.iter().map(|&slot| slot as usize));
+    assert!(
+        behind,
+        "without a mask the kernels take the last keys for those of the step: {rows:?}"
+    );
+    (first..rows.n_keys).map(|own| (0..=own).collect()).collect()
+}
+
+#[test]
+fn tokens_see_what_their_sequences_hold() {
+    let mut number = numbers(0x2545_f491_4f6c_dd1d);
+    let mut kinds = [0; 3];
+    for _ in 0..60 {
+        let config = config();
+        let held = vec![Held::default(); config.capacity as usize];
+        let mut all = Sequences { cells: CellsCache::new(config).unwrap(), held };
+        for _ in 0..40 {
+            let [sequence, other] = [(); 2].map(|()| number(SEQUENCES as usize) as i32);
+            let n = 1 + number(6);
+            match number(8) {
+                0 => all.remove(sequence, number(12) as i32),
+                1 if other != sequence && all.next(other) == 0 => all.fork(sequence, other),
+                2.. if all.cells.can_extend(n as i32) => {
+                    let shared = number(3) > 0;
+                    let of = |t: i32| if shared { (sequence + t) % 3 } else { sequence };
+                    let sequences: Vec<i32> = (0..n as i32).map(of).collect();
+                    let (rows, expected) = all.step(&sequences);
+                    let found = match rows.mask {
+                        Some(_) => seen(&rows),
+                        None => seen_without(&rows),
+                    };
+                    assert_eq!(found, expected, "tokens of {sequences:?}: {rows:?}");
+                    let apart = rows.slots.windows(2).any(|pair| pair[1] != pair[0] + 1);
+                    kinds[usize::from(rows.mask.is_some()) + usize::from(apart)] += 1;
+                }
+                _ => {}
+            }
+        }
+    }
+    // Without a mask, with one, and with slots that lie apart.
+    assert!(kinds.iter().all(|&n| n > 20), "{kinds:?}");
+}
