@@ -61,6 +61,7 @@ MODELS = {
     "llama-3.2-1b": Packed("Llama-3.2-1B's shapes, bfloat16", "llama-3.2-1b"),
     "llama-3.2-1b-4w": Packed("Llama-3.2-1B's shapes, 4-bit", "llama-3.2-1b", "4w"),
     "smollm2-135m": Packed("SmolLM2-135M's shapes, bfloat16", "smollm2-135m"),
+    "smollm2-135m-4w": Packed("SmolLM2-135M's shapes, 4-bit", "smollm2-135m", "4w"),
     "tiny": Packed("a trial's shapes, bfloat16", "tiny"),
 }
 
