@@ -77,6 +77,7 @@ Result<int> run(const Options& options) {
   if (model.program().has_graph_cache()) {
     return run_with_graph_cache(model, options);
   }
+  RETURN_IF_ERROR(set_memory_budget(options.memory_budget_bytes));
   if (options.speculation.draft) {
     return run_with_draft(model, options);
   }

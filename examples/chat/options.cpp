@@ -13,6 +13,7 @@ namespace {
 struct Given {
   std::optional<int64_t> max_tokens;
   std::optional<int64_t> prefix_store_mib;
+  std::optional<int64_t> memory_budget_mib;
   double temperature = 0.0;
   double top_p = 1.0;
   double min_p = 0.0;
@@ -136,6 +137,14 @@ Arguments arguments_into(Given& given) {
       1,
       std::numeric_limits<int32_t>::max(),
       &given.prefix_store_mib);
+  arguments.integer(
+      "--memory-budget-mib",
+      "N",
+      "refuse what would make the cache hold more than so many\n"
+      "MiB; weights do not count",
+      1,
+      std::numeric_limits<int32_t>::max(),
+      &given.memory_budget_mib);
   arguments.flag(
       "--ids",
       "end with a line `ids: …` of the generated ids, the\n"
@@ -195,16 +204,19 @@ Result<Options> parse_options(int argc, const char* const* argv) {
   options.max_tokens = given.max_tokens.value_or(options.max_tokens);
   options.prefix_store_bytes =
       static_cast<uint64_t>(given.prefix_store_mib.value_or(4096)) << 20;
+  options.memory_budget_bytes =
+      static_cast<uint64_t>(given.memory_budget_mib.value_or(0)) << 20;
   options.sampling = sampling_of(given);
   return options;
 }
 
 Result<void> require_no_session(const Options& options) {
-  const char* given = options.session             ? "--session"
-                      : options.model.kv_format   ? "--kv-format"
-                      : options.speculation.draft ? "--draft"
-                      : options.prefix_store      ? "--prefix-store"
-                                                  : nullptr;
+  const char* given = options.session                   ? "--session"
+                      : options.model.kv_format         ? "--kv-format"
+                      : options.speculation.draft       ? "--draft"
+                      : options.prefix_store            ? "--prefix-store"
+                      : options.memory_budget_bytes > 0 ? "--memory-budget-mib"
+                                                        : nullptr;
   if (given == nullptr) {
     return {};
   }

@@ -25,6 +25,8 @@ struct Options {
   std::optional<std::string> prefix_store;
   /// The most bytes of its files.
   uint64_t prefix_store_bytes = 0;
+  /// The most bytes of all caches; 0 for any number.
+  uint64_t memory_budget_bytes = 0;
   bool ids = false;
   bool help = false;
   bool version = false;

@@ -1,5 +1,5 @@
 /*
- * Bytes of a cache's buffers.
+ * Bytes of caches' buffers, and their limit.
  * A part of etkv.h, whose conventions hold here.
  */
 #ifndef ETKV_MEMORY_H
@@ -7,6 +7,13 @@
 
 #include <stddef.h>
 #include <stdint.h>
+
+#include "etkv/error.h"
+#include "etkv/export.h"
+
+#ifdef __cplusplus
+extern "C" {
+#endif
 
 /** Bytes of one layer's buffers. */
 typedef struct etkv_layer_memory {
@@ -35,5 +42,41 @@ typedef struct etkv_memory {
   etkv_layer_memory* layers;
   size_t n_layers;
 } etkv_memory;
+
+/** Bytes of the buffers of all caches in this process, and their limit. */
+typedef struct etkv_memory_budget {
+  size_t struct_size;
+  /** The most bytes that they may hold, or 0 for no limit. */
+  uint64_t limit;
+  /**
+   * Bytes that they hold. While a step grows buffers, or a conversion replaces
+   * them, both the old and the new ones are held.
+   */
+  uint64_t held;
+  /** The most that they have held. */
+  uint64_t peak;
+  /** The caches that there are, empty ones too. */
+  size_t n_caches;
+} etkv_memory_budget;
+
+/**
+ * Limits the bytes of the buffers of all caches in this process, of every
+ * backend; 0 removes the limit, which is what a process begins with. A cache
+ * that allocates upfront, a step that grows buffers, a conversion and a load
+ * that would hold more fail with `ETKV_ERROR_BACKEND`, whose message has the
+ * bytes, and change nothing. Less than is held is no error: caches keep what
+ * they have, and grow no more until enough is free. Programs' weights and
+ * what MLX keeps for reuse do not count, nor do caches that the application
+ * implements.
+ */
+ETKV_API etkv_status etkv_memory_budget_set(uint64_t limit, etkv_error** error);
+
+/** Fills `budget`. The caller sets its `struct_size` first. */
+ETKV_API etkv_status
+etkv_memory_budget_read(etkv_memory_budget* budget, etkv_error** error);
+
+#ifdef __cplusplus
+} /* extern "C" */
+#endif
 
 #endif /* ETKV_MEMORY_H */

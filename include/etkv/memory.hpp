@@ -1,4 +1,4 @@
-// Bytes of a cache's buffers. A part of etkv.hpp.
+// Bytes of caches' buffers, and their limit. A part of etkv.hpp.
 #pragma once
 
 #include <cstddef>
@@ -53,5 +53,34 @@ Result<Memory> ask_memory(size_t n_layers, Call call) {
   return memory;
 }
 } // namespace detail
+
+/// Bytes of the buffers of all caches in this process, and their limit.
+struct MemoryBudget {
+  uint64_t limit = 0;  ///< the most that they may hold, or 0 for no limit
+  uint64_t held = 0;   ///< what they hold, while some are replaced both
+  uint64_t peak = 0;   ///< the most that they have held
+  size_t n_caches = 0; ///< the caches that there are, empty ones too
+};
+
+/// Limits the bytes of the buffers of all caches in this process; 0 removes the
+/// limit. What would hold more fails and changes nothing
+/// (`etkv_memory_budget_set`).
+inline Result<void> set_memory_budget(uint64_t limit) {
+  return detail::run(
+      [&](etkv_error** error) { return etkv_memory_budget_set(limit, error); });
+}
+
+/// Returns what all caches in this process hold, and their limit.
+inline Result<MemoryBudget> memory_budget() {
+  etkv_memory_budget raw{};
+  raw.struct_size = sizeof(raw);
+  if (auto filled = detail::run([&](etkv_error** error) {
+        return etkv_memory_budget_read(&raw, error);
+      });
+      !filled.ok()) {
+    return filled.error();
+  }
+  return MemoryBudget{raw.limit, raw.held, raw.peak, raw.n_caches};
+}
 
 } // namespace etkv

@@ -18,12 +18,15 @@ from etkv.cache import (
     Cache,
     LayerMemory,
     Memory,
+    MemoryBudget,
     SeqCache,
     TreeCache,
     estimate,
     estimate_shared,
     fingerprint,
+    memory_budget,
     row_bytes,
+    set_memory_budget,
 )
 from etkv.chat import Chat
 from etkv.config import CacheConfig, LayerConfig
@@ -65,6 +68,7 @@ __all__ = [
     "LayerConfig",
     "LayerMemory",
     "Memory",
+    "MemoryBudget",
     "ModelCacheParams",
     "NoCacheError",
     "PositionError",
@@ -90,10 +94,12 @@ __all__ = [
     "generate",
     "generate_tokens",
     "load",
+    "memory_budget",
     "read_kv_cache_metadata",
     "register_backend",
     "row_bytes",
     "set_log_level",
+    "set_memory_budget",
     "stream_generate",
     "write_kv_cache_metadata",
 ]

@@ -277,6 +277,39 @@ class TreeCache(SeqCache):
         return ask("etkv_tree_cache_len", "size_t", self._tree(), int32(sequence, "sequence"))
 
 
+@dataclass(frozen=True)
+class MemoryBudget:
+    """Bytes of the buffers of all caches in this process, and their limit."""
+
+    limit: int | None
+    """The most bytes that they may hold, if there is a limit."""
+    held: int
+    """Bytes that they hold: while a step grows buffers, or a conversion replaces them, the old and the new ones."""
+    peak: int
+    """The most that they have held."""
+    n_caches: int
+    """The caches that there are, empty ones too."""
+
+
+def set_memory_budget(limit: int | None) -> None:
+    """Limit the bytes of the buffers of all caches in this process, of every backend, or remove the limit (``None``).
+
+    A cache that allocates upfront, a step that grows buffers, a conversion and a load that would hold more raise
+    :class:`EtkvError` with the status ``BACKEND``, and change nothing. Less than is held is no error: caches keep what
+    they have, and grow no more until enough is free. Weights and what MLX keeps for reuse do not count.
+    """
+    if limit is not None and not 0 < limit < 2**64:
+        raise EtkvError(f"limit is {limit}, expected 1 to 2**64 - 1 bytes, or None")
+    call("etkv_memory_budget_set", limit or 0)
+
+
+def memory_budget() -> MemoryBudget:
+    """Return what all caches in this process hold, and their limit."""
+    budget = struct("etkv_memory_budget")
+    call("etkv_memory_budget_read", budget)
+    return MemoryBudget(budget.limit or None, budget.held, budget.peak, budget.n_caches)
+
+
 def estimate(config: CacheConfig, length: int) -> Memory:
     """Return the bytes that a ``contiguous`` cache of ``config`` holds once it has grown to ``length`` positions.
 

@@ -51,6 +51,13 @@ _Static_assert(sizeof(etkv_range) >= 8, "etkv_range");
 _Static_assert(offsetof(etkv_range, begin) == 0, "");
 _Static_assert(offsetof(etkv_range, end) == 4, "");
 
+_Static_assert(sizeof(etkv_memory_budget) >= 40, "etkv_memory_budget");
+_Static_assert(offsetof(etkv_memory_budget, struct_size) == 0, "");
+_Static_assert(offsetof(etkv_memory_budget, limit) == 8, "");
+_Static_assert(offsetof(etkv_memory_budget, held) == 16, "");
+_Static_assert(offsetof(etkv_memory_budget, peak) == 24, "");
+_Static_assert(offsetof(etkv_memory_budget, n_caches) == 32, "");
+
 _Static_assert(sizeof(etkv_mlx_memory) >= 32, "etkv_mlx_memory");
 _Static_assert(offsetof(etkv_mlx_memory, struct_size) == 0, "");
 _Static_assert(offsetof(etkv_mlx_memory, active) == 8, "");
@@ -341,6 +348,20 @@ static void struct_sizes(void) {
   CHECK(small.allocated == 7 && small.used == 8 && small.at_capacity == 9);
   etkv_cache_free(cache);
   etkv_session_free(session);
+
+  snprintf(words, sizeof(words), "expected %zu", sizeof(etkv_memory_budget));
+  etkv_memory_budget budget = {sizeof(budget) - 1, 7, 8, 9, 10};
+  CHECK_REFUSED(etkv_memory_budget_read(&budget, error), invalid, words);
+  CHECK_REFUSED(
+      etkv_memory_budget_read(NULL, error), invalid, "budget is NULL");
+  CHECK(budget.limit == 7 && budget.n_caches == 10);
+  budget.struct_size = sizeof(budget);
+  CHECK_INT(etkv_memory_budget_set(1 << 20, NULL), ETKV_OK);
+  CHECK_INT(etkv_memory_budget_read(&budget, NULL), ETKV_OK);
+  CHECK(budget.limit == 1 << 20 && budget.held <= budget.peak);
+  CHECK_INT(etkv_memory_budget_set(0, NULL), ETKV_OK);
+  CHECK_INT(etkv_memory_budget_read(&budget, NULL), ETKV_OK);
+  CHECK(budget.limit == 0);
 
   snprintf(words, sizeof(words), "expected %zu", sizeof(etkv_mlx_memory));
   etkv_mlx_memory mlx = {sizeof(mlx) - 1, 7, 8, 9};

@@ -241,6 +241,35 @@ void estimates() {
       estimate(config, 49), ETKV_ERROR_INVALID_ARGUMENT, "length is 49");
 }
 
+/// What would hold more than the budget is refused, and changes nothing.
+void budgets() {
+  Model model("llama-f32");
+  const auto config = make_config(model.params(), 48, "", 16);
+  const uint64_t first = must(estimate(config, 1)).allocated;
+  const uint64_t before = must(memory_budget()).held;
+  const Ids ids = text(24);
+  On<Cache> on([&](CacheConfig& own) { own = config; });
+  must(set_memory_budget(before + first));
+  on.model.at(0, slice(ids, 0, 8));
+  CHECK_INT(must(memory_budget()).held, before + first);
+  on.model.at(8, slice(ids, 8, 8));
+  const std::string message =
+      "the memory budget is " + std::to_string(before + first) + " bytes";
+  const auto full = must(on->memory());
+  CHECK_REFUSED(
+      on->convert("f32", "f32"), ETKV_ERROR_BACKEND, message.c_str());
+  // The 17th position takes 32 slots, and the 16 of before stay until they are
+  // copied.
+  must(set_memory_budget(before + 3 * first - 1));
+  CHECK(!on.model.step(slice(ids, 16, 8), run(16, 8)).ok());
+  CHECK(must(on->memory()) == full);
+  CHECK_INT(must(on->length()), 16);
+  must(set_memory_budget(before + 3 * first));
+  on.model.at(16, slice(ids, 16, 8));
+  CHECK_INT(must(memory_budget()).held, before + must(on->memory()).allocated);
+  must(set_memory_budget(0));
+}
+
 } // namespace
 } // namespace etkv::tests
 
@@ -253,6 +282,7 @@ int main() {
   what_is_missing_or_wrong();
   of_a_method();
   estimates();
+  budgets();
   CHECK_INT(etkv_live_handles(), 0);
   return check_report();
 }

@@ -150,6 +150,29 @@ def test_estimates_are_those_of_the_cache():
         etkv.estimate(small, 1001)
 
 
+def test_what_is_beyond_the_memory_budget_is_refused():
+    upfront = config(layers=(LayerConfig(2, 64),), capacity=1000, growth="upfront")
+    needed = etkv.estimate(upfront, 1000).allocated
+    before = etkv.memory_budget()
+    assert before.limit is None
+    try:
+        etkv.set_memory_budget(before.held + needed)
+        with DecodeSession(upfront):
+            found = etkv.memory_budget()
+            assert (found.held, found.n_caches) == (before.held + needed, before.n_caches + 1)
+            assert found.peak >= found.held
+            with pytest.raises(etkv.EtkvError, match=f"this one needs {needed} more") as refused:
+                DecodeSession(upfront)
+            assert refused.value.status == etkv.Status.BACKEND
+        with DecodeSession(upfront):
+            pass
+        with pytest.raises(etkv.EtkvError, match="limit is 0, expected 1 to"):
+            etkv.set_memory_budget(0)
+    finally:
+        etkv.set_memory_budget(None)
+    assert etkv.memory_budget().held == before.held
+
+
 @pytest.mark.parametrize("make", [SeqSession, TreeSession])
 def test_estimates_of_several_sequences_are_those_of_their_caches(make):
     windowed = config(layers=(LayerConfig(2, 64, window=8),), capacity=1000, max_step_tokens=4, growth="upfront")

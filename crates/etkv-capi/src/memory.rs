@@ -1,8 +1,9 @@
-//! `etkv_memory`: bytes of a cache's buffers.
+//! `etkv_memory`: bytes of a cache's buffers, and the limit of those of all caches.
 
-use etkv_core::{fail, Memory, Result};
+use etkv_core::{fail, BudgetReport, Memory, MemoryBudget, Result};
 
-use super::boundary::{out, read_struct};
+use super::boundary::{boundary, out, read_struct};
+use super::error::etkv_error;
 
 /// Bytes of one layer's buffers; see the header.
 #[allow(non_camel_case_types)]
@@ -79,4 +80,53 @@ pub(super) unsafe fn fill_memory(
     // SAFETY: the caller says so.
     unsafe { memory.write(filled) };
     Ok(())
+}
+
+/// Bytes of all caches' buffers, and their limit; see the header.
+#[allow(non_camel_case_types)]
+#[repr(C)]
+#[derive(Clone, Copy)]
+pub struct etkv_memory_budget {
+    struct_size: usize,
+    limit: u64,
+    held: u64,
+    peak: u64,
+    n_caches: usize,
+}
+
+/// Limits the bytes of all caches' buffers; 0 removes the limit.
+///
+/// # Safety
+/// Pointers are NULL or as the header says.
+#[no_mangle]
+pub unsafe extern "C" fn etkv_memory_budget_set(limit: u64, error: *mut *mut etkv_error) -> i32 {
+    // SAFETY: the caller says so.
+    unsafe {
+        boundary(error, || {
+            MemoryBudget::global().set_limit((limit > 0).then_some(limit));
+            Ok(())
+        })
+    }
+}
+
+/// Fills `budget`.
+///
+/// # Safety
+/// Pointers are NULL or as the header says.
+#[no_mangle]
+pub unsafe extern "C" fn etkv_memory_budget_read(
+    budget: *mut etkv_memory_budget,
+    error: *mut *mut etkv_error,
+) -> i32 {
+    // SAFETY: the caller says so.
+    unsafe {
+        boundary(error, || {
+            let target = out(budget, "budget")?;
+            let budget = read_struct(target, "budget")?;
+            let BudgetReport { limit, held, peak, caches, .. } = MemoryBudget::global().report();
+            let (limit, n_caches) = (limit.unwrap_or(0), caches);
+            target.write(etkv_memory_budget { limit, held, peak, n_caches, ..budget });
+            Ok(())
+        })
+    }
 }

@@ -27,6 +27,7 @@
 #![forbid(unsafe_code)]
 
 pub mod bookkeeping;
+pub mod budget;
 mod cache;
 pub mod config;
 pub mod error;
@@ -44,6 +45,7 @@ mod step;
 mod store;
 mod watch;
 
+pub use budget::{BudgetReport, MemoryBudget};
 pub use cache::{AttendCache, Cache, CellsCache, ContiguousCache, SeqCache, TreeCache};
 pub use config::{CacheConfig, LayerConfig, LayerPolicy};
 pub use error::{Error, Result, Status};

@@ -74,7 +74,8 @@ impl<S: Store> CellsCache<S> {
         self.storage.check()?;
         self.storage.check_floats(positions.len(), self.book.length(), self.counted())?;
         self.book.plan(positions)?;
-        if let Err(error) = self.storage.begin_appending() {
+        let reserved = self.storage.reserve_for(self.book.plans());
+        if let Err(error) = reserved.and_then(|()| self.storage.begin_appending()) {
             self.book.abort();
             return Err(error);
         }

@@ -63,6 +63,7 @@ impl<S: Store> ContiguousCache<S> {
         for group in self.book.groups(plan) {
             self.plans.push(group?);
         }
+        self.storage.reserve_for(&self.plans)?;
         if plan.displaced().is_empty() {
             self.storage.begin_appending()
         } else {

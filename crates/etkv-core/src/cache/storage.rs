@@ -9,6 +9,7 @@ use tracing::span::EnteredSpan;
 use tracing::{debug, debug_span, enabled, error, info, trace, warn, Level, Span};
 
 use crate::bookkeeping::{LayerGroupPlan, MaskPlan, Move, Slots, Window};
+use crate::budget::Share;
 use crate::config::{slot_bytes, CacheConfig, LayerConfig, LayerPolicy};
 use crate::error::{fail, Error, Result, Status};
 use crate::format::KvFormat;
@@ -36,6 +37,10 @@ pub struct Storage<S: Store> {
     /// The layer group of each layer.
     groups: Vec<usize>,
     store: S,
+    /// What the store holds of the process's memory budget.
+    share: Share,
+    /// Whether buffers may have grown since that was settled.
+    unsettled: bool,
     /// The progress of the open step in each layer; empty without one.
     done: Vec<Progress>,
     /// The masks of the open step, made when a layer first needs them.
@@ -84,6 +89,8 @@ impl<S: Store> Storage<S> {
             policies,
             groups,
             store,
+            share: Share::default(),
+            unsettled: false,
             done: Vec::new(),
             masks,
             saved: None,
@@ -100,10 +107,73 @@ impl<S: Store> Storage<S> {
         if self.config.growth != Growth::Upfront {
             return Ok(());
         }
+        self.reserve(|storage, group| storage.allocated(group, 0))?;
         for layer in 0..self.groups.len() {
             self.grow(layer, self.allocated(self.groups[layer], 0))?;
         }
+        self.settle();
         Ok(())
+    }
+
+    /// Takes what growth to so many slots of each layer group needs from the memory budget. The buffers that
+    /// it replaces are held until [`settle`](Self::settle).
+    fn reserve(&mut self, slots: impl Fn(&Self, usize) -> i32) -> Result<()> {
+        let bytes = self.groups.iter().enumerate().fold(0, |bytes: u64, (layer, &group)| {
+            let slots = slots(self, group);
+            let of = |(extent, slot): (Extent, u64)| {
+                if extent.slots < slots {
+                    slots as u64 * slot
+                } else {
+                    0
+                }
+            };
+            bytes.saturating_add(self.buffers(layer).into_iter().map(of).sum())
+        });
+        self.reserve_bytes(bytes)
+    }
+
+    fn reserve_bytes(&mut self, bytes: u64) -> Result<()> {
+        self.unsettled |= bytes > 0;
+        self.share.reserve(bytes)
+    }
+
+    /// Gives back to the memory budget what replaced buffers held.
+    fn settle(&mut self) {
+        if std::mem::take(&mut self.unsettled) {
+            let of = |(extent, slot): (Extent, u64)| extent.slots.max(0) as u64 * slot;
+            let layers = 0..self.groups.len();
+            let held = layers.flat_map(|layer| self.buffers(layer)).map(of);
+            self.share.settle(held.fold(0, u64::saturating_add));
+        }
+    }
+
+    /// Returns the keys' and the values' buffers of a layer, and the bytes of a slot in each.
+    fn buffers(&self, layer: usize) -> [(Extent, u64); 2] {
+        let [k, v] = self.store.extents(layer);
+        let [k_slot, v_slot] = self.slot_bytes(layer, [k.format, v.format]);
+        [(k, k_slot), (v, v_slot)]
+    }
+
+    /// Returns the bytes of a slot of a layer's keys and values in these formats.
+    fn slot_bytes(&self, layer: usize, [k, v]: [KvFormat; 2]) -> [u64; 2] {
+        let layer = &self.config.layers[layer];
+        [slot_bytes(layer, k, layer.k_head_dim), slot_bytes(layer, v, layer.v_head_dim)]
+    }
+
+    /// Takes what other buffers of these formats and slots need, while those that there are stay.
+    fn reserve_others(&mut self, formats: [KvFormat; 2], slots: &[i32]) -> Result<()> {
+        let bytes = slots.iter().enumerate().fold(0, |bytes: u64, (layer, &slots)| {
+            let made = self.slot_bytes(layer, formats).into_iter().zip(formats);
+            let of = |((slot, format), (extent, _)): ((u64, KvFormat), (Extent, u64))| {
+                if (extent.format, extent.slots) == (format, slots) {
+                    0
+                } else {
+                    slots as u64 * slot
+                }
+            };
+            bytes.saturating_add(made.zip(self.buffers(layer)).map(of).sum())
+        });
+        self.reserve_bytes(bytes)
     }
 
     pub fn config(&self) -> &CacheConfig {
@@ -166,6 +236,13 @@ impl<S: Store> Storage<S> {
         self.awaits && self.config.quantized_kv_start.is_some_and(|tokens| length >= tokens)
     }
 
+    /// Takes what a step with these plans of the layer groups needs from the memory budget.
+    pub fn reserve_for(&mut self, plans: &[LayerGroupPlan]) -> Result<()> {
+        self.reserve(|storage, group| {
+            plans.get(group).map_or(0, |plan| storage.allocated(group, plan.needed()))
+        })
+    }
+
     /// Opens a step. An abort restores the rows in `displaced`, which are slots of each layer
     /// group.
     pub fn begin(&mut self, displaced: impl Fn(usize) -> Slots) -> Result<()> {
@@ -182,7 +259,7 @@ impl<S: Store> Storage<S> {
     }
 
     fn open(&mut self, displaced: &[(usize, Slots)]) -> Result<()> {
-        self.saved = Some(self.store.begin(displaced)?);
+        self.saved = Some(self.store.begin(displaced).inspect_err(|_| self.settle())?);
         self.done.clear();
         self.done.resize(self.groups.len(), Progress::Waiting);
         Ok(())
@@ -505,6 +582,7 @@ impl<S: Store> Storage<S> {
         self.done.clear();
         self.saved = None;
         self.masks.iter_mut().for_each(|mask| *mask = None);
+        self.settle();
     }
 
     /// Moves rows, one buffer at a time. If that fails, the cache is poisoned.
@@ -520,6 +598,10 @@ impl<S: Store> Storage<S> {
         )
         .entered();
         let moved = self.try_apply(moves);
+        // Rows that move apart may need more slots, which are few. They are counted, and not refused: a
+        // sequence that has moved by half is lost.
+        self.unsettled = true;
+        self.settle();
         if let Err(error) = &moved {
             self.poison(error.clone());
         }
@@ -548,14 +630,22 @@ impl<S: Store> Storage<S> {
             k_format.check(layer.k_head_dim).map_err(at("keys"))?;
             v_format.check(layer.v_head_dim).map_err(at("values"))?;
         }
-        for layer in 0..self.groups.len() {
-            self.store.convert(layer, [k_format, v_format])?;
-        }
-        self.formats = [k_format, v_format];
+        let formats = [k_format, v_format];
+        let converted = self.convert_layers(formats);
+        self.settle();
+        converted?;
+        self.formats = formats;
         info!(target: TARGET, k_format = %k_format, v_format = %v_format, "the cache is converted");
         // An explicit conversion is not undone later.
         self.awaits = false;
         Ok(())
+    }
+
+    fn convert_layers(&mut self, formats: [KvFormat; 2]) -> Result<()> {
+        let layers = 0..self.groups.len();
+        let slots = |layer| self.store.extents(layer)[0].slots;
+        self.reserve_others(formats, &layers.clone().map(slots).collect::<Vec<i32>>())?;
+        layers.into_iter().try_for_each(|layer| self.store.convert(layer, formats))
     }
 
     /// Empties the store; frees its buffers, or keeps them. Freed buffers are allocated again with
@@ -568,16 +658,20 @@ impl<S: Store> Storage<S> {
         if self.poisoned.is_some() {
             // Buffers with unfinished work are useless, and hold memory that the new ones may need.
             self.store.release();
+            self.unsettled = true;
+            self.settle();
         }
         let formats = self.config.formats_at(0);
-        if release {
-            self.store.clear(formats, &vec![0; self.groups.len()])?;
+        let slots = |&group: &usize| if release { 0 } else { self.allocated(group, 0) };
+        let slots: Vec<i32> = self.groups.iter().map(slots).collect();
+        self.reserve_others(formats, &slots)?;
+        let cleared = self.store.clear(formats, &slots);
+        if release && cleared.is_ok() {
             self.store.release();
-        } else {
-            let slots = |&group: &usize| self.allocated(group, 0);
-            let slots: Vec<i32> = self.groups.iter().map(slots).collect();
-            self.store.clear(formats, &slots)?;
         }
+        self.unsettled = true;
+        self.settle();
+        cleared?;
         self.formats = formats;
         self.awaits = self.config.quantized_kv_start.is_some();
         self.poisoned = None;

@@ -73,9 +73,10 @@ impl<S: Store> Storage<S> {
         let (target, awaits) = (*target, *awaits);
         let config: CacheConfig = self.config.clone();
         let mut made = Self::without_slots(config, self.shared, snapshot.formats)?;
+        let needed = |made: &Self, group: usize| made.allocated(group, held[group].end());
+        made.reserve(needed)?;
         for (layer, &group) in self.groups.iter().enumerate() {
-            let slots = made.allocated(group, held[group].end());
-            made.store.grow(layer, slots)?;
+            made.store.grow(layer, needed(&made, group))?;
         }
         let mut buffer = Vec::new();
         for rows in made.planes(snapshot.formats, held) {
@@ -86,10 +87,9 @@ impl<S: Store> Storage<S> {
             }
         }
         if target != snapshot.formats {
-            for layer in 0..made.groups.len() {
-                made.store.convert(layer, target)?;
-            }
+            made.convert_layers(target)?;
         }
+        made.settle();
         (made.formats, made.awaits) = (target, awaits);
         Ok(made)
     }

@@ -1,0 +1,183 @@
+//! Sessions that come, grow, convert and go under one memory budget. It is the process's, so this file is a
+//! process of its own, with one test.
+
+use etkv_core::{
+    AttendCache, CacheConfig, CellsCache, ContiguousCache, Growth, KvFormat, LayerPolicy,
+    MemoryBudget, Result, Status, Step,
+};
+use etkv_tests::backend::Backend;
+use etkv_tests::on_cpu::OnCpu;
+use etkv_tests::oracle::{assert_close, attention, random_rows, Rows};
+use etkv_tests::vec_store::OnVec;
+use etkv_tests::{for_seeds, runs, Rng};
+
+const HEADS: usize = 2;
+const DIM: usize = 32;
+const SCALE: f32 = 0.3;
+
+struct Session<B: Backend> {
+    cache: Box<dyn AttendCache<Store = B::Store>>,
+    /// What each layer has at each position. Both have the same.
+    keys: Rows,
+    values: Rows,
+    /// Whether the oracle computes what is attended to: full history that was never rounded.
+    is_exact: bool,
+}
+
+impl<B: Backend> Session<B> {
+    fn make(rng: &mut Rng) -> Result<Self> {
+        let mut config = CacheConfig::uniform(2, HEADS as i32, DIM as i32, 200);
+        config.growth = rng.pick(&[
+            Growth::Doubling { first: 16 },
+            Growth::Step { step: 10 },
+            Growth::Exact,
+            Growth::Upfront,
+        ]);
+        config.max_step_tokens = 40;
+        let has_windows = rng.chance(0.3);
+        if has_windows {
+            config.layers[1].policy = LayerPolicy::Window { window: 20, sinks: 2 };
+        }
+        let format = rng.pick(&[KvFormat::F32, KvFormat::F32, KvFormat::Bf16]);
+        let config = config.stored_as(format);
+        let cache: Box<dyn AttendCache<Store = B::Store>> = match rng.below(3) {
+            0 => Box::new(CellsCache::<B::Store>::new(config)?),
+            1 => Box::new(CellsCache::<B::Store>::with_trees(config)?),
+            _ => Box::new(ContiguousCache::<B::Store>::new(config)?),
+        };
+        let is_exact = !has_windows && format == KvFormat::F32;
+        Ok(Self { cache, keys: Rows::new(), values: Rows::new(), is_exact })
+    }
+
+    fn change(&mut self, rng: &mut Rng) -> Result<()> {
+        match rng.below(12) {
+            0 => {
+                let length = rng.below(self.keys.len() + 1);
+                if self.cache.rewind(length as i32).is_ok() {
+                    self.keys.truncate(length);
+                    self.values.truncate(length);
+                }
+                Ok(())
+            }
+            1 => {
+                self.cache.clear(rng.chance(0.5))?;
+                self.keys.clear();
+                self.values.clear();
+                Ok(())
+            }
+            2 => {
+                let format = rng.pick(&[KvFormat::F16, KvFormat::F32, KvFormat::Mxfp8]);
+                self.cache.convert(format, format)?;
+                self.is_exact = false;
+                Ok(())
+            }
+            _ => self.append(rng),
+        }
+    }
+
+    fn append(&mut self, rng: &mut Rng) -> Result<()> {
+        let n = 1 + rng.below(40);
+        let first = self.keys.len();
+        if !self.cache.can_extend(n as i32) {
+            return Ok(());
+        }
+        let [keys, values, queries] = [(); 3].map(|()| random_rows(rng, n, HEADS, DIM));
+        let positions: Vec<i32> = (first as i32..).take(n).collect();
+        let committed = B::run(|| -> Result<Rows> {
+            let [k, v, q] = [&keys, &values, &queries].map(|rows| B::tensor(rows));
+            let mut step = Step::begin(&mut *self.cache, &positions)?;
+            let mut attended = Rows::new();
+            for layer in 0..2 {
+                let spec = step.update_and_fetch(layer, &k, &v)?;
+                attended = B::rows(&B::attend(&q, &spec, SCALE)?);
+            }
+            step.commit(&[])?;
+            Ok(attended)
+        });
+        let attended = committed?;
+        self.keys.extend(keys);
+        self.values.extend(values);
+        for (t, (query, found)) in queries.iter().zip(&attended).enumerate() {
+            if self.is_exact {
+                let seen = first + t + 1;
+                let expected = attention(query, &self.keys[..seen], &self.values[..seen], SCALE);
+                assert_close(found, &expected, 1e-4);
+            }
+        }
+        Ok(())
+    }
+
+    fn allocated(&self) -> u64 {
+        self.cache.memory().allocated
+    }
+}
+
+/// Refused for the budget, or for memory that is lacking: nothing else may fail.
+fn is_refusal(error: &etkv_core::Error) -> bool {
+    assert_eq!(error.status(), Status::Backend, "{error}");
+    assert!(error.message().contains("the memory budget is"), "{error}");
+    true
+}
+
+/// Returns how often the budget refused something, and how often it did not.
+fn sessions_come_and_go<B: Backend>(rng: &mut Rng) -> [usize; 2] {
+    let budget = MemoryBudget::global();
+    assert_eq!((budget.report().held, budget.report().caches), (0, 0));
+    let limit = 20_000 + rng.below(400_000) as u64;
+    budget.set_limit(Some(limit));
+    let mut sessions: Vec<Session<B>> = Vec::new();
+    let mut refused = [0; 2];
+    for _ in 0..60 {
+        let before = budget.report();
+        let found = match rng.below(10) {
+            0 | 1 => Session::make(rng).map(|session| sessions.push(session)),
+            2 if !sessions.is_empty() => {
+                drop(sessions.swap_remove(rng.below(sessions.len())));
+                Ok(())
+            }
+            _ if sessions.is_empty() => Ok(()),
+            _ => {
+                let at = rng.below(sessions.len());
+                let session = &mut sessions[at];
+                let (length, bytes) = (session.cache.length(), session.allocated());
+                let changed = session.change(rng);
+                if changed.is_err() {
+                    assert_eq!((session.cache.length(), session.allocated()), (length, bytes));
+                }
+                changed
+            }
+        };
+        let after = budget.report();
+        match &found {
+            Ok(()) => refused[1] += 1,
+            Err(error) => {
+                refused[0] += usize::from(is_refusal(error));
+                assert_eq!((after.held, after.caches), (before.held, before.caches));
+            }
+        }
+        let held: u64 = sessions.iter().map(Session::allocated).sum();
+        assert_eq!((after.held, after.caches), (held, sessions.len()));
+        assert!(after.held <= limit, "{after:?}");
+    }
+    drop(sessions);
+    assert_eq!((budget.report().held, budget.report().caches), (0, 0));
+    refused
+}
+
+#[test]
+fn caches_together_stay_within_the_budget() {
+    let counts = std::sync::Mutex::new([0; 2]);
+    for_seeds(200, |seed| {
+        let mut rng = Rng::new(seed);
+        let found = match seed % 2 {
+            0 => sessions_come_and_go::<OnVec>(&mut rng),
+            _ => sessions_come_and_go::<OnCpu>(&mut rng),
+        };
+        let mut counts = counts.lock().unwrap();
+        (0..2).for_each(|i| counts[i] += found[i]);
+    });
+    let counts = counts.into_inner().unwrap();
+    // A single seed may see no refusal.
+    let enough = runs(200) < 20 || counts.iter().all(|&n| n > 100);
+    assert!(enough || std::env::var_os("ETKV_SEED").is_some(), "refused, not refused: {counts:?}");
+}
