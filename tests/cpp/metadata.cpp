@@ -256,8 +256,7 @@ void budgets() {
   const std::string message =
       "the memory budget is " + std::to_string(before + first) + " bytes";
   const auto full = must(on->memory());
-  CHECK_REFUSED(
-      on->convert("f32", "f32"), ETKV_ERROR_BACKEND, message.c_str());
+  CHECK_REFUSED(on->convert("f32", "f32"), ETKV_ERROR_BACKEND, message.c_str());
   // The 17th position takes 32 slots, and the 16 of before stay until they are
   // copied.
   must(set_memory_budget(before + 3 * first - 1));
