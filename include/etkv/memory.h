@@ -53,7 +53,7 @@ typedef struct etkv_memory_budget {
    * them, both the old and the new ones are held.
    */
   uint64_t held;
-  /** The most that they have held. */
+  /** The most that they have held or reserved. */
   uint64_t peak;
   /** The caches that there are, empty ones too. */
   size_t n_caches;

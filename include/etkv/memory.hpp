@@ -58,7 +58,7 @@ Result<Memory> ask_memory(size_t n_layers, Call call) {
 struct MemoryBudget {
   uint64_t limit = 0;  ///< the most that they may hold, or 0 for no limit
   uint64_t held = 0;   ///< what they hold, while some are replaced both
-  uint64_t peak = 0;   ///< the most that they have held
+  uint64_t peak = 0;   ///< the most that they have held or reserved
   size_t n_caches = 0; ///< the caches that there are, empty ones too
 };
 

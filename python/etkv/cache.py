@@ -286,7 +286,7 @@ class MemoryBudget:
     held: int
     """Bytes that they hold: while a step grows buffers, or a conversion replaces them, the old and the new ones."""
     peak: int
-    """The most that they have held."""
+    """The most that they have held or reserved."""
     n_caches: int
     """The caches that there are, empty ones too."""
 

@@ -30,7 +30,7 @@ pub struct BudgetReport {
     pub limit: Option<u64>,
     /// What they hold now. While a step or a conversion replaces buffers, both are held.
     pub held: u64,
-    /// The most that they have held.
+    /// The most that they have held or reserved.
     pub peak: u64,
     /// The caches that there are, empty ones too.
     pub caches: usize,
@@ -94,7 +94,7 @@ impl Share {
             fail!(
                 Backend,
                 "the memory budget is {limit} bytes, caches hold {all}, and this one needs {bytes} more; \
-                 clear or free one, or raise the budget"
+                 free one, clear one with `release`, or raise the budget"
             );
         }
         state.held = held;
@@ -142,8 +142,8 @@ mod tests {
         let error = a.reserve(1).unwrap_err();
         assert_eq!(
             error.to_string(),
-            "the memory budget is 300 bytes, caches hold 300, and this one needs 1 more; clear or free one, or \
-             raise the budget"
+            "the memory budget is 300 bytes, caches hold 300, and this one needs 1 more; free one, clear one \
+             with `release`, or raise the budget"
         );
         a.reserve(0).unwrap();
         // What grew has replaced what was there.

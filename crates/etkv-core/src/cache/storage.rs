@@ -598,8 +598,8 @@ impl<S: Store> Storage<S> {
         )
         .entered();
         let moved = self.try_apply(moves);
-        // Rows that move apart may need more slots, which are few. They are counted, and not refused: a
-        // sequence that has moved by half is lost.
+        // Rows may move to slots that were never used. Those are counted, and not refused: a sequence that
+        // has moved by half is lost.
         self.unsettled = true;
         self.settle();
         if let Err(error) = &moved {
