@@ -16,5 +16,5 @@ pub mod text;
 pub use step::{
     Address, Attend, Buffer, Captured, Device, Element, Embed, Error, Gate, Heads, KeyMask, Launch,
     Logits, Memory, Norm, Outputs, Packed, Plan, Pool, Product, Result, StepInputs, Weight,
-    MOST_TOKENS,
+    MOST_FEW, MOST_TOKENS,
 };

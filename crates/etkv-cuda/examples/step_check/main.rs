@@ -16,7 +16,7 @@ use std::path::PathBuf;
 use std::process::ExitCode;
 use std::time::Instant;
 
-use etkv_cuda::{Captured, Device, Element, KeyMask, Launch, Plan, StepInputs};
+use etkv_cuda::{Captured, Device, Element, KeyMask, Launch, Plan, StepInputs, MOST_FEW};
 
 use model::{rounded, to_bytes, to_numbers, Model, Packing, Random, Shape};
 use reference::Done;
@@ -126,7 +126,9 @@ fn check_shape(device: &Device, shape: Shape) -> Answer<bool> {
     let mut model = Model::new(device, shape, Some(Random(88_172_645_463_325_252)))?;
     fill_pools(&mut model, &mut random)?;
     let mut good = true;
-    for tokens in [1, 2, 5, 8, 16] {
+    // Packed weights, and heads of other sizes, take a few tokens only.
+    let is_many = |tokens: &usize| *tokens <= MOST_FEW || packing.is_none();
+    for tokens in [1, 2, 5, 8, 16, 24, 32, 41, 64].into_iter().filter(is_many) {
         let spread = model.plan(tokens, true, false);
         let mut kinds = Vec::new();
         for (what, plan) in [
@@ -167,6 +169,9 @@ fn check_shape(device: &Device, shape: Shape) -> Answer<bool> {
         }
         good &= is_within(&format!("T {tokens}"), &largest, limit);
         good &= check_masks(device, &model, tokens, limit, &mut random)?;
+        if tokens > MOST_FEW {
+            good &= check_padding(device, &model, tokens, limit, &mut random)?;
+        }
     }
     Ok(good)
 }
@@ -240,6 +245,39 @@ fn check_masks(
         }
     }
     Ok(is_within(&format!("T {tokens}, masks"), &largest, limit) && good)
+}
+
+/// Checks that a step of fewer tokens than its plan has their logits, and writes no other rows.
+fn check_padding(
+    device: &Device,
+    model: &Model,
+    tokens: usize,
+    limit: f64,
+    random: &mut Random,
+) -> Answer<bool> {
+    let plan = |tokens| Plan { masked: true, overlap: true, ..model.plan(tokens, true, false) };
+    let (n, before) = (tokens - 5, 700);
+    let (mut exact, mut padded) = (device.capture(&plan(n))?, device.capture(&plan(tokens))?);
+    let step = Tokens::new(n, before, true, random, model.shape);
+    let runs = (0..n).map(|t| [100..300, before + n - 1 - t..before + n - t]);
+    let (few, all) = (KeyMask::of(runs.clone()), KeyMask::padded(tokens, runs));
+    let inputs = step.inputs(before);
+    // SAFETY: the model outlives the graphs, and nothing else uses it.
+    let expected = unsafe { exact.run(&StepInputs { mask: Some(&few), ..inputs }) }?.logits.to_vec();
+    let pools = read_pools(model)?;
+    // SAFETY: likewise.
+    let found = unsafe { padded.run(&StepInputs { mask: Some(&all), ..inputs }) }?;
+    let near = are_near(&found.logits[..expected.len()], &expected, limit, model.shape.element);
+    let row = 2 * model.shape.head_dim;
+    let slot = |at: usize| at / row % model.shape.capacity;
+    let is_own = |at: usize| (before..before + n).contains(&slot(at));
+    let kept = read_pools(model)?.iter().zip(&pools).all(|(now, then)| {
+        now.iter().zip(then).enumerate().all(|(at, (x, y))| x == y || is_own(at))
+    });
+    if !(near && kept) {
+        say!("  FAIL {n} tokens of a plan of {tokens}: near {near}, other rows kept {kept}");
+    }
+    Ok(near && kept)
 }
 
 /// The tokens of a step.

@@ -15,9 +15,9 @@ const BYTES: usize = 540 << 20;
 /// Launches of a plan.
 const LEAST: usize = 4;
 const MOST: usize = 64;
-const TOKENS: [usize; 5] = [1, 2, 4, 8, 16];
+const TOKENS: [usize; 7] = [1, 2, 4, 8, 16, 32, 64];
 
-/// Prints the median microseconds of a launch for 1 to 16 tokens.
+/// Prints the median microseconds of a launch for 1 to 64 tokens.
 pub fn run(device: &Device, shape: Shape) -> Result<()> {
     let Shape { hidden, n_q, n_kv, head_dim, intermediate, vocabulary, .. } = shape;
     let weights = device.allocate(BYTES)?;

@@ -2,7 +2,7 @@
 
 use std::time::Instant;
 
-use etkv_cuda::{Device, Element, Logits, Plan, Result, StepInputs};
+use etkv_cuda::{Device, Element, Logits, Plan, Result, StepInputs, MOST_FEW};
 
 use crate::model::{Matrix, Model, Packing, Shape};
 use crate::say;
@@ -68,7 +68,7 @@ pub fn run(device: &Device) -> Result<()> {
             bytes / 1_000_000
         );
         if std::env::var_os("ETKV_QUICK").is_some() {
-            for tokens in [1, 2, 4, 8, 16] {
+            for tokens in tokens_of(shape) {
                 let mut text = String::new();
                 for keys in [16, 256, 2048] {
                     for copied in [true, false] {
@@ -83,7 +83,7 @@ pub fn run(device: &Device) -> Result<()> {
             continue;
         }
         say!("  T  keys | logits copied: apart overlap | chosen only: apart overlap | GB/s of weights");
-        for tokens in [1, 2, 4, 8, 16] {
+        for tokens in tokens_of(shape) {
             let mut graphs = Vec::new();
             for copied in [true, false] {
                 for overlap in [false, true] {
@@ -125,6 +125,12 @@ pub fn run(device: &Device) -> Result<()> {
         }
     }
     Ok(())
+}
+
+/// Returns numbers of tokens that steps of a shape may have.
+fn tokens_of(shape: Shape) -> impl Iterator<Item = usize> {
+    let takes = move |tokens: &usize| *tokens <= MOST_FEW || shape.packing.is_none();
+    [1, 2, 4, 8, 16, 32, 64].into_iter().filter(takes)
 }
 
 pub fn median(graph: &mut etkv_cuda::Captured, tokens: usize, keys: usize) -> Result<f64> {

@@ -326,9 +326,10 @@ struct FewRows {
   }
 
   // Writes two outputs of a head, which turn if they are among the first. Rounds where a function of its
-  // own would.
+  // own would. Keys and values of a row without a slot go nowhere.
   __device__ void end_pair(E* out, int r, int output, float sum, float other) const {
     int half = head_dim / 2;
+    if (pools.keys && pools.slots[r] < 0 && output / head_dim >= pools.queries) return;
     if (bias) {
       sum += static_cast<float>(bias[output * bias_step]);
       other += static_cast<float>(bias[(output + half) * bias_step]);

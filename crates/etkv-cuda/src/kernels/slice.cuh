@@ -331,9 +331,9 @@ struct Slice {
     for (int i = 0; i < 4; ++i) {
       float value = x[i] / whole;
       if (whole == 0) {
-        // Nothing is seen. MLX then weighs all keys alike.
+        // Nothing is seen. MLX then weighs all keys alike. A list has such queries only to fill up.
         value = 0;
-        for (int key = 0; key < sizes.keys; ++key) {
+        for (int key = 0; MASK != SEES_LISTED && key < sizes.keys; ++key) {
           value += static_cast<float>(v.at(head, key)[(column + i) * v.column]);
         }
         value /= static_cast<float>(sizes.keys);

@@ -2,7 +2,7 @@
 
 namespace etkv {
 
-constexpr int MOST_TOKENS = 16;
+constexpr int MOST_TOKENS = 64;
 
 struct Step {
   // One past the last row of the pools that is read, the step's own rows among them.
@@ -12,8 +12,9 @@ struct Step {
   int unused[2];
   int ids[MOST_TOKENS];
   int positions[MOST_TOKENS];
+  // Less than 0 for a token that only fills up.
   int slots[MOST_TOKENS];
 };
-static_assert(sizeof(Step) == 208, "as the host has it");
+static_assert(sizeof(Step) == 784, "as the host has it");
 
 }  // namespace etkv

@@ -40,10 +40,10 @@ unsafe impl Sync for Captured {}
 /// What a step gives the host.
 #[derive(Debug, Clone, Copy)]
 pub struct Outputs<'a> {
-    /// The logits, `[rows, vocabulary]` of the plan's elements, in their 2 bytes each. Empty if they are
+    /// The logits of all rows of the plan, `[rows, vocabulary]` of the plan's elements, in their 2 bytes each. Empty if they are
     /// not copied.
     pub logits: &'a [u8],
-    /// The place of the greatest logit of each row, the first of equals, or -1 if one is NaN or the
+    /// The place of the greatest logit of each row of the plan, the first of equals, or -1 if one is NaN or the
     /// greatest is infinite. Empty if none is chosen.
     pub chosen: &'a [i32],
 }
@@ -136,11 +136,13 @@ impl Captured {
             unused: [0; 2],
             ids: [0; MOST_TOKENS],
             positions: [0; MOST_TOKENS],
-            slots: [0; MOST_TOKENS],
+            // Tokens that the step does not have leave nothing in the pools.
+            slots: [-1; MOST_TOKENS],
         };
-        inputs.ids[..self.tokens].copy_from_slice(step.ids);
-        inputs.positions[..self.tokens].copy_from_slice(step.positions);
-        inputs.slots[..self.tokens].copy_from_slice(step.slots);
+        let n = step.ids.len();
+        inputs.ids[..n].copy_from_slice(step.ids);
+        inputs.positions[..n].copy_from_slice(step.positions);
+        inputs.slots[..n].copy_from_slice(step.slots);
         // SAFETY: the block has the bytes of a step, and is aligned to a page. No graph reads it: none is
         // started.
         unsafe { self.step.data().cast::<Step>().write(inputs) };

@@ -4,7 +4,7 @@ use crate::step::error::{fail, Result};
 use crate::step::mask::KeyMask;
 use crate::step::plan::{
     Address, Attend, Buffer, Embed, Heads, Launch, Logits, Packed, Plan, Pool, Product, Weight,
-    MOST_TOKENS,
+    MOST_FEW, MOST_TOKENS,
 };
 
 /// The most elements of a row, rows of a table, and keys: products of two stay within 64 bits, and
@@ -16,13 +16,15 @@ const MOST_HEADS: usize = 4096;
 /// Elements that a thread reads at a time, and outputs of a tile.
 const PIECE: usize = 8;
 const TILE: usize = 16;
+/// Outputs of a tile of many rows.
+const MOST_TILE: usize = 64;
 /// The bits of a packed weight's codes, and the codes of a group.
 const BITS: [usize; 2] = [4, 8];
 const GROUPS: [usize; 3] = [32, 64, 128];
 /// The elements of a head.
 const DIMS: std::ops::RangeInclusive<usize> = 32..=256;
 
-/// The inputs of a step of T tokens. The rows of keys and values that it writes are `slots`, and
+/// The inputs of a step of T tokens, or fewer with a mask. The rows of keys and values that it writes are `slots`, and
 /// those that it reads are the first `n_keys`.
 #[derive(Debug, Clone, Copy)]
 pub struct StepInputs<'a> {
@@ -35,7 +37,7 @@ pub struct StepInputs<'a> {
     pub slots: &'a [i32],
     /// One past the last row that is read, the step's rows among them: T to the capacity of the pools.
     pub n_keys: usize,
-    /// The keys that each token sees, if the plan is [masked](crate::Plan::masked).
+    /// The keys that each token of the plan sees, if it is [masked](crate::Plan::masked).
     pub mask: Option<&'a KeyMask>,
 }
 
@@ -86,14 +88,17 @@ pub(crate) fn check_step(
     capacity: usize,
     masked: bool,
 ) -> Result<()> {
-    let given = [("ids", step.ids), ("positions", step.positions), ("slots", step.slots)];
-    for (name, given) in given {
-        if given.len() != tokens {
-            fail!(Step, "{} {name}, expected {tokens}", given.len());
+    let n = step.ids.len();
+    if n != tokens && !(masked && (1..tokens).contains(&n)) {
+        fail!(Step, "{n} ids, expected {tokens}{}", if masked { " or fewer" } else { "" });
+    }
+    for (name, given) in [("positions", step.positions), ("slots", step.slots)] {
+        if given.len() != n {
+            fail!(Step, "{} {name}, expected {n}", given.len());
         }
     }
-    if !(tokens..=capacity).contains(&step.n_keys) {
-        fail!(Step, "{} keys, expected {tokens} to {capacity}", step.n_keys);
+    if !(n..=capacity).contains(&step.n_keys) {
+        fail!(Step, "{} keys, expected {n} to {capacity}", step.n_keys);
     }
     for (t, &slot) in step.slots.iter().enumerate() {
         if !usize::try_from(slot).is_ok_and(|slot| slot < capacity) {
@@ -112,7 +117,7 @@ pub(crate) fn check_step(
         Some(mask) if mask.end() > step.n_keys => {
             fail!(Step, "a mask that sees key {} of {}", mask.end() - 1, step.n_keys);
         }
-        Some(mask) => match mask.blind() {
+        Some(mask) => match mask.blind().filter(|&token| token < n) {
             Some(token) => fail!(Step, "token {token} sees no key"),
             None => Ok(()),
         },
@@ -184,6 +189,13 @@ impl Work<'_> {
     fn check_heads(&self, heads: &Heads, outputs: usize) -> Result<()> {
         let Heads { n_q, n_kv, head_dim, .. } = *heads;
         are_heads(n_q, n_kv, head_dim)?;
+        if self.plan.tokens > MOST_FEW && head_dim % MOST_TILE != 0 {
+            fail!(
+                Plan,
+                "heads of {head_dim} elements, expected a multiple of {MOST_TILE} for more than \
+                 {MOST_FEW} tokens"
+            );
+        }
         let expected = (n_q + 2 * n_kv) * head_dim;
         if outputs != expected {
             fail!(Plan, "{outputs} outputs, expected {expected} of {n_q}+2*{n_kv} heads");

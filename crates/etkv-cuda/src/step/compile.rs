@@ -16,12 +16,14 @@ use crate::text;
 // The texts that only steps need.
 const ONE_ROW: &str = include_str!("../kernels/one_row.cuh");
 const TILED_ROWS: &str = include_str!("../kernels/tiled_rows.cuh");
+const MANY_ROWS: &str = include_str!("../kernels/many_rows.cuh");
 const PACKED: &str = include_str!("../kernels/packed.cuh");
 const STEP: &str = include_str!("../kernels/step.cuh");
 const MERGE: &str = include_str!("../kernels/merge.cuh");
 const TOKENS: &str = include_str!("../kernels/tokens.cuh");
 const PRODUCT_WORK: &str = include_str!("../kernels/product_work.cuh");
 const PRODUCT_ENTRY: &str = include_str!("../kernels/product_entry.cuh");
+const MANY_ENTRY: &str = include_str!("../kernels/many_entry.cuh");
 const PACKED_ENTRY: &str = include_str!("../kernels/packed_entry.cuh");
 const ATTEND_ENTRY: &str = include_str!("../kernels/attend_entry.cuh");
 
@@ -37,8 +39,10 @@ pub(crate) struct Compiler {
 /// What is compiled together.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub(crate) enum Source {
-    /// All kernels but attention and those that read packed weights.
+    /// All kernels but attention, those that read packed weights, and those of many rows.
     Product(Element),
+    /// Kernels that multiply many rows.
+    Many(Element),
     /// Kernels that read packed weights of so many bits.
     Packed { element: Element, bits: usize },
     /// Attention over heads of so many elements, of which a block holds so many tiles at a time.
@@ -62,6 +66,18 @@ impl Source {
                     TOKENS,
                     PRODUCT_WORK,
                     PRODUCT_ENTRY,
+                ][..],
+            ),
+            Self::Many(element) => (
+                format!("{overlaps}using Element = {};\n", element.name()),
+                &[
+                    STEP,
+                    text::INSTRUCTIONS,
+                    text::TURN,
+                    text::FEW_ROWS,
+                    MANY_ROWS,
+                    PRODUCT_WORK,
+                    MANY_ENTRY,
                 ][..],
             ),
             Self::Packed { element, bits } => (

@@ -8,13 +8,14 @@ use crate::step::check::rows;
 use crate::step::compile::Source;
 use crate::step::driver::{Kernel, Stream};
 use crate::step::error::{check, fail, Result};
-use crate::step::plan::{Address, Attend, Plan, Product, Weight, MOST_TOKENS};
+use crate::step::plan::{Address, Attend, Plan, Product, Weight, MOST_FEW, MOST_TOKENS};
 
 /// Threads of a block, as in the kernels.
 pub(crate) const PRODUCT_THREADS: usize = 256;
 pub(crate) const ATTEND_THREADS: usize = 128;
 pub(crate) const EMBED_THREADS: usize = 128;
 pub(crate) const CHOOSE_THREADS: usize = 1024;
+pub(crate) const NORMALIZE_THREADS: usize = 256;
 
 /// Outputs of a tile of a product, as in the kernel.
 const OUTPUTS: usize = 16;
@@ -38,6 +39,16 @@ const HELD_DEPTH: usize = 2;
 const OTHER_WIDE: usize = 64;
 const OTHER_DEPTH: usize = 3;
 const MOST_HELD: usize = TILED_WARPS * HELD_WIDE;
+
+/// What the kernel of many rows has: its warps, the rows of the weight in a tile, the elements of a row that a
+/// warp has at a time, the places of its ring, and the columns whose sums are added at a time.
+const MANY_WARPS: usize = 4;
+const MANY_TILE: usize = 64;
+const MANY_WIDE: usize = 64;
+const MANY_DEPTH: usize = 3;
+const MANY_SUMMED: usize = 16;
+/// The most blocks that share a tile. Each leaves sums that are read again.
+const MOST_SPLITS: usize = 8;
 
 /// Keys that attention reads at a time, rows of a warp, and the most slices, as in the kernel.
 pub(crate) const TILE: usize = 64;
@@ -119,6 +130,17 @@ pub(crate) struct PackedWork {
     pub(crate) unused: i32,
 }
 
+/// The argument of a product of many rows.
+#[repr(C)]
+#[derive(Debug, Clone, Copy, Default)]
+pub(crate) struct ManyWork {
+    pub(crate) product: ProductWork,
+    pub(crate) sums: u64,
+    pub(crate) counts: u64,
+    pub(crate) splits: i32,
+    pub(crate) unused: i32,
+}
+
 /// The argument of attention.
 #[repr(C)]
 #[derive(Debug, Clone, Copy, Default)]
@@ -140,9 +162,10 @@ pub(crate) struct AttendWork {
 }
 
 // The kernels' files have the same sizes.
-const _: () = assert!(size_of::<Step>() == 208);
+const _: () = assert!(size_of::<Step>() == 784);
 const _: () = assert!(size_of::<ProductWork>() == 144);
 const _: () = assert!(size_of::<PackedWork>() == 168);
+const _: () = assert!(size_of::<ManyWork>() == 168);
 const _: () = assert!(size_of::<AttendWork>() == 96);
 
 /// The kernels of products.
@@ -154,6 +177,8 @@ pub(crate) enum ProductKernel {
     Few,
     /// Rows in registers, and the weight in rings.
     Tiled,
+    /// More rows, in rings as well. So many blocks share each of the tiles.
+    Many { tiles: usize, splits: usize },
 }
 
 /// How a product is launched.
@@ -171,9 +196,13 @@ impl ProductShape {
     /// Returns the shape of a launch.
     ///
     /// # Errors
-    /// [`Error::Plan`](crate::Error::Plan) if rows that are normalized do not fit shared memory.
+    /// [`Error::Plan`](crate::Error::Plan) if rows that are normalized do not fit shared memory, or for more
+    /// rows than the kernels of a weight take.
     pub(crate) fn of(plan: &Plan, product: &Product, limits: Limits) -> Result<Self> {
         let n = rows(plan, product);
+        if n > MOST_FEW {
+            return Self::many(n, product, limits);
+        }
         if let Some(shape) = Self::tiled(n, product, limits) {
             return Ok(shape);
         }
@@ -225,6 +254,67 @@ impl ProductShape {
         let blocks = product.outputs.div_ceil(columns).min(limits.processors);
         Some(Self { kernel: ProductKernel::Tiled, blocks, threads: 32 * TILED_WARPS, shared })
     }
+}
+
+impl ProductShape {
+    /// Returns the shape of a launch of the kernel of many rows.
+    fn many(rows: usize, product: &Product, limits: Limits) -> Result<Self> {
+        match product.weight {
+            Weight::Plain(Address(address)) if address % 16 == 0 => {}
+            Weight::Plain(_) => fail!(Plan, "{rows} rows and a weight not at a multiple of 16 bytes"),
+            Weight::Packed(_) => {
+                fail!(Plan, "{rows} rows and a packed weight, which takes {MOST_FEW} or fewer");
+            }
+        }
+        let shared = many_shared(rows);
+        if shared > limits.block_shared {
+            fail!(Plan, "{rows} rows take {shared} bytes, the device has {}", limits.block_shared);
+        }
+        let is_paired = product.gate.is_some() || product.heads.is_some();
+        let columns = match product.heads {
+            // The outputs count both of a pair.
+            Some(_) => MANY_TILE,
+            None if is_paired => MANY_TILE / 2,
+            None => MANY_TILE,
+        };
+        let tiles = product.outputs.div_ceil(columns);
+        let splits = splits_of(tiles, product.inner, limits.processors);
+        let blocks = (tiles * splits).min(limits.processors);
+        let kernel = ProductKernel::Many { tiles, splits };
+        Ok(Self { kernel, blocks, threads: 32 * MANY_WARPS, shared })
+    }
+
+    /// Returns the floats that blocks which share tiles leave, and the numbers that count them.
+    pub(crate) fn scratch(&self, rows: usize) -> (usize, usize) {
+        match self.kernel {
+            ProductKernel::Many { tiles, splits } if splits > 1 => {
+                (tiles * splits * many_rows(rows) * MANY_TILE, tiles)
+            }
+            _ => (0, 0),
+        }
+    }
+}
+
+/// Returns how many blocks share a tile: as many as let all multiprocessors end soonest. What a block does at
+/// the end of a tile counts as a step of its inner axis, and to add up what others left as another.
+fn splits_of(tiles: usize, inner: usize, processors: usize) -> usize {
+    let steps = inner.div_ceil(MANY_WARPS * MANY_WIDE);
+    let time = |splits: &usize| {
+        let end = if *splits > 1 { 2 } else { 1 };
+        (tiles * splits).div_ceil(processors) * (steps.div_ceil(*splits) + end)
+    };
+    (1..=steps.min(MOST_SPLITS)).min_by_key(time).unwrap_or(1)
+}
+
+/// Returns the rows that the kernel of many rows multiplies.
+fn many_rows(rows: usize) -> usize {
+    rows.next_multiple_of(32)
+}
+
+/// Returns the bytes of shared memory that the kernel of many rows takes.
+fn many_shared(rows: usize) -> usize {
+    let rows = many_rows(rows);
+    MANY_WARPS * (2 * MANY_DEPTH * (MANY_TILE + rows) * MANY_WIDE + 4 * rows * MANY_SUMMED)
 }
 
 /// Returns the bytes of shared memory that the kernel with rings takes.

@@ -23,7 +23,16 @@ impl KeyMask {
     where
         R: IntoIterator<Item = Range<usize>>,
     {
-        let n_tokens = runs.len();
+        Self::padded(runs.len(), runs)
+    }
+
+    /// Returns the mask of a plan's tokens, of which a step has as many as there are runs, or fewer than the
+    /// plan. The others see no key.
+    pub fn padded<R>(n_tokens: usize, runs: impl ExactSizeIterator<Item = R> + Clone) -> Self
+    where
+        R: IntoIterator<Item = Range<usize>>,
+    {
+        let n_tokens = n_tokens.max(runs.len());
         let each = || runs.clone().flatten().filter(|run| !run.is_empty());
         let sees_none = |runs: R| runs.into_iter().all(|run| run.is_empty());
         let blind = runs.clone().position(sees_none);

@@ -1,7 +1,9 @@
 //! What a step computes: its launches, and what lies between them.
 
 /// Tokens of a step, at most.
-pub const MOST_TOKENS: usize = 16;
+pub const MOST_TOKENS: usize = 64;
+/// Rows that are multiplied by kernels for a few, which packed weights need.
+pub const MOST_FEW: usize = 16;
 
 /// The type of all weights that are not packed, of keys and values, and of what lies between launches.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
@@ -74,7 +76,7 @@ pub struct Plan {
     /// What runs, in this order.
     pub launches: Vec<Launch>,
     /// Whether each step has a [`KeyMask`](crate::KeyMask). Without one query t of T sees the rows of the pools
-    /// below `n_keys - T + t + 1`.
+    /// below `n_keys - T + t + 1`. A step with a mask may have fewer tokens than the plan.
     pub masked: bool,
     /// What the host gets.
     pub logits: Option<Logits>,
@@ -177,7 +179,7 @@ pub struct Heads {
     pub n_q: usize,
     /// Heads of keys, and of values.
     pub n_kv: usize,
-    /// The elements of a head: a multiple of 16, of 32 to 256.
+    /// The elements of a head: a multiple of 16, of 32 to 256; of 64 for more than [`MOST_FEW`] tokens.
     pub head_dim: usize,
     /// The periods of rotary embedding, `[head_dim / 2]`, float32: element j of a query or key turns
     /// together with `head_dim / 2 + j`, by `1 / periods[j]` a position. `None` if nothing turns.

@@ -9,7 +9,7 @@ use crate::step::device::Device;
 use crate::step::driver::{Kernel, Memory, Stream};
 use crate::step::error::{fail, Result};
 use crate::step::launch::{
-    self, int, or_null, AttendShape, AttendWork, PackedWork, ProductKernel, ProductShape,
+    self, int, or_null, AttendShape, AttendWork, ManyWork, PackedWork, ProductKernel, ProductShape,
     ProductWork, Step,
 };
 use crate::step::mask::most_numbers;
@@ -25,6 +25,8 @@ pub(crate) struct Work {
     product: Kernel,
     row: Kernel,
     tiled: Kernel,
+    /// Those of many rows, if the plan has such products.
+    many: Option<ManyKernels>,
     embed: Kernel,
     choose: Kernel,
     /// Those of packed weights, by the bits of a code.
@@ -40,6 +42,49 @@ pub(crate) struct Work {
     partial: Memory,
     _buffers: Memory,
     device: Device,
+}
+
+/// The kernels that multiply many rows, and the memory that they share.
+#[derive(Debug)]
+struct ManyKernels {
+    product: Kernel,
+    normalize: Kernel,
+    normalized: Memory,
+    sums: Memory,
+    counts: Memory,
+}
+
+impl ManyKernels {
+    /// Returns the kernels if the plan needs them.
+    fn of(device: &Device, plan: &Plan) -> Result<Option<Self>> {
+        let limits = device.0.limits;
+        let (mut shared, mut normalized, mut sums, mut counts) = (0, 0, 0, 0);
+        for launch in &plan.launches {
+            let Launch::Product(product) = launch else {
+                continue;
+            };
+            let n = rows(plan, product);
+            let shape = ProductShape::of(plan, product, limits)?;
+            if !matches!(shape.kernel, ProductKernel::Many { .. }) {
+                continue;
+            }
+            let (floats, numbers) = shape.scratch(n);
+            let elements = product.norm.map_or(0, |_| n * product.inner);
+            (shared, sums) = (shape.shared.max(shared), floats.max(sums));
+            (normalized, counts) = (elements.max(normalized), numbers.max(counts));
+        }
+        if shared == 0 {
+            return Ok(None);
+        }
+        let (source, context) = (Source::Many(plan.element), &device.0.context);
+        Ok(Some(Self {
+            product: device.kernel(source, c"etkv_many", shared)?,
+            normalize: device.kernel(source, c"etkv_normalize", 0)?,
+            normalized: Memory::new(context, 2 * normalized)?,
+            sums: Memory::new(context, 4 * sums)?,
+            counts: Memory::new(context, 4 * counts)?,
+        }))
+    }
 }
 
 /// The kernels that read packed weights of some number of bits.
@@ -117,6 +162,7 @@ impl Work {
             product: device.kernel(source, c"etkv_product", limits.product_shared())?,
             row: device.kernel(source, c"etkv_row", limits.product_shared())?,
             tiled: device.kernel(source, c"etkv_tiled", limits.block_shared)?,
+            many: ManyKernels::of(device, plan)?,
             embed: device.kernel(source, c"etkv_embed", 0)?,
             choose: device.kernel(source, c"etkv_choose", 0)?,
             packed: PackedKernels::of(device, plan)?,
@@ -276,6 +322,35 @@ impl Work {
             (Weight::Plain(_), ProductKernel::Row) => launch(&self.row, of(&work)),
             (Weight::Plain(_), ProductKernel::Few) => launch(&self.product, of(&work)),
             (Weight::Plain(_), ProductKernel::Tiled) => launch(&self.tiled, of(&work)),
+            (Weight::Plain(_), ProductKernel::Many { splits, .. }) => {
+                let Some(many) = &self.many else {
+                    fail!(Plan, "products of many rows have no kernels");
+                };
+                if product.norm.is_some() {
+                    let out = many.normalized.address().0;
+                    let arguments = &mut [of(&work), of(&out)];
+                    let (grid, threads) = ([rows(plan, product), 1, 1], launch::NORMALIZE_THREADS);
+                    // SAFETY: these are the kernel's arguments; the memory has so many rows.
+                    unsafe {
+                        let kernel = &many.normalize;
+                        launch::launch(stream, kernel, grid, threads, 0, arguments, overlaps)?;
+                    }
+                    (work.x, work.norm, work.normalizes) = (out, 0, 0);
+                }
+                let work = ManyWork {
+                    product: work,
+                    sums: many.sums.address().0,
+                    counts: many.counts.address().0,
+                    splits: int(splits),
+                    unused: 0,
+                };
+                let overlaps = overlaps || product.norm.is_some() && plan.overlap && self.device.0.overlaps;
+                let (threads, shared, arguments) = (shape.threads, shape.shared, &mut [of(&work)]);
+                // SAFETY: this is the kernel's argument; the plan's check has compared all sizes.
+                unsafe {
+                    launch::launch(stream, &many.product, grid, threads, shared, arguments, overlaps)
+                }
+            }
         }
     }
 

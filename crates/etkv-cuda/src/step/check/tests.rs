@@ -108,8 +108,8 @@ fn a_plan_that_can_be_is_taken() {
 
 #[test]
 fn sizes_that_kernels_do_not_take_are_refused() {
-    assert_eq!(refused(|plan| plan.tokens = 0), "0 tokens, expected 1 to 16");
-    assert_eq!(refused(|plan| plan.tokens = 17), "17 tokens, expected 1 to 16");
+    assert_eq!(refused(|plan| plan.tokens = 0), "0 tokens, expected 1 to 64");
+    assert_eq!(refused(|plan| plan.tokens = 65), "65 tokens, expected 1 to 64");
     assert!(refused(|plan| plan.attention_blocks = Some(0)).contains("0 blocks"));
     let text = refused(|plan| product(plan, 3).inner = 508);
     assert_eq!(text, "launch 3: rows of 508 elements, expected a multiple of 8");

@@ -27,13 +27,14 @@ fn all_kernels_compile_without_headers() {
                 attend(64, 2, true),
                 packed(4),
                 packed(8),
+                Source::Many(element),
                 attend(128, 2, false),
                 attend(256, 1, true),
             ];
             // All take a minute.
             let count = match (capability, element) {
-                (90, _) => 7,
-                (_, Element::Bf16) => 5,
+                (90, _) => 8,
+                (_, Element::Bf16) => 6,
                 _ => 0,
             };
             for source in &sources[..count] {

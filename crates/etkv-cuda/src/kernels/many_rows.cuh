@@ -1,0 +1,280 @@
+// Products of 17 to 64 rows with a weight, on tensor cores. Each warp has a share of the inner axis and a
+// ring of its own in shared memory, to which it copies its share of a tile of the weight and of the rows,
+// whole lines of memory at a time. Weights are read once, rows once for each tile. Where there are fewer
+// tiles than multiprocessors, several blocks share the inner axis of a tile, and the last one adds up.
+
+namespace etkv {
+
+// The warps of a block.
+constexpr int MANY_WARPS = 4;
+// Rows of the weight in a tile.
+constexpr int MANY_TILE = 64;
+// Elements of a row that a warp multiplies at a time, and the places of its ring.
+constexpr int MANY_WIDE = 64, MANY_DEPTH = 3;
+// Columns of a tile whose sums are added at a time.
+constexpr int MANY_SUMMED = 16;
+
+// Where the blocks that share a tile leave their sums. `counts` has a zero for each tile.
+struct Shared {
+  float* sums;
+  int* counts;
+  // The blocks that share a tile.
+  int splits;
+};
+
+// `PARTS`: the rows in parts of 16.
+template <typename E, int PARTS>
+struct ManyRows : FewRows<E> {
+  using Base = FewRows<E>;
+  using Base::end_output, Base::end_pair, Base::is_paired;
+  using Base::gate, Base::head_dim, Base::inner, Base::outputs, Base::rows, Base::w, Base::x;
+
+  static constexpr int X_ROWS = 16 * PARTS;
+  static constexpr int HALF = MANY_TILE / 2;
+  static constexpr int PLACE = (MANY_TILE + X_ROWS) * MANY_WIDE;
+  static constexpr int PIECES = MANY_WIDE / 8;
+  // Rows of one copy of a warp.
+  static constexpr int COPIED = 32 / PIECES;
+  // Columns that end together: of pairs, one of each half.
+  static constexpr int ROUNDS = MANY_TILE / MANY_SUMMED;
+  static constexpr int ELEMENTS = X_ROWS * MANY_TILE;
+
+  Shared shared;
+
+  __device__ int columns() const { return is_paired() ? HALF : MANY_TILE; }
+  // Heads have whole tiles, and outputs of both of a pair.
+  __device__ int tiles() const { return head_dim ? outputs / MANY_TILE : (outputs + columns() - 1) / columns(); }
+
+  // The first output of a tile.
+  __device__ int first_of(int tile) const {
+    if (!head_dim) return tile * columns();
+    int each = head_dim / MANY_TILE;
+    return tile / each * head_dim + tile % each * HALF;
+  }
+
+  __device__ static int at_piece(int r, int piece) { return r * MANY_WIDE + 8 * (piece ^ (r % 2 * 4)); }
+
+  // A unit is what a block does of a tile. Units of one tile are neighbours.
+  struct Cursor {
+    int unit, step, end;
+  };
+
+  __device__ void aim(Cursor& at, int steps) const {
+    int split = at.unit % shared.splits;
+    at.step = steps * split / shared.splits;
+    at.end = steps * (split + 1) / shared.splits;
+  }
+
+  __device__ bool advance(Cursor& at, int steps) const {
+    if (++at.step < at.end) return false;
+    at.unit += gridDim.x;
+    aim(at, steps);
+    return true;
+  }
+
+  // `memory` has a ring for each warp, and then the sums of some columns.
+  __device__ void run_many(E* out, E* memory) const {
+    constexpr int W = MANY_WARPS, WIDE = MANY_WIDE;
+    int thread = threadIdx.x % 32, warp = threadIdx.x / 32;
+    int group = thread / 4, member = thread % 4;
+    int piece = thread % PIECES, first_row = thread / PIECES;
+    int steps = (inner + W * WIDE - 1) / (W * WIDE), units = tiles() * shared.splits;
+    E* ring = memory + warp * MANY_DEPTH * PLACE;
+    float* sums = reinterpret_cast<float*>(memory + W * MANY_DEPTH * PLACE);
+    // The second half of a tile's rows: those that belong to the first, or the next.
+    int apart = gate ? outputs : head_dim ? head_dim / 2 : HALF;
+    int behind = is_paired() ? 0 : HALF;
+
+    Cursor next{static_cast<int>(blockIdx.x), 0, 0};
+    aim(next, steps);
+    auto ask_weights = [&](int place) {
+      int from = (next.step * W + warp) * WIDE + 8 * piece, first = first_of(next.unit / shared.splits) + first_row;
+      bool exists = next.unit < units && from < inner;
+      E* to = ring + place * PLACE;
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        const E* at = w + static_cast<long long>(first + half * apart) * inner + from;
+#pragma unroll
+        for (int c = 0; c < HALF / COPIED; ++c) {
+          bool is_output = exists && first + half * behind + c * COPIED < outputs;
+          copy_later(to + at_piece(half * HALF + c * COPIED + first_row, piece),
+                     is_output ? at + static_cast<long long>(c * COPIED) * inner : w, is_output);
+        }
+      }
+    };
+    // The rows of `x` lie behind those of the weight.
+    auto ask_rows = [&](int place, const Cursor& of) {
+      int from = (of.step * W + warp) * WIDE + 8 * piece;
+      bool is_inside = of.unit < units && from < inner;
+      E* to = ring + place * PLACE + MANY_TILE * WIDE;
+#pragma unroll
+      for (int c = 0; c < X_ROWS / COPIED; ++c) {
+        int r = c * COPIED + first_row;
+        bool exists = is_inside && r < rows;
+        copy_later(to + at_piece(r, piece), exists ? x + static_cast<long long>(r) * inner + from : x, exists);
+      }
+    };
+    Cursor first = next;
+#pragma unroll
+    for (int place = 0; place < MANY_DEPTH; ++place) {
+      ask_weights(place);
+      end_of_copies();
+      advance(next, steps);
+    }
+    wait_for_previous();
+    Cursor known = first;
+#pragma unroll
+    for (int place = 0; place < MANY_DEPTH; ++place) {
+      ask_rows(place, known);
+      end_of_copies();
+      advance(known, steps);
+    }
+
+    float acc[PARTS][MANY_TILE / 8][4] = {};
+    Cursor at = first;
+    int place = 0;
+    while (at.unit < units) {
+      wait_for_copies<MANY_DEPTH - 1>();
+      __syncwarp();
+      multiply_place(acc, ring + place * PLACE, group, member);
+      __syncwarp();
+      ask_weights(place);
+      ask_rows(place, next);
+      end_of_copies();
+      advance(next, steps);
+      place = place + 1 == MANY_DEPTH ? 0 : place + 1;
+      int unit = at.unit;
+      if (advance(at, steps)) end_unit(out, sums, unit, acc);
+    }
+  }
+
+  // Both operands take the elements in the order in which they lie in memory: the sum is the same.
+  __device__ static void multiply_place(float (&acc)[PARTS][MANY_TILE / 8][4], const E* place, int group,
+                                        int member) {
+    auto piece_at = [&](int r, int j) {
+      return *reinterpret_cast<const uint4*>(place + at_piece(r, 4 * j + member));
+    };
+#pragma unroll
+    for (int j = 0; j < MANY_WIDE / 32; ++j) {
+      uint4 a[PARTS][2];
+#pragma unroll
+      for (int i = 0; i < 2 * PARTS; ++i) a[i / 2][i % 2] = piece_at(MANY_TILE + 8 * i + group, j);
+#pragma unroll
+      for (int n = 0; n < MANY_TILE / 8; ++n) {
+        uint4 b = piece_at(8 * n + group, j);
+#pragma unroll
+        for (int i = 0; i < PARTS; ++i) {
+          unsigned head[4] = {a[i][0].x, a[i][1].x, a[i][0].y, a[i][1].y};
+          unsigned tail[4] = {a[i][0].z, a[i][1].z, a[i][0].w, a[i][1].w};
+          multiply<E>(acc[i][n], head, b.x, b.y);
+          multiply<E>(acc[i][n], tail, b.z, b.w);
+        }
+      }
+    }
+  }
+
+  // Adds what the warps have of a unit. Writes its outputs, or leaves it to the last block of the tile.
+  __device__ void end_unit(E* out, float* sums, int unit, float (&acc)[PARTS][MANY_TILE / 8][4]) const {
+    int thread = threadIdx.x % 32, warp = threadIdx.x / 32;
+    int group = thread / 4, member = thread % 4;
+    int tile = unit / shared.splits;
+    float* left = shared.sums + static_cast<long long>(unit) * ELEMENTS;
+#pragma unroll
+    for (int round = 0; round < ROUNDS; ++round) {
+#pragma unroll
+      for (int i = 0; i < PARTS; ++i) {
+#pragma unroll
+        for (int half = 0; half < 2; ++half) {
+          float(&of)[4] = acc[i][round + half * ROUNDS];
+#pragma unroll
+          for (int e = 0; e < 4; ++e) {
+            int r = 16 * i + group + 8 * (e / 2);
+            sums[(warp * X_ROWS + r) * MANY_SUMMED + 8 * half + 2 * member + e % 2] = of[e];
+            of[e] = 0;
+          }
+        }
+      }
+      __syncthreads();
+      for (int i = threadIdx.x; i < rows * 8; i += 32 * MANY_WARPS) {
+        int r = i / 8, column = i % 8;
+        float first = 0, second = 0;
+#pragma unroll
+        for (int from = 0; from < MANY_WARPS; ++from) {
+          const float* its = sums + (from * X_ROWS + r) * MANY_SUMMED + column;
+          first += its[0];
+          second += its[8];
+        }
+        int pair = 8 * round + column;
+        if (shared.splits == 1) {
+          end(out, tile, r, pair, first, second);
+        } else {
+          left[r * MANY_TILE + pair] = first;
+          left[r * MANY_TILE + HALF + pair] = second;
+        }
+      }
+      __syncthreads();
+    }
+    if (shared.splits > 1) add_splits(out, tile);
+  }
+
+  // Adds what the blocks of a tile have left, if this is the last of them. Their order does not count.
+  __device__ void add_splits(E* out, int tile) const {
+    __shared__ bool is_last;
+    __threadfence();
+    __syncthreads();
+    if (threadIdx.x == 0) {
+      is_last = atomicAdd(shared.counts + tile, 1) == shared.splits - 1;
+      if (is_last) shared.counts[tile] = 0;
+    }
+    __syncthreads();
+    if (!is_last) return;
+    __threadfence();
+    const float* all = shared.sums + static_cast<long long>(tile) * shared.splits * ELEMENTS;
+    for (int i = threadIdx.x; i < rows * HALF; i += 32 * MANY_WARPS) {
+      int r = i / HALF, pair = i % HALF;
+      const float* its = all + r * MANY_TILE + pair;
+      float first = 0, second = 0;
+      for (int split = 0; split < shared.splits; ++split) {
+        first += __ldcg(its + split * ELEMENTS);
+        second += __ldcg(its + split * ELEMENTS + HALF);
+      }
+      end(out, tile, r, pair, first, second);
+    }
+  }
+
+  // Writes what two sums of a row of a tile make.
+  __device__ void end(E* out, int tile, int r, int pair, float first, float second) const {
+    int output = first_of(tile) + pair;
+    if (output >= outputs) return;
+    if (head_dim) return end_pair(out, r, output, first, second);
+    end_output(out, r, output, first, second);
+    if (!gate && output + HALF < outputs) end_output(out, r, output + HALF, second, 0);
+  }
+};
+
+// Normalizes a row, one a block, before many rows are multiplied. `work` has its argument.
+template <typename E>
+__device__ inline void normalize(const FewRows<E>& work, E* out, float* squares) {
+  int warp = threadIdx.x / 32, warps = blockDim.x / 32;
+  const E* from = work.x + static_cast<long long>(blockIdx.x) * work.inner;
+  E* to = out + static_cast<long long>(blockIdx.x) * work.inner;
+  float sum = 0;
+  for (int at = 8 * threadIdx.x; at < work.inner; at += 8 * blockDim.x) {
+    sum += FewRows<E>::sum_of_squares(read_rows(from + at));
+  }
+#pragma unroll
+  for (int step = 16; step > 0; step /= 2) sum += __shfl_xor_sync(0xffffffffu, sum, step);
+  if (threadIdx.x % 32 == 0) squares[warp] = sum;
+  __syncthreads();
+  float whole = 0;
+  for (int i = 0; i < warps; ++i) whole += squares[i];
+  float scale = rsqrtf(whole / work.inner + work.eps);
+  bool aligned = FewRows<E>::is_aligned(work.norm);
+  for (int at = 8 * threadIdx.x; at < work.inner; at += 8 * blockDim.x) {
+    uint4 weights =
+        work.norm ? FewRows<E>::piece_of(work.norm + at, 1, aligned) : make_uint4(0, 0, 0, 0);
+    *reinterpret_cast<uint4*>(to + at) = work.normalized(read_rows(from + at), weights, scale);
+  }
+}
+
+}  // namespace etkv
