@@ -1,6 +1,6 @@
 //! A decode step of a language model as one replayed CUDA graph.
 //!
-//! A [`Plan`] says what 1 to 16 tokens go through: rows of a table, products with
+//! A [`Plan`] says what 1 to 64 tokens go through: rows of a table, products with
 //! weights, and attention over the keys and values of each layer. [`Device::capture`] makes a graph of it,
 //! and [`Captured::run`] replays that: a step then costs the host one launch, whatever its kernels.
 //!
@@ -16,5 +16,5 @@ pub mod text;
 pub use step::{
     Address, Attend, Buffer, Captured, Device, Element, Embed, Error, Gate, Heads, KeyMask, Launch,
     Logits, Memory, Norm, Outputs, Packed, Plan, Pool, Product, Result, StepInputs, Weight,
-    MOST_FEW, MOST_TOKENS,
+    HEADS_OF_MANY, MOST_FEW, MOST_TOKENS,
 };

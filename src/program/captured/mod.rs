@@ -22,14 +22,15 @@ use std::path::PathBuf;
 use std::sync::OnceLock;
 
 use etkv_core::{KvFormat, LayerConfig, LayerPolicy};
-use etkv_cuda::{Captured, Device, Element, StepInputs, MOST_TOKENS};
+use etkv_cuda::{Captured, Device, Element, StepInputs, MOST_FEW, MOST_TOKENS};
 use mlx_rs::{Array, Dtype};
 use parking_lot::Mutex;
 use tracing::{debug, warn};
 
 use self::plan::{Places, Planner};
 pub use self::recipe::Recipe;
-use self::rows::Rows;
+use self::rows::{planned_tokens, Rows};
+use super::dtype::item_size;
 use super::TARGET;
 use crate::backend::{MlxCache, Step};
 use crate::error::{Error, Result, Status};
@@ -73,7 +74,8 @@ impl State {
     /// Returns whether steps of so many tokens could not be captured. What fails without a mask fails
     /// with one.
     fn has_failed(&self, tokens: usize, masked: bool) -> bool {
-        self.failed.iter().any(|kind| kind.tokens == tokens && (masked || !kind.masked))
+        let planned = planned_tokens(tokens);
+        self.failed.iter().any(|kind| kind.tokens == planned && (masked || !kind.masked))
     }
 }
 
@@ -81,7 +83,8 @@ impl State {
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 struct Kind {
     tokens: usize,
-    /// Whether each token sees keys of its own, and not all before it.
+    /// Whether each token sees keys of its own, and not all before it. Steps of many tokens always have such
+    /// a list.
     masked: bool,
     /// Whether the logits are copied to the host, and whether the greatest of each row is chosen.
     copied: bool,
@@ -132,7 +135,8 @@ impl CapturedSteps {
     }
 
     fn takes(&self, cache: &MlxCache, tokens: usize) -> bool {
-        (1..=MOST_TOKENS).contains(&tokens)
+        let most = if self.planner.takes_many { MOST_TOKENS } else { MOST_FEW };
+        (1..=most).contains(&tokens)
             && (tokens == 1 || !self.recipe.last_row_only)
             && self.can_write_to(cache)
     }
@@ -205,7 +209,7 @@ impl CapturedSteps {
             mask: rows.mask.as_ref(),
         };
         let kind = Kind {
-            tokens: n,
+            tokens: planned_tokens(n),
             masked: rows.mask.is_some(),
             copied: wanted == Wanted::Logits,
             chosen: wanted == Wanted::Chosen || is_shared,
@@ -218,16 +222,20 @@ impl CapturedSteps {
         // thread has locked the cache.
         let ran = mlx.outside(|| unsafe { graph.captured.run(&inputs) });
         let outputs = ran.map_err(|error| Error::new(Status::Backend, error.to_string()))?;
-        if is_shared && outputs.chosen.iter().any(|&id| id < 0) {
+        // The plan may have more tokens than the step.
+        let chosen = &outputs.chosen[..n.min(outputs.chosen.len())];
+        if is_shared && chosen.iter().any(|&id| id < 0) {
             // A value that is not finite makes the logits of its token so, and other sequences would read
             // it. The interpreter finds out.
             return Ok(Err("logits are not finite"));
         }
         let made = match wanted {
             Wanted::Logits => {
-                Made::Logits(outputs.logits, [1, n as i32, self.planner.vocabulary as i32])
+                let bytes = n * self.planner.vocabulary * item_size(self.planner.dtype);
+                let shape = [1, n as i32, self.planner.vocabulary as i32];
+                Made::Logits(&outputs.logits[..bytes], shape)
             }
-            Wanted::Chosen => Made::Chosen(outputs.chosen),
+            Wanted::Chosen => Made::Chosen(chosen),
         };
         let taken = take(mlx, made)?;
         step.commit(&[])?;

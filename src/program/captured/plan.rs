@@ -2,7 +2,7 @@
 
 use etkv_cuda::{
     Address, Attend, Buffer, Element, Embed, Heads, Launch, Logits, Norm, Plan, Pool, Product,
-    Weight, MOST_TOKENS,
+    Weight, HEADS_OF_MANY, MOST_TOKENS,
 };
 use mlx_rs::{Array, Dtype};
 use smallvec::SmallVec;
@@ -20,6 +20,8 @@ pub struct Planner {
     pub dtype: Dtype,
     pub vocabulary: usize,
     pub n_layers: usize,
+    /// Whether kernels of many rows take its weights and heads.
+    pub takes_many: bool,
     /// The rows of the table of embeddings.
     n_ids: usize,
     /// The elements of a row of each buffer.
@@ -52,6 +54,7 @@ impl Planner {
             dtype,
             vocabulary: 0,
             n_layers: 0,
+            takes_many: true,
             n_ids: 0,
             widths: vec![0; recipe.n_buffers],
             layers: Vec::new(),
@@ -74,6 +77,8 @@ impl Planner {
         }
         planner.vocabulary = planner.widths[recipe.logits];
         planner.n_layers = planner.layers.len();
+        planner.takes_many &=
+            planner.layers.iter().all(|(_, head_dim)| head_dim % HEADS_OF_MANY == 0);
         (planner.vocabulary > 0).then_some(planner)
     }
 
@@ -120,6 +125,7 @@ impl Planner {
         match weight {
             recipe::Weight::Plain { value, .. } => self.constants.push(value),
             recipe::Weight::Packed(Packed { codes, scales, biases, .. }) => {
+                self.takes_many = false;
                 self.constants.extend([codes, scales, biases]);
             }
         }

@@ -344,22 +344,27 @@ struct FewRows {
     to[half] = second;
   }
 
-  // Writes an output of a row: the sum, or the sum of the gate and that of what is gated. Rounds where
-  // functions of their own would.
+  // Writes an output of a row: the sum, or the sum of the gate and that of what is gated.
   __device__ void end_output(E* out, int r, int output, float sum, float gated) const {
+    E other = plus ? plus[r * plus_row + output * plus_column] : E(0);
+    write_output(out, r, output, value_of(output, sum, gated), other);
+  }
+
+  // Returns an output before what is added to it. Rounds where functions of their own would.
+  __device__ E value_of(int output, float sum, float gated) const {
     if (bias) {
       sum += static_cast<float>(bias[output * bias_step]);
       if (gate) gated += static_cast<float>(bias[(outputs + output) * bias_step]);
     }
     E value = static_cast<E>(sum);
-    if (gate) {
-      E active = static_cast<E>(activated(gate, static_cast<float>(value)));
-      value = static_cast<E>(static_cast<float>(active) * static_cast<float>(static_cast<E>(gated)));
-    }
-    if (plus) {
-      E other = plus[r * plus_row + output * plus_column];
-      value = static_cast<E>(static_cast<float>(value) + static_cast<float>(other));
-    }
+    if (!gate) return value;
+    E active = static_cast<E>(activated(gate, static_cast<float>(value)));
+    return static_cast<E>(static_cast<float>(active) * static_cast<float>(static_cast<E>(gated)));
+  }
+
+  // `other`: what is added, if anything is.
+  __device__ void write_output(E* out, int r, int output, E value, E other) const {
+    if (plus) value = static_cast<E>(static_cast<float>(value) + static_cast<float>(other));
     out[static_cast<long long>(r) * outputs + output] = value;
   }
 };

@@ -9,7 +9,7 @@ struct ManyWork {
 };
 static_assert(sizeof(ManyWork) == 168, "as the host has it");
 
-extern "C" __global__ void __launch_bounds__(32 * etkv::MANY_WARPS, 1) etkv_many(const ManyWork work) {
+extern "C" __global__ void __launch_bounds__(etkv::MANY_THREADS, 1) etkv_many(const ManyWork work) {
   extern __shared__ uint4 shared_memory[];
   etkv::let_next_begin();
   Element* memory = reinterpret_cast<Element*>(shared_memory);

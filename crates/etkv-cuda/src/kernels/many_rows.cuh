@@ -13,6 +13,7 @@ constexpr int MANY_TILE = 64;
 constexpr int MANY_WIDE = 64, MANY_DEPTH = 3;
 // Columns of a tile whose sums are added at a time.
 constexpr int MANY_SUMMED = 16;
+constexpr int MANY_THREADS = 32 * MANY_WARPS;
 
 // Where the blocks that share a tile leave their sums. `counts` has a zero for each tile.
 struct Shared {
@@ -26,8 +27,9 @@ struct Shared {
 template <typename E, int PARTS>
 struct ManyRows : FewRows<E> {
   using Base = FewRows<E>;
-  using Base::end_output, Base::end_pair, Base::is_paired;
-  using Base::gate, Base::head_dim, Base::inner, Base::outputs, Base::rows, Base::w, Base::x;
+  using Base::end_output, Base::end_pair, Base::is_paired, Base::write_output;
+  using Base::bias, Base::gate, Base::head_dim, Base::inner, Base::outputs, Base::rows, Base::w, Base::x;
+  using Base::plus, Base::plus_column, Base::plus_row;
 
   static constexpr int X_ROWS = 16 * PARTS;
   static constexpr int HALF = MANY_TILE / 2;
@@ -38,6 +40,8 @@ struct ManyRows : FewRows<E> {
   // Columns that end together: of pairs, one of each half.
   static constexpr int ROUNDS = MANY_TILE / MANY_SUMMED;
   static constexpr int ELEMENTS = X_ROWS * MANY_TILE;
+  // The floats between the sums of two rows, so that four rows are in different banks.
+  static constexpr int SUM_PITCH = MANY_SUMMED + 8;
 
   Shared shared;
 
@@ -52,7 +56,8 @@ struct ManyRows : FewRows<E> {
     return tile / each * head_dim + tile % each * HALF;
   }
 
-  __device__ static int at_piece(int r, int piece) { return r * MANY_WIDE + 8 * (piece ^ (r % 2 * 4)); }
+  // Where a piece of a row is in a place: those of eight neighbouring rows are in different banks.
+  __device__ static int at_piece(int r, int piece) { return r * MANY_WIDE + 8 * (piece ^ (r % 8)); }
 
   // A unit is what a block does of a tile. Units of one tile are neighbours.
   struct Cursor {
@@ -76,7 +81,6 @@ struct ManyRows : FewRows<E> {
   __device__ void run_many(E* out, E* memory) const {
     constexpr int W = MANY_WARPS, WIDE = MANY_WIDE;
     int thread = threadIdx.x % 32, warp = threadIdx.x / 32;
-    int group = thread / 4, member = thread % 4;
     int piece = thread % PIECES, first_row = thread / PIECES;
     int steps = (inner + W * WIDE - 1) / (W * WIDE), units = tiles() * shared.splits;
     E* ring = memory + warp * MANY_DEPTH * PLACE;
@@ -136,7 +140,7 @@ struct ManyRows : FewRows<E> {
     while (at.unit < units) {
       wait_for_copies<MANY_DEPTH - 1>();
       __syncwarp();
-      multiply_place(acc, ring + place * PLACE, group, member);
+      multiply_place(acc, ring + place * PLACE);
       __syncwarp();
       ask_weights(place);
       ask_rows(place, next);
@@ -148,26 +152,26 @@ struct ManyRows : FewRows<E> {
     }
   }
 
-  // Both operands take the elements in the order in which they lie in memory: the sum is the same.
-  __device__ static void multiply_place(float (&acc)[PARTS][MANY_TILE / 8][4], const E* place, int group,
-                                        int member) {
-    auto piece_at = [&](int r, int j) {
-      return *reinterpret_cast<const uint4*>(place + at_piece(r, 4 * j + member));
-    };
+  // Multiplies the rows of a place with those of its weight.
+  __device__ static void multiply_place(float (&acc)[PARTS][MANY_TILE / 8][4], const E* place) {
+    int thread = threadIdx.x % 32;
+    // Of four matrices of 8x8: first the rows and then the columns of x, and the other way round for the weight.
+    const E* rows_of_x = place + (MANY_TILE + thread % 16) * MANY_WIDE;
+    const E* rows_of_w = place + (thread / 16 * 8 + thread % 8) * MANY_WIDE;
 #pragma unroll
-    for (int j = 0; j < MANY_WIDE / 32; ++j) {
-      uint4 a[PARTS][2];
+    for (int k = 0; k < MANY_WIDE / 16; ++k) {
+      int x_piece = 8 * ((2 * k + thread / 16) ^ (thread % 8)), w_piece = 8 * ((2 * k + thread / 8 % 2) ^ (thread % 8));
+      unsigned a[PARTS][4];
 #pragma unroll
-      for (int i = 0; i < 2 * PARTS; ++i) a[i / 2][i % 2] = piece_at(MANY_TILE + 8 * i + group, j);
+      for (int i = 0; i < PARTS; ++i) read_matrices(a[i], rows_of_x + 16 * i * MANY_WIDE + x_piece);
 #pragma unroll
-      for (int n = 0; n < MANY_TILE / 8; ++n) {
-        uint4 b = piece_at(8 * n + group, j);
+      for (int n = 0; n < MANY_TILE / 8; n += 2) {
+        unsigned b[4];
+        read_matrices(b, rows_of_w + 8 * n * MANY_WIDE + w_piece);
 #pragma unroll
         for (int i = 0; i < PARTS; ++i) {
-          unsigned head[4] = {a[i][0].x, a[i][1].x, a[i][0].y, a[i][1].y};
-          unsigned tail[4] = {a[i][0].z, a[i][1].z, a[i][0].w, a[i][1].w};
-          multiply<E>(acc[i][n], head, b.x, b.y);
-          multiply<E>(acc[i][n], tail, b.z, b.w);
+          multiply<E>(acc[i][n], a[i], b[0], b[1]);
+          multiply<E>(acc[i][n + 1], a[i], b[2], b[3]);
         }
       }
     }
@@ -175,50 +179,72 @@ struct ManyRows : FewRows<E> {
 
   // Adds what the warps have of a unit. Writes its outputs, or leaves it to the last block of the tile.
   __device__ void end_unit(E* out, float* sums, int unit, float (&acc)[PARTS][MANY_TILE / 8][4]) const {
+    constexpr int AT_ONCE = X_ROWS * 8 / MANY_THREADS;
     int thread = threadIdx.x % 32, warp = threadIdx.x / 32;
     int group = thread / 4, member = thread % 4;
-    int tile = unit / shared.splits;
+    int tile = unit / shared.splits, column = threadIdx.x % 8;
     float* left = shared.sums + static_cast<long long>(unit) * ELEMENTS;
 #pragma unroll
     for (int round = 0; round < ROUNDS; ++round) {
 #pragma unroll
-      for (int i = 0; i < PARTS; ++i) {
+      for (int i = 0; i < 2 * PARTS; ++i) {
 #pragma unroll
         for (int half = 0; half < 2; ++half) {
-          float(&of)[4] = acc[i][round + half * ROUNDS];
-#pragma unroll
-          for (int e = 0; e < 4; ++e) {
-            int r = 16 * i + group + 8 * (e / 2);
-            sums[(warp * X_ROWS + r) * MANY_SUMMED + 8 * half + 2 * member + e % 2] = of[e];
-            of[e] = 0;
-          }
+          float(&of)[4] = acc[i / 2][round + half * ROUNDS];
+          float* to = sums + (warp * X_ROWS + 8 * i + group) * SUM_PITCH + 8 * half + 2 * member;
+          *reinterpret_cast<float2*>(to) = make_float2(of[i % 2 * 2], of[i % 2 * 2 + 1]);
+          of[i % 2 * 2] = of[i % 2 * 2 + 1] = 0;
         }
       }
-      __syncthreads();
-      for (int i = threadIdx.x; i < rows * 8; i += 32 * MANY_WARPS) {
-        int r = i / 8, column = i % 8;
-        float first = 0, second = 0;
+      int pair = 8 * round + column;
+      auto sum_of = [&](int r, float& first, float& second) {
+        const float* its = sums + r * SUM_PITCH + column;
 #pragma unroll
-        for (int from = 0; from < MANY_WARPS; ++from) {
-          const float* its = sums + (from * X_ROWS + r) * MANY_SUMMED + column;
+        for (int from = 0; from < MANY_WARPS; ++from, its += X_ROWS * SUM_PITCH) {
           first += its[0];
           second += its[8];
         }
-        int pair = 8 * round + column;
-        if (shared.splits == 1) {
-          end(out, tile, r, pair, first, second);
-        } else {
+      };
+      if (shared.splits > 1) {
+        __syncthreads();
+#pragma unroll
+        for (int i = 0; i < AT_ONCE; ++i) {
+          int r = row_of_item(i);
+          float first = 0, second = 0;
+          sum_of(r, first, second);
           left[r * MANY_TILE + pair] = first;
           left[r * MANY_TILE + HALF + pair] = second;
+        }
+      } else if (is_added()) {
+        Added added[AT_ONCE];
+#pragma unroll
+        for (int i = 0; i < AT_ONCE; ++i) added[i] = read_added(tile, row_of_item(i), pair);
+        __syncthreads();
+#pragma unroll
+        for (int i = 0; i < AT_ONCE; ++i) {
+          float first = 0, second = 0;
+          sum_of(row_of_item(i), first, second);
+          end_added(out, tile, row_of_item(i), pair, first, second, added[i]);
+        }
+      } else {
+        __syncthreads();
+#pragma unroll 1
+        for (int i = 0; i < AT_ONCE; ++i) {
+          float first = 0, second = 0;
+          sum_of(row_of_item(i), first, second);
+          end(out, tile, row_of_item(i), pair, first, second);
         }
       }
       __syncthreads();
     }
-    if (shared.splits > 1) add_splits(out, tile);
+    if (shared.splits > 1) add_splits(out, sums, tile);
   }
 
+  // The row of a thread's item of a round.
+  __device__ static int row_of_item(int i) { return i * (MANY_THREADS / 8) + threadIdx.x / 8; }
+
   // Adds what the blocks of a tile have left, if this is the last of them. Their order does not count.
-  __device__ void add_splits(E* out, int tile) const {
+  __device__ void add_splits(E* out, float* sums, int tile) const {
     __shared__ bool is_last;
     __threadfence();
     __syncthreads();
@@ -230,22 +256,72 @@ struct ManyRows : FewRows<E> {
     if (!is_last) return;
     __threadfence();
     const float* all = shared.sums + static_cast<long long>(tile) * shared.splits * ELEMENTS;
-    for (int i = threadIdx.x; i < rows * HALF; i += 32 * MANY_WARPS) {
-      int r = i / HALF, pair = i % HALF;
-      const float* its = all + r * MANY_TILE + pair;
-      float first = 0, second = 0;
-      for (int split = 0; split < shared.splits; ++split) {
-        first += __ldcg(its + split * ELEMENTS);
-        second += __ldcg(its + split * ELEMENTS + HALF);
+    // What is read comes from far: ask for that of several rows at once.
+    constexpr int AT_ONCE = 8, ROWS_APART = MANY_THREADS / HALF;
+    int pair = threadIdx.x % HALF;
+    for (int from = threadIdx.x / HALF; from < rows; from += AT_ONCE * ROWS_APART) {
+      Added added[AT_ONCE];
+      float first[AT_ONCE] = {}, second[AT_ONCE] = {};
+#pragma unroll
+      for (int i = 0; i < AT_ONCE; ++i) {
+        added[i] = is_added() ? read_added(tile, from + i * ROWS_APART, pair) : Added{};
       }
-      end(out, tile, r, pair, first, second);
+      for (int split = 0; split < shared.splits; ++split) {
+#pragma unroll
+        for (int i = 0; i < AT_ONCE; ++i) {
+          const float* its = all + split * ELEMENTS + (from + i * ROWS_APART) % X_ROWS * MANY_TILE + pair;
+          first[i] += __ldcg(its);
+          second[i] += __ldcg(its + HALF);
+        }
+      }
+      if (is_added()) {
+#pragma unroll
+        for (int i = 0; i < AT_ONCE; ++i) {
+          end_added(out, tile, from + i * ROWS_APART, pair, first[i], second[i], added[i]);
+        }
+        continue;
+      }
+      float2* own = reinterpret_cast<float2*>(sums) + threadIdx.x;
+#pragma unroll
+      for (int i = 0; i < AT_ONCE; ++i) own[i * MANY_THREADS] = make_float2(first[i], second[i]);
+#pragma unroll 1
+      for (int i = 0; i < AT_ONCE; ++i) {
+        float2 both = own[i * MANY_THREADS];
+        end(out, tile, from + i * ROWS_APART, pair, both.x, both.y);
+      }
     }
+  }
+
+  // What is added to two outputs, which the result may be written over.
+  struct Added {
+    E first, second;
+  };
+
+  // Whether that is read before the sums are there. Where outputs are paired, too much code would stand there
+  // for each of them.
+  __device__ bool is_added() const { return plus && !is_paired() && !bias; }
+
+  __device__ Added read_added(int tile, int r, int pair) const {
+    Added added = {E(0), E(0)};
+    int output = first_of(tile) + pair;
+    if (r >= rows) return added;
+    const E* from = plus + r * plus_row + output * plus_column;
+    if (output < outputs) added.first = *from;
+    if (output + HALF < outputs) added.second = from[HALF * plus_column];
+    return added;
+  }
+
+  __device__ void end_added(E* out, int tile, int r, int pair, float first, float second, Added added) const {
+    int output = first_of(tile) + pair;
+    if (r >= rows) return;
+    if (output < outputs) write_output(out, r, output, E(first), added.first);
+    if (output + HALF < outputs) write_output(out, r, output + HALF, E(second), added.second);
   }
 
   // Writes what two sums of a row of a tile make.
   __device__ void end(E* out, int tile, int r, int pair, float first, float second) const {
     int output = first_of(tile) + pair;
-    if (output >= outputs) return;
+    if (r >= rows || output >= outputs) return;
     if (head_dim) return end_pair(out, r, output, first, second);
     end_output(out, r, output, first, second);
     if (!gate && output + HALF < outputs) end_output(out, r, output + HALF, second, 0);

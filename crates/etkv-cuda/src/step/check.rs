@@ -4,7 +4,7 @@ use crate::step::error::{fail, Result};
 use crate::step::mask::KeyMask;
 use crate::step::plan::{
     Address, Attend, Buffer, Embed, Heads, Launch, Logits, Packed, Plan, Pool, Product, Weight,
-    MOST_FEW, MOST_TOKENS,
+    HEADS_OF_MANY, MOST_FEW, MOST_TOKENS,
 };
 
 /// The most elements of a row, rows of a table, and keys: products of two stay within 64 bits, and
@@ -16,8 +16,6 @@ const MOST_HEADS: usize = 4096;
 /// Elements that a thread reads at a time, and outputs of a tile.
 const PIECE: usize = 8;
 const TILE: usize = 16;
-/// Outputs of a tile of many rows.
-const MOST_TILE: usize = 64;
 /// The bits of a packed weight's codes, and the codes of a group.
 const BITS: [usize; 2] = [4, 8];
 const GROUPS: [usize; 3] = [32, 64, 128];
@@ -189,10 +187,10 @@ impl Work<'_> {
     fn check_heads(&self, heads: &Heads, outputs: usize) -> Result<()> {
         let Heads { n_q, n_kv, head_dim, .. } = *heads;
         are_heads(n_q, n_kv, head_dim)?;
-        if self.plan.tokens > MOST_FEW && head_dim % MOST_TILE != 0 {
+        if self.plan.tokens > MOST_FEW && head_dim % HEADS_OF_MANY != 0 {
             fail!(
                 Plan,
-                "heads of {head_dim} elements, expected a multiple of {MOST_TILE} for more than \
+                "heads of {head_dim} elements, expected a multiple of {HEADS_OF_MANY} for more than \
                  {MOST_FEW} tokens"
             );
         }

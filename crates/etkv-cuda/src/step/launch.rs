@@ -261,7 +261,9 @@ impl ProductShape {
     fn many(rows: usize, product: &Product, limits: Limits) -> Result<Self> {
         match product.weight {
             Weight::Plain(Address(address)) if address % 16 == 0 => {}
-            Weight::Plain(_) => fail!(Plan, "{rows} rows and a weight not at a multiple of 16 bytes"),
+            Weight::Plain(_) => {
+                fail!(Plan, "{rows} rows and a weight not at a multiple of 16 bytes")
+            }
             Weight::Packed(_) => {
                 fail!(Plan, "{rows} rows and a packed weight, which takes {MOST_FEW} or fewer");
             }
@@ -314,7 +316,7 @@ fn many_rows(rows: usize) -> usize {
 /// Returns the bytes of shared memory that the kernel of many rows takes.
 fn many_shared(rows: usize) -> usize {
     let rows = many_rows(rows);
-    MANY_WARPS * (2 * MANY_DEPTH * (MANY_TILE + rows) * MANY_WIDE + 4 * rows * MANY_SUMMED)
+    MANY_WARPS * (2 * MANY_DEPTH * (MANY_TILE + rows) * MANY_WIDE + 4 * rows * (MANY_SUMMED + 8))
 }
 
 /// Returns the bytes of shared memory that the kernel with rings takes.

@@ -19,5 +19,5 @@ pub use self::error::{Error, Result};
 pub use self::mask::KeyMask;
 pub use self::plan::{
     Address, Attend, Buffer, Element, Embed, Gate, Heads, Launch, Logits, Norm, Packed, Plan, Pool,
-    Product, Weight, MOST_FEW, MOST_TOKENS,
+    Product, Weight, HEADS_OF_MANY, MOST_FEW, MOST_TOKENS,
 };

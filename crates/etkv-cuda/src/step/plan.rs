@@ -4,6 +4,8 @@
 pub const MOST_TOKENS: usize = 64;
 /// Rows that are multiplied by kernels for a few, which packed weights need.
 pub const MOST_FEW: usize = 16;
+/// More rows need heads of a multiple of so many elements.
+pub const HEADS_OF_MANY: usize = 64;
 
 /// The type of all weights that are not packed, of keys and values, and of what lies between launches.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]

@@ -344,11 +344,20 @@ impl Work {
                     splits: int(splits),
                     unused: 0,
                 };
-                let overlaps = overlaps || product.norm.is_some() && plan.overlap && self.device.0.overlaps;
+                let overlaps =
+                    overlaps || product.norm.is_some() && plan.overlap && self.device.0.overlaps;
                 let (threads, shared, arguments) = (shape.threads, shape.shared, &mut [of(&work)]);
                 // SAFETY: this is the kernel's argument; the plan's check has compared all sizes.
                 unsafe {
-                    launch::launch(stream, &many.product, grid, threads, shared, arguments, overlaps)
+                    launch::launch(
+                        stream,
+                        &many.product,
+                        grid,
+                        threads,
+                        shared,
+                        arguments,
+                        overlaps,
+                    )
                 }
             }
         }
