@@ -263,7 +263,8 @@ fn check_padding(
     let (few, all) = (KeyMask::of(runs.clone()), KeyMask::padded(tokens, runs));
     let inputs = step.inputs(before);
     // SAFETY: the model outlives the graphs, and nothing else uses it.
-    let expected = unsafe { exact.run(&StepInputs { mask: Some(&few), ..inputs }) }?.logits.to_vec();
+    let expected =
+        unsafe { exact.run(&StepInputs { mask: Some(&few), ..inputs }) }?.logits.to_vec();
     let pools = read_pools(model)?;
     // SAFETY: likewise.
     let found = unsafe { padded.run(&StepInputs { mask: Some(&all), ..inputs }) }?;

@@ -261,7 +261,9 @@ impl ProductShape {
     fn many(rows: usize, product: &Product, limits: Limits) -> Result<Self> {
         match product.weight {
             Weight::Plain(Address(address)) if address % 16 == 0 => {}
-            Weight::Plain(_) => fail!(Plan, "{rows} rows and a weight not at a multiple of 16 bytes"),
+            Weight::Plain(_) => {
+                fail!(Plan, "{rows} rows and a weight not at a multiple of 16 bytes")
+            }
             Weight::Packed(_) => {
                 fail!(Plan, "{rows} rows and a packed weight, which takes {MOST_FEW} or fewer");
             }

@@ -18,6 +18,6 @@ pub use self::driver::Memory;
 pub use self::error::{Error, Result};
 pub use self::mask::KeyMask;
 pub use self::plan::{
-    Address, Attend, Buffer, Element, Embed, Gate, Heads, Launch, Logits, Norm, Packed, Plan, Pool,
-    Product, Weight, MOST_FEW, MOST_TOKENS,
+    Address, Attend, Buffer, Element, Embed, Gate, Heads, Launch, Logits, Norm, Packed,
+    PackedFormat, PackedRows, Place, Plan, Pool, PoolRows, Product, Weight, MOST_FEW, MOST_TOKENS,
 };

@@ -13,7 +13,9 @@ use crate::step::launch::{
     ProductWork, Step,
 };
 use crate::step::mask::most_numbers;
-use crate::step::plan::{Attend, Buffer, Embed, Launch, Packed, Plan, Product, Weight};
+use crate::step::plan::{
+    Attend, Buffer, Embed, Launch, Packed, Plan, Pool, PoolRows, Product, Weight,
+};
 
 /// Where the logits are behind the ids that are chosen, in bytes, and how far apart buffers begin.
 pub(crate) const LOGITS_AT: usize = 256;
@@ -135,7 +137,7 @@ impl Work {
                     ProductShape::of(plan, product, limits)?;
                     None
                 }
-                Launch::Embed(_) => None,
+                Launch::Embed(_) | Launch::Place(_) => None,
             });
         }
         let shapes = || attend.iter().flatten().map(|(_, _, shape)| shape);
@@ -194,7 +196,7 @@ impl Work {
                 (Launch::Embed(embed), _) => self.embed(stream, plan, embed, overlaps)?,
                 (Launch::Product(product), _) => self.product(stream, plan, product, overlaps)?,
                 (Launch::Attend(attend), Some((kernel, merge, shape))) => {
-                    let work = self.attend_work(plan, attend, shape);
+                    let work = self.attend_work(plan, attend, shape)?;
                     let (threads, shared) = (launch::ATTEND_THREADS, shape.bytes_shared);
                     let arguments = &mut [of(&work)];
                     // SAFETY: this is the kernels' argument; the plan's check has compared all sizes.
@@ -205,6 +207,7 @@ impl Work {
                         launch::launch(stream, merge, grid, threads, 0, arguments, overlap)?;
                     }
                 }
+                (Launch::Place(_), _) => fail!(Plan, "heads that are placed have no kernel yet"),
                 (Launch::Attend(_), None) => fail!(Plan, "attention has no kernel"),
             }
         }
@@ -293,8 +296,8 @@ impl Work {
         if let Some(heads) = &product.heads {
             let turned = heads.periods.map_or(0, |_| (heads.n_q + heads.n_kv) * heads.head_dim);
             work.periods = or_null(heads.periods);
-            work.keys = heads.keys.address.0;
-            work.values = heads.values.address.0;
+            work.keys = plain(heads.keys)?;
+            work.values = plain(heads.values)?;
             work.keys_head = (heads.keys.capacity * heads.head_dim) as i64;
             work.values_head = (heads.values.capacity * heads.head_dim) as i64;
             work.head_dim = int(heads.head_dim);
@@ -344,21 +347,30 @@ impl Work {
                     splits: int(splits),
                     unused: 0,
                 };
-                let overlaps = overlaps || product.norm.is_some() && plan.overlap && self.device.0.overlaps;
+                let overlaps =
+                    overlaps || product.norm.is_some() && plan.overlap && self.device.0.overlaps;
                 let (threads, shared, arguments) = (shape.threads, shape.shared, &mut [of(&work)]);
                 // SAFETY: this is the kernel's argument; the plan's check has compared all sizes.
                 unsafe {
-                    launch::launch(stream, &many.product, grid, threads, shared, arguments, overlaps)
+                    launch::launch(
+                        stream,
+                        &many.product,
+                        grid,
+                        threads,
+                        shared,
+                        arguments,
+                        overlaps,
+                    )
                 }
             }
         }
     }
 
-    fn attend_work(&self, plan: &Plan, attend: &Attend, shape: &AttendShape) -> AttendWork {
-        AttendWork {
+    fn attend_work(&self, plan: &Plan, attend: &Attend, shape: &AttendShape) -> Result<AttendWork> {
+        Ok(AttendWork {
             q: self.at(attend.q),
-            keys: attend.keys.address.0,
-            values: attend.values.address.0,
+            keys: plain(attend.keys)?,
+            values: plain(attend.values)?,
             out: self.at(attend.out),
             step: self.step.address().0,
             tiles: self.tiles.as_ref().map_or(0, |tiles| tiles.address().0),
@@ -370,7 +382,15 @@ impl Work {
             queries: int(attend.n_q),
             each: int(attend.n_kv),
             slices: int(shape.grid[0]),
-        }
+        })
+    }
+}
+
+/// Returns where a plain pool begins.
+fn plain(pool: Pool) -> Result<u64> {
+    match pool.rows {
+        PoolRows::Plain(address) => Ok(address.0),
+        PoolRows::Packed(_) => fail!(Plan, "packed pools have no kernel yet"),
     }
 }
 

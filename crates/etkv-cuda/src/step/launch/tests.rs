@@ -1,5 +1,5 @@
 use super::*;
-use crate::step::plan::{Buffer, Element, Gate, Norm, Packed, Pool};
+use crate::step::plan::{Buffer, Element, Gate, Norm, Packed, Pool, PoolRows};
 
 const H100: Limits = Limits { processors: 132, block_shared: 232_448, processor_shared: 233_472 };
 
@@ -88,7 +88,7 @@ fn rings_take_what_fits_them() {
 
 #[test]
 fn attention_is_divided_among_the_processors() {
-    let pool = |capacity| Pool { address: Address(16), capacity };
+    let pool = |capacity| Pool { rows: PoolRows::Plain(Address(16)), capacity };
     let of = |tokens, n_q, n_kv, head_dim, capacity| {
         let attend = Attend {
             q: Buffer(0),
