@@ -10,7 +10,8 @@ use cudarc::nvrtc::sys::{self, nvrtcProgram, nvrtcResult};
 use tracing::warn;
 
 use crate::step::error::{fail, Result};
-use crate::step::plan::Element;
+use crate::step::plan::{Element, PackedFormat};
+use crate::step::pools::type_of;
 use crate::text;
 
 // The texts that only steps need.
@@ -25,6 +26,10 @@ const PRODUCT_WORK: &str = include_str!("../kernels/product_work.cuh");
 const PRODUCT_ENTRY: &str = include_str!("../kernels/product_entry.cuh");
 const MANY_ENTRY: &str = include_str!("../kernels/many_entry.cuh");
 const PACKED_ENTRY: &str = include_str!("../kernels/packed_entry.cuh");
+const FORMATS: &str = include_str!("../kernels/formats.cuh");
+const ENCODE: &str = include_str!("../kernels/encode.cuh");
+const PLACE: &str = include_str!("../kernels/place.cuh");
+const PLACE_ENTRY: &str = include_str!("../kernels/place_entry.cuh");
 const ATTEND_ENTRY: &str = include_str!("../kernels/attend_entry.cuh");
 
 /// The compiler, for the devices of one architecture.
@@ -45,6 +50,8 @@ pub(crate) enum Source {
     Many(Element),
     /// Kernels that read packed weights of so many bits.
     Packed { element: Element, bits: usize },
+    /// The kernel that places heads in pools, packed if they have a format.
+    Place { element: Element, keys: Option<PackedFormat>, values: Option<PackedFormat> },
     /// Attention over heads of so many elements, of which a block holds so many tiles at a time.
     Attend { element: Element, dim: usize, tiles: usize, masked: bool },
 }
@@ -95,6 +102,24 @@ impl Source {
                     PACKED,
                     PRODUCT_WORK,
                     PACKED_ENTRY,
+                ][..],
+            ),
+            Self::Place { element, keys, values } => (
+                format!(
+                    "{overlaps}using Element = {};\n#define ETKV_KEYS {}\n#define ETKV_VALUES {}\n",
+                    element.name(),
+                    type_of(keys),
+                    type_of(values),
+                ),
+                &[
+                    STEP,
+                    text::INSTRUCTIONS,
+                    text::TURN,
+                    text::ROWS,
+                    FORMATS,
+                    ENCODE,
+                    PLACE,
+                    PLACE_ENTRY,
                 ][..],
             ),
             Self::Attend { element, dim, tiles, masked } => (

@@ -9,6 +9,7 @@ mod error;
 mod launch;
 mod mask;
 mod plan;
+mod pools;
 mod work;
 
 pub use self::captured::{Captured, Outputs};

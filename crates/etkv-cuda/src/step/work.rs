@@ -16,6 +16,7 @@ use crate::step::mask::most_numbers;
 use crate::step::plan::{
     Attend, Buffer, Embed, Launch, Packed, Plan, Pool, PoolRows, Product, Weight,
 };
+use crate::step::pools::{place_grid, place_kernel, PlaceWork};
 
 /// Where the logits are behind the ids that are chosen, in bytes, and how far apart buffers begin.
 pub(crate) const LOGITS_AT: usize = 256;
@@ -33,6 +34,8 @@ pub(crate) struct Work {
     choose: Kernel,
     /// Those of packed weights, by the bits of a code.
     packed: HashMap<usize, PackedKernels>,
+    /// Those that place heads, by the launch.
+    place: HashMap<usize, Kernel>,
     /// Of each launch, if it is attention: itself, and what merges its slices.
     attend: Vec<Option<(Kernel, Kernel, AttendShape)>>,
     /// Where each buffer is, and its bytes.
@@ -124,8 +127,11 @@ impl Work {
         let context = &device.0.context;
         let limits = device.0.limits;
         let source = Source::Product(plan.element);
-        let mut attend = Vec::new();
-        for launch in &plan.launches {
+        let (mut attend, mut place) = (Vec::new(), HashMap::new());
+        for (number, launch) in plan.launches.iter().enumerate() {
+            if let Launch::Place(work) = launch {
+                place.insert(number, place_kernel(device, plan, work)?);
+            }
             attend.push(match launch {
                 Launch::Attend(work) => {
                     let shape = AttendShape::of(plan, work, limits)?;
@@ -168,6 +174,7 @@ impl Work {
             embed: device.kernel(source, c"etkv_embed", 0)?,
             choose: device.kernel(source, c"etkv_choose", 0)?,
             packed: PackedKernels::of(device, plan)?,
+            place,
             attend,
             places,
             step: Memory::new(context, size_of::<Step>())?,
@@ -207,7 +214,19 @@ impl Work {
                         launch::launch(stream, merge, grid, threads, 0, arguments, overlap)?;
                     }
                 }
-                (Launch::Place(_), _) => fail!(Plan, "heads that are placed have no kernel yet"),
+                (Launch::Place(place), _) => {
+                    let Some(kernel) = self.place.get(&number) else {
+                        fail!(Plan, "heads that are placed have no kernel");
+                    };
+                    let places = [self.at(place.x), self.at(place.out), self.step.address().0];
+                    let work = PlaceWork::of(place, places);
+                    let (grid, threads) = place_grid(plan, place);
+                    let arguments = &mut [work.argument()];
+                    // SAFETY: this is the kernel's argument; the plan's check has compared all sizes.
+                    unsafe {
+                        launch::launch(stream, kernel, grid, threads, 0, arguments, overlaps)?;
+                    }
+                }
                 (Launch::Attend(_), None) => fail!(Plan, "attention has no kernel"),
             }
         }

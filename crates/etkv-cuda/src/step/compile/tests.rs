@@ -3,6 +3,15 @@ use std::cell::RefCell;
 use super::*;
 use crate::Error;
 
+const FORMATS: [PackedFormat; 6] = [
+    PackedFormat::Affine { bits: 4, group: 64 },
+    PackedFormat::Mxfp8,
+    PackedFormat::Mxfp4,
+    PackedFormat::Nvfp4,
+    PackedFormat::RowInt4,
+    PackedFormat::RowFp4,
+];
+
 /// Returns the compiler, unless its library is missing.
 fn found(capability: usize, folder: Option<&Path>) -> Option<Compiler> {
     let compiler = Compiler::find(capability, folder);
@@ -42,6 +51,21 @@ fn all_kernels_compile_without_headers() {
                 assert_eq!(&cubin[..4], b"\x7fELF", "{source:?}");
             }
         }
+    }
+}
+
+#[test]
+fn heads_are_placed_in_every_format() {
+    let Some(compiler) = found(90, None) else {
+        return;
+    };
+    let affine = |bits| Some(PackedFormat::Affine { bits, group: 64 });
+    let (keys, values) = (FORMATS, [affine(2), affine(3), affine(5), affine(6), affine(8), None]);
+    for (n, (keys, values)) in keys.into_iter().zip(values).enumerate() {
+        let element = if n % 2 == 0 { Element::F16 } else { Element::Bf16 };
+        let source = Source::Place { element, keys: Some(keys), values };
+        let cubin = compiler.compile(&source.text(90)).unwrap();
+        assert_eq!(&cubin[..4], b"\x7fELF", "{source:?}");
     }
 }
 
