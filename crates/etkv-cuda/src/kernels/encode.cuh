@@ -44,11 +44,6 @@ __device__ inline unsigned to_e4m3(float x) {
   return sign | (((size - (120u << 23)) + 0x0007ffffu + (size >> 20 & 1)) >> 20 & 0xff);
 }
 
-__device__ inline float from_e4m3(unsigned code) {
-  // The exponent's bias is 7, and 127 in float32.
-  return __uint_as_float((code & 0x7f) << 20) * __uint_as_float((127u + 120u) << 23);
-}
-
 // The code of the least power of two that brings a peak to no more than 1.75 * 2^top, and its inverse.
 __device__ inline unsigned e8m0(float peak, unsigned top, float& inverse) {
   unsigned exponent = (__float_as_uint(peak) + 0x001fffffu) >> 23;

@@ -54,6 +54,12 @@ __device__ constexpr int group_of(int dim) {
   return F::GROUP ? F::GROUP : dim;
 }
 
+// A code of E4M3 that is not negative.
+__device__ inline float from_e4m3(unsigned code) {
+  // The exponent's bias is 7, and 127 in float32.
+  return __uint_as_float((code & 0x7f) << 20) * __uint_as_float((127u + 120u) << 23);
+}
+
 // Where the rows of a pool are, as the host has it: plain rows are `codes`. Each head has `capacity` rows.
 struct Planes {
   void* codes;

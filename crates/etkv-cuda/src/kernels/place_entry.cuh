@@ -40,13 +40,13 @@ extern "C" __global__ void __launch_bounds__(32 * etkv::MOST_PLACE_WARPS) etkv_p
     if (is_key && work.k_normalizes) row.normalize({work.k_norm, work.k_eps});
     if (i > 1 && work.q_normalizes) row.normalize({work.q_norm, work.q_eps});
     if (!is_value && work.periods) row.turn_row(position, work.periods);
+    if (!row.is_finite()) is_hidden = 1;
     if (i > 1) {
       row.write(out + (i - 2) * dim);
       continue;
     }
     // Tokens that only fill up have no place.
     if (slot < 0) continue;
-    if (!row.is_finite()) is_hidden = 1;
     long long at = head * (is_key ? work.keys : work.values).capacity + slot;
     if (is_key) row.store<Keys>(work.keys, at);
     if (is_value) row.store<Values>(work.values, at);

@@ -11,7 +11,7 @@ use tracing::warn;
 
 use crate::step::error::{fail, Result};
 use crate::step::plan::{Element, PackedFormat};
-use crate::step::pools::type_of;
+use crate::step::pools::{stage_bytes, type_of};
 use crate::text;
 
 // The texts that only steps need.
@@ -30,6 +30,12 @@ const FORMATS: &str = include_str!("../kernels/formats.cuh");
 const ENCODE: &str = include_str!("../kernels/encode.cuh");
 const PLACE: &str = include_str!("../kernels/place.cuh");
 const PLACE_ENTRY: &str = include_str!("../kernels/place_entry.cuh");
+const DECODE: &str = include_str!("../kernels/decode.cuh");
+const PACKED_ROWS: &str = include_str!("../kernels/packed_rows.cuh");
+const PACKED_SLICE: &str = include_str!("../kernels/packed_slice.cuh");
+const ATTEND_WORK: &str = include_str!("../kernels/attend_work.cuh");
+const ATTEND_PLAIN: &str = include_str!("../kernels/attend_plain.cuh");
+const ATTEND_PACKED: &str = include_str!("../kernels/attend_packed.cuh");
 const ATTEND_ENTRY: &str = include_str!("../kernels/attend_entry.cuh");
 
 /// The compiler, for the devices of one architecture.
@@ -54,6 +60,16 @@ pub(crate) enum Source {
     Place { element: Element, keys: Option<PackedFormat>, values: Option<PackedFormat> },
     /// Attention over heads of so many elements, of which a block holds so many tiles at a time.
     Attend { element: Element, dim: usize, tiles: usize, masked: bool },
+    /// The same where keys or values are packed. So many parts of a warp's rows share what it unpacks.
+    AttendPacked {
+        element: Element,
+        dim: usize,
+        stages: usize,
+        parts: usize,
+        masked: bool,
+        keys: Option<PackedFormat>,
+        values: Option<PackedFormat>,
+    },
 }
 
 impl Source {
@@ -128,7 +144,42 @@ impl Source {
                      constexpr bool IS_LISTED = {masked};\n",
                     element.name(),
                 ),
-                &[STEP, text::INSTRUCTIONS, text::ROWS, text::SLICE, MERGE, ATTEND_ENTRY][..],
+                &[
+                    STEP,
+                    text::INSTRUCTIONS,
+                    text::ROWS,
+                    text::SLICE,
+                    MERGE,
+                    FORMATS,
+                    ATTEND_WORK,
+                    ATTEND_PLAIN,
+                    ATTEND_ENTRY,
+                ][..],
+            ),
+            Self::AttendPacked { element, dim, stages, parts, masked, keys, values } => (
+                format!(
+                    "{overlaps}using Element = {};\nconstexpr int DIM = {dim}, STAGES = {stages};\n\
+                     constexpr bool IS_LISTED = {masked};\n#define ETKV_PARTS {parts}\n\
+                     #define ETKV_KEYS {}\n#define ETKV_VALUES {}\n#define ETKV_STAGE {}\n",
+                    element.name(),
+                    type_of(keys),
+                    type_of(values),
+                    stage_bytes(keys, values, dim),
+                ),
+                &[
+                    STEP,
+                    text::INSTRUCTIONS,
+                    text::ROWS,
+                    text::SLICE,
+                    MERGE,
+                    FORMATS,
+                    DECODE,
+                    PACKED_ROWS,
+                    PACKED_SLICE,
+                    ATTEND_WORK,
+                    ATTEND_PACKED,
+                    ATTEND_ENTRY,
+                ][..],
             ),
         };
         [text::PRELUDE, &head].into_iter().chain(parts.iter().copied()).collect()

@@ -1,5 +1,6 @@
 //! Plans, graphs, and the device that runs them.
 
+mod attend;
 mod captured;
 mod check;
 mod compile;

@@ -2,6 +2,7 @@
 
 use std::ffi::c_void;
 
+use crate::step::attend::TILE;
 use crate::step::compile::Source;
 use crate::step::device::Device;
 use crate::step::driver::Kernel;
@@ -104,6 +105,25 @@ pub(crate) fn place_grid(plan: &Plan, place: &Place) -> ([usize; 3], usize) {
     let heads = &place.heads;
     let warps = (heads.n_q / heads.n_kv + 2).min(MOST_PLACE_WARPS);
     ([heads.n_kv, plan.tokens, 1], 32 * warps)
+}
+
+/// Returns the bytes of shared memory that a tile of keys and values takes, as in the kernel.
+pub(crate) fn stage_bytes(
+    keys: Option<PackedFormat>,
+    values: Option<PackedFormat>,
+    dim: usize,
+) -> usize {
+    let tile = |format: Option<PackedFormat>, apart: usize| {
+        let row = format.map_or(2 * dim, |format| dim * format.bits() / 8).next_multiple_of(16);
+        // Rows are apart so that threads read them in different banks.
+        let pitch = if row % apart == 0 { row + 16 } else { row };
+        let scales = format.map_or(0, |format| {
+            let offset = if matches!(format, PackedFormat::Affine { .. }) { 2 } else { 0 };
+            dim / format.group(dim) * (format.scale_bytes() + offset)
+        });
+        (TILE * (pitch + scales)).next_multiple_of(16)
+    };
+    tile(keys, 128) + tile(values, 32)
 }
 
 /// Returns the format of a pool that is packed.

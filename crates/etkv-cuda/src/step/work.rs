@@ -3,20 +3,20 @@
 use std::collections::HashMap;
 use std::ffi::c_void;
 
+use crate::step::attend::{AttendShape, AttendWork, ATTEND_THREADS};
 use crate::step::check::{capacity, rows};
 use crate::step::compile::Source;
 use crate::step::device::Device;
 use crate::step::driver::{Kernel, Memory, Stream};
 use crate::step::error::{fail, Result};
 use crate::step::launch::{
-    self, int, or_null, AttendShape, AttendWork, ManyWork, PackedWork, ProductKernel, ProductShape,
-    ProductWork, Step,
+    self, int, or_null, ManyWork, PackedWork, ProductKernel, ProductShape, ProductWork, Step,
 };
 use crate::step::mask::most_numbers;
 use crate::step::plan::{
     Attend, Buffer, Embed, Launch, Packed, Plan, Pool, PoolRows, Product, Weight,
 };
-use crate::step::pools::{place_grid, place_kernel, PlaceWork};
+use crate::step::pools::{place_grid, place_kernel, PlaceWork, Planes};
 
 /// Where the logits are behind the ids that are chosen, in bytes, and how far apart buffers begin.
 pub(crate) const LOGITS_AT: usize = 256;
@@ -203,8 +203,8 @@ impl Work {
                 (Launch::Embed(embed), _) => self.embed(stream, plan, embed, overlaps)?,
                 (Launch::Product(product), _) => self.product(stream, plan, product, overlaps)?,
                 (Launch::Attend(attend), Some((kernel, merge, shape))) => {
-                    let work = self.attend_work(plan, attend, shape)?;
-                    let (threads, shared) = (launch::ATTEND_THREADS, shape.bytes_shared);
+                    let work = self.attend_work(plan, attend, shape);
+                    let (threads, shared) = (ATTEND_THREADS, shape.bytes_shared);
                     let arguments = &mut [of(&work)];
                     // SAFETY: this is the kernels' argument; the plan's check has compared all sizes.
                     unsafe {
@@ -385,23 +385,22 @@ impl Work {
         }
     }
 
-    fn attend_work(&self, plan: &Plan, attend: &Attend, shape: &AttendShape) -> Result<AttendWork> {
-        Ok(AttendWork {
+    fn attend_work(&self, plan: &Plan, attend: &Attend, shape: &AttendShape) -> AttendWork {
+        AttendWork {
             q: self.at(attend.q),
-            keys: plain(attend.keys)?,
-            values: plain(attend.values)?,
             out: self.at(attend.out),
             step: self.step.address().0,
             tiles: self.tiles.as_ref().map_or(0, |tiles| tiles.address().0),
             partial: self.partial.address().0,
-            keys_head: (attend.keys.capacity * attend.head_dim) as i64,
-            values_head: (attend.values.capacity * attend.head_dim) as i64,
+            keys: Planes::of(attend.keys),
+            values: Planes::of(attend.values),
             scale: attend.scale,
             tokens: int(plan.tokens),
             queries: int(attend.n_q),
             each: int(attend.n_kv),
             slices: int(shape.grid[0]),
-        })
+            unused: 0,
+        }
     }
 }
 
@@ -409,7 +408,7 @@ impl Work {
 fn plain(pool: Pool) -> Result<u64> {
     match pool.rows {
         PoolRows::Plain(address) => Ok(address.0),
-        PoolRows::Packed(_) => fail!(Plan, "packed pools have no kernel yet"),
+        PoolRows::Packed(_) => fail!(Plan, "heads of a product go to plain pools"),
     }
 }
 

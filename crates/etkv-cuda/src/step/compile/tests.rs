@@ -70,6 +70,43 @@ fn heads_are_placed_in_every_format() {
 }
 
 #[test]
+fn attention_reads_every_format() {
+    let affine = |bits, group| Some(PackedFormat::Affine { bits, group });
+    let [a, b, c, d, e, f] = FORMATS.map(Some);
+    let cases = [
+        (64, 1, a, a),
+        (128, 2, a, a),
+        (128, 1, b, b),
+        (64, 1, c, c),
+        (128, 2, d, e),
+        (64, 2, e, d),
+        (128, 1, f, f),
+        (256, 1, affine(8, 128), affine(8, 64)),
+        (96, 2, affine(3, 32), affine(5, 32)),
+        (64, 1, affine(6, 64), affine(2, 64)),
+        (128, 2, None, a),
+        (64, 1, b, None),
+    ];
+    for (capability, few) in [(90, false), (80, true), (100, true)] {
+        let Some(compiler) = found(capability, None) else {
+            return;
+        };
+        for (n, (dim, parts, keys, values)) in cases.into_iter().enumerate() {
+            for element in [Element::F16, Element::Bf16] {
+                if few && (n > 5 || element == Element::F16) {
+                    continue;
+                }
+                let (stages, masked) = (2 + n % 3, n % 2 == 0);
+                let source =
+                    Source::AttendPacked { element, dim, stages, parts, masked, keys, values };
+                let cubin = compiler.compile(&source.text(capability)).unwrap();
+                assert_eq!(&cubin[..4], b"\x7fELF", "{source:?}");
+            }
+        }
+    }
+}
+
+#[test]
 fn a_text_that_is_none_is_refused_with_the_log() {
     let Some(compiler) = found(90, None) else {
         return;
