@@ -1,8 +1,8 @@
 //! From a recipe to what the device captures: shapes, once, and addresses, for each step.
 
 use etkv_cuda::{
-    Address, Attend, Buffer, Element, Embed, Heads, Launch, Logits, Norm, Plan, Pool, Product,
-    Weight, HEADS_OF_MANY, MOST_TOKENS,
+    Address, Attend, Buffer, Element, Embed, Heads, Launch, Logits, Norm, Plan, Pool, PoolRows,
+    Product, Weight, HEADS_OF_MANY, MOST_TOKENS,
 };
 use mlx_rs::{Array, Dtype};
 use smallvec::SmallVec;
@@ -152,7 +152,7 @@ impl Planner {
                 && element_of(array.dtype()) == Some(self.element)
                 && array.strides() == [n_kv * capacity * dim, capacity * dim, dim, 1];
             fits.then_some(())?;
-            Some(Pool { address: Address(address(array)?), capacity })
+            Some(Pool { rows: PoolRows::Plain(Address(address(array)?)), capacity })
         };
         let of_layer = |(layer, &heads): (usize, &(usize, usize))| {
             let [k, v] = store.float_buffers(layer)?;

@@ -1,9 +1,15 @@
 //! Checks the kernels of etkv-cuda on a GPU against plain arithmetic, launch by launch, and times steps.
 //!
-//! `step_check [FOLDER]` keeps compiled kernels in FOLDER, or in one of the temporary directory.
+//! `step_check [FOLDER]` keeps compiled kernels in FOLDER, or in one of the temporary directory. `ETKV_ONLY` has
+//! the parts that run, as in `placed,packed`: `steps`, `placed`, `packed`, `products` and `timing`, or all but
+//! `attention`, which times attention alone (so does `ETKV_ATTENTION=1`). With `ETKV_QUICK` nothing is checked.
 #![allow(missing_docs)]
 
+mod attention;
+mod codecs;
 mod model;
+mod packed;
+mod placed;
 mod products;
 mod reference;
 mod timing;
@@ -82,10 +88,9 @@ fn run() -> Answer<bool> {
     let device = Device::open(Some(&folder))?;
     say!("device open after {:?}, kernels in {}", begin.elapsed(), folder.display());
     let mut good = true;
-    let checked: &[Element] = match std::env::var_os("ETKV_QUICK") {
-        Some(_) => &[],
-        None => &[Element::Bf16, Element::F16],
-    };
+    let quick = std::env::var_os("ETKV_QUICK").is_some();
+    let checked: &[Element] =
+        if quick || !runs("steps") { &[] } else { &[Element::Bf16, Element::F16] };
     for &element in checked {
         for shape in [
             SMALL,
@@ -95,26 +100,50 @@ fn run() -> Answer<bool> {
             WIDE,
             MANY,
             LONG,
-            packed(SMALL, 4, 32),
-            packed(Shape { bias: true, ..SMALL }, 4, 128),
-            packed(NINE, 4, 64),
-            packed(SMALL, 8, 128),
-            packed(Shape { bias: true, turns: false, ..NINE }, 8, 64),
-            packed(WIDE, 8, 32),
+            with_packed(SMALL, 4, 32),
+            with_packed(Shape { bias: true, ..SMALL }, 4, 128),
+            with_packed(NINE, 4, 64),
+            with_packed(SMALL, 8, 128),
+            with_packed(Shape { bias: true, turns: false, ..NINE }, 8, 64),
+            with_packed(WIDE, 8, 32),
         ] {
             good &= check_shape(&device, Shape { element, ..shape })?;
         }
     }
-    say!("checked after {:?}", begin.elapsed());
-    products::run(&device, timing::LLAMA)?;
-    products::run(&device, timing::SMOL)?;
-    timing::run(&device)?;
+    say!("checked steps after {:?}", begin.elapsed());
+    if runs("placed") && !quick {
+        good &= placed::run(&device)?;
+        say!("checked placed heads after {:?}", begin.elapsed());
+    }
+    if runs("packed") && !quick {
+        good &= packed::run(&device)?;
+        say!("checked packed attention after {:?}", begin.elapsed());
+    }
+    if runs("products") {
+        products::run(&device, timing::LLAMA)?;
+        products::run(&device, timing::SMOL)?;
+    }
+    if runs("timing") {
+        timing::run(&device)?;
+    }
+    if runs("attention") {
+        attention::run(&device)?;
+    }
     say!("all after {:?}", begin.elapsed());
     Ok(good)
 }
 
+/// Returns whether a part runs.
+fn runs(part: &str) -> bool {
+    let is_attention = part == "attention";
+    match std::env::var("ETKV_ONLY") {
+        Ok(parts) => parts.split(',').any(|one| one == part),
+        Err(_) => is_attention == std::env::var_os("ETKV_ATTENTION").is_some(),
+    }
+}
+
 /// Returns a shape with packed matrices, the table and the head too.
-fn packed(shape: Shape, bits: usize, group: usize) -> Shape {
+fn with_packed(shape: Shape, bits: usize, group: usize) -> Shape {
     Shape { packing: Some(Packing { bits, group }), ..shape }
 }
 

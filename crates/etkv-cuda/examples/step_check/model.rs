@@ -2,7 +2,7 @@
 
 use etkv_cuda::{
     Address, Attend, Buffer, Device, Element, Embed, Gate, Heads, Launch, Logits, Memory, Norm,
-    Packed, Plan, Pool, Product, Result, Weight,
+    Packed, Plan, Pool, PoolRows, Product, Result, Weight,
 };
 use half::{bf16, f16};
 
@@ -219,7 +219,7 @@ impl Model {
     }
 
     fn pool(&self, index: usize) -> Pool {
-        Pool { address: self.pools[index].address(), capacity: self.shape.capacity }
+        Pool { rows: PoolRows::Plain(self.pools[index].address()), capacity: self.shape.capacity }
     }
 
     /// Returns a plan of a step. With `spread` each launch has a buffer of its own, so that all results

@@ -1,8 +1,8 @@
 //! The time of each product and of attention alone, behind each other as in a step.
 
 use etkv_cuda::{
-    Address, Attend, Buffer, Device, Element, Gate, Heads, Launch, Norm, Plan, Pool, Product,
-    Result, Weight,
+    Address, Attend, Buffer, Device, Element, Gate, Heads, Launch, Norm, Plan, Pool, PoolRows,
+    Product, Result, Weight,
 };
 
 use crate::model::Shape;
@@ -30,7 +30,7 @@ pub fn run(device: &Device, shape: Shape) -> Result<()> {
         ("head", hidden, vocabulary),
     ];
     let pool = device.allocate(2 * n_kv * shape.capacity * head_dim)?;
-    let pool = Pool { address: pool.address(), capacity: shape.capacity };
+    let pool = Pool { rows: PoolRows::Plain(pool.address()), capacity: shape.capacity };
     let heads = Heads { n_q, n_kv, head_dim, periods: None, keys: pool, values: pool };
     say!("{}: microseconds of a launch, T {TOKENS:?}", shape.name);
     for (name, inner, outputs) in kinds {

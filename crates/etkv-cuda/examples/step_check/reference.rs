@@ -3,7 +3,8 @@
 use std::collections::BTreeMap;
 
 use etkv_cuda::{
-    Attend, Buffer, Captured, Embed, Gate, Heads, Launch, Plan, Pool, Product, Result, StepInputs,
+    Attend, Buffer, Captured, Embed, Gate, Heads, Launch, Plan, Pool, PoolRows, Product, Result,
+    StepInputs,
 };
 
 use crate::model::{rounded, to_numbers, Model};
@@ -44,6 +45,8 @@ impl Done<'_> {
             Launch::Embed(embed) => self.embed(embed),
             Launch::Product(product) => self.product(product),
             Launch::Attend(attend) => self.attend(attend),
+            // Checked by themselves.
+            Launch::Place(_) => Ok(Vec::new()),
         }
     }
 
@@ -54,7 +57,10 @@ impl Done<'_> {
     }
 
     fn pool(&self, pool: Pool) -> Result<Vec<f64>> {
-        let found = self.model.pools.iter().find(|memory| memory.address() == pool.address);
+        let PoolRows::Plain(address) = pool.rows else {
+            return Ok(Vec::new());
+        };
+        let found = self.model.pools.iter().find(|memory| memory.address() == address);
         let mut bytes = Vec::new();
         if let Some(memory) = found {
             bytes.resize(memory.bytes(), 0);

@@ -17,7 +17,8 @@ constexpr int STEP = 16;
 // Rows of a warp.
 constexpr int ROWS = 16;
 
-template <typename E, int DK, int DV, int MASK, int STAGES, int MOST_ROW_WARPS>
+// A block of threads has `PARTS` blocks of rows, one after another, and as many of these objects.
+template <typename E, int DK, int DV, int MASK, int STAGES, int MOST_ROW_WARPS, int PARTS = 1>
 struct Slice {
   static constexpr int PIECE = 16 / sizeof(E);
   // Rows in shared memory are apart by an odd number of 16 bytes, so that eight of them lie in
@@ -44,11 +45,13 @@ struct Slice {
 
   // The slices that have keys: as many as the grid has, or fewer if there are fewer tiles.
   int slices;
+  // The block of rows.
+  int block;
   // This thread of its warp, and what the warp has of the block.
   int thread, warp, row_warps, row_of_warp, key_of_warp, head;
 
   __device__ int rows_of_block() const { return ROWS * row_warps; }
-  __device__ int first_row() const { return static_cast<int>(blockIdx.z) * rows_of_block(); }
+  __device__ int first_row() const { return block * rows_of_block(); }
   // The row of the whole head that this thread's elements with `lower` belong to.
   __device__ int row(int lower) const { return first_row() + row_of_warp + thread / 4 + 8 * lower; }
 
@@ -59,17 +62,18 @@ struct Slice {
   // Divides the warps between rows and keys.
   __device__ void divide_rows() {
     int needed = (sizes.rows() + ROWS - 1) / ROWS;
-    row_warps = needed <= 1 ? 1 : needed <= 2 || MOST_ROW_WARPS == 2 ? 2 : 4;
+    row_warps = needed <= PARTS ? 1 : needed <= 2 * PARTS || MOST_ROW_WARPS == 2 ? 2 : 4;
   }
 
-  __device__ void start() {
+  __device__ void start(int part = 0) {
+    block = blockIdx.z * PARTS + part;
     thread = threadIdx.x % 32;
     warp = threadIdx.x / 32;
     divide_rows();
     row_of_warp = ROWS * (warp % row_warps);
     key_of_warp = STEP * row_warps * (warp / row_warps);
     head = blockIdx.y;
-    slices = slices_of(blockIdx.z, gridDim.x);
+    slices = slices_of(block, gridDim.x);
     for (int i = 0; i < 2; ++i) {
       most[i] = -INFINITY;
       total[i] = 0;
@@ -216,6 +220,12 @@ struct Slice {
     if (!__any_sync(ALL, seen != 0)) return;
     float scores[2][4] = {};
     multiply_keys(scores, keys);
+    weigh(scores, seen);
+    add_values(scores, values);
+  }
+
+  // Makes weights of the scores of a step, with the sums so far multiplied to match.
+  __device__ void weigh(float (&scores)[2][4], unsigned seen) {
     float highest[2] = {most[0], most[1]};
     for (int i = 0; i < 8; ++i) {
       float& score = scores[i / 4][i % 4];
@@ -245,7 +255,6 @@ struct Slice {
       score = weight_of(score, most[i / 2 % 2]);
       total[i / 2 % 2] += score;
     }
-    add_values(scores, values);
   }
 
   // Returns the tiles of keys that some row of a block of rows may see.
@@ -263,27 +272,72 @@ struct Slice {
   __device__ int first_key(int tile) const { return TILE * (MASK == SEES_LISTED ? listed.number(tile) : tile); }
 
   // Returns the slices of a block of rows, of which there are no more than `most`.
-  __device__ int slices_of(int block, int most) const { return max(min(tiles_of(block), most), 1); }
+  __device__ int slices_of(int block, int most) const { return max(min(tiles_of_all(block), most), 1); }
+
+  // Returns the tiles of the blocks of rows that a block of threads has, this one among them.
+  __device__ int tiles_of_all(int block) const { return tiles_of(block / PARTS * PARTS + PARTS - 1); }
 
   __device__ void attend_to_slice() {
     attend_to_slice(0, [] {});
   }
 
-  // The kernel before, for which `wait` waits, writes no key or value before `known`.
   template <typename Wait>
   __device__ void attend_to_slice(int known, const Wait& wait) {
-    int tiles = tiles_of(blockIdx.z);
-    int begin = static_cast<int>(static_cast<long long>(tiles) * blockIdx.x / slices);
-    int end = static_cast<int>(static_cast<long long>(tiles) * (blockIdx.x + 1) / slices);
     bool k_aligned = k.is_aligned(), v_aligned = v.is_aligned();
     E* stages = reinterpret_cast<E*>(shared);
-    auto load_tile = [&](int tile) {
-      if (tile < end) {
-        E* to = stages + (tile - begin) % STAGES * STAGE;
-        int first = first_key(tile);
-        load<DK>(to, k, first, k_aligned);
-        load<DV>(to + TILE * K_PITCH, v, first, v_aligned);
+    auto load_tile = [&](int first, int place) {
+      E* to = stages + place * STAGE;
+      load<DK>(to, k, first, k_aligned);
+      load<DV>(to + TILE * K_PITCH, v, first, v_aligned);
+    };
+    auto attend = [&](int tile, int place) {
+      // The marks come from far: ask for those of all steps at once.
+      unsigned seen[4];
+      see(seen, tile);
+      wait_for_tile();
+      const E* keys = stages + place * STAGE;
+      const E* values = keys + TILE * K_PITCH;
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        int at = key_of_warp + STEP * i;
+        if (i < row_warps) attend_to(keys + at * K_PITCH, values + at * V_PITCH, seen[i]);
       }
+    };
+    for_tiles(known, wait, load_tile, [&] { read_queries(); }, attend);
+  }
+
+  // Returns which scores count, for each step of the warp in a tile.
+  __device__ void see(unsigned (&seen)[4], int tile) const {
+    unsigned long long bits[2];
+    if constexpr (MASK == SEES_LISTED) read_bits(bits, tile);
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      int first = key_of_warp + STEP * i;
+      seen[i] = 0;
+      if (i >= row_warps) continue;
+      if constexpr (MASK == SEES_LISTED) {
+        seen[i] = seen_of(bits, first);
+      } else {
+        seen[i] = seen_of(tile * TILE + first);
+      }
+    }
+  }
+
+  __device__ static void wait_for_tile() {
+    wait_for_copies<STAGES - 1>();
+    __syncthreads();
+  }
+
+  // Calls `load` for each tile of the slice with its first key and a place in shared memory, `start` once the
+  // first are on their way, and `attend` with each tile and its place. The kernel before, for which `wait`
+  // waits, writes no key or value before `known`.
+  template <typename Wait, typename Load, typename Start, typename Attend>
+  __device__ void for_tiles(int known, const Wait& wait, const Load& load, const Start& start, const Attend& attend) {
+    int tiles = tiles_of_all(block);
+    int begin = static_cast<int>(static_cast<long long>(tiles) * blockIdx.x / slices);
+    int end = static_cast<int>(static_cast<long long>(tiles) * (blockIdx.x + 1) / slices);
+    auto load_tile = [&](int tile) {
+      if (tile < end) load(first_key(tile), (tile - begin) % STAGES);
       end_of_copies();
     };
     int early = min(begin + STAGES - 1, end) - 1;
@@ -291,33 +345,10 @@ struct Slice {
     if (!is_known) wait();
     for (int i = 0; i < STAGES - 1; ++i) load_tile(begin + i);
     if (is_known) wait();
-    read_queries();
+    start();
     for (int tile = begin; tile < end; ++tile) {
       load_tile(tile + STAGES - 1);
-      // The marks come from far: ask for those of all steps at once.
-      unsigned seen[4];
-      unsigned long long bits[2];
-      if constexpr (MASK == SEES_LISTED) read_bits(bits, tile);
-#pragma unroll
-      for (int i = 0; i < 4; ++i) {
-        int first = key_of_warp + STEP * i;
-        seen[i] = 0;
-        if (i >= row_warps) continue;
-        if constexpr (MASK == SEES_LISTED) {
-          seen[i] = seen_of(bits, first);
-        } else {
-          seen[i] = seen_of(tile * TILE + first);
-        }
-      }
-      wait_for_copies<STAGES - 1>();
-      __syncthreads();
-      const E* keys = stages + (tile - begin) % STAGES * STAGE;
-      const E* values = keys + TILE * K_PITCH;
-#pragma unroll
-      for (int i = 0; i < 4; ++i) {
-        int at = key_of_warp + STEP * i;
-        if (i < row_warps) attend_to(keys + at * K_PITCH, values + at * V_PITCH, seen[i]);
-      }
+      attend(tile, (tile - begin) % STAGES);
       __syncthreads();
     }
   }
@@ -331,9 +362,10 @@ struct Slice {
     for (int i = 0; i < 4; ++i) {
       float value = x[i] / whole;
       if (whole == 0) {
-        // Nothing is seen. MLX then weighs all keys alike. A list has such queries only to fill up.
+        // Nothing is seen. MLX then weighs all keys alike. A list has such queries only to fill up, and over
+        // packed values there are none.
         value = 0;
-        for (int key = 0; MASK != SEES_LISTED && key < sizes.keys; ++key) {
+        for (int key = 0; MASK != SEES_LISTED && v.data && key < sizes.keys; ++key) {
           value += static_cast<float>(v.at(head, key)[(column + i) * v.column]);
         }
         value /= static_cast<float>(sizes.keys);
@@ -357,6 +389,12 @@ struct Slice {
   // Adds the sums of the warps that share rows. Writes the result if this is the only slice, or else
   // what is merged.
   __device__ void end_slice(E* out, float* parts, float* stats) {
+    end_slice(out, parts, stats, [](int part, int member) { return 8 * part + 2 * member; }, 1);
+  }
+
+  // The same for sums of which the first of two in a part lies at `column`, and the second `apart` behind it.
+  template <typename Column>
+  __device__ void end_slice(E* out, float* parts, float* stats, const Column& column, int apart) {
     float* all = reinterpret_cast<float*>(shared);
     float* ends = all + WARPS * ROWS * SUM_PITCH;
     for (int i = 0; i < 2; ++i) {
@@ -364,8 +402,8 @@ struct Slice {
       float whole = over_row(total[i], true);
 #pragma unroll
       for (int part = 0; part < DV / 8; ++part) {
-        float* to = all + at * SUM_PITCH + 8 * part + thread % 4 * 2;
-        for (int j = 0; j < 2; ++j) to[j] = sums[part][2 * i + j];
+        float* to = all + at * SUM_PITCH + column(part, thread % 4);
+        for (int j = 0; j < 2; ++j) to[j * apart] = sums[part][2 * i + j];
       }
       if (thread % 4 == 0) {
         ends[2 * at] = most[i];
@@ -374,7 +412,7 @@ struct Slice {
     }
     __syncthreads();
     for (int i = threadIdx.x; i < rows_of_block() * (DV / 4); i += THREADS) {
-      int r = i / (DV / 4), column = i % (DV / 4) * 4;
+      int r = i / (DV / 4), first = i % (DV / 4) * 4;
       if (first_row() + r >= sizes.rows()) break;
       // The warps of row `r` are `rows_of_block()` rows apart.
       float highest = -INFINITY, whole = 0, sum[4] = {};
@@ -382,13 +420,13 @@ struct Slice {
       for (int at = r; at < WARPS * ROWS; at += rows_of_block()) {
         float weight = weight_of(ends[2 * at], highest);
         whole += weight * ends[2 * at + 1];
-        for (int j = 0; j < 4; ++j) sum[j] += weight * all[at * SUM_PITCH + column + j];
+        for (int j = 0; j < 4; ++j) sum[j] += weight * all[at * SUM_PITCH + first + j];
       }
       if (slices == 1) {
-        write(out, first_row() + r, column, sum, whole);
+        write(out, first_row() + r, first, sum, whole);
         continue;
       }
-      leave(parts, stats, static_cast<int>(blockIdx.x) * rows_of_block() + r, column, sum, highest, whole);
+      leave(parts, stats, static_cast<int>(blockIdx.x) * rows_of_block() + r, first, sum, highest, whole);
     }
   }
 };

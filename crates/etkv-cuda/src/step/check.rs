@@ -3,8 +3,8 @@
 use crate::step::error::{fail, Result};
 use crate::step::mask::KeyMask;
 use crate::step::plan::{
-    Address, Attend, Buffer, Embed, Heads, Launch, Logits, Packed, Plan, Pool, Product, Weight,
-    HEADS_OF_MANY, MOST_FEW, MOST_TOKENS,
+    Address, Attend, Buffer, Embed, Heads, Launch, Logits, Norm, Packed, PackedFormat, Place, Plan,
+    Pool, PoolRows, Product, Weight, HEADS_OF_MANY, MOST_FEW, MOST_TOKENS,
 };
 
 /// The most elements of a row, rows of a table, and keys: products of two stay within 64 bits, and
@@ -19,6 +19,10 @@ const TILE: usize = 16;
 /// The bits of a packed weight's codes, and the codes of a group.
 const BITS: [usize; 2] = [4, 8];
 const GROUPS: [usize; 3] = [32, 64, 128];
+/// The bits of a packed pool's codes.
+const POOL_BITS: [usize; 6] = [2, 3, 4, 5, 6, 8];
+/// What the elements of a head are a multiple of where a pool is packed or heads are placed.
+const PLACED: usize = 32;
 /// The elements of a head.
 const DIMS: std::ops::RangeInclusive<usize> = 32..=256;
 
@@ -74,6 +78,7 @@ pub(crate) fn capacity(plan: &Plan) -> usize {
         Launch::Product(product) => {
             product.heads.map(|heads| heads.keys.capacity.min(heads.values.capacity))
         }
+        Launch::Place(Place { heads, .. }) => Some(heads.keys.capacity.min(heads.values.capacity)),
         Launch::Attend(attend) => Some(attend.keys.capacity.min(attend.values.capacity)),
     };
     plan.launches.iter().filter_map(of).min().unwrap_or(LARGEST)
@@ -134,6 +139,7 @@ impl Work<'_> {
         match launch {
             Launch::Embed(embed) => self.check_embed(embed),
             Launch::Product(product) => self.check_product(product),
+            Launch::Place(place) => self.check_place(place),
             Launch::Attend(attend) => self.check_attend(attend),
         }
     }
@@ -158,14 +164,7 @@ impl Work<'_> {
         if let Some(bias) = product.bias {
             is_address("the bias", bias, 2)?;
         }
-        if let Some(norm) = product.norm {
-            if let Some(weight) = norm.weight {
-                is_address("the weight of the norm", weight, 2)?;
-            }
-            if !(norm.eps >= 0.0 && norm.eps.is_finite()) {
-                fail!(Plan, "an epsilon of {}, expected 0 or more", norm.eps);
-            }
-        }
+        is_norm(product.norm)?;
         if let Some(plus) = product.plus {
             self.read(plus, rows * outputs)?;
         }
@@ -179,6 +178,11 @@ impl Work<'_> {
                     fail!(Plan, "heads have no gate, no sum, and all rows");
                 }
                 self.check_heads(heads, outputs)?;
+                for pool in [heads.keys, heads.values] {
+                    if !matches!(pool.rows, PoolRows::Plain(_)) {
+                        fail!(Plan, "heads of a product go to plain pools; place those of others");
+                    }
+                }
                 self.write(product.out, rows * heads.n_q * heads.head_dim)
             }
         }
@@ -198,18 +202,34 @@ impl Work<'_> {
         if outputs != expected {
             fail!(Plan, "{outputs} outputs, expected {expected} of {n_q}+2*{n_kv} heads");
         }
-        if let Some(periods) = heads.periods {
-            is_address("the periods", periods, 4)?;
+        are_placed(heads)
+    }
+
+    fn check_place(&mut self, place: &Place) -> Result<()> {
+        let Place { heads, q_norm, k_norm, .. } = place;
+        let Heads { n_q, n_kv, head_dim, .. } = *heads;
+        are_heads(n_q, n_kv, head_dim)?;
+        if head_dim % PLACED != 0 {
+            fail!(
+                Plan,
+                "heads of {head_dim} elements, expected a multiple of {PLACED} to place them"
+            );
         }
-        is_pool("the keys", heads.keys)?;
-        is_pool("the values", heads.values)
+        are_placed(heads)?;
+        is_norm(*q_norm)?;
+        is_norm(*k_norm)?;
+        self.read(place.x, self.plan.tokens * (n_q + 2 * n_kv) * head_dim)?;
+        if place.x == place.out {
+            fail!(Plan, "the queries are written over the heads");
+        }
+        self.write(place.out, self.plan.tokens * n_q * head_dim)
     }
 
     fn check_attend(&mut self, attend: &Attend) -> Result<()> {
         let Attend { n_q, n_kv, head_dim, scale, .. } = *attend;
         are_heads(n_q, n_kv, head_dim)?;
-        is_pool("the keys", attend.keys)?;
-        is_pool("the values", attend.values)?;
+        is_pool("the keys", attend.keys, head_dim)?;
+        is_pool("the values", attend.values, head_dim)?;
         if !scale.is_finite() {
             fail!(Plan, "a scale of {scale}, expected a finite one");
         }
@@ -285,9 +305,58 @@ fn are_heads(n_q: usize, n_kv: usize, head_dim: usize) -> Result<()> {
     Ok(())
 }
 
-fn is_pool(what: &str, pool: Pool) -> Result<()> {
+/// Checks where the heads go, and their periods.
+fn are_placed(heads: &Heads) -> Result<()> {
+    if let Some(periods) = heads.periods {
+        is_address("the periods", periods, 4)?;
+    }
+    is_pool("the keys", heads.keys, heads.head_dim)?;
+    is_pool("the values", heads.values, heads.head_dim)
+}
+
+fn is_norm(norm: Option<Norm>) -> Result<()> {
+    let Some(norm) = norm else {
+        return Ok(());
+    };
+    if let Some(weight) = norm.weight {
+        is_address("the weight of the norm", weight, 2)?;
+    }
+    if !(norm.eps >= 0.0 && norm.eps.is_finite()) {
+        fail!(Plan, "an epsilon of {}, expected 0 or more", norm.eps);
+    }
+    Ok(())
+}
+
+fn is_pool(what: &str, pool: Pool, head_dim: usize) -> Result<()> {
     is_within("rows of a pool", pool.capacity, 1, LARGEST)?;
-    is_address(what, pool.address, 16)
+    let rows = match pool.rows {
+        PoolRows::Plain(address) => return is_address(what, address, 16),
+        PoolRows::Packed(rows) => rows,
+    };
+    if head_dim % PLACED != 0 {
+        fail!(Plan, "{what} with rows of {head_dim} elements, expected a multiple of {PLACED}");
+    }
+    if let PackedFormat::Affine { bits, group } = rows.format {
+        if !POOL_BITS.contains(&bits) {
+            fail!(Plan, "{what} of {bits} bits, expected {POOL_BITS:?}");
+        }
+        if !GROUPS.contains(&group) {
+            fail!(Plan, "{what} in groups of {group}, expected {GROUPS:?}");
+        }
+        if head_dim % group != 0 {
+            fail!(Plan, "{what} with rows of {head_dim} elements, expected a multiple of {group}");
+        }
+    }
+    is_address(&format!("the codes of {what}"), rows.codes, 16)?;
+    is_address(&format!("the scales of {what}"), rows.scales, 16)?;
+    match (rows.format, rows.offsets) {
+        (PackedFormat::Affine { .. }, Some(offsets)) => {
+            is_address(&format!("the offsets of {what}"), offsets, 16)
+        }
+        (PackedFormat::Affine { .. }, None) => fail!(Plan, "{what} without offsets"),
+        (_, Some(_)) => fail!(Plan, "{what} with offsets, which their format lacks"),
+        (_, None) => Ok(()),
+    }
 }
 
 fn is_weight(what: &str, weight: Weight, inner: usize) -> Result<()> {

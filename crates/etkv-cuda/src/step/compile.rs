@@ -10,7 +10,8 @@ use cudarc::nvrtc::sys::{self, nvrtcProgram, nvrtcResult};
 use tracing::warn;
 
 use crate::step::error::{fail, Result};
-use crate::step::plan::Element;
+use crate::step::plan::{Element, PackedFormat};
+use crate::step::pools::{stage_bytes, type_of};
 use crate::text;
 
 // The texts that only steps need.
@@ -25,6 +26,16 @@ const PRODUCT_WORK: &str = include_str!("../kernels/product_work.cuh");
 const PRODUCT_ENTRY: &str = include_str!("../kernels/product_entry.cuh");
 const MANY_ENTRY: &str = include_str!("../kernels/many_entry.cuh");
 const PACKED_ENTRY: &str = include_str!("../kernels/packed_entry.cuh");
+const FORMATS: &str = include_str!("../kernels/formats.cuh");
+const ENCODE: &str = include_str!("../kernels/encode.cuh");
+const PLACE: &str = include_str!("../kernels/place.cuh");
+const PLACE_ENTRY: &str = include_str!("../kernels/place_entry.cuh");
+const DECODE: &str = include_str!("../kernels/decode.cuh");
+const PACKED_ROWS: &str = include_str!("../kernels/packed_rows.cuh");
+const PACKED_SLICE: &str = include_str!("../kernels/packed_slice.cuh");
+const ATTEND_WORK: &str = include_str!("../kernels/attend_work.cuh");
+const ATTEND_PLAIN: &str = include_str!("../kernels/attend_plain.cuh");
+const ATTEND_PACKED: &str = include_str!("../kernels/attend_packed.cuh");
 const ATTEND_ENTRY: &str = include_str!("../kernels/attend_entry.cuh");
 
 /// The compiler, for the devices of one architecture.
@@ -45,8 +56,20 @@ pub(crate) enum Source {
     Many(Element),
     /// Kernels that read packed weights of so many bits.
     Packed { element: Element, bits: usize },
+    /// The kernel that places heads in pools, packed if they have a format.
+    Place { element: Element, keys: Option<PackedFormat>, values: Option<PackedFormat> },
     /// Attention over heads of so many elements, of which a block holds so many tiles at a time.
     Attend { element: Element, dim: usize, tiles: usize, masked: bool },
+    /// The same where keys or values are packed. So many parts of a warp's rows share what it unpacks.
+    AttendPacked {
+        element: Element,
+        dim: usize,
+        stages: usize,
+        parts: usize,
+        masked: bool,
+        keys: Option<PackedFormat>,
+        values: Option<PackedFormat>,
+    },
 }
 
 impl Source {
@@ -97,13 +120,66 @@ impl Source {
                     PACKED_ENTRY,
                 ][..],
             ),
+            Self::Place { element, keys, values } => (
+                format!(
+                    "{overlaps}using Element = {};\n#define ETKV_KEYS {}\n#define ETKV_VALUES {}\n",
+                    element.name(),
+                    type_of(keys),
+                    type_of(values),
+                ),
+                &[
+                    STEP,
+                    text::INSTRUCTIONS,
+                    text::TURN,
+                    text::ROWS,
+                    FORMATS,
+                    ENCODE,
+                    PLACE,
+                    PLACE_ENTRY,
+                ][..],
+            ),
             Self::Attend { element, dim, tiles, masked } => (
                 format!(
                     "{overlaps}using Element = {};\nconstexpr int DIM = {dim}, STAGES = {tiles};\n\
                      constexpr bool IS_LISTED = {masked};\n",
                     element.name(),
                 ),
-                &[STEP, text::INSTRUCTIONS, text::ROWS, text::SLICE, MERGE, ATTEND_ENTRY][..],
+                &[
+                    STEP,
+                    text::INSTRUCTIONS,
+                    text::ROWS,
+                    text::SLICE,
+                    MERGE,
+                    FORMATS,
+                    ATTEND_WORK,
+                    ATTEND_PLAIN,
+                    ATTEND_ENTRY,
+                ][..],
+            ),
+            Self::AttendPacked { element, dim, stages, parts, masked, keys, values } => (
+                format!(
+                    "{overlaps}using Element = {};\nconstexpr int DIM = {dim}, STAGES = {stages};\n\
+                     constexpr bool IS_LISTED = {masked};\n#define ETKV_PARTS {parts}\n\
+                     #define ETKV_KEYS {}\n#define ETKV_VALUES {}\n#define ETKV_STAGE {}\n",
+                    element.name(),
+                    type_of(keys),
+                    type_of(values),
+                    stage_bytes(keys, values, dim),
+                ),
+                &[
+                    STEP,
+                    text::INSTRUCTIONS,
+                    text::ROWS,
+                    text::SLICE,
+                    MERGE,
+                    FORMATS,
+                    DECODE,
+                    PACKED_ROWS,
+                    PACKED_SLICE,
+                    ATTEND_WORK,
+                    ATTEND_PACKED,
+                    ATTEND_ENTRY,
+                ][..],
             ),
         };
         [text::PRELUDE, &head].into_iter().chain(parts.iter().copied()).collect()

@@ -5,14 +5,12 @@ use std::ffi::c_void;
 use cudarc::driver::sys;
 
 use crate::step::check::rows;
-use crate::step::compile::Source;
 use crate::step::driver::{Kernel, Stream};
 use crate::step::error::{check, fail, Result};
-use crate::step::plan::{Address, Attend, Plan, Product, Weight, MOST_FEW, MOST_TOKENS};
+use crate::step::plan::{Address, Plan, Product, Weight, MOST_FEW, MOST_TOKENS};
 
 /// Threads of a block, as in the kernels.
 pub(crate) const PRODUCT_THREADS: usize = 256;
-pub(crate) const ATTEND_THREADS: usize = 128;
 pub(crate) const EMBED_THREADS: usize = 128;
 pub(crate) const CHOOSE_THREADS: usize = 1024;
 pub(crate) const NORMALIZE_THREADS: usize = 256;
@@ -49,15 +47,6 @@ const MANY_DEPTH: usize = 3;
 const MANY_SUMMED: usize = 16;
 /// The most blocks that share a tile. Each leaves sums that are read again.
 const MOST_SPLITS: usize = 8;
-
-/// Keys that attention reads at a time, rows of a warp, and the most slices, as in the kernel.
-pub(crate) const TILE: usize = 64;
-const ROWS: usize = 16;
-const MOST_SLICES: usize = 64;
-/// Shared memory for more than one tile.
-const MOST_TILES_SHARED: usize = 96 << 10;
-/// The most blocks along the second and third axis.
-const MOST_BLOCKS: usize = 65_535;
 
 /// What a device has.
 #[derive(Debug, Clone, Copy)]
@@ -141,32 +130,11 @@ pub(crate) struct ManyWork {
     pub(crate) unused: i32,
 }
 
-/// The argument of attention.
-#[repr(C)]
-#[derive(Debug, Clone, Copy, Default)]
-pub(crate) struct AttendWork {
-    pub(crate) q: u64,
-    pub(crate) keys: u64,
-    pub(crate) values: u64,
-    pub(crate) out: u64,
-    pub(crate) step: u64,
-    pub(crate) tiles: u64,
-    pub(crate) partial: u64,
-    pub(crate) keys_head: i64,
-    pub(crate) values_head: i64,
-    pub(crate) scale: f32,
-    pub(crate) tokens: i32,
-    pub(crate) queries: i32,
-    pub(crate) each: i32,
-    pub(crate) slices: i32,
-}
-
 // The kernels' files have the same sizes.
 const _: () = assert!(size_of::<Step>() == 784);
 const _: () = assert!(size_of::<ProductWork>() == 144);
 const _: () = assert!(size_of::<PackedWork>() == 168);
 const _: () = assert!(size_of::<ManyWork>() == 168);
-const _: () = assert!(size_of::<AttendWork>() == 96);
 
 /// The kernels of products.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -327,59 +295,6 @@ fn tiled_shared(rows: usize, is_held: bool) -> usize {
         false => OTHER_DEPTH * (OUTPUTS + x_rows) * OTHER_WIDE,
     };
     TILED_WARPS * (2 * ring + 4 * 2 * x_rows * OUTPUTS + 4 * x_rows)
-}
-
-/// How attention is launched.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(crate) struct AttendShape {
-    pub(crate) source: Source,
-    pub(crate) grid: [usize; 3],
-    pub(crate) bytes_shared: usize,
-    /// Floats that slices leave to be merged, and the blocks that merge.
-    pub(crate) floats: usize,
-    pub(crate) merging: [usize; 3],
-}
-
-impl AttendShape {
-    pub(crate) fn of(plan: &Plan, attend: &Attend, limits: Limits) -> Result<Self> {
-        let dim = attend.head_dim;
-        let rows = attend.n_q / attend.n_kv * plan.tokens;
-        let row_warps = match rows {
-            ..=16 => 1,
-            17..=32 => 2,
-            _ => 4,
-        };
-        let rows_of_block = ROWS * row_warps;
-        let row_blocks = rows.div_ceil(rows_of_block);
-        if row_blocks > MOST_BLOCKS {
-            fail!(Plan, "{rows} rows of queries, expected {} or fewer", MOST_BLOCKS * ROWS);
-        }
-        let blocks = plan.attention_blocks.unwrap_or(2 * limits.processors);
-        let tiles = attend.keys.capacity.min(attend.values.capacity).div_ceil(TILE);
-        let slices = (blocks / (attend.n_kv * row_blocks)).min(tiles).clamp(1, MOST_SLICES);
-        let (held, bytes_shared) = Self::memory(dim);
-        if bytes_shared > limits.block_shared {
-            let most = limits.block_shared;
-            fail!(Plan, "heads of {dim} take {bytes_shared} bytes, the device has {most}");
-        }
-        Ok(Self {
-            source: Source::Attend { element: plan.element, dim, tiles: held, masked: plan.masked },
-            grid: [slices, attend.n_kv, row_blocks],
-            bytes_shared,
-            floats: slices * attend.n_kv * row_blocks * rows_of_block * (dim + 2),
-            merging: [rows, attend.n_kv, 1],
-        })
-    }
-
-    /// Returns the tiles that a block holds at a time, and its bytes of shared memory.
-    fn memory(dim: usize) -> (usize, usize) {
-        // Rows are 16 bytes apart. Elements have 2.
-        let tile = TILE * 2 * (dim + 8) * 2;
-        let tiles = if 2 * tile <= MOST_TILES_SHARED { 2 } else { 1 };
-        // The same memory takes the sums of all warps and what they end with.
-        let sums = 4 * ROWS * (dim + 8 + 2) * 4;
-        (tiles, (tiles * tile).max(sums))
-    }
 }
 
 /// Returns an address, or 0.

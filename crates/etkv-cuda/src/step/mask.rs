@@ -2,7 +2,7 @@
 
 use std::ops::Range;
 
-use crate::step::launch::TILE;
+use crate::step::attend::TILE;
 
 /// The keys that each token of a step sees: a list of the tiles of 64 keys in which a token sees some. The
 /// kernels read no others.

@@ -1,5 +1,6 @@
 //! Plans, graphs, and the device that runs them.
 
+mod attend;
 mod captured;
 mod check;
 mod compile;
@@ -9,6 +10,7 @@ mod error;
 mod launch;
 mod mask;
 mod plan;
+mod pools;
 mod work;
 
 pub use self::captured::{Captured, Outputs};
@@ -18,6 +20,7 @@ pub use self::driver::Memory;
 pub use self::error::{Error, Result};
 pub use self::mask::KeyMask;
 pub use self::plan::{
-    Address, Attend, Buffer, Element, Embed, Gate, Heads, Launch, Logits, Norm, Packed, Plan, Pool,
-    Product, Weight, HEADS_OF_MANY, MOST_FEW, MOST_TOKENS,
+    Address, Attend, Buffer, Element, Embed, Gate, Heads, Launch, Logits, Norm, Packed,
+    PackedFormat, PackedRows, Place, Plan, Pool, PoolRows, Product, Weight, HEADS_OF_MANY,
+    MOST_FEW, MOST_TOKENS,
 };

@@ -33,13 +33,86 @@ pub struct Address(pub u64);
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub struct Buffer(pub usize);
 
-/// The keys or the values of a layer, `[1, n_kv, capacity, head_dim]`, row-major.
+/// The keys or the values of a layer: `n_kv` heads of `capacity` rows.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub struct Pool {
-    /// Where the first row begins: a multiple of 16 bytes.
-    pub address: Address,
+    /// The rows of all heads.
+    pub rows: PoolRows,
     /// The rows of each head.
     pub capacity: usize,
+}
+
+/// How a pool stores its rows.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+pub enum PoolRows {
+    /// `[1, n_kv, capacity, head_dim]` of the plan's elements, row-major: a multiple of 16 bytes.
+    Plain(Address),
+    /// Codes with scales.
+    Packed(PackedRows),
+}
+
+/// Rows of codes: planes `[1, n_kv, capacity, width]`, row-major, of which a row's width follows from the format.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+pub struct PackedRows {
+    /// What codes and scales stand for.
+    pub format: PackedFormat,
+    /// Words of 32 bits, the first code the lowest: a multiple of 16 bytes.
+    pub codes: Address,
+    /// float16, or bytes of E8M0 or E4M3: a multiple of 16 bytes.
+    pub scales: Address,
+    /// float16, in affine formats only: a multiple of 16 bytes.
+    pub offsets: Option<Address>,
+}
+
+/// A packed format of keys or values, with the bits that the caches store.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+pub enum PackedFormat {
+    /// Integers with a float16 scale and offset for each group.
+    Affine {
+        /// 2, 3, 4, 5, 6 or 8.
+        bits: usize,
+        /// 32, 64 or 128, which head_dim is a multiple of.
+        group: usize,
+    },
+    /// E4M3 elements, an E8M0 scale for every 32.
+    Mxfp8,
+    /// E2M1 elements, an E8M0 scale for every 32.
+    Mxfp4,
+    /// E2M1 elements, an E4M3 scale for every 16.
+    Nvfp4,
+    /// Integers from -8 to 7, stored with 8 added, and a float16 scale a row.
+    RowInt4,
+    /// E2M1 elements and a float16 scale a row.
+    RowFp4,
+}
+
+impl PackedFormat {
+    /// Returns the bits of a code.
+    pub fn bits(self) -> usize {
+        match self {
+            Self::Affine { bits, .. } => bits,
+            Self::Mxfp8 => 8,
+            Self::Mxfp4 | Self::Nvfp4 | Self::RowInt4 | Self::RowFp4 => 4,
+        }
+    }
+
+    /// Returns the elements that share a scale, in rows of `head_dim` elements.
+    pub fn group(self, head_dim: usize) -> usize {
+        match self {
+            Self::Affine { group, .. } => group,
+            Self::Mxfp8 | Self::Mxfp4 => 32,
+            Self::Nvfp4 => 16,
+            Self::RowInt4 | Self::RowFp4 => head_dim,
+        }
+    }
+
+    /// Returns the bytes of a scale.
+    pub fn scale_bytes(self) -> usize {
+        match self {
+            Self::Affine { .. } | Self::RowInt4 | Self::RowFp4 => 2,
+            Self::Mxfp8 | Self::Mxfp4 | Self::Nvfp4 => 1,
+        }
+    }
 }
 
 /// A matrix `[rows, columns]`, row-major.
@@ -111,6 +184,8 @@ pub enum Launch {
     Embed(Embed),
     /// A product with a weight.
     Product(Product),
+    /// Heads that a product has made, to where attention takes them.
+    Place(Place),
     /// Attention over the keys of a layer.
     Attend(Attend),
 }
@@ -149,7 +224,7 @@ pub struct Product {
     pub gate: Option<Gate>,
     /// `[rows, outputs]`, added to the result. May be `out`.
     pub plus: Option<Buffer>,
-    /// What the outputs are if they are heads. Then there is no gate and no sum.
+    /// What the outputs are if they are heads, whose pools are plain. Then there is no gate and no sum.
     pub heads: Option<Heads>,
     /// `[rows, outputs]`, or `[rows, n_q, head_dim]` for heads.
     pub out: Buffer,
@@ -171,6 +246,25 @@ pub enum Gate {
     Silu = 1,
     Gelu = 2,
     GeluTanh = 3,
+}
+
+/// Heads that are normalized, turned and stored, as a product does with its own, but also to packed pools and
+/// after norms of queries and keys.
+///
+/// A token with a key or value that is not finite gets queries of NaN where that is read, since codes would
+/// hide it.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub struct Place {
+    /// `[T, n_q + 2 * n_kv, head_dim]`.
+    pub x: Buffer,
+    /// Where they go. Here head_dim is a multiple of 32.
+    pub heads: Heads,
+    /// How each head of queries is normalized first. The weight is `[head_dim]`.
+    pub q_norm: Option<Norm>,
+    /// Likewise for keys.
+    pub k_norm: Option<Norm>,
+    /// The queries, `[T, n_q, head_dim]`.
+    pub out: Buffer,
 }
 
 /// Outputs that are heads: `n_q` of queries, then `n_kv` of keys, then `n_kv` of values. Row t of the

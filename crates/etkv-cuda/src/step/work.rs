@@ -3,17 +3,20 @@
 use std::collections::HashMap;
 use std::ffi::c_void;
 
+use crate::step::attend::{AttendShape, AttendWork, ATTEND_THREADS};
 use crate::step::check::{capacity, rows};
 use crate::step::compile::Source;
 use crate::step::device::Device;
 use crate::step::driver::{Kernel, Memory, Stream};
 use crate::step::error::{fail, Result};
 use crate::step::launch::{
-    self, int, or_null, AttendShape, AttendWork, ManyWork, PackedWork, ProductKernel, ProductShape,
-    ProductWork, Step,
+    self, int, or_null, ManyWork, PackedWork, ProductKernel, ProductShape, ProductWork, Step,
 };
 use crate::step::mask::most_numbers;
-use crate::step::plan::{Attend, Buffer, Embed, Launch, Packed, Plan, Product, Weight};
+use crate::step::plan::{
+    Attend, Buffer, Embed, Launch, Packed, Plan, Pool, PoolRows, Product, Weight,
+};
+use crate::step::pools::{place_grid, place_kernel, PlaceWork, Planes};
 
 /// Where the logits are behind the ids that are chosen, in bytes, and how far apart buffers begin.
 pub(crate) const LOGITS_AT: usize = 256;
@@ -31,6 +34,8 @@ pub(crate) struct Work {
     choose: Kernel,
     /// Those of packed weights, by the bits of a code.
     packed: HashMap<usize, PackedKernels>,
+    /// Those that place heads, by the launch.
+    place: HashMap<usize, Kernel>,
     /// Of each launch, if it is attention: itself, and what merges its slices.
     attend: Vec<Option<(Kernel, Kernel, AttendShape)>>,
     /// Where each buffer is, and its bytes.
@@ -122,8 +127,11 @@ impl Work {
         let context = &device.0.context;
         let limits = device.0.limits;
         let source = Source::Product(plan.element);
-        let mut attend = Vec::new();
-        for launch in &plan.launches {
+        let (mut attend, mut place) = (Vec::new(), HashMap::new());
+        for (number, launch) in plan.launches.iter().enumerate() {
+            if let Launch::Place(work) = launch {
+                place.insert(number, place_kernel(device, plan, work)?);
+            }
             attend.push(match launch {
                 Launch::Attend(work) => {
                     let shape = AttendShape::of(plan, work, limits)?;
@@ -135,7 +143,7 @@ impl Work {
                     ProductShape::of(plan, product, limits)?;
                     None
                 }
-                Launch::Embed(_) => None,
+                Launch::Embed(_) | Launch::Place(_) => None,
             });
         }
         let shapes = || attend.iter().flatten().map(|(_, _, shape)| shape);
@@ -166,6 +174,7 @@ impl Work {
             embed: device.kernel(source, c"etkv_embed", 0)?,
             choose: device.kernel(source, c"etkv_choose", 0)?,
             packed: PackedKernels::of(device, plan)?,
+            place,
             attend,
             places,
             step: Memory::new(context, size_of::<Step>())?,
@@ -195,7 +204,7 @@ impl Work {
                 (Launch::Product(product), _) => self.product(stream, plan, product, overlaps)?,
                 (Launch::Attend(attend), Some((kernel, merge, shape))) => {
                     let work = self.attend_work(plan, attend, shape);
-                    let (threads, shared) = (launch::ATTEND_THREADS, shape.bytes_shared);
+                    let (threads, shared) = (ATTEND_THREADS, shape.bytes_shared);
                     let arguments = &mut [of(&work)];
                     // SAFETY: this is the kernels' argument; the plan's check has compared all sizes.
                     unsafe {
@@ -203,6 +212,19 @@ impl Work {
                         launch::launch(stream, kernel, grid, threads, shared, arguments, overlaps)?;
                         let grid = shape.merging;
                         launch::launch(stream, merge, grid, threads, 0, arguments, overlap)?;
+                    }
+                }
+                (Launch::Place(place), _) => {
+                    let Some(kernel) = self.place.get(&number) else {
+                        fail!(Plan, "heads that are placed have no kernel");
+                    };
+                    let places = [self.at(place.x), self.at(place.out), self.step.address().0];
+                    let work = PlaceWork::of(place, places);
+                    let (grid, threads) = place_grid(plan, place);
+                    let arguments = &mut [work.argument()];
+                    // SAFETY: this is the kernel's argument; the plan's check has compared all sizes.
+                    unsafe {
+                        launch::launch(stream, kernel, grid, threads, 0, arguments, overlaps)?;
                     }
                 }
                 (Launch::Attend(_), None) => fail!(Plan, "attention has no kernel"),
@@ -293,8 +315,8 @@ impl Work {
         if let Some(heads) = &product.heads {
             let turned = heads.periods.map_or(0, |_| (heads.n_q + heads.n_kv) * heads.head_dim);
             work.periods = or_null(heads.periods);
-            work.keys = heads.keys.address.0;
-            work.values = heads.values.address.0;
+            work.keys = plain(heads.keys)?;
+            work.values = plain(heads.values)?;
             work.keys_head = (heads.keys.capacity * heads.head_dim) as i64;
             work.values_head = (heads.values.capacity * heads.head_dim) as i64;
             work.head_dim = int(heads.head_dim);
@@ -366,20 +388,27 @@ impl Work {
     fn attend_work(&self, plan: &Plan, attend: &Attend, shape: &AttendShape) -> AttendWork {
         AttendWork {
             q: self.at(attend.q),
-            keys: attend.keys.address.0,
-            values: attend.values.address.0,
             out: self.at(attend.out),
             step: self.step.address().0,
             tiles: self.tiles.as_ref().map_or(0, |tiles| tiles.address().0),
             partial: self.partial.address().0,
-            keys_head: (attend.keys.capacity * attend.head_dim) as i64,
-            values_head: (attend.values.capacity * attend.head_dim) as i64,
+            keys: Planes::of(attend.keys),
+            values: Planes::of(attend.values),
             scale: attend.scale,
             tokens: int(plan.tokens),
             queries: int(attend.n_q),
             each: int(attend.n_kv),
             slices: int(shape.grid[0]),
+            unused: 0,
         }
+    }
+}
+
+/// Returns where a plain pool begins.
+fn plain(pool: Pool) -> Result<u64> {
+    match pool.rows {
+        PoolRows::Plain(address) => Ok(address.0),
+        PoolRows::Packed(_) => fail!(Plan, "heads of a product go to plain pools"),
     }
 }
 

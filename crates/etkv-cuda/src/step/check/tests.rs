@@ -1,10 +1,10 @@
 use super::*;
-use crate::step::plan::{Element, Gate, Norm};
+use crate::step::plan::{Element, Gate, Norm, PackedRows};
 use crate::Error;
 
 /// Returns a plan of one layer.
 fn plan() -> Plan {
-    let pool = |address| Pool { address: Address(address), capacity: 100 };
+    let pool = |address| Pool { rows: PoolRows::Plain(Address(address)), capacity: 100 };
     let (keys, values) = (pool(1 << 20), pool(2 << 20));
     let product = Product {
         x: Buffer(0),
@@ -128,7 +128,8 @@ fn addresses_that_cannot_be_read_are_refused() {
     let text = refused(|plan| product(plan, 3).weight = Weight::Plain(Address(0)));
     assert!(text.contains("the weight at 0x0"));
     assert!(refused(|plan| product(plan, 3).bias = Some(Address(3))).contains("the bias at 0x3"));
-    assert!(refused(|plan| heads(plan).keys.address = Address(8)).contains("a multiple of 16"));
+    assert!(refused(|plan| heads(plan).keys.rows = PoolRows::Plain(Address(8)))
+        .contains("a multiple of 16"));
     assert!(refused(|plan| heads(plan).periods = Some(Address(2))).contains("the periods"));
     assert!(refused(|plan| attend(plan).values.capacity = 0).contains("0 rows of a pool"));
 }
@@ -162,6 +163,68 @@ fn packed_weights_that_kernels_do_not_take_are_refused() {
         other => panic!("{other:?}"),
     });
     assert_eq!(text, "launch 0: the table of 5 bits, expected [4, 8]");
+}
+
+/// Returns rows of codes.
+fn packed_rows(format: PackedFormat) -> PackedRows {
+    let at = Address(4096);
+    let offsets = matches!(format, PackedFormat::Affine { .. }).then_some(at);
+    PackedRows { format, codes: at, scales: at, offsets }
+}
+
+#[test]
+fn packed_pools_that_kernels_do_not_take_are_refused() {
+    let with = |rows: PackedRows| {
+        let mut plan = plan();
+        attend(&mut plan).keys.rows = PoolRows::Packed(rows);
+        match check(&plan) {
+            Ok(()) => String::new(),
+            Err(error) => error.to_string(),
+        }
+    };
+    let affine = |bits, group| packed_rows(PackedFormat::Affine { bits, group });
+    assert_eq!(with(affine(4, 64)), "");
+    assert_eq!(with(packed_rows(PackedFormat::RowFp4)), "");
+    assert!(with(affine(7, 64)).contains("the keys of 7 bits, expected [2, 3, 4, 5, 6, 8]"));
+    assert!(with(affine(4, 16)).contains("groups of 16, expected [32, 64, 128]"));
+    assert!(with(affine(4, 128)).contains("rows of 64 elements, expected a multiple of 128"));
+    let text = with(PackedRows { codes: Address(8), ..affine(4, 64) });
+    assert!(text.contains("the codes of the keys at 0x8"), "{text}");
+    let text = with(PackedRows { scales: Address(0), ..affine(4, 64) });
+    assert!(text.contains("the scales of the keys at 0x0"), "{text}");
+    assert!(with(PackedRows { offsets: None, ..affine(4, 64) }).contains("without offsets"));
+    let text = with(PackedRows { format: PackedFormat::Mxfp4, ..affine(4, 64) });
+    assert!(text.contains("the keys with offsets, which their format lacks"), "{text}");
+    let rows = PoolRows::Packed(affine(4, 64));
+    assert!(refused(|plan| heads(plan).keys.rows = rows).contains("plain pools"));
+}
+
+#[test]
+fn heads_that_cannot_be_placed_are_refused() {
+    let refused = |change: fn(&mut Place)| {
+        let mut plan = plan();
+        let mut heads = product(&mut plan, 1).heads.take().unwrap();
+        heads.values.rows = PoolRows::Packed(packed_rows(PackedFormat::Nvfp4));
+        plan.buffers.push(4 * 768);
+        product(&mut plan, 1).out = Buffer(4);
+        let norm = Some(Norm { weight: Some(Address(4096)), eps: 1e-6 });
+        let (q_norm, k_norm) = (norm, None);
+        let mut place = Place { x: Buffer(4), heads, q_norm, k_norm, out: Buffer(1) };
+        change(&mut place);
+        plan.launches.insert(2, Launch::Place(place));
+        match check(&plan) {
+            Ok(()) => String::new(),
+            Err(error) => error.to_string(),
+        }
+    };
+    assert_eq!(refused(|_| ()), "");
+    assert!(refused(|place| place.heads.n_kv = 3).contains("8 heads, expected a multiple of 3"));
+    assert!(refused(|place| place.heads.head_dim = 48).contains("a multiple of 32"));
+    assert!(refused(|place| place.k_norm = Some(Norm { weight: None, eps: -1.0 })).contains("-1"));
+    assert!(refused(|place| place.x = Buffer(0)).contains("buffer 0 has 1024 elements"));
+    assert!(refused(|place| place.out = Buffer(4)).contains("over the heads"));
+    let text = refused(|place| place.heads.keys.rows = PoolRows::Plain(Address(2)));
+    assert!(text.contains("the keys at 0x2"), "{text}");
 }
 
 #[test]

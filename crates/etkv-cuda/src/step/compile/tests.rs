@@ -3,6 +3,15 @@ use std::cell::RefCell;
 use super::*;
 use crate::Error;
 
+const FORMATS: [PackedFormat; 6] = [
+    PackedFormat::Affine { bits: 4, group: 64 },
+    PackedFormat::Mxfp8,
+    PackedFormat::Mxfp4,
+    PackedFormat::Nvfp4,
+    PackedFormat::RowInt4,
+    PackedFormat::RowFp4,
+];
+
 /// Returns the compiler, unless its library is missing.
 fn found(capability: usize, folder: Option<&Path>) -> Option<Compiler> {
     let compiler = Compiler::find(capability, folder);
@@ -38,6 +47,58 @@ fn all_kernels_compile_without_headers() {
                 _ => 0,
             };
             for source in &sources[..count] {
+                let cubin = compiler.compile(&source.text(capability)).unwrap();
+                assert_eq!(&cubin[..4], b"\x7fELF", "{source:?}");
+            }
+        }
+    }
+}
+
+#[test]
+fn heads_are_placed_in_every_format() {
+    let Some(compiler) = found(90, None) else {
+        return;
+    };
+    let affine = |bits| Some(PackedFormat::Affine { bits, group: 64 });
+    let (keys, values) = (FORMATS, [affine(2), affine(3), affine(5), affine(6), affine(8), None]);
+    for (n, (keys, values)) in keys.into_iter().zip(values).enumerate() {
+        let element = if n % 2 == 0 { Element::F16 } else { Element::Bf16 };
+        let source = Source::Place { element, keys: Some(keys), values };
+        let cubin = compiler.compile(&source.text(90)).unwrap();
+        assert_eq!(&cubin[..4], b"\x7fELF", "{source:?}");
+    }
+}
+
+#[test]
+fn attention_reads_every_format() {
+    let affine = |bits, group| Some(PackedFormat::Affine { bits, group });
+    let [a, b, c, d, e, f] = FORMATS.map(Some);
+    let cases = [
+        (64, 1, a, a),
+        (128, 2, a, a),
+        (128, 1, b, b),
+        (64, 1, c, c),
+        (128, 2, d, e),
+        (64, 2, e, d),
+        (128, 1, f, f),
+        (256, 1, affine(8, 128), affine(8, 64)),
+        (96, 2, affine(3, 32), affine(5, 32)),
+        (64, 1, affine(6, 64), affine(2, 64)),
+        (128, 2, None, a),
+        (64, 1, b, None),
+    ];
+    for (capability, few) in [(90, false), (80, true), (100, true)] {
+        let Some(compiler) = found(capability, None) else {
+            return;
+        };
+        for (n, (dim, parts, keys, values)) in cases.into_iter().enumerate() {
+            for element in [Element::F16, Element::Bf16] {
+                if few && (n > 5 || element == Element::F16) {
+                    continue;
+                }
+                let (stages, masked) = (2 + n % 3, n % 2 == 0);
+                let source =
+                    Source::AttendPacked { element, dim, stages, parts, masked, keys, values };
                 let cubin = compiler.compile(&source.text(capability)).unwrap();
                 assert_eq!(&cubin[..4], b"\x7fELF", "{source:?}");
             }

@@ -1,5 +1,5 @@
 use super::*;
-use crate::step::plan::{Buffer, Element, Gate, Norm, Packed, Pool};
+use crate::step::plan::{Buffer, Element, Gate, Norm, Packed};
 
 const H100: Limits = Limits { processors: 132, block_shared: 232_448, processor_shared: 233_472 };
 
@@ -84,36 +84,4 @@ fn rings_take_what_fits_them() {
     let small = Limits { processors: 82, block_shared: 101_376, processor_shared: 102_400 };
     let shape = ProductShape::of(&plan(16), &plain, small).unwrap();
     assert_eq!(shape.kernel, ProductKernel::Few);
-}
-
-#[test]
-fn attention_is_divided_among_the_processors() {
-    let pool = |capacity| Pool { address: Address(16), capacity };
-    let of = |tokens, n_q, n_kv, head_dim, capacity| {
-        let attend = Attend {
-            q: Buffer(0),
-            keys: pool(capacity),
-            values: pool(capacity),
-            n_q,
-            n_kv,
-            head_dim,
-            scale: 1.0,
-            out: Buffer(1),
-        };
-        AttendShape::of(&plan(tokens), &attend, H100).unwrap()
-    };
-    let llama = of(1, 32, 8, 64, 8192);
-    assert_eq!((llama.grid, llama.bytes_shared), ([33, 8, 1], 36_864));
-    assert_eq!((llama.floats, llama.merging), (33 * 8 * 16 * 66, [4, 8, 1]));
-    assert_eq!(of(16, 32, 8, 64, 8192).grid, [33, 8, 1]);
-    assert_eq!(of(16, 9, 1, 64, 8192).grid, [64, 1, 3]);
-    // No more slices than tiles.
-    assert_eq!(of(1, 8, 2, 64, 65).grid, [2, 2, 1]);
-    assert_eq!(of(1, 8, 2, 64, 1).grid, [1, 2, 1]);
-    // More KV heads than blocks.
-    assert_eq!(of(1, 512, 512, 64, 8192).grid, [1, 512, 1]);
-    let wide = of(16, 8, 1, 256, 8192);
-    let element = Element::Bf16;
-    assert_eq!(wide.source, Source::Attend { element, dim: 256, tiles: 1, masked: false });
-    assert_eq!(wide.bytes_shared, 68_096);
 }

@@ -1,0 +1,193 @@
+//! The time of attention alone: launches that depend on each other, as those of layers do, in one graph.
+
+use std::iter::once;
+use std::time::Instant;
+
+use etkv_cuda::{
+    Attend, Buffer, Captured, Device, Element, Embed, KeyMask, Launch, PackedFormat, Plan, Result,
+    StepInputs, Weight,
+};
+
+use crate::codecs::{row_bytes, DevicePool};
+use crate::say;
+use std::io::Write;
+
+const N_Q: usize = 32;
+const N_KV: usize = 8;
+const DIM: usize = 128;
+const LAUNCHES: usize = 16;
+const RUNS: usize = 30;
+/// Each launch has pools of its own, as each layer has, so that no cache of the device has the keys of the last
+/// step.
+const CAPACITY: usize = 65_536;
+
+const FORMATS: [Option<PackedFormat>; 8] = [
+    None,
+    Some(PackedFormat::Affine { bits: 4, group: 64 }),
+    Some(PackedFormat::Affine { bits: 8, group: 64 }),
+    Some(PackedFormat::Mxfp8),
+    Some(PackedFormat::Mxfp4),
+    Some(PackedFormat::Nvfp4),
+    Some(PackedFormat::RowInt4),
+    Some(PackedFormat::RowFp4),
+];
+
+#[derive(Clone, Copy)]
+struct Timed<'a> {
+    device: &'a Device,
+    element: Element,
+    pools: &'a [DevicePool],
+    blocks: Option<usize>,
+}
+
+/// Prints microseconds of a launch, and the bytes that it reads a second.
+pub fn run(device: &Device) -> Result<()> {
+    for element in [Element::F16, Element::Bf16] {
+        say!("attention of {N_Q}/{N_KV} heads of {DIM}, {element:?}: us a launch (GB/s of keys and values)");
+        let mut plain = Vec::new();
+        for format in FORMATS {
+            if element == Element::Bf16 && !is_first(format) {
+                continue;
+            }
+            let mut pools = Vec::new();
+            for _ in 0..2 * LAUNCHES {
+                pools.push(DevicePool::new(device, format, N_KV, CAPACITY, DIM)?);
+            }
+            let timed = Timed { device, element, pools: &pools, blocks: None };
+            say!("{}", format.map_or("plain".to_owned(), |format| format!("{format:?}")));
+            let mut times = Vec::new();
+            for tokens in [1, 8, 16, 32] {
+                for keys in [2048, 8192, 32_768] {
+                    times.push((
+                        format!("T {tokens:2} {keys:5}"),
+                        timed.causal(tokens, keys)?,
+                        keys,
+                    ));
+                }
+            }
+            let sequences = (0..16).map(|t| once(t * 4096..(t + 1) * 4096));
+            let mask = KeyMask::of(sequences);
+            let many = timed.masked(16, 65_536, &mask)?;
+            times.push(("16 sequences of 4096".to_owned(), many, 65_536));
+            for branches in [1, 8] {
+                let trunk = 16_384;
+                let runs = (0..branches).map(|t| [0..trunk, trunk + 64 * t..trunk + 64 * (t + 1)]);
+                let mask = KeyMask::of(runs);
+                let keys = trunk + 64 * branches;
+                let time = timed.masked(branches, keys, &mask)?;
+                times.push((format!("{branches} branches of 16384"), time, keys));
+            }
+            for (n, (what, time, keys)) in times.iter().enumerate() {
+                let rate = (keys * N_KV * 2 * bytes(format)) as f64 / time / 1e3;
+                let against = match plain.get(n) {
+                    Some(plain) => format!("; {:.2} of plain", time / plain),
+                    None => String::new(),
+                };
+                say!("  {what:22} {time:7.2} ({rate:4.0}){against}");
+            }
+            let of = |n: usize| times[n].1;
+            say!(
+                "  at 32768: 8 tokens {:.2} of one, 16 {:.2}, 32 {:.2}; 8 branches {:.2} of one",
+                of(5) / of(2),
+                of(8) / of(2),
+                of(11) / of(2),
+                of(14) / of(13),
+            );
+            if format.is_none() {
+                plain = times.iter().map(|(_, time, _)| *time).collect();
+            }
+            let mut text = String::new();
+            for blocks in [132, 264, 396, 528] {
+                let timed = Timed { blocks: Some(blocks), ..timed };
+                text.push_str(&format!(" {blocks}: {:.2}", timed.causal(1, 32_768)?));
+            }
+            say!("  one token at 32768 by blocks:{text}");
+        }
+    }
+    Ok(())
+}
+
+fn is_first(format: Option<PackedFormat>) -> bool {
+    FORMATS.iter().position(|other| *other == format) < Some(2)
+        || format == Some(PackedFormat::RowInt4)
+}
+
+/// Returns the bytes of a row.
+fn bytes(format: Option<PackedFormat>) -> usize {
+    format.map_or(2 * DIM, |format| row_bytes(format, DIM).iter().sum())
+}
+
+impl Timed<'_> {
+    fn causal(&self, tokens: usize, keys: usize) -> Result<f64> {
+        self.time(tokens, keys, None)
+    }
+
+    fn masked(&self, tokens: usize, keys: usize, mask: &KeyMask) -> Result<f64> {
+        self.time(tokens, keys, Some(mask))
+    }
+
+    fn time(&self, tokens: usize, keys: usize, mask: Option<&KeyMask>) -> Result<f64> {
+        let whole = self.median(tokens, keys, mask, LAUNCHES)?;
+        // What is around the launches is left out: a graph of one has it too.
+        let one = self.median(tokens, keys, mask, 1)?;
+        Ok((whole - one) / (LAUNCHES - 1) as f64)
+    }
+
+    fn median(
+        &self,
+        tokens: usize,
+        keys: usize,
+        mask: Option<&KeyMask>,
+        launches: usize,
+    ) -> Result<f64> {
+        let width = N_Q * DIM;
+        let table = self.device.allocate(2 * 64 * width)?;
+        let attend = |n: usize| {
+            Launch::Attend(Attend {
+                q: Buffer(n % 2),
+                keys: self.pools[2 * n].pool(),
+                values: self.pools[2 * n + 1].pool(),
+                n_q: N_Q,
+                n_kv: N_KV,
+                head_dim: DIM,
+                scale: 0.1,
+                out: Buffer((n + 1) % 2),
+            })
+        };
+        let embed = Launch::Embed(Embed {
+            table: Weight::Plain(table.address()),
+            vocabulary: 64,
+            inner: width,
+            out: Buffer(0),
+        });
+        let plan = Plan {
+            element: self.element,
+            tokens,
+            buffers: vec![tokens * width; 2],
+            launches: once(embed).chain((0..launches).map(attend)).collect(),
+            masked: mask.is_some(),
+            logits: None,
+            overlap: true,
+            attention_blocks: self.blocks,
+        };
+        let mut graph = self.device.capture(&plan)?;
+        let ids: Vec<i32> = (0..tokens as i32).collect();
+        let slots: Vec<i32> = ((keys - tokens) as i32..).take(tokens).collect();
+        let step = StepInputs { ids: &ids, positions: &slots, slots: &slots, n_keys: keys, mask };
+        median_of(&mut graph, &step)
+    }
+}
+
+fn median_of(graph: &mut Captured, step: &StepInputs) -> Result<f64> {
+    let mut times = Vec::new();
+    for run in 0..RUNS + 5 {
+        let begin = Instant::now();
+        // SAFETY: the pools outlive the graph, and nothing else uses them.
+        unsafe { graph.run(step) }?;
+        if run >= 5 {
+            times.push(begin.elapsed().as_secs_f64() * 1e6);
+        }
+    }
+    times.sort_by(f64::total_cmp);
+    Ok(times[times.len() / 2])
+}

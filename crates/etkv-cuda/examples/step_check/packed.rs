@@ -1,0 +1,225 @@
+//! Attention over packed pools, against plain arithmetic over the decoded rows.
+
+use std::iter::once;
+
+use etkv_cuda::{
+    Attend, Buffer, Device, Element, Embed, KeyMask, Launch, PackedFormat, Plan, StepInputs, Weight,
+};
+
+use crate::codecs::{decode, encode, DevicePool, Planes, FORMATS};
+use crate::model::{rounded, to_bytes, to_numbers, Random};
+use crate::{say, Answer};
+use std::io::Write;
+
+/// Odd, so that the planes of most heads begin anywhere.
+const CAPACITY: usize = 2177;
+const TABLE: usize = 70;
+
+#[derive(Debug, Clone, Copy)]
+struct Case {
+    element: Element,
+    n_q: usize,
+    n_kv: usize,
+    dim: usize,
+    formats: [Option<PackedFormat>; 2],
+    masked: bool,
+}
+
+/// Runs the checks: each format, and some pairs.
+pub fn run(device: &Device) -> Answer<bool> {
+    let all = FORMATS.map(Some);
+    let base = Case {
+        element: Element::Bf16,
+        n_q: 8,
+        n_kv: 2,
+        dim: 64,
+        formats: [all[0]; 2],
+        masked: true,
+    };
+    let affine = |bits, group| Some(PackedFormat::Affine { bits, group });
+    let mut cases: Vec<Case> = Vec::new();
+    // The formats that are compared most, in both dtypes and with both kinds of masks.
+    cases.push(Case { dim: 128, ..base });
+    cases.push(Case { dim: 128, element: Element::F16, masked: false, ..base });
+    for (n, &format) in all.iter().enumerate().skip(1) {
+        let element = if n % 2 == 0 { Element::Bf16 } else { Element::F16 };
+        cases.push(Case { element, formats: [format; 2], masked: n % 3 != 0, ..base });
+    }
+    for n in 2..7 {
+        let element = if n % 2 == 0 { Element::F16 } else { Element::Bf16 };
+        cases.push(Case { element, formats: [all[n], all[2 + (n + 1) % 5]], ..base });
+    }
+    cases.push(Case { formats: [None, all[0]], ..base });
+    cases.push(Case { formats: [all[3], None], element: Element::F16, ..base });
+    cases.push(Case { dim: 96, formats: [affine(4, 32), affine(8, 32)], ..base });
+    cases.push(Case { dim: 256, formats: [affine(4, 128), all[2]], ..base });
+    cases.push(Case { n_q: 20, n_kv: 2, formats: [all[6], all[5]], ..base });
+    let mut good = true;
+    for case in cases {
+        good &= case.check(device)?;
+    }
+    Ok(good)
+}
+
+impl Case {
+    fn check(self, device: &Device) -> Answer<bool> {
+        let Self { element, n_q, n_kv, dim, formats, .. } = self;
+        let mut random = Random(0x0dd0_beef_1234_5678);
+        let q: Vec<f64> = (0..TABLE * n_q * dim).map(|_| rounded(element, random.next())).collect();
+        let mut table = device.allocate(2 * q.len())?;
+        table.write(0, &to_bytes(element, &q))?;
+        let mut pools = Vec::new();
+        let mut rows = Vec::new();
+        for format in formats {
+            let mut pool = DevicePool::new(device, format, n_kv, CAPACITY, dim)?;
+            let numbers: Vec<f64> =
+                (0..n_kv * CAPACITY * dim).map(|_| rounded(element, random.next())).collect();
+            match format {
+                None => {
+                    pool.planes[0].write(0, &to_bytes(element, &numbers))?;
+                    rows.push(numbers);
+                }
+                Some(format) => {
+                    let mut planes = Planes::default();
+                    for row in numbers.chunks_exact(dim) {
+                        let row: Vec<f32> = row.iter().map(|&x| x as f32).collect();
+                        encode(format, &row, &mut planes);
+                    }
+                    pool.write(&planes)?;
+                    rows.push(decode(format, dim, &planes));
+                }
+            }
+            pools.push(pool);
+        }
+        let limit = if element == Element::Bf16 { 0.012 } else { 0.002 };
+        let mut largest = 0f64;
+        let mut worst = String::new();
+        for tokens in [1, 2, 5, 8, 16, 24, 64] {
+            let plan = Plan {
+                element,
+                tokens,
+                buffers: vec![tokens * n_q * dim; 2],
+                launches: vec![
+                    Launch::Embed(Embed {
+                        table: Weight::Plain(table.address()),
+                        vocabulary: TABLE,
+                        inner: n_q * dim,
+                        out: Buffer(0),
+                    }),
+                    Launch::Attend(Attend {
+                        q: Buffer(0),
+                        keys: pools[0].pool(),
+                        values: pools[1].pool(),
+                        n_q,
+                        n_kv,
+                        head_dim: dim,
+                        scale: 1.0 / (dim as f32).sqrt(),
+                        out: Buffer(1),
+                    }),
+                ],
+                masked: self.masked,
+                logits: None,
+                overlap: true,
+                attention_blocks: None,
+            };
+            let mut captured = device.capture(&plan)?;
+            let mut one_block =
+                device.capture(&Plan { attention_blocks: Some(1), overlap: false, ..plan })?;
+            for keys in [1, 63, 64, 65, 300, 2100] {
+                if keys < tokens || tokens == 64 && keys == 2100 {
+                    continue;
+                }
+                let ids: Vec<i32> = (0..tokens as i32).map(|t| (t * 11 + 5) % 70).collect();
+                let slots: Vec<i32> = ((keys - tokens) as i32..).take(tokens).collect();
+                let mut number = |below: usize| (random.next().abs() * 1e6) as usize % below;
+                let runs: Vec<Vec<std::ops::Range<usize>>> = (0..tokens)
+                    .map(|t| {
+                        let own = keys - tokens + t;
+                        let some = (0..number(4)).map(|_| {
+                            let start = number(keys);
+                            start..keys.min(start + 1 + number(200))
+                        });
+                        some.chain(once(own..own + 1)).collect()
+                    })
+                    .collect();
+                let mask = KeyMask::of(runs.into_iter());
+                let step = StepInputs {
+                    ids: &ids,
+                    positions: &slots,
+                    slots: &slots,
+                    n_keys: keys,
+                    mask: self.masked.then_some(&mask),
+                };
+                let sees = |t: usize, key: usize| match self.masked {
+                    true => mask.sees(t, key),
+                    false => key < keys - tokens + t + 1,
+                };
+                let expected = self.attended(&q, &ids, &rows, keys, sees);
+                for (what, graph) in [("", &mut captured), (", one block", &mut one_block)] {
+                    // SAFETY: table and pools outlive the graphs, and nothing else uses them.
+                    unsafe { graph.run(&step) }?;
+                    let mut found = vec![0; 2 * tokens * n_q * dim];
+                    graph.read(Buffer(1), &mut found)?;
+                    let apart = difference(&to_numbers(element, &found), &expected);
+                    if apart > largest {
+                        largest = apart;
+                        worst = format!("T {tokens}, {keys} keys{what}");
+                    }
+                }
+            }
+        }
+        let good = largest <= limit;
+        let word = if good { "ok  " } else { "FAIL" };
+        say!("  {word} {self:?}: {largest:.5} at {worst}, limit {limit}");
+        Ok(good)
+    }
+
+    fn attended(
+        &self,
+        q: &[f64],
+        ids: &[i32],
+        rows: &[Vec<f64>],
+        n_keys: usize,
+        sees: impl Fn(usize, usize) -> bool,
+    ) -> Vec<f64> {
+        let Self { element, n_q, n_kv, dim, .. } = *self;
+        let mut expected = Vec::new();
+        for (t, &id) in ids.iter().enumerate() {
+            let seen: Vec<usize> = (0..n_keys).filter(|&key| sees(t, key)).collect();
+            for head in 0..n_q {
+                let query = &q[(id as usize * n_q + head) * dim..][..dim];
+                let first = head / (n_q / n_kv) * CAPACITY;
+                let row = |of: usize, key: usize| &rows[of][(first + key) * dim..][..dim];
+                let score = |&key: &usize| {
+                    let sum: f64 = query.iter().zip(row(0, key)).map(|(x, y)| x * y).sum();
+                    sum / (dim as f64).sqrt()
+                };
+                let scores: Vec<f64> = seen.iter().map(score).collect();
+                let most = scores.iter().copied().fold(f64::NEG_INFINITY, f64::max);
+                let mut whole = 0.0;
+                let mut sums = vec![0.0; dim];
+                for (&key, score) in seen.iter().zip(&scores) {
+                    let weight = (score - most).exp();
+                    whole += weight;
+                    sums.iter_mut().zip(row(1, key)).for_each(|(sum, x)| *sum += weight * x);
+                }
+                expected.extend(sums.iter().map(|sum| rounded(element, sum / whole)));
+            }
+        }
+        expected
+    }
+}
+
+/// Returns the largest difference, relative to each number and to the size of all.
+fn difference(found: &[f64], expected: &[f64]) -> f64 {
+    let size = (expected.iter().map(|x| x * x).sum::<f64>() / expected.len() as f64).sqrt();
+    let of = |(x, y): (&f64, &f64)| {
+        let apart = (x - y).abs() / (y.abs() + size + 1e-9);
+        if apart.is_finite() {
+            apart
+        } else {
+            f64::INFINITY
+        }
+    };
+    found.iter().zip(expected).map(of).fold(0.0, f64::max)
+}

@@ -1,0 +1,301 @@
+//! Heads that are normalized, turned and stored: plain rows against plain arithmetic, and packed ones, bit for
+//! bit, against the codes of the plain rows.
+
+use etkv_cuda::{
+    Address, Buffer, Device, Element, Embed, Heads, Launch, Memory, Norm, PackedFormat, Place,
+    Plan, StepInputs, Weight,
+};
+
+use crate::codecs::{encode, row_bytes, DevicePool, Planes, FORMATS};
+use crate::model::{rounded, to_bytes, to_numbers, Random};
+use crate::{say, Answer};
+use std::io::Write;
+
+const CAPACITY: usize = 301;
+const TABLE: usize = 96;
+const EPS: f32 = 1e-6;
+
+#[derive(Debug, Clone, Copy)]
+struct Shape {
+    element: Element,
+    n_q: usize,
+    n_kv: usize,
+    dim: usize,
+    /// Whether queries and keys are normalized, and whether they turn.
+    norms: [bool; 2],
+    turns: bool,
+}
+
+/// The memory of a shape.
+struct Case {
+    shape: Shape,
+    rows: Vec<f64>,
+    table: Memory,
+    norms: [(Vec<f64>, Memory); 2],
+    periods: (Vec<f32>, Memory),
+}
+
+/// Runs the checks.
+pub fn run(device: &Device) -> Answer<bool> {
+    let mut good = true;
+    for element in [Element::Bf16, Element::F16] {
+        let shape = Shape { element, n_q: 8, n_kv: 2, dim: 64, norms: [true; 2], turns: true };
+        for shape in [
+            shape,
+            Shape { n_q: 32, n_kv: 8, dim: 128, norms: [false; 2], ..shape },
+            Shape { n_q: 3, n_kv: 3, dim: 128, turns: false, ..shape },
+            Shape { n_q: 20, n_kv: 2, dim: 256, norms: [true, false], ..shape },
+            Shape { n_q: 4, n_kv: 2, dim: 96, norms: [false, true], ..shape },
+        ] {
+            good &= check_shape(device, shape)?;
+        }
+    }
+    Ok(good)
+}
+
+fn check_shape(device: &Device, shape: Shape) -> Answer<bool> {
+    let Shape { element, dim, n_kv, .. } = shape;
+    let case = Case::new(device, shape)?;
+    let mut good = true;
+    let mut largest = 0f64;
+    let mut packed = Vec::new();
+    let fits = |format: &PackedFormat| dim % format.group(dim) == 0;
+    for format in FORMATS.into_iter().filter(fits) {
+        packed.push(DevicePool::new(device, Some(format), n_kv, CAPACITY, dim)?);
+    }
+    for tokens in [1, 5, 64] {
+        let mut random = Random(77 + tokens as u64);
+        let ids: Vec<i32> = (0..tokens).map(|t| (t * 7 + 3) % TABLE as i32).collect();
+        let mut slots: Vec<i32> = (0..tokens).map(|t| 290 - 3 * t).collect();
+        slots.sort_by_key(|slot| slot * 31 % 17);
+        let positions: Vec<i32> =
+            (0..tokens).map(|_| (random.next().abs() * 1e5) as i32 % 3000).collect();
+        let step = StepInputs {
+            ids: &ids,
+            positions: &positions,
+            slots: &slots,
+            n_keys: CAPACITY,
+            mask: None,
+        };
+        let plain = [
+            DevicePool::new(device, None, n_kv, CAPACITY, dim)?,
+            DevicePool::new(device, None, n_kv, CAPACITY, dim)?,
+        ];
+        let q = case.run(device, &step, [&plain[0], &plain[1]])?;
+        largest = largest.max(case.difference(&step, &q, &plain)?);
+        for n in 0..packed.len() {
+            let pools = [&packed[n], &packed[(n + 3) % packed.len()]];
+            let same = case.run(device, &step, pools)? == q;
+            for (plain, packed) in plain.iter().zip(pools) {
+                for head in 0..n_kv {
+                    for &slot in &slots {
+                        let row = head * CAPACITY + slot as usize;
+                        if let Some(text) = case.other_codes(plain, packed, row)? {
+                            say!("  FAIL {:?}, T {tokens}: {text}", packed.format);
+                            good = false;
+                            break;
+                        }
+                    }
+                }
+            }
+            if !same {
+                say!("  FAIL other queries with {:?}, T {tokens}", pools[0].format);
+                good = false;
+            }
+        }
+    }
+    let limit = if element == Element::Bf16 { 0.012 } else { 0.002 };
+    let seen = case.hides_nothing(device, &packed)?;
+    good &= largest <= limit && seen;
+    let word = if good { "ok  " } else { "FAIL" };
+    say!("  {word} {shape:?}: rows {largest:.5}, limit {limit}; NaN is seen: {seen}");
+    Ok(good)
+}
+
+impl Case {
+    fn new(device: &Device, shape: Shape) -> Answer<Self> {
+        let Shape { element, n_q, n_kv, dim, .. } = shape;
+        let mut random = Random(0x1234_5678_9abc_def1);
+        let width = (n_q + 2 * n_kv) * dim;
+        let mut rows: Vec<f64> = (0..TABLE * width)
+            .map(|i| {
+                // Groups of all signs and sizes, and zeros: the third row, and parts of the fifth.
+                let scale = [1.0, 0.05, 30.0, 0.001][i / 32 % 4];
+                let x = scale * random.next();
+                let x = if i / 64 % 5 == 1 { -x.abs() } else { x };
+                let is_zero = i / width == 3 || i / width == 5 && i % 64 < 32;
+                rounded(element, if is_zero { 0.0 } else { x })
+            })
+            .collect();
+        // Ties, and a value at the end of a scale.
+        for (i, x) in rows.iter_mut().take(width).enumerate() {
+            *x = [0.25, 0.75, 1.25, 2.5, 3.5, 5.0, 7.0, -7.0][i % 8];
+        }
+        let mut table = device.allocate(2 * rows.len())?;
+        table.write(0, &to_bytes(element, &rows))?;
+        let mut norm = || -> Answer<(Vec<f64>, Memory)> {
+            let numbers: Vec<f64> =
+                (0..dim).map(|_| rounded(element, 1.0 + 0.3 * random.next())).collect();
+            let mut memory = device.allocate(2 * dim)?;
+            memory.write(0, &to_bytes(element, &numbers))?;
+            Ok((numbers, memory))
+        };
+        let norms = [norm()?, norm()?];
+        let half = dim / 2;
+        let periods: Vec<f32> = (0..half).map(|j| 10_000f32.powf(j as f32 / half as f32)).collect();
+        let mut memory = device.allocate(4 * half)?;
+        let bytes: Vec<u8> = periods.iter().flat_map(|period| period.to_le_bytes()).collect();
+        memory.write(0, &bytes)?;
+        Ok(Self { shape, rows, table, norms, periods: (periods, memory) })
+    }
+
+    /// Runs a step, and returns the queries.
+    fn run(&self, device: &Device, step: &StepInputs, pools: [&DevicePool; 2]) -> Answer<Vec<u8>> {
+        let Shape { element, n_q, n_kv, dim, turns, .. } = self.shape;
+        let (tokens, width) = (step.ids.len(), (n_q + 2 * n_kv) * dim);
+        let norm = |which: usize| {
+            let weight = Some(self.norms[which].1.address());
+            self.shape.norms[which].then_some(Norm { weight, eps: EPS })
+        };
+        let periods: Option<Address> = turns.then(|| self.periods.1.address());
+        let [keys, values] = pools.map(DevicePool::pool);
+        let plan = Plan {
+            element,
+            tokens,
+            buffers: vec![tokens * width, tokens * n_q * dim],
+            launches: vec![
+                Launch::Embed(Embed {
+                    table: Weight::Plain(self.table.address()),
+                    vocabulary: TABLE,
+                    inner: width,
+                    out: Buffer(0),
+                }),
+                Launch::Place(Place {
+                    x: Buffer(0),
+                    heads: Heads { n_q, n_kv, head_dim: dim, periods, keys, values },
+                    q_norm: norm(0),
+                    k_norm: norm(1),
+                    out: Buffer(1),
+                }),
+            ],
+            masked: false,
+            logits: None,
+            overlap: true,
+            attention_blocks: None,
+        };
+        let mut captured = device.capture(&plan)?;
+        // SAFETY: the case and the pools outlive the graph, and nothing else uses them.
+        unsafe { captured.run(step) }?;
+        let mut q = vec![0; 2 * tokens * n_q * dim];
+        captured.read(Buffer(1), &mut q)?;
+        Ok(q)
+    }
+
+    /// Returns the largest difference of queries and plain rows from what they should be.
+    fn difference(&self, step: &StepInputs, q: &[u8], pools: &[DevicePool; 2]) -> Answer<f64> {
+        let Shape { element, n_q, n_kv, dim, .. } = self.shape;
+        let q = to_numbers(element, q);
+        let all = n_q + 2 * n_kv;
+        let mut largest = 0f64;
+        for (t, &id) in step.ids.iter().enumerate() {
+            for head in 0..all {
+                let row = &self.rows[(id as usize * all + head) * dim..][..dim];
+                let kind = usize::from(head >= n_q) + usize::from(head >= n_q + n_kv);
+                let expected = self.placed(row, kind, step.positions[t]);
+                let found = match kind {
+                    0 => q[(t * n_q + head) * dim..][..dim].to_vec(),
+                    _ => {
+                        let head = head - n_q - if kind == 2 { n_kv } else { 0 };
+                        let row = head * CAPACITY + step.slots[t] as usize;
+                        to_numbers(element, &pools[kind - 1].row(0, row, 2 * dim)?)
+                    }
+                };
+                let size = expected.iter().map(|x| x * x).sum::<f64>() / dim as f64;
+                for (x, y) in found.iter().zip(&expected) {
+                    let apart = (x - y).abs() / (y.abs() + size.sqrt() + 1e-9);
+                    largest = largest.max(if apart.is_finite() { apart } else { f64::INFINITY });
+                }
+            }
+        }
+        Ok(largest)
+    }
+
+    /// Returns a head as it is placed: of queries, keys or values.
+    fn placed(&self, row: &[f64], kind: usize, position: i32) -> Vec<f64> {
+        let Shape { element, dim, turns, .. } = self.shape;
+        let round = |x: f64| rounded(element, x);
+        let mut row = row.to_vec();
+        if kind < 2 && self.shape.norms[kind] {
+            let mean = row.iter().map(|x| x * x).sum::<f64>() / dim as f64;
+            let scale = 1.0 / (mean + f64::from(EPS)).sqrt();
+            let weights = &self.norms[kind].0;
+            row.iter_mut().zip(weights).for_each(|(x, by)| *x = round(round(*x * scale) * by));
+        }
+        if kind == 2 || !turns {
+            return row;
+        }
+        let half = dim / 2;
+        let turned = |j: usize| {
+            let angle = f64::from(position as f32 * (1.0 / self.periods.0[j % half]));
+            let (x, y) = (row[j % half], row[j % half + half]);
+            round(match j < half {
+                true => x * angle.cos() - y * angle.sin(),
+                false => x * angle.sin() + y * angle.cos(),
+            })
+        };
+        (0..dim).map(turned).collect()
+    }
+
+    /// Compares a row of codes with that of the plain row. Returns what is wrong.
+    fn other_codes(
+        &self,
+        plain: &DevicePool,
+        packed: &DevicePool,
+        row: usize,
+    ) -> Answer<Option<String>> {
+        let Shape { element, dim, .. } = self.shape;
+        let Some(format) = packed.format else {
+            return Ok(None);
+        };
+        let numbers = to_numbers(element, &plain.row(0, row, 2 * dim)?);
+        let numbers: Vec<f32> = numbers.into_iter().map(|x| x as f32).collect();
+        let mut expected = Planes::default();
+        encode(format, &numbers, &mut expected);
+        let bytes = row_bytes(format, dim);
+        let found = Planes {
+            codes: packed.row(0, row, bytes[0])?,
+            scales: packed.row(1, row, bytes[1])?,
+            offsets: packed.row(2, row, bytes[2])?,
+        };
+        let is_same = found == expected;
+        Ok((!is_same).then(|| format!("row {row} has {found:?}, expected {expected:?}")))
+    }
+
+    /// Checks that a key or value that is not finite makes the queries NaN that read it, and no others.
+    fn hides_nothing(&self, device: &Device, pools: &[DevicePool]) -> Answer<bool> {
+        let Shape { element, n_q, n_kv, dim, .. } = self.shape;
+        let all = n_q + 2 * n_kv;
+        let group = n_q / n_kv;
+        let mut good = true;
+        for (bad, place) in [(f64::NAN, n_q), (f64::INFINITY, n_q + 2 * n_kv - 1)] {
+            let mut rows = self.rows.clone();
+            rows[(all + place) * dim + 17] = bad;
+            let mut other = Self::new(device, self.shape)?;
+            other.table.write(0, &to_bytes(element, &rows))?;
+            let step = StepInputs {
+                ids: &[1, 2],
+                positions: &[4, 5],
+                slots: &[4, 5],
+                n_keys: CAPACITY,
+                mask: None,
+            };
+            let q = to_numbers(element, &other.run(device, &step, [&pools[0], &pools[1]])?);
+            let hidden = if place == n_q { 0 } else { n_kv - 1 };
+            for (i, x) in q.iter().enumerate() {
+                let (t, head) = (i / dim / n_q, i / dim % n_q);
+                good &= x.is_nan() == (t == 0 && head / group == hidden);
+            }
+        }
+        Ok(good)
+    }
+}

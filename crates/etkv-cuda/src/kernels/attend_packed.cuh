@@ -1,0 +1,18 @@
+// A block of attention over pools of which one is packed or both are, with `STAGES` tiles at a time.
+
+using Packed = etkv::PackedSlice<Element, ETKV_KEYS, ETKV_VALUES, DIM, MASK, STAGES, ETKV_PARTS>;
+using Rows = Packed::Rows;
+
+static_assert(Packed::STAGE == ETKV_STAGE, "as the host has it");
+
+struct Block : Packed {
+  static constexpr int PARTS = ETKV_PARTS;
+
+  __device__ void start(const AttendWork& work, void* shared) {
+    for (int i = 0; i < PARTS; ++i) {
+      set_queries(part[i], work, shared);
+      part[i].v = {};
+    }
+    Packed::start(work.keys, work.values);
+  }
+};

@@ -1,0 +1,127 @@
+// The rows of a packed pool, and a tile of them in shared memory.
+
+namespace etkv {
+
+// Copies `N` bytes, 4 or 8 or 16, to shared memory without waiting, of which those behind `bytes` become zeros.
+template <int N>
+__device__ inline void copy_bytes_later(void* to, const void* from, int bytes) {
+  unsigned at = static_cast<unsigned>(__cvta_generic_to_shared(to));
+  if constexpr (N == 16) {
+    asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(at), "l"(from), "r"(bytes) : "memory");
+  } else {
+    asm volatile("cp.async.ca.shared.global [%0], [%1], %2, %3;" ::"r"(at), "l"(from), "n"(N), "r"(bytes)
+                 : "memory");
+  }
+}
+
+// The rows of one head. `IS_KEYS`: whether threads read them as keys, or as values.
+template <typename F, int DIM, bool IS_KEYS>
+struct PackedRows {
+  static constexpr int ROW = DIM / 8 * F::BITS;
+  static constexpr int COPIED = ROW % 16 == 0 ? 16 : ROW % 8 == 0 ? 8 : 4;
+  static constexpr int WHOLE = (ROW + 15) / 16 * 16;
+  // Rows in shared memory are apart so that what a warp reads at once is in different banks: of keys whole
+  // rows, of values a word of every second row.
+  static constexpr bool IS_PADDED = IS_KEYS ? WHOLE % 128 == 0 : WHOLE % 32 == 0;
+  static constexpr int PITCH = WHOLE + (IS_PADDED ? 16 : 0);
+
+  __device__ static constexpr int groups() {
+    if constexpr (is_plain<F>) return 0;
+    else return DIM / group_of<F>(DIM);
+  }
+  __device__ static constexpr int scale_bytes() {
+    if constexpr (is_plain<F>) return 0;
+    else return F::SCALE_BYTES * groups();
+  }
+  __device__ static constexpr int offset_bytes() {
+    if constexpr (is_plain<F>) return 0;
+    else return F::HAS_OFFSETS ? 2 * groups() : 0;
+  }
+
+  static constexpr int SCALES_AT = TILE * PITCH;
+  static constexpr int OFFSETS_AT = SCALES_AT + TILE * scale_bytes();
+  static constexpr int BYTES = OFFSETS_AT + TILE * offset_bytes();
+
+  const char* codes;
+  const char* scales;
+  const char* offsets;
+
+  __device__ void open(const Planes& planes, int head) {
+    long long first = head * planes.capacity;
+    codes = static_cast<const char*>(planes.codes) + first * ROW;
+    scales = static_cast<const char*>(planes.scales) + first * scale_bytes();
+    offsets = reinterpret_cast<const char*>(planes.offsets) + first * offset_bytes();
+  }
+
+  // Copies a tile, of which `count` rows exist. The others become zeros.
+  __device__ void load(char* to, int first, int count) const {
+    constexpr int PIECES = ROW / COPIED;
+    for (int i = threadIdx.x; i < TILE * PIECES; i += THREADS) {
+      int r = i / PIECES, at = i % PIECES * COPIED;
+      bool exists = r < count;
+      const char* from = codes + (exists ? static_cast<long long>(first + r) * ROW + at : 0);
+      copy_bytes_later<COPIED>(to + r * PITCH + at, from, exists ? COPIED : 0);
+    }
+    load_plane<scale_bytes()>(to + SCALES_AT, scales, first, count);
+    load_plane<offset_bytes()>(to + OFFSETS_AT, offsets, first, count);
+  }
+
+  template <int EACH>
+  __device__ static void load_plane(char* to, const char* plane, int first, int count) {
+    if constexpr (EACH > 0) {
+      const char* from = plane + static_cast<long long>(first) * EACH;
+      int bytes = min(max(count, 0), TILE) * EACH;
+      // Others where a head has an odd number of rows.
+      bool aligned = reinterpret_cast<unsigned long long>(from) % 16 == 0;
+      for (int i = threadIdx.x; i < TILE * EACH / 16; i += THREADS) {
+        int left = min(max(bytes - 16 * i, 0), 16);
+        if (aligned) {
+          copy_bytes_later<16>(to + 16 * i, left ? from + 16 * i : plane_start(plane), left);
+        } else {
+          for (int j = 0; j < 16; ++j) to[16 * i + j] = j < left ? from[16 * i + j] : 0;
+        }
+      }
+    }
+  }
+
+  // An address of 16 bytes from which nothing is read.
+  __device__ static const char* plane_start(const char* plane) {
+    return reinterpret_cast<const char*>(reinterpret_cast<unsigned long long>(plane) / 16 * 16);
+  }
+
+  // The scales of a row's group, and its offset, as they are stored.
+  __device__ static unsigned scale(const char* tile, int row, int group) {
+    if constexpr (is_plain<F>) {
+      return 0;
+    } else {
+      int at = row * groups() + group;
+      if constexpr (F::SCALE_BYTES == 1) return reinterpret_cast<const unsigned char*>(tile + SCALES_AT)[at];
+      else return reinterpret_cast<const unsigned short*>(tile + SCALES_AT)[at];
+    }
+  }
+
+  __device__ static unsigned offset(const char* tile, int row, int group) {
+    if constexpr (offset_bytes() == 0) return 0;
+    else return reinterpret_cast<const unsigned short*>(tile + OFFSETS_AT)[row * groups() + group];
+  }
+
+  // The group of an eight of a row.
+  __device__ static int group(int eight) {
+    if constexpr (is_plain<F>) return 0;
+    else return 8 * eight / group_of<F>(DIM);
+  }
+};
+
+// The scales of pairs whose halves are of two rows, or of one.
+template <typename D, typename R>
+__device__ inline Scales scales_of(const char* tile, int row, int other, int group) {
+  if constexpr (R::groups() == 0) {
+    return {0, 0};
+  } else {
+    unsigned s = R::scale(tile, row, group), o = R::offset(tile, row, group);
+    if (row == other) return D::scales_of(s, s, o, o);
+    return D::scales_of(s, R::scale(tile, other, group), o, R::offset(tile, other, group));
+  }
+}
+
+}  // namespace etkv

@@ -1,0 +1,78 @@
+// Heads that a product has made, to where attention takes them: normalized, turned, and stored. A block has
+// the heads of a token that belong to one head of keys, each warp a head at a time.
+
+namespace etkv {
+
+constexpr int MOST_PLACE_WARPS = 8;
+
+// How heads are normalized. The weights are null where there are none.
+template <typename E>
+struct HeadNorm {
+  const E* weight;
+  float eps;
+};
+
+template <typename E>
+struct Row {
+  // The elements of this thread of a warp, zeros behind the last one.
+  E x[8];
+  int thread, dim;
+
+  __device__ void read(const E* from) {
+    for (int i = 0; i < 8; ++i) x[i] = E(0.0f);
+    if (8 * thread >= dim) return;
+    uint4 piece = read_rows(from + 8 * thread);
+    memcpy(x, &piece, sizeof(piece));
+  }
+
+  __device__ void write(E* to) const {
+    uint4 piece;
+    memcpy(&piece, x, sizeof(piece));
+    if (8 * thread < dim) *reinterpret_cast<uint4*>(to + 8 * thread) = piece;
+  }
+
+  // Rounds as `FewRows` does.
+  __device__ void normalize(const HeadNorm<E>& norm) {
+    float sum = 0;
+    for (int i = 0; i < 8; ++i) sum += static_cast<float>(x[i]) * static_cast<float>(x[i]);
+    for (int step = 16; step > 0; step /= 2) sum += __shfl_xor_sync(ALL, sum, step);
+    float scale = rsqrtf(sum / dim + norm.eps);
+    for (int i = 0; i < 8; ++i) {
+      x[i] = E(static_cast<float>(x[i]) * scale);
+      if (!norm.weight || 8 * thread >= dim) continue;
+      x[i] = E(static_cast<float>(norm.weight[8 * thread + i]) * static_cast<float>(x[i]));
+    }
+  }
+
+  // Element `j` turns together with `j + dim / 2`, which another thread has.
+  __device__ void turn_row(int position, const float* periods) {
+    int half = dim / 16, other = thread < half ? thread + half : thread - half;
+    bool is_second = thread >= half;
+    for (int i = 0; i < 8; ++i) {
+      float its = __shfl_sync(ALL, static_cast<float>(x[i]), other);
+      if (8 * thread >= dim) continue;
+      E first = is_second ? E(its) : x[i], second = is_second ? x[i] : E(its);
+      turn(first, second, angle_of(position, periods[8 * (thread % half) + i]));
+      x[i] = is_second ? second : first;
+    }
+  }
+
+  __device__ bool is_finite() const {
+    bool all = true;
+    for (int i = 0; i < 8; ++i) all = all && static_cast<float>(x[i]) - static_cast<float>(x[i]) == 0;
+    return __all_sync(ALL, all);
+  }
+
+  template <typename F>
+  __device__ void store(const Planes& planes, long long at) const {
+    if constexpr (is_plain<F>) {
+      write(static_cast<E*>(planes.codes) + at * dim);
+    } else {
+      float each[8];
+      for (int i = 0; i < 8; ++i) each[i] = static_cast<float>(x[i]);
+      encode<F>(each, thread, dim, planes, at);
+    }
+  }
+};
+
+}  // namespace etkv

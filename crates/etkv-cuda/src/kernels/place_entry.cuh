@@ -1,0 +1,58 @@
+// The kernel that places heads, for an `Element` and the formats of keys and values that are defined before.
+
+using Keys = ETKV_KEYS;
+using Values = ETKV_VALUES;
+
+// As the host has it. Periods are null if nothing turns.
+struct PlaceWork {
+  const Element* x;
+  const Element* q_norm;
+  const Element* k_norm;
+  const float* periods;
+  Element* out;
+  const etkv::Step* step;
+  etkv::Planes keys, values;
+  float q_eps, k_eps;
+  int q_normalizes, k_normalizes, queries, each, dim, unused;
+};
+static_assert(sizeof(PlaceWork) == 144, "as the host has it");
+
+// A block for each head of keys and each token.
+extern "C" __global__ void __launch_bounds__(32 * etkv::MOST_PLACE_WARPS) etkv_place(const PlaceWork work) {
+  __shared__ int is_hidden;
+  etkv::let_next_begin();
+  int head = blockIdx.x, t = blockIdx.y, group = work.queries / work.each, dim = work.dim;
+  int thread = threadIdx.x % 32, warp = threadIdx.x / 32, warps = blockDim.x / 32;
+  int slot = work.step->slots[t], position = work.step->positions[t];
+  const Element* from = work.x + static_cast<long long>(t) * (work.queries + 2 * work.each) * dim;
+  Element* out = work.out + (static_cast<long long>(t) * work.queries + head * group) * dim;
+  if (threadIdx.x == 0) is_hidden = 0;
+  __syncthreads();
+  etkv::wait_for_previous();
+  // The key and the value come first: they take longest.
+  for (int i = warp; i < group + 2; i += warps) {
+    bool is_key = i == 0, is_value = i == 1;
+    int number = is_key ? work.queries + head : is_value ? work.queries + work.each + head : head * group + i - 2;
+    etkv::Row<Element> row;
+    row.thread = thread;
+    row.dim = dim;
+    row.read(from + number * dim);
+    if (is_key && work.k_normalizes) row.normalize({work.k_norm, work.k_eps});
+    if (i > 1 && work.q_normalizes) row.normalize({work.q_norm, work.q_eps});
+    if (!is_value && work.periods) row.turn_row(position, work.periods);
+    if (!row.is_finite()) is_hidden = 1;
+    if (i > 1) {
+      row.write(out + (i - 2) * dim);
+      continue;
+    }
+    // Tokens that only fill up have no place.
+    if (slot < 0) continue;
+    long long at = head * (is_key ? work.keys : work.values).capacity + slot;
+    if (is_key) row.store<Keys>(work.keys, at);
+    if (is_value) row.store<Values>(work.values, at);
+  }
+  __syncthreads();
+  if (!is_hidden) return;
+  // Codes have no NaN. Queries that have make the token's own logits NaN.
+  for (int i = threadIdx.x; i < group * dim; i += blockDim.x) out[i] = Element(__int_as_float(0x7fffffff));
+}

@@ -1,0 +1,113 @@
+//! Attention as it is launched: arguments, grids, and shared memory.
+
+use crate::step::compile::Source;
+use crate::step::error::{fail, Result};
+use crate::step::launch::Limits;
+use crate::step::plan::{Attend, Plan};
+use crate::step::pools::{format_of, stage_bytes, Planes};
+
+/// Threads of a block, as in the kernel.
+pub(crate) const ATTEND_THREADS: usize = 128;
+/// Keys that attention reads at a time, rows of a warp, and the most slices, as in the kernel.
+pub(crate) const TILE: usize = 64;
+const ROWS: usize = 16;
+const MOST_SLICES: usize = 64;
+/// Shared memory for more than one tile.
+const MOST_TILES_SHARED: usize = 96 << 10;
+/// The most blocks along the second and third axis.
+const MOST_BLOCKS: usize = 65_535;
+/// Shared memory for the tiles of packed pools, of which a block holds two to four at a time. A multiprocessor
+/// has two blocks.
+const MOST_PACKED_SHARED: usize = 96 << 10;
+const MOST_STAGES: usize = 4;
+/// The largest heads of which a warp takes two times as many rows: their sums are in registers.
+const MOST_SHARED_DIM: usize = 128;
+
+/// The argument of attention.
+#[repr(C)]
+#[derive(Debug, Clone, Copy, Default)]
+pub(crate) struct AttendWork {
+    pub(crate) q: u64,
+    pub(crate) out: u64,
+    pub(crate) step: u64,
+    pub(crate) tiles: u64,
+    pub(crate) partial: u64,
+    pub(crate) keys: Planes,
+    pub(crate) values: Planes,
+    pub(crate) scale: f32,
+    pub(crate) tokens: i32,
+    pub(crate) queries: i32,
+    pub(crate) each: i32,
+    pub(crate) slices: i32,
+    pub(crate) unused: i32,
+}
+
+// The kernels' file has the same size.
+const _: () = assert!(size_of::<AttendWork>() == 128);
+
+/// How attention is launched.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) struct AttendShape {
+    pub(crate) source: Source,
+    pub(crate) grid: [usize; 3],
+    pub(crate) bytes_shared: usize,
+    /// Floats that slices leave to be merged, and the blocks that merge.
+    pub(crate) floats: usize,
+    pub(crate) merging: [usize; 3],
+}
+
+impl AttendShape {
+    pub(crate) fn of(plan: &Plan, attend: &Attend, limits: Limits) -> Result<Self> {
+        let dim = attend.head_dim;
+        let rows = attend.n_q / attend.n_kv * plan.tokens;
+        let (source, bytes_shared) = Self::source(plan, attend, rows);
+        // Two parts of a warp's rows share what the warp unpacks.
+        let parts = if let Source::AttendPacked { parts, .. } = source { parts } else { 1 };
+        let row_warps = match rows.div_ceil(ROWS * parts) {
+            ..=1 => 1,
+            2 => 2,
+            _ => 4 / parts,
+        };
+        let rows_of_block = ROWS * parts * row_warps;
+        let row_blocks = rows.div_ceil(rows_of_block);
+        if row_blocks > MOST_BLOCKS {
+            fail!(Plan, "{rows} rows of queries, expected {} or fewer", MOST_BLOCKS * ROWS);
+        }
+        if bytes_shared > limits.block_shared {
+            let most = limits.block_shared;
+            fail!(Plan, "heads of {dim} take {bytes_shared} bytes, the device has {most}");
+        }
+        let blocks = plan.attention_blocks.unwrap_or(2 * limits.processors);
+        let tiles = attend.keys.capacity.min(attend.values.capacity).div_ceil(TILE);
+        let slices = (blocks / (attend.n_kv * row_blocks)).min(tiles).clamp(1, MOST_SLICES);
+        Ok(Self {
+            source,
+            grid: [slices, attend.n_kv, row_blocks],
+            bytes_shared,
+            floats: slices * attend.n_kv * row_blocks * rows_of_block * (dim + 2),
+            merging: [rows, attend.n_kv, 1],
+        })
+    }
+
+    /// Returns what is compiled, and a block's bytes of shared memory.
+    fn source(plan: &Plan, attend: &Attend, rows: usize) -> (Source, usize) {
+        let (element, dim, masked) = (plan.element, attend.head_dim, plan.masked);
+        // The same memory takes the sums of all warps and what they end with.
+        let sums = 4 * ROWS * (dim + 8 + 2) * 4;
+        let [keys, values] = [attend.keys, attend.values].map(format_of);
+        if keys.is_none() && values.is_none() {
+            // Rows are 16 bytes apart. Elements have 2.
+            let tile = TILE * 2 * (dim + 8) * 2;
+            let tiles = if 2 * tile <= MOST_TILES_SHARED { 2 } else { 1 };
+            return (Source::Attend { element, dim, tiles, masked }, (tiles * tile).max(sums));
+        }
+        let stage = stage_bytes(keys, values, dim);
+        let stages = (MOST_PACKED_SHARED / stage).clamp(2, MOST_STAGES);
+        let parts = if rows > ROWS && dim <= MOST_SHARED_DIM { 2 } else { 1 };
+        let source = Source::AttendPacked { element, dim, stages, parts, masked, keys, values };
+        (source, (stages * stage).max(sums))
+    }
+}
+
+#[cfg(test)]
+mod tests;

@@ -1,0 +1,81 @@
+use super::*;
+use crate::step::plan::{Address, Buffer, Element, PackedFormat, PackedRows, Pool, PoolRows};
+
+const H100: Limits = Limits { processors: 132, block_shared: 232_448, processor_shared: 233_472 };
+
+fn plan(tokens: usize) -> Plan {
+    Plan {
+        element: Element::Bf16,
+        tokens,
+        buffers: Vec::new(),
+        launches: Vec::new(),
+        logits: None,
+        overlap: false,
+        attention_blocks: None,
+        masked: false,
+    }
+}
+
+#[test]
+fn attention_is_divided_among_the_processors() {
+    let pool = |capacity| Pool { rows: PoolRows::Plain(Address(16)), capacity };
+    let of = |tokens, n_q, n_kv, head_dim, capacity| {
+        let attend = Attend {
+            q: Buffer(0),
+            keys: pool(capacity),
+            values: pool(capacity),
+            n_q,
+            n_kv,
+            head_dim,
+            scale: 1.0,
+            out: Buffer(1),
+        };
+        AttendShape::of(&plan(tokens), &attend, H100).unwrap()
+    };
+    let llama = of(1, 32, 8, 64, 8192);
+    assert_eq!((llama.grid, llama.bytes_shared), ([33, 8, 1], 36_864));
+    assert_eq!((llama.floats, llama.merging), (33 * 8 * 16 * 66, [4, 8, 1]));
+    assert_eq!(of(16, 32, 8, 64, 8192).grid, [33, 8, 1]);
+    assert_eq!(of(16, 9, 1, 64, 8192).grid, [64, 1, 3]);
+    // No more slices than tiles.
+    assert_eq!(of(1, 8, 2, 64, 65).grid, [2, 2, 1]);
+    assert_eq!(of(1, 8, 2, 64, 1).grid, [1, 2, 1]);
+    // More KV heads than blocks.
+    assert_eq!(of(1, 512, 512, 64, 8192).grid, [1, 512, 1]);
+    let wide = of(16, 8, 1, 256, 8192);
+    let element = Element::Bf16;
+    assert_eq!(wide.source, Source::Attend { element, dim: 256, tiles: 1, masked: false });
+    assert_eq!(wide.bytes_shared, 68_096);
+}
+
+#[test]
+fn packed_pools_share_what_is_unpacked() {
+    let at = Address(16);
+    let format = PackedFormat::Affine { bits: 4, group: 64 };
+    let rows = PackedRows { format, codes: at, scales: at, offsets: Some(at) };
+    let of = |tokens, head_dim| {
+        let pool = Pool { rows: PoolRows::Packed(rows), capacity: 32_768 };
+        let attend = Attend {
+            q: Buffer(0),
+            keys: pool,
+            values: pool,
+            n_q: 32,
+            n_kv: 8,
+            head_dim,
+            scale: 1.0,
+            out: Buffer(1),
+        };
+        AttendShape::of(&plan(tokens), &attend, H100).unwrap()
+    };
+    let parts = |shape: &AttendShape| match shape.source {
+        Source::AttendPacked { parts, stages, .. } => (parts, stages),
+        other => panic!("{other:?}"),
+    };
+    let one = of(1, 128);
+    assert_eq!((parts(&one), one.grid, one.bytes_shared), ((1, 4), [33, 8, 1], 4 * 10_240));
+    let eight = of(8, 128);
+    assert_eq!((parts(&eight), eight.grid), ((2, 4), [33, 8, 1]));
+    assert_eq!(eight.floats, 33 * 8 * 32 * 130);
+    assert_eq!((of(16, 128).grid, of(64, 128).grid), ([33, 8, 1], [8, 8, 4]));
+    assert_eq!((parts(&of(16, 256)), of(64, 256).grid), ((1, 4), [8, 8, 4]));
+}

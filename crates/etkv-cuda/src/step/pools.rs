@@ -1,0 +1,148 @@
+//! Pools as the kernels read and write them.
+
+use std::ffi::c_void;
+
+use crate::step::attend::TILE;
+use crate::step::compile::Source;
+use crate::step::device::Device;
+use crate::step::driver::Kernel;
+use crate::step::error::Result;
+use crate::step::launch::{int, or_null};
+use crate::step::plan::{PackedFormat, Place, Plan, Pool, PoolRows};
+
+/// The most warps of a block that places heads, as in the kernel.
+const MOST_PLACE_WARPS: usize = 8;
+
+/// Where a pool's rows are. Plain rows are the codes.
+#[repr(C)]
+#[derive(Debug, Clone, Copy, Default)]
+pub(crate) struct Planes {
+    codes: u64,
+    scales: u64,
+    offsets: u64,
+    capacity: i64,
+}
+
+impl Planes {
+    pub(crate) fn of(pool: Pool) -> Self {
+        let capacity = pool.capacity as i64;
+        match pool.rows {
+            PoolRows::Plain(rows) => Self { codes: rows.0, capacity, ..Self::default() },
+            PoolRows::Packed(rows) => Self {
+                codes: rows.codes.0,
+                scales: rows.scales.0,
+                offsets: or_null(rows.offsets),
+                capacity,
+            },
+        }
+    }
+}
+
+/// The argument of the kernel that places heads.
+#[repr(C)]
+#[derive(Debug, Clone, Copy)]
+pub(crate) struct PlaceWork {
+    pub(crate) x: u64,
+    q_norm: u64,
+    k_norm: u64,
+    periods: u64,
+    pub(crate) out: u64,
+    pub(crate) step: u64,
+    keys: Planes,
+    values: Planes,
+    q_eps: f32,
+    k_eps: f32,
+    q_normalizes: i32,
+    k_normalizes: i32,
+    queries: i32,
+    each: i32,
+    dim: i32,
+    unused: i32,
+}
+
+// The kernels' files have the same sizes.
+const _: () = assert!(size_of::<Planes>() == 32);
+const _: () = assert!(size_of::<PlaceWork>() == 144);
+
+impl PlaceWork {
+    /// Returns the argument, with the addresses of buffers.
+    pub(crate) fn of(place: &Place, [x, out, step]: [u64; 3]) -> Self {
+        let heads = &place.heads;
+        let weight = |norm: Option<crate::Norm>| or_null(norm.and_then(|norm| norm.weight));
+        Self {
+            x,
+            q_norm: weight(place.q_norm),
+            k_norm: weight(place.k_norm),
+            periods: or_null(heads.periods),
+            out,
+            step,
+            keys: Planes::of(heads.keys),
+            values: Planes::of(heads.values),
+            q_eps: place.q_norm.map_or(0.0, |norm| norm.eps),
+            k_eps: place.k_norm.map_or(0.0, |norm| norm.eps),
+            q_normalizes: i32::from(place.q_norm.is_some()),
+            k_normalizes: i32::from(place.k_norm.is_some()),
+            queries: int(heads.n_q),
+            each: int(heads.n_kv),
+            dim: int(heads.head_dim),
+            unused: 0,
+        }
+    }
+
+    pub(crate) fn argument(&self) -> *mut c_void {
+        std::ptr::from_ref(self).cast_mut().cast()
+    }
+}
+
+/// The kernel that places heads in the pools of a launch.
+pub(crate) fn place_kernel(device: &Device, plan: &Plan, place: &Place) -> Result<Kernel> {
+    let [keys, values] = [place.heads.keys, place.heads.values].map(format_of);
+    device.kernel(Source::Place { element: plan.element, keys, values }, c"etkv_place", 0)
+}
+
+/// Returns the blocks of a launch that places heads, and the threads of each.
+pub(crate) fn place_grid(plan: &Plan, place: &Place) -> ([usize; 3], usize) {
+    let heads = &place.heads;
+    let warps = (heads.n_q / heads.n_kv + 2).min(MOST_PLACE_WARPS);
+    ([heads.n_kv, plan.tokens, 1], 32 * warps)
+}
+
+/// Returns the bytes of shared memory that a tile of keys and values takes, as in the kernel.
+pub(crate) fn stage_bytes(
+    keys: Option<PackedFormat>,
+    values: Option<PackedFormat>,
+    dim: usize,
+) -> usize {
+    let tile = |format: Option<PackedFormat>, apart: usize| {
+        let row = format.map_or(2 * dim, |format| dim * format.bits() / 8).next_multiple_of(16);
+        // Rows are apart so that threads read them in different banks.
+        let pitch = if row % apart == 0 { row + 16 } else { row };
+        let scales = format.map_or(0, |format| {
+            let offset = if matches!(format, PackedFormat::Affine { .. }) { 2 } else { 0 };
+            dim / format.group(dim) * (format.scale_bytes() + offset)
+        });
+        (TILE * (pitch + scales)).next_multiple_of(16)
+    };
+    tile(keys, 128) + tile(values, 32)
+}
+
+/// Returns the format of a pool that is packed.
+pub(crate) fn format_of(pool: Pool) -> Option<PackedFormat> {
+    match pool.rows {
+        PoolRows::Plain(_) => None,
+        PoolRows::Packed(rows) => Some(rows.format),
+    }
+}
+
+/// Returns the type of a pool's format in the kernels.
+pub(crate) fn type_of(format: Option<PackedFormat>) -> String {
+    match format {
+        None => "etkv::Plain".to_owned(),
+        Some(PackedFormat::Affine { bits, group }) => format!("etkv::Affine<{bits}, {group}>"),
+        Some(PackedFormat::Mxfp8) => "etkv::Mxfp8".to_owned(),
+        Some(PackedFormat::Mxfp4) => "etkv::Mxfp4".to_owned(),
+        Some(PackedFormat::Nvfp4) => "etkv::Nvfp4".to_owned(),
+        Some(PackedFormat::RowInt4) => "etkv::RowInt4".to_owned(),
+        Some(PackedFormat::RowFp4) => "etkv::RowFp4".to_owned(),
+    }
+}
