@@ -15,9 +15,12 @@ extern "C" __global__ void __launch_bounds__(etkv::THREADS) etkv_attend(const At
   etkv::let_next_begin();
   Block block;
   block.start(work, shared_memory);
-  // The step came before all kernels, and so did all rows but its own.
-  int known = work.step->slots[0];
-  for (int t = 1; t < work.tokens; ++t) known = min(known, work.step->slots[t]);
+  // The step came before all kernels, and so did all rows but its own. Tokens that only fill up have none.
+  int known = work.step->keys;
+  for (int t = 0; t < work.tokens; ++t) {
+    int slot = work.step->slots[t];
+    if (slot >= 0) known = min(known, slot);
+  }
   if (blockIdx.x >= block.part[0].slices) {
     etkv::wait_for_previous();
     return;
