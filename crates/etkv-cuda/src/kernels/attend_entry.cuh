@@ -1,4 +1,4 @@
-// Attention over pools, for the `Block` and its `Rows` that are defined before.
+// Attention over pools, for the `Block` and its `Rows`, and the bounds of its launch, that are defined before.
 
 // Where the slices of a block of rows leave theirs: parts of all blocks, and then what they end with.
 __device__ inline long long first_part(const AttendWork& work, const Rows& slices, int head, int block) {
@@ -10,7 +10,7 @@ __device__ inline float* stats_of(const AttendWork& work, const Rows& slices) {
   return work.partial + first_part(work, slices, 0, blocks) * DIM;
 }
 
-extern "C" __global__ void __launch_bounds__(etkv::THREADS) etkv_attend(const AttendWork work) {
+extern "C" __global__ void __launch_bounds__(ETKV_BOUNDS) etkv_attend(const AttendWork work) {
   extern __shared__ uint4 shared_memory[];
   etkv::let_next_begin();
   Block block;
