@@ -254,11 +254,14 @@ struct ManyRows : FewRows<E> {
         }
       } else {
         __syncthreads();
+        // Two at a time hide much of what each waits for; all together take too much code.
 #pragma unroll 1
-        for (int i = 0; i < AT_ONCE; ++i) {
-          float first = 0, second = 0;
-          sum_of(row_of_item(i), first, second);
-          end(out, tile, row_of_item(i), pair, first, second);
+        for (int i = 0; i < AT_ONCE; i += 2) {
+          float first[2] = {}, second[2] = {};
+#pragma unroll
+          for (int j = 0; j < 2; ++j) sum_of(row_of_item(i + j), first[j], second[j]);
+#pragma unroll
+          for (int j = 0; j < 2; ++j) end(out, tile, row_of_item(i + j), pair, first[j], second[j]);
         }
       }
       __syncthreads();

@@ -16,11 +16,12 @@ const MOST_SLICES: usize = 64;
 const MOST_TILES_SHARED: usize = 96 << 10;
 /// The most blocks along the second and third axis.
 const MOST_BLOCKS: usize = 65_535;
-/// Shared memory for the tiles of packed pools, of which a block holds two to four at a time. A multiprocessor
-/// has two blocks.
-const MOST_PACKED_SHARED: usize = 96 << 10;
+/// Shared memory for the tiles of packed pools, of which a block holds two to four at a time, where a
+/// multiprocessor has two blocks, and where it has three.
+const MOST_PACKED_SHARED: [usize; 2] = [96 << 10, 72 << 10];
 const MOST_STAGES: usize = 4;
-/// The largest heads of which a warp takes two times as many rows: their sums are in registers.
+/// The largest heads of which a warp takes two times as many rows, or of which a multiprocessor has three
+/// blocks: their sums are in registers.
 const MOST_SHARED_DIM: usize = 128;
 
 /// The argument of attention.
@@ -77,7 +78,8 @@ impl AttendShape {
             let most = limits.block_shared;
             fail!(Plan, "heads of {dim} take {bytes_shared} bytes, the device has {most}");
         }
-        let blocks = plan.attention_blocks.unwrap_or(2 * limits.processors);
+        let each = if parts == 1 && dim <= MOST_SHARED_DIM { 3 } else { 2 };
+        let blocks = plan.attention_blocks.unwrap_or(each * limits.processors);
         let tiles = attend.keys.capacity.min(attend.values.capacity).div_ceil(TILE);
         let slices = (blocks / (attend.n_kv * row_blocks)).min(tiles).clamp(1, MOST_SLICES);
         Ok(Self {
@@ -102,8 +104,9 @@ impl AttendShape {
             return (Source::Attend { element, dim, tiles, masked }, (tiles * tile).max(sums));
         }
         let stage = stage_bytes(keys, values, dim);
-        let stages = (MOST_PACKED_SHARED / stage).clamp(2, MOST_STAGES);
         let parts = if rows > ROWS && dim <= MOST_SHARED_DIM { 2 } else { 1 };
+        let most = MOST_PACKED_SHARED[usize::from(parts == 1 && dim <= MOST_SHARED_DIM)];
+        let stages = (most / stage).clamp(2, MOST_STAGES);
         let source = Source::AttendPacked { element, dim, stages, parts, masked, keys, values };
         (source, (stages * stage).max(sums))
     }
