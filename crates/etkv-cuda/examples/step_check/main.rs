@@ -2,7 +2,8 @@
 //!
 //! `step_check [FOLDER]` keeps compiled kernels in FOLDER, or in one of the temporary directory. `ETKV_ONLY` has
 //! the parts that run, as in `placed,packed`: `steps`, `placed`, `packed`, `products` and `timing`, or all but
-//! `attention`, which times attention alone (so does `ETKV_ATTENTION=1`). With `ETKV_QUICK` nothing is checked.
+//! `attention`, which times attention alone. So does
+//! `ETKV_ATTENTION=1`, or a part of the name of a format, as in `Mxfp4` or `bits: 4`. With `ETKV_QUICK` nothing is checked.
 #![allow(missing_docs)]
 
 mod attention;

@@ -1,4 +1,4 @@
-// Attention over pools, for the `Block` and its `Rows` that are defined before.
+// Attention over pools, for the `Block` and its `Rows`, and the bounds of its launch, that are defined before.
 
 // Where the slices of a block of rows leave theirs: parts of all blocks, and then what they end with.
 __device__ inline long long first_part(const AttendWork& work, const Rows& slices, int head, int block) {
@@ -10,14 +10,17 @@ __device__ inline float* stats_of(const AttendWork& work, const Rows& slices) {
   return work.partial + first_part(work, slices, 0, blocks) * DIM;
 }
 
-extern "C" __global__ void __launch_bounds__(etkv::THREADS) etkv_attend(const AttendWork work) {
+extern "C" __global__ void __launch_bounds__(ETKV_BOUNDS) etkv_attend(const AttendWork work) {
   extern __shared__ uint4 shared_memory[];
   etkv::let_next_begin();
   Block block;
   block.start(work, shared_memory);
-  // The step came before all kernels, and so did all rows but its own.
-  int known = work.step->slots[0];
-  for (int t = 1; t < work.tokens; ++t) known = min(known, work.step->slots[t]);
+  // The step came before all kernels, and so did all rows but its own. Tokens that only fill up have none.
+  int known = work.step->keys;
+  for (int t = 0; t < work.tokens; ++t) {
+    int slot = work.step->slots[t];
+    if (slot >= 0) known = min(known, slot);
+  }
   if (blockIdx.x >= block.part[0].slices) {
     etkv::wait_for_previous();
     return;

@@ -1,5 +1,8 @@
 // A block of attention over pools of which one is packed or both are, with `STAGES` tiles at a time.
 
+// As many blocks on a multiprocessor as their sums leave registers for.
+#define ETKV_BOUNDS etkv::THREADS, (ETKV_PARTS == 1 && DIM <= 128 ? 3 : 2)
+
 using Packed = etkv::PackedSlice<Element, ETKV_KEYS, ETKV_VALUES, DIM, MASK, STAGES, ETKV_PARTS>;
 using Rows = Packed::Rows;
 

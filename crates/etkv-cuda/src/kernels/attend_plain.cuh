@@ -1,5 +1,7 @@
 // A block of attention over plain pools, with `STAGES` tiles at a time.
 
+#define ETKV_BOUNDS etkv::THREADS
+
 using Rows = etkv::Slice<Element, DIM, DIM, MASK, STAGES, 4>;
 
 struct Block {

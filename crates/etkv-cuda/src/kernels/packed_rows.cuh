@@ -2,18 +2,6 @@
 
 namespace etkv {
 
-// Copies `N` bytes, 4 or 8 or 16, to shared memory without waiting, of which those behind `bytes` become zeros.
-template <int N>
-__device__ inline void copy_bytes_later(void* to, const void* from, int bytes) {
-  unsigned at = static_cast<unsigned>(__cvta_generic_to_shared(to));
-  if constexpr (N == 16) {
-    asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(at), "l"(from), "r"(bytes) : "memory");
-  } else {
-    asm volatile("cp.async.ca.shared.global [%0], [%1], %2, %3;" ::"r"(at), "l"(from), "n"(N), "r"(bytes)
-                 : "memory");
-  }
-}
-
 // The rows of one head. `IS_KEYS`: whether threads read them as keys, or as values.
 template <typename F, int DIM, bool IS_KEYS>
 struct PackedRows {

@@ -81,23 +81,28 @@ struct PackedSlice {
 
   // Multiplies the rows of all parts by the keys from `at` on, as `Slice` does.
   __device__ void multiply_keys(float (&scores)[PARTS][2][4], const char* tile, int at) {
-    int g = part[0].thread / 4, m = part[0].thread % 4;
+    int m = part[0].thread % 4, first = at + part[0].thread / 4;
+    typename KeyCodes::Eight eights[2][EIGHTS];
+    Scales scales[2];
 #pragma unroll
-    for (int half = 0; half < 2; ++half) {
-      int key = at + 8 * half + g;
-      const char* row = tile + key * Keys::PITCH;
-      typename KeyCodes::Eight eights[EIGHTS];
-      read_eights(eights, row, m);
-      Scales scales;
+    for (int half = 0; half < 2; ++half) read_eights(eights[half], tile + (first + 8 * half) * Keys::PITCH, m);
 #pragma unroll
-      for (int j = 0; j < EIGHTS; ++j) {
-        int eight = m * EIGHTS + j;
-        if (j % same_scale() == 0) scales = scales_of<KeyCodes, Keys>(tile, key, key, Keys::group(eight));
+    for (int j = 0; j < EIGHTS; ++j) {
+      // The products of two keys in turn: those of one wait for each other.
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        int key = first + 8 * half;
+        if (j % same_scale() == 0) {
+          scales[half] = scales_of<KeyCodes, Keys>(tile, key, key, Keys::group(m * EIGHTS + j));
+        }
         unsigned pairs[4];
-        KeyCodes::unpack(pairs, KeyCodes::of_one(eights[j]), scales);
+        KeyCodes::unpack(pairs, KeyCodes::of_one(eights[half][j]), scales[half]);
 #pragma unroll
         for (int p = 0; p < PARTS; ++p) {
           multiply<KeyInner>(scores[p][half], part[p].q_parts[2 * j], pairs[0], pairs[1]);
+        }
+#pragma unroll
+        for (int p = 0; p < PARTS; ++p) {
           multiply<KeyInner>(scores[p][half], part[p].q_parts[2 * j + 1], pairs[2], pairs[3]);
         }
       }
