@@ -35,9 +35,17 @@ pub struct MlxStore {
 pub struct SavedRows(Vec<(usize, Slots, [StoredRows; 2])>);
 
 impl MlxStore {
+    /// Returns the formats and the buffers of a layer's keys and values: `[1, n_kv_heads, slots, width]` for
+    /// each plane of the format.
+    #[cfg(any(test, all(feature = "delegate", target_os = "linux")))]
+    pub(crate) fn planes(&self, layer: usize) -> Option<[(KvFormat, Vec<&Array>); 2]> {
+        let pools = self.pools.get(layer)?;
+        Some(pools.each_ref().map(|pool| (pool.format(), pool.buffers())))
+    }
+
     /// Returns the buffers of a layer's keys and values, `[1, n_kv_heads, slots, head_dim]` each, if both
     /// are stored in floats.
-    #[cfg(any(test, all(feature = "delegate", target_os = "linux")))]
+    #[cfg(test)]
     pub(crate) fn float_buffers(&self, layer: usize) -> Option<[&Array; 2]> {
         let [k, v] = self.pools.get(layer)?;
         float_dtype(k.format()).and(float_dtype(v.format()))?;

@@ -15,6 +15,7 @@
 mod forward;
 mod packed;
 mod plan;
+mod pools;
 mod recipe;
 mod rows;
 
@@ -144,7 +145,7 @@ impl CapturedSteps {
     fn can_write_to(&self, cache: &MlxCache) -> bool {
         let is_full = |layer: &LayerConfig| layer.policy == LayerPolicy::Full;
         cache.store().is_some()
-            && cache.formats() == [format_of(self.planner.element); 2]
+            && self.planner.can_store(cache.formats())
             && cache.config().layers.iter().all(is_full)
     }
 
@@ -192,7 +193,9 @@ impl CapturedSteps {
         if state.has_failed(n, false) {
             return Ok(Err("so many tokens could not be captured"));
         }
-        let is_shared = cache.sequences().is_some();
+        // Codes hide a value that is not finite, and other sequences would read one.
+        let is_watched =
+            cache.sequences().is_some() || cache.formats().iter().any(|format| !format.is_float());
         let mut step = Step::begin(cache, positions)?;
         let Some(rows) = Rows::place(&mut step, self.planner.n_layers)? else {
             return Ok(Err("the cache has to see the rows"));
@@ -212,7 +215,7 @@ impl CapturedSteps {
             tokens: planned_tokens(n),
             masked: rows.mask.is_some(),
             copied: wanted == Wanted::Logits,
-            chosen: wanted == Wanted::Chosen || is_shared,
+            chosen: wanted == Wanted::Chosen || is_watched,
         };
         let Some(graph) = self.graph(&mut state, kind, places) else {
             return Ok(Err("this kind could not be captured"));
@@ -224,9 +227,9 @@ impl CapturedSteps {
         let outputs = ran.map_err(|error| Error::new(Status::Backend, error.to_string()))?;
         // The plan may have more tokens than the step.
         let chosen = &outputs.chosen[..n.min(outputs.chosen.len())];
-        if is_shared && chosen.iter().any(|&id| id < 0) {
-            // A value that is not finite makes the logits of its token so, and other sequences would read
-            // it. The interpreter finds out.
+        if is_watched && chosen.iter().any(|&id| id < 0) {
+            // A value that is not finite makes the logits of its token so. The interpreter refuses it, or
+            // stores it as its codes are.
             return Ok(Err("logits are not finite"));
         }
         let made = match wanted {

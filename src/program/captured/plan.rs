@@ -1,13 +1,15 @@
 //! From a recipe to what the device captures: shapes, once, and addresses, for each step.
 
+use etkv_core::KvFormat;
 use etkv_cuda::{
-    Address, Attend, Buffer, Element, Embed, Heads, Launch, Logits, Norm, Plan, Pool, PoolRows,
-    Product, Weight, HEADS_OF_MANY, MOST_TOKENS,
+    Address, Attend, Buffer, Element, Embed, Heads, Launch, Logits, Norm, Place, Plan, Pool,
+    PoolRows, Product, Weight, HEADS_OF_MANY, MOST_TOKENS,
 };
 use mlx_rs::{Array, Dtype};
 use smallvec::SmallVec;
 
 use super::packed::Packed;
+use super::pools;
 use super::recipe::{self, Part, Recipe};
 use super::{element_of, Kind};
 use crate::mlx;
@@ -138,25 +140,24 @@ impl Planner {
         ids.iter().map(known).collect()
     }
 
+    /// Returns whether the kernels take caches of these formats.
+    pub fn can_store(&self, formats: [KvFormat; 2]) -> bool {
+        let takes = |format, head_dim| pools::takes(format, head_dim, self.element);
+        let of_layer = |&(_, head_dim): &(usize, usize)| {
+            formats.into_iter().all(|format| takes(format, head_dim))
+        };
+        self.layers.iter().all(of_layer)
+    }
+
     /// Returns where everything is, once MLX has computed it. Nothing, if the cache's buffers are not what
     /// the kernels read.
     pub fn places(&self, store: &MlxStore, constants: &[Option<Array>]) -> Option<Places> {
         let of_constant = |value: &Value| address(constants.get(value.0 as usize)?.as_ref()?);
         let constants = self.constants.iter().map(of_constant).collect::<Option<_>>()?;
-        let pool_of = |array: &Array, (n_kv, head_dim): (usize, usize)| {
-            let sizes = array.shape().iter().map(|&size| size as usize);
-            let &[1, heads, capacity, dim] = &sizes.collect::<SmallVec<[usize; 4]>>()[..] else {
-                return None;
-            };
-            let fits = (heads, dim) == (n_kv, head_dim)
-                && element_of(array.dtype()) == Some(self.element)
-                && array.strides() == [n_kv * capacity * dim, capacity * dim, dim, 1];
-            fits.then_some(())?;
-            Some(Pool { rows: PoolRows::Plain(Address(address(array)?)), capacity })
-        };
-        let of_layer = |(layer, &heads): (usize, &(usize, usize))| {
-            let [k, v] = store.float_buffers(layer)?;
-            Some([pool_of(k, heads)?, pool_of(v, heads)?])
+        let of_layer = |(layer, &(n_kv, head_dim)): (usize, &(usize, usize))| {
+            let [k, v] = store.planes(layer)?;
+            let at = |pool| pools::pool_at(pool, n_kv, head_dim, self.element, address);
+            Some([at(&k)?, at(&v)?])
         };
         let pools = self.layers.iter().enumerate().map(of_layer).collect::<Option<_>>()?;
         Some(Places { constants, pools })
@@ -168,21 +169,36 @@ impl Planner {
         let mut addresses = places.constants.iter().map(|&address| Address(address));
         // There are as many as the parts name.
         let mut next = || addresses.next().unwrap_or(Address(0));
-        let launches = recipe
-            .parts
-            .iter()
-            .map(|part| match part {
-                Part::Embed { table, out } => Launch::Embed(Embed {
+        // Heads on their way to pools that a product does not write to. Each launch waits for the one before it,
+        // so all layers share it.
+        let mut unplaced = None;
+        let mut launches = Vec::new();
+        for part in &recipe.parts {
+            match part {
+                Part::Embed { table, out } => launches.push(Launch::Embed(Embed {
                     table: weight_at(*table, &mut next),
                     vocabulary: self.n_ids,
                     inner: self.widths[*out],
                     out: Buffer(*out),
-                }),
-                Part::Product(product) => Launch::Product(self.product(product, places, &mut next)),
+                })),
+                Part::Product(product) => {
+                    let made = self.product(product, places, &mut next);
+                    match made.heads.filter(|heads| !fits_product(heads)) {
+                        None => launches.push(Launch::Product(made)),
+                        Some(heads) => {
+                            let x = Buffer(self.widths.len());
+                            unplaced = Some(made.outputs.max(unplaced.unwrap_or(0)));
+                            let product = Product { heads: None, out: x, ..made };
+                            let (q_norm, k_norm, out) = (None, None, made.out);
+                            let place = Place { x, heads, q_norm, k_norm, out };
+                            launches.extend([Launch::Product(product), Launch::Place(place)]);
+                        }
+                    }
+                }
                 Part::Attend { layer, q, scale, out, .. } => {
                     let (n_kv, head_dim) = self.layers[*layer];
                     let [keys, values] = places.pools[*layer];
-                    Launch::Attend(Attend {
+                    launches.push(Launch::Attend(Attend {
                         q: Buffer(*q),
                         keys,
                         values,
@@ -191,14 +207,14 @@ impl Planner {
                         head_dim,
                         scale: *scale,
                         out: Buffer(*out),
-                    })
+                    }));
                 }
-            })
-            .collect();
+            }
+        }
         Plan {
             element: self.element,
             tokens,
-            buffers: self.widths.iter().map(|width| width * tokens).collect(),
+            buffers: self.widths.iter().chain(&unplaced).map(|width| width * tokens).collect(),
             launches,
             logits: Some(Logits {
                 buffer: Buffer(recipe.logits),
@@ -247,6 +263,12 @@ impl Planner {
             out: Buffer(product.out),
         }
     }
+}
+
+/// Returns whether a product can store its heads itself.
+fn fits_product(heads: &Heads) -> bool {
+    let is_plain = |pool: Pool| matches!(pool.rows, PoolRows::Plain(_));
+    is_plain(heads.keys) && is_plain(heads.values)
 }
 
 /// Returns a weight at the next addresses, in the order of [`Planner::add_weight`].

@@ -129,3 +129,120 @@ fn packed_weights_that_kernels_do_not_read_are_not_planned_for() {
         Ok(mlx_rs::ops::broadcast_to(&row, array.shape())?)
     }));
 }
+
+const KV_HEADS: usize = 2;
+const HEAD_DIM: usize = 64;
+const HEADS: usize = 8;
+
+/// A recipe with one layer of 4 + 2 + 2 heads, and its planner. Only shapes count.
+fn decoder() -> (Recipe, Planner) {
+    let packing = Affine { group_size: 32, bits: 4 };
+    let weight = |value| recipe::Weight::Plain { value: Value(value), transposed: false };
+    let heads = crate::program::ir::Heads {
+        tokens: crate::program::ir::Int::Literal(1),
+        head_dim: HEAD_DIM as i32,
+        n: HEADS as i32,
+        at: vec![4, 6],
+        turned: 6,
+        offsets: Value(5),
+        periods: Value(2),
+        dtype: Dtype::Bfloat16,
+    };
+    let product = |heads, out| recipe::Product {
+        x: 0,
+        weight: weight(if out == 1 { 1 } else { 0 }),
+        bias: None,
+        norm: None,
+        gate: None,
+        plus: None,
+        heads,
+        out,
+    };
+    let dtype = Some(Dtype::Bfloat16);
+    let recipe = Recipe {
+        parts: vec![
+            Part::Embed { table: weight(0), out: 0 },
+            Part::Product(product(Some((heads, 0)), 1)),
+            Part::Attend { layer: 0, q: 1, scale: 0.125, dtype, out: 2 },
+            Part::Product(product(None, 3)),
+        ],
+        n_buffers: 4,
+        logits: 3,
+        ..recipe(packing)
+    };
+    let zeros = |shape: &[i32], dtype| -> Result<Option<Array>> {
+        let made = mlx_rs::ops::zeros_dtype(shape, dtype)?;
+        made.eval()?;
+        Ok(Some(made))
+    };
+    let planner = mlx::run(|| {
+        let constants = [
+            zeros(&[ROWS, COLUMNS], Dtype::Bfloat16)?,
+            zeros(&[(HEADS * HEAD_DIM) as i32, COLUMNS], Dtype::Bfloat16)?,
+            zeros(&[HEAD_DIM as i32 / 2], Dtype::Float32)?,
+        ];
+        Ok(Planner::of(&recipe, &constants))
+    });
+    let planner = planner.unwrap().unwrap();
+    (recipe, planner)
+}
+
+fn plan_of(pools: [Pool; 2]) -> Plan {
+    let (recipe, planner) = decoder();
+    let places = Places { constants: (1..=4).map(|n| 64 * n).collect(), pools: vec![pools] };
+    planner.plan(&recipe, &places, Kind { tokens: 2, masked: false, copied: true, chosen: false })
+}
+
+fn pool(rows: PoolRows) -> Pool {
+    Pool { rows, capacity: 256 }
+}
+
+#[test]
+fn heads_of_plain_pools_are_stored_by_their_product() {
+    let pools = [640, 1280].map(|at| pool(PoolRows::Plain(Address(at))));
+    let plan = plan_of(pools);
+    let [_, Launch::Product(product), Launch::Attend(attend), _] = plan.launches[..] else {
+        panic!("{:?}", plan.launches);
+    };
+    let heads = product.heads.unwrap();
+    assert_eq!((heads.n_q, heads.n_kv, heads.head_dim), (4, KV_HEADS, HEAD_DIM));
+    assert_eq!(([heads.keys, heads.values], [attend.keys, attend.values]), (pools, pools));
+    assert_eq!((product.out, attend.q, plan.buffers.len()), (Buffer(1), Buffer(1), 4));
+}
+
+#[test]
+fn heads_of_packed_pools_are_placed() {
+    let rows = etkv_cuda::PackedRows {
+        format: etkv_cuda::PackedFormat::Nvfp4,
+        codes: Address(640),
+        scales: Address(1280),
+        offsets: None,
+    };
+    // Only the values are packed.
+    let pools = [pool(PoolRows::Plain(Address(320))), pool(PoolRows::Packed(rows))];
+    let plan = plan_of(pools);
+    let [_, Launch::Product(product), Launch::Place(place), Launch::Attend(attend), _] =
+        plan.launches[..]
+    else {
+        panic!("{:?}", plan.launches);
+    };
+    assert_eq!((product.heads, product.out, place.x), (None, Buffer(4), Buffer(4)));
+    assert_eq!(product.outputs, HEADS * HEAD_DIM);
+    assert_eq!([place.heads.keys, place.heads.values], pools);
+    assert_eq!((place.heads.n_q, place.heads.periods), (4, Some(Address(192))));
+    assert_eq!((place.out, attend.q), (Buffer(1), Buffer(1)));
+    assert_eq!(plan.buffers[4], 2 * HEADS * HEAD_DIM);
+}
+
+#[test]
+fn caches_of_the_program_s_floats_and_of_codes_are_taken() {
+    use KvFormat::{Bf16, Mxfp8, RowInt4, F16, F32};
+    let (_, planner) = decoder();
+    let affine = |group| KvFormat::Affine { bits: 4, group };
+    for formats in [[Bf16; 2], [Bf16, Mxfp8], [affine(32), affine(64)], [RowInt4, Bf16]] {
+        assert!(planner.can_store(formats), "{formats:?}");
+    }
+    for formats in [[F16; 2], [Bf16, F32], [F16, Mxfp8]] {
+        assert!(!planner.can_store(formats), "{formats:?}");
+    }
+}

@@ -1,0 +1,86 @@
+//! The pools of a cache, as kernels read and write them.
+
+use etkv_core::KvFormat;
+use etkv_cuda::{Address, Element, PackedFormat, PackedRows, Pool, PoolRows};
+use mlx_rs::{Array, Dtype};
+
+use super::{element_of, format_of};
+
+/// What the elements of a head are a multiple of where codes stand for them, or where a launch of its own
+/// places them.
+pub const PLACED: usize = 32;
+
+/// Returns whether kernels take heads of `head_dim` elements in a format. Floats are those of the program.
+pub fn takes(format: KvFormat, head_dim: usize, element: Element) -> bool {
+    match packed_of(format) {
+        Some(_) => head_dim % PLACED == 0,
+        None => format == format_of(element),
+    }
+}
+
+/// Returns where a pool is: `n_kv` heads of rows of `head_dim` elements. Nothing, if its buffers are not what
+/// kernels take. `address` returns where the elements of an array begin.
+pub fn pool_at(
+    (format, buffers): &(KvFormat, Vec<&Array>),
+    n_kv: usize,
+    head_dim: usize,
+    element: Element,
+    address: impl Fn(&Array) -> Option<u64>,
+) -> Option<Pool> {
+    let capacity = usize::try_from(buffers.first()?.shape().get(2).copied()?).ok()?;
+    let at = |array: &Array, width: usize, dtype: Dtype| {
+        let fits = is_plane(array, [n_kv, capacity, width]) && array.dtype() == dtype;
+        fits.then(|| address(array).map(Address)).flatten()
+    };
+    let Some(format) = packed_of(*format) else {
+        let &[rows] = &buffers[..] else {
+            return None;
+        };
+        (element_of(rows.dtype()) == Some(element)).then_some(())?;
+        let rows = PoolRows::Plain(at(rows, head_dim, rows.dtype())?);
+        return Some(Pool { rows, capacity });
+    };
+    let scale = if format.scale_bytes() == 2 { Dtype::Float16 } else { Dtype::Uint8 };
+    let groups = head_dim / format.group(head_dim);
+    let has_offsets = matches!(format, PackedFormat::Affine { .. });
+    let (codes, scales, offsets) = match buffers[..] {
+        [codes, scales] if !has_offsets => (codes, scales, None),
+        [codes, scales, offsets] if has_offsets => (codes, scales, Some(offsets)),
+        _ => return None,
+    };
+    let rows = PackedRows {
+        format,
+        codes: at(codes, head_dim * format.bits() / 32, Dtype::Uint32)?,
+        scales: at(scales, groups, scale)?,
+        offsets: match offsets {
+            Some(offsets) => Some(at(offsets, groups, Dtype::Float16)?),
+            None => None,
+        },
+    };
+    (head_dim % PLACED == 0).then_some(Pool { rows: PoolRows::Packed(rows), capacity })
+}
+
+/// Returns whether an array is `[1, heads, slots, width]` and lies row by row.
+fn is_plane(array: &Array, [heads, slots, width]: [usize; 3]) -> bool {
+    let shape = [1, heads, slots, width];
+    let is_shape = array.shape().iter().map(|&size| size as usize).eq(shape);
+    is_shape && array.strides() == [heads * slots * width, slots * width, width, 1]
+}
+
+/// Returns a format as kernels know it, if it is a packed one.
+fn packed_of(format: KvFormat) -> Option<PackedFormat> {
+    match format {
+        KvFormat::Affine { bits, group } => {
+            Some(PackedFormat::Affine { bits: bits.into(), group: group.into() })
+        }
+        KvFormat::Mxfp8 => Some(PackedFormat::Mxfp8),
+        KvFormat::Mxfp4 => Some(PackedFormat::Mxfp4),
+        KvFormat::Nvfp4 => Some(PackedFormat::Nvfp4),
+        KvFormat::RowInt4 => Some(PackedFormat::RowInt4),
+        KvFormat::RowFp4 => Some(PackedFormat::RowFp4),
+        _ => None,
+    }
+}
+
+#[cfg(test)]
+mod tests;
