@@ -2,10 +2,10 @@
 // interpreter: how far their logits are apart, which ids they choose, and what
 // they take, in turns.
 //
-//   etkv_captured MODEL.pte [LONGEST [ROUNDS]]
+//   etkv_captured MODEL.pte [LONGEST [ROUNDS [FORMAT]]]
 //
 // LONGEST is the most positions (2000), ROUNDS the steps that are timed of each
-// number of tokens (64). Ends with 1 if no step is captured, or the interpreter
+// number of tokens (64), FORMAT that of keys and values (the program's). Ends with 1 if no step is captured, or the interpreter
 // runs one of a few tokens in its place; if logits are apart by more than the
 // rounding of the program's dtype explains; and if a captured step chooses
 // another id than that of its own greatest logit.
@@ -42,7 +42,11 @@ using etkv::examples::Stopwatch;
 
 /// A program on a cache of its own.
 struct Side {
-  Side(const char* path, int32_t capacity, etkv::Passes passes)
+  Side(
+      const char* path,
+      int32_t capacity,
+      const char* format,
+      etkv::Passes passes)
       : program(must(Program::open(path))),
         session(must(
             etkv::make_decode_session(
@@ -50,7 +54,7 @@ struct Side {
                 etkv::make_config(
                     program.params(),
                     capacity,
-                    program.native_format())))) {
+                    format ? format : program.native_format())))) {
     must(program.load(session.key(), etkv::Logits::all, passes));
     must(etkv::warm_up(session.cache()));
   }
@@ -119,7 +123,7 @@ bool compare(Side& captured, Side& interpreted, Log& log, size_t longest) {
     captured.fill(behind);
     interpreted.fill(behind);
     Agreement agreement;
-    for (const size_t n : {1, 2, 3, 5, 8, 13, 16, 1, 1}) {
+    for (const size_t n : {1, 2, 3, 5, 8, 13, 16, 24, 64, 41, 1, 1}) {
       const int32_t at = captured.length();
       const auto tokens = captured.tokens(static_cast<size_t>(at), n);
       const size_t before = log.captured();
@@ -171,7 +175,7 @@ void measure(Side& captured, Side& interpreted, size_t longest, size_t rounds) {
       continue;
     }
     for (const bool chosen : {false, true}) {
-      for (const size_t n : {1, 2, 4, 8, 16}) {
+      for (const size_t n : {1, 2, 4, 8, 16, 32, 64}) {
         std::vector<double> times[2];
         const std::vector<int64_t> tokens(n, 1);
         captured.fill(behind);
@@ -205,7 +209,8 @@ void measure(Side& captured, Side& interpreted, size_t longest, size_t rounds) {
 
 int main(int argc, char** argv) {
   if (argc < 2) {
-    std::fprintf(stderr, "usage: etkv_captured MODEL.pte [LONGEST [ROUNDS]]\n");
+    std::fprintf(
+        stderr, "usage: etkv_captured MODEL.pte [LONGEST [ROUNDS [FORMAT]]]\n");
     return 2;
   }
   etkv::examples::quiet_executorch();
@@ -215,18 +220,19 @@ int main(int argc, char** argv) {
     std::fprintf(stderr, "etkv_captured: ROUNDS is at least 1\n");
     return 2;
   }
-  const auto capacity = static_cast<int32_t>(longest + 64 + 2 * rounds);
+  const auto capacity = static_cast<int32_t>(longest + 256 + 2 * rounds);
+  const char* format = argc > 4 ? argv[4] : nullptr;
   // The log ends before steps are timed.
   auto log = std::make_unique<Log>();
-  Side captured(argv[1], capacity, etkv::Passes::standard);
+  Side captured(argv[1], capacity, format, etkv::Passes::standard);
   const size_t before = log->captured();
-  Side interpreted(argv[1], capacity, etkv::Passes::interpreted);
+  Side interpreted(argv[1], capacity, format, etkv::Passes::interpreted);
   if (log->captured() > before) {
     std::fprintf(stderr, "etkv_captured: passes=interpreted captures a step\n");
     return 1;
   }
   bool agree = compare(captured, interpreted, *log, longest);
-  agree = etkv::benches::compare_shared(argv[1], *log) && agree;
+  agree = etkv::benches::compare_shared(argv[1], format, *log) && agree;
   for (const auto& reason : log->reasons()) {
     std::fprintf(stderr, "etkv_captured: the log tells: %s\n", reason.c_str());
   }

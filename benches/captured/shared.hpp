@@ -7,6 +7,6 @@ namespace etkv::benches {
 
 /// Runs steps of several sequences that share cells, and of trees, captured and
 /// in the interpreter. Returns whether steps were captured and agree.
-bool compare_shared(const char* model, const Log& log);
+bool compare_shared(const char* model, const char* format, const Log& log);
 
 } // namespace etkv::benches
