@@ -87,6 +87,8 @@ struct Kind {
     /// Whether each token sees keys of its own, and not all before it. Steps of many tokens always have such
     /// a list.
     masked: bool,
+    /// Whether tokens have few of these keys in common.
+    apart: bool,
     /// Whether the logits are copied to the host, and whether the greatest of each row is chosen.
     copied: bool,
     chosen: bool,
@@ -214,6 +216,7 @@ impl CapturedSteps {
         let kind = Kind {
             tokens: planned_tokens(n),
             masked: rows.mask.is_some(),
+            apart: rows.mask.as_ref().is_some_and(|mask| self.planner.lie_apart(mask)),
             copied: wanted == Wanted::Logits,
             chosen: wanted == Wanted::Chosen || is_watched,
         };

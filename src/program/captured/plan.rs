@@ -2,8 +2,8 @@
 
 use etkv_core::KvFormat;
 use etkv_cuda::{
-    Address, Attend, Buffer, Element, Embed, Heads, Launch, Logits, Norm, Place, Plan, Pool,
-    PoolRows, Product, Weight, HEADS_OF_MANY, MOST_TOKENS,
+    Address, Attend, Buffer, Element, Embed, Heads, KeyMask, Launch, Logits, Norm, Place, Plan,
+    Pool, PoolRows, Product, Weight, HEADS_OF_MANY, MOST_TOKENS,
 };
 use mlx_rs::{Array, Dtype};
 use smallvec::SmallVec;
@@ -15,6 +15,10 @@ use super::{element_of, Kind};
 use crate::mlx;
 use crate::program::ir::Value;
 use crate::store::MlxStore;
+
+/// The rows of queries of a block of attention, if it has few of them or as many as it takes.
+const SMALL_BLOCK: usize = 16;
+const LARGE_BLOCK: usize = 64;
 
 /// The shapes of a recipe's parts.
 pub struct Planner {
@@ -28,6 +32,8 @@ pub struct Planner {
     n_ids: usize,
     /// The elements of a row of each buffer.
     widths: Vec<usize>,
+    /// Query heads of a head of keys.
+    group: usize,
     /// The heads of keys of each layer, and their elements.
     layers: Vec<(usize, usize)>,
     /// The constants that are read, in the order in which the parts name them.
@@ -59,6 +65,7 @@ impl Planner {
             takes_many: true,
             n_ids: 0,
             widths: vec![0; recipe.n_buffers],
+            group: 1,
             layers: Vec::new(),
             constants: Vec::new(),
         };
@@ -116,6 +123,7 @@ impl Planner {
                 && is_row(Some(heads.periods), head_dim / 2, Dtype::Float32);
             fits.then_some(())?;
             self.layers.push((n_kv, head_dim));
+            self.group = n_q / n_kv;
             self.constants.push(heads.periods);
             width = n_q * head_dim;
         }
@@ -131,6 +139,14 @@ impl Planner {
                 self.constants.extend([codes, scales, biases]);
             }
         }
+    }
+
+    /// Returns whether the tokens of a mask see few keys in common, so that attention reads little more if blocks
+    /// of rows are small. Its warps share each tile then, where in larger blocks most of them see nothing in it.
+    pub fn lie_apart(&self, mask: &KeyMask) -> bool {
+        let read = |rows| mask.tiles_of_blocks(self.group, rows);
+        let is_one = mask.n_tokens() * self.group <= SMALL_BLOCK;
+        !is_one && 2 * read(SMALL_BLOCK) < 3 * read(LARGE_BLOCK)
     }
 
     /// Returns ids as the kernels take them, if all have a row of the table.
@@ -165,7 +181,7 @@ impl Planner {
 
     /// Returns the plan of a kind of step.
     pub fn plan(&self, recipe: &Recipe, places: &Places, kind: Kind) -> Plan {
-        let Kind { tokens, masked, copied, chosen } = kind;
+        let Kind { tokens, masked, apart, copied, chosen } = kind;
         let mut addresses = places.constants.iter().map(|&address| Address(address));
         // There are as many as the parts name.
         let mut next = || addresses.next().unwrap_or(Address(0));
@@ -226,6 +242,7 @@ impl Planner {
             overlap: true,
             attention_blocks: None,
             masked,
+            apart,
         }
     }
 

@@ -308,6 +308,7 @@ impl Model {
             overlap: false,
             attention_blocks: None,
             masked: false,
+            apart: false,
         }
     }
 }

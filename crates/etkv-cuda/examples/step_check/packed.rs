@@ -133,6 +133,7 @@ impl Case {
                     }),
                 ],
                 masked: self.masked,
+                apart: self.masked && tokens == 64,
                 logits: None,
                 overlap: true,
                 attention_blocks: None,

@@ -179,6 +179,7 @@ impl Case {
                 }),
             ],
             masked: false,
+            apart: false,
             logits: None,
             overlap: true,
             attention_blocks: None,

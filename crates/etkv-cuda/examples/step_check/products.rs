@@ -109,6 +109,7 @@ fn times_of(
             overlap: true,
             attention_blocks: None,
             masked: false,
+            apart: false,
         };
         let whole = median(&mut device.capture(&plan(all))?, tokens, keys)?;
         let empty = median(&mut device.capture(&plan(base))?, tokens, keys)?;

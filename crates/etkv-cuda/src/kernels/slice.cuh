@@ -27,6 +27,7 @@ struct Slice {
   static constexpr int V_PITCH = DV + PIECE;
   static constexpr int STAGE = TILE * (K_PITCH + V_PITCH);
   static constexpr int SUM_PITCH = DV + 8;
+  static constexpr int BLOCKS = PARTS;
 
   View<E> q, k, v;
   Marks marks;
@@ -49,6 +50,8 @@ struct Slice {
   int block;
   // Of this thread's two rows the query, and one past the last key that it may see.
   int query_of[2], ends_at[2];
+  // The most warps between which rows are divided.
+  int most_row_warps = 4;
   // This thread of its warp, and what the warp has of the block.
   int thread, warp, row_warps, row_of_warp, key_of_warp, head;
 
@@ -61,10 +64,11 @@ struct Slice {
     return q.at(head * sizes.group + r % sizes.group, r / sizes.group);
   }
 
-  // Divides the warps between rows and keys.
+  // Divides the warps between rows and keys. Fewer rows are fewer sequences, whose keys lie apart.
   __device__ void divide_rows() {
     int needed = (sizes.rows() + ROWS - 1) / ROWS;
     row_warps = needed <= PARTS ? 1 : needed <= 2 * PARTS || MOST_ROW_WARPS == 2 ? 2 : 4;
+    row_warps = min(row_warps, most_row_warps);
   }
 
   __device__ void start(int part = 0) {

@@ -3,7 +3,8 @@
 use crate::step::compile::Source;
 use crate::step::error::{fail, Result};
 use crate::step::launch::Limits;
-use crate::step::plan::{Attend, Plan};
+use crate::step::mask::RowBlocks;
+use crate::step::plan::{Attend, Launch, Plan};
 use crate::step::pools::{format_of, stage_bytes, Planes};
 
 /// Threads of a block, as in the kernel.
@@ -40,7 +41,7 @@ pub(crate) struct AttendWork {
     pub(crate) queries: i32,
     pub(crate) each: i32,
     pub(crate) slices: i32,
-    pub(crate) unused: i32,
+    pub(crate) row_warps: i32,
 }
 
 // The kernels' file has the same size.
@@ -64,12 +65,7 @@ impl AttendShape {
         let (source, bytes_shared) = Self::source(plan, attend, rows);
         // Two parts of a warp's rows share what the warp unpacks.
         let parts = if let Source::AttendPacked { parts, .. } = source { parts } else { 1 };
-        let row_warps = match rows.div_ceil(ROWS * parts) {
-            ..=1 => 1,
-            2 => 2,
-            _ => 4 / parts,
-        };
-        let rows_of_block = ROWS * parts * row_warps;
+        let rows_of_block = rows_of_block(plan, rows, parts);
         let row_blocks = rows.div_ceil(rows_of_block);
         if row_blocks > MOST_BLOCKS {
             fail!(Plan, "{rows} rows of queries, expected {} or fewer", MOST_BLOCKS * ROWS);
@@ -104,12 +100,35 @@ impl AttendShape {
             return (Source::Attend { element, dim, tiles, masked }, (tiles * tile).max(sums));
         }
         let stage = stage_bytes(keys, values, dim);
-        let parts = if rows > ROWS && dim <= MOST_SHARED_DIM { 2 } else { 1 };
+        let parts = if rows > ROWS && dim <= MOST_SHARED_DIM && !plan.apart { 2 } else { 1 };
         let most = MOST_PACKED_SHARED[usize::from(parts == 1 && dim <= MOST_SHARED_DIM)];
         let stages = (most / stage).clamp(2, MOST_STAGES);
         let source = Source::AttendPacked { element, dim, stages, parts, masked, keys, values };
         (source, (stages * stage).max(sums))
     }
+}
+
+/// Returns the rows of a block of threads, of which a warp has so many parts.
+fn rows_of_block(plan: &Plan, rows: usize, parts: usize) -> usize {
+    let row_warps = match rows.div_ceil(ROWS * parts) {
+        _ if plan.apart => 1,
+        ..=1 => 1,
+        2 => 2,
+        _ => 4 / parts,
+    };
+    ROWS * parts * row_warps
+}
+
+/// Returns the blocks of rows that read a list of tiles each. Those of all attentions of a plan are alike.
+pub(crate) fn row_blocks(plan: &Plan) -> Option<RowBlocks> {
+    let group = |launch: &Launch| match launch {
+        Launch::Attend(attend) => Some(attend.n_q / attend.n_kv),
+        _ => None,
+    };
+    let group = plan.launches.iter().find_map(group).filter(|_| plan.masked)?;
+    let rows = group * plan.tokens;
+    // With one part or two, a block has as many rows.
+    Some(RowBlocks::of(plan.tokens, group, rows_of_block(plan, rows, 1)))
 }
 
 #[cfg(test)]

@@ -4,11 +4,13 @@ use std::ptr::null_mut;
 
 use cudarc::driver::sys::{self, CUstreamCaptureMode};
 
+use crate::step::attend::row_blocks;
 use crate::step::check::{capacity, check as check_plan, check_step, StepInputs};
 use crate::step::device::Device;
 use crate::step::driver::{Pinned, Stream};
 use crate::step::error::{check, fail, Result};
 use crate::step::launch::{int, Step};
+use crate::step::mask::RowBlocks;
 use crate::step::plan::{Buffer, Plan, MOST_TOKENS};
 use crate::step::work::{Work, LOGITS_AT};
 
@@ -26,6 +28,8 @@ pub struct Captured {
     logits: usize,
     step: Pinned,
     tiles: Option<Pinned>,
+    /// The blocks of rows that read them, if the plan is masked.
+    rows: Option<RowBlocks>,
     outputs: Pinned,
     /// What the graph's nodes name.
     work: Work,
@@ -95,6 +99,7 @@ impl Captured {
             logits,
             step,
             tiles,
+            rows: row_blocks(plan),
             outputs,
             work,
             device: device.clone(),
@@ -132,7 +137,7 @@ impl Captured {
         check_step(step, self.tokens, self.capacity, self.tiles.is_some())?;
         let mut inputs = Step {
             keys: int(step.n_keys),
-            tiles: step.mask.map_or(0, |mask| int(mask.n_tiles())),
+            before_tiles: 0,
             unused: [0; 2],
             ids: [0; MOST_TOKENS],
             positions: [0; MOST_TOKENS],
@@ -143,12 +148,12 @@ impl Captured {
         inputs.ids[..n].copy_from_slice(step.ids);
         inputs.positions[..n].copy_from_slice(step.positions);
         inputs.slots[..n].copy_from_slice(step.slots);
+        let Device(device) = &self.device;
+        let _current = device.context.enter()?;
+        inputs.before_tiles = int(self.copy_tiles(step)?);
         // SAFETY: the block has the bytes of a step, and is aligned to a page. No graph reads it: none is
         // started.
         unsafe { self.step.data().cast::<Step>().write(inputs) };
-        let Device(device) = &self.device;
-        let _current = device.context.enter()?;
-        self.copy_tiles(step)?;
         // SAFETY: the graph and the stream are live, and what the graph names is, as the caller says.
         let launched = unsafe { sys::cuGraphLaunch(self.exec, device.stream.raw) };
         if let Err(error) = check("cuGraphLaunch", launched) {
@@ -160,20 +165,26 @@ impl Captured {
         Ok(())
     }
 
-    /// Starts the copy of a step's mask, of which the graph does not know the size.
-    fn copy_tiles(&self, step: &StepInputs) -> Result<()> {
-        let (Some(mask), Some(from), Some(to)) = (step.mask, &self.tiles, &self.work.tiles) else {
-            return Ok(());
+    /// Starts the copy of a step's mask, of which the graph does not know the size. Returns how many numbers
+    /// come before the tiles.
+    fn copy_tiles(&self, step: &StepInputs) -> Result<usize> {
+        let (Some(mask), Some(rows), Some(from), Some(to)) =
+            (step.mask, self.rows, &self.tiles, &self.work.tiles)
+        else {
+            return Ok(0);
         };
-        let numbers = mask.numbers();
+        let numbers = from.bytes().len() / size_of::<u64>();
         // SAFETY: both places have the bytes of every mask of so many tokens over the plan's pools, which the
         // step's check has compared. No step runs that reads them.
-        let copied = unsafe {
-            from.data().cast::<u64>().copy_from_nonoverlapping(numbers.as_ptr(), numbers.len());
-            let (to, bytes) = (to.address().0, size_of_val(numbers));
-            sys::cuMemcpyHtoDAsync_v2(to, from.data().cast(), bytes, self.device.0.stream.raw)
+        let (written, copied) = unsafe {
+            let own = std::slice::from_raw_parts_mut(from.data().cast::<u64>(), numbers);
+            let written = mask.write(rows, own);
+            let (to, bytes) = (to.address().0, size_of::<u64>() * written.all);
+            let stream = self.device.0.stream.raw;
+            (written, sys::cuMemcpyHtoDAsync_v2(to, from.data().cast(), bytes, stream))
         };
-        check("cuMemcpyHtoDAsync", copied)
+        check("cuMemcpyHtoDAsync", copied)?;
+        Ok(written.lists)
     }
 
     /// Waits for the step that was started, and returns its results.

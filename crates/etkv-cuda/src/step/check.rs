@@ -58,6 +58,10 @@ pub(crate) fn check(plan: &Plan) -> Result<()> {
     if plan.masked && !attends {
         fail!(Plan, "a mask without attention");
     }
+    if plan.apart && !plan.masked {
+        fail!(Plan, "rows apart without a mask");
+    }
+    check_groups(plan)?;
     let mut work = Work { plan, written: vec![false; plan.buffers.len()] };
     for (number, launch) in plan.launches.iter().enumerate() {
         work.check_launch(launch).map_err(|error| match error {
@@ -69,6 +73,19 @@ pub(crate) fn check(plan: &Plan) -> Result<()> {
         Some(logits) => work.check_logits(logits),
         None => Ok(()),
     }
+}
+
+/// Checks that all attentions can read the same lists of tiles: those of a block of rows.
+fn check_groups(plan: &Plan) -> Result<()> {
+    let groups = plan.launches.iter().filter_map(|launch| match launch {
+        Launch::Attend(attend) if attend.n_kv > 0 => Some(attend.n_q / attend.n_kv),
+        _ => None,
+    });
+    let (least, most) = groups.fold((usize::MAX, 0), |(a, b), n| (a.min(n), b.max(n)));
+    if plan.masked && least < most {
+        fail!(Plan, "a mask for {least} and {most} query heads a head of keys, expected as many");
+    }
+    Ok(())
 }
 
 /// Returns the rows that each head of every pool has.

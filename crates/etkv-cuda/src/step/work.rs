@@ -3,7 +3,7 @@
 use std::collections::HashMap;
 use std::ffi::c_void;
 
-use crate::step::attend::{AttendShape, AttendWork, ATTEND_THREADS};
+use crate::step::attend::{row_blocks, AttendShape, AttendWork, ATTEND_THREADS};
 use crate::step::check::{capacity, rows};
 use crate::step::compile::Source;
 use crate::step::device::Device;
@@ -179,9 +179,9 @@ impl Work {
             places,
             step: Memory::new(context, size_of::<Step>())?,
             outputs,
-            tiles: match plan.masked {
-                true => Some(Memory::new(context, 8 * most_numbers(plan.tokens, capacity(plan)))?),
-                false => None,
+            tiles: match row_blocks(plan) {
+                Some(rows) => Some(Memory::new(context, 8 * most_numbers(rows, capacity(plan)))?),
+                None => None,
             },
             partial: Memory::new(context, 4 * floats)?,
             _buffers: buffers,
@@ -386,6 +386,8 @@ impl Work {
     }
 
     fn attend_work(&self, plan: &Plan, attend: &Attend, shape: &AttendShape) -> AttendWork {
+        /// The warps of a block.
+        const MOST_ROW_WARPS: i32 = 4;
         AttendWork {
             q: self.at(attend.q),
             out: self.at(attend.out),
@@ -399,7 +401,7 @@ impl Work {
             queries: int(attend.n_q),
             each: int(attend.n_kv),
             slices: int(shape.grid[0]),
-            unused: 0,
+            row_warps: if plan.apart { 1 } else { MOST_ROW_WARPS },
         }
     }
 }

@@ -63,6 +63,7 @@ fn plan() -> Plan {
         overlap: true,
         attention_blocks: None,
         masked: false,
+        apart: false,
     }
 }
 
