@@ -13,6 +13,7 @@
 //! The results are the same but for the order of sums.
 
 mod forward;
+mod heads;
 mod packed;
 mod plan;
 mod pools;

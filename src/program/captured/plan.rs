@@ -8,12 +8,13 @@ use etkv_cuda::{
 use mlx_rs::{Array, Dtype};
 use smallvec::SmallVec;
 
+use super::heads::LayerHeads;
 use super::packed::Packed;
 use super::pools;
 use super::recipe::{self, Part, Recipe};
 use super::{element_of, Kind};
 use crate::mlx;
-use crate::program::ir::Value;
+use crate::program::ir::{self, Value};
 use crate::store::MlxStore;
 
 /// The shapes of a recipe's parts.
@@ -105,18 +106,21 @@ impl Planner {
         self.add_weight(product.weight);
         self.constants.extend(product.bias.iter().chain(&norm));
         let mut width = rows / halves;
-        if let Some((heads, layer)) = &product.heads {
-            let sizes = [heads.n, heads.head_dim, *heads.at.first()?];
-            let [n, head_dim, n_q] = sizes.map(|size| usize::try_from(size).unwrap_or(0));
-            let n_kv = n.checked_sub(n_q)? / 2;
-            let fits = n * head_dim == rows
+        if let Some(heads) = &product.heads {
+            let &LayerHeads { n_q, n_kv, head_dim, turn, q_norm, k_norm, .. } = heads;
+            let weights = [q_norm, k_norm].map(|norm| norm.and_then(|norm| norm.weight));
+            let periods = turn.map(|(periods, _)| periods);
+            let is_placed = q_norm.is_some() || k_norm.is_some();
+            let fits = (n_q + 2 * n_kv) * head_dim == rows
                 && n_kv > 0
-                && *layer == self.layers.len()
-                && heads.dtype == dtype
-                && is_row(Some(heads.periods), head_dim / 2, Dtype::Float32);
+                && heads.layer == self.layers.len()
+                && turn.is_none_or(|(_, made)| made == dtype)
+                && is_row(periods, head_dim / 2, Dtype::Float32)
+                && weights.into_iter().all(|weight| is_row(weight, head_dim, dtype))
+                && (!is_placed || head_dim % pools::PLACED == 0);
             fits.then_some(())?;
             self.layers.push((n_kv, head_dim));
-            self.constants.push(heads.periods);
+            self.constants.extend(periods.iter().chain(weights.iter().flatten()));
             width = n_q * head_dim;
         }
         self.widths[product.out] = width;
@@ -182,14 +186,14 @@ impl Planner {
                     out: Buffer(*out),
                 })),
                 Part::Product(product) => {
-                    let made = self.product(product, places, &mut next);
-                    match made.heads.filter(|heads| !fits_product(heads)) {
+                    let (made, norms) = self.product(product, places, &mut next);
+                    match made.heads.filter(|heads| !fits_product(heads, norms)) {
                         None => launches.push(Launch::Product(made)),
                         Some(heads) => {
                             let x = Buffer(self.widths.len());
                             unplaced = Some(made.outputs.max(unplaced.unwrap_or(0)));
                             let product = Product { heads: None, out: x, ..made };
-                            let (q_norm, k_norm, out) = (None, None, made.out);
+                            let ([q_norm, k_norm], out) = (norms, made.out);
                             let place = Place { x, heads, q_norm, k_norm, out };
                             launches.extend([Launch::Product(product), Launch::Place(place)]);
                         }
@@ -229,24 +233,26 @@ impl Planner {
         }
     }
 
+    /// Returns a product, and how its heads of queries and of keys are normalized.
     fn product(
         &self,
         product: &recipe::Product,
         places: &Places,
         next: &mut dyn FnMut() -> Address,
-    ) -> Product {
+    ) -> (Product, [Option<Norm>; 2]) {
         // In the order in which they were added.
         let weight = weight_at(product.weight, next);
         let bias = product.bias.map(|_| next());
-        let norm =
-            product.norm.map(|norm| Norm { weight: norm.weight.map(|_| next()), eps: norm.eps });
-        let heads = product.heads.as_ref().map(|(_, layer)| {
-            let (n_kv, head_dim) = self.layers[*layer];
-            let [keys, values] = places.pools[*layer];
-            let n_q = self.widths[product.out] / head_dim;
-            Heads { n_q, n_kv, head_dim, periods: Some(next()), keys, values }
+        let norm = norm_at(product.norm, next);
+        let mut norms = [None; 2];
+        let heads = product.heads.as_ref().map(|heads| {
+            let &LayerHeads { layer, n_q, n_kv, head_dim, turn, q_norm, k_norm } = heads;
+            let [keys, values] = places.pools[layer];
+            let periods = turn.map(|_| next());
+            norms = [q_norm, k_norm].map(|norm| norm_at(norm, next));
+            Heads { n_q, n_kv, head_dim, periods, keys, values }
         });
-        Product {
+        let product = Product {
             x: Buffer(product.x),
             last_row: false,
             weight,
@@ -261,14 +267,20 @@ impl Planner {
             plus: product.plus.map(Buffer),
             heads,
             out: Buffer(product.out),
-        }
+        };
+        (product, norms)
     }
 }
 
 /// Returns whether a product can store its heads itself.
-fn fits_product(heads: &Heads) -> bool {
+fn fits_product(heads: &Heads, norms: [Option<Norm>; 2]) -> bool {
     let is_plain = |pool: Pool| matches!(pool.rows, PoolRows::Plain(_));
-    is_plain(heads.keys) && is_plain(heads.values)
+    norms == [None; 2] && is_plain(heads.keys) && is_plain(heads.values)
+}
+
+/// Returns a norm whose weight is at the next address.
+fn norm_at(norm: Option<ir::Norm>, next: &mut dyn FnMut() -> Address) -> Option<Norm> {
+    norm.map(|ir::Norm { weight, eps }| Norm { weight: weight.map(|_| next()), eps })
 }
 
 /// Returns a weight at the next addresses, in the order of [`Planner::add_weight`].
