@@ -12,6 +12,7 @@ use super::heads::LayerHeads;
 use super::packed::Packed;
 use super::pools;
 use super::recipe::{self, Part, Recipe};
+use super::rows::Groups;
 use super::{element_of, Kind};
 use crate::mlx;
 use crate::program::ir::{self, Value};
@@ -22,7 +23,6 @@ pub struct Planner {
     pub element: Element,
     pub dtype: Dtype,
     pub vocabulary: usize,
-    pub n_layers: usize,
     /// Whether kernels of many rows take its weights and heads.
     pub takes_many: bool,
     /// The rows of the table of embeddings.
@@ -40,6 +40,7 @@ pub struct Planner {
 pub struct Places {
     constants: Vec<u64>,
     pools: Vec<[Pool; 2]>,
+    groups: Groups,
 }
 
 impl Planner {
@@ -56,7 +57,6 @@ impl Planner {
             element: element_of(dtype)?,
             dtype,
             vocabulary: 0,
-            n_layers: 0,
             takes_many: true,
             n_ids: 0,
             widths: vec![0; recipe.n_buffers],
@@ -79,7 +79,6 @@ impl Planner {
             }
         }
         planner.vocabulary = planner.widths[recipe.logits];
-        planner.n_layers = planner.layers.len();
         planner.takes_many &=
             planner.layers.iter().all(|(_, head_dim)| head_dim % HEADS_OF_MANY == 0);
         (planner.vocabulary > 0).then_some(planner)
@@ -155,7 +154,13 @@ impl Planner {
 
     /// Returns where everything is, once MLX has computed it. Nothing, if the cache's buffers are not what
     /// the kernels read.
-    pub fn places(&self, store: &MlxStore, constants: &[Option<Array>]) -> Option<Places> {
+    pub fn places(
+        &self,
+        store: &MlxStore,
+        constants: &[Option<Array>],
+        groups: Groups,
+    ) -> Option<Places> {
+        (groups.of_layer.len() == self.layers.len()).then_some(())?;
         let of_constant = |value: &Value| address(constants.get(value.0 as usize)?.as_ref()?);
         let constants = self.constants.iter().map(of_constant).collect::<Option<_>>()?;
         let of_layer = |(layer, &(n_kv, head_dim)): (usize, &(usize, usize))| {
@@ -164,12 +169,12 @@ impl Planner {
             Some([at(&k)?, at(&v)?])
         };
         let pools = self.layers.iter().enumerate().map(of_layer).collect::<Option<_>>()?;
-        Some(Places { constants, pools })
+        Some(Places { constants, pools, groups })
     }
 
     /// Returns the plan of a kind of step.
-    pub fn plan(&self, recipe: &Recipe, places: &Places, kind: Kind) -> Plan {
-        let Kind { tokens, masked, copied, chosen } = kind;
+    pub fn plan(&self, recipe: &Recipe, places: &Places, kind: &Kind) -> Plan {
+        let &Kind { tokens, ref masked, copied, chosen } = kind;
         let mut addresses = places.constants.iter().map(|&address| Address(address));
         // There are as many as the parts name.
         let mut next = || addresses.next().unwrap_or(Address(0));
@@ -203,6 +208,7 @@ impl Planner {
                     let (n_kv, head_dim) = self.layers[*layer];
                     let [keys, values] = places.pools[*layer];
                     launches.push(Launch::Attend(Attend {
+                        group: places.groups.of_layer[*layer],
                         q: Buffer(*q),
                         keys,
                         values,
@@ -229,7 +235,7 @@ impl Planner {
             }),
             overlap: true,
             attention_blocks: None,
-            masked,
+            masked: masked.to_vec(),
         }
     }
 
@@ -250,7 +256,8 @@ impl Planner {
             let [keys, values] = places.pools[layer];
             let periods = turn.map(|_| next());
             norms = [q_norm, k_norm].map(|norm| norm_at(norm, next));
-            Heads { n_q, n_kv, head_dim, periods, keys, values }
+            let group = places.groups.of_layer[layer];
+            Heads { group, n_q, n_kv, head_dim, periods, keys, values }
         });
         let product = Product {
             x: Buffer(product.x),

@@ -91,7 +91,7 @@ impl AttendShape {
 
     /// Returns what is compiled, and a block's bytes of shared memory.
     fn source(plan: &Plan, attend: &Attend, rows: usize) -> (Source, usize) {
-        let (element, dim, masked) = (plan.element, attend.head_dim, plan.masked);
+        let (element, dim, masked) = (plan.element, attend.head_dim, plan.is_masked(attend.group));
         // The same memory takes the sums of all warps and what they end with.
         let sums = 4 * ROWS * (dim + 8 + 2) * 4;
         let [keys, values] = [attend.keys, attend.values].map(format_of);

@@ -11,6 +11,16 @@ const BIAS: Value = Value(3);
 const ROWS: i32 = 48;
 const COLUMNS: i32 = 128;
 
+/// The groups of layers of full history.
+fn groups(n_layers: usize) -> Groups {
+    let layers = etkv_core::CacheConfig::uniform(n_layers.max(1), 1, 64, 32).layers;
+    Groups::of(&layers).unwrap()
+}
+
+fn kind(tokens: usize) -> Kind {
+    Kind { tokens, masked: smallvec::smallvec![false], copied: true, chosen: false }
+}
+
 /// A table of embeddings, and a product with it. Attention is not planned for here.
 fn recipe(packing: Affine) -> Recipe {
     let weight = recipe::Weight::Packed(Packed {
@@ -70,9 +80,10 @@ fn packed_weights_are_planned_for() {
             assert_eq!((planner.dtype, planner.vocabulary), (Dtype::Bfloat16, ROWS as usize));
             assert_eq!(planner.widths, [COLUMNS as usize, ROWS as usize]);
             assert_eq!(planner.n_ids, ROWS as usize);
-            let places = Places { constants: (1..=7).collect(), pools: Vec::new() };
-            let kind = Kind { tokens: 3, masked: false, copied: true, chosen: false };
-            let plan = planner.plan(&recipe, &places, kind);
+            let places =
+                Places { constants: (1..=7).collect(), pools: Vec::new(), groups: groups(0) };
+            let kind = kind(3);
+            let plan = planner.plan(&recipe, &places, &kind);
             let packed = |first| {
                 Weight::Packed(etkv_cuda::Packed {
                     codes: Address(first),
@@ -189,8 +200,12 @@ fn decoder(k_norm: Option<ir::Norm>) -> (Recipe, Planner) {
 
 fn plan_of(pools: [Pool; 2], k_norm: Option<ir::Norm>) -> Plan {
     let (recipe, planner) = decoder(k_norm);
-    let places = Places { constants: (1..=5).map(|n| 64 * n).collect(), pools: vec![pools] };
-    planner.plan(&recipe, &places, Kind { tokens: 2, masked: false, copied: true, chosen: false })
+    let places = Places {
+        constants: (1..=5).map(|n| 64 * n).collect(),
+        pools: vec![pools],
+        groups: groups(1),
+    };
+    planner.plan(&recipe, &places, &kind(2))
 }
 
 fn pool(rows: PoolRows) -> Pool {
