@@ -25,6 +25,7 @@ template <typename C>
 struct Side {
   Side(
       const char* model,
+      const std::string& format,
       Passes passes,
       Result<CacheSession<C>> (
           *make)(const std::string& backend, const CacheConfig& config))
@@ -34,7 +35,7 @@ struct Side {
             make_config(
                 program.params(),
                 kCapacity,
-                program.native_format())))) {
+                format.empty() ? program.native_format() : format)))) {
     must(program.load(session.key(), Logits::all, passes));
     must(warm_up(session.cache()));
   }
@@ -58,10 +59,11 @@ class Both {
  public:
   Both(
       const char* model,
+      const std::string& format,
       Result<CacheSession<C>> (
           *make)(const std::string& backend, const CacheConfig& config))
-      : captured_(model, Passes::standard, make),
-        interpreted_(model, Passes::interpreted, make) {}
+      : captured_(model, format, Passes::standard, make),
+        interpreted_(model, format, Passes::interpreted, make) {}
 
   /// Changes the caches.
   template <typename Change>
@@ -163,7 +165,10 @@ void run_trees(Both<TreeCache>& both) {
 
 } // namespace
 
-bool compare_shared(const char* model, const Log& log) {
+bool compare_shared(
+    const char* model,
+    const std::string& format,
+    const Log& log) {
   bool agree = true;
   const auto compare = [&](const char* what, auto&& both, auto run) {
     // Behind the warm-up of both sides, which captures steps as well.
@@ -181,9 +186,12 @@ bool compare_shared(const char* model, const Log& log) {
   };
   compare(
       "several sequences",
-      Both<SeqCache>(model, make_seq_session),
+      Both<SeqCache>(model, format, make_seq_session),
       run_sequences);
-  compare("trees", Both<TreeCache>(model, make_tree_session), run_trees);
+  compare(
+      "trees",
+      Both<TreeCache>(model, format, make_tree_session),
+      run_trees);
   return agree;
 }
 
