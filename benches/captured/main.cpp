@@ -2,10 +2,11 @@
 // interpreter: how far their logits are apart, which ids they choose, and what
 // they take, in turns.
 //
-//   etkv_captured MODEL.pte [LONGEST [ROUNDS [FORMAT]]]
+//   etkv_captured MODEL.pte [LONGEST [ROUNDS [KV_FORMAT]]]
 //
 // LONGEST is the most positions (2000), ROUNDS the steps that are timed of each
-// number of tokens (64), FORMAT that of keys and values (the program's). Ends with 1 if no step is captured, or the interpreter
+// number of tokens (64), KV_FORMAT what the caches store keys and values in (the
+// program's dtype). Ends with 1 if no step is captured, or the interpreter
 // runs one of a few tokens in its place; if logits are apart by more than the
 // rounding of the program's dtype explains; and if a captured step chooses
 // another id than that of its own greatest logit.
@@ -45,7 +46,7 @@ struct Side {
   Side(
       const char* path,
       int32_t capacity,
-      const char* format,
+      const std::string& format,
       etkv::Passes passes)
       : program(must(Program::open(path))),
         session(must(
@@ -54,7 +55,7 @@ struct Side {
                 etkv::make_config(
                     program.params(),
                     capacity,
-                    format ? format : program.native_format())))) {
+                    format.empty() ? program.native_format() : format)))) {
     must(program.load(session.key(), etkv::Logits::all, passes));
     must(etkv::warm_up(session.cache()));
   }
@@ -210,18 +211,19 @@ void measure(Side& captured, Side& interpreted, size_t longest, size_t rounds) {
 int main(int argc, char** argv) {
   if (argc < 2) {
     std::fprintf(
-        stderr, "usage: etkv_captured MODEL.pte [LONGEST [ROUNDS [FORMAT]]]\n");
+        stderr,
+        "usage: etkv_captured MODEL.pte [LONGEST [ROUNDS [KV_FORMAT]]]\n");
     return 2;
   }
   etkv::examples::quiet_executorch();
   const size_t longest = argc > 2 ? std::strtoul(argv[2], nullptr, 10) : 2000;
   const size_t rounds = argc > 3 ? std::strtoul(argv[3], nullptr, 10) : 64;
+  const std::string format = argc > 4 ? argv[4] : "";
   if (rounds < 1) {
     std::fprintf(stderr, "etkv_captured: ROUNDS is at least 1\n");
     return 2;
   }
   const auto capacity = static_cast<int32_t>(longest + 256 + 2 * rounds);
-  const char* format = argc > 4 ? argv[4] : nullptr;
   // The log ends before steps are timed.
   auto log = std::make_unique<Log>();
   Side captured(argv[1], capacity, format, etkv::Passes::standard);

@@ -25,7 +25,7 @@ template <typename C>
 struct Side {
   Side(
       const char* model,
-      const char* format,
+      const std::string& format,
       Passes passes,
       Result<CacheSession<C>> (
           *make)(const std::string& backend, const CacheConfig& config))
@@ -35,7 +35,7 @@ struct Side {
             make_config(
                 program.params(),
                 kCapacity,
-                format ? format : program.native_format())))) {
+                format.empty() ? program.native_format() : format)))) {
     must(program.load(session.key(), Logits::all, passes));
     must(warm_up(session.cache()));
   }
@@ -59,7 +59,7 @@ class Both {
  public:
   Both(
       const char* model,
-      const char* format,
+      const std::string& format,
       Result<CacheSession<C>> (
           *make)(const std::string& backend, const CacheConfig& config))
       : captured_(model, format, Passes::standard, make),
@@ -169,7 +169,10 @@ void run_trees(Both<TreeCache>& both) {
 
 } // namespace
 
-bool compare_shared(const char* model, const char* format, const Log& log) {
+bool compare_shared(
+    const char* model,
+    const std::string& format,
+    const Log& log) {
   bool agree = true;
   const auto compare = [&](const char* what, auto&& both, auto run) {
     // Behind the warm-up of both sides, which captures steps as well.
@@ -190,7 +193,9 @@ bool compare_shared(const char* model, const char* format, const Log& log) {
       Both<SeqCache>(model, format, make_seq_session),
       run_sequences);
   compare(
-      "trees", Both<TreeCache>(model, format, make_tree_session), run_trees);
+      "trees",
+      Both<TreeCache>(model, format, make_tree_session),
+      run_trees);
   return agree;
 }
 

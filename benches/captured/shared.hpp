@@ -1,12 +1,18 @@
 // Captured steps of several sequences and of trees.
 #pragma once
 
+#include <string>
+
 #include "benches/captured/log.hpp"
 
 namespace etkv::benches {
 
 /// Runs steps of several sequences that share cells, and of trees, captured and
-/// in the interpreter. Returns whether steps were captured and agree.
-bool compare_shared(const char* model, const char* format, const Log& log);
+/// in the interpreter, on caches of this format; an empty one is the program's
+/// dtype. Returns whether steps were captured and agree.
+bool compare_shared(
+    const char* model,
+    const std::string& format,
+    const Log& log);
 
 } // namespace etkv::benches

@@ -8,6 +8,8 @@ use etkv_host::{Argument, Host, LoadOptions, LogitsRows, Passes};
 use mlx_rs::transforms::async_eval;
 use mlx_rs::{Array, Dtype};
 use smallvec::SmallVec;
+#[cfg(target_os = "linux")]
+use tracing::debug;
 use tracing::{debug_span, info, warn};
 
 use super::bound;
@@ -95,8 +97,13 @@ impl Program {
             let constants = load_constants(&mlx, &mut graph, &layouts, source)?;
             #[cfg(target_os = "linux")]
             let captured = match (options.passes, &cache) {
-                (Passes::Default, Some(_)) => Recipe::of(&graph)
-                    .and_then(|recipe| CapturedSteps::of(&mlx, recipe, &constants)),
+                (Passes::Default, Some(_)) if mlx.on_gpu() => match Recipe::of(&graph) {
+                    Ok(recipe) => CapturedSteps::of(&mlx, recipe, &constants),
+                    Err(why) => {
+                        debug!(target: TARGET, %why, "steps are not captured");
+                        None
+                    }
+                },
                 _ => None,
             };
             info!(

@@ -16,5 +16,5 @@ pub mod text;
 pub use step::{
     Address, Attend, Buffer, Captured, Device, Element, Embed, Error, Gate, Heads, KeyMask, Launch,
     Logits, Memory, Norm, Outputs, Packed, PackedFormat, PackedRows, Place, Plan, Pool, PoolRows,
-    Product, Result, StepInputs, Weight, HEADS_OF_MANY, MOST_FEW, MOST_TOKENS,
+    Product, Result, StepInputs, Weight, HEADS_OF_MANY, MOST_FEW, MOST_GROUPS, MOST_TOKENS,
 };

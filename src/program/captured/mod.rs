@@ -9,10 +9,12 @@
 //! an array when the host reads it and makes others when a pool grows, so a step compares the addresses
 //! with those of its graph and captures anew if one has changed.
 //!
-//! What is not captured runs as before: other programs, steps of more tokens, windows and packed formats.
+//! What is not captured runs as before: other programs, steps of more tokens, and formats that are not the
+//! program's floats or packed.
 //! The results are the same but for the order of sums.
 
 mod forward;
+mod heads;
 mod packed;
 mod plan;
 mod pools;
@@ -22,15 +24,16 @@ mod rows;
 use std::path::PathBuf;
 use std::sync::OnceLock;
 
-use etkv_core::{KvFormat, LayerConfig, LayerPolicy};
-use etkv_cuda::{Captured, Device, Element, StepInputs, MOST_FEW, MOST_TOKENS};
+use etkv_core::KvFormat;
+use etkv_cuda::{Captured, Device, Element, StepInputs, MOST_FEW, MOST_GROUPS, MOST_TOKENS};
 use mlx_rs::{Array, Dtype};
 use parking_lot::Mutex;
+use smallvec::SmallVec;
 use tracing::{debug, warn};
 
 use self::plan::{Places, Planner};
 pub use self::recipe::Recipe;
-use self::rows::{planned_tokens, Rows};
+use self::rows::{planned_tokens, Groups, Masked};
 use super::dtype::item_size;
 use super::TARGET;
 use crate::backend::{MlxCache, Step};
@@ -74,19 +77,21 @@ struct State {
 impl State {
     /// Returns whether steps of so many tokens could not be captured. What fails without a mask fails
     /// with one.
-    fn has_failed(&self, tokens: usize, masked: bool) -> bool {
+    fn has_failed(&self, tokens: usize, masked: &Masked) -> bool {
         let planned = planned_tokens(tokens);
-        self.failed.iter().any(|kind| kind.tokens == planned && (masked || !kind.masked))
+        let implies =
+            |kind: &Kind| kind.masked.iter().zip(masked).all(|(&one, &other)| other || !one);
+        self.failed.iter().any(|kind| kind.tokens == planned && implies(kind))
     }
 }
 
 /// What a graph computes.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[derive(Debug, Clone, PartialEq, Eq)]
 struct Kind {
     tokens: usize,
-    /// Whether each token sees keys of its own, and not all before it. Steps of many tokens always have such
+    /// Of each group of layers, whether each token sees keys of its own, and not all before it. Steps of many tokens always have such
     /// a list.
-    masked: bool,
+    masked: Masked,
     /// Whether tokens have few of these keys in common.
     apart: bool,
     /// Whether the logits are copied to the host, and whether the greatest of each row is chosen.
@@ -133,8 +138,11 @@ impl CapturedSteps {
 
     /// Returns whether a step of so many tokens on this cache is captured, as far as is known before it.
     pub fn suits(&self, cache: &MlxCache, tokens: usize) -> bool {
-        let may_be_masked = cache.sequences().is_some();
-        self.takes(cache, tokens) && !self.state.lock().has_failed(tokens, may_be_masked)
+        let Some(groups) = Groups::of(&cache.config().layers) else {
+            return false;
+        };
+        let masked = groups.may_be_masked(cache.sequences().is_some());
+        self.takes(cache, tokens) && !self.state.lock().has_failed(tokens, &masked)
     }
 
     fn takes(&self, cache: &MlxCache, tokens: usize) -> bool {
@@ -145,10 +153,7 @@ impl CapturedSteps {
     }
 
     fn can_write_to(&self, cache: &MlxCache) -> bool {
-        let is_full = |layer: &LayerConfig| layer.policy == LayerPolicy::Full;
-        cache.store().is_some()
-            && self.planner.can_store(cache.formats())
-            && cache.config().layers.iter().all(is_full)
+        cache.store().is_some() && self.planner.can_store(cache.formats())
     }
 
     /// Runs a step, and commits it if `take` takes what it made. Returns `None`, with the step rolled back,
@@ -192,31 +197,40 @@ impl CapturedSteps {
             return Ok(Err("an id has no row of the table"));
         };
         let mut state = self.state.lock();
-        if state.has_failed(n, false) {
+        let Some(groups) = Groups::of(&cache.config().layers) else {
+            return Ok(Err("the layers have too many policies"));
+        };
+        if state.has_failed(n, &groups.may_be_masked(false)) {
             return Ok(Err("so many tokens could not be captured"));
         }
         // Codes hide a value that is not finite, and other sequences would read one.
         let is_watched =
             cache.sequences().is_some() || cache.formats().iter().any(|format| !format.is_float());
         let mut step = Step::begin(cache, positions)?;
-        let Some(rows) = Rows::place(&mut step, self.planner.n_layers)? else {
+        let Some(rows) = groups.place(&mut step)? else {
             return Ok(Err("the cache has to see the rows"));
         };
-        let Some(places) = step.store().and_then(|store| self.planner.places(store, constants))
-        else {
+        let places = step.store().and_then(|store| self.planner.places(store, constants, groups));
+        let Some(places) = places else {
             return Ok(Err("kernels cannot read the buffers as they are"));
         };
-        let inputs = StepInputs {
-            ids: &ids,
-            positions,
-            slots: &rows.slots,
-            n_keys: rows.n_keys,
-            mask: rows.mask.as_ref(),
-        };
+        let inputs: SmallVec<[StepInputs; MOST_GROUPS]> = rows
+            .iter()
+            .map(|rows| StepInputs {
+                ids: &ids,
+                positions,
+                slots: &rows.slots,
+                n_keys: rows.n_keys,
+                mask: rows.mask.as_ref(),
+            })
+            .collect();
         let kind = Kind {
             tokens: planned_tokens(n),
-            masked: rows.mask.is_some(),
-            apart: rows.mask.as_ref().is_some_and(|mask| self.planner.lie_apart(mask)),
+            masked: rows.iter().map(|rows| rows.mask.is_some()).collect(),
+            apart: rows
+                .iter()
+                .filter_map(|rows| rows.mask.as_ref())
+                .any(|mask| self.planner.lie_apart(mask)),
             copied: wanted == Wanted::Logits,
             chosen: wanted == Wanted::Chosen || is_watched,
         };
@@ -226,7 +240,7 @@ impl CapturedSteps {
         // SAFETY: the constants and the cache's buffers live as long as the step, and have the shapes that
         // were planned for. The addresses are those of now, and MLX has written what it writes there. This
         // thread has locked the cache.
-        let ran = mlx.outside(|| unsafe { graph.captured.run(&inputs) });
+        let ran = mlx.outside(|| unsafe { graph.captured.run_groups(&inputs) });
         let outputs = ran.map_err(|error| Error::new(Status::Backend, error.to_string()))?;
         // The plan may have more tokens than the step.
         let chosen = &outputs.chosen[..n.min(outputs.chosen.len())];
@@ -250,7 +264,7 @@ impl CapturedSteps {
 
     /// Returns the graph of a kind at these places, captured anew if they are others than before.
     fn graph<'a>(&self, state: &'a mut State, kind: Kind, places: Places) -> Option<&'a mut Graph> {
-        if state.has_failed(kind.tokens, kind.masked) {
+        if state.has_failed(kind.tokens, &kind.masked) {
             return None;
         }
         let found = state.graphs.iter().position(|graph| graph.kind == kind);
@@ -260,7 +274,7 @@ impl CapturedSteps {
         if let Some(found) = found {
             state.graphs.swap_remove(found);
         }
-        let plan = self.planner.plan(&self.recipe, &places, kind);
+        let plan = self.planner.plan(&self.recipe, &places, &kind);
         let made = device().map(|device| device.capture(&plan));
         debug!(target: TARGET, ?kind, "a step is captured");
         match made {

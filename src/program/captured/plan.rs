@@ -8,12 +8,14 @@ use etkv_cuda::{
 use mlx_rs::{Array, Dtype};
 use smallvec::SmallVec;
 
+use super::heads::LayerHeads;
 use super::packed::Packed;
 use super::pools;
 use super::recipe::{self, Part, Recipe};
+use super::rows::Groups;
 use super::{element_of, Kind};
 use crate::mlx;
-use crate::program::ir::Value;
+use crate::program::ir::{self, Value};
 use crate::store::MlxStore;
 
 /// The rows of queries of a block of attention, if it has few of them or as many as it takes.
@@ -25,14 +27,13 @@ pub struct Planner {
     pub element: Element,
     pub dtype: Dtype,
     pub vocabulary: usize,
-    pub n_layers: usize,
     /// Whether kernels of many rows take its weights and heads.
     pub takes_many: bool,
     /// The rows of the table of embeddings.
     n_ids: usize,
     /// The elements of a row of each buffer.
     widths: Vec<usize>,
-    /// Query heads of a head of keys.
+    /// The most query heads of a head of keys.
     group: usize,
     /// The heads of keys of each layer, and their elements.
     layers: Vec<(usize, usize)>,
@@ -45,6 +46,7 @@ pub struct Planner {
 pub struct Places {
     constants: Vec<u64>,
     pools: Vec<[Pool; 2]>,
+    groups: Groups,
 }
 
 impl Planner {
@@ -61,7 +63,6 @@ impl Planner {
             element: element_of(dtype)?,
             dtype,
             vocabulary: 0,
-            n_layers: 0,
             takes_many: true,
             n_ids: 0,
             widths: vec![0; recipe.n_buffers],
@@ -85,7 +86,6 @@ impl Planner {
             }
         }
         planner.vocabulary = planner.widths[recipe.logits];
-        planner.n_layers = planner.layers.len();
         planner.takes_many &=
             planner.layers.iter().all(|(_, head_dim)| head_dim % HEADS_OF_MANY == 0);
         (planner.vocabulary > 0).then_some(planner)
@@ -112,19 +112,22 @@ impl Planner {
         self.add_weight(product.weight);
         self.constants.extend(product.bias.iter().chain(&norm));
         let mut width = rows / halves;
-        if let Some((heads, layer)) = &product.heads {
-            let sizes = [heads.n, heads.head_dim, *heads.at.first()?];
-            let [n, head_dim, n_q] = sizes.map(|size| usize::try_from(size).unwrap_or(0));
-            let n_kv = n.checked_sub(n_q)? / 2;
-            let fits = n * head_dim == rows
+        if let Some(heads) = &product.heads {
+            let &LayerHeads { n_q, n_kv, head_dim, turn, q_norm, k_norm, .. } = heads;
+            let weights = [q_norm, k_norm].map(|norm| norm.and_then(|norm| norm.weight));
+            let periods = turn.map(|(periods, _)| periods);
+            let is_placed = q_norm.is_some() || k_norm.is_some();
+            let fits = (n_q + 2 * n_kv) * head_dim == rows
                 && n_kv > 0
-                && *layer == self.layers.len()
-                && heads.dtype == dtype
-                && is_row(Some(heads.periods), head_dim / 2, Dtype::Float32);
+                && heads.layer == self.layers.len()
+                && turn.is_none_or(|(_, made)| made == dtype)
+                && is_row(periods, head_dim / 2, Dtype::Float32)
+                && weights.into_iter().all(|weight| is_row(weight, head_dim, dtype))
+                && (!is_placed || head_dim % pools::PLACED == 0);
             fits.then_some(())?;
             self.layers.push((n_kv, head_dim));
-            self.group = n_q / n_kv;
-            self.constants.push(heads.periods);
+            self.group = self.group.max(n_q / n_kv);
+            self.constants.extend(periods.iter().chain(weights.iter().flatten()));
             width = n_q * head_dim;
         }
         self.widths[product.out] = width;
@@ -167,7 +170,13 @@ impl Planner {
 
     /// Returns where everything is, once MLX has computed it. Nothing, if the cache's buffers are not what
     /// the kernels read.
-    pub fn places(&self, store: &MlxStore, constants: &[Option<Array>]) -> Option<Places> {
+    pub fn places(
+        &self,
+        store: &MlxStore,
+        constants: &[Option<Array>],
+        groups: Groups,
+    ) -> Option<Places> {
+        (groups.of_layer.len() == self.layers.len()).then_some(())?;
         let of_constant = |value: &Value| address(constants.get(value.0 as usize)?.as_ref()?);
         let constants = self.constants.iter().map(of_constant).collect::<Option<_>>()?;
         let of_layer = |(layer, &(n_kv, head_dim)): (usize, &(usize, usize))| {
@@ -176,12 +185,12 @@ impl Planner {
             Some([at(&k)?, at(&v)?])
         };
         let pools = self.layers.iter().enumerate().map(of_layer).collect::<Option<_>>()?;
-        Some(Places { constants, pools })
+        Some(Places { constants, pools, groups })
     }
 
     /// Returns the plan of a kind of step.
-    pub fn plan(&self, recipe: &Recipe, places: &Places, kind: Kind) -> Plan {
-        let Kind { tokens, masked, apart, copied, chosen } = kind;
+    pub fn plan(&self, recipe: &Recipe, places: &Places, kind: &Kind) -> Plan {
+        let &Kind { tokens, ref masked, apart, copied, chosen } = kind;
         let mut addresses = places.constants.iter().map(|&address| Address(address));
         // There are as many as the parts name.
         let mut next = || addresses.next().unwrap_or(Address(0));
@@ -198,14 +207,14 @@ impl Planner {
                     out: Buffer(*out),
                 })),
                 Part::Product(product) => {
-                    let made = self.product(product, places, &mut next);
-                    match made.heads.filter(|heads| !fits_product(heads)) {
+                    let (made, norms) = self.product(product, places, &mut next);
+                    match made.heads.filter(|heads| !fits_product(heads, norms)) {
                         None => launches.push(Launch::Product(made)),
                         Some(heads) => {
                             let x = Buffer(self.widths.len());
                             unplaced = Some(made.outputs.max(unplaced.unwrap_or(0)));
                             let product = Product { heads: None, out: x, ..made };
-                            let (q_norm, k_norm, out) = (None, None, made.out);
+                            let ([q_norm, k_norm], out) = (norms, made.out);
                             let place = Place { x, heads, q_norm, k_norm, out };
                             launches.extend([Launch::Product(product), Launch::Place(place)]);
                         }
@@ -215,6 +224,7 @@ impl Planner {
                     let (n_kv, head_dim) = self.layers[*layer];
                     let [keys, values] = places.pools[*layer];
                     launches.push(Launch::Attend(Attend {
+                        group: places.groups.of_layer[*layer],
                         q: Buffer(*q),
                         keys,
                         values,
@@ -241,29 +251,32 @@ impl Planner {
             }),
             overlap: true,
             attention_blocks: None,
-            masked,
+            masked: masked.to_vec(),
             apart,
         }
     }
 
+    /// Returns a product, and how its heads of queries and of keys are normalized.
     fn product(
         &self,
         product: &recipe::Product,
         places: &Places,
         next: &mut dyn FnMut() -> Address,
-    ) -> Product {
+    ) -> (Product, [Option<Norm>; 2]) {
         // In the order in which they were added.
         let weight = weight_at(product.weight, next);
         let bias = product.bias.map(|_| next());
-        let norm =
-            product.norm.map(|norm| Norm { weight: norm.weight.map(|_| next()), eps: norm.eps });
-        let heads = product.heads.as_ref().map(|(_, layer)| {
-            let (n_kv, head_dim) = self.layers[*layer];
-            let [keys, values] = places.pools[*layer];
-            let n_q = self.widths[product.out] / head_dim;
-            Heads { n_q, n_kv, head_dim, periods: Some(next()), keys, values }
+        let norm = norm_at(product.norm, next);
+        let mut norms = [None; 2];
+        let heads = product.heads.as_ref().map(|heads| {
+            let &LayerHeads { layer, n_q, n_kv, head_dim, turn, q_norm, k_norm } = heads;
+            let [keys, values] = places.pools[layer];
+            let periods = turn.map(|_| next());
+            norms = [q_norm, k_norm].map(|norm| norm_at(norm, next));
+            let group = places.groups.of_layer[layer];
+            Heads { group, n_q, n_kv, head_dim, periods, keys, values }
         });
-        Product {
+        let product = Product {
             x: Buffer(product.x),
             last_row: false,
             weight,
@@ -278,14 +291,20 @@ impl Planner {
             plus: product.plus.map(Buffer),
             heads,
             out: Buffer(product.out),
-        }
+        };
+        (product, norms)
     }
 }
 
 /// Returns whether a product can store its heads itself.
-fn fits_product(heads: &Heads) -> bool {
+fn fits_product(heads: &Heads, norms: [Option<Norm>; 2]) -> bool {
     let is_plain = |pool: Pool| matches!(pool.rows, PoolRows::Plain(_));
-    is_plain(heads.keys) && is_plain(heads.values)
+    norms == [None; 2] && is_plain(heads.keys) && is_plain(heads.values)
+}
+
+/// Returns a norm whose weight is at the next address.
+fn norm_at(norm: Option<ir::Norm>, next: &mut dyn FnMut() -> Address) -> Option<Norm> {
+    norm.map(|ir::Norm { weight, eps }| Norm { weight: weight.map(|_| next()), eps })
 }
 
 /// Returns a weight at the next addresses, in the order of [`Planner::add_weight`].

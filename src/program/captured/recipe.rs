@@ -1,13 +1,15 @@
 //! What a program must look like to be captured: a decoder, as the passes for a GPU leave one.
 
 use std::collections::HashMap;
+use std::fmt;
 
 use etkv_cuda::Gate;
 use mlx_rs::Dtype;
 
+use super::heads::{AllFound, LayerHeads};
 use super::packed::{self, Packed, PackedWeights};
 use crate::program::generation::TextInputs;
-use crate::program::ir::{Graph, Heads, Index, Norm, Op, Out, Unary, Value};
+use crate::program::ir::{Graph, Index, Norm, Op, Out, Unary, Value};
 
 /// The steps of a program, in the order in which they run. Values are constants of the program; buffers
 /// are what is between two parts.
@@ -50,41 +52,48 @@ pub struct Product {
     pub norm: Option<Norm>,
     pub gate: Option<Gate>,
     pub plus: Option<usize>,
-    /// The heads, and the layer whose keys and values are among them.
-    pub heads: Option<(Heads, usize)>,
+    /// What the features are if they are heads.
+    pub heads: Option<LayerHeads>,
     pub out: usize,
 }
 
 impl Recipe {
-    /// Returns the recipe of a program, if all of it is known here.
-    pub fn of(graph: &Graph) -> Option<Self> {
+    /// Returns the recipe of a program, or what is not known here.
+    pub fn of(graph: &Graph) -> Result<Self, Unknown> {
         match packed::as_plain(graph) {
             Some((plain, weights)) => Self::read(&plain, &weights),
             None => Self::read(graph, &PackedWeights::new()),
         }
     }
 
-    fn read(graph: &Graph, packed: &PackedWeights) -> Option<Self> {
-        let inputs = TextInputs::find(&graph.inputs).ok()?;
+    fn read(graph: &Graph, packed: &PackedWeights) -> Result<Self, Unknown> {
+        let Ok(inputs) = TextInputs::find(&graph.inputs) else {
+            return Err(Unknown::Inputs);
+        };
+        let positions = positions(graph, inputs.positions());
         let mut reader = Reader {
             graph,
             packed,
             inputs,
             buffers: HashMap::new(),
-            positions: vec![inputs.positions()],
+            found: AllFound::of(graph, &positions),
+            positions,
             parts: Vec::new(),
             n_buffers: 0,
             last_row_only: false,
         };
-        for index in 0..graph.main.instructions.len() {
-            reader.read(index)?;
+        for (index, made) in graph.main.instructions.iter().enumerate() {
+            reader.read(index).ok_or_else(|| Unknown::Instruction(index, made.op.kind()))?;
         }
         let &[Out::Tensor(logits)] = &graph.main.outputs[..] else {
-            return None;
+            return Err(Unknown::Outputs);
         };
-        let logits = *reader.buffers.get(&logits)?;
+        let logits = *reader.buffers.get(&logits).ok_or(Unknown::Outputs)?;
         let has_attention = reader.parts.iter().any(|part| matches!(part, Part::Attend { .. }));
-        (graph.buffers.is_empty() && has_attention).then_some(Self {
+        if !graph.buffers.is_empty() || !has_attention {
+            return Err(Unknown::Cache);
+        }
+        Ok(Self {
             parts: reader.parts,
             n_buffers: reader.n_buffers,
             logits,
@@ -92,6 +101,45 @@ impl Recipe {
             inputs,
         })
     }
+}
+
+/// Why a program has no recipe.
+#[derive(Debug, Clone, PartialEq)]
+pub enum Unknown {
+    /// The inputs are not token ids and positions.
+    Inputs,
+    /// The number of an instruction, as the passes leave them, and its kind.
+    Instruction(usize, String),
+    /// The outputs are not the logits alone.
+    Outputs,
+    /// The program keeps keys and values itself, or has none.
+    Cache,
+}
+
+impl fmt::Display for Unknown {
+    fn fmt(&self, out: &mut fmt::Formatter) -> fmt::Result {
+        match self {
+            Self::Inputs => out.write_str("its inputs are not token ids and positions"),
+            Self::Instruction(index, kind) => {
+                write!(out, "instruction {index}, {kind}, is not one of a decoder's step")
+            }
+            Self::Outputs => out.write_str("its output is not logits alone"),
+            Self::Cache => out.write_str("it has no attention over a cache of the host"),
+        }
+    }
+}
+
+/// Returns the values that are the positions: the input, and what it is converted to.
+fn positions(graph: &Graph, input: Value) -> Vec<Value> {
+    let mut all = vec![input];
+    for made in &graph.main.instructions {
+        if let (&Op::AsType { x, dtype: Dtype::Int32 }, Out::Tensor(out)) = (&made.op, made.out) {
+            if all.contains(&x) {
+                all.push(out);
+            }
+        }
+    }
+    all
 }
 
 struct Reader<'a> {
@@ -102,6 +150,8 @@ struct Reader<'a> {
     buffers: HashMap<Value, usize>,
     /// The values that are the positions.
     positions: Vec<Value>,
+    /// The heads that more than one instruction makes.
+    found: AllFound,
     parts: Vec<Part>,
     n_buffers: usize,
     last_row_only: bool,
@@ -154,13 +204,15 @@ impl Reader<'_> {
     /// Reads an instruction. Returns `None` for one that is not known here.
     fn read(&mut self, index: usize) -> Option<()> {
         let instruction = &self.graph.main.instructions[index];
+        if self.found.between.contains(&index) {
+            return Some(());
+        }
         match (&instruction.op, instruction.out) {
             // Only the shapes of views have such integers, which are the tokens of the step.
             (Op::SymSize { .. }, Out::Int(_)) => Some(()),
             (&Op::AsType { x, dtype: Dtype::Int32 }, Out::Tensor(out))
-                if self.positions.contains(&x) =>
+                if self.positions.contains(&x) && self.positions.contains(&out) =>
             {
-                self.positions.push(out);
                 Some(())
             }
             (&Op::Take { x, index: Index::Many(ids), axis: 0 }, Out::Tensor(out))
@@ -184,13 +236,13 @@ impl Reader<'_> {
                 is_attention.then_some(())?;
                 self.same(out, *x)
             }
-            (op, Out::Tensor(out)) => self.read_product(op, out),
+            (op, Out::Tensor(out)) => self.read_product(op, out, index),
             (op, Out::Tensors(..)) => self.read_layer(op, instruction.out, index),
             _ => None,
         }
     }
 
-    fn read_product(&mut self, op: &Op, out: Value) -> Option<()> {
+    fn read_product(&mut self, op: &Op, out: Value, index: usize) -> Option<()> {
         let product = match *op {
             Op::UpdateAndAttend { .. } => return self.read_attention(op, out),
             Op::Linear { x, weight, bias, transposed } => Product {
@@ -221,8 +273,18 @@ impl Reader<'_> {
             },
             _ => return None,
         };
+        let (heads, out) = match self.found.products.remove(&index) {
+            Some(found) => {
+                for norm in [found.heads.q_norm, found.heads.k_norm] {
+                    self.norm(norm)?;
+                }
+                self.optional(found.heads.turn.map(|(periods, _)| periods))?;
+                (Some(found.heads), found.queries)
+            }
+            None => (None, out),
+        };
         let out = self.made(out);
-        self.parts.push(Part::Product(Product { out, ..product }));
+        self.parts.push(Part::Product(Product { heads, out, ..product }));
         Some(())
     }
 
@@ -247,12 +309,16 @@ impl Reader<'_> {
         let &[n_q, n_turned] = &heads.at[..] else {
             return None;
         };
+        let sizes = [n_q, n_turned - n_q, heads.n - n_turned, heads.head_dim];
+        let [n_q, n_kv, n_values, head_dim] = sizes.map(|size| usize::try_from(size).unwrap_or(0));
         let fits = [q, k, v] == [queries, keys, values]
             && n_turned == heads.turned
-            && heads.n - n_turned == n_turned - n_q
+            && n_kv == n_values
             && self.positions.contains(&heads.offsets)
             && self.constant(heads.periods).is_some();
         fits.then_some(())?;
+        let turn = Some((heads.periods, heads.dtype));
+        let heads = LayerHeads { layer, n_q, n_kv, head_dim, turn, q_norm: None, k_norm: None };
         let product = Product {
             x: self.buffer(*x)?,
             weight: self.weight(*weight, *transposed)?,
@@ -260,7 +326,7 @@ impl Reader<'_> {
             norm: self.norm(*norm)?,
             gate: None,
             plus: None,
-            heads: Some((heads.clone(), layer)),
+            heads: Some(heads),
             out: self.made(queries),
         };
         self.parts.push(Part::Product(product));
@@ -278,8 +344,8 @@ impl Reader<'_> {
         // Its keys and values are those of the product that made its queries.
         let queries = self.buffer(q)?;
         let is_own = |part: &Part| {
-            matches!(part, Part::Product(Product { heads: Some((_, own)), out, .. })
-                if *own == layer && *out == queries)
+            matches!(part, Part::Product(Product { heads: Some(heads), out, .. })
+                if heads.layer == layer && *out == queries)
         };
         self.parts.iter().any(is_own).then_some(())?;
         self.last_row_only |= last_query;

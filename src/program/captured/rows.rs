@@ -4,14 +4,71 @@ use std::iter::once;
 use std::ops::Range;
 
 use etkv_core::bookkeeping::{MaskPlan, Slots};
-use etkv_core::Placement;
-use etkv_cuda::{KeyMask, MOST_FEW, MOST_TOKENS};
+use etkv_core::{LayerConfig, LayerPolicy, Placement};
+use etkv_cuda::{KeyMask, MOST_FEW, MOST_GROUPS, MOST_TOKENS};
 use smallvec::SmallVec;
 
 use crate::backend::Step;
 use crate::error::Result;
 
-/// The rows of a step, the same in each layer.
+/// The layers of a cache in groups of one policy: a step has the same rows in all layers of a group.
+#[derive(Debug, PartialEq, Eq)]
+pub struct Groups {
+    /// The group of each layer.
+    pub of_layer: Vec<usize>,
+    policies: SmallVec<[LayerPolicy; MOST_GROUPS]>,
+}
+
+impl Groups {
+    /// Returns the groups, if a step can have so many.
+    pub fn of(layers: &[LayerConfig]) -> Option<Self> {
+        let mut policies = SmallVec::<[LayerPolicy; MOST_GROUPS]>::new();
+        let mut of_layer = Vec::with_capacity(layers.len());
+        for layer in layers {
+            let known = policies.iter().position(|&policy| policy == layer.policy);
+            of_layer.push(known.unwrap_or(policies.len()));
+            if known.is_none() {
+                policies.push(layer.policy);
+            }
+        }
+        (1..=MOST_GROUPS).contains(&policies.len()).then_some(Self { of_layer, policies })
+    }
+
+    /// Returns whether steps always have a mask for a group. Windows slide at some time, and a step with a
+    /// mask is another graph.
+    fn is_masked(&self, group: usize) -> bool {
+        self.policies[group] != LayerPolicy::Full
+    }
+
+    /// Returns the groups for which steps may have masks, if sequences may share the cache.
+    pub fn may_be_masked(&self, is_shared: bool) -> Masked {
+        let of = |group| is_shared || self.is_masked(group);
+        (0..self.policies.len()).map(of).collect()
+    }
+
+    /// Places the rows of all layers. Returns those of each group, or nothing if the cache has to see the rows.
+    pub fn place(&self, step: &mut Step) -> Result<Option<SmallVec<[Rows; MOST_GROUPS]>>> {
+        let mut placed: SmallVec<[Option<Placement>; MOST_GROUPS]> =
+            self.policies.iter().map(|_| None).collect();
+        for (layer, &group) in self.of_layer.iter().enumerate() {
+            let Some(placement) = step.place(layer)? else {
+                return Ok(None);
+            };
+            if placed[group].get_or_insert_with(|| placement.clone()) != &placement {
+                return Ok(None);
+            }
+        }
+        let rows = |(group, placement): (usize, Option<Placement>)| {
+            Some(Rows::of(&placement?, self.is_masked(group)))
+        };
+        Ok(placed.into_iter().enumerate().map(rows).collect())
+    }
+}
+
+/// Of each group of layers whether a step has a mask for it.
+pub type Masked = SmallVec<[bool; MOST_GROUPS]>;
+
+/// The rows of a step in the layers of a group.
 #[derive(Debug, PartialEq)]
 pub struct Rows {
     /// Of each token its slot.
@@ -34,26 +91,13 @@ pub fn planned_tokens(n: usize) -> usize {
 }
 
 impl Rows {
-    /// Places the rows of all layers. Returns nothing if the layers differ, or the cache has to see the
-    /// rows.
-    pub fn place(step: &mut Step, n_layers: usize) -> Result<Option<Self>> {
-        let Some(first) = step.place(0)? else {
-            return Ok(None);
-        };
-        for layer in 1..n_layers {
-            if step.place(layer)?.is_none_or(|placement| placement != first) {
-                return Ok(None);
-            }
-        }
-        Ok(Some(Self::of(&first)))
-    }
-
-    fn of(Placement { write, read, mask }: &Placement) -> Self {
+    fn of(Placement { write, read, mask }: &Placement, is_masked: bool) -> Self {
         // The kernels take all slots from the first on, and the last ones for those of the step.
         let is_behind =
             read.start == 0 && *write == Slots::Run(read.end - write.len() as i32..read.end);
         // A plan without a mask has exactly the step's tokens.
-        let causal = is_behind
+        let causal = !is_masked
+            && is_behind
             && write.len() <= MOST_FEW
             && match mask {
                 MaskPlan::Causal => true,

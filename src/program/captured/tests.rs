@@ -1,23 +1,40 @@
-use etkv_core::{Cache, CacheConfig, SeqCache, TreeCache};
+use etkv_core::{Cache, CacheConfig, LayerPolicy, SeqCache, TreeCache};
 
+use super::rows::Rows;
 use super::*;
 use crate::backend::{CellsCache, ContiguousCache};
 
 const LAYERS: usize = 2;
+const CAPACITY: i32 = 96;
 
 fn config() -> CacheConfig {
     let config = CacheConfig::uniform(LAYERS, 1, 8, 32).stored_as(KvFormat::F16);
     CacheConfig { max_step_tokens: 8, ..config }
 }
 
-/// Places the rows of a step, and commits it if the kernels can take them.
-fn placed(cache: &mut MlxCache, positions: &[i32]) -> Option<Rows> {
-    let mut step = Step::begin(cache, positions).unwrap();
-    let rows = Rows::place(&mut step, LAYERS).unwrap();
-    if rows.is_some() {
-        step.commit(&[]).unwrap();
+const FULL: LayerPolicy = LayerPolicy::Full;
+
+fn window(window: i32, sinks: i32) -> LayerPolicy {
+    LayerPolicy::Window { window, sinks }
+}
+
+/// A config with a layer of each of these policies.
+fn with_policies(policies: &[LayerPolicy]) -> CacheConfig {
+    let mut config = CacheConfig::uniform(policies.len(), 1, 8, CAPACITY).stored_as(KvFormat::F32);
+    for (layer, &policy) in config.layers.iter_mut().zip(policies) {
+        layer.policy = policy;
     }
-    rows
+    CacheConfig { max_step_tokens: 6, ..config }
+}
+
+/// Places the rows of a step of layers that are all alike, and commits it.
+fn placed(cache: &mut MlxCache, positions: &[i32]) -> Option<Rows> {
+    let groups = Groups::of(&cache.config().layers).unwrap();
+    let mut step = Step::begin(cache, positions).unwrap();
+    let mut rows = groups.place(&mut step).unwrap()?;
+    step.commit(&[]).unwrap();
+    assert_eq!(rows.len(), 1);
+    rows.pop()
 }
 
 /// Returns the keys that each token sees.
@@ -47,12 +64,15 @@ fn rows_of_full_history_go_behind_all_that_is_read() {
 }
 
 #[test]
-fn layers_that_see_other_keys_are_rolled_back() {
-    let mut windows = config();
-    windows.layers[1].policy = LayerPolicy::Window { window: 4, sinks: 0 };
-    let mut cache = ContiguousCache::new(windows).unwrap();
-    assert_eq!(placed(&mut cache, &[0, 1, 2, 3, 4, 5]), None);
-    assert_eq!(cache.length(), 0);
+fn layers_of_one_policy_are_a_group() {
+    let policies = [FULL, window(4, 0), FULL, window(4, 1), window(4, 0)];
+    let groups = Groups::of(&with_policies(&policies).layers).unwrap();
+    assert_eq!(groups.of_layer, [0, 1, 0, 2, 1]);
+    // A window has a mask before it slides.
+    assert_eq!(groups.may_be_masked(false)[..], [false, true, true]);
+    assert_eq!(groups.may_be_masked(true)[..], [true; 3]);
+    let many: Vec<LayerPolicy> = (2..7).map(|width| window(width, 0)).collect();
+    assert_eq!(Groups::of(&with_policies(&many).layers), None);
 }
 
 #[test]
@@ -200,3 +220,5 @@ fn tokens_see_what_their_sequences_hold() {
     // Without a mask, with one, and with slots that lie apart.
     assert!(kinds.iter().all(|&n| n > 20), "{kinds:?}");
 }
+
+mod windows;

@@ -145,6 +145,7 @@ impl Timed<'_> {
         let table = self.device.allocate(2 * 64 * width)?;
         let attend = |n: usize| {
             Launch::Attend(Attend {
+                group: 0,
                 q: Buffer(n % 2),
                 keys: self.pools[2 * n].pool(),
                 values: self.pools[2 * n + 1].pool(),
@@ -166,7 +167,7 @@ impl Timed<'_> {
             tokens,
             buffers: vec![tokens * width; 2],
             launches: once(embed).chain((0..launches).map(attend)).collect(),
-            masked: mask.is_some(),
+            masked: vec![mask.is_some()],
             apart: self.apart,
             logits: None,
             overlap: true,

@@ -225,7 +225,7 @@ fn check_masks(
     random: &mut Random,
 ) -> Answer<bool> {
     let plain = model.plan(tokens, true, false);
-    let plan = Plan { masked: true, apart, overlap: true, ..plain.clone() };
+    let plan = Plan { masked: vec![true], apart, overlap: true, ..plain.clone() };
     let (mut plain, mut captured) = (device.capture(&plain)?, device.capture(&plan)?);
     let mut largest = BTreeMap::new();
     let mut good = true;
@@ -289,7 +289,8 @@ fn check_padding(
     limit: f64,
     random: &mut Random,
 ) -> Answer<bool> {
-    let plan = |tokens| Plan { masked: true, overlap: true, ..model.plan(tokens, true, false) };
+    let plan =
+        |tokens| Plan { masked: vec![true], overlap: true, ..model.plan(tokens, true, false) };
     let (n, before) = (tokens - 5, 700);
     let (mut exact, mut padded) = (device.capture(&plan(n))?, device.capture(&plan(tokens))?);
     let step = Tokens::new(n, before, true, random, model.shape);

@@ -251,7 +251,7 @@ impl Model {
             let weight = |index: usize| self.weights[1 + EACH * layer + index].weight();
             let (keys, values) = (self.pool(2 * layer), self.pool(2 * layer + 1));
             let periods = self.shape.turns.then(|| self.at(self.weights.len() - 1));
-            let heads = Heads { n_q, n_kv, head_dim, periods, keys, values };
+            let heads = Heads { group: 0, n_q, n_kv, head_dim, periods, keys, values };
             let q = buffers.take(1, tokens * n_q * head_dim);
             launches.push(Launch::Product(Product {
                 bias: self.shape.bias.then(|| at(BIAS)),
@@ -263,6 +263,7 @@ impl Model {
             let scale = 1.0 / (head_dim as f32).sqrt();
             let out = attended;
             launches.push(Launch::Attend(Attend {
+                group: 0,
                 q,
                 keys,
                 values,
@@ -307,7 +308,7 @@ impl Model {
             logits: Some(Logits { buffer: logits, rows, vocabulary, copied: true, chosen: true }),
             overlap: false,
             attention_blocks: None,
-            masked: false,
+            masked: vec![false],
             apart: false,
         }
     }

@@ -122,6 +122,7 @@ impl Case {
                         out: Buffer(0),
                     }),
                     Launch::Attend(Attend {
+                        group: 0,
                         q: Buffer(0),
                         keys: pools[0].pool(),
                         values: pools[1].pool(),
@@ -132,7 +133,7 @@ impl Case {
                         out: Buffer(1),
                     }),
                 ],
-                masked: self.masked,
+                masked: vec![self.masked],
                 apart: self.masked && tokens == 64,
                 logits: None,
                 overlap: true,

@@ -31,7 +31,7 @@ pub fn run(device: &Device, shape: Shape) -> Result<()> {
     ];
     let pool = device.allocate(2 * n_kv * shape.capacity * head_dim)?;
     let pool = Pool { rows: PoolRows::Plain(pool.address()), capacity: shape.capacity };
-    let heads = Heads { n_q, n_kv, head_dim, periods: None, keys: pool, values: pool };
+    let heads = Heads { group: 0, n_q, n_kv, head_dim, periods: None, keys: pool, values: pool };
     say!("{}: microseconds of a launch, T {TOKENS:?}", shape.name);
     for (name, inner, outputs) in kinds {
         let bytes = 2 * inner * outputs * if name == "gate" { 2 } else { 1 };
@@ -57,6 +57,7 @@ pub fn run(device: &Device, shape: Shape) -> Result<()> {
     }
     for keys in [256, 2048, 8000] {
         let attend = Attend {
+            group: 0,
             q: Buffer(0),
             keys: pool,
             values: pool,
@@ -108,7 +109,7 @@ fn times_of(
             logits: None,
             overlap: true,
             attention_blocks: None,
-            masked: false,
+            masked: vec![false],
             apart: false,
         };
         let whole = median(&mut device.capture(&plan(all))?, tokens, keys)?;

@@ -89,7 +89,7 @@ impl AttendShape {
 
     /// Returns what is compiled, and a block's bytes of shared memory.
     fn source(plan: &Plan, attend: &Attend, rows: usize) -> (Source, usize) {
-        let (element, dim, masked) = (plan.element, attend.head_dim, plan.masked);
+        let (element, dim, masked) = (plan.element, attend.head_dim, plan.is_masked(attend.group));
         // The same memory takes the sums of all warps and what they end with.
         let sums = 4 * ROWS * (dim + 8 + 2) * 4;
         let [keys, values] = [attend.keys, attend.values].map(format_of);
@@ -119,16 +119,16 @@ fn rows_of_block(plan: &Plan, rows: usize, parts: usize) -> usize {
     ROWS * parts * row_warps
 }
 
-/// Returns the blocks of rows that read a list of tiles each. Those of all attentions of a plan are alike.
-pub(crate) fn row_blocks(plan: &Plan) -> Option<RowBlocks> {
-    let group = |launch: &Launch| match launch {
-        Launch::Attend(attend) => Some(attend.n_q / attend.n_kv),
+/// Returns the blocks of rows that read a list of tiles each, if a group of layers is masked. Those of all its
+/// attentions are alike.
+pub(crate) fn row_blocks(plan: &Plan, group: usize) -> Option<RowBlocks> {
+    let each = |launch: &Launch| match launch {
+        Launch::Attend(attend) if attend.group == group => Some(attend.n_q / attend.n_kv),
         _ => None,
     };
-    let group = plan.launches.iter().find_map(group).filter(|_| plan.masked)?;
-    let rows = group * plan.tokens;
+    let each = plan.launches.iter().find_map(each).filter(|_| plan.is_masked(group))?;
     // With one part or two, a block has as many rows.
-    Some(RowBlocks::of(plan.tokens, group, rows_of_block(plan, rows, 1)))
+    Some(RowBlocks::of(plan.tokens, each, rows_of_block(plan, each * plan.tokens, 1)))
 }
 
 #[cfg(test)]

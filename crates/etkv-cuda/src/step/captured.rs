@@ -5,9 +5,9 @@ use std::ptr::null_mut;
 use cudarc::driver::sys::{self, CUstreamCaptureMode};
 
 use crate::step::attend::row_blocks;
-use crate::step::check::{capacity, check as check_plan, check_step, StepInputs};
+use crate::step::check::{capacity, check as check_plan, check_steps, StepInputs};
 use crate::step::device::Device;
-use crate::step::driver::{Pinned, Stream};
+use crate::step::driver::{Memory, Pinned, Stream};
 use crate::step::error::{check, fail, Result};
 use crate::step::launch::{int, Step};
 use crate::step::mask::RowBlocks;
@@ -22,18 +22,27 @@ pub struct Captured {
     exec: sys::CUgraphExec,
     started: bool,
     tokens: usize,
-    capacity: usize,
+    groups: Vec<Group>,
     /// The ids that are chosen, and the bytes of logits that are copied.
     chosen: usize,
     logits: usize,
+    /// A step for each group.
     step: Pinned,
-    tiles: Option<Pinned>,
-    /// The blocks of rows that read them, if the plan is masked.
-    rows: Option<RowBlocks>,
     outputs: Pinned,
     /// What the graph's nodes name.
     work: Work,
     device: Device,
+}
+
+/// What a group of layers has.
+#[derive(Debug)]
+struct Group {
+    /// The rows of its pools.
+    capacity: usize,
+    /// Where the mask of a step is copied from, if it has one.
+    tiles: Option<Pinned>,
+    /// The blocks of rows that read it.
+    rows: Option<RowBlocks>,
 }
 
 // SAFETY: a graph may be used by all threads, one at a time, which `&mut` ensures.
@@ -62,19 +71,22 @@ impl Captured {
         let logits = if copied { all } else { 0 };
         let chosen = plan.logits.filter(|logits| logits.chosen).map_or(0, |logits| logits.rows);
         let work = Work::new(device, plan)?;
-        let step = Pinned::new(context, size_of::<Step>())?;
+        let step_bytes = plan.masked.len() * size_of::<Step>();
+        let step = Pinned::new(context, step_bytes)?;
         let outputs = Pinned::new(context, LOGITS_AT + logits)?;
-        let tiles = match &work.tiles {
-            Some(memory) => Some(Pinned::new(context, memory.bytes())?),
-            None => None,
+        let group_of = |(group, memory): (usize, &Option<Memory>)| {
+            let tiles = memory.as_ref().map(|memory| Pinned::new(context, memory.bytes()));
+            let rows = row_blocks(plan, group);
+            Ok(Group { capacity: capacity(plan, group), tiles: tiles.transpose()?, rows })
         };
+        let groups = work.tiles.iter().enumerate().map(group_of).collect::<Result<_>>()?;
 
         let stream = Stream::new(context)?;
         let graph = Graph::capture(&stream, || {
             // SAFETY: both places have so many bytes, as long as the graph lives.
             check("cuMemcpyHtoDAsync", unsafe {
                 let to = work.step.address().0;
-                sys::cuMemcpyHtoDAsync_v2(to, step.data().cast(), size_of::<Step>(), stream.raw)
+                sys::cuMemcpyHtoDAsync_v2(to, step.data().cast(), step_bytes, stream.raw)
             })?;
             work.launch_all(&stream, plan)?;
             let begin = if chosen > 0 { 0 } else { LOGITS_AT };
@@ -94,19 +106,17 @@ impl Captured {
             exec,
             started: false,
             tokens: plan.tokens,
-            capacity: capacity(plan),
+            groups,
             chosen,
             logits,
             step,
-            tiles,
-            rows: row_blocks(plan),
             outputs,
             work,
             device: device.clone(),
         })
     }
 
-    /// Runs a step and waits for it.
+    /// Runs a step of a plan with one group and waits for it.
     ///
     /// # Errors
     /// [`Error::Step`](crate::Error::Step) for a step that does not fit the plan, or while one runs;
@@ -117,11 +127,23 @@ impl Captured {
     /// As for [`Captured::start`].
     pub unsafe fn run(&mut self, step: &StepInputs) -> Result<Outputs<'_>> {
         // SAFETY: as the caller says.
-        unsafe { self.start(step) }?;
+        unsafe { self.run_groups(std::slice::from_ref(step)) }
+    }
+
+    /// Runs a step, told for each group of the plan, and waits for it. All have the same tokens.
+    ///
+    /// # Errors
+    /// As for [`Captured::run`].
+    ///
+    /// # Safety
+    /// As for [`Captured::start`].
+    pub unsafe fn run_groups(&mut self, steps: &[StepInputs]) -> Result<Outputs<'_>> {
+        // SAFETY: as the caller says.
+        unsafe { self.start(steps) }?;
         self.wait()
     }
 
-    /// Starts a step, which runs after those that were started before on this device.
+    /// Starts a step, told for each group, which runs after those that were started before on this device.
     ///
     /// # Errors
     /// As for [`Captured::run`].
@@ -130,30 +152,20 @@ impl Captured {
     /// All addresses of the plan are live until the step has been waited for, with the shapes that the
     /// plan says; what other streams write there is complete; and no other work writes there, or
     /// reads the step's rows of the pools, meanwhile.
-    pub unsafe fn start(&mut self, step: &StepInputs) -> Result<()> {
+    pub unsafe fn start(&mut self, steps: &[StepInputs]) -> Result<()> {
         if self.started {
             fail!(Step, "a step of this plan runs; wait for it first");
         }
-        check_step(step, self.tokens, self.capacity, self.tiles.is_some())?;
-        let mut inputs = Step {
-            keys: int(step.n_keys),
-            before_tiles: 0,
-            unused: [0; 2],
-            ids: [0; MOST_TOKENS],
-            positions: [0; MOST_TOKENS],
-            // Tokens that the step does not have leave nothing in the pools.
-            slots: [-1; MOST_TOKENS],
-        };
-        let n = step.ids.len();
-        inputs.ids[..n].copy_from_slice(step.ids);
-        inputs.positions[..n].copy_from_slice(step.positions);
-        inputs.slots[..n].copy_from_slice(step.slots);
+        let groups = self.groups.iter().map(|group| (group.capacity, group.tiles.is_some()));
+        check_steps(steps, self.tokens, groups)?;
         let Device(device) = &self.device;
         let _current = device.context.enter()?;
-        inputs.before_tiles = int(self.copy_tiles(step)?);
-        // SAFETY: the block has the bytes of a step, and is aligned to a page. No graph reads it: none is
-        // started.
-        unsafe { self.step.data().cast::<Step>().write(inputs) };
+        for (group, step) in steps.iter().enumerate() {
+            let inputs = Self::inputs(step, self.copy_tiles(group, step)?);
+            // SAFETY: the block has the bytes of a step for each group, and is aligned to a page. No graph
+            // reads it: none is started.
+            unsafe { self.step.data().cast::<Step>().add(group).write(inputs) };
+        }
         // SAFETY: the graph and the stream are live, and what the graph names is, as the caller says.
         let launched = unsafe { sys::cuGraphLaunch(self.exec, device.stream.raw) };
         if let Err(error) = check("cuGraphLaunch", launched) {
@@ -165,12 +177,31 @@ impl Captured {
         Ok(())
     }
 
+    /// Returns a step as the kernels read it, of whose mask so many numbers come before the tiles.
+    fn inputs(step: &StepInputs, before_tiles: usize) -> Step {
+        let mut inputs = Step {
+            keys: int(step.n_keys),
+            before_tiles: int(before_tiles),
+            unused: [0; 2],
+            ids: [0; MOST_TOKENS],
+            positions: [0; MOST_TOKENS],
+            // Tokens that the step does not have leave nothing in the pools.
+            slots: [-1; MOST_TOKENS],
+        };
+        let n = step.ids.len();
+        inputs.ids[..n].copy_from_slice(step.ids);
+        inputs.positions[..n].copy_from_slice(step.positions);
+        inputs.slots[..n].copy_from_slice(step.slots);
+        inputs
+    }
+
     /// Starts the copy of a step's mask, of which the graph does not know the size. Returns how many numbers
     /// come before the tiles.
-    fn copy_tiles(&self, step: &StepInputs) -> Result<usize> {
-        let (Some(mask), Some(rows), Some(from), Some(to)) =
-            (step.mask, self.rows, &self.tiles, &self.work.tiles)
-        else {
+    fn copy_tiles(&self, group: usize, step: &StepInputs) -> Result<usize> {
+        let own = self.groups.get(group);
+        let from = own.and_then(|group| Some((group.tiles.as_ref()?, group.rows?)));
+        let to = self.work.tiles.get(group).and_then(Option::as_ref);
+        let (Some(mask), Some((from, rows)), Some(to)) = (step.mask, from, to) else {
             return Ok(0);
         };
         let numbers = from.bytes().len() / size_of::<u64>();

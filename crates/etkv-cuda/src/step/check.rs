@@ -4,7 +4,7 @@ use crate::step::error::{fail, Result};
 use crate::step::mask::KeyMask;
 use crate::step::plan::{
     Address, Attend, Buffer, Embed, Heads, Launch, Logits, Norm, Packed, PackedFormat, Place, Plan,
-    Pool, PoolRows, Product, Weight, HEADS_OF_MANY, MOST_FEW, MOST_TOKENS,
+    Pool, PoolRows, Product, Weight, HEADS_OF_MANY, MOST_FEW, MOST_GROUPS, MOST_TOKENS,
 };
 
 /// The most elements of a row, rows of a table, and keys: products of two stay within 64 bits, and
@@ -26,7 +26,7 @@ const PLACED: usize = 32;
 /// The elements of a head.
 const DIMS: std::ops::RangeInclusive<usize> = 32..=256;
 
-/// The inputs of a step of T tokens, or fewer with a mask. The rows of keys and values that it writes are `slots`, and
+/// The inputs of a step of T tokens, or fewer with a mask, for a group of layers. The rows of keys and values that it writes are `slots`, and
 /// those that it reads are the first `n_keys`.
 #[derive(Debug, Clone, Copy)]
 pub struct StepInputs<'a> {
@@ -39,7 +39,7 @@ pub struct StepInputs<'a> {
     pub slots: &'a [i32],
     /// One past the last row that is read, the step's rows among them: T to the capacity of the pools.
     pub n_keys: usize,
-    /// The keys that each token of the plan sees, if it is [masked](crate::Plan::masked).
+    /// The keys that each token of the plan sees, if the group is [masked](crate::Plan::masked).
     pub mask: Option<&'a KeyMask>,
 }
 
@@ -54,14 +54,19 @@ pub(crate) fn check(plan: &Plan) -> Result<()> {
     for &elements in &plan.buffers {
         is_within("elements of a buffer", elements, 1, LARGEST)?;
     }
-    let attends = plan.launches.iter().any(|launch| matches!(launch, Launch::Attend(_)));
-    if plan.masked && !attends {
-        fail!(Plan, "a mask without attention");
+    is_within("groups", plan.masked.len(), 1, MOST_GROUPS)?;
+    for group in (0..plan.masked.len()).filter(|&group| plan.is_masked(group)) {
+        let is_own = |launch: &Launch| matches!(launch, Launch::Attend(own) if own.group == group);
+        if !plan.launches.iter().any(is_own) {
+            fail!(Plan, "a mask without attention");
+        }
     }
-    if plan.apart && !plan.masked {
+    if plan.apart && !plan.masked.contains(&true) {
         fail!(Plan, "rows apart without a mask");
     }
-    check_groups(plan)?;
+    for group in (0..plan.masked.len()).filter(|&group| plan.is_masked(group)) {
+        check_lists(plan, group)?;
+    }
     let mut work = Work { plan, written: vec![false; plan.buffers.len()] };
     for (number, launch) in plan.launches.iter().enumerate() {
         work.check_launch(launch).map_err(|error| match error {
@@ -75,39 +80,60 @@ pub(crate) fn check(plan: &Plan) -> Result<()> {
     }
 }
 
-/// Checks that all attentions can read the same lists of tiles: those of a block of rows.
-fn check_groups(plan: &Plan) -> Result<()> {
-    let groups = plan.launches.iter().filter_map(|launch| match launch {
-        Launch::Attend(attend) if attend.n_kv > 0 => Some(attend.n_q / attend.n_kv),
+/// Checks that all attentions of a group can read the same lists of tiles: those of a block of rows.
+fn check_lists(plan: &Plan, group: usize) -> Result<()> {
+    let queries = plan.launches.iter().filter_map(|launch| match launch {
+        Launch::Attend(attend) if attend.group == group => attend.n_q.checked_div(attend.n_kv),
         _ => None,
     });
-    let (least, most) = groups.fold((usize::MAX, 0), |(a, b), n| (a.min(n), b.max(n)));
-    if plan.masked && least < most {
+    let (least, most) = queries.fold((usize::MAX, 0), |(a, b), n| (a.min(n), b.max(n)));
+    if least < most {
         fail!(Plan, "a mask for {least} and {most} query heads a head of keys, expected as many");
     }
     Ok(())
 }
 
-/// Returns the rows that each head of every pool has.
-pub(crate) fn capacity(plan: &Plan) -> usize {
-    let of = |launch: &Launch| match launch {
-        Launch::Embed(_) => None,
-        Launch::Product(product) => {
-            product.heads.map(|heads| heads.keys.capacity.min(heads.values.capacity))
-        }
-        Launch::Place(Place { heads, .. }) => Some(heads.keys.capacity.min(heads.values.capacity)),
-        Launch::Attend(attend) => Some(attend.keys.capacity.min(attend.values.capacity)),
+/// Returns the rows that each head of a group's pools has.
+pub(crate) fn capacity(plan: &Plan, group: usize) -> usize {
+    let of = |launch: &Launch| {
+        let (own, keys, values) = match launch {
+            Launch::Embed(_) | Launch::Product(Product { heads: None, .. }) => return None,
+            Launch::Product(Product { heads: Some(heads), .. })
+            | Launch::Place(Place { heads, .. }) => (heads.group, heads.keys, heads.values),
+            Launch::Attend(attend) => (attend.group, attend.keys, attend.values),
+        };
+        (own == group).then(|| keys.capacity.min(values.capacity))
     };
     plan.launches.iter().filter_map(of).min().unwrap_or(LARGEST)
 }
 
-/// Returns an error if the step is not one of `tokens` tokens over pools of `capacity` rows.
-pub(crate) fn check_step(
-    step: &StepInputs,
+/// Returns an error if these are not a step of `tokens` tokens, told for each group with its pools' rows and
+/// whether it is masked.
+pub(crate) fn check_steps(
+    steps: &[StepInputs],
     tokens: usize,
-    capacity: usize,
-    masked: bool,
+    groups: impl ExactSizeIterator<Item = (usize, bool)>,
 ) -> Result<()> {
+    if steps.len() != groups.len() {
+        fail!(Step, "a step of {} groups, expected {}", steps.len(), groups.len());
+    }
+    for (number, (step, (capacity, masked))) in steps.iter().zip(groups).enumerate() {
+        check_step(step, tokens, capacity, masked).map_err(|error| match error {
+            crate::Error::Step(text) if steps.len() > 1 => {
+                crate::Error::Step(format!("group {number}: {text}"))
+            }
+            error => error,
+        })?;
+        let first = &steps[0];
+        if (step.ids, step.positions) != (first.ids, first.positions) {
+            fail!(Step, "group {number} has other tokens than the first");
+        }
+    }
+    Ok(())
+}
+
+/// Returns an error if the step is not one of `tokens` tokens over pools of `capacity` rows.
+fn check_step(step: &StepInputs, tokens: usize, capacity: usize, masked: bool) -> Result<()> {
     let n = step.ids.len();
     if n != tokens && !(masked && (1..tokens).contains(&n)) {
         fail!(Step, "{n} ids, expected {tokens}{}", if masked { " or fewer" } else { "" });
@@ -208,6 +234,7 @@ impl Work<'_> {
     fn check_heads(&self, heads: &Heads, outputs: usize) -> Result<()> {
         let Heads { n_q, n_kv, head_dim, .. } = *heads;
         are_heads(n_q, n_kv, head_dim)?;
+        self.has_group(heads.group)?;
         if self.plan.tokens > MOST_FEW && head_dim % HEADS_OF_MANY != 0 {
             fail!(
                 Plan,
@@ -226,6 +253,7 @@ impl Work<'_> {
         let Place { heads, q_norm, k_norm, .. } = place;
         let Heads { n_q, n_kv, head_dim, .. } = *heads;
         are_heads(n_q, n_kv, head_dim)?;
+        self.has_group(heads.group)?;
         if head_dim % PLACED != 0 {
             fail!(
                 Plan,
@@ -245,6 +273,7 @@ impl Work<'_> {
     fn check_attend(&mut self, attend: &Attend) -> Result<()> {
         let Attend { n_q, n_kv, head_dim, scale, .. } = *attend;
         are_heads(n_q, n_kv, head_dim)?;
+        self.has_group(attend.group)?;
         is_pool("the keys", attend.keys, head_dim)?;
         is_pool("the values", attend.values, head_dim)?;
         if !scale.is_finite() {
@@ -256,6 +285,13 @@ impl Work<'_> {
             fail!(Plan, "the result is written over the queries");
         }
         self.write(attend.out, elements)
+    }
+
+    fn has_group(&self, group: usize) -> Result<()> {
+        match self.plan.masked.len() {
+            n if group >= n => fail!(Plan, "group {group} of {n}"),
+            _ => Ok(()),
+        }
     }
 
     fn check_logits(&self, logits: Logits) -> Result<()> {

@@ -22,5 +22,5 @@ pub use self::mask::KeyMask;
 pub use self::plan::{
     Address, Attend, Buffer, Element, Embed, Gate, Heads, Launch, Logits, Norm, Packed,
     PackedFormat, PackedRows, Place, Plan, Pool, PoolRows, Product, Weight, HEADS_OF_MANY,
-    MOST_FEW, MOST_TOKENS,
+    MOST_FEW, MOST_GROUPS, MOST_TOKENS,
 };

@@ -7,6 +7,9 @@ pub const MOST_FEW: usize = 16;
 /// More rows need heads of a multiple of so many elements.
 pub const HEADS_OF_MANY: usize = 64;
 
+/// Groups of layers of a plan, at most.
+pub const MOST_GROUPS: usize = 4;
+
 /// The type of all weights that are not packed, of keys and values, and of what lies between launches.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 #[allow(missing_docs)]
@@ -150,11 +153,13 @@ pub struct Plan {
     pub buffers: Vec<usize>,
     /// What runs, in this order.
     pub launches: Vec<Launch>,
-    /// Whether each step has a [`KeyMask`](crate::KeyMask). Without one query t of T sees the rows of the pools
-    /// below `n_keys - T + t + 1`. A step with a mask may have fewer tokens than the plan.
-    pub masked: bool,
-    /// Whether attention cuts rows into small blocks, each of which reads only the keys that its tokens see: for
-    /// tokens of sequences that have few keys in common.
+    /// Of each group of layers whether every step has a [`KeyMask`](crate::KeyMask) for it: 1 to [`MOST_GROUPS`].
+    /// The layers of a group store a step's rows in the same slots of their pools, and its tokens see the same
+    /// keys. Without a mask query t of T sees the rows of the pools below `n_keys - T + t + 1`. If all groups have
+    /// masks, a step may have fewer tokens than the plan.
+    pub masked: Vec<bool>,
+    /// Whether attention with a mask cuts rows into small blocks, each of which reads only the keys that its
+    /// tokens see: for tokens of sequences that have few keys in common.
     pub apart: bool,
     /// What the host gets.
     pub logits: Option<Logits>,
@@ -163,6 +168,13 @@ pub struct Plan {
     pub overlap: bool,
     /// The blocks of an attention that is divided among the multiprocessors, or `None` for two on each.
     pub attention_blocks: Option<usize>,
+}
+
+impl Plan {
+    /// Returns whether each step has a mask for a group.
+    pub(crate) fn is_masked(&self, group: usize) -> bool {
+        self.masked.get(group).copied().unwrap_or(false)
+    }
 }
 
 /// The logits, as the last launch that writes their buffer leaves them.
@@ -274,6 +286,8 @@ pub struct Place {
 /// keys and values goes to row `slots[t]` of each head of the pools.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct Heads {
+    /// The [group](Plan::masked) of the layer.
+    pub group: usize,
     /// Heads of queries: a multiple of `n_kv`.
     pub n_q: usize,
     /// Heads of keys, and of values.
@@ -292,6 +306,8 @@ pub struct Heads {
 /// Attention to the rows of the pools that [`Plan::masked`] says.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct Attend {
+    /// The [group](Plan::masked) of the layer.
+    pub group: usize,
     /// `[T, n_q, head_dim]`.
     pub q: Buffer,
     /// The keys, those of this step too.

@@ -42,8 +42,8 @@ pub(crate) struct Work {
     pub(crate) places: Vec<(u64, usize)>,
     pub(crate) step: Memory,
     pub(crate) outputs: Memory,
-    /// The mask of a step, if the plan is masked.
-    pub(crate) tiles: Option<Memory>,
+    /// The mask of a step for each group, if it is masked.
+    pub(crate) tiles: Vec<Option<Memory>>,
     partial: Memory,
     _buffers: Memory,
     device: Device,
@@ -160,6 +160,10 @@ impl Work {
             }
         }
         let buffers = Memory::new(context, bytes)?;
+        let tiles_of = |group: usize| {
+            let bytes = |rows| 8 * most_numbers(rows, capacity(plan, group));
+            row_blocks(plan, group).map(|rows| Memory::new(context, bytes(rows))).transpose()
+        };
         for (index, (place, _)) in places.iter_mut().enumerate() {
             *place = match logits == Some(Buffer(index)) {
                 true => outputs.address().0 + LOGITS_AT as u64,
@@ -177,16 +181,18 @@ impl Work {
             place,
             attend,
             places,
-            step: Memory::new(context, size_of::<Step>())?,
+            step: Memory::new(context, plan.masked.len() * size_of::<Step>())?,
             outputs,
-            tiles: match row_blocks(plan) {
-                Some(rows) => Some(Memory::new(context, 8 * most_numbers(rows, capacity(plan)))?),
-                None => None,
-            },
+            tiles: (0..plan.masked.len()).map(tiles_of).collect::<Result<_>>()?,
             partial: Memory::new(context, 4 * floats)?,
             _buffers: buffers,
             device: device.clone(),
         })
+    }
+
+    /// Returns where the step is as a group of layers reads it.
+    fn step_of(&self, group: usize) -> u64 {
+        self.step.address().0 + (group * size_of::<Step>()) as u64
     }
 
     fn at(&self, Buffer(index): Buffer) -> u64 {
@@ -218,7 +224,8 @@ impl Work {
                     let Some(kernel) = self.place.get(&number) else {
                         fail!(Plan, "heads that are placed have no kernel");
                     };
-                    let places = [self.at(place.x), self.at(place.out), self.step.address().0];
+                    let step = self.step_of(place.heads.group);
+                    let places = [self.at(place.x), self.at(place.out), step];
                     let work = PlaceWork::of(place, places);
                     let (grid, threads) = place_grid(plan, place);
                     let arguments = &mut [work.argument()];
@@ -255,7 +262,8 @@ impl Work {
     }
 
     fn embed(&self, stream: &Stream, plan: &Plan, embed: &Embed, overlaps: bool) -> Result<()> {
-        let (out, step) = (self.at(embed.out), self.step.address().0);
+        // The ids are those of each group.
+        let (out, step) = (self.at(embed.out), self.step_of(0));
         let (vocabulary, inner) = (int(embed.vocabulary), int(embed.inner));
         let (grid, threads) = ([plan.tokens, 1, 1], launch::EMBED_THREADS);
         let launch = |kernel: &Kernel, arguments: &mut [*mut c_void]| {
@@ -302,7 +310,7 @@ impl Work {
             norm: or_null(product.norm.and_then(|norm| norm.weight)),
             plus: product.plus.map_or(0, |plus| self.at(plus)),
             out: self.at(product.out),
-            step: self.step.address().0,
+            step: self.step_of(product.heads.map_or(0, |heads| heads.group)),
             eps: product.norm.map_or(0.0, |norm| norm.eps),
             normalizes: i32::from(product.norm.is_some()),
             gate: product.gate.map_or(0, |gate| gate as i32),
@@ -386,13 +394,12 @@ impl Work {
     }
 
     fn attend_work(&self, plan: &Plan, attend: &Attend, shape: &AttendShape) -> AttendWork {
-        /// The warps of a block.
-        const MOST_ROW_WARPS: i32 = 4;
+        let tiles = self.tiles.get(attend.group).and_then(Option::as_ref);
         AttendWork {
             q: self.at(attend.q),
             out: self.at(attend.out),
-            step: self.step.address().0,
-            tiles: self.tiles.as_ref().map_or(0, |tiles| tiles.address().0),
+            step: self.step_of(attend.group),
+            tiles: tiles.map_or(0, |tiles| tiles.address().0),
             partial: self.partial.address().0,
             keys: Planes::of(attend.keys),
             values: Planes::of(attend.values),
@@ -401,7 +408,8 @@ impl Work {
             queries: int(attend.n_q),
             each: int(attend.n_kv),
             slices: int(shape.grid[0]),
-            row_warps: if plan.apart { 1 } else { MOST_ROW_WARPS },
+            // Of the four warps of a block.
+            row_warps: if plan.apart { 1 } else { 4 },
         }
     }
 }

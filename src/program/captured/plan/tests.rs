@@ -11,6 +11,16 @@ const BIAS: Value = Value(3);
 const ROWS: i32 = 48;
 const COLUMNS: i32 = 128;
 
+/// The groups of layers of full history.
+fn groups(n_layers: usize) -> Groups {
+    let layers = etkv_core::CacheConfig::uniform(n_layers.max(1), 1, 64, 32).layers;
+    Groups::of(&layers).unwrap()
+}
+
+fn kind(tokens: usize) -> Kind {
+    Kind { tokens, masked: smallvec::smallvec![false], apart: false, copied: true, chosen: false }
+}
+
 /// A table of embeddings, and a product with it. Attention is not planned for here.
 fn recipe(packing: Affine) -> Recipe {
     let weight = recipe::Weight::Packed(Packed {
@@ -70,9 +80,10 @@ fn packed_weights_are_planned_for() {
             assert_eq!((planner.dtype, planner.vocabulary), (Dtype::Bfloat16, ROWS as usize));
             assert_eq!(planner.widths, [COLUMNS as usize, ROWS as usize]);
             assert_eq!(planner.n_ids, ROWS as usize);
-            let places = Places { constants: (1..=7).collect(), pools: Vec::new() };
-            let kind = Kind { tokens: 3, masked: false, copied: true, chosen: false };
-            let plan = planner.plan(&recipe, &places, kind);
+            let places =
+                Places { constants: (1..=7).collect(), pools: Vec::new(), groups: groups(0) };
+            let kind = kind(3);
+            let plan = planner.plan(&recipe, &places, &kind);
             let packed = |first| {
                 Weight::Packed(etkv_cuda::Packed {
                     codes: Address(first),
@@ -135,18 +146,17 @@ const HEAD_DIM: usize = 64;
 const HEADS: usize = 8;
 
 /// A recipe with one layer of 4 + 2 + 2 heads, and its planner. Only shapes count.
-fn decoder() -> (Recipe, Planner) {
+fn decoder(k_norm: Option<ir::Norm>) -> (Recipe, Planner) {
     let packing = Affine { group_size: 32, bits: 4 };
     let weight = |value| recipe::Weight::Plain { value: Value(value), transposed: false };
-    let heads = crate::program::ir::Heads {
-        tokens: crate::program::ir::Int::Literal(1),
-        head_dim: HEAD_DIM as i32,
-        n: HEADS as i32,
-        at: vec![4, 6],
-        turned: 6,
-        offsets: Value(5),
-        periods: Value(2),
-        dtype: Dtype::Bfloat16,
+    let heads = LayerHeads {
+        layer: 0,
+        n_q: 4,
+        n_kv: KV_HEADS,
+        head_dim: HEAD_DIM,
+        turn: Some((Value(2), Dtype::Bfloat16)),
+        q_norm: None,
+        k_norm,
     };
     let product = |heads, out| recipe::Product {
         x: 0,
@@ -162,7 +172,7 @@ fn decoder() -> (Recipe, Planner) {
     let recipe = Recipe {
         parts: vec![
             Part::Embed { table: weight(0), out: 0 },
-            Part::Product(product(Some((heads, 0)), 1)),
+            Part::Product(product(Some(heads), 1)),
             Part::Attend { layer: 0, q: 1, scale: 0.125, dtype, out: 2 },
             Part::Product(product(None, 3)),
         ],
@@ -180,6 +190,7 @@ fn decoder() -> (Recipe, Planner) {
             zeros(&[ROWS, COLUMNS], Dtype::Bfloat16)?,
             zeros(&[(HEADS * HEAD_DIM) as i32, COLUMNS], Dtype::Bfloat16)?,
             zeros(&[HEAD_DIM as i32 / 2], Dtype::Float32)?,
+            zeros(&[HEAD_DIM as i32], Dtype::Bfloat16)?,
         ];
         Ok(Planner::of(&recipe, &constants))
     });
@@ -187,10 +198,14 @@ fn decoder() -> (Recipe, Planner) {
     (recipe, planner)
 }
 
-fn plan_of(pools: [Pool; 2]) -> Plan {
-    let (recipe, planner) = decoder();
-    let places = Places { constants: (1..=4).map(|n| 64 * n).collect(), pools: vec![pools] };
-    planner.plan(&recipe, &places, Kind { tokens: 2, masked: false, copied: true, chosen: false })
+fn plan_of(pools: [Pool; 2], k_norm: Option<ir::Norm>) -> Plan {
+    let (recipe, planner) = decoder(k_norm);
+    let places = Places {
+        constants: (1..=5).map(|n| 64 * n).collect(),
+        pools: vec![pools],
+        groups: groups(1),
+    };
+    planner.plan(&recipe, &places, &kind(2))
 }
 
 fn pool(rows: PoolRows) -> Pool {
@@ -200,7 +215,7 @@ fn pool(rows: PoolRows) -> Pool {
 #[test]
 fn heads_of_plain_pools_are_stored_by_their_product() {
     let pools = [640, 1280].map(|at| pool(PoolRows::Plain(Address(at))));
-    let plan = plan_of(pools);
+    let plan = plan_of(pools, None);
     let [_, Launch::Product(product), Launch::Attend(attend), _] = plan.launches[..] else {
         panic!("{:?}", plan.launches);
     };
@@ -220,7 +235,7 @@ fn heads_of_packed_pools_are_placed() {
     };
     // Only the values are packed.
     let pools = [pool(PoolRows::Plain(Address(320))), pool(PoolRows::Packed(rows))];
-    let plan = plan_of(pools);
+    let plan = plan_of(pools, None);
     let [_, Launch::Product(product), Launch::Place(place), Launch::Attend(attend), _] =
         plan.launches[..]
     else {
@@ -237,7 +252,7 @@ fn heads_of_packed_pools_are_placed() {
 #[test]
 fn caches_of_the_program_s_floats_and_of_codes_are_taken() {
     use KvFormat::{Bf16, Mxfp8, RowInt4, F16, F32};
-    let (_, planner) = decoder();
+    let (_, planner) = decoder(None);
     let affine = |group| KvFormat::Affine { bits: 4, group };
     for formats in [[Bf16; 2], [Bf16, Mxfp8], [affine(32), affine(64)], [RowInt4, Bf16]] {
         assert!(planner.can_store(formats), "{formats:?}");
@@ -245,4 +260,24 @@ fn caches_of_the_program_s_floats_and_of_codes_are_taken() {
     for formats in [[F16; 2], [Bf16, F32], [F16, Mxfp8]] {
         assert!(!planner.can_store(formats), "{formats:?}");
     }
+}
+
+#[test]
+fn heads_that_are_normalized_are_placed() {
+    let pools = [640, 1280].map(|at| pool(PoolRows::Plain(Address(at))));
+    let plan = plan_of(pools, Some(ir::Norm { weight: Some(Value(3)), eps: 0.5 }));
+    let [_, Launch::Product(product), Launch::Place(place), _, Launch::Product(head)] =
+        plan.launches[..]
+    else {
+        panic!("{:?}", plan.launches);
+    };
+    assert!(product.heads.is_none());
+    assert_eq!([place.heads.keys, place.heads.values], pools);
+    // The table, the weight, the periods and the norm, in the order of the constants.
+    let norm = Norm { weight: Some(Address(256)), eps: 0.5 };
+    assert_eq!((place.q_norm, place.k_norm), (None, Some(norm)));
+    assert_eq!(
+        (place.heads.periods, head.weight),
+        (Some(Address(192)), Weight::Plain(Address(320)))
+    );
 }

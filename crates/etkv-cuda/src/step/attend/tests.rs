@@ -12,7 +12,7 @@ fn plan(tokens: usize) -> Plan {
         logits: None,
         overlap: false,
         attention_blocks: None,
-        masked: false,
+        masked: vec![false],
         apart: false,
     }
 }
@@ -22,6 +22,7 @@ fn attention_is_divided_among_the_processors() {
     let pool = |capacity| Pool { rows: PoolRows::Plain(Address(16)), capacity };
     let of = |tokens, n_q, n_kv, head_dim, capacity| {
         let attend = Attend {
+            group: 0,
             q: Buffer(0),
             keys: pool(capacity),
             values: pool(capacity),
@@ -57,6 +58,7 @@ fn packed_pools_share_what_is_unpacked() {
     let of = |tokens, head_dim| {
         let pool = Pool { rows: PoolRows::Packed(rows), capacity: 32_768 };
         let attend = Attend {
+            group: 0,
             q: Buffer(0),
             keys: pool,
             values: pool,

@@ -19,7 +19,7 @@ fn plan() -> Plan {
         heads: None,
         out: Buffer(1),
     };
-    let heads = Heads { n_q: 8, n_kv: 2, head_dim: 64, periods: None, keys, values };
+    let heads = Heads { group: 0, n_q: 8, n_kv: 2, head_dim: 64, periods: None, keys, values };
     Plan {
         element: Element::Bf16,
         tokens: 4,
@@ -33,6 +33,7 @@ fn plan() -> Plan {
             }),
             Launch::Product(Product { heads: Some(heads), ..product }),
             Launch::Attend(Attend {
+                group: 0,
                 q: Buffer(1),
                 keys,
                 values,
@@ -62,7 +63,7 @@ fn plan() -> Plan {
         }),
         overlap: true,
         attention_blocks: None,
-        masked: false,
+        masked: vec![false],
         apart: false,
     }
 }
@@ -104,7 +105,8 @@ fn attend(plan: &mut Plan) -> &mut Attend {
 #[test]
 fn a_plan_that_can_be_is_taken() {
     check(&plan()).unwrap();
-    assert_eq!(capacity(&plan()), 100);
+    assert_eq!(capacity(&plan(), 0), 100);
+    assert_eq!(capacity(&plan(), 1), LARGEST);
 }
 
 #[test]
@@ -242,7 +244,7 @@ fn buffers_that_do_not_fit_are_refused() {
     assert!(refused(|plan| plan.logits.as_mut().unwrap().rows = 2).contains("expected 2000"));
     assert!(refused(|plan| product(plan, 1).gate = Some(Gate::Silu)).contains("no gate"));
     let text = refused(|plan| {
-        plan.masked = true;
+        plan.masked = vec![true];
         plan.launches.truncate(1);
     });
     assert_eq!(text, "a mask without attention");
@@ -290,4 +292,36 @@ fn masks_that_do_not_fit_are_refused() {
     let mask = mask(&[7, 8]);
     let step = StepInputs { ids, positions: &[0, 1], slots, n_keys: 8, mask: Some(&mask) };
     check_step(&step, 2, 10, true).unwrap();
+}
+
+#[test]
+fn groups_that_a_plan_lacks_are_refused() {
+    assert!(refused(|plan| plan.masked.clear()).contains("0 groups, expected 1 to 4"));
+    assert!(refused(|plan| plan.masked = vec![false; 5]).contains("5 groups"));
+    assert_eq!(refused(|plan| heads(plan).group = 1), "launch 1: group 1 of 1");
+    assert_eq!(refused(|plan| attend(plan).group = 2), "launch 2: group 2 of 1");
+    // A mask that no attention of its group reads.
+    assert_eq!(refused(|plan| plan.masked = vec![false, true]), "a mask without attention");
+}
+
+/// Each group has slots, keys and masks of its own, and pools of its own size. The tokens are the same.
+#[test]
+fn steps_are_told_for_each_group() {
+    let groups = [(10, false), (4, true)];
+    let mask = KeyMask::of([0..3, 1..4].map(std::iter::once).into_iter());
+    let (ids, positions) = (&[7, 8][..], &[8, 9][..]);
+    let full = StepInputs { ids, positions, slots: &[8, 9], n_keys: 10, mask: None };
+    let window = StepInputs { slots: &[3, 0], n_keys: 4, mask: Some(&mask), ..full };
+    let told = |steps: &[StepInputs]| match check_steps(steps, 2, groups.into_iter()) {
+        Ok(()) => String::new(),
+        Err(error) => error.to_string(),
+    };
+    assert_eq!(told(&[full, window]), "");
+    assert!(told(&[full]).contains("a step of 1 groups, expected 2"));
+    assert!(told(&[window, full]).contains("group 0: a mask for a plan that takes none"));
+    let text = told(&[full, StepInputs { slots: &[3, 4], ..window }]);
+    assert!(text.contains("group 1: slot 4, expected 0 to 3"), "{text}");
+    let text = told(&[full, StepInputs { positions: &[8, 10], ..window }]);
+    assert!(text.contains("group 1 has other tokens"), "{text}");
+    assert!(told(&[StepInputs { n_keys: 11, ..full }, window]).contains("group 0: 11 keys"));
 }

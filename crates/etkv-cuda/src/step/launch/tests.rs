@@ -12,7 +12,7 @@ fn plan(tokens: usize) -> Plan {
         logits: None,
         overlap: false,
         attention_blocks: None,
-        masked: false,
+        masked: vec![false],
         apart: false,
     }
 }
