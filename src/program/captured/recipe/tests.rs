@@ -369,3 +369,15 @@ fn what_is_not_known_is_told() {
     graph.main.outputs.push(Out::Tensor(Value(18)));
     assert_eq!(Recipe::of(&graph), Err(Unknown::Outputs));
 }
+
+#[test]
+fn programs_of_other_dtypes_are_told_apart() {
+    use crate::program::captured::why_not;
+    let mut graph = decoder();
+    assert_eq!(why_not(&graph), None);
+    graph.constants[TABLE.0 as usize].dtype = Dtype::Float32;
+    let told = why_not(&graph).unwrap();
+    assert_eq!(told, "it computes in float32, not in float16 or bfloat16");
+    graph.main.outputs.clear();
+    assert_eq!(why_not(&graph), Some(Unknown::Outputs.to_string()));
+}
