@@ -225,9 +225,12 @@ impl CapturedSteps {
         let Some(rows) = groups.place(&mut step)? else {
             return Ok(Err("the cache has to see the rows"));
         };
-        let places = step.store().and_then(|store| self.planner.places(store, constants, groups));
-        let Some(places) = places else {
-            return Ok(Err("kernels cannot read the buffers as they are"));
+        let Some(store) = step.store() else {
+            return Ok(Err("the cache has no buffers of its own"));
+        };
+        let places = match self.planner.places(store, constants, groups) {
+            Ok(places) => places,
+            Err(why) => return Ok(Err(why)),
         };
         let inputs: SmallVec<[StepInputs; MOST_GROUPS]> = rows
             .iter()

@@ -13,7 +13,7 @@ use super::packed::Packed;
 use super::pools;
 use super::recipe::{self, Part, Recipe};
 use super::rows::Groups;
-use super::{element_of, Kind};
+use super::{element_of, Kind, Ran};
 use crate::mlx;
 use crate::program::ir::{self, Value};
 use crate::store::MlxStore;
@@ -163,24 +163,27 @@ impl Planner {
         self.layers.iter().all(of_layer)
     }
 
-    /// Returns where everything is, once MLX has computed it. Nothing, if the cache's buffers are not what
-    /// the kernels read.
+    /// Returns where everything is, once MLX has computed it, or why the kernels cannot read it there.
     pub fn places(
         &self,
         store: &MlxStore,
         constants: &[Option<Array>],
         groups: Groups,
-    ) -> Option<Places> {
-        (groups.of_layer.len() == self.layers.len()).then_some(())?;
+    ) -> Ran<Places> {
+        if groups.of_layer.len() != self.layers.len() {
+            return Err("the cache has another number of layers");
+        }
         let of_constant = |value: &Value| address(constants.get(value.0 as usize)?.as_ref()?);
-        let constants = self.constants.iter().map(of_constant).collect::<Option<_>>()?;
+        let constants = self.constants.iter().map(of_constant).collect::<Option<_>>();
+        let constants = constants.ok_or("kernels cannot read a constant where it is")?;
         let of_layer = |(layer, &(n_kv, head_dim)): (usize, &(usize, usize))| {
             let [k, v] = store.planes(layer)?;
             let at = |pool| pools::pool_at(pool, n_kv, head_dim, self.element, address);
             Some([at(&k)?, at(&v)?])
         };
-        let pools = self.layers.iter().enumerate().map(of_layer).collect::<Option<_>>()?;
-        Some(Places { constants, pools, groups })
+        let pools = self.layers.iter().enumerate().map(of_layer).collect::<Option<_>>();
+        let pools = pools.ok_or("kernels cannot read the cache's buffers as they are")?;
+        Ok(Places { constants, pools, groups })
     }
 
     /// Returns the plan of a kind of step.

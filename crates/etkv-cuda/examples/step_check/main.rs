@@ -209,7 +209,9 @@ fn check_shape(device: &Device, shape: Shape) -> Answer<bool> {
 }
 
 fn is_within(what: &str, largest: &BTreeMap<&str, f64>, limit: f64) -> bool {
-    let within = largest.values().all(|&most| most <= limit);
+    // What a gate makes is rounded three times, where others are once: a sum in another order can turn each.
+    let most_of = |name: &str| if name == "gated" { 1.5 * limit } else { limit };
+    let within = largest.iter().all(|(name, &most)| most <= most_of(name));
     let word = if within { "ok  " } else { "FAIL" };
     let all: Vec<String> = largest.iter().map(|(what, most)| format!("{what} {most:.5}")).collect();
     say!("  {word} {what}: {}; limit {limit}", all.join(", "));
