@@ -88,6 +88,14 @@ def whisper(*options: str) -> Export:
     return Export("-".join(words), "tiny-whisper", "whisper.export_whisper", (*given, *options))
 
 
+def gemma4_31b(*options: str) -> Export:
+    """Return what exports the parts of Gemma 4 31B with its own exporter, which reads quantized weights."""
+    words = ["tiny-gemma4-31b", *(option.removeprefix("--") for option in options)]
+    given = ("--prequantized", "{tiny-gemma4-31b}/quantized", "--output-dir", "{out}", "--backend", "mlx")
+    exporter = "executorch.examples.models.gemma4_31b.export"
+    return Export("-".join(words), words[0], exporter, (*given, "--max-seq-len", str(CONTEXT), *options))
+
+
 def dflash() -> Export:
     """Return what exports a target and its DFlash draft, with 8-bit weights; the exporter quantizes always."""
     given = ("--target-model", "{tiny-dflash-target}", "--draft-model", HUB_DRAFT, "--output", "{out}/model.pte")
@@ -159,6 +167,15 @@ def _ready() -> None:
     _mlx_serialization.ensure_available()
 
 
+def find_torchtune() -> None:
+    """Make torchtune importable: the package with ExecuTorch's TurboQuant imports it for modules that go unused."""
+    if str(reference.ROOT) not in sys.path:
+        sys.path.append(str(reference.ROOT))
+    from tests.upstream_ops import wheel
+
+    wheel.find_torchtune()
+
+
 def _export(each: Export) -> None:
     """Run the exporter, and write how it ended beside the program."""
     from etkv.export.progress import third_party_noise
@@ -187,7 +204,8 @@ def _run(each: Export) -> None:
     torch._dynamo.reset()
     # The exporter looks its draft up in the cache of the hub.
     huggingface_hub.constants.HF_HUB_CACHE = str(_hub())
-    module = EXAMPLES + each.exporter
+    find_torchtune()
+    module = each.exporter if each.exporter.startswith("executorch.") else EXAMPLES + each.exporter
     folders = {name: FOLDER / "hf" / name for name in upstream_models.NAMES}
     options = [option.format(out=each.folder, **folders) for option in each.options]
     before, sys.argv = sys.argv, [module, *options]
