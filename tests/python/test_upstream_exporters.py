@@ -285,13 +285,6 @@ def in_torch_dflash():
 # ---- Whisper --------------------------------------------------------------------------------------------------------
 
 
-def sound() -> np.ndarray:
-    """One second at 16 kHz: a rising tone and noise."""
-    time = np.arange(16_000) / 16_000
-    noise = np.random.default_rng(0).normal(0, 0.1, len(time))
-    return (np.sin(2 * np.pi * (200 + 300 * time) * time) + noise).astype(np.float32)
-
-
 @each(WHISPER)
 def test_whisper(made, ended):
     """The encoder, the keys and values of its rows, and the decoder, driven as ExecuTorch's runner does."""
@@ -299,7 +292,9 @@ def test_whisper(made, ended):
 
     assert ended[made] is None
     processor = AutoProcessor.from_pretrained(made.folder / "processor")
-    features = processor(sound(), return_tensors="pt", truncation=False, sampling_rate=16_000).input_features
+    features = processor(
+        upstream_models.sound(), return_tensors="pt", truncation=False, sampling_rate=16_000
+    ).input_features
     features = features[:, :, : upstream_models.FRAMES].contiguous()
     layers = json.loads((made.folder / "metadata.json").read_text())["num_decoder_layers"]
     start = upstream_models.WHISPER_IDS["<|startoftranscript|>"]

@@ -9,6 +9,8 @@ import json
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import numpy as np
+
 import tiny_models
 from tiny_models import BOS, EOS, SHAPE, VOCABULARY
 
@@ -23,6 +25,9 @@ WHISPER_SPECIAL = (
     *("<|startoflm|>", "<|startofprev|>", "<|nospeech|>", "<|notimestamps|>"),
 )
 WHISPER_IDS = {text: 256 + index for index, text in enumerate(WHISPER_SPECIAL)}
+
+AUDIO = 260
+"""The id that stands for a place of sound in Voxtral's texts."""
 
 TAPPED = (0, 2)
 """Layers of the target whose hidden states the DFlash draft takes."""
@@ -111,7 +116,14 @@ TEXT = {
 }
 """Model name -> function that returns its transformers configuration, for models that take text alone."""
 
-NAMES = (*tiny_models.CONFIGS, *TEXT, "tiny-whisper", "tiny-dflash-draft")
+NAMES = (*tiny_models.CONFIGS, *TEXT, "tiny-whisper", "tiny-voxtral", "tiny-dflash-draft")
+
+
+def sound(seconds: int = 1) -> np.ndarray:
+    """Return a recording at 16 kHz: a rising tone and noise."""
+    time = np.arange(16_000 * seconds) / 16_000
+    noise = np.random.default_rng(0).normal(0, 0.1, len(time))
+    return (np.sin(2 * np.pi * (200 + 300 * time / seconds) * time) + noise).astype(np.float32)
 
 
 def write(name: str, folder: Path) -> Path:
@@ -123,6 +135,8 @@ def write(name: str, folder: Path) -> Path:
     torch.manual_seed(0)
     if name == "tiny-whisper":
         return _write_whisper(folder)
+    if name == "tiny-voxtral":
+        return _write_voxtral(folder)
     if name == "tiny-dflash-draft":
         return _write_dflash_draft(folder)
     from transformers import AutoModelForCausalLM
@@ -210,6 +224,20 @@ def _write_whisper(folder: Path) -> Path:
     # One second; the model takes two frames of 10 ms a position.
     extractor = WhisperFeatureExtractor(feature_size=MEL_BINS, chunk_length=1)
     WhisperProcessor(extractor, tokenizer).save_pretrained(folder)
+    return folder
+
+
+def _write_voxtral(folder: Path) -> Path:
+    """Write a Voxtral that takes 30 seconds at a time, as the exporter's preprocessor gives them: 75 places each."""
+    from transformers import VoxtralConfig, VoxtralForConditionalGeneration
+
+    encoder = {
+        **{"hidden_size": 64, "intermediate_size": 1280, "num_hidden_layers": 2, "num_attention_heads": 4},
+        "initializer_range": 0.1,
+    }
+    text = {**SHAPE, "model_type": "llama", "max_position_embeddings": 512}
+    config = VoxtralConfig(audio_config=encoder, text_config=text, audio_token_id=AUDIO, projector_hidden_act="gelu")
+    _write(VoxtralForConditionalGeneration(config).eval(), folder)
     return folder
 
 
