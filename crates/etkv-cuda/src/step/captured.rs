@@ -53,8 +53,8 @@ unsafe impl Sync for Captured {}
 /// What a step gives the host.
 #[derive(Debug, Clone, Copy)]
 pub struct Outputs<'a> {
-    /// The logits of all rows of the plan, `[rows, vocabulary]` of the plan's elements, in their 2 bytes each. Empty if they are
-    /// not copied.
+    /// The logits of all rows of the plan, `[rows, vocabulary]` of the plan's elements, in their 2 bytes each.
+    /// Empty if they are not copied.
     pub logits: &'a [u8],
     /// The place of the greatest logit of each row of the plan, the first of equals, or -1 if one is NaN or the
     /// greatest is infinite. Empty if none is chosen.
