@@ -7,7 +7,8 @@ use std::collections::{HashMap, HashSet};
 
 use mlx_rs::Dtype;
 
-use crate::program::ir::{Graph, Int, Norm, Op, Out, Value};
+use super::recipe::RowNorm;
+use crate::program::ir::{Graph, Int, Op, Out, Value};
 use crate::program::passes;
 
 /// The axis of features in `[1, T, features]`, and that of heads in `[1, heads, T, head_dim]`.
@@ -27,8 +28,8 @@ pub struct LayerHeads {
     /// The periods by which queries and keys turn, and the dtype that they then have.
     pub turn: Option<(Value, Dtype)>,
     /// How each head of queries, and of keys, is normalized before it turns.
-    pub q_norm: Option<Norm>,
-    pub k_norm: Option<Norm>,
+    pub q_norm: Option<RowNorm>,
+    pub k_norm: Option<RowNorm>,
 }
 
 /// A product whose features are a layer's heads.
@@ -72,7 +73,7 @@ struct Traced {
     piece: usize,
     /// The elements of a head, if the piece is viewed as heads behind the split.
     head_dim: Option<i64>,
-    norm: Option<Norm>,
+    norm: Option<RowNorm>,
     turn: Option<(Value, Dtype)>,
     /// The instructions on the way.
     between: Vec<usize>,
@@ -152,9 +153,14 @@ impl<'a> Finder<'a> {
         Some((product, heads, between))
     }
 
+    /// Returns whether a value that only one instruction reads is normalized.
+    fn is_norm(&self, value: Value) -> bool {
+        self.maker(value).is_some_and(|(_, op, _)| matches!(op, Op::RmsNorm { .. }))
+    }
+
     /// Follows what attention reads back to a piece of a split.
     fn trace(&self, mut value: Value) -> Option<Traced> {
-        let (mut head_dim, mut norm, mut turn) = (None, None, None);
+        let (mut head_dim, mut norm, mut made, mut turn) = (None, None, None, None);
         let (mut is_swapped, mut between) = (false, Vec::new());
         loop {
             let (index, op, out) = self.maker(value)?;
@@ -170,8 +176,12 @@ impl<'a> Finder<'a> {
                     is_swapped = true;
                     x
                 }
+                Op::AsType { x, dtype } if norm.is_none() && made.is_none() && self.is_norm(x) => {
+                    made = Some(dtype);
+                    x
+                }
                 Op::RmsNorm { x, weight, eps } if norm.is_none() && head_dim.is_none() => {
-                    norm = Some(Norm { weight, eps });
+                    norm = Some(RowNorm { weight, eps, made });
                     x
                 }
                 Op::Reshape { x, ref shape } if is_swapped && head_dim.is_none() => {

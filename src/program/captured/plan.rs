@@ -1,9 +1,11 @@
 //! From a recipe to what the device captures: shapes, once, and addresses, for each step.
 
+use std::collections::HashSet;
+
 use etkv_core::KvFormat;
 use etkv_cuda::{
-    Address, Attend, Buffer, Element, Embed, Heads, Launch, Logits, Norm, Place, Plan, Pool,
-    PoolRows, Product, Weight, HEADS_OF_MANY, MOST_TOKENS,
+    Address, Attend, Buffer, Element, Embed, Heads, Launch, Logits, Norm, Normalize, Place, Plan,
+    Pool, PoolRows, Product, Weight, HEADS_OF_MANY, MOST_TOKENS,
 };
 use mlx_rs::{Array, Dtype};
 use smallvec::SmallVec;
@@ -11,12 +13,15 @@ use smallvec::SmallVec;
 use super::heads::LayerHeads;
 use super::packed::Packed;
 use super::pools;
-use super::recipe::{self, Part, Recipe};
+use super::recipe::{self, Part, Recipe, RowNorm};
 use super::rows::Groups;
 use super::{element_of, Kind};
 use crate::mlx;
 use crate::program::ir::{self, Value};
 use crate::store::MlxStore;
+
+/// What the elements of rows are a multiple of where a launch of its own normalizes them.
+const PIECE: usize = 8;
 
 /// The shapes of a recipe's parts.
 pub struct Planner {
@@ -33,6 +38,8 @@ pub struct Planner {
     layers: Vec<(usize, usize)>,
     /// The constants that are read, in the order in which the parts name them.
     constants: Vec<Value>,
+    /// Those that are weights of norms in float32.
+    wide: HashSet<Value>,
 }
 
 /// Where everything is now.
@@ -62,14 +69,31 @@ impl Planner {
             widths: vec![0; recipe.n_buffers],
             layers: Vec::new(),
             constants: Vec::new(),
+            wide: HashSet::new(),
         };
         for part in &recipe.parts {
             match part {
-                Part::Embed { table, out } => {
+                Part::Embed { table, scale, out } => {
                     let (rows, inner) = weight_sizes(*table, dtype, &array)?;
                     planner.n_ids = rows;
                     planner.widths[*out] = inner;
                     planner.add_weight(*table);
+                    let is_one = |found: &Array| found.size() == 1 && found.dtype() == dtype;
+                    scale.is_none_or(|scale| array(scale).is_some_and(is_one)).then_some(())?;
+                    planner.constants.extend(scale);
+                }
+                Part::Normalize(normalize) => {
+                    let recipe::Normalize { x, norm, plus, out, next } = normalize;
+                    let inner = planner.widths[*x];
+                    let fits =
+                        inner % PIECE == 0 && plus.is_none_or(|plus| planner.widths[plus] == inner);
+                    fits.then_some(())?;
+                    planner.add_norm(*norm, inner, &array)?;
+                    planner.widths[*out] = inner;
+                    if let Some((norm, out)) = *next {
+                        planner.add_norm(norm, inner, &array)?;
+                        planner.widths[out] = inner;
+                    }
                 }
                 Part::Product(product) => planner.add(product, dtype, &array)?,
                 Part::Attend { q, out, dtype: made, .. } => {
@@ -107,7 +131,6 @@ impl Planner {
         let mut width = rows / halves;
         if let Some(heads) = &product.heads {
             let &LayerHeads { n_q, n_kv, head_dim, turn, q_norm, k_norm, .. } = heads;
-            let weights = [q_norm, k_norm].map(|norm| norm.and_then(|norm| norm.weight));
             let periods = turn.map(|(periods, _)| periods);
             let is_placed = q_norm.is_some() || k_norm.is_some();
             let fits = (n_q + 2 * n_kv) * head_dim == rows
@@ -115,15 +138,47 @@ impl Planner {
                 && heads.layer == self.layers.len()
                 && turn.is_none_or(|(_, made)| made == dtype)
                 && is_row(periods, head_dim / 2, Dtype::Float32)
-                && weights.into_iter().all(|weight| is_row(weight, head_dim, dtype))
                 && (!is_placed || head_dim % pools::PLACED == 0);
             fits.then_some(())?;
             self.layers.push((n_kv, head_dim));
-            self.constants.extend(periods.iter().chain(weights.iter().flatten()));
+            self.constants.extend(periods);
+            for norm in q_norm.iter().chain(&k_norm) {
+                self.add_norm(*norm, head_dim, array)?;
+            }
             width = n_q * head_dim;
         }
         self.widths[product.out] = width;
         Some(())
+    }
+
+    /// Adds the weights of a norm of rows. Those of float32 make rows that are converted.
+    fn add_norm<'a>(
+        &mut self,
+        norm: RowNorm,
+        inner: usize,
+        array: &dyn Fn(Value) -> Option<&'a Array>,
+    ) -> Option<()> {
+        let own = self.dtype;
+        let Some(weight) = norm.weight else {
+            return norm.made.is_none_or(|made| made == own).then_some(());
+        };
+        let found = array(weight)?;
+        let is_wide = found.dtype() == Dtype::Float32;
+        let made = norm.made.unwrap_or(found.dtype());
+        let fits =
+            made == own && is_vector(found, inner, if is_wide { Dtype::Float32 } else { own });
+        fits.then_some(())?;
+        if is_wide {
+            self.wide.insert(weight);
+        }
+        self.constants.push(weight);
+        Some(())
+    }
+
+    /// Returns a norm of rows whose weight is at the next address.
+    fn row_norm(&self, norm: RowNorm, next: &mut dyn FnMut() -> Address) -> Norm {
+        let wide = norm.weight.is_some_and(|weight| self.wide.contains(&weight));
+        Norm { weight: norm.weight.map(|_| next()), wide, eps: norm.eps }
     }
 
     fn add_weight(&mut self, weight: recipe::Weight) {
@@ -184,8 +239,9 @@ impl Planner {
         let mut launches = Vec::new();
         for part in &recipe.parts {
             match part {
-                Part::Embed { table, out } => launches.push(Launch::Embed(Embed {
+                Part::Embed { table, scale, out } => launches.push(Launch::Embed(Embed {
                     table: weight_at(*table, &mut next),
+                    scale: scale.map(|_| next()),
                     vocabulary: self.n_ids,
                     inner: self.widths[*out],
                     out: Buffer(*out),
@@ -203,6 +259,18 @@ impl Planner {
                             launches.extend([Launch::Product(product), Launch::Place(place)]);
                         }
                     }
+                }
+                Part::Normalize(normalize) => {
+                    let recipe::Normalize { x, norm, plus, out, next: again } = *normalize;
+                    launches.push(Launch::Normalize(Normalize {
+                        x: Buffer(x),
+                        inner: self.widths[x],
+                        norm: self.row_norm(norm, &mut next),
+                        plus: plus.map(Buffer),
+                        out: Buffer(out),
+                        next: again
+                            .map(|(norm, out)| (self.row_norm(norm, &mut next), Buffer(out))),
+                    }));
                 }
                 Part::Attend { layer, q, scale, out, .. } => {
                     let (n_kv, head_dim) = self.layers[*layer];
@@ -249,13 +317,17 @@ impl Planner {
         // In the order in which they were added.
         let weight = weight_at(product.weight, next);
         let bias = product.bias.map(|_| next());
-        let norm = norm_at(product.norm, next);
+        let norm = product.norm.map(|ir::Norm { weight, eps }| Norm {
+            weight: weight.map(|_| next()),
+            wide: false,
+            eps,
+        });
         let mut norms = [None; 2];
         let heads = product.heads.as_ref().map(|heads| {
             let &LayerHeads { layer, n_q, n_kv, head_dim, turn, q_norm, k_norm } = heads;
             let [keys, values] = places.pools[layer];
             let periods = turn.map(|_| next());
-            norms = [q_norm, k_norm].map(|norm| norm_at(norm, next));
+            norms = [q_norm, k_norm].map(|norm| norm.map(|norm| self.row_norm(norm, next)));
             let group = places.groups.of_layer[layer];
             Heads { group, n_q, n_kv, head_dim, periods, keys, values }
         });
@@ -283,11 +355,6 @@ impl Planner {
 fn fits_product(heads: &Heads, norms: [Option<Norm>; 2]) -> bool {
     let is_plain = |pool: Pool| matches!(pool.rows, PoolRows::Plain(_));
     norms == [None; 2] && is_plain(heads.keys) && is_plain(heads.values)
-}
-
-/// Returns a norm whose weight is at the next address.
-fn norm_at(norm: Option<ir::Norm>, next: &mut dyn FnMut() -> Address) -> Option<Norm> {
-    norm.map(|ir::Norm { weight, eps }| Norm { weight: weight.map(|_| next()), eps })
 }
 
 /// Returns a weight at the next addresses, in the order of [`Planner::add_weight`].

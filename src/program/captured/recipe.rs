@@ -1,6 +1,8 @@
 //! What a program must look like to be captured: a decoder, as the passes for a GPU leave one.
 
-use std::collections::HashMap;
+mod norms;
+
+use std::collections::{HashMap, HashSet};
 use std::fmt;
 
 use etkv_cuda::Gate;
@@ -10,6 +12,7 @@ use super::heads::{AllFound, LayerHeads};
 use super::packed::{self, Packed, PackedWeights};
 use crate::program::generation::TextInputs;
 use crate::program::ir::{Graph, Index, Norm, Op, Out, Unary, Value};
+use crate::program::passes;
 
 /// The steps of a program, in the order in which they run. Values are constants of the program; buffers
 /// are what is between two parts.
@@ -28,9 +31,21 @@ pub struct Recipe {
 
 #[derive(Debug, PartialEq)]
 pub enum Part {
-    Embed { table: Weight, out: usize },
+    /// The rows of tokens, multiplied by the number in a constant.
+    Embed {
+        table: Weight,
+        scale: Option<Value>,
+        out: usize,
+    },
     Product(Product),
-    Attend { layer: usize, q: usize, scale: f32, dtype: Option<Dtype>, out: usize },
+    Normalize(Normalize),
+    Attend {
+        layer: usize,
+        q: usize,
+        scale: f32,
+        dtype: Option<Dtype>,
+        out: usize,
+    },
 }
 
 /// A matrix among the program's constants.
@@ -57,6 +72,24 @@ pub struct Product {
     pub out: usize,
 }
 
+/// A norm of rows or of heads, and the dtype that they are converted to behind it.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub struct RowNorm {
+    pub weight: Option<Value>,
+    pub eps: f32,
+    pub made: Option<Dtype>,
+}
+
+/// Rows that are normalized, the buffer that is added to them, and how the sum is normalized, and where to.
+#[derive(Debug, PartialEq)]
+pub struct Normalize {
+    pub x: usize,
+    pub norm: RowNorm,
+    pub plus: Option<usize>,
+    pub out: usize,
+    pub next: Option<(RowNorm, usize)>,
+}
+
 impl Recipe {
     /// Returns the recipe of a program, or what is not known here.
     pub fn of(graph: &Graph) -> Result<Self, Unknown> {
@@ -78,6 +111,8 @@ impl Recipe {
             buffers: HashMap::new(),
             found: AllFound::of(graph, &positions),
             positions,
+            readers: passes::only_readers(graph),
+            taken: HashSet::new(),
             parts: Vec::new(),
             n_buffers: 0,
             last_row_only: false,
@@ -152,6 +187,10 @@ struct Reader<'a> {
     positions: Vec<Value>,
     /// The heads that more than one instruction makes.
     found: AllFound,
+    /// The instruction that reads each value, for values that only one reads.
+    readers: HashMap<Value, usize>,
+    /// The instructions that those before them have taken on.
+    taken: HashSet<usize>,
     parts: Vec<Part>,
     n_buffers: usize,
     last_row_only: bool,
@@ -204,7 +243,7 @@ impl Reader<'_> {
     /// Reads an instruction. Returns `None` for one that is not known here.
     fn read(&mut self, index: usize) -> Option<()> {
         let instruction = &self.graph.main.instructions[index];
-        if self.found.between.contains(&index) {
+        if self.found.between.contains(&index) || self.taken.contains(&index) {
             return Some(());
         }
         match (&instruction.op, instruction.out) {
@@ -220,9 +259,11 @@ impl Reader<'_> {
             {
                 let table = self.weight(x, false)?;
                 let out = self.made(out);
-                self.parts.push(Part::Embed { table, out });
+                self.parts.push(Part::Embed { table, scale: None, out });
                 Some(())
             }
+            (op @ Op::RmsNorm { .. }, Out::Tensor(out)) => self.read_norm(op, out),
+            (op @ Op::Binary { .. }, Out::Tensor(out)) => self.read_scale(op, out),
             (&Op::LastToken { x }, Out::Tensor(out)) => {
                 self.last_row_only = true;
                 self.same(out, x)
@@ -276,7 +317,7 @@ impl Reader<'_> {
         let (heads, out) = match self.found.products.remove(&index) {
             Some(found) => {
                 for norm in [found.heads.q_norm, found.heads.k_norm] {
-                    self.norm(norm)?;
+                    self.optional(norm.and_then(|norm| norm.weight))?;
                 }
                 self.optional(found.heads.turn.map(|(periods, _)| periods))?;
                 (Some(found.heads), found.queries)

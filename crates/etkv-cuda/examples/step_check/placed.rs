@@ -155,7 +155,7 @@ impl Case {
         let (tokens, width) = (step.ids.len(), (n_q + 2 * n_kv) * dim);
         let norm = |which: usize| {
             let weight = Some(self.norms[which].1.address());
-            self.shape.norms[which].then_some(Norm { weight, eps: EPS })
+            self.shape.norms[which].then_some(Norm { weight, wide: false, eps: EPS })
         };
         let periods: Option<Address> = turns.then(|| self.periods.1.address());
         let [keys, values] = pools.map(DevicePool::pool);
@@ -166,6 +166,7 @@ impl Case {
             launches: vec![
                 Launch::Embed(Embed {
                     table: Weight::Plain(self.table.address()),
+                    scale: None,
                     vocabulary: TABLE,
                     inner: width,
                     out: Buffer(0),

@@ -44,7 +44,11 @@ pub fn run(device: &Device, shape: Shape) -> Result<()> {
             inner,
             outputs,
             bias: None,
-            norm: (name != "out" && name != "down").then_some(Norm { weight: None, eps: 1e-5 }),
+            norm: (name != "out" && name != "down").then_some(Norm {
+                weight: None,
+                wide: false,
+                eps: 1e-5,
+            }),
             gate: (name == "gate").then_some(Gate::Silu),
             plus: (name == "out" || name == "down").then_some(Buffer(1)),
             heads: (name == "heads").then_some(heads),
@@ -90,6 +94,7 @@ fn times_of(
         let embed = |inner, out| {
             Launch::Embed(etkv_cuda::Embed {
                 table: Weight::Plain(table.address()),
+                scale: None,
                 vocabulary: 1024,
                 inner,
                 out,

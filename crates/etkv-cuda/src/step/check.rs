@@ -3,8 +3,9 @@
 use crate::step::error::{fail, Result};
 use crate::step::mask::KeyMask;
 use crate::step::plan::{
-    Address, Attend, Buffer, Embed, Heads, Launch, Logits, Norm, Packed, PackedFormat, Place, Plan,
-    Pool, PoolRows, Product, Weight, HEADS_OF_MANY, MOST_FEW, MOST_GROUPS, MOST_TOKENS,
+    Address, Attend, Buffer, Embed, Heads, Launch, Logits, Norm, Normalize, Packed, PackedFormat,
+    Place, Plan, Pool, PoolRows, Product, Weight, HEADS_OF_MANY, MOST_FEW, MOST_GROUPS,
+    MOST_TOKENS,
 };
 
 /// The most elements of a row, rows of a table, and keys: products of two stay within 64 bits, and
@@ -78,7 +79,9 @@ pub(crate) fn check(plan: &Plan) -> Result<()> {
 pub(crate) fn capacity(plan: &Plan, group: usize) -> usize {
     let of = |launch: &Launch| {
         let (own, keys, values) = match launch {
-            Launch::Embed(_) | Launch::Product(Product { heads: None, .. }) => return None,
+            Launch::Embed(_)
+            | Launch::Normalize(_)
+            | Launch::Product(Product { heads: None, .. }) => return None,
             Launch::Product(Product { heads: Some(heads), .. })
             | Launch::Place(Place { heads, .. }) => (heads.group, heads.keys, heads.values),
             Launch::Attend(attend) => (attend.group, attend.keys, attend.values),
@@ -163,6 +166,7 @@ impl Work<'_> {
         match launch {
             Launch::Embed(embed) => self.check_embed(embed),
             Launch::Product(product) => self.check_product(product),
+            Launch::Normalize(normalize) => self.check_normalize(normalize),
             Launch::Place(place) => self.check_place(place),
             Launch::Attend(attend) => self.check_attend(attend),
         }
@@ -172,15 +176,15 @@ impl Work<'_> {
         is_within("rows of a table", embed.vocabulary, 1, LARGEST)?;
         is_within("elements of a row", embed.inner, 1, LONGEST)?;
         is_weight("the table", embed.table, embed.inner)?;
+        if let Some(scale) = embed.scale {
+            is_address("the scale", scale, 2)?;
+        }
         self.write(embed.out, self.plan.tokens * embed.inner)
     }
 
     fn check_product(&mut self, product: &Product) -> Result<()> {
         let Product { inner, outputs, .. } = *product;
-        is_within("elements of a row", inner, PIECE, LONGEST)?;
-        if inner % PIECE != 0 {
-            fail!(Plan, "rows of {inner} elements, expected a multiple of {PIECE}");
-        }
+        are_pieces(inner)?;
         is_within("outputs", outputs, 1, LONGEST)?;
         let rows = rows(self.plan, product);
         self.read(product.x, self.plan.tokens * inner)?;
@@ -189,6 +193,9 @@ impl Work<'_> {
             is_address("the bias", bias, 2)?;
         }
         is_norm(product.norm)?;
+        if product.norm.is_some_and(|norm| norm.wide) {
+            fail!(Plan, "a product with a norm of float32 weights; normalize its rows before");
+        }
         if let Some(plus) = product.plus {
             self.read(plus, rows * outputs)?;
         }
@@ -228,6 +235,31 @@ impl Work<'_> {
             fail!(Plan, "{outputs} outputs, expected {expected} of {n_q}+2*{n_kv} heads");
         }
         are_placed(heads)
+    }
+
+    fn check_normalize(&mut self, normalize: &Normalize) -> Result<()> {
+        let Normalize { x, inner, norm, plus, out, next } = *normalize;
+        are_pieces(inner)?;
+        is_norm(Some(norm))?;
+        let elements = self.plan.tokens * inner;
+        self.read(x, elements)?;
+        if let Some(plus) = plus {
+            self.read(plus, elements)?;
+        }
+        self.write(out, elements)?;
+        let mut buffers = vec![x, out];
+        if let Some((norm, out)) = next {
+            is_norm(Some(norm))?;
+            self.write(out, elements)?;
+            buffers.push(out);
+        }
+        let is_again = |(n, buffer): (usize, &Buffer)| buffers[..n].contains(buffer);
+        if buffers.iter().enumerate().any(is_again)
+            || next.is_some_and(|(_, out)| plus == Some(out))
+        {
+            fail!(Plan, "rows are written over those that are normalized");
+        }
+        Ok(())
     }
 
     fn check_place(&mut self, place: &Place) -> Result<()> {
@@ -322,6 +354,15 @@ fn is_within(what: &str, value: usize, least: usize, most: usize) -> Result<()> 
     Ok(())
 }
 
+/// Checks the elements of a row that threads read 16 bytes of at a time.
+fn are_pieces(inner: usize) -> Result<()> {
+    is_within("elements of a row", inner, PIECE, LONGEST)?;
+    if inner % PIECE != 0 {
+        fail!(Plan, "rows of {inner} elements, expected a multiple of {PIECE}");
+    }
+    Ok(())
+}
+
 fn are_heads(n_q: usize, n_kv: usize, head_dim: usize) -> Result<()> {
     is_within("heads", n_q, 1, MOST_HEADS)?;
     is_within("heads of keys", n_kv, 1, n_q)?;
@@ -353,7 +394,7 @@ fn is_norm(norm: Option<Norm>) -> Result<()> {
         return Ok(());
     };
     if let Some(weight) = norm.weight {
-        is_address("the weight of the norm", weight, 2)?;
+        is_address("the weight of the norm", weight, if norm.wide { 4 } else { 2 })?;
     }
     if !(norm.eps >= 0.0 && norm.eps.is_finite()) {
         fail!(Plan, "an epsilon of {}, expected 0 or more", norm.eps);

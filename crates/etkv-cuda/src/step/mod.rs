@@ -9,6 +9,7 @@ mod driver;
 mod error;
 mod launch;
 mod mask;
+mod norms;
 mod plan;
 mod pools;
 mod work;
@@ -20,7 +21,7 @@ pub use self::driver::Memory;
 pub use self::error::{Error, Result};
 pub use self::mask::KeyMask;
 pub use self::plan::{
-    Address, Attend, Buffer, Element, Embed, Gate, Heads, Launch, Logits, Norm, Packed,
+    Address, Attend, Buffer, Element, Embed, Gate, Heads, Launch, Logits, Norm, Normalize, Packed,
     PackedFormat, PackedRows, Place, Plan, Pool, PoolRows, Product, Weight, HEADS_OF_MANY,
     MOST_FEW, MOST_GROUPS, MOST_TOKENS,
 };

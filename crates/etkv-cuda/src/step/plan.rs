@@ -196,6 +196,8 @@ pub enum Launch {
     Embed(Embed),
     /// A product with a weight.
     Product(Product),
+    /// Rows that are normalized.
+    Normalize(Normalize),
     /// Heads that a product has made, to where attention takes them.
     Place(Place),
     /// Attention over the keys of a layer.
@@ -207,6 +209,8 @@ pub enum Launch {
 pub struct Embed {
     /// `[vocabulary, inner]`.
     pub table: Weight,
+    /// One of the plan's elements, by which rows are multiplied.
+    pub scale: Option<Address>,
     /// The rows of the table.
     pub vocabulary: usize,
     /// The elements of a row.
@@ -230,7 +234,7 @@ pub struct Product {
     pub outputs: usize,
     /// An element for each row of the weight.
     pub bias: Option<Address>,
-    /// How `x` is normalized first.
+    /// How `x` is normalized first, with a weight that is not [wide](Norm::wide).
     pub norm: Option<Norm>,
     /// The function of the first half of the outputs, by which the second half is multiplied.
     pub gate: Option<Gate>,
@@ -247,8 +251,27 @@ pub struct Product {
 pub struct Norm {
     /// `[inner]`, or `None` for ones.
     pub weight: Option<Address>,
+    /// Whether the weight is float32, behind which a row is rounded once. Not for the rows of a product.
+    pub wide: bool,
     /// Added to the mean square.
     pub eps: f32,
+}
+
+/// `out = norm(x) + plus`, and another norm of that.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub struct Normalize {
+    /// `[T, inner]`.
+    pub x: Buffer,
+    /// The elements of a row: a multiple of 8.
+    pub inner: usize,
+    /// How `x` is normalized.
+    pub norm: Norm,
+    /// `[T, inner]`, added to that. May be `out`.
+    pub plus: Option<Buffer>,
+    /// `[T, inner]`.
+    pub out: Buffer,
+    /// How `out` is normalized, and where to.
+    pub next: Option<(Norm, Buffer)>,
 }
 
 /// An activation function. The kernel has the same numbers.

@@ -13,7 +13,7 @@ fn plan() -> Plan {
         inner: 256,
         outputs: 768,
         bias: None,
-        norm: Some(Norm { weight: Some(Address(4096)), eps: 1e-5 }),
+        norm: Some(Norm { weight: Some(Address(4096)), wide: false, eps: 1e-5 }),
         gate: None,
         plus: None,
         heads: None,
@@ -27,6 +27,7 @@ fn plan() -> Plan {
         launches: vec![
             Launch::Embed(Embed {
                 table: Weight::Plain(Address(4096)),
+                scale: None,
                 vocabulary: 1000,
                 inner: 256,
                 out: Buffer(0),
@@ -121,8 +122,10 @@ fn sizes_that_kernels_do_not_take_are_refused() {
     assert!(refused(|plan| heads(plan).head_dim = 72).contains("multiple of 16"));
     assert!(refused(|plan| attend(plan).head_dim = 272).contains("of 272 elements"));
     assert!(refused(|plan| attend(plan).scale = f32::NAN).contains("NaN"));
-    assert!(refused(|plan| product(plan, 1).norm = Some(Norm { weight: None, eps: -1.0 }))
-        .contains("-1"));
+    assert!(refused(
+        |plan| product(plan, 1).norm = Some(Norm { weight: None, wide: false, eps: -1.0 })
+    )
+    .contains("-1"));
 }
 
 #[test]
@@ -209,7 +212,7 @@ fn heads_that_cannot_be_placed_are_refused() {
         heads.values.rows = PoolRows::Packed(packed_rows(PackedFormat::Nvfp4));
         plan.buffers.push(4 * 768);
         product(&mut plan, 1).out = Buffer(4);
-        let norm = Some(Norm { weight: Some(Address(4096)), eps: 1e-6 });
+        let norm = Some(Norm { weight: Some(Address(4096)), wide: false, eps: 1e-6 });
         let (q_norm, k_norm) = (norm, None);
         let mut place = Place { x: Buffer(4), heads, q_norm, k_norm, out: Buffer(1) };
         change(&mut place);
@@ -222,11 +225,69 @@ fn heads_that_cannot_be_placed_are_refused() {
     assert_eq!(refused(|_| ()), "");
     assert!(refused(|place| place.heads.n_kv = 3).contains("8 heads, expected a multiple of 3"));
     assert!(refused(|place| place.heads.head_dim = 48).contains("a multiple of 32"));
-    assert!(refused(|place| place.k_norm = Some(Norm { weight: None, eps: -1.0 })).contains("-1"));
+    assert!(refused(|place| place.k_norm = Some(Norm { weight: None, wide: false, eps: -1.0 }))
+        .contains("-1"));
     assert!(refused(|place| place.x = Buffer(0)).contains("buffer 0 has 1024 elements"));
     assert!(refused(|place| place.out = Buffer(4)).contains("over the heads"));
     let text = refused(|place| place.heads.keys.rows = PoolRows::Plain(Address(2)));
     assert!(text.contains("the keys at 0x2"), "{text}");
+}
+
+#[test]
+fn rows_that_cannot_be_normalized_are_refused() {
+    let refused = |change: fn(&mut Plan, &mut Normalize)| {
+        let mut plan = plan();
+        plan.buffers.extend([4 * 256; 2]);
+        let norm = Norm { weight: Some(Address(4096)), wide: true, eps: 1e-6 };
+        let next = Some((Norm { weight: None, ..norm }, Buffer(5)));
+        let (x, plus, out) = (Buffer(0), Some(Buffer(0)), Buffer(4));
+        let mut normalize = Normalize { x, inner: 256, norm, plus, out, next };
+        change(&mut plan, &mut normalize);
+        // Behind the rows of tokens.
+        let first = plan.launches.len() - 4;
+        plan.launches.insert(first, Launch::Normalize(normalize));
+        match check(&plan) {
+            Ok(()) => String::new(),
+            Err(error) => error.to_string(),
+        }
+    };
+    assert_eq!(refused(|_, _| ()), "");
+    // A sum may be where it goes, once something is there.
+    let in_place = |plan: &mut Plan, normalize: &mut Normalize| {
+        plan.launches.insert(0, plan.launches[0]);
+        if let Launch::Embed(embed) = &mut plan.launches[0] {
+            (embed.out, embed.scale) = (Buffer(4), Some(Address(2)));
+        }
+        normalize.plus = Some(normalize.out);
+    };
+    assert_eq!(refused(in_place), "");
+    assert!(refused(|_, rows| rows.inner = 252).contains("252 elements, expected a multiple of 8"));
+    assert!(refused(|_, rows| rows.norm.weight = Some(Address(2))).contains("a multiple of 4"));
+    assert!(refused(|_, rows| rows.norm.eps = f32::NAN).contains("an epsilon of NaN"));
+    assert!(refused(|_, rows| rows.x = Buffer(4)).contains("buffer 4 is read before"));
+    assert!(refused(|_, rows| rows.out = Buffer(0)).contains("over those that are normalized"));
+    for over in [|rows: &Normalize| rows.x, |rows: &Normalize| rows.out] {
+        let mut rows = Normalize {
+            x: Buffer(0),
+            inner: 8,
+            norm: Norm { weight: None, wide: false, eps: 0.0 },
+            plus: None,
+            out: Buffer(1),
+            next: None,
+        };
+        rows.next = Some((rows.norm, over(&rows)));
+        let mut plan = plan();
+        plan.launches.insert(1, Launch::Normalize(rows));
+        assert!(check(&plan).unwrap_err().to_string().contains("over those"));
+    }
+    assert!(refused(|plan, _| {
+        if let Launch::Embed(embed) = &mut plan.launches[0] {
+            embed.scale = Some(Address(1));
+        }
+    })
+    .contains("the scale at 0x1"));
+    let text = refused(|plan, rows| product(plan, 1).norm = Some(rows.norm));
+    assert!(text.contains("normalize its rows before"), "{text}");
 }
 
 #[test]
