@@ -91,6 +91,7 @@ def _program(described: dict[str, Any]) -> dict[str, Any]:
         **{name: described[name] for name in ("attention_layers", "mutable_buffers")},
         "passes": described["passes"],
         "passes_on_gpu": described["passes_on_gpu"],
+        "steps_on_cuda": described["steps_on_cuda"],
     }
 
 
@@ -166,6 +167,8 @@ def lines(found: dict[str, Any]) -> Iterator[str]:
         yield from _operation_lines("operations a step", program["operations"])
         yield from _pass_lines("on the CPU", program["passes"])
         yield from _pass_lines("on a GPU", program["passes_on_gpu"])
+        if steps := program["steps_on_cuda"]:
+            yield f"steps of a few tokens on CUDA: {'one launch' if steps == 'captured' else f'not captured: {steps}'}"
 
 
 def _runs_text(runs: dict[str, Any]) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import sys
 from pathlib import Path
 
 import pytest
@@ -123,6 +124,8 @@ def test_a_description_tells_what_the_file_tells(exported):
         before = [done["before"] for done in found[device]]
         assert before[1:] == [done["after"] for done in found[device]][:-1]
     assert found["passes_on_gpu"][-1]["after"] < found["passes"][-1]["after"] < found["passes"][0]["before"]
+    if sys.platform == "linux":
+        assert found["steps_on_cuda"] == "it computes in float32, not in float16 or bfloat16"
     attention = next(node for node in found["instructions"] if node["operation"] == "UpdateAndAttend")
     assert re.fullmatch(
         r"q: t\d+, k: t\d+, v: t\d+, position: t\d+, out: t\d+, layer_id: 0, scale: [\d.]+, out_dtype: 6",
@@ -135,6 +138,7 @@ def test_a_program_that_is_refused_is_described(lacking):
     assert found["missing"] == [{"operation": lacking_program.NAME, "count": 2}]
     assert f"{lacking_program.NAME} (2 times)" in found["refused"]
     assert (found["passes"], found["passes_on_gpu"], found["layouts"]) == ([], [], None)
+    assert found["steps_on_cuda"] is None
     assert found["inputs"] == [{"name": found["inputs"][0]["name"], "dtype": "float32", "shape": [3]}]
 
 

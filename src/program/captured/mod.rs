@@ -35,6 +35,7 @@ use self::plan::{Places, Planner};
 pub use self::recipe::Recipe;
 use self::rows::{planned_tokens, Groups, Masked};
 use super::dtype::item_size;
+use super::ir::Graph as Program;
 use super::TARGET;
 use crate::backend::{MlxCache, Step};
 use crate::error::{Error, Result, Status};
@@ -59,6 +60,20 @@ pub enum Made<'a> {
 
 /// What a captured step came to, or why the step is the interpreter's.
 type Ran<T> = std::result::Result<T, &'static str>;
+
+/// Returns why the steps of a program are not captured, as far as its instructions and the dtype of its
+/// embeddings tell. Returns `None` if they are on a device that has what they need.
+pub fn why_not(graph: &Program) -> Option<String> {
+    let recipe = match Recipe::of(graph) {
+        Ok(recipe) => recipe,
+        Err(why) => return Some(why.to_string()),
+    };
+    let table = recipe.table()?;
+    let dtype = graph.constants.get(table.0 as usize)?.dtype;
+    let told =
+        || format!("it computes in {}, not in float16 or bfloat16", super::dtype::name(dtype));
+    element_of(dtype).is_none().then(told)
+}
 
 /// The captured steps of one program.
 pub struct CapturedSteps {

@@ -54,12 +54,7 @@ impl Planner {
     /// Checks the constants of a recipe, and takes their shapes.
     pub fn of(recipe: &Recipe, constants: &[Option<Array>]) -> Option<Self> {
         let array = |value: Value| constants.get(value.0 as usize)?.as_ref();
-        let Part::Embed { table, .. } = *recipe.parts.first()? else {
-            return None;
-        };
-        let (recipe::Weight::Plain { value, .. }
-        | recipe::Weight::Packed(Packed { scales: value, .. })) = table;
-        let dtype = array(value)?.dtype();
+        let dtype = array(recipe.table()?)?.dtype();
         let mut planner = Self {
             element: element_of(dtype)?,
             dtype,

@@ -99,6 +99,17 @@ impl Recipe {
         }
     }
 
+    /// Returns the constant whose dtype is that of the embeddings.
+    pub fn table(&self) -> Option<Value> {
+        match self.parts.first()? {
+            &Part::Embed { table: Weight::Plain { value, .. }, .. }
+            | &Part::Embed { table: Weight::Packed(Packed { scales: value, .. }), .. } => {
+                Some(value)
+            }
+            _ => None,
+        }
+    }
+
     fn read(graph: &Graph, packed: &PackedWeights) -> Result<Self, Unknown> {
         let Ok(inputs) = TextInputs::find(&graph.inputs) else {
             return Err(Unknown::Inputs);

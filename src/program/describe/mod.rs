@@ -45,6 +45,9 @@ pub struct ProgramDescription {
     pub passes: Vec<PassDescription>,
     /// The effect of each pass on a GPU, in order; empty if the program is refused.
     pub passes_on_gpu: Vec<PassDescription>,
+    /// `captured` if steps of a few tokens are one launch on CUDA, as far as instructions and dtypes tell;
+    /// otherwise why not. Absent if the program is refused, and in builds that have no such steps.
+    pub steps_on_cuda: Option<String>,
     /// The layouts of constants on the CPU; absent if the program is refused.
     pub layouts: Option<LayoutsDescription>,
     /// Every instruction of a forward, as exported.
@@ -196,14 +199,18 @@ pub fn describe(payload: &[u8]) -> Result<ProgramDescription> {
         mutable_buffers: graph.num_mutable_buffer_tensors(),
         passes: Vec::new(),
         passes_on_gpu: Vec::new(),
+        steps_on_cuda: None,
         layouts: None,
         instructions: main.iter().map(instruction).collect(),
         instructions_at_load: init.iter().map(instruction).collect(),
     };
     match decode(graph) {
         Ok(graph) => {
-            (described.passes_on_gpu, _) = passes_of(graph.clone(), true)?;
-            let (passes, layouts) = passes_of(graph, false)?;
+            let mut on_gpu = graph.clone();
+            (described.passes_on_gpu, _) = passes_of(&mut on_gpu, true)?;
+            described.steps_on_cuda = steps_on_cuda(&on_gpu);
+            let mut graph = graph;
+            let (passes, layouts) = passes_of(&mut graph, false)?;
             (described.passes, described.layouts) = (passes, Some(layouts));
         }
         Err(error) if error.status() == Status::Unsupported => {
@@ -214,11 +221,25 @@ pub fn describe(payload: &[u8]) -> Result<ProgramDescription> {
     Ok(described)
 }
 
+/// Returns whether steps are captured of a program that the passes for a GPU have changed.
+#[cfg(target_os = "linux")]
+fn steps_on_cuda(graph: &Graph) -> Option<String> {
+    Some(super::captured::why_not(graph).unwrap_or_else(|| String::from("captured")))
+}
+
+#[cfg(not(target_os = "linux"))]
+fn steps_on_cuda(_: &Graph) -> Option<String> {
+    None
+}
+
 /// Returns the effects of the passes for a device, and the layouts of constants there.
 ///
 /// Constants are not read. Those of one element count as 1: a scale that no exporter leaves out of
 /// tables of rotary embedding.
-fn passes_of(mut graph: Graph, on_gpu: bool) -> Result<(Vec<PassDescription>, LayoutsDescription)> {
+fn passes_of(
+    graph: &mut Graph,
+    on_gpu: bool,
+) -> Result<(Vec<PassDescription>, LayoutsDescription)> {
     let mut before = kinds(&graph.main);
     let mut n_before = graph.main.instructions.len();
     let mut passes = Vec::new();
@@ -228,7 +249,7 @@ fn passes_of(mut graph: Graph, on_gpu: bool) -> Result<(Vec<PassDescription>, La
         .filter(|(_, constant)| constant.shape.iter().all(|&size| size == 1))
         .map(|(value, _)| (value, 1.0))
         .collect();
-    let layouts = passes::run_each(&mut graph, target, &scalars, |name, graph| {
+    let layouts = passes::run_each(graph, target, &scalars, |name, graph| {
         let after = kinds(&graph.main);
         let n_after = graph.main.instructions.len();
         let changed = changes(&before, &after);
