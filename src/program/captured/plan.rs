@@ -1,11 +1,13 @@
 //! From a recipe to what the device captures: shapes, once, and addresses, for each step.
 
+mod norms;
+
 use std::collections::HashSet;
 
 use etkv_core::KvFormat;
 use etkv_cuda::{
-    Address, Attend, Buffer, Element, Embed, Heads, Launch, Logits, Norm, Normalize, Place, Plan,
-    Pool, PoolRows, Product, Weight, HEADS_OF_MANY, MOST_TOKENS,
+    Address, Attend, Buffer, Element, Embed, Heads, Launch, Logits, Norm, Place, Plan, Pool,
+    PoolRows, Product, Weight, HEADS_OF_MANY, MOST_TOKENS,
 };
 use mlx_rs::{Array, Dtype};
 use smallvec::SmallVec;
@@ -13,15 +15,12 @@ use smallvec::SmallVec;
 use super::heads::LayerHeads;
 use super::packed::Packed;
 use super::pools;
-use super::recipe::{self, Part, Recipe, RowNorm};
+use super::recipe::{self, Part, Recipe};
 use super::rows::Groups;
 use super::{element_of, Kind};
 use crate::mlx;
 use crate::program::ir::{self, Value};
 use crate::store::MlxStore;
-
-/// What the elements of rows are a multiple of where a launch of its own normalizes them.
-const PIECE: usize = 8;
 
 /// The shapes of a recipe's parts.
 pub struct Planner {
@@ -77,19 +76,7 @@ impl Planner {
                     scale.is_none_or(|scale| array(scale).is_some_and(is_one)).then_some(())?;
                     planner.constants.extend(scale);
                 }
-                Part::Normalize(normalize) => {
-                    let recipe::Normalize { x, norm, plus, out, next } = normalize;
-                    let inner = planner.widths[*x];
-                    let fits =
-                        inner % PIECE == 0 && plus.is_none_or(|plus| planner.widths[plus] == inner);
-                    fits.then_some(())?;
-                    planner.add_norm(*norm, inner, &array)?;
-                    planner.widths[*out] = inner;
-                    if let Some((norm, out)) = *next {
-                        planner.add_norm(norm, inner, &array)?;
-                        planner.widths[out] = inner;
-                    }
-                }
+                Part::Normalize(rows) => planner.add_normalize(rows, &array)?,
                 Part::Product(product) => planner.add(product, dtype, &array)?,
                 Part::Attend { q, out, dtype: made, .. } => {
                     made.is_none_or(|made| made == dtype).then_some(())?;
@@ -144,36 +131,6 @@ impl Planner {
         }
         self.widths[product.out] = width;
         Some(())
-    }
-
-    /// Adds the weights of a norm of rows. Those of float32 make rows that are converted.
-    fn add_norm<'a>(
-        &mut self,
-        norm: RowNorm,
-        inner: usize,
-        array: &dyn Fn(Value) -> Option<&'a Array>,
-    ) -> Option<()> {
-        let own = self.dtype;
-        let Some(weight) = norm.weight else {
-            return norm.made.is_none_or(|made| made == own).then_some(());
-        };
-        let found = array(weight)?;
-        let is_wide = found.dtype() == Dtype::Float32;
-        let made = norm.made.unwrap_or(found.dtype());
-        let fits =
-            made == own && is_vector(found, inner, if is_wide { Dtype::Float32 } else { own });
-        fits.then_some(())?;
-        if is_wide {
-            self.wide.insert(weight);
-        }
-        self.constants.push(weight);
-        Some(())
-    }
-
-    /// Returns a norm of rows whose weight is at the next address.
-    fn row_norm(&self, norm: RowNorm, next: &mut dyn FnMut() -> Address) -> Norm {
-        let wide = norm.weight.is_some_and(|weight| self.wide.contains(&weight));
-        Norm { weight: norm.weight.map(|_| next()), wide, eps: norm.eps }
     }
 
     fn add_weight(&mut self, weight: recipe::Weight) {
@@ -255,17 +212,8 @@ impl Planner {
                         }
                     }
                 }
-                Part::Normalize(normalize) => {
-                    let recipe::Normalize { x, norm, plus, out, next: again } = *normalize;
-                    launches.push(Launch::Normalize(Normalize {
-                        x: Buffer(x),
-                        inner: self.widths[x],
-                        norm: self.row_norm(norm, &mut next),
-                        plus: plus.map(Buffer),
-                        out: Buffer(out),
-                        next: again
-                            .map(|(norm, out)| (self.row_norm(norm, &mut next), Buffer(out))),
-                    }));
+                Part::Normalize(rows) => {
+                    launches.push(Launch::Normalize(self.normalize(rows, &mut next)));
                 }
                 Part::Attend { layer, q, scale, out, .. } => {
                     let (n_kv, head_dim) = self.layers[*layer];

@@ -3,6 +3,7 @@ use mlx_rs::random::normal;
 
 use super::*;
 use crate::error::Result;
+use crate::program::captured::recipe::RowNorm;
 use crate::program::generation::TextInputs;
 use crate::program::ir::{Affine, Dim, InputSpec};
 
