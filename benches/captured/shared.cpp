@@ -189,9 +189,7 @@ bool compare_shared(
       Both<SeqCache>(model, format, make_seq_session),
       run_sequences);
   compare(
-      "trees",
-      Both<TreeCache>(model, format, make_tree_session),
-      run_trees);
+      "trees", Both<TreeCache>(model, format, make_tree_session), run_trees);
   return agree;
 }
 

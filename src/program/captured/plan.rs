@@ -112,14 +112,16 @@ impl Planner {
         self.constants.extend(product.bias.iter().chain(&norm));
         let mut width = rows / halves;
         if let Some(heads) = &product.heads {
-            let &LayerHeads { n_q, n_kv, head_dim, turn, q_norm, k_norm, .. } = heads;
+            let &LayerHeads { n_q, n_kv, head_dim, turn, turned, q_norm, k_norm, .. } = heads;
             let periods = turn.map(|(periods, _)| periods);
-            let is_placed = q_norm.is_some() || k_norm.is_some();
+            let is_placed = q_norm.is_some() || k_norm.is_some() || turned != head_dim;
             let fits = (n_q + 2 * n_kv) * head_dim == rows
                 && n_kv > 0
                 && heads.layer == self.layers.len()
                 && turn.is_none_or(|(_, made)| made == dtype)
-                && is_row(periods, head_dim / 2, Dtype::Float32)
+                && is_row(periods, turned / 2, Dtype::Float32)
+                && turned % 16 == 0
+                && (16..=head_dim).contains(&turned)
                 && (!is_placed || head_dim % pools::PLACED == 0);
             fits.then_some(())?;
             self.layers.push((n_kv, head_dim));
@@ -267,12 +269,12 @@ impl Planner {
         });
         let mut norms = [None; 2];
         let heads = product.heads.as_ref().map(|heads| {
-            let &LayerHeads { layer, n_q, n_kv, head_dim, turn, q_norm, k_norm } = heads;
+            let &LayerHeads { layer, n_q, n_kv, head_dim, turn, turned, q_norm, k_norm } = heads;
             let [keys, values] = places.pools[layer];
             let periods = turn.map(|_| next());
             norms = [q_norm, k_norm].map(|norm| norm.map(|norm| self.row_norm(norm, next)));
             let group = places.groups.of_layer[layer];
-            Heads { group, n_q, n_kv, head_dim, periods, keys, values }
+            Heads { group, n_q, n_kv, head_dim, periods, turned, keys, values }
         });
         let product = Product {
             x: Buffer(product.x),
@@ -297,7 +299,10 @@ impl Planner {
 /// Returns whether a product can store its heads itself.
 fn fits_product(heads: &Heads, norms: [Option<Norm>; 2]) -> bool {
     let is_plain = |pool: Pool| matches!(pool.rows, PoolRows::Plain(_));
-    norms == [None; 2] && is_plain(heads.keys) && is_plain(heads.values)
+    norms == [None; 2]
+        && heads.turned == heads.head_dim
+        && is_plain(heads.keys)
+        && is_plain(heads.values)
 }
 
 /// Returns a weight at the next addresses, in the order of [`Planner::add_weight`].

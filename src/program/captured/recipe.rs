@@ -1,5 +1,6 @@
 //! What a program must look like to be captured: a decoder, as the passes for a GPU leave one.
 
+mod gates;
 mod norms;
 
 use std::collections::{HashMap, HashSet};
@@ -289,6 +290,7 @@ impl Reader<'_> {
                 self.same(out, *x)
             }
             (op, Out::Tensor(out)) => self.read_product(op, out, index),
+            (op @ Op::Split { .. }, out @ Out::Tensors(_, 2)) => self.read_gate(op, out),
             (op, Out::Tensors(..)) => self.read_layer(op, instruction.out, index),
             _ => None,
         }
@@ -370,7 +372,9 @@ impl Reader<'_> {
             && self.constant(heads.periods).is_some();
         fits.then_some(())?;
         let turn = Some((heads.periods, heads.dtype));
-        let heads = LayerHeads { layer, n_q, n_kv, head_dim, turn, q_norm: None, k_norm: None };
+        let (q_norm, k_norm) = (None, None);
+        let turned = head_dim;
+        let heads = LayerHeads { layer, n_q, n_kv, head_dim, turn, turned, q_norm, k_norm };
         let product = Product {
             x: self.buffer(*x)?,
             weight: self.weight(*weight, *transposed)?,

@@ -257,7 +257,8 @@ impl Model {
             let weight = |index: usize| self.weights[1 + EACH * layer + index].weight();
             let (keys, values) = (self.pool(2 * layer), self.pool(2 * layer + 1));
             let periods = self.shape.turns.then(|| self.at(self.weights.len() - 1));
-            let heads = Heads { group: 0, n_q, n_kv, head_dim, periods, keys, values };
+            let heads =
+                Heads { group: 0, n_q, n_kv, head_dim, periods, turned: head_dim, keys, values };
             let q = buffers.take(1, tokens * n_q * head_dim);
             launches.push(Launch::Product(Product {
                 bias: self.shape.bias.then(|| at(BIAS)),

@@ -25,7 +25,8 @@ struct Shape {
     norms: [bool; 2],
     /// Whether the weights of norms are float32.
     wide: bool,
-    turns: bool,
+    /// The part of a head that turns, in quarters.
+    turns: usize,
 }
 
 /// Returns the weights of a norm, of elements or of float32.
@@ -69,16 +70,18 @@ struct Case {
 pub fn run(device: &Device) -> Answer<bool> {
     let mut good = true;
     for element in [Element::Bf16, Element::F16] {
-        let (norms, wide, turns) = ([true; 2], false, true);
+        let (norms, wide, turns) = ([true; 2], false, 4);
         let shape = Shape { element, n_q: 8, n_kv: 2, dim: 64, norms, wide, turns };
         for shape in [
             shape,
             Shape { n_q: 32, n_kv: 8, dim: 128, norms: [false; 2], ..shape },
-            Shape { n_q: 3, n_kv: 3, dim: 128, turns: false, ..shape },
+            Shape { n_q: 3, n_kv: 3, dim: 128, turns: 0, ..shape },
             Shape { n_q: 20, n_kv: 2, dim: 256, norms: [true, false], ..shape },
             Shape { n_q: 4, n_kv: 2, dim: 96, norms: [false, true], ..shape },
             Shape { n_q: 4, n_kv: 1, dim: 256, wide: true, ..shape },
             Shape { n_q: 6, n_kv: 2, dim: 96, wide: true, ..shape },
+            Shape { n_q: 24, n_kv: 8, dim: 128, turns: 3, norms: [false; 2], ..shape },
+            Shape { n_q: 4, n_kv: 4, dim: 64, turns: 1, ..shape },
         ] {
             good &= check_shape(device, shape)?;
         }
@@ -168,7 +171,7 @@ impl Case {
         table.write(0, &to_bytes(element, &rows))?;
         let mut norm = || weights(device, element, dim, shape.wide, &mut random);
         let norms = [norm()?, norm()?];
-        let half = dim / 2;
+        let half = (dim * shape.turns / 8).max(1);
         let periods: Vec<f32> = (0..half).map(|j| 10_000f32.powf(j as f32 / half as f32)).collect();
         let mut memory = device.allocate(4 * half)?;
         let bytes: Vec<u8> = periods.iter().flat_map(|period| period.to_le_bytes()).collect();
@@ -184,7 +187,8 @@ impl Case {
             let weight = Some(self.norms[which].1.address());
             self.shape.norms[which].then_some(Norm { weight, wide: self.shape.wide, eps: EPS })
         };
-        let periods: Option<Address> = turns.then(|| self.periods.1.address());
+        let periods: Option<Address> = (turns > 0).then(|| self.periods.1.address());
+        let turned = if turns > 0 { dim * turns / 4 } else { dim };
         let [keys, values] = pools.map(DevicePool::pool);
         let plan = Plan {
             element,
@@ -200,7 +204,16 @@ impl Case {
                 }),
                 Launch::Place(Place {
                     x: Buffer(0),
-                    heads: Heads { group: 0, n_q, n_kv, head_dim: dim, periods, keys, values },
+                    heads: Heads {
+                        group: 0,
+                        n_q,
+                        n_kv,
+                        head_dim: dim,
+                        periods,
+                        turned,
+                        keys,
+                        values,
+                    },
                     q_norm: norm(0),
                     k_norm: norm(1),
                     out: Buffer(1),
@@ -256,11 +269,14 @@ impl Case {
         if kind < 2 && self.shape.norms[kind] {
             row = normalized(element, &row, &self.norms[kind].0, self.shape.wide);
         }
-        if kind == 2 || !turns {
+        if kind == 2 || turns == 0 {
             return row;
         }
-        let half = dim / 2;
+        let half = dim * turns / 8;
         let turned = |j: usize| {
+            if j >= 2 * half {
+                return row[j];
+            }
             let angle = f64::from(position as f32 * (1.0 / self.periods.0[j % half]));
             let (x, y) = (row[j % half], row[j % half + half]);
             round(match j < half {

@@ -31,7 +31,16 @@ pub fn run(device: &Device, shape: Shape) -> Result<()> {
     ];
     let pool = device.allocate(2 * n_kv * shape.capacity * head_dim)?;
     let pool = Pool { rows: PoolRows::Plain(pool.address()), capacity: shape.capacity };
-    let heads = Heads { group: 0, n_q, n_kv, head_dim, periods: None, keys: pool, values: pool };
+    let heads = Heads {
+        group: 0,
+        n_q,
+        n_kv,
+        head_dim,
+        periods: None,
+        turned: head_dim,
+        keys: pool,
+        values: pool,
+    };
     say!("{}: microseconds of a launch, T {TOKENS:?}", shape.name);
     for (name, inner, outputs) in kinds {
         let bytes = 2 * inner * outputs * if name == "gate" { 2 } else { 1 };

@@ -9,7 +9,7 @@ struct AnyNorm {
   float eps;
   int is_wide;
 
-  // Returns an element of a row that is to be multiplied by `scale`.
+  // Returns an element of a row, which `scale` multiplies.
   template <typename E>
   __device__ E normed(E x, float scale, int at) const {
     float scaled = static_cast<float>(x) * scale;

@@ -34,13 +34,13 @@ struct Row {
     for (int i = 0; i < 8; ++i) x[i] = norm.normed(x[i], scale, 8 * thread + i);
   }
 
-  // Element `j` turns together with `j + dim / 2`, which another thread has.
-  __device__ void turn_row(int position, const float* periods) {
-    int half = dim / 16, other = thread < half ? thread + half : thread - half;
+  // Element `j` of the first ones, which turn, does together with `j + turned / 2`, which another thread has.
+  __device__ void turn_row(int position, const float* periods, int turned) {
+    int half = turned / 16, other = thread < half ? thread + half : thread - half;
     bool is_second = thread >= half;
     for (int i = 0; i < 8; ++i) {
       float its = __shfl_sync(ALL, static_cast<float>(x[i]), other);
-      if (8 * thread >= dim) continue;
+      if (8 * thread >= turned) continue;
       E first = is_second ? E(its) : x[i], second = is_second ? x[i] : E(its);
       turn(first, second, angle_of(position, periods[8 * (thread % half) + i]));
       x[i] = is_second ? second : first;

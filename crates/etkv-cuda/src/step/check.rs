@@ -127,6 +127,9 @@ impl Work<'_> {
                     fail!(Plan, "heads have no gate, no sum, and all rows");
                 }
                 self.check_heads(heads, outputs)?;
+                if heads.turned != heads.head_dim {
+                    fail!(Plan, "heads of a product turn whole; place those of which a part turns");
+                }
                 for pool in [heads.keys, heads.values] {
                     if !matches!(pool.rows, PoolRows::Plain(_)) {
                         fail!(Plan, "heads of a product go to plain pools; place those of others");
@@ -190,6 +193,10 @@ impl Work<'_> {
                 Plan,
                 "heads of {head_dim} elements, expected a multiple of {PLACED} to place them"
             );
+        }
+        is_within("elements that turn", heads.turned, TILE, head_dim)?;
+        if heads.turned % TILE != 0 {
+            fail!(Plan, "{} elements that turn, expected a multiple of {TILE}", heads.turned);
         }
         are_placed(heads)?;
         is_norm(*q_norm)?;

@@ -314,9 +314,12 @@ pub struct Heads {
     pub n_kv: usize,
     /// The elements of a head: a multiple of 16, of 32 to 256; of 64 for more than [`MOST_FEW`] tokens.
     pub head_dim: usize,
-    /// The periods of rotary embedding, `[head_dim / 2]`, float32: element j of a query or key turns
-    /// together with `head_dim / 2 + j`, by `1 / periods[j]` a position. `None` if nothing turns.
+    /// The periods of rotary embedding, `[turned / 2]`, float32: element j of a query or key turns
+    /// together with `turned / 2 + j`, by `1 / periods[j]` a position. `None` if nothing turns.
     pub periods: Option<Address>,
+    /// The first elements of a head that turn: all of those of a product, a multiple of 16 of those that are
+    /// placed.
+    pub turned: usize,
     /// Where the keys go.
     pub keys: Pool,
     /// Where the values go.

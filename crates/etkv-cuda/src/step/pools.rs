@@ -57,7 +57,7 @@ pub(crate) struct PlaceWork {
     queries: i32,
     each: i32,
     dim: i32,
-    unused: i32,
+    turned: i32,
 }
 
 // The kernels' files have the same sizes.
@@ -85,7 +85,7 @@ impl PlaceWork {
             queries: int(heads.n_q),
             each: int(heads.n_kv),
             dim: int(heads.head_dim),
-            unused: 0,
+            turned: int(heads.turned),
         }
     }
 

@@ -156,6 +156,7 @@ fn decoder(k_norm: Option<RowNorm>) -> (Recipe, Planner) {
         n_kv: KV_HEADS,
         head_dim: HEAD_DIM,
         turn: Some((Value(2), Dtype::Bfloat16)),
+        turned: HEAD_DIM,
         q_norm: None,
         k_norm,
     };
@@ -340,4 +341,14 @@ fn rows_are_normalized_with_weights_of_both_kinds() {
     assert!(planned([None, None], 3).is_none());
     assert!(planned([Some(bf16), Some(f32)], 3).is_none());
     assert!(planned([Some(bf16), None], 2).is_none());
+}
+
+#[test]
+fn heads_that_turn_in_part_are_placed() {
+    let pool = pool(PoolRows::Plain(Address(640)));
+    let periods = Some(Address(64));
+    let (keys, values, group) = (pool, pool, 0);
+    let of = |turned| Heads { group, n_q: 4, n_kv: 2, head_dim: 64, periods, turned, keys, values };
+    assert!(fits_product(&of(64), [None; 2]));
+    assert!(!fits_product(&of(48), [None; 2]));
 }

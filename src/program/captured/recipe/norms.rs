@@ -5,7 +5,7 @@ use crate::program::ir::{Binary, Op, Out, Value};
 
 impl Reader<'_> {
     /// Returns the instruction that alone reads a value, and what it makes.
-    fn reader(&self, value: Value) -> Option<(usize, &Op, Value)> {
+    pub(super) fn reader(&self, value: Value) -> Option<(usize, &Op, Value)> {
         let &index = self.readers.get(&value)?;
         let made = &self.graph.main.instructions[index];
         match made.out {

@@ -280,6 +280,7 @@ fn heads_that_are_normalized_are_those_of_one_product() {
         n_kv: 2,
         head_dim: 16,
         turn: Some((PERIODS, Dtype::Bfloat16)),
+        turned: 16,
         q_norm: norm(NORM),
         k_norm: norm(PERIODS),
     };
@@ -385,3 +386,4 @@ fn programs_of_other_dtypes_are_told_apart() {
 }
 
 mod norms;
+mod parts;

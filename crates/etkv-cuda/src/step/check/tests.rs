@@ -19,7 +19,8 @@ fn plan() -> Plan {
         heads: None,
         out: Buffer(1),
     };
-    let heads = Heads { group: 0, n_q: 8, n_kv: 2, head_dim: 64, periods: None, keys, values };
+    let heads =
+        Heads { group: 0, n_q: 8, n_kv: 2, head_dim: 64, periods: None, turned: 64, keys, values };
     Plan {
         element: Element::Bf16,
         tokens: 4,
@@ -121,6 +122,7 @@ fn sizes_that_kernels_do_not_take_are_refused() {
     assert!(refused(|plan| heads(plan).n_kv = 3).contains("expected a multiple of 3"));
     assert!(refused(|plan| heads(plan).head_dim = 72).contains("multiple of 16"));
     assert!(refused(|plan| attend(plan).head_dim = 272).contains("of 272 elements"));
+    assert!(refused(|plan| heads(plan).turned = 32).contains("place those of which a part turns"));
     assert!(refused(|plan| attend(plan).scale = f32::NAN).contains("NaN"));
     assert!(refused(
         |plan| product(plan, 1).norm = Some(Norm { weight: None, wide: false, eps: -1.0 })
@@ -229,6 +231,9 @@ fn heads_that_cannot_be_placed_are_refused() {
         .contains("-1"));
     assert!(refused(|place| place.x = Buffer(0)).contains("buffer 0 has 1024 elements"));
     assert!(refused(|place| place.out = Buffer(4)).contains("over the heads"));
+    assert_eq!(refused(|place| place.heads.turned = 48), "");
+    assert!(refused(|place| place.heads.turned = 40).contains("40 elements that turn, expected a"));
+    assert!(refused(|place| place.heads.turned = 80).contains("80 elements that turn"));
     let text = refused(|place| place.heads.keys.rows = PoolRows::Plain(Address(2)));
     assert!(text.contains("the keys at 0x2"), "{text}");
 }
