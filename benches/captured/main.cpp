@@ -124,7 +124,7 @@ bool compare(Side& captured, Side& interpreted, Log& log, size_t longest) {
     captured.fill(behind);
     interpreted.fill(behind);
     Agreement agreement;
-    for (const size_t n : {1, 2, 3, 5, 8, 13, 16, 1, 1}) {
+    for (const size_t n : {1, 2, 3, 5, 8, 13, 16, 24, 64, 41, 1, 1}) {
       const int32_t at = captured.length();
       const auto tokens = captured.tokens(static_cast<size_t>(at), n);
       const size_t before = log.captured();
@@ -176,7 +176,7 @@ void measure(Side& captured, Side& interpreted, size_t longest, size_t rounds) {
       continue;
     }
     for (const bool chosen : {false, true}) {
-      for (const size_t n : {1, 2, 4, 8, 16}) {
+      for (const size_t n : {1, 2, 4, 8, 16, 32, 64}) {
         std::vector<double> times[2];
         const std::vector<int64_t> tokens(n, 1);
         captured.fill(behind);
@@ -223,7 +223,7 @@ int main(int argc, char** argv) {
     std::fprintf(stderr, "etkv_captured: ROUNDS is at least 1\n");
     return 2;
   }
-  const auto capacity = static_cast<int32_t>(longest + 64 + 2 * rounds);
+  const auto capacity = static_cast<int32_t>(longest + 256 + 2 * rounds);
   // The log ends before steps are timed.
   auto log = std::make_unique<Log>();
   Side captured(argv[1], capacity, format, etkv::Passes::standard);

@@ -138,11 +138,15 @@ void run_sequences(Both<SeqCache>& both) {
     both.run({{4, 1}, {2, 1}, {1, 1}, {3, 1}});
   }
   std::vector<std::pair<int32_t, int>> many;
-  for (int32_t sequence = 1; sequence <= 16; ++sequence) {
-    many.emplace_back(sequence, 1);
-  }
-  for (int i = 0; i < 3; ++i) {
-    both.run(many);
+  for (const int32_t most : {16, 33, 64}) {
+    for (int32_t sequence = 1 + static_cast<int32_t>(many.size());
+         sequence <= most;
+         ++sequence) {
+      many.emplace_back(sequence, 1);
+    }
+    for (int i = 0; i < 3; ++i) {
+      both.run(many);
+    }
   }
   both.change([](SeqCache& cache) { return cache.compact(); });
   both.run(many);

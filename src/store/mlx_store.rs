@@ -37,7 +37,7 @@ pub struct SavedRows(Vec<(usize, Slots, [StoredRows; 2])>);
 impl MlxStore {
     /// Returns the formats and the buffers of a layer's keys and values: `[1, n_kv_heads, slots, width]` for
     /// each plane of the format.
-    #[cfg(any(test, all(feature = "delegate", target_os = "linux")))]
+    #[cfg(all(feature = "delegate", target_os = "linux"))]
     pub(crate) fn planes(&self, layer: usize) -> Option<[(KvFormat, Vec<&Array>); 2]> {
         let pools = self.pools.get(layer)?;
         Some(pools.each_ref().map(|pool| (pool.format(), pool.buffers())))

@@ -7,12 +7,11 @@ transformers on weights that the exporter's own function has quantized, and torc
 
 from __future__ import annotations
 
-import contextlib
 import copy
 import functools
 import importlib.util
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import TYPE_CHECKING
@@ -26,17 +25,18 @@ import reference
 import upstream_models
 import upstream_programs
 from etkv import _mlx_serialization
-from reference import EVERYTHING, STORY
+from reference import EVERYTHING
 from upstream_programs import IN_GRAPH, OFF_GRAPH, OPTIMUM, Export, dflash, llm, whisper
+from upstream_runs import DECODE, PROMPT, STEP, greedy, loaded, prompt, read
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-PROMPT, DECODE, STEP = 60, 64, 40
-"""Tokens of the prompt, greedy steps after it, and the most tokens of a step. See :data:`RING` for their sum."""
-
 RING = 127
-"""Slots of a window's ring: the window of 64, and a step of 64 but one. Beyond, the exporters' programs err."""
+"""Slots of a window's ring: the window of 64, and a step of 64 but one. Beyond, the exporters' programs err.
+
+The tokens of a test are fewer: see :data:`upstream_runs.PROMPT`.
+"""
 
 FLOAT = [
     llm("tiny-llama", *IN_GRAPH),
@@ -94,43 +94,7 @@ def each(exports: Sequence[Export]):
     return pytest.mark.parametrize("made", exports, ids=str)
 
 
-def prompt(count: int = PROMPT) -> list[int]:
-    return list(STORY.encode())[:count]
-
-
 # ---- Language models ------------------------------------------------------------------------------------------------
-
-
-@contextlib.contextmanager
-def loaded(made: Export, method: str = "forward") -> Iterator[etkv.Program]:
-    """Load a program, with a session if its cache is off the graph."""
-    with contextlib.ExitStack() as stack:
-        session = None
-        if OFF_GRAPH[0] in made.options:
-            layers = etkv.read_kv_cache_metadata(made.path).layers
-            config = etkv.CacheConfig(layers, upstream_programs.CONTEXT, k_format="f32", v_format="f32")
-            session = stack.enter_context(etkv.DecodeSession(config))
-        yield stack.enter_context(etkv.load(made.path, session, method=method))
-
-
-def read(program: etkv.Program, ids: Sequence[int], start: int = 0, step: int = STEP) -> list[torch.Tensor]:
-    """Run ``ids`` from position ``start`` on, as ExecuTorch's runner does. Return every output, [T, width]."""
-    made = []
-    for first in range(0, len(ids), step):
-        part = list(ids[first : first + step])
-        at = start + first
-        made.append(program.execute(torch.tensor([part]), torch.arange(at, at + len(part))))
-    return [torch.cat(outputs, dim=1)[0].float() for outputs in zip(*made, strict=True)]
-
-
-def greedy(program: etkv.Program, ids: list[int], count: int, step: int = STEP) -> tuple[list[int], np.ndarray]:
-    """Return ``count`` greedy ids after ``ids``, and the rows of logits of all tokens but the last."""
-    rows, chosen = read(program, ids, step=step)[:1], []
-    while True:
-        chosen.append(int(rows[-1][-1].argmax()))
-        if len(chosen) == count:
-            return chosen, torch.cat(rows).numpy()
-        rows.append(read(program, chosen[-1:], len(ids) + len(chosen) - 1)[0])
 
 
 @functools.cache
@@ -321,13 +285,6 @@ def in_torch_dflash():
 # ---- Whisper --------------------------------------------------------------------------------------------------------
 
 
-def sound() -> np.ndarray:
-    """One second at 16 kHz: a rising tone and noise."""
-    time = np.arange(16_000) / 16_000
-    noise = np.random.default_rng(0).normal(0, 0.1, len(time))
-    return (np.sin(2 * np.pi * (200 + 300 * time) * time) + noise).astype(np.float32)
-
-
 @each(WHISPER)
 def test_whisper(made, ended):
     """The encoder, the keys and values of its rows, and the decoder, driven as ExecuTorch's runner does."""
@@ -335,7 +292,9 @@ def test_whisper(made, ended):
 
     assert ended[made] is None
     processor = AutoProcessor.from_pretrained(made.folder / "processor")
-    features = processor(sound(), return_tensors="pt", truncation=False, sampling_rate=16_000).input_features
+    features = processor(
+        upstream_models.sound(), return_tensors="pt", truncation=False, sampling_rate=16_000
+    ).input_features
     features = features[:, :, : upstream_models.FRAMES].contiguous()
     layers = json.loads((made.folder / "metadata.json").read_text())["num_decoder_layers"]
     start = upstream_models.WHISPER_IDS["<|startoftranscript|>"]

@@ -9,6 +9,8 @@ import json
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import numpy as np
+
 import tiny_models
 from tiny_models import BOS, EOS, SHAPE, VOCABULARY
 
@@ -23,6 +25,9 @@ WHISPER_SPECIAL = (
     *("<|startoflm|>", "<|startofprev|>", "<|nospeech|>", "<|notimestamps|>"),
 )
 WHISPER_IDS = {text: 256 + index for index, text in enumerate(WHISPER_SPECIAL)}
+
+AUDIO = 260
+"""The id that stands for a place of sound in Voxtral's texts."""
 
 TAPPED = (0, 2)
 """Layers of the target whose hidden states the DFlash draft takes."""
@@ -80,16 +85,45 @@ def _qwen3_target():
     return Qwen3Config(**{**SHAPE, "num_hidden_layers": 4, "head_dim": 32, "tie_word_embeddings": True})
 
 
+def _gemma4_31b():
+    """Return the parts of Gemma 4 31B: full layers have wider heads, fewer of them, and keys for values.
+
+    A window of 32 goes round within a test. Full layers turn all dimensions: of a part the exporter turns wrong ones.
+    The output layer has weights of its own, as in the exporter's checkpoints. With those of the embedding a random
+    model repeats one token.
+    """
+    from transformers import Gemma4TextConfig
+
+    return Gemma4TextConfig(
+        **{**SHAPE, "hidden_size": 128, "num_hidden_layers": 4},
+        **{"layer_types": ["sliding_attention", "full_attention"] * 2, "sliding_window": 32, "head_dim": 64},
+        **{"global_head_dim": 128, "num_global_key_value_heads": 1, "attention_k_eq_v": True},
+        **{"hidden_size_per_layer_input": 0, "final_logit_softcapping": 30.0, "tie_word_embeddings": False},
+        rope_parameters={
+            "sliding_attention": {"rope_type": "default", "rope_theta": 10_000.0},
+            "full_attention": {"rope_type": "proportional", "partial_rotary_factor": 1.0, "rope_theta": 1_000_000.0},
+        },
+    )
+
+
 TEXT = {
     # The last two layers share the keys and values of the first two.
     "tiny-gemma4": lambda: _gemma4(num_kv_shared_layers=2),
     # As published models have it: heads of full layers are wider.
     "tiny-gemma4-wide": lambda: _gemma4(num_kv_shared_layers=2, global_head_dim=64),
+    "tiny-gemma4-31b": _gemma4_31b,
     "tiny-dflash-target": _qwen3_target,
 }
 """Model name -> function that returns its transformers configuration, for models that take text alone."""
 
-NAMES = (*tiny_models.CONFIGS, *TEXT, "tiny-whisper", "tiny-dflash-draft")
+NAMES = (*tiny_models.CONFIGS, *TEXT, "tiny-whisper", "tiny-voxtral", "tiny-dflash-draft")
+
+
+def sound(seconds: int = 1) -> np.ndarray:
+    """Return a recording at 16 kHz: a rising tone and noise."""
+    time = np.arange(16_000 * seconds) / 16_000
+    noise = np.random.default_rng(0).normal(0, 0.1, len(time))
+    return (np.sin(2 * np.pi * (200 + 300 * time / seconds) * time) + noise).astype(np.float32)
 
 
 def write(name: str, folder: Path) -> Path:
@@ -101,13 +135,19 @@ def write(name: str, folder: Path) -> Path:
     torch.manual_seed(0)
     if name == "tiny-whisper":
         return _write_whisper(folder)
+    if name == "tiny-voxtral":
+        return _write_voxtral(folder)
     if name == "tiny-dflash-draft":
         return _write_dflash_draft(folder)
     from transformers import AutoModelForCausalLM
 
     model = AutoModelForCausalLM.from_config(TEXT[name](), dtype=torch.float32)
+    if name == "tiny-gemma4-31b":
+        _scale_scores(model)
     _write(model, folder)
     tiny_models.tokenizer().save_pretrained(folder)
+    if name == "tiny-gemma4-31b":
+        _write_quantized(folder)
     return folder
 
 
@@ -127,6 +167,47 @@ def _move_vectors(model) -> None:
                 parameter.add_(0.1 * torch.randn_like(parameter))
 
 
+def _scale_scores(model: PreTrainedModel) -> None:
+    """Divide scores by the root of the heads' width, in the norms: Gemma 4 has no other scale."""
+    import torch
+
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if name.endswith(("q_norm.weight", "k_norm.weight")):
+                parameter.mul_(len(parameter) ** -0.25)
+
+
+def _write_quantized(folder: Path) -> None:
+    """Write the checkpoint of Gemma 4 31B that ExecuTorch's exporter reads, to ``quantized`` in its folder.
+
+    ExecuTorch's own command for it fixes the group of the embedding to the width of the published model. These are its
+    functions with a row of this model.
+    """
+    from executorch.examples.models.gemma4_31b.model import _hf_to_model_key
+    from executorch.extension.llm.export.quant import QuantConfig, QuantRecipe, QuantRule, quantize_stream
+    from safetensors.torch import load_file, save_file
+    from torchao.prototype.safetensors.safetensors_support import flatten_tensor_state_dict
+
+    config = json.loads((folder / "config.json").read_text())
+    whole_row = QuantConfig(bits=8, group_size=config["hidden_size"], symmetric=True, method="min_max")
+    groups = QuantConfig(bits=4, group_size=32, symmetric=False, method="min_max")
+    recipe = QuantRecipe(
+        [
+            QuantRule(r"embed_tokens\.weight", whole_row),
+            QuantRule(r".*(norm\.weight|layer_scalar)", None),
+            QuantRule(r".*\.weight", groups),
+        ]
+    )
+    weights = {_hf_to_model_key(name): weight for name, weight in load_file(folder / "model.safetensors").items()}
+    made = dict(quantize_stream(weights.items(), recipe))
+    tensors, metadata = flatten_tensor_state_dict(made)
+    (folder / "quantized").mkdir()
+    save_file(tensors, folder / "quantized" / "model.safetensors", metadata=metadata)
+    # The exporter reads these where older versions of transformers wrote them.
+    flat = {"global_head_dim": 128, "num_global_key_value_heads": 1}
+    (folder / "quantized" / "config.json").write_text(json.dumps({**config, **flat}))
+
+
 def _write_whisper(folder: Path) -> Path:
     from transformers import (
         AddedToken,
@@ -143,6 +224,20 @@ def _write_whisper(folder: Path) -> Path:
     # One second; the model takes two frames of 10 ms a position.
     extractor = WhisperFeatureExtractor(feature_size=MEL_BINS, chunk_length=1)
     WhisperProcessor(extractor, tokenizer).save_pretrained(folder)
+    return folder
+
+
+def _write_voxtral(folder: Path) -> Path:
+    """Write a Voxtral that takes 30 seconds at a time, as the exporter's preprocessor gives them: 75 places each."""
+    from transformers import VoxtralConfig, VoxtralForConditionalGeneration
+
+    encoder = {
+        **{"hidden_size": 64, "intermediate_size": 1280, "num_hidden_layers": 2, "num_attention_heads": 4},
+        "initializer_range": 0.1,
+    }
+    text = {**SHAPE, "model_type": "llama", "max_position_embeddings": 512}
+    config = VoxtralConfig(audio_config=encoder, text_config=text, audio_token_id=AUDIO, projector_hidden_act="gelu")
+    _write(VoxtralForConditionalGeneration(config).eval(), folder)
     return folder
 
 

@@ -33,6 +33,7 @@ OPTIMUM = os.environ.get("ETKV_TEST_OPTIMUM")
 
 PACKAGES = ("executorch", "torch", "torchao", "transformers")
 EXAMPLES = "executorch.backends.mlx.examples."
+VOXTRAL = "voxtral.export_voxtral_hf"
 IN_GRAPH, OFF_GRAPH = ("--use-custom-sdpa", "--use-custom-kv-cache"), ("--use-offgraph-cache",)
 
 
@@ -42,7 +43,7 @@ class Export:
 
     In ``options`` the text ``{out}`` stands for the folder of the result, and ``{tiny-...}`` for that of a model.
     ``hooks`` installs transformers' hooks for hidden states before the exporter traces the model: installing them takes
-    a lock, which torch.export cannot trace.
+    a lock, which torch.export cannot trace. ``older_names`` gives Voxtral's model a method of transformers 5.0.
     """
 
     name: str
@@ -50,6 +51,7 @@ class Export:
     exporter: str
     options: tuple[str, ...]
     hooks: bool = False
+    older_names: bool = False
 
     def __str__(self) -> str:
         return self.name
@@ -64,7 +66,8 @@ class Export:
 
     @property
     def needs_optimum(self) -> bool:
-        return self.exporter == "llm.export_llm_hf" and not {*IN_GRAPH, *OFF_GRAPH} & {*self.options}
+        plain = self.exporter == "llm.export_llm_hf" and not {*IN_GRAPH, *OFF_GRAPH} & {*self.options}
+        return plain or self.exporter == VOXTRAL
 
     @property
     def weights(self) -> Path:
@@ -86,6 +89,22 @@ def whisper(*options: str) -> Export:
     words = ["tiny-whisper", *(option.removeprefix("--") for option in options)]
     given = ("--model-id", "{tiny-whisper}", "--output-dir", "{out}", "--dtype", "fp32", "--max-decoder-seq-len", "128")
     return Export("-".join(words), "tiny-whisper", "whisper.export_whisper", (*given, *options))
+
+
+def voxtral(*options: str, older_names: bool = True) -> Export:
+    """Return what exports Voxtral: the preprocessor, and a program with a method for each part."""
+    words = ["tiny-voxtral", *(option.removeprefix("--") for option in options)]
+    words += [] if older_names else ["as-it-is"]
+    given = ("--model-id", "{tiny-voxtral}", "--output-dir", "{out}", "--dtype", "fp32", "--max-audio-len", "60")
+    return Export("-".join(words), "tiny-voxtral", VOXTRAL, (*given, *options), older_names=older_names)
+
+
+def gemma4_31b(*options: str) -> Export:
+    """Return what exports the parts of Gemma 4 31B with its own exporter, which reads quantized weights."""
+    words = ["tiny-gemma4-31b", *(option.removeprefix("--") for option in options)]
+    given = ("--prequantized", "{tiny-gemma4-31b}/quantized", "--output-dir", "{out}", "--backend", "mlx")
+    exporter = "executorch.examples.models.gemma4_31b.export"
+    return Export("-".join(words), words[0], exporter, (*given, "--max-seq-len", str(CONTEXT), *options))
 
 
 def dflash() -> Export:
@@ -159,6 +178,15 @@ def _ready() -> None:
     _mlx_serialization.ensure_available()
 
 
+def find_torchtune() -> None:
+    """Make torchtune importable: the package with ExecuTorch's TurboQuant imports it for modules that go unused."""
+    if str(reference.ROOT) not in sys.path:
+        sys.path.append(str(reference.ROOT))
+    from tests.upstream_ops import wheel
+
+    wheel.find_torchtune()
+
+
 def _export(each: Export) -> None:
     """Run the exporter, and write how it ended beside the program."""
     from etkv.export.progress import third_party_noise
@@ -187,12 +215,17 @@ def _run(each: Export) -> None:
     torch._dynamo.reset()
     # The exporter looks its draft up in the cache of the hub.
     huggingface_hub.constants.HF_HUB_CACHE = str(_hub())
-    module = EXAMPLES + each.exporter
+    find_torchtune()
+    module = each.exporter if each.exporter.startswith("executorch.") else EXAMPLES + each.exporter
     folders = {name: FOLDER / "hf" / name for name in upstream_models.NAMES}
     options = [option.format(out=each.folder, **folders) for option in each.options]
     before, sys.argv = sys.argv, [module, *options]
     try:
-        with _hooks_installed_early() if each.hooks else contextlib.nullcontext():
+        with contextlib.ExitStack() as stack:
+            if each.hooks:
+                stack.enter_context(_hooks_installed_early())
+            if each.exporter == VOXTRAL:
+                stack.enter_context(_sound_at_hand(older_names=each.older_names))
             runpy.run_module(module, run_name="__main__", alter_sys=True)
     finally:
         sys.argv = before
@@ -234,3 +267,27 @@ def _hooks_installed_early() -> Iterator[None]:
             del auto.from_pretrained
         else:
             auto.from_pretrained = before
+
+
+@contextlib.contextmanager
+def _sound_at_hand(*, older_names: bool) -> Iterator[None]:
+    """Give optimum-executorch the features of a recording, which it takes from a hub with Voxtral's processor.
+
+    The processor needs mistral-common for its tokenizer. Of both only the features' shape affects the program.
+    """
+    from unittest import mock
+
+    from optimum.exporters.executorch import integrations
+    from transformers import VoxtralForConditionalGeneration, WhisperFeatureExtractor
+
+    extractor = WhisperFeatureExtractor(feature_size=128)
+    features = extractor(upstream_models.sound(), return_tensors="pt", sampling_rate=16_000)
+    model = VoxtralForConditionalGeneration
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(mock.patch.object(integrations, "AutoProcessor"))
+        given = mock.patch.object(integrations, "apply_chat_template_with_fallback", lambda *_, **__: features)
+        stack.enter_context(given)
+        if older_names:
+            older = lambda self, features: self.get_audio_features(features).pooler_output  # noqa: E731
+            stack.enter_context(mock.patch.object(model, "get_audio_embeds", older, create=True))
+        yield

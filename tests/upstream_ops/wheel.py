@@ -24,10 +24,15 @@ def test_utils() -> Any:
 def configurations() -> list[Any]:
     """Return every configuration, an instance of its test's class, in the order of the wheel's file."""
     utils = test_utils()
-    if importlib.util.find_spec("torchtune") is None:
-        sys.meta_path.append(_TorchtuneFinder())
+    find_torchtune()
     importlib.import_module(f"{TESTS}.test_ops")
     return [configuration for _, configuration in utils.get_all_test_configs()]
+
+
+def find_torchtune() -> None:
+    """Make torchtune's modules importable, each empty, where the package is not installed."""
+    if importlib.util.find_spec("torchtune") is None:
+        sys.meta_path.append(_TorchtuneFinder())
 
 
 class _TorchtuneFinder(importlib.abc.MetaPathFinder, importlib.abc.Loader):

@@ -107,6 +107,8 @@ struct Kind {
     /// Of each group of layers, whether each token sees keys of its own, and not all before it. Steps of many tokens always have such
     /// a list.
     masked: Masked,
+    /// Whether tokens have few of these keys in common.
+    apart: bool,
     /// Whether the logits are copied to the host, and whether the greatest of each row is chosen.
     copied: bool,
     chosen: bool,
@@ -223,9 +225,12 @@ impl CapturedSteps {
         let Some(rows) = groups.place(&mut step)? else {
             return Ok(Err("the cache has to see the rows"));
         };
-        let places = step.store().and_then(|store| self.planner.places(store, constants, groups));
-        let Some(places) = places else {
-            return Ok(Err("kernels cannot read the buffers as they are"));
+        let Some(store) = step.store() else {
+            return Ok(Err("the cache has no buffers of its own"));
+        };
+        let places = match self.planner.places(store, constants, groups) {
+            Ok(places) => places,
+            Err(why) => return Ok(Err(why)),
         };
         let inputs: SmallVec<[StepInputs; MOST_GROUPS]> = rows
             .iter()
@@ -240,6 +245,10 @@ impl CapturedSteps {
         let kind = Kind {
             tokens: planned_tokens(n),
             masked: rows.iter().map(|rows| rows.mask.is_some()).collect(),
+            apart: rows
+                .iter()
+                .filter_map(|rows| rows.mask.as_ref())
+                .any(|mask| self.planner.lie_apart(mask)),
             copied: wanted == Wanted::Logits,
             chosen: wanted == Wanted::Chosen || is_watched,
         };

@@ -6,8 +6,8 @@ use std::collections::HashSet;
 
 use etkv_core::KvFormat;
 use etkv_cuda::{
-    Address, Attend, Buffer, Element, Embed, Heads, Launch, Logits, Norm, Place, Plan, Pool,
-    PoolRows, Product, Weight, HEADS_OF_MANY, MOST_TOKENS,
+    Address, Attend, Buffer, Element, Embed, Heads, KeyMask, Launch, Logits, Norm, Place, Plan,
+    Pool, PoolRows, Product, Weight, HEADS_OF_MANY, MOST_TOKENS,
 };
 use mlx_rs::{Array, Dtype};
 use smallvec::SmallVec;
@@ -17,10 +17,14 @@ use super::packed::Packed;
 use super::pools;
 use super::recipe::{self, Part, Recipe};
 use super::rows::Groups;
-use super::{element_of, Kind};
+use super::{element_of, Kind, Ran};
 use crate::mlx;
 use crate::program::ir::{self, Value};
 use crate::store::MlxStore;
+
+/// The rows of queries of a block of attention, if it has few of them or as many as it takes.
+const SMALL_BLOCK: usize = 16;
+const LARGE_BLOCK: usize = 64;
 
 /// The shapes of a recipe's parts.
 pub struct Planner {
@@ -33,6 +37,8 @@ pub struct Planner {
     n_ids: usize,
     /// The elements of a row of each buffer.
     widths: Vec<usize>,
+    /// The most query heads of a head of keys.
+    group: usize,
     /// The heads of keys of each layer, and their elements.
     layers: Vec<(usize, usize)>,
     /// The constants that are read, in the order in which the parts name them.
@@ -61,6 +67,7 @@ impl Planner {
             takes_many: true,
             n_ids: 0,
             widths: vec![0; recipe.n_buffers],
+            group: 1,
             layers: Vec::new(),
             constants: Vec::new(),
             wide: HashSet::new(),
@@ -125,6 +132,7 @@ impl Planner {
                 && (!is_placed || head_dim % pools::PLACED == 0);
             fits.then_some(())?;
             self.layers.push((n_kv, head_dim));
+            self.group = self.group.max(n_q / n_kv);
             self.constants.extend(periods);
             for norm in q_norm.iter().chain(&k_norm) {
                 self.add_norm(*norm, head_dim, array)?;
@@ -145,6 +153,14 @@ impl Planner {
         }
     }
 
+    /// Returns whether the tokens of a mask see few keys in common, so that attention reads little more if blocks
+    /// of rows are small. Its warps share each tile then, where in larger blocks most of them see nothing in it.
+    pub fn lie_apart(&self, mask: &KeyMask) -> bool {
+        let read = |rows| mask.tiles_of_blocks(self.group, rows);
+        let is_one = mask.n_tokens() * self.group <= SMALL_BLOCK;
+        !is_one && 2 * read(SMALL_BLOCK) < 3 * read(LARGE_BLOCK)
+    }
+
     /// Returns ids as the kernels take them, if all have a row of the table.
     pub fn ids(&self, ids: &[i64]) -> Option<SmallVec<[i32; MOST_TOKENS]>> {
         let known =
@@ -161,29 +177,32 @@ impl Planner {
         self.layers.iter().all(of_layer)
     }
 
-    /// Returns where everything is, once MLX has computed it. Nothing, if the cache's buffers are not what
-    /// the kernels read.
+    /// Returns where everything is, once MLX has computed it, or why the kernels cannot read it there.
     pub fn places(
         &self,
         store: &MlxStore,
         constants: &[Option<Array>],
         groups: Groups,
-    ) -> Option<Places> {
-        (groups.of_layer.len() == self.layers.len()).then_some(())?;
+    ) -> Ran<Places> {
+        if groups.of_layer.len() != self.layers.len() {
+            return Err("the cache has another number of layers");
+        }
         let of_constant = |value: &Value| address(constants.get(value.0 as usize)?.as_ref()?);
-        let constants = self.constants.iter().map(of_constant).collect::<Option<_>>()?;
+        let constants = self.constants.iter().map(of_constant).collect::<Option<_>>();
+        let constants = constants.ok_or("kernels cannot read a constant where it is")?;
         let of_layer = |(layer, &(n_kv, head_dim)): (usize, &(usize, usize))| {
             let [k, v] = store.planes(layer)?;
             let at = |pool| pools::pool_at(pool, n_kv, head_dim, self.element, address);
             Some([at(&k)?, at(&v)?])
         };
-        let pools = self.layers.iter().enumerate().map(of_layer).collect::<Option<_>>()?;
-        Some(Places { constants, pools, groups })
+        let pools = self.layers.iter().enumerate().map(of_layer).collect::<Option<_>>();
+        let pools = pools.ok_or("kernels cannot read the cache's buffers as they are")?;
+        Ok(Places { constants, pools, groups })
     }
 
     /// Returns the plan of a kind of step.
     pub fn plan(&self, recipe: &Recipe, places: &Places, kind: &Kind) -> Plan {
-        let &Kind { tokens, ref masked, copied, chosen } = kind;
+        let &Kind { tokens, ref masked, apart, copied, chosen } = kind;
         let mut addresses = places.constants.iter().map(|&address| Address(address));
         // There are as many as the parts name.
         let mut next = || addresses.next().unwrap_or(Address(0));
@@ -249,6 +268,7 @@ impl Planner {
             overlap: true,
             attention_blocks: None,
             masked: masked.to_vec(),
+            apart,
         }
     }
 

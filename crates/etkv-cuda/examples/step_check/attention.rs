@@ -38,6 +38,7 @@ struct Timed<'a> {
     element: Element,
     pools: &'a [DevicePool],
     blocks: Option<usize>,
+    apart: bool,
 }
 
 /// Prints microseconds of a launch, and the bytes that it reads a second.
@@ -51,7 +52,7 @@ pub fn run(device: &Device) -> Result<()> {
             for _ in 0..2 * LAUNCHES {
                 pools.push(DevicePool::new(device, format, N_KV, CAPACITY, DIM)?);
             }
-            let timed = Timed { device, element, pools: &pools, blocks: None };
+            let timed = Timed { device, element, pools: &pools, blocks: None, apart: false };
             say!("{}", format.map_or("plain".to_owned(), |format| format!("{format:?}")));
             let mut times = Vec::new();
             for tokens in [1, 8, 16, 32] {
@@ -65,7 +66,7 @@ pub fn run(device: &Device) -> Result<()> {
             }
             let sequences = (0..16).map(|t| once(t * 4096..(t + 1) * 4096));
             let mask = KeyMask::of(sequences);
-            let many = timed.masked(16, 65_536, &mask)?;
+            let many = Timed { apart: true, ..timed }.masked(16, 65_536, &mask)?;
             times.push(("16 sequences of 4096".to_owned(), many, 65_536));
             for branches in [1, 8] {
                 let trunk = 16_384;
@@ -168,6 +169,7 @@ impl Timed<'_> {
             buffers: vec![tokens * width; 2],
             launches: once(embed).chain((0..launches).map(attend)).collect(),
             masked: vec![mask.is_some()],
+            apart: self.apart,
             logits: None,
             overlap: true,
             attention_blocks: self.blocks,

@@ -203,7 +203,9 @@ fn check_shape(device: &Device, shape: Shape) -> Answer<bool> {
             }
         }
         good &= is_within(&format!("T {tokens}"), &largest, limit);
-        good &= check_masks(device, &model, tokens, limit, &mut random)?;
+        for apart in [false, true] {
+            good &= check_masks(device, &model, (tokens, apart), limit, &mut random)?;
+        }
         if tokens > MOST_FEW {
             good &= check_padding(device, &model, tokens, limit, &mut random)?;
         }
@@ -212,7 +214,9 @@ fn check_shape(device: &Device, shape: Shape) -> Answer<bool> {
 }
 
 fn is_within(what: &str, largest: &BTreeMap<&str, f64>, limit: f64) -> bool {
-    let within = largest.values().all(|&most| most <= limit);
+    // What a gate makes is rounded three times, where others are once: a sum in another order can turn each.
+    let most_of = |name: &str| if name == "gated" { 1.5 * limit } else { limit };
+    let within = largest.iter().all(|(name, &most)| most <= most_of(name));
     let word = if within { "ok  " } else { "FAIL" };
     let all: Vec<String> = largest.iter().map(|(what, most)| format!("{what} {most:.5}")).collect();
     say!("  {word} {what}: {}; limit {limit}", all.join(", "));
@@ -223,12 +227,12 @@ fn is_within(what: &str, largest: &BTreeMap<&str, f64>, limit: f64) -> bool {
 fn check_masks(
     device: &Device,
     model: &Model,
-    tokens: usize,
+    (tokens, apart): (usize, bool),
     limit: f64,
     random: &mut Random,
 ) -> Answer<bool> {
     let plain = model.plan(tokens, true, false);
-    let plan = Plan { masked: vec![true], overlap: true, ..plain.clone() };
+    let plan = Plan { masked: vec![true], apart, overlap: true, ..plain.clone() };
     let (mut plain, mut captured) = (device.capture(&plain)?, device.capture(&plan)?);
     let mut largest = BTreeMap::new();
     let mut good = true;
@@ -240,8 +244,10 @@ fn check_masks(
         let expected = unsafe { plain.run(&inputs) }?.logits.to_vec();
         // SAFETY: likewise.
         let found = unsafe { captured.run(&StepInputs { mask: Some(&causal), ..inputs }) }?;
-        // Blocks behind the first read fewer tiles without a mask: their sums are divided otherwise.
-        let one_block = tokens * model.shape.n_q / model.shape.n_kv <= 64;
+        // Blocks behind the first read fewer tiles without a mask: their sums are divided otherwise. So are
+        // those of rows that are cut fine.
+        let most = if apart { 16 } else { 64 };
+        let one_block = tokens * model.shape.n_q / model.shape.n_kv <= most;
         let same = match one_block {
             true => found.logits == expected,
             false => are_near(found.logits, &expected, limit, model.shape.element),

@@ -316,6 +316,7 @@ impl Model {
             overlap: false,
             attention_blocks: None,
             masked: vec![false],
+            apart: false,
         }
     }
 }

@@ -78,6 +78,7 @@ impl Case {
                 overlap: true,
                 attention_blocks: None,
                 masked: vec![false],
+                apart: false,
             };
             let mut captured = device.capture(&plan)?;
             let ids: Vec<i32> = (0..tokens as i32).map(|t| (t * 11 + 5) % TABLE as i32).collect();

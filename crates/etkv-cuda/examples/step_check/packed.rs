@@ -135,6 +135,7 @@ impl Case {
                     }),
                 ],
                 masked: vec![self.masked],
+                apart: self.masked && tokens == 64,
                 logits: None,
                 overlap: true,
                 attention_blocks: None,

@@ -220,6 +220,7 @@ impl Case {
                 }),
             ],
             masked: vec![false],
+            apart: false,
             logits: None,
             overlap: true,
             attention_blocks: None,

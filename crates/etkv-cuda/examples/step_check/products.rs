@@ -124,6 +124,7 @@ fn times_of(
             overlap: true,
             attention_blocks: None,
             masked: vec![false],
+            apart: false,
         };
         let whole = median(&mut device.capture(&plan(all))?, tokens, keys)?;
         let empty = median(&mut device.capture(&plan(base))?, tokens, keys)?;

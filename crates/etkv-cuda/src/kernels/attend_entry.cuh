@@ -38,9 +38,9 @@ extern "C" __global__ void __launch_bounds__(etkv::THREADS) etkv_merge(const Att
   etkv::let_next_begin();
   Rows slices;
   set_sizes(slices, work);
-  slices.divide_rows();
-  int r = blockIdx.x, head = blockIdx.y, group = slices.sizes.group;
-  int block = r / slices.rows_of_block(), n = slices.slices_of(block, work.slices);
+  int r = blockIdx.x, head = blockIdx.y, group = slices.sizes.group, block = r / slices.rows_of_block();
+  open_list(slices, work, block);
+  int n = slices.slices_of(block, work.slices);
   etkv::wait_for_previous();
   if (n == 1) return;
   long long first = first_part(work, slices, head, block) + r % slices.rows_of_block();

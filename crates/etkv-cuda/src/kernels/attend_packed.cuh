@@ -14,6 +14,7 @@ struct Block : Packed {
   __device__ void start(const AttendWork& work, void* shared) {
     for (int i = 0; i < PARTS; ++i) {
       set_queries(part[i], work, shared);
+      open_list(part[i], work, blockIdx.z * PARTS + i);
       part[i].v = {};
     }
     Packed::start(work.keys, work.values);

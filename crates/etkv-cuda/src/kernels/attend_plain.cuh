@@ -12,6 +12,7 @@ struct Block {
     set_queries(part[0], work, shared);
     part[0].k = {static_cast<const Element*>(work.keys.codes), work.keys.capacity * DIM, DIM, 1};
     part[0].v = {static_cast<const Element*>(work.values.codes), work.values.capacity * DIM, DIM, 1};
+    open_list(part[0], work, blockIdx.z);
     part[0].start();
   }
 

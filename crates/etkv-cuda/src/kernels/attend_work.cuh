@@ -9,8 +9,8 @@ struct AttendWork {
   float* partial;
   etkv::Planes keys, values;
   float scale;
-  // `slices`: the most of them.
-  int tokens, queries, each, slices, unused;
+  // `slices`: the most of them. `row_warps`: the most warps of a block between which rows are divided.
+  int tokens, queries, each, slices, row_warps;
 };
 static_assert(sizeof(AttendWork) == 128, "as the host has it");
 
@@ -19,7 +19,16 @@ constexpr int MASK = IS_LISTED ? etkv::SEES_LISTED : etkv::SEES_UP_TO_ITSELF;
 template <typename Slices>
 __device__ inline void set_sizes(Slices& slices, const AttendWork& work) {
   slices.sizes = {work.queries / work.each, work.tokens, work.step->keys};
-  slices.listed = {work.tiles, work.tokens, work.step->tiles};
+  slices.most_row_warps = work.row_warps;
+  slices.divide_rows();
+}
+
+// Opens the list of a block of rows, of which a block of threads has `PARTS`.
+template <typename Slices>
+__device__ inline void open_list(Slices& slices, const AttendWork& work, int block) {
+  if (!IS_LISTED) return;
+  int rows = slices.rows_of_block() * Slices::BLOCKS, blocks = (slices.sizes.rows() + rows - 1) / rows;
+  slices.listed.open(work.tiles, work.step->before_tiles, work.tokens, block / Slices::BLOCKS, blocks);
 }
 
 template <typename Slices>

@@ -70,11 +70,32 @@ struct ManyRows : FewRows<E> {
     at.end = steps * (split + 1) / shared.splits;
   }
 
+  // Returns whether a unit ends.
   __device__ bool advance(Cursor& at, int steps) const {
     if (++at.step < at.end) return false;
     at.unit += gridDim.x;
     aim(at, steps);
     return true;
+  }
+
+  // Copies a thread's pieces of every `COPIED`-th row. Of `count` rows only the first exist; where a place
+  // has all of them, a warp has few instructions for each piece of memory.
+  template <int ROWS>
+  __device__ static void copy_rows(E* place, const E* from, long long step, int count) {
+    int thread = threadIdx.x % 32, first_row = thread / PIECES;
+    static_assert(COPIED == 4, "of eight rows in different banks a thread has two");
+    E* to[2] = {place + at_piece(first_row, thread % PIECES), place + at_piece(first_row + COPIED, thread % PIECES)};
+    if (count >= ROWS) {
+#pragma unroll
+      for (int c = 0; c < ROWS / COPIED; ++c, from += step) copy_later(to[c % 2] + c / 2 * 8 * MANY_WIDE, from, true);
+      return;
+    }
+    const E* first = from;
+#pragma unroll 1
+    for (int c = 0; c < ROWS / COPIED; ++c, from += step) {
+      bool exists = first_row + c * COPIED < count;
+      copy_later((c % 2 ? to[1] : to[0]) + c / 2 * 8 * MANY_WIDE, exists ? from : first, exists);
+    }
   }
 
   // `memory` has a ring for each warp, and then the sums of some columns.
@@ -88,46 +109,51 @@ struct ManyRows : FewRows<E> {
     // The second half of a tile's rows: those that belong to the first, or the next.
     int apart = gate ? outputs : head_dim ? head_dim / 2 : HALF;
     int behind = is_paired() ? 0 : HALF;
+    long long row_step = static_cast<long long>(COPIED) * inner;
 
     Cursor next{static_cast<int>(blockIdx.x), 0, 0};
     aim(next, steps);
-    auto ask_weights = [&](int place) {
-      int from = (next.step * W + warp) * WIDE + 8 * piece, first = first_of(next.unit / shared.splits) + first_row;
-      bool exists = next.unit < units && from < inner;
-      E* to = ring + place * PLACE;
+    // This thread's first piece of each half of the weight's rows of a unit, and how many rows each half has.
+    const E* halves[2];
+    int counts[2];
+    auto open = [&](int unit) {
+      int first = unit < units ? first_of(unit / shared.splits) : 0;
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
-        const E* at = w + static_cast<long long>(first + half * apart) * inner + from;
+        halves[half] = w + static_cast<long long>(first + half * apart + first_row) * inner + warp * WIDE + 8 * piece;
+        counts[half] = unit < units ? outputs - first - half * behind : 0;
+      }
+    };
+    open(next.unit);
+    auto ask_weights = [&](int place) {
+      int from = next.step * W * WIDE;
+      bool is_inside = from + warp * WIDE + 8 * piece < inner;
 #pragma unroll
-        for (int c = 0; c < HALF / COPIED; ++c) {
-          bool is_output = exists && first + half * behind + c * COPIED < outputs;
-          copy_later(to + at_piece(half * HALF + c * COPIED + first_row, piece),
-                     is_output ? at + static_cast<long long>(c * COPIED) * inner : w, is_output);
-        }
+      for (int half = 0; half < 2; ++half) {
+        copy_rows<HALF>(ring + place * PLACE + half * HALF * WIDE, is_inside ? halves[half] + from : w, row_step,
+                        is_inside ? counts[half] : 0);
       }
     };
     // The rows of `x` lie behind those of the weight.
     auto ask_rows = [&](int place, const Cursor& of) {
       int from = (of.step * W + warp) * WIDE + 8 * piece;
       bool is_inside = of.unit < units && from < inner;
-      E* to = ring + place * PLACE + MANY_TILE * WIDE;
-#pragma unroll
-      for (int c = 0; c < X_ROWS / COPIED; ++c) {
-        int r = c * COPIED + first_row;
-        bool exists = is_inside && r < rows;
-        copy_later(to + at_piece(r, piece), exists ? x + static_cast<long long>(r) * inner + from : x, exists);
-      }
+      const E* at = x + static_cast<long long>(first_row) * inner + from;
+      copy_rows<X_ROWS>(ring + place * PLACE + MANY_TILE * WIDE, is_inside ? at : x, row_step, is_inside ? rows : 0);
+    };
+    auto advance_next = [&](Cursor& cursor) {
+      if (advance(cursor, steps)) open(cursor.unit);
     };
     Cursor first = next;
-#pragma unroll
+#pragma unroll 1
     for (int place = 0; place < MANY_DEPTH; ++place) {
       ask_weights(place);
       end_of_copies();
-      advance(next, steps);
+      advance_next(next);
     }
     wait_for_previous();
     Cursor known = first;
-#pragma unroll
+#pragma unroll 1
     for (int place = 0; place < MANY_DEPTH; ++place) {
       ask_rows(place, known);
       end_of_copies();
@@ -145,7 +171,7 @@ struct ManyRows : FewRows<E> {
       ask_weights(place);
       ask_rows(place, next);
       end_of_copies();
-      advance(next, steps);
+      advance_next(next);
       place = place + 1 == MANY_DEPTH ? 0 : place + 1;
       int unit = at.unit;
       if (advance(at, steps)) end_unit(out, sums, unit, acc);
@@ -228,11 +254,14 @@ struct ManyRows : FewRows<E> {
         }
       } else {
         __syncthreads();
+        // Two at a time hide much of what each waits for; all together take too much code.
 #pragma unroll 1
-        for (int i = 0; i < AT_ONCE; ++i) {
-          float first = 0, second = 0;
-          sum_of(row_of_item(i), first, second);
-          end(out, tile, row_of_item(i), pair, first, second);
+        for (int i = 0; i < AT_ONCE; i += 2) {
+          float first[2] = {}, second[2] = {};
+#pragma unroll
+          for (int j = 0; j < 2; ++j) sum_of(row_of_item(i + j), first[j], second[j]);
+#pragma unroll
+          for (int j = 0; j < 2; ++j) end(out, tile, row_of_item(i + j), pair, first[j], second[j]);
         }
       }
       __syncthreads();

@@ -43,15 +43,33 @@ struct PackedRows {
 
   // Copies a tile, of which `count` rows exist. The others become zeros.
   __device__ void load(char* to, int first, int count) const {
+    load_codes(to, first, count);
+    load_plane<scale_bytes()>(to + SCALES_AT, scales, first, count);
+    load_plane<offset_bytes()>(to + OFFSETS_AT, offsets, first, count);
+  }
+
+  __device__ void load_codes(char* to, int first, int count) const {
     constexpr int PIECES = ROW / COPIED;
+    if constexpr (THREADS % PIECES == 0 && THREADS / PIECES <= TILE) {
+      // All rows exist: a warp has few instructions for each piece of memory.
+      if (count >= TILE) {
+        constexpr int APART = THREADS / PIECES;
+        int r = threadIdx.x / PIECES, at = threadIdx.x % PIECES * COPIED;
+        const char* from = codes + static_cast<long long>(first + r) * ROW + at;
+        to += r * PITCH + at;
+#pragma unroll
+        for (int i = 0; i < TILE / APART; ++i) {
+          copy_bytes_later<COPIED>(to + i * APART * PITCH, from + i * APART * ROW, COPIED);
+        }
+        return;
+      }
+    }
     for (int i = threadIdx.x; i < TILE * PIECES; i += THREADS) {
       int r = i / PIECES, at = i % PIECES * COPIED;
       bool exists = r < count;
       const char* from = codes + (exists ? static_cast<long long>(first + r) * ROW + at : 0);
       copy_bytes_later<COPIED>(to + r * PITCH + at, from, exists ? COPIED : 0);
     }
-    load_plane<scale_bytes()>(to + SCALES_AT, scales, first, count);
-    load_plane<offset_bytes()>(to + OFFSETS_AT, offsets, first, count);
   }
 
   template <int EACH>

@@ -29,17 +29,27 @@ struct Marks {
   long long query, key;
 };
 
-// The mask as a list of the tiles of keys in which a query sees some: the number of each, and a bit for
-// each of its keys and each query. The other tiles are not read.
+// The mask as lists of the tiles of keys in which a query sees some. Each block of rows has a list of its own;
+// of each tile there is the number, and a bit for each of its keys and each query. Other tiles are not read.
 struct TileList {
-  const unsigned long long* data;
+  // The ends of the blocks' lists, and these lists: of each tile its number, and above that its place.
+  const unsigned long long* lists;
+  const unsigned long long* tiles;
   int queries, count;
 
-  __device__ const unsigned long long* at(int i) const {
-    return data + static_cast<long long>(i) * (1 + queries);
+  // `before`: how many numbers come before the tiles.
+  __device__ void open(const unsigned long long* data, int before, int all_queries, int block, int blocks) {
+    tiles = data + before;
+    queries = all_queries;
+    int begin = block ? static_cast<int>(data[block - 1]) : 0;
+    count = static_cast<int>(data[block]) - begin;
+    lists = data + blocks + begin;
   }
-  __device__ int number(int i) const { return static_cast<int>(*at(i)); }
-  __device__ unsigned long long bits(int i, int query) const { return at(i)[1 + query]; }
+
+  __device__ int number(int i) const { return static_cast<int>(lists[i]); }
+  __device__ unsigned long long bits(int i, int query) const {
+    return tiles[static_cast<long long>(lists[i] >> 32) * (1 + queries) + 1 + query];
+  }
 };
 
 struct Sizes {

@@ -27,6 +27,7 @@ struct Slice {
   static constexpr int V_PITCH = DV + PIECE;
   static constexpr int STAGE = TILE * (K_PITCH + V_PITCH);
   static constexpr int SUM_PITCH = DV + 8;
+  static constexpr int BLOCKS = PARTS;
 
   View<E> q, k, v;
   Marks marks;
@@ -47,6 +48,10 @@ struct Slice {
   int slices;
   // The block of rows.
   int block;
+  // Of this thread's two rows the query, and one past the last key that it may see.
+  int query_of[2], ends_at[2];
+  // The most warps between which rows are divided.
+  int most_row_warps = 4;
   // This thread of its warp, and what the warp has of the block.
   int thread, warp, row_warps, row_of_warp, key_of_warp, head;
 
@@ -59,10 +64,11 @@ struct Slice {
     return q.at(head * sizes.group + r % sizes.group, r / sizes.group);
   }
 
-  // Divides the warps between rows and keys.
+  // Divides the warps between rows and keys. Fewer rows are fewer sequences, whose keys lie apart.
   __device__ void divide_rows() {
     int needed = (sizes.rows() + ROWS - 1) / ROWS;
     row_warps = needed <= PARTS ? 1 : needed <= 2 * PARTS || MOST_ROW_WARPS == 2 ? 2 : 4;
+    row_warps = min(row_warps, most_row_warps);
   }
 
   __device__ void start(int part = 0) {
@@ -75,6 +81,10 @@ struct Slice {
     head = blockIdx.y;
     slices = slices_of(block, gridDim.x);
     for (int i = 0; i < 2; ++i) {
+      query_of[i] = row(i) / sizes.group;
+      ends_at[i] = sizes.keys;
+      if (MASK == SEES_UP_TO_ITSELF) ends_at[i] += query_of[i] + 1 - sizes.queries;
+      if (row(i) >= sizes.rows()) ends_at[i] = 0;
       most[i] = -INFINITY;
       total[i] = 0;
     }
@@ -115,6 +125,9 @@ struct Slice {
   template <int D>
   __device__ void load(E* to, const View<E>& rows, int first, bool aligned) {
     constexpr int PIECES = D / PIECE;
+    if constexpr (THREADS % PIECES == 0) {
+      if (aligned && first + TILE <= sizes.keys) return load_whole<D>(to, rows, first);
+    }
     for (int i = threadIdx.x; i < TILE * PIECES; i += THREADS) {
       int r = i / PIECES, column = i % PIECES * PIECE;
       bool exists = first + r < sizes.keys;
@@ -126,6 +139,18 @@ struct Slice {
         for (int j = 0; j < PIECE; ++j) piece[j] = exists ? from[(column + j) * rows.column] : E(0);
       }
     }
+  }
+
+  // The same for a tile of which all rows exist. A warp has few instructions for each piece of memory.
+  template <int D>
+  __device__ void load_whole(E* to, const View<E>& rows, int first) {
+    constexpr int PIECES = D / PIECE, APART = THREADS / PIECES;
+    int r = threadIdx.x / PIECES, column = threadIdx.x % PIECES * PIECE;
+    const E* from = rows.at(head, first + r) + column;
+    to += r * (D + PIECE) + column;
+    long long step = APART * rows.row;
+#pragma unroll
+    for (int i = 0; i < TILE / APART; ++i, from += step) copy_later(to + i * APART * (D + PIECE), from, true);
   }
 
   // Multiplies this warp's rows by the keys from `keys` on. A thread gets the scores of its two rows and
@@ -183,15 +208,13 @@ struct Slice {
 
   // Returns which of this thread's scores of the step count, a bit each.
   __device__ unsigned seen_of(int first) const {
+    // Most steps are seen by all rows.
+    if (MASK != SEES_MARKED && first + STEP <= min(ends_at[0], ends_at[1])) return 0xff;
     unsigned seen = 0;
     for (int i = 0; i < 8; ++i) {
-      int r = row(i / 2 % 2), key = first + i / 4 * 8 + thread % 4 * 2 + i % 2;
-      bool sees = r < sizes.rows() && key < sizes.keys;
-      if (MASK == SEES_UP_TO_ITSELF) {
-        sees = sees && key <= sizes.keys - sizes.queries + r / sizes.group;
-      } else if (MASK == SEES_MARKED) {
-        sees = sees && marks.data[r / sizes.group * marks.query + key * marks.key];
-      }
+      int key = first + i / 4 * 8 + thread % 4 * 2 + i % 2;
+      bool sees = key < ends_at[i / 2 % 2];
+      if (MASK == SEES_MARKED) sees = sees && marks.data[query_of[i / 2 % 2] * marks.query + key * marks.key];
       seen |= static_cast<unsigned>(sees) << i;
     }
     return seen;
@@ -200,9 +223,10 @@ struct Slice {
   // The same by the bits that a tile has for the queries of this thread's rows.
   __device__ unsigned seen_of(const unsigned long long (&bits)[2], int first) const {
     unsigned seen = 0;
-    for (int i = 0; i < 8; ++i) {
-      int key = first + i / 4 * 8 + thread % 4 * 2 + i % 2;
-      seen |= static_cast<unsigned>(bits[i / 2 % 2] >> key & 1) << i;
+    for (int i = 0; i < 2; ++i) {
+      // Keys 0 and 1, and 8 and 9, of those that follow are this thread's.
+      unsigned from = static_cast<unsigned>(bits[i] >> (first + thread % 4 * 2));
+      seen |= ((from & 3) | (from >> 4 & 0x30)) << 2 * i;
     }
     return seen;
   }
@@ -211,7 +235,7 @@ struct Slice {
   __device__ void read_bits(unsigned long long (&bits)[2], int tile) const {
     static_assert(TILE == 8 * sizeof(bits[0]), "a bit for each key");
     for (int i = 0; i < 2; ++i) {
-      bits[i] = row(i) < sizes.rows() ? listed.bits(tile, row(i) / sizes.group) : 0;
+      bits[i] = row(i) < sizes.rows() ? listed.bits(tile, query_of[i]) : 0;
     }
   }
 
@@ -227,12 +251,14 @@ struct Slice {
   // Makes weights of the scores of a step, with the sums so far multiplied to match.
   __device__ void weigh(float (&scores)[2][4], unsigned seen) {
     float highest[2] = {most[0], most[1]};
+#pragma unroll
     for (int i = 0; i < 8; ++i) {
       float& score = scores[i / 4][i % 4];
-      score = seen >> i & 1 ? score * scale : -INFINITY;
+      score *= scale;
       // Only a key or a query that is not finite scores so low. Several sequences share the pools: the host
       // has to see it, and it would be a key without a weight.
-      if (MASK == SEES_LISTED && (seen >> i & 1) && score == -INFINITY) score = INFINITY - INFINITY;
+      if (MASK == SEES_LISTED && score == -INFINITY) score = INFINITY - INFINITY;
+      if (!(seen >> i & 1)) score = -INFINITY;
       highest[i / 2 % 2] = fmaxf(highest[i / 2 % 2], score);
     }
     bool grows = false;
@@ -250,9 +276,13 @@ struct Slice {
 #pragma unroll
       for (int i = 0; i < DV / 2; ++i) sums[i / 4][i % 4] *= weight[i / 2 % 2];
     }
+    // Where nothing is seen, scores are all so low that they have no weight.
+    float from[2];
+    for (int i = 0; i < 2; ++i) from[i] = most[i] == -INFINITY ? 0.0f : most[i];
+#pragma unroll
     for (int i = 0; i < 8; ++i) {
       float& score = scores[i / 4][i % 4];
-      score = weight_of(score, most[i / 2 % 2]);
+      score = exp2f(score - from[i / 2 % 2]);
       total[i / 2 % 2] += score;
     }
   }

@@ -7,8 +7,8 @@ constexpr int MOST_TOKENS = 64;
 struct Step {
   // One past the last row of the pools that is read, the step's own rows among them.
   int keys;
-  // The tiles of keys that are listed, if the step has a mask.
-  int tiles;
+  // How many numbers come before the tiles of keys, if the step has a mask.
+  int before_tiles;
   int unused[2];
   int ids[MOST_TOKENS];
   int positions[MOST_TOKENS];

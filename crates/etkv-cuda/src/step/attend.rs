@@ -3,7 +3,8 @@
 use crate::step::compile::Source;
 use crate::step::error::{fail, Result};
 use crate::step::launch::Limits;
-use crate::step::plan::{Attend, Plan};
+use crate::step::mask::RowBlocks;
+use crate::step::plan::{Attend, Launch, Plan};
 use crate::step::pools::{format_of, stage_bytes, Planes};
 
 /// Threads of a block, as in the kernel.
@@ -16,11 +17,12 @@ const MOST_SLICES: usize = 64;
 const MOST_TILES_SHARED: usize = 96 << 10;
 /// The most blocks along the second and third axis.
 const MOST_BLOCKS: usize = 65_535;
-/// Shared memory for the tiles of packed pools, of which a block holds two to four at a time. A multiprocessor
-/// has two blocks.
-const MOST_PACKED_SHARED: usize = 96 << 10;
+/// Shared memory for the tiles of packed pools, of which a block holds two to four at a time, where a
+/// multiprocessor has two blocks, and where it has three.
+const MOST_PACKED_SHARED: [usize; 2] = [96 << 10, 72 << 10];
 const MOST_STAGES: usize = 4;
-/// The largest heads of which a warp takes two times as many rows: their sums are in registers.
+/// The largest heads of which a warp takes two times as many rows, or of which a multiprocessor has three
+/// blocks: their sums are in registers.
 const MOST_SHARED_DIM: usize = 128;
 
 /// The argument of attention.
@@ -39,7 +41,7 @@ pub(crate) struct AttendWork {
     pub(crate) queries: i32,
     pub(crate) each: i32,
     pub(crate) slices: i32,
-    pub(crate) unused: i32,
+    pub(crate) row_warps: i32,
 }
 
 // The kernels' file has the same size.
@@ -63,12 +65,7 @@ impl AttendShape {
         let (source, bytes_shared) = Self::source(plan, attend, rows);
         // Two parts of a warp's rows share what the warp unpacks.
         let parts = if let Source::AttendPacked { parts, .. } = source { parts } else { 1 };
-        let row_warps = match rows.div_ceil(ROWS * parts) {
-            ..=1 => 1,
-            2 => 2,
-            _ => 4 / parts,
-        };
-        let rows_of_block = ROWS * parts * row_warps;
+        let rows_of_block = rows_of_block(plan, rows, parts);
         let row_blocks = rows.div_ceil(rows_of_block);
         if row_blocks > MOST_BLOCKS {
             fail!(Plan, "{rows} rows of queries, expected {} or fewer", MOST_BLOCKS * ROWS);
@@ -77,7 +74,8 @@ impl AttendShape {
             let most = limits.block_shared;
             fail!(Plan, "heads of {dim} take {bytes_shared} bytes, the device has {most}");
         }
-        let blocks = plan.attention_blocks.unwrap_or(2 * limits.processors);
+        let each = if parts == 1 && dim <= MOST_SHARED_DIM { 3 } else { 2 };
+        let blocks = plan.attention_blocks.unwrap_or(each * limits.processors);
         let tiles = attend.keys.capacity.min(attend.values.capacity).div_ceil(TILE);
         let slices = (blocks / (attend.n_kv * row_blocks)).min(tiles).clamp(1, MOST_SLICES);
         Ok(Self {
@@ -102,11 +100,35 @@ impl AttendShape {
             return (Source::Attend { element, dim, tiles, masked }, (tiles * tile).max(sums));
         }
         let stage = stage_bytes(keys, values, dim);
-        let stages = (MOST_PACKED_SHARED / stage).clamp(2, MOST_STAGES);
-        let parts = if rows > ROWS && dim <= MOST_SHARED_DIM { 2 } else { 1 };
+        let parts = if rows > ROWS && dim <= MOST_SHARED_DIM && !plan.apart { 2 } else { 1 };
+        let most = MOST_PACKED_SHARED[usize::from(parts == 1 && dim <= MOST_SHARED_DIM)];
+        let stages = (most / stage).clamp(2, MOST_STAGES);
         let source = Source::AttendPacked { element, dim, stages, parts, masked, keys, values };
         (source, (stages * stage).max(sums))
     }
+}
+
+/// Returns the rows of a block of threads, of which a warp has so many parts.
+fn rows_of_block(plan: &Plan, rows: usize, parts: usize) -> usize {
+    let row_warps = match rows.div_ceil(ROWS * parts) {
+        _ if plan.apart => 1,
+        ..=1 => 1,
+        2 => 2,
+        _ => 4 / parts,
+    };
+    ROWS * parts * row_warps
+}
+
+/// Returns the blocks of rows that read a list of tiles each, if a group of layers is masked. Those of all its
+/// attentions are alike.
+pub(crate) fn row_blocks(plan: &Plan, group: usize) -> Option<RowBlocks> {
+    let each = |launch: &Launch| match launch {
+        Launch::Attend(attend) if attend.group == group => Some(attend.n_q / attend.n_kv),
+        _ => None,
+    };
+    let each = plan.launches.iter().find_map(each).filter(|_| plan.is_masked(group))?;
+    // With one part or two, a block has as many rows.
+    Some(RowBlocks::of(plan.tokens, each, rows_of_block(plan, each * plan.tokens, 1)))
 }
 
 #[cfg(test)]

@@ -4,12 +4,14 @@ use std::ptr::null_mut;
 
 use cudarc::driver::sys::{self, CUstreamCaptureMode};
 
+use crate::step::attend::row_blocks;
 use crate::step::check::{capacity, check as check_plan};
 use crate::step::device::Device;
 use crate::step::driver::{Memory, Pinned, Stream};
 use crate::step::error::{check, fail, Result};
 use crate::step::inputs::{check_steps, StepInputs};
 use crate::step::launch::{int, Step};
+use crate::step::mask::RowBlocks;
 use crate::step::plan::{Buffer, Plan, MOST_TOKENS};
 use crate::step::work::{Work, LOGITS_AT};
 
@@ -40,6 +42,8 @@ struct Group {
     capacity: usize,
     /// Where the mask of a step is copied from, if it has one.
     tiles: Option<Pinned>,
+    /// The blocks of rows that read it.
+    rows: Option<RowBlocks>,
 }
 
 // SAFETY: a graph may be used by all threads, one at a time, which `&mut` ensures.
@@ -73,7 +77,8 @@ impl Captured {
         let outputs = Pinned::new(context, LOGITS_AT + logits)?;
         let group_of = |(group, memory): (usize, &Option<Memory>)| {
             let tiles = memory.as_ref().map(|memory| Pinned::new(context, memory.bytes()));
-            Ok(Group { capacity: capacity(plan, group), tiles: tiles.transpose()? })
+            let rows = row_blocks(plan, group);
+            Ok(Group { capacity: capacity(plan, group), tiles: tiles.transpose()?, rows })
         };
         let groups = work.tiles.iter().enumerate().map(group_of).collect::<Result<_>>()?;
 
@@ -154,16 +159,13 @@ impl Captured {
         }
         let groups = self.groups.iter().map(|group| (group.capacity, group.tiles.is_some()));
         check_steps(steps, self.tokens, groups)?;
-        for (group, step) in steps.iter().enumerate() {
-            let inputs = Self::inputs(step);
-            // SAFETY: the block has the bytes of a step for each group, and is aligned to a page. No graph
-            // reads it: none is started.
-            unsafe { self.step.data().cast::<Step>().add(group).write(inputs) };
-        }
         let Device(device) = &self.device;
         let _current = device.context.enter()?;
         for (group, step) in steps.iter().enumerate() {
-            self.copy_tiles(group, step)?;
+            let inputs = Self::inputs(step, self.copy_tiles(group, step)?);
+            // SAFETY: the block has the bytes of a step for each group, and is aligned to a page. No graph
+            // reads it: none is started.
+            unsafe { self.step.data().cast::<Step>().add(group).write(inputs) };
         }
         // SAFETY: the graph and the stream are live, and what the graph names is, as the caller says.
         let launched = unsafe { sys::cuGraphLaunch(self.exec, device.stream.raw) };
@@ -176,11 +178,11 @@ impl Captured {
         Ok(())
     }
 
-    /// Returns a step as the kernels read it.
-    fn inputs(step: &StepInputs) -> Step {
+    /// Returns a step as the kernels read it, of whose mask so many numbers come before the tiles.
+    fn inputs(step: &StepInputs, before_tiles: usize) -> Step {
         let mut inputs = Step {
             keys: int(step.n_keys),
-            tiles: step.mask.map_or(0, |mask| int(mask.n_tiles())),
+            before_tiles: int(before_tiles),
             unused: [0; 2],
             ids: [0; MOST_TOKENS],
             positions: [0; MOST_TOKENS],
@@ -194,22 +196,27 @@ impl Captured {
         inputs
     }
 
-    /// Starts the copy of a step's mask, of which the graph does not know the size.
-    fn copy_tiles(&self, group: usize, step: &StepInputs) -> Result<()> {
-        let from = self.groups.get(group).and_then(|group| group.tiles.as_ref());
+    /// Starts the copy of a step's mask, of which the graph does not know the size. Returns how many numbers
+    /// come before the tiles.
+    fn copy_tiles(&self, group: usize, step: &StepInputs) -> Result<usize> {
+        let own = self.groups.get(group);
+        let from = own.and_then(|group| Some((group.tiles.as_ref()?, group.rows?)));
         let to = self.work.tiles.get(group).and_then(Option::as_ref);
-        let (Some(mask), Some(from), Some(to)) = (step.mask, from, to) else {
-            return Ok(());
+        let (Some(mask), Some((from, rows)), Some(to)) = (step.mask, from, to) else {
+            return Ok(0);
         };
-        let numbers = mask.numbers();
+        let numbers = from.bytes().len() / size_of::<u64>();
         // SAFETY: both places have the bytes of every mask of so many tokens over the plan's pools, which the
         // step's check has compared. No step runs that reads them.
-        let copied = unsafe {
-            from.data().cast::<u64>().copy_from_nonoverlapping(numbers.as_ptr(), numbers.len());
-            let (to, bytes) = (to.address().0, size_of_val(numbers));
-            sys::cuMemcpyHtoDAsync_v2(to, from.data().cast(), bytes, self.device.0.stream.raw)
+        let (written, copied) = unsafe {
+            let own = std::slice::from_raw_parts_mut(from.data().cast::<u64>(), numbers);
+            let written = mask.write(rows, own);
+            let (to, bytes) = (to.address().0, size_of::<u64>() * written.all);
+            let stream = self.device.0.stream.raw;
+            (written, sys::cuMemcpyHtoDAsync_v2(to, from.data().cast(), bytes, stream))
         };
-        check("cuMemcpyHtoDAsync", copied)
+        check("cuMemcpyHtoDAsync", copied)?;
+        Ok(written.lists)
     }
 
     /// Waits for the step that was started, and returns its results.

@@ -44,6 +44,12 @@ pub(crate) fn check(plan: &Plan) -> Result<()> {
             fail!(Plan, "a mask without attention");
         }
     }
+    if plan.apart && !plan.masked.contains(&true) {
+        fail!(Plan, "rows apart without a mask");
+    }
+    for group in (0..plan.masked.len()).filter(|&group| plan.is_masked(group)) {
+        check_lists(plan, group)?;
+    }
     let mut work = Work { plan, written: vec![false; plan.buffers.len()] };
     for (number, launch) in plan.launches.iter().enumerate() {
         work.check_launch(launch).map_err(|error| match error {
@@ -55,6 +61,19 @@ pub(crate) fn check(plan: &Plan) -> Result<()> {
         Some(logits) => work.check_logits(logits),
         None => Ok(()),
     }
+}
+
+/// Checks that all attentions of a group can read the same lists of tiles: those of a block of rows.
+fn check_lists(plan: &Plan, group: usize) -> Result<()> {
+    let queries = plan.launches.iter().filter_map(|launch| match launch {
+        Launch::Attend(attend) if attend.group == group => attend.n_q.checked_div(attend.n_kv),
+        _ => None,
+    });
+    let (least, most) = queries.fold((usize::MAX, 0), |(a, b), n| (a.min(n), b.max(n)));
+    if least < most {
+        fail!(Plan, "a mask for {least} and {most} query heads a head of keys, expected as many");
+    }
+    Ok(())
 }
 
 /// Returns the rows that each head of a group's pools has.

@@ -71,7 +71,7 @@ impl Limits {
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct Step {
     pub(crate) keys: i32,
-    pub(crate) tiles: i32,
+    pub(crate) before_tiles: i32,
     pub(crate) unused: [i32; 2],
     pub(crate) ids: [i32; MOST_TOKENS],
     pub(crate) positions: [i32; MOST_TOKENS],

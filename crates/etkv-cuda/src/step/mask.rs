@@ -61,7 +61,8 @@ impl KeyMask {
         Self { n_tokens, blind, end, numbers }
     }
 
-    pub(crate) fn n_tokens(&self) -> usize {
+    /// Returns the tokens of the plan.
+    pub fn n_tokens(&self) -> usize {
         self.n_tokens
     }
 
@@ -75,13 +76,41 @@ impl KeyMask {
         self.end
     }
 
-    pub(crate) fn n_tiles(&self) -> usize {
+    /// Returns the tiles in which some token sees a key.
+    pub fn n_tiles(&self) -> usize {
         self.numbers.len() / (1 + self.n_tokens)
     }
 
-    /// Returns the list as the kernels read it.
-    pub(crate) fn numbers(&self) -> &[u64] {
-        &self.numbers
+    /// Writes the list as the kernels read it, and returns how much that is. A block of rows reads only the
+    /// tiles in which a token of its own sees a key. First comes for each block one past the last of its tiles
+    /// in the lists of all blocks; then these lists, of each tile its number and, above that, its place; and
+    /// then the tiles.
+    ///
+    /// `to` has [`most_numbers`] of as many rows and keys.
+    pub(crate) fn write(&self, rows: RowBlocks, to: &mut [u64]) -> Written {
+        let mut lists = rows.n_blocks;
+        for block in rows.blocks() {
+            for (place, tile) in self.seen(rows.tokens(block)) {
+                to[lists] = tile[0] | (place as u64) << 32;
+                lists += 1;
+            }
+            to[block] = (lists - rows.n_blocks) as u64;
+        }
+        to[lists..][..self.numbers.len()].copy_from_slice(&self.numbers);
+        Written { lists, all: lists + self.numbers.len() }
+    }
+
+    /// Returns the tiles in which some of the tokens see a key, with their places.
+    fn seen(&self, tokens: Range<usize>) -> impl Iterator<Item = (usize, &[u64])> {
+        let tiles = self.numbers.chunks_exact(1 + self.n_tokens).enumerate();
+        tiles.filter(move |(_, tile)| tile[1..][tokens.clone()].iter().any(|&bits| bits != 0))
+    }
+
+    /// Returns the tiles that blocks of so many rows read together, where each token has `group` rows for each
+    /// head of keys. A tile that several blocks read counts for each.
+    pub fn tiles_of_blocks(&self, group: usize, rows: usize) -> usize {
+        let rows = RowBlocks::of(self.n_tokens, group, rows);
+        rows.blocks().map(|block| self.seen(rows.tokens(block)).count()).sum()
     }
 
     /// Returns whether a token sees a key.
@@ -92,9 +121,44 @@ impl KeyMask {
     }
 }
 
+/// What a mask takes as kernels read it, in numbers of 64 bits.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) struct Written {
+    /// What comes before the tiles.
+    pub(crate) lists: usize,
+    pub(crate) all: usize,
+}
+
+/// The blocks of rows of an attention. Each token has `group` rows, one behind the other.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) struct RowBlocks {
+    n_tokens: usize,
+    group: usize,
+    rows: usize,
+    pub(crate) n_blocks: usize,
+}
+
+impl RowBlocks {
+    /// Returns blocks of so many rows.
+    pub(crate) fn of(n_tokens: usize, group: usize, rows: usize) -> Self {
+        Self { n_tokens, group, rows, n_blocks: (n_tokens * group).div_ceil(rows) }
+    }
+
+    fn blocks(self) -> Range<usize> {
+        0..self.n_blocks
+    }
+
+    /// Returns the tokens of which a block has rows.
+    fn tokens(self, block: usize) -> Range<usize> {
+        let first = block * self.rows;
+        first / self.group..((first + self.rows).div_ceil(self.group)).min(self.n_tokens)
+    }
+}
+
 /// Returns the most numbers of a mask of so many tokens over so many keys.
-pub(crate) fn most_numbers(n_tokens: usize, n_keys: usize) -> usize {
-    n_keys.div_ceil(TILE) * (1 + n_tokens)
+pub(crate) fn most_numbers(rows: RowBlocks, n_keys: usize) -> usize {
+    let tiles = n_keys.div_ceil(TILE);
+    rows.n_blocks * (1 + tiles) + tiles * (1 + rows.n_tokens)
 }
 
 #[cfg(test)]
@@ -108,14 +172,25 @@ mod tests {
         let mask = KeyMask::of(runs.iter().cloned());
         assert_eq!((mask.n_tokens(), mask.end(), mask.n_tiles()), (4, 256, 3));
         assert_eq!(mask.blind(), Some(2));
-        assert_eq!(mask.numbers().iter().step_by(5).collect::<Vec<_>>(), [&0, &1, &3]);
+        assert_eq!(mask.numbers.iter().step_by(5).collect::<Vec<_>>(), [&0, &1, &3]);
         for (token, runs) in runs.iter().enumerate() {
             for key in 0..300 {
                 let expected = runs.iter().any(|run| run.contains(&key));
                 assert_eq!(mask.sees(token, key), expected, "token {token}, key {key}");
             }
         }
-        assert!(mask.numbers().len() <= most_numbers(4, 256));
+        // Blocks of two tokens: the first reads the tiles 0, 1 and 3, the second 0 and 3.
+        let rows = RowBlocks::of(4, 4, 8);
+        let mut to = vec![u64::MAX; most_numbers(rows, 256)];
+        let written = mask.write(rows, &mut to);
+        assert_eq!(written, Written { lists: 7, all: 7 + 3 * 5 });
+        let place = |tile: u64, place: u64| tile | place << 32;
+        let lists = [place(0, 0), place(1, 1), place(3, 2), place(0, 0), place(3, 2)];
+        assert_eq!((&to[..2], &to[2..7]), (&[3, 5][..], &lists[..]));
+        assert_eq!(to[7..][..15], mask.numbers);
+        assert_eq!((mask.tiles_of_blocks(4, 8), mask.tiles_of_blocks(4, 16)), (5, 3));
+        // A token may have rows in two blocks.
+        assert_eq!(RowBlocks::of(4, 3, 4).tokens(1), 1..3);
         let none = KeyMask::of([vec![], vec![]].into_iter());
         assert_eq!((none.n_tokens(), none.end(), none.n_tiles()), (2, 0, 0));
     }

@@ -158,6 +158,9 @@ pub struct Plan {
     /// keys. Without a mask query t of T sees the rows of the pools below `n_keys - T + t + 1`. If all groups have
     /// masks, a step may have fewer tokens than the plan.
     pub masked: Vec<bool>,
+    /// Whether attention with a mask cuts rows into small blocks, each of which reads only the keys that its
+    /// tokens see: for tokens of sequences that have few keys in common.
+    pub apart: bool,
     /// What the host gets.
     pub logits: Option<Logits>,
     /// Whether a kernel may begin before the one before it has ended, and ask for its weights. Without

@@ -3,7 +3,7 @@
 use std::collections::HashMap;
 use std::ffi::c_void;
 
-use crate::step::attend::{AttendShape, AttendWork, ATTEND_THREADS};
+use crate::step::attend::{row_blocks, AttendShape, AttendWork, ATTEND_THREADS};
 use crate::step::check::{capacity, rows};
 use crate::step::compile::Source;
 use crate::step::device::Device;
@@ -164,8 +164,8 @@ impl Work {
         }
         let buffers = Memory::new(context, bytes)?;
         let tiles_of = |group: usize| {
-            let bytes = 8 * most_numbers(plan.tokens, capacity(plan, group));
-            plan.is_masked(group).then(|| Memory::new(context, bytes)).transpose()
+            let bytes = |rows| 8 * most_numbers(rows, capacity(plan, group));
+            row_blocks(plan, group).map(|rows| Memory::new(context, bytes(rows))).transpose()
         };
         for (index, (place, _)) in places.iter_mut().enumerate() {
             *place = match logits == Some(Buffer(index)) {
@@ -434,7 +434,8 @@ impl Work {
             queries: int(attend.n_q),
             each: int(attend.n_kv),
             slices: int(shape.grid[0]),
-            unused: 0,
+            // Of the four warps of a block.
+            row_warps: if plan.apart { 1 } else { 4 },
         }
     }
 }

@@ -19,7 +19,7 @@ fn groups(n_layers: usize) -> Groups {
 }
 
 fn kind(tokens: usize) -> Kind {
-    Kind { tokens, masked: smallvec::smallvec![false], copied: true, chosen: false }
+    Kind { tokens, masked: smallvec::smallvec![false], apart: false, copied: true, chosen: false }
 }
 
 /// A table of embeddings, and a product with it. Attention is not planned for here.

@@ -13,6 +13,7 @@ fn plan(tokens: usize) -> Plan {
         overlap: false,
         attention_blocks: None,
         masked: vec![false],
+        apart: false,
     }
 }
 
@@ -34,9 +35,9 @@ fn attention_is_divided_among_the_processors() {
         AttendShape::of(&plan(tokens), &attend, H100).unwrap()
     };
     let llama = of(1, 32, 8, 64, 8192);
-    assert_eq!((llama.grid, llama.bytes_shared), ([33, 8, 1], 36_864));
-    assert_eq!((llama.floats, llama.merging), (33 * 8 * 16 * 66, [4, 8, 1]));
-    assert_eq!(of(16, 32, 8, 64, 8192).grid, [33, 8, 1]);
+    assert_eq!((llama.grid, llama.bytes_shared), ([49, 8, 1], 36_864));
+    assert_eq!((llama.floats, llama.merging), (49 * 8 * 16 * 66, [4, 8, 1]));
+    assert_eq!(of(16, 32, 8, 64, 8192).grid, [49, 8, 1]);
     assert_eq!(of(16, 9, 1, 64, 8192).grid, [64, 1, 3]);
     // No more slices than tiles.
     assert_eq!(of(1, 8, 2, 64, 65).grid, [2, 2, 1]);
@@ -74,7 +75,7 @@ fn packed_pools_share_what_is_unpacked() {
         other => panic!("{other:?}"),
     };
     let one = of(1, 128);
-    assert_eq!((parts(&one), one.grid, one.bytes_shared), ((1, 4), [33, 8, 1], 4 * 10_240));
+    assert_eq!((parts(&one), one.grid, one.bytes_shared), ((1, 4), [49, 8, 1], 4 * 10_240));
     let eight = of(8, 128);
     assert_eq!((parts(&eight), eight.grid), ((2, 4), [33, 8, 1]));
     assert_eq!(eight.floats, 33 * 8 * 32 * 130);

@@ -66,6 +66,7 @@ fn plan() -> Plan {
         overlap: true,
         attention_blocks: None,
         masked: vec![false],
+        apart: false,
     }
 }
 

@@ -13,6 +13,7 @@ fn plan(tokens: usize) -> Plan {
         overlap: false,
         attention_blocks: None,
         masked: vec![false],
+        apart: false,
     }
 }
 
