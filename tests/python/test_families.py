@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import sys
+
 import numpy as np
 import pytest
 
 import reference
 import tiny_models
+from etkv.description import describe_program
 from reference import STORY, Program, Variant
 
 # Qwen2, Llama and Qwen3 in other dtypes are in test_model_precision, windows in test_windows.
@@ -27,6 +30,10 @@ VARIANTS = [
     Variant("tiny-qwen3-moe", "bf16"),
 ]
 PROMPT, DECODE = 70, 32
+CAPTURED = {"tiny-llama", "tiny-qwen3", "tiny-mistral-window", "tiny-gemma3", "tiny-phi3", "tiny-smollm3"}
+"""The families whose steps of a few tokens are one launch on CUDA, in half precision."""
+UNTRIED = {"tiny-gemma3", "tiny-phi3"}
+"""Those of them that are so only if they are asked for."""
 
 
 @pytest.fixture(scope="module")
@@ -50,6 +57,20 @@ def test_logits_equal_those_of_transformers(programs, variant):
         if variant.dtype != "f32":
             usual = _error(variant, reference.logits(hf, prompt + ran.ids[:-1], variant.dtype) - expected)
             assert error < 1.5 * usual
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="CUDA is for Linux")
+@pytest.mark.parametrize("variant", VARIANTS, ids=str)
+def test_steps_on_cuda_are_those_of_known_decoders(programs, variant):
+    steps = describe_program(programs[variant].path)["steps_on_cuda"]
+    if variant.model not in CAPTURED:
+        assert steps.startswith("instruction ")
+    elif variant.dtype == "f32":
+        assert steps == "it computes in float32, not in float16 or bfloat16"
+    elif variant.model in UNTRIED:
+        assert steps.startswith("captured only with ETKV_CAPTURE_UNTRIED=1")
+    else:
+        assert steps == "captured"
 
 
 def _error(variant: Variant, difference: np.ndarray) -> float:

@@ -15,6 +15,7 @@ pub mod text;
 #[cfg(feature = "device")]
 pub use step::{
     Address, Attend, Buffer, Captured, Device, Element, Embed, Error, Gate, Heads, KeyMask, Launch,
-    Logits, Memory, Norm, Outputs, Packed, PackedFormat, PackedRows, Place, Plan, Pool, PoolRows,
-    Product, Result, StepInputs, Weight, HEADS_OF_MANY, MOST_FEW, MOST_GROUPS, MOST_TOKENS,
+    Logits, Memory, Norm, Normalize, Outputs, Packed, PackedFormat, PackedRows, Place, Plan, Pool,
+    PoolRows, Product, Result, StepInputs, Weight, HEADS_OF_MANY, MOST_FEW, MOST_GROUPS,
+    MOST_TOKENS,
 };

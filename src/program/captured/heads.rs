@@ -1,5 +1,5 @@
-//! The heads of a layer where its queries and keys are normalized, or do not turn: between the product that
-//! makes them and attention the passes leave views, norms and embeddings of each.
+//! The heads of a layer where its queries and keys are normalized, or do not turn, or in part: between the product
+//! that makes them and attention the passes leave views, norms and embeddings of each.
 //!
 //! A product with all of this on the way is a [`LinearHeads`](Op::LinearHeads), which the recipe reads alone.
 
@@ -7,12 +7,15 @@ use std::collections::{HashMap, HashSet};
 
 use mlx_rs::Dtype;
 
-use crate::program::ir::{Graph, Int, Norm, Op, Out, Value};
+use super::recipe::RowNorm;
+use crate::program::ir::{Graph, Int, Op, Out, Value};
 use crate::program::passes;
 
 /// The axis of features in `[1, T, features]`, and that of heads in `[1, heads, T, head_dim]`.
 const FEATURES: [i32; 2] = [-1, 2];
 const HEADS: i32 = 1;
+/// The axis of a head's elements.
+const ELEMENTS: [i32; 2] = [-1, 3];
 /// From tokens before heads to heads before tokens.
 const SWAPPED: [i32; 4] = [0, 2, 1, 3];
 
@@ -26,9 +29,11 @@ pub struct LayerHeads {
     pub head_dim: usize,
     /// The periods by which queries and keys turn, and the dtype that they then have.
     pub turn: Option<(Value, Dtype)>,
+    /// The elements of a head that turn, the first ones.
+    pub turned: usize,
     /// How each head of queries, and of keys, is normalized before it turns.
-    pub q_norm: Option<Norm>,
-    pub k_norm: Option<Norm>,
+    pub q_norm: Option<RowNorm>,
+    pub k_norm: Option<RowNorm>,
 }
 
 /// A product whose features are a layer's heads.
@@ -72,10 +77,20 @@ struct Traced {
     piece: usize,
     /// The elements of a head, if the piece is viewed as heads behind the split.
     head_dim: Option<i64>,
-    norm: Option<Norm>,
+    norm: Option<RowNorm>,
     turn: Option<(Value, Dtype)>,
+    /// The elements that turn, if they are not all.
+    turned: Option<i32>,
     /// The instructions on the way.
     between: Vec<usize>,
+}
+
+/// Heads of which a part turns: before, its periods and dtype, its elements, and the instructions.
+struct TurnedPart {
+    x: Value,
+    turn: (Value, Dtype),
+    turned: i32,
+    between: [usize; 2],
 }
 
 struct Finder<'a> {
@@ -107,7 +122,7 @@ impl<'a> Finder<'a> {
         let (q, k, v) = (q?, k?, v?);
         let fits = [q.split, k.split] == [v.split; 2]
             && [q.piece, k.piece, v.piece] == [0, 1, 2]
-            && q.turn == k.turn
+            && (q.turn, q.turned) == (k.turn, k.turned)
             && [q.head_dim, k.head_dim] == [v.head_dim; 2]
             && v.norm.is_none()
             && v.turn.is_none();
@@ -146,16 +161,47 @@ impl<'a> Finder<'a> {
             n_kv: count(to_values - to_keys)?,
             head_dim: usize::try_from(head_dim).ok()?,
             turn: q.turn,
+            turned: usize::try_from(q.turned.map_or(head_dim, i64::from)).ok()?,
             q_norm: q.norm,
             k_norm: k.norm,
         };
         Some((product, heads, between))
     }
 
+    /// Returns what heads are of which the first part has turned, and is with the rest again.
+    fn turned_part(&self, parts: &[Value], axis: i32) -> Option<TurnedPart> {
+        let &[first, rest] = parts else {
+            return None;
+        };
+        let (rotary, &Op::Rotary { x: part, offsets, periods, dtype }, _) = self.maker(first)?
+        else {
+            return None;
+        };
+        let (split, op, out) = self.maker(part)?;
+        let &Op::Split { x, axis: cut, ref at, .. } = op else {
+            return None;
+        };
+        self.maker(rest)?;
+        let &[turned] = &at[..] else {
+            return None;
+        };
+        let fits = ELEMENTS.contains(&axis)
+            && ELEMENTS.contains(&cut)
+            && out.tensors().eq([part, rest])
+            && self.positions.contains(&offsets);
+        let (turn, between) = ((periods, dtype), [rotary, split]);
+        fits.then_some(TurnedPart { x, turn, turned, between })
+    }
+
+    /// Returns whether a value that only one instruction reads is normalized.
+    fn is_norm(&self, value: Value) -> bool {
+        self.maker(value).is_some_and(|(_, op, _)| matches!(op, Op::RmsNorm { .. }))
+    }
+
     /// Follows what attention reads back to a piece of a split.
     fn trace(&self, mut value: Value) -> Option<Traced> {
-        let (mut head_dim, mut norm, mut turn) = (None, None, None);
-        let (mut is_swapped, mut between) = (false, Vec::new());
+        let (mut head_dim, mut norm, mut made, mut turn) = (None, None, None, None);
+        let (mut turned, mut is_swapped, mut between) = (None, false, Vec::new());
         loop {
             let (index, op, out) = self.maker(value)?;
             value = match *op {
@@ -165,13 +211,24 @@ impl<'a> Finder<'a> {
                     turn = Some((periods, dtype));
                     x
                 }
+                Op::Concatenate { ref tensors, axis } if between.is_empty() => {
+                    let found = self.turned_part(tensors, axis)?;
+                    turn = Some(found.turn);
+                    turned = Some(found.turned);
+                    between.extend(found.between);
+                    found.x
+                }
                 // A norm is one of each head, whether heads or tokens come first.
                 Op::Transpose { x, ref perm } if perm[..] == SWAPPED && !is_swapped => {
                     is_swapped = true;
                     x
                 }
+                Op::AsType { x, dtype } if norm.is_none() && made.is_none() && self.is_norm(x) => {
+                    made = Some(dtype);
+                    x
+                }
                 Op::RmsNorm { x, weight, eps } if norm.is_none() && head_dim.is_none() => {
-                    norm = Some(Norm { weight, eps });
+                    norm = Some(RowNorm { weight, eps, made });
                     x
                 }
                 Op::Reshape { x, ref shape } if is_swapped && head_dim.is_none() => {
@@ -187,7 +244,7 @@ impl<'a> Finder<'a> {
                 Op::Split { .. } if is_swapped <= head_dim.is_some() => {
                     let piece = out.tensors().position(|piece| piece == value)?;
                     let split = index;
-                    return Some(Traced { split, piece, head_dim, norm, turn, between });
+                    return Some(Traced { split, piece, head_dim, norm, turn, turned, between });
                 }
                 _ => return None,
             };

@@ -1,5 +1,9 @@
 //! From a recipe to what the device captures: shapes, once, and addresses, for each step.
 
+mod norms;
+
+use std::collections::HashSet;
+
 use etkv_core::KvFormat;
 use etkv_cuda::{
     Address, Attend, Buffer, Element, Embed, Heads, KeyMask, Launch, Logits, Norm, Place, Plan,
@@ -39,6 +43,8 @@ pub struct Planner {
     layers: Vec<(usize, usize)>,
     /// The constants that are read, in the order in which the parts name them.
     constants: Vec<Value>,
+    /// Those that are weights of norms in float32.
+    wide: HashSet<Value>,
 }
 
 /// Where everything is now.
@@ -64,15 +70,20 @@ impl Planner {
             group: 1,
             layers: Vec::new(),
             constants: Vec::new(),
+            wide: HashSet::new(),
         };
         for part in &recipe.parts {
             match part {
-                Part::Embed { table, out } => {
+                Part::Embed { table, scale, out } => {
                     let (rows, inner) = weight_sizes(*table, dtype, &array)?;
                     planner.n_ids = rows;
                     planner.widths[*out] = inner;
                     planner.add_weight(*table);
+                    let is_one = |found: &Array| found.size() == 1 && found.dtype() == dtype;
+                    scale.is_none_or(|scale| array(scale).is_some_and(is_one)).then_some(())?;
+                    planner.constants.extend(scale);
                 }
+                Part::Normalize(rows) => planner.add_normalize(rows, &array)?,
                 Part::Product(product) => planner.add(product, dtype, &array)?,
                 Part::Attend { q, out, dtype: made, .. } => {
                     made.is_none_or(|made| made == dtype).then_some(())?;
@@ -108,21 +119,24 @@ impl Planner {
         self.constants.extend(product.bias.iter().chain(&norm));
         let mut width = rows / halves;
         if let Some(heads) = &product.heads {
-            let &LayerHeads { n_q, n_kv, head_dim, turn, q_norm, k_norm, .. } = heads;
-            let weights = [q_norm, k_norm].map(|norm| norm.and_then(|norm| norm.weight));
+            let &LayerHeads { n_q, n_kv, head_dim, turn, turned, q_norm, k_norm, .. } = heads;
             let periods = turn.map(|(periods, _)| periods);
-            let is_placed = q_norm.is_some() || k_norm.is_some();
+            let is_placed = q_norm.is_some() || k_norm.is_some() || turned != head_dim;
             let fits = (n_q + 2 * n_kv) * head_dim == rows
                 && n_kv > 0
                 && heads.layer == self.layers.len()
                 && turn.is_none_or(|(_, made)| made == dtype)
-                && is_row(periods, head_dim / 2, Dtype::Float32)
-                && weights.into_iter().all(|weight| is_row(weight, head_dim, dtype))
+                && is_row(periods, turned / 2, Dtype::Float32)
+                && turned % 16 == 0
+                && (16..=head_dim).contains(&turned)
                 && (!is_placed || head_dim % pools::PLACED == 0);
             fits.then_some(())?;
             self.layers.push((n_kv, head_dim));
             self.group = self.group.max(n_q / n_kv);
-            self.constants.extend(periods.iter().chain(weights.iter().flatten()));
+            self.constants.extend(periods);
+            for norm in q_norm.iter().chain(&k_norm) {
+                self.add_norm(*norm, head_dim, array)?;
+            }
             width = n_q * head_dim;
         }
         self.widths[product.out] = width;
@@ -198,8 +212,9 @@ impl Planner {
         let mut launches = Vec::new();
         for part in &recipe.parts {
             match part {
-                Part::Embed { table, out } => launches.push(Launch::Embed(Embed {
+                Part::Embed { table, scale, out } => launches.push(Launch::Embed(Embed {
                     table: weight_at(*table, &mut next),
+                    scale: scale.map(|_| next()),
                     vocabulary: self.n_ids,
                     inner: self.widths[*out],
                     out: Buffer(*out),
@@ -217,6 +232,9 @@ impl Planner {
                             launches.extend([Launch::Product(product), Launch::Place(place)]);
                         }
                     }
+                }
+                Part::Normalize(rows) => {
+                    launches.push(Launch::Normalize(self.normalize(rows, &mut next)));
                 }
                 Part::Attend { layer, q, scale, out, .. } => {
                     let (n_kv, head_dim) = self.layers[*layer];
@@ -264,15 +282,19 @@ impl Planner {
         // In the order in which they were added.
         let weight = weight_at(product.weight, next);
         let bias = product.bias.map(|_| next());
-        let norm = norm_at(product.norm, next);
+        let norm = product.norm.map(|ir::Norm { weight, eps }| Norm {
+            weight: weight.map(|_| next()),
+            wide: false,
+            eps,
+        });
         let mut norms = [None; 2];
         let heads = product.heads.as_ref().map(|heads| {
-            let &LayerHeads { layer, n_q, n_kv, head_dim, turn, q_norm, k_norm } = heads;
+            let &LayerHeads { layer, n_q, n_kv, head_dim, turn, turned, q_norm, k_norm } = heads;
             let [keys, values] = places.pools[layer];
             let periods = turn.map(|_| next());
-            norms = [q_norm, k_norm].map(|norm| norm_at(norm, next));
+            norms = [q_norm, k_norm].map(|norm| norm.map(|norm| self.row_norm(norm, next)));
             let group = places.groups.of_layer[layer];
-            Heads { group, n_q, n_kv, head_dim, periods, keys, values }
+            Heads { group, n_q, n_kv, head_dim, periods, turned, keys, values }
         });
         let product = Product {
             x: Buffer(product.x),
@@ -297,12 +319,10 @@ impl Planner {
 /// Returns whether a product can store its heads itself.
 fn fits_product(heads: &Heads, norms: [Option<Norm>; 2]) -> bool {
     let is_plain = |pool: Pool| matches!(pool.rows, PoolRows::Plain(_));
-    norms == [None; 2] && is_plain(heads.keys) && is_plain(heads.values)
-}
-
-/// Returns a norm whose weight is at the next address.
-fn norm_at(norm: Option<ir::Norm>, next: &mut dyn FnMut() -> Address) -> Option<Norm> {
-    norm.map(|ir::Norm { weight, eps }| Norm { weight: weight.map(|_| next()), eps })
+    norms == [None; 2]
+        && heads.turned == heads.head_dim
+        && is_plain(heads.keys)
+        && is_plain(heads.values)
 }
 
 /// Returns a weight at the next addresses, in the order of [`Planner::add_weight`].

@@ -1,6 +1,9 @@
 //! What a program must look like to be captured: a decoder, as the passes for a GPU leave one.
 
-use std::collections::HashMap;
+mod gates;
+mod norms;
+
+use std::collections::{HashMap, HashSet};
 use std::fmt;
 
 use etkv_cuda::Gate;
@@ -10,6 +13,7 @@ use super::heads::{AllFound, LayerHeads};
 use super::packed::{self, Packed, PackedWeights};
 use crate::program::generation::TextInputs;
 use crate::program::ir::{Graph, Index, Norm, Op, Out, Unary, Value};
+use crate::program::passes;
 
 /// The steps of a program, in the order in which they run. Values are constants of the program; buffers
 /// are what is between two parts.
@@ -28,9 +32,21 @@ pub struct Recipe {
 
 #[derive(Debug, PartialEq)]
 pub enum Part {
-    Embed { table: Weight, out: usize },
+    /// The rows of tokens, multiplied by the number in a constant.
+    Embed {
+        table: Weight,
+        scale: Option<Value>,
+        out: usize,
+    },
     Product(Product),
-    Attend { layer: usize, q: usize, scale: f32, dtype: Option<Dtype>, out: usize },
+    Normalize(Normalize),
+    Attend {
+        layer: usize,
+        q: usize,
+        scale: f32,
+        dtype: Option<Dtype>,
+        out: usize,
+    },
 }
 
 /// A matrix among the program's constants.
@@ -57,6 +73,24 @@ pub struct Product {
     pub out: usize,
 }
 
+/// A norm of rows or of heads, and the dtype that they are converted to behind it.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub struct RowNorm {
+    pub weight: Option<Value>,
+    pub eps: f32,
+    pub made: Option<Dtype>,
+}
+
+/// Rows that are normalized, the buffer that is added to them, and how the sum is normalized, and where to.
+#[derive(Debug, PartialEq)]
+pub struct Normalize {
+    pub x: usize,
+    pub norm: RowNorm,
+    pub plus: Option<usize>,
+    pub out: usize,
+    pub next: Option<(RowNorm, usize)>,
+}
+
 impl Recipe {
     /// Returns the recipe of a program, or what is not known here.
     pub fn of(graph: &Graph) -> Result<Self, Unknown> {
@@ -77,6 +111,17 @@ impl Recipe {
         }
     }
 
+    /// Returns whether it has launches that no program ran on a GPU yet.
+    pub fn is_untried(&self) -> bool {
+        self.parts.iter().any(|part| match part {
+            Part::Normalize(_) | Part::Embed { scale: Some(_), .. } => true,
+            Part::Product(Product { heads: Some(heads), .. }) => {
+                heads.turn.is_some() && heads.turned < heads.head_dim
+            }
+            _ => false,
+        })
+    }
+
     fn read(graph: &Graph, packed: &PackedWeights) -> Result<Self, Unknown> {
         let Ok(inputs) = TextInputs::find(&graph.inputs) else {
             return Err(Unknown::Inputs);
@@ -89,6 +134,8 @@ impl Recipe {
             buffers: HashMap::new(),
             found: AllFound::of(graph, &positions),
             positions,
+            readers: passes::only_readers(graph),
+            taken: HashSet::new(),
             parts: Vec::new(),
             n_buffers: 0,
             last_row_only: false,
@@ -163,6 +210,10 @@ struct Reader<'a> {
     positions: Vec<Value>,
     /// The heads that more than one instruction makes.
     found: AllFound,
+    /// The instruction that reads each value, for values that only one reads.
+    readers: HashMap<Value, usize>,
+    /// The instructions that those before them have taken on.
+    taken: HashSet<usize>,
     parts: Vec<Part>,
     n_buffers: usize,
     last_row_only: bool,
@@ -215,7 +266,7 @@ impl Reader<'_> {
     /// Reads an instruction. Returns `None` for one that is not known here.
     fn read(&mut self, index: usize) -> Option<()> {
         let instruction = &self.graph.main.instructions[index];
-        if self.found.between.contains(&index) {
+        if self.found.between.contains(&index) || self.taken.contains(&index) {
             return Some(());
         }
         match (&instruction.op, instruction.out) {
@@ -231,9 +282,11 @@ impl Reader<'_> {
             {
                 let table = self.weight(x, false)?;
                 let out = self.made(out);
-                self.parts.push(Part::Embed { table, out });
+                self.parts.push(Part::Embed { table, scale: None, out });
                 Some(())
             }
+            (op @ Op::RmsNorm { .. }, Out::Tensor(out)) => self.read_norm(op, out),
+            (op @ Op::Binary { .. }, Out::Tensor(out)) => self.read_scale(op, out),
             (&Op::LastToken { x }, Out::Tensor(out)) => {
                 self.last_row_only = true;
                 self.same(out, x)
@@ -248,6 +301,7 @@ impl Reader<'_> {
                 self.same(out, *x)
             }
             (op, Out::Tensor(out)) => self.read_product(op, out, index),
+            (op @ Op::Split { .. }, out @ Out::Tensors(_, 2)) => self.read_gate(op, out),
             (op, Out::Tensors(..)) => self.read_layer(op, instruction.out, index),
             _ => None,
         }
@@ -287,7 +341,7 @@ impl Reader<'_> {
         let (heads, out) = match self.found.products.remove(&index) {
             Some(found) => {
                 for norm in [found.heads.q_norm, found.heads.k_norm] {
-                    self.norm(norm)?;
+                    self.optional(norm.and_then(|norm| norm.weight))?;
                 }
                 self.optional(found.heads.turn.map(|(periods, _)| periods))?;
                 (Some(found.heads), found.queries)
@@ -329,7 +383,9 @@ impl Reader<'_> {
             && self.constant(heads.periods).is_some();
         fits.then_some(())?;
         let turn = Some((heads.periods, heads.dtype));
-        let heads = LayerHeads { layer, n_q, n_kv, head_dim, turn, q_norm: None, k_norm: None };
+        let (q_norm, k_norm) = (None, None);
+        let turned = head_dim;
+        let heads = LayerHeads { layer, n_q, n_kv, head_dim, turn, turned, q_norm, k_norm };
         let product = Product {
             x: self.buffer(*x)?,
             weight: self.weight(*weight, *transposed)?,

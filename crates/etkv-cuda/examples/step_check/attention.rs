@@ -158,6 +158,7 @@ impl Timed<'_> {
         };
         let embed = Launch::Embed(Embed {
             table: Weight::Plain(table.address()),
+            scale: None,
             vocabulary: 64,
             inner: width,
             out: Buffer(0),

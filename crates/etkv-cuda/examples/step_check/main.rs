@@ -1,7 +1,7 @@
 //! Checks the kernels of etkv-cuda on a GPU against plain arithmetic, launch by launch, and times steps.
 //!
 //! `step_check [FOLDER]` keeps compiled kernels in FOLDER, or in one of the temporary directory. `ETKV_ONLY` has
-//! the parts that run, as in `placed,packed`: `steps`, `placed`, `packed`, `products` and `timing`, or all but
+//! the parts that run, as in `placed,packed`: `steps`, `placed`, `normalized`, `packed`, `products` and `timing`, or all but
 //! `attention`, which times attention alone. So does
 //! `ETKV_ATTENTION=1`, or a part of the name of a format, as in `Mxfp4` or `bits: 4`. With `ETKV_QUICK` nothing is checked.
 #![allow(missing_docs)]
@@ -9,6 +9,7 @@
 mod attention;
 mod codecs;
 mod model;
+mod normalized;
 mod packed;
 mod placed;
 mod products;
@@ -115,6 +116,10 @@ fn run() -> Answer<bool> {
     if runs("placed") && !quick {
         good &= placed::run(&device)?;
         say!("checked placed heads after {:?}", begin.elapsed());
+    }
+    if runs("normalized") && !quick {
+        good &= normalized::run(&device)?;
+        say!("checked normalized rows after {:?}", begin.elapsed());
     }
     if runs("packed") && !quick {
         good &= packed::run(&device)?;

@@ -229,7 +229,7 @@ impl Model {
         let outputs = (n_q + 2 * n_kv) * head_dim;
         let mut buffers = Buffers { sizes: Vec::new(), spread, shared: Vec::new() };
         let mut launches = Vec::new();
-        let norm = |weight| Some(Norm { weight: Some(weight), eps: 1e-5 });
+        let norm = |weight| Some(Norm { weight: Some(weight), wide: false, eps: 1e-5 });
         let plain = |x, weight, inner, outputs, out| Product {
             x,
             last_row: false,
@@ -245,13 +245,20 @@ impl Model {
         };
         let mut x = buffers.take(0, tokens * hidden);
         let table = self.weights[0].weight();
-        launches.push(Launch::Embed(Embed { table, vocabulary, inner: hidden, out: x }));
+        launches.push(Launch::Embed(Embed {
+            table,
+            scale: None,
+            vocabulary,
+            inner: hidden,
+            out: x,
+        }));
         for layer in 0..self.shape.layers {
             let at = |index| self.at(1 + EACH * layer + index);
             let weight = |index: usize| self.weights[1 + EACH * layer + index].weight();
             let (keys, values) = (self.pool(2 * layer), self.pool(2 * layer + 1));
             let periods = self.shape.turns.then(|| self.at(self.weights.len() - 1));
-            let heads = Heads { group: 0, n_q, n_kv, head_dim, periods, keys, values };
+            let heads =
+                Heads { group: 0, n_q, n_kv, head_dim, periods, turned: head_dim, keys, values };
             let q = buffers.take(1, tokens * n_q * head_dim);
             launches.push(Launch::Product(Product {
                 bias: self.shape.bias.then(|| at(BIAS)),

@@ -117,6 +117,7 @@ impl Case {
                 launches: vec![
                     Launch::Embed(Embed {
                         table: Weight::Plain(table.address()),
+                        scale: None,
                         vocabulary: TABLE,
                         inner: n_q * dim,
                         out: Buffer(0),

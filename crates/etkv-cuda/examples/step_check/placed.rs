@@ -13,7 +13,7 @@ use std::io::Write;
 
 const CAPACITY: usize = 301;
 const TABLE: usize = 96;
-const EPS: f32 = 1e-6;
+pub const EPS: f32 = 1e-6;
 
 #[derive(Debug, Clone, Copy)]
 struct Shape {
@@ -23,7 +23,38 @@ struct Shape {
     dim: usize,
     /// Whether queries and keys are normalized, and whether they turn.
     norms: [bool; 2],
-    turns: bool,
+    /// Whether the weights of norms are float32.
+    wide: bool,
+    /// The part of a head that turns, in quarters.
+    turns: usize,
+}
+
+/// Returns the weights of a norm, of elements or of float32.
+pub fn weights(
+    device: &Device,
+    element: Element,
+    n: usize,
+    wide: bool,
+    random: &mut Random,
+) -> Answer<(Vec<f64>, Memory)> {
+    let number = |x: f64| if wide { f64::from(x as f32) } else { rounded(element, x) };
+    let numbers: Vec<f64> = (0..n).map(|_| number(1.0 + 0.3 * random.next())).collect();
+    let bytes = match wide {
+        true => numbers.iter().flat_map(|&x| (x as f32).to_le_bytes()).collect(),
+        false => to_bytes(element, &numbers),
+    };
+    let mut memory = device.allocate(bytes.len())?;
+    memory.write(0, &bytes)?;
+    Ok((numbers, memory))
+}
+
+/// Returns a row as a norm leaves it.
+pub fn normalized(element: Element, row: &[f64], weights: &[f64], wide: bool) -> Vec<f64> {
+    let mean = row.iter().map(|x| x * x).sum::<f64>() / row.len() as f64;
+    let scale = 1.0 / (mean + f64::from(EPS)).sqrt();
+    let round = |x: f64| rounded(element, x);
+    let scaled = |x: f64| if wide { x * scale } else { round(x * scale) };
+    row.iter().zip(weights).map(|(&x, by)| round(scaled(x) * by)).collect()
 }
 
 /// The memory of a shape.
@@ -39,13 +70,18 @@ struct Case {
 pub fn run(device: &Device) -> Answer<bool> {
     let mut good = true;
     for element in [Element::Bf16, Element::F16] {
-        let shape = Shape { element, n_q: 8, n_kv: 2, dim: 64, norms: [true; 2], turns: true };
+        let (norms, wide, turns) = ([true; 2], false, 4);
+        let shape = Shape { element, n_q: 8, n_kv: 2, dim: 64, norms, wide, turns };
         for shape in [
             shape,
             Shape { n_q: 32, n_kv: 8, dim: 128, norms: [false; 2], ..shape },
-            Shape { n_q: 3, n_kv: 3, dim: 128, turns: false, ..shape },
+            Shape { n_q: 3, n_kv: 3, dim: 128, turns: 0, ..shape },
             Shape { n_q: 20, n_kv: 2, dim: 256, norms: [true, false], ..shape },
             Shape { n_q: 4, n_kv: 2, dim: 96, norms: [false, true], ..shape },
+            Shape { n_q: 4, n_kv: 1, dim: 256, wide: true, ..shape },
+            Shape { n_q: 6, n_kv: 2, dim: 96, wide: true, ..shape },
+            Shape { n_q: 24, n_kv: 8, dim: 128, turns: 3, norms: [false; 2], ..shape },
+            Shape { n_q: 4, n_kv: 4, dim: 64, turns: 1, ..shape },
         ] {
             good &= check_shape(device, shape)?;
         }
@@ -133,15 +169,9 @@ impl Case {
         }
         let mut table = device.allocate(2 * rows.len())?;
         table.write(0, &to_bytes(element, &rows))?;
-        let mut norm = || -> Answer<(Vec<f64>, Memory)> {
-            let numbers: Vec<f64> =
-                (0..dim).map(|_| rounded(element, 1.0 + 0.3 * random.next())).collect();
-            let mut memory = device.allocate(2 * dim)?;
-            memory.write(0, &to_bytes(element, &numbers))?;
-            Ok((numbers, memory))
-        };
+        let mut norm = || weights(device, element, dim, shape.wide, &mut random);
         let norms = [norm()?, norm()?];
-        let half = dim / 2;
+        let half = (dim * shape.turns / 8).max(1);
         let periods: Vec<f32> = (0..half).map(|j| 10_000f32.powf(j as f32 / half as f32)).collect();
         let mut memory = device.allocate(4 * half)?;
         let bytes: Vec<u8> = periods.iter().flat_map(|period| period.to_le_bytes()).collect();
@@ -155,9 +185,10 @@ impl Case {
         let (tokens, width) = (step.ids.len(), (n_q + 2 * n_kv) * dim);
         let norm = |which: usize| {
             let weight = Some(self.norms[which].1.address());
-            self.shape.norms[which].then_some(Norm { weight, eps: EPS })
+            self.shape.norms[which].then_some(Norm { weight, wide: self.shape.wide, eps: EPS })
         };
-        let periods: Option<Address> = turns.then(|| self.periods.1.address());
+        let periods: Option<Address> = (turns > 0).then(|| self.periods.1.address());
+        let turned = if turns > 0 { dim * turns / 4 } else { dim };
         let [keys, values] = pools.map(DevicePool::pool);
         let plan = Plan {
             element,
@@ -166,13 +197,23 @@ impl Case {
             launches: vec![
                 Launch::Embed(Embed {
                     table: Weight::Plain(self.table.address()),
+                    scale: None,
                     vocabulary: TABLE,
                     inner: width,
                     out: Buffer(0),
                 }),
                 Launch::Place(Place {
                     x: Buffer(0),
-                    heads: Heads { group: 0, n_q, n_kv, head_dim: dim, periods, keys, values },
+                    heads: Heads {
+                        group: 0,
+                        n_q,
+                        n_kv,
+                        head_dim: dim,
+                        periods,
+                        turned,
+                        keys,
+                        values,
+                    },
                     q_norm: norm(0),
                     k_norm: norm(1),
                     out: Buffer(1),
@@ -227,16 +268,16 @@ impl Case {
         let round = |x: f64| rounded(element, x);
         let mut row = row.to_vec();
         if kind < 2 && self.shape.norms[kind] {
-            let mean = row.iter().map(|x| x * x).sum::<f64>() / dim as f64;
-            let scale = 1.0 / (mean + f64::from(EPS)).sqrt();
-            let weights = &self.norms[kind].0;
-            row.iter_mut().zip(weights).for_each(|(x, by)| *x = round(round(*x * scale) * by));
+            row = normalized(element, &row, &self.norms[kind].0, self.shape.wide);
         }
-        if kind == 2 || !turns {
+        if kind == 2 || turns == 0 {
             return row;
         }
-        let half = dim / 2;
+        let half = dim * turns / 8;
         let turned = |j: usize| {
+            if j >= 2 * half {
+                return row[j];
+            }
             let angle = f64::from(position as f32 * (1.0 / self.periods.0[j % half]));
             let (x, y) = (row[j % half], row[j % half + half]);
             round(match j < half {

@@ -31,7 +31,16 @@ pub fn run(device: &Device, shape: Shape) -> Result<()> {
     ];
     let pool = device.allocate(2 * n_kv * shape.capacity * head_dim)?;
     let pool = Pool { rows: PoolRows::Plain(pool.address()), capacity: shape.capacity };
-    let heads = Heads { group: 0, n_q, n_kv, head_dim, periods: None, keys: pool, values: pool };
+    let heads = Heads {
+        group: 0,
+        n_q,
+        n_kv,
+        head_dim,
+        periods: None,
+        turned: head_dim,
+        keys: pool,
+        values: pool,
+    };
     say!("{}: microseconds of a launch, T {TOKENS:?}", shape.name);
     for (name, inner, outputs) in kinds {
         let bytes = 2 * inner * outputs * if name == "gate" { 2 } else { 1 };
@@ -44,7 +53,11 @@ pub fn run(device: &Device, shape: Shape) -> Result<()> {
             inner,
             outputs,
             bias: None,
-            norm: (name != "out" && name != "down").then_some(Norm { weight: None, eps: 1e-5 }),
+            norm: (name != "out" && name != "down").then_some(Norm {
+                weight: None,
+                wide: false,
+                eps: 1e-5,
+            }),
             gate: (name == "gate").then_some(Gate::Silu),
             plus: (name == "out" || name == "down").then_some(Buffer(1)),
             heads: (name == "heads").then_some(heads),
@@ -90,6 +103,7 @@ fn times_of(
         let embed = |inner, out| {
             Launch::Embed(etkv_cuda::Embed {
                 table: Weight::Plain(table.address()),
+                scale: None,
                 vocabulary: 1024,
                 inner,
                 out,

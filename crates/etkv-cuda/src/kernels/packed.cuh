@@ -212,10 +212,10 @@ struct PackedRows : OneRow<E> {
   }
 };
 
-// Unpacks the row of a token, one a block, as `embed` copies one. Rounds once.
+// Unpacks the row of a token, one a block, as `embed` copies one. Rounds before it multiplies.
 template <typename E, int BITS>
 __device__ inline void embed_packed(E* out, const unsigned* codes, const E* scales, const E* biases, int group_shift,
-                                    const Step* step, int vocabulary, int inner) {
+                                    const E* by, const Step* step, int vocabulary, int inner) {
   int id = max(min(step->ids[blockIdx.x], vocabulary - 1), 0);
   long long row = static_cast<long long>(id) * inner;
   E* to = out + static_cast<long long>(blockIdx.x) * inner;
@@ -227,7 +227,8 @@ __device__ inline void embed_packed(E* out, const unsigned* codes, const E* scal
 #pragma unroll
     for (int j = 0; j < OF_WORD; ++j) {
       int code = word >> BITS * j & ((1 << BITS) - 1);
-      to[i + j] = static_cast<E>(scale * static_cast<float>(code) + bias);
+      E x = static_cast<E>(scale * static_cast<float>(code) + bias);
+      to[i + j] = by ? static_cast<E>(static_cast<float>(x) * static_cast<float>(*by)) : x;
     }
   }
 }

@@ -20,8 +20,8 @@ extern "C" __global__ void __launch_bounds__(256, 2) etkv_packed(const PackedWor
 
 extern "C" __global__ void __launch_bounds__(etkv::EMBED_THREADS)
     etkv_embed_packed(Element* out, const unsigned* codes, const Element* scales, const Element* biases,
-                      const etkv::Step* step, int group_shift, int vocabulary, int inner) {
+                      const Element* by, const etkv::Step* step, int group_shift, int vocabulary, int inner) {
   etkv::let_next_begin();
   etkv::wait_for_previous();
-  etkv::embed_packed<Element, BITS>(out, codes, scales, biases, group_shift, step, vocabulary, inner);
+  etkv::embed_packed<Element, BITS>(out, codes, scales, biases, group_shift, by, step, vocabulary, inner);
 }

@@ -5,13 +5,6 @@ namespace etkv {
 
 constexpr int MOST_PLACE_WARPS = 8;
 
-// How heads are normalized. The weights are null where there are none.
-template <typename E>
-struct HeadNorm {
-  const E* weight;
-  float eps;
-};
-
 template <typename E>
 struct Row {
   // The elements of this thread of a warp, zeros behind the last one.
@@ -31,26 +24,23 @@ struct Row {
     if (8 * thread < dim) *reinterpret_cast<uint4*>(to + 8 * thread) = piece;
   }
 
-  // Rounds as `FewRows` does.
-  __device__ void normalize(const HeadNorm<E>& norm) {
+  // Rounds as `FewRows` does, but with weights of float32.
+  __device__ void normalize(const AnyNorm& norm) {
     float sum = 0;
     for (int i = 0; i < 8; ++i) sum += static_cast<float>(x[i]) * static_cast<float>(x[i]);
     for (int step = 16; step > 0; step /= 2) sum += __shfl_xor_sync(ALL, sum, step);
     float scale = rsqrtf(sum / dim + norm.eps);
-    for (int i = 0; i < 8; ++i) {
-      x[i] = E(static_cast<float>(x[i]) * scale);
-      if (!norm.weight || 8 * thread >= dim) continue;
-      x[i] = E(static_cast<float>(norm.weight[8 * thread + i]) * static_cast<float>(x[i]));
-    }
+    if (8 * thread >= dim) return;
+    for (int i = 0; i < 8; ++i) x[i] = norm.normed(x[i], scale, 8 * thread + i);
   }
 
-  // Element `j` turns together with `j + dim / 2`, which another thread has.
-  __device__ void turn_row(int position, const float* periods) {
-    int half = dim / 16, other = thread < half ? thread + half : thread - half;
+  // Element `j` of the first ones, which turn, does together with `j + turned / 2`, which another thread has.
+  __device__ void turn_row(int position, const float* periods, int turned) {
+    int half = turned / 16, other = thread < half ? thread + half : thread - half;
     bool is_second = thread >= half;
     for (int i = 0; i < 8; ++i) {
       float its = __shfl_sync(ALL, static_cast<float>(x[i]), other);
-      if (8 * thread >= dim) continue;
+      if (8 * thread >= turned) continue;
       E first = is_second ? E(its) : x[i], second = is_second ? x[i] : E(its);
       turn(first, second, angle_of(position, periods[8 * (thread % half) + i]));
       x[i] = is_second ? second : first;

@@ -3,17 +3,18 @@
 using Keys = ETKV_KEYS;
 using Values = ETKV_VALUES;
 
-// As the host has it. Periods are null if nothing turns.
+// As the host has it. Periods are null if nothing turns. A norm is 0 if there is none, and 2 if its weights are
+// float32.
 struct PlaceWork {
   const Element* x;
-  const Element* q_norm;
-  const Element* k_norm;
+  const void* q_norm;
+  const void* k_norm;
   const float* periods;
   Element* out;
   const etkv::Step* step;
   etkv::Planes keys, values;
   float q_eps, k_eps;
-  int q_normalizes, k_normalizes, queries, each, dim, unused;
+  int q_normalizes, k_normalizes, queries, each, dim, turned;
 };
 static_assert(sizeof(PlaceWork) == 144, "as the host has it");
 
@@ -37,9 +38,9 @@ extern "C" __global__ void __launch_bounds__(32 * etkv::MOST_PLACE_WARPS) etkv_p
     row.thread = thread;
     row.dim = dim;
     row.read(from + number * dim);
-    if (is_key && work.k_normalizes) row.normalize({work.k_norm, work.k_eps});
-    if (i > 1 && work.q_normalizes) row.normalize({work.q_norm, work.q_eps});
-    if (!is_value && work.periods) row.turn_row(position, work.periods);
+    if (is_key && work.k_normalizes) row.normalize({work.k_norm, work.k_eps, work.k_normalizes == 2});
+    if (i > 1 && work.q_normalizes) row.normalize({work.q_norm, work.q_eps, work.q_normalizes == 2});
+    if (!is_value && work.periods) row.turn_row(position, work.periods, work.turned);
     if (!row.is_finite()) is_hidden = 1;
     if (i > 1) {
       row.write(out + (i - 2) * dim);

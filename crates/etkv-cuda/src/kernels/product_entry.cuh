@@ -31,10 +31,10 @@ extern "C" __global__ void __launch_bounds__(32 * etkv::TILED_WARPS, 1) etkv_til
 }
 
 extern "C" __global__ void __launch_bounds__(etkv::EMBED_THREADS) etkv_embed(
-    Element* out, const Element* table, const etkv::Step* step, int vocabulary, int inner) {
+    Element* out, const Element* table, const Element* scale, const etkv::Step* step, int vocabulary, int inner) {
   etkv::let_next_begin();
   etkv::wait_for_previous();
-  etkv::embed(out, table, step, vocabulary, inner);
+  etkv::embed(out, table, scale, step, vocabulary, inner);
 }
 
 extern "C" __global__ void __launch_bounds__(etkv::CHOOSE_THREADS) etkv_choose(

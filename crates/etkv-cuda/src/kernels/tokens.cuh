@@ -10,13 +10,17 @@ __device__ inline bool is_aligned(const void* at, int bytes) {
   return reinterpret_cast<unsigned long long>(at) % 16 == 0 && bytes % 16 == 0;
 }
 
-// Copies the row of a token, one a block. An id that is none gets the nearest row.
+// Copies the row of a token, one a block. An id that is none gets the nearest row. `scale` is what it is multiplied
+// by, or null.
 template <typename E>
-__device__ inline void embed(E* out, const E* table, const Step* step, int vocabulary, int inner) {
+__device__ inline void embed(E* out, const E* table, const E* scale, const Step* step, int vocabulary, int inner) {
   int id = max(min(step->ids[blockIdx.x], vocabulary - 1), 0);
   const E* from = table + static_cast<long long>(id) * inner;
   E* to = out + static_cast<long long>(blockIdx.x) * inner;
-  if (is_aligned(table, 2 * inner) && is_aligned(out, 2 * inner)) {
+  if (scale) {
+    float by = static_cast<float>(*scale);
+    for (int i = threadIdx.x; i < inner; i += EMBED_THREADS) to[i] = E(static_cast<float>(from[i]) * by);
+  } else if (is_aligned(table, 2 * inner) && is_aligned(out, 2 * inner)) {
     for (int i = 8 * threadIdx.x; i < inner; i += 8 * EMBED_THREADS) {
       *reinterpret_cast<uint4*>(to + i) = *reinterpret_cast<const uint4*>(from + i);
     }

@@ -5,10 +5,11 @@ use std::ptr::null_mut;
 use cudarc::driver::sys::{self, CUstreamCaptureMode};
 
 use crate::step::attend::row_blocks;
-use crate::step::check::{capacity, check as check_plan, check_steps, StepInputs};
+use crate::step::check::{capacity, check as check_plan};
 use crate::step::device::Device;
 use crate::step::driver::{Memory, Pinned, Stream};
 use crate::step::error::{check, fail, Result};
+use crate::step::inputs::{check_steps, StepInputs};
 use crate::step::launch::{int, Step};
 use crate::step::mask::RowBlocks;
 use crate::step::plan::{Buffer, Plan, MOST_TOKENS};

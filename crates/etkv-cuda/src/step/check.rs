@@ -1,10 +1,10 @@
-//! Which plans and steps can be.
+//! Which plans can be.
 
 use crate::step::error::{fail, Result};
-use crate::step::mask::KeyMask;
 use crate::step::plan::{
-    Address, Attend, Buffer, Embed, Heads, Launch, Logits, Norm, Packed, PackedFormat, Place, Plan,
-    Pool, PoolRows, Product, Weight, HEADS_OF_MANY, MOST_FEW, MOST_GROUPS, MOST_TOKENS,
+    Address, Attend, Buffer, Embed, Heads, Launch, Logits, Norm, Normalize, Packed, PackedFormat,
+    Place, Plan, Pool, PoolRows, Product, Weight, HEADS_OF_MANY, MOST_FEW, MOST_GROUPS,
+    MOST_TOKENS,
 };
 
 /// The most elements of a row, rows of a table, and keys: products of two stay within 64 bits, and
@@ -25,23 +25,6 @@ const POOL_BITS: [usize; 6] = [2, 3, 4, 5, 6, 8];
 const PLACED: usize = 32;
 /// The elements of a head.
 const DIMS: std::ops::RangeInclusive<usize> = 32..=256;
-
-/// The inputs of a step of T tokens, or fewer with a mask, for a group of layers. The rows of keys and values that it writes are `slots`, and
-/// those that it reads are the first `n_keys`.
-#[derive(Debug, Clone, Copy)]
-pub struct StepInputs<'a> {
-    /// `[T]`.
-    pub ids: &'a [i32],
-    /// `[T]`: where the tokens are in the sequence.
-    pub positions: &'a [i32],
-    /// `[T]`: different rows of the pools. Without a mask, attention takes the last T of the first `n_keys`
-    /// rows for those of the step's tokens.
-    pub slots: &'a [i32],
-    /// One past the last row that is read, the step's rows among them: T to the capacity of the pools.
-    pub n_keys: usize,
-    /// The keys that each token of the plan sees, if the group is [masked](crate::Plan::masked).
-    pub mask: Option<&'a KeyMask>,
-}
 
 /// Returns an error if the plan cannot be on any device.
 pub(crate) fn check(plan: &Plan) -> Result<()> {
@@ -97,7 +80,9 @@ fn check_lists(plan: &Plan, group: usize) -> Result<()> {
 pub(crate) fn capacity(plan: &Plan, group: usize) -> usize {
     let of = |launch: &Launch| {
         let (own, keys, values) = match launch {
-            Launch::Embed(_) | Launch::Product(Product { heads: None, .. }) => return None,
+            Launch::Embed(_)
+            | Launch::Normalize(_)
+            | Launch::Product(Product { heads: None, .. }) => return None,
             Launch::Product(Product { heads: Some(heads), .. })
             | Launch::Place(Place { heads, .. }) => (heads.group, heads.keys, heads.values),
             Launch::Attend(attend) => (attend.group, attend.keys, attend.values),
@@ -105,70 +90,6 @@ pub(crate) fn capacity(plan: &Plan, group: usize) -> usize {
         (own == group).then(|| keys.capacity.min(values.capacity))
     };
     plan.launches.iter().filter_map(of).min().unwrap_or(LARGEST)
-}
-
-/// Returns an error if these are not a step of `tokens` tokens, told for each group with its pools' rows and
-/// whether it is masked.
-pub(crate) fn check_steps(
-    steps: &[StepInputs],
-    tokens: usize,
-    groups: impl ExactSizeIterator<Item = (usize, bool)>,
-) -> Result<()> {
-    if steps.len() != groups.len() {
-        fail!(Step, "a step of {} groups, expected {}", steps.len(), groups.len());
-    }
-    for (number, (step, (capacity, masked))) in steps.iter().zip(groups).enumerate() {
-        check_step(step, tokens, capacity, masked).map_err(|error| match error {
-            crate::Error::Step(text) if steps.len() > 1 => {
-                crate::Error::Step(format!("group {number}: {text}"))
-            }
-            error => error,
-        })?;
-        let first = &steps[0];
-        if (step.ids, step.positions) != (first.ids, first.positions) {
-            fail!(Step, "group {number} has other tokens than the first");
-        }
-    }
-    Ok(())
-}
-
-/// Returns an error if the step is not one of `tokens` tokens over pools of `capacity` rows.
-fn check_step(step: &StepInputs, tokens: usize, capacity: usize, masked: bool) -> Result<()> {
-    let n = step.ids.len();
-    if n != tokens && !(masked && (1..tokens).contains(&n)) {
-        fail!(Step, "{n} ids, expected {tokens}{}", if masked { " or fewer" } else { "" });
-    }
-    for (name, given) in [("positions", step.positions), ("slots", step.slots)] {
-        if given.len() != n {
-            fail!(Step, "{} {name}, expected {n}", given.len());
-        }
-    }
-    if !(n..=capacity).contains(&step.n_keys) {
-        fail!(Step, "{} keys, expected {n} to {capacity}", step.n_keys);
-    }
-    for (t, &slot) in step.slots.iter().enumerate() {
-        if !usize::try_from(slot).is_ok_and(|slot| slot < capacity) {
-            fail!(Step, "slot {slot}, expected 0 to {}", capacity - 1);
-        }
-        if step.slots[..t].contains(&slot) {
-            fail!(Step, "slot {slot} twice");
-        }
-    }
-    match step.mask {
-        None if masked => fail!(Step, "no mask for a plan that takes one"),
-        Some(_) if !masked => fail!(Step, "a mask for a plan that takes none"),
-        Some(mask) if mask.n_tokens() != tokens => {
-            fail!(Step, "a mask of {} tokens, expected {tokens}", mask.n_tokens());
-        }
-        Some(mask) if mask.end() > step.n_keys => {
-            fail!(Step, "a mask that sees key {} of {}", mask.end() - 1, step.n_keys);
-        }
-        Some(mask) => match mask.blind().filter(|&token| token < n) {
-            Some(token) => fail!(Step, "token {token} sees no key"),
-            None => Ok(()),
-        },
-        None => Ok(()),
-    }
 }
 
 /// A plan, and the buffers that the launches so far have written.
@@ -182,6 +103,7 @@ impl Work<'_> {
         match launch {
             Launch::Embed(embed) => self.check_embed(embed),
             Launch::Product(product) => self.check_product(product),
+            Launch::Normalize(normalize) => self.check_normalize(normalize),
             Launch::Place(place) => self.check_place(place),
             Launch::Attend(attend) => self.check_attend(attend),
         }
@@ -191,15 +113,15 @@ impl Work<'_> {
         is_within("rows of a table", embed.vocabulary, 1, LARGEST)?;
         is_within("elements of a row", embed.inner, 1, LONGEST)?;
         is_weight("the table", embed.table, embed.inner)?;
+        if let Some(scale) = embed.scale {
+            is_address("the scale", scale, 2)?;
+        }
         self.write(embed.out, self.plan.tokens * embed.inner)
     }
 
     fn check_product(&mut self, product: &Product) -> Result<()> {
         let Product { inner, outputs, .. } = *product;
-        is_within("elements of a row", inner, PIECE, LONGEST)?;
-        if inner % PIECE != 0 {
-            fail!(Plan, "rows of {inner} elements, expected a multiple of {PIECE}");
-        }
+        are_pieces(inner)?;
         is_within("outputs", outputs, 1, LONGEST)?;
         let rows = rows(self.plan, product);
         self.read(product.x, self.plan.tokens * inner)?;
@@ -208,6 +130,9 @@ impl Work<'_> {
             is_address("the bias", bias, 2)?;
         }
         is_norm(product.norm)?;
+        if product.norm.is_some_and(|norm| norm.wide) {
+            fail!(Plan, "a product with a norm of float32 weights; normalize its rows before");
+        }
         if let Some(plus) = product.plus {
             self.read(plus, rows * outputs)?;
         }
@@ -221,6 +146,9 @@ impl Work<'_> {
                     fail!(Plan, "heads have no gate, no sum, and all rows");
                 }
                 self.check_heads(heads, outputs)?;
+                if heads.turned != heads.head_dim {
+                    fail!(Plan, "heads of a product turn whole; place those of which a part turns");
+                }
                 for pool in [heads.keys, heads.values] {
                     if !matches!(pool.rows, PoolRows::Plain(_)) {
                         fail!(Plan, "heads of a product go to plain pools; place those of others");
@@ -249,6 +177,31 @@ impl Work<'_> {
         are_placed(heads)
     }
 
+    fn check_normalize(&mut self, normalize: &Normalize) -> Result<()> {
+        let Normalize { x, inner, norm, plus, out, next } = *normalize;
+        are_pieces(inner)?;
+        is_norm(Some(norm))?;
+        let elements = self.plan.tokens * inner;
+        self.read(x, elements)?;
+        if let Some(plus) = plus {
+            self.read(plus, elements)?;
+        }
+        self.write(out, elements)?;
+        let mut buffers = vec![x, out];
+        if let Some((norm, out)) = next {
+            is_norm(Some(norm))?;
+            self.write(out, elements)?;
+            buffers.push(out);
+        }
+        let is_again = |(n, buffer): (usize, &Buffer)| buffers[..n].contains(buffer);
+        if buffers.iter().enumerate().any(is_again)
+            || next.is_some_and(|(_, out)| plus == Some(out))
+        {
+            fail!(Plan, "rows are written over those that are normalized");
+        }
+        Ok(())
+    }
+
     fn check_place(&mut self, place: &Place) -> Result<()> {
         let Place { heads, q_norm, k_norm, .. } = place;
         let Heads { n_q, n_kv, head_dim, .. } = *heads;
@@ -259,6 +212,10 @@ impl Work<'_> {
                 Plan,
                 "heads of {head_dim} elements, expected a multiple of {PLACED} to place them"
             );
+        }
+        is_within("elements that turn", heads.turned, TILE, head_dim)?;
+        if heads.turned % TILE != 0 {
+            fail!(Plan, "{} elements that turn, expected a multiple of {TILE}", heads.turned);
         }
         are_placed(heads)?;
         is_norm(*q_norm)?;
@@ -341,6 +298,15 @@ fn is_within(what: &str, value: usize, least: usize, most: usize) -> Result<()> 
     Ok(())
 }
 
+/// Checks the elements of a row that threads read 16 bytes of at a time.
+fn are_pieces(inner: usize) -> Result<()> {
+    is_within("elements of a row", inner, PIECE, LONGEST)?;
+    if inner % PIECE != 0 {
+        fail!(Plan, "rows of {inner} elements, expected a multiple of {PIECE}");
+    }
+    Ok(())
+}
+
 fn are_heads(n_q: usize, n_kv: usize, head_dim: usize) -> Result<()> {
     is_within("heads", n_q, 1, MOST_HEADS)?;
     is_within("heads of keys", n_kv, 1, n_q)?;
@@ -372,7 +338,7 @@ fn is_norm(norm: Option<Norm>) -> Result<()> {
         return Ok(());
     };
     if let Some(weight) = norm.weight {
-        is_address("the weight of the norm", weight, 2)?;
+        is_address("the weight of the norm", weight, if norm.wide { 4 } else { 2 })?;
     }
     if !(norm.eps >= 0.0 && norm.eps.is_finite()) {
         fail!(Plan, "an epsilon of {}, expected 0 or more", norm.eps);

@@ -27,6 +27,8 @@ const PRODUCT_ENTRY: &str = include_str!("../kernels/product_entry.cuh");
 const MANY_ENTRY: &str = include_str!("../kernels/many_entry.cuh");
 const PACKED_ENTRY: &str = include_str!("../kernels/packed_entry.cuh");
 const FORMATS: &str = include_str!("../kernels/formats.cuh");
+const NORM: &str = include_str!("../kernels/norm.cuh");
+const NORM_ENTRY: &str = include_str!("../kernels/norm_entry.cuh");
 const ENCODE: &str = include_str!("../kernels/encode.cuh");
 const PLACE: &str = include_str!("../kernels/place.cuh");
 const PLACE_ENTRY: &str = include_str!("../kernels/place_entry.cuh");
@@ -56,6 +58,8 @@ pub(crate) enum Source {
     Many(Element),
     /// Kernels that read packed weights of so many bits.
     Packed { element: Element, bits: usize },
+    /// The kernel that normalizes rows.
+    Norm(Element),
     /// The kernel that places heads in pools, packed if they have a format.
     Place { element: Element, keys: Option<PackedFormat>, values: Option<PackedFormat> },
     /// Attention over heads of so many elements, of which a block holds so many tiles at a time.
@@ -120,6 +124,10 @@ impl Source {
                     PACKED_ENTRY,
                 ][..],
             ),
+            Self::Norm(element) => (
+                format!("{overlaps}using Element = {};\n", element.name()),
+                &[text::INSTRUCTIONS, NORM, NORM_ENTRY][..],
+            ),
             Self::Place { element, keys, values } => (
                 format!(
                     "{overlaps}using Element = {};\n#define ETKV_KEYS {}\n#define ETKV_VALUES {}\n",
@@ -134,6 +142,7 @@ impl Source {
                     text::ROWS,
                     FORMATS,
                     ENCODE,
+                    NORM,
                     PLACE,
                     PLACE_ENTRY,
                 ][..],

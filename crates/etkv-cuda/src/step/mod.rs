@@ -7,20 +7,22 @@ mod compile;
 mod device;
 mod driver;
 mod error;
+mod inputs;
 mod launch;
 mod mask;
+mod norms;
 mod plan;
 mod pools;
 mod work;
 
 pub use self::captured::{Captured, Outputs};
-pub use self::check::StepInputs;
 pub use self::device::Device;
 pub use self::driver::Memory;
 pub use self::error::{Error, Result};
+pub use self::inputs::StepInputs;
 pub use self::mask::KeyMask;
 pub use self::plan::{
-    Address, Attend, Buffer, Element, Embed, Gate, Heads, Launch, Logits, Norm, Packed,
+    Address, Attend, Buffer, Element, Embed, Gate, Heads, Launch, Logits, Norm, Normalize, Packed,
     PackedFormat, PackedRows, Place, Plan, Pool, PoolRows, Product, Weight, HEADS_OF_MANY,
     MOST_FEW, MOST_GROUPS, MOST_TOKENS,
 };

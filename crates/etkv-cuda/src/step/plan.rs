@@ -199,6 +199,8 @@ pub enum Launch {
     Embed(Embed),
     /// A product with a weight.
     Product(Product),
+    /// Rows that are normalized.
+    Normalize(Normalize),
     /// Heads that a product has made, to where attention takes them.
     Place(Place),
     /// Attention over the keys of a layer.
@@ -210,6 +212,8 @@ pub enum Launch {
 pub struct Embed {
     /// `[vocabulary, inner]`.
     pub table: Weight,
+    /// One of the plan's elements, by which rows are multiplied.
+    pub scale: Option<Address>,
     /// The rows of the table.
     pub vocabulary: usize,
     /// The elements of a row.
@@ -233,7 +237,7 @@ pub struct Product {
     pub outputs: usize,
     /// An element for each row of the weight.
     pub bias: Option<Address>,
-    /// How `x` is normalized first.
+    /// How `x` is normalized first, with a weight that is not [wide](Norm::wide).
     pub norm: Option<Norm>,
     /// The function of the first half of the outputs, by which the second half is multiplied.
     pub gate: Option<Gate>,
@@ -250,8 +254,27 @@ pub struct Product {
 pub struct Norm {
     /// `[inner]`, or `None` for ones.
     pub weight: Option<Address>,
+    /// Whether the weight is float32, behind which a row is rounded once. Not for the rows of a product.
+    pub wide: bool,
     /// Added to the mean square.
     pub eps: f32,
+}
+
+/// `out = norm(x) + plus`, and another norm of that.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub struct Normalize {
+    /// `[T, inner]`.
+    pub x: Buffer,
+    /// The elements of a row: a multiple of 8.
+    pub inner: usize,
+    /// How `x` is normalized.
+    pub norm: Norm,
+    /// `[T, inner]`, added to that. May be `out`.
+    pub plus: Option<Buffer>,
+    /// `[T, inner]`.
+    pub out: Buffer,
+    /// How `out` is normalized, and where to.
+    pub next: Option<(Norm, Buffer)>,
 }
 
 /// An activation function. The kernel has the same numbers.
@@ -294,9 +317,12 @@ pub struct Heads {
     pub n_kv: usize,
     /// The elements of a head: a multiple of 16, of 32 to 256; of 64 for more than [`MOST_FEW`] tokens.
     pub head_dim: usize,
-    /// The periods of rotary embedding, `[head_dim / 2]`, float32: element j of a query or key turns
-    /// together with `head_dim / 2 + j`, by `1 / periods[j]` a position. `None` if nothing turns.
+    /// The periods of rotary embedding, `[turned / 2]`, float32: element j of a query or key turns
+    /// together with `turned / 2 + j`, by `1 / periods[j]` a position. `None` if nothing turns.
     pub periods: Option<Address>,
+    /// The first elements of a head that turn: all of those of a product, a multiple of 16 of those that are
+    /// placed.
+    pub turned: usize,
     /// Where the keys go.
     pub keys: Pool,
     /// Where the values go.

@@ -57,7 +57,7 @@ pub(crate) struct PlaceWork {
     queries: i32,
     each: i32,
     dim: i32,
-    unused: i32,
+    turned: i32,
 }
 
 // The kernels' files have the same sizes.
@@ -80,18 +80,23 @@ impl PlaceWork {
             values: Planes::of(heads.values),
             q_eps: place.q_norm.map_or(0.0, |norm| norm.eps),
             k_eps: place.k_norm.map_or(0.0, |norm| norm.eps),
-            q_normalizes: i32::from(place.q_norm.is_some()),
-            k_normalizes: i32::from(place.k_norm.is_some()),
+            q_normalizes: kind_of(place.q_norm),
+            k_normalizes: kind_of(place.k_norm),
             queries: int(heads.n_q),
             each: int(heads.n_kv),
             dim: int(heads.head_dim),
-            unused: 0,
+            turned: int(heads.turned),
         }
     }
 
     pub(crate) fn argument(&self) -> *mut c_void {
         std::ptr::from_ref(self).cast_mut().cast()
     }
+}
+
+/// Returns a norm's kind, as the kernel has them.
+fn kind_of(norm: Option<crate::Norm>) -> i32 {
+    norm.map_or(0, |norm| if norm.wide { 2 } else { 1 })
 }
 
 /// The kernel that places heads in the pools of a launch.

@@ -13,6 +13,7 @@ use crate::step::launch::{
     self, int, or_null, ManyWork, PackedWork, ProductKernel, ProductShape, ProductWork, Step,
 };
 use crate::step::mask::most_numbers;
+use crate::step::norms::{NormWork, NORM_THREADS};
 use crate::step::plan::{
     Attend, Buffer, Embed, Launch, Packed, Plan, Pool, PoolRows, Product, Weight,
 };
@@ -34,6 +35,8 @@ pub(crate) struct Work {
     choose: Kernel,
     /// Those of packed weights, by the bits of a code.
     packed: HashMap<usize, PackedKernels>,
+    /// The one that normalizes rows, if the plan does.
+    norm: Option<Kernel>,
     /// Those that place heads, by the launch.
     place: HashMap<usize, Kernel>,
     /// Of each launch, if it is attention: itself, and what merges its slices.
@@ -143,7 +146,7 @@ impl Work {
                     ProductShape::of(plan, product, limits)?;
                     None
                 }
-                Launch::Embed(_) | Launch::Place(_) => None,
+                Launch::Embed(_) | Launch::Normalize(_) | Launch::Place(_) => None,
             });
         }
         let shapes = || attend.iter().flatten().map(|(_, _, shape)| shape);
@@ -178,6 +181,10 @@ impl Work {
             embed: device.kernel(source, c"etkv_embed", 0)?,
             choose: device.kernel(source, c"etkv_choose", 0)?,
             packed: PackedKernels::of(device, plan)?,
+            norm: match plan.launches.iter().any(|launch| matches!(launch, Launch::Normalize(_))) {
+                true => Some(device.kernel(Source::Norm(plan.element), c"etkv_norm", 0)?),
+                false => None,
+            },
             place,
             attend,
             places,
@@ -218,6 +225,17 @@ impl Work {
                         launch::launch(stream, kernel, grid, threads, shared, arguments, overlaps)?;
                         let grid = shape.merging;
                         launch::launch(stream, merge, grid, threads, 0, arguments, overlap)?;
+                    }
+                }
+                (Launch::Normalize(normalize), _) => {
+                    let Some(kernel) = &self.norm else {
+                        fail!(Plan, "rows that are normalized have no kernel");
+                    };
+                    let work = NormWork::of(normalize, |buffer| self.at(buffer));
+                    let (grid, arguments) = ([plan.tokens, 1, 1], &mut [work.argument()]);
+                    // SAFETY: this is the kernel's argument; the plan's check has compared all sizes.
+                    unsafe {
+                        launch::launch(stream, kernel, grid, NORM_THREADS, 0, arguments, overlaps)?;
                     }
                 }
                 (Launch::Place(place), _) => {
@@ -265,6 +283,7 @@ impl Work {
         // The ids are those of each group.
         let (out, step) = (self.at(embed.out), self.step_of(0));
         let (vocabulary, inner) = (int(embed.vocabulary), int(embed.inner));
+        let scale = or_null(embed.scale);
         let (grid, threads) = ([plan.tokens, 1, 1], launch::EMBED_THREADS);
         let launch = |kernel: &Kernel, arguments: &mut [*mut c_void]| {
             // SAFETY: these are the kernel's arguments; the buffer has a row for each token.
@@ -272,8 +291,14 @@ impl Work {
         };
         match embed.table {
             Weight::Plain(table) => {
-                let arguments =
-                    &mut [of(&out), of(&table.0), of(&step), of(&vocabulary), of(&inner)];
+                let arguments = &mut [
+                    of(&out),
+                    of(&table.0),
+                    of(&scale),
+                    of(&step),
+                    of(&vocabulary),
+                    of(&inner),
+                ];
                 launch(&self.embed, arguments)
             }
             Weight::Packed(table) => {
@@ -283,6 +308,7 @@ impl Work {
                     of(&table.codes.0),
                     of(&table.scales.0),
                     of(&table.biases.0),
+                    of(&scale),
                     of(&step),
                     of(&shift),
                     of(&vocabulary),

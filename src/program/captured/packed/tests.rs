@@ -169,7 +169,7 @@ fn a_packed_decoder_is_known_and_left_as_it_is() {
         panic!("{:?}", recipe.parts);
     };
     let packed = |codes| Weight::Packed(packed(codes));
-    assert_eq!(*embed, Part::Embed { table: packed(TABLE), out: 0 });
+    assert_eq!(*embed, Part::Embed { table: packed(TABLE), scale: None, out: 0 });
     let dtype = Some(Dtype::Bfloat16);
     assert_eq!(*attend, Part::Attend { layer: 0, q: 1, scale: 0.25, dtype, out: 2 });
     let norm = Some(Norm { weight: Some(NORM), eps: 1e-6 });
@@ -205,7 +205,7 @@ fn a_program_may_have_plain_weights_beside_packed_ones() {
     *op(&mut graph, 23) = Op::Take { x: NORM, index: Index::Many(IDS), axis: 0 };
     let recipe = Recipe::of(&graph).unwrap();
     let table = Weight::Plain { value: NORM, transposed: false };
-    assert_eq!(recipe.parts[0], Part::Embed { table, out: 0 });
+    assert_eq!(recipe.parts[0], Part::Embed { table, scale: None, out: 0 });
     let is_packed =
         |part: &&Part| matches!(part, Part::Product(Product { weight: Weight::Packed(_), .. }));
     assert_eq!(recipe.parts.iter().filter(is_packed).count(), 5);

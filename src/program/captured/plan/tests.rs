@@ -3,6 +3,7 @@ use mlx_rs::random::normal;
 
 use super::*;
 use crate::error::Result;
+use crate::program::captured::recipe::RowNorm;
 use crate::program::generation::TextInputs;
 use crate::program::ir::{Affine, Dim, InputSpec};
 
@@ -50,7 +51,7 @@ fn recipe(packing: Affine) -> Recipe {
         out: 1,
     };
     Recipe {
-        parts: vec![Part::Embed { table: weight, out: 0 }, Part::Product(product)],
+        parts: vec![Part::Embed { table: weight, scale: None, out: 0 }, Part::Product(product)],
         n_buffers: 2,
         logits: 1,
         last_row_only: false,
@@ -146,7 +147,7 @@ const HEAD_DIM: usize = 64;
 const HEADS: usize = 8;
 
 /// A recipe with one layer of 4 + 2 + 2 heads, and its planner. Only shapes count.
-fn decoder(k_norm: Option<ir::Norm>) -> (Recipe, Planner) {
+fn decoder(k_norm: Option<RowNorm>) -> (Recipe, Planner) {
     let packing = Affine { group_size: 32, bits: 4 };
     let weight = |value| recipe::Weight::Plain { value: Value(value), transposed: false };
     let heads = LayerHeads {
@@ -155,6 +156,7 @@ fn decoder(k_norm: Option<ir::Norm>) -> (Recipe, Planner) {
         n_kv: KV_HEADS,
         head_dim: HEAD_DIM,
         turn: Some((Value(2), Dtype::Bfloat16)),
+        turned: HEAD_DIM,
         q_norm: None,
         k_norm,
     };
@@ -171,7 +173,7 @@ fn decoder(k_norm: Option<ir::Norm>) -> (Recipe, Planner) {
     let dtype = Some(Dtype::Bfloat16);
     let recipe = Recipe {
         parts: vec![
-            Part::Embed { table: weight(0), out: 0 },
+            Part::Embed { table: weight(0), scale: None, out: 0 },
             Part::Product(product(Some(heads), 1)),
             Part::Attend { layer: 0, q: 1, scale: 0.125, dtype, out: 2 },
             Part::Product(product(None, 3)),
@@ -198,7 +200,7 @@ fn decoder(k_norm: Option<ir::Norm>) -> (Recipe, Planner) {
     (recipe, planner)
 }
 
-fn plan_of(pools: [Pool; 2], k_norm: Option<ir::Norm>) -> Plan {
+fn plan_of(pools: [Pool; 2], k_norm: Option<RowNorm>) -> Plan {
     let (recipe, planner) = decoder(k_norm);
     let places = Places {
         constants: (1..=5).map(|n| 64 * n).collect(),
@@ -265,7 +267,7 @@ fn caches_of_the_program_s_floats_and_of_codes_are_taken() {
 #[test]
 fn heads_that_are_normalized_are_placed() {
     let pools = [640, 1280].map(|at| pool(PoolRows::Plain(Address(at))));
-    let plan = plan_of(pools, Some(ir::Norm { weight: Some(Value(3)), eps: 0.5 }));
+    let plan = plan_of(pools, Some(RowNorm { weight: Some(Value(3)), eps: 0.5, made: None }));
     let [_, Launch::Product(product), Launch::Place(place), _, Launch::Product(head)] =
         plan.launches[..]
     else {
@@ -274,10 +276,79 @@ fn heads_that_are_normalized_are_placed() {
     assert!(product.heads.is_none());
     assert_eq!([place.heads.keys, place.heads.values], pools);
     // The table, the weight, the periods and the norm, in the order of the constants.
-    let norm = Norm { weight: Some(Address(256)), eps: 0.5 };
+    let norm = Norm { weight: Some(Address(256)), wide: false, eps: 0.5 };
     assert_eq!((place.q_norm, place.k_norm), (None, Some(norm)));
     assert_eq!(
         (place.heads.periods, head.weight),
         (Some(Address(192)), Weight::Plain(Address(320)))
     );
+}
+
+/// Weights of float32 are told from those of the program, and belong to rows that are converted.
+#[test]
+fn rows_are_normalized_with_weights_of_both_kinds() {
+    let (bf16, f32) = (Dtype::Bfloat16, Dtype::Float32);
+    let weight = recipe::Weight::Plain { value: Value(0), transposed: false };
+    let planned = |made: [Option<Dtype>; 2], scale| {
+        let norm = |weight, made| RowNorm { weight: Some(Value(weight)), eps: 0.5, made };
+        let normalize = recipe::Normalize {
+            x: 0,
+            norm: norm(1, made[0]),
+            plus: Some(0),
+            out: 1,
+            next: Some((norm(2, made[1]), 2)),
+        };
+        let recipe = Recipe {
+            parts: vec![
+                Part::Embed { table: weight, scale: Some(Value(scale)), out: 0 },
+                Part::Normalize(normalize),
+            ],
+            n_buffers: 3,
+            logits: 2,
+            ..recipe(Affine { group_size: 32, bits: 4 })
+        };
+        let planner = mlx::run(|| {
+            let made = |shape: &[i32], dtype| -> Result<Option<Array>> {
+                let zeros = mlx_rs::ops::zeros_dtype(shape, dtype)?;
+                zeros.eval()?;
+                Ok(Some(zeros))
+            };
+            let constants = [
+                made(&[ROWS, COLUMNS], bf16)?,
+                made(&[COLUMNS], f32)?,
+                made(&[COLUMNS], bf16)?,
+                made(&[], bf16)?,
+            ];
+            Ok(Planner::of(&recipe, &constants))
+        });
+        let places = Places {
+            constants: (1..=4).map(|n| 64 * n).collect(),
+            pools: Vec::new(),
+            groups: groups(1),
+        };
+        planner.unwrap().map(|planner| planner.plan(&recipe, &places, &kind(2)))
+    };
+    let plan = planned([Some(bf16), None], 3).unwrap();
+    let [Launch::Embed(embed), Launch::Normalize(rows)] = plan.launches[..] else {
+        panic!("{:?}", plan.launches);
+    };
+    assert_eq!(embed.scale, Some(Address(128)));
+    let norm = |at, wide| Norm { weight: Some(Address(at)), wide, eps: 0.5 };
+    assert_eq!((rows.norm, rows.next), (norm(192, true), Some((norm(256, false), Buffer(2)))));
+    assert_eq!((rows.x, rows.plus, rows.out), (Buffer(0), Some(Buffer(0)), Buffer(1)));
+    assert_eq!((rows.inner, plan.buffers), (COLUMNS as usize, vec![2 * COLUMNS as usize; 3]));
+    // Rows that stay float32, or become it, and a number that is none.
+    assert!(planned([None, None], 3).is_none());
+    assert!(planned([Some(bf16), Some(f32)], 3).is_none());
+    assert!(planned([Some(bf16), None], 2).is_none());
+}
+
+#[test]
+fn heads_that_turn_in_part_are_placed() {
+    let pool = pool(PoolRows::Plain(Address(640)));
+    let periods = Some(Address(64));
+    let (keys, values, group) = (pool, pool, 0);
+    let of = |turned| Heads { group, n_q: 4, n_kv: 2, head_dim: 64, periods, turned, keys, values };
+    assert!(fits_product(&of(64), [None; 2]));
+    assert!(!fits_product(&of(48), [None; 2]));
 }

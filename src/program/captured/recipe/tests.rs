@@ -1,5 +1,7 @@
 use super::*;
-use crate::program::ir::{Chain, Constant, Dim, Heads, InputSpec, Instruction, Int, IntValue};
+use crate::program::ir::{
+    Binary, Chain, Constant, Dim, Heads, InputSpec, Instruction, Int, IntValue,
+};
 
 // Constants, and the inputs behind them.
 const TABLE: Value = Value(0);
@@ -102,7 +104,7 @@ fn a_decoder_is_known() {
         panic!("{:?}", recipe.parts);
     };
     let plain = |value, transposed| Weight::Plain { value, transposed };
-    assert_eq!(*embed, Part::Embed { table: plain(TABLE, false), out: 0 });
+    assert_eq!(*embed, Part::Embed { table: plain(TABLE, false), scale: None, out: 0 });
     let dtype = Some(Dtype::Bfloat16);
     assert_eq!(*attend, Part::Attend { layer: 0, q: 1, scale: 0.25, dtype, out: 2 });
     let products = [heads, out, gated, down, head].map(|part| match part {
@@ -271,13 +273,14 @@ fn heads_of(recipe: &Recipe) -> &LayerHeads {
 #[test]
 fn heads_that_are_normalized_are_those_of_one_product() {
     let recipe = Recipe::of(&normalized()).unwrap();
-    let norm = |weight| Some(Norm { weight: Some(weight), eps: 1e-5 });
+    let norm = |weight| Some(RowNorm { weight: Some(weight), eps: 1e-5, made: None });
     let expected = LayerHeads {
         layer: 0,
         n_q: 4,
         n_kv: 2,
         head_dim: 16,
         turn: Some((PERIODS, Dtype::Bfloat16)),
+        turned: 16,
         q_norm: norm(NORM),
         k_norm: norm(PERIODS),
     };
@@ -381,3 +384,6 @@ fn programs_of_other_dtypes_are_told_apart() {
     graph.main.outputs.clear();
     assert_eq!(why_not(&graph), Some(Unknown::Outputs.to_string()));
 }
+
+mod norms;
+mod parts;

@@ -13,13 +13,14 @@ fn plan() -> Plan {
         inner: 256,
         outputs: 768,
         bias: None,
-        norm: Some(Norm { weight: Some(Address(4096)), eps: 1e-5 }),
+        norm: Some(Norm { weight: Some(Address(4096)), wide: false, eps: 1e-5 }),
         gate: None,
         plus: None,
         heads: None,
         out: Buffer(1),
     };
-    let heads = Heads { group: 0, n_q: 8, n_kv: 2, head_dim: 64, periods: None, keys, values };
+    let heads =
+        Heads { group: 0, n_q: 8, n_kv: 2, head_dim: 64, periods: None, turned: 64, keys, values };
     Plan {
         element: Element::Bf16,
         tokens: 4,
@@ -27,6 +28,7 @@ fn plan() -> Plan {
         launches: vec![
             Launch::Embed(Embed {
                 table: Weight::Plain(Address(4096)),
+                scale: None,
                 vocabulary: 1000,
                 inner: 256,
                 out: Buffer(0),
@@ -121,9 +123,12 @@ fn sizes_that_kernels_do_not_take_are_refused() {
     assert!(refused(|plan| heads(plan).n_kv = 3).contains("expected a multiple of 3"));
     assert!(refused(|plan| heads(plan).head_dim = 72).contains("multiple of 16"));
     assert!(refused(|plan| attend(plan).head_dim = 272).contains("of 272 elements"));
+    assert!(refused(|plan| heads(plan).turned = 32).contains("place those of which a part turns"));
     assert!(refused(|plan| attend(plan).scale = f32::NAN).contains("NaN"));
-    assert!(refused(|plan| product(plan, 1).norm = Some(Norm { weight: None, eps: -1.0 }))
-        .contains("-1"));
+    assert!(refused(
+        |plan| product(plan, 1).norm = Some(Norm { weight: None, wide: false, eps: -1.0 })
+    )
+    .contains("-1"));
 }
 
 #[test]
@@ -210,7 +215,7 @@ fn heads_that_cannot_be_placed_are_refused() {
         heads.values.rows = PoolRows::Packed(packed_rows(PackedFormat::Nvfp4));
         plan.buffers.push(4 * 768);
         product(&mut plan, 1).out = Buffer(4);
-        let norm = Some(Norm { weight: Some(Address(4096)), eps: 1e-6 });
+        let norm = Some(Norm { weight: Some(Address(4096)), wide: false, eps: 1e-6 });
         let (q_norm, k_norm) = (norm, None);
         let mut place = Place { x: Buffer(4), heads, q_norm, k_norm, out: Buffer(1) };
         change(&mut place);
@@ -223,11 +228,72 @@ fn heads_that_cannot_be_placed_are_refused() {
     assert_eq!(refused(|_| ()), "");
     assert!(refused(|place| place.heads.n_kv = 3).contains("8 heads, expected a multiple of 3"));
     assert!(refused(|place| place.heads.head_dim = 48).contains("a multiple of 32"));
-    assert!(refused(|place| place.k_norm = Some(Norm { weight: None, eps: -1.0 })).contains("-1"));
+    assert!(refused(|place| place.k_norm = Some(Norm { weight: None, wide: false, eps: -1.0 }))
+        .contains("-1"));
     assert!(refused(|place| place.x = Buffer(0)).contains("buffer 0 has 1024 elements"));
     assert!(refused(|place| place.out = Buffer(4)).contains("over the heads"));
+    assert_eq!(refused(|place| place.heads.turned = 48), "");
+    assert!(refused(|place| place.heads.turned = 40).contains("40 elements that turn, expected a"));
+    assert!(refused(|place| place.heads.turned = 80).contains("80 elements that turn"));
     let text = refused(|place| place.heads.keys.rows = PoolRows::Plain(Address(2)));
     assert!(text.contains("the keys at 0x2"), "{text}");
+}
+
+#[test]
+fn rows_that_cannot_be_normalized_are_refused() {
+    let refused = |change: fn(&mut Plan, &mut Normalize)| {
+        let mut plan = plan();
+        plan.buffers.extend([4 * 256; 2]);
+        let norm = Norm { weight: Some(Address(4096)), wide: true, eps: 1e-6 };
+        let next = Some((Norm { weight: None, ..norm }, Buffer(5)));
+        let (x, plus, out) = (Buffer(0), Some(Buffer(0)), Buffer(4));
+        let mut normalize = Normalize { x, inner: 256, norm, plus, out, next };
+        change(&mut plan, &mut normalize);
+        // Behind the rows of tokens.
+        let first = plan.launches.len() - 4;
+        plan.launches.insert(first, Launch::Normalize(normalize));
+        match check(&plan) {
+            Ok(()) => String::new(),
+            Err(error) => error.to_string(),
+        }
+    };
+    assert_eq!(refused(|_, _| ()), "");
+    // A sum may be where it goes, once something is there.
+    let in_place = |plan: &mut Plan, normalize: &mut Normalize| {
+        plan.launches.insert(0, plan.launches[0]);
+        if let Launch::Embed(embed) = &mut plan.launches[0] {
+            (embed.out, embed.scale) = (Buffer(4), Some(Address(2)));
+        }
+        normalize.plus = Some(normalize.out);
+    };
+    assert_eq!(refused(in_place), "");
+    assert!(refused(|_, rows| rows.inner = 252).contains("252 elements, expected a multiple of 8"));
+    assert!(refused(|_, rows| rows.norm.weight = Some(Address(2))).contains("a multiple of 4"));
+    assert!(refused(|_, rows| rows.norm.eps = f32::NAN).contains("an epsilon of NaN"));
+    assert!(refused(|_, rows| rows.x = Buffer(4)).contains("buffer 4 is read before"));
+    assert!(refused(|_, rows| rows.out = Buffer(0)).contains("over those that are normalized"));
+    for over in [|rows: &Normalize| rows.x, |rows: &Normalize| rows.out] {
+        let mut rows = Normalize {
+            x: Buffer(0),
+            inner: 8,
+            norm: Norm { weight: None, wide: false, eps: 0.0 },
+            plus: None,
+            out: Buffer(1),
+            next: None,
+        };
+        rows.next = Some((rows.norm, over(&rows)));
+        let mut plan = plan();
+        plan.launches.insert(1, Launch::Normalize(rows));
+        assert!(check(&plan).unwrap_err().to_string().contains("over those"));
+    }
+    assert!(refused(|plan, _| {
+        if let Launch::Embed(embed) = &mut plan.launches[0] {
+            embed.scale = Some(Address(1));
+        }
+    })
+    .contains("the scale at 0x1"));
+    let text = refused(|plan, rows| product(plan, 1).norm = Some(rows.norm));
+    assert!(text.contains("normalize its rows before"), "{text}");
 }
 
 #[test]
@@ -251,50 +317,6 @@ fn buffers_that_do_not_fit_are_refused() {
 }
 
 #[test]
-fn steps_that_do_not_fit_are_refused() {
-    let refused = |ids: &[i32], slots: &[i32], n_keys| {
-        let step = StepInputs { ids, positions: &[0, 1], slots, n_keys, mask: None };
-        match check_step(&step, 2, 10, false) {
-            Err(Error::Step(text)) => text,
-            other => panic!("{other:?}"),
-        }
-    };
-    assert_eq!(refused(&[1], &[0, 1], 2), "1 ids, expected 2");
-    assert_eq!(refused(&[1, 2], &[0, 1, 2], 2), "3 slots, expected 2");
-    assert_eq!(refused(&[1, 2], &[0, 1], 1), "1 keys, expected 2 to 10");
-    assert_eq!(refused(&[1, 2], &[0, 1], 11), "11 keys, expected 2 to 10");
-    assert_eq!(refused(&[1, 2], &[0, 10], 10), "slot 10, expected 0 to 9");
-    assert_eq!(refused(&[1, 2], &[-1, 1], 10), "slot -1, expected 0 to 9");
-    assert_eq!(refused(&[1, 2], &[3, 3], 10), "slot 3 twice");
-    // Ids are not checked: the nearest row of the table is taken.
-    let (ids, slots) = (&[-1, i32::MAX], &[9, 8]);
-    let step = StepInputs { ids, positions: &[0, 1], slots, n_keys: 10, mask: None };
-    check_step(&step, 2, 10, false).unwrap();
-}
-
-#[test]
-fn masks_that_do_not_fit_are_refused() {
-    let refused = |mask: Option<&KeyMask>, masked| {
-        let (ids, slots) = (&[1, 2], &[0, 1]);
-        let step = StepInputs { ids, positions: &[0, 1], slots, n_keys: 8, mask };
-        match check_step(&step, 2, 10, masked) {
-            Err(Error::Step(text)) => text,
-            other => panic!("{other:?}"),
-        }
-    };
-    let mask = |ends: &[usize]| KeyMask::of(ends.iter().map(|&end| std::iter::once(0..end)));
-    assert_eq!(refused(None, true), "no mask for a plan that takes one");
-    assert_eq!(refused(Some(&mask(&[7, 8])), false), "a mask for a plan that takes none");
-    assert_eq!(refused(Some(&mask(&[7])), true), "a mask of 1 tokens, expected 2");
-    assert_eq!(refused(Some(&mask(&[9, 8])), true), "a mask that sees key 8 of 8");
-    assert_eq!(refused(Some(&mask(&[7, 0])), true), "token 1 sees no key");
-    let (ids, slots) = (&[1, 2], &[0, 1]);
-    let mask = mask(&[7, 8]);
-    let step = StepInputs { ids, positions: &[0, 1], slots, n_keys: 8, mask: Some(&mask) };
-    check_step(&step, 2, 10, true).unwrap();
-}
-
-#[test]
 fn groups_that_a_plan_lacks_are_refused() {
     assert!(refused(|plan| plan.masked.clear()).contains("0 groups, expected 1 to 4"));
     assert!(refused(|plan| plan.masked = vec![false; 5]).contains("5 groups"));
@@ -302,26 +324,4 @@ fn groups_that_a_plan_lacks_are_refused() {
     assert_eq!(refused(|plan| attend(plan).group = 2), "launch 2: group 2 of 1");
     // A mask that no attention of its group reads.
     assert_eq!(refused(|plan| plan.masked = vec![false, true]), "a mask without attention");
-}
-
-/// Each group has slots, keys and masks of its own, and pools of its own size. The tokens are the same.
-#[test]
-fn steps_are_told_for_each_group() {
-    let groups = [(10, false), (4, true)];
-    let mask = KeyMask::of([0..3, 1..4].map(std::iter::once).into_iter());
-    let (ids, positions) = (&[7, 8][..], &[8, 9][..]);
-    let full = StepInputs { ids, positions, slots: &[8, 9], n_keys: 10, mask: None };
-    let window = StepInputs { slots: &[3, 0], n_keys: 4, mask: Some(&mask), ..full };
-    let told = |steps: &[StepInputs]| match check_steps(steps, 2, groups.into_iter()) {
-        Ok(()) => String::new(),
-        Err(error) => error.to_string(),
-    };
-    assert_eq!(told(&[full, window]), "");
-    assert!(told(&[full]).contains("a step of 1 groups, expected 2"));
-    assert!(told(&[window, full]).contains("group 0: a mask for a plan that takes none"));
-    let text = told(&[full, StepInputs { slots: &[3, 4], ..window }]);
-    assert!(text.contains("group 1: slot 4, expected 0 to 3"), "{text}");
-    let text = told(&[full, StepInputs { positions: &[8, 10], ..window }]);
-    assert!(text.contains("group 1 has other tokens"), "{text}");
-    assert!(told(&[StepInputs { n_keys: 11, ..full }, window]).contains("group 0: 11 keys"));
 }

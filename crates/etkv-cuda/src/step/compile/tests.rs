@@ -36,14 +36,15 @@ fn all_kernels_compile_without_headers() {
                 attend(64, 2, true),
                 packed(4),
                 packed(8),
+                Source::Norm(element),
                 Source::Many(element),
                 attend(128, 2, false),
                 attend(256, 1, true),
             ];
             // All take a minute.
             let count = match (capability, element) {
-                (90, _) => 8,
-                (_, Element::Bf16) => 6,
+                (90, _) => 9,
+                (_, Element::Bf16) => 7,
                 _ => 0,
             };
             for source in &sources[..count] {

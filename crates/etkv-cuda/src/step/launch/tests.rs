@@ -25,7 +25,7 @@ fn product(inner: usize, outputs: usize) -> Product {
         inner,
         outputs,
         bias: None,
-        norm: Some(Norm { weight: None, eps: 0.0 }),
+        norm: Some(Norm { weight: None, wide: false, eps: 0.0 }),
         gate: None,
         plus: None,
         heads: None,

@@ -1,0 +1,83 @@
+// The kernel that normalizes rows, for an `Element` that is defined before.
+
+namespace etkv {
+
+constexpr int NORM_THREADS = 256;
+
+// Returns what a row is multiplied by, of whose elements each thread of the block has summed up the squares.
+// `squares` has a number for each warp.
+__device__ inline float scale_of(float sum, int inner, float eps, float* squares) {
+#pragma unroll
+  for (int step = 16; step > 0; step /= 2) sum += __shfl_xor_sync(0xffffffffu, sum, step);
+  // The norm before may still read them.
+  __syncthreads();
+  if (threadIdx.x % 32 == 0) squares[threadIdx.x / 32] = sum;
+  __syncthreads();
+  float whole = 0;
+  for (int i = 0; i < NORM_THREADS / 32; ++i) whole += squares[i];
+  return rsqrtf(whole / inner + eps);
+}
+
+}  // namespace etkv
+
+// As the host has it. `plus` and `next_out` are null where there is nothing.
+struct NormWork {
+  const Element* x;
+  const void* weight;
+  const Element* plus;
+  Element* out;
+  const void* next_weight;
+  Element* next_out;
+  float eps, next_eps;
+  int is_wide, next_is_wide, inner, unused;
+};
+static_assert(sizeof(NormWork) == 72, "as the host has it");
+
+// Normalizes a row, one a block, adds another one, and normalizes the sum. A thread reads and writes the same
+// elements all along.
+extern "C" __global__ void __launch_bounds__(etkv::NORM_THREADS) etkv_norm(const NormWork work) {
+  __shared__ float squares[etkv::NORM_THREADS / 32];
+  etkv::let_next_begin();
+  etkv::wait_for_previous();
+  etkv::AnyNorm norm{work.weight, work.eps, work.is_wide};
+  etkv::AnyNorm next{work.next_weight, work.next_eps, work.next_is_wide};
+  long long row = static_cast<long long>(blockIdx.x) * work.inner;
+  int first = 8 * threadIdx.x, apart = 8 * etkv::NORM_THREADS;
+  float sum = 0;
+  for (int at = first; at < work.inner; at += apart) {
+    uint4 piece = etkv::read_rows(work.x + row + at);
+    Element x[8];
+    memcpy(x, &piece, sizeof(piece));
+#pragma unroll
+    for (int j = 0; j < 8; ++j) sum += static_cast<float>(x[j]) * static_cast<float>(x[j]);
+  }
+  float scale = etkv::scale_of(sum, work.inner, work.eps, squares);
+  sum = 0;
+  for (int at = first; at < work.inner; at += apart) {
+    uint4 piece = etkv::read_rows(work.x + row + at), more = make_uint4(0, 0, 0, 0);
+    // It may be where the sum goes.
+    if (work.plus) more = *reinterpret_cast<const uint4*>(work.plus + row + at);
+    Element x[8], added[8];
+    memcpy(x, &piece, sizeof(piece));
+    memcpy(added, &more, sizeof(more));
+#pragma unroll
+    for (int j = 0; j < 8; ++j) {
+      x[j] = norm.normed(x[j], scale, at + j);
+      if (work.plus) x[j] = Element(static_cast<float>(x[j]) + static_cast<float>(added[j]));
+      sum += static_cast<float>(x[j]) * static_cast<float>(x[j]);
+    }
+    memcpy(&piece, x, sizeof(piece));
+    *reinterpret_cast<uint4*>(work.out + row + at) = piece;
+  }
+  if (!work.next_out) return;
+  scale = etkv::scale_of(sum, work.inner, work.next_eps, squares);
+  for (int at = first; at < work.inner; at += apart) {
+    uint4 piece = *reinterpret_cast<const uint4*>(work.out + row + at);
+    Element x[8];
+    memcpy(x, &piece, sizeof(piece));
+#pragma unroll
+    for (int j = 0; j < 8; ++j) x[j] = next.normed(x[j], scale, at + j);
+    memcpy(&piece, x, sizeof(piece));
+    *reinterpret_cast<uint4*>(work.next_out + row + at) = piece;
+  }
+}

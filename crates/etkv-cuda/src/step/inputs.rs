@@ -1,0 +1,88 @@
+//! What a step brings, and which steps fit a plan.
+
+use crate::step::error::{fail, Result};
+use crate::step::mask::KeyMask;
+
+/// The inputs of a step of T tokens, or fewer with a mask, for a group of layers. The rows of keys and values that
+/// it writes are `slots`, and those that it reads are the first `n_keys`.
+#[derive(Debug, Clone, Copy)]
+pub struct StepInputs<'a> {
+    /// `[T]`.
+    pub ids: &'a [i32],
+    /// `[T]`: where the tokens are in the sequence.
+    pub positions: &'a [i32],
+    /// `[T]`: different rows of the pools. Without a mask, attention takes the last T of the first `n_keys`
+    /// rows for those of the step's tokens.
+    pub slots: &'a [i32],
+    /// One past the last row that is read, the step's rows among them: T to the capacity of the pools.
+    pub n_keys: usize,
+    /// The keys that each token of the plan sees, if the group is [masked](crate::Plan::masked).
+    pub mask: Option<&'a KeyMask>,
+}
+
+/// Returns an error if these are not a step of `tokens` tokens, told for each group with its pools' rows and
+/// whether it is masked.
+pub(crate) fn check_steps(
+    steps: &[StepInputs],
+    tokens: usize,
+    groups: impl ExactSizeIterator<Item = (usize, bool)>,
+) -> Result<()> {
+    if steps.len() != groups.len() {
+        fail!(Step, "a step of {} groups, expected {}", steps.len(), groups.len());
+    }
+    for (number, (step, (capacity, masked))) in steps.iter().zip(groups).enumerate() {
+        check_step(step, tokens, capacity, masked).map_err(|error| match error {
+            crate::Error::Step(text) if steps.len() > 1 => {
+                crate::Error::Step(format!("group {number}: {text}"))
+            }
+            error => error,
+        })?;
+        let first = &steps[0];
+        if (step.ids, step.positions) != (first.ids, first.positions) {
+            fail!(Step, "group {number} has other tokens than the first");
+        }
+    }
+    Ok(())
+}
+
+/// Returns an error if the step is not one of `tokens` tokens over pools of `capacity` rows.
+fn check_step(step: &StepInputs, tokens: usize, capacity: usize, masked: bool) -> Result<()> {
+    let n = step.ids.len();
+    if n != tokens && !(masked && (1..tokens).contains(&n)) {
+        fail!(Step, "{n} ids, expected {tokens}{}", if masked { " or fewer" } else { "" });
+    }
+    for (name, given) in [("positions", step.positions), ("slots", step.slots)] {
+        if given.len() != n {
+            fail!(Step, "{} {name}, expected {n}", given.len());
+        }
+    }
+    if !(n..=capacity).contains(&step.n_keys) {
+        fail!(Step, "{} keys, expected {n} to {capacity}", step.n_keys);
+    }
+    for (t, &slot) in step.slots.iter().enumerate() {
+        if !usize::try_from(slot).is_ok_and(|slot| slot < capacity) {
+            fail!(Step, "slot {slot}, expected 0 to {}", capacity - 1);
+        }
+        if step.slots[..t].contains(&slot) {
+            fail!(Step, "slot {slot} twice");
+        }
+    }
+    match step.mask {
+        None if masked => fail!(Step, "no mask for a plan that takes one"),
+        Some(_) if !masked => fail!(Step, "a mask for a plan that takes none"),
+        Some(mask) if mask.n_tokens() != tokens => {
+            fail!(Step, "a mask of {} tokens, expected {tokens}", mask.n_tokens());
+        }
+        Some(mask) if mask.end() > step.n_keys => {
+            fail!(Step, "a mask that sees key {} of {}", mask.end() - 1, step.n_keys);
+        }
+        Some(mask) => match mask.blind().filter(|&token| token < n) {
+            Some(token) => fail!(Step, "token {token} sees no key"),
+            None => Ok(()),
+        },
+        None => Ok(()),
+    }
+}
+
+#[cfg(test)]
+mod tests;

@@ -1,0 +1,68 @@
+use super::*;
+use crate::Error;
+
+#[test]
+fn steps_that_do_not_fit_are_refused() {
+    let refused = |ids: &[i32], slots: &[i32], n_keys| {
+        let step = StepInputs { ids, positions: &[0, 1], slots, n_keys, mask: None };
+        match check_step(&step, 2, 10, false) {
+            Err(Error::Step(text)) => text,
+            other => panic!("{other:?}"),
+        }
+    };
+    assert_eq!(refused(&[1], &[0, 1], 2), "1 ids, expected 2");
+    assert_eq!(refused(&[1, 2], &[0, 1, 2], 2), "3 slots, expected 2");
+    assert_eq!(refused(&[1, 2], &[0, 1], 1), "1 keys, expected 2 to 10");
+    assert_eq!(refused(&[1, 2], &[0, 1], 11), "11 keys, expected 2 to 10");
+    assert_eq!(refused(&[1, 2], &[0, 10], 10), "slot 10, expected 0 to 9");
+    assert_eq!(refused(&[1, 2], &[-1, 1], 10), "slot -1, expected 0 to 9");
+    assert_eq!(refused(&[1, 2], &[3, 3], 10), "slot 3 twice");
+    // Ids are not checked: the nearest row of the table is taken.
+    let (ids, slots) = (&[-1, i32::MAX], &[9, 8]);
+    let step = StepInputs { ids, positions: &[0, 1], slots, n_keys: 10, mask: None };
+    check_step(&step, 2, 10, false).unwrap();
+}
+
+#[test]
+fn masks_that_do_not_fit_are_refused() {
+    let refused = |mask: Option<&KeyMask>, masked| {
+        let (ids, slots) = (&[1, 2], &[0, 1]);
+        let step = StepInputs { ids, positions: &[0, 1], slots, n_keys: 8, mask };
+        match check_step(&step, 2, 10, masked) {
+            Err(Error::Step(text)) => text,
+            other => panic!("{other:?}"),
+        }
+    };
+    let mask = |ends: &[usize]| KeyMask::of(ends.iter().map(|&end| std::iter::once(0..end)));
+    assert_eq!(refused(None, true), "no mask for a plan that takes one");
+    assert_eq!(refused(Some(&mask(&[7, 8])), false), "a mask for a plan that takes none");
+    assert_eq!(refused(Some(&mask(&[7])), true), "a mask of 1 tokens, expected 2");
+    assert_eq!(refused(Some(&mask(&[9, 8])), true), "a mask that sees key 8 of 8");
+    assert_eq!(refused(Some(&mask(&[7, 0])), true), "token 1 sees no key");
+    let (ids, slots) = (&[1, 2], &[0, 1]);
+    let mask = mask(&[7, 8]);
+    let step = StepInputs { ids, positions: &[0, 1], slots, n_keys: 8, mask: Some(&mask) };
+    check_step(&step, 2, 10, true).unwrap();
+}
+
+/// Each group has slots, keys and masks of its own, and pools of its own size. The tokens are the same.
+#[test]
+fn steps_are_told_for_each_group() {
+    let groups = [(10, false), (4, true)];
+    let mask = KeyMask::of([0..3, 1..4].map(std::iter::once).into_iter());
+    let (ids, positions) = (&[7, 8][..], &[8, 9][..]);
+    let full = StepInputs { ids, positions, slots: &[8, 9], n_keys: 10, mask: None };
+    let window = StepInputs { slots: &[3, 0], n_keys: 4, mask: Some(&mask), ..full };
+    let told = |steps: &[StepInputs]| match check_steps(steps, 2, groups.into_iter()) {
+        Ok(()) => String::new(),
+        Err(error) => error.to_string(),
+    };
+    assert_eq!(told(&[full, window]), "");
+    assert!(told(&[full]).contains("a step of 1 groups, expected 2"));
+    assert!(told(&[window, full]).contains("group 0: a mask for a plan that takes none"));
+    let text = told(&[full, StepInputs { slots: &[3, 4], ..window }]);
+    assert!(text.contains("group 1: slot 4, expected 0 to 3"), "{text}");
+    let text = told(&[full, StepInputs { positions: &[8, 10], ..window }]);
+    assert!(text.contains("group 1 has other tokens"), "{text}");
+    assert!(told(&[StepInputs { n_keys: 11, ..full }, window]).contains("group 0: 11 keys"));
+}
