@@ -159,6 +159,7 @@ impl Store for MlxStore {
     type View = KvView;
     type Mask = Array;
     type Saved = SavedRows;
+    type Frozen = ();
 
     fn new(layers: &[LayerConfig], formats: [KvFormat; 2]) -> Result<Self> {
         let pools = layers.iter().map(|layer| {
@@ -181,7 +182,7 @@ impl Store for MlxStore {
 
     fn extents(&self, layer: usize) -> [Extent; 2] {
         let [k, v] = &self.pools[layer];
-        [k, v].map(|pool| Extent { format: pool.format(), slots: pool.slots() })
+        [k, v].map(|pool| Extent { format: pool.format(), slots: pool.slots(), shared: 0 })
     }
 
     fn grow(&mut self, layer: usize, slots: i32) -> Result<()> {

@@ -35,6 +35,7 @@ pub mod format;
 mod growth;
 pub mod memory;
 mod planes;
+mod prefix;
 mod registry;
 mod report;
 mod session;
@@ -53,6 +54,7 @@ pub use format::KvFormat;
 pub use growth::Growth;
 pub use memory::{Bytes, LayerMemory, Memory};
 pub use planes::{Element, PlaneFormat};
+pub use prefix::{Prefix, ShareCache};
 pub use registry::{Builder, BuilderRegistry, CacheRegistry, Entry};
 pub use report::{
     BufferReport, CacheReport, ConfigReport, FormatsReport, LayerConfigReport, LayerReport,

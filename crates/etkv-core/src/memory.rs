@@ -26,6 +26,8 @@ pub struct Memory {
     pub allocated: u64,
     /// Bytes of these that hold positions.
     pub used: u64,
+    /// Bytes of rows that it reads from a prefix, and other caches may read too. They are not among the others.
+    pub shared: u64,
     /// The most bytes that the cache can come to hold.
     pub at_capacity: u64,
     /// The bytes of each layer.
@@ -43,6 +45,7 @@ impl Memory {
         Self {
             allocated: sum(|bytes| bytes.allocated),
             used: sum(|bytes| bytes.used),
+            shared: 0,
             at_capacity,
             layers,
         }

@@ -71,6 +71,8 @@ pub struct MemoryReport {
     pub allocated: u64,
     /// Bytes of these that positions use.
     pub used: u64,
+    /// Bytes of rows that it reads from a prefix, and other caches may read too. They are not among the others.
+    pub shared: u64,
     /// The most bytes that the cache can come to hold.
     pub at_capacity: u64,
 }
@@ -143,7 +145,7 @@ impl CacheReport {
     /// and a reason to be poisoned.
     pub fn of<C: Cache + ?Sized>(cache: &C) -> Self {
         let [k, v] = cache.formats();
-        let Memory { allocated, used, at_capacity, layers } = cache.memory();
+        let Memory { allocated, used, shared, at_capacity, layers } = cache.memory();
         let buffer = |format, Bytes { allocated, used }| BufferReport {
             format,
             slots: None,
@@ -158,7 +160,7 @@ impl CacheReport {
             poisoned: None,
             formats: FormatsReport { k, v },
             sequences: Vec::new(),
-            memory: MemoryReport { allocated, used, at_capacity },
+            memory: MemoryReport { allocated, used, shared, at_capacity },
             layers: layers
                 .iter()
                 .map(|layer| LayerReport { k: buffer(k, layer.k), v: buffer(v, layer.v) })
@@ -170,7 +172,7 @@ impl CacheReport {
     /// Adds the extents of each layer's keys and values.
     pub(crate) fn with_extents(mut self, extents: impl Iterator<Item = [Extent; 2]>) -> Self {
         for (layer, [k, v]) in self.layers.iter_mut().zip(extents) {
-            for (buffer, Extent { format, slots }) in [(&mut layer.k, k), (&mut layer.v, v)] {
+            for (buffer, Extent { format, slots, .. }) in [(&mut layer.k, k), (&mut layer.v, v)] {
                 (buffer.format, buffer.slots) = (format, Some(slots));
             }
         }

@@ -1,5 +1,7 @@
 //! What a cache writes to a file and reads back: its integers, and its rows plane by plane.
 
+use std::fmt;
+
 use serde::{Deserialize, Serialize};
 
 use crate::config::{CacheConfig, LayerConfig, LayerPolicy};
@@ -223,6 +225,28 @@ impl From<&CacheConfig> for SavedFormats {
     }
 }
 
+impl fmt::Display for SavedLayer {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let Self { n_kv_heads, k_head_dim, v_head_dim, window } = self;
+        write!(f, "{n_kv_heads} KV heads of {k_head_dim} and {v_head_dim} with ")?;
+        match window {
+            None => f.write_str("full history"),
+            Some([window, sinks]) => write!(f, "a window of {window} and {sinks} sinks"),
+        }
+    }
+}
+
+impl fmt::Display for SavedFormats {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let Self { k_format, v_format, quantized_kv_start, float_format } = self;
+        write!(f, "{k_format} keys and {v_format} values")?;
+        match quantized_kv_start {
+            None => Ok(()),
+            Some(start) => write!(f, " from position {start} on, {float_format} before"),
+        }
+    }
+}
+
 impl Snapshot {
     pub(crate) fn new(
         kind: &str,
@@ -277,11 +301,6 @@ impl Snapshot {
 
     /// Refuses windows of other slots: what they hold would not fit.
     fn check_window(&self, config: &CacheConfig, policy: LayerPolicy) -> Result<()> {
-        let saved = CacheConfig {
-            capacity: self.capacity,
-            max_step_tokens: self.max_step_tokens,
-            ..CacheConfig::uniform(0, 1, 1, 1)
-        };
         if self.capacity < 1 || self.max_step_tokens < 1 {
             let Self { capacity, max_step_tokens, .. } = self;
             fail!(
@@ -290,11 +309,7 @@ impl Snapshot {
                  is 1"
             );
         }
-        let facts = |config: &CacheConfig| {
-            let window = config.window(policy)?;
-            Some((window.slots(), window.max_step_tokens(), window.slides()))
-        };
-        if facts(&saved) != facts(config) {
+        if !self.has_window(config, policy) {
             fail!(
                 File,
                 "the windows of the file are for capacity {} and max_step_tokens {}, those of this \
@@ -306,6 +321,20 @@ impl Snapshot {
             );
         }
         Ok(())
+    }
+
+    /// Returns whether a window has the same slots in the cache that was saved as in one of this config.
+    pub(crate) fn has_window(&self, config: &CacheConfig, policy: LayerPolicy) -> bool {
+        let saved = CacheConfig {
+            capacity: self.capacity,
+            max_step_tokens: self.max_step_tokens,
+            ..CacheConfig::uniform(0, 1, 1, 1)
+        };
+        let facts = |config: &CacheConfig| {
+            let window = config.window(policy)?;
+            Some((window.slots(), window.max_step_tokens(), window.slides()))
+        };
+        facts(&saved) == facts(config)
     }
 
     /// Returns the formats that the cache has after loading, and whether it then has yet to reach

@@ -54,6 +54,9 @@ pub trait Store: Sized + Send + 'static {
     /// Copies of rows, bit for bit.
     type Saved: Send;
 
+    /// Rows that any number of stores read and none writes. A copy of the handle is the same rows.
+    type Frozen: Send + Sync;
+
     /// Returns a store without slots for these layers. Keys and values are stored in `formats`.
     ///
     /// # Errors
@@ -197,6 +200,27 @@ pub trait Store: Sized + Send + 'static {
         fail!(Unsupported, "{} storage cannot be loaded", Self::NAME)
     }
 
+    /// Freezes the rows in the first `slots[layer]` slots of each layer, which are allocated, between steps:
+    /// any number of stores may then read them where they lie, this one too. What it writes to these slots
+    /// later changes it alone. Rows that are [shared](Extent::shared) already stay where they are, unless
+    /// `anew` asks for copies of them. A layer comes to have `most[layer]` slots at most.
+    ///
+    /// # Errors
+    /// [`Unsupported`](crate::Status::Unsupported) by default, and [`Backend`](crate::Status::Backend). The rows
+    /// of every slot are as before.
+    fn freeze(&mut self, _slots: &[i32], _most: &[i32], _anew: bool) -> Result<Self::Frozen> {
+        fail!(Unsupported, "{} storage shares no memory with other caches", Self::NAME)
+    }
+
+    /// Makes a store without slots read frozen rows in its first slots. They are of the same layers and
+    /// formats. A layer comes to have `most[layer]` slots at most.
+    ///
+    /// # Errors
+    /// As [`freeze`](Self::freeze). The store may then have some of them.
+    fn attach(&mut self, _frozen: &Self::Frozen, _most: &[i32]) -> Result<()> {
+        fail!(Unsupported, "{} storage shares no memory with other caches", Self::NAME)
+    }
+
     /// Runs `work`, which drops tensors, when no other thread uses the backend.
     fn exclusively(work: &mut dyn FnMut()) {
         work();
@@ -217,6 +241,15 @@ pub struct Extent {
     pub format: KvFormat,
     /// Slots allocated.
     pub slots: i32,
+    /// The first of these, whose rows lie in memory that other stores may read too.
+    pub shared: i32,
+}
+
+impl Extent {
+    /// Returns the slots whose rows lie in memory of this store alone.
+    pub fn own(&self) -> i32 {
+        (self.slots - self.shared).max(0)
+    }
 }
 
 /// The attention of a step on a store.

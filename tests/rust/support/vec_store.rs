@@ -167,6 +167,7 @@ impl Store for VecStore {
     type View = Tensor;
     type Mask = Arc<MaskRuns>;
     type Saved = Vec<(usize, Slots, [Tensor; 2])>;
+    type Frozen = Vec<[Tensor; 2]>;
 
     fn new(layers: &[LayerConfig], [k, v]: [KvFormat; 2]) -> Result<Self> {
         let layers = layers.iter().map(|layer| {
@@ -185,7 +186,7 @@ impl Store for VecStore {
 
     fn extents(&self, layer: usize) -> [Extent; 2] {
         let [k, v] = &self.layers[layer];
-        [k, v].map(|buffer| Extent { format: buffer.format, slots: buffer.slots() })
+        [k, v].map(|buffer| Extent { format: buffer.format, slots: buffer.slots(), shared: 0 })
     }
 
     fn grow(&mut self, layer: usize, slots: i32) -> Result<()> {
@@ -310,6 +311,25 @@ impl Store for VecStore {
                     *buffer = Buffer::new(format, heads, dim)?;
                 }
                 buffer.grow(slots);
+            }
+        }
+        Ok(())
+    }
+
+    /// Copies: this store shares no memory.
+    fn freeze(&mut self, slots: &[i32], _most: &[i32], _anew: bool) -> Result<Self::Frozen> {
+        may_fail(Failure::Grow)?;
+        let of = |(buffers, &end): (&[Buffer; 2], &i32)| {
+            buffers.each_ref().map(|buffer| buffer.rows.taken(&Slots::Run(0..end)))
+        };
+        Ok(self.layers.iter().zip(slots).map(of).collect())
+    }
+
+    fn attach(&mut self, frozen: &Self::Frozen, _most: &[i32]) -> Result<()> {
+        may_fail(Failure::Grow)?;
+        for (buffers, rows) in self.layers.iter_mut().zip(frozen) {
+            for (buffer, rows) in buffers.iter_mut().zip(rows) {
+                buffer.rows = rows.clone();
             }
         }
         Ok(())

@@ -50,6 +50,14 @@ impl Slots {
         }
     }
 
+    /// Returns the first slot, by its number.
+    pub fn least(&self) -> Option<i32> {
+        match self {
+            Self::Run(run) => (!run.is_empty()).then_some(run.start),
+            Self::List(list) => list.iter().min().copied(),
+        }
+    }
+
     /// Returns an iterator over the slots.
     pub fn iter(&self) -> Box<dyn Iterator<Item = i32> + '_> {
         match self {

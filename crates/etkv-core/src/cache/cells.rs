@@ -1,6 +1,7 @@
 //! Many sequences in one pool of cells, and trees of candidates behind them.
 
 mod saving;
+mod sharing;
 
 use std::ops::Range;
 
@@ -14,6 +15,7 @@ use crate::config::CacheConfig;
 use crate::error::{fail, Result};
 use crate::format::KvFormat;
 use crate::memory::Memory;
+use crate::prefix::ShareCache;
 use crate::report::{CacheReport, SequenceReport};
 use crate::snapshot::SaveCache;
 use crate::spec::Placement;
@@ -216,6 +218,10 @@ impl<S: Store> Cache for CellsCache<S> {
     }
 
     fn saving(&mut self) -> Option<&mut dyn SaveCache> {
+        Some(self)
+    }
+
+    fn sharing(&mut self) -> Option<&mut dyn ShareCache> {
         Some(self)
     }
 

@@ -1,6 +1,7 @@
 //! One growing sequence: the single-stream path.
 
 mod saving;
+mod sharing;
 
 use super::aside::Aside;
 use super::storage::Storage;
@@ -10,6 +11,7 @@ use crate::config::CacheConfig;
 use crate::error::{fail, Result};
 use crate::format::KvFormat;
 use crate::memory::Memory;
+use crate::prefix::ShareCache;
 use crate::report::{CacheReport, SequenceReport};
 use crate::snapshot::SaveCache;
 use crate::spec::Placement;
@@ -152,6 +154,10 @@ impl<S: Store> Cache for ContiguousCache<S> {
     }
 
     fn saving(&mut self) -> Option<&mut dyn SaveCache> {
+        Some(self)
+    }
+
+    fn sharing(&mut self) -> Option<&mut dyn ShareCache> {
         Some(self)
     }
 }

@@ -18,6 +18,7 @@ use crate::config::CacheConfig;
 use crate::error::Result;
 use crate::format::KvFormat;
 use crate::memory::Memory;
+use crate::prefix::ShareCache;
 use crate::report::CacheReport;
 use crate::snapshot::SaveCache;
 use crate::spec::Placement;
@@ -100,6 +101,11 @@ pub trait Cache: Send {
     /// Returns the face by which the contents are written to a file and read back, if the cache has
     /// it.
     fn saving(&mut self) -> Option<&mut dyn SaveCache> {
+        None
+    }
+
+    /// Returns the face by which the contents are shared with other caches, if the cache has it.
+    fn sharing(&mut self) -> Option<&mut dyn ShareCache> {
         None
     }
 

@@ -2,8 +2,11 @@
 //! everything that all kinds of caches do with a store.
 
 mod saving;
+mod sharing;
 
 pub use saving::Contents;
+
+use std::sync::Arc;
 
 use tracing::span::EnteredSpan;
 use tracing::{debug, debug_span, enabled, error, info, trace, warn, Level, Span};
@@ -15,6 +18,7 @@ use crate::error::{fail, Error, Result, Status};
 use crate::format::KvFormat;
 use crate::growth::Growth;
 use crate::memory::{Bytes, LayerMemory, Memory};
+use crate::prefix::FrozenRows;
 use crate::report::CacheReport;
 use crate::spec::{AttendSpec, Mask, Placement};
 use crate::store::{Extent, Spec, Store};
@@ -39,6 +43,8 @@ pub struct Storage<S: Store> {
     store: S,
     /// What the store holds of the process's memory budget.
     share: Share,
+    /// The rows that buffers read and others may too. They stay as long as any buffer lies in them.
+    prefix: Option<Arc<FrozenRows<S>>>,
     /// Whether buffers may have grown since that was settled.
     unsettled: bool,
     /// The progress of the open step in each layer; empty without one.
@@ -90,6 +96,7 @@ impl<S: Store> Storage<S> {
             groups,
             store,
             share: Share::default(),
+            prefix: None,
             unsettled: false,
             done: Vec::new(),
             masks,
@@ -122,7 +129,7 @@ impl<S: Store> Storage<S> {
             let slots = slots(self, group);
             let of = |(extent, slot): (Extent, u64)| {
                 if extent.slots < slots {
-                    slots as u64 * slot
+                    (slots - extent.shared).max(0) as u64 * slot
                 } else {
                     0
                 }
@@ -140,7 +147,7 @@ impl<S: Store> Storage<S> {
     /// Gives back to the memory budget what replaced buffers held.
     fn settle(&mut self) {
         if std::mem::take(&mut self.unsettled) {
-            let of = |(extent, slot): (Extent, u64)| extent.slots.max(0) as u64 * slot;
+            let of = |(extent, slot): (Extent, u64)| extent.own() as u64 * slot;
             let layers = 0..self.groups.len();
             let held = layers.flat_map(|layer| self.buffers(layer)).map(of);
             self.share.settle(held.fold(0, u64::saturating_add));
@@ -238,6 +245,7 @@ impl<S: Store> Storage<S> {
 
     /// Takes what a step with these plans of the layer groups needs from the memory budget.
     pub fn reserve_for(&mut self, plans: &[LayerGroupPlan]) -> Result<()> {
+        self.reserve_own(plans)?;
         self.reserve(|storage, group| {
             plans.get(group).map_or(0, |plan| storage.allocated(group, plan.needed()))
         })
@@ -634,6 +642,10 @@ impl<S: Store> Storage<S> {
         let converted = self.convert_layers(formats);
         self.settle();
         converted?;
+        if self.formats[0] != k_format && self.formats[1] != v_format {
+            // No buffer lies in it any more.
+            self.prefix = None;
+        }
         self.formats = formats;
         info!(target: TARGET, k_format = %k_format, v_format = %v_format, "the cache is converted");
         // An explicit conversion is not undone later.
@@ -661,6 +673,8 @@ impl<S: Store> Storage<S> {
             self.unsettled = true;
             self.settle();
         }
+        // Buffers that lie in a prefix go with it: what is written next is this cache's alone.
+        let release = release || self.prefix.is_some();
         let formats = self.config.formats_at(0);
         let slots = |&group: &usize| if release { 0 } else { self.allocated(group, 0) };
         let slots: Vec<i32> = self.groups.iter().map(slots).collect();
@@ -668,6 +682,7 @@ impl<S: Store> Storage<S> {
         let cleared = self.store.clear(formats, &slots);
         if release && cleared.is_ok() {
             self.store.release();
+            self.prefix = None;
         }
         self.unsettled = true;
         self.settle();
@@ -690,6 +705,7 @@ impl<S: Store> Storage<S> {
 
     /// Returns the bytes held. Each layer group uses `used` slots of them.
     pub fn memory(&self, used: impl Fn(usize) -> i32, at_capacity: u64) -> Memory {
+        let mut shared: u64 = 0;
         let layers = self
             .config
             .layers
@@ -697,15 +713,18 @@ impl<S: Store> Storage<S> {
             .enumerate()
             .map(|(id, layer)| {
                 let used = used(self.groups[id]).max(0) as u64;
-                let bytes = |Extent { format, slots }, head_dim| {
-                    let slot = slot_bytes(layer, format, head_dim);
-                    Bytes { allocated: slots.max(0) as u64 * slot, used: used * slot }
+                let mut bytes = |extent: Extent, head_dim| {
+                    let slot = slot_bytes(layer, extent.format, head_dim);
+                    let shared_slots = extent.shared.max(0) as u64;
+                    shared = shared.saturating_add(shared_slots * slot);
+                    let used = used.saturating_sub(shared_slots);
+                    Bytes { allocated: extent.own() as u64 * slot, used: used * slot }
                 };
                 let [k, v] = self.store.extents(id);
                 LayerMemory { k: bytes(k, layer.k_head_dim), v: bytes(v, layer.v_head_dim) }
             })
             .collect();
-        Memory::of(layers, at_capacity)
+        Memory { shared, ..Memory::of(layers, at_capacity) }
     }
 }
 

@@ -49,7 +49,7 @@ impl Buffer {
     }
 
     pub fn extent(&self) -> Extent {
-        Extent { format: self.format, slots: self.slots }
+        Extent { format: self.format, slots: self.slots, shared: 0 }
     }
 
     pub fn n_kv_heads(&self) -> usize {

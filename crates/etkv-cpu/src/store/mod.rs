@@ -65,6 +65,7 @@ impl Store for CpuStore {
     type View = View;
     type Mask = Arc<MaskRuns>;
     type Saved = SavedRows;
+    type Frozen = ();
 
     fn new(layers: &[LayerConfig], formats: [KvFormat; 2]) -> Result<Self> {
         let size = |size: i32| match usize::try_from(size) {

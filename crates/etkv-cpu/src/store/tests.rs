@@ -305,7 +305,7 @@ impl Run {
             return self.grown(slots);
         }
         let mut most = 0;
-        for (which, Extent { format, slots: held }) in extents.into_iter().enumerate() {
+        for (which, Extent { format, slots: held, .. }) in extents.into_iter().enumerate() {
             let kept = if self.formats[which] == formats[which] { self.slots } else { 0 };
             assert_eq!((format, held), (formats[which], kept.max(slots)));
             most = most.max(held);
@@ -491,7 +491,7 @@ fn slots_that_do_not_fit_memory_are_refused() {
             for words in [&format!("{slots} slots"), "lower the capacity"] {
                 assert!(error.message().contains(words), "{error}");
             }
-            assert_eq!(store.extents(0), [Extent { format, slots: 0 }; 2]);
+            assert_eq!(store.extents(0), [Extent { format, slots: 0, shared: 0 }; 2]);
         }
     }
 }

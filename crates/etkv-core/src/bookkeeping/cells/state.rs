@@ -2,6 +2,7 @@
 
 use std::collections::BTreeMap;
 
+use super::group::LayerGroup;
 use super::tree::Tree;
 use super::{check_sequence, CellsBookkeeping};
 use crate::bookkeeping::Slots;
@@ -51,6 +52,17 @@ impl CellsBookkeeping {
         }
         let cells = vec![Vec::new(); n_groups];
         Ok(Self { groups, trees, cells, ..Self::new(self.capacity, []) })
+    }
+
+    /// Returns the number of layer groups.
+    pub fn n_groups(&self) -> usize {
+        self.groups.len()
+    }
+
+    /// Returns the sinks and the cells of each layer group.
+    pub fn layouts(&self) -> Vec<(i32, i32)> {
+        let sinks = |group: &LayerGroup| group.window.map_or(0, |window| window.sinks());
+        self.groups.iter().map(|group| (sinks(group), group.size())).collect()
     }
 
     /// Returns the cells of a layer group that hold rows, in order.

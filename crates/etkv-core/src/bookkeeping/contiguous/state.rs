@@ -41,6 +41,11 @@ impl ContiguousBookkeeping {
         })
     }
 
+    /// Returns the number of layer groups.
+    pub fn n_groups(&self) -> usize {
+        self.groups.len()
+    }
+
     /// Returns the slots of a layer group that hold rows.
     ///
     /// # Panics

@@ -23,7 +23,7 @@ impl<S: Store> CellsCache<S> {
         Ok(Contents { book, held, target })
     }
 
-    fn settle_between_steps(&mut self, what: &str) -> Result<()> {
+    pub(super) fn settle_between_steps(&mut self, what: &str) -> Result<()> {
         self.settle()?;
         if self.open {
             fail!(Step, "cannot {what} the cache in the middle of a step");

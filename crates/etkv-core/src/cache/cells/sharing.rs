@@ -1,0 +1,83 @@
+//! A sequence in cells as a prefix, and back.
+
+use super::CellsCache;
+use crate::cache::storage::Contents;
+use crate::cache::{Cache, SeqCache, TreeCache};
+use crate::error::{fail, Error, Result, Status};
+use crate::prefix::{Prefix, ShareCache};
+use crate::snapshot::SaveCache;
+use crate::store::Store;
+
+impl<S: Store> CellsCache<S> {
+    /// Returns the length of sequence 0, if it is all that the cache holds and whole.
+    fn only_text(&self) -> Result<i32> {
+        let others = self.live_sequences();
+        if others.iter().any(|&sequence| sequence != 0) {
+            fail!(
+                InvalidArgument,
+                "the cache holds the sequences {others:?}, and sequence 0 alone can be shared"
+            );
+        }
+        let candidates = self.tree_len(0)?;
+        if candidates > 0 {
+            fail!(
+                InvalidArgument,
+                "sequence 0 carries {candidates} candidates; commit or drop them first"
+            );
+        }
+        let (length, next) = (self.length(), self.seq_next(0)?);
+        if length != next {
+            fail!(
+                InvalidArgument,
+                "sequence 0 holds {length} positions up to {next}: some were removed"
+            );
+        }
+        Ok(length)
+    }
+}
+
+impl<S: Store> ShareCache for CellsCache<S> {
+    fn freeze(&mut self) -> Result<Prefix> {
+        let snapshot = self.snapshot()?;
+        let length = self.only_text()?;
+        if length == 0 {
+            fail!(InvalidArgument, "the cache is empty: there is nothing to share");
+        }
+        let held: Vec<_> =
+            (0..self.book.n_groups()).map(|group| self.book.held_cells(group)).collect();
+        let rewindable_to = self.seq_rewindable_to(0)?.max(1);
+        let rows = self.storage.freeze(&held)?;
+        Ok(Prefix::new(snapshot, (length, rewindable_to), rows))
+    }
+
+    fn attach(&mut self, prefix: &Prefix, length: i32) -> Result<()> {
+        self.settle_between_steps("attach")?;
+        if !self.live_sequences().is_empty() {
+            fail!(
+                InvalidArgument,
+                "the cache holds the sequences {:?}; clear it before it is attached to a prefix",
+                self.live_sequences()
+            );
+        }
+        self.fits(prefix)?;
+        prefix.check_length(length)?;
+        let state = prefix.cells(&self.book.layouts());
+        let as_argument =
+            |error: Error| Error::new(Status::InvalidArgument, error.at("the prefix does not fit"));
+        let mut book = self.book.with_state(&state).map_err(as_argument)?;
+        let held = (0..state.groups.len()).map(|group| book.held_cells(group)).collect();
+        let snapshot = prefix.snapshot();
+        let target = (snapshot.formats, snapshot.awaits);
+        let contents = Contents { book: (), held, target };
+        if length < prefix.length() {
+            book.seq_rm(0, length..i32::MAX)?;
+        }
+        self.storage = self.storage.attached(prefix.rows()?, snapshot.formats, &contents)?;
+        self.book = book;
+        Ok(())
+    }
+
+    fn fits(&self, prefix: &Prefix) -> Result<()> {
+        prefix.check::<S>(self.config())
+    }
+}

@@ -1,0 +1,90 @@
+//! The rows of a cache as a prefix, and back.
+
+use std::sync::Arc;
+
+use crate::bookkeeping::{LayerGroupPlan, Slots};
+use crate::budget::Share;
+use crate::error::Result;
+use crate::format::KvFormat;
+use crate::prefix::FrozenRows;
+use crate::store::{Extent, Store};
+
+use super::{Contents, Storage};
+
+/// Prefixes that may lie one behind the other. With more, all rows are copied into one: a buffer is mapped from
+/// as many pieces.
+const MOST_PIECES: usize = 4;
+
+impl<S: Store> Storage<S> {
+    /// Freezes the slots below the last that `held` names in each layer group, and reads them from there.
+    pub fn freeze(&mut self, held: &[Slots]) -> Result<Arc<FrozenRows<S>>> {
+        self.check()?;
+        let parent = self.prefix.clone();
+        let anew = parent.as_ref().is_some_and(|parent| parent.depth() >= MOST_PIECES);
+        let slots: Vec<i32> = self.groups.iter().map(|&group| held[group].end()).collect();
+        let mut bytes: u64 = 0;
+        for (layer, &end) in slots.iter().enumerate() {
+            for (extent, slot) in self.buffers(layer) {
+                let shared = if anew { 0 } else { extent.shared };
+                bytes = bytes.saturating_add((end - shared).max(0) as u64 * slot);
+            }
+        }
+        let mut share = Share::default();
+        share.reserve(bytes)?;
+        let frozen = self.store.freeze(&slots, &self.most(), anew);
+        self.unsettled = true;
+        self.settle();
+        let frozen = frozen?;
+        let rows = FrozenRows::new(frozen, (bytes, share), parent.filter(|_| !anew));
+        let rows = Arc::new(rows);
+        self.prefix = Some(Arc::clone(&rows));
+        Ok(rows)
+    }
+
+    /// Returns a storage like this one that reads the rows of a prefix, which fit.
+    pub fn attached<B>(
+        &self,
+        rows: Arc<FrozenRows<S>>,
+        formats: [KvFormat; 2],
+        contents: &Contents<B>,
+    ) -> Result<Self> {
+        let mut made = Self::without_slots(self.config.clone(), self.shared, formats)?;
+        made.store.attach(rows.frozen()?, &made.most())?;
+        made.prefix = Some(rows);
+        let needed = |made: &Self, group: usize| made.allocated(group, contents.held[group].end());
+        made.reserve(needed)?;
+        for (layer, &group) in self.groups.iter().enumerate() {
+            made.store.grow(layer, needed(&made, group))?;
+        }
+        made.unsettled = true;
+        made.settle();
+        (made.formats, made.awaits) = contents.target;
+        Ok(made)
+    }
+
+    /// Returns the most slots that each layer can come to have.
+    fn most(&self) -> Vec<i32> {
+        let capacity = self.config.capacity;
+        let of = |&group: &usize| match self.config.window(self.policies[group]) {
+            Some(window) if !self.shared => window.slots().min(capacity),
+            _ => capacity,
+        };
+        self.groups.iter().map(of).collect()
+    }
+
+    /// Takes from the memory budget what rows need that a step writes where a prefix has others: they and
+    /// all shared ones behind them are then counted as this cache's own.
+    pub(super) fn reserve_own(&mut self, plans: &[LayerGroupPlan]) -> Result<()> {
+        if self.prefix.is_none() {
+            return Ok(());
+        }
+        let bytes = self.groups.iter().enumerate().fold(0, |bytes: u64, (layer, &group)| {
+            let Some(first) = plans.get(group).and_then(|plan| plan.write.least()) else {
+                return bytes;
+            };
+            let of = |(extent, slot): (Extent, u64)| (extent.shared - first).max(0) as u64 * slot;
+            bytes.saturating_add(self.buffers(layer).into_iter().map(of).sum())
+        });
+        self.reserve_bytes(bytes)
+    }
+}

@@ -1,0 +1,277 @@
+//! The frozen contents of a cache, which any number of caches go on from without copying them.
+
+use std::any::Any;
+use std::sync::Arc;
+
+use crate::budget::Share;
+use crate::config::CacheConfig;
+use crate::error::{fail, Result};
+use crate::format::KvFormat;
+use crate::snapshot::{
+    Book, CellsState, ContiguousState, GroupState, SavedFormats, SavedLayer, SequenceState,
+    Snapshot,
+};
+use crate::store::Store;
+
+/// A sequence from position 0 on, read-only. Caches of the same layers, formats and backend
+/// [attach](ShareCache::attach) to it: they read its rows where they lie, and write what follows into buffers
+/// of their own. The rows are freed when the prefix and every cache that reads them are gone, in any order.
+///
+/// A copy of the handle is the same prefix. Any thread may hold one.
+#[derive(Clone)]
+pub struct Prefix {
+    /// The integers of the cache that was frozen.
+    snapshot: Arc<Snapshot>,
+    length: i32,
+    rewindable_to: i32,
+    bytes: u64,
+    backend: &'static str,
+    /// [`FrozenRows`] of a store.
+    rows: Arc<dyn Any + Send + Sync>,
+}
+
+/// The rows of a prefix, and what they take of the memory budget.
+pub(crate) struct FrozenRows<S: Store> {
+    /// `None` only while it is dropped.
+    frozen: Option<S::Frozen>,
+    bytes: u64,
+    /// Gives the bytes back to the memory budget in the end.
+    _share: Share,
+    /// The rows that the first of these slots lie in.
+    parent: Option<Arc<Self>>,
+}
+
+impl<S: Store> FrozenRows<S> {
+    /// `bytes` are those that the share has taken.
+    pub fn new(frozen: S::Frozen, (bytes, share): (u64, Share), parent: Option<Arc<Self>>) -> Self {
+        Self { frozen: Some(frozen), bytes, _share: share, parent }
+    }
+
+    pub fn frozen(&self) -> Result<&S::Frozen> {
+        match &self.frozen {
+            Some(frozen) => Ok(frozen),
+            None => fail!(Internal, "the rows of a prefix are gone"),
+        }
+    }
+
+    /// Returns how many prefixes lie one behind the other.
+    pub fn depth(&self) -> usize {
+        1 + self.parent.as_ref().map_or(0, |parent| parent.depth())
+    }
+}
+
+impl<S: Store> Drop for FrozenRows<S> {
+    fn drop(&mut self) {
+        let mut frozen = self.frozen.take();
+        S::exclusively(&mut || drop(frozen.take()));
+    }
+}
+
+/// The face of a cache that can share what it holds with other caches.
+pub trait ShareCache {
+    /// Freezes what the cache holds, and goes on from it itself. Rows that it already reads from a prefix stay
+    /// where they are; the others move to memory that caches read together, one layer at a time. Rolls back a
+    /// step that was set aside, and reads the values of a step that was committed unread.
+    ///
+    /// # Errors
+    /// - [`InvalidArgument`](crate::Status::InvalidArgument) if the cache is empty, or holds anything but
+    ///   sequence 0 from position 0 on, without candidates and gaps.
+    /// - [`Step`](crate::Status::Step) while a step is open.
+    /// - [`Unsupported`](crate::Status::Unsupported) for a backend that shares no memory.
+    /// - [`Backend`](crate::Status::Backend) if the cache is poisoned or memory is lacking. The contents are as
+    ///   before.
+    fn freeze(&mut self) -> Result<Prefix>;
+
+    /// Makes an empty cache hold the first `length` positions of a prefix. No rows are copied. A contiguous
+    /// cache, one of sequences and one of trees take each other's prefixes.
+    ///
+    /// # Errors
+    /// - [`InvalidArgument`](crate::Status::InvalidArgument) if the cache is not empty; for a prefix of other
+    ///   layers, formats, windows or another backend, or longer than the capacity; and for a length that is not
+    ///   from [`Prefix::rewindable_to`] to [`Prefix::length`].
+    /// - [`Step`](crate::Status::Step) while a step is open.
+    /// - [`Backend`](crate::Status::Backend) if the cache is poisoned or memory is lacking.
+    ///
+    /// Nothing has changed then.
+    fn attach(&mut self, prefix: &Prefix, length: i32) -> Result<()>;
+
+    /// Refuses a prefix that the cache cannot [attach](Self::attach) to at any length, even empty.
+    ///
+    /// # Errors
+    /// [`InvalidArgument`](crate::Status::InvalidArgument), naming what does not fit.
+    fn fits(&self, prefix: &Prefix) -> Result<()>;
+}
+
+impl Prefix {
+    pub(crate) fn new<S: Store>(
+        snapshot: Snapshot,
+        (length, rewindable_to): (i32, i32),
+        rows: Arc<FrozenRows<S>>,
+    ) -> Self {
+        let bytes = rows.bytes;
+        let snapshot = Arc::new(snapshot);
+        Self { snapshot, length, rewindable_to, bytes, backend: S::NAME, rows }
+    }
+
+    /// Returns the number of its positions.
+    pub fn length(&self) -> i32 {
+        self.length
+    }
+
+    /// Returns the least length that a cache can attach to. It is more than 1 where window layers have
+    /// dropped what an earlier query would see.
+    pub fn rewindable_to(&self) -> i32 {
+        self.rewindable_to
+    }
+
+    /// Returns the bytes of its rows, without those that lie in the prefix which it was frozen behind.
+    pub fn bytes(&self) -> u64 {
+        self.bytes
+    }
+
+    /// Returns the formats of its keys and values.
+    pub fn formats(&self) -> [KvFormat; 2] {
+        self.snapshot.formats
+    }
+
+    /// Returns the integers of the cache that was frozen.
+    pub fn snapshot(&self) -> &Snapshot {
+        &self.snapshot
+    }
+
+    /// Returns whether no cache and no other handle holds its rows.
+    pub fn is_idle(&self) -> bool {
+        Arc::strong_count(&self.rows) == 1
+    }
+
+    /// Returns the rows, if they are those of a store of this type.
+    pub(crate) fn rows<S: Store>(&self) -> Result<Arc<FrozenRows<S>>> {
+        match Arc::clone(&self.rows).downcast() {
+            Ok(rows) => Ok(rows),
+            Err(_) => fail!(
+                InvalidArgument,
+                "the prefix lies in storage of the backend {}, this cache is of {}",
+                self.backend,
+                S::NAME
+            ),
+        }
+    }
+
+    /// Refuses a prefix that does not fit a cache of this config.
+    pub(crate) fn check<S: Store>(&self, config: &CacheConfig) -> Result<()> {
+        self.rows::<S>()?;
+        let found = &self.snapshot;
+        let layers = config.layers.iter().map(SavedLayer::from);
+        if found.layers.len() != config.layers.len() {
+            let [found, here] = [found.layers.len(), config.layers.len()];
+            fail!(InvalidArgument, "the prefix has {found} layers, this cache has {here}");
+        }
+        for (id, (found, layer)) in found.layers.iter().zip(layers).enumerate() {
+            if *found != layer {
+                fail!(InvalidArgument, "layer {id} of the prefix is {found}, here it is {layer}");
+            }
+        }
+        let formats = SavedFormats::from(config);
+        if found.storage != formats {
+            fail!(
+                InvalidArgument,
+                "the prefix is of a cache that stores {}, this one stores {formats}",
+                found.storage
+            );
+        }
+        if !config.layers.iter().all(|layer| found.has_window(config, layer.policy)) {
+            fail!(
+                InvalidArgument,
+                "the windows of the prefix are for capacity {} and max_step_tokens {}, those of this cache for \
+                 {} and {}; make the cache with the same",
+                found.capacity,
+                found.max_step_tokens,
+                config.capacity,
+                config.max_step_tokens
+            );
+        }
+        if self.length > config.capacity {
+            fail!(
+                InvalidArgument,
+                "the prefix has {} positions, the capacity of this cache is {}",
+                self.length,
+                config.capacity
+            );
+        }
+        Ok(())
+    }
+
+    /// Refuses lengths that no cache can attach at.
+    pub(crate) fn check_length(&self, length: i32) -> Result<()> {
+        if !(self.rewindable_to..=self.length).contains(&length) {
+            fail!(
+                InvalidArgument,
+                "cannot attach to the first {length} positions of this prefix: it has {}, and the least is {}",
+                self.length,
+                self.rewindable_to
+            );
+        }
+        Ok(())
+    }
+
+    /// Returns the integers as a contiguous cache has them, whose layer groups have these sinks.
+    pub(crate) fn contiguous(&self, sinks: &[i32]) -> Result<ContiguousState> {
+        let state = match &self.snapshot.book {
+            Book::Contiguous(state) => return Ok(state.clone()),
+            Book::Cells(state) => state,
+        };
+        let groups = state.groups.iter().zip(sinks).map(|(group, &sinks)| {
+            // Sinks come first, then what the window holds, in the order of positions and of slots.
+            let mut slot = 0;
+            let mut dropped = 0;
+            for &[position, cell, len] in group.sequences.iter().flat_map(|held| &held.runs) {
+                let gap = position - cell;
+                let begins = gap > 0 && dropped == 0 && slot == sinks;
+                if cell != slot || (gap != dropped && !begins) {
+                    fail!(
+                        InvalidArgument,
+                        "position {position} of the prefix lies in cell {cell}, and a contiguous cache has \
+                         positions in the order of its slots; compact the cache before it is frozen"
+                    );
+                }
+                (slot, dropped) = (cell + len, gap);
+            }
+            Ok(dropped)
+        });
+        Ok(ContiguousState { length: self.length, dropped: groups.collect::<Result<_>>()? })
+    }
+
+    /// Returns the integers as a cache of cells has them, whose layer groups have these sinks and as many
+    /// cells as `sizes`.
+    pub(crate) fn cells(&self, groups: &[(i32, i32)]) -> CellsState {
+        let state = match &self.snapshot.book {
+            Book::Cells(state) => return state.clone(),
+            Book::Contiguous(state) => state,
+        };
+        let of = |(&(sinks, size), &dropped): (&(i32, i32), &i32)| {
+            let length = self.length;
+            let runs = match dropped {
+                0 => vec![[0, 0, length]],
+                _ => vec![[0, 0, sinks], [sinks + dropped, sinks, length - dropped - sinks]],
+            };
+            let runs = runs.into_iter().filter(|[.., len]| *len > 0).collect();
+            GroupState { size, sequences: vec![SequenceState { sequence: 0, runs }] }
+        };
+        CellsState {
+            groups: groups.iter().zip(&state.dropped).map(of).collect(),
+            trees: Vec::new(),
+        }
+    }
+}
+
+impl std::fmt::Debug for Prefix {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        let Self { length, rewindable_to, bytes, backend, .. } = self;
+        f.debug_struct("Prefix")
+            .field("length", length)
+            .field("rewindable_to", rewindable_to)
+            .field("bytes", bytes)
+            .field("backend", backend)
+            .finish_non_exhaustive()
+    }
+}
