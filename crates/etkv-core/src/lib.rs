@@ -35,6 +35,7 @@ pub mod format;
 mod growth;
 pub mod memory;
 mod planes;
+mod reclaim;
 mod registry;
 mod report;
 mod session;
@@ -45,7 +46,7 @@ mod step;
 mod store;
 mod watch;
 
-pub use budget::{BudgetReport, MemoryBudget};
+pub use budget::{BudgetReport, HolderReport, MemoryBudget};
 pub use cache::{AttendCache, Cache, CellsCache, ContiguousCache, SeqCache, TreeCache};
 pub use config::{CacheConfig, LayerConfig, LayerPolicy};
 pub use error::{Error, Result, Status};
@@ -53,10 +54,11 @@ pub use format::KvFormat;
 pub use growth::Growth;
 pub use memory::{Bytes, LayerMemory, Memory};
 pub use planes::{Element, PlaneFormat};
+pub use reclaim::{Reclaim, ReclaimClass};
 pub use registry::{Builder, BuilderRegistry, CacheRegistry, Entry};
 pub use report::{
     BufferReport, CacheReport, ConfigReport, FormatsReport, LayerConfigReport, LayerReport,
-    MemoryReport, SequenceReport,
+    MemoryBudgetReport, MemoryReport, ProcessReport, SequenceReport,
 };
 pub use session::Session;
 pub use shared::{CacheGuard, ProgramCache, ProgramGuard, Shared, SharedCache, SharedGuard};
