@@ -127,6 +127,12 @@ impl MemoryBudget {
         (self.report(), holders)
     }
 
+    /// Returns whether this thread is in a reclaimer, and so waits for no lock that another thread may hold
+    /// while it asks for memory.
+    pub fn is_reclaiming() -> bool {
+        inside()
+    }
+
     /// Returns whether an error is a refusal of a budget, and not of the backend.
     pub fn is_refusal(error: &Error) -> bool {
         error.is_caused_by::<OverBudget>()
