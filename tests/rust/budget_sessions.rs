@@ -162,6 +162,8 @@ impl<B: Backend> Session<B> {
             let after = state::<B>(&cache);
             calls.push((seed, answer, after));
         }
+        // A step that was set aside has what it reserved until it ends.
+        cache.abort();
         Some(Self { shape, cache, file, calls })
     }
 
