@@ -105,10 +105,7 @@ impl MemoryBudget {
 
     /// Returns what is held, and the limit.
     pub fn report(&self) -> BudgetReport {
-        let state = self.state.lock();
-        let caches = state.holders.values().filter(|holder| holder.is_cache).count();
-        let (held, peak) = (shown(state.held), shown(state.peak));
-        BudgetReport { limit: state.limit, held, peak, caches }
+        self.state.lock().report()
     }
 
     /// Returns what is held, the limit, and what each holder has of it, in the order in which they were
@@ -122,9 +119,7 @@ impl MemoryBudget {
             keys: Vec::new(),
             held: shown(holder.held),
         };
-        let holders = state.holders.iter().map(of).collect();
-        drop(state);
-        (self.report(), holders)
+        (state.report(), state.holders.iter().map(of).collect())
     }
 
     /// Returns whether this thread is in a reclaimer, and so waits for no lock that another thread may hold
@@ -136,6 +131,14 @@ impl MemoryBudget {
     /// Returns whether an error is a refusal of a budget, and not of the backend.
     pub fn is_refusal(error: &Error) -> bool {
         error.is_caused_by::<OverBudget>()
+    }
+}
+
+impl State {
+    fn report(&self) -> BudgetReport {
+        let caches = self.holders.values().filter(|holder| holder.is_cache).count();
+        let (held, peak) = (shown(self.held), shown(self.peak));
+        BudgetReport { limit: self.limit, held, peak, caches }
     }
 }
 
