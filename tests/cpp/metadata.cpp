@@ -292,7 +292,7 @@ void callbacks_for_memory() {
   must(set_memory_budget(before + held + held / 8));
   on.model.at(0, ids);
   CHECK_INT(asked.size(), 1);
-  CHECK_HAS(must(process_report()).c_str(), on.session.key().c_str());
+  CHECK_HAS(must(process_report()).c_str(), on.session.key());
   // The 9th position takes 16 slots, and the 8 of before stay until they are
   // copied.
   must(set_memory_budget(before + 3 * held - 1));
