@@ -9,7 +9,7 @@ use etkv_core::{Extent, KvFormat, Result};
 
 use super::codec::{Codec, Widths};
 use crate::floats::peak;
-use crate::memory::{unshared, Memory};
+use crate::memory::{unshared, Memory, SHARES};
 use crate::tensor::Tensor;
 use crate::view::{Plane, View};
 
@@ -21,7 +21,9 @@ pub(super) struct Buffer {
     n_kv_heads: usize,
     head_dim: usize,
     widths: Widths,
-    slots: i32,
+    pub(super) slots: i32,
+    /// The first slots, whose rows lie in frozen memory: none of them was written since.
+    pub(super) shared: i32,
     /// As many as the format has, or none without slots.
     pub(super) planes: [Option<Arc<Memory>>; 3],
 }
@@ -45,11 +47,17 @@ impl Buffer {
         let codec = Codec::of(format)?;
         let widths = codec.widths(head_dim);
         let planes = [None, None, None];
-        Ok(Self { format, codec, n_kv_heads, head_dim, widths, slots: 0, planes })
+        Ok(Self { format, codec, n_kv_heads, head_dim, widths, slots: 0, shared: 0, planes })
     }
 
     pub fn extent(&self) -> Extent {
-        Extent { format: self.format, slots: self.slots, shared: 0 }
+        let mapped = SHARES && self.planes.iter().flatten().all(|plane| plane.pieces().is_some());
+        let shared = if mapped { self.shared } else { 0 };
+        Extent { format: self.format, slots: self.slots, shared }
+    }
+
+    pub fn format(&self) -> KvFormat {
+        self.format
     }
 
     pub fn n_kv_heads(&self) -> usize {
@@ -89,7 +97,7 @@ impl Buffer {
     /// # Errors
     /// [`Backend`](etkv_core::Status::Backend); the buffer stays as it is.
     pub fn grow(&mut self, slots: i32) -> Result<()> {
-        if slots <= self.slots {
+        if slots <= self.slots || self.extend(slots) {
             return Ok(());
         }
         let grown = self.planes_of(slots as usize, |at, size| {
@@ -103,13 +111,39 @@ impl Buffer {
             let [heads, dim] = [self.n_kv_heads, self.head_dim];
             error.at(format_args!("{slots} slots of {heads} KV heads of {dim} {}", self.format))
         })?;
-        self.slots = slots;
+        (self.slots, self.shared) = (slots, 0);
         Ok(())
+    }
+
+    /// Grows where the planes are, if they have room.
+    fn extend(&mut self, slots: i32) -> bool {
+        let sizes = [0, 1, 2].map(|at| (slots as usize).saturating_mul(self.slot_bytes(at)));
+        let mut planes = Vec::new();
+        for (plane, size) in self.planes.iter_mut().zip(sizes) {
+            let Some(plane) = plane else { continue };
+            match Arc::get_mut(plane).filter(|memory| memory.has_room(size)) {
+                Some(memory) => planes.push((memory, size)),
+                None => return false,
+            }
+        }
+        if planes.is_empty() {
+            return false;
+        }
+        planes.into_iter().for_each(|(memory, size)| memory.extend(size));
+        self.slots = slots;
+        true
     }
 
     pub fn release(&mut self) {
         self.planes = [None, None, None];
-        self.slots = 0;
+        (self.slots, self.shared) = (0, 0);
+    }
+
+    /// Notes that these slots are written: from the first of them on the rows are this buffer's alone.
+    pub(super) fn own(&mut self, slots: &Slots) {
+        if self.shared > 0 {
+            self.shared = slots.least().map_or(self.shared, |first| first.min(self.shared));
+        }
     }
 
     pub(super) fn check(&self, slots: &Slots) -> Result<()> {
@@ -145,6 +179,7 @@ impl Buffer {
         if n == 0 {
             return Ok(true);
         }
+        self.own(slots);
         let Self { codec, n_kv_heads: heads, head_dim, widths, planes, .. } = self;
         let mut out: [&mut [u8]; 3] = Default::default();
         for (plane, bytes) in planes.iter_mut().flatten().zip(&mut out) {
@@ -233,6 +268,7 @@ impl Buffer {
             let Rows { format: other, n_slots, .. } = rows;
             fail!(Internal, "{n_slots} rows of {other} do not fit {n} slots of {format}");
         }
+        self.own(slots);
         for at in 0..self.planes.len() {
             let slot_bytes = self.slot_bytes(at);
             if let (Some(plane), Some(copy)) = (&mut self.planes[at], &rows.planes[at]) {
@@ -259,6 +295,7 @@ impl Buffer {
         if to.len() != n {
             fail!(Internal, "{n} rows do not fit {} slots", to.len());
         }
+        self.own(to);
         let runs = matches!((from, to), (Slots::Run(_), Slots::Run(_)));
         let ascend = |slots: &Slots| (1..n).all(|at| slot_at(slots, at - 1) < slot_at(slots, at));
         let down = |at: usize| slot_at(to, at) <= slot_at(from, at);
@@ -291,6 +328,7 @@ impl Buffer {
     /// a copy.
     pub fn blank(&mut self, slots: &Slots) -> Result<()> {
         self.check(slots)?;
+        self.own(slots);
         for at in 0..self.planes.len() {
             let slot_bytes = self.slot_bytes(at);
             if let Some(plane) = &mut self.planes[at] {

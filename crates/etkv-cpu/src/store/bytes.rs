@@ -29,6 +29,7 @@ impl Buffer {
     /// buffer and there is no memory for a copy.
     pub fn copy_in(&mut self, plane: usize, slots: &Slots, bytes: &[u8]) -> Result<()> {
         self.check_bytes(plane, slots, bytes.len())?;
+        self.own(slots);
         let slot_bytes = self.slot_bytes(plane);
         if let Some(Some(memory)) = self.planes.get_mut(plane) {
             let memory = unshared(memory)?;

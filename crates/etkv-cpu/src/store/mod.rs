@@ -11,6 +11,7 @@ mod bytes;
 mod codec;
 mod float;
 mod row;
+mod sharing;
 
 use std::ops::Range;
 use std::sync::Arc;
@@ -24,6 +25,7 @@ use crate::tensor::Tensor;
 use crate::view::View;
 use buffer::{Buffer, Rows};
 pub(crate) use codec::Codec;
+pub use sharing::FrozenLayers;
 
 /// The storage of a cache in plain memory. All work is done at once.
 pub struct CpuStore {
@@ -65,7 +67,7 @@ impl Store for CpuStore {
     type View = View;
     type Mask = Arc<MaskRuns>;
     type Saved = SavedRows;
-    type Frozen = ();
+    type Frozen = FrozenLayers;
 
     fn new(layers: &[LayerConfig], formats: [KvFormat; 2]) -> Result<Self> {
         let size = |size: i32| match usize::try_from(size) {
@@ -201,6 +203,14 @@ impl Store for CpuStore {
 
     fn copy_in(&mut self, id: PlaneId, slots: &Slots, bytes: &[u8]) -> Result<()> {
         self.layers[id.layer][usize::from(id.values)].copy_in(id.plane, slots, bytes)
+    }
+
+    fn freeze(&mut self, slots: &[i32], most: &[i32], anew: bool) -> Result<FrozenLayers> {
+        self.freeze_layers(slots, most, anew)
+    }
+
+    fn attach(&mut self, frozen: &FrozenLayers, most: &[i32]) -> Result<()> {
+        self.attach_layers(frozen, most)
     }
 }
 

@@ -6,9 +6,9 @@ use std::collections::BTreeMap;
 use etkv_core::bookkeeping::Slots;
 use etkv_core::{Extent, KvFormat, LayerConfig, LayerPolicy, Status, Store};
 
-use super::{Codec, CpuStore};
+use super::{Codec, CpuStore, FrozenLayers};
 use crate::floats::to_f16;
-use crate::memory::shortage;
+use crate::memory::{shortage, SHARES};
 use crate::tensor::{Dtype, Tensor};
 use crate::view::View;
 
@@ -104,6 +104,15 @@ struct Run {
     slots: i32,
     /// Views, and what they showed when they were read.
     held: Vec<(View, Model)>,
+    /// What was frozen: its formats, slots and rows.
+    frozen: Vec<Shared>,
+}
+
+struct Shared {
+    rows: FrozenLayers,
+    formats: [KvFormat; 2],
+    slots: i32,
+    model: [Model; 2],
 }
 
 impl Run {
@@ -120,7 +129,16 @@ impl Run {
         };
         let formats = [Self::format(&mut rng), Self::format(&mut rng)];
         let store = CpuStore::new(std::slice::from_ref(&layer), formats).unwrap();
-        Self { rng, store, layer, formats, model: Default::default(), slots: 0, held: Vec::new() }
+        Self {
+            rng,
+            store,
+            layer,
+            formats,
+            model: Default::default(),
+            slots: 0,
+            held: Vec::new(),
+            frozen: Vec::new(),
+        }
     }
 
     fn format(rng: &mut Rng) -> KvFormat {
@@ -330,6 +348,57 @@ impl Run {
         self.slots = most;
     }
 
+    /// Freezes the first slots, and goes on from them. Those behind become zeros.
+    fn freeze(&mut self) {
+        let all = self.slots;
+        let slots =
+            if self.rng.below(2) == 0 { all } else { self.rng.below(all as usize + 1) as i32 };
+        let (most, anew) = (all + self.rng.below(40) as i32, self.rng.below(4) == 0);
+        if slots == all {
+            self.starve();
+        }
+        let frozen = self.store.freeze(&[slots], &[most], anew);
+        shortage::after(None);
+        let extents = self.store.extents(0);
+        assert!(extents.iter().all(|extent| extent.slots == all));
+        let rows = match frozen {
+            Ok(rows) => rows,
+            Err(error) => return assert_eq!(error.status(), Status::Backend),
+        };
+        let shared = if SHARES { slots } else { 0 };
+        assert!(extents.iter().all(|extent| extent.shared == shared));
+        for (model, format) in self.model.iter_mut().zip(self.formats) {
+            for ((slot, _), row) in model.rows.iter_mut() {
+                if *slot >= slots {
+                    *row = zeros(format, 128);
+                }
+            }
+        }
+        let mut model = self.model.clone();
+        model.iter_mut().for_each(|model| model.rows.retain(|(slot, _), _| *slot < slots));
+        self.frozen.push(Shared { rows, formats: self.formats, slots, model });
+    }
+
+    /// Goes on with another store, from what was frozen once, whatever was written since.
+    fn attach(&mut self) {
+        if self.frozen.is_empty() {
+            return;
+        }
+        let Shared { rows, formats, slots, model } =
+            &self.frozen[self.rng.below(self.frozen.len())];
+        let mut store = CpuStore::new(std::slice::from_ref(&self.layer), *formats).unwrap();
+        let most = slots + (self.rng.next() % 40) as i32;
+        store.attach(rows, &[most]).unwrap();
+        let shared = if SHARES { *slots } else { 0 };
+        let extent = |format| Extent { format, slots: *slots, shared };
+        assert_eq!(store.extents(0), formats.map(extent));
+        (self.store, self.formats, self.slots) = (store, *formats, *slots);
+        self.model = model.clone();
+        if self.rng.below(3) == 0 {
+            self.frozen.clear();
+        }
+    }
+
     /// Compares all rows, and those that views keep.
     fn check(&mut self) {
         let [k, v] = self.store.read(0, 0..self.slots).unwrap();
@@ -364,7 +433,7 @@ fn stores_hold_what_was_written_while_memory_runs_out() {
         let mut run = Run::new(seed);
         run.grow(1);
         for _ in 0..30 {
-            match run.rng.below(12) {
+            match run.rng.below(16) {
                 0 => run.clear(),
                 1 => run.convert(),
                 2 => run.grow(run.slots + 3),
@@ -376,6 +445,8 @@ fn stores_hold_what_was_written_while_memory_runs_out() {
                     run.model = Default::default();
                     run.slots = 0;
                 }
+                7 | 8 => run.freeze(),
+                9 => run.attach(),
                 _ if run.slots > 0 => run.step(),
                 _ => run.grow(2),
             }

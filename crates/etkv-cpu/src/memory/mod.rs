@@ -1,19 +1,32 @@
 //! Memory that a store and its views share.
 
+mod pages;
+
 use std::alloc::{alloc_zeroed, dealloc, Layout};
 use std::ptr::NonNull;
 use std::sync::Arc;
 
 use etkv_core::{Error, Result, Status};
 
+use pages::Mapping;
+pub(crate) use pages::{page, Freezer, Piece, SHARES};
+
 /// A block of bytes that begins at a cache line. The store writes to it only while no view holds
 /// it.
 #[derive(Debug)]
 pub(crate) struct Memory {
-    block: NonNull<u8>,
-    layout: Layout,
+    block: Block,
     start: NonNull<u8>,
     size: usize,
+}
+
+/// Where the bytes lie.
+#[derive(Debug)]
+enum Block {
+    /// In memory of the allocator.
+    Own(NonNull<u8>, Layout),
+    /// In pages, the first of which other blocks may have too.
+    Mapped(Mapping),
 }
 
 // SAFETY: it owns its bytes, and hands them out as a reference to it allows.
@@ -54,7 +67,39 @@ impl Memory {
         let skipped = block.as_ptr().align_offset(Self::LINE).min(Self::LINE);
         // SAFETY: the block has a line more than `size` bytes.
         let start = unsafe { block.add(skipped) };
-        Ok(Self { block, layout, start, size })
+        Ok(Self { block: Block::Own(block, layout), start, size })
+    }
+
+    /// Returns `size` bytes that begin with frozen ones, and can become `most` bytes without a copy.
+    ///
+    /// # Errors
+    /// [`Backend`](Status::Backend) if there is no such memory.
+    pub fn mapped(pieces: Vec<Piece>, size: usize, most: usize) -> Result<Self> {
+        let mapping = Mapping::new(pieces, most.max(size))?;
+        Ok(Self { start: mapping.start(), block: Block::Mapped(mapping), size })
+    }
+
+    /// Returns the frozen bytes that it was mapped with, or nothing for memory of its own.
+    pub fn pieces(&self) -> Option<&[Piece]> {
+        match &self.block {
+            Block::Own(..) => None,
+            Block::Mapped(mapping) => Some(mapping.pieces()),
+        }
+    }
+
+    /// Returns whether it can become `size` bytes where it is.
+    pub fn has_room(&self, size: usize) -> bool {
+        match &self.block {
+            Block::Own(..) => size <= self.size,
+            Block::Mapped(mapping) => size <= mapping.size(),
+        }
+    }
+
+    /// Becomes `size` bytes, if it has room for them: new ones are zeros. Never shrinks.
+    pub fn extend(&mut self, size: usize) {
+        if self.has_room(size) {
+            self.size = self.size.max(size);
+        }
     }
 
     /// Returns a block of at least `size` bytes: the one in `place`, or a new one of zeros there. The
@@ -106,8 +151,10 @@ impl Memory {
 
 impl Drop for Memory {
     fn drop(&mut self) {
-        // SAFETY: allocated with this layout.
-        unsafe { dealloc(self.block.as_ptr(), self.layout) };
+        if let Block::Own(block, layout) = self.block {
+            // SAFETY: allocated with this layout.
+            unsafe { dealloc(block.as_ptr(), layout) };
+        }
     }
 }
 
@@ -162,6 +209,44 @@ mod tests {
             assert_eq!(longer.bytes()[..size], *memory.bytes());
             assert_eq!(longer.bytes()[size..], [0; 3]);
         }
+    }
+
+    /// Mappings of the same bytes see them, and each only its own writes.
+    #[test]
+    fn mappings_share_what_none_of_them_wrote() {
+        let page = page();
+        let bytes: Vec<u8> = (0..3 * page + 7).map(|n| (n % 251) as u8).collect();
+        let piece = {
+            let mut freezer = Freezer::new().unwrap();
+            freezer.add(&[1; 5], 0).unwrap();
+            freezer.add(&bytes, 0).unwrap()
+        };
+        let map = || Memory::mapped(vec![piece.clone()], bytes.len(), 8 * page).unwrap();
+        let (mut a, mut b) = (map(), map());
+        assert_eq!(a.bytes(), bytes);
+        assert!(a.has_room(8 * page) && !a.has_room(8 * page + 1));
+        a.extend(4 * page + 1);
+        assert_eq!(a.bytes()[..bytes.len()], bytes);
+        assert!(a.bytes()[bytes.len()..].iter().all(|&byte| byte == 0));
+        a.bytes_mut()[page] = 255;
+        a.bytes_mut()[4 * page] = 9;
+        b.bytes_mut()[0] = 77;
+        assert_eq!((a.bytes()[0], a.bytes()[page], a.bytes()[4 * page]), (0, 255, 9));
+        assert_eq!((b.bytes()[0], b.bytes()[page]), (77, bytes[page]));
+        drop(a);
+        // One that begins with a part of it, and goes on with other bytes.
+        let mut freezer = Freezer::new().unwrap();
+        let next = freezer.add(&[5; 10], 2 * page).unwrap();
+        let joined = vec![piece.up_to(2 * page).unwrap(), next];
+        drop(piece);
+        drop(b);
+        let joined = Memory::mapped(joined, 2 * page + 10, 0).unwrap();
+        assert_eq!(joined.bytes()[..2 * page], bytes[..2 * page]);
+        assert_eq!(joined.bytes()[2 * page..], [5; 10]);
+        assert_eq!(joined.pieces().unwrap().len(), 2);
+        let copy = joined.copied(2 * page).unwrap();
+        assert!(copy.pieces().is_none());
+        assert_eq!(copy.bytes(), &joined.bytes()[..2 * page]);
     }
 
     #[test]

@@ -1,0 +1,149 @@
+//! Memory that begins with bytes which caches read together. It looks like any other run of memory, so that
+//! the kernels know nothing of it. A write to a page that is shared gives the writer a page of its own; the
+//! system does that.
+
+#[cfg(not(target_os = "linux"))]
+#[path = "pages/copies.rs"]
+mod frozen;
+#[cfg(target_os = "linux")]
+#[path = "pages/file.rs"]
+mod frozen;
+
+use std::ops::Range;
+use std::ptr::NonNull;
+use std::sync::Arc;
+
+use etkv_core::{Error, Result, Status};
+use rustix::io::Errno;
+use rustix::mm::{mmap_anonymous, munmap, MapFlags, ProtFlags};
+
+pub(crate) use frozen::SHARES;
+use frozen::{Frozen, Writer};
+
+const ACCESS: ProtFlags = ProtFlags::READ.union(ProtFlags::WRITE);
+
+/// A run of frozen bytes, and where it lies in a mapping. Both begin at a page and have whole pages.
+#[derive(Debug, Clone)]
+pub(crate) struct Piece {
+    frozen: Arc<Frozen>,
+    offset: u64,
+    place: Range<usize>,
+}
+
+impl Piece {
+    /// Returns this piece up to a place in the mapping, which begins a page; nothing if it lies behind.
+    pub fn up_to(&self, end: usize) -> Option<Self> {
+        let end = end.min(self.place.end);
+        (self.place.start < end).then(|| Self { place: self.place.start..end, ..self.clone() })
+    }
+}
+
+/// Freezes bytes.
+pub(crate) struct Freezer(Writer);
+
+impl Freezer {
+    /// # Errors
+    /// [`Backend`](Status::Backend) if the system has no room for frozen bytes.
+    pub fn new() -> Result<Self> {
+        Writer::new().map(Self).map_err(|error| lacking("a prefix", error))
+    }
+
+    /// Copies bytes, which lie at `place`, the beginning of a page, in a mapping.
+    ///
+    /// # Errors
+    /// [`Backend`](Status::Backend) if memory is lacking.
+    pub fn add(&mut self, bytes: &[u8], place: usize) -> Result<Piece> {
+        let whole = whole_pages(bytes.len());
+        let added = may_lack().and_then(|()| self.0.add(bytes, whole));
+        let (frozen, offset) =
+            added.map_err(|error| lacking(&format!("{} bytes of a prefix", bytes.len()), error))?;
+        Ok(Piece { frozen, offset, place: place..place.saturating_add(whole) })
+    }
+}
+
+/// A run of memory that begins with frozen bytes. What is behind them starts as zeros, and takes memory when
+/// it is written.
+#[derive(Debug)]
+pub(super) struct Mapping {
+    start: NonNull<u8>,
+    size: usize,
+    pieces: Vec<Piece>,
+}
+
+// SAFETY: it owns its mapping, and hands its bytes out as a reference to it allows.
+unsafe impl Send for Mapping {}
+// SAFETY: as above.
+unsafe impl Sync for Mapping {}
+
+impl Mapping {
+    /// Maps the pieces, in order and side by side from the beginning, into room for `size` bytes.
+    ///
+    /// # Errors
+    /// [`Backend`](Status::Backend) if the system has no such room.
+    pub fn new(pieces: Vec<Piece>, size: usize) -> Result<Self> {
+        let used = pieces.last().map_or(0, |piece| piece.place.end);
+        let size = whole_pages(size.max(used).max(1));
+        let lacks = |error| lacking(&format!("{size} bytes of addresses for a cache"), error);
+        let flags = MapFlags::PRIVATE | MapFlags::NORESERVE;
+        // SAFETY: a new mapping, at an address that the system chooses.
+        let start = may_lack()
+            .and_then(|()| unsafe { mmap_anonymous(std::ptr::null_mut(), size, ACCESS, flags) });
+        let start =
+            NonNull::new(start.map_err(lacks)?.cast()).ok_or(Errno::NOMEM).map_err(lacks)?;
+        let mapping = Self { start, size, pieces };
+        for Piece { frozen, offset, place } in &mapping.pieces {
+            debug_assert!(place.start % page() == 0 && place.end <= size);
+            // SAFETY: the place lies in this mapping, which nobody knows yet.
+            let mapped = unsafe {
+                let at = mapping.start.as_ptr().add(place.start);
+                frozen.map(at, place.len(), *offset)
+            };
+            mapped.map_err(lacks)?;
+        }
+        Ok(mapping)
+    }
+
+    pub fn start(&self) -> NonNull<u8> {
+        self.start
+    }
+
+    /// Returns the bytes that there is room for.
+    pub fn size(&self) -> usize {
+        self.size
+    }
+
+    pub fn pieces(&self) -> &[Piece] {
+        &self.pieces
+    }
+}
+
+impl Drop for Mapping {
+    fn drop(&mut self) {
+        // SAFETY: it was mapped with this size, and nothing refers to it any more. It fails for other
+        // addresses only.
+        let _ = unsafe { munmap(self.start.as_ptr().cast(), self.size) };
+    }
+}
+
+/// Returns the bytes of a page.
+pub(crate) fn page() -> usize {
+    rustix::param::page_size()
+}
+
+/// Returns so many bytes in whole pages.
+fn whole_pages(bytes: usize) -> usize {
+    bytes.checked_next_multiple_of(page()).unwrap_or(usize::MAX - (usize::MAX % page()))
+}
+
+fn lacking(what: &str, error: Errno) -> Error {
+    Error::new(Status::Backend, format_args!("no memory for {what}: {error}; free memory"))
+}
+
+/// Fails where tests make allocations fail.
+fn may_lack() -> rustix::io::Result<()> {
+    #[cfg(test)]
+    if super::shortage::is_now() {
+        return Err(Errno::NOMEM);
+    }
+    Ok(())
+}
