@@ -8,6 +8,7 @@ use std::sync::Arc;
 use etkv_core::Status;
 use etkv_file::{PrefixCache, PrefixCacheOptions, PrefixStore};
 use etkv_tests::backend::Backend;
+use etkv_tests::on_cpu::OnCpu;
 use etkv_tests::texts::{answer, read, shared, some_text, TextShape, CONVERTED_AT};
 use etkv_tests::vec_store::OnVec;
 use etkv_tests::{for_seeds, runs, Rng};
@@ -343,3 +344,71 @@ macro_rules! tests {
 }
 
 tests!(on_vec, OnVec);
+tests!(on_cpu, OnCpu);
+
+/// What one process kept, another finds in the store, and shares from then on.
+#[test]
+fn what_memory_lacks_comes_from_the_store() {
+    for_seeds(18, |seed| {
+        let shape = TextShape::of(seed);
+        let folder = TempDir::new().unwrap();
+        let open = || {
+            let store = Some(Arc::new(PrefixStore::open(folder.path(), u64::MAX).unwrap()));
+            PrefixCache::new(PrefixCacheOptions { store, ..Default::default() })
+        };
+        let text: Vec<i64> = (0..120).collect();
+        let first = open();
+        assert!(keep::<OnCpu>(&first, shape, &text[..60]));
+        assert!(keep::<OnCpu>(&first, shape, &text[..20]));
+        assert_eq!(first.store().unwrap().usage().unwrap().0, 1);
+        let second = open();
+        let mut cache = shape.make::<OnCpu>();
+        assert_eq!(second.n_kept(&mut *cache, MODEL, &text), Ok(60));
+        assert_eq!(attach::<OnCpu>(&second, shape, &text), 60);
+        assert_eq!(second.report().tokens_in_store, 60);
+        assert!(second.report().prefixes == 1 && second.report().bytes > 0);
+        // From memory now, also for the other kinds, which the file is not for.
+        for kind in 0..3 {
+            assert_eq!(attach::<OnCpu>(&second, TextShape { kind, ..shape }, &text), 60);
+        }
+        let report = second.report();
+        assert_eq!((report.tokens_in_memory, report.tokens_in_store), (180, 60));
+        assert_eq!(report.tokens_asked, 480);
+        // The longer one is used, wherever it lies.
+        assert!(keep::<OnCpu>(&first, shape, &text[..90]));
+        assert_eq!(attach::<OnCpu>(&second, shape, &text), 90);
+        assert_eq!(second.report().tokens_in_store, 150);
+    });
+}
+
+/// Caches on one prefix take the memory of one, and of what each goes on with.
+#[test]
+fn beginnings_are_held_once() {
+    let shape = TextShape { kind: 0, windowed: false, format: 0 };
+    let text: Vec<i64> = (0..160).collect();
+    let prefixes = unlimited();
+    let mut cache = shape.make::<OnCpu>();
+    let mut bytes = 0;
+    for n in (40..=160).step_by(40) {
+        read::<OnCpu>(&mut cache, &text[..n]);
+        assert_eq!(prefixes.keep(&mut *cache, MODEL, &text[..n]), Ok(true));
+        let held = prefixes.report().bytes;
+        assert!(held > bytes);
+        bytes = held;
+    }
+    // Rows of two layers, keys and values of two heads of 32 numbers of 16 bits, once, and what is behind page ends.
+    let rows = 160 * 2 * 2 * 2 * 32 * 2;
+    assert!((rows..2 * rows).contains(&bytes), "{bytes} for {rows}");
+    let all: Vec<_> = (0..8)
+        .map(|_| {
+            let mut cache = shape.make::<OnCpu>();
+            assert_eq!(prefixes.attach(&mut *cache, MODEL, &text), Ok(160));
+            assert!(cache.memory().shared >= rows, "{:?}", cache.memory());
+            cache
+        })
+        .collect();
+    drop(cache);
+    assert_eq!(prefixes.reclaim(1), 0);
+    drop(all);
+    assert_eq!(prefixes.reclaim(1), bytes);
+}

@@ -16,7 +16,7 @@ const DIM: usize = 32;
 pub struct TextShape {
     pub kind: usize,
     pub windowed: bool,
-    /// 0 for float32, 1 for 8 bits, 2 for 8 bits from [`CONVERTED_AT`] positions on.
+    /// 0 for 16 bits, 1 for 8 bits, 2 for 8 bits from [`CONVERTED_AT`] positions on.
     pub format: usize,
 }
 
