@@ -163,7 +163,14 @@ impl PrefixCache {
                 tokens.len()
             );
         }
-        let kept = self.keep_in_memory(cache, &group, tokens)?;
+        let kept = match self.keep_in_memory(cache, &group, tokens) {
+            // There is the store at least.
+            Err(error) if error.status() == Status::Unsupported && self.inner.store.is_some() => {
+                debug!(target: TARGET, %error, "a text is in the store alone");
+                false
+            }
+            kept => kept?,
+        };
         if let Some(store) = &self.inner.store {
             if let Err(error) = store.save(cache, Labels { fingerprint, tokens }) {
                 warn!(target: TARGET, %error, "the prefix store is passed by");
