@@ -113,10 +113,12 @@ def test_a_conversation_with_tools_is_not_read_again(name, alone, request):
     old = again = 0
     options = {"max_tokens": 12, "prefix_cache": prefixes, "fingerprint": "a model", "eos_token_ids": []}
 
-    def respond(program: etkv.Program, ids: list[int]) -> tuple[str, int]:
+    def respond(program: etkv.Program, ids: list[int]) -> tuple[str, list[int], int]:
+        """Return the answer, its token ids, and how many tokens of the request did not run."""
         responses = list(etkv.stream_generate(program, tokenizer, ids, **options))
         assert responses[-1].prompt_tokens == len(ids)
-        return "".join(response.text for response in responses), responses[-1].cached_tokens
+        tokens = [response.token for response in responses if response.token is not None]
+        return "".join(response.text for response in responses), tokens, responses[-1].cached_tokens
 
     held = session(made)
     with held, etkv.load(made.path, held, logits="last") as shared_program:
@@ -124,14 +126,12 @@ def test_a_conversation_with_tools_is_not_read_again(name, alone, request):
             ids = tokenizer.apply_chat_template(messages, add_generation_prompt=True)
             if alone:
                 with session(made) as cache, etkv.load(made.path, cache, logits="last") as program:
-                    text, cached = respond(program, ids)
-                    ran = [*ids, *tokenizer.encode(text, add_special_tokens=False)]
+                    text, tokens, cached = respond(program, ids)
             else:
-                text, cached = respond(shared_program, ids)
-                ran = [*ids, *tokenizer.encode(text, add_special_tokens=False)]
+                text, tokens, cached = respond(shared_program, ids)
             known = shared(before, ids)
             old, again = old + known, again + max(0, known - cached)
-            before = ran
+            before = [*ids, *tokens]
             messages.append({"role": "assistant", "content": text})
             messages.append({"role": "tool", "content": f"the gauge says {turn * 17 % 40} inches"})
     assert old > 10_000
