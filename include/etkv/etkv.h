@@ -89,7 +89,8 @@
  *   step that of MLX. There, a call on that cache is refused with
  *   ETKV_ERROR_STEP. A callback that waits there for another thread's call can
  *   wait forever. The log callback runs on any thread, on several at once, and
- *   must not call etkv: see log.h. No callback may exit by an exception.
+ *   must not call etkv: see log.h. The memory callback runs in the middle of the
+ *   call that needs memory, and may call etkv: see memory.h. No callback may exit by an exception.
  */
 #ifndef ETKV_ETKV_H
 #define ETKV_ETKV_H

@@ -185,7 +185,8 @@ ETKV_API etkv_status etkv_generation_choose(
  * empty: on a GPU it runs steps of several lengths, which are rolled back, so
  * that the first token takes no longer than later ones. What the GPU compiles
  * is kept in the user's cache folder for later processes (docs/performance.md).
- * Does nothing on a CPU, and for a cache that holds positions.
+ * Does nothing on a CPU, and for a cache that holds positions. Ends without an
+ * error before the first step that the memory budget does not allow.
  *
  * @param progress  called before each step, and at the end, with the steps done
  *                  and all; NULL for none. It must not call etkv, wait for

@@ -58,7 +58,10 @@ typedef struct etkv_memory_budget {
    * them, both the old and the new ones are held.
    */
   uint64_t held;
-  /** The most that they have held or reserved. */
+  /**
+   * The most that they have held or reserved. What a step reserves counts, even
+   * if the step is rolled back before it allocates; what is refused does not.
+   */
   uint64_t peak;
   /** The caches that there are, empty ones too. */
   size_t n_caches;
@@ -69,8 +72,12 @@ typedef struct etkv_memory_budget {
  * backend; 0 removes the limit, which is what a process begins with. A cache
  * that allocates upfront, a step that grows buffers, a conversion and a load
  * that would hold more fail with `ETKV_ERROR_BACKEND`, whose message has the
- * bytes, and change nothing. Less than is held is no error: caches keep what
- * they have, and grow no more until enough is free. Programs' weights and
+ * bytes, and change nothing. So does etkv_seq_cache_compact() where rows would
+ * move to slots that were never used, and etkv_cache_clear() without `release`
+ * where a cache that allocates upfront was converted. Before that, prefixes
+ * that nothing uses go, and then the host's callback is asked. Less than is
+ * held is no error: caches keep what they have, and grow no more until enough
+ * is free. Programs' weights and
  * what MLX keeps for reuse do not count, nor do caches that the application
  * implements.
  */
@@ -79,6 +86,42 @@ ETKV_API etkv_status etkv_memory_budget_set(uint64_t limit, etkv_error** error);
 /** Fills `budget`. The caller sets its `struct_size` first. */
 ETKV_API etkv_status
 etkv_memory_budget_read(etkv_memory_budget* budget, etkv_error** error);
+
+/**
+ * Frees memory of the host's choice, such as caches that it needs no more.
+ *
+ * etkv calls it where a call needs more than the memory budget has left, after
+ * prefixes that nothing uses are gone: on the thread of that call, in its
+ * middle, and on several threads at once. The cache that needs the memory is
+ * locked, MLX is not. The callback may free sessions and handles, and clear
+ * other caches with `release`. There, a call on a cache, on forwards or on
+ * answers that are in use returns ETKV_ERROR_STEP and does not wait; the cache
+ * that needs the memory is always among them. What the callback itself makes or
+ * grows is refused where it does not fit, without another call of it. It must
+ * not wait for another thread's call of etkv, or for a lock that a thread holds
+ * during one, throw, or exit by longjmp.
+ *
+ * @param bytes  the bytes that are lacking, at least 1.
+ * @param user   the pointer that etkv_memory_budget_set_callback() received.
+ * @return the bytes that it freed, for the log: the budget counts by itself.
+ */
+typedef uint64_t (*etkv_memory_callback)(uint64_t bytes, void* user);
+
+/**
+ * Sets the callback that may free memory before the memory budget refuses
+ * something. It replaces the earlier callback. When this call returns, the
+ * earlier callback runs on no thread and is not called again. It is not called
+ * for what is more than the whole budget.
+ *
+ * @param callback  NULL removes the callback.
+ * @param user      passed to the callback; the host owns it.
+ *
+ * ETKV_ERROR_STEP inside the callback.
+ */
+ETKV_API etkv_status etkv_memory_budget_set_callback(
+    etkv_memory_callback callback,
+    void* user,
+    etkv_error** error);
 
 #ifdef __cplusplus
 } /* extern "C" */

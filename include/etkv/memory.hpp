@@ -3,6 +3,10 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <functional>
+#include <memory>
+#include <mutex>
+#include <utility>
 #include <vector>
 
 #include "etkv/detail.hpp"
@@ -59,7 +63,7 @@ Result<Memory> ask_memory(size_t n_layers, Call call) {
 struct MemoryBudget {
   uint64_t limit = 0;  ///< the most that they may hold, or 0 for no limit
   uint64_t held = 0;   ///< what they hold, while some are replaced both
-  uint64_t peak = 0;   ///< the most that they have held or reserved
+  uint64_t peak = 0;   ///< the most that they have held, or a step reserved
   size_t n_caches = 0; ///< the caches that there are, empty ones too
 };
 
@@ -82,6 +86,70 @@ inline Result<MemoryBudget> memory_budget() {
     return filled.error();
   }
   return MemoryBudget{raw.limit, raw.held, raw.peak, raw.n_caches};
+}
+
+/// Frees memory of the host's choice, as etkv_memory_callback does: in the
+/// middle of the call that needs `bytes` more, on any thread and on several at
+/// once. Returns the bytes that it freed. An exception counts as none.
+using MemoryCallback = std::function<uint64_t(uint64_t bytes)>;
+
+namespace detail {
+struct MemoryState {
+  std::mutex mutex;
+  std::unique_ptr<MemoryCallback> callback;
+};
+inline MemoryState& memory_state() {
+  // Never destroyed: other threads may need memory while the process ends.
+  static MemoryState* state = new MemoryState;
+  return *state;
+}
+/// Whether this thread is in the callback.
+inline bool& in_memory_callback() {
+  thread_local bool inside = false;
+  return inside;
+}
+inline uint64_t free_memory(uint64_t bytes, void* user) noexcept {
+  in_memory_callback() = true;
+  uint64_t freed = 0;
+#if defined(__cpp_exceptions)
+  try {
+    freed = (*static_cast<const MemoryCallback*>(user))(bytes);
+  } catch (...) {
+  }
+#else
+  freed = (*static_cast<const MemoryCallback*>(user))(bytes);
+#endif
+  in_memory_callback() = false;
+  return freed;
+}
+} // namespace detail
+
+/// Sets the callback that may free memory before the memory budget refuses
+/// something. It replaces the earlier callback, which is destroyed before this
+/// call returns. An empty one removes it. See etkv_memory_budget_set_callback
+/// for the errors.
+inline Result<void> set_memory_callback(MemoryCallback callback) {
+  auto& state = detail::memory_state();
+  std::unique_ptr<MemoryCallback> next;
+  const auto set = [&] {
+    return detail::run([&](etkv_error** error) {
+      return etkv_memory_budget_set_callback(
+          next ? detail::free_memory : nullptr, next.get(), error);
+    });
+  };
+  if (detail::in_memory_callback()) {
+    // Refused. A thread that sets another one may wait for this one.
+    return set();
+  }
+  const std::lock_guard<std::mutex> lock(state.mutex);
+  if (callback) {
+    next = std::make_unique<MemoryCallback>(std::move(callback));
+  }
+  auto done = set();
+  if (done.ok()) {
+    state.callback = std::move(next);
+  }
+  return done;
 }
 
 } // namespace etkv

@@ -1,5 +1,5 @@
 /*
- * Reports of caches and programs, as JSON, for monitoring and debugging.
+ * Reports of caches, programs and the process, as JSON, for monitoring and debugging.
  * docs/reports.md lists the fields. Later versions may add fields; a field
  * never changes its meaning.
  */
@@ -26,6 +26,16 @@ extern "C" {
  */
 ETKV_API etkv_status
 etkv_cache_report(const etkv_cache* cache, char** json, etkv_error** error);
+
+/**
+ * Stores a report of this process: the memory budget, what is held and free of
+ * it, and what each cache and each prefix that is kept holds. Waits for no
+ * cache.
+ *
+ * @param json  receives a JSON object, which the caller frees with
+ *              etkv_string_free().
+ */
+ETKV_API etkv_status etkv_process_report(char** json, etkv_error** error);
 
 /**
  * Stores a description of a program: its inputs and outputs, operations,

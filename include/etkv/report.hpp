@@ -34,6 +34,13 @@ inline Result<std::string> cache_report(const Cache& cache) {
   });
 }
 
+/// Returns a report of this process, as a JSON object; see etkv_process_report.
+inline Result<std::string> process_report() {
+  return detail::ask_string([](char** json, etkv_error** error) {
+    return etkv_process_report(json, error);
+  });
+}
+
 /// Returns a description of a program, as a JSON object, from the delegate's
 /// payload of `n_bytes` bytes; see etkv_program_describe.
 inline Result<std::string> describe_program(

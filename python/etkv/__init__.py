@@ -25,8 +25,10 @@ from etkv.cache import (
     estimate_shared,
     fingerprint,
     memory_budget,
+    process_report,
     row_bytes,
     set_memory_budget,
+    set_memory_callback,
 )
 from etkv.chat import Chat
 from etkv.config import CacheConfig, LayerConfig
@@ -101,11 +103,13 @@ __all__ = [
     "generate_tokens",
     "load",
     "memory_budget",
+    "process_report",
     "read_kv_cache_metadata",
     "register_backend",
     "row_bytes",
     "set_log_level",
     "set_memory_budget",
+    "set_memory_callback",
     "stream_generate",
     "write_kv_cache_metadata",
 ]

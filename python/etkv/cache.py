@@ -6,9 +6,13 @@ They are the functions of ``etkv.h``, whose chapter on threads holds here too. S
 
 from __future__ import annotations
 
+import atexit
+import contextlib
 import json
+import logging
 import os
-from collections.abc import Sequence
+import threading
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
@@ -307,7 +311,7 @@ class MemoryBudget:
     held: int
     """Bytes that they hold: while a step grows buffers, or a conversion replaces them, the old and the new ones."""
     peak: int
-    """The most that they have held or reserved."""
+    """The most that they have held, or a step reserved, even if it was rolled back before it allocated."""
     n_caches: int
     """The caches that there are, empty ones too."""
 
@@ -318,6 +322,8 @@ def set_memory_budget(limit: int | None) -> None:
     A cache that allocates upfront, a step that grows buffers, a conversion and a load that would hold more raise
     :class:`EtkvError` with the status ``BACKEND``, and change nothing. Less than is held is no error: caches keep what
     they have, and grow no more until enough is free. Weights and what MLX keeps for reuse do not count.
+
+    Before anything is refused, prefixes that nothing uses go, and the callback of :func:`set_memory_callback` is asked.
     """
     if limit is not None and not 0 < limit < 2**64:
         raise EtkvError(f"limit is {limit}, expected 1 to 2**64 - 1 bytes, or None")
@@ -329,6 +335,57 @@ def memory_budget() -> MemoryBudget:
     budget = struct("etkv_memory_budget")
     call("etkv_memory_budget_read", budget)
     return MemoryBudget(budget.limit or None, budget.held, budget.peak, budget.n_caches)
+
+
+_memory_callback: Any = None
+"""What the library calls now. It must live as long as the library may call it."""
+
+_memory_callback_setting = threading.Lock()
+_memory_callback_here = threading.local()
+_logger = logging.getLogger("etkv.core")
+
+
+def set_memory_callback(callback: Callable[[int], int | None] | None) -> None:
+    """Set what may free memory before the memory budget refuses something, or remove it (``None``).
+
+    It is called with the bytes that are lacking, in the middle of the call that needs them: on any thread, and on
+    several at once. It may close sessions, and clear other caches with ``release``. There, a call on a cache that is in
+    use raises :class:`EtkvError` with the status ``STEP`` and does not wait; the cache that needs the memory is always
+    among them. It returns the bytes that it freed, or ``None``, for the log: the budget counts by itself. An exception
+    is logged, and counts as nothing freed.
+
+    A thread in ExecuTorch's own runtime holds Python's lock, which the callback needs: no such thread may run on a
+    cache that another thread uses at that time.
+    """
+    global _memory_callback
+
+    def free(bytes_lacking: int, _user: Any) -> int:
+        _memory_callback_here.inside = True
+        try:
+            freed = None if callback is None else callback(bytes_lacking)
+            return 0 if freed is None else min(max(int(freed), 0), 2**64 - 1)
+        except Exception:
+            _logger.exception("the memory callback failed")
+            return 0
+        finally:
+            _memory_callback_here.inside = False
+
+    # Inside the callback the call is refused. A thread that sets another one may wait for this one.
+    inside = getattr(_memory_callback_here, "inside", False)
+    with contextlib.nullcontext() if inside else _memory_callback_setting:
+        lib()
+        made = ffi.NULL if callback is None else ffi.callback("uint64_t(uint64_t, void*)", free, error=0)
+        call("etkv_memory_budget_set_callback", made, ffi.NULL)
+        if _memory_callback is None:
+            # At its end Python may run no callback.
+            atexit.register(set_memory_callback, None)
+        _memory_callback = made
+
+
+def process_report() -> dict[str, Any]:
+    """Return a report of this process: the memory budget and what holds it. ``docs/reports.md`` lists the fields."""
+    report: dict[str, Any] = json.loads(ask_text("etkv_process_report"))
+    return report
 
 
 def estimate(config: CacheConfig, length: int) -> Memory:

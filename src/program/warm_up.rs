@@ -6,7 +6,7 @@
 use std::collections::BTreeSet;
 use std::time::Instant;
 
-use etkv_core::{Growth, LayerPolicy};
+use etkv_core::{Growth, LayerPolicy, MemoryBudget};
 use tracing::{debug, info};
 
 use super::execute::Program;
@@ -46,15 +46,33 @@ fn lengths(most: i32) -> BTreeSet<i32> {
     FEW.into_iter().chain(prompts).map(|n| most.min(n)).collect()
 }
 
+/// Runs up to `steps` steps, and returns how many ran. Ends quietly before one that the memory budget
+/// refuses.
+fn run_allowed(steps: usize, run: &mut dyn FnMut(usize) -> Result<()>) -> Result<usize> {
+    for index in 0..steps {
+        match run(index) {
+            Ok(()) => {}
+            Err(error) if MemoryBudget::is_refusal(&error) => {
+                info!(target: TARGET, ran = index, steps, %error, "the memory budget ends a warm-up");
+                return Ok(index);
+            }
+            Err(error) => return Err(error),
+        }
+    }
+    Ok(steps)
+}
+
 impl Program {
     /// On a GPU, runs steps of several lengths on the program's cache, if that is empty, rolls them
     /// back, and frees the buffers that they needed. Calls `progress` before each, and at the end, with
-    /// the steps that ran and that there are. Returns the number of steps: none on a CPU, where the
-    /// first run takes no longer than later ones, and none for a program that is no language model.
+    /// the steps that ran and that there are. Returns the number of steps that ran: none on a CPU, where
+    /// the first run takes no longer than later ones, and none for a program that is no language model.
+    /// It ends before the first step that the [`MemoryBudget`](crate::MemoryBudget) does not allow: such a
+    /// step does not come later either.
     ///
     /// # Errors
     /// Those of [`execute`](Self::execute), and of [`AttendCache`](crate::AttendCache) if the cache is
-    /// in use.
+    /// in use. The buffers are freed then too.
     pub fn warm_up(&self, progress: &mut dyn FnMut(usize, usize)) -> Result<usize> {
         if !mlx::on_gpu()? {
             return Ok(0);
@@ -87,31 +105,34 @@ impl Program {
             steps.push(WarmStep { sequences: vec![0, 1], positions: vec![1, 0], stays: false });
         }
         let mut mlx = mlx::enter()?;
-        let mut ran = Ok(());
-        for (done, step) in steps.iter().enumerate() {
-            progress(done, steps.len());
-            ran = self.run_warm_step(&mut mlx, &mut *cache, &inputs, step);
-            if ran.is_err() {
-                break;
-            }
-        }
+        let ran = run_allowed(steps.len(), &mut |index| {
+            progress(index, steps.len());
+            self.run_warm_step(&mut mlx, &mut *cache, &inputs, &steps[index])
+        });
         if let Some(cells) = cache.sequences_mut() {
             cells.seq_rm(0, 0..i32::MAX)?;
         }
-        ran?;
-        #[cfg(target_os = "linux")]
-        self.capture_ahead_of_time(&mut mlx, &mut *cache)?;
-        let has_windows =
-            cache.config().layers.iter().any(|layer| layer.policy != LayerPolicy::Full);
-        if has_windows {
-            mlx.run(kernels::compile_masked)?;
-        }
+        let ended = ran.and_then(|ran| {
+            #[cfg(target_os = "linux")]
+            run_allowed(1, &mut |_| self.capture_ahead_of_time(&mut mlx, &mut *cache))?;
+            let has_windows =
+                cache.config().layers.iter().any(|layer| layer.policy != LayerPolicy::Full);
+            if has_windows {
+                mlx.run(kernels::compile_masked)?;
+            }
+            Ok(ran)
+        });
+        // Other caches may need what the steps grew, also where one of them failed.
         if cache.config().growth != Growth::Upfront {
-            cache.clear(true)?;
+            let cleared = cache.clear(true);
+            if ended.is_ok() {
+                cleared?;
+            }
         }
+        let ran = ended?;
         mlx.publish_kernels();
         progress(steps.len(), steps.len());
-        Ok(steps.len())
+        Ok(ran)
     }
 
     /// Captures a step of one token, and one of a second sequence, whose keys are behind those of the first:
@@ -182,6 +203,40 @@ impl Program {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn the_memory_budget_ends_a_warm_up_quietly() {
+        use etkv_core::{CacheConfig, ContiguousCache};
+
+        use crate::error::{Error, Status};
+        use crate::MlxStore;
+
+        // The budget is the process's. No cache of another test has so many bytes.
+        let mut config = CacheConfig::uniform(1, 1, 4, i32::MAX);
+        config.growth = Growth::Upfront;
+        let budget = MemoryBudget::global();
+        budget.set_limit(Some(1 << 33));
+        let refused: Error = ContiguousCache::<MlxStore>::new(config).err().unwrap().into();
+        budget.set_limit(None);
+        let refusing = |from, error: &Error| {
+            let mut tried = 0;
+            let error = error.clone();
+            let ran = run_allowed(5, &mut |index| {
+                tried += 1;
+                if index < from {
+                    Ok(())
+                } else {
+                    Err(error.clone())
+                }
+            });
+            (ran, tried)
+        };
+        assert_eq!(refusing(3, &refused), (Ok(3), 4));
+        assert_eq!(refusing(0, &refused.clone().at("layer 1")), (Ok(0), 1));
+        assert_eq!(refusing(9, &refused), (Ok(5), 5));
+        let other = Error::new(Status::Backend, refused.message());
+        assert_eq!(refusing(2, &other), (Err(other), 3));
+    }
 
     #[test]
     fn steps_are_those_that_come() {

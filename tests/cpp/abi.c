@@ -376,6 +376,81 @@ static void struct_sizes(void) {
 
 /* Every field is read from where the header has it: the message that refuses
  * its value names the field and the value. */
+/* What the memory callback is called with, and what it may free. */
+typedef struct {
+  int calls;
+  uint64_t bytes;
+  etkv_session* spare;
+  const etkv_cache* asking;
+  etkv_status called;
+  etkv_status set;
+} asked;
+
+static uint64_t free_spare(uint64_t bytes, void* user) {
+  asked* into = user;
+  ++into->calls;
+  into->bytes = bytes;
+  /* The cache that asks is locked, and that is no deadlock. */
+  etkv_memory memory = {sizeof(memory), 0, 0, 0, NULL, 0};
+  if (into->asking != NULL) {
+    into->called = etkv_cache_memory(into->asking, &memory, NULL);
+  }
+  into->set = etkv_memory_budget_set_callback(NULL, NULL, NULL);
+  etkv_session_free(into->spare);
+  into->spare = NULL;
+  return bytes;
+}
+
+static void memory_callbacks(void) {
+  setup s;
+  set_up(&s);
+  s.config.growth = ETKV_GROWTH_UPFRONT;
+  etkv_memory_budget budget = {sizeof(budget), 0, 0, 0, 0};
+  asked into = {0, 0, NULL, NULL, ETKV_OK, ETKV_OK};
+  CHECK_INT(etkv_memory_budget_set_callback(free_spare, &into, NULL), ETKV_OK);
+  into.spare = new_session(&s.config);
+  CHECK_INT(etkv_memory_budget_read(&budget, NULL), ETKV_OK);
+  const uint64_t one = budget.held;
+  CHECK(one > 0);
+  CHECK_INT(etkv_memory_budget_set(one + 1, NULL), ETKV_OK);
+  /* It frees what another one needs. */
+  etkv_session* session = new_session(&s.config);
+  CHECK_INT(into.calls, 1);
+  CHECK_INT(into.bytes, one - 1);
+  CHECK_INT(into.set, ETKV_ERROR_STEP);
+  /* It cannot: the cache that asks is the only one. */
+  etkv_cache* cache = cache_of(session);
+  into.asking = cache;
+  into.calls = 0;
+  CHECK_REFUSED(
+      etkv_cache_convert(cache, "f32", "f16", error),
+      ETKV_ERROR_BACKEND,
+      "the memory budget is");
+  CHECK(into.calls > 0);
+  CHECK_INT(into.called, ETKV_ERROR_STEP);
+  into.asking = NULL;
+  into.calls = 0;
+
+  char* json = NULL;
+  CHECK_INT(etkv_process_report(&json, NULL), ETKV_OK);
+  CHECK_HAS(json, "{\"memory\":{\"limit\":");
+  CHECK_HAS(json, "\"free\":1,");
+  CHECK_HAS(json, "\"kind\":\"contiguous\",\"name\":null,\"keys\":[\"");
+  CHECK_HAS(json, etkv_session_key(session));
+  etkv_string_free(json);
+  CHECK_REFUSED(
+      etkv_process_report(NULL, error),
+      ETKV_ERROR_INVALID_ARGUMENT,
+      "json is NULL");
+
+  CHECK_INT(etkv_memory_budget_set_callback(NULL, NULL, NULL), ETKV_OK);
+  CHECK(etkv_cache_convert(cache, "f32", "f16", NULL) == ETKV_ERROR_BACKEND);
+  CHECK_INT(into.calls, 0);
+  CHECK_INT(etkv_memory_budget_set(0, NULL), ETKV_OK);
+  etkv_cache_free(cache);
+  etkv_session_free(session);
+}
+
 static void config_fields(void) {
   setup s;
   const etkv_status invalid = ETKV_ERROR_INVALID_ARGUMENT;
@@ -1141,6 +1216,7 @@ int main(void) {
   the_delegate();
   generations();
   struct_sizes();
+  memory_callbacks();
   config_fields();
   estimates();
   formats();

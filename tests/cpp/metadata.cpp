@@ -2,6 +2,7 @@
 // exporter writes, and what is neither.
 
 #include <map>
+#include <stdexcept>
 
 #include "fixture.hpp"
 
@@ -269,6 +270,40 @@ void budgets() {
   must(set_memory_budget(0));
 }
 
+/// Before a step is refused, the host's callback may free another cache.
+void callbacks_for_memory() {
+  const Ids ids = text(8);
+  const auto before = must(memory_budget()).held;
+  std::optional<On<Cache>> spare(std::in_place);
+  spare->model.at(0, ids);
+  On<Cache> on;
+  std::vector<uint64_t> asked;
+  must(set_memory_callback([&](uint64_t bytes) -> uint64_t {
+    asked.push_back(bytes);
+    CHECK_INT(on->length().error().status(), ETKV_ERROR_STEP);
+    CHECK_INT(set_memory_callback({}).error().status(), ETKV_ERROR_STEP);
+    if (spare) {
+      spare.reset();
+      return bytes;
+    }
+    throw std::runtime_error("there is no other cache");
+  }));
+  const uint64_t held = must(memory_budget()).held - before;
+  must(set_memory_budget(before + held + held / 8));
+  on.model.at(0, ids);
+  CHECK_INT(asked.size(), 1);
+  CHECK_HAS(must(process_report()).c_str(), on.session.key());
+  // The 9th position takes 16 slots, and the 8 of before stay until they are
+  // copied.
+  must(set_memory_budget(before + 3 * held - 1));
+  CHECK(!on.model.step(text(1), run(8, 1)).ok());
+  CHECK_INT(asked.size(), 2);
+  must(set_memory_callback({}));
+  CHECK(!on.model.step(text(1), run(8, 1)).ok());
+  CHECK_INT(asked.size(), 2);
+  must(set_memory_budget(0));
+}
+
 } // namespace
 } // namespace etkv::tests
 
@@ -282,6 +317,7 @@ int main() {
   of_a_method();
   estimates();
   budgets();
+  callbacks_for_memory();
   CHECK_INT(etkv_live_handles(), 0);
   return check_report();
 }

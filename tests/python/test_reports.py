@@ -83,6 +83,24 @@ def test_fields_of_a_cache():
     assert in_example == seen
 
 
+def test_fields_of_the_process():
+    seen: set[str] = set()
+    with etkv.DecodeSession(config(growth="upfront")) as session, etkv.SeqSession(config()):
+        etkv.set_memory_budget(1 << 40)
+        try:
+            found = etkv.process_report()
+        finally:
+            etkv.set_memory_budget(None)
+        check(found, "The process", seen)
+        held = {holder["keys"][0]: holder["held"] for holder in found["memory"]["holders"] if holder["keys"]}
+        assert held[session.key] == session.memory().allocated
+    assert found["memory"]["free"] == (1 << 40) - found["memory"]["held"]
+    assert etkv.process_report()["memory"]["limit"] is None
+    assert seen == set(documented("The process"))
+    check(example("The process"), "The process", in_example := set())
+    assert in_example == seen
+
+
 def test_fields_of_a_program(exported, lacking):
     seen: set[str] = set()
     quantized = exported("tiny-qwen3", "bf16", "4w")

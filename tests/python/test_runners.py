@@ -273,6 +273,18 @@ def test_a_request_that_is_too_long_is_refused_alone(llama, name):
     assert done.stderr.endswith(f"\netkv_{name}: 1 of 3 requests was refused\n")
 
 
+def test_a_memory_budget_refuses_long_texts_only(qwen3):
+    """In float32 a position has 1 KiB: a budget of 1 MiB holds 512 positions, and not 1,024 besides them."""
+    words = ["--model", qwen3.path, "--raw", "--kv-format", "f32", "--max-tokens", 8, "--ids"]
+    within, long = ["--prompt", "a" * 300], ["--prompt", "a" * 700]
+    budget = ["--memory-budget-mib", 1]
+    free = reference.run([runner("chat"), *words, *within])
+    held = reference.run([runner("chat"), *words, *budget, *within])
+    assert (held.returncode, held.stdout) == (0, free.stdout)
+    assert reference.run([runner("chat"), *words, *long]).returncode == 0
+    refused([runner("chat"), *words, *budget, *long], FAILED, "the memory budget is 1048576 bytes")
+
+
 # ---- Forks ----------------------------------------------------------------------------------------------------------
 
 

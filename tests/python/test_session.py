@@ -150,6 +150,42 @@ def test_estimates_are_those_of_the_cache():
         etkv.estimate(small, 1001)
 
 
+def test_the_memory_callback_frees_what_another_cache_needs(caplog):
+    upfront = config(layers=(LayerConfig(2, 64),), capacity=1000, growth="upfront")
+    needed = etkv.estimate(upfront, 1000).allocated
+    spare, asked = [DecodeSession(upfront)], []
+
+    def free(lacking):
+        asked.append(lacking)
+        with pytest.raises(etkv.EtkvError, match="from inside itself"):
+            etkv.set_memory_callback(None)
+        spare.pop().close()
+        return needed
+
+    try:
+        etkv.set_memory_budget(etkv.memory_budget().held)
+        etkv.set_memory_callback(free)
+        with DecodeSession(upfront) as session:
+            assert (asked, spare) == ([needed], [])
+            report = etkv.process_report()["memory"]
+            assert (report["limit"], report["free"]) == (report["held"], 0)
+            assert {"kind": "contiguous", "name": None, "keys": [session.key], "held": needed}.items() <= max(
+                report["holders"], key=lambda holder: holder["id"]
+            ).items()
+            # There is no other cache any more: what the callback raises is logged.
+            with pytest.raises(etkv.EtkvError, match=f"this one needs {needed} more"):
+                DecodeSession(upfront)
+            assert len(asked) == 2
+            assert "the memory callback failed" in caplog.text
+            etkv.set_memory_callback(None)
+            with pytest.raises(etkv.EtkvError, match=f"this one needs {needed} more"):
+                DecodeSession(upfront)
+            assert len(asked) == 2
+    finally:
+        etkv.set_memory_callback(None)
+        etkv.set_memory_budget(None)
+
+
 def test_what_is_beyond_the_memory_budget_is_refused():
     upfront = config(layers=(LayerConfig(2, 64),), capacity=1000, growth="upfront")
     needed = etkv.estimate(upfront, 1000).allocated

@@ -98,6 +98,8 @@ struct Custom<S: Store> {
     has_sequences: bool,
     has_trees: bool,
     inner: ProgramCache<S>,
+    /// The number of `inner` among the holders of the memory budget.
+    holder: Option<u64>,
     /// The host's handle on `inner`.
     handle: Option<NonNull<etkv_cache>>,
     vtable: etkv_cache_vtable,
@@ -122,6 +124,7 @@ impl<S: Store> Custom<S> {
             let cache = inner.lock()?;
             (cache.config().clone(), cache.sequences().is_some(), cache.trees().is_some())
         };
+        let holder = inner.holder();
         let handle = NonNull::new(handle::give(etkv_cache { cache: inner }));
         let mut made = Self {
             kind: kind.to_owned(),
@@ -129,6 +132,7 @@ impl<S: Store> Custom<S> {
             has_sequences,
             has_trees,
             inner: program,
+            holder,
             handle,
             // Set once there is a state to destroy.
             vtable: etkv_cache_vtable { destroy: None, ..vtable },
@@ -278,6 +282,10 @@ impl<S: Store> Cache for Custom<S> {
         };
         report.kind = self.kind.clone();
         report
+    }
+
+    fn holder(&self) -> Option<u64> {
+        self.holder
     }
 
     fn formats(&self) -> [KvFormat; 2] {

@@ -5,7 +5,7 @@ use std::ffi::c_void;
 
 use etkv::mlx;
 use etkv::{attend, AttendSpec, Forwards, Mask, Result};
-use etkv_core::fail;
+use etkv_core::{fail, MemoryBudget};
 use mlx_rs::{Array, Dtype};
 use parking_lot::ReentrantMutex;
 
@@ -34,8 +34,16 @@ impl etkv_forwards {
     /// Calls `work` with the forwards, once other threads are done with them. Releases MLX while it
     /// waits, because they may need it.
     fn with<T>(&self, work: impl FnOnce(&mut Forwards) -> Result<T>) -> Result<T> {
-        let forwards =
-            self.forwards.try_lock().unwrap_or_else(|| mlx::give_way(|| self.forwards.lock()));
+        let forwards = match self.forwards.try_lock() {
+            Some(forwards) => forwards,
+            None if MemoryBudget::is_reclaiming() => {
+                fail!(
+                    Step,
+                    "the forwards are in use, and the memory callback must not wait for them"
+                )
+            }
+            None => mlx::give_way(|| self.forwards.lock()),
+        };
         let Ok(mut forwards) = forwards.try_borrow_mut() else {
             fail!(Step, "the forwards are asked from inside a call on them");
         };

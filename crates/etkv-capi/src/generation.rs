@@ -212,9 +212,9 @@ struct Next {
 #[cfg(all(feature = "mlx", feature = "delegate"))]
 mod inner {
     use etkv::program::{self, End, GenerationOptions, Program, Prompt, RunAhead};
-    use etkv_core::{fail, SharedCache};
+    use etkv_core::{fail, MemoryBudget, SharedCache};
     use etkv_host::Sampling;
-    use parking_lot::Mutex;
+    use parking_lot::{Mutex, MutexGuard};
 
     use super::{etkv_generation_options, Next, Result};
 
@@ -260,8 +260,20 @@ mod inner {
             Ok(Self { generation: Mutex::new(generation), n_prompts })
         }
 
+        /// Waits for other threads, but not in the memory callback: they may wait for this one.
+        fn lock(&self) -> Result<MutexGuard<'_, program::Generation>> {
+            match self.generation.try_lock() {
+                Some(generation) => Ok(generation),
+                None if MemoryBudget::is_reclaiming() => fail!(
+                    Step,
+                    "the answers are in use, and the memory callback must not wait for them"
+                ),
+                None => Ok(self.generation.lock()),
+            }
+        }
+
         pub fn read_prompts(&self) -> Result<usize> {
-            Ok(self.generation.lock().read_prompts()?)
+            Ok(self.lock()?.read_prompts()?)
         }
 
         pub fn next(&self, room: usize) -> Result<Next> {
@@ -272,7 +284,7 @@ mod inner {
                     self.n_prompts
                 );
             }
-            let generated = self.generation.lock().next_tokens()?;
+            let generated = self.lock()?.next_tokens()?;
             let mut tokens = vec![(-1, 0); self.n_prompts];
             for one in &generated {
                 let end = match one.end {
@@ -288,7 +300,7 @@ mod inner {
         }
 
         pub fn pause(&self) -> Result<()> {
-            self.generation.lock().pause();
+            self.lock()?.pause();
             Ok(())
         }
     }

@@ -1,6 +1,10 @@
 //! `etkv_memory`: bytes of a cache's buffers, and the limit of those of all caches.
 
-use etkv_core::{fail, BudgetReport, Memory, MemoryBudget, Result};
+use std::ffi::c_void;
+use std::sync::{Arc, LazyLock};
+
+use etkv_core::{fail, BudgetReport, Memory, MemoryBudget, Reclaim, ReclaimClass, Result};
+use parking_lot::RwLock;
 
 use super::boundary::{boundary, out, read_grown, read_struct};
 use super::error::etkv_error;
@@ -131,6 +135,64 @@ pub unsafe extern "C" fn etkv_memory_budget_read(
             let BudgetReport { limit, held, peak, caches, .. } = MemoryBudget::global().report();
             let (limit, n_caches) = (limit.unwrap_or(0), caches);
             target.write(etkv_memory_budget { limit, held, peak, n_caches, ..budget });
+            Ok(())
+        })
+    }
+}
+
+/// Frees memory of the host's choice: gets the bytes that are lacking and the host's pointer, and returns
+/// the bytes that it freed.
+#[allow(non_camel_case_types)]
+pub type etkv_memory_callback = unsafe extern "C" fn(u64, *mut c_void) -> u64;
+
+/// The callback, and the pointer that it receives.
+struct Host(RwLock<Option<(etkv_memory_callback, *mut c_void)>>);
+
+// SAFETY: the host allows calls of the callback, with its pointer, on any thread.
+unsafe impl Send for Host {}
+// SAFETY: as above.
+unsafe impl Sync for Host {}
+
+impl Reclaim for Host {
+    fn reclaim(&self, bytes: u64) -> u64 {
+        // Read-locked during the call, so that an earlier callback does not run after it is replaced. No
+        // thread is in here twice: a reclaimer's own reservations ask no reclaimer.
+        match *self.0.read() {
+            // SAFETY: the host says that it can be called so.
+            Some((callback, user)) => unsafe { callback(bytes, user) },
+            None => 0,
+        }
+    }
+}
+
+/// The one reclaimer of the host, which the budget knows once there is a callback.
+static HOST: LazyLock<Arc<Host>> = LazyLock::new(|| {
+    let host = Arc::new(Host(RwLock::new(None)));
+    let reclaimer: Arc<dyn Reclaim> = host.clone();
+    MemoryBudget::global().add_reclaimer(ReclaimClass::Host, Arc::downgrade(&reclaimer));
+    host
+});
+
+/// Sets or removes the callback that may free memory where the budget is full.
+///
+/// # Safety
+/// Pointers are NULL or as the header says.
+#[no_mangle]
+pub unsafe extern "C" fn etkv_memory_budget_set_callback(
+    callback: Option<etkv_memory_callback>,
+    user: *mut c_void,
+    error: *mut *mut etkv_error,
+) -> i32 {
+    // SAFETY: the caller says so.
+    unsafe {
+        boundary(error, || {
+            if MemoryBudget::is_reclaiming() {
+                fail!(
+                    Step,
+                    "the memory callback is set from inside itself; set it when the callback is over"
+                );
+            }
+            *HOST.0.write() = callback.map(|callback| (callback, user));
             Ok(())
         })
     }

@@ -1,8 +1,8 @@
-//! Reports as JSON: of caches and of programs.
+//! Reports as JSON: of caches, of the process and of programs.
 
 use std::ffi::{c_char, CString};
 
-use etkv_core::{Error, Result, Status};
+use etkv_core::{Error, ProcessReport, Result, Status};
 use serde::Serialize;
 
 use super::boundary::{boundary, list, out};
@@ -26,6 +26,25 @@ pub unsafe extern "C" fn etkv_cache_report(
             let target = out(json, "json")?;
             let report = handle::look_up(cache, "cache")?.cache.lock()?.report();
             target.write(text_of(&report)?);
+            Ok(())
+        })
+    }
+}
+
+/// Stores a report of this process.
+///
+/// # Safety
+/// Pointers are NULL or as the header says.
+#[no_mangle]
+pub unsafe extern "C" fn etkv_process_report(
+    json: *mut *mut c_char,
+    error: *mut *mut etkv_error,
+) -> i32 {
+    // SAFETY: the caller says so.
+    unsafe {
+        boundary(error, || {
+            let target = out(json, "json")?;
+            target.write(text_of(&ProcessReport::now())?);
             Ok(())
         })
     }

@@ -1,25 +1,44 @@
 //! A limit of bytes for the buffers of all caches of the process together.
 //!
 //! A cache reserves what its buffers are about to grow by, while it still holds those that they replace,
-//! and settles what it holds when the step has ended. What is beyond the limit is refused before anything
-//! is allocated.
+//! and settles what it holds when the step has ended. Where the limit is reached, reclaimers are asked to
+//! free memory. What is beyond the limit even then is refused before anything is allocated.
+
+use std::collections::BTreeMap;
+use std::sync::Weak;
 
 use parking_lot::Mutex;
+use serde::Serialize;
 
-use crate::error::{fail, Result};
+use crate::error::{Error, Result, Status};
+use crate::reclaim::{inside, Reclaim, ReclaimClass, Reclaimers};
 
 /// The limit, and what all caches of the process hold.
 #[derive(Debug)]
 pub struct MemoryBudget {
     state: Mutex<State>,
+    reclaimers: Reclaimers,
 }
 
 #[derive(Debug)]
 struct State {
     limit: Option<u64>,
-    held: u64,
-    peak: u64,
-    caches: usize,
+    /// The sum of what the holders hold. It cannot overflow: few holders have less than 2^64 bytes each.
+    held: u128,
+    peak: u128,
+    holders: BTreeMap<u64, Holder>,
+    /// The id of the holder that was added last.
+    last: u64,
+}
+
+#[derive(Debug)]
+struct Holder {
+    kind: String,
+    name: Option<String>,
+    is_cache: bool,
+    held: u128,
+    /// The shares that count for this holder.
+    shares: usize,
 }
 
 /// What all caches of the process hold, in bytes of buffers.
@@ -30,15 +49,39 @@ pub struct BudgetReport {
     pub limit: Option<u64>,
     /// What they hold now. While a step or a conversion replaces buffers, both are held.
     pub held: u64,
-    /// The most that they have held or reserved.
+    /// The most that they have held or reserved. What a step reserves counts even if the step is rolled back
+    /// before it allocates; what is refused does not.
     pub peak: u64,
     /// The caches that there are, empty ones too.
     pub caches: usize,
 }
 
+/// What one holder has of the budget.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize)]
+#[non_exhaustive]
+pub struct HolderReport {
+    /// Its number. A process uses no number twice.
+    pub id: u64,
+    /// The kind of the cache, or `prefix` for the beginning of prompts that is kept.
+    pub kind: String,
+    /// What its owner calls it, if anything.
+    pub name: Option<String>,
+    /// The keys that a cache is registered under.
+    pub keys: Vec<String>,
+    /// Bytes that it holds.
+    pub held: u64,
+}
+
+/// Why a reservation is refused.
+#[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
+#[error("{0}")]
+struct OverBudget(String);
+
 impl MemoryBudget {
     const fn new() -> Self {
-        Self { state: Mutex::new(State { limit: None, held: 0, peak: 0, caches: 0 }) }
+        let holders = BTreeMap::new();
+        let state = State { limit: None, held: 0, peak: 0, holders, last: 0 };
+        Self { state: Mutex::new(state), reclaimers: Reclaimers::new() }
     }
 
     /// The budget of this process. At first it has no limit.
@@ -53,112 +96,215 @@ impl MemoryBudget {
         self.state.lock().limit = limit;
     }
 
+    /// Adds a reclaimer behind the others of its class. Before a reservation is refused, they are called in
+    /// order, each with the bytes that are still lacking, until it fits. What is more than the whole limit
+    /// fits never, and nothing is reclaimed for it. The budget forgets a reclaimer that is dropped.
+    pub fn add_reclaimer(&self, class: ReclaimClass, reclaimer: Weak<dyn Reclaim>) {
+        self.reclaimers.add(class, reclaimer);
+    }
+
     /// Returns what is held, and the limit.
     pub fn report(&self) -> BudgetReport {
-        let State { limit, held, peak, caches } = *self.state.lock();
-        BudgetReport { limit, held, peak, caches }
+        self.state.lock().report()
+    }
+
+    /// Returns what is held, the limit, and what each holder has of it, in the order in which they were
+    /// added. Their keys are left out.
+    pub fn holders(&self) -> (BudgetReport, Vec<HolderReport>) {
+        let state = self.state.lock();
+        let of = |(&id, holder): (&u64, &Holder)| HolderReport {
+            id,
+            kind: holder.kind.clone(),
+            name: holder.name.clone(),
+            keys: Vec::new(),
+            held: shown(holder.held),
+        };
+        (state.report(), state.holders.iter().map(of).collect())
+    }
+
+    /// Returns whether this thread is in a reclaimer, and so waits for no lock that another thread may hold
+    /// while it asks for memory.
+    pub fn is_reclaiming() -> bool {
+        inside()
+    }
+
+    /// Returns whether an error is a refusal of a budget, and not of the backend.
+    pub fn is_refusal(error: &Error) -> bool {
+        error.is_caused_by::<OverBudget>()
     }
 }
 
-/// What one cache holds of a budget. It gives all of it back when it is dropped.
+impl State {
+    fn report(&self) -> BudgetReport {
+        let caches = self.holders.values().filter(|holder| holder.is_cache).count();
+        let (held, peak) = (shown(self.held), shown(self.peak));
+        BudgetReport { limit: self.limit, held, peak, caches }
+    }
+}
+
+fn shown(bytes: u128) -> u64 {
+    u64::try_from(bytes).unwrap_or(u64::MAX)
+}
+
+/// A part of what one holder has of a budget. It gives all of it back when it is dropped.
 #[derive(Debug)]
 pub struct Share {
     budget: &'static MemoryBudget,
+    /// The number of its holder.
+    id: u64,
     held: u64,
 }
 
 impl Default for Share {
+    /// Returns the share of a new cache in the budget of this process.
     fn default() -> Self {
-        Self::of(MemoryBudget::global())
+        Self::of(MemoryBudget::global(), "cache", true)
     }
 }
 
 impl Share {
-    fn of(budget: &'static MemoryBudget) -> Self {
-        budget.state.lock().caches += 1;
-        Self { budget, held: 0 }
+    fn of(budget: &'static MemoryBudget, kind: &str, is_cache: bool) -> Self {
+        let mut state = budget.state.lock();
+        state.last += 1;
+        let id = state.last;
+        let kind = kind.to_owned();
+        state.holders.insert(id, Holder { kind, name: None, is_cache, held: 0, shares: 1 });
+        Self { budget, id, held: 0 }
     }
 
-    /// Takes so many bytes more, if the limit allows them.
+    /// Returns the share of a new holder that is no cache, in the budget of this process. `kind` is its kind
+    /// in reports, as in `prefix`.
+    pub fn new(kind: &str) -> Self {
+        Self::of(MemoryBudget::global(), kind, false)
+    }
+
+    /// Returns another share of the same holder, which has nothing yet.
+    #[must_use]
+    pub fn sibling(&self) -> Self {
+        if let Some(holder) = self.budget.state.lock().holders.get_mut(&self.id) {
+            holder.shares += 1;
+        }
+        Self { budget: self.budget, id: self.id, held: 0 }
+    }
+
+    /// Returns the number of its holder.
+    pub fn id(&self) -> u64 {
+        self.id
+    }
+
+    /// Describes its holder in reports: the kind, and what its owner calls it.
+    pub fn describe(&self, kind: &str, name: Option<&str>) {
+        if let Some(holder) = self.budget.state.lock().holders.get_mut(&self.id) {
+            (holder.kind, holder.name) = (kind.to_owned(), name.map(str::to_owned));
+        }
+    }
+
+    /// Takes so many bytes more, if the limit allows them. Asks reclaimers if it does not.
     ///
     /// # Errors
-    /// [`Backend`](crate::Status::Backend): it does not. Nothing is taken.
+    /// [`Backend`](crate::Status::Backend): it does not, or `bytes` is [`u64::MAX`], which stands for sums
+    /// that no memory can hold. Nothing is taken.
     pub fn reserve(&mut self, bytes: u64) -> Result<()> {
+        self.reserve_giving_way(bytes, |reclaim| reclaim())
+    }
+
+    /// Does what [`reserve`](Self::reserve) does. Reclaimers run within `give_way`: as
+    /// [`Store::give_way`](crate::Store::give_way), it gives up locks that they may wait for.
+    ///
+    /// # Errors
+    /// As [`reserve`](Self::reserve).
+    pub fn reserve_giving_way(
+        &mut self,
+        bytes: u64,
+        give_way: impl FnOnce(&mut dyn FnMut()),
+    ) -> Result<()> {
         if bytes == 0 {
             return Ok(());
         }
-        let mut state = self.budget.state.lock();
-        let held = state.held.saturating_add(bytes);
-        if let Some(limit) = state.limit.filter(|&limit| held > limit) {
-            let all = state.held;
-            fail!(
-                Backend,
-                "the memory budget is {limit} bytes, caches hold {all}, and this one needs {bytes} more; \
-                 free one, clear one with `release`, or raise the budget"
-            );
+        let mut taken = self.take(bytes);
+        let can_fit = |refused: &Refused| refused.limit.is_some_and(|limit| bytes <= limit);
+        if taken.as_ref().is_err_and(can_fit) && !inside() {
+            let budget = self.budget;
+            give_way(&mut || {
+                budget.reclaimers.ask(&mut || {
+                    if taken.is_err() {
+                        taken = self.take(bytes);
+                    }
+                    taken.as_ref().err().map(|refused| refused.lacking)
+                });
+            });
         }
-        state.held = held;
-        state.peak = state.peak.max(held);
-        self.held = self.held.saturating_add(bytes);
+        taken.map_err(|refused| refused.error(bytes))
+    }
+
+    fn take(&mut self, bytes: u64) -> std::result::Result<(), Refused> {
+        let mut state = self.budget.state.lock();
+        let held = state.held + u128::from(bytes);
+        let limit = state.limit;
+        let most = u128::from(limit.unwrap_or(u64::MAX));
+        if held > most || bytes == u64::MAX {
+            let lacking = shown(held.saturating_sub(most));
+            return Err(Refused { limit, held: state.held, lacking });
+        }
+        self.change(&mut state, self.held + bytes);
         Ok(())
     }
 
-    /// Says what the cache holds now.
+    /// Says what the share holds now.
     pub fn settle(&mut self, held: u64) {
-        if held == self.held {
-            return;
+        if held != self.held {
+            let budget = self.budget;
+            self.change(&mut budget.state.lock(), held);
         }
-        let mut state = self.budget.state.lock();
-        state.held = state.held.saturating_sub(self.held).saturating_add(held);
+    }
+
+    fn change(&mut self, state: &mut State, held: u64) {
+        let after = |sum: u128| sum - u128::from(self.held) + u128::from(held);
+        state.held = after(state.held);
         state.peak = state.peak.max(state.held);
+        if let Some(holder) = state.holders.get_mut(&self.id) {
+            holder.held = after(holder.held);
+        }
         self.held = held;
+    }
+}
+
+struct Refused {
+    limit: Option<u64>,
+    held: u128,
+    /// The bytes that others would have to free.
+    lacking: u64,
+}
+
+impl Refused {
+    fn error(self, bytes: u64) -> Error {
+        let Self { limit, held, .. } = self;
+        let message = match limit {
+            _ if bytes == u64::MAX => String::from("the buffers would have 2^64 bytes or more"),
+            None => format!("{held} bytes are held, and {bytes} more are 2^64 bytes or more"),
+            Some(limit) => format!(
+                "the memory budget is {limit} bytes, {held} are held, and this one needs {bytes} more; \
+                 free a cache, clear one with `release` set, without which it keeps its buffers, or raise \
+                 the budget"
+            ),
+        };
+        Error::new(Status::Backend, &message).caused_by(OverBudget(message))
     }
 }
 
 impl Drop for Share {
     fn drop(&mut self) {
-        self.settle(0);
-        self.budget.state.lock().caches -= 1;
+        let budget = self.budget;
+        let mut state = budget.state.lock();
+        self.change(&mut state, 0);
+        if let Some(holder) = state.holders.get_mut(&self.id) {
+            holder.shares -= 1;
+            if holder.shares == 0 {
+                state.holders.remove(&self.id);
+            }
+        }
     }
 }
 
 #[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn shares_end_at_the_limit() {
-        static BUDGET: MemoryBudget = MemoryBudget::new();
-        let report = || {
-            let BudgetReport { limit, held, peak, caches } = BUDGET.report();
-            (limit, held, peak, caches)
-        };
-        let (mut a, mut b) = (Share::of(&BUDGET), Share::of(&BUDGET));
-        a.reserve(u64::MAX - 1).unwrap();
-        a.settle(100);
-        BUDGET.set_limit(Some(300));
-        b.reserve(200).unwrap();
-        assert_eq!(report(), (Some(300), 300, u64::MAX - 1, 2));
-        let error = a.reserve(1).unwrap_err();
-        assert_eq!(
-            error.to_string(),
-            "the memory budget is 300 bytes, caches hold 300, and this one needs 1 more; free one, clear one \
-             with `release`, or raise the budget"
-        );
-        a.reserve(0).unwrap();
-        // What grew has replaced what was there.
-        b.settle(150);
-        a.reserve(50).unwrap();
-        assert_eq!(report().1, 300);
-        BUDGET.set_limit(Some(10));
-        assert!(b.reserve(1).is_err());
-        drop(a);
-        assert_eq!(report(), (Some(10), 150, u64::MAX - 1, 1));
-        b.settle(5);
-        b.reserve(5).unwrap();
-        BUDGET.set_limit(None);
-        b.reserve(1000).unwrap();
-        drop(b);
-        assert_eq!((report().1, report().3), (0, 0));
-    }
-}
+mod tests;

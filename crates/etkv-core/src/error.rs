@@ -113,6 +113,11 @@ impl Error {
         Self { source: Some(Arc::new(source)), ..self }
     }
 
+    /// Returns whether an error of this type caused it.
+    pub(crate) fn is_caused_by<T: std::error::Error + 'static>(&self) -> bool {
+        self.source.as_deref().is_some_and(|source| source.is::<T>())
+    }
+
     /// Returns the status.
     pub fn status(&self) -> Status {
         self.status

@@ -36,6 +36,7 @@ mod growth;
 pub mod memory;
 mod planes;
 mod prefix;
+mod reclaim;
 mod registry;
 mod report;
 mod session;
@@ -46,7 +47,7 @@ mod step;
 mod store;
 mod watch;
 
-pub use budget::{BudgetReport, MemoryBudget};
+pub use budget::{BudgetReport, HolderReport, MemoryBudget};
 pub use cache::{AttendCache, Cache, CellsCache, ContiguousCache, SeqCache, TreeCache};
 pub use config::{CacheConfig, LayerConfig, LayerPolicy};
 pub use error::{Error, Result, Status};
@@ -55,10 +56,11 @@ pub use growth::Growth;
 pub use memory::{Bytes, LayerMemory, Memory};
 pub use planes::{Element, PlaneFormat};
 pub use prefix::{Piece, Prefix, ShareCache};
+pub use reclaim::{Reclaim, ReclaimClass};
 pub use registry::{Builder, BuilderRegistry, CacheRegistry, Entry};
 pub use report::{
     BufferReport, CacheReport, ConfigReport, FormatsReport, LayerConfigReport, LayerReport,
-    MemoryReport, SequenceReport,
+    MemoryBudgetReport, MemoryReport, ProcessReport, SequenceReport,
 };
 pub use session::Session;
 pub use shared::{CacheGuard, ProgramCache, ProgramGuard, Shared, SharedCache, SharedGuard};

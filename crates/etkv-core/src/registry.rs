@@ -197,6 +197,17 @@ impl CacheRegistry {
         }
     }
 
+    /// Returns the keys in order, each with the number of its cache as a holder of the memory budget. Caches
+    /// that hold nothing of it are left out.
+    pub(crate) fn holders(&self) -> Vec<(String, u64)> {
+        let of = |entry: dashmap::mapref::multiple::RefMulti<'_, String, Entry>| {
+            Some((entry.key().clone(), entry.cache.holder()?))
+        };
+        let mut holders: Vec<_> = self.entries.iter().filter_map(of).collect();
+        holders.sort();
+        holders
+    }
+
     /// Removes `key`. Other owners of its cache keep the cache.
     pub fn erase(&self, key: &str) -> Option<Entry> {
         self.entries.remove(key).map(|(_, entry)| entry)

@@ -2,11 +2,13 @@
 
 use serde::{Serialize, Serializer};
 
+use crate::budget::{BudgetReport, HolderReport, MemoryBudget};
 use crate::cache::Cache;
 use crate::config::{CacheConfig, LayerConfig, LayerPolicy};
 use crate::format::KvFormat;
 use crate::growth::Growth;
 use crate::memory::{Bytes, Memory};
+use crate::registry::CacheRegistry;
 use crate::store::Extent;
 
 /// A report of a cache. `docs/reports.md` lists the fields in JSON.
@@ -134,6 +136,47 @@ pub struct LayerConfigReport {
     /// The window; absent for full history.
     pub window: Option<i32>,
     pub sinks: i32,
+}
+
+/// A report of this process. `docs/reports.md` lists the fields in JSON.
+#[derive(Debug, Clone, PartialEq, Serialize)]
+#[non_exhaustive]
+pub struct ProcessReport {
+    /// What holds memory of the budget.
+    pub memory: MemoryBudgetReport,
+}
+
+/// The memory budget, and what holds how much of it.
+#[derive(Debug, Clone, PartialEq, Serialize)]
+#[non_exhaustive]
+pub struct MemoryBudgetReport {
+    /// The most bytes that may be held; absent without a limit.
+    pub limit: Option<u64>,
+    /// Bytes that are held.
+    pub held: u64,
+    /// Bytes of the limit that are free; absent without a limit.
+    pub free: Option<u64>,
+    /// The most bytes that were held or reserved.
+    pub peak: u64,
+    /// The caches that there are, empty ones too.
+    pub caches: usize,
+    /// What holds them, in the order in which they were made: caches, and prefixes that are kept.
+    pub holders: Vec<HolderReport>,
+}
+
+impl ProcessReport {
+    /// Returns the report of this process. It waits for no cache.
+    pub fn now() -> Self {
+        let (report, mut holders) = MemoryBudget::global().holders();
+        for (key, holder) in CacheRegistry::global().holders() {
+            if let Ok(at) = holders.binary_search_by_key(&holder, |found| found.id) {
+                holders[at].keys.push(key);
+            }
+        }
+        let BudgetReport { limit, held, peak, caches, .. } = report;
+        let free = limit.map(|limit| limit.saturating_sub(held));
+        Self { memory: MemoryBudgetReport { limit, held, free, peak, caches, holders } }
+    }
 }
 
 fn as_name<S: Serializer>(format: &KvFormat, serializer: S) -> Result<S::Ok, S::Error> {

@@ -8,6 +8,7 @@ use std::sync::{Arc, Mutex, MutexGuard, TryLockError};
 
 use crate::cache::{AttendCache, Cache};
 use crate::error::{fail, Result};
+use crate::reclaim::inside;
 use crate::store::Store;
 
 /// A cache that sessions, programs and handles share, as its runner sees it. It lives until its
@@ -30,6 +31,7 @@ struct Facts {
     kind: String,
     capacity: i32,
     n_layers: usize,
+    holder: Option<u64>,
 }
 
 /// The same cache, as the programs of one backend see it.
@@ -48,6 +50,7 @@ impl SharedCache {
             kind: cache.kind().to_owned(),
             capacity: cache.capacity(),
             n_layers: cache.config().layers.len(),
+            holder: cache.holder(),
         });
         let place = Arc::new(Place {
             holder: AtomicU64::new(0),
@@ -58,8 +61,8 @@ impl SharedCache {
         Self { cache: Shared(place), program: Arc::new(program), store: C::Store::NAME, facts }
     }
 
-    /// Returns the name of the kind. This and the next two do not wait for the lock, and answer for
-    /// a poisoned cache too.
+    /// Returns the name of the kind. This and the next three do not wait for the lock, and answer
+    /// for a poisoned cache too.
     pub fn kind(&self) -> &str {
         &self.facts.kind
     }
@@ -74,13 +77,20 @@ impl SharedCache {
         self.facts.n_layers
     }
 
+    /// Returns the number of the cache in [`MemoryBudget::holders`](crate::MemoryBudget::holders), if it is
+    /// there.
+    pub fn holder(&self) -> Option<u64> {
+        self.facts.holder
+    }
+
     /// Locks the cache for a query or a change, and waits for other threads. If this thread holds
     /// its backend's own lock, other threads may take that while it waits, so the order of the two
     /// locks does not matter.
     ///
     /// # Errors
     /// [`Internal`](crate::Status::Internal) if the cache is poisoned, and
-    /// [`Step`](crate::Status::Step) if this thread holds the lock already: it would wait for ever.
+    /// [`Step`](crate::Status::Step) if this thread holds the lock already: it would wait for ever; or if
+    /// this thread is in a [`Reclaim`](crate::Reclaim), and another one uses the cache.
     pub fn lock(&self) -> Result<CacheGuard<'_>> {
         self.cache.lock()
     }
@@ -143,7 +153,7 @@ impl<C: ?Sized> Shared<C> {
                 "the cache is called from inside a call on it; wait until that call returns"
             );
         }
-        let Some(cache) = self.wait() else {
+        let Some(cache) = self.wait()? else {
             fail!(
                 Internal,
                 "the cache is poisoned: a call on it failed by a defect; it can only be freed"
@@ -155,16 +165,22 @@ impl<C: ?Sized> Shared<C> {
     }
 
     /// The cache, when others are done with it; none where it is poisoned.
-    fn wait(&self) -> Option<MutexGuard<'_, C>> {
-        match self.0.cache.try_lock() {
+    fn wait(&self) -> Result<Option<MutexGuard<'_, C>>> {
+        Ok(match self.0.cache.try_lock() {
             Ok(cache) => Some(cache),
             Err(TryLockError::Poisoned(_)) => None,
+            // This thread holds the cache that asks for memory. The other thread may wait for that one.
+            Err(TryLockError::WouldBlock) if inside() => fail!(
+                Step,
+                "the cache is in use, and a reclaimer of the memory budget must not wait for it; free \
+                 another one"
+            ),
             Err(TryLockError::WouldBlock) => {
                 let mut cache = None;
                 (self.0.give_way)(&mut || cache = self.0.cache.lock().ok());
                 cache
             }
-        }
+        })
     }
 }
 

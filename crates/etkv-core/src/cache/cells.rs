@@ -65,6 +65,7 @@ impl<S: Store> CellsCache<S> {
         config.validate()?;
         let capacity = config.capacity;
         let storage = Storage::new(config, true)?;
+        storage.describe(kind);
         let book = CellsBookkeeping::new(capacity, storage.windows());
         Ok(Self { kind, book, storage, open: false, aside: Aside::default(), unread: None })
     }
@@ -204,6 +205,10 @@ impl<S: Store> Cache for CellsCache<S> {
         self.storage.report(CacheReport { sequences, ..CacheReport::of(self) })
     }
 
+    fn holder(&self) -> Option<u64> {
+        Some(self.storage.holder())
+    }
+
     fn formats(&self) -> [KvFormat; 2] {
         self.storage.formats()
     }
@@ -290,8 +295,13 @@ impl<S: Store> SeqCache for CellsCache<S> {
     fn compact(&mut self) -> Result<()> {
         self.storage.check()?;
         let _span = debug_span!(target: TARGET, "compact").entered();
-        let moves = self.changing()?.compact();
-        self.apply(moves)
+        let before = self.changing()?.clone();
+        let moves = self.book.compact()?;
+        if let Err(error) = self.storage.reserve_moves(&moves) {
+            self.book = before;
+            return Err(error);
+        }
+        self.storage.apply(&moves)
     }
 }
 

@@ -39,6 +39,7 @@ impl<S: Store> ContiguousCache<S> {
         config.validate()?;
         let capacity = config.capacity;
         let storage = Storage::new(config, false)?;
+        storage.describe(Self::KIND);
         let groups = std::iter::once(None).chain(storage.windows().map(Some));
         let book = ContiguousBookkeeping::new(capacity, groups);
         Ok(Self { book, storage, step: None, aside: Aside::default(), plans: Vec::new() })
@@ -141,6 +142,10 @@ impl<S: Store> Cache for ContiguousCache<S> {
         };
         let sequences = if length > 0 { vec![sequence] } else { Vec::new() };
         self.storage.report(CacheReport { sequences, ..CacheReport::of(self) })
+    }
+
+    fn holder(&self) -> Option<u64> {
+        Some(self.storage.holder())
     }
 
     fn formats(&self) -> [KvFormat; 2] {

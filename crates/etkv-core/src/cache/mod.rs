@@ -55,7 +55,8 @@ pub trait Cache: Send {
     ///
     /// # Errors
     /// - [`Step`](crate::Status::Step) while a step is open.
-    /// - [`Backend`](crate::Status::Backend) if memory is lacking for buffers that are allocated upfront.
+    /// - [`Backend`](crate::Status::Backend) if memory is lacking for buffers that are allocated upfront; nothing
+    ///   has changed. With `release` it is never lacking.
     fn clear(&mut self, release: bool) -> Result<()>;
 
     /// Removes the positions from `length` on, of the only sequence.
@@ -84,11 +85,18 @@ pub trait Cache: Send {
         CacheReport::of(self)
     }
 
+    /// Returns the number of the cache in [`MemoryBudget::holders`](crate::MemoryBudget::holders), which never
+    /// changes. A cache whose bytes the budget does not count has none.
+    fn holder(&self) -> Option<u64> {
+        None
+    }
+
     /// Returns the present formats of keys and values.
     fn formats(&self) -> [KvFormat; 2];
 
     /// Converts stored and future rows to other formats, until the cache is cleared. It converts
-    /// one layer's keys or values at a time and needs the memory of one of them besides.
+    /// one layer's keys or values at a time and needs the memory of one of them besides, which the
+    /// [`MemoryBudget`](crate::MemoryBudget) has to have before it begins: where it does not, nothing changes.
     ///
     /// # Errors
     /// - [`InvalidArgument`](crate::Status::InvalidArgument) for a format that some layer's rows do
@@ -227,8 +235,9 @@ pub trait SeqCache: Cache {
     /// without a mask again. Moves as few rows as possible.
     ///
     /// # Errors
-    /// [`Step`](crate::Status::Step) while a step is open. [`Backend`](crate::Status::Backend) if the rows
-    /// could not be moved: the cache is poisoned until it is cleared.
+    /// [`Step`](crate::Status::Step) while a step is open. [`Backend`](crate::Status::Backend) if the
+    /// [`MemoryBudget`](crate::MemoryBudget) refuses the slots that rows would move to: nothing has changed; or
+    /// if the rows could not be moved: the cache is poisoned until it is cleared.
     fn compact(&mut self) -> Result<()>;
 }
 

@@ -6,6 +6,7 @@ mod sharing;
 
 pub use saving::Contents;
 
+use std::ops::Range;
 use std::sync::Arc;
 
 use tracing::span::EnteredSpan;
@@ -129,34 +130,53 @@ impl<S: Store> Storage<S> {
             let slots = slots(self, group);
             let of = |(extent, slot): (Extent, u64)| {
                 if extent.slots < slots {
-                    (slots - extent.shared).max(0) as u64 * slot
+                    bytes_of((slots - extent.shared).max(0), slot)
                 } else {
                     0
                 }
             };
-            bytes.saturating_add(self.buffers(layer).into_iter().map(of).sum())
+            self.buffers(layer).into_iter().map(of).fold(bytes, u64::saturating_add)
         });
         self.reserve_bytes(bytes)
     }
 
     fn reserve_bytes(&mut self, bytes: u64) -> Result<()> {
         self.unsettled |= bytes > 0;
-        self.share.reserve(bytes)
+        self.share.reserve_giving_way(bytes, S::give_way)
+    }
+
+    /// Returns the number of the cache among the holders of the memory budget.
+    pub fn holder(&self) -> u64 {
+        self.share.id()
+    }
+
+    /// Names the kind of the cache in reports of the memory budget.
+    pub fn describe(&self, kind: &str) {
+        self.share.describe(kind, None);
     }
 
     /// Gives back to the memory budget what replaced buffers held.
     fn settle(&mut self) {
         if std::mem::take(&mut self.unsettled) {
-            let of = |(extent, slot): (Extent, u64)| extent.own() as u64 * slot;
-            let layers = 0..self.groups.len();
-            let held = layers.flat_map(|layer| self.buffers(layer)).map(of);
-            self.share.settle(held.fold(0, u64::saturating_add));
+            self.share.settle(self.held());
         }
+    }
+
+    /// Returns the bytes of the buffers.
+    fn held(&self) -> u64 {
+        let of = |(extent, slot): (Extent, u64)| bytes_of(extent.own(), slot);
+        let layers = 0..self.groups.len();
+        let held = layers.flat_map(|layer| self.buffers(layer)).map(of);
+        held.fold(0, u64::saturating_add)
     }
 
     /// Returns the keys' and the values' buffers of a layer, and the bytes of a slot in each.
     fn buffers(&self, layer: usize) -> [(Extent, u64); 2] {
-        let [k, v] = self.store.extents(layer);
+        let [mut k, mut v] = self.store.extents(layer);
+        if self.policies[self.groups[layer]] != LayerPolicy::Full {
+            // A window soon moves its rows over shared ones: they count as its own from the beginning.
+            (k.shared, v.shared) = (0, 0);
+        }
         let [k_slot, v_slot] = self.slot_bytes(layer, [k.format, v.format]);
         [(k, k_slot), (v, v_slot)]
     }
@@ -175,10 +195,10 @@ impl<S: Store> Storage<S> {
                 if (extent.format, extent.slots) == (format, slots) {
                     0
                 } else {
-                    slots as u64 * slot
+                    bytes_of(slots, slot)
                 }
             };
-            bytes.saturating_add(made.zip(self.buffers(layer)).map(of).sum())
+            made.zip(self.buffers(layer)).map(of).fold(bytes, u64::saturating_add)
         });
         self.reserve_bytes(bytes)
     }
@@ -593,6 +613,16 @@ impl<S: Store> Storage<S> {
         self.settle();
     }
 
+    /// Takes what [`apply`](Self::apply) needs from the memory budget: sequences may move apart, to slots that
+    /// were never used. Moves at the end of a step need nothing, as they go to the first slots.
+    pub fn reserve_moves(&mut self, moves: &[Move]) -> Result<()> {
+        let reserved = self.reserve(|storage, group| {
+            let ends = moves.iter().filter(|rows| rows.group == group).map(|rows| rows.to.end());
+            ends.max().map_or(0, |end| storage.allocated(group, end))
+        });
+        reserved.inspect_err(|_| self.settle())
+    }
+
     /// Moves rows, one buffer at a time. If that fails, the cache is poisoned.
     pub fn apply(&mut self, moves: &[Move]) -> Result<()> {
         if moves.is_empty() {
@@ -606,8 +636,6 @@ impl<S: Store> Storage<S> {
         )
         .entered();
         let moved = self.try_apply(moves);
-        // Rows may move to slots that were never used. Those are counted, and not refused: a sequence that
-        // has moved by half is lost.
         self.unsettled = true;
         self.settle();
         if let Err(error) = &moved {
@@ -653,11 +681,34 @@ impl<S: Store> Storage<S> {
         Ok(())
     }
 
+    /// Converts layer by layer. All that this needs at its peak is reserved before, so that the budget refuses
+    /// no conversion in its middle.
     fn convert_layers(&mut self, formats: [KvFormat; 2]) -> Result<()> {
-        let layers = 0..self.groups.len();
-        let slots = |layer| self.store.extents(layer)[0].slots;
-        self.reserve_others(formats, &layers.clone().map(slots).collect::<Vec<i32>>())?;
-        layers.into_iter().try_for_each(|layer| self.store.convert(layer, formats))
+        let layers = self.groups.len();
+        self.reserve_bytes(self.besides(formats, 0..layers))?;
+        for layer in 0..layers {
+            self.store.convert(layer, formats)?;
+            let besides = self.besides(formats, layer + 1..layers);
+            self.share.settle(self.held().saturating_add(besides));
+        }
+        Ok(())
+    }
+
+    /// Returns the most bytes that a conversion of these layers holds besides what there is before it. Buffers
+    /// are converted one after the other, and each old one goes when its new one is made.
+    fn besides(&self, formats: [KvFormat; 2], layers: Range<usize>) -> u64 {
+        let (mut more, mut most) = (0i128, 0i128);
+        for layer in layers {
+            let made = self.slot_bytes(layer, formats).into_iter().zip(formats);
+            for ((slot, format), (old, old_slot)) in made.zip(self.buffers(layer)) {
+                if old.format != format {
+                    let bytes = |slots: i32, slot| i128::from(slots.max(0)) * i128::from(slot);
+                    most = most.max(more + bytes(old.slots, slot));
+                    more += bytes(old.slots, slot) - bytes(old.own(), old_slot);
+                }
+            }
+        }
+        u64::try_from(most).unwrap_or(u64::MAX)
     }
 
     /// Empties the store; frees its buffers, or keeps them. Freed buffers are allocated again with
@@ -720,12 +771,17 @@ impl<S: Store> Storage<S> {
                     let used = used.saturating_sub(shared_slots);
                     Bytes { allocated: extent.own() as u64 * slot, used: used * slot }
                 };
-                let [k, v] = self.store.extents(id);
+                let [(k, _), (v, _)] = self.buffers(id);
                 LayerMemory { k: bytes(k, layer.k_head_dim), v: bytes(v, layer.v_head_dim) }
             })
             .collect();
         Memory { shared, ..Memory::of(layers, at_capacity) }
     }
+}
+
+/// Returns the bytes of so many slots; [`u64::MAX`], which the memory budget refuses, for more.
+fn bytes_of(slots: i32, slot: u64) -> u64 {
+    slot.saturating_mul(slots.max(0) as u64)
 }
 
 /// Tells why a step cannot end, if it cannot.

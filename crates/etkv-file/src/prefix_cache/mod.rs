@@ -2,10 +2,10 @@
 
 mod kept;
 
-use std::sync::Arc;
+use std::sync::{Arc, Weak};
 
 use etkv_core::error::fail;
-use etkv_core::{Cache, Prefix, Result, Status};
+use etkv_core::{Cache, MemoryBudget, Prefix, Reclaim, ReclaimClass, Result, Status};
 use parking_lot::Mutex;
 use tracing::{debug, warn};
 
@@ -84,11 +84,14 @@ impl Drop for Pin {
 }
 
 impl PrefixCache {
-    /// Returns a prefix cache without prefixes.
+    /// Returns a prefix cache without prefixes. A memory budget that is full [reclaims](Self::reclaim) from it.
     pub fn new(options: PrefixCacheOptions) -> Self {
         let PrefixCacheOptions { max_bytes, store } = options;
         let max_bytes = max_bytes.unwrap_or(u64::MAX);
-        Self { inner: Arc::new(Inner { max_bytes, store, kept: Mutex::default() }) }
+        let inner = Arc::new(Inner { max_bytes, store, kept: Mutex::default() });
+        let reclaimer: Weak<dyn Reclaim> = Arc::<Inner>::downgrade(&inner);
+        MemoryBudget::global().add_reclaimer(ReclaimClass::IdlePrefixes, reclaimer);
+        Self { inner }
     }
 
     /// Attaches an empty cache to the longest beginning of a text that is kept. Returns how many of its first
@@ -317,7 +320,7 @@ impl PrefixCache {
     }
 }
 
-impl Inner {
+impl Reclaim for Inner {
     fn reclaim(&self, bytes: u64) -> u64 {
         let mut freed: u64 = 0;
         while freed < bytes {

@@ -73,6 +73,8 @@ impl<S: Store> Storage<S> {
         let (target, awaits) = (*target, *awaits);
         let config: CacheConfig = self.config.clone();
         let mut made = Self::without_slots(config, self.shared, snapshot.formats)?;
+        // Both count for the same cache, and this one stays.
+        made.share = self.share.sibling();
         let needed = |made: &Self, group: usize| made.allocated(group, held[group].end());
         made.reserve(needed)?;
         for (layer, &group) in self.groups.iter().enumerate() {

@@ -9,7 +9,7 @@ use crate::format::KvFormat;
 use crate::prefix::FrozenRows;
 use crate::store::{Extent, Store};
 
-use super::{Contents, Storage};
+use super::{bytes_of, Contents, Storage};
 
 /// Prefixes that may lie one behind the other. With more, all rows are copied into one: a buffer is mapped from
 /// as many pieces.
@@ -29,8 +29,8 @@ impl<S: Store> Storage<S> {
                 bytes = bytes.saturating_add((end - shared).max(0) as u64 * slot);
             }
         }
-        let mut share = Share::default();
-        share.reserve(bytes)?;
+        let mut share = Share::new("prefix");
+        share.reserve_giving_way(bytes, S::give_way)?;
         let frozen = self.store.freeze(&slots, &self.most(), anew);
         self.unsettled = true;
         self.settle();
@@ -49,10 +49,19 @@ impl<S: Store> Storage<S> {
         contents: &Contents<B>,
     ) -> Result<Self> {
         let mut made = Self::without_slots(self.config.clone(), self.shared, formats)?;
+        // Both count for the same cache, and this one stays.
+        made.share = self.share.sibling();
         made.store.attach(rows.frozen()?, &made.most())?;
         made.prefix = Some(rows);
         let needed = |made: &Self, group: usize| made.allocated(group, contents.held[group].end());
-        made.reserve(needed)?;
+        let bytes = made.groups.iter().enumerate().fold(0, |bytes: u64, (layer, &group)| {
+            let of = |(extent, slot): (Extent, u64)| {
+                let own = needed(&made, group).max(extent.slots) - extent.shared;
+                bytes_of(own.max(0), slot)
+            };
+            made.buffers(layer).into_iter().map(of).fold(bytes, u64::saturating_add)
+        });
+        made.reserve_bytes(bytes)?;
         for (layer, &group) in self.groups.iter().enumerate() {
             made.store.grow(layer, needed(&made, group))?;
         }

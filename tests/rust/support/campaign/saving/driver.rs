@@ -2,7 +2,7 @@
 
 use etkv_core::{
     AttendCache, CacheConfig, CellsCache, ContiguousCache, Error, Growth, KvFormat, LayerConfig,
-    LayerPolicy, Result, Step,
+    LayerPolicy, MemoryBudget, Result, Step,
 };
 
 use crate::backend::Backend;
@@ -53,12 +53,16 @@ impl Shape {
     }
 
     pub fn make<B: Backend>(&self) -> AnyCache<B> {
+        self.try_make::<B>().unwrap()
+    }
+
+    pub fn try_make<B: Backend>(&self) -> Result<AnyCache<B>> {
         let config = self.config.clone();
-        match self.kind {
-            0 => Box::new(ContiguousCache::<B::Store>::new(config).unwrap()),
-            1 => Box::new(CellsCache::<B::Store>::new(config).unwrap()),
-            _ => Box::new(CellsCache::<B::Store>::with_trees(config).unwrap()),
-        }
+        Ok(match self.kind {
+            0 => Box::new(ContiguousCache::<B::Store>::new(config)?),
+            1 => Box::new(CellsCache::<B::Store>::new(config)?),
+            _ => Box::new(CellsCache::<B::Store>::with_trees(config)?),
+        })
     }
 }
 
@@ -83,7 +87,7 @@ pub fn operate<B: Backend>(rng: &mut Rng, caches: &mut [AnyCache<B>]) {
 }
 
 /// Runs an operation; returns the bits of what the queries of a step see.
-fn one<B: Backend>(rng: &mut Rng, cache: &mut AnyCache<B>) -> Result<Vec<u32>> {
+pub fn one<B: Backend>(rng: &mut Rng, cache: &mut AnyCache<B>) -> Result<Vec<u32>> {
     let done = |result: Result<()>| result.map(|()| Vec::new());
     match rng.below(24) {
         0 if rng.chance(0.3) => done(cache.clear(rng.chance(0.5))),
@@ -154,6 +158,10 @@ fn step<B: Backend>(rng: &mut Rng, cache: &mut AnyCache<B>) -> Result<Vec<u32>> 
         if let Some(all) = cache.sequences_mut() {
             all.cancel_step()?;
         }
+        // A refusal for memory is the answer, whatever else would fit.
+        if MemoryBudget::is_refusal(&error) {
+            return Err(error);
+        }
         return frontiers::<B>(rng, cache, error);
     }
     cache.abort();
@@ -175,8 +183,8 @@ fn frontiers<B: Backend>(
         let n = trees.tree_len(sequence)?;
         positions.extend(vec![trees.seq_next(sequence)?; n]);
     }
-    if cache.begin(&positions).is_err() {
-        return Err(refused);
+    if let Err(error) = cache.begin(&positions) {
+        return Err(if MemoryBudget::is_refusal(&error) { error } else { refused });
     }
     cache.abort();
     forward::<B>(rng, cache, &positions)

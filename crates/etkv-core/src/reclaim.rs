@@ -1,0 +1,113 @@
+//! What gives memory back when the memory budget is full.
+
+use std::cell::Cell;
+use std::panic::{catch_unwind, AssertUnwindSafe};
+use std::sync::{Arc, Weak};
+
+use parking_lot::Mutex;
+use tracing::{debug, error};
+
+use crate::watch::TARGET;
+
+/// An object that can free memory which counts for the [`MemoryBudget`](crate::MemoryBudget).
+///
+/// # Threads and locks
+///
+/// The budget calls it from the middle of the call that needs memory, such as the beginning of a step: on
+/// any thread, on several at once, and while the lock of the cache that asks is held. So a reclaimer waits
+/// for no lock that a thread may hold while it asks for memory: it tries to take it, and frees nothing if
+/// it cannot. It hands no work to another thread to wait for it.
+///
+/// The budget enforces this for caches: inside a reclaimer, [`SharedCache::lock`](crate::SharedCache::lock)
+/// refuses a cache that is in use, the one that asks among them, with [`Step`](crate::Status::Step). What a
+/// reclaimer reserves itself is refused where it does not fit: reclaimers are not called for it.
+///
+/// A panic is logged, and counts as nothing freed.
+pub trait Reclaim: Send + Sync {
+    /// Tries to free `bytes` of the budget, or more. It may free less, or nothing. Returns the bytes that it
+    /// freed, for the log: the budget itself counts what its holders give back.
+    fn reclaim(&self, bytes: u64) -> u64;
+}
+
+/// What a reclaimer frees. Those of an earlier class are asked first.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
+#[non_exhaustive]
+pub enum ReclaimClass {
+    /// Beginnings of prompts that no sequence uses, which can be read again.
+    IdlePrefixes,
+    /// What the application chooses, by its callback.
+    Host,
+}
+
+/// The reclaimers of a budget.
+#[derive(Debug)]
+pub(crate) struct Reclaimers(Mutex<Vec<(ReclaimClass, Weak<dyn Reclaim>)>>);
+
+impl std::fmt::Debug for dyn Reclaim {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.write_str("a reclaimer")
+    }
+}
+
+impl Reclaimers {
+    pub const fn new() -> Self {
+        Self(Mutex::new(Vec::new()))
+    }
+
+    /// Adds one behind those of its class. Forgets those that are gone.
+    pub fn add(&self, class: ReclaimClass, reclaimer: Weak<dyn Reclaim>) {
+        let mut all = self.0.lock();
+        all.retain(|(_, reclaimer)| reclaimer.strong_count() > 0);
+        let at = all.partition_point(|&(other, _)| other <= class);
+        all.insert(at, (class, reclaimer));
+    }
+
+    /// Calls them in order, without a lock, until `fits` returns how many bytes are lacking as `None`.
+    pub fn ask(&self, fits: &mut dyn FnMut() -> Option<u64>) {
+        let all: Vec<_> = {
+            let all = self.0.lock();
+            all.iter().filter_map(|(class, weak)| Some((*class, weak.upgrade()?))).collect()
+        };
+        for (class, reclaimer) in all {
+            let Some(lacking) = fits() else { return };
+            let freed = run(reclaimer, lacking);
+            debug!(target: TARGET, ?class, lacking, freed, "the memory budget is full");
+        }
+        fits();
+    }
+}
+
+fn run(reclaimer: Arc<dyn Reclaim>, lacking: u64) -> u64 {
+    let _inside = Inside::enter();
+    // The last owner may be this one: what it drops then is inside too.
+    let call = AssertUnwindSafe(move || reclaimer.reclaim(lacking));
+    catch_unwind(call).unwrap_or_else(|_| {
+        error!(target: TARGET, "a reclaimer of the memory budget failed by a defect");
+        0
+    })
+}
+
+thread_local! {
+    static INSIDE: Cell<bool> = const { Cell::new(false) };
+}
+
+/// Returns whether this thread is in a reclaimer.
+pub(crate) fn inside() -> bool {
+    INSIDE.try_with(Cell::get).unwrap_or(false)
+}
+
+/// Marks this thread as in a reclaimer until it is dropped.
+struct Inside;
+
+impl Inside {
+    fn enter() -> Self {
+        let _ = INSIDE.try_with(|inside| inside.set(true));
+        Self
+    }
+}
+
+impl Drop for Inside {
+    fn drop(&mut self) {
+        let _ = INSIDE.try_with(|inside| inside.set(false));
+    }
+}
