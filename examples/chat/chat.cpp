@@ -65,6 +65,9 @@ Result<Answer> Chat::ask(const std::string& said) {
   Listener listener;
   listener.on_prefill = [&](size_t done, size_t total) {
     progress->show(done, total);
+    if (done == total && stored_ != nullptr && stored_->keeps_prompts()) {
+      store();
+    }
   };
   listener.on_token = [&](int64_t id) -> Result<void> {
     const auto piece = detokenizer.add_token(id);
@@ -97,13 +100,17 @@ Result<Answer> Chat::ask(const std::string& said) {
   decode_seconds_ += made.decode_seconds;
   report(made);
   if (stored_ != nullptr) {
-    // The answer is there; that it is not stored is no reason to lose it.
-    if (auto saved = stored_->save(*cache_.of_session(), generator_);
-        !saved.ok()) {
-      say(saved.error().message());
-    }
+    store();
   }
   return answer;
+}
+
+void Chat::store() {
+  // That a text is not kept is no reason to lose the answer.
+  if (auto saved = stored_->save(*cache_.of_session(), generator_);
+      !saved.ok()) {
+    say(saved.error().message());
+  }
 }
 
 void Chat::report(const Answer& answer) const {
@@ -129,7 +136,7 @@ Result<std::string> Chat::describe_cache() const {
     if (!memory.ok()) {
       return memory.error();
     }
-    return mebibytes(memory->allocated) + " of " +
+    return mebibytes(memory->allocated + memory->shared) + " of " +
            mebibytes(memory->at_capacity) + " (" + model_.format() + ")";
   }
   const auto length = cache_.length();

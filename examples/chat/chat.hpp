@@ -39,6 +39,8 @@ class Chat {
   void stats() const;
   void report() const;
   void report(const Answer& answer) const;
+  /// Keeps what the cache holds.
+  void store();
   Result<std::string> describe_cache() const;
 
   Model& model_;

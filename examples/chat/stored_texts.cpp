@@ -1,5 +1,6 @@
 #include "examples/chat/stored_texts.hpp"
 
+#include <algorithm>
 #include <utility>
 
 #include "examples/common/prefix_cache.hpp"
@@ -7,8 +8,13 @@
 
 namespace etkv::examples {
 
-StoredTexts::StoredTexts(PrefixStore store, std::string fingerprint)
-    : store_(std::move(store)), fingerprint_(std::move(fingerprint)) {}
+StoredTexts::StoredTexts(
+    PrefixCache prefixes,
+    std::string fingerprint,
+    bool has_windows)
+    : prefixes_(std::move(prefixes)),
+      fingerprint_(std::move(fingerprint)),
+      has_windows_(has_windows) {}
 
 Result<std::optional<StoredTexts>> StoredTexts::open(
     const Model& model,
@@ -17,41 +23,52 @@ Result<std::optional<StoredTexts>> StoredTexts::open(
     return std::optional<StoredTexts>();
   }
   ASSIGN_OR_RETURN(
-      auto store,
+      const auto store,
       PrefixStore::open(*options.prefix_store, options.prefix_store_bytes));
   ASSIGN_OR_RETURN(auto fingerprint, etkv::fingerprint(model.path()));
+  const auto config = model.config();
+  // What is kept of the conversation takes as much as its cache at most.
+  ASSIGN_OR_RETURN(const Memory whole, estimate(config, config.capacity));
+  ASSIGN_OR_RETURN(auto prefixes, PrefixCache::make(whole.at_capacity, &store));
+  const bool has_windows = std::any_of(
+      config.layers.begin(), config.layers.end(), [](const LayerConfig& layer) {
+        return layer.window > 0;
+      });
   return std::optional<StoredTexts>(
-      StoredTexts(std::move(store), std::move(fingerprint)));
+      StoredTexts(std::move(prefixes), std::move(fingerprint), has_windows));
 }
 
 Result<void> StoredTexts::load(
     Cache& cache,
     Generator& generator,
-    const std::vector<int64_t>& prompt) const {
+    const std::vector<int64_t>& prompt) {
   if (prompt.empty()) {
     return {};
   }
   // The last token runs in any case: its logits choose the first of the answer.
   const SaveOptions text = {fingerprint_, {prompt.begin(), prompt.end() - 1}};
-  ASSIGN_OR_RETURN(const size_t stored, store_.find(cache, text));
+  ASSIGN_OR_RETURN(const size_t kept, prefixes_.find(cache, text));
   const size_t shared = shared_prefix(text.tokens, generator.held());
   // Layers with windows may have dropped what the next token would see.
   ASSIGN_OR_RETURN(const int32_t least, cache.rewindable_to());
-  if (stored <= (shared < static_cast<size_t>(least) ? 0 : shared)) {
+  if (kept <= (shared < static_cast<size_t>(least) ? 0 : shared)) {
     return {};
   }
   RETURN_IF_ERROR(cache.clear());
   generator.hold({});
-  ASSIGN_OR_RETURN(const size_t loaded, store_.load(cache, text));
-  const auto end = text.tokens.begin() + static_cast<std::ptrdiff_t>(loaded);
+  ASSIGN_OR_RETURN(const size_t attached, prefixes_.attach(cache, text));
+  const auto end = text.tokens.begin() + static_cast<std::ptrdiff_t>(attached);
   generator.hold({text.tokens.begin(), end});
   return {};
 }
 
-Result<void> StoredTexts::save(const Cache& cache, const Generator& generator) {
+Result<void> StoredTexts::save(Cache& cache, const Generator& generator) {
+  if (generator.held().empty()) {
+    return {};
+  }
   ASSIGN_OR_RETURN(
-      const bool written, store_.save(cache, {fingerprint_, generator.held()}));
-  static_cast<void>(written);
+      const bool kept, prefixes_.keep(cache, {fingerprint_, generator.held()}));
+  static_cast<void>(kept);
   return {};
 }
 

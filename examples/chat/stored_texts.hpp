@@ -1,5 +1,5 @@
-// Texts that outlive the process: what the cache has read is kept in a folder, so
-// that a later conversation that begins alike does not read it again.
+// Texts that outlive the process: what the cache has read is kept in memory and in
+// a folder, so that what begins alike is not read again.
 #pragma once
 
 #include <cstdint>
@@ -21,21 +21,27 @@ class StoredTexts {
       const Model& model,
       const Options& options);
 
-  /// Loads the longest beginning of a prompt that the folder has, if the cache
-  /// does not hold as much of it. `generator` runs on the cache.
-  Result<void> load(
-      Cache& cache,
-      Generator& generator,
-      const std::vector<int64_t>& prompt) const;
+  /// Makes the cache go on from the longest beginning of a prompt that is kept,
+  /// if it does not hold as much of it. `generator` runs on the cache.
+  Result<void>
+  load(Cache& cache, Generator& generator, const std::vector<int64_t>& prompt);
 
-  /// Stores what the cache holds.
-  Result<void> save(const Cache& cache, const Generator& generator);
+  /// Keeps what the cache holds.
+  Result<void> save(Cache& cache, const Generator& generator);
+
+  /// Whether a prompt is worth keeping before it is answered: a text of a model
+  /// with windows can be gone on from near its end alone, and an answer may be
+  /// other tokens in the next prompt.
+  bool keeps_prompts() const {
+    return has_windows_;
+  }
 
  private:
-  StoredTexts(PrefixStore store, std::string fingerprint);
+  StoredTexts(PrefixCache prefixes, std::string fingerprint, bool has_windows);
 
-  PrefixStore store_;
+  PrefixCache prefixes_;
   std::string fingerprint_;
+  bool has_windows_;
 };
 
 } // namespace etkv::examples

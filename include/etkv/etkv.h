@@ -106,6 +106,8 @@
 #include "etkv/kinds.h"
 #include "etkv/log.h"
 #include "etkv/memory.h"
+#include "etkv/prefix.h"
+#include "etkv/prefix_cache.h"
 #include "etkv/prefix_store.h"
 #include "etkv/process.h"
 #include "etkv/registry.h"

@@ -28,6 +28,8 @@
 #include "etkv/kinds.hpp"
 #include "etkv/log.hpp"
 #include "etkv/memory.hpp"
+#include "etkv/prefix.hpp"
+#include "etkv/prefix_cache.hpp"
 #include "etkv/prefix_store.hpp"
 #include "etkv/registry.hpp"
 #include "etkv/report.hpp"

@@ -41,6 +41,11 @@ typedef struct etkv_memory {
    */
   etkv_layer_memory* layers;
   size_t n_layers;
+  /**
+   * Bytes of rows that it reads from a prefix, and that other caches may read
+   * too. They are not among the others.
+   */
+  uint64_t shared;
 } etkv_memory;
 
 /** Bytes of the buffers of all caches in this process, and their limit. */

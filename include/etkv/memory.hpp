@@ -30,6 +30,7 @@ struct Memory {
   uint64_t used = 0;               ///< bytes of these that positions use
   uint64_t at_capacity = 0;        ///< the most that it can come to hold
   std::vector<LayerMemory> layers; ///< the same layer by layer
+  uint64_t shared = 0; ///< rows of a prefix, which are not among the others
 };
 
 namespace detail {
@@ -48,7 +49,7 @@ Result<Memory> ask_memory(size_t n_layers, Call call) {
       !filled.ok()) {
     return filled.error();
   }
-  Memory memory{raw.allocated, raw.used, raw.at_capacity, {}};
+  Memory memory{raw.allocated, raw.used, raw.at_capacity, {}, raw.shared};
   memory.layers.reserve(n_layers);
   for (const auto& layer : layers) {
     memory.layers.push_back(

@@ -1,11 +1,11 @@
 /*
  * Beginnings of texts that outlive the process: a folder of files with what
- * caches have read. docs/saving.md describes it. A part of etkv.h, whose
+ * caches have read. docs/prefixes.md describes it. A part of etkv.h, whose
  * conventions hold here.
  *
  * The files hold keys, values and token ids: what users wrote can be read from
- * them. They are written where etkv_prefix_store_save() is called, and nowhere
- * else.
+ * them. They are written where etkv_prefix_store_save() is called, and by a
+ * prefix cache that has the store behind it, and nowhere else.
  */
 #ifndef ETKV_PREFIX_STORE_H
 #define ETKV_PREFIX_STORE_H

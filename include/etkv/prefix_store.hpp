@@ -79,6 +79,11 @@ class PrefixStore {
     });
   }
 
+  /// Returns the handle of the C interface. This object keeps its ownership.
+  const etkv_prefix_store* raw() const {
+    return handle_.get();
+  }
+
  private:
   explicit PrefixStore(etkv_prefix_store* handle) : handle_(handle) {}
 

@@ -50,6 +50,8 @@ from etkv.errors import (
 from etkv.generation import Generation, GenerationResponse, generate, generate_tokens, stream_generate
 from etkv.graph_cache import GraphCache
 from etkv.metadata import ModelCacheParams, read_kv_cache_metadata, write_kv_cache_metadata
+from etkv.prefix import Prefix
+from etkv.prefix_cache import PrefixCache, PrefixPin, PrefixStatistics
 from etkv.prefix_store import PrefixStore
 from etkv.runtime import Program, load, register_backend
 from etkv.session import DecodeSession, SeqSession, Session, TreeSession
@@ -74,6 +76,10 @@ __all__ = [
     "ModelCacheParams",
     "NoCacheError",
     "PositionError",
+    "Prefix",
+    "PrefixCache",
+    "PrefixPin",
+    "PrefixStatistics",
     "PrefixStore",
     "Program",
     "ProgramError",

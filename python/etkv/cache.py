@@ -33,6 +33,7 @@ from etkv._capi import (
 )
 from etkv.config import GROWTHS, CacheConfig
 from etkv.errors import EtkvError
+from etkv.prefix import Prefix
 
 
 @dataclass(frozen=True)
@@ -57,6 +58,8 @@ class Memory:
     """The most bytes that the cache can come to hold."""
     layers: tuple[LayerMemory, ...]
     """The same layer by layer."""
+    shared: int = 0
+    """Bytes of rows that it reads from a prefix, and other caches may read too. They are not among the others."""
 
 
 class Cache:
@@ -157,6 +160,24 @@ class Cache:
             return list(tokens[0][0 : n[0]])
         finally:
             lib().etkv_tokens_free(tokens[0], n[0])
+
+    def freeze(self) -> Prefix:
+        """Freeze what the cache holds, and go on from it. Other caches of the same layers and formats
+        :meth:`attach` to it without a copy.
+
+        Raises :class:`~etkv.EtkvError` if the cache is empty, or holds anything but sequence 0 from position 0 on,
+        without candidates and gaps, and :class:`~etkv.UnsupportedError` for a backend that shares no memory.
+        """
+        return Prefix(ask("etkv_cache_freeze", "etkv_prefix*", self._raw()))
+
+    def attach(self, prefix: Prefix, length: int | None = None) -> None:
+        """Make an empty cache hold the first ``length`` positions of a prefix; None for all. No rows are copied.
+
+        Raises :class:`~etkv.EtkvError` if the cache is not empty, for a prefix that does not fit, and for a length
+        that is not from :attr:`Prefix.rewindable_to` to :attr:`Prefix.length`.
+        """
+        n = prefix.length if length is None else int32(length, "length")
+        call("etkv_cache_attach", self._raw(), prefix._prefix, n)
 
     def memory(self) -> Memory:
         """Return the bytes of the buffers."""
@@ -448,4 +469,4 @@ def _read_memory(n_layers: int, fill: Any) -> Memory:
     each = tuple(
         LayerMemory(layer.k_allocated, layer.k_used, layer.v_allocated, layer.v_used) for layer in layers[0:n_layers]
     )
-    return Memory(memory.allocated, memory.used, memory.at_capacity, each)
+    return Memory(memory.allocated, memory.used, memory.at_capacity, each, memory.shared)

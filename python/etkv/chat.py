@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import contextlib
 import itertools
-import logging
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
-from etkv.cache import fingerprint as fingerprint_of
 from etkv.errors import EtkvError
 from etkv.generation import GenerateOptions, Generation, generate_tokens, with_eos_token_ids
 from etkv.graph_cache import GraphCache
+from etkv.keeper import Keeper
+from etkv.prefix_cache import PrefixCache
 from etkv.prefix_store import PrefixStore
 from etkv.runtime import Program
 from etkv.session import DecodeSession
@@ -19,8 +18,6 @@ from etkv.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
-
-_log = logging.getLogger("etkv.chat")
 
 
 class Chat:
@@ -38,31 +35,31 @@ class Chat:
         *,
         system: str | None = None,
         prefix_store: PrefixStore | None = None,
+        prefix_cache: PrefixCache | None = None,
         fingerprint: str | None = None,
     ) -> None:
         """Begin a conversation, and clear the cache of ``program``, which is for this chat alone: a
         :class:`DecodeSession`, or the :class:`GraphCache` of a program that keeps its cache in its graph.
 
-        ``system`` is the content of the system message; None for no such message. With a ``prefix_store`` the chat
-        loads what its texts begin with from there, and stores each turn that ends. ``fingerprint`` names the model;
-        None for :func:`etkv.fingerprint` of the program. A store that fails is passed by, with a warning in the log.
+        ``system`` is the content of the system message; None for no such message. With a ``prefix_cache`` the chat
+        goes on from what other chats have read of its texts, and keeps each turn that ends; where layers have windows,
+        also the prompt of each turn, so that the next turn finds where to go on even if the answer is other tokens
+        there. With a ``prefix_store`` it loads what its texts begin with from there, and stores each turn that ends.
+        ``fingerprint`` names the model; None for :func:`etkv.fingerprint` of the program. A store or a prefix cache
+        that fails is passed by, with a warning in the log.
 
-        Raises :class:`EtkvError` if ``program`` has no cache or one of another type, and for a ``prefix_store`` with a
-        cache in the graph.
+        Raises :class:`EtkvError` if ``program`` has no cache or one of another type, for a ``prefix_store`` or a
+        ``prefix_cache`` with a cache in the graph, and for both: a prefix cache has a store of its own.
         """
         if not isinstance(program.cache, (DecodeSession, GraphCache)):
             raise EtkvError(f"a chat needs a program with a DecodeSession, this one has {program.cache!r}")
         self.messages: list[dict[str, str]] = [] if system is None else [{"role": "system", "content": system}]
         self.generation: Generation | None = None
         self._program, self._cache, self._tokenizer = program, program.cache, tokenizer
-        self._store, self._fingerprint = prefix_store, fingerprint or ""
-        if prefix_store is not None:
-            if not isinstance(program.cache, DecodeSession):
-                raise EtkvError(
-                    "a prefix_store needs a program with a DecodeSession, this one has its cache in its graph"
-                )
-            if fingerprint is None:
-                self._fingerprint = fingerprint_of(program.path)
+        if prefix_store is not None and prefix_cache is not None:
+            raise EtkvError("a chat has a prefix_store or a prefix_cache: make the prefix cache with the store")
+        kept = prefix_store or prefix_cache
+        self._keeper = None if kept is None else Keeper(program, kept, fingerprint)
         self._held: list[int] = []
         self._cache.clear()
 
@@ -84,10 +81,13 @@ class Chat:
         """Yield the answer to the last message. Append the answer to ``messages``, also if the turn stops early."""
         ids = self._tokenizer.apply_chat_template(self.messages, add_generation_prompt=True)
         self._held = ids[: self._rewind_to_shared(ids)]
-        self._load_stored(ids)
+        self._attach(ids)
         shared = len(self._held)
         options = with_eos_token_ids(options, self._program, self._tokenizer)
         self.generation = generation = generate_tokens(self._program, ids[shared:], **options)
+        keeper = self._keeper
+        if keeper is not None and keeper.has_windows:
+            generation.before_last = lambda: keeper.keep(ids[:-1])
         detokenizer = self._tokenizer.detokenizer
         try:
             for token in generation:
@@ -100,22 +100,17 @@ class Chat:
         finally:
             self._held = [*ids, *generation.token_ids][: self._cache.length]
             self.messages.append({"role": "assistant", "content": detokenizer.text})
-        if self._store is not None and isinstance(self._cache, DecodeSession):
-            # The answer is there: that it is not stored is no reason to lose it.
-            with _warning():
-                self._store.save(self._cache, self._held, fingerprint=self._fingerprint)
+        if keeper is not None:
+            keeper.keep(self._held)
 
-    def _load_stored(self, ids: list[int]) -> None:
-        """Load what the store has of ``ids``, if it is more than the cache holds. A store that fails is passed by."""
-        cache, text = self._cache, ids[:-1]
-        if self._store is None or not isinstance(cache, DecodeSession):
-            return
-        with _warning():
-            if self._store.find(cache, text, fingerprint=self._fingerprint) > len(self._held):
-                # In this order: what is held is true wherever this stops.
-                self._held = []
-                cache.clear()
-                self._held = text[: self._store.load(cache, text, fingerprint=self._fingerprint)]
+    def _attach(self, ids: list[int]) -> None:
+        """Go on from what is kept of ``ids``, if it is more than the cache holds."""
+        text = ids[:-1]
+        if self._keeper is not None and self._keeper.find(text) > len(self._held):
+            # In this order: what is held is true wherever this stops.
+            self._held = []
+            self._cache.clear()
+            self._held = text[: self._keeper.attach(text)]
 
     def _rewind_to_shared(self, ids: list[int]) -> int:
         """Rewind the cache to the positions that it shares with ``ids``, and return their number.
@@ -130,12 +125,3 @@ class Chat:
             shared = 0
         self._cache.rewind(shared)
         return shared
-
-
-@contextlib.contextmanager
-def _warning() -> Iterator[None]:
-    """Log an error of the block, and go on."""
-    try:
-        yield
-    except EtkvError as error:
-        _log.warning("the prefix store is passed by: %s", error)

@@ -10,8 +10,8 @@ import contextlib
 import time
 import weakref
 from collections import deque
-from collections.abc import Collection, Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Iterator, Mapping
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias, TypedDict
 
 from etkv._capi import INT32_MAX
@@ -20,6 +20,7 @@ from etkv._sampling import CONTEXT, Sampling, choose
 from etkv.cache import SeqCache
 from etkv.errors import CapacityError, EtkvError
 from etkv.graph_cache import GraphCache
+from etkv.keeper import Keeper
 from etkv.runtime import Program
 
 if TYPE_CHECKING:
@@ -27,6 +28,7 @@ if TYPE_CHECKING:
     import numpy.typing as npt
     from typing_extensions import Unpack
 
+    from etkv.prefix_cache import PrefixCache
     from etkv.runtime import Ids
     from etkv.tokenizer import StreamingDetokenizer, Tokenizer
 
@@ -73,15 +75,32 @@ class GenerationResponse:
     """Tokens of the answer a second; 0 before the second token."""
     finish_reason: FinishReason | None
     """The reason why the answer ended, in the last response; None in the others."""
+    cached_tokens: int = 0
+    """Tokens of the prompt that a prefix cache had: the model has not read them. ``prompt_tps`` counts the others."""
 
 
-def generate(program: Program, tokenizer: Tokenizer, prompt: str | Ids, **options: Unpack[GenerateOptions]) -> str:
+def generate(
+    program: Program,
+    tokenizer: Tokenizer,
+    prompt: str | Ids,
+    *,
+    prefix_cache: PrefixCache | None = None,
+    fingerprint: str | None = None,
+    **options: Unpack[GenerateOptions],
+) -> str:
     """Return the text of the answer to ``prompt``; :func:`stream_generate` documents the arguments."""
-    return "".join(response.text for response in stream_generate(program, tokenizer, prompt, **options))
+    kept: Any = {"prefix_cache": prefix_cache, "fingerprint": fingerprint}
+    return "".join(response.text for response in stream_generate(program, tokenizer, prompt, **kept, **options))
 
 
 def stream_generate(
-    program: Program, tokenizer: Tokenizer, prompt: str | Ids, **options: Unpack[GenerateOptions]
+    program: Program,
+    tokenizer: Tokenizer,
+    prompt: str | Ids,
+    *,
+    prefix_cache: PrefixCache | None = None,
+    fingerprint: str | None = None,
+    **options: Unpack[GenerateOptions],
 ) -> Iterator[GenerationResponse]:
     """Iterate over the answer to ``prompt``: a response for each token, and a last one with the ``finish_reason``.
 
@@ -89,11 +108,37 @@ def stream_generate(
     :meth:`Tokenizer.encode` does. ``options`` are those of :func:`generate_tokens`. Where the program names no eos
     token ids, the tokenizer's end the answer.
 
+    With a ``prefix_cache`` the prompt is a whole text. The cache of ``program`` is cleared, goes on from the longest
+    beginning of the prompt that is kept, and is kept when the answer has ended; where layers have windows, also where
+    the prompt ends. ``fingerprint`` names the model; None for :func:`etkv.fingerprint` of the program. A prefix cache
+    that fails is passed by, with a warning in the log.
+
     The arguments are checked at once. Nothing runs before the first response is requested.
     """
     ids: Ids = tokenizer.encode(prompt) if isinstance(prompt, str) else prompt
-    generation = generate_tokens(program, ids, **with_eos_token_ids(options, program, tokenizer))
-    return _responses(generation, tokenizer.detokenizer)
+    options = with_eos_token_ids(options, program, tokenizer)
+    # Checks the arguments.
+    generation = generate_tokens(program, ids, **options)
+    if prefix_cache is None:
+        return _responses(generation, tokenizer.detokenizer)
+    if options.get("sequence"):
+        raise EtkvError(f"sequence is {options['sequence']}, and a prefix_cache has texts of sequence 0")
+    keeper = Keeper(program, prefix_cache, fingerprint)
+    return _kept_responses(keeper, program, _id_list(ids), options, tokenizer.detokenizer)
+
+
+def _kept_responses(
+    keeper: Keeper, program: Program, ids: list[int], options: GenerateOptions, detokenizer: StreamingDetokenizer
+) -> Iterator[GenerationResponse]:
+    """Answer a whole text on a cache that goes on from what is kept of it."""
+    keeper.cache.clear()
+    cached = keeper.attach(ids[:-1])
+    generation = generate_tokens(program, ids[cached:], **options)
+    if keeper.has_windows:
+        generation.before_last = lambda: keeper.keep(ids[:-1])
+    for response in _responses(generation, detokenizer):
+        yield replace(response, prompt_tokens=len(ids), cached_tokens=cached)
+    keeper.keep([*ids, *generation.token_ids][: keeper.cache.length])
 
 
 def with_eos_token_ids(options: GenerateOptions, program: Program, tokenizer: Tokenizer) -> GenerateOptions:
@@ -203,6 +248,8 @@ class Generation(Iterator[int]):
         self._sampling, self._eos_token_ids = sampling, eos_token_ids
         self._max_tokens = max_tokens
         self._bars = _Bars(len(prompt), max_tokens) if progress else None
+        self.before_last: Callable[[], None] | None = None
+        """Called when all of the prompt but its last token has run. Set before the first token is requested."""
         self._start: int | None = None
         # Its steps hold a weak reference, so that an answer that is dropped releases the session at once.
         self._steps = Generation._run(weakref.proxy(self), prompt, self._bars)
@@ -246,14 +293,30 @@ class Generation(Iterator[int]):
                 f"the prompt has {len(prompt)} tokens, the cache has room for {free} of {cache.capacity}"
             )
         self._start = self._next()
+        recent = deque(prompt, CONTEXT)
         try:
-            answer = self._on_device(prompt)
+            if self.before_last is not None:
+                self._read_all_but_last(prompt)
+                self.before_last()
+                prompt = prompt[-1:]
+            # A device knows the tokens that it runs, and so not those that a penalty is for.
+            on_device = len(recent) <= len(prompt) or self._sampling.repetition_penalty == 1.0
+            answer = self._on_device(prompt) if on_device else None
             # Called on the class: a method of the object would keep the object alive.
             own = Generation
-            yield from own._stepped(self, prompt) if answer is None else own._received(self, answer)
+            yield from (
+                own._stepped(self, prompt, recent) if answer is None else own._received(self, answer, len(prompt))
+            )
         finally:
             if bars:
                 bars.close()
+
+    def _read_all_but_last(self, prompt: list[int]) -> None:
+        try:
+            self._prefill(prompt[:-1])
+        except BaseException:
+            self._forget(self._last())
+            raise
 
     def _on_device(self, prompt: list[int]) -> DeviceAnswer | None:
         if isinstance(self._cache, GraphCache):
@@ -264,10 +327,10 @@ class Generation(Iterator[int]):
             self._program.ends_with(answer)
         return answer
 
-    def _received(self, answer: DeviceAnswer) -> Iterator[int]:
+    def _received(self, answer: DeviceAnswer, waiting: int) -> Iterator[int]:
         """Yield the tokens that the device chooses."""
         try:
-            self._read(answer)
+            self._read(answer, waiting)
             while True:
                 self._program.check_open()
                 began = time.perf_counter()
@@ -295,16 +358,15 @@ class Generation(Iterator[int]):
         finally:
             answer.close()
 
-    def _read(self, answer: DeviceAnswer) -> None:
+    def _read(self, answer: DeviceAnswer, waiting: int) -> None:
         began = time.perf_counter()
-        waiting = self.prompt_tokens
         while waiting:
             self._program.check_open()
             left = answer.read_prompt()
             if self._bars:
                 self._bars.prefilled(waiting - left)
             waiting = left
-        self.prefill_seconds = time.perf_counter() - began
+        self.prefill_seconds += time.perf_counter() - began
 
     def _add(self, token: int) -> None:
         self.token_ids.append(token)
@@ -317,13 +379,14 @@ class Generation(Iterator[int]):
         n = len(self.token_ids)
         return self._start + self.prompt_tokens + n - 1 if n else self._start
 
-    def _stepped(self, prompt: list[int]) -> Iterator[int]:
+    def _stepped(self, prompt: list[int], recent: deque[int]) -> Iterator[int]:
         """Yield the tokens that are chosen from the logits of each step."""
         cache, sampling = self._cache, self._sampling.raw()
-        ids, recent = prompt, deque(prompt, CONTEXT)
+        ids = prompt
         while True:
             try:
                 row = self._decode(ids) if self.token_ids else self._prefill(ids)
+                assert row is not None
                 token = choose(sampling, row, recent, len(self.token_ids))
             except BaseException:
                 # The ids may have run without a next token: roll them back, so that they can run again.
@@ -352,15 +415,15 @@ class Generation(Iterator[int]):
         self.decode_seconds += time.perf_counter() - began
         return row
 
-    def _prefill(self, prompt: list[int]) -> Row:
-        chunk = self._most_tokens()
+    def _prefill(self, prompt: list[int]) -> Row | None:
+        chunk, row = self._most_tokens(), None
         began = time.perf_counter()
         for start in range(0, len(prompt), chunk):
             prefill_chunk = prompt[start : start + chunk]
             row = self._step(prefill_chunk)
             if self._bars:
                 self._bars.prefilled(len(prefill_chunk))
-        self.prefill_seconds = time.perf_counter() - began
+        self.prefill_seconds += time.perf_counter() - began
         return row
 
     def _most_tokens(self) -> int:

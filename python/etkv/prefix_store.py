@@ -22,7 +22,7 @@ class PrefixStore:
     """A folder of texts that caches have read, for any number of threads and processes.
 
     The files hold keys, values and token ids: what users wrote can be read from them. They are written where
-    :meth:`save` is called, and nowhere else.
+    :meth:`save` is called and by a :class:`~etkv.PrefixCache` that has the store behind it, and nowhere else.
     """
 
     def __init__(self, folder: str | os.PathLike[str], max_bytes: int) -> None:
@@ -54,7 +54,7 @@ class PrefixStore:
         Raises :class:`~etkv.EtkvError` if the cache does not hold the positions of all tokens, of sequence 0 alone and
         without candidates, and what :meth:`Cache.save` raises.
         """
-        options, _keep = _text(tokens, fingerprint)
+        options, _keep = text_options(tokens, fingerprint)
         return ask("etkv_prefix_store_save", "bool", self._store, cache._raw(), options)
 
     def load(self, cache: Cache, tokens: Sequence[int], *, fingerprint: str) -> int:
@@ -65,19 +65,19 @@ class PrefixStore:
 
         Raises :class:`~etkv.EtkvError` if the cache is not empty.
         """
-        options, _keep = _text(tokens, fingerprint)
+        options, _keep = text_options(tokens, fingerprint)
         return ask("etkv_prefix_store_load", "size_t", self._store, cache._raw(), options)
 
     def find(self, cache: Cache, tokens: Sequence[int], *, fingerprint: str) -> int:
         """Return how many tokens :meth:`load` would load for a cache like this one, which may hold something."""
-        options, _keep = _text(tokens, fingerprint)
+        options, _keep = text_options(tokens, fingerprint)
         return ask("etkv_prefix_store_find", "size_t", self._store, cache._raw(), options)
 
     def __repr__(self) -> str:
         return f"<PrefixStore: {self.folder}>"
 
 
-def _text(tokens: Sequence[int], fingerprint: str) -> tuple[Any, Any]:
+def text_options(tokens: Sequence[int], fingerprint: str) -> tuple[Any, Any]:
     """Return the options of a text, and what must live while they are used."""
     given = ffi.new("char[]", encoded(fingerprint, "fingerprint"))
     listed = int64s(tokens, "tokens")

@@ -968,6 +968,120 @@ static void files(void) {
   etkv_session_free(session);
 }
 
+/* What they hold is in saving.cpp. */
+static void prefixes_and_their_caches(void) {
+  const etkv_status invalid = ETKV_ERROR_INVALID_ARGUMENT;
+  const int64_t text[2] = {7, -1};
+  setup s;
+  set_up(&s);
+  etkv_session* session = new_session(&s.config);
+  etkv_cache* cache = cache_of(session);
+  etkv_save_options options = {0};
+  options.struct_size = sizeof(options);
+  options.fingerprint = "a model";
+  options.tokens = text;
+
+  etkv_prefix* prefix = UNTOUCHED;
+  CHECK_REFUSED(
+      etkv_cache_freeze(cache, &prefix, error), invalid, "the cache is empty");
+  CHECK_REFUSED(etkv_cache_freeze(cache, NULL, error), invalid, "prefix");
+  CHECK_REFUSED(etkv_cache_freeze(NULL, &prefix, error), invalid, "cache");
+  CHECK(prefix == UNTOUCHED);
+  CHECK_REFUSED(
+      etkv_cache_attach(cache, NULL, 1, error), invalid, "prefix is NULL");
+  CHECK_INT(etkv_prefix_length(NULL), -1);
+  CHECK_INT(etkv_prefix_rewindable_to(NULL), -1);
+  CHECK_INT(etkv_prefix_bytes(NULL), 0);
+  etkv_prefix_free(NULL);
+
+  etkv_prefix_cache* prefixes = UNTOUCHED;
+  etkv_prefix_cache_options limits = {0};
+  CHECK_REFUSED(
+      etkv_prefix_cache_new(&limits, &prefixes, error),
+      invalid,
+      "options.struct_size");
+  limits.struct_size = sizeof(limits);
+  limits.max_bytes = 1 << 20;
+  limits.store = (const etkv_prefix_store*)cache;
+  CHECK_REFUSED(
+      etkv_prefix_cache_new(&limits, &prefixes, error),
+      invalid,
+      "options.store is an etkv_cache");
+  CHECK_REFUSED(
+      etkv_prefix_cache_new(NULL, NULL, error), invalid, "prefixes is NULL");
+  CHECK(prefixes == UNTOUCHED);
+  limits.store = NULL;
+  REQUIRE(etkv_prefix_cache_new(&limits, &prefixes, NULL) == ETKV_OK);
+
+  size_t n = 9;
+  bool kept = true;
+  uint64_t freed = 9;
+  etkv_prefix_pin* pin = UNTOUCHED;
+  CHECK_REFUSED(
+      etkv_prefix_cache_keep(prefixes, cache, &options, &kept, error),
+      invalid,
+      "the text has 0 tokens");
+  options.n_tokens = 2;
+  CHECK_REFUSED(
+      etkv_prefix_cache_keep(prefixes, cache, &options, NULL, error),
+      invalid,
+      "holds 0 positions");
+  CHECK_REFUSED(
+      etkv_prefix_cache_pin(prefixes, cache, &options, &pin, error),
+      invalid,
+      "no prefix in memory");
+  CHECK_REFUSED(
+      etkv_prefix_cache_attach(prefixes, cache, NULL, &n, error),
+      invalid,
+      "options");
+  CHECK_REFUSED(
+      etkv_prefix_cache_find(NULL, cache, &options, &n, error),
+      invalid,
+      "prefixes is NULL");
+  CHECK(kept && pin == UNTOUCHED && n == 9);
+  CHECK_INT(
+      etkv_prefix_cache_find(prefixes, cache, &options, &n, NULL), ETKV_OK);
+  CHECK_INT(n, 0);
+  n = 9;
+  CHECK_INT(
+      etkv_prefix_cache_attach(prefixes, cache, &options, &n, NULL), ETKV_OK);
+  CHECK_INT(n, 0);
+  CHECK_INT(etkv_prefix_cache_reclaim(prefixes, 1, &freed, NULL), ETKV_OK);
+  CHECK_INT(freed, 0);
+  CHECK_INT(etkv_prefix_cache_reclaim(prefixes, 1, NULL, NULL), ETKV_OK);
+  CHECK_INT(etkv_prefix_cache_clear(prefixes, NULL), ETKV_OK);
+
+  etkv_prefix_statistics found = {0};
+  CHECK_REFUSED(
+      etkv_prefix_cache_read(prefixes, &found, error),
+      invalid,
+      "statistics.struct_size");
+  found.struct_size = sizeof(found);
+  CHECK_INT(etkv_prefix_cache_read(prefixes, &found, NULL), ETKV_OK);
+  CHECK(found.n_prefixes == 0 && found.n_bytes == 0 && found.n_pinned == 0);
+  CHECK(found.tokens_asked == 2 && found.tokens_in_memory == 0);
+
+  etkv_prefix_pin_free(NULL);
+  etkv_prefix_cache_free(prefixes);
+  etkv_prefix_cache_free(NULL);
+  CHECK_REFUSED(
+      etkv_prefix_cache_read(prefixes, &found, error),
+      invalid,
+      "prefixes is no handle");
+
+  /* A caller whose etkv_memory does not have `shared` yet. */
+  etkv_memory memory = {0};
+  memory.struct_size = offsetof(etkv_memory, shared);
+  memory.shared = 9;
+  CHECK_INT(etkv_cache_memory(cache, &memory, NULL), ETKV_OK);
+  CHECK(memory.shared == 9 && memory.at_capacity > 0);
+  memory.struct_size = sizeof(memory);
+  CHECK_INT(etkv_cache_memory(cache, &memory, NULL), ETKV_OK);
+  CHECK_INT(memory.shared, 0);
+  etkv_cache_free(cache);
+  etkv_session_free(session);
+}
+
 /* What is in the folder is in saving.cpp. */
 static void prefix_stores(void) {
   const etkv_status invalid = ETKV_ERROR_INVALID_ARGUMENT;
@@ -1110,6 +1224,7 @@ int main(void) {
   own_kinds();
   an_empty_cache();
   files();
+  prefixes_and_their_caches();
   prefix_stores();
   keys_and_handles();
   CHECK_INT(etkv_live_handles(), 0);

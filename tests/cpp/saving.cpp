@@ -3,6 +3,7 @@
 
 #include <filesystem>
 #include <fstream>
+#include <optional>
 
 #include "fixture.hpp"
 
@@ -139,7 +140,80 @@ void a_stored_text() {
       "clear it");
 }
 
+/// A prefix, and the same in a prefix cache: what both have in common goes on
+/// with the same logits, after the cache that read it is gone.
+template <typename Face>
+void a_shared_text() {
+  const Ids ids = text(44);
+  auto prefixes = must(PrefixCache::make());
+  const SaveOptions whole = {kFingerprint, slice(ids, 0, 40)};
+  std::optional<Prefix> prefix;
+  {
+    On<Face> read;
+    for (int64_t i = 0; i < 40; i += 4) {
+      read.model.at(i, slice(ids, static_cast<size_t>(i), 4));
+    }
+    auto frozen = freeze(read.session.cache());
+    if (!frozen.ok()) {
+      // A backend that shares no memory.
+      CHECK(frozen.error().status() == ETKV_ERROR_UNSUPPORTED);
+      return;
+    }
+    prefix.emplace(std::move(*frozen));
+    CHECK(must(prefixes.keep(read.session.cache(), whole)));
+    CHECK_INT(must(read->memory()).shared, prefix->bytes());
+  }
+  CHECK_INT(prefix->length(), 40);
+  CHECK_INT(prefix->rewindable_to(), 1);
+
+  On<Face> fresh;
+  for (int64_t i = 0; i < 36; i += 4) {
+    fresh.model.at(i, slice(ids, static_cast<size_t>(i), 4));
+  }
+  On<Face> attached;
+  must(attach(attached.session.cache(), *prefix, 36));
+  On<Face> found;
+  CHECK_INT(
+      must(prefixes.attach(
+          found.session.cache(), {kFingerprint, slice(ids, 0, 36)})),
+      36);
+  for (size_t i = 36; i < ids.size(); ++i) {
+    const Ids one = slice(ids, i, 1);
+    const auto at = static_cast<int64_t>(i);
+    const auto expected = fresh.model.at(at, one);
+    CHECK(attached.model.at(at, one) == expected);
+    CHECK(found.model.at(at, one) == expected);
+  }
+  CHECK_REFUSED(
+      attach(attached.session.cache(), *prefix, 40),
+      ETKV_ERROR_INVALID_ARGUMENT,
+      "clear it");
+  must(attached.session.cache().clear());
+  CHECK_REFUSED(
+      attach(attached.session.cache(), *prefix, 41),
+      ETKV_ERROR_INVALID_ARGUMENT,
+      "it has 40, and the least is 1");
+  {
+    const auto pin = must(prefixes.pin(found.session.cache(), whole));
+    must(prefixes.clear());
+    CHECK_INT(must(prefixes.statistics()).pinned, 1);
+    CHECK_INT(must(prefixes.find(found.session.cache(), whole)), 40);
+  }
+  const auto held = must(prefixes.statistics());
+  CHECK_INT(held.prefixes, 1);
+  CHECK_INT(held.tokens_asked, 36);
+  CHECK_INT(held.tokens_in_memory, 36);
+  CHECK_INT(must(prefixes.reclaim(1)), 0);
+  must(found.session.cache().clear(/*release=*/true));
+  must(attached.session.cache().clear(/*release=*/true));
+  prefix.reset();
+  CHECK_INT(must(prefixes.reclaim(1)), held.bytes);
+}
+
 void run_all() {
+  a_shared_text<Cache>();
+  a_shared_text<SeqCache>();
+  a_shared_text<TreeCache>();
   a_stored_text<Cache>();
   a_stored_text<SeqCache>();
   a_stored_text<TreeCache>();

@@ -58,6 +58,7 @@ LONGER = [
     ("tiny-llama", {"draft": 1, "prefill_chunk": 4}),
     ("tiny-gemma3", {}),
     ("tiny-mistral-window", {}),
+    *((name, {"backend": "cpu"}) for name in ("tiny-llama", "tiny-mistral-window")),
 ]
 """The programs that tests of the runners ask `with_longer_context` for."""
 

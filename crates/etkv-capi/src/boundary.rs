@@ -163,6 +163,36 @@ pub(crate) unsafe fn read_struct<T: Copy>(pointer: *const T, name: &str) -> Resu
     Ok(unsafe { pointer.read() })
 }
 
+/// Copies a struct of the caller's that had `least` bytes in its first version. Fields that the caller does not
+/// have are zero. Returns it with its size.
+///
+/// # Safety
+/// As [`read_struct`]; zeros are a value of every field behind `least`.
+pub(crate) unsafe fn read_grown<T: Copy>(
+    pointer: *const T,
+    least: usize,
+    name: &str,
+) -> Result<(T, usize)> {
+    if pointer.is_null() {
+        fail!(InvalidArgument, "{name} is NULL");
+    }
+    // SAFETY: it begins with its size.
+    let size = unsafe { pointer.cast::<usize>().read() };
+    let (whole, step) = (std::mem::size_of::<T>(), std::mem::align_of::<T>());
+    let older = size >= least && size < whole && size % step == 0;
+    if !older {
+        // SAFETY: the caller says so.
+        return Ok((unsafe { read_struct(pointer, name) }?, whole));
+    }
+    let mut copy = std::mem::MaybeUninit::<T>::zeroed();
+    // SAFETY: the struct has that size, which is less than that of the copy, whose other bytes are zero.
+    let copy = unsafe {
+        copy.as_mut_ptr().cast::<u8>().copy_from_nonoverlapping(pointer.cast(), size);
+        copy.assume_init()
+    };
+    Ok((copy, size))
+}
+
 /// Returns a string that lives as long as the process. Use it for names, of which there are few.
 pub(crate) fn lasting(name: &str) -> *const c_char {
     static KEPT: LazyLock<Mutex<HashSet<&'static CStr>>> = LazyLock::new(Mutex::default);

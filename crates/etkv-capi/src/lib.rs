@@ -22,6 +22,8 @@ mod handle;
 mod kinds;
 mod log;
 mod memory;
+mod prefix;
+mod prefix_cache;
 mod prefix_store;
 mod process;
 #[cfg(feature = "delegate")]

@@ -6,7 +6,7 @@ use std::sync::{Arc, LazyLock};
 use etkv_core::{fail, BudgetReport, Memory, MemoryBudget, Reclaim, ReclaimClass, Result};
 use parking_lot::RwLock;
 
-use super::boundary::{boundary, out, read_struct};
+use super::boundary::{boundary, out, read_grown, read_struct};
 use super::error::etkv_error;
 
 /// Bytes of one layer's buffers; see the header.
@@ -32,7 +32,11 @@ pub struct etkv_memory {
     at_capacity: u64,
     layers: *mut etkv_layer_memory,
     n_layers: usize,
+    shared: u64,
 }
+
+/// The size of the struct before it had `shared`.
+const WITHOUT_SHARED: usize = std::mem::offset_of!(etkv_memory, shared);
 
 /// Fills `memory`, and its layers if the caller has room for them.
 ///
@@ -43,7 +47,7 @@ pub(super) unsafe fn fill_memory(
     find: impl FnOnce() -> Result<Memory>,
 ) -> Result<()> {
     // SAFETY: the caller says so.
-    let mut filled = unsafe { read_struct(memory, "memory")? };
+    let (mut filled, size) = unsafe { read_grown(memory, WITHOUT_SHARED, "memory")? };
     let found = find()?;
     if filled.n_layers == 0 {
         if !filled.layers.is_null() {
@@ -81,8 +85,9 @@ pub(super) unsafe fn fill_memory(
     filled.allocated = found.allocated;
     filled.used = found.used;
     filled.at_capacity = found.at_capacity;
-    // SAFETY: the caller says so.
-    unsafe { memory.write(filled) };
+    filled.shared = found.shared;
+    // SAFETY: the caller says so, and its struct has that size.
+    unsafe { memory.cast::<u8>().copy_from_nonoverlapping((&raw const filled).cast(), size) };
     Ok(())
 }
 

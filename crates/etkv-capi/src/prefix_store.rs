@@ -1,6 +1,7 @@
 //! `etkv_prefix_store`: a folder of texts that caches have read.
 
 use std::ffi::c_char;
+use std::sync::Arc;
 
 use etkv_core::{Cache, Result};
 use etkv_file::{Labels, PrefixStore};
@@ -13,7 +14,7 @@ use super::saving::{etkv_save_options, given_path, labels_of};
 
 /// A store; see the header.
 #[allow(non_camel_case_types)]
-pub struct etkv_prefix_store(PrefixStore);
+pub struct etkv_prefix_store(pub(super) Arc<PrefixStore>);
 
 impl Object for etkv_prefix_store {
     const NAME: &'static str = "etkv_prefix_store";
@@ -35,7 +36,7 @@ pub unsafe extern "C" fn etkv_prefix_store_open(
         boundary(error, || {
             let target = out(store, "store")?;
             let opened = PrefixStore::open(given_path(folder, "folder")?, max_bytes)?;
-            target.write(handle::give(etkv_prefix_store(opened)));
+            target.write(handle::give(etkv_prefix_store(Arc::new(opened))));
             Ok(())
         })
     }

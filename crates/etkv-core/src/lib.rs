@@ -55,7 +55,7 @@ pub use format::KvFormat;
 pub use growth::Growth;
 pub use memory::{Bytes, LayerMemory, Memory};
 pub use planes::{Element, PlaneFormat};
-pub use prefix::{Prefix, ShareCache};
+pub use prefix::{Piece, Prefix, ShareCache};
 pub use reclaim::{Reclaim, ReclaimClass};
 pub use registry::{Builder, BuilderRegistry, CacheRegistry, Entry};
 pub use report::{

@@ -1,7 +1,7 @@
 //! The frozen contents of a cache, which any number of caches go on from without copying them.
 
 use std::any::Any;
-use std::sync::Arc;
+use std::sync::{Arc, Weak};
 
 use crate::budget::Share;
 use crate::config::CacheConfig;
@@ -28,6 +28,33 @@ pub struct Prefix {
     backend: &'static str,
     /// [`FrozenRows`] of a store.
     rows: Arc<dyn Any + Send + Sync>,
+    /// What the rows lie in, and what those lie behind.
+    pieces: Arc<[Piece]>,
+}
+
+/// Memory that rows of a prefix lie in. Prefixes that were frozen one behind the other have some in common.
+/// It is not held by this.
+#[derive(Clone)]
+pub struct Piece {
+    rows: Weak<dyn Any + Send + Sync>,
+    bytes: u64,
+}
+
+impl Piece {
+    /// Returns its bytes.
+    pub fn bytes(&self) -> u64 {
+        self.bytes
+    }
+
+    /// Returns what tells it from every other piece, for as long as this is there.
+    pub fn id(&self) -> usize {
+        self.rows.as_ptr().cast::<()>().addr()
+    }
+
+    /// Returns whether no prefix and no cache holds it any longer.
+    pub fn is_freed(&self) -> bool {
+        self.rows.strong_count() == 0
+    }
 }
 
 /// The rows of a prefix, and what they take of the memory budget.
@@ -52,6 +79,16 @@ impl<S: Store> FrozenRows<S> {
             Some(frozen) => Ok(frozen),
             None => fail!(Internal, "the rows of a prefix are gone"),
         }
+    }
+
+    /// Returns these rows, and those that they lie behind.
+    fn pieces(self: &Arc<Self>) -> Arc<[Piece]> {
+        let chain = std::iter::successors(Some(self), |rows| rows.parent.as_ref());
+        let piece = |rows: &Arc<Self>| {
+            let held: Arc<dyn Any + Send + Sync> = Arc::<Self>::clone(rows);
+            Piece { rows: Arc::downgrade(&held), bytes: rows.bytes }
+        };
+        chain.map(piece).collect()
     }
 
     /// Returns how many prefixes lie one behind the other.
@@ -100,6 +137,9 @@ pub trait ShareCache {
     /// # Errors
     /// [`InvalidArgument`](crate::Status::InvalidArgument), naming what does not fit.
     fn fits(&self, prefix: &Prefix) -> Result<()>;
+
+    /// Returns the name of the backend, whose caches share memory with each other only.
+    fn backend(&self) -> &'static str;
 }
 
 impl Prefix {
@@ -108,9 +148,9 @@ impl Prefix {
         (length, rewindable_to): (i32, i32),
         rows: Arc<FrozenRows<S>>,
     ) -> Self {
-        let bytes = rows.bytes;
+        let (bytes, pieces) = (rows.bytes, rows.pieces());
         let snapshot = Arc::new(snapshot);
-        Self { snapshot, length, rewindable_to, bytes, backend: S::NAME, rows }
+        Self { snapshot, length, rewindable_to, bytes, backend: S::NAME, rows, pieces }
     }
 
     /// Returns the number of its positions.
@@ -137,6 +177,12 @@ impl Prefix {
     /// Returns the integers of the cache that was frozen.
     pub fn snapshot(&self) -> &Snapshot {
         &self.snapshot
+    }
+
+    /// Returns what its rows lie in: first those of [`bytes`](Self::bytes), then those of the prefixes that
+    /// it was frozen behind.
+    pub fn pieces(&self) -> &[Piece] {
+        &self.pieces
     }
 
     /// Returns whether no cache and no other handle holds its rows.

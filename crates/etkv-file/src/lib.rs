@@ -4,7 +4,8 @@
 //! token ids of the caller, checksums, and in its metadata the version of this format, the model's
 //! fingerprint and the integers of the cache. docs/saving.md describes it.
 //!
-//! A [`PrefixStore`] is a folder of such files, by the texts that they hold.
+//! A [`PrefixStore`] is a folder of such files, by the texts that they hold. A [`PrefixCache`] has texts in
+//! memory, which caches share.
 //!
 //! Nothing here knows a backend: a file that one backend's cache wrote can be read by another's.
 #![forbid(unsafe_code)]
@@ -12,6 +13,7 @@
 mod checksum;
 mod fingerprint;
 mod header;
+mod prefix_cache;
 mod read;
 mod store;
 mod write;
@@ -23,6 +25,7 @@ use etkv_core::{Cache, Result, SaveCache};
 
 pub use fingerprint::fingerprint;
 pub use header::{LARGEST_HEADER, VERSION};
+pub use prefix_cache::{Pin, PrefixCache, PrefixCacheOptions, PrefixCacheReport};
 pub use store::{PrefixStore, LEAST_TOKENS};
 
 /// What the caller adds to the contents of a cache.

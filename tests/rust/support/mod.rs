@@ -11,6 +11,7 @@ pub mod on_mlx;
 pub mod oracle;
 pub mod shrink;
 pub mod slots;
+pub mod texts;
 pub mod vec_store;
 
 /// xorshift64*: small, and the same on every machine.

@@ -1,13 +1,13 @@
 //! Which texts the files of a folder hold.
 
-use std::cmp::Ordering;
-use std::collections::{BTreeMap, HashMap};
-use std::ops::Bound;
+use std::collections::HashMap;
+use std::sync::Arc;
 
 use etkv_core::snapshot::{SavedFormats, SavedLayer};
 use etkv_core::{Cache, Error, Result, Snapshot, Status};
 
 use super::folder::Found;
+use super::texts::{Entry, Texts};
 use crate::header::Header;
 
 /// What the texts of one group have in common: the model's fingerprint, and the kind, layers and formats
@@ -16,10 +16,15 @@ pub type Group = String;
 
 /// Returns the group of a cache's texts.
 pub fn group_of(fingerprint: &str, cache: &dyn Cache) -> Result<Group> {
+    group_with(fingerprint, cache.kind(), cache)
+}
+
+/// Returns the group of the texts of caches that share what is kept if they have `kind` in common.
+pub fn group_with(fingerprint: &str, kind: &str, cache: &dyn Cache) -> Result<Group> {
     let config = cache.config();
     let layers: Vec<SavedLayer> = config.layers.iter().map(SavedLayer::from).collect();
     let sizes = [config.capacity, config.max_step_tokens];
-    group(fingerprint, cache.kind(), &layers, &SavedFormats::from(config), sizes)
+    group(fingerprint, kind, &layers, &SavedFormats::from(config), sizes)
 }
 
 /// Returns the group of a file.
@@ -40,17 +45,6 @@ fn group(
         .map_err(|error| Error::new(Status::Internal, error))
 }
 
-/// A file, as far as it is known.
-#[derive(Debug, Clone, PartialEq, Eq)]
-pub struct Entry {
-    /// Its name in the folder.
-    pub name: String,
-    /// The least length other than 0 that its cache can be rewound to.
-    pub rewindable_to: usize,
-    /// The capacity of the cache that was stored.
-    pub capacity: usize,
-}
-
 /// A file whose text begins like another text.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Match {
@@ -60,11 +54,11 @@ pub struct Match {
     pub n_tokens: usize,
 }
 
-/// The texts of a folder's files. Texts of a group are in order, so that those which begin most like a
-/// text are its neighbours.
+/// The texts of a folder's files.
 #[derive(Debug, Default)]
 pub struct Index {
-    groups: HashMap<Group, BTreeMap<Vec<i64>, Entry>>,
+    /// File names by text.
+    groups: HashMap<Group, Texts<String>>,
     /// What is known of each file.
     files: HashMap<String, Known>,
 }
@@ -75,7 +69,7 @@ struct Known {
     /// What tells it from another one of its name.
     identity: u64,
     /// The group and the text, or `None` if it cannot be used.
-    place: Option<(Group, Vec<i64>)>,
+    place: Option<(Group, Arc<[i64]>)>,
 }
 
 impl Index {
@@ -94,7 +88,8 @@ impl Index {
             let least = header.rewindable_to.and_then(|least| usize::try_from(least).ok());
             let rewindable_to = least.unwrap_or(tokens.len());
             let capacity = usize::try_from(header.snapshot.capacity).unwrap_or_default();
-            let entry = Entry { name: name.clone(), rewindable_to, capacity };
+            let entry = Entry { what: name.clone(), rewindable_to, capacity };
+            let tokens: Arc<[i64]> = tokens.into();
             self.groups.entry(group.clone()).or_default().insert(tokens.clone(), entry);
             place = Some((group, tokens));
         }
@@ -116,7 +111,7 @@ impl Index {
         };
         let Some(texts) = self.groups.get_mut(&group) else { return };
         // Another file may have the same text.
-        if texts.get(&tokens).is_some_and(|entry| entry.name == name) {
+        if texts.get(&tokens).is_some_and(|entry| entry.what == name) {
             texts.remove(&tokens);
         }
         if texts.is_empty() {
@@ -140,20 +135,11 @@ impl Index {
         capacity: usize,
     ) -> impl Iterator<Item = Match> + 'a {
         let texts = self.groups.get(group);
-        let up_to: (Bound<&[i64]>, _) = (Bound::Unbounded, Bound::Included(tokens));
-        let behind: (_, Bound<&[i64]>) = (Bound::Excluded(tokens), Bound::Unbounded);
-        let all = texts.map(|texts| {
-            let before = texts.range::<[i64], _>(up_to).rev();
-            let after = texts.range::<[i64], _>(behind);
-            merged(counted(before, tokens), counted(after, tokens))
-        });
-        all.into_iter().flatten().take_while(move |(n, ..)| *n >= least.max(1)).filter_map(
-            move |(n, text, entry)| {
-                let fits = text.len() <= capacity;
-                let stays = n == text.len() || n >= entry.rewindable_to;
-                (fits && stays).then(|| Match { name: entry.name.clone(), n_tokens: n })
-            },
-        )
+        let found = texts.map(|texts| texts.matches(tokens, least, capacity));
+        found
+            .into_iter()
+            .flatten()
+            .map(|(n_tokens, entry)| Match { name: entry.what.clone(), n_tokens })
     }
 
     /// Returns the file that makes one of this text unneeded: all that it would serve, the other serves,
@@ -164,72 +150,16 @@ impl Index {
         tokens: &[i64],
         rewindable_to: usize,
         capacity: usize,
-    ) -> Option<&Entry> {
-        let texts = self.groups.get(group)?;
-        let from: (Bound<&[i64]>, _) = (Bound::Included(tokens), Bound::Unbounded);
-        texts
-            .range::<[i64], _>(from)
-            .take_while(|(text, _)| text.starts_with(tokens))
-            .find(|(text, entry)| entry.rewindable_to <= rewindable_to && text.len() <= capacity)
-            .map(|(_, entry)| entry)
+    ) -> Option<&Entry<String>> {
+        self.groups.get(group)?.covering(tokens, rewindable_to, capacity)
     }
 
     /// Returns the files that one of this text makes unneeded: all that they serve, it serves too.
     pub fn covered(&self, group: &str, tokens: &[i64], rewindable_to: usize) -> Vec<String> {
-        let Some(texts) = self.groups.get(group) else { return Vec::new() };
-        let mut covered = Vec::new();
-        let mut bound = Bound::Excluded(tokens);
-        // Beginnings of a text come before it, the longest first.
-        while let Some((text, entry)) =
-            texts.range::<[i64], _>((Bound::Unbounded, bound)).next_back()
-        {
-            let n = shared(text, tokens);
-            bound = if n < text.len() {
-                // One that differs: beginnings that are longer than what it shares would come behind it.
-                Bound::Included(&tokens[..n])
-            } else {
-                if entry.rewindable_to >= rewindable_to && tokens.len() <= entry.capacity {
-                    covered.push(entry.name.clone());
-                }
-                Bound::Excluded(&tokens[..n])
-            };
-        }
-        covered
+        let texts = self.groups.get(group).into_iter();
+        let covered = texts.flat_map(|texts| texts.covered(tokens, rewindable_to));
+        covered.map(|entry| entry.what.clone()).collect()
     }
-}
-
-type Counted<'a> = (usize, &'a Vec<i64>, &'a Entry);
-
-fn counted<'a>(
-    texts: impl Iterator<Item = (&'a Vec<i64>, &'a Entry)>,
-    tokens: &'a [i64],
-) -> impl Iterator<Item = Counted<'a>> {
-    texts.map(|(text, entry)| (shared(text, tokens), text, entry))
-}
-
-/// Merges two sequences with falling numbers into one.
-fn merged<'a>(
-    a: impl Iterator<Item = Counted<'a>>,
-    b: impl Iterator<Item = Counted<'a>>,
-) -> impl Iterator<Item = Counted<'a>> {
-    let (mut a, mut b) = (a.peekable(), b.peekable());
-    std::iter::from_fn(move || {
-        let order = match (a.peek(), b.peek()) {
-            (Some((n, ..)), Some((m, ..))) => n.cmp(m),
-            (Some(_), None) => Ordering::Greater,
-            (None, _) => Ordering::Less,
-        };
-        if order == Ordering::Less {
-            b.next()
-        } else {
-            a.next()
-        }
-    })
-}
-
-/// Returns how many tokens two texts begin with alike.
-fn shared(a: &[i64], b: &[i64]) -> usize {
-    a.iter().zip(b).take_while(|(a, b)| a == b).count()
 }
 
 #[cfg(test)]

@@ -4,7 +4,8 @@
 //! never changed. Each call looks at what is there.
 
 mod folder;
-mod index;
+pub(crate) mod index;
+pub(crate) mod texts;
 
 use std::collections::HashSet;
 use std::error::Error as _;
@@ -21,10 +22,10 @@ use crate::read::Opened;
 use crate::{face, write, Labels};
 
 /// The target of log events.
-const TARGET: &str = "etkv::file";
+pub(crate) const TARGET: &str = "etkv::file";
 
 /// The most files that are tried for a text.
-const MOST_TRIED: usize = 8;
+pub(crate) const MOST_TRIED: usize = 8;
 
 /// The fewest tokens that are stored, and that are worth reading a file for.
 pub const LEAST_TOKENS: usize = 32;
@@ -103,7 +104,7 @@ impl PrefixStore {
         let group = group_of(labels.fingerprint, cache)?;
         self.refresh()?;
         if let Some(entry) = self.index.lock().covering(&group, tokens, least, capacity) {
-            self.folder.touch(&entry.name);
+            self.folder.touch(&entry.what);
             return Ok(false);
         }
         let saving = face(cache)?;
@@ -263,7 +264,7 @@ impl PrefixStore {
 }
 
 /// Returns how many positions of one text the cache holds, which is that of sequence 0 from position 0 on.
-fn text_length(cache: &dyn Cache) -> Result<i32> {
+pub(crate) fn text_length(cache: &dyn Cache) -> Result<i32> {
     let length = cache.next_position()?;
     let others = cache.sequences().map(|all| all.live_sequences()).unwrap_or_default();
     if others.iter().any(|&sequence| sequence != 0) {
@@ -286,7 +287,7 @@ fn text_length(cache: &dyn Cache) -> Result<i32> {
     Ok(length)
 }
 
-fn check_fingerprint(fingerprint: &str) -> Result<()> {
+pub(crate) fn check_fingerprint(fingerprint: &str) -> Result<()> {
     if fingerprint.is_empty() {
         fail!(
             InvalidArgument,

@@ -80,4 +80,8 @@ impl<S: Store> ShareCache for CellsCache<S> {
     fn fits(&self, prefix: &Prefix) -> Result<()> {
         prefix.check::<S>(self.config())
     }
+
+    fn backend(&self) -> &'static str {
+        S::NAME
+    }
 }

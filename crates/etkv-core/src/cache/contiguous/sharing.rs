@@ -52,4 +52,8 @@ impl<S: Store> ShareCache for ContiguousCache<S> {
     fn fits(&self, prefix: &Prefix) -> Result<()> {
         prefix.check::<S>(self.config())
     }
+
+    fn backend(&self) -> &'static str {
+        S::NAME
+    }
 }

@@ -1,0 +1,283 @@
+//! `etkv_prefix_cache`: prefixes in memory, by the texts that they hold.
+
+use std::sync::Arc;
+
+use etkv_core::{Cache, Result};
+use etkv_file::{Labels, Pin, PrefixCache, PrefixCacheOptions, PrefixCacheReport};
+
+use super::boundary::{boundary, free, out, read_struct};
+use super::cache::etkv_cache;
+use super::error::etkv_error;
+use super::handle::{self, Object};
+use super::prefix_store::etkv_prefix_store;
+use super::saving::{etkv_save_options, labels_of};
+
+/// A prefix cache; see the header.
+#[allow(non_camel_case_types)]
+pub struct etkv_prefix_cache(PrefixCache);
+
+impl Object for etkv_prefix_cache {
+    const NAME: &'static str = "etkv_prefix_cache";
+}
+
+/// A pin; see the header.
+#[allow(non_camel_case_types)]
+pub struct etkv_prefix_pin(#[allow(dead_code)] Pin);
+
+impl Object for etkv_prefix_pin {
+    const NAME: &'static str = "etkv_prefix_pin";
+}
+
+/// What a prefix cache may hold; see the header.
+#[allow(non_camel_case_types)]
+#[repr(C)]
+#[derive(Clone, Copy)]
+pub struct etkv_prefix_cache_options {
+    struct_size: usize,
+    max_bytes: u64,
+    store: *const etkv_prefix_store,
+}
+
+/// What a prefix cache holds and was asked for; see the header.
+#[allow(non_camel_case_types)]
+#[repr(C)]
+#[derive(Clone, Copy)]
+pub struct etkv_prefix_statistics {
+    struct_size: usize,
+    n_prefixes: usize,
+    n_pinned: usize,
+    n_bytes: u64,
+    tokens_asked: u64,
+    tokens_in_memory: u64,
+    tokens_in_store: u64,
+}
+
+/// Makes a prefix cache.
+///
+/// # Safety
+/// Pointers are NULL or as the header says.
+#[no_mangle]
+pub unsafe extern "C" fn etkv_prefix_cache_new(
+    options: *const etkv_prefix_cache_options,
+    prefixes: *mut *mut etkv_prefix_cache,
+    error: *mut *mut etkv_error,
+) -> i32 {
+    // SAFETY: the caller says so.
+    unsafe {
+        boundary(error, || {
+            let target = out(prefixes, "prefixes")?;
+            let mut chosen = PrefixCacheOptions::default();
+            if !options.is_null() {
+                let options = read_struct(options, "options")?;
+                chosen.max_bytes = (options.max_bytes > 0).then_some(options.max_bytes);
+                if !options.store.is_null() {
+                    let store = handle::look_up(options.store, "options.store")?;
+                    chosen.store = Some(Arc::clone(&store.0));
+                }
+            }
+            target.write(handle::give(etkv_prefix_cache(PrefixCache::new(chosen))));
+            Ok(())
+        })
+    }
+}
+
+/// Frees a prefix cache.
+#[no_mangle]
+pub extern "C" fn etkv_prefix_cache_free(prefixes: *mut etkv_prefix_cache) {
+    free(prefixes);
+}
+
+/// Attaches a cache to the longest beginning of a text that is kept.
+///
+/// # Safety
+/// Pointers are NULL or as the header says.
+#[no_mangle]
+pub unsafe extern "C" fn etkv_prefix_cache_attach(
+    prefixes: *const etkv_prefix_cache,
+    cache: *mut etkv_cache,
+    options: *const etkv_save_options,
+    n_attached: *mut usize,
+    error: *mut *mut etkv_error,
+) -> i32 {
+    // SAFETY: the caller says so.
+    unsafe {
+        boundary(error, || {
+            let target = out(n_attached, "n_attached")?;
+            target.write(with_text(prefixes, cache, options, |prefixes, cache, text| {
+                prefixes.attach(cache, text.fingerprint, text.tokens)
+            })?);
+            Ok(())
+        })
+    }
+}
+
+/// Stores how many tokens a cache could be attached to.
+///
+/// # Safety
+/// Pointers are NULL or as the header says.
+#[no_mangle]
+pub unsafe extern "C" fn etkv_prefix_cache_find(
+    prefixes: *const etkv_prefix_cache,
+    cache: *const etkv_cache,
+    options: *const etkv_save_options,
+    n_kept: *mut usize,
+    error: *mut *mut etkv_error,
+) -> i32 {
+    // SAFETY: the caller says so.
+    unsafe {
+        boundary(error, || {
+            let target = out(n_kept, "n_kept")?;
+            target.write(with_text(prefixes, cache, options, |prefixes, cache, text| {
+                prefixes.n_kept(cache, text.fingerprint, text.tokens)
+            })?);
+            Ok(())
+        })
+    }
+}
+
+/// Keeps the contents of a cache.
+///
+/// # Safety
+/// Pointers are NULL or as the header says.
+#[no_mangle]
+pub unsafe extern "C" fn etkv_prefix_cache_keep(
+    prefixes: *const etkv_prefix_cache,
+    cache: *mut etkv_cache,
+    options: *const etkv_save_options,
+    kept: *mut bool,
+    error: *mut *mut etkv_error,
+) -> i32 {
+    // SAFETY: the caller says so.
+    unsafe {
+        boundary(error, || {
+            let is_kept = with_text(prefixes, cache, options, |prefixes, cache, text| {
+                prefixes.keep(cache, text.fingerprint, text.tokens)
+            })?;
+            if !kept.is_null() {
+                kept.write(is_kept);
+            }
+            Ok(())
+        })
+    }
+}
+
+/// Pins the prefix that has a text.
+///
+/// # Safety
+/// Pointers are NULL or as the header says.
+#[no_mangle]
+pub unsafe extern "C" fn etkv_prefix_cache_pin(
+    prefixes: *const etkv_prefix_cache,
+    cache: *const etkv_cache,
+    options: *const etkv_save_options,
+    pin: *mut *mut etkv_prefix_pin,
+    error: *mut *mut etkv_error,
+) -> i32 {
+    // SAFETY: the caller says so.
+    unsafe {
+        boundary(error, || {
+            let target = out(pin, "pin")?;
+            let pinned = with_text(prefixes, cache, options, |prefixes, cache, text| {
+                prefixes.pin(cache, text.fingerprint, text.tokens)
+            })?;
+            target.write(handle::give(etkv_prefix_pin(pinned)));
+            Ok(())
+        })
+    }
+}
+
+/// Unpins a prefix.
+#[no_mangle]
+pub extern "C" fn etkv_prefix_pin_free(pin: *mut etkv_prefix_pin) {
+    free(pin);
+}
+
+/// Frees prefixes that nothing uses.
+///
+/// # Safety
+/// Pointers are NULL or as the header says.
+#[no_mangle]
+pub unsafe extern "C" fn etkv_prefix_cache_reclaim(
+    prefixes: *const etkv_prefix_cache,
+    n_bytes: u64,
+    freed: *mut u64,
+    error: *mut *mut etkv_error,
+) -> i32 {
+    // SAFETY: the caller says so.
+    unsafe {
+        boundary(error, || {
+            let found = handle::look_up(prefixes, "prefixes")?.0.reclaim(n_bytes);
+            if !freed.is_null() {
+                freed.write(found);
+            }
+            Ok(())
+        })
+    }
+}
+
+/// Drops all prefixes that are not pinned.
+///
+/// # Safety
+/// Pointers are NULL or as the header says.
+#[no_mangle]
+pub unsafe extern "C" fn etkv_prefix_cache_clear(
+    prefixes: *const etkv_prefix_cache,
+    error: *mut *mut etkv_error,
+) -> i32 {
+    // SAFETY: the caller says so.
+    unsafe {
+        boundary(error, || {
+            handle::look_up(prefixes, "prefixes")?.0.clear();
+            Ok(())
+        })
+    }
+}
+
+/// Fills `statistics`.
+///
+/// # Safety
+/// Pointers are NULL or as the header says.
+#[no_mangle]
+pub unsafe extern "C" fn etkv_prefix_cache_read(
+    prefixes: *const etkv_prefix_cache,
+    statistics: *mut etkv_prefix_statistics,
+    error: *mut *mut etkv_error,
+) -> i32 {
+    // SAFETY: the caller says so.
+    unsafe {
+        boundary(error, || {
+            let target = out(statistics, "statistics")?;
+            let given = read_struct(target, "statistics")?;
+            let found = handle::look_up(prefixes, "prefixes")?.0.report();
+            let PrefixCacheReport { prefixes, pinned, bytes, .. } = found;
+            target.write(etkv_prefix_statistics {
+                struct_size: given.struct_size,
+                n_prefixes: prefixes,
+                n_pinned: pinned,
+                n_bytes: bytes,
+                tokens_asked: found.tokens_asked,
+                tokens_in_memory: found.tokens_in_memory,
+                tokens_in_store: found.tokens_in_store,
+            });
+            Ok(())
+        })
+    }
+}
+
+/// Returns the result of `work` on a prefix cache, a cache and a text.
+///
+/// # Safety
+/// Pointers are NULL or as the header says.
+unsafe fn with_text<T>(
+    prefixes: *const etkv_prefix_cache,
+    cache: *const etkv_cache,
+    options: *const etkv_save_options,
+    work: impl FnOnce(&PrefixCache, &mut dyn Cache, Labels) -> Result<T>,
+) -> Result<T> {
+    let prefixes = handle::look_up(prefixes, "prefixes")?;
+    let cache = handle::look_up(cache, "cache")?;
+    // SAFETY: the caller says so.
+    let text = unsafe { labels_of(options) }?;
+    let mut cache = cache.cache.lock()?;
+    work(&prefixes.0, &mut *cache, text)
+}

@@ -1,0 +1,228 @@
+//! Which prefixes are kept, how recently they were used, and what they take.
+
+use std::collections::HashMap;
+use std::sync::Arc;
+
+use etkv_core::{Piece, Prefix};
+
+use super::PrefixCacheReport;
+use crate::store::index::Group;
+use crate::store::texts::{Entry, Texts};
+
+/// A text that a cache holds.
+#[derive(Clone, Copy)]
+pub struct Texted<'a> {
+    pub group: &'a Group,
+    pub tokens: &'a [i64],
+    /// The least length other than 0 that the cache can be rewound to.
+    pub rewindable_to: usize,
+    pub capacity: usize,
+}
+
+#[derive(Debug)]
+struct Held {
+    prefix: Prefix,
+    group: Group,
+    tokens: Arc<[i64]>,
+    /// When it was used last, in uses.
+    used: u64,
+    pins: usize,
+}
+
+/// The prefixes of a prefix cache.
+///
+/// Calls that remove some return them: dropping one may wait for a backend, so that is for the caller to do
+/// without a lock.
+#[derive(Debug, Default)]
+pub struct Kept {
+    groups: HashMap<Group, Texts<u64>>,
+    held: HashMap<u64, Held>,
+    /// Bytes, and in how many prefixes they are.
+    pieces: HashMap<usize, (u64, usize)>,
+    bytes: u64,
+    /// The uses so far.
+    now: u64,
+    /// The number of the prefix that was added last.
+    last: u64,
+    asked: u64,
+    found: [u64; 2],
+}
+
+impl Kept {
+    /// Returns the prefixes whose texts have most in common with another: how much, their numbers, and handles.
+    pub fn matches(
+        &self,
+        group: &str,
+        tokens: &[i64],
+        capacity: usize,
+        most: usize,
+    ) -> Vec<(usize, u64, Prefix)> {
+        let texts = self.groups.get(group).into_iter();
+        let found = texts.flat_map(|texts| texts.matches(tokens, 1, capacity)).take(most);
+        let of = |(n, entry): (usize, &Entry<u64>)| {
+            let held = self.held.get(&entry.what)?;
+            Some((n, entry.what, held.prefix.clone()))
+        };
+        found.filter_map(of).collect()
+    }
+
+    /// Notes that a prefix is used, if it is still there.
+    pub fn touch(&mut self, number: u64) {
+        self.now += 1;
+        if let Some(held) = self.held.get_mut(&number) {
+            held.used = self.now;
+        }
+    }
+
+    /// Adds to the tokens that were asked for and found, in memory and in the store.
+    pub fn count(&mut self, asked: usize, found: [usize; 2]) {
+        self.asked = self.asked.saturating_add(asked as u64);
+        for (all, n) in self.found.iter_mut().zip(found) {
+            *all = all.saturating_add(n as u64);
+        }
+    }
+
+    /// Returns the prefix that serves all that one of this text would.
+    fn covering(&self, text: Texted) -> Option<u64> {
+        let texts = self.groups.get(text.group)?;
+        let entry = texts.covering(text.tokens, text.rewindable_to, text.capacity)?;
+        Some(entry.what)
+    }
+
+    /// Returns whether a prefix serves all that one of this text would. It counts as used then.
+    pub fn has(
+        &mut self,
+        group: &Group,
+        tokens: &[i64],
+        rewindable_to: usize,
+        capacity: usize,
+    ) -> bool {
+        let found = self.covering(Texted { group, tokens, rewindable_to, capacity });
+        found.inspect(|&number| self.touch(number)).is_some()
+    }
+
+    /// Adds a prefix, and removes those that it makes unneeded and those that were used least recently. Returns
+    /// whether memory has the text then, and what goes.
+    pub fn insert(&mut self, text: Texted, prefix: Prefix, max_bytes: u64) -> (bool, Vec<Prefix>) {
+        // Another thread may have been first.
+        if self.covering(text).is_some() {
+            return (true, vec![prefix]);
+        }
+        let sum =
+            prefix.pieces().iter().fold(0, |sum: u64, piece| sum.saturating_add(piece.bytes()));
+        if sum > max_bytes {
+            return (false, vec![prefix]);
+        }
+        let Texted { group, tokens, rewindable_to, capacity } = text;
+        let mut gone = Vec::new();
+        let texts = self.groups.entry(group.clone()).or_default();
+        let covered: Vec<u64> =
+            texts.covered(tokens, rewindable_to).iter().map(|entry| entry.what).collect();
+        let same = texts.get(tokens).map(|entry| entry.what);
+        // One of the same text gives way. Its pins stay, and so does its number, which they have.
+        let pins = same.and_then(|number| self.held.get(&number)).map_or(0, |held| held.pins);
+        let number = same.unwrap_or(self.last + 1);
+        self.last = self.last.max(number);
+        gone.extend(same.and_then(|number| self.remove(number)));
+        self.now += 1;
+        self.add(prefix.pieces());
+        let tokens: Arc<[i64]> = tokens.into();
+        let entry = Entry { what: number, rewindable_to, capacity };
+        self.groups.entry(group.clone()).or_default().insert(Arc::clone(&tokens), entry);
+        self.held
+            .insert(number, Held { prefix, group: group.clone(), tokens, used: self.now, pins });
+        for number in covered {
+            if self.held.get(&number).is_some_and(|held| held.pins == 0) {
+                gone.extend(self.remove(number));
+            }
+        }
+        gone.extend(self.make_room(max_bytes, Some(number)));
+        (self.held.contains_key(&number), gone)
+    }
+
+    /// Removes prefixes that are not pinned until the others fit. The newest is the last to go.
+    pub fn make_room(&mut self, max_bytes: u64, newest: Option<u64>) -> Vec<Prefix> {
+        let mut gone = Vec::new();
+        while self.bytes > max_bytes || (max_bytes == 0 && !self.held.is_empty()) {
+            let unpinned = self.held.iter().filter(|(_, held)| held.pins == 0);
+            // One whose rows all lie in others too would free nothing: the longest ones go first.
+            let last = |(&number, held): &(&u64, &Held)| {
+                (Some(number) == newest, self.alone(&held.prefix) == 0, held.used)
+            };
+            let Some((&number, _)) = unpinned.min_by_key(last) else { break };
+            gone.extend(self.remove(number));
+        }
+        gone
+    }
+
+    /// Removes the prefix, of those that nothing else holds and no pin, that was used least recently.
+    pub fn take_idle(&mut self) -> Option<Prefix> {
+        let idle = |(_, held): &(&u64, &Held)| held.pins == 0 && held.prefix.is_idle();
+        let found = self.held.iter().filter(idle).min_by_key(|(_, held)| held.used);
+        let number = found.map(|(&number, _)| number)?;
+        self.remove(number)
+    }
+
+    /// Pins the prefix that has this whole text.
+    pub fn pin(&mut self, group: &Group, tokens: &[i64], capacity: usize) -> Option<u64> {
+        let rewindable_to = tokens.len();
+        let number = self.covering(Texted { group, tokens, rewindable_to, capacity })?;
+        self.held.get_mut(&number)?.pins += 1;
+        Some(number)
+    }
+
+    pub fn unpin(&mut self, number: u64) {
+        if let Some(held) = self.held.get_mut(&number) {
+            held.pins = held.pins.saturating_sub(1);
+        }
+    }
+
+    pub fn report(&self) -> PrefixCacheReport {
+        PrefixCacheReport {
+            prefixes: self.held.len(),
+            bytes: self.bytes,
+            pinned: self.held.values().filter(|held| held.pins > 0).count(),
+            tokens_asked: self.asked,
+            tokens_in_memory: self.found[0],
+            tokens_in_store: self.found[1],
+        }
+    }
+
+    fn remove(&mut self, number: u64) -> Option<Prefix> {
+        let Held { prefix, group, tokens, .. } = self.held.remove(&number)?;
+        if let Some(texts) = self.groups.get_mut(&group) {
+            texts.remove(&tokens);
+            if texts.is_empty() {
+                self.groups.remove(&group);
+            }
+        }
+        for piece in prefix.pieces() {
+            if let Some((bytes, prefixes)) = self.pieces.get_mut(&piece.id()) {
+                *prefixes -= 1;
+                if *prefixes == 0 {
+                    self.bytes -= *bytes;
+                    self.pieces.remove(&piece.id());
+                }
+            }
+        }
+        Some(prefix)
+    }
+
+    fn add(&mut self, pieces: &[Piece]) {
+        for piece in pieces {
+            let (_, prefixes) = self.pieces.entry(piece.id()).or_insert_with(|| {
+                self.bytes = self.bytes.saturating_add(piece.bytes());
+                (piece.bytes(), 0)
+            });
+            *prefixes += 1;
+        }
+    }
+
+    /// Returns the bytes that no other prefix here has.
+    fn alone(&self, prefix: &Prefix) -> u64 {
+        let is_alone = |piece: &&Piece| {
+            self.pieces.get(&piece.id()).is_some_and(|(_, prefixes)| *prefixes == 1)
+        };
+        prefix.pieces().iter().filter(is_alone).fold(0, |sum, piece| sum + piece.bytes())
+    }
+}

@@ -1,0 +1,351 @@
+//! Prefixes in memory, by the texts that they hold.
+
+mod kept;
+
+use std::sync::{Arc, Weak};
+
+use etkv_core::error::fail;
+use etkv_core::{Cache, MemoryBudget, Prefix, Reclaim, ReclaimClass, Result, Status};
+use parking_lot::Mutex;
+use tracing::{debug, warn};
+
+use self::kept::{Kept, Texted};
+use crate::store::index::{group_with, Group};
+use crate::store::{check_fingerprint, text_length, MOST_TRIED, TARGET};
+use crate::{Labels, PrefixStore};
+
+/// Beginnings of texts that caches of this process share: what one cache has read of a text is kept as a
+/// [`Prefix`], and an empty cache whose text begins alike attaches to it, without a copy.
+///
+/// A prefix serves caches of the same backend, layers and formats under the same fingerprint, and is used up
+/// to what both texts have in common. Layers with windows can be rewound a little only, so their prefixes
+/// serve texts that go on near their end, in caches of the same capacity and `max_step_tokens`. A kind takes
+/// the prefixes of every other, as [`ShareCache::attach`](etkv_core::ShareCache::attach) says.
+///
+/// Any number of threads may use it. A copy of the handle is the same prefix cache; the prefixes go with the
+/// last one. A cache that is attached keeps its rows.
+#[derive(Debug, Clone)]
+pub struct PrefixCache {
+    inner: Arc<Inner>,
+}
+
+/// What a [`PrefixCache`] may hold, and what lies behind it.
+#[derive(Debug, Clone, Default)]
+pub struct PrefixCacheOptions {
+    /// The most bytes of rows that prefixes keep in memory, or no limit. Those that were used least recently
+    /// go first. Pinned ones stay, also beyond the limit.
+    pub max_bytes: Option<u64>,
+    /// A store that is asked for what memory lacks, and to which everything is written that is kept.
+    pub store: Option<Arc<PrefixStore>>,
+}
+
+/// What a [`PrefixCache`] holds, and what it was asked for.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+#[non_exhaustive]
+pub struct PrefixCacheReport {
+    /// The prefixes in memory.
+    pub prefixes: usize,
+    /// Bytes of their rows. What several have in common counts once.
+    pub bytes: u64,
+    /// Prefixes that are pinned.
+    pub pinned: usize,
+    /// Tokens of the texts that caches were to be attached to.
+    pub tokens_asked: u64,
+    /// Tokens of these that were found in memory.
+    pub tokens_in_memory: u64,
+    /// Tokens of these that were loaded from the store.
+    pub tokens_in_store: u64,
+}
+
+#[derive(Debug)]
+struct Inner {
+    max_bytes: u64,
+    store: Option<Arc<PrefixStore>>,
+    /// No prefix is dropped while this is locked: that may wait for a backend.
+    kept: Mutex<Kept>,
+}
+
+/// Keeps a prefix in memory until this is dropped.
+#[derive(Debug)]
+#[must_use = "the prefix is pinned for as long as this lives"]
+pub struct Pin {
+    inner: Arc<Inner>,
+    number: u64,
+}
+
+impl Drop for Pin {
+    fn drop(&mut self) {
+        let mut kept = self.inner.kept.lock();
+        kept.unpin(self.number);
+        let gone = kept.make_room(self.inner.max_bytes, None);
+        drop(kept);
+        drop(gone);
+    }
+}
+
+impl PrefixCache {
+    /// Returns a prefix cache without prefixes. A memory budget that is full [reclaims](Self::reclaim) from it.
+    pub fn new(options: PrefixCacheOptions) -> Self {
+        let PrefixCacheOptions { max_bytes, store } = options;
+        let max_bytes = max_bytes.unwrap_or(u64::MAX);
+        let inner = Arc::new(Inner { max_bytes, store, kept: Mutex::default() });
+        let reclaimer: Weak<dyn Reclaim> = Arc::<Inner>::downgrade(&inner);
+        MemoryBudget::global().add_reclaimer(ReclaimClass::IdlePrefixes, reclaimer);
+        Self { inner }
+    }
+
+    /// Attaches an empty cache to the longest beginning of a text that is kept. Returns how many of its first
+    /// tokens the cache then holds. The host runs the rest. The model computes logits for what runs only, so
+    /// it passes the text without its last token.
+    ///
+    /// If the store has a longer beginning, the cache loads it, and shares it in memory from then on. A store
+    /// that fails is passed by, with a warning in the log.
+    ///
+    /// # Errors
+    /// - [`InvalidArgument`](Status::InvalidArgument) for an empty fingerprint, and if the cache is not empty.
+    /// - [`Unsupported`](Status::Unsupported) for a kind that shares no memory.
+    /// - [`Step`](Status::Step) while a step is open.
+    /// - [`Backend`](Status::Backend) if the cache is poisoned or memory is lacking.
+    pub fn attach(
+        &self,
+        cache: &mut dyn Cache,
+        fingerprint: &str,
+        tokens: &[i64],
+    ) -> Result<usize> {
+        let group = group_of(fingerprint, cache)?;
+        if cache.length() > 0 {
+            fail!(
+                InvalidArgument,
+                "the cache holds {} positions; clear it before it is attached",
+                cache.length()
+            );
+        }
+        let found = self.inner.kept.lock().matches(&group, tokens, capacity_of(cache), MOST_TRIED);
+        let in_memory = found.first().map_or(0, |(n, ..)| *n);
+        let mut counted = [0, 0];
+        let in_store = self.in_store(cache, fingerprint, tokens, in_memory);
+        let mut n = 0;
+        if in_store > in_memory {
+            n = self.load(cache, fingerprint, tokens)?;
+            counted[1] = n;
+        }
+        if n > 0 {
+            // What the store has lies in memory from now on. A cache that cannot share it has it all the same.
+            if let Err(error) = self.keep_in_memory(cache, &group, &tokens[..n]) {
+                debug!(target: TARGET, %error, "a loaded text is not shared");
+            }
+        } else {
+            n = self.attach_to(cache, found)?;
+            counted[0] = n;
+        }
+        debug!(target: TARGET, tokens = tokens.len(), attached = n, loaded = counted[1], "attached");
+        self.inner.kept.lock().count(tokens.len(), counted);
+        Ok(n)
+    }
+
+    /// Keeps the contents of a cache, which are those of the text `tokens`. The cache goes on from them itself.
+    /// Returns whether memory has the text then. It has not if the text takes more bytes than there may be, or
+    /// the cache was converted by hand. Texts go that this one begins with, if it serves all that they do.
+    ///
+    /// A store gets the text too: **the file has what users wrote**. One that fails is passed by, with a warning
+    /// in the log.
+    ///
+    /// # Errors
+    /// - [`InvalidArgument`](Status::InvalidArgument) for an empty fingerprint, for no tokens, and if the cache
+    ///   does not hold the positions of all tokens, of sequence 0 alone and without candidates.
+    /// - Those of [`ShareCache::freeze`](etkv_core::ShareCache::freeze).
+    ///
+    /// The cache is then as before.
+    pub fn keep(&self, cache: &mut dyn Cache, fingerprint: &str, tokens: &[i64]) -> Result<bool> {
+        let group = group_of(fingerprint, cache)?;
+        let length = text_length(cache)?;
+        if tokens.is_empty() || usize::try_from(length).ok() != Some(tokens.len()) {
+            fail!(
+                InvalidArgument,
+                "the cache holds {length} positions, and the text has {} tokens",
+                tokens.len()
+            );
+        }
+        let kept = match self.keep_in_memory(cache, &group, tokens) {
+            // There is the store at least.
+            Err(error) if error.status() == Status::Unsupported && self.inner.store.is_some() => {
+                debug!(target: TARGET, %error, "a text is in the store alone");
+                false
+            }
+            kept => kept?,
+        };
+        if let Some(store) = &self.inner.store {
+            if let Err(error) = store.save(cache, Labels { fingerprint, tokens }) {
+                warn!(target: TARGET, %error, "the prefix store is passed by");
+            }
+        }
+        Ok(kept)
+    }
+
+    /// Returns how many of the first tokens of a text a cache like this one, if it were empty, could have from
+    /// memory or the store.
+    ///
+    /// # Errors
+    /// - [`InvalidArgument`](Status::InvalidArgument) for an empty fingerprint.
+    /// - [`Unsupported`](Status::Unsupported) for a kind that shares no memory.
+    pub fn n_kept(
+        &self,
+        cache: &mut dyn Cache,
+        fingerprint: &str,
+        tokens: &[i64],
+    ) -> Result<usize> {
+        let group = group_of(fingerprint, cache)?;
+        let found = self.inner.kept.lock().matches(&group, tokens, capacity_of(cache), 1);
+        let in_memory = found.first().map_or(0, |(n, ..)| *n);
+        Ok(in_memory.max(self.in_store(cache, fingerprint, tokens, in_memory)))
+    }
+
+    /// Pins a prefix that holds a whole text, for caches like this one: nothing removes it from memory while
+    /// the pin lives.
+    ///
+    /// # Errors
+    /// - [`InvalidArgument`](Status::InvalidArgument) for an empty fingerprint, and if no prefix has the text.
+    /// - [`Unsupported`](Status::Unsupported) for a kind that shares no memory.
+    pub fn pin(&self, cache: &mut dyn Cache, fingerprint: &str, tokens: &[i64]) -> Result<Pin> {
+        let group = group_of(fingerprint, cache)?;
+        match self.inner.kept.lock().pin(&group, tokens, capacity_of(cache)) {
+            Some(number) => Ok(Pin { inner: Arc::clone(&self.inner), number }),
+            None => fail!(
+                InvalidArgument,
+                "no prefix in memory has this text of {} tokens; keep it first",
+                tokens.len()
+            ),
+        }
+    }
+
+    /// Frees prefixes that are not pinned and that no cache reads, those that were used least recently first,
+    /// until so many bytes are free. Returns the bytes that were freed.
+    ///
+    /// It may wait until no other thread uses a backend. The caller holds no lock that such a thread may want.
+    pub fn reclaim(&self, bytes: u64) -> u64 {
+        self.inner.reclaim(bytes)
+    }
+
+    /// Drops all prefixes that are not pinned. The files of the store stay.
+    pub fn clear(&self) {
+        let gone = self.inner.kept.lock().make_room(0, None);
+        drop(gone);
+    }
+
+    /// Returns what is held, and what was asked for.
+    pub fn report(&self) -> PrefixCacheReport {
+        self.inner.kept.lock().report()
+    }
+
+    /// Returns the store behind it, if there is one.
+    pub fn store(&self) -> Option<&Arc<PrefixStore>> {
+        self.inner.store.as_ref()
+    }
+
+    /// Attaches a cache to the first of these that it fits.
+    fn attach_to(&self, cache: &mut dyn Cache, found: Vec<(usize, u64, Prefix)>) -> Result<usize> {
+        for (n, number, prefix) in found {
+            let length = i32::try_from(n).unwrap_or(i32::MAX);
+            let Some(face) = cache.sharing() else { return Ok(0) };
+            match face.attach(&prefix, length) {
+                Ok(()) => {
+                    self.inner.kept.lock().touch(number);
+                    return Ok(n);
+                }
+                // Such as cells in an order that a contiguous cache cannot have.
+                Err(error) if error.status() == Status::InvalidArgument => {
+                    debug!(target: TARGET, %error, "a prefix does not fit");
+                }
+                Err(error) => return Err(error),
+            }
+        }
+        Ok(0)
+    }
+
+    /// Returns the tokens that the store has, which is asked if it can have more than memory.
+    fn in_store(
+        &self,
+        cache: &dyn Cache,
+        fingerprint: &str,
+        tokens: &[i64],
+        in_memory: usize,
+    ) -> usize {
+        let Some(store) = self.inner.store.as_ref().filter(|_| tokens.len() > in_memory) else {
+            return 0;
+        };
+        store.n_stored(cache, fingerprint, tokens).unwrap_or_else(|error| {
+            warn!(target: TARGET, %error, "the prefix store is passed by");
+            0
+        })
+    }
+
+    /// Loads what the store has. The cache is empty if that is nothing.
+    fn load(&self, cache: &mut dyn Cache, fingerprint: &str, tokens: &[i64]) -> Result<usize> {
+        let Some(store) = &self.inner.store else { return Ok(0) };
+        match store.load(cache, fingerprint, tokens) {
+            Ok(n) => Ok(n),
+            Err(error) if matches!(error.status(), Status::File | Status::Unsupported) => {
+                warn!(target: TARGET, %error, "the prefix store is passed by");
+                Ok(0)
+            }
+            Err(error) => Err(error),
+        }
+    }
+
+    /// Freezes a cache that holds a text, unless memory has it already.
+    fn keep_in_memory(&self, cache: &mut dyn Cache, group: &Group, tokens: &[i64]) -> Result<bool> {
+        let length = cache.length();
+        if cache.formats() != cache.config().formats_at(length) {
+            return Ok(false);
+        }
+        // A text that is still shorter than where rows are converted has other formats.
+        let converted_at = cache.config().quantized_kv_start.filter(|&start| start <= length);
+        let rewindable_to = cache.rewindable_to()?.max(converted_at.unwrap_or_default());
+        let least = usize::try_from(rewindable_to).unwrap_or_default();
+        let capacity = capacity_of(cache);
+        if self.inner.kept.lock().has(group, tokens, least, capacity) {
+            return Ok(true);
+        }
+        let memory = cache.memory();
+        if memory.used.saturating_add(memory.shared) > self.inner.max_bytes {
+            return Ok(false);
+        }
+        let Some(face) = cache.sharing() else { return Ok(false) };
+        let prefix = face.freeze()?;
+        let texted = Texted { group, tokens, rewindable_to: least, capacity };
+        let max_bytes = self.inner.max_bytes;
+        let (is_kept, gone) = self.inner.kept.lock().insert(texted, prefix, max_bytes);
+        drop(gone);
+        Ok(is_kept)
+    }
+}
+
+impl Reclaim for Inner {
+    fn reclaim(&self, bytes: u64) -> u64 {
+        let mut freed: u64 = 0;
+        while freed < bytes {
+            let idle = self.kept.lock().take_idle();
+            let Some(prefix) = idle else { break };
+            let pieces = prefix.pieces().to_vec();
+            drop(prefix);
+            for piece in pieces.iter().filter(|piece| piece.is_freed()) {
+                freed = freed.saturating_add(piece.bytes());
+            }
+        }
+        freed
+    }
+}
+
+/// Returns the group of a cache's texts. Kinds share what they hold, backends do not.
+fn group_of(fingerprint: &str, cache: &mut dyn Cache) -> Result<Group> {
+    check_fingerprint(fingerprint)?;
+    let backend = match cache.sharing() {
+        Some(face) => face.backend(),
+        None => fail!(Unsupported, "caches of kind `{}` share no memory", cache.kind()),
+    };
+    group_with(fingerprint, backend, cache)
+}
+
+fn capacity_of(cache: &dyn Cache) -> usize {
+    usize::try_from(cache.capacity()).unwrap_or_default()
+}

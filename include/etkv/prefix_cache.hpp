@@ -1,0 +1,143 @@
+// Prefixes in memory, by the texts that they hold, for C++17. See prefix_cache.h,
+// and docs/prefixes.md.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+
+#include "etkv/cache.hpp"
+#include "etkv/detail.hpp"
+#include "etkv/error.h"
+#include "etkv/prefix_cache.h"
+#include "etkv/prefix_store.hpp"
+#include "etkv/result.hpp"
+#include "etkv/saving.hpp"
+
+namespace etkv {
+
+/// Keeps a prefix in memory for as long as it lives; see etkv_prefix_pin.
+class PrefixPin {
+ public:
+  /// Owns a handle.
+  explicit PrefixPin(etkv_prefix_pin* handle) : handle_(handle) {}
+
+ private:
+  detail::Handle<etkv_prefix_pin, etkv_prefix_pin_free> handle_;
+};
+
+/// What a prefix cache holds, and what it was asked for; see
+/// etkv_prefix_statistics.
+struct PrefixStatistics {
+  size_t prefixes = 0;           ///< prefixes in memory
+  size_t pinned = 0;             ///< those of them that are pinned
+  uint64_t bytes = 0;            ///< of their rows, each once
+  uint64_t tokens_asked = 0;     ///< of the texts that caches were to have
+  uint64_t tokens_in_memory = 0; ///< of these, found in memory
+  uint64_t tokens_in_store = 0;  ///< of these, loaded from the store
+};
+
+/// Prefixes that caches share; see etkv_prefix_cache.
+class PrefixCache {
+ public:
+  /// Makes a prefix cache of up to `max_bytes`, or without a limit for 0. It
+  /// keeps `store` for itself; nullptr for none.
+  static Result<PrefixCache> make(
+      uint64_t max_bytes = 0,
+      const PrefixStore* store = nullptr) {
+    etkv_prefix_cache_options options{};
+    options.struct_size = sizeof(options);
+    options.max_bytes = max_bytes;
+    options.store = store == nullptr ? nullptr : store->raw();
+    auto made = detail::ask<etkv_prefix_cache*>(
+        [&](etkv_prefix_cache** prefixes, etkv_error** error) {
+          return etkv_prefix_cache_new(&options, prefixes, error);
+        });
+    if (!made.ok()) {
+      return made.error();
+    }
+    return PrefixCache(*made);
+  }
+
+  /// Attaches an empty cache to the longest beginning of `text.tokens` that is
+  /// kept. Returns its length; see etkv_prefix_cache_attach.
+  Result<size_t> attach(Cache& cache, const SaveOptions& text) {
+    const auto raw = detail::raw_of(text);
+    return detail::ask<size_t>([&](size_t* n, etkv_error** error) {
+      return etkv_prefix_cache_attach(
+          handle_.get(), cache.raw(), &raw, n, error);
+    });
+  }
+
+  /// Returns how many tokens attach() would find; see etkv_prefix_cache_find.
+  Result<size_t> find(const Cache& cache, const SaveOptions& text) const {
+    const auto raw = detail::raw_of(text);
+    return detail::ask<size_t>([&](size_t* n, etkv_error** error) {
+      return etkv_prefix_cache_find(handle_.get(), cache.raw(), &raw, n, error);
+    });
+  }
+
+  /// Keeps the contents of a cache, whose text is `text.tokens`. Returns whether
+  /// memory has the text then; see etkv_prefix_cache_keep.
+  Result<bool> keep(Cache& cache, const SaveOptions& text) {
+    const auto raw = detail::raw_of(text);
+    return detail::ask<bool>([&](bool* kept, etkv_error** error) {
+      return etkv_prefix_cache_keep(
+          handle_.get(), cache.raw(), &raw, kept, error);
+    });
+  }
+
+  /// Pins a prefix that holds a whole text; see etkv_prefix_cache_pin.
+  Result<PrefixPin> pin(const Cache& cache, const SaveOptions& text) {
+    const auto raw = detail::raw_of(text);
+    auto made = detail::ask<etkv_prefix_pin*>(
+        [&](etkv_prefix_pin** pin, etkv_error** error) {
+          return etkv_prefix_cache_pin(
+              handle_.get(), cache.raw(), &raw, pin, error);
+        });
+    if (!made.ok()) {
+      return made.error();
+    }
+    return PrefixPin(*made);
+  }
+
+  /// Frees prefixes that nothing uses, until `bytes` are free. Returns the bytes
+  /// that were freed; see etkv_prefix_cache_reclaim.
+  Result<uint64_t> reclaim(uint64_t bytes) {
+    return detail::ask<uint64_t>([&](uint64_t* freed, etkv_error** error) {
+      return etkv_prefix_cache_reclaim(handle_.get(), bytes, freed, error);
+    });
+  }
+
+  /// Drops all prefixes that are not pinned.
+  Result<void> clear() {
+    return detail::run([&](etkv_error** error) {
+      return etkv_prefix_cache_clear(handle_.get(), error);
+    });
+  }
+
+  /// Returns what it holds, and what it was asked for.
+  Result<PrefixStatistics> statistics() const {
+    etkv_prefix_statistics raw{};
+    raw.struct_size = sizeof(raw);
+    if (auto read = detail::run([&](etkv_error** error) {
+          return etkv_prefix_cache_read(handle_.get(), &raw, error);
+        });
+        !read.ok()) {
+      return read.error();
+    }
+    return PrefixStatistics{
+        raw.n_prefixes,
+        raw.n_pinned,
+        raw.n_bytes,
+        raw.tokens_asked,
+        raw.tokens_in_memory,
+        raw.tokens_in_store};
+  }
+
+ private:
+  explicit PrefixCache(etkv_prefix_cache* handle) : handle_(handle) {}
+
+  detail::Handle<etkv_prefix_cache, etkv_prefix_cache_free> handle_;
+};
+
+} // namespace etkv

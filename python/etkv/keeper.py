@@ -1,0 +1,61 @@
+"""What a program's cache has read, kept for later texts: in memory or in files. What fails is passed by."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+from collections.abc import Iterator, Sequence
+
+from etkv.cache import Cache
+from etkv.cache import fingerprint as fingerprint_of
+from etkv.errors import EtkvError
+from etkv.graph_cache import GraphCache
+from etkv.prefix_cache import PrefixCache
+from etkv.prefix_store import PrefixStore
+from etkv.runtime import Program
+
+_log = logging.getLogger("etkv.chat")
+
+
+class Keeper:
+    """A prefix cache or store, with the cache of a program and the name of its model."""
+
+    def __init__(self, program: Program, kept: PrefixCache | PrefixStore, fingerprint: str | None) -> None:
+        """``fingerprint`` None is that of the program. Raises :class:`EtkvError` for a cache in the graph."""
+        if isinstance(kept, PrefixCache):
+            self._name, self._load, self._save = "prefix_cache", kept.attach, kept.keep
+        else:
+            self._name, self._load, self._save = "prefix_store", kept.load, kept.save
+        self._find = kept.find
+        if program.cache is None or isinstance(program.cache, GraphCache):
+            raise EtkvError(f"a {self._name} needs a program with a DecodeSession, this one has its cache in its graph")
+        self.cache: Cache = program.cache
+        self.has_windows = isinstance(kept, PrefixCache) and any(layer.window for layer in program.cache.config.layers)
+        """Whether texts can be gone on from near their ends alone, so that more of them are worth keeping."""
+        self._fingerprint = fingerprint_of(program.path) if fingerprint is None else fingerprint
+
+    def find(self, text: Sequence[int]) -> int:
+        """Return how many of the first tokens of ``text`` are kept."""
+        with self._warning():
+            return self._find(self.cache, text, fingerprint=self._fingerprint)
+        return 0
+
+    def attach(self, text: Sequence[int]) -> int:
+        """Make the cache, which is empty, hold what is kept of ``text``. Return how many tokens that is."""
+        with self._warning():
+            return self._load(self.cache, text, fingerprint=self._fingerprint)
+        return 0
+
+    def keep(self, text: Sequence[int]) -> None:
+        """Keep what the cache holds, which is ``text``."""
+        if text:
+            with self._warning():
+                self._save(self.cache, text, fingerprint=self._fingerprint)
+
+    @contextlib.contextmanager
+    def _warning(self) -> Iterator[None]:
+        """Log an error of the block, and go on."""
+        try:
+            yield
+        except EtkvError as error:
+            _log.warning("the %s is passed by: %s", self._name.replace("_", " "), error)

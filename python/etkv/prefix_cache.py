@@ -1,0 +1,136 @@
+"""Prefixes in memory, by the texts that they hold: what one cache has read, another does not read again."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from types import TracebackType
+from typing import Any, NamedTuple
+
+from etkv._capi import ask, call, ffi, lib, struct
+from etkv.cache import Cache
+from etkv.errors import EtkvError
+from etkv.prefix_store import PrefixStore, text_options
+
+
+class PrefixStatistics(NamedTuple):
+    """What a prefix cache holds, and what it was asked for."""
+
+    prefixes: int
+    """Prefixes in memory."""
+    pinned: int
+    """Those of them that are pinned."""
+    bytes: int
+    """Bytes of their rows. What several have in common counts once."""
+    tokens_asked: int
+    """Tokens of the texts that caches were to be attached to."""
+    tokens_in_memory: int
+    """Tokens of these that were found in memory."""
+    tokens_in_store: int
+    """Tokens of these that were loaded from the store."""
+
+
+class PrefixPin:
+    """Keeps a prefix in memory until it is closed. A context manager."""
+
+    def __init__(self, raw: Any) -> None:
+        self._pin = ffi.gc(raw, lib().etkv_prefix_pin_free)
+
+    def close(self) -> None:
+        """Unpin the prefix. Closing twice does nothing."""
+        ffi.release(self._pin)
+
+    def __enter__(self) -> PrefixPin:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+class PrefixCache:
+    """Prefixes by the model's fingerprint, the layers and formats of the cache, and the token ids of the text.
+
+    Any number of threads may use one. ``fingerprint`` is :func:`etkv.fingerprint` of the program, or another name of
+    the model.
+    """
+
+    def __init__(self, max_bytes: int | None = None, *, store: PrefixStore | None = None) -> None:
+        """Make a prefix cache without prefixes.
+
+        Rows of prefixes take ``max_bytes`` at most, or without a limit for None: those that were used least recently go
+        first, but none that is pinned. A ``store`` is asked for what memory lacks, and gets everything that is kept:
+        its files have what users wrote.
+        """
+        if max_bytes is not None and not 0 < max_bytes < 2**64:
+            raise EtkvError(f"max_bytes is {max_bytes}, expected 1 to {2**64 - 1}, or None for no limit")
+        behind = ffi.NULL if store is None else store._store
+        options = struct("etkv_prefix_cache_options", max_bytes=max_bytes or 0, store=behind)
+        made = ask("etkv_prefix_cache_new", "etkv_prefix_cache*", options)
+        self._prefixes = ffi.gc(made, lib().etkv_prefix_cache_free)
+        self.store = store
+
+    def attach(self, cache: Cache, tokens: Sequence[int], *, fingerprint: str) -> int:
+        """Attach an empty cache to the longest beginning of ``tokens`` that is kept, and return its length.
+
+        The program runs the rest, at least one token, whose logits it needs: so pass the text without its last token.
+        A store that fails is passed by, with a warning in the log.
+
+        Raises :class:`~etkv.EtkvError` if the cache is not empty.
+        """
+        options, _keep = text_options(tokens, fingerprint)
+        return ask("etkv_prefix_cache_attach", "size_t", self._prefixes, cache._raw(), options)
+
+    def find(self, cache: Cache, tokens: Sequence[int], *, fingerprint: str) -> int:
+        """Return how many tokens :meth:`attach` would find for a cache like this one, which may hold something."""
+        options, _keep = text_options(tokens, fingerprint)
+        return ask("etkv_prefix_cache_find", "size_t", self._prefixes, cache._raw(), options)
+
+    def keep(self, cache: Cache, tokens: Sequence[int], *, fingerprint: str) -> bool:
+        """Keep the contents of a cache, whose text is ``tokens``. Return whether memory has the text then.
+
+        It has not if the text takes more bytes than there may be, or the cache was converted by hand. The cache goes on
+        from what is kept itself. Prefixes go whose texts this one begins with, if it serves all that they do.
+
+        Raises :class:`~etkv.EtkvError` if the cache does not hold the positions of all tokens, of sequence 0 alone and
+        without candidates, and what :meth:`Cache.freeze` raises.
+        """
+        options, _keep = text_options(tokens, fingerprint)
+        return ask("etkv_prefix_cache_keep", "bool", self._prefixes, cache._raw(), options)
+
+    def pin(self, cache: Cache, tokens: Sequence[int], *, fingerprint: str) -> PrefixPin:
+        """Pin a prefix that holds all of ``tokens``, for caches like this one: nothing removes it from memory.
+
+        Raises :class:`~etkv.EtkvError` if no prefix has the text.
+        """
+        options, _keep = text_options(tokens, fingerprint)
+        return PrefixPin(ask("etkv_prefix_cache_pin", "etkv_prefix_pin*", self._prefixes, cache._raw(), options))
+
+    def reclaim(self, n_bytes: int) -> int:
+        """Free prefixes that are not pinned and that no cache reads, those that were used least recently first, until
+        ``n_bytes`` are free. Return the bytes that were freed.
+        """
+        if not 0 <= n_bytes < 2**64:
+            raise EtkvError(f"n_bytes is {n_bytes}, expected 0 to {2**64 - 1}")
+        return ask("etkv_prefix_cache_reclaim", "uint64_t", self._prefixes, n_bytes)
+
+    def clear(self) -> None:
+        """Drop all prefixes that are not pinned. The files of the store stay."""
+        call("etkv_prefix_cache_clear", self._prefixes)
+
+    def statistics(self) -> PrefixStatistics:
+        """Return what is held, and what was asked for."""
+        found = struct("etkv_prefix_statistics")
+        call("etkv_prefix_cache_read", self._prefixes, found)
+        return PrefixStatistics(
+            found.n_prefixes,
+            found.n_pinned,
+            found.n_bytes,
+            found.tokens_asked,
+            found.tokens_in_memory,
+            found.tokens_in_store,
+        )
+
+    def __repr__(self) -> str:
+        found = self.statistics()
+        return f"<PrefixCache: {found.prefixes} prefixes, {found.bytes} bytes>"

@@ -1,0 +1,183 @@
+"""Prefix caches, from Python: what one session has read, others do not read again, and neither does the next turn."""
+
+from __future__ import annotations
+
+import logging
+
+import pytest
+
+import etkv
+from reference import Program
+from runners import with_longer_context
+
+SYSTEM = "Call a tool, or say that you do not know."
+MODELS = ["llama", "windows"]
+TURNS = 20
+
+
+@pytest.fixture(scope="module")
+def llama() -> Program:
+    return with_longer_context("tiny-llama", backend="cpu")
+
+
+@pytest.fixture(scope="module")
+def windows() -> Program:
+    return with_longer_context("tiny-mistral-window", backend="cpu")
+
+
+def session(program: Program, **options: object) -> etkv.DecodeSession:
+    facts = etkv.read_kv_cache_metadata(program.path)
+    return etkv.DecodeSession(etkv.CacheConfig(facts.layers, 2048, **options), backend=facts.backend)
+
+
+def shared(a: list[int], b: list[int]) -> int:
+    return next((at for at, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))
+
+
+def test_a_prefix_is_shared(llama):
+    ids = [5 + i * 7 % 50 for i in range(60)]
+    with session(llama) as first, etkv.load(llama.path, first) as program:
+        with pytest.raises(etkv.EtkvError, match="the cache is empty"):
+            first.freeze()
+        program.forward(ids, list(range(60)))
+        prefix = first.freeze()
+        assert (prefix.length, prefix.rewindable_to) == (60, 1)
+        assert prefix.nbytes == first.memory().shared > 0
+        assert first.report()["memory"]["shared"] == prefix.nbytes
+        first.rewind(45)
+        expected = program.forward([9, 8], [45, 46])
+    # The rows outlive the session that read them.
+    with session(llama) as cache, etkv.load(llama.path, cache) as program:
+        for length in (0, 61):
+            with pytest.raises(etkv.EtkvError, match="it has 60, and the least is 1"):
+                cache.attach(prefix, length)
+        cache.attach(prefix, 45)
+        assert cache.length == 45
+        assert cache.memory().shared >= prefix.nbytes * 45 // 60
+        assert (program.forward([9, 8], [45, 46]) == expected).all()
+        with pytest.raises(etkv.EtkvError, match="holds 47 positions; clear it"):
+            cache.attach(prefix)
+    with (
+        session(llama, k_format="f16", v_format="f16") as other,
+        pytest.raises(etkv.EtkvError, match="this one stores"),
+    ):
+        other.attach(prefix)
+    assert repr(prefix) == f"<Prefix: 60 positions, {prefix.nbytes} bytes>"
+
+
+def test_what_is_kept(llama, tmp_path):
+    model = etkv.fingerprint(llama.path)
+    store = etkv.PrefixStore(tmp_path, 64 << 20)
+    prefixes = etkv.PrefixCache(store=store)
+    ids = [5 + i * 7 % 50 for i in range(60)]
+    with session(llama) as cache, etkv.load(llama.path, cache) as program:
+        assert prefixes.attach(cache, ids, fingerprint=model) == 0
+        program.forward(ids, list(range(60)))
+        assert prefixes.keep(cache, ids, fingerprint=model)
+        with pytest.raises(etkv.EtkvError, match=r"holds 60 positions, and the text has 59"):
+            prefixes.keep(cache, ids[:-1], fingerprint=model)
+        with pytest.raises(etkv.EtkvError, match="holds 60 positions; clear it"):
+            prefixes.attach(cache, ids, fingerprint=model)
+    with session(llama) as cache:
+        assert prefixes.find(cache, ids[:50], fingerprint=model) == 50
+        assert prefixes.find(cache, ids[:50], fingerprint="another") == 0
+        with pytest.raises(etkv.EtkvError, match="no prefix in memory has this text of 61 tokens"):
+            prefixes.pin(cache, [*ids, 1], fingerprint=model)
+        with prefixes.pin(cache, ids[:40], fingerprint=model):
+            assert prefixes.reclaim(1) == 0
+            prefixes.clear()
+            assert prefixes.statistics().pinned == 1
+        held = prefixes.statistics()
+        assert held.prefixes == 1
+        assert held.bytes > 0
+        assert prefixes.reclaim(1) == held.bytes
+        # Gone from memory, and loaded from the store.
+        assert prefixes.attach(cache, ids[:50], fingerprint=model) == 50 == cache.length
+    found = prefixes.statistics()
+    assert (found.tokens_asked, found.tokens_in_memory, found.tokens_in_store) == (110, 0, 50)
+    assert repr(prefixes) == f"<PrefixCache: 1 prefixes, {found.bytes} bytes>"
+    for bad in (0, -1, 2**64):
+        with pytest.raises(etkv.EtkvError, match=f"max_bytes is {bad}, expected 1 to"):
+            etkv.PrefixCache(bad)
+
+
+@pytest.mark.parametrize("alone", [True, False], ids=["a session a request", "one session"])
+@pytest.mark.parametrize("name", MODELS)
+def test_a_conversation_with_tools_is_not_read_again(name, alone, request):
+    """Of 20 requests that are whole conversations, at most 1 % of the tokens that ran before run again."""
+    made = request.getfixturevalue(name)
+    tokenizer = etkv.Tokenizer.from_pretrained(made.path)
+    prefixes = etkv.PrefixCache()
+    messages = [{"role": "system", "content": SYSTEM}, {"role": "user", "content": "What is the height of the water?"}]
+    before: list[int] = []
+    old = again = 0
+    options = {"max_tokens": 12, "prefix_cache": prefixes, "fingerprint": "a model", "eos_token_ids": []}
+
+    def respond(program: etkv.Program, ids: list[int]) -> tuple[str, list[int], int]:
+        """Return the answer, its token ids, and how many tokens of the request did not run."""
+        responses = list(etkv.stream_generate(program, tokenizer, ids, **options))
+        assert responses[-1].prompt_tokens == len(ids)
+        tokens = [response.token for response in responses if response.token is not None]
+        return "".join(response.text for response in responses), tokens, responses[-1].cached_tokens
+
+    held = session(made)
+    with held, etkv.load(made.path, held, logits="last") as shared_program:
+        for turn in range(TURNS):
+            ids = tokenizer.apply_chat_template(messages, add_generation_prompt=True)
+            if alone:
+                with session(made) as cache, etkv.load(made.path, cache, logits="last") as program:
+                    text, tokens, cached = respond(program, ids)
+            else:
+                text, tokens, cached = respond(shared_program, ids)
+            known = shared(before, ids)
+            old, again = old + known, again + max(0, known - cached)
+            before = [*ids, *tokens]
+            messages.append({"role": "assistant", "content": text})
+            messages.append({"role": "tool", "content": f"the gauge says {turn * 17 % 40} inches"})
+    assert old > 10_000
+    assert again <= old / 100, f"{again} of {old} tokens were read again"
+    found = prefixes.statistics()
+    assert found.tokens_in_memory >= old * 0.99
+    print(f"{name}: {again} of {old} tokens were read again; {found}")
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_the_answers_are_those_without(name, request):
+    made = request.getfixturevalue(name)
+    tokenizer = etkv.Tokenizer.from_pretrained(made.path)
+    prefixes = etkv.PrefixCache()
+    said = ["What is a cache?", "And where is it?", "Say that again."]
+
+    def chat(prefix_cache: etkv.PrefixCache | None, **options: float) -> tuple[list[list[int]], list[int]]:
+        ids, ran = [], []
+        with session(made) as cache, etkv.load(made.path, cache, logits="last") as program:
+            talk = etkv.Chat(program, tokenizer, system=SYSTEM * 3, prefix_cache=prefix_cache, fingerprint="a model")
+            for text in said:
+                "".join(talk.send_message(text, max_tokens=12, **options))
+                talk.messages.append({"role": "tool", "content": "12 inches"})
+                ids.append(talk.generation.token_ids)
+                ran.append(talk.generation.prompt_tokens)
+            return ids, ran
+
+    expected, plain = chat(None)
+    first, ran = chat(prefixes)
+    assert first == expected
+    # A model with windows reads its whole text again without, where the answer is other tokens in the next prompt.
+    assert sum(ran) <= sum(plain)
+    assert ran[-1] < 120
+    again, ran = chat(prefixes)
+    assert again == expected
+    assert ran[0] <= 1 + (name == "windows")
+    assert chat(prefixes, repetition_penalty=1.3)[0] == chat(None, repetition_penalty=1.3)[0]
+
+
+def test_what_fails_is_passed_by(llama, caplog):
+    tokenizer = etkv.Tokenizer.from_pretrained(llama.path)
+    prefixes = etkv.PrefixCache()
+    with session(llama) as cache, etkv.load(llama.path, cache, logits="last") as program:
+        with pytest.raises(etkv.EtkvError, match="a prefix_store or a prefix_cache"):
+            etkv.Chat(program, tokenizer, prefix_store=object(), prefix_cache=prefixes)  # type: ignore[arg-type]
+        with caplog.at_level(logging.WARNING, "etkv.chat"):
+            text = etkv.generate(program, tokenizer, "abc", max_tokens=3, prefix_cache=prefixes, fingerprint="")
+        assert len(text) > 0
+        assert "the prefix cache is passed by: the fingerprint is empty" in caplog.text

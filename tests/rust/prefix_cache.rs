@@ -1,0 +1,414 @@
+//! Prefix caches: a cache that is attached holds what reading makes, whatever else was kept, pinned, reclaimed
+//! or dropped, by several threads.
+//!
+//! `ETKV_RUNS=N` generates N times as many operations.
+
+use std::sync::Arc;
+
+use etkv_core::Status;
+use etkv_file::{PrefixCache, PrefixCacheOptions, PrefixStore};
+use etkv_tests::backend::Backend;
+use etkv_tests::on_cpu::OnCpu;
+use etkv_tests::texts::{answer, read, shared, some_text, TextShape, CONVERTED_AT};
+use etkv_tests::vec_store::OnVec;
+use etkv_tests::{for_seeds, runs, Rng};
+use tempfile::TempDir;
+
+const MODEL: &str = "a model";
+
+fn limited(max_bytes: Option<u64>) -> PrefixCache {
+    PrefixCache::new(PrefixCacheOptions { max_bytes, ..Default::default() })
+}
+
+fn unlimited() -> PrefixCache {
+    limited(None)
+}
+
+/// Reads a text behind what is kept of it, and keeps it. The cache goes on as one that read it all.
+fn keep<B: Backend>(prefixes: &PrefixCache, shape: TextShape, text: &[i64]) -> bool {
+    let mut cache = shape.make::<B>();
+    prefixes.attach(&mut *cache, MODEL, text).unwrap();
+    read::<B>(&mut cache, text);
+    let kept = prefixes.keep(&mut *cache, MODEL, text).unwrap();
+    let mut fresh = shape.make::<B>();
+    read::<B>(&mut fresh, text);
+    assert_eq!(answer::<B>(&mut cache, text), answer::<B>(&mut fresh, text), "{text:?}");
+    kept
+}
+
+/// Attaches a cache, and checks that it holds what reading makes. Returns its length.
+fn attach<B: Backend>(prefixes: &PrefixCache, shape: TextShape, text: &[i64]) -> usize {
+    let mut cache = shape.make::<B>();
+    let n = prefixes.attach(&mut *cache, MODEL, text).unwrap();
+    assert_eq!(cache.next_position(), Ok(n as i32));
+    assert_eq!(cache.formats(), cache.config().formats_at(n as i32));
+    let mut fresh = shape.make::<B>();
+    read::<B>(&mut fresh, &text[..n]);
+    let expected = answer::<B>(&mut fresh, &text[..n]);
+    assert_eq!(answer::<B>(&mut cache, &text[..n]), expected, "{n} of {text:?}");
+    n
+}
+
+/// Returns how much of a text one that was kept serves where no layer has a window.
+fn served(shape: TextShape, kept: &[i64], text: &[i64]) -> usize {
+    let n = shared(kept, text);
+    let converted = shape.format == 2 && kept.len() >= CONVERTED_AT;
+    if converted && n < CONVERTED_AT {
+        0
+    } else {
+        n
+    }
+}
+
+fn longest_is_found<B: Backend>() {
+    for_seeds(72, |seed| {
+        let shape = TextShape::of(seed);
+        let rng = &mut Rng::new(seed);
+        let prefixes = unlimited();
+        let mut kept: Vec<Vec<i64>> = Vec::new();
+        let mut pins = Vec::new();
+        let mut asked = [0, 0];
+        for _ in 0..30 {
+            let text = some_text(rng);
+            let of_kind = TextShape { kind: rng.below(3), ..shape };
+            let longest = kept.iter().map(|old| served(shape, old, &text)).max().unwrap_or(0);
+            let whole = kept.iter().filter(|old| text.starts_with(old)).map(Vec::len).max();
+            let least = if shape.windowed { whole.unwrap_or(0) } else { longest };
+            match rng.below(5) {
+                0 | 1 => {
+                    assert!(keep::<B>(&prefixes, of_kind, &text));
+                    asked[0] += text.len() as u64;
+                    asked[1] += prefixes.report().tokens_in_memory - asked[1];
+                    kept.push(text);
+                }
+                2 => {
+                    let mut cache = of_kind.make::<B>();
+                    let pin = prefixes.pin(&mut *cache, MODEL, &text);
+                    let has = kept.iter().any(|old| old.starts_with(&text));
+                    assert!(pin.is_err() || has);
+                    assert!(pin.is_ok() || kept.iter().all(|old| *old != text));
+                    pins.extend(pin);
+                }
+                _ => {
+                    let mut cache = of_kind.make::<B>();
+                    let there = prefixes.n_kept(&mut *cache, MODEL, &text).unwrap();
+                    let found = attach::<B>(&prefixes, of_kind, &text);
+                    assert!((least..=longest).contains(&found), "{found} of {least}..={longest}");
+                    assert_eq!(found, there);
+                    asked[0] += text.len() as u64;
+                    asked[1] += found as u64;
+                }
+            }
+            let report = prefixes.report();
+            assert_eq!([report.tokens_asked, report.tokens_in_memory], asked);
+            assert!(report.prefixes <= kept.len() && (report.bytes == 0) == kept.is_empty());
+        }
+        drop(pins);
+        let held = prefixes.report();
+        assert_eq!(held.pinned, 0);
+        assert_eq!(prefixes.reclaim(u64::MAX), held.bytes);
+        assert_eq!((prefixes.report().prefixes, prefixes.report().bytes), (0, 0));
+    });
+}
+
+fn limits_and_pins<B: Backend>() {
+    for_seeds(36, |seed| {
+        let shape = TextShape::of(seed);
+        let rng = &mut Rng::new(seed);
+        let one = {
+            let prefixes = unlimited();
+            keep::<B>(&prefixes, shape, &(0..90).collect::<Vec<_>>());
+            prefixes.report().bytes
+        };
+        // A backend that copies has up to four pieces of a text.
+        let max_bytes = one * 6;
+        let prefixes = limited(Some(max_bytes));
+        let mut pinned: Vec<(Vec<i64>, etkv_file::Pin)> = Vec::new();
+        for _ in 0..40 {
+            let text = some_text(rng);
+            match rng.below(6) {
+                0..=2 => {
+                    let kept = keep::<B>(&prefixes, shape, &text);
+                    assert!(kept || !pinned.is_empty());
+                    // What was kept last stays for now.
+                    assert!(!kept || attach::<B>(&prefixes, shape, &text) == text.len());
+                }
+                3 if pinned.len() < 2 => {
+                    let mut cache = shape.make::<B>();
+                    if let Ok(pin) = prefixes.pin(&mut *cache, MODEL, &text) {
+                        pinned.push((text, pin));
+                    }
+                }
+                4 if !pinned.is_empty() => drop(pinned.remove(0)),
+                _ => {
+                    prefixes.reclaim(rng.below(2 * one as usize) as u64);
+                }
+            }
+            assert!(prefixes.report().bytes <= max_bytes);
+            assert!(prefixes.report().pinned <= pinned.len());
+            for (text, _) in &pinned {
+                assert_eq!(attach::<B>(&prefixes, shape, text), text.len());
+            }
+        }
+        prefixes.clear();
+        assert_eq!(prefixes.report().pinned, prefixes.report().prefixes);
+        drop(pinned);
+        prefixes.clear();
+        assert_eq!(prefixes.report().bytes, 0);
+    });
+}
+
+fn the_oldest_goes_first<B: Backend>() {
+    let shape = TextShape { kind: 0, windowed: false, format: 0 };
+    let text = |first: i64| -> Vec<i64> { (first..first + 40).collect() };
+    let one = {
+        let prefixes = unlimited();
+        keep::<B>(&prefixes, shape, &text(0));
+        prefixes.report().bytes
+    };
+    let prefixes = limited(Some(3 * one));
+    for first in [0, 100, 200] {
+        assert!(keep::<B>(&prefixes, shape, &text(first)));
+    }
+    assert_eq!(attach::<B>(&prefixes, shape, &text(0)), 40);
+    assert!(keep::<B>(&prefixes, shape, &text(300)));
+    assert_eq!(prefixes.report().bytes, 3 * one);
+    for (first, n) in [(0, 40), (100, 0), (200, 40), (300, 40)] {
+        assert_eq!(attach::<B>(&prefixes, shape, &text(first)), n, "{first}");
+    }
+    // One that is larger than all may be takes nothing's place.
+    let long: Vec<i64> = (1000..1180).collect();
+    assert!(!keep::<B>(&prefixes, shape, &long));
+    assert_eq!(prefixes.report().prefixes, 3);
+    // A cache that reads one keeps its rows, and it is not idle.
+    let mut reader = shape.make::<B>();
+    assert_eq!(prefixes.attach(&mut *reader, MODEL, &text(0)), Ok(40));
+    assert_eq!(prefixes.reclaim(u64::MAX), 2 * one);
+    assert_eq!(prefixes.report().prefixes, 1);
+    prefixes.clear();
+    let mut fresh = shape.make::<B>();
+    read::<B>(&mut fresh, &text(0));
+    assert_eq!(answer::<B>(&mut reader, &text(0)), answer::<B>(&mut fresh, &text(0)));
+}
+
+/// Beginnings of one text lie in the same memory, and the longest takes the place of the others.
+fn a_text_takes_the_place_of_its_beginnings<B: Backend>() {
+    let text: Vec<i64> = (0..160).collect();
+    let shape = TextShape { kind: 0, windowed: false, format: 0 };
+    let prefixes = unlimited();
+    let mut cache = shape.make::<B>();
+    for n in (20..=160).step_by(20) {
+        read::<B>(&mut cache, &text[..n]);
+        assert_eq!(prefixes.keep(&mut *cache, MODEL, &text[..n]), Ok(true));
+        assert_eq!(prefixes.report().prefixes, 1);
+        assert_eq!(prefixes.keep(&mut *cache, MODEL, &text[..n]), Ok(true));
+    }
+    for kind in 0..3 {
+        assert_eq!(attach::<B>(&prefixes, TextShape { kind, ..shape }, &text[..77]), 77);
+    }
+    for other in [
+        TextShape { windowed: true, ..shape },
+        TextShape { format: 1, ..shape },
+        TextShape { format: 2, ..shape },
+    ] {
+        assert_eq!(attach::<B>(&prefixes, other, &text), 0);
+    }
+    let mut empty = shape.make::<B>();
+    assert_eq!(prefixes.attach(&mut *empty, "another model", &text), Ok(0));
+    // A window serves what goes on at its end, or where it was kept on the way.
+    let shape = TextShape { windowed: true, ..shape };
+    let prefixes = unlimited();
+    for n in [50, 100] {
+        keep::<B>(&prefixes, shape, &text[..n]);
+    }
+    for (n, found) in [(30, 0), (50, 50), (60, 50), (100, 100), (150, 100)] {
+        assert_eq!(attach::<B>(&prefixes, shape, &text[..n]), found);
+    }
+}
+
+fn what_cannot_be_is_refused<B: Backend>() {
+    let prefixes = unlimited();
+    let text: Vec<i64> = (0..60).collect();
+    let shape = TextShape { kind: 1, windowed: false, format: 0 };
+    let mut cache = shape.make::<B>();
+    read::<B>(&mut cache, &text);
+    let told = |result: etkv_core::Result<bool>, told: &str| {
+        let error = result.unwrap_err();
+        assert_eq!(error.status(), Status::InvalidArgument);
+        assert!(error.message().contains(told), "{error}");
+    };
+    told(prefixes.keep(&mut *cache, "", &text), "the fingerprint is empty");
+    told(
+        prefixes.keep(&mut *cache, MODEL, &text[..50]),
+        "holds 60 positions, and the text has 50 tokens",
+    );
+    told(prefixes.attach(&mut *cache, MODEL, &text).map(|_| true), "holds 60 positions; clear it");
+    told(
+        prefixes.pin(&mut *cache, MODEL, &text).map(|_| true),
+        "no prefix in memory has this text of 60 tokens",
+    );
+    let all = cache.sequences_mut().unwrap();
+    all.seq_cp(0, 3, 0..i32::MAX).unwrap();
+    told(prefixes.keep(&mut *cache, MODEL, &text), "sequences");
+    assert_eq!(prefixes.report().prefixes, 0);
+    let mut empty = shape.make::<B>();
+    told(prefixes.keep(&mut *empty, MODEL, &[]), "the text has 0 tokens");
+    let mut converted = TextShape { kind: 0, ..shape }.make::<B>();
+    read::<B>(&mut converted, &text);
+    let format = "affine8g32".parse().unwrap();
+    converted.convert(format, format).unwrap();
+    assert_eq!(prefixes.keep(&mut *converted, MODEL, &text), Ok(false));
+}
+
+fn threads<B: Backend>() {
+    let prefixes = limited(Some(300_000));
+    let threads = (0..4).map(|thread| {
+        let prefixes = prefixes.clone();
+        std::thread::spawn(move || {
+            let rng = &mut Rng::new(thread);
+            for _ in 0..runs(60) {
+                let (shape, text) = (TextShape::of(rng.next_u64() % 6), some_text(rng));
+                match rng.below(8) {
+                    0..=2 => drop(keep::<B>(&prefixes, shape, &text)),
+                    3..=5 => drop(attach::<B>(&prefixes, shape, &text)),
+                    6 => drop(prefixes.reclaim(rng.below(100_000) as u64)),
+                    _ => {
+                        let mut cache = shape.make::<B>();
+                        let Ok(pin) = prefixes.pin(&mut *cache, MODEL, &text) else { continue };
+                        assert_eq!(attach::<B>(&prefixes, shape, &text), text.len());
+                        drop(pin);
+                    }
+                }
+            }
+        })
+    });
+    threads.collect::<Vec<_>>().into_iter().for_each(|thread| thread.join().unwrap());
+    prefixes.clear();
+    assert_eq!(prefixes.report().bytes, 0);
+}
+
+/// A store that cannot be used is passed by.
+fn a_store_that_fails<B: Backend>() {
+    let folder = TempDir::new().unwrap();
+    let store = Arc::new(PrefixStore::open(&folder.path().join("gone"), u64::MAX).unwrap());
+    std::fs::remove_dir(store.path()).unwrap();
+    let store = Some(store);
+    let prefixes = PrefixCache::new(PrefixCacheOptions { store, ..Default::default() });
+    let shape = TextShape::of(0);
+    let text: Vec<i64> = (0..60).collect();
+    assert!(keep::<B>(&prefixes, shape, &text));
+    assert_eq!(attach::<B>(&prefixes, shape, &text), 60);
+}
+
+macro_rules! tests {
+    ($name:ident, $backend:ty) => {
+        mod $name {
+            use super::*;
+
+            #[test]
+            fn the_longest_beginning_is_found() {
+                longest_is_found::<$backend>();
+            }
+
+            #[test]
+            fn limits_and_pins_hold() {
+                limits_and_pins::<$backend>();
+            }
+
+            #[test]
+            fn what_was_used_least_recently_goes_first() {
+                the_oldest_goes_first::<$backend>();
+            }
+
+            #[test]
+            fn a_text_takes_the_place_of_its_beginnings() {
+                super::a_text_takes_the_place_of_its_beginnings::<$backend>();
+            }
+
+            #[test]
+            fn what_cannot_be_is_refused() {
+                super::what_cannot_be_is_refused::<$backend>();
+            }
+
+            #[test]
+            fn threads_share_one() {
+                threads::<$backend>();
+            }
+
+            #[test]
+            fn a_store_that_fails_is_passed_by() {
+                a_store_that_fails::<$backend>();
+            }
+        }
+    };
+}
+
+tests!(on_vec, OnVec);
+tests!(on_cpu, OnCpu);
+
+/// What one process kept, another finds in the store, and shares from then on.
+#[test]
+fn what_memory_lacks_comes_from_the_store() {
+    for_seeds(18, |seed| {
+        let shape = TextShape::of(seed);
+        let folder = TempDir::new().unwrap();
+        let open = || {
+            let store = Some(Arc::new(PrefixStore::open(folder.path(), u64::MAX).unwrap()));
+            PrefixCache::new(PrefixCacheOptions { store, ..Default::default() })
+        };
+        let text: Vec<i64> = (0..120).collect();
+        let first = open();
+        assert!(keep::<OnCpu>(&first, shape, &text[..60]));
+        assert!(keep::<OnCpu>(&first, shape, &text[..20]));
+        assert_eq!(first.store().unwrap().usage().unwrap().0, 1);
+        let second = open();
+        let mut cache = shape.make::<OnCpu>();
+        assert_eq!(second.n_kept(&mut *cache, MODEL, &text), Ok(60));
+        assert_eq!(attach::<OnCpu>(&second, shape, &text), 60);
+        assert_eq!(second.report().tokens_in_store, 60);
+        assert!(second.report().prefixes == 1 && second.report().bytes > 0);
+        // From memory now, also for the other kinds, which the file is not for.
+        for kind in 0..3 {
+            assert_eq!(attach::<OnCpu>(&second, TextShape { kind, ..shape }, &text), 60);
+        }
+        let report = second.report();
+        assert_eq!((report.tokens_in_memory, report.tokens_in_store), (180, 60));
+        assert_eq!(report.tokens_asked, 480);
+        // The longer one is used, wherever it lies.
+        assert!(keep::<OnCpu>(&first, shape, &text[..90]));
+        assert_eq!(attach::<OnCpu>(&second, shape, &text), 90);
+        assert_eq!(second.report().tokens_in_store, 150);
+    });
+}
+
+/// Caches on one prefix take the memory of one, and of what each goes on with.
+#[test]
+fn beginnings_are_held_once() {
+    let shape = TextShape { kind: 0, windowed: false, format: 0 };
+    let text: Vec<i64> = (0..160).collect();
+    let prefixes = unlimited();
+    let mut cache = shape.make::<OnCpu>();
+    let mut bytes = 0;
+    for n in (40..=160).step_by(40) {
+        read::<OnCpu>(&mut cache, &text[..n]);
+        assert_eq!(prefixes.keep(&mut *cache, MODEL, &text[..n]), Ok(true));
+        let held = prefixes.report().bytes;
+        assert!(held > bytes);
+        bytes = held;
+    }
+    // Rows of two layers, keys and values of two heads of 32 numbers of 16 bits, once, and what is behind page ends.
+    let rows = 160 * 2 * 2 * 2 * 32 * 2;
+    assert!((rows..2 * rows).contains(&bytes), "{bytes} for {rows}");
+    let all: Vec<_> = (0..8)
+        .map(|_| {
+            let mut cache = shape.make::<OnCpu>();
+            assert_eq!(prefixes.attach(&mut *cache, MODEL, &text), Ok(160));
+            assert!(cache.memory().shared >= rows, "{:?}", cache.memory());
+            cache
+        })
+        .collect();
+    drop(cache);
+    assert_eq!(prefixes.reclaim(1), 0);
+    drop(all);
+    assert_eq!(prefixes.reclaim(1), bytes);
+}

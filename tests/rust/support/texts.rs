@@ -1,0 +1,117 @@
+//! Caches that read texts, whose keys and values are a function of the text.
+
+use etkv_core::{AttendCache, CacheConfig, CellsCache, ContiguousCache, LayerPolicy, Step};
+
+use crate::backend::Backend;
+use crate::{oracle, Rng};
+
+pub type TextCache<B> = Box<dyn AttendCache<Store = <B as Backend>::Store>>;
+
+const LAYERS: usize = 2;
+const HEADS: usize = 2;
+const DIM: usize = 32;
+
+/// A kind of cache, with a window in its second layer or without, in one of three formats.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct TextShape {
+    pub kind: usize,
+    pub windowed: bool,
+    /// 0 for 16 bits, 1 for 8 bits, 2 for 8 bits from [`CONVERTED_AT`] positions on.
+    pub format: usize,
+}
+
+/// Where caches of the third format are converted.
+pub const CONVERTED_AT: usize = 40;
+
+impl TextShape {
+    pub fn of(seed: u64) -> Self {
+        let seed = seed as usize;
+        Self { kind: seed % 3, windowed: seed / 3 % 2 == 1, format: seed / 6 % 3 }
+    }
+
+    pub fn make<B: Backend>(self) -> TextCache<B> {
+        let mut config = CacheConfig {
+            max_step_tokens: 8,
+            float_format: "f32".parse().unwrap(),
+            ..CacheConfig::uniform(LAYERS, HEADS as i32, DIM as i32, 200)
+        };
+        if self.format > 0 {
+            [config.k_format, config.v_format] = ["affine8g32".parse().unwrap(); 2];
+        }
+        config.quantized_kv_start = (self.format == 2).then_some(CONVERTED_AT as i32);
+        if self.windowed {
+            config.layers[1].policy = LayerPolicy::Window { window: 12, sinks: 2 };
+        }
+        match self.kind {
+            0 => Box::new(ContiguousCache::<B::Store>::new(config).unwrap()),
+            1 => Box::new(CellsCache::<B::Store>::new(config).unwrap()),
+            _ => Box::new(CellsCache::<B::Store>::with_trees(config).unwrap()),
+        }
+    }
+}
+
+/// Reads the tokens of a text behind those that the cache holds.
+pub fn read<B: Backend>(cache: &mut TextCache<B>, text: &[i64]) {
+    loop {
+        let start = cache.next_position().unwrap() as usize;
+        // Chunks of the same tokens, wherever a cache begins.
+        let end = text.len().min((start / 8 + 1) * 8);
+        if start == end {
+            return;
+        }
+        step::<B>(cache, text, start, end);
+    }
+}
+
+/// Returns the bits of what the query of one more token sees.
+pub fn answer<B: Backend>(cache: &mut TextCache<B>, text: &[i64]) -> Vec<u32> {
+    let mut longer = text.to_vec();
+    longer.push(5);
+    let at = text.len();
+    assert_eq!(cache.next_position(), Ok(at as i32));
+    step::<B>(cache, &longer, at, at + 1)
+}
+
+fn step<B: Backend>(cache: &mut TextCache<B>, text: &[i64], start: usize, end: usize) -> Vec<u32> {
+    let seed_of = |at: usize| {
+        text[..=at].iter().fold(17u64, |hash, &token| {
+            (hash ^ token as u64).wrapping_mul(0x9e37_79b9_7f4a_7c15).rotate_left(23)
+        })
+    };
+    let positions: Vec<i32> = (start as i32..end as i32).collect();
+    let mut bits = Vec::new();
+    let mut step = Step::begin(&mut **cache, &positions).unwrap();
+    for layer in 0..LAYERS {
+        let [q, k, v] = [0, 1, 2].map(|which| {
+            let row = |at| {
+                let mut rng = Rng::new(seed_of(at) ^ (layer * 3 + which) as u64);
+                oracle::random_rows(&mut rng, 1, HEADS, DIM).remove(0)
+            };
+            B::tensor(&(start..end).map(row).collect::<Vec<_>>())
+        });
+        let spec = step.update_and_fetch(layer, &k, &v).unwrap();
+        let out = B::attend(&q, &spec, 0.3).unwrap();
+        drop(spec);
+        bits.extend(B::rows(&out).iter().flatten().flatten().map(|value| value.to_bits()));
+    }
+    step.commit(&[]).unwrap();
+    bits
+}
+
+/// Returns a text of a family whose members begin alike for a while.
+pub fn some_text(rng: &mut Rng) -> Vec<i64> {
+    let mut text = Vec::new();
+    let n = 1 + rng.below(90);
+    while text.len() < n {
+        // One of two pieces of 13 tokens.
+        let which = i64::from(rng.chance(0.35));
+        text.extend((0..13).map(|i| which * 100 + i));
+    }
+    text.truncate(n);
+    text
+}
+
+/// Returns how many tokens two texts begin with alike.
+pub fn shared(a: &[i64], b: &[i64]) -> usize {
+    a.iter().zip(b).take_while(|(a, b)| a == b).count()
+}
