@@ -52,7 +52,7 @@ typedef struct etkv_prefix_statistics {
   size_t n_pinned;
   /** Bytes of their rows. What several have in common counts once. */
   uint64_t n_bytes;
-  /** Tokens of the texts that caches were to be attached to. */
+  /** Tokens of the texts that etkv_prefix_cache_attach() got. */
   uint64_t tokens_asked;
   /** Tokens of these that were found in memory, and in the store. */
   uint64_t tokens_in_memory;

@@ -1,5 +1,5 @@
 // Beginnings of texts that outlive the process, for C++17. See prefix_store.h,
-// and docs/saving.md for the folder.
+// and docs/prefixes.md for the folder.
 #pragma once
 
 #include <cstddef>

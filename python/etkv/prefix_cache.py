@@ -22,7 +22,7 @@ class PrefixStatistics(NamedTuple):
     bytes: int
     """Bytes of their rows. What several have in common counts once."""
     tokens_asked: int
-    """Tokens of the texts that caches were to be attached to."""
+    """Tokens of the texts that :meth:`PrefixCache.attach` got."""
     tokens_in_memory: int
     """Tokens of these that were found in memory."""
     tokens_in_store: int

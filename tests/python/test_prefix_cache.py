@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import logging
+import re
 
 import pytest
 
 import etkv
+import reference
 from reference import Program
-from runners import with_longer_context
+from runners import runner, with_longer_context
 
 SYSTEM = "Call a tool, or say that you do not know."
 MODELS = ["llama", "windows"]
@@ -169,6 +171,23 @@ def test_the_answers_are_those_without(name, request):
     assert again == expected
     assert ran[0] <= 1 + (name == "windows")
     assert chat(prefixes, repetition_penalty=1.3)[0] == chat(None, repetition_penalty=1.3)[0]
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_etkv_chat_does_not_read_its_conversation_again(name, request, tmp_path):
+    made = request.getfixturevalue(name)
+    words = [runner("chat"), "--model", made.path, "--system", SYSTEM, "--ids", "--max-tokens", 12]
+    asked = {"input": "What is a cache?\nAnd where is it?\nSay that again.\n", "stdin": None}
+    plain = reference.run(words, **asked)
+    kept = reference.run([*words, "--prefix-store", tmp_path], **asked)
+    assert [plain.returncode, kept.returncode] == [0, 0]
+    assert plain.stdout == kept.stdout
+    before, ran = ([int(n) for n in re.findall(r"prefill (\d+) token", one.stderr)] for one in (plain, kept))
+    assert len(ran) == 3
+    assert sum(ran) <= sum(before)
+    # A question and an answer, not what came before them.
+    assert max(ran[1:]) < 100
+    assert len(re.findall(r"(\d+) cached", kept.stderr)) == 2
 
 
 def test_what_fails_is_passed_by(llama, caplog):

@@ -49,7 +49,7 @@ pub struct PrefixCacheReport {
     pub bytes: u64,
     /// Prefixes that are pinned.
     pub pinned: usize,
-    /// Tokens of the texts that caches were to be attached to.
+    /// Tokens of the texts that `attach` got.
     pub tokens_asked: u64,
     /// Tokens of these that were found in memory.
     pub tokens_in_memory: u64,
