@@ -24,7 +24,7 @@ mod row;
 pub use codec::Codec;
 pub(crate) use float::float_dtype;
 pub use kv_view::{KvView, StoredRows};
-pub use mlx_store::{FrozenPools, MlxStore};
+pub use mlx_store::MlxStore;
 pub use regions::Piece;
 
 use std::sync::Arc;

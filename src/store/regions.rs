@@ -3,7 +3,7 @@
 use std::sync::Arc;
 
 use mlx_rs::ops::indexing::take_axis;
-use mlx_rs::ops::{concatenate_axis, maximum};
+use mlx_rs::ops::{concatenate, maximum};
 use mlx_rs::transforms::eval;
 use mlx_rs::Array;
 
@@ -32,7 +32,7 @@ pub struct Piece {
 fn joined(parts: &[Array]) -> Result<Array> {
     match parts {
         [one] => Ok(one.clone()),
-        several => Ok(concatenate_axis(several, SLOTS as i32)?),
+        several => Ok(concatenate(several, SLOTS as i32)?),
     }
 }
 

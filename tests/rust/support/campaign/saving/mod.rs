@@ -3,7 +3,7 @@
 //! A failure prints its seed; `ETKV_SEED=<seed>` runs only that one, `ETKV_RUNS=<n>` more.
 
 mod damage;
-mod driver;
+pub(super) mod driver;
 
 use std::path::PathBuf;
 
