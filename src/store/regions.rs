@@ -36,7 +36,7 @@ fn joined(parts: &[Array]) -> Result<Array> {
     }
 }
 
-/// Returns rows in memory that no other array has, whoever else has those that there are.
+/// Returns rows in memory that no other array has, even where pieces have those that there are.
 fn copied(parts: &[Array]) -> Result<Array> {
     match parts {
         // MLX would take a copy of a whole array for the array.
