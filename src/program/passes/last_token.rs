@@ -4,13 +4,16 @@
 //! product, which is the widest, then runs on one row, and so does everything before it that works
 //! row by row, up to the last layer's attention. A program that was exported to return the last row
 //! has a slice before that product. What feeds the slice can always be narrowed.
+//!
+//! Attention may be the op that has the cache, or MLX's own on a cache in the graph. Keys, values and what
+//! writes them need all rows: only queries are narrowed.
 
 use std::collections::{HashMap, HashSet};
 
 use super::rows::Rows;
 use super::{insert, makers};
 use crate::error::{fail, Result};
-use crate::program::ir::{Graph, Instruction, Int, Op, Out, Value};
+use crate::program::ir::{Function, Graph, Index, InputSpec, Instruction, Int, Op, Out, Value};
 
 /// Removes rows that nothing reads. With `last_only`, only the last row of the first output, the
 /// logits, is read: `[1, T, ...]` becomes `[1, 1, ...]`. Other outputs stay whole.
@@ -22,8 +25,8 @@ pub fn narrow(graph: &mut Graph, last_only: bool) -> Result<()> {
     let rows = Rows::find(graph);
     let mut logits = None;
     if last_only {
-        let Some(Out::Tensor(output)) = graph.main.outputs.first().copied() else {
-            fail!(Unsupported, "cannot give logits of the last token only: the first output is no tensor; load with logits=all");
+        let Some(output) = first_output(graph) else {
+            fail!(Unsupported, "cannot give logits of the last token only: the program's outputs are numbers, and none has rows; load with logits=all");
         };
         // A value of one row has only the last one.
         logits = (!rows.is_single(output)).then_some(output);
@@ -34,6 +37,36 @@ pub fn narrow(graph: &mut Graph, last_only: bool) -> Result<()> {
     }
     rewrite(graph, &narrow, &rows);
     Ok(())
+}
+
+/// Returns the first output that may be logits. Those before it are integers and elements of inputs, such as
+/// the lengths of caches in the graph, which an exporter writes down with each call.
+fn first_output(graph: &Graph) -> Option<Value> {
+    let inputs: HashSet<Value> = graph
+        .inputs
+        .iter()
+        .filter_map(|input| match input {
+            InputSpec::Tensor { value, shape, .. } => (shape.len() == 1).then_some(*value),
+            InputSpec::Int(_) => None,
+        })
+        .collect();
+    let elements: HashSet<Value> = graph
+        .main
+        .instructions
+        .iter()
+        .filter_map(|instruction| match (&instruction.op, instruction.out) {
+            (Op::Take { x, index: Index::One(_), .. }, Out::Tensor(value)) => {
+                inputs.contains(x).then_some(value)
+            }
+            _ => None,
+        })
+        .collect();
+    // What the buffers have after the call stands behind the outputs.
+    let n = graph.main.outputs.len().saturating_sub(graph.buffers.len());
+    graph.main.outputs[..n].iter().find_map(|out| match out {
+        Out::Tensor(value) => (!elements.contains(value)).then_some(*value),
+        Out::Tensors(..) | Out::Int(_) => None,
+    })
 }
 
 /// Returns the values of which only the last row is read: from `logits` and from slices upwards, as
@@ -94,6 +127,12 @@ fn rewrite(graph: &mut Graph, narrow: &HashSet<Value>, rows: &Rows) {
             graph.main.instructions[index].op = op;
             continue;
         }
+        if let Op::Call { function: Function::Sdpa { last_query, .. }, ints, .. } = &mut op {
+            *last_query = true;
+            ints.extend(rows.count.map(Int::Value));
+            graph.main.instructions[index].op = op;
+            continue;
+        }
         let read = rows.read_by(&op, graph).unwrap_or_default();
         for wide in read.into_iter().filter(|value| !narrow.contains(value)) {
             let row = *last_rows.entry(wide).or_insert_with(|| {
@@ -123,7 +162,7 @@ fn rewrite(graph: &mut Graph, narrow: &HashSet<Value>, rows: &Rows) {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::program::ir::{Binary, Chain, Constant, Dim, Index, InputSpec, IntValue};
+    use crate::program::ir::{Binary, Buffer, Chain, Constant, Dim, IntValue};
     use crate::Status;
     use mlx_rs::Dtype;
 
@@ -245,6 +284,90 @@ mod tests {
         assert!(matches!(made[2], Op::UpdateAndAttend { last_query: false, .. }));
         let cut: Vec<_> = made.iter().filter(|op| matches!(op, Op::LastToken { .. })).collect();
         assert_eq!(cut, [&&Op::LastToken { x: Value(7) }], "once the tokens are in place");
+    }
+
+    fn sdpa(q: u32, causal: bool) -> Op {
+        let function = Function::Sdpa { scale: 1.0, causal, mask: false, last_query: false };
+        Op::Call { function, tensors: vec![Value(q), Value(4), Value(4)].into(), ints: Vec::new() }
+    }
+
+    /// 2: embedding, 3: cut into heads, 4: heads, the keys, 5: queries, 6: attention, 7: heads back,
+    /// 8: merged, 9: logits.
+    fn attended_in_graph(queries: Op) -> Graph {
+        let count = Int::Value(COUNT);
+        let cut = vec![Int::Literal(1), count, Int::Literal(-1), Int::Literal(4)];
+        let cut = Op::Reshape { x: Value(2), shape: cut };
+        let heads = |x| Op::Transpose { x: Value(x), perm: vec![0, 2, 1, 3] };
+        let merged = vec![Int::Literal(1), count, Int::Literal(-1)];
+        let merged = Op::Reshape { x: Value(7), shape: merged };
+        graph(vec![embed(), cut, heads(3), queries, sdpa(5, true), heads(6), merged, linear(8)])
+    }
+
+    fn turned() -> Op {
+        Op::Binary { function: Binary::Multiply, a: Value(4), b: Value(0) }
+    }
+
+    #[test]
+    fn rows_are_dropped_at_attention_in_the_graph() {
+        let mut graph = attended_in_graph(turned());
+        graph.buffers.push(Buffer {
+            name: "keys".into(),
+            shape: vec![1, 2, 8, 4],
+            dtype: Dtype::Float32,
+            value: TOKENS,
+        });
+        graph.main.outputs.push(Out::Tensor(Value(4)));
+        narrow(&mut graph, true).unwrap();
+        let made = ops(&graph);
+        let Op::Call { function: Function::Sdpa { last_query: true, .. }, ints, .. } = made[5]
+        else {
+            panic!("{:?}", made[5]);
+        };
+        assert_eq!(ints[..], [Int::Value(COUNT)]);
+        assert!(matches!(made[4], Op::Binary { a: Value(4), .. }), "queries are made of all rows");
+        let one = vec![Int::Literal(1), Int::Literal(1), Int::Literal(-1)];
+        assert_eq!(*made[7], Op::Reshape { x: Value(7), shape: one });
+        assert!(!made.iter().any(|op| matches!(op, Op::LastToken { .. })));
+    }
+
+    #[test]
+    fn attention_of_other_queries_stays_whole() {
+        // Queries of a weight, as of something learned, are not one for each token.
+        let queries = Op::Transpose { x: WEIGHT, perm: vec![0, 2, 1, 3] };
+        let mut graph = attended_in_graph(queries);
+        narrow(&mut graph, true).unwrap();
+        let made = ops(&graph);
+        let whole = |op: &&Op| matches!(op, Op::Call { function: Function::Sdpa { last_query, .. }, .. } if !last_query);
+        assert!(made.iter().any(whole));
+        assert!(
+            made.contains(&&Op::LastToken { x: Value(8) }),
+            "rows are cut once they are merged"
+        );
+    }
+
+    #[test]
+    fn lengths_before_the_logits_are_none() {
+        // 2: embedding, 3: an element of the positions, 4: logits.
+        let positions = Value(5);
+        let element = Op::Take { x: positions, index: Index::One(Int::Literal(0)), axis: 0 };
+        let program = |outputs: &[u32]| {
+            let mut graph = graph(vec![embed(), element.clone(), linear(2)]);
+            graph.inputs.push(InputSpec::Tensor {
+                value: positions,
+                name: "positions".into(),
+                shape: vec![Dim::UpTo(None)],
+                scalar_type: 4,
+            });
+            graph.n_values += 1;
+            graph.main.outputs = outputs.iter().map(|&value| Out::Tensor(Value(value))).collect();
+            graph
+        };
+        let mut lengths_first = program(&[3, 3, 4]);
+        narrow(&mut lengths_first, true).unwrap();
+        assert!(ops(&lengths_first).contains(&&Op::LastToken { x: Value(2) }));
+        let error = narrow(&mut program(&[3]), true).unwrap_err();
+        assert_eq!(error.status(), Status::Unsupported);
+        assert!(error.to_string().contains("none has rows"), "{error}");
     }
 
     /// 2: embedding, 3: attention, 4: heads back, 5: merged, 6: logits.
