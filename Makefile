@@ -147,7 +147,6 @@ test-threads: .venv/.ready ## Run the caches' tests on many threads under Thread
 	  { echo "ThreadSanitizer needs the sources of Rust's standard library: rustup component add rust-src" >&2; exit 1; }
 	$(TSAN_RUST) -p etkv-core
 	$(TSAN_RUST) -p etkv-cpu --lib -- $(TSAN_CPU)
-	$(TSAN_RUST) -p etkv-tests --no-default-features --test threads --test registry
 
 test-python: benches model ## Run the exporter's tests, and models against transformers
 	python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
