@@ -30,7 +30,7 @@ impl Planes {
         // SAFETY: the bytes are as many as the shape and the dtype say.
         let rows = unsafe { mlx::host_array(bytes, &shape, dtype)? };
         let mut rows = rows.transpose_axes(&EXCHANGED)?;
-        let slots = self.to_write(slots)?;
+        let slots = self.for_writing(slots)?;
         if slots.len() as i32 == self.own_slots() {
             // MLX would take rows for the whole buffer as the buffer, with slots first.
             rows = rows.contiguous()?;

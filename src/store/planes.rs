@@ -176,7 +176,7 @@ impl Planes {
                 self.slots()
             );
         }
-        let slots = self.to_write(slots)?;
+        let slots = self.for_writing(slots)?;
         let written = self
             .buffers
             .iter()

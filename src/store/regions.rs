@@ -108,7 +108,7 @@ impl Planes {
     ///
     /// # Errors
     /// [`Backend`](crate::Status::Backend); the pool stays as it is.
-    pub(super) fn to_write(&mut self, slots: &Slots) -> Result<Slots> {
+    pub(super) fn for_writing(&mut self, slots: &Slots) -> Result<Slots> {
         if self.pieces.is_empty() {
             return Ok(slots.clone());
         }
