@@ -41,6 +41,7 @@ macro_rules! campaign {
             saving::a_file_that_does_not_fit_is_refused,
             saving::float_formats_are_converted,
             saving::damaged_files_are_refused_and_change_nothing,
+            sharing::caches_that_share_rows_answer_as_those_that_do_not,
             unread::values_that_are_not_finite_undo_a_committed_step,
             unread::a_step_that_was_committed_unread_stays,
             unread::steps_that_cannot_be_undone_are_read_at_once,
