@@ -341,7 +341,7 @@ static void struct_sizes(void) {
   CHECK(memory.later == UINT64_MAX);
 
   snprintf(words, sizeof(words), "expected %zu", sizeof(etkv_memory));
-  etkv_memory small = {sizeof(small) - 1, 7, 8, 9, NULL, 0};
+  etkv_memory small = {sizeof(small) - 1, 7, 8, 9, NULL, 0, 0};
   CHECK_REFUSED(etkv_cache_memory(cache, &small, error), invalid, words);
   small.struct_size = 0;
   CHECK_REFUSED(etkv_cache_memory(cache, &small, error), invalid, words);
@@ -391,7 +391,7 @@ static uint64_t free_spare(uint64_t bytes, void* user) {
   ++into->calls;
   into->bytes = bytes;
   /* The cache that asks is locked, and that is no deadlock. */
-  etkv_memory memory = {sizeof(memory), 0, 0, 0, NULL, 0};
+  etkv_memory memory = {sizeof(memory), 0, 0, 0, NULL, 0, 0};
   if (into->asking != NULL) {
     into->called = etkv_cache_memory(into->asking, &memory, NULL);
   }
@@ -528,7 +528,7 @@ static void config_fields(void) {
   s.config.k_format = "f32";
   etkv_session* session = new_session(&s.config);
   etkv_cache* cache = cache_of(session);
-  etkv_memory memory = {sizeof(memory), 1, 1, 1, NULL, 0};
+  etkv_memory memory = {sizeof(memory), 1, 1, 1, NULL, 0, 0};
   CHECK_INT(etkv_cache_memory(cache, &memory, NULL), ETKV_OK);
   CHECK_INT(
       memory.at_capacity,
@@ -550,7 +550,7 @@ static void estimates(void) {
   etkv_layer_memory layers[LAYERS];
   memset(layers, 0, sizeof(layers));
   layers[0].struct_size = sizeof(layers[0]);
-  etkv_memory memory = {sizeof(memory), 0, 0, 0, layers, LAYERS};
+  etkv_memory memory = {sizeof(memory), 0, 0, 0, layers, LAYERS, 0};
   CHECK_INT(
       etkv_cache_config_estimate(&s.config, CAPACITY, &memory, NULL), ETKV_OK);
   /* Half a byte an element and two for the scale; two bytes an element. */
@@ -569,7 +569,7 @@ static void estimates(void) {
           layers[1].v_allocated);
 
   /* Sequences apart from each other may need a slot for every position. */
-  etkv_memory shared = {sizeof(shared), 0, 0, 0, NULL, 0};
+  etkv_memory shared = {sizeof(shared), 0, 0, 0, NULL, 0, 0};
   CHECK_INT(
       etkv_cache_config_estimate_shared(&s.config, 0, &shared, NULL), ETKV_OK);
   CHECK_INT(shared.used, 0);
@@ -579,7 +579,7 @@ static void estimates(void) {
   for (int i = 0; i < 2; ++i) {
     etkv_session* several = new_session_of(kinds[i], &s.config);
     etkv_cache* of_several = cache_of(several);
-    etkv_memory found = {sizeof(found), 0, 0, 0, NULL, 0};
+    etkv_memory found = {sizeof(found), 0, 0, 0, NULL, 0, 0};
     CHECK_INT(etkv_cache_memory(of_several, &found, NULL), ETKV_OK);
     CHECK_INT(found.allocated, shared.allocated);
     CHECK_INT(found.at_capacity, shared.at_capacity);
@@ -592,7 +592,7 @@ static void estimates(void) {
   etkv_layer_memory made[LAYERS];
   memset(made, 0, sizeof(made));
   made[0].struct_size = sizeof(made[0]);
-  etkv_memory now = {sizeof(now), 0, 0, 0, made, LAYERS};
+  etkv_memory now = {sizeof(now), 0, 0, 0, made, LAYERS, 0};
   CHECK_INT(etkv_cache_memory(cache, &now, NULL), ETKV_OK);
   CHECK_INT(now.allocated, memory.allocated);
   CHECK_INT(now.at_capacity, memory.at_capacity);
