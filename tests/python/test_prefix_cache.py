@@ -122,12 +122,14 @@ def test_a_conversation_with_tools_is_not_read_again(name, alone, request):
         tokens = [response.token for response in responses if response.token is not None]
         return "".join(response.text for response in responses), tokens, responses[-1].cached_tokens
 
-    held = session(made)
+    # Short steps: windows then hold little more than they show, and an answer is longer than that.
+    few = {"max_step_tokens": 8}
+    held = session(made, **few)
     with held, etkv.load(made.path, held, logits="last") as shared_program:
         for turn in range(TURNS):
             ids = tokenizer.apply_chat_template(messages, add_generation_prompt=True)
             if alone:
-                with session(made) as cache, etkv.load(made.path, cache, logits="last") as program:
+                with session(made, **few) as cache, etkv.load(made.path, cache, logits="last") as program:
                     text, tokens, cached = respond(program, ids)
             else:
                 text, tokens, cached = respond(shared_program, ids)
