@@ -1,5 +1,5 @@
-// The ids that the sequences of a cache hold, for later
-// prompts to go on from. An etkv::PrefixCache is for sequences of several caches.
+// The ids that the sequences of one cache hold, for later prompts to go on from.
+// Several caches share an etkv::PrefixCache.
 #pragma once
 
 #include <cstddef>
