@@ -22,7 +22,7 @@ export HF_HUB_OFFLINE := 1
 export ONEDNN_MAX_CPU_ISA ?= AVX512_CORE_FP16
 
 .DEFAULT_GOAL := help
-.PHONY: help setup build demo question chat model programs compiled rust faces test test-rust test-cpp test-package test-sanitize test-python test-macos test-macos-short test-long upstream-ops fuzz-programs lint format benches bench bench-pack bench-caches bench-speculation bench-threads bench-llama bench-lengths clean
+.PHONY: test-threads help setup build demo question chat model programs compiled rust faces test test-rust test-cpp test-package test-sanitize test-python test-macos test-macos-short test-long upstream-ops fuzz-programs lint format benches bench bench-pack bench-caches bench-speculation bench-threads bench-llama bench-lengths clean
 
 help: ## Show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -133,6 +133,20 @@ test-sanitize: .venv/.ready ## Run the tests of the C and C++ faces with address
 	  cmake -S . -B build/sanitize -G Ninja -DETKV_PYTHON=$(ETKV_PYTHON) -DETKV_SANITIZE=ON
 	@cmake --build build/sanitize
 	ctest --test-dir build/sanitize --output-on-failure
+
+# ThreadSanitizer sees only what it has compiled: Rust's standard library is compiled with it, from its sources,
+# and nothing here links MLX, ExecuTorch or C++.
+TSAN_HOST := x86_64-unknown-linux-gnu
+TSAN_RUST = RUSTC_BOOTSTRAP=1 RUSTFLAGS=-Zsanitizer=thread TSAN_OPTIONS=halt_on_error=1:history_size=7 ETKV_RUNS=20 \
+  $(BOUNDED) 3600 cargo test --release --locked -Zbuild-std --target $(TSAN_HOST) --target-dir build/threads
+# The attention's other tests compare every format and shape, over nine minutes under the sanitizer.
+TSAN_CPU := parallel:: threads_attend steps_of_one_shape
+
+test-threads: .venv/.ready ## Run the caches' tests on many threads under ThreadSanitizer; needs rust-src
+	@command -v rustc >/dev/null && test -d "$$(rustc --print sysroot)/lib/rustlib/src/rust/library" || \
+	  { echo "ThreadSanitizer needs the sources of Rust's standard library: rustup component add rust-src" >&2; exit 1; }
+	$(TSAN_RUST) -p etkv-core
+	$(TSAN_RUST) -p etkv-cpu --lib -- $(TSAN_CPU)
 
 test-python: benches model ## Run the exporter's tests, and models against transformers
 	python -m pytest -n 2 --dist loadfile --no-loadscope-reorder

@@ -1,12 +1,11 @@
 //! The bytes of a pool's planes, for files. There slots come first, and the heads of a slot lie side by
 //! side; in the buffers heads come first.
 
-use mlx_rs::ops::indexing::take_axis;
 use mlx_rs::transforms::eval;
 
-use super::planes::{indices, update_list, Planes, SLOTS};
+use super::planes::{update_list, Planes, SLOTS};
 use crate::error::{fail, Result};
-use crate::mlx::{self, slice_axis, update_axis};
+use crate::mlx::{self, update_axis};
 use etkv_core::bookkeeping::Slots;
 
 /// Exchanges the axes of the heads and of the slots.
@@ -16,11 +15,7 @@ impl Planes {
     /// Copies the rows of a plane to `bytes`. Waits for them.
     pub fn copy_out(&self, plane: usize, slots: &Slots, bytes: &mut [u8]) -> Result<()> {
         self.check_bytes(plane, slots, bytes.len())?;
-        let buffer = &self.buffers[plane];
-        let rows = match slots {
-            Slots::Run(run) => slice_axis(buffer, SLOTS, run.start, run.end, 1)?,
-            Slots::List(list) => take_axis(buffer, indices(list)?, SLOTS as i32)?,
-        };
+        let rows = self.taken(plane, slots)?;
         let rows = rows.transpose_axes(&EXCHANGED)?.contiguous()?;
         eval([&rows])?;
         bytes.copy_from_slice(&mlx::bytes(&rows)?);
@@ -35,12 +30,13 @@ impl Planes {
         // SAFETY: the bytes are as many as the shape and the dtype say.
         let rows = unsafe { mlx::host_array(bytes, &shape, dtype)? };
         let mut rows = rows.transpose_axes(&EXCHANGED)?;
-        if slots.len() as i32 == self.slots() {
+        let slots = self.for_writing(slots)?;
+        if slots.len() as i32 == self.own_slots() {
             // MLX would take rows for the whole buffer as the buffer, with slots first.
             rows = rows.contiguous()?;
         }
         let buffer = &self.buffers[plane];
-        let written = match slots {
+        let written = match &slots {
             Slots::Run(run) => update_axis(buffer, &rows, SLOTS, run.start, run.end)?,
             Slots::List(list) => update_list(buffer, &rows, list)?,
         };
@@ -55,7 +51,7 @@ impl Planes {
             rows.saturating_mul(plane.row_bytes())
         });
         let fits = expected == Some(found as u64) && slots.end() <= self.slots();
-        if !fits || slots.is_empty() || plane >= self.buffers.len() {
+        if !fits || slots.is_empty() || plane >= self.layout.len() {
             fail!(
                 Internal,
                 "{found} bytes for plane {plane} of {} slots up to {} of {}",

@@ -8,13 +8,12 @@ use etkv_core::bookkeeping::{MaskRuns, Slots};
 use etkv_core::snapshot::PlaneId;
 use etkv_core::{Extent, KvFormat, LayerConfig, Result, Store};
 use mlx_rs::error::Exception;
-use mlx_rs::ops::zeros_dtype;
 use mlx_rs::transforms::{async_eval, eval};
-use mlx_rs::{Array, Dtype};
+use mlx_rs::Array;
 
 use super::finite::Finite;
-use super::{convert, float_dtype, mask, pool_for, KvView, Pool, StoredRows};
-use crate::error;
+use super::{convert, float_dtype, mask, pool_for, KvView, Piece, Pool, StoredRows};
+use crate::error::{self, fail};
 use crate::mlx;
 
 /// The pools of all layers. A step on it is one inside [`mlx::run`](crate::mlx::run);
@@ -34,20 +33,27 @@ pub struct MlxStore {
 /// values.
 pub struct SavedRows(Vec<(usize, Slots, [StoredRows; 2])>);
 
+/// Frozen rows of all layers: their format and pieces, for keys and for values. It is dropped with MLX held, as
+/// [`Store::exclusively`] does.
+pub struct FrozenPools(Vec<[(KvFormat, Vec<Piece>); 2]>);
+
 impl MlxStore {
     /// Returns the formats and the buffers of a layer's keys and values: `[1, n_kv_heads, slots, width]` for
-    /// each plane of the format.
+    /// each plane of the format. Returns `None` where slots are frozen: buffers then have some of the slots
+    /// only, and what reads them by their addresses would miss the others.
     #[cfg(all(feature = "delegate", target_os = "linux"))]
     pub(crate) fn planes(&self, layer: usize) -> Option<[(KvFormat, Vec<&Array>); 2]> {
         let pools = self.pools.get(layer)?;
+        pools.iter().all(|pool| pool.base() == 0).then_some(())?;
         Some(pools.each_ref().map(|pool| (pool.format(), pool.buffers())))
     }
 
     /// Returns the buffers of a layer's keys and values, `[1, n_kv_heads, slots, head_dim]` each, if both
-    /// are stored in floats.
+    /// are stored in floats and no slots are frozen.
     #[cfg(test)]
     pub(crate) fn float_buffers(&self, layer: usize) -> Option<[&Array; 2]> {
         let [k, v] = self.pools.get(layer)?;
+        (k.base() == 0 && v.base() == 0).then_some(())?;
         float_dtype(k.format()).and(float_dtype(v.format()))?;
         Some([*k.buffers().first()?, *v.buffers().first()?])
     }
@@ -94,13 +100,11 @@ impl MlxStore {
             pool.roll_back()?;
         }
         for (layer, slots) in blank {
-            let values = &mut self.pools[*layer][1];
-            let shape = [1, values.n_kv_heads(), slots.len() as i32, values.head_dim()];
-            values.write(slots, &zeros_dtype(&shape, Dtype::Float32)?)?;
+            self.pools[*layer][1].blank(slots)?;
         }
         for (layer, slots, rows) in &saved.0 {
             for (pool, rows) in self.pools[*layer].iter_mut().zip(rows) {
-                pool.put(slots, rows)?;
+                pool.restore(slots, rows)?;
             }
         }
         eval(self.buffers())?;
@@ -159,7 +163,7 @@ impl Store for MlxStore {
     type View = KvView;
     type Mask = Array;
     type Saved = SavedRows;
-    type Frozen = ();
+    type Frozen = FrozenPools;
 
     fn new(layers: &[LayerConfig], formats: [KvFormat; 2]) -> Result<Self> {
         let pools = layers.iter().map(|layer| {
@@ -182,7 +186,11 @@ impl Store for MlxStore {
 
     fn extents(&self, layer: usize) -> [Extent; 2] {
         let [k, v] = &self.pools[layer];
-        [k, v].map(|pool| Extent { format: pool.format(), slots: pool.slots(), shared: 0 })
+        [k, v].map(|pool| Extent {
+            format: pool.format(),
+            slots: pool.slots(),
+            shared: pool.shared(),
+        })
     }
 
     fn grow(&mut self, layer: usize, slots: i32) -> Result<()> {
@@ -315,6 +323,40 @@ impl Store for MlxStore {
     fn copy_in(&mut self, id: PlaneId, slots: &Slots, bytes: &[u8]) -> Result<()> {
         let pool = &mut self.pools[id.layer][usize::from(id.values)];
         Ok(mlx::run(|| pool.copy_in(id.plane, slots, bytes))?)
+    }
+
+    fn freeze(&mut self, slots: &[i32], _most: &[i32], anew: bool) -> Result<FrozenPools> {
+        Ok(mlx::run(|| {
+            for (pools, &end) in self.pools.iter_mut().zip(slots) {
+                pools.iter_mut().try_for_each(|pool| pool.freeze(end, anew))?;
+            }
+            // Nothing fails from here on: until now, what is frozen counts as this store's own.
+            let share = |(pools, &end): (&mut [Box<dyn Pool>; 2], &i32)| {
+                pools.each_mut().map(|pool| (pool.format(), pool.share(end)))
+            };
+            Ok(FrozenPools(self.pools.iter_mut().zip(slots).map(share).collect()))
+        })?)
+    }
+
+    fn attach(&mut self, frozen: &FrozenPools, _most: &[i32]) -> Result<()> {
+        let _held = mlx::hold();
+        if frozen.0.len() != self.pools.len() {
+            fail!(
+                Internal,
+                "frozen rows of {} layers for a store of {}",
+                frozen.0.len(),
+                self.pools.len()
+            );
+        }
+        for (pool, (format, pieces)) in
+            self.pools.iter_mut().flatten().zip(frozen.0.iter().flatten())
+        {
+            if pool.format() != *format {
+                fail!(Internal, "frozen rows of {format} for a pool of {}", pool.format());
+            }
+            pool.attach(pieces)?;
+        }
+        Ok(())
     }
 
     fn exclusively(work: &mut dyn FnMut()) {

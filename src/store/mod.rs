@@ -18,15 +18,18 @@ mod mask;
 mod mlx_store;
 mod packed;
 mod planes;
+mod regions;
 mod row;
 
 pub use codec::Codec;
 pub(crate) use float::float_dtype;
 pub use kv_view::{KvView, StoredRows};
 pub use mlx_store::MlxStore;
+pub use regions::Piece;
 
 use std::sync::Arc;
 
+use mlx_rs::ops::zeros_dtype;
 use mlx_rs::{Array, Dtype};
 
 use crate::error::{fail, Result};
@@ -66,7 +69,8 @@ pub trait Pool: Send {
     /// [`Backend`](crate::Status::Backend).
     fn write(&mut self, slots: &Slots, rows: &Array) -> Result<()>;
 
-    /// Returns the slots from `start` to `stop` as attention reads them: a view.
+    /// Returns the slots from `start` to `stop` as attention reads them: a view. Where some of them are frozen
+    /// and others not, the view is of a copy, which exists until it is dropped.
     ///
     /// The view holds the buffers. Until it is dropped, a write copies all of them.
     ///
@@ -87,7 +91,42 @@ pub trait Pool: Send {
     /// [`Backend`](crate::Status::Backend).
     fn put(&mut self, slots: &Slots, rows: &StoredRows) -> Result<()>;
 
-    /// Returns the buffers, for evaluation.
+    /// Writes copies back to the slots that an open step may have overwritten. Those that are frozen are as they
+    /// were, and stay so.
+    ///
+    /// # Errors
+    /// [`Backend`](crate::Status::Backend).
+    fn restore(&mut self, slots: &Slots, rows: &StoredRows) -> Result<()>;
+
+    /// Sets slots that an open step may have written to zero. Those that are frozen were not, and stay.
+    ///
+    /// # Errors
+    /// [`Backend`](crate::Status::Backend).
+    fn blank(&mut self, slots: &Slots) -> Result<()>;
+
+    /// Returns the number of the first slots that are frozen. The buffers begin behind them.
+    fn base(&self) -> i32;
+
+    /// Returns the number of the first slots that other pools may read too.
+    fn shared(&self) -> i32;
+
+    /// Makes the rows of the first `end` slots read-only; with `anew` those too that are already, as copies. A
+    /// write to such a slot first copies its row and all frozen ones behind it to the pool's own buffers.
+    ///
+    /// # Errors
+    /// [`Backend`](crate::Status::Backend); the pool stays as it is.
+    fn freeze(&mut self, end: i32, anew: bool) -> Result<()>;
+
+    /// Returns the frozen rows of the first `end` slots, for other pools.
+    fn share(&mut self, end: i32) -> Vec<Piece>;
+
+    /// Makes a pool without slots read frozen rows of its format in the first ones.
+    ///
+    /// # Errors
+    /// [`Internal`](crate::Status::Internal) for rows of another format, or a pool with slots.
+    fn attach(&mut self, pieces: &[Piece]) -> Result<()>;
+
+    /// Returns the buffers, for evaluation. Frozen rows are not in them.
     fn buffers(&self) -> Vec<&Array>;
 
     /// Rolls back the writes since the buffers were last evaluated. Evaluated writes stay in their
@@ -227,6 +266,39 @@ impl Pool for CodecPool {
             );
         }
         self.planes.write(slots, &rows.parts)
+    }
+
+    fn restore(&mut self, slots: &Slots, rows: &StoredRows) -> Result<()> {
+        if rows.format != self.format() {
+            fail!(Internal, "rows of {} do not fit slots of {}", rows.format, self.format());
+        }
+        self.planes.write_unfrozen(slots, &rows.parts)
+    }
+
+    fn blank(&mut self, slots: &Slots) -> Result<()> {
+        let shape = [1, self.n_kv_heads(), slots.len() as i32, self.head_dim()];
+        let zeros = self.codec.encode(&zeros_dtype(&shape, Dtype::Float32)?)?;
+        self.planes.write_unfrozen(slots, &zeros)
+    }
+
+    fn base(&self) -> i32 {
+        self.planes.base()
+    }
+
+    fn shared(&self) -> i32 {
+        self.planes.shared()
+    }
+
+    fn freeze(&mut self, end: i32, anew: bool) -> Result<()> {
+        self.planes.freeze(end, anew)
+    }
+
+    fn share(&mut self, end: i32) -> Vec<Piece> {
+        self.planes.share(end)
+    }
+
+    fn attach(&mut self, pieces: &[Piece]) -> Result<()> {
+        self.planes.attach(pieces)
     }
 
     fn buffers(&self) -> Vec<&Array> {

@@ -1,13 +1,14 @@
 //! The buffers of a pool of any format. Each is `[1, n_kv_heads, slots, width]` and is written in
-//! place.
+//! place. Slots in front of them may lie in frozen pieces.
 
-use mlx_rs::ops::indexing::{scatter_single, take_axis};
+use mlx_rs::ops::indexing::scatter_single;
 use mlx_rs::ops::zeros_dtype;
 use mlx_rs::transforms::{async_eval, eval};
 use mlx_rs::{Array, Dtype};
 use parking_lot::Mutex;
 use smallvec::SmallVec;
 
+use super::regions::Piece;
 use crate::error::{fail, Result};
 use crate::mlx::{self, slice_axis, update_axis};
 use etkv_core::bookkeeping::Slots;
@@ -54,18 +55,22 @@ pub(super) fn along(parts: &[Array], axis: usize, start: i32, stop: i32) -> Resu
     parts.iter().map(|part| slice_axis(part, axis, start, stop, 1)).collect()
 }
 
-/// The buffers of a pool, all of one size.
+/// The buffers of a pool, all of one size, behind the frozen pieces that it reads.
 pub(super) struct Planes {
     pub(super) n_kv_heads: i32,
     pub(super) layout: Layout,
     /// One buffer for each plane, or none without slots. No other handle holds the buffers, so
     /// writes happen in place.
     pub(super) buffers: Parts,
+    /// The rows of the first slots, which are only read. The first slot of the buffers is the one behind them.
+    pub(super) pieces: Vec<Piece>,
+    /// The first of these slots, which other pools may read too.
+    pub(super) shared: i32,
 }
 
 impl Planes {
     pub fn new(n_kv_heads: i32, layout: Layout) -> Self {
-        Self { n_kv_heads, layout, buffers: Parts::new() }
+        Self { n_kv_heads, layout, buffers: Parts::new(), pieces: Vec::new(), shared: 0 }
     }
 
     pub fn n_kv_heads(&self) -> i32 {
@@ -73,6 +78,10 @@ impl Planes {
     }
 
     pub fn slots(&self) -> i32 {
+        self.base() + self.own_slots()
+    }
+
+    pub(super) fn own_slots(&self) -> i32 {
         self.buffers.first().map_or(0, |buffer| buffer.dim(SLOTS as i32))
     }
 
@@ -82,6 +91,8 @@ impl Planes {
 
     pub fn release(&mut self) {
         self.buffers.clear();
+        self.pieces.clear();
+        self.shared = 0;
     }
 
     fn zeros(&self, plane: &Plane, slots: i32) -> Result<Array> {
@@ -91,7 +102,7 @@ impl Planes {
     /// Grows the buffers; new slots are zero. The old buffers exist until the new ones are
     /// complete.
     pub fn grow(&mut self, slots: i32) -> Result<()> {
-        let before = self.slots();
+        let (slots, before) = (slots - self.base(), self.own_slots());
         if slots <= before {
             return Ok(());
         }
@@ -116,7 +127,7 @@ impl Planes {
     }
 
     /// Refuses sizes that the system does not give: MLX's CPU build would write to address 0.
-    fn check_memory(&self, slots: i32) -> Result<()> {
+    pub(super) fn check_memory(&self, slots: i32) -> Result<()> {
         if mlx::on_gpu()? {
             return Ok(());
         }
@@ -135,7 +146,7 @@ impl Planes {
 
     /// Rolls back writes that were not evaluated.
     pub fn roll_back(&mut self) -> Result<()> {
-        let slots = self.slots();
+        let slots = self.own_slots();
         let before = self
             .layout
             .iter()
@@ -165,11 +176,12 @@ impl Planes {
                 self.slots()
             );
         }
+        let slots = self.for_writing(slots)?;
         let written = self
             .buffers
             .iter()
             .zip(parts)
-            .map(|(buffer, rows)| match slots {
+            .map(|(buffer, rows)| match &slots {
                 Slots::Run(run) => update_axis(buffer, rows, SLOTS, run.start, run.end),
                 Slots::List(list) => update_list(buffer, rows, list),
             })
@@ -178,12 +190,12 @@ impl Planes {
         Ok(())
     }
 
-    /// Returns views of the slots from `start` to `stop`.
+    /// Returns the slots from `start` to `stop`: views, where they lie in one region. Others are joined.
     pub fn slice(&self, start: i32, stop: i32) -> Result<Parts> {
-        if start < 0 || stop < start || stop > self.slots() || self.buffers.is_empty() {
+        if start < 0 || stop < start || stop > self.slots() || self.slots() == 0 {
             fail!(Internal, "slots {start} to {stop} of a pool of {} are read", self.slots());
         }
-        along(&self.buffers, SLOTS, start, stop)
+        (0..self.layout.len()).map(|plane| self.range(plane, start, stop)).collect()
     }
 
     /// Returns copies of these slots, not evaluated yet.
@@ -191,11 +203,11 @@ impl Planes {
         if slots.is_empty() || slots.end() > self.slots() {
             fail!(Internal, "slots up to {} of a pool of {} are copied", slots.end(), self.slots());
         }
-        let copy = |buffer| match slots {
-            Slots::Run(run) => Ok(slice_axis(buffer, SLOTS, run.start, run.end, 1)?.contiguous()?),
-            Slots::List(list) => Ok(take_axis(buffer, indices(list)?, SLOTS as i32)?),
+        let copy = |plane| match slots {
+            Slots::Run(_) => Ok(self.taken(plane, slots)?.contiguous()?),
+            Slots::List(_) => self.taken(plane, slots),
         };
-        self.buffers.iter().map(copy).collect()
+        (0..self.layout.len()).map(copy).collect()
     }
 }
 

@@ -163,6 +163,27 @@ def test_passes_change_no_logits(made, passes):
         np.testing.assert_allclose(read(program, prompt())[0], expected, rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.parametrize("passes", ["default", "none", "gpu"])
+@each([made for made in [*FLOAT, QUANTIZED[0]] if "--use-custom-sdpa" in made.options])
+def test_the_last_row_alone(made, passes, ended):
+    """Where attention and its cache lie in the graph too, ``logits=last`` gives the last row of each step."""
+    assert ended[made] is None
+    text = prompt()
+    with loaded(made) as program:
+        rows = read(program, text)[0]
+    if made in FLOAT:
+        rows = torch.as_tensor(reference.logits(reference.load_hf(made.weights), text))
+    with etkv.load(made.path, None, logits="last", passes=passes) as program:
+        at = 0
+        # A prompt in two steps, tokens one at a time, and several again.
+        for length in (40, 10, 1, 1, 8):
+            step = text[at : at + length]
+            logits = program.execute(torch.tensor([step]), torch.arange(at, at + length))[0]
+            at += length
+            assert logits.shape[:2] == (1, 1)
+            np.testing.assert_allclose(logits[0, 0], rows[at - 1], rtol=1e-4, atol=2e-4)
+
+
 def test_each_load_has_buffers_of_its_own():
     """Two loads at once do not see each other's rows, and a fresh load starts from zeros."""
     made, text = FLOAT[0], prompt()

@@ -191,6 +191,7 @@ def _export(each: Export) -> None:
     """Run the exporter, and write how it ended beside the program."""
     from etkv.export.progress import third_party_noise
 
+    reference.look_up_composite_ops_once()
     shutil.rmtree(each.folder, ignore_errors=True)
     each.folder.mkdir(parents=True)
     error = None

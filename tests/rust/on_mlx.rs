@@ -4,6 +4,10 @@ use etkv_core::{CacheConfig, ContiguousCache, SharedCache, Status};
 use etkv_tests::vec_store::VecStore;
 
 etkv_tests::campaign!(etkv_tests::on_mlx::OnMlx);
+etkv_tests::campaign! {
+    etkv_tests::on_mlx::OnMlx:
+    sharing::caches_that_share_rows_answer_as_those_that_do_not,
+}
 
 #[test]
 fn a_cache_of_another_backend_is_refused() {

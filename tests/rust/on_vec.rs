@@ -8,6 +8,10 @@ use etkv_tests::backend::Backend;
 use etkv_tests::vec_store::{fail_next, Failure, OnVec, Tensor, VecStore};
 
 etkv_tests::campaign!(OnVec);
+etkv_tests::campaign! {
+    OnVec:
+    sharing::caches_that_share_rows_answer_as_those_that_do_not,
+}
 
 fn rows(n: usize) -> Tensor {
     OnVec::tensor(&vec![vec![vec![1.0; 4]]; n])

@@ -12,7 +12,7 @@ import torch
 
 from etkv.errors import first_line
 
-from . import cases, wheel, worker
+from . import cases, composite_ops, wheel, worker
 
 
 def prepare() -> Callable[[int | None], Any]:
@@ -22,6 +22,7 @@ def prepare() -> Callable[[int | None], Any]:
     """
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)
+    composite_ops.look_up_once()
     utils = wheel.test_utils()
     configurations = wheel.configurations()
     # Looking for cycles among what torch has imported takes a sixth of the exports.

@@ -213,6 +213,8 @@ pub enum Function {
         scale: f32,
         causal: bool,
         mask: bool,
+        /// Made by a pass: answers the last query only. The integer is the number of queries.
+        last_query: bool,
     },
 }
 

@@ -39,15 +39,25 @@ pub fn update_and_attend(slots: &mut Slots, node: fb::UpdateAndAttendNode) -> Re
 
 pub fn sdpa(slots: &mut Slots, node: fb::SdpaNode) -> Result<Instruction> {
     let mask = node.mask();
-    let function =
-        Function::Sdpa { scale: node.scale(), causal: node.causal(), mask: mask.is_some() };
+    let function = Function::Sdpa {
+        scale: node.scale(),
+        causal: node.causal(),
+        mask: mask.is_some(),
+        last_query: false,
+    };
     let tensors: Vec<_> =
         [Some(node.q()), Some(node.k()), Some(node.v()), mask].into_iter().flatten().collect();
     decode(slots, function, &tensors, Vec::new(), node.out())
 }
 
-/// Runs MLX's attention of `q`, `[B, n_heads, T, head_dim]`.
-pub fn run_sdpa(arguments: &Arguments, scale: f32, causal: bool, mask: bool) -> Result<Array> {
+/// Runs MLX's attention of `q`, `[B, n_heads, T, head_dim]`. With `last_query` the result is that of its
+/// last query, `[B, n_heads, 1, head_dim]`.
+pub fn run_sdpa(
+    arguments: &Arguments,
+    scale: f32,
+    [mut causal, mask]: [bool; 2],
+    last_query: bool,
+) -> Result<Array> {
     let [q, k, v] = [0, 1, 2].map(|index| arguments.tensor(index));
     let (q, k, v) = (q?, k?, v?);
     if causal && mask {
@@ -62,7 +72,17 @@ pub fn run_sdpa(arguments: &Arguments, scale: f32, causal: bool, mask: bool) -> 
         Dtype::Bool => Ok(mask.clone()),
         _ => cast(mask, q.dtype()),
     });
-    let mask = mask.transpose()?;
+    let mut mask = mask.transpose()?;
+    let last;
+    let q = if last_query {
+        last = last_of(q, arguments.int(0)?)?;
+        // The last query sees every key.
+        causal = false;
+        mask = mask.map(|mask| last_row_of_mask(mask, q.dim(TOKENS as i32))).transpose()?;
+        &last
+    } else {
+        q
+    };
     let handle = mask.as_ref().map_or(none(), Array::as_ptr);
     let mode = if causal { c"causal" } else { c"" };
     let (q, k, v) = (q.as_ptr(), k.as_ptr(), v.as_ptr());
@@ -85,6 +105,24 @@ pub fn run_sdpa(arguments: &Arguments, scale: f32, causal: bool, mask: bool) -> 
 
 /// The axis of tokens in `[1, heads, T, head_dim]`.
 const TOKENS: usize = 2;
+
+/// Returns the last query of a step of `n` tokens.
+fn last_of(q: &Array, n: i32) -> Result<Array> {
+    // A query that broadcasts, or of other tokens, would not be the last token's.
+    if n < 1 || q.ndim() != 4 || q.dim(TOKENS as i32) != n {
+        fail!(Program, "queries of shape {:?} in a step of {n} tokens", q.shape());
+    }
+    slice_axis(q, TOKENS, n - 1, n, 1)
+}
+
+/// Returns the row of the last of `n` queries of a mask `[..., T, L]`; one of fewer axes, or of one row,
+/// is for every query.
+fn last_row_of_mask(mask: Array, n: i32) -> Result<Array> {
+    match mask.ndim().checked_sub(2) {
+        Some(queries) if mask.dim(queries as i32) == n => slice_axis(&mask, queries, n - 1, n, 1),
+        _ => Ok(mask),
+    }
+}
 
 /// The constants of one call of the op.
 pub struct Call {

@@ -149,7 +149,9 @@ pub fn run(frame: &Frame, function: &Function, values: &[Value], ints: &[Int]) -
             let turn = rotary::Turn { dims: *dims, traditional: *traditional, scale: *scale };
             rotary::run_rope(call, turn, *base, [*offsets, *freqs])
         }
-        Function::Sdpa { scale, causal, mask } => attention::run_sdpa(call, *scale, *causal, *mask),
+        Function::Sdpa { scale, causal, mask, last_query } => {
+            attention::run_sdpa(call, *scale, [*causal, *mask], *last_query)
+        }
     }
 }
 

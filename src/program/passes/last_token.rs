@@ -4,13 +4,16 @@
 //! product, which is the widest, then runs on one row, and so does everything before it that works
 //! row by row, up to the last layer's attention. A program that was exported to return the last row
 //! has a slice before that product. What feeds the slice can always be narrowed.
+//!
+//! Attention may be the op that has the cache, or MLX's own on a cache in the graph. Keys, values and what
+//! writes them need all rows: only queries are narrowed.
 
 use std::collections::{HashMap, HashSet};
 
 use super::rows::Rows;
 use super::{insert, makers};
 use crate::error::{fail, Result};
-use crate::program::ir::{Graph, Instruction, Int, Op, Out, Value};
+use crate::program::ir::{Function, Graph, Index, InputSpec, Instruction, Int, Op, Out, Value};
 
 /// Removes rows that nothing reads. With `last_only`, only the last row of the first output, the
 /// logits, is read: `[1, T, ...]` becomes `[1, 1, ...]`. Other outputs stay whole.
@@ -22,8 +25,8 @@ pub fn narrow(graph: &mut Graph, last_only: bool) -> Result<()> {
     let rows = Rows::find(graph);
     let mut logits = None;
     if last_only {
-        let Some(Out::Tensor(output)) = graph.main.outputs.first().copied() else {
-            fail!(Unsupported, "cannot give logits of the last token only: the first output is no tensor; load with logits=all");
+        let Some(output) = first_output(graph) else {
+            fail!(Unsupported, "cannot give logits of the last token only: the program's outputs are numbers, and none has rows; load with logits=all");
         };
         // A value of one row has only the last one.
         logits = (!rows.is_single(output)).then_some(output);
@@ -34,6 +37,36 @@ pub fn narrow(graph: &mut Graph, last_only: bool) -> Result<()> {
     }
     rewrite(graph, &narrow, &rows);
     Ok(())
+}
+
+/// Returns the first output that may be logits. Those before it are integers and elements of inputs, such as
+/// the lengths of caches in the graph, which an exporter writes down with each call.
+fn first_output(graph: &Graph) -> Option<Value> {
+    let inputs: HashSet<Value> = graph
+        .inputs
+        .iter()
+        .filter_map(|input| match input {
+            InputSpec::Tensor { value, shape, .. } => (shape.len() == 1).then_some(*value),
+            InputSpec::Int(_) => None,
+        })
+        .collect();
+    let elements: HashSet<Value> = graph
+        .main
+        .instructions
+        .iter()
+        .filter_map(|instruction| match (&instruction.op, instruction.out) {
+            (Op::Take { x, index: Index::One(_), .. }, Out::Tensor(value)) => {
+                inputs.contains(x).then_some(value)
+            }
+            _ => None,
+        })
+        .collect();
+    // What the buffers have after the call stands behind the outputs.
+    let n = graph.main.outputs.len().saturating_sub(graph.buffers.len());
+    graph.main.outputs[..n].iter().find_map(|out| match out {
+        Out::Tensor(value) => (!elements.contains(value)).then_some(*value),
+        Out::Tensors(..) | Out::Int(_) => None,
+    })
 }
 
 /// Returns the values of which only the last row is read: from `logits` and from slices upwards, as
@@ -94,6 +127,12 @@ fn rewrite(graph: &mut Graph, narrow: &HashSet<Value>, rows: &Rows) {
             graph.main.instructions[index].op = op;
             continue;
         }
+        if let Op::Call { function: Function::Sdpa { last_query, .. }, ints, .. } = &mut op {
+            *last_query = true;
+            ints.extend(rows.count.map(Int::Value));
+            graph.main.instructions[index].op = op;
+            continue;
+        }
         let read = rows.read_by(&op, graph).unwrap_or_default();
         for wide in read.into_iter().filter(|value| !narrow.contains(value)) {
             let row = *last_rows.entry(wide).or_insert_with(|| {
@@ -121,260 +160,4 @@ fn rewrite(graph: &mut Graph, narrow: &HashSet<Value>, rows: &Rows) {
 }
 
 #[cfg(test)]
-mod tests {
-    use super::*;
-    use crate::program::ir::{Binary, Chain, Constant, Dim, Index, InputSpec, IntValue};
-    use crate::Status;
-    use mlx_rs::Dtype;
-
-    const WEIGHT: Value = Value(0);
-    const TOKENS: Value = Value(1);
-    const COUNT: IntValue = IntValue(0);
-
-    /// Returns a program over `[1, T]` inputs with one weight. `ops` make the values from 2 on, the
-    /// last of which is its output.
-    fn graph(ops: Vec<Op>) -> Graph {
-        let shape = vec![8, 8];
-        let mut instructions =
-            vec![Instruction { op: Op::SymSize { x: TOKENS, dim: 1 }, out: Out::Int(COUNT) }];
-        let n_values = 2 + ops.len() as u32;
-        instructions.extend(
-            (2..).zip(ops).map(|(value, op)| Instruction { op, out: Out::Tensor(Value(value)) }),
-        );
-        Graph {
-            constants: vec![Constant {
-                name: "weight".into(),
-                shape,
-                dtype: Dtype::Float32,
-                joined: Vec::new(),
-            }],
-            inputs: vec![InputSpec::Tensor {
-                value: TOKENS,
-                name: "tokens".into(),
-                shape: vec![Dim::Static(1), Dim::UpTo(None)],
-                scalar_type: 4,
-            }],
-            init: Chain::default(),
-            init_targets: Vec::new(),
-            buffers: Vec::new(),
-            main: Chain { instructions, outputs: vec![Out::Tensor(Value(n_values - 1))] },
-            n_values,
-            n_ints: 1,
-        }
-    }
-
-    fn embed() -> Op {
-        Op::Take { x: WEIGHT, index: Index::Many(TOKENS), axis: 0 }
-    }
-
-    fn linear(x: u32) -> Op {
-        Op::Linear { x: Value(x), weight: WEIGHT, bias: None, transposed: false }
-    }
-
-    fn attend(q: u32) -> Op {
-        Op::UpdateAndAttend {
-            q: Value(q),
-            k: Value(q),
-            v: Value(q),
-            position: TOKENS,
-            layer: 0,
-            scale: 1.0,
-            out_dtype: None,
-            last_query: false,
-        }
-    }
-
-    fn ops(graph: &Graph) -> Vec<&Op> {
-        graph.main.instructions.iter().map(|instruction| &instruction.op).collect()
-    }
-
-    #[test]
-    fn the_last_product_runs_on_one_row() {
-        // 2: embedding, 3: logits.
-        let mut graph = graph(vec![embed(), linear(2)]);
-        narrow(&mut graph, true).unwrap();
-        let made = ops(&graph);
-        assert_eq!(*made[2], Op::LastToken { x: Value(2) });
-        assert!(matches!(made[3], Op::Linear { x: Value(4), .. }));
-    }
-
-    #[test]
-    fn rows_are_dropped_at_the_last_attention() {
-        // 2: embedding, 3: attention, 4: heads back, 5: merged, 6: residual, 7: logits.
-        let merged = Op::Reshape {
-            x: Value(4),
-            shape: vec![Int::Literal(1), Int::Value(COUNT), Int::Literal(-1)],
-        };
-        let residual = Op::Binary { function: Binary::Add, a: Value(2), b: Value(5) };
-        let heads = Op::Transpose { x: Value(3), perm: vec![0, 2, 1, 3] };
-        let mut graph = graph(vec![embed(), attend(2), heads, merged, residual, linear(6)]);
-        narrow(&mut graph, true).unwrap();
-        let made = ops(&graph);
-        assert!(matches!(made[2], Op::UpdateAndAttend { last_query: true, .. }));
-        assert!(made
-            .iter()
-            .any(|op| matches!(op, Op::Reshape { shape, .. } if shape[1] == Int::Literal(1))));
-        assert!(
-            made.contains(&&Op::LastToken { x: Value(2) }),
-            "the residual enters by its last row"
-        );
-    }
-
-    #[test]
-    fn a_value_that_others_read_stays_whole() {
-        // 2: embedding, 3: hidden, 4: attention over all of hidden, 5: sum, 6: logits.
-        let sum = Op::Binary { function: Binary::Add, a: Value(3), b: Value(3) };
-        let mut graph = graph(vec![embed(), linear(2), attend(3), sum, linear(5)]);
-        narrow(&mut graph, true).unwrap();
-        let made = ops(&graph);
-        assert!(matches!(made[2], Op::Linear { x: Value(2), .. }), "hidden is made for every row");
-        assert!(matches!(made[3], Op::UpdateAndAttend { last_query: false, .. }));
-    }
-
-    #[test]
-    fn a_gate_on_the_heads_is_not_cut_along_the_wrong_axis() {
-        // 2: embedding, 3: attention, 4: gate, 5: gated, 6: heads back, 7: merged, 8: logits.
-        let gate = Op::Transpose { x: Value(2), perm: vec![0, 2, 1, 3] };
-        let gated = Op::Binary { function: Binary::Multiply, a: Value(3), b: Value(4) };
-        let heads = Op::Transpose { x: Value(5), perm: vec![0, 2, 1, 3] };
-        let shape = vec![Int::Literal(1), Int::Value(COUNT), Int::Literal(-1)];
-        let merged = Op::Reshape { x: Value(6), shape };
-        let mut graph = graph(vec![embed(), attend(2), gate, gated, heads, merged, linear(7)]);
-        narrow(&mut graph, true).unwrap();
-        let made = ops(&graph);
-        assert!(matches!(made[2], Op::UpdateAndAttend { last_query: false, .. }));
-        let cut: Vec<_> = made.iter().filter(|op| matches!(op, Op::LastToken { .. })).collect();
-        assert_eq!(cut, [&&Op::LastToken { x: Value(7) }], "once the tokens are in place");
-    }
-
-    /// 2: embedding, 3: attention, 4: heads back, 5: merged, 6: logits.
-    fn attended() -> Graph {
-        let heads = Op::Transpose { x: Value(3), perm: vec![0, 2, 1, 3] };
-        let shape = vec![Int::Literal(1), Int::Value(COUNT), Int::Literal(-1)];
-        let merged = Op::Reshape { x: Value(4), shape };
-        graph(vec![embed(), attend(2), heads, merged, linear(5)])
-    }
-
-    #[test]
-    fn attention_that_is_an_output_stays_whole() {
-        let mut graph = attended();
-        graph.main.outputs.push(Out::Tensor(Value(3)));
-        narrow(&mut graph, true).unwrap();
-        let made = ops(&graph);
-        assert!(matches!(made[2], Op::UpdateAndAttend { last_query: false, .. }));
-        // Its second axis is that of the heads: rows are cut once the heads are in place.
-        assert!(!made.contains(&&Op::LastToken { x: Value(3) }));
-    }
-
-    #[test]
-    fn what_has_tokens_again_gives_its_last_row() {
-        // 2: embedding, 3: its rows alone, [T, features], 4: [1, T, features] again, 5: sum, 6: logits.
-        let rows = Op::Reshape { x: Value(2), shape: vec![Int::Literal(-1), Int::Literal(8)] };
-        let shape = vec![Int::Literal(1), Int::Value(COUNT), Int::Literal(8)];
-        let again = Op::Reshape { x: Value(3), shape };
-        let sum = Op::Binary { function: Binary::Add, a: Value(2), b: Value(4) };
-        let mut graph = graph(vec![embed(), rows, again.clone(), sum, linear(5)]);
-        narrow(&mut graph, true).unwrap();
-        let made = ops(&graph);
-        assert!(made.contains(&&again), "it is made of all rows");
-        for x in [2, 4] {
-            assert!(made.contains(&&Op::LastToken { x: Value(x) }));
-        }
-    }
-
-    #[test]
-    fn attention_is_no_logits() {
-        let mut graph = graph(vec![embed(), attend(2)]);
-        assert_eq!(narrow(&mut graph, true).unwrap_err().status(), Status::Unsupported);
-    }
-
-    #[test]
-    fn rows_of_other_ranks_are_not_taken_for_the_same() {
-        // 2: embedding, [1, T, features]; 4: heads back, [1, T, heads, head_dim].
-        for (a, b) in [(2, 4), (4, 2)] {
-            let heads = Op::Transpose { x: Value(3), perm: vec![0, 2, 1, 3] };
-            let sum = Op::Binary { function: Binary::Add, a: Value(a), b: Value(b) };
-            let mut graph = graph(vec![embed(), attend(2), heads, sum]);
-            assert_eq!(narrow(&mut graph, true).unwrap_err().status(), Status::Unsupported);
-        }
-    }
-
-    #[test]
-    fn what_is_not_made_row_by_row_is_refused() {
-        let mut graph = graph(vec![embed(), Op::Transpose { x: Value(2), perm: vec![1, 0, 2] }]);
-        assert_eq!(narrow(&mut graph, true).unwrap_err().status(), Status::Unsupported);
-    }
-
-    fn last_row(x: u32) -> Op {
-        Op::Slice {
-            x: Value(x),
-            axis: Int::Literal(1),
-            start: Int::Literal(-1),
-            stop: Int::Literal(i64::MAX),
-            step: 1,
-        }
-    }
-
-    #[test]
-    fn what_only_feeds_an_exported_last_row_is_narrowed_in_any_case() {
-        // 2: embedding, 3: hidden, 4: its last row, 5: logits.
-        for last_only in [false, true] {
-            let mut graph = graph(vec![embed(), linear(2), last_row(3), linear(4)]);
-            narrow(&mut graph, last_only).unwrap();
-            let made = ops(&graph);
-            assert_eq!(*made[2], Op::LastToken { x: Value(2) });
-            assert!(matches!(made[3], Op::Linear { x: Value(6), .. }));
-            assert_eq!(*made[4], last_row(3), "of one row, that row");
-            assert_eq!(*made[5], linear(4));
-        }
-    }
-
-    #[test]
-    fn nothing_is_narrowed_unless_asked_for() {
-        let mut graph = graph(vec![embed(), linear(2)]);
-        let before = ops(&graph).into_iter().cloned().collect::<Vec<_>>();
-        narrow(&mut graph, false).unwrap();
-        assert_eq!(ops(&graph), before.iter().collect::<Vec<_>>());
-    }
-
-    #[test]
-    fn other_outputs_stay_whole() {
-        // 2: embedding, 3: hidden, the features, 4: final, 5: logits.
-        for exported_last in [false, true] {
-            let (rows, logits) = if exported_last { (last_row(4), 6) } else { (linear(4), 5) };
-            let mut ops = vec![embed(), linear(2), linear(3), rows];
-            ops.extend(exported_last.then(|| linear(5)));
-            let mut graph = graph(ops);
-            graph.main.outputs = vec![Out::Tensor(Value(logits)), Out::Tensor(Value(3))];
-            narrow(&mut graph, true).unwrap();
-            let made = self::ops(&graph);
-            assert_eq!(*made[2], linear(2), "the features have every row");
-            assert_eq!(*made[3], Op::LastToken { x: Value(3) });
-            assert!(matches!(made[4], Op::Linear { x, .. } if x.0 > logits));
-        }
-    }
-
-    #[test]
-    fn an_output_that_is_both_is_refused() {
-        let mut graph = graph(vec![embed(), linear(2)]);
-        graph.main.outputs = vec![Out::Tensor(Value(3)), Out::Tensor(Value(3))];
-        assert_eq!(narrow(&mut graph, true).unwrap_err().status(), Status::Unsupported);
-    }
-
-    #[test]
-    fn pieces_of_rows_are_narrowed() {
-        // 2: embedding, 3: gate and up, 4 and 5: their pieces, 6: gated, 7: logits.
-        let piece = |axis, start, stop| Op::Piece { x: Value(3), axis, start, stop, sizes: 8..=8 };
-        let gated = Op::Binary { function: Binary::Multiply, a: Value(4), b: Value(5) };
-        let program = |axis| {
-            let pieces = [piece(axis, 0, 4), piece(axis, 4, 8)];
-            let [first, second] = pieces;
-            graph(vec![embed(), linear(2), first, second, gated.clone(), linear(6)])
-        };
-        let mut features = program(-1);
-        narrow(&mut features, true).unwrap();
-        assert_eq!(*ops(&features)[2], Op::LastToken { x: Value(2) });
-        let mut tokens = program(1);
-        assert_eq!(narrow(&mut tokens, true).unwrap_err().status(), Status::Unsupported);
-    }
-}
+mod tests;

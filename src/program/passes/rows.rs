@@ -2,21 +2,31 @@
 
 use std::collections::{HashMap, HashSet};
 
-use crate::program::ir::{Dim, Graph, Index, InputSpec, Int, IntValue, Op, Out, Value};
+use crate::program::ir::{Dim, Function, Graph, Index, InputSpec, Int, IntValue, Op, Out, Value};
 
 /// Values, and the number of axes of each.
 type Ranks = HashMap<Value, usize>;
+
+/// The axes of rows that are cut into heads.
+const HEAD_AXES: usize = 4;
 
 /// The facts about the program's rows.
 pub struct Rows {
     /// The integers that count the tokens.
     pub counts: HashSet<IntValue>,
+    /// The first of these that the program computes.
+    pub count: Option<IntValue>,
     /// The values whose second axis is that of the tokens, `[1, T, ...]`, with their number of
     /// axes, 3 or more.
     by_row: Ranks,
     /// The values that are made of the last row of such a value, `[1, 1, ...]`, with their number
     /// of axes.
     single: Ranks,
+    /// The rows cut into heads, `[1, T, heads, head_dim]`, with their number of axes.
+    cut: Ranks,
+    /// Those with their axes in attention's order, `[1, heads, T, head_dim]`, and what is made of them
+    /// token by token, such as queries that are turned.
+    heads: HashSet<Value>,
     /// The results of attention, `[1, heads, T, head_dim]`.
     attended: HashSet<Value>,
     /// Those results of attention that only one instruction reads and that are no output: their
@@ -41,6 +51,9 @@ impl Rows {
         let outputs: HashSet<Value> = graph.main.tensor_outputs().collect();
         let mut rows = Self {
             counts: HashSet::new(),
+            count: None,
+            cut: HashMap::new(),
+            heads: HashSet::new(),
             by_row: HashMap::new(),
             single: HashMap::new(),
             attended: HashSet::new(),
@@ -50,8 +63,9 @@ impl Rows {
             match (&instruction.op, instruction.out) {
                 (Op::SymSize { x, dim: 1 | -1 }, Out::Int(value)) if tokens.contains(x) => {
                     rows.counts.insert(value);
+                    rows.count.get_or_insert(value);
                 }
-                (Op::UpdateAndAttend { .. }, Out::Tensor(value)) => {
+                (op, Out::Tensor(value)) if rows.attends(op) => {
                     rows.attended.insert(value);
                     if n_uses.get(&value) == Some(&1) && !outputs.contains(&value) {
                         rows.narrowable.insert(value);
@@ -63,11 +77,69 @@ impl Rows {
                     } else if let Some(rank) = rows.rank_of_single(op, graph) {
                         rows.single.insert(value, rank);
                     }
+                    if rows.cuts(op, graph) {
+                        rows.cut.insert(value, HEAD_AXES);
+                    } else if rows.has_heads(op) {
+                        rows.heads.insert(value);
+                    }
                 }
                 _ => {}
             }
         }
         rows
+    }
+
+    /// Returns whether an instruction is attention of the step's tokens: the op that has the cache, or
+    /// MLX's own of queries that are made token by token, whose keys and values may be those of a cache in
+    /// the graph.
+    fn attends(&self, op: &Op) -> bool {
+        match op {
+            Op::UpdateAndAttend { .. } => true,
+            Op::Call { function: Function::Sdpa { .. }, tensors, .. } => {
+                tensors.first().is_some_and(|q| self.heads.contains(q))
+            }
+            _ => false,
+        }
+    }
+
+    /// Returns whether an instruction makes `[1, T, heads, head_dim]`, each row from the same row.
+    fn cuts(&self, op: &Op, graph: &Graph) -> bool {
+        match op {
+            Op::Reshape { x, shape } => {
+                self.by_row.contains_key(x)
+                    && matches!(
+                        shape[..],
+                        [Int::Literal(1), Int::Value(count), Int::Literal(_), Int::Literal(_)]
+                            if self.counts.contains(&count)
+                    )
+            }
+            // Norms of heads.
+            op => row_by_row(op, graph, &self.cut).is_some(),
+        }
+    }
+
+    /// Returns whether an instruction makes `[1, heads, T, head_dim]` token by token.
+    fn has_heads(&self, op: &Op) -> bool {
+        let heads = &self.heads;
+        match op {
+            Op::Transpose { x, perm } => perm[..] == [0, 2, 1, 3] && self.cut.contains_key(x),
+            Op::Unary { x, .. }
+            | Op::AsType { x, .. }
+            | Op::RmsNorm { x, .. }
+            | Op::LayerNorm { x, .. }
+            | Op::Rotary { x, .. } => heads.contains(x),
+            Op::Piece { x, axis: 3 | -1, .. } | Op::Slice { x, axis: Int::Literal(3 | -1), .. } => {
+                heads.contains(x)
+            }
+            Op::Concatenate { tensors, axis: 3 | -1 } => tensors.iter().all(|x| heads.contains(x)),
+            // The other one, such as the cosines of the tokens' angles, broadcasts to the heads. That it
+            // does not broadcast the tokens is checked when attention runs.
+            Op::Binary { a, b, .. } => heads.contains(a) || heads.contains(b),
+            Op::Call { function: Function::Rope { .. }, tensors, .. } => {
+                tensors.first().is_some_and(|x| heads.contains(x))
+            }
+            _ => false,
+        }
     }
 
     /// Returns whether a value is made of the last row only.

@@ -2,6 +2,7 @@
 
 mod attention;
 mod finite;
+mod frozen;
 mod memory;
 mod placed;
 mod storage;

@@ -232,9 +232,11 @@ mod tests {
             let query = text(&mut state);
             for (least, capacity) in [(1, 100), (2, 5), (3, 3)] {
                 let found: Vec<Match> = index.matches(&group, &query, least, capacity).collect();
+                let alike =
+                    |text: &[i64]| text.iter().zip(&query).take_while(|(a, b)| a == b).count();
                 let mut wanted: Vec<(usize, &str)> = list
                     .iter()
-                    .map(|(text, to, name)| (shared(text, &query), text.len(), *to, name))
+                    .map(|(text, to, name)| (alike(text), text.len(), *to, name))
                     .filter(|&(n, len, to, _)| {
                         n >= least && len <= capacity && (n == len || n >= to)
                     })

@@ -6,6 +6,7 @@ pub mod contiguous;
 pub mod estimates;
 pub mod isolation;
 pub mod saving;
+pub mod sharing;
 pub mod unread;
 
 use crate::backend::{Backend, Tensor};

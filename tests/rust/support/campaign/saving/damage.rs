@@ -1,5 +1,7 @@
-//! Damaged files: some bytes changed, removed or added, and integers replaced by absurd ones, with
-//! checksums that are made right again.
+//! Damaged files: some bytes changed, removed, added or exchanged, integers replaced by absurd ones, and
+//! words of the header by others, with checksums that are made right again.
+//!
+//! A second cache sees none of the files. After each of them both answer the same.
 
 use etkv_core::{Cache, Status};
 use etkv_file::{load, save};
@@ -35,7 +37,7 @@ fn damage(rng: &mut Rng, bytes: &mut Vec<u8>) {
     // Half of them in the header, which is short.
     let end = if rng.chance(0.5) { header_end(bytes).min(n) } else { n };
     let at = rng.below(end);
-    match rng.below(8) {
+    match rng.below(9) {
         0..=2 => bytes[at] ^= 1 << rng.below(8),
         3 => bytes.truncate(at),
         4 => bytes.extend(vec![rng.next_u64() as u8; 1 + rng.below(40)]),
@@ -46,6 +48,14 @@ fn damage(rng: &mut Rng, bytes: &mut Vec<u8>) {
         6 => {
             let stop = (at + 1 + rng.below(16)).min(n);
             bytes.drain(at..stop);
+        }
+        7 => {
+            // Two parts of one length, such as the keys of two layers.
+            let other = rng.below(n);
+            let len = (1 + rng.below(4096)).min(at.abs_diff(other)).min(n - at.max(other));
+            for i in 0..len {
+                bytes.swap(at + i, other + i);
+            }
         }
         _ => bytes[..8]
             .copy_from_slice(&rng.pick(&[0, 7, u64::MAX, 1 << 40, n as u64]).to_le_bytes()),
@@ -86,6 +96,46 @@ fn lie(rng: &mut Rng, bytes: &mut Vec<u8>) {
         i64::MAX,
     ]);
     text.replace_range(at..stop, &new.to_string());
+    replace_header(bytes, &text);
+}
+
+/// Replaces a word of the header by another one that a header may have, or removes it.
+fn reword(rng: &mut Rng, bytes: &mut Vec<u8>) {
+    const WORDS: [&str; 14] = [
+        "contiguous",
+        "cells",
+        "seq",
+        "tree",
+        "f32",
+        "f16",
+        "bf16",
+        "row-int4",
+        "affine8g64",
+        "true",
+        "false",
+        "null",
+        "F16",
+        "tokens",
+    ];
+    let end = header_end(bytes);
+    let mut text = String::from_utf8(bytes[8..end].to_vec()).unwrap().trim_end().to_owned();
+    let is_letter = |byte: u8| byte.is_ascii_alphanumeric() || byte == b'-' || byte == b'_';
+    let starts: Vec<usize> = (1..text.len())
+        .filter(|&at| {
+            let byte = |at: usize| text.as_bytes()[at];
+            byte(at).is_ascii_alphabetic() && !is_letter(byte(at - 1))
+        })
+        .collect();
+    let at = rng.pick(&starts);
+    let stop = (at..text.len()).find(|&at| !is_letter(text.as_bytes()[at])).unwrap_or(text.len());
+    let new = if rng.chance(0.1) { "" } else { rng.pick(&WORDS) };
+    text.replace_range(at..stop, new);
+    replace_header(bytes, &text);
+}
+
+/// Gives a file another header, whose checksum is right.
+fn replace_header(bytes: &mut Vec<u8>, text: &str) {
+    let end = header_end(bytes);
     let mut header = vec![0; 8];
     header.extend_from_slice(text.as_bytes());
     header.resize(header.len().next_multiple_of(8), b' ');
@@ -94,8 +144,10 @@ fn lie(rng: &mut Rng, bytes: &mut Vec<u8>) {
     let sum = etkv_file::checksum(&header);
     bytes.splice(..end, header);
     let n_parts = text.matches("data_offsets").count();
-    let at = bytes.len() - n_parts * sum.len();
-    bytes[at..at + sum.len()].copy_from_slice(&sum);
+    if let Some(at) = bytes.len().checked_sub(n_parts * sum.len()) {
+        let len = sum.len().min(bytes.len() - at);
+        bytes[at..at + len].copy_from_slice(&sum[..len]);
+    }
 }
 
 pub fn damaged_files_are_refused_and_change_nothing<B: Backend>() {
@@ -107,47 +159,52 @@ pub fn damaged_files_are_refused_and_change_nothing<B: Backend>() {
         B::run(|| {
             let mut rng = Rng::new(seed);
             let shape = Shape::new(&mut rng);
-            let mut caches: Vec<AnyCache<B>> = vec![shape.make::<B>()];
+            let mut caches: Vec<AnyCache<B>> = (0..2).map(|_| shape.make::<B>()).collect();
             for _ in 0..20 {
                 operate::<B>(&mut rng, &mut caches);
             }
-            let mut saved = caches.remove(0);
-            let tokens: Vec<i64> = (0..saved.length().into()).collect();
-            save(&mut *saved, &place.path, labels(&tokens)).unwrap();
+            let tokens: Vec<i64> = (0..caches[0].length().into()).collect();
+            save(&mut *caches[0], &place.path, labels(&tokens)).unwrap();
+            // What is set aside is rolled back.
+            save(&mut *caches[1], &place.path, labels(&tokens)).unwrap();
             let whole = std::fs::read(&place.path).unwrap();
             for _ in 0..10 {
-                operate::<B>(&mut rng, std::slice::from_mut(&mut saved));
+                operate::<B>(&mut rng, &mut caches);
             }
-            let mut before = contents(&mut *saved);
             for _ in 0..FILES {
+                let before = contents(&mut *caches[0]);
+                assert_eq!(contents(&mut *caches[1]), before);
                 let mut bytes = whole.clone();
-                let lies = rng.chance(0.4);
-                if lies {
-                    lie(&mut rng, &mut bytes);
-                } else {
-                    damage(&mut rng, &mut bytes);
+                let lies = rng.chance(0.5);
+                match lies {
+                    true if rng.chance(0.3) => reword(&mut rng, &mut bytes),
+                    true => lie(&mut rng, &mut bytes),
+                    false => damage(&mut rng, &mut bytes),
                 }
                 std::fs::write(&place.path, &bytes).unwrap();
-                match load(&mut *saved, &place.path, MODEL) {
+                match load(&mut *caches[0], &place.path, MODEL) {
                     Err(error) => {
                         assert!(
                             matches!(error.status(), Status::File | Status::Backend),
                             "{error}"
                         );
-                        assert_eq!(contents(&mut *saved), before, "{error}");
+                        assert_eq!(contents(&mut *caches[0]), before, "{error}");
+                        operate::<B>(&mut rng, &mut caches);
                     }
                     Ok(_) => {
                         // What the checksums say is right may be loaded; it does no harm.
                         assert!(lies || bytes == whole, "a damaged file is loaded");
                         for _ in 0..3 {
                             let one = &mut Rng::new(rng.next_u64());
-                            let next = saved.next_position();
-                            let _ = next.and_then(|next| forward::<B>(one, &mut saved, &[next]));
+                            let next = caches[0].next_position();
+                            let _ =
+                                next.and_then(|next| forward::<B>(one, &mut caches[0], &[next]));
                         }
-                        saved = shape.make::<B>();
                         std::fs::write(&place.path, &whole).unwrap();
-                        load(&mut *saved, &place.path, MODEL).unwrap();
-                        before = contents(&mut *saved);
+                        for cache in &mut caches {
+                            *cache = shape.make::<B>();
+                            load(&mut **cache, &place.path, MODEL).unwrap();
+                        }
                     }
                 }
             }

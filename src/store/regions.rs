@@ -1,0 +1,228 @@
+//! The regions of a pool: frozen pieces that other pools may read too, and behind them the pool's own buffers.
+
+use std::sync::Arc;
+
+use mlx_rs::ops::indexing::take_axis;
+use mlx_rs::ops::{concatenate, maximum};
+use mlx_rs::transforms::eval;
+use mlx_rs::Array;
+
+use super::planes::{indices, Parts, Planes, SLOTS};
+use crate::error::{fail, Result};
+use crate::mlx::slice_axis;
+use etkv_core::bookkeeping::Slots;
+
+/// The planes of a piece, computed. They are never written.
+struct FrozenParts(Parts);
+
+// SAFETY: the arrays are computed before they are shared and never written. Their handles are copied, read and
+// dropped by threads that hold MLX, one at a time: pools are used so, and what holds a `Frozen` drops it so.
+unsafe impl Send for FrozenParts {}
+// SAFETY: as above.
+unsafe impl Sync for FrozenParts {}
+
+/// The first slots of some frozen rows. A copy of the handle is the same rows. It is dropped with MLX held.
+#[derive(Clone)]
+pub struct Piece {
+    parts: Arc<FrozenParts>,
+    slots: i32,
+}
+
+/// Returns rows one behind the other. A single array is returned as it is.
+fn joined(parts: &[Array]) -> Result<Array> {
+    match parts {
+        [one] => Ok(one.clone()),
+        several => Ok(concatenate(several, SLOTS as i32)?),
+    }
+}
+
+/// Returns rows in memory that no other array has, even where pieces have those that there are.
+fn copied(parts: &[Array]) -> Result<Array> {
+    match parts {
+        // MLX would take a copy of a whole array for the array.
+        [one] => Ok(maximum(one, one)?),
+        several => joined(several),
+    }
+}
+
+impl Planes {
+    /// Returns the first slot of the pool's own buffers.
+    pub fn base(&self) -> i32 {
+        self.pieces.iter().map(|piece| piece.slots).sum()
+    }
+
+    /// Returns the first slots that other pools may read too.
+    pub fn shared(&self) -> i32 {
+        self.shared
+    }
+
+    /// Returns views of the regions of a plane that have slots from `start` to `stop`, at least one.
+    pub(super) fn views(&self, plane: usize, start: i32, stop: i32) -> Result<Vec<Array>> {
+        let frozen = self.pieces.iter().map(|piece| (piece.parts.0.get(plane), piece.slots));
+        let own = (self.buffers.get(plane), self.own_slots());
+        let mut views = Vec::new();
+        let mut first = 0;
+        for (array, slots) in frozen.chain([own]) {
+            let (from, to) = ((start - first).max(0), (stop - first).min(slots));
+            first += slots;
+            let Some(array) = array else {
+                continue;
+            };
+            // A range without slots is a view of the region where it lies.
+            let is_empty_here = start == stop && from == to && views.is_empty();
+            if from < to || is_empty_here {
+                views.push(slice_axis(array, SLOTS, from, to, 1)?);
+            }
+        }
+        if views.is_empty() {
+            fail!(Internal, "slots {start} to {stop} of a pool of {} are read", self.slots());
+        }
+        Ok(views)
+    }
+
+    /// Returns the rows of a plane at a run of slots: a view, where they lie in one region.
+    pub(super) fn range(&self, plane: usize, start: i32, stop: i32) -> Result<Array> {
+        joined(&self.views(plane, start, stop)?)
+    }
+
+    /// Returns the rows of a plane at these slots, of which there is at least one.
+    pub(super) fn taken(&self, plane: usize, slots: &Slots) -> Result<Array> {
+        let list = match slots {
+            Slots::Run(run) => return self.range(plane, run.start, run.end),
+            Slots::List(list) => list,
+        };
+        let base = self.base();
+        let take =
+            |array: &Array, list: &[i32]| Ok(take_axis(array, indices(list)?, SLOTS as i32)?);
+        if let (0, Some(buffer)) = (base, self.buffers.get(plane)) {
+            return take(buffer, list);
+        }
+        // One range has all of them, from the first to the last. It is as long as that for the moment.
+        let first = slots.least().unwrap_or(0);
+        let list: Vec<i32> = list.iter().map(|slot| slot - first).collect();
+        take(&self.range(plane, first, slots.end())?, &list)
+    }
+
+    /// Returns slots as the own buffers count them. Frozen rows from the least of them on become the
+    /// pool's own first.
+    ///
+    /// # Errors
+    /// [`Backend`](crate::Status::Backend); the pool stays as it is.
+    pub(super) fn for_writing(&mut self, slots: &Slots) -> Result<Slots> {
+        if self.pieces.is_empty() {
+            return Ok(slots.clone());
+        }
+        self.own_from(slots.least().unwrap_or(i32::MAX))?;
+        let base = self.base();
+        Ok(match slots {
+            Slots::Run(run) => Slots::Run(run.start - base..run.end - base),
+            Slots::List(list) => Slots::List(list.iter().map(|slot| slot - base).collect()),
+        })
+    }
+
+    /// Copies the frozen rows from `start` on to the pool's own buffers. What was written to these is computed:
+    /// a rollback keeps it.
+    fn own_from(&mut self, start: i32) -> Result<()> {
+        if start >= self.base() {
+            return Ok(());
+        }
+        let (start, stop) = (start.max(0), self.slots());
+        self.check_memory(stop - start)?;
+        let mut own = Parts::new();
+        for plane in 0..self.layout.len() {
+            own.push(copied(&self.views(plane, start, stop)?)?);
+            // One buffer at a time: the others are not computed together with it.
+            eval(&own[plane..])?;
+        }
+        self.trim(start);
+        self.buffers = own;
+        self.shared = self.shared.min(start);
+        Ok(())
+    }
+
+    /// Forgets what pieces have from `end` on.
+    fn trim(&mut self, end: i32) {
+        self.pieces = first_of(&self.pieces, end);
+    }
+
+    /// Moves the own rows below `end` into a piece; with `anew` all rows below it, into a single one. It counts
+    /// as the pool's own until [`share`](Self::share).
+    ///
+    /// # Errors
+    /// [`Backend`](crate::Status::Backend); the pool stays as it is.
+    pub fn freeze(&mut self, end: i32, anew: bool) -> Result<()> {
+        let slots = self.slots();
+        if end < 0 || end > slots {
+            fail!(Internal, "{end} slots of a pool of {slots} are frozen");
+        }
+        let from = if anew { 0 } else { self.base() };
+        if end <= from {
+            return Ok(());
+        }
+        self.check_memory(slots - from)?;
+        let (mut piece, mut own) = (Parts::new(), Parts::new());
+        for plane in 0..self.layout.len() {
+            piece.push(self.range(plane, from, end)?.contiguous()?);
+            if end < slots {
+                own.push(self.range(plane, end, slots)?.contiguous()?);
+            }
+        }
+        eval(piece.iter().chain(&own))?;
+        self.trim(from);
+        self.pieces.push(Piece { parts: Arc::new(FrozenParts(piece)), slots: end - from });
+        self.buffers = own;
+        self.shared = self.shared.min(from);
+        Ok(())
+    }
+
+    /// Returns the frozen rows of the first `end` slots. Others may read them from now on.
+    pub fn share(&mut self, end: i32) -> Vec<Piece> {
+        self.shared = self.base();
+        first_of(&self.pieces, end)
+    }
+
+    /// Makes a pool without slots read frozen rows in its first ones.
+    pub fn attach(&mut self, pieces: &[Piece]) -> Result<()> {
+        if self.slots() > 0 {
+            fail!(Internal, "a pool of {} slots is attached to frozen rows", self.slots());
+        }
+        if pieces.iter().any(|piece| piece.parts.0.len() != self.layout.len()) {
+            fail!(Internal, "frozen rows have other than {} planes", self.layout.len());
+        }
+        self.pieces = pieces.to_vec();
+        self.shared = self.base();
+        Ok(())
+    }
+
+    /// Writes rows back that an open step may have overwritten, or zeros where it may have written. Slots that
+    /// are still frozen are as they were: a write would have made them the pool's own.
+    pub fn write_unfrozen(&mut self, slots: &Slots, parts: &[Array]) -> Result<()> {
+        let base = self.base();
+        if slots.least().is_none_or(|least| least >= base) {
+            return self.write(slots, parts);
+        }
+        let at: Vec<i32> =
+            (0..).zip(slots.iter()).filter(|&(_, s)| s >= base).map(|(n, _)| n).collect();
+        if at.is_empty() {
+            return Ok(());
+        }
+        let written: Vec<i32> = slots.iter().filter(|&slot| slot >= base).collect();
+        let rows = |part| Ok(take_axis(part, indices(&at)?, SLOTS as i32)?);
+        let rows = parts.iter().map(rows).collect::<Result<Parts>>()?;
+        self.write(&Slots::of(&written), &rows)
+    }
+}
+
+/// Returns the pieces of the first `end` slots.
+fn first_of(pieces: &[Piece], end: i32) -> Vec<Piece> {
+    let mut left = end;
+    let mut first = Vec::new();
+    for piece in pieces {
+        let slots = piece.slots.min(left);
+        if slots > 0 {
+            first.push(Piece { parts: Arc::clone(&piece.parts), slots });
+        }
+        left -= slots;
+    }
+    first
+}

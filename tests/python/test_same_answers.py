@@ -1,0 +1,218 @@
+"""Whatever way a text came into a cache, what follows is the same: on the CPU in float32 with the same bits of logits.
+
+Generated texts, models with full history and with windows, both backends, every kind of cache and several formats. A
+text is read in steps; then come a question in one step and greedy tokens. The ways: an empty cache; one that was used
+before; one attached to a prefix, which was frozen there or behind more text; a fork; a cache that was compacted, or
+saved and loaded; and one that combines them. In other steps, rounding differs: ids are the same there.
+``ETKV_ANSWER_SEEDS`` sets how many texts each program, kind and format gets.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import pytest
+
+import cpu_programs
+import etkv
+import reference
+from reference import Program, Variant
+
+SEEDS = int(os.environ.get("ETKV_ANSWER_SEEDS", "1"))
+MODELS = ("tiny-llama", "tiny-mistral-window")
+SESSIONS = {"contiguous": etkv.DecodeSession, "seq": etkv.SeqSession, "tree": etkv.TreeSession}
+CAPACITY, LONGEST_STEP, DECODE = 256, 24, 5
+Row = np.ndarray
+
+
+@pytest.fixture(scope="module")
+def programs() -> dict[tuple[str, str], Program]:
+    variants = [Variant(model) for model in MODELS]
+    mlx, cpu = reference.programs(variants), cpu_programs.programs(variants)
+    return {(backend, v.model): made[v] for backend, made in (("mlx", mlx), ("cpu", cpu)) for v in variants}
+
+
+@dataclass
+class Text:
+    """A text in steps, and the question behind it."""
+
+    steps: list[list[int]]
+    question: list[int]
+
+    @property
+    def length(self) -> int:
+        return sum(map(len, self.steps))
+
+
+def some_ids(rng: random.Random, n: int) -> list[int]:
+    return [rng.randrange(5, 250) for _ in range(n)]
+
+
+def some_text(rng: random.Random) -> Text:
+    steps = [some_ids(rng, rng.randint(1, LONGEST_STEP)) for _ in range(rng.randint(2, 7))]
+    return Text(steps, some_ids(rng, rng.randint(1, 9)))
+
+
+class Reader:
+    """A session with the program bound to it."""
+
+    def __init__(self, program: Program, kind: str, format: str) -> None:
+        facts = etkv.read_kv_cache_metadata(program.path)
+        config = etkv.CacheConfig(
+            facts.layers, CAPACITY, k_format=format, v_format=format, max_step_tokens=LONGEST_STEP
+        )
+        self.cache = SESSIONS[kind](config, backend=facts.backend)
+        self.program = etkv.load(program.path, self.cache, warm_up=False)
+
+    def close(self) -> None:
+        self.program.close()
+        self.cache.close()
+
+    def step(self, ids: Sequence[int], sequence: int | None = None) -> Row:
+        """Run a step behind a sequence, and return its rows of logits."""
+        if sequence is None:
+            start = self.cache.length
+        else:
+            start = self.cache.seq_next(sequence)
+            self.cache.begin_step([sequence] * len(ids))
+        rows: Row = self.program.forward(list(ids), list(range(start, start + len(ids))))
+        return rows
+
+    def read(self, steps: Sequence[Sequence[int]], sequence: int | None = None) -> None:
+        for ids in steps:
+            self.step(ids, sequence)
+
+    def answer(self, question: Sequence[int], sequence: int | None = None) -> Row:
+        """Run the question and greedy tokens behind it, and return all rows."""
+        rows = [self.step(question, sequence)]
+        for _ in range(DECODE):
+            rows.append(self.step([int(rows[-1][-1].argmax())], sequence))
+        return np.concatenate(rows)
+
+
+Make = Callable[[], Reader]
+
+
+def ways(text: Text, make: Make, kind: str, rng: random.Random, tmp_path) -> dict[str, Row]:
+    """Return the rows of the answer, by the way in which the text came into the cache."""
+    made: dict[str, Row] = {}
+
+    cold = make()
+    cold.read(text.steps)
+    made["cold"] = cold.answer(text.question)
+
+    cold.cache.clear(release=rng.random() < 0.5)
+    cold.read(text.steps)
+    path = tmp_path / "text.safetensors"
+    cold.cache.save(path, fingerprint="model")
+    prefix = cold.cache.freeze()
+    made["frozen"] = cold.answer(text.question)
+
+    attached = make()
+    attached.cache.attach(prefix, text.length)
+    made["attached"] = attached.answer(text.question)
+    # Back into the prefix, and on with something else, which changes it for nobody.
+    least = max(prefix.rewindable_to, 1)
+    attached.cache.rewind(rng.randint(least, text.length))
+    attached.read([some_ids(rng, rng.randint(1, 9))])
+    attached.close()
+
+    # What was read behind a prefix is frozen behind it.
+    chained = make()
+    n = rng.randint(1, len(text.steps) - 1)
+    chained.read(text.steps[:n])
+    first = chained.cache.freeze()
+    chained.close()
+    chained = make()
+    chained.cache.attach(first, first.length)
+    del first
+    chained.read(text.steps[n:])
+    second = chained.cache.freeze()
+    chained.close()
+    again = make()
+    again.cache.attach(second, text.length)
+    del second
+    made["attached to a prefix behind a prefix"] = again.answer(text.question)
+    again.close()
+
+    # The prefix has more than is wanted of it.
+    longer = make()
+    longer.read(text.steps)
+    longer.read([some_ids(rng, rng.randint(1, 9))])
+    more = longer.cache.freeze()
+    longer.close()
+    if more.rewindable_to <= text.length:
+        shorter = make()
+        shorter.cache.attach(more, text.length)
+        made["attached to a part of a prefix"] = shorter.answer(text.question)
+        shorter.close()
+
+    loaded = make()
+    assert loaded.cache.load(path, fingerprint="model") == []
+    made["saved and loaded"] = loaded.answer(text.question)
+    loaded.close()
+
+    if kind != "contiguous":
+        made |= among_others(text, make, prefix, rng)
+    cold.close()
+    made["attached when all others are gone"] = alone(text, make, prefix)
+    return made
+
+
+def alone(text: Text, make: Make, prefix: etkv.Prefix) -> Row:
+    reader = make()
+    reader.cache.attach(prefix, text.length)
+    del prefix
+    rows = reader.answer(text.question)
+    reader.close()
+    return rows
+
+
+def among_others(text: Text, make: Make, prefix: etkv.Prefix, rng: random.Random) -> dict[str, Row]:
+    """Return the rows of a sequence of several."""
+    made: dict[str, Row] = {}
+    reader = make()
+    reader.cache.attach(prefix, text.length)
+    reader.cache.seq_cp(0, 1)
+    made["forked from a prefix"] = reader.answer(text.question, 1)
+    reader.cache.seq_rm(1)
+    reader.cache.seq_cp(0, 2)
+    reader.answer(some_ids(rng, 3), 0)
+    reader.cache.seq_rm(0)
+    reader.cache.compact()
+    made["compacted"] = reader.answer(text.question, 2)
+    reader.close()
+    return made
+
+
+@pytest.mark.parametrize("format", ["f32", "affine8g32"])
+@pytest.mark.parametrize("kind", SESSIONS)
+@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.parametrize("backend", ["cpu", "mlx"])
+def test_every_way_into_a_cache_gives_the_same_answer(programs, backend, model, kind, format, tmp_path):
+    program = programs[backend, model]
+
+    def make() -> Reader:
+        return Reader(program, kind, format)
+
+    for seed in range(SEEDS):
+        rng = random.Random(f"{backend} {model} {kind} {format} {seed}")
+        text = some_text(rng)
+        made = ways(text, make, kind, rng, tmp_path)
+        cold = made["cold"]
+        different = {way: float(np.abs(rows - cold).max()) for way, rows in made.items() if (rows != cold).any()}
+        assert not different, f"seed {seed}: {text.length} tokens before {len(text.question)}"
+
+        # In other steps rounding differs, and ids are the same.
+        others = make()
+        ids = [token for step in text.steps for token in step]
+        others.read([ids[at : at + 11] for at in range(0, len(ids), 11)])
+        rows = others.answer(text.question)
+        others.close()
+        assert (rows.argmax(axis=1) == cold.argmax(axis=1)).all(), f"seed {seed}"
+        if format == "f32":
+            np.testing.assert_allclose(rows, cold, atol=2e-4)
