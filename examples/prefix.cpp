@@ -194,7 +194,7 @@ class Server {
   Model& model_;
   SeqCache& cache_;
   const RunnerOptions& options_;
-  PrefixCache prefixes_;
+  SequenceTexts prefixes_;
   Refusals refusals_;
   size_t tokens_ = 0;
   size_t reused_ = 0;

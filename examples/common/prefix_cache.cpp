@@ -12,7 +12,7 @@ size_t shared_prefix(
   return static_cast<size_t>(differs.first - a.begin());
 }
 
-std::optional<PrefixCache::Match> PrefixCache::longest(
+std::optional<SequenceTexts::Match> SequenceTexts::longest(
     const std::vector<int64_t>& ids) const {
   std::optional<Match> best;
   uint64_t used = 0;
@@ -27,21 +27,21 @@ std::optional<PrefixCache::Match> PrefixCache::longest(
   return best;
 }
 
-const std::vector<int64_t>& PrefixCache::of(int32_t sequence) const {
+const std::vector<int64_t>& SequenceTexts::of(int32_t sequence) const {
   static const std::vector<int64_t> none;
   const auto found = held_.find(sequence);
   return found == held_.end() ? none : found->second.ids;
 }
 
-void PrefixCache::hold(int32_t sequence, std::vector<int64_t> ids) {
+void SequenceTexts::hold(int32_t sequence, std::vector<int64_t> ids) {
   held_[sequence] = Held{std::move(ids), ++now_};
 }
 
-void PrefixCache::forget(int32_t sequence) {
+void SequenceTexts::forget(int32_t sequence) {
   held_.erase(sequence);
 }
 
-std::optional<int32_t> PrefixCache::oldest(int32_t except) const {
+std::optional<int32_t> SequenceTexts::oldest(int32_t except) const {
   std::optional<int32_t> found;
   uint64_t used = UINT64_MAX;
   for (const auto& [sequence, held] : held_) {
@@ -53,7 +53,7 @@ std::optional<int32_t> PrefixCache::oldest(int32_t except) const {
   return found;
 }
 
-int32_t PrefixCache::unused() const {
+int32_t SequenceTexts::unused() const {
   int32_t number = 0;
   // Entries are in order of their numbers, so the first gap is the least.
   for (const auto& entry : held_) {

@@ -1,5 +1,5 @@
-// The prefix cache: the ids that the sequences of a cache hold, for later
-// prompts to go on from.
+// The ids that the sequences of one cache hold, for later prompts to go on from.
+// Several caches share an etkv::PrefixCache.
 #pragma once
 
 #include <cstddef>
@@ -17,7 +17,7 @@ size_t shared_prefix(
 
 /// The ids that each sequence holds, and the order of their last use. It holds
 /// numbers only: the caller changes the cache.
-class PrefixCache {
+class SequenceTexts {
  public:
   /// A sequence, and the number of its first ids that a prompt shares.
   struct Match {

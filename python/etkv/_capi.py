@@ -135,6 +135,7 @@ def ask_list(function: str, kind: str, *arguments: Any) -> list[Any]:
 
 def struct(kind: str, **fields: Any) -> Any:
     """Return a struct of the interface with its ``struct_size`` set."""
+    _declare()
     made = ffi.new(f"{kind}*")
     made.struct_size = ffi.sizeof(kind)
     for name, value in fields.items():

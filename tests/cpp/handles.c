@@ -60,7 +60,7 @@ static const results NOTHING = {
     7,
     7,
     "",
-    {sizeof(etkv_memory), 1, 2, 3, NULL, 0},
+    {sizeof(etkv_memory), 1, 2, 3, NULL, 0, 0},
     {7, 7},
     NULL,
     NULL,

@@ -13,11 +13,11 @@
 namespace etkv::tests {
 namespace {
 
-using examples::PrefixCache;
 using examples::Scheduler;
+using examples::SequenceTexts;
 
 void longest_prefix() {
-  PrefixCache held;
+  SequenceTexts held;
   CHECK(!held.longest({1, 2}));
   CHECK_INT(held.unused(), 0);
   held.hold(0, {1, 2, 3, 4});
@@ -49,7 +49,7 @@ void longest_prefix() {
 /// Against the obvious search, over random texts of few letters.
 void longest_prefix_of_many() {
   std::mt19937 rng(1);
-  PrefixCache held;
+  SequenceTexts held;
   std::map<int32_t, Ids> all;
   const auto text = [&] {
     Ids ids(rng() % 6);
