@@ -67,7 +67,7 @@ impl Program {
     /// back, and frees the buffers that they needed. Calls `progress` before each, and at the end, with
     /// the steps that ran and that there are. Returns the number of steps that ran: none on a CPU, where
     /// the first run takes no longer than later ones, and none for a program that is no language model.
-    /// It ends before the first step that the [`MemoryBudget`](crate::MemoryBudget) does not allow: such a
+    /// It ends before the first step that the [`MemoryBudget`](etkv_core::MemoryBudget) does not allow: such a
     /// step does not come later either.
     ///
     /// # Errors

@@ -115,7 +115,7 @@ def ways(text: Text, make: Make, kind: str, rng: random.Random, tmp_path) -> dic
     attached = make()
     attached.cache.attach(prefix, text.length)
     made["attached"] = attached.answer(text.question)
-    # Back into the prefix, and on with something else, which changes it for nobody.
+    # Back into the prefix, and on with something else, which changes no other cache.
     least = max(prefix.rewindable_to, 1)
     attached.cache.rewind(rng.randint(least, text.length))
     attached.read([some_ids(rng, rng.randint(1, 9))])
@@ -189,7 +189,7 @@ def among_others(text: Text, make: Make, prefix: etkv.Prefix, rng: random.Random
     return made
 
 
-@pytest.mark.parametrize("format", ["f32", "affine8g32"])
+@pytest.mark.parametrize("format", ["f32", "nvfp4"])
 @pytest.mark.parametrize("kind", SESSIONS)
 @pytest.mark.parametrize("model", MODELS)
 @pytest.mark.parametrize("backend", ["cpu", "mlx"])

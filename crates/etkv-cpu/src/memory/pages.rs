@@ -93,7 +93,7 @@ impl Mapping {
         let mapping = Self { start, size, pieces };
         for Piece { frozen, offset, place } in &mapping.pieces {
             debug_assert!(place.start % page() == 0 && place.end <= size);
-            // SAFETY: the place lies in this mapping, which nobody knows yet.
+            // SAFETY: the place lies in this mapping, which no reference points into yet.
             let mapped = unsafe {
                 let at = mapping.start.as_ptr().add(place.start);
                 frozen.map(at, place.len(), *offset)

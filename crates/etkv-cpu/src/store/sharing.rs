@@ -30,7 +30,7 @@ impl Buffer {
         anew: bool,
     ) -> Result<FrozenBuffer> {
         if slots < 0 || slots > self.slots {
-            fail!(Internal, "{slots} slots of {} are to be frozen", self.slots);
+            fail!(Internal, "{slots} slots of {} must be frozen", self.slots);
         }
         // Pages that were never written are shared already.
         let shared = if anew { 0 } else { self.extent().shared.min(slots) };

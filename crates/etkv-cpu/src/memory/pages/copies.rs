@@ -18,7 +18,7 @@ impl Frozen {
     /// Makes `len` bytes at `at`, whole pages, those from `offset` on.
     ///
     /// # Safety
-    /// These pages are mapped, and nobody refers to them.
+    /// These pages are mapped, and no reference points into them.
     pub unsafe fn map(&self, at: *mut u8, len: usize, offset: u64) -> Result<()> {
         let start = usize::try_from(offset).unwrap_or(usize::MAX).min(self.bytes.len());
         let bytes = &self.bytes[start..start.saturating_add(len).min(self.bytes.len())];

@@ -23,7 +23,7 @@ impl Frozen {
     /// Makes `len` bytes at `at`, whole pages, those from `offset` on.
     ///
     /// # Safety
-    /// These pages are mapped, and nobody refers to them.
+    /// These pages are mapped, and no reference points into them.
     pub unsafe fn map(&self, at: *mut u8, len: usize, offset: u64) -> Result<()> {
         let flags = MapFlags::PRIVATE | MapFlags::NORESERVE | MapFlags::FIXED;
         // SAFETY: the caller's promise. The file has as many bytes, and nothing writes to it or cuts it.
