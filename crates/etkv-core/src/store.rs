@@ -207,7 +207,8 @@ pub trait Store: Sized + Send + 'static {
     ///
     /// # Errors
     /// [`Unsupported`](crate::Status::Unsupported) by default, and [`Backend`](crate::Status::Backend). The rows
-    /// of these slots are as before. Other slots hold rows that no step reads, or zeros.
+    /// of these slots are as before. Other slots hold rows that no step reads: they
+    /// may become zeros, or go.
     fn freeze(&mut self, _slots: &[i32], _most: &[i32], _anew: bool) -> Result<Self::Frozen> {
         fail!(Unsupported, "{} storage shares no memory with other caches", Self::NAME)
     }

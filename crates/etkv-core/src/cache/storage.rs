@@ -46,6 +46,8 @@ pub struct Storage<S: Store> {
     share: Share,
     /// The rows that buffers read and others may too. They stay as long as any buffer lies in them.
     prefix: Option<Arc<FrozenRows<S>>>,
+    /// The first slots of each layer group, whose rows were frozen; empty without a prefix.
+    frozen: Vec<i32>,
     /// Whether buffers may have grown since that was settled.
     unsettled: bool,
     /// The progress of the open step in each layer; empty without one.
@@ -98,6 +100,7 @@ impl<S: Store> Storage<S> {
             store,
             share: Share::default(),
             prefix: None,
+            frozen: Vec::new(),
             unsettled: false,
             done: Vec::new(),
             masks,
@@ -455,7 +458,11 @@ impl<S: Store> Storage<S> {
                 window.allocated(growth, needed)
             }
             // Several sequences, or trees, need more than one sequence does.
-            _ => growth.slots(needed, capacity),
+            _ => {
+                // Only what is behind a prefix grows.
+                let frozen = self.frozen.get(group).copied().unwrap_or(0).min(capacity);
+                frozen + growth.slots(needed - frozen, capacity - frozen)
+            }
         }
     }
 
@@ -673,6 +680,7 @@ impl<S: Store> Storage<S> {
         if self.formats[0] != k_format && self.formats[1] != v_format {
             // No buffer lies in it any more.
             self.prefix = None;
+            self.frozen.clear();
         }
         self.formats = formats;
         info!(target: TARGET, k_format = %k_format, v_format = %v_format, "the cache is converted");
@@ -734,6 +742,7 @@ impl<S: Store> Storage<S> {
         if release && cleared.is_ok() {
             self.store.release();
             self.prefix = None;
+            self.frozen.clear();
         }
         self.unsettled = true;
         self.settle();

@@ -21,7 +21,8 @@ struct FrozenBuffer {
 }
 
 impl Buffer {
-    /// Freezes the first `slots` slots, and goes on from there itself, with room for `most`.
+    /// Freezes the first `slots` slots, and goes on from there itself, with room for `most`. The slots behind
+    /// them hold no rows and go: they come back without a copy.
     fn freeze(
         &mut self,
         freezer: &mut Freezer,
@@ -37,7 +38,7 @@ impl Buffer {
         let mut frozen: [Vec<Piece>; 3] = Default::default();
         let mut mapped: [Option<Arc<Memory>>; 3] = Default::default();
         for at in 0..self.planes.len() {
-            let Some(memory) = &self.planes[at] else { continue };
+            let Some(memory) = self.planes[at].as_ref().filter(|_| slots > 0) else { continue };
             let bytes = |slots: i32| (slots as usize).saturating_mul(self.slot_bytes(at));
             let kept = bytes(shared) / page() * page();
             let before = memory.pieces().unwrap_or_default();
@@ -46,12 +47,12 @@ impl Buffer {
             if kept < bytes(slots) {
                 pieces.push(freezer.add(&memory.bytes()[kept..bytes(slots)], kept)?);
             }
-            let memory = Memory::mapped(pieces.clone(), bytes(self.slots), bytes(most))?;
+            let memory = Memory::mapped(pieces.clone(), bytes(slots), bytes(most))?;
             mapped[at] = Some(Arc::new(memory));
             frozen[at] = pieces;
         }
         self.planes = mapped;
-        self.shared = slots;
+        (self.slots, self.shared) = (slots, slots);
         Ok(FrozenBuffer { format: self.format(), slots, planes: frozen })
     }
 

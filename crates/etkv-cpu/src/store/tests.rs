@@ -348,7 +348,7 @@ impl Run {
         self.slots = most;
     }
 
-    /// Freezes the first slots, and goes on from them. Those behind become zeros.
+    /// Freezes the first slots, and goes on from them. Those behind go.
     fn freeze(&mut self) {
         let all = self.slots;
         let slots =
@@ -360,22 +360,15 @@ impl Run {
         let frozen = self.store.freeze(&[slots], &[most], anew);
         shortage::after(None);
         let extents = self.store.extents(0);
-        assert!(extents.iter().all(|extent| extent.slots == all));
         let rows = match frozen {
             Ok(rows) => rows,
             Err(error) => return assert_eq!(error.status(), Status::Backend),
         };
         let shared = if SHARES { slots } else { 0 };
-        assert!(extents.iter().all(|extent| extent.shared == shared));
-        for (model, format) in self.model.iter_mut().zip(self.formats) {
-            for ((slot, _), row) in model.rows.iter_mut() {
-                if *slot >= slots {
-                    *row = zeros(format, 128);
-                }
-            }
-        }
-        let mut model = self.model.clone();
-        model.iter_mut().for_each(|model| model.rows.retain(|(slot, _), _| *slot < slots));
+        assert!(extents.iter().all(|extent| (extent.slots, extent.shared) == (slots, shared)));
+        self.slots = slots;
+        self.model.iter_mut().for_each(|model| model.rows.retain(|(slot, _), _| *slot < slots));
+        let model = self.model.clone();
         self.frozen.push(Shared { rows, formats: self.formats, slots, model });
     }
 

@@ -38,6 +38,7 @@ impl<S: Store> Storage<S> {
         let rows = FrozenRows::new(frozen, (bytes, share), parent.filter(|_| !anew));
         let rows = Arc::new(rows);
         self.prefix = Some(Arc::clone(&rows));
+        self.frozen = held.iter().map(Slots::end).collect();
         Ok(rows)
     }
 
@@ -53,6 +54,7 @@ impl<S: Store> Storage<S> {
         made.share = self.share.sibling();
         made.store.attach(rows.frozen()?, &made.most())?;
         made.prefix = Some(rows);
+        made.frozen = contents.held.iter().map(Slots::end).collect();
         let needed = |made: &Self, group: usize| made.allocated(group, contents.held[group].end());
         let bytes = made.groups.iter().enumerate().fold(0, |bytes: u64, (layer, &group)| {
             let of = |(extent, slot): (Extent, u64)| {
