@@ -22,7 +22,7 @@ export HF_HUB_OFFLINE := 1
 export ONEDNN_MAX_CPU_ISA ?= AVX512_CORE_FP16
 
 .DEFAULT_GOAL := help
-.PHONY: test-threads help setup build demo question chat model programs compiled rust faces test test-rust test-cpp test-package test-sanitize test-python test-macos test-macos-short test-long upstream-ops fuzz-programs lint format benches bench bench-pack bench-caches bench-speculation bench-threads bench-llama bench-lengths clean
+.PHONY: help setup build demo question chat model programs compiled rust faces test test-rust test-cpp test-package test-sanitize test-python test-macos test-macos-short test-long upstream-ops fuzz-programs lint format benches bench bench-pack bench-caches bench-speculation bench-threads bench-llama bench-lengths test-threads clean
 
 help: ## Show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
