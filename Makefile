@@ -145,7 +145,7 @@ TSAN_CPU := parallel:: threads_attend steps_of_one_shape
 test-threads: .venv/.ready ## Run the caches' tests on many threads under ThreadSanitizer; needs rust-src
 	@command -v rustc >/dev/null && test -d "$$(rustc --print sysroot)/lib/rustlib/src/rust/library" || \
 	  { echo "ThreadSanitizer needs the sources of Rust's standard library: rustup component add rust-src" >&2; exit 1; }
-	$(TSAN_RUST) -p etkv-core
+	$(TSAN_RUST) -p etkv-core --lib
 	$(TSAN_RUST) -p etkv-cpu --lib -- $(TSAN_CPU)
 
 test-python: benches model ## Run the exporter's tests, and models against transformers

@@ -6,10 +6,11 @@ use std::sync::Arc;
 
 use etkv_core::bookkeeping::{MaskRuns, Slots};
 use etkv_core::snapshot::PlaneId;
-use etkv_core::{Extent, KvFormat, LayerConfig, Result, Store};
+use etkv_core::{Extent, KvFormat, LayerConfig, Result, Store, TARGET};
 use mlx_rs::error::Exception;
 use mlx_rs::transforms::{async_eval, eval};
 use mlx_rs::Array;
+use tracing::debug;
 
 use super::finite::Finite;
 use super::{convert, float_dtype, mask, pool_for, KvView, Piece, Pool, StoredRows};
@@ -153,6 +154,12 @@ impl MlxStore {
         }
         Ok(())
     }
+}
+
+/// Returns whether pools copy frozen rows at once. Captured steps on CUDA read buffers by their addresses, each
+/// with all slots, and save more than a copy on the device takes.
+fn copies_frozen() -> error::Result<bool> {
+    Ok(cfg!(target_os = "linux") && mlx::on_gpu()?)
 }
 
 impl Store for MlxStore {
@@ -334,7 +341,15 @@ impl Store for MlxStore {
             let share = |(pools, &end): (&mut [Box<dyn Pool>; 2], &i32)| {
                 pools.each_mut().map(|pool| (pool.format(), pool.share(end)))
             };
-            Ok(FrozenPools(self.pools.iter_mut().zip(slots).map(share).collect()))
+            let frozen = FrozenPools(self.pools.iter_mut().zip(slots).map(share).collect());
+            if copies_frozen()? {
+                // A pool without memory for a copy goes on from the frozen rows.
+                let copied = self.pools.iter_mut().flatten().try_for_each(|pool| pool.own());
+                if let Err(error) = copied {
+                    debug!(target: TARGET, %error, "a cache reads the rows that it has frozen");
+                }
+            }
+            Ok(frozen)
         })?)
     }
 
@@ -355,6 +370,9 @@ impl Store for MlxStore {
                 fail!(Internal, "frozen rows of {format} for a pool of {}", pool.format());
             }
             pool.attach(pieces)?;
+        }
+        if copies_frozen()? {
+            mlx::run(|| self.pools.iter_mut().flatten().try_for_each(|pool| pool.own()))?;
         }
         Ok(())
     }

@@ -127,6 +127,12 @@ pub trait Pool: Send {
     /// [`Internal`](crate::Status::Internal) for rows of another format, or a pool with slots.
     fn attach(&mut self, pieces: &[Piece]) -> Result<()>;
 
+    /// Copies frozen rows to the pool's own buffers, which then have all slots.
+    ///
+    /// # Errors
+    /// [`Backend`](crate::Status::Backend); the pool stays as it is.
+    fn own(&mut self) -> Result<()>;
+
     /// Returns the buffers, for evaluation. Frozen rows are not in them.
     fn buffers(&self) -> Vec<&Array>;
 
@@ -301,6 +307,10 @@ impl Pool for CodecPool {
 
     fn attach(&mut self, pieces: &[Piece]) -> Result<()> {
         self.planes.attach(pieces)
+    }
+
+    fn own(&mut self) -> Result<()> {
+        self.planes.own_from(0)
     }
 
     fn buffers(&self) -> Vec<&Array> {

@@ -122,7 +122,7 @@ impl Planes {
 
     /// Copies the frozen rows from `start` on to the pool's own buffers. What was written to these is computed:
     /// a rollback keeps it.
-    fn own_from(&mut self, start: i32) -> Result<()> {
+    pub(super) fn own_from(&mut self, start: i32) -> Result<()> {
         if start >= self.base() {
             return Ok(());
         }

@@ -90,6 +90,27 @@ fn a_write_to_frozen_slots_changes_one_pool() {
 }
 
 #[test]
+fn a_pool_that_copies_frozen_rows_has_them_alone() {
+    run(|| {
+        for format in [KvFormat::F32, KvFormat::RowInt4] {
+            let mut first = pool_of(format, &rows(1, HEADS, 20, DIM))?;
+            let before = bits(&*first, 0, 20)?;
+            let mut second = attached(&mut *first, 15, 15)?;
+            for (pool, slots) in [(&mut first, 20), (&mut second, 15)] {
+                pool.own()?;
+                assert_eq!((pool.base(), pool.shared(), pool.slots()), (0, 0, slots));
+            }
+            assert!(bits(&*second, 0, 15)? == bits(&*first, 0, 15)?, "{format}");
+            second.write(&Slots::Run(3..4), &rows(9, HEADS, 1, DIM))?;
+            eval(second.buffers())?;
+            assert!(bits(&*first, 0, 20)? == before, "{format}");
+        }
+        Ok(())
+    })
+    .unwrap();
+}
+
+#[test]
 fn pieces_follow_each_other_and_become_one_anew() {
     run(|| {
         let mut pool = pool_of(KvFormat::F16, &rows(1, HEADS, 40, DIM))?;
