@@ -114,7 +114,8 @@ def test_a_report_tells_what_the_cache_tells():
     with etkv.DecodeSession(config(k_format="affine4g32", growth="upfront")) as session:
         found, memory = session.report(), session.memory()
     assert found["formats"] == {"k": "affine4g32", "v": "f16"}
-    assert found["memory"] == {name: getattr(memory, name) for name in ("allocated", "used", "at_capacity")}
+    names = ("allocated", "used", "shared", "at_capacity")
+    assert found["memory"] == {name: getattr(memory, name) for name in names}
     assert [layer["k"]["allocated"] for layer in found["layers"]] == [layer.k_allocated for layer in memory.layers]
     assert found["layers"][0]["v"] == {"format": "f16", "slots": 64, "allocated": 64 * 2 * 32 * 2, "used": 0}
     assert found["config"]["growth"] == "upfront"
