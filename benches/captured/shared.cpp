@@ -9,6 +9,7 @@
 #include "benches/captured/agreement.hpp"
 #include "benches/common.hpp"
 #include "etkv/executorch.hpp"
+#include "etkv/prefix.hpp"
 #include "examples/common/batch.hpp"
 #include "examples/common/program.hpp"
 
@@ -107,6 +108,15 @@ class Both {
     agreement_.add(found, step(interpreted_), tokens.size());
   }
 
+  /// Empties both caches, which then go on from what they held at `length`.
+  void attach(int32_t length) {
+    for (Side<C>* side : {&captured_, &interpreted_}) {
+      const auto prefix = must(freeze(side->cache()));
+      must(side->cache().clear());
+      must(etkv::attach(side->cache(), prefix, length));
+    }
+  }
+
   const Agreement& agreement() const {
     return agreement_;
   }
@@ -152,6 +162,25 @@ void run_sequences(Both<SeqCache>& both) {
   both.run(many);
 }
 
+void run_attached(Both<SeqCache>& both) {
+  both.run({{0, 150}});
+  both.attach(150);
+  both.run({{0, 1}});
+  both.run({{0, 1}});
+  both.run({{0, 90}});
+  // A prefix behind a prefix, of which the cache goes on from a part.
+  both.attach(200);
+  both.run({{0, 5}});
+  both.change([](SeqCache& cache) { return cache.seq_cp(0, 1); });
+  for (int i = 0; i < 3; ++i) {
+    both.run({{0, 1}, {1, 1}});
+  }
+  // Back into the prefix, which stays what it was.
+  both.change([](SeqCache& cache) { return cache.seq_rm(0, 180); });
+  both.run({{0, 1}});
+  both.run({{0, 30}});
+}
+
 void run_trees(Both<TreeCache>& both) {
   both.run({{0, 100}});
   int64_t base = 100;
@@ -192,6 +221,10 @@ bool compare_shared(
       "several sequences",
       Both<SeqCache>(model, format, make_seq_session),
       run_sequences);
+  compare(
+      "a sequence behind a prefix",
+      Both<SeqCache>(model, format, make_seq_session),
+      run_attached);
   compare(
       "trees", Both<TreeCache>(model, format, make_tree_session), run_trees);
   return agree;

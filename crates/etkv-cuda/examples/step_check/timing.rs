@@ -2,7 +2,7 @@
 
 use std::time::Instant;
 
-use etkv_cuda::{Device, Element, Logits, Plan, Result, StepInputs, MOST_FEW};
+use etkv_cuda::{Device, Element, KeyMask, Logits, Plan, Result, StepInputs, MOST_FEW};
 
 use crate::model::{Matrix, Model, Packing, Shape};
 use crate::say;
@@ -67,6 +67,7 @@ pub fn run(device: &Device) -> Result<()> {
             shape.name,
             bytes / 1_000_000
         );
+        sequences(device, &model)?;
         if std::env::var_os("ETKV_QUICK").is_some() {
             for tokens in tokens_of(shape) {
                 let mut text = String::new();
@@ -127,6 +128,39 @@ pub fn run(device: &Device) -> Result<()> {
     Ok(())
 }
 
+/// Prints what steps take with a token of each of several sequences, whose ids the device chooses, and how far
+/// a sum of tokens a second is above that of one.
+fn sequences(device: &Device, model: &Model) -> Result<()> {
+    for each in [128, 256, 512].into_iter().filter(|_| model.shape.capacity >= CAPACITY) {
+        let mut text = String::new();
+        let mut first = None;
+        for tokens in tokens_of(model.shape).filter(|tokens| tokens * each <= CAPACITY) {
+            let mut plan = model.plan(tokens, false, false);
+            plan.overlap = true;
+            plan.apart = tokens > 1;
+            plan.masked = vec![tokens > 1];
+            plan.logits = plan.logits.map(|logits| Logits { copied: false, ..logits });
+            let mask = KeyMask::of((0..tokens).map(|t| std::iter::once(t * each..(t + 1) * each)));
+            let ids: Vec<i32> = (0..tokens as i32).collect();
+            let positions = vec![each as i32 - 1; tokens];
+            let slots: Vec<i32> = (1..=tokens).map(|t| (t * each) as i32 - 1).collect();
+            let step = StepInputs {
+                ids: &ids,
+                positions: &positions,
+                slots: &slots,
+                n_keys: tokens * each,
+                mask: (tokens > 1).then_some(&mask),
+            };
+            let time = median_of(&mut device.capture(&plan)?, &step)?;
+            let rate = tokens as f64 / time;
+            let ratio = rate / *first.get_or_insert(rate);
+            text.push_str(&format!(" {tokens}: {time:.0} ({ratio:.1})"));
+        }
+        say!("  sequences of {each} keys, us a step (ratio of tokens/s to one):{text}");
+    }
+    Ok(())
+}
+
 /// Returns numbers of tokens that steps of a shape may have.
 fn tokens_of(shape: Shape) -> impl Iterator<Item = usize> {
     let takes = move |tokens: &usize| *tokens <= MOST_FEW || shape.packing.is_none();
@@ -137,11 +171,15 @@ pub fn median(graph: &mut etkv_cuda::Captured, tokens: usize, keys: usize) -> Re
     let ids: Vec<i32> = (0..tokens as i32).collect();
     let slots: Vec<i32> = ((keys - tokens) as i32..).take(tokens).collect();
     let step = StepInputs { ids: &ids, positions: &slots, slots: &slots, n_keys: keys, mask: None };
+    median_of(graph, &step)
+}
+
+fn median_of(graph: &mut etkv_cuda::Captured, step: &StepInputs) -> Result<f64> {
     let mut times = Vec::new();
     for run in 0..RUNS + 4 {
         let begin = Instant::now();
         // SAFETY: the model outlives the graph, and nothing else uses it.
-        unsafe { graph.run(&step) }?;
+        unsafe { graph.run(step) }?;
         if run >= 4 {
             times.push(begin.elapsed().as_secs_f64() * 1e6);
         }
