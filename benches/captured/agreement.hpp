@@ -45,6 +45,24 @@ inline size_t equal(
   return same;
 }
 
+/// The rows whose chosen id has a logit below the row's greatest one by more
+/// than bfloat16 rounds in two steps that add in another order.
+inline size_t not_greatest(
+    const std::vector<float>& logits,
+    const std::vector<int64_t>& chosen) {
+  const auto best = greatest(logits, chosen.size());
+  const size_t wide = logits.size() / chosen.size();
+  size_t wrong = 0;
+  for (size_t row = 0; row < chosen.size(); ++row) {
+    const float* of = logits.data() + row * wide;
+    const int64_t id = chosen[row];
+    const bool exists = id >= 0 && id < static_cast<int64_t>(wide);
+    const float most = of[best[row]];
+    wrong += exists && of[id] >= most - 0.02F * std::abs(most) ? 0 : 1;
+  }
+  return wrong;
+}
+
 /// The largest difference of logits, and of the rows those whose greatest logit
 /// has the same place.
 class Agreement {

@@ -37,6 +37,7 @@ using etkv::benches::equal;
 using etkv::benches::greatest;
 using etkv::benches::Log;
 using etkv::benches::median;
+using etkv::benches::not_greatest;
 using etkv::benches::must;
 using etkv::examples::Program;
 using etkv::examples::Stopwatch;
@@ -135,7 +136,7 @@ bool compare(Side& captured, Side& interpreted, Log& log, size_t longest) {
       agreement.add(found, interpreted.step(tokens), n);
       const auto chosen = captured.choose(tokens, at);
       rows += n;
-      wrong += n - equal(chosen, greatest(found, n));
+      wrong += not_greatest(found, chosen);
       same_chosen += equal(chosen, interpreted.choose(tokens, at));
     }
     agreement.print(("behind " + std::to_string(behind)).c_str());

@@ -32,8 +32,6 @@ VARIANTS = [
 PROMPT, DECODE = 70, 32
 CAPTURED = {"tiny-llama", "tiny-qwen3", "tiny-mistral-window", "tiny-gemma3", "tiny-phi3", "tiny-smollm3"}
 """The families whose steps of a few tokens are one launch on CUDA, in half precision."""
-UNTRIED = {"tiny-gemma3", "tiny-phi3"}
-"""Those of them that are so only if they are asked for."""
 
 
 @pytest.fixture(scope="module")
@@ -67,8 +65,6 @@ def test_steps_on_cuda_are_those_of_known_decoders(programs, variant):
         assert steps.startswith("instruction ")
     elif variant.dtype == "f32":
         assert steps == "it computes in float32, not in float16 or bfloat16"
-    elif variant.model in UNTRIED:
-        assert steps.startswith("captured only with ETKV_CAPTURE_UNTRIED=1")
     else:
         assert steps == "captured"
 

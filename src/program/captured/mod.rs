@@ -74,16 +74,7 @@ pub fn why_not(graph: &Program) -> Option<String> {
         let name = super::dtype::name(dtype);
         return Some(format!("it computes in {name}, not in float16 or bfloat16"));
     }
-    untried(&recipe).map(str::to_owned)
-}
-
-/// Returns why steps of a recipe are not captured unless the environment asks for it: they have launches that
-/// were never compared with the interpreter on a GPU.
-fn untried(recipe: &Recipe) -> Option<&'static str> {
-    let asked = std::env::var_os("ETKV_CAPTURE_UNTRIED").is_some_and(|value| value == "1");
-    (recipe.is_untried() && !asked).then_some(
-        "captured only with ETKV_CAPTURE_UNTRIED=1: its launches were never run on a GPU",
-    )
+    None
 }
 
 /// The captured steps of one program.
@@ -154,10 +145,6 @@ impl CapturedSteps {
     /// Returns the captured steps of a program, if its constants are what they read and there is a device.
     pub fn of(mlx: &Mlx, recipe: Recipe, constants: &[Option<Array>]) -> Option<Self> {
         if !mlx.on_gpu() {
-            return None;
-        }
-        if let Some(why) = untried(&recipe) {
-            debug!(target: TARGET, why, "steps are not captured");
             return None;
         }
         let planner = Planner::of(&recipe, constants)?;

@@ -2,6 +2,7 @@
 
 mod norms;
 
+use std::cell::Cell;
 use std::collections::HashSet;
 
 use etkv_core::KvFormat;
@@ -191,12 +192,24 @@ impl Planner {
         let constants = self.constants.iter().map(of_constant).collect::<Option<_>>();
         let constants = constants.ok_or("kernels cannot read a constant where it is")?;
         let of_layer = |(layer, &(n_kv, head_dim)): (usize, &(usize, usize))| {
-            let [k, v] = store.planes(layer)?;
-            let at = |pool| pools::pool_at(pool, n_kv, head_dim, self.element, address);
-            Some([at(&k)?, at(&v)?])
+            let [k, v] = store.planes(layer).ok_or("the cache reads rows that are frozen")?;
+            let is_known = Cell::new(true);
+            let address = |array: &Array| {
+                let found = address(array);
+                is_known.set(is_known.get() && found.is_some());
+                found
+            };
+            let at = |pool| {
+                pools::pool_at(pool, n_kv, head_dim, self.element, address).ok_or(
+                    match is_known.get() {
+                        true => "the cache's buffers have other shapes, strides or dtypes",
+                        false => "the cache's buffers have no address",
+                    },
+                )
+            };
+            Ok([at(&k)?, at(&v)?])
         };
-        let pools = self.layers.iter().enumerate().map(of_layer).collect::<Option<_>>();
-        let pools = pools.ok_or("kernels cannot read the cache's buffers as they are")?;
+        let pools = self.layers.iter().enumerate().map(of_layer).collect::<Ran<_>>()?;
         Ok(Places { constants, pools, groups })
     }
 

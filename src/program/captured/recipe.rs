@@ -111,17 +111,6 @@ impl Recipe {
         }
     }
 
-    /// Returns whether it has launches that no program ran on a GPU yet.
-    pub fn is_untried(&self) -> bool {
-        self.parts.iter().any(|part| match part {
-            Part::Normalize(_) | Part::Embed { scale: Some(_), .. } => true,
-            Part::Product(Product { heads: Some(heads), .. }) => {
-                heads.turn.is_some() && heads.turned < heads.head_dim
-            }
-            _ => false,
-        })
-    }
-
     fn read(graph: &Graph, packed: &PackedWeights) -> Result<Self, Unknown> {
         let Ok(inputs) = TextInputs::find(&graph.inputs) else {
             return Err(Unknown::Inputs);

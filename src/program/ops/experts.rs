@@ -115,7 +115,8 @@ pub fn run_gather_mm(arguments: &Arguments, [lhs, rhs]: [bool; 2], sorted: bool)
     let mut next = 2;
     let left = given(arguments, &mut next, lhs)?;
     let right = given(arguments, &mut next, rhs)?;
-    let sorted = is_sorted(arguments, sorted);
+    // On CUDA MLX's products for sorted indices are wrong where a weight is transposed.
+    let sorted = is_sorted(arguments, sorted) && cfg!(target_os = "macos");
     // SAFETY: the arrays are live, or none; each index is one of a matrix.
     let made = call(|made, stream| unsafe {
         mlx_sys::mlx_gather_mm(made, a.as_ptr(), b.as_ptr(), left, right, sorted, stream)

@@ -222,6 +222,13 @@ pub fn decode(slots: &mut Slots, instruction: fb::Instruction) -> Result<Vec<Ins
         slots.copy(node.x(), node.out())?;
         return Ok(Vec::new());
     }
+    // Heads that turn as a whole come joined with nothing.
+    if let Some(node) =
+        instruction.op_as_concatenate_node().filter(|node| node.tensors().len() == 1)
+    {
+        slots.copy(node.tensors().get(0), node.out())?;
+        return Ok(Vec::new());
+    }
     if let Some(node) = instruction.op_as_split_node() {
         return shape::split(slots, node);
     }

@@ -95,12 +95,14 @@ pub fn run(device: &Device) -> Result<()> {
             if format.is_none() {
                 plain = times.iter().map(|(_, time, _)| *time).collect();
             }
-            let mut text = String::new();
-            for blocks in [132, 264, 396, 528] {
-                let timed = Timed { blocks: Some(blocks), ..timed };
-                text.push_str(&format!(" {blocks}: {:.2}", timed.causal(1, 32_768)?));
+            for tokens in [1, 8, 16] {
+                let mut text = String::new();
+                for blocks in [132, 264, 396, 528] {
+                    let timed = Timed { blocks: Some(blocks), ..timed };
+                    text.push_str(&format!(" {blocks}: {:.2}", timed.causal(tokens, 32_768)?));
+                }
+                say!("  {tokens} tokens at 32768 by blocks:{text}");
             }
-            say!("  one token at 32768 by blocks:{text}");
         }
     }
     Ok(())

@@ -1,6 +1,7 @@
 // A block of attention over plain pools, with `STAGES` tiles at a time.
 
-#define ETKV_BOUNDS etkv::THREADS
+// As many blocks on a multiprocessor as the host counts on.
+#define ETKV_BOUNDS etkv::THREADS, (DIM <= 128 ? 3 : 2)
 
 using Rows = etkv::Slice<Element, DIM, DIM, MASK, STAGES, 4>;
 

@@ -19,12 +19,14 @@ struct Either<false, A, B> {
   using Type = B;
 };
 
-// What pairs of codes are multiplied by, and what is then added: an offset, or what bfloat16 lacks of a scale.
+// What pairs of codes are multiplied by, and what is then added: what bfloat16 lacks of a scale, or what takes
+// away by how much the codes are too large, those in the upper half of a byte `upper`.
 struct Scales {
-  unsigned by, plus;
+  unsigned by, plus, upper;
 };
 
-template <typename F, typename E>
+// `IS_APART`: whether offsets are no part of the elements, and are added to what these make.
+template <typename F, typename E, bool IS_APART>
 struct Decoder {
   // The type of the pairs.
   using Inner = typename Either<is_affine<F>, __half, E>::Type;
@@ -89,19 +91,26 @@ struct Decoder {
     return {a, b};
   }
 
-  // The scale of a pair's two halves, and their offsets, as they are stored.
+  // The scales of a pair's two halves, and their offsets, as they are stored.
   __device__ static Scales scales_of(unsigned s, unsigned t, unsigned o, unsigned p) {
-    if constexpr (F::HAS_OFFSETS) return {__byte_perm(s, t, 0x5410), __byte_perm(o, p, 0x5410)};
-    if constexpr (is_row<F> && IS_F16) return {__byte_perm(s, t, 0x5410), 0};
+    if constexpr (F::HAS_OFFSETS && !IS_APART) {
+      return {__byte_perm(s, t, 0x5410), __byte_perm(o, p, 0x5410), 0};
+    }
+    if constexpr (F::HAS_OFFSETS) {
+      // Times -1024 and -64, which changes no digit.
+      unsigned by = __byte_perm(s, t, 0x5410);
+      return {by, multiply_add_pairs<Inner>(by, 0xe400e400u, 0), multiply_add_pairs<Inner>(by, 0xd400d400u, 0)};
+    }
+    if constexpr (is_row<F> && IS_F16) return {__byte_perm(s, t, 0x5410), 0, 0};
     if constexpr (is_row<F>) {
       float x = from_half(s), y = from_half(t);
       unsigned high = rounded_pair<Inner>(x, y);
       float low_x = x - __uint_as_float(high << 16), low_y = y - __uint_as_float(high & 0xffff0000u);
-      return {high, rounded_pair<Inner>(low_x, low_y)};
+      return {high, rounded_pair<Inner>(low_x, low_y), 0};
     }
-    if constexpr (cuda::std::is_same_v<F, Nvfp4>) return {rounded_pair<Inner>(from_e4m3(s), from_e4m3(t)), 0};
-    if constexpr (IS_F16) return {rounded_pair<Inner>(__uint_as_float(s << 23), __uint_as_float(t << 23)), 0};
-    return {s << 7 | t << 23, 0};
+    if constexpr (cuda::std::is_same_v<F, Nvfp4>) return {rounded_pair<Inner>(from_e4m3(s), from_e4m3(t)), 0, 0};
+    if constexpr (IS_F16) return {rounded_pair<Inner>(__uint_as_float(s << 23), __uint_as_float(t << 23)), 0, 0};
+    return {s << 7 | t << 23, 0, 0};
   }
 
   __device__ static float from_half(unsigned bits) {
@@ -114,6 +123,12 @@ struct Decoder {
   __device__ static void unpack(unsigned (&pairs)[4], const Quads& q, const Scales& scales) {
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
+      if constexpr (F::HAS_OFFSETS && IS_APART) {
+        // The product of a scale and a code that is too large is exact until what is too much has gone.
+        bool upper = BITS == 4 && i % 2;
+        pairs[i] = multiply_add_pairs<Inner>(large(q, i), scales.by, upper ? scales.upper : scales.plus);
+        continue;
+      }
       unsigned code;
       if constexpr (is_e2m1<F>) {
         code = e2m1(q.a, i);
@@ -122,38 +137,38 @@ struct Decoder {
       } else {
         code = integer(q, i);
       }
-      if constexpr (F::HAS_OFFSETS) {
-        pairs[i] = multiply_add_pairs<Inner>(code, scales.by, scales.plus);
-      } else {
-        unsigned rest = 0;
-        // A float16 scale is two of bfloat16.
-        if constexpr (is_row<F> && !IS_F16) rest = multiply_add_pairs<Inner>(code, scales.plus, 0);
-        pairs[i] = multiply_add_pairs<Inner>(code, scales.by, rest);
-      }
+      unsigned rest = F::HAS_OFFSETS ? scales.plus : 0;
+      // A float16 scale is two of bfloat16.
+      if constexpr (is_row<F> && !IS_F16) rest = multiply_add_pairs<Inner>(code, scales.plus, 0);
+      pairs[i] = multiply_add_pairs<Inner>(code, scales.by, rest);
     }
   }
 
-  // A pair of integers. Codes become the last bits of a power of two, which is then subtracted.
-  __device__ static unsigned integer(const Quads& q, int i) {
+  // A pair of codes as the last bits of a power of two: 1024, or 128 in bfloat16. In float16 every second one
+  // of four bits stays in the upper half of its byte, which saves its shift, with 64.
+  __device__ static unsigned large(const Quads& q, int i) {
     constexpr unsigned MASK = (1u << BITS) - 1, PAIR = MASK | MASK << 16;
     constexpr unsigned LARGE = IS_F16 ? 0x64006400u : 0x43004300u;
-    // -1024, or -1032 and -136 for codes that have 8 added.
-    constexpr unsigned MINUS = is_row<F> ? (IS_F16 ? 0xe408e408u : 0xc308c308u) : 0xe400e400u;
-    constexpr unsigned ONES = IS_F16 ? 0x3c003c00u : 0x3f803f80u;
-    unsigned large;
     if constexpr (BITS == 4 && IS_F16) {
-      // Every second one stays 16 times too large, which saves its shift.
       unsigned shifted = i < 2 ? q.a : q.a >> 8;
-      large = (shifted & (i % 2 ? 0x00f000f0u : 0x000f000fu)) | LARGE;
-      if (i % 2) return multiply_add_pairs<Inner>(large, 0x2c002c00u, is_row<F> ? 0xd480d480u : 0xd400d400u);
+      return i % 2 ? masked_with(shifted, 0x00f000f0u, 0x54005400u) : masked_with(shifted, 0x000f000fu, LARGE);
     } else if constexpr (IS_JOINED) {
-      large = ((q.a >> BITS * i) & PAIR) | LARGE;
+      return masked_with(q.a >> BITS * i, PAIR, LARGE);
     } else if constexpr (BITS == 8) {
-      large = (__byte_perm(q.a, q.b, i * 0x1111 + 0x4400) & PAIR) | LARGE;
+      return masked_with(__byte_perm(q.a, q.b, i * 0x1111 + 0x4400), PAIR, LARGE);
     } else {
-      large = (__byte_perm(q.a >> BITS * i, q.b >> BITS * i, 0x5410) & PAIR) | LARGE;
+      return masked_with(__byte_perm(q.a >> BITS * i, q.b >> BITS * i, 0x5410), PAIR, LARGE);
     }
-    return multiply_add_pairs<Inner>(large, ONES, MINUS);
+  }
+
+  // A pair of integers.
+  __device__ static unsigned integer(const Quads& q, int i) {
+    constexpr unsigned ONES = IS_F16 ? 0x3c003c00u : 0x3f803f80u;
+    // To codes of rows 8 was added. Affine codes are always float16.
+    constexpr unsigned MINUS = !is_row<F> ? 0xe400e400u : IS_F16 ? 0xe408e408u : 0xc308c308u;
+    constexpr unsigned MINUS_UPPER = is_row<F> ? 0xd480d480u : 0xd400d400u;
+    bool upper = BITS == 4 && IS_F16 && i % 2;
+    return multiply_add_pairs<Inner>(large(q, i), ONES, upper ? MINUS_UPPER : MINUS);
   }
 
   // A pair of E2M1: with its bits where those of a wider float are, it is too small by a power of two.
@@ -171,8 +186,8 @@ struct Decoder {
 };
 
 // Elements that are stored as they are.
-template <typename E>
-struct Decoder<Plain, E> {
+template <typename E, bool IS_APART>
+struct Decoder<Plain, E, IS_APART> {
   using Inner = E;
   struct Eight {
     unsigned w[4];

@@ -111,6 +111,13 @@ __device__ inline void multiply(float (&c)[4], const unsigned (&a)[4], unsigned 
   }
 }
 
+// Returns the bits of `x` that are in `mask`, and these.
+__device__ inline unsigned masked_with(unsigned x, unsigned mask, unsigned bits) {
+  unsigned d;
+  asm("lop3.b32 %0, %1, %2, %3, 0xea;" : "=r"(d) : "r"(x), "r"(mask), "r"(bits));
+  return d;
+}
+
 // Returns a * b + c of each element of pairs, rounded once.
 template <typename E>
 __device__ inline unsigned multiply_add_pairs(unsigned a, unsigned b, unsigned c) {
@@ -121,6 +128,13 @@ __device__ inline unsigned multiply_add_pairs(unsigned a, unsigned b, unsigned c
     asm("fma.rn.bf16x2 %0, %1, %2, %3;" : "=r"(d) : "r"(a), "r"(b), "r"(c));
   }
   return d;
+}
+
+// Returns 2 to the power of x, or 0 where that is less than every normal number.
+__device__ inline float power_of_two(float x) {
+  float y;
+  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+  return y;
 }
 
 // Returns two numbers as a pair.

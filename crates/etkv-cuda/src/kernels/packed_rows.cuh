@@ -95,7 +95,7 @@ struct PackedRows {
     return reinterpret_cast<const char*>(reinterpret_cast<unsigned long long>(plane) / 16 * 16);
   }
 
-  // The scales of a row's group, and its offset, as they are stored.
+  // The scale of a row's group, and its offset, as they are stored.
   __device__ static unsigned scale(const char* tile, int row, int group) {
     if constexpr (is_plain<F>) {
       return 0;
@@ -122,7 +122,7 @@ struct PackedRows {
 template <typename D, typename R>
 __device__ inline Scales scales_of(const char* tile, int row, int other, int group) {
   if constexpr (R::groups() == 0) {
-    return {0, 0};
+    return {0, 0, 0};
   } else {
     unsigned s = R::scale(tile, row, group), o = R::offset(tile, row, group);
     if (row == other) return D::scales_of(s, s, o, o);

@@ -5,6 +5,11 @@
 // over them is the same. Of a key, thread `m` of four takes a quarter of all eights of codes, and the queries
 // are read in the same order. Of values, thread `g` of eight takes the eight `g` of each 64 elements, so that
 // the sums' columns are in another order until they are written.
+//
+// Where a warp has one part of rows, offsets of affine codes come as products of their own, which saves an
+// instruction for each pair of elements. A key's score has the offset of each of its groups times the sum of a query
+// over the group, as a number of float16 and what that lacks. The values' weighted offsets of each group are added
+// to its columns at the end. With two parts there are too few registers, and half as many elements for each product.
 
 namespace etkv {
 
@@ -13,8 +18,9 @@ struct PackedSlice {
   using Rows = Slice<E, DIM, DIM, MASK, STAGES, PARTS == 1 ? 4 : 2, PARTS>;
   using Keys = PackedRows<K, DIM, true>;
   using Values = PackedRows<V, DIM, false>;
-  using KeyCodes = Decoder<K, E>;
-  using ValueCodes = Decoder<V, E>;
+  static constexpr bool IS_APART = PARTS == 1;
+  using KeyCodes = Decoder<K, E, IS_APART>;
+  using ValueCodes = Decoder<V, E, IS_APART>;
   using KeyInner = typename KeyCodes::Inner;
   using ValueInner = typename ValueCodes::Inner;
 
@@ -27,8 +33,15 @@ struct PackedSlice {
   static constexpr int VALUES_AT = (Keys::BYTES + 15) / 16 * 16;
   static constexpr int STAGE = VALUES_AT + (Values::BYTES + 15) / 16 * 16;
 
+  // The groups of a row whose offsets come apart.
+  static constexpr int KEY_GROUPS = IS_APART ? Keys::offset_bytes() / 2 : 0;
+  static constexpr int VALUE_GROUPS = IS_APART ? Values::offset_bytes() / 2 : 0;
+  static_assert(KEY_GROUPS <= 8 && VALUE_GROUPS <= 8, "those of one product");
+
   // Blocks of rows that share the unpacked keys.
   Rows part[PARTS];
+  // Of each the sums of its queries over groups, as an operand.
+  unsigned q_sums[PARTS][4];
   Keys keys;
   Values values;
 
@@ -56,7 +69,58 @@ struct PackedSlice {
           part[p].q_parts[2 * j + 1][i + 2] = __byte_perm(x.y, x.w, 0x7632);
         }
       }
+      if constexpr (KEY_GROUPS > 0) sum_queries(p);
     }
+  }
+
+  // Sums the queries of a part over the groups. Element `g` of the sums of a row is that of group `g`, rounded,
+  // and the element `KEY_GROUPS` behind it what was lost.
+  __device__ void sum_queries(int p) {
+    int m = part[p].thread % 4;
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      float sums[16] = {};
+#pragma unroll
+      for (int j = 0; j < EIGHTS; ++j) {
+        float sum = 0;
+#pragma unroll
+        for (int k = 0; k < 4; ++k) sum += sum_of_pair(part[p].q_parts[2 * j + k / 2][i + k % 2 * 2]);
+#pragma unroll
+        for (int g = 0; g < KEY_GROUPS; ++g) sums[g] += Keys::group(m * EIGHTS + j) == g ? sum : 0;
+      }
+#pragma unroll
+      for (int g = 0; g < KEY_GROUPS; ++g) {
+        float sum = over_row(sums[g], true);
+        sums[g] = float(KeyInner(sum));
+        sums[KEY_GROUPS + g] = sum - sums[g];
+      }
+#pragma unroll
+      for (int pair = 0; pair < 8; ++pair) {
+        if (pair % 4 != m) continue;
+        q_sums[p][pair / 4 * 2 + i] = rounded_pair<KeyInner>(sums[2 * pair], sums[2 * pair + 1]);
+      }
+    }
+  }
+
+  __device__ static float sum_of_pair(unsigned pair) {
+    KeyInner halves[2];
+    memcpy(halves, &pair, 4);
+    return float(halves[0]) + float(halves[1]);
+  }
+
+  // The offsets of a key for the elements 2 * `m` and the next of the queries' sums, or for those 8 behind.
+  __device__ static unsigned key_offsets(const char* tile, int key, int m, int eights) {
+    int first = 2 * m + 8 * eights;
+    bool exists = first < 2 * KEY_GROUPS;
+    auto group = [](int element) { return element % KEY_GROUPS; };
+    unsigned offsets;
+    if constexpr (KEY_GROUPS % 2 == 0) {
+      const char* at = tile + Keys::OFFSETS_AT + 2 * (key * KEY_GROUPS + group(first));
+      offsets = *reinterpret_cast<const unsigned*>(at);
+    } else {
+      offsets = Keys::offset(tile, key, group(first)) | Keys::offset(tile, key, group(first + 1)) << 16;
+    }
+    return exists ? offsets : 0;
   }
 
   // Returns elements in the type of the keys' products. float16 has all numbers of bfloat16 that make a
@@ -80,7 +144,7 @@ struct PackedSlice {
   }
 
   // Multiplies the rows of all parts by the keys from `at` on, as `Slice` does.
-  __device__ void multiply_keys(float (&scores)[PARTS][2][4], const char* tile, int at) {
+  __device__ void multiply_keys(float (&scores)[PARTS][1][2][4], const char* tile, int at) {
     int m = part[0].thread % 4, first = at + part[0].thread / 4;
     typename KeyCodes::Eight eights[2][EIGHTS];
     Scales scales[2];
@@ -99,12 +163,21 @@ struct PackedSlice {
         KeyCodes::unpack(pairs, KeyCodes::of_one(eights[half][j]), scales[half]);
 #pragma unroll
         for (int p = 0; p < PARTS; ++p) {
-          multiply<KeyInner>(scores[p][half], part[p].q_parts[2 * j], pairs[0], pairs[1]);
+          multiply<KeyInner>(scores[p][0][half], part[p].q_parts[2 * j], pairs[0], pairs[1]);
         }
 #pragma unroll
         for (int p = 0; p < PARTS; ++p) {
-          multiply<KeyInner>(scores[p][half], part[p].q_parts[2 * j + 1], pairs[2], pairs[3]);
+          multiply<KeyInner>(scores[p][0][half], part[p].q_parts[2 * j + 1], pairs[2], pairs[3]);
         }
+      }
+    }
+    if constexpr (KEY_GROUPS > 0) {
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        unsigned low = key_offsets(tile, first + 8 * half, m, 0);
+        unsigned high = KEY_GROUPS > 4 ? key_offsets(tile, first + 8 * half, m, 1) : 0;
+#pragma unroll
+        for (int p = 0; p < PARTS; ++p) multiply<KeyInner>(scores[p][0][half], q_sums[p], low, high);
       }
     }
   }
@@ -156,11 +229,11 @@ struct PackedSlice {
   }
 
   // Adds the values from `at` on, by the weights of all parts.
-  __device__ void add_values(const float (&p)[PARTS][2][4], const char* tile, int at) {
+  __device__ void add_values(const float (&p)[PARTS][1][2][4], const char* tile, int at) {
     unsigned a[PARTS][4];
 #pragma unroll
     for (int i = 0; i < 4 * PARTS; ++i) {
-      const float* pair = &p[i / 4][i % 4 / 2][i % 2 * 2];
+      const float* pair = &p[i / 4][0][i % 4 / 2][i % 2 * 2];
       a[i / 4][i % 4] = rounded_pair<ValueInner>(pair[0], pair[1]);
     }
     int g = part[0].thread / 4, first = at + part[0].thread % 4 * 2;
@@ -178,6 +251,36 @@ struct PackedSlice {
       Scales scales[2];
       read_values(eights, scales, tile, first, 8 * ROUNDS + g % 4);
       multiply_values(a, eights, scales, g / 4, 8 * ROUNDS);
+    }
+    if constexpr (VALUE_GROUPS > 0) {
+      unsigned b[2] = {0, 0};
+#pragma unroll
+      for (int i = 0; i < 2; ++i) {
+        int value = first + 8 * i, group = g % VALUE_GROUPS;
+        unsigned offsets = Values::offset(tile, value, group) | Values::offset(tile, value + 1, group) << 16;
+        b[i] = g < VALUE_GROUPS ? offsets : 0;
+      }
+#pragma unroll
+      for (int p = 0; p < PARTS; ++p) multiply<ValueInner>(part[p].offsets, a[p], b[0], b[1]);
+    }
+  }
+
+  // Adds the weighted offsets of each group to the sums of its columns.
+  __device__ void add_offsets(int p) {
+    int m = part[p].thread % 4;
+#pragma unroll
+    for (int g = 0; g < VALUE_GROUPS; ++g) {
+#pragma unroll
+      for (int i = 0; i < 2; ++i) {
+        float offset = __shfl_sync(ALL, part[p].offsets[2 * i + g % 2], part[p].thread / 4 * 4 + g / 2);
+#pragma unroll
+        for (int tile = 0; tile < DIM / 8; ++tile) {
+          for (int j = 0; j < 2; ++j) {
+            bool is_of_group = (column(tile, m) + 8 * j) / group_of<V>(DIM) == g;
+            part[p].sums[tile][2 * i + j] += is_of_group ? offset : 0;
+          }
+        }
+      }
     }
   }
 
@@ -230,10 +333,10 @@ struct PackedSlice {
         for (int p = 0; p < PARTS; ++p) all |= seen[p][i];
         if (i >= part[0].row_warps || !__any_sync(ALL, all != 0)) continue;
         int at = part[0].key_of_warp + STEP * i;
-        float scores[PARTS][2][4] = {};
+        float scores[PARTS][1][2][4] = {};
         multiply_keys(scores, rows, at);
 #pragma unroll
-        for (int p = 0; p < PARTS; ++p) part[p].weigh(scores[p], seen[p][i]);
+        for (int p = 0; p < PARTS; ++p) part[p].weigh(scores[p], seen[p] + i);
         add_values(scores, rows + VALUES_AT, at);
       }
     };
@@ -243,6 +346,7 @@ struct PackedSlice {
   // Ends a part. The parts share the memory for it.
   __device__ void end_slice(int p, E* out, float* parts, float* stats) {
     if (p > 0) __syncthreads();
+    if constexpr (VALUE_GROUPS > 0) add_offsets(p);
     part[p].end_slice(out, parts, stats, [](int tile, int m) { return column(tile, m); }, 8);
   }
 };

@@ -77,7 +77,7 @@ __device__ inline float over_row(float x, bool adds) {
 // The weight of a part of a row whose largest score is `most` where that of the row is `highest`.
 // Scores are multiples of log 2, so that the weight is a power of 2. Where nothing is seen, it is 0.
 __device__ inline float weight_of(float most, float highest) {
-  return most == -INFINITY ? 0.0f : exp2f(most - highest);
+  return most == -INFINITY ? 0.0f : power_of_two(most - highest);
 }
 
 }  // namespace etkv

@@ -43,6 +43,8 @@ struct Slice {
   float most[2];
   float total[2];
   float sums[DV / 8][4];
+  // The weighted offsets of packed values, of two groups for each row.
+  float offsets[4];
 
   // The slices that have keys: as many as the grid has, or fewer if there are fewer tiles.
   int slices;
@@ -90,6 +92,7 @@ struct Slice {
     }
 #pragma unroll
     for (int i = 0; i < DV / 2; ++i) sums[i / 4][i % 4] = 0;
+    for (int i = 0; i < 4; ++i) offsets[i] = 0;
   }
 
   // Reads the queries of this thread, or in float32 those of the block to shared memory.
@@ -153,47 +156,60 @@ struct Slice {
     for (int i = 0; i < TILE / APART; ++i, from += step) copy_later(to + i * APART * (D + PIECE), from, true);
   }
 
-  // Multiplies this warp's rows by the keys from `keys` on. A thread gets the scores of its two rows and
-  // of the keys 2 * (thread % 4) and the next, and the same 8 later.
-  __device__ void multiply_keys(float (&scores)[2][4], const E* keys) {
+  // Multiplies this warp's rows by the keys from `keys` on, `N` steps of them. Of each a thread gets the scores
+  // of its two rows and of the keys 2 * (thread % 4) and the next, and the same 8 later. The products of several
+  // steps wait less for each other than those of one.
+  template <int N>
+  __device__ void multiply_keys(float (&scores)[N][2][4], const E* keys) {
     if constexpr (is_half<E>) {
       keys += (thread / 16 * 8 + thread % 8) * K_PITCH + thread / 8 % 2 * 8;
 #pragma unroll
       for (int part = 0; part < DK / 16; ++part) {
-        unsigned b[4];
-        read_matrices(b, keys + 16 * part);
-        multiply<E>(scores[0], q_parts[part], b[0], b[1]);
-        multiply<E>(scores[1], q_parts[part], b[2], b[3]);
+#pragma unroll
+        for (int n = 0; n < N; ++n) {
+          unsigned b[4];
+          read_matrices(b, keys + n * STEP * K_PITCH + 16 * part);
+          multiply<E>(scores[n][0], q_parts[part], b[0], b[1]);
+          multiply<E>(scores[n][1], q_parts[part], b[2], b[3]);
+        }
       }
     } else {
       const E* rows = q_rows + (row_of_warp + thread / 4) * K_PITCH;
       for (int d = 0; d < DK; ++d) {
-        for (int i = 0; i < 8; ++i) {
+        for (int i = 0; i < 8 * N; ++i) {
           int key = i / 4 * 8 + thread % 4 * 2 + i % 2;
-          scores[i / 4][i % 4] += rows[i / 2 % 2 * 8 * K_PITCH + d] * keys[key * K_PITCH + d];
+          scores[i / 8][i / 4 % 2][i % 4] += rows[i / 2 % 2 * 8 * K_PITCH + d] * keys[key * K_PITCH + d];
         }
       }
     }
   }
 
-  __device__ void add_values(const float (&p)[2][4], const E* values) {
+  template <int N>
+  __device__ void add_values(const float (&p)[N][2][4], const E* values) {
     if constexpr (is_half<E>) {
-      unsigned a[4];
-      for (int i = 0; i < 4; ++i) a[i] = pair_of(E(p[i / 2][i % 2 * 2]), E(p[i / 2][i % 2 * 2 + 1]));
+      unsigned a[N][4];
+#pragma unroll
+      for (int i = 0; i < 4 * N; ++i) {
+        const float* pair = &p[i / 4][i % 4 / 2][i % 2 * 2];
+        a[i / 4][i % 4] = pair_of(E(pair[0]), E(pair[1]));
+      }
       values += thread % 16 * V_PITCH + thread / 16 * 8;
 #pragma unroll
       for (int part = 0; part < DV / 16; ++part) {
-        unsigned b[4];
-        read_transposed(b, values + 16 * part);
-        multiply<E>(sums[2 * part], a, b[0], b[1]);
-        multiply<E>(sums[2 * part + 1], a, b[2], b[3]);
+#pragma unroll
+        for (int n = 0; n < N; ++n) {
+          unsigned b[4];
+          read_transposed(b, values + n * STEP * V_PITCH + 16 * part);
+          multiply<E>(sums[2 * part], a[n], b[0], b[1]);
+          multiply<E>(sums[2 * part + 1], a[n], b[2], b[3]);
+        }
       }
     } else {
 #pragma unroll
-      for (int i = 0; i < STEP; ++i) {
+      for (int i = 0; i < N * STEP; ++i) {
         int owner = thread / 4 * 4 + i % 8 / 2;
-        float upper = __shfl_sync(ALL, p[i / 8][i % 2], owner);
-        float lower = __shfl_sync(ALL, p[i / 8][i % 2 + 2], owner);
+        float upper = __shfl_sync(ALL, p[i / STEP][i / 8 % 2][i % 2], owner);
+        float lower = __shfl_sync(ALL, p[i / STEP][i / 8 % 2][i % 2 + 2], owner);
         const E* value = values + i * V_PITCH + thread % 4 * 2;
 #pragma unroll
         for (int part = 0; part < DV / 8; ++part) {
@@ -239,27 +255,44 @@ struct Slice {
     }
   }
 
-  __device__ void attend_to(const E* keys, const E* values, unsigned seen) {
+  // Attends to `N` steps of keys, of which a thread's scores count by `seen`.
+  template <int N>
+  __device__ void attend_to(const E* keys, const E* values, const unsigned* seen) {
+    unsigned all = 0;
+#pragma unroll
+    for (int n = 0; n < N; ++n) all |= seen[n];
     // A key that no row of the warp sees costs nothing: those of the other sequences of a batch.
-    if (!__any_sync(ALL, seen != 0)) return;
-    float scores[2][4] = {};
+    if (!__any_sync(ALL, all != 0)) return;
+    float scores[N][2][4] = {};
     multiply_keys(scores, keys);
     weigh(scores, seen);
     add_values(scores, values);
   }
 
-  // Makes weights of the scores of a step, with the sums so far multiplied to match.
-  __device__ void weigh(float (&scores)[2][4], unsigned seen) {
-    float highest[2] = {most[0], most[1]};
+  // Makes weights of the scores of some steps, with the sums so far multiplied to match.
+  template <int N>
+  __device__ void weigh(float (&scores)[N][2][4], const unsigned* seen) {
+    unsigned all = 0xff;
 #pragma unroll
-    for (int i = 0; i < 8; ++i) {
-      float& score = scores[i / 4][i % 4];
+    for (int i = 0; i < 8 * N; ++i) {
+      float& score = scores[i / 8][i / 4 % 2][i % 4];
       score *= scale;
       // Only a key or a query that is not finite scores so low. Several sequences share the pools: the host
       // has to see it, and it would be a key without a weight.
       if (MASK == SEES_LISTED && score == -INFINITY) score = INFINITY - INFINITY;
-      if (!(seen >> i & 1)) score = -INFINITY;
-      highest[i / 2 % 2] = fmaxf(highest[i / 2 % 2], score);
+      all &= seen[i / 8];
+    }
+    // Most steps are seen by all rows.
+    if (!__all_sync(ALL, all == 0xff)) {
+#pragma unroll
+      for (int i = 0; i < 8 * N; ++i) {
+        if (!(seen[i / 8] >> i % 8 & 1)) scores[i / 8][i / 4 % 2][i % 4] = -INFINITY;
+      }
+    }
+    float highest[2] = {most[0], most[1]};
+#pragma unroll
+    for (int i = 0; i < 8 * N; ++i) {
+      highest[i / 2 % 2] = fmaxf(highest[i / 2 % 2], scores[i / 8][i / 4 % 2][i % 4]);
     }
     bool grows = false;
     for (int i = 0; i < 2; ++i) {
@@ -275,14 +308,15 @@ struct Slice {
       }
 #pragma unroll
       for (int i = 0; i < DV / 2; ++i) sums[i / 4][i % 4] *= weight[i / 2 % 2];
+      for (int i = 0; i < 4; ++i) offsets[i] *= weight[i / 2];
     }
     // Where nothing is seen, scores are all so low that they have no weight.
     float from[2];
     for (int i = 0; i < 2; ++i) from[i] = most[i] == -INFINITY ? 0.0f : most[i];
 #pragma unroll
-    for (int i = 0; i < 8; ++i) {
-      float& score = scores[i / 4][i % 4];
-      score = exp2f(score - from[i / 2 % 2]);
+    for (int i = 0; i < 8 * N; ++i) {
+      float& score = scores[i / 8][i / 4 % 2][i % 4];
+      score = power_of_two(score - from[i / 2 % 2]);
       total[i / 2 % 2] += score;
     }
   }
@@ -327,10 +361,12 @@ struct Slice {
       wait_for_tile();
       const E* keys = stages + place * STAGE;
       const E* values = keys + TILE * K_PITCH;
+      keys += key_of_warp * K_PITCH;
+      values += key_of_warp * V_PITCH;
+      if (row_warps == 1) return attend_to<1>(keys, values, seen);
 #pragma unroll
-      for (int i = 0; i < 4; ++i) {
-        int at = key_of_warp + STEP * i;
-        if (i < row_warps) attend_to(keys + at * K_PITCH, values + at * V_PITCH, seen[i]);
+      for (int i = 0; i < 4; i += 2) {
+        if (i < row_warps) attend_to<2>(keys + STEP * i * K_PITCH, values + STEP * i * V_PITCH, seen + i);
       }
     };
     for_tiles(known, wait, load_tile, [&] { read_queries(); }, attend);

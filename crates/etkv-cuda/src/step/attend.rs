@@ -2,7 +2,7 @@
 
 use crate::step::compile::Source;
 use crate::step::error::{fail, Result};
-use crate::step::launch::Limits;
+use crate::step::launch::{Limits, SYSTEM_SHARED};
 use crate::step::mask::RowBlocks;
 use crate::step::plan::{Attend, Launch, Plan};
 use crate::step::pools::{format_of, stage_bytes, Planes};
@@ -13,8 +13,8 @@ pub(crate) const ATTEND_THREADS: usize = 128;
 pub(crate) const TILE: usize = 64;
 const ROWS: usize = 16;
 const MOST_SLICES: usize = 64;
-/// Shared memory for more than one tile.
-const MOST_TILES_SHARED: usize = 96 << 10;
+/// The most tiles of plain pools that a block holds at a time.
+const MOST_TILES: usize = 3;
 /// The most blocks along the second and third axis.
 const MOST_BLOCKS: usize = 65_535;
 /// Shared memory for the tiles of packed pools, of which a block holds two to four at a time, where a
@@ -62,7 +62,7 @@ impl AttendShape {
     pub(crate) fn of(plan: &Plan, attend: &Attend, limits: Limits) -> Result<Self> {
         let dim = attend.head_dim;
         let rows = attend.n_q / attend.n_kv * plan.tokens;
-        let (source, bytes_shared) = Self::source(plan, attend, rows);
+        let (source, bytes_shared) = Self::source(plan, attend, rows, limits);
         // Two parts of a warp's rows share what the warp unpacks.
         let parts = if let Source::AttendPacked { parts, .. } = source { parts } else { 1 };
         let rows_of_block = rows_of_block(plan, rows, parts);
@@ -74,7 +74,11 @@ impl AttendShape {
             let most = limits.block_shared;
             fail!(Plan, "heads of {dim} take {bytes_shared} bytes, the device has {most}");
         }
-        let each = if parts == 1 && dim <= MOST_SHARED_DIM { 3 } else { 2 };
+        let each = match source {
+            Source::Attend { .. } => plain_blocks(rows_of_block, dim),
+            _ if parts == 1 && dim <= MOST_SHARED_DIM => 3,
+            _ => 2,
+        };
         let blocks = plan.attention_blocks.unwrap_or(each * limits.processors);
         let tiles = attend.keys.capacity.min(attend.values.capacity).div_ceil(TILE);
         let slices = (blocks / (attend.n_kv * row_blocks)).min(tiles).clamp(1, MOST_SLICES);
@@ -88,7 +92,7 @@ impl AttendShape {
     }
 
     /// Returns what is compiled, and a block's bytes of shared memory.
-    fn source(plan: &Plan, attend: &Attend, rows: usize) -> (Source, usize) {
+    fn source(plan: &Plan, attend: &Attend, rows: usize, limits: Limits) -> (Source, usize) {
         let (element, dim, masked) = (plan.element, attend.head_dim, plan.is_masked(attend.group));
         // The same memory takes the sums of all warps and what they end with.
         let sums = 4 * ROWS * (dim + 8 + 2) * 4;
@@ -96,7 +100,9 @@ impl AttendShape {
         if keys.is_none() && values.is_none() {
             // Rows are 16 bytes apart. Elements have 2.
             let tile = TILE * 2 * (dim + 8) * 2;
-            let tiles = if 2 * tile <= MOST_TILES_SHARED { 2 } else { 1 };
+            let each = plain_blocks(rows_of_block(plan, rows, 1), dim);
+            let most = (limits.processor_shared / each).saturating_sub(SYSTEM_SHARED);
+            let tiles = (most / tile).clamp(1, MOST_TILES);
             return (Source::Attend { element, dim, tiles, masked }, (tiles * tile).max(sums));
         }
         let stage = stage_bytes(keys, values, dim);
@@ -105,6 +111,16 @@ impl AttendShape {
         let stages = (most / stage).clamp(2, MOST_STAGES);
         let source = Source::AttendPacked { element, dim, stages, parts, masked, keys, values };
         (source, (stages * stage).max(sums))
+    }
+}
+
+/// Returns the blocks of attention over plain pools that a multiprocessor has at a time. Of many rows fewer leave
+/// less to be merged, and hold more tiles each.
+fn plain_blocks(rows_of_block: usize, dim: usize) -> usize {
+    if rows_of_block == ROWS && dim <= MOST_SHARED_DIM {
+        3
+    } else {
+        2
     }
 }
 

@@ -27,7 +27,7 @@ const ROW_BLOCKS: usize = 2;
 /// The shared memory that a product has besides the rows, and what every block takes of a
 /// multiprocessor's.
 const STATIC_SHARED: usize = 4 * (2 * 8 * 16 * 16 + 16 * 8);
-const SYSTEM_SHARED: usize = 1024;
+pub(crate) const SYSTEM_SHARED: usize = 1024;
 
 /// What the kernel with rings has: its warps; the elements of a row that a warp has at a time and the places
 /// of its ring, for rows that stay in registers and for others; and the longest rows that stay there.

@@ -15,6 +15,8 @@ pub struct KeyMask {
     end: usize,
     /// Of each tile its number, and a bit for each of its keys and each token, the first key the lowest.
     numbers: Vec<u64>,
+    /// Of each tile the tokens that see a key of it, [a bit](bit_of) each.
+    members: Vec<u64>,
 }
 
 impl KeyMask {
@@ -43,22 +45,26 @@ impl KeyMask {
             places[run.start / TILE..run.end.div_ceil(TILE)].fill(0);
         }
         let mut numbers = Vec::new();
+        let mut members = Vec::new();
         for (tile, place) in places.iter_mut().enumerate().filter(|(_, place)| **place == 0) {
-            *place = numbers.len();
+            *place = members.len();
+            members.push(0);
             numbers.push(tile as u64);
             numbers.resize(numbers.len() + n_tokens, 0);
         }
         for (token, runs) in runs.enumerate() {
             for run in runs.into_iter().filter(|run| !run.is_empty()) {
-                for tile in run.start / TILE..run.end.div_ceil(TILE) {
+                let tiles = run.start / TILE..run.end.div_ceil(TILE);
+                for (tile, &place) in tiles.clone().zip(&places[tiles]) {
                     let first = tile * TILE;
                     let (start, end) = (run.start.max(first), run.end.min(first + TILE));
                     let ones = u64::MAX >> (TILE - (end - start));
-                    numbers[places[tile] + 1 + token] |= ones << (start - first);
+                    numbers[place * (1 + n_tokens) + 1 + token] |= ones << (start - first);
+                    members[place] |= bit_of(token);
                 }
             }
         }
-        Self { n_tokens, blind, end, numbers }
+        Self { n_tokens, blind, end, numbers, members }
     }
 
     /// Returns the tokens of the plan.
@@ -90,8 +96,8 @@ impl KeyMask {
     pub(crate) fn write(&self, rows: RowBlocks, to: &mut [u64]) -> Written {
         let mut lists = rows.n_blocks;
         for block in rows.blocks() {
-            for (place, tile) in self.seen(rows.tokens(block)) {
-                to[lists] = tile[0] | (place as u64) << 32;
+            for place in self.seen(rows.tokens(block)) {
+                to[lists] = self.numbers[place * (1 + self.n_tokens)] | (place as u64) << 32;
                 lists += 1;
             }
             to[block] = (lists - rows.n_blocks) as u64;
@@ -100,10 +106,11 @@ impl KeyMask {
         Written { lists, all: lists + self.numbers.len() }
     }
 
-    /// Returns the tiles in which some of the tokens see a key, with their places.
-    fn seen(&self, tokens: Range<usize>) -> impl Iterator<Item = (usize, &[u64])> {
-        let tiles = self.numbers.chunks_exact(1 + self.n_tokens).enumerate();
-        tiles.filter(move |(_, tile)| tile[1..][tokens.clone()].iter().any(|&bits| bits != 0))
+    /// Returns the places of the tiles in which some of the tokens see a key.
+    fn seen(&self, tokens: Range<usize>) -> impl Iterator<Item = usize> + '_ {
+        let wanted = tokens.fold(0, |bits, token| bits | bit_of(token));
+        let members = self.members.iter().enumerate();
+        members.filter(move |(_, &members)| members & wanted != 0).map(|(place, _)| place)
     }
 
     /// Returns the tiles that blocks of so many rows read together, where each token has `group` rows for each
@@ -119,6 +126,12 @@ impl KeyMask {
         let found = self.numbers.chunks_exact(1 + self.n_tokens).find(of_tile);
         found.is_some_and(|tile| tile[1 + token] >> (key % TILE) & 1 == 1)
     }
+}
+
+/// Returns the bit of a token among those that see a key of a tile. Plans have 64 tokens or fewer; any others
+/// share the last bit, and more tiles than they need are listed for them.
+fn bit_of(token: usize) -> u64 {
+    1 << token.min(63)
 }
 
 /// What a mask takes as kernels read it, in numbers of 64 bits.

@@ -8,8 +8,9 @@ use super::occupancy::Occupancy;
 use super::runs::{Run, Runs};
 use crate::bookkeeping::Window;
 
-/// Cells that stay free behind the last one of another sequence where a new sequence begins. Both
-/// then go on in one run for a while.
+/// Cells that stay free behind the last one of another sequence where a sequence begins, or goes on
+/// elsewhere. Both then go on in one run for a while: cells of sequences that decode together would
+/// else take turns, and each would read the rows of all.
 pub const ROOM: i32 = 64;
 
 /// The cells of the layers of one policy.
@@ -74,9 +75,9 @@ impl LayerGroup {
         self.owners.get(cell as usize).copied().unwrap_or(0)
     }
 
-    /// Allocates `n` cells, which are available: behind `after` as far as those are free, else the
-    /// first run with room for all, else the first free ones. Without `after` a new sequence
-    /// begins.
+    /// Allocates `n` cells, which are available: behind `after` as far as those are free, else a run
+    /// with room for all, away from the ends of other sequences if possible, else the first free
+    /// ones. Without `after` a new sequence begins.
     pub fn allocate(&mut self, n: i32, after: Option<i32>, cells: &mut Vec<i32>) {
         while self.size - self.taken() < n && self.size < self.capacity {
             let more = self.window.map_or(self.capacity, |window| window.slots());
@@ -89,7 +90,7 @@ impl LayerGroup {
             self.take(cell..end, cells);
         }
         if left > 0 {
-            if let Some(cell) = self.run_for(left, after.is_none()) {
+            if let Some(cell) = self.run_for(left) {
                 self.take(cell..cell + left, cells);
                 left = 0;
             }
@@ -102,15 +103,14 @@ impl LayerGroup {
         }
     }
 
-    /// Returns the start of the first free run of `n` cells; for a new sequence one with room
-    /// before it if possible.
-    fn run_for(&self, n: i32, is_new: bool) -> Option<i32> {
+    /// Returns the start of the first free run of `n` cells, of one with room before it if possible.
+    fn run_for(&self, n: i32) -> Option<i32> {
         let mut found = None;
         let mut start = self.occupancy.next_free(0);
         while start < self.size {
             let end = self.occupancy.next_taken(start, self.size);
             if end - start >= n {
-                if !is_new || start == 0 || !self.is_tail(start - 1) {
+                if start == 0 || !self.is_tail(start - 1) {
                     return Some(start);
                 }
                 if end - start >= n + 2 * ROOM {
