@@ -6,10 +6,10 @@ from collections.abc import Sequence
 from types import TracebackType
 from typing import Any, NamedTuple
 
-from etkv._capi import ask, call, ffi, lib, struct
+from etkv._capi import ask, call, ffi, lib, struct, text_options
 from etkv.cache import Cache
 from etkv.errors import EtkvError
-from etkv.prefix_store import PrefixStore, text_options
+from etkv.prefix_store import PrefixStore
 
 
 class PrefixStatistics(NamedTuple):

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
-from etkv._capi import ask, call, encoded, encoded_path, ffi, int64s, lib, struct
+from etkv._capi import ask, call, encoded_path, ffi, lib, text_options
 from etkv.cache import Cache
 from etkv.errors import EtkvError
 
@@ -75,11 +75,3 @@ class PrefixStore:
 
     def __repr__(self) -> str:
         return f"<PrefixStore: {self.folder}>"
-
-
-def text_options(tokens: Sequence[int], fingerprint: str) -> tuple[Any, Any]:
-    """Return the options of a text, and what must live while they are used."""
-    given = ffi.new("char[]", encoded(fingerprint, "fingerprint"))
-    listed = int64s(tokens, "tokens")
-    options = struct("etkv_save_options", fingerprint=given, tokens=listed, n_tokens=len(tokens))
-    return options, (given, listed)

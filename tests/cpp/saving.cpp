@@ -67,6 +67,48 @@ void goes_on(const std::function<void(CacheConfig&)>& change) {
   }
 }
 
+/// One of two sequences, saved; the next tokens of it, and of the same in a
+/// cache with another.
+template <typename Face>
+void a_sequence_goes_on() {
+  const Place place;
+  const Ids ids = text(20);
+  const auto step = [](On<Face>& on, int32_t sequence, const Ids& tokens) {
+    SeqCache& cache = on.session.cache();
+    const int32_t start = must(cache.seq_next(sequence));
+    must(cache.begin_step(std::vector<int32_t>(tokens.size(), sequence)));
+    return on.model.at(start, tokens);
+  };
+  On<Face> saved;
+  step(saved, 0, text(7, 3));
+  step(saved, 1, slice(ids, 0, 12));
+  must(save_sequence(
+      saved.session.cache(), 1, place.path, {kFingerprint, slice(ids, 0, 12)}));
+  CHECK_REFUSED(
+      save_sequence(saved.session.cache(), 2, place.path),
+      ETKV_ERROR_INVALID_ARGUMENT,
+      "sequence 2 holds no positions");
+
+  On<Face> loaded;
+  step(loaded, 1, text(5, 9));
+  const auto found =
+      must(load_sequence(loaded.session.cache(), 4, place.path, kFingerprint));
+  CHECK(found == slice(ids, 0, 12));
+  CHECK_INT(must(loaded.session.cache().seq_len(1)), 5);
+  CHECK_REFUSED(
+      load_sequence(loaded.session.cache(), 1, place.path, kFingerprint),
+      ETKV_ERROR_INVALID_ARGUMENT,
+      "sequence 1 holds 5 positions");
+  CHECK_REFUSED(
+      load_sequence(loaded.session.cache(), 5, place.path, "another"),
+      ETKV_ERROR_FILE,
+      "expected `another`");
+  for (size_t i = 12; i < 20; ++i) {
+    const Ids one = slice(ids, i, 1);
+    CHECK(step(loaded, 4, one) == step(saved, 1, one));
+  }
+}
+
 void a_damaged_file() {
   const Place place;
   const Ids ids = text(8);
@@ -224,6 +266,8 @@ void run_all() {
     config.k_format = "row-int4";
     config.v_format = "bf16";
   });
+  a_sequence_goes_on<SeqCache>();
+  a_sequence_goes_on<TreeCache>();
   a_damaged_file();
 }
 

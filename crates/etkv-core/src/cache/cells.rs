@@ -1,6 +1,7 @@
 //! Many sequences in one pool of cells, and trees of candidates behind them.
 
 mod saving;
+mod saving_sequence;
 mod sharing;
 
 use std::ops::Range;
@@ -226,6 +227,10 @@ impl<S: Store> Cache for CellsCache<S> {
         Some(self)
     }
 
+    fn saving_sequence(&mut self, sequence: i32) -> Option<Box<dyn SaveCache + '_>> {
+        Some(Box::new(saving_sequence::OneSequence { cache: self, sequence }))
+    }
+
     fn sharing(&mut self) -> Option<&mut dyn ShareCache> {
         Some(self)
     }
@@ -426,7 +431,7 @@ impl<S: Store> AttendCache for CellsCache<S> {
             self.abort();
             // No step is open now, so it cannot be refused.
             let _ = self.book.undo(&added);
-            self.storage.blank(added.cells());
+            self.storage.blank(|_| added.cells().clone());
         }
         checked
     }
