@@ -1,4 +1,4 @@
-"""Beginnings of texts that outlive the process: a folder of files with what caches have read."""
+"""Beginnings of texts that outlive the process: a folder or a bucket of files with what caches have read."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class Usage(NamedTuple):
 
 
 class PrefixStore:
-    """A folder of texts that caches have read, for any number of threads and processes.
+    """A folder or a bucket of texts that caches have read, for any number of threads and processes.
 
     The files hold keys, values and token ids: what users wrote can be read from them. They are written where
     :meth:`save` is called and by a :class:`~etkv.PrefixCache` that has the store behind it, and nowhere else.
@@ -28,8 +28,10 @@ class PrefixStore:
     def __init__(self, folder: str | os.PathLike[str], max_bytes: int) -> None:
         """Open a folder, which is made, for the user alone, if it is not there.
 
-        Its files take ``max_bytes`` at most: :meth:`save` removes those that were used least recently. Raises
-        :class:`~etkv.CacheFileError` if the folder cannot be made or read.
+        Its files take ``max_bytes`` at most: :meth:`save` removes those that were used least recently. In a library
+        that was built with ``ETKV_BUCKETS`` it may be the address of a bucket, such as ``s3://bucket/prefix``; the
+        environment has the credentials and the endpoint. Raises :class:`~etkv.CacheFileError` if the folder cannot be
+        made or read, and :class:`~etkv.UnsupportedError` for an address in a library without buckets.
         """
         if not 0 <= max_bytes < 2**64:
             raise EtkvError(f"max_bytes is {max_bytes}, expected 0 to {2**64 - 1}")

@@ -4,7 +4,7 @@
 use std::slice::from_mut;
 use std::sync::atomic::{AtomicUsize, Ordering};
 
-use etkv_core::{Cache, CacheConfig, KvFormat, LayerPolicy, SaveCache, Status};
+use etkv_core::{CacheConfig, KvFormat, LayerPolicy, SaveCache, Status};
 use etkv_file::{load, load_sequence, save, save_sequence};
 
 use super::driver::{forward, operate, AnyCache, Shape};
@@ -203,7 +203,7 @@ pub fn a_sequence_that_does_not_fit_is_refused<B: Backend>() {
         let mut saved = Shape { kind: 2, config: windowed() }.make::<B>();
         go_on::<B>(1, &mut saved, 3, 10);
         save_sequence(&mut *saved, 3, &place.path, labels(&[])).unwrap();
-        let mut into = |kind, config: CacheConfig, sequence, status, words: &str| {
+        let into = |kind, config: CacheConfig, sequence, status, words: &str| {
             let mut cache = Shape { kind, config }.make::<B>();
             if kind > 0 {
                 go_on::<B>(2, &mut cache, 5, 6);
