@@ -15,6 +15,7 @@ use crate::bookkeeping::{AddedStep, CellsBookkeeping, Move};
 use crate::config::CacheConfig;
 use crate::error::{fail, Result};
 use crate::format::KvFormat;
+use crate::growth::Growth;
 use crate::memory::Memory;
 use crate::prefix::ShareCache;
 use crate::report::{CacheReport, SequenceReport};
@@ -229,6 +230,11 @@ impl<S: Store> Cache for CellsCache<S> {
 
     fn saving_sequence(&mut self, sequence: i32) -> Option<Box<dyn SaveCache + '_>> {
         Some(Box::new(saving_sequence::OneSequence { cache: self, sequence }))
+    }
+
+    fn make_empty(&self) -> Result<Option<Box<dyn Cache>>> {
+        let config = CacheConfig { growth: Growth::Exact, ..self.config().clone() };
+        Ok(Some(Box::new(Self::of_kind(self.kind, config)?)))
     }
 
     fn sharing(&mut self) -> Option<&mut dyn ShareCache> {

@@ -127,6 +127,15 @@ pub trait Cache: Send {
         None
     }
 
+    /// Returns an empty cache of the same backend, kind and config, if the cache can make one. It allocates what
+    /// it holds and no more.
+    ///
+    /// # Errors
+    /// [`Backend`](crate::Status::Backend) if memory is lacking.
+    fn make_empty(&self) -> Result<Option<Box<dyn Cache>>> {
+        Ok(None)
+    }
+
     /// Returns the face by which the contents are shared with other caches, if the cache has it.
     fn sharing(&mut self) -> Option<&mut dyn ShareCache> {
         None
