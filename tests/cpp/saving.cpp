@@ -1,9 +1,11 @@
 // Caches in files: what was saved and loaded goes on with the same logits, bit
 // for bit, under a program; what does not fit is refused.
 
+#include <chrono>
 #include <filesystem>
 #include <fstream>
 #include <optional>
+#include <thread>
 
 #include "fixture.hpp"
 
@@ -140,6 +142,15 @@ void a_damaged_file() {
   CHECK(bound.at(8, {1}) == other.at(8, {1}));
 }
 
+/// How an address is refused that is none, by a library with buckets and by one
+/// without.
+etkv_status refusal_of_addresses() {
+  const auto opened = PrefixStore::open("nothing://a-bucket", 1);
+  REQUIRE(!opened.ok());
+  const bool has_buckets = opened.error().status() != ETKV_ERROR_UNSUPPORTED;
+  return has_buckets ? ETKV_ERROR_FILE : ETKV_ERROR_UNSUPPORTED;
+}
+
 /// A text that another one begins like: what both have in common is loaded, and
 /// goes on with the same logits.
 template <typename Face>
@@ -172,6 +183,23 @@ void a_stored_text() {
     const auto at = static_cast<int64_t>(i);
     CHECK(loaded.model.at(at, one) == saved.model.at(at, one));
   }
+  // Read ahead into memory, where the backend shares any.
+  auto prefixes = must(PrefixCache::make(0, &store));
+  if (must(prefixes.prefetch(loaded.session.cache(), asked))) {
+    while (must(prefixes.statistics()).ahead_waiting > 0) {
+      std::this_thread::sleep_for(std::chrono::milliseconds(1));
+    }
+    const auto held = must(prefixes.statistics());
+    CHECK_INT(held.ahead_failed, 0);
+    CHECK_INT(held.tokens_ahead, 36);
+    On<Face> attached;
+    CHECK_INT(must(prefixes.attach(attached.session.cache(), asked)), 36);
+    CHECK_INT(must(prefixes.statistics()).tokens_in_memory, 36);
+  }
+  CHECK_REFUSED(
+      PrefixStore::open("nothing://a-bucket", 1),
+      refusal_of_addresses(),
+      "nothing://a-bucket");
   // Another model, and a cache that holds something.
   On<Face> fresh;
   CHECK_INT(
