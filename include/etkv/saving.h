@@ -124,8 +124,9 @@ ETKV_API etkv_status etkv_seq_cache_save(
  * ETKV_ERROR_FILE for a file that cannot be read, is damaged, or is of another
  * version, model or config, and for values that are not finite, which other
  * sequences would read. ETKV_ERROR_STEP while a step is open.
- * ETKV_ERROR_BACKEND where the cache is poisoned or memory is lacking. The
- * contents are then as before.
+ * ETKV_ERROR_UNSUPPORTED for a kind that the host added. ETKV_ERROR_BACKEND
+ * where the cache is poisoned or memory is lacking. The contents are then as
+ * before.
  */
 ETKV_API etkv_status etkv_seq_cache_load(
     etkv_seq_cache* cache,

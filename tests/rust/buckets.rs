@@ -269,6 +269,32 @@ fn what_is_damaged_or_foreign_is_passed_by() {
     }
 }
 
+#[test]
+fn what_is_read_ahead_is_in_memory() {
+    let shape = TextShape { kind: 0, windowed: false, format: 0 };
+    let text: Vec<i64> = (0..90).collect();
+    for bucket in buckets() {
+        assert!(save(&bucket.open(u64::MAX), shape, &text));
+        let store = Some(Arc::new(bucket.open(u64::MAX)));
+        let prefixes = PrefixCache::new(PrefixCacheOptions { store, ..Default::default() });
+        let mut cache = shape.make::<OnCpu>();
+        assert!(prefixes.prefetch(&mut *cache, MODEL, &text[..80]).unwrap());
+        let until = Instant::now() + Duration::from_secs(60);
+        while prefixes.report().ahead_waiting > 0 {
+            assert!(Instant::now() < until, "a text waits for ever");
+            std::thread::sleep(Duration::from_millis(5));
+        }
+        assert_eq!(prefixes.attach(&mut *cache, MODEL, &text[..80]), Ok(80));
+        let report = prefixes.report();
+        assert_eq!((report.tokens_in_memory, report.tokens_in_store), (80, 0));
+        let mut fresh = shape.make::<OnCpu>();
+        read::<OnCpu>(&mut fresh, &text[..80]);
+        assert!(
+            answer::<OnCpu>(&mut cache, &text[..80]) == answer::<OnCpu>(&mut fresh, &text[..80])
+        );
+    }
+}
+
 /// A bucket that fails is an error, at once while it is fresh, and a prefix cache passes it by.
 #[test]
 fn a_bucket_that_fails_is_passed_by() {
