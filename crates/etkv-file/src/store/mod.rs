@@ -16,7 +16,7 @@ use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicUsize, Ordering};
 
 use etkv_core::error::fail;
-use etkv_core::{Cache, Error, Result, Status};
+use etkv_core::{Cache, Result, Status};
 use parking_lot::Mutex;
 use tracing::{debug, warn};
 
@@ -36,6 +36,9 @@ pub(crate) const MOST_TRIED: usize = 8;
 
 /// The fewest tokens that are stored, and that are worth reading a file for.
 pub const LEAST_TOKENS: usize = 32;
+
+/// What a file has before its rows.
+type Beginning = (Header, Vec<i64>);
 
 /// Beginnings of texts that outlive the process: what a cache has read of a text is stored in a folder or a
 /// bucket, and a cache that is to read a text that begins alike loads it.
@@ -315,8 +318,8 @@ impl PrefixStore {
         Ok(found)
     }
 
-    /// Returns the headers and token ids of files, several read at once where the place asks for it.
-    fn beginnings(&self, files: &[&Found]) -> Vec<Result<(Header, Vec<i64>)>> {
+    /// Returns the beginnings of files, several read at once where the place asks for it.
+    fn beginnings(&self, files: &[&Found]) -> Vec<Result<Beginning>> {
         let read = |file: &Found| {
             let (source, bytes) = self.place.open(&file.name)?;
             let Opened { header, tokens, .. } = Opened::new(source, bytes)?;
@@ -327,19 +330,20 @@ impl PrefixStore {
             return files.iter().map(|file| read(file)).collect();
         }
         let next = AtomicUsize::new(0);
-        let all: Vec<Mutex<Option<Result<(Header, Vec<i64>)>>>> =
-            files.iter().map(|_| Mutex::default()).collect();
+        let all: Mutex<Vec<(usize, Result<Beginning>)>> = Mutex::default();
         std::thread::scope(|scope| {
             for _ in 0..n_threads {
                 scope.spawn(|| loop {
                     let at = next.fetch_add(1, Ordering::Relaxed);
-                    let (Some(file), Some(place)) = (files.get(at), all.get(at)) else { return };
-                    *place.lock() = Some(read(file));
+                    let Some(file) = files.get(at) else { return };
+                    let beginning = read(file);
+                    all.lock().push((at, beginning));
                 });
             }
         });
-        let ended = || Err(Error::new(Status::Internal, "a file was not read"));
-        all.into_iter().map(|one| one.into_inner().unwrap_or_else(ended)).collect()
+        let mut all = all.into_inner();
+        all.sort_unstable_by_key(|(at, _)| *at);
+        all.into_iter().map(|(_, beginning)| beginning).collect()
     }
 
     /// Removes files, those that were used least recently first, until the rest fits. Keeps the newest.
