@@ -22,7 +22,7 @@ export HF_HUB_OFFLINE := 1
 export ONEDNN_MAX_CPU_ISA ?= AVX512_CORE_FP16
 
 .DEFAULT_GOAL := help
-.PHONY: help setup build demo question chat model programs compiled rust faces test test-rust test-cpp test-package test-sanitize test-python test-macos test-macos-short test-long upstream-ops fuzz-programs lint format benches bench bench-pack bench-caches bench-speculation bench-threads bench-llama bench-lengths test-threads clean
+.PHONY: help setup build demo question chat model programs compiled rust faces test test-rust test-buckets test-cpp test-package test-sanitize test-python test-macos test-macos-short test-long upstream-ops fuzz-programs lint format benches bench bench-pack bench-caches bench-speculation bench-threads bench-llama bench-lengths test-threads clean
 
 help: ## Show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -121,6 +121,11 @@ lint: .venv/.ready ## Check formats, lints and docs
 test-rust: .venv/.ready ## Run Rust's tests; the core also by itself
 	$(BOUNDED) 3600 cargo test --locked -p etkv-core
 	$(BOUNDED) 3600 cargo test $(CARGO_FLAGS) --workspace
+
+# Its crates take minutes to build, and a server of the S3 protocol comes from PyPI, so `make test` leaves it out.
+test-buckets: .venv/.ready ## Run the tests of stores in buckets, with a server of S3's protocol
+	python tests/package/buckets.py $(BOUNDED) 3600 cargo test $(CARGO_FLAGS) -p etkv-file -p etkv-tests \
+	  --no-default-features --features etkv-tests/buckets --lib --test buckets
 
 test-cpp: build ## Run the tests of the C and C++ faces
 	ctest --test-dir build/cmake --output-on-failure --parallel 2

@@ -125,9 +125,9 @@ Arguments arguments_into(Given& given) {
   arguments.text(
       "--prefix-store",
       "DIR",
-      "keep what the model has read in this folder, and load\n"
-      "what a prompt begins with from there; the files hold\n"
-      "the texts",
+      "keep what the model has read in this folder or bucket\n"
+      "(s3://bucket/prefix), and load what a prompt begins with\n"
+      "from there; the files hold the texts",
       &given.options.prefix_store);
   arguments.integer(
       "--prefix-store-mib",

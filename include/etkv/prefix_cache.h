@@ -57,6 +57,15 @@ typedef struct etkv_prefix_statistics {
   /** Tokens of these that were found in memory, and in the store. */
   uint64_t tokens_in_memory;
   uint64_t tokens_in_store;
+  /**
+   * Texts that wait to be read ahead, with the one that is read now; those of
+   * which something was read ahead into memory, and their tokens; and those that
+   * could not be read, for which the log tells why.
+   */
+  size_t n_ahead_waiting;
+  uint64_t n_ahead_read;
+  uint64_t tokens_ahead;
+  uint64_t n_ahead_failed;
 } etkv_prefix_statistics;
 
 /**
@@ -71,7 +80,7 @@ ETKV_API etkv_status etkv_prefix_cache_new(
 
 /**
  * Frees a prefix cache. Caches that read its prefixes keep the rows, and pins
- * keep theirs.
+ * keep theirs. Waits for a text that is being read ahead.
  */
 ETKV_API void etkv_prefix_cache_free(etkv_prefix_cache* prefixes);
 
@@ -132,6 +141,35 @@ ETKV_API etkv_status etkv_prefix_cache_keep(
     etkv_cache* cache,
     const etkv_save_options* options,
     bool* kept,
+    etkv_error** error);
+
+/**
+ * Has the longest beginning of a text that the store has read into memory, by a
+ * thread of the prefix cache, so that a later etkv_prefix_cache_attach() of a
+ * cache like this one finds it there. Waits for nothing, and asks neither the
+ * folder nor the network.
+ *
+ * What is read is a prefix like others: it takes of `max_bytes` and of the
+ * memory budget. What cannot be read, also for lack of memory, is counted in
+ * etkv_prefix_statistics. Where it is read, etkv_prefix_cache_attach() does not
+ * ask the store for this text again for a minute, as long as memory has it. A
+ * callback of the memory budget may be called on that thread.
+ *
+ * @param cache    of the kind, layers and formats that will read the text. It
+ *                 may hold something, and does not change.
+ * @param options  the model's fingerprint, and the text.
+ * @param waits    receives whether the text waits to be read: not if memory has
+ *                 all of it, if there is no store, or if 16 others wait. NULL
+ *                 where it is not wanted.
+ *
+ * ETKV_ERROR_INVALID_ARGUMENT for no fingerprint. ETKV_ERROR_UNSUPPORTED for a
+ * kind that the host added. ETKV_ERROR_BACKEND where no thread can be started.
+ */
+ETKV_API etkv_status etkv_prefix_cache_prefetch(
+    const etkv_prefix_cache* prefixes,
+    const etkv_cache* cache,
+    const etkv_save_options* options,
+    bool* waits,
     etkv_error** error);
 
 /**

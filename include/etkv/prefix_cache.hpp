@@ -34,6 +34,10 @@ struct PrefixStatistics {
   uint64_t tokens_asked = 0;     ///< of the texts that caches were to have
   uint64_t tokens_in_memory = 0; ///< of these, found in memory
   uint64_t tokens_in_store = 0;  ///< of these, loaded from the store
+  size_t ahead_waiting = 0;      ///< texts that wait to be read ahead
+  uint64_t ahead_read = 0;       ///< texts that were read ahead
+  uint64_t tokens_ahead = 0;     ///< their tokens
+  uint64_t ahead_failed = 0;     ///< texts that could not be read ahead
 };
 
 /// Prefixes that caches share; see etkv_prefix_cache.
@@ -86,6 +90,16 @@ class PrefixCache {
     });
   }
 
+  /// Has what the store has of `text.tokens` read into memory, by another
+  /// thread. Returns whether it waits for that; see etkv_prefix_cache_prefetch.
+  Result<bool> prefetch(const Cache& cache, const SaveOptions& text) {
+    const auto raw = detail::raw_of(text);
+    return detail::ask<bool>([&](bool* waits, etkv_error** error) {
+      return etkv_prefix_cache_prefetch(
+          handle_.get(), cache.raw(), &raw, waits, error);
+    });
+  }
+
   /// Pins a prefix that holds a whole text; see etkv_prefix_cache_pin.
   Result<PrefixPin> pin(const Cache& cache, const SaveOptions& text) {
     const auto raw = detail::raw_of(text);
@@ -131,7 +145,11 @@ class PrefixCache {
         raw.n_bytes,
         raw.tokens_asked,
         raw.tokens_in_memory,
-        raw.tokens_in_store};
+        raw.tokens_in_store,
+        raw.n_ahead_waiting,
+        raw.n_ahead_read,
+        raw.tokens_ahead,
+        raw.n_ahead_failed};
   }
 
  private:

@@ -1,6 +1,6 @@
 /*
- * Beginnings of texts that outlive the process: a folder of files with what
- * caches have read. docs/prefixes.md describes it. A part of etkv.h, whose
+ * Beginnings of texts that outlive the process: a folder or a bucket of files
+ * with what caches have read. docs/prefixes.md describes it. A part of etkv.h, whose
  * conventions hold here.
  *
  * The files hold keys, values and token ids: what users wrote can be read from
@@ -24,8 +24,8 @@ extern "C" {
 #endif
 
 /**
- * A folder of texts that caches have read, for any number of threads and
- * processes. Files appear under their names when they are complete.
+ * A folder or a bucket of texts that caches have read, for any number of
+ * threads and processes. Files appear under their names when they are complete.
  */
 typedef struct etkv_prefix_store etkv_prefix_store;
 
@@ -33,12 +33,19 @@ typedef struct etkv_prefix_store etkv_prefix_store;
  * Opens a folder, which is made, for the user alone, if it is not there. The
  * caller frees the store with etkv_prefix_store_free().
  *
- * @param folder     the folder.
+ * @param folder     the folder. In a library that was built with ETKV_BUCKETS
+ *                   also the address of a bucket, such as s3://bucket/prefix,
+ *                   of gs:// and of az://. The environment has the credentials
+ *                   and the endpoint, as in AWS_ACCESS_KEY_ID,
+ *                   AWS_SECRET_ACCESS_KEY, AWS_REGION and AWS_ENDPOINT. What is
+ *                   called the folder here is then the bucket's objects whose
+ *                   names begin with the prefix and a slash.
  * @param max_bytes  the most bytes of its files. etkv_prefix_store_save()
  *                   removes those that were used least recently. While a
  *                   file is written it is there besides.
  *
  * ETKV_ERROR_FILE where the folder cannot be made or read.
+ * ETKV_ERROR_UNSUPPORTED for an address in a library without buckets.
  */
 ETKV_API etkv_status etkv_prefix_store_open(
     const char* folder,

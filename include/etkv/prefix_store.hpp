@@ -16,7 +16,7 @@
 
 namespace etkv {
 
-/// A folder of texts that caches have read; see etkv_prefix_store.
+/// A folder or a bucket of texts that caches have read; see etkv_prefix_store.
 class PrefixStore {
  public:
   /// What the files of the folder take.
@@ -25,7 +25,8 @@ class PrefixStore {
     uint64_t bytes = 0;
   };
 
-  /// Opens a folder whose files take up to `max_bytes`.
+  /// Opens a folder, or a bucket by its address, whose files take up to
+  /// `max_bytes`; see etkv_prefix_store_open.
   static Result<PrefixStore> open(
       const std::string& folder,
       uint64_t max_bytes) {

@@ -14,6 +14,7 @@
 #include "etkv/cache.h"
 #include "etkv/error.h"
 #include "etkv/export.h"
+#include "etkv/seq.h"
 
 #ifdef __cplusplus
 extern "C" {
@@ -82,6 +83,61 @@ ETKV_API etkv_status etkv_cache_load(
     etkv_error** error);
 
 /**
+ * Writes one sequence to a file, as etkv_cache_save() does. The file is that of
+ * a cache which holds this sequence alone, as sequence 0: etkv_cache_load()
+ * reads it too.
+ *
+ * @param sequence  from 0 to 255. It holds positions, and carries no
+ *                  candidates.
+ * @param path      the file, which may exist.
+ * @param options   NULL adds nothing.
+ *
+ * As etkv_cache_save(), and ETKV_ERROR_INVALID_ARGUMENT for another sequence.
+ */
+ETKV_API etkv_status etkv_seq_cache_save(
+    const etkv_seq_cache* cache,
+    int32_t sequence,
+    const char* path,
+    const etkv_save_options* options,
+    etkv_error** error);
+
+/**
+ * Adds the only sequence of a file to what the cache holds. Everything is
+ * checked before the cache changes, and other sequences stay as they are. The
+ * rows of the sequence are in memory twice until they are complete.
+ *
+ * A file of a cache of any kind fits, if it holds one sequence without
+ * candidates, and the layers and windows are the same. Rows come to have the
+ * present formats of this cache: f32, f16 and bf16 are converted into each
+ * other, and other formats are refused.
+ *
+ * @param sequence     from 0 to 255. It holds nothing.
+ * @param path         the file.
+ * @param fingerprint  that of the file. NULL is the same as "".
+ * @param tokens       receives the token ids of the file, which the caller
+ *                     frees with etkv_tokens_free(). NULL where they are not
+ *                     wanted.
+ * @param n_tokens     receives their number. NULL where `tokens` is.
+ *
+ * ETKV_ERROR_INVALID_ARGUMENT for a sequence that holds positions or carries
+ * candidates. ETKV_ERROR_CAPACITY where it does not fit beside the others.
+ * ETKV_ERROR_FILE for a file that cannot be read, is damaged, or is of another
+ * version, model or config, and for values that are not finite, which other
+ * sequences would read. ETKV_ERROR_STEP while a step is open.
+ * ETKV_ERROR_UNSUPPORTED for a kind that the host added. ETKV_ERROR_BACKEND
+ * where the cache is poisoned or memory is lacking. The contents are then as
+ * before.
+ */
+ETKV_API etkv_status etkv_seq_cache_load(
+    etkv_seq_cache* cache,
+    int32_t sequence,
+    const char* path,
+    const char* fingerprint,
+    int64_t** tokens,
+    size_t* n_tokens,
+    etkv_error** error);
+
+/**
  * Stores the fingerprint of a file, such as a program: "xxh3-" and 32
  * hexadecimal digits, which files of the same bytes have in common. Reads the
  * whole file.
@@ -95,9 +151,9 @@ ETKV_API etkv_status
 etkv_fingerprint(const char* path, char** fingerprint, etkv_error** error);
 
 /**
- * Frees the token ids that etkv_cache_load() stored, with the number that it
- * stored. Free each list once. Like a string it is memory, not a handle. Does
- * nothing for NULL.
+ * Frees the token ids that etkv_cache_load() or etkv_seq_cache_load() stored,
+ * with the number that it stored. Free each list once. Like a string it is
+ * memory, not a handle. Does nothing for NULL.
  */
 ETKV_API void etkv_tokens_free(int64_t* tokens, size_t n_tokens);
 

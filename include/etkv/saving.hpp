@@ -13,6 +13,7 @@
 #include "etkv/report.hpp"
 #include "etkv/result.hpp"
 #include "etkv/saving.h"
+#include "etkv/seq.hpp"
 
 namespace etkv {
 
@@ -34,6 +35,21 @@ inline etkv_save_options raw_of(const SaveOptions& options) {
   return raw;
 }
 
+/// Takes the token ids that `load` stores.
+template <typename Load>
+Result<std::vector<int64_t>> ask_tokens(const Load& load) {
+  int64_t* tokens = nullptr;
+  size_t n = 0;
+  if (auto loaded =
+          run([&](etkv_error** error) { return load(&tokens, &n, error); });
+      !loaded) {
+    return loaded.error();
+  }
+  std::vector<int64_t> copy(tokens, tokens + n);
+  etkv_tokens_free(tokens, n);
+  return copy;
+}
+
 } // namespace detail
 
 /// Writes the contents of a cache to a file; see etkv_cache_save.
@@ -53,18 +69,44 @@ inline Result<std::vector<int64_t>> load_cache(
     Cache& cache,
     const std::string& path,
     const std::string& fingerprint = "") {
-  int64_t* tokens = nullptr;
-  size_t n = 0;
-  if (auto loaded = detail::run([&](etkv_error** error) {
+  return detail::ask_tokens(
+      [&](int64_t** tokens, size_t* n, etkv_error** error) {
         return etkv_cache_load(
-            cache.raw(), path.c_str(), fingerprint.c_str(), &tokens, &n, error);
+            cache.raw(), path.c_str(), fingerprint.c_str(), tokens, n, error);
       });
-      !loaded) {
-    return loaded.error();
-  }
-  std::vector<int64_t> copy(tokens, tokens + n);
-  etkv_tokens_free(tokens, n);
-  return copy;
+}
+
+/// Writes one sequence to a file; see etkv_seq_cache_save.
+inline Result<void> save_sequence(
+    const SeqCache& cache,
+    int32_t sequence,
+    const std::string& path,
+    const SaveOptions& options = {}) {
+  const auto raw = detail::raw_of(options);
+  return detail::run([&](etkv_error** error) {
+    return etkv_seq_cache_save(
+        cache.raw_sequences(), sequence, path.c_str(), &raw, error);
+  });
+}
+
+/// Adds the only sequence of a file under a number that holds nothing, and
+/// returns the token ids of the file; see etkv_seq_cache_load.
+inline Result<std::vector<int64_t>> load_sequence(
+    SeqCache& cache,
+    int32_t sequence,
+    const std::string& path,
+    const std::string& fingerprint = "") {
+  return detail::ask_tokens(
+      [&](int64_t** tokens, size_t* n, etkv_error** error) {
+        return etkv_seq_cache_load(
+            cache.raw_sequences(),
+            sequence,
+            path.c_str(),
+            fingerprint.c_str(),
+            tokens,
+            n,
+            error);
+      });
 }
 
 /// Returns the fingerprint of a file, such as a program; see etkv_fingerprint.

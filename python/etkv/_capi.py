@@ -19,7 +19,7 @@ import cffi
 from etkv import _library, _log
 from etkv.errors import EtkvError, status_error
 
-ABI_VERSION = 12
+ABI_VERSION = 13
 """The least ``etkv_abi_version()`` that this package works with."""
 
 INT32_MAX = 2**31 - 1
@@ -141,6 +141,24 @@ def struct(kind: str, **fields: Any) -> Any:
     for name, value in fields.items():
         setattr(made, name, value)
     return made
+
+
+def ask_tokens(function: str, *arguments: Any) -> list[int]:
+    """Return the token ids that a function stores at its last two parameters."""
+    tokens, n = ffi.new("int64_t**"), ffi.new("size_t*")
+    call(function, *arguments, tokens, n)
+    try:
+        return list(tokens[0][0 : n[0]])
+    finally:
+        lib().etkv_tokens_free(tokens[0], n[0])
+
+
+def text_options(tokens: Sequence[int], fingerprint: str) -> tuple[Any, Any]:
+    """Return the options of a text, and what must live while they are used."""
+    given = ffi.new("char[]", encoded(fingerprint, "fingerprint"))
+    listed = int64s(tokens, "tokens")
+    options = struct("etkv_save_options", fingerprint=given, tokens=listed, n_tokens=len(tokens))
+    return options, (given, listed)
 
 
 def encoded(value: str, name: str) -> bytes:

@@ -21,15 +21,16 @@ from etkv._capi import (
     ask,
     ask_list,
     ask_text,
+    ask_tokens,
     call,
     encoded,
     encoded_path,
     ffi,
     int32,
     int32s,
-    int64s,
     lib,
     struct,
+    text_options,
 )
 from etkv.config import GROWTHS, CacheConfig
 from etkv.errors import EtkvError
@@ -143,9 +144,7 @@ class Cache:
         models apart by, such as :func:`~etkv.fingerprint` of the program. Raises :class:`~etkv.CacheFileError` if the
         file cannot be written.
         """
-        given = ffi.new("char[]", encoded(fingerprint, "fingerprint"))
-        listed = int64s(tokens, "tokens")
-        options = struct("etkv_save_options", fingerprint=given, tokens=listed, n_tokens=len(tokens))
+        options, _keep = text_options(tokens, fingerprint)
         call("etkv_cache_save", self._raw(), encoded_path(path), options)
 
     def load(self, path: str | os.PathLike[str], *, fingerprint: str = "") -> list[int]:
@@ -154,12 +153,7 @@ class Cache:
         Raises :class:`~etkv.CacheFileError` for a file that cannot be read, is damaged, or is of another version, model
         or config. The contents are then as before.
         """
-        tokens, n = ffi.new("int64_t**"), ffi.new("size_t*")
-        call("etkv_cache_load", self._raw(), encoded_path(path), encoded(fingerprint, "fingerprint"), tokens, n)
-        try:
-            return list(tokens[0][0 : n[0]])
-        finally:
-            lib().etkv_tokens_free(tokens[0], n[0])
+        return ask_tokens("etkv_cache_load", self._raw(), encoded_path(path), encoded(fingerprint, "fingerprint"))
 
     def freeze(self) -> Prefix:
         """Freeze what the cache holds, and go on from it. Other caches of the same layers and formats
@@ -267,6 +261,29 @@ class SeqCache(Cache):
     def sequences(self) -> list[int]:
         """Return the sequences that hold positions or carry trees, in order."""
         return ask_list("etkv_seq_cache_sequences", "int32_t", self._seq())
+
+    def seq_save(
+        self, sequence: int, path: str | os.PathLike[str], *, tokens: Sequence[int] = (), fingerprint: str = ""
+    ) -> None:
+        """Write one sequence to a file, which is that of a cache that holds it alone, as sequence 0.
+
+        As :meth:`save`. Raises :class:`~etkv.EtkvError` for a sequence without positions, and for one that carries
+        candidates.
+        """
+        options, _keep = text_options(tokens, fingerprint)
+        call("etkv_seq_cache_save", self._seq(), int32(sequence, "sequence"), encoded_path(path), options)
+
+    def seq_load(self, sequence: int, path: str | os.PathLike[str], *, fingerprint: str = "") -> list[int]:
+        """Add the only sequence of a file under a number that holds nothing, and return the file's tokens.
+
+        Other sequences stay as they are. Raises :class:`~etkv.EtkvError` for a sequence that holds positions or
+        carries candidates, :class:`~etkv.CapacityError` if it does not fit beside the others, and
+        :class:`~etkv.CacheFileError` as :meth:`load` does, and for values that are not finite. The contents are then
+        as before.
+        """
+        number = int32(sequence, "sequence")
+        given = encoded(fingerprint, "fingerprint")
+        return ask_tokens("etkv_seq_cache_load", self._seq(), number, encoded_path(path), given)
 
     def compact(self) -> None:
         """Make each sequence one run of cells, as far as shared cells allow, so that it is read without a mask."""

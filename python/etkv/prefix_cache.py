@@ -6,10 +6,10 @@ from collections.abc import Sequence
 from types import TracebackType
 from typing import Any, NamedTuple
 
-from etkv._capi import ask, call, ffi, lib, struct
+from etkv._capi import ask, call, ffi, lib, struct, text_options
 from etkv.cache import Cache
 from etkv.errors import EtkvError
-from etkv.prefix_store import PrefixStore, text_options
+from etkv.prefix_store import PrefixStore
 
 
 class PrefixStatistics(NamedTuple):
@@ -27,6 +27,14 @@ class PrefixStatistics(NamedTuple):
     """Tokens of these that were found in memory."""
     tokens_in_store: int
     """Tokens of these that were loaded from the store."""
+    ahead_waiting: int
+    """Texts that wait to be read ahead, with the one that is read now."""
+    ahead_read: int
+    """Texts of which something was read ahead into memory."""
+    tokens_ahead: int
+    """Their tokens."""
+    ahead_failed: int
+    """Texts that could not be read ahead. The log tells why."""
 
 
 class PrefixPin:
@@ -98,6 +106,17 @@ class PrefixCache:
         options, _keep = text_options(tokens, fingerprint)
         return ask("etkv_prefix_cache_keep", "bool", self._prefixes, cache._raw(), options)
 
+    def prefetch(self, cache: Cache, tokens: Sequence[int], *, fingerprint: str) -> bool:
+        """Have the longest beginning of ``tokens`` that the store has read into memory, by another thread, so that a
+        later :meth:`attach` of a cache like this one finds it there. Waits for nothing.
+
+        Return whether the text waits to be read: not if memory has all of it, if there is no store, or if 16 others
+        wait. What cannot be read, also for lack of memory, is counted in :meth:`statistics`. Where it is read,
+        :meth:`attach` does not ask the store for this text again for a minute, as long as memory has it.
+        """
+        options, _keep = text_options(tokens, fingerprint)
+        return ask("etkv_prefix_cache_prefetch", "bool", self._prefixes, cache._raw(), options)
+
     def pin(self, cache: Cache, tokens: Sequence[int], *, fingerprint: str) -> PrefixPin:
         """Pin a prefix that holds all of ``tokens``, for caches like this one: nothing removes it from memory.
 
@@ -129,6 +148,10 @@ class PrefixCache:
             found.tokens_asked,
             found.tokens_in_memory,
             found.tokens_in_store,
+            found.n_ahead_waiting,
+            found.n_ahead_read,
+            found.tokens_ahead,
+            found.n_ahead_failed,
         )
 
     def __repr__(self) -> str:

@@ -1,12 +1,12 @@
-"""Beginnings of texts that outlive the process: a folder of files with what caches have read."""
+"""Beginnings of texts that outlive the process: a folder or a bucket of files with what caches have read."""
 
 from __future__ import annotations
 
 import os
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
-from etkv._capi import ask, call, encoded, encoded_path, ffi, int64s, lib, struct
+from etkv._capi import ask, call, encoded_path, ffi, lib, text_options
 from etkv.cache import Cache
 from etkv.errors import EtkvError
 
@@ -19,7 +19,7 @@ class Usage(NamedTuple):
 
 
 class PrefixStore:
-    """A folder of texts that caches have read, for any number of threads and processes.
+    """A folder or a bucket of texts that caches have read, for any number of threads and processes.
 
     The files hold keys, values and token ids: what users wrote can be read from them. They are written where
     :meth:`save` is called and by a :class:`~etkv.PrefixCache` that has the store behind it, and nowhere else.
@@ -28,8 +28,10 @@ class PrefixStore:
     def __init__(self, folder: str | os.PathLike[str], max_bytes: int) -> None:
         """Open a folder, which is made, for the user alone, if it is not there.
 
-        Its files take ``max_bytes`` at most: :meth:`save` removes those that were used least recently. Raises
-        :class:`~etkv.CacheFileError` if the folder cannot be made or read.
+        Its files take ``max_bytes`` at most: :meth:`save` removes those that were used least recently. In a library
+        that was built with ``ETKV_BUCKETS`` it may be the address of a bucket, such as ``s3://bucket/prefix``; the
+        environment has the credentials and the endpoint. Raises :class:`~etkv.CacheFileError` if the folder cannot be
+        made or read, and :class:`~etkv.UnsupportedError` for an address in a library without buckets.
         """
         if not 0 <= max_bytes < 2**64:
             raise EtkvError(f"max_bytes is {max_bytes}, expected 0 to {2**64 - 1}")
@@ -75,11 +77,3 @@ class PrefixStore:
 
     def __repr__(self) -> str:
         return f"<PrefixStore: {self.folder}>"
-
-
-def text_options(tokens: Sequence[int], fingerprint: str) -> tuple[Any, Any]:
-    """Return the options of a text, and what must live while they are used."""
-    given = ffi.new("char[]", encoded(fingerprint, "fingerprint"))
-    listed = int64s(tokens, "tokens")
-    options = struct("etkv_save_options", fingerprint=given, tokens=listed, n_tokens=len(tokens))
-    return options, (given, listed)

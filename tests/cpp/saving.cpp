@@ -1,9 +1,11 @@
 // Caches in files: what was saved and loaded goes on with the same logits, bit
 // for bit, under a program; what does not fit is refused.
 
+#include <chrono>
 #include <filesystem>
 #include <fstream>
 #include <optional>
+#include <thread>
 
 #include "fixture.hpp"
 
@@ -67,6 +69,48 @@ void goes_on(const std::function<void(CacheConfig&)>& change) {
   }
 }
 
+/// One of two sequences, saved; the next tokens of it, and of the same in a
+/// cache with another.
+template <typename Face>
+void a_sequence_goes_on() {
+  const Place place;
+  const Ids ids = text(20);
+  const auto step = [](On<Face>& on, int32_t sequence, const Ids& tokens) {
+    SeqCache& cache = on.session.cache();
+    const int32_t start = must(cache.seq_next(sequence));
+    must(cache.begin_step(std::vector<int32_t>(tokens.size(), sequence)));
+    return on.model.at(start, tokens);
+  };
+  On<Face> saved;
+  step(saved, 0, text(7, 3));
+  step(saved, 1, slice(ids, 0, 12));
+  must(save_sequence(
+      saved.session.cache(), 1, place.path, {kFingerprint, slice(ids, 0, 12)}));
+  CHECK_REFUSED(
+      save_sequence(saved.session.cache(), 2, place.path),
+      ETKV_ERROR_INVALID_ARGUMENT,
+      "sequence 2 holds no positions");
+
+  On<Face> loaded;
+  step(loaded, 1, text(5, 9));
+  const auto found =
+      must(load_sequence(loaded.session.cache(), 4, place.path, kFingerprint));
+  CHECK(found == slice(ids, 0, 12));
+  CHECK_INT(must(loaded.session.cache().seq_len(1)), 5);
+  CHECK_REFUSED(
+      load_sequence(loaded.session.cache(), 1, place.path, kFingerprint),
+      ETKV_ERROR_INVALID_ARGUMENT,
+      "sequence 1 holds 5 positions");
+  CHECK_REFUSED(
+      load_sequence(loaded.session.cache(), 5, place.path, "another"),
+      ETKV_ERROR_FILE,
+      "expected `another`");
+  for (size_t i = 12; i < 20; ++i) {
+    const Ids one = slice(ids, i, 1);
+    CHECK(step(loaded, 4, one) == step(saved, 1, one));
+  }
+}
+
 void a_damaged_file() {
   const Place place;
   const Ids ids = text(8);
@@ -96,6 +140,15 @@ void a_damaged_file() {
   Bound other;
   other.at(0, ids);
   CHECK(bound.at(8, {1}) == other.at(8, {1}));
+}
+
+/// How an address is refused that is none, by a library with buckets and by one
+/// without.
+etkv_status refusal_of_addresses() {
+  const auto opened = PrefixStore::open("nothing://a-bucket", 1);
+  REQUIRE(!opened.ok());
+  const bool has_buckets = opened.error().status() != ETKV_ERROR_UNSUPPORTED;
+  return has_buckets ? ETKV_ERROR_FILE : ETKV_ERROR_UNSUPPORTED;
 }
 
 /// A text that another one begins like: what both have in common is loaded, and
@@ -130,6 +183,23 @@ void a_stored_text() {
     const auto at = static_cast<int64_t>(i);
     CHECK(loaded.model.at(at, one) == saved.model.at(at, one));
   }
+  // Read ahead into memory, where the backend shares any.
+  auto prefixes = must(PrefixCache::make(0, &store));
+  if (must(prefixes.prefetch(loaded.session.cache(), asked))) {
+    while (must(prefixes.statistics()).ahead_waiting > 0) {
+      std::this_thread::sleep_for(std::chrono::milliseconds(1));
+    }
+    const auto held = must(prefixes.statistics());
+    CHECK_INT(held.ahead_failed, 0);
+    CHECK_INT(held.tokens_ahead, 36);
+    On<Face> attached;
+    CHECK_INT(must(prefixes.attach(attached.session.cache(), asked)), 36);
+    CHECK_INT(must(prefixes.statistics()).tokens_in_memory, 36);
+  }
+  CHECK_REFUSED(
+      PrefixStore::open("nothing://a-bucket", 1),
+      refusal_of_addresses(),
+      "nothing://a-bucket");
   // Another model, and a cache that holds something.
   On<Face> fresh;
   CHECK_INT(
@@ -224,6 +294,8 @@ void run_all() {
     config.k_format = "row-int4";
     config.v_format = "bf16";
   });
+  a_sequence_goes_on<SeqCache>();
+  a_sequence_goes_on<TreeCache>();
   a_damaged_file();
 }
 

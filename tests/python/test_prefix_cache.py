@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import logging
 import re
+import shutil
+import time
 
 import pytest
 
@@ -34,6 +36,39 @@ def session(program: Program, **options: object) -> etkv.DecodeSession:
 
 def shared(a: list[int], b: list[int]) -> int:
     return next((at for at, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))
+
+
+def test_what_is_read_ahead_is_in_memory(llama, tmp_path):
+    model = etkv.fingerprint(llama.path)
+    store = etkv.PrefixStore(tmp_path / "texts", 64 << 20)
+    ids = [5 + i * 7 % 50 for i in range(60)]
+    with session(llama) as cache, etkv.load(llama.path, cache) as program:
+        program.forward(ids, list(range(60)))
+        assert store.save(cache, ids, fingerprint=model)
+        cache.rewind(50)
+        expected = program.forward([9], [50])
+    prefixes = etkv.PrefixCache(store=store)
+    with session(llama) as cache, etkv.load(llama.path, cache) as program:
+        assert not etkv.PrefixCache().prefetch(cache, ids[:50], fingerprint=model)
+        with pytest.raises(etkv.EtkvError, match="the fingerprint is empty"):
+            prefixes.prefetch(cache, ids, fingerprint="")
+        assert prefixes.prefetch(cache, ids[:50], fingerprint=model)
+        until = time.monotonic() + 60
+        while prefixes.statistics().ahead_waiting > 0 and time.monotonic() < until:
+            time.sleep(0.005)
+        found = prefixes.statistics()
+        assert (found.ahead_waiting, found.ahead_read, found.tokens_ahead, found.ahead_failed) == (0, 1, 50, 0)
+        assert cache.length == 0
+        shutil.rmtree(tmp_path / "texts")
+        assert prefixes.attach(cache, ids[:50], fingerprint=model) == 50
+        assert (prefixes.statistics().tokens_in_memory, prefixes.statistics().tokens_in_store) == (50, 0)
+        assert (program.forward([9], [50]) == expected).all()
+        prefixes.clear()
+        # The folder is gone.
+        assert prefixes.prefetch(cache, ids, fingerprint=model)
+        while prefixes.statistics().ahead_waiting > 0 and time.monotonic() < until:
+            time.sleep(0.005)
+        assert prefixes.statistics().ahead_failed == 1
 
 
 def test_a_prefix_is_shared(llama):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import subprocess
 
@@ -55,6 +56,47 @@ def test_a_text_outlives_its_session(llama, tmp_path):
     assert store.usage().files == 1
     assert repr(store) == f"<PrefixStore: {tmp_path / 'texts'}>"
     assert (tmp_path / "texts").stat().st_mode & 0o777 == 0o700
+
+
+def has_buckets() -> bool:
+    """Return whether the library was built with buckets. This address is none in any."""
+    with pytest.raises((etkv.UnsupportedError, etkv.CacheFileError), match="cannot open nothing://texts") as caught:
+        etkv.PrefixStore("nothing://texts", 1)
+    if isinstance(caught.value, etkv.UnsupportedError):
+        assert "built without buckets; build it with ETKV_BUCKETS=ON" in str(caught.value)
+        return False
+    return True
+
+
+def test_an_address_is_no_folder(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    has_buckets()
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.skipif("ETKV_TEST_BUCKET" not in os.environ, reason="`make test-buckets` has a bucket")
+def test_a_text_in_a_bucket_outlives_its_process(llama):
+    assert has_buckets()
+    model = etkv.fingerprint(llama.path)
+    address = f"{os.environ['ETKV_TEST_BUCKET']}/python-{os.getpid()}"
+    ids = [5 + i * 7 % 50 for i in range(60)]
+    with session(llama) as cache, etkv.load(llama.path, cache) as program:
+        program.forward(ids, list(range(60)))
+        assert etkv.PrefixStore(address, LIMIT).save(cache, ids, fingerprint=model)
+        cache.rewind(45)
+        expected = program.forward([9, 8], [45, 46])
+    store = etkv.PrefixStore(address, LIMIT)
+    assert store.usage().files == 1
+    with session(llama) as cache, etkv.load(llama.path, cache) as program:
+        assert store.load(cache, ids[:45], fingerprint=model) == 45
+        assert (program.forward([9, 8], [45, 46]) == expected).all()
+    # The runner's second run finds what the first has read.
+    words = [runner("chat"), "--model", llama.path, "--system", SYSTEM, "--ids", "--max-tokens", 16]
+    words += ["--prefix-store", f"{address}-chat", "--prompt", "What is a cache?"]
+    first, again = (reference.run(words) for _ in range(2))
+    assert (first.returncode, again.returncode) == (0, 0), first.stderr + again.stderr
+    assert answers(first.stdout) == answers(again.stdout)
+    assert re.findall(r"prefill (\d+) token", again.stderr) == ["1"]
 
 
 def test_what_is_no_store_is_refused(tmp_path):
@@ -134,3 +176,4 @@ def test_etkv_chat_refuses_what_does_not_go_together(llama, tmp_path):
     )
     (tmp_path / "file").write_text("")
     refused([*words, "--prefix-store", tmp_path / "file"], FAILED, "cannot make", "file")
+    refused([*words, "--prefix-store", "nothing://texts"], FAILED, "cannot open nothing://texts")

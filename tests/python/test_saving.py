@@ -45,6 +45,48 @@ def test_a_program_goes_on_with_the_same_bits(kind, format, tmp_path):
             np.testing.assert_array_equal(*rows)
 
 
+@pytest.mark.parametrize("kind", [etkv.SeqSession, etkv.TreeSession])
+@pytest.mark.parametrize("format", ["f32", "row-int4"])
+def test_a_sequence_goes_on_beside_others_with_the_same_bits(kind, format, tmp_path):
+    """On MLX and on the CPU, as the program's backend is."""
+    tiny = reference.program(Variant("tiny-llama"))
+    facts = etkv.read_kv_cache_metadata(tiny.path)
+    stored = etkv.CacheConfig(facts.layers, 64, k_format=format, v_format=format)
+    path = tmp_path / "a sequence.safetensors"
+
+    def step(session, program, sequence, ids):
+        start = session.seq_next(sequence)
+        session.begin_step([sequence] * len(ids))
+        return program.forward(ids, list(range(start, start + len(ids))))
+
+    with (
+        kind(stored, backend=facts.backend) as session,
+        etkv.SeqSession(stored, backend=facts.backend) as other,
+        etkv.load(tiny.path, session) as program,
+        etkv.load(tiny.path, other) as second,
+    ):
+        step(session, program, 0, [3, 4, 5])
+        step(session, program, 1, PROMPT[:4])
+        step(session, program, 0, [6])
+        model = etkv.fingerprint(tiny.path)
+        session.seq_save(1, path, tokens=PROMPT[:4], fingerprint=model)
+        step(other, second, 1, [7, 8])
+        with pytest.raises(etkv.EtkvError, match="sequence 1 holds 2 positions"):
+            other.seq_load(1, path, fingerprint=model)
+        assert other.seq_load(5, path, fingerprint=model) == PROMPT[:4]
+        assert (other.sequences(), other.seq_len(5), other.length) == ([1, 5], 4, 6)
+        for at in range(4, len(PROMPT)):
+            expected = step(session, program, 1, PROMPT[at : at + 1])
+            np.testing.assert_array_equal(step(other, second, 5, PROMPT[at : at + 1]), expected)
+        # What is removed makes room, and comes again.
+        session.seq_rm(1)
+        assert session.seq_load(1, path, fingerprint=model) == PROMPT[:4]
+        with pytest.raises(etkv.CacheFileError, match="of the model"):
+            session.seq_load(9, path)
+        with pytest.raises(etkv.EtkvError, match="sequence 9 holds no positions"):
+            session.seq_save(9, path)
+
+
 def test_a_fingerprint_is_that_of_the_bytes(tmp_path):
     files = [tmp_path / name for name in ("a", "b", "c")]
     for file, held in zip(files, (b"weights", b"weights", b"other weights"), strict=True):

@@ -4,9 +4,10 @@
 //! `ETKV_RUNS=N` generates N times as many operations.
 
 use std::sync::Arc;
+use std::time::{Duration, Instant};
 
 use etkv_core::Status;
-use etkv_file::{PrefixCache, PrefixCacheOptions, PrefixStore};
+use etkv_file::{Labels, PrefixCache, PrefixCacheOptions, PrefixStore};
 use etkv_tests::backend::Backend;
 use etkv_tests::on_cpu::OnCpu;
 use etkv_tests::texts::{answer, read, shared, some_text, TextShape, CONVERTED_AT};
@@ -411,4 +412,127 @@ fn beginnings_are_held_once() {
     assert_eq!(prefixes.reclaim(1), 0);
     drop(all);
     assert_eq!(prefixes.reclaim(1), bytes);
+}
+
+/// A store with texts in a folder, and a prefix cache in front of it.
+fn with_store(max_bytes: Option<u64>, texts: &[&[i64]]) -> (TempDir, PrefixCache) {
+    let folder = TempDir::new().unwrap();
+    let store = PrefixStore::open(&folder.path().join("texts"), u64::MAX).unwrap();
+    for text in texts {
+        let mut cache = AHEAD.make::<OnCpu>();
+        read::<OnCpu>(&mut cache, text);
+        store.save(&mut *cache, Labels { fingerprint: MODEL, tokens: text }).unwrap();
+    }
+    let options = PrefixCacheOptions { max_bytes, store: Some(Arc::new(store)) };
+    (folder, PrefixCache::new(options))
+}
+
+const AHEAD: TextShape = TextShape { kind: 0, windowed: false, format: 0 };
+
+fn prefetch(prefixes: &PrefixCache, shape: TextShape, text: &[i64]) -> bool {
+    prefixes.prefetch(&mut *shape.make::<OnCpu>(), MODEL, text).unwrap()
+}
+
+/// Waits until no text waits to be read ahead. Returns those that were read, their tokens, and those that failed.
+fn read_ahead(prefixes: &PrefixCache) -> [u64; 3] {
+    let until = Instant::now() + Duration::from_secs(60);
+    loop {
+        let report = prefixes.report();
+        if report.ahead_waiting == 0 {
+            return [report.ahead_read, report.tokens_ahead, report.ahead_failed];
+        }
+        assert!(Instant::now() < until, "{} texts wait", report.ahead_waiting);
+        std::thread::sleep(Duration::from_millis(5));
+    }
+}
+
+#[test]
+fn what_was_read_ahead_is_in_memory() {
+    let text: Vec<i64> = (0..90).collect();
+    let (folder, prefixes) = with_store(None, &[&text]);
+    let asked = &text[..80];
+    assert!(prefetch(&prefixes, AHEAD, asked));
+    assert_eq!(read_ahead(&prefixes), [1, 80, 0]);
+    // Memory has it now, and nothing else is asked for.
+    assert!(!prefetch(&prefixes, AHEAD, asked));
+    let mut longer = asked.to_vec();
+    longer.push(1000);
+    assert!(prefetch(&prefixes, AHEAD, &longer));
+    assert_eq!(read_ahead(&prefixes), [1, 80, 0]);
+    assert!(!prefetch(&prefixes, AHEAD, &longer));
+    // The store is not asked: it could not answer.
+    std::fs::remove_dir_all(folder.path().join("texts")).unwrap();
+    assert_eq!(attach::<OnCpu>(&prefixes, AHEAD, asked), 80);
+    assert_eq!(attach::<OnCpu>(&prefixes, AHEAD, &longer), 80);
+    let report = prefixes.report();
+    assert_eq!((report.tokens_in_memory, report.tokens_in_store), (160, 0));
+    // Kinds share what is in memory.
+    for kind in [1, 2] {
+        assert_eq!(attach::<OnCpu>(&prefixes, TextShape { kind, ..AHEAD }, asked), 80);
+    }
+}
+
+#[test]
+fn what_memory_has_lost_is_asked_for_again() {
+    let text: Vec<i64> = (0..90).collect();
+    let (_folder, prefixes) = with_store(None, &[&text]);
+    assert!(prefetch(&prefixes, AHEAD, &text));
+    assert_eq!(read_ahead(&prefixes), [1, 90, 0]);
+    prefixes.clear();
+    assert_eq!(attach::<OnCpu>(&prefixes, AHEAD, &text), 90);
+    assert_eq!(prefixes.report().tokens_in_store, 90);
+    prefixes.clear();
+    assert!(prefetch(&prefixes, AHEAD, &text));
+    assert_eq!(read_ahead(&prefixes), [2, 180, 0]);
+}
+
+#[test]
+fn what_cannot_be_read_ahead_is_counted() {
+    let text: Vec<i64> = (0..90).collect();
+    // Without a store, and of a text that it lacks.
+    assert!(!prefetch(&unlimited(), AHEAD, &text));
+    let (folder, prefixes) = with_store(None, &[&text]);
+    assert!(prefetch(&prefixes, AHEAD, &[5; 50]));
+    assert_eq!(read_ahead(&prefixes), [0, 0, 0]);
+    let error = prefixes.prefetch(&mut *AHEAD.make::<OnCpu>(), "", &text).unwrap_err();
+    assert_eq!(error.status(), Status::InvalidArgument);
+
+    // A file that is damaged where only loading reads, and a folder that is gone.
+    let texts = folder.path().join("texts");
+    let file = std::fs::read_dir(&texts).unwrap().next().unwrap().unwrap().path();
+    let mut bytes = std::fs::read(&file).unwrap();
+    let at = bytes.len() - 1000;
+    bytes[at] ^= 1;
+    std::fs::write(&file, &bytes).unwrap();
+    assert!(prefetch(&prefixes, AHEAD, &text));
+    assert_eq!(read_ahead(&prefixes), [0, 0, 1]);
+    std::fs::remove_dir_all(&texts).unwrap();
+    assert!(prefetch(&prefixes, AHEAD, &text));
+    assert_eq!(read_ahead(&prefixes), [0, 0, 2]);
+    assert_eq!(attach::<OnCpu>(&prefixes, AHEAD, &text), 0);
+
+    // More than memory may have: the store has it still.
+    let (_folder, small) = with_store(Some(100), &[&text]);
+    assert!(prefetch(&small, AHEAD, &text));
+    assert_eq!(read_ahead(&small), [0, 0, 1]);
+    assert_eq!((small.report().prefixes, small.report().bytes), (0, 0));
+    assert_eq!(attach::<OnCpu>(&small, AHEAD, &text), 90);
+    assert_eq!(small.report().tokens_in_store, 90);
+}
+
+/// Many texts are asked for: some wait, the others are refused, and the end waits for one only.
+#[test]
+fn as_many_texts_wait_as_may() {
+    let texts: Vec<Vec<i64>> = (0..60).map(|first| (first..first + 40).collect()).collect();
+    let given: Vec<&[i64]> = texts.iter().map(Vec::as_slice).collect();
+    let (_folder, prefixes) = with_store(None, &given);
+    let waited = texts.iter().filter(|text| prefetch(&prefixes, AHEAD, text)).count();
+    assert!(waited >= 16, "{waited}");
+    assert_eq!(read_ahead(&prefixes)[0], waited as u64);
+    assert_eq!(prefixes.report().prefixes, waited);
+    prefixes.clear();
+    for text in &texts {
+        prefetch(&prefixes, AHEAD, text);
+    }
+    drop(prefixes);
 }

@@ -377,6 +377,17 @@ fn what_a_cache_could_not_have_read_is_not_loaded() {
     assert_eq!(load(make(200, Some(60)), &text[..55]), 50);
 }
 
+/// An address is no folder, in a library that cannot open it either.
+#[cfg(not(feature = "buckets"))]
+#[test]
+fn a_bucket_is_refused_without_the_feature() {
+    let error = PrefixStore::open(Path::new("s3://a-bucket/texts"), 1).unwrap_err();
+    assert_eq!(error.status(), Status::Unsupported);
+    for words in ["s3://a-bucket/texts", "built without buckets", "ETKV_BUCKETS=ON"] {
+        assert!(error.message().contains(words), "{error}");
+    }
+}
+
 #[test]
 fn what_was_never_completed_is_removed() {
     let folder = TempDir::new().unwrap();

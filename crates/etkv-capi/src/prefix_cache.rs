@@ -5,7 +5,7 @@ use std::sync::Arc;
 use etkv_core::{Cache, Result};
 use etkv_file::{Labels, Pin, PrefixCache, PrefixCacheOptions, PrefixCacheReport};
 
-use super::boundary::{boundary, free, out, read_struct};
+use super::boundary::{boundary, free, out, read_grown, read_struct};
 use super::cache::etkv_cache;
 use super::error::etkv_error;
 use super::handle::{self, Object};
@@ -50,7 +50,14 @@ pub struct etkv_prefix_statistics {
     tokens_asked: u64,
     tokens_in_memory: u64,
     tokens_in_store: u64,
+    n_ahead_waiting: usize,
+    n_ahead_read: u64,
+    tokens_ahead: u64,
+    n_ahead_failed: u64,
 }
+
+/// The size of the struct before texts were read ahead.
+const WITHOUT_AHEAD: usize = std::mem::offset_of!(etkv_prefix_statistics, n_ahead_waiting);
 
 /// Makes a prefix cache.
 ///
@@ -161,6 +168,32 @@ pub unsafe extern "C" fn etkv_prefix_cache_keep(
     }
 }
 
+/// Reads what the store has of a text into memory, on another thread.
+///
+/// # Safety
+/// Pointers are NULL or as the header says.
+#[no_mangle]
+pub unsafe extern "C" fn etkv_prefix_cache_prefetch(
+    prefixes: *const etkv_prefix_cache,
+    cache: *const etkv_cache,
+    options: *const etkv_save_options,
+    waits: *mut bool,
+    error: *mut *mut etkv_error,
+) -> i32 {
+    // SAFETY: the caller says so.
+    unsafe {
+        boundary(error, || {
+            let found = with_text(prefixes, cache, options, |prefixes, cache, text| {
+                prefixes.prefetch(cache, text.fingerprint, text.tokens)
+            })?;
+            if !waits.is_null() {
+                waits.write(found);
+            }
+            Ok(())
+        })
+    }
+}
+
 /// Pins the prefix that has a text.
 ///
 /// # Safety
@@ -246,19 +279,24 @@ pub unsafe extern "C" fn etkv_prefix_cache_read(
     // SAFETY: the caller says so.
     unsafe {
         boundary(error, || {
-            let target = out(statistics, "statistics")?;
-            let given = read_struct(target, "statistics")?;
+            let (_, size) = read_grown(statistics, WITHOUT_AHEAD, "statistics")?;
             let found = handle::look_up(prefixes, "prefixes")?.0.report();
             let PrefixCacheReport { prefixes, pinned, bytes, .. } = found;
-            target.write(etkv_prefix_statistics {
-                struct_size: given.struct_size,
+            let filled = etkv_prefix_statistics {
+                struct_size: statistics.cast::<usize>().read(),
                 n_prefixes: prefixes,
                 n_pinned: pinned,
                 n_bytes: bytes,
                 tokens_asked: found.tokens_asked,
                 tokens_in_memory: found.tokens_in_memory,
                 tokens_in_store: found.tokens_in_store,
-            });
+                n_ahead_waiting: found.ahead_waiting,
+                n_ahead_read: found.ahead_read,
+                tokens_ahead: found.tokens_ahead,
+                n_ahead_failed: found.ahead_failed,
+            };
+            // The caller's struct has that size.
+            statistics.cast::<u8>().copy_from_nonoverlapping((&raw const filled).cast(), size);
             Ok(())
         })
     }

@@ -11,6 +11,7 @@ use super::cache::etkv_cache;
 use super::error::etkv_error;
 use super::handle;
 use super::report::string;
+use super::seq::etkv_seq_cache;
 
 /// What the caller adds to the contents of a cache; see the header.
 #[allow(non_camel_case_types)]
@@ -68,16 +69,92 @@ pub unsafe extern "C" fn etkv_cache_load(
             let cache = handle::look_up(cache, "cache")?;
             let path = given_path(path, "path")?;
             let fingerprint = fingerprint_of(fingerprint)?;
-            if tokens.is_null() != n_tokens.is_null() {
-                fail!(InvalidArgument, "expected tokens and n_tokens, got one of them as NULL");
-            }
-            let found = etkv_file::load(&mut *cache.cache.lock()?, path, fingerprint)?;
-            if !tokens.is_null() {
-                n_tokens.write(found.len());
-                tokens.write(Box::into_raw(found.into_boxed_slice()).cast());
-            }
+            let target = TokensOut::new(tokens, n_tokens)?;
+            target.write(etkv_file::load(&mut *cache.cache.lock()?, path, fingerprint)?);
             Ok(())
         })
+    }
+}
+
+/// Writes one sequence to a file.
+///
+/// # Safety
+/// Pointers are NULL or as the header says.
+#[no_mangle]
+pub unsafe extern "C" fn etkv_seq_cache_save(
+    cache: *const etkv_seq_cache,
+    sequence: i32,
+    path: *const c_char,
+    options: *const etkv_save_options,
+    error: *mut *mut etkv_error,
+) -> i32 {
+    // SAFETY: the caller says so.
+    unsafe {
+        boundary(error, || {
+            let cache = handle::look_up(cache, "cache")?;
+            let path = given_path(path, "path")?;
+            let labels = match options.is_null() {
+                true => Labels::default(),
+                false => labels_of(options)?,
+            };
+            let mut cache = cache.shared().lock()?;
+            etkv_file::save_sequence(&mut *cache, sequence, path, labels)
+        })
+    }
+}
+
+/// Adds the only sequence of a file to the cache.
+///
+/// # Safety
+/// Pointers are NULL or as the header says.
+#[no_mangle]
+pub unsafe extern "C" fn etkv_seq_cache_load(
+    cache: *mut etkv_seq_cache,
+    sequence: i32,
+    path: *const c_char,
+    fingerprint: *const c_char,
+    tokens: *mut *mut i64,
+    n_tokens: *mut usize,
+    error: *mut *mut etkv_error,
+) -> i32 {
+    // SAFETY: the caller says so.
+    unsafe {
+        boundary(error, || {
+            let cache = handle::look_up(cache, "cache")?;
+            let path = given_path(path, "path")?;
+            let fingerprint = fingerprint_of(fingerprint)?;
+            let target = TokensOut::new(tokens, n_tokens)?;
+            let mut cache = cache.shared().lock()?;
+            target.write(etkv_file::load_sequence(&mut *cache, sequence, path, fingerprint)?);
+            Ok(())
+        })
+    }
+}
+
+/// Where the token ids of a file go, if they are wanted.
+struct TokensOut {
+    tokens: *mut *mut i64,
+    n_tokens: *mut usize,
+}
+
+impl TokensOut {
+    /// # Safety
+    /// Pointers are NULL, or may be written for as long as this lives.
+    unsafe fn new(tokens: *mut *mut i64, n_tokens: *mut usize) -> Result<Self> {
+        if tokens.is_null() != n_tokens.is_null() {
+            fail!(InvalidArgument, "expected tokens and n_tokens, got one of them as NULL");
+        }
+        Ok(Self { tokens, n_tokens })
+    }
+
+    fn write(self, found: Vec<i64>) {
+        if !self.tokens.is_null() {
+            // SAFETY: `new` says so.
+            unsafe {
+                self.n_tokens.write(found.len());
+                self.tokens.write(Box::into_raw(found.into_boxed_slice()).cast());
+            }
+        }
     }
 }
 
@@ -105,8 +182,8 @@ pub unsafe extern "C" fn etkv_fingerprint(
 /// Frees token ids.
 ///
 /// # Safety
-/// `tokens` is NULL, or a list of `n_tokens` that [`etkv_cache_load`] stored and that is not freed
-/// yet.
+/// `tokens` is NULL, or a list of `n_tokens` that [`etkv_cache_load`] or [`etkv_seq_cache_load`] stored and that is
+/// not freed yet.
 #[no_mangle]
 pub unsafe extern "C" fn etkv_tokens_free(tokens: *mut i64, n_tokens: usize) {
     if !tokens.is_null() {

@@ -23,6 +23,10 @@ impl etkv_seq_cache {
         with_sequences(&cache, |_| Ok(()))?;
         Ok(handle::give(Self { cache }))
     }
+
+    pub(super) fn shared(&self) -> &SharedCache {
+        &self.cache
+    }
 }
 
 /// A range of positions, from `begin` up to, and without, `end`; see the header.

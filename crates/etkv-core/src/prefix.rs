@@ -7,10 +7,7 @@ use crate::budget::Share;
 use crate::config::CacheConfig;
 use crate::error::{fail, Result};
 use crate::format::KvFormat;
-use crate::snapshot::{
-    Book, CellsState, ContiguousState, GroupState, SavedFormats, SavedLayer, SequenceState,
-    Snapshot,
-};
+use crate::snapshot::{Book, CellsState, ContiguousState, SavedFormats, SavedLayer, Snapshot};
 use crate::store::Store;
 
 /// A sequence from position 0 on, read-only. Caches of the same layers, formats and backend
@@ -294,19 +291,7 @@ impl Prefix {
             Book::Cells(state) => return state.clone(),
             Book::Contiguous(state) => state,
         };
-        let of = |(&(sinks, size), &dropped): (&(i32, i32), &i32)| {
-            let length = self.length;
-            let runs = match dropped {
-                0 => vec![[0, 0, length]],
-                _ => vec![[0, 0, sinks], [sinks + dropped, sinks, length - dropped - sinks]],
-            };
-            let runs = runs.into_iter().filter(|[.., len]| *len > 0).collect();
-            GroupState { size, sequences: vec![SequenceState { sequence: 0, runs }] }
-        };
-        CellsState {
-            groups: groups.iter().zip(&state.dropped).map(of).collect(),
-            trees: Vec::new(),
-        }
+        state.in_cells(groups)
     }
 }
 

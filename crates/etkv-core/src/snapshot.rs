@@ -167,7 +167,8 @@ pub type TakeRows<'a> = dyn FnMut(&PlaneRows, &[u8]) -> Result<()> + 'a;
 /// Gives the bytes of a plane, some whole slots at a time.
 pub type GiveRows<'a> = dyn FnMut(&PlaneRows, &mut [u8]) -> Result<()> + 'a;
 
-/// The face of a cache whose contents can be written to a file and read back.
+/// The face of a cache whose contents can be written to a file and read back. That of
+/// [one sequence](crate::Cache::saving_sequence) is of these contents alone.
 ///
 /// A declaration of the sequences of a next step is not among the contents.
 pub trait SaveCache {
@@ -271,6 +272,11 @@ impl Snapshot {
         if self.kind != kind {
             fail!(File, "the file is of a cache of kind `{}`, this one is `{kind}`", self.kind);
         }
+        self.check_layers(config)
+    }
+
+    /// Refuses a snapshot of layers of other sizes.
+    pub(crate) fn check_layers(&self, config: &CacheConfig) -> Result<()> {
         let [found, expected] = [self.layers.len(), config.layers.len()];
         if found != expected {
             fail!(File, "the file has {found} layers, this cache has {expected}");
@@ -344,11 +350,7 @@ impl Snapshot {
         config: &CacheConfig,
         counted: i32,
     ) -> Result<([KvFormat; 2], bool)> {
-        for (formats, layer) in self.layers.iter().map(|layer| (self.formats, layer)) {
-            let as_file = |error: Error| Error::new(Status::File, error.at("the file"));
-            formats[0].check(layer.k_head_dim).map_err(as_file)?;
-            formats[1].check(layer.v_head_dim).map_err(as_file)?;
-        }
+        self.check_formats()?;
         if self.storage == SavedFormats::from(config) {
             // As it was, also after a conversion by hand.
             let floats = [config.float_format; 2];
@@ -359,6 +361,38 @@ impl Snapshot {
             return Ok((self.formats, self.awaits));
         }
         let target = config.formats_at(counted);
+        self.check_conversion(target)?;
+        let awaits = config.quantized_kv_start.is_some_and(|tokens| counted < tokens);
+        Ok((target, awaits))
+    }
+
+    /// Refuses rows of one sequence that a cache of this config, which stores rows in `formats` now, would not
+    /// have: all sequences of a cache have the same formats.
+    pub(crate) fn check_joining(&self, config: &CacheConfig, formats: [KvFormat; 2]) -> Result<()> {
+        self.check_formats()?;
+        // What a cache of this config had before `quantized_kv_start` is converted as it would have been.
+        let waited = self.awaits
+            && self.storage == SavedFormats::from(config)
+            && self.formats == [config.float_format; 2]
+            && formats == [config.k_format, config.v_format];
+        if waited {
+            return Ok(());
+        }
+        self.check_conversion(formats)
+    }
+
+    /// Refuses formats that the layers' rows do not fit.
+    fn check_formats(&self) -> Result<()> {
+        for layer in &self.layers {
+            let as_file = |error: Error| Error::new(Status::File, error.at("the file"));
+            self.formats[0].check(layer.k_head_dim).map_err(as_file)?;
+            self.formats[1].check(layer.v_head_dim).map_err(as_file)?;
+        }
+        Ok(())
+    }
+
+    /// Refuses formats that are not these and not converted into these.
+    fn check_conversion(&self, target: [KvFormat; 2]) -> Result<()> {
         for (what, found, expected) in
             [("keys", self.formats[0], target[0]), ("values", self.formats[1], target[1])]
         {
@@ -370,8 +404,25 @@ impl Snapshot {
                 );
             }
         }
-        let awaits = config.quantized_kv_start.is_some_and(|tokens| counted < tokens);
-        Ok((target, awaits))
+        Ok(())
+    }
+}
+
+impl ContiguousState {
+    /// Returns the same positions in the cells of sequence 0, where layer groups have these sinks and as many
+    /// cells as the second numbers say.
+    pub(crate) fn in_cells(&self, groups: &[(i32, i32)]) -> CellsState {
+        let of = |(&(sinks, size), &dropped): (&(i32, i32), &i32)| {
+            let length = self.length;
+            let runs = match dropped {
+                0 => vec![[0, 0, length]],
+                _ => vec![[0, 0, sinks], [sinks + dropped, sinks, length - dropped - sinks]],
+            };
+            let runs: Vec<_> = runs.into_iter().filter(|[.., len]| *len > 0).collect();
+            let held = (!runs.is_empty()).then_some(SequenceState { sequence: 0, runs });
+            GroupState { size, sequences: held.into_iter().collect() }
+        };
+        CellsState { groups: groups.iter().zip(&self.dropped).map(of).collect(), trees: Vec::new() }
     }
 }
 

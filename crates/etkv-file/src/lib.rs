@@ -4,7 +4,7 @@
 //! token ids of the caller, checksums, and in its metadata the version of this format, the model's
 //! fingerprint and the integers of the cache. docs/saving.md describes it.
 //!
-//! A [`PrefixStore`] is a folder of such files, by the texts that they hold. A [`PrefixCache`] has texts in
+//! A [`PrefixStore`] is a folder or a bucket of such files, by the texts that they hold. A [`PrefixCache`] has texts in
 //! memory, which caches share.
 //!
 //! Nothing here knows a backend: a file that one backend's cache wrote can be read by another's.
@@ -74,6 +74,52 @@ pub fn load(cache: &mut dyn Cache, path: &Path, fingerprint: &str) -> Result<Vec
     read::load(face(cache)?, path, fingerprint)
 }
 
+/// Writes one sequence of a cache of several to a file, as [`save`] does. The file is that of a cache which holds
+/// this sequence alone, as sequence 0.
+///
+/// # Errors
+/// As [`save`], and [`InvalidArgument`](etkv_core::Status::InvalidArgument) for a number out of range, for a
+/// sequence without positions, and for one that carries candidates.
+pub fn save_sequence(
+    cache: &mut dyn Cache,
+    sequence: i32,
+    path: &Path,
+    labels: Labels,
+) -> Result<()> {
+    let rewindable_to = cache.sequences().map(|all| all.seq_rewindable_to(sequence)).transpose()?;
+    let mut saving = sequence_face(cache, sequence)?;
+    let header = write::header_of(&mut *saving, labels, rewindable_to)?;
+    write::save(&*saving, path, &header, labels.tokens)
+}
+
+/// Adds the only sequence of a file to a cache of several, under a number that holds nothing. Returns the token
+/// ids of the file. Everything is checked before the cache changes, and other sequences stay as they are. The
+/// rows of the sequence are in memory twice until they are complete.
+///
+/// A file of a cache of any kind that [`save_sequence`] or [`save`] wrote fits, if it has one sequence without
+/// candidates, and the same layers and windows. Rows have the cache's present formats: float formats are
+/// converted into each other, and other formats are refused.
+///
+/// # Errors
+/// - [`InvalidArgument`](etkv_core::Status::InvalidArgument) for a number out of range, and for a sequence that
+///   holds positions or carries candidates.
+/// - [`Capacity`](etkv_core::Status::Capacity) if the sequence does not fit beside the others.
+/// - [`File`](etkv_core::Status::File) for a file that cannot be read, is damaged, or is of another version,
+///   model or config; and for values that are not finite, which other sequences would read.
+/// - [`Step`](etkv_core::Status::Step) while a step is open.
+/// - [`Unsupported`](etkv_core::Status::Unsupported) for a kind of one sequence, or that cannot be loaded.
+/// - [`Backend`](etkv_core::Status::Backend) if the cache is poisoned or memory is lacking.
+///
+/// The contents are then as before.
+pub fn load_sequence(
+    cache: &mut dyn Cache,
+    sequence: i32,
+    path: &Path,
+    fingerprint: &str,
+) -> Result<Vec<i64>> {
+    read::load(&mut *sequence_face(cache, sequence)?, path, fingerprint)
+}
+
 /// Returns the checksum of a header, for tests that make files of their own.
 #[doc(hidden)]
 pub fn checksum(bytes: &[u8]) -> [u8; checksum::BYTES] {
@@ -85,5 +131,16 @@ fn face(cache: &mut dyn Cache) -> Result<&mut dyn SaveCache> {
     match cache.saving() {
         Some(face) => Ok(face),
         None => fail!(Unsupported, "caches of kind `{kind}` are neither saved nor loaded"),
+    }
+}
+
+fn sequence_face(cache: &mut dyn Cache, sequence: i32) -> Result<Box<dyn SaveCache + '_>> {
+    let kind = cache.kind().to_owned();
+    match cache.saving_sequence(sequence) {
+        Some(face) => Ok(face),
+        None => fail!(
+            Unsupported,
+            "single sequences of caches of kind `{kind}` are neither saved nor loaded, those of kinds `seq` and `tree` are"
+        ),
     }
 }

@@ -9,11 +9,12 @@ use etkv_core::{Error, Result, SaveCache, Status};
 
 use crate::checksum::{self, Checksum, Sum};
 use crate::header::{refused, tensors, Header, LARGEST_HEADER};
+use crate::store::ReadSeek;
 
 /// See [`load`](crate::load).
 pub fn load(cache: &mut dyn SaveCache, path: &Path, fingerprint: &str) -> Result<Vec<i64>> {
-    let opened = Opened::new(path);
-    opened.and_then(|file| file.load(cache, fingerprint)).map_err(|error| match error.status() {
+    let file = opened(path).and_then(|(file, len)| Opened::new(Box::new(file), len));
+    file.and_then(|file| file.load(cache, fingerprint)).map_err(|error| match error.status() {
         Status::File => error.at(format_args!("cannot load {}", path.display())),
         _ => error,
     })
@@ -50,8 +51,9 @@ impl Opened {
         Ok(tokens)
     }
 
-    pub fn new(path: &Path) -> Result<Self> {
-        let mut file = Source::open(path)?;
+    /// Reads the header and the token ids of a file of `len` bytes.
+    pub fn new(file: Box<dyn ReadSeek>, len: u64) -> Result<Self> {
+        let mut file = Source { file, len, sum: Sum::new() };
         let bytes = file.header()?;
         let header = Header::of_json(&bytes[8..])?;
         let expected = (bytes.len() as u64).saturating_add(header.data_bytes());
@@ -84,22 +86,23 @@ impl Checksums {
 
 /// An open file, and the checksum of what was read of it.
 struct Source {
-    file: File,
+    file: Box<dyn ReadSeek>,
     len: u64,
     sum: Sum,
 }
 
-impl Source {
-    fn open(path: &Path) -> Result<Self> {
-        let found = std::fs::metadata(path).map_err(unread)?;
-        if !found.is_file() {
-            fail!(File, "it is no file");
-        }
-        let file = File::open(path).map_err(unread)?;
-        let len = file.metadata().map_err(unread)?.len();
-        Ok(Self { file, len, sum: Sum::new() })
+/// Opens a file. Returns it with its bytes.
+pub fn opened(path: &Path) -> Result<(File, u64)> {
+    let found = std::fs::metadata(path).map_err(unread)?;
+    if !found.is_file() {
+        fail!(File, "it is no file");
     }
+    let file = File::open(path).map_err(unread)?;
+    let len = file.metadata().map_err(unread)?.len();
+    Ok((file, len))
+}
 
+impl Source {
     fn read(&mut self, bytes: &mut [u8]) -> Result<()> {
         self.file.read_exact(bytes).map_err(unread)?;
         self.sum.add(bytes);

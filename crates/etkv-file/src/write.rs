@@ -4,10 +4,10 @@ use std::io::Write;
 use std::path::Path;
 
 use etkv_core::{Error, Result, SaveCache};
-use tempfile::NamedTempFile;
 
 use crate::checksum::{self, Sum};
 use crate::header::{refused, Header};
+use crate::store::WriteFile;
 use crate::Labels;
 
 /// Returns the header of a file with the contents of a cache.
@@ -26,8 +26,12 @@ pub fn header_of(
 /// Writes a file of this header and these tokens, with the rows of the cache, which has not changed since
 /// the header was made.
 pub fn save(cache: &dyn SaveCache, path: &Path, header: &Header, tokens: &[i64]) -> Result<()> {
-    let wrong = |error: std::io::Error| unwritten(path, error);
+    put(path, &mut |file| write(cache, header, tokens, file, path))
+}
 
+/// Writes a file beside `path` under another name, and renames it once it is complete and on the disk.
+pub fn put(path: &Path, write: &mut WriteFile) -> Result<()> {
+    let wrong = |error: std::io::Error| unwritten(path, error);
     let folder = match path.parent() {
         Some(folder) if !folder.as_os_str().is_empty() => folder,
         _ => Path::new("."),
@@ -38,17 +42,18 @@ pub fn save(cache: &dyn SaveCache, path: &Path, header: &Header, tokens: &[i64])
         .suffix(".part")
         .tempfile_in(folder)
         .map_err(wrong)?;
-    write(cache, header, tokens, &mut file, path)?;
+    write(&mut file)?;
     file.as_file().sync_all().map_err(wrong)?;
     file.persist(path).map_err(|error| unwritten(path, error.error))?;
     sync_folder(folder).map_err(wrong)
 }
 
-fn write(
+/// Writes the bytes of a file to `file`. Errors name `path`.
+pub fn write(
     cache: &dyn SaveCache,
     header: &Header,
     tokens: &[i64],
-    file: &mut NamedTempFile,
+    file: &mut dyn Write,
     path: &Path,
 ) -> Result<()> {
     let wrong = |error: std::io::Error| unwritten(path, error);

@@ -1,6 +1,7 @@
 //! Many sequences in one pool of cells, and trees of candidates behind them.
 
 mod saving;
+mod saving_sequence;
 mod sharing;
 
 use std::ops::Range;
@@ -14,6 +15,7 @@ use crate::bookkeeping::{AddedStep, CellsBookkeeping, Move};
 use crate::config::CacheConfig;
 use crate::error::{fail, Result};
 use crate::format::KvFormat;
+use crate::growth::Growth;
 use crate::memory::Memory;
 use crate::prefix::ShareCache;
 use crate::report::{CacheReport, SequenceReport};
@@ -226,6 +228,15 @@ impl<S: Store> Cache for CellsCache<S> {
         Some(self)
     }
 
+    fn saving_sequence(&mut self, sequence: i32) -> Option<Box<dyn SaveCache + '_>> {
+        Some(Box::new(saving_sequence::OneSequence { cache: self, sequence }))
+    }
+
+    fn make_empty(&self) -> Result<Option<Box<dyn Cache>>> {
+        let config = CacheConfig { growth: Growth::Exact, ..self.config().clone() };
+        Ok(Some(Box::new(Self::of_kind(self.kind, config)?)))
+    }
+
     fn sharing(&mut self) -> Option<&mut dyn ShareCache> {
         Some(self)
     }
@@ -426,7 +437,7 @@ impl<S: Store> AttendCache for CellsCache<S> {
             self.abort();
             // No step is open now, so it cannot be refused.
             let _ = self.book.undo(&added);
-            self.storage.blank(added.cells());
+            self.storage.blank(|_| added.cells().clone());
         }
         checked
     }

@@ -10,6 +10,7 @@ use crate::bookkeeping::{ContiguousBookkeeping, ContiguousPlan, LayerGroupPlan, 
 use crate::config::CacheConfig;
 use crate::error::{fail, Result};
 use crate::format::KvFormat;
+use crate::growth::Growth;
 use crate::memory::Memory;
 use crate::prefix::ShareCache;
 use crate::report::{CacheReport, SequenceReport};
@@ -160,6 +161,11 @@ impl<S: Store> Cache for ContiguousCache<S> {
 
     fn saving(&mut self) -> Option<&mut dyn SaveCache> {
         Some(self)
+    }
+
+    fn make_empty(&self) -> Result<Option<Box<dyn Cache>>> {
+        let config = CacheConfig { growth: Growth::Exact, ..self.config().clone() };
+        Ok(Some(Box::new(Self::new(config)?)))
     }
 
     fn sharing(&mut self) -> Option<&mut dyn ShareCache> {

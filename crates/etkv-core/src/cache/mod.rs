@@ -112,6 +112,30 @@ pub trait Cache: Send {
         None
     }
 
+    /// Returns the face by which one sequence is written to a file and read back, if the cache has several and
+    /// the face. What it writes is a cache that holds this sequence alone, as sequence 0. It reads such a cache
+    /// of any kind, adds its sequence to what the cache holds, and needs the memory of its rows twice meanwhile.
+    /// A sequence number is checked by its calls:
+    ///
+    /// - `snapshot` returns [`InvalidArgument`](crate::Status::InvalidArgument) for a number out of range, for a
+    ///   sequence without positions, and for one that carries candidates.
+    /// - `restore` returns [`InvalidArgument`](crate::Status::InvalidArgument) for a number out of range and for a
+    ///   sequence that holds positions or carries candidates,
+    ///   [`Capacity`](crate::Status::Capacity) if the sequence does not fit beside the others, and
+    ///   [`File`](crate::Status::File) for values that are not finite, which other sequences would read.
+    fn saving_sequence(&mut self, _sequence: i32) -> Option<Box<dyn SaveCache + '_>> {
+        None
+    }
+
+    /// Returns an empty cache of the same backend, kind and config, if the cache can make one. It allocates what
+    /// it holds and no more.
+    ///
+    /// # Errors
+    /// [`Backend`](crate::Status::Backend) if memory is lacking.
+    fn make_empty(&self) -> Result<Option<Box<dyn Cache>>> {
+        Ok(None)
+    }
+
     /// Returns the face by which the contents are shared with other caches, if the cache has it.
     fn sharing(&mut self) -> Option<&mut dyn ShareCache> {
         None

@@ -268,7 +268,7 @@ impl<S: Store> Storage<S> {
 
     /// Takes what a step with these plans of the layer groups needs from the memory budget.
     pub fn reserve_for(&mut self, plans: &[LayerGroupPlan]) -> Result<()> {
-        self.reserve_own(plans)?;
+        self.reserve_own(|group| plans.get(group).and_then(|plan| plan.write.least()))?;
         self.reserve(|storage, group| {
             plans.get(group).map_or(0, |plan| storage.allocated(group, plan.needed()))
         })
@@ -542,12 +542,11 @@ impl<S: Store> Storage<S> {
         })
     }
 
-    /// Sets these slots of the layer group of full history to zero, which is the only one. No step is
-    /// open.
-    pub fn blank(&mut self, slots: &Slots) {
+    /// Sets these slots of each layer group to zero. No step is open.
+    pub fn blank(&mut self, slots: impl Fn(usize) -> Slots) {
         S::exclusively(&mut || {
-            let blank: Vec<_> =
-                (0..self.groups.len()).map(|layer| (layer, slots.clone())).collect();
+            let of_layer = |(layer, &group): (usize, &usize)| (layer, slots(group));
+            let blank: Vec<_> = self.groups.iter().enumerate().map(of_layer).collect();
             // A step that is rolled back at once.
             let begun = self.store.begin(&[]);
             if let Err(error) = begun.and_then(|saved| self.store.abort(saved, &blank)) {

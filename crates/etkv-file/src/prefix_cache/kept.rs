@@ -185,6 +185,7 @@ impl Kept {
             tokens_asked: self.asked,
             tokens_in_memory: self.found[0],
             tokens_in_store: self.found[1],
+            ..PrefixCacheReport::default()
         }
     }
 

@@ -1,5 +1,6 @@
 //! Prefixes in memory, by the texts that they hold.
 
+mod ahead;
 mod kept;
 
 use std::sync::{Arc, Weak};
@@ -9,6 +10,7 @@ use etkv_core::{Cache, MemoryBudget, Prefix, Reclaim, ReclaimClass, Result, Stat
 use parking_lot::Mutex;
 use tracing::{debug, warn};
 
+use self::ahead::{Asked, ReadAhead};
 use self::kept::{Kept, Texted};
 use crate::store::index::{group_with, Group};
 use crate::store::{check_fingerprint, text_length, MOST_TRIED, TARGET};
@@ -27,6 +29,8 @@ use crate::{Labels, PrefixStore};
 #[derive(Debug, Clone)]
 pub struct PrefixCache {
     inner: Arc<Inner>,
+    /// Ends its thread with the last handle.
+    ahead: Arc<ReadAhead>,
 }
 
 /// What a [`PrefixCache`] may hold, and what lies behind it.
@@ -55,6 +59,14 @@ pub struct PrefixCacheReport {
     pub tokens_in_memory: u64,
     /// Tokens of these that were loaded from the store.
     pub tokens_in_store: u64,
+    /// Texts that wait to be [read ahead](PrefixCache::prefetch), with the one that is read now.
+    pub ahead_waiting: usize,
+    /// Texts of which something was read ahead into memory.
+    pub ahead_read: u64,
+    /// Their tokens.
+    pub tokens_ahead: u64,
+    /// Texts that could not be read ahead. The log tells why.
+    pub ahead_failed: u64,
 }
 
 #[derive(Debug)]
@@ -63,6 +75,8 @@ struct Inner {
     store: Option<Arc<PrefixStore>>,
     /// No prefix is dropped while this is locked: that may wait for a backend.
     kept: Mutex<Kept>,
+    /// What the store was asked for ahead.
+    asked: Mutex<Asked>,
 }
 
 /// Keeps a prefix in memory until this is dropped.
@@ -88,10 +102,12 @@ impl PrefixCache {
     pub fn new(options: PrefixCacheOptions) -> Self {
         let PrefixCacheOptions { max_bytes, store } = options;
         let max_bytes = max_bytes.unwrap_or(u64::MAX);
-        let inner = Arc::new(Inner { max_bytes, store, kept: Mutex::default() });
+        let (kept, asked) = (Mutex::default(), Mutex::default());
+        let inner = Arc::new(Inner { max_bytes, store, kept, asked });
         let reclaimer: Weak<dyn Reclaim> = Arc::<Inner>::downgrade(&inner);
         MemoryBudget::global().add_reclaimer(ReclaimClass::IdlePrefixes, reclaimer);
-        Self { inner }
+        let ahead = Arc::new(ReadAhead::of(Arc::clone(&inner)));
+        Self { inner, ahead }
     }
 
     /// Attaches an empty cache to the longest beginning of a text that is kept. Returns how many of its first
@@ -123,15 +139,19 @@ impl PrefixCache {
         let found = self.inner.kept.lock().matches(&group, tokens, capacity_of(cache), MOST_TRIED);
         let in_memory = found.first().map_or(0, |(n, ..)| *n);
         let mut counted = [0, 0];
-        let in_store = self.in_store(cache, fingerprint, tokens, in_memory);
+        let in_store = match self.inner.asked.lock().has(&group, tokens, in_memory) {
+            // It was read ahead a moment ago: the store has no more than memory.
+            true => 0,
+            false => self.inner.in_store(cache, fingerprint, tokens, in_memory),
+        };
         let mut n = 0;
         if in_store > in_memory {
-            n = self.load(cache, fingerprint, tokens)?;
+            n = self.inner.load(cache, fingerprint, tokens)?;
             counted[1] = n;
         }
         if n > 0 {
             // What the store has lies in memory from now on. A cache that cannot share it has it all the same.
-            if let Err(error) = self.keep_in_memory(cache, &group, &tokens[..n]) {
+            if let Err(error) = self.inner.keep(cache, &group, &tokens[..n]) {
                 debug!(target: TARGET, %error, "a loaded text is not shared");
             }
         } else {
@@ -166,7 +186,7 @@ impl PrefixCache {
                 tokens.len()
             );
         }
-        let kept = match self.keep_in_memory(cache, &group, tokens) {
+        let kept = match self.inner.keep(cache, &group, tokens) {
             // There is the store at least.
             Err(error) if error.status() == Status::Unsupported && self.inner.store.is_some() => {
                 debug!(target: TARGET, %error, "a text is in the store alone");
@@ -197,7 +217,40 @@ impl PrefixCache {
         let group = group_of(fingerprint, cache)?;
         let found = self.inner.kept.lock().matches(&group, tokens, capacity_of(cache), 1);
         let in_memory = found.first().map_or(0, |(n, ..)| *n);
-        Ok(in_memory.max(self.in_store(cache, fingerprint, tokens, in_memory)))
+        Ok(in_memory.max(self.inner.in_store(cache, fingerprint, tokens, in_memory)))
+    }
+
+    /// Reads the longest beginning of a text that the store has into memory, on a thread of this prefix cache, so
+    /// that a later [`attach`](Self::attach) of a cache like this one finds it there. Waits for nothing, and asks
+    /// neither the folder nor the network. Returns whether the text waits to be read: not if memory has all of it,
+    /// if there is no store, if as many texts wait already as may, or if the cache [cannot make](Cache::make_empty) one
+    /// like it.
+    ///
+    /// What is read is a prefix like others: it takes of `max_bytes` and of the memory budget, and goes when it was
+    /// used least recently. What cannot be read, also for lack of memory, is counted in the
+    /// [report](Self::report). Where it is read, `attach` does not ask the store for this text again for a minute, as
+    /// long as memory has it.
+    ///
+    /// Dropping the last handle of the prefix cache waits for the text that is being read.
+    ///
+    /// # Errors
+    /// - [`InvalidArgument`](Status::InvalidArgument) for an empty fingerprint.
+    /// - [`Unsupported`](Status::Unsupported) for a kind that shares no memory.
+    /// - [`Backend`](Status::Backend) if the thread cannot be started.
+    pub fn prefetch(
+        &self,
+        cache: &mut dyn Cache,
+        fingerprint: &str,
+        tokens: &[i64],
+    ) -> Result<bool> {
+        let group = group_of(fingerprint, cache)?;
+        let found = self.inner.kept.lock().matches(&group, tokens, capacity_of(cache), 1);
+        let in_memory = found.first().map_or(0, |(n, ..)| *n);
+        if self.inner.store.is_none() || in_memory == tokens.len() {
+            return Ok(false);
+        }
+        let Some(empty) = cache.make_empty()? else { return Ok(false) };
+        self.ahead.read(empty, group, fingerprint, tokens, in_memory)
     }
 
     /// Pins a prefix that holds a whole text, for caches like this one: nothing removes it from memory while
@@ -234,7 +287,9 @@ impl PrefixCache {
 
     /// Returns what is held, and what was asked for.
     pub fn report(&self) -> PrefixCacheReport {
-        self.inner.kept.lock().report()
+        let mut report = self.inner.kept.lock().report();
+        self.inner.asked.lock().add_to(&mut report);
+        report
     }
 
     /// Returns the store behind it, if there is one.
@@ -261,7 +316,9 @@ impl PrefixCache {
         }
         Ok(0)
     }
+}
 
+impl Inner {
     /// Returns the tokens that the store has, which is asked if it can have more than memory.
     fn in_store(
         &self,
@@ -270,7 +327,7 @@ impl PrefixCache {
         tokens: &[i64],
         in_memory: usize,
     ) -> usize {
-        let Some(store) = self.inner.store.as_ref().filter(|_| tokens.len() > in_memory) else {
+        let Some(store) = self.store.as_ref().filter(|_| tokens.len() > in_memory) else {
             return 0;
         };
         store.n_stored(cache, fingerprint, tokens).unwrap_or_else(|error| {
@@ -281,7 +338,7 @@ impl PrefixCache {
 
     /// Loads what the store has. The cache is empty if that is nothing.
     fn load(&self, cache: &mut dyn Cache, fingerprint: &str, tokens: &[i64]) -> Result<usize> {
-        let Some(store) = &self.inner.store else { return Ok(0) };
+        let Some(store) = &self.store else { return Ok(0) };
         match store.load(cache, fingerprint, tokens) {
             Ok(n) => Ok(n),
             Err(error) if matches!(error.status(), Status::File | Status::Unsupported) => {
@@ -293,7 +350,7 @@ impl PrefixCache {
     }
 
     /// Freezes a cache that holds a text, unless memory has it already.
-    fn keep_in_memory(&self, cache: &mut dyn Cache, group: &Group, tokens: &[i64]) -> Result<bool> {
+    fn keep(&self, cache: &mut dyn Cache, group: &Group, tokens: &[i64]) -> Result<bool> {
         let length = cache.length();
         if cache.formats() != cache.config().formats_at(length) {
             return Ok(false);
@@ -303,18 +360,18 @@ impl PrefixCache {
         let rewindable_to = cache.rewindable_to()?.max(converted_at.unwrap_or_default());
         let least = usize::try_from(rewindable_to).unwrap_or_default();
         let capacity = capacity_of(cache);
-        if self.inner.kept.lock().has(group, tokens, least, capacity) {
+        if self.kept.lock().has(group, tokens, least, capacity) {
             return Ok(true);
         }
         let memory = cache.memory();
-        if memory.used.saturating_add(memory.shared) > self.inner.max_bytes {
+        if memory.used.saturating_add(memory.shared) > self.max_bytes {
             return Ok(false);
         }
         let Some(face) = cache.sharing() else { return Ok(false) };
         let prefix = face.freeze()?;
         let texted = Texted { group, tokens, rewindable_to: least, capacity };
-        let max_bytes = self.inner.max_bytes;
-        let (is_kept, gone) = self.inner.kept.lock().insert(texted, prefix, max_bytes);
+        let max_bytes = self.max_bytes;
+        let (is_kept, gone) = self.kept.lock().insert(texted, prefix, max_bytes);
         drop(gone);
         Ok(is_kept)
     }

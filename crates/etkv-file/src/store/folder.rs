@@ -1,4 +1,4 @@
-//! The files of a store.
+//! The files of a store in a folder.
 
 use std::fmt::Display;
 use std::fs::{self, DirBuilder, File};
@@ -8,27 +8,13 @@ use std::time::{Duration, SystemTime};
 use etkv_core::{Error, Result};
 use tracing::debug;
 
+use super::place::{is_name, Found, Place, ReadSeek, WriteFile};
 use super::TARGET;
-use crate::checksum::Sum;
 use crate::header::refused;
-use crate::write::token_bytes;
-
-const BEGIN: &str = "prefix-";
-const END: &str = ".safetensors";
+use crate::{read, write};
 
 /// How long a file that is being written may take.
 const WRITTEN_WITHIN: Duration = Duration::from_secs(3600);
-
-/// A file of the folder.
-#[derive(Debug, Clone)]
-pub struct Found {
-    pub name: String,
-    pub bytes: u64,
-    /// When it was last used.
-    pub used: SystemTime,
-    /// What tells it from a file that had its name before.
-    pub identity: u64,
-}
 
 #[derive(Debug)]
 pub struct Folder(PathBuf);
@@ -47,17 +33,8 @@ impl Folder {
         Ok(folder)
     }
 
-    pub fn path(&self) -> &Path {
-        &self.0
-    }
-
-    pub fn file(&self, name: &str) -> PathBuf {
+    fn file(&self, name: &str) -> PathBuf {
         self.0.join(name)
-    }
-
-    /// Returns the stored files, without what others write or have removed at this moment.
-    pub fn files(&self) -> Result<Vec<Found>> {
-        self.all(is_name)
     }
 
     fn all(&self, fits: impl Fn(&str) -> bool) -> Result<Vec<Found>> {
@@ -80,24 +57,6 @@ impl Folder {
         Ok(files)
     }
 
-    /// Notes that a file is used. The next process reads it from the time of its last change.
-    pub fn touch(&self, name: &str) {
-        let touched = File::options()
-            .append(true)
-            .open(self.file(name))
-            .and_then(|file| file.set_modified(SystemTime::now()));
-        if let Err(error) = touched {
-            debug!(target: TARGET, %error, file = name, "the use of a stored text is not noted");
-        }
-    }
-
-    /// Removes a file. Another process may have been first.
-    pub fn remove(&self, name: &str) {
-        if let Err(error) = fs::remove_file(self.file(name)) {
-            debug!(target: TARGET, %error, file = name, "a stored text is not removed");
-        }
-    }
-
     /// Removes the files that were never completed.
     fn tidy(&self) -> Result<()> {
         let now = SystemTime::now();
@@ -111,12 +70,36 @@ impl Folder {
     }
 }
 
-/// Returns whether a file has a name of [`name_of`].
-fn is_name(name: &str) -> bool {
-    let digits = name.strip_prefix(BEGIN).and_then(|name| name.strip_suffix(END));
-    digits.is_some_and(|digits| {
-        digits.len() == 32 && digits.bytes().all(|digit| digit.is_ascii_hexdigit())
-    })
+impl Place for Folder {
+    fn files(&self) -> Result<Vec<Found>> {
+        self.all(is_name)
+    }
+
+    fn open(&self, name: &str) -> Result<(Box<dyn ReadSeek>, u64)> {
+        let (file, bytes) = read::opened(&self.file(name))?;
+        Ok((Box::new(file), bytes))
+    }
+
+    fn put(&self, name: &str, _bytes: u64, write: &mut WriteFile) -> Result<()> {
+        write::put(&self.file(name), write)
+    }
+
+    /// The next process reads it from the time of the file's last change.
+    fn touch(&self, file: &Found) {
+        let touched = File::options()
+            .append(true)
+            .open(self.file(&file.name))
+            .and_then(|file| file.set_modified(SystemTime::now()));
+        if let Err(error) = touched {
+            debug!(target: TARGET, %error, file = file.name, "the use of a stored text is not noted");
+        }
+    }
+
+    fn remove(&self, name: &str) {
+        if let Err(error) = fs::remove_file(self.file(name)) {
+            debug!(target: TARGET, %error, file = name, "a stored text is not removed");
+        }
+    }
 }
 
 #[cfg(unix)]
@@ -127,15 +110,6 @@ fn identity_of(found: &fs::Metadata) -> u64 {
 #[cfg(not(unix))]
 fn identity_of(found: &fs::Metadata) -> u64 {
     found.len()
-}
-
-/// Returns the name of the file of a text: the same in every process.
-pub fn name_of(group: &str, tokens: &[i64]) -> String {
-    let mut sum = Sum::new();
-    sum.add(&(group.len() as u64).to_le_bytes());
-    sum.add(group.as_bytes());
-    token_bytes(tokens).for_each(|bytes| sum.add(&bytes));
-    format!("{BEGIN}{:032x}{END}", u128::from_le_bytes(sum.take()))
 }
 
 fn wrong(what: impl Display, error: std::io::Error) -> Error {

@@ -6,7 +6,7 @@ use std::sync::Arc;
 use etkv_core::snapshot::{SavedFormats, SavedLayer};
 use etkv_core::{Cache, Error, Result, Snapshot, Status};
 
-use super::folder::Found;
+use super::place::Found;
 use super::texts::{Entry, Texts};
 use crate::header::Header;
 
@@ -48,7 +48,7 @@ fn group(
 /// A file whose text begins like another text.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Match {
-    /// Its name in the folder.
+    /// Its name in the store.
     pub name: String,
     /// The tokens that both begin with, and that its cache can be rewound to.
     pub n_tokens: usize,

@@ -1,15 +1,19 @@
-//! A folder of files, by the texts whose keys and values they hold.
+//! A folder or a bucket of files, by the texts whose keys and values they hold.
 //!
-//! Any number of processes may use a folder. A file appears under its name when it is complete, and is
+//! Any number of processes may use it. A file appears under its name when it is complete, and is
 //! never changed. Each call looks at what is there.
 
+#[cfg(feature = "buckets")]
+mod bucket;
 mod folder;
 pub(crate) mod index;
+mod place;
 pub(crate) mod texts;
 
 use std::collections::HashSet;
 use std::error::Error as _;
-use std::path::Path;
+use std::path::{Path, PathBuf};
+use std::sync::atomic::{AtomicUsize, Ordering};
 
 use etkv_core::error::fail;
 use etkv_core::{Cache, Result, Status};
@@ -18,6 +22,9 @@ use tracing::{debug, warn};
 
 use self::folder::Folder;
 use self::index::{group_of, Index, Match};
+use self::place::{name_of, Found, Place};
+pub use self::place::{ReadSeek, WriteFile};
+use crate::header::Header;
 use crate::read::Opened;
 use crate::{face, write, Labels};
 
@@ -30,8 +37,11 @@ pub(crate) const MOST_TRIED: usize = 8;
 /// The fewest tokens that are stored, and that are worth reading a file for.
 pub const LEAST_TOKENS: usize = 32;
 
-/// Beginnings of texts that outlive the process: what a cache has read of a text is stored in a folder,
-/// and a cache that is to read a text that begins alike loads it.
+/// What a file has before its rows.
+type Beginning = (Header, Vec<i64>);
+
+/// Beginnings of texts that outlive the process: what a cache has read of a text is stored in a folder or a
+/// bucket, and a cache that is to read a text that begins alike loads it.
 ///
 /// A file holds a whole cache of one sequence. Another cache loads it if it has the same kind, layers and
 /// formats, and if the model's fingerprint is the same, and is then rewound to what both texts have in
@@ -39,7 +49,9 @@ pub const LEAST_TOKENS: usize = 32;
 /// their end, in caches of the same capacity and `max_step_tokens`.
 #[derive(Debug)]
 pub struct PrefixStore {
-    folder: Folder,
+    /// The folder, or the address of the bucket.
+    path: PathBuf,
+    place: Box<dyn Place>,
     max_bytes: u64,
     index: Mutex<Index>,
 }
@@ -48,19 +60,60 @@ impl PrefixStore {
     /// Opens a folder, which is made if it is not there, for the user alone. Removes what a process left
     /// there that was killed while it wrote, an hour ago or longer.
     ///
+    /// An address such as `s3://bucket/prefix` is that of a bucket, with the feature `buckets`. The environment
+    /// has its credentials and its endpoint, as `from_env` of the crate `object_store` reads them. What is called
+    /// a folder here is then the objects whose names begin with the prefix and a slash.
+    ///
     /// Files take `max_bytes` at most: [`save`](Self::save) removes those that were used least recently. The
     /// new file is there besides while it is written.
     ///
     /// # Errors
-    /// [`File`](Status::File) if the folder cannot be made or read.
+    /// [`File`](Status::File) if the folder cannot be made or read. [`Unsupported`](Status::Unsupported) for an
+    /// address without the feature `buckets`.
     pub fn open(folder: &Path, max_bytes: u64) -> Result<Self> {
-        let folder = Folder::open(folder)?;
-        Ok(Self { folder, max_bytes, index: Mutex::default() })
+        if let Some(address) = folder.to_str().filter(|path| is_address(path)) {
+            return Self::open_bucket(address, max_bytes);
+        }
+        Ok(Self::at(folder.to_owned(), Box::new(Folder::open(folder)?), max_bytes))
     }
 
-    /// Returns the folder.
+    #[cfg(feature = "buckets")]
+    fn open_bucket(address: &str, max_bytes: u64) -> Result<Self> {
+        let bucket = bucket::Bucket::open(address)?;
+        Ok(Self::at(PathBuf::from(address), Box::new(bucket), max_bytes))
+    }
+
+    #[cfg(not(feature = "buckets"))]
+    fn open_bucket(address: &str, _: u64) -> Result<Self> {
+        fail!(
+            Unsupported,
+            "cannot open {address}: this library is built without buckets; build it with ETKV_BUCKETS=ON (CMake) or \
+             the feature `buckets` (Cargo)"
+        );
+    }
+
+    /// Opens a bucket by the means of the crate `object_store`: the objects whose names begin with `prefix` and
+    /// a slash, or all if it is empty.
+    ///
+    /// # Errors
+    /// [`File`](Status::File) if they cannot be listed.
+    #[cfg(feature = "buckets")]
+    pub fn in_bucket(
+        bucket: std::sync::Arc<dyn object_store::ObjectStore>,
+        prefix: &str,
+        max_bytes: u64,
+    ) -> Result<Self> {
+        let bucket = bucket::Bucket::new(bucket, prefix.into())?;
+        Ok(Self::at(PathBuf::from(bucket.to_string()), Box::new(bucket), max_bytes))
+    }
+
+    fn at(path: PathBuf, place: Box<dyn Place>, max_bytes: u64) -> Self {
+        Self { path, place, max_bytes, index: Mutex::default() }
+    }
+
+    /// Returns the folder, or the address of the bucket.
     pub fn path(&self) -> &Path {
-        self.folder.path()
+        &self.path
     }
 
     /// Returns the number of files in the folder, and their bytes.
@@ -68,7 +121,7 @@ impl PrefixStore {
     /// # Errors
     /// [`File`](Status::File) if the folder cannot be read.
     pub fn usage(&self) -> Result<(usize, u64)> {
-        let found = self.folder.files()?;
+        let found = self.place.files()?;
         Ok((found.len(), found.iter().map(|file| file.bytes).sum()))
     }
 
@@ -102,9 +155,10 @@ impl PrefixStore {
         let least = usize::try_from(rewindable_to).unwrap_or_default();
         let capacity = usize::try_from(cache.capacity()).unwrap_or_default();
         let group = group_of(labels.fingerprint, cache)?;
-        self.refresh()?;
-        if let Some(entry) = self.index.lock().covering(&group, tokens, least, capacity) {
-            self.folder.touch(&entry.what);
+        let found = self.refresh()?;
+        let covering = self.index.lock().covering(&group, tokens, least, capacity).cloned();
+        if let Some(entry) = covering {
+            self.touch(&found, &entry.what);
             return Ok(false);
         }
         let saving = face(cache)?;
@@ -114,13 +168,15 @@ impl PrefixStore {
             debug!(target: TARGET, bytes, most = self.max_bytes, "a text is larger than its folder");
             return Ok(false);
         }
-        let name = folder::name_of(&group, tokens);
-        write::save(saving, &self.folder.file(&name), &header, tokens)?;
+        let name = name_of(&group, tokens);
+        let path = self.path.join(&name);
+        self.place
+            .put(&name, bytes, &mut |file| write::write(saving, &header, tokens, file, &path))?;
         // It is read from the folder like the files of others.
         self.refresh()?;
         let covered = self.index.lock().covered(&group, tokens, least);
         for name in &covered {
-            self.folder.remove(name);
+            self.place.remove(name);
         }
         debug!(target: TARGET, tokens = tokens.len(), bytes, file = name, "a text was stored");
         self.make_room(&name)?;
@@ -133,7 +189,7 @@ impl PrefixStore {
     /// [`InvalidArgument`](Status::InvalidArgument) for an empty fingerprint, and [`File`](Status::File) if
     /// the folder cannot be read.
     pub fn n_stored(&self, cache: &dyn Cache, fingerprint: &str, tokens: &[i64]) -> Result<usize> {
-        let matches = self.matches(cache, fingerprint, tokens, 1)?;
+        let (_, matches) = self.matches(cache, fingerprint, tokens, 1)?;
         Ok(matches.first().map_or(0, |found| found.n_tokens))
     }
 
@@ -158,17 +214,21 @@ impl PrefixStore {
                 cache.length()
             );
         }
-        for Match { name, n_tokens } in self.matches(cache, fingerprint, tokens, MOST_TRIED)? {
+        let (found, matches) = self.matches(cache, fingerprint, tokens, MOST_TRIED)?;
+        for Match { name, n_tokens } in matches {
             match self.load_file(cache, fingerprint, &name, &tokens[..n_tokens]) {
                 Ok(true) => {
-                    self.folder.touch(&name);
+                    self.touch(&found, &name);
                     debug!(target: TARGET, tokens = n_tokens, file = name, "a text was loaded");
                     return Ok(n_tokens);
                 }
                 Ok(false) => debug!(target: TARGET, file = name, "a stored text does not fit"),
                 Err(error) if error.status() == Status::File => {
                     warn!(target: TARGET, %error, file = name, "a stored text is passed by");
-                    self.index.lock().give_up(&name);
+                    // The system may fail in another way the next time.
+                    if error.source().is_none() {
+                        self.index.lock().give_up(&name);
+                    }
                 }
                 Err(error) => return Err(error),
             }
@@ -185,7 +245,7 @@ impl PrefixStore {
         name: &str,
         tokens: &[i64],
     ) -> Result<bool> {
-        let file = Opened::new(&self.folder.file(name))?;
+        let file = self.place.open(name).and_then(|(file, bytes)| Opened::new(file, bytes))?;
         let loading = face(cache)?;
         if loading.planes(&file.header.snapshot).is_err() {
             return Ok(false);
@@ -205,34 +265,45 @@ impl PrefixStore {
         Ok(true)
     }
 
-    /// Returns some files that hold beginnings of a text, those with the longest first.
+    /// Returns all files, and some that hold beginnings of a text, those with the longest first.
     fn matches(
         &self,
         cache: &dyn Cache,
         fingerprint: &str,
         tokens: &[i64],
         most: usize,
-    ) -> Result<Vec<Match>> {
+    ) -> Result<(Vec<Found>, Vec<Match>)> {
         check_fingerprint(fingerprint)?;
         let capacity = usize::try_from(cache.capacity()).unwrap_or_default();
         let group = group_of(fingerprint, cache)?;
-        self.refresh()?;
+        let found = self.refresh()?;
         let index = self.index.lock();
-        Ok(index.matches(&group, tokens, LEAST_TOKENS, capacity).take(most).collect())
+        let matches = index.matches(&group, tokens, LEAST_TOKENS, capacity).take(most).collect();
+        drop(index);
+        Ok((found, matches))
     }
 
-    /// Reads the beginnings of files that are new, and forgets those that are gone.
-    fn refresh(&self) -> Result<()> {
-        let found = self.folder.files()?;
+    /// Notes that one of these files is used.
+    fn touch(&self, found: &[Found], name: &str) {
+        if let Some(file) = found.iter().find(|file| file.name == name) {
+            self.place.touch(file);
+        }
+    }
+
+    /// Reads the beginnings of files that are new, and forgets those that are gone. Returns all.
+    fn refresh(&self) -> Result<Vec<Found>> {
+        let found = self.place.files()?;
         let names: HashSet<&str> = found.iter().map(|file| file.name.as_str()).collect();
         let mut index = self.index.lock();
         index.keep(|name| names.contains(name));
-        for file in &found {
-            if index.knows(file) {
-                continue;
-            }
-            match Opened::new(&self.folder.file(&file.name)) {
-                Ok(Opened { header, tokens, .. }) => index.add(file, Some((&header, tokens)))?,
+        let new: Vec<&Found> = found.iter().filter(|file| !index.knows(file)).collect();
+        // Other threads search while this one reads. They may read the same files.
+        drop(index);
+        let read = self.beginnings(&new);
+        let mut index = self.index.lock();
+        for (file, beginning) in new.into_iter().zip(read) {
+            match beginning {
+                Ok((header, tokens)) => index.add(file, Some((&header, tokens)))?,
                 // The system may fail in another way the next time.
                 Err(error) if error.status() != Status::File || error.source().is_some() => {
                     debug!(target: TARGET, %error, file = file.name, "a stored text was not read");
@@ -243,19 +314,48 @@ impl PrefixStore {
                 }
             }
         }
-        Ok(())
+        drop(index);
+        Ok(found)
+    }
+
+    /// Returns the beginnings of files, several read at once where the place asks for it.
+    fn beginnings(&self, files: &[&Found]) -> Vec<Result<Beginning>> {
+        let read = |file: &Found| {
+            let (source, bytes) = self.place.open(&file.name)?;
+            let Opened { header, tokens, .. } = Opened::new(source, bytes)?;
+            Ok((header, tokens))
+        };
+        let n_threads = self.place.at_once().min(files.len());
+        if n_threads < 2 {
+            return files.iter().map(|file| read(file)).collect();
+        }
+        let next = AtomicUsize::new(0);
+        let all: Mutex<Vec<(usize, Result<Beginning>)>> = Mutex::default();
+        std::thread::scope(|scope| {
+            for _ in 0..n_threads {
+                scope.spawn(|| loop {
+                    let at = next.fetch_add(1, Ordering::Relaxed);
+                    let Some(file) = files.get(at) else { return };
+                    let beginning = read(file);
+                    all.lock().push((at, beginning));
+                });
+            }
+        });
+        let mut all = all.into_inner();
+        all.sort_unstable_by_key(|(at, _)| *at);
+        all.into_iter().map(|(_, beginning)| beginning).collect()
     }
 
     /// Removes files, those that were used least recently first, until the rest fits. Keeps the newest.
     fn make_room(&self, newest: &str) -> Result<()> {
-        let mut files = self.folder.files()?;
+        let mut files = self.place.files()?;
         files.sort_unstable_by_key(|file| (file.name == newest, file.used));
         let mut bytes: u64 = files.iter().map(|file| file.bytes).sum();
         for file in files.iter().filter(|file| file.name != newest) {
             if bytes <= self.max_bytes {
                 break;
             }
-            self.folder.remove(&file.name);
+            self.place.remove(&file.name);
             bytes -= file.bytes;
             debug!(target: TARGET, file = file.name, bytes = file.bytes, "a stored text made room");
         }
@@ -285,6 +385,14 @@ pub(crate) fn text_length(cache: &dyn Cache) -> Result<i32> {
         );
     }
     Ok(length)
+}
+
+/// Returns whether a path is an address with a scheme, such as `s3://bucket`.
+fn is_address(path: &str) -> bool {
+    path.split_once("://").is_some_and(|(scheme, _)| {
+        scheme.len() > 1
+            && scheme.bytes().all(|byte| byte.is_ascii_lowercase() || byte.is_ascii_digit())
+    })
 }
 
 pub(crate) fn check_fingerprint(fingerprint: &str) -> Result<()> {

@@ -5,9 +5,9 @@ use std::collections::BTreeMap;
 use super::group::LayerGroup;
 use super::tree::Tree;
 use super::{check_sequence, CellsBookkeeping};
-use crate::bookkeeping::Slots;
-use crate::error::Result;
-use crate::snapshot::{damaged, CellsState};
+use crate::bookkeeping::{ContiguousBookkeeping, Slots};
+use crate::error::{fail, Result};
+use crate::snapshot::{damaged, CellsState, ContiguousState, GroupState, SequenceState};
 
 impl CellsBookkeeping {
     /// Returns the state. No step is open; what is declared for the next is left out.
@@ -52,6 +52,80 @@ impl CellsBookkeeping {
         }
         let cells = vec![Vec::new(); n_groups];
         Ok(Self { groups, trees, cells, ..Self::new(self.capacity, []) })
+    }
+
+    /// Returns the state of bookkeeping that holds this sequence alone, as sequence 0, in the first cells in
+    /// the order of its positions. Its tree is left out.
+    pub fn sequence_state(&self, sequence: i32) -> CellsState {
+        let of = |group: &LayerGroup| {
+            let mut cell = 0;
+            let runs = group.held(sequence).iter().map(|run| {
+                let first = cell;
+                cell += run.len;
+                [run.position, first, run.len]
+            });
+            let runs: Vec<[i32; 3]> = runs.collect();
+            let size = LayerGroup::new(group.window, self.capacity).size().max(cell);
+            let held = (cell > 0).then_some(SequenceState { sequence: 0, runs });
+            GroupState { size, sequences: held.into_iter().collect() }
+        };
+        CellsState { groups: self.groups.iter().map(of).collect(), trees: Vec::new() }
+    }
+
+    /// Returns the cells of a sequence in a layer group, in the order of its positions.
+    ///
+    /// # Panics
+    /// If the layer group does not exist.
+    pub fn sequence_cells(&self, group: usize, sequence: i32) -> Slots {
+        Slots::of(&self.groups[group].held(sequence).cells().collect::<Vec<_>>())
+    }
+
+    /// Returns bookkeeping that also holds the only sequence of a state, which [fits](Self::with_state), under
+    /// a number that has neither positions nor a tree; and for each layer group its cells, in the order of
+    /// those of the state.
+    ///
+    /// # Errors
+    /// [`Capacity`](crate::Status::Capacity) if too few cells are free. [`Step`](crate::Status::Step) while a
+    /// step is open. [`InvalidArgument`](crate::Status::InvalidArgument) for a number out of range.
+    pub fn with_sequence(&self, sequence: i32, state: &CellsState) -> Result<(Self, Vec<Slots>)> {
+        self.refuse_in_step("load a sequence")?;
+        check_sequence(sequence)?;
+        let mut book = self.clone();
+        let mut all = Vec::new();
+        for (group, state) in book.groups.iter_mut().zip(&state.groups) {
+            let runs = || state.sequences.iter().flat_map(|held| &held.runs);
+            let n: i32 = runs().map(|[.., len]| len).sum();
+            let free = self.capacity - group.taken();
+            if n > free {
+                fail!(
+                    Capacity,
+                    "the sequence takes {n} cells, {free} of {} are free; remove others first",
+                    self.capacity
+                );
+            }
+            let mut cells = Vec::new();
+            group.allocate(n, None, &mut cells);
+            let held = runs().flat_map(|&[position, cell, len]| {
+                (0..len).map(move |at| (position + at, cell + at))
+            });
+            let mut moved = Vec::new();
+            for ((position, from), &to) in held.zip(&cells) {
+                group.append(sequence, position, to);
+                moved.push((from, to));
+            }
+            moved.sort_unstable();
+            all.push(Slots::of(&moved.iter().map(|&(_, to)| to).collect::<Vec<_>>()));
+        }
+        Ok((book, all))
+    }
+
+    /// Refuses the state of one growing sequence that no steps lead to, or that does not fit.
+    ///
+    /// # Errors
+    /// [`File`](crate::Status::File).
+    pub fn check_contiguous(&self, state: &ContiguousState) -> Result<()> {
+        let windows = self.groups.iter().map(|group| group.window);
+        ContiguousBookkeeping::new(self.capacity, windows).with_state(state).map(drop)
     }
 
     /// Returns the number of layer groups.

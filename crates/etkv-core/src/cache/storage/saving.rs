@@ -2,8 +2,9 @@
 
 use crate::bookkeeping::Slots;
 use crate::config::CacheConfig;
-use crate::error::{Error, Result, Status};
+use crate::error::{fail, Error, Result, Status};
 use crate::format::KvFormat;
+use crate::growth::Growth;
 use crate::snapshot::{GiveRows, PlaneId, PlaneRows, Snapshot, TakeRows};
 use crate::store::Store;
 
@@ -69,9 +70,29 @@ impl<S: Store> Storage<S> {
         contents: &Contents<B>,
         give: &mut GiveRows,
     ) -> Result<Self> {
+        self.filled(self.config.clone(), snapshot, contents, give)
+    }
+
+    /// Returns a store with these rows alone, which [`take_rows`](Self::take_rows) adds to this one.
+    pub fn apart<B>(
+        &self,
+        snapshot: &Snapshot,
+        contents: &Contents<B>,
+        give: &mut GiveRows,
+    ) -> Result<Self> {
+        let config = CacheConfig { growth: Growth::Exact, ..self.config.clone() };
+        self.filled(config, snapshot, contents, give)
+    }
+
+    fn filled<B>(
+        &self,
+        config: CacheConfig,
+        snapshot: &Snapshot,
+        contents: &Contents<B>,
+        give: &mut GiveRows,
+    ) -> Result<Self> {
         let Contents { held, target: (target, awaits), .. } = contents;
         let (target, awaits) = (*target, *awaits);
-        let config: CacheConfig = self.config.clone();
         let mut made = Self::without_slots(config, self.shared, snapshot.formats)?;
         // Both count for the same cache, and this one stays.
         made.share = self.share.sibling();
@@ -94,6 +115,73 @@ impl<S: Store> Storage<S> {
         made.settle();
         (made.formats, made.awaits) = (target, awaits);
         Ok(made)
+    }
+
+    /// Refuses rows of a file whose values are not finite as they are stored.
+    pub fn refuse_not_finite(&self, held: &[Slots]) -> Result<()> {
+        let format = self.formats[1];
+        self.read_rows(held, &mut |rows, bytes| {
+            if rows.id.values && !format.is_finite(&rows.format, bytes) {
+                fail!(
+                    File,
+                    "a value of layer {} is not finite as {format}; other sequences would read it",
+                    rows.id.layer
+                );
+            }
+            Ok(())
+        })
+    }
+
+    /// Refuses rows from a file with which there would be `length` positions, if those were more than may be
+    /// stored in float before `quantized_kv_start`.
+    pub fn check_joining_floats(&self, length: i32) -> Result<()> {
+        let most = self.config.most_floats();
+        if length > most {
+            fail!(
+                Capacity,
+                "the cache would hold {length} positions in {}, the most is {most}: quantized_kv_start - 1, \
+                 and max_step_tokens {}",
+                self.config.float_format,
+                self.config.max_step_tokens
+            );
+        }
+        Ok(())
+    }
+
+    /// Copies the rows of a store of the same layers and formats at `held` slots to `free` slots of this one.
+    pub fn take_rows(&mut self, from: &Self, held: &[Slots], free: &[Slots]) -> Result<()> {
+        self.check()?;
+        let needed = |storage: &Self, group: usize| storage.allocated(group, free[group].end());
+        let own = self.reserve_own(|group| free[group].least());
+        let reserved = own.and_then(|()| self.reserve(needed));
+        let grown = reserved.and_then(|()| {
+            (0..self.groups.len())
+                .try_for_each(|layer| self.grow(layer, needed(self, self.groups[layer])))
+        });
+        let copied = grown.and_then(|()| {
+            self.copy_rows(from, held, free).inspect_err(|_| {
+                // No value may stay that a mask cannot hide.
+                self.blank(|group| free[group].clone());
+            })
+        });
+        self.unsettled = true;
+        self.settle();
+        copied
+    }
+
+    fn copy_rows(&mut self, from: &Self, held: &[Slots], free: &[Slots]) -> Result<()> {
+        let mut buffer = Vec::new();
+        for rows in from.planes(self.formats, held) {
+            let group = self.groups[rows.id.layer];
+            let [there, here] =
+                [&held[group], &free[group]].map(|slots| chunks(slots, rows.slot_bytes()));
+            for (there, here) in there.zip(here) {
+                let bytes = room(&mut buffer, there.len() * rows.slot_bytes())?;
+                from.store.copy_out(rows.id, &there, bytes)?;
+                self.store.copy_in(rows.id, &here, bytes)?;
+            }
+        }
+        Ok(())
     }
 }
 

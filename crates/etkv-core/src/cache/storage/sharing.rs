@@ -2,7 +2,7 @@
 
 use std::sync::Arc;
 
-use crate::bookkeeping::{LayerGroupPlan, Slots};
+use crate::bookkeeping::Slots;
 use crate::budget::Share;
 use crate::error::Result;
 use crate::format::KvFormat;
@@ -85,12 +85,13 @@ impl<S: Store> Storage<S> {
 
     /// Takes from the memory budget what rows need that a step writes where a prefix has others: they and
     /// all shared ones behind them are then counted as this cache's own.
-    pub(super) fn reserve_own(&mut self, plans: &[LayerGroupPlan]) -> Result<()> {
+    /// `first` is the first slot that is written, for each layer group.
+    pub(super) fn reserve_own(&mut self, first: impl Fn(usize) -> Option<i32>) -> Result<()> {
         if self.prefix.is_none() {
             return Ok(());
         }
         let bytes = self.groups.iter().enumerate().fold(0, |bytes: u64, (layer, &group)| {
-            let Some(first) = plans.get(group).and_then(|plan| plan.write.least()) else {
+            let Some(first) = first(group) else {
                 return bytes;
             };
             let of = |(extent, slot): (Extent, u64)| (extent.shared - first).max(0) as u64 * slot;

@@ -4,6 +4,7 @@
 
 mod damage;
 pub mod driver;
+mod sequences;
 
 use std::path::PathBuf;
 
@@ -14,6 +15,10 @@ use crate::backend::Backend;
 use crate::{for_seeds, Rng};
 pub use damage::damaged_files_are_refused_and_change_nothing;
 use driver::{operate, AnyCache, Shape};
+pub use sequences::{
+    a_sequence_goes_on_alike, a_sequence_joins_others_that_stay,
+    a_sequence_that_does_not_fit_is_refused, a_sequence_that_is_not_finite_joins_no_others,
+};
 
 const MODEL: &str = "a model";
 

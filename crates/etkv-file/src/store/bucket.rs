@@ -1,0 +1,385 @@
+//! The files of a store in a bucket that the crate `object_store` speaks to.
+
+mod object;
+mod upload;
+
+use std::collections::{HashMap, HashSet};
+use std::fmt::{self, Display, Formatter};
+use std::future::Future;
+use std::io;
+use std::sync::Arc;
+use std::time::{Duration, Instant, SystemTime};
+
+use etkv_core::error::fail;
+use etkv_core::{Error, Result, Status};
+use object_store::aws::AmazonS3Builder;
+use object_store::azure::MicrosoftAzureBuilder;
+use object_store::gcp::GoogleCloudStorageBuilder;
+use object_store::path::Path;
+use object_store::{ObjectStore, ObjectStoreExt, ObjectStoreScheme, PutPayload, RetryConfig};
+use parking_lot::Mutex;
+use tokio::runtime::{Handle, Runtime};
+use tracing::debug;
+
+use self::object::Object;
+use self::upload::Upload;
+use super::place::{is_name, Found, Place, ReadSeek, WriteFile};
+use super::TARGET;
+use crate::checksum;
+use crate::header::refused;
+
+/// Objects have no time of their last use that can be set. A second, empty object has it: it is written
+/// again when a file is used.
+const USED: &str = ".used";
+
+/// How old the time of the last use is when it is noted again: a request each time would be for nothing.
+const NOTED_EVERY: Duration = Duration::from_secs(60);
+
+/// How long a bucket that failed is not asked: each request would keep the host waiting.
+const PASSED_BY: Duration = Duration::from_secs(30);
+
+/// Objects that are opened at once.
+const AT_ONCE: usize = 8;
+
+/// A bucket's objects below a prefix.
+pub struct Bucket {
+    shared: Arc<Shared>,
+    noted_every: Duration,
+}
+
+/// What open objects need of a bucket.
+struct Shared {
+    store: Arc<dyn ObjectStore>,
+    prefix: Path,
+    /// `None` while it is dropped.
+    runtime: Option<Runtime>,
+    /// When a request failed last, and why.
+    failed: Mutex<Option<(Instant, String)>>,
+}
+
+impl Bucket {
+    /// Opens an address, such as `s3://bucket/prefix`. The environment has credentials and the endpoint.
+    pub fn open(address: &str) -> Result<Self> {
+        let wrong = |error: &dyn Display| refused(format_args!("cannot open {address}: {error}"));
+        // TLS has the provider that the process chose, or this one.
+        let _ = rustls::crypto::ring::default_provider().install_default();
+        let url = url::Url::parse(address).map_err(|error| wrong(&error))?;
+        let (scheme, prefix) = ObjectStoreScheme::parse(&url).map_err(|error| wrong(&error))?;
+        // A host waits for the answer: what takes longer than this is read by the model instead.
+        let retry = RetryConfig {
+            max_retries: 3,
+            retry_timeout: Duration::from_secs(15),
+            ..RetryConfig::default()
+        };
+        let store: object_store::Result<Arc<dyn ObjectStore>> = match scheme {
+            ObjectStoreScheme::AmazonS3 => {
+                let builder = AmazonS3Builder::from_env().with_url(address).with_retry(retry);
+                builder.build().map(|store| Arc::new(store) as _)
+            }
+            ObjectStoreScheme::GoogleCloudStorage => {
+                let builder = GoogleCloudStorageBuilder::from_env();
+                let builder = builder.with_url(address).with_retry(retry);
+                builder.build().map(|store| Arc::new(store) as _)
+            }
+            ObjectStoreScheme::MicrosoftAzure => {
+                let builder = MicrosoftAzureBuilder::from_env();
+                let builder = builder.with_url(address).with_retry(retry);
+                builder.build().map(|store| Arc::new(store) as _)
+            }
+            _ => fail!(
+                File,
+                "cannot open {address}: expected a bucket, as in s3://, gs:// or az://, or the path of a folder"
+            ),
+        };
+        Self::new(store.map_err(|error| wrong(&error))?, prefix)
+    }
+
+    /// Opens the objects of a bucket below a prefix.
+    pub fn new(store: Arc<dyn ObjectStore>, prefix: Path) -> Result<Self> {
+        // Connections live on its thread, also between calls.
+        let runtime = tokio::runtime::Builder::new_multi_thread()
+            .worker_threads(1)
+            .thread_name("etkv-bucket")
+            .enable_all()
+            .build()
+            .map_err(|error| {
+                Error::new(Status::Backend, "cannot start a thread").caused_by(error)
+            })?;
+        let shared = Shared { store, prefix, runtime: Some(runtime), failed: Mutex::default() };
+        let bucket = Self { shared: Arc::new(shared), noted_every: NOTED_EVERY };
+        bucket.tidy()?;
+        Ok(bucket)
+    }
+
+    /// Returns the stored files, and the times of last uses by the names of files.
+    fn all(&self) -> Result<(Vec<Found>, HashMap<String, SystemTime>)> {
+        let Shared { store, prefix, .. } = &*self.shared;
+        let prefix = (!prefix.is_root()).then_some(prefix);
+        let listed = self.shared.wait(store.list_with_delimiter(prefix));
+        let listed = listed.map_err(|error| {
+            refused(format_args!("cannot list {self}: {error}")).caused_by(error)
+        })?;
+        let mut files = Vec::new();
+        let mut uses = HashMap::new();
+        for object in listed.objects {
+            let changed = SystemTime::from(object.last_modified);
+            let Some(name) = object.location.filename() else { continue };
+            if let Some(name) = name.strip_suffix(USED).filter(|name| is_name(name)) {
+                uses.insert(name.to_owned(), changed);
+            } else if is_name(name) {
+                let version = format!("{:?}{changed:?}", object.e_tag);
+                let [a, b, c, d, e, f, g, h, ..] = checksum::of(version.as_bytes());
+                let identity = u64::from_le_bytes([a, b, c, d, e, f, g, h]);
+                let (name, bytes) = (name.to_owned(), object.size);
+                files.push(Found { name, bytes, used: changed, identity });
+            }
+        }
+        Ok((files, uses))
+    }
+
+    /// Removes the times of uses of files that are gone. Checks that the bucket answers.
+    fn tidy(&self) -> Result<()> {
+        let (files, uses) = self.all()?;
+        let names: HashSet<&str> = files.iter().map(|file| file.name.as_str()).collect();
+        for name in uses.keys().filter(|name| !names.contains(name.as_str())) {
+            self.delete(&format!("{name}{USED}"));
+        }
+        Ok(())
+    }
+
+    fn delete(&self, name: &str) {
+        let Shared { store, .. } = &*self.shared;
+        if let Err(error) = self.shared.wait(store.delete(&self.shared.at(name))) {
+            debug!(target: TARGET, %error, file = name, "a stored object is not removed");
+        }
+    }
+
+    fn wrong(&self, what: &str, name: &str, error: io::Error) -> Error {
+        refused(format_args!("cannot {what} {name} of {self}: {error}")).caused_by(error)
+    }
+}
+
+impl Shared {
+    fn at(&self, name: &str) -> Path {
+        self.prefix.clone().join(name)
+    }
+
+    /// Waits for a request, unless one failed a moment ago.
+    fn wait<T: Send>(
+        &self,
+        work: impl Future<Output = object_store::Result<T>> + Send,
+    ) -> io::Result<T> {
+        if let Some((when, why)) = &*self.failed.lock() {
+            let ago = when.elapsed();
+            if ago < PASSED_BY {
+                return Err(io::Error::other(format!(
+                    "not asked: it failed {} s ago, and is asked again after {} s: {why}",
+                    ago.as_secs(),
+                    PASSED_BY.as_secs()
+                )));
+            }
+        }
+        let done = self.block_on(work)?;
+        // What is wrong with one object is nothing to wait for.
+        *self.failed.lock() = match &done {
+            Err(error @ object_store::Error::Generic { .. }) => {
+                Some((Instant::now(), error.to_string()))
+            }
+            _ => None,
+        };
+        done.map_err(io::Error::from)
+    }
+
+    /// Waits for work on the runtime. A thread of another runtime may not wait: a new thread does.
+    fn block_on<T: Send>(&self, work: impl Future<Output = T> + Send) -> io::Result<T> {
+        let ended = || io::Error::other("the request ended without an answer");
+        let Some(runtime) = &self.runtime else { return Err(ended()) };
+        match Handle::try_current() {
+            Err(_) => Ok(runtime.block_on(work)),
+            Ok(_) => std::thread::scope(|scope| scope.spawn(|| runtime.block_on(work)).join())
+                .map_err(|_| ended()),
+        }
+    }
+}
+
+impl Drop for Shared {
+    fn drop(&mut self) {
+        // Another runtime's thread may not wait for its end.
+        if let Some(runtime) = self.runtime.take() {
+            runtime.shutdown_background();
+        }
+    }
+}
+
+impl Display for Bucket {
+    fn fmt(&self, f: &mut Formatter<'_>) -> fmt::Result {
+        write!(f, "{}/{}", self.shared.store, self.shared.prefix)
+    }
+}
+
+impl fmt::Debug for Bucket {
+    fn fmt(&self, f: &mut Formatter<'_>) -> fmt::Result {
+        write!(f, "Bucket({self})")
+    }
+}
+
+impl Place for Bucket {
+    fn files(&self) -> Result<Vec<Found>> {
+        let (mut files, uses) = self.all()?;
+        for file in &mut files {
+            file.used = uses.get(&file.name).map_or(file.used, |&used| used.max(file.used));
+        }
+        Ok(files)
+    }
+
+    fn open(&self, name: &str) -> Result<(Box<dyn ReadSeek>, u64)> {
+        let object = Object::open(&self.shared, self.shared.at(name));
+        let object = object.map_err(|error| self.wrong("read", name, error))?;
+        let len = object.len();
+        Ok((Box::new(object), len))
+    }
+
+    fn put(&self, name: &str, bytes: u64, write: &mut WriteFile) -> Result<()> {
+        let mut upload = Upload::new(&self.shared, self.shared.at(name), bytes);
+        match write(&mut upload) {
+            Ok(()) => upload.complete().map_err(|error| self.wrong("write", name, error)),
+            Err(error) => {
+                upload.abort();
+                Err(error)
+            }
+        }
+    }
+
+    fn touch(&self, file: &Found) {
+        let age = SystemTime::now().duration_since(file.used).unwrap_or_default();
+        if age < self.noted_every {
+            return;
+        }
+        let Shared { store, .. } = &*self.shared;
+        let at = self.shared.at(&format!("{}{USED}", file.name));
+        if let Err(error) = self.shared.wait(store.put(&at, PutPayload::new())) {
+            debug!(target: TARGET, %error, file = file.name, "the use of a stored text is not noted");
+        }
+    }
+
+    fn remove(&self, name: &str) {
+        self.delete(name);
+        self.delete(&format!("{name}{USED}"));
+    }
+
+    fn at_once(&self) -> usize {
+        AT_ONCE
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use object_store::memory::InMemory;
+
+    use super::*;
+    use crate::store::place::name_of;
+
+    fn put(bucket: &Bucket, name: &str, bytes: &[u8]) {
+        let mut write = |file: &mut dyn io::Write| -> Result<()> {
+            file.write_all(bytes).map_err(|error| refused(&error).caused_by(error))
+        };
+        bucket.put(name, bytes.len() as u64, &mut write).unwrap();
+    }
+
+    fn names(bucket: &Bucket) -> Vec<String> {
+        let mut files = bucket.files().unwrap();
+        files.sort_by_key(|file| file.used);
+        files.into_iter().map(|file| file.name).collect()
+    }
+
+    #[test]
+    fn the_use_of_an_object_is_an_object_beside_it() {
+        let store: Arc<dyn ObjectStore> = Arc::new(InMemory::new());
+        let mut bucket = Bucket::new(Arc::clone(&store), "a/b".into()).unwrap();
+        let [one, two] = [[1], [2]].map(|text| name_of("a group", &text));
+        put(&bucket, &one, b"one");
+        std::thread::sleep(Duration::from_millis(5));
+        put(&bucket, &two, b"two");
+        assert_eq!(names(&bucket), [one.clone(), two.clone()]);
+        // What was used a moment ago is not noted again.
+        let touch = |bucket: &Bucket, name: &str| {
+            let files = bucket.files().unwrap();
+            bucket.touch(files.iter().find(|file| file.name == name).unwrap());
+        };
+        touch(&bucket, &one);
+        assert!(bucket.all().unwrap().1.is_empty());
+        bucket.noted_every = Duration::ZERO;
+        touch(&bucket, &one);
+        assert_eq!(names(&bucket), [two.clone(), one.clone()]);
+        // It has no bytes of a file, and goes with it.
+        assert_eq!(bucket.files().unwrap().iter().map(|file| file.bytes).sum::<u64>(), 6);
+        bucket.remove(&one);
+        assert!(bucket.all().unwrap().1.is_empty());
+        // One that another process left is removed when the bucket is opened.
+        touch(&bucket, &two);
+        bucket.delete(&two);
+        assert_eq!(bucket.all().unwrap().1.len(), 1);
+        Bucket::new(store, "a/b".into()).unwrap();
+        assert!(bucket.all().unwrap().1.is_empty());
+    }
+
+    #[test]
+    fn an_object_is_read_at_any_offset() {
+        use std::io::{Read, Seek, SeekFrom};
+
+        let bucket = Bucket::new(Arc::new(InMemory::new()), Path::default()).unwrap();
+        let bytes: Vec<u8> = (0..40_000_000u32).map(|at| (at ^ (at >> 11)) as u8).collect();
+        let name = name_of("a group", &[3]);
+        put(&bucket, &name, &bytes);
+        let (mut file, len) = bucket.open(&name).unwrap();
+        assert_eq!(len, bytes.len() as u64);
+        let mut check = |at: usize, n: usize| {
+            let mut found = vec![0; n];
+            file.seek(SeekFrom::Start(at as u64)).unwrap();
+            file.read_exact(&mut found).unwrap();
+            assert!(found == bytes[at..at + n], "{n} bytes from {at} on");
+        };
+        for (at, n) in [(0, 8), (39_999_990, 10), (8, 300_000), (300_008, 39_699_992), (5, 5)] {
+            check(at, n);
+        }
+        // In steps that are ahead and are not, and at the end.
+        for at in (0..39_000_000).step_by(3_000_001) {
+            check(at, 1_000_000);
+        }
+        assert_eq!(file.seek(SeekFrom::End(0)).unwrap(), len);
+        assert_eq!(file.read(&mut [0; 4]).unwrap(), 0);
+        assert!(file.seek(SeekFrom::Current(-50_000_000)).is_err());
+        // Another one that takes its name is not read on.
+        put(&bucket, &name, &bytes[1..]);
+        file.seek(SeekFrom::Start(20_000_000)).unwrap();
+        assert!(file.read_exact(&mut [0; 4]).is_err());
+        assert!(bucket.open(&name_of("a group", &[4])).is_err());
+    }
+
+    #[test]
+    fn what_is_not_written_to_its_end_is_not_there() {
+        let bucket = Bucket::new(Arc::new(InMemory::new()), Path::default()).unwrap();
+        let name = name_of("a group", &[3]);
+        for n in [10, 20 << 20] {
+            let mut write = |file: &mut dyn io::Write| -> Result<()> {
+                file.write_all(&vec![7; n]).map_err(|error| refused(&error).caused_by(error))?;
+                fail!(Backend, "no more rows")
+            };
+            let error = bucket.put(&name, 2 * n as u64, &mut write).unwrap_err();
+            assert_eq!(error.message(), "no more rows");
+            assert!(names(&bucket).is_empty());
+        }
+    }
+
+    /// As in a server that waits for its own requests.
+    #[test]
+    fn a_thread_of_another_runtime_may_call() {
+        let other = tokio::runtime::Builder::new_multi_thread().worker_threads(1).build().unwrap();
+        let found = other.block_on(async {
+            let bucket = Bucket::new(Arc::new(InMemory::new()), Path::default()).unwrap();
+            put(&bucket, &name_of("a group", &[3]), b"one");
+            names(&bucket).len()
+        });
+        assert_eq!(found, 1);
+    }
+}

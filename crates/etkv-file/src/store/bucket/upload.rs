@@ -1,0 +1,101 @@
+//! An object that is written: whole if it is small, else in parts, which the bucket shows once they are
+//! complete.
+
+use std::io::{self, Write};
+
+use object_store::path::Path;
+use object_store::{ObjectStoreExt, WriteMultipart};
+use tracing::debug;
+
+use super::{Shared, TARGET};
+
+/// The bytes of a part of an upload, unless that were too many parts.
+const PART: u64 = 8 << 20;
+
+/// The parts of an upload that are under way at once, each with its own memory.
+const PARTS_AT_ONCE: usize = 3;
+
+/// The most parts of an upload are 10,000 in S3.
+const MOST_PARTS: u64 = 9_000;
+
+pub struct Upload<'a> {
+    shared: &'a Shared,
+    at: Path,
+    part: usize,
+    pending: Vec<u8>,
+    parts: Option<WriteMultipart>,
+}
+
+impl<'a> Upload<'a> {
+    /// Returns an upload of `bytes` bytes. Nothing is sent yet.
+    pub fn new(shared: &'a Shared, at: Path, bytes: u64) -> Self {
+        let part = PART.max(bytes.div_ceil(MOST_PARTS)) as usize;
+        Self { shared, at, part, pending: Vec::new(), parts: None }
+    }
+
+    /// Sends what is pending, once fewer parts are under way.
+    fn send(&mut self) -> io::Result<()> {
+        let (store, part) = (&self.shared.store, self.part);
+        let mut parts = match self.parts.take() {
+            Some(parts) => parts,
+            None => {
+                let upload = self.shared.wait(store.put_multipart(&self.at))?;
+                WriteMultipart::new_with_chunk_size(upload, part)
+            }
+        };
+        let bytes = std::mem::take(&mut self.pending);
+        let (parts, sent) = self.shared.wait(async move {
+            let ready = parts.wait_for_capacity(PARTS_AT_ONCE).await;
+            if ready.is_ok() {
+                parts.put(bytes.into());
+            }
+            Ok((parts, ready))
+        })?;
+        self.parts = Some(parts);
+        sent.map_err(io::Error::from)
+    }
+
+    /// Makes the object appear.
+    pub fn complete(mut self) -> io::Result<()> {
+        if self.parts.is_none() {
+            let bytes = std::mem::take(&mut self.pending);
+            self.shared.wait(self.shared.store.put(&self.at, bytes.into()))?;
+            return Ok(());
+        }
+        if !self.pending.is_empty() {
+            if let Err(error) = self.send() {
+                self.abort();
+                return Err(error);
+            }
+        }
+        match self.parts.take() {
+            // It aborts the upload where a part fails.
+            Some(parts) => self.shared.wait(parts.finish()).map(drop),
+            None => Ok(()),
+        }
+    }
+
+    /// Removes the parts.
+    pub fn abort(mut self) {
+        if let Some(parts) = self.parts.take() {
+            if let Err(error) = self.shared.wait(parts.abort()) {
+                debug!(target: TARGET, %error, file = %self.at, "an upload is not aborted");
+            }
+        }
+    }
+}
+
+impl Write for Upload<'_> {
+    fn write(&mut self, bytes: &[u8]) -> io::Result<usize> {
+        let n = bytes.len().min(self.part - self.pending.len());
+        self.pending.extend_from_slice(&bytes[..n]);
+        if self.pending.len() == self.part {
+            self.send()?;
+        }
+        Ok(n)
+    }
+
+    fn flush(&mut self) -> io::Result<()> {
+        Ok(())
+    }
+}

@@ -1,0 +1,456 @@
+//! Stores of texts in buckets: in memory, in `object_store`'s local file system, and in the bucket that
+//! `ETKV_TEST_BUCKET` is the address of, such as that of `make test-buckets`. What is loaded is what was read.
+//!
+//! `ETKV_RUNS=N` generates N times as much.
+
+use std::path::Path;
+use std::process::{Child, Command};
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use etkv_core::{CacheConfig, ContiguousCache, Status, Step};
+use etkv_cpu::CpuStore;
+use etkv_file::{Labels, PrefixCache, PrefixCacheOptions, PrefixStore, LEAST_TOKENS};
+use etkv_tests::backend::Backend;
+use etkv_tests::on_cpu::OnCpu;
+use etkv_tests::texts::{answer, read, shared, some_text, TextShape};
+use etkv_tests::{oracle, runs, Rng};
+use object_store::aws::AmazonS3Builder;
+use object_store::local::LocalFileSystem;
+use object_store::memory::InMemory;
+use object_store::{ObjectStore, ObjectStoreExt};
+use tempfile::TempDir;
+
+const MODEL: &str = "a model";
+const PREFIX: &str = "some/texts";
+
+/// A bucket, and how stores in it are opened.
+struct Bucket {
+    name: &'static str,
+    objects: Arc<dyn ObjectStore>,
+    prefix: String,
+    /// The address, of one that is reached by it.
+    address: Option<String>,
+    folder: TempDir,
+}
+
+impl Bucket {
+    fn open(&self, max_bytes: u64) -> PrefixStore {
+        match &self.address {
+            Some(address) => PrefixStore::open(Path::new(address), max_bytes).unwrap(),
+            None => PrefixStore::in_bucket(self.objects.clone(), &self.prefix, max_bytes).unwrap(),
+        }
+    }
+
+    /// Returns the names of the objects, in order.
+    fn names(&self) -> Vec<String> {
+        let prefix = self.prefix.as_str().into();
+        let listed = wait(self.objects.list_with_delimiter(Some(&prefix))).unwrap();
+        let name =
+            |object: object_store::ObjectMeta| object.location.filename().unwrap().to_owned();
+        let mut names: Vec<String> = listed.objects.into_iter().map(name).collect();
+        names.sort();
+        names
+    }
+
+    fn path(&self, name: &str) -> object_store::path::Path {
+        format!("{}/{name}", self.prefix).into()
+    }
+
+    fn is_slow(&self) -> bool {
+        self.address.is_some()
+    }
+}
+
+fn wait<T>(work: impl std::future::Future<Output = T>) -> T {
+    let runtime =
+        tokio::runtime::Builder::new_multi_thread().worker_threads(1).enable_all().build();
+    runtime.unwrap().block_on(work)
+}
+
+/// Returns every kind of bucket, empty.
+fn buckets() -> Vec<Bucket> {
+    let folder = || TempDir::new().unwrap();
+    let local = folder();
+    let files: Arc<dyn ObjectStore> =
+        Arc::new(LocalFileSystem::new_with_prefix(local.path()).unwrap());
+    let prefix = || PREFIX.to_owned();
+    let memory: Arc<dyn ObjectStore> = Arc::new(InMemory::new());
+    let mut all = vec![
+        Bucket {
+            name: "memory",
+            objects: memory,
+            prefix: prefix(),
+            address: None,
+            folder: folder(),
+        },
+        Bucket { name: "files", objects: files, prefix: prefix(), address: None, folder: local },
+    ];
+    if let Ok(address) = std::env::var("ETKV_TEST_BUCKET") {
+        static NEXT: std::sync::atomic::AtomicUsize = std::sync::atomic::AtomicUsize::new(0);
+        let number = NEXT.fetch_add(1, std::sync::atomic::Ordering::Relaxed);
+        let prefix = format!("{}-{number}/texts", std::process::id());
+        // It chooses what TLS runs on.
+        PrefixStore::open(Path::new(&address), 1).unwrap();
+        let objects = AmazonS3Builder::from_env().with_url(&address).build().unwrap();
+        all.push(Bucket {
+            name: "s3",
+            objects: Arc::new(objects),
+            address: Some(format!("{address}/{prefix}")),
+            prefix,
+            folder: folder(),
+        });
+    }
+    all
+}
+
+fn save(store: &PrefixStore, shape: TextShape, text: &[i64]) -> bool {
+    let mut cache = shape.make::<OnCpu>();
+    read::<OnCpu>(&mut cache, text);
+    store.save(&mut *cache, Labels { fingerprint: MODEL, tokens: text }).unwrap()
+}
+
+/// Loads what the store has of a text, and checks that it is what reading makes. Returns its length.
+fn load(store: &PrefixStore, shape: TextShape, text: &[i64]) -> usize {
+    let mut cache = shape.make::<OnCpu>();
+    let n = store.load(&mut *cache, MODEL, text).unwrap();
+    assert_eq!(cache.next_position(), Ok(n as i32));
+    assert!(n == 0 || n >= LEAST_TOKENS, "{n} tokens");
+    let mut fresh = shape.make::<OnCpu>();
+    read::<OnCpu>(&mut fresh, &text[..n]);
+    let same = answer::<OnCpu>(&mut cache, &text[..n]) == answer::<OnCpu>(&mut fresh, &text[..n]);
+    assert!(same, "{n} of {text:?}");
+    n
+}
+
+#[test]
+fn the_longest_beginning_is_loaded() {
+    for bucket in buckets() {
+        let n_seeds = if bucket.is_slow() { 3 } else { runs(18) };
+        for seed in 0..n_seeds {
+            let (shape, rng) = (TextShape::of(seed), &mut Rng::new(seed));
+            let bucket = match bucket.is_slow() {
+                true => buckets().into_iter().find(|other| other.name == bucket.name).unwrap(),
+                false => Bucket {
+                    prefix: format!("{}/{seed}", bucket.prefix),
+                    objects: bucket.objects.clone(),
+                    address: None,
+                    folder: TempDir::new().unwrap(),
+                    ..bucket
+                },
+            };
+            let mut stores = [bucket.open(u64::MAX), bucket.open(u64::MAX)];
+            let mut saved: Vec<Vec<i64>> = Vec::new();
+            for _ in 0..24 {
+                let (text, which) = (some_text(rng), rng.below(2));
+                match rng.below(5) {
+                    0 => stores[which] = bucket.open(u64::MAX),
+                    1 | 2 => {
+                        let written = save(&stores[which], shape, &text);
+                        assert!(!written || text.len() >= LEAST_TOKENS);
+                        if text.len() >= LEAST_TOKENS {
+                            saved.push(text);
+                        }
+                    }
+                    _ => {
+                        let found = load(&stores[which], shape, &text);
+                        let longest = saved.iter().map(|old| shared(old, &text)).max().unwrap_or(0);
+                        let whole = saved.iter().filter(|old| text.starts_with(old)).map(Vec::len);
+                        // Windows and conversions serve the end of a text.
+                        let least = match shape.windowed || shape.format == 2 {
+                            true => whole.max().unwrap_or(0),
+                            false => longest,
+                        };
+                        let served = |n| if n < LEAST_TOKENS { 0 } else { n };
+                        assert!((served(least)..=served(longest)).contains(&found), "{found}");
+                    }
+                }
+            }
+            assert!(!saved.is_empty());
+            let (n, bytes) = stores[0].usage().unwrap();
+            assert!(n > 0 && n <= saved.len() && bytes > 0, "{n} files in {}", bucket.name);
+        }
+    }
+}
+
+/// In parts, and read ahead.
+#[test]
+fn a_large_object_is_whole() {
+    let config = CacheConfig::uniform(3, 8, 128, 1200).stored_as("f32".parse().unwrap());
+    let make = || ContiguousCache::<CpuStore>::new(config.clone()).unwrap();
+    let text: Vec<i64> = (0..1100).collect();
+    let mut cache = make();
+    for start in (0..1100).step_by(100) {
+        let positions: Vec<i32> = (start..start + 100).collect();
+        let mut step = Step::begin(&mut cache, &positions).unwrap();
+        let mut rng = Rng::new(start as u64);
+        for layer in 0..3 {
+            let [k, v] = [0, 1].map(|_| OnCpu::tensor(&oracle::random_rows(&mut rng, 100, 8, 128)));
+            step.update_and_fetch(layer, &k, &v).unwrap();
+        }
+        step.commit(&[]).unwrap();
+    }
+    let rows = |cache: &mut ContiguousCache<CpuStore>| {
+        let face: &mut dyn etkv_core::SaveCache = cache;
+        let (snapshot, mut all) = (face.snapshot().unwrap(), Vec::new());
+        let mut take = |_: &_, bytes: &[u8]| {
+            all.extend_from_slice(bytes);
+            Ok(())
+        };
+        face.read_rows(&snapshot, &mut take).unwrap();
+        all
+    };
+    let expected = rows(&mut cache);
+    assert!(expected.len() > 24 << 20);
+    for bucket in buckets() {
+        let store = bucket.open(u64::MAX);
+        assert!(store.save(&mut cache, Labels { fingerprint: MODEL, tokens: &text }).unwrap());
+        let mut loaded = make();
+        assert_eq!(bucket.open(u64::MAX).load(&mut loaded, MODEL, &text), Ok(1100));
+        assert!(rows(&mut loaded) == expected, "other rows in {}", bucket.name);
+        assert_eq!(bucket.names().len(), 1, "{}", bucket.name);
+    }
+}
+
+#[test]
+fn the_oldest_make_room() {
+    let shape = TextShape { kind: 0, windowed: false, format: 0 };
+    let text = |first: i64| -> Vec<i64> { (first..first + 40).collect() };
+    for bucket in buckets() {
+        // S3 has times in seconds.
+        let pause =
+            || std::thread::sleep(Duration::from_millis(if bucket.is_slow() { 1100 } else { 15 }));
+        assert!(save(&bucket.open(u64::MAX), shape, &text(0)));
+        let one = bucket.open(u64::MAX).usage().unwrap().1;
+        let store = bucket.open(3 * one);
+        for first in [100, 200, 300] {
+            pause();
+            assert!(save(&store, shape, &text(first)));
+        }
+        assert_eq!(store.usage(), Ok((3, 3 * one)), "{}", bucket.name);
+        for (first, n) in [(0, 0), (100, 40), (200, 40), (300, 40)] {
+            assert_eq!(load(&store, shape, &text(first)), n, "{first} in {}", bucket.name);
+        }
+        assert!(!save(&bucket.open(one / 2), shape, &text(400)));
+    }
+}
+
+#[test]
+fn what_is_damaged_or_foreign_is_passed_by() {
+    let shape = TextShape { kind: 0, windowed: false, format: 0 };
+    let text: Vec<i64> = (0..90).collect();
+    let mut other = text[..50].to_vec();
+    other.push(7);
+    for bucket in buckets() {
+        let store = bucket.open(u64::MAX);
+        assert!(save(&store, shape, &other));
+        let [short] = &bucket.names()[..] else { panic!() };
+        assert!(save(&store, shape, &text));
+        let long = bucket.names().into_iter().find(|name| name != short).unwrap();
+        for name in [format!("prefix-{:032x}.safetensors", 7), "other.txt".to_owned()] {
+            wait(bucket.objects.put(&bucket.path(&name), b"no cache".to_vec().into())).unwrap();
+        }
+        // In the rows, which only loading reads.
+        let got = wait(async { bucket.objects.get(&bucket.path(&long)).await?.bytes().await });
+        let mut bytes = got.unwrap().to_vec();
+        let at = bytes.len() - 1000;
+        bytes[at] ^= 1;
+        wait(bucket.objects.put(&bucket.path(&long), bytes.into())).unwrap();
+        assert_eq!(load(&store, shape, &text), 50, "{}", bucket.name);
+        assert_eq!(load(&bucket.open(u64::MAX), shape, &text), 50);
+        // It is stored anew under its name.
+        assert!(save(&store, shape, &text));
+        assert_eq!(load(&store, shape, &text), 90);
+        wait(bucket.objects.delete(&bucket.path(&long))).unwrap();
+        assert_eq!(load(&store, shape, &text), 50);
+        assert!(bucket.names().contains(&"other.txt".to_owned()));
+        let mut cache = shape.make::<OnCpu>();
+        assert_eq!(store.load(&mut *cache, "another model", &text), Ok(0));
+    }
+}
+
+#[test]
+fn what_is_read_ahead_is_in_memory() {
+    let shape = TextShape { kind: 0, windowed: false, format: 0 };
+    let text: Vec<i64> = (0..90).collect();
+    for bucket in buckets() {
+        assert!(save(&bucket.open(u64::MAX), shape, &text));
+        let store = Some(Arc::new(bucket.open(u64::MAX)));
+        let prefixes = PrefixCache::new(PrefixCacheOptions { store, ..Default::default() });
+        let mut cache = shape.make::<OnCpu>();
+        assert!(prefixes.prefetch(&mut *cache, MODEL, &text[..80]).unwrap());
+        let until = Instant::now() + Duration::from_secs(60);
+        while prefixes.report().ahead_waiting > 0 {
+            assert!(Instant::now() < until, "a text waits for ever");
+            std::thread::sleep(Duration::from_millis(5));
+        }
+        assert_eq!(prefixes.attach(&mut *cache, MODEL, &text[..80]), Ok(80));
+        let report = prefixes.report();
+        assert_eq!((report.tokens_in_memory, report.tokens_in_store), (80, 0));
+        let mut fresh = shape.make::<OnCpu>();
+        read::<OnCpu>(&mut fresh, &text[..80]);
+        assert!(
+            answer::<OnCpu>(&mut cache, &text[..80]) == answer::<OnCpu>(&mut fresh, &text[..80])
+        );
+    }
+}
+
+/// A bucket that fails is an error, at once while it is fresh, and a prefix cache passes it by.
+#[test]
+fn a_bucket_that_fails_is_passed_by() {
+    let shape = TextShape { kind: 0, windowed: false, format: 0 };
+    let text: Vec<i64> = (0..60).collect();
+    let bucket = buckets().into_iter().find(|bucket| bucket.name == "files").unwrap();
+    let store = Arc::new(bucket.open(u64::MAX));
+    assert!(save(&store, shape, &text));
+    // What was a folder is a file.
+    let folder = bucket.folder.path().join("some");
+    std::fs::rename(&folder, bucket.folder.path().join("gone")).unwrap();
+    std::fs::write(&folder, b"a file").unwrap();
+    let cache = shape.make::<OnCpu>();
+    let error = store.n_stored(&*cache, MODEL, &text).unwrap_err();
+    assert_eq!(error.status(), Status::File);
+    assert!(error.message().starts_with("cannot list "), "{error}");
+    let error = store.n_stored(&*cache, MODEL, &text).unwrap_err();
+    assert!(error.message().contains("not asked: it failed "), "{error}");
+    let options = PrefixCacheOptions { store: Some(store), ..PrefixCacheOptions::default() };
+    let prefixes = PrefixCache::new(options);
+    let mut cache = shape.make::<OnCpu>();
+    assert_eq!(prefixes.attach(&mut *cache, MODEL, &text), Ok(0));
+    read::<OnCpu>(&mut cache, &text);
+    assert_eq!(prefixes.keep(&mut *cache, MODEL, &text), Ok(true));
+}
+
+#[test]
+fn addresses_that_are_no_buckets_are_refused() {
+    for (address, words) in [
+        ("file:///tmp/texts", "expected a bucket"),
+        ("memory:///", "expected a bucket"),
+        ("nothing://texts", "cannot open nothing://texts"),
+        ("s3://", "cannot open s3://"),
+    ] {
+        let error = PrefixStore::open(Path::new(address), 1).unwrap_err();
+        assert_eq!(error.status(), Status::File, "{address}");
+        assert!(error.message().contains(words), "{error}");
+    }
+}
+
+const STORE: &str = "ETKV_TEST_STORE";
+const SECONDS: &str = "ETKV_TEST_STORE_SECONDS";
+
+/// Not a test by itself: what the processes of other tests do.
+#[test]
+fn a_process_stores_and_loads() {
+    let Ok(place) = std::env::var(STORE) else { return };
+    let seconds: f64 = std::env::var(SECONDS).unwrap().parse().unwrap();
+    let until = Instant::now() + Duration::from_secs_f64(seconds);
+    let rng = &mut Rng::new(u64::from(std::process::id()));
+    // Room for a dozen files.
+    let store = open_place(&place, 400_000);
+    while Instant::now() < until {
+        let (shape, text) = (TextShape::of(rng.next_u64() % 6), some_text(rng));
+        if rng.chance(0.5) {
+            save(&store, shape, &text);
+        } else {
+            load(&store, shape, &text);
+        }
+    }
+}
+
+fn open_place(place: &str, max_bytes: u64) -> PrefixStore {
+    match place.contains("://") {
+        true => PrefixStore::open(Path::new(place), max_bytes).unwrap(),
+        false => {
+            let files = LocalFileSystem::new_with_prefix(place).unwrap();
+            PrefixStore::in_bucket(Arc::new(files), PREFIX, max_bytes).unwrap()
+        }
+    }
+}
+
+fn start(place: &str, seconds: f64) -> Child {
+    Command::new(std::env::current_exe().unwrap())
+        .args(["--exact", "a_process_stores_and_loads", "--nocapture"])
+        .env(STORE, place)
+        .env(SECONDS, seconds.to_string())
+        .stdout(std::process::Stdio::null())
+        .spawn()
+        .unwrap()
+}
+
+/// Places that other processes can open.
+fn shared_places() -> Vec<(Bucket, String)> {
+    let all = buckets().into_iter().filter(|bucket| bucket.name != "memory");
+    all.map(|bucket| {
+        let local = || bucket.folder.path().to_str().unwrap().to_owned();
+        let place = bucket.address.clone().unwrap_or_else(local);
+        (bucket, place)
+    })
+    .collect()
+}
+
+#[test]
+fn processes_share_a_bucket() {
+    for (bucket, place) in shared_places() {
+        let seconds = if bucket.is_slow() { 8.0 } else { 3.0 * runs(1) as f64 };
+        let processes = [(); 2].map(|()| start(&place, seconds));
+        for mut process in processes {
+            assert!(process.wait().unwrap().success(), "{}", bucket.name);
+        }
+        let (n, bytes) = open_place(&place, u64::MAX).usage().unwrap();
+        assert!(n > 0 && bytes <= 400_000 + 100_000, "{n} files of {bytes} bytes");
+    }
+}
+
+/// What a process leaves that is killed while it stores: whole objects.
+#[test]
+fn a_killed_process_leaves_whole_objects() {
+    for (bucket, place) in shared_places() {
+        let n_kills = if bucket.is_slow() { 10 } else { 20 * runs(1) };
+        let rng = &mut Rng::new(3);
+        for _ in 0..n_kills {
+            let mut process = start(&place, 30.0);
+            std::thread::sleep(Duration::from_millis(60 + rng.below(300) as u64));
+            process.kill().unwrap();
+            process.wait().unwrap();
+        }
+        let store = open_place(&place, u64::MAX);
+        let mut found = 0;
+        for seed in 0..60 {
+            let (shape, text) = (TextShape::of(seed % 6), some_text(&mut Rng::new(seed)));
+            found += usize::from(load(&store, shape, &text) > 0);
+        }
+        assert!(found > 0, "nothing was stored in {}", bucket.name);
+        // Every object that has the name of a file can be read.
+        for name in bucket.names().iter().filter(|name| name.ends_with(".safetensors")) {
+            let path = bucket.path(name);
+            let bytes = wait(async { bucket.objects.get(&path).await?.bytes().await }).unwrap();
+            let file = bucket.folder.path().join("one");
+            std::fs::write(&file, &bytes).unwrap();
+            let tensors = safetensors::SafeTensors::deserialize(&bytes);
+            assert!(tensors.is_ok_and(|all| all.tensor("checksums").is_ok()), "{name}");
+        }
+    }
+}
+
+/// Where no server answers, `open` says so.
+#[test]
+fn no_answer_is_an_error() {
+    const ALONE: &str = "ETKV_TEST_NO_ANSWER";
+    if std::env::var_os(ALONE).is_none() {
+        let done = Command::new(std::env::current_exe().unwrap())
+            .args(["--exact", "no_answer_is_an_error", "--nocapture"])
+            .envs([
+                (ALONE, "1"),
+                ("AWS_ENDPOINT", "http://127.0.0.1:9"),
+                ("AWS_ALLOW_HTTP", "true"),
+            ])
+            .envs([("AWS_ACCESS_KEY_ID", "a"), ("AWS_SECRET_ACCESS_KEY", "b")])
+            .stdout(std::process::Stdio::null())
+            .status();
+        assert!(done.unwrap().success());
+        return;
+    }
+    let error = PrefixStore::open(Path::new("s3://bucket/texts"), 1).unwrap_err();
+    assert_eq!(error.status(), Status::File);
+    assert!(error.message().contains("cannot list AmazonS3(bucket)/texts: "), "{error}");
+}
