@@ -18,6 +18,9 @@ export ETKV_PYTHON := $(CURDIR)/$(BIN)/python
 export PATH := $(CURDIR)/$(BIN):$(HOME)/.cargo/bin:$(PATH)
 # Nothing is looked for on a hub: models are folders, files or packages.
 export HF_HUB_OFFLINE := 1
+# Python's compiled modules are kept in .venv/, also where a system's settings say otherwise: without them each of
+# hundreds of processes spends half of its imports of torch on compiling it.
+unexport PYTHONDONTWRITEBYTECODE
 # Some virtual machines announce AMX and cannot run it: PyTorch's bfloat16 products end the process there.
 export ONEDNN_MAX_CPU_ISA ?= AVX512_CORE_FP16
 
