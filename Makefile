@@ -120,9 +120,11 @@ lint: .venv/.ready ## Check formats, lints and docs
 	mypy
 	python tests/lint/words.py
 
-# `make lint` has built the tests of caches that need no MLX without it.
+# `make lint` has built the tests of caches that need no MLX without it. The core's own tests, with debug assertions, run
+# for half a second however they are compiled.
 test-rust: .venv/.ready ## Run Rust's tests; the core also by itself
-	$(BOUNDED) 3600 cargo test --locked -p etkv-core
+	CARGO_INCREMENTAL=0 CARGO_PROFILE_DEV_DEBUG=line-tables-only CARGO_PROFILE_DEV_OPT_LEVEL=0 \
+	  $(BOUNDED) 3600 cargo test --locked -p etkv-core
 	$(BOUNDED) 3600 cargo test $(CARGO_FLAGS) --workspace
 
 test-cpp: build ## Run the tests of the C and C++ faces
