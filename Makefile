@@ -119,6 +119,7 @@ lint: .venv/.ready ## Check formats, lints and docs
 	ruff format --check --quiet .
 	mypy
 	python tests/lint/words.py
+	python tests/lint/features.py
 
 # `make lint` has built the tests of caches that need no MLX without it. The core's own tests, with debug assertions, run
 # for half a second however they are compiled.
