@@ -18,6 +18,9 @@ export ETKV_PYTHON := $(CURDIR)/$(BIN)/python
 export PATH := $(CURDIR)/$(BIN):$(HOME)/.cargo/bin:$(PATH)
 # Nothing is looked for on a hub: models are folders, files or packages.
 export HF_HUB_OFFLINE := 1
+# Python's compiled modules are kept in .venv/, also where a system's settings say otherwise: without them each of
+# hundreds of processes spends half of its imports of torch on compiling it.
+unexport PYTHONDONTWRITEBYTECODE
 # Some virtual machines announce AMX and cannot run it: PyTorch's bfloat16 products end the process there.
 export ONEDNN_MAX_CPU_ISA ?= AVX512_CORE_FP16
 
@@ -116,10 +119,13 @@ lint: .venv/.ready ## Check formats, lints and docs
 	ruff format --check --quiet .
 	mypy
 	python tests/lint/words.py
+	python tests/lint/features.py
 
-# `make lint` has built the tests of caches that need no MLX without it.
+# `make lint` has built the tests of caches that need no MLX without it. The core's own tests, with debug assertions, run
+# for half a second however they are compiled.
 test-rust: .venv/.ready ## Run Rust's tests; the core also by itself
-	$(BOUNDED) 3600 cargo test --locked -p etkv-core
+	CARGO_INCREMENTAL=0 CARGO_PROFILE_DEV_DEBUG=line-tables-only CARGO_PROFILE_DEV_OPT_LEVEL=0 \
+	  $(BOUNDED) 3600 cargo test --locked -p etkv-core
 	$(BOUNDED) 3600 cargo test $(CARGO_FLAGS) --workspace
 
 # Its crates take minutes to build, and a server of the S3 protocol comes from PyPI, so `make test` leaves it out.

@@ -1,6 +1,10 @@
 # The example runners and the test tools: C++ on ExecuTorch's Module, against
 # etkv as an application would use it.
 
+# Nearly all of the time goes into ExecuTorch's headers.
+option(ETKV_UNITY "Compile the examples' common sources several at a time" ON)
+set(unity UNITY_BUILD ${ETKV_UNITY} UNITY_BUILD_BATCH_SIZE 8)
+
 # etkv_program(NAME sources...): one executable, with the warnings of the house.
 function(etkv_program name)
   add_executable(${name} ${ARGN})
@@ -46,7 +50,7 @@ target_link_libraries(
   etkv_examples_common
   PUBLIC $<TARGET_NAME_IF_EXISTS:etkv::mlx_backend> etkv::cpu_backend etkv_tokenizer)
 set_target_properties(
-  etkv_examples_common PROPERTIES
+  etkv_examples_common PROPERTIES ${unity}
   CXX_STANDARD 17
   CXX_STANDARD_REQUIRED ON
   CXX_EXTENSIONS OFF)
@@ -59,6 +63,7 @@ endfunction()
 
 file(GLOB ETKV_CHAT CONFIGURE_DEPENDS examples/chat/*.cpp)
 etkv_runner(etkv_chat ${ETKV_CHAT})
+set_target_properties(etkv_chat PROPERTIES ${unity})
 
 # One file a use case.
 foreach(runner admission agent_fork batch prefix rollback run speculative)

@@ -21,7 +21,7 @@ struct Leaf {
 };
 
 /// A possible child.
-struct Candidate {
+struct Child {
   size_t leaf;
   int64_t token;
   double log_probability;
@@ -48,8 +48,8 @@ std::vector<int64_t> likeliest_ids(const Distribution& q, size_t n) {
 /// Returns the `n` likeliest children of all leaves together, likeliest first.
 /// The first is the likeliest child of the first leaf, so the chain of
 /// likeliest ids is always in the tree.
-std::vector<Candidate> likeliest(const std::vector<Leaf>& leaves, size_t n) {
-  std::vector<Candidate> all;
+std::vector<Child> likeliest(const std::vector<Leaf>& leaves, size_t n) {
+  std::vector<Child> all;
   for (size_t leaf = 0; leaf < leaves.size(); ++leaf) {
     const auto& [node, q, log_probability] = leaves[leaf];
     for (const int64_t id : likeliest_ids(q, n)) {
@@ -69,11 +69,11 @@ std::vector<Candidate> likeliest(const std::vector<Leaf>& leaves, size_t n) {
 
 /// Replaces the likeliest ids by as many drawn ones for each leaf: their number
 /// does not depend on the draw.
-std::vector<Candidate> drawn(
+std::vector<Child> drawn(
     const std::vector<Leaf>& leaves,
-    const std::vector<Candidate>& chosen,
+    const std::vector<Child>& chosen,
     Rng& rng) {
-  std::vector<Candidate> all;
+  std::vector<Child> all;
   for (size_t leaf = 0; leaf < leaves.size(); ++leaf) {
     Distribution left = leaves[leaf].q;
     for (const auto& candidate : chosen) {

@@ -229,6 +229,8 @@ def commands() -> dict[Path, list[str]]:
         "ETKV_EXECUTORCH_DIR": SITE / "executorch",
         "ETKV_CARGO_TARGET_DIR": CARGO,
         "ETKV_PYTHON": sys.executable,
+        # Each source has a command of its own.
+        "ETKV_UNITY": "OFF",
     }
     cmake = BUILD / "cmake"
     run("cmake", "-S", SOURCE, "-B", cmake, "-G", "Ninja", *(f"-D{name}={value}" for name, value in options.items()))

@@ -240,8 +240,9 @@ class Package:
         shutil.copy(SOURCE / "Cargo.lock", home / "counter")
         with (home / "counter/Cargo.toml").open("a") as manifest:
             manifest.write('\n[profile.release]\ndebug = "line-tables-only"\n')
+            manifest.write('[profile.release.package."*"]\ndebug = false\n')
             # Packages with a path have another name here, so these are compiled for this test alone.
-            for name in ("etkv", "etkv-core", "mlx-rs"):
+            for name in ("etkv", "etkv-core", "etkv-cuda", "etkv-file", "etkv-host", "mlx-rs", "mlx-sys"):
                 manifest.write(f"[profile.release.package.{name}]\nopt-level = 0\n")
         built = ["--release", "--quiet", "--target-dir", CARGO]
         environment = {"ETKV_PYTHON": str(self.python)}

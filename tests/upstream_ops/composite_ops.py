@@ -1,24 +1,33 @@
-"""Speeds up exports in tests: torch looks through all of its operators for the composite ones twice in each."""
+"""Speeds up exports in tests.
+
+torch looks through all of its operators for the composite ones twice in each export, and registers a dozen kernels for
+each of them several times.
+"""
 
 from __future__ import annotations
 
+import contextlib
+import dataclasses
 import functools
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
 import torch._export.utils
 import torch.export.decomp_utils
 import torch.export.exported_program
+from torch._subclasses import fake_impls
 
 _FIND = "_collect_all_valid_cia_ops"
+_OVERRIDE = "_override_composite_implicit_decomp"
 
 
 @functools.cache
 def look_up_once() -> None:
     """Look for the composite operators again only when this process has more operators than before.
 
-    Programs are the same, and small ones take three quarters of the time. The modules of torch that ask have the
-    function by its name: a release that has it elsewhere fails here.
+    Also keep the kernels that are registered for them. Programs are the same, and small ones take half of the time. The
+    modules of torch that ask have the functions by their names: a release that has them elsewhere fails here.
     """
     find = getattr(torch._export.utils, _FIND)
     found: dict[int, set[Any]] = {}
@@ -32,3 +41,54 @@ def look_up_once() -> None:
     for module in (torch.export.decomp_utils, torch.export.exported_program):
         assert hasattr(module, _FIND), f"{module.__name__} lacks {_FIND}"
         setattr(module, _FIND, find_once)
+
+    override = getattr(torch.export.exported_program, _OVERRIDE)
+    setattr(torch.export.exported_program, _OVERRIDE, _remembering(override))
+
+
+@dataclasses.dataclass(frozen=True)
+class _Registered:
+    """What torch registers for an operator: its kernels before and inside, and its rule for fake tensors."""
+
+    decomposition: Any
+    before: dict[Any, Any]
+    inside: dict[Any, Any]
+    fake: Any
+
+
+def _remembering(
+    override: Callable[[Mapping[Any, Any]], contextlib.AbstractContextManager[None]],
+) -> Callable[[Mapping[Any, Any]], contextlib.AbstractContextManager[None]]:
+    """Return a function like torch's ``override``, which registers again what it has registered before.
+
+    What torch registers for an operator depends on the operator, its kernels and its decomposition alone.
+    """
+    known: dict[Any, _Registered] = {}
+    rules: dict[Any, Any] = fake_impls.op_implementations_dict
+
+    def is_known(op: Any, decomposition: Any) -> bool:
+        it = known.get(op)
+        return it is not None and it.decomposition is decomposition and it.before == op.py_kernels and op not in rules
+
+    @contextlib.contextmanager
+    def overriding(decompositions: Mapping[Any, Any]) -> Iterator[None]:
+        again = [op for op, decomposition in decompositions.items() if is_known(op, decomposition)]
+        first = {op: decompositions[op] for op in decompositions.keys() - set(again)}
+        before = {op: dict(op.py_kernels) for op in first if op not in rules}
+        with override(first):
+            for op in before:
+                known[op] = _Registered(first[op], before[op], dict(op.py_kernels), rules[op])
+            for op in again:
+                op.py_kernels.update(known[op].inside)
+                op._dispatch_cache.clear()
+                rules[op] = known[op].fake
+            try:
+                yield
+            finally:
+                for op in again:
+                    op.py_kernels.clear()
+                    op.py_kernels.update(known[op].before)
+                    op._dispatch_cache.clear()
+                    rules.pop(op, None)
+
+    return overriding

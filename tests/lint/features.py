@@ -1,0 +1,32 @@
+"""Checks that CMake's build and Cargo's tests ask for the same features of every package.
+
+With others, Cargo compiles a package, and all that depends on it, once for each.
+"""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+CMAKE = ["--edges", "normal,build", "--package", "etkv-capi", "--package", "etkv-tokenizer"]
+TESTS = ["--edges", "normal,build,dev", "--workspace"]
+
+
+def packages(options: list[str]) -> set[str]:
+    """Return each package with its version and features."""
+    words = ["cargo", "tree", "--locked", "--prefix", "none", "--format", "{p} [{f}]", *options]
+    told = subprocess.run(words, stdout=subprocess.PIPE, text=True, check=True).stdout
+    return {line.removesuffix(" (*)") for line in told.splitlines() if line}
+
+
+def main() -> int:
+    tests = packages(TESTS)
+    different = sorted(packages(CMAKE) - tests)
+    for package in different:
+        others = [other for other in tests if other.split(" [")[0] == package.split(" [")[0]]
+        print(f"CMake builds {package}, Cargo's tests {' and '.join(others) or 'nothing'}", file=sys.stderr)
+    return 1 if different else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
