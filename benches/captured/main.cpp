@@ -37,8 +37,8 @@ using etkv::benches::equal;
 using etkv::benches::greatest;
 using etkv::benches::Log;
 using etkv::benches::median;
-using etkv::benches::not_greatest;
 using etkv::benches::must;
+using etkv::benches::not_greatest;
 using etkv::examples::Program;
 using etkv::examples::Stopwatch;
 
