@@ -374,7 +374,8 @@ impl Run {
     }
 
     /// Checks that sequences go on behind their own cells if all of them can. Otherwise the tokens
-    /// that do not fit behind the step's sequence are one run, if there is a free one.
+    /// that do not fit behind the step's sequence are one run, if there is a free one: the first, unless
+    /// a sequence goes on there.
     fn check_cells(&self, owners: &[Members], write: &Slots) {
         let live = self.model.live();
         let is_live = |id: &Option<Id>| id.is_some_and(|id| live.contains(&id));
@@ -415,12 +416,36 @@ impl Run {
         };
         if let Some(from) = (0..taken.len()).find(|&from| is_run(from)) {
             if start < taken.len() && rest > 0 {
-                assert_eq!(cells[fits] as usize, from, "{cells:?} are not in the first run");
+                let goes_on_at = |at: usize| {
+                    at == behind.end
+                        || self.model.sequences().keys().any(|&one| self.end(one) == Some(at))
+                };
+                let at = cells[fits] as usize;
+                let begins = |at: usize| at == 0 || !is_run(at - 1) || at == behind.end;
+                if from == 0 || !goes_on_at(from) {
+                    assert_eq!(at, from, "{cells:?} are not in the first run");
+                } else {
+                    let is_apart = at >= 64 && begins(at - 64);
+                    assert!(begins(at) || is_apart, "{cells:?} begin within a run");
+                }
             }
             let breaks = cells.windows(2).filter(|pair| pair[1] != pair[0] + 1).count();
             let most = usize::from(fits > 0 && rest > 0);
             assert!(breaks <= most, "{cells:?}, of which {fits} fit behind");
         }
+    }
+
+    /// Returns the cell behind the last one of a sequence without its tree.
+    fn end(&self, sequence: i32) -> Option<usize> {
+        let held = self.model.sequences().get(&sequence)?;
+        let cells: Vec<usize> =
+            held.tokens.iter().filter_map(|&id| self.groups[0].slot_of(id)).collect();
+        let last = if self.book.is_contiguous(sequence).unwrap() {
+            cells.iter().max()
+        } else {
+            cells.last()
+        };
+        last.map(|&last| last + 1)
     }
 
     /// Returns the cell of the last node of a sequence's tree in the first layer group. Without a

@@ -77,7 +77,7 @@ impl LayerGroup {
 
     /// Allocates `n` cells, which are available: behind `after` as far as those are free, else a run
     /// with room for all, away from the ends of other sequences if possible, else the first free
-    /// ones. Without `after` a new sequence begins.
+    /// ones. Without `after` a new sequence begins. `cells` has those that the step took before.
     pub fn allocate(&mut self, n: i32, after: Option<i32>, cells: &mut Vec<i32>) {
         while self.size - self.taken() < n && self.size < self.capacity {
             let more = self.window.map_or(self.capacity, |window| window.slots());
@@ -90,7 +90,7 @@ impl LayerGroup {
             self.take(cell..end, cells);
         }
         if left > 0 {
-            if let Some(cell) = self.run_for(left) {
+            if let Some(cell) = self.run_for(left, cells) {
                 self.take(cell..cell + left, cells);
                 left = 0;
             }
@@ -104,13 +104,14 @@ impl LayerGroup {
     }
 
     /// Returns the start of the first free run of `n` cells, of one with room before it if possible.
-    fn run_for(&self, n: i32) -> Option<i32> {
+    fn run_for(&self, n: i32, just_taken: &[i32]) -> Option<i32> {
         let mut found = None;
         let mut start = self.occupancy.next_free(0);
         while start < self.size {
             let end = self.occupancy.next_taken(start, self.size);
             if end - start >= n {
-                if start == 0 || !self.is_tail(start - 1) {
+                let is_tail = |cell| self.is_tail(cell) || just_taken.contains(&cell);
+                if start == 0 || !is_tail(start - 1) {
                     return Some(start);
                 }
                 if end - start >= n + 2 * ROOM {
