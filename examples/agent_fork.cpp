@@ -1,5 +1,6 @@
-// etkv_agent_fork: reads a long shared context once, forks it into branches
-// without copying, decodes the branches together, and keeps the best.
+// etkv_agent_fork: reads a long shared context once, or what a store of prefixes
+// lacks of it, forks it into branches without copying, decodes the branches
+// together, and keeps the best.
 
 #include <algorithm>
 #include <cerrno>
@@ -18,6 +19,7 @@
 #include "examples/common/prefix_cache.hpp"
 #include "examples/common/reference_decoding.hpp"
 #include "examples/common/runner.hpp"
+#include "examples/common/stored_prefixes.hpp"
 #include "examples/common/try.hpp"
 #include "examples/common/warm_up.hpp"
 
@@ -58,7 +60,11 @@ std::string entry(size_t i) {
          std::to_string(1 + i % 4) + " weeks.\n";
 }
 
+/// The files of a store take so many bytes at most.
+constexpr uint64_t kStoreBytes = uint64_t{4} << 30;
+
 struct ForkOptions {
+  std::optional<std::string> prefix_store;
   std::optional<std::string> context;
   std::optional<int64_t> context_tokens;
 };
@@ -124,11 +130,13 @@ class Fork {
       Model& model,
       SeqCache& cache,
       const RunnerOptions& options,
-      std::string context)
+      std::string context,
+      StoredPrefixes* stored)
       : model_(model),
         cache_(cache),
         options_(options),
-        context_(std::move(context)) {}
+        context_(std::move(context)),
+        stored_(stored) {}
 
   /// Asks everything of the context, each in a branch of its own, and goes on
   /// with the best.
@@ -181,13 +189,28 @@ class Fork {
     return branches_.front().prompt;
   }
 
-  /// Reads the shared context, once; false after Ctrl-C.
+  /// Reads the shared context, once, or what the store lacks of it; false after
+  /// Ctrl-C.
   Result<bool> read_trunk() {
+    const auto end = trunk().begin() + static_cast<std::ptrdiff_t>(shared_);
+    SaveOptions text;
+    if (stored_ != nullptr && shared_ > 0) {
+      text = {stored_->fingerprint, {trunk().begin(), end}};
+      ASSIGN_OR_RETURN(loaded_, stored_->prefixes.attach(cache_, text));
+    }
     ASSIGN_OR_RETURN(
         const auto logits,
-        read_ids(model_, cache_, kTrunk, trunk(), /*held=*/0, shared_));
-    prefill_tokens_ = shared_;
-    return logits || shared_ == 0;
+        read_ids(model_, cache_, kTrunk, trunk(), loaded_, shared_));
+    prefill_tokens_ = shared_ - loaded_;
+    if (!logits && loaded_ < shared_) {
+      return false;
+    }
+    if (!text.tokens.empty()) {
+      ASSIGN_OR_RETURN(
+          const bool kept, stored_->prefixes.keep(cache_, std::move(text)));
+      static_cast<void>(kept);
+    }
+    return true;
   }
 
   /// Reads a branch's own tokens; false after Ctrl-C.
@@ -278,9 +301,11 @@ class Fork {
     ASSIGN_OR_RETURN(const Memory memory, cache_.memory());
     ASSIGN_OR_RETURN(const int32_t positions, cache_.length());
     say("prefill: " + std::to_string(prefill_tokens_) + " tokens, " +
-        std::to_string(shared_) + " of them shared; " + runs + " would read " +
-        std::to_string(apart) + ", " + std::to_string(apart - prefill_tokens_) +
-        " are spared");
+        std::to_string(shared_ - loaded_) + " of them shared" +
+        (loaded_ > 0 ? ", behind " + std::to_string(loaded_) + " from the store"
+                     : "") +
+        "; " + runs + " would read " + std::to_string(apart) + ", " +
+        std::to_string(apart - prefill_tokens_) + " are spared");
     say("cache: " + counted(positions, "position") + ", " +
         std::to_string(own) + " of them the branches' own, the longest of " +
         std::to_string(longest) + "; " + exact_bytes(memory.used) +
@@ -340,9 +365,13 @@ class Fork {
   SeqCache& cache_;
   const RunnerOptions& options_;
   std::string context_;
+  /// What was read before, if there is a store.
+  StoredPrefixes* stored_;
   std::vector<Decoding> branches_;
   /// Returns the ids that all of them begin with.
   size_t shared_ = 0;
+  /// Those of them that the store had.
+  size_t loaded_ = 0;
   size_t prefill_tokens_ = 0;
   std::vector<Decoding> answers_;
 };
@@ -358,7 +387,14 @@ Result<void> run(const RunnerOptions& options, const ForkOptions& more) {
   ASSIGN_OR_RETURN(
       const std::string context, read_context(more, model.tokenizer()));
 
-  Fork fork(model, session.cache(), options, context);
+  std::optional<StoredPrefixes> stored;
+  if (more.prefix_store) {
+    ASSIGN_OR_RETURN(
+        stored, open_prefixes(model, *more.prefix_store, kStoreBytes));
+  }
+
+  Fork fork(
+      model, session.cache(), options, context, stored ? &*stored : nullptr);
   RETURN_IF_ERROR(fork.run(options.prompts_or(tasks())));
   return options.check && !interrupted() ? check_answers(model, fork.answers())
                                          : Result<void>();
@@ -388,6 +424,13 @@ int main(int argc, char** argv) {
       1,
       1 << 20,
       &more.context_tokens);
+  runner.arguments().text(
+      "--prefix-store",
+      "DIR",
+      "keep the context that was read in this folder or bucket\n"
+      "(s3://bucket/prefix), and load it from there the next\n"
+      "time; the files, 4 GiB at most, hold the text",
+      &more.prefix_store);
   runner.require([&]() -> etkv::Result<void> {
     if (more.context && more.context_tokens) {
       return refuse(

@@ -8,12 +8,9 @@
 
 namespace etkv::examples {
 
-StoredTexts::StoredTexts(
-    PrefixCache prefixes,
-    std::string fingerprint,
-    bool has_windows)
-    : prefixes_(std::move(prefixes)),
-      fingerprint_(std::move(fingerprint)),
+StoredTexts::StoredTexts(StoredPrefixes stored, bool has_windows)
+    : prefixes_(std::move(stored.prefixes)),
+      fingerprint_(std::move(stored.fingerprint)),
       has_windows_(has_windows) {}
 
 Result<std::optional<StoredTexts>> StoredTexts::open(
@@ -23,19 +20,15 @@ Result<std::optional<StoredTexts>> StoredTexts::open(
     return std::optional<StoredTexts>();
   }
   ASSIGN_OR_RETURN(
-      const auto store,
-      PrefixStore::open(*options.prefix_store, options.prefix_store_bytes));
-  ASSIGN_OR_RETURN(auto fingerprint, etkv::fingerprint(model.path()));
+      auto stored,
+      open_prefixes(model, *options.prefix_store, options.prefix_store_bytes));
   const auto config = model.config();
-  // What is kept of the conversation takes as much as its cache at most.
-  ASSIGN_OR_RETURN(const Memory whole, estimate(config, config.capacity));
-  ASSIGN_OR_RETURN(auto prefixes, PrefixCache::make(whole.at_capacity, &store));
   const bool has_windows = std::any_of(
       config.layers.begin(), config.layers.end(), [](const LayerConfig& layer) {
         return layer.window > 0;
       });
   return std::optional<StoredTexts>(
-      StoredTexts(std::move(prefixes), std::move(fingerprint), has_windows));
+      StoredTexts(std::move(stored), has_windows));
 }
 
 Result<void> StoredTexts::load(

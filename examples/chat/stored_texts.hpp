@@ -11,6 +11,7 @@
 #include "examples/chat/options.hpp"
 #include "examples/common/generator.hpp"
 #include "examples/common/model.hpp"
+#include "examples/common/stored_prefixes.hpp"
 
 namespace etkv::examples {
 
@@ -37,7 +38,7 @@ class StoredTexts {
   }
 
  private:
-  StoredTexts(PrefixCache prefixes, std::string fingerprint, bool has_windows);
+  StoredTexts(StoredPrefixes stored, bool has_windows);
 
   PrefixCache prefixes_;
   std::string fingerprint_;

@@ -60,11 +60,14 @@ pub fn pool_at(
     (head_dim % PLACED == 0).then_some(Pool { rows: PoolRows::Packed(rows), capacity })
 }
 
-/// Returns whether an array is `[1, heads, slots, width]` and lies row by row.
+/// Returns whether an array is `[1, heads, slots, width]` and lies row by row. Along an axis of one element a stride
+/// says nothing: that of a single slot, which a step has written whole, is any.
 fn is_plane(array: &Array, [heads, slots, width]: [usize; 3]) -> bool {
     let shape = [1, heads, slots, width];
+    let strides = [heads * slots * width, slots * width, width, 1];
     let is_shape = array.shape().iter().map(|&size| size as usize).eq(shape);
-    is_shape && array.strides() == [heads * slots * width, slots * width, width, 1]
+    let mut axes = array.strides().iter().zip(strides).zip(shape);
+    is_shape && axes.all(|((&stride, expected), size)| size == 1 || stride == expected)
 }
 
 /// Returns a format as kernels know it, if it is a packed one.

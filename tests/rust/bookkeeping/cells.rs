@@ -425,7 +425,7 @@ impl Run {
                 if from == 0 || !goes_on_at(from) {
                     assert_eq!(at, from, "{cells:?} are not in the first run");
                 } else {
-                    let is_apart = at >= 64 && begins(at - 64);
+                    let is_apart = at >= 16 && begins(at - 16);
                     assert!(begins(at) || is_apart, "{cells:?} begin within a run");
                 }
             }

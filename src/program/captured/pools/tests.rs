@@ -127,3 +127,17 @@ fn planes_that_are_others_than_those_of_a_format_are_refused() {
     })
     .unwrap();
 }
+
+/// MLX makes rows that fill a buffer the buffer itself, in the order in which the step had them.
+#[test]
+fn a_single_slot_is_found_whatever_its_stride() {
+    let found = mlx::run(|| {
+        let rows = Array::ones::<f32>(&[1, 1, HEADS as i32, 64])?.as_dtype(Dtype::Bfloat16)?;
+        let slot = rows.transpose_axes(&[0, 2, 1, 3])?;
+        mlx_rs::transforms::eval([&slot])?;
+        assert_ne!(slot.strides()[2], 64, "a stride as kernels count it shows nothing");
+        let pool = (KvFormat::Bf16, vec![&slot]);
+        Ok(pool_at(&pool, HEADS, 64, Element::Bf16, host_address))
+    });
+    assert_eq!(found.unwrap().map(|pool| pool.capacity), Some(1));
+}

@@ -8,10 +8,13 @@ use super::occupancy::Occupancy;
 use super::runs::{Run, Runs};
 use crate::bookkeeping::Window;
 
-/// Cells that stay free behind the last one of another sequence where a sequence begins, or goes on
-/// elsewhere. Both then go on in one run for a while: cells of sequences that decode together would
-/// else take turns, and each would read the rows of all.
+/// Cells that stay free behind the last one of another sequence where a new sequence begins. Both
+/// then go on in one run for a while.
 pub const ROOM: i32 = 64;
+
+/// The same where a sequence goes on elsewhere, as forks do: cells of sequences that decode together
+/// would else take turns, and each would read the rows of all. Each fork takes so much more memory.
+const ROOM_TO_GO_ON: i32 = 16;
 
 /// The cells of the layers of one policy.
 #[derive(Debug, Clone)]
@@ -90,7 +93,8 @@ impl LayerGroup {
             self.take(cell..end, cells);
         }
         if left > 0 {
-            if let Some(cell) = self.run_for(left, cells) {
+            let room = if after.is_some() { ROOM_TO_GO_ON } else { ROOM };
+            if let Some(cell) = self.run_for(left, room, cells) {
                 self.take(cell..cell + left, cells);
                 left = 0;
             }
@@ -104,7 +108,7 @@ impl LayerGroup {
     }
 
     /// Returns the start of the first free run of `n` cells, of one with room before it if possible.
-    fn run_for(&self, n: i32, just_taken: &[i32]) -> Option<i32> {
+    fn run_for(&self, n: i32, room: i32, just_taken: &[i32]) -> Option<i32> {
         let mut found = None;
         let mut start = self.occupancy.next_free(0);
         while start < self.size {
@@ -114,8 +118,8 @@ impl LayerGroup {
                 if start == 0 || !is_tail(start - 1) {
                     return Some(start);
                 }
-                if end - start >= n + 2 * ROOM {
-                    return Some(start + ROOM);
+                if end - start >= n + 2 * room {
+                    return Some(start + room);
                 }
                 found = found.or(Some(start));
             }
