@@ -329,6 +329,19 @@ def position_bytes(program: Program) -> int:
 PREFILL = r"^prefill: (\d+) tokens, (\d+) of them shared; (\d+) runs? would read (\d+), (\d+) are spared$"
 
 
+def test_a_fork_loads_the_context_that_an_earlier_process_has_read(llama, tmp_path):
+    words = ["--context-tokens", 200, "--max-tokens", 4, "--ids", *prompts(["aaaa", "bbbb"])]
+    alone = succeed("agent_fork", llama, *words)
+    store = ["--prefix-store", tmp_path / "texts"]
+    first = succeed("agent_fork", llama, *words, *store)
+    again = succeed("agent_fork", llama, *words, *store, "--check")
+    assert alone.stdout == first.stdout
+    checked(again)
+    assert again.stdout == first.stdout
+    (shared,) = re.findall(r"tokens, (\d+) of them shared; ", first.stderr)
+    assert f", 0 of them shared, behind {shared} from the store; " in again.stderr
+
+
 def test_a_fork_counts_branches_that_had_to_make_room(llama):
     words = ["--context-tokens", 20, "--capacity", 150, "--max-tokens", 64, "--check", *prompts(["aaaa", "bbbb"])]
     done = succeed("agent_fork", llama, *words)

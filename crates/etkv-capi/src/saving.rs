@@ -40,10 +40,7 @@ pub unsafe extern "C" fn etkv_cache_save(
         boundary(error, || {
             let cache = handle::look_up(cache, "cache")?;
             let path = given_path(path, "path")?;
-            let labels = match options.is_null() {
-                true => Labels::default(),
-                false => labels_of(options)?,
-            };
+            let labels = labels_if_given(options)?;
             let mut cache = cache.cache.lock()?;
             etkv_file::save(&mut *cache, path, labels)
         })
@@ -93,10 +90,7 @@ pub unsafe extern "C" fn etkv_seq_cache_save(
         boundary(error, || {
             let cache = handle::look_up(cache, "cache")?;
             let path = given_path(path, "path")?;
-            let labels = match options.is_null() {
-                true => Labels::default(),
-                false => labels_of(options)?,
-            };
+            let labels = labels_if_given(options)?;
             let mut cache = cache.shared().lock()?;
             etkv_file::save_sequence(&mut *cache, sequence, path, labels)
         })
@@ -201,6 +195,16 @@ pub(crate) unsafe fn given_path<'a>(path: *const c_char, name: &str) -> Result<&
         fail!(InvalidArgument, "{name} is empty");
     }
     Ok(Path::new(path))
+}
+
+/// # Safety
+/// `options` is NULL, or as the header says.
+unsafe fn labels_if_given<'a>(options: *const etkv_save_options) -> Result<Labels<'a>> {
+    if options.is_null() {
+        return Ok(Labels::default());
+    }
+    // SAFETY: the caller says so.
+    unsafe { labels_of(options) }
 }
 
 /// # Safety
