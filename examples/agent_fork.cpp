@@ -427,9 +427,10 @@ int main(int argc, char** argv) {
   runner.arguments().text(
       "--prefix-store",
       "DIR",
-      "keep the context that was read in this folder or bucket\n"
-      "(s3://bucket/prefix), and load it from there the next\n"
-      "time; the files, 4 GiB at most, hold the text",
+      "keep the context that was read in this folder or\n"
+      "bucket (s3://bucket/prefix), and load it from there\n"
+      "the next time; the files, 4 GiB at most, hold the\n"
+      "text",
       &more.prefix_store);
   runner.require([&]() -> etkv::Result<void> {
     if (more.context && more.context_tokens) {
