@@ -968,6 +968,41 @@ static void files(void) {
   etkv_session_free(session);
 }
 
+/* What is in the files is in saving.cpp. */
+static void files_of_sequences(void) {
+  const etkv_status invalid = ETKV_ERROR_INVALID_ARGUMENT;
+  const char* path = "no/such/folder/file";
+  setup s;
+  set_up(&s);
+  etkv_session* session = new_session_of("seq", &s.config);
+  etkv_seq_cache* cache = NULL;
+  REQUIRE(etkv_session_seq(session, &cache, NULL) == ETKV_OK);
+  int64_t* tokens = UNTOUCHED;
+  const int64_t* untouched = tokens;
+  size_t n = 9;
+  CHECK_REFUSED(
+      etkv_seq_cache_save(NULL, 0, path, NULL, error), invalid, "cache");
+  CHECK_REFUSED(
+      etkv_seq_cache_save(cache, 256, path, NULL, error), invalid, "256");
+  CHECK_REFUSED(
+      etkv_seq_cache_save(cache, 3, path, NULL, error), invalid, "sequence 3");
+  CHECK_REFUSED(
+      etkv_seq_cache_load(NULL, 0, path, NULL, NULL, NULL, error),
+      invalid,
+      "cache");
+  CHECK_REFUSED(
+      etkv_seq_cache_load(cache, 0, path, NULL, &tokens, NULL, error),
+      invalid,
+      "n_tokens");
+  CHECK_REFUSED(
+      etkv_seq_cache_load(cache, 0, path, NULL, &tokens, &n, error),
+      ETKV_ERROR_FILE,
+      path);
+  CHECK(tokens == untouched && n == 9);
+  etkv_seq_cache_free(cache);
+  etkv_session_free(session);
+}
+
 /* What they hold is in saving.cpp. */
 static void prefixes_and_their_caches(void) {
   const etkv_status invalid = ETKV_ERROR_INVALID_ARGUMENT;
@@ -1046,6 +1081,17 @@ static void prefixes_and_their_caches(void) {
   CHECK_INT(
       etkv_prefix_cache_attach(prefixes, cache, &options, &n, NULL), ETKV_OK);
   CHECK_INT(n, 0);
+  bool waits = true;
+  CHECK_REFUSED(
+      etkv_prefix_cache_prefetch(NULL, cache, &options, &waits, error),
+      invalid,
+      "prefixes is NULL");
+  CHECK(waits);
+  /* There is no store to read from. */
+  CHECK_INT(
+      etkv_prefix_cache_prefetch(prefixes, cache, &options, &waits, NULL),
+      ETKV_OK);
+  CHECK(!waits);
   CHECK_INT(etkv_prefix_cache_reclaim(prefixes, 1, &freed, NULL), ETKV_OK);
   CHECK_INT(freed, 0);
   CHECK_INT(etkv_prefix_cache_reclaim(prefixes, 1, NULL, NULL), ETKV_OK);
@@ -1224,6 +1270,7 @@ int main(void) {
   own_kinds();
   an_empty_cache();
   files();
+  files_of_sequences();
   prefixes_and_their_caches();
   prefix_stores();
   keys_and_handles();
