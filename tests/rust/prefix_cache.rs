@@ -131,7 +131,7 @@ fn limits_and_pins<B: Backend>() {
                 0..=2 => {
                     let kept = keep::<B>(&prefixes, shape, &text);
                     assert!(kept || !pinned.is_empty());
-                    // What was kept last stays for now.
+                    // Older ones make room for what was kept last.
                     assert!(!kept || attach::<B>(&prefixes, shape, &text) == text.len());
                 }
                 3 if pinned.len() < 2 => {

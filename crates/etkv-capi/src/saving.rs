@@ -3,7 +3,7 @@
 use std::ffi::c_char;
 use std::path::Path;
 
-use etkv_core::{fail, Result};
+use etkv_core::{fail, Cache, Result, SharedCache};
 use etkv_file::Labels;
 
 use super::boundary::{boundary, list, out, read_struct, text};
@@ -39,10 +39,7 @@ pub unsafe extern "C" fn etkv_cache_save(
     unsafe {
         boundary(error, || {
             let cache = handle::look_up(cache, "cache")?;
-            let path = given_path(path, "path")?;
-            let labels = labels_if_given(options)?;
-            let mut cache = cache.cache.lock()?;
-            etkv_file::save(&mut *cache, path, labels)
+            save(&cache.cache, path, options, etkv_file::save)
         })
     }
 }
@@ -64,11 +61,7 @@ pub unsafe extern "C" fn etkv_cache_load(
     unsafe {
         boundary(error, || {
             let cache = handle::look_up(cache, "cache")?;
-            let path = given_path(path, "path")?;
-            let fingerprint = fingerprint_of(fingerprint)?;
-            let target = TokensOut::new(tokens, n_tokens)?;
-            target.write(etkv_file::load(&mut *cache.cache.lock()?, path, fingerprint)?);
-            Ok(())
+            load(&cache.cache, path, fingerprint, (tokens, n_tokens), etkv_file::load)
         })
     }
 }
@@ -89,10 +82,9 @@ pub unsafe extern "C" fn etkv_seq_cache_save(
     unsafe {
         boundary(error, || {
             let cache = handle::look_up(cache, "cache")?;
-            let path = given_path(path, "path")?;
-            let labels = labels_if_given(options)?;
-            let mut cache = cache.shared().lock()?;
-            etkv_file::save_sequence(&mut *cache, sequence, path, labels)
+            save(cache.shared(), path, options, |cache, path, labels| {
+                etkv_file::save_sequence(cache, sequence, path, labels)
+            })
         })
     }
 }
@@ -115,40 +107,59 @@ pub unsafe extern "C" fn etkv_seq_cache_load(
     unsafe {
         boundary(error, || {
             let cache = handle::look_up(cache, "cache")?;
-            let path = given_path(path, "path")?;
-            let fingerprint = fingerprint_of(fingerprint)?;
-            let target = TokensOut::new(tokens, n_tokens)?;
-            let mut cache = cache.shared().lock()?;
-            target.write(etkv_file::load_sequence(&mut *cache, sequence, path, fingerprint)?);
-            Ok(())
+            load(cache.shared(), path, fingerprint, (tokens, n_tokens), |cache, path, model| {
+                etkv_file::load_sequence(cache, sequence, path, model)
+            })
         })
     }
 }
 
-/// Where the token ids of a file go, if they are wanted.
-struct TokensOut {
-    tokens: *mut *mut i64,
-    n_tokens: *mut usize,
+/// Saves a cache, or a part of it, by `save`.
+///
+/// # Safety
+/// Pointers are NULL or as the header says.
+unsafe fn save(
+    cache: &SharedCache,
+    path: *const c_char,
+    options: *const etkv_save_options,
+    save: impl FnOnce(&mut dyn Cache, &Path, Labels) -> Result<()>,
+) -> Result<()> {
+    // SAFETY: the caller says so.
+    let (path, labels) = unsafe {
+        let path = given_path(path, "path")?;
+        let labels = match options.is_null() {
+            true => Labels::default(),
+            false => labels_of(options)?,
+        };
+        (path, labels)
+    };
+    save(&mut *cache.lock()?, path, labels)
 }
 
-impl TokensOut {
-    /// # Safety
-    /// Pointers are NULL, or may be written for as long as this lives.
-    unsafe fn new(tokens: *mut *mut i64, n_tokens: *mut usize) -> Result<Self> {
+/// Loads a file by `load`, and stores its token ids if they are wanted.
+///
+/// # Safety
+/// Pointers are NULL or as the header says.
+unsafe fn load(
+    cache: &SharedCache,
+    path: *const c_char,
+    fingerprint: *const c_char,
+    (tokens, n_tokens): (*mut *mut i64, *mut usize),
+    load: impl FnOnce(&mut dyn Cache, &Path, &str) -> Result<Vec<i64>>,
+) -> Result<()> {
+    // SAFETY: the caller says so.
+    unsafe {
+        let path = given_path(path, "path")?;
+        let fingerprint = fingerprint_of(fingerprint)?;
         if tokens.is_null() != n_tokens.is_null() {
             fail!(InvalidArgument, "expected tokens and n_tokens, got one of them as NULL");
         }
-        Ok(Self { tokens, n_tokens })
-    }
-
-    fn write(self, found: Vec<i64>) {
-        if !self.tokens.is_null() {
-            // SAFETY: `new` says so.
-            unsafe {
-                self.n_tokens.write(found.len());
-                self.tokens.write(Box::into_raw(found.into_boxed_slice()).cast());
-            }
+        let found = load(&mut *cache.lock()?, path, fingerprint)?;
+        if !tokens.is_null() {
+            n_tokens.write(found.len());
+            tokens.write(Box::into_raw(found.into_boxed_slice()).cast());
         }
+        Ok(())
     }
 }
 
@@ -195,16 +206,6 @@ pub(crate) unsafe fn given_path<'a>(path: *const c_char, name: &str) -> Result<&
         fail!(InvalidArgument, "{name} is empty");
     }
     Ok(Path::new(path))
-}
-
-/// # Safety
-/// `options` is NULL, or as the header says.
-unsafe fn labels_if_given<'a>(options: *const etkv_save_options) -> Result<Labels<'a>> {
-    if options.is_null() {
-        return Ok(Labels::default());
-    }
-    // SAFETY: the caller says so.
-    unsafe { labels_of(options) }
 }
 
 /// # Safety

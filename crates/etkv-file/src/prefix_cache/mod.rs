@@ -139,8 +139,10 @@ impl PrefixCache {
         let found = self.inner.kept.lock().matches(&group, tokens, capacity_of(cache), MOST_TRIED);
         let in_memory = found.first().map_or(0, |(n, ..)| *n);
         let mut counted = [0, 0];
-        let in_store = match self.inner.asked.lock().has(&group, tokens, in_memory) {
-            // It was read ahead a moment ago: the store has no more than memory.
+        // What was read ahead a moment ago: the store has no more than memory. The store is asked without the
+        // lock, for which `prefetch` would wait.
+        let was_read = self.inner.asked.lock().has(&group, tokens, in_memory);
+        let in_store = match was_read {
             true => 0,
             false => self.inner.in_store(cache, fingerprint, tokens, in_memory),
         };
@@ -215,8 +217,7 @@ impl PrefixCache {
         tokens: &[i64],
     ) -> Result<usize> {
         let group = group_of(fingerprint, cache)?;
-        let found = self.inner.kept.lock().matches(&group, tokens, capacity_of(cache), 1);
-        let in_memory = found.first().map_or(0, |(n, ..)| *n);
+        let in_memory = self.inner.in_memory(cache, &group, tokens);
         Ok(in_memory.max(self.inner.in_store(cache, fingerprint, tokens, in_memory)))
     }
 
@@ -244,8 +245,7 @@ impl PrefixCache {
         tokens: &[i64],
     ) -> Result<bool> {
         let group = group_of(fingerprint, cache)?;
-        let found = self.inner.kept.lock().matches(&group, tokens, capacity_of(cache), 1);
-        let in_memory = found.first().map_or(0, |(n, ..)| *n);
+        let in_memory = self.inner.in_memory(cache, &group, tokens);
         if self.inner.store.is_none() || in_memory == tokens.len() {
             return Ok(false);
         }
@@ -319,6 +319,12 @@ impl PrefixCache {
 }
 
 impl Inner {
+    /// Returns the tokens of the longest beginning that memory has.
+    fn in_memory(&self, cache: &dyn Cache, group: &Group, tokens: &[i64]) -> usize {
+        let found = self.kept.lock().matches(group, tokens, capacity_of(cache), 1);
+        found.first().map_or(0, |(n, ..)| *n)
+    }
+
     /// Returns the tokens that the store has, which is asked if it can have more than memory.
     fn in_store(
         &self,

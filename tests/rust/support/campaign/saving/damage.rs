@@ -3,29 +3,16 @@
 //!
 //! A second cache sees none of the files. After each of them both answer the same.
 
-use etkv_core::{Cache, Status};
+use etkv_core::Status;
 use etkv_file::{load, save};
 
 use super::driver::{forward, operate, AnyCache, Shape};
-use super::{labels, Place, MODEL};
+use super::{labels, written, Place, MODEL};
 use crate::backend::Backend;
 use crate::{for_seeds, Rng};
 
 /// Damaged files of each seed.
 const FILES: usize = 50;
-
-/// Returns what a cache writes: its integers and all rows.
-fn contents(cache: &mut dyn Cache) -> (String, Vec<u8>) {
-    let face = cache.saving().unwrap();
-    let snapshot = face.snapshot().unwrap();
-    let mut all = Vec::new();
-    face.read_rows(&snapshot, &mut |_, bytes| {
-        all.extend_from_slice(bytes);
-        Ok(())
-    })
-    .unwrap();
-    (format!("{snapshot:?}"), all)
-}
 
 fn header_end(bytes: &[u8]) -> usize {
     8 + u64::from_le_bytes(bytes[..8].try_into().unwrap()) as usize
@@ -172,8 +159,8 @@ pub fn damaged_files_are_refused_and_change_nothing<B: Backend>() {
                 operate::<B>(&mut rng, &mut caches);
             }
             for _ in 0..FILES {
-                let before = contents(&mut *caches[0]);
-                assert_eq!(contents(&mut *caches[1]), before);
+                let before = written(caches[0].saving().unwrap());
+                assert_eq!(written(caches[1].saving().unwrap()), before);
                 let mut bytes = whole.clone();
                 let lies = rng.chance(0.5);
                 match lies {
@@ -188,7 +175,7 @@ pub fn damaged_files_are_refused_and_change_nothing<B: Backend>() {
                             matches!(error.status(), Status::File | Status::Backend),
                             "{error}"
                         );
-                        assert_eq!(contents(&mut *caches[0]), before, "{error}");
+                        assert_eq!(written(caches[0].saving().unwrap()), before, "{error}");
                         operate::<B>(&mut rng, &mut caches);
                     }
                     Ok(_) => {

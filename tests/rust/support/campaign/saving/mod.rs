@@ -8,7 +8,7 @@ mod sequences;
 
 use std::path::PathBuf;
 
-use etkv_core::{CacheConfig, KvFormat, LayerPolicy, Status};
+use etkv_core::{CacheConfig, KvFormat, LayerPolicy, SaveCache, Status};
 use etkv_file::{load, save, Labels};
 
 use crate::backend::Backend;
@@ -34,6 +34,18 @@ impl Place {
         let path = folder.path().join("a cache.safetensors");
         Self { _folder: folder, path }
     }
+}
+
+/// Returns what a face writes: integers and rows.
+fn written(face: &mut dyn SaveCache) -> (String, Vec<u8>) {
+    let snapshot = face.snapshot().unwrap();
+    let mut all = Vec::new();
+    face.read_rows(&snapshot, &mut |_, bytes| {
+        all.extend_from_slice(bytes);
+        Ok(())
+    })
+    .unwrap();
+    (format!("{snapshot:?}"), all)
 }
 
 fn labels(tokens: &[i64]) -> Labels<'_> {

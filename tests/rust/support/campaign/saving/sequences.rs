@@ -4,25 +4,13 @@
 use std::slice::from_mut;
 use std::sync::atomic::{AtomicUsize, Ordering};
 
-use etkv_core::{CacheConfig, KvFormat, LayerPolicy, SaveCache, Status};
+use etkv_core::{CacheConfig, KvFormat, LayerPolicy, Status};
 use etkv_file::{load, load_sequence, save, save_sequence};
 
 use super::driver::{forward, operate, AnyCache, Shape};
-use super::{labels, Place, MODEL};
+use super::{labels, written, Place, MODEL};
 use crate::backend::Backend;
 use crate::{for_seeds, runs, Rng};
-
-/// Returns what a face writes: integers and rows.
-fn written(face: &mut dyn SaveCache) -> (String, Vec<u8>) {
-    let snapshot = face.snapshot().unwrap();
-    let mut all = Vec::new();
-    face.read_rows(&snapshot, &mut |_, bytes| {
-        all.extend_from_slice(bytes);
-        Ok(())
-    })
-    .unwrap();
-    (format!("{snapshot:?}"), all)
-}
 
 fn of_sequence<B: Backend>(cache: &mut AnyCache<B>, sequence: i32) -> (String, Vec<u8>) {
     written(&mut *cache.saving_sequence(sequence).unwrap())
