@@ -3,7 +3,7 @@
 // As the host has it.
 struct ManyWork {
   ProductWork product;
-  float* sums;
+  float4* sums;
   int* counts;
   int splits, unused;
 };

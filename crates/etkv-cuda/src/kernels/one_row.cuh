@@ -1,7 +1,7 @@
 // The product of a single row with a weight. A warp has two rows of the weight at a time, which belong
 // together: those of a gate and of what is gated, those of two elements that turn, or two neighbours.
 // It asks for their first pieces before it waits for the kernel before, and never for a piece that
-// another block has asked for.
+// another block has asked for. Where there are fewer pairs than warps, several warps share the inner axis.
 
 namespace etkv {
 
@@ -83,9 +83,13 @@ struct OneRow : FewRows<E> {
     for (int i = 0; i < 8; ++i) sum += static_cast<float>(a[i]) * static_cast<float>(b[i]);
   }
 
-  __device__ void run_row(E* out, E* shared, float* squares) const {
-    int thread = threadIdx.x % 32, first = blockIdx.x * SHARES + threadIdx.x / 32;
-    int stride = gridDim.x * SHARES, n = pairs(), batches = (inner + ROW_BATCH - 1) / ROW_BATCH;
+  // `team`: the warps that share a pair. `left` has two floats for each warp, twice.
+  __device__ void run_row(E* out, E* shared, float* squares, int team, float2* left) const {
+    int thread = threadIdx.x % 32, warp = threadIdx.x / 32, teams = SHARES / team;
+    int first = blockIdx.x * teams + warp / team, stride = gridDim.x * teams, n = pairs();
+    // This warp's share of the inner axis.
+    int span = (inner + 256 * team - 1) / (256 * team) * 256, begin = warp % team * span;
+    int end = min(begin + span, inner), batches = (span + ROW_BATCH - 1) / ROW_BATCH;
     bool aligned = is_aligned(this->w);
 
     uint4 a[ROW_DEPTH][2][ROW_PIECES];
@@ -101,8 +105,8 @@ struct OneRow : FewRows<E> {
     auto ask = [&](int place) {
 #pragma unroll
       for (int j = 0; j < ROW_PIECES; ++j) {
-        int from = next_batch * ROW_BATCH + 8 * (thread + 32 * j);
-        bool exists = next < n && from < inner;
+        int from = begin + next_batch * ROW_BATCH + 8 * (thread + 32 * j);
+        bool exists = next < n && from < end;
 #pragma unroll
         for (int i = 0; i < 2; ++i) {
           a[place][i][j] = make_uint4(0, 0, 0, 0);
@@ -122,35 +126,55 @@ struct OneRow : FewRows<E> {
     share_row(shared, squares);
 
     float sums[2] = {};
-    int pair = first, batch = 0;
+    int pair = first, batch = 0, parity = 0;
     while (pair < n) {
 #pragma unroll
       for (int place = 0; place < ROW_DEPTH; ++place) {
         if (pair >= n) break;
 #pragma unroll
         for (int j = 0; j < ROW_PIECES; ++j) {
-          int from = batch * ROW_BATCH + 8 * (thread + 32 * j);
-          if (from >= inner) continue;
+          int from = begin + batch * ROW_BATCH + 8 * (thread + 32 * j);
+          if (from >= end) continue;
           uint4 y = *reinterpret_cast<const uint4*>(shared + from);
           add_product(sums[0], a[place][0][j], y);
           add_product(sums[1], a[place][1][j], y);
         }
         ask(place);
         if (++batch < batches) continue;
-        end_row(out, pair, sums);
+        add_threads(sums);
+        // The other half of what is left is still read by a slower warp.
+        if (team == 1 || add_warps(sums, left + parity * SHARES, team)) end_row(out, pair, sums);
         sums[0] = sums[1] = 0;
         batch = 0;
+        parity = 1 - parity;
         pair += stride;
       }
     }
   }
 
-  __device__ void end_row(E* out, int pair, float (&sums)[2]) const {
+  __device__ static void add_threads(float (&sums)[2]) {
 #pragma unroll
     for (int step = 16; step > 0; step /= 2) {
       sums[0] += __shfl_xor_sync(0xffffffffu, sums[0], step);
       sums[1] += __shfl_xor_sync(0xffffffffu, sums[1], step);
     }
+  }
+
+  // Returns whether this is the first warp of the team, which gets the sums of all.
+  __device__ static bool add_warps(float (&sums)[2], float2* left, int team) {
+    int warp = threadIdx.x / 32;
+    if (threadIdx.x % 32 == 0) left[warp] = make_float2(sums[0], sums[1]);
+    wait_for_team(warp / team, 32 * team);
+    if (warp % team) return false;
+    for (int i = 1; i < team; ++i) {
+      float2 its = left[warp + i];
+      sums[0] += its.x;
+      sums[1] += its.y;
+    }
+    return true;
+  }
+
+  __device__ void end_row(E* out, int pair, const float (&sums)[2]) const {
     if (threadIdx.x % 32 != 0) return;
     int output = output_of(pair);
     if (head_dim) {

@@ -3,9 +3,10 @@
 extern "C" __global__ void __launch_bounds__(256, 2) etkv_row(const ProductWork work) {
   extern __shared__ uint4 shared_memory[];
   __shared__ float squares[etkv::SHARES];
+  __shared__ float2 left[2 * etkv::SHARES];
   etkv::let_next_begin();
   etkv::OneRow<Element> row{rows_of(work)};
-  row.run_row(work.out, reinterpret_cast<Element*>(shared_memory), squares);
+  row.run_row(work.out, reinterpret_cast<Element*>(shared_memory), squares, work.team, left);
 }
 
 extern "C" __global__ void __launch_bounds__(256, 2) etkv_product(const ProductWork work) {

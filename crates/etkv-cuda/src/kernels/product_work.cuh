@@ -14,7 +14,7 @@ struct ProductWork {
   const etkv::Step* step;
   long long keys_head, values_head;
   float eps;
-  int normalizes, gate, rows, outputs, inner, head_dim, turned, queries, each, most_shared;
+  int normalizes, gate, rows, outputs, inner, head_dim, turned, queries, each, most_shared, team;
 };
 static_assert(sizeof(ProductWork) == 144, "as the host has it");
 

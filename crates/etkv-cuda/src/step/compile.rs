@@ -54,8 +54,8 @@ pub(crate) struct Compiler {
 pub(crate) enum Source {
     /// All kernels but attention, those that read packed weights, and those of many rows.
     Product(Element),
-    /// Kernels that multiply many rows.
-    Many(Element),
+    /// Kernels that multiply many rows, with rings of so many places.
+    Many { element: Element, depth: usize },
     /// Kernels that read packed weights of so many bits.
     Packed { element: Element, bits: usize },
     /// The kernel that normalizes rows.
@@ -95,8 +95,11 @@ impl Source {
                     PRODUCT_ENTRY,
                 ][..],
             ),
-            Self::Many(element) => (
-                format!("{overlaps}using Element = {};\n", element.name()),
+            Self::Many { element, depth } => (
+                format!(
+                    "{overlaps}using Element = {};\nconstexpr int MANY_DEPTH = {depth};\n",
+                    element.name(),
+                ),
                 &[
                     STEP,
                     text::INSTRUCTIONS,

@@ -24,6 +24,9 @@ const FEW_SHARED: usize = 33_280;
 /// The blocks of a single row's product on each multiprocessor. One leaves room for the next kernel's, and
 /// takes a quarter longer on an H200.
 const ROW_BLOCKS: usize = 2;
+/// The warps of such a block, and the fewest elements of the inner axis that one has.
+const ROW_WARPS: usize = PRODUCT_THREADS / 32;
+const ROW_SPAN: usize = 256;
 /// The shared memory that a product has besides the rows, and what every block takes of a
 /// multiprocessor's.
 const STATIC_SHARED: usize = 4 * (2 * 8 * 16 * 16 + 16 * 8);
@@ -38,13 +41,14 @@ const OTHER_WIDE: usize = 64;
 const OTHER_DEPTH: usize = 3;
 const MOST_HELD: usize = TILED_WARPS * HELD_WIDE;
 
-/// What the kernel of many rows has: its warps, the rows of the weight in a tile, the elements of a row that a
-/// warp has at a time, the places of its ring, and the columns whose sums are added at a time.
-const MANY_WARPS: usize = 4;
-const MANY_TILE: usize = 64;
+/// What the kernel of many rows has: its threads, the rows of the weight in a tile and the pairs of them, the
+/// elements of a row in a place of its ring, and the most rows and places.
+const MANY_THREADS: usize = 256;
+const MANY_TILE: usize = 128;
+const MANY_PAIRS: usize = MANY_TILE / 2;
 const MANY_WIDE: usize = 64;
-const MANY_DEPTH: usize = 3;
-const MANY_SUMMED: usize = 16;
+const MANY_ROWS: usize = 64;
+const MANY_DEPTHS: std::ops::RangeInclusive<usize> = 3..=9;
 /// The most blocks that share a tile. Each leaves sums that are read again.
 const MOST_SPLITS: usize = 8;
 
@@ -105,6 +109,8 @@ pub(crate) struct ProductWork {
     pub(crate) queries: i32,
     pub(crate) each: i32,
     pub(crate) most_shared: i32,
+    /// The warps that share the inner axis, of a single row.
+    pub(crate) team: i32,
 }
 
 /// The argument of a product with a packed weight, the codes of which are `product.w`.
@@ -139,8 +145,8 @@ const _: () = assert!(size_of::<ManyWork>() == 168);
 /// The kernels of products.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum ProductKernel {
-    /// A single row.
-    Row,
+    /// A single row. So many warps share the inner axis.
+    Row { team: usize },
     /// Rows that are in shared memory, or read anew for each tile.
     Few,
     /// Rows in registers, and the weight in rings.
@@ -190,9 +196,9 @@ impl ProductShape {
         if is_plain && n == 1 && elements <= limits.product_shared() / 2 {
             let halves = if product.gate.is_some() { 1 } else { 2 };
             let pairs = product.outputs.div_ceil(halves);
-            let blocks = pairs.div_ceil(PRODUCT_THREADS / 32);
-            let blocks = blocks.min(ROW_BLOCKS * limits.processors);
-            let (kernel, threads) = (ProductKernel::Row, PRODUCT_THREADS);
+            let team = team_of(pairs, product.inner, limits.processors);
+            let blocks = (team * pairs).div_ceil(ROW_WARPS).min(ROW_BLOCKS * limits.processors);
+            let (kernel, threads) = (ProductKernel::Row { team }, PRODUCT_THREADS);
             return Ok(Self { kernel, blocks, threads, shared: 2 * elements });
         }
         let shared = if elements <= most { elements } else { 0 };
@@ -236,22 +242,20 @@ impl ProductShape {
                 fail!(Plan, "{rows} rows and a packed weight, which takes {MOST_FEW} or fewer");
             }
         }
-        let shared = many_shared(rows);
-        if shared > limits.block_shared {
+        let depth = many_depth(limits);
+        if depth < *MANY_DEPTHS.start() {
+            let shared = MANY_DEPTHS.start() * MANY_PLACE;
             fail!(Plan, "{rows} rows take {shared} bytes, the device has {}", limits.block_shared);
         }
-        let is_paired = product.gate.is_some() || product.heads.is_some();
-        let columns = match product.heads {
-            // The outputs count both of a pair.
-            Some(_) => MANY_TILE,
-            None if is_paired => MANY_TILE / 2,
-            None => MANY_TILE,
+        let pairs = match product.gate {
+            Some(_) => product.outputs,
+            None => product.outputs.div_ceil(2),
         };
-        let tiles = product.outputs.div_ceil(columns);
+        let tiles = pairs.div_ceil(MANY_PAIRS);
         let splits = splits_of(tiles, product.inner, limits.processors);
         let blocks = (tiles * splits).min(limits.processors);
         let kernel = ProductKernel::Many { tiles, splits };
-        Ok(Self { kernel, blocks, threads: 32 * MANY_WARPS, shared })
+        Ok(Self { kernel, blocks, threads: MANY_THREADS, shared: depth * MANY_PLACE })
     }
 
     /// Returns the floats that blocks which share tiles leave, and the numbers that count them.
@@ -265,12 +269,19 @@ impl ProductShape {
     }
 }
 
+/// Returns how many warps share the inner axis of a single row: as many as there are for each pair of outputs.
+fn team_of(pairs: usize, inner: usize, processors: usize) -> usize {
+    let most = ROW_BLOCKS * processors * ROW_WARPS / pairs.max(1);
+    let fits = |team: &usize| *team <= most && inner >= team * ROW_SPAN;
+    [8, 4, 2].into_iter().find(fits).unwrap_or(1)
+}
+
 /// Returns how many blocks share a tile: as many as let all multiprocessors end soonest. What a block does at
-/// the end of a tile counts as a step of its inner axis, and to add up what others left as another.
+/// the end of a tile counts as a step of its inner axis; to leave sums, and to add up what others left, as more.
 fn splits_of(tiles: usize, inner: usize, processors: usize) -> usize {
-    let steps = inner.div_ceil(MANY_WARPS * MANY_WIDE);
+    let steps = inner.div_ceil(MANY_WIDE);
     let time = |splits: &usize| {
-        let end = if *splits > 1 { 2 } else { 1 };
+        let end = if *splits > 1 { 4 + splits / 2 } else { 1 };
         (tiles * splits).div_ceil(processors) * (steps.div_ceil(*splits) + end)
     };
     (1..=steps.min(MOST_SPLITS)).min_by_key(time).unwrap_or(1)
@@ -281,10 +292,12 @@ fn many_rows(rows: usize) -> usize {
     rows.next_multiple_of(32)
 }
 
-/// Returns the bytes of shared memory that the kernel of many rows takes.
-fn many_shared(rows: usize) -> usize {
-    let rows = many_rows(rows);
-    MANY_WARPS * (2 * MANY_DEPTH * (MANY_TILE + rows) * MANY_WIDE + 4 * rows * (MANY_SUMMED + 8))
+/// The bytes of a place of the ring of the kernel of many rows.
+const MANY_PLACE: usize = 2 * (MANY_TILE + MANY_ROWS) * MANY_WIDE;
+
+/// Returns how many places the ring of the kernel of many rows has. A device may have too little memory for it.
+pub(crate) fn many_depth(limits: Limits) -> usize {
+    (limits.block_shared.saturating_sub(SYSTEM_SHARED) / MANY_PLACE).min(*MANY_DEPTHS.end())
 }
 
 /// Returns the bytes of shared memory that the kernel with rings takes.

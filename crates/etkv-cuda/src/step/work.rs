@@ -10,7 +10,7 @@ use crate::step::device::Device;
 use crate::step::driver::{Kernel, Memory, Stream};
 use crate::step::error::{fail, Result};
 use crate::step::launch::{
-    self, int, or_null, ManyWork, PackedWork, ProductKernel, ProductShape, ProductWork, Step,
+    self, int, many_depth, or_null, ManyWork, PackedWork, ProductKernel, ProductShape, ProductWork, Step,
 };
 use crate::step::mask::most_numbers;
 use crate::step::norms::{NormWork, NORM_THREADS};
@@ -84,7 +84,8 @@ impl ManyKernels {
         if shared == 0 {
             return Ok(None);
         }
-        let (source, context) = (Source::Many(plan.element), &device.0.context);
+        let source = Source::Many { element: plan.element, depth: many_depth(limits) };
+        let context = &device.0.context;
         Ok(Some(Self {
             product: device.kernel(source, c"etkv_many", shared)?,
             normalize: device.kernel(source, c"etkv_normalize", 0)?,
@@ -375,7 +376,10 @@ impl Work {
                 };
                 launch(&self.packed(&packed)?.product, of(&work))
             }
-            (Weight::Plain(_), ProductKernel::Row) => launch(&self.row, of(&work)),
+            (Weight::Plain(_), ProductKernel::Row { team }) => {
+                work.team = int(team);
+                launch(&self.row, of(&work))
+            }
             (Weight::Plain(_), ProductKernel::Few) => launch(&self.product, of(&work)),
             (Weight::Plain(_), ProductKernel::Tiled) => launch(&self.tiled, of(&work)),
             (Weight::Plain(_), ProductKernel::Many { splits, .. }) => {

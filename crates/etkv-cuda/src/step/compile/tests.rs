@@ -37,7 +37,7 @@ fn all_kernels_compile_without_headers() {
                 packed(4),
                 packed(8),
                 Source::Norm(element),
-                Source::Many(element),
+                Source::Many { element, depth: 9 },
                 attend(128, 2, false),
                 attend(256, 1, true),
             ];

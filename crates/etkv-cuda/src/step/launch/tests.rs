@@ -40,19 +40,21 @@ fn rows_that_are_normalized_fit_shared_memory() {
         let (kernel, threads) = (ProductKernel::Few, 256);
         ProductShape { kernel, blocks, threads, shared: 2 * elements }
     };
-    let row =
-        |blocks, elements| ProductShape { kernel: ProductKernel::Row, ..few(blocks, elements) };
-    assert_eq!(of(1, &product(2048, 2560)), Ok(row(160, 2080)));
-    assert_eq!(of(1, &product(2048, 128_256)), Ok(row(264, 2080)));
+    let row = |team, blocks, elements| {
+        let kernel = ProductKernel::Row { team };
+        ProductShape { kernel, ..few(blocks, elements) }
+    };
+    assert_eq!(of(1, &product(2048, 2560)), Ok(row(1, 160, 2080)));
+    assert_eq!(of(1, &product(2048, 128_256)), Ok(row(1, 264, 2080)));
     assert_eq!(of(2, &product(2056, 2560)), Ok(few(160, 4176)));
     assert_eq!(of(16, &product(2056, 128_256)), Ok(few(264, 33_408)));
     assert_eq!(of(16, &product(6144, 4096)), Ok(few(132, 98_816)));
     let text = of(16, &product(8192, 4096)).unwrap_err().to_string();
     assert!(text.contains("131584 elements") && text.contains("107776 or fewer"), "{text}");
     let last = Product { last_row: true, ..product(8192, 4096) };
-    assert_eq!(of(16, &last), Ok(row(256, 8224)));
+    assert_eq!(of(16, &last), Ok(row(1, 256, 8224)));
     let gated = Product { gate: Some(Gate::Silu), ..product(2048, 1000) };
-    assert_eq!(of(1, &gated), Ok(row(125, 2080)));
+    assert_eq!(of(1, &gated), Ok(row(2, 250, 2080)));
     // One kernel for all numbers of rows.
     let at = Address(16);
     let packed = Packed { codes: at, scales: at, biases: at, bits: 4, group: 64 };
@@ -75,7 +77,7 @@ fn rings_take_what_fits_them() {
     assert_eq!(of(8, &gated), tiled(125, held[0]));
     // Long rows, if they are not normalized.
     let plain = Product { norm: None, ..product(8192, 2048) };
-    assert_eq!(of(1, &plain).kernel, ProductKernel::Row);
+    assert_eq!(of(1, &plain).kernel, ProductKernel::Row { team: 2 });
     assert_eq!(of(2, &plain), tiled(128, 16 * (9216 + 1024 + 32)));
     assert_eq!(of(16, &plain), tiled(128, 16 * (12_288 + 2048 + 64)));
     assert_eq!(of(2, &product(8192, 2048)).kernel, ProductKernel::Few);
