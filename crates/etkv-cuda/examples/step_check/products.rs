@@ -7,7 +7,7 @@ use etkv_cuda::{
 
 use crate::model::Shape;
 use crate::say;
-use crate::timing::median;
+use crate::timing::{median, median_of_sequences};
 use std::io::Write;
 
 /// Bytes of weights that are read one after another: more than a device's caches hold.
@@ -15,6 +15,7 @@ const BYTES: usize = 540 << 20;
 /// Launches of a plan.
 const LEAST: usize = 4;
 const MOST: usize = 64;
+const MOST_TOKENS: usize = 64;
 const TOKENS: [usize; 7] = [1, 2, 4, 8, 16, 32, 64];
 
 /// Prints the median microseconds of a launch for 1 to 64 tokens.
@@ -68,7 +69,7 @@ pub fn run(device: &Device, shape: Shape) -> Result<()> {
         let floor = bytes as f64 / 4.2e6;
         say!("  {name:5} {times}   ({floor:.1} at 4.2 TB/s)");
     }
-    for keys in [256, 2048, 8000] {
+    for keys in [128, 256, 2048, 8000] {
         let attend = Attend {
             group: 0,
             q: Buffer(0),
@@ -80,20 +81,25 @@ pub fn run(device: &Device, shape: Shape) -> Result<()> {
             scale: 0.1,
             out: Buffer(1),
         };
-        let text = times_of(device, shape, keys, |_| vec![Launch::Attend(attend); MOST])?;
+        let text = times_of(device, shape, keys, false, |_| vec![Launch::Attend(attend); MOST])?;
         say!("  attention over {keys}: {text}");
+        if keys * MOST_TOKENS <= shape.capacity {
+            let all = |_| vec![Launch::Attend(attend); MOST];
+            say!("  sequences of {keys}: {}", times_of(device, shape, keys, true, all)?);
+        }
     }
     Ok(())
 }
 
 fn times(device: &Device, shape: Shape, launches: impl Fn(usize) -> Vec<Launch>) -> Result<String> {
-    times_of(device, shape, 256, launches)
+    times_of(device, shape, 256, false, launches)
 }
 
 fn times_of(
     device: &Device,
     shape: Shape,
     keys: usize,
+    apart: bool,
     launches: impl Fn(usize) -> Vec<Launch>,
 ) -> Result<String> {
     let widest = shape.vocabulary.max(2 * shape.intermediate).max(shape.hidden);
@@ -126,8 +132,13 @@ fn times_of(
             masked: vec![false],
             apart: false,
         };
-        let whole = median(&mut device.capture(&plan(all))?, tokens, keys)?;
         let empty = median(&mut device.capture(&plan(base))?, tokens, keys)?;
+        let apart = apart && tokens > 1;
+        let mut graph = device.capture(&Plan { masked: vec![apart], apart, ..plan(all) })?;
+        let whole = match apart {
+            true => median_of_sequences(&mut graph, tokens, keys)?,
+            false => median(&mut graph, tokens, keys)?,
+        };
         text.push_str(&format!(" {:8.2}", (whole - empty) / count as f64));
     }
     Ok(text)

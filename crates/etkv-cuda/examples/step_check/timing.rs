@@ -140,18 +140,7 @@ fn sequences(device: &Device, model: &Model) -> Result<()> {
             plan.apart = tokens > 1;
             plan.masked = vec![tokens > 1];
             plan.logits = plan.logits.map(|logits| Logits { copied: false, ..logits });
-            let mask = KeyMask::of((0..tokens).map(|t| std::iter::once(t * each..(t + 1) * each)));
-            let ids: Vec<i32> = (0..tokens as i32).collect();
-            let positions = vec![each as i32 - 1; tokens];
-            let slots: Vec<i32> = (1..=tokens).map(|t| (t * each) as i32 - 1).collect();
-            let step = StepInputs {
-                ids: &ids,
-                positions: &positions,
-                slots: &slots,
-                n_keys: tokens * each,
-                mask: (tokens > 1).then_some(&mask),
-            };
-            let time = median_of(&mut device.capture(&plan)?, &step)?;
+            let time = median_of_sequences(&mut device.capture(&plan)?, tokens, each)?;
             let rate = tokens as f64 / time;
             let ratio = rate / *first.get_or_insert(rate);
             text.push_str(&format!(" {tokens}: {time:.0} ({ratio:.1})"));
@@ -171,6 +160,26 @@ pub fn median(graph: &mut etkv_cuda::Captured, tokens: usize, keys: usize) -> Re
     let ids: Vec<i32> = (0..tokens as i32).collect();
     let slots: Vec<i32> = ((keys - tokens) as i32..).take(tokens).collect();
     let step = StepInputs { ids: &ids, positions: &slots, slots: &slots, n_keys: keys, mask: None };
+    median_of(graph, &step)
+}
+
+/// Returns the median of steps with a token of each of several sequences, which have so many keys each.
+pub fn median_of_sequences(
+    graph: &mut etkv_cuda::Captured,
+    tokens: usize,
+    each: usize,
+) -> Result<f64> {
+    let mask = KeyMask::of((0..tokens).map(|t| std::iter::once(t * each..(t + 1) * each)));
+    let ids: Vec<i32> = (0..tokens as i32).collect();
+    let positions = vec![each as i32 - 1; tokens];
+    let slots: Vec<i32> = (1..=tokens).map(|t| (t * each) as i32 - 1).collect();
+    let step = StepInputs {
+        ids: &ids,
+        positions: &positions,
+        slots: &slots,
+        n_keys: tokens * each,
+        mask: (tokens > 1).then_some(&mask),
+    };
     median_of(graph, &step)
 }
 

@@ -9,17 +9,38 @@ struct ManyWork {
 };
 static_assert(sizeof(ManyWork) == 168, "as the host has it");
 
-extern "C" __global__ void __launch_bounds__(etkv::MANY_THREADS, 1) etkv_many(const ManyWork work) {
-  extern __shared__ uint4 shared_memory[];
+// What outputs are. A kernel has the code of one kind only: that of all does not fit where instructions are kept.
+enum Kinds { PLAIN, GATED, HEADS };
+
+template <int KIND>
+__device__ inline void run_many(const ManyWork& work, void* shared_memory) {
   etkv::let_next_begin();
-  Element* memory = reinterpret_cast<Element*>(shared_memory);
+  Element* memory = static_cast<Element*>(shared_memory);
   etkv::FewRows<Element> rows = rows_of(work.product);
+  if (KIND != GATED) rows.gate = etkv::NO_GATE;
+  if (KIND != HEADS) rows.head_dim = 0;
+  if (KIND == HEADS) rows.plus = nullptr;
   etkv::Shared shared{work.sums, work.counts, work.splits};
   if (work.product.rows <= 32) {
     etkv::ManyRows<Element, 2>{rows, shared}.run_many(work.product.out, memory);
   } else {
     etkv::ManyRows<Element, 4>{rows, shared}.run_many(work.product.out, memory);
   }
+}
+
+extern "C" __global__ void __launch_bounds__(etkv::MANY_THREADS, 1) etkv_many(const ManyWork work) {
+  extern __shared__ uint4 shared_memory[];
+  run_many<PLAIN>(work, shared_memory);
+}
+
+extern "C" __global__ void __launch_bounds__(etkv::MANY_THREADS, 1) etkv_many_gated(const ManyWork work) {
+  extern __shared__ uint4 shared_memory[];
+  run_many<GATED>(work, shared_memory);
+}
+
+extern "C" __global__ void __launch_bounds__(etkv::MANY_THREADS, 1) etkv_many_heads(const ManyWork work) {
+  extern __shared__ uint4 shared_memory[];
+  run_many<HEADS>(work, shared_memory);
 }
 
 // Writes the rows of a product, normalized, to `out`.

@@ -10,7 +10,8 @@ use crate::step::device::Device;
 use crate::step::driver::{Kernel, Memory, Stream};
 use crate::step::error::{fail, Result};
 use crate::step::launch::{
-    self, int, many_depth, or_null, ManyWork, PackedWork, ProductKernel, ProductShape, ProductWork, Step,
+    self, int, many_depth, or_null, ManyWork, PackedWork, ProductKernel, ProductShape, ProductWork,
+    Step,
 };
 use crate::step::mask::most_numbers;
 use crate::step::norms::{NormWork, NORM_THREADS};
@@ -55,7 +56,9 @@ pub(crate) struct Work {
 /// The kernels that multiply many rows, and the memory that they share.
 #[derive(Debug)]
 struct ManyKernels {
-    product: Kernel,
+    plain: Kernel,
+    gated: Kernel,
+    heads: Kernel,
     normalize: Kernel,
     normalized: Memory,
     sums: Memory,
@@ -87,7 +90,9 @@ impl ManyKernels {
         let source = Source::Many { element: plan.element, depth: many_depth(limits) };
         let context = &device.0.context;
         Ok(Some(Self {
-            product: device.kernel(source, c"etkv_many", shared)?,
+            plain: device.kernel(source, c"etkv_many", shared)?,
+            gated: device.kernel(source, c"etkv_many_gated", shared)?,
+            heads: device.kernel(source, c"etkv_many_heads", shared)?,
             normalize: device.kernel(source, c"etkv_normalize", 0)?,
             normalized: Memory::new(context, 2 * normalized)?,
             sums: Memory::new(context, 4 * sums)?,
@@ -406,18 +411,15 @@ impl Work {
                 };
                 let overlaps =
                     overlaps || product.norm.is_some() && plan.overlap && self.device.0.overlaps;
+                let kernel = match (product.gate, &product.heads) {
+                    (Some(_), _) => &many.gated,
+                    (None, Some(_)) => &many.heads,
+                    (None, None) => &many.plain,
+                };
                 let (threads, shared, arguments) = (shape.threads, shape.shared, &mut [of(&work)]);
                 // SAFETY: this is the kernel's argument; the plan's check has compared all sizes.
                 unsafe {
-                    launch::launch(
-                        stream,
-                        &many.product,
-                        grid,
-                        threads,
-                        shared,
-                        arguments,
-                        overlaps,
-                    )
+                    launch::launch(stream, kernel, grid, threads, shared, arguments, overlaps)
                 }
             }
         }

@@ -54,7 +54,7 @@ fn rows_that_are_normalized_fit_shared_memory() {
     let last = Product { last_row: true, ..product(8192, 4096) };
     assert_eq!(of(16, &last), Ok(row(1, 256, 8224)));
     let gated = Product { gate: Some(Gate::Silu), ..product(2048, 1000) };
-    assert_eq!(of(1, &gated), Ok(row(2, 250, 2080)));
+    assert_eq!(of(1, &gated), Ok(row(1, 125, 2080)));
     // One kernel for all numbers of rows.
     let at = Address(16);
     let packed = Packed { codes: at, scales: at, biases: at, bits: 4, group: 64 };
