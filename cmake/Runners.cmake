@@ -78,7 +78,8 @@ etkv_runner(etkv_minimal examples/minimal.cpp)
 # never run before take, what two programs on two threads decode together, what steps of
 # several sequences take, and attention on a cache against MLX alone.
 etkv_runner(etkv_lengths benches/lengths.cpp)
-etkv_runner(etkv_captured benches/captured/main.cpp benches/captured/shared.cpp)
+etkv_runner(etkv_captured benches/captured/main.cpp benches/captured/generated.cpp
+  benches/captured/shared.cpp)
 etkv_runner(etkv_two_programs benches/two_programs.cpp)
 etkv_runner(etkv_sequences benches/sequences.cpp)
 set(benches etkv_captured etkv_lengths etkv_two_programs etkv_sequences)

@@ -2,11 +2,12 @@
 // interpreter: how far their logits are apart, which ids they choose, and what
 // they take, in turns.
 //
-//   etkv_captured MODEL.pte [LONGEST [ROUNDS [KV_FORMAT]]]
+//   etkv_captured MODEL.pte [LONGEST [ROUNDS [KV_FORMAT [SEEDS]]]]
 //
 // LONGEST is the most positions (2000), ROUNDS the steps that are timed of each
 // number of tokens (64), KV_FORMAT what the caches store keys and values in (the
-// program's dtype). Ends with 1 if no step is captured, or the interpreter
+// program's dtype, as `native`), SEEDS of how many seeds generated operations are
+// compared too (none). Ends with 1 if no step is captured, or the interpreter
 // runs one of a few tokens in its place; if logits are apart by more than the
 // rounding of the program's dtype explains; and if a captured step chooses
 // another id than that of its own greatest logit.
@@ -21,6 +22,7 @@
 #include <vector>
 
 #include "benches/captured/agreement.hpp"
+#include "benches/captured/generated.hpp"
 #include "benches/captured/log.hpp"
 #include "benches/captured/shared.hpp"
 #include "benches/common.hpp"
@@ -213,13 +215,16 @@ int main(int argc, char** argv) {
   if (argc < 2) {
     std::fprintf(
         stderr,
-        "usage: etkv_captured MODEL.pte [LONGEST [ROUNDS [KV_FORMAT]]]\n");
+        "usage: etkv_captured MODEL.pte [LONGEST [ROUNDS [KV_FORMAT "
+        "[SEEDS]]]]\n");
     return 2;
   }
   etkv::examples::quiet_executorch();
   const size_t longest = argc > 2 ? std::strtoul(argv[2], nullptr, 10) : 2000;
   const size_t rounds = argc > 3 ? std::strtoul(argv[3], nullptr, 10) : 64;
-  const std::string format = argc > 4 ? argv[4] : "";
+  const std::string named = argc > 4 ? argv[4] : "native";
+  const std::string format = named == "native" ? "" : named;
+  const unsigned long seeds = argc > 5 ? std::strtoul(argv[5], nullptr, 10) : 0;
   if (rounds < 1) {
     std::fprintf(stderr, "etkv_captured: ROUNDS is at least 1\n");
     return 2;
@@ -236,6 +241,10 @@ int main(int argc, char** argv) {
   }
   bool agree = compare(captured, interpreted, *log, longest);
   agree = etkv::benches::compare_shared(argv[1], format, *log) && agree;
+  if (seeds > 0) {
+    const auto n = static_cast<uint32_t>(seeds);
+    agree = etkv::benches::compare_generated(argv[1], format, n, *log) && agree;
+  }
   for (const auto& reason : log->reasons()) {
     std::fprintf(stderr, "etkv_captured: the log tells: %s\n", reason.c_str());
   }

@@ -6,130 +6,13 @@
 #include <utility>
 #include <vector>
 
-#include "benches/captured/agreement.hpp"
-#include "benches/common.hpp"
+#include "benches/captured/both.hpp"
 #include "etkv/executorch.hpp"
-#include "etkv/prefix.hpp"
-#include "examples/common/batch.hpp"
-#include "examples/common/program.hpp"
 
 namespace etkv::benches {
 namespace {
 
-using examples::Batch;
-using examples::Program;
-
 constexpr int32_t kCapacity = 1024;
-
-/// A program with a cache of its own, captured or not.
-template <typename C>
-struct Side {
-  Side(
-      const char* model,
-      const std::string& format,
-      Passes passes,
-      Result<CacheSession<C>> (
-          *make)(const std::string& backend, const CacheConfig& config))
-      : program(must(Program::open(model))),
-        session(must(make(
-            program.params().backend_id,
-            make_config(
-                program.params(),
-                kCapacity,
-                format.empty() ? program.native_format() : format)))) {
-    must(program.load(session.key(), Logits::all, passes));
-    must(warm_up(session.cache()));
-  }
-
-  C& cache() {
-    return session.cache();
-  }
-
-  Program program;
-  CacheSession<C> session;
-};
-
-/// A token for each position of each sequence.
-int64_t token_at(int64_t position, int32_t sequence, int64_t below) {
-  return (position * 7919 + sequence * 31 + 1) % below;
-}
-
-/// Steps that both sides run alike.
-template <typename C>
-class Both {
- public:
-  Both(
-      const char* model,
-      const std::string& format,
-      Result<CacheSession<C>> (
-          *make)(const std::string& backend, const CacheConfig& config))
-      : captured_(model, format, Passes::standard, make),
-        interpreted_(model, format, Passes::interpreted, make) {}
-
-  /// Changes the caches.
-  template <typename Change>
-  void change(const Change& change) {
-    must(change(captured_.cache()));
-    must(change(interpreted_.cache()));
-  }
-
-  /// Runs so many tokens of each sequence, behind those that it has.
-  void run(const std::vector<std::pair<int32_t, int>>& counts) {
-    Batch batch;
-    for (const auto& [sequence, n] : counts) {
-      const int64_t begin = must(captured_.cache().seq_next(sequence));
-      for (int64_t at = begin; at < begin + n; ++at) {
-        batch.add(token_at(at, sequence, below()), at, sequence);
-      }
-    }
-    const auto found =
-        rows_of(must(batch.step(captured_.program, captured_.cache())));
-    const auto expected =
-        rows_of(must(batch.step(interpreted_.program, interpreted_.cache())));
-    agreement_.add(found, expected, batch.size());
-  }
-
-  /// Runs a tree that was proposed, from position `base` on.
-  void run_tree(const std::vector<int32_t>& parents, int64_t base) {
-    std::vector<int64_t> positions;
-    std::vector<int64_t> tokens;
-    for (size_t i = 0; i < parents.size(); ++i) {
-      const int32_t parent = parents[i];
-      positions.push_back(
-          parent < 0 ? base : positions[static_cast<size_t>(parent)] + 1);
-      tokens.push_back(
-          token_at(positions.back(), static_cast<int32_t>(i), below()));
-    }
-    const auto step = [&](Side<C>& side) {
-      return rows_of(must(
-          side.program.step(tokens.data(), positions.data(), tokens.size())));
-    };
-    const auto found = step(captured_);
-    agreement_.add(found, step(interpreted_), tokens.size());
-  }
-
-  /// Empties both caches, which then go on from what they held at `length`.
-  void attach(int32_t length) {
-    for (Side<C>* side : {&captured_, &interpreted_}) {
-      const auto prefix = must(freeze(side->cache()));
-      must(side->cache().clear());
-      must(etkv::attach(side->cache(), prefix, length));
-    }
-  }
-
-  const Agreement& agreement() const {
-    return agreement_;
-  }
-
- private:
-  int64_t below() const {
-    return captured_.program.vocabulary();
-  }
-
-  Side<C> captured_;
-  Side<C> interpreted_;
-  Agreement agreement_;
-};
 
 void run_sequences(Both<SeqCache>& both) {
   both.run({{0, 40}});
@@ -219,14 +102,16 @@ bool compare_shared(
   };
   compare(
       "several sequences",
-      Both<SeqCache>(model, format, make_seq_session),
+      Both<SeqCache>(model, format, make_seq_session, kCapacity),
       run_sequences);
   compare(
       "a sequence behind a prefix",
-      Both<SeqCache>(model, format, make_seq_session),
+      Both<SeqCache>(model, format, make_seq_session, kCapacity),
       run_attached);
   compare(
-      "trees", Both<TreeCache>(model, format, make_tree_session), run_trees);
+      "trees",
+      Both<TreeCache>(model, format, make_tree_session, kCapacity),
+      run_trees);
   return agree;
 }
 

@@ -1,0 +1,216 @@
+#include "benches/captured/generated.hpp"
+
+#include <algorithm>
+#include <cstddef>
+#include <cstdint>
+#include <cstdio>
+#include <random>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "benches/captured/agreement.hpp"
+#include "benches/captured/both.hpp"
+#include "etkv/executorch.hpp"
+
+namespace etkv::benches {
+namespace {
+
+/// Small enough that operations meet it.
+constexpr int32_t kCapacity = 384;
+constexpr int kOperations = 40;
+/// Sequences that operations choose among, and the tokens of a step.
+constexpr int32_t kSequences = 8;
+constexpr int kMostTokens = 64;
+
+class Random {
+ public:
+  explicit Random(uint32_t seed) : engine_(seed) {}
+
+  /// Returns a number from `least` to `most`.
+  int32_t in(int32_t least, int32_t most) {
+    const auto span = static_cast<uint32_t>(most - least) + 1;
+    return least + static_cast<int32_t>(engine_() % span);
+  }
+
+ private:
+  // Alike on every platform, unlike a distribution.
+  std::mt19937 engine_;
+};
+
+using Counts = std::vector<std::pair<int32_t, int>>;
+
+/// Returns how many tokens of which sequences a step has.
+Counts some_tokens(Random& random) {
+  Counts counts;
+  // A token of each of many, or several of a few.
+  if (random.in(0, 3) == 0) {
+    const int32_t n = random.in(2, kMostTokens);
+    for (int32_t sequence = 0; sequence < n; ++sequence) {
+      counts.emplace_back(sequence, 1);
+    }
+    return counts;
+  }
+  int left = kMostTokens;
+  for (int32_t sequence = 0; sequence < kSequences; ++sequence) {
+    if (random.in(0, 2) == 0) {
+      const int n = std::min(left, random.in(0, 3) == 0 ? 24 : random.in(1, 3));
+      if (n > 0) {
+        counts.emplace_back(sequence, n);
+      }
+      left -= n;
+    }
+  }
+  if (counts.empty()) {
+    counts.emplace_back(0, random.in(1, 5));
+  }
+  return counts;
+}
+
+/// Runs a step if there is room for it. If not, both caches refuse it and stay as
+/// they were.
+template <typename C>
+void run_some(Both<C>& both, const Counts& counts) {
+  std::vector<int32_t> sequences;
+  for (const auto& [sequence, n] : counts) {
+    sequences.insert(sequences.end(), static_cast<size_t>(n), sequence);
+  }
+  const bool fits =
+      both.try_to([&](C& cache) { return cache.begin_step(sequences); });
+  both.try_to([](C& cache) { return cache.cancel_step(); });
+  if (fits) {
+    both.run(counts);
+  }
+}
+
+/// Changes what sequences hold.
+template <typename C>
+void change_some(Both<C>& both, Random& random) {
+  const int32_t one = random.in(0, kSequences - 1);
+  const int32_t other = random.in(0, kSequences - 1);
+  const int32_t next = must(both.cache().seq_next(one));
+  const int32_t at = random.in(0, next);
+  switch (random.in(0, 6)) {
+    case 0:
+    case 1:
+      // A copy goes to a sequence that holds nothing.
+      both.try_to([&](C& cache) { return cache.seq_rm(other); });
+      both.try_to([&](C& cache) { return cache.seq_cp(one, other); });
+      return;
+    case 2:
+      both.try_to([&](C& cache) { return cache.seq_rm(one, at); });
+      return;
+    case 3:
+      both.try_to([&](C& cache) { return cache.seq_rm(one, at, at + 3); });
+      return;
+    case 4:
+      both.try_to([&](C& cache) { return cache.seq_rm(one); });
+      return;
+    case 5:
+      both.try_to([](C& cache) { return cache.compact(); });
+      return;
+    default:
+      if (random.in(0, 3) == 0) {
+        both.try_to([&](C& cache) { return cache.seq_keep(one); });
+      }
+      return;
+  }
+}
+
+void run_sequences(Both<SeqCache>& both, Random& random) {
+  if (random.in(0, 3) == 0) {
+    const int32_t n = random.in(1, 120);
+    for (int32_t at = 0; at < n; at += kMostTokens) {
+      both.run({{0, std::min(kMostTokens, n - at)}});
+    }
+    const int32_t least = must(both.cache().rewindable_to());
+    both.attach(random.in(std::max(least, 1), n));
+  }
+  for (int i = 0; i < kOperations; ++i) {
+    if (random.in(0, 2) == 0) {
+      change_some(both, random);
+    } else {
+      run_some(both, some_tokens(random));
+    }
+  }
+}
+
+/// Proposes a tree, runs it, and accepts a path of it or nothing.
+void run_tree(Both<TreeCache>& both, Random& random) {
+  const int32_t base = must(both.cache().seq_next(0));
+  std::vector<int32_t> parents;
+  const int32_t n = random.in(1, 16);
+  for (int32_t node = 0; node < n; ++node) {
+    parents.push_back(node == 0 ? -1 : random.in(-1, node - 1));
+  }
+  if (!both.try_to([&](TreeCache& cache) { return cache.propose(parents); })) {
+    return;
+  }
+  both.run_tree(parents, base);
+  std::vector<int32_t> path;
+  if (random.in(0, 4) > 0) {
+    for (int32_t node = random.in(0, n - 1); node >= 0;
+         node = parents[static_cast<size_t>(node)]) {
+      path.insert(path.begin(), node);
+    }
+  }
+  both.change([&](TreeCache& cache) { return cache.commit(path); });
+}
+
+void run_trees(Both<TreeCache>& both, Random& random) {
+  both.run({{0, random.in(1, kMostTokens)}});
+  for (int i = 0; i < kOperations; ++i) {
+    switch (random.in(0, 5)) {
+      case 0:
+        run_some(both, {{0, random.in(1, 9)}});
+        break;
+      case 1: {
+        const int32_t length = must(both.cache().seq_next(0));
+        const int32_t to = std::max(1, length - random.in(0, 20));
+        both.try_to([&](TreeCache& cache) { return cache.rewind(to); });
+        break;
+      }
+      default:
+        run_tree(both, random);
+    }
+  }
+}
+
+} // namespace
+
+bool compare_generated(
+    const char* model,
+    const std::string& format,
+    uint32_t seeds,
+    const Log& log) {
+  bool agree = true;
+  const auto compare = [&](const char* what, auto&& both, auto run) {
+    const size_t before = log.captured();
+    for (uint32_t seed = 1; seed <= seeds; ++seed) {
+      Random random(seed);
+      both.change([](auto& cache) { return cache.clear(); });
+      run(both, random);
+    }
+    const Agreement& found = both.agreement();
+    std::printf("seeds 1 to %u, ", seeds);
+    found.print(what);
+    if (log.captured() == before) {
+      std::fprintf(stderr, "etkv_captured: %s are not captured\n", what);
+      agree = false;
+    } else if (!found.is_rounding()) {
+      std::fprintf(stderr, "etkv_captured: %s are too far apart\n", what);
+      agree = false;
+    }
+  };
+  compare(
+      "generated operations on sequences",
+      Both<SeqCache>(model, format, make_seq_session, kCapacity),
+      run_sequences);
+  compare(
+      "generated operations on trees",
+      Both<TreeCache>(model, format, make_tree_session, kCapacity),
+      run_trees);
+  return agree;
+}
+
+} // namespace etkv::benches

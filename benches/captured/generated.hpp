@@ -1,0 +1,22 @@
+// Generated operations on caches of captured programs.
+#pragma once
+
+#include <cstdint>
+#include <string>
+
+#include "benches/captured/log.hpp"
+
+namespace etkv::benches {
+
+/// Runs generated operations, those of each seed from 1 to `seeds` on an empty
+/// cache: steps of several sequences and of trees, forks, removals, rewinds,
+/// compaction, prefixes, and steps that are refused or withdrawn. Returns whether
+/// the logits of captured and interpreted steps agree: a tiny model in float16
+/// tells one wrong key among the few that its steps read.
+bool compare_generated(
+    const char* model,
+    const std::string& format,
+    uint32_t seeds,
+    const Log& log);
+
+} // namespace etkv::benches
