@@ -38,8 +38,6 @@ class Random {
   std::mt19937 engine_;
 };
 
-using Counts = std::vector<std::pair<int32_t, int>>;
-
 /// Returns how many tokens of which sequences a step has.
 Counts some_tokens(Random& random) {
   Counts counts;
@@ -67,19 +65,18 @@ Counts some_tokens(Random& random) {
   return counts;
 }
 
-/// Runs a step if there is room for it. If not, both caches refuse it and stay as
-/// they were.
+/// Withdraws a step, and runs it then. If there is no room, both caches refuse it
+/// and stay as they were.
 template <typename C>
 void run_some(Both<C>& both, const Counts& counts) {
   std::vector<int32_t> sequences;
   for (const auto& [sequence, n] : counts) {
     sequences.insert(sequences.end(), static_cast<size_t>(n), sequence);
   }
-  const bool fits =
-      both.try_to([&](C& cache) { return cache.begin_step(sequences); });
+  both.try_to([&](C& cache) { return cache.begin_step(sequences); });
   both.try_to([](C& cache) { return cache.cancel_step(); });
-  if (fits) {
-    both.run(counts);
+  if (!both.try_run(counts)) {
+    both.try_to([](C& cache) { return cache.cancel_step(); });
   }
 }
 
