@@ -176,12 +176,16 @@ impl Planes {
                 self.slots()
             );
         }
-        let slots = self.for_writing(slots)?;
+        let (slots, own) = (self.for_writing(slots)?, self.own_slots());
         let written = self
             .buffers
             .iter()
             .zip(parts)
             .map(|(buffer, rows)| match &slots {
+                // MLX takes rows for the whole buffer as the buffer, with their strides, and they come with slots first.
+                Slots::Run(run) if run.end - run.start == own => {
+                    update_axis(buffer, &rows.contiguous()?, SLOTS, run.start, run.end)
+                }
                 Slots::Run(run) => update_axis(buffer, rows, SLOTS, run.start, run.end),
                 Slots::List(list) => update_list(buffer, rows, list),
             })

@@ -306,3 +306,26 @@ fn misuse_is_refused() {
     })
     .unwrap();
 }
+
+/// Kernels of a captured step read pools where they lie, head by head.
+#[test]
+fn rows_that_fill_a_pool_lie_head_by_head() {
+    for format in [KvFormat::F32, KvFormat::Mxfp8, KvFormat::Affine { bits: 4, group: 32 }] {
+        for n in [1, 2, 7] {
+            // As a model has them: token by token.
+            let (heads, dim) = (3, 64);
+            let of_tokens =
+                array(&normal(n as u64, (n * heads * dim) as usize), &[1, n, heads, dim]);
+            let pool = pool_of(format, &of_tokens.transpose_axes(&[0, 2, 1, 3]).unwrap()).unwrap();
+            for buffer in pool.buffers() {
+                let width = buffer.dim(3) as usize;
+                let strides = [3 * n as usize * width, n as usize * width, width, 1];
+                assert_eq!(buffer.shape()[..3], [1, heads, n], "{format:?}");
+                // Along an axis of one element a stride says nothing.
+                let mut axes = buffer.shape().iter().zip(buffer.strides()).zip(strides);
+                let fits = axes.all(|((&size, &stride), expected)| size == 1 || stride == expected);
+                assert!(fits, "{format:?}, {n} rows: {:?}", buffer.strides());
+            }
+        }
+    }
+}
