@@ -25,7 +25,7 @@ unexport PYTHONDONTWRITEBYTECODE
 export ONEDNN_MAX_CPU_ISA ?= AVX512_CORE_FP16
 
 .DEFAULT_GOAL := help
-.PHONY: help setup build demo question chat model programs compiled rust faces test test-rust test-buckets test-cpp test-package test-sanitize test-python test-macos test-macos-short test-long upstream-ops fuzz-programs lint format benches bench bench-pack bench-caches bench-speculation bench-threads bench-llama bench-lengths test-threads clean
+.PHONY: help setup build demo question chat model programs compiled rust faces test test-rust test-buckets test-cpp test-package test-sanitize test-python test-macos test-macos-short test-long upstream-ops fuzz-programs lint format benches bench bench-pack bench-caches bench-speculation bench-restart bench-threads bench-llama bench-lengths test-threads clean
 
 help: ## Show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -129,9 +129,16 @@ test-rust: .venv/.ready ## Run Rust's tests; the core also by itself
 	$(BOUNDED) 3600 cargo test $(CARGO_FLAGS) --workspace
 
 # Its crates take minutes to build, and a server of the S3 protocol comes from PyPI, so `make test` leaves it out.
+# Python and etkv_chat take a build of their own, so that `make build` keeps what it has compiled without buckets.
+BUCKETS := $(CURDIR)/build/buckets
 test-buckets: .venv/.ready ## Run the tests of stores in buckets, with a server of S3's protocol
 	python tests/package/buckets.py $(BOUNDED) 3600 cargo test $(CARGO_FLAGS) -p etkv-file -p etkv-tests \
 	  --no-default-features --features etkv-tests/buckets --lib --test buckets
+	@test -f $(BUCKETS)/cmake/build.ninja || cmake -S . -B $(BUCKETS)/cmake -G Ninja -DETKV_PYTHON=$(ETKV_PYTHON) \
+	  -DETKV_BUCKETS=ON -DETKV_CARGO_TARGET_DIR=$(BUCKETS)/cargo
+	@env -u MAKEFLAGS cmake --build $(BUCKETS)/cmake --target etkv_chat
+	ETKV_LIBRARY_DIR=$(BUCKETS)/lib ETKV_TEST_BIN=$(BUCKETS)/bin \
+	  python tests/package/buckets.py python -m pytest tests/python/test_prefix_store.py
 
 test-cpp: build ## Run the tests of the C and C++ faces
 	ctest --test-dir build/cmake --output-on-failure --parallel 2
@@ -196,6 +203,9 @@ bench-caches: .venv/.ready ## Measure plans, forks and decode steps of every kin
 
 bench-speculation: build model ## Measure what speculative decoding takes and brings
 	python benches/speculation.py
+
+bench-restart: build model ## Measure a prompt after a restart, read and from a store: BACKEND=cpu
+	python benches/restart.py $(MODEL)/model.pte
 
 bench-threads: benches model ## Measure how far the steps of two programs overlap
 	@build/cmake/benches/etkv_two_programs $(MODEL)/model.pte

@@ -16,9 +16,9 @@
 #include "examples/common/console.hpp"
 #include "examples/common/format.hpp"
 #include "examples/common/interrupt.hpp"
-#include "examples/common/prefix_cache.hpp"
 #include "examples/common/reference_decoding.hpp"
 #include "examples/common/runner.hpp"
+#include "examples/common/shared_prefix.hpp"
 #include "examples/common/stored_prefixes.hpp"
 #include "examples/common/try.hpp"
 #include "examples/common/warm_up.hpp"
@@ -59,9 +59,6 @@ std::string entry(size_t i) {
          titles[i % 7] + "\" on " + days[i % 3] + ", for " +
          std::to_string(1 + i % 4) + " weeks.\n";
 }
-
-/// The files of a store take so many bytes at most.
-constexpr uint64_t kStoreBytes = uint64_t{4} << 30;
 
 struct ForkOptions {
   std::optional<std::string> prefix_store;
@@ -389,8 +386,7 @@ Result<void> run(const RunnerOptions& options, const ForkOptions& more) {
 
   std::optional<StoredPrefixes> stored;
   if (more.prefix_store) {
-    ASSIGN_OR_RETURN(
-        stored, open_prefixes(model, *more.prefix_store, kStoreBytes));
+    ASSIGN_OR_RETURN(stored, open_prefixes(model, more.prefix_store));
   }
 
   Fork fork(

@@ -1,9 +1,11 @@
 // etkv_prefix: a chat server's prefix cache. Every request is a whole conversation;
-// what a sequence still holds of its beginning is reused, and only the rest is read.
+// it goes on from the longest beginning that was read before, by this process or,
+// with a store, by an earlier one.
 
 #include <algorithm>
 #include <optional>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "etkv/executorch.hpp"
@@ -12,9 +14,9 @@
 #include "examples/common/console.hpp"
 #include "examples/common/format.hpp"
 #include "examples/common/interrupt.hpp"
-#include "examples/common/prefix_cache.hpp"
 #include "examples/common/reference_decoding.hpp"
 #include "examples/common/runner.hpp"
+#include "examples/common/stored_prefixes.hpp"
 #include "examples/common/try.hpp"
 #include "examples/common/warm_up.hpp"
 
@@ -46,10 +48,17 @@ const std::vector<Turn>& turns() {
 
 class Server {
  public:
-  Server(Model& model, SeqCache& cache, const RunnerOptions& options)
-      : model_(model), cache_(cache), options_(options) {}
+  Server(
+      Model& model,
+      SeqCache& cache,
+      const RunnerOptions& options,
+      StoredPrefixes kept)
+      : model_(model),
+        cache_(cache),
+        options_(options),
+        kept_(std::move(kept)) {}
 
-  /// Answers a conversation, from what is cached of it on; nothing where it is
+  /// Answers a conversation, from what was read of it on; nothing where it is
   /// longer than the cache.
   Result<std::optional<Decoding>> answer(
       const std::vector<Message>& conversation) {
@@ -60,48 +69,41 @@ class Server {
     if (!refusals_.admit(one.title, one.prompt.size(), cache_)) {
       return std::optional<Decoding>();
     }
-    ASSIGN_OR_RETURN(const size_t shared, place(one));
-    const size_t rest = one.prompt.size() - shared;
-    ASSIGN_OR_RETURN(const bool has_room, make_room(rest, one.sequence));
-    if (!has_room) {
-      return Error(
-          ETKV_ERROR_CAPACITY,
-          "there is no room for " +
-              counted(static_cast<int64_t>(rest), "token") + " more in " +
-              counted(cache_.capacity(), "position") + " (--capacity)");
-    }
-
+    ASSIGN_OR_RETURN(const size_t shared, attach(one.prompt));
     Stopwatch watch;
     ASSIGN_OR_RETURN(bool going, begin(model_, cache_, one, shared));
     const double prefill_seconds = watch.lap();
+    if (going && kept_.has_windows) {
+      // The next prompt may have other tokens behind this one than the answer.
+      RETURN_IF_ERROR(keep(one.prompt));
+    }
     while (going && !one.stop) {
       if (interrupted()) {
         going = false;
         break;
       }
-      ASSIGN_OR_RETURN(const bool fits, make_room(1, one.sequence));
+      ASSIGN_OR_RETURN(const bool fits, cache_.can_extend(1));
       if (fits) {
         RETURN_IF_ERROR(step_together(model_, cache_, {&one}));
       } else {
         one.stop = Stop::capacity;
       }
     }
-    auto held = one.prompt;
-    if (!one.ids.empty()) {
-      // The last id has not run.
-      held.insert(held.end(), one.ids.begin(), one.ids.end() - 1);
-    }
-    prefixes_.hold(one.sequence, std::move(held));
     if (!going) {
       return std::optional(std::move(one));
     }
+    auto held = one.prompt;
+    // The last id has not run.
+    held.insert(held.end(), one.ids.begin(), one.ids.end() - 1);
+    RETURN_IF_ERROR(keep(held));
     tokens_ += one.prompt.size();
     reused_ += shared;
     RETURN_IF_ERROR(show(model_, options_, one.title, one.ids));
     say_stop(*one.stop, cache_.capacity());
     say(counted(static_cast<int64_t>(one.prompt.size()), "token") + ", " +
-        std::to_string(shared) + " cached, " + std::to_string(rest) +
-        " read in " + fixed(prefill_seconds, 2) + " s");
+        std::to_string(shared) + " cached, " +
+        std::to_string(one.prompt.size() - shared) + " read in " +
+        fixed(prefill_seconds, 2) + " s");
     return std::optional(std::move(one));
   }
 
@@ -111,96 +113,55 @@ class Server {
 
   Result<void> report() const {
     ASSIGN_OR_RETURN(const Memory memory, cache_.memory());
-    ASSIGN_OR_RETURN(const int32_t length, cache_.length());
+    ASSIGN_OR_RETURN(const auto kept, kept_.prefixes.statistics());
     say("reused " + std::to_string(reused_) + " of " +
         counted(static_cast<int64_t>(tokens_), "token") + " (" +
         fixed(
             100.0 * static_cast<double>(reused_) /
                 static_cast<double>(std::max<size_t>(tokens_, 1)),
             1) +
-        "%) · " + counted(static_cast<int64_t>(prefixes_.size()), "sequence") +
-        " in " + counted(length, "position") + " · cache " +
-        mebibytes(memory.allocated) + " of " + mebibytes(memory.at_capacity) +
-        " (" + model_.format() + ")");
+        "%)" +
+        (kept.tokens_in_store > 0
+             ? ", " + std::to_string(kept.tokens_in_store) + " from the store"
+             : "") +
+        " · " + counted(static_cast<int64_t>(kept.prefixes), "text") + " in " +
+        mebibytes(kept.bytes) + " · cache " + mebibytes(memory.allocated) +
+        " of " + mebibytes(memory.at_capacity) + " (" + model_.format() + ")");
     return {};
   }
 
  private:
-  /// Finds a sequence for a prompt; returns how many of its ids that sequence
-  /// holds.
-  Result<size_t> place(Decoding& one) {
-    const auto match = prefixes_.longest(one.prompt);
-    // The last token is run even where it is cached: its logits are not kept.
-    const size_t shared =
-        match ? std::min(match->shared, one.prompt.size() - 1) : 0;
-    if (match && shared == prefixes_.of(match->sequence).size()) {
-      // The same conversation, further on.
-      one.sequence = match->sequence;
-      return shared;
-    }
-    if (prefixes_.unused() == kSequences) {
-      RETURN_IF_ERROR(evict(match ? match->sequence : -1));
-    }
-    one.sequence = prefixes_.unused();
-    if (shared == 0) {
-      return shared;
-    }
-    // The other conversation keeps its tokens: a fork takes no bytes. Layers
-    // with windows may have dropped rows that the fork needs; then everything
-    // is read.
-    const auto forked = cache_.seq_cp(
-        match->sequence, one.sequence, 0, static_cast<int32_t>(shared));
-    if (!forked.ok() && forked.error().status() == ETKV_ERROR_POSITION) {
-      return size_t{0};
-    }
-    RETURN_IF_ERROR(forked);
-    const auto& ids = one.prompt;
-    prefixes_.hold(
-        one.sequence,
-        {ids.begin(), ids.begin() + static_cast<std::ptrdiff_t>(shared)});
-    return shared;
+  /// Makes the cache go on from the longest beginning of a prompt that was read;
+  /// returns its length.
+  Result<size_t> attach(const std::vector<int64_t>& prompt) {
+    // What the last request has read is kept, too. No rows are copied.
+    RETURN_IF_ERROR(cache_.clear());
+    // The last token runs in any case: its logits are not kept.
+    return kept_.prefixes.attach(
+        cache_, {kept_.fingerprint, {prompt.begin(), prompt.end() - 1}});
   }
 
-  /// Evicts others until `tokens` more fit; false if that is not enough.
-  Result<bool> make_room(size_t tokens, int32_t sequence) {
-    for (;;) {
-      ASSIGN_OR_RETURN(
-          const bool fits, cache_.can_extend(static_cast<int32_t>(tokens)));
-      if (fits) {
-        return true;
-      }
-      ASSIGN_OR_RETURN(const bool evicted, evict(/*except=*/sequence));
-      if (!evicted) {
-        return false;
-      }
-    }
-  }
-
-  /// Removes the least recently used sequence but one; false if there is no
-  /// other. Cells that others share stay.
-  Result<bool> evict(int32_t except) {
-    const auto oldest = prefixes_.oldest(except);
-    if (!oldest) {
-      return false;
-    }
-    RETURN_IF_ERROR(cache_.seq_rm(*oldest));
-    say("evicted sequence " + std::to_string(*oldest) + " of " +
-        counted(
-            static_cast<int64_t>(prefixes_.of(*oldest).size()), "position"));
-    prefixes_.forget(*oldest);
-    return true;
+  /// Keeps what the cache holds. Those that were used least recently make room.
+  Result<void> keep(const std::vector<int64_t>& text) {
+    ASSIGN_OR_RETURN(
+        const bool is_kept,
+        kept_.prefixes.keep(cache_, {kept_.fingerprint, text}));
+    static_cast<void>(is_kept);
+    return {};
   }
 
   Model& model_;
   SeqCache& cache_;
   const RunnerOptions& options_;
-  SequenceTexts prefixes_;
+  StoredPrefixes kept_;
   Refusals refusals_;
   size_t tokens_ = 0;
   size_t reused_ = 0;
 };
 
-Result<void> run(const RunnerOptions& options) {
+Result<void> run(
+    const RunnerOptions& options,
+    const std::optional<std::string>& prefix_store) {
   ASSIGN_OR_RETURN(auto model, Model::open(options.model));
   ASSIGN_OR_RETURN(
       auto session, make_seq_session(model.backend_id(), model.config()));
@@ -214,7 +175,12 @@ Result<void> run(const RunnerOptions& options) {
   if (asked.empty()) {
     asked = turns();
   }
-  Server server(model, session.cache(), options);
+  // Conversations that wait take as much as the one that is answered, at most.
+  ASSIGN_OR_RETURN(const Memory memory, session.cache().memory());
+  ASSIGN_OR_RETURN(
+      auto kept,
+      open_prefixes(model, prefix_store, kStoreBytes, memory.at_capacity));
+  Server server(model, session.cache(), options, std::move(kept));
   std::vector<std::vector<Message>> conversations(asked.size());
   std::vector<Decoding> answers;
   for (const auto& [client, said] : asked) {
@@ -252,12 +218,24 @@ Result<void> run(const RunnerOptions& options) {
 } // namespace etkv::examples
 
 int main(int argc, char** argv) {
-  etkv::examples::Runner runner(
+  using namespace etkv::examples;
+
+  Runner runner(
       "etkv_prefix",
       "Answers requests that are whole conversations, as a chat server gets "
       "them:\n"
-      "what a sequence still holds of one is reused, only the rest is read. "
-      "Each\n"
-      "--prompt is a client of its own.\n");
-  return runner.main(argc, argv, etkv::examples::run);
+      "each goes on from the longest beginning that was read before, and only "
+      "the\n"
+      "rest is read. Each --prompt is a client of its own.\n");
+  std::optional<std::string> prefix_store;
+  runner.arguments().text(
+      "--prefix-store",
+      "DIR",
+      "keep what was read in this folder or bucket\n"
+      "(s3://bucket/prefix), and go on from there the next\n"
+      "time; the files, 4 GiB at most, hold the texts",
+      &prefix_store);
+  return runner.main(argc, argv, [&](const RunnerOptions& options) {
+    return run(options, prefix_store);
+  });
 }

@@ -13,9 +13,9 @@
 #include "examples/common/console.hpp"
 #include "examples/common/format.hpp"
 #include "examples/common/interrupt.hpp"
-#include "examples/common/prefix_cache.hpp"
 #include "examples/common/reference_decoding.hpp"
 #include "examples/common/runner.hpp"
+#include "examples/common/shared_prefix.hpp"
 #include "examples/common/try.hpp"
 #include "examples/common/warm_up.hpp"
 

@@ -1,17 +1,16 @@
 #include "examples/chat/stored_texts.hpp"
 
-#include <algorithm>
 #include <utility>
 
-#include "examples/common/prefix_cache.hpp"
+#include "examples/common/shared_prefix.hpp"
 #include "examples/common/try.hpp"
 
 namespace etkv::examples {
 
-StoredTexts::StoredTexts(StoredPrefixes stored, bool has_windows)
+StoredTexts::StoredTexts(StoredPrefixes stored)
     : prefixes_(std::move(stored.prefixes)),
       fingerprint_(std::move(stored.fingerprint)),
-      has_windows_(has_windows) {}
+      has_windows_(stored.has_windows) {}
 
 Result<std::optional<StoredTexts>> StoredTexts::open(
     const Model& model,
@@ -21,14 +20,8 @@ Result<std::optional<StoredTexts>> StoredTexts::open(
   }
   ASSIGN_OR_RETURN(
       auto stored,
-      open_prefixes(model, *options.prefix_store, options.prefix_store_bytes));
-  const auto config = model.config();
-  const bool has_windows = std::any_of(
-      config.layers.begin(), config.layers.end(), [](const LayerConfig& layer) {
-        return layer.window > 0;
-      });
-  return std::optional<StoredTexts>(
-      StoredTexts(std::move(stored), has_windows));
+      open_prefixes(model, options.prefix_store, options.prefix_store_bytes));
+  return std::optional<StoredTexts>(StoredTexts(std::move(stored)));
 }
 
 Result<void> StoredTexts::load(

@@ -38,7 +38,7 @@ class StoredTexts {
   }
 
  private:
-  StoredTexts(StoredPrefixes stored, bool has_windows);
+  explicit StoredTexts(StoredPrefixes stored);
 
   PrefixCache prefixes_;
   std::string fingerprint_;

@@ -8,7 +8,7 @@
 #include "examples/common/console.hpp"
 #include "examples/common/format.hpp"
 #include "examples/common/interrupt.hpp"
-#include "examples/common/prefix_cache.hpp"
+#include "examples/common/shared_prefix.hpp"
 #include "examples/common/try.hpp"
 
 namespace etkv::examples {

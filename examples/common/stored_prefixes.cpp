@@ -1,19 +1,37 @@
 #include "examples/common/stored_prefixes.hpp"
 
+#include <algorithm>
 #include <utility>
 
 #include "examples/common/try.hpp"
 
 namespace etkv::examples {
 
-Result<StoredPrefixes>
-open_prefixes(const Model& model, const std::string& place, uint64_t bytes) {
-  ASSIGN_OR_RETURN(const auto store, PrefixStore::open(place, bytes));
-  ASSIGN_OR_RETURN(auto fingerprint, etkv::fingerprint(model.path()));
+Result<StoredPrefixes> open_prefixes(
+    const Model& model,
+    const std::optional<std::string>& place,
+    uint64_t bytes,
+    uint64_t memory) {
+  std::optional<PrefixStore> store;
+  // Memory has texts of this model alone; its file need not be read for that.
+  std::string fingerprint = "this model";
+  if (place) {
+    ASSIGN_OR_RETURN(store, PrefixStore::open(*place, bytes));
+    ASSIGN_OR_RETURN(fingerprint, etkv::fingerprint(model.path()));
+  }
   const auto config = model.config();
-  ASSIGN_OR_RETURN(const Memory whole, estimate(config, config.capacity));
-  ASSIGN_OR_RETURN(auto prefixes, PrefixCache::make(whole.at_capacity, &store));
-  return StoredPrefixes{std::move(prefixes), std::move(fingerprint)};
+  if (memory == 0) {
+    ASSIGN_OR_RETURN(const Memory whole, estimate(config, config.capacity));
+    memory = whole.at_capacity;
+  }
+  ASSIGN_OR_RETURN(
+      auto prefixes, PrefixCache::make(memory, store ? &*store : nullptr));
+  const bool has_windows = std::any_of(
+      config.layers.begin(), config.layers.end(), [](const LayerConfig& layer) {
+        return layer.window > 0;
+      });
+  return StoredPrefixes{
+      std::move(prefixes), std::move(fingerprint), has_windows};
 }
 
 } // namespace etkv::examples

@@ -6,7 +6,7 @@
 
 #include "examples/common/clock.hpp"
 #include "examples/common/interrupt.hpp"
-#include "examples/common/prefix_cache.hpp"
+#include "examples/common/shared_prefix.hpp"
 #include "examples/common/try.hpp"
 
 namespace etkv::examples {

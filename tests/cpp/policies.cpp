@@ -1,12 +1,11 @@
-// What the example runners decide between steps, without a model: which sequence
-// a prompt goes on from, and which requests the next step is for.
+// What the example runners decide between steps, without a model: which requests
+// the next step is for.
 
 #include <algorithm>
 #include <map>
 #include <random>
 #include <set>
 
-#include "examples/common/prefix_cache.hpp"
 #include "examples/common/scheduler.hpp"
 #include "fixture.hpp"
 
@@ -14,75 +13,6 @@ namespace etkv::tests {
 namespace {
 
 using examples::Scheduler;
-using examples::SequenceTexts;
-
-void longest_prefix() {
-  SequenceTexts held;
-  CHECK(!held.longest({1, 2}));
-  CHECK_INT(held.unused(), 0);
-  held.hold(0, {1, 2, 3, 4});
-  held.hold(1, {1, 2, 9});
-  held.hold(2, {7});
-  CHECK_INT(held.unused(), 3);
-  const auto match = held.longest({1, 2, 3, 5});
-  REQUIRE(match.has_value());
-  CHECK_INT(match->sequence, 0);
-  CHECK_INT(match->shared, 3);
-  CHECK(!held.longest({2, 1}));
-  CHECK(!held.longest({}));
-  // Of equals, the one used last.
-  CHECK_INT(held.longest({1, 2})->sequence, 1);
-  held.hold(0, {1, 2, 3, 4});
-  CHECK_INT(held.longest({1, 2})->sequence, 0);
-
-  CHECK_INT(*held.oldest(/*except=*/-1), 1);
-  CHECK_INT(*held.oldest(/*except=*/1), 2);
-  held.forget(1);
-  CHECK_INT(held.unused(), 1);
-  CHECK(held.of(1).empty());
-  held.forget(0);
-  held.forget(2);
-  CHECK(!held.oldest(-1));
-  CHECK_INT(held.size(), 0);
-}
-
-/// Against the obvious search, over random texts of few letters.
-void longest_prefix_of_many() {
-  std::mt19937 rng(1);
-  SequenceTexts held;
-  std::map<int32_t, Ids> all;
-  const auto text = [&] {
-    Ids ids(rng() % 6);
-    for (auto& id : ids) {
-      id = static_cast<int64_t>(rng() % 2);
-    }
-    return ids;
-  };
-  for (int i = 0; i < 2000; ++i) {
-    const auto sequence = static_cast<int32_t>(rng() % 8);
-    if (rng() % 4 == 0) {
-      held.forget(sequence);
-      all.erase(sequence);
-    } else {
-      all[sequence] = text();
-      held.hold(sequence, all[sequence]);
-    }
-    const Ids prompt = text();
-    size_t most = 0;
-    for (const auto& [_, ids] : all) {
-      size_t n = 0;
-      while (n < std::min(ids.size(), prompt.size()) && ids[n] == prompt[n]) {
-        ++n;
-      }
-      most = std::max(most, n);
-    }
-    const auto match = held.longest(prompt);
-    CHECK_INT(match ? match->shared : 0, most);
-    if (match) {
-      CHECK_INT(examples::shared_prefix(all.at(match->sequence), prompt), most);
-    }
-  }
-}
 
 /// A cache that only counts, and requests with answers of given lengths.
 struct Simulation {
@@ -295,8 +225,6 @@ void all_are_answered() {
 
 int main() {
   using namespace etkv::tests;
-  longest_prefix();
-  longest_prefix_of_many();
   mixed_steps();
   a_cache_that_fails();
   all_are_answered();

@@ -39,8 +39,10 @@ if TYPE_CHECKING:
 ROOT = Path(__file__).resolve().parents[2]
 BUILD = ROOT / "build"
 MODELS = BUILD / "models"
-CHAT = BUILD / "bin" / "etkv_chat"
-FORWARD = BUILD / "bin" / "etkv_forward"
+BIN = Path(os.environ.get("ETKV_TEST_BIN", BUILD / "bin"))
+"""The runners. Those of another build have its libraries, and ETKV_LIBRARY_DIR names them for Python."""
+CHAT = BIN / "etkv_chat"
+FORWARD = BIN / "etkv_forward"
 
 DTYPES = {"f32": "float32", "f16": "float16", "bf16": "bfloat16"}
 UNIT_ROUNDOFF = {"f32": 2.0**-24, "f16": 2.0**-11, "bf16": 2.0**-8}

@@ -48,7 +48,7 @@ only_long = pytest.mark.skipif(not EVERYTHING, reason="takes a minute: make test
 
 
 def runner(name: str) -> Path:
-    return reference.BUILD / "bin" / f"etkv_{name}"
+    return reference.BIN / f"etkv_{name}"
 
 
 LONGER = [

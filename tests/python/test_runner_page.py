@@ -27,7 +27,7 @@ def without_times(output: str) -> str:
 
 def test_the_page_has_every_runner():
     shown = {words[0].removeprefix("build/bin/") for words, _ in blocks()}
-    built = {path.name for path in (reference.BUILD / "bin").glob("etkv_*")}
+    built = {path.name for path in reference.BIN.glob("etkv_*")}
     assert shown == built - {"etkv_minimal", "etkv_forward"}
     assert all(output for _, output in blocks())
 

@@ -342,6 +342,36 @@ def test_a_fork_loads_the_context_that_an_earlier_process_has_read(llama, tmp_pa
     assert f", 0 of them shared, behind {shared} from the store; " in again.stderr
 
 
+CACHED = r"^(\d+) tokens, (\d+) cached, (\d+) read in "
+
+
+@pytest.mark.parametrize("name", ["tiny-llama", "tiny-mistral-window"])
+def test_a_server_goes_on_from_what_was_read_before(name, tmp_path):
+    """By itself, and by an earlier process where there is a store; the answers are the same."""
+    model = with_longer_context(name)
+    words = ["--max-tokens", 16, "--ids", "--check"]
+    store = ["--prefix-store", tmp_path / "texts"]
+    alone, first, again = (succeed("prefix", model, *words, *more) for more in ([], store, store))
+    assert alone.stdout == first.stdout == again.stdout
+    assert checked(alone)[0] == checked(again)[0] == 6
+
+    def counts(done: subprocess.CompletedProcess[str]) -> list[list[int]]:
+        found = [[int(n) for n in turn] for turn in re.findall(CACHED, done.stderr, re.M)]
+        assert all(tokens == cached + read for tokens, cached, read in found)
+        return found
+
+    # The system message of another client, the conversations so far, and a request that came twice.
+    read = counts(alone)
+    assert read == counts(first)
+    assert read[0][1] == 0
+    assert read[4][2] == 1
+    assert all(cached > tokens / 2 for tokens, cached, _ in read[1:])
+    assert "from the store" not in alone.stderr
+    # Everything but the last token, which gives the logits.
+    assert [turn[2] for turn in counts(again)] == [1] * 6
+    assert re.search(r"^reused .*, \d+ from the store · ", again.stderr, re.M)
+
+
 def test_a_fork_counts_branches_that_had_to_make_room(llama):
     words = ["--context-tokens", 20, "--capacity", 150, "--max-tokens", 64, "--check", *prompts(["aaaa", "bbbb"])]
     done = succeed("agent_fork", llama, *words)

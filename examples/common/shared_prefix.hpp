@@ -1,0 +1,15 @@
+// What two texts begin with alike.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <vector>
+
+namespace etkv::examples {
+
+/// Returns how many ids `a` and `b` share from the first on.
+size_t shared_prefix(
+    const std::vector<int64_t>& a,
+    const std::vector<int64_t>& b);
+
+} // namespace etkv::examples
