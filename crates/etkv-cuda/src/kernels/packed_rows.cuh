@@ -41,6 +41,10 @@ struct PackedRows {
     offsets = reinterpret_cast<const char*>(planes.offsets) + first * offset_bytes();
   }
 
+  // This thread of the block. That there are so many tells the compiler enough to spare most of the registers that
+  // it would else have to write to memory where a warp has two parts of rows.
+  __device__ static int own_thread() { return threadIdx.x % THREADS; }
+
   // Copies a tile, of which `count` rows exist. The others become zeros.
   __device__ void load(char* to, int first, int count) const {
     load_codes(to, first, count);
@@ -50,11 +54,12 @@ struct PackedRows {
 
   __device__ void load_codes(char* to, int first, int count) const {
     constexpr int PIECES = ROW / COPIED;
+    int thread = own_thread();
     if constexpr (THREADS % PIECES == 0 && THREADS / PIECES <= TILE) {
       // All rows exist: a warp has few instructions for each piece of memory.
       if (count >= TILE) {
         constexpr int APART = THREADS / PIECES;
-        int r = threadIdx.x / PIECES, at = threadIdx.x % PIECES * COPIED;
+        int r = thread / PIECES, at = thread % PIECES * COPIED;
         const char* from = codes + static_cast<long long>(first + r) * ROW + at;
         to += r * PITCH + at;
 #pragma unroll
@@ -64,7 +69,7 @@ struct PackedRows {
         return;
       }
     }
-    for (int i = threadIdx.x; i < TILE * PIECES; i += THREADS) {
+    for (int i = thread; i < TILE * PIECES; i += THREADS) {
       int r = i / PIECES, at = i % PIECES * COPIED;
       bool exists = r < count;
       const char* from = codes + (exists ? static_cast<long long>(first + r) * ROW + at : 0);
@@ -79,7 +84,7 @@ struct PackedRows {
       int bytes = min(max(count, 0), TILE) * EACH;
       // Others where a head has an odd number of rows.
       bool aligned = reinterpret_cast<unsigned long long>(from) % 16 == 0;
-      for (int i = threadIdx.x; i < TILE * EACH / 16; i += THREADS) {
+      for (int i = own_thread(); i < TILE * EACH / 16; i += THREADS) {
         int left = min(max(bytes - 16 * i, 0), 16);
         if (aligned) {
           copy_bytes_later<16>(to + 16 * i, left ? from + 16 * i : plane_start(plane), left);
