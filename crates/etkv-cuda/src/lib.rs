@@ -16,6 +16,5 @@ pub mod text;
 pub use step::{
     Address, Attend, Buffer, Captured, Device, Element, Embed, Error, Gate, Heads, KeyMask, Launch,
     Logits, Memory, Norm, Normalize, Outputs, Packed, PackedFormat, PackedRows, Place, Plan, Pool,
-    PoolRows, Product, Result, StepInputs, Weight, HEADS_OF_MANY, MOST_FEW, MOST_GROUPS,
-    MOST_TOKENS,
+    PoolRows, Product, Result, StepInputs, Weight, MOST_FEW, MOST_GROUPS, MOST_TOKENS,
 };

@@ -8,7 +8,7 @@ use std::collections::HashSet;
 use etkv_core::KvFormat;
 use etkv_cuda::{
     Address, Attend, Buffer, Element, Embed, Heads, KeyMask, Launch, Logits, Norm, Place, Plan,
-    Pool, PoolRows, Product, Weight, HEADS_OF_MANY, MOST_TOKENS,
+    Pool, PoolRows, Product, Weight, MOST_TOKENS,
 };
 use mlx_rs::{Array, Dtype};
 use smallvec::SmallVec;
@@ -93,8 +93,6 @@ impl Planner {
             }
         }
         planner.vocabulary = planner.widths[recipe.logits];
-        planner.takes_many &=
-            planner.layers.iter().all(|(_, head_dim)| head_dim % HEADS_OF_MANY == 0);
         (planner.vocabulary > 0).then_some(planner)
     }
 

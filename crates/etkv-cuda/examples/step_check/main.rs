@@ -60,6 +60,8 @@ const NINE: Shape = Shape { name: "9/3 heads", hidden: 576, n_q: 9, n_kv: 3, ..S
 
 const WIDE: Shape = Shape { name: "4/2 heads of 128", n_q: 4, head_dim: 128, ..SMALL };
 
+const ODD: Shape = Shape { name: "4/2 heads of 96", head_dim: 96, ..WIDE };
+
 // More rows of queries for each head of keys than a block has.
 const MANY: Shape = Shape { name: "16/2 heads", n_q: 16, ..SMALL };
 
@@ -100,6 +102,7 @@ fn run() -> Answer<bool> {
             NINE,
             Shape { bias: true, ..NINE },
             WIDE,
+            ODD,
             MANY,
             LONG,
             with_packed(SMALL, 4, 32),
@@ -161,7 +164,7 @@ fn check_shape(device: &Device, shape: Shape) -> Answer<bool> {
     let mut model = Model::new(device, shape, Some(Random(88_172_645_463_325_252)))?;
     fill_pools(&mut model, &mut random)?;
     let mut good = true;
-    // Packed weights, and heads of other sizes, take a few tokens only.
+    // Packed weights take a few tokens only.
     let is_many = |tokens: &usize| *tokens <= MOST_FEW || packing.is_none();
     for tokens in [1, 2, 5, 8, 16, 24, 32, 41, 64].into_iter().filter(is_many) {
         let spread = model.plan(tokens, true, false);

@@ -3,8 +3,7 @@
 use crate::step::error::{fail, Result};
 use crate::step::plan::{
     Address, Attend, Buffer, Embed, Heads, Launch, Logits, Norm, Normalize, Packed, PackedFormat,
-    Place, Plan, Pool, PoolRows, Product, Weight, HEADS_OF_MANY, MOST_FEW, MOST_GROUPS,
-    MOST_TOKENS,
+    Place, Plan, Pool, PoolRows, Product, Weight, MOST_GROUPS, MOST_TOKENS,
 };
 
 /// The most elements of a row, rows of a table, and keys: products of two stay within 64 bits, and
@@ -163,13 +162,6 @@ impl Work<'_> {
         let Heads { n_q, n_kv, head_dim, .. } = *heads;
         are_heads(n_q, n_kv, head_dim)?;
         self.has_group(heads.group)?;
-        if self.plan.tokens > MOST_FEW && head_dim % HEADS_OF_MANY != 0 {
-            fail!(
-                Plan,
-                "heads of {head_dim} elements, expected a multiple of {HEADS_OF_MANY} for more than \
-                 {MOST_FEW} tokens"
-            );
-        }
         let expected = (n_q + 2 * n_kv) * head_dim;
         if outputs != expected {
             fail!(Plan, "{outputs} outputs, expected {expected} of {n_q}+2*{n_kv} heads");

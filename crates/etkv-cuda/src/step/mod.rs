@@ -23,6 +23,6 @@ pub use self::inputs::StepInputs;
 pub use self::mask::KeyMask;
 pub use self::plan::{
     Address, Attend, Buffer, Element, Embed, Gate, Heads, Launch, Logits, Norm, Normalize, Packed,
-    PackedFormat, PackedRows, Place, Plan, Pool, PoolRows, Product, Weight, HEADS_OF_MANY,
-    MOST_FEW, MOST_GROUPS, MOST_TOKENS,
+    PackedFormat, PackedRows, Place, Plan, Pool, PoolRows, Product, Weight, MOST_FEW, MOST_GROUPS,
+    MOST_TOKENS,
 };

@@ -4,8 +4,6 @@
 pub const MOST_TOKENS: usize = 64;
 /// Rows that are multiplied by kernels for a few, which packed weights need.
 pub const MOST_FEW: usize = 16;
-/// More rows need heads of a multiple of so many elements.
-pub const HEADS_OF_MANY: usize = 64;
 
 /// Groups of layers of a plan, at most.
 pub const MOST_GROUPS: usize = 4;
