@@ -93,6 +93,12 @@ class Agreement {
     std::fflush(stdout);
   }
 
+  /// Returns whether no two logits are apart by more than this part of the
+  /// largest.
+  bool is_within(double part) const {
+    return rows_ > 0 && apart_ <= part * largest_;
+  }
+
   /// Returns whether rounding explains the differences. In bfloat16 the sums of
   /// 16 layers in another order are a twentieth apart, and a ninth with packed
   /// weights, where the largest logits are small as those of repeating weights.

@@ -151,6 +151,11 @@ class Both {
     return captured_.cache();
   }
 
+  /// Whether the program computes in float16.
+  bool is_float16() const {
+    return captured_.program.native_format() == "f16";
+  }
+
   const Agreement& agreement() const {
     return agreement_;
   }

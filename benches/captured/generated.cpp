@@ -22,6 +22,12 @@ constexpr int kOperations = 40;
 /// Sequences that operations choose among, and the tokens of a step.
 constexpr int32_t kSequences = 8;
 constexpr int kMostTokens = 64;
+/// How far logits may be apart in float16, as parts of the largest: those of
+/// floats and of codes. A tiny model with one key of 300 missing has 0.013, one
+/// with one of 60 missing 0.06; codes of a key that is rounded the other way
+/// before it is stored have 0.03.
+constexpr double kFloats = 0.004;
+constexpr double kCodes = 0.06;
 
 class Random {
  public:
@@ -181,6 +187,7 @@ bool compare_generated(
     uint32_t seeds,
     const Log& log) {
   bool agree = true;
+  const double most = format.empty() ? kFloats : kCodes;
   const auto compare = [&](const char* what, auto&& both, auto run) {
     const size_t before = log.captured();
     for (uint32_t seed = 1; seed <= seeds; ++seed) {
@@ -194,7 +201,8 @@ bool compare_generated(
     if (log.captured() == before) {
       std::fprintf(stderr, "etkv_captured: %s are not captured\n", what);
       agree = false;
-    } else if (!found.is_rounding()) {
+    } else if (
+        !found.is_rounding() || (both.is_float16() && !found.is_within(most))) {
       std::fprintf(stderr, "etkv_captured: %s are too far apart\n", what);
       agree = false;
     }
