@@ -170,4 +170,17 @@ class Both {
   Agreement agreement_;
 };
 
+/// Tells how far the logits of both sides are apart. Returns whether steps were
+/// captured and the logits are as near as they should be.
+inline bool
+tell(const char* what, const Agreement& found, bool captured, bool near) {
+  found.print(what);
+  if (!captured) {
+    std::fprintf(stderr, "etkv_captured: %s are not captured\n", what);
+  } else if (!near) {
+    std::fprintf(stderr, "etkv_captured: %s are too far apart\n", what);
+  }
+  return captured && near;
+}
+
 } // namespace etkv::benches

@@ -196,16 +196,10 @@ bool compare_generated(
       run(both, random);
     }
     const Agreement& found = both.agreement();
+    const bool near =
+        found.is_rounding() && (!both.is_float16() || found.is_within(most));
     std::printf("seeds 1 to %u, ", seeds);
-    found.print(what);
-    if (log.captured() == before) {
-      std::fprintf(stderr, "etkv_captured: %s are not captured\n", what);
-      agree = false;
-    } else if (
-        !found.is_rounding() || (both.is_float16() && !found.is_within(most))) {
-      std::fprintf(stderr, "etkv_captured: %s are too far apart\n", what);
-      agree = false;
-    }
+    agree = tell(what, found, log.captured() > before, near) && agree;
   };
   compare(
       "generated operations on sequences",

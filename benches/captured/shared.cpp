@@ -91,14 +91,8 @@ bool compare_shared(
     const size_t before = log.captured();
     run(both);
     const Agreement& found = both.agreement();
-    found.print(what);
-    if (log.captured() == before) {
-      std::fprintf(stderr, "etkv_captured: %s are not captured\n", what);
-      agree = false;
-    } else if (!found.is_rounding()) {
-      std::fprintf(stderr, "etkv_captured: %s are too far apart\n", what);
-      agree = false;
-    }
+    const bool captured = log.captured() > before;
+    agree = tell(what, found, captured, found.is_rounding()) && agree;
   };
   compare(
       "several sequences",
