@@ -3,8 +3,7 @@
 Generated texts, models with full history and with windows, both backends, every kind of cache and several formats. A
 text is read in steps; then come a question in one step and greedy tokens. The ways: an empty cache; one that was used
 before; one attached to a prefix, which was frozen there or behind more text; a fork; a cache that was compacted, or
-saved and loaded; and one that combines them. In other steps, rounding differs, and where windows of several sequences
-lie in other cells: ids are the same there.
+saved and loaded; and one that combines them. In other steps, rounding differs: ids are the same there.
 ``ETKV_ANSWER_SEEDS`` sets how many texts each program, kind and format gets.
 """
 
@@ -197,7 +196,6 @@ def among_others(text: Text, make: Make, prefix: etkv.Prefix, rng: random.Random
 @pytest.mark.parametrize("backend", ["cpu", "mlx"])
 def test_every_way_into_a_cache_gives_the_same_answer(programs, backend, model, kind, format, tmp_path):
     program = programs[backend, model]
-    moves = model == "tiny-mistral-window" and kind != "contiguous"
 
     def make() -> Reader:
         return Reader(program, kind, format)
@@ -207,13 +205,8 @@ def test_every_way_into_a_cache_gives_the_same_answer(programs, backend, model, 
         text = some_text(rng)
         made = ways(text, make, kind, rng, tmp_path)
         cold = made["cold"]
-        # A longer text has moved windows at other places: rows lie in other cells, and are summed in another order.
-        moved = made.pop("attached to a part of a prefix", cold) if moves else cold
         different = {way: float(np.abs(rows - cold).max()) for way, rows in made.items() if (rows != cold).any()}
         assert not different, f"seed {seed}: {text.length} tokens before {len(text.question)}"
-        assert (moved.argmax(axis=1) == cold.argmax(axis=1)).all(), f"seed {seed}"
-        if format == "f32":
-            np.testing.assert_allclose(moved, cold, atol=2e-4)
 
         # In other steps rounding differs, and ids are the same.
         others = make()

@@ -97,7 +97,7 @@ impl CellsBookkeeping {
         cells: &[i32],
     ) -> Result<(Range<i32>, MaskRuns)> {
         let state = &self.groups[group];
-        let read = self.extent(group, segments, cells);
+        let read = self.extent(group, segments, positions, cells);
         let mut mask = MaskRuns::new(cells.len(), read.len())?;
         let mut tokens = cells.iter().zip(positions);
         let mut fresh: BTreeMap<i32, Runs> = BTreeMap::new();
@@ -128,17 +128,38 @@ impl CellsBookkeeping {
         Ok((read, mask))
     }
 
-    /// Returns the range from the first to the last cell that the step may see.
-    fn extent(&self, group: usize, segments: &Segments, cells: &[i32]) -> Range<i32> {
+    /// Returns the range from the first to the last cell that the step may see. It depends on nothing else that is
+    /// held: attention sums up by where a key is in this range, so that the same keys in the same order have the
+    /// same sums.
+    fn extent(
+        &self,
+        group: usize,
+        segments: &Segments,
+        positions: &[i32],
+        cells: &[i32],
+    ) -> Range<i32> {
+        let state = &self.groups[group];
         let (mut start, mut end) = (i32::MAX, 0);
         let mut widen = |cells: Range<i32>| {
             if !cells.is_empty() {
                 (start, end) = (start.min(cells.start), end.max(cells.end));
             }
         };
-        for (members, _) in segments.iter() {
+        let mut tokens = positions;
+        for (members, n_tokens) in segments.iter() {
+            let (own, others) = tokens.split_at(tokens.len().min(n_tokens));
+            tokens = others;
             for &sequence in members {
-                widen(self.groups[group].held(sequence).extent());
+                let held = state.held(sequence);
+                match (state.window, own.iter().min()) {
+                    (Some(window), Some(&first)) => {
+                        let first = window.first_seen(first);
+                        for range in [0..window.sinks().min(first), first..i32::MAX] {
+                            held.clipped(range).for_each(|run| widen(run.cells()));
+                        }
+                    }
+                    _ => widen(held.extent()),
+                }
                 if let Some(tree) = self.trees.get(&sequence) {
                     tree.cells[group].iter().for_each(|&cell| widen(cell..cell + 1));
                 }
