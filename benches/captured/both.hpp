@@ -11,6 +11,7 @@
 #include <vector>
 
 #include "benches/captured/agreement.hpp"
+#include "benches/captured/log.hpp"
 #include "benches/common.hpp"
 #include "etkv/executorch.hpp"
 #include "etkv/prefix.hpp"
@@ -151,11 +152,6 @@ class Both {
     return captured_.cache();
   }
 
-  /// Whether the program computes in float16.
-  bool is_float16() const {
-    return captured_.program.native_format() == "f16";
-  }
-
   const Agreement& agreement() const {
     return agreement_;
   }
@@ -170,17 +166,29 @@ class Both {
   Agreement agreement_;
 };
 
-/// Tells how far the logits of both sides are apart. Returns whether steps were
-/// captured and the logits are as near as they should be.
-inline bool
-tell(const char* what, const Agreement& found, bool captured, bool near) {
-  found.print(what);
-  if (!captured) {
-    std::fprintf(stderr, "etkv_captured: %s are not captured\n", what);
-  } else if (!near) {
-    std::fprintf(stderr, "etkv_captured: %s are too far apart\n", what);
+/// Runs steps on both sides. Returns whether some were captured, and logits are
+/// apart by no more than rounding explains, and than `most` of the largest.
+template <typename C, typename Run>
+bool compare(
+    const std::string& what,
+    const Log& log,
+    Both<C>&& both,
+    const Run& run,
+    double most = 1.0) {
+  // Behind the warm-up of both sides, which captures steps as well.
+  const size_t before = log.captured();
+  run(both);
+  const Agreement& found = both.agreement();
+  found.print(what.c_str());
+  if (log.captured() == before) {
+    std::fprintf(stderr, "etkv_captured: %s are not captured\n", what.c_str());
+    return false;
   }
-  return captured && near;
+  if (!found.is_rounding() || !found.is_within(most)) {
+    std::fprintf(stderr, "etkv_captured: %s are too far apart\n", what.c_str());
+    return false;
+  }
+  return true;
 }
 
 } // namespace etkv::benches

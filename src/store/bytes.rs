@@ -3,9 +3,9 @@
 
 use mlx_rs::transforms::eval;
 
-use super::planes::{update_list, Planes, SLOTS};
+use super::planes::{with_rows, Planes};
 use crate::error::{fail, Result};
-use crate::mlx::{self, update_axis};
+use crate::mlx;
 use etkv_core::bookkeeping::Slots;
 
 /// Exchanges the axes of the heads and of the slots.
@@ -29,17 +29,9 @@ impl Planes {
         let shape = [1, slots.len() as i32, self.n_kv_heads, width];
         // SAFETY: the bytes are as many as the shape and the dtype say.
         let rows = unsafe { mlx::host_array(bytes, &shape, dtype)? };
-        let mut rows = rows.transpose_axes(&EXCHANGED)?;
+        let rows = rows.transpose_axes(&EXCHANGED)?;
         let slots = self.for_writing(slots)?;
-        if slots.len() as i32 == self.own_slots() {
-            // MLX would take rows for the whole buffer as the buffer, with slots first.
-            rows = rows.contiguous()?;
-        }
-        let buffer = &self.buffers[plane];
-        let written = match &slots {
-            Slots::Run(run) => update_axis(buffer, &rows, SLOTS, run.start, run.end)?,
-            Slots::List(list) => update_list(buffer, &rows, list)?,
-        };
+        let written = with_rows(&self.buffers[plane], &rows, &slots)?;
         // It holds the buffer alone, so the write is in place.
         self.buffers[plane] = written;
         Ok(eval([&self.buffers[plane]])?)

@@ -176,19 +176,12 @@ impl Planes {
                 self.slots()
             );
         }
-        let (slots, own) = (self.for_writing(slots)?, self.own_slots());
+        let slots = self.for_writing(slots)?;
         let written = self
             .buffers
             .iter()
             .zip(parts)
-            .map(|(buffer, rows)| match &slots {
-                // MLX takes rows for the whole buffer as the buffer, with their strides, and they come with slots first.
-                Slots::Run(run) if run.end - run.start == own => {
-                    update_axis(buffer, &rows.contiguous()?, SLOTS, run.start, run.end)
-                }
-                Slots::Run(run) => update_axis(buffer, rows, SLOTS, run.start, run.end),
-                Slots::List(list) => update_list(buffer, rows, list),
-            })
+            .map(|(buffer, rows)| with_rows(buffer, rows, &slots))
             .collect::<Result<Parts>>()?;
         self.buffers = written;
         Ok(())
@@ -235,6 +228,18 @@ pub(super) fn indices(list: &[i32]) -> Result<Array> {
             *last = Some((list.to_vec(), array.clone()));
             Ok(array)
         }
+    }
+}
+
+/// Returns a plane's buffer with rows in these of its own slots.
+pub(super) fn with_rows(buffer: &Array, rows: &Array, slots: &Slots) -> Result<Array> {
+    match slots {
+        // MLX takes rows for the whole buffer as the buffer, with their strides, and they come with slots first.
+        Slots::Run(run) if run.end - run.start == buffer.dim(SLOTS as i32) => {
+            update_axis(buffer, &rows.contiguous()?, SLOTS, run.start, run.end)
+        }
+        Slots::Run(run) => update_axis(buffer, rows, SLOTS, run.start, run.end),
+        Slots::List(list) => update_list(buffer, rows, list),
     }
 }
 

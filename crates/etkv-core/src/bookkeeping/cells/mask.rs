@@ -151,14 +151,13 @@ impl CellsBookkeeping {
             tokens = others;
             for &sequence in members {
                 let held = state.held(sequence);
-                match (state.window, own.iter().min()) {
-                    (Some(window), Some(&first)) => {
-                        let first = window.first_seen(first);
-                        for range in [0..window.sinks().min(first), first..i32::MAX] {
+                match own.iter().min().filter(|_| state.window.is_some()) {
+                    Some(&position) => {
+                        for range in (Seen { group: state, position }).ranges(i32::MAX) {
                             held.clipped(range).for_each(|run| widen(run.cells()));
                         }
                     }
-                    _ => widen(held.extent()),
+                    None => widen(held.extent()),
                 }
                 if let Some(tree) = self.trees.get(&sequence) {
                     tree.cells[group].iter().for_each(|&cell| widen(cell..cell + 1));
@@ -190,14 +189,19 @@ struct Seen<'a> {
 
 impl Seen<'_> {
     fn mark(&self, runs: &Runs, row: &mut Row) -> Result<()> {
+        for range in self.ranges(self.position + 1) {
+            runs.clipped(range).try_for_each(|run| row.see(run.cells()))?;
+        }
+        Ok(())
+    }
+
+    /// Returns the positions up to `end` that the query sees: the sinks, and its window.
+    fn ranges(&self, end: i32) -> [Range<i32>; 2] {
         let (sinks, first) = match self.group.window {
             None => (0, 0),
             Some(window) => (window.sinks(), window.first_seen(self.position)),
         };
-        for range in [0..sinks.min(first), first..self.position + 1] {
-            runs.clipped(range).try_for_each(|run| row.see(run.cells()))?;
-        }
-        Ok(())
+        [0..sinks.min(first), first..end]
     }
 
     /// Marks the ancestors of the next node of `tree`. The `written` nodes have cells from earlier
