@@ -34,7 +34,7 @@ extern "C" __global__ void __launch_bounds__(ETKV_BOUNDS) etkv_attend(const Atte
 }
 
 // A block for each row of each head of keys.
-extern "C" __global__ void __launch_bounds__(etkv::THREADS) etkv_merge(const AttendWork work) {
+extern "C" __global__ void __launch_bounds__(etkv::MERGE_THREADS) etkv_merge(const AttendWork work) {
   etkv::let_next_begin();
   Rows slices;
   set_sizes(slices, work);

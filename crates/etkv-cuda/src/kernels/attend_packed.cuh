@@ -1,16 +1,14 @@
 // A block of attention over pools of which one is packed or both are, with `STAGES` tiles at a time.
 
-// As many blocks on a multiprocessor as their sums leave registers for.
-#define ETKV_BOUNDS etkv::THREADS, (ETKV_PARTS == 1 && DIM <= 128 ? 3 : 2)
+// As many blocks on a multiprocessor as the host counts on.
+#define ETKV_BOUNDS etkv::THREADS, ETKV_BLOCKS
 
-using Packed = etkv::PackedSlice<Element, ETKV_KEYS, ETKV_VALUES, DIM, MASK, STAGES, ETKV_PARTS>;
+using Packed = etkv::PackedSlice<Element, ETKV_KEYS, ETKV_VALUES, DIM, MASK, STAGES, ETKV_ROW_TILES>;
 using Rows = Packed::Rows;
 
 static_assert(Packed::STAGE == ETKV_STAGE, "as the host has it");
 
 struct Block : Packed {
-  static constexpr int PARTS = ETKV_PARTS;
-
   __device__ void start(const AttendWork& work, void* shared) {
     for (int i = 0; i < PARTS; ++i) {
       set_queries(part[i], work, shared);

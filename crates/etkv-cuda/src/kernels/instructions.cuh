@@ -54,6 +54,14 @@ __device__ inline void read_transposed(unsigned (&to)[4], const void* row) {
                : "memory");
 }
 
+// Returns a matrix of 8x8 halves transposed. Thread `i` has the elements 2 * (i % 4) and the next of row `i / 4`, before
+// and after.
+__device__ inline unsigned transposed(unsigned pair) {
+  unsigned to;
+  asm("movmatrix.sync.aligned.m8n8.trans.b16 %0, %1;" : "=r"(to) : "r"(pair));
+  return to;
+}
+
 // Reads 16 bytes that no other block reads.
 __device__ inline uint4 read_once(const void* at) {
   uint4 x;

@@ -3,28 +3,40 @@
 
 namespace etkv {
 
+constexpr int MERGE_THREADS = 256;
+
 template <typename E, int DV>
 struct Merge {
   static constexpr int PIECES = DV / 4;
-  // Slices that are read at a time.
-  static constexpr int AT_ONCE = THREADS / PIECES;
+  // Slices that are read at a time, by a share of the threads each, and those that a share asks for at once: what they
+  // left comes from far.
+  static constexpr int SHARES = MERGE_THREADS / PIECES;
+  static constexpr int AT_ONCE = 8;
   // Floats that a thread leaves: its greatest score, its sum of weights, and four elements.
   static constexpr int LEFT = 6;
 
   // `parts` and `stats` are those of a row in its first slice; those of the next are `pitch` rows behind.
   __device__ static void run(E* out, const float* parts, const float* stats, int pitch, int slices) {
-    __shared__ float left[THREADS * LEFT];
+    __shared__ float left[MERGE_THREADS * LEFT];
     int piece = threadIdx.x % PIECES, share = threadIdx.x / PIECES;
     float most = -INFINITY, whole = 0, sum[4] = {};
-    if (share < AT_ONCE) {
-#pragma unroll 4
-      for (int slice = share; slice < slices; slice += AT_ONCE) {
-        const float* of = stats + 2LL * slice * pitch;
-        float highest = __ldcg(of), its = __ldcg(of + 1);
-        float4 x = __ldcg(reinterpret_cast<const float4*>(parts + 1LL * slice * pitch * DV + 4 * piece));
-        // A row that has seen nothing in a slice has left nothing there.
-        if (its != 0) add(most, whole, sum, highest, its, x.x, x.y, x.z, x.w);
+    for (int first = share; share < SHARES && first < slices; first += SHARES * AT_ONCE) {
+      float x[AT_ONCE][LEFT];
+#pragma unroll
+      for (int i = 0; i < AT_ONCE; ++i) {
+        int slice = first + SHARES * i;
+        for (int j = 0; j < LEFT; ++j) x[i][j] = 0;
+        if (slice >= slices) continue;
+        float2 ends = __ldcg(reinterpret_cast<const float2*>(stats + 2LL * slice * pitch));
+        float4 its = __ldcg(reinterpret_cast<const float4*>(parts + 1LL * slice * pitch * DV + 4 * piece));
+        x[i][0] = ends.x;
+        x[i][1] = ends.y;
+        x[i][2] = its.x;
+        x[i][3] = its.y;
+        x[i][4] = its.z;
+        x[i][5] = its.w;
       }
+      add(most, whole, sum, x);
     }
     float* own = left + threadIdx.x * LEFT;
     own[0] = most;
@@ -32,23 +44,32 @@ struct Merge {
     for (int i = 0; i < 4; ++i) own[2 + i] = sum[i];
     __syncthreads();
     if (share > 0) return;
+    float x[SHARES - 1][LEFT];
 #pragma unroll
-    for (int other = 1; other < AT_ONCE; ++other) {
-      const float* its = left + (other * PIECES + piece) * LEFT;
-      if (its[1] != 0) add(most, whole, sum, its[0], its[1], its[2], its[3], its[4], its[5]);
+    for (int other = 1; other < SHARES; ++other) {
+      for (int j = 0; j < LEFT; ++j) x[other - 1][j] = left[(other * PIECES + piece) * LEFT + j];
     }
+    add(most, whole, sum, x);
     for (int i = 0; i < 4; ++i) out[4 * piece + i] = static_cast<E>(whole != 0 ? sum[i] / whole : 0.0f);
   }
 
-  __device__ static void add(float& most, float& whole, float (&sum)[4], float highest, float its, float x,
-                             float y, float z, float w) {
-    float both = fmaxf(most, highest), before = weight_of(most, both), weight = weight_of(highest, both);
-    most = both;
-    whole = whole * before + its * weight;
-    sum[0] = sum[0] * before + x * weight;
-    sum[1] = sum[1] * before + y * weight;
-    sum[2] = sum[2] * before + z * weight;
-    sum[3] = sum[3] * before + w * weight;
+  // Adds what `N` slices left. A row that has seen nothing in a slice has a sum of weights of 0, and no elements.
+  template <int N>
+  __device__ static void add(float& most, float& whole, float (&sum)[4], const float (&x)[N][LEFT]) {
+    float highest = most;
+#pragma unroll
+    for (int i = 0; i < N; ++i) highest = x[i][1] != 0 ? fmaxf(highest, x[i][0]) : highest;
+    float before = weight_of(most, highest);
+    most = highest;
+    whole *= before;
+    for (int j = 0; j < 4; ++j) sum[j] *= before;
+#pragma unroll
+    for (int i = 0; i < N; ++i) {
+      bool counts = x[i][1] != 0;
+      float weight = counts ? weight_of(x[i][0], highest) : 0;
+      whole += weight * x[i][1];
+      for (int j = 0; j < 4; ++j) sum[j] += counts ? weight * x[i][2 + j] : 0;
+    }
   }
 };
 

@@ -1,20 +1,27 @@
-// Attention over a slice of packed keys and values: as `Slice`, whose rows, masks, running softmax and ends it
-// has, but keys and values come to shared memory packed, and become elements in registers.
+// Attention over a slice of packed keys and values: a `Slice` by its blocks, tiles and ends, but keys and values come to
+// shared memory packed, and become elements in registers.
+//
+// Products have the keys, and then the elements of the values, as their 16 rows, and 8 rows of queries as columns. Of
+// one token a model has 4 or 8 rows of queries for a head: with those as the 16 rows, half of all products or more
+// would be of nothing, and sums and queries would take twice the registers. A part of a warp's rows has one or
+// two tiles of 8. Thread `m` of four has the rows 2 * `m` and the next of each tile, and thread `g` of eight has
+// the keys `g` and that plus 8 of each step.
 //
 // Both operands of a product take the elements of a head in the order in which codes lie in memory: the sum
-// over them is the same. Of a key, thread `m` of four takes a quarter of all eights of codes, and the queries
-// are read in the same order. Of values, thread `g` of eight takes the eight `g` of each 64 elements, so that
-// the sums' columns are in another order until they are written.
+// over them is the same. Of a key, thread `m` takes a quarter of all eights of codes, and the queries are read in the
+// same order. Of values, thread `g` takes the eight `g` of each 64 elements.
 //
 // Where a warp has one part of rows, offsets of affine codes come as products of their own, which saves an
 // instruction for each pair of elements. A key's score has the offset of each of its groups times the sum of a query
 // over the group, as a number of float16 and what that lacks. The values' weighted offsets of each group are added
-// to its columns at the end. With two parts there are too few registers, and half as many elements for each product.
+// to its elements at the end. With two parts there are too few registers, and half as many elements for each product.
 
 namespace etkv {
 
-template <typename E, typename K, typename V, int DIM, int MASK, int STAGES, int PARTS>
+// `ROW_TILES`: the tiles of 8 rows that a warp has, of which two make a part.
+template <typename E, typename K, typename V, int DIM, int MASK, int STAGES, int ROW_TILES>
 struct PackedSlice {
+  static constexpr int PARTS = (ROW_TILES + 1) / 2;
   using Rows = Slice<E, DIM, DIM, MASK, STAGES, PARTS == 1 ? 4 : 2, PARTS>;
   using Keys = PackedRows<K, DIM, true>;
   using Values = PackedRows<V, DIM, false>;
@@ -24,12 +31,18 @@ struct PackedSlice {
   using KeyInner = typename KeyCodes::Inner;
   using ValueInner = typename ValueCodes::Inner;
 
+  static constexpr int ROW_TILE = 8;
+  // Tiles of rows of a part.
+  static constexpr int EACH = ROW_TILES / PARTS;
+  static_assert(EACH * PARTS == ROW_TILES && ROW_TILES * ROW_TILE <= 32, "a thread of a warp for each row");
   // Eights of a key that a thread has.
   static constexpr int EIGHTS = DIM / 32;
-  // Eights of values that all threads have, 64 elements each; half of the threads' have one more if there are
+  // Eights of values that all threads have, 64 elements each; half of the threads' have half of one more if there are
   // 32 elements more.
   static constexpr int ROUNDS = DIM / 64;
   static constexpr bool HAS_HALF = DIM % 64 != 0;
+  // Elements of a row's sum that a thread has.
+  static constexpr int ELEMENTS = DIM / 8;
   static constexpr int VALUES_AT = (Keys::BYTES + 15) / 16 * 16;
   static constexpr int STAGE = VALUES_AT + (Values::BYTES + 15) / 16 * 16;
 
@@ -38,10 +51,20 @@ struct PackedSlice {
   static constexpr int VALUE_GROUPS = IS_APART ? Values::offset_bytes() / 2 : 0;
   static_assert(KEY_GROUPS <= 8 && VALUE_GROUPS <= 8, "those of one product");
 
-  // Blocks of rows that share the unpacked keys.
+  // Parts of rows that share the unpacked keys. Of each its blocks and slices count; rows are had as above.
   Rows part[PARTS];
-  // Of each the sums of its queries over groups, as an operand.
-  unsigned q_sums[PARTS][4];
+  // The queries as operands, and their sums over groups.
+  unsigned q_parts[ROW_TILES][DIM / 16][2];
+  unsigned q_sums[ROW_TILES][2];
+  // The running softmax of two rows of each tile. Pairs of elements of the two rows' sums are together.
+  float most[ROW_TILES][2];
+  float total[ROW_TILES][2];
+  float sums[ROW_TILES][ELEMENTS / 2][4];
+  // The weighted offsets of group `g` of packed values.
+  float offsets[ROW_TILES][4];
+  // One past the last key that the row of this thread may see, of the 32 that a warp may have: less than 0 if there
+  // is no such row. And its query.
+  int ends_at, query_of;
   Keys keys;
   Values values;
 
@@ -49,63 +72,70 @@ struct PackedSlice {
     for (int i = 0; i < PARTS; ++i) part[i].start(i);
     keys.open(k, part[0].head);
     values.open(v, part[0].head);
+    const Sizes& sizes = part[0].sizes;
+    int r = row(part[0].thread / ROW_TILE % ROW_TILES, part[0].thread % ROW_TILE);
+    query_of = r / sizes.group;
+    ends_at = sizes.keys;
+    if (MASK == SEES_UP_TO_ITSELF) ends_at += query_of + 1 - sizes.queries;
+    if (r >= sizes.rows() || part[0].thread >= ROW_TILES * ROW_TILE) ends_at = -1;
+#pragma unroll
+    for (int t = 0; t < ROW_TILES; ++t) {
+      for (int i = 0; i < 2; ++i) {
+        most[t][i] = -INFINITY;
+        total[t][i] = 0;
+      }
+#pragma unroll
+      for (int i = 0; i < 2 * ELEMENTS; ++i) sums[t][i / 4][i % 4] = 0;
+      for (int i = 0; i < 4; ++i) offsets[t][i] = 0;
+    }
+  }
+
+  // The row of the whole head that is row `of_tile` of a tile of this warp.
+  __device__ int row(int tile, int of_tile) const {
+    // The parts of a block are one behind another.
+    int first = part[0].first_row() + tile / EACH * part[0].rows_of_block();
+    return first + part[0].row_of_warp + tile % EACH * ROW_TILE + of_tile;
   }
 
   // Reads the queries of this thread as `multiply_keys` has the keys.
   __device__ void read_queries() {
+    int g = part[0].thread / 4, m = part[0].thread % 4;
 #pragma unroll
-    for (int p = 0; p < PARTS; ++p) {
-#pragma unroll
-      for (int i = 0; i < 2; ++i) {
-        int r = part[p].row(i);
-        const E* from = r < part[p].sizes.rows() ? part[p].query(r) : nullptr;
-#pragma unroll
-        for (int j = 0; j < EIGHTS; ++j) {
-          uint4 x = make_uint4(0, 0, 0, 0);
-          if (from) x = converted(read_rows(from + 8 * (part[p].thread % 4 * EIGHTS + j)));
-          part[p].q_parts[2 * j][i] = __byte_perm(x.x, x.z, 0x5410);
-          part[p].q_parts[2 * j][i + 2] = __byte_perm(x.x, x.z, 0x7632);
-          part[p].q_parts[2 * j + 1][i] = __byte_perm(x.y, x.w, 0x5410);
-          part[p].q_parts[2 * j + 1][i + 2] = __byte_perm(x.y, x.w, 0x7632);
-        }
-      }
-      if constexpr (KEY_GROUPS > 0) sum_queries(p);
-    }
-  }
-
-  // Sums the queries of a part over the groups. Element `g` of the sums of a row is that of group `g`, rounded,
-  // and the element `KEY_GROUPS` behind it what was lost.
-  __device__ void sum_queries(int p) {
-    int m = part[p].thread % 4;
-#pragma unroll
-    for (int i = 0; i < 2; ++i) {
-      float sums[16] = {};
+    for (int t = 0; t < ROW_TILES; ++t) {
+      int r = row(t, g);
+      const E* from = r < part[0].sizes.rows() ? part[0].query(r) : nullptr;
 #pragma unroll
       for (int j = 0; j < EIGHTS; ++j) {
-        float sum = 0;
-#pragma unroll
-        for (int k = 0; k < 4; ++k) sum += sum_of_pair(part[p].q_parts[2 * j + k / 2][i + k % 2 * 2]);
-#pragma unroll
-        for (int g = 0; g < KEY_GROUPS; ++g) sums[g] += Keys::group(m * EIGHTS + j) == g ? sum : 0;
+        uint4 x = make_uint4(0, 0, 0, 0);
+        if (from) x = converted(read_rows(from + 8 * (m * EIGHTS + j)));
+        q_parts[t][2 * j][0] = __byte_perm(x.x, x.z, 0x5410);
+        q_parts[t][2 * j][1] = __byte_perm(x.x, x.z, 0x7632);
+        q_parts[t][2 * j + 1][0] = __byte_perm(x.y, x.w, 0x5410);
+        q_parts[t][2 * j + 1][1] = __byte_perm(x.y, x.w, 0x7632);
       }
-#pragma unroll
-      for (int g = 0; g < KEY_GROUPS; ++g) {
-        float sum = over_row(sums[g], true);
-        sums[g] = float(KeyInner(sum));
-        sums[KEY_GROUPS + g] = sum - sums[g];
-      }
-#pragma unroll
-      for (int pair = 0; pair < 8; ++pair) {
-        if (pair % 4 != m) continue;
-        q_sums[p][pair / 4 * 2 + i] = rounded_pair<KeyInner>(sums[2 * pair], sums[2 * pair + 1]);
-      }
+      if constexpr (KEY_GROUPS > 0) sum_queries(t);
     }
   }
 
-  __device__ static float sum_of_pair(unsigned pair) {
-    KeyInner halves[2];
-    memcpy(halves, &pair, 4);
-    return float(halves[0]) + float(halves[1]);
+  // Sums the queries of a tile over the groups: the product of ones where an element is in a group. Element `i` of the
+  // sums of a row is that of group `i`, rounded, and the element `KEY_GROUPS` behind it what was lost.
+  __device__ void sum_queries(int t) {
+    constexpr bool IS_LONG = 2 * KEY_GROUPS > 8;
+    int g = part[0].thread / 4, m = part[0].thread % 4;
+    float c[4] = {};
+#pragma unroll
+    for (int j = 0; j < EIGHTS; ++j) {
+      int group = Keys::group(m * EIGHTS + j);
+      auto ones = [&](int i) { return i < 2 * KEY_GROUPS && i % max(KEY_GROUPS, 1) == group ? 0x3c003c00u : 0; };
+      unsigned first = ones(g), second = IS_LONG ? ones(g + 8) : 0, a[4] = {first, second, first, second};
+      multiply<KeyInner>(c, a, q_parts[t][2 * j][0], q_parts[t][2 * j][1]);
+      multiply<KeyInner>(c, a, q_parts[t][2 * j + 1][0], q_parts[t][2 * j + 1][1]);
+    }
+    for (int i = 0; i < 4; ++i) {
+      if (g + i / 2 * 8 >= KEY_GROUPS) c[i] -= float(KeyInner(c[i]));
+    }
+    q_sums[t][0] = transposed(rounded_pair<KeyInner>(c[0], c[1]));
+    q_sums[t][1] = IS_LONG ? transposed(rounded_pair<KeyInner>(c[2], c[3])) : 0;
   }
 
   // The offsets of a key for the elements 2 * `m` and the next of the queries' sums, or for those 8 behind.
@@ -143,8 +173,9 @@ struct PackedSlice {
     values.load(to + VALUES_AT, first, count);
   }
 
-  // Multiplies the rows of all parts by the keys from `at` on, as `Slice` does.
-  __device__ void multiply_keys(float (&scores)[PARTS][1][2][4], const char* tile, int at) {
+  // Multiplies the keys from `at` on, 16 of them, by the rows. Of each tile of rows a thread gets the scores of key `g`
+  // and of its two rows, and the same for key `g` plus 8.
+  __device__ void multiply_keys(float (&scores)[ROW_TILES][4], const char* tile, int at) {
     int m = part[0].thread % 4, first = at + part[0].thread / 4;
     typename KeyCodes::Eight eights[2][EIGHTS];
     Scales scales[2];
@@ -152,33 +183,30 @@ struct PackedSlice {
     for (int half = 0; half < 2; ++half) read_eights(eights[half], tile + (first + 8 * half) * Keys::PITCH, m);
 #pragma unroll
     for (int j = 0; j < EIGHTS; ++j) {
-      // The products of two keys in turn: those of one wait for each other.
+      unsigned pairs[2][4];
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
         int key = first + 8 * half;
         if (j % same_scale() == 0) {
           scales[half] = scales_of<KeyCodes, Keys>(tile, key, key, Keys::group(m * EIGHTS + j));
         }
-        unsigned pairs[4];
-        KeyCodes::unpack(pairs, KeyCodes::of_one(eights[half][j]), scales[half]);
+        KeyCodes::unpack(pairs[half], KeyCodes::of_one(eights[half][j]), scales[half]);
+      }
 #pragma unroll
-        for (int p = 0; p < PARTS; ++p) {
-          multiply<KeyInner>(scores[p][0][half], part[p].q_parts[2 * j], pairs[0], pairs[1]);
-        }
+      for (int i = 0; i < 2; ++i) {
+        unsigned a[4] = {pairs[0][2 * i], pairs[1][2 * i], pairs[0][2 * i + 1], pairs[1][2 * i + 1]};
 #pragma unroll
-        for (int p = 0; p < PARTS; ++p) {
-          multiply<KeyInner>(scores[p][0][half], part[p].q_parts[2 * j + 1], pairs[2], pairs[3]);
+        for (int t = 0; t < ROW_TILES; ++t) {
+          multiply<KeyInner>(scores[t], a, q_parts[t][2 * j + i][0], q_parts[t][2 * j + i][1]);
         }
       }
     }
     if constexpr (KEY_GROUPS > 0) {
+      unsigned a[4] = {};
 #pragma unroll
-      for (int half = 0; half < 2; ++half) {
-        unsigned low = key_offsets(tile, first + 8 * half, m, 0);
-        unsigned high = KEY_GROUPS > 4 ? key_offsets(tile, first + 8 * half, m, 1) : 0;
+      for (int i = 0; i < (KEY_GROUPS > 4 ? 4 : 2); ++i) a[i] = key_offsets(tile, first + i % 2 * 8, m, i / 2);
 #pragma unroll
-        for (int p = 0; p < PARTS; ++p) multiply<KeyInner>(scores[p][0][half], q_sums[p], low, high);
-      }
+      for (int t = 0; t < ROW_TILES; ++t) multiply<KeyInner>(scores[t], a, q_sums[t][0], q_sums[t][1]);
     }
   }
 
@@ -228,13 +256,81 @@ struct PackedSlice {
     }
   }
 
-  // Adds the values from `at` on, by the weights of all parts.
-  __device__ void add_values(const float (&p)[PARTS][1][2][4], const char* tile, int at) {
-    unsigned a[PARTS][4];
+  // Which keys of a tile the row of this thread sees, a bit each.
+  __device__ unsigned long long seen_of(int tile) const {
+    if (ends_at < 0) return 0;
+    if constexpr (MASK == SEES_LISTED) return part[0].listed.bits(tile, query_of);
+    int count = min(max(ends_at - TILE * tile, 0), TILE);
+    return count == TILE ? ~0ull : (1ull << count) - 1;
+  }
+
+  // Makes weights of the scores of a step, with the sums so far multiplied to match. `seen`: the keys of the step that
+  // the row of this thread sees.
+  __device__ void weigh(float (&scores)[ROW_TILES][4], unsigned seen) {
 #pragma unroll
-    for (int i = 0; i < 4 * PARTS; ++i) {
-      const float* pair = &p[i / 4][0][i % 4 / 2][i % 2 * 2];
-      a[i / 4][i % 4] = rounded_pair<ValueInner>(pair[0], pair[1]);
+    for (int i = 0; i < 4 * ROW_TILES; ++i) {
+      float& score = scores[i / 4][i % 4];
+      score *= part[0].scale;
+      // Only a key or a query that is not finite scores so low. Several sequences share the pools: the host
+      // has to see it, and it would be a key without a weight.
+      if (MASK == SEES_LISTED && score == -INFINITY) score = INFINITY - INFINITY;
+    }
+    // Most steps are seen by all rows.
+    if (!__all_sync(ALL, ends_at < 0 || seen == 0xffff)) {
+      int g = part[0].thread / 4, m = part[0].thread % 4;
+#pragma unroll
+      for (int i = 0; i < 2 * ROW_TILES; ++i) {
+        unsigned of_row = __shfl_sync(ALL, seen, i / 2 * ROW_TILE + 2 * m + i % 2);
+#pragma unroll
+        for (int half = 0; half < 2; ++half) {
+          if (!(of_row >> (g + 8 * half) & 1)) scores[i / 2][2 * half + i % 2] = -INFINITY;
+        }
+      }
+    }
+    bool grows = false;
+#pragma unroll
+    for (int i = 0; i < 4 * ROW_TILES; ++i) grows = grows || scores[i / 4][i % 4] > most[i / 4][i % 2];
+    if (__any_sync(ALL, grows)) grow(scores);
+#pragma unroll
+    for (int i = 0; i < 2 * ROW_TILES; ++i) {
+      float& highest = most[i / 2][i % 2];
+      // Where nothing is seen, scores are all so low that they have no weight.
+      float from = highest == -INFINITY ? 0.0f : highest;
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        float& score = scores[i / 2][2 * half + i % 2];
+        score = power_of_two(score - from);
+        total[i / 2][i % 2] += score;
+      }
+    }
+  }
+
+  // Takes the greatest of these scores into the running softmax.
+  __device__ void grow(const float (&scores)[ROW_TILES][4]) {
+#pragma unroll
+    for (int t = 0; t < ROW_TILES; ++t) {
+      float weight[2];
+#pragma unroll
+      for (int i = 0; i < 2; ++i) {
+        float highest = fmaxf(most[t][i], fmaxf(scores[t][i], scores[t][i + 2]));
+        for (int step = 4; step < 32; step *= 2) highest = fmaxf(highest, __shfl_xor_sync(ALL, highest, step));
+        weight[i] = weight_of(most[t][i], highest);
+        total[t][i] *= weight[i];
+        most[t][i] = highest;
+      }
+#pragma unroll
+      for (int i = 0; i < 2 * ELEMENTS; ++i) sums[t][i / 4][i % 4] *= weight[i % 2];
+      for (int i = 0; i < 2; ++i) offsets[t][i] *= weight[i];
+    }
+  }
+
+  // Adds the values from `at` on, by the weights of all rows.
+  __device__ void add_values(const float (&weights)[ROW_TILES][4], const char* tile, int at) {
+    unsigned b[ROW_TILES][2];
+#pragma unroll
+    for (int i = 0; i < 2 * ROW_TILES; ++i) {
+      const float* pair = &weights[i / 2][i % 2 * 2];
+      b[i / 2][i % 2] = transposed(rounded_pair<ValueInner>(pair[0], pair[1]));
     }
     int g = part[0].thread / 4, first = at + part[0].thread % 4 * 2;
 #pragma unroll
@@ -243,44 +339,25 @@ struct PackedSlice {
       Scales scales[2];
       read_values(eights, scales, tile, first, 8 * round + g);
 #pragma unroll
-      for (int half = 0; half < 2; ++half) multiply_values(a, eights, scales, half, 8 * round + 4 * half);
+      for (int half = 0; half < 2; ++half) multiply_values(b, eights, scales, half, 8 * round + 4 * half);
     }
     if constexpr (HAS_HALF) {
       // Two threads share an eight.
       typename ValueCodes::Eight eights[2][2];
       Scales scales[2];
       read_values(eights, scales, tile, first, 8 * ROUNDS + g % 4);
-      multiply_values(a, eights, scales, g / 4, 8 * ROUNDS);
+      multiply_values(b, eights, scales, g / 4, 8 * ROUNDS);
     }
     if constexpr (VALUE_GROUPS > 0) {
-      unsigned b[2] = {0, 0};
+      unsigned a[4] = {};
 #pragma unroll
       for (int i = 0; i < 2; ++i) {
         int value = first + 8 * i, group = g % VALUE_GROUPS;
-        unsigned offsets = Values::offset(tile, value, group) | Values::offset(tile, value + 1, group) << 16;
-        b[i] = g < VALUE_GROUPS ? offsets : 0;
+        unsigned both = Values::offset(tile, value, group) | Values::offset(tile, value + 1, group) << 16;
+        a[2 * i] = g < VALUE_GROUPS ? both : 0;
       }
 #pragma unroll
-      for (int p = 0; p < PARTS; ++p) multiply<ValueInner>(part[p].offsets, a[p], b[0], b[1]);
-    }
-  }
-
-  // Adds the weighted offsets of each group to the sums of its columns.
-  __device__ void add_offsets(int p) {
-    int m = part[p].thread % 4;
-#pragma unroll
-    for (int g = 0; g < VALUE_GROUPS; ++g) {
-#pragma unroll
-      for (int i = 0; i < 2; ++i) {
-        float offset = __shfl_sync(ALL, part[p].offsets[2 * i + g % 2], part[p].thread / 4 * 4 + g / 2);
-#pragma unroll
-        for (int tile = 0; tile < DIM / 8; ++tile) {
-          for (int j = 0; j < 2; ++j) {
-            bool is_of_group = (column(tile, m) + 8 * j) / group_of<V>(DIM) == g;
-            part[p].sums[tile][2 * i + j] += is_of_group ? offset : 0;
-          }
-        }
-      }
+      for (int t = 0; t < ROW_TILES; ++t) multiply<ValueInner>(offsets[t], a, b[t][0], b[t][1]);
     }
   }
 
@@ -297,24 +374,24 @@ struct PackedSlice {
     }
   }
 
-  // Multiplies half of these eights. `to` is the first of four columns of sums.
-  __device__ void multiply_values(const unsigned (&a)[PARTS][4], const typename ValueCodes::Eight (&eights)[2][2],
+  // Multiplies half of these eights. `to` is the first of this thread's four elements of sums.
+  __device__ void multiply_values(const unsigned (&b)[ROW_TILES][2], const typename ValueCodes::Eight (&eights)[2][2],
                                   const Scales (&scales)[2], int half, int to) {
     unsigned upper[4], lower[4];
     ValueCodes::unpack(upper, ValueCodes::of_two(eights[0][0], eights[0][1], half), scales[0]);
     ValueCodes::unpack(lower, ValueCodes::of_two(eights[1][0], eights[1][1], half), scales[1]);
 #pragma unroll
-    for (int i = 0; i < 4; ++i) {
+    for (int i = 0; i < 4; i += 2) {
+      unsigned a[4] = {upper[i], upper[i + 1], lower[i], lower[i + 1]};
 #pragma unroll
-      for (int p = 0; p < PARTS; ++p) multiply<ValueInner>(part[p].sums[to + i], a[p], upper[i], lower[i]);
+      for (int t = 0; t < ROW_TILES; ++t) multiply<ValueInner>(sums[t][(to + i) / 2], a, b[t][0], b[t][1]);
     }
   }
 
-  // The elements of column `tile` of the sums that thread `m` of four has: this, and 8 behind it.
-  __device__ static int column(int tile, int m) {
-    int round = tile / 8;
-    if (round < ROUNDS) return 64 * round + 16 * m + tile % 8;
-    return 64 * ROUNDS + 16 * (m % 2) + 4 * (m / 2) + tile % 8;
+  // The first of the four elements of a head from `element` on of this thread's sums.
+  __device__ static int column(int element, int g) {
+    if (element < 8 * ROUNDS) return element / 8 * 64 + 8 * g + element % 8;
+    return 64 * ROUNDS + 8 * (g % 4) + 4 * (g / 4);
   }
 
   template <typename Wait>
@@ -322,21 +399,18 @@ struct PackedSlice {
     char* stages = part[0].shared;
     auto load_tile = [&](int first, int place) { load(stages + place * STAGE, first); };
     auto attend = [&](int tile, int place) {
-      unsigned seen[PARTS][4];
-#pragma unroll
-      for (int p = 0; p < PARTS; ++p) part[p].see(seen[p], tile);
+      unsigned long long seen = seen_of(tile);
       Rows::wait_for_tile();
       const char* rows = stages + place * STAGE;
 #pragma unroll
       for (int i = 0; i < 4; ++i) {
-        unsigned all = 0;
-        for (int p = 0; p < PARTS; ++p) all |= seen[p][i];
-        if (i >= part[0].row_warps || !__any_sync(ALL, all != 0)) continue;
         int at = part[0].key_of_warp + STEP * i;
-        float scores[PARTS][1][2][4] = {};
+        unsigned of_step = static_cast<unsigned>(seen >> at % TILE) & 0xffff;
+        // A key that no row of the warp sees costs nothing: those of the other sequences of a batch.
+        if (i >= part[0].row_warps || !__any_sync(ALL, of_step != 0)) continue;
+        float scores[ROW_TILES][4] = {};
         multiply_keys(scores, rows, at);
-#pragma unroll
-        for (int p = 0; p < PARTS; ++p) part[p].weigh(scores[p], seen[p] + i);
+        weigh(scores, of_step);
         add_values(scores, rows + VALUES_AT, at);
       }
     };
@@ -346,8 +420,27 @@ struct PackedSlice {
   // Ends a part. The parts share the memory for it.
   __device__ void end_slice(int p, E* out, float* parts, float* stats) {
     if (p > 0) __syncthreads();
-    if constexpr (VALUE_GROUPS > 0) add_offsets(p);
-    part[p].end_slice(out, parts, stats, [](int tile, int m) { return column(tile, m); }, 8);
+    int g = part[0].thread / 4, m = part[0].thread % 4;
+#pragma unroll
+    for (int i = 0; i < 2 * EACH; ++i) {
+      int t = p * EACH + i / 2, of_pair = i % 2, of_warp = i / 2 * ROW_TILE + 2 * m + of_pair;
+      float whole = total[t][of_pair];
+      for (int step = 4; step < 32; step *= 2) whole += __shfl_xor_sync(ALL, whole, step);
+#pragma unroll
+      for (int element = 0; element < ELEMENTS; element += 4) {
+        int first = column(element, g);
+        float offset = 0;
+        if constexpr (VALUE_GROUPS > 0) {
+          offset = __shfl_sync(ALL, offsets[t][of_pair], first / group_of<V>(DIM) * 4 + m);
+        }
+        float x[4];
+        for (int j = 0; j < 4; ++j) x[j] = sums[t][(element + j) / 2][j % 2 * 2 + of_pair] + offset;
+        part[p].keep(of_warp, first, x);
+      }
+      if (g == 0) part[p].keep_ends(of_warp, most[t][of_pair], whole);
+    }
+    __syncthreads();
+    part[p].add_warps(out, parts, stats);
   }
 };
 

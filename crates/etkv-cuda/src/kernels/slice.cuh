@@ -43,8 +43,6 @@ struct Slice {
   float most[2];
   float total[2];
   float sums[DV / 8][4];
-  // The weighted offsets of packed values, of two groups for each row.
-  float offsets[4];
 
   // The slices that have keys: as many as the grid has, or fewer if there are fewer tiles.
   int slices;
@@ -92,7 +90,6 @@ struct Slice {
     }
 #pragma unroll
     for (int i = 0; i < DV / 2; ++i) sums[i / 4][i % 4] = 0;
-    for (int i = 0; i < 4; ++i) offsets[i] = 0;
   }
 
   // Reads the queries of this thread, or in float32 those of the block to shared memory.
@@ -308,7 +305,6 @@ struct Slice {
       }
 #pragma unroll
       for (int i = 0; i < DV / 2; ++i) sums[i / 4][i % 4] *= weight[i / 2 % 2];
-      for (int i = 0; i < 4; ++i) offsets[i] *= weight[i / 2];
     }
     // Where nothing is seen, scores are all so low that they have no weight.
     float from[2];
@@ -452,40 +448,52 @@ struct Slice {
     }
   }
 
+  // Keeps four elements of a row of this warp in shared memory for `add_warps`, from `column` on.
+  __device__ void keep(int of_warp, int column, const float (&x)[4]) {
+    float* to = reinterpret_cast<float*>(shared) + (warp * ROWS + of_warp) * SUM_PITCH + column;
+    *reinterpret_cast<float4*>(to) = make_float4(x[0], x[1], x[2], x[3]);
+  }
+
+  __device__ float* ends() const { return reinterpret_cast<float*>(shared) + WARPS * ROWS * SUM_PITCH; }
+
+  // Keeps the greatest score of a row of this warp, and the sum of its weights.
+  __device__ void keep_ends(int of_warp, float highest, float whole) {
+    float* to = ends() + 2 * (warp * ROWS + of_warp);
+    to[0] = highest;
+    to[1] = whole;
+  }
+
   // Adds the sums of the warps that share rows. Writes the result if this is the only slice, or else
   // what is merged.
   __device__ void end_slice(E* out, float* parts, float* stats) {
-    end_slice(out, parts, stats, [](int part, int member) { return 8 * part + 2 * member; }, 1);
-  }
-
-  // The same for sums of which the first of two in a part lies at `column`, and the second `apart` behind it.
-  template <typename Column>
-  __device__ void end_slice(E* out, float* parts, float* stats, const Column& column, int apart) {
     float* all = reinterpret_cast<float*>(shared);
-    float* ends = all + WARPS * ROWS * SUM_PITCH;
     for (int i = 0; i < 2; ++i) {
-      int at = warp * ROWS + thread / 4 + 8 * i;
+      int of_warp = thread / 4 + 8 * i;
       float whole = over_row(total[i], true);
+      float* to = all + (warp * ROWS + of_warp) * SUM_PITCH + 2 * (thread % 4);
 #pragma unroll
       for (int part = 0; part < DV / 8; ++part) {
-        float* to = all + at * SUM_PITCH + column(part, thread % 4);
-        for (int j = 0; j < 2; ++j) to[j * apart] = sums[part][2 * i + j];
+        for (int j = 0; j < 2; ++j) to[8 * part + j] = sums[part][2 * i + j];
       }
-      if (thread % 4 == 0) {
-        ends[2 * at] = most[i];
-        ends[2 * at + 1] = whole;
-      }
+      if (thread % 4 == 0) keep_ends(of_warp, most[i], whole);
     }
     __syncthreads();
+    add_warps(out, parts, stats);
+  }
+
+  // Does so with what all warps have kept.
+  __device__ void add_warps(E* out, float* parts, float* stats) {
+    const float* all = reinterpret_cast<const float*>(shared);
+    const float* its = ends();
     for (int i = threadIdx.x; i < rows_of_block() * (DV / 4); i += THREADS) {
       int r = i / (DV / 4), first = i % (DV / 4) * 4;
       if (first_row() + r >= sizes.rows()) break;
       // The warps of row `r` are `rows_of_block()` rows apart.
       float highest = -INFINITY, whole = 0, sum[4] = {};
-      for (int at = r; at < WARPS * ROWS; at += rows_of_block()) highest = fmaxf(highest, ends[2 * at]);
+      for (int at = r; at < WARPS * ROWS; at += rows_of_block()) highest = fmaxf(highest, its[2 * at]);
       for (int at = r; at < WARPS * ROWS; at += rows_of_block()) {
-        float weight = weight_of(ends[2 * at], highest);
-        whole += weight * ends[2 * at + 1];
+        float weight = weight_of(its[2 * at], highest);
+        whole += weight * its[2 * at + 1];
         for (int j = 0; j < 4; ++j) sum[j] += weight * all[at * SUM_PITCH + first + j];
       }
       if (slices == 1) {

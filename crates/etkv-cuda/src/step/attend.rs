@@ -7,8 +7,9 @@ use crate::step::mask::RowBlocks;
 use crate::step::plan::{Attend, Launch, Plan};
 use crate::step::pools::{format_of, stage_bytes, Planes};
 
-/// Threads of a block, as in the kernel.
+/// Threads of a block, and of one that merges, as in the kernels.
 pub(crate) const ATTEND_THREADS: usize = 128;
+pub(crate) const MERGE_THREADS: usize = 256;
 /// Keys that attention reads at a time, rows of a warp, and the most slices, as in the kernel.
 pub(crate) const TILE: usize = 64;
 const ROWS: usize = 16;
@@ -17,13 +18,15 @@ const MOST_SLICES: usize = 64;
 const MOST_TILES: usize = 3;
 /// The most blocks along the second and third axis.
 const MOST_BLOCKS: usize = 65_535;
-/// Shared memory for the tiles of packed pools, of which a block holds two to four at a time, where a
-/// multiprocessor has two blocks, and where it has three.
-const MOST_PACKED_SHARED: [usize; 2] = [96 << 10, 72 << 10];
+/// Shared memory for the tiles of packed pools in a block.
+const MOST_PACKED_SHARED: usize = 96 << 10;
+/// The most tiles of packed pools that a block holds at a time, and as many as are enough.
 const MOST_STAGES: usize = 4;
-/// The largest heads of which a warp takes two times as many rows, or of which a multiprocessor has three
-/// blocks: their sums are in registers.
+/// The largest heads of which a warp takes more rows, or of which a multiprocessor has more than two blocks: their
+/// sums are in registers.
 const MOST_SHARED_DIM: usize = 128;
+/// Rows of a tile of rows over packed pools.
+const ROW_TILE: usize = 8;
 
 /// The argument of attention.
 #[repr(C)]
@@ -64,7 +67,10 @@ impl AttendShape {
         let rows = attend.n_q / attend.n_kv * plan.tokens;
         let (source, bytes_shared) = Self::source(plan, attend, rows, limits);
         // Two parts of a warp's rows share what the warp unpacks.
-        let parts = if let Source::AttendPacked { parts, .. } = source { parts } else { 1 };
+        let parts = match source {
+            Source::AttendPacked { row_tiles, .. } => (row_tiles * ROW_TILE).div_ceil(ROWS),
+            _ => 1,
+        };
         let rows_of_block = rows_of_block(plan, rows, parts);
         let row_blocks = rows.div_ceil(rows_of_block);
         if row_blocks > MOST_BLOCKS {
@@ -75,9 +81,8 @@ impl AttendShape {
             fail!(Plan, "heads of {dim} take {bytes_shared} bytes, the device has {most}");
         }
         let each = match source {
-            Source::Attend { .. } => plain_blocks(rows_of_block, dim),
-            _ if parts == 1 && dim <= MOST_SHARED_DIM => 3,
-            _ => 2,
+            Source::AttendPacked { blocks, .. } => blocks,
+            _ => plain_blocks(rows_of_block, dim),
         };
         let blocks = plan.attention_blocks.unwrap_or(each * limits.processors);
         let tiles = attend.keys.capacity.min(attend.values.capacity).div_ceil(TILE);
@@ -106,10 +111,23 @@ impl AttendShape {
             return (Source::Attend { element, dim, tiles, masked }, (tiles * tile).max(sums));
         }
         let stage = stage_bytes(keys, values, dim);
-        let parts = if rows > ROWS && dim <= MOST_SHARED_DIM && !plan.apart { 2 } else { 1 };
-        let most = MOST_PACKED_SHARED[usize::from(parts == 1 && dim <= MOST_SHARED_DIM)];
-        let stages = (most / stage).clamp(2, MOST_STAGES);
-        let source = Source::AttendPacked { element, dim, stages, parts, masked, keys, values };
+        // Fewer tiles of rows leave more registers, so that a multiprocessor has more blocks, which wait for each
+        // other less than one does for itself.
+        let (row_tiles, most_blocks) = match rows {
+            _ if dim > MOST_SHARED_DIM => (if rows <= ROW_TILE { 1 } else { 2 }, 2),
+            ..=ROW_TILE => (1, 4),
+            _ if rows > ROWS && !plan.apart => (4, 2),
+            _ => (2, 3),
+        };
+        let shared = |blocks: usize| {
+            let each = (limits.processor_shared / blocks).saturating_sub(SYSTEM_SHARED);
+            each.min(MOST_PACKED_SHARED)
+        };
+        let is_enough = |blocks: &usize| MOST_STAGES * stage <= shared(*blocks);
+        let blocks = (2..=most_blocks).rev().find(is_enough).unwrap_or(most_blocks.min(3));
+        let stages = (shared(blocks) / stage).clamp(2, MOST_STAGES);
+        let source =
+            Source::AttendPacked { element, dim, stages, row_tiles, blocks, masked, keys, values };
         (source, (stages * stage).max(sums))
     }
 }

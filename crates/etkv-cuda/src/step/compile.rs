@@ -64,12 +64,14 @@ pub(crate) enum Source {
     Place { element: Element, keys: Option<PackedFormat>, values: Option<PackedFormat> },
     /// Attention over heads of so many elements, of which a block holds so many tiles at a time.
     Attend { element: Element, dim: usize, tiles: usize, masked: bool },
-    /// The same where keys or values are packed. So many parts of a warp's rows share what it unpacks.
+    /// The same where keys or values are packed. A warp has so many tiles of rows, which share what it unpacks, and a
+    /// multiprocessor so many blocks.
     AttendPacked {
         element: Element,
         dim: usize,
         stages: usize,
-        parts: usize,
+        row_tiles: usize,
+        blocks: usize,
         masked: bool,
         keys: Option<PackedFormat>,
         values: Option<PackedFormat>,
@@ -168,10 +170,20 @@ impl Source {
                     ATTEND_ENTRY,
                 ][..],
             ),
-            Self::AttendPacked { element, dim, stages, parts, masked, keys, values } => (
+            Self::AttendPacked {
+                element,
+                dim,
+                stages,
+                row_tiles,
+                blocks,
+                masked,
+                keys,
+                values,
+            } => (
                 format!(
                     "{overlaps}using Element = {};\nconstexpr int DIM = {dim}, STAGES = {stages};\n\
-                     constexpr bool IS_LISTED = {masked};\n#define ETKV_PARTS {parts}\n\
+                     constexpr bool IS_LISTED = {masked};\n#define ETKV_ROW_TILES {row_tiles}\n\
+                     #define ETKV_BLOCKS {blocks}\n\
                      #define ETKV_KEYS {}\n#define ETKV_VALUES {}\n#define ETKV_STAGE {}\n",
                     element.name(),
                     type_of(keys),

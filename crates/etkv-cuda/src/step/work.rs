@@ -3,7 +3,7 @@
 use std::collections::HashMap;
 use std::ffi::c_void;
 
-use crate::step::attend::{row_blocks, AttendShape, AttendWork, ATTEND_THREADS};
+use crate::step::attend::{row_blocks, AttendShape, AttendWork, ATTEND_THREADS, MERGE_THREADS};
 use crate::step::check::{capacity, rows};
 use crate::step::compile::Source;
 use crate::step::device::Device;
@@ -230,7 +230,7 @@ impl Work {
                         let grid = shape.grid;
                         launch::launch(stream, kernel, grid, threads, shared, arguments, overlaps)?;
                         let grid = shape.merging;
-                        launch::launch(stream, merge, grid, threads, 0, arguments, overlap)?;
+                        launch::launch(stream, merge, grid, MERGE_THREADS, 0, arguments, overlap)?;
                     }
                 }
                 (Launch::Normalize(normalize), _) => {

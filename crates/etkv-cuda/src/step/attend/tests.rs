@@ -73,15 +73,17 @@ fn packed_pools_share_what_is_unpacked() {
         };
         AttendShape::of(&plan(tokens), &attend, H100).unwrap()
     };
-    let parts = |shape: &AttendShape| match shape.source {
-        Source::AttendPacked { parts, stages, .. } => (parts, stages),
+    let tiles = |shape: &AttendShape| match shape.source {
+        Source::AttendPacked { row_tiles, blocks, stages, .. } => (row_tiles, blocks, stages),
         other => panic!("{other:?}"),
     };
     let one = of(1, 128);
-    assert_eq!((parts(&one), one.grid, one.bytes_shared), ((1, 4), [49, 8, 1], 4 * 10_240));
+    assert_eq!((tiles(&one), one.grid, one.bytes_shared), ((1, 4, 4), [64, 8, 1], 4 * 10_240));
+    assert_eq!((tiles(&of(4, 128)), of(4, 128).grid), ((2, 3, 4), [49, 8, 1]));
     let eight = of(8, 128);
-    assert_eq!((parts(&eight), eight.grid), ((2, 4), [33, 8, 1]));
+    assert_eq!((tiles(&eight), eight.grid), ((4, 2, 4), [33, 8, 1]));
     assert_eq!(eight.floats, 33 * 8 * 32 * 130);
     assert_eq!((of(16, 128).grid, of(64, 128).grid), ([33, 8, 1], [8, 8, 4]));
-    assert_eq!((parts(&of(16, 256)), of(64, 256).grid), ((1, 4), [8, 8, 4]));
+    assert_eq!((tiles(&of(16, 256)), of(64, 256).grid), ((2, 2, 4), [8, 8, 4]));
+    assert_eq!(tiles(&of(1, 256)).0, 1);
 }

@@ -76,14 +76,14 @@ fn attention_reads_every_format() {
     let [a, b, c, d, e, f] = FORMATS.map(Some);
     let cases = [
         (64, 1, a, a),
-        (128, 2, a, a),
-        (128, 1, b, b),
+        (128, 4, a, a),
+        (128, 2, b, b),
         (64, 1, c, c),
-        (128, 2, d, e),
+        (128, 4, d, e),
         (64, 2, e, d),
         (128, 1, f, f),
-        (256, 1, affine(8, 128), affine(8, 64)),
-        (96, 2, affine(3, 32), affine(5, 32)),
+        (256, 2, affine(8, 128), affine(8, 64)),
+        (96, 4, affine(3, 32), affine(5, 32)),
         (64, 1, affine(6, 64), affine(2, 64)),
         (128, 2, None, a),
         (64, 1, b, None),
@@ -92,13 +92,23 @@ fn attention_reads_every_format() {
         let Some(compiler) = found(capability, None) else {
             return;
         };
-        for (n, (dim, parts, keys, values)) in cases.into_iter().enumerate() {
+        for (n, (dim, row_tiles, keys, values)) in cases.into_iter().enumerate() {
             if few && n > 5 {
                 continue;
             }
             let element = if n % 2 == 0 { Element::Bf16 } else { Element::F16 };
             let (stages, masked) = (2 + n % 3, n % 4 < 2);
-            let source = Source::AttendPacked { element, dim, stages, parts, masked, keys, values };
+            let blocks = [4, 3, 3, 2][row_tiles - 1];
+            let source = Source::AttendPacked {
+                element,
+                dim,
+                stages,
+                row_tiles,
+                blocks,
+                masked,
+                keys,
+                values,
+            };
             let cubin = compiler.compile(&source.text(capability)).unwrap();
             assert_eq!(&cubin[..4], b"\x7fELF", "{source:?}");
         }
