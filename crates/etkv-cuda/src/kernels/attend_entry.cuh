@@ -1,4 +1,4 @@
-// Attention over pools, for the `Block` and its `Rows`, and the bounds of its launch, that are defined before.
+// Attention over pools, for the `Block` and its `Rows` that are defined before.
 
 // Where the slices of a block of rows leave theirs: parts of all blocks, and then what they end with.
 __device__ inline long long first_part(const AttendWork& work, const Rows& slices, int head, int block) {
@@ -10,7 +10,8 @@ __device__ inline float* stats_of(const AttendWork& work, const Rows& slices) {
   return work.partial + first_part(work, slices, 0, blocks) * DIM;
 }
 
-extern "C" __global__ void __launch_bounds__(ETKV_BOUNDS) etkv_attend(const AttendWork work) {
+// As many blocks on a multiprocessor as the host counts on.
+extern "C" __global__ void __launch_bounds__(etkv::THREADS, ETKV_BLOCKS) etkv_attend(const AttendWork work) {
   extern __shared__ uint4 shared_memory[];
   etkv::let_next_begin();
   Block block;
@@ -33,8 +34,9 @@ extern "C" __global__ void __launch_bounds__(ETKV_BOUNDS) etkv_attend(const Atte
   }
 }
 
-// A block for each row of each head of keys.
-extern "C" __global__ void __launch_bounds__(etkv::MERGE_THREADS) etkv_merge(const AttendWork work) {
+// Merges one row of one head of keys.
+template <typename Merge>
+__device__ inline void merge(const AttendWork& work) {
   etkv::let_next_begin();
   Rows slices;
   set_sizes(slices, work);
@@ -45,6 +47,14 @@ extern "C" __global__ void __launch_bounds__(etkv::MERGE_THREADS) etkv_merge(con
   if (n == 1) return;
   long long first = first_part(work, slices, head, block) + r % slices.rows_of_block();
   Element* out = work.out + (static_cast<long long>(r / group) * work.queries + head * group + r % group) * DIM;
-  etkv::Merge<Element, DIM>::run(out, work.partial + first * DIM, stats_of(work, slices) + 2 * first,
-                                 slices.rows_of_block(), n);
+  Merge::run(out, work.partial + first * DIM, stats_of(work, slices) + 2 * first, slices.rows_of_block(), n);
+}
+
+// A block for each row. Of few blocks each has many threads that ask for much at once.
+extern "C" __global__ void __launch_bounds__(256) etkv_merge_fast(const AttendWork work) {
+  merge<etkv::Merge<Element, DIM, 256, 8>>(work);
+}
+
+extern "C" __global__ void __launch_bounds__(128) etkv_merge(const AttendWork work) {
+  merge<etkv::Merge<Element, DIM, 128, 4>>(work);
 }

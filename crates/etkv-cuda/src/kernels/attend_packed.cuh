@@ -1,8 +1,5 @@
 // A block of attention over pools of which one is packed or both are, with `STAGES` tiles at a time.
 
-// As many blocks on a multiprocessor as the host counts on.
-#define ETKV_BOUNDS etkv::THREADS, ETKV_BLOCKS
-
 using Packed = etkv::PackedSlice<Element, ETKV_KEYS, ETKV_VALUES, DIM, MASK, STAGES, ETKV_ROW_TILES>;
 using Rows = Packed::Rows;
 

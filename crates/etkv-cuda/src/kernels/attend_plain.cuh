@@ -1,9 +1,6 @@
 // A block of attention over plain pools, with `STAGES` tiles at a time.
 
-// As many blocks on a multiprocessor as the host counts on.
-#define ETKV_BOUNDS etkv::THREADS, (DIM <= 128 ? 3 : 2)
-
-using Rows = etkv::Slice<Element, DIM, DIM, MASK, STAGES, 4>;
+using Rows = etkv::Slice<Element, DIM, DIM, MASK, STAGES, etkv::WARPS>;
 
 struct Block {
   static constexpr int PARTS = 1;

@@ -3,15 +3,13 @@
 
 namespace etkv {
 
-constexpr int MERGE_THREADS = 256;
-
-template <typename E, int DV>
+// `AT_ONCE`: slices that a thread asks for at once, as what they left comes from far. More take more registers, so
+// that fewer blocks run at a time.
+template <typename E, int DV, int MERGE_THREADS, int AT_ONCE>
 struct Merge {
   static constexpr int PIECES = DV / 4;
-  // Slices that are read at a time, by a share of the threads each, and those that a share asks for at once: what they
-  // left comes from far.
+  // Slices that are read at a time, by a share of the threads each.
   static constexpr int SHARES = MERGE_THREADS / PIECES;
-  static constexpr int AT_ONCE = 8;
   // Floats that a thread leaves: its greatest score, its sum of weights, and four elements.
   static constexpr int LEFT = 6;
 
@@ -44,27 +42,31 @@ struct Merge {
     for (int i = 0; i < 4; ++i) own[2 + i] = sum[i];
     __syncthreads();
     if (share > 0) return;
-    float x[SHARES - 1][LEFT];
 #pragma unroll
-    for (int other = 1; other < SHARES; ++other) {
-      for (int j = 0; j < LEFT; ++j) x[other - 1][j] = left[(other * PIECES + piece) * LEFT + j];
+    for (int first = 1; first < SHARES; first += AT_ONCE) {
+      float x[AT_ONCE][LEFT];
+#pragma unroll
+      for (int i = 0; i < AT_ONCE; ++i) {
+        for (int j = 0; j < LEFT; ++j) {
+          x[i][j] = first + i < SHARES ? left[((first + i) * PIECES + piece) * LEFT + j] : 0;
+        }
+      }
+      add(most, whole, sum, x);
     }
-    add(most, whole, sum, x);
     for (int i = 0; i < 4; ++i) out[4 * piece + i] = static_cast<E>(whole != 0 ? sum[i] / whole : 0.0f);
   }
 
-  // Adds what `N` slices left. A row that has seen nothing in a slice has a sum of weights of 0, and no elements.
-  template <int N>
-  __device__ static void add(float& most, float& whole, float (&sum)[4], const float (&x)[N][LEFT]) {
+  // Adds what some slices left. A row that has seen nothing in a slice has a sum of weights of 0, and no elements.
+  __device__ static void add(float& most, float& whole, float (&sum)[4], const float (&x)[AT_ONCE][LEFT]) {
     float highest = most;
 #pragma unroll
-    for (int i = 0; i < N; ++i) highest = x[i][1] != 0 ? fmaxf(highest, x[i][0]) : highest;
+    for (int i = 0; i < AT_ONCE; ++i) highest = x[i][1] != 0 ? fmaxf(highest, x[i][0]) : highest;
     float before = weight_of(most, highest);
     most = highest;
     whole *= before;
     for (int j = 0; j < 4; ++j) sum[j] *= before;
 #pragma unroll
-    for (int i = 0; i < N; ++i) {
+    for (int i = 0; i < AT_ONCE; ++i) {
       bool counts = x[i][1] != 0;
       float weight = counts ? weight_of(x[i][0], highest) : 0;
       whole += weight * x[i][1];

@@ -407,7 +407,7 @@ struct PackedSlice {
         int at = part[0].key_of_warp + STEP * i;
         unsigned of_step = static_cast<unsigned>(seen >> at % TILE) & 0xffff;
         // A key that no row of the warp sees costs nothing: those of the other sequences of a batch.
-        if (i >= part[0].row_warps || !__any_sync(ALL, of_step != 0)) continue;
+        if (i >= part[0].steps() || !__any_sync(ALL, of_step != 0)) continue;
         float scores[ROW_TILES][4] = {};
         multiply_keys(scores, rows, at);
         weigh(scores, of_step);

@@ -9,7 +9,10 @@
 
 namespace etkv {
 
-constexpr int WARPS = 4;
+#ifndef ETKV_WARPS
+#define ETKV_WARPS 4
+#endif
+constexpr int WARPS = ETKV_WARPS;
 constexpr int THREADS = 32 * WARPS;
 // Keys that a block reads at a time, and those that a warp multiplies at a time.
 constexpr int TILE = 64;
@@ -51,7 +54,7 @@ struct Slice {
   // Of this thread's two rows the query, and one past the last key that it may see.
   int query_of[2], ends_at[2];
   // The most warps between which rows are divided.
-  int most_row_warps = 4;
+  int most_row_warps = MOST_ROW_WARPS;
   // This thread of its warp, and what the warp has of the block.
   int thread, warp, row_warps, row_of_warp, key_of_warp, head;
 
@@ -64,11 +67,15 @@ struct Slice {
     return q.at(head * sizes.group + r % sizes.group, r / sizes.group);
   }
 
+  // Steps of a tile that each warp has. With more than four warps there have to be as many more that share the rows.
+  __device__ int steps() const { return TILE / STEP * row_warps / WARPS; }
+
   // Divides the warps between rows and keys. Fewer rows are fewer sequences, whose keys lie apart.
   __device__ void divide_rows() {
     int needed = (sizes.rows() + ROWS - 1) / ROWS;
-    row_warps = needed <= PARTS ? 1 : needed <= 2 * PARTS || MOST_ROW_WARPS == 2 ? 2 : 4;
-    row_warps = min(row_warps, most_row_warps);
+    int most = min(MOST_ROW_WARPS, most_row_warps);
+    row_warps = 1;
+    while (row_warps < most && row_warps * PARTS < needed) row_warps *= 2;
   }
 
   __device__ void start(int part = 0) {
@@ -77,7 +84,7 @@ struct Slice {
     warp = threadIdx.x / 32;
     divide_rows();
     row_of_warp = ROWS * (warp % row_warps);
-    key_of_warp = STEP * row_warps * (warp / row_warps);
+    key_of_warp = STEP * steps() * (warp / row_warps);
     head = blockIdx.y;
     slices = slices_of(block, gridDim.x);
     for (int i = 0; i < 2; ++i) {
@@ -359,10 +366,10 @@ struct Slice {
       const E* values = keys + TILE * K_PITCH;
       keys += key_of_warp * K_PITCH;
       values += key_of_warp * V_PITCH;
-      if (row_warps == 1) return attend_to<1>(keys, values, seen);
+      if (steps() == 1) return attend_to<1>(keys, values, seen);
 #pragma unroll
       for (int i = 0; i < 4; i += 2) {
-        if (i < row_warps) attend_to<2>(keys + STEP * i * K_PITCH, values + STEP * i * V_PITCH, seen + i);
+        if (i < steps()) attend_to<2>(keys + STEP * i * K_PITCH, values + STEP * i * V_PITCH, seen + i);
       }
     };
     for_tiles(known, wait, load_tile, [&] { read_queries(); }, attend);
@@ -376,7 +383,7 @@ struct Slice {
     for (int i = 0; i < 4; ++i) {
       int first = key_of_warp + STEP * i;
       seen[i] = 0;
-      if (i >= row_warps) continue;
+      if (i >= steps()) continue;
       if constexpr (MASK == SEES_LISTED) {
         seen[i] = seen_of(bits, first);
       } else {

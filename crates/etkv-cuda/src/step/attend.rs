@@ -7,15 +7,19 @@ use crate::step::mask::RowBlocks;
 use crate::step::plan::{Attend, Launch, Plan};
 use crate::step::pools::{format_of, stage_bytes, Planes};
 
-/// Threads of a block, and of one that merges, as in the kernels.
-pub(crate) const ATTEND_THREADS: usize = 128;
-pub(crate) const MERGE_THREADS: usize = 256;
 /// Keys that attention reads at a time, rows of a warp, and the most slices, as in the kernel.
 pub(crate) const TILE: usize = 64;
 const ROWS: usize = 16;
 const MOST_SLICES: usize = 64;
-/// The most tiles of plain pools that a block holds at a time.
+/// Warps of a block, and those of one that reads plain pools for many rows: it leaves less to be merged than two blocks.
+const WARPS: usize = 4;
+const MANY_WARPS: usize = 8;
+/// The most tiles of plain pools that a block holds at a time for each four of its warps.
 const MOST_TILES: usize = 3;
+/// Threads of a block that merges, and of one of few that do. A multiprocessor has so many of these at a time.
+const MERGE_THREADS: usize = 128;
+const FAST_MERGE_THREADS: usize = 256;
+const FAST_MERGE_BLOCKS: usize = 2;
 /// The most blocks along the second and third axis.
 const MOST_BLOCKS: usize = 65_535;
 /// Shared memory for the tiles of packed pools in a block.
@@ -56,22 +60,20 @@ pub(crate) struct AttendShape {
     pub(crate) source: Source,
     pub(crate) grid: [usize; 3],
     pub(crate) bytes_shared: usize,
-    /// Floats that slices leave to be merged, and the blocks that merge.
+    pub(crate) threads: usize,
+    /// Floats that slices leave to be merged, and the blocks that merge. These are so few that each may have many
+    /// threads, or they are many.
     pub(crate) floats: usize,
     pub(crate) merging: [usize; 3],
+    pub(crate) merges_fast: bool,
 }
 
 impl AttendShape {
     pub(crate) fn of(plan: &Plan, attend: &Attend, limits: Limits) -> Result<Self> {
         let dim = attend.head_dim;
-        let rows = attend.n_q / attend.n_kv * plan.tokens;
-        let (source, bytes_shared) = Self::source(plan, attend, rows, limits);
-        // Two parts of a warp's rows share what the warp unpacks.
-        let parts = match source {
-            Source::AttendPacked { row_tiles, .. } => (row_tiles * ROW_TILE).div_ceil(ROWS),
-            _ => 1,
-        };
-        let rows_of_block = rows_of_block(plan, rows, parts);
+        let division = Division::of(plan, attend);
+        let Division { rows, rows_of_block, warps, .. } = division;
+        let (source, blocks, bytes_shared) = Self::source(plan, attend, division, limits);
         let row_blocks = rows.div_ceil(rows_of_block);
         if row_blocks > MOST_BLOCKS {
             fail!(Plan, "{rows} rows of queries, expected {} or fewer", MOST_BLOCKS * ROWS);
@@ -80,11 +82,7 @@ impl AttendShape {
             let most = limits.block_shared;
             fail!(Plan, "heads of {dim} take {bytes_shared} bytes, the device has {most}");
         }
-        let each = match source {
-            Source::AttendPacked { blocks, .. } => blocks,
-            _ => plain_blocks(rows_of_block, dim),
-        };
-        let blocks = plan.attention_blocks.unwrap_or(each * limits.processors);
+        let blocks = plan.attention_blocks.unwrap_or(blocks * limits.processors);
         let tiles = attend.keys.capacity.min(attend.values.capacity).div_ceil(TILE);
         let slices = (blocks / (attend.n_kv * row_blocks)).min(tiles).clamp(1, MOST_SLICES);
         Ok(Self {
@@ -92,77 +90,111 @@ impl AttendShape {
             grid: [slices, attend.n_kv, row_blocks],
             bytes_shared,
             floats: slices * attend.n_kv * row_blocks * rows_of_block * (dim + 2),
+            threads: 32 * warps,
             merging: [rows, attend.n_kv, 1],
+            merges_fast: rows * attend.n_kv <= FAST_MERGE_BLOCKS * limits.processors,
         })
     }
 
-    /// Returns what is compiled, and a block's bytes of shared memory.
-    fn source(plan: &Plan, attend: &Attend, rows: usize, limits: Limits) -> (Source, usize) {
+    /// Returns the threads of a block that merges.
+    pub(crate) fn merge_threads(&self) -> usize {
+        if self.merges_fast {
+            FAST_MERGE_THREADS
+        } else {
+            MERGE_THREADS
+        }
+    }
+
+    /// Returns what is compiled, how many blocks a multiprocessor has at a time, and a block's bytes of shared memory.
+    fn source(
+        plan: &Plan,
+        attend: &Attend,
+        division: Division,
+        limits: Limits,
+    ) -> (Source, usize, usize) {
+        let Division { rows_of_block, warps, row_tiles, .. } = division;
         let (element, dim, masked) = (plan.element, attend.head_dim, plan.is_masked(attend.group));
         // The same memory takes the sums of all warps and what they end with.
-        let sums = 4 * ROWS * (dim + 8 + 2) * 4;
+        let sums = warps * ROWS * (dim + 8 + 2) * 4;
+        let shared =
+            |blocks: usize| (limits.processor_shared / blocks).saturating_sub(SYSTEM_SHARED);
         let [keys, values] = [attend.keys, attend.values].map(format_of);
-        if keys.is_none() && values.is_none() {
+        let Some(row_tiles) = row_tiles else {
             // Rows are 16 bytes apart. Elements have 2.
             let tile = TILE * 2 * (dim + 8) * 2;
-            let each = plain_blocks(rows_of_block(plan, rows, 1), dim);
-            let most = (limits.processor_shared / each).saturating_sub(SYSTEM_SHARED);
-            let tiles = (most / tile).clamp(1, MOST_TILES);
-            return (Source::Attend { element, dim, tiles, masked }, (tiles * tile).max(sums));
-        }
+            let blocks = match rows_of_block {
+                _ if warps == MANY_WARPS => 1,
+                ROWS if dim <= MOST_SHARED_DIM => 3,
+                _ => 2,
+            };
+            let tiles = (shared(blocks) / tile).clamp(1, MOST_TILES * warps / WARPS);
+            let source = Source::Attend { element, dim, tiles, warps, blocks, masked };
+            return (source, blocks, (tiles * tile).max(sums));
+        };
         let stage = stage_bytes(keys, values, dim);
-        // Fewer tiles of rows leave more registers, so that a multiprocessor has more blocks, which wait for each
-        // other less than one does for itself.
-        let (row_tiles, most_blocks) = match rows {
-            _ if dim > MOST_SHARED_DIM => (if rows <= ROW_TILE { 1 } else { 2 }, 2),
-            ..=ROW_TILE => (1, 4),
-            _ if rows > ROWS && !plan.apart => (4, 2),
-            _ => (2, 3),
+        // Fewer tiles of rows leave more registers, so that a multiprocessor has more blocks.
+        let most_blocks = match row_tiles {
+            _ if dim > MOST_SHARED_DIM => 2,
+            1 => 4,
+            2 => 3,
+            _ => 2,
         };
-        let shared = |blocks: usize| {
-            let each = (limits.processor_shared / blocks).saturating_sub(SYSTEM_SHARED);
-            each.min(MOST_PACKED_SHARED)
-        };
-        let is_enough = |blocks: &usize| MOST_STAGES * stage <= shared(*blocks);
+        let stages = |blocks: usize| shared(blocks).min(MOST_PACKED_SHARED) / stage;
+        let is_enough = |blocks: &usize| stages(*blocks) >= MOST_STAGES;
         let blocks = (2..=most_blocks).rev().find(is_enough).unwrap_or(most_blocks.min(3));
-        let stages = (shared(blocks) / stage).clamp(2, MOST_STAGES);
+        let stages = stages(blocks).clamp(2, MOST_STAGES);
         let source =
             Source::AttendPacked { element, dim, stages, row_tiles, blocks, masked, keys, values };
-        (source, (stages * stage).max(sums))
+        (source, blocks, (stages * stage).max(sums))
     }
 }
 
-/// Returns the blocks of attention over plain pools that a multiprocessor has at a time. Of many rows fewer leave
-/// less to be merged, and hold more tiles each.
-fn plain_blocks(rows_of_block: usize, dim: usize) -> usize {
-    if rows_of_block == ROWS && dim <= MOST_SHARED_DIM {
-        3
-    } else {
-        2
-    }
+/// How the rows of queries for a head of keys are divided.
+#[derive(Debug, Clone, Copy)]
+struct Division {
+    rows: usize,
+    /// Warps of a block, and tiles of 8 rows that a warp has if pools are packed.
+    warps: usize,
+    row_tiles: Option<usize>,
+    rows_of_block: usize,
 }
 
-/// Returns the rows of a block of threads, of which a warp has so many parts.
-fn rows_of_block(plan: &Plan, rows: usize, parts: usize) -> usize {
-    let row_warps = match rows.div_ceil(ROWS * parts) {
-        _ if plan.apart => 1,
-        ..=1 => 1,
-        2 => 2,
-        _ => 4 / parts,
-    };
-    ROWS * parts * row_warps
+impl Division {
+    fn of(plan: &Plan, attend: &Attend) -> Self {
+        let rows = attend.n_q / attend.n_kv * plan.tokens;
+        let is_shared = rows > ROWS && attend.head_dim <= MOST_SHARED_DIM && !plan.apart;
+        let is_packed = [attend.keys, attend.values].iter().any(|pool| format_of(*pool).is_some());
+        let row_tiles = match rows {
+            ..=ROW_TILE => 1,
+            // Two parts of a warp's rows share what the warp unpacks.
+            _ if is_shared => 4,
+            _ => 2,
+        };
+        let parts = if is_packed { (row_tiles * ROW_TILE).div_ceil(ROWS) } else { 1 };
+        let warps = if is_shared && !is_packed { MANY_WARPS } else { WARPS };
+        let row_warps = match rows.div_ceil(ROWS * parts) {
+            _ if plan.apart => 1,
+            needed => needed.next_power_of_two().min(warps / parts),
+        };
+        Self {
+            rows,
+            warps,
+            row_tiles: is_packed.then_some(row_tiles),
+            rows_of_block: ROWS * parts * row_warps,
+        }
+    }
 }
 
 /// Returns the blocks of rows that read a list of tiles each, if a group of layers is masked. Those of all its
 /// attentions are alike.
 pub(crate) fn row_blocks(plan: &Plan, group: usize) -> Option<RowBlocks> {
-    let each = |launch: &Launch| match launch {
-        Launch::Attend(attend) if attend.group == group => Some(attend.n_q / attend.n_kv),
+    let of_group = |launch: &Launch| match launch {
+        Launch::Attend(attend) if attend.group == group => Some(*attend),
         _ => None,
     };
-    let each = plan.launches.iter().find_map(each).filter(|_| plan.is_masked(group))?;
-    // With one part or two, a block has as many rows.
-    Some(RowBlocks::of(plan.tokens, each, rows_of_block(plan, each * plan.tokens, 1)))
+    let attend = plan.launches.iter().find_map(of_group).filter(|_| plan.is_masked(group))?;
+    let rows_of_block = Division::of(plan, &attend).rows_of_block;
+    Some(RowBlocks::of(plan.tokens, attend.n_q / attend.n_kv, rows_of_block))
 }
 
 #[cfg(test)]

@@ -3,7 +3,7 @@
 use std::collections::HashMap;
 use std::ffi::c_void;
 
-use crate::step::attend::{row_blocks, AttendShape, AttendWork, ATTEND_THREADS, MERGE_THREADS};
+use crate::step::attend::{row_blocks, AttendShape, AttendWork};
 use crate::step::check::{capacity, rows};
 use crate::step::compile::Source;
 use crate::step::device::Device;
@@ -145,7 +145,8 @@ impl Work {
                 Launch::Attend(work) => {
                     let shape = AttendShape::of(plan, work, limits)?;
                     let kernel = device.kernel(shape.source, c"etkv_attend", shape.bytes_shared)?;
-                    let merge = device.kernel(shape.source, c"etkv_merge", 0)?;
+                    let name = if shape.merges_fast { c"etkv_merge_fast" } else { c"etkv_merge" };
+                    let merge = device.kernel(shape.source, name, 0)?;
                     Some((kernel, merge, shape))
                 }
                 Launch::Product(product) => {
@@ -223,14 +224,14 @@ impl Work {
                 (Launch::Product(product), _) => self.product(stream, plan, product, overlaps)?,
                 (Launch::Attend(attend), Some((kernel, merge, shape))) => {
                     let work = self.attend_work(plan, attend, shape);
-                    let (threads, shared) = (ATTEND_THREADS, shape.bytes_shared);
+                    let (threads, shared) = (shape.threads, shape.bytes_shared);
                     let arguments = &mut [of(&work)];
                     // SAFETY: this is the kernels' argument; the plan's check has compared all sizes.
                     unsafe {
                         let grid = shape.grid;
                         launch::launch(stream, kernel, grid, threads, shared, arguments, overlaps)?;
-                        let grid = shape.merging;
-                        launch::launch(stream, merge, grid, MERGE_THREADS, 0, arguments, overlap)?;
+                        let (grid, threads) = (shape.merging, shape.merge_threads());
+                        launch::launch(stream, merge, grid, threads, 0, arguments, overlap)?;
                     }
                 }
                 (Launch::Normalize(normalize), _) => {
@@ -441,7 +442,7 @@ impl Work {
             each: int(attend.n_kv),
             slices: int(shape.grid[0]),
             // Of the four warps of a block.
-            row_warps: if plan.apart { 1 } else { 4 },
+            row_warps: if plan.apart { 1 } else { 8 },
         }
     }
 }
