@@ -9,10 +9,7 @@
 
 namespace etkv {
 
-#ifndef ETKV_WARPS
-#define ETKV_WARPS 4
-#endif
-constexpr int WARPS = ETKV_WARPS;
+constexpr int WARPS = 4;
 constexpr int THREADS = 32 * WARPS;
 // Keys that a block reads at a time, and those that a warp multiplies at a time.
 constexpr int TILE = 64;
@@ -20,8 +17,9 @@ constexpr int STEP = 16;
 // Rows of a warp.
 constexpr int ROWS = 16;
 
-// A block of threads has `PARTS` blocks of rows, one after another, and as many of these objects.
-template <typename E, int DK, int DV, int MASK, int STAGES, int MOST_ROW_WARPS, int PARTS = 1>
+// A block of threads has `PARTS` blocks of rows, one after another, and as many of these objects. `AT_ONCE`: the most
+// steps of keys that a warp attends to at a time, as registers allow.
+template <typename E, int DK, int DV, int MASK, int STAGES, int MOST_ROW_WARPS, int PARTS = 1, int AT_ONCE = 2>
 struct Slice {
   static constexpr int PIECE = 16 / sizeof(E);
   // Rows in shared memory are apart by an odd number of 16 bytes, so that eight of them lie in
@@ -67,7 +65,7 @@ struct Slice {
     return q.at(head * sizes.group + r % sizes.group, r / sizes.group);
   }
 
-  // Steps of a tile that each warp has. With more than four warps there have to be as many more that share the rows.
+  // Steps of a tile that each warp has.
   __device__ int steps() const { return TILE / STEP * row_warps / WARPS; }
 
   // Divides the warps between rows and keys. Fewer rows are fewer sequences, whose keys lie apart.
@@ -293,19 +291,19 @@ struct Slice {
         if (!(seen[i / 8] >> i % 8 & 1)) scores[i / 8][i / 4 % 2][i % 4] = -INFINITY;
       }
     }
-    float highest[2] = {most[0], most[1]};
-#pragma unroll
-    for (int i = 0; i < 8 * N; ++i) {
-      highest[i / 2 % 2] = fmaxf(highest[i / 2 % 2], scores[i / 8][i / 4 % 2][i % 4]);
-    }
+    // Few steps have a greater score than all before.
     bool grows = false;
-    for (int i = 0; i < 2; ++i) {
-      highest[i] = over_row(highest[i], false);
-      grows = grows || highest[i] != most[i];
-    }
+#pragma unroll
+    for (int i = 0; i < 8 * N; ++i) grows = grows || scores[i / 8][i / 4 % 2][i % 4] > most[i / 2 % 2];
     if (__any_sync(ALL, grows)) {
+      float highest[2] = {most[0], most[1]};
+#pragma unroll
+      for (int i = 0; i < 8 * N; ++i) {
+        highest[i / 2 % 2] = fmaxf(highest[i / 2 % 2], scores[i / 8][i / 4 % 2][i % 4]);
+      }
       float weight[2];
       for (int i = 0; i < 2; ++i) {
+        highest[i] = over_row(highest[i], false);
         weight[i] = weight_of(most[i], highest[i]);
         total[i] *= weight[i];
         most[i] = highest[i];
@@ -367,6 +365,7 @@ struct Slice {
       keys += key_of_warp * K_PITCH;
       values += key_of_warp * V_PITCH;
       if (steps() == 1) return attend_to<1>(keys, values, seen);
+      if (AT_ONCE == 4 && steps() == 4) return attend_to<AT_ONCE>(keys, values, seen);
 #pragma unroll
       for (int i = 0; i < 4; i += 2) {
         if (i < steps()) attend_to<2>(keys + STEP * i * K_PITCH, values + STEP * i * V_PITCH, seen + i);

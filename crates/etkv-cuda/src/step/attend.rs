@@ -11,10 +11,10 @@ use crate::step::pools::{format_of, stage_bytes, Planes};
 pub(crate) const TILE: usize = 64;
 const ROWS: usize = 16;
 const MOST_SLICES: usize = 64;
-/// Warps of a block, and those of one that reads plain pools for many rows: it leaves less to be merged than two blocks.
+/// Threads and warps of a block, as in the kernel.
+pub(crate) const ATTEND_THREADS: usize = 32 * WARPS;
 const WARPS: usize = 4;
-const MANY_WARPS: usize = 8;
-/// The most tiles of plain pools that a block holds at a time for each four of its warps.
+/// The most tiles of plain pools that a block holds at a time.
 const MOST_TILES: usize = 3;
 /// Threads of a block that merges, and of one of few that do. A multiprocessor has so many of these at a time.
 const MERGE_THREADS: usize = 128;
@@ -60,7 +60,6 @@ pub(crate) struct AttendShape {
     pub(crate) source: Source,
     pub(crate) grid: [usize; 3],
     pub(crate) bytes_shared: usize,
-    pub(crate) threads: usize,
     /// Floats that slices leave to be merged, and the blocks that merge. These are so few that each may have many
     /// threads, or they are many.
     pub(crate) floats: usize,
@@ -72,7 +71,7 @@ impl AttendShape {
     pub(crate) fn of(plan: &Plan, attend: &Attend, limits: Limits) -> Result<Self> {
         let dim = attend.head_dim;
         let division = Division::of(plan, attend);
-        let Division { rows, rows_of_block, warps, .. } = division;
+        let Division { rows, rows_of_block, .. } = division;
         let (source, blocks, bytes_shared) = Self::source(plan, attend, division, limits);
         let row_blocks = rows.div_ceil(rows_of_block);
         if row_blocks > MOST_BLOCKS {
@@ -90,7 +89,6 @@ impl AttendShape {
             grid: [slices, attend.n_kv, row_blocks],
             bytes_shared,
             floats: slices * attend.n_kv * row_blocks * rows_of_block * (dim + 2),
-            threads: 32 * warps,
             merging: [rows, attend.n_kv, 1],
             merges_fast: rows * attend.n_kv <= FAST_MERGE_BLOCKS * limits.processors,
         })
@@ -112,23 +110,20 @@ impl AttendShape {
         division: Division,
         limits: Limits,
     ) -> (Source, usize, usize) {
-        let Division { rows_of_block, warps, row_tiles, .. } = division;
+        let Division { rows_of_block, row_tiles, .. } = division;
         let (element, dim, masked) = (plan.element, attend.head_dim, plan.is_masked(attend.group));
         // The same memory takes the sums of all warps and what they end with.
-        let sums = warps * ROWS * (dim + 8 + 2) * 4;
+        let sums = WARPS * ROWS * (dim + 8 + 2) * 4;
         let shared =
             |blocks: usize| (limits.processor_shared / blocks).saturating_sub(SYSTEM_SHARED);
         let [keys, values] = [attend.keys, attend.values].map(format_of);
         let Some(row_tiles) = row_tiles else {
             // Rows are 16 bytes apart. Elements have 2.
             let tile = TILE * 2 * (dim + 8) * 2;
-            let blocks = match rows_of_block {
-                _ if warps == MANY_WARPS => 1,
-                ROWS if dim <= MOST_SHARED_DIM => 3,
-                _ => 2,
-            };
-            let tiles = (shared(blocks) / tile).clamp(1, MOST_TILES * warps / WARPS);
-            let source = Source::Attend { element, dim, tiles, warps, blocks, masked };
+            // Of many rows fewer blocks leave less to be merged, and hold more tiles each.
+            let blocks = if rows_of_block == ROWS && dim <= MOST_SHARED_DIM { 3 } else { 2 };
+            let tiles = (shared(blocks) / tile).clamp(1, MOST_TILES);
+            let source = Source::Attend { element, dim, tiles, blocks, masked };
             return (source, blocks, (tiles * tile).max(sums));
         };
         let stage = stage_bytes(keys, values, dim);
@@ -153,8 +148,7 @@ impl AttendShape {
 #[derive(Debug, Clone, Copy)]
 struct Division {
     rows: usize,
-    /// Warps of a block, and tiles of 8 rows that a warp has if pools are packed.
-    warps: usize,
+    /// Tiles of 8 rows that a warp has if pools are packed.
     row_tiles: Option<usize>,
     rows_of_block: usize,
 }
@@ -171,14 +165,12 @@ impl Division {
             _ => 2,
         };
         let parts = if is_packed { (row_tiles * ROW_TILE).div_ceil(ROWS) } else { 1 };
-        let warps = if is_shared && !is_packed { MANY_WARPS } else { WARPS };
         let row_warps = match rows.div_ceil(ROWS * parts) {
             _ if plan.apart => 1,
-            needed => needed.next_power_of_two().min(warps / parts),
+            needed => needed.next_power_of_two().min(WARPS / parts),
         };
         Self {
             rows,
-            warps,
             row_tiles: is_packed.then_some(row_tiles),
             rows_of_block: ROWS * parts * row_warps,
         }

@@ -62,9 +62,9 @@ pub(crate) enum Source {
     Norm(Element),
     /// The kernel that places heads in pools, packed if they have a format.
     Place { element: Element, keys: Option<PackedFormat>, values: Option<PackedFormat> },
-    /// Attention over heads of so many elements, of which a block has so many warps and holds so many tiles at a time.
-    /// A multiprocessor has so many blocks.
-    Attend { element: Element, dim: usize, tiles: usize, warps: usize, blocks: usize, masked: bool },
+    /// Attention over heads of so many elements, of which a block holds so many tiles at a time, and a
+    /// multiprocessor has so many blocks.
+    Attend { element: Element, dim: usize, tiles: usize, blocks: usize, masked: bool },
     /// The same where keys or values are packed. A warp has so many tiles of rows, which share what it unpacks, and a
     /// multiprocessor so many blocks.
     AttendPacked {
@@ -153,11 +153,10 @@ impl Source {
                     PLACE_ENTRY,
                 ][..],
             ),
-            Self::Attend { element, dim, tiles, warps, blocks, masked } => (
+            Self::Attend { element, dim, tiles, blocks, masked } => (
                 format!(
                     "{overlaps}using Element = {};\nconstexpr int DIM = {dim}, STAGES = {tiles};\n\
-                     constexpr bool IS_LISTED = {masked};\n#define ETKV_WARPS {warps}\n\
-                     #define ETKV_BLOCKS {blocks}\n",
+                     constexpr bool IS_LISTED = {masked};\n#define ETKV_BLOCKS {blocks}\n",
                     element.name(),
                 ),
                 &[

@@ -3,7 +3,7 @@
 use std::collections::HashMap;
 use std::ffi::c_void;
 
-use crate::step::attend::{row_blocks, AttendShape, AttendWork};
+use crate::step::attend::{row_blocks, AttendShape, AttendWork, ATTEND_THREADS};
 use crate::step::check::{capacity, rows};
 use crate::step::compile::Source;
 use crate::step::device::Device;
@@ -224,7 +224,7 @@ impl Work {
                 (Launch::Product(product), _) => self.product(stream, plan, product, overlaps)?,
                 (Launch::Attend(attend), Some((kernel, merge, shape))) => {
                     let work = self.attend_work(plan, attend, shape);
-                    let (threads, shared) = (shape.threads, shape.bytes_shared);
+                    let (threads, shared) = (ATTEND_THREADS, shape.bytes_shared);
                     let arguments = &mut [of(&work)];
                     // SAFETY: this is the kernels' argument; the plan's check has compared all sizes.
                     unsafe {
@@ -442,7 +442,7 @@ impl Work {
             each: int(attend.n_kv),
             slices: int(shape.grid[0]),
             // Of the four warps of a block.
-            row_warps: if plan.apart { 1 } else { 8 },
+            row_warps: if plan.apart { 1 } else { 4 },
         }
     }
 }

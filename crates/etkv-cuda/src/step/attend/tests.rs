@@ -37,14 +37,13 @@ fn attention_is_divided_among_the_processors() {
     let llama = of(1, 32, 8, 64, 8192);
     assert_eq!((llama.grid, llama.bytes_shared), ([49, 8, 1], 55_296));
     assert_eq!((llama.floats, llama.merging), (49 * 8 * 16 * 66, [4, 8, 1]));
-    // Of many rows a multiprocessor has one block in place of three, with more warps and tiles.
+    // Of many rows a multiprocessor has two blocks in place of three, with more tiles each.
     let many = of(16, 32, 8, 128, 8192);
-    assert_eq!((many.grid, many.threads, many.bytes_shared), ([16, 8, 1], 256, 6 * 34_816));
-    assert_eq!((of(32, 32, 8, 128, 8192).grid, of(64, 32, 8, 128, 8192).grid[2]), ([16, 8, 1], 2));
+    assert_eq!((many.grid, many.bytes_shared), ([33, 8, 1], 3 * 34_816));
     // Fewer blocks merge faster with more threads each.
     assert_eq!((llama.merges_fast, many.merges_fast), (true, false));
     assert_eq!(of(1, 32, 8, 128, 8192).bytes_shared, 2 * 34_816);
-    assert_eq!(of(16, 9, 1, 64, 8192).grid, [64, 1, 2]);
+    assert_eq!(of(16, 9, 1, 64, 8192).grid, [64, 1, 3]);
     // No more slices than tiles.
     assert_eq!(of(1, 8, 2, 64, 65).grid, [2, 2, 1]);
     assert_eq!(of(1, 8, 2, 64, 1).grid, [1, 2, 1]);
@@ -54,7 +53,7 @@ fn attention_is_divided_among_the_processors() {
     let element = Element::Bf16;
     assert_eq!(
         wide.source,
-        Source::Attend { element, dim: 256, tiles: 1, warps: 4, blocks: 2, masked: false }
+        Source::Attend { element, dim: 256, tiles: 1, blocks: 2, masked: false }
     );
     assert_eq!(wide.bytes_shared, 68_096);
 }
