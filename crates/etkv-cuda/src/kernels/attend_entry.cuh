@@ -50,11 +50,15 @@ __device__ inline void merge(const AttendWork& work) {
   Merge::run(out, work.partial + first * DIM, stats_of(work, slices) + 2 * first, slices.rows_of_block(), n);
 }
 
-// A block for each row. Of few blocks each has many threads that ask for much at once.
-extern "C" __global__ void __launch_bounds__(256) etkv_merge_fast(const AttendWork work) {
+// A block for each row. The fewer there are, the more threads and registers each may have.
+extern "C" __global__ void __launch_bounds__(256) etkv_merge_few(const AttendWork work) {
   merge<etkv::Merge<Element, DIM, 256, 8>>(work);
 }
 
-extern "C" __global__ void __launch_bounds__(128) etkv_merge(const AttendWork work) {
+extern "C" __global__ void __launch_bounds__(128) etkv_merge_some(const AttendWork work) {
+  merge<etkv::Merge<Element, DIM, 128, 8>>(work);
+}
+
+extern "C" __global__ void __launch_bounds__(128) etkv_merge_many(const AttendWork work) {
   merge<etkv::Merge<Element, DIM, 128, 4>>(work);
 }

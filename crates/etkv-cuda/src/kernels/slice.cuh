@@ -336,8 +336,14 @@ struct Slice {
   // Returns the first key of a tile that is read.
   __device__ int first_key(int tile) const { return TILE * (MASK == SEES_LISTED ? listed.number(tile) : tile); }
 
-  // Returns the slices of a block of rows, of which there are no more than `most`.
-  __device__ int slices_of(int block, int most) const { return max(min(tiles_of_all(block), most), 1); }
+  // Returns the slices of a block of rows, of which there are no more than `most`. Of many rows they are as few as there
+  // can be without one that has more tiles: each leaves much to be merged.
+  __device__ int slices_of(int block, int most) const {
+    int tiles = max(tiles_of_all(block), 1);
+    if (rows_of_block() * PARTS <= ROWS) return min(tiles, most);
+    int each = (tiles + most - 1) / most;
+    return (tiles + each - 1) / each;
+  }
 
   // Returns the tiles of the blocks of rows that a block of threads has, this one among them.
   __device__ int tiles_of_all(int block) const { return tiles_of(block / PARTS * PARTS + PARTS - 1); }
@@ -448,10 +454,11 @@ struct Slice {
       float* parts, float* stats, int r, int column, const float (&x)[4], float highest, float whole) {
     float* to = parts + static_cast<long long>(r) * DV + column;
     if (whole != 0) *reinterpret_cast<float4*>(to) = make_float4(x[0], x[1], x[2], x[3]);
-    if (column == 0) {
-      stats[2 * r] = highest;
-      stats[2 * r + 1] = whole;
-    }
+    if (column == 0) leave_ends(stats, r, highest, whole);
+  }
+
+  __device__ static void leave_ends(float* stats, int r, float highest, float whole) {
+    *reinterpret_cast<float2*>(stats + 2 * r) = make_float2(highest, whole);
   }
 
   // Keeps four elements of a row of this warp in shared memory for `add_warps`, from `column` on.
@@ -464,49 +471,76 @@ struct Slice {
 
   // Keeps the greatest score of a row of this warp, and the sum of its weights.
   __device__ void keep_ends(int of_warp, float highest, float whole) {
-    float* to = ends() + 2 * (warp * ROWS + of_warp);
-    to[0] = highest;
-    to[1] = whole;
+    *reinterpret_cast<float2*>(ends() + 2 * (warp * ROWS + of_warp)) = make_float2(highest, whole);
   }
 
   // Adds the sums of the warps that share rows. Writes the result if this is the only slice, or else
   // what is merged.
   __device__ void end_slice(E* out, float* parts, float* stats) {
-    float* all = reinterpret_cast<float*>(shared);
+    bool is_direct = row_warps == WARPS && slices > 1;
     for (int i = 0; i < 2; ++i) {
-      int of_warp = thread / 4 + 8 * i;
+      int of_warp = thread / 4 + 8 * i, r = static_cast<int>(blockIdx.x) * rows_of_block() + row_of_warp + of_warp;
       float whole = over_row(total[i], true);
-      float* to = all + (warp * ROWS + of_warp) * SUM_PITCH + 2 * (thread % 4);
+      float* kept = reinterpret_cast<float*>(shared) + (warp * ROWS + of_warp) * SUM_PITCH;
+      float* to = (is_direct ? parts + static_cast<long long>(r) * DV : kept) + 2 * (thread % 4);
+      if (is_direct && row(i) >= sizes.rows()) continue;
 #pragma unroll
       for (int part = 0; part < DV / 8; ++part) {
-        for (int j = 0; j < 2; ++j) to[8 * part + j] = sums[part][2 * i + j];
+        *reinterpret_cast<float2*>(to + 8 * part) = make_float2(sums[part][2 * i], sums[part][2 * i + 1]);
       }
-      if (thread % 4 == 0) keep_ends(of_warp, most[i], whole);
+      if (thread % 4 != 0) continue;
+      if (is_direct) {
+        leave_ends(stats, r, most[i], whole);
+      } else {
+        keep_ends(of_warp, most[i], whole);
+      }
     }
+    // Where no warps share rows, nothing is added.
+    if (is_direct) return;
     __syncthreads();
     add_warps(out, parts, stats);
   }
 
   // Does so with what all warps have kept.
   __device__ void add_warps(E* out, float* parts, float* stats) {
+    if (row_warps == WARPS) {
+      add_shared<1>(out, parts, stats);
+    } else if (row_warps * 2 == WARPS) {
+      add_shared<2>(out, parts, stats);
+    } else {
+      add_shared<WARPS>(out, parts, stats);
+    }
+  }
+
+  // The same for rows that `SHARING` warps share.
+  template <int SHARING>
+  __device__ void add_shared(E* out, float* parts, float* stats) {
+    constexpr int OF_BLOCK = WARPS * ROWS / SHARING, PIECES = DV / 4;
     const float* all = reinterpret_cast<const float*>(shared);
-    const float* its = ends();
-    for (int i = threadIdx.x; i < rows_of_block() * (DV / 4); i += THREADS) {
-      int r = i / (DV / 4), first = i % (DV / 4) * 4;
-      if (first_row() + r >= sizes.rows()) break;
-      // The warps of row `r` are `rows_of_block()` rows apart.
+    const float2* its = reinterpret_cast<const float2*>(ends());
+    int rows = min(OF_BLOCK, sizes.rows() - first_row());
+#pragma unroll SHARING < 4 ? 4 : 1
+    for (int i = threadIdx.x; i < rows * PIECES; i += THREADS) {
+      int r = i / PIECES, first = i % PIECES * 4;
       float highest = -INFINITY, whole = 0, sum[4] = {};
-      for (int at = r; at < WARPS * ROWS; at += rows_of_block()) highest = fmaxf(highest, its[2 * at]);
-      for (int at = r; at < WARPS * ROWS; at += rows_of_block()) {
-        float weight = weight_of(its[2 * at], highest);
-        whole += weight * its[2 * at + 1];
-        for (int j = 0; j < 4; ++j) sum[j] += weight * all[at * SUM_PITCH + first + j];
+#pragma unroll
+      for (int n = 0; n < SHARING; ++n) highest = fmaxf(highest, its[r + n * OF_BLOCK].x);
+#pragma unroll
+      for (int n = 0; n < SHARING; ++n) {
+        int at = r + n * OF_BLOCK;
+        float weight = weight_of(its[at].x, highest);
+        float4 x = *reinterpret_cast<const float4*>(all + at * SUM_PITCH + first);
+        whole += weight * its[at].y;
+        sum[0] += weight * x.x;
+        sum[1] += weight * x.y;
+        sum[2] += weight * x.z;
+        sum[3] += weight * x.w;
       }
       if (slices == 1) {
         write(out, first_row() + r, first, sum, whole);
-        continue;
+      } else {
+        leave(parts, stats, static_cast<int>(blockIdx.x) * OF_BLOCK + r, first, sum, highest, whole);
       }
-      leave(parts, stats, static_cast<int>(blockIdx.x) * rows_of_block() + r, first, sum, highest, whole);
     }
   }
 };

@@ -1,5 +1,7 @@
 //! Attention as it is launched: arguments, grids, and shared memory.
 
+use std::ffi::CStr;
+
 use crate::step::compile::Source;
 use crate::step::error::{fail, Result};
 use crate::step::launch::{Limits, SYSTEM_SHARED};
@@ -16,10 +18,10 @@ pub(crate) const ATTEND_THREADS: usize = 32 * WARPS;
 const WARPS: usize = 4;
 /// The most tiles of plain pools that a block holds at a time.
 const MOST_TILES: usize = 3;
-/// Threads of a block that merges, and of one of few that do. A multiprocessor has so many of these at a time.
-const MERGE_THREADS: usize = 128;
-const FAST_MERGE_THREADS: usize = 256;
-const FAST_MERGE_BLOCKS: usize = 2;
+/// Blocks that merge of which a multiprocessor has as many at a time: with twice the threads and what a thread asks for
+/// at once, and with the second only.
+const FEW_MERGING: usize = 2;
+const SOME_MERGING: usize = 4;
 /// The most blocks along the second and third axis.
 const MOST_BLOCKS: usize = 65_535;
 /// Shared memory for the tiles of packed pools in a block.
@@ -60,11 +62,10 @@ pub(crate) struct AttendShape {
     pub(crate) source: Source,
     pub(crate) grid: [usize; 3],
     pub(crate) bytes_shared: usize,
-    /// Floats that slices leave to be merged, and the blocks that merge. These are so few that each may have many
-    /// threads, or they are many.
+    /// Floats that slices leave to be merged, the blocks that merge, and the kernel that they run.
     pub(crate) floats: usize,
     pub(crate) merging: [usize; 3],
-    pub(crate) merges_fast: bool,
+    pub(crate) merge: MergeKernel,
 }
 
 impl AttendShape {
@@ -90,17 +91,8 @@ impl AttendShape {
             bytes_shared,
             floats: slices * attend.n_kv * row_blocks * rows_of_block * (dim + 2),
             merging: [rows, attend.n_kv, 1],
-            merges_fast: rows * attend.n_kv <= FAST_MERGE_BLOCKS * limits.processors,
+            merge: MergeKernel::of((rows * attend.n_kv).div_ceil(limits.processors)),
         })
-    }
-
-    /// Returns the threads of a block that merges.
-    pub(crate) fn merge_threads(&self) -> usize {
-        if self.merges_fast {
-            FAST_MERGE_THREADS
-        } else {
-            MERGE_THREADS
-        }
     }
 
     /// Returns what is compiled, how many blocks a multiprocessor has at a time, and a block's bytes of shared memory.
@@ -141,6 +133,40 @@ impl AttendShape {
         let source =
             Source::AttendPacked { element, dim, stages, row_tiles, blocks, masked, keys, values };
         (source, blocks, (stages * stage).max(sums))
+    }
+}
+
+/// The kernels that merge: for few blocks, each with many threads, for some, and for many.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum MergeKernel {
+    Few,
+    Some,
+    Many,
+}
+
+impl MergeKernel {
+    /// Returns the one for so many blocks for each multiprocessor.
+    fn of(blocks: usize) -> Self {
+        match blocks {
+            ..=FEW_MERGING => Self::Few,
+            ..=SOME_MERGING => Self::Some,
+            _ => Self::Many,
+        }
+    }
+
+    pub(crate) fn name(self) -> &'static CStr {
+        match self {
+            Self::Few => c"etkv_merge_few",
+            Self::Some => c"etkv_merge_some",
+            Self::Many => c"etkv_merge_many",
+        }
+    }
+
+    pub(crate) fn threads(self) -> usize {
+        match self {
+            Self::Few => 256,
+            Self::Some | Self::Many => 128,
+        }
     }
 }
 

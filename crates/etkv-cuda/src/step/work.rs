@@ -145,8 +145,7 @@ impl Work {
                 Launch::Attend(work) => {
                     let shape = AttendShape::of(plan, work, limits)?;
                     let kernel = device.kernel(shape.source, c"etkv_attend", shape.bytes_shared)?;
-                    let name = if shape.merges_fast { c"etkv_merge_fast" } else { c"etkv_merge" };
-                    let merge = device.kernel(shape.source, name, 0)?;
+                    let merge = device.kernel(shape.source, shape.merge.name(), 0)?;
                     Some((kernel, merge, shape))
                 }
                 Launch::Product(product) => {
@@ -230,7 +229,7 @@ impl Work {
                     unsafe {
                         let grid = shape.grid;
                         launch::launch(stream, kernel, grid, threads, shared, arguments, overlaps)?;
-                        let (grid, threads) = (shape.merging, shape.merge_threads());
+                        let (grid, threads) = (shape.merging, shape.merge.threads());
                         launch::launch(stream, merge, grid, threads, 0, arguments, overlap)?;
                     }
                 }

@@ -40,8 +40,9 @@ fn attention_is_divided_among_the_processors() {
     // Of many rows a multiprocessor has two blocks in place of three, with more tiles each.
     let many = of(16, 32, 8, 128, 8192);
     assert_eq!((many.grid, many.bytes_shared), ([33, 8, 1], 3 * 34_816));
-    // Fewer blocks merge faster with more threads each.
-    assert_eq!((llama.merges_fast, many.merges_fast), (true, false));
+    // The fewer blocks merge, the more threads and registers each has.
+    let merges = (llama.merge, many.merge, of(64, 32, 8, 128, 8192).merge);
+    assert_eq!(merges, (MergeKernel::Few, MergeKernel::Some, MergeKernel::Many));
     assert_eq!(of(1, 32, 8, 128, 8192).bytes_shared, 2 * 34_816);
     assert_eq!(of(16, 9, 1, 64, 8192).grid, [64, 1, 3]);
     // No more slices than tiles.
