@@ -22,7 +22,7 @@ namespace etkv {
 template <typename E, typename K, typename V, int DIM, int MASK, int STAGES, int ROW_TILES>
 struct PackedSlice {
   static constexpr int PARTS = (ROW_TILES + 1) / 2;
-  using Rows = Slice<E, DIM, DIM, MASK, STAGES, PARTS == 1 ? 4 : 2, PARTS>;
+  using Rows = Slice<E, DIM, DIM, MASK, STAGES, ROW_TILES == 1 ? 1 : WARPS / PARTS, PARTS>;
   using Keys = PackedRows<K, DIM, true>;
   using Values = PackedRows<V, DIM, false>;
   static constexpr bool IS_APART = PARTS == 1;

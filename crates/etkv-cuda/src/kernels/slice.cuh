@@ -340,7 +340,7 @@ struct Slice {
   // can be without one that has more tiles: each leaves much to be merged.
   __device__ int slices_of(int block, int most) const {
     int tiles = max(tiles_of_all(block), 1);
-    if (rows_of_block() * PARTS <= ROWS) return min(tiles, most);
+    if (MOST_ROW_WARPS * PARTS == 1) return min(tiles, most);
     int each = (tiles + most - 1) / most;
     return (tiles + each - 1) / each;
   }
@@ -477,7 +477,7 @@ struct Slice {
   // Adds the sums of the warps that share rows. Writes the result if this is the only slice, or else
   // what is merged.
   __device__ void end_slice(E* out, float* parts, float* stats) {
-    bool is_direct = row_warps == WARPS && slices > 1;
+    bool is_direct = MOST_ROW_WARPS == WARPS && row_warps == WARPS && slices > 1;
     for (int i = 0; i < 2; ++i) {
       int of_warp = thread / 4 + 8 * i, r = static_cast<int>(blockIdx.x) * rows_of_block() + row_of_warp + of_warp;
       float whole = over_row(total[i], true);
@@ -503,13 +503,9 @@ struct Slice {
 
   // Does so with what all warps have kept.
   __device__ void add_warps(E* out, float* parts, float* stats) {
-    if (row_warps == WARPS) {
-      add_shared<1>(out, parts, stats);
-    } else if (row_warps * 2 == WARPS) {
-      add_shared<2>(out, parts, stats);
-    } else {
-      add_shared<WARPS>(out, parts, stats);
-    }
+    if (MOST_ROW_WARPS == WARPS && row_warps == WARPS) return add_shared<1>(out, parts, stats);
+    if (MOST_ROW_WARPS > 1 && row_warps == 2) return add_shared<WARPS / 2>(out, parts, stats);
+    add_shared<WARPS>(out, parts, stats);
   }
 
   // The same for rows that `SHARING` warps share.
