@@ -100,21 +100,14 @@ struct Slice {
   // Reads the queries of this thread, or in float32 those of the block to shared memory.
   __device__ void read_queries() {
     if constexpr (is_half<E>) {
-      const E* rows[2];
-      for (int i = 0; i < 2; ++i) rows[i] = row(i) < sizes.rows() ? query(row(i)) : nullptr;
-      bool aligned = q.is_aligned();
+      if (q.is_aligned()) return read_whole_queries();
+      for (int i = 0; i < 2; ++i) {
+        const E* from = row(i) < sizes.rows() ? query(row(i)) : nullptr;
 #pragma unroll
-      for (int part = 0; part < DK / 16; ++part) {
-        for (int i = 0; i < 4; ++i) {
-          const E* from = rows[i % 2];
-          int column = part * 16 + 2 * (thread % 4) + 8 * (i / 2);
-          q_parts[part][i] = 0;
-          if (!from) continue;
-          if (aligned) {
-            q_parts[part][i] = *reinterpret_cast<const unsigned*>(from + column);
-          } else {
-            from += column * q.column;
-            q_parts[part][i] = pair_of(from[0], from[q.column]);
+        for (int part = 0; part < DK / 16; ++part) {
+          for (int j = 0; j < 2; ++j) {
+            const E* pair = from + (part * 16 + 2 * (thread % 4) + 8 * j) * q.column;
+            q_parts[part][i + 2 * j] = from ? pair_of(pair[0], pair[q.column]) : 0;
           }
         }
       }
@@ -125,6 +118,33 @@ struct Slice {
         q_rows[i / DK * K_PITCH + i % DK] = r < sizes.rows() ? query(r)[i % DK * q.column] : E(0);
       }
     }
+  }
+
+  // Does so by way of the last tile's place in shared memory, to which nothing is copied yet: threads read 16 bytes, and
+  // no two the same.
+  __device__ void read_whole_queries() {
+    constexpr int PIECES = DK / PIECE, EACH = (MOST_ROW_WARPS * ROWS * PIECES + THREADS - 1) / THREADS;
+    E* place = reinterpret_cast<E*>(shared) + (STAGES - 1) * STAGE;
+    // All are asked for at once.
+    uint4 x[EACH];
+#pragma unroll
+    for (int i = 0; i < EACH; ++i) {
+      int at = threadIdx.x + THREADS * i, r = at / PIECES;
+      x[i] = make_uint4(0, 0, 0, 0);
+      if (r >= rows_of_block() || first_row() + r >= sizes.rows()) continue;
+      x[i] = read_rows(query(first_row() + r) + at % PIECES * PIECE);
+    }
+#pragma unroll
+    for (int i = 0; i < EACH; ++i) {
+      int at = threadIdx.x + THREADS * i, r = at / PIECES;
+      if (r >= rows_of_block()) continue;
+      *reinterpret_cast<uint4*>(place + r * K_PITCH + at % PIECES * PIECE) = x[i];
+    }
+    __syncthreads();
+    const E* own = place + (row_of_warp + thread % 16) * K_PITCH + thread / 16 * 8;
+#pragma unroll
+    for (int part = 0; part < DK / 16; ++part) read_matrices(q_parts[part], own + 16 * part);
+    __syncthreads();
   }
 
   template <int D>
