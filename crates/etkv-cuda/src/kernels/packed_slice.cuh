@@ -41,8 +41,6 @@ struct PackedSlice {
   // 32 elements more.
   static constexpr int ROUNDS = DIM / 64;
   static constexpr bool HAS_HALF = DIM % 64 != 0;
-  // Rows of queries in shared memory are apart by this.
-  static constexpr int Q_PITCH = DIM + 8;
   // Elements of a row's sum that a thread has.
   static constexpr int ELEMENTS = DIM / 8;
   static constexpr int VALUES_AT = (Keys::BYTES + 15) / 16 * 16;
@@ -102,22 +100,14 @@ struct PackedSlice {
   // Reads the queries of this thread as `multiply_keys` has the keys.
   __device__ void read_queries() {
     int g = part[0].thread / 4, m = part[0].thread % 4;
-    const E* shared = nullptr;
-    if constexpr (ROW_TILES == 1) shared = share_queries();
 #pragma unroll
     for (int t = 0; t < ROW_TILES; ++t) {
       int r = row(t, g);
       const E* from = r < part[0].sizes.rows() ? part[0].query(r) : nullptr;
 #pragma unroll
       for (int j = 0; j < EIGHTS; ++j) {
-        int at = 8 * (m * EIGHTS + j);
         uint4 x = make_uint4(0, 0, 0, 0);
-        if constexpr (ROW_TILES == 1) {
-          x = *reinterpret_cast<const uint4*>(shared + g * Q_PITCH + at);
-        } else if (from) {
-          x = read_rows(from + at);
-        }
-        x = converted(x);
+        if (from) x = converted(read_rows(from + 8 * (m * EIGHTS + j)));
         q_parts[t][2 * j][0] = __byte_perm(x.x, x.z, 0x5410);
         q_parts[t][2 * j][1] = __byte_perm(x.x, x.z, 0x7632);
         q_parts[t][2 * j + 1][0] = __byte_perm(x.y, x.w, 0x5410);
@@ -125,24 +115,6 @@ struct PackedSlice {
       }
       if constexpr (KEY_GROUPS > 0) sum_queries(t);
     }
-    if constexpr (ROW_TILES == 1) __syncthreads();
-  }
-
-  // Copies the queries of a block, of which all warps have the same, to the last tile's place in shared memory, to which
-  // nothing is copied yet.
-  __device__ const E* share_queries() const {
-    constexpr int PIECES = DIM / 8;
-    static_assert(ROW_TILE * Q_PITCH * sizeof(E) <= STAGE, "as large as a tile");
-    E* to = reinterpret_cast<E*>(part[0].shared + (STAGES - 1) * STAGE);
-#pragma unroll
-    for (int i = threadIdx.x; i < ROW_TILE * PIECES; i += THREADS) {
-      int r = i / PIECES, at = i % PIECES * 8;
-      uint4 x = make_uint4(0, 0, 0, 0);
-      if (r < part[0].sizes.rows()) x = read_rows(part[0].query(r) + at);
-      *reinterpret_cast<uint4*>(to + r * Q_PITCH + at) = x;
-    }
-    __syncthreads();
-    return to;
   }
 
   // Sums the queries of a tile over the groups: the product of ones where an element is in a group. Element `i` of the

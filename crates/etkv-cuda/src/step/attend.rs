@@ -20,7 +20,7 @@ const WARPS: usize = 4;
 const MOST_TILES: usize = 3;
 /// Blocks that merge of which a multiprocessor has as many at a time: with twice the threads and what a thread asks for
 /// at once, and with the second only.
-const FEW_MERGING: usize = 2;
+const FEW_MERGING: usize = 1;
 const SOME_MERGING: usize = 4;
 /// The most blocks along the second and third axis.
 const MOST_BLOCKS: usize = 65_535;
