@@ -113,6 +113,13 @@ struct PackedSlice {
         q_parts[t][2 * j + 1][0] = __byte_perm(x.y, x.w, 0x5410);
         q_parts[t][2 * j + 1][1] = __byte_perm(x.y, x.w, 0x7632);
       }
+    }
+  }
+
+  // Sums the queries of all tiles, which products with keys that are prepared do not need.
+  __device__ void sum_all_queries() {
+#pragma unroll
+    for (int t = 0; t < ROW_TILES; ++t) {
       if constexpr (KEY_GROUPS > 0) sum_queries(t);
     }
   }
@@ -122,16 +129,18 @@ struct PackedSlice {
   __device__ void sum_queries(int t) {
     constexpr bool IS_LONG = 2 * KEY_GROUPS > 8;
     int g = part[0].thread / 4, m = part[0].thread % 4;
-    float c[4] = {};
+    // Two products in turn: those of one wait for each other.
+    float c[4] = {}, d[4] = {};
 #pragma unroll
     for (int j = 0; j < EIGHTS; ++j) {
       int group = Keys::group(m * EIGHTS + j);
       auto ones = [&](int i) { return i < 2 * KEY_GROUPS && i % max(KEY_GROUPS, 1) == group ? 0x3c003c00u : 0; };
       unsigned first = ones(g), second = IS_LONG ? ones(g + 8) : 0, a[4] = {first, second, first, second};
       multiply<KeyInner>(c, a, q_parts[t][2 * j][0], q_parts[t][2 * j][1]);
-      multiply<KeyInner>(c, a, q_parts[t][2 * j + 1][0], q_parts[t][2 * j + 1][1]);
+      multiply<KeyInner>(d, a, q_parts[t][2 * j + 1][0], q_parts[t][2 * j + 1][1]);
     }
     for (int i = 0; i < 4; ++i) {
+      c[i] += d[i];
       if (g + i / 2 * 8 >= KEY_GROUPS) c[i] -= float(KeyInner(c[i]));
     }
     q_sums[t][0] = transposed(rounded_pair<KeyInner>(c[0], c[1]));
@@ -157,15 +166,25 @@ struct PackedSlice {
   // difference to a score; what is larger than all of it becomes its largest, and NaN stays.
   __device__ static uint4 converted(uint4 x) {
     if constexpr (cuda::std::is_same_v<E, KeyInner>) return x;
-    unsigned words[4] = {x.x, x.y, x.z, x.w};
+    unsigned words[4] = {x.x, x.y, x.z, x.w}, large = 0;
+#pragma unroll
     for (int i = 0; i < 4; ++i) {
-      float low = __uint_as_float(words[i] << 16), high = __uint_as_float(words[i] & 0xffff0000u);
-      words[i] = rounded_pair<KeyInner>(limited(low), limited(high));
+      // The highest bit of a half is set if it is 65536 or more, or NaN.
+      large |= (words[i] & 0x7fff7fffu) + 0x38803880u;
+      words[i] = rounded_pair<KeyInner>(__uint_as_float(words[i] << 16), __uint_as_float(words[i] & 0xffff0000u));
+    }
+    if (large & 0x80008000u) {
+#pragma unroll
+      for (int i = 0; i < 4; ++i) words[i] = limited(words[i]) | limited(words[i] >> 16) << 16;
     }
     return make_uint4(words[0], words[1], words[2], words[3]);
   }
 
-  __device__ static float limited(float x) { return fabsf(x) > 65504.0f ? copysignf(65504.0f, x) : x; }
+  // The largest float16 in the place of infinity.
+  __device__ static unsigned limited(unsigned bits) {
+    bits &= 0xffff;
+    return (bits & 0x7fff) == 0x7c00 ? bits - 1 : bits;
+  }
 
   __device__ void load(char* to, int first) const {
     int count = part[0].sizes.keys - first;
@@ -173,38 +192,58 @@ struct PackedSlice {
     values.load(to + VALUES_AT, first, count);
   }
 
-  // Multiplies the keys from `at` on, 16 of them, by the rows. Of each tile of rows a thread gets the scores of key `g`
-  // and of its two rows, and the same for key `g` plus 8.
-  __device__ void multiply_keys(float (&scores)[ROW_TILES][4], const char* tile, int at) {
-    int m = part[0].thread % 4, first = at + part[0].thread / 4;
-    typename KeyCodes::Eight eights[2][EIGHTS];
+  // Unpacks this thread's eight `j` of key `g` of the keys from `at` on, and of key `g` plus 8. `Codes` has the offsets
+  // in the elements, or not.
+  template <typename Codes>
+  struct KeysOf {
+    typename Codes::Eight eights[2][EIGHTS];
     Scales scales[2];
+    const char* tile;
+    int first, m;
+
+    __device__ KeysOf(const char* its, int at, int thread) : tile(its), first(at + thread / 4), m(thread % 4) {
 #pragma unroll
-    for (int half = 0; half < 2; ++half) read_eights(eights[half], tile + (first + 8 * half) * Keys::PITCH, m);
-#pragma unroll
-    for (int j = 0; j < EIGHTS; ++j) {
-      unsigned pairs[2][4];
+      for (int half = 0; half < 2; ++half) read_eights<Codes>(eights[half], tile + (first + 8 * half) * Keys::PITCH, m);
+    }
+
+    __device__ void unpack(unsigned (&pairs)[2][4], int j) {
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
         int key = first + 8 * half;
         if (j % same_scale() == 0) {
-          scales[half] = scales_of<KeyCodes, Keys>(tile, key, key, Keys::group(m * EIGHTS + j));
+          scales[half] = scales_of<Codes, Keys>(tile, key, key, Keys::group(m * EIGHTS + j));
         }
-        KeyCodes::unpack(pairs[half], KeyCodes::of_one(eights[half][j]), scales[half]);
+        Codes::unpack(pairs[half], Codes::of_one(eights[half][j]), scales[half]);
       }
+    }
+  };
+
+  // Multiplies these pairs by the rows.
+  __device__ void multiply_pairs(float (&scores)[ROW_TILES][4], const unsigned (&pairs)[2][4], int j) {
 #pragma unroll
-      for (int i = 0; i < 2; ++i) {
-        unsigned a[4] = {pairs[0][2 * i], pairs[1][2 * i], pairs[0][2 * i + 1], pairs[1][2 * i + 1]};
+    for (int i = 0; i < 2; ++i) {
+      unsigned a[4] = {pairs[0][2 * i], pairs[1][2 * i], pairs[0][2 * i + 1], pairs[1][2 * i + 1]};
 #pragma unroll
-        for (int t = 0; t < ROW_TILES; ++t) {
-          multiply<KeyInner>(scores[t], a, q_parts[t][2 * j + i][0], q_parts[t][2 * j + i][1]);
-        }
+      for (int t = 0; t < ROW_TILES; ++t) {
+        multiply<KeyInner>(scores[t], a, q_parts[t][2 * j + i][0], q_parts[t][2 * j + i][1]);
       }
+    }
+  }
+
+  // Multiplies the keys from `at` on, 16 of them, by the rows. Of each tile of rows a thread gets the scores of key `g`
+  // and of its two rows, and the same for key `g` plus 8.
+  __device__ void multiply_keys(float (&scores)[ROW_TILES][4], const char* tile, int at) {
+    KeysOf<KeyCodes> its(tile, at, part[0].thread);
+#pragma unroll
+    for (int j = 0; j < EIGHTS; ++j) {
+      unsigned pairs[2][4];
+      its.unpack(pairs, j);
+      multiply_pairs(scores, pairs, j);
     }
     if constexpr (KEY_GROUPS > 0) {
       unsigned a[4] = {};
 #pragma unroll
-      for (int i = 0; i < (KEY_GROUPS > 4 ? 4 : 2); ++i) a[i] = key_offsets(tile, first + i % 2 * 8, m, i / 2);
+      for (int i = 0; i < (KEY_GROUPS > 4 ? 4 : 2); ++i) a[i] = key_offsets(tile, its.first + i % 2 * 8, its.m, i / 2);
 #pragma unroll
       for (int t = 0; t < ROW_TILES; ++t) multiply<KeyInner>(scores[t], a, q_sums[t][0], q_sums[t][1]);
     }
@@ -225,7 +264,8 @@ struct PackedSlice {
   }
 
   // Reads a thread's eights of a key, 16 bytes at a time where they are whole groups of that.
-  __device__ static void read_eights(typename KeyCodes::Eight (&eights)[EIGHTS], const char* row, int m) {
+  template <typename Codes>
+  __device__ static void read_eights(typename Codes::Eight (&eights)[EIGHTS], const char* row, int m) {
     constexpr int MINE = EIGHTS * K::BITS;
     if constexpr (K::BITS == 4 && MINE % 16 == 0) {
 #pragma unroll
@@ -252,7 +292,7 @@ struct PackedSlice {
       }
     } else {
 #pragma unroll
-      for (int j = 0; j < EIGHTS; ++j) eights[j] = KeyCodes::read(row, m * EIGHTS + j);
+      for (int j = 0; j < EIGHTS; ++j) eights[j] = Codes::read(row, m * EIGHTS + j);
     }
   }
 
@@ -398,6 +438,34 @@ struct PackedSlice {
   __device__ void attend_to_slice(int known, const Wait& wait) {
     char* stages = part[0].shared;
     auto load_tile = [&](int first, int place) { load(stages + place * STAGE, first); };
+    // A short cache is a tile for each block: its keys are unpacked while the queries are not there yet.
+    unsigned prepared[EIGHTS][2][4];
+    auto prepare = [&](int place) {
+      if constexpr (ROW_TILES > 1) return false;
+      wait_for_copies<(STAGES > 1 ? STAGES - 2 : 0)>();
+      __syncthreads();
+      KeysOf<Decoder<K, E, false>> its(stages + place * STAGE, part[0].key_of_warp, part[0].thread);
+#pragma unroll
+      for (int j = 0; j < EIGHTS; ++j) its.unpack(prepared[j], j);
+      return true;
+    };
+    auto start = [&](bool is_prepared) {
+      read_queries();
+      if (!is_prepared) sum_all_queries();
+    };
+    auto begin = [&](int tile, int place, bool is_followed) {
+      if constexpr (ROW_TILES == 1) {
+        unsigned of_step = static_cast<unsigned>(seen_of(tile) >> part[0].key_of_warp) & 0xffff;
+        if (__any_sync(ALL, of_step != 0)) {
+          float scores[ROW_TILES][4] = {};
+#pragma unroll
+          for (int j = 0; j < EIGHTS; ++j) multiply_pairs(scores, prepared[j], j);
+          weigh(scores, of_step);
+          add_values(scores, stages + place * STAGE + VALUES_AT, part[0].key_of_warp);
+        }
+        if (is_followed) sum_all_queries();
+      }
+    };
     auto attend = [&](int tile, int place) {
       unsigned long long seen = seen_of(tile);
       Rows::wait_for_tile();
@@ -414,7 +482,7 @@ struct PackedSlice {
         add_values(scores, rows + VALUES_AT, at);
       }
     };
-    part[0].for_tiles(known, wait, load_tile, [&] { read_queries(); }, attend);
+    part[0].for_tiles(known, wait, load_tile, prepare, start, begin, attend);
   }
 
   // Ends a part. The parts share the memory for it.

@@ -397,7 +397,8 @@ struct Slice {
         if (i < steps()) attend_to<2>(keys + STEP * i * K_PITCH, values + STEP * i * V_PITCH, seen + i);
       }
     };
-    for_tiles(known, wait, load_tile, [&] { read_queries(); }, attend);
+    auto prepare = [](int) { return false; };
+    for_tiles(known, wait, load_tile, prepare, [&](bool) { read_queries(); }, [](int, int, bool) {}, attend);
   }
 
   // Returns which scores count, for each step of the warp in a tile.
@@ -424,25 +425,36 @@ struct Slice {
 
   // Calls `load` for each tile of the slice with its first key and a place in shared memory, `start` once the
   // first are on their way, and `attend` with each tile and its place. The kernel before, for which `wait`
-  // waits, writes no key or value before `known`.
-  template <typename Wait, typename Load, typename Start, typename Attend>
-  __device__ void for_tiles(int known, const Wait& wait, const Load& load, const Start& start, const Attend& attend) {
+  // waits, writes no key or value before `known`. Where it writes none of the first tiles, `prepare` is called with the
+  // first one's place, before `wait`, and may return that it has prepared it: then `begin` is called for this tile in the
+  // place of `attend`, with whether others follow. `start` is told of it.
+  template <typename Wait, typename Load, typename Prepare, typename Start, typename Begin, typename Attend>
+  __device__ void for_tiles(int known, const Wait& wait, const Load& load, const Prepare& prepare, const Start& start,
+                            const Begin& begin, const Attend& attend) {
     int tiles = tiles_of_all(block);
-    int begin = static_cast<int>(static_cast<long long>(tiles) * blockIdx.x / slices);
+    int first = static_cast<int>(static_cast<long long>(tiles) * blockIdx.x / slices);
     int end = static_cast<int>(static_cast<long long>(tiles) * (blockIdx.x + 1) / slices);
     auto load_tile = [&](int tile) {
-      if (tile < end) load(first_key(tile), (tile - begin) % STAGES);
+      if (tile < end) load(first_key(tile), (tile - first) % STAGES);
       end_of_copies();
     };
-    int early = min(begin + STAGES - 1, end) - 1;
-    bool is_known = early < begin || first_key(early) + TILE <= known;
+    int early = min(first + STAGES - 1, end) - 1;
+    bool is_known = early < first || first_key(early) + TILE <= known;
     if (!is_known) wait();
-    for (int i = 0; i < STAGES - 1; ++i) load_tile(begin + i);
+    for (int i = 0; i < STAGES - 1; ++i) load_tile(first + i);
+    bool is_prepared = is_known && early >= first && prepare(0);
     if (is_known) wait();
-    start();
-    for (int tile = begin; tile < end; ++tile) {
+    start(is_prepared);
+    int tile = first;
+    if (is_prepared) {
       load_tile(tile + STAGES - 1);
-      attend(tile, (tile - begin) % STAGES);
+      begin(tile, 0, tile + 1 < end);
+      __syncthreads();
+      ++tile;
+    }
+    for (; tile < end; ++tile) {
+      load_tile(tile + STAGES - 1);
+      attend(tile, (tile - first) % STAGES);
       __syncthreads();
     }
   }
