@@ -1,6 +1,7 @@
 // A block of attention over pools of which one is packed or both are, with `STAGES` tiles at a time.
 
-using Packed = etkv::PackedSlice<Element, ETKV_KEYS, ETKV_VALUES, DIM, MASK, STAGES, ETKV_ROW_TILES>;
+using Packed =
+    etkv::PackedSlice<Element, ETKV_KEYS, ETKV_VALUES, DIM, MASK, STAGES, ETKV_ROW_TILES, ETKV_ROW_WARPS>;
 using Rows = Packed::Rows;
 
 static_assert(Packed::STAGE == ETKV_STAGE, "as the host has it");

@@ -1,7 +1,6 @@
 // A block of attention over plain pools, with `STAGES` tiles at a time.
 
-// Three blocks have one warp's rows each.
-using Rows = etkv::Slice<Element, DIM, DIM, MASK, STAGES, ETKV_BLOCKS == 3 ? 1 : etkv::WARPS, 1, DIM <= 128 ? 4 : 2>;
+using Rows = etkv::Slice<Element, DIM, DIM, MASK, STAGES, ETKV_ROW_WARPS, true, 1, DIM <= 128 ? 4 : 2>;
 
 struct Block {
   static constexpr int PARTS = 1;

@@ -9,8 +9,8 @@ struct AttendWork {
   float* partial;
   etkv::Planes keys, values;
   float scale;
-  // `slices`: the most of them. `row_warps`: the most warps of a block between which rows are divided.
-  int tokens, queries, each, slices, row_warps;
+  // `slices`: the most of them.
+  int tokens, queries, each, slices;
 };
 static_assert(sizeof(AttendWork) == 128, "as the host has it");
 
@@ -19,7 +19,6 @@ constexpr int MASK = IS_LISTED ? etkv::SEES_LISTED : etkv::SEES_UP_TO_ITSELF;
 template <typename Slices>
 __device__ inline void set_sizes(Slices& slices, const AttendWork& work) {
   slices.sizes = {work.queries / work.each, work.tokens, work.step->keys};
-  slices.most_row_warps = work.row_warps;
   slices.divide_rows();
 }
 

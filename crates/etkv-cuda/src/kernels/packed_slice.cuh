@@ -18,11 +18,11 @@
 
 namespace etkv {
 
-// `ROW_TILES`: the tiles of 8 rows that a warp has, of which two make a part.
-template <typename E, typename K, typename V, int DIM, int MASK, int STAGES, int ROW_TILES>
+// `ROW_TILES`: the tiles of 8 rows that a warp has, of which two make a part. `ROW_WARPS`: the warps that share rows.
+template <typename E, typename K, typename V, int DIM, int MASK, int STAGES, int ROW_TILES, int ROW_WARPS>
 struct PackedSlice {
   static constexpr int PARTS = (ROW_TILES + 1) / 2;
-  using Rows = Slice<E, DIM, DIM, MASK, STAGES, ROW_TILES == 1 ? 1 : WARPS / PARTS, PARTS>;
+  using Rows = Slice<E, DIM, DIM, MASK, STAGES, ROW_WARPS, true, PARTS>;
   using Keys = PackedRows<K, DIM, true>;
   using Values = PackedRows<V, DIM, false>;
   static constexpr bool IS_APART = PARTS == 1;

@@ -17,9 +17,11 @@ constexpr int STEP = 16;
 // Rows of a warp.
 constexpr int ROWS = 16;
 
-// A block of threads has `PARTS` blocks of rows, one after another, and as many of these objects. `AT_ONCE`: the most
-// steps of keys that a warp attends to at a time, as registers allow.
-template <typename E, int DK, int DV, int MASK, int STAGES, int MOST_ROW_WARPS, int PARTS = 1, int AT_ONCE = 2>
+// The warps of a block that share its rows are `MOST_ROW_WARPS`, or else these are the most. A block of threads has
+// `PARTS` blocks of rows, one after another, and as many of these objects. `AT_ONCE`: the most steps of keys that a
+// warp attends to at a time, as registers allow.
+template <typename E, int DK, int DV, int MASK, int STAGES, int MOST_ROW_WARPS, bool IS_FIXED = false, int PARTS = 1,
+          int AT_ONCE = 2>
 struct Slice {
   static constexpr int PIECE = 16 / sizeof(E);
   // Rows in shared memory are apart by an odd number of 16 bytes, so that eight of them lie in
@@ -52,7 +54,6 @@ struct Slice {
   // Of this thread's two rows the query, and one past the last key that it may see.
   int query_of[2], ends_at[2];
   // The most warps between which rows are divided.
-  int most_row_warps = MOST_ROW_WARPS;
   // This thread of its warp, and what the warp has of the block.
   int thread, warp, row_warps, row_of_warp, key_of_warp, head;
 
@@ -70,10 +71,10 @@ struct Slice {
 
   // Divides the warps between rows and keys. Fewer rows are fewer sequences, whose keys lie apart.
   __device__ void divide_rows() {
-    int needed = (sizes.rows() + ROWS - 1) / ROWS;
-    int most = min(MOST_ROW_WARPS, most_row_warps);
+    row_warps = MOST_ROW_WARPS;
+    if (IS_FIXED) return;
     row_warps = 1;
-    while (row_warps < most && row_warps * PARTS < needed) row_warps *= 2;
+    while (row_warps < MOST_ROW_WARPS && row_warps * ROWS * PARTS < sizes.rows()) row_warps *= 2;
   }
 
   __device__ void start(int part = 0) {

@@ -50,7 +50,7 @@ pub(crate) struct AttendWork {
     pub(crate) queries: i32,
     pub(crate) each: i32,
     pub(crate) slices: i32,
-    pub(crate) row_warps: i32,
+    pub(crate) unused: i32,
 }
 
 // The kernels' file has the same size.
@@ -102,7 +102,7 @@ impl AttendShape {
         division: Division,
         limits: Limits,
     ) -> (Source, usize, usize) {
-        let Division { rows_of_block, row_tiles, .. } = division;
+        let Division { rows_of_block, row_warps, row_tiles, .. } = division;
         let (element, dim, masked) = (plan.element, attend.head_dim, plan.is_masked(attend.group));
         // The same memory takes the sums of all warps and what they end with.
         let sums = WARPS * ROWS * (dim + 8 + 2) * 4;
@@ -115,7 +115,7 @@ impl AttendShape {
             // Of many rows fewer blocks leave less to be merged, and hold more tiles each.
             let blocks = if rows_of_block == ROWS && dim <= MOST_SHARED_DIM { 3 } else { 2 };
             let tiles = (shared(blocks) / tile).clamp(1, MOST_TILES);
-            let source = Source::Attend { element, dim, tiles, blocks, masked };
+            let source = Source::Attend { element, dim, tiles, row_warps, blocks, masked };
             return (source, blocks, (tiles * tile).max(sums));
         };
         let stage = stage_bytes(keys, values, dim);
@@ -130,8 +130,17 @@ impl AttendShape {
         let is_enough = |blocks: &usize| stages(*blocks) >= MOST_STAGES;
         let blocks = (2..=most_blocks).rev().find(is_enough).unwrap_or(most_blocks.min(3));
         let stages = stages(blocks).clamp(2, MOST_STAGES);
-        let source =
-            Source::AttendPacked { element, dim, stages, row_tiles, blocks, masked, keys, values };
+        let source = Source::AttendPacked {
+            element,
+            dim,
+            stages,
+            row_tiles,
+            row_warps,
+            blocks,
+            masked,
+            keys,
+            values,
+        };
         (source, blocks, (stages * stage).max(sums))
     }
 }
@@ -176,6 +185,8 @@ struct Division {
     rows: usize,
     /// Tiles of 8 rows that a warp has if pools are packed.
     row_tiles: Option<usize>,
+    /// Warps of a block that share its rows.
+    row_warps: usize,
     rows_of_block: usize,
 }
 
@@ -198,6 +209,7 @@ impl Division {
         Self {
             rows,
             row_tiles: is_packed.then_some(row_tiles),
+            row_warps,
             rows_of_block: ROWS * parts * row_warps,
         }
     }

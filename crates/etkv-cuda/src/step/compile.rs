@@ -62,9 +62,16 @@ pub(crate) enum Source {
     Norm(Element),
     /// The kernel that places heads in pools, packed if they have a format.
     Place { element: Element, keys: Option<PackedFormat>, values: Option<PackedFormat> },
-    /// Attention over heads of so many elements, of which a block holds so many tiles at a time, and a
-    /// multiprocessor has so many blocks.
-    Attend { element: Element, dim: usize, tiles: usize, blocks: usize, masked: bool },
+    /// Attention over heads of so many elements, of which a block holds so many tiles at a time. So many of its
+    /// warps share rows, and a multiprocessor has so many blocks.
+    Attend {
+        element: Element,
+        dim: usize,
+        tiles: usize,
+        row_warps: usize,
+        blocks: usize,
+        masked: bool,
+    },
     /// The same where keys or values are packed. A warp has so many tiles of rows, which share what it unpacks, and a
     /// multiprocessor so many blocks.
     AttendPacked {
@@ -72,6 +79,7 @@ pub(crate) enum Source {
         dim: usize,
         stages: usize,
         row_tiles: usize,
+        row_warps: usize,
         blocks: usize,
         masked: bool,
         keys: Option<PackedFormat>,
@@ -153,10 +161,11 @@ impl Source {
                     PLACE_ENTRY,
                 ][..],
             ),
-            Self::Attend { element, dim, tiles, blocks, masked } => (
+            Self::Attend { element, dim, tiles, row_warps, blocks, masked } => (
                 format!(
                     "{overlaps}using Element = {};\nconstexpr int DIM = {dim}, STAGES = {tiles};\n\
-                     constexpr bool IS_LISTED = {masked};\n#define ETKV_BLOCKS {blocks}\n",
+                     constexpr bool IS_LISTED = {masked};\n#define ETKV_ROW_WARPS {row_warps}\n\
+                     #define ETKV_BLOCKS {blocks}\n",
                     element.name(),
                 ),
                 &[
@@ -176,6 +185,7 @@ impl Source {
                 dim,
                 stages,
                 row_tiles,
+                row_warps,
                 blocks,
                 masked,
                 keys,
@@ -184,6 +194,7 @@ impl Source {
                 format!(
                     "{overlaps}using Element = {};\nconstexpr int DIM = {dim}, STAGES = {stages};\n\
                      constexpr bool IS_LISTED = {masked};\n#define ETKV_ROW_TILES {row_tiles}\n\
+                     #define ETKV_ROW_WARPS {row_warps}\n\
                      #define ETKV_BLOCKS {blocks}\n\
                      #define ETKV_KEYS {}\n#define ETKV_VALUES {}\n#define ETKV_STAGE {}\n",
                     element.name(),

@@ -441,7 +441,7 @@ impl Work {
             each: int(attend.n_kv),
             slices: int(shape.grid[0]),
             // Of the four warps of a block.
-            row_warps: if plan.apart { 1 } else { 4 },
+            unused: 0,
         }
     }
 }

@@ -54,7 +54,7 @@ fn attention_is_divided_among_the_processors() {
     let element = Element::Bf16;
     assert_eq!(
         wide.source,
-        Source::Attend { element, dim: 256, tiles: 1, blocks: 2, masked: false }
+        Source::Attend { element, dim: 256, tiles: 1, row_warps: 4, blocks: 2, masked: false }
     );
     assert_eq!(wide.bytes_shared, 68_096);
 }

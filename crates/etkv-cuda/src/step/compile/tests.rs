@@ -28,9 +28,9 @@ fn all_kernels_compile_without_headers() {
             return;
         };
         for element in [Element::F16, Element::Bf16] {
-            let attend = |dim, tiles, masked| {
-                let blocks = if tiles == 2 { 3 } else { 2 };
-                Source::Attend { element, dim, tiles, blocks, masked }
+            let attend = |dim, tiles: usize, masked| {
+                let (row_warps, blocks) = [(4, 2), (1, 3), (2, 2)][tiles - 1];
+                Source::Attend { element, dim, tiles, row_warps, blocks, masked }
             };
             let packed = |bits| Source::Packed { element, bits };
             let sources = [
@@ -101,12 +101,14 @@ fn attention_reads_every_format() {
             }
             let element = if n % 2 == 0 { Element::Bf16 } else { Element::F16 };
             let (stages, masked) = (2 + n % 3, n % 4 < 2);
-            let blocks = [4, 3, 3, 2][row_tiles - 1];
+            let (row_warps, blocks) =
+                [(1, 4), (1 + n % 2, 3), (1, 3), (1 + n % 2, 2)][row_tiles - 1];
             let source = Source::AttendPacked {
                 element,
                 dim,
                 stages,
                 row_tiles,
+                row_warps,
                 blocks,
                 masked,
                 keys,
@@ -166,7 +168,14 @@ fn only_devices_that_overlap_get_the_instructions() {
     for source in [
         Source::Product(Element::F16),
         Source::Packed { element: Element::F16, bits: 4 },
-        Source::Attend { element: Element::Bf16, dim: 64, tiles: 2, blocks: 3, masked: true },
+        Source::Attend {
+            element: Element::Bf16,
+            dim: 64,
+            tiles: 2,
+            row_warps: 1,
+            blocks: 3,
+            masked: true,
+        },
     ] {
         assert!(!source.text(80).contains("#define ETKV_OVERLAPS"));
         assert!(source.text(90).contains("#define ETKV_OVERLAPS"));
