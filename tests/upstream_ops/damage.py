@@ -11,14 +11,19 @@ import os
 import subprocess
 import sys
 
-from . import cases, payloads
+from . import cases, part, payloads
 
 PROGRAMS = cases.FOLDER.parent / "damage" / "programs.bin"
 
 
-def run(count: int, *, first: int = 1, seed: int | None = None, jobs: int = 1) -> subprocess.CompletedProcess[str]:
-    """Run the campaign: ``count`` seeds from ``first`` on, or ``seed`` alone."""
-    payloads.gather(PROGRAMS)
+def run(
+    count: int, *, first: int = 1, seed: int | None = None, jobs: int = 1, everything: bool = True
+) -> subprocess.CompletedProcess[str]:
+    """Run the campaign: ``count`` seeds from ``first`` on, or ``seed`` alone.
+
+    Damages the programs of all configurations, or of those in ``part.json``.
+    """
+    payloads.gather(PROGRAMS, None if everything else part.read())
     environment = {
         **os.environ,
         "ETKV_DAMAGE_PROGRAMS": str(PROGRAMS),
