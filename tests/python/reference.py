@@ -108,6 +108,21 @@ class Variant:
         return self.name
 
 
+LONG = {
+    *(Variant("tiny-llama", *precision) for precision in (("f32", "8w"), ("f16", "4w"), ("bf16", "8w"))),
+    *(Variant(model, "f16", "8w") for model in ("tiny-qwen2", "tiny-qwen3")),
+    Variant("tiny-llama-untied"),
+    *(Variant("tiny-qwen3-untied", "f32", quantize) for quantize in ("4w", "8w")),
+    Variant("tiny-gemma3", "f32", "4w"),
+    Variant("tiny-qwen3-moe", "f32", "8w"),
+    Variant("tiny-qwen3-moe", "bf16"),
+}
+"""Variants of `make test-long` alone. The others have each family, dtype and width of weights, and most pairs of them.
+
+An export takes ten seconds.
+"""
+
+
 @dataclass(frozen=True)
 class Program:
     """An exported program and the Hugging Face folder with the weights that it computes with."""
@@ -115,6 +130,11 @@ class Program:
     variant: Variant
     path: Path
     hf: Path
+
+
+def chosen(variants: Iterable[Variant]) -> list[Variant]:
+    """Return those of ``variants`` that run: all in `make test-long`, otherwise without :data:`LONG`."""
+    return [variant for variant in variants if EVERYTHING or variant not in LONG]
 
 
 def program(variant: Variant) -> Program:

@@ -42,6 +42,7 @@ CONTEXT = 2048
 LETTERS = [word for letter in "abc" for word in ("--prompt", 30 * letter)]
 """Options for three prompts that have little in common."""
 
+DRAFTED = ("tiny-gemma3", "tiny-llama", "tiny-qwen3") if EVERYTHING else ("tiny-gemma3", "tiny-llama")
 TARGET_AND_DRAFT = ({"tap_layers": (0,)}, {"draft": 1})
 
 only_long = pytest.mark.skipif(not EVERYTHING, reason="takes a minute: make test-long")
@@ -54,7 +55,7 @@ def runner(name: str) -> Path:
 LONGER = [
     *(("tiny-llama", options) for options in ({}, {"prefill_chunk": 512}, {"logits": "last"}, {"tap_layers": (1,)})),
     *(("tiny-qwen3", options) for options in ({}, {"layers": 1}, {"backend": "cpu"})),
-    *((name, options) for name in ("tiny-gemma3", "tiny-llama", "tiny-qwen3") for options in TARGET_AND_DRAFT),
+    *((name, options) for name in DRAFTED for options in TARGET_AND_DRAFT),
     ("tiny-llama", {"draft": 1, "prefill_chunk": 4}),
     ("tiny-gemma3", {}),
     ("tiny-mistral-window", {}),

@@ -21,15 +21,17 @@ PRECISIONS_OF = {
     "tiny-qwen2": PRECISIONS if EVERYTHING else EACH_ONCE,
     "tiny-qwen3": PRECISIONS if EVERYTHING else EACH_ONCE,
 }
-VARIANTS = [
-    *(Variant(family, *precision) for family, precisions in PRECISIONS_OF.items() for precision in precisions),
-    # What these add to their family does not depend on the dtype.
-    Variant("tiny-llama-untied"),
-    Variant("tiny-llama-untied", "f32", "4w"),
-    Variant("tiny-llama3"),
-    Variant("tiny-qwen3-untied"),
-    Variant("tiny-qwen3-untied", "f32", "8w"),
-]
+VARIANTS = reference.chosen(
+    [
+        *(Variant(family, *precision) for family, precisions in PRECISIONS_OF.items() for precision in precisions),
+        # What these add to their family does not depend on the dtype.
+        Variant("tiny-llama-untied"),
+        Variant("tiny-llama-untied", "f32", "4w"),
+        Variant("tiny-llama3"),
+        Variant("tiny-qwen3-untied"),
+        Variant("tiny-qwen3-untied", "f32", "8w"),
+    ]
+)
 DECODE = 8
 PROMPT = [256, 258, *b"user\nhow far is it to the mill, and back?", 257, 10, 258]
 
@@ -133,7 +135,8 @@ def smollm2_in(dtype: str, quantize: str | None = None) -> Variant:
     return Variant("smollm2-135m", dtype, quantize, layers=SMOLLM2_LAYERS)
 
 
-SMOLLM2 = [smollm2_in("bf16"), smollm2_in("f32", "4w"), smollm2_in("f32", "8w")]
+WIDTHS = ["4w", "8w"] if EVERYTHING else ["4w"]
+SMOLLM2 = [smollm2_in("bf16"), *(smollm2_in("f32", width) for width in WIDTHS)]
 
 
 @pytest.fixture(scope="module")
@@ -168,7 +171,7 @@ def test_smollm2_bfloat16_is_as_good_as_mlx_lm(smollm2):
 
 
 @pytest.mark.real_model
-@pytest.mark.parametrize("quantize", ["4w", "8w"])
+@pytest.mark.parametrize("quantize", WIDTHS)
 def test_smollm2_quantized_equals_transformers_on_the_dequantized_weights(smollm2, quantize):
     """The weights are what the .pte holds, and the arithmetic is float32 on both sides.
 
