@@ -167,7 +167,7 @@ def test_the_real_model_answers_as_in_transformers(smollm2, name, options):
         ("agent_fork", ["--context-tokens", 1024 if EVERYTHING else 64]),
         pytest.param("prefix", [], marks=only_long),
         pytest.param("rollback", [], marks=only_long),
-        ("batch", ["--kv-format", "affine4g64"]),
+        pytest.param("batch", ["--kv-format", "affine4g64"], marks=only_long),
     ],
     ids=["fork", "prefix", "rollback", "4 bits"],
 )

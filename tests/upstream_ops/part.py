@@ -1,7 +1,7 @@
 """The configurations that `make test` exports and runs, which takes minutes less than all: ``part.json``.
 
-Every operation is in one of them, with each outcome that it has. ``python -m tests.upstream_ops --write-expected`` writes
-the file from a run of all configurations.
+Every operation is in one of them, with each outcome that it has. ``python -m tests.upstream_ops --write-expected``
+writes the file from a run of all configurations.
 """
 
 from __future__ import annotations
