@@ -121,12 +121,22 @@ lint: .venv/.ready ## Check formats, lints and docs
 	python tests/lint/words.py
 	python tests/lint/features.py
 
+# What Rust's tests are built of: all but the benchmarks, which `make lint` checks.
+TESTED := --workspace --exclude etkv-benches
+# A library is compiled once more for the tests within it. These two take twice as long to optimize as to compile, and no
+# other such tests depend on them.
+WITHIN := --exclude etkv-tests --exclude etkv-capi --lib \
+  --config profile.release.package.etkv.opt-level=1 --config profile.release.package.etkv-tokenizer.opt-level=1
+
 # `make lint` has built the tests of caches that need no MLX without it. The core's own tests, with debug assertions, run
 # for half a second however they are compiled.
 test-rust: .venv/.ready ## Run Rust's tests; the core also by itself
 	CARGO_INCREMENTAL=0 CARGO_PROFILE_DEV_DEBUG=line-tables-only CARGO_PROFILE_DEV_OPT_LEVEL=0 \
 	  $(BOUNDED) 3600 cargo test --locked -p etkv-core
-	$(BOUNDED) 3600 cargo test $(CARGO_FLAGS) --workspace
+	$(BOUNDED) 3600 cargo test $(CARGO_FLAGS) $(TESTED) $(WITHIN)
+	cargo build $(CARGO_FLAGS) $(TESTED) --example embedded
+	$(BOUNDED) 3600 cargo test $(CARGO_FLAGS) $(TESTED) --test '*'
+	$(BOUNDED) 3600 cargo test $(CARGO_FLAGS) $(TESTED) --doc
 
 # Its crates take minutes to build, and a server of the S3 protocol comes from PyPI, so `make test` leaves it out.
 # Python and etkv_chat take a build of their own, so that `make build` keeps what it has compiled without buckets.

@@ -34,8 +34,9 @@ def run(
     environment.pop("ETKV_SEED", None)
     if seed is not None:
         environment["ETKV_SEED"] = str(seed)
-    # As `make lint` chooses packages: with others Cargo would build dependencies again.
-    words = ["cargo", "test", "--quiet", "--release", "--locked", "--workspace", "--test", "damaged_programs"]
+    # As `make test-rust` chooses packages: with others Cargo would build dependencies again.
+    packages = ["--workspace", "--exclude", "etkv-benches"]
+    words = ["cargo", "test", "--quiet", "--release", "--locked", *packages, "--test", "damaged_programs"]
     return subprocess.run(words, cwd=cases.ROOT, env=environment, stdout=subprocess.PIPE, text=True, check=False)
 
 
