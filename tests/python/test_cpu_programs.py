@@ -46,10 +46,14 @@ def programs():
 @pytest.fixture(scope="module")
 def draft(tiny):
     """The program of a tiny model's second layer, which takes the hidden states of the first."""
-    folder = reference.MODELS / f"cpu-{DRAFT_OF.name}-draft1"
-    made = cpu_programs.request(DRAFT_OF, output=folder / "model.pte", keep_hf=None, draft=1)
+    made = draft_request()
     reference.export([made])
     return made.output
+
+
+def draft_request() -> ExportRequest:
+    folder = reference.MODELS / f"cpu-{DRAFT_OF.name}-draft1"
+    return cpu_programs.request(DRAFT_OF, output=folder / "model.pte", keep_hf=None, draft=1)
 
 
 # ---- Answers --------------------------------------------------------------------------------------------------------
