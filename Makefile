@@ -128,11 +128,13 @@ TESTED := --workspace --exclude etkv-benches
 WITHIN := --exclude etkv-tests --exclude etkv-capi --lib \
   --config profile.release.package.etkv.opt-level=1 --config profile.release.package.etkv-tokenizer.opt-level=1
 
-# `make lint` has built the tests of caches that need no MLX without it. The core's own tests, with debug assertions, run
-# for half a second however they are compiled.
-test-rust: .venv/.ready ## Run Rust's tests; the core also by itself
-	CARGO_INCREMENTAL=0 CARGO_PROFILE_DEV_DEBUG=line-tables-only CARGO_PROFILE_DEV_OPT_LEVEL=0 \
-	  $(BOUNDED) 3600 cargo test --locked -p etkv-core
+# The core's own tests run for half a second however they are compiled.
+CHECKED := --config profile.release.package.etkv-core.opt-level=0 \
+  --config profile.release.package.etkv-core.debug-assertions=true \
+  --config profile.release.package.etkv-core.overflow-checks=true
+
+test-rust: .venv/.ready ## Run Rust's tests; the core also by itself, with debug assertions
+	$(BOUNDED) 3600 cargo test $(CARGO_FLAGS) -p etkv-core --lib $(CHECKED)
 	$(BOUNDED) 3600 cargo test $(CARGO_FLAGS) $(TESTED) $(WITHIN)
 	cargo build $(CARGO_FLAGS) $(TESTED) --example embedded
 	$(BOUNDED) 3600 cargo test $(CARGO_FLAGS) $(TESTED) --test '*'
@@ -228,7 +230,7 @@ test-macos-short: build
 	python tests/macos/check.py --short
 
 # The files whose tests have more cases with ETKV_TEST_LONG=1.
-WITH_LONG_FORM := cpu_programs draft_runners export families metal_kernels model_greedy model_precision numbers passes upstream_exporters upstream_ops upstream_turboquant upstream_voxtral
+WITH_LONG_FORM := bench cpu_programs draft_runners export families metal_kernels model_greedy model_precision numbers passes upstream_exporters upstream_ops upstream_turboquant upstream_voxtral windows
 
 LONG := --timeout 14400 -o faulthandler_timeout=14600
 
@@ -242,7 +244,7 @@ test-long: build model ## Millions of generated operations against the oracles; 
 	ETKV_TEST_LONG=1 python tests/python/programs.py
 	ETKV_TEST_LONG=1 python -m pytest $(LONG) -n 2 --dist loadfile --no-loadscope-reorder $(WITH_LONG_FORM:%=tests/python/test_%.py)
 	ETKV_TEST_LONG=1 ctest --test-dir build/cmake --output-on-failure -R '^cpp.headers$$'
-	ETKV_TEST_LONG=1 python -m pytest $(LONG) -m real_model tests/python/test_runners.py tests/python/test_runner_page.py
+	ETKV_TEST_LONG=1 python -m pytest $(LONG) tests/python/test_runners.py tests/python/test_runner_page.py tests/python/test_runner_windows.py
 
 fuzz-programs: .venv/.ready ## Run damaged programs of every operation: FUZZ="--programs 100000 --first 1"
 	python -m tests.upstream_ops.damage $(FUZZ)

@@ -108,11 +108,17 @@ class Variant:
 
 
 LONG = {
-    *(Variant("tiny-llama", *precision) for precision in (("f32", "8w"), ("f16", "4w"), ("bf16", "8w"))),
+    *(
+        Variant("tiny-llama", *precision)
+        for precision in (("f32", "8w"), ("f16", "4w"), ("bf16", "4w"), ("bf16", "8w"))
+    ),
     *(Variant(model, "f16", "8w") for model in ("tiny-qwen2", "tiny-qwen3")),
+    Variant("tiny-qwen2", "bf16", "4w"),
+    Variant("tiny-qwen2-mixed"),
     Variant("tiny-llama-untied"),
     *(Variant("tiny-qwen3-untied", "f32", quantize) for quantize in ("4w", "8w")),
     Variant("tiny-gemma3", "f32", "4w"),
+    Variant("tiny-qwen3-moe"),
     Variant("tiny-qwen3-moe", "f32", "8w"),
     Variant("tiny-qwen3-moe", "bf16"),
 }

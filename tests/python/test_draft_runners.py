@@ -8,7 +8,7 @@ import pytest
 
 import reference
 from reference import EVERYTHING, Program
-from runners import DRAFTED, EACH, FAILED, answers, checked, command, refused, succeed, with_longer_context
+from runners import DRAFTED, EACH, FAILED, answers, checked, command, only_long, refused, succeed, with_longer_context
 
 MODELS = DRAFTED
 SHAPES = [("--depth", depth, "--width", width) for depth in range(1, 7) for width in (1, 3, 8)]
@@ -49,9 +49,10 @@ def test_a_draft_of_small_steps():
     assert 4 < max(counts) <= 8
 
 
+@only_long
 def test_a_draft_of_another_model():
     """Nothing tells it from the model's own where all sizes are equal; the answers are right."""
-    check((pair(MODELS[-1])[0], pair("tiny-gemma3")[1]), "--max-tokens", 32)
+    check((pair("tiny-qwen3")[0], pair("tiny-llama")[1]), "--max-tokens", 32)
 
 
 def test_at_capacity():
@@ -96,19 +97,20 @@ def test_memory_returns_to_where_it_was():
     assert process[-1] < process[9] + 0.5
 
 
-def test_a_target_that_does_not_give_the_hidden_states():
+@pytest.mark.parametrize(
+    ("options", "gives"),
+    [({}, "none"), pytest.param({"tap_layers": (1,)}, "those of layer 1", marks=only_long)],
+    ids=["none", "another layer's"],
+)
+def test_a_target_that_does_not_give_the_hidden_states(options, gives):
     """It is said which layer's are wanted, and how they are had."""
     draft = pair("tiny-llama")[1]
-    for target, gives in (
-        (with_longer_context("tiny-llama"), "none"),
-        (with_longer_context("tiny-llama", tap_layers=(1,)), "those of layer 1"),
-    ):
-        refused(
-            command("speculative", target, "--draft", draft.path),
-            FAILED,
-            f"the draft: it takes the hidden states of layer 0, and the model gives {gives}: "
-            "export the model with --tap-layers 0",
-        )
+    refused(
+        command("speculative", with_longer_context("tiny-llama", **options), "--draft", draft.path),
+        FAILED,
+        f"the draft: it takes the hidden states of layer 0, and the model gives {gives}: "
+        "export the model with --tap-layers 0",
+    )
 
 
 @EACH

@@ -12,6 +12,7 @@ import pytest
 
 import reference
 from reference import DTYPES, EVERYTHING, STORY, TINY_CHUNK, Program, Variant
+from runners import only_long
 
 PRECISIONS = [(dtype, quantize) for dtype in DTYPES for quantize in (None, "4w", "8w")]
 EACH_ONCE = [("f32", None), ("f16", "8w"), ("bf16", "4w")]
@@ -136,7 +137,7 @@ def smollm2_in(dtype: str, quantize: str | None = None) -> Variant:
 
 
 WIDTHS = ["4w", "8w"] if EVERYTHING else ["4w"]
-SMOLLM2 = [smollm2_in("bf16"), *(smollm2_in("f32", width) for width in WIDTHS)]
+SMOLLM2 = [*([smollm2_in("bf16")] if EVERYTHING else []), *(smollm2_in("f32", width) for width in WIDTHS)]
 
 
 @pytest.fixture(scope="module")
@@ -145,6 +146,7 @@ def smollm2() -> dict[Variant, Program]:
 
 
 @pytest.mark.real_model
+@only_long
 def test_smollm2_bfloat16_is_as_good_as_mlx_lm(smollm2):
     """A row is the last row of the prompt that ends there, so a prompt of 200 tokens measures 200 prompts.
 
