@@ -29,9 +29,9 @@ using ::executorch::runtime::EValue;
 using Session = CacheSession<Cache>;
 using Ids = std::vector<int64_t>;
 
-/// What models.py exports: 320 tokens, at most 64 of them in a step.
+/// What models.py exports: 320 tokens, at most 32 of them in a step.
 inline constexpr int64_t kVocabulary = 320;
-inline constexpr int64_t kMostTokens = 64;
+inline constexpr int64_t kMostTokens = 32;
 
 /// Whether the test runs float32 programs for the CPU in place of MLX's.
 inline bool on_cpu() {

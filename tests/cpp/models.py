@@ -1,14 +1,12 @@
 """Exports the programs that the C++ tests run, where they are not there yet or are no longer what would be exported.
 
-``models.py TINY_MODELS.py OUTDIR`` writes ``OUTDIR/<name>/model.pte`` for every name in OF_PYTHON and PROGRAMS.
+``models.py TINY_MODELS.py OUTDIR`` writes ``OUTDIR/<name>/model.pte`` for every name in PROGRAMS.
 """
 
 from __future__ import annotations
 
-import dataclasses
 import importlib.util
 import os
-import shutil
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -16,24 +14,17 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from etkv.export import ExportRequest
 
-OF_PYTHON = {
-    "llama-f32": ("tiny-llama", "f32", "mlx"),
-    "llama-cpu": ("tiny-llama", "f32", "cpu"),
-    "llama-bf16": ("tiny-llama", "bf16", "mlx"),
-    # As many layers and KV heads as the others, and a larger head_dim.
-    "qwen3-f32": ("tiny-qwen3", "f32", "mlx"),
-    "qwen3-cpu": ("tiny-qwen3", "f32", "cpu"),
-    "mistral-window": ("tiny-mistral-window", "f32", "mlx"),
-}
-"""Name -> tiny model, dtype and backend of a program that Python's tests run as well. The name is a link to its folder.
-
-An export takes ten seconds.
-"""
-
 PROGRAMS = {
+    "llama-f32": ("tiny-llama", {}),
+    "llama-cpu": ("tiny-llama", {"backend": "cpu"}),
+    "llama-bf16": ("tiny-llama", {"dtype": "bfloat16"}),
+    # As many layers and KV heads as the others, and a larger head_dim.
+    "qwen3-f32": ("tiny-qwen3", {}),
+    "qwen3-cpu": ("tiny-qwen3", {"backend": "cpu"}),
     # Drafts that take less than their targets, or keep less.
     "llama-chunk4": ("tiny-llama", {"prefill_chunk": 4}),
     "llama-last": ("tiny-llama", {"logits": "last"}),
+    "mistral-window": ("tiny-mistral-window", {}),
     # Drafts of their last layer, and targets with the hidden states that these take.
     "llama-tapped": ("tiny-llama", {"tap_layers": (0,)}),
     "llama-taps": ("tiny-llama", {"tap_layers": (1, 0)}),
@@ -44,7 +35,7 @@ PROGRAMS = {
 }
 """Name -> tiny model, and what is not as in :data:`DEFAULTS`."""
 
-DEFAULTS = {"dtype": "float32", "prefill_chunk": 64}
+DEFAULTS = {"dtype": "float32", "prefill_chunk": 32}
 
 
 def _tiny_models(path: Path):
@@ -60,7 +51,7 @@ def requests(tiny_models: Path, outdir: Path) -> list[ExportRequest]:
     from etkv.export.progress import third_party_noise
 
     tiny = _tiny_models(tiny_models)
-    found = _of_python(tiny_models.parent, outdir)
+    found = []
     for name, (model, options) in PROGRAMS.items():
         weights = outdir / "hf" / model
         stamp = weights / ".written"
@@ -72,28 +63,6 @@ def requests(tiny_models: Path, outdir: Path) -> list[ExportRequest]:
     return found
 
 
-def _of_python(tests: Path, outdir: Path) -> list[ExportRequest]:
-    """Return what exports the programs of Python's tests, and link their folders."""
-    if str(tests) not in sys.path:
-        sys.path.append(str(tests))
-    import reference
-
-    found = []
-    outdir.mkdir(parents=True, exist_ok=True)
-    for name, (model, dtype, backend) in OF_PYTHON.items():
-        request = reference.request(reference.Variant(model, dtype))
-        if backend == "cpu":
-            folder = request.output.parent.with_name(f"cpu-{request.output.parent.name}")
-            request = dataclasses.replace(request, backend=backend, output=folder / "model.pte", keep_hf=folder / "hf")
-        link, folder = outdir / name, request.output.parent
-        if not link.is_symlink():
-            # An earlier version exported these here.
-            shutil.rmtree(link, ignore_errors=True)
-            link.symlink_to(folder)
-        found.append(request)
-    return found
-
-
 def main(tiny_models: Path, outdir: Path) -> int:
     # Nothing is looked for on a hub.
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
@@ -102,10 +71,9 @@ def main(tiny_models: Path, outdir: Path) -> int:
 
     stale = [request for request in requests(tiny_models, outdir) if not is_current(request)]
     for request in stale:
-        request.output.parent.mkdir(parents=True, exist_ok=True)
         with third_party_noise(allowed=False):
             export_program(request, Progress(sys.stderr))
-    print(f"{len(stale)} written, {len(OF_PYTHON) + len(PROGRAMS) - len(stale)} current")
+    print(f"{len(stale)} written, {len(PROGRAMS) - len(stale)} current")
     return 0
 
 

@@ -28,8 +28,7 @@ def main() -> None:
     requests += [cpu_programs.request(variant) for variant in test_cpu_programs.VARIANTS]
     requests.append(test_cpu_programs.draft_request())
     requests += [runners.request_with_longer_context(name, **options) for name, options in runners.LONGER]
-    # Those of C++ are Python's in part.
-    reference.export(list({request.output: request for request in requests}.values()))
+    reference.export(requests)
 
 
 if __name__ == "__main__":
