@@ -105,7 +105,7 @@ faces: build
 
 programs: model
 	python tests/python/programs.py
-	python -m tests.upstream_ops --export-only
+	python -m tests.upstream_ops --export-only --part
 
 # The second command chooses as many packages as the first, so that dependencies have the same
 # features: with others Cargo would build them again.
@@ -113,7 +113,7 @@ lint: .venv/.ready ## Check formats, lints and docs
 	cargo fmt --all --check
 	cargo clippy $(CARGO_FLAGS) --workspace --all-targets -- -D warnings
 	cargo clippy $(CARGO_FLAGS) --workspace --exclude etkv-benches --all-targets --no-default-features -- -D warnings
-	RUSTDOCFLAGS="-D warnings" cargo doc $(CARGO_FLAGS) --workspace --exclude mlx-sys --no-deps --quiet
+	RUSTDOCFLAGS="-D warnings" cargo doc $(CARGO_FLAGS) --workspace --exclude mlx-sys --exclude etkv-tests --exclude etkv-benches --no-deps --quiet
 	git ls-files -- '*.h' '*.hpp' '*.cpp' | xargs clang-format --dry-run -Werror
 	ruff check --quiet .
 	ruff format --check --quiet .
@@ -121,12 +121,26 @@ lint: .venv/.ready ## Check formats, lints and docs
 	python tests/lint/words.py
 	python tests/lint/features.py
 
-# `make lint` has built the tests of caches that need no MLX without it. The core's own tests, with debug assertions, run
-# for half a second however they are compiled.
-test-rust: .venv/.ready ## Run Rust's tests; the core also by itself
-	CARGO_INCREMENTAL=0 CARGO_PROFILE_DEV_DEBUG=line-tables-only CARGO_PROFILE_DEV_OPT_LEVEL=0 \
-	  $(BOUNDED) 3600 cargo test --locked -p etkv-core
-	$(BOUNDED) 3600 cargo test $(CARGO_FLAGS) --workspace
+# What Rust's tests are built of: all but the benchmarks, which `make lint` checks.
+TESTED := --workspace --exclude etkv-benches
+# A library is compiled once more for the tests within it. These two take twice as long to optimize as to compile, and no
+# other such tests depend on them.
+WITHIN := --exclude etkv-tests --exclude etkv-capi --lib \
+  --config profile.release.package.etkv.opt-level=1 --config profile.release.package.etkv-tokenizer.opt-level=1
+# All others but `buckets`, which has a command of its own.
+OUTSIDE := --test '[!b]*' --test 'b[!u]*' --test 'bu[!c]*'
+
+# The core's own tests run for half a second however they are compiled.
+CHECKED := --config profile.release.package.etkv-core.opt-level=0 \
+  --config profile.release.package.etkv-core.debug-assertions=true \
+  --config profile.release.package.etkv-core.overflow-checks=true
+
+test-rust: .venv/.ready ## Run Rust's tests; the core also by itself, with debug assertions
+	$(BOUNDED) 3600 cargo test $(CARGO_FLAGS) -p etkv-core --lib $(CHECKED)
+	$(BOUNDED) 3600 cargo test $(CARGO_FLAGS) $(TESTED) $(WITHIN)
+	cargo build $(CARGO_FLAGS) $(TESTED) --example embedded
+	$(BOUNDED) 3600 cargo test $(CARGO_FLAGS) $(TESTED) $(OUTSIDE)
+	$(BOUNDED) 3600 cargo test $(CARGO_FLAGS) $(TESTED) --doc
 
 # Its crates take minutes to build, and a server of the S3 protocol comes from PyPI, so `make test` leaves it out.
 # Python and etkv_chat take a build of their own, so that `make build` keeps what it has compiled without buckets.
@@ -217,17 +231,22 @@ test-macos: build ## Compile everything for macOS, and compare its wheels with w
 test-macos-short: build
 	python tests/macos/check.py --short
 
+# The files whose tests have more cases with ETKV_TEST_LONG=1.
+WITH_LONG_FORM := bench cpu_programs draft_runners export families metal_kernels model_greedy model_precision numbers passes upstream_exporters upstream_ops upstream_turboquant upstream_voxtral windows
+
 LONG := --timeout 14400 -o faulthandler_timeout=14600
 
-test-long: build model ## Millions of generated operations against the oracles; damaged programs; runners on long answers
+test-long: build model ## Millions of generated operations against the oracles; every program; damaged programs; runners on long answers
 	ETKV_RUNS=40000 $(BOUNDED) 14400 cargo test --release --locked -p etkv-tests --no-default-features
 	ETKV_RUNS=4000 $(BOUNDED) 14400 cargo test --release --locked -p etkv-tests --test on_mlx
 	ETKV_STEP_SEEDS=20 python -m pytest $(LONG) tests/python/test_native_steps.py
 	python -m tests.upstream_ops.damage --programs 1000000
 	ETKV_DAMAGED_COPIES=10000 python -m pytest $(LONG) tests/python/test_damaged_programs.py
 	ETKV_RUNS=1000 $(BOUNDED) 3600 cargo test --release --locked -p etkv-tests --test memory
-	ETKV_TEST_LONG=1 python -m pytest $(LONG) tests/python/test_model_precision.py tests/python/test_model_greedy.py tests/python/test_cpu_programs.py
-	ETKV_TEST_LONG=1 python -m pytest $(LONG) -m real_model tests/python/test_runners.py tests/python/test_runner_page.py
+	ETKV_TEST_LONG=1 python tests/python/programs.py
+	ETKV_TEST_LONG=1 python -m pytest $(LONG) -n 2 --dist loadfile --no-loadscope-reorder $(WITH_LONG_FORM:%=tests/python/test_%.py)
+	ETKV_TEST_LONG=1 ctest --test-dir build/cmake --output-on-failure -R '^cpp.headers$$'
+	ETKV_TEST_LONG=1 python -m pytest $(LONG) tests/python/test_runners.py tests/python/test_runner_page.py tests/python/test_runner_windows.py
 
 fuzz-programs: .venv/.ready ## Run damaged programs of every operation: FUZZ="--programs 100000 --first 1"
 	python -m tests.upstream_ops.damage $(FUZZ)

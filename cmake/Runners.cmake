@@ -2,7 +2,7 @@
 # etkv as an application would use it.
 
 # Nearly all of the time goes into ExecuTorch's headers.
-option(ETKV_UNITY "Compile the examples' common sources several at a time" ON)
+option(ETKV_UNITY "Compile the examples' common sources several at a time, and headers of tests once" ON)
 set(unity UNITY_BUILD ${ETKV_UNITY} UNITY_BUILD_BATCH_SIZE 8)
 
 # etkv_program(NAME sources...): one executable, with the warnings of the house.

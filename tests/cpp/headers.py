@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 import tempfile
@@ -34,6 +35,13 @@ def standards(header: str) -> list[tuple[str, list[str]]]:
     return [("C++17 without exceptions and RTTI", CPP17 + NEITHER), ("C++20", CPP20)]
 
 
+EVERYTHING = os.environ.get("ETKV_TEST_LONG") == "1"
+"""True for each header as everything that it compiles as; otherwise as the oldest of each language.
+
+In the newest standard all headers compile one after the other, at the end.
+"""
+
+
 # ETKV_API by what is defined: of Windows nothing but the form is known here.
 EXPORTS = {
     ("-D_WIN32", "-DETKV_BUILDING"): "__declspec(dllexport)",
@@ -61,7 +69,8 @@ def main(include: Path, cc: str, cxx: str, flags: list[str]) -> int:
     with tempfile.TemporaryDirectory() as scratch:
         for header in headers:
             line = f'#include "etkv/{header.name}"\n'
-            for name, standard in standards(header.name):
+            found = standards(header.name)
+            for name, standard in found if EVERYTHING else [*found[:1], *(f for f in found[1:-1] if f[1] is CPP17)]:
                 compiler, suffix = (cc, "c") if standard is C else (cxx, "cpp")
                 # The repeated line is what an include guard is for.
                 source = Path(scratch) / f"{header.stem}_{header.suffix[1:]}.{suffix}"

@@ -9,7 +9,7 @@ import subprocess
 import sys
 
 CMAKE = ["--edges", "normal,build", "--package", "etkv-capi", "--package", "etkv-tokenizer"]
-TESTS = ["--edges", "normal,build,dev", "--workspace"]
+TESTS = ["--edges", "normal,build,dev", "--workspace", "--exclude", "etkv-benches"]
 
 
 def packages(options: list[str]) -> set[str]:

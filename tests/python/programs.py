@@ -12,6 +12,8 @@ import test_cpu_programs
 import test_export
 import test_families
 import test_model_precision
+import test_outputs
+import test_passes
 import tiny_models
 
 sys.path.append(str(reference.ROOT / "tests/cpp"))
@@ -19,11 +21,12 @@ import models as of_cpp
 
 
 def main() -> None:
-    variants = {*test_export.VARIANTS, *test_families.VARIANTS, *test_model_precision.VARIANTS}
-    variants |= set(test_model_precision.SMOLLM2)
+    files = (test_export, test_families, test_model_precision, test_outputs, test_passes)
+    variants = {variant for file in files for variant in file.VARIANTS} | set(test_model_precision.SMOLLM2)
     reference.programs(sorted(variants, key=str))
     requests = of_cpp.requests(Path(tiny_models.__file__), reference.MODELS / "cpp-tests")
     requests += [cpu_programs.request(variant) for variant in test_cpu_programs.VARIANTS]
+    requests.append(test_cpu_programs.draft_request())
     requests += [runners.request_with_longer_context(name, **options) for name, options in runners.LONGER]
     reference.export(requests)
 

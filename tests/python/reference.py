@@ -10,7 +10,6 @@ import contextlib
 import copy
 import fcntl
 import functools
-import gc
 import hashlib
 import json
 import os
@@ -108,6 +107,27 @@ class Variant:
         return self.name
 
 
+LONG = {
+    *(
+        Variant("tiny-llama", *precision)
+        for precision in (("f32", "8w"), ("f16", "4w"), ("bf16", "4w"), ("bf16", "8w"))
+    ),
+    *(Variant(model, "f16", "8w") for model in ("tiny-qwen2", "tiny-qwen3")),
+    Variant("tiny-qwen2", "bf16", "4w"),
+    Variant("tiny-qwen2-mixed"),
+    Variant("tiny-llama-untied"),
+    *(Variant("tiny-qwen3-untied", "f32", quantize) for quantize in ("4w", "8w")),
+    Variant("tiny-gemma3", "f32", "4w"),
+    Variant("tiny-qwen3-moe"),
+    Variant("tiny-qwen3-moe", "f32", "8w"),
+    Variant("tiny-qwen3-moe", "bf16"),
+}
+"""Variants of `make test-long` alone. The others have each family, dtype and width of weights, and most pairs of them.
+
+An export takes ten seconds.
+"""
+
+
 @dataclass(frozen=True)
 class Program:
     """An exported program and the Hugging Face folder with the weights that it computes with."""
@@ -115,6 +135,11 @@ class Program:
     variant: Variant
     path: Path
     hf: Path
+
+
+def chosen(variants: Iterable[Variant]) -> list[Variant]:
+    """Return those of ``variants`` that run: all in `make test-long`, otherwise without :data:`LONG`."""
+    return [variant for variant in variants if EVERYTHING or variant not in LONG]
 
 
 def program(variant: Variant) -> Program:
@@ -149,8 +174,7 @@ def alone() -> Iterator[None]:
 @functools.cache
 def _exporters() -> ProcessPoolExecutor:
     """Return a pool of two processes, kept while the tests run: their imports take longer than a tiny export."""
-    # An export makes millions of objects that stay until its end. Looking for cycles among them takes an eighth of it.
-    return ProcessPoolExecutor(2, get_context("spawn"), gc.set_threshold, (50_000, 20, 100))
+    return ProcessPoolExecutor(2, get_context("spawn"))
 
 
 def request(variant: Variant) -> ExportRequest:
@@ -198,17 +222,17 @@ def _is_usable(request: ExportRequest) -> bool:
     return is_current(request)
 
 
-def look_up_composite_ops_once() -> None:
-    """Speed up the exports of this process."""
+def speed_up_exports() -> None:
+    """Speed up the exports of this process. Their programs stay the same."""
     if str(ROOT) not in sys.path:
         sys.path.append(str(ROOT))
-    from tests.upstream_ops import composite_ops  # With torch, which takes seconds.
+    from tests.upstream_ops import fast_exports  # With torch, which takes seconds.
 
-    composite_ops.look_up_once()
+    fast_exports.prepare()
 
 
 def _export(request: ExportRequest) -> None:
-    look_up_composite_ops_once()
+    speed_up_exports()
     request.output.parent.mkdir(parents=True, exist_ok=True)
     with third_party_noise(allowed=False):
         export_program(request)

@@ -42,6 +42,7 @@ CONTEXT = 2048
 LETTERS = [word for letter in "abc" for word in ("--prompt", 30 * letter)]
 """Options for three prompts that have little in common."""
 
+DRAFTED = ("tiny-gemma3", "tiny-llama", "tiny-qwen3") if EVERYTHING else ("tiny-llama",)
 TARGET_AND_DRAFT = ({"tap_layers": (0,)}, {"draft": 1})
 
 only_long = pytest.mark.skipif(not EVERYTHING, reason="takes a minute: make test-long")
@@ -52,14 +53,15 @@ def runner(name: str) -> Path:
 
 
 LONGER = [
-    *(("tiny-llama", options) for options in ({}, {"prefill_chunk": 512}, {"logits": "last"}, {"tap_layers": (1,)})),
+    *(("tiny-llama", options) for options in ({}, {"logits": "last"})),
     *(("tiny-qwen3", options) for options in ({}, {"layers": 1}, {"backend": "cpu"})),
-    *((name, options) for name in ("tiny-gemma3", "tiny-llama", "tiny-qwen3") for options in TARGET_AND_DRAFT),
+    *((name, options) for name in DRAFTED for options in TARGET_AND_DRAFT),
     ("tiny-llama", {"draft": 1, "prefill_chunk": 4}),
-    ("tiny-gemma3", {}),
     ("tiny-mistral-window", {}),
     *((name, {"backend": "cpu"}) for name in ("tiny-llama", "tiny-mistral-window")),
 ]
+if EVERYTHING:
+    LONGER += [("tiny-llama", {"prefill_chunk": 512}), ("tiny-llama", {"tap_layers": (1,)}), ("tiny-gemma3", {})]
 """The programs that tests of the runners ask `with_longer_context` for."""
 
 

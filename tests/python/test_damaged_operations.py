@@ -11,6 +11,7 @@ import sys
 import pytest
 
 import reference
+from reference import EVERYTHING
 
 sys.path.insert(0, str(reference.ROOT))
 
@@ -22,7 +23,7 @@ PROGRAMS = 10_000
 @pytest.mark.skipif(sys.platform != "linux", reason="processes are limited as on Linux")
 @pytest.mark.timeout(3600)
 def test_damaged_programs_of_every_operation():
-    ended = damage.run(PROGRAMS)
+    ended = damage.run(PROGRAMS, everything=EVERYTHING)
     assert ended.returncode == 0, ended.stdout
     told = re.search(rf"{PROGRAMS} damaged programs, .*", ended.stdout)
     assert told, ended.stdout

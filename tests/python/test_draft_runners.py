@@ -7,10 +7,10 @@ import re
 import pytest
 
 import reference
-from reference import Program
-from runners import EACH, FAILED, answers, checked, command, refused, succeed, with_longer_context
+from reference import EVERYTHING, Program
+from runners import DRAFTED, EACH, FAILED, answers, checked, command, only_long, refused, succeed, with_longer_context
 
-MODELS = ("tiny-gemma3", "tiny-llama", "tiny-qwen3")
+MODELS = DRAFTED
 SHAPES = [("--depth", depth, "--width", width) for depth in range(1, 7) for width in (1, 3, 8)]
 
 
@@ -30,7 +30,7 @@ def check(programs: tuple[Program, Program], *options: object) -> str:
 @pytest.mark.parametrize("name", MODELS)
 def test_drafts_leave_the_answer_alone(name):
     both = pair(name)
-    for shape in SHAPES if name == "tiny-qwen3" else SHAPES[::5]:
+    for shape in SHAPES[:: 1 if EVERYTHING else 2] if name == MODELS[-1] else SHAPES[::5]:
         check(both, "--max-tokens", 32, *shape)
     said = check(both, "--max-tokens", 64, "--depth", "auto", "--width", "auto")
     reference.note(f"{name}: {said}")
@@ -38,7 +38,7 @@ def test_drafts_leave_the_answer_alone(name):
 
 @pytest.mark.parametrize("kv_format", ["f16", "affine4g32", "row-int4"])
 def test_in_few_bits(kv_format):
-    check(pair("tiny-qwen3"), "--max-tokens", 48, "--kv-format", kv_format, "--depth", 4, "--width", 3)
+    check(pair(MODELS[-1]), "--max-tokens", 48, "--kv-format", kv_format, "--depth", 4, "--width", 3)
 
 
 def test_a_draft_of_small_steps():
@@ -49,6 +49,7 @@ def test_a_draft_of_small_steps():
     assert 4 < max(counts) <= 8
 
 
+@only_long
 def test_a_draft_of_another_model():
     """Nothing tells it from the model's own where all sizes are equal; the answers are right."""
     check((pair("tiny-qwen3")[0], pair("tiny-llama")[1]), "--max-tokens", 32)
@@ -96,19 +97,20 @@ def test_memory_returns_to_where_it_was():
     assert process[-1] < process[9] + 0.5
 
 
-def test_a_target_that_does_not_give_the_hidden_states():
+@pytest.mark.parametrize(
+    ("options", "gives"),
+    [({}, "none"), pytest.param({"tap_layers": (1,)}, "those of layer 1", marks=only_long)],
+    ids=["none", "another layer's"],
+)
+def test_a_target_that_does_not_give_the_hidden_states(options, gives):
     """It is said which layer's are wanted, and how they are had."""
     draft = pair("tiny-llama")[1]
-    for target, gives in (
-        (with_longer_context("tiny-llama"), "none"),
-        (with_longer_context("tiny-llama", tap_layers=(1,)), "those of layer 1"),
-    ):
-        refused(
-            command("speculative", target, "--draft", draft.path),
-            FAILED,
-            f"the draft: it takes the hidden states of layer 0, and the model gives {gives}: "
-            "export the model with --tap-layers 0",
-        )
+    refused(
+        command("speculative", with_longer_context("tiny-llama", **options), "--draft", draft.path),
+        FAILED,
+        f"the draft: it takes the hidden states of layer 0, and the model gives {gives}: "
+        "export the model with --tap-layers 0",
+    )
 
 
 @EACH

@@ -16,17 +16,20 @@ from etkv import describe_program, pte
 from etkv.errors import EtkvError
 from etkv.export import ExportRequest, attention, cpu, export_program, is_current, limits, mlx, source
 from reference import Program, Variant
+from runners import only_long
 
-VARIANTS = [
-    *(Variant(name) for name in tiny_models.CONFIGS),
-    *(Variant("tiny-llama", dtype, quantize) for dtype in ("f16", "bf16") for quantize in (None, "4w", "8w")),
-    Variant("tiny-llama", "f32", "4w"),
-    Variant("tiny-llama", "f32", "8w"),
-    Variant("tiny-qwen2", "bf16", "4w"),
-    Variant("tiny-gemma3", "f32", "4w"),
-    Variant("tiny-qwen3-untied", "f32", "4w"),
-    Variant("tiny-qwen3-untied", "f32", "8w"),
-]
+VARIANTS = reference.chosen(
+    [
+        *(Variant(name) for name in tiny_models.CONFIGS),
+        *(Variant("tiny-llama", dtype, quantize) for dtype in ("f16", "bf16") for quantize in (None, "4w", "8w")),
+        Variant("tiny-llama", "f32", "4w"),
+        Variant("tiny-llama", "f32", "8w"),
+        Variant("tiny-qwen2", "bf16", "4w"),
+        Variant("tiny-gemma3", "f32", "4w"),
+        Variant("tiny-qwen3-untied", "f32", "4w"),
+        Variant("tiny-qwen3-untied", "f32", "8w"),
+    ]
+)
 
 
 @pytest.fixture(scope="module")
@@ -184,12 +187,14 @@ def test_a_failed_export_leaves_the_previous_one(exported, tiny, tmp_path, monke
 
     monkeypatch.setattr("etkv.export.companions.write", full)
     with pytest.raises(EtkvError, match="cannot be written: No space left on device"):
-        export_program(ExportRequest(model=tiny("tiny-llama"), output=out / "model.pte", dtype="float16"))
+        export_program(ExportRequest(model=tiny("tiny-llama"), output=out / "model.pte", dtype="float16", layers=1))
     assert {file.name: file.read_bytes() for file in out.iterdir() if file.is_file()} == before
     assert {file.name for file in out.iterdir()} == {*before, "hf"}
 
 
-@pytest.mark.parametrize("where", ["etkv.export.lowering.lower", "etkv.export.companions.write"])
+@pytest.mark.parametrize(
+    "where", ["etkv.export.lowering.lower", pytest.param("etkv.export.companions.write", marks=only_long)]
+)
 def test_a_failed_export_leaves_the_weights_of_the_previous_one(exported, tiny, tmp_path, monkeypatch, where):
     out = shutil.copytree(exported("tiny-llama"), tmp_path / "out")
     before = {file: file.read_bytes() for file in out.rglob("*") if file.is_file()}
@@ -205,12 +210,15 @@ def test_a_failed_export_leaves_the_weights_of_the_previous_one(exported, tiny, 
     assert [folder for folder in out.rglob("*") if folder.is_dir()] == [out / "hf"]
 
 
-@pytest.mark.parametrize("beside", [False, True], ids=["one folder for all", "beside a GGUF file"])
+@pytest.mark.parametrize(
+    "beside",
+    [pytest.param(False, id="one folder for all", marks=only_long), pytest.param(True, id="beside a GGUF file")],
+)
 def test_what_was_written_together_is_current(tiny, tiny_llama_gguf, tmp_path, beside):
     """Program, weights and, of a GGUF file, the model in one folder: nothing is exported again, and no input lost."""
     model = shutil.copy(tiny_llama_gguf, tmp_path) if beside else tiny("tiny-llama")
     source_files = {file: file.read_bytes() for file in source.find(Path(model)).files()}
-    request = ExportRequest(Path(model), tmp_path / "model.pte", keep_hf=tmp_path)
+    request = ExportRequest(Path(model), tmp_path / "model.pte", keep_hf=tmp_path, layers=1)
     assert not is_current(request)
     export_program(request)
     first = request.output.read_bytes()
@@ -227,7 +235,7 @@ def test_companions_of_an_earlier_model_go(tiny, tmp_path):
     (model / "chat_template.jinja").unlink()
     (tmp_path / "out").mkdir()
     (tmp_path / "out" / "chat_template.jinja").write_text("of another model")
-    export_program(ExportRequest(model=model, output=tmp_path / "out" / "model.pte"))
+    export_program(ExportRequest(model=model, output=tmp_path / "out" / "model.pte", layers=1))
     assert not (tmp_path / "out" / "chat_template.jinja").exists()
 
 
@@ -295,6 +303,7 @@ def test_smallest_program_and_group_size(tiny, tmp_path):
             group_size=64,
             max_context=2,
             prefill_chunk=2,
+            layers=1,
         )
     )
     methods = pte.constant_methods(file)

@@ -13,22 +13,24 @@ from etkv.description import describe_program
 from reference import STORY, Program, Variant
 
 # Qwen2, Llama and Qwen3 in other dtypes are in test_model_precision, windows in test_windows.
-VARIANTS = [
-    Variant("tiny-llama"),
-    Variant("tiny-qwen3"),
-    Variant("tiny-mistral-window"),
-    Variant("tiny-gemma3"),
-    Variant("tiny-gemma3", "f32", "4w"),
-    Variant("tiny-gemma3", "bf16"),
-    Variant("tiny-phi"),
-    Variant("tiny-phi3"),
-    Variant("tiny-smollm3"),
-    Variant("tiny-mixtral"),
-    Variant("tiny-qwen3-moe"),
-    Variant("tiny-qwen3-moe", "f32", "4w"),
-    Variant("tiny-qwen3-moe", "f32", "8w"),
-    Variant("tiny-qwen3-moe", "bf16"),
-]
+VARIANTS = reference.chosen(
+    [
+        Variant("tiny-llama"),
+        Variant("tiny-qwen3"),
+        Variant("tiny-mistral-window"),
+        Variant("tiny-gemma3"),
+        Variant("tiny-gemma3", "f32", "4w"),
+        Variant("tiny-gemma3", "bf16"),
+        Variant("tiny-phi"),
+        Variant("tiny-phi3"),
+        Variant("tiny-smollm3"),
+        Variant("tiny-mixtral"),
+        Variant("tiny-qwen3-moe"),
+        Variant("tiny-qwen3-moe", "f32", "4w"),
+        Variant("tiny-qwen3-moe", "f32", "8w"),
+        Variant("tiny-qwen3-moe", "bf16"),
+    ]
+)
 PROMPT, DECODE = 70, 32
 CAPTURED = {"tiny-llama", "tiny-qwen3", "tiny-mistral-window", "tiny-gemma3", "tiny-phi3", "tiny-smollm3"}
 """The families whose steps of a few tokens are one launch on CUDA, in half precision."""

@@ -12,6 +12,7 @@ import pytest
 
 import reference
 from reference import DTYPES, EVERYTHING, STORY, TINY_CHUNK, Program, Variant
+from runners import only_long
 
 PRECISIONS = [(dtype, quantize) for dtype in DTYPES for quantize in (None, "4w", "8w")]
 EACH_ONCE = [("f32", None), ("f16", "8w"), ("bf16", "4w")]
@@ -21,15 +22,17 @@ PRECISIONS_OF = {
     "tiny-qwen2": PRECISIONS if EVERYTHING else EACH_ONCE,
     "tiny-qwen3": PRECISIONS if EVERYTHING else EACH_ONCE,
 }
-VARIANTS = [
-    *(Variant(family, *precision) for family, precisions in PRECISIONS_OF.items() for precision in precisions),
-    # What these add to their family does not depend on the dtype.
-    Variant("tiny-llama-untied"),
-    Variant("tiny-llama-untied", "f32", "4w"),
-    Variant("tiny-llama3"),
-    Variant("tiny-qwen3-untied"),
-    Variant("tiny-qwen3-untied", "f32", "8w"),
-]
+VARIANTS = reference.chosen(
+    [
+        *(Variant(family, *precision) for family, precisions in PRECISIONS_OF.items() for precision in precisions),
+        # What these add to their family does not depend on the dtype.
+        Variant("tiny-llama-untied"),
+        Variant("tiny-llama-untied", "f32", "4w"),
+        Variant("tiny-llama3"),
+        Variant("tiny-qwen3-untied"),
+        Variant("tiny-qwen3-untied", "f32", "8w"),
+    ]
+)
 DECODE = 8
 PROMPT = [256, 258, *b"user\nhow far is it to the mill, and back?", 257, 10, 258]
 
@@ -133,7 +136,8 @@ def smollm2_in(dtype: str, quantize: str | None = None) -> Variant:
     return Variant("smollm2-135m", dtype, quantize, layers=SMOLLM2_LAYERS)
 
 
-SMOLLM2 = [smollm2_in("bf16"), smollm2_in("f32", "4w"), smollm2_in("f32", "8w")]
+WIDTHS = ["4w", "8w"] if EVERYTHING else ["4w"]
+SMOLLM2 = [*([smollm2_in("bf16")] if EVERYTHING else []), *(smollm2_in("f32", width) for width in WIDTHS)]
 
 
 @pytest.fixture(scope="module")
@@ -142,6 +146,7 @@ def smollm2() -> dict[Variant, Program]:
 
 
 @pytest.mark.real_model
+@only_long
 def test_smollm2_bfloat16_is_as_good_as_mlx_lm(smollm2):
     """A row is the last row of the prompt that ends there, so a prompt of 200 tokens measures 200 prompts.
 
@@ -168,7 +173,7 @@ def test_smollm2_bfloat16_is_as_good_as_mlx_lm(smollm2):
 
 
 @pytest.mark.real_model
-@pytest.mark.parametrize("quantize", ["4w", "8w"])
+@pytest.mark.parametrize("quantize", WIDTHS)
 def test_smollm2_quantized_equals_transformers_on_the_dequantized_weights(smollm2, quantize):
     """The weights are what the .pte holds, and the arithmetic is float32 on both sides.
 

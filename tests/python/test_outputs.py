@@ -12,7 +12,12 @@ import etkv
 import reference
 from etkv import pte
 from etkv.errors import EtkvError
-from reference import STORY
+from reference import STORY, Variant
+
+TAPPED = Variant("tiny-llama", tap_layers=(1, 0))
+LAST_ROW = Variant("tiny-gemma3", logits="last", tap_layers=(0,))
+FIRST_LAYER = Variant("tiny-gemma3", layers=1)
+VARIANTS = [TAPPED, LAST_ROW, FIRST_LAYER]
 
 TOKENS = 90
 """Tokens of a text: past the window of 64, and more than one step of the program."""
@@ -45,9 +50,9 @@ def run(folder, ids, *, logits="all", step=40) -> list[torch.Tensor]:
     return [torch.cat(outputs, dim=1)[0] for outputs in zip(*made, strict=True)]
 
 
-def test_hidden_states_are_what_layers_hand_on(exported, ids):
+def test_hidden_states_are_what_layers_hand_on(ids):
     """In the order that was asked for, of the last layer before the final norm; every row, whatever the logits."""
-    folder = exported("tiny-llama", tap_layers=(1, 0))
+    folder = reference.program(TAPPED).path.parent
     assert pte.constant_methods(folder / "model.pte")["get_tap_layers"] == [1, 0]
     first, second = hidden_states(folder / "hf", ids, 2)
     expected = reference.logits(reference.load_hf(folder / "hf"), ids)
@@ -58,9 +63,9 @@ def test_hidden_states_are_what_layers_hand_on(exported, ids):
         np.testing.assert_allclose(tapped, torch.cat([second, first], dim=-1), atol=1e-4)
 
 
-def test_a_program_of_the_last_row_alone(exported, ids):
+def test_a_program_of_the_last_row_alone(ids):
     """One row a step, however it is loaded, and hidden states of every token beside it."""
-    folder = exported("tiny-gemma3", logits="last", tap_layers=(0,))
+    folder = reference.program(LAST_ROW).path.parent
     assert pte.constant_methods(folder / "model.pte")["get_logits_rows"] == 1
     (expected,) = hidden_states(folder / "hf", ids, 1)
     whole = reference.logits(reference.load_hf(folder / "hf"), ids)
@@ -85,7 +90,7 @@ def test_a_family_that_computes_every_row():
 
 def test_a_draft_is_the_first_layers_and_the_head(exported, ids):
     """With the caches of these layers; the folder beside it is a model of its own."""
-    folder, whole = exported("tiny-gemma3", layers=1), exported("tiny-gemma3")
+    folder, whole = reference.program(FIRST_LAYER).path.parent, exported("tiny-gemma3")
     methods = pte.constant_methods(folder / "model.pte")
     assert (methods["kv_cache.n_layers"], methods["kv_cache.window"]) == (1, 64)
     model = reference.load_hf(whole / "hf")

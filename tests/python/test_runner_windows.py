@@ -8,13 +8,13 @@ import pytest
 
 import reference
 from reference import CHAT, Program
-from runners import EACH, answers, checked, prompts, succeed, with_longer_context
+from runners import EACH, answers, checked, only_long, prompts, succeed, with_longer_context
 
 WINDOW = 64
 MOST = 220
 """Tokens of an answer: more than a window and two steps, so that every kind of cache drops positions."""
 
-MODELS = pytest.mark.parametrize("model", ["tiny-mistral-window", "tiny-gemma3"])
+MODELS = pytest.mark.parametrize("model", ["tiny-mistral-window", pytest.param("tiny-gemma3", marks=only_long)])
 
 
 @pytest.fixture(scope="module")

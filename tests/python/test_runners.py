@@ -167,7 +167,7 @@ def test_the_real_model_answers_as_in_transformers(smollm2, name, options):
         ("agent_fork", ["--context-tokens", 1024 if EVERYTHING else 64]),
         pytest.param("prefix", [], marks=only_long),
         pytest.param("rollback", [], marks=only_long),
-        ("batch", ["--kv-format", "affine4g64"]),
+        pytest.param("batch", ["--kv-format", "affine4g64"], marks=only_long),
     ],
     ids=["fork", "prefix", "rollback", "4 bits"],
 )
@@ -413,6 +413,11 @@ def test_more_branches_than_a_step_has_tokens(llama):
 def test_more_prompts_than_a_cache_has_sequences(llama):
     questions = [chr(ord("a") + i % 26) for i in range(256)]
     refused(command("agent_fork", llama, *prompts(questions)), MISUSED, "256 prompts", "255 branches")
+
+
+@only_long
+def test_more_prompts_than_a_cache_has_sequences_in_a_batch():
+    questions = [chr(ord("a") + i % 26) for i in range(256)]
     wide = with_longer_context("tiny-llama", prefill_chunk=512)
     done = succeed("batch", wide, "--raw", "--max-tokens", 2, "--check", "--ids", *prompts([*questions, *"xyz"]))
     assert checked(done)[0] == len(answers(done.stdout)) == 259

@@ -10,7 +10,7 @@ import re
 import sys
 import time
 
-from . import expected, export, outcomes, table
+from . import expected, export, outcomes, part, table
 
 
 def main() -> int:
@@ -21,11 +21,12 @@ def main() -> int:
     )
     parser.add_argument("--only", metavar="PATTERN", help="those whose folder has this regular expression")
     parser.add_argument("--op", metavar="NAME", help="those with a node of this type, such as Softmax")
+    parser.add_argument("--part", action="store_true", help="those of `make test`: one with each operation")
     parser.add_argument("--export-only", action="store_true", help="export what is missing or stale, and run nothing")
     parser.add_argument("--jobs", type=int, default=2, metavar="N", help="processes that export and run (2)")
     parser.add_argument("--passes", choices=("default", "none", "gpu"), default="default", help="passes over programs")
     parser.add_argument(
-        "--write-expected", action="store_true", help="write expected.json and docs/ops.md from this run"
+        "--write-expected", action="store_true", help="write expected.json, part.json and docs/ops.md from this run"
     )
     options = parser.parse_args()
     if options.jobs < 1:
@@ -34,7 +35,7 @@ def main() -> int:
         pattern = re.compile(options.only or "")
     except re.error as error:
         parser.error(f"--only takes a regular expression, not {options.only!r}: {error}")
-    everything = not options.only and not options.op
+    everything = not (options.only or options.op or options.part)
     if options.write_expected and not (everything and options.passes == "default"):
         parser.error("--write-expected takes a run of all configurations with the default passes")
 
@@ -43,7 +44,12 @@ def main() -> int:
     def note(text: str) -> None:
         print(f"[{time.monotonic() - begin:6.1f} s] {text}", file=sys.stderr, flush=True)
 
-    found = export.export(options.jobs, lambda folder: pattern.search(folder) is not None, note)
+    chosen = set(part.read()) if options.part else None
+
+    def wanted(folder: str) -> bool:
+        return pattern.search(folder) is not None and (chosen is None or folder in chosen)
+
+    found = export.export(options.jobs, wanted, note)
     if options.export_only:
         note(f"{len(found)} configurations are exported, {sum(case.error is not None for case in found)} cannot be")
         return 0
@@ -60,6 +66,7 @@ def main() -> int:
         outcomes.write(ended, options.passes)
     if options.write_expected:
         expected.write(ended)
+        part.write(ended)
         table.write(ended)
     different = expected.differences(ended, everything=everything)
     if different:

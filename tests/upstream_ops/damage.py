@@ -11,14 +11,19 @@ import os
 import subprocess
 import sys
 
-from . import cases, payloads
+from . import cases, part, payloads
 
 PROGRAMS = cases.FOLDER.parent / "damage" / "programs.bin"
 
 
-def run(count: int, *, first: int = 1, seed: int | None = None, jobs: int = 1) -> subprocess.CompletedProcess[str]:
-    """Run the campaign: ``count`` seeds from ``first`` on, or ``seed`` alone."""
-    payloads.gather(PROGRAMS)
+def run(
+    count: int, *, first: int = 1, seed: int | None = None, jobs: int = 1, everything: bool = True
+) -> subprocess.CompletedProcess[str]:
+    """Run the campaign: ``count`` seeds from ``first`` on, or ``seed`` alone.
+
+    Damages the programs of all configurations, or of those in ``part.json``.
+    """
+    payloads.gather(PROGRAMS, None if everything else part.read())
     environment = {
         **os.environ,
         "ETKV_DAMAGE_PROGRAMS": str(PROGRAMS),
@@ -29,8 +34,9 @@ def run(count: int, *, first: int = 1, seed: int | None = None, jobs: int = 1) -
     environment.pop("ETKV_SEED", None)
     if seed is not None:
         environment["ETKV_SEED"] = str(seed)
-    # As `make lint` chooses packages: with others Cargo would build dependencies again.
-    words = ["cargo", "test", "--quiet", "--release", "--locked", "--workspace", "--test", "damaged_programs"]
+    # As `make test-rust` chooses packages: with others Cargo would build dependencies again.
+    packages = ["--workspace", "--exclude", "etkv-benches"]
+    words = ["cargo", "test", "--quiet", "--release", "--locked", *packages, "--test", "damaged_programs"]
     return subprocess.run(words, cwd=cases.ROOT, env=environment, stdout=subprocess.PIPE, text=True, check=False)
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import time
 import warnings
 from collections.abc import Callable
@@ -12,7 +11,7 @@ import torch
 
 from etkv.errors import first_line
 
-from . import cases, composite_ops, wheel, worker
+from . import cases, fast_exports, wheel, worker
 
 
 def prepare() -> Callable[[int | None], Any]:
@@ -22,12 +21,10 @@ def prepare() -> Callable[[int | None], Any]:
     """
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)
-    composite_ops.look_up_once()
     utils = wheel.test_utils()
     configurations = wheel.configurations()
-    # Looking for cycles among what torch has imported takes a sixth of the exports.
-    gc.freeze()
-    gc.set_threshold(50_000, 20, 100)
+    fast_exports.prepare()
+    fast_exports.solve_codebooks_faster()
     names = [cases.folder_name(index, configuration.name) for index, configuration in enumerate(configurations)]
 
     def export(index: int | None) -> Any:

@@ -15,7 +15,7 @@ import struct
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -148,9 +148,9 @@ def write(path: Path, found: list[Case]) -> None:
     scratch.replace(path)
 
 
-def is_current(path: Path) -> bool:
-    """Return whether the file has the programs as they are exported now."""
-    mark = MARK + _text(cases.stamp())
+def is_current(path: Path, count: int) -> bool:
+    """Return whether the file has ``count`` programs as they are exported now."""
+    mark = MARK + _text(cases.stamp()) + struct.pack("<I", count)
     try:
         with path.open("rb") as file:
             return file.read(len(mark)) == mark
@@ -247,15 +247,19 @@ def _list(entries: list[bytes]) -> bytes:
     return struct.pack("<I", len(entries)) + b"".join(entries)
 
 
-def gather(path: Path) -> None:
-    """Export what is missing, and write the file if it is missing or stale."""
+def gather(path: Path, folders: Collection[str] | None = None) -> None:
+    """Export what is missing, and write the file if it is missing or stale.
+
+    It has the programs of ``folders``, or of all configurations.
+    """
 
     def note(text: str) -> None:
         print(text, file=sys.stderr, flush=True)
 
-    found = export.export(2, lambda folder: True, note)
-    if not is_current(path):
-        write(path, [case for case in found if case.error is None])
+    exported = export.export(2, lambda folder: folders is None or folder in folders, note)
+    found = [case for case in exported if case.error is None]
+    if not is_current(path, len(found)):
+        write(path, found)
 
 
 if __name__ == "__main__":

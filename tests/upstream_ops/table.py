@@ -78,6 +78,11 @@ def text(ended: Sequence[Outcome]) -> str:
     return _HEAD + "".join(rows)
 
 
+def without_counts(text: str) -> str:
+    """Return the page without the numbers of its tests, which a run of all configurations has."""
+    return re.sub(r"\| \d+ of \d+ \|", "| n |", text)
+
+
 def write(ended: Sequence[Outcome]) -> None:
     """Write the page from a run of all configurations."""
     PAGE.write_text(text(ended))

@@ -1,0 +1,68 @@
+"""Makes exports in tests faster, and their programs the same.
+
+Each function takes the place of one of torch's, by its name: a release that has it elsewhere fails here.
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+import gc
+import importlib
+import math
+import types
+from typing import Any
+from unittest import mock
+
+import numpy as np
+import torch._dynamo.guards
+import torch.fx.traceback
+
+from . import composite_ops
+
+
+@functools.cache
+def prepare() -> None:
+    """Speed up the exports of this process."""
+    composite_ops.look_up_once()
+    _leave_guards_as_they_are()
+    _share_origins()
+    # An export makes millions of objects that stay until its end, and what is imported stays for good: looking for
+    # cycles among them takes an eighth of it.
+    gc.freeze()
+    gc.set_threshold(50_000, 20, 100)
+
+
+def _leave_guards_as_they_are() -> None:
+    """Skip the search for equal parts in the code of guards, a tenth of an export, which runs no guard."""
+    of_guards = torch._dynamo.guards.PyExprCSEPass
+    assert hasattr(of_guards, "count") and hasattr(of_guards, "replace")
+    of_guards.count = lambda self, exprs: None  # type: ignore[method-assign]
+    of_guards.replace = lambda self, expr: ([], expr)  # type: ignore[method-assign]
+
+
+def _share_origins() -> None:
+    """Give a node the list of the nodes that it comes from, which nothing changes, without a copy of all of them."""
+    origins: Any = torch.fx.traceback
+    assert origins.copy is copy and hasattr(origins, "NodeSource")
+    names = {name: value for name, value in vars(copy).items() if not name.startswith("__")}
+    origins.copy = types.SimpleNamespace(**{**names, "deepcopy": list})
+
+
+@functools.cache
+def solve_codebooks_faster() -> None:
+    """Speed up ExecuTorch's codebooks of TurboQuant, which take ten seconds each: scipy's density checks a number."""
+    codebooks: Any = importlib.import_module("executorch.extension.llm.modules.turboquant.codebook")
+    solve = codebooks._solve_lloyd_max_cached
+
+    def solving(*arguments: Any) -> Any:
+        with mock.patch("scipy.stats.norm", types.SimpleNamespace(pdf=_density)):
+            return solve(*arguments)
+
+    codebooks._solve_lloyd_max_cached = solving
+
+
+def _density(at: float, loc: float, scale: float) -> Any:
+    """Return scipy's density of a normal distribution, by the same steps."""
+    place = (at - loc) / scale
+    return np.exp(-(place**2) / 2.0) / math.sqrt(2 * math.pi) / scale
