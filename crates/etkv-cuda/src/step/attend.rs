@@ -18,15 +18,14 @@ pub(crate) const ATTEND_THREADS: usize = 32 * WARPS;
 const WARPS: usize = 4;
 /// The most tiles of plain pools that a block holds at a time.
 const MOST_TILES: usize = 3;
-/// Blocks that merge of which a multiprocessor has as many at a time: with twice the threads and what a thread asks for
-/// at once, and with the second only.
+/// The most blocks that merge, for each multiprocessor, where they are few, and where they are some.
 const FEW_MERGING: usize = 1;
 const SOME_MERGING: usize = 4;
 /// The most blocks along the second and third axis.
 const MOST_BLOCKS: usize = 65_535;
 /// Shared memory for the tiles of packed pools in a block.
 const MOST_PACKED_SHARED: usize = 96 << 10;
-/// The most tiles of packed pools that a block holds at a time, and as many as are enough.
+/// The most tiles of packed pools that a block holds at a time. A multiprocessor has fewer blocks rather than fewer tiles.
 const MOST_STAGES: usize = 4;
 /// The largest heads of which a warp takes more rows, or of which a multiprocessor has more than two blocks: their
 /// sums are in registers.
@@ -145,7 +144,8 @@ impl AttendShape {
     }
 }
 
-/// The kernels that merge: for few blocks, each with many threads, for some, and for many.
+/// The kernels that merge. Where blocks are few, each has more threads; where they are few or some, a thread asks for more
+/// slices at once.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum MergeKernel {
     Few,
@@ -156,10 +156,12 @@ pub(crate) enum MergeKernel {
 impl MergeKernel {
     /// Returns the one for so many blocks for each multiprocessor.
     fn of(blocks: usize) -> Self {
-        match blocks {
-            ..=FEW_MERGING => Self::Few,
-            ..=SOME_MERGING => Self::Some,
-            _ => Self::Many,
+        if blocks <= FEW_MERGING {
+            Self::Few
+        } else if blocks <= SOME_MERGING {
+            Self::Some
+        } else {
+            Self::Many
         }
     }
 
