@@ -53,7 +53,6 @@ struct Slice {
   int block;
   // Of this thread's two rows the query, and one past the last key that it may see.
   int query_of[2], ends_at[2];
-  // The most warps between which rows are divided.
   // This thread of its warp, and what the warp has of the block.
   int thread, warp, row_warps, row_of_warp, key_of_warp, head;
 
