@@ -575,7 +575,7 @@ def test_a_reader_that_has_enough_ends_the_command(tiny):
     os.close(read)
     path = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
     with os.fdopen(write) as output:
-        done = subprocess.run(command, stdout=output, stderr=subprocess.PIPE, text=True, env=path, timeout=60)
+        done = subprocess.run(command, stdout=output, stderr=subprocess.PIPE, text=True, env=path, timeout=300)
     assert (done.returncode, done.stderr) == (0, "")
 
 
