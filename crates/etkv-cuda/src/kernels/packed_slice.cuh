@@ -310,10 +310,7 @@ struct PackedSlice {
 #pragma unroll
     for (int i = 0; i < 4 * ROW_TILES; ++i) {
       float& score = scores[i / 4][i % 4];
-      score *= part[0].scale;
-      // Only a key or a query that is not finite scores so low. Several sequences share the pools: the host
-      // has to see it, and it would be a key without a weight.
-      if (MASK == SEES_LISTED && score == -INFINITY) score = INFINITY - INFINITY;
+      score = part[0].scaled(score);
     }
     // Most steps are seen by all rows.
     if (!__all_sync(ALL, ends_at < 0 || seen == 0xffff)) {
@@ -352,8 +349,7 @@ struct PackedSlice {
       float weight[2];
 #pragma unroll
       for (int i = 0; i < 2; ++i) {
-        float highest = fmaxf(most[t][i], fmaxf(scores[t][i], scores[t][i + 2]));
-        for (int step = 4; step < 32; step *= 2) highest = fmaxf(highest, __shfl_xor_sync(ALL, highest, step));
+        float own = fmaxf(most[t][i], fmaxf(scores[t][i], scores[t][i + 2])), highest = over_column(own, false);
         weight[i] = weight_of(most[t][i], highest);
         total[t][i] *= weight[i];
         most[t][i] = highest;
@@ -492,8 +488,7 @@ struct PackedSlice {
 #pragma unroll
     for (int i = 0; i < 2 * EACH; ++i) {
       int t = p * EACH + i / 2, of_pair = i % 2, of_warp = i / 2 * ROW_TILE + 2 * m + of_pair;
-      float whole = total[t][of_pair];
-      for (int step = 4; step < 32; step *= 2) whole += __shfl_xor_sync(ALL, whole, step);
+      float whole = over_column(total[t][of_pair], true);
 #pragma unroll
       for (int element = 0; element < ELEMENTS; element += 4) {
         int first = column(element, g);

@@ -66,13 +66,19 @@ __device__ inline unsigned pair_of(E low, E high) {
   return bits[0] | static_cast<unsigned>(bits[1]) << 16;
 }
 
-__device__ inline float over_row(float x, bool adds) {
-  for (int step = 1; step <= 2; step *= 2) {
+// The sum of `x`, or the greatest, of the threads of a warp whose numbers differ by a multiple of `FROM` below `TO`.
+template <int FROM, int TO>
+__device__ inline float over_threads(float x, bool adds) {
+  for (int step = FROM; step < TO; step *= 2) {
     float other = __shfl_xor_sync(ALL, x, step);
     x = adds ? x + other : fmaxf(x, other);
   }
   return x;
 }
+
+// That of the four threads of a row of a product, and of the eight of a column.
+__device__ inline float over_row(float x, bool adds) { return over_threads<1, 4>(x, adds); }
+__device__ inline float over_column(float x, bool adds) { return over_threads<4, 32>(x, adds); }
 
 // The weight of a part of a row whose largest score is `most` where that of the row is `highest`.
 // Scores are multiples of log 2, so that the weight is a power of 2. Where nothing is seen, it is 0.

@@ -291,6 +291,13 @@ struct Slice {
     add_values(scores, values);
   }
 
+  __device__ float scaled(float score) const {
+    score *= scale;
+    // Only a key or a query that is not finite scores so low. Several sequences share the pools: the host
+    // has to see it, and it would be a key without a weight.
+    return MASK == SEES_LISTED && score == -INFINITY ? INFINITY - INFINITY : score;
+  }
+
   // Makes weights of the scores of some steps, with the sums so far multiplied to match.
   template <int N>
   __device__ void weigh(float (&scores)[N][2][4], const unsigned* seen) {
@@ -298,10 +305,7 @@ struct Slice {
 #pragma unroll
     for (int i = 0; i < 8 * N; ++i) {
       float& score = scores[i / 8][i / 4 % 2][i % 4];
-      score *= scale;
-      // Only a key or a query that is not finite scores so low. Several sequences share the pools: the host
-      // has to see it, and it would be a key without a weight.
-      if (MASK == SEES_LISTED && score == -INFINITY) score = INFINITY - INFINITY;
+      score = scaled(score);
       all &= seen[i / 8];
     }
     // Most steps are seen by all rows.
