@@ -81,6 +81,11 @@ __device__ inline uint4 read_rows(const void* at) {
 #endif
 }
 
+// Reads as many floats of what other blocks have written.
+__device__ inline float4 read_four(const float* at) { return __ldcg(reinterpret_cast<const float4*>(at)); }
+
+__device__ inline float2 read_two(const float* at) { return __ldcg(reinterpret_cast<const float2*>(at)); }
+
 // Lets the next kernel begin once all blocks are here.
 __device__ inline void let_next_begin() {
 #ifdef ETKV_OVERLAPS

@@ -19,20 +19,30 @@ struct Merge {
     int piece = threadIdx.x % PIECES, share = threadIdx.x / PIECES;
     float most = -INFINITY, whole = 0, sum[4] = {};
     for (int first = share; share < SHARES && first < slices; first += SHARES * AT_ONCE) {
-      float x[AT_ONCE][LEFT];
+      float2 ends[AT_ONCE];
+      float4 its[AT_ONCE];
 #pragma unroll
       for (int i = 0; i < AT_ONCE; ++i) {
         int slice = first + SHARES * i;
-        for (int j = 0; j < LEFT; ++j) x[i][j] = 0;
-        if (slice >= slices) continue;
-        float2 ends = __ldcg(reinterpret_cast<const float2*>(stats + 2LL * slice * pitch));
-        float4 its = __ldcg(reinterpret_cast<const float4*>(parts + 1LL * slice * pitch * DV + 4 * piece));
-        x[i][0] = ends.x;
-        x[i][1] = ends.y;
-        x[i][2] = its.x;
-        x[i][3] = its.y;
-        x[i][4] = its.z;
-        x[i][5] = its.w;
+        bool exists = slice < slices;
+        ends[i] = exists ? read_two(stats + 2LL * slice * pitch) : make_float2(0, 0);
+        its[i] = exists ? read_four(parts + 1LL * slice * pitch * DV + 4 * piece) : make_float4(0, 0, 0, 0);
+      }
+      // The compiler would put off each read until it is needed, so that one waited for another. Here all are needed, for
+      // bits that are always 0.
+      unsigned bits = 0;
+#pragma unroll
+      for (int i = 0; i < AT_ONCE; ++i) bits |= __float_as_uint(its[i].x);
+      most = __uint_as_float(__float_as_uint(most) ^ (bits & slices >> 31));
+      float x[AT_ONCE][LEFT];
+#pragma unroll
+      for (int i = 0; i < AT_ONCE; ++i) {
+        x[i][0] = ends[i].x;
+        x[i][1] = ends[i].y;
+        x[i][2] = its[i].x;
+        x[i][3] = its[i].y;
+        x[i][4] = its[i].z;
+        x[i][5] = its[i].w;
       }
       add(most, whole, sum, x);
     }

@@ -100,19 +100,22 @@ struct PackedSlice {
   // Reads the queries of this thread as `multiply_keys` has the keys.
   __device__ void read_queries() {
     int g = part[0].thread / 4, m = part[0].thread % 4;
+    // All are asked for before the first is converted, which takes a branch. In the place of a row that does not exist
+    // the last one is read: such a row sees no key.
+    uint4 all[ROW_TILES][EIGHTS];
 #pragma unroll
-    for (int t = 0; t < ROW_TILES; ++t) {
-      int r = row(t, g);
-      const E* from = r < part[0].sizes.rows() ? part[0].query(r) : nullptr;
+    for (int i = 0; i < ROW_TILES * EIGHTS; ++i) {
+      int r = min(row(i / EIGHTS, g), part[0].sizes.rows() - 1);
+      all[i / EIGHTS][i % EIGHTS] = read_rows(part[0].query(r) + 8 * (m * EIGHTS + i % EIGHTS));
+    }
 #pragma unroll
-      for (int j = 0; j < EIGHTS; ++j) {
-        uint4 x = make_uint4(0, 0, 0, 0);
-        if (from) x = converted(read_rows(from + 8 * (m * EIGHTS + j)));
-        q_parts[t][2 * j][0] = __byte_perm(x.x, x.z, 0x5410);
-        q_parts[t][2 * j][1] = __byte_perm(x.x, x.z, 0x7632);
-        q_parts[t][2 * j + 1][0] = __byte_perm(x.y, x.w, 0x5410);
-        q_parts[t][2 * j + 1][1] = __byte_perm(x.y, x.w, 0x7632);
-      }
+    for (int i = 0; i < ROW_TILES * EIGHTS; ++i) {
+      int t = i / EIGHTS, j = i % EIGHTS;
+      uint4 x = converted(all[t][j]);
+      q_parts[t][2 * j][0] = __byte_perm(x.x, x.z, 0x5410);
+      q_parts[t][2 * j][1] = __byte_perm(x.x, x.z, 0x7632);
+      q_parts[t][2 * j + 1][0] = __byte_perm(x.y, x.w, 0x5410);
+      q_parts[t][2 * j + 1][1] = __byte_perm(x.y, x.w, 0x7632);
     }
   }
 
@@ -437,13 +440,11 @@ struct PackedSlice {
     // A short cache is a tile for each block: its keys are unpacked while the queries are not there yet.
     unsigned prepared[EIGHTS][2][4];
     auto prepare = [&](int place) {
-      if constexpr (ROW_TILES > 1) return false;
       wait_for_copies<(STAGES > 1 ? STAGES - 2 : 0)>();
       __syncthreads();
       KeysOf<Decoder<K, E, false>> its(stages + place * STAGE, part[0].key_of_warp, part[0].thread);
 #pragma unroll
       for (int j = 0; j < EIGHTS; ++j) its.unpack(prepared[j], j);
-      return true;
     };
     auto start = [&](bool is_prepared) {
       read_queries();
@@ -453,18 +454,21 @@ struct PackedSlice {
       if constexpr (ROW_TILES == 1) {
         unsigned of_step = static_cast<unsigned>(seen_of(tile) >> part[0].key_of_warp) & 0xffff;
         if (__any_sync(ALL, of_step != 0)) {
-          float scores[ROW_TILES][4] = {};
+          // Two sums in turn: the products of one wait for each other.
+          float scores[ROW_TILES][4] = {}, others[ROW_TILES][4] = {};
 #pragma unroll
-          for (int j = 0; j < EIGHTS; ++j) multiply_pairs(scores, prepared[j], j);
+          for (int j = 0; j < EIGHTS; ++j) multiply_pairs(j % 2 ? others : scores, prepared[j], j);
+#pragma unroll
+          for (int i = 0; i < 4; ++i) scores[0][i] += others[0][i];
           weigh(scores, of_step);
           add_values(scores, stages + place * STAGE + VALUES_AT, part[0].key_of_warp);
         }
         if (is_followed) sum_all_queries();
       }
     };
-    auto attend = [&](int tile, int place) {
-      unsigned long long seen = seen_of(tile);
-      Rows::wait_for_tile();
+    unsigned long long seen = 0;
+    auto look = [&](int tile) { seen = seen_of(tile); };
+    auto attend = [&](int place) {
       const char* rows = stages + place * STAGE;
 #pragma unroll
       for (int i = 0; i < 4; ++i) {
@@ -478,7 +482,7 @@ struct PackedSlice {
         add_values(scores, rows + VALUES_AT, at);
       }
     };
-    part[0].for_tiles(known, wait, load_tile, prepare, start, begin, attend);
+    part[0].template for_tiles<ROW_TILES == 1>(known, wait, load_tile, prepare, start, begin, look, attend);
   }
 
   // Ends a part. The parts share the memory for it.

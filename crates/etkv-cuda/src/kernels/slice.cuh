@@ -130,9 +130,8 @@ struct Slice {
 #pragma unroll
     for (int i = 0; i < EACH; ++i) {
       int at = threadIdx.x + THREADS * i, r = at / PIECES;
-      x[i] = make_uint4(0, 0, 0, 0);
-      if (r >= rows_of_block() || first_row() + r >= sizes.rows()) continue;
-      x[i] = read_rows(query(first_row() + r) + at % PIECES * PIECE);
+      // In the place of a row that does not exist the last one is read: such a row sees no key.
+      x[i] = read_rows(query(min(first_row() + r, sizes.rows() - 1)) + at % PIECES * PIECE);
     }
 #pragma unroll
     for (int i = 0; i < EACH; ++i) {
@@ -385,11 +384,10 @@ struct Slice {
       load<DK>(to, k, first, k_aligned);
       load<DV>(to + TILE * K_PITCH, v, first, v_aligned);
     };
-    auto attend = [&](int tile, int place) {
-      // The marks come from far: ask for those of all steps at once.
-      unsigned seen[4];
-      see(seen, tile);
-      wait_for_tile();
+    // The marks come from far: ask for those of all steps at once.
+    unsigned seen[4];
+    auto look = [&](int tile) { see(seen, tile); };
+    auto attend = [&](int place) {
       const E* keys = stages + place * STAGE;
       const E* values = keys + TILE * K_PITCH;
       keys += key_of_warp * K_PITCH;
@@ -401,8 +399,8 @@ struct Slice {
         if (i < steps()) attend_to<2>(keys + STEP * i * K_PITCH, values + STEP * i * V_PITCH, seen + i);
       }
     };
-    auto prepare = [](int) { return false; };
-    for_tiles(known, wait, load_tile, prepare, [&](bool) { read_queries(); }, [](int, int, bool) {}, attend);
+    auto start = [&](bool) { read_queries(); };
+    for_tiles<false>(known, wait, load_tile, [](int) {}, start, [](int, int, bool) {}, look, attend);
   }
 
   // Returns which scores count, for each step of the warp in a tile.
@@ -422,19 +420,19 @@ struct Slice {
     }
   }
 
-  __device__ static void wait_for_tile() {
-    wait_for_copies<STAGES - 1>();
-    __syncthreads();
-  }
-
   // Calls `load` for each tile of the slice with its first key and a place in shared memory, `start` once the
-  // first are on their way, and `attend` with each tile and its place. The kernel before, for which `wait`
-  // waits, writes no key or value before `known`. Where it writes none of the first tiles, `prepare` is called with the
-  // first one's place, before `wait`, and may return that it has prepared it: then `begin` is called for this tile in the
-  // place of `attend`, with whether others follow. `start` is told of it.
-  template <typename Wait, typename Load, typename Prepare, typename Start, typename Begin, typename Attend>
+  // first are on their way, and of each tile `look`, and `attend` with its place once it is there. The kernel before,
+  // for which `wait` waits, writes no key or value before `known`. `PREPARES`: `prepare` is called with the first
+  // tile's place, before `wait` if the kernel before writes none of the first tiles, and then `begin` in the place of
+  // `attend`, with whether others follow. `start` is told of it.
+  template <bool PREPARES, typename Wait, typename Load, typename Prepare, typename Start, typename Begin, typename Look,
+            typename Attend>
   __device__ void for_tiles(int known, const Wait& wait, const Load& load, const Prepare& prepare, const Start& start,
-                            const Begin& begin, const Attend& attend) {
+                            const Begin& begin, const Look& look, const Attend& attend) {
+    // With three places or more a tile may be copied once all warps have come to the one before it: then they have
+    // ended with what was in its place, and wait for each other once a tile in place of twice. Where no warps share
+    // rows, each has so much to do for a tile that the copies would come late.
+    constexpr bool LOADS_LATE = STAGES > 2 && MOST_ROW_WARPS < WARPS;
     int tiles = tiles_of_all(block);
     int first = static_cast<int>(static_cast<long long>(tiles) * blockIdx.x / slices);
     int end = static_cast<int>(static_cast<long long>(tiles) * (blockIdx.x + 1) / slices);
@@ -444,23 +442,31 @@ struct Slice {
     };
     int early = min(first + STAGES - 1, end) - 1;
     bool is_known = early < first || first_key(early) + TILE <= known;
+    bool is_prepared = PREPARES && early >= first;
     if (!is_known) wait();
     for (int i = 0; i < STAGES - 1; ++i) load_tile(first + i);
-    bool is_prepared = is_known && early >= first && prepare(0);
+    if (is_prepared && is_known) prepare(0);
     if (is_known) wait();
     start(is_prepared);
     int tile = first;
     if (is_prepared) {
+      if (!is_known) prepare(0);
       load_tile(tile + STAGES - 1);
       begin(tile, 0, tile + 1 < end);
-      __syncthreads();
+      if (!LOADS_LATE) __syncthreads();
       ++tile;
     }
     for (; tile < end; ++tile) {
-      load_tile(tile + STAGES - 1);
-      attend(tile, (tile - first) % STAGES);
+      if (!LOADS_LATE) load_tile(tile + STAGES - 1);
+      look(tile);
+      wait_for_copies<(LOADS_LATE ? STAGES - 2 : STAGES - 1)>();
       __syncthreads();
+      if (LOADS_LATE) load_tile(tile + STAGES - 1);
+      attend((tile - first) % STAGES);
+      if (!LOADS_LATE) __syncthreads();
     }
+    // What ends the slice takes the places of the tiles.
+    if (LOADS_LATE) __syncthreads();
   }
 
   // Writes four elements of a row, divided by `whole`.
