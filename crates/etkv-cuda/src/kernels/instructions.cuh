@@ -162,4 +162,11 @@ __device__ inline unsigned rounded_pair(float low, float high) {
   return d;
 }
 
+// Returns two numbers as a pair of float16. What is larger than all of it becomes its largest, and NaN stays.
+__device__ inline unsigned limited_pair(float low, float high) {
+  unsigned d;
+  asm("cvt.rn.satfinite.f16x2.f32 %0, %1, %2;" : "=r"(d) : "f"(high), "f"(low));
+  return d;
+}
+
 }  // namespace etkv

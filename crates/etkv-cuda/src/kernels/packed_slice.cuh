@@ -100,8 +100,7 @@ struct PackedSlice {
   // Reads the queries of this thread as `multiply_keys` has the keys.
   __device__ void read_queries() {
     int g = part[0].thread / 4, m = part[0].thread % 4;
-    // All are asked for before the first is converted, which takes a branch. In the place of a row that does not exist
-    // the last one is read: such a row sees no key.
+    // In the place of a row that does not exist the last one is read: such a row sees no key.
     uint4 all[ROW_TILES][EIGHTS];
 #pragma unroll
     for (int i = 0; i < ROW_TILES * EIGHTS; ++i) {
@@ -166,27 +165,15 @@ struct PackedSlice {
   }
 
   // Returns elements in the type of the keys' products. float16 has all numbers of bfloat16 that make a
-  // difference to a score; what is larger than all of it becomes its largest, and NaN stays.
+  // difference to a score.
   __device__ static uint4 converted(uint4 x) {
     if constexpr (cuda::std::is_same_v<E, KeyInner>) return x;
-    unsigned words[4] = {x.x, x.y, x.z, x.w}, large = 0;
+    unsigned words[4] = {x.x, x.y, x.z, x.w};
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
-      // The highest bit of a half is set if it is 65536 or more, or NaN.
-      large |= (words[i] & 0x7fff7fffu) + 0x38803880u;
-      words[i] = rounded_pair<KeyInner>(__uint_as_float(words[i] << 16), __uint_as_float(words[i] & 0xffff0000u));
-    }
-    if (large & 0x80008000u) {
-#pragma unroll
-      for (int i = 0; i < 4; ++i) words[i] = limited(words[i]) | limited(words[i] >> 16) << 16;
+      words[i] = limited_pair(__uint_as_float(words[i] << 16), __uint_as_float(words[i] & 0xffff0000u));
     }
     return make_uint4(words[0], words[1], words[2], words[3]);
-  }
-
-  // The largest float16 in the place of infinity.
-  __device__ static unsigned limited(unsigned bits) {
-    bits &= 0xffff;
-    return (bits & 0x7fff) == 0x7c00 ? bits - 1 : bits;
   }
 
   __device__ void load(char* to, int first) const {
