@@ -70,6 +70,14 @@ pub fn call(
     check(status).map(|()| array)
 }
 
+/// Waits until all work of the enclosing [`run`](super::run)'s stream is done, and until MLX has let go of the arrays
+/// that it needed: a thread of MLX does that on an NVIDIA GPU, some time after they are computed.
+pub fn synchronize() -> Result<()> {
+    let stream = Stream::thread_local_or_default();
+    // SAFETY: the handle is live.
+    check(unsafe { mlx_sys::mlx_synchronize(stream.as_ptr()) })
+}
+
 /// A list of arrays, which functions of mlx-c take and make.
 pub struct Arrays(mlx_sys::mlx_vector_array);
 

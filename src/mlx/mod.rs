@@ -28,7 +28,9 @@ pub(crate) use self::calls::arrays;
 pub use self::calls::check;
 pub(crate) use self::calls::optional_int;
 pub(crate) use self::calls::wait;
-pub(crate) use self::calls::{before_writes, call, cast, slice_axis, update_axis, Arrays};
+pub(crate) use self::calls::{
+    before_writes, call, cast, slice_axis, synchronize, update_axis, Arrays,
+};
 pub(crate) use self::host::bytes;
 #[cfg(feature = "delegate")]
 pub(crate) use self::host::HostBytes;

@@ -30,6 +30,10 @@ pub struct MlxStore {
     pending: Cell<bool>,
 }
 
+/// The most rows that move in all layers at once, such as a chain of a tree. To start the work of a layer and to
+/// wait for it takes a GPU longer than they do.
+const FEW_ROWS: usize = 64;
+
 /// Copies of the rows that a step overwrites and an abort restores: the layer, its slots, keys and
 /// values.
 pub struct SavedRows(Vec<(usize, Slots, [StoredRows; 2])>);
@@ -137,22 +141,27 @@ impl MlxStore {
         Ok(all)
     }
 
-    /// Converts one buffer at a time.
     fn move_rows(
         &mut self,
-        layer: usize,
+        layers: &[usize],
         from: &Slots,
         to: &Slots,
         slots: i32,
     ) -> error::Result<()> {
-        for pool in &mut self.pools[layer] {
-            let rows = pool.copy(from)?;
-            eval(rows.arrays())?;
-            pool.grow(slots)?;
-            pool.put(to, &rows)?;
-            eval(pool.buffers())?;
+        let pools = layers.iter().flat_map(|&layer| &self.pools[layer]);
+        let rows = pools.map(|pool| pool.copy(from)).collect::<error::Result<Vec<_>>>()?;
+        eval(rows.iter().flat_map(StoredRows::arrays))?;
+        // MLX holds the buffers that it has read until then, and what writes to them would copy all of them.
+        mlx::synchronize()?;
+        let mut rows = rows.iter();
+        for &layer in layers {
+            for (pool, rows) in self.pools[layer].iter_mut().zip(&mut rows) {
+                pool.grow(slots)?;
+                pool.put(to, rows)?;
+            }
         }
-        Ok(())
+        let pools = layers.iter().flat_map(|&layer| &self.pools[layer]);
+        Ok(eval(pools.flat_map(|pool| pool.buffers()))?)
     }
 }
 
@@ -288,8 +297,12 @@ impl Store for MlxStore {
         })?)
     }
 
-    fn relocate(&mut self, layer: usize, from: &Slots, to: &Slots, slots: i32) -> Result<()> {
-        Ok(mlx::run(|| self.move_rows(layer, from, to, slots))?)
+    fn relocate(&mut self, layers: &[usize], from: &Slots, to: &Slots, slots: i32) -> Result<()> {
+        let at_once = if from.len() <= FEW_ROWS { layers.len().max(1) } else { 1 };
+        for layers in layers.chunks(at_once) {
+            mlx::run(|| self.move_rows(layers, from, to, slots))?;
+        }
+        Ok(())
     }
 
     fn convert(&mut self, layer: usize, formats: [KvFormat; 2]) -> Result<()> {

@@ -155,12 +155,13 @@ pub trait Store: Sized + Send + 'static {
     /// [`Backend`](crate::Status::Backend); the contents of all slots are unknown.
     fn abort(&mut self, saved: Self::Saved, blank: &[(usize, Slots)]) -> Result<()>;
 
-    /// Moves rows of a layer. It reads all of them before it writes any. Grows the layer to `slots`
-    /// if it has fewer. Needs the memory of the moved rows of one buffer at a time.
+    /// Moves rows of these layers, of each the same. It reads all rows of a layer before it writes any of it.
+    /// Grows layers to `slots` if they have fewer. Needs the memory of the moved rows of one layer at a time, and
+    /// of all of them if these are few.
     ///
     /// # Errors
     /// [`Backend`](crate::Status::Backend); the contents of all slots are unknown.
-    fn relocate(&mut self, layer: usize, from: &Slots, to: &Slots, slots: i32) -> Result<()>;
+    fn relocate(&mut self, layers: &[usize], from: &Slots, to: &Slots, slots: i32) -> Result<()>;
 
     /// Converts the rows of a layer to other formats, which they fit. Needs the memory of one
     /// buffer besides.

@@ -279,12 +279,14 @@ impl Store for VecStore {
         Ok(())
     }
 
-    fn relocate(&mut self, layer: usize, from: &Slots, to: &Slots, slots: i32) -> Result<()> {
-        may_fail(Failure::Relocate)?;
-        for buffer in &mut self.layers[layer] {
-            let rows = buffer.rows.taken(from);
-            buffer.grow(slots);
-            buffer.rows.put(to, &rows);
+    fn relocate(&mut self, layers: &[usize], from: &Slots, to: &Slots, slots: i32) -> Result<()> {
+        for &layer in layers {
+            may_fail(Failure::Relocate)?;
+            for buffer in &mut self.layers[layer] {
+                let rows = buffer.rows.taken(from);
+                buffer.grow(slots);
+                buffer.rows.put(to, &rows);
+            }
         }
         Ok(())
     }

@@ -652,11 +652,11 @@ impl<S: Store> Storage<S> {
 
     fn try_apply(&mut self, moves: &[Move]) -> Result<()> {
         for Move { group, from, to } in moves {
+            let all = 0..self.groups.len();
+            let layers: Vec<usize> = all.filter(|&layer| self.groups[layer] == *group).collect();
+            // Sequences may move apart, to slots that were never used.
             let slots = self.allocated(*group, to.end());
-            for layer in (0..self.groups.len()).filter(|&layer| self.groups[layer] == *group) {
-                // Sequences may move apart, to slots that were never used.
-                self.store.relocate(layer, from, to, slots)?;
-            }
+            self.store.relocate(&layers, from, to, slots)?;
         }
         Ok(())
     }

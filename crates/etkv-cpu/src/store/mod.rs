@@ -164,10 +164,12 @@ impl Store for CpuStore {
         Ok(())
     }
 
-    fn relocate(&mut self, layer: usize, from: &Slots, to: &Slots, slots: i32) -> Result<()> {
-        for buffer in &mut self.layers[layer] {
-            buffer.grow(slots)?;
-            buffer.relocate(from, to)?;
+    fn relocate(&mut self, layers: &[usize], from: &Slots, to: &Slots, slots: i32) -> Result<()> {
+        for &layer in layers {
+            for buffer in &mut self.layers[layer] {
+                buffer.grow(slots)?;
+                buffer.relocate(from, to)?;
+            }
         }
         Ok(())
     }

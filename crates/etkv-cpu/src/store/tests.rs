@@ -275,7 +275,7 @@ impl Run {
         let n = from.len().min(to.len());
         let cut = |slots: &Slots| Slots::of(&slots.iter().take(n).collect::<Vec<_>>());
         let (from, to) = (cut(&from), cut(&to));
-        self.store.relocate(0, &from, &to, self.slots).unwrap();
+        self.store.relocate(&[0], &from, &to, self.slots).unwrap();
         for model in &mut self.model {
             let before = model.rows.clone();
             for (from, to) in from.iter().zip(to.iter()) {
@@ -587,7 +587,7 @@ fn misuse_is_refused() {
     }
     assert_eq!(status(store.read(0, 3..5).map(drop)), Status::Internal);
     assert_eq!(
-        status(store.relocate(0, &Slots::Run(0..1), &Slots::Run(1..3), 4)),
+        status(store.relocate(&[0], &Slots::Run(0..1), &Slots::Run(1..3), 4)),
         Status::Internal
     );
     let odd =
