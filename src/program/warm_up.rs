@@ -21,6 +21,11 @@ use crate::mlx::{self, Mlx};
 /// The tokens of steps that are no prompt's: one of an answer, and some to verify.
 const FEW: [i32; 5] = [1, 2, 8, 16, 32];
 
+/// The most tokens of a chain that is captured for caches of trees: one of an answer, and as many candidates as are
+/// worth it where a text does not repeat itself.
+#[cfg(target_os = "linux")]
+const CHAIN: i32 = 7;
+
 /// The most tokens of a step that is warmed up.
 const MOST: i32 = 2048;
 
@@ -112,51 +117,62 @@ impl Program {
         if let Some(cells) = cache.sequences_mut() {
             cells.seq_rm(0, 0..i32::MAX)?;
         }
-        let ended = ran.and_then(|ran| {
-            #[cfg(target_os = "linux")]
-            run_allowed(1, &mut |_| self.capture_ahead_of_time(&mut mlx, &mut *cache))?;
-            let has_windows =
-                cache.config().layers.iter().any(|layer| layer.policy != LayerPolicy::Full);
-            if has_windows {
-                mlx.run(kernels::compile_masked)?;
-            }
-            Ok(ran)
-        });
         // Other caches may need what the steps grew, also where one of them failed.
-        if cache.config().growth != Growth::Upfront {
-            let cleared = cache.clear(true);
-            if ended.is_ok() {
-                cleared?;
-            }
+        let cleared = match cache.config().growth {
+            Growth::Upfront => Ok(()),
+            _ => cache.clear(true),
+        };
+        let ran = ran?;
+        cleared?;
+        // Behind the clearing: graphs name the buffers that the first real steps have.
+        #[cfg(target_os = "linux")]
+        run_allowed(1, &mut |_| self.capture_ahead_of_time(&mut mlx, &mut *cache))?;
+        if cache.config().layers.iter().any(|layer| layer.policy != LayerPolicy::Full) {
+            mlx.run(kernels::compile_masked)?;
         }
-        let ran = ended?;
         mlx.publish_kernels();
         progress(steps.len(), steps.len());
         Ok(ran)
     }
 
-    /// Captures a step of one token, and one of a second sequence, whose keys are behind those of the first:
-    /// its attention is another kernel, which steps of several sequences and trees need.
+    /// Captures a step of one token, chains of [candidates](CHAIN) where the cache holds trees, and a token of a
+    /// second sequence, whose keys are behind those of the first: its attention is another kernel, which steps
+    /// of several sequences and trees need.
     #[cfg(target_os = "linux")]
     fn capture_ahead_of_time(&self, mlx: &mut Mlx, cache: &mut MlxCache) -> Result<()> {
-        let mut captured = Ok(Some(()));
-        let mut sequence = 0;
-        while sequence < 2 && matches!(captured, Ok(Some(()))) && cache.can_extend(1) {
-            match cache.sequences_mut() {
-                Some(cells) => cells.begin_step(&[sequence])?,
-                None if sequence > 0 => break,
-                None => {}
+        let longest = if cache.trees().is_some() { CHAIN } else { 1 };
+        let chains = (1..=longest).map(|tokens| (0, tokens));
+        let second = cache.sequences().map(|_| (1, 1));
+        let mut captured = Ok(());
+        for (sequence, tokens) in chains.chain(second) {
+            if !cache.can_extend(tokens) {
+                break;
+            }
+            if let Some(cells) = cache.sequences_mut() {
+                cells.begin_step(&vec![sequence; tokens as usize])?;
             }
             // As in the other steps, it does not matter what is chosen.
-            captured = self.0.choose_captured(mlx, cache, (&[0], &[0]), |_, _| Ok(()));
+            let (ids, positions) = (vec![0; tokens as usize], (0..tokens).collect::<Vec<_>>());
+            let ran = self.0.choose_captured(mlx, cache, (&ids, &positions), |_, _| Ok(()));
             withdraw(cache);
-            sequence += 1;
+            if let Some(cells) = cache.sequences_mut().filter(|_| sequence == 0 && tokens < longest)
+            {
+                cells.seq_rm(0, 0..i32::MAX)?;
+            }
+            match ran {
+                Ok(Some(())) => {}
+                Ok(None) => break,
+                Err(error) => {
+                    captured = Err(error);
+                    break;
+                }
+            }
         }
         if cache.length() > 0 || captured.is_err() {
             // Undoes also the conversion of a `quantized_kv_start` that a step reaches.
             cache.clear(false)?;
         }
-        captured.map(|_| ())
+        captured
     }
 
     fn run_warm_step(

@@ -23,6 +23,7 @@ mod rows;
 
 use std::path::PathBuf;
 use std::sync::OnceLock;
+use std::time::Instant;
 
 use etkv_core::KvFormat;
 use etkv_cuda::{Captured, Device, Element, StepInputs, MOST_FEW, MOST_GROUPS, MOST_TOKENS};
@@ -295,8 +296,10 @@ impl CapturedSteps {
             state.graphs.swap_remove(found);
         }
         let plan = self.planner.plan(&self.recipe, &places, &kind);
+        let began = Instant::now();
         let made = device().map(|device| device.capture(&plan));
-        debug!(target: TARGET, ?kind, "a step is captured");
+        let seconds = began.elapsed().as_secs_f32();
+        debug!(target: TARGET, ?kind, seconds, "a step is captured");
         match made {
             Some(Ok(captured)) => {
                 state.graphs.push(Graph { kind, places, captured });
