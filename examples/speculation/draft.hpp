@@ -2,6 +2,7 @@
 #pragma once
 
 #include <cstdint>
+#include <optional>
 #include <vector>
 
 #include "etkv/etkv.hpp"
@@ -29,6 +30,11 @@ class Draft {
   /// from this one on, of prompts and of accepted ids. They replace earlier
   /// rows from this position on.
   virtual void saw(int64_t, const HiddenStatesView&) {}
+
+  /// Returns the width of trees that pays, for drafts of which that is known. Others are tried.
+  virtual std::optional<int64_t> width() const {
+    return std::nullopt;
+  }
 
   /// Returns the estimated seconds of a tree of this shape.
   virtual double seconds(int64_t depth, int64_t width) const = 0;

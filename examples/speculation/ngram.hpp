@@ -3,6 +3,7 @@
 #pragma once
 
 #include <cstdint>
+#include <optional>
 #include <vector>
 
 #include "examples/speculation/draft.hpp"
@@ -23,6 +24,12 @@ class NgramDraft : public Draft {
 
   Result<void> commit(const std::vector<int32_t>&) override {
     return {};
+  }
+
+  /// Chains: what followed at other places is seldom right where the best place is
+  /// not, and each id of a step has its cost.
+  std::optional<int64_t> width() const override {
+    return 1;
   }
 
   double seconds(int64_t, int64_t) const override {

@@ -34,7 +34,8 @@ void add_speculation_arguments(
   arguments.integer_or(
       "auto",
       "--width",
-      "draft tokens of each level (auto)",
+      "draft tokens of each level; auto, the default, is 1\n"
+      "for ngram, and otherwise weighed likewise",
       1,
       64,
       &options.width);
@@ -67,7 +68,7 @@ Speculator::Speculator(
     : target_(target),
       cache_(cache),
       draft_(draft),
-      tuner_(options.depth, options.width),
+      tuner_(options.depth, options.width ? options.width : draft.width()),
       sampler_(std::move(sampler)) {}
 
 void Speculator::read(int64_t position) {
@@ -103,11 +104,13 @@ Result<std::vector<int64_t>> Speculator::next(
   const double draft_seconds = watch.lap();
   const auto base = static_cast<int64_t>(text.size()) - 1;
   ASSIGN_OR_RETURN(auto verified, verify_in_one_forward(tree, base));
-  const double verify_seconds = watch.lap();
-  tuner_.observe(shape, tree, verified, verify_seconds);
+  const auto agreed = verified;
   cut_at_end(tree, verified);
-  // Both keep the same chain.
   RETURN_IF_ERROR(cache_.commit(verified.accepted));
+  // A chain of a wide tree may move to the sequence's end.
+  const double verify_seconds = watch.lap();
+  tuner_.observe(shape, tree, agreed, verify_seconds);
+  // Both keep the same chain.
   RETURN_IF_ERROR(draft_.commit(verified.accepted));
   if (const auto& hidden_states = target_.program().hidden_states()) {
     for (size_t i = 0; i < verified.accepted.size(); ++i) {
