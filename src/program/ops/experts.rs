@@ -2,7 +2,7 @@
 
 use mlx_rs::{Array, Dtype};
 
-use super::calls::{decode, Arguments};
+use super::calls::{decode, none, Arguments};
 use super::indexing::{check_range, read_range};
 use super::packed::{given, packing};
 use super::quantized::Packed;
@@ -94,6 +94,17 @@ fn matrix(matrices: &Array, index: i32) -> Result<Array> {
     Ok(slice_axis(matrices, 0, index, index + 1, 1)?.squeeze_axes(&[0])?)
 }
 
+/// Returns indices as MLX's products take them, if they are given. MLX itself would convert others on its default
+/// stream, and on an NVIDIA GPU wait for that for ever: nothing starts the work of that stream.
+fn indices(arguments: &Arguments, index: usize, given: bool) -> Result<Option<Array>> {
+    given.then(|| cast(arguments.tensor(index)?, Dtype::Uint32)).transpose()
+}
+
+/// Returns the handle of an array, or that of none.
+fn handle(array: Option<&Array>) -> mlx_sys::mlx_array {
+    array.map_or_else(none, Array::as_ptr)
+}
+
 pub fn run_gather_mm(arguments: &Arguments, [lhs, rhs]: [bool; 2], sorted: bool) -> Result<Array> {
     let (a, b) = (arguments.tensor(0)?, arguments.tensor(1)?);
     if a.dtype() == b.dtype() && is_float(a.dtype()) {
@@ -112,9 +123,9 @@ pub fn run_gather_mm(arguments: &Arguments, [lhs, rhs]: [bool; 2], sorted: bool)
     let dtype = if a.dtype() == b.dtype() { a.dtype() } else { Dtype::Float32 };
     let wide = if arguments.frame.on_gpu() { dtype } else { Dtype::Float32 };
     let (a, b) = (cast(a, wide)?, cast(b, wide)?);
-    let mut next = 2;
-    let left = given(arguments, &mut next, lhs)?;
-    let right = given(arguments, &mut next, rhs)?;
+    let (left, right) =
+        (indices(arguments, 2, lhs)?, indices(arguments, 2 + usize::from(lhs), rhs)?);
+    let (left, right) = (handle(left.as_ref()), handle(right.as_ref()));
     // On CUDA MLX's products for sorted indices are wrong where a weight is transposed.
     let sorted = is_sorted(arguments, sorted) && cfg!(target_os = "macos");
     // SAFETY: the arrays are live, or none; each index is one of a matrix.
@@ -149,8 +160,9 @@ pub fn run_gather_qmm(
     let scales = arguments.tensor(2)?.as_ptr();
     let mut next = 3;
     let biases = given(arguments, &mut next, biases)?;
-    let left = given(arguments, &mut next, lhs)?;
-    let right = given(arguments, &mut next, rhs)?;
+    let (left, right) =
+        (indices(arguments, next, lhs)?, indices(arguments, next + usize::from(lhs), rhs)?);
+    let (left, right) = (handle(left.as_ref()), handle(right.as_ref()));
     let (group, bits, mode) =
         (optional_int(packing.group_size), optional_int(packing.bits), packing.name());
     let sorted = is_sorted(arguments, sorted);
