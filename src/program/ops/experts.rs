@@ -100,6 +100,15 @@ fn indices(arguments: &Arguments, index: usize, given: bool) -> Result<Option<Ar
     given.then(|| cast(arguments.tensor(index)?, Dtype::Uint32)).transpose()
 }
 
+/// Returns rows as MLX's products take them. MLX takes a single row for a column where its axis is new, because the
+/// strides allow both, and a kernel for NVIDIA GPUs then reads 16 bytes where none begin.
+fn as_rows(rows: Array) -> Result<Array> {
+    match *rows.shape() {
+        [.., 1, _] => Ok(rows.reshape(&[rows.size() as i32])?.reshape(rows.shape())?),
+        _ => Ok(rows),
+    }
+}
+
 /// Returns the handle of an array, or that of none.
 fn handle(array: Option<&Array>) -> mlx_sys::mlx_array {
     array.map_or_else(none, Array::as_ptr)
@@ -122,7 +131,7 @@ pub fn run_gather_mm(arguments: &Arguments, [lhs, rhs]: [bool; 2], sorted: bool)
     // On a CPU MLX multiplies only float32 like this: the whole of both, in each call.
     let dtype = if a.dtype() == b.dtype() { a.dtype() } else { Dtype::Float32 };
     let wide = if arguments.frame.on_gpu() { dtype } else { Dtype::Float32 };
-    let (a, b) = (cast(a, wide)?, cast(b, wide)?);
+    let (a, b) = (as_rows(cast(a, wide)?)?, cast(b, wide)?);
     let (left, right) =
         (indices(arguments, 2, lhs)?, indices(arguments, 2 + usize::from(lhs), rhs)?);
     let (left, right) = (handle(left.as_ref()), handle(right.as_ref()));
