@@ -31,7 +31,8 @@ class Draft {
   /// rows from this position on.
   virtual void saw(int64_t, const HiddenStatesView&) {}
 
-  /// Returns the width of trees that pays, for drafts of which that is known. Others are tried.
+  /// Returns the width of trees that pays, for drafts of which that is known.
+  /// Otherwise widths are tried.
   virtual std::optional<int64_t> width() const {
     return std::nullopt;
   }

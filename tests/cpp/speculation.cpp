@@ -1,6 +1,8 @@
 // Draft tokens and their verification: every greedy answer is that of reference decoding.
 
 #include <map>
+#include <optional>
+#include <set>
 
 #include "examples/common/generator.hpp"
 #include "speculative.hpp"
@@ -140,6 +142,53 @@ void same_ids() {
   }
 }
 
+/// Keeps the widths that it is asked for, and proposes nothing.
+class Asked : public examples::Draft {
+ public:
+  explicit Asked(std::optional<int64_t> pays) : pays_(pays) {}
+  Result<TokenTree> propose(
+      const std::vector<int64_t>& text,
+      const TreeShape& shape,
+      Sampler&) override {
+    if (shape.depth > 0) {
+      widths.insert(shape.width);
+    }
+    return TokenTree(text.back());
+  }
+  Result<void> commit(const std::vector<int32_t>&) override {
+    return {};
+  }
+  std::optional<int64_t> width() const override {
+    return pays_;
+  }
+  double seconds(int64_t, int64_t) const override {
+    return 0.0;
+  }
+  std::set<int64_t> widths;
+
+ private:
+  std::optional<int64_t> pays_;
+};
+
+/// A draft says which width pays, and what the user gives outweighs that.
+void width_that_pays() {
+  CHECK_INT(NgramDraft().width().value_or(0), 1);
+  Target target;
+  const auto widths = [&](std::optional<int64_t> pays,
+                          std::optional<int64_t> given) {
+    must(target.cache().clear());
+    Asked draft(pays);
+    examples::Speculator speculator(
+        target.model, target.cache(), draft, {{}, 3, given});
+    examples::Generator generator(
+        target.model.program(), target.cache(), {}, &speculator);
+    must(generator.answer(prompt(), 6, examples::Listener()));
+    return draft.widths;
+  };
+  CHECK(widths(2, std::nullopt) == std::set<int64_t>{2});
+  CHECK(widths(2, 5) == std::set<int64_t>{5});
+}
+
 /// A full cache ends the answer; a rewind lets it go on, to the same ids.
 void at_capacity() {
   const Ids wanted = reference_ids("llama-f32", prompt(), 40);
@@ -213,6 +262,7 @@ int main() {
   ngrams();
   repetition();
   same_ids();
+  width_that_pays();
   at_capacity();
   ends_within_a_tree();
   return check_report();

@@ -5,6 +5,7 @@ mod finite;
 mod frozen;
 mod memory;
 mod placed;
+mod relocate;
 mod storage;
 
 use mlx_rs::{Array, Dtype};
