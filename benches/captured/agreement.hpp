@@ -9,6 +9,7 @@
 #include <vector>
 
 #include "examples/common/logits.hpp"
+#include "examples/common/program.hpp"
 
 namespace etkv::benches {
 
@@ -19,6 +20,16 @@ inline std::vector<float> rows_of(const examples::LogitsView& logits) {
     examples::copy_row(logits, row, rows.data() + row * logits.vocabulary);
   }
   return rows;
+}
+
+/// All hidden states of a program's last step, row by row: none if it returns none.
+inline std::vector<float> hidden_of(const examples::Program& program) {
+  const auto& hidden = program.hidden_states();
+  if (!hidden) {
+    return {};
+  }
+  const auto& [element, width] = hidden->type;
+  return rows_of({hidden->data, element, hidden->rows, width});
 }
 
 /// The place of the greatest logit of each row, the first of equal ones.
@@ -63,8 +74,8 @@ inline size_t not_greatest(
   return wrong;
 }
 
-/// The largest difference of logits, and of the rows those whose greatest logit
-/// has the same place.
+/// The largest difference of logits or hidden states, and of the rows those whose
+/// greatest one has the same place.
 class Agreement {
  public:
   void add(
@@ -81,11 +92,12 @@ class Agreement {
     same_ += equal(greatest(found, rows), greatest(expected, rows));
   }
 
-  void print(const char* what) const {
+  void print(const char* what, const char* of = "logits") const {
     std::printf(
-        "%s: logits apart by %.4f of up to %.3f, %zu of %zu rows have the same "
+        "%s: %s apart by %.4f of up to %.3f, %zu of %zu rows have the same "
         "greatest one\n",
         what,
+        of,
         apart_,
         largest_,
         same_,

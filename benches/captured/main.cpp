@@ -1,6 +1,7 @@
 // Steps that are captured as one launch of a GPU, and the same steps of the
-// interpreter: how far their logits are apart, which ids they choose, and what
-// they take, in turns.
+// interpreter: how far their logits and hidden states are apart, which ids they
+// choose, and what they take, in turns. A draft that takes hidden states gets
+// made-up ones, and runs a single sequence.
 //
 //   etkv_captured MODEL.pte [LONGEST [ROUNDS [KV_FORMAT [SEEDS]]]]
 //
@@ -23,6 +24,7 @@
 
 #include "benches/captured/agreement.hpp"
 #include "benches/captured/generated.hpp"
+#include "benches/captured/given.hpp"
 #include "benches/captured/log.hpp"
 #include "benches/captured/shared.hpp"
 #include "benches/common.hpp"
@@ -69,8 +71,30 @@ struct Side {
 
   /// Runs the tokens behind what the cache holds. Returns all logits.
   std::vector<float> step(const std::vector<int64_t>& tokens) {
-    return etkv::benches::rows_of(
-        must(program.step_at(tokens.data(), length(), tokens.size())));
+    return etkv::benches::rows_of(run(tokens, length()));
+  }
+
+  /// Runs the tokens from position `at` on, of a draft with hidden states.
+  etkv::examples::LogitsView run(
+      const std::vector<int64_t>& tokens,
+      int32_t at) {
+    if (!is_draft()) {
+      return must(program.step_at(tokens.data(), at, tokens.size()));
+    }
+    std::vector<int64_t> positions(tokens.size());
+    std::iota(positions.begin(), positions.end(), at);
+    const auto given = etkv::benches::given_rows(
+        *program.hidden_state_type(),
+        static_cast<size_t>(at),
+        tokens.size());
+    return must(
+        program.step(tokens.data(), positions.data(), tokens.size(), given));
+  }
+
+  /// Returns whether the program takes hidden states. The device does not choose
+  /// its ids then.
+  bool is_draft() const {
+    return program.draft_tap().has_value();
   }
 
   /// Runs them from position `at` on, and lets the device choose ids.
@@ -88,7 +112,7 @@ struct Side {
     if (chosen) {
       choose(tokens, at);
     } else {
-      must(program.step_at(tokens.data(), at, tokens.size()));
+      run(tokens, at);
     }
     return 1e3 * watch.lap();
   }
@@ -97,7 +121,7 @@ struct Side {
     must(session.cache().clear());
     for (size_t at = 0; at < n; at += 64) {
       const auto some = tokens(at, std::min<size_t>(64, n - at));
-      must(program.step_at(some.data(), static_cast<int64_t>(at), some.size()));
+      run(some, static_cast<int32_t>(at));
     }
   }
 
@@ -127,6 +151,7 @@ bool compare(Side& captured, Side& interpreted, Log& log, size_t longest) {
     captured.fill(behind);
     interpreted.fill(behind);
     Agreement agreement;
+    Agreement hidden;
     for (const size_t n : {1, 2, 3, 5, 8, 13, 16, 24, 64, 41, 1, 1}) {
       const int32_t at = captured.length();
       const auto tokens = captured.tokens(static_cast<size_t>(at), n);
@@ -136,6 +161,13 @@ bool compare(Side& captured, Side& interpreted, Log& log, size_t longest) {
         sizes.insert(n);
       }
       agreement.add(found, interpreted.step(tokens), n);
+      const auto states = etkv::benches::hidden_of(captured.program);
+      if (!states.empty()) {
+        hidden.add(states, etkv::benches::hidden_of(interpreted.program), n);
+      }
+      if (captured.is_draft()) {
+        continue;
+      }
       const auto chosen = captured.choose(tokens, at);
       rows += n;
       wrong += not_greatest(found, chosen);
@@ -146,8 +178,20 @@ bool compare(Side& captured, Side& interpreted, Log& log, size_t longest) {
       std::fprintf(stderr, "etkv_captured: these logits are too far apart\n");
       agree = false;
     }
+    if (captured.program.hidden_states()) {
+      hidden.print(
+          ("behind " + std::to_string(behind)).c_str(), "hidden states");
+      if (!hidden.is_rounding()) {
+        std::fprintf(
+            stderr, "etkv_captured: these hidden states are too far apart\n");
+        agree = false;
+      }
+    }
   }
-  std::printf("%zu of %zu rows have the same chosen id\n", same_chosen, rows);
+  if (!captured.is_draft()) {
+    std::printf(
+        "%zu of %zu rows have the same chosen id\n", same_chosen, rows);
+  }
   std::printf("captured are steps of");
   for (const size_t n : sizes) {
     std::printf(" %zu", n);
@@ -179,6 +223,9 @@ void measure(Side& captured, Side& interpreted, size_t longest, size_t rounds) {
       continue;
     }
     for (const bool chosen : {false, true}) {
+      if (chosen && captured.is_draft()) {
+        continue;
+      }
       for (const size_t n : {1, 2, 4, 8, 16, 32, 64}) {
         std::vector<double> times[2];
         const std::vector<int64_t> tokens(n, 1);
@@ -233,6 +280,13 @@ int main(int argc, char** argv) {
   // The log ends before steps are timed.
   auto log = std::make_unique<Log>();
   Side captured(argv[1], capacity, format, etkv::Passes::standard);
+  if (captured.is_draft() && seeds > 0) {
+    std::fprintf(
+        stderr,
+        "etkv_captured: a draft with hidden states has no generated "
+        "operations, leave out SEEDS\n");
+    return 2;
+  }
   const size_t before = log->captured();
   Side interpreted(argv[1], capacity, format, etkv::Passes::interpreted);
   if (log->captured() > before) {
@@ -240,7 +294,9 @@ int main(int argc, char** argv) {
     return 1;
   }
   bool agree = compare(captured, interpreted, *log, longest);
-  agree = etkv::benches::compare_shared(argv[1], format, *log) && agree;
+  if (!captured.is_draft()) {
+    agree = etkv::benches::compare_shared(argv[1], format, *log) && agree;
+  }
   if (seeds > 0) {
     const auto n = static_cast<uint32_t>(seeds);
     agree = etkv::benches::compare_generated(argv[1], format, n, *log) && agree;

@@ -1,8 +1,10 @@
 //! Steps of a host on a program, captured where they can be.
 
 use etkv_host::{Argument, Host};
+use mlx_rs::Dtype;
+use smallvec::SmallVec;
 
-use super::{Made, Wanted};
+use super::{Given, Made, Wanted};
 use crate::backend::MlxCache;
 use crate::error::{fail, Result};
 use crate::mlx::Mlx;
@@ -22,10 +24,12 @@ impl Loaded {
         output_types: &[i8],
         host: &mut dyn Host,
     ) -> Result<bool> {
-        let (Some(captured), &[scalar_type]) = (&self.captured, output_types) else {
+        let Some(captured) = &self.captured else {
             return Ok(false);
         };
-        if dtype_of(scalar_type).ok() != Some(captured.planner.dtype) {
+        let n_outputs = if captured.recipe.tapped.is_empty() { 1 } else { 2 };
+        let is_own = |&of: &i8| dtype_of(of).ok() == Some(captured.planner.dtype);
+        if output_types.len() != n_outputs || !output_types.iter().all(is_own) {
             return Ok(false);
         }
         let text = &captured.recipe.inputs;
@@ -37,15 +41,28 @@ impl Loaded {
         let Some(positions) = positions.iter().map(narrow).collect::<Option<Vec<i32>>>() else {
             return Ok(false);
         };
+        let mut rows: SmallVec<[&[u8]; 2]> = SmallVec::new();
+        for own in &captured.recipe.given {
+            match given_rows(&self.inputs, inputs, own.value, ids.len()) {
+                Some(bytes) => rows.push(bytes),
+                None => return Ok(false),
+            }
+        }
         let take = |mlx: &mut Mlx, made: Made| match made {
-            Made::Logits(bytes, shape) => {
-                let logits = Argument::tensor(scalar_type, &shape, bytes);
-                Ok(mlx.outside(|| host.take(&[logits]))?)
+            Made::Logits(logits, hidden) => {
+                let mut made = [Some(logits), hidden];
+                made.swap(0, captured.recipe.logits_at);
+                let outputs: SmallVec<[Argument; 2]> = output_types
+                    .iter()
+                    .zip(made.iter().flatten())
+                    .map(|(&of, (bytes, shape))| Argument::tensor(of, shape, bytes))
+                    .collect();
+                Ok(mlx.outside(|| host.take(&outputs))?)
             }
             Made::Chosen(_) => fail!(Internal, "a step chose ids in place of logits"),
         };
-        let text = (&ids[..], &positions[..]);
-        let ran = captured.run(mlx, &self.constants, cache, text, Wanted::Logits, take)?;
+        let given = Given { ids: &ids, positions: &positions, rows: &rows };
+        let ran = captured.run(mlx, &self.constants, cache, given, Wanted::Logits, take)?;
         Ok(ran.is_some())
     }
 
@@ -62,17 +79,38 @@ impl Loaded {
         let Some(captured) = &self.captured else {
             return Ok(None);
         };
-        let text = (ids, positions);
+        let given = Given { ids, positions, rows: &[] };
         let take = |mlx: &mut Mlx, made: Made| match made {
             Made::Chosen(ids) => take(mlx, ids),
             Made::Logits(..) => fail!(Internal, "a step made logits in place of ids"),
         };
-        captured.run(mlx, &self.constants, cache, text, Wanted::Chosen, take)
+        captured.run(mlx, &self.constants, cache, given, Wanted::Chosen, take)
     }
 }
 
 /// Returns the elements of an input of integers, if it is as it is declared.
 fn given(specs: &[InputSpec], inputs: &[Argument], wanted: Value) -> Option<HostInts> {
+    let (dtype, _, bytes) = declared(specs, inputs, wanted)?;
+    integers(dtype, bytes)
+}
+
+/// Returns the bytes of an input of rows, if it is as it is declared and has a row for each token.
+fn given_rows<'a>(
+    specs: &[InputSpec],
+    inputs: &[Argument<'a>],
+    wanted: Value,
+    tokens: usize,
+) -> Option<&'a [u8]> {
+    let (_, shape, bytes) = declared(specs, inputs, wanted)?;
+    (shape.get(1) == Some(&(tokens as i32))).then_some(bytes)
+}
+
+/// Returns the dtype, the shape and the bytes of an input, if it is as it is declared.
+fn declared<'a, 'b>(
+    specs: &[InputSpec],
+    inputs: &'b [Argument<'a>],
+    wanted: Value,
+) -> Option<(Dtype, &'b [i32], &'a [u8])> {
     let is_wanted =
         |spec: &InputSpec| matches!(spec, InputSpec::Tensor { value, .. } if *value == wanted);
     let index = specs.iter().position(is_wanted)?;
@@ -87,5 +125,5 @@ fn given(specs: &[InputSpec], inputs: &[Argument], wanted: Value) -> Option<Host
         && input.scalar_type() == *scalar_type
         && check_shape(input.shape(), shape).is_ok()
         && n * item_size(dtype) == input.bytes().len();
-    fits.then(|| integers(dtype, input.bytes())).flatten()
+    fits.then(|| (dtype, input.shape(), input.bytes()))
 }

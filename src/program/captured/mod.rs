@@ -21,6 +21,7 @@ mod pools;
 mod recipe;
 mod rows;
 
+use std::borrow::Cow;
 use std::path::PathBuf;
 use std::sync::OnceLock;
 use std::time::Instant;
@@ -51,10 +52,20 @@ pub enum Wanted {
     Chosen,
 }
 
+/// What the host gives for each token of a step.
+#[derive(Debug, Clone, Copy)]
+pub struct Given<'a> {
+    pub ids: &'a [i64],
+    pub positions: &'a [i32],
+    /// Rows for each of the program's inputs besides: bytes of its dtype.
+    pub rows: &'a [&'a [u8]],
+}
+
 /// What a step made.
 pub enum Made<'a> {
-    /// `[rows, vocabulary]`, in the program's dtype, and its shape.
-    Logits(&'a [u8], [i32; 3]),
+    /// Logits `[1, tokens, vocabulary]`, and hidden states `[1, tokens, width]` if the program returns them: bytes of
+    /// the program's dtype, and their shape.
+    Logits((&'a [u8], [i32; 3]), Option<(&'a [u8], [i32; 3])>),
     /// An id for each token, less than 0 for one whose logits are not finite.
     Chosen(&'a [i32]),
 }
@@ -185,15 +196,16 @@ impl CapturedSteps {
         mlx: &mut Mlx,
         constants: &[Option<Array>],
         cache: &mut MlxCache,
-        text: (&[i64], &[i32]),
+        given: Given,
         wanted: Wanted,
         take: impl FnOnce(&mut Mlx, Made) -> Result<T>,
     ) -> Result<Option<T>> {
-        let (ids, positions) = text;
-        if ids.len() != positions.len() || !self.takes(cache, ids.len()) {
+        let Given { ids, positions, rows } = given;
+        let fits = ids.len() == positions.len() && rows.len() == self.recipe.given.len();
+        if !fits || !self.takes(cache, ids.len()) {
             return Ok(None);
         }
-        let ran = self.run_or_tell(mlx, constants, cache, text, wanted, take)?;
+        let ran = self.run_or_tell(mlx, constants, cache, given, wanted, take)?;
         if let Err(why) = ran {
             debug!(target: TARGET, tokens = ids.len(), why, "the interpreter runs a step");
         }
@@ -206,12 +218,13 @@ impl CapturedSteps {
         mlx: &mut Mlx,
         constants: &[Option<Array>],
         cache: &mut MlxCache,
-        (ids, positions): (&[i64], &[i32]),
+        given: Given,
         wanted: Wanted,
         take: impl FnOnce(&mut Mlx, Made) -> Result<T>,
     ) -> Result<Ran<T>> {
+        let positions = given.positions;
         let n = positions.len();
-        let Some(ids) = self.planner.ids(ids) else {
+        let Some(ids) = self.planner.ids(given.ids) else {
             return Ok(Err("an id has no row of the table"));
         };
         let mut state = self.state.lock();
@@ -261,7 +274,7 @@ impl CapturedSteps {
         // SAFETY: the constants and the cache's buffers live as long as the step, and have the shapes that
         // were planned for. The addresses are those of now, and MLX has written what it writes there. This
         // thread has locked the cache.
-        let ran = mlx.outside(|| unsafe { graph.captured.run_groups(&inputs) });
+        let ran = mlx.outside(|| unsafe { graph.captured.run_groups(&inputs, given.rows) });
         let outputs = ran.map_err(|error| Error::new(Status::Backend, error.to_string()))?;
         // The plan may have more tokens than the step.
         let chosen = &outputs.chosen[..n.min(outputs.chosen.len())];
@@ -270,11 +283,16 @@ impl CapturedSteps {
             // stores it as its codes are.
             return Ok(Err("logits are not finite"));
         }
+        let (hidden, width) = match wanted {
+            Wanted::Logits => self.planner.side_by_side(&self.recipe, outputs.tapped, n),
+            Wanted::Chosen => (Cow::Borrowed(&[][..]), 0),
+        };
         let made = match wanted {
             Wanted::Logits => {
                 let bytes = n * self.planner.vocabulary * item_size(self.planner.dtype);
-                let shape = [1, n as i32, self.planner.vocabulary as i32];
-                Made::Logits(&outputs.logits[..bytes], shape)
+                let shape = |width: usize| [1, n as i32, width as i32];
+                let logits = (&outputs.logits[..bytes], shape(self.planner.vocabulary));
+                Made::Logits(logits, (width > 0).then(|| (&*hidden, shape(width))))
             }
             Wanted::Chosen => Made::Chosen(chosen),
         };

@@ -1,14 +1,15 @@
 //! From a recipe to what the device captures: shapes, once, and addresses, for each step.
 
+mod hidden;
 mod norms;
 
 use std::cell::Cell;
-use std::collections::HashSet;
+use std::collections::{HashMap, HashSet};
 
 use etkv_core::KvFormat;
 use etkv_cuda::{
-    Address, Attend, Buffer, Element, Embed, Heads, KeyMask, Launch, Logits, Norm, Place, Plan,
-    Pool, PoolRows, Product, Weight, MOST_TOKENS,
+    Address, Attend, Blend, Buffer, Element, Embed, Heads, KeyMask, Launch, Logits, Norm, Place,
+    Plan, Pool, PoolRows, Product, Weight, MOST_TOKENS,
 };
 use mlx_rs::{Array, Dtype};
 use smallvec::SmallVec;
@@ -23,6 +24,8 @@ use crate::mlx;
 use crate::program::ir::{self, Value};
 use crate::store::MlxStore;
 
+/// What the elements of rows are a multiple of where launches of their own normalize or blend them.
+const PIECE: usize = 8;
 /// The rows of queries of a block of attention, if it has few of them or as many as it takes.
 const SMALL_BLOCK: usize = 16;
 const LARGE_BLOCK: usize = 64;
@@ -46,6 +49,8 @@ pub struct Planner {
     constants: Vec<Value>,
     /// Those that are weights of norms in float32.
     wide: HashSet<Value>,
+    /// The buffers that are columns of wider ones: which one, and its first column.
+    columns: HashMap<usize, (usize, usize)>,
 }
 
 /// Where everything is now.
@@ -72,7 +77,9 @@ impl Planner {
             layers: Vec::new(),
             constants: Vec::new(),
             wide: HashSet::new(),
+            columns: HashMap::new(),
         };
+        planner.add_given(recipe)?;
         for part in &recipe.parts {
             match part {
                 Part::Embed { table, scale, out } => {
@@ -85,6 +92,8 @@ impl Planner {
                     planner.constants.extend(scale);
                 }
                 Part::Normalize(rows) => planner.add_normalize(rows, &array)?,
+                Part::Join { x, out } => planner.add_join(x, *out),
+                Part::Blend { x, y, share, out } => planner.add_blend([*x, *y, *share], *out)?,
                 Part::Product(product) => planner.add(product, dtype, &array)?,
                 Part::Attend { q, out, dtype: made, .. } => {
                     made.is_none_or(|made| made == dtype).then_some(())?;
@@ -247,6 +256,15 @@ impl Planner {
                 Part::Normalize(rows) => {
                     launches.push(Launch::Normalize(self.normalize(rows, &mut next)));
                 }
+                // Its rows are written there.
+                Part::Join { .. } => {}
+                Part::Blend { x, y, share, out } => launches.push(Launch::Blend(Blend {
+                    x: Buffer(*x),
+                    y: Buffer(*y),
+                    share: Buffer(*share),
+                    inner: self.widths[*out],
+                    out: Buffer(*out),
+                })),
                 Part::Attend { layer, q, scale, out, .. } => {
                     let (n_kv, head_dim) = self.layers[*layer];
                     let [keys, values] = places.pools[*layer];
@@ -269,6 +287,7 @@ impl Planner {
             tokens,
             buffers: self.widths.iter().chain(&unplaced).map(|width| width * tokens).collect(),
             launches,
+            given: recipe.given.iter().map(|given| Buffer(given.buffer)).collect(),
             logits: Some(Logits {
                 buffer: Buffer(recipe.logits),
                 rows: tokens,
@@ -276,6 +295,7 @@ impl Planner {
                 copied,
                 chosen,
             }),
+            tapped: recipe.tapped.iter().map(|&tapped| Buffer(tapped)).collect(),
             overlap: true,
             attention_blocks: None,
             masked: masked.to_vec(),

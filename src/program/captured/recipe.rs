@@ -1,6 +1,7 @@
 //! What a program must look like to be captured: a decoder, as the passes for a GPU leave one.
 
 mod gates;
+mod hidden;
 mod norms;
 
 use std::collections::{HashMap, HashSet};
@@ -12,7 +13,7 @@ use mlx_rs::Dtype;
 use super::heads::{AllFound, LayerHeads};
 use super::packed::{self, Packed, PackedWeights};
 use crate::program::generation::TextInputs;
-use crate::program::ir::{Graph, Index, Norm, Op, Out, Unary, Value};
+use crate::program::ir::{Binary, Graph, Index, Norm, Op, Out, Unary, Value};
 use crate::program::passes;
 
 /// The steps of a program, in the order in which they run. Values are constants of the program; buffers
@@ -24,6 +25,12 @@ pub struct Recipe {
     pub n_buffers: usize,
     /// The buffer of the logits.
     pub logits: usize,
+    /// The place of the logits among the outputs.
+    pub logits_at: usize,
+    /// The buffers whose rows, side by side, are the other output, if there is one: hidden states.
+    pub tapped: Vec<usize>,
+    /// What the host gives besides tokens.
+    pub given: Vec<Given>,
     /// Whether the program drops all rows but the last on the way. Steps of several tokens are then not
     /// captured.
     pub last_row_only: bool,
@@ -40,6 +47,18 @@ pub enum Part {
     },
     Product(Product),
     Normalize(Normalize),
+    /// Rows that are normalized, side by side.
+    Join {
+        x: Vec<usize>,
+        out: usize,
+    },
+    /// `x + share * (y - x)`.
+    Blend {
+        x: usize,
+        y: usize,
+        share: usize,
+        out: usize,
+    },
     Attend {
         layer: usize,
         q: usize,
@@ -91,6 +110,15 @@ pub struct Normalize {
     pub next: Option<(RowNorm, usize)>,
 }
 
+/// An input `[1, T, width]`: a row for each token, in a buffer that the host fills.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub struct Given {
+    pub value: Value,
+    pub width: usize,
+    pub dtype: Dtype,
+    pub buffer: usize,
+}
+
 impl Recipe {
     /// Returns the recipe of a program, or what is not known here.
     pub fn of(graph: &Graph) -> Result<Self, Unknown> {
@@ -112,7 +140,8 @@ impl Recipe {
     }
 
     fn read(graph: &Graph, packed: &PackedWeights) -> Result<Self, Unknown> {
-        let Ok(inputs) = TextInputs::find(&graph.inputs) else {
+        let (given, text) = hidden::inputs(graph);
+        let Ok(inputs) = TextInputs::find(&text) else {
             return Err(Unknown::Inputs);
         };
         let positions = positions(graph, inputs.positions());
@@ -120,22 +149,21 @@ impl Recipe {
             graph,
             packed,
             inputs,
-            buffers: HashMap::new(),
+            buffers: given.iter().map(|given| (given.value, given.buffer)).collect(),
+            joined: HashMap::new(),
             found: AllFound::of(graph, &positions),
             positions,
             readers: passes::only_readers(graph),
             taken: HashSet::new(),
             parts: Vec::new(),
-            n_buffers: 0,
+            n_buffers: given.len(),
+            n_given: given.len(),
             last_row_only: false,
         };
         for (index, made) in graph.main.instructions.iter().enumerate() {
             reader.read(index).ok_or_else(|| Unknown::Instruction(index, made.op.kind()))?;
         }
-        let &[Out::Tensor(logits)] = &graph.main.outputs[..] else {
-            return Err(Unknown::Outputs);
-        };
-        let logits = *reader.buffers.get(&logits).ok_or(Unknown::Outputs)?;
+        let (logits, logits_at, tapped) = reader.outputs().ok_or(Unknown::Outputs)?;
         let has_attention = reader.parts.iter().any(|part| matches!(part, Part::Attend { .. }));
         if !graph.buffers.is_empty() || !has_attention {
             return Err(Unknown::Cache);
@@ -144,6 +172,9 @@ impl Recipe {
             parts: reader.parts,
             n_buffers: reader.n_buffers,
             logits,
+            logits_at,
+            tapped,
+            given,
             last_row_only: reader.last_row_only,
             inputs,
         })
@@ -153,11 +184,11 @@ impl Recipe {
 /// Why a program has no recipe.
 #[derive(Debug, Clone, PartialEq)]
 pub enum Unknown {
-    /// The inputs are not token ids and positions.
+    /// The inputs are not token ids and positions, alone or with rows of tokens.
     Inputs,
     /// The number of an instruction, as the passes leave them, and its kind.
     Instruction(usize, String),
-    /// The outputs are not the logits alone.
+    /// The outputs are not the logits, alone or with hidden states.
     Outputs,
     /// The program keeps keys and values itself, or has none.
     Cache,
@@ -166,11 +197,15 @@ pub enum Unknown {
 impl fmt::Display for Unknown {
     fn fmt(&self, out: &mut fmt::Formatter) -> fmt::Result {
         match self {
-            Self::Inputs => out.write_str("its inputs are not token ids and positions"),
+            Self::Inputs => out.write_str(
+                "its inputs are not token ids and positions, alone or with hidden states",
+            ),
             Self::Instruction(index, kind) => {
                 write!(out, "instruction {index}, {kind}, is not one of a decoder's step")
             }
-            Self::Outputs => out.write_str("its output is not logits alone"),
+            Self::Outputs => {
+                out.write_str("its outputs are not logits, alone or with hidden states")
+            }
             Self::Cache => out.write_str("it has no attention over a cache of the host"),
         }
     }
@@ -195,6 +230,8 @@ struct Reader<'a> {
     inputs: TextInputs,
     /// The buffer of each value that has one.
     buffers: HashMap<Value, usize>,
+    /// The buffers of values that are outputs: rows side by side.
+    joined: HashMap<Value, Vec<usize>>,
     /// The values that are the positions.
     positions: Vec<Value>,
     /// The heads that more than one instruction makes.
@@ -205,6 +242,8 @@ struct Reader<'a> {
     taken: HashSet<usize>,
     parts: Vec<Part>,
     n_buffers: usize,
+    /// The first of these are those that the host fills.
+    n_given: usize,
     last_row_only: bool,
 }
 
@@ -275,7 +314,11 @@ impl Reader<'_> {
                 Some(())
             }
             (op @ Op::RmsNorm { .. }, Out::Tensor(out)) => self.read_norm(op, out),
+            (op @ Op::Binary { function: Binary::Subtract, .. }, Out::Tensor(out)) => {
+                self.read_blend(op, out)
+            }
             (op @ Op::Binary { .. }, Out::Tensor(out)) => self.read_scale(op, out),
+            (op @ Op::Concatenate { .. }, Out::Tensor(out)) => self.read_join(op, out),
             (&Op::LastToken { x }, Out::Tensor(out)) => {
                 self.last_row_only = true;
                 self.same(out, x)

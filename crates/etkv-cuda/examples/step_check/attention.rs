@@ -174,6 +174,8 @@ impl Timed<'_> {
             apart: self.apart,
             logits: None,
             overlap: true,
+            given: Vec::new(),
+            tapped: Vec::new(),
             attention_blocks: self.blocks,
         };
         let mut graph = self.device.capture(&plan)?;

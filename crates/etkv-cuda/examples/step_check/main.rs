@@ -8,6 +8,7 @@
 
 mod attention;
 mod codecs;
+mod given;
 mod model;
 mod normalized;
 mod packed;
@@ -122,6 +123,7 @@ fn run() -> Answer<bool> {
     }
     if runs("normalized") && !quick {
         good &= normalized::run(&device)?;
+        good &= given::run(&device)?;
         say!("checked normalized rows after {:?}", begin.elapsed());
     }
     if runs("packed") && !quick {

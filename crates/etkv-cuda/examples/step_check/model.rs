@@ -314,6 +314,8 @@ impl Model {
             launches,
             logits: Some(Logits { buffer: logits, rows, vocabulary, copied: true, chosen: true }),
             overlap: false,
+            given: Vec::new(),
+            tapped: Vec::new(),
             attention_blocks: None,
             masked: vec![false],
             apart: false,

@@ -71,11 +71,14 @@ impl Case {
                         plus: plus.then_some(Buffer(0)),
                         // In place of what is added, at times.
                         out: Buffer(if plus && tokens == 5 { 0 } else { 2 }),
+                        columns: None,
                         next: next.then(|| (norm(1), Buffer(3))),
                     }),
                 ],
                 logits: None,
                 overlap: true,
+                given: Vec::new(),
+                tapped: Vec::new(),
                 attention_blocks: None,
                 masked: vec![false],
                 apart: false,
@@ -121,7 +124,7 @@ impl Case {
 }
 
 /// Returns the largest difference, relative to each number and to the size of all.
-fn apart(found: &[f64], expected: &[f64]) -> f64 {
+pub fn apart(found: &[f64], expected: &[f64]) -> f64 {
     let squares: f64 = expected.iter().map(|x| x * x).sum();
     let size = (squares / expected.len() as f64).sqrt();
     let of = |(x, y): (&f64, &f64)| {

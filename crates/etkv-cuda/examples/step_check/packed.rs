@@ -145,6 +145,8 @@ impl Case {
                 apart: self.masked && tokens == 64,
                 logits: None,
                 overlap: true,
+                given: Vec::new(),
+                tapped: Vec::new(),
                 attention_blocks: None,
             };
             let mut captured = device.capture(&plan)?;

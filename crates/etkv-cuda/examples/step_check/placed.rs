@@ -223,6 +223,8 @@ impl Case {
             apart: false,
             logits: None,
             overlap: true,
+            given: Vec::new(),
+            tapped: Vec::new(),
             attention_blocks: None,
         };
         let mut captured = device.capture(&plan)?;

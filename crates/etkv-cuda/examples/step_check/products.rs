@@ -128,6 +128,8 @@ fn times_of(
             launches,
             logits: None,
             overlap: true,
+            given: Vec::new(),
+            tapped: Vec::new(),
             attention_blocks: None,
             masked: vec![false],
             apart: false,

@@ -46,7 +46,7 @@ impl Done<'_> {
             Launch::Product(product) => self.product(product),
             Launch::Attend(attend) => self.attend(attend),
             // Checked by themselves.
-            Launch::Normalize(_) | Launch::Place(_) => Ok(Vec::new()),
+            Launch::Normalize(_) | Launch::Blend(_) | Launch::Place(_) => Ok(Vec::new()),
         }
     }
 

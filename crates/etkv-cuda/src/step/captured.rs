@@ -1,5 +1,6 @@
 //! A step as a graph that is replayed.
 
+use std::ops::Range;
 use std::ptr::null_mut;
 
 use cudarc::driver::sys::{self, CUstreamCaptureMode};
@@ -9,11 +10,11 @@ use crate::step::check::{capacity, check as check_plan};
 use crate::step::device::Device;
 use crate::step::driver::{Memory, Pinned, Stream};
 use crate::step::error::{check, fail, Result};
-use crate::step::inputs::{check_steps, StepInputs};
+use crate::step::inputs::{check_given, check_steps, StepInputs};
 use crate::step::launch::{int, Step};
 use crate::step::mask::RowBlocks;
 use crate::step::plan::{Buffer, Plan, MOST_TOKENS};
-use crate::step::work::{Work, LOGITS_AT};
+use crate::step::work::{Layout, Work, LOGITS_AT};
 
 /// A plan that is captured: an instantiated graph and its memory. It keeps its device.
 ///
@@ -27,7 +28,11 @@ pub struct Captured {
     /// The ids that are chosen, and the bytes of logits that are copied.
     chosen: usize,
     logits: usize,
-    /// A step for each group.
+    /// Where tapped buffers are among the outputs.
+    tapped: Range<usize>,
+    /// Where each buffer that the host fills is behind the steps, and the bytes of its rows.
+    given: Vec<(usize, usize)>,
+    /// A step for each group, and the buffers that the host fills.
     step: Pinned,
     outputs: Pinned,
     /// What the graph's nodes name.
@@ -57,6 +62,8 @@ pub struct Outputs<'a> {
     /// The logits of all rows of the plan, `[rows, vocabulary]` of the plan's elements, in their 2 bytes each.
     /// Empty if they are not copied.
     pub logits: &'a [u8],
+    /// The elements of tapped buffers, one behind the other, in their 2 bytes each. Empty if no logits are copied.
+    pub tapped: &'a [u8],
     /// The place of the greatest logit of each row of the plan, the first of equals, or -1 if one is NaN or the
     /// greatest is infinite. Empty if none is chosen.
     pub chosen: &'a [i32],
@@ -72,9 +79,15 @@ impl Captured {
         let logits = if copied { all } else { 0 };
         let chosen = plan.logits.filter(|logits| logits.chosen).map_or(0, |logits| logits.rows);
         let work = Work::new(device, plan)?;
-        let step_bytes = plan.masked.len() * size_of::<Step>();
-        let step = Pinned::new(context, step_bytes)?;
-        let outputs = Pinned::new(context, LOGITS_AT + logits)?;
+        let layout = Layout::of(plan);
+        let step = Pinned::new(context, layout.step_bytes)?;
+        let tapped = match copied && !plan.tapped.is_empty() {
+            true => layout.tapped_at..layout.outputs_bytes,
+            false => 0..0,
+        };
+        let outputs = Pinned::new(context, tapped.end.max(LOGITS_AT + logits))?;
+        let row = |Buffer(index): Buffer| 2 * plan.buffers[index] / plan.tokens;
+        let given = layout.given.iter().map(|&(buffer, at)| (at, row(buffer))).collect();
         let group_of = |(group, memory): (usize, &Option<Memory>)| {
             let tiles = memory.as_ref().map(|memory| Pinned::new(context, memory.bytes()));
             let rows = row_blocks(plan, group);
@@ -87,11 +100,12 @@ impl Captured {
             // SAFETY: both places have so many bytes, as long as the graph lives.
             check("cuMemcpyHtoDAsync", unsafe {
                 let to = work.step.address().0;
-                sys::cuMemcpyHtoDAsync_v2(to, step.data().cast(), step_bytes, stream.raw)
+                sys::cuMemcpyHtoDAsync_v2(to, step.data().cast(), layout.step_bytes, stream.raw)
             })?;
             work.launch_all(&stream, plan)?;
             let begin = if chosen > 0 { 0 } else { LOGITS_AT };
-            let end = if copied { LOGITS_AT + logits } else { 4 * chosen };
+            let copied_end = tapped.end.max(LOGITS_AT + logits);
+            let end = if copied { copied_end } else { 4 * chosen };
             if end <= begin {
                 return Ok(());
             }
@@ -110,6 +124,8 @@ impl Captured {
             groups,
             chosen,
             logits,
+            tapped,
+            given,
             step,
             outputs,
             work,
@@ -128,23 +144,29 @@ impl Captured {
     /// As for [`Captured::start`].
     pub unsafe fn run(&mut self, step: &StepInputs) -> Result<Outputs<'_>> {
         // SAFETY: as the caller says.
-        unsafe { self.run_groups(std::slice::from_ref(step)) }
+        unsafe { self.run_groups(std::slice::from_ref(step), &[]) }
     }
 
     /// Runs a step, told for each group of the plan, and waits for it. All have the same tokens.
+    /// `given` has the rows of these tokens for each buffer that the host [fills](Plan::given): the bytes of the
+    /// plan's elements.
     ///
     /// # Errors
     /// As for [`Captured::run`].
     ///
     /// # Safety
     /// As for [`Captured::start`].
-    pub unsafe fn run_groups(&mut self, steps: &[StepInputs]) -> Result<Outputs<'_>> {
+    pub unsafe fn run_groups(
+        &mut self,
+        steps: &[StepInputs],
+        given: &[&[u8]],
+    ) -> Result<Outputs<'_>> {
         // SAFETY: as the caller says.
-        unsafe { self.start(steps) }?;
+        unsafe { self.start(steps, given) }?;
         self.wait()
     }
 
-    /// Starts a step, told for each group, which runs after those that were started before on this device.
+    /// Starts a step, told as to [`run_groups`](Self::run_groups), which runs after those that were started before on this device.
     ///
     /// # Errors
     /// As for [`Captured::run`].
@@ -153,12 +175,13 @@ impl Captured {
     /// All addresses of the plan are live until the step has been waited for, with the shapes that the
     /// plan says; what other streams write there is complete; and no other work writes there, or
     /// reads the step's rows of the pools, meanwhile.
-    pub unsafe fn start(&mut self, steps: &[StepInputs]) -> Result<()> {
+    pub unsafe fn start(&mut self, steps: &[StepInputs], given: &[&[u8]]) -> Result<()> {
         if self.started {
             fail!(Step, "a step of this plan runs; wait for it first");
         }
         let groups = self.groups.iter().map(|group| (group.capacity, group.tiles.is_some()));
         check_steps(steps, self.tokens, groups)?;
+        check_given(steps, given, self.given.iter().map(|&(_, row)| row))?;
         let Device(device) = &self.device;
         let _current = device.context.enter()?;
         for (group, step) in steps.iter().enumerate() {
@@ -166,6 +189,11 @@ impl Captured {
             // SAFETY: the block has the bytes of a step for each group, and is aligned to a page. No graph
             // reads it: none is started.
             unsafe { self.step.data().cast::<Step>().add(group).write(inputs) };
+        }
+        for (&(at, _), rows) in self.given.iter().zip(given) {
+            // SAFETY: the block has the rows of all tokens there, of which the check has found no more. No graph
+            // reads it.
+            unsafe { self.step.data().add(at).copy_from_nonoverlapping(rows.as_ptr(), rows.len()) };
         }
         // SAFETY: the graph and the stream are live, and what the graph names is, as the caller says.
         let launched = unsafe { sys::cuGraphLaunch(self.exec, device.stream.raw) };
@@ -233,7 +261,8 @@ impl Captured {
         let bytes = self.outputs.bytes();
         // SAFETY: the block has 64 ids or more, and is aligned to a page.
         let chosen = unsafe { std::slice::from_raw_parts(bytes.as_ptr().cast(), self.chosen) };
-        Ok(Outputs { logits: &bytes[LOGITS_AT..][..self.logits], chosen })
+        let logits = &bytes[LOGITS_AT..][..self.logits];
+        Ok(Outputs { logits, tapped: &bytes[self.tapped.clone()], chosen })
     }
 }
 

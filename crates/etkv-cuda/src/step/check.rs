@@ -2,8 +2,8 @@
 
 use crate::step::error::{fail, Result};
 use crate::step::plan::{
-    Address, Attend, Buffer, Embed, Heads, Launch, Logits, Norm, Normalize, Packed, PackedFormat,
-    Place, Plan, Pool, PoolRows, Product, Weight, MOST_GROUPS, MOST_TOKENS,
+    Address, Attend, Blend, Buffer, Columns, Embed, Heads, Launch, Logits, Norm, Normalize, Packed,
+    PackedFormat, Place, Plan, Pool, PoolRows, Product, Weight, MOST_GROUPS, MOST_TOKENS,
 };
 
 /// The most elements of a row, rows of a table, and keys: products of two stay within 64 bits, and
@@ -50,12 +50,14 @@ pub(crate) fn check(plan: &Plan) -> Result<()> {
         check_lists(plan, group)?;
     }
     let mut work = Work { plan, written: vec![false; plan.buffers.len()] };
+    work.check_given()?;
     for (number, launch) in plan.launches.iter().enumerate() {
         work.check_launch(launch).map_err(|error| match error {
             crate::Error::Plan(text) => crate::Error::Plan(format!("launch {number}: {text}")),
             error => error,
         })?;
     }
+    work.check_tapped()?;
     match plan.logits {
         Some(logits) => work.check_logits(logits),
         None => Ok(()),
@@ -81,6 +83,7 @@ pub(crate) fn capacity(plan: &Plan, group: usize) -> usize {
         let (own, keys, values) = match launch {
             Launch::Embed(_)
             | Launch::Normalize(_)
+            | Launch::Blend(_)
             | Launch::Product(Product { heads: None, .. }) => return None,
             Launch::Product(Product { heads: Some(heads), .. })
             | Launch::Place(Place { heads, .. }) => (heads.group, heads.keys, heads.values),
@@ -103,6 +106,7 @@ impl Work<'_> {
             Launch::Embed(embed) => self.check_embed(embed),
             Launch::Product(product) => self.check_product(product),
             Launch::Normalize(normalize) => self.check_normalize(normalize),
+            Launch::Blend(blend) => self.check_blend(blend),
             Launch::Place(place) => self.check_place(place),
             Launch::Attend(attend) => self.check_attend(attend),
         }
@@ -170,7 +174,7 @@ impl Work<'_> {
     }
 
     fn check_normalize(&mut self, normalize: &Normalize) -> Result<()> {
-        let Normalize { x, inner, norm, plus, out, next } = *normalize;
+        let Normalize { x, inner, norm, plus, out, columns, next } = *normalize;
         are_pieces(inner)?;
         is_norm(Some(norm))?;
         let elements = self.plan.tokens * inner;
@@ -178,7 +182,10 @@ impl Work<'_> {
         if let Some(plus) = plus {
             self.read(plus, elements)?;
         }
-        self.write(out, elements)?;
+        match columns {
+            None => self.write(out, elements)?,
+            Some(columns) => self.check_columns(normalize, columns)?,
+        }
         let mut buffers = vec![x, out];
         if let Some((norm, out)) = next {
             is_norm(Some(norm))?;
@@ -192,6 +199,34 @@ impl Work<'_> {
             fail!(Plan, "rows are written over those that are normalized");
         }
         Ok(())
+    }
+
+    fn check_columns(&mut self, normalize: &Normalize, columns: Columns) -> Result<()> {
+        let (Columns { first, width }, inner) = (columns, normalize.inner);
+        are_pieces(width)?;
+        if first % PIECE != 0 {
+            fail!(Plan, "columns from {first} on, expected a multiple of {PIECE}");
+        }
+        if width.checked_sub(inner).is_none_or(|most| first > most) {
+            fail!(Plan, "{inner} columns from {first} on, in rows of {width}");
+        }
+        if normalize.next.is_some() || normalize.plus == Some(normalize.out) {
+            fail!(Plan, "columns of wider rows are neither added to nor normalized again");
+        }
+        self.write(normalize.out, self.plan.tokens * width)
+    }
+
+    fn check_blend(&mut self, blend: &Blend) -> Result<()> {
+        let Blend { x, y, share, inner, out } = *blend;
+        are_pieces(inner)?;
+        let elements = self.plan.tokens * inner;
+        self.read(x, elements)?;
+        self.read(y, elements)?;
+        self.read(share, self.plan.tokens)?;
+        if share == out {
+            fail!(Plan, "rows are written over the shares that they are blended by");
+        }
+        self.write(out, elements)
     }
 
     fn check_place(&mut self, place: &Place) -> Result<()> {
@@ -241,6 +276,47 @@ impl Work<'_> {
             n if group >= n => fail!(Plan, "group {group} of {n}"),
             _ => Ok(()),
         }
+    }
+
+    /// Checks the buffers that the host fills, which are then written.
+    fn check_given(&mut self) -> Result<()> {
+        for &buffer in &self.plan.given {
+            self.has(buffer, self.plan.tokens)?;
+            let elements = self.plan.buffers[buffer.0];
+            if elements % self.plan.tokens != 0 {
+                fail!(
+                    Plan,
+                    "buffer {} is given and has {elements} elements, expected a multiple of {}",
+                    buffer.0,
+                    self.plan.tokens
+                );
+            }
+            if std::mem::replace(&mut self.written[buffer.0], true) {
+                fail!(Plan, "buffer {} is given twice", buffer.0);
+            }
+        }
+        Ok(())
+    }
+
+    /// Checks the buffers that the host gets with the logits.
+    fn check_tapped(&self) -> Result<()> {
+        let plan = self.plan;
+        if plan.logits.is_none() && !plan.tapped.is_empty() {
+            fail!(Plan, "tapped buffers without logits");
+        }
+        for (n, &buffer) in plan.tapped.iter().enumerate() {
+            self.read(buffer, plan.tokens)?;
+            let elements = plan.buffers[buffer.0];
+            if elements % PIECE != 0 {
+                fail!(Plan, "{elements} tapped elements, expected a multiple of {PIECE}");
+            }
+            let has_logits = plan.logits.is_some_and(|logits| logits.buffer == buffer);
+            let others = plan.tapped[..n].iter().chain(&plan.given);
+            if has_logits || others.into_iter().any(|&other| other == buffer) {
+                fail!(Plan, "buffer {} is tapped, and given, tapped or logits too", buffer.0);
+            }
+        }
+        Ok(())
     }
 
     fn check_logits(&self, logits: Logits) -> Result<()> {

@@ -58,7 +58,7 @@ pub(crate) enum Source {
     Many { element: Element, depth: usize },
     /// Kernels that read packed weights of so many bits.
     Packed { element: Element, bits: usize },
-    /// The kernel that normalizes rows.
+    /// The kernels that normalize and blend rows.
     Norm(Element),
     /// The kernel that places heads in pools, packed if they have a format.
     Place { element: Element, keys: Option<PackedFormat>, values: Option<PackedFormat> },

@@ -45,6 +45,25 @@ pub(crate) fn check_steps(
     Ok(())
 }
 
+/// Returns an error if `given` are not the rows of a step's tokens, which have so many bytes in each buffer that the host
+/// fills.
+pub(crate) fn check_given(
+    steps: &[StepInputs],
+    given: &[&[u8]],
+    rows: impl ExactSizeIterator<Item = usize>,
+) -> Result<()> {
+    if given.len() != rows.len() {
+        fail!(Step, "rows of {} buffers, expected {}", given.len(), rows.len());
+    }
+    let n = steps.first().map_or(0, |step| step.ids.len());
+    for (number, (bytes, row)) in given.iter().zip(rows).enumerate() {
+        if bytes.len() != n * row {
+            fail!(Step, "{} bytes of given rows {number}, expected {n} rows of {row}", bytes.len());
+        }
+    }
+    Ok(())
+}
+
 /// Returns an error if the step is not one of `tokens` tokens over pools of `capacity` rows.
 fn check_step(step: &StepInputs, tokens: usize, capacity: usize, masked: bool) -> Result<()> {
     let n = step.ids.len();

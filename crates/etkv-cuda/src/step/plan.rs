@@ -159,8 +159,13 @@ pub struct Plan {
     /// Whether attention with a mask cuts rows into small blocks, each of which reads only the keys that its
     /// tokens see: for tokens of sequences that have few keys in common.
     pub apart: bool,
+    /// Buffers that the host fills before each step, with a row for each token: different ones.
+    pub given: Vec<Buffer>,
     /// What the host gets.
     pub logits: Option<Logits>,
+    /// Buffers that the host gets with the logits, if these are copied: hidden states of layers, of a multiple of 8
+    /// elements each. They are different ones, and others than the logits and the given ones.
+    pub tapped: Vec<Buffer>,
     /// Whether a kernel may begin before the one before it has ended, and ask for its weights. Without
     /// effect on devices before compute capability 9.0.
     pub overlap: bool,
@@ -199,6 +204,8 @@ pub enum Launch {
     Product(Product),
     /// Rows that are normalized.
     Normalize(Normalize),
+    /// Rows that are shared with others.
+    Blend(Blend),
     /// Heads that a product has made, to where attention takes them.
     Place(Place),
     /// Attention over the keys of a layer.
@@ -267,12 +274,38 @@ pub struct Normalize {
     pub inner: usize,
     /// How `x` is normalized.
     pub norm: Norm,
-    /// `[T, inner]`, added to that. May be `out`.
+    /// `[T, inner]`, added to that. May be `out`, if that has no other columns.
     pub plus: Option<Buffer>,
-    /// `[T, inner]`.
+    /// `[T, inner]`, or some columns of wider rows.
     pub out: Buffer,
+    /// Which columns. There is no next norm then.
+    pub columns: Option<Columns>,
     /// How `out` is normalized, and where to.
     pub next: Option<(Norm, Buffer)>,
+}
+
+/// Columns of a buffer `[T, width]`. Both numbers are multiples of 8.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Columns {
+    /// The first of them.
+    pub first: usize,
+    /// The elements of a row.
+    pub width: usize,
+}
+
+/// `out = x + share * (y - x)`, each difference, product and sum rounded: `y` where its share is 1, `x` where that is 0.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub struct Blend {
+    /// `[T, inner]`.
+    pub x: Buffer,
+    /// `[T, inner]`.
+    pub y: Buffer,
+    /// `[T]`.
+    pub share: Buffer,
+    /// The elements of a row: a multiple of 8.
+    pub inner: usize,
+    /// `[T, inner]`. May be `x` or `y`.
+    pub out: Buffer,
 }
 
 /// An activation function. The kernel has the same numbers.

@@ -14,7 +14,7 @@ use crate::step::launch::{
     Step,
 };
 use crate::step::mask::most_numbers;
-use crate::step::norms::{NormWork, NORM_THREADS};
+use crate::step::norms::{BlendWork, NormWork, NORM_THREADS};
 use crate::step::plan::{
     Attend, Buffer, Embed, Launch, Packed, Plan, Pool, PoolRows, Product, Weight,
 };
@@ -36,15 +36,17 @@ pub(crate) struct Work {
     choose: Kernel,
     /// Those of packed weights, by the bits of a code.
     packed: HashMap<usize, PackedKernels>,
-    /// The one that normalizes rows, if the plan does.
-    norm: Option<Kernel>,
+    /// Those of rows, if the plan has such launches.
+    rows: Option<RowKernels>,
     /// Those that place heads, by the launch.
     place: HashMap<usize, Kernel>,
     /// Of each launch, if it is attention: itself, and what merges its slices.
     attend: Vec<Option<(Kernel, Kernel, AttendShape)>>,
     /// Where each buffer is, and its bytes.
     pub(crate) places: Vec<(u64, usize)>,
+    /// A step for each group, and the buffers that the host fills.
     pub(crate) step: Memory,
+    /// The ids that are chosen, the logits, and tapped buffers.
     pub(crate) outputs: Memory,
     /// The mask of a step for each group, if it is masked.
     pub(crate) tiles: Vec<Option<Memory>>,
@@ -131,6 +133,67 @@ impl PackedKernels {
     }
 }
 
+/// The kernels of rows that no product takes on.
+#[derive(Debug)]
+struct RowKernels {
+    norm: Kernel,
+    blend: Kernel,
+}
+
+impl RowKernels {
+    /// Returns the kernels if the plan needs them.
+    fn of(device: &Device, plan: &Plan) -> Result<Option<Self>> {
+        let needs = |launch: &Launch| matches!(launch, Launch::Normalize(_) | Launch::Blend(_));
+        if !plan.launches.iter().any(needs) {
+            return Ok(None);
+        }
+        let source = Source::Norm(plan.element);
+        let norm = device.kernel(source, c"etkv_norm", 0)?;
+        Ok(Some(Self { norm, blend: device.kernel(source, c"etkv_blend", 0)? }))
+    }
+}
+
+/// What the host writes before a step, and reads after it. Each is one block of bytes, here and on the device.
+#[derive(Debug)]
+pub(crate) struct Layout {
+    /// The buffers that the host fills, behind a step for each group: where each begins.
+    pub(crate) given: Vec<(Buffer, usize)>,
+    pub(crate) step_bytes: usize,
+    /// The logits, and tapped buffers one behind the other, behind the ids that are chosen.
+    outputs: Vec<(Buffer, usize)>,
+    /// Where the tapped buffers begin.
+    pub(crate) tapped_at: usize,
+    pub(crate) outputs_bytes: usize,
+}
+
+impl Layout {
+    pub(crate) fn of(plan: &Plan) -> Self {
+        let bytes_of = |Buffer(index): Buffer| 2 * plan.buffers[index];
+        let mut step_bytes = plan.masked.len() * size_of::<Step>();
+        let place = |&buffer: &Buffer| {
+            let at = step_bytes.next_multiple_of(APART);
+            step_bytes = at + bytes_of(buffer);
+            (buffer, at)
+        };
+        let given = plan.given.iter().map(place).collect();
+        let logits = plan.logits.map(|logits| logits.buffer);
+        let tapped_at = LOGITS_AT + logits.map_or(0, bytes_of).next_multiple_of(APART);
+        let mut outputs_bytes = tapped_at;
+        let place = |&buffer: &Buffer| {
+            let at = outputs_bytes;
+            outputs_bytes += bytes_of(buffer);
+            (buffer, at)
+        };
+        let tapped: Vec<_> = plan.tapped.iter().map(place).collect();
+        let outputs = logits.map(|logits| (logits, LOGITS_AT)).into_iter().chain(tapped).collect();
+        Self { given, step_bytes, outputs, tapped_at, outputs_bytes }
+    }
+
+    fn has(&self, buffer: Buffer) -> bool {
+        self.given.iter().chain(&self.outputs).any(|(other, _)| *other == buffer)
+    }
+}
+
 impl Work {
     pub(crate) fn new(device: &Device, plan: &Plan) -> Result<Self> {
         let context = &device.0.context;
@@ -152,32 +215,44 @@ impl Work {
                     ProductShape::of(plan, product, limits)?;
                     None
                 }
-                Launch::Embed(_) | Launch::Normalize(_) | Launch::Place(_) => None,
+                Launch::Embed(_) | Launch::Normalize(_) | Launch::Blend(_) | Launch::Place(_) => {
+                    None
+                }
             });
         }
         let shapes = || attend.iter().flatten().map(|(_, _, shape)| shape);
         let floats = shapes().map(|shape| shape.floats).max().unwrap_or(0);
-        let logits = plan.logits.map(|logits| logits.buffer);
-        let logits_bytes = logits.map_or(0, |Buffer(index)| 2 * plan.buffers[index]);
-        let outputs = Memory::new(context, LOGITS_AT + logits_bytes)?;
+        let layout = Layout::of(plan);
+        let step = Memory::new(context, layout.step_bytes)?;
+        let outputs = Memory::new(context, layout.outputs_bytes)?;
         let mut bytes = 0;
-        let mut places = Vec::new();
-        for (index, &elements) in plan.buffers.iter().enumerate() {
-            places.push((bytes as u64, 2 * elements));
-            if logits != Some(Buffer(index)) {
-                bytes += (2 * elements).next_multiple_of(APART);
+        let mut place_of = |(index, &elements): (usize, &usize)| {
+            let (buffer, all) = (Buffer(index), 2 * elements);
+            let found = |places: &[(Buffer, usize)]| {
+                places.iter().find(|(other, _)| *other == buffer).map(|&(_, at)| at as u64)
+            };
+            if let Some(at) = found(&layout.given) {
+                return (step.address().0 + at, all);
             }
-        }
+            if let Some(at) = found(&layout.outputs) {
+                return (outputs.address().0 + at, all);
+            }
+            let at = bytes;
+            bytes += all.next_multiple_of(APART);
+            // In the memory of all others, which is allocated below.
+            (at as u64, all)
+        };
+        let mut places: Vec<(u64, usize)> =
+            plan.buffers.iter().enumerate().map(&mut place_of).collect();
         let buffers = Memory::new(context, bytes)?;
         let tiles_of = |group: usize| {
             let bytes = |rows| 8 * most_numbers(rows, capacity(plan, group));
             row_blocks(plan, group).map(|rows| Memory::new(context, bytes(rows))).transpose()
         };
         for (index, (place, _)) in places.iter_mut().enumerate() {
-            *place = match logits == Some(Buffer(index)) {
-                true => outputs.address().0 + LOGITS_AT as u64,
-                false => buffers.address().0 + *place,
-            };
+            if !layout.has(Buffer(index)) {
+                *place += buffers.address().0;
+            }
         }
         Ok(Self {
             product: device.kernel(source, c"etkv_product", limits.product_shared())?,
@@ -187,14 +262,11 @@ impl Work {
             embed: device.kernel(source, c"etkv_embed", 0)?,
             choose: device.kernel(source, c"etkv_choose", 0)?,
             packed: PackedKernels::of(device, plan)?,
-            norm: match plan.launches.iter().any(|launch| matches!(launch, Launch::Normalize(_))) {
-                true => Some(device.kernel(Source::Norm(plan.element), c"etkv_norm", 0)?),
-                false => None,
-            },
+            rows: RowKernels::of(device, plan)?,
             place,
             attend,
             places,
-            step: Memory::new(context, plan.masked.len() * size_of::<Step>())?,
+            step,
             outputs,
             tiles: (0..plan.masked.len()).map(tiles_of).collect::<Result<_>>()?,
             partial: Memory::new(context, 4 * floats)?,
@@ -234,15 +306,14 @@ impl Work {
                     }
                 }
                 (Launch::Normalize(normalize), _) => {
-                    let Some(kernel) = &self.norm else {
-                        fail!(Plan, "rows that are normalized have no kernel");
-                    };
                     let work = NormWork::of(normalize, |buffer| self.at(buffer));
-                    let (grid, arguments) = ([plan.tokens, 1, 1], &mut [work.argument()]);
-                    // SAFETY: this is the kernel's argument; the plan's check has compared all sizes.
-                    unsafe {
-                        launch::launch(stream, kernel, grid, NORM_THREADS, 0, arguments, overlaps)?;
-                    }
+                    let kernel = &self.rows()?.norm;
+                    self.rows_of(stream, plan, kernel, work.argument(), overlaps)?;
+                }
+                (Launch::Blend(blend), _) => {
+                    let work = BlendWork::of(blend, |buffer| self.at(buffer));
+                    let kernel = &self.rows()?.blend;
+                    self.rows_of(stream, plan, kernel, work.argument(), overlaps)?;
                 }
                 (Launch::Place(place), _) => {
                     let Some(kernel) = self.place.get(&number) else {
@@ -275,6 +346,28 @@ impl Work {
             }
             None => Ok(()),
         }
+    }
+
+    /// Returns the kernels of rows, which the plan has.
+    fn rows(&self) -> Result<&RowKernels> {
+        match &self.rows {
+            Some(kernels) => Ok(kernels),
+            None => fail!(Plan, "rows that are normalized or blended have no kernels"),
+        }
+    }
+
+    /// Launches a kernel of rows, a block for each token.
+    fn rows_of(
+        &self,
+        stream: &Stream,
+        plan: &Plan,
+        kernel: &Kernel,
+        argument: *mut c_void,
+        overlaps: bool,
+    ) -> Result<()> {
+        let (grid, arguments) = ([plan.tokens, 1, 1], &mut [argument]);
+        // SAFETY: this is the kernel's argument; the plan's check has compared all sizes.
+        unsafe { launch::launch(stream, kernel, grid, NORM_THREADS, 0, arguments, overlaps) }
     }
 
     /// Returns the kernels of a packed weight, which the plan has.

@@ -1,14 +1,11 @@
 //! Rows and heads that no product normalizes.
 
-use etkv_cuda::{Address, Buffer, Norm, Normalize};
+use etkv_cuda::{Address, Buffer, Columns, Norm, Normalize};
 use mlx_rs::{Array, Dtype};
 
-use super::{is_vector, recipe, Planner};
+use super::{is_vector, recipe, Planner, PIECE};
 use crate::program::captured::recipe::RowNorm;
 use crate::program::ir::Value;
-
-/// What the elements of rows are a multiple of where a launch of its own normalizes them.
-const PIECE: usize = 8;
 
 impl Planner {
     /// Adds the constants of rows that are normalized, and their buffers.
@@ -38,8 +35,12 @@ impl Planner {
         // In the order in which they were added.
         let norm = self.row_norm(norm, next);
         let again = again.map(|(norm, out)| (self.row_norm(norm, next), Buffer(out)));
+        let (out, columns) = match self.columns.get(&out) {
+            Some(&(out, first)) => (out, Some(Columns { first, width: self.widths[out] })),
+            None => (out, None),
+        };
         let (x, inner, plus, out) = (Buffer(x), self.widths[x], plus.map(Buffer), Buffer(out));
-        Normalize { x, inner, norm, plus, out, next: again }
+        Normalize { x, inner, norm, plus, out, columns, next: again }
     }
 
     /// Adds the weights of a norm of rows. Those of float32 make rows that are converted.

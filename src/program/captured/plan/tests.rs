@@ -54,6 +54,9 @@ fn recipe(packing: Affine) -> Recipe {
         parts: vec![Part::Embed { table: weight, scale: None, out: 0 }, Part::Product(product)],
         n_buffers: 2,
         logits: 1,
+        logits_at: 0,
+        tapped: Vec::new(),
+        given: Vec::new(),
         last_row_only: false,
         inputs: TextInputs::find(&inputs).unwrap(),
     }
@@ -352,3 +355,5 @@ fn heads_that_turn_in_part_are_placed() {
     assert!(fits_product(&of(64), [None; 2]));
     assert!(!fits_product(&of(48), [None; 2]));
 }
+
+mod hidden;

@@ -193,7 +193,8 @@ fn what_is_not_known_is_left_to_the_interpreter() {
             let op = Op::ExpandDims { x: Value(12), axis: 0 };
             graph.main.instructions.push(Instruction { op, out: Out::Tensor(Value(19)) });
         }),
-        ("two outputs", |graph| graph.main.outputs.push(Out::Tensor(Value(18)))),
+        ("an output that is a constant", |graph| graph.main.outputs.push(Out::Tensor(NORM))),
+        ("the same output twice", |graph| graph.main.outputs.push(Out::Tensor(Value(19)))),
         ("no attention", |graph| {
             graph.main.outputs = vec![Out::Tensor(Value(9))];
             graph.main.instructions.truncate(2);
@@ -369,7 +370,7 @@ fn what_is_not_known_is_told() {
     let told = Recipe::of(&graph).unwrap_err().to_string();
     assert!(told.starts_with("instruction 9, Tanh"), "{told}");
     let mut graph = decoder();
-    graph.main.outputs.push(Out::Tensor(Value(18)));
+    graph.main.outputs.push(Out::Tensor(NORM));
     assert_eq!(Recipe::of(&graph), Err(Unknown::Outputs));
 }
 
@@ -385,5 +386,6 @@ fn programs_of_other_dtypes_are_told_apart() {
     assert_eq!(why_not(&graph), Some(Unknown::Outputs.to_string()));
 }
 
+mod hidden;
 mod norms;
 mod parts;

@@ -11,6 +11,8 @@ fn plan(tokens: usize) -> Plan {
         launches: Vec::new(),
         logits: None,
         overlap: false,
+        given: Vec::new(),
+        tapped: Vec::new(),
         attention_blocks: None,
         masked: vec![false],
         apart: false,

@@ -64,6 +64,8 @@ fn plan() -> Plan {
             chosen: true,
         }),
         overlap: true,
+        given: Vec::new(),
+        tapped: Vec::new(),
         attention_blocks: None,
         masked: vec![false],
         apart: false,
@@ -247,7 +249,8 @@ fn rows_that_cannot_be_normalized_are_refused() {
         let norm = Norm { weight: Some(Address(4096)), wide: true, eps: 1e-6 };
         let next = Some((Norm { weight: None, ..norm }, Buffer(5)));
         let (x, plus, out) = (Buffer(0), Some(Buffer(0)), Buffer(4));
-        let mut normalize = Normalize { x, inner: 256, norm, plus, out, next };
+        let columns = None;
+        let mut normalize = Normalize { x, inner: 256, norm, plus, out, columns, next };
         change(&mut plan, &mut normalize);
         // Behind the rows of tokens.
         let first = plan.launches.len() - 4;
@@ -279,6 +282,7 @@ fn rows_that_cannot_be_normalized_are_refused() {
             norm: Norm { weight: None, wide: false, eps: 0.0 },
             plus: None,
             out: Buffer(1),
+            columns: None,
             next: None,
         };
         rows.next = Some((rows.norm, over(&rows)));
@@ -324,4 +328,81 @@ fn groups_that_a_plan_lacks_are_refused() {
     assert_eq!(refused(|plan| attend(plan).group = 2), "launch 2: group 2 of 1");
     // A mask that no attention of its group reads.
     assert_eq!(refused(|plan| plan.masked = vec![false, true]), "a mask without attention");
+}
+
+#[test]
+fn rows_that_the_host_cannot_fill_or_get_are_refused() {
+    let logits = plan().logits.unwrap().buffer;
+    let refused = |given: &[usize], tapped: &[usize], change: fn(&mut Plan)| {
+        let mut plan = plan();
+        plan.buffers.extend([4 * 256, 4 * 256]);
+        let buffers = |all: &[usize]| all.iter().map(|&index| Buffer(index)).collect();
+        (plan.given, plan.tapped) = (buffers(given), buffers(tapped));
+        change(&mut plan);
+        match check(&plan) {
+            Ok(()) => String::new(),
+            Err(error) => error.to_string(),
+        }
+    };
+    let same = |_: &mut Plan| {};
+    assert_eq!(refused(&[4, 5], &[0, 1], same), "");
+    assert!(refused(&[9], &[], same).contains("buffer 9 of 6"));
+    assert!(refused(&[4, 4], &[], same).contains("buffer 4 is given twice"));
+    assert!(refused(&[4], &[], |plan| plan.buffers[4] = 1023)
+        .contains("1023 elements, expected a multiple of 4"));
+    assert!(refused(&[], &[99], same).contains("99"));
+    assert!(refused(&[], &[4], same).contains("buffer 4 is read before it is written"));
+    assert!(refused(&[4], &[4], same).contains("buffer 4 is tapped, and given"));
+    assert!(refused(&[], &[0, 0], same).contains("buffer 0 is tapped, and given"));
+    assert!(refused(&[], &[logits.0], same).contains("tapped, and given, tapped or logits too"));
+    assert!(refused(&[], &[0], |plan| plan.logits = None).contains("without logits"));
+    assert!(refused(&[], &[0], |plan| plan.buffers[0] = 1028).contains("1028 tapped elements"));
+}
+
+/// A norm into some columns of wider rows, and a blend of given rows, both behind the rows of tokens.
+#[test]
+fn columns_and_blends_that_do_not_fit_are_refused() {
+    let refused = |change: fn(&mut Normalize, &mut Blend)| {
+        let mut plan = plan();
+        // Wider rows, given rows, and their shares.
+        plan.buffers.extend([4 * 512, 4 * 256, 4]);
+        plan.given = vec![Buffer(5), Buffer(6)];
+        let mut normalize = Normalize {
+            x: Buffer(5),
+            inner: 256,
+            norm: Norm { weight: None, wide: false, eps: 1e-6 },
+            plus: None,
+            out: Buffer(4),
+            columns: Some(Columns { first: 256, width: 512 }),
+            next: None,
+        };
+        let (x, y, share, out) = (Buffer(0), Buffer(5), Buffer(6), Buffer(0));
+        let mut blend = Blend { x, y, share, inner: 256, out };
+        change(&mut normalize, &mut blend);
+        plan.launches.splice(1..1, [Launch::Normalize(normalize), Launch::Blend(blend)]);
+        match check(&plan) {
+            Ok(()) => String::new(),
+            Err(error) => error.to_string(),
+        }
+    };
+    assert_eq!(refused(|_, _| ()), "");
+    assert_eq!(refused(|rows, _| rows.columns = Some(Columns { first: 0, width: 512 })), "");
+    assert!(refused(|rows, _| rows.columns = Some(Columns { first: 264, width: 512 }))
+        .contains("256 columns from 264 on, in rows of 512"));
+    assert!(refused(|rows, _| rows.columns = Some(Columns { first: 0, width: 248 }))
+        .contains("256 columns from 0 on, in rows of 248"));
+    assert!(refused(|rows, _| rows.columns = Some(Columns { first: 4, width: 512 }))
+        .contains("columns from 4 on, expected a multiple of 8"));
+    assert!(refused(|rows, _| rows.columns = Some(Columns { first: 0, width: 516 }))
+        .contains("rows of 516 elements"));
+    assert!(refused(|rows, _| rows.columns = Some(Columns { first: 0, width: 1024 }))
+        .contains("buffer 4 has 2048 elements, expected 4096"));
+    assert!(refused(|rows, _| rows.next = Some((rows.norm, Buffer(2)))).contains("wider rows"));
+    assert!(refused(|rows, _| rows.plus = Some(rows.out)).contains("read before"));
+    assert!(refused(|_, blend| blend.x = Buffer(4)).is_empty());
+    assert!(refused(|_, blend| blend.y = Buffer(2)).contains("buffer 2 is read before"));
+    assert!(refused(|_, blend| blend.share = Buffer(2)).contains("buffer 2 is read before"));
+    assert!(refused(|_, blend| blend.inner = 260).contains("a multiple of 8"));
+    assert!(refused(|_, blend| blend.out = blend.share).contains("over the shares"));
+    assert!(refused(|_, blend| blend.y = blend.share).contains("buffer 6 has 4 elements"));
 }

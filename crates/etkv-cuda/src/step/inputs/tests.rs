@@ -66,3 +66,20 @@ fn steps_are_told_for_each_group() {
     assert!(text.contains("group 1 has other tokens"), "{text}");
     assert!(told(&[StepInputs { n_keys: 11, ..full }, window]).contains("group 0: 11 keys"));
 }
+
+#[test]
+fn given_rows_that_do_not_fit_are_refused() {
+    let step =
+        StepInputs { ids: &[1, 2], positions: &[0, 1], slots: &[0, 1], n_keys: 2, mask: None };
+    let told =
+        |given: &[&[u8]], rows: &[usize]| match check_given(&[step], given, rows.iter().copied()) {
+            Ok(()) => String::new(),
+            Err(error) => error.to_string(),
+        };
+    assert_eq!(told(&[], &[]), "");
+    assert_eq!(told(&[&[0; 32], &[0; 4]], &[16, 2]), "");
+    assert!(told(&[&[0; 32]], &[16, 2]).contains("rows of 1 buffers, expected 2"));
+    assert!(told(&[&[0; 32], &[0; 2]], &[16, 2])
+        .contains("2 bytes of given rows 1, expected 2 rows of 2"));
+    assert!(told(&[&[0; 32]], &[]).contains("rows of 1 buffers, expected 0"));
+}

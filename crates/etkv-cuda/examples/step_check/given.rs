@@ -1,0 +1,108 @@
+//! Rows that the host gives with a step: normalized into columns of wider rows, blended, and returned beside logits,
+//! against plain arithmetic.
+
+use etkv_cuda::{
+    Blend, Buffer, Columns, Device, Element, Embed, Launch, Logits, Norm, Normalize, Plan,
+    StepInputs, Weight,
+};
+
+use crate::model::{rounded, to_bytes, to_numbers, Random};
+use crate::normalized::apart;
+use crate::placed::{normalized, EPS};
+use crate::{say, Answer};
+use std::io::Write;
+
+const TABLE: usize = 70;
+
+/// Runs the checks.
+pub fn run(device: &Device) -> Answer<bool> {
+    let mut good = true;
+    for element in [Element::Bf16, Element::F16] {
+        for inner in [64, 576, 2048, 5384] {
+            for tokens in [1, 3, 64] {
+                good &= check(device, element, inner, tokens)?;
+            }
+        }
+    }
+    Ok(good)
+}
+
+fn check(device: &Device, element: Element, inner: usize, tokens: usize) -> Answer<bool> {
+    let mut random = Random(0x2545_f491_4f6c_dd1d + inner as u64);
+    let mut numbers = |n: usize, scale: f64| -> Vec<f64> {
+        (0..n).map(|_| rounded(element, scale * random.next())).collect()
+    };
+    let rows = numbers(TABLE * inner, 0.03);
+    let mut table = device.allocate(2 * rows.len())?;
+    table.write(0, &to_bytes(element, &rows))?;
+    let [embedded, given, share, wide, blended] = [0, 1, 2, 3, 4].map(Buffer);
+    let norm = Norm { weight: None, wide: false, eps: EPS };
+    let columns = |first| Some(Columns { first, width: 2 * inner });
+    let rows_of = |x, first| {
+        let (plus, columns) = (None, columns(first));
+        Launch::Normalize(Normalize { x, inner, norm, plus, out: wide, columns, next: None })
+    };
+    let table_at = Weight::Plain(table.address());
+    let embed = Embed { table: table_at, scale: None, vocabulary: TABLE, inner, out: embedded };
+    let blend = Blend { x: embedded, y: given, share, inner, out: blended };
+    let all = tokens * inner;
+    let plan = Plan {
+        element,
+        tokens,
+        buffers: vec![all, all, tokens, 2 * all, all],
+        launches: vec![
+            Launch::Embed(embed),
+            rows_of(embedded, 0),
+            rows_of(given, inner),
+            Launch::Blend(blend),
+        ],
+        given: vec![given, share],
+        // The rows of tokens stand for them.
+        logits: Some(Logits {
+            buffer: embedded,
+            rows: tokens,
+            vocabulary: inner,
+            copied: true,
+            chosen: false,
+        }),
+        tapped: vec![blended, wide],
+        overlap: true,
+        attention_blocks: None,
+        masked: vec![false],
+        apart: false,
+    };
+    let mut captured = device.capture(&plan)?;
+    let slots: Vec<i32> = (0..tokens as i32).collect();
+    let (mut largest, mut same) = (0f64, true);
+    // Rows of a step before must not be left.
+    for again in 0..3 {
+        let ids: Vec<i32> = slots.iter().map(|t| (t * 11 + 5 + again) % TABLE as i32).collect();
+        let given = numbers(all, 1.5);
+        let shares: Vec<f64> =
+            (0..tokens).map(|t| [0.0, 1.0, 0.375][(t + again as usize) % 3]).collect();
+        let bytes = [to_bytes(element, &given), to_bytes(element, &shares)];
+        let (positions, n_keys, mask) = (&slots[..], tokens, None);
+        let step = StepInputs { ids: &ids, positions, slots: &slots, n_keys, mask };
+        // SAFETY: the table outlives the graph, and nothing else uses it.
+        let outputs = unsafe { captured.run_groups(&[step], &[&bytes[0], &bytes[1]]) }?;
+        let logits = to_numbers(element, outputs.logits);
+        let (blended, wide) = outputs.tapped.split_at(2 * all);
+        let (blended, wide) = (to_numbers(element, blended), to_numbers(element, wide));
+        let ones = vec![1.0; inner];
+        for (t, &id) in ids.iter().enumerate() {
+            let row = |of: &[f64]| of[t * inner..][..inner].to_vec();
+            let (x, y) = (&rows[id as usize * inner..][..inner], row(&given));
+            let round = |x: f64| rounded(element, x);
+            let moved = |(x, y): (&f64, &f64)| round(x + round(shares[t] * round(y - x)));
+            let expected: Vec<f64> = x.iter().zip(&y).map(moved).collect();
+            same &= row(&logits) == x && row(&blended) == expected;
+            let expected = [x, &y].map(|row| normalized(element, row, &ones, false)).concat();
+            largest = largest.max(apart(&wide[2 * t * inner..][..2 * inner], &expected));
+        }
+    }
+    let limit = if element == Element::Bf16 { 0.012 } else { 0.002 };
+    let good = same && largest <= limit;
+    let word = if good { "ok  " } else { "FAIL" };
+    say!("  {word} given rows, {element:?}, {inner}, T {tokens}: same {same}, {largest:.5}, limit {limit}");
+    Ok(good)
+}
