@@ -84,9 +84,7 @@ struct Side {
     std::vector<int64_t> positions(tokens.size());
     std::iota(positions.begin(), positions.end(), at);
     const auto given = etkv::benches::given_rows(
-        *program.hidden_state_type(),
-        static_cast<size_t>(at),
-        tokens.size());
+        *program.hidden_state_type(), static_cast<size_t>(at), tokens.size());
     return must(
         program.step(tokens.data(), positions.data(), tokens.size(), given));
   }
@@ -189,8 +187,7 @@ bool compare(Side& captured, Side& interpreted, Log& log, size_t longest) {
     }
   }
   if (!captured.is_draft()) {
-    std::printf(
-        "%zu of %zu rows have the same chosen id\n", same_chosen, rows);
+    std::printf("%zu of %zu rows have the same chosen id\n", same_chosen, rows);
   }
   std::printf("captured are steps of");
   for (const size_t n : sizes) {

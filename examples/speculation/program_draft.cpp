@@ -148,6 +148,10 @@ Result<TokenTree> ProgramDraft::grow(
     return tree;
   }
   LogitsView logits = *read_logits;
+  if (sampler.greedy() && shape.width == 1) {
+    return grow_chain(std::move(tree), logits, shape);
+  }
+  Stopwatch watch;
   std::vector<Leaf> leaves = {{0, {}, 0.0}};
   ASSIGN_OR_RETURN(
       leaves[0].q, softmax(logits, logits.last_row(), temperature));
@@ -159,6 +163,7 @@ Result<TokenTree> ProgramDraft::grow(
     if (!sampler.greedy()) {
       children = drawn(leaves, children, sampler.rng);
     }
+    choosing_.add(leaves.size(), watch.lap());
     std::vector<Leaf> next;
     for (const auto& child : children) {
       next.push_back(
@@ -182,12 +187,35 @@ Result<TokenTree> ProgramDraft::grow(
     }
     ASSIGN_OR_RETURN(logits, run_level(tree, next.size()));
     RETURN_IF_ERROR(check_rows(logits, next.size()));
+    watch.lap();
     for (size_t i = 0; i < next.size(); ++i) {
       ASSIGN_OR_RETURN(
           next[i].q, softmax(logits, static_cast<int64_t>(i), temperature));
     }
     leaves = std::move(next);
   }
+}
+
+Result<TokenTree> ProgramDraft::grow_chain(
+    TokenTree tree,
+    LogitsView logits,
+    const TreeShape& shape) {
+  for (int64_t level = 1; tree.size() < shape.most; ++level) {
+    Stopwatch watch;
+    ASSIGN_OR_RETURN(const int64_t id, argmax(logits, logits.last_row()));
+    choosing_one_.add(1, watch.lap());
+    tree.add(id, static_cast<int32_t>(tree.size()) - 1);
+    if (level == shape.depth || interrupted()) {
+      break;
+    }
+    ASSIGN_OR_RETURN(const bool fits, cache().can_extend(1));
+    if (!fits) {
+      break;
+    }
+    ASSIGN_OR_RETURN(logits, run_level(tree, 1));
+    RETURN_IF_ERROR(check_rows(logits, 1));
+  }
+  return tree;
 }
 
 /// Reads the part of a text that is not held, at least its last id; empty after
@@ -267,10 +295,17 @@ Result<void> ProgramDraft::keep(const std::vector<int32_t>& accepted) {
 }
 
 double ProgramDraft::seconds(int64_t depth, int64_t width) const {
-  return depth == 0
-             ? 0.0
-             : latency_.at(1.0) + static_cast<double>(depth - 1) *
-                                      latency_.at(static_cast<double>(width));
+  if (depth == 0) {
+    return 0.0;
+  }
+  const double one = choosing_one_.at(1.0);
+  // With random numbers a chain needs probabilities too.
+  const auto level = [&](double nodes) {
+    const bool is_chain = width == 1 && one > 0.0;
+    return latency_.at(nodes) + (is_chain ? one : choosing_.at(nodes));
+  };
+  return level(1.0) +
+         static_cast<double>(depth - 1) * level(static_cast<double>(width));
 }
 
 } // namespace etkv::examples

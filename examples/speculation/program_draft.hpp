@@ -79,6 +79,9 @@ class ProgramDraft : public Draft {
       const std::vector<int64_t>& text,
       const TreeShape& shape,
       Sampler& sampler);
+  /// Adds the likeliest ids one below the other, which needs no probabilities.
+  Result<TokenTree>
+  grow_chain(TokenTree tree, LogitsView logits, const TreeShape& shape);
   Result<std::optional<LogitsView>> read(const std::vector<int64_t>& text);
   Result<LogitsView> run_level(const TokenTree& tree, size_t n);
   Result<void> keep(const std::vector<int32_t>& accepted);
@@ -93,6 +96,10 @@ class ProgramDraft : public Draft {
   std::vector<int64_t> run_;
   /// The seconds of a forward, by its tokens.
   LatencyModel latency_;
+  /// Those that the host takes to choose candidates below so many nodes, and the
+  /// one of a chain.
+  LatencyModel choosing_;
+  LatencyModel choosing_one_;
 };
 
 } // namespace etkv::examples

@@ -109,7 +109,7 @@ Result<std::vector<int64_t>> Speculator::next(
   RETURN_IF_ERROR(cache_.commit(verified.accepted));
   // A chain of a wide tree may move to the sequence's end.
   const double verify_seconds = watch.lap();
-  tuner_.observe(shape, tree, agreed, verify_seconds);
+  tuner_.observe(shape, tree, agreed, verify_seconds, draft_seconds);
   // Both keep the same chain.
   RETURN_IF_ERROR(draft_.commit(verified.accepted));
   if (const auto& hidden_states = target_.program().hidden_states()) {

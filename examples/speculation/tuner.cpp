@@ -15,8 +15,11 @@ constexpr double kBelief = 2.0;
 /// Steps of a kind before any comparison: the first of a size takes longer than
 /// later ones.
 constexpr int64_t kTrials = 2;
-/// Steps without a tree before one is tried again.
-constexpr int64_t kPatience = 16;
+/// Steps without a tree before one is tried again, at least and at most: so many
+/// that drafts of trials take this part of the time.
+constexpr double kPatience = 16.0;
+constexpr double kMostPatience = 256.0;
+constexpr double kTrialShare = 0.02;
 
 } // namespace
 
@@ -36,7 +39,7 @@ TreeShape Tuner::next(const DraftSeconds& draft_seconds) {
     return best;
   }
   // Try a tree if there was none for long.
-  const int64_t shallowest = without_ >= kPatience ? 1 : 0;
+  const int64_t shallowest = is_trial_due() ? 1 : 0;
   const int64_t narrowest = width_.value_or(1);
   double most = -1.0;
   for (int64_t depth = depth_.value_or(shallowest);
@@ -76,11 +79,19 @@ double Tuner::promise(
   return ids / std::max(seconds, 1e-9);
 }
 
+bool Tuner::is_trial_due() const {
+  const double step = std::max(verification_.at(1.0), 1e-9);
+  const double wanted = trial_seconds_ / (kTrialShare * step);
+  const double patience = std::clamp(wanted, kPatience, kMostPatience);
+  return static_cast<double>(without_) >= patience;
+}
+
 void Tuner::observe(
     const TreeShape& asked,
     const TokenTree& tree,
     const VerificationResult& verified,
-    double seconds) {
+    double seconds,
+    double draft_seconds) {
   verification_.add(tree.size(), seconds);
   ++without_;
   if (tree.size() == 1) {
@@ -89,6 +100,9 @@ void Tuner::observe(
     return;
   }
   ++trees_;
+  if (is_trial_due()) {
+    trial_seconds_ = draft_seconds;
+  }
   without_ = 0;
   const auto may = static_cast<double>(asked.depth * asked.width);
   filled_ += 0.1 * (static_cast<double>(tree.size() - 1) / may - filled_);

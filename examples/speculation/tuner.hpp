@@ -25,15 +25,18 @@ class Tuner {
   using DraftSeconds = std::function<double(int64_t depth, int64_t width)>;
 
   /// Returns the shape that promises most ids a second. Depth 0 means no tree;
-  /// it then tries one from time to time, because a text may become easier.
+  /// it then tries one from time to time, because a text may become easier: the
+  /// more seldom the longer the draft of a trial takes.
   TreeShape next(const DraftSeconds& draft_seconds);
 
-  /// Records the result of a tree, and the seconds of its verification.
+  /// Records the result of a tree, and the seconds of its verification and of its
+  /// draft.
   void observe(
       const TreeShape& asked,
       const TokenTree& tree,
       const VerificationResult& verified,
-      double seconds);
+      double seconds,
+      double draft_seconds);
 
   /// Returns the probability that one of `width` candidates is accepted, if
   /// there are any and their parent is accepted.
@@ -44,6 +47,8 @@ class Tuner {
     double tried = 0.0;
     double accepted = 0.0;
   };
+  /// Returns whether there was no tree for so long that one is tried.
+  bool is_trial_due() const;
   double promise(int64_t depth, int64_t width, const DraftSeconds& draft) const;
 
   std::optional<int64_t> depth_;
@@ -57,6 +62,9 @@ class Tuner {
   int64_t singles_ = 0;
   int64_t trees_ = 0;
   int64_t without_ = 0;
+  /// The seconds of the draft of the last trial, which also reads what came since
+  /// the one before.
+  double trial_seconds_ = 0.0;
 };
 
 } // namespace etkv::examples

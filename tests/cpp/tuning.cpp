@@ -107,7 +107,8 @@ TreeShape settle(
         shape,
         tree,
         verified,
-        first + fixed + each * static_cast<double>(tree.size()));
+        first + fixed + each * static_cast<double>(tree.size()),
+        draft * static_cast<double>(shape.depth));
     if (step >= 300) {
       ++chosen[{shape.depth, shape.width}];
     }
@@ -117,6 +118,37 @@ TreeShape settle(
         return a.second < b.second;
       });
   return {most->first.first, most->first.second, 0};
+}
+
+/// Returns how many of 1,000 steps of a second have a tree, none of which is right,
+/// if a draft takes so many seconds.
+int trials(double draft) {
+  Tuner tuner(std::nullopt, std::nullopt);
+  const auto seconds = [&](int64_t, int64_t) { return draft; };
+  int tried = 0;
+  for (int step = 0; step < 1000; ++step) {
+    const auto shape = tuner.next(seconds);
+    TokenTree tree(0);
+    if (shape.depth > 0) {
+      tree.add(1, 0);
+      ++tried;
+    }
+    const double seconds_of_model =
+        0.8 + 0.2 * static_cast<double>(tree.size());
+    tuner.observe(
+        shape, tree, {{0}, 0}, seconds_of_model, shape.depth > 0 ? draft : 0.0);
+  }
+  return tried;
+}
+
+void patience() {
+  // A trial every 17th step where drafts are cheap, and 2 of 100 seconds otherwise.
+  const int cheap = trials(0.01);
+  CHECK(cheap >= 55 && cheap <= 70);
+  const int dear = trials(2.0);
+  CHECK(dear >= 9 && dear <= 20);
+  // They do not end.
+  CHECK(trials(1000.0) >= 5);
 }
 
 void tuning() {
@@ -167,5 +199,6 @@ int main() {
   etkv::examples::quiet_executorch();
   latency();
   tuning();
+  patience();
   return check_report();
 }
