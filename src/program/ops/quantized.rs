@@ -122,7 +122,7 @@ pub fn run_quantized_matmul(
 }
 
 /// Multiplies by MLX's packed product, except for weights of one group a row. Their product with
-/// several rows is wrong on CUDA: 8 bits, 64 features in a group of 64, MLX 0.32.2.
+/// several rows is wrong on CUDA: 8 bits and 64 features, 4 bits and 128 features, MLX 0.32.2.
 fn linear_on_gpu(x: &Array, packed: &Packed) -> Result<Array> {
     let (rows, groups) = (x.dim(1), packed.scales.dim(-1));
     if rows > 1 && groups == 1 {
