@@ -122,7 +122,8 @@ fn compile_mlx_c(mlx_c: &Path, mlx_include: &Path) {
         .collect();
     sources.sort();
     let shim = manifest_dir().join("shim");
-    sources.extend(["exit.cpp", "host.cpp", "writes.cpp"].map(|name| shim.join(name)));
+    sources
+        .extend(["exit.cpp", "host.cpp", "kernels.cpp", "writes.cpp"].map(|name| shim.join(name)));
     if env::var("CARGO_CFG_TARGET_ARCH").as_deref() != Ok("aarch64") {
         sources.push(shim.join("half.cpp"));
     }

@@ -8,6 +8,7 @@
 #include "examples/common/interrupt.hpp"
 #include "examples/common/shared_prefix.hpp"
 #include "examples/common/try.hpp"
+#include "examples/common/warm_up.hpp"
 
 namespace etkv::examples {
 namespace {
@@ -118,7 +119,7 @@ Result<CacheSession<TreeCache>> ProgramDraft::make_session(
               program.params(),
               capacity,
               target.kv_format.value_or(program.native_format()))));
-  RETURN_IF_ERROR(program.load(session.key(), Logits::all));
+  RETURN_IF_ERROR(load_warm(program, session, Logits::all));
   return session;
 }
 

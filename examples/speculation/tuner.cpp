@@ -26,7 +26,7 @@ constexpr double kTrialShare = 0.02;
 TreeShape Tuner::next(const DraftSeconds& draft_seconds) {
   TreeShape best;
   best.depth = depth_.value_or(3);
-  best.width = width_.value_or(2);
+  best.width = width_.value_or(1);
   if (depth_ && width_) {
     return best;
   }

@@ -24,7 +24,8 @@ class Tuner {
   /// The seconds of a draft for a tree of this depth and width.
   using DraftSeconds = std::function<double(int64_t depth, int64_t width)>;
 
-  /// Returns the shape that promises most ids a second. Depth 0 means no tree;
+  /// Returns the shape that promises most ids a second: chains at first, as each
+  /// further candidate of a level costs more than one. Depth 0 means no tree;
   /// it then tries one from time to time, because a text may become easier: the
   /// more seldom the longer the draft of a trial takes.
   TreeShape next(const DraftSeconds& draft_seconds);

@@ -1,10 +1,12 @@
-//! Kernels for CUDA where MLX has none that is fast enough. MLX compiles them where they run first, in
-//! about a second each, once in a process.
+//! Kernels for CUDA where MLX has none that is fast enough. They are compiled where they run first, and
+//! [kept](kept) for later processes.
 //!
 //! Everywhere else, and for what a kernel does not take, there is no result and MLX computes it.
 
 mod attention;
 mod finite;
+#[cfg(target_os = "linux")]
+mod kept;
 #[cfg(feature = "delegate")]
 mod linear;
 mod raw;
@@ -19,7 +21,8 @@ use std::fs;
 use std::hash::Hash;
 use std::path::Path;
 
-use mlx_rs::Dtype;
+use mlx_rs::transforms::eval;
+use mlx_rs::{Array, Dtype};
 use tracing::warn;
 
 #[cfg(feature = "delegate")]
@@ -78,6 +81,13 @@ impl<T: Eq + Hash> Compiled<T> {
     fn templates(&self) -> impl Iterator<Item = &T> {
         self.0.iter().filter(|(_, kernel)| kernel.is_some()).map(|(template, _)| template)
     }
+}
+
+/// Computes what a kernel makes that has not run before.
+fn run_first(made: &Array) -> Result<()> {
+    #[cfg(target_os = "linux")]
+    kept::provide(made);
+    Ok(eval([made])?)
 }
 
 /// Returns the name of a float dtype in CUDA, and its bytes.

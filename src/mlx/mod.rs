@@ -250,6 +250,12 @@ pub(crate) fn kernel_folder() -> Option<&'static std::path::Path> {
     None
 }
 
+/// Returns where what etkv compiles for this MLX and GPU is kept for later processes, if there is such a place.
+#[cfg(target_os = "linux")]
+pub(crate) fn compiled_folder() -> Option<std::path::PathBuf> {
+    Some(kernel_folder()?.parent()?.parent()?.join("compiled"))
+}
+
 /// Returns whether the shared stream runs on a GPU. Takes no lock once MLX has started.
 ///
 /// # Errors

@@ -9,6 +9,8 @@ use std::time::Instant;
 use etkv_core::{Growth, LayerPolicy, MemoryBudget};
 use tracing::{debug, info};
 
+#[cfg(target_os = "linux")]
+use super::captured::Wanted;
 use super::execute::Program;
 use super::generation::{last_rows, withdraw, Sampler, TextInputs, Tokens};
 use super::ops::ROWS_THAT_RECUR;
@@ -25,6 +27,11 @@ const FEW: [i32; 5] = [1, 2, 8, 16, 32];
 /// worth it where a text does not repeat itself.
 #[cfg(target_os = "linux")]
 const CHAIN: i32 = 7;
+
+/// The tokens of steps that are captured for caches of trees besides: a draft reads a prompt with them, and what came
+/// since its last candidates.
+#[cfg(target_os = "linux")]
+const READ: [i32; 2] = [32, 64];
 
 /// The most tokens of a step that is warmed up.
 const MOST: i32 = 2048;
@@ -51,6 +58,12 @@ fn lengths(most: i32) -> BTreeSet<i32> {
     FEW.into_iter().chain(prompts).map(|n| most.min(n)).collect()
 }
 
+/// Returns the most tokens of a step of a program on a cache.
+pub fn most_tokens(inputs: &TextInputs, cache: &MlxCache) -> i32 {
+    let most = [inputs.most.unwrap_or(i32::MAX), cache.config().max_step_tokens];
+    most.into_iter().filter(|&most| most > 0).min().unwrap_or(i32::MAX)
+}
+
 /// Runs up to `steps` steps, and returns how many ran. Ends quietly before one that the memory budget
 /// refuses.
 fn run_allowed(steps: usize, run: &mut dyn FnMut(usize) -> Result<()>) -> Result<usize> {
@@ -71,7 +84,8 @@ impl Program {
     /// On a GPU, runs steps of several lengths on the program's cache, if that is empty, rolls them
     /// back, and frees the buffers that they needed. Calls `progress` before each, and at the end, with
     /// the steps that ran and that there are. Returns the number of steps that ran: none on a CPU, where
-    /// the first run takes no longer than later ones, and none for a program that is no language model.
+    /// the first run takes no longer than later ones, and none for a program that is neither a language model nor a
+    /// draft that is fed with hidden states.
     /// It ends before the first step that the [`MemoryBudget`](etkv_core::MemoryBudget) does not allow: such a
     /// step does not come later either.
     ///
@@ -91,15 +105,17 @@ impl Program {
 
     fn run_ahead_of_time(&self, progress: &mut dyn FnMut(usize, usize)) -> Result<usize> {
         let loaded = &self.0;
-        let (Some(cache), Ok(inputs)) = (&loaded.cache, TextInputs::find(&loaded.inputs)) else {
+        let Some(cache) = &loaded.cache else {
             return Ok(0);
         };
         let mut cache = cache.lock()?;
         if cache.length() > 0 {
             return Ok(0);
         }
-        let most = [inputs.most.unwrap_or(i32::MAX), cache.config().max_step_tokens];
-        let most = most.into_iter().filter(|&most| most > 0).min().unwrap_or(i32::MAX);
+        let Ok(inputs) = TextInputs::find(&loaded.inputs) else {
+            return self.capture_draft(&mut *cache, progress);
+        };
+        let most = most_tokens(&inputs, &*cache);
         let fitting = lengths(most).into_iter().filter(|&n| cache.can_extend(n));
         let mut steps: Vec<WarmStep> = fitting.map(WarmStep::of).collect();
         let has_sequences = cache.sequences().is_some();
@@ -135,37 +151,45 @@ impl Program {
         Ok(ran)
     }
 
-    /// Captures a step of one token, chains of [candidates](CHAIN) where the cache holds trees, and a token of a
-    /// second sequence, whose keys are behind those of the first: its attention is another kernel, which steps
-    /// of several sequences and trees need.
+    /// Warms up a program that is fed with hidden states: its steps of a few tokens, if they are captured. Longer ones
+    /// use what those of its model have compiled. Returns the number of steps that ran.
+    fn capture_draft(
+        &self,
+        cache: &mut MlxCache,
+        progress: &mut dyn FnMut(usize, usize),
+    ) -> Result<usize> {
+        #[cfg(target_os = "linux")]
+        if self.0.captured.is_some() {
+            progress(0, 1);
+            let mut mlx = mlx::enter()?;
+            let ran = run_allowed(1, &mut |_| self.capture_ahead_of_time(&mut mlx, cache))?;
+            progress(1, 1);
+            return Ok(ran);
+        }
+        let _ = (cache, progress);
+        Ok(0)
+    }
+
+    /// Captures the steps that come first: one token, on caches of trees also chains of [candidates](CHAIN) and
+    /// steps that [read text](READ), and a token of a second sequence, whose keys are behind those of the
+    /// first: its attention is another kernel, which steps of several sequences and trees need.
     #[cfg(target_os = "linux")]
     fn capture_ahead_of_time(&self, mlx: &mut Mlx, cache: &mut MlxCache) -> Result<()> {
-        let longest = if cache.trees().is_some() { CHAIN } else { 1 };
-        let chains = (1..=longest).map(|tokens| (0, tokens));
+        let (chain, read) = if cache.trees().is_some() { (CHAIN, &READ[..]) } else { (1, &[][..]) };
+        let firsts = (1..=chain).chain(read.iter().copied()).map(|tokens| (0, tokens));
         let second = cache.sequences().map(|_| (1, 1));
         let mut captured = Ok(());
-        for (sequence, tokens) in chains.chain(second) {
-            if !cache.can_extend(tokens) {
+        for (sequence, tokens) in firsts.chain(second) {
+            if sequence == 1 {
+                // The slots of the first sequence are taken.
+                captured = self.capture_step(mlx, cache, 0, 1);
+            }
+            if captured.is_err() {
                 break;
             }
+            captured = self.capture_step(mlx, cache, sequence, tokens);
             if let Some(cells) = cache.sequences_mut() {
-                cells.begin_step(&vec![sequence; tokens as usize])?;
-            }
-            // As in the other steps, it does not matter what is chosen.
-            let (ids, positions) = (vec![0; tokens as usize], (0..tokens).collect::<Vec<_>>());
-            let ran = self.0.choose_captured(mlx, cache, (&ids, &positions), |_, _| Ok(()));
-            withdraw(cache);
-            if let Some(cells) = cache.sequences_mut().filter(|_| sequence == 0 && tokens < longest)
-            {
-                cells.seq_rm(0, 0..i32::MAX)?;
-            }
-            match ran {
-                Ok(Some(())) => {}
-                Ok(None) => break,
-                Err(error) => {
-                    captured = Err(error);
-                    break;
-                }
+                cells.seq_rm(sequence, 0..i32::MAX)?;
             }
         }
         if cache.length() > 0 || captured.is_err() {
@@ -173,6 +197,34 @@ impl Program {
             cache.clear(false)?;
         }
         captured
+    }
+
+    /// Captures a step of a sequence from position 0 on, if it can be: as hosts run it that read logits, and as the
+    /// device runs it that chooses tokens.
+    #[cfg(target_os = "linux")]
+    fn capture_step(
+        &self,
+        mlx: &mut Mlx,
+        cache: &mut MlxCache,
+        sequence: i32,
+        tokens: i32,
+    ) -> Result<()> {
+        if !cache.can_extend(tokens) {
+            return Ok(());
+        }
+        // Nothing is chosen on the device with a draft, which is fed by the host.
+        let is_fed = TextInputs::find(&self.0.inputs).is_err();
+        let all = [Wanted::Logits, Wanted::Chosen];
+        for &wanted in if is_fed { &all[..1] } else { &all } {
+            if let Some(cells) = cache.sequences_mut() {
+                cells.seq_rm(sequence, 0..i32::MAX)?;
+                cells.begin_step(&vec![sequence; tokens as usize])?;
+            }
+            let ran = self.0.run_captured_once(mlx, cache, tokens, wanted);
+            withdraw(cache);
+            ran?;
+        }
+        Ok(())
     }
 
     fn run_warm_step(

@@ -6,7 +6,7 @@
 //!
 //! Weights, keys and values belong to another library of the same process; the plan has their addresses.
 //! This crate knows nothing of that library, of caches, or of programs. It builds and loads where there
-//! is no CUDA: [`Device::open`] then says so.
+//! is no CUDA: [`Device::open`] then says so. [`Compiler`] also compiles kernels that others launch.
 
 #[cfg(feature = "device")]
 mod step;
@@ -14,8 +14,8 @@ pub mod text;
 
 #[cfg(feature = "device")]
 pub use step::{
-    Address, Attend, Blend, Buffer, Captured, Columns, Device, Element, Embed, Error, Gate, Heads,
-    KeyMask, Launch, Logits, Memory, Norm, Normalize, Outputs, Packed, PackedFormat, PackedRows,
-    Place, Plan, Pool, PoolRows, Product, Result, StepInputs, Weight, MOST_FEW, MOST_GROUPS,
-    MOST_TOKENS,
+    Address, Attend, Blend, Buffer, Captured, Columns, Compiler, Device, Element, Embed, Error,
+    Gate, Heads, KeyMask, Launch, Logits, Memory, Norm, Normalize, Outputs, Packed, PackedFormat,
+    PackedRows, Place, Plan, Pool, PoolRows, Product, Result, StepInputs, Weight, MOST_FEW,
+    MOST_GROUPS, MOST_TOKENS,
 };

@@ -75,6 +75,16 @@ extern "C" {
     #[cfg(target_os = "linux")]
     pub fn etkv_mlx_array_address(address: *mut u64, array: mlx_array) -> ::std::os::raw::c_int;
 
+    /// Stores the name and the text of the custom kernel that makes an array which is not computed, and the number
+    /// behind the name in the names of its files. They stay empty, and the number 0, for other arrays.
+    #[cfg(target_os = "linux")]
+    pub fn etkv_mlx_kernel_text(
+        name: *mut mlx_string,
+        text: *mut mlx_string,
+        number: *mut u64,
+        made: mlx_array,
+    ) -> ::std::os::raw::c_int;
+
     /// Does nothing. A call of it makes a linker keep libetkv_blas.
     #[cfg(target_os = "linux")]
     pub fn etkv_blas_keep();

@@ -4,7 +4,7 @@ use etkv_host::{Argument, Host};
 use mlx_rs::Dtype;
 use smallvec::SmallVec;
 
-use super::{Given, Made, Wanted};
+use super::{recipe, Given, Made, Wanted};
 use crate::backend::MlxCache;
 use crate::error::{fail, Result};
 use crate::mlx::Mlx;
@@ -12,6 +12,7 @@ use crate::program::dtype::{dtype_of, item_size};
 use crate::program::execute::{check_shape, integers, Loaded};
 use crate::program::frame::HostInts;
 use crate::program::ir::{InputSpec, Value};
+use crate::program::warm_up::most_tokens;
 
 impl Loaded {
     /// Runs a step as one launch. Returns whether it did. Otherwise it has changed nothing, and the
@@ -85,6 +86,31 @@ impl Loaded {
             Made::Logits(..) => fail!(Internal, "a step made logits in place of ids"),
         };
         captured.run(mlx, &self.constants, cache, given, Wanted::Chosen, take)
+    }
+
+    /// Runs a step of the first so many positions as one launch, for its own sake: with tokens, and rows besides, of
+    /// zeros. Does nothing if it cannot be.
+    pub fn run_captured_once(
+        &self,
+        mlx: &mut Mlx,
+        cache: &mut MlxCache,
+        tokens: i32,
+        wanted: Wanted,
+    ) -> Result<()> {
+        let Some(captured) = &self.captured else {
+            return Ok(());
+        };
+        if tokens > most_tokens(&captured.recipe.inputs, cache) {
+            return Ok(());
+        }
+        let n = tokens as usize;
+        let (ids, positions) = (vec![0; n], (0..tokens).collect::<Vec<_>>());
+        let zeros = |own: &recipe::Given| vec![0; n * own.width * item_size(own.dtype)];
+        let rows: Vec<Vec<u8>> = captured.recipe.given.iter().map(zeros).collect();
+        let rows: Vec<&[u8]> = rows.iter().map(Vec::as_slice).collect();
+        let given = Given { ids: &ids, positions: &positions, rows: &rows };
+        captured.run(mlx, &self.constants, cache, given, wanted, |_, _| Ok(()))?;
+        Ok(())
     }
 }
 

@@ -22,7 +22,6 @@ mod recipe;
 mod rows;
 
 use std::borrow::Cow;
-use std::path::PathBuf;
 use std::sync::OnceLock;
 use std::time::Instant;
 
@@ -138,7 +137,7 @@ struct Graph {
 fn device() -> Option<&'static Device> {
     static DEVICE: OnceLock<Option<Device>> = OnceLock::new();
     DEVICE
-        .get_or_init(|| match Device::open(folder().as_deref()) {
+        .get_or_init(|| match Device::open(mlx::compiled_folder().as_deref()) {
             Ok(device) => Some(device),
             Err(error) => {
                 warn!(target: TARGET, %error, "steps are not captured");
@@ -146,11 +145,6 @@ fn device() -> Option<&'static Device> {
             }
         })
         .as_ref()
-}
-
-/// Where compiled kernels are kept for later processes.
-fn folder() -> Option<PathBuf> {
-    mlx::kernel_folder()?.parent()?.parent().map(|folder| folder.join("captured"))
 }
 
 impl CapturedSteps {

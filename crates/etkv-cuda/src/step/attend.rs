@@ -2,12 +2,12 @@
 
 use std::ffi::CStr;
 
-use crate::step::compile::Source;
 use crate::step::error::{fail, Result};
 use crate::step::launch::{Limits, SYSTEM_SHARED};
 use crate::step::mask::RowBlocks;
 use crate::step::plan::{Attend, Launch, Plan};
 use crate::step::pools::{format_of, stage_bytes, Planes};
+use crate::step::source::Source;
 
 /// Keys that attention reads at a time, rows of a warp, and the most slices, as in the kernel.
 pub(crate) const TILE: usize = 64;

@@ -9,222 +9,33 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use cudarc::nvrtc::sys::{self, nvrtcProgram, nvrtcResult};
 use tracing::warn;
 
+use crate::step::driver::Context;
 use crate::step::error::{fail, Result};
-use crate::step::plan::{Element, PackedFormat};
-use crate::step::pools::{stage_bytes, type_of};
-use crate::text;
-
-// The texts that only steps need.
-const ONE_ROW: &str = include_str!("../kernels/one_row.cuh");
-const TILED_ROWS: &str = include_str!("../kernels/tiled_rows.cuh");
-const MANY_ROWS: &str = include_str!("../kernels/many_rows.cuh");
-const PACKED: &str = include_str!("../kernels/packed.cuh");
-const STEP: &str = include_str!("../kernels/step.cuh");
-const MERGE: &str = include_str!("../kernels/merge.cuh");
-const TOKENS: &str = include_str!("../kernels/tokens.cuh");
-const PRODUCT_WORK: &str = include_str!("../kernels/product_work.cuh");
-const PRODUCT_ENTRY: &str = include_str!("../kernels/product_entry.cuh");
-const MANY_ENTRY: &str = include_str!("../kernels/many_entry.cuh");
-const PACKED_ENTRY: &str = include_str!("../kernels/packed_entry.cuh");
-const FORMATS: &str = include_str!("../kernels/formats.cuh");
-const NORM: &str = include_str!("../kernels/norm.cuh");
-const NORM_ENTRY: &str = include_str!("../kernels/norm_entry.cuh");
-const ENCODE: &str = include_str!("../kernels/encode.cuh");
-const PLACE: &str = include_str!("../kernels/place.cuh");
-const PLACE_ENTRY: &str = include_str!("../kernels/place_entry.cuh");
-const DECODE: &str = include_str!("../kernels/decode.cuh");
-const PACKED_ROWS: &str = include_str!("../kernels/packed_rows.cuh");
-const PACKED_SLICE: &str = include_str!("../kernels/packed_slice.cuh");
-const ATTEND_WORK: &str = include_str!("../kernels/attend_work.cuh");
-const ATTEND_PLAIN: &str = include_str!("../kernels/attend_plain.cuh");
-const ATTEND_PACKED: &str = include_str!("../kernels/attend_packed.cuh");
-const ATTEND_ENTRY: &str = include_str!("../kernels/attend_entry.cuh");
 
 /// The compiler, for the devices of one architecture.
 #[derive(Debug)]
-pub(crate) struct Compiler {
+pub struct Compiler {
     folder: Option<PathBuf>,
     /// The compute capability, as in 90 for 9.0.
-    capability: usize,
+    pub(crate) capability: usize,
     version: (i32, i32),
 }
 
-/// What is compiled together.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
-pub(crate) enum Source {
-    /// All kernels but attention, those that read packed weights, and those of many rows.
-    Product(Element),
-    /// Kernels that multiply many rows, with rings of so many places.
-    Many { element: Element, depth: usize },
-    /// Kernels that read packed weights of so many bits.
-    Packed { element: Element, bits: usize },
-    /// The kernels that normalize and blend rows.
-    Norm(Element),
-    /// The kernel that places heads in pools, packed if they have a format.
-    Place { element: Element, keys: Option<PackedFormat>, values: Option<PackedFormat> },
-    /// Attention over heads of so many elements, of which a block holds so many tiles at a time. So many of its
-    /// warps share rows, and a multiprocessor has so many blocks.
-    Attend {
-        element: Element,
-        dim: usize,
-        tiles: usize,
-        row_warps: usize,
-        blocks: usize,
-        masked: bool,
-    },
-    /// The same where keys or values are packed. A warp has so many tiles of rows, which share what it unpacks, and a
-    /// multiprocessor so many blocks.
-    AttendPacked {
-        element: Element,
-        dim: usize,
-        stages: usize,
-        row_tiles: usize,
-        row_warps: usize,
-        blocks: usize,
-        masked: bool,
-        keys: Option<PackedFormat>,
-        values: Option<PackedFormat>,
-    },
-}
-
-impl Source {
-    /// Returns the whole text. Kernels overlap from compute capability 9.0 on.
-    fn text(self, capability: usize) -> String {
-        let overlaps = if capability >= 90 { "#define ETKV_OVERLAPS\n" } else { "" };
-        let (head, parts) = match self {
-            Self::Product(element) => (
-                format!("{overlaps}using Element = {};\n", element.name()),
-                &[
-                    STEP,
-                    text::INSTRUCTIONS,
-                    text::TURN,
-                    text::FEW_ROWS,
-                    ONE_ROW,
-                    TILED_ROWS,
-                    TOKENS,
-                    PRODUCT_WORK,
-                    PRODUCT_ENTRY,
-                ][..],
-            ),
-            Self::Many { element, depth } => (
-                format!(
-                    "{overlaps}using Element = {};\nconstexpr int MANY_DEPTH = {depth};\n",
-                    element.name(),
-                ),
-                &[
-                    STEP,
-                    text::INSTRUCTIONS,
-                    text::TURN,
-                    text::FEW_ROWS,
-                    MANY_ROWS,
-                    PRODUCT_WORK,
-                    MANY_ENTRY,
-                ][..],
-            ),
-            Self::Packed { element, bits } => (
-                format!(
-                    "{overlaps}using Element = {};\nconstexpr int BITS = {bits};\n",
-                    element.name(),
-                ),
-                &[
-                    STEP,
-                    text::INSTRUCTIONS,
-                    text::TURN,
-                    text::FEW_ROWS,
-                    ONE_ROW,
-                    TOKENS,
-                    PACKED,
-                    PRODUCT_WORK,
-                    PACKED_ENTRY,
-                ][..],
-            ),
-            Self::Norm(element) => (
-                format!("{overlaps}using Element = {};\n", element.name()),
-                &[text::INSTRUCTIONS, NORM, NORM_ENTRY][..],
-            ),
-            Self::Place { element, keys, values } => (
-                format!(
-                    "{overlaps}using Element = {};\n#define ETKV_KEYS {}\n#define ETKV_VALUES {}\n",
-                    element.name(),
-                    type_of(keys),
-                    type_of(values),
-                ),
-                &[
-                    STEP,
-                    text::INSTRUCTIONS,
-                    text::TURN,
-                    text::ROWS,
-                    FORMATS,
-                    ENCODE,
-                    NORM,
-                    PLACE,
-                    PLACE_ENTRY,
-                ][..],
-            ),
-            Self::Attend { element, dim, tiles, row_warps, blocks, masked } => (
-                format!(
-                    "{overlaps}using Element = {};\nconstexpr int DIM = {dim}, STAGES = {tiles};\n\
-                     constexpr bool IS_LISTED = {masked};\n#define ETKV_ROW_WARPS {row_warps}\n\
-                     #define ETKV_BLOCKS {blocks}\n",
-                    element.name(),
-                ),
-                &[
-                    STEP,
-                    text::INSTRUCTIONS,
-                    text::ROWS,
-                    text::SLICE,
-                    MERGE,
-                    FORMATS,
-                    ATTEND_WORK,
-                    ATTEND_PLAIN,
-                    ATTEND_ENTRY,
-                ][..],
-            ),
-            Self::AttendPacked {
-                element,
-                dim,
-                stages,
-                row_tiles,
-                row_warps,
-                blocks,
-                masked,
-                keys,
-                values,
-            } => (
-                format!(
-                    "{overlaps}using Element = {};\nconstexpr int DIM = {dim}, STAGES = {stages};\n\
-                     constexpr bool IS_LISTED = {masked};\n#define ETKV_ROW_TILES {row_tiles}\n\
-                     #define ETKV_ROW_WARPS {row_warps}\n\
-                     #define ETKV_BLOCKS {blocks}\n\
-                     #define ETKV_KEYS {}\n#define ETKV_VALUES {}\n#define ETKV_STAGE {}\n",
-                    element.name(),
-                    type_of(keys),
-                    type_of(values),
-                    stage_bytes(keys, values, dim),
-                ),
-                &[
-                    STEP,
-                    text::INSTRUCTIONS,
-                    text::ROWS,
-                    text::SLICE,
-                    MERGE,
-                    FORMATS,
-                    DECODE,
-                    PACKED_ROWS,
-                    PACKED_SLICE,
-                    ATTEND_WORK,
-                    ATTEND_PACKED,
-                    ATTEND_ENTRY,
-                ][..],
-            ),
-        };
-        [text::PRELUDE, &head].into_iter().chain(parts.iter().copied()).collect()
-    }
-}
-
 impl Compiler {
-    /// Returns the compiler if its library is found. `folder` need not exist.
-    pub(crate) fn find(capability: usize, folder: Option<&Path>) -> Result<Self> {
+    /// Returns the compiler for device 0. What it compiles is kept in `folder`, which need not exist.
+    ///
+    /// # Errors
+    /// [`Error::Unavailable`](crate::Error::Unavailable) with the reason, if there is no device or no compiler
+    /// (libnvrtc).
+    pub fn open(folder: Option<&Path>) -> Result<Self> {
+        Self::for_capability(Context::open()?.capability()?, folder)
+    }
+
+    /// Returns the compiler for devices of a compute capability, as in 90 for 9.0. There need be none.
+    ///
+    /// # Errors
+    /// [`Error::Unavailable`](crate::Error::Unavailable) if there is no compiler.
+    pub fn for_capability(capability: usize, folder: Option<&Path>) -> Result<Self> {
         // SAFETY: loading the compiler runs its initializers only.
         if !unsafe { sys::is_culib_present() } {
             fail!(Unavailable, "the kernels' compiler, libnvrtc, is not found");
@@ -239,18 +50,26 @@ impl Compiler {
         [format!("--gpu-architecture=sm_{}", self.capability), "-std=c++17".to_owned()]
     }
 
-    /// Returns what `load` makes of the cubin of a source: of the one that is kept, or else of a new
-    /// one, which is then kept.
-    pub(crate) fn load<T>(&self, source: Source, load: impl Fn(&[u8]) -> Result<T>) -> Result<T> {
-        let text = source.text(self.capability);
-        let kept = self.folder.as_ref().map(|folder| folder.join(self.name(&text)));
+    /// Returns the cubin of a text without `#include`: the one that is kept, or else a new one, which is then
+    /// kept.
+    ///
+    /// # Errors
+    /// [`Error::Compiler`](crate::Error::Compiler) with what the compiler says of the text.
+    pub fn cubin(&self, text: &str) -> Result<Vec<u8>> {
+        self.load(text, |cubin| Ok(cubin.to_vec()))
+    }
+
+    /// Returns what `load` makes of the cubin of a text. If it cannot load the one that is kept, that is
+    /// compiled anew.
+    pub(crate) fn load<T>(&self, text: &str, load: impl Fn(&[u8]) -> Result<T>) -> Result<T> {
+        let kept = self.folder.as_ref().map(|folder| folder.join(self.name(text)));
         if let Some(found) = kept.as_deref().and_then(read) {
             match load(&found) {
                 Ok(loaded) => return Ok(loaded),
                 Err(error) => warn!(%error, file = ?kept, "a kept kernel is compiled anew"),
             }
         }
-        let cubin = self.compile(&text)?;
+        let cubin = self.compile(text)?;
         let loaded = load(&cubin)?;
         if let Some(path) = kept {
             if let Err(error) = write(&path, &cubin) {

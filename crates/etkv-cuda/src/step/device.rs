@@ -9,11 +9,12 @@ use cudarc::driver::sys::CUdevice_attribute as Attribute;
 use parking_lot::Mutex;
 
 use crate::step::captured::Captured;
-use crate::step::compile::{Compiler, Source};
+use crate::step::compile::Compiler;
 use crate::step::driver::{Context, Kernel, Memory, Module, Stream};
 use crate::step::error::{fail, Result};
 use crate::step::launch::Limits;
 use crate::step::plan::Plan;
+use crate::step::source::Source;
 
 /// The least compute capability: that of Ampere, as the kernels' instructions need it.
 const LEAST_CAPABILITY: usize = 80;
@@ -44,8 +45,7 @@ impl Device {
     pub fn open(cubin_folder: Option<&Path>) -> Result<Self> {
         let context = Context::open()?;
         let of = |attribute| context.attribute(attribute);
-        let capability = 10 * of(Attribute::CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR)?
-            + of(Attribute::CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MINOR)?;
+        let capability = context.capability()?;
         if capability < LEAST_CAPABILITY {
             fail!(
                 Unavailable,
@@ -59,7 +59,7 @@ impl Device {
                 Attribute::CU_DEVICE_ATTRIBUTE_MAX_SHARED_MEMORY_PER_MULTIPROCESSOR,
             )?,
         };
-        let compiler = Compiler::find(capability, cubin_folder)?;
+        let compiler = Compiler::for_capability(capability, cubin_folder)?;
         let stream = Stream::new(&context)?;
         let overlaps = capability >= 90;
         let modules = Mutex::default();
@@ -93,7 +93,8 @@ impl Device {
             Some(module) => module.clone(),
             None => {
                 let load = |cubin: &[u8]| Module::load(&inner.context, cubin);
-                let module = inner.compiler.load(source, load)?;
+                let text = source.text(inner.compiler.capability);
+                let module = inner.compiler.load(&text, load)?;
                 modules.insert(source, module.clone());
                 module
             }

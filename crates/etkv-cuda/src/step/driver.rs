@@ -67,6 +67,13 @@ impl Context {
         Ok(Current(PhantomData))
     }
 
+    /// Returns the compute capability of the device, as in 90 for 9.0.
+    pub(crate) fn capability(&self) -> Result<usize> {
+        let major = CUdevice_attribute::CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR;
+        let minor = CUdevice_attribute::CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MINOR;
+        Ok(10 * self.attribute(major)? + self.attribute(minor)?)
+    }
+
     pub(crate) fn attribute(&self, attribute: CUdevice_attribute) -> Result<usize> {
         let mut value = 0;
         // SAFETY: writes a number.

@@ -13,9 +13,11 @@ mod mask;
 mod norms;
 mod plan;
 mod pools;
+mod source;
 mod work;
 
 pub use self::captured::{Captured, Outputs};
+pub use self::compile::Compiler;
 pub use self::device::Device;
 pub use self::driver::Memory;
 pub use self::error::{Error, Result};

@@ -3,12 +3,12 @@
 use std::ffi::c_void;
 
 use crate::step::attend::TILE;
-use crate::step::compile::Source;
 use crate::step::device::Device;
 use crate::step::driver::Kernel;
 use crate::step::error::Result;
 use crate::step::launch::{int, or_null};
 use crate::step::plan::{PackedFormat, Place, Plan, Pool, PoolRows};
+use crate::step::source::Source;
 
 /// The most warps of a block that places heads, as in the kernel.
 const MOST_PLACE_WARPS: usize = 8;

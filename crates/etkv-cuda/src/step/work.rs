@@ -5,7 +5,6 @@ use std::ffi::c_void;
 
 use crate::step::attend::{row_blocks, AttendShape, AttendWork, ATTEND_THREADS};
 use crate::step::check::{capacity, rows};
-use crate::step::compile::Source;
 use crate::step::device::Device;
 use crate::step::driver::{Kernel, Memory, Stream};
 use crate::step::error::{fail, Result};
@@ -19,6 +18,7 @@ use crate::step::plan::{
     Attend, Buffer, Embed, Launch, Packed, Plan, Pool, PoolRows, Product, Weight,
 };
 use crate::step::pools::{place_grid, place_kernel, PlaceWork, Planes};
+use crate::step::source::Source;
 
 /// Where the logits are behind the ids that are chosen, in bytes, and how far apart buffers begin.
 pub(crate) const LOGITS_AT: usize = 256;

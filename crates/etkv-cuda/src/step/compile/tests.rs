@@ -1,6 +1,8 @@
 use std::cell::RefCell;
 
 use super::*;
+use crate::step::plan::{Element, PackedFormat};
+use crate::step::source::Source;
 use crate::Error;
 
 const FORMATS: [PackedFormat; 6] = [
@@ -14,7 +16,7 @@ const FORMATS: [PackedFormat; 6] = [
 
 /// Returns the compiler, unless its library is missing.
 fn found(capability: usize, folder: Option<&Path>) -> Option<Compiler> {
-    let compiler = Compiler::find(capability, folder);
+    let compiler = Compiler::for_capability(capability, folder);
     if let Err(error) = &compiler {
         eprintln!("skipped: {error}");
     }
@@ -139,7 +141,8 @@ fn a_kept_kernel_is_loaded_and_a_bad_one_compiled_anew() {
     };
     let source = Source::Product(Element::F16);
     let path = folder.join(compiler.name(&source.text(90)));
-    let first = compiler.load(source, |cubin| Ok(cubin.to_vec())).unwrap();
+    let text = source.text(90);
+    let first = compiler.cubin(&text).unwrap();
     assert_eq!(read(&path).unwrap(), first);
     // One that is whole but that the driver refuses.
     write(&path, b"other").unwrap();
@@ -151,12 +154,12 @@ fn a_kept_kernel_is_loaded_and_a_bad_one_compiled_anew() {
         }
         Ok(())
     };
-    compiler.load(source, load).unwrap();
+    compiler.load(&text, load).unwrap();
     assert_eq!(*seen.borrow(), [b"other".to_vec(), first.clone()]);
     // One that is damaged, and one that is empty.
     for bytes in [&[1u8; 100][..], &[]] {
         fs::write(&path, bytes).unwrap();
-        assert_eq!(compiler.load(source, |cubin| Ok(cubin.to_vec())).unwrap(), first);
+        assert_eq!(compiler.cubin(&text).unwrap(), first);
         assert_eq!(read(&path).unwrap(), first);
     }
     assert_eq!(fs::read_dir(&folder).unwrap().count(), 1);

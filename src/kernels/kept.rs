@@ -1,0 +1,180 @@
+//! Kernels that later processes need not compile.
+//!
+//! MLX compiles a custom kernel in each process, with CUDA's headers, in one to five seconds, and keeps none. But it looks
+//! into its folder first. So etkv compiles the text that MLX would, without these headers, keeps what it
+//! gets, and puts it into the folder of this process under MLX's name. If that fails, MLX compiles.
+
+use std::ffi::CStr;
+use std::fmt::{Display, Write};
+use std::fs;
+use std::path::Path;
+use std::sync::OnceLock;
+use std::time::Instant;
+
+use etkv_cuda::{text, Compiler};
+use mlx_rs::Array;
+use tracing::{debug, warn};
+
+use crate::error::{Error, Result, Status};
+use crate::mlx::{self, check};
+
+/// The target of this module's events.
+const TARGET: &str = "etkv::kernels";
+
+/// What the text has of MLX's headers and of the standard library.
+const HEADERS: &str = include_str!("cuda/headers.cuh");
+
+/// Lets MLX find the kernel that makes an array, which is not computed.
+pub fn provide(made: &Array) {
+    let Some(folder) = mlx::kernel_folder() else {
+        return;
+    };
+    let began = Instant::now();
+    match provide_in(folder, made) {
+        Ok(name) => {
+            let seconds = began.elapsed().as_secs_f32();
+            debug!(target: TARGET, name, seconds, "a kernel need not be compiled by MLX");
+        }
+        Err(error) => {
+            warn!(target: TARGET, %error, "a kernel is compiled by MLX, in each process");
+        }
+    }
+}
+
+fn provide_in(folder: &Path, made: &Array) -> Result<String> {
+    let Kernel { name, text, number } = Kernel::of(made)?;
+    let text = whole(&name, &text, |path| {
+        path.starts_with(folder).then(|| fs::read_to_string(path).ok()).flatten()
+    });
+    let text = text.ok_or_else(|| failed(format!("{name}: its text is not as expected")))?;
+    let compiler = compiler().ok_or_else(|| failed("there is no compiler"))?;
+    let cubin = compiler.cubin(&text).map_err(failed)?;
+    let file = |ending: &str| folder.join(format!("{name}_{number:x}.{ending}"));
+    // MLX looks for the second one first.
+    fs::write(file("txt"), format!("mlx::core::cu::{name}\t{name}\n"))
+        .and_then(|()| fs::write(file("ptx"), cubin))
+        .map_err(|error| failed(format!("{}: {error}", file("ptx").display())))?;
+    Ok(name)
+}
+
+fn failed(what: impl Display) -> Error {
+    Error::new(Status::Backend, what)
+}
+
+/// Returns the compiler, if it is found.
+fn compiler() -> Option<&'static Compiler> {
+    static COMPILER: OnceLock<Option<Compiler>> = OnceLock::new();
+    let open = || match Compiler::open(mlx::compiled_folder().as_deref()) {
+        Ok(compiler) => Some(compiler),
+        Err(error) => {
+            warn!(target: TARGET, %error, "kernels cannot be kept");
+            None
+        }
+    };
+    COMPILER.get_or_init(open).as_ref()
+}
+
+/// A kernel as MLX would compile it.
+struct Kernel {
+    name: String,
+    text: String,
+    /// The number behind the name in the names of its files.
+    number: u64,
+}
+
+impl Kernel {
+    fn of(made: &Array) -> Result<Self> {
+        let mut number = 0;
+        // SAFETY: the strings are made, read and freed here; the array is live.
+        unsafe {
+            let (mut name, mut text) = (mlx_sys::mlx_string_new(), mlx_sys::mlx_string_new());
+            let status =
+                mlx_sys::etkv_mlx_kernel_text(&mut name, &mut text, &mut number, made.as_ptr());
+            let [found_name, found_text] = [name, text].map(|string| {
+                let data = mlx_sys::mlx_string_data(string);
+                let known = (status == 0 && number != 0 && !data.is_null())
+                    .then(|| CStr::from_ptr(data).to_string_lossy().into_owned());
+                mlx_sys::mlx_string_free(string);
+                known.unwrap_or_default()
+            });
+            check(status)?;
+            Ok(Self { name: found_name, text: found_text, number })
+        }
+    }
+}
+
+/// Returns a kernel's text without `#include`, and with a name that is not mangled: the files of headers that `read`
+/// knows are in it, and [`HEADERS`] in the place of all others. Returns `None` for another kernel.
+fn whole(name: &str, text: &str, read: impl Fn(&Path) -> Option<String>) -> Option<String> {
+    let head = format!("__global__ void {name}(");
+    let (before, body) = text.split_once(&head)?;
+    let mut whole = format!("{}{HEADERS}", text::PRELUDE);
+    for line in before.lines() {
+        let included = line.trim().strip_prefix("#include");
+        match included.map(|named| read(Path::new(named.trim().trim_matches(['"', '<', '>'])))) {
+            Some(Some(file)) => whole.push_str(&file),
+            // One that stands for all of MLX's and CUDA's is there already.
+            Some(None) => {}
+            None => whole.push_str(line),
+        }
+        whole.push('\n');
+    }
+    write!(whole, "extern \"C\" {head}{body}").ok()?;
+    Some(whole)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const NAME: &str = "custom_kernel_etkv_twice";
+
+    /// As MLX writes it.
+    const TEXT: &str = r#"
+#include "mlx/backend/cuda/device/utils.cuh"
+
+#include <cooperative_groups.h>
+
+#include "/folder/etkv_twice.cuh"
+namespace mlx::core::cu {
+
+namespace cg = cooperative_groups;
+
+__global__ void custom_kernel_etkv_twice(
+    const __half* x,
+    const __grid_constant__ Shape x_shape,
+    const __grid_constant__ Strides x_strides,
+    const bool* mask,
+    const __grid_constant__ int mask_ndim,
+    uint32_t* out) {
+  out[threadIdx.x] = etkv::twice(x_shape[0] + int(x_strides[mask_ndim]));
+
+}
+
+} // namespace mlx::core::cu
+"#;
+
+    fn own(path: &Path) -> Option<String> {
+        let function = "namespace etkv {\n__device__ int twice(int x) { return 2 * x; }\n}\n";
+        (path == Path::new("/folder/etkv_twice.cuh")).then(|| function.to_owned())
+    }
+
+    #[test]
+    fn a_text_needs_no_other_file() {
+        let whole = whole(NAME, TEXT, own).unwrap();
+        assert!(!whole.contains("#include"), "{whole}");
+        assert!(whole.contains("__device__ int twice"));
+        assert!(whole.contains("extern \"C\" __global__ void custom_kernel_etkv_twice(\n"));
+        assert_eq!(super::whole("another", TEXT, own), None);
+    }
+
+    #[test]
+    fn what_mlx_declares_is_known() {
+        // The compiler needs no device, but to know its kind.
+        let text = whole(NAME, TEXT, own).unwrap();
+        match Compiler::for_capability(90, None) {
+            Ok(compiler) => assert_eq!(&compiler.cubin(&text).unwrap()[..4], b"\x7fELF"),
+            Err(error) => eprintln!("skipped: {error}"),
+        }
+    }
+}
