@@ -12,7 +12,7 @@ use parking_lot::Mutex;
 use smallvec::SmallVec;
 
 use super::raw::Kernel;
-use super::{can_run, element, header, run_first, source, Compiled};
+use super::{can_run, element, header, source, Compiled};
 use crate::attention::Mask;
 use crate::error::{Error, Result};
 use crate::mlx::slice_axis;
@@ -324,7 +324,7 @@ fn tried(template: &Template, counters: &Array) -> Result<Option<Kernel>> {
         _ => Mask::Explicit(Array::ones::<bool>(&[1, 1])?),
     };
     if let Some(call) = Call::of(&q, &k, &v, &mask, f32::from_bits(template.scale)) {
-        run_first(&launch(&kernel, [&q, &k, &v], &mask, counters, &call)?)?;
+        eval([&launch(&kernel, [&q, &k, &v], &mask, counters, &call)?])?;
     }
     Ok(Some(kernel))
 }

@@ -4,12 +4,13 @@
 use std::ffi::{CStr, CString};
 use std::fmt::Write;
 
+use mlx_rs::transforms::eval;
 use mlx_rs::{Array, Dtype};
 use parking_lot::Mutex;
 use smallvec::SmallVec;
 
 use super::raw::Kernel;
-use super::{c_text, can_run, element, header, run_first, source, Compiled};
+use super::{c_text, can_run, element, header, source, Compiled};
 use crate::error::{Error, Result, Status};
 
 /// The most arrays of a call.
@@ -82,7 +83,7 @@ fn tried(dtype: &Dtype) -> Result<Option<Kernel>> {
     let header = header("finite", include_str!("cuda/finite.cuh"))?;
     let kernel = Kernel::new(c"etkv_finite", &inputs, &[c"out"], &source(&call)?, &header, 0)?;
     let one = Array::ones::<f32>(&[1, 1, 1, 1])?.as_dtype(*dtype)?;
-    run_first(&launch(&kernel, &[&one])?)?;
+    eval([&launch(&kernel, &[&one])?])?;
     Ok(Some(kernel))
 }
 

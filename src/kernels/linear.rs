@@ -13,7 +13,7 @@ use parking_lot::Mutex;
 use smallvec::SmallVec;
 
 use super::raw::Kernel;
-use super::{can_run, element, header, run_first, source, Compiled};
+use super::{can_run, element, header, source, Compiled};
 use crate::error::{Error, Result};
 
 #[cfg(test)]
@@ -338,6 +338,6 @@ fn tried(template: &Template, how: How) -> Result<Option<Kernel>> {
     shape[template.rank - 1] = 2;
     let out = SmallVec::from_slice(&shape);
     let call = Call { template: *template, form: PLAIN, threads: THREADS, out };
-    run_first(&call.launch(&kernel, &Product::plain(&x, &weight, false), how)?)?;
+    eval([&call.launch(&kernel, &Product::plain(&x, &weight, false), how)?])?;
     Ok(Some(kernel))
 }

@@ -21,8 +21,7 @@ use std::fs;
 use std::hash::Hash;
 use std::path::Path;
 
-use mlx_rs::transforms::eval;
-use mlx_rs::{Array, Dtype};
+use mlx_rs::Dtype;
 use tracing::warn;
 
 #[cfg(feature = "delegate")]
@@ -81,13 +80,6 @@ impl<T: Eq + Hash> Compiled<T> {
     fn templates(&self) -> impl Iterator<Item = &T> {
         self.0.iter().filter(|(_, kernel)| kernel.is_some()).map(|(template, _)| template)
     }
-}
-
-/// Computes what a kernel makes that has not run before.
-fn run_first(made: &Array) -> Result<()> {
-    #[cfg(target_os = "linux")]
-    kept::provide(made);
-    Ok(eval([made])?)
 }
 
 /// Returns the name of a float dtype in CUDA, and its bytes.

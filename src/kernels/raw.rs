@@ -1,5 +1,6 @@
 //! MLX's custom CUDA kernels, which mlx-rs does not offer.
 
+use std::cell::Cell;
 use std::ffi::CStr;
 
 use mlx_rs::{Array, Dtype};
@@ -7,8 +8,12 @@ use mlx_rs::{Array, Dtype};
 use crate::error::{Error, Result, Status};
 use crate::mlx::{call, check, Arrays};
 
-/// A kernel that MLX compiles where it runs first.
-pub struct Kernel(mlx_sys::mlx_fast_cuda_kernel);
+/// A kernel that is compiled where it runs first, if it is not [kept](super::kept).
+pub struct Kernel {
+    raw: mlx_sys::mlx_fast_cuda_kernel,
+    /// Whether it was launched.
+    launched: Cell<bool>,
+}
 
 // SAFETY: the kernel belongs to no thread, and is used under the lock of MLX only.
 unsafe impl Send for Kernel {}
@@ -27,12 +32,13 @@ impl Kernel {
         let [inputs, outputs] = [Strings::new(inputs)?, Strings::new(outputs)?];
         let (name, source, header) = (name.as_ptr(), source.as_ptr(), header.as_ptr());
         // SAFETY: the lists and strings outlive the call, which copies them.
-        let kernel = Self(unsafe {
+        let raw = unsafe {
             mlx_sys::mlx_fast_cuda_kernel_new(
                 name, inputs.0, outputs.0, source, header, false, bytes,
             )
-        });
-        if kernel.0.ctx.is_null() {
+        };
+        let kernel = Self { raw, launched: Cell::new(false) };
+        if kernel.raw.ctx.is_null() {
             return Err(Error::new(Status::Backend, "MLX makes no kernels"));
         }
         Ok(kernel)
@@ -65,12 +71,12 @@ impl Kernel {
             check(mlx_sys::mlx_fast_cuda_kernel_config_set_grid(config.0, x, y, z))?;
             check(mlx_sys::mlx_fast_cuda_kernel_config_set_thread_group(config.0, block, 1, 1))?;
         }
-        call(|first, stream| {
+        let out = call(|first, stream| {
             // SAFETY: all handles are live; the first element gets another handle.
             unsafe {
                 match mlx_sys::mlx_fast_cuda_kernel_apply(
                     made.as_raw_mut(),
-                    self.0,
+                    self.raw,
                     inputs.as_raw(),
                     config.0,
                     stream,
@@ -79,14 +85,19 @@ impl Kernel {
                     status => status,
                 }
             }
-        })
+        })?;
+        if !self.launched.replace(true) {
+            #[cfg(target_os = "linux")]
+            super::kept::provide(&out);
+        }
+        Ok(out)
     }
 }
 
 impl Drop for Kernel {
     fn drop(&mut self) {
         // SAFETY: the handle has no other owner.
-        unsafe { mlx_sys::mlx_fast_cuda_kernel_free(self.0) };
+        unsafe { mlx_sys::mlx_fast_cuda_kernel_free(self.raw) };
     }
 }
 

@@ -4,11 +4,12 @@
 //! is copied for it.
 
 use etkv_cuda::text;
+use mlx_rs::transforms::eval;
 use mlx_rs::{Array, Dtype};
 use parking_lot::Mutex;
 
 use super::raw::Kernel;
-use super::{can_run, element, header, run_first, source, Compiled};
+use super::{can_run, element, header, source, Compiled};
 use crate::error::Result;
 
 #[cfg(test)]
@@ -74,6 +75,6 @@ fn tried(dtype: &Dtype) -> Result<Option<Kernel>> {
     let kernel = Kernel::new(c"etkv_rotary", &inputs, &[c"out"], &source(&call)?, &header, 0)?;
     let x = Array::ones::<f32>(&[1, 1, 1, 2])?.as_dtype(*dtype)?;
     let (positions, periods) = (Array::zeros::<i32>(&[1])?, Array::ones::<f32>(&[1])?);
-    run_first(&launch(&kernel, [&x, &positions, &periods], 1)?)?;
+    eval([&launch(&kernel, [&x, &positions, &periods], 1)?])?;
     Ok(Some(kernel))
 }

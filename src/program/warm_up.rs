@@ -29,9 +29,9 @@ const FEW: [i32; 5] = [1, 2, 8, 16, 32];
 const CHAIN: i32 = 7;
 
 /// The tokens of steps that are captured for caches of trees besides: a draft reads a prompt with them, and what came
-/// since its last candidates.
+/// since its last candidates. Each number is another plan, and these have all kernels that there are.
 #[cfg(target_os = "linux")]
-const READ: [i32; 2] = [32, 64];
+const READ: [i32; 3] = [16, 32, 64];
 
 /// The most tokens of a step that is warmed up.
 const MOST: i32 = 2048;

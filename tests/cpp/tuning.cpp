@@ -186,6 +186,19 @@ void tuning() {
   CHECK(shape.depth == 7 && shape.width >= 3);
   shape = settle(1.0, 0.001, {0.3, 0.3, 0.3}, 0.0, /*depth=*/64);
   CHECK(shape.depth == 64 && shape.width >= 3);
+  // It begins with a step of one token and with chains.
+  Tuner fresh(std::nullopt, std::nullopt);
+  const auto free = [](int64_t, int64_t) { return 0.0; };
+  for (const int64_t depth : {0, 0, 3, 3}) {
+    const auto first = fresh.next(free);
+    CHECK_INT(first.depth, depth);
+    CHECK(depth == 0 || first.width == 1);
+    TokenTree tree(0);
+    for (int64_t i = 0; i < depth; ++i) {
+      tree.add(1, static_cast<int32_t>(i));
+    }
+    fresh.observe(first, tree, {{0}, 0}, 1.0, 0.0);
+  }
   Tuner fixed(2, 3);
   const auto both = fixed.next([](int64_t, int64_t) { return 0.0; });
   CHECK(both.depth == 2 && both.width == 3);
