@@ -19,7 +19,8 @@
 
 static_assert(
     MLX_VERSION_MAJOR == 0 && MLX_VERSION_MINOR == 32 && MLX_VERSION_PATCH == 2,
-    "compare the state of CustomKernel, and how jit_module.cpp of this MLX names files");
+    "compare the state of CustomKernel, and how jit_module.cpp of this MLX "
+    "names files");
 
 // Hidden: for the Rust beside it, and no part of what libetkv exports.
 
