@@ -16,10 +16,11 @@ constexpr double kBelief = 2.0;
 /// later ones.
 constexpr int64_t kTrials = 2;
 /// Steps without a tree before one is tried again, at least and at most: so many
-/// that drafts of trials take this part of the time.
+/// that drafts of trials take this part of the time. Their verification takes some
+/// more.
 constexpr double kPatience = 16.0;
 constexpr double kMostPatience = 256.0;
-constexpr double kTrialShare = 0.02;
+constexpr double kTrialShare = 0.01;
 
 } // namespace
 
