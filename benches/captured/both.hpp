@@ -166,17 +166,19 @@ class Both {
   Agreement agreement_;
 };
 
-/// Runs steps on both sides. Returns whether some were captured, and logits are
-/// apart by no more than rounding explains, and than `most` of the largest.
-template <typename C, typename Run>
+/// Makes both sides and runs steps on them. Returns whether some were captured, and
+/// logits are apart by no more than rounding explains, and than `most` of the
+/// largest.
+template <typename Make, typename Run>
 bool compare(
     const std::string& what,
     const Log& log,
-    Both<C>&& both,
+    const Make& make,
     const Run& run,
     double most = 1.0) {
-  // Behind the warm-up of both sides, which captures steps as well.
+  // The warm-up may capture all that there are.
   const size_t before = log.captured();
+  auto both = make();
   run(both);
   const Agreement& found = both.agreement();
   found.print(what.c_str());

@@ -202,13 +202,17 @@ bool compare_generated(
   const bool sequences = compare(
       "generated operations on sequences" + of,
       log,
-      Both<SeqCache>(model, format, make_seq_session, kCapacity),
+      [&] {
+        return Both<SeqCache>(model, format, make_seq_session, kCapacity);
+      },
       all_seeds(run_sequences),
       most);
   const bool trees = compare(
       "generated operations on trees" + of,
       log,
-      Both<TreeCache>(model, format, make_tree_session, kCapacity),
+      [&] {
+        return Both<TreeCache>(model, format, make_tree_session, kCapacity);
+      },
       all_seeds(run_trees),
       most);
   return sequences && trees;

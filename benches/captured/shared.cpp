@@ -89,17 +89,23 @@ bool compare_shared(
   const bool sequences = compare(
       "several sequences",
       log,
-      Both<SeqCache>(model, format, make_seq_session, kCapacity),
+      [&] {
+        return Both<SeqCache>(model, format, make_seq_session, kCapacity);
+      },
       run_sequences);
   const bool attached = compare(
       "a sequence behind a prefix",
       log,
-      Both<SeqCache>(model, format, make_seq_session, kCapacity),
+      [&] {
+        return Both<SeqCache>(model, format, make_seq_session, kCapacity);
+      },
       run_attached);
   const bool trees = compare(
       "trees",
       log,
-      Both<TreeCache>(model, format, make_tree_session, kCapacity),
+      [&] {
+        return Both<TreeCache>(model, format, make_tree_session, kCapacity);
+      },
       run_trees);
   return sequences && attached && trees;
 }
