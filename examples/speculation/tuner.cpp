@@ -5,13 +5,16 @@
 namespace etkv::examples {
 namespace {
 
-/// The weight of old observations, for every observed level.
+/// The weight of old observations, for every observed level, and where only late
+/// ones count.
 constexpr double kFade = 0.97;
+constexpr double kLateFade = 0.8;
 /// The assumed acceptance of a candidate of a rank before it is tried, and the
 /// number of trials that this counts as.
 constexpr double kFirst = 0.5;
 constexpr double kFurther = 0.3;
 constexpr double kBelief = 2.0;
+constexpr double kLateBelief = 1.0;
 /// Steps of a kind before any comparison: the first of a size takes longer than
 /// later ones.
 constexpr int64_t kTrials = 2;
@@ -114,9 +117,10 @@ void Tuner::observe(
     for (size_t rank = 0; rank < static_cast<size_t>(asked.width); ++rank) {
       const bool accepted = went_on && rank < children.size() &&
                             children[rank] == verified.accepted[i + 1];
-      Rank& found = ranks_[std::min<size_t>(rank, kWidest - 1)];
-      found.tried = kFade * found.tried + 1.0;
-      found.accepted = kFade * found.accepted + (accepted ? 1.0 : 0.0);
+      ranks_[std::min<size_t>(rank, kWidest - 1)].add(accepted, kFade);
+      if (rank == 0) {
+        late_.add(accepted, kLateFade);
+      }
     }
   }
 }
@@ -126,7 +130,8 @@ double Tuner::acceptance(int64_t width) const {
   double belief = kFirst;
   for (size_t rank = 0; rank < static_cast<size_t>(width); ++rank) {
     const Rank& found = ranks_[std::min<size_t>(rank, kWidest - 1)];
-    sum += (found.accepted + kBelief * belief) / (found.tried + kBelief);
+    const double all = found.share(belief, kBelief);
+    sum += rank == 0 ? std::min(all, late_.share(belief, kLateBelief)) : all;
     belief *= kFurther;
   }
   return std::min(sum, 0.99);

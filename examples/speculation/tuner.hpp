@@ -44,9 +44,20 @@ class Tuner {
   double acceptance(int64_t width) const;
 
  private:
+  /// How often candidates are accepted.
   struct Rank {
     double tried = 0.0;
     double accepted = 0.0;
+
+    /// Counts one, and the ones before by `fade` of what they counted.
+    void add(bool is_accepted, double fade) {
+      tried = fade * tried + 1.0;
+      accepted = fade * accepted + (is_accepted ? 1.0 : 0.0);
+    }
+    /// Returns the share, if `assumed` is known from so many.
+    double share(double assumed, double many) const {
+      return (accepted + many * assumed) / (tried + many);
+    }
   };
   /// Returns whether there was no tree for so long that one is tried.
   bool is_trial_due() const;
@@ -57,6 +68,9 @@ class Tuner {
   LatencyModel verification_;
   /// Acceptance by the place of a candidate among its siblings.
   std::array<Rank, kWidest> ranks_;
+  /// Acceptance of the first ones of late: a text may turn harder from one token
+  /// to the next.
+  Rank late_;
   /// The fraction of the possible nodes that trees have, if they have any.
   double filled_ = 1.0;
   /// Steps without a tree and with one, and those since the last tree.

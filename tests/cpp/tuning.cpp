@@ -151,6 +151,38 @@ void patience() {
   CHECK(trials(1000.0) >= 4);
 }
 
+/// Returns how many trees a tuner still asks for once none is right any more, in 50
+/// steps behind as many that were all right. A draft takes no time.
+int trees_until_noticed() {
+  Tuner tuner(std::nullopt, /*width=*/1);
+  int asked = 0;
+  for (int step = 0; step < 100; ++step) {
+    const auto shape = tuner.next([](int64_t, int64_t) { return 0.0; });
+    TokenTree tree(0);
+    VerificationResult verified{{0}, 0};
+    for (int64_t i = 0; i < shape.depth; ++i) {
+      const int32_t node = tree.add(1, static_cast<int32_t>(i));
+      if (step < 50) {
+        verified.accepted.push_back(node);
+      }
+    }
+    asked += step >= 50 && shape.depth > 0 ? 1 : 0;
+    tuner.observe(
+        shape,
+        tree,
+        verified,
+        0.7 + 0.3 * static_cast<double>(tree.size()),
+        /*draft_seconds=*/0.0);
+  }
+  return asked;
+}
+
+void noticing() {
+  // Some until then, and a trial every 17th step.
+  const int asked = trees_until_noticed();
+  CHECK(asked >= 2 && asked <= 9);
+}
+
 void tuning() {
   // Verification costs next to nothing more: as deep and wide as may be.
   auto shape = settle(1.0, 0.001, {0.6, 0.3});
@@ -213,5 +245,6 @@ int main() {
   latency();
   tuning();
   patience();
+  noticing();
   return check_report();
 }
