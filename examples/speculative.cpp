@@ -41,7 +41,7 @@ Result<void> run(
   ASSIGN_OR_RETURN(
       auto session, make_tree_session(model.backend_id(), model.config()));
   TreeCache& cache = session.cache();
-  RETURN_IF_ERROR(load_warm(model.program(), session, Logits::all));
+  RETURN_IF_ERROR(load_warm(model.program(), session, Logits::proposed));
   ASSIGN_OR_RETURN(
       const auto draft,
       make_draft(

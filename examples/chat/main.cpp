@@ -46,7 +46,7 @@ Result<int> run_on(Model& model, const Options& options) {
 Result<int> run_with_draft(Model& model, const Options& options) {
   ASSIGN_OR_RETURN(
       auto session, make_tree_session(model.backend_id(), model.config()));
-  RETURN_IF_ERROR(load_warm(model.program(), session, Logits::all));
+  RETURN_IF_ERROR(load_warm(model.program(), session, Logits::proposed));
   ASSIGN_OR_RETURN(
       const auto draft,
       make_draft(

@@ -268,6 +268,9 @@ Result<void> Program::read_limits() {
 Result<void> Program::load(const char* cache_key, Logits rows, Passes passes) {
   LoadOptions options(cache_key);
   options.passes(passes);
+  if (rows == Logits::proposed && params_.backend_id != kMLXBackend) {
+    rows = Logits::all;
+  }
   return load_with(options, rows);
 }
 

@@ -32,7 +32,7 @@ class Program {
 
   /// Loads the model, bound to the cache with this key. Unloads it first if it
   /// is loaded, so that its weights are never in memory twice. A program that
-  /// cannot leave out rows of logits computes all of them.
+  /// cannot leave out rows of logits gives all of them.
   Result<void>
   load(const char* cache_key, Logits rows, Passes passes = Passes::standard);
 

@@ -119,7 +119,7 @@ Result<CacheSession<TreeCache>> ProgramDraft::make_session(
               program.params(),
               capacity,
               target.kv_format.value_or(program.native_format()))));
-  RETURN_IF_ERROR(load_warm(program, session, Logits::all));
+  RETURN_IF_ERROR(load_warm(program, session, Logits::proposed));
   return session;
 }
 

@@ -21,8 +21,8 @@ extern "C" {
  * runtime does not. Options that ExecuTorch passes take precedence.
  *
  * @param cache_key  a session's key, or one of the registry; NULL for none.
- * @param logits     "all" or "last": the rows of the logits that the program
- *                   computes. NULL for "all".
+ * @param logits     "all" or "last", or "proposed" for the MLX delegate: the rows
+ *                   of the logits that the program gives. NULL for "all".
  * @param passes     "default" or "none": the passes that make the program
  *                   faster when it is loaded. NULL for "default".
  * @param buffers    a name for the buffers that the program keeps between its

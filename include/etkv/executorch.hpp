@@ -32,10 +32,14 @@ namespace etkv {
 /// The dtype of token ids and positions.
 inline constexpr auto kLong = executorch::aten::ScalarType::Long;
 
-/// The rows of the logits that a program computes.
+/// The rows of the logits that a program gives.
 enum class Logits {
   all,  ///< as exported: [1, T, vocabulary]
   last, ///< of the last token only: [1, 1, vocabulary]
+  /// As `all` in steps of proposed candidates and of declared sequences, and as
+  /// `last` in others: a text's rows are not copied, and those that a tree is
+  /// verified by are. Of the MLX delegate only.
+  proposed,
 };
 
 /// The passes that change a program of the MLX delegate when it is loaded.
@@ -67,7 +71,11 @@ class LoadOptions {
   /// product of a prompt for one row only. A program whose output is not one
   /// such product then fails to load.
   LoadOptions& logits(Logits rows) {
-    options_.set_option("logits", rows == Logits::last ? "last" : "all");
+    options_.set_option(
+        "logits",
+        rows == Logits::last       ? "last"
+        : rows == Logits::proposed ? "proposed"
+                                   : "all");
     return *this;
   }
 

@@ -19,10 +19,11 @@ from etkv.config import CacheConfig
 from etkv.errors import EtkvError
 from etkv.metadata import Backend
 
-LOGITS = ("all", "last")
-"""The rows of the logits that a program computes: as exported, or that of the last token only."""
+LOGITS = ("all", "last", "proposed")
+"""The rows of the logits that a program gives: as exported, that of the last token only, or, in programs of the MLX
+delegate, all in steps of proposed candidates and of declared sequences, and that of the last token in others."""
 
-Logits: TypeAlias = Literal["all", "last"]
+Logits: TypeAlias = Literal["all", "last", "proposed"]
 """One of :data:`LOGITS`."""
 
 PASSES = ("default", "interpreted", "none")

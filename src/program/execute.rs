@@ -15,7 +15,7 @@ use tracing::{debug_span, info, warn};
 use super::bound;
 use super::buffers::Buffers;
 #[cfg(target_os = "linux")]
-use super::captured::{CapturedSteps, Recipe};
+use super::captured::{CapturedSteps, Recipe, Wanted};
 use super::constants::{self, ConstantSource, Layout};
 use super::decode::decode;
 use super::dtype::{self, dtype_of};
@@ -48,6 +48,8 @@ pub struct Loaded {
     pub(super) cache: Option<ProgramCache>,
     /// The rows of the logits that it was loaded for.
     pub(super) logits: LogitsRows,
+    /// The output that they are, if [some steps](Loaded::gives_last_row) leave rows out of it.
+    logits_at: Option<usize>,
     pub(super) stream: ProgramStream,
 }
 
@@ -94,6 +96,10 @@ impl Program {
             };
             let scalars = constants::scalars(&graph, source);
             let layouts = passes::run(&mut graph, target, &scalars)?;
+            let logits_at = match options.logits {
+                LogitsRows::Proposed => Some(passes::logits_output(&graph)?.0),
+                _ => None,
+            };
             let constants = load_constants(&mlx, &mut graph, &layouts, source)?;
             #[cfg(target_os = "linux")]
             let captured = match (options.passes, &cache) {
@@ -127,6 +133,7 @@ impl Program {
                 buffers,
                 cache,
                 logits: options.logits,
+                logits_at,
                 stream: ProgramStream::new(&mlx)?,
             }));
             bound::add(&program);
@@ -192,11 +199,13 @@ impl Program {
 impl Loaded {
     fn run(&self, inputs: &[Argument], output_types: &[i8], host: &mut dyn Host) -> Result<()> {
         let mut cache = self.cache.as_ref().map(ProgramCache::lock).transpose()?;
+        let last_row_only = cache.as_deref().is_some_and(|cache| self.gives_last_row(cache));
         // Dropped after the arrays that are made under it.
         let mut mlx = mlx::enter()?;
         #[cfg(target_os = "linux")]
         if let Some(cache) = cache.as_deref_mut() {
-            if self.run_captured(&mut mlx, cache, inputs, output_types, host)? {
+            let wanted = if last_row_only { Wanted::LastLogits } else { Wanted::Logits };
+            if self.run_captured(&mut mlx, cache, inputs, wanted, output_types, host)? {
                 return Ok(());
             }
         }
@@ -206,7 +215,7 @@ impl Loaded {
         };
         let frame = Frame::new(&mlx, self.n_values, self.n_ints, &self.constants, step);
         let (made, kept, step) =
-            self.stream.run(&mlx, || self.start(frame, inputs, output_types))?;
+            self.stream.run(&mlx, || self.start(frame, inputs, last_row_only, output_types))?;
         mlx.outside(|| made.iter().try_for_each(Output::wait))
             .and_then(|()| mlx.outside(|| kept.iter().try_for_each(mlx::wait)))
             .inspect_err(|error| self.buffers.give_up(error))?;
@@ -221,11 +230,19 @@ impl Loaded {
         }
     }
 
+    /// Returns whether the next step on the program's cache gives the last token's row of its logits: if it was loaded
+    /// for that, and the step is text of one sequence.
+    fn gives_last_row(&self, cache: &MlxCache) -> bool {
+        self.logits_at.is_some()
+            && cache.sequences().is_none_or(|sequences| sequences.awaits_text())
+    }
+
     /// Runs the instructions, and starts the computation of the outputs and of what is kept.
     fn start<'a>(
         &self,
         mut frame: Frame<'_, 'a>,
         inputs: &[Argument],
+        last_row_only: bool,
         output_types: &[i8],
     ) -> Result<(Outputs, Vec<Array>, Option<Step<'a>>)> {
         bind_inputs(&self.inputs, inputs, &mut frame)?;
@@ -237,6 +254,9 @@ impl Loaded {
         if made.len() != output_types.len() {
             let n = output_types.len();
             fail!(InvalidArgument, "expected {} outputs, got {n}", made.len());
+        }
+        if let Some(at) = self.logits_at.filter(|_| last_row_only) {
+            made[at].keep_last_row()?;
         }
         let made = made
             .into_iter()

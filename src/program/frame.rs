@@ -8,7 +8,7 @@ use super::ir::{Int, IntValue, Out, Value};
 use crate::attention::AttendSpec;
 use crate::backend::{MlxCache, Step};
 use crate::error::{fail, Result};
-use crate::mlx::{self, HostBytes, Mlx};
+use crate::mlx::{self, slice_axis, HostBytes, Mlx};
 use etkv_host::Argument;
 
 /// The elements of an integer input. Those of a step of few tokens need no allocation.
@@ -247,6 +247,16 @@ impl Output {
             }
             int => int,
         })
+    }
+
+    /// Leaves out all rows `[1, T, ...]` of a tensor but the last.
+    pub fn keep_last_row(&mut self) -> Result<()> {
+        if let Self::Tensor(array, _) = self {
+            if let &[1, rows, _] = array.shape() {
+                *array = slice_axis(array, 1, rows - 1, rows, 1)?;
+            }
+        }
+        Ok(())
     }
 
     /// Returns the tensor, if the output is one.

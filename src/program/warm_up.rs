@@ -7,6 +7,8 @@ use std::collections::BTreeSet;
 use std::time::Instant;
 
 use etkv_core::{Growth, LayerPolicy, MemoryBudget};
+#[cfg(target_os = "linux")]
+use etkv_host::LogitsRows;
 use tracing::{debug, info};
 
 #[cfg(target_os = "linux")]
@@ -199,8 +201,8 @@ impl Program {
         captured
     }
 
-    /// Captures a step of a sequence from position 0 on, if it can be: as hosts run it that read logits, and as the
-    /// device runs it that chooses tokens.
+    /// Captures a step of a sequence from position 0 on, if it can be: as hosts run it that read logits, of text or of
+    /// candidates, and as the device runs it that chooses tokens.
     #[cfg(target_os = "linux")]
     fn capture_step(
         &self,
@@ -214,8 +216,13 @@ impl Program {
         }
         // Nothing is chosen on the device with a draft, which is fed by the host.
         let is_fed = TextInputs::find(&self.0.inputs).is_err();
-        let all = [Wanted::Logits, Wanted::Chosen];
-        for &wanted in if is_fed { &all[..1] } else { &all } {
+        let leaves_out = self.0.logits == LogitsRows::Proposed && tokens > 1;
+        let all = [
+            (Wanted::Logits, !leaves_out || tokens <= CHAIN),
+            (Wanted::LastLogits, leaves_out),
+            (Wanted::Chosen, !is_fed),
+        ];
+        for wanted in all.into_iter().filter_map(|(wanted, comes)| comes.then_some(wanted)) {
             if let Some(cells) = cache.sequences_mut() {
                 cells.seq_rm(sequence, 0..i32::MAX)?;
                 cells.begin_step(&vec![sequence; tokens as usize])?;

@@ -48,7 +48,7 @@ struct Target {
       int32_t capacity = 200,
       const std::string& format = "f32")
       : model(open(name)), session(make(model, capacity, format)) {
-    must(model.program().load(session.key(), Logits::all));
+    must(model.program().load(session.key(), Logits::proposed));
   }
   static TreeSession
   make(examples::Model& model, int32_t capacity, const std::string& format) {

@@ -65,6 +65,27 @@ def test_the_last_row_alone(tiny, session, expected):
         np.testing.assert_allclose(rows[0], expected[-1], atol=2e-4)
 
 
+@pytest.mark.parametrize("kind", [etkv.DecodeSession, etkv.SeqSession, etkv.TreeSession])
+def test_the_last_row_of_text_and_all_of_candidates(tiny, kind):
+    n = len(PROMPT)
+    with kind(config(tiny)) as session, etkv.load(tiny.path, session) as program:
+        prompt, three = run(program, PROMPT), run(program, [7, 8, 9], n)
+    with kind(config(tiny)) as session, etkv.load(tiny.path, session, logits="proposed") as program:
+        np.testing.assert_allclose(run(program, PROMPT), prompt[-1:], atol=2e-4)
+        np.testing.assert_allclose(run(program, [7, 8, 9], n), three[-1:], atol=2e-4)
+        if kind is not etkv.DecodeSession:
+            session.rewind(n)
+            session.begin_step([0, 0, 0])
+            np.testing.assert_allclose(run(program, [7, 8, 9], n), three, atol=2e-4)
+        if kind is etkv.TreeSession:
+            session.rewind(n)
+            session.propose([-1, 0, 1])
+            np.testing.assert_allclose(run(program, [7, 8, 9], n), three, atol=2e-4)
+            session.commit([0])
+            # One of the three is kept.
+            np.testing.assert_allclose(run(program, [8, 9], n + 1), three[-1:], atol=2e-4)
+
+
 def test_what_goes_in_says_what_comes_out(tiny, session, expected):
     positions = list(range(len(PROMPT)))
     with etkv.load(tiny.path, session) as program:
@@ -241,7 +262,7 @@ def test_a_bad_step_changes_nothing(tiny, session, expected, ids, positions, err
 def test_rows_without_a_session(tmp_path):
     """``logits`` is checked and applied also where there is no cache."""
     path = cacheless(tmp_path / "x.pte")
-    with pytest.raises(etkv.EtkvError, match="logits is 'some', expected one of all, last"):
+    with pytest.raises(etkv.EtkvError, match="logits is 'some', expected one of all, last, proposed"):
         etkv.load(path, None, logits="some")
     for logits, rows in (("all", 5), ("last", 1)):
         with etkv.load(path, None, logits=logits) as program:

@@ -14,8 +14,8 @@ pub mod text;
 
 #[cfg(feature = "device")]
 pub use step::{
-    Address, Attend, Blend, Buffer, Captured, Columns, Compiler, Device, Element, Embed, Error,
-    Gate, Heads, KeyMask, Launch, Logits, Memory, Norm, Normalize, Outputs, Packed, PackedFormat,
-    PackedRows, Place, Plan, Pool, PoolRows, Product, Result, StepInputs, Weight, MOST_FEW,
-    MOST_GROUPS, MOST_TOKENS,
+    Address, Attend, Blend, Buffer, Captured, Columns, Compiler, Copied, Device, Element, Embed,
+    Error, Gate, Heads, KeyMask, Launch, Logits, Memory, Norm, Normalize, Outputs, Packed,
+    PackedFormat, PackedRows, Place, Plan, Pool, PoolRows, Product, Result, StepInputs, Weight,
+    MOST_FEW, MOST_GROUPS, MOST_TOKENS,
 };

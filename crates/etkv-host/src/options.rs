@@ -11,6 +11,8 @@ pub enum LogitsRows {
     All,
     /// The row of the last token only.
     Last,
+    /// Those of proposed candidates and of several sequences, and of other steps that of the last token.
+    Proposed,
 }
 
 /// The passes that change a program when it is loaded.
@@ -46,13 +48,17 @@ impl LoadOptions {
     /// Parses the options that a backend receives. An empty string is an absent option.
     ///
     /// # Errors
-    /// [`InvalidArgument`](etkv_core::Status::InvalidArgument) for other `logits` than `all` and `last`,
-    /// and other `passes` than `default`, `interpreted`, `none` and `gpu`.
+    /// [`InvalidArgument`](etkv_core::Status::InvalidArgument) for other `logits` than `all`, `last` and
+    /// `proposed`, and other `passes` than `default`, `interpreted`, `none` and `gpu`.
     pub fn parse(cache_key: &str, logits: &str, passes: &str, buffers: &str) -> Result<Self> {
         let logits = match logits {
             "" | "all" => LogitsRows::All,
             "last" => LogitsRows::Last,
-            other => fail!(InvalidArgument, "option `logits` is `{other}`, it may be all or last"),
+            "proposed" => LogitsRows::Proposed,
+            other => fail!(
+                InvalidArgument,
+                "option `logits` is `{other}`, it may be all, last or proposed"
+            ),
         };
         let passes = match passes {
             "" | "default" => Passes::Default,
@@ -85,11 +91,14 @@ mod tests {
         assert_eq!(options.buffers.as_deref(), Some("mine"));
         assert_eq!((options.logits, options.passes), (LogitsRows::Last, Passes::None));
         assert_eq!(LoadOptions::parse("", "all", "gpu", "").unwrap().passes, Passes::Gpu);
+        let proposed = LoadOptions::parse("", "proposed", "", "").unwrap();
+        assert_eq!(proposed.logits, LogitsRows::Proposed);
         let error = LoadOptions::parse("", "", "some", "").unwrap_err();
         assert_eq!(
             error.message(),
             "option `passes` is `some`, it may be default, interpreted or none"
         );
-        assert!(LoadOptions::parse("", "some", "", "").is_err());
+        let error = LoadOptions::parse("", "some", "", "").unwrap_err();
+        assert_eq!(error.message(), "option `logits` is `some`, it may be all, last or proposed");
     }
 }

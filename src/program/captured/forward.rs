@@ -15,13 +15,14 @@ use crate::program::ir::{InputSpec, Value};
 use crate::program::warm_up::most_tokens;
 
 impl Loaded {
-    /// Runs a step as one launch. Returns whether it did. Otherwise it has changed nothing, and the
+    /// Runs a step as one launch, whose outputs have the `wanted` logits. Returns whether it did. Otherwise it has changed nothing, and the
     /// interpreter runs the step, or says what is wrong with it.
     pub fn run_captured(
         &self,
         mlx: &mut Mlx,
         cache: &mut MlxCache,
         inputs: &[Argument],
+        wanted: Wanted,
         output_types: &[i8],
         host: &mut dyn Host,
     ) -> Result<bool> {
@@ -63,7 +64,7 @@ impl Loaded {
             Made::Chosen(_) => fail!(Internal, "a step chose ids in place of logits"),
         };
         let given = Given { ids: &ids, positions: &positions, rows: &rows };
-        let ran = captured.run(mlx, &self.constants, cache, given, Wanted::Logits, take)?;
+        let ran = captured.run(mlx, &self.constants, cache, given, wanted, take)?;
         Ok(ran.is_some())
     }
 

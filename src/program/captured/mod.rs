@@ -26,7 +26,9 @@ use std::sync::OnceLock;
 use std::time::Instant;
 
 use etkv_core::KvFormat;
-use etkv_cuda::{Captured, Device, Element, StepInputs, MOST_FEW, MOST_GROUPS, MOST_TOKENS};
+use etkv_cuda::{
+    Captured, Copied, Device, Element, StepInputs, MOST_FEW, MOST_GROUPS, MOST_TOKENS,
+};
 use mlx_rs::{Array, Dtype};
 use parking_lot::Mutex;
 use smallvec::SmallVec;
@@ -47,8 +49,21 @@ use crate::mlx::{self, Mlx};
 pub enum Wanted {
     /// The logits of each token.
     Logits,
+    /// The logits of the last token.
+    LastLogits,
     /// The place of the greatest logit of each token.
     Chosen,
+}
+
+impl Wanted {
+    /// Returns the logits that a step of so many tokens copies.
+    fn copied(self, tokens: usize) -> Copied {
+        match self {
+            Self::LastLogits if tokens > 1 => Copied::Last,
+            Self::Logits | Self::LastLogits => Copied::All,
+            Self::Chosen => Copied::None,
+        }
+    }
 }
 
 /// What the host gives for each token of a step.
@@ -62,7 +77,7 @@ pub struct Given<'a> {
 
 /// What a step made.
 pub enum Made<'a> {
-    /// Logits `[1, tokens, vocabulary]`, and hidden states `[1, tokens, width]` if the program returns them: bytes of
+    /// Logits `[1, rows, vocabulary]`, and hidden states `[1, tokens, width]` if the program returns them: bytes of
     /// the program's dtype, and their shape.
     Logits((&'a [u8], [i32; 3]), Option<(&'a [u8], [i32; 3])>),
     /// An id for each token, less than 0 for one whose logits are not finite.
@@ -122,8 +137,8 @@ struct Kind {
     masked: Masked,
     /// Whether tokens have few of these keys in common.
     apart: bool,
-    /// Whether the logits are copied to the host, and whether the greatest of each row is chosen.
-    copied: bool,
+    /// The logits that are copied to the host, and whether the greatest of each row is chosen.
+    copied: Copied,
     chosen: bool,
 }
 
@@ -259,7 +274,7 @@ impl CapturedSteps {
                 .iter()
                 .filter_map(|rows| rows.mask.as_ref())
                 .any(|mask| self.planner.lie_apart(mask)),
-            copied: wanted == Wanted::Logits,
+            copied: wanted.copied(n),
             chosen: wanted == Wanted::Chosen || is_watched,
         };
         let Some(graph) = self.graph(&mut state, kind, places) else {
@@ -278,15 +293,19 @@ impl CapturedSteps {
             return Ok(Err("logits are not finite"));
         }
         let (hidden, width) = match wanted {
-            Wanted::Logits => self.planner.side_by_side(&self.recipe, outputs.tapped, n),
+            Wanted::Logits | Wanted::LastLogits => {
+                self.planner.side_by_side(&self.recipe, outputs.tapped, n)
+            }
             Wanted::Chosen => (Cow::Borrowed(&[][..]), 0),
         };
         let made = match wanted {
-            Wanted::Logits => {
-                let bytes = n * self.planner.vocabulary * item_size(self.planner.dtype);
-                let shape = |width: usize| [1, n as i32, width as i32];
-                let logits = (&outputs.logits[..bytes], shape(self.planner.vocabulary));
-                Made::Logits(logits, (width > 0).then(|| (&*hidden, shape(width))))
+            Wanted::Logits | Wanted::LastLogits => {
+                let rows = if wanted == Wanted::LastLogits { 1 } else { n };
+                let shape = |rows: usize, width: usize| [1, rows as i32, width as i32];
+                let vocabulary = self.planner.vocabulary;
+                let bytes = rows * vocabulary * item_size(self.planner.dtype);
+                let logits = (&outputs.logits[..bytes], shape(rows, vocabulary));
+                Made::Logits(logits, (width > 0).then(|| (&*hidden, shape(n, width))))
             }
             Wanted::Chosen => Made::Chosen(chosen),
         };

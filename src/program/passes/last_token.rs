@@ -15,19 +15,17 @@ use super::{insert, makers};
 use crate::error::{fail, Result};
 use crate::program::ir::{Function, Graph, Index, InputSpec, Instruction, Int, Op, Out, Value};
 
-/// Removes rows that nothing reads. With `last_only`, only the last row of the first output, the
-/// logits, is read: `[1, T, ...]` becomes `[1, 1, ...]`. Other outputs stay whole.
+/// Removes rows that nothing reads. With `last_only`, only the last row of the [logits](logits_output) is read:
+/// `[1, T, ...]` becomes `[1, 1, ...]`. Other outputs stay whole.
 ///
 /// # Errors
-/// [`Unsupported`](crate::Status::Unsupported) with `last_only` if the first output is no tensor or
-/// is not made row by row.
+/// [`Unsupported`](crate::Status::Unsupported) with `last_only` if no output may be logits, or they are not
+/// made row by row.
 pub fn narrow(graph: &mut Graph, last_only: bool) -> Result<()> {
     let rows = Rows::find(graph);
     let mut logits = None;
     if last_only {
-        let Some(output) = first_output(graph) else {
-            fail!(Unsupported, "cannot give logits of the last token only: the program's outputs are numbers, and none has rows; load with logits=all");
-        };
+        let (_, output) = logits_output(graph)?;
         // A value of one row has only the last one.
         logits = (!rows.is_single(output)).then_some(output);
     }
@@ -39,9 +37,24 @@ pub fn narrow(graph: &mut Graph, last_only: bool) -> Result<()> {
     Ok(())
 }
 
-/// Returns the first output that may be logits. Those before it are integers and elements of inputs, such as
-/// the lengths of caches in the graph, which an exporter writes down with each call.
-fn first_output(graph: &Graph) -> Option<Value> {
+/// Returns which output the logits are, and their value: the first output that may be, or the one that products make
+/// of it. Hidden states come before their logits in some programs.
+///
+/// # Errors
+/// [`Unsupported`](crate::Status::Unsupported) if no output may be logits.
+pub fn logits_output(graph: &Graph) -> Result<(usize, Value)> {
+    let outputs = possible_logits(graph);
+    let Some(&first) = outputs.first() else {
+        fail!(Unsupported, "cannot give logits of the last token only: the program's outputs are numbers, and none has rows; load with logits=all");
+    };
+    let behind = products_of(graph, first.1);
+    let next = outputs.into_iter().find(|(_, value)| behind.contains(value));
+    Ok(next.unwrap_or(first))
+}
+
+/// Returns the outputs that may be logits. Others are integers and elements of inputs, such as the lengths of caches in
+/// the graph, which an exporter writes down with each call.
+fn possible_logits(graph: &Graph) -> Vec<(usize, Value)> {
     let inputs: HashSet<Value> = graph
         .inputs
         .iter()
@@ -63,10 +76,37 @@ fn first_output(graph: &Graph) -> Option<Value> {
         .collect();
     // What the buffers have after the call stands behind the outputs.
     let n = graph.main.outputs.len().saturating_sub(graph.buffers.len());
-    graph.main.outputs[..n].iter().find_map(|out| match out {
-        Out::Tensor(value) => (!elements.contains(value)).then_some(*value),
-        Out::Tensors(..) | Out::Int(_) => None,
-    })
+    let outputs = graph.main.outputs[..n].iter().enumerate();
+    outputs
+        .filter_map(|(index, out)| match out {
+            Out::Tensor(value) => (!elements.contains(value)).then_some((index, *value)),
+            Out::Tensors(..) | Out::Int(_) => None,
+        })
+        .collect()
+}
+
+/// Returns what is made of a value by products, and of what these make.
+fn products_of(graph: &Graph, value: Value) -> HashSet<Value> {
+    let (mut dependent, mut behind) = (HashSet::from([value]), HashSet::new());
+    for Instruction { op, out } in &graph.main.instructions {
+        let reads = op.reads();
+        if !reads.iter().any(|read| dependent.contains(read)) {
+            continue;
+        }
+        dependent.extend(out.tensors());
+        let is_product = matches!(
+            op,
+            Op::Addmm { .. }
+                | Op::QuantizedMatmul { .. }
+                | Op::Linear { .. }
+                | Op::LinearBlock { .. }
+                | Op::LinearHeads { .. }
+        );
+        if is_product || reads.iter().any(|read| behind.contains(read)) {
+            behind.extend(out.tensors());
+        }
+    }
+    behind
 }
 
 /// Returns the values of which only the last row is read: from `logits` and from slices upwards, as

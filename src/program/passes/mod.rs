@@ -16,6 +16,7 @@ mod rows;
 mod turned;
 mod views;
 
+pub use self::last_token::logits_output;
 use super::constants::Layout;
 use super::ir::{Graph, Instruction, Op, Out, Value};
 use super::TARGET;

@@ -271,6 +271,10 @@ impl<S: Store> SeqCache for CellsCache<S> {
         self.declaring().cancel_step()
     }
 
+    fn awaits_text(&self) -> bool {
+        self.book.awaits_text()
+    }
+
     fn seq_cp(&mut self, source: i32, target: i32, positions: Range<i32>) -> Result<()> {
         self.changing()?.seq_cp(source, target, positions)
     }

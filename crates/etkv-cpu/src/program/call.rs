@@ -29,7 +29,7 @@ impl Call {
     ///   [`Shape`](etkv_core::Status::Shape) for a cache with another
     ///   number of layers.
     /// - [`Unsupported`](etkv_core::Status::Unsupported) for the last row of a program that computes
-    ///   all.
+    ///   all, and for the rows of candidates.
     pub fn load(payload: &[u8], options: &LoadOptions) -> Result<Self> {
         Self::load_now(payload, options).inspect_err(|error| {
             warn!(target: TARGET, status = ?error.status(), %error, "a program is refused");
@@ -37,7 +37,15 @@ impl Call {
     }
 
     fn load_now(payload: &[u8], options: &LoadOptions) -> Result<Self> {
-        let call = match Payload::read(payload)? {
+        let payload = Payload::read(payload)?;
+        if options.logits == LogitsRows::Proposed {
+            fail!(
+                Unsupported,
+                "option `logits` is `proposed`, and programs for the CPU give all rows or the last; \
+                 load with logits=all"
+            );
+        }
+        let call = match payload {
             Payload::SelectRows(_) => return Ok(Self(Op::SelectRows(options.logits))),
             Payload::UpdateAndAttend(call) => call,
         };

@@ -2,7 +2,7 @@
 //! against plain arithmetic.
 
 use etkv_cuda::{
-    Blend, Buffer, Columns, Device, Element, Embed, Launch, Logits, Norm, Normalize, Plan,
+    Blend, Buffer, Columns, Copied, Device, Element, Embed, Launch, Logits, Norm, Normalize, Plan,
     StepInputs, Weight,
 };
 
@@ -62,7 +62,7 @@ fn check(device: &Device, element: Element, inner: usize, tokens: usize) -> Answ
             buffer: embedded,
             rows: tokens,
             vocabulary: inner,
-            copied: true,
+            copied: Copied::All,
             chosen: false,
         }),
         tapped: vec![blended, wide],
@@ -72,6 +72,8 @@ fn check(device: &Device, element: Element, inner: usize, tokens: usize) -> Answ
         apart: false,
     };
     let mut captured = device.capture(&plan)?;
+    let copied = |logits| Logits { copied: Copied::Last, ..logits };
+    let mut last = device.capture(&Plan { logits: plan.logits.map(copied), ..plan })?;
     let slots: Vec<i32> = (0..tokens as i32).collect();
     let (mut largest, mut same) = (0f64, true);
     // Rows of a step before must not be left.
@@ -88,6 +90,10 @@ fn check(device: &Device, element: Element, inner: usize, tokens: usize) -> Answ
         let logits = to_numbers(element, outputs.logits);
         let (blended, wide) = outputs.tapped.split_at(2 * all);
         let (blended, wide) = (to_numbers(element, blended), to_numbers(element, wide));
+        // SAFETY: likewise.
+        let only = unsafe { last.run_groups(&[step], &[&bytes[0], &bytes[1]]) }?;
+        same &= outputs.logits.ends_with(only.logits) && only.logits.len() == 2 * inner;
+        same &= outputs.tapped == only.tapped;
         let ones = vec![1.0; inner];
         for (t, &id) in ids.iter().enumerate() {
             let row = |of: &[f64]| of[t * inner..][..inner].to_vec();

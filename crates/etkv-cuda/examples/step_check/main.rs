@@ -25,7 +25,9 @@ use std::path::PathBuf;
 use std::process::ExitCode;
 use std::time::Instant;
 
-use etkv_cuda::{Captured, Device, Element, KeyMask, Launch, Plan, StepInputs, MOST_FEW};
+use etkv_cuda::{
+    Captured, Copied, Device, Element, KeyMask, Launch, Logits, Plan, StepInputs, MOST_FEW,
+};
 
 use model::{rounded, to_bytes, to_numbers, Model, Packing, Random, Shape};
 use reference::Done;
@@ -175,6 +177,10 @@ fn check_shape(device: &Device, shape: Shape) -> Answer<bool> {
             ("compact", model.plan(tokens, false, false)),
             ("overlap", Plan { overlap: true, ..model.plan(tokens, false, false) }),
             ("last row", Plan { overlap: true, ..model.plan(tokens, false, true) }),
+            (
+                "last copied",
+                last_copied(Plan { overlap: true, ..model.plan(tokens, false, false) }),
+            ),
             ("few blocks", Plan { attention_blocks: Some(1), ..model.plan(tokens, true, false) }),
         ] {
             kinds.push((what, device.capture(&plan)?));
@@ -305,6 +311,7 @@ fn check_padding(
         |tokens| Plan { masked: vec![true], overlap: true, ..model.plan(tokens, true, false) };
     let (n, before) = (tokens - 5, 700);
     let (mut exact, mut padded) = (device.capture(&plan(n))?, device.capture(&plan(tokens))?);
+    let mut last = device.capture(&last_copied(plan(tokens)))?;
     let step = Tokens::new(n, before, true, random, model.shape);
     let runs = (0..n).map(|t| [100..300, before + n - 1 - t..before + n - t]);
     let (few, all) = (KeyMask::of(runs.clone()), KeyMask::padded(tokens, runs));
@@ -316,16 +323,20 @@ fn check_padding(
     // SAFETY: likewise.
     let found = unsafe { padded.run(&StepInputs { mask: Some(&all), ..inputs }) }?;
     let near = are_near(&found.logits[..expected.len()], &expected, limit, model.shape.element);
+    let last_row = found.logits[expected.len() / n * (n - 1)..expected.len()].to_vec();
+    // SAFETY: likewise.
+    let found = unsafe { last.run(&StepInputs { mask: Some(&all), ..inputs }) }?;
+    let is_last = found.logits == last_row;
     let row = 2 * model.shape.head_dim;
     let slot = |at: usize| at / row % model.shape.capacity;
     let is_own = |at: usize| (before..before + n).contains(&slot(at));
     let kept = read_pools(model)?.iter().zip(&pools).all(|(now, then)| {
         now.iter().zip(then).enumerate().all(|(at, (x, y))| x == y || is_own(at))
     });
-    if !(near && kept) {
-        say!("  FAIL {n} tokens of a plan of {tokens}: near {near}, other rows kept {kept}");
+    if !(near && kept && is_last) {
+        say!("  FAIL {n} tokens of a plan of {tokens}: near {near}, other rows kept {kept}, last {is_last}");
     }
-    Ok(near && kept)
+    Ok(near && kept && is_last)
 }
 
 /// The tokens of a step.
@@ -378,6 +389,12 @@ fn read_pools(model: &Model) -> Answer<Vec<Vec<u8>>> {
     Ok(all)
 }
 
+/// Returns a plan that copies the logits of the last token alone.
+fn last_copied(plan: Plan) -> Plan {
+    let logits = plan.logits.map(|logits| Logits { copied: Copied::Last, ..logits });
+    Plan { logits, ..plan }
+}
+
 fn are_greatest(logits: &[f64], chosen: &[i32]) -> bool {
     let vocabulary = logits.len() / chosen.len().max(1);
     let greatest = |row: &[f64]| {
@@ -404,6 +421,10 @@ fn is_same(
 ) -> Answer<bool> {
     // SAFETY: the model outlives the graphs, and nothing else uses it.
     let outputs = unsafe { other.run(step) }?;
+    if what == "last copied" {
+        let last = &logits[logits.len() - logits.len() / step.ids.len()..];
+        return Ok(outputs.logits == last && outputs.chosen == chosen);
+    }
     if what != "few blocks" && what != "last row" {
         return Ok(outputs.logits == logits && outputs.chosen == chosen);
     }

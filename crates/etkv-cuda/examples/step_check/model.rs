@@ -1,8 +1,8 @@
 //! Decoders as plans.
 
 use etkv_cuda::{
-    Address, Attend, Buffer, Device, Element, Embed, Gate, Heads, Launch, Logits, Memory, Norm,
-    Packed, Plan, Pool, PoolRows, Product, Result, Weight,
+    Address, Attend, Buffer, Copied, Device, Element, Embed, Gate, Heads, Launch, Logits, Memory,
+    Norm, Packed, Plan, Pool, PoolRows, Product, Result, Weight,
 };
 use half::{bf16, f16};
 
@@ -312,7 +312,13 @@ impl Model {
             tokens,
             buffers: buffers.sizes,
             launches,
-            logits: Some(Logits { buffer: logits, rows, vocabulary, copied: true, chosen: true }),
+            logits: Some(Logits {
+                buffer: logits,
+                rows,
+                vocabulary,
+                copied: Copied::All,
+                chosen: true,
+            }),
             overlap: false,
             given: Vec::new(),
             tapped: Vec::new(),

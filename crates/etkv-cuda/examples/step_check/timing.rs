@@ -2,7 +2,7 @@
 
 use std::time::Instant;
 
-use etkv_cuda::{Device, Element, KeyMask, Logits, Plan, Result, StepInputs, MOST_FEW};
+use etkv_cuda::{Copied, Device, Element, KeyMask, Logits, Plan, Result, StepInputs, MOST_FEW};
 
 use crate::model::{Matrix, Model, Packing, Shape};
 use crate::say;
@@ -72,7 +72,7 @@ pub fn run(device: &Device) -> Result<()> {
             for tokens in tokens_of(shape) {
                 let mut text = String::new();
                 for keys in [16, 256, 2048] {
-                    for copied in [true, false] {
+                    for copied in [Copied::All, Copied::None] {
                         let mut plan = Plan { overlap: true, ..model.plan(tokens, false, false) };
                         plan.logits = plan.logits.map(|logits| Logits { copied, ..logits });
                         let time = median(&mut device.capture(&plan)?, tokens, keys)?;
@@ -86,7 +86,7 @@ pub fn run(device: &Device) -> Result<()> {
         say!("  T  keys | logits copied: apart overlap | chosen only: apart overlap | GB/s of weights");
         for tokens in tokens_of(shape) {
             let mut graphs = Vec::new();
-            for copied in [true, false] {
+            for copied in [Copied::All, Copied::None] {
                 for overlap in [false, true] {
                     let mut plan = Plan { overlap, ..model.plan(tokens, false, false) };
                     plan.logits = plan.logits.map(|logits| Logits { copied, ..logits });
@@ -117,7 +117,8 @@ pub fn run(device: &Device) -> Result<()> {
                     let mut plan = model.plan(tokens, false, false);
                     plan.overlap = true;
                     plan.attention_blocks = Some(blocks);
-                    plan.logits = plan.logits.map(|logits| Logits { copied: false, ..logits });
+                    plan.logits =
+                        plan.logits.map(|logits| Logits { copied: Copied::None, ..logits });
                     times.push(median(&mut device.capture(&plan)?, tokens, keys)?);
                 }
                 let times: Vec<String> = times.iter().map(|time| format!("{time:.1}")).collect();
@@ -139,7 +140,7 @@ fn sequences(device: &Device, model: &Model) -> Result<()> {
             plan.overlap = true;
             plan.apart = tokens > 1;
             plan.masked = vec![tokens > 1];
-            plan.logits = plan.logits.map(|logits| Logits { copied: false, ..logits });
+            plan.logits = plan.logits.map(|logits| Logits { copied: Copied::None, ..logits });
             let time = median_of_sequences(&mut device.capture(&plan)?, tokens, each)?;
             let rate = tokens as f64 / time;
             let ratio = rate / *first.get_or_insert(rate);

@@ -13,8 +13,8 @@ use crate::step::error::{check, fail, Result};
 use crate::step::inputs::{check_given, check_steps, StepInputs};
 use crate::step::launch::{int, Step};
 use crate::step::mask::RowBlocks;
-use crate::step::plan::{Buffer, Plan, MOST_TOKENS};
-use crate::step::work::{Layout, Work, LOGITS_AT};
+use crate::step::plan::{Buffer, Copied, Logits, Plan, MOST_TOKENS};
+use crate::step::work::{Layout, Work, APART, LOGITS_AT};
 
 /// A plan that is captured: an instantiated graph and its memory. It keeps its device.
 ///
@@ -28,6 +28,8 @@ pub struct Captured {
     /// The ids that are chosen, and the bytes of logits that are copied.
     chosen: usize,
     logits: usize,
+    /// Where the rows of logits are of which each step copies its last one.
+    last_of: Option<u64>,
     /// Where tapped buffers are among the outputs.
     tapped: Range<usize>,
     /// Where each buffer that the host fills is behind the steps, and the bytes of its rows.
@@ -59,8 +61,8 @@ unsafe impl Sync for Captured {}
 /// What a step gives the host.
 #[derive(Debug, Clone, Copy)]
 pub struct Outputs<'a> {
-    /// The logits of all rows of the plan, `[rows, vocabulary]` of the plan's elements, in their 2 bytes each.
-    /// Empty if they are not copied.
+    /// The [copied](crate::Logits::copied) rows of logits, `[rows, vocabulary]` of the plan's elements, in their 2
+    /// bytes each.
     pub logits: &'a [u8],
     /// The elements of tapped buffers, one behind the other, in their 2 bytes each. Empty if no logits are copied.
     pub tapped: &'a [u8],
@@ -73,19 +75,28 @@ impl Captured {
     pub(crate) fn new(device: &Device, plan: &Plan) -> Result<Self> {
         check_plan(plan)?;
         let context = &device.0.context;
-        let bytes_of = |rows: usize, columns: usize| 2 * rows * columns;
-        let all = plan.logits.map_or(0, |logits| bytes_of(logits.rows, logits.vocabulary));
-        let copied = plan.logits.is_some_and(|logits| logits.copied);
-        let logits = if copied { all } else { 0 };
+        let copied = plan.logits.map_or(Copied::None, |logits| logits.copied);
+        let logits = plan.logits.map_or(0, |Logits { rows, vocabulary, copied, .. }| {
+            let rows = match copied {
+                Copied::None => 0,
+                Copied::Last => 1,
+                Copied::All => rows,
+            };
+            2 * rows * vocabulary
+        });
         let chosen = plan.logits.filter(|logits| logits.chosen).map_or(0, |logits| logits.rows);
         let work = Work::new(device, plan)?;
         let layout = Layout::of(plan);
         let step = Pinned::new(context, layout.step_bytes)?;
-        let tapped = match copied && !plan.tapped.is_empty() {
-            true => layout.tapped_at..layout.outputs_bytes,
-            false => 0..0,
+        let tapped = match copied {
+            Copied::None => 0,
+            _ => layout.outputs_bytes - layout.tapped_at,
         };
-        let outputs = Pinned::new(context, tapped.end.max(LOGITS_AT + logits))?;
+        let tapped_at = match copied {
+            Copied::All => layout.tapped_at,
+            Copied::None | Copied::Last => (LOGITS_AT + logits).next_multiple_of(APART),
+        };
+        let outputs = Pinned::new(context, tapped_at + tapped)?;
         let row = |Buffer(index): Buffer| 2 * plan.buffers[index] / plan.tokens;
         let given = layout.given.iter().map(|&(buffer, at)| (at, row(buffer))).collect();
         let group_of = |(group, memory): (usize, &Option<Memory>)| {
@@ -103,19 +114,27 @@ impl Captured {
                 sys::cuMemcpyHtoDAsync_v2(to, step.data().cast(), layout.step_bytes, stream.raw)
             })?;
             work.launch_all(&stream, plan)?;
+            let copy = |from: usize, to: usize, bytes: usize| match bytes {
+                0 => Ok(()),
+                // SAFETY: both places have so many bytes, as long as the graph lives.
+                _ => check("cuMemcpyDtoHAsync", unsafe {
+                    let from = work.outputs.address().0 + from as u64;
+                    let to = outputs.data().add(to).cast();
+                    sys::cuMemcpyDtoHAsync_v2(to, from, bytes, stream.raw)
+                }),
+            };
             let begin = if chosen > 0 { 0 } else { LOGITS_AT };
-            let copied_end = tapped.end.max(LOGITS_AT + logits);
-            let end = if copied { copied_end } else { 4 * chosen };
-            if end <= begin {
-                return Ok(());
+            match copied {
+                Copied::None => copy(0, 0, 4 * chosen),
+                Copied::Last => {
+                    copy(0, 0, 4 * chosen)?;
+                    copy(layout.tapped_at, tapped_at, tapped)
+                }
+                // One behind the other in both places.
+                Copied::All => copy(begin, begin, tapped_at + tapped - begin),
             }
-            let from = work.outputs.address().0 + begin as u64;
-            // SAFETY: both places have so many bytes, as long as the graph lives.
-            check("cuMemcpyDtoHAsync", unsafe {
-                let to = outputs.data().add(begin).cast();
-                sys::cuMemcpyDtoHAsync_v2(to, from, end - begin, stream.raw)
-            })
         })?;
+        let last_of = (copied == Copied::Last).then(|| work.outputs.address().0 + LOGITS_AT as u64);
         let exec = graph.instantiate(&device.0.stream)?;
         Ok(Self {
             exec,
@@ -124,7 +143,8 @@ impl Captured {
             groups,
             chosen,
             logits,
-            tapped,
+            last_of,
+            tapped: tapped_at..tapped_at + tapped,
             given,
             step,
             outputs,
@@ -203,7 +223,22 @@ impl Captured {
             return Err(error);
         }
         self.started = true;
-        Ok(())
+        self.copy_last_row(&steps[0])
+    }
+
+    /// Starts the copy of the logits of a step's last token, if the host gets these. The graph does not know
+    /// which token that is.
+    fn copy_last_row(&self, step: &StepInputs) -> Result<()> {
+        let Some(first) = self.last_of else {
+            return Ok(());
+        };
+        let from = first + (self.logits * (step.ids.len() - 1)) as u64;
+        // SAFETY: the check has found as many tokens as the plan has at most, each with a row there. The other place has
+        // the bytes of one.
+        check("cuMemcpyDtoHAsync", unsafe {
+            let to = self.outputs.data().add(LOGITS_AT).cast();
+            sys::cuMemcpyDtoHAsync_v2(to, from, self.logits, self.device.0.stream.raw)
+        })
     }
 
     /// Returns a step as the kernels read it, of whose mask so many numbers come before the tiles.

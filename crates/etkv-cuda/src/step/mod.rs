@@ -24,7 +24,7 @@ pub use self::error::{Error, Result};
 pub use self::inputs::StepInputs;
 pub use self::mask::KeyMask;
 pub use self::plan::{
-    Address, Attend, Blend, Buffer, Columns, Element, Embed, Gate, Heads, Launch, Logits, Norm,
-    Normalize, Packed, PackedFormat, PackedRows, Place, Plan, Pool, PoolRows, Product, Weight,
-    MOST_FEW, MOST_GROUPS, MOST_TOKENS,
+    Address, Attend, Blend, Buffer, Columns, Copied, Element, Embed, Gate, Heads, Launch, Logits,
+    Norm, Normalize, Packed, PackedFormat, PackedRows, Place, Plan, Pool, PoolRows, Product,
+    Weight, MOST_FEW, MOST_GROUPS, MOST_TOKENS,
 };

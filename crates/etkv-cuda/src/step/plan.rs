@@ -163,7 +163,7 @@ pub struct Plan {
     pub given: Vec<Buffer>,
     /// What the host gets.
     pub logits: Option<Logits>,
-    /// Buffers that the host gets with the logits, if these are copied: hidden states of layers, of a multiple of 8
+    /// Buffers that the host gets with logits, if some are copied: hidden states of layers, of a multiple of 8
     /// elements each. They are different ones, and others than the logits and the given ones.
     pub tapped: Vec<Buffer>,
     /// Whether a kernel may begin before the one before it has ended, and ask for its weights. Without
@@ -189,10 +189,21 @@ pub struct Logits {
     pub rows: usize,
     /// The logits of a row.
     pub vocabulary: usize,
-    /// Whether they are copied to the host.
-    pub copied: bool,
+    /// Which rows are copied to the host.
+    pub copied: Copied,
     /// Whether the place of the greatest logit of each row is.
     pub chosen: bool,
+}
+
+/// The rows of logits that the host gets.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Copied {
+    /// None, and no tapped buffers either.
+    None,
+    /// That of the last token of each step.
+    Last,
+    /// Those of all tokens of the plan.
+    All,
 }
 
 /// A kernel of a step.

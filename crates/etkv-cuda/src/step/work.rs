@@ -22,7 +22,7 @@ use crate::step::source::Source;
 
 /// Where the logits are behind the ids that are chosen, in bytes, and how far apart buffers begin.
 pub(crate) const LOGITS_AT: usize = 256;
-const APART: usize = 256;
+pub(crate) const APART: usize = 256;
 
 /// The kernels of a plan, and the memory between them.
 #[derive(Debug)]

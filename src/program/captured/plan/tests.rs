@@ -1,3 +1,4 @@
+use etkv_cuda::Copied;
 use mlx_rs::ops::quantize;
 use mlx_rs::random::normal;
 
@@ -19,7 +20,13 @@ fn groups(n_layers: usize) -> Groups {
 }
 
 fn kind(tokens: usize) -> Kind {
-    Kind { tokens, masked: smallvec::smallvec![false], apart: false, copied: true, chosen: false }
+    Kind {
+        tokens,
+        masked: smallvec::smallvec![false],
+        apart: false,
+        copied: Copied::All,
+        chosen: false,
+    }
 }
 
 /// A table of embeddings, and a product with it. Attention is not planned for here.

@@ -1,7 +1,7 @@
 //! The pass on programs of a few instructions.
 
 use super::*;
-use crate::program::ir::{Binary, Buffer, Chain, Constant, Dim, IntValue};
+use crate::program::ir::{Binary, Buffer, Chain, Constant, Dim, IntValue, Unary};
 use crate::Status;
 use mlx_rs::Dtype;
 
@@ -219,6 +219,34 @@ fn attention_that_is_an_output_stays_whole() {
     assert!(matches!(made[2], Op::UpdateAndAttend { last_query: false, .. }));
     // Its second axis is that of the heads: rows are cut once the heads are in place.
     assert!(!made.contains(&&Op::LastToken { x: Value(3) }));
+}
+
+#[test]
+fn logits_may_come_behind_hidden_states() {
+    // 2: embedding, 3: hidden states, 4: logits, 5: made of them.
+    let other = |x| Op::Unary { function: Unary::Abs, x: Value(x) };
+    let product = || graph(vec![embed(), linear(2), linear(3), other(4)]);
+    for (outputs, expected) in [
+        (&[4][..], (0, 4)),
+        (&[3, 4], (1, 4)),
+        (&[4, 3], (0, 4)),
+        // What is not made by a product is none of its own.
+        (&[4, 5], (0, 4)),
+        (&[3, 5], (1, 5)),
+    ] {
+        let mut graph = product();
+        graph.main.outputs = outputs.iter().map(|&value| Out::Tensor(Value(value))).collect();
+        let (at, value) = logits_output(&graph).unwrap();
+        assert_eq!((at, value), (expected.0, Value(expected.1)), "{outputs:?}");
+    }
+    let mut numbers = product();
+    numbers.main.outputs = vec![Out::Int(COUNT)];
+    assert_eq!(logits_output(&numbers).unwrap_err().status(), Status::Unsupported);
+    let mut graph = graph(vec![embed(), linear(2), linear(3)]);
+    graph.main.outputs = vec![Out::Tensor(Value(3)), Out::Tensor(Value(4))];
+    narrow(&mut graph, true).unwrap();
+    let made = ops(&graph);
+    assert_eq!(*made[3], Op::LastToken { x: Value(3) }, "all hidden states are made");
 }
 
 #[test]

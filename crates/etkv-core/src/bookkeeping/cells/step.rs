@@ -80,6 +80,12 @@ impl CellsBookkeeping {
         Ok(())
     }
 
+    /// Returns whether the tokens of the next step are those of the only sequence: no frontier
+    /// waits, and nothing is declared.
+    pub fn awaits_text(&self) -> bool {
+        self.declared.is_none() && self.trees.values().all(|tree| tree.n_pending() == 0)
+    }
+
     /// Plans a step for tokens at these positions, and opens it: what each layer group writes,
     /// reads and masks. [`commit`](Self::commit) or [`abort`](Self::abort) ends it.
     ///

@@ -1,5 +1,5 @@
 use super::*;
-use crate::step::plan::{Element, Gate, Norm, PackedRows};
+use crate::step::plan::{Copied, Element, Gate, Norm, PackedRows};
 use crate::Error;
 
 /// Returns a plan of one layer.
@@ -60,7 +60,7 @@ fn plan() -> Plan {
             buffer: Buffer(3),
             rows: 1,
             vocabulary: 1000,
-            copied: true,
+            copied: Copied::All,
             chosen: true,
         }),
         overlap: true,
