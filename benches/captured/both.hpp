@@ -40,7 +40,7 @@ struct Side {
                 program.params(),
                 capacity,
                 format.empty() ? program.native_format() : format)))) {
-    must(program.load(session.key(), Logits::all, passes));
+    must(program.load(session.key(), Logits::proposed, passes));
     must(warm_up(session.cache()));
   }
 
@@ -117,6 +117,27 @@ class Both {
     }
     agreement_.add(rows_of(must(found)), rows_of(must(expected)), batch.size());
     return true;
+  }
+
+  /// Runs so many tokens of the only sequence as text, of whose logits hosts get the
+  /// last row.
+  void run_text(int n) {
+    const int64_t begin = must(captured_.cache().seq_next(0));
+    std::vector<int64_t> tokens;
+    for (int64_t at = begin; at < begin + n; ++at) {
+      tokens.push_back(token_at(at, 0, below()));
+    }
+    const auto step = [&](Side<C>& side) {
+      const auto logits =
+          must(side.program.step_at(tokens.data(), begin, tokens.size()));
+      if (logits.rows != 1) {
+        std::fprintf(stderr, "etkv_captured: text has rows of logits\n");
+        std::exit(1);
+      }
+      return rows_of(logits);
+    };
+    const auto found = step(captured_);
+    agreement_.add(found, step(interpreted_), 1);
   }
 
   /// Runs a tree that was proposed, from position `base` on.

@@ -165,7 +165,11 @@ void run_trees(Both<TreeCache>& both, Random& random) {
   for (int i = 0; i < kOperations; ++i) {
     switch (random.in(0, 5)) {
       case 0:
-        run_some(both, {{0, random.in(1, 9)}});
+        if (random.in(0, 1) == 0) {
+          run_some(both, {{0, random.in(1, 9)}});
+        } else if (both.cache().can_extend(kMostTokens).value_or(false)) {
+          both.run_text(random.in(1, kMostTokens));
+        }
         break;
       case 1: {
         const int32_t length = must(both.cache().seq_next(0));

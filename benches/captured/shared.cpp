@@ -75,7 +75,8 @@ void run_trees(Both<TreeCache>& both) {
     both.change([](TreeCache& cache) { return cache.commit({0, 2, 5, 6}); });
     base += 4;
     both.run({{0, 1}});
-    base += 1;
+    both.run_text(1 + 5 * round);
+    base += 2 + 5 * round;
   }
 }
 
