@@ -7,12 +7,17 @@ namespace etkv::examples {
 void LatencyModel::add(size_t tokens, double seconds) {
   // The machine's speed changes: new measurements count more than old ones.
   constexpr double kNew = 0.25;
-  const auto [entry, first] =
-      means_.try_emplace(tokens, Mean{seconds, /*settled=*/false});
+  // Forwards before they are a mean.
+  constexpr int kEarly = 4;
+  const auto entry = means_.try_emplace(tokens, Mean{seconds, 0}).first;
   Mean& mean = entry->second;
-  if (!first) {
-    mean.seconds += (mean.settled ? kNew : 1.0) * (seconds - mean.seconds);
-    mean.settled = true;
+  ++mean.forwards;
+  if (mean.forwards == 2) {
+    mean.seconds = seconds;
+  } else if (mean.forwards <= kEarly) {
+    mean.seconds = std::min(mean.seconds, seconds);
+  } else {
+    mean.seconds += kNew * (seconds - mean.seconds);
   }
 }
 
@@ -20,7 +25,7 @@ double LatencyModel::at(double tokens) const {
   // Two points make a line.
   const bool settled =
       std::count_if(means_.begin(), means_.end(), [](const auto& entry) {
-        return entry.second.settled;
+        return entry.second.settled();
       }) >= 2;
   // The line's last two points so far: their numbers of tokens and seconds.
   double x0 = 0.0;
@@ -28,7 +33,7 @@ double LatencyModel::at(double tokens) const {
   double x1 = 0.0;
   double y1 = 0.0;
   for (const auto& [n, mean] : means_) {
-    if (settled && !mean.settled) {
+    if (settled && !mean.settled()) {
       continue;
     }
     const bool first = x1 == 0.0;

@@ -10,7 +10,9 @@ namespace etkv::examples {
 /// by lines; the last line continues.
 ///
 /// The first forward of a number of tokens also creates kernels and buffers for
-/// later ones. It counts only until there are better measurements.
+/// later ones. It counts only until there are better measurements. The few after it
+/// may be slow too, as those of a process are: until there is a mean, the shortest
+/// counts.
 class LatencyModel {
  public:
   void add(size_t tokens, double seconds);
@@ -21,8 +23,13 @@ class LatencyModel {
  private:
   struct Mean {
     double seconds;
+    /// The forwards that it measures.
+    int forwards;
+
     /// Whether it measures forwards after the first.
-    bool settled;
+    bool settled() const {
+      return forwards > 1;
+    }
   };
   std::map<size_t, Mean> means_;
 };

@@ -15,8 +15,9 @@ constexpr double kFirst = 0.5;
 constexpr double kFurther = 0.3;
 constexpr double kBelief = 2.0;
 constexpr double kLateBelief = 1.0;
-/// Steps of a kind before any comparison: the first of a size takes longer than
-/// later ones.
+/// Steps without a tree and with one before any comparison: the first ones of a
+/// process take longer than later ones, and the first of a size too.
+constexpr int64_t kSingles = 4;
 constexpr int64_t kTrials = 2;
 /// Steps without a tree before one is tried again, at least and at most: so many
 /// that drafts of trials take this part of the time. Their verification takes some
@@ -24,6 +25,8 @@ constexpr int64_t kTrials = 2;
 constexpr double kPatience = 16.0;
 constexpr double kMostPatience = 256.0;
 constexpr double kTrialShare = 0.01;
+/// Steps with a tree before one without is measured again.
+constexpr int64_t kMostTrees = 256;
 
 } // namespace
 
@@ -35,7 +38,7 @@ TreeShape Tuner::next(const DraftSeconds& draft_seconds) {
     return best;
   }
   // Measure the cost of one id first, and then trees.
-  if (singles_ < kTrials && !depth_) {
+  if ((singles_ < kSingles || behind_ >= kMostTrees) && !depth_) {
     best.depth = 0;
     return best;
   }
@@ -101,9 +104,11 @@ void Tuner::observe(
   if (tree.size() == 1) {
     // There was no draft token, which says nothing about candidates.
     ++singles_;
+    behind_ = 0;
     return;
   }
   ++trees_;
+  ++behind_;
   if (is_trial_due()) {
     trial_seconds_ = draft_seconds;
   }

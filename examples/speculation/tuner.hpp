@@ -73,10 +73,12 @@ class Tuner {
   Rank late_;
   /// The fraction of the possible nodes that trees have, if they have any.
   double filled_ = 1.0;
-  /// Steps without a tree and with one, and those since the last tree.
+  /// Steps without a tree and with one, those since the last tree, and those since
+  /// the last one without.
   int64_t singles_ = 0;
   int64_t trees_ = 0;
   int64_t without_ = 0;
+  int64_t behind_ = 0;
   /// The seconds of the draft of the last trial, which also reads what came since
   /// the one before.
   double trial_seconds_ = 0.0;

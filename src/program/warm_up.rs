@@ -35,6 +35,11 @@ const CHAIN: i32 = 7;
 #[cfg(target_os = "linux")]
 const READ: [i32; 3] = [16, 32, 64];
 
+/// The most candidates of a tree that is captured. Those of a level do not see each other, which is another kernel
+/// for a few numbers of tokens.
+#[cfg(target_os = "linux")]
+const TREE: i32 = 9;
+
 /// The most tokens of a step that is warmed up.
 const MOST: i32 = 2048;
 
@@ -172,8 +177,8 @@ impl Program {
         Ok(0)
     }
 
-    /// Captures the steps that come first: one token, on caches of trees also chains of [candidates](CHAIN) and
-    /// steps that [read text](READ), and a token of a second sequence, whose keys are behind those of the
+    /// Captures the steps that come first: one token, on caches of trees also chains of [candidates](CHAIN), steps that
+    /// [read text](READ) and [trees](TREE), and a token of a second sequence, whose keys are behind those of the
     /// first: its attention is another kernel, which steps of several sequences and trees need.
     #[cfg(target_os = "linux")]
     fn capture_ahead_of_time(&self, mlx: &mut Mlx, cache: &mut MlxCache) -> Result<()> {
@@ -190,6 +195,9 @@ impl Program {
                 break;
             }
             captured = self.capture_step(mlx, cache, sequence, tokens);
+            if captured.is_ok() && Some(&tokens) == read.last() {
+                captured = self.capture_trees(mlx, cache);
+            }
             if let Some(cells) = cache.sequences_mut() {
                 cells.seq_rm(sequence, 0..i32::MAX)?;
             }
@@ -214,24 +222,52 @@ impl Program {
         if !cache.can_extend(tokens) {
             return Ok(());
         }
-        // Nothing is chosen on the device with a draft, which is fed by the host.
-        let is_fed = TextInputs::find(&self.0.inputs).is_err();
         let leaves_out = self.0.logits == LogitsRows::Proposed && tokens > 1;
         let all = [
             (Wanted::Logits, !leaves_out || tokens <= CHAIN),
             (Wanted::LastLogits, leaves_out),
-            (Wanted::Chosen, !is_fed),
+            (Wanted::Chosen, self.chooses()),
         ];
+        let positions: Vec<i32> = (0..tokens).collect();
         for wanted in all.into_iter().filter_map(|(wanted, comes)| comes.then_some(wanted)) {
             if let Some(cells) = cache.sequences_mut() {
                 cells.seq_rm(sequence, 0..i32::MAX)?;
                 cells.begin_step(&vec![sequence; tokens as usize])?;
             }
-            let ran = self.0.run_captured_once(mlx, cache, tokens, wanted);
+            let ran = self.0.run_captured_once(mlx, cache, &positions, wanted);
             withdraw(cache);
             ran?;
         }
         Ok(())
+    }
+
+    /// Captures steps of candidates behind the text of sequence 0, if it has some: without any, candidates have no keys
+    /// in common.
+    #[cfg(target_os = "linux")]
+    fn capture_trees(&self, mlx: &mut Mlx, cache: &mut MlxCache) -> Result<()> {
+        let text = cache.length();
+        let kinds = [(Wanted::Logits, true), (Wanted::Chosen, self.chooses())];
+        for tokens in (2..=TREE).filter(|_| text > 0) {
+            for &(wanted, _) in kinds.iter().filter(|(_, comes)| *comes) {
+                let n = tokens as usize;
+                match cache.can_extend(tokens).then(|| cache.trees_mut()).flatten() {
+                    Some(trees) => trees.propose(0, &vec![-1; n])?,
+                    None => return Ok(()),
+                }
+                let ran = self.0.run_captured_once(mlx, cache, &vec![text; n], wanted);
+                if let Some(trees) = cache.trees_mut() {
+                    trees.commit_tree(0, &[])?;
+                }
+                ran?;
+            }
+        }
+        Ok(())
+    }
+
+    /// Returns whether the device may choose tokens. The host feeds a draft with hidden states.
+    #[cfg(target_os = "linux")]
+    fn chooses(&self) -> bool {
+        TextInputs::find(&self.0.inputs).is_ok()
     }
 
     fn run_warm_step(

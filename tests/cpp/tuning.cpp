@@ -22,8 +22,15 @@ void latency() {
   CHECK(latency.at(1) == 2.0);
   CHECK(latency.at(3) == 3.0);
   CHECK(latency.at(9) == 6.0);
-  // The first of a size is forgotten, and later ones are a mean.
+  // The first of a size is forgotten. The shortest of the next ones counts, and then a
+  // mean.
   latency.add(5, 8.0);
+  CHECK(latency.at(5) == 8.0);
+  latency.add(5, 9.0);
+  CHECK(latency.at(5) == 8.0);
+  latency.add(5, 7.0);
+  CHECK(latency.at(5) == 7.0);
+  latency.add(5, 11.0);
   CHECK(latency.at(5) == 8.0);
   latency.add(5, 4.0);
   CHECK(latency.at(5) == 7.0);
@@ -177,6 +184,24 @@ int trees_until_noticed() {
   return asked;
 }
 
+/// A step without a tree is measured again where trees pay, however rare.
+void remeasuring() {
+  Tuner tuner(std::nullopt, /*width=*/1);
+  int singles = 0;
+  for (int step = 0; step < 1000; ++step) {
+    const auto shape = tuner.next([](int64_t, int64_t) { return 0.0; });
+    TokenTree tree(0);
+    VerificationResult verified{{0}, 0};
+    for (int64_t i = 0; i < shape.depth; ++i) {
+      verified.accepted.push_back(tree.add(1, static_cast<int32_t>(i)));
+    }
+    singles += shape.depth == 0 ? 1 : 0;
+    tuner.observe(shape, tree, verified, /*seconds=*/1.0, 0.0);
+  }
+  // Four at the beginning, and one of 257 steps.
+  CHECK_INT(singles, 7);
+}
+
 void noticing() {
   // Some until then, and a trial every 17th step.
   const int asked = trees_until_noticed();
@@ -221,7 +246,7 @@ void tuning() {
   // It begins with a step of one token and with chains.
   Tuner fresh(std::nullopt, std::nullopt);
   const auto free = [](int64_t, int64_t) { return 0.0; };
-  for (const int64_t depth : {0, 0, 3, 3}) {
+  for (const int64_t depth : {0, 0, 0, 0, 3, 3}) {
     const auto first = fresh.next(free);
     CHECK_INT(first.depth, depth);
     CHECK(depth == 0 || first.width == 1);
@@ -246,5 +271,6 @@ int main() {
   tuning();
   patience();
   noticing();
+  remeasuring();
   return check_report();
 }

@@ -89,27 +89,27 @@ impl Loaded {
         captured.run(mlx, &self.constants, cache, given, Wanted::Chosen, take)
     }
 
-    /// Runs a step of the first so many positions as one launch, for its own sake: with tokens, and rows besides, of
-    /// zeros. Does nothing if it cannot be.
+    /// Runs a step at these positions as one launch, for its own sake: with tokens, and rows besides, of zeros. Does
+    /// nothing if it cannot be.
     pub fn run_captured_once(
         &self,
         mlx: &mut Mlx,
         cache: &mut MlxCache,
-        tokens: i32,
+        positions: &[i32],
         wanted: Wanted,
     ) -> Result<()> {
         let Some(captured) = &self.captured else {
             return Ok(());
         };
-        if tokens > most_tokens(&captured.recipe.inputs, cache) {
+        let n = positions.len();
+        if n > most_tokens(&captured.recipe.inputs, cache) as usize {
             return Ok(());
         }
-        let n = tokens as usize;
-        let (ids, positions) = (vec![0; n], (0..tokens).collect::<Vec<_>>());
+        let ids = vec![0; n];
         let zeros = |own: &recipe::Given| vec![0; n * own.width * item_size(own.dtype)];
         let rows: Vec<Vec<u8>> = captured.recipe.given.iter().map(zeros).collect();
         let rows: Vec<&[u8]> = rows.iter().map(Vec::as_slice).collect();
-        let given = Given { ids: &ids, positions: &positions, rows: &rows };
+        let given = Given { ids: &ids, positions, rows: &rows };
         captured.run(mlx, &self.constants, cache, given, wanted, |_, _| Ok(()))?;
         Ok(())
     }
