@@ -217,13 +217,14 @@ impl Captured {
         }
         // SAFETY: the graph and the stream are live, and what the graph names is, as the caller says.
         let launched = unsafe { sys::cuGraphLaunch(self.exec, device.stream.raw) };
-        if let Err(error) = check("cuGraphLaunch", launched) {
+        let started = check("cuGraphLaunch", launched).and_then(|()| self.copy_last_row(&steps[0]));
+        if let Err(error) = started {
             // The copy of the tiles reads what the next step writes.
             let _ = device.stream.wait();
             return Err(error);
         }
         self.started = true;
-        self.copy_last_row(&steps[0])
+        Ok(())
     }
 
     /// Starts the copy of the logits of a step's last token, if the host gets these. The graph does not know
