@@ -7,6 +7,9 @@ namespace etkv::examples {
 void LatencyModel::add(size_t tokens, double seconds) {
   // The machine's speed changes: new measurements count more than old ones.
   constexpr double kNew = 0.25;
+  // A cache that grows makes one forward several times as long. If it counted in
+  // full, none of so many tokens might come again to show that it was an exception.
+  constexpr double kMost = 1.5;
   // Forwards before they are a mean.
   constexpr int kEarly = 4;
   const auto entry = means_.try_emplace(tokens, Mean{seconds, 0}).first;
@@ -17,7 +20,8 @@ void LatencyModel::add(size_t tokens, double seconds) {
   } else if (mean.forwards <= kEarly) {
     mean.seconds = std::min(mean.seconds, seconds);
   } else {
-    mean.seconds += kNew * (seconds - mean.seconds);
+    const double counted = std::min(seconds, kMost * mean.seconds);
+    mean.seconds += kNew * (counted - mean.seconds);
   }
 }
 

@@ -30,9 +30,9 @@ void latency() {
   CHECK(latency.at(5) == 8.0);
   latency.add(5, 7.0);
   CHECK(latency.at(5) == 7.0);
-  latency.add(5, 11.0);
-  CHECK(latency.at(5) == 8.0);
-  latency.add(5, 4.0);
+  latency.add(5, 9.0);
+  CHECK(latency.at(5) == 7.5);
+  latency.add(5, 5.5);
   CHECK(latency.at(5) == 7.0);
   // One number that has settled is no line; of two, nothing else counts.
   CHECK(latency.at(1) == 2.0);
@@ -59,6 +59,13 @@ void latency() {
   for (double n = 0.0; n < 20.0; n += 0.5) {
     CHECK(uneven.at(n) <= uneven.at(n + 0.5));
   }
+  // An exception counts as half more than the mean.
+  LatencyModel steady;
+  for (int time = 0; time < 4; ++time) {
+    steady.add(7, 8.0);
+  }
+  steady.add(7, 800.0);
+  CHECK(steady.at(7) == 9.0);
   LatencyModel far;
   far.add(10, 1.0);
   far.add(20, 3.0);
