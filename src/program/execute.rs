@@ -48,7 +48,7 @@ pub struct Loaded {
     pub(super) cache: Option<ProgramCache>,
     /// The rows of the logits that it was loaded for.
     pub(super) logits: LogitsRows,
-    /// The output that they are, if [some steps](Loaded::gives_last_row) leave rows out of it.
+    /// The output that they are, if one may be.
     logits_at: Option<usize>,
     pub(super) stream: ProgramStream,
 }
@@ -96,9 +96,10 @@ impl Program {
             };
             let scalars = constants::scalars(&graph, source);
             let layouts = passes::run(&mut graph, target, &scalars)?;
-            let logits_at = match options.logits {
-                LogitsRows::Proposed => Some(passes::logits_output(&graph)?.0),
-                _ => None,
+            let logits_at = match passes::logits_output(&graph) {
+                Ok((at, _)) => Some(at),
+                Err(error) if options.logits == LogitsRows::Proposed => return Err(error),
+                Err(_) => None,
             };
             let constants = load_constants(&mlx, &mut graph, &layouts, source)?;
             #[cfg(target_os = "linux")]
@@ -233,7 +234,7 @@ impl Loaded {
     /// Returns whether the next step on the program's cache gives the last token's row of its logits: if it was loaded
     /// for that, and the step is text of one sequence.
     fn gives_last_row(&self, cache: &MlxCache) -> bool {
-        self.logits_at.is_some()
+        self.logits == LogitsRows::Proposed
             && cache.sequences().is_none_or(|sequences| sequences.awaits_text())
     }
 
@@ -279,8 +280,7 @@ impl Loaded {
 }
 
 impl Loaded {
-    /// Runs the instructions of a step of a language model. Returns the first output, its logits, and
-    /// the step.
+    /// Runs the instructions of a step of a language model. Returns its logits and the step.
     ///
     /// # Errors
     /// Those of [`Program::execute`].
@@ -300,11 +300,12 @@ impl Loaded {
         inputs.bind(&mut frame, tokens, positions)?;
         self.main.run(&mut frame)?;
         // Other outputs are never computed.
-        let first = self.main.chain().outputs.get(..1).unwrap_or_default();
-        match frame.finish(first)? {
+        let outputs = &self.main.chain().outputs;
+        let logits = self.logits_at.and_then(|at| outputs.get(at..=at)).unwrap_or_default();
+        match frame.finish(logits)? {
             (made, Some(step)) => match made.into_iter().next() {
                 Some(Output::Tensor(logits, _)) => Ok((logits, step)),
-                _ => fail!(Unsupported, "cannot choose tokens: the first output is no tensor"),
+                _ => fail!(Unsupported, "cannot choose tokens: no output can be logits"),
             },
             (_, None) => {
                 fail!(Unsupported, "cannot choose tokens: the program attends to no cache")
