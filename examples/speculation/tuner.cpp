@@ -5,8 +5,8 @@
 namespace etkv::examples {
 namespace {
 
-/// The weight of old observations, for every observed level, and where only late
-/// ones count.
+/// The weight of old observations, for every observed level: of all, and of recent
+/// acceptance.
 constexpr double kFade = 0.97;
 constexpr double kLateFade = 0.8;
 /// The assumed acceptance of a candidate of a rank before it is tried, and the

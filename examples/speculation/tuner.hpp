@@ -68,8 +68,8 @@ class Tuner {
   LatencyModel verification_;
   /// Acceptance by the place of a candidate among its siblings.
   std::array<Rank, kWidest> ranks_;
-  /// Acceptance of the first ones of late: a text may turn harder from one token
-  /// to the next.
+  /// Recent acceptance of the first ones: a text may turn harder from one token to
+  /// the next.
   Rank late_;
   /// The fraction of the possible nodes that trees have, if they have any.
   double filled_ = 1.0;

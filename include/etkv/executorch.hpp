@@ -67,7 +67,8 @@ class LoadOptions {
     xnnpack_.set_option("workspace_sharing_mode", 1);
   }
 
-  /// Sets the rows of the logits. `Logits::last` computes the last, wide
+  /// Sets the rows of the logits. Programs for the CPU fail to load with
+  /// `Logits::proposed`. `Logits::last` computes the last, wide
   /// product of a prompt for one row only. A program whose output is not one
   /// such product then fails to load.
   LoadOptions& logits(Logits rows) {

@@ -68,7 +68,7 @@ def load(
     ``session`` may be ``None`` for a program without a cache, or with one in its graph. The program is then bound to no
     session, even within :meth:`etkv.Session.bound`. ``logits`` selects the rows of logits that a step gives:
     ``all``, ``last`` for the last row, which is enough for a prompt, or ``proposed`` for all rows in steps of proposed
-    candidates and of declared sequences, and the last row in others. ``passes`` selects the passes that make an MLX
+    candidates and of declared sequences, and the last row in others; programs for the CPU refuse that. ``passes`` selects the passes that make an MLX
     program faster: ``default``, or ``none`` to compare with. ``method`` is the name of the method to run. On a GPU
     ``warm_up`` runs a few steps and rolls them back, so that the first token takes no longer than later ones.
 
@@ -248,7 +248,7 @@ class Program:
         """Run a step as :meth:`forward` does, and return the id of the greatest logit of each token's row.
 
         The device chooses, so the logits are not copied: a GPU verifies a few tokens in less time than the copy of
-        their logits takes. Needs an MLX program that was loaded with ``logits="all"``, and raises
+        their logits takes. Needs an MLX program that was loaded with ``logits`` ``all`` or ``proposed``, and raises
         :class:`UnsupportedError` or :class:`KindError` for another. After an error the cache is as it was.
         """
         self.check_open()

@@ -105,6 +105,7 @@ impl Program {
             #[cfg(target_os = "linux")]
             let captured = match (options.passes, &cache) {
                 (Passes::Default, Some(_)) if mlx.on_gpu() => match Recipe::of(&graph) {
+                    Ok(recipe) if Some(recipe.logits_at) != logits_at => None,
                     Ok(recipe) => CapturedSteps::of(&mlx, recipe, &constants),
                     Err(why) => {
                         debug!(target: TARGET, %why, "steps are not captured");
@@ -200,7 +201,7 @@ impl Program {
 impl Loaded {
     fn run(&self, inputs: &[Argument], output_types: &[i8], host: &mut dyn Host) -> Result<()> {
         let mut cache = self.cache.as_ref().map(ProgramCache::lock).transpose()?;
-        let last_row_only = cache.as_deref().is_some_and(|cache| self.gives_last_row(cache));
+        let last_row_only = self.gives_last_row(cache.as_deref());
         // Dropped after the arrays that are made under it.
         let mut mlx = mlx::enter()?;
         #[cfg(target_os = "linux")]
@@ -231,11 +232,12 @@ impl Loaded {
         }
     }
 
-    /// Returns whether the next step on the program's cache gives the last token's row of its logits: if it was loaded
-    /// for that, and the step is text of one sequence.
-    fn gives_last_row(&self, cache: &MlxCache) -> bool {
+    /// Returns whether the next step on the program's cache, if it has one, gives the last token's row of its logits:
+    /// if it was loaded for that, and the step is text of one sequence.
+    fn gives_last_row(&self, cache: Option<&MlxCache>) -> bool {
+        let sequences = cache.and_then(|cache| cache.sequences());
         self.logits == LogitsRows::Proposed
-            && cache.sequences().is_none_or(|sequences| sequences.awaits_text())
+            && sequences.is_none_or(|sequences| sequences.awaits_text())
     }
 
     /// Runs the instructions, and starts the computation of the outputs and of what is kept.

@@ -195,7 +195,7 @@ impl Program {
                 break;
             }
             captured = self.capture_step(mlx, cache, sequence, tokens);
-            if captured.is_ok() && Some(&tokens) == read.last() {
+            if captured.is_ok() && Some(&tokens) == read.first() {
                 captured = self.capture_trees(mlx, cache);
             }
             if let Some(cells) = cache.sequences_mut() {
@@ -247,7 +247,11 @@ impl Program {
     fn capture_trees(&self, mlx: &mut Mlx, cache: &mut MlxCache) -> Result<()> {
         let text = cache.length();
         let kinds = [(Wanted::Logits, true), (Wanted::Chosen, self.chooses())];
-        for tokens in (2..=TREE).filter(|_| text > 0) {
+        if text == 0 {
+            debug!(target: TARGET, "no trees are captured: no text is");
+            return Ok(());
+        }
+        for tokens in 2..=TREE {
             for &(wanted, _) in kinds.iter().filter(|(_, comes)| *comes) {
                 let n = tokens as usize;
                 match cache.can_extend(tokens).then(|| cache.trees_mut()).flatten() {
@@ -255,10 +259,9 @@ impl Program {
                     None => return Ok(()),
                 }
                 let ran = self.0.run_captured_once(mlx, cache, &vec![text; n], wanted);
-                if let Some(trees) = cache.trees_mut() {
-                    trees.commit_tree(0, &[])?;
-                }
+                let removed = cache.trees_mut().map(|trees| trees.commit_tree(0, &[]));
                 ran?;
+                removed.transpose()?;
             }
         }
         Ok(())

@@ -57,7 +57,7 @@ def test_hidden_states_are_what_layers_hand_on(ids):
     first, second = hidden_states(folder / "hf", ids, 2)
     expected = reference.logits(reference.load_hf(folder / "hf"), ids)
     ends = [39, 79, 89]
-    for logits, rows in (("all", slice(None)), ("last", ends)):
+    for logits, rows in (("all", slice(None)), ("last", ends), ("proposed", ends)):
         made, tapped = run(folder, ids, logits=logits)
         np.testing.assert_allclose(made, expected[rows], atol=2e-4)
         np.testing.assert_allclose(tapped, torch.cat([second, first], dim=-1), atol=1e-4)

@@ -264,7 +264,7 @@ def test_rows_without_a_session(tmp_path):
     path = cacheless(tmp_path / "x.pte")
     with pytest.raises(etkv.EtkvError, match="logits is 'some', expected one of all, last, proposed"):
         etkv.load(path, None, logits="some")
-    for logits, rows in (("all", 5), ("last", 1)):
+    for logits, rows in (("all", 5), ("last", 1), ("proposed", 1)):
         with etkv.load(path, None, logits=logits) as program:
             assert program.execute(torch.arange(5).reshape(1, 5))[0].shape == (1, rows, 16)
 

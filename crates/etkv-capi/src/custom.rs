@@ -346,6 +346,10 @@ impl<S: Store> SeqCache for Custom<S> {
         self.with_sequences(|cache| cache.seq_next(sequence))
     }
 
+    fn awaits_text(&self) -> bool {
+        self.with_sequences(|cache| Ok(cache.awaits_text())).unwrap_or(false)
+    }
+
     fn seq_positions(&self, sequence: i32) -> Result<Vec<Range<i32>>> {
         self.with_sequences(|cache| cache.seq_positions(sequence))
     }

@@ -14,7 +14,7 @@ use super::handle;
 pub(crate) struct LoadTexts {
     /// The key of the cache to bind.
     pub cache_key: String,
-    /// The rows of the logits to compute.
+    /// The rows of the logits to give.
     pub logits: String,
     /// The passes that change the program.
     pub passes: String,

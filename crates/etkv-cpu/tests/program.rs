@@ -277,6 +277,11 @@ fn rows_are_selected_at_load() {
         call.execute(&[hidden], &[FLOAT], &mut host, &Serial).unwrap();
         assert_eq!((host.shape, &host.values[..]), (vec![1, rows, 4], expected));
     }
+    let proposed = LoadOptions::parse("", "proposed", "", "").unwrap();
+    for payload in [&payload[..], attend_payload("x", 0, 2).as_bytes()] {
+        let error = Call::load(payload, &proposed).err().unwrap();
+        assert_eq!(error.status(), Status::Unsupported);
+    }
     let all = attend_payload("x", 0, 2).replace("selected", "all");
     let last = LoadOptions::parse("", "last", "", "").unwrap();
     let error = Call::load(all.as_bytes(), &last).err().unwrap();

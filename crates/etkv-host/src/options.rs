@@ -2,7 +2,7 @@
 
 use etkv_core::{fail, Result};
 
-/// The rows of the logits that a program computes.
+/// The rows of the logits that a program gives.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 #[non_exhaustive]
 pub enum LogitsRows {
@@ -36,7 +36,7 @@ pub enum Passes {
 pub struct LoadOptions {
     /// The key of the cache to bind.
     pub cache_key: Option<String>,
-    /// The rows of the output that the program computes.
+    /// The rows of the logits that the program gives.
     pub logits: LogitsRows,
     /// The passes over the program. Programs for the CPU have none.
     pub passes: Passes,

@@ -15,7 +15,7 @@ use crate::program::ir::{InputSpec, Value};
 use crate::program::warm_up::most_tokens;
 
 impl Loaded {
-    /// Runs a step as one launch, whose outputs have the `wanted` logits. Returns whether it did. Otherwise it has changed nothing, and the
+    /// Runs a step as one launch, and gives the host the `wanted` logits. Returns whether it did. Otherwise it has changed nothing, and the
     /// interpreter runs the step, or says what is wrong with it.
     pub fn run_captured(
         &self,

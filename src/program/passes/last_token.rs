@@ -44,12 +44,16 @@ pub fn narrow(graph: &mut Graph, last_only: bool) -> Result<()> {
 /// [`Unsupported`](crate::Status::Unsupported) if no output may be logits.
 pub fn logits_output(graph: &Graph) -> Result<(usize, Value)> {
     let outputs = possible_logits(graph);
-    let Some(&first) = outputs.first() else {
-        fail!(Unsupported, "cannot give logits of the last token only: the program's outputs are numbers, and none has rows; load with logits=all");
+    let Some(&(mut found)) = outputs.first() else {
+        fail!(Unsupported, "cannot leave out rows of logits: the program's outputs are numbers, and none has rows; load with logits=all");
     };
-    let behind = products_of(graph, first.1);
-    let next = outputs.into_iter().find(|(_, value)| behind.contains(value));
-    Ok(next.unwrap_or(first))
+    loop {
+        let behind = products_of(graph, found.1);
+        match outputs.iter().find(|(_, value)| behind.contains(value)) {
+            Some(&next) => found = next,
+            None => return Ok(found),
+        }
+    }
 }
 
 /// Returns the outputs that may be logits. Others are integers and elements of inputs, such as the lengths of caches in
@@ -101,6 +105,12 @@ fn products_of(graph: &Graph, value: Value) -> HashSet<Value> {
                 | Op::Linear { .. }
                 | Op::LinearBlock { .. }
                 | Op::LinearHeads { .. }
+                | Op::Call {
+                    function: Function::PackedMatmul { .. }
+                        | Function::GatherMm { .. }
+                        | Function::GatherQmm { .. },
+                    ..
+                }
         );
         if is_product || reads.iter().any(|read| behind.contains(read)) {
             behind.extend(out.tensors());

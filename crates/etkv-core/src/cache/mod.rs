@@ -202,10 +202,8 @@ pub trait SeqCache: Cache {
     fn cancel_step(&mut self) -> Result<()>;
 
     /// Returns whether the next step is text of the only sequence: none are declared for it, and no
-    /// [frontier](TreeCache::propose) waits for it. A cache that cannot tell returns false.
-    fn awaits_text(&self) -> bool {
-        false
-    }
+    /// [frontier](TreeCache::propose) waits for it.
+    fn awaits_text(&self) -> bool;
 
     /// Makes `target` share `source`'s positions, in the same cells. No bytes move.
     ///

@@ -2,8 +2,8 @@
 
 use crate::step::error::{fail, Result};
 use crate::step::plan::{
-    Address, Attend, Blend, Buffer, Columns, Embed, Heads, Launch, Logits, Norm, Normalize, Packed,
-    PackedFormat, Place, Plan, Pool, PoolRows, Product, Weight, MOST_GROUPS, MOST_TOKENS,
+    Address, Attend, Blend, Buffer, Columns, Copied, Embed, Heads, Launch, Logits, Norm, Normalize,
+    Packed, PackedFormat, Place, Plan, Pool, PoolRows, Product, Weight, MOST_GROUPS, MOST_TOKENS,
 };
 
 /// The most elements of a row, rows of a table, and keys: products of two stay within 64 bits, and
@@ -322,6 +322,14 @@ impl Work<'_> {
     fn check_logits(&self, logits: Logits) -> Result<()> {
         is_within("rows of logits", logits.rows, 1, MOST_TOKENS)?;
         is_within("logits of a row", logits.vocabulary, 1, LONGEST)?;
+        if logits.copied == Copied::Last && logits.rows != self.plan.tokens {
+            fail!(
+                Plan,
+                "{} rows of logits, of which the last token's is copied, expected {}",
+                logits.rows,
+                self.plan.tokens
+            );
+        }
         self.read(logits.buffer, logits.rows * logits.vocabulary)
     }
 

@@ -200,9 +200,9 @@ pub struct Logits {
 pub enum Copied {
     /// None, and no tapped buffers either.
     None,
-    /// That of the last token of each step.
+    /// That of the last token of each step. The plan then has a row for each of its tokens.
     Last,
-    /// Those of all tokens of the plan.
+    /// All [rows](Logits::rows).
     All,
 }
 

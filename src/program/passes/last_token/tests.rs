@@ -233,6 +233,7 @@ fn logits_may_come_behind_hidden_states() {
         // What is not made by a product is none of its own.
         (&[4, 5], (0, 4)),
         (&[3, 5], (1, 5)),
+        (&[2, 3, 4], (2, 4)),
     ] {
         let mut graph = product();
         graph.main.outputs = outputs.iter().map(|&value| Out::Tensor(Value(value))).collect();

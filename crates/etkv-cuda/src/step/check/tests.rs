@@ -312,6 +312,11 @@ fn buffers_that_do_not_fit_are_refused() {
     });
     assert_eq!(text, "launch 2: buffer 2 is read before it is written");
     assert!(refused(|plan| plan.logits.as_mut().unwrap().rows = 2).contains("expected 2000"));
+    let text = refused(|plan| {
+        let logits = plan.logits.as_mut().unwrap();
+        (logits.copied, logits.rows) = (Copied::Last, plan.tokens + 1);
+    });
+    assert!(text.contains("of which the last token's is copied"), "{text}");
     assert!(refused(|plan| product(plan, 1).gate = Some(Gate::Silu)).contains("no gate"));
     let text = refused(|plan| {
         plan.masked = vec![true];
