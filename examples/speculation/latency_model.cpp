@@ -15,9 +15,7 @@ void LatencyModel::add(size_t tokens, double seconds) {
   const auto entry = means_.try_emplace(tokens, Mean{seconds, 0}).first;
   Mean& mean = entry->second;
   ++mean.forwards;
-  if (mean.forwards == 2) {
-    mean.seconds = seconds;
-  } else if (mean.forwards <= kEarly) {
+  if (mean.forwards <= kEarly) {
     mean.seconds = std::min(mean.seconds, seconds);
   } else {
     const double counted = std::min(seconds, kMost * mean.seconds);

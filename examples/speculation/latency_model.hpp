@@ -10,9 +10,8 @@ namespace etkv::examples {
 /// by lines; the last line continues.
 ///
 /// The first forward of a number of tokens also creates kernels and buffers for
-/// later ones. It counts only until there are better measurements. The few after it
-/// may be slow too, as those of a process are: until there is a mean, the shortest
-/// counts.
+/// later ones, and the few after it may be slow too, as those of a process are. So of
+/// the first few the shortest counts.
 class LatencyModel {
  public:
   void add(size_t tokens, double seconds);

@@ -198,12 +198,17 @@ std::string describe(const Speculator::Statistics& statistics) {
   const auto steps =
       static_cast<double>(std::max<int64_t>(statistics.steps, 1));
   const auto ids = static_cast<double>(std::max<int64_t>(statistics.ids, 1));
-  return counted(statistics.ids, "token") + " in " +
+  const auto drafts =
+      statistics.candidates == 0
+          ? std::string("the draft proposed no tokens")
+          : fixed(static_cast<double>(statistics.accepted) / steps, 2) +
+                " of " +
+                fixed(static_cast<double>(statistics.candidates) / steps, 1) +
+                " draft tokens accepted";
+  return counted(statistics.ids, "token") + " after the first in " +
          counted(statistics.steps, "step") + ": " +
          fixed(static_cast<double>(statistics.ids) / steps, 2) + " a step, " +
-         fixed(static_cast<double>(statistics.accepted) / steps, 2) + " of " +
-         fixed(static_cast<double>(statistics.candidates) / steps, 1) +
-         " draft tokens accepted · " +
+         drafts + " · " +
          fixed(static_cast<double>(statistics.steps) / ids, 2) +
          " forwards a token · " + rate(statistics.ids, statistics.seconds) +
          ", " +

@@ -91,7 +91,7 @@ class Speculator : public Stepper {
   Statistics statistics_;
 };
 
-/// "47 tokens in 17 steps: 2.76 a step, 1.76 of 5.9 draft tokens accepted · …"
+/// "47 tokens after the first in 17 steps: 2.76 a step, 1.76 of 5.9 draft tokens accepted · …"
 std::string describe(const Speculator::Statistics& statistics);
 
 } // namespace etkv::examples

@@ -67,11 +67,12 @@ def load(
 
     ``session`` may be ``None`` for a program without a cache, or with one in its graph. The program is then bound to no
     session, even within :meth:`etkv.Session.bound`. ``logits`` selects the rows of logits that a step gives: ``all``,
-    ``last`` for the last row, which is enough for a prompt, or ``proposed`` for all rows in steps of proposed
-    candidates and of declared sequences, and the last row in others; programs for the CPU refuse that. ``passes``
-    selects the passes that make an MLX program faster: ``default``, or ``none`` to compare with. ``method`` is the
-    name of the method to run. On a GPU ``warm_up`` runs a few steps and rolls them back, so that the first token
-    takes no longer than later ones.
+    ``last`` for the last row, which is enough for a prompt, or ``proposed``. That gives all rows in steps of proposed
+    candidates (:meth:`TreeSession.propose`) and of declared sequences (:meth:`SeqSession.begin_step`), and the last
+    row in others. Verifying a tree needs ``all`` or ``proposed``. Programs for the CPU refuse ``proposed``. ``passes``
+    selects the passes that make an MLX program faster: ``default``, ``interpreted`` to run no step as one launch of a
+    GPU, or ``none`` to compare with the program as exported. ``method`` is the name of the method to run. On a GPU
+    ``warm_up`` runs a few steps and rolls them back, so that the first token takes no longer than later ones.
 
     Raises :class:`EtkvError` if something is missing or does not fit. The message names it.
     """

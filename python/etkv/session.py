@@ -20,15 +20,17 @@ from etkv.errors import EtkvError
 from etkv.metadata import Backend
 
 LOGITS = ("all", "last", "proposed")
-"""The rows of the logits that a program gives: as exported, that of the last token only, or, in programs of the MLX
-delegate, all in steps of proposed candidates and of declared sequences, and that of the last token in others."""
+"""The rows of the logits that a program gives: ``all`` as exported, or ``last``, that of the last token only.
+``proposed``, for programs of the MLX delegate, is ``all`` in steps of candidates (:meth:`TreeSession.propose`) and of
+declared sequences (:meth:`SeqSession.begin_step`), and ``last`` in others."""
 
 Logits: TypeAlias = Literal["all", "last", "proposed"]
 """One of :data:`LOGITS`."""
 
 PASSES = ("default", "interpreted", "none")
-"""The passes that change a program of the MLX delegate when it is loaded: those that make it faster on its device, or
-those that the other options need and no more. ``gpu``, those of a GPU on any device, is for tests."""
+"""The passes that change a program of the MLX delegate when it is loaded: ``default``, those that make it faster on
+its device; ``interpreted``, the same, and no step runs as one launch of a GPU; ``none``, those that the other options
+need and no more. ``gpu``, those of a GPU on any device, is for tests."""
 
 Passes: TypeAlias = Literal["default", "interpreted", "none", "gpu"]
 """One of :data:`PASSES`, or ``gpu``."""
@@ -93,7 +95,7 @@ class Session(Cache):
             with session.bound():
                 forward = Runtime.get().load_program(path).load_method("forward")
 
-        ``logits`` is one of :data:`LOGITS`, and ``passes`` one of :data:`PASSES`.
+        ``logits`` is one of :data:`etkv.session.LOGITS`, and ``passes`` one of :data:`etkv.session.PASSES`.
         """
         with load_options(self.key, logits, passes):
             yield

@@ -104,14 +104,15 @@ impl Program {
             let constants = load_constants(&mlx, &mut graph, &layouts, source)?;
             #[cfg(target_os = "linux")]
             let captured = match (options.passes, &cache) {
-                (Passes::Default, Some(_)) if mlx.on_gpu() => match Recipe::of(&graph) {
-                    Ok(recipe) if Some(recipe.logits_at) != logits_at => None,
-                    Ok(recipe) => CapturedSteps::of(&mlx, recipe, &constants),
-                    Err(why) => {
-                        debug!(target: TARGET, %why, "steps are not captured");
-                        None
+                (Passes::Default, Some(_)) if mlx.on_gpu() => {
+                    match Recipe::with_known_logits(&graph) {
+                        Ok(recipe) => CapturedSteps::of(&mlx, recipe, &constants),
+                        Err(why) => {
+                            debug!(target: TARGET, %why, "steps are not captured");
+                            None
+                        }
                     }
-                },
+                }
                 _ => None,
             };
             info!(

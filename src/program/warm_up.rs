@@ -187,7 +187,7 @@ impl Program {
         let second = cache.sequences().map(|_| (1, 1));
         let mut captured = Ok(());
         for (sequence, tokens) in firsts.chain(second) {
-            if sequence == 1 {
+            if captured.is_ok() && sequence == 1 {
                 // The slots of the first sequence are taken.
                 captured = self.capture_step(mlx, cache, 0, 1);
             }

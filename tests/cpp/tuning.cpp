@@ -22,25 +22,24 @@ void latency() {
   CHECK(latency.at(1) == 2.0);
   CHECK(latency.at(3) == 3.0);
   CHECK(latency.at(9) == 6.0);
-  // The first of a size is forgotten. The shortest of the next ones counts, and then a
-  // mean.
+  // The shortest of the first four of a size counts, and then a mean.
   latency.add(5, 8.0);
-  CHECK(latency.at(5) == 8.0);
+  CHECK(latency.at(5) == 4.0);
+  latency.add(5, 3.0);
+  CHECK(latency.at(5) == 3.0);
   latency.add(5, 9.0);
-  CHECK(latency.at(5) == 8.0);
-  latency.add(5, 7.0);
-  CHECK(latency.at(5) == 7.0);
-  latency.add(5, 9.0);
-  CHECK(latency.at(5) == 7.5);
-  latency.add(5, 5.5);
-  CHECK(latency.at(5) == 7.0);
+  CHECK(latency.at(5) == 3.0);
+  latency.add(5, 4.0);
+  CHECK(latency.at(5) == 3.25);
+  latency.add(5, 2.25);
+  CHECK(latency.at(5) == 3.0);
   // One number that has settled is no line; of two, nothing else counts.
   CHECK(latency.at(1) == 2.0);
   latency.add(1, 1.0);
   CHECK(latency.at(1) == 1.0);
   latency.add(3, 100.0);
-  CHECK(latency.at(3) == 4.0);
-  CHECK(latency.at(9) == 13.0);
+  CHECK(latency.at(3) == 2.0);
+  CHECK(latency.at(9) == 5.0);
 
   // More tokens never take less, whatever is measured, nor do fewer give time back.
   LatencyModel uneven;

@@ -11,7 +11,7 @@ pub enum LogitsRows {
     All,
     /// The row of the last token only.
     Last,
-    /// Those of proposed candidates and of several sequences, and of other steps that of the last token.
+    /// All rows in steps of proposed candidates and of declared sequences, and the row of the last token in others.
     Proposed,
 }
 

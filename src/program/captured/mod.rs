@@ -90,7 +90,7 @@ type Ran<T> = std::result::Result<T, &'static str>;
 /// Returns why the steps of a program are not captured, as far as its instructions and the dtype of its
 /// embeddings tell. Returns `None` if they are on a device that has what they need.
 pub fn why_not(graph: &Program) -> Option<String> {
-    let recipe = match Recipe::of(graph) {
+    let recipe = match Recipe::with_known_logits(graph) {
         Ok(recipe) => recipe,
         Err(why) => return Some(why.to_string()),
     };

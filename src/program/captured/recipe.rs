@@ -120,6 +120,16 @@ pub struct Given {
 }
 
 impl Recipe {
+    /// Returns the recipe of a program if the interpreter would leave out rows of the same output, or what is
+    /// not known here.
+    pub fn with_known_logits(graph: &Graph) -> Result<Self, Unknown> {
+        let recipe = Self::of(graph)?;
+        match passes::logits_output(graph) {
+            Ok((at, _)) if at == recipe.logits_at => Ok(recipe),
+            _ => Err(Unknown::Logits),
+        }
+    }
+
     /// Returns the recipe of a program, or what is not known here.
     pub fn of(graph: &Graph) -> Result<Self, Unknown> {
         match packed::as_plain(graph) {
@@ -190,6 +200,8 @@ pub enum Unknown {
     Instruction(usize, String),
     /// The outputs are not the logits, alone or with hidden states.
     Outputs,
+    /// More than one output may be the logits.
+    Logits,
     /// The program keeps keys and values itself, or has none.
     Cache,
 }
@@ -206,6 +218,7 @@ impl fmt::Display for Unknown {
             Self::Outputs => {
                 out.write_str("its outputs are not logits, alone or with hidden states")
             }
+            Self::Logits => out.write_str("more than one of its outputs may be the logits"),
             Self::Cache => out.write_str("it has no attention over a cache of the host"),
         }
     }

@@ -60,7 +60,7 @@ impl Generation {
             fail!(
                 InvalidArgument,
                 "{} prompts need a row of logits each, and the program was loaded with logits=last; \
-                 load it with logits=all",
+                 load it with logits=all or proposed",
                 prompts.len()
             );
         }

@@ -27,8 +27,10 @@ fn hidden_states_are_another_output() {
         assert_eq!(found(&with(&[18], axis)), Ok((6, 0, vec![5])));
         let mut graph = with(&[18, 16, 9], axis);
         assert_eq!(found(&graph), Ok((6, 0, vec![5, 3, 0])));
+        assert!(Recipe::with_known_logits(&graph).is_ok());
         graph.main.outputs.reverse();
         assert_eq!(found(&graph), Ok((6, 1, vec![5, 3, 0])));
+        assert_eq!(Recipe::with_known_logits(&graph), Err(Unknown::Logits), "two wide outputs");
     }
     // A buffer of its own.
     let mut graph = decoder();
