@@ -52,11 +52,13 @@ Result<std::unique_ptr<Draft>> HiddenStateDraft::make(
     const DraftTarget& target) {
   ASSIGN_OR_RETURN(const size_t offset, find_tap(program, target));
   ASSIGN_OR_RETURN(auto session, make_session(program, target));
-  return std::unique_ptr<Draft>(new HiddenStateDraft(
+  std::unique_ptr<HiddenStateDraft> draft(new HiddenStateDraft(
       std::move(program),
       std::move(session),
       *target.hidden_state_type,
       offset));
+  RETURN_IF_ERROR(draft->measure());
+  return std::unique_ptr<Draft>(std::move(draft));
 }
 
 void HiddenStateDraft::saw(

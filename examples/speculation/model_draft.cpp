@@ -10,8 +10,10 @@ Result<std::unique_ptr<Draft>> ModelDraft::make(
     Program program,
     const DraftTarget& target) {
   ASSIGN_OR_RETURN(auto session, make_session(program, target));
-  return std::unique_ptr<Draft>(
+  std::unique_ptr<ModelDraft> draft(
       new ModelDraft(std::move(program), std::move(session)));
+  RETURN_IF_ERROR(draft->measure());
+  return std::unique_ptr<Draft>(std::move(draft));
 }
 
 Result<LogitsView>

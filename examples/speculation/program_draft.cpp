@@ -123,6 +123,27 @@ Result<CacheSession<TreeCache>> ProgramDraft::make_session(
   return session;
 }
 
+Result<void> ProgramDraft::measure() {
+  constexpr int kTimes = 3;
+  for (int time = 0; time < kTimes; ++time) {
+    Stopwatch watch;
+    ASSIGN_OR_RETURN(const auto logits, run_text({0}, 0, 1));
+    latency_.add(1, watch.lap());
+    RETURN_IF_ERROR(argmax(logits, logits.last_row()));
+    choosing_one_.add(1, watch.lap());
+    for (const size_t nodes : {1, 4}) {
+      std::vector<Leaf> leaves(nodes);
+      for (Leaf& leaf : leaves) {
+        ASSIGN_OR_RETURN(leaf.q, softmax(logits, logits.last_row(), 1.0));
+      }
+      likeliest(leaves, nodes);
+      choosing_.add(nodes, watch.lap());
+    }
+    RETURN_IF_ERROR(cache().rewind(0));
+  }
+  return {};
+}
+
 Result<TokenTree> ProgramDraft::propose(
     const std::vector<int64_t>& text,
     const TreeShape& shape,
@@ -137,6 +158,7 @@ Result<TokenTree> ProgramDraft::grow(
     Sampler& sampler) {
   // The result of the last tree was never reported: nothing was accepted.
   RETURN_IF_ERROR(keep({}));
+  greedy_ = sampler.greedy();
   TokenTree tree(text.back());
   const auto room = static_cast<int64_t>(cache().capacity());
   if (shape.depth == 0 || static_cast<int64_t>(text.size()) > room) {
@@ -299,11 +321,11 @@ double ProgramDraft::seconds(int64_t depth, int64_t width) const {
   if (depth == 0) {
     return 0.0;
   }
-  const double one = choosing_one_.at(1.0);
   // With random numbers a chain needs probabilities too.
+  const bool likeliest_only = width == 1 && greedy_;
   const auto level = [&](double nodes) {
-    const bool is_chain = width == 1 && one > 0.0;
-    return latency_.at(nodes) + (is_chain ? one : choosing_.at(nodes));
+    return latency_.at(nodes) +
+           (likeliest_only ? choosing_one_ : choosing_).at(nodes);
   };
   return level(1.0) +
          static_cast<double>(depth - 1) * level(static_cast<double>(width));

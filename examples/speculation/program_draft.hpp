@@ -52,6 +52,10 @@ class ProgramDraft : public Draft {
       Program& program,
       const DraftTarget& target);
 
+  /// Times steps of one token and choices of candidates, so that their costs are
+  /// known before the first tree.
+  Result<void> measure();
+
   /// Returns how many of the ids in the cache may stay if a text begins with
   /// them: all, or fewer if not all ran as text does.
   virtual Result<size_t> reusable(const std::vector<int64_t>&) {
@@ -97,9 +101,10 @@ class ProgramDraft : public Draft {
   /// The seconds of a forward, by its tokens.
   LatencyModel latency_;
   /// Those that the host takes to choose candidates below so many nodes, and the
-  /// one of a chain.
+  /// one of a chain if no random numbers choose it.
   LatencyModel choosing_;
   LatencyModel choosing_one_;
+  bool greedy_ = true;
 };
 
 } // namespace etkv::examples

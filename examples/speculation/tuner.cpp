@@ -15,10 +15,15 @@ constexpr double kFirst = 0.5;
 constexpr double kFurther = 0.3;
 constexpr double kBelief = 2.0;
 constexpr double kLateBelief = 1.0;
-/// Steps without a tree and with one before any comparison: the first ones of a
-/// process take longer than later ones, and the first of a size too.
+/// Steps without a tree before any comparison: the first ones of a process take
+/// longer than later ones, and the first of a size too.
 constexpr int64_t kSingles = 4;
+/// The first trials are chains of this depth. They come early: drafts of these
+/// trials take this part of the time, or more if they would wait for too long.
 constexpr int64_t kTrials = 2;
+constexpr int64_t kTrialDepth = 3;
+constexpr double kEarlyTrialShare = 0.02;
+constexpr double kMostEarlyPatience = 32.0;
 /// Steps without a tree before one is tried again, at least and at most: so many
 /// that drafts of trials take this part of the time. Their verification takes some
 /// more.
@@ -32,21 +37,28 @@ constexpr int64_t kMostTrees = 256;
 
 TreeShape Tuner::next(const DraftSeconds& draft_seconds) {
   TreeShape best;
-  best.depth = depth_.value_or(3);
+  best.depth = depth_.value_or(kTrialDepth);
   best.width = width_.value_or(1);
   if (depth_ && width_) {
     return best;
   }
+  is_trial_ = false;
   // Measure the cost of one id first, and then trees.
   if ((singles_ < kSingles || behind_ >= kMostTrees) && !depth_) {
     best.depth = 0;
     return best;
   }
-  if (trees_ < kTrials) {
+  is_trial_ = static_cast<double>(without_) >=
+              patience(draft_seconds(best.depth, best.width));
+  if (trees_ < kTrials && (is_trial_ || depth_)) {
+    return best;
+  }
+  if (trees_ == 0) {
+    best.depth = 0;
     return best;
   }
   // Try a tree if there was none for long.
-  const int64_t shallowest = is_trial_due() ? 1 : 0;
+  const int64_t shallowest = is_trial_ ? 1 : 0;
   const int64_t narrowest = width_.value_or(1);
   double most = -1.0;
   for (int64_t depth = depth_.value_or(shallowest);
@@ -86,11 +98,14 @@ double Tuner::promise(
   return ids / std::max(seconds, 1e-9);
 }
 
-bool Tuner::is_trial_due() const {
+double Tuner::patience(double first_draft_seconds) const {
   const double step = std::max(verification_.at(1.0), 1e-9);
+  if (trees_ < kTrials) {
+    const double draft = std::max(first_draft_seconds, trial_seconds_);
+    return std::min(draft / (kEarlyTrialShare * step), kMostEarlyPatience);
+  }
   const double wanted = trial_seconds_ / (kTrialShare * step);
-  const double patience = std::clamp(wanted, kPatience, kMostPatience);
-  return static_cast<double>(without_) >= patience;
+  return std::clamp(wanted, kPatience, kMostPatience);
 }
 
 void Tuner::observe(
@@ -109,7 +124,7 @@ void Tuner::observe(
   }
   ++trees_;
   ++behind_;
-  if (is_trial_due()) {
+  if (is_trial_) {
     trial_seconds_ = draft_seconds;
   }
   without_ = 0;

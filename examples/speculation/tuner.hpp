@@ -24,10 +24,10 @@ class Tuner {
   /// The seconds of a draft for a tree of this depth and width.
   using DraftSeconds = std::function<double(int64_t depth, int64_t width)>;
 
-  /// Returns the shape that promises most ids a second: chains at first, as each
-  /// further candidate of a level costs more than one. Depth 0 means no tree;
-  /// it then tries one from time to time, because a text may become easier: the
-  /// more seldom the longer the draft of a trial takes.
+  /// Returns the shape that promises most ids a second. Depth 0 means no tree; it
+  /// then tries one from time to time, because a text may become easier: the more
+  /// seldom the longer the draft of a trial takes, also before the first one. The
+  /// first ones are chains, as each further candidate of a level costs more than one.
   TreeShape next(const DraftSeconds& draft_seconds);
 
   /// Records the result of a tree, and the seconds of its verification and of its
@@ -59,8 +59,9 @@ class Tuner {
       return (accepted + many * assumed) / (tried + many);
     }
   };
-  /// Returns whether there was no tree for so long that one is tried.
-  bool is_trial_due() const;
+  /// Returns the steps without a tree after which one is tried. The first trials
+  /// need an estimate of what their drafts take.
+  double patience(double first_draft_seconds) const;
   double promise(int64_t depth, int64_t width, const DraftSeconds& draft) const;
 
   std::optional<int64_t> depth_;
@@ -82,6 +83,8 @@ class Tuner {
   /// The seconds of the draft of the last trial, which also reads what came since
   /// the one before.
   double trial_seconds_ = 0.0;
+  /// Whether the next tree comes because there was none for long.
+  bool is_trial_ = false;
 };
 
 } // namespace etkv::examples

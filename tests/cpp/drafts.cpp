@@ -45,6 +45,16 @@ void answers_as_reference(
   }
 }
 
+/// A tuner weighs drafts before any has proposed a tree.
+void costs_before_the_first_tree() {
+  Target target;
+  const auto proposer = draft("llama-f32", target);
+  const double one = proposer->seconds(1, 1);
+  CHECK(one > 0.0);
+  CHECK(proposer->seconds(0, 1) == 0.0);
+  CHECK(proposer->seconds(3, 1) > 2.0 * one);
+}
+
 /// Layers with windows have dropped what a text that parts early goes on from: it
 /// is read anew.
 void windows() {
@@ -188,6 +198,7 @@ void refusals() {
 int main() {
   using namespace etkv::tests;
   etkv::examples::quiet_executorch();
+  costs_before_the_first_tree();
   windows();
   narrower_steps();
   one_row_of_logits();

@@ -54,6 +54,8 @@ TokenTree fresh(
     const TreeShape& shape) {
   const auto hidden_states = hidden_states_of(target, text);
   const auto proposer = draft(name, target);
+  // A tuner weighs it before its first tree.
+  CHECK(proposer->seconds(1, 1) > 0.0);
   proposer->saw(0, hidden_states.view(0, text.size() - 1));
   Sampler greedy;
   return must(proposer->propose(text, shape, greedy));

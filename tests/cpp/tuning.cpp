@@ -164,6 +164,39 @@ void patience() {
   CHECK(trials(1000.0) >= 4);
 }
 
+/// Returns the steps before the first tree, and those between it and the second, if
+/// a step of one token takes a second and a draft so many, and none is right.
+std::pair<int, int> first_trials(double draft) {
+  Tuner tuner(std::nullopt, std::nullopt);
+  std::vector<int> at;
+  for (int step = 0; at.size() < 2 && step < 1000; ++step) {
+    const auto shape = tuner.next([&](int64_t depth, int64_t width) {
+      CHECK(depth <= Tuner::kDeepest && width <= Tuner::kWidest);
+      return draft;
+    });
+    TokenTree tree(0);
+    if (shape.depth > 0) {
+      CHECK_INT(shape.width, 1);
+      tree.add(1, 0);
+      at.push_back(step);
+    }
+    const double seconds = 0.2 + 0.8 * static_cast<double>(tree.size());
+    tuner.observe(
+        shape, tree, {{0}, 0}, seconds, shape.depth > 0 ? draft : 0.0);
+  }
+  CHECK_INT(at.size(), 2);
+  return {at[0], at[1] - at[0] - 1};
+}
+
+void first_patience() {
+  using Steps = std::pair<int, int>;
+  // Free drafts are tried once a step is measured; dear ones wait until they take
+  // 1 of 50 seconds, but not for long.
+  CHECK(first_trials(0.0) == Steps(4, 0));
+  CHECK(first_trials(0.25) == Steps(13, 13));
+  CHECK(first_trials(10.0) == Steps(32, 32));
+}
+
 /// Returns how many trees a tuner still asks for once none is right any more, in 50
 /// steps behind as many that were all right. A draft takes no time.
 int trees_until_noticed() {
@@ -276,6 +309,7 @@ int main() {
   latency();
   tuning();
   patience();
+  first_patience();
   noticing();
   remeasuring();
   return check_report();
