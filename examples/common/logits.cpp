@@ -1,6 +1,8 @@
 #include "examples/common/logits.hpp"
 
+#include <algorithm>
 #include <cmath>
+#include <cstring>
 #include <limits>
 #include <string>
 
@@ -31,14 +33,47 @@ auto visit_row(const LogitsView& logits, int64_t row, Visit visit) {
   }
 }
 
+template <typename To, typename From>
+To bits_as(From from) {
+  static_assert(sizeof(To) == sizeof(From));
+  To to;
+  std::memcpy(&to, &from, sizeof(to));
+  return to;
+}
+
+float to_float(float value) {
+  return value;
+}
+
+float to_float(BFloat16 value) {
+  return static_cast<float>(value);
+}
+
+/// As ExecuTorch's own conversion, without its branches, which keep a loop over
+/// a row from vector instructions.
+float to_float(Half value) {
+  constexpr uint32_t kSign = 0x8000U;
+  constexpr uint32_t kLeastNotFinite = 0x7c00U;
+  constexpr uint32_t kFloatExponent = 0x7f800000U;
+  // The exponents of float16 are biased by 15, those of float32 by 127.
+  constexpr float kRebias = 0x1p112F;
+  const uint32_t magnitude = value.x & ~kSign;
+  const float scaled = bits_as<float>(magnitude << 13U) * kRebias;
+  const uint32_t not_finite =
+      magnitude >= kLeastNotFinite ? kFloatExponent : 0U;
+  const uint32_t sign = (value.x & kSign) << 16U;
+  return bits_as<float>(bits_as<uint32_t>(scaled) | not_finite | sign);
+}
+
+constexpr float kLeast = -std::numeric_limits<float>::infinity();
+
 /// Returns the greatest of `n` values that are not NaN; -infinity if all are
 /// NaN.
 template <typename T>
 float greatest(const T* values, int64_t n) {
   // Several maxima let the compiler use vector instructions, which it may not
   // do with one fixed order of comparisons.
-  constexpr int64_t kMaxima = 16;
-  constexpr float kLeast = -std::numeric_limits<float>::infinity();
+  constexpr int64_t kMaxima = 32;
   float maxima[kMaxima];
   for (float& maximum : maxima) {
     maximum = kLeast;
@@ -46,13 +81,13 @@ float greatest(const T* values, int64_t n) {
   int64_t i = 0;
   for (; i + kMaxima <= n; i += kMaxima) {
     for (int64_t at = 0; at < kMaxima; ++at) {
-      const float value = static_cast<float>(values[i + at]);
+      const float value = to_float(values[i + at]);
       maxima[at] = value > maxima[at] ? value : maxima[at];
     }
   }
   float best = kLeast;
   for (; i < n; ++i) {
-    const float value = static_cast<float>(values[i]);
+    const float value = to_float(values[i]);
     best = value > best ? value : best;
   }
   for (const float maximum : maxima) {
@@ -62,13 +97,36 @@ float greatest(const T* values, int64_t n) {
 }
 
 template <typename T>
-int64_t first_equal(const T* values, int64_t n, float wanted) {
-  for (int64_t i = 0; i < n; ++i) {
-    if (static_cast<float>(values[i]) == wanted) {
+int64_t first_equal(const T* values, int64_t from, int64_t end, float wanted) {
+  for (int64_t i = from; i < end; ++i) {
+    if (to_float(values[i]) == wanted) {
       return i;
     }
   }
   return -1;
+}
+
+/// Returns the index of the greatest of `n` values, the first of equals; -1 if
+/// all are NaN.
+template <typename T>
+int64_t first_greatest(const T* values, int64_t n) {
+  // The search for the index has to look at one value after another: it looks
+  // at one block only, the first with the greatest.
+  constexpr int64_t kBlock = 1024;
+  float best = kLeast;
+  int64_t best_start = -1;
+  for (int64_t start = 0; start < n; start += kBlock) {
+    const float value = greatest(values + start, std::min(kBlock, n - start));
+    if (value > best) {
+      best = value;
+      best_start = start;
+    }
+  }
+  if (best_start < 0) {
+    return first_equal(values, 0, n, kLeast);
+  }
+  return first_equal(
+      values, best_start, std::min(best_start + kBlock, n), best);
 }
 
 } // namespace
@@ -111,8 +169,7 @@ Result<void> check_rows(const LogitsView& logits, size_t n_tokens) {
 
 Result<int64_t> argmax(const LogitsView& logits, int64_t row) {
   const int64_t best = visit_row(logits, row, [&](const auto* values) {
-    return first_equal(
-        values, logits.vocabulary, greatest(values, logits.vocabulary));
+    return first_greatest(values, logits.vocabulary);
   });
   if (best < 0) {
     return Error(ETKV_ERROR_PROGRAM, "the program's logits are not numbers");
@@ -125,16 +182,16 @@ double log_probability(const LogitsView& logits, int64_t row, int64_t index) {
     const double best = greatest(values, logits.vocabulary);
     double sum = 0.0;
     for (int64_t i = 0; i < logits.vocabulary; ++i) {
-      sum += std::exp(static_cast<double>(values[i]) - best);
+      sum += std::exp(double{to_float(values[i])} - best);
     }
-    return static_cast<double>(values[index]) - best - std::log(sum);
+    return double{to_float(values[index])} - best - std::log(sum);
   });
 }
 
 void copy_row(const LogitsView& logits, int64_t row, float* out) {
   visit_row(logits, row, [&](const auto* values) {
     for (int64_t i = 0; i < logits.vocabulary; ++i) {
-      out[i] = static_cast<float>(values[i]);
+      out[i] = to_float(values[i]);
     }
   });
 }
