@@ -316,7 +316,7 @@ size_t Program::prefill_size() const {
   constexpr int32_t kRows = 64;
   const int32_t most = params_.prefill_chunk_size;
   return static_cast<size_t>(
-      rows_ == Logits::last ? most : std::min(most, kRows));
+      rows_ == Logits::all ? std::min(most, kRows) : most);
 }
 
 Result<void> Program::check_tokens(const int64_t* tokens, size_t n) const {

@@ -37,8 +37,8 @@ enum class Logits {
   all,  ///< as exported: [1, T, vocabulary]
   last, ///< of the last token only: [1, 1, vocabulary]
   /// As `all` in steps of proposed candidates and of declared sequences, and as
-  /// `last` in others: a text's rows are not copied, and those that a tree is
-  /// verified by are. Of the MLX delegate only.
+  /// `last` in others: a text has one row, and a tree all that it is verified
+  /// by. Of the MLX delegate only.
   proposed,
 };
 

@@ -115,6 +115,10 @@ impl Program {
                 }
                 _ => None,
             };
+            // Behind the recipe, which does not know it: captured steps choose what they copy.
+            if options.logits == LogitsRows::Proposed {
+                passes::leave_out_unwanted_rows(&mut graph);
+            }
             info!(
                 target: TARGET,
                 instructions = graph.main.instructions.len(),
@@ -235,7 +239,7 @@ impl Loaded {
 
     /// Returns whether the next step on the program's cache, if it has one, gives the last token's row of its logits:
     /// if it was loaded for that, and the step is text of one sequence.
-    fn gives_last_row(&self, cache: Option<&MlxCache>) -> bool {
+    pub(super) fn gives_last_row(&self, cache: Option<&MlxCache>) -> bool {
         let sequences = cache.and_then(|cache| cache.sequences());
         self.logits == LogitsRows::Proposed
             && sequences.is_none_or(|sequences| sequences.awaits_text())
@@ -249,6 +253,7 @@ impl Loaded {
         last_row_only: bool,
         output_types: &[i8],
     ) -> Result<(Outputs, Vec<Array>, Option<Step<'a>>)> {
+        frame.set_last_row_only(last_row_only);
         bind_inputs(&self.inputs, inputs, &mut frame)?;
         let found = self.buffers.bind(&mut frame)?;
         self.main.run(&mut frame)?;
@@ -283,7 +288,8 @@ impl Loaded {
 }
 
 impl Loaded {
-    /// Runs the instructions of a step of a language model. Returns its logits and the step.
+    /// Runs the instructions of a step of a language model. Returns its logits and the step. With `last_row_only` the
+    /// logits may have the last row alone.
     ///
     /// # Errors
     /// Those of [`Program::execute`].
@@ -293,10 +299,12 @@ impl Loaded {
         inputs: &TextInputs,
         tokens: &Tokens,
         positions: &[i32],
+        last_row_only: bool,
         cache: &'a mut MlxCache,
     ) -> Result<(Array, Step<'a>)> {
         let step = StepState::Ready(cache);
         let mut frame = Frame::new(mlx, self.n_values, self.n_ints, &self.constants, step);
+        frame.set_last_row_only(last_row_only);
         if self.buffers.len() > 0 {
             fail!(Unsupported, "cannot choose tokens: the program keeps its cache in the graph");
         }

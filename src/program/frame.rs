@@ -20,6 +20,8 @@ pub struct Frame<'c, 's> {
     ints: Vec<Option<i32>>,
     constants: &'c [Option<Array>],
     on_gpu: bool,
+    /// Whether no logits but the last row's are wanted.
+    last_row_only: bool,
     /// The elements of integer inputs, as the host passed them.
     host: SmallVec<[(Value, HostInts); 4]>,
     /// A number that the elements of a value are below, none of them negative; 0 if none is known. Empty
@@ -57,6 +59,7 @@ impl<'c, 's> Frame<'c, 's> {
             ints: vec![None; n_ints as usize],
             constants,
             on_gpu: mlx.on_gpu(),
+            last_row_only: false,
             host: SmallVec::new(),
             limits: Vec::new(),
             step,
@@ -66,6 +69,16 @@ impl<'c, 's> Frame<'c, 's> {
     /// Returns whether the run is on a GPU.
     pub fn on_gpu(&self) -> bool {
         self.on_gpu
+    }
+
+    /// Sets whether no logits but the last row's are wanted. They are by default.
+    pub fn set_last_row_only(&mut self, last_row_only: bool) {
+        self.last_row_only = last_row_only;
+    }
+
+    /// Returns whether no logits but the last row's are wanted.
+    pub fn last_row_only(&self) -> bool {
+        self.last_row_only
     }
 
     /// Returns the tensor of a value.

@@ -286,9 +286,13 @@ impl Program {
             cells.begin_step(&step.sequences)?;
         }
         let began = Instant::now();
+        // As such steps come: a few tokens may be candidates, whose logits are all wanted.
+        let one_row = tokens.len() > FEW[FEW.len() - 1] as usize;
         let ran: Result<_> = loaded.stream.run(mlx, || {
             let tokens = Tokens::Host(&tokens);
-            let (logits, opened) = loaded.logits(mlx, inputs, &tokens, &step.positions, cache)?;
+            let positions = &step.positions;
+            let (logits, opened) =
+                loaded.logits(mlx, inputs, &tokens, positions, one_row, cache)?;
             let chosen = Sampler::default().choose(&last_rows(&logits, 1)?, None, &[0.0])?;
             opened.schedule(&chosen.arrays())?;
             Ok((chosen, opened))

@@ -83,8 +83,9 @@ Arguments arguments_into(Options& options) {
       &options.loop);
   arguments.choice(
       "--rows",
-      {"last", "all"},
-      "rows of logits that a step computes (last)",
+      {"last", "all", "proposed"},
+      "rows of logits that a step computes (last); proposed\n"
+      "as programs are loaded that verify candidates",
       &options.rows);
   arguments.text(
       "--logits",
@@ -368,11 +369,11 @@ Result<void> run(const Options& options) {
   if (!session.ok()) {
     return session.error();
   }
-  const bool all = all_rows || options.rows == "all";
+  const Logits wanted = all_rows || options.rows == "all" ? Logits::all
+                        : options.rows == "proposed"      ? Logits::proposed
+                                                          : Logits::last;
   const bool on_device = options.loop == "device";
-  if (auto loaded =
-          program->load(session->key(), all ? Logits::all : Logits::last);
-      !loaded.ok()) {
+  if (auto loaded = program->load(session->key(), wanted); !loaded.ok()) {
     return loaded;
   }
   const double load_seconds = watch.lap();

@@ -61,8 +61,10 @@ impl Generation {
     ) -> Result<(Option<Chosen>, Step<'c>)> {
         self.declare(cache, batch.answers, batch.positions.len())?;
         let program = &self.program.0;
+        // Of a prompt only the last row is chosen from.
+        let one_row = batch.answers.len() == 1;
         let (logits, step) =
-            program.logits(mlx, &self.inputs, &batch.tokens, batch.positions, cache)?;
+            program.logits(mlx, &self.inputs, &batch.tokens, batch.positions, one_row, cache)?;
         if !batch.choose {
             // The logits are never computed.
             drop(logits);

@@ -323,6 +323,10 @@ pub enum Op {
     LastToken {
         x: Value,
     },
+    /// Made by a pass: that row in a run that wants no other logits, and all of `x` in others.
+    WantedRows {
+        x: Value,
+    },
     /// A function that no pass looks into, of tensors and integers in the order that it says.
     Call {
         function: Function,
@@ -376,6 +380,7 @@ impl Op {
             | Op::ReshapeTranspose { x, .. }
             | Op::TransposeReshape { x, .. }
             | Op::LastToken { x }
+            | Op::WantedRows { x }
             | Op::RotaryPeriods { inverse: x }
             | Op::ItemInt { x }
             | Op::SymSize { x, .. } => visit(x),

@@ -14,6 +14,7 @@ pub fn limit(op: &Op, frame: &Frame) -> Option<i32> {
         Op::AsType { x, dtype } if holds_indices(*dtype) => frame.limit(*x),
         Op::ExpandDims { x, .. }
         | Op::LastToken { x }
+        | Op::WantedRows { x }
         | Op::Piece { x, .. }
         | Op::Reshape { x, .. }
         | Op::ReshapeTranspose { x, .. }

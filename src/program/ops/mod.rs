@@ -313,6 +313,8 @@ pub fn run(op: &Op, frame: &mut Frame) -> Result<Made> {
         }
         Op::RotaryPeriods { inverse } => frame.tensor(*inverse)?.reshape(&[-1])?.reciprocal()?,
         Op::LastToken { x } => shape::run_last_token(frame.tensor(*x)?)?,
+        Op::WantedRows { x } if frame.last_row_only() => shape::run_last_token(frame.tensor(*x)?)?,
+        Op::WantedRows { x } => frame.tensor(*x)?.clone(),
         Op::Call { function, tensors, ints } => calls::run(frame, function, tensors, ints)?,
         Op::If { .. } | Op::Scan(_) => fail!(Internal, "the schedule runs chains inside"),
         Op::ItemInt { x } => return integers::run_item(frame.tensor(*x)?).map(Made::Int),

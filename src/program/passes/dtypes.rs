@@ -46,6 +46,7 @@ fn of(op: &Op, dtypes: &HashMap<Value, Dtype>) -> Option<Dtype> {
         | Op::Take { x, .. }
         | Op::TakeTransposed { x, .. }
         | Op::LastToken { x }
+        | Op::WantedRows { x }
         | Op::RotaryPeriods { inverse: x }
         | Op::Unary { function: Unary::Neg, x } => of(x),
         // Functions of integers are floats.

@@ -210,4 +210,4 @@ fn rewrite(graph: &mut Graph, narrow: &HashSet<Value>, rows: &Rows) {
 }
 
 #[cfg(test)]
-mod tests;
+pub(super) mod tests;

@@ -15,8 +15,10 @@ mod rotary;
 mod rows;
 mod turned;
 mod views;
+mod wanted;
 
 pub use self::last_token::logits_output;
+pub use self::wanted::leave_out_unwanted_rows;
 use super::constants::Layout;
 use super::ir::{Graph, Instruction, Op, Out, Value};
 use super::TARGET;

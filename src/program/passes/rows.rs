@@ -254,6 +254,7 @@ fn is_matrix(graph: &Graph, value: Value) -> bool {
     graph.is_constant(value) && graph.constants[value.0 as usize].shape.len() == 2
 }
 
-fn is_row_constant(graph: &Graph, value: Value) -> bool {
+/// Returns whether a value is a constant that is the same for every row.
+pub fn is_row_constant(graph: &Graph, value: Value) -> bool {
     graph.is_constant(value) && graph.constants[value.0 as usize].shape.len() <= 1
 }

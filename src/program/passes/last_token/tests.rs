@@ -11,7 +11,7 @@ const COUNT: IntValue = IntValue(0);
 
 /// Returns a program over `[1, T]` inputs with one weight. `ops` make the values from 2 on, the
 /// last of which is its output.
-fn graph(ops: Vec<Op>) -> Graph {
+pub fn graph(ops: Vec<Op>) -> Graph {
     let shape = vec![8, 8];
     let mut instructions =
         vec![Instruction { op: Op::SymSize { x: TOKENS, dim: 1 }, out: Out::Int(COUNT) }];
@@ -41,11 +41,11 @@ fn graph(ops: Vec<Op>) -> Graph {
     }
 }
 
-fn embed() -> Op {
+pub fn embed() -> Op {
     Op::Take { x: WEIGHT, index: Index::Many(TOKENS), axis: 0 }
 }
 
-fn linear(x: u32) -> Op {
+pub fn linear(x: u32) -> Op {
     Op::Linear { x: Value(x), weight: WEIGHT, bias: None, transposed: false }
 }
 
@@ -62,7 +62,7 @@ fn attend(q: u32) -> Op {
     }
 }
 
-fn ops(graph: &Graph) -> Vec<&Op> {
+pub fn ops(graph: &Graph) -> Vec<&Op> {
     graph.main.instructions.iter().map(|instruction| &instruction.op).collect()
 }
 
