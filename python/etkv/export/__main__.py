@@ -97,7 +97,8 @@ def _parser() -> argparse.ArgumentParser:
         type=int,
         metavar="N",
         help="tokens in one execution, at most the context and the smallest sliding window "
-        f"(default: {DEFAULT_PREFILL_CHUNK}, or that where it is less)",
+        f"(default: {DEFAULT_PREFILL_CHUNK}, or that where it is less). A fast GPU reads long prompts in less time "
+        "with 2048, and with more memory",
     )
     parser.add_argument(
         "--layers",
