@@ -116,7 +116,7 @@ impl Program {
                 _ => None,
             };
             // Behind the recipe, which does not know it: captured steps choose what they copy.
-            if options.logits == LogitsRows::Proposed {
+            if options.logits == LogitsRows::Proposed && options.passes != Passes::None {
                 passes::leave_out_unwanted_rows(&mut graph);
             }
             info!(
@@ -239,7 +239,7 @@ impl Loaded {
 
     /// Returns whether the next step on the program's cache, if it has one, gives the last token's row of its logits:
     /// if it was loaded for that, and the step is text of one sequence.
-    pub(super) fn gives_last_row(&self, cache: Option<&MlxCache>) -> bool {
+    fn gives_last_row(&self, cache: Option<&MlxCache>) -> bool {
         let sequences = cache.and_then(|cache| cache.sequences());
         self.logits == LogitsRows::Proposed
             && sequences.is_none_or(|sequences| sequences.awaits_text())

@@ -313,8 +313,14 @@ pub fn run(op: &Op, frame: &mut Frame) -> Result<Made> {
         }
         Op::RotaryPeriods { inverse } => frame.tensor(*inverse)?.reshape(&[-1])?.reciprocal()?,
         Op::LastToken { x } => shape::run_last_token(frame.tensor(*x)?)?,
-        Op::WantedRows { x } if frame.last_row_only() => shape::run_last_token(frame.tensor(*x)?)?,
-        Op::WantedRows { x } => frame.tensor(*x)?.clone(),
+        Op::WantedRows { x } => {
+            let x = frame.tensor(*x)?;
+            // Without an axis of its own for features a tensor is no logits, which is said where they are read.
+            match frame.last_row_only() && x.ndim() > 2 {
+                true => shape::run_last_token(x)?,
+                false => x.clone(),
+            }
+        }
         Op::Call { function, tensors, ints } => calls::run(frame, function, tensors, ints)?,
         Op::If { .. } | Op::Scan(_) => fail!(Internal, "the schedule runs chains inside"),
         Op::ItemInt { x } => return integers::run_item(frame.tensor(*x)?).map(Made::Int),

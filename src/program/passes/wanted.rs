@@ -3,9 +3,8 @@
 //! Unlike [`last_token`](super::last_token) it decides in each run: a program that verifies candidates reads prompts
 //! too. It narrows the last product alone, because what runs before that is little against it.
 
-use super::rows::is_row_constant;
-use super::{insert, logits_output, makers, only_readers};
-use crate::program::ir::{Graph, Instruction, Op, Out, Value};
+use super::{insert, logits_output, makers, only_readers, rows};
+use crate::program::ir::{Function, Graph, Instruction, Op, Out, Value};
 
 /// Cuts the rows that enter the product of the logits to those that are wanted. Leaves a program as it is whose logits
 /// are not made by a product of rows, or are read by others on the way.
@@ -40,6 +39,11 @@ fn product_of_logits(graph: &Graph) -> Option<(usize, Value)> {
             Op::QuantizedMatmul { x, w, .. } => {
                 return graph.is_constant(w).then_some((index, x));
             }
+            Op::Call { function: Function::PackedMatmul { .. }, ref tensors, .. } => {
+                let (&x, weights) = tensors.split_first()?;
+                let constant = weights.iter().all(|&weight| graph.is_constant(weight));
+                return constant.then_some((index, x));
+            }
             Op::Unary { x, .. } | Op::AsType { x, .. } | Op::Activation { x, by: None, .. } => x,
             // Such as the scale of logits that are capped.
             Op::Binary { a, b, .. } if is_row_constant(graph, b) => a,
@@ -51,6 +55,12 @@ fn product_of_logits(graph: &Graph) -> Option<(usize, Value)> {
         }
         value = x;
     }
+}
+
+/// Returns whether a value is a constant that is the same for every row.
+fn is_row_constant(graph: &Graph, value: Value) -> bool {
+    // The shapes of constants that are computed at load are not known.
+    rows::is_row_constant(graph, value) && !graph.init_targets.contains(&value)
 }
 
 #[cfg(test)]

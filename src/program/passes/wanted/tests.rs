@@ -2,7 +2,7 @@
 
 use super::super::last_token::tests::{embed, graph, linear, ops};
 use super::*;
-use crate::program::ir::{Binary, Norm, Unary};
+use crate::program::ir::{Affine, Binary, Norm, Unary};
 use mlx_rs::Dtype;
 
 /// The weight of those programs, a matrix.
@@ -54,6 +54,41 @@ fn what_works_element_by_element_may_come_behind() {
     let by = |b| Op::Binary { function: Binary::Multiply, a: Value(3), b };
     assert!(is_untouched(&[embed(), linear(2), by(WEIGHT)]));
     assert!(is_untouched(&[embed(), linear(2), by(Value(2))]));
+}
+
+#[test]
+fn packed_weights_make_logits_too() {
+    let packed = |x| {
+        let packing = Affine { group_size: 64, bits: 4 };
+        let (x, biases) = (Value(x), Some(WEIGHT));
+        Op::QuantizedMatmul { x, w: WEIGHT, scales: WEIGHT, biases, packing, transpose: true }
+    };
+    assert_eq!(
+        after(vec![embed(), packed(2)]),
+        [embed(), Op::WantedRows { x: Value(2) }, packed(4)]
+    );
+}
+
+/// The program of a vector in place of the matrix, by which the logits are scaled and moved.
+fn scaled() -> Graph {
+    let biased = Op::Linear { x: Value(2), weight: WEIGHT, bias: Some(WEIGHT), transposed: false };
+    let scale = Op::Binary { function: Binary::Multiply, a: WEIGHT, b: Value(3) };
+    let mut graph = graph(vec![embed(), biased, scale]);
+    graph.constants[0].shape = vec![8];
+    graph
+}
+
+#[test]
+fn a_bias_and_a_scale_are_the_same_for_every_row() {
+    let mut known = scaled();
+    leave_out_unwanted_rows(&mut known);
+    assert_eq!(*ops(&known)[2], Op::WantedRows { x: Value(2) });
+    // What is computed at load may have any shape.
+    let mut computed = scaled();
+    computed.init_targets.push(WEIGHT);
+    let before = ops(&computed).len();
+    leave_out_unwanted_rows(&mut computed);
+    assert_eq!(ops(&computed).len(), before);
 }
 
 #[test]
