@@ -313,10 +313,10 @@ Result<void> Program::load_with(LoadOptions options, Logits rows) {
 }
 
 size_t Program::prefill_size() const {
-  constexpr int32_t kRows = 64;
+  constexpr int32_t kFew = 64;
   const int32_t most = params_.prefill_chunk_size;
   return static_cast<size_t>(
-      rows_ == Logits::all ? std::min(most, kRows) : most);
+      rows_ == Logits::all || draft_tap_ ? std::min(most, kFew) : most);
 }
 
 Result<void> Program::check_tokens(const int64_t* tokens, size_t n) const {

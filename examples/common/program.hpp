@@ -82,8 +82,9 @@ class Program {
   Result<void> check_ids(const int64_t* tokens, size_t n) const;
 
   /// Returns the tokens of a prompt in one step: the program's limit, or fewer
-  /// if each token has a row of logits. Such a row is as wide as the vocabulary
-  /// and held twice.
+  /// if each token has a row of logits, which is as wide as the vocabulary and
+  /// held twice, and for a draft that is fed with hidden states, whose warm-up
+  /// has no longer steps.
   size_t prefill_size() const;
 
   int64_t vocabulary() const {

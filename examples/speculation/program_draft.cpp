@@ -255,13 +255,11 @@ Result<std::optional<LogitsView>> ProgramDraft::read(
     RETURN_IF_ERROR(cache().rewind(static_cast<int32_t>(kept)));
     held_.resize(kept);
   }
-  // Longer steps of a draft that is fed with hidden states are not warmed up,
-  // and they tell little of what levels cost.
+  // Longer steps tell little of what levels cost.
   constexpr size_t kFew = 64;
-  const size_t size = program_.prefill_size();
-  const size_t most = program_.draft_tap() ? std::min(size, kFew) : size;
   while (!interrupted()) {
-    const size_t n = std::min(most, text.size() - held_.size());
+    const size_t n =
+        std::min(program_.prefill_size(), text.size() - held_.size());
     Stopwatch watch;
     ASSIGN_OR_RETURN(const auto logits, run_text(text, held_.size(), n));
     if (n <= kFew) {

@@ -71,7 +71,7 @@ impl<'c, 's> Frame<'c, 's> {
         self.on_gpu
     }
 
-    /// Sets whether no logits but the last row's are wanted. They are by default.
+    /// Sets whether no logits but the last row's are wanted. By default those of all rows are.
     pub fn set_last_row_only(&mut self, last_row_only: bool) {
         self.last_row_only = last_row_only;
     }

@@ -30,8 +30,9 @@ const FEW: [i32; 5] = [1, 2, 8, 16, 32];
 #[cfg(target_os = "linux")]
 const CHAIN: i32 = 7;
 
-/// The tokens of steps that are captured for caches of trees besides: a draft that is fed with hidden states reads a prompt
-/// with them, and others the rest of one. So does what came since the last candidates. Each number is another plan, and these have all kernels that there are.
+/// The tokens of steps that are captured for caches of trees besides: a draft that is fed with hidden states reads a
+/// prompt with them, other programs the rest of one, and drafts what came since their last candidates. Each number is
+/// another plan, and these have all kernels that there are.
 #[cfg(target_os = "linux")]
 const READ: [i32; 3] = [16, 32, 64];
 

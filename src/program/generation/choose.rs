@@ -52,7 +52,7 @@ impl Program {
         let started: Result<_> = loaded.stream.run(&mlx, || {
             let tokens = Tokens::Host(tokens);
             let (logits, step) =
-                loaded.logits(&mlx, &inputs, &tokens, positions, n == 1, &mut *cache)?;
+                loaded.logits(&mlx, &inputs, &tokens, positions, false, &mut *cache)?;
             let chosen = Sampler::default().choose(&last_rows(&logits, n)?, None, &[])?;
             step.schedule(&chosen.arrays())?;
             Ok((chosen, step))

@@ -5,7 +5,8 @@ use crate::program::ir::{Binary, Buffer, Chain, Constant, Dim, IntValue, Unary};
 use crate::Status;
 use mlx_rs::Dtype;
 
-const WEIGHT: Value = Value(0);
+/// A matrix.
+pub const WEIGHT: Value = Value(0);
 const TOKENS: Value = Value(1);
 const COUNT: IntValue = IntValue(0);
 

@@ -1,12 +1,9 @@
 //! The pass on programs of a few instructions.
 
-use super::super::last_token::tests::{embed, graph, linear, ops};
+use super::super::last_token::tests::{embed, graph, linear, ops, WEIGHT};
 use super::*;
 use crate::program::ir::{Affine, Binary, Norm, Unary};
 use mlx_rs::Dtype;
-
-/// The weight of those programs, a matrix.
-const WEIGHT: Value = Value(0);
 
 fn block(x: u32, plus: Option<Value>) -> Op {
     let norm = Some(Norm { weight: None, eps: 1e-5 });
