@@ -12,6 +12,7 @@ import os
 import re
 import threading
 from collections.abc import Callable, Sequence
+from concurrent import futures
 from typing import Any, Literal, NoReturn, overload
 
 import cffi
@@ -25,6 +26,10 @@ ABI_VERSION = 13
 INT32_MAX = 2**31 - 1
 
 ffi = cffi.FFI()
+
+_declaring = threading.Lock()
+_declared = False
+"""Whether ``ffi`` has the types and functions of the header."""
 
 _loading = threading.Lock()
 
@@ -55,10 +60,23 @@ def _loaded() -> Any:
     return library
 
 
-@functools.cache
 def _declare() -> None:
     """Read the header. Once: cffi refuses a second time, and a library that cannot be loaded may be asked for again."""
-    ffi.cdef(_declarations(_headers("etkv/etkv.h", set())))
+    if not _declared:
+        # Ctrl-C interrupts the main thread only. What cffi has half read, or half made of it, it refuses ever after.
+        with futures.ThreadPoolExecutor(1) as another:
+            another.submit(_read_header).result()
+
+
+def _read_header() -> None:
+    global _declared
+    with _declaring:
+        if not _declared:
+            ffi.cdef(_declarations(_headers("etkv/etkv.h", set())))
+            for name in ffi.list_types()[0]:
+                # Otherwise cffi would lay out a struct where it is first used.
+                ffi.typeof(name)
+            _declared = True
 
 
 def _headers(name: str, seen: set[str]) -> str:
