@@ -388,17 +388,17 @@ class Generation(Iterator[int]):
                 row = self._decode(ids) if self.token_ids else self._prefill(ids)
                 assert row is not None
                 token = choose(sampling, row, recent, len(self.token_ids))
+                if not self._max_tokens:
+                    self.finish_reason = "length"
+                    return
+                if token in self._eos_token_ids:
+                    self.finish_reason = "stop"
+                    return
+                self._add(token)
             except BaseException:
                 # The ids may have run without a next token: roll them back, so that they can run again.
                 self._forget(self._last())
                 raise
-            if not self._max_tokens:
-                self.finish_reason = "length"
-                return
-            if token in self._eos_token_ids:
-                self.finish_reason = "stop"
-                return
-            self._add(token)
             recent.append(token)
             yield token
             if len(self.token_ids) == self._max_tokens:

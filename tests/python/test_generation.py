@@ -12,7 +12,11 @@ import subprocess
 import sys
 import time
 import weakref
+from pathlib import Path
+from types import FrameType
+from typing import Any
 
+import cffi
 import pytest
 
 import etkv
@@ -20,6 +24,9 @@ import reference
 from etkv import _device, generation
 from reference import Variant
 from test_runtime import PROMPT, config
+
+STRIDE = int(os.environ.get("ETKV_INTERRUPTED", "29"))
+"""Of so many instructions of an answer one is interrupted. With 1 the test takes three minutes."""
 
 
 @pytest.fixture(scope="module")
@@ -122,6 +129,70 @@ def test_interrupted_where_a_token_is_chosen(program, greedy, monkeypatch, where
     monkeypatch.setattr(place, name, choose)
     rest = answer.token_ids[answer.cached_tokens :] or PROMPT
     assert list(etkv.generate_tokens(program, rest, max_tokens=3, eos_token_ids=[])) == greedy[at - 1 : at + 2]
+
+
+class Interruption:
+    """Ctrl-C at one instruction of ``etkv``'s Python code, or of cffi's: the ``at``-th from where a block begins."""
+
+    FOLDERS = (str(Path(etkv.__file__).parent), str(Path(cffi.__file__).parent))
+
+    def __init__(self, at: int | None) -> None:
+        self._at = at
+        self.n_instructions = 0
+
+    def __enter__(self) -> Interruption:
+        self._before = sys.gettrace()
+        sys.settrace(self._enter)
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> bool:
+        sys.settrace(self._before)
+        return kind is KeyboardInterrupt
+
+    def _enter(self, frame: FrameType, event: str, argument: object) -> Any:
+        if not frame.f_code.co_filename.startswith(self.FOLDERS):
+            return None
+        frame.f_trace_opcodes, frame.f_trace_lines = True, False
+        return self._follow
+
+    def _follow(self, frame: FrameType, event: str, argument: object) -> Any:
+        self.n_instructions += event == "opcode"
+        if event == "opcode" and self.n_instructions == self._at:
+            sys.settrace(None)
+            raise KeyboardInterrupt
+        return self._follow
+
+
+@pytest.mark.parametrize("where", ["device", "host"])
+@pytest.mark.parametrize("session_class", [etkv.DecodeSession, etkv.SeqSession])
+def test_interrupted_anywhere(tiny, greedy, monkeypatch, session_class, where):
+    """At any instruction: no token of the answer is lost, and none runs twice."""
+    if where == "host":
+        monkeypatch.setattr(_device.DeviceAnswer, "make", lambda *_: None)
+    with session_class(config(tiny, 200)) as session, etkv.load(tiny.path, session, logits="last") as program:
+
+        def answered(at: int | None) -> tuple[etkv.Generation | None, int]:
+            answer = None
+            with Interruption(at) as interruption:
+                answer = etkv.generate_tokens(program, PROMPT, max_tokens=4, eos_token_ids=[])
+                list(answer)
+            return answer, interruption.n_instructions
+
+        answered(None)
+        session.clear()
+        # What runs at the first use alone is no longer among them.
+        _, n_instructions = answered(None)
+        unfinished = 0
+        for at in range(1, n_instructions, STRIDE):
+            session.clear()
+            answer, _ = answered(at)
+            held, ids = (answer.cached_tokens, answer.token_ids) if answer else (0, [])
+            unfinished += len(ids) < 4
+            assert session.length == (len(PROMPT) + held if session.length else 0)
+            rest = ids[held:] if session.length else PROMPT
+            again = list(etkv.generate_tokens(program, rest, max_tokens=3, eos_token_ids=[]))
+            assert ids + again == greedy[: len(ids) + 3], f"interrupted at instruction {at}"
+        assert unfinished > n_instructions // STRIDE // 2
 
 
 def test_sequences_of_one_session(tiny, greedy):
