@@ -17,7 +17,7 @@ sys.path.insert(0, str(reference.ROOT))
 
 from tests.upstream_ops import damage
 
-PROGRAMS = 4_000
+PROGRAMS = 10_000
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="processes are limited as on Linux")
