@@ -25,7 +25,7 @@ unexport PYTHONDONTWRITEBYTECODE
 export ONEDNN_MAX_CPU_ISA ?= AVX512_CORE_FP16
 
 .DEFAULT_GOAL := help
-.PHONY: help setup build demo question chat model programs compiled rust faces test test-rust test-buckets test-cpp test-package test-sanitize test-python test-macos test-macos-short test-long upstream-ops fuzz-programs lint format benches bench bench-pack bench-caches bench-speculation bench-restart bench-threads bench-llama bench-lengths test-threads clean
+.PHONY: help setup build demo question chat model programs made rust faces test test-rust test-buckets test-cpp test-package test-sanitize test-python test-macos test-macos-short test-long upstream-ops fuzz-programs lint format benches bench bench-pack bench-caches bench-speculation bench-restart bench-threads bench-llama bench-lengths test-threads clean
 
 help: ## Show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -81,15 +81,17 @@ CARGO_FLAGS := --release --locked
 BOUNDED := env -u MAKEFLAGS -u MFLAGS python tests/package/bounded.py
 
 # Tests share the cores, and OpenBLAS's threads spin while they wait for each other.
-test compiled rust faces programs test-rust test-cpp test-package test-python test-macos test-macos-short test-sanitize test-long fuzz-programs: export OPENBLAS_NUM_THREADS ?= 1
+test made rust faces programs test-rust test-cpp test-package test-python test-macos test-macos-short test-sanitize test-long fuzz-programs: export OPENBLAS_NUM_THREADS ?= 1
+# OpenMP's threads spin too. Exports run two at a time; pytest sets it for itself.
+programs: export OMP_NUM_THREADS ?= 1
 
-# Exports run two at a time; Cargo has stretches that use one core only.
+# Each lane has stretches that use one core only.
 test: .venv/.ready ## Run every check and test
-	@$(MAKE) --no-print-directory -j2 compiled programs
+	@$(MAKE) --no-print-directory -j2 rust made
 	@$(MAKE) --no-print-directory -j2 test-python faces
 
-# Compilers use the core that the exports beside them leave free.
-compiled: rust
+# What pytest runs, and the C++ that Rust's tests do not wait for.
+made: programs
 	@$(MAKE) --no-print-directory build
 	@$(MAKE) --no-print-directory benches
 
