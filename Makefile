@@ -85,7 +85,7 @@ test made rust faces programs test-rust test-cpp test-package test-python test-m
 # OpenMP's threads spin too. Exports run two at a time; pytest sets it for itself.
 programs: export OMP_NUM_THREADS ?= 1
 
-# Each lane has stretches that use one core only.
+# Each of two halves has stretches that use one core only.
 test: .venv/.ready ## Run every check and test
 	@$(MAKE) --no-print-directory -j2 rust made
 	@$(MAKE) --no-print-directory -j2 test-python faces
