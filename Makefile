@@ -242,7 +242,7 @@ test-long: build model ## Millions of generated operations against the oracles; 
 	ETKV_RUNS=40000 $(BOUNDED) 14400 cargo test --release --locked -p etkv-tests --no-default-features
 	ETKV_RUNS=4000 $(BOUNDED) 14400 cargo test --release --locked -p etkv-tests --test on_mlx
 	ETKV_STEP_SEEDS=20 python -m pytest $(LONG) tests/python/test_native_steps.py
-	ETKV_INTERRUPTED=1 python -m pytest $(LONG) tests/python/test_generation.py -k anywhere
+	ETKV_INTERRUPTED=1 python -m pytest $(LONG) tests/python/test_interruptions.py
 	python -m tests.upstream_ops.damage --programs 1000000
 	ETKV_DAMAGED_COPIES=10000 python -m pytest $(LONG) tests/python/test_damaged_programs.py
 	ETKV_RUNS=1000 $(BOUNDED) 3600 cargo test --release --locked -p etkv-tests --test memory

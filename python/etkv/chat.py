@@ -80,7 +80,7 @@ class Chat:
     def _turn(self, options: GenerateOptions) -> Iterator[str]:
         """Yield the answer to the last message. Append the answer to ``messages``, also if the turn stops early."""
         ids = self._tokenizer.apply_chat_template(self.messages, add_generation_prompt=True)
-        self._held = ids[: self._rewind_to_shared(ids)]
+        self._rewind_to_shared(ids)
         self._attach(ids)
         shared = len(self._held)
         options = with_eos_token_ids(options, self._program, self._tokenizer)
@@ -107,13 +107,13 @@ class Chat:
         """Go on from what is kept of ``ids``, if it is more than the cache holds."""
         text = ids[:-1]
         if self._keeper is not None and self._keeper.find(text) > len(self._held):
-            # In this order: what is held is true wherever this stops.
+            # In this order: the cache begins with what is held wherever this stops.
             self._held = []
             self._cache.clear()
             self._held = text[: self._keeper.attach(text)]
 
-    def _rewind_to_shared(self, ids: list[int]) -> int:
-        """Rewind the cache to the positions that it shares with ``ids``, and return their number.
+    def _rewind_to_shared(self, ids: list[int]) -> None:
+        """Rewind the cache to the positions that it shares with ``ids``.
 
         The last of ``ids`` always runs again: its logits choose the next token.
         """
@@ -123,5 +123,6 @@ class Chat:
         if shared < self._cache.rewindable_to():
             # Layers with windows have dropped what the next query would see, and a cache in a graph cannot rewind.
             shared = 0
+        # In this order: the cache begins with what is held wherever this stops.
+        self._held = ids[:shared]
         self._cache.rewind(shared)
-        return shared

@@ -3,30 +3,20 @@
 from __future__ import annotations
 
 import gc
-import inspect
-import json
 import math
 import os
 import shutil
-import signal
 import subprocess
 import sys
-import time
 import weakref
-from pathlib import Path
-from types import FrameType
 
-import cffi
 import pytest
 
 import etkv
 import reference
-from etkv import _device, _library, generation
+from etkv import _device
 from reference import Variant
 from test_runtime import PROMPT, config
-
-STRIDE = int(os.environ.get("ETKV_INTERRUPTED", "4"))
-"""Of so many places where Ctrl-C can arrive in an answer, one is tried."""
 
 
 @pytest.fixture(scope="module")
@@ -102,97 +92,6 @@ def test_a_prompt_longer_than_a_step(program):
     for position, token in enumerate(prompt[:-1]):
         program.forward([token], [position], copy=False)
     assert list(etkv.generate_tokens(program, prompt[-1:], max_tokens=8, eos_token_ids=[])) == chunked
-
-
-@pytest.mark.parametrize("at", [1, 4])
-@pytest.mark.parametrize("where", ["device", "host"])
-def test_interrupted_where_a_token_is_chosen(program, greedy, monkeypatch, where, at):
-    """What was run and led to no token that was taken is rolled back, so that nothing of the answer is lost."""
-    if where == "host":
-        monkeypatch.setattr(_device.DeviceAnswer, "make", lambda *_: None)
-    place, name = (_device.DeviceAnswer, "next") if where == "device" else (generation, "choose")
-    choose, calls = getattr(place, name), []
-
-    def interrupted(*args):
-        chosen = choose(*args)
-        calls.append(1)
-        if len(calls) == at:
-            raise KeyboardInterrupt
-        return chosen
-
-    answer = etkv.generate_tokens(program, PROMPT, max_tokens=8, eos_token_ids=[])
-    monkeypatch.setattr(place, name, interrupted)
-    with pytest.raises(KeyboardInterrupt):
-        list(answer)
-    assert answer.token_ids == greedy[: at - 1]
-    assert program.session.length == (len(PROMPT) + answer.cached_tokens if answer.token_ids else 0)
-    monkeypatch.setattr(place, name, choose)
-    rest = answer.token_ids[answer.cached_tokens :] or PROMPT
-    assert list(etkv.generate_tokens(program, rest, max_tokens=3, eos_token_ids=[])) == greedy[at - 1 : at + 2]
-
-
-class Interruption:
-    """Ctrl-C at one place of ``etkv``'s Python code, or of cffi's: the ``at``-th from where a block begins.
-
-    Python looks for signals where a function begins, and where the call of one has returned.
-    """
-
-    FOLDERS = (str(Path(etkv.__file__).parent), str(Path(cffi.__file__).parent))
-
-    def __init__(self, at: int | None) -> None:
-        self._at = at
-        self.n_places = 0
-
-    def __enter__(self) -> Interruption:
-        sys.setprofile(self._follow)
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, *_: object) -> bool:
-        sys.setprofile(None)
-        return kind is KeyboardInterrupt
-
-    def _follow(self, frame: FrameType, event: str, argument: object) -> None:
-        # A generator that yields has not returned: the call of `next` has.
-        yields = event == "return" and frame.f_code.co_flags & inspect.CO_GENERATOR
-        if event == "c_call" or yields or not frame.f_code.co_filename.startswith(self.FOLDERS):
-            return
-        self.n_places += 1
-        if self.n_places == self._at:
-            sys.setprofile(None)
-            raise KeyboardInterrupt
-
-
-@pytest.mark.parametrize("where", ["device", "host"])
-@pytest.mark.parametrize("session_class", [etkv.DecodeSession, etkv.SeqSession])
-def test_interrupted_anywhere(tiny, greedy, monkeypatch, session_class, where):
-    """At any place: no token of the answer is lost, and none runs twice."""
-    if where == "host":
-        monkeypatch.setattr(_device.DeviceAnswer, "make", lambda *_: None)
-    with session_class(config(tiny, 200)) as session, etkv.load(tiny.path, session, logits="last") as program:
-
-        def answered(at: int | None) -> tuple[etkv.Generation | None, int]:
-            answer = None
-            with Interruption(at) as interruption:
-                answer = etkv.generate_tokens(program, PROMPT, max_tokens=4, eos_token_ids=[])
-                list(answer)
-            return answer, interruption.n_places
-
-        answered(None)
-        session.clear()
-        # What runs at the first use alone is no longer among them.
-        _, n_places = answered(None)
-        unfinished = 0
-        for at in range(1, n_places, STRIDE):
-            session.clear()
-            answer, _ = answered(at)
-            assert not _library.EXECUTORCH_CALLS._is_owned(), f"locked at place {at}"
-            held, ids = (answer.cached_tokens, answer.token_ids) if answer else (0, [])
-            unfinished += len(ids) < 4
-            assert session.length == (len(PROMPT) + held if session.length else 0)
-            rest = ids[held:] if session.length else PROMPT
-            again = list(etkv.generate_tokens(program, rest, max_tokens=3, eos_token_ids=[]))
-            assert ids + again == greedy[: len(ids) + 3], f"interrupted at place {at}"
-        assert unfinished > n_places // STRIDE // 2
 
 
 def test_sequences_of_one_session(tiny, greedy):
@@ -568,52 +467,6 @@ def test_missing_tokenizer(tmp_path):
             read(path)
     with pytest.raises(etkv.EtkvError, match="hf is str, expected a fast tokenizer of transformers"):
         etkv.Tokenizer("model.pte")
-
-
-_INTERRUPTED = """
-import json, sys
-import etkv
-from test_generation import PROMPT, config
-import reference
-from reference import Variant
-tiny = reference.program(Variant("tiny-llama"))
-with etkv.DecodeSession(config(tiny, 200)) as session, etkv.load(tiny.path, session, logits="last") as program:
-    caught = 0
-    while caught < 3:
-        session.clear()
-        answer = etkv.generate_tokens(program, PROMPT, max_tokens=190, eos_token_ids=[])
-        try:
-            print("ready", flush=True)
-            while True:
-                for token in answer:
-                    pass
-                session.rewind(0)
-                answer = etkv.generate_tokens(program, PROMPT, max_tokens=190, eos_token_ids=[])
-        except KeyboardInterrupt:
-            caught += 1
-            held, length = answer.cached_tokens, session.length
-            next_ids = answer.token_ids[held:] if length else PROMPT
-            rest = list(etkv.generate_tokens(program, next_ids, max_tokens=3, eos_token_ids=[]))
-            ids = answer.token_ids[:held]
-            print(json.dumps({"held": held, "length": length, "ids": ids, "rest": rest}), flush=True)
-"""
-
-
-def test_an_interruption_leaves_the_cache_usable(tiny):
-    """Ctrl-C at any time: what the session holds is whole, and answering goes on from there."""
-    expected = reference.greedy(tiny.hf, {"prompt": PROMPT}, 200)["prompt"].ids
-    environment = {**os.environ, "ETKV_TEST_KEEP_PROGRAMS": "1", "PYTHONPATH": os.pathsep.join(sys.path)}
-    words = [sys.executable, "-c", _INTERRUPTED]
-    with reference.started(words, stdout=subprocess.PIPE, text=True, env=environment) as process:
-        for pause in (0.01, 0.05, 0.11):
-            assert process.stdout.readline() == "ready\n"
-            time.sleep(pause)
-            process.send_signal(signal.SIGINT)
-            told = json.loads(process.stdout.readline())
-            assert told["length"] == (len(PROMPT) + told["held"] if told["length"] else 0)
-            assert told["ids"] == expected[: told["held"]]
-            after = told["held"] + 1 if told["length"] else 0
-            assert told["rest"] == expected[after : after + 3]
 
 
 def test_bars(tiny, capfd):

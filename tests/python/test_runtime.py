@@ -375,42 +375,6 @@ def two_uses(libraries: Path) -> list[str]:
     return done.stdout.splitlines()
 
 
-_INTERRUPTED = """
-import os, signal
-import cffi
-from etkv import _capi
-
-read = _capi.ffi.cdef
-
-def interrupted(text):
-    os.kill(os.getpid(), signal.SIGINT)
-    read(text)
-
-_capi.ffi.cdef = interrupted
-try:
-    _capi.struct("etkv_sampling")
-except KeyboardInterrupt:
-    print("interrupted")
-
-def late(self, ffi, finishlist, finish=cffi.model.StructType.finish_backend_type):
-    assert self.completed or self.fldtypes is None, f"{self.name} is laid out after the header was read"
-    finish(self, ffi, finishlist)
-
-cffi.model.StructType.finish_backend_type = late
-for name in _capi.ffi.list_types()[0]:
-    _capi.ffi.typeof(f"{name}*")
-assert _capi.struct("etkv_sampling").struct_size
-assert len(_capi.ffi.new("etkv_logit_bias[]", 3)) == 3
-_capi.lib()
-print("whole")
-"""
-
-
-def test_the_header_is_read_whole_when_ctrl_c_comes():
-    done = subprocess.run([sys.executable, "-c", _INTERRUPTED], capture_output=True, text=True, timeout=60)
-    assert (done.stdout.split(), done.stderr) == (["interrupted", "whole"], "")
-
-
 def test_loaded_on_one_thread_and_run_on_another(tiny, session, expected):
     with etkv.load(tiny.path, session) as program:
         rows = []
