@@ -90,7 +90,7 @@ test: .venv/.ready ## Run every check and test
 	@$(MAKE) --no-print-directory -j2 rust made
 	@$(MAKE) --no-print-directory -j2 test-python faces
 
-# What pytest runs, and the C++ that Rust's tests do not wait for.
+# Programs, the C++ libraries and the benchmarks: pytest needs them, Rust's tests do not.
 made: programs
 	@$(MAKE) --no-print-directory build
 	@$(MAKE) --no-print-directory benches

@@ -12,7 +12,6 @@ import os
 import re
 import threading
 from collections.abc import Callable, Sequence
-from concurrent import futures
 from typing import Any, Literal, NoReturn, overload
 
 import cffi
@@ -63,9 +62,34 @@ def _loaded() -> Any:
 def _declare() -> None:
     """Read the header. Once: cffi refuses a second time, and a library that cannot be loaded may be asked for again."""
     if not _declared:
-        # Ctrl-C interrupts the main thread only. What cffi has half read, or half made of it, it refuses ever after.
-        with futures.ThreadPoolExecutor(1) as another:
-            another.submit(_read_header).result()
+        if threading.current_thread() is threading.main_thread():
+            # Ctrl-C interrupts the main thread only. Inside cffi it would leave the header or a struct half declared,
+            # and cffi refuses that for the rest of the process.
+            _on_another_thread(_read_header)
+        else:
+            _read_header()
+
+
+def _on_another_thread(work: Callable[[], None]) -> None:
+    """Do ``work``, and raise what it raises."""
+    failures: list[BaseException] = []
+
+    def run() -> None:
+        try:
+            work()
+        except BaseException as failure:
+            failures.append(failure)
+
+    thread = threading.Thread(target=run)
+    try:
+        thread.start()
+    except RuntimeError:
+        # Python is ending, and begins no threads.
+        run()
+    else:
+        thread.join()
+    if failures:
+        raise failures[0]
 
 
 def _read_header() -> None:

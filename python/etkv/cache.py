@@ -392,10 +392,15 @@ def set_memory_callback(callback: Callable[[int], int | None] | None) -> None:
     with contextlib.nullcontext() if inside else _memory_callback_setting:
         lib()
         made = ffi.NULL if callback is None else ffi.callback("uint64_t(uint64_t, void*)", free, error=0)
-        call("etkv_memory_budget_set_callback", made, ffi.NULL)
+        if inside:
+            call("etkv_memory_budget_set_callback", made, ffi.NULL)
+            return
         if _memory_callback is None:
             # At its end Python may run no callback.
             atexit.register(set_memory_callback, None)
+        # If the call is interrupted, the library may call either of them.
+        _memory_callback = (_memory_callback, made)
+        call("etkv_memory_budget_set_callback", made, ffi.NULL)
         _memory_callback = made
 
 

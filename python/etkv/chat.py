@@ -66,16 +66,21 @@ class Chat:
     def send_message(self, text: str, **options: Unpack[GenerateOptions]) -> Iterator[str]:
         """Yield the model's answer to ``text`` in pieces. ``options`` are those of :func:`etkv.generate_tokens`.
 
-        If the caller stops early, ``messages`` keeps the turn with the text so far. If the turn is refused or fails,
-        its messages are removed, and the next turn goes on from the messages before it.
+        If the caller stops early, ``messages`` keeps the turn with the text so far. If the turn is refused or fails, or
+        is interrupted before the answer begins, its messages are removed, and the next turn goes on from the messages
+        before it.
         """
-        before = len(self.messages)
-        self.messages.append({"role": "user", "content": text})
+        before, question = len(self.messages), {"role": "user", "content": text}
         try:
+            self.messages.append(question)
             yield from self._turn(options)
         except Exception:
             del self.messages[before:]
             raise
+        finally:
+            if self.messages[before:] == [question]:
+                # Interrupted before the answer began. Some templates refuse a question without an answer.
+                del self.messages[before:]
 
     def _turn(self, options: GenerateOptions) -> Iterator[str]:
         """Yield the answer to the last message. Append the answer to ``messages``, also if the turn stops early."""
@@ -98,8 +103,8 @@ class Chat:
             if piece := detokenizer.last_segment:
                 yield piece
         finally:
-            self._held = [*ids, *generation.token_ids][: self._cache.length]
             self.messages.append({"role": "assistant", "content": detokenizer.text})
+            self._held = [*ids, *generation.token_ids][: self._cache.length]
         if keeper is not None:
             keeper.keep(self._held)
 

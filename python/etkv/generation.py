@@ -266,7 +266,7 @@ class Generation(Iterator[int]):
         """Tokens of the answer that the cache holds. The last token runs when the next one is requested.
 
         A prompt that continues this answer begins with ``token_ids[cached_tokens:]``: its last token, or nothing if
-        the model ended the answer.
+        the model ended the answer. A cache in a program's graph cannot rewind: if the answer was interrupted, clear it.
         """
         if self._start is None:
             return 0

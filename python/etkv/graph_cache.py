@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from etkv import _capi
-from etkv.errors import PositionError
+from etkv.errors import EtkvError, PositionError
 
 
 class GraphCache:
@@ -44,7 +44,15 @@ class GraphCache:
 
     def clear(self) -> None:
         """Remove every position. Raises :class:`EtkvError` if the program is closed, or if it keeps no buffers."""
-        _capi.call("etkv_delegate_reset_buffers", self._buffers)
+        try:
+            _capi.call("etkv_delegate_reset_buffers", self._buffers)
+        except EtkvError:
+            raise
+        except BaseException:
+            # Interrupted, and perhaps after they were reset: with the old length it would be a cache of zeros.
+            _capi.call("etkv_delegate_reset_buffers", self._buffers)
+            self._length = 0
+            raise
         self._length = 0
 
     def ran_to(self, length: int) -> None:

@@ -155,9 +155,9 @@ def load_options(
     options = tuple(
         ffi.NULL if text is None else ffi.new("char[]", text.encode()) for text in (key, logits, passes, buffers)
     )
-    call("etkv_delegate_set_load_options", *options)
-    _of_thread.options = options
     try:
+        call("etkv_delegate_set_load_options", *options)
+        _of_thread.options = options
         yield
     finally:
         call("etkv_delegate_set_load_options", *before)

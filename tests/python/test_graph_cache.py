@@ -15,6 +15,8 @@ from etkv import inspection
 from etkv.__main__ import main
 from reference import Variant
 from runners import FAILED, answers, refused, runner
+from test_interruptions import Interruption
+from test_runtime import PROMPT
 from upstream_programs import CHUNK, CONTEXT, IN_GRAPH, OPTIMUM, llm
 
 MADE = llm("tiny-llama", *IN_GRAPH)
@@ -241,6 +243,22 @@ def test_the_cache_of_a_program(program):
     program.close()
     with pytest.raises(etkv.EtkvError, match="no loaded program keeps buffers"):
         cache.clear()
+
+
+def test_a_clear_that_is_interrupted_clears(program):
+    """At each of its places, before the buffers are zeros and after: the length is never that of other buffers."""
+    expected, cache = list(etkv.generate_tokens(program, PROMPT, max_tokens=4, eos_token_ids=[])), program.cache
+    with Interruption(None) as interruption:
+        cache.clear()
+    for at in range(1, interruption.n_places):
+        cache.clear()
+        ids = list(etkv.generate_tokens(program, PROMPT, max_tokens=2, eos_token_ids=[]))
+        with Interruption(at):
+            cache.clear()
+        rest, ids = (ids[-1:], ids) if cache.length else (PROMPT, [])
+        assert (
+            ids + list(etkv.generate_tokens(program, rest, max_tokens=2, eos_token_ids=[])) == expected[: len(ids) + 2]
+        )
 
 
 def test_an_answer_that_fails_keeps_what_ran(program, monkeypatch):

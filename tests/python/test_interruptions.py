@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import inspect
 import json
 import os
@@ -49,7 +50,8 @@ def tokenizer(tiny) -> etkv.Tokenizer:
 class Interruption:
     """Ctrl-C at one place of ``etkv``'s Python code, or of cffi's: the ``at``-th from where a block begins.
 
-    Python looks for signals where a function begins, and where the call of one has returned.
+    Python looks for signals where a function begins and where a call has returned. It also does where a loop begins
+    again, which is left out.
     """
 
     FOLDERS = (str(Path(etkv.__file__).parent), str(Path(cffi.__file__).parent))
@@ -124,7 +126,7 @@ def test_interrupted_anywhere(tiny, greedy, monkeypatch, session_class, where):
         # What runs at the first use alone is no longer among them.
         _, n_places = answered(None)
         unfinished = 0
-        for at in range(1, n_places, STRIDE):
+        for at in range(1, n_places + 1, STRIDE):
             session.clear()
             answer, _ = answered(at)
             assert not _library.EXECUTORCH_CALLS._is_owned(), f"locked at place {at}"
@@ -146,8 +148,8 @@ def test_a_chat_interrupted_anywhere(program, tokenizer, restored):
         """A second turn, with Ctrl-C at this place. The first message is another one, so that the chat rewinds."""
         chat = etkv.Chat(program, tokenizer, system="Be brief.")
         list(chat.send_message("Hi", **sent))
-        first = list(chat.messages)
-        chat.messages[1:] = [{"role": "user", "content": "Ha"}]
+        first = copy.deepcopy(chat.messages)
+        chat.messages[1]["content"] = "Ha"
         with Interruption(at) as interruption:
             list(chat.send_message("And you?", **sent))
         if restored:
@@ -156,13 +158,16 @@ def test_a_chat_interrupted_anywhere(program, tokenizer, restored):
 
     turn(None)
     _, n_places = turn(None)
-    for at in range(1, n_places, STRIDE):
+    for at in range(1, n_places + 1, STRIDE):
         chat, _ = turn(at)
-        other_messages = list(chat.messages)
-        said = "".join(chat.send_message("And then?", **sent))
+        assert [message["role"] for message in chat.messages[1::2]] == ["user"] * (len(chat.messages) // 2)
+        assert chat.messages[-1]["role"] == "assistant", f"interrupted at place {at}"
+        messages = list(chat.messages)
+        list(chat.send_message("And then?", **sent))
         other = etkv.Chat(program, tokenizer)
-        other.messages = other_messages
-        assert said == "".join(other.send_message("And then?", **sent)), f"interrupted at place {at}"
+        other.messages = messages
+        list(other.send_message("And then?", **sent))
+        assert chat.generation.token_ids == other.generation.token_ids, f"interrupted at place {at}"
 
 
 _INTERRUPTED = """
@@ -227,6 +232,7 @@ try:
     _capi.struct("etkv_sampling")
 except KeyboardInterrupt:
     print("interrupted")
+_capi._declare()
 
 def late(self, ffi, finishlist, finish=cffi.model.StructType.finish_backend_type):
     assert self.completed or self.fldtypes is None, f"{self.name} is laid out after the header was read"
@@ -245,3 +251,29 @@ print("whole")
 def test_the_header_is_read_whole_when_ctrl_c_comes():
     done = subprocess.run([sys.executable, "-c", _WHILE_THE_HEADER_IS_READ], capture_output=True, text=True, timeout=60)
     assert (done.stdout.split(), done.stderr) == (["interrupted", "whole"], "")
+
+
+_AT_THE_END = """
+import atexit, sys, threading
+from etkv import _capi
+
+def use():
+    assert _capi.struct("etkv_sampling").struct_size
+    print("used")
+
+def late():
+    threading.main_thread().join()
+    use()
+
+if sys.argv[1] == "atexit":
+    atexit.register(use)
+else:
+    threading.Thread(target=late).start()
+"""
+
+
+@pytest.mark.parametrize("when", ["atexit", "thread"])
+def test_the_header_is_read_while_python_ends(when):
+    """Python begins no threads then."""
+    done = subprocess.run([sys.executable, "-c", _AT_THE_END, when], capture_output=True, text=True, timeout=60)
+    assert (done.stdout, done.stderr) == ("used\n", "")

@@ -9,7 +9,7 @@ import pickle
 import pytest
 
 import etkv
-from etkv import CacheConfig, DecodeSession, LayerConfig, SeqSession, TreeSession
+from etkv import CacheConfig, DecodeSession, LayerConfig, SeqSession, TreeSession, cache
 from etkv._capi import lib, text
 
 LAYERS = (LayerConfig(2, 64), LayerConfig(1, 32, 64, window=8, sinks=2))
@@ -181,6 +181,30 @@ def test_the_memory_callback_frees_what_another_cache_needs(caplog):
             with pytest.raises(etkv.EtkvError, match=f"this one needs {needed} more"):
                 DecodeSession(upfront)
             assert len(asked) == 2
+    finally:
+        etkv.set_memory_callback(None)
+        etkv.set_memory_budget(None)
+
+
+def test_a_memory_callback_lives_when_its_setting_is_interrupted(monkeypatch):
+    """The library has it by then, and calls it."""
+    upfront, asked = config(layers=(LayerConfig(2, 64),), capacity=1000, growth="upfront"), []
+
+    def interrupted(*arguments):
+        call(*arguments)
+        raise KeyboardInterrupt
+
+    call = cache.call
+    try:
+        with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+            patch.setattr(cache, "call", interrupted)
+            etkv.set_memory_callback(asked.append)
+        gc.collect()
+        with DecodeSession(upfront):
+            etkv.set_memory_budget(etkv.memory_budget().held)
+            with pytest.raises(etkv.EtkvError, match="memory budget"):
+                DecodeSession(upfront)
+        assert len(asked) == 1
     finally:
         etkv.set_memory_callback(None)
         etkv.set_memory_budget(None)

@@ -196,7 +196,7 @@ class ReferenceCache(ABC):
             if layer in had.calls or had is self._last:
                 self._begin_anew(had, layer)
             return self._in_step(layer, k, v, positions)
-        except Exception:
+        except BaseException:
             self.abort()
             raise
 
