@@ -256,5 +256,8 @@ fn is_matrix(graph: &Graph, value: Value) -> bool {
 
 /// Returns whether a value is a constant that is the same for every row.
 pub fn is_row_constant(graph: &Graph, value: Value) -> bool {
-    graph.is_constant(value) && graph.constants[value.0 as usize].shape.len() <= 1
+    // The shapes of constants that are computed at load are not known.
+    graph.is_constant(value)
+        && graph.constants[value.0 as usize].shape.len() <= 1
+        && !graph.init_targets.contains(&value)
 }

@@ -3,7 +3,8 @@
 //! Unlike [`last_token`](super::last_token) it decides in each run: a program that verifies candidates reads prompts
 //! too. It narrows the last product alone, because what runs before that is little against it.
 
-use super::{insert, logits_output, makers, only_readers, rows};
+use super::rows::is_row_constant;
+use super::{insert, logits_output, makers, only_readers};
 use crate::program::ir::{Function, Graph, Instruction, Op, Out, Value};
 
 /// Cuts the rows that enter the product of the logits to those that are wanted. Leaves a program as it is whose logits
@@ -55,12 +56,6 @@ fn product_of_logits(graph: &Graph) -> Option<(usize, Value)> {
         }
         value = x;
     }
-}
-
-/// Returns whether a value is a constant that is the same for every row.
-fn is_row_constant(graph: &Graph, value: Value) -> bool {
-    // The shapes of constants that are computed at load are not known.
-    rows::is_row_constant(graph, value) && !graph.init_targets.contains(&value)
 }
 
 #[cfg(test)]
