@@ -7,7 +7,6 @@ They are the functions of ``etkv.h``, whose chapter on threads holds here too. S
 from __future__ import annotations
 
 import atexit
-import contextlib
 import json
 import logging
 import os
@@ -387,14 +386,13 @@ def set_memory_callback(callback: Callable[[int], int | None] | None) -> None:
         finally:
             _memory_callback_here.inside = False
 
-    # Inside the callback the call is refused. A thread that sets another one may wait for this one.
-    inside = getattr(_memory_callback_here, "inside", False)
-    with contextlib.nullcontext() if inside else _memory_callback_setting:
+    if getattr(_memory_callback_here, "inside", False):
+        # The library refuses it. The lock may be held by a thread that sets another callback and waits for this one.
+        call("etkv_memory_budget_set_callback", ffi.NULL, ffi.NULL)
+        return
+    with _memory_callback_setting:
         lib()
         made = ffi.NULL if callback is None else ffi.callback("uint64_t(uint64_t, void*)", free, error=0)
-        if inside:
-            call("etkv_memory_budget_set_callback", made, ffi.NULL)
-            return
         if _memory_callback is None:
             # At its end Python may run no callback.
             atexit.register(set_memory_callback, None)
